@@ -1,0 +1,2 @@
+//! The graph.
+pub mod ty;

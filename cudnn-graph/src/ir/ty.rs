@@ -1,0 +1,242 @@
+//! Element types, extents and strides.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The element type of a tensor, or the arithmetic type of an op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary64.
+    F64,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16: the upper half of a binary32.
+    BF16,
+    /// Signed 8-bit integer.
+    I8,
+    /// Unsigned 8-bit integer.
+    U8,
+    /// Signed 32-bit integer.
+    I32,
+    /// Signed 64-bit integer.
+    I64,
+    /// A truth value (one bit in cuDNN's virtual tensors).
+    Bool,
+    /// 8-bit float, 4 exponent bits, no infinities (OCP E4M3).
+    F8E4M3,
+    /// 8-bit float, 5 exponent bits (OCP E5M2).
+    F8E5M2,
+    /// 8-bit power-of-two scale (OCP E8M0), since cuDNN 9.7.
+    F8E8M0,
+    /// 4-bit float (OCP E2M1), since cuDNN 9.7.
+    F4E2M1,
+}
+
+impl DType {
+    /// Every element type, in declaration order.
+    pub const ALL: [DType; 13] = [
+        DType::F32,
+        DType::F64,
+        DType::F16,
+        DType::BF16,
+        DType::I8,
+        DType::U8,
+        DType::I32,
+        DType::I64,
+        DType::Bool,
+        DType::F8E4M3,
+        DType::F8E5M2,
+        DType::F8E8M0,
+        DType::F4E2M1,
+    ];
+
+    /// The name used in printed graphs, files and options.
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F64 => "f64",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::I8 => "i8",
+            DType::U8 => "u8",
+            DType::I32 => "i32",
+            DType::I64 => "i64",
+            DType::Bool => "bool",
+            DType::F8E4M3 => "f8e4m3",
+            DType::F8E5M2 => "f8e5m2",
+            DType::F8E8M0 => "f8e8m0",
+            DType::F4E2M1 => "f4e2m1",
+        }
+    }
+
+    /// Bits of one element in device memory.
+    pub fn bits(self) -> u32 {
+        match self {
+            DType::F64 | DType::I64 => 64,
+            DType::F32 | DType::I32 => 32,
+            DType::F16 | DType::BF16 => 16,
+            DType::I8 | DType::U8 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 8,
+            DType::F4E2M1 => 4,
+        }
+    }
+
+    /// Bytes that `elements` elements take, rounded up.
+    pub fn bytes(self, elements: u64) -> u64 {
+        (elements * u64::from(self.bits())).div_ceil(8)
+    }
+
+    /// True for every floating point type, the narrow ones included.
+    pub fn is_float(self) -> bool {
+        match self {
+            DType::F32
+            | DType::F64
+            | DType::F16
+            | DType::BF16
+            | DType::F8E4M3
+            | DType::F8E5M2
+            | DType::F8E8M0
+            | DType::F4E2M1 => true,
+            DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::Bool => false,
+        }
+    }
+
+    /// True for the integer types; `Bool` is not one of them.
+    pub fn is_integer(self) -> bool {
+        !self.is_float() && self != DType::Bool
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The largest rank that cuDNN's tensors have (`CUDNN_DIM_MAX`).
+pub const MAX_RANK: usize = 8;
+
+/// Extents, outermost first. At most [`MAX_RANK`] of them.
+#[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Dims(pub Vec<i64>);
+
+/// Distances between neighbours along each axis, in elements.
+#[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Strides(pub Vec<i64>);
+
+impl Dims {
+    /// Product of the extents, or `None` past `i64`.
+    pub fn elements(&self) -> Option<i64> {
+        self.0.iter().try_fold(1i64, |n, &d| n.checked_mul(d))
+    }
+
+    /// The strides of a dense tensor of these extents, the last axis innermost.
+    /// Saturates where the product does not fit; [`crate::ir::verify`] reports that.
+    pub fn packed(&self) -> Strides {
+        let mut next = 1i64;
+        let mut strides: Vec<i64> = self
+            .0
+            .iter()
+            .rev()
+            .map(|&d| {
+                let here = next;
+                next = next.saturating_mul(d.max(1));
+                here
+            })
+            .collect();
+        strides.reverse();
+        Strides(strides)
+    }
+
+    /// Number of axes.
+    pub fn rank(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The extents that result when two operands are broadcast against each other,
+    /// axis by axis from the last; `None` where two extents differ and neither is 1.
+    pub fn broadcast(&self, other: &Dims) -> Option<Dims> {
+        let rank = self.rank().max(other.rank());
+        let at = |d: &Dims, axis: usize| -> i64 {
+            let missing = rank - d.rank();
+            if axis < missing { 1 } else { d.0[axis - missing] }
+        };
+        (0..rank)
+            .map(|axis| match (at(self, axis), at(other, axis)) {
+                (a, b) if a == b => Some(a),
+                (1, b) => Some(b),
+                (a, 1) => Some(a),
+                _ => None,
+            })
+            .collect::<Option<Vec<_>>>()
+            .map(Dims)
+    }
+}
+
+impl Strides {
+    /// Index of the last element plus one, that is, how many elements a buffer must reach; `None` past `i64`
+    /// or with a negative stride.
+    pub fn extent(&self, dims: &Dims) -> Option<i64> {
+        self.0.iter().zip(&dims.0).try_fold(1i64, |n, (&s, &d)| {
+            if s < 0 || d < 1 {
+                return None;
+            }
+            n.checked_add(s.checked_mul(d - 1)?)
+        })
+    }
+}
+
+macro_rules! list {
+    ($t:ty) => {
+        impl<T: Into<Vec<i64>>> From<T> for $t {
+            fn from(values: T) -> Self {
+                Self(values.into())
+            }
+        }
+        impl fmt::Display for $t {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("[")?;
+                for (i, d) in self.0.iter().enumerate() {
+                    if i > 0 {
+                        f.write_str(",")?;
+                    }
+                    write!(f, "{d}")?;
+                }
+                f.write_str("]")
+            }
+        }
+        impl fmt::Debug for $t {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+list!(Dims);
+list!(Strides);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packed_strides_of_bhsd() {
+        assert_eq!(Dims::from([2, 3, 5, 7]).packed(), Strides::from([105, 35, 7, 1]));
+    }
+
+    #[test]
+    fn broadcast_takes_the_larger_and_refuses_a_mismatch() {
+        let a = Dims::from([2, 1, 5]);
+        assert_eq!(a.broadcast(&Dims::from([3, 1])), Some(Dims::from([2, 3, 5])));
+        assert_eq!(a.broadcast(&Dims::from([4, 5])), Some(Dims::from([2, 4, 5])));
+        assert_eq!(a.broadcast(&Dims::from([4])), None);
+    }
+
+    #[test]
+    fn extent_counts_the_last_element_and_survives_overflow() {
+        assert_eq!(Strides::from([10, 1]).extent(&Dims::from([3, 4])), Some(24));
+        assert_eq!(Strides::from([i64::MAX, 1]).extent(&Dims::from([3, 4])), None);
+    }
+}

@@ -1,0 +1,2 @@
+//! cargo sdpa.
+fn main() {}
