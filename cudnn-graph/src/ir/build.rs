@@ -1,0 +1,200 @@
+//! The builder: each method appends an op and gives its result a type. Nothing here fails; what makes no sense
+//! gets a best guess of a type, and verify says so.
+
+use super::op::{
+    BandMask, BandSide, Matmul, Op, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, Slice, Softmax, Transpose,
+};
+use super::pointwise::{Mode, Params, Signature};
+use super::tensor::{Scalar, Storage, Tensor, TensorId};
+use super::ty::{DType, Dims, Strides};
+use super::Graph;
+
+impl Graph {
+    /// Adds a tensor as it is.
+    pub fn tensor(&mut self, tensor: Tensor) -> TensorId {
+        self.tensors.push(tensor);
+        TensorId(self.tensors.len() as u32 - 1)
+    }
+
+    /// Adds an op as it is.
+    pub fn push(&mut self, op: Op) {
+        self.ops.push(op);
+    }
+
+    /// A dense input in device memory, bound by this name.
+    pub fn input(&mut self, name: &str, dtype: DType, dims: impl Into<Dims>) -> TensorId {
+        self.tensor(Tensor::device(name, dtype, dims))
+    }
+
+    /// A number in host memory that the graph itself supplies: rank 1, as NVIDIA's frontend spells it.
+    pub fn scalar(&mut self, value: Scalar) -> TensorId {
+        let name = format!("scalar{}", self.tensors.len());
+        self.tensor(Tensor::by_value(name, value.dtype(), Some(value), 1))
+    }
+
+    /// A number in host memory that the caller supplies at each execution: (1, 1, 1, 1).
+    pub fn parameter(&mut self, name: &str, dtype: DType) -> TensorId {
+        self.tensor(Tensor::by_value(name, dtype, None, 4))
+    }
+
+    /// Makes a result an output in device memory, bound by this name, of this type.
+    pub fn output(&mut self, id: TensorId, name: &str, dtype: DType) -> TensorId {
+        if let Some(tensor) = self.tensors.get_mut(id.index()) {
+            tensor.name = name.to_owned();
+            tensor.dtype = dtype;
+            tensor.storage = Storage::Device;
+        }
+        id
+    }
+
+    /// Changes the type of a result.
+    pub fn set_dtype(&mut self, id: TensorId, dtype: DType) -> TensorId {
+        if let Some(tensor) = self.tensors.get_mut(id.index()) {
+            tensor.dtype = dtype;
+        }
+        id
+    }
+
+    /// Changes the strides of a result, in elements.
+    pub fn set_strides(&mut self, id: TensorId, strides: impl Into<Strides>) -> TensorId {
+        if let Some(tensor) = self.tensors.get_mut(id.index()) {
+            tensor.strides = strides.into();
+        }
+        id
+    }
+
+    fn dims(&self, id: TensorId) -> Dims {
+        self.get(id).map_or_else(|| Dims(vec![1]), |t| t.dims.clone())
+    }
+
+    /// A virtual result named after its op and its number.
+    pub fn result(&mut self, op: &str, dtype: DType, dims: Dims) -> TensorId {
+        let name = format!("{op}{}", self.tensors.len());
+        self.tensor(Tensor::virtual_(name, dtype, dims))
+    }
+
+    /// `y = mode(inputs)` in f32 arithmetic; comparisons yield truth values. Inputs are x, b, t in that order, and dy, x
+    /// for backward modes.
+    pub fn pointwise(&mut self, mode: Mode, inputs: &[TensorId]) -> TensorId {
+        let (compute, dtype) = match mode.signature() {
+            Signature::Compare | Signature::LogicalBinary | Signature::LogicalUnary => (DType::Bool, DType::Bool),
+            Signature::Index => (DType::I32, DType::I32),
+            Signature::Unary
+            | Signature::Identity
+            | Signature::Binary
+            | Signature::Select
+            | Signature::Backward => (DType::F32, DType::F32),
+        };
+        self.pointwise_as(mode, inputs, compute, dtype, Params::default())
+    }
+
+    /// The same in a given arithmetic, with a given type of result and constants.
+    pub fn pointwise_as(&mut self, mode: Mode, inputs: &[TensorId], compute: DType, dtype: DType, params: Params) -> TensorId {
+        let dims = inputs.iter().map(|&id| self.dims(id)).reduce(|a, b| a.broadcast(&b).unwrap_or(a)).unwrap_or_else(|| Dims(vec![1]));
+        let y = self.result(mode.name(), dtype, dims);
+        let at = |n: usize| inputs.get(n).copied();
+        // Without inputs, the op reads its own result: verify reports that.
+        let first = at(0).unwrap_or(y);
+        let op = match mode.signature() {
+            Signature::Backward => Pointwise { mode, x: at(1).unwrap_or(y), b: None, t: None, dy: Some(first), y, compute, params },
+            Signature::Unary
+            | Signature::Identity
+            | Signature::Binary
+            | Signature::Compare
+            | Signature::LogicalBinary
+            | Signature::LogicalUnary
+            | Signature::Index
+            | Signature::Select => Pointwise { mode, x: first, b: at(1), t: at(2), dy: None, y, compute, params },
+        };
+        self.push(Op::Pointwise(op));
+        y
+    }
+
+    /// The index along `axis` of a tensor like `x`, i32.
+    pub fn gen_index(&mut self, x: TensorId, axis: i64) -> TensorId {
+        self.pointwise_as(Mode::GenIndex, &[x], DType::I32, DType::I32, Params { axis: Some(axis), ..Params::default() })
+    }
+
+    /// `a · b`, virtual f32.
+    pub fn matmul(&mut self, a: TensorId, b: TensorId) -> TensorId {
+        let (da, db) = (self.dims(a).0, self.dims(b).0);
+        let mut dims = da.clone();
+        if let (Some(last), Some(&n)) = (dims.last_mut(), db.last()) {
+            *last = n;
+        }
+        for (d, &other) in dims.iter_mut().zip(&db).take(da.len().saturating_sub(2)) {
+            *d = (*d).max(other);
+        }
+        let c = self.result("matmul", DType::F32, Dims(dims));
+        self.push(Op::Matmul(Matmul { a, b, c, m_override: None, n_override: None, k_override: None, padding: None, compute: DType::F32 }));
+        c
+    }
+
+    /// Folds `x` to these extents, virtual f32.
+    pub fn reduce(&mut self, mode: ReductionMode, x: TensorId, dims: impl Into<Dims>) -> TensorId {
+        let y = self.result("reduction", DType::F32, dims.into());
+        self.push(Op::Reduction(Reduction { mode, x, y, compute: DType::F32, deterministic: false }));
+        y
+    }
+
+    /// The elements of `x` under other extents and strides.
+    pub fn reshape(&mut self, x: TensorId, dims: impl Into<Dims>, strides: impl Into<Strides>, mode: Option<ReshapeMode>) -> TensorId {
+        let dtype = self.get(x).map_or(DType::F32, |t| t.dtype);
+        let y = self.result("reshape", dtype, dims.into());
+        self.set_strides(y, strides);
+        self.push(Op::Reshape(Reshape { x, y, mode }));
+        y
+    }
+
+    /// The axes of `x` in another order: axis `i` of the result is axis `permutation[i]` of `x`.
+    pub fn transpose(&mut self, x: TensorId, permutation: &[i64]) -> TensorId {
+        let (dtype, old) = (self.get(x).map_or(DType::F32, |t| t.dtype), self.dims(x).0);
+        let at = |&axis: &i64| usize::try_from(axis).ok().and_then(|a| old.get(a).copied()).unwrap_or(1);
+        let y = self.result("transpose", dtype, Dims(permutation.iter().map(at).collect()));
+        self.push(Op::Transpose(Transpose { x, y, permutation: permutation.to_vec() }));
+        y
+    }
+
+    /// `x[start..limit]` along each axis.
+    pub fn slice(&mut self, x: TensorId, start: &[i64], limit: &[i64]) -> TensorId {
+        let dtype = self.get(x).map_or(DType::F32, |t| t.dtype);
+        let dims = start.iter().zip(limit).map(|(s, l)| l.saturating_sub(*s)).collect();
+        let y = self.result("slice", dtype, Dims(dims));
+        self.push(Op::Slice(Slice { x, y, start: start.to_vec(), limit: limit.to_vec(), step: vec![1; start.len()] }));
+        y
+    }
+
+    /// Softmax over the last axis (cuDNN 9.20), virtual f32; `stats` is its natural-log sum of exponentials.
+    pub fn softmax(&mut self, x: TensorId, stats: Option<TensorId>) -> TensorId {
+        let dims = self.dims(x);
+        let y = self.result("softmax", DType::F32, dims);
+        self.push(Op::Softmax(Softmax { x, y, stats, max: None, sum_exp: None, sink: None, stats_log2: false }));
+        y
+    }
+
+    /// Drops what lies right of a diagonal (cuDNN 9.20): keeps `row + shift + align >= col`.
+    pub fn band_mask_right(&mut self, x: TensorId, fill: TensorId, shift: Option<TensorId>, lengths: Option<(TensorId, TensorId)>) -> TensorId {
+        self.band_mask(x, fill, BandSide::Right, shift, None, lengths)
+    }
+
+    /// Drops what lies left of a diagonal (cuDNN 9.20): keeps `col + left - align > row`.
+    pub fn band_mask_left(&mut self, x: TensorId, fill: TensorId, left: TensorId, lengths: Option<(TensorId, TensorId)>) -> TensorId {
+        self.band_mask(x, fill, BandSide::Left, None, Some(left), lengths)
+    }
+
+    fn band_mask(
+        &mut self,
+        x: TensorId,
+        fill: TensorId,
+        side: BandSide,
+        shift_right: Option<TensorId>,
+        left: Option<TensorId>,
+        lengths: Option<(TensorId, TensorId)>,
+    ) -> TensorId {
+        let dims = self.dims(x);
+        let y = self.result("band_mask", DType::F32, dims);
+        let (seq_q, seq_kv) = (lengths.map(|l| l.0), lengths.map(|l| l.1));
+        self.push(Op::BandMask(BandMask { x, y, fill, side, shift_right, left, seq_q, seq_kv }));
+        y
+    }
+}

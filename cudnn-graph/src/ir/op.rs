@@ -1,0 +1,642 @@
+//! The ops of a graph. Operands are fields, so a missing one does not compile.
+
+use super::pointwise::{Mode, Params};
+use super::tensor::TensorId;
+use super::ty::DType;
+use serde::{Deserialize, Serialize};
+
+/// One op. Several spellings of the same arithmetic are not the same to cuDNN: engines match the exact ops.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "op")]
+pub enum Op {
+    /// `y = f(x, b, t)`, element by element.
+    Pointwise(Pointwise),
+    /// `c = a · b`.
+    Matmul(Matmul),
+    /// Folds axes of `x` down to their extent in `y`.
+    Reduction(Reduction),
+    /// The elements of `x` under other extents or strides.
+    Reshape(Reshape),
+    /// The axes of `x` in another order (9.22).
+    Transpose(Transpose),
+    /// Part of `x` (9.22).
+    Slice(Slice),
+    /// Random numbers.
+    Rng(Rng),
+    /// Softmax over the last axis (9.20).
+    Softmax(Softmax),
+    /// Drops scores on one side of a diagonal (9.20).
+    BandMask(BandMask),
+    /// Gathers the pages of a key or value cache (9.4).
+    PagedLoad(PagedLoad),
+    /// Narrow elements with a scale per block (9.7).
+    BlockScaleQuantize(BlockScaleQuantize),
+    /// Its inverse (9.7).
+    BlockScaleDequantize(BlockScaleDequantize),
+    /// Attention in one op, the unified form (9.13).
+    SdpaForward(Box<SdpaForward>),
+    /// Its gradient in one op (9.17).
+    SdpaBackward(Box<SdpaBackward>),
+}
+
+/// `y = f(x, b, t)`, broadcasting axes of extent 1.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Pointwise {
+    /// The function.
+    pub mode: Mode,
+    /// First operand; the forward input of backward modes.
+    pub x: TensorId,
+    /// Second operand.
+    pub b: Option<TensorId>,
+    /// The condition of a select.
+    pub t: Option<TensorId>,
+    /// The incoming gradient of backward modes.
+    pub dy: Option<TensorId>,
+    /// Result; the outgoing gradient of backward modes.
+    pub y: TensorId,
+    /// Type of the arithmetic.
+    pub compute: DType,
+    /// Constants of the mode.
+    pub params: Params,
+}
+
+/// `c = a · b` over the last two axes; leading axes broadcast, and a leading axis of `a` may be a multiple of `b`'s
+/// (query heads that share a key head).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Matmul {
+    /// (…, m, k).
+    pub a: TensorId,
+    /// (…, k, n).
+    pub b: TensorId,
+    /// (…, m, n).
+    pub c: TensorId,
+    /// Rows that count, per batch entry.
+    pub m_override: Option<TensorId>,
+    /// Columns that count, per batch entry.
+    pub n_override: Option<TensorId>,
+    /// Inner elements that count, per batch entry.
+    pub k_override: Option<TensorId>,
+    /// What stands where rows or columns do not count.
+    pub padding: Option<f64>,
+    /// Type of the accumulation.
+    pub compute: DType,
+}
+
+/// How a reduction folds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReductionMode {
+    /// Sum.
+    Add,
+    /// Product.
+    Mul,
+    /// Smallest.
+    Min,
+    /// Largest.
+    Max,
+    /// Largest magnitude.
+    Amax,
+    /// Mean.
+    Avg,
+    /// Sum of magnitudes.
+    Norm1,
+    /// Root of the sum of squares.
+    Norm2,
+    /// Product of all that are not zero.
+    MulNoZeros,
+}
+
+impl ReductionMode {
+    /// Every mode.
+    pub const ALL: [ReductionMode; 9] = [
+        ReductionMode::Add,
+        ReductionMode::Mul,
+        ReductionMode::Min,
+        ReductionMode::Max,
+        ReductionMode::Amax,
+        ReductionMode::Avg,
+        ReductionMode::Norm1,
+        ReductionMode::Norm2,
+        ReductionMode::MulNoZeros,
+    ];
+
+    /// The name in printed graphs.
+    pub fn name(self) -> &'static str {
+        match self {
+            ReductionMode::Add => "add",
+            ReductionMode::Mul => "mul",
+            ReductionMode::Min => "min",
+            ReductionMode::Max => "max",
+            ReductionMode::Amax => "amax",
+            ReductionMode::Avg => "avg",
+            ReductionMode::Norm1 => "norm1",
+            ReductionMode::Norm2 => "norm2",
+            ReductionMode::MulNoZeros => "mul_no_zeros",
+        }
+    }
+}
+
+/// Folds each axis of `x` to its extent in `y`, which divides it: to 1, or in groups of neighbours (head folding).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reduction {
+    /// How.
+    pub mode: ReductionMode,
+    /// What.
+    pub x: TensorId,
+    /// Result.
+    pub y: TensorId,
+    /// Type of the accumulation.
+    pub compute: DType,
+    /// Ask for the same bits on every run (9.11).
+    pub deterministic: bool,
+}
+
+/// How a reshape reads its input (9.22; older runtimes know only the view).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReshapeMode {
+    /// The same memory under other extents and strides: element `n` of memory stays where it is.
+    ViewOnly,
+    /// The same elements in row-major order of the extents.
+    Logical,
+}
+
+/// The elements of `x` under other extents or strides. Without a mode, a view.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reshape {
+    /// What.
+    pub x: TensorId,
+    /// Result.
+    pub y: TensorId,
+    /// How; absent on runtimes that have no modes.
+    pub mode: Option<ReshapeMode>,
+}
+
+/// `y` with axis `i` taken from axis `permutation[i]` of `x`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Transpose {
+    /// What.
+    pub x: TensorId,
+    /// Result.
+    pub y: TensorId,
+    /// For each axis of `y`, the axis of `x`.
+    pub permutation: Vec<i64>,
+}
+
+/// `x[start..limit]` with a step, per axis.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Slice {
+    /// What.
+    pub x: TensorId,
+    /// Result.
+    pub y: TensorId,
+    /// First index of each axis.
+    pub start: Vec<i64>,
+    /// One past the last index of each axis.
+    pub limit: Vec<i64>,
+    /// Step along each axis.
+    pub step: Vec<i64>,
+}
+
+/// What random numbers look like.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Distribution {
+    /// 1 with this probability, else 0.
+    Bernoulli(f64),
+    /// Between the two.
+    Uniform(f64, f64),
+    /// Mean and standard deviation.
+    Normal(f64, f64),
+}
+
+/// The seed of an [`Rng`].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Seed {
+    /// Compiled in.
+    Value(i64),
+    /// One i64 in device or host memory.
+    Tensor(TensorId),
+}
+
+/// Random numbers. Their bits are the library's own: [`crate::ir::interp`] takes them from the caller.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rng {
+    /// Result.
+    pub y: TensorId,
+    /// What they look like.
+    pub distribution: Distribution,
+    /// Seed.
+    pub seed: Seed,
+    /// Where in the stream to begin: one i64.
+    pub offset: Option<TensorId>,
+}
+
+/// Softmax over the last axis: `y = exp(x − max) / sum_exp`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Softmax {
+    /// Scores.
+    pub x: TensorId,
+    /// Probabilities; zeros in a row whose scores are all −∞.
+    pub y: TensorId,
+    /// `max + ln(sum_exp)`, f32, last axis 1.
+    pub stats: Option<TensorId>,
+    /// Row maximum, f32.
+    pub max: Option<TensorId>,
+    /// Row sum of exponentials, f32.
+    pub sum_exp: Option<TensorId>,
+    /// One more score per head that takes probability and has no value, f32 (1, h, 1, 1).
+    pub sink: Option<TensorId>,
+    /// Stats in base 2 (9.27).
+    pub stats_log2: bool,
+}
+
+/// What a band mask keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BandSide {
+    /// Keeps `row + shift + align ≥ col`.
+    Right,
+    /// Keeps `col + left − align > row`. The bound has the alignment folded in when lengths are fixed.
+    Left,
+}
+
+/// Replaces scores on one side of a diagonal by `fill`. `align` is `seq_kv − seq_q` when both lengths are given, else 0.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BandMask {
+    /// Scores.
+    pub x: TensorId,
+    /// Result.
+    pub y: TensorId,
+    /// By-value f32.
+    pub fill: TensorId,
+    /// Which side goes.
+    pub side: BandSide,
+    /// By-value i32: how far right of the diagonal a right mask still keeps. Absent: 0.
+    pub shift_right: Option<TensorId>,
+    /// By-value i32 or f32: how many columns up to the diagonal a left mask keeps.
+    pub left: Option<TensorId>,
+    /// Query length, by value or (b, 1, 1, 1): aligns to the lower right corner.
+    pub seq_q: Option<TensorId>,
+    /// Key length, by value or (b, 1, 1, 1).
+    pub seq_kv: Option<TensorId>,
+}
+
+/// Gathers pages: `y[b, h, s, d]` (or its transpose) from `container[page_table[b, 0, s / block, 0], h, s % block, d]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PagedLoad {
+    /// (blocks, h, block, d).
+    pub container: TensorId,
+    /// Lengths, (b, 1, 1, 1), i32 or i64.
+    pub seq_len: TensorId,
+    /// (b, 1, ⌈max / block⌉, 1), i32.
+    pub page_table: TensorId,
+    /// (b, h, s, d), or (b, h, d, s) when its strides say that the third axis is innermost.
+    pub y: TensorId,
+}
+
+/// `y = x / scale` with one scale per block of neighbours along the blocked axis.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BlockScaleQuantize {
+    /// What.
+    pub x: TensorId,
+    /// Narrow elements.
+    pub y: TensorId,
+    /// One scale per block, an output.
+    pub scale: TensorId,
+    /// Elements per block along the last axis.
+    pub block: Vec<i32>,
+    /// Type of the arithmetic.
+    pub compute: DType,
+}
+
+/// `y = x · scale`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BlockScaleDequantize {
+    /// Narrow elements.
+    pub x: TensorId,
+    /// One scale per block.
+    pub scale: TensorId,
+    /// Result.
+    pub y: TensorId,
+    /// Elements per block along each blocked axis.
+    pub block: Vec<i32>,
+    /// Type of the arithmetic.
+    pub compute: DType,
+}
+
+/// Ops on a score inside a unified attention op. They share the tensors of the outer graph.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ScoreGraph {
+    /// The scaled score, virtual f32 (b, h_q, s_q, s_kv).
+    pub input: TensorId,
+    /// What the softmax gets.
+    pub output: TensorId,
+    /// In order.
+    pub ops: Vec<Op>,
+}
+
+/// Dropout of a unified attention op (9.21).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Dropout {
+    /// Chance of dropping a probability, in [0, 1).
+    pub probability: f32,
+    /// One i64.
+    pub seed: TensorId,
+    /// One i64.
+    pub offset: TensorId,
+    /// The random numbers, an output, for checks.
+    pub rng_dump: Option<TensorId>,
+}
+
+/// Scales of 8-bit attention (9.25).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fp8Scales {
+    /// Multiplies `q`.
+    pub descale_q: TensorId,
+    /// Multiplies `k`.
+    pub descale_k: TensorId,
+    /// Multiplies `v`.
+    pub descale_v: TensorId,
+    /// Multiplies the probabilities back.
+    pub descale_s: TensorId,
+    /// Multiplies the probabilities before they are narrowed.
+    pub scale_s: TensorId,
+    /// Multiplies the output before it is narrowed.
+    pub scale_o: TensorId,
+    /// Largest magnitude of the probabilities, an output.
+    pub amax_s: TensorId,
+    /// Largest magnitude of the output, an output.
+    pub amax_o: TensorId,
+}
+
+/// `o = softmax(score(q·kᵀ · scale)) · v` in one op.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SdpaForward {
+    /// (b, h_q, s_q, d_qk).
+    pub q: TensorId,
+    /// (b, h_k, s_kv, d_qk), or the container of a paged cache.
+    pub k: TensorId,
+    /// (b, h_v, s_kv, d_v), or the container of a paged cache.
+    pub v: TensorId,
+    /// (b, h_q, s_q, d_v).
+    pub o: TensorId,
+    /// One f32; absent: 1.
+    pub attn_scale: Option<TensorId>,
+    /// Ops on the scaled score (9.21).
+    pub score: Option<ScoreGraph>,
+    /// Natural-log sum of exponentials, f32 (b, h_q, s_q, 1).
+    pub stats: Option<TensorId>,
+    /// Row maximum (9.21).
+    pub max: Option<TensorId>,
+    /// Row sum of exponentials (9.21).
+    pub sum_exp: Option<TensorId>,
+    /// One more score per head (9.21).
+    pub sink: Option<TensorId>,
+    /// One bit per 128 × 128 tile, u8 (b, h_q, ⌈s_q/128⌉, ⌈⌈s_kv/128⌉/8⌉) (9.14).
+    pub block_mask: Option<TensorId>,
+    /// Page table of `k` (9.15).
+    pub page_table_k: Option<TensorId>,
+    /// Page table of `v` (9.15).
+    pub page_table_v: Option<TensorId>,
+    /// Query lengths (9.15).
+    pub seq_len_q: Option<TensorId>,
+    /// Key lengths (9.15).
+    pub seq_len_kv: Option<TensorId>,
+    /// Prefix sums of query lengths (9.24).
+    pub cu_seq_len_q: Option<TensorId>,
+    /// Prefix sums of key lengths (9.24).
+    pub cu_seq_len_kv: Option<TensorId>,
+    /// Dropout (9.21).
+    pub dropout: Option<Dropout>,
+    /// 8-bit attention (9.25).
+    pub fp8: Option<Fp8Scales>,
+}
+
+impl SdpaForward {
+    /// Plain attention: nothing optional.
+    pub fn plain(q: TensorId, k: TensorId, v: TensorId, o: TensorId) -> SdpaForward {
+        SdpaForward {
+            q,
+            k,
+            v,
+            o,
+            attn_scale: None,
+            score: None,
+            stats: None,
+            max: None,
+            sum_exp: None,
+            sink: None,
+            block_mask: None,
+            page_table_k: None,
+            page_table_v: None,
+            seq_len_q: None,
+            seq_len_kv: None,
+            cu_seq_len_q: None,
+            cu_seq_len_kv: None,
+            dropout: None,
+            fp8: None,
+        }
+    }
+}
+
+/// Gradients of [`SdpaForward`] in one op.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SdpaBackward {
+    /// As in the forward op.
+    pub q: TensorId,
+    /// As in the forward op.
+    pub k: TensorId,
+    /// As in the forward op.
+    pub v: TensorId,
+    /// The forward op's output.
+    pub o: TensorId,
+    /// Gradient of the output.
+    pub d_o: TensorId,
+    /// Natural-log sum of exponentials.
+    pub stats: TensorId,
+    /// One f32; absent: 1.
+    pub attn_scale: Option<TensorId>,
+    /// Gradient of `q`.
+    pub dq: TensorId,
+    /// Gradient of `k`.
+    pub dk: TensorId,
+    /// Gradient of `v`.
+    pub dv: TensorId,
+    /// Query lengths.
+    pub seq_len_q: Option<TensorId>,
+    /// Key lengths.
+    pub seq_len_kv: Option<TensorId>,
+    /// The forward score ops again; the library differentiates them (unpublished before 9.28).
+    pub score: Option<ScoreGraph>,
+}
+
+/// One operand of an op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operand {
+    /// The field's name.
+    pub field: &'static str,
+    /// The tensor.
+    pub tensor: TensorId,
+}
+
+/// The tensors that an op reads and writes, in field order. Ops of an inner [`ScoreGraph`] are not among them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Operands {
+    /// Read.
+    pub inputs: Vec<Operand>,
+    /// Written.
+    pub outputs: Vec<Operand>,
+}
+
+impl Operands {
+    fn read(mut self, field: &'static str, tensor: impl Into<Option<TensorId>>) -> Self {
+        self.inputs.extend(tensor.into().map(|tensor| Operand { field, tensor }));
+        self
+    }
+
+    fn write(mut self, field: &'static str, tensor: impl Into<Option<TensorId>>) -> Self {
+        self.outputs.extend(tensor.into().map(|tensor| Operand { field, tensor }));
+        self
+    }
+}
+
+impl Op {
+    /// The name in printed graphs; a pointwise op goes by its mode.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::Pointwise(p) => p.mode.name(),
+            Op::Matmul(_) => "matmul",
+            Op::Reduction(_) => "reduction",
+            Op::Reshape(_) => "reshape",
+            Op::Transpose(_) => "transpose",
+            Op::Slice(_) => "slice",
+            Op::Rng(_) => "rng",
+            Op::Softmax(_) => "softmax",
+            Op::BandMask(_) => "band_mask",
+            Op::PagedLoad(_) => "paged_load",
+            Op::BlockScaleQuantize(_) => "block_scale_quantize",
+            Op::BlockScaleDequantize(_) => "block_scale_dequantize",
+            Op::SdpaForward(_) => "sdpa_forward",
+            Op::SdpaBackward(_) => "sdpa_backward",
+        }
+    }
+
+    /// The tensors that it reads and writes.
+    pub fn operands(&self) -> Operands {
+        let none = Operands::default();
+        match self {
+            Op::Pointwise(p) => none.read("x", p.x).read("b", p.b).read("t", p.t).read("dy", p.dy).write("y", p.y),
+            Op::Matmul(m) => none
+                .read("a", m.a)
+                .read("b", m.b)
+                .read("m_override", m.m_override)
+                .read("n_override", m.n_override)
+                .read("k_override", m.k_override)
+                .write("c", m.c),
+            Op::Reduction(r) => none.read("x", r.x).write("y", r.y),
+            Op::Reshape(r) => none.read("x", r.x).write("y", r.y),
+            Op::Transpose(t) => none.read("x", t.x).write("y", t.y),
+            Op::Slice(s) => none.read("x", s.x).write("y", s.y),
+            Op::Rng(r) => {
+                let seed = match r.seed {
+                    Seed::Value(_) => None,
+                    Seed::Tensor(t) => Some(t),
+                };
+                none.read("seed", seed).read("offset", r.offset).write("y", r.y)
+            }
+            Op::Softmax(s) => none
+                .read("x", s.x)
+                .read("sink", s.sink)
+                .write("y", s.y)
+                .write("stats", s.stats)
+                .write("max", s.max)
+                .write("sum_exp", s.sum_exp),
+            Op::BandMask(m) => none
+                .read("x", m.x)
+                .read("fill", m.fill)
+                .read("shift_right", m.shift_right)
+                .read("left", m.left)
+                .read("seq_q", m.seq_q)
+                .read("seq_kv", m.seq_kv)
+                .write("y", m.y),
+            Op::PagedLoad(p) => {
+                none.read("container", p.container).read("seq_len", p.seq_len).read("page_table", p.page_table).write("y", p.y)
+            }
+            Op::BlockScaleQuantize(q) => none.read("x", q.x).write("y", q.y).write("scale", q.scale),
+            Op::BlockScaleDequantize(q) => none.read("x", q.x).read("scale", q.scale).write("y", q.y),
+            Op::SdpaForward(s) => s.operands(none),
+            Op::SdpaBackward(s) => none
+                .read("q", s.q)
+                .read("k", s.k)
+                .read("v", s.v)
+                .read("o", s.o)
+                .read("d_o", s.d_o)
+                .read("stats", s.stats)
+                .read("attn_scale", s.attn_scale)
+                .read("seq_len_q", s.seq_len_q)
+                .read("seq_len_kv", s.seq_len_kv)
+                .write("dq", s.dq)
+                .write("dk", s.dk)
+                .write("dv", s.dv),
+        }
+    }
+
+    /// The ops inside a unified attention op.
+    pub fn score(&self) -> Option<&ScoreGraph> {
+        match self {
+            Op::SdpaForward(s) => s.score.as_ref(),
+            Op::SdpaBackward(s) => s.score.as_ref(),
+            Op::Pointwise(_)
+            | Op::Matmul(_)
+            | Op::Reduction(_)
+            | Op::Reshape(_)
+            | Op::Transpose(_)
+            | Op::Slice(_)
+            | Op::Rng(_)
+            | Op::Softmax(_)
+            | Op::BandMask(_)
+            | Op::PagedLoad(_)
+            | Op::BlockScaleQuantize(_)
+            | Op::BlockScaleDequantize(_) => None,
+        }
+    }
+}
+
+impl SdpaForward {
+    fn operands(&self, none: Operands) -> Operands {
+        let mut all = none
+            .read("q", self.q)
+            .read("k", self.k)
+            .read("v", self.v)
+            .read("attn_scale", self.attn_scale)
+            .read("sink", self.sink)
+            .read("block_mask", self.block_mask)
+            .read("page_table_k", self.page_table_k)
+            .read("page_table_v", self.page_table_v)
+            .read("seq_len_q", self.seq_len_q)
+            .read("seq_len_kv", self.seq_len_kv)
+            .read("cu_seq_len_q", self.cu_seq_len_q)
+            .read("cu_seq_len_kv", self.cu_seq_len_kv)
+            .write("o", self.o)
+            .write("stats", self.stats)
+            .write("max", self.max)
+            .write("sum_exp", self.sum_exp);
+        if let Some(d) = &self.dropout {
+            all = all.read("seed", d.seed).read("offset", d.offset).write("rng_dump", d.rng_dump);
+        }
+        if let Some(f) = &self.fp8 {
+            all = all
+                .read("descale_q", f.descale_q)
+                .read("descale_k", f.descale_k)
+                .read("descale_v", f.descale_v)
+                .read("descale_s", f.descale_s)
+                .read("scale_s", f.scale_s)
+                .read("scale_o", f.scale_o)
+                .write("amax_s", f.amax_s)
+                .write("amax_o", f.amax_o);
+        }
+        all
+    }
+}

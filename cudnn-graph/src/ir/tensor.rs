@@ -1,0 +1,200 @@
+//! Tensors of a graph: what cuDNN calls a tensor descriptor.
+
+use super::ty::{DType, Dims, Strides};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A tensor of one graph, printed `t7`. Its unique id in cuDNN is the same number.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct TensorId(pub(crate) u32);
+
+impl TensorId {
+    /// The unique id that cuDNN knows the tensor by.
+    pub fn uid(self) -> i64 {
+        i64::from(self.0)
+    }
+
+    /// Place in [`crate::ir::Graph::tensors`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for TensorId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "t{}", self.0)
+    }
+}
+
+impl fmt::Debug for TensorId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// A number in the graph's own types, for by-value operands and constants.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Scalar {
+    /// For a tensor of type f32.
+    F32(f32),
+    /// For a tensor of type i32.
+    I32(i32),
+    /// For a tensor of type i64.
+    I64(i64),
+}
+
+impl Scalar {
+    /// The element type of the tensor that it belongs to.
+    pub fn dtype(self) -> DType {
+        match self {
+            Scalar::F32(_) => DType::F32,
+            Scalar::I32(_) => DType::I32,
+            Scalar::I64(_) => DType::I64,
+        }
+    }
+
+    /// The number, widened.
+    pub fn to_f64(self) -> f64 {
+        match self {
+            Scalar::F32(x) => f64::from(x),
+            Scalar::I32(x) => f64::from(x),
+            Scalar::I64(x) => x as f64,
+        }
+    }
+}
+
+impl fmt::Display for Scalar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scalar::F32(x) => write!(f, "{x:?}"),
+            Scalar::I32(x) => write!(f, "{x}"),
+            Scalar::I64(x) => write!(f, "{x}"),
+        }
+    }
+}
+
+/// Where the elements of a tensor are.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Storage {
+    /// In device memory, bound by the caller at execution.
+    Device,
+    /// Nowhere: it exists inside the fused kernel only.
+    Virtual,
+    /// One number in host memory, read at every execution. With a value the graph supplies it; without, the caller does.
+    ByValue(Option<Scalar>),
+    /// One number compiled into the kernel (cuDNN 9.22).
+    Constant(Scalar),
+}
+
+/// Element order inside a tensor, beyond strides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reordering {
+    /// As the strides say.
+    #[default]
+    None,
+    /// The interleaving that block scales of 8-bit matrix units want (cuDNN 9.7).
+    F8x128x4,
+}
+
+/// Batch entries of different lengths packed one behind the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Ragged {
+    /// Where each batch entry begins, in elements: (batch + 1, 1, 1, 1), i32 or i64.
+    pub offsets: TensorId,
+    /// Elements per unit of `offsets` (cuDNN 9.24, unified form). `None`: offsets count elements.
+    pub multiplier: Option<i64>,
+}
+
+/// A tensor: type, extents, strides, and where its elements are.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Tensor {
+    /// A name for messages and bindings; unique among the tensors that a caller binds.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Extents.
+    pub dims: Dims,
+    /// Strides, in elements.
+    pub strides: Strides,
+    /// Where the elements are.
+    pub storage: Storage,
+    /// Bytes that the base address is a multiple of.
+    pub alignment: u32,
+    /// Element order beyond strides.
+    pub reordering: Reordering,
+    /// Packed batch entries of different lengths.
+    pub ragged: Option<Ragged>,
+}
+
+impl Tensor {
+    /// A dense tensor in device memory.
+    pub fn device(name: impl Into<String>, dtype: DType, dims: impl Into<Dims>) -> Tensor {
+        Tensor::new(name, dtype, dims, Storage::Device)
+    }
+
+    /// A tensor inside the fused kernel. Its strides have no memory behind them but must be there: they tell
+    /// engines which axis is innermost.
+    pub fn virtual_(name: impl Into<String>, dtype: DType, dims: impl Into<Dims>) -> Tensor {
+        Tensor::new(name, dtype, dims, Storage::Virtual)
+    }
+
+    /// A number from host memory. `rank` axes of extent 1.
+    pub fn by_value(name: impl Into<String>, dtype: DType, value: Option<Scalar>, rank: usize) -> Tensor {
+        Tensor::new(name, dtype, vec![1; rank], Storage::ByValue(value))
+    }
+
+    fn new(name: impl Into<String>, dtype: DType, dims: impl Into<Dims>, storage: Storage) -> Tensor {
+        let dims = dims.into();
+        let strides = dims.packed();
+        Tensor { name: name.into(), dtype, dims, strides, storage, alignment: 16, reordering: Reordering::None, ragged: None }
+    }
+
+    /// The same tensor with these strides, in elements.
+    #[must_use]
+    pub fn strides(mut self, strides: impl Into<Strides>) -> Tensor {
+        self.strides = strides.into();
+        self
+    }
+
+    /// The same tensor at a base address that is a multiple of `bytes`.
+    #[must_use]
+    pub fn alignment(mut self, bytes: u32) -> Tensor {
+        self.alignment = bytes;
+        self
+    }
+
+    /// The same tensor with packed batch entries.
+    #[must_use]
+    pub fn ragged(mut self, ragged: Ragged) -> Tensor {
+        self.ragged = Some(ragged);
+        self
+    }
+
+    /// True when there is no memory behind it.
+    pub fn is_virtual(&self) -> bool {
+        self.storage == Storage::Virtual
+    }
+
+    /// True when the caller gives a device address for it.
+    pub fn is_device(&self) -> bool {
+        self.storage == Storage::Device
+    }
+
+    /// True for a number from host memory or one compiled in.
+    pub fn is_scalar_value(&self) -> bool {
+        match self.storage {
+            Storage::ByValue(_) | Storage::Constant(_) => true,
+            Storage::Device | Storage::Virtual => false,
+        }
+    }
+
+    /// Bytes that a buffer behind it must reach; `None` past `i64`.
+    pub fn bytes(&self) -> Option<u64> {
+        let elements = u64::try_from(self.strides.extent(&self.dims)?).ok()?;
+        elements.checked_mul(u64::from(self.dtype.bits())).map(|bits| bits.div_ceil(8))
+    }
+}
