@@ -1,6 +1,163 @@
-//! Errors.
+//! Errors, each with what a reader needs to act on it.
 
-/// The environment's errors.
-#[derive(Debug, thiserror::Error)]
+use crate::bind::BindingErrors;
+use crate::encode::TooNew;
+use crate::engine::EngineReport;
+use crate::ffi::codes::Status;
+use crate::ir::VerifyErrors;
+use crate::version::Version;
+use std::fmt;
+use std::path::PathBuf;
+
+/// A place where a library was looked for, and why it was not taken from there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Searched {
+    /// A path, or a name given to the system's loader.
+    pub place: String,
+    /// What the loader said.
+    pub problem: String,
+}
+
+/// Anything that can go wrong between a graph and its result.
+#[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
-pub enum Error {}
+pub enum Error {
+    /// A shared library is nowhere to be found, or does not load.
+    #[error("{library} was not loaded; {}", Places(searched))]
+    Library {
+        /// Which one.
+        library: &'static str,
+        /// Every place searched, in order.
+        searched: Vec<Searched>,
+    },
+    /// The library is older than the oldest that is spoken.
+    #[error("{} is cuDNN {version}; {} or newer is needed", path.display(), Version::OLDEST)]
+    TooOld {
+        /// Where it was loaded from.
+        path: PathBuf,
+        /// What it says it is.
+        version: Version,
+    },
+    /// The library lacks a function.
+    #[error("{} has no function {symbol}", path.display())]
+    MissingSymbol {
+        /// Where the library was loaded from.
+        path: PathBuf,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// A process holds one cuDNN; another was asked for.
+    #[error("this process already uses {}; {} was asked for", loaded.display(), asked.display())]
+    OtherLibrary {
+        /// The one in use.
+        loaded: PathBuf,
+        /// The one asked for.
+        asked: PathBuf,
+    },
+    /// The driver is there and no device is.
+    #[error("the CUDA driver sees no device (asked for number {ordinal} of {count})")]
+    NoDevice {
+        /// The device asked for.
+        ordinal: u32,
+        /// How many there are.
+        count: u32,
+    },
+    /// A call into the CUDA driver failed.
+    #[error("{call} failed: {name} ({code}), {text}")]
+    Driver {
+        /// The function.
+        call: &'static str,
+        /// `CUresult`.
+        code: i32,
+        /// Its name.
+        name: String,
+        /// The driver's own text.
+        text: String,
+    },
+    /// A call into cuDNN failed.
+    #[error("{call} on {subject} failed: {status}{}", Detail(text))]
+    Cudnn {
+        /// The function.
+        call: &'static str,
+        /// What it was called on.
+        subject: String,
+        /// What it returned.
+        status: Status,
+        /// cuDNN's own last-error text.
+        text: String,
+    },
+    /// The graph breaks rules: a bug of whoever built it.
+    #[error(transparent)]
+    Verify(#[from] VerifyErrors),
+    /// The graph uses what the runtime does not have yet.
+    #[error(transparent)]
+    TooNew(#[from] TooNew),
+    /// No engine takes the graph.
+    #[error("no engine takes the graph:\n{0}")]
+    NoEngine(Box<EngineReport>),
+    /// The caller's bindings do not fit the plan.
+    #[error(transparent)]
+    Bindings(#[from] BindingErrors),
+    /// A plan's JSON is not one, or not for this library.
+    #[error("plan JSON: {0}")]
+    PlanJson(String),
+    /// A device profile is not one.
+    #[error("device profile {field}: {rule}")]
+    Profile {
+        /// The key of the JSON.
+        field: String,
+        /// What it must be.
+        rule: String,
+    },
+    /// Device memory ran out, or a workspace is over its limit.
+    #[error("{what} needs {bytes} bytes; {limit}")]
+    Memory {
+        /// What for.
+        what: String,
+        /// How much.
+        bytes: u64,
+        /// Which limit.
+        limit: String,
+    },
+}
+
+impl Error {
+    /// True where nothing is wrong with the environment: this graph is not supported, another may be.
+    pub fn is_unsupported(&self) -> bool {
+        match self {
+            Error::NoEngine(_) | Error::TooNew(_) => true,
+            Error::Cudnn { status, .. } => status.is_unsupported(),
+            Error::Library { .. }
+            | Error::TooOld { .. }
+            | Error::MissingSymbol { .. }
+            | Error::OtherLibrary { .. }
+            | Error::NoDevice { .. }
+            | Error::Driver { .. }
+            | Error::Verify(_)
+            | Error::Bindings(_)
+            | Error::PlanJson(_)
+            | Error::Profile { .. }
+            | Error::Memory { .. } => false,
+        }
+    }
+}
+
+struct Places<'a>(&'a [Searched]);
+
+impl fmt::Display for Places<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("searched")?;
+        for (i, s) in self.0.iter().enumerate() {
+            write!(f, "{} {} ({})", if i == 0 { "" } else { "," }, s.place, s.problem)?;
+        }
+        Ok(())
+    }
+}
+
+struct Detail<'a>(&'a str);
+
+impl fmt::Display for Detail<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() { Ok(()) } else { write!(f, ", {}", self.0) }
+    }
+}

@@ -2,6 +2,7 @@
 
 pub mod error;
 pub mod exec;
+pub mod lower;
 pub mod mask;
 pub mod problem;
 pub mod spec;

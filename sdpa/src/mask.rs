@@ -185,9 +185,7 @@ impl Region {
 
     /// Whether query `q` attends to key `k`.
     pub fn keeps(&self, q: i64, k: i64) -> bool {
-        self.lower.is_none_or(|l| k - q > l)
-            && self.upper.is_none_or(|u| k - q <= u)
-            && self.prefix.is_none_or(|n| k <= q || k < n)
+        self.lower.is_none_or(|l| k - q > l) && self.upper.is_none_or(|u| k - q <= u) && self.prefix.is_none_or(|n| k <= q || k < n)
     }
 
     /// The keys that query `q` may attend to, as a half-open range; with a prefix, keys inside it may be dropped too.

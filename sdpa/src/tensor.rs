@@ -100,7 +100,11 @@ impl HostForward<'_> {
         match (&self.stats, problem.stats()) {
             (Some(stats), true) => {
                 if stats.len() as i64 != problem.stats_elements() {
-                    errors.push(SpecError::new("stats length", stats.len(), format!("batch x heads_q x seq_q = {}", problem.stats_elements())));
+                    errors.push(SpecError::new(
+                        "stats length",
+                        stats.len(),
+                        format!("batch x heads_q x seq_q = {}", problem.stats_elements()),
+                    ));
                 }
             }
             (None, true) => errors.push(SpecError::new("stats", "absent", "the problem asks for stats")),

@@ -1,13 +1,11 @@
 //! The builder: each method appends an op and gives its result a type. Nothing here fails; what makes no sense
 //! gets a best guess of a type, and verify says so.
 
-use super::op::{
-    BandMask, BandSide, Matmul, Op, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, Slice, Softmax, Transpose,
-};
+use super::Graph;
+use super::op::{BandMask, BandSide, Matmul, Op, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, Slice, Softmax, Transpose};
 use super::pointwise::{Mode, Params, Signature};
 use super::tensor::{Scalar, Storage, Tensor, TensorId};
 use super::ty::{DType, Dims, Strides};
-use super::Graph;
 
 impl Graph {
     /// Adds a tensor as it is.
@@ -26,10 +24,10 @@ impl Graph {
         self.tensor(Tensor::device(name, dtype, dims))
     }
 
-    /// A number in host memory that the graph itself supplies: rank 1, as NVIDIA's frontend spells it.
+    /// A number in host memory that the graph itself supplies: (1, 1, 1, 1).
     pub fn scalar(&mut self, value: Scalar) -> TensorId {
         let name = format!("scalar{}", self.tensors.len());
-        self.tensor(Tensor::by_value(name, value.dtype(), Some(value), 1))
+        self.tensor(Tensor::by_value(name, value.dtype(), Some(value), 4))
     }
 
     /// A number in host memory that the caller supplies at each execution: (1, 1, 1, 1).
@@ -63,6 +61,19 @@ impl Graph {
         id
     }
 
+    /// Changes what the address of a tensor is a multiple of, in bytes.
+    pub fn set_alignment(&mut self, id: TensorId, bytes: u32) -> TensorId {
+        if let Some(tensor) = self.tensors.get_mut(id.index()) {
+            tensor.alignment = bytes;
+        }
+        id
+    }
+
+    /// Takes out the ops from the `from`th on: those of an inner graph.
+    pub fn take_ops(&mut self, from: usize) -> Vec<Op> {
+        self.ops.split_off(from.min(self.ops.len()))
+    }
+
     fn dims(&self, id: TensorId) -> Dims {
         self.get(id).map_or_else(|| Dims(vec![1]), |t| t.dims.clone())
     }
@@ -79,11 +90,9 @@ impl Graph {
         let (compute, dtype) = match mode.signature() {
             Signature::Compare | Signature::LogicalBinary | Signature::LogicalUnary => (DType::Bool, DType::Bool),
             Signature::Index => (DType::I32, DType::I32),
-            Signature::Unary
-            | Signature::Identity
-            | Signature::Binary
-            | Signature::Select
-            | Signature::Backward => (DType::F32, DType::F32),
+            Signature::Unary | Signature::Identity | Signature::Binary | Signature::Select | Signature::Backward => {
+                (DType::F32, DType::F32)
+            }
         };
         self.pointwise_as(mode, inputs, compute, dtype, Params::default())
     }
@@ -92,6 +101,16 @@ impl Graph {
     pub fn pointwise_as(&mut self, mode: Mode, inputs: &[TensorId], compute: DType, dtype: DType, params: Params) -> TensorId {
         let dims = inputs.iter().map(|&id| self.dims(id)).reduce(|a, b| a.broadcast(&b).unwrap_or(a)).unwrap_or_else(|| Dims(vec![1]));
         let y = self.result(mode.name(), dtype, dims);
+        self.push_pointwise(mode, inputs, y, compute, params);
+        y
+    }
+
+    /// `y = mode(inputs)` in f32 arithmetic, into a tensor that is there already.
+    pub fn pointwise_into(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId) {
+        self.push_pointwise(mode, inputs, y, DType::F32, Params::default());
+    }
+
+    fn push_pointwise(&mut self, mode: Mode, inputs: &[TensorId], y: TensorId, compute: DType, params: Params) {
         let at = |n: usize| inputs.get(n).copied();
         // Without inputs, the op reads its own result: verify reports that.
         let first = at(0).unwrap_or(y);
@@ -107,7 +126,6 @@ impl Graph {
             | Signature::Select => Pointwise { mode, x: first, b: at(1), t: at(2), dy: None, y, compute, params },
         };
         self.push(Op::Pointwise(op));
-        y
     }
 
     /// The index along `axis` of a tensor like `x`, i32.
@@ -173,7 +191,13 @@ impl Graph {
     }
 
     /// Drops what lies right of a diagonal (cuDNN 9.20): keeps `row + shift + align >= col`.
-    pub fn band_mask_right(&mut self, x: TensorId, fill: TensorId, shift: Option<TensorId>, lengths: Option<(TensorId, TensorId)>) -> TensorId {
+    pub fn band_mask_right(
+        &mut self,
+        x: TensorId,
+        fill: TensorId,
+        shift: Option<TensorId>,
+        lengths: Option<(TensorId, TensorId)>,
+    ) -> TensorId {
         self.band_mask(x, fill, BandSide::Right, shift, None, lengths)
     }
 

@@ -6,11 +6,14 @@
 //! Ops are kept exactly as they were written. Graphs are not hash-consed and nothing is simplified: cuDNN's engines
 //! match the very ops, so a duplicate index generator or a multiplication by 1.0 can be what a kernel is found by.
 
+mod blocks;
 mod build;
+mod float;
 pub mod interp;
 pub mod op;
 pub mod pointwise;
 mod print;
+mod shape;
 pub mod tensor;
 pub mod ty;
 pub mod verify;

@@ -77,6 +77,7 @@ pub struct Matmul {
     /// Inner elements that count, per batch entry.
     pub k_override: Option<TensorId>,
     /// What stands where rows or columns do not count.
+    #[serde(default, with = "super::float::optional")]
     pub padding: Option<f64>,
     /// Type of the accumulation.
     pub compute: DType,
@@ -203,11 +204,11 @@ pub struct Slice {
 #[serde(rename_all = "snake_case")]
 pub enum Distribution {
     /// 1 with this probability, else 0.
-    Bernoulli(f64),
+    Bernoulli(#[serde(with = "super::float::f64")] f64),
     /// Between the two.
-    Uniform(f64, f64),
+    Uniform(#[serde(with = "super::float::f64")] f64, #[serde(with = "super::float::f64")] f64),
     /// Mean and standard deviation.
-    Normal(f64, f64),
+    Normal(#[serde(with = "super::float::f64")] f64, #[serde(with = "super::float::f64")] f64),
 }
 
 /// The seed of an [`Rng`].
@@ -341,6 +342,7 @@ pub struct ScoreGraph {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Dropout {
     /// Chance of dropping a probability, in [0, 1).
+    #[serde(with = "super::float::f32")]
     pub probability: f32,
     /// One i64.
     pub seed: TensorId,

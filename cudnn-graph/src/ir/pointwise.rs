@@ -169,15 +169,21 @@ pub struct Params {
     /// Axis of [`Mode::GenIndex`].
     pub axis: Option<i64>,
     /// Below it relu yields `lower_clip + slope · (x − lower_clip)`; 0.
+    #[serde(default, with = "super::float::optional")]
     pub relu_lower_clip: Option<f64>,
     /// Relu never exceeds it; +∞.
+    #[serde(default, with = "super::float::optional")]
     pub relu_upper_clip: Option<f64>,
     /// Slope of relu below the lower clip; 0.
+    #[serde(default, with = "super::float::optional")]
     pub relu_lower_slope: Option<f64>,
     /// `alpha` of elu; 1.
+    #[serde(default, with = "super::float::optional")]
     pub elu_alpha: Option<f64>,
     /// `beta` of softplus; 1.
+    #[serde(default, with = "super::float::optional")]
     pub softplus_beta: Option<f64>,
     /// `beta` of swish; 1.
+    #[serde(default, with = "super::float::optional")]
     pub swish_beta: Option<f64>,
 }

@@ -4,15 +4,15 @@ use super::ty::{DType, Dims, Strides};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A tensor of one graph, printed `t7`. Its unique id in cuDNN is the same number.
+/// A tensor of one graph, printed `t7`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct TensorId(pub(crate) u32);
 
 impl TensorId {
-    /// The unique id that cuDNN knows the tensor by.
+    /// The unique id that cuDNN knows the tensor by: its place plus one, as 0 is not an id there.
     pub fn uid(self) -> i64 {
-        i64::from(self.0)
+        i64::from(self.0) + 1
     }
 
     /// Place in [`crate::ir::Graph::tensors`].
@@ -38,7 +38,7 @@ impl fmt::Debug for TensorId {
 #[serde(rename_all = "lowercase")]
 pub enum Scalar {
     /// For a tensor of type f32.
-    F32(f32),
+    F32(#[serde(with = "super::float::f32")] f32),
     /// For a tensor of type i32.
     I32(i32),
     /// For a tensor of type i64.

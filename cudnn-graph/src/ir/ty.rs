@@ -91,14 +91,7 @@ impl DType {
     /// True for every floating point type, the narrow ones included.
     pub fn is_float(self) -> bool {
         match self {
-            DType::F32
-            | DType::F64
-            | DType::F16
-            | DType::BF16
-            | DType::F8E4M3
-            | DType::F8E5M2
-            | DType::F8E8M0
-            | DType::F4E2M1 => true,
+            DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 | DType::F4E2M1 => true,
             DType::I8 | DType::U8 | DType::I32 | DType::I64 | DType::Bool => false,
         }
     }

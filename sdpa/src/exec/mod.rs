@@ -1,6 +1,7 @@
 //! Executors: leaves that do not know one another. [`crate::dispatch`] alone has the list.
 
 pub mod cpu;
+pub mod cudnn;
 
 use crate::error::{Error, ExecutorName, Unsupported};
 use crate::problem::Problem;

@@ -1,0 +1,265 @@
+//! Addresses and numbers for the tensors of a plan, checked before anything runs.
+
+use crate::ir::ty::DType;
+use crate::ir::{Scalar, Storage, TensorId, Verified};
+use std::fmt;
+
+/// A piece of device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceSlice {
+    /// Device address.
+    pub address: u64,
+    /// Size in bytes.
+    pub bytes: u64,
+}
+
+/// What a caller binds to the tensors of a plan, by id.
+#[derive(Clone, Debug, Default)]
+pub struct Bindings {
+    slices: Vec<(TensorId, DeviceSlice)>,
+    values: Vec<(TensorId, Scalar)>,
+}
+
+impl Bindings {
+    /// None yet.
+    pub fn new() -> Bindings {
+        Bindings::default()
+    }
+
+    /// Binds device memory.
+    #[must_use]
+    pub fn slice(mut self, tensor: TensorId, slice: DeviceSlice) -> Self {
+        self.slices.push((tensor, slice));
+        self
+    }
+
+    /// Binds a number from host memory.
+    #[must_use]
+    pub fn value(mut self, tensor: TensorId, value: Scalar) -> Self {
+        self.values.push((tensor, value));
+        self
+    }
+}
+
+/// What is wrong with the binding of one tensor.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BindingError {
+    /// Nothing is bound to it.
+    #[error("{name}: nothing is bound")]
+    Missing {
+        /// The tensor.
+        name: String,
+    },
+    /// Two things are bound to it.
+    #[error("{name}: bound more than once")]
+    Doubled {
+        /// The tensor.
+        name: String,
+    },
+    /// The plan does not take one.
+    #[error("{id}: not a tensor that this plan takes {what}")]
+    Unknown {
+        /// The tensor.
+        id: TensorId,
+        /// `device memory for` or `a number for`.
+        what: &'static str,
+    },
+    /// The memory ends before the tensor does.
+    #[error("{name}: {bytes} bytes are bound, the tensor reaches {need}")]
+    Short {
+        /// The tensor.
+        name: String,
+        /// What is bound.
+        bytes: u64,
+        /// What it needs.
+        need: u64,
+    },
+    /// The address is not a multiple of what the plan was made for. Kernels do not check it and would compute garbage.
+    #[error("{name}: address {address:#x} is not a multiple of {alignment} bytes")]
+    Misaligned {
+        /// The tensor.
+        name: String,
+        /// What is bound.
+        address: u64,
+        /// What the plan was made for.
+        alignment: u32,
+    },
+    /// The number is of another type.
+    #[error("{name}: a {given} is bound, the tensor is {wanted}")]
+    WrongType {
+        /// The tensor.
+        name: String,
+        /// Type of the number.
+        given: DType,
+        /// Type of the tensor.
+        wanted: DType,
+    },
+}
+
+/// Everything that is wrong with a set of bindings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BindingErrors(pub Vec<BindingError>);
+
+impl fmt::Display for BindingErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, e) in self.0.iter().enumerate() {
+            write!(f, "{}{e}", if i == 0 { "" } else { "\n" })?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for BindingErrors {}
+
+/// A tensor that lives in device memory, as a plan takes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DevicePort {
+    /// The tensor.
+    pub id: TensorId,
+    /// Its name.
+    pub name: String,
+    /// Bytes that its memory must reach.
+    pub bytes: u64,
+    /// What its address is a multiple of.
+    pub alignment: u32,
+}
+
+/// A number that a plan reads from host memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ValuePort {
+    /// The tensor.
+    pub id: TensorId,
+    /// Its name.
+    pub name: String,
+    /// Its type.
+    pub dtype: DType,
+    /// What the graph itself supplies; else the caller must.
+    pub value: Option<Scalar>,
+}
+
+/// Everything that a plan takes, in the order of its pack.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Ports {
+    /// Device memory.
+    pub device: Vec<DevicePort>,
+    /// Numbers.
+    pub values: Vec<ValuePort>,
+}
+
+/// Bindings that fit a plan, in the order of its ports.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Bound {
+    pub(crate) addresses: Vec<u64>,
+    pub(crate) values: Vec<Scalar>,
+}
+
+impl Ports {
+    /// The ports of a graph.
+    pub fn of(graph: &Verified) -> Ports {
+        let mut ports = Ports::default();
+        for (id, tensor) in graph.ids().zip(graph.tensors()) {
+            match tensor.storage {
+                Storage::Device => ports.device.push(DevicePort {
+                    id,
+                    name: tensor.name.clone(),
+                    bytes: tensor.bytes().unwrap_or(u64::MAX),
+                    alignment: tensor.alignment,
+                }),
+                Storage::ByValue(value) => {
+                    ports.values.push(ValuePort { id, name: tensor.name.clone(), dtype: tensor.dtype, value });
+                }
+                Storage::Virtual | Storage::Constant(_) => {}
+            }
+        }
+        ports
+    }
+
+    /// Checks bindings against the ports.
+    pub(crate) fn bind(&self, bindings: &Bindings) -> Result<Bound, BindingErrors> {
+        let mut errors = Vec::new();
+        let mut bound = Bound { addresses: Vec::with_capacity(self.device.len()), values: Vec::with_capacity(self.values.len()) };
+        for port in &self.device {
+            let mut given = bindings.slices.iter().filter(|(id, _)| *id == port.id).map(|(_, s)| *s);
+            match (given.next(), given.next()) {
+                (None, _) => errors.push(BindingError::Missing { name: port.name.clone() }),
+                (Some(_), Some(_)) => errors.push(BindingError::Doubled { name: port.name.clone() }),
+                (Some(slice), None) => {
+                    if slice.bytes < port.bytes {
+                        errors.push(BindingError::Short { name: port.name.clone(), bytes: slice.bytes, need: port.bytes });
+                    }
+                    if slice.address == 0 || slice.address % u64::from(port.alignment) != 0 {
+                        let (name, address, alignment) = (port.name.clone(), slice.address, port.alignment);
+                        errors.push(BindingError::Misaligned { name, address, alignment });
+                    }
+                    bound.addresses.push(slice.address);
+                }
+            }
+        }
+        for port in &self.values {
+            let mut given = bindings.values.iter().filter(|(id, _)| *id == port.id).map(|(_, v)| *v);
+            match (given.next(), given.next()) {
+                (Some(_), Some(_)) => errors.push(BindingError::Doubled { name: port.name.clone() }),
+                (given, _) => match given.or(port.value) {
+                    None => errors.push(BindingError::Missing { name: port.name.clone() }),
+                    Some(value) if value.dtype() != port.dtype => {
+                        errors.push(BindingError::WrongType { name: port.name.clone(), given: value.dtype(), wanted: port.dtype });
+                    }
+                    Some(value) => bound.values.push(value),
+                },
+            }
+        }
+        let unknown = |id: &TensorId, what| BindingError::Unknown { id: *id, what };
+        errors.extend(
+            bindings
+                .slices
+                .iter()
+                .filter(|(id, _)| !self.device.iter().any(|p| p.id == *id))
+                .map(|(id, _)| unknown(id, "device memory for")),
+        );
+        errors.extend(
+            bindings.values.iter().filter(|(id, _)| !self.values.iter().any(|p| p.id == *id)).map(|(id, _)| unknown(id, "a number for")),
+        );
+        if errors.is_empty() { Ok(bound) } else { Err(BindingErrors(errors)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ir::{Graph, Mode};
+
+    #[test]
+    fn every_wrong_binding_is_reported_at_once() {
+        let mut g = Graph::new();
+        let x = g.input("x", DType::F32, [4, 4]);
+        let k = g.parameter("k", DType::F32);
+        let z = g.parameter("z", DType::F32);
+        let y = g.pointwise(Mode::Mul, &[x, k]);
+        let y = g.pointwise(Mode::Mul, &[y, z]);
+        g.output(y, "y", DType::F32);
+        let ports = Ports::of(&g.verify().unwrap());
+        let good = DeviceSlice { address: 4096, bytes: 64 };
+        let ok = Bindings::new().slice(x, good).slice(y, good).value(k, Scalar::F32(2.0)).value(z, Scalar::F32(2.0));
+        assert_eq!(ports.bind(&ok).unwrap().addresses, [4096, 4096]);
+
+        let bad = Bindings::new()
+            .slice(x, DeviceSlice { address: 4100, bytes: 60 })
+            .slice(k, good)
+            .value(k, Scalar::I32(2))
+            .value(z, Scalar::F32(1.0))
+            .value(z, Scalar::F32(1.0));
+        let text = ports.bind(&bad).unwrap_err().to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(
+            lines,
+            [
+                "x: 60 bytes are bound, the tensor reaches 64",
+                "x: address 0x1004 is not a multiple of 16 bytes",
+                "y: nothing is bound",
+                "k: a i32 is bound, the tensor is f32",
+                "z: bound more than once",
+                "t1: not a tensor that this plan takes device memory for",
+            ]
+        );
+    }
+}

@@ -1,0 +1,137 @@
+//! The unified attention ops: their own attributes, an inner operation graph, an inner softmax.
+
+use super::Encoder;
+use crate::ffi::codes::{Attribute, AttributeType, Kind};
+use crate::ir::op::{ScoreGraph, SdpaBackward, SdpaForward};
+use crate::ir::ty::{DType, Dims};
+use crate::ir::{Tensor, TensorId};
+use crate::program::{DescriptorId, Values};
+
+impl Encoder<'_> {
+    /// A finalized operation graph of its own, over the tensors of the outer one.
+    fn score(&mut self, score: Option<&ScoreGraph>) -> Option<(DescriptorId, i64, i64)> {
+        let score = score?;
+        let ops = self.ops(&score.ops);
+        let inner = self.push(Kind::OPERATIONGRAPH, "score", |d| d.descriptors(Attribute::OPERATIONGRAPH_OPS, &ops));
+        Some((inner, score.input.uid(), score.output.uid()))
+    }
+
+    /// A softmax over stand-in scores, which carries the outputs that the unified op itself has no attribute for.
+    fn inner_softmax(&mut self, s: &SdpaForward) -> Option<DescriptorId> {
+        if s.stats.is_none() && s.max.is_none() && s.sum_exp.is_none() && s.sink.is_none() {
+            return None;
+        }
+        let graph = self.graph;
+        let dims_of = |id: TensorId| graph.tensors()[id.index()].dims.0.clone();
+        let (q, k) = (dims_of(s.q), dims_of(s.k));
+        let scores = Dims(vec![q[0], q[1], q[2], k[2]]);
+        let mut stand_in = |name: &str| {
+            let uid = self.next_uid;
+            self.next_uid += 1;
+            self.tensor_as(&Tensor::virtual_(name, DType::F32, scores.clone()), uid, None)
+        };
+        let (x, y) = (stand_in("softmax_x"), stand_in("softmax_y"));
+        let (stats, max) = (self.optional(s.stats), self.optional(s.max));
+        let (sum_exp, sink) = (self.optional(s.sum_exp), self.optional(s.sink));
+        Some(self.push(Kind::OPERATION_SOFTMAX, "softmax", |d| {
+            d.descriptor(Attribute::OPERATION_SOFTMAX_XDESC, x);
+            d.descriptor(Attribute::OPERATION_SOFTMAX_YDESC, y);
+            d.descriptor(Attribute::OPERATION_SOFTMAX_STATS_DESC, stats);
+            d.descriptor(Attribute::OPERATION_SOFTMAX_MAX_DESC, max);
+            d.descriptor(Attribute::OPERATION_SOFTMAX_SUM_EXP_DESC, sum_exp);
+            d.descriptor(Attribute::OPERATION_SOFTMAX_SINK_DESC, sink);
+        }))
+    }
+
+    pub(super) fn sdpa_forward(&mut self, s: &SdpaForward) -> DescriptorId {
+        use Attribute as A;
+        // Stats alone have an attribute of their own, which is all that runtimes before 9.21 know.
+        let plain_stats =
+            self.runtime < A::OPERATION_SDPA_FWD_SOFTMAX_DESC.since() && s.max.is_none() && s.sum_exp.is_none() && s.sink.is_none();
+        let softmax = if plain_stats { None } else { self.inner_softmax(s) };
+        let stats = if plain_stats { s.stats } else { None };
+        let score = self.score(s.score.as_ref());
+        let mut rows: Vec<(Attribute, TensorId)> = [
+            (A::OPERATION_SDPA_FWD_QDESC, Some(s.q)),
+            (A::OPERATION_SDPA_FWD_KDESC, Some(s.k)),
+            (A::OPERATION_SDPA_FWD_VDESC, Some(s.v)),
+            (A::OPERATION_SDPA_FWD_ODESC, Some(s.o)),
+            (A::OPERATION_SDPA_FWD_STATSDESC, stats),
+            (A::OPERATION_SDPA_FWD_SCALEDESC, s.attn_scale),
+            (A::OPERATION_SDPA_FWD_BLOCK_MASK_DESC, s.block_mask),
+            (A::OPERATION_SDPA_FWD_PAGE_TABLE_KDESC, s.page_table_k),
+            (A::OPERATION_SDPA_FWD_PAGE_TABLE_VDESC, s.page_table_v),
+            (A::OPERATION_SDPA_FWD_SEQ_LEN_QDESC, s.seq_len_q),
+            (A::OPERATION_SDPA_FWD_SEQ_LEN_KVDESC, s.seq_len_kv),
+            (A::OPERATION_SDPA_FWD_CU_SEQ_LEN_QDESC, s.cu_seq_len_q),
+            (A::OPERATION_SDPA_FWD_CU_SEQ_LEN_KVDESC, s.cu_seq_len_kv),
+        ]
+        .into_iter()
+        .filter_map(|(a, id)| id.map(|id| (a, id)))
+        .collect();
+        if let Some(d) = &s.dropout {
+            rows.push((A::OPERATION_SDPA_FWD_DROPOUT_SEED_DESC, d.seed));
+            rows.push((A::OPERATION_SDPA_FWD_DROPOUT_OFFSET_DESC, d.offset));
+            rows.extend(d.rng_dump.map(|dump| (A::OPERATION_SDPA_FWD_DROPOUT_RNG_DUMP_DESC, dump)));
+        }
+        if let Some(f) = &s.fp8 {
+            rows.extend([
+                (A::OPERATION_SDPA_FWD_DESCALE_QDESC, f.descale_q),
+                (A::OPERATION_SDPA_FWD_DESCALE_KDESC, f.descale_k),
+                (A::OPERATION_SDPA_FWD_DESCALE_VDESC, f.descale_v),
+                (A::OPERATION_SDPA_FWD_DESCALE_SDESC, f.descale_s),
+                (A::OPERATION_SDPA_FWD_SCALE_SDESC, f.scale_s),
+                (A::OPERATION_SDPA_FWD_SCALE_ODESC, f.scale_o),
+                (A::OPERATION_SDPA_FWD_AMAX_SDESC, f.amax_s),
+                (A::OPERATION_SDPA_FWD_AMAX_ODESC, f.amax_o),
+            ]);
+        }
+        let rows: Vec<(Attribute, DescriptorId)> = rows.into_iter().map(|(a, id)| (a, self.tensor(id))).collect();
+        self.push(Kind::OPERATION_SDPA_FWD, "sdpa_forward", |d| {
+            for (attribute, tensor) in rows {
+                d.descriptor(attribute, tensor);
+            }
+            if let Some((inner, input, output)) = score {
+                d.descriptor(A::OPERATION_SDPA_FWD_SUBGRAPH, inner);
+                d.i64(A::OPERATION_SDPA_FWD_SUBGRAPH_INPUT_UID, &[input]);
+                d.i64(A::OPERATION_SDPA_FWD_SUBGRAPH_OUTPUT_UID, &[output]);
+            }
+            d.descriptor(A::OPERATION_SDPA_FWD_SOFTMAX_DESC, softmax);
+            if let Some(dropout) = &s.dropout {
+                d.f32(A::OPERATION_SDPA_FWD_DROPOUT_PROBABILITY, dropout.probability);
+            }
+        })
+    }
+
+    pub(super) fn sdpa_backward(&mut self, s: &SdpaBackward) -> DescriptorId {
+        use Attribute as A;
+        let score = self.score(s.score.as_ref());
+        let rows: Vec<(Attribute, DescriptorId)> = [
+            (A::OPERATION_SDPA_BWD_QDESC, Some(s.q)),
+            (A::OPERATION_SDPA_BWD_KDESC, Some(s.k)),
+            (A::OPERATION_SDPA_BWD_VDESC, Some(s.v)),
+            (A::OPERATION_SDPA_BWD_ODESC, Some(s.o)),
+            (A::OPERATION_SDPA_BWD_STATSDESC, Some(s.stats)),
+            (A::OPERATION_SDPA_BWD_SCALEDESC, s.attn_scale),
+            (A::OPERATION_SDPA_BWD_SEQ_LEN_QDESC, s.seq_len_q),
+            (A::OPERATION_SDPA_BWD_SEQ_LEN_KVDESC, s.seq_len_kv),
+            (A::OPERATION_SDPA_BWD_DQDESC, Some(s.dq)),
+            (A::OPERATION_SDPA_BWD_DKDESC, Some(s.dk)),
+            (A::OPERATION_SDPA_BWD_DVDESC, Some(s.dv)),
+            (A::OPERATION_SDPA_BWD_DODDESC, Some(s.d_o)),
+        ]
+        .into_iter()
+        .filter_map(|(a, id)| id.map(|id| (a, self.tensor(id))))
+        .collect();
+        self.push(Kind::OPERATION_SDPA_BWD, "sdpa_backward", |d| {
+            for (attribute, tensor) in rows {
+                d.descriptor(attribute, tensor);
+            }
+            if let Some((inner, input, output)) = score {
+                d.descriptor(A::OPERATION_SDPA_BWD_SUBGRAPH, inner);
+                d.set(A::OPERATION_SDPA_BWD_SUBGRAPH_INPUT_UID, AttributeType::INT64, Values::I64(vec![input]));
+                d.set(A::OPERATION_SDPA_BWD_SUBGRAPH_OUTPUT_UID, AttributeType::INT64, Values::I64(vec![output]));
+            }
+        })
+    }
+}

@@ -1,0 +1,251 @@
+//! Engines: which ones cuDNN offers for a graph, which one is taken, and what became of the others.
+
+use crate::error::Error;
+use crate::ffi::Library;
+use crate::ffi::codes::{Attribute, AttributeType, BehaviorNote, HeurMode, Kind, KnobType, NumericalNote, Status};
+use crate::ffi::descriptor::Descriptor;
+use serde::Serialize;
+use std::fmt;
+
+/// Where cuDNN takes its offers from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    /// Heuristics mode A: fast, the best first.
+    A,
+    /// Heuristics mode B: slower, wider.
+    B,
+    /// Engines that are general rather than fast.
+    Fallback,
+}
+
+impl Source {
+    /// The order of asking.
+    pub const ALL: [Source; 3] = [Source::A, Source::B, Source::Fallback];
+
+    fn code(self) -> HeurMode {
+        match self {
+            Source::A => HeurMode::A,
+            Source::B => HeurMode::B,
+            Source::Fallback => HeurMode::FALLBACK,
+        }
+    }
+}
+
+/// Which offers may be taken.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+pub struct Policy {
+    /// Bytes of workspace that a plan may use at most.
+    pub max_workspace: Option<u64>,
+    /// Only engines that give the same bits on every run.
+    pub deterministic: bool,
+    /// Tags of offers to pass over: `eng2` for all of an engine, `eng2_k24=7` for one configuration.
+    pub avoid: Vec<String>,
+}
+
+/// One engine with its knobs, as cuDNN offered it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Candidate {
+    /// Which list it came from first.
+    pub source: Source,
+    /// The engine's number for this graph.
+    pub engine: i64,
+    /// Tuning choices, by knob.
+    pub knobs: Vec<(KnobType, i64)>,
+    /// Bytes of workspace, where known before compiling (9.2).
+    pub workspace: Option<u64>,
+    /// Bytes of shared memory, where known before compiling (9.2).
+    pub shared_memory: Option<i64>,
+    /// How it computes.
+    pub numerical_notes: Vec<NumericalNote>,
+    /// What it does besides computing.
+    pub behavior_notes: Vec<BehaviorNote>,
+    /// What became of it.
+    pub outcome: Outcome,
+}
+
+/// What became of an offer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// A better one was taken before it.
+    NotTried,
+    /// The plan uses it.
+    Chosen,
+    /// The policy passed over it.
+    PassedOver(String),
+    /// cuDNN offered it and then refused to make a plan of it.
+    Refused {
+        /// What the call returned.
+        status: Status,
+        /// cuDNN's own last-error text.
+        text: String,
+    },
+}
+
+impl Candidate {
+    /// `eng2_k24=7`: engine and knobs, as NVIDIA's tools write them.
+    pub fn tag(&self) -> String {
+        let mut tag = format!("eng{}", self.engine);
+        for (knob, value) in &self.knobs {
+            tag.push_str(&format!("_k{}={value}", knob.0));
+        }
+        tag
+    }
+
+    fn matches(&self, avoid: &str) -> bool {
+        let tag = self.tag();
+        tag == avoid || tag.starts_with(&format!("{avoid}_"))
+    }
+}
+
+impl Policy {
+    fn verdict(&self, candidate: &Candidate) -> Outcome {
+        if let (Some(limit), Some(bytes)) = (self.max_workspace, candidate.workspace)
+            && bytes > limit
+        {
+            return Outcome::PassedOver(format!("its workspace of {bytes} bytes is over the limit of {limit}"));
+        }
+        if self.deterministic && candidate.numerical_notes.contains(&NumericalNote::NONDETERMINISTIC) {
+            return Outcome::PassedOver("it may give other bits on another run".to_owned());
+        }
+        match self.avoid.iter().find(|tag| candidate.matches(tag)) {
+            Some(tag) => Outcome::PassedOver(format!("the policy avoids {tag}")),
+            None => Outcome::NotTried,
+        }
+    }
+}
+
+/// Every offer for a graph and what became of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct EngineReport {
+    /// In the order of asking.
+    pub candidates: Vec<Candidate>,
+    /// Lists that could not be had, with cuDNN's own words.
+    pub lists_refused: Vec<(Source, String)>,
+}
+
+impl EngineReport {
+    /// The offer that the plan uses.
+    pub fn chosen(&self) -> Option<&Candidate> {
+        self.candidates.iter().find(|c| c.outcome == Outcome::Chosen)
+    }
+}
+
+impl fmt::Display for EngineReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut lines: Vec<String> = Vec::new();
+        for c in &self.candidates {
+            let what = match &c.outcome {
+                Outcome::NotTried => "not tried".to_owned(),
+                Outcome::Chosen => "chosen".to_owned(),
+                Outcome::PassedOver(why) => format!("passed over: {why}"),
+                Outcome::Refused { status, text } => format!("refused: {status}, {text}"),
+            };
+            lines.push(format!("{} ({:?}): {what}", c.tag(), c.source));
+        }
+        for (source, why) in &self.lists_refused {
+            lines.push(format!("list {source:?}: {why}"));
+        }
+        if lines.is_empty() {
+            lines.push("cuDNN offers none, and says nothing".to_owned());
+        }
+        f.write_str(&lines.join("\n"))
+    }
+}
+
+/// Offers with the configurations that make plans of them.
+pub(crate) struct Offers {
+    pub(crate) report: EngineReport,
+    pub(crate) configs: Vec<Descriptor>,
+}
+
+/// Asks every list in turn; an offer that two lists share is kept once.
+pub(crate) fn offers(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, policy: &Policy) -> Offers {
+    let mut all = Offers { report: EngineReport::default(), configs: Vec::new() };
+    for source in Source::ALL {
+        match list(library, graph, profile, source) {
+            Ok(configs) => {
+                for config in configs {
+                    match describe(library, &config, source) {
+                        Ok(mut candidate) => {
+                            if all.report.candidates.iter().any(|c| c.engine == candidate.engine && c.knobs == candidate.knobs) {
+                                continue;
+                            }
+                            candidate.outcome = policy.verdict(&candidate);
+                            all.report.candidates.push(candidate);
+                            all.configs.push(config);
+                        }
+                        Err(e) => all.report.lists_refused.push((source, e.to_string())),
+                    }
+                }
+            }
+            Err(e) => all.report.lists_refused.push((source, e.to_string())),
+        }
+    }
+    all
+}
+
+fn list(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, source: Source) -> Result<Vec<Descriptor>, Error> {
+    let mut heuristics = Descriptor::new(library, Kind::ENGINEHEUR)?;
+    heuristics.set_descriptor(Attribute::ENGINEHEUR_OPERATION_GRAPH, graph)?;
+    heuristics.set_code(Attribute::ENGINEHEUR_MODE, AttributeType::HEUR_MODE, source.code().0)?;
+    if let Some(profile) = profile {
+        heuristics.set_descriptor(Attribute::ENGINEHEUR_DEVICEPROP, profile)?;
+    }
+    heuristics.finalize(&format!("mode {}", source.code()))?;
+    heuristics.get_descriptors(Attribute::ENGINEHEUR_RESULTS, Kind::ENGINECFG, None)
+}
+
+fn describe(library: &'static Library, config: &Descriptor, source: Source) -> Result<Candidate, Error> {
+    let engines = config.get_descriptors(Attribute::ENGINECFG_ENGINE, Kind::ENGINE, Some(1))?;
+    let engine = engines.first().ok_or_else(|| Error::PlanJson("an engine configuration has no engine".to_owned()))?;
+    let mut knobs = Vec::new();
+    for choice in config.get_descriptors(Attribute::ENGINECFG_KNOB_CHOICES, Kind::KNOB_CHOICE, None)? {
+        let types = choice.get_codes(Attribute::KNOB_CHOICE_KNOB_TYPE, AttributeType::KNOB_TYPE)?;
+        knobs.extend(types.first().map(|&ty| (KnobType(ty), choice.get_i64(Attribute::KNOB_CHOICE_KNOB_VALUE).unwrap_or(0))));
+    }
+    knobs.sort();
+    let early = library.version() >= Attribute::ENGINECFG_WORKSPACE_SIZE.since();
+    let notes = |attribute, ty| engine.get_codes(attribute, ty).unwrap_or_default();
+    Ok(Candidate {
+        source,
+        engine: engine.get_i64(Attribute::ENGINE_GLOBAL_INDEX)?,
+        knobs,
+        workspace: if early { config.get_i64(Attribute::ENGINECFG_WORKSPACE_SIZE).ok().and_then(|n| u64::try_from(n).ok()) } else { None },
+        shared_memory: if early { config.get_i32(Attribute::ENGINECFG_SHARED_MEMORY_USED).ok().map(i64::from) } else { None },
+        numerical_notes: notes(Attribute::ENGINE_NUMERICAL_NOTE, AttributeType::NUMERICAL_NOTE).into_iter().map(NumericalNote).collect(),
+        behavior_notes: notes(Attribute::ENGINE_BEHAVIOR_NOTE, AttributeType::BEHAVIOR_NOTE).into_iter().map(BehaviorNote).collect(),
+        outcome: Outcome::NotTried,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn candidate() -> Candidate {
+        Candidate {
+            source: Source::A,
+            engine: 2,
+            knobs: vec![(KnobType::KERNEL_CFG, 7)],
+            workspace: Some(1000),
+            shared_memory: None,
+            numerical_notes: vec![NumericalNote::TENSOR_CORE, NumericalNote::NONDETERMINISTIC],
+            behavior_notes: Vec::new(),
+            outcome: Outcome::NotTried,
+        }
+    }
+
+    #[test]
+    fn a_policy_passes_over_what_it_names() {
+        let passes = |policy: Policy| policy.verdict(&candidate()) == Outcome::NotTried;
+        assert!(passes(Policy::default()));
+        assert!(passes(Policy { max_workspace: Some(1000), ..Policy::default() }));
+        assert!(!passes(Policy { max_workspace: Some(999), ..Policy::default() }));
+        assert!(!passes(Policy { deterministic: true, ..Policy::default() }));
+        assert!(!passes(Policy { avoid: vec!["eng2".to_owned()], ..Policy::default() }));
+        assert!(!passes(Policy { avoid: vec!["eng2_k24=7".to_owned()], ..Policy::default() }));
+        assert!(passes(Policy { avoid: vec!["eng2_k24=70".to_owned(), "eng".to_owned(), "eng22".to_owned()], ..Policy::default() }));
+    }
+}

@@ -1,0 +1,267 @@
+//! Owned backend descriptors, and the loop that replays a program.
+
+use super::backend::{Handle, Library, Ptr};
+use super::codes::{Attribute, AttributeType, Kind};
+use crate::error::Error;
+use crate::program::{DescriptorId, Program, Values};
+use std::ffi::c_void;
+
+/// A backend descriptor, destroyed when dropped.
+#[derive(Debug)]
+pub struct Descriptor {
+    library: &'static Library,
+    raw: Ptr,
+    kind: Kind,
+}
+
+// SAFETY: descriptors have no tie to a thread.
+unsafe impl Send for Descriptor {}
+// SAFETY: shared references only read: attributes of a finalized descriptor, or the descriptor as an argument of another's
+// setter. That finalized plans may be executed by many threads at once, each with a handle and a variant pack of its own,
+// was settled by experiment (docs/threads.md).
+unsafe impl Sync for Descriptor {}
+
+impl Descriptor {
+    /// A new descriptor without attributes.
+    ///
+    /// # Errors
+    /// cuDNN's own: a kind that it does not know.
+    pub fn new(library: &'static Library, kind: Kind) -> Result<Descriptor, Error> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the pointer is to a live pointer.
+        let status = unsafe { (library.table.descriptor_create)(kind.0, &mut raw) };
+        library.check("cudnnBackendCreateDescriptor", &kind.to_string(), status)?;
+        Ok(Descriptor { library, raw, kind })
+    }
+
+    pub(super) fn raw(&self) -> Ptr {
+        self.raw
+    }
+
+    /// What it is.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// # Safety
+    /// `elements` points to `count` elements of the type that `ty` names.
+    unsafe fn set_raw(&mut self, attribute: Attribute, ty: AttributeType, count: usize, elements: *const c_void) -> Result<(), Error> {
+        // SAFETY: the caller's.
+        let status = unsafe { (self.library.table.descriptor_set)(self.raw, attribute.0, ty.0, count as i64, elements) };
+        if status == 0 { Ok(()) } else { Err(self.library.error("cudnnBackendSetAttribute", &attribute.to_string(), status)) }
+    }
+
+    /// Sets 64-bit integers.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn set_i64(&mut self, attribute: Attribute, values: &[i64]) -> Result<(), Error> {
+        // SAFETY: type and count are those of the slice.
+        unsafe { self.set_raw(attribute, AttributeType::INT64, values.len(), values.as_ptr().cast()) }
+    }
+
+    /// Sets a 32-bit integer.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn set_i32(&mut self, attribute: Attribute, value: i32) -> Result<(), Error> {
+        // SAFETY: one element of that type.
+        unsafe { self.set_raw(attribute, AttributeType::INT32, 1, (&raw const value).cast()) }
+    }
+
+    /// Sets one number of an enumeration.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn set_code(&mut self, attribute: Attribute, ty: AttributeType, code: i32) -> Result<(), Error> {
+        // SAFETY: every enumeration of the API is an int.
+        unsafe { self.set_raw(attribute, ty, 1, (&raw const code).cast()) }
+    }
+
+    /// Sets another descriptor.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn set_descriptor(&mut self, attribute: Attribute, other: &Descriptor) -> Result<(), Error> {
+        // SAFETY: one element of that type.
+        unsafe { self.set_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, 1, (&raw const other.raw).cast()) }
+    }
+
+    /// Sets the handle.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn set_handle(&mut self, attribute: Attribute, handle: &Handle) -> Result<(), Error> {
+        let raw = handle.raw();
+        // SAFETY: one element of that type.
+        unsafe { self.set_raw(attribute, AttributeType::HANDLE, 1, (&raw const raw).cast()) }
+    }
+
+    /// Sets text.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn set_text(&mut self, attribute: Attribute, text: &str) -> Result<(), Error> {
+        let mut bytes = text.as_bytes().to_vec();
+        bytes.push(0);
+        // SAFETY: there are that many characters, and a terminating zero behind them.
+        unsafe { self.set_raw(attribute, AttributeType::CHAR, text.len(), bytes.as_ptr().cast()) }
+    }
+
+    /// Sets addresses: of device memory, or of host memory that outlives every use of the descriptor.
+    pub(super) fn set_addresses(&mut self, attribute: Attribute, addresses: &[u64]) -> Result<(), Error> {
+        // SAFETY: an address is as wide as a pointer here; cuDNN does not follow them before execution.
+        unsafe { self.set_raw(attribute, AttributeType::VOID_PTR, addresses.len(), addresses.as_ptr().cast()) }
+    }
+
+    /// Ends the setting of attributes and lets cuDNN check them.
+    ///
+    /// # Errors
+    /// cuDNN's own, about `subject`.
+    pub fn finalize(&mut self, subject: &str) -> Result<(), Error> {
+        // SAFETY: the descriptor is live.
+        let status = unsafe { (self.library.table.descriptor_finalize)(self.raw) };
+        if status == 0 { Ok(()) } else { Err(self.library.error("cudnnBackendFinalize", &format!("{} {subject}", self.kind), status)) }
+    }
+
+    /// # Safety
+    /// `elements` has room for `requested` elements of the type that `ty` names.
+    unsafe fn get_raw(&self, attribute: Attribute, ty: AttributeType, requested: usize, elements: *mut c_void) -> Result<usize, Error> {
+        let mut count = 0i64;
+        // SAFETY: the caller's.
+        let status = unsafe { (self.library.table.descriptor_get)(self.raw, attribute.0, ty.0, requested as i64, &mut count, elements) };
+        if status == 0 {
+            Ok(usize::try_from(count).unwrap_or(0))
+        } else {
+            Err(self.library.error("cudnnBackendGetAttribute", &attribute.to_string(), status))
+        }
+    }
+
+    fn count(&self, attribute: Attribute, ty: AttributeType) -> Result<usize, Error> {
+        // SAFETY: nothing is requested.
+        unsafe { self.get_raw(attribute, ty, 0, std::ptr::null_mut()) }
+    }
+
+    /// Reads one 64-bit integer.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn get_i64(&self, attribute: Attribute) -> Result<i64, Error> {
+        let mut value = 0i64;
+        // SAFETY: room for one.
+        unsafe { self.get_raw(attribute, AttributeType::INT64, 1, (&raw mut value).cast()) }?;
+        Ok(value)
+    }
+
+    /// Reads one 32-bit integer.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn get_i32(&self, attribute: Attribute) -> Result<i32, Error> {
+        let mut value = 0i32;
+        // SAFETY: room for one.
+        unsafe { self.get_raw(attribute, AttributeType::INT32, 1, (&raw mut value).cast()) }?;
+        Ok(value)
+    }
+
+    /// Reads numbers of an enumeration.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn get_codes(&self, attribute: Attribute, ty: AttributeType) -> Result<Vec<i32>, Error> {
+        let mut values = vec![0i32; self.count(attribute, ty)?];
+        if values.is_empty() {
+            return Ok(values);
+        }
+        // SAFETY: room for as many as are requested.
+        let count = unsafe { self.get_raw(attribute, ty, values.len(), values.as_mut_ptr().cast()) }?;
+        values.truncate(count);
+        Ok(values)
+    }
+
+    /// Reads text.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn get_text(&self, attribute: Attribute) -> Result<String, Error> {
+        let mut bytes = vec![0u8; self.count(attribute, AttributeType::CHAR)?];
+        // SAFETY: room for as many as are requested.
+        let count = unsafe { self.get_raw(attribute, AttributeType::CHAR, bytes.len(), bytes.as_mut_ptr().cast()) }?;
+        bytes.truncate(count);
+        let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
+        Ok(String::from_utf8_lossy(&bytes[..end]).into_owned())
+    }
+
+    /// Reads descriptors of one kind; at most `limit`, or as many as cuDNN says there are.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn get_descriptors(&self, attribute: Attribute, kind: Kind, limit: Option<usize>) -> Result<Vec<Descriptor>, Error> {
+        let wanted = match limit {
+            Some(limit) => limit,
+            None => self.count(attribute, AttributeType::BACKEND_DESCRIPTOR)?,
+        };
+        let mut found: Vec<Descriptor> = (0..wanted).map(|_| Descriptor::new(self.library, kind)).collect::<Result<_, _>>()?;
+        if found.is_empty() {
+            return Ok(found);
+        }
+        let mut raw: Vec<Ptr> = found.iter().map(Descriptor::raw).collect();
+        // SAFETY: cuDNN fills the descriptors that the elements point to; there are as many as are requested.
+        let count = unsafe { self.get_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, raw.len(), raw.as_mut_ptr().cast()) }?;
+        found.truncate(count);
+        Ok(found)
+    }
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        // SAFETY: the descriptor is ours and is not used again.
+        let status = unsafe { (self.library.table.descriptor_destroy)(self.raw) };
+        if status != 0 {
+            tracing::warn!(status, kind = %self.kind, "cudnnBackendDestroyDescriptor");
+        }
+    }
+}
+
+/// Makes every descriptor of a program, in order. The last is the finalized operation graph; with a handle, it is bound to
+/// the handle's device.
+///
+/// # Errors
+/// cuDNN's own, naming the descriptor.
+pub fn replay(library: &'static Library, program: &Program, handle: Option<&Handle>) -> Result<Vec<Descriptor>, Error> {
+    let mut made: Vec<Descriptor> = Vec::with_capacity(program.descriptors.len());
+    for (n, plain) in program.descriptors.iter().enumerate() {
+        let mut descriptor = Descriptor::new(library, plain.kind)?;
+        // Behind the pointer of a constant; alive until the descriptor is finalized.
+        let mut constants: Vec<Vec<u8>> = Vec::new();
+        for s in &plain.settings {
+            let raw_of = |id: &DescriptorId| made[id.0].raw;
+            // SAFETY: in each arm, type and count are those of the data pointed to.
+            unsafe {
+                match &s.values {
+                    Values::I64(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),
+                    Values::I32(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),
+                    Values::F32(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),
+                    Values::F64(v) => descriptor.set_raw(s.attribute, s.ty, v.len(), v.as_ptr().cast()),
+                    Values::Bool(v) => descriptor.set_raw(s.attribute, s.ty, 1, (&raw const *v).cast()),
+                    Values::Code(v, _) => descriptor.set_raw(s.attribute, s.ty, 1, (&raw const *v).cast()),
+                    Values::Descriptors(ids) => {
+                        let raw: Vec<Ptr> = ids.iter().map(raw_of).collect();
+                        descriptor.set_raw(s.attribute, s.ty, raw.len(), raw.as_ptr().cast())
+                    }
+                    Values::Bytes(bytes) => {
+                        constants.push(bytes.clone());
+                        let pointer = constants.last().map_or(std::ptr::null(), |b| b.as_ptr());
+                        descriptor.set_raw(s.attribute, s.ty, 1, (&raw const pointer).cast())
+                    }
+                }
+            }?;
+        }
+        if let (Some(handle), true) = (handle, n + 1 == program.descriptors.len()) {
+            descriptor.set_handle(Attribute::OPERATIONGRAPH_HANDLE, handle)?;
+        }
+        descriptor.finalize(&plain.label)?;
+        made.push(descriptor);
+    }
+    Ok(made)
+}

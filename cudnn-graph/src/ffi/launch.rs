@@ -1,0 +1,123 @@
+//! The safe tier: executions that own what they use until the device is done with it.
+
+use crate::bind::{Bindings, DeviceSlice};
+use crate::error::Error;
+use crate::ffi::driver::{Event, Stream};
+use crate::ffi::memory::Buffer;
+use crate::ir::{Scalar, TensorId};
+use crate::plan::Plan;
+use std::sync::Arc;
+
+/// Buffers and numbers for the tensors of a plan, by id.
+#[derive(Debug, Default)]
+pub struct OwnedBindings {
+    buffers: Vec<(TensorId, Arc<Buffer>, u64)>,
+    values: Vec<(TensorId, Scalar)>,
+}
+
+impl OwnedBindings {
+    /// None yet.
+    pub fn new() -> OwnedBindings {
+        OwnedBindings::default()
+    }
+
+    /// Binds a whole buffer.
+    #[must_use]
+    pub fn buffer(self, tensor: TensorId, buffer: &Arc<Buffer>) -> Self {
+        self.buffer_at(tensor, buffer, 0)
+    }
+
+    /// Binds a buffer from the byte `offset` on.
+    #[must_use]
+    pub fn buffer_at(mut self, tensor: TensorId, buffer: &Arc<Buffer>, offset: u64) -> Self {
+        self.buffers.push((tensor, buffer.clone(), offset));
+        self
+    }
+
+    /// Binds a number.
+    #[must_use]
+    pub fn value(mut self, tensor: TensorId, value: Scalar) -> Self {
+        self.values.push((tensor, value));
+        self
+    }
+}
+
+/// An execution that the device may still be working on. It keeps the plan, the buffers and the workspace alive; dropping it
+/// waits.
+#[derive(Debug)]
+#[must_use = "dropping it waits for the device"]
+pub struct InFlight {
+    event: Event,
+    _plan: Arc<Plan>,
+    _buffers: Vec<Arc<Buffer>>,
+    _workspace: Arc<Buffer>,
+    _stream: Arc<Stream>,
+}
+
+impl InFlight {
+    /// Whether the device is done.
+    ///
+    /// # Errors
+    /// The driver's own: also that of a kernel which failed.
+    pub fn done(&self) -> Result<bool, Error> {
+        self.event.passed()
+    }
+
+    /// Waits until the device is done.
+    ///
+    /// # Errors
+    /// The driver's own: also that of a kernel which failed.
+    pub fn wait(self) -> Result<(), Error> {
+        self.event.synchronize()
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        if let Err(error) = self.event.synchronize() {
+            tracing::warn!(%error, "an execution failed and nobody waited for it");
+        }
+    }
+}
+
+/// Submits a plan to a stream.
+///
+/// # Errors
+/// Everything that is wrong with the bindings, also a buffer of another device, before anything runs; cuDNN's own.
+pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, workspace: &Arc<Buffer>) -> Result<InFlight, Error> {
+    let mut raw = Bindings::new();
+    for (tensor, buffer, offset) in &bindings.buffers {
+        same_device(stream, buffer)?;
+        let bytes = (buffer.bytes() as u64).saturating_sub(*offset);
+        raw = raw.slice(*tensor, DeviceSlice { address: buffer.address().saturating_add(*offset), bytes });
+    }
+    for (tensor, value) in &bindings.values {
+        raw = raw.value(*tensor, *value);
+    }
+    same_device(stream, workspace)?;
+    let handle = plan.library().handle(stream)?;
+    let scratch = DeviceSlice { address: workspace.address(), bytes: workspace.bytes() as u64 };
+    // SAFETY: every slice is inside an owned buffer of the stream's device; buffers, plan and workspace are kept by the
+    // result until the event has passed. Two executions that share a buffer race only on its contents.
+    unsafe { plan.execute(&handle, &raw, scratch) }?;
+    let event = stream.record(false)?;
+    Ok(InFlight {
+        event,
+        _plan: plan.clone(),
+        _buffers: bindings.buffers.into_iter().map(|(_, buffer, _)| buffer).collect(),
+        _workspace: workspace.clone(),
+        _stream: stream.clone(),
+    })
+}
+
+fn same_device(stream: &Stream, buffer: &Buffer) -> Result<(), Error> {
+    let (want, have) = (stream.device().ordinal(), buffer.device().ordinal());
+    if want == have {
+        return Ok(());
+    }
+    Err(Error::Memory {
+        what: "a buffer".to_owned(),
+        bytes: buffer.bytes() as u64,
+        limit: format!("it is on device {have}, the stream on {want}"),
+    })
+}

@@ -1,0 +1,48 @@
+//! How block scales and pages lie, for the rules and for the meaning of the ops that have them.
+
+use super::op::PagedLoad;
+use super::tensor::{Reordering, Tensor};
+
+impl PagedLoad {
+    /// True when `y` is (b, h, d, s): its third axis is the innermost.
+    pub(crate) fn transposed(&self, y: &Tensor) -> bool {
+        match y.strides.0[..] {
+            [_, _, third, last] => third < last,
+            _ => false,
+        }
+    }
+}
+
+/// Elements per scale along each axis of a tensor of extents `dims`. An axis along which the scale has fewer elements has
+/// blocks; such axes take the sizes above 1 in order. The list of sizes itself does not say which axis is meant: NVIDIA's
+/// frontend gives {1, 32} both for keys, whose blocks lie along the third axis, and for queries, where it is the fourth.
+pub(crate) fn blocks_of(dims: &[i64], scale: &Tensor, block: &[i32]) -> Result<Vec<i64>, String> {
+    let (scale_dims, mut sizes) = (&scale.dims.0, block.iter().filter(|&&size| size != 1));
+    if let Some(size) = block.iter().find(|&&size| size < 1) {
+        return Err(format!("block size {size} is below 1"));
+    }
+    if scale_dims.len() != dims.len() {
+        return Err(format!("the scale has {} axes, the tensor {}", scale_dims.len(), dims.len()));
+    }
+    let mut per_axis = Vec::with_capacity(dims.len());
+    for (axis, (&n, &scales)) in dims.iter().zip(scale_dims).enumerate() {
+        let size = if scales < n {
+            i64::from(*sizes.next().ok_or_else(|| format!("axis {axis} has blocks, but {block:?} has no size for it"))?)
+        } else {
+            1
+        };
+        let need = (n - 1) / size + 1;
+        let fits = match scale.reordering {
+            Reordering::None => scales == need,
+            Reordering::F8x128x4 => scales >= need,
+        };
+        if !fits {
+            return Err(format!("axis {axis} of the scale is {scales}, not {need}"));
+        }
+        per_axis.push(size);
+    }
+    if sizes.next().is_some() {
+        return Err(format!("{block:?} has a size for no axis"));
+    }
+    Ok(per_axis)
+}

@@ -1,0 +1,87 @@
+//! Matrix products and reductions.
+
+use super::axes::{count, each, place};
+use super::scalar::least;
+use super::{InterpError, State, accumulate};
+use crate::ir::op::{Matmul, Reduction, ReductionMode};
+
+/// `c[.., i, j] = Σ_k a[.., i, k] · b[.., k, j]`, in the order of `k`. Along a leading axis, index `i` of `c` uses `i` of an operand
+/// as long, 0 of one of extent 1, and `i / (a's extent / b's extent)` of a shorter `b`: neighbouring heads share a head.
+/// Rows, columns and inner elements past an override do not count: the padding value, else 0, stands in such rows and columns.
+pub(super) fn matmul(state: &mut State<'_>, op: &Matmul) -> Result<(), InterpError> {
+    let dims = state.dims(op.c)?;
+    let (a, b) = (state.value(op.a)?, state.value(op.b)?);
+    let overrides = [op.m_override, op.n_override, op.k_override];
+    let [m, n, k] = overrides.map(|id| state.optional(id));
+    let (m, n, k) = (m?, n?, k?);
+    let batch_axes = dims.len().saturating_sub(2);
+    let inner = a.dims.last().copied().unwrap_or(0);
+    let shared =
+        |have: &[i64], index: &[i64]| -> Vec<i64> { (0..batch_axes).map(|axis| index[axis] / (dims[axis] / have[axis])).collect() };
+    let mut c = Vec::with_capacity(count(&dims));
+    each(&dims, |index| {
+        let (i, j) = (index[batch_axes], index[batch_axes + 1]);
+        let limit = |value: Option<&super::Value>, all: i64| value.map_or(all, |v| (v.data[index[0] as usize] as i64).min(all));
+        if i >= limit(m, i64::MAX) || j >= limit(n, i64::MAX) {
+            c.push(op.padding.unwrap_or(0.0));
+            return;
+        }
+        let (in_a, in_b) = (shared(&a.dims, index), shared(&b.dims, index));
+        let mut sum = 0.0;
+        for k in 0..limit(k, inner) {
+            let left = a.data[place(&a.dims, in_a.iter().copied().chain([i, k]))];
+            let right = b.data[place(&b.dims, in_b.iter().copied().chain([k, j]))];
+            sum = accumulate(state.precision, op.compute, sum, left * right);
+        }
+        c.push(sum);
+    });
+    state.store(op.c, c)
+}
+
+/// Element `j` of an axis of `y` folds the neighbours `j·g .. (j+1)·g` of `x`, where `g` is the ratio of their extents.
+pub(super) fn reduction(state: &mut State<'_>, op: &Reduction) -> Result<(), InterpError> {
+    let x = state.value(op.x)?;
+    let dims = state.dims(op.y)?;
+    let folded = (x.data.len() / count(&dims).max(1)) as f64;
+    let (start, zero_counts) = match op.mode {
+        ReductionMode::Add | ReductionMode::Avg | ReductionMode::Norm1 | ReductionMode::Norm2 => (0.0, true),
+        // The maximum of magnitudes and the extremes start from not-a-number, against which every number wins.
+        ReductionMode::Min | ReductionMode::Max | ReductionMode::Amax => (f64::NAN, true),
+        ReductionMode::Mul => (1.0, true),
+        ReductionMode::MulNoZeros => (1.0, false),
+    };
+    let mut y = vec![start; count(&dims)];
+    let mut from = x.data.iter().map(|&x| state.precision.convert(x, op.compute));
+    each(&x.dims, |index| {
+        let folds = index.iter().zip(&x.dims).zip(&dims).map(|((&i, &x), &y)| i / (x / y));
+        let (into, Some(x)) = (&mut y[place(&dims, folds)], from.next()) else { return };
+        if x == 0.0 && !zero_counts {
+            return;
+        }
+        let folded = match op.mode {
+            ReductionMode::Add | ReductionMode::Avg => *into + x,
+            ReductionMode::Norm1 => *into + x.abs(),
+            ReductionMode::Norm2 => *into + x * x,
+            ReductionMode::Mul | ReductionMode::MulNoZeros => *into * x,
+            ReductionMode::Min => least(*into, x),
+            ReductionMode::Max => -least(-*into, -x),
+            ReductionMode::Amax => -least(-*into, -x.abs()),
+        };
+        *into = state.precision.convert(folded, op.compute);
+    });
+    for y in &mut y {
+        let done = match op.mode {
+            ReductionMode::Avg => *y / folded,
+            ReductionMode::Norm2 => libm::sqrt(*y),
+            ReductionMode::Add
+            | ReductionMode::Norm1
+            | ReductionMode::Mul
+            | ReductionMode::MulNoZeros
+            | ReductionMode::Min
+            | ReductionMode::Max
+            | ReductionMode::Amax => *y,
+        };
+        *y = state.precision.convert(done, op.compute);
+    }
+    state.store(op.y, y)
+}

@@ -1,0 +1,195 @@
+//! The definition of every op: [`Verified`] and values of its inputs → values of its results.
+//!
+//! Meant to be read and to be right, not to be fast. Every executor is measured against it; `docs/numerics.md` has its
+//! conventions in one place.
+//!
+//! - A [`Value`] holds the logical elements of a tensor in row-major order. Strides matter to reshapes that are views only;
+//!   ragged packing, reordering and alignment do not matter, and offsets of ragged tensors need no value.
+//! - Every op computes in f64, rounded as [`Precision`] says: per pointwise op once, per term of a sum once, and once more when
+//!   the result becomes an element of its tensor.
+//! - Random bits are the library's own. The caller gives the result of an rng op, and the numbers that dropout dumps.
+//!
+//! ```
+//! use cudnn_graph::ir::interp::{run, Precision, Value};
+//! use cudnn_graph::ir::{Graph, Mode};
+//! use cudnn_graph::DType;
+//!
+//! let mut g = Graph::new();
+//! let x = g.input("x", DType::F32, [2, 2]);
+//! let y = g.pointwise(Mode::Exp, &[x]);
+//! g.output(y, "y", DType::F32);
+//! let g = g.verify().unwrap();
+//! let out = run(&g, &[(x, Value::new([2, 2], [0.0, 0.0, 0.0, f64::NEG_INFINITY]))].into(), Precision::F64).unwrap();
+//! assert_eq!(out[&y].data, [1.0, 1.0, 1.0, 0.0]);
+//! ```
+
+mod attention;
+mod axes;
+mod error;
+mod gradient;
+mod inputs;
+mod linear;
+mod moves;
+mod number;
+mod pages;
+mod scalar;
+mod softmax;
+
+pub use error::{BindingError, InterpError};
+pub use number::Precision;
+pub use scalar::{Operand, pointwise};
+
+use super::Verified;
+use super::op::{Op, Pointwise};
+use super::pointwise::Mode;
+use super::print::OpLine;
+use super::tensor::{Tensor, TensorId};
+use super::ty::DType;
+use axes::{Broadcast, each};
+use std::collections::BTreeMap;
+
+/// The elements of one tensor, row-major. Bools are 0 and 1, integers are exact below 2⁵³.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Value {
+    /// Extents.
+    pub dims: Vec<i64>,
+    /// As many elements as the extents multiply to.
+    pub data: Vec<f64>,
+}
+
+impl Value {
+    /// Elements under these extents.
+    pub fn new(dims: impl Into<Vec<i64>>, data: impl Into<Vec<f64>>) -> Value {
+        Value { dims: dims.into(), data: data.into() }
+    }
+
+    /// One number, of rank 4 as parameters are.
+    pub fn scalar(x: f64) -> Value {
+        Value::new([1, 1, 1, 1], [x])
+    }
+}
+
+/// What every device tensor that an op writes holds afterwards.
+///
+/// # Errors
+/// As [`run_all`].
+pub fn run(graph: &Verified, inputs: &BTreeMap<TensorId, Value>, precision: Precision) -> Result<BTreeMap<TensorId, Value>, InterpError> {
+    let mut all = run_all(graph, inputs, precision)?;
+    let written: std::collections::BTreeSet<TensorId> = graph.ops().iter().flat_map(|op| op.operands().outputs).map(|o| o.tensor).collect();
+    all.retain(|id, _| written.contains(id) && graph.get(*id).is_some_and(Tensor::is_device));
+    Ok(all)
+}
+
+/// What every tensor holds afterwards: inputs, values and virtual results too.
+///
+/// # Errors
+/// Everything that is wrong with the inputs; or the first op whose operands cannot be read, or that has no definition here.
+pub fn run_all(
+    graph: &Verified,
+    inputs: &BTreeMap<TensorId, Value>,
+    precision: Precision,
+) -> Result<BTreeMap<TensorId, Value>, InterpError> {
+    let mut state = State { graph, precision, inputs, values: inputs::bind(graph, inputs, precision)?, op: None };
+    for op in graph.ops() {
+        state.op = Some(op);
+        step(&mut state, op)?;
+    }
+    Ok(graph.ids().zip(state.values).filter_map(|(id, value)| Some((id, value?))).collect())
+}
+
+fn step(state: &mut State<'_>, op: &Op) -> Result<(), InterpError> {
+    match op {
+        Op::Pointwise(op) => elementwise(state, op),
+        Op::Matmul(op) => linear::matmul(state, op),
+        Op::Reduction(op) => linear::reduction(state, op),
+        Op::Reshape(op) => moves::reshape(state, op),
+        Op::Transpose(op) => moves::transpose(state, op),
+        Op::Slice(op) => moves::slice(state, op),
+        // The caller has given its result.
+        Op::Rng(_) => Ok(()),
+        Op::Softmax(op) => softmax::softmax(state, op),
+        Op::BandMask(op) => softmax::band_mask(state, op),
+        Op::PagedLoad(op) => pages::paged_load(state, op),
+        Op::BlockScaleQuantize(op) => pages::quantize(state, op),
+        Op::BlockScaleDequantize(op) => pages::dequantize(state, op),
+        Op::SdpaForward(op) => attention::forward(state, op),
+        Op::SdpaBackward(op) => gradient::backward(state, op),
+    }
+}
+
+/// The values of all tensors so far.
+struct State<'g> {
+    graph: &'g Verified,
+    precision: Precision,
+    inputs: &'g BTreeMap<TensorId, Value>,
+    values: Vec<Option<Value>>,
+    /// The op at hand, for messages.
+    op: Option<&'g Op>,
+}
+
+impl State<'_> {
+    fn at(&self) -> String {
+        self.op.map_or_else(String::new, |op| OpLine(op).to_string())
+    }
+
+    fn tensor(&self, id: TensorId) -> Result<&Tensor, InterpError> {
+        self.graph.get(id).ok_or_else(|| InterpError::NoValue { at: self.at(), tensor: id })
+    }
+
+    fn value(&self, id: TensorId) -> Result<&Value, InterpError> {
+        let value = self.values.get(id.index()).and_then(Option::as_ref);
+        value.ok_or_else(|| InterpError::NoValue { at: self.at(), tensor: id })
+    }
+
+    fn optional(&self, id: Option<TensorId>) -> Result<Option<&Value>, InterpError> {
+        id.map(|id| self.value(id)).transpose()
+    }
+
+    /// The one element of an optional operand.
+    fn number(&self, id: Option<TensorId>) -> Result<Option<f64>, InterpError> {
+        Ok(self.optional(id)?.and_then(|value| value.data.first().copied()))
+    }
+
+    fn dims(&self, id: TensorId) -> Result<Vec<i64>, InterpError> {
+        Ok(self.tensor(id)?.dims.0.clone())
+    }
+
+    /// Makes `data` the elements of `id`, rounded to its element type.
+    fn store(&mut self, id: TensorId, mut data: Vec<f64>) -> Result<(), InterpError> {
+        let tensor = self.tensor(id)?;
+        let (dtype, dims) = (tensor.dtype, tensor.dims.0.clone());
+        for x in &mut data {
+            *x = self.precision.convert(*x, dtype);
+        }
+        if let Some(place) = self.values.get_mut(id.index()) {
+            *place = Some(Value { dims, data });
+        }
+        Ok(())
+    }
+
+    fn store_optional(&mut self, id: Option<TensorId>, data: Vec<f64>) -> Result<(), InterpError> {
+        id.map_or(Ok(()), |id| self.store(id, data))
+    }
+}
+
+fn elementwise(state: &mut State<'_>, op: &Pointwise) -> Result<(), InterpError> {
+    let dims = state.dims(op.y)?;
+    // An index generator reads extents only, which may be those of a tensor without a value.
+    let x = if op.mode == Mode::GenIndex { None } else { Some(state.value(op.x)?) };
+    let [x, b, t, dy] =
+        [x, state.optional(op.b)?, state.optional(op.t)?, state.optional(op.dy)?].map(|v| v.map(|v| (Broadcast::new(v, &dims), v)));
+    let axis = op.params.axis.and_then(|axis| usize::try_from(axis).ok());
+    let mut y = Vec::new();
+    each(&dims, |index| {
+        let at = |operand: &Option<(Broadcast, &Value)>| operand.as_ref().map_or(0.0, |(place, value)| value.data[place.of(index)]);
+        let operand =
+            Operand { x: at(&x), b: at(&b), t: at(&t), dy: at(&dy), index: axis.and_then(|a| index.get(a).copied()).unwrap_or(0) };
+        y.push(pointwise(op.mode, &op.params, op.compute, state.precision, operand));
+    });
+    state.store(op.y, y)
+}
+
+/// What a sum becomes after each term: the rule of every accumulation.
+fn accumulate(precision: Precision, compute: DType, sum: f64, term: f64) -> f64 {
+    precision.convert(sum + term, compute)
+}

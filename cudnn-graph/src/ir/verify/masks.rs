@@ -1,0 +1,80 @@
+//! Rules of random numbers, softmax and band masks.
+
+use super::linear::rows;
+use super::{At, Class};
+use crate::ir::op::{BandMask, BandSide, Distribution, Rng, Seed, Softmax};
+use crate::ir::ty::DType;
+
+pub(super) fn rng(at: &mut At<'_>, op: &Rng) {
+    at.type_in("y", op.y, Class::Number);
+    match op.distribution {
+        Distribution::Bernoulli(p) => at.rule((0.0..=1.0).contains(&p), || format!("probability {p} is not in [0, 1]")),
+        Distribution::Uniform(a, b) => at.rule(a.is_finite() && b.is_finite() && a < b, || format!("the interval {a} to {b} is empty")),
+        Distribution::Normal(mean, deviation) => at.rule(mean.is_finite() && deviation.is_finite() && deviation >= 0.0, || {
+            format!("mean {mean} and deviation {deviation} describe no distribution")
+        }),
+    };
+    match op.seed {
+        Seed::Value(_) => {}
+        Seed::Tensor(id) => at.one("seed", id, Class::Integer),
+    }
+    if let Some(id) = op.offset {
+        at.one("offset", id, Class::Integer);
+    }
+}
+
+pub(super) fn softmax(at: &mut At<'_>, op: &Softmax) {
+    at.type_in("x", op.x, Class::Float);
+    at.type_in("y", op.y, Class::Float);
+    let x = at.dims(op.x).to_vec();
+    at.extents("y", op.y, &x);
+    let rows = rows(at, op.x);
+    for (field, id) in [("stats", op.stats), ("max", op.max), ("sum_exp", op.sum_exp)] {
+        if let Some(id) = id {
+            at.extents(field, id, &rows);
+            at.type_is(field, id, DType::F32);
+        }
+    }
+    if let Some(id) = op.sink {
+        at.type_is("sink", id, DType::F32);
+        if at.rule(x.len() == 4, || format!("sink {id} needs scores (b, h, s_q, s_kv)")) {
+            at.extents("sink", id, &[1, x[1], 1, 1]);
+        }
+    }
+    at.rule(!op.stats_log2 || op.stats.is_some(), || "stats in base 2 without stats".to_owned());
+}
+
+pub(super) fn band_mask(at: &mut At<'_>, op: &BandMask) {
+    at.type_in("x", op.x, Class::Float);
+    at.type_in("y", op.y, Class::Float);
+    let x = at.dims(op.x).to_vec();
+    at.rule(x.len() == 4, || format!("x {} is not (b, h, s_q, s_kv)", op.x));
+    at.extents("y", op.y, &x);
+    at.one("fill", op.fill, Class::F32);
+    at.host_value("fill", op.fill);
+    if let Some(id) = op.shift_right
+        && at.rule(op.side == BandSide::Right, || format!("shift_right {id} on a left mask"))
+    {
+        at.one("shift_right", id, Class::Integer);
+        at.host_value("shift_right", id);
+    }
+    match (op.side, op.left) {
+        (BandSide::Right, None) => {}
+        (BandSide::Right, Some(id)) => at.fail(format!("left {id} on a right mask")),
+        (BandSide::Left, None) => at.fail("a left mask needs left"),
+        (BandSide::Left, Some(id)) => {
+            at.one("left", id, Class::Number);
+            at.host_value("left", id);
+        }
+    }
+    at.rule(op.seq_q.is_some() == op.seq_kv.is_some(), || "one length without the other".to_owned());
+    for (field, id) in [("seq_q", op.seq_q), ("seq_kv", op.seq_kv)] {
+        if let Some(id) = id {
+            at.type_in(field, id, Class::Integer);
+            let dims = at.tensor(id).dims.clone();
+            let one = dims.elements() == Some(1);
+            let each = x.first().is_some_and(|&b| dims.0 == [b, 1, 1, 1]);
+            at.rule(one || each, || format!("{field} {id} is {dims}, not one length, nor one per batch entry"));
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! Plans: a graph made ready to run.
+
+use crate::bind::{Bindings, Bound, DeviceSlice, Ports};
+use crate::encode::encode;
+use crate::engine::{Candidate, EngineReport, Offers, Outcome, Policy, offers};
+use crate::error::Error;
+use crate::ffi::codes::{Attribute, Kind};
+use crate::ffi::descriptor::{Descriptor, replay};
+use crate::ffi::pack::Pack;
+use crate::ffi::{Handle, Library};
+use crate::ir::{Scalar, Verified};
+use crate::profile::{DeviceProfile, Target};
+use crate::program::Program;
+use parking_lot::Mutex;
+use std::sync::Arc;
+
+/// Packs that a plan keeps for addresses that come back.
+const PACKS: usize = 8;
+
+/// A graph that cuDNN has been asked about: its engines are known, nothing is compiled.
+#[derive(Debug)]
+pub struct Planner {
+    library: &'static Library,
+    graph: Arc<Verified>,
+    program: Program,
+    descriptors: Arc<Vec<Descriptor>>,
+    profile: Option<Arc<Descriptor>>,
+    report: EngineReport,
+    configs: Vec<Descriptor>,
+}
+
+impl Planner {
+    /// Encodes a graph for the runtime and asks cuDNN which engines it has for it. Nothing is compiled or submitted.
+    ///
+    /// # Errors
+    /// [`Error::TooNew`] for a graph that the runtime is too old for; cuDNN's own when it rejects the graph as such;
+    /// [`Error::NoEngine`] when it offers nothing that the policy lets pass, with every reason.
+    pub fn new(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
+        let program = encode(&graph, library.version())?;
+        let descriptors = replay(library, &program, target.handle())?;
+        let profile = match target {
+            Target::Handle(_) => None,
+            Target::Profile(profile) => Some(Arc::new(profile.descriptor(library)?)),
+        };
+        let operation_graph = descriptors.last().ok_or_else(|| Error::PlanJson("an empty program".to_owned()))?;
+        let Offers { report, configs } = offers(library, operation_graph, profile.as_deref(), policy);
+        if !report.candidates.iter().any(|c| c.outcome == Outcome::NotTried) {
+            return Err(Error::NoEngine(Box::new(report)));
+        }
+        Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs })
+    }
+
+    /// Every offer.
+    pub fn report(&self) -> &EngineReport {
+        &self.report
+    }
+
+    /// The descriptors that were sent.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// Makes a plan of the first offer that cuDNN does not take back.
+    ///
+    /// # Errors
+    /// [`Error::NoEngine`] with cuDNN's words on each offer; out of memory ends the search at once.
+    pub fn first(&self, target: &Target<'_>) -> Result<Plan, Error> {
+        let mut report = self.report.clone();
+        for n in 0..report.candidates.len() {
+            if report.candidates[n].outcome != Outcome::NotTried {
+                continue;
+            }
+            match self.finalize(n, target) {
+                Ok(descriptor) => {
+                    report.candidates[n].outcome = Outcome::Chosen;
+                    return self.plan(descriptor, report);
+                }
+                Err(Error::Cudnn { status, text, .. }) => {
+                    tracing::debug!(engine = report.candidates[n].tag(), %status, text, "refused");
+                    report.candidates[n].outcome = Outcome::Refused { status, text };
+                }
+                Err(other) => return Err(other),
+            }
+        }
+        Err(Error::NoEngine(Box::new(report)))
+    }
+
+    /// Makes a plan of the `n`th offer, whatever the policy says, for comparing them.
+    ///
+    /// # Errors
+    /// cuDNN's own; [`Error::NoEngine`] past the last offer.
+    pub fn nth(&self, n: usize, target: &Target<'_>) -> Result<Plan, Error> {
+        let mut report = self.report.clone();
+        let Some(candidate) = report.candidates.get_mut(n) else { return Err(Error::NoEngine(Box::new(report))) };
+        candidate.outcome = Outcome::Chosen;
+        self.plan(self.finalize(n, target)?, report)
+    }
+
+    fn finalize(&self, n: usize, target: &Target<'_>) -> Result<Descriptor, Error> {
+        let mut plan = Descriptor::new(self.library, Kind::EXECUTION_PLAN)?;
+        bind_target(&mut plan, target, self.profile.as_deref())?;
+        plan.set_descriptor(Attribute::EXECUTION_PLAN_ENGINE_CONFIG, &self.configs[n])?;
+        plan.finalize(&self.report.candidates[n].tag())?;
+        Ok(plan)
+    }
+
+    fn plan(&self, descriptor: Descriptor, report: EngineReport) -> Result<Plan, Error> {
+        let needs = (Some(self.descriptors.clone()), self.profile.clone());
+        Plan::new(self.library, descriptor, needs, &self.graph, report)
+    }
+}
+
+fn bind_target(plan: &mut Descriptor, target: &Target<'_>, profile: Option<&Descriptor>) -> Result<(), Error> {
+    match (target, profile) {
+        (Target::Handle(handle), _) => plan.set_handle(Attribute::EXECUTION_PLAN_HANDLE, handle),
+        (Target::Profile(_), Some(profile)) => plan.set_descriptor(Attribute::EXECUTION_PLAN_DEVICEPROP, profile),
+        (Target::Profile(_), None) => Err(Error::PlanJson("a plan without a device".to_owned())),
+    }
+}
+
+/// What a finalized plan may still refer to.
+type Needs = (Option<Arc<Vec<Descriptor>>>, Option<Arc<Descriptor>>);
+
+/// A compiled graph. Executions from several threads do not disturb one another: each has a handle and a pack of its own.
+#[derive(Debug)]
+pub struct Plan {
+    library: &'static Library,
+    descriptor: Descriptor,
+    _needs: Needs,
+    ports: Ports,
+    report: EngineReport,
+    workspace: u64,
+    packs: Mutex<Vec<Ready>>,
+}
+
+/// A pack for one set of addresses.
+#[derive(Debug)]
+struct Ready {
+    addresses: Vec<u64>,
+    workspace: u64,
+    pack: Pack,
+}
+
+impl Plan {
+    /// Encodes, asks, and makes a plan of the first offer that holds.
+    ///
+    /// # Errors
+    /// As [`Planner::new`] and [`Planner::first`].
+    pub fn build(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Plan, Error> {
+        Planner::new(library, graph, target, policy)?.first(target)
+    }
+
+    fn new(library: &'static Library, descriptor: Descriptor, needs: Needs, graph: &Verified, report: EngineReport) -> Result<Plan, Error> {
+        let workspace = descriptor.get_i64(Attribute::EXECUTION_PLAN_WORKSPACE_SIZE)?;
+        let workspace = u64::try_from(workspace).unwrap_or(0);
+        Ok(Plan { library, descriptor, _needs: needs, ports: Ports::of(graph), report, workspace, packs: Mutex::new(Vec::new()) })
+    }
+
+    /// A plan from its JSON, compiled kernels included, for the graph that it was made from.
+    ///
+    /// # Errors
+    /// [`Error::PlanJson`] when the text is of another runtime; cuDNN's own when it does not take it.
+    pub fn from_json(library: &'static Library, json: &str, graph: &Verified, target: &Target<'_>) -> Result<Plan, Error> {
+        let head: PlanHead = serde_json::from_str(json).map_err(|e| Error::PlanJson(e.to_string()))?;
+        let runtime = library.version();
+        let made_by = crate::version::Version::from_number(head.cudnn_version);
+        if made_by != runtime {
+            return Err(Error::PlanJson(format!("made by cuDNN {made_by}, this is {runtime}")));
+        }
+        let profile = match target {
+            Target::Handle(_) => None,
+            Target::Profile(profile) => Some(Arc::new(DeviceProfile::descriptor(profile, library)?)),
+        };
+        let mut plan = Descriptor::new(library, Kind::EXECUTION_PLAN)?;
+        bind_target(&mut plan, target, profile.as_deref())?;
+        plan.set_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION, json)?;
+        plan.finalize("from JSON")?;
+        Plan::new(library, plan, (None, profile), graph, EngineReport::default())
+    }
+
+    /// The plan as JSON: the operation graph, the device, the engine with its knobs, and the compiled kernels.
+    ///
+    /// # Errors
+    /// cuDNN's own: engines that were not compiled at run time have none.
+    pub fn to_json(&self) -> Result<String, Error> {
+        self.descriptor.get_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION)
+    }
+
+    /// The library that runs it.
+    pub fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    /// Bytes of device memory that an execution uses besides its tensors.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.workspace
+    }
+
+    /// What it takes.
+    pub fn ports(&self) -> &Ports {
+        &self.ports
+    }
+
+    /// Every offer that cuDNN made for the graph and what became of it. Empty for a plan from JSON.
+    pub fn report(&self) -> &EngineReport {
+        &self.report
+    }
+
+    /// The engine; `None` for a plan from JSON.
+    pub fn engine(&self) -> Option<&Candidate> {
+        self.report.chosen()
+    }
+
+    /// Checks bindings without running anything.
+    ///
+    /// # Errors
+    /// Everything that is wrong with them.
+    pub fn check(&self, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
+        self.bound(bindings, workspace).map(|_| ())
+    }
+
+    fn bound(&self, bindings: &Bindings, workspace: DeviceSlice) -> Result<Bound, Error> {
+        let bound = self.ports.bind(bindings)?;
+        if workspace.bytes < self.workspace {
+            let limit = format!("{} bytes were given", workspace.bytes);
+            return Err(Error::Memory { what: "the plan's workspace".to_owned(), bytes: self.workspace, limit });
+        }
+        Ok(bound)
+    }
+
+    /// Submits the plan to the handle's stream. Nothing waits.
+    ///
+    /// # Safety
+    /// Until the stream has passed this call: every slice bound and the workspace are device memory of the handle's device,
+    /// really as large as said; outputs and workspace are not used by anything else; inputs are not written; this plan is
+    /// not dropped.
+    ///
+    /// # Errors
+    /// Everything that is wrong with the bindings, before anything runs; cuDNN's own.
+    #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
+    pub unsafe fn execute(&self, handle: &Handle, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
+        let bound = self.bound(bindings, workspace)?;
+        let mut ready = self.ready(bound.addresses, workspace.address)?;
+        for (n, value) in bound.values.iter().enumerate() {
+            match *value {
+                Scalar::F32(x) => ready.pack.set_value(n, &x.to_ne_bytes()),
+                Scalar::I32(x) => ready.pack.set_value(n, &x.to_ne_bytes()),
+                Scalar::I64(x) => ready.pack.set_value(n, &x.to_ne_bytes()),
+            }
+        }
+        // SAFETY: the caller's.
+        let result = unsafe { ready.pack.execute(handle, &self.descriptor) };
+        let mut packs = self.packs.lock();
+        if packs.len() == PACKS {
+            packs.remove(0);
+        }
+        packs.push(ready);
+        result
+    }
+
+    /// The pack for these addresses, kept from an earlier execution or made now. It is taken out: numbers in it are set
+    /// for one execution at a time.
+    fn ready(&self, addresses: Vec<u64>, workspace: u64) -> Result<Ready, Error> {
+        let mut packs = self.packs.lock();
+        if let Some(at) = packs.iter().rposition(|r| r.workspace == workspace && r.addresses == addresses) {
+            return Ok(packs.remove(at));
+        }
+        drop(packs);
+        let device: Vec<i64> = self.ports.device.iter().map(|p| p.id.uid()).collect();
+        let values: Vec<i64> = self.ports.values.iter().map(|p| p.id.uid()).collect();
+        let pack = Pack::new(self.library, &device, &addresses, &values, workspace)?;
+        Ok(Ready { addresses, workspace, pack })
+    }
+}
+
+/// The part of a plan's JSON that is checked before cuDNN sees it.
+#[derive(serde::Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct PlanHead {
+    cudnn_version: usize,
+}

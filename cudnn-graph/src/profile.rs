@@ -1,0 +1,139 @@
+//! What a plan must know of a device, as cuDNN's own JSON: plans are made from it on machines without that device.
+
+use crate::error::Error;
+use crate::ffi::codes::{Attribute, Kind};
+use crate::ffi::descriptor::Descriptor;
+use crate::ffi::driver::Device;
+use crate::ffi::{Handle, Library};
+use serde_json::{Map, Value};
+use std::fmt;
+
+/// Properties of a device (cuDNN 9.8), read off it or out of a file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceProfile {
+    json: Map<String, Value>,
+}
+
+/// Keys that tell one card of a kind from the next, or change while it runs. They do not matter to a kernel.
+const INCIDENTAL: [&str; 8] =
+    ["pciDeviceId", "cudaDeviceId", "smClockRateKHz", "memClockRateKHz", "driverVer", "totalGlobalMem", "isTccDriver", "deviceName"];
+
+impl DeviceProfile {
+    /// A profile from its JSON.
+    ///
+    /// # Errors
+    /// [`Error::Profile`] when it is not an object or lacks the name, the architecture or the number of multiprocessors.
+    pub fn from_json(text: &str) -> Result<DeviceProfile, Error> {
+        let fail = |field: &str, rule: String| Error::Profile { field: field.to_owned(), rule };
+        let json: Map<String, Value> = serde_json::from_str(text).map_err(|e| fail("JSON", format!("must be an object: {e}")))?;
+        for key in ["deviceVer", "multiProcessorCount"] {
+            if !json.get(key).and_then(Value::as_u64).is_some_and(|n| n > 0) {
+                return Err(fail(key, "must be a positive number".to_owned()));
+            }
+        }
+        if !json.get("deviceName").is_some_and(Value::is_string) {
+            return Err(fail("deviceName", "must be text".to_owned()));
+        }
+        Ok(DeviceProfile { json })
+    }
+
+    /// The profile of a device that is there.
+    ///
+    /// # Errors
+    /// cuDNN's own; runtimes before 9.8 have no profiles.
+    pub fn of_device(library: &'static Library, device: &'static Device) -> Result<DeviceProfile, Error> {
+        device.enter()?;
+        let mut descriptor = Descriptor::new(library, Kind::DEVICEPROP)?;
+        descriptor.set_i32(Attribute::DEVICEPROP_DEVICE_ID, device.ordinal() as i32)?;
+        descriptor.finalize(device.name())?;
+        DeviceProfile::from_json(&descriptor.get_text(Attribute::DEVICEPROP_JSON_REPRESENTATION)?)
+    }
+
+    fn number(&self, key: &str) -> u64 {
+        self.json.get(key).and_then(Value::as_u64).unwrap_or(0)
+    }
+
+    /// The vendor's name for the device.
+    pub fn name(&self) -> &str {
+        self.json.get("deviceName").and_then(Value::as_str).unwrap_or("")
+    }
+
+    /// Compute capability: 90 for 9.0.
+    pub fn sm(&self) -> u32 {
+        (self.number("deviceVer") / 10) as u32
+    }
+
+    /// Multiprocessors.
+    pub fn sm_count(&self) -> u32 {
+        self.number("multiProcessorCount") as u32
+    }
+
+    /// Whether plans for one are plans for the other: everything but names, addresses, clocks and memory is equal. A key
+    /// that one of them lacks (older libraries know fewer) does not count.
+    pub fn same_kernels(&self, other: &DeviceProfile) -> bool {
+        self.json
+            .iter()
+            .filter(|(key, _)| !INCIDENTAL.contains(&key.as_str()))
+            .all(|(key, value)| other.json.get(key).is_none_or(|o| o == value))
+    }
+
+    pub(crate) fn descriptor(&self, library: &'static Library) -> Result<Descriptor, Error> {
+        let mut descriptor = Descriptor::new(library, Kind::DEVICEPROP)?;
+        descriptor.set_text(Attribute::DEVICEPROP_JSON_REPRESENTATION, &self.to_string())?;
+        descriptor.finalize(self.name())?;
+        Ok(descriptor)
+    }
+}
+
+impl fmt::Display for DeviceProfile {
+    /// The JSON.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&serde_json::to_string(&self.json).map_err(|_| fmt::Error)?)
+    }
+}
+
+/// What plans are made for.
+#[derive(Debug)]
+pub enum Target<'a> {
+    /// The device of a handle.
+    Handle(&'a Handle),
+    /// A device that need not be there.
+    Profile(&'a DeviceProfile),
+}
+
+impl Target<'_> {
+    pub(crate) fn handle(&self) -> Option<&Handle> {
+        match self {
+            Target::Handle(handle) => Some(handle),
+            Target::Profile(_) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMALL: &str = r#"{"deviceName":"X","deviceVer":900,"multiProcessorCount":132,"smClockRateKHz":5}"#;
+
+    #[test]
+    fn facts_are_read_and_wrong_files_are_named() {
+        let profile = DeviceProfile::from_json(SMALL).unwrap();
+        assert_eq!((profile.name(), profile.sm(), profile.sm_count()), ("X", 90, 132));
+        for (text, field) in
+            [("[]", "JSON"), ("{}", "deviceVer"), (r#"{"deviceVer":900,"multiProcessorCount":"x"}"#, "multiProcessorCount")]
+        {
+            let Err(Error::Profile { field: found, .. }) = DeviceProfile::from_json(text) else { panic!("{text} was read") };
+            assert_eq!(found, field);
+        }
+    }
+
+    #[test]
+    fn clocks_do_not_tell_devices_apart_and_architectures_do() {
+        let profile = DeviceProfile::from_json(SMALL).unwrap();
+        let slower = DeviceProfile::from_json(&SMALL.replace("\"smClockRateKHz\":5", "\"smClockRateKHz\":4")).unwrap();
+        let other = DeviceProfile::from_json(&SMALL.replace("900", "1000")).unwrap();
+        assert!(profile.same_kernels(&slower));
+        assert!(!profile.same_kernels(&other));
+    }
+}

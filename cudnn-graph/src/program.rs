@@ -1,0 +1,100 @@
+//! Backend descriptors as plain data: what encoding yields, what the fence replays, what golden files hold.
+
+use crate::ffi::codes::{Attribute, AttributeType, Kind};
+use serde::Serialize;
+use std::fmt;
+
+/// A descriptor of one program: its place in [`Program::descriptors`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(transparent)]
+pub struct DescriptorId(pub(crate) usize);
+
+/// The elements of an attribute.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Values {
+    /// 64-bit integers.
+    I64(Vec<i64>),
+    /// 32-bit integers.
+    I32(Vec<i32>),
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// 64-bit floats.
+    F64(Vec<f64>),
+    /// One truth value.
+    Bool(bool),
+    /// One number of an enumeration, with its name for readers.
+    Code(i32, String),
+    /// Other descriptors of the same program.
+    Descriptors(Vec<DescriptorId>),
+    /// The bytes of one number, behind a pointer.
+    Bytes(Vec<u8>),
+}
+
+/// One `cudnnBackendSetAttribute` call.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Setting {
+    /// Which attribute.
+    pub attribute: Attribute,
+    /// How its elements are stored.
+    pub ty: AttributeType,
+    /// The elements.
+    pub values: Values,
+}
+
+/// One descriptor: created, set in this order, finalized.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Descriptor {
+    /// What it is.
+    pub kind: Kind,
+    /// What it is for: a tensor's or an op's name, for messages.
+    pub label: String,
+    /// Its attributes.
+    pub settings: Vec<Setting>,
+}
+
+/// Descriptors in the order in which they are made; each refers to earlier ones only. The last is the operation graph,
+/// to which whoever replays the program adds a handle if there is one.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Program {
+    /// In order.
+    pub descriptors: Vec<Descriptor>,
+}
+
+impl Program {
+    /// Ids of all descriptors, in order.
+    pub fn ids(&self) -> impl Iterator<Item = DescriptorId> + use<> {
+        (0..self.descriptors.len()).map(DescriptorId)
+    }
+}
+
+impl fmt::Display for Values {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Values::I64(v) => write!(f, "{v:?}"),
+            Values::I32(v) => write!(f, "{v:?}"),
+            Values::F32(v) => write!(f, "{v:?}"),
+            Values::F64(v) => write!(f, "{v:?}"),
+            Values::Bool(v) => write!(f, "{v}"),
+            Values::Code(_, name) => f.write_str(name),
+            Values::Descriptors(ids) => {
+                let names: Vec<String> = ids.iter().map(|id| format!("d{}", id.0)).collect();
+                write!(f, "{}", names.join(" "))
+            }
+            Values::Bytes(bytes) => write!(f, "{bytes:?}"),
+        }
+    }
+}
+
+impl fmt::Display for Program {
+    /// One line per descriptor and one per attribute.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (n, d) in self.descriptors.iter().enumerate() {
+            writeln!(f, "d{n} {} {}", d.kind, d.label)?;
+            for s in &d.settings {
+                writeln!(f, "  {} {} {}", s.attribute, s.ty, s.values)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,250 @@
+//! Few rows, as in decoding: registers lie along a key or a value, and memory is read once, in order.
+
+use super::Call;
+use super::element::Element;
+use super::exp::exp2;
+use super::isa::Isa;
+use super::output::Sink;
+use super::pack::{CopyRows, Scratch, overlap, take_out_holes};
+use super::schedule::{Piece, Schedule};
+use pulp::{Simd, WithSimd};
+
+/// Lengths of the scratch slices: queries, output, maxima, sums, keys, values, scores, one row.
+pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 8] {
+    let extents = schedule.extents;
+    let rows = schedule.blocks.strip_rows;
+    let keys = schedule.blocks.block_keys.next_multiple_of(isa.lanes());
+    let dim_qk = extents.dim_qk.next_multiple_of(isa.lanes());
+    let dim_v = extents.dim_v.next_multiple_of(isa.lanes());
+    [rows * dim_qk, rows * dim_v, rows, rows, keys * dim_qk, keys * dim_v, rows * keys, dim_v]
+}
+
+/// Computes one piece.
+pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: &Piece, sink: Sink<'_, T>) {
+    let Call { schedule, isa, q: queries, k: keys_view, v: values_view, scale } = call;
+    let extents = &schedule.extents;
+    let strip = &schedule.strips[piece.strip];
+    let (batch, head) = (strip.batch, strip.head_kv);
+    let dim_qk = extents.dim_qk.next_multiple_of(isa.lanes());
+    let dim_v = extents.dim_v.next_multiple_of(isa.lanes());
+    let n_rows = strip.rows.len();
+    let ([q, o, max, sum, k, v, scores, buffer], bounds, holes) = scratch.split(scratch_lens(schedule, *isa));
+    let (start, end) = bounds.split_at_mut(n_rows);
+
+    q.fill(0.0);
+    for (row, q) in strip.rows.clone().zip(q.chunks_exact_mut(dim_qk)) {
+        let q = &mut q[..extents.dim_qk];
+        T::widen(queries.row(batch, head * extents.group + row % extents.group, row / extents.group), q);
+        q.iter_mut().for_each(|x| *x *= scale);
+    }
+    o.fill(0.0);
+    max.fill(f32::NEG_INFINITY);
+    sum.fill(0.0);
+
+    let kept_by_all = extents.keys_of_all(&strip.rows);
+    for first_key in piece.keys.clone().step_by(schedule.blocks.block_keys) {
+        let keys = first_key..(first_key + schedule.blocks.block_keys).min(piece.keys.end);
+        for (row, (start, end)) in strip.rows.clone().zip(start.iter_mut().zip(end.iter_mut())) {
+            let kept = overlap(&extents.keys_of_row(row), &keys);
+            (*start, *end) = ((kept.start - keys.start) as u32, (kept.end - keys.start) as u32);
+        }
+        let full = overlap(&kept_by_all, &keys) == keys;
+        let (k, k_stride) = keys_view.in_place(batch, head, &keys).filter(|_| extents.dim_qk == dim_qk).unwrap_or_else(|| {
+            isa.run(CopyRows { from: keys_view, batch, head, rows: keys.clone(), width: dim_qk, to: &mut *k });
+            (&*k, dim_qk)
+        });
+        holes.clear();
+        let (v, v_stride) = values_view.in_place(batch, head, &keys).filter(|_| full && extents.dim_v == dim_v).unwrap_or_else(|| {
+            isa.run(CopyRows { from: values_view, batch, head, rows: keys.clone(), width: dim_v, to: &mut *v });
+            take_out_holes(v, dim_v, &keys, &kept_by_all, holes);
+            (&*v, dim_v)
+        });
+        let n_keys = keys.len();
+        isa.run(RowStep { n_keys, dim_qk, dim_v, q, k, k_stride, v, v_stride, start, end, scores, max, sum, o });
+        for &key in holes.iter() {
+            T::widen(values_view.row(batch, head, key), &mut buffer[..extents.dim_v]);
+            let at = key - keys.start;
+            for (row, o) in o.chunks_exact_mut(dim_v).enumerate() {
+                if (start[row]..end[row]).contains(&(at as u32)) {
+                    let weight = scores[row * n_keys.next_multiple_of(isa.lanes()) + at];
+                    o.iter_mut().zip(&buffer[..extents.dim_v]).for_each(|(o, x)| *o += weight * x);
+                }
+            }
+        }
+    }
+    sink.take(&mut buffer[..extents.dim_v], |row, buffer| {
+        buffer.copy_from_slice(&o[row * dim_v..][..extents.dim_v]);
+        (max[row], sum[row])
+    });
+}
+
+/// All rows against one block of keys. Rows of `q`, `k`, `v` and `o` are whole registers.
+#[derive(Debug)]
+struct RowStep<'a> {
+    n_keys: usize,
+    dim_qk: usize,
+    dim_v: usize,
+    /// Scaled queries, `[row][dim_qk]`.
+    q: &'a [f32],
+    k: &'a [f32],
+    k_stride: usize,
+    v: &'a [f32],
+    v_stride: usize,
+    /// Keys of each row, counted from the first of the block.
+    start: &'a [u32],
+    end: &'a [u32],
+    /// Probabilities come out here, `[row][key]`, each row padded to whole registers.
+    scores: &'a mut [f32],
+    max: &'a mut [f32],
+    sum: &'a mut [f32],
+    o: &'a mut [f32],
+}
+
+/// Keys that are multiplied at a time.
+const KEYS: usize = 4;
+
+/// Registers of an output row that are summed at a time.
+const COLUMNS: usize = 4;
+
+impl WithSimd for RowStep<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let n_rows = self.max.len();
+        let mut row = 0;
+        while row < n_rows {
+            row += match n_rows - row {
+                4.. => self.scores::<S, 4>(simd, row),
+                2.. => self.scores::<S, 2>(simd, row),
+                _ => self.scores::<S, 1>(simd, row),
+            };
+        }
+        for row in 0..n_rows {
+            self.softmax(simd, row);
+        }
+        let mut row = 0;
+        while row < n_rows {
+            row += match n_rows - row {
+                4.. => self.values::<S, 4>(simd, row),
+                2.. => self.values::<S, 2>(simd, row),
+                _ => self.values::<S, 1>(simd, row),
+            };
+        }
+    }
+}
+
+impl RowStep<'_> {
+    fn width<S: Simd>(&self) -> usize {
+        self.n_keys.next_multiple_of(S::F32_LANES)
+    }
+
+    /// Scores of `ROWS` rows.
+    #[inline(always)]
+    fn scores<S: Simd, const ROWS: usize>(&mut self, simd: S, row: usize) -> usize {
+        let whole = self.n_keys - self.n_keys % KEYS;
+        for key in (0..whole).step_by(KEYS) {
+            self.score::<S, ROWS, KEYS>(simd, row, key);
+        }
+        for key in whole..self.n_keys {
+            self.score::<S, ROWS, 1>(simd, row, key);
+        }
+        ROWS
+    }
+
+    #[inline(always)]
+    fn score<S: Simd, const ROWS: usize, const KEYS: usize>(&mut self, simd: S, row: usize, key: usize) {
+        let n = self.dim_qk / S::F32_LANES;
+        let q: [&[S::f32s]; ROWS] = std::array::from_fn(|i| &S::as_simd_f32s(&self.q[(row + i) * self.dim_qk..][..self.dim_qk]).0[..n]);
+        let k: [&[S::f32s]; KEYS] = std::array::from_fn(|j| &S::as_simd_f32s(&self.k[(key + j) * self.k_stride..][..self.dim_qk]).0[..n]);
+        let mut sums = [[simd.splat_f32s(0.0); KEYS]; ROWS];
+        for d in 0..n {
+            let k = k.map(|k| k[d]);
+            for (sums, q) in sums.iter_mut().zip(q) {
+                for (sum, k) in sums.iter_mut().zip(k) {
+                    *sum = simd.mul_add_e_f32s(q[d], k, *sum);
+                }
+            }
+        }
+        let width = self.width::<S>();
+        for (i, sums) in sums.into_iter().enumerate() {
+            let scores = &mut self.scores[(row + i) * width + key..][..KEYS];
+            for (score, sum) in scores.iter_mut().zip(sums) {
+                *score = simd.reduce_sum_f32s(sum);
+            }
+        }
+    }
+
+    /// Scores of a row become probabilities; its sums move on.
+    #[inline(always)]
+    fn softmax<S: Simd>(&mut self, simd: S, row: usize) {
+        let width = self.width::<S>();
+        let scores = &mut self.scores[row * width..][..width];
+        scores[..self.start[row] as usize].fill(f32::NEG_INFINITY);
+        scores[self.end[row] as usize..].fill(f32::NEG_INFINITY);
+        let scores = S::as_mut_simd_f32s(scores).0;
+        let mut max = simd.splat_f32s(self.max[row]);
+        for score in scores.iter() {
+            max = simd.max_f32s(*score, max);
+        }
+        let new = simd.reduce_max_f32s(max);
+        let shift = simd.splat_f32s(if new == f32::NEG_INFINITY { 0.0 } else { new });
+        let scale = exp2(simd, simd.sub_f32s(simd.splat_f32s(self.max[row]), shift));
+        let mut sum = simd.splat_f32s(0.0);
+        for score in scores {
+            *score = exp2(simd, simd.sub_f32s(*score, shift));
+            sum = simd.add_f32s(sum, *score);
+        }
+        let total = simd.mul_add_e_f32s(simd.splat_f32s(self.sum[row]), scale, simd.splat_f32s(simd.reduce_sum_f32s(sum)));
+        self.max[row] = new;
+        self.sum[row] = first(simd, total);
+        for o in S::as_mut_simd_f32s(&mut self.o[row * self.dim_v..][..self.dim_v]).0 {
+            *o = simd.mul_f32s(*o, scale);
+        }
+    }
+
+    /// Adds the values to `ROWS` rows of the output.
+    #[inline(always)]
+    fn values<S: Simd, const ROWS: usize>(&mut self, simd: S, row: usize) -> usize {
+        let n = self.dim_v / S::F32_LANES;
+        let whole = n - n % COLUMNS;
+        for column in (0..whole).step_by(COLUMNS) {
+            self.value::<S, ROWS, COLUMNS>(simd, row, column);
+        }
+        for column in whole..n {
+            self.value::<S, ROWS, 1>(simd, row, column);
+        }
+        ROWS
+    }
+
+    #[inline(always)]
+    fn value<S: Simd, const ROWS: usize, const COLUMNS: usize>(&mut self, simd: S, row: usize, column: usize) {
+        let width = self.width::<S>();
+        let p: [&[f32]; ROWS] = std::array::from_fn(|i| &self.scores[(row + i) * width..][..self.n_keys]);
+        let mut sums = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
+        for key in 0..self.n_keys {
+            let v = S::as_simd_f32s(&self.v[key * self.v_stride + column * S::F32_LANES..][..COLUMNS * S::F32_LANES]).0;
+            for (sums, p) in sums.iter_mut().zip(p) {
+                let p = simd.splat_f32s(p[key]);
+                for (sum, v) in sums.iter_mut().zip(v) {
+                    *sum = simd.mul_add_e_f32s(p, *v, *sum);
+                }
+            }
+        }
+        for (i, sums) in sums.into_iter().enumerate() {
+            let o = &mut self.o[(row + i) * self.dim_v..][..self.dim_v];
+            let o = &mut S::as_mut_simd_f32s(o).0[column..][..COLUMNS];
+            for (o, sum) in o.iter_mut().zip(sums) {
+                *o = simd.add_f32s(*o, sum);
+            }
+        }
+    }
+}
+
+/// The first lane.
+#[inline(always)]
+fn first<S: Simd>(simd: S, x: S::f32s) -> f32 {
+    let mut lane = [0.0];
+    simd.partial_store_f32s(&mut lane, x);
+    lane[0]
+}

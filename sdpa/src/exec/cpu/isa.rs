@@ -1,0 +1,102 @@
+//! The instruction set, found at run time.
+
+use pulp::{Simd, WithSimd};
+
+/// Rows of keys, or columns of values, that one pass of a micro-kernel takes.
+pub(super) const PANEL: usize = 6;
+
+/// An instruction set that this machine has.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Isa {
+    /// AVX-512 (F, CD, VL, DQ, BW): 16 lanes, 32 registers.
+    #[cfg(target_arch = "x86_64")]
+    V4(pulp::x86::V4),
+    /// AVX2 and FMA: 8 lanes, 16 registers.
+    #[cfg(target_arch = "x86_64")]
+    V3(pulp::x86::V3),
+    /// NEON: 4 lanes, 32 registers.
+    #[cfg(target_arch = "aarch64")]
+    Neon(pulp::aarch64::Neon),
+    /// Four lanes in plain Rust, for the compiler to vectorise as far as the target allows.
+    Portable,
+}
+
+impl Isa {
+    /// The best one.
+    pub(super) fn detect() -> Isa {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if let Some(simd) = pulp::x86::V4::try_new() {
+                return Isa::V4(simd);
+            }
+            if let Some(simd) = pulp::x86::V3::try_new() {
+                return Isa::V3(simd);
+            }
+        }
+        #[cfg(target_arch = "aarch64")]
+        if let Some(simd) = pulp::aarch64::Neon::try_new() {
+            return Isa::Neon(simd);
+        }
+        Isa::Portable
+    }
+
+    /// Every one that this machine has.
+    #[cfg(test)]
+    pub(super) fn all() -> Vec<Isa> {
+        let mut all = vec![Isa::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            all.extend(pulp::x86::V3::try_new().map(Isa::V3));
+            all.extend(pulp::x86::V4::try_new().map(Isa::V4));
+        }
+        #[cfg(target_arch = "aarch64")]
+        all.extend(pulp::aarch64::Neon::try_new().map(Isa::Neon));
+        all
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::V4(_) => "x86-v4",
+            #[cfg(target_arch = "x86_64")]
+            Isa::V3(_) => "x86-v3",
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon(_) => "neon",
+            Isa::Portable => "portable",
+        }
+    }
+
+    /// f32 lanes of a register.
+    pub(super) fn lanes(self) -> usize {
+        self.run(Facts).0
+    }
+
+    /// Registers across a tile of rows: with [`PANEL`] accumulators each, they fill the register file.
+    pub(super) fn tile_vectors(self) -> usize {
+        self.run(Facts).1
+    }
+
+    /// Runs `op` in a function compiled for this instruction set.
+    pub(super) fn run<Op: WithSimd>(self, op: Op) -> Op::Output {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::V4(simd) => Simd::vectorize(simd, op),
+            #[cfg(target_arch = "x86_64")]
+            Isa::V3(simd) => Simd::vectorize(simd, op),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon(simd) => Simd::vectorize(simd, op),
+            Isa::Portable => Simd::vectorize(pulp::Scalar128b, op),
+        }
+    }
+}
+
+struct Facts;
+
+impl WithSimd for Facts {
+    type Output = (usize, usize);
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) -> (usize, usize) {
+        (S::F32_LANES, if S::REGISTER_COUNT >= 32 { 4 } else { 2 })
+    }
+}

@@ -1,0 +1,197 @@
+//! Every core of this machine: blocked attention with an online softmax, f32 inside.
+//!
+//! A problem is cut into *strips* (rows of one key head) and, where strips are too few to keep every thread busy,
+//! strips into *pieces* (parts of their keys) whose sums are merged. A thread takes pieces one by one, the largest
+//! first. Within a piece keys are taken in blocks; what is in memory at a time is bounded by the sizes of the blocks
+//! and by the two dims, never by the lengths.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `isa` | the instruction set, found at run time |
+//! | `schedule` | strips, pieces, block sizes, threads |
+//! | `tiles`, `kernel` | many rows: a row to a lane |
+//! | `few` | few rows: a register along a row |
+//! | `exp` | two to the power of x |
+//! | `pack`, `element` | operands, scratch memory, f16 and bf16 |
+//! | `output` | rows of the output, merging |
+//!
+//! What holds of inf and NaN: a score that a mask drops has no effect, whatever `q`, `k` and `v` hold; a NaN score
+//! that is kept makes its row NaN, in `o` and `stats`; so does a score of +inf, as inf - inf is NaN. A score of -inf
+//! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices. A row whose
+//! scores are all -inf, or which keeps no key, is 0 with stats -inf.
+
+mod element;
+mod exp;
+mod few;
+mod isa;
+mod kernel;
+mod output;
+mod pack;
+mod schedule;
+#[cfg(test)]
+mod tests;
+mod tiles;
+
+use super::{Executor, Prepared, Report};
+use crate::error::{Error, ExecutorName, SpecError, SpecErrors, Unsupported};
+use crate::problem::Problem;
+use crate::tensor::{ElementsMut, HostForward};
+use element::Element;
+use isa::Isa;
+use output::{Partial, Sink};
+use pack::{Scratch, View};
+use schedule::Schedule;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Runs every problem, on the threads of the rayon pool that it is called from.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuExecutor {
+    isa: Isa,
+}
+
+impl CpuExecutor {
+    /// Finds the instruction set.
+    pub fn new() -> CpuExecutor {
+        CpuExecutor { isa: Isa::detect() }
+    }
+
+    #[cfg(test)]
+    fn with_isa(isa: Isa) -> CpuExecutor {
+        CpuExecutor { isa }
+    }
+}
+
+impl Default for CpuExecutor {
+    fn default() -> CpuExecutor {
+        CpuExecutor::new()
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::Cpu
+    }
+
+    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
+        Ok(())
+    }
+
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        Ok(Arc::new(CpuPrepared { isa: self.isa, problem: *problem }))
+    }
+}
+
+/// A problem and the instruction set; the cut depends on the threads of a call.
+#[derive(Debug)]
+struct CpuPrepared {
+    isa: Isa,
+    problem: Problem,
+}
+
+impl Prepared for CpuPrepared {
+    fn forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
+        let scale = call.check(&self.problem)?;
+        let HostForward { q, k, v, o, stats, attn_scale: _ } = call;
+        match o {
+            ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, stats, scale),
+            ElementsMut::F16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale),
+            ElementsMut::BF16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale),
+        }
+    }
+}
+
+/// What every piece reads.
+#[derive(Debug)]
+struct Call<'a, T> {
+    schedule: &'a Schedule,
+    isa: Isa,
+    q: View<'a, T>,
+    k: View<'a, T>,
+    v: View<'a, T>,
+    /// Multiplies queries: the scale of the call, and the step from powers of e to powers of two.
+    scale: f32,
+}
+
+impl CpuPrepared {
+    fn run<T: Element>(&self, inputs: [Option<&[T]>; 3], o: &mut [T], stats: Option<&mut [f32]>, scale: f32) -> Result<Report, Error> {
+        let [Some(q), Some(k), Some(v)] = inputs else {
+            return Err(Error::Spec(SpecErrors(vec![SpecError::new("q, k, v, o", "of several dtypes", "all of the problem's dtype")])));
+        };
+        let started = Instant::now();
+        let problem = &self.problem;
+        let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads());
+        let scale = (f64::from(scale) * std::f64::consts::LOG2_E) as f32;
+        let call = Call {
+            schedule: &schedule,
+            isa: self.isa,
+            q: View::new(q, problem.q()),
+            k: View::new(k, problem.k()),
+            v: View::new(v, problem.v()),
+            scale: scale.clamp(f32::MIN, f32::MAX),
+        };
+        let workspace = call.run(output::targets(&schedule, problem.o(), o, stats));
+        let threads = schedule.threads;
+        Ok(Report {
+            compute_ms: started.elapsed().as_secs_f64() * 1e3,
+            copied: Vec::new(),
+            engine: format!("cpu {}, {threads} thread{}", self.isa.name(), if threads == 1 { "" } else { "s" }),
+            workspace_bytes: workspace as u64,
+        })
+    }
+}
+
+impl<T: Element> Call<'_, T> {
+    /// Computes everything; the bytes of scratch memory used.
+    fn run(&self, targets: Vec<output::Target<'_, T>>) -> usize {
+        let schedule = self.schedule;
+        let dim_v = schedule.extents.dim_v;
+        let parts = |n: usize| if n > 1 { n } else { 0 };
+        let mut partials: Vec<Partial> =
+            schedule.strips.iter().flat_map(|strip| (0..parts(strip.n_pieces)).map(|_| Partial::new(strip.rows.len(), dim_v))).collect();
+
+        let mut spare = partials.iter_mut();
+        let mut whole = targets.into_iter().zip(&schedule.strips);
+        let mut split = Vec::new();
+        let mut work = Vec::with_capacity(schedule.pieces.len());
+        for (i, piece) in schedule.pieces.iter().enumerate() {
+            let first_of_strip = i == 0 || schedule.pieces[i - 1].strip != piece.strip;
+            let target = if first_of_strip { whole.next() } else { None };
+            let n_pieces = schedule.strips[piece.strip].n_pieces;
+            match target {
+                Some((target, _)) if n_pieces == 1 => work.push((piece, Sink::Target(target))),
+                Some((target, _)) => {
+                    split.push((target, n_pieces));
+                    work.extend(spare.next().map(|partial| (piece, Sink::Partial(partial))));
+                }
+                None => work.extend(spare.next().map(|partial| (piece, Sink::Partial(partial)))),
+            }
+        }
+        work.sort_by_key(|(piece, _)| std::cmp::Reverse(piece.pairs));
+
+        let lens = if schedule.blocks.few_rows { few::scratch_lens(schedule, self.isa) } else { tiles::scratch_lens(schedule, self.isa) };
+        let n_bounds = 2 * lens[2];
+        let workers = schedule.threads.min(work.len());
+        schedule::share(
+            workers,
+            work,
+            || Scratch::new(&lens, n_bounds),
+            |scratch, (piece, sink)| {
+                if schedule.blocks.few_rows { few::run(self, scratch, piece, sink) } else { tiles::run(self, scratch, piece, sink) }
+            },
+        );
+
+        let workspace = workers * Scratch::bytes(&lens, n_bounds) + partials.iter().map(Partial::bytes).sum::<usize>();
+        let mut rest = partials.as_slice();
+        let merges = split
+            .into_iter()
+            .map(|(target, n)| {
+                let (parts, tail) = rest.split_at(n);
+                rest = tail;
+                (target, parts)
+            })
+            .collect();
+        schedule::share(schedule.threads, merges, || (), |(), (target, parts)| output::merge(parts, dim_v, target));
+        workspace
+    }
+}

@@ -1,0 +1,140 @@
+//! Many rows: tiles with a row to a lane.
+
+use super::Call;
+use super::element::Element;
+use super::isa::{Isa, PANEL};
+use super::kernel::TileStep;
+use super::output::Sink;
+use super::pack::{CopyRows, Scratch, overlap, take_out_holes};
+use super::schedule::{Piece, Schedule};
+
+/// Lengths of the scratch slices: queries, output, maxima, sums, keys, values, scores, one row.
+pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 8] {
+    let (blocks, extents) = (schedule.blocks, schedule.extents);
+    let rows = schedule.strip_rows_used().next_multiple_of(isa.lanes());
+    let keys = blocks.block_keys;
+    let row = extents.dim_qk.max(extents.dim_v);
+    // The last panel of scores reads rows past the last key of a block.
+    let padded = keys + PANEL;
+    [
+        rows * extents.dim_qk,
+        rows * extents.dim_v,
+        rows,
+        rows,
+        padded * extents.dim_qk,
+        keys * extents.dim_v,
+        keys * blocks.tile_rows.min(rows),
+        row,
+    ]
+}
+
+/// Computes one piece.
+pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: &Piece, sink: Sink<'_, T>) {
+    let Call { schedule, isa, q: queries, k: keys_view, v: values_view, scale } = call;
+    let extents = &schedule.extents;
+    let (dim_qk, dim_v) = (extents.dim_qk, extents.dim_v);
+    let strip = &schedule.strips[piece.strip];
+    let lanes = isa.lanes();
+    let tile_rows = schedule.blocks.tile_rows;
+    let ([q, o, max, sum, k, v, scores, buffer], bounds, holes) = scratch.split(scratch_lens(schedule, *isa));
+    let (start, end) = bounds.split_at_mut(max.len());
+
+    // Tiles follow one another; the last one may have fewer registers.
+    let n_rows = strip.rows.len();
+    let tiles = || {
+        (0..n_rows).step_by(tile_rows).map(|first| {
+            let rows = first..(first + tile_rows).min(n_rows);
+            let vectors = rows.len().div_ceil(lanes);
+            (rows, vectors, vectors * lanes)
+        })
+    };
+
+    for (rows, _, width) in tiles() {
+        let q = &mut q[rows.start * dim_qk..][..width * dim_qk];
+        q.fill(0.0);
+        for lane in 0..width {
+            // Lanes without a row do as the last one does, so that they ask for no mask of their own.
+            let row = strip.rows.start + rows.start + lane.min(rows.len() - 1);
+            let keys = extents.keys_of_row(row);
+            start[rows.start + lane] = keys.start as u32;
+            end[rows.start + lane] = keys.end as u32;
+            if lane < rows.len() {
+                let query = queries.row(strip.batch, strip.head_kv * extents.group + row % extents.group, row / extents.group);
+                let buffer = &mut buffer[..dim_qk];
+                T::widen(query, buffer);
+                for (d, x) in buffer.iter().enumerate() {
+                    q[d * width + lane] = x * scale;
+                }
+            }
+        }
+    }
+    o.fill(0.0);
+    max.fill(f32::NEG_INFINITY);
+    sum.fill(0.0);
+
+    let kept_by_all = extents.keys_of_all(&strip.rows);
+    for first_key in piece.keys.clone().step_by(schedule.blocks.block_keys) {
+        let keys = first_key..(first_key + schedule.blocks.block_keys).min(piece.keys.end);
+        let (batch, head) = (strip.batch, strip.head_kv);
+        let padded = keys.start..keys.end + PANEL;
+        let k = keys_view.dense_in_place(batch, head, &padded).unwrap_or_else(|| {
+            isa.run(CopyRows { from: keys_view, batch, head, rows: keys.clone(), width: dim_qk, to: &mut *k });
+            &*k
+        });
+        holes.clear();
+        let kept = overlap(&kept_by_all, &keys) == keys;
+        let v = values_view.dense_in_place(batch, head, &keys).filter(|_| kept).unwrap_or_else(|| {
+            isa.run(CopyRows { from: values_view, batch, head, rows: keys.clone(), width: dim_v, to: &mut *v });
+            take_out_holes(v, dim_v, &keys, &kept_by_all, holes);
+            &*v
+        });
+        for (rows, vectors, width) in tiles() {
+            let rows_of_head = strip.rows.start + rows.start..strip.rows.start + rows.end;
+            let taken = overlap(&extents.keys_of_any(&rows_of_head), &keys);
+            if taken.is_empty() {
+                continue;
+            }
+            let skipped = taken.start - keys.start;
+            let lanes = rows.start..rows.start + width;
+            let o = &mut o[rows.start * dim_v..][..width * dim_v];
+            isa.run(TileStep {
+                vectors,
+                dim_qk,
+                dim_v,
+                n_keys: taken.len(),
+                first_key: taken.start,
+                core: extents.keys_of_all(&rows_of_head),
+                q: &q[rows.start * dim_qk..][..width * dim_qk],
+                k: &k[skipped * dim_qk..],
+                v: &v[skipped * dim_v..],
+                start: &start[lanes.clone()],
+                end: &end[lanes.clone()],
+                scores,
+                max: &mut max[lanes.clone()],
+                sum: &mut sum[lanes],
+                o,
+            });
+            for &key in holes.iter().filter(|key| taken.contains(key)) {
+                T::widen(values_view.row(batch, head, key), &mut buffer[..dim_v]);
+                for lane in 0..rows.len() {
+                    if (start[rows.start + lane]..end[rows.start + lane]).contains(&(key as u32)) {
+                        let weight = scores[(key - taken.start) * width + lane];
+                        for (c, x) in buffer[..dim_v].iter().enumerate() {
+                            o[c * width + lane] += weight * x;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    sink.take(&mut buffer[..dim_v], |row, buffer| {
+        let tile = row - row % tile_rows;
+        let width = (n_rows - tile).min(tile_rows).next_multiple_of(lanes);
+        let o = &o[tile * dim_v + row % tile_rows..];
+        for (x, o) in buffer.iter_mut().zip(o.iter().step_by(width)) {
+            *x = *o;
+        }
+        (max[row], sum[row])
+    });
+}

@@ -1,0 +1,134 @@
+//! Runtimes that are known to compute some problems wrongly, and what the engines do not take at all.
+//!
+//! A row is added when a source says so or a test has seen it, and names that source. NVIDIA's frontend refuses the same
+//! regions: its refusals mark wrong answers, not only missing kernels.
+
+use crate::error::Reason;
+use crate::mask::Region;
+use crate::problem::Problem;
+use cudnn_graph::{DType, Version};
+
+/// One known-bad region.
+struct Row {
+    /// First and last version that has it.
+    versions: (Version, Version),
+    /// Compute capabilities that have it.
+    sm: std::ops::RangeInclusive<u32>,
+    /// Which problems.
+    applies: fn(&Problem) -> bool,
+    /// What goes wrong.
+    what: &'static str,
+    /// Where that is written down.
+    source: &'static str,
+}
+
+const fn v(minor: u32, patch: u32) -> Version {
+    Version::new(9, minor, patch)
+}
+
+const ANY: std::ops::RangeInclusive<u32> = 0..=u32::MAX;
+
+/// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
+fn open_window(p: &Problem) -> bool {
+    let Region { lower, upper, prefix } = *p.region();
+    lower.is_some() && prefix.is_none() && upper.is_none_or(|u| u > 0)
+}
+
+fn off_diagonal_by(p: &Problem, tile: i64) -> bool {
+    let region = p.region();
+    let shifted = region.upper.is_some_and(|u| u != 0) || region.lower.is_some();
+    shifted && (p.seq_q() % tile != 0 || p.seq_kv() % tile != 0)
+}
+
+const KNOWN_BAD: [Row; 4] = [
+    Row {
+        versions: (v(10, 0), v(10, 1)),
+        sm: ANY,
+        applies: |_| true,
+        what: "attention is disabled by NVIDIA's frontend on these releases",
+        source: "cudnn-frontend 1.32, support surface of scaled dot product attention",
+    },
+    Row {
+        versions: (v(14, 0), v(14, 0)),
+        sm: ANY,
+        applies: |p| open_window(p) && p.seq_kv() > 1024,
+        what: "a window that is not causal gives wrong results past 1024 keys; fixed in 9.14.1",
+        source: "cudnn-frontend 1.32; TransformerEngine #2344",
+    },
+    Row {
+        versions: (v(19, 0), v(25, 0)),
+        sm: 100..=129,
+        applies: |p| p.seq_q() == 1,
+        what: "decode corrupts silently with few key heads on Blackwell; fixed in 9.25.1",
+        source: "pytorch #193893, #194927",
+    },
+    Row {
+        versions: (v(0, 0), v(5, 99)),
+        sm: ANY,
+        applies: |p| off_diagonal_by(p, 64),
+        what: "masks off the main diagonal need lengths that are multiples of 64 before 9.6",
+        source: "cudnn-frontend 1.32, support surface of scaled dot product attention",
+    },
+];
+
+/// Every known reason against running a problem on a runtime and an architecture, before the library is asked.
+pub fn reasons(problem: &Problem, runtime: Version, sm: u32) -> Vec<Reason> {
+    let mut reasons = Vec::new();
+    let mut limit = |field: &str, value: String, limit: &str| {
+        reasons.push(Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() });
+    };
+    if !matches!(problem.dtype(), DType::F16 | DType::BF16) {
+        limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16 and bf16");
+    }
+    if sm < 80 {
+        limit("device", format!("sm {sm}"), "cuDNN's attention needs compute capability 8.0 or newer");
+    }
+    for (field, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
+        if dim % 8 != 0 {
+            limit(field, dim.to_string(), "cuDNN's attention takes multiples of 8");
+        }
+        if dim > 256 {
+            limit(field, dim.to_string(), "cuDNN's attention takes at most 256");
+        }
+    }
+    for row in &KNOWN_BAD {
+        if (row.versions.0..=row.versions.1).contains(&runtime) && row.sm.contains(&sm) && (row.applies)(problem) {
+            reasons.push(Reason::KnownBad {
+                runtime: format!("cuDNN {runtime} on sm {sm}"),
+                what: row.what.to_owned(),
+                source_note: row.source.to_owned(),
+            });
+        }
+    }
+    reasons
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Align, AttentionSpec, Layout, Mask, Shape};
+
+    fn problem(seq_q: i64, seq_kv: i64, masks: &[Mask]) -> Problem {
+        let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };
+        let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
+        spec.masks = masks.to_vec();
+        spec.validate().unwrap()
+    }
+
+    #[test]
+    fn each_row_refuses_its_versions_and_no_others() {
+        let plain = problem(128, 128, &[]);
+        let open = problem(2048, 2048, &[Mask::window(Some(64), Some(64), Align::TopLeft)]);
+        let causal_window = problem(2048, 2048, &[Mask::window(Some(64), Some(0), Align::TopLeft)]);
+        let decode = problem(1, 4096, &[]);
+        let chunk = problem(100, 228, &[Mask::causal_bottom_right()]);
+        let refused = |p: &Problem, minor, patch, sm| !reasons(p, v(minor, patch), sm).is_empty();
+        assert!(refused(&plain, 10, 0, 90) && refused(&plain, 10, 1, 90) && !refused(&plain, 10, 2, 90) && !refused(&plain, 9, 0, 90));
+        assert!(refused(&open, 14, 0, 90) && !refused(&open, 14, 1, 90) && !refused(&causal_window, 14, 0, 90));
+        assert!(
+            refused(&decode, 19, 0, 100) && refused(&decode, 25, 0, 120) && !refused(&decode, 25, 1, 100) && !refused(&decode, 19, 0, 90)
+        );
+        assert!(refused(&chunk, 5, 0, 90) && !refused(&chunk, 6, 0, 90));
+        assert!(refused(&plain, 19, 0, 75));
+    }
+}

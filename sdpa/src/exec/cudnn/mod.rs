@@ -1,0 +1,4 @@
+//! cuDNN.
+pub mod guard;
+pub mod plan;
+pub use plan::{PlanOptions, Planned};

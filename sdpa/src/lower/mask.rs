@@ -1,0 +1,88 @@
+//! A region of kept keys, as ops on scores.
+//!
+//! Dropped scores become −∞ in one select per bound, so that nothing before them can undo a mask; a row without a key then
+//! gives zeros and stats of −∞ on every engine that was measured.
+
+use crate::mask::Region;
+use cudnn_graph::ir::pointwise::Params;
+use cudnn_graph::ir::{Mode, Scalar, TensorId};
+use cudnn_graph::{DType, Graph, Version};
+
+pub(super) fn apply(g: &mut Graph, scores: TensorId, region: &Region, runtime: Version) -> TensorId {
+    let Region { lower, upper, prefix } = *region;
+    if region.is_full() {
+        return scores;
+    }
+    let fill = g.scalar(Scalar::F32(masked(runtime)));
+    let mut out = scores;
+    let band_op = runtime >= super::UNIFIED_SINCE;
+    // Right before left: NVIDIA's frontend says that kernels are faster for it.
+    if let Some(upper) = upper {
+        out = if band_op { right_band(g, out, fill, upper) } else { right_ops(g, out, fill, upper) };
+    }
+    if let Some(prefix) = prefix {
+        out = prefix_ops(g, out, fill, prefix);
+    }
+    if let Some(lower) = lower {
+        out = if band_op { left_band(g, out, fill, lower) } else { left_ops(g, out, fill, lower) };
+    }
+    out
+}
+
+/// What a dropped score becomes. Runtimes before 9.10 are given the largest finite number, as NVIDIA's frontend does.
+fn masked(runtime: Version) -> f32 {
+    if runtime.at_least(9, 10) { f32::NEG_INFINITY } else { f32::MIN }
+}
+
+/// Bounds are clamped to the lengths, which are below 2³¹.
+fn bound(g: &mut Graph, value: i64) -> TensorId {
+    g.scalar(Scalar::I32(value as i32))
+}
+
+fn right_band(g: &mut Graph, scores: TensorId, fill: TensorId, upper: i64) -> TensorId {
+    let shift = (upper != 0).then(|| bound(g, upper));
+    g.band_mask_right(scores, fill, shift, None)
+}
+
+fn left_band(g: &mut Graph, scores: TensorId, fill: TensorId, lower: i64) -> TensorId {
+    let left = g.scalar(Scalar::F32(-(lower as f32)));
+    g.band_mask_left(scores, fill, left, None)
+}
+
+fn index(g: &mut Graph, scores: TensorId, axis: i64) -> TensorId {
+    g.gen_index(scores, axis)
+}
+
+fn shifted(g: &mut Graph, index: TensorId, by: i64) -> TensorId {
+    if by == 0 {
+        return index;
+    }
+    let by = bound(g, by);
+    g.pointwise_as(Mode::Add, &[index, by], DType::I32, DType::I32, Params::default())
+}
+
+fn right_ops(g: &mut Graph, scores: TensorId, fill: TensorId, upper: i64) -> TensorId {
+    let row = index(g, scores, 2);
+    let col = index(g, scores, 3);
+    let row = shifted(g, row, upper);
+    let keep = g.pointwise(Mode::CmpGe, &[row, col]);
+    g.pointwise(Mode::BinarySelect, &[scores, fill, keep])
+}
+
+fn left_ops(g: &mut Graph, scores: TensorId, fill: TensorId, lower: i64) -> TensorId {
+    let row = index(g, scores, 2);
+    let col = index(g, scores, 3);
+    let col = shifted(g, col, -lower);
+    let keep = g.pointwise(Mode::CmpGt, &[col, row]);
+    g.pointwise(Mode::BinarySelect, &[scores, fill, keep])
+}
+
+/// `k <= q or k < len` as `max(q, len - 1) >= k`.
+fn prefix_ops(g: &mut Graph, scores: TensorId, fill: TensorId, prefix: i64) -> TensorId {
+    let row = index(g, scores, 2);
+    let col = index(g, scores, 3);
+    let last = bound(g, prefix - 1);
+    let row = g.pointwise_as(Mode::Max, &[row, last], DType::I32, DType::I32, Params::default());
+    let keep = g.pointwise(Mode::CmpGe, &[row, col]);
+    g.pointwise(Mode::BinarySelect, &[scores, fill, keep])
+}
