@@ -1,1 +1,1 @@
-//! .
+//! What the benchmark binaries share.

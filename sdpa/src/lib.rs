@@ -1,5 +1,7 @@
 //! Scaled dot product attention.
 
+pub mod cache;
+pub mod dispatch;
 pub mod error;
 pub mod exec;
 pub mod lower;

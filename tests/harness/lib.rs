@@ -1,1 +1,14 @@
-//! .
+//! Cases, an oracle, tolerances and a runner: what every executor answers to.
+//!
+//! The oracle shares no code with the libraries: it reads masks word for word and computes textbook attention in f64.
+
+pub mod case;
+pub mod compare;
+pub mod inputs;
+pub mod offline;
+pub mod oracle;
+pub mod random;
+pub mod runner;
+
+pub use case::{Case, Skip};
+pub use runner::{Outcome, Tally};

@@ -2,6 +2,7 @@
 
 use super::load::{Opened, Place, open_first, table};
 use crate::error::Error;
+use parking_lot::Mutex;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -65,27 +66,30 @@ pub struct Driver {
     devices: OnceLock<Result<Vec<Device>, Error>>,
 }
 
-static DRIVER: OnceLock<Result<Driver, Error>> = OnceLock::new();
+static DRIVER: Mutex<Option<&'static Driver>> = Mutex::new(None);
 
 impl Driver {
-    /// The process's driver, loaded on the first call: from `path` if given then, from the variable `CUDNN_GRAPH_DRIVER`,
-    /// else `libcuda.so.1`.
+    /// The process's driver, loaded on the first call that succeeds: from `path` if given then, from the variable
+    /// `CUDNN_GRAPH_DRIVER`, else `libcuda.so.1`.
     ///
     /// # Errors
-    /// Where it was looked for, or the function that it lacks. The first answer stays.
+    /// Where it was looked for, or the function that it lacks.
     pub fn load(path: Option<&std::path::Path>) -> Result<&'static Driver, Error> {
-        let loaded = DRIVER.get_or_init(|| {
-            let explicit = path.map(PathBuf::from).or_else(|| std::env::var_os("CUDNN_GRAPH_DRIVER").map(PathBuf::from));
-            let places = match explicit {
-                Some(path) => vec![Place::File(absolute(path))],
-                None => vec![Place::System("libcuda.so.1")],
-            };
-            let library = open_first("the CUDA driver (libcuda.so.1)", &places)?;
-            let table = Table::load(&library)?;
-            let device_table = DeviceTable::load(&library);
-            Ok(Driver { library, table, device_table, devices: OnceLock::new() })
-        });
-        loaded.as_ref().map_err(Clone::clone)
+        let mut slot = DRIVER.lock();
+        if let Some(driver) = *slot {
+            return Ok(driver);
+        }
+        let explicit = path.map(PathBuf::from).or_else(|| std::env::var_os("CUDNN_GRAPH_DRIVER").map(PathBuf::from));
+        let places = match explicit {
+            Some(path) => vec![Place::File(absolute(path))],
+            None => vec![Place::System("libcuda.so.1")],
+        };
+        let library = open_first("the CUDA driver (libcuda.so.1)", &places)?;
+        let table = Table::load(&library)?;
+        let device_table = DeviceTable::load(&library);
+        let driver: &'static Driver = Box::leak(Box::new(Driver { library, table, device_table, devices: OnceLock::new() }));
+        *slot = Some(driver);
+        Ok(driver)
     }
 
     /// Where the driver was loaded from.

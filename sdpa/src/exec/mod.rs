@@ -2,6 +2,7 @@
 
 pub mod cpu;
 pub mod cudnn;
+pub mod metal;
 
 use crate::error::{Error, ExecutorName, Unsupported};
 use crate::problem::Problem;

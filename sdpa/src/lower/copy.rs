@@ -1,12 +1,16 @@
-//! A copy on the device as a graph of one op, for operands that the attention engines cannot read or write in place.
+//! Copies on the device as graphs of one op, for operands that the attention engines cannot read or write in place.
+//!
+//! cuDNN's pointwise engines take three axes and no more, and an axis of stride 0 only as the first (asked of 9.19 and 9.27
+//! for compute capability 8.0, 9.0 and 10.0). So axes that lie behind one another in memory are merged, and where three
+//! remain besides the last, the copy is made once per index of the outermost.
 
 use crate::problem::{OPERANDS, Problem};
-use crate::spec::{Layout, TensorSpec};
+use crate::spec::TensorSpec;
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
 
-/// A copy graph and the tensors that a caller binds.
+/// A copy graph, the tensors that a caller binds, and how often to run it.
 #[derive(Clone, Debug)]
 pub struct Copy {
     /// The graph.
@@ -15,6 +19,46 @@ pub struct Copy {
     pub from: TensorId,
     /// What is written.
     pub to: TensorId,
+    /// How often it runs.
+    pub repeats: u64,
+    /// Bytes from one run to the next in what is read.
+    pub from_step: u64,
+    /// Bytes from one run to the next in what is written.
+    pub to_step: u64,
+}
+
+/// An axis of both tensors, with the strides in each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Axis {
+    extent: i64,
+    from: i64,
+    to: i64,
+}
+
+/// The outer axes that remain once those behind one another are merged, outermost first.
+fn outer_axes(from: &TensorSpec, to: &TensorSpec) -> Vec<Axis> {
+    let mut axes: Vec<Axis> = (0..3)
+        .filter(|&a| from.dims[a] > 1)
+        .map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] })
+        .collect();
+    axes.sort_by_key(|a| std::cmp::Reverse(a.to));
+    let mut merged: Vec<Axis> = Vec::new();
+    for axis in axes {
+        match merged.last_mut() {
+            Some(outer) if outer.from == axis.from * axis.extent && outer.to == axis.to * axis.extent => {
+                *outer = Axis { extent: outer.extent * axis.extent, ..axis };
+            }
+            _ => merged.push(axis),
+        }
+    }
+    merged
+}
+
+/// The largest power of two that divides an address and every step from it, in bytes, up to 16.
+fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u32 {
+    let steps = steps.into_iter().map(|s| (s * element).unsigned_abs()).filter(|&s| s > 0);
+    let bits = steps.map(u64::trailing_zeros).chain([base.trailing_zeros()]).min().unwrap_or(0);
+    1 << bits.min(4)
 }
 
 /// Copies a tensor of one description to another of the same extents.
@@ -22,17 +66,33 @@ pub struct Copy {
 /// # Errors
 /// What [`Graph::verify`] finds: a bug of the lowering.
 pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
+    let element = i64::from(dtype.bits() / 8);
+    let mut axes = outer_axes(from, to);
+    let repeated = if axes.len() > 2 { axes.remove(0) } else { Axis { extent: 1, from: 0, to: 0 } };
+    axes.sort_by_key(|a| a.from != 0);
+    while axes.len() < 2 {
+        axes.insert(0, Axis { extent: 1, from: from.dims[3], to: to.dims[3] });
+    }
+    let dims = [axes[0].extent, axes[1].extent, from.dims[3]];
     let mut g = Graph::new();
-    let tensor = |name: &str, t: &TensorSpec| {
-        Tensor::device(name, dtype, t.dims.to_vec()).strides(t.strides.to_vec()).alignment(t.alignment.min(16))
-    };
-    let x = g.tensor(tensor("from", from));
+    let step = |pick: fn(&Axis) -> i64| axes.iter().chain([&repeated]).map(pick).collect::<Vec<_>>();
+    let x = Tensor::device("from", dtype, dims)
+        .strides([axes[0].from, axes[1].from, 1])
+        .alignment(alignment(from.alignment, step(|a| a.from), element));
+    let x = g.tensor(x);
     let y = g.pointwise_as(Mode::Identity, &[x], DType::F32, dtype, Params::default());
-    let target = tensor("to", to);
     g.output(y, "to", dtype);
-    g.set_strides(y, target.strides);
-    g.set_alignment(y, target.alignment);
-    Ok(Copy { graph: g.verify()?, from: x, to: y })
+    g.set_strides(y, [axes[0].to, axes[1].to, 1]);
+    g.set_alignment(y, alignment(to.alignment, step(|a| a.to), element));
+    let bytes = |elements: i64| (elements * element).unsigned_abs();
+    Ok(Copy {
+        graph: g.verify()?,
+        from: x,
+        to: y,
+        repeats: repeated.extent.unsigned_abs(),
+        from_step: bytes(repeated.from),
+        to_step: bytes(repeated.to),
+    })
 }
 
 /// Bytes that engines read at once: base addresses and strides must be multiples.
@@ -45,9 +105,85 @@ pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
     tensor.alignment >= VECTOR_BYTES as u32 && steps.into_iter().all(|s| s > 0 && s * element % VECTOR_BYTES == 0)
 }
 
+/// A dense tensor of the same extents, its axes in the same order in memory, so that as many as possible merge.
+fn dense_like(tensor: &TensorSpec) -> TensorSpec {
+    let mut order = [0usize, 1, 2];
+    order.sort_by_key(|&a| std::cmp::Reverse(tensor.strides[a]));
+    let mut strides = [1i64; 4];
+    let mut next = tensor.dims[3];
+    for &axis in order.iter().rev() {
+        strides[axis] = next;
+        next *= tensor.dims[axis];
+    }
+    TensorSpec { dims: tensor.dims, strides, alignment: 16 }
+}
+
 /// The same problem with every operand that cannot be used in place made dense, and which those are.
 pub(crate) fn densify(problem: &Problem) -> (Problem, Vec<usize>) {
     let copied: Vec<usize> = (0..OPERANDS.len()).filter(|&n| !in_place(&problem.tensors()[n], problem.dtype())).collect();
-    let dense = copied.iter().fold(*problem, |p, &n| p.with_tensor(n, TensorSpec::dense(p.tensors()[n].dims, Layout::Bhsd)));
+    let dense = copied.iter().fold(*problem, |p, &n| p.with_tensor(n, dense_like(&p.tensors()[n])));
     (dense, copied)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Layout;
+
+    fn check(from: TensorSpec) -> Copy {
+        let to = dense_like(&from);
+        let c = copy(DType::BF16, &from, &to).unwrap();
+        // Walk both tensors as the copy would, and see that every element is met once and lands where it belongs.
+        let graph = c.graph.graph();
+        let (x, y) = (graph.get(c.from).unwrap(), graph.get(c.to).unwrap());
+        let mut pairs = Vec::new();
+        for r in 0..c.repeats as i64 {
+            for i in 0..x.dims.0[0] {
+                for j in 0..x.dims.0[1] {
+                    let at = |s: &[i64], step: u64| r * step as i64 / 2 + i * s[0] + j * s[1];
+                    pairs.push((at(&x.strides.0, c.from_step), at(&y.strides.0, c.to_step)));
+                }
+            }
+        }
+        let mut want = Vec::new();
+        for b in 0..from.dims[0] {
+            for h in 0..from.dims[1] {
+                for s in 0..from.dims[2] {
+                    let at = |t: &TensorSpec| b * t.strides[0] + h * t.strides[1] + s * t.strides[2];
+                    want.push((at(&from), at(&to)));
+                }
+            }
+        }
+        pairs.sort_unstable();
+        want.sort_unstable();
+        assert_eq!(pairs, want, "{from:?}");
+        c
+    }
+
+    #[test]
+    fn copies_meet_every_row_once() {
+        let dims = [2, 3, 5, 8];
+        for layout in [Layout::Bhsd, Layout::Bshd, Layout::Sbhd] {
+            let gap = TensorSpec { dims, strides: layout.strides([2, 3, 5, 9]), alignment: 2 };
+            let c = check(gap);
+            assert_eq!(c.repeats, 1);
+            assert_eq!(c.graph.graph().get(c.from).unwrap().alignment, 2);
+        }
+        let nested_gaps = TensorSpec { dims, strides: [301, 60, 9, 1], alignment: 16 };
+        assert_eq!(check(nested_gaps).repeats, 2);
+        let broadcast_heads = TensorSpec { dims, strides: [45, 0, 9, 1], alignment: 16 };
+        check(broadcast_heads);
+        let broadcast_all = TensorSpec { dims, strides: [0, 0, 0, 1], alignment: 16 };
+        assert_eq!(check(broadcast_all).repeats, 1);
+        check(TensorSpec { dims: [1, 1, 1, 8], strides: [8, 8, 8, 1], alignment: 4 });
+    }
+
+    #[test]
+    fn only_what_engines_cannot_read_is_copied() {
+        let dense = TensorSpec::dense([2, 3, 5, 8], Layout::Bshd);
+        assert!(in_place(&dense, DType::BF16));
+        assert!(!in_place(&TensorSpec { alignment: 8, ..dense }, DType::BF16));
+        assert!(!in_place(&TensorSpec { strides: [200, 8, 12, 1], ..dense }, DType::BF16));
+        assert!(in_place(&TensorSpec { strides: [200, 8, 12, 1], dims: [2, 3, 1, 8], ..dense }, DType::BF16));
+    }
 }

@@ -15,9 +15,12 @@ pub(super) trait Element: Copy + Send + Sync + 'static {
     /// To f32, exactly. Both slices have the same length.
     fn widen(from: &[Self], to: &mut [f32]);
 
-    /// From f32, rounding to nearest even. Both slices have the same length.
-    fn narrow(from: &[f32], to: &mut [Self]);
+    /// From f32 times `factor`, rounding to nearest even. Both slices have the same length.
+    fn narrow(from: &[f32], factor: f32, to: &mut [Self]);
 }
+
+/// Elements that are converted at a time.
+const CHUNK: usize = 64;
 
 impl Element for f32 {
     fn of(elements: Elements<'_>) -> Option<&[f32]> {
@@ -38,8 +41,10 @@ impl Element for f32 {
     }
 
     #[inline(always)]
-    fn narrow(from: &[f32], to: &mut [f32]) {
-        to.copy_from_slice(from);
+    fn narrow(from: &[f32], factor: f32, to: &mut [f32]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = from * factor;
+        }
     }
 }
 
@@ -62,8 +67,13 @@ impl Element for f16 {
     }
 
     #[inline(always)]
-    fn narrow(from: &[f32], to: &mut [f16]) {
-        to.convert_from_f32_slice(from);
+    fn narrow(from: &[f32], factor: f32, to: &mut [f16]) {
+        for (to, from) in to.chunks_mut(CHUNK).zip(from.chunks(CHUNK)) {
+            let mut scaled = [0.0; CHUNK];
+            let scaled = &mut scaled[..from.len()];
+            f32::narrow(from, factor, scaled);
+            to.convert_from_f32_slice(scaled);
+        }
     }
 }
 
@@ -89,7 +99,12 @@ impl Element for bf16 {
     }
 
     #[inline(always)]
-    fn narrow(from: &[f32], to: &mut [bf16]) {
-        to.convert_from_f32_slice(from);
+    fn narrow(from: &[f32], factor: f32, to: &mut [bf16]) {
+        for (to, from) in to.chunks_mut(CHUNK).zip(from.chunks(CHUNK)) {
+            let mut scaled = [0.0; CHUNK];
+            let scaled = &mut scaled[..from.len()];
+            f32::narrow(from, factor, scaled);
+            to.convert_from_f32_slice(scaled);
+        }
     }
 }

@@ -3,8 +3,8 @@
 use super::Call;
 use super::element::Element;
 use super::exp::exp2;
-use super::isa::Isa;
-use super::output::Sink;
+use super::isa::{Isa, mul_add};
+use super::output::{Sink, Sums};
 use super::pack::{CopyRows, Scratch, overlap, take_out_holes};
 use super::schedule::{Piece, Schedule};
 use pulp::{Simd, WithSimd};
@@ -72,10 +72,7 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
             }
         }
     }
-    sink.take(&mut buffer[..extents.dim_v], |row, buffer| {
-        buffer.copy_from_slice(&o[row * dim_v..][..extents.dim_v]);
-        (max[row], sum[row])
-    });
+    sink.take(Sums { max, sum, o, stride: dim_v });
 }
 
 /// All rows against one block of keys. Rows of `q`, `k`, `v` and `o` are whole registers.
@@ -103,9 +100,6 @@ struct RowStep<'a> {
 /// Keys that are multiplied at a time.
 const KEYS: usize = 4;
 
-/// Registers of an output row that are summed at a time.
-const COLUMNS: usize = 4;
-
 impl WithSimd for RowStep<'_> {
     type Output = ();
 
@@ -126,7 +120,6 @@ impl WithSimd for RowStep<'_> {
         let mut row = 0;
         while row < n_rows {
             row += match n_rows - row {
-                4.. => self.values::<S, 4>(simd, row),
                 2.. => self.values::<S, 2>(simd, row),
                 _ => self.values::<S, 1>(simd, row),
             };
@@ -159,18 +152,18 @@ impl RowStep<'_> {
         let k: [&[S::f32s]; KEYS] = std::array::from_fn(|j| &S::as_simd_f32s(&self.k[(key + j) * self.k_stride..][..self.dim_qk]).0[..n]);
         let mut sums = [[simd.splat_f32s(0.0); KEYS]; ROWS];
         for d in 0..n {
-            let k = k.map(|k| k[d]);
-            for (sums, q) in sums.iter_mut().zip(q) {
-                for (sum, k) in sums.iter_mut().zip(k) {
-                    *sum = simd.mul_add_e_f32s(q[d], k, *sum);
+            for (j, key) in k.iter().enumerate() {
+                let key = key[d];
+                for (sums, q) in sums.iter_mut().zip(&q) {
+                    sums[j] = mul_add(simd, q[d], key, sums[j]);
                 }
             }
         }
         let width = self.width::<S>();
-        for (i, sums) in sums.into_iter().enumerate() {
+        for (i, sums) in sums.iter().enumerate() {
             let scores = &mut self.scores[(row + i) * width + key..][..KEYS];
             for (score, sum) in scores.iter_mut().zip(sums) {
-                *score = simd.reduce_sum_f32s(sum);
+                *score = simd.reduce_sum_f32s(*sum);
             }
         }
     }
@@ -195,7 +188,7 @@ impl RowStep<'_> {
             *score = exp2(simd, simd.sub_f32s(*score, shift));
             sum = simd.add_f32s(sum, *score);
         }
-        let total = simd.mul_add_e_f32s(simd.splat_f32s(self.sum[row]), scale, simd.splat_f32s(simd.reduce_sum_f32s(sum)));
+        let total = mul_add(simd, simd.splat_f32s(self.sum[row]), scale, simd.splat_f32s(simd.reduce_sum_f32s(sum)));
         self.max[row] = new;
         self.sum[row] = first(simd, total);
         for o in S::as_mut_simd_f32s(&mut self.o[row * self.dim_v..][..self.dim_v]).0 {
@@ -207,18 +200,20 @@ impl RowStep<'_> {
     #[inline(always)]
     fn values<S: Simd, const ROWS: usize>(&mut self, simd: S, row: usize) -> usize {
         let n = self.dim_v / S::F32_LANES;
-        let whole = n - n % COLUMNS;
-        for column in (0..whole).step_by(COLUMNS) {
-            self.value::<S, ROWS, COLUMNS>(simd, row, column);
-        }
-        for column in whole..n {
-            self.value::<S, ROWS, 1>(simd, row, column);
+        let mut column = 0;
+        while column < n {
+            column += match n - column {
+                8.. if S::REGISTER_COUNT >= 32 => self.value::<S, ROWS, 8>(simd, row, column),
+                4.. => self.value::<S, ROWS, 4>(simd, row, column),
+                2.. => self.value::<S, ROWS, 2>(simd, row, column),
+                _ => self.value::<S, ROWS, 1>(simd, row, column),
+            };
         }
         ROWS
     }
 
     #[inline(always)]
-    fn value<S: Simd, const ROWS: usize, const COLUMNS: usize>(&mut self, simd: S, row: usize, column: usize) {
+    fn value<S: Simd, const ROWS: usize, const COLUMNS: usize>(&mut self, simd: S, row: usize, column: usize) -> usize {
         let width = self.width::<S>();
         let p: [&[f32]; ROWS] = std::array::from_fn(|i| &self.scores[(row + i) * width..][..self.n_keys]);
         let mut sums = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
@@ -227,17 +222,18 @@ impl RowStep<'_> {
             for (sums, p) in sums.iter_mut().zip(p) {
                 let p = simd.splat_f32s(p[key]);
                 for (sum, v) in sums.iter_mut().zip(v) {
-                    *sum = simd.mul_add_e_f32s(p, *v, *sum);
+                    *sum = mul_add(simd, p, *v, *sum);
                 }
             }
         }
-        for (i, sums) in sums.into_iter().enumerate() {
+        for (i, sums) in sums.iter().enumerate() {
             let o = &mut self.o[(row + i) * self.dim_v..][..self.dim_v];
             let o = &mut S::as_mut_simd_f32s(o).0[column..][..COLUMNS];
             for (o, sum) in o.iter_mut().zip(sums) {
-                *o = simd.add_f32s(*o, sum);
+                *o = simd.add_f32s(*o, *sum);
             }
         }
+        COLUMNS
     }
 }
 

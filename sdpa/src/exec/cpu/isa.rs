@@ -90,6 +90,13 @@ impl Isa {
     }
 }
 
+/// `a * b + c`, fused where there is an instruction for it; [`Isa::Portable`], alone with 4 lanes and 16 registers,
+/// would call a function for each lane.
+#[inline(always)]
+pub(super) fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
+    if const { S::F32_LANES == 4 && S::REGISTER_COUNT == 16 } { simd.add_f32s(simd.mul_f32s(a, b), c) } else { simd.mul_add_f32s(a, b, c) }
+}
+
 struct Facts;
 
 impl WithSimd for Facts {

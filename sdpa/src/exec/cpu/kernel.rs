@@ -5,14 +5,14 @@
 //! runs across them; keys and values are read as they are, an element at a time, broadcast.
 
 use super::exp::exp2;
-use super::isa::PANEL;
+use super::isa::{PANEL, mul_add};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
 /// One tile against one block of keys: scores, masks, softmax, and what the values add to the output.
 #[derive(Debug)]
 pub(super) struct TileStep<'a> {
-    /// Registers across the tile.
+    /// Registers across the tile: 1 to 4, or to 2 where there are few.
     pub(super) vectors: usize,
     pub(super) dim_qk: usize,
     pub(super) dim_v: usize,
@@ -48,10 +48,10 @@ impl WithSimd for TileStep<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         match self.vectors {
             1 => self.step::<S, 1>(simd),
+            _ if S::REGISTER_COUNT < 32 => self.step::<S, 2>(simd),
             2 => self.step::<S, 2>(simd),
-            3 if S::REGISTER_COUNT >= 32 => self.step::<S, 3>(simd),
-            _ if S::REGISTER_COUNT >= 32 => self.step::<S, 4>(simd),
-            vectors => unreachable!("a tile of {vectors} registers"),
+            3 => self.step::<S, 3>(simd),
+            _ => self.step::<S, 4>(simd),
         }
     }
 }
@@ -108,7 +108,7 @@ fn score_panel<S: Simd, const VECTORS: usize>(simd: S, q: &[[S::f32s; VECTORS]],
         for (sums, row) in sums.iter_mut().zip(rows) {
             let key = simd.splat_f32s(row[d]);
             for (sum, &q) in sums.iter_mut().zip(&q[d]) {
-                *sum = simd.mul_add_e_f32s(q, key, *sum);
+                *sum = mul_add(simd, q, key, *sum);
             }
         }
     }
@@ -204,7 +204,7 @@ fn value_panel<S: Simd, const VECTORS: usize, const N: usize>(
         for (sums, &v) in sums.iter_mut().zip(v) {
             let v = simd.splat_f32s(v);
             for (sum, &p) in sums.iter_mut().zip(p) {
-                *sum = simd.mul_add_e_f32s(p, v, *sum);
+                *sum = mul_add(simd, p, v, *sum);
             }
         }
     }

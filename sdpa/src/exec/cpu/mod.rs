@@ -182,16 +182,16 @@ impl<T: Element> Call<'_, T> {
         );
 
         let workspace = workers * Scratch::bytes(&lens, n_bounds) + partials.iter().map(Partial::bytes).sum::<usize>();
-        let mut rest = partials.as_slice();
+        let mut rest = partials.as_mut_slice();
         let merges = split
             .into_iter()
             .map(|(target, n)| {
-                let (parts, tail) = rest.split_at(n);
+                let (parts, tail) = std::mem::take(&mut rest).split_at_mut(n);
                 rest = tail;
                 (target, parts)
             })
             .collect();
-        schedule::share(schedule.threads, merges, || (), |(), (target, parts)| output::merge(parts, dim_v, target));
+        schedule::share(schedule.threads, merges, || (), |(), (target, parts)| output::merge(parts, target));
         workspace
     }
 }

@@ -2,30 +2,48 @@
 
 use super::element::Element;
 use super::schedule::Schedule;
-use crate::spec::TensorSpec;
+use crate::spec::{Layout, TensorSpec};
 use std::f64::consts::LN_2;
+
+/// Rows of one head that follow one another in memory, with nothing of another strip between them.
+#[derive(Debug)]
+struct Run<'a, T> {
+    /// Place of the first row in its strip, and the step to the next.
+    place: usize,
+    step: usize,
+    /// Distance between rows, and what of it is row.
+    stride: usize,
+    width: usize,
+    elements: &'a mut [T],
+}
+
+impl<'a, T> Run<'a, T> {
+    fn rows(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
+        let Run { place, step, stride, width, elements } = self;
+        elements.chunks_mut(stride).enumerate().map(move |(i, row)| (place + i * step, &mut row[..width]))
+    }
+}
 
 /// What a strip writes to.
 #[derive(Debug)]
 pub(super) struct Target<'a, T> {
-    /// Rows of the output, each with its place in the strip; in no particular order.
-    pub(super) rows: Vec<(usize, &'a mut [T])>,
-    /// Elements of stats, likewise; empty where none are wanted.
-    pub(super) stats: Vec<(usize, &'a mut f32)>,
+    o: Vec<Run<'a, T>>,
+    /// Empty where none are wanted.
+    stats: Vec<Run<'a, f32>>,
 }
 
-/// Sums over a part of a row's keys. Relative to `max`, in units of log2, as all weights are.
+/// Sums over a part of a strip's keys, kept until the other parts are there; see [`Sums`].
 #[derive(Debug)]
 pub(super) struct Partial {
-    pub(super) max: Vec<f32>,
-    pub(super) sum: Vec<f32>,
-    /// `[row][dim_v]`, not normalised.
-    pub(super) o: Vec<f32>,
+    max: Vec<f32>,
+    sum: Vec<f32>,
+    o: Vec<f32>,
+    dim_v: usize,
 }
 
 impl Partial {
     pub(super) fn new(n_rows: usize, dim_v: usize) -> Partial {
-        Partial { max: vec![f32::NEG_INFINITY; n_rows], sum: vec![0.0; n_rows], o: vec![0.0; n_rows * dim_v] }
+        Partial { max: vec![f32::NEG_INFINITY; n_rows], sum: vec![0.0; n_rows], o: vec![0.0; n_rows * dim_v], dim_v }
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -35,38 +53,21 @@ impl Partial {
 
 /// One target per strip of the schedule.
 pub(super) fn targets<'a, T>(schedule: &Schedule, spec: &TensorSpec, o: &'a mut [T], stats: Option<&'a mut [f32]>) -> Vec<Target<'a, T>> {
-    let extents = &schedule.extents;
-    let strip_rows = schedule.blocks.strip_rows;
-    let strips_per_head = (extents.seq_q * extents.group).div_ceil(strip_rows);
-    let place = |[batch, head, query]: [usize; 3]| {
-        let row = query * extents.group + head % extents.group;
-        let strip = (batch * extents.heads_kv + head / extents.group) * strips_per_head + row / strip_rows;
-        (strip, row % strip_rows)
-    };
-    let with_stats = stats.is_some();
-    let mut targets: Vec<Target<'a, T>> = schedule
-        .strips
-        .iter()
-        .map(|strip| Target {
-            rows: Vec::with_capacity(strip.rows.len()),
-            stats: Vec::with_capacity(if with_stats { strip.rows.len() } else { 0 }),
-        })
-        .collect();
-    each_row(spec, o, |index, row| {
-        let (strip, place) = place(index);
-        targets[strip].rows.push((place, row));
-    });
-    let n_heads = extents.heads_kv * extents.group;
-    for (i, stat) in stats.into_iter().flatten().enumerate() {
-        let index = [i / extents.seq_q / n_heads, i / extents.seq_q % n_heads, i % extents.seq_q];
-        let (strip, place) = place(index);
-        targets[strip].stats.push((place, stat));
+    let mut targets: Vec<Target<'a, T>> = schedule.strips.iter().map(|_| Target { o: Vec::new(), stats: Vec::new() }).collect();
+    each_run(schedule, spec, o, |strip, run| targets[strip].o.push(run));
+    if let Some(stats) = stats {
+        let [batch, heads, seq, _] = spec.dims;
+        let spec = TensorSpec::dense([batch, heads, seq, 1], Layout::Bhsd);
+        each_run(schedule, &spec, stats, |strip, run| targets[strip].stats.push(run));
     }
     targets
 }
 
-/// Calls `visit` with (batch, head, query) and the elements of every row, in the order of memory.
-fn each_row<'a, T>(spec: &TensorSpec, mut rest: &'a mut [T], mut visit: impl FnMut([usize; 3], &'a mut [T])) {
+/// Cuts `rest` to runs, in the order of memory, and calls `visit` with each and the index of its strip.
+fn each_run<'a, T>(schedule: &Schedule, spec: &TensorSpec, mut rest: &'a mut [T], mut visit: impl FnMut(usize, Run<'a, T>)) {
+    let extents = &schedule.extents;
+    let strip_rows = schedule.blocks.strip_rows;
+    let strips_per_head = (extents.seq_q * extents.group).div_ceil(strip_rows);
     let dims = spec.dims.map(|n| n as usize);
     let strides = spec.strides.map(|n| n as usize);
     let mut axes = [0, 1, 2];
@@ -76,37 +77,58 @@ fn each_row<'a, T>(spec: &TensorSpec, mut rest: &'a mut [T], mut visit: impl FnM
     let mut taken = 0;
     for a in 0..dims[axes[0]] {
         for b in 0..dims[axes[1]] {
-            for c in 0..dims[axes[2]] {
+            let mut c = 0;
+            while c < dims[axes[2]] {
                 for (axis, at) in axes.into_iter().zip([a, b, c]) {
                     index[axis] = at;
                 }
+                let [batch, head, query] = index;
+                let row = query * extents.group + head % extents.group;
+                let strip = row / strip_rows;
+                let n_rows = if axes[2] == 2 {
+                    let past = ((strip + 1) * strip_rows - head % extents.group).div_ceil(extents.group);
+                    past.min(dims[2]) - query
+                } else {
+                    1
+                };
                 let offset = index.iter().zip(strides).map(|(i, stride)| i * stride).sum::<usize>();
+                let len = (n_rows - 1) * strides[2] + dims[3];
                 let (_gap, tail) = std::mem::take(&mut rest).split_at_mut(offset - taken);
-                let (row, tail) = tail.split_at_mut(dims[3]);
-                visit(index, row);
+                let (elements, tail) = tail.split_at_mut(len);
                 rest = tail;
-                taken = offset + dims[3];
+                taken = offset + len;
+                c += n_rows;
+                let run = Run { place: row % strip_rows, step: extents.group, stride: strides[2].max(dims[3]), width: dims[3], elements };
+                visit((batch * extents.heads_kv + head / extents.group) * strips_per_head + strip, run);
             }
         }
     }
 }
 
+/// What a strip comes to: sums of its rows over some or all of their keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sums<'a> {
+    /// Largest score of each row, in units of log2, as all weights are.
+    pub(super) max: &'a [f32],
+    /// Sum of the weights, relative to the maximum.
+    pub(super) sum: &'a [f32],
+    /// Values times weights, a row every `stride`.
+    pub(super) o: &'a [f32],
+    pub(super) stride: usize,
+}
+
 impl<T: Element> Target<'_, T> {
-    /// Writes every row. `fetch` puts a row's sums in the buffer, and returns its maximum and sum of weights.
-    pub(super) fn write(self, buffer: &mut [f32], mut fetch: impl FnMut(usize, &mut [f32]) -> (f32, f32)) {
-        let mut lse = vec![0.0; self.stats.len()];
-        for (place, row) in self.rows {
-            let (max, sum) = fetch(place, buffer);
+    /// Writes every row.
+    pub(super) fn write(self, sums: Sums<'_>) {
+        for (place, row) in self.o.into_iter().flat_map(Run::rows) {
+            let sum = sums.sum[place];
             // NaN is not equal to 0, and stays.
             let factor = if sum == 0.0 { 0.0 } else { sum.recip() };
-            buffer.iter_mut().for_each(|x| *x *= factor);
-            T::narrow(buffer, row);
-            if let Some(lse) = lse.get_mut(place) {
-                *lse = ((f64::from(max) + f64::from(sum).log2()) * LN_2) as f32;
-            }
+            T::narrow(&sums.o[place * sums.stride..][..row.len()], factor, row);
         }
-        for (place, stat) in self.stats {
-            *stat = lse[place];
+        for (place, stat) in self.stats.into_iter().flat_map(Run::rows) {
+            let lse = (f64::from(sums.max[place]) + f64::from(sums.sum[place]).log2()) * LN_2;
+            stat.fill(lse as f32);
         }
     }
 }
@@ -121,34 +143,42 @@ pub(super) enum Sink<'a, T> {
 }
 
 impl<T: Element> Sink<'_, T> {
-    /// Takes every row. `fetch` puts a row's sums in a buffer of `dim_v`, and returns its maximum and sum of weights.
-    pub(super) fn take(self, buffer: &mut [f32], mut fetch: impl FnMut(usize, &mut [f32]) -> (f32, f32)) {
+    /// Takes every row.
+    pub(super) fn take(self, sums: Sums<'_>) {
         match self {
-            Sink::Target(target) => target.write(buffer, fetch),
-            Sink::Partial(Partial { max, sum, o }) => {
-                for (place, (o, (max, sum))) in o.chunks_exact_mut(buffer.len()).zip(max.iter_mut().zip(sum)).enumerate() {
-                    (*max, *sum) = fetch(place, o);
+            Sink::Target(target) => target.write(sums),
+            Sink::Partial(Partial { max, sum, o, dim_v }) => {
+                let n_rows = max.len();
+                max.copy_from_slice(&sums.max[..n_rows]);
+                sum.copy_from_slice(&sums.sum[..n_rows]);
+                for (to, from) in o.chunks_exact_mut(*dim_v).zip(sums.o.chunks(sums.stride)) {
+                    to.copy_from_slice(&from[..*dim_v]);
                 }
             }
         }
     }
 }
 
-/// Writes the strip whose pieces left `partials`.
-pub(super) fn merge<T: Element>(partials: &[Partial], dim_v: usize, target: Target<'_, T>) {
-    target.write(&mut vec![0.0; dim_v], |place, buffer| {
-        let max = partials.iter().fold(f32::NEG_INFINITY, |max, p| max.max(p.max[place]));
+/// Writes the strip whose pieces left `partials`, which are used up.
+pub(super) fn merge<T: Element>(partials: &mut [Partial], target: Target<'_, T>) {
+    let Some((first, rest)) = partials.split_first_mut() else { return };
+    for place in 0..first.max.len() {
+        let max = rest.iter().fold(first.max[place], |max, p| max.max(p.max[place]));
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
-        let mut sum = 0.0;
-        buffer.fill(0.0);
-        for partial in partials {
-            // A maximum that is NaN, which f32::max passes over, makes its weight NaN.
-            let weight = (partial.max[place] - shift).exp2();
-            sum += weight * partial.sum[place];
-            for (x, o) in buffer.iter_mut().zip(&partial.o[place * dim_v..]) {
+        // A maximum that is NaN, which f32::max passes over, makes its weight NaN.
+        let weight = (first.max[place] - shift).exp2();
+        let dim_v = first.dim_v;
+        let o = &mut first.o[place * dim_v..][..dim_v];
+        o.iter_mut().for_each(|x| *x *= weight);
+        first.sum[place] *= weight;
+        first.max[place] = max;
+        for other in rest.iter() {
+            let weight = (other.max[place] - shift).exp2();
+            first.sum[place] += weight * other.sum[place];
+            for (x, o) in o.iter_mut().zip(&other.o[place * dim_v..]) {
                 *x += weight * o;
             }
         }
-        (max, sum)
-    });
+    }
+    target.write(Sums { max: &first.max, sum: &first.sum, o: &first.o, stride: first.dim_v });
 }

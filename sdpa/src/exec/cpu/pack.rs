@@ -62,6 +62,47 @@ impl<T: Element> WithSimd for CopyRows<'_, T> {
     }
 }
 
+/// `to[column][row] = from[row][column]`. Both are dense.
+#[derive(Debug)]
+pub(super) struct Transpose<'a> {
+    pub(super) n_columns: usize,
+    pub(super) from: &'a [f32],
+    pub(super) to: &'a mut [f32],
+}
+
+impl WithSimd for Transpose<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        const SIDE: usize = 8;
+        let n_columns = self.n_columns;
+        let n_rows = self.from.len() / n_columns;
+        for row in (0..n_rows).step_by(SIDE) {
+            for column in (0..n_columns).step_by(SIDE) {
+                if row + SIDE <= n_rows && column + SIDE <= n_columns {
+                    let mut block = [[0.0; SIDE]; SIDE];
+                    for (i, block) in block.iter_mut().enumerate() {
+                        block.copy_from_slice(&self.from[(row + i) * n_columns + column..][..SIDE]);
+                    }
+                    for j in 0..SIDE {
+                        let to = &mut self.to[(column + j) * n_rows + row..][..SIDE];
+                        for (to, row) in to.iter_mut().zip(&block) {
+                            *to = row[j];
+                        }
+                    }
+                } else {
+                    for i in row..(row + SIDE).min(n_rows) {
+                        for j in column..(column + SIDE).min(n_columns) {
+                            self.to[j * n_rows + i] = self.from[i * n_columns + j];
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Scratch memory of one worker: it starts at a cache line, as loads that cross one take twice as long.
 #[derive(Debug)]
 pub(super) struct Scratch {

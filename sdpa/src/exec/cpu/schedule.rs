@@ -3,11 +3,18 @@
 use super::isa::{Isa, PANEL};
 use crate::mask::Region;
 use crate::problem::Problem;
+use cudnn_graph::DType;
 use parking_lot::Mutex;
 use std::ops::Range;
 
 /// Rows of a strip at most, before rounding to whole tiles. They share one copy of each block of keys.
 const STRIP_ROWS: usize = 256;
+
+/// Elements of a strip's queries at most, where that is more than one tile.
+const STRIP_ELEMENTS: usize = 65_536;
+
+/// Elements of a block of keys, about.
+const BLOCK_ELEMENTS: usize = 24_576;
 
 /// Pieces per thread that are enough to keep every thread busy to the end.
 const PIECES_PER_THREAD: usize = 4;
@@ -119,7 +126,7 @@ impl Schedule {
         let flops = 2.0 * (heads * n_rows) as f64 * extents.seq_kv as f64 * (extents.dim_qk + extents.dim_v) as f64;
         let threads = if flops < SERIAL_FLOPS { 1 } else { threads };
         let enough = if threads == 1 { 1 } else { threads * PIECES_PER_THREAD };
-        let blocks = Blocks::new(&extents, isa, n_rows, heads, enough);
+        let blocks = Blocks::new(&extents, problem.dtype(), isa, enough);
 
         let spans: Vec<Range<usize>> =
             (0..n_rows).step_by(blocks.strip_rows).map(|row| row..(row + blocks.strip_rows).min(n_rows)).collect();
@@ -154,17 +161,24 @@ impl Schedule {
 }
 
 impl Blocks {
-    fn new(extents: &Extents, isa: Isa, n_rows: usize, heads: usize, enough: usize) -> Blocks {
+    fn new(extents: &Extents, dtype: DType, isa: Isa, enough: usize) -> Blocks {
+        let n_rows = extents.seq_q * extents.group;
+        let heads = extents.batch * extents.heads_kv;
         let dim = extents.dim_qk.max(extents.dim_v);
         if n_rows <= isa.lanes() / 2 {
-            return Blocks { few_rows: true, tile_rows: n_rows, strip_rows: n_rows, block_keys: (8192 / dim).clamp(16, 128) };
+            let in_place = dtype == DType::F32 && extents.dim_qk.is_multiple_of(isa.lanes()) && extents.dim_v.is_multiple_of(isa.lanes());
+            // What is copied is best taken a page at a time: the next pages arrive while this one is worked on.
+            let page = 4096 / (dim * dtype.bits() as usize / 8);
+            let block_keys = if in_place { (16384 / dim).clamp(1, 128) } else { page.clamp(1, 128) }.min(extents.seq_kv);
+            return Blocks { few_rows: true, tile_rows: n_rows, strip_rows: n_rows, block_keys };
         }
         let tile_rows = isa.lanes() * isa.tile_vectors();
         let n_tiles = n_rows.div_ceil(tile_rows);
-        let per_strip = (n_tiles * heads / enough).clamp(1, STRIP_ROWS.div_ceil(tile_rows));
+        let most = (STRIP_ELEMENTS / dim).clamp(1, STRIP_ROWS).div_ceil(tile_rows);
+        let per_strip = (n_tiles * heads / enough).clamp(1, most);
         let n_strips = n_tiles.div_ceil(per_strip);
         let strip_rows = n_tiles.div_ceil(n_strips) * tile_rows;
-        let block_keys = (24576 / dim).clamp(48, 192).next_multiple_of(PANEL);
+        let block_keys = (BLOCK_ELEMENTS / dim).clamp(24, 192).min(extents.seq_kv).next_multiple_of(PANEL);
         Blocks { few_rows: false, tile_rows, strip_rows, block_keys }
     }
 }

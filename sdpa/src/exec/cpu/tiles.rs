@@ -4,11 +4,12 @@ use super::Call;
 use super::element::Element;
 use super::isa::{Isa, PANEL};
 use super::kernel::TileStep;
-use super::output::Sink;
-use super::pack::{CopyRows, Scratch, overlap, take_out_holes};
+use super::output::{Sink, Sums};
+use super::pack::{CopyRows, Scratch, Transpose, overlap, take_out_holes};
 use super::schedule::{Piece, Schedule};
 
 /// Lengths of the scratch slices: queries, output, maxima, sums, keys, values, scores, one row.
+/// Queries and output hold each other's rows before they are transposed, and after.
 pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 8] {
     let (blocks, extents) = (schedule.blocks, schedule.extents);
     let rows = schedule.strip_rows_used().next_multiple_of(isa.lanes());
@@ -16,16 +17,7 @@ pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 8] {
     let row = extents.dim_qk.max(extents.dim_v);
     // The last panel of scores reads rows past the last key of a block.
     let padded = keys + PANEL;
-    [
-        rows * extents.dim_qk,
-        rows * extents.dim_v,
-        rows,
-        rows,
-        padded * extents.dim_qk,
-        keys * extents.dim_v,
-        keys * blocks.tile_rows.min(rows),
-        row,
-    ]
+    [rows * row, rows * row, rows, rows, padded * extents.dim_qk, keys * extents.dim_v, keys * blocks.tile_rows.min(rows), row]
 }
 
 /// Computes one piece.
@@ -50,23 +42,17 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
     };
 
     for (rows, _, width) in tiles() {
-        let q = &mut q[rows.start * dim_qk..][..width * dim_qk];
-        q.fill(0.0);
-        for lane in 0..width {
+        let staged = &mut o[..width * dim_qk];
+        for (lane, staged) in staged.chunks_exact_mut(dim_qk).enumerate() {
             // Lanes without a row do as the last one does, so that they ask for no mask of their own.
             let row = strip.rows.start + rows.start + lane.min(rows.len() - 1);
             let keys = extents.keys_of_row(row);
             start[rows.start + lane] = keys.start as u32;
             end[rows.start + lane] = keys.end as u32;
-            if lane < rows.len() {
-                let query = queries.row(strip.batch, strip.head_kv * extents.group + row % extents.group, row / extents.group);
-                let buffer = &mut buffer[..dim_qk];
-                T::widen(query, buffer);
-                for (d, x) in buffer.iter().enumerate() {
-                    q[d * width + lane] = x * scale;
-                }
-            }
+            T::widen(queries.row(strip.batch, strip.head_kv * extents.group + row % extents.group, row / extents.group), staged);
+            staged.iter_mut().for_each(|x| *x *= scale);
         }
+        isa.run(Transpose { n_columns: dim_qk, from: staged, to: &mut q[rows.start * dim_qk..][..width * dim_qk] });
     }
     o.fill(0.0);
     max.fill(f32::NEG_INFINITY);
@@ -128,13 +114,9 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
         }
     }
 
-    sink.take(&mut buffer[..dim_v], |row, buffer| {
-        let tile = row - row % tile_rows;
-        let width = (n_rows - tile).min(tile_rows).next_multiple_of(lanes);
-        let o = &o[tile * dim_v + row % tile_rows..];
-        for (x, o) in buffer.iter_mut().zip(o.iter().step_by(width)) {
-            *x = *o;
-        }
-        (max[row], sum[row])
-    });
+    for (rows, _, width) in tiles() {
+        let tile = rows.start * dim_v..(rows.start + width) * dim_v;
+        isa.run(Transpose { n_columns: width, from: &o[tile.clone()], to: &mut q[tile] });
+    }
+    sink.take(Sums { max, sum, o: q, stride: dim_v });
 }

@@ -3,7 +3,7 @@
 //! A row is added when a source says so or a test has seen it, and names that source. NVIDIA's frontend refuses the same
 //! regions: its refusals mark wrong answers, not only missing kernels.
 
-use crate::error::Reason;
+use crate::error::{Reason, SpecError, SpecErrors};
 use crate::mask::Region;
 use crate::problem::Problem;
 use cudnn_graph::{DType, Version};
@@ -103,6 +103,19 @@ pub fn reasons(problem: &Problem, runtime: Version, sm: u32) -> Vec<Reason> {
     reasons
 }
 
+/// The scale is a value of the call, so it is checked there.
+///
+/// # Errors
+/// A scale that is not positive: the fused kernels keep the row maximum of unscaled scores, which starts at −∞, and give NaN
+/// (seen with 0 and −0.1 on an H200 under 9.19).
+pub fn check_scale(attn_scale: f32) -> Result<(), SpecErrors> {
+    if attn_scale > 0.0 {
+        return Ok(());
+    }
+    let rule = "positive: cuDNN's kernels give NaN otherwise; the cpu executor takes any finite scale";
+    Err(SpecErrors(vec![SpecError::new("attn_scale", attn_scale, rule)]))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,6 +126,14 @@ mod tests {
         let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
         spec.masks = masks.to_vec();
         spec.validate().unwrap()
+    }
+
+    #[test]
+    fn a_scale_must_be_positive() {
+        assert!(check_scale(0.125).is_ok());
+        for bad in [0.0, -0.0, -0.1, f32::NAN] {
+            assert!(check_scale(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -1,4 +1,117 @@
-//! cuDNN.
+//! cuDNN on an NVIDIA GPU: one fused kernel per problem, plans kept in a bounded cache.
+//!
+//! [`CudnnExecutor`] has two doors. [`Executor::prepare`] takes host memory and is what the command line and the tests use;
+//! [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own.
+
 pub mod guard;
+mod host;
 pub mod plan;
-pub use plan::{PlanOptions, Planned};
+
+pub use host::CudnnPrepared;
+pub use plan::{PlanOptions, Planned, PlannedCopy};
+
+use crate::cache::{CacheStats, PlanCache};
+use crate::error::{Error, ExecutorName, Reason, Unsupported};
+use crate::exec::{Executor, Prepared};
+use crate::problem::Problem;
+use cudnn_graph::{Device, Driver, Library, Search, Stream, Target};
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+/// How an executor is set up.
+#[derive(Clone, Debug)]
+pub struct CudnnOptions {
+    /// Where to look for cuDNN and the driver.
+    pub search: Search,
+    /// Which device.
+    pub ordinal: u32,
+    /// What plans may look like.
+    pub plan: PlanOptions,
+    /// How many problems' plans are kept.
+    pub capacity: NonZeroUsize,
+}
+
+impl Default for CudnnOptions {
+    fn default() -> CudnnOptions {
+        let capacity = NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN);
+        CudnnOptions { search: Search::default(), ordinal: 0, plan: PlanOptions::default(), capacity }
+    }
+}
+
+/// Attention on one NVIDIA GPU.
+#[derive(Debug)]
+pub struct CudnnExecutor {
+    library: &'static Library,
+    device: &'static Device,
+    options: PlanOptions,
+    cache: PlanCache<Problem, Arc<Planned>>,
+}
+
+impl CudnnExecutor {
+    /// Finds the library, the driver and the device.
+    ///
+    /// # Errors
+    /// What is missing, with the places searched.
+    pub fn new(options: CudnnOptions) -> Result<CudnnExecutor, cudnn_graph::Error> {
+        let device = Driver::load(options.search.driver.as_deref())?.device(options.ordinal)?;
+        let library = Library::load(&options.search)?;
+        Ok(CudnnExecutor { library, device, options: options.plan, cache: PlanCache::new(options.capacity) })
+    }
+
+    /// The library.
+    pub fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    /// The device.
+    pub fn device(&self) -> &'static Device {
+        self.device
+    }
+
+    /// How the plan cache has been used.
+    pub fn cache_stats(&self) -> CacheStats {
+        self.cache.stats()
+    }
+
+    /// The plans of a problem, from the cache or made now; the flag says whether they were there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with every reason; the environment's.
+    pub fn attention(&self, problem: &Problem) -> Result<(Arc<Planned>, bool), Error> {
+        self.cache.get_or_build(problem, || {
+            let stream = self.device.stream()?;
+            let handle = self.library.handle(&stream)?;
+            let start = std::time::Instant::now();
+            let planned = plan::build(self.library, &Target::Handle(&handle), self.device.sm(), problem, &self.options)?;
+            let engine = planned.plan.engine().map(|c| c.tag()).unwrap_or_default();
+            tracing::debug!(engine, form = %planned.forward.form, ms = start.elapsed().as_millis() as u64, "plan built");
+            Ok(Arc::new(planned))
+        })
+    }
+}
+
+impl Executor for CudnnExecutor {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::Cudnn
+    }
+
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        let absent = |e: String| Unsupported { executor: ExecutorName::Cudnn, reasons: vec![Reason::Absent(e)] };
+        let asked = || -> Result<(), Error> {
+            let stream = self.device.stream()?;
+            let handle = self.library.handle(&stream)?;
+            plan::supports(self.library, &Target::Handle(&handle), self.device.sm(), problem, &self.options).map(|_| ())
+        };
+        match asked() {
+            Ok(()) => Ok(()),
+            Err(Error::Unsupported(reasons)) => Err(reasons),
+            Err(other) => Err(absent(other.to_string())),
+        }
+    }
+
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        let (planned, _) = self.attention(problem)?;
+        let stream: Arc<Stream> = Arc::new(self.device.stream()?);
+        Ok(Arc::new(CudnnPrepared::new(*problem, planned, stream)))
+    }
+}

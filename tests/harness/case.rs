@@ -1,0 +1,132 @@
+//! Cases as they stand in `cases/*.toml`.
+
+use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, Shape};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// Why a case is not run on an executor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Skip(pub String);
+
+/// One problem with its inputs' seed.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Case {
+    /// What it is about; unique.
+    pub name: String,
+    /// Extents.
+    pub shape: Shape,
+    /// Element type.
+    pub dtype: DType,
+    /// Order of the axes in memory.
+    #[serde(default = "bhsd")]
+    pub layout: Layout,
+    /// Masks, in the command line's spelling.
+    #[serde(default)]
+    pub mask: Vec<String>,
+    /// Whether stats are wanted.
+    #[serde(default)]
+    pub stats: bool,
+    /// The scale; absent: the default.
+    #[serde(default)]
+    pub attn_scale: Option<f32>,
+    /// Elements between one row of `q` and the next, besides the row.
+    #[serde(default)]
+    pub q_gap: i64,
+    /// Elements between one row of `k` and `v` and the next, besides the row.
+    #[serde(default)]
+    pub kv_gap: i64,
+    /// Elements between one row of `o` and the next, besides the row.
+    #[serde(default)]
+    pub o_gap: i64,
+    /// `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
+    #[serde(default)]
+    pub packed_qkv: bool,
+    /// Standard deviation of the inputs.
+    #[serde(default = "one")]
+    pub spread: f64,
+    /// Executors that do not run it, each with the reason.
+    #[serde(default)]
+    pub skip: BTreeMap<ExecutorName, String>,
+}
+
+fn bhsd() -> Layout {
+    Layout::Bhsd
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    case: Vec<Case>,
+}
+
+impl Case {
+    /// The cases of one file.
+    ///
+    /// # Errors
+    /// What does not parse; a skip without a reason; a name twice.
+    pub fn parse(text: &str) -> Result<Vec<Case>, String> {
+        let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
+        for (n, case) in file.case.iter().enumerate() {
+            if case.skip.values().any(|reason| reason.trim().is_empty()) {
+                return Err(format!("{}: a skip needs a reason", case.name));
+            }
+            if file.case[..n].iter().any(|c| c.name == case.name) {
+                return Err(format!("{}: there are two of them", case.name));
+            }
+        }
+        Ok(file.case)
+    }
+
+    /// Every case of the project.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/forward.toml"))
+    }
+
+    /// The specification.
+    ///
+    /// # Errors
+    /// A mask that cannot be read.
+    pub fn spec(&self) -> Result<AttentionSpec, String> {
+        let mut spec = AttentionSpec::dense(self.dtype, self.shape, self.layout);
+        for mask in &self.mask {
+            spec.masks.push(mask.parse::<Mask>().map_err(|e| e.to_string())?);
+        }
+        spec.stats = self.stats;
+        for (tensor, gap) in
+            [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
+        {
+            if gap > 0 {
+                // Rows as if each were longer by the gap.
+                let [b, h, s, d] = tensor.dims;
+                tensor.strides = self.layout.strides([b, h, s, d + gap]);
+            }
+        }
+        if self.packed_qkv {
+            for tensor in [&mut spec.q, &mut spec.k, &mut spec.v] {
+                let [_, h, s, d] = tensor.dims;
+                tensor.strides = [s * 3 * h * d, d, 3 * h * d, 1];
+            }
+        }
+        Ok(spec)
+    }
+
+    /// One line that makes the same problem from the command line.
+    pub fn repro(&self, executor: ExecutorName) -> String {
+        let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = self.shape;
+        let masks: String = self.mask.iter().map(|m| format!(" --mask {m}")).collect();
+        let scale = self.attn_scale.map_or_else(String::new, |s| format!(" --scale {s}"));
+        format!(
+            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{masks}{scale} --executor {executor} --check",
+            self.dtype,
+            self.layout.name()
+        )
+    }
+}

@@ -1,0 +1,147 @@
+//! The only place with tolerances.
+//!
+//! They are derived, not tuned. With `u` the unit roundoff of the operands' type and `e` that of f32 (2⁻²⁴):
+//!
+//! - a score is a sum of `dim_qk` products in f32: its error is at most about `4·√dim_qk·e` of the sum of magnitudes
+//!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails), and a weight's relative error
+//!   is as much again, and twice `8·e` for the exponential;
+//! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`);
+//! - that product and the sum of weights run over `seq_kv` terms in f32: `4·√seq_kv·e`.
+//!
+//! All of it is relative to `Σ p·|v|`, not to `|o|`: cancellation in `o` is not the executor's fault. A factor of 2 covers what
+//! this leaves out (rescaling between blocks).
+
+use crate::oracle::Answer;
+use sdpa::DType;
+
+const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
+
+/// Unit roundoff: half the distance from 1 to the next number.
+pub fn roundoff(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 1.0 / 2048.0,
+        DType::BF16 => 1.0 / 256.0,
+        DType::F32 => F32_ROUNDOFF,
+        DType::F64
+        | DType::I8
+        | DType::U8
+        | DType::I32
+        | DType::I64
+        | DType::Bool
+        | DType::F8E4M3
+        | DType::F8E5M2
+        | DType::F8E8M0
+        | DType::F4E2M1 => 0.0,
+    }
+}
+
+/// How far results are from the oracle's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Distance {
+    /// ‖o − want‖ / ‖want‖.
+    pub o_relative: f64,
+    /// The largest |o − want| over its tolerance: above 1 fails.
+    pub o_worst: f64,
+    /// The largest |stats − want| over its tolerance.
+    pub stats_worst: f64,
+}
+
+impl Distance {
+    /// Within every tolerance; NaN is not.
+    pub fn passes(&self) -> bool {
+        self.o_worst <= 1.0 && self.stats_worst <= 1.0
+    }
+}
+
+/// The sizes that tolerances depend on.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Of the operands.
+    pub dtype: DType,
+    /// Terms of a score.
+    pub dim_qk: usize,
+    /// Terms of an output element.
+    pub seq_kv: usize,
+    /// Elements of an output row.
+    pub dim_v: usize,
+}
+
+/// Compares outputs, in the oracle's order, with the oracle's. A row without keys must be exactly zeros and −∞.
+pub fn compare(sizes: Sizes, want: &Answer, o: &[f64], stats: Option<&[f64]>) -> Distance {
+    let u = roundoff(sizes.dtype);
+    let score = |row: usize| 4.0 * (sizes.dim_qk as f64).sqrt() * F32_ROUNDOFF * want.score_magnitude[row];
+    let sum = 4.0 * (sizes.seq_kv as f64).sqrt() * F32_ROUNDOFF;
+    let mut distance = Distance::default();
+    let (mut squares, mut norm) = (0f64, 0f64);
+    for (n, (&got, &expected)) in o.iter().zip(&want.o).enumerate() {
+        let row = n / sizes.dim_v;
+        let relative = 2.0 * u + 2.0 * score(row) + 2.0 * sum + 16.0 * F32_ROUNDOFF;
+        // Below the smallest normal f16 there are no relative errors.
+        let tolerance = 2.0 * relative * want.o_magnitude[n] + if sizes.dtype == DType::F16 { 6e-8 } else { 0.0 };
+        distance.o_worst = worst(distance.o_worst, got - expected, tolerance);
+        squares += (got - expected).powi(2);
+        norm += expected * expected;
+    }
+    if o.len() != want.o.len() {
+        distance.o_worst = f64::INFINITY;
+    }
+    distance.o_relative = if norm > 0.0 { (squares / norm).sqrt() } else { squares.sqrt() };
+    if let Some(stats) = stats {
+        for (row, (&got, &expected)) in stats.iter().zip(&want.stats).enumerate() {
+            if expected == f64::NEG_INFINITY {
+                distance.stats_worst = worst(distance.stats_worst, if got == expected { 0.0 } else { 1.0 }, 0.0);
+                continue;
+            }
+            let tolerance = 2.0 * (score(row) + sum + 16.0 * F32_ROUNDOFF + 2.0 * F32_ROUNDOFF * expected.abs());
+            distance.stats_worst = worst(distance.stats_worst, got - expected, tolerance);
+        }
+        if stats.len() != want.stats.len() {
+            distance.stats_worst = f64::INFINITY;
+        }
+    }
+    distance
+}
+
+/// The larger of two ratios of error and tolerance; NaN counts as infinite.
+fn worst(before: f64, error: f64, tolerance: f64) -> f64 {
+    let ratio = if error == 0.0 { 0.0 } else { error.abs() / tolerance };
+    if ratio.is_nan() { f64::INFINITY } else { before.max(ratio) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer() -> Answer {
+        Answer { o: vec![1.0, -0.5, 0.0], o_magnitude: vec![1.0, 1.0, 0.0], stats: vec![2.0, 3.0, f64::NEG_INFINITY], score_magnitude: vec![1.0; 3] }
+    }
+
+    const SIZES: Sizes = Sizes { dtype: DType::BF16, dim_qk: 64, seq_kv: 128, dim_v: 1 };
+
+    fn passes(o: [f64; 3], stats: [f64; 3]) -> bool {
+        compare(SIZES, &answer(), &o, Some(&stats)).passes()
+    }
+
+    #[test]
+    fn errors_of_either_sign_nan_and_wrong_empty_rows_fail() {
+        let inf = f64::NEG_INFINITY;
+        let (o, s) = ([1.0, -0.5, 0.0], [2.0, 3.0, inf]);
+        assert!(passes(o, s));
+        assert!(passes([1.004, -0.504, 0.0], s));
+        for (o, s) in [
+            ([1.03, -0.5, 0.0], s),
+            ([0.97, -0.5, 0.0], s),
+            ([1.0, -0.5, 1e-30], s),
+            ([f64::NAN, -0.5, 0.0], s),
+            ([1.0, -0.5, f64::NAN], s),
+            (o, [2.001, 3.0, inf]),
+            (o, [1.999, 3.0, inf]),
+            (o, [2.0, f64::NAN, inf]),
+            (o, [2.0, 3.0, -1e38]),
+            (o, [2.0, 3.0, f64::NAN]),
+        ] {
+            assert!(!passes(o, s), "{o:?} {s:?}");
+        }
+        assert!(!compare(SIZES, &answer(), &o[..2], None).passes());
+    }
+}

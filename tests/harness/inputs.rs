@@ -1,0 +1,102 @@
+//! Strided operands with random contents, in the operands' own type.
+
+use crate::random::Random;
+use half::{bf16, f16};
+use sdpa::{DType, Elements, ElementsMut, TensorSpec};
+
+/// One operand in host memory.
+#[derive(Clone, Debug)]
+pub enum Operand {
+    /// binary32.
+    F32(Vec<f32>),
+    /// binary16.
+    F16(Vec<f16>),
+    /// bfloat16.
+    BF16(Vec<bf16>),
+}
+
+impl Operand {
+    /// All elements, those between rows too, set to one number.
+    pub fn filled(dtype: DType, len: usize, value: f32) -> Operand {
+        match dtype {
+            DType::F16 => Operand::F16(vec![f16::from_f32(value); len]),
+            DType::BF16 => Operand::BF16(vec![bf16::from_f32(value); len]),
+            DType::F32
+            | DType::F64
+            | DType::I8
+            | DType::U8
+            | DType::I32
+            | DType::I64
+            | DType::Bool
+            | DType::F8E4M3
+            | DType::F8E5M2
+            | DType::F8E8M0
+            | DType::F4E2M1 => Operand::F32(vec![value; len]),
+        }
+    }
+
+    /// For a call to read.
+    pub fn elements(&self) -> Elements<'_> {
+        match self {
+            Operand::F32(x) => Elements::F32(x),
+            Operand::F16(x) => Elements::F16(x),
+            Operand::BF16(x) => Elements::BF16(x),
+        }
+    }
+
+    /// For a call to write.
+    pub fn elements_mut(&mut self) -> ElementsMut<'_> {
+        match self {
+            Operand::F32(x) => ElementsMut::F32(x),
+            Operand::F16(x) => ElementsMut::F16(x),
+            Operand::BF16(x) => ElementsMut::BF16(x),
+        }
+    }
+
+    fn set(&mut self, at: usize, value: f32) {
+        match self {
+            Operand::F32(x) => x[at] = value,
+            Operand::F16(x) => x[at] = f16::from_f32(value),
+            Operand::BF16(x) => x[at] = bf16::from_f32(value),
+        }
+    }
+
+    /// An element, exactly.
+    pub fn get(&self, at: usize) -> f64 {
+        match self {
+            Operand::F32(x) => f64::from(x[at]),
+            Operand::F16(x) => x[at].to_f64(),
+            Operand::BF16(x) => x[at].to_f64(),
+        }
+    }
+}
+
+/// Where each element of a strided tensor is, in row-major order of its extents.
+pub fn places(tensor: &TensorSpec) -> Vec<usize> {
+    let [b, h, s, d] = tensor.dims;
+    let mut places = Vec::with_capacity((b * h * s * d) as usize);
+    for i in 0..b {
+        for j in 0..h {
+            for k in 0..s {
+                let row = i * tensor.strides[0] + j * tensor.strides[1] + k * tensor.strides[2];
+                places.extend((0..d).map(|e| (row + e) as usize));
+            }
+        }
+    }
+    places
+}
+
+/// Random elements where the tensor has some, NaN between them: whoever reads a gap shows it.
+pub fn random(tensor: &TensorSpec, dtype: DType, spread: f64, random: &mut Random) -> Operand {
+    let len = tensor.extent().unwrap_or(0) as usize;
+    let mut operand = Operand::filled(dtype, len, f32::NAN);
+    for place in places(tensor) {
+        operand.set(place, (random.normal() * spread) as f32);
+    }
+    operand
+}
+
+/// The elements in row-major order, exactly.
+pub fn gather(tensor: &TensorSpec, operand: &Operand) -> Vec<f64> {
+    places(tensor).into_iter().map(|at| operand.get(at)).collect()
+}

@@ -1,0 +1,1 @@
+//! The real cuDNN on a machine without a GPU.

@@ -1,0 +1,187 @@
+//! Runs cases on executors and counts what became of them.
+
+use crate::case::Case;
+use crate::compare::{Distance, Sizes, compare};
+use crate::inputs::{self, Operand};
+use crate::oracle;
+use crate::random::Random;
+use sdpa::{Align, AttentionSpec, DType, Error, Executor, HostForward, Layout, Mask, Report, Shape};
+
+/// What became of a case on an executor.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// Right, and how near.
+    Pass(Distance, Report),
+    /// Not run, and why.
+    Skip(String),
+    /// Wrong, and how.
+    Fail(String),
+}
+
+/// Counts, for a summary that cannot hide a skip.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// Right.
+    pub passed: usize,
+    /// Not run.
+    pub skipped: usize,
+    /// Wrong.
+    pub failed: usize,
+    /// The largest error over its tolerance among those that passed.
+    pub worst: f64,
+}
+
+impl Tally {
+    /// Counts and prints one outcome.
+    pub fn add(&mut self, executor: &str, name: &str, outcome: &Outcome) {
+        match outcome {
+            Outcome::Pass(distance, report) => {
+                self.passed += 1;
+                self.worst = self.worst.max(distance.o_worst).max(distance.stats_worst);
+                let copied = if report.copied.is_empty() { String::new() } else { format!(", copied {}", report.copied.join(" ")) };
+                println!(
+                    "pass {executor} {name}: {:.1e} relative, {:.2} and {:.2} of the tolerance, {}{copied}",
+                    distance.o_relative, distance.o_worst, distance.stats_worst, report.engine
+                );
+            }
+            Outcome::Skip(why) => {
+                self.skipped += 1;
+                println!("SKIP {executor} {name}: {why}");
+            }
+            Outcome::Fail(how) => {
+                self.failed += 1;
+                println!("FAIL {executor} {name}: {how}");
+            }
+        }
+    }
+
+    /// One line.
+    pub fn summary(&self, executor: &str) -> String {
+        format!(
+            "{executor}: {} passed, {} skipped, {} failed; worst error {:.2} of its tolerance",
+            self.passed, self.skipped, self.failed, self.worst
+        )
+    }
+}
+
+/// Runs one case on one executor.
+pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
+    if let Some(reason) = case.skip.get(&executor.name()) {
+        return Outcome::Skip(reason.clone());
+    }
+    let spec = match case.spec() {
+        Ok(spec) => spec,
+        Err(e) => return Outcome::Fail(e),
+    };
+    let seed = case.name.bytes().fold(7u64, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)));
+    match run(&spec, case.attn_scale, case.spread, seed, executor) {
+        Outcome::Fail(how) => Outcome::Fail(format!("{how}\n  {}", case.repro(executor.name()))),
+        other => other,
+    }
+}
+
+/// Runs a specification over random inputs on one executor and compares it with the oracle.
+pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64, executor: &dyn Executor) -> Outcome {
+    let problem = match spec.validate() {
+        Ok(problem) => problem,
+        Err(e) => return Outcome::Fail(format!("does not validate: {e}")),
+    };
+    let said = executor.supports(&problem);
+    let prepared = match (executor.prepare(&problem), said) {
+        (Ok(prepared), Ok(())) => prepared,
+        (Ok(_), Err(e)) => return Outcome::Fail(format!("supports() declines what prepare() makes: {e}")),
+        (Err(Error::Unsupported(e)), Err(_)) => return Outcome::Skip(e.to_string()),
+        (Err(e), Ok(())) => return Outcome::Fail(format!("supports() accepts what prepare() refuses: {e}")),
+        (Err(e), Err(_)) => return Outcome::Fail(e.to_string()),
+    };
+    let mut random = Random::new(seed);
+    let q = inputs::random(&spec.q, spec.dtype, spread, &mut random);
+    let k = inputs::random(&spec.k, spec.dtype, spread, &mut random);
+    let v = inputs::random(&spec.v, spec.dtype, spread, &mut random);
+    // Not NaN: what lies between the rows of the output must be found again.
+    const GAP: f32 = 12352.0;
+    let extent = spec.o.extent().unwrap_or(0) as usize;
+    let mut o = Operand::filled(spec.dtype, extent, GAP);
+    let mut stats = spec.stats.then(|| vec![f32::NAN; problem.stats_elements() as usize]);
+    let call = HostForward {
+        q: q.elements(),
+        k: k.elements(),
+        v: v.elements(),
+        o: o.elements_mut(),
+        stats: stats.as_deref_mut(),
+        attn_scale,
+    };
+    let report = match prepared.forward(call) {
+        Ok(report) => report,
+        Err(e) => return Outcome::Fail(format!("forward: {e}")),
+    };
+    let places = inputs::places(&spec.o);
+    let mut belongs = vec![false; extent];
+    places.iter().for_each(|&at| belongs[at] = true);
+    if let Some(at) = (0..extent).find(|&at| !belongs[at] && o.get(at) != f64::from(GAP)) {
+        return Outcome::Fail(format!("element {at} between the rows of the output was written"));
+    }
+    let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
+    let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
+    let want = oracle::attention(&oracle::Problem {
+        shape: [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v],
+        q: &inputs::gather(&spec.q, &q),
+        k: &inputs::gather(&spec.k, &k),
+        v: &inputs::gather(&spec.v, &v),
+        scale: f64::from(attn_scale.unwrap_or(problem.default_scale())),
+        masks: &spec.masks,
+    });
+    let got: Vec<f64> = places.iter().map(|&at| o.get(at)).collect();
+    let stats: Option<Vec<f64>> = stats.map(|s| s.into_iter().map(f64::from).collect());
+    let sizes = Sizes { dtype: spec.dtype, dim_qk, seq_kv, dim_v };
+    let distance = compare(sizes, &want, &got, stats.as_deref());
+    if distance.passes() { Outcome::Pass(distance, report) } else { Outcome::Fail(format!("{distance:?}, {}", report.engine)) }
+}
+
+/// A random specification: lengths off every tile, GQA, odd strides, every mask. Small enough for the oracle.
+pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
+    let heads_kv = random.pick(&[1, 1, 2, 3]);
+    let lengths = |random: &mut Random| match random.between(0, 5) {
+        0 => 1,
+        1 => random.pick(&[63, 64, 65, 127, 128, 129, 255, 257]),
+        _ => random.between(1, 300),
+    };
+    let dims = |random: &mut Random| if random.between(0, 3) == 0 { random.pick(&[64, 128]) } else { 8 * random.between(1, 32) };
+    let dim_qk = dims(random);
+    let dim_v = if random.between(0, 2) > 0 { dim_qk } else { dims(random) };
+    let shape = Shape {
+        batch: random.between(1, 3),
+        heads_q: heads_kv * random.pick(&[1, 1, 2, 4, 5]),
+        heads_kv,
+        seq_q: lengths(random),
+        seq_kv: lengths(random),
+        dim_qk,
+        dim_v,
+    };
+    let layout = random.pick(&[Layout::Bhsd, Layout::Bshd, Layout::Sbhd]);
+    let mut spec = AttentionSpec::dense(random.pick(dtypes), shape, layout);
+    for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
+        if random.between(0, 3) == 0 {
+            let [b, h, s, d] = tensor.dims;
+            let gap = random.pick(&[8, 64, 1, 3]);
+            tensor.strides = random.pick(&[Layout::Bhsd, Layout::Bshd, Layout::Sbhd]).strides([b, h, s, d + gap]);
+        }
+    }
+    for _ in 0..random.pick(&[0, 1, 1, 2]) {
+        spec.masks.push(random_mask(random, shape.seq_kv));
+    }
+    spec.stats = random.between(0, 1) == 0;
+    spec
+}
+
+fn random_mask(random: &mut Random, seq_kv: i64) -> Mask {
+    let align = random.pick(&[Align::TopLeft, Align::BottomRight]);
+    match random.between(0, 5) {
+        0 => Mask::causal(),
+        1 => Mask::causal_bottom_right(),
+        2 => Mask::prefix_lm(random.between(0, seq_kv + 1)),
+        3 => Mask::window(Some(random.between(1, seq_kv + 3)), Some(0), align),
+        4 => Mask::window(Some(random.between(1, seq_kv)), Some(random.between(0, seq_kv)), align),
+        _ => Mask::window(None, Some(random.between(0, seq_kv)), align),
+    }
+}
