@@ -196,6 +196,11 @@ impl Plan {
         self.workspace
     }
 
+    /// The finalized plan itself, for callers with packs of their own.
+    pub fn descriptor(&self) -> &Descriptor {
+        &self.descriptor
+    }
+
     /// What it takes.
     pub fn ports(&self) -> &Ports {
         &self.ports

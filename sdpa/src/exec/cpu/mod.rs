@@ -146,25 +146,24 @@ impl<T: Element> Call<'_, T> {
     fn run(&self, targets: Vec<output::Target<'_, T>>) -> usize {
         let schedule = self.schedule;
         let dim_v = schedule.extents.dim_v;
-        let parts = |n: usize| if n > 1 { n } else { 0 };
-        let mut partials: Vec<Partial> =
-            schedule.strips.iter().flat_map(|strip| (0..parts(strip.n_pieces)).map(|_| Partial::new(strip.rows.len(), dim_v))).collect();
+        let mut partials: Vec<Partial> = schedule
+            .strips
+            .iter()
+            .filter(|strip| strip.n_pieces > 1)
+            .flat_map(|strip| (0..strip.n_pieces).map(|_| Partial::new(strip.rows.len(), dim_v)))
+            .collect();
 
+        let mut pieces = schedule.pieces.iter();
         let mut spare = partials.iter_mut();
-        let mut whole = targets.into_iter().zip(&schedule.strips);
-        let mut split = Vec::new();
         let mut work = Vec::with_capacity(schedule.pieces.len());
-        for (i, piece) in schedule.pieces.iter().enumerate() {
-            let first_of_strip = i == 0 || schedule.pieces[i - 1].strip != piece.strip;
-            let target = if first_of_strip { whole.next() } else { None };
-            let n_pieces = schedule.strips[piece.strip].n_pieces;
-            match target {
-                Some((target, _)) if n_pieces == 1 => work.push((piece, Sink::Target(target))),
-                Some((target, _)) => {
-                    split.push((target, n_pieces));
-                    work.extend(spare.next().map(|partial| (piece, Sink::Partial(partial))));
-                }
-                None => work.extend(spare.next().map(|partial| (piece, Sink::Partial(partial)))),
+        let mut split = Vec::new();
+        for (strip, target) in schedule.strips.iter().zip(targets) {
+            let pieces = pieces.by_ref().take(strip.n_pieces);
+            if strip.n_pieces == 1 {
+                work.extend(pieces.zip([Sink::Target(target)]));
+            } else {
+                work.extend(pieces.zip(spare.by_ref().map(Sink::Partial)));
+                split.push((target, strip.n_pieces));
             }
         }
         work.sort_by_key(|(piece, _)| std::cmp::Reverse(piece.pairs));

@@ -6,15 +6,17 @@
 pub mod guard;
 mod host;
 pub mod plan;
+pub mod raw;
 
 pub use host::CudnnPrepared;
 pub use plan::{PlanOptions, Planned, PlannedCopy};
+pub use raw::DeviceForward;
 
 use crate::cache::{CacheStats, PlanCache};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared};
 use crate::problem::Problem;
-use cudnn_graph::{Device, Driver, Library, Search, Stream, Target};
+use cudnn_graph::{Device, Driver, Library, Search, Target};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
@@ -111,7 +113,6 @@ impl Executor for CudnnExecutor {
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
         let (planned, _) = self.attention(problem)?;
-        let stream: Arc<Stream> = Arc::new(self.device.stream()?);
-        Ok(Arc::new(CudnnPrepared::new(*problem, planned, stream)))
+        Ok(Arc::new(CudnnPrepared::new(self.library, *problem, planned, self.device.stream()?)))
     }
 }

@@ -1,0 +1,104 @@
+//! Host time of a call that hits, next to a bare loop over `cudnnBackendExecute` in the same process, in turns.
+#![allow(unsafe_code)]
+
+use crate::setup::{Result, Tensors, executor, problems};
+use cudnn_graph::ffi::pack::Pack;
+use sdpa::exec::cudnn::PlanOptions;
+use std::time::Instant;
+
+const BATCH: usize = 100;
+const ROUNDS: usize = 200;
+
+/// The least time of a call, in microseconds, over batches with no synchronisation inside.
+fn least(best: &mut f64, mut call: impl FnMut() -> Result<()>) -> Result<()> {
+    let start = Instant::now();
+    for _ in 0..BATCH {
+        call()?;
+    }
+    *best = best.min(start.elapsed().as_secs_f64() * 1e6 / BATCH as f64);
+    Ok(())
+}
+
+pub(crate) fn run() -> Result<()> {
+    let executor = executor(PlanOptions::default())?;
+    let stream = executor.device().stream()?;
+    // The smallest kernel, so that the queue never fills.
+    let (name, spec) = problems().swap_remove(2);
+    let problem = spec.validate()?;
+    let (planned, _) = executor.attention(&problem)?;
+    let tensors = Tensors::new(&stream, &spec, planned.workspace_bytes(), 1)?;
+    let others = Tensors::new(&stream, &spec, planned.workspace_bytes(), 2)?;
+    let mut many = Vec::new();
+    for seed in 0..16 {
+        many.push(Tensors::new(&stream, &spec, planned.workspace_bytes(), seed)?);
+    }
+    let call = tensors.call(None);
+    let handle = executor.library().handle(&stream)?;
+    let ports = planned.plan.ports();
+    let device: Vec<i64> = ports.device.iter().map(|p| p.id.uid()).collect();
+    let values: Vec<i64> = ports.values.iter().map(|p| p.id.uid()).collect();
+    let address = |name: &str| match name {
+        "q" => call.q.address,
+        "k" => call.k.address,
+        "v" => call.v.address,
+        _ => call.o.address,
+    };
+    let addresses: Vec<u64> = ports.device.iter().map(|p| address(&p.name)).collect();
+    let mut pack = Pack::new(executor.library(), &device, &addresses, &values, call.workspace.address)?;
+    for (n, port) in ports.values.iter().enumerate() {
+        let value = port.value.map_or(problem.default_scale(), |v| v.to_f64() as f32);
+        pack.set_value(n, &value.to_ne_bytes());
+    }
+    let mut best = [f64::INFINITY; 7];
+    for _ in 0..ROUNDS {
+        // SAFETY: everything bound is a buffer of this device that outlives the synchronisation at the end of the round.
+        least(&mut best[0], || Ok(unsafe { pack.execute(&handle, planned.plan.descriptor()) }?))?;
+        stream.synchronize()?;
+        // SAFETY: as above.
+        least(&mut best[1], || Ok(unsafe { planned.forward(&handle, &call) }?))?;
+        stream.synchronize()?;
+        least(&mut best[2], || {
+            let (planned, _) = executor.attention(&problem)?;
+            let handle = executor.library().handle(&stream)?;
+            // SAFETY: as above.
+            Ok(unsafe { planned.forward(&handle, &call) }?)
+        })?;
+        stream.synchronize()?;
+        let mut turn = 0;
+        least(&mut best[3], || {
+            turn += 1;
+            let tensors: &Tensors = if turn % 2 == 0 { &tensors } else { &others };
+            // SAFETY: as above.
+            Ok(unsafe { planned.forward(&handle, &tensors.call(None)) }?)
+        })?;
+        stream.synchronize()?;
+        least(&mut best[4], || {
+            turn += 1;
+            // SAFETY: as above.
+            Ok(unsafe { planned.forward(&handle, &many[turn % many.len()].call(None)) }?)
+        })?;
+        stream.synchronize()?;
+        least(&mut best[5], || {
+            std::hint::black_box(executor.attention(std::hint::black_box(&problem))?);
+            Ok(())
+        })?;
+        least(&mut best[6], || {
+            std::hint::black_box(spec.validate()?);
+            Ok(())
+        })?;
+    }
+    println!("{name}, microseconds per call, least of {ROUNDS} batches of {BATCH}:");
+    let rows = [
+        "bare cudnnBackendExecute, one pack",
+        "plan in hand, addresses repeat",
+        "looked up in the cache, handle from the pool, addresses repeat",
+        "plan in hand, two sets of addresses in turn",
+        "plan in hand, sixteen sets of addresses in turn (no pack is kept for them)",
+        "lookup alone",
+        "validating the specification alone",
+    ];
+    for (row, us) in rows.into_iter().zip(best) {
+        println!("    {us:8.3}  {:+.3}  {row}", us - best[0]);
+    }
+    Ok(())
+}

@@ -1,0 +1,32 @@
+//! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
+//!
+//! `device suite [RANDOM]`, `device speed`, `device host`, `device startup`, `device threads SECONDS`.
+
+mod host;
+mod setup;
+mod speed;
+mod startup;
+mod suite;
+mod threads;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let number = |n: usize, default: u64| args.get(n).and_then(|a| a.parse().ok()).unwrap_or(default);
+    let result = match args.first().map(String::as_str) {
+        Some("suite") => suite::run(number(1, 200)),
+        Some("speed") => speed::run(),
+        Some("host") => host::run(),
+        Some("startup") => startup::run(),
+        Some("threads") => threads::run(number(1, 60)),
+        _ => Err("device suite [RANDOM] | speed | host | startup | threads [SECONDS]".into()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            println!("FAILED: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

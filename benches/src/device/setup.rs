@@ -1,0 +1,105 @@
+//! What the subcommands share: an executor, device tensors with random contents, a median.
+
+use conformance::inputs;
+use conformance::random::Random;
+use cudnn_graph::{Buffer, DeviceSlice, Stream};
+use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, PlanOptions};
+use sdpa::{AttentionSpec, DType, Elements, Layout, Mask, Shape};
+
+/// Any error, for the last line of the output.
+pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// The executor, and a line about where it runs.
+pub(crate) fn executor(plan: PlanOptions) -> Result<CudnnExecutor> {
+    let executor = CudnnExecutor::new(CudnnOptions { plan, ..CudnnOptions::default() })?;
+    println!("{}, cuDNN {} from {}", executor.device().name(), executor.library().version(), executor.library().path().display());
+    Ok(executor)
+}
+
+/// The forward shapes of the speed table: name, batch, heads_q, heads_kv, seq_q, seq_kv, dim, masks.
+pub(crate) fn problems() -> Vec<(String, AttentionSpec)> {
+    let causal = Mask::causal();
+    let rows: [(i64, i64, i64, i64, i64, i64, &[Mask]); 9] = [
+        (1, 32, 8, 2048, 2048, 128, &[causal]),
+        (1, 32, 8, 2049, 2049, 128, &[causal]),
+        (1, 32, 8, 8, 8, 128, &[causal]),
+        (1, 32, 8, 2048, 4096, 128, &[Mask::causal_bottom_right()]),
+        (4, 32, 32, 4096, 4096, 128, &[causal]),
+        (4, 16, 16, 16384, 16384, 128, &[causal]),
+        (1, 32, 8, 2048, 2048, 128, &[]),
+        (1, 32, 8, 2048, 2048, 128, &[Mask::prefix_lm(512)]),
+        (16, 32, 8, 1, 8192, 128, &[]),
+    ];
+    rows.into_iter()
+        .map(|(batch, heads_q, heads_kv, seq_q, seq_kv, dim, masks)| {
+            let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
+            let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
+            spec.masks = masks.to_vec();
+            let mask = masks.iter().map(ToString::to_string).collect::<Vec<_>>().join("+");
+            let mask = if mask.is_empty() { "none".to_owned() } else { mask };
+            (format!("{mask} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim})"), spec)
+        })
+        .collect()
+}
+
+/// Operands of one problem in device memory.
+pub(crate) struct Tensors {
+    buffers: Vec<Buffer>,
+    workspace: Buffer,
+    stats: bool,
+    /// Bytes of the output.
+    pub(crate) o_bytes: usize,
+}
+
+impl Tensors {
+    /// Random inputs, a poisoned output.
+    pub(crate) fn new(stream: &Stream, spec: &AttentionSpec, workspace: u64, seed: u64) -> Result<Tensors> {
+        let mut random = Random::new(seed);
+        let mut buffers = Vec::new();
+        for tensor in [&spec.q, &spec.k, &spec.v] {
+            // A pattern of 64 Ki numbers, repeated: random enough for rates, and cheap for gigabytes.
+            let elements = tensor.extent().unwrap_or(0) as usize;
+            let short = sdpa::TensorSpec::dense([1, 1, 1, elements.min(65_521) as i64], Layout::Bhsd);
+            let piece = inputs::random(&short, spec.dtype, 1.0, &mut random);
+            let mut buffer = Buffer::new(stream.device(), elements * 2)?;
+            match piece.elements() {
+                Elements::BF16(x) => {
+                    let all: Vec<_> = x.iter().copied().cycle().take(elements).collect();
+                    buffer.upload(stream, 0, &all)?;
+                }
+                Elements::F16(x) => {
+                    let all: Vec<_> = x.iter().copied().cycle().take(elements).collect();
+                    buffer.upload(stream, 0, &all)?;
+                }
+                Elements::F32(_) => return Err("f32 does not run on cuDNN".into()),
+            }
+            buffers.push(buffer);
+        }
+        let o_bytes = spec.o.extent().unwrap_or(0) as usize * 2;
+        buffers.push(Buffer::new(stream.device(), o_bytes)?);
+        if spec.stats {
+            buffers.push(Buffer::new(stream.device(), (spec.q.dims[0] * spec.q.dims[1] * spec.q.dims[2]) as usize * 4)?);
+        }
+        let workspace = Buffer::new(stream.device(), workspace as usize)?;
+        Ok(Tensors { buffers, workspace, stats: spec.stats, o_bytes })
+    }
+
+    /// The output.
+    pub(crate) fn o(&mut self) -> &mut Buffer {
+        &mut self.buffers[3]
+    }
+
+    /// A call over them.
+    pub(crate) fn call(&self, attn_scale: Option<f32>) -> DeviceForward {
+        let slice = |b: &Buffer| DeviceSlice { address: b.address(), bytes: b.bytes() as u64 };
+        let [q, k, v, o] = [0, 1, 2, 3].map(|n| slice(&self.buffers[n]));
+        let stats = self.stats.then(|| slice(&self.buffers[4]));
+        DeviceForward { q, k, v, o, stats, attn_scale, workspace: slice(&self.workspace) }
+    }
+}
+
+/// The middle one.
+pub(crate) fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times.get(times.len() / 2).copied().unwrap_or(f64::NAN)
+}

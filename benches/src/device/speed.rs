@@ -1,0 +1,66 @@
+//! Device time of the chosen plan next to every configuration that cuDNN offers, in both forms, in turns.
+#![allow(unsafe_code)]
+
+use crate::setup::{Result, Tensors, executor, median, problems};
+use cudnn_graph::{Plan, Policy, Target};
+use sdpa::exec::cudnn::plan::ask;
+use sdpa::exec::cudnn::{PlanOptions, Planned};
+use sdpa::lower::{self, Form};
+use std::sync::Arc;
+
+const WARM: usize = 5;
+const RUNS: usize = 20;
+
+pub(crate) fn run() -> Result<()> {
+    let executor = executor(PlanOptions::default())?;
+    let stream = executor.device().stream()?;
+    let handle = executor.library().handle(&stream)?;
+    let target = Target::Handle(&handle);
+    for (name, spec) in problems() {
+        let problem = spec.validate()?;
+        let (chosen, _) = executor.attention(&problem)?;
+        let mut rivals: Vec<(String, Planned)> = Vec::new();
+        for form in [Form::Composite, Form::Unified] {
+            if !lower::forms(&problem, executor.library().version()).contains(&form) {
+                continue;
+            }
+            let Ok((forward, planner)) = ask(executor.library(), &target, &problem, form, &Policy::default()) else { continue };
+            for (n, candidate) in planner.report().candidates.iter().enumerate() {
+                match planner.nth(n, &target) {
+                    Ok(plan) => rivals.push((format!("{form} {} {:?}", candidate.tag(), candidate.source), planned(problem, forward.clone(), plan))),
+                    Err(e) => println!("# {name}: {form} {} was offered and refused: {e}", candidate.tag()),
+                }
+            }
+        }
+        let workspace = rivals.iter().map(|(_, p)| p.workspace_bytes()).chain([chosen.workspace_bytes()]).max().unwrap_or(0);
+        let tensors = Tensors::new(&stream, &spec, workspace, 1)?;
+        let call = tensors.call(None);
+        let label = format!("{} {}", chosen.forward.form, chosen.plan.engine().map(|c| c.tag()).unwrap_or_default());
+        let mut all: Vec<(&str, &Planned)> = vec![("chosen", &chosen)];
+        all.extend(rivals.iter().map(|(n, p)| (n.as_str(), p)));
+        let mut times = vec![Vec::new(); all.len()];
+        for round in 0..WARM + RUNS {
+            for ((_, planned), times) in all.iter().zip(&mut times) {
+                let start = stream.record(true)?;
+                // SAFETY: the tensors are whole buffers of this device that outlive the loop; the stream is waited for below.
+                unsafe { planned.forward(&handle, &call) }?;
+                let end = stream.record(true)?;
+                end.synchronize()?;
+                if round >= WARM {
+                    times.push(f64::from(end.since(&start)?));
+                }
+            }
+        }
+        let medians: Vec<f64> = times.into_iter().map(median).collect();
+        let best = medians[1..].iter().copied().fold(f64::INFINITY, f64::min);
+        println!("{name}: chosen {label} {:.4} ms, {:.1} TFLOP/s, {:.3} of the best of {}", medians[0], problem.flops() / medians[0] / 1e9, medians[0] / best, rivals.len());
+        for ((name, _), ms) in all.iter().zip(&medians).skip(1) {
+            println!("    {name}: {ms:.4} ms");
+        }
+    }
+    Ok(())
+}
+
+fn planned(problem: sdpa::Problem, forward: Arc<lower::Forward>, plan: Plan) -> Planned {
+    Planned { problem, forward, plan: Arc::new(plan), copies: Vec::new() }
+}

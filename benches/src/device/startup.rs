@@ -1,0 +1,44 @@
+//! Time to the first output of a fresh process, by part.
+#![allow(unsafe_code)]
+
+use crate::setup::{Result, Tensors, problems};
+use cudnn_graph::{Driver, Library, Search};
+use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
+use std::time::Instant;
+
+pub(crate) fn run() -> Result<()> {
+    let (name, spec) = problems().swap_remove(0);
+    let problem = spec.validate()?;
+    let start = Instant::now();
+    let mut before = 0.0;
+    let mut part = |what: &str| {
+        let now = start.elapsed().as_secs_f64() * 1e3;
+        println!("    {:8.1} ms  {what}", now - before);
+        before = now;
+    };
+    println!("{name}, fresh process:");
+    let device = Driver::load(None)?.device(0)?;
+    part("driver and context");
+    let library = Library::load(&Search::default())?;
+    part("cuDNN's libraries");
+    let stream = device.stream()?;
+    let handle = library.handle(&stream)?;
+    part("handle");
+    let executor = CudnnExecutor::new(CudnnOptions::default())?;
+    let (planned, _) = executor.attention(&problem)?;
+    part("plan: graph, heuristics, compilation");
+    let mut tensors = Tensors::new(&stream, &spec, planned.workspace_bytes(), 1)?;
+    tensors.o().fill(&stream, 0xff)?;
+    stream.synchronize()?;
+    part("inputs");
+    // SAFETY: the tensors are whole buffers of this device; the stream is waited for.
+    unsafe { planned.forward(&handle, &tensors.call(None)) }?;
+    stream.synchronize()?;
+    part("first execution");
+    // SAFETY: as above.
+    unsafe { planned.forward(&handle, &tensors.call(None)) }?;
+    stream.synchronize()?;
+    part("second execution");
+    println!("    {:8.1} ms  in all", start.elapsed().as_secs_f64() * 1e3);
+    Ok(())
+}
