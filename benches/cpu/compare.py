@@ -49,6 +49,7 @@ def busy(seconds=0.1):
         time.sleep(seconds)
         new_total, new_idle = ticks()
     except OSError:
+        time.sleep(seconds)
         return 0.0
     return 1 - (new_idle - idle) / max(new_total - total, 1)
 

@@ -100,8 +100,7 @@ impl Case {
             spec.masks.push(mask.parse::<Mask>().map_err(|e| e.to_string())?);
         }
         spec.stats = self.stats;
-        for (tensor, gap) in
-            [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
+        for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
         {
             if gap > 0 {
                 // Rows as if each were longer by the gap.

@@ -113,7 +113,12 @@ mod tests {
     use super::*;
 
     fn answer() -> Answer {
-        Answer { o: vec![1.0, -0.5, 0.0], o_magnitude: vec![1.0, 1.0, 0.0], stats: vec![2.0, 3.0, f64::NEG_INFINITY], score_magnitude: vec![1.0; 3] }
+        Answer {
+            o: vec![1.0, -0.5, 0.0],
+            o_magnitude: vec![1.0, 1.0, 0.0],
+            stats: vec![2.0, 3.0, f64::NEG_INFINITY],
+            score_magnitude: vec![1.0; 3],
+        }
     }
 
     const SIZES: Sizes = Sizes { dtype: DType::BF16, dim_qk: 64, seq_kv: 128, dim_v: 1 };

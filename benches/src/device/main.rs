@@ -1,6 +1,6 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
-//! `device suite [RANDOM]`, `device speed`, `device host`, `device startup`, `device threads SECONDS`.
+//! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device startup`, `device threads SECONDS`.
 
 mod host;
 mod setup;
@@ -17,10 +17,11 @@ fn main() -> ExitCode {
     let result = match args.first().map(String::as_str) {
         Some("suite") => suite::run(number(1, 200)),
         Some("speed") => speed::run(),
+        Some("short") => speed::short(),
         Some("host") => host::run(),
         Some("startup") => startup::run(),
         Some("threads") => threads::run(number(1, 60)),
-        _ => Err("device suite [RANDOM] | speed | host | startup | threads [SECONDS]".into()),
+        _ => Err("device suite [RANDOM] | speed | short | host | startup | threads [SECONDS]".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -31,15 +31,33 @@ pub(crate) fn problems() -> Vec<(String, AttentionSpec)> {
         (16, 32, 8, 1, 8192, 128, &[]),
     ];
     rows.into_iter()
-        .map(|(batch, heads_q, heads_kv, seq_q, seq_kv, dim, masks)| {
-            let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
-            let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
-            spec.masks = masks.to_vec();
-            let mask = masks.iter().map(ToString::to_string).collect::<Vec<_>>().join("+");
-            let mask = if mask.is_empty() { "none".to_owned() } else { mask };
-            (format!("{mask} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim})"), spec)
-        })
+        .map(|(batch, heads_q, heads_kv, seq_q, seq_kv, dim, masks)| row(batch, heads_q, heads_kv, seq_q, seq_kv, dim, masks))
         .collect()
+}
+
+fn row(batch: i64, heads_q: i64, heads_kv: i64, seq_q: i64, seq_kv: i64, dim: i64, masks: &[Mask]) -> (String, AttentionSpec) {
+    let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
+    let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
+    spec.masks = masks.to_vec();
+    let mask = masks.iter().map(ToString::to_string).collect::<Vec<_>>().join("+");
+    let mask = if mask.is_empty() { "none".to_owned() } else { mask };
+    (format!("{mask} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim})"), spec)
+}
+
+/// Lengths from 8 to 512, with and without a mask, few and many heads.
+pub(crate) fn short_problems() -> Vec<(String, AttentionSpec)> {
+    let mut all = Vec::new();
+    for seq in [8, 16, 32, 64, 65, 96, 128, 129, 192, 256, 384, 512] {
+        for (batch, dim) in [(1, 128), (16, 128), (1, 64)] {
+            all.push(row(batch, 32, 8, seq, seq, dim, &[Mask::causal()]));
+            all.push(row(batch, 32, 8, seq, seq, dim, &[]));
+        }
+    }
+    for (seq_q, seq_kv) in [(2, 4096), (8, 4096), (16, 4096), (64, 4096), (128, 4096), (2048, 64)] {
+        all.push(row(1, 32, 8, seq_q, seq_kv, 128, &[Mask::causal_bottom_right()]));
+        all.push(row(4, 32, 8, seq_q, seq_kv, 128, &[]));
+    }
+    all
 }
 
 /// Operands of one problem in device memory.

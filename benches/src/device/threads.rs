@@ -1,10 +1,12 @@
-//! May one plan execute on many threads at once? Every thread has a stream, a handle, inputs and a scale of its own, all
-//! share one plan, and every output is compared bit by bit with what the same inputs gave alone.
+//! May one plan execute on many threads at once? Every thread has a stream, buffers, inputs and a scale of its own, and every
+//! output is compared bit by bit with what the same inputs gave alone. What the threads share is varied, so that a difference
+//! can be traced to what causes it.
 #![allow(unsafe_code)]
 
 use crate::setup::{Result, Tensors, executor};
-use cudnn_graph::Stream;
-use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions, Planned};
+use cudnn_graph::{Handle, Stream, Target};
+use half::bf16;
+use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions, Planned, plan};
 use sdpa::lower::Form;
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::sync::Arc;
@@ -15,6 +17,21 @@ const THREADS: usize = 16;
 /// Executions in flight on a stream before it is checked.
 const BURST: usize = 8;
 
+/// What the threads have in common.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Sharing {
+    /// One thread, nothing to share.
+    Alone,
+    /// One plan; each thread keeps a handle.
+    Plan,
+    /// A plan each; handles go back to the pool after each call.
+    Handles,
+    /// One plan, and handles go back to the pool after each call.
+    PlanAndHandles,
+    /// A plan and a handle each.
+    Nothing,
+}
+
 fn specs() -> Vec<(&'static str, AttentionSpec)> {
     let spec = |heads_q, heads_kv, seq_q, seq_kv, masks: &[Mask], layout| {
         let shape = Shape { batch: 2, heads_q, heads_kv, seq_q, seq_kv, dim_qk: 128, dim_v: 128 };
@@ -24,85 +41,123 @@ fn specs() -> Vec<(&'static str, AttentionSpec)> {
     };
     let mut strided = spec(4, 2, 129, 190, &[Mask::causal()], Layout::Bhsd);
     strided.q.strides = Layout::Bhsd.strides([2, 4, 129, 131]);
+    let window = Mask::window(Some(100), Some(0), sdpa::Align::BottomRight);
     vec![
-        ("small causal", spec(8, 2, 129, 129, &[Mask::causal()], Layout::Bhsd)),
-        ("chunk with a window", spec(8, 2, 300, 700, &[Mask::window(Some(100), Some(0), sdpa::Align::BottomRight)], Layout::Bshd)),
         ("decode", spec(32, 8, 1, 2000, &[], Layout::Bhsd)),
+        ("small causal", spec(8, 2, 129, 129, &[Mask::causal()], Layout::Bhsd)),
+        ("chunk with a window", spec(8, 2, 300, 700, &[window], Layout::Bshd)),
         ("copied query", strided),
     ]
 }
 
-fn output(executor: &CudnnExecutor, stream: &Stream, planned: &Planned, tensors: &mut Tensors, scale: f32, times: usize) -> Result<Vec<u8>> {
+/// Fills the output with NaN, runs the plan `times` times, and reads the output.
+fn output(handle: &mut dyn FnMut() -> Result<Arc<Handle>>, stream: &Stream, planned: &Planned, tensors: &mut Tensors, scale: f32, times: usize) -> Result<Vec<bf16>> {
     tensors.o().fill(stream, 0xff)?;
     for _ in 0..times {
-        let handle = executor.library().handle(stream)?;
+        let handle = handle()?;
         // SAFETY: whole buffers of this device, used by this stream only, which is waited for before they go.
         unsafe { planned.forward(&handle, &tensors.call(Some(scale))) }?;
     }
-    let mut bytes = vec![0u8; tensors.o_bytes];
-    tensors.o().download(stream, 0, &mut bytes)?;
-    Ok(bytes)
+    let mut elements = vec![bf16::ZERO; tensors.o_bytes / 2];
+    tensors.o().download(stream, 0, &mut elements)?;
+    Ok(elements)
 }
 
 pub(crate) fn run(seconds: u64) -> Result<()> {
-    let forms: &[Option<Form>] = if executor(PlanOptions::default())?.library().version() >= sdpa::lower::UNIFIED_SINCE {
-        &[Some(Form::Composite), Some(Form::Unified)]
-    } else {
-        &[None]
-    };
-    let each = Duration::from_secs(seconds) / (forms.len() * specs().len()) as u32;
+    let first = executor(PlanOptions::default())?;
+    let version = first.library().version();
+    let forms: &[Form] = if version >= sdpa::lower::UNIFIED_SINCE { &[Form::Composite, Form::Unified] } else { &[Form::Composite] };
+    let sharings = [Sharing::Alone, Sharing::Nothing, Sharing::Plan, Sharing::Handles, Sharing::PlanAndHandles];
+    let each = Duration::from_secs(seconds) / (forms.len() * specs().len() * sharings.len()) as u32;
     let mut wrong = 0;
     for &form in forms {
-        let executor = executor(PlanOptions { form, ..PlanOptions::default() })?;
+        let executor = executor(PlanOptions { form: Some(form), ..PlanOptions::default() })?;
         for (name, spec) in specs() {
-            let (planned, _) = executor.attention(&spec.validate()?)?;
-            wrong += stress(&executor, name, &spec, &planned, each)?;
+            for sharing in sharings {
+                wrong += stress(&executor, form, name, &spec, sharing, each)?;
+            }
         }
     }
     if wrong == 0 { Ok(()) } else { Err(format!("{wrong} outputs differ").into()) }
 }
 
-fn stress(executor: &CudnnExecutor, name: &str, spec: &AttentionSpec, planned: &Arc<Planned>, each: Duration) -> Result<u64> {
-    let (runs, wrong) = (AtomicU64::new(0), AtomicU64::new(0));
-    // Alone first: what every thread must get again.
-    let mut alone = Vec::new();
-    for n in 0..THREADS {
+/// One thread's own things, and what it must get.
+struct Worker {
+    stream: Stream,
+    tensors: Tensors,
+    planned: Arc<Planned>,
+    scale: f32,
+    want: Vec<bf16>,
+}
+
+fn workers(executor: &CudnnExecutor, form: Form, spec: &AttentionSpec, sharing: Sharing) -> Result<Vec<Worker>> {
+    let problem = spec.validate()?;
+    let count = if sharing == Sharing::Alone { 1 } else { THREADS };
+    let shared = matches!(sharing, Sharing::Alone | Sharing::Plan | Sharing::PlanAndHandles);
+    let mut workers: Vec<Worker> = Vec::new();
+    for n in 0..count {
         let stream = executor.device().stream()?;
+        let handle = Arc::new(executor.library().handle(&stream)?);
+        let planned = if shared {
+            executor.attention(&problem)?.0
+        } else {
+            let options = PlanOptions { form: Some(form), ..PlanOptions::default() };
+            Arc::new(plan::build(executor.library(), &Target::Handle(&handle), executor.device().sm(), &problem, &options)?)
+        };
         let scale = 0.05 + 0.01 * n as f32;
         let mut tensors = Tensors::new(&stream, spec, planned.workspace_bytes(), n as u64)?;
-        let want = output(executor, &stream, planned, &mut tensors, scale, 1)?;
-        if want.chunks(2).any(|c| c == [0xff, 0xff]) {
-            return Err(format!("{name}: an element of the output was not written").into());
+        let want = output(&mut || Ok(handle.clone()), &stream, &planned, &mut tensors, scale, 1)?;
+        if want.iter().any(|x| x.is_nan()) {
+            return Err("an element of the output was not written".into());
         }
-        alone.push((stream, tensors, scale, want));
+        if workers.iter().any(|w| w.want == want) {
+            return Err("two threads expect the same output".into());
+        }
+        workers.push(Worker { stream, tensors, planned, scale, want });
     }
-    if (1..THREADS).any(|n| alone[n].3 == alone[0].3) {
-        return Err(format!("{name}: two threads expect the same output").into());
-    }
+    Ok(workers)
+}
+
+fn stress(executor: &CudnnExecutor, form: Form, name: &str, spec: &AttentionSpec, sharing: Sharing, each: Duration) -> Result<u64> {
+    let (checks, wrong, worst) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    let mut workers = workers(executor, form, spec, sharing)?;
     let end = Instant::now() + each;
     std::thread::scope(|scope| {
-        for (stream, tensors, scale, want) in &mut alone {
-            let (runs, wrong) = (&runs, &wrong);
+        for worker in &mut workers {
+            let (checks, wrong, worst) = (&checks, &wrong, &worst);
             scope.spawn(move || {
-                while Instant::now() < end {
-                    match output(executor, stream, planned, tensors, *scale, BURST) {
-                        Ok(got) => {
-                            runs.fetch_add(BURST as u64, Ordering::Relaxed);
-                            if got != *want {
-                                wrong.fetch_add(1, Ordering::Relaxed);
-                            }
-                        }
-                        Err(e) => {
-                            println!("{name}: {e}");
+                let mut work = || -> Result<()> {
+                    let pooled = matches!(sharing, Sharing::Handles | Sharing::PlanAndHandles);
+                    let own = Arc::new(executor.library().handle(&worker.stream)?);
+                    while Instant::now() < end {
+                        let mut handle =
+                            || if pooled { Ok(Arc::new(executor.library().handle(&worker.stream)?)) } else { Ok(own.clone()) };
+                        let got = output(&mut handle, &worker.stream, &worker.planned, &mut worker.tensors, worker.scale, BURST)?;
+                        checks.fetch_add(1, Ordering::Relaxed);
+                        let differ = got.iter().zip(&worker.want).filter(|(a, b)| a.to_bits() != b.to_bits());
+                        let apart = differ.map(|(a, b)| (a.to_f32() - b.to_f32()).abs()).reduce(|a, b| if a.is_nan() { a } else { a.max(b) });
+                        if let Some(apart) = apart {
                             wrong.fetch_add(1, Ordering::Relaxed);
-                            return;
+                            // The bits of positive floats are ordered as they are; NaN is above them all.
+                            worst.fetch_max(u64::from(apart.to_bits()), Ordering::Relaxed);
                         }
                     }
+                    Ok(())
+                };
+                if let Err(e) = work() {
+                    println!("{name}: {e}");
+                    wrong.fetch_add(1, Ordering::Relaxed);
                 }
             });
         }
     });
-    let (runs, wrong) = (runs.into_inner(), wrong.into_inner());
-    println!("{name} ({}): {THREADS} threads, {runs} executions of one plan in {each:?}, {wrong} outputs differ", planned.forward.form);
+    let (checks, wrong, worst) = (checks.into_inner(), wrong.into_inner(), worst.into_inner());
+    let largest = f32::from_bits(worst as u32);
+    let threads = workers.len();
+    let copied = workers.first().map(|w| w.planned.workspace_bytes()).unwrap_or(0);
+    println!(
+        "{form} {name}, sharing {sharing:?}: {threads} threads, {} executions, {checks} checks, {wrong} differ (by {largest} at most), workspace {copied}",
+        checks * BURST as u64
+    );
     Ok(wrong)
 }

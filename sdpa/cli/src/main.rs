@@ -1,2 +1,41 @@
-//! cargo sdpa.
-fn main() {}
+//! `cargo sdpa`: run, check and inspect attention from the command line.
+
+mod args;
+mod convert;
+mod data;
+mod doctor;
+mod exit;
+mod header;
+mod inspect;
+mod memory;
+mod names;
+mod operands;
+mod oracle;
+mod plan;
+mod progress;
+mod random;
+mod request;
+mod run;
+mod save;
+mod table;
+mod tolerance;
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        // Whether JSON was asked for is not known any more when the arguments do not parse.
+        Err(e) => return exit::print_usage(&e, std::env::args_os().any(|a| a == "--json")).into(),
+    };
+    tracing_subscriber::fmt().with_env_filter(EnvFilter::from_default_env()).with_writer(std::io::stderr).init();
+    let result = match &cli.command {
+        Command::Run(args) => run::run(args, cli.json),
+        Command::Inspect(args) => inspect::run(args, cli.json),
+        Command::Doctor(args) => doctor::run(args, cli.json),
+    };
+    exit::print(result, cli.json).into()
+}

@@ -37,10 +37,8 @@ struct Axis {
 
 /// The outer axes that remain once those behind one another are merged, outermost first.
 fn outer_axes(from: &TensorSpec, to: &TensorSpec) -> Vec<Axis> {
-    let mut axes: Vec<Axis> = (0..3)
-        .filter(|&a| from.dims[a] > 1)
-        .map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] })
-        .collect();
+    let mut axes: Vec<Axis> =
+        (0..3).filter(|&a| from.dims[a] > 1).map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] }).collect();
     axes.sort_by_key(|a| std::cmp::Reverse(a.to));
     let mut merged: Vec<Axis> = Vec::new();
     for axis in axes {
@@ -76,9 +74,11 @@ pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cu
     let dims = [axes[0].extent, axes[1].extent, from.dims[3]];
     let mut g = Graph::new();
     let step = |pick: fn(&Axis) -> i64| axes.iter().chain([&repeated]).map(pick).collect::<Vec<_>>();
-    let x = Tensor::device("from", dtype, dims)
-        .strides([axes[0].from, axes[1].from, 1])
-        .alignment(alignment(from.alignment, step(|a| a.from), element));
+    let x = Tensor::device("from", dtype, dims).strides([axes[0].from, axes[1].from, 1]).alignment(alignment(
+        from.alignment,
+        step(|a| a.from),
+        element,
+    ));
     let x = g.tensor(x);
     let y = g.pointwise_as(Mode::Identity, &[x], DType::F32, dtype, Params::default());
     g.output(y, "to", dtype);

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# on-gpu.sh CARRY OUT [SECONDS]: everything that needs a GPU, on a machine that has a driver, a cuDNN and nothing else of ours.
+# CARRY holds the binary `device` (cargo build --profile dist -p bench-sdpa --bin device) and, optionally, folders
+# cudnn-VERSION with that runtime's libraries, plain or packed with xz. The cuDNN of the active Python environment is used
+# as well. Raw output goes to OUT; SECONDS go to the thread experiment, per runtime.
+set -u
+carry=$(cd "$1" && pwd); out=$2; seconds=${3:-0}; random=${RANDOM_CASES:-200}
+here=$(cd "$(dirname "$0")" && pwd); mkdir -p "$out"
+libraries=()
+site=$(python3 -c 'import nvidia.cudnn as c; print(list(c.__path__)[0])' 2>/dev/null) && libraries+=("$site/lib")
+for packed in "$carry"/cudnn-*; do
+  [ -d "$packed" ] || continue
+  unpacked=${TMPDIR:-/tmp}/$(basename "$packed"); mkdir -p "$unpacked"
+  for f in "$packed"/*; do case $f in *.xz) xz -dc "$f" > "$unpacked/$(basename "${f%.xz}")" ;; *) cp "$f" "$unpacked/" ;; esac; done
+  libraries+=("$unpacked")
+done
+status=0
+for library in "${libraries[@]}"; do
+  export CUDNN_GRAPH_LIBRARY=$library
+  case $library in */cudnn-*) name=$(basename "$library") ;; *) name=python-wheel ;; esac
+  {
+    date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; echo "$library" | sed 's|.*/nvidia/|…/nvidia/|; s|.*/cudnn-|…/cudnn-|'
+    "$carry/device" suite "$random" || status=1
+  } > "$out/$name-suite.txt" 2>&1
+  { date -u +%F; "$carry/device" speed || status=1; "$carry/device" host || status=1
+    for _ in 1 2 3; do "$carry/device" startup || status=1; done; } > "$out/$name-speed.txt" 2>&1
+  if [ "$seconds" -gt 0 ]; then { date -u +%F; "$carry/device" threads "$seconds" || status=1; } > "$out/$name-threads.txt" 2>&1; fi
+done
+unset CUDNN_GRAPH_LIBRARY
+python3 "$here/torch_sdpa.py" > "$out/torch.txt" 2>&1 || echo "PyTorch's side did not run" >> "$out/torch.txt"
+grep -hE 'passed|FAIL|outputs differ' "$out"/*-suite.txt "$out"/*-threads.txt 2>/dev/null
+exit $status

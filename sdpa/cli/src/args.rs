@@ -1,0 +1,123 @@
+//! What may be written on the command line. Values are texts here: [`crate::request`] reads them all, so that every mistake
+//! is told at once.
+
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done; with --check, every element is within its tolerance
+  1  --check found an element past its tolerance
+  2  mistakes in the arguments or in the input file, all of them listed; nothing was computed or written
+  3  the executor asked for is not there or does not run the problem; doctor: no executor works
+  4  something failed while it ran: the device, the disk, memory
+
+RUST_LOG=debug tells more, on stderr.";
+
+/// Scaled dot product attention from the command line.
+#[derive(Debug, Parser)]
+#[command(name = "sdpa", bin_name = "cargo sdpa", version, after_help = EXIT_CODES)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    /// One JSON object on stdout, for errors too
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Compute attention over a file or over random numbers; with neither, a small example that is checked
+    #[command(after_help = EXIT_CODES)]
+    Run(RunArgs),
+    /// Print a stage on the way from a specification to a cuDNN plan
+    #[command(after_help = EXIT_CODES)]
+    Inspect(InspectArgs),
+    /// Say which executors work here, and what the others lack
+    #[command(after_help = EXIT_CODES)]
+    Doctor(DoctorArgs),
+}
+
+/// An attention problem.
+#[derive(Debug, Args)]
+pub(crate) struct ProblemArgs {
+    /// Safetensors file with q, k and v, four axes each in the order of --layout
+    #[arg(long, value_name = "F.safetensors")]
+    pub(crate) input: Option<PathBuf>,
+    /// Extents: batch, query heads, key heads, queries, keys, dim of q and k, dim of v (else the same)
+    #[arg(long, value_name = "B,HQ,HKV,SQ,SKV,D[,DV]", allow_hyphen_values = true)]
+    pub(crate) shape: Option<String>,
+    /// f32, f16 or bf16; converts the input. Else the file's, or bf16
+    #[arg(long)]
+    pub(crate) dtype: Option<String>,
+    /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd
+    #[arg(long)]
+    pub(crate) layout: Option<String>,
+    /// none, causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right] (either side may be inf), prefix-lm:N; may be
+    /// repeated: a key is kept where every mask keeps it
+    #[arg(long)]
+    pub(crate) mask: Vec<String>,
+    /// Multiplies the scores. Else 1/sqrt(D)
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub(crate) scale: Option<String>,
+    /// Also compute stats, the logarithm of each row's sum of exponentials; --output implies it
+    #[arg(long)]
+    pub(crate) stats: bool,
+}
+
+/// Where NVIDIA's libraries are.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct PlaceArgs {
+    /// libcudnn.so.9 or its folder. Else CUDNN_GRAPH_LIBRARY, the active Python environment, the system
+    #[arg(long, value_name = "PATH")]
+    pub(crate) cudnn: Option<PathBuf>,
+    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system
+    #[arg(long, value_name = "PATH")]
+    pub(crate) driver: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) problem: ProblemArgs,
+    #[command(flatten)]
+    pub(crate) places: PlaceArgs,
+    /// auto (the fastest that runs the problem), cpu, cudnn or metal
+    #[arg(long)]
+    pub(crate) executor: Option<String>,
+    /// Write o and stats to this file
+    #[arg(long, value_name = "O.safetensors")]
+    pub(crate) output: Option<PathBuf>,
+    /// Compare with textbook attention in f64
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Seed of the random numbers. Else 0
+    #[arg(long, value_name = "N")]
+    pub(crate) seed: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    #[command(flatten)]
+    pub(crate) problem: ProblemArgs,
+    #[command(flatten)]
+    pub(crate) places: PlaceArgs,
+    /// spec, problem, graph, program or plan. Else graph
+    #[arg(long)]
+    pub(crate) stage: Option<String>,
+    /// composite or unified. Else the one that is asked first; for a plan, the other one after it
+    #[arg(long)]
+    pub(crate) form: Option<String>,
+    /// Version of cuDNN to lower for (graph, program). Else that of the library found, or 9.27.0
+    #[arg(long, value_name = "9.19.0")]
+    pub(crate) runtime: Option<String>,
+    /// Make the plan for the device that this JSON file describes; no GPU is needed
+    #[arg(long, value_name = "FILE")]
+    pub(crate) device_profile: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    #[command(flatten)]
+    pub(crate) places: PlaceArgs,
+}

@@ -1,0 +1,162 @@
+//! The header of an input file: what is in it, before anything is read. And then the reading, in blocks.
+
+use crate::convert::{FileType, convert};
+use crate::data::{Data, Element};
+use crate::exit::Mistakes;
+use safetensors::tensor::{Metadata, TensorInfo};
+use sdpa::Layout;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// Bytes in front of the header, which say how long it is.
+const LENGTH: u64 = 8;
+/// No header is longer, as in the library.
+const LONGEST: u64 = 100_000_000;
+/// Bytes read at a time; a multiple of every element.
+const BLOCK: usize = 1 << 20;
+
+/// An open file whose header made sense.
+#[derive(Debug)]
+pub(crate) struct Header {
+    pub(crate) path: PathBuf,
+    file: File,
+    data: u64,
+    metadata: Metadata,
+}
+
+/// A tensor of a file.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) ty: FileType,
+    /// As in the file.
+    shape: [i64; 4],
+    offset: u64,
+}
+
+impl Entry {
+    /// (batch, head, seq, dim).
+    pub(crate) fn dims(&self, layout: Layout) -> [i64; 4] {
+        places(layout).map(|place| self.shape[place])
+    }
+}
+
+/// Where the batch, head, seq and dim axes are in memory order.
+fn places(layout: Layout) -> [usize; 4] {
+    match layout {
+        Layout::Bhsd => [0, 1, 2, 3],
+        Layout::Bshd => [0, 2, 1, 3],
+        Layout::Sbhd => [1, 2, 0, 3],
+    }
+}
+
+/// Logical extents in memory order, as files have them.
+pub(crate) fn file_shape(dims: [i64; 4], layout: Layout) -> [i64; 4] {
+    let mut shape = [0; 4];
+    for (place, dim) in places(layout).into_iter().zip(dims) {
+        shape[place] = dim;
+    }
+    shape
+}
+
+impl Header {
+    /// Reads the header alone and compares what it says with the size of the file.
+    pub(crate) fn read(path: &Path) -> Result<Header, String> {
+        // Before opening: a pipe would wait for a writer.
+        let facts = std::fs::metadata(path).map_err(|e| format!("cannot be read: {e}"))?;
+        if !facts.is_file() {
+            return Err("is not a file".to_owned());
+        }
+        let mut file = File::open(path).map_err(|e| format!("cannot be read: {e}"))?;
+        let size = facts.len();
+        let mut length = [0; LENGTH as usize];
+        file.read_exact(&mut length).map_err(|_| format!("is not a safetensors file: it has {size} bytes and no header"))?;
+        let length = u64::from_le_bytes(length);
+        let data = length.saturating_add(LENGTH);
+        if length > LONGEST || data > size {
+            return Err(format!("is not a safetensors file: a header of {length} bytes does not fit its {size} bytes"));
+        }
+        let mut text = vec![0; usize::try_from(length).unwrap_or(0)];
+        file.read_exact(&mut text).map_err(|e| format!("cannot be read: {e}"))?;
+        let metadata: Metadata = serde_json::from_slice(&text).map_err(|e| format!("has a broken safetensors header: {e}"))?;
+        let said = data.saturating_add(metadata.data_len() as u64);
+        if said != size {
+            return Err(format!("is broken: its header speaks of {said} bytes, it has {size}"));
+        }
+        Ok(Header { path: path.to_owned(), file, data, metadata })
+    }
+
+    /// The tensors q, k and v; what is wrong with any of them is a mistake.
+    pub(crate) fn entries(&self, layout: Option<Layout>, mistakes: &mut Mistakes) -> [Option<Entry>; 3] {
+        ["q", "k", "v"].map(|name| match self.metadata.info(name) {
+            Some(info) => self.entry(name, info, layout, mistakes),
+            None => {
+                mistakes.add(self.path.display(), format!("has no tensor {name}; it has {}", self.names()));
+                None
+            }
+        })
+    }
+
+    fn entry(&self, name: &str, info: &TensorInfo, layout: Option<Layout>, mistakes: &mut Mistakes) -> Option<Entry> {
+        let about = self.path.display();
+        let ty = FileType::of(info.dtype);
+        if ty.is_none() {
+            mistakes.add(&about, format!("{name} is of type {}: F16, BF16, F32 and F64 are read", info.dtype));
+        }
+        let extents: Vec<i64> = info.shape.iter().map(|&n| i64::try_from(n).unwrap_or(i64::MAX)).collect();
+        let shape = <[i64; 4]>::try_from(extents.as_slice()).ok();
+        if shape.is_none() {
+            let axes = match layout {
+                Some(Layout::Bhsd) | None => "batch, head, seq, dim",
+                Some(Layout::Bshd) => "batch, seq, head, dim",
+                Some(Layout::Sbhd) => "seq, batch, head, dim",
+            };
+            mistakes.add(&about, format!("{name} has the shape {:?}: it must have four axes ({axes})", info.shape));
+        }
+        let offset = self.data + info.data_offsets.0 as u64;
+        Some(Entry { ty: ty?, shape: shape?, offset })
+    }
+
+    fn names(&self) -> String {
+        const SHOWN: usize = 8;
+        let mut names: Vec<String> = self.metadata.offset_keys();
+        let more = names.len().saturating_sub(SHOWN);
+        names.truncate(SHOWN);
+        let list = crate::table::list(&names);
+        if more > 0 { format!("{list} and {more} more") } else { list }
+    }
+
+    /// Reads a tensor and converts it; also counts finite numbers that became infinite.
+    pub(crate) fn load(&self, entry: &Entry, element: Element, len: usize, done: impl Fn(u64)) -> Result<(Data, u64), String> {
+        let mut data = Data::zeros(element, len)?;
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(entry.offset)).map_err(|e| e.to_string())?;
+        let mut block = vec![0; BLOCK];
+        let (mut at, mut overflows) = (0, 0);
+        while at < len {
+            let elements = (len - at).min(BLOCK / entry.ty.bytes());
+            let bytes = &mut block[..elements * entry.ty.bytes()];
+            file.read_exact(bytes).map_err(|e| format!("cannot be read: {e}"))?;
+            overflows += convert(entry.ty, bytes, &mut data, at);
+            at += elements;
+            done(bytes.len() as u64);
+        }
+        Ok((data, overflows))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_go_to_files_and_come_back() {
+        let dims = [2, 3, 5, 7];
+        let shapes = [Layout::Bhsd, Layout::Bshd, Layout::Sbhd].map(|l| file_shape(dims, l));
+        assert_eq!(shapes, [[2, 3, 5, 7], [2, 5, 3, 7], [5, 2, 3, 7]]);
+        for layout in [Layout::Bhsd, Layout::Bshd, Layout::Sbhd] {
+            let entry = Entry { ty: FileType::F32, shape: file_shape(dims, layout), offset: 0 };
+            assert_eq!(entry.dims(layout), dims);
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Names and numbers, as they are written on the command line.
+
+use cudnn_graph::Version;
+use sdpa::dispatch::Preference;
+use sdpa::lower::Form;
+use sdpa::{ExecutorName, Layout, Mask, Shape};
+
+use crate::data::Element;
+
+/// One of a list of named things.
+fn one_of<T: Copy>(text: &str, list: &[(&str, T)]) -> Result<T, String> {
+    let names = || list.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+    list.iter().find(|(name, _)| *name == text).map(|(_, thing)| *thing).ok_or_else(|| format!("{text:?} is not one of {}", names()))
+}
+
+pub(crate) fn element(text: &str) -> Result<Element, String> {
+    one_of(text, &Element::ALL.map(|e| (e.dtype().name(), e)))
+}
+
+pub(crate) fn layout(text: &str) -> Result<Layout, String> {
+    one_of(text, &[Layout::Bhsd, Layout::Bshd, Layout::Sbhd].map(|l| (l.name(), l)))
+}
+
+pub(crate) fn form(text: &str) -> Result<Form, String> {
+    one_of(text, &[Form::Composite, Form::Unified].map(|f| (f.name(), f)))
+}
+
+pub(crate) fn executor(text: &str) -> Result<Preference, String> {
+    let named = |name: ExecutorName| (name.name(), Preference::Named(name));
+    one_of(text, &[("auto", Preference::Auto), named(ExecutorName::Cpu), named(ExecutorName::Cudnn), named(ExecutorName::Metal)])
+}
+
+/// A stage on the way to a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    Spec,
+    Problem,
+    Graph,
+    Program,
+    Plan,
+}
+
+pub(crate) fn stage(text: &str) -> Result<Stage, String> {
+    let stages = [
+        ("spec", Stage::Spec),
+        ("problem", Stage::Problem),
+        ("graph", Stage::Graph),
+        ("program", Stage::Program),
+        ("plan", Stage::Plan),
+    ];
+    one_of(text, &stages)
+}
+
+/// `none` is no mask.
+pub(crate) fn mask(text: &str) -> Result<Option<Mask>, String> {
+    if text == "none" {
+        return Ok(None);
+    }
+    text.parse().map(Some).map_err(|e: sdpa::mask::ParseMaskError| format!("{:?}: {}", e.text, e.rule))
+}
+
+pub(crate) fn scale(text: &str) -> Result<f32, String> {
+    let number: f32 = text.parse().map_err(|_| format!("{text:?} is not a number"))?;
+    if number.is_finite() { Ok(number) } else { Err(format!("{text} is not a finite f32")) }
+}
+
+pub(crate) fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("{text:?} is not a whole number of 64 bits"))
+}
+
+pub(crate) fn runtime(text: &str) -> Result<Version, String> {
+    let parts: Result<Vec<u32>, _> = text.split('.').map(str::parse).collect();
+    let version = match parts.as_deref() {
+        Ok(&[major, minor]) => Version::new(major, minor, 0),
+        Ok(&[major, minor, patch]) => Version::new(major, minor, patch),
+        Ok(_) | Err(_) => return Err(format!("{text:?} is not a version such as 9.19.0")),
+    };
+    if version < Version::OLDEST { Err(format!("{version} is older than {}, the oldest", Version::OLDEST)) } else { Ok(version) }
+}
+
+const EXTENTS: [&str; 7] = ["B", "HQ", "HKV", "SQ", "SKV", "D", "DV"];
+
+/// Every number that is wrong, not only the first.
+pub(crate) fn shape(text: &str) -> Result<Shape, Vec<String>> {
+    let parts: Vec<&str> = text.split(',').map(str::trim).collect();
+    let mut wrong = Vec::new();
+    let mut numbers = Vec::new();
+    for (name, part) in EXTENTS.into_iter().zip(&parts) {
+        match part.parse::<i64>() {
+            Ok(n) if (1..=i64::from(i32::MAX)).contains(&n) => numbers.push(n),
+            Ok(n) => wrong.push(format!("{name} is {n}: between 1 and {}", i32::MAX)),
+            Err(_) => wrong.push(format!("{name} is {part:?}: a whole number between 1 and {}", i32::MAX)),
+        }
+    }
+    if !(6..=7).contains(&parts.len()) {
+        wrong.push(format!("{text:?} has {} numbers: it takes B,HQ,HKV,SQ,SKV,D or B,HQ,HKV,SQ,SKV,D,DV", parts.len()));
+    }
+    match *numbers {
+        [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk] if wrong.is_empty() => {
+            Ok(Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v: dim_qk })
+        }
+        [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] if wrong.is_empty() => {
+            Ok(Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v })
+        }
+        _ => Err(wrong),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_wrong_extent_is_named() {
+        assert_eq!(shape("1,2,1,3,4,8").map(|s| s.dim_v), Ok(8));
+        assert_eq!(shape("1,2,1,3,4,8, 16").map(|s| s.dim_v), Ok(16));
+        let wrong = shape("0,x,1,-3,99999999999999999999,8").unwrap_err();
+        assert_eq!(wrong.len(), 4, "{wrong:?}");
+        assert_eq!(shape("1,2").unwrap_err().len(), 1);
+        assert_eq!(shape("1,2,3,4,5,6,7,8").unwrap_err().len(), 1);
+        assert_eq!(shape("").unwrap_err().len(), 2);
+    }
+
+    #[test]
+    fn names_are_read_and_wrong_ones_are_told_the_right_ones() {
+        assert_eq!(element("bf16"), Ok(Element::BF16));
+        assert_eq!(layout("bsdh").unwrap_err(), r#""bsdh" is not one of bhsd, bshd, sbhd"#);
+        assert_eq!(mask("none"), Ok(None));
+        assert_eq!(mask("window:3,inf:bottom-right").map(|m| m.map(|m| m.to_string())), Ok(Some("window:3,inf:bottom-right".to_owned())));
+        assert!(mask("window:3").is_err());
+        assert_eq!(scale("-0.5"), Ok(-0.5));
+        assert!(scale("nan").is_err() && scale("1e39").is_err() && scale("").is_err());
+        assert_eq!(runtime("9.19"), Ok(Version::new(9, 19, 0)));
+        assert!(runtime("8.9.7").is_err() && runtime("9").is_err() && runtime("9.x.0").is_err());
+        assert!(seed("-1").is_err());
+    }
+}

@@ -1,0 +1,53 @@
+//! Progress on stderr, where somebody looks at it.
+
+use indicatif::{ProgressBar, ProgressStyle};
+use std::io::IsTerminal;
+use std::time::Duration;
+
+/// Whether progress is shown.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Progress {
+    shown: bool,
+}
+
+impl Progress {
+    /// Only on a terminal, and not for a machine that reads.
+    pub(crate) fn new(json: bool) -> Progress {
+        Progress { shown: !json && std::io::stderr().is_terminal() }
+    }
+
+    /// A step of unknown length.
+    pub(crate) fn spinner(self, what: &'static str) -> Step {
+        let bar = if self.shown { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
+        bar.set_message(what);
+        if self.shown {
+            bar.enable_steady_tick(Duration::from_millis(100));
+        }
+        Step(bar)
+    }
+
+    /// A step of known length.
+    pub(crate) fn bar(self, what: &'static str, length: u64) -> Step {
+        let bar = if self.shown { ProgressBar::new(length) } else { ProgressBar::hidden() };
+        let style = ProgressStyle::with_template("{msg} {wide_bar} {percent}% {eta}");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_message(what);
+        Step(bar)
+    }
+}
+
+/// A step under way; it vanishes when dropped.
+#[derive(Debug)]
+pub(crate) struct Step(ProgressBar);
+
+impl Step {
+    pub(crate) fn advance(&self, by: u64) {
+        self.0.inc(by);
+    }
+}
+
+impl Drop for Step {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

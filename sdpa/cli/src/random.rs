@@ -1,0 +1,60 @@
+//! Numbers that look random, and are the same for a seed on every machine and with any number of threads.
+
+use crate::data::Data;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+/// SplitMix64 (Steele, Lea and Flood, 2014), asked for any number of its stream.
+fn bits(stream: u64, n: u64) -> u64 {
+    let mut z = stream.wrapping_add(n.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Nearly normal, mean 0 and variance 1: a sum of four uniform numbers of 16 bits.
+fn normal(bits: u64) -> f32 {
+    let sum: u64 = (0..4).map(|n| bits >> (16 * n) & 0xffff).sum();
+    ((sum + 2) as f32 / 65536.0 - 2.0) * 3f32.sqrt()
+}
+
+/// Fills a tensor; `which` gives tensors of one seed numbers of their own.
+pub(crate) fn fill(data: &mut Data, seed: u64, which: u64) {
+    let stream = bits(bits(seed, 0), which);
+    match data {
+        Data::F32(x) => each(x, stream, |x| x),
+        Data::F16(x) => each(x, stream, f16::from_f32),
+        Data::BF16(x) => each(x, stream, bf16::from_f32),
+    }
+}
+
+fn each<T: Send>(to: &mut [T], stream: u64, of: impl Fn(f32) -> T + Sync) {
+    const BLOCK: usize = 1 << 16;
+    to.par_chunks_mut(BLOCK).enumerate().for_each(|(block, to)| {
+        for (n, to) in to.iter_mut().enumerate() {
+            *to = of(normal(bits(stream, (block * BLOCK + n) as u64)));
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Element;
+
+    #[test]
+    fn numbers_are_normal_enough_and_their_own() {
+        let made = |seed, which| {
+            let mut data = Data::zeros(Element::F32, 100_000).unwrap();
+            fill(&mut data, seed, which);
+            let mut x = vec![0.0; 100_000];
+            data.row(0, &mut x);
+            x
+        };
+        let x = made(7, 0);
+        let mean = x.iter().sum::<f64>() / 1e5;
+        let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / 1e5;
+        assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.02, "{mean} {variance}");
+        assert!(x == made(7, 0) && x != made(7, 1) && x != made(8, 0));
+    }
+}
