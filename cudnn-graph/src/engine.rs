@@ -41,6 +41,8 @@ pub struct Policy {
     pub deterministic: bool,
     /// Tags of offers to pass over: `eng2` for all of an engine, `eng2_k24=7` for one configuration.
     pub avoid: Vec<String>,
+    /// Tags of offers to try before all others, the most wanted first.
+    pub prefer: Vec<String>,
 }
 
 /// One engine with its knobs, as cuDNN offered it.
@@ -100,6 +102,11 @@ impl Candidate {
 }
 
 impl Policy {
+    /// Place of an offer among those that are tried: cuDNN's own order, but for what is preferred.
+    fn rank(&self, candidate: &Candidate) -> usize {
+        self.prefer.iter().position(|tag| candidate.matches(tag)).unwrap_or(self.prefer.len())
+    }
+
     fn verdict(&self, candidate: &Candidate) -> Outcome {
         if let (Some(limit), Some(bytes)) = (self.max_workspace, candidate.workspace)
             && bytes > limit
@@ -119,7 +126,7 @@ impl Policy {
 /// Every offer for a graph and what became of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EngineReport {
-    /// In the order of asking.
+    /// In the order of trying.
     pub candidates: Vec<Candidate>,
     /// Lists that could not be had, with cuDNN's own words.
     pub lists_refused: Vec<(Source, String)>,
@@ -162,28 +169,30 @@ pub(crate) struct Offers {
 
 /// Asks every list in turn; an offer that two lists share is kept once.
 pub(crate) fn offers(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, policy: &Policy) -> Offers {
-    let mut all = Offers { report: EngineReport::default(), configs: Vec::new() };
+    let mut found: Vec<(Candidate, Descriptor)> = Vec::new();
+    let mut lists_refused = Vec::new();
     for source in Source::ALL {
         match list(library, graph, profile, source) {
             Ok(configs) => {
                 for config in configs {
                     match describe(library, &config, source) {
                         Ok(mut candidate) => {
-                            if all.report.candidates.iter().any(|c| c.engine == candidate.engine && c.knobs == candidate.knobs) {
+                            if found.iter().any(|(c, _)| c.engine == candidate.engine && c.knobs == candidate.knobs) {
                                 continue;
                             }
                             candidate.outcome = policy.verdict(&candidate);
-                            all.report.candidates.push(candidate);
-                            all.configs.push(config);
+                            found.push((candidate, config));
                         }
-                        Err(e) => all.report.lists_refused.push((source, e.to_string())),
+                        Err(e) => lists_refused.push((source, e.to_string())),
                     }
                 }
             }
-            Err(e) => all.report.lists_refused.push((source, e.to_string())),
+            Err(e) => lists_refused.push((source, e.to_string())),
         }
     }
-    all
+    found.sort_by_key(|(candidate, _)| policy.rank(candidate));
+    let (candidates, configs) = found.into_iter().unzip();
+    Offers { report: EngineReport { candidates, lists_refused }, configs }
 }
 
 fn list(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, source: Source) -> Result<Vec<Descriptor>, Error> {
@@ -247,5 +256,14 @@ mod tests {
         assert!(!passes(Policy { avoid: vec!["eng2".to_owned()], ..Policy::default() }));
         assert!(!passes(Policy { avoid: vec!["eng2_k24=7".to_owned()], ..Policy::default() }));
         assert!(passes(Policy { avoid: vec!["eng2_k24=70".to_owned(), "eng".to_owned(), "eng22".to_owned()], ..Policy::default() }));
+    }
+
+    #[test]
+    fn what_is_preferred_comes_first() {
+        let policy = Policy { prefer: vec!["eng1".to_owned(), "eng2_k24=7".to_owned()], ..Policy::default() };
+        let other = Candidate { engine: 1, ..candidate() };
+        let third = Candidate { engine: 3, ..candidate() };
+        assert!(policy.rank(&other) < policy.rank(&candidate()));
+        assert!(policy.rank(&candidate()) < policy.rank(&third));
     }
 }

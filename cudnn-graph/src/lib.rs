@@ -1,4 +1,43 @@
-//! A typed builder over the cuDNN backend graph API, loaded at run time.
+//! A typed builder over the cuDNN backend graph API.
+//!
+//! Nothing of CUDA is needed to build or to link: the driver and cuDNN are found at run time, and a missing or too old library
+//! is an [`Error`] that names the places searched.
+//!
+//! ```
+//! use cudnn_graph::ir::Mode;
+//! use cudnn_graph::{DType, Graph, Version, encode};
+//!
+//! // y = gelu(a · b + bias), one fused kernel.
+//! let mut g = Graph::new();
+//! let a = g.input("a", DType::BF16, [1, 256, 128]);
+//! let b = g.input("b", DType::BF16, [1, 128, 512]);
+//! let bias = g.input("bias", DType::BF16, [1, 1, 512]);
+//! let product = g.matmul(a, b);
+//! let sum = g.pointwise(Mode::Add, &[product, bias]);
+//! let y = g.pointwise(Mode::GeluFwd, &[sum]);
+//! g.output(y, "y", DType::BF16);
+//!
+//! let verified = g.verify()?;
+//! let program = encode(&verified, Version::new(9, 19, 0))?;
+//! assert!(program.to_string().contains("POINTWISE_MODE POINTWISE_MODE GELU_FWD"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # The data path
+//!
+//! ```text
+//! Graph ── verify ──▶ Verified ── encode ──▶ Program ── Planner ──▶ Plan ── execute(Bindings)
+//!   │                    │                  plain data   engines     │
+//!   └ Display            └ ir::interp       golden files  report     └ JSON, in and out
+//! ```
+//!
+//! - [`ir`]: tensors and ops; [`Graph::verify`] collects every error; [`ir::interp`] defines every op.
+//! - [`encode`]: descriptors as plain data for a runtime version, never anything newer than it.
+//! - [`Planner`] and [`Plan`]: every engine that cuDNN offers, the choice, and each refusal in cuDNN's own words. Plans are
+//!   made for the device of a [`Handle`] or, without any GPU, for a [`DeviceProfile`].
+//! - [`Bindings`]: tensors by id; what is missing, too short or misaligned is an error before anything runs.
+//! - Two tiers of execution: [`Plan::execute`] over addresses that the caller answers for, and [`launch`] over owned buffers.
+//! - [`ffi`]: the fence, with all unsafe code but the signature of [`Plan::execute`].
 
 pub mod bind;
 pub mod encode;
@@ -12,6 +51,7 @@ pub mod program;
 pub mod version;
 
 pub use bind::{BindingError, BindingErrors, Bindings, DeviceSlice};
+pub use encode::{TooNew, encode};
 pub use engine::{Candidate, EngineReport, Outcome, Policy, Source};
 pub use error::Error;
 pub use ffi::driver::{Device, Driver, Event, RawStream, Stream};

@@ -27,7 +27,7 @@ impl DeviceProfile {
         let fail = |field: &str, rule: String| Error::Profile { field: field.to_owned(), rule };
         let json: Map<String, Value> = serde_json::from_str(text).map_err(|e| fail("JSON", format!("must be an object: {e}")))?;
         for key in ["deviceVer", "multiProcessorCount"] {
-            if !json.get(key).and_then(Value::as_u64).is_some_and(|n| n > 0) {
+            if json.get(key).and_then(Value::as_u64).is_none_or(|n| n == 0) {
                 return Err(fail(key, "must be a positive number".to_owned()));
             }
         }
@@ -102,6 +102,22 @@ pub enum Target<'a> {
 }
 
 impl Target<'_> {
+    /// Compute capability: 90 for 9.0.
+    pub fn sm(&self) -> u32 {
+        match self {
+            Target::Handle(handle) => handle.device().sm(),
+            Target::Profile(profile) => profile.sm(),
+        }
+    }
+
+    /// Multiprocessors.
+    pub fn sm_count(&self) -> u32 {
+        match self {
+            Target::Handle(handle) => handle.device().sm_count(),
+            Target::Profile(profile) => profile.sm_count(),
+        }
+    }
+
     pub(crate) fn handle(&self) -> Option<&Handle> {
         match self {
             Target::Handle(handle) => Some(handle),

@@ -1,6 +1,53 @@
-//! Scaled dot product attention.
+//! Scaled dot product attention, `o = softmax(mask(q·kᵀ · attn_scale)) · v`, on whatever this machine has.
+//!
+//! ```
+//! use sdpa::{AttentionSpec, DType, Dispatcher, Elements, ElementsMut, HostForward, Layout, Mask, Preference, Shape};
+//!
+//! let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+//! let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).validate()?;
+//!
+//! let choice = Dispatcher::default().prepare(&problem, Preference::Auto)?;
+//! for who in &choice.declined {
+//!     println!("not on {}: {who}", who.executor);
+//! }
+//! let (q, k, v) = (vec![0.5; 4 * 5 * 8], vec![0.25; 2 * 7 * 8], vec![2.0; 2 * 7 * 8]);
+//! let mut o = vec![f32::NAN; 4 * 5 * 8];
+//! choice.prepared.forward(HostForward {
+//!     q: Elements::F32(&q),
+//!     k: Elements::F32(&k),
+//!     v: Elements::F32(&v),
+//!     o: ElementsMut::F32(&mut o),
+//!     stats: None,
+//!     attn_scale: None,
+//! })?;
+//! assert!(o.iter().all(|x| (x - 2.0).abs() < 1e-6));
+//! # Ok::<(), sdpa::Error>(())
+//! ```
+//!
+//! # The data path
+//!
+//! [`AttentionSpec`] is plain data. [`AttentionSpec::validate`] makes a [`Problem`] of it or says everything that is wrong.
+//! The [`Dispatcher`] asks executors for the problem; what it returns is [`Prepared`] and can be called any number of times.
+//! Every stage can be looked at: `cargo sdpa inspect`.
+//!
+//! # Executors
+//!
+//! | name | runs on | types | limits |
+//! |---|---|---|---|
+//! | [`cudnn`](exec::cudnn) | NVIDIA GPUs of compute capability 8.0 and newer, through cuDNN 9 found at run time | f16, bf16 | dims multiples of 8, at most 256; positive scale |
+//! | [`metal`](exec::metal) | nothing yet | | declines everything, with the reason |
+//! | [`cpu`](exec::cpu) | every machine, all cores, SIMD chosen at run time | f32, f16, bf16 | none |
+//!
+//! An automatic choice keeps every reason against the executors it passed over; an executor that is named never falls back.
+//!
+//! # Device memory
+//!
+//! [`exec::cudnn::CudnnExecutor::attention`] gives the plans of a problem, kept in a bounded cache, to callers with device
+//! memory of their own; `sdpa::cudarc` (feature `cudarc`, on by default) takes cudarc's streams and slices.
 
 pub mod cache;
+#[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
+pub mod cudarc;
 pub mod dispatch;
 pub mod error;
 pub mod exec;
@@ -10,7 +57,9 @@ pub mod problem;
 pub mod spec;
 pub mod tensor;
 
+pub use cache::CacheStats;
 pub use cudnn_graph::DType;
+pub use dispatch::{Choice, Dispatcher, Preference};
 pub use error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
 pub use exec::{Executor, Prepared, Report};
 pub use mask::{Align, Mask, Region};

@@ -51,7 +51,14 @@ fn specs() -> Vec<(&'static str, AttentionSpec)> {
 }
 
 /// Fills the output with NaN, runs the plan `times` times, and reads the output.
-fn output(handle: &mut dyn FnMut() -> Result<Arc<Handle>>, stream: &Stream, planned: &Planned, tensors: &mut Tensors, scale: f32, times: usize) -> Result<Vec<bf16>> {
+fn output(
+    handle: &mut dyn FnMut() -> Result<Arc<Handle>>,
+    stream: &Stream,
+    planned: &Planned,
+    tensors: &mut Tensors,
+    scale: f32,
+    times: usize,
+) -> Result<Vec<bf16>> {
     tensors.o().fill(stream, 0xff)?;
     for _ in 0..times {
         let handle = handle()?;
@@ -102,7 +109,7 @@ fn workers(executor: &CudnnExecutor, form: Form, spec: &AttentionSpec, sharing: 
             executor.attention(&problem)?.0
         } else {
             let options = PlanOptions { form: Some(form), ..PlanOptions::default() };
-            Arc::new(plan::build(executor.library(), &Target::Handle(&handle), executor.device().sm(), &problem, &options)?)
+            Arc::new(plan::build(executor.library(), &Target::Handle(&handle), &problem, &options)?)
         };
         let scale = 0.05 + 0.01 * n as f32;
         let mut tensors = Tensors::new(&stream, spec, planned.workspace_bytes(), n as u64)?;
@@ -130,12 +137,12 @@ fn stress(executor: &CudnnExecutor, form: Form, name: &str, spec: &AttentionSpec
                     let pooled = matches!(sharing, Sharing::Handles | Sharing::PlanAndHandles);
                     let own = Arc::new(executor.library().handle(&worker.stream)?);
                     while Instant::now() < end {
-                        let mut handle =
-                            || if pooled { Ok(Arc::new(executor.library().handle(&worker.stream)?)) } else { Ok(own.clone()) };
+                        let mut handle = || if pooled { Ok(Arc::new(executor.library().handle(&worker.stream)?)) } else { Ok(own.clone()) };
                         let got = output(&mut handle, &worker.stream, &worker.planned, &mut worker.tensors, worker.scale, BURST)?;
                         checks.fetch_add(1, Ordering::Relaxed);
                         let differ = got.iter().zip(&worker.want).filter(|(a, b)| a.to_bits() != b.to_bits());
-                        let apart = differ.map(|(a, b)| (a.to_f32() - b.to_f32()).abs()).reduce(|a, b| if a.is_nan() { a } else { a.max(b) });
+                        let apart =
+                            differ.map(|(a, b)| (a.to_f32() - b.to_f32()).abs()).reduce(|a, b| if a.is_nan() { a } else { a.max(b) });
                         if let Some(apart) = apart {
                             wrong.fetch_add(1, Ordering::Relaxed);
                             // The bits of positive floats are ordered as they are; NaN is above them all.

@@ -164,7 +164,7 @@ impl Library {
             self.check("cudnnSetStream", "a handle", status)?;
             pooled.stream = Some(stream.raw());
         }
-        Ok(Handle { library: self, pooled: Some(pooled) })
+        Ok(Handle { library: self, device: stream.device(), pooled: Some(pooled) })
     }
 
     fn create(&self, device: &'static Device) -> Result<Pooled, Error> {
@@ -224,6 +224,7 @@ unsafe impl Send for Pooled {}
 #[derive(Debug)]
 pub struct Handle {
     library: &'static Library,
+    device: &'static Device,
     /// Empty only while it is dropped.
     pooled: Option<Pooled>,
 }
@@ -236,6 +237,11 @@ impl Handle {
     /// The library that it belongs to.
     pub fn library(&self) -> &'static Library {
         self.library
+    }
+
+    /// The device that it submits to.
+    pub fn device(&self) -> &'static Device {
+        self.device
     }
 }
 

@@ -74,10 +74,6 @@ impl Data {
         }
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.elements().len()
-    }
-
     /// As many neighbours as `to` holds, exactly.
     pub(crate) fn row(&self, at: usize, to: &mut [f64]) {
         let end = at + to.len();
@@ -98,7 +94,8 @@ impl Data {
     }
 }
 
-fn write_blocks<T: Copy, const N: usize>(x: &[T], out: &mut impl Write, bytes: impl Fn(T) -> [u8; N]) -> std::io::Result<()> {
+/// Writes numbers in blocks.
+pub(crate) fn write_blocks<T: Copy, const N: usize>(x: &[T], out: &mut impl Write, bytes: impl Fn(T) -> [u8; N]) -> std::io::Result<()> {
     let mut block = Vec::new();
     for part in x.chunks(1 << 16) {
         block.clear();

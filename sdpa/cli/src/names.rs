@@ -41,13 +41,8 @@ pub(crate) enum Stage {
 }
 
 pub(crate) fn stage(text: &str) -> Result<Stage, String> {
-    let stages = [
-        ("spec", Stage::Spec),
-        ("problem", Stage::Problem),
-        ("graph", Stage::Graph),
-        ("program", Stage::Program),
-        ("plan", Stage::Plan),
-    ];
+    let stages =
+        [("spec", Stage::Spec), ("problem", Stage::Problem), ("graph", Stage::Graph), ("program", Stage::Program), ("plan", Stage::Plan)];
     one_of(text, &stages)
 }
 

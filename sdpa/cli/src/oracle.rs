@@ -120,7 +120,7 @@ fn block(call: &Call<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> D
     let mut key = vec![0f64; dim_qk];
     for j in 0..seq_kv {
         read(call.k, &spec.k, [b, head, j], &mut key);
-        for (r, i) in rows.clone().enumerate().filter(|&(_, i)| kept(i, j)) {
+        for (r, _) in rows.clone().enumerate().filter(|&(_, i)| kept(i, j)) {
             let (sum, size) = dot(&queries[r * dim_qk..][..dim_qk], &key);
             scores[r * seq_kv + j] = sum * call.scale;
             answers[r].score_magnitude = answers[r].score_magnitude.max(size * call.scale.abs());
@@ -129,7 +129,15 @@ fn block(call: &Call<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> D
     // From here on `scores` are weights.
     for (i, (answer, scores)) in rows.clone().zip(answers.iter_mut().zip(scores.chunks_exact_mut(seq_kv))) {
         let of_kept = |s: &[f64]| (0..seq_kv).filter(|&j| kept(i, j)).map(|j| s[j]).collect::<Vec<f64>>();
-        let max = of_kept(scores).into_iter().fold(f64::NEG_INFINITY, |a, b| if b.is_nan() { b } else if a.is_nan() { a } else { a.max(b) });
+        let max = of_kept(scores).into_iter().fold(f64::NEG_INFINITY, |a, b| {
+            if b.is_nan() {
+                b
+            } else if a.is_nan() {
+                a
+            } else {
+                a.max(b)
+            }
+        });
         let sum: f64 = of_kept(scores).into_iter().map(|s| (s - max).exp()).sum();
         // Nothing is kept, or only scores of -inf.
         let empty = max == f64::NEG_INFINITY;
@@ -141,7 +149,7 @@ fn block(call: &Call<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> D
     let mut value = vec![0f64; dim_v];
     for j in 0..seq_kv {
         read(call.v, &spec.v, [b, head, j], &mut value);
-        for (r, i) in rows.clone().enumerate().filter(|&(_, i)| kept(i, j)) {
+        for (r, _) in rows.clone().enumerate().filter(|&(_, i)| kept(i, j)) {
             let answer = &mut answers[r];
             if answer.stats == f64::NEG_INFINITY {
                 continue;

@@ -1,6 +1,6 @@
 //! The output file: there as a whole or not at all.
 
-use crate::data::Data;
+use crate::data::{Data, write_blocks};
 use crate::header::file_shape;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -49,39 +49,43 @@ impl Destination {
     }
 
     /// Writes `o` and `stats` beside the destination and then moves them there.
-    pub(crate) fn write(&self, spec: &AttentionSpec, layout: Layout, o: &Data, stats: Option<&Data>) -> Result<(), String> {
+    pub(crate) fn write(&self, spec: &AttentionSpec, layout: Layout, o: &Data, stats: Option<&[f32]>) -> Result<(), String> {
         let temporary = temporary(&self.folder).map_err(|e| e.to_string())?;
-        let mut out = BufWriter::new(temporary.as_file());
-        // f32 first, so that every tensor is aligned to its elements.
-        let tensors: Vec<(&str, &Data, Vec<i64>)> = stats
-            .map(|stats| ("stats", stats, spec.o.dims[..3].to_vec()))
-            .into_iter()
-            .chain([("o", o, file_shape(spec.o.dims, layout).to_vec())])
-            .collect();
-        out.write_all(&header(&tensors)?).map_err(|e| e.to_string())?;
-        for (_, data, _) in &tensors {
-            data.write(&mut out).map_err(|e| e.to_string())?;
-        }
-        out.flush().map_err(|e| e.to_string())?;
-        drop(out);
-        temporary.as_file().sync_all().map_err(|e| e.to_string())?;
+        let header = header(spec, layout, o, stats.is_some())?;
+        let written = || -> std::io::Result<()> {
+            let mut out = BufWriter::new(temporary.as_file());
+            out.write_all(&header)?;
+            if let Some(stats) = stats {
+                write_blocks(stats, &mut out, f32::to_le_bytes)?;
+            }
+            o.write(&mut out)?;
+            out.flush()?;
+            temporary.as_file().sync_all()
+        };
+        written().map_err(|e| e.to_string())?;
         temporary.persist(&self.file).map_err(|e| e.error.to_string())?;
         Ok(())
     }
 }
 
-fn header(tensors: &[(&str, &Data, Vec<i64>)]) -> Result<Vec<u8>, String> {
+/// The header of a file with `stats` and `o`: f32 first, so that every tensor is aligned to its elements.
+fn header(spec: &AttentionSpec, layout: Layout, o: &Data, stats: bool) -> Result<Vec<u8>, String> {
+    let dtype = match o {
+        Data::F32(_) => Dtype::F32,
+        Data::F16(_) => Dtype::F16,
+        Data::BF16(_) => Dtype::BF16,
+    };
+    let mut tensors = Vec::new();
+    if stats {
+        tensors.push(("stats", Dtype::F32, spec.o.dims[..3].to_vec()));
+    }
+    tensors.push(("o", dtype, file_shape(spec.o.dims, layout).to_vec()));
     let mut offset = 0;
     let mut infos = Vec::new();
-    for (name, data, shape) in tensors {
-        let (dtype, element) = match data {
-            Data::F32(_) => (Dtype::F32, 4),
-            Data::F16(_) => (Dtype::F16, 2),
-            Data::BF16(_) => (Dtype::BF16, 2),
-        };
-        let end = offset + data.len() * element;
-        let shape = shape.iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
-        infos.push(((*name).to_owned(), TensorInfo { dtype, shape, data_offsets: (offset, end) }));
+    for (name, dtype, shape) in tensors {
+        let shape: Vec<usize> = shape.into_iter().map(|n| usize::try_from(n).unwrap_or(0)).collect();
+        let end = offset + shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        infos.push((name.to_owned(), TensorInfo { dtype, shape, data_offsets: (offset, end) }));
         offset = end;
     }
     let metadata = Metadata::new(None, infos).map_err(|e| e.to_string())?;

@@ -43,7 +43,11 @@ impl Worst {
         let ratio = if same { 0.0 } else { error / tolerance };
         // Infinite tolerances would forgive what is not a number.
         let comparable = same || (want.is_finite() && got.is_finite() && !ratio.is_nan());
-        Worst { error: if error.is_nan() { f64::INFINITY } else { error }, tolerance, ratio: if comparable { ratio } else { f64::INFINITY } }
+        Worst {
+            error: if error.is_nan() { f64::INFINITY } else { error },
+            tolerance,
+            ratio: if comparable { ratio } else { f64::INFINITY },
+        }
     }
 
     fn worse(self, other: Worst) -> Worst {
@@ -148,7 +152,8 @@ mod tests {
     fn errors_of_either_sign_nan_and_wrong_empty_rows_fail() {
         let (full, empty) = (row(1.0, 1.0, 2.0), row(0.0, 0.0, -INF));
         assert!(passes(&full, 1.0, 2.0) && passes(&full, 1.004, 2.0) && passes(&full, 0.996, 2.0) && passes(&empty, 0.0, -INF));
-        for (o, stats) in [(1.03, 2.0), (0.97, 2.0), (f64::NAN, 2.0), (INF, 2.0), (1.0, 2.001), (1.0, 1.999), (1.0, f64::NAN), (1.0, -INF)] {
+        for (o, stats) in [(1.03, 2.0), (0.97, 2.0), (f64::NAN, 2.0), (INF, 2.0), (1.0, 2.001), (1.0, 1.999), (1.0, f64::NAN), (1.0, -INF)]
+        {
             assert!(!passes(&full, o, stats), "{o} {stats}");
         }
         for (o, stats) in [(1e-30, -INF), (f64::NAN, -INF), (0.0, -1e38), (0.0, f64::NAN), (0.0, INF)] {

@@ -72,7 +72,10 @@ const KNOWN_BAD: [Row; 4] = [
 ];
 
 /// Every known reason against running a problem on a runtime and an architecture, before the library is asked.
-pub fn reasons(problem: &Problem, runtime: Version, sm: u32) -> Vec<Reason> {
+///
+/// With `deterministic`, decode is refused: its engines split the keys and combine the parts as they arrive, and although they
+/// do not say so in their notes, other work on the device changes the last bit (docs/threads.md).
+pub fn reasons(problem: &Problem, runtime: Version, sm: u32, deterministic: bool) -> Vec<Reason> {
     let mut reasons = Vec::new();
     let mut limit = |field: &str, value: String, limit: &str| {
         reasons.push(Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() });
@@ -82,6 +85,9 @@ pub fn reasons(problem: &Problem, runtime: Version, sm: u32) -> Vec<Reason> {
     }
     if sm < 80 {
         limit("device", format!("sm {sm}"), "cuDNN's attention needs compute capability 8.0 or newer");
+    }
+    if deterministic && problem.seq_q() == 1 {
+        limit("policy.deterministic", "true".to_owned(), "cuDNN's decode engines (seq_q = 1) do not give the same bits on every run");
     }
     for (field, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
         if dim % 8 != 0 {
@@ -143,7 +149,7 @@ mod tests {
         let causal_window = problem(2048, 2048, &[Mask::window(Some(64), Some(0), Align::TopLeft)]);
         let decode = problem(1, 4096, &[]);
         let chunk = problem(100, 228, &[Mask::causal_bottom_right()]);
-        let refused = |p: &Problem, minor, patch, sm| !reasons(p, v(minor, patch), sm).is_empty();
+        let refused = |p: &Problem, minor, patch, sm| !reasons(p, v(minor, patch), sm, false).is_empty();
         assert!(refused(&plain, 10, 0, 90) && refused(&plain, 10, 1, 90) && !refused(&plain, 10, 2, 90) && !refused(&plain, 9, 0, 90));
         assert!(refused(&open, 14, 0, 90) && !refused(&open, 14, 1, 90) && !refused(&causal_window, 14, 0, 90));
         assert!(
@@ -151,5 +157,6 @@ mod tests {
         );
         assert!(refused(&chunk, 5, 0, 90) && !refused(&chunk, 6, 0, 90));
         assert!(refused(&plain, 19, 0, 75));
+        assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
     }
 }

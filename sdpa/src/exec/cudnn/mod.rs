@@ -5,6 +5,7 @@
 
 pub mod guard;
 mod host;
+mod order;
 pub mod plan;
 pub mod raw;
 
@@ -84,7 +85,7 @@ impl CudnnExecutor {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
             let start = std::time::Instant::now();
-            let planned = plan::build(self.library, &Target::Handle(&handle), self.device.sm(), problem, &self.options)?;
+            let planned = plan::build(self.library, &Target::Handle(&handle), problem, &self.options)?;
             let engine = planned.plan.engine().map(|c| c.tag()).unwrap_or_default();
             tracing::debug!(engine, form = %planned.forward.form, ms = start.elapsed().as_millis() as u64, "plan built");
             Ok(Arc::new(planned))
@@ -102,7 +103,7 @@ impl Executor for CudnnExecutor {
         let asked = || -> Result<(), Error> {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
-            plan::supports(self.library, &Target::Handle(&handle), self.device.sm(), problem, &self.options).map(|_| ())
+            plan::supports(self.library, &Target::Handle(&handle), problem, &self.options).map(|_| ())
         };
         match asked() {
             Ok(()) => Ok(()),

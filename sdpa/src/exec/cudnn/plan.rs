@@ -1,6 +1,7 @@
 //! From a problem to compiled plans: which form, which engine, which operands are copied first.
 
 use super::guard;
+use super::order;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::lower::{self, Copy, Form, Forward};
 use crate::problem::{OPERANDS, Problem};
@@ -64,19 +65,21 @@ pub fn ask(
     policy: &Policy,
 ) -> Result<(Arc<Forward>, Planner), Error> {
     let forward = Arc::new(lower::forward(problem, form, library.version())?);
-    let planner = Planner::new(library, Arc::new(forward.graph.clone()), target, policy)?;
+    let mut policy = policy.clone();
+    policy.prefer.extend(order::prefer(problem, form, library.version(), target));
+    let planner = Planner::new(library, Arc::new(forward.graph.clone()), target, &policy)?;
     Ok((forward, planner))
 }
 
 /// Runs `make` over the forms that the options allow, in order, until one succeeds.
 fn first_form<T>(
     library: &'static Library,
-    sm: u32,
+    target: &Target<'_>,
     problem: &Problem,
     options: &PlanOptions,
     mut make: impl FnMut(&Problem, Form) -> Result<T, Error>,
 ) -> Result<(Problem, Vec<usize>, T), Error> {
-    let known = guard::reasons(problem, library.version(), sm);
+    let known = guard::reasons(problem, library.version(), target.sm(), options.policy.deterministic);
     if !known.is_empty() {
         return Err(unsupported(known));
     }
@@ -105,9 +108,9 @@ fn first_form<T>(
 ///
 /// # Errors
 /// [`Error::Unsupported`] with every reason; the environment's.
-pub fn supports(library: &'static Library, target: &Target<'_>, sm: u32, problem: &Problem, options: &PlanOptions) -> Result<Form, Error> {
+pub fn supports(library: &'static Library, target: &Target<'_>, problem: &Problem, options: &PlanOptions) -> Result<Form, Error> {
     let (dense, copied, form) =
-        first_form(library, sm, problem, options, |p, form| ask(library, target, p, form, &options.policy).map(|_| form))?;
+        first_form(library, target, problem, options, |p, form| ask(library, target, p, form, &options.policy).map(|_| form))?;
     for operand in copied {
         copy_graph(problem, &dense, operand)
             .and_then(|c| Ok(Planner::new(library, Arc::new(c.graph), target, &Policy::default())?))
@@ -123,20 +126,21 @@ fn copy_graph(problem: &Problem, dense: &Problem, operand: usize) -> Result<Copy
 }
 
 fn refused_copy(operand: usize, error: Error) -> Error {
-    match error {
-        Error::Backend(e) if e.is_unsupported() => {
-            unsupported(vec![Reason::Refused { form: format!("copy of {}", OPERANDS[operand]), text: e.to_string().replace('\n', "; ") }])
-        }
-        other => other,
+    if let Error::Backend(e) = &error
+        && e.is_unsupported()
+    {
+        let text = e.to_string().replace('\n', "; ");
+        return unsupported(vec![Reason::Refused { form: format!("copy of {}", OPERANDS[operand]), text }]);
     }
+    error
 }
 
 /// Makes the plans of a problem's forward pass.
 ///
 /// # Errors
 /// As [`supports`]; out of memory and a missing library are the environment's and never *unsupported*.
-pub fn build(library: &'static Library, target: &Target<'_>, sm: u32, problem: &Problem, options: &PlanOptions) -> Result<Planned, Error> {
-    let (dense, copied, (forward, plan)) = first_form(library, sm, problem, options, |p, form| {
+pub fn build(library: &'static Library, target: &Target<'_>, problem: &Problem, options: &PlanOptions) -> Result<Planned, Error> {
+    let (dense, copied, (forward, plan)) = first_form(library, target, problem, options, |p, form| {
         let (forward, planner) = ask(library, target, p, form, &options.policy)?;
         Ok((forward, planner.first(target)?))
     })?;

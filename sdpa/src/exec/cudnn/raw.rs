@@ -113,7 +113,7 @@ impl Planned {
         if workspace.bytes < end {
             return Err(one("workspace", workspace.bytes, &format!("at least {end} bytes")));
         }
-        if workspace.address % PIECE != 0 {
+        if !workspace.address.is_multiple_of(PIECE) {
             return Err(one("workspace", format!("{:#x}", workspace.address), &format!("a multiple of {PIECE} bytes")));
         }
         for (operand, piece) in pieces {

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# setup-tests.sh: what the tests need besides Rust. Two cuDNN runtimes, from their slim wheels, under target/cudnn: the
+# offline tests plan with both and need no GPU. Does nothing when everything is there; installs Debian packages where it may.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${CARGO_TARGET_DIR:-target}/cudnn
+nvrtc=13.5.37
+
+packages() {
+  local missing=()
+  command -v cc >/dev/null || command -v gcc >/dev/null || missing+=(gcc libc6-dev)
+  command -v python3 >/dev/null || missing+=(python3)
+  if ! command -v python3 >/dev/null || ! python3 -m pip --version >/dev/null 2>&1; then missing+=(python3-pip); fi
+  if [ ${#missing[@]} -eq 0 ]; then return; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "setup-tests: installing ${missing[*]}"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+  else
+    echo "setup-tests: please install ${missing[*]}, or the same under your system's names" >&2
+    exit 1
+  fi
+}
+
+# runtime NAME VERSION: one cuDNN with the run-time compiler beside it, laid out as in a Python environment. Its metadata asks
+# for cuBLAS, which attention does not use.
+runtime() {
+  local name=$1 cudnn=$2 stamp="cudnn $2 nvrtc $nvrtc"
+  if [ "$(cat "$target/$name/stamp" 2>/dev/null)" = "$stamp" ]; then return; fi
+  echo "setup-tests: cuDNN $cudnn into $target/$name"
+  rm -rf "$target/$name.part" "$target/$name"
+  mkdir -p "$target"
+  python3 -m pip install --quiet --no-deps --no-compile --only-binary=:all: --disable-pip-version-check --root-user-action=ignore \
+    --target "$target/$name.part" "nvidia-cudnn-jit-cu13==$cudnn" "nvidia-cuda-nvrtc==$nvrtc"
+  rm -rf "$target/$name.part/nvidia/cu13/include" "$target/$name.part/nvidia/cudnn_jit/include"
+  find "$target/$name.part" -name '*.a' -delete
+  mv "$target/$name.part" "$target/$name"
+  # Last, so that what was interrupted is done again.
+  echo "$stamp" > "$target/$name/stamp"
+}
+
+packages
+runtime 9.19 9.19.0.56
+runtime 9.27 9.27.0.42

@@ -1,0 +1,210 @@
+//! `doctor`: which executors work here, and what the others lack.
+
+use crate::args::DoctorArgs;
+use crate::data::Element;
+use crate::exit::{Answer, Failure, Outcome};
+use crate::memory;
+use crate::operands::Operands;
+use crate::progress::Progress;
+use crate::table::{Table, list};
+use cudnn_graph::{Device, Driver, Library};
+use sdpa::dispatch::{Dispatcher, Preference};
+use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
+use serde::Serialize;
+
+/// Something that is not there or does not work.
+#[derive(Debug, Serialize)]
+struct Missing {
+    what: &'static str,
+    why: String,
+    /// What to do about it.
+    install: String,
+}
+
+#[derive(Debug, Serialize)]
+struct DriverFacts {
+    path: String,
+    cuda_version: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct DeviceFacts {
+    ordinal: u32,
+    name: String,
+    sm: u32,
+    multiprocessors: u32,
+    memory_bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct LibraryFacts {
+    path: String,
+    version: String,
+    companions: Vec<String>,
+}
+
+/// What was found for one executor.
+#[derive(Debug, Serialize)]
+struct Finding {
+    executor: ExecutorName,
+    works: bool,
+    /// What ran a small problem, and was right.
+    engine: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    driver: Option<DriverFacts>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    devices: Vec<DeviceFacts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    library: Option<LibraryFacts>,
+    missing: Vec<Missing>,
+}
+
+impl Finding {
+    fn new(executor: ExecutorName) -> Finding {
+        Finding { executor, works: false, engine: None, driver: None, devices: Vec::new(), library: None, missing: Vec::new() }
+    }
+
+    fn lacks(&mut self, what: &'static str, why: impl ToString, install: impl Into<String>) {
+        self.missing.push(Missing { what, why: why.to_string().replace('\n', "; "), install: install.into() });
+    }
+
+    /// Lets the executor compute a small problem.
+    fn try_out(&mut self, dispatcher: &Dispatcher, install: &str) {
+        match trial(dispatcher, self.executor) {
+            Ok(engine) => {
+                self.works = true;
+                self.engine = Some(engine);
+            }
+            Err(why) => self.lacks("a result", why, install),
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Findings {
+    executors: Vec<Finding>,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &DoctorArgs, json: bool) -> Result<Answer, Failure> {
+    let _step = Progress::new(json).spinner("looking around");
+    let dispatcher = Dispatcher::new(args.places.options());
+    let executors = ExecutorName::ALL.into_iter().rev().map(|name| match name {
+        ExecutorName::Cpu => cpu(&dispatcher),
+        ExecutorName::Metal => metal(&dispatcher),
+        ExecutorName::Cudnn => cudnn(&dispatcher, args),
+    });
+    let findings = Findings { executors: executors.collect() };
+    let outcome = if findings.executors.iter().any(|f| f.works) { Outcome::Good } else { Outcome::NoExecutor };
+    Answer::new(json, &findings, || text(&findings), outcome)
+}
+
+/// Runs a small problem on an executor and checks it; what ran it.
+fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> {
+    let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+    let spec = AttentionSpec::dense(Element::BF16.dtype(), shape, Layout::Bhsd).mask(Mask::causal()).with_stats();
+    let problem = spec.validate().map_err(|e| e.to_string())?;
+    let choice = dispatcher.prepare(&problem, Preference::Named(name)).map_err(|e| match e {
+        sdpa::Error::Unsupported(unsupported) => list(&unsupported.reasons.iter().map(ToString::to_string).collect::<Vec<_>>()),
+        other => other.to_string(),
+    })?;
+    let mut operands = Operands::random(&spec, Element::BF16, 0)?;
+    let scale = problem.default_scale();
+    let report = operands.forward(choice.prepared.as_ref(), scale).map_err(|e| e.to_string())?;
+    let distance = operands.check(&spec, scale, Progress::new(true));
+    if distance.passes() { Ok(report.engine) } else { Err(format!("wrong by {:.1e} at worst ({})", distance.o.error, report.engine)) }
+}
+
+fn cpu(dispatcher: &Dispatcher) -> Finding {
+    let mut finding = Finding::new(ExecutorName::Cpu);
+    finding.try_out(dispatcher, "nothing: this is a bug, please report it");
+    finding
+}
+
+fn metal(dispatcher: &Dispatcher) -> Finding {
+    let mut finding = Finding::new(ExecutorName::Metal);
+    let install =
+        if cfg!(target_vendor = "apple") { "nothing yet: it comes with a later version" } else { "nothing: Metal is on Apple machines" };
+    finding.try_out(dispatcher, install);
+    finding
+}
+
+const INSTALL_DRIVER: &str = "install the NVIDIA driver, or name its libcuda.so.1 with --driver or CUDNN_GRAPH_DRIVER";
+const SHOW_DEVICE: &str = "see that nvidia-smi lists a GPU; a container must be started with its GPUs (--gpus all)";
+
+/// Which wheel of cuDNN goes with a driver.
+fn install_library(cuda: Option<i32>) -> String {
+    let wheel = if cuda.is_some_and(|v| v < 13_000) { "nvidia-cudnn-cu12" } else { "nvidia-cudnn-cu13" };
+    format!("pip install {wheel} in the active Python environment, or name libcudnn.so.9 with --cudnn or CUDNN_GRAPH_LIBRARY")
+}
+
+fn cudnn(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
+    let mut finding = Finding::new(ExecutorName::Cudnn);
+    let driver = match Driver::load(args.places.driver.as_deref()) {
+        Ok(driver) => driver,
+        Err(e) => {
+            finding.lacks("driver", e, INSTALL_DRIVER);
+            finding.lacks("library", "not looked for: it cannot be loaded without a driver", install_library(None));
+            return finding;
+        }
+    };
+    let cuda = driver.cuda_version().ok();
+    let dotted = |v: i32| format!("{}.{}", v / 1000, v % 1000 / 10);
+    finding.driver = Some(DriverFacts { path: driver.path().display().to_string(), cuda_version: cuda.map(dotted) });
+    match driver.devices() {
+        Ok([]) => finding.lacks("device", "the driver sees none", SHOW_DEVICE),
+        Ok(devices) => finding.devices = devices.iter().map(device).collect(),
+        Err(e) => finding.lacks("device", e, SHOW_DEVICE),
+    }
+    match Library::load(&args.places.options().search) {
+        Ok(library) => {
+            finding.library = Some(LibraryFacts {
+                path: library.path().display().to_string(),
+                version: library.version().to_string(),
+                companions: library.companions().iter().map(|p| p.display().to_string()).collect(),
+            });
+        }
+        Err(e) => finding.lacks("library", e, install_library(cuda)),
+    }
+    if finding.missing.is_empty() {
+        finding.try_out(dispatcher, "what the message asks for; RUST_LOG=debug tells more");
+    }
+    finding
+}
+
+fn device(device: &Device) -> DeviceFacts {
+    DeviceFacts {
+        ordinal: device.ordinal(),
+        name: device.name().to_owned(),
+        sm: device.sm(),
+        multiprocessors: device.sm_count(),
+        memory_bytes: device.memory(),
+    }
+}
+
+fn text(findings: &Findings) -> String {
+    let mut table = Table::default();
+    for finding in &findings.executors {
+        table.row(finding.executor.name(), if finding.works { "works" } else { "does not work here" });
+        table.rows("  tried", finding.engine.iter().map(|e| format!("{e}: right")));
+        if let Some(driver) = &finding.driver {
+            table.row("  driver", format!("{}, CUDA {}", driver.path, driver.cuda_version.as_deref().unwrap_or("unknown")));
+        }
+        table.rows(
+            "  device",
+            finding.devices.iter().map(|d| {
+                let memory = memory::human(u128::from(d.memory_bytes));
+                format!("{}: {}, sm {}, {} multiprocessors, {memory}", d.ordinal, d.name, d.sm, d.multiprocessors)
+            }),
+        );
+        if let Some(library) = &finding.library {
+            table.row("  library", format!("cuDNN {}, {}", library.version, library.path));
+            table.rows("  beside it", library.companions.iter().cloned());
+        }
+        for missing in &finding.missing {
+            table.row(format!("  no {}", missing.what), missing.why.clone());
+            table.row("  to do", missing.install.clone());
+        }
+    }
+    table.render()
+}

@@ -1,0 +1,142 @@
+//! The last stage: a plan of cuDNN, for a device or for the description of one.
+
+use crate::args::PlaceArgs;
+use crate::exit::{Failure, Line};
+use crate::memory;
+use crate::progress::Progress;
+use crate::table::{Table, list};
+use cudnn_graph::{Candidate, DeviceProfile, Library, Outcome, Source, Target};
+use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions, Planned, plan};
+use sdpa::lower::Form;
+use sdpa::{Error, Problem};
+use serde::Serialize;
+use std::sync::Arc;
+
+/// An offer, and how NVIDIA's tools call it.
+#[derive(Serialize)]
+struct Offer {
+    tag: String,
+    #[serde(flatten)]
+    candidate: Candidate,
+}
+
+/// A list of offers that cuDNN refused to make.
+#[derive(Serialize)]
+struct Refused {
+    list: Source,
+    text: String,
+}
+
+/// What is known of a plan.
+#[derive(Serialize)]
+pub(crate) struct PlanReport {
+    stage: &'static str,
+    library: String,
+    version: String,
+    device: String,
+    sm: u32,
+    form: Form,
+    engine: String,
+    workspace_bytes: u64,
+    copied: Vec<&'static str>,
+    offers: Vec<Offer>,
+    lists_refused: Vec<Refused>,
+    /// cuDNN's own JSON; `None` where the engine has none.
+    plan: Option<serde_json::Value>,
+    /// Why there is none.
+    plan_refused: Option<String>,
+}
+
+fn failure(error: &Error) -> Failure {
+    if let Error::Unsupported(unsupported) = error {
+        return Failure::Executor(unsupported.reasons.iter().map(|r| Line::new(unsupported.executor, r)).collect());
+    }
+    Failure::Executor(vec![Line::new("cudnn", error)])
+}
+
+/// Makes the plan of a problem's forward pass.
+pub(crate) fn make(
+    problem: &Problem,
+    form: Option<Form>,
+    profile: Option<&DeviceProfile>,
+    places: &PlaceArgs,
+    progress: Progress,
+) -> Result<PlanReport, Failure> {
+    let _step = progress.spinner("asking cuDNN");
+    let mut options = places.options();
+    options.plan = PlanOptions { form, ..PlanOptions::default() };
+    let environment = |e: cudnn_graph::Error| failure(&Error::Backend(e));
+    if let Some(profile) = profile {
+        let library = Library::load(&options.search).map_err(environment)?;
+        let planned = plan::build(library, &Target::Profile(profile), problem, &options.plan).map_err(|e| failure(&e))?;
+        return Ok(tell(library, profile.name(), profile.sm(), &planned));
+    }
+    let executor = CudnnExecutor::new(options).map_err(environment)?;
+    let (planned, _): (Arc<Planned>, bool) = executor.attention(problem).map_err(|e| failure(&e))?;
+    Ok(tell(executor.library(), executor.device().name(), executor.device().sm(), &planned))
+}
+
+fn tell(library: &Library, device: &str, sm: u32, planned: &Planned) -> PlanReport {
+    let report = planned.plan.report();
+    let json = planned.plan.to_json().map_err(|e| e.to_string());
+    let json = json.and_then(|text| serde_json::from_str(&text).map_err(|e| format!("is not JSON: {e}")));
+    let (plan, plan_refused) = match json {
+        Ok(value) => (Some(value), None),
+        Err(e) => (None, Some(e)),
+    };
+    PlanReport {
+        stage: "plan",
+        library: library.path().display().to_string(),
+        version: library.version().to_string(),
+        device: device.to_owned(),
+        sm,
+        form: planned.forward.form,
+        engine: planned.plan.engine().map(Candidate::tag).unwrap_or_default(),
+        workspace_bytes: planned.workspace_bytes(),
+        copied: planned.copied(),
+        offers: report.candidates.iter().map(|c| Offer { tag: c.tag(), candidate: c.clone() }).collect(),
+        lists_refused: report.lists_refused.iter().map(|(list, text)| Refused { list: *list, text: text.clone() }).collect(),
+        plan,
+        plan_refused,
+    }
+}
+
+impl Offer {
+    fn text(&self) -> String {
+        let Candidate { source, workspace, shared_memory, numerical_notes, behavior_notes, outcome, engine: _, knobs: _ } = &self.candidate;
+        let became = match outcome {
+            Outcome::NotTried => "not tried".to_owned(),
+            Outcome::Chosen => "chosen".to_owned(),
+            Outcome::PassedOver(why) => format!("passed over: {why}"),
+            Outcome::Refused { status, text } => format!("refused: {status}, {}", text.replace('\n', "; ")),
+        };
+        let mut text = format!("{} ({source:?}): {became}", self.tag);
+        if let Some(bytes) = workspace {
+            text.push_str(&format!("\n  workspace {}", memory::human(u128::from(*bytes))));
+        }
+        if let Some(bytes) = shared_memory {
+            text.push_str(&format!("\n  shared memory {bytes} bytes"));
+        }
+        let notes: Vec<String> =
+            numerical_notes.iter().map(ToString::to_string).chain(behavior_notes.iter().map(ToString::to_string)).collect();
+        text.push_str(&format!("\n  notes {}", list(&notes)));
+        text
+    }
+}
+
+impl PlanReport {
+    /// The report without cuDNN's JSON.
+    pub(crate) fn text(&self) -> String {
+        let mut table = Table::default();
+        table.row("library", format!("cuDNN {}, {}", self.version, self.library));
+        table.row("device", format!("{}, sm {}", self.device, self.sm));
+        table.row("form", self.form.name());
+        table.row("engine", self.engine.clone());
+        table.row("workspace", memory::human(u128::from(self.workspace_bytes)));
+        table.row("copied", list(&self.copied));
+        table.rows("offers", self.offers.iter().map(Offer::text));
+        table.rows("refused", self.lists_refused.iter().map(|r| format!("list {:?}: {}", r.list, r.text)));
+        table.rows("no JSON", self.plan_refused.iter().cloned());
+        table.render()
+    }
+}
