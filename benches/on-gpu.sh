@@ -21,6 +21,7 @@ for library in "${libraries[@]}"; do
   {
     date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; echo "$library" | sed 's|.*/nvidia/|…/nvidia/|; s|.*/cudnn-|…/cudnn-|'
     "$carry/device" suite "$random" || status=1
+    "$carry/device" cudarc || status=1
   } > "$out/$name-suite.txt" 2>&1
   { date -u +%F; "$carry/device" speed || status=1; "$carry/device" host || status=1
     for _ in 1 2 3; do "$carry/device" startup || status=1; done; } > "$out/$name-speed.txt" 2>&1
@@ -28,5 +29,5 @@ for library in "${libraries[@]}"; do
 done
 unset CUDNN_GRAPH_LIBRARY
 python3 "$here/torch_sdpa.py" > "$out/torch.txt" 2>&1 || echo "PyTorch's side did not run" >> "$out/torch.txt"
-grep -hE 'passed|FAIL|outputs differ' "$out"/*-suite.txt "$out"/*-threads.txt 2>/dev/null
+grep -hE 'passed|FAIL|outputs are wrong|differ' "$out"/*-suite.txt "$out"/*-threads.txt 2>/dev/null
 exit $status

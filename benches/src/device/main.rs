@@ -1,7 +1,8 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
-//! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device startup`, `device threads SECONDS`.
+//! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device cudarc`, `device startup`, `device threads SECONDS`.
 
+mod cudarc;
 mod host;
 mod setup;
 mod speed;
@@ -19,9 +20,10 @@ fn main() -> ExitCode {
         Some("speed") => speed::run(),
         Some("short") => speed::short(),
         Some("host") => host::run(),
+        Some("cudarc") => cudarc::run(),
         Some("startup") => startup::run(),
         Some("threads") => threads::run(number(1, 60)),
-        _ => Err("device suite [RANDOM] | speed | short | host | startup | threads [SECONDS]".into()),
+        _ => Err("device suite [RANDOM] | speed | short | host | cudarc | startup | threads [SECONDS]".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -16,25 +16,23 @@ pub(crate) fn executor(plan: PlanOptions) -> Result<CudnnExecutor> {
     Ok(executor)
 }
 
-/// The forward shapes of the speed table: name, batch, heads_q, heads_kv, seq_q, seq_kv, dim, masks.
+/// The forward problems of the speed table.
 pub(crate) fn problems() -> Vec<(String, AttentionSpec)> {
-    let causal = Mask::causal();
-    let rows: [(i64, i64, i64, i64, i64, i64, &[Mask]); 9] = [
-        (1, 32, 8, 2048, 2048, 128, &[causal]),
-        (1, 32, 8, 2049, 2049, 128, &[causal]),
-        (1, 32, 8, 8, 8, 128, &[causal]),
-        (1, 32, 8, 2048, 4096, 128, &[Mask::causal_bottom_right()]),
-        (4, 32, 32, 4096, 4096, 128, &[causal]),
-        (4, 16, 16, 16384, 16384, 128, &[causal]),
-        (1, 32, 8, 2048, 2048, 128, &[]),
-        (1, 32, 8, 2048, 2048, 128, &[Mask::prefix_lm(512)]),
-        (16, 32, 8, 1, 8192, 128, &[]),
-    ];
-    rows.into_iter()
-        .map(|(batch, heads_q, heads_kv, seq_q, seq_kv, dim, masks)| row(batch, heads_q, heads_kv, seq_q, seq_kv, dim, masks))
-        .collect()
+    let causal = [Mask::causal()];
+    vec![
+        row(1, 32, 8, 2048, 2048, 128, &causal),
+        row(1, 32, 8, 2049, 2049, 128, &causal),
+        row(1, 32, 8, 8, 8, 128, &causal),
+        row(1, 32, 8, 2048, 4096, 128, &[Mask::causal_bottom_right()]),
+        row(4, 32, 32, 4096, 4096, 128, &causal),
+        row(4, 16, 16, 16384, 16384, 128, &causal),
+        row(1, 32, 8, 2048, 2048, 128, &[]),
+        row(1, 32, 8, 2048, 2048, 128, &[Mask::prefix_lm(512)]),
+        row(16, 32, 8, 1, 8192, 128, &[]),
+    ]
 }
 
+/// batch, heads_q, heads_kv, seq_q, seq_kv, dim.
 fn row(batch: i64, heads_q: i64, heads_kv: i64, seq_q: i64, seq_kv: i64, dim: i64, masks: &[Mask]) -> (String, AttentionSpec) {
     let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
     let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);

@@ -1,6 +1,9 @@
 //! May one plan execute on many threads at once? Every thread has a stream, buffers, inputs and a scale of its own, and every
 //! output is compared bit by bit with what the same inputs gave alone. What the threads share is varied, so that a difference
 //! can be traced to what causes it.
+//!
+//! Decode is allowed to differ in the last place: its engines combine parts in the order in which they arrive, so the bits
+//! change with other work on the device even where nothing is shared. Anything more fails, and any difference elsewhere.
 #![allow(unsafe_code)]
 
 use crate::setup::{Result, Tensors, executor};
@@ -9,6 +12,7 @@ use half::bf16;
 use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions, Planned, plan};
 use sdpa::lower::Form;
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -52,7 +56,7 @@ fn specs() -> Vec<(&'static str, AttentionSpec)> {
 
 /// Fills the output with NaN, runs the plan `times` times, and reads the output.
 fn output(
-    handle: &mut dyn FnMut() -> Result<Arc<Handle>>,
+    handle: &mut dyn FnMut() -> Result<Rc<Handle>>,
     stream: &Stream,
     planned: &Planned,
     tensors: &mut Tensors,
@@ -85,7 +89,7 @@ pub(crate) fn run(seconds: u64) -> Result<()> {
             }
         }
     }
-    if wrong == 0 { Ok(()) } else { Err(format!("{wrong} outputs differ").into()) }
+    if wrong == 0 { Ok(()) } else { Err(format!("{wrong} outputs are wrong").into()) }
 }
 
 /// One thread's own things, and what it must get.
@@ -104,7 +108,7 @@ fn workers(executor: &CudnnExecutor, form: Form, spec: &AttentionSpec, sharing: 
     let mut workers: Vec<Worker> = Vec::new();
     for n in 0..count {
         let stream = executor.device().stream()?;
-        let handle = Arc::new(executor.library().handle(&stream)?);
+        let handle = Rc::new(executor.library().handle(&stream)?);
         let planned = if shared {
             executor.attention(&problem)?.0
         } else {
@@ -125,28 +129,46 @@ fn workers(executor: &CudnnExecutor, form: Form, spec: &AttentionSpec, sharing: 
     Ok(workers)
 }
 
+/// How many numbers lie between two, counting the second; far apart with a NaN. Around zero, where a place is smaller than the
+/// rounding of the f32 sums behind it, at most one.
+fn apart(a: bf16, b: bf16) -> u64 {
+    // Of numbers with one sign, the bits are ordered as the numbers are.
+    let place = |x: bf16| {
+        let magnitude = i64::from(x.to_bits() & 0x7fff);
+        if x.is_sign_negative() { -magnitude } else { magnitude }
+    };
+    if a.to_bits() == b.to_bits() {
+        0
+    } else if a.is_nan() || b.is_nan() {
+        u64::MAX
+    } else if (a.to_f32() - b.to_f32()).abs() < 1e-6 {
+        1
+    } else {
+        place(a).abs_diff(place(b)).max(1)
+    }
+}
+
 fn stress(executor: &CudnnExecutor, form: Form, name: &str, spec: &AttentionSpec, sharing: Sharing, each: Duration) -> Result<u64> {
-    let (checks, wrong, worst) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    let (checks, differ, wrong, worst) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    let last_place = spec.q.dims[2] == 1;
     let mut workers = workers(executor, form, spec, sharing)?;
     let end = Instant::now() + each;
     std::thread::scope(|scope| {
         for worker in &mut workers {
-            let (checks, wrong, worst) = (&checks, &wrong, &worst);
+            let (checks, differ, wrong, worst) = (&checks, &differ, &wrong, &worst);
             scope.spawn(move || {
                 let mut work = || -> Result<()> {
                     let pooled = matches!(sharing, Sharing::Handles | Sharing::PlanAndHandles);
-                    let own = Arc::new(executor.library().handle(&worker.stream)?);
+                    let own = Rc::new(executor.library().handle(&worker.stream)?);
                     while Instant::now() < end {
-                        let mut handle = || if pooled { Ok(Arc::new(executor.library().handle(&worker.stream)?)) } else { Ok(own.clone()) };
+                        let mut handle = || if pooled { Ok(Rc::new(executor.library().handle(&worker.stream)?)) } else { Ok(own.clone()) };
                         let got = output(&mut handle, &worker.stream, &worker.planned, &mut worker.tensors, worker.scale, BURST)?;
                         checks.fetch_add(1, Ordering::Relaxed);
-                        let differ = got.iter().zip(&worker.want).filter(|(a, b)| a.to_bits() != b.to_bits());
-                        let apart =
-                            differ.map(|(a, b)| (a.to_f32() - b.to_f32()).abs()).reduce(|a, b| if a.is_nan() { a } else { a.max(b) });
-                        if let Some(apart) = apart {
-                            wrong.fetch_add(1, Ordering::Relaxed);
-                            // The bits of positive floats are ordered as they are; NaN is above them all.
-                            worst.fetch_max(u64::from(apart.to_bits()), Ordering::Relaxed);
+                        let places = got.iter().zip(&worker.want).map(|(a, b)| apart(*a, *b)).max().unwrap_or(0);
+                        if places > 0 {
+                            differ.fetch_add(1, Ordering::Relaxed);
+                            worst.fetch_max(places, Ordering::Relaxed);
+                            wrong.fetch_add(u64::from(!last_place || places > 1), Ordering::Relaxed);
                         }
                     }
                     Ok(())
@@ -158,12 +180,10 @@ fn stress(executor: &CudnnExecutor, form: Form, name: &str, spec: &AttentionSpec
             });
         }
     });
-    let (checks, wrong, worst) = (checks.into_inner(), wrong.into_inner(), worst.into_inner());
-    let largest = f32::from_bits(worst as u32);
-    let threads = workers.len();
-    let copied = workers.first().map(|w| w.planned.workspace_bytes()).unwrap_or(0);
+    let (checks, differ, wrong, worst) = (checks.into_inner(), differ.into_inner(), wrong.into_inner(), worst.into_inner());
     println!(
-        "{form} {name}, sharing {sharing:?}: {threads} threads, {} executions, {checks} checks, {wrong} differ (by {largest} at most), workspace {copied}",
+        "{form} {name}, sharing {sharing:?}: {} threads, {} executions, {checks} checks, {differ} differ (by {worst} in the last place at most), {wrong} wrong",
+        workers.len(),
         checks * BURST as u64
     );
     Ok(wrong)

@@ -6,7 +6,8 @@ use crate::exit::{Answer, Failure, Outcome};
 use crate::memory;
 use crate::operands::Operands;
 use crate::progress::Progress;
-use crate::table::{Table, list};
+use crate::run;
+use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
 use sdpa::dispatch::{Dispatcher, Preference};
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
@@ -75,7 +76,7 @@ impl Finding {
                 self.works = true;
                 self.engine = Some(engine);
             }
-            Err(why) => self.lacks("a result", why, install),
+            Err(why) => self.lacks("result", why, install),
         }
     }
 }
@@ -89,12 +90,8 @@ struct Findings {
 pub(crate) fn run(args: &DoctorArgs, json: bool) -> Result<Answer, Failure> {
     let _step = Progress::new(json).spinner("looking around");
     let dispatcher = Dispatcher::new(args.places.options());
-    let executors = ExecutorName::ALL.into_iter().rev().map(|name| match name {
-        ExecutorName::Cpu => cpu(&dispatcher),
-        ExecutorName::Metal => metal(&dispatcher),
-        ExecutorName::Cudnn => cudnn(&dispatcher, args),
-    });
-    let findings = Findings { executors: executors.collect() };
+    let executors = vec![cpu(&dispatcher), cudnn(&dispatcher, args), metal(&dispatcher)];
+    let findings = Findings { executors };
     let outcome = if findings.executors.iter().any(|f| f.works) { Outcome::Good } else { Outcome::NoExecutor };
     Answer::new(json, &findings, || text(&findings), outcome)
 }
@@ -104,10 +101,8 @@ fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> 
     let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
     let spec = AttentionSpec::dense(Element::BF16.dtype(), shape, Layout::Bhsd).mask(Mask::causal()).with_stats();
     let problem = spec.validate().map_err(|e| e.to_string())?;
-    let choice = dispatcher.prepare(&problem, Preference::Named(name)).map_err(|e| match e {
-        sdpa::Error::Unsupported(unsupported) => list(&unsupported.reasons.iter().map(ToString::to_string).collect::<Vec<_>>()),
-        other => other.to_string(),
-    })?;
+    let against = |e: &sdpa::Error| run::lines(name, e).into_iter().map(|line| line.message).collect::<Vec<_>>().join("; ");
+    let choice = dispatcher.prepare(&problem, Preference::Named(name)).map_err(|e| against(&e))?;
     let mut operands = Operands::random(&spec, Element::BF16, 0)?;
     let scale = problem.default_scale();
     let report = operands.forward(choice.prepared.as_ref(), scale).map_err(|e| e.to_string())?;

@@ -135,7 +135,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
 }
 
 /// The lines of an error about an executor.
-fn lines(executor: ExecutorName, error: &Error) -> Vec<Line> {
+pub(crate) fn lines(executor: ExecutorName, error: &Error) -> Vec<Line> {
     if let Error::Unsupported(unsupported) = error {
         return unsupported.reasons.iter().map(|reason| Line::new(unsupported.executor, reason)).collect();
     }

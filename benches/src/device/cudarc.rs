@@ -1,0 +1,62 @@
+//! The adapter for cudarc against the oracle: two of its streams, one waiting for the other by cudarc's own events.
+
+use crate::setup::{Result, executor};
+use conformance::compare::{Sizes, compare};
+use conformance::inputs::{self, Operand};
+use conformance::oracle;
+use conformance::random::Random;
+use cudarc::driver::CudaContext;
+use half::bf16;
+use sdpa::exec::cudnn::PlanOptions;
+use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
+
+fn bf16s(operand: &Operand) -> Result<&[bf16]> {
+    match operand {
+        Operand::BF16(x) => Ok(x),
+        Operand::F32(_) | Operand::F16(_) => Err("the inputs are bf16".into()),
+    }
+}
+
+pub(crate) fn run() -> Result<()> {
+    let executor = executor(PlanOptions::default())?;
+    let context = CudaContext::new(0)?;
+    let (uploads, compute) = (context.new_stream()?, context.new_stream()?);
+    for (masks, layout, gap) in
+        [(vec![Mask::causal()], Layout::Bhsd, 0), (vec![], Layout::Bshd, 0), (vec![Mask::prefix_lm(30)], Layout::Sbhd, 3)]
+    {
+        let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 129, seq_kv: 200, dim_qk: 64, dim_v: 64 };
+        let mut spec = AttentionSpec::dense(DType::BF16, shape, layout).with_stats();
+        spec.masks = masks;
+        spec.q.strides = layout.strides([2, 4, 129, 64 + gap]);
+        let mut random = Random::new(5);
+        let [q, k, v] = [&spec.q, &spec.k, &spec.v].map(|t| inputs::random(t, DType::BF16, 1.0, &mut random));
+        let attention = sdpa::cudarc::Attention::new(&executor, &spec)?;
+        let (dq, dk, dv) = (uploads.clone_htod(bf16s(&q)?)?, uploads.clone_htod(bf16s(&k)?)?, uploads.clone_htod(bf16s(&v)?)?);
+        let mut o = uploads.clone_htod(&vec![bf16::NAN; 2 * 4 * 129 * 64])?;
+        let mut stats = uploads.clone_htod(&vec![f32::NAN; 2 * 4 * 129])?;
+        attention.forward(&compute, &dq, &dk, &dv, &mut o, Some(&mut stats), None)?;
+        let (o, stats) = (uploads.clone_dtoh(&o)?, uploads.clone_dtoh(&stats)?);
+        let want = oracle::attention(&oracle::Problem {
+            shape: [2, 4, 2, 129, 200, 64, 64],
+            q: &inputs::gather(&spec.q, &q),
+            k: &inputs::gather(&spec.k, &k),
+            v: &inputs::gather(&spec.v, &v),
+            scale: f64::from(spec.validate()?.default_scale()),
+            masks: &spec.masks,
+        });
+        let got = inputs::gather(&spec.o, &Operand::BF16(o));
+        let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();
+        let sizes = Sizes { dtype: DType::BF16, dim_qk: 64, seq_kv: 200, dim_v: 64 };
+        let distance = compare(sizes, &want, &got, Some(&stats));
+        let verdict = if distance.passes() { "passed" } else { "FAIL" };
+        println!("{verdict} cudarc {} copied {:?}: {distance:?}", layout.name(), attention.planned().copied());
+        if !distance.passes() {
+            return Err("the adapter for cudarc is wrong".into());
+        }
+        let mut short = uploads.clone_htod(&[bf16::NAN; 4])?;
+        if attention.forward(&compute, &dq, &dk, &dv, &mut short, None, None).is_ok() {
+            return Err("an output that is too short was taken".into());
+        }
+    }
+    Ok(())
+}
