@@ -22,6 +22,8 @@ for library in "${libraries[@]}"; do
     date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; echo "$library" | sed 's|.*/nvidia/|…/nvidia/|; s|.*/cudnn-|…/cudnn-|'
     "$carry/device" suite "$random" || status=1
     "$carry/device" cudarc || status=1
+    "$carry/device" plans || status=1
+    [ ! -x "$carry/matmul_bias_gelu" ] || "$carry/matmul_bias_gelu" || status=1
   } > "$out/$name-suite.txt" 2>&1
   { date -u +%F; "$carry/device" speed || status=1; "$carry/device" host || status=1
     for _ in 1 2 3; do "$carry/device" startup || status=1; done; } > "$out/$name-speed.txt" 2>&1

@@ -5,6 +5,7 @@
 pub mod case;
 pub mod compare;
 pub mod inputs;
+pub mod matrix;
 pub mod offline;
 pub mod oracle;
 pub mod random;

@@ -1,9 +1,11 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
-//! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device cudarc`, `device startup`, `device threads SECONDS`.
+//! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device cudarc`, `device plans`,
+//! `device startup`, `device threads SECONDS`.
 
 mod cudarc;
 mod host;
+mod plans;
 mod setup;
 mod speed;
 mod startup;
@@ -21,9 +23,10 @@ fn main() -> ExitCode {
         Some("short") => speed::short(),
         Some("host") => host::run(),
         Some("cudarc") => cudarc::run(),
+        Some("plans") => plans::run(),
         Some("startup") => startup::run(),
         Some("threads") => threads::run(number(1, 60)),
-        _ => Err("device suite [RANDOM] | speed | short | host | cudarc | startup | threads [SECONDS]".into()),
+        _ => Err("device suite [RANDOM] | speed | short | host | cudarc | plans | startup | threads [SECONDS]".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
