@@ -183,29 +183,38 @@ fn places(search: &Search) -> Vec<Place> {
     if let Some(path) = search.library.clone().or_else(|| std::env::var_os("CUDNN_GRAPH_LIBRARY").map(PathBuf::from)) {
         return vec![file(path)];
     }
-    let mut places: Vec<Place> = wheel_folders().into_iter().map(|p| p.join(FILE)).filter(|p| p.exists()).map(Place::File).collect();
+    let mut places = wheels();
     places.push(Place::System(FILE));
     places
 }
 
-/// Folders of the cuDNN wheels in the active Python environment, the full wheel first.
-fn wheel_folders() -> Vec<PathBuf> {
-    let roots = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
-    let mut found = Vec::new();
-    for root in roots.filter(|r| r.is_absolute()) {
-        let Ok(entries) = std::fs::read_dir(root.join("lib")) else { continue };
-        let mut pythons: Vec<PathBuf> = entries
-            .flatten()
-            .map(|e| e.path())
-            .filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")))
-            .collect();
+/// The environment of the `python3` that a shell would start.
+fn python_on_path() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    let folder = std::env::split_paths(&path).find(|folder| folder.is_absolute() && folder.join("python3").exists())?;
+    folder.parent().map(Path::to_owned)
+}
+
+/// The cuDNN wheels of the active Python environments, the full wheel first.
+fn wheels() -> Vec<Place> {
+    let named = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let mut roots: Vec<PathBuf> = named.chain(python_on_path()).filter(|r| r.is_absolute()).collect();
+    roots.dedup();
+    let mut places = Vec::new();
+    for root in roots {
+        let before = places.len();
+        let mut pythons: Vec<PathBuf> = std::fs::read_dir(root.join("lib")).into_iter().flatten().flatten().map(|e| e.path()).collect();
+        pythons.retain(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")));
         pythons.sort();
         for python in pythons {
-            let nvidia = python.join("site-packages/nvidia");
-            found.extend([nvidia.join("cudnn/lib"), nvidia.join("cudnn_jit/lib")]);
+            let folders = ["cudnn/lib", "cudnn_jit/lib"].map(|f| python.join("site-packages/nvidia").join(f).join(FILE));
+            places.extend(folders.into_iter().filter(|p| p.exists()).map(Place::File));
+        }
+        if places.len() == before {
+            places.push(Place::Empty(root, "no cuDNN wheel in lib/python3*/site-packages/nvidia"));
         }
     }
-    found
+    places
 }
 
 /// A handle and what it is bound to. Handles live as long as the process: destroying them while it ends races with the

@@ -11,6 +11,8 @@ pub(super) enum Place {
     File(PathBuf),
     /// A name that the system's loader resolves.
     System(&'static str),
+    /// A folder in which there is nothing to open, and what was looked for in it.
+    Empty(PathBuf, &'static str),
 }
 
 /// An open library that is never closed: cuDNN's and the driver's threads outlive any scope of ours.
@@ -32,6 +34,10 @@ pub(super) fn open_first(library: &'static str, places: &[Place]) -> Result<Open
         let path = match place {
             Place::File(path) => path.as_path(),
             Place::System(name) => Path::new(name),
+            Place::Empty(path, problem) => {
+                searched.push(Searched { place: path.display().to_string(), problem: (*problem).to_owned() });
+                continue;
+            }
         };
         match open_file(path) {
             Ok(opened) => return Ok(opened),

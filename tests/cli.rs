@@ -1,0 +1,540 @@
+//! The command line tool, from outside: arguments and files in, text, JSON, files and exit codes out.
+
+use conformance::random::Random;
+use half::{bf16, f16};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView, serialize};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+/// The tool, built once with the profile and into the target folder of these tests.
+fn binary() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| {
+        // target/[triple/]profile/deps/cli-…
+        let exe = std::env::current_exe().unwrap();
+        let profile = exe.parent().and_then(Path::parent).unwrap();
+        let name = profile.file_name().unwrap().to_str().unwrap();
+        let mut target = profile.parent().unwrap();
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into()));
+        cargo.args(["build", "--package", "sdpa-cli", "--message-format", "json", "--profile", if name == "debug" { "dev" } else { name }]);
+        if !target.join("CACHEDIR.TAG").exists() {
+            cargo.arg("--target").arg(target.file_name().unwrap());
+            target = target.parent().unwrap();
+        }
+        let out = cargo.arg("--target-dir").arg(target).current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        let messages = String::from_utf8(out.stdout).unwrap();
+        let built = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        built.filter_map(|m| m["executable"].as_str().map(PathBuf::from)).next_back().unwrap()
+    })
+}
+
+fn sdpa<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Output {
+    Command::new(binary()).args(args).env_remove("RUST_LOG").output().unwrap()
+}
+
+/// Words of a line as arguments.
+fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
+
+fn code(out: &Output) -> i32 {
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    out.status.code().unwrap()
+}
+
+fn stdout(out: &Output) -> &str {
+    std::str::from_utf8(&out.stdout).unwrap()
+}
+
+/// The lines that begin with `error: `; there is nothing else on stderr.
+fn errors(out: &Output) -> Vec<String> {
+    let stderr = String::from_utf8(out.stderr.clone()).unwrap();
+    stderr.lines().map(|line| line.strip_prefix("error: ").unwrap_or_else(|| panic!("{stderr}")).to_owned()).collect()
+}
+
+fn json(out: &Output) -> Value {
+    serde_json::from_str(stdout(out)).unwrap_or_else(|e| panic!("{e}: {}", stdout(out)))
+}
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Folder {
+        Folder(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = std::fs::read_dir(&self.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+fn to_bytes(x: f64, dtype: Dtype) -> Vec<u8> {
+    match dtype {
+        Dtype::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
+        Dtype::BF16 => bf16::from_f64(x).to_le_bytes().to_vec(),
+        Dtype::F32 => (x as f32).to_le_bytes().to_vec(),
+        Dtype::F64 => x.to_le_bytes().to_vec(),
+        _ => vec![0; dtype.bitsize() / 8],
+    }
+}
+
+fn from_bytes(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
+    bytes
+        .chunks_exact(dtype.bitsize() / 8)
+        .map(|b| match dtype {
+            Dtype::F16 => f16::from_le_bytes([b[0], b[1]]).to_f64(),
+            Dtype::BF16 => bf16::from_le_bytes([b[0], b[1]]).to_f64(),
+            Dtype::F32 => f64::from(f32::from_le_bytes(b.try_into().unwrap())),
+            Dtype::F64 => f64::from_le_bytes(b.try_into().unwrap()),
+            _ => panic!("{dtype}"),
+        })
+        .collect()
+}
+
+/// A file with tensors of random numbers; every number is exact in bf16, so that no conversion changes it.
+fn file(tensors: &[(&str, Dtype, &[usize])]) -> Vec<u8> {
+    let mut random = Random::new(5);
+    let data: Vec<Vec<u8>> = tensors
+        .iter()
+        .map(|(_, dtype, shape)| {
+            (0..shape.iter().product::<usize>()).flat_map(|_| to_bytes(random.between(-32, 32) as f64 / 16.0, *dtype)).collect()
+        })
+        .collect();
+    let views =
+        tensors.iter().zip(&data).map(|((name, dtype, shape), data)| (*name, TensorView::new(*dtype, shape.to_vec(), data).unwrap()));
+    serialize(views, None).unwrap()
+}
+
+const LAYOUTS: [(&str, [usize; 4]); 3] = [("bhsd", [0, 1, 2, 3]), ("bshd", [0, 2, 1, 3]), ("sbhd", [2, 0, 1, 3])];
+
+/// A tensor by its indices (batch, head, seq, dim), whatever the order in the file.
+struct Tensor {
+    data: Vec<f64>,
+    dims: [usize; 4],
+    order: [usize; 4],
+}
+
+impl Tensor {
+    fn read(file: &SafeTensors<'_>, name: &str, order: [usize; 4]) -> Tensor {
+        let view = file.tensor(name).unwrap();
+        let mut dims = [0; 4];
+        order.iter().zip(view.shape()).for_each(|(&axis, &n)| dims[axis] = n);
+        Tensor { data: from_bytes(view.data(), view.dtype()), dims, order }
+    }
+
+    fn at(&self, index: [usize; 4]) -> f64 {
+        self.data[self.order.iter().fold(0, |at, &axis| at * self.dims[axis] + index[axis])]
+    }
+}
+
+/// Compares an output file with attention written out; `keep` says which keys a query attends to.
+fn compare(input: &[u8], output: &[u8], order: [usize; 4], scale: f64, tolerance: f64, keep: impl Fn(usize, usize) -> bool) {
+    let (input, output) = (SafeTensors::deserialize(input).unwrap(), SafeTensors::deserialize(output).unwrap());
+    let [q, k, v] = ["q", "k", "v"].map(|name| Tensor::read(&input, name, order));
+    let o = Tensor::read(&output, "o", order);
+    let stats = output.tensor("stats").unwrap();
+    let [batch, heads, seq_q, dim_qk] = q.dims;
+    let [_, heads_kv, seq_kv, dim_v] = v.dims;
+    assert_eq!((o.dims, stats.shape(), stats.dtype()), ([batch, heads, seq_q, dim_v], &[batch, heads, seq_q][..], Dtype::F32));
+    let stats = from_bytes(stats.data(), Dtype::F32);
+    for (n, &got) in stats.iter().enumerate() {
+        let (b, h, i) = (n / (heads * seq_q), n / seq_q % heads, n % seq_q);
+        let g = h * heads_kv / heads;
+        let score = |j: usize| scale * (0..dim_qk).map(|d| q.at([b, h, i, d]) * k.at([b, g, j, d])).sum::<f64>();
+        let kept: Vec<usize> = (0..seq_kv).filter(|&j| keep(i, j)).collect();
+        let sum: f64 = kept.iter().map(|&j| score(j).exp()).sum();
+        let want = sum.ln();
+        assert!(want == got || (want - got).abs() < 1e-4, "stats {b} {h} {i}: {got}, not {want}");
+        for d in 0..dim_v {
+            let want: f64 = kept.iter().map(|&j| score(j).exp() / sum * v.at([b, g, j, d])).sum();
+            let got = o.at([b, h, i, d]);
+            assert!((want - got).abs() < tolerance, "o {b} {h} {i} {d}: {got}, not {want}");
+        }
+    }
+}
+
+/// Shapes of q, k and v in a file of an order.
+fn shapes(order: [usize; 4], q: [usize; 4], k: [usize; 4], v: [usize; 4]) -> [Vec<usize>; 3] {
+    [q, k, v].map(|dims| order.iter().map(|&axis| dims[axis]).collect())
+}
+
+const Q: [usize; 4] = [2, 4, 5, 8];
+const K: [usize; 4] = [2, 2, 9, 8];
+const V: [usize; 4] = [2, 2, 9, 16];
+
+fn input(dtype: Dtype, order: [usize; 4]) -> Vec<u8> {
+    let [q, k, v] = shapes(order, Q, K, V);
+    file(&[("q", dtype, &q), ("k", dtype, &k), ("v", dtype, &v)])
+}
+
+#[test]
+fn without_arguments_an_example_is_checked() {
+    let out = sdpa(["run"]);
+    assert_eq!(code(&out), 0);
+    assert!(stdout(&out).contains("check      passed") && stdout(&out).contains("TFLOP/s"), "{}", stdout(&out));
+    assert!(out.stderr.is_empty());
+    let told = json(&sdpa(words("run --json --seed 3")));
+    assert_eq!((&told["check"]["passed"], &told["dtype"], &told["seed"]), (&Value::Bool(true), &"bf16".into(), &3.into()));
+    assert!(told["compute_ms"].as_f64().unwrap() > 0.0 && told["tflops"].as_f64().unwrap() > 0.0);
+    assert!(told["check"]["o"]["ratio"].as_f64().unwrap() <= 1.0);
+}
+
+#[test]
+fn files_of_every_dtype_and_layout_are_read_computed_and_written() {
+    let folder = Folder::new();
+    let (from, to) = (folder.path("in.safetensors"), folder.path("out.safetensors"));
+    let dtypes = [
+        (Dtype::F32, "", Dtype::F32, 1e-5),
+        (Dtype::F16, "", Dtype::F16, 4e-3),
+        (Dtype::BF16, "", Dtype::BF16, 3e-2),
+        (Dtype::F64, "--dtype f32", Dtype::F32, 1e-5),
+        (Dtype::BF16, "--dtype f16", Dtype::F16, 4e-3),
+        (Dtype::F32, "--dtype bf16", Dtype::BF16, 3e-2),
+    ];
+    for (layout, order) in LAYOUTS {
+        for (dtype, option, result, tolerance) in dtypes {
+            let bytes = input(dtype, order);
+            std::fs::write(&from, &bytes).unwrap();
+            let masks = "--mask window:4,inf:bottom-right --mask none --mask causal-bottom-right";
+            let line =
+                format!("run --input {from} --output {to} --layout {layout} {option} {masks} --executor cpu --scale 0.3 --check --json");
+            let out = sdpa(words(&line));
+            assert_eq!(code(&out), 0, "{line}: {}", stdout(&out));
+            assert_eq!(json(&out)["masks"], serde_json::json!(["window:4,inf:bottom-right", "causal-bottom-right"]));
+            let written = std::fs::read(&to).unwrap();
+            assert_eq!(SafeTensors::deserialize(&written).unwrap().tensor("o").unwrap().dtype(), result);
+            compare(&bytes, &written, order, 0.3, tolerance, |i, j| j > i && j <= i + 4);
+        }
+    }
+    assert_eq!(folder.names(), ["in.safetensors", "out.safetensors"]);
+}
+
+#[test]
+fn operands_of_different_types_are_converted_and_rows_may_be_empty() {
+    let folder = Folder::new();
+    let (from, to) = (folder.path("in"), folder.path("out"));
+    let [q, k, v] = shapes([0, 1, 2, 3], [1, 2, 6, 8], [1, 2, 3, 8], [1, 2, 3, 8]);
+    let bytes = file(&[("v", Dtype::F64, &v), ("other", Dtype::I8, &[3]), ("q", Dtype::F16, &q), ("k", Dtype::BF16, &k)]);
+    std::fs::write(&from, &bytes).unwrap();
+    let out = sdpa(words(&format!("run --input {from} --output {to} --dtype f32 --mask prefix-lm:2 --mask window:2,1 --check")));
+    assert_eq!(code(&out), 0, "{}", stdout(&out));
+    // Query 5 keeps keys 4 to 6 of 3.
+    compare(&bytes, &std::fs::read(&to).unwrap(), [0, 1, 2, 3], 8f64.sqrt().recip(), 1e-5, |i, j| {
+        j + 2 > i && j <= i + 1 && (j <= i || j < 2)
+    });
+    let stats = std::fs::read(&to).unwrap();
+    let stats = from_bytes(SafeTensors::deserialize(&stats).unwrap().tensor("stats").unwrap().data(), Dtype::F32);
+    assert_eq!(stats[5], f64::NEG_INFINITY);
+}
+
+#[test]
+fn a_seed_is_a_problem() {
+    let folder = Folder::new();
+    let run = |seed: u64, name: &str| {
+        let to = folder.path(name);
+        let line = format!("run --shape 1,2,1,33,40,8 --dtype f32 --seed {seed} --executor cpu --output {to}");
+        assert_eq!(code(&sdpa(words(&line))), 0);
+        std::fs::read(to).unwrap()
+    };
+    let first = run(1, "a");
+    assert_eq!(first, run(1, "b"));
+    assert_ne!(first, run(2, "a"));
+}
+
+#[test]
+fn every_mistake_is_told_at_once_and_nothing_is_written() {
+    let folder = Folder::new();
+    let from = folder.path("in");
+    std::fs::write(&from, file(&[("q", Dtype::F16, &[2, 3, 5, 8]), ("k", Dtype::F32, &[3, 2, 9, 8]), ("w", Dtype::F16, &[1])])).unwrap();
+    let line = format!(
+        "run --input {from} --shape 1,2,x,0,5 --mask causal --mask wnidow --mask window:0,-1 --scale nan --layout bhsd --seed x --executor gpu \
+         --output /nowhere/out"
+    );
+    let wanted = [
+        "\"wnidow\"",
+        "left is 0",
+        "right is -1",
+        "\"nan\"",
+        "HKV is \"x\"",
+        "SQ is 0",
+        "has 5 numbers",
+        "give one of the two",
+        "no tensor v; it has",
+        "q is F16, k is F32",
+        "k.dims[0] (batch) is 3",
+        "q.dims[1] (heads_q) is 3",
+        "\"gpu\" is not one of auto, cpu, cudnn, metal",
+        "no folder /nowhere",
+        "--seed: \"x\"",
+    ];
+    let out = sdpa(words(&line));
+    assert_eq!(code(&out), 2);
+    let told = errors(&out);
+    for what in wanted {
+        assert_eq!(told.iter().filter(|line| line.contains(what)).count(), 1, "{what} in {told:#?}");
+    }
+    let told: Vec<String> = told.into_iter().filter(|line| !wanted.iter().any(|what| line.contains(what))).collect();
+    // A scale that is a number and is not finite; a seed that would have no use.
+    assert!(told.iter().all(|line| line.contains("not a finite f32") || line.contains("has numbers already")), "{told:#?}");
+    let as_json = json(&sdpa(words(&format!("{line} --json"))));
+    assert_eq!((&as_json["error"]["exit_code"], &as_json["error"]["kind"]), (&2.into(), &"mistakes".into()));
+    assert_eq!(as_json["error"]["lines"].as_array().unwrap().len(), errors(&out).len());
+    assert_eq!(folder.names(), ["in"]);
+}
+
+#[test]
+fn each_bad_input_has_its_line() {
+    let folder = Folder::new();
+    let (from, to) = (folder.path("in"), folder.path("out"));
+    let good = input(Dtype::F32, [0, 1, 2, 3]);
+    std::fs::write(&to, "kept").unwrap();
+    let f = Dtype::F32;
+    let of = |q: &[usize], k: &[usize], v: &[usize]| file(&[("q", f, q), ("k", f, k), ("v", f, v)]);
+    let [q, k, v] = [&Q[..], &K[..], &V[..]];
+    let mut lying = good.clone();
+    let at = lying.windows(3).position(|w| w == b"[2,").unwrap() + 1;
+    lying[at] = b'3';
+    let huge = br#"{"q":{"dtype":"F32","shape":[4294967295,4294967295,4294967295,8],"data_offsets":[0,4]}}"#;
+    let huge = [&(huge.len() as u64).to_le_bytes()[..], huge, &[0; 4]].concat();
+    let cases: Vec<(Vec<u8>, &str, &str)> = vec![
+        (of(&[4, 5, 8], k, v), "", "four axes (batch, head, seq, dim)"),
+        (of(&[4, 5, 8], k, v), "--layout sbhd", "four axes (seq, batch, head, dim)"),
+        (of(q, k, &[2, 2, 7, 16]), "", "v.dims[2] (seq_kv) is 7"),
+        (of(q, &[2, 3, 9, 8], &[2, 3, 9, 8]), "", "multiple of heads_kv, which is 3"),
+        (of(q, &[2, 2, 9, 16], v), "", "k.dims[3] (dim_qk) is 16"),
+        (of(&[2, 4, 0, 8], k, v), "", "q.dims[2] (seq) is 0"),
+        (file(&[("q", f, q), ("k", f, k)]), "", "has no tensor v; it has k, q"),
+        (file(&[]), "", "has no tensor q; it has none"),
+        (file(&[("q", Dtype::I32, q), ("k", f, k), ("v", f, v)]), "", "q is of type I32"),
+        (input(Dtype::F64, [0, 1, 2, 3]), "", "--dtype"),
+        (file(&[("q", f, q), ("k", Dtype::F16, k), ("v", f, v)]), "", "q is F32, k is F16, v is F32"),
+        (good[..good.len() - 1].to_vec(), "", "its header speaks of"),
+        ([&good[..], b"x"].concat(), "", "its header speaks of"),
+        (lying, "", "broken safetensors header"),
+        (huge, "", "broken safetensors header"),
+        (good[..5].to_vec(), "", "no header"),
+        (Vec::new(), "", "no header"),
+        (u64::MAX.to_le_bytes().to_vec(), "", "does not fit its 8 bytes"),
+        (good.clone(), "--layout bsdh", "\"bsdh\" is not one of"),
+        (good.clone(), "--dtype f64", "\"f64\" is not one of"),
+        (good.clone(), "--seed 3", "has numbers already"),
+        (good.clone(), "--scale 1e39", "not a finite"),
+        (good.clone(), "--mask prefix-lm:-1", "len is -1"),
+        (good, "--executor rocm", "\"rocm\" is not one of"),
+    ];
+    for (bytes, options, what) in cases {
+        std::fs::write(&from, &bytes).unwrap();
+        let out = sdpa(words(&format!("run --input {from} --output {to} {options}")));
+        assert_eq!(code(&out), 2, "{what}");
+        assert!(errors(&out).iter().any(|line| line.contains(what)), "{what} in {:?}", errors(&out));
+        assert!(errors(&out).len() <= 3, "{:?}", errors(&out));
+        assert_eq!(
+            (folder.names(), std::fs::read_to_string(&to).unwrap().as_str()),
+            (vec!["in".to_owned(), "out".to_owned()], "kept"),
+            "{what}"
+        );
+    }
+}
+
+#[test]
+fn shapes_that_overflow_or_do_not_fit_are_refused() {
+    for (shape, what) in [
+        ("1,1,1,2147483647,2147483647,2147483647", "60 bits"),
+        ("1,2,1,99999999999,4,8", "SQ is 99999999999"),
+        ("1,4096,4096,1000000,1000000,256", "are needed"),
+        ("1,3,2,4,4,8", "multiple of heads_kv"),
+        ("-1,2,1,4,4,8", "B is -1"),
+        ("1,2,1,4,4", "has 5 numbers"),
+    ] {
+        let out = sdpa(["run", "--shape", shape]);
+        assert_eq!(code(&out), 2, "{shape}");
+        assert!(errors(&out).iter().any(|line| line.contains(what)), "{shape}: {:?}", errors(&out));
+    }
+}
+
+#[test]
+fn no_file_makes_it_panic() {
+    let folder = Folder::new();
+    let from = folder.path("in");
+    let good = input(Dtype::F16, [0, 1, 2, 3]);
+    let header = 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
+    let mut random = Random::new(1);
+    for n in 0..120 {
+        let mut bytes = good.clone();
+        match n % 3 {
+            0 => bytes = (0..random.between(0, 300)).map(|_| random.bits() as u8).collect(),
+            1 => bytes.truncate(random.between(0, good.len() as i64 - 1) as usize),
+            // The data are numbers whatever they are; the header is not a header any more, or lies.
+            _ => (0..random.between(1, 4)).for_each(|_| bytes[random.between(0, header as i64 - 1) as usize] = random.bits() as u8),
+        }
+        std::fs::write(&from, &bytes).unwrap();
+        let out = sdpa(["run", "--input", &from, "--executor", "cpu"]);
+        let allowed: &[i32] = if n % 3 == 2 { &[0, 2] } else { &[2] };
+        assert!(allowed.contains(&code(&out)), "{n}: {:?}", errors(&out));
+        assert!(code(&out) == 0 || !errors(&out).is_empty());
+    }
+}
+
+#[test]
+fn places_that_take_no_output_are_refused_before_anything_is_computed() {
+    let folder = Folder::new();
+    let from = folder.path("in");
+    std::fs::write(&from, input(Dtype::F32, [0, 1, 2, 3])).unwrap();
+    std::fs::create_dir(folder.path("folder")).unwrap();
+    std::os::unix::fs::symlink(&from, folder.path("link")).unwrap();
+    for (to, what) in [
+        (folder.path("folder"), "is a folder"),
+        (folder.path("none/out"), "there is no folder"),
+        (from.clone(), "is the input file"),
+        (folder.path("link"), "is the input file"),
+        (folder.path("folder/../in"), "is the input file"),
+        ("/dev/null".to_owned(), "is not a file"),
+        ("/proc/out".to_owned(), "cannot be written"),
+    ] {
+        let out = sdpa(["run", "--input", &from, "--output", &to]);
+        assert_eq!(code(&out), 2, "{to}");
+        assert!(matches!(&errors(&out)[..], [line] if line.contains(what)), "{to}: {:?}", errors(&out));
+    }
+    for (from, what) in
+        [(folder.path("none"), "cannot be read"), (folder.path("folder"), "is not a file"), ("/dev/zero".to_owned(), "is not a file")]
+    {
+        let out = sdpa(["run", "--input", &from]);
+        assert_eq!(code(&out), 2, "{from}");
+        assert!(matches!(&errors(&out)[..], [line] if line.contains(what)), "{from}: {:?}", errors(&out));
+    }
+    assert_eq!(folder.names(), ["folder", "in", "link"]);
+}
+
+#[test]
+fn a_named_executor_that_is_absent_is_an_error_of_its_own() {
+    let out = sdpa(words("run --executor cudnn --driver /nowhere/libcuda.so.1 --scale -1"));
+    assert_eq!(code(&out), 3);
+    let told = errors(&out);
+    assert!(told.iter().any(|line| line.contains("/nowhere/libcuda.so.1")), "{told:?}");
+    assert!(told.iter().any(|line| line.contains("attn_scale is -1")), "{told:?}");
+    let as_json = json(&sdpa(words("run --executor cudnn --driver /nowhere/libcuda.so.1 --json")));
+    assert_eq!((&as_json["error"]["exit_code"], &as_json["error"]["kind"]), (&3.into(), &"executor".into()));
+    if cfg!(not(target_vendor = "apple")) {
+        assert_eq!(code(&sdpa(words("run --executor metal"))), 3);
+    }
+}
+
+#[test]
+fn a_scale_that_cudnn_does_not_take_goes_to_another_executor() {
+    for scale in ["-0.5", "0"] {
+        let told = json(&sdpa(["run", "--json", "--scale", scale]));
+        assert_eq!((&told["executor"], &told["check"]["passed"]), (&"cpu".into(), &true.into()));
+        let declined = &told["declined"][0];
+        assert_eq!(declined["executor"], "cudnn");
+        assert!(declined["text"].as_str().unwrap().starts_with("attn_scale is"), "{declined}");
+    }
+}
+
+#[test]
+fn every_stage_is_printed() {
+    let problem = "--shape 1,4,2,64,96,16 --dtype f16 --mask causal --stats";
+    let inspect = |options: &str| sdpa(words(&format!("inspect {problem} {options}")));
+    let text = |options: &str| {
+        let out = inspect(options);
+        assert_eq!(code(&out), 0, "{options}: {}", String::from_utf8_lossy(&out.stderr));
+        stdout(&out).to_owned()
+    };
+    let value = |options: &str| json(&inspect(&format!("{options} --json")));
+
+    assert!(text("--stage spec").contains("masks  causal"));
+    assert_eq!(value("--stage spec")["spec"]["q"]["dims"], serde_json::json!([1, 4, 64, 16]));
+    assert!(text("--stage problem").contains("k - q <= 0"));
+    assert_eq!(value("--stage problem")["problem"]["region"]["upper"], 0);
+    for runtime in ["9.19.0", "9.27.0"] {
+        let graph = text(&format!("--stage graph --runtime {runtime}"));
+        assert!(graph.starts_with("t0 \"q\" f16") && graph.contains("matmul"), "{graph}");
+        let as_json = value(&format!("--stage graph --runtime {runtime}"));
+        assert_eq!((&as_json["runtime"], &as_json["form"]), (&runtime.into(), &"composite".into()));
+        assert!(as_json["graph"]["ops"].as_array().unwrap().len() > 3);
+        assert!(text(&format!("--stage program --runtime {runtime}")).contains("OPERATIONGRAPH"));
+        assert!(value(&format!("--stage program --runtime {runtime}"))["program"]["descriptors"].as_array().unwrap().len() > 10);
+    }
+    assert!(text("--stage graph --form unified --runtime 9.27.0").contains("sdpa_forward"));
+    assert_eq!(text("--runtime 9.27.0"), text("--stage graph --runtime 9.27.0"));
+    let too_new = inspect("--stage program --form unified --runtime 9.12.0");
+    assert_eq!(code(&too_new), 3);
+    assert!(errors(&too_new)[0].contains("9.12.0 lacks"), "{:?}", errors(&too_new));
+    let absent = inspect("--stage plan --driver /nowhere/libcuda.so.1 --device-profile devprops/h200.json");
+    assert_eq!(code(&absent), 3);
+}
+
+#[test]
+fn mistakes_of_inspect_are_told_at_once() {
+    let out = sdpa(words("inspect --stage plna --form fused --runtime 8.9 --device-profile /nowhere.json --shape 1 --dtype i8"));
+    assert_eq!(code(&out), 2);
+    assert_eq!(errors(&out).len(), 6, "{:?}", errors(&out));
+    let folder = Folder::new();
+    std::fs::write(folder.path("p.json"), "{}").unwrap();
+    for line in [
+        "--stage spec --form unified",
+        "--stage plan --runtime 9.19.0",
+        &format!("--stage plan --device-profile {}", folder.path("p.json")),
+    ] {
+        let out = sdpa(words(&format!("inspect {line}")));
+        assert_eq!((code(&out), errors(&out).len()), (2, 1), "{line}: {:?}", errors(&out));
+    }
+}
+
+/// Needs a cuDNN (and a driver or a stand-in for one), found as the tool finds it.
+#[test]
+fn a_plan_is_made_from_a_profile() {
+    let profile = Path::new(env!("CARGO_MANIFEST_DIR")).join("devprops/h200.json");
+    let line = format!("inspect --stage plan --mask causal --json --device-profile {}", profile.display());
+    let out = sdpa(words(&line));
+    let told = json(&out);
+    if code(&out) == 3 && told["error"]["lines"][0]["message"].as_str().unwrap().contains("was not loaded") {
+        println!("SKIP plan: {}", told["error"]["lines"][0]["message"]);
+        assert!(!std::env::var("SDPA_REQUIRE").is_ok_and(|r| r.split(',').any(|r| r == "cudnn")), "cuDNN is required");
+        return;
+    }
+    assert_eq!(code(&out), 0, "{told}");
+    let offers = told["offers"].as_array().unwrap();
+    assert_eq!(offers.iter().filter(|o| o["outcome"] == "chosen" && o["tag"] == told["engine"]).count(), 1, "{offers:?}");
+    assert!(told["plan"]["cudnnVersion"].is_number() && told["workspace_bytes"].is_number());
+    let text = sdpa(words(&line.replace("--json", "")));
+    assert!(stdout(&text).contains("chosen"), "{}", stdout(&text));
+}
+
+#[test]
+fn the_doctor_says_what_is_there_and_what_to_install() {
+    let out = sdpa(words("doctor --driver /nowhere/libcuda.so.1"));
+    assert_eq!(code(&out), 0);
+    for what in
+        ["cpu ", "thread", "cudnn ", "metal ", "install the NVIDIA driver", "pip install nvidia-cudnn-cu13", "/nowhere/libcuda.so.1"]
+    {
+        assert!(stdout(&out).contains(what), "{what} in {}", stdout(&out));
+    }
+    let told = json(&sdpa(words("doctor --json --driver /nowhere/libcuda.so.1")));
+    let executors = told["executors"].as_array().unwrap();
+    assert_eq!(executors.iter().map(|e| e["executor"].as_str().unwrap()).collect::<Vec<_>>(), ["cpu", "cudnn", "metal"]);
+    assert_eq!((&executors[0]["works"], &executors[1]["works"]), (&true.into(), &false.into()));
+    assert_eq!(executors[1]["missing"][0]["what"], "driver");
+}
+
+#[test]
+fn help_has_the_exit_codes_and_wrong_arguments_are_json_too() {
+    for line in ["--help", "run --help", "inspect --help", "doctor --help"] {
+        let out = sdpa(words(line));
+        assert_eq!(code(&out), 0);
+        assert!(stdout(&out).contains("Exit codes:"), "{line}");
+    }
+    assert_eq!(code(&sdpa(words("run --frobnicate"))), 2);
+    let told = json(&sdpa(words("run --frobnicate --json")));
+    assert!(told["error"]["lines"][0]["message"].as_str().unwrap().contains("--frobnicate"));
+}
