@@ -1,6 +1,7 @@
 //! Addresses and numbers for the tensors of a plan, checked before anything runs.
 
 use crate::ir::ty::DType;
+use smallvec::SmallVec;
 use crate::ir::{Scalar, Storage, TensorId, Verified};
 use std::fmt;
 
@@ -16,8 +17,9 @@ pub struct DeviceSlice {
 /// What a caller binds to the tensors of a plan, by id.
 #[derive(Clone, Debug, Default)]
 pub struct Bindings {
-    slices: Vec<(TensorId, DeviceSlice)>,
-    values: Vec<(TensorId, Scalar)>,
+    // Inline: a call that hits must not allocate.
+    slices: SmallVec<[(TensorId, DeviceSlice); 8]>,
+    values: SmallVec<[(TensorId, Scalar); 4]>,
 }
 
 impl Bindings {
@@ -149,8 +151,8 @@ pub struct Ports {
 /// Bindings that fit a plan, in the order of its ports.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Bound {
-    pub(crate) addresses: Vec<u64>,
-    pub(crate) values: Vec<Scalar>,
+    pub(crate) addresses: SmallVec<[u64; 8]>,
+    pub(crate) values: SmallVec<[Scalar; 8]>,
 }
 
 impl Ports {
@@ -177,7 +179,7 @@ impl Ports {
     /// Checks bindings against the ports.
     pub(crate) fn bind(&self, bindings: &Bindings) -> Result<Bound, BindingErrors> {
         let mut errors = Vec::new();
-        let mut bound = Bound { addresses: Vec::with_capacity(self.device.len()), values: Vec::with_capacity(self.values.len()) };
+        let mut bound = Bound { addresses: SmallVec::new(), values: SmallVec::new() };
         for port in &self.device {
             let mut given = bindings.slices.iter().filter(|(id, _)| *id == port.id).map(|(_, s)| *s);
             match (given.next(), given.next()) {
@@ -240,7 +242,7 @@ mod tests {
         let ports = Ports::of(&g.verify().unwrap());
         let good = DeviceSlice { address: 4096, bytes: 64 };
         let ok = Bindings::new().slice(x, good).slice(y, good).value(k, Scalar::F32(2.0)).value(z, Scalar::F32(2.0));
-        assert_eq!(ports.bind(&ok).unwrap().addresses, [4096, 4096]);
+        assert_eq!(ports.bind(&ok).unwrap().addresses.as_slice(), [4096, 4096]);
 
         let bad = Bindings::new()
             .slice(x, DeviceSlice { address: 4100, bytes: 60 })

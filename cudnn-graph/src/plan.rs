@@ -12,6 +12,7 @@ use crate::ir::{Scalar, Verified};
 use crate::profile::{DeviceProfile, Target};
 use crate::program::Program;
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use std::sync::Arc;
 
 /// Packs that a plan keeps for addresses that come back.
@@ -136,7 +137,7 @@ pub struct Plan {
 /// A pack for one set of addresses.
 #[derive(Debug)]
 struct Ready {
-    addresses: Vec<u64>,
+    addresses: SmallVec<[u64; 8]>,
     workspace: u64,
     pack: Pack,
 }
@@ -265,7 +266,7 @@ impl Plan {
 
     /// The pack for these addresses, kept from an earlier execution or made now. It is taken out: numbers in it are set
     /// for one execution at a time.
-    fn ready(&self, addresses: Vec<u64>, workspace: u64) -> Result<Ready, Error> {
+    fn ready(&self, addresses: SmallVec<[u64; 8]>, workspace: u64) -> Result<Ready, Error> {
         let mut packs = self.packs.lock();
         if let Some(at) = packs.iter().rposition(|r| r.workspace == workspace && r.addresses == addresses) {
             return Ok(packs.remove(at));
