@@ -1,8 +1,8 @@
 //! Addresses and numbers for the tensors of a plan, checked before anything runs.
 
 use crate::ir::ty::DType;
-use smallvec::SmallVec;
 use crate::ir::{Scalar, Storage, TensorId, Verified};
+use smallvec::SmallVec;
 use std::fmt;
 
 /// A piece of device memory.

@@ -74,7 +74,7 @@ impl fmt::Display for ExecutorName {
 
 /// Why an executor does not run a problem.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[serde(rename_all = "snake_case", tag = "kind")]
+#[serde(rename_all = "snake_case", tag = "kind", content = "detail")]
 pub enum Reason {
     /// A limit of the executor on a field of the problem.
     #[error("{field} is {value}: {limit}")]

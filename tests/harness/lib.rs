@@ -10,6 +10,7 @@ pub mod offline;
 pub mod oracle;
 pub mod random;
 pub mod runner;
+pub mod sent;
 
 pub use case::{Case, Skip};
 pub use runner::{Outcome, Tally};

@@ -1,1 +1,136 @@
-//! The real cuDNN on a machine without a GPU.
+//! The real cuDNN on a machine without a GPU: two runtimes, a stand-in driver, device profiles, and a worker per runtime.
+//!
+//! A process holds one cuDNN, so tests start the worker (`bin/offline.rs`) once per runtime and read its JSON lines.
+
+use sdpa::Reason;
+use sdpa::lower::Form;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The runtimes that tests plan with.
+pub const RUNTIMES: [&str; 2] = ["9.19", "9.27"];
+
+/// Devices that need not be there: name and profile.
+pub const PROFILES: [(&str, &str); 4] = [
+    ("a100", include_str!("../devprops/a100.json")),
+    ("l40s", include_str!("../devprops/l40s.json")),
+    ("h200", include_str!("../devprops/h200.json")),
+    ("b200", include_str!("../devprops/b200.json")),
+];
+
+/// Where a runtime and the stand-in driver are.
+#[derive(Clone, Debug)]
+pub struct Runtime {
+    /// One of [`RUNTIMES`].
+    pub name: &'static str,
+    /// The folder of `libcudnn.so.9`.
+    pub library: PathBuf,
+    /// The stand-in for `libcuda.so.1`.
+    pub driver: PathBuf,
+}
+
+impl Runtime {
+    /// A runtime, looked for beside the worker: `target/debug/offline`, `target/cudnn`.
+    ///
+    /// # Errors
+    /// What is missing and what makes it.
+    pub fn find(name: &'static str, worker: &Path) -> Result<Runtime, String> {
+        let library = Path::new("cudnn").join(name).join("nvidia/cudnn_jit/lib");
+        let library = worker
+            .ancestors()
+            .map(|folder| folder.join(&library))
+            .find(|folder| folder.join("libcudnn.so.9").exists())
+            .ok_or_else(|| format!("there is no cuDNN {name} in the target folder; scripts/setup-tests.sh installs it"))?;
+        let driver = worker.with_file_name("libnull_driver.so");
+        if !driver.exists() {
+            return Err("the stand-in driver is not built; cargo build --package null-driver builds it".to_owned());
+        }
+        Ok(Runtime { name, library, driver })
+    }
+
+    /// Runs the worker over this runtime. Each line of its output is one value.
+    ///
+    /// # Errors
+    /// How it ended, with what it said.
+    pub fn worker<T: for<'a> Deserialize<'a>>(&self, worker: &Path, arguments: &[&str]) -> Result<Vec<T>, String> {
+        let output = Command::new(worker)
+            .args(arguments)
+            .env("CUDNN_GRAPH_LIBRARY", &self.library)
+            .env("CUDNN_GRAPH_DRIVER", &self.driver)
+            .env_remove("CUDNN_LOGLEVEL_DBG")
+            .output()
+            .map_err(|e| format!("{}: {e}", worker.display()))?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        let lines: Result<Vec<T>, String> =
+            said.lines().map(|line| serde_json::from_str(line).map_err(|e| format!("{e} in {line}"))).collect();
+        if !output.status.success() {
+            let last = said.lines().last().unwrap_or("nothing");
+            let error = String::from_utf8_lossy(&output.stderr);
+            return Err(format!("cuDNN {}: the worker ended with {}; its last line was {last}; {error}", self.name, output.status));
+        }
+        lines
+    }
+}
+
+/// What support was asked of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Wanted {
+    /// Any form, as an executor asks.
+    Any,
+    /// The unified form only.
+    Unified,
+}
+
+impl Wanted {
+    /// Both.
+    pub const ALL: [Wanted; 2] = [Wanted::Any, Wanted::Unified];
+}
+
+/// What became of a question.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Answer {
+    /// There is an engine.
+    Takes {
+        /// The form that was taken.
+        form: Form,
+        /// The first offer; absent where operands are copied first.
+        engine: Option<String>,
+    },
+    /// There is none.
+    Declines(Vec<Reason>),
+    /// Something else went wrong.
+    Fails(String),
+}
+
+/// One question and its answer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Asked {
+    /// One of [`PROFILES`].
+    pub profile: String,
+    /// A row's name.
+    pub row: String,
+    /// Which forms.
+    pub wanted: Wanted,
+    /// What became of it.
+    pub answer: Answer,
+}
+
+/// One plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Compiled {
+    /// One of [`PROFILES`].
+    pub profile: String,
+    /// A row's name.
+    pub row: String,
+    /// Which forms.
+    pub wanted: Wanted,
+    /// The engine that was compiled; empty where there is no plan.
+    pub engine: String,
+    /// Plans that copy operands.
+    pub copies: usize,
+    /// What is wrong; empty when nothing is.
+    pub wrong: Vec<String>,
+}

@@ -11,6 +11,7 @@ mod build;
 mod float;
 pub mod interp;
 pub mod op;
+pub mod operands;
 pub mod pointwise;
 mod print;
 mod shape;

@@ -11,7 +11,8 @@
 //!
 //! What has its usual value is left out: alignment 16, reordering none, no ragged offsets, absent operands and constants.
 
-use super::op::{BandSide, Distribution, Op, Operand, ReshapeMode, Seed};
+use super::op::{BandSide, Distribution, Op, ReshapeMode, Seed};
+use super::operands::Operand;
 use super::pointwise::Params;
 use super::tensor::{Reordering, Scalar, Storage, Tensor, TensorId};
 use super::{Graph, Verified};

@@ -2,7 +2,8 @@
 
 use super::{VerifyError, tensor_error};
 use crate::ir::Graph;
-use crate::ir::op::{Op, Operand};
+use crate::ir::op::Op;
+use crate::ir::operands::Operand;
 use crate::ir::print::OpLine;
 use crate::ir::tensor::{Storage, TensorId};
 use std::collections::HashSet;
