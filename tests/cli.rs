@@ -1,182 +1,16 @@
 //! The command line tool, from outside: arguments and files in, text, JSON, files and exit codes out.
 
+#[path = "cli/tensors.rs"]
+mod tensors;
+#[path = "cli/tool.rs"]
+mod tool;
+
 use conformance::random::Random;
-use half::{bf16, f16};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView, serialize};
-use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use std::sync::OnceLock;
-
-/// The tool, built once with the profile and into the target folder of these tests.
-fn binary() -> &'static Path {
-    static BINARY: OnceLock<PathBuf> = OnceLock::new();
-    BINARY.get_or_init(|| {
-        // target/[triple/]profile/deps/cli-…
-        let exe = std::env::current_exe().unwrap();
-        let profile = exe.parent().and_then(Path::parent).unwrap();
-        let name = profile.file_name().unwrap().to_str().unwrap();
-        let mut target = profile.parent().unwrap();
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into()));
-        cargo.args(["build", "--package", "sdpa-cli", "--message-format", "json", "--profile", if name == "debug" { "dev" } else { name }]);
-        if !target.join("CACHEDIR.TAG").exists() {
-            cargo.arg("--target").arg(target.file_name().unwrap());
-            target = target.parent().unwrap();
-        }
-        let out = cargo.arg("--target-dir").arg(target).current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
-        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-        let messages = String::from_utf8(out.stdout).unwrap();
-        let built = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        built.filter_map(|m| m["executable"].as_str().map(PathBuf::from)).next_back().unwrap()
-    })
-}
-
-fn sdpa<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Output {
-    Command::new(binary()).args(args).env_remove("RUST_LOG").output().unwrap()
-}
-
-/// Words of a line as arguments.
-fn words(line: &str) -> Vec<&str> {
-    line.split_whitespace().collect()
-}
-
-fn code(out: &Output) -> i32 {
-    let stderr = String::from_utf8_lossy(&out.stderr);
-    assert!(!stderr.contains("panicked"), "{stderr}");
-    out.status.code().unwrap()
-}
-
-fn stdout(out: &Output) -> &str {
-    std::str::from_utf8(&out.stdout).unwrap()
-}
-
-/// The lines that begin with `error: `; there is nothing else on stderr.
-fn errors(out: &Output) -> Vec<String> {
-    let stderr = String::from_utf8(out.stderr.clone()).unwrap();
-    stderr.lines().map(|line| line.strip_prefix("error: ").unwrap_or_else(|| panic!("{stderr}")).to_owned()).collect()
-}
-
-fn json(out: &Output) -> Value {
-    serde_json::from_str(stdout(out)).unwrap_or_else(|e| panic!("{e}: {}", stdout(out)))
-}
-
-struct Folder(tempfile::TempDir);
-
-impl Folder {
-    fn new() -> Folder {
-        Folder(tempfile::tempdir().unwrap())
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.0.path().join(name).to_str().unwrap().to_owned()
-    }
-
-    fn names(&self) -> Vec<String> {
-        let mut names: Vec<String> = std::fs::read_dir(&self.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
-    }
-}
-
-fn to_bytes(x: f64, dtype: Dtype) -> Vec<u8> {
-    match dtype {
-        Dtype::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
-        Dtype::BF16 => bf16::from_f64(x).to_le_bytes().to_vec(),
-        Dtype::F32 => (x as f32).to_le_bytes().to_vec(),
-        Dtype::F64 => x.to_le_bytes().to_vec(),
-        _ => vec![0; dtype.bitsize() / 8],
-    }
-}
-
-fn from_bytes(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
-    bytes
-        .chunks_exact(dtype.bitsize() / 8)
-        .map(|b| match dtype {
-            Dtype::F16 => f16::from_le_bytes([b[0], b[1]]).to_f64(),
-            Dtype::BF16 => bf16::from_le_bytes([b[0], b[1]]).to_f64(),
-            Dtype::F32 => f64::from(f32::from_le_bytes(b.try_into().unwrap())),
-            Dtype::F64 => f64::from_le_bytes(b.try_into().unwrap()),
-            _ => panic!("{dtype}"),
-        })
-        .collect()
-}
-
-/// A file with tensors of random numbers; every number is exact in bf16, so that no conversion changes it.
-fn file(tensors: &[(&str, Dtype, &[usize])]) -> Vec<u8> {
-    let mut random = Random::new(5);
-    let data: Vec<Vec<u8>> = tensors
-        .iter()
-        .map(|(_, dtype, shape)| {
-            (0..shape.iter().product::<usize>()).flat_map(|_| to_bytes(random.between(-32, 32) as f64 / 16.0, *dtype)).collect()
-        })
-        .collect();
-    let views =
-        tensors.iter().zip(&data).map(|((name, dtype, shape), data)| (*name, TensorView::new(*dtype, shape.to_vec(), data).unwrap()));
-    serialize(views, None).unwrap()
-}
-
-const LAYOUTS: [(&str, [usize; 4]); 3] = [("bhsd", [0, 1, 2, 3]), ("bshd", [0, 2, 1, 3]), ("sbhd", [2, 0, 1, 3])];
-
-/// A tensor by its indices (batch, head, seq, dim), whatever the order in the file.
-struct Tensor {
-    data: Vec<f64>,
-    dims: [usize; 4],
-    order: [usize; 4],
-}
-
-impl Tensor {
-    fn read(file: &SafeTensors<'_>, name: &str, order: [usize; 4]) -> Tensor {
-        let view = file.tensor(name).unwrap();
-        let mut dims = [0; 4];
-        order.iter().zip(view.shape()).for_each(|(&axis, &n)| dims[axis] = n);
-        Tensor { data: from_bytes(view.data(), view.dtype()), dims, order }
-    }
-
-    fn at(&self, index: [usize; 4]) -> f64 {
-        self.data[self.order.iter().fold(0, |at, &axis| at * self.dims[axis] + index[axis])]
-    }
-}
-
-/// Compares an output file with attention written out; `keep` says which keys a query attends to.
-fn compare(input: &[u8], output: &[u8], order: [usize; 4], scale: f64, tolerance: f64, keep: impl Fn(usize, usize) -> bool) {
-    let (input, output) = (SafeTensors::deserialize(input).unwrap(), SafeTensors::deserialize(output).unwrap());
-    let [q, k, v] = ["q", "k", "v"].map(|name| Tensor::read(&input, name, order));
-    let o = Tensor::read(&output, "o", order);
-    let stats = output.tensor("stats").unwrap();
-    let [batch, heads, seq_q, dim_qk] = q.dims;
-    let [_, heads_kv, seq_kv, dim_v] = v.dims;
-    assert_eq!((o.dims, stats.shape(), stats.dtype()), ([batch, heads, seq_q, dim_v], &[batch, heads, seq_q][..], Dtype::F32));
-    let stats = from_bytes(stats.data(), Dtype::F32);
-    for (n, &got) in stats.iter().enumerate() {
-        let (b, h, i) = (n / (heads * seq_q), n / seq_q % heads, n % seq_q);
-        let g = h * heads_kv / heads;
-        let score = |j: usize| scale * (0..dim_qk).map(|d| q.at([b, h, i, d]) * k.at([b, g, j, d])).sum::<f64>();
-        let kept: Vec<usize> = (0..seq_kv).filter(|&j| keep(i, j)).collect();
-        let sum: f64 = kept.iter().map(|&j| score(j).exp()).sum();
-        let want = sum.ln();
-        assert!(want == got || (want - got).abs() < 1e-4, "stats {b} {h} {i}: {got}, not {want}");
-        for d in 0..dim_v {
-            let want: f64 = kept.iter().map(|&j| score(j).exp() / sum * v.at([b, g, j, d])).sum();
-            let got = o.at([b, h, i, d]);
-            assert!((want - got).abs() < tolerance, "o {b} {h} {i} {d}: {got}, not {want}");
-        }
-    }
-}
-
-/// Shapes of q, k and v in a file of an order.
-fn shapes(order: [usize; 4], q: [usize; 4], k: [usize; 4], v: [usize; 4]) -> [Vec<usize>; 3] {
-    [q, k, v].map(|dims| order.iter().map(|&axis| dims[axis]).collect())
-}
-
-const Q: [usize; 4] = [2, 4, 5, 8];
-const K: [usize; 4] = [2, 2, 9, 8];
-const V: [usize; 4] = [2, 2, 9, 16];
-
-fn input(dtype: Dtype, order: [usize; 4]) -> Vec<u8> {
-    let [q, k, v] = shapes(order, Q, K, V);
-    file(&[("q", dtype, &q), ("k", dtype, &k), ("v", dtype, &v)])
-}
+use std::path::Path;
+use tensors::{K, LAYOUTS, Q, V, compare, file, from_bytes, input, shapes};
+use tool::{Folder, code, errors, json, sdpa, stdout, words};
 
 #[test]
 fn without_arguments_an_example_is_checked() {
@@ -185,7 +19,7 @@ fn without_arguments_an_example_is_checked() {
     assert!(stdout(&out).contains("check      passed") && stdout(&out).contains("TFLOP/s"), "{}", stdout(&out));
     assert!(out.stderr.is_empty());
     let told = json(&sdpa(words("run --json --seed 3")));
-    assert_eq!((&told["check"]["passed"], &told["dtype"], &told["seed"]), (&Value::Bool(true), &"bf16".into(), &3.into()));
+    assert_eq!((&told["check"]["passed"], &told["dtype"], &told["seed"]), (&true.into(), &"bf16".into(), &3.into()));
     assert!(told["compute_ms"].as_f64().unwrap() > 0.0 && told["tflops"].as_f64().unwrap() > 0.0);
     assert!(told["check"]["o"]["ratio"].as_f64().unwrap() <= 1.0);
 }
@@ -236,6 +70,23 @@ fn operands_of_different_types_are_converted_and_rows_may_be_empty() {
     let stats = std::fs::read(&to).unwrap();
     let stats = from_bytes(SafeTensors::deserialize(&stats).unwrap().tensor("stats").unwrap().data(), Dtype::F32);
     assert_eq!(stats[5], f64::NEG_INFINITY);
+}
+
+/// Scores of 1e50 are infinite in f32 and not in f64: a result that is really wrong.
+#[test]
+fn a_failed_check_has_an_exit_code_of_its_own() {
+    let folder = Folder::new();
+    let (from, to) = (folder.path("in"), folder.path("out"));
+    let large: Vec<u8> = [1e25f32; 8].iter().flat_map(|x| x.to_le_bytes()).collect();
+    let view = || TensorView::new(Dtype::F32, vec![1, 1, 1, 8], &large).unwrap();
+    std::fs::write(&from, serialize([("q", view()), ("k", view()), ("v", view())], None).unwrap()).unwrap();
+    let line = format!("run --input {from} --output {to} --executor cpu --check");
+    let out = sdpa(words(&line));
+    assert_eq!(code(&out), 1);
+    assert!(stdout(&out).contains("check      FAILED"), "{}", stdout(&out));
+    let out = sdpa(words(&format!("{line} --json")));
+    assert_eq!((code(&out), &json(&out)["check"]["passed"]), (1, &false.into()));
+    assert_eq!(code(&sdpa(words(&line.replace("--check", "")))), 0);
 }
 
 #[test]

@@ -12,6 +12,7 @@ use cudnn_graph::{DeviceProfile, Graph, Library, Program, Version};
 use sdpa::lower::{self, Form};
 use sdpa::{AttentionSpec, Problem, Region, TensorSpec};
 use serde::Serialize;
+use std::io::Write;
 use std::path::Path;
 
 /// Assumed where no library is found.
@@ -128,7 +129,8 @@ fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Fail
         Stage::Spec | Stage::Problem | Stage::Graph | Stage::Plan => None,
     };
     if !json {
-        eprintln!("note: {form} form for cuDNN {runtime} ({runtime_from})");
+        // The stage alone goes to stdout; a closed stderr is no reason to stop.
+        writeln!(std::io::stderr(), "note: {form} form for cuDNN {runtime} ({runtime_from})").ok();
     }
     let (stage, graph) = if program.is_some() { ("program", None) } else { ("graph", Some(forward.graph.graph())) };
     let value = Lowered { stage, form, runtime: runtime.to_string(), runtime_from, graph, program: program.as_ref() };
