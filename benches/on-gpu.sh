@@ -19,10 +19,25 @@ for library in "${libraries[@]}"; do
   export CUDNN_GRAPH_LIBRARY=$library
   case $library in */cudnn-*) name=$(basename "$library") ;; *) name=python-wheel ;; esac
   {
-    date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; echo "$library" | sed 's|.*/nvidia/|…/nvidia/|; s|.*/cudnn-|…/cudnn-|'
+    date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; echo "$library" | sed 's|.*/nvidia/|…/nvidia/|; s|.*/cudnn-|…/cudnn-|' # names, not this machine's paths
     "$carry/device" suite "$random" || status=1
     "$carry/device" cudarc || status=1
     "$carry/device" plans || status=1
+    [ ! -x "$carry/sdpa" ] || {
+      "$carry/sdpa" doctor
+      python3 - <<'EOF'
+import torch
+from safetensors.torch import save_file
+torch.manual_seed(3)
+size = {"q": (2, 8, 1025, 128), "k": (2, 2, 1300, 128), "v": (2, 2, 1300, 128)}
+save_file({n: torch.randn(s, dtype=torch.bfloat16) for n, s in size.items()}, "/tmp/q.safetensors")
+EOF
+      for how in '--mask causal-bottom-right' '--mask window:200,0:bottom-right' '--mask prefix-lm:77 --dtype f16'; do
+        echo "sdpa run --input q.safetensors $how --executor cudnn --check --output o.safetensors"
+        # shellcheck disable=SC2086
+        "$carry/sdpa" run --input /tmp/q.safetensors $how --executor cudnn --check --output /tmp/o.safetensors || status=1
+      done
+    }
     [ ! -x "$carry/matmul_bias_gelu" ] || "$carry/matmul_bias_gelu" || status=1
   } > "$out/$name-suite.txt" 2>&1
   { date -u +%F; "$carry/device" speed || status=1; "$carry/device" host || status=1

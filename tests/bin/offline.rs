@@ -95,13 +95,31 @@ fn answer(library: &'static Library, target: &Target<'_>, row: &Row, wanted: Wan
 fn compile(names: &[String]) -> Result<(), String> {
     let mut rows = matrix::rows()?;
     rows.retain(|row| names.iter().any(|name| name == "all" || *name == row.name));
+    let all = names.iter().any(|name| name == "all");
     everywhere(&rows, |library, profile, target, row, wanted| {
+        if !all && wanted == Wanted::Unified && !matrix::UNIFIED_SAMPLE.contains(&row.name.as_str()) {
+            return Ok(());
+        }
         let mut compiled =
-            Compiled { profile: profile.to_owned(), row: row.name.clone(), wanted, engine: String::new(), copies: 0, wrong: Vec::new() };
+            Compiled { profile: profile.to_owned(), row: row.name.clone(), wanted, declined: false, copies: 0, wrong: Vec::new() };
+        let first = match answer(library, target, row, wanted) {
+            Answer::Takes { engine, .. } => engine,
+            Answer::Declines(_) => {
+                compiled.declined = true;
+                return print(&compiled);
+            }
+            Answer::Fails(text) => {
+                compiled.wrong.push(text);
+                return print(&compiled);
+            }
+        };
         let planned = row.spec.validate().map_err(Error::from).and_then(|p| plan::build(library, target, &p, &options(wanted)));
         match planned {
             Ok(planned) => {
-                compiled.engine = planned.plan.engine().map(|c| c.tag()).unwrap_or_default();
+                let engine = planned.plan.engine().map(|c| c.tag());
+                if first.is_some() && first != engine {
+                    compiled.wrong.push(format!("the first offer fell through:\n{}", planned.plan.report()));
+                }
                 compiled.copies = planned.copies.len();
                 let plans = std::iter::once((&planned.forward.graph, &planned.plan));
                 for (graph, plan) in plans.chain(planned.copies.iter().map(|c| (&c.copy.graph, &c.plan))) {

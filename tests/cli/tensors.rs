@@ -21,10 +21,10 @@ pub(crate) fn to_bytes(x: f64, dtype: Dtype) -> Vec<u8> {
 }
 
 pub(crate) fn from_bytes(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
-    let number = |b: &[u8]| match b {
-        &[a, b] if dtype == Dtype::F16 => f16::from_le_bytes([a, b]).to_f64(),
-        &[a, b] if dtype == Dtype::BF16 => bf16::from_le_bytes([a, b]).to_f64(),
-        &[a, b, c, d] if dtype == Dtype::F32 => f64::from(f32::from_le_bytes([a, b, c, d])),
+    let number = |b: &[u8]| match *b {
+        [a, b] if dtype == Dtype::F16 => f16::from_le_bytes([a, b]).to_f64(),
+        [a, b] if dtype == Dtype::BF16 => bf16::from_le_bytes([a, b]).to_f64(),
+        [a, b, c, d] if dtype == Dtype::F32 => f64::from(f32::from_le_bytes([a, b, c, d])),
         _ => f64::from_le_bytes(b.try_into().unwrap()),
     };
     bytes.chunks_exact(dtype.bitsize() / 8).map(number).collect()

@@ -4,13 +4,16 @@
 
 pub mod case;
 pub mod compare;
+pub mod golden;
 pub mod inputs;
 pub mod matrix;
 pub mod offline;
 pub mod oracle;
 pub mod random;
 pub mod runner;
+pub mod say;
 pub mod sent;
+pub mod support;
 
 pub use case::{Case, Skip};
 pub use runner::{Outcome, Tally};

@@ -127,8 +127,8 @@ pub struct Compiled {
     pub row: String,
     /// Which forms.
     pub wanted: Wanted,
-    /// The engine that was compiled; empty where there is no plan.
-    pub engine: String,
+    /// Whether support was declined, so that no plan was tried.
+    pub declined: bool,
     /// Plans that copy operands.
     pub copies: usize,
     /// What is wrong; empty when nothing is.

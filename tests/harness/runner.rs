@@ -5,6 +5,7 @@ use crate::compare::{Distance, Sizes, compare};
 use crate::inputs::{self, Operand};
 use crate::oracle;
 use crate::random::Random;
+use crate::say::say;
 use sdpa::{Align, AttentionSpec, DType, Error, Executor, HostForward, Layout, Mask, Report, Shape};
 
 /// What became of a case on an executor.
@@ -46,11 +47,11 @@ impl Tally {
             }
             Outcome::Skip(why) => {
                 self.skipped += 1;
-                println!("SKIP {executor} {name}: {why}");
+                say(&format!("SKIP {executor} {name}: {}", why.replace('\n', "; ")));
             }
             Outcome::Fail(how) => {
                 self.failed += 1;
-                println!("FAIL {executor} {name}: {how}");
+                say(&format!("FAIL {executor} {name}: {how}"));
             }
         }
     }

@@ -24,7 +24,10 @@ pub(super) struct Opened {
 
 pub(super) fn open_file(path: &Path) -> Result<Opened, String> {
     // SAFETY: running the initialisers of NVIDIA's libraries is what loading them means; they have no preconditions.
-    let dl = unsafe { Dl::open(Some(path), RTLD_LAZY | RTLD_GLOBAL) }.map_err(|e| e.to_string())?;
+    let dl = unsafe { Dl::open(Some(path), RTLD_LAZY | RTLD_GLOBAL) }.map_err(|e| {
+        // The loader's own words are behind the error, not in it.
+        std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string)
+    })?;
     Ok(Opened { dl: std::mem::ManuallyDrop::new(dl), path: path.to_owned() })
 }
 

@@ -51,7 +51,8 @@ pub(crate) fn mask(text: &str) -> Result<Option<Mask>, String> {
     if text == "none" {
         return Ok(None);
     }
-    text.parse().map(Some).map_err(|e: sdpa::mask::ParseMaskError| format!("{:?}: {}", e.text, e.rule))
+    // The library knows no `none`: there it is the absence of a mask.
+    text.parse().map(Some).map_err(|e: sdpa::mask::ParseMaskError| format!("{:?}: {}", e.text, e.rule.replace("one of ", "one of none, ")))
 }
 
 pub(crate) fn scale(text: &str) -> Result<f32, String> {

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# test.sh [ARGUMENTS OF cargo test]: every test of the workspace, or those that the arguments name, with everything that they need
+# made first. Ends with what was skipped and why; fails where a test fails, or where something is skipped that SDPA_REQUIRE asks
+# for (the offline tests, if nothing else is said).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${CARGO_TARGET_DIR:-target}
+if [ "$(uname -s)" = Linux ]; then
+  scripts/setup-tests.sh
+  cargo build --quiet --package null-driver
+  export SDPA_REQUIRE=${SDPA_REQUIRE-offline}
+fi
+log=$target/test.log
+status=0
+[ $# -gt 0 ] || set -- --workspace
+cargo test --no-fail-fast "$@" 2>&1 | tee "$log" || status=1
+
+echo
+awk '/^test result:/ { passed += $4; failed += $6; ignored += $8 }
+     END { printf "%d passed, %d failed, %d ignored\n", passed, failed, ignored }' "$log"
+skips=$(grep -o 'SKIP .*' "$log" | sort | uniq || true)
+if [ -n "$skips" ]; then
+  echo "skipped, $(wc -l <<<"$skips") lines:"
+  sed 's/^/  /' <<<"$skips"
+else
+  echo "nothing was skipped"
+fi
+exit $status

@@ -1,0 +1,142 @@
+//! Rules of the house that no compiler checks.
+
+use conformance::golden::repository;
+use std::path::{Path, PathBuf};
+
+/// Where unsafe code may be: the fence of each crate.
+const FENCES: [&str; 7] = [
+    "cudnn-graph/src/ffi/",
+    "cudnn-graph/src/plan.rs",
+    "sdpa/src/exec/cudnn/raw.rs",
+    "sdpa/src/exec/cudnn/host.rs",
+    "sdpa/src/cudarc.rs",
+    "tests/null-driver/src/",
+    "benches/src/device/",
+];
+
+/// Lines of a file at most.
+const LONGEST: usize = 600;
+
+fn ignored() -> Vec<String> {
+    let text = std::fs::read_to_string(repository(".gitignore")).unwrap();
+    text.lines().map(|line| line.trim_matches('/').to_owned()).collect()
+}
+
+fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir() {
+            if !name.starts_with('.') && !ignored().contains(&name) {
+                walk(&path, found);
+            }
+        } else if path.extension().is_some_and(|e| e == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// Every Rust file: its path from the root, and its text.
+fn sources() -> Vec<(String, String)> {
+    let root = std::fs::canonicalize(repository(".")).unwrap();
+    let mut found = Vec::new();
+    walk(&root, &mut found);
+    assert!(found.len() > 50, "only {} files were found", found.len());
+    found.sort();
+    found
+        .into_iter()
+        .map(|path| (path.strip_prefix(&root).unwrap().display().to_string(), std::fs::read_to_string(&path).unwrap()))
+        .collect()
+}
+
+/// Whether a line of code opens something unsafe: a block, a function, an implementation, a foreign item.
+fn opens_unsafe(line: &str) -> bool {
+    let code = line.split("//").next().unwrap_or_default();
+    code.split("unsafe ").skip(1).any(|rest| ["fn ", "impl", "extern", "{"].iter().any(|word| rest.trim_start().starts_with(word)))
+}
+
+#[test]
+fn unsafe_code_stays_behind_its_fences() {
+    let word = "unsafe";
+    for opening in ["{ x() }", "fn f();", "impl Send for X {}", "extern \"C\" fn()"] {
+        assert!(opens_unsafe(&format!("let x = {word} {opening}")));
+    }
+    assert!(!opens_unsafe(&format!("// {word} {{")) && !opens_unsafe(&format!("deny({word}_code)")));
+    let mut outside = Vec::new();
+    for (file, text) in sources() {
+        if FENCES.iter().any(|fence| file.starts_with(fence)) {
+            continue;
+        }
+        let lines = text.lines().enumerate().filter(|(_, line)| opens_unsafe(line));
+        outside.extend(lines.map(|(n, line)| format!("{file}:{}: {}", n + 1, line.trim())));
+    }
+    assert!(outside.is_empty(), "{}", outside.join("\n"));
+}
+
+#[test]
+fn every_fence_is_needed() {
+    let sources = sources();
+    for fence in FENCES {
+        let needed = sources.iter().any(|(file, text)| file.starts_with(fence) && text.lines().any(opens_unsafe));
+        assert!(needed, "there is no unsafe code in {fence}");
+    }
+}
+
+#[test]
+fn no_file_is_too_long_to_read_in_one_sitting() {
+    let long: Vec<String> = sources()
+        .into_iter()
+        .map(|(file, text)| (text.lines().count(), file))
+        .filter(|(lines, _)| *lines > LONGEST)
+        .map(|(lines, file)| format!("{file} has {lines} lines; {LONGEST} is the limit"))
+        .collect();
+    assert!(long.is_empty(), "{}", long.join("\n"));
+}
+
+#[test]
+fn executors_do_not_know_one_another() {
+    let executors = ["cpu", "cudnn", "metal"];
+    let mut wrong = Vec::new();
+    let mut files = 0;
+    for (file, text) in sources() {
+        let Some(own) = executors.iter().find(|e| file.starts_with(&format!("sdpa/src/exec/{e}"))) else { continue };
+        files += 1;
+        for other in executors.iter().filter(|e| *e != own) {
+            if text.contains(&format!("exec::{other}")) || text.contains(&format!("super::{other}::")) {
+                wrong.push(format!("{file} knows {other}"));
+            }
+        }
+    }
+    assert!(files >= 3, "only {files} files of executors were found");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_oracle_shares_no_code_with_what_it_judges() {
+    let text = std::fs::read_to_string(repository("tests/harness/oracle.rs")).unwrap();
+    let paths: Vec<&str> = text.lines().filter(|line| line.contains("::") && (line.contains("sdpa") || line.contains("cudnn"))).collect();
+    assert_eq!(paths, ["use sdpa::{Align, Mask};"]);
+}
+
+#[test]
+fn the_map_of_the_house_names_every_folder_and_crate() {
+    let Ok(map) = std::fs::read_to_string(repository("docs/ARCHITECTURE.md")) else {
+        conformance::say::skip("house", "there is no docs/ARCHITECTURE.md");
+        return;
+    };
+    let manifest: toml::Table = toml::from_str(&std::fs::read_to_string(repository("Cargo.toml")).unwrap()).unwrap();
+    let members = manifest["workspace"]["members"].as_array().unwrap();
+    let mut names: Vec<String> =
+        members.iter().filter_map(|m| m.as_str()).map(|m| m.strip_prefix("tests/").unwrap_or(m).to_owned()).collect();
+    let skipped = ignored();
+    for entry in std::fs::read_dir(repository(".")).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if entry.path().is_dir() && !name.starts_with('.') && !skipped.contains(&name) {
+            names.push(name);
+        }
+    }
+    let missing: Vec<String> =
+        names.into_iter().filter(|name| !map.contains(&format!("{name}/")) && !map.contains(&format!("`{name}`"))).collect();
+    assert!(missing.is_empty(), "docs/ARCHITECTURE.md does not mention {}", missing.join(", "));
+}

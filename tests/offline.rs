@@ -1,0 +1,107 @@
+//! The real cuDNN plans attention for four devices on a machine without a GPU: what it takes, and that it was sent what we meant.
+
+use conformance::golden;
+use conformance::matrix::{self, SAMPLE};
+use conformance::offline::{Answer, Asked, Compiled, PROFILES, RUNTIMES, Runtime, Wanted};
+use conformance::say::{say, skip};
+use conformance::support;
+use std::path::Path;
+
+fn worker() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_offline"))
+}
+
+/// Every runtime, or none and a word about it.
+fn runtimes() -> Vec<Runtime> {
+    let found: Result<Vec<Runtime>, String> = RUNTIMES.iter().map(|name| Runtime::find(name, worker())).collect();
+    found.unwrap_or_else(|why| {
+        skip("offline", &why);
+        Vec::new()
+    })
+}
+
+/// One worker per runtime, side by side.
+fn on_each<T: Send + for<'a> serde::Deserialize<'a>>(runtimes: &[Runtime], arguments: &[&str]) -> Vec<(&'static str, Vec<T>)> {
+    let run = |runtime: &Runtime| (runtime.name, runtime.worker(worker(), arguments));
+    let results: Vec<(&'static str, Result<Vec<T>, String>)> = std::thread::scope(|scope| {
+        let threads: Vec<_> = runtimes.iter().map(|runtime| scope.spawn(move || run(runtime))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a worker's thread does not panic")).collect()
+    });
+    results.into_iter().map(|(name, lines)| (name, lines.unwrap_or_else(|e| panic!("{e}")))).collect()
+}
+
+#[test]
+fn every_problem_is_taken_or_declined_for_a_reason_and_the_table_says_so() {
+    let runtimes = runtimes();
+    if runtimes.is_empty() {
+        return;
+    }
+    let rows = matrix::rows().unwrap();
+    let answers: Vec<(&str, Vec<Asked>)> = on_each(&runtimes, &["ask"]);
+    let mut problems = Vec::new();
+    for (runtime, asked) in &answers {
+        for (profile, _) in PROFILES {
+            let n = asked.iter().filter(|a| a.profile == profile && a.wanted == Wanted::Any).count();
+            assert_eq!(n, rows.len(), "questions to cuDNN {runtime} about {profile}");
+        }
+        for a in asked {
+            let wrong = match &a.answer {
+                Answer::Takes { .. } => None,
+                Answer::Declines(reasons) if reasons.is_empty() => Some("declined for no reason".to_owned()),
+                Answer::Declines(reasons) => {
+                    let mute = |text: &str| text.trim().is_empty() || text.contains("says nothing");
+                    reasons.iter().map(ToString::to_string).find(|text| mute(text)).map(|text| format!("declined mutely: {text}"))
+                }
+                Answer::Fails(text) => Some(text.clone()),
+            };
+            problems.extend(wrong.map(|text| format!("{runtime} {} {:?} {}: {text}", a.profile, a.wanted, a.row)));
+        }
+        let taken = asked.iter().filter(|a| matches!(a.answer, Answer::Takes { .. })).count();
+        say(&format!("offline: cuDNN {runtime} was asked {} questions and took {taken}", asked.len()));
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+    let mut results = vec![golden::check("docs/support.md", &support::table(&rows, &answers))];
+    for (runtime, asked) in &answers {
+        results.push(golden::check(&format!("tests/snapshots/support/{runtime}.txt"), &support::detail(&rows, asked)));
+    }
+    let different: Vec<String> = results.into_iter().filter_map(Result::err).collect();
+    assert!(different.is_empty(), "{}", different.join("\n"));
+}
+
+#[test]
+fn what_is_taken_compiles_and_is_what_was_sent() {
+    let runtimes = runtimes();
+    if runtimes.is_empty() {
+        return;
+    }
+    let all = std::env::var("SDPA_OFFLINE").is_ok_and(|value| value == "all");
+    let mut arguments = vec!["compile"];
+    if all {
+        arguments.push("all");
+    } else {
+        arguments.extend(SAMPLE);
+    }
+    let compiled: Vec<(&str, Vec<Compiled>)> = on_each(&runtimes, &arguments);
+    let mut problems = Vec::new();
+    for (runtime, plans) in &compiled {
+        for (profile, _) in PROFILES {
+            let here = plans.iter().filter(|p| p.profile == profile && p.wanted == Wanted::Any);
+            let declined = here.clone().filter(|p| p.declined).count();
+            let n = here.count();
+            assert!(n >= SAMPLE.len(), "cuDNN {runtime} was asked for {n} plans for {profile}");
+            assert!(all || declined <= 1, "cuDNN {runtime} declines {declined} rows of the sample for {profile}");
+        }
+        assert!(plans.iter().any(|p| p.copies > 0), "no plan of the sample copies an operand");
+        problems.extend(
+            plans
+                .iter()
+                .filter(|p| !p.wrong.is_empty())
+                .map(|p| format!("{runtime} {} {:?} {}: {}", p.profile, p.wanted, p.row, p.wrong.join("\n  "))),
+        );
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+    for (runtime, plans) in &compiled {
+        let made = plans.iter().filter(|p| !p.declined).count();
+        say(&format!("offline: cuDNN {runtime} made {made} plans, and each records what was sent"));
+    }
+}
