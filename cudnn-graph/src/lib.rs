@@ -32,7 +32,7 @@
 //! ```
 //!
 //! - [`ir`]: tensors and ops; [`Graph::verify`] collects every error; [`ir::interp`] defines every op.
-//! - [`encode`]: descriptors as plain data for a runtime version, never anything newer than it.
+//! - [`mod@encode`]: descriptors as plain data for a runtime version, never anything newer than it.
 //! - [`Planner`] and [`Plan`]: every engine that cuDNN offers, the choice, and each refusal in cuDNN's own words. Plans are
 //!   made for the device of a [`Handle`] or, without any GPU, for a [`DeviceProfile`].
 //! - [`Bindings`]: tensors by id; what is missing, too short or misaligned is an error before anything runs.

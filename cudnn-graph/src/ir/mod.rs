@@ -1,6 +1,6 @@
 //! The intermediate representation: tensors, and ops that read and write them.
 //!
-//! `Graph` (append-only, anything goes) → [`verify`](verify) → [`Verified`] (owns the graph) → encode, interpret, print.
+//! `Graph` (append-only, anything goes) → [`verify`] → [`Verified`] (owns the graph) → encode, interpret, print.
 //! Nothing in here knows that cuDNN exists as a library.
 //!
 //! Ops are kept exactly as they were written. Graphs are not hash-consed and nothing is simplified: cuDNN's engines

@@ -24,10 +24,14 @@ pub(super) fn apply(g: &mut Graph, scores: TensorId, region: &Region, runtime: V
         out = prefix_ops(g, out, fill, prefix);
     }
     if let Some(lower) = lower {
-        out = if band_op { left_band(g, out, fill, lower) } else { left_ops(g, out, fill, lower) };
+        let exact = lower.abs() <= F32_WHOLE;
+        out = if band_op && exact { left_band(g, out, fill, lower) } else { left_ops(g, out, fill, lower) };
     }
     out
 }
+
+/// f32, in which the band op takes its left bound, has all whole numbers up to this one.
+const F32_WHOLE: i64 = 1 << 24;
 
 /// What a dropped score becomes. Runtimes before 9.10 are given the largest finite number, as NVIDIA's frontend does.
 fn masked(runtime: Version) -> f32 {
