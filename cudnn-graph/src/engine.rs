@@ -206,11 +206,14 @@ fn list(library: &'static Library, graph: &Descriptor, profile: Option<&Descript
     heuristics.get_descriptors(Attribute::ENGINEHEUR_RESULTS, Kind::ENGINECFG, None)
 }
 
+/// More knobs than any engine has; cuDNN does not tell their number without room for them.
+const KNOBS: usize = 64;
+
 fn describe(library: &'static Library, config: &Descriptor, source: Source) -> Result<Candidate, Error> {
     let engines = config.get_descriptors(Attribute::ENGINECFG_ENGINE, Kind::ENGINE, Some(1))?;
     let engine = engines.first().ok_or_else(|| Error::PlanJson("an engine configuration has no engine".to_owned()))?;
     let mut knobs = Vec::new();
-    for choice in config.get_descriptors(Attribute::ENGINECFG_KNOB_CHOICES, Kind::KNOB_CHOICE, None)? {
+    for choice in config.get_descriptors(Attribute::ENGINECFG_KNOB_CHOICES, Kind::KNOB_CHOICE, Some(KNOBS))? {
         let types = choice.get_codes(Attribute::KNOB_CHOICE_KNOB_TYPE, AttributeType::KNOB_TYPE)?;
         knobs.extend(types.first().map(|&ty| (KnobType(ty), choice.get_i64(Attribute::KNOB_CHOICE_KNOB_VALUE).unwrap_or(0))));
     }

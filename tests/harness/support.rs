@@ -33,7 +33,9 @@ fn cell(answers: &[&Answer], notes: &mut Notes) -> String {
         match answer {
             Answer::Takes { form, engine } => {
                 let engines = takes.entry(form.to_string()).or_default();
-                engines.extend(engine.iter().filter(|e| !engines.contains(e)).cloned().collect::<Vec<_>>());
+                // Engines are named, not their knobs, which fill a line and say little.
+                let name = engine.as_deref().and_then(|tag| tag.split('_').next());
+                engines.extend(name.filter(|n| !engines.iter().any(|e| e == n)).map(str::to_owned));
             }
             Answer::Declines(reasons) => {
                 declined += 1;

@@ -1,8 +1,9 @@
 //! Where cuDNN's own order of engines is not the fastest.
 //!
 //! Measured on an H200 (compute capability 9.0, 132 multiprocessors) under 9.19.0 and 9.27.0, bf16, 32 query heads, dims 64 and
-//! 128, lengths from 8 to 512 (`benches/results/`): the first offer works on large tiles, the second on tiles of 64 rows, which
-//! wins while a head is one or two such tiles and the device is not full. Elsewhere the first offer is the fastest of all.
+//! 128, lengths from 8 to 512 (`benches/results/`): the first offer is a kernel made for 9.0 (64 × 128 tiles, four at a time), the
+//! second one made for 8.0 on tiles of 64 × 64, which wins while a head is one or two such tiles and the device is not full.
+//! Elsewhere the first offer is the fastest of all.
 
 use crate::lower::Form;
 use crate::problem::Problem;
