@@ -40,7 +40,7 @@ fn off_diagonal_by(p: &Problem, tile: i64) -> bool {
     shifted && (p.seq_q() % tile != 0 || p.seq_kv() % tile != 0)
 }
 
-const KNOWN_BAD: [Row; 4] = [
+const KNOWN_BAD: [Row; 5] = [
     Row {
         versions: (v(10, 0), v(10, 1)),
         sm: ANY,
@@ -54,6 +54,13 @@ const KNOWN_BAD: [Row; 4] = [
         applies: |p| open_window(p) && p.seq_kv() > 1024,
         what: "a window that is not causal gives wrong results past 1024 keys; fixed in 9.14.1",
         source: "cudnn-frontend 1.32; TransformerEngine #2344",
+    },
+    Row {
+        versions: (v(0, 0), v(10, 1)),
+        sm: ANY,
+        applies: open_window,
+        what: "a window must be causal before 9.10.2",
+        source: "cudnn-frontend 1.32, support surface of scaled dot product attention",
     },
     Row {
         versions: (v(19, 0), v(25, 0)),
@@ -151,6 +158,7 @@ mod tests {
         let chunk = problem(100, 228, &[Mask::causal_bottom_right()]);
         let refused = |p: &Problem, minor, patch, sm| !reasons(p, v(minor, patch), sm, false).is_empty();
         assert!(refused(&plain, 10, 0, 90) && refused(&plain, 10, 1, 90) && !refused(&plain, 10, 2, 90) && !refused(&plain, 9, 0, 90));
+        assert!(refused(&open, 9, 0, 90) && !refused(&open, 10, 2, 90) && !refused(&causal_window, 9, 0, 90));
         assert!(refused(&open, 14, 0, 90) && !refused(&open, 14, 1, 90) && !refused(&causal_window, 14, 0, 90));
         assert!(
             refused(&decode, 19, 0, 100) && refused(&decode, 25, 0, 120) && !refused(&decode, 25, 1, 100) && !refused(&decode, 19, 0, 90)
