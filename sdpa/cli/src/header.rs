@@ -97,6 +97,12 @@ impl Header {
         })
     }
 
+    /// The element types of those of q, k and v that are there and of a type that is read, whatever else is wrong with them.
+    pub(crate) fn types(&self) -> Vec<(&'static str, FileType)> {
+        let ty = |name| FileType::of(self.metadata.info(name)?.dtype).map(|ty| (name, ty));
+        ["q", "k", "v"].into_iter().filter_map(ty).collect()
+    }
+
     fn entry(&self, name: &str, info: &TensorInfo, layout: Option<Layout>, mistakes: &mut Mistakes) -> Option<Entry> {
         let about = self.path.display();
         let ty = FileType::of(info.dtype);

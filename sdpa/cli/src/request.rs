@@ -58,10 +58,10 @@ impl Request {
         }
         let header = args.input.as_deref().and_then(|path| mistakes.take(path.display(), Header::read(path)));
         let entries = header.as_ref().map(|header| header.entries(layout, mistakes));
-        let element = match (wanted, &header, &entries) {
-            (Some(wanted), _, _) => wanted,
-            (None, Some(header), Some(entries)) => mistakes.take(header.path.display(), common(entries)).flatten(),
-            (None, _, _) => Some(Element::BF16),
+        let element = match (wanted, &header) {
+            (Some(wanted), _) => wanted,
+            (None, Some(header)) => mistakes.take(header.path.display(), common(&header.types())).flatten(),
+            (None, None) => Some(Element::BF16),
         };
 
         let (about, dims) = match (&header, &entries, shape) {
@@ -150,9 +150,7 @@ fn masks(texts: &[String], mistakes: &mut Mistakes) -> Option<Vec<Mask>> {
 }
 
 /// The element type that q, k and v have in common; `None` where that is not known because of another mistake.
-fn common(entries: &[Option<Entry>; 3]) -> Result<Option<Element>, String> {
-    let types: Vec<(&str, FileType)> =
-        ["q", "k", "v"].into_iter().zip(entries).filter_map(|(name, entry)| entry.as_ref().map(|e| (name, e.ty))).collect();
+fn common(types: &[(&str, FileType)]) -> Result<Option<Element>, String> {
     let said = || types.iter().map(|(name, ty)| format!("{name} is {}", ty.name())).collect::<Vec<_>>().join(", ");
     let Some(&(_, first)) = types.first() else { return Ok(None) };
     if types.iter().any(|&(_, ty)| ty != first) {
