@@ -76,7 +76,7 @@ impl Planner {
                     report.candidates[n].outcome = Outcome::Chosen;
                     return self.plan(descriptor, report);
                 }
-                Err(Error::Cudnn { status, text, .. }) => {
+                Err(Error::Cudnn { status, text, .. }) if !status.is_out_of_memory() => {
                     tracing::debug!(engine = report.candidates[n].tag(), %status, text, "refused");
                     report.candidates[n].outcome = Outcome::Refused { status, text };
                 }

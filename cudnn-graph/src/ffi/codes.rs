@@ -130,6 +130,11 @@ impl Status {
     pub fn is_unsupported(self) -> bool {
         (3000..4000).contains(&self.0)
     }
+
+    /// True where memory ran out: no other engine would fare better.
+    pub fn is_out_of_memory(self) -> bool {
+        self == Status::INTERNAL_ERROR_HOST_ALLOCATION_FAILED || self == Status::INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    }
 }
 
 codes! {
