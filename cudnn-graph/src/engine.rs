@@ -107,11 +107,15 @@ impl Policy {
         self.prefer.iter().position(|tag| candidate.matches(tag)).unwrap_or(self.prefer.len())
     }
 
+    /// What becomes of an offer whose workspace is too large.
+    pub(crate) fn over_workspace(&self, bytes: u64) -> Option<Outcome> {
+        let limit = self.max_workspace.filter(|&limit| bytes > limit)?;
+        Some(Outcome::PassedOver(format!("its workspace of {bytes} bytes is over the limit of {limit}")))
+    }
+
     fn verdict(&self, candidate: &Candidate) -> Outcome {
-        if let (Some(limit), Some(bytes)) = (self.max_workspace, candidate.workspace)
-            && bytes > limit
-        {
-            return Outcome::PassedOver(format!("its workspace of {bytes} bytes is over the limit of {limit}"));
+        if let Some(over) = candidate.workspace.and_then(|bytes| self.over_workspace(bytes)) {
+            return over;
         }
         if self.deterministic && candidate.numerical_notes.contains(&NumericalNote::NONDETERMINISTIC) {
             return Outcome::PassedOver("it may give other bits on another run".to_owned());

@@ -28,6 +28,7 @@ pub struct Planner {
     profile: Option<Arc<Descriptor>>,
     report: EngineReport,
     configs: Vec<Descriptor>,
+    policy: Policy,
 }
 
 impl Planner {
@@ -48,7 +49,7 @@ impl Planner {
         if !report.candidates.iter().any(|c| c.outcome == Outcome::NotTried) {
             return Err(Error::NoEngine(Box::new(report)));
         }
-        Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs })
+        Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
     }
 
     /// Every offer.
@@ -73,6 +74,11 @@ impl Planner {
             }
             match self.finalize(n, target) {
                 Ok(descriptor) => {
+                    // Only now is it certain, and before 9.2 known at all.
+                    if let Some(over) = self.policy.over_workspace(workspace_of(&descriptor)?) {
+                        report.candidates[n].outcome = over;
+                        continue;
+                    }
                     report.candidates[n].outcome = Outcome::Chosen;
                     return self.plan(descriptor, report);
                 }
@@ -119,6 +125,11 @@ fn bind_target(plan: &mut Descriptor, target: &Target<'_>, profile: Option<&Desc
     }
 }
 
+/// Bytes of workspace of a finalized plan.
+fn workspace_of(plan: &Descriptor) -> Result<u64, Error> {
+    Ok(u64::try_from(plan.get_i64(Attribute::EXECUTION_PLAN_WORKSPACE_SIZE)?).unwrap_or(0))
+}
+
 /// What a finalized plan may still refer to.
 type Needs = (Option<Arc<Vec<Descriptor>>>, Option<Arc<Descriptor>>);
 
@@ -152,8 +163,7 @@ impl Plan {
     }
 
     fn new(library: &'static Library, descriptor: Descriptor, needs: Needs, graph: &Verified, report: EngineReport) -> Result<Plan, Error> {
-        let workspace = descriptor.get_i64(Attribute::EXECUTION_PLAN_WORKSPACE_SIZE)?;
-        let workspace = u64::try_from(workspace).unwrap_or(0);
+        let workspace = workspace_of(&descriptor)?;
         Ok(Plan { library, descriptor, _needs: needs, ports: Ports::of(graph), report, workspace, packs: Mutex::new(Vec::new()) })
     }
 
