@@ -12,8 +12,18 @@ if [ "$(uname -s)" = Linux ]; then
 fi
 log=$target/test.log
 status=0
+whole=$([ $# -gt 0 ] || echo yes)
 [ $# -gt 0 ] || set -- --workspace
 cargo test --no-fail-fast "$@" 2>&1 | tee "$log" || status=1
+
+# The example that is not attention, planned by both runtimes.
+if [ "$whole" ] && [ "$(uname -s)" = Linux ]; then
+  for runtime in 9.19 9.27; do
+    echo "example matmul_bias_gelu on cuDNN $runtime, for an H200's profile"
+    CUDNN_GRAPH_LIBRARY=$target/cudnn/$runtime/nvidia/cudnn_jit/lib CUDNN_GRAPH_DRIVER=$target/debug/libnull_driver.so \
+      cargo run --quiet --package cudnn-graph --example matmul_bias_gelu -- tests/devprops/h200.json | tail -4 || status=1
+  done
+fi
 
 echo
 awk '/^test result:/ { passed += $4; failed += $6; ignored += $8 }
