@@ -184,8 +184,12 @@ impl Encoder<'_> {
 
     fn softmax(&mut self, s: &Softmax) -> DescriptorId {
         let (x, y) = (self.tensor(s.x), self.tensor(s.y));
-        let (stats, max) = (self.optional(s.stats), self.optional(s.max));
-        let (sum_exp, sink) = (self.optional(s.sum_exp), self.optional(s.sink));
+        self.softmax_over(x, y, [s.stats, s.max, s.sum_exp, s.sink], s.stats_log2)
+    }
+
+    /// A softmax from one tensor descriptor to another, with stats, max, sum of exponentials and sink where there are some.
+    pub(super) fn softmax_over(&mut self, x: DescriptorId, y: DescriptorId, others: [Option<TensorId>; 4], log2: bool) -> DescriptorId {
+        let [stats, max, sum_exp, sink] = others.map(|id| self.optional(id));
         self.push(Kind::OPERATION_SOFTMAX, "softmax", |d| {
             d.descriptor(Attribute::OPERATION_SOFTMAX_XDESC, x);
             d.descriptor(Attribute::OPERATION_SOFTMAX_YDESC, y);
@@ -193,7 +197,7 @@ impl Encoder<'_> {
             d.descriptor(Attribute::OPERATION_SOFTMAX_MAX_DESC, max);
             d.descriptor(Attribute::OPERATION_SOFTMAX_SUM_EXP_DESC, sum_exp);
             d.descriptor(Attribute::OPERATION_SOFTMAX_SINK_DESC, sink);
-            if s.stats_log2 {
+            if log2 {
                 d.bool(Attribute::OPERATION_SOFTMAX_STATS_LOG2, true);
             }
         })

@@ -31,16 +31,7 @@ impl Encoder<'_> {
             self.tensor_as(&Tensor::virtual_(name, DType::F32, scores.clone()), uid, None)
         };
         let (x, y) = (stand_in("softmax_x"), stand_in("softmax_y"));
-        let (stats, max) = (self.optional(s.stats), self.optional(s.max));
-        let (sum_exp, sink) = (self.optional(s.sum_exp), self.optional(s.sink));
-        Some(self.push(Kind::OPERATION_SOFTMAX, "softmax", |d| {
-            d.descriptor(Attribute::OPERATION_SOFTMAX_XDESC, x);
-            d.descriptor(Attribute::OPERATION_SOFTMAX_YDESC, y);
-            d.descriptor(Attribute::OPERATION_SOFTMAX_STATS_DESC, stats);
-            d.descriptor(Attribute::OPERATION_SOFTMAX_MAX_DESC, max);
-            d.descriptor(Attribute::OPERATION_SOFTMAX_SUM_EXP_DESC, sum_exp);
-            d.descriptor(Attribute::OPERATION_SOFTMAX_SINK_DESC, sink);
-        }))
+        Some(self.softmax_over(x, y, [s.stats, s.max, s.sum_exp, s.sink], false))
     }
 
     pub(super) fn sdpa_forward(&mut self, s: &SdpaForward) -> DescriptorId {
