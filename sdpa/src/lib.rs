@@ -19,6 +19,7 @@
 //!     o: ElementsMut::F32(&mut o),
 //!     stats: None,
 //!     attn_scale: None,
+//!     params: &[],
 //! })?;
 //! assert!(o.iter().all(|x| (x - 2.0).abs() < 1e-6));
 //! # Ok::<(), sdpa::Error>(())
@@ -45,6 +46,7 @@
 //! [`exec::cudnn::CudnnExecutor::attention`] gives the plans of a problem, kept in a bounded cache, to callers with device
 //! memory of their own; `sdpa::cudarc` (feature `cudarc`, on by default) takes cudarc's streams and slices.
 
+pub mod backward;
 pub mod cache;
 #[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
 pub mod cudarc;
@@ -57,12 +59,13 @@ pub mod problem;
 pub mod spec;
 pub mod tensor;
 
+pub use backward::{BackwardProblem, BackwardSpec};
 pub use cache::CacheStats;
 pub use cudnn_graph::DType;
 pub use dispatch::{Choice, Dispatcher, Preference};
 pub use error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
-pub use exec::{Executor, Prepared, Report};
+pub use exec::{Executor, Prepared, PreparedBackward, Report};
 pub use mask::{Align, Mask, Region};
 pub use problem::Problem;
 pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
-pub use tensor::{Elements, ElementsMut, HostForward};
+pub use tensor::{Elements, ElementsMut, HostBackward, HostForward, Param, ParamValue};

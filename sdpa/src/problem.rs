@@ -12,7 +12,7 @@ pub const OPERANDS: [&str; 4] = ["q", "k", "v", "o"];
 /// An attention problem that has passed every rule; only [`AttentionSpec::validate`] makes one.
 ///
 /// Equal problems are computed by the same plan: strides of axes of extent 1 and masks are in normal form.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Problem {
     dtype: DType,
     batch: i64,
@@ -29,7 +29,7 @@ pub struct Problem {
 
 impl Problem {
     pub(crate) fn new(spec: &AttentionSpec) -> Result<Problem, SpecErrors> {
-        let mut check = Check { errors: Vec::new() };
+        let mut check = Check::default();
         if !matches!(spec.dtype, DType::F32 | DType::F16 | DType::BF16) {
             check.fail("dtype", spec.dtype, "one of f32, f16, bf16");
         }
@@ -52,7 +52,7 @@ impl Problem {
         if heads_kv >= 1 && heads_q >= 1 && heads_q % heads_kv != 0 {
             check.fail("q.dims[1] (heads_q)", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
         }
-        check.output(&spec.o);
+        check.output("o", &spec.o);
         check.masks(&spec.masks);
         if !check.errors.is_empty() {
             return Err(SpecErrors(check.errors));
@@ -164,7 +164,7 @@ impl Problem {
 
 /// An axis of extent 1 is never stepped along: its stride is set to the extent of what lies inside it, so that
 /// tensors which differ only there are equal.
-fn normalise(mut tensor: TensorSpec) -> TensorSpec {
+pub(crate) fn normalise(mut tensor: TensorSpec) -> TensorSpec {
     let dims = tensor.dims;
     let mut order: Vec<usize> = (0..4).filter(|&a| dims[a] > 1).collect();
     order.sort_by_key(|&a| tensor.strides[a]);
@@ -174,26 +174,35 @@ fn normalise(mut tensor: TensorSpec) -> TensorSpec {
             tensor.strides[axis] = span.max(dims[3]);
         }
     }
-    tensor.strides[3] = 1;
+    if dims[3] == 1 {
+        tensor.strides[3] = 1;
+    }
     tensor
 }
 
-struct Check {
-    errors: Vec<SpecError>,
+/// Collects what is wrong.
+#[derive(Debug, Default)]
+pub(crate) struct Check {
+    pub(crate) errors: Vec<SpecError>,
 }
 
 impl Check {
-    fn fail(&mut self, field: impl Into<String>, value: impl std::fmt::Display, rule: impl Into<String>) {
+    pub(crate) fn fail(&mut self, field: impl Into<String>, value: impl std::fmt::Display, rule: impl Into<String>) {
         self.errors.push(SpecError::new(field, value, rule));
     }
 
-    fn equal(&mut self, field: &str, value: i64, other: &str, want: i64) {
+    pub(crate) fn equal(&mut self, field: &str, value: i64, other: &str, want: i64) {
         if value != want {
             self.fail(field, value, format!("must equal {other}, which is {want}"));
         }
     }
 
     fn tensor(&mut self, name: &str, t: &TensorSpec, dtype: DType) {
+        self.tensor_with(name, t, dtype, false);
+    }
+
+    /// With `spread`, the last axis may repeat one element.
+    pub(crate) fn tensor_with(&mut self, name: &str, t: &TensorSpec, dtype: DType, spread: bool) {
         let axes = ["batch", "head", "seq", "dim"];
         let limit = i64::from(i32::MAX);
         for ((axis, what), &extent) in axes.iter().enumerate().zip(&t.dims) {
@@ -204,7 +213,7 @@ impl Check {
         for (axis, (&stride, &extent)) in t.strides.iter().zip(&t.dims).enumerate() {
             if stride < 0 {
                 self.fail(format!("{name}.strides[{axis}]"), stride, "at least 0");
-            } else if axis == 3 && stride != 1 && extent > 1 {
+            } else if axis == 3 && stride != 1 && extent > 1 && !(spread && stride == 0) {
                 self.fail(format!("{name}.strides[3]"), stride, "1: the last axis is dense");
             }
         }
@@ -224,13 +233,13 @@ impl Check {
     }
 
     /// Two output elements must not share an address.
-    fn output(&mut self, o: &TensorSpec) {
+    pub(crate) fn output(&mut self, name: &str, o: &TensorSpec) {
         let mut axes: Vec<usize> = (0..4).filter(|&a| o.dims[a] > 1).collect();
         axes.sort_by_key(|&a| (o.strides[a], std::cmp::Reverse(a)));
         let mut reach = 1i64;
         for a in axes {
             if o.strides[a] < reach {
-                self.fail(format!("o.strides[{a}]"), o.strides[a], format!("at least {reach}: output elements must not overlap"));
+                self.fail(format!("{name}.strides[{a}]"), o.strides[a], format!("at least {reach}: output elements must not overlap"));
                 return;
             }
             reach = o.strides[a].saturating_mul(o.dims[a] - 1).saturating_add(reach);

@@ -1,7 +1,9 @@
 //! Host tensors, and what a call takes and tells.
 
+use crate::backward::BackwardProblem;
 use crate::error::{SpecError, SpecErrors};
 use crate::problem::{OPERANDS, Problem};
+use crate::spec::TensorSpec;
 use cudnn_graph::DType;
 use half::{bf16, f16};
 
@@ -58,6 +60,32 @@ macro_rules! facts {
 facts!(Elements);
 facts!(ElementsMut);
 
+/// What is bound to a declared parameter of a score_mod or mask.
+#[derive(Clone, Copy, Debug)]
+pub enum ParamValue<'a> {
+    /// For a scalar.
+    Scalar(f32),
+    /// For a tensor of f32.
+    F32(&'a [f32]),
+    /// For a tensor of f16.
+    F16(&'a [f16]),
+    /// For a tensor of bf16.
+    BF16(&'a [bf16]),
+    /// For a tensor of i32.
+    I32(&'a [i32]),
+    /// For a tensor of truth values.
+    Bool(&'a [bool]),
+}
+
+/// A declared parameter and what it is in one call.
+#[derive(Clone, Copy, Debug)]
+pub struct Param<'a> {
+    /// The name that it was declared by.
+    pub name: &'a str,
+    /// Its value.
+    pub value: ParamValue<'a>,
+}
+
 /// One forward call over host memory.
 #[derive(Debug)]
 pub struct HostForward<'a> {
@@ -73,6 +101,68 @@ pub struct HostForward<'a> {
     pub stats: Option<&'a mut [f32]>,
     /// Multiplies the scores; finite. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
+    /// Values of declared parameters; a scalar that is not named here has its default.
+    pub params: &'a [Param<'a>],
+}
+
+/// One backward call over host memory.
+#[derive(Debug)]
+pub struct HostBackward<'a> {
+    /// Queries, strided as the problem says.
+    pub q: Elements<'a>,
+    /// Keys.
+    pub k: Elements<'a>,
+    /// Values.
+    pub v: Elements<'a>,
+    /// Output of the forward pass.
+    pub o: Elements<'a>,
+    /// Gradient of the output.
+    pub d_o: Elements<'a>,
+    /// f32, (batch, heads_q, seq_q), dense: the forward pass's.
+    pub stats: &'a [f32],
+    /// Gradient of the queries; only elements that belong to the tensor are written.
+    pub dq: ElementsMut<'a>,
+    /// Gradient of the keys.
+    pub dk: ElementsMut<'a>,
+    /// Gradient of the values.
+    pub dv: ElementsMut<'a>,
+    /// The scale of the forward pass.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters, those of the forward pass.
+    pub params: &'a [Param<'a>],
+}
+
+/// Collects what is wrong with a call.
+struct Check<'p> {
+    problem: &'p Problem,
+    errors: Vec<SpecError>,
+}
+
+impl Check<'_> {
+    fn operand(&mut self, name: &str, tensor: &TensorSpec, dtype: DType, len: usize) {
+        if dtype != self.problem.dtype() {
+            self.errors.push(SpecError::new(format!("{name} dtype"), dtype, format!("the problem's, {}", self.problem.dtype())));
+        }
+        let need = tensor.extent().unwrap_or(i64::MAX);
+        if i64::try_from(len).is_ok_and(|len| len < need) {
+            self.errors.push(SpecError::new(format!("{name} length"), len, format!("at least {need} elements, by its strides")));
+        }
+    }
+
+    fn stats(&mut self, len: usize) {
+        let need = self.problem.stats_elements();
+        if len as i64 != need {
+            self.errors.push(SpecError::new("stats length", len, format!("batch x heads_q x seq_q = {need}")));
+        }
+    }
+
+    fn scale(mut self, scale: Option<f32>) -> Result<f32, SpecErrors> {
+        let scale = scale.unwrap_or(self.problem.default_scale());
+        if !scale.is_finite() {
+            self.errors.push(SpecError::new("attn_scale", scale, "a finite number"));
+        }
+        if self.errors.is_empty() { Ok(scale) } else { Err(SpecErrors(self.errors)) }
+    }
 }
 
 impl HostForward<'_> {
@@ -81,7 +171,7 @@ impl HostForward<'_> {
     /// # Errors
     /// Every wrong dtype, every buffer that is too short, stats missing or too many, a scale that is not finite.
     pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
-        let mut errors = Vec::new();
+        let mut check = Check { problem, errors: Vec::new() };
         let given = [
             (self.q.dtype(), self.q.len()),
             (self.k.dtype(), self.k.len()),
@@ -89,32 +179,41 @@ impl HostForward<'_> {
             (self.o.dtype(), self.o.len()),
         ];
         for ((name, tensor), (dtype, len)) in OPERANDS.into_iter().zip(problem.tensors()).zip(given) {
-            if dtype != problem.dtype() {
-                errors.push(SpecError::new(format!("{name} dtype"), dtype, format!("the problem's, {}", problem.dtype())));
-            }
-            let need = tensor.extent().unwrap_or(i64::MAX);
-            if i64::try_from(len).is_ok_and(|len| len < need) {
-                errors.push(SpecError::new(format!("{name} length"), len, format!("at least {need} elements, by its strides")));
-            }
+            check.operand(name, tensor, dtype, len);
         }
         match (&self.stats, problem.stats()) {
-            (Some(stats), true) => {
-                if stats.len() as i64 != problem.stats_elements() {
-                    errors.push(SpecError::new(
-                        "stats length",
-                        stats.len(),
-                        format!("batch x heads_q x seq_q = {}", problem.stats_elements()),
-                    ));
-                }
-            }
-            (None, true) => errors.push(SpecError::new("stats", "absent", "the problem asks for stats")),
-            (Some(_), false) => errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
+            (Some(stats), true) => check.stats(stats.len()),
+            (None, true) => check.errors.push(SpecError::new("stats", "absent", "the problem asks for stats")),
+            (Some(_), false) => check.errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
             (None, false) => {}
         }
-        let scale = self.attn_scale.unwrap_or(problem.default_scale());
-        if !scale.is_finite() {
-            errors.push(SpecError::new("attn_scale", scale, "a finite number"));
+        check.scale(self.attn_scale)
+    }
+}
+
+impl HostBackward<'_> {
+    /// Checks the call against the problem; the scale to use.
+    ///
+    /// # Errors
+    /// Every wrong dtype, every buffer that is too short, a scale that is not finite.
+    pub fn check(&self, problem: &BackwardProblem) -> Result<f32, SpecErrors> {
+        let mut check = Check { problem: problem.forward(), errors: Vec::new() };
+        let forward = problem.forward();
+        let read = [
+            ("q", forward.q(), &self.q),
+            ("k", forward.k(), &self.k),
+            ("v", forward.v(), &self.v),
+            ("o", forward.o(), &self.o),
+            ("d_o", problem.d_o(), &self.d_o),
+        ];
+        for (name, tensor, data) in read {
+            check.operand(name, tensor, data.dtype(), data.len());
         }
-        if errors.is_empty() { Ok(scale) } else { Err(SpecErrors(errors)) }
+        let written = [("dq", problem.dq(), &self.dq), ("dk", problem.dk(), &self.dk), ("dv", problem.dv(), &self.dv)];
+        for (name, tensor, data) in written {
+            check.operand(name, tensor, data.dtype(), data.len());
+        }
+        check.stats(self.stats.len());
+        check.scale(self.attn_scale)
     }
 }

@@ -104,8 +104,15 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
     let extent = spec.o.extent().unwrap_or(0) as usize;
     let mut o = Operand::filled(spec.dtype, extent, GAP);
     let mut stats = spec.stats.then(|| vec![f32::NAN; problem.stats_elements() as usize]);
-    let call =
-        HostForward { q: q.elements(), k: k.elements(), v: v.elements(), o: o.elements_mut(), stats: stats.as_deref_mut(), attn_scale };
+    let call = HostForward {
+        q: q.elements(),
+        k: k.elements(),
+        v: v.elements(),
+        o: o.elements_mut(),
+        stats: stats.as_deref_mut(),
+        attn_scale,
+        params: &[],
+    };
     let report = match prepared.forward(call) {
         Ok(report) => report,
         Err(e) => return Outcome::Fail(format!("forward: {e}")),

@@ -88,6 +88,7 @@ impl Ready {
                     o: ElementsMut::$variant(o),
                     stats: None,
                     attn_scale: None,
+                    params: &[],
                 }
             }};
         }

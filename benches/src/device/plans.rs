@@ -40,7 +40,7 @@ pub(crate) fn run() -> Result<()> {
             json.len(),
             start.elapsed().as_secs_f64() * 1e3
         );
-        let planned = Planned { problem, forward, plan: Arc::new(plan), copies: Vec::new() };
+        let planned = Planned { problem: problem.clone(), forward, plan: Arc::new(plan), copies: Vec::new() };
         outputs.push(output(&stream, &handle, &planned, &spec)?);
         let other = json.replacen("\"cudnnVersion\":9", "\"cudnnVersion\":8", 1);
         match Plan::from_json(library, &other, &planned.forward.graph, &Target::Handle(&handle)) {

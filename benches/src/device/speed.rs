@@ -38,9 +38,10 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
             let Ok((forward, planner)) = ask(executor.library(), &target, &problem, form, &Policy::default()) else { continue };
             for (n, candidate) in planner.report().candidates.iter().enumerate() {
                 match planner.nth(n, &target) {
-                    Ok(plan) => {
-                        rivals.push((format!("{form} {} {:?}", candidate.tag(), candidate.source), planned(problem, forward.clone(), plan)))
-                    }
+                    Ok(plan) => rivals.push((
+                        format!("{form} {} {:?}", candidate.tag(), candidate.source),
+                        planned(problem.clone(), forward.clone(), plan),
+                    )),
                     Err(e) => println!("# {name}: {form} {} was offered and refused: {e}", candidate.tag()),
                 }
             }

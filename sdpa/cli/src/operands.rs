@@ -94,6 +94,7 @@ impl Operands {
             o: self.o.elements_mut(),
             stats: self.stats.as_deref_mut(),
             attn_scale: Some(attn_scale),
+            params: &[],
         })
     }
 

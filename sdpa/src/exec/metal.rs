@@ -1,7 +1,8 @@
 //! Apple GPUs: a place in the list of executors that declines everything for now.
 
+use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
-use crate::exec::{Executor, Prepared};
+use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::problem::Problem;
 use std::sync::Arc;
 
@@ -21,6 +22,16 @@ impl Executor for MetalExecutor {
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
         self.supports(problem)?;
+        let reason = Reason::Absent("no Metal kernel is written yet".to_owned());
+        Err(Error::Unsupported(Unsupported { executor: ExecutorName::Metal, reasons: vec![reason] }))
+    }
+
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        self.supports(problem.forward())
+    }
+
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        self.prepare(problem.forward()).map(|_| ())?;
         let reason = Reason::Absent("no Metal kernel is written yet".to_owned());
         Err(Error::Unsupported(Unsupported { executor: ExecutorName::Metal, reasons: vec![reason] }))
     }

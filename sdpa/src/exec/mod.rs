@@ -4,9 +4,10 @@ pub mod cpu;
 pub mod cudnn;
 pub mod metal;
 
+use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Unsupported};
 use crate::problem::Problem;
-use crate::tensor::HostForward;
+use crate::tensor::{HostBackward, HostForward};
 use serde::Serialize;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -27,6 +28,18 @@ pub trait Executor: Debug + Send + Sync {
     /// # Errors
     /// [`Error::Unsupported`] where another executor may serve; anything else is the environment's.
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error>;
+
+    /// Whether it would run the backward problem; pure, no work is submitted.
+    ///
+    /// # Errors
+    /// Every reason against it.
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported>;
+
+    /// Makes, or takes from its cache, what runs the backward problem.
+    ///
+    /// # Errors
+    /// As [`Executor::prepare`].
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error>;
 }
 
 /// A problem made ready on one executor.
@@ -36,6 +49,15 @@ pub trait Prepared: Debug + Send + Sync {
     /// # Errors
     /// What [`HostForward::check`] says, before anything runs; otherwise the environment's errors.
     fn forward(&self, call: HostForward<'_>) -> Result<Report, Error>;
+}
+
+/// A backward problem made ready on one executor.
+pub trait PreparedBackward: Debug + Send + Sync {
+    /// Computes one backward pass over host memory, and waits for it.
+    ///
+    /// # Errors
+    /// What [`HostBackward::check`] says, before anything runs; otherwise the environment's errors.
+    fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error>;
 }
 
 /// What one call did.

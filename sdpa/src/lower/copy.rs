@@ -121,7 +121,10 @@ fn dense_like(tensor: &TensorSpec) -> TensorSpec {
 /// The same problem with every operand that cannot be used in place made dense, and which those are.
 pub(crate) fn densify(problem: &Problem) -> (Problem, Vec<usize>) {
     let copied: Vec<usize> = (0..OPERANDS.len()).filter(|&n| !in_place(&problem.tensors()[n], problem.dtype())).collect();
-    let dense = copied.iter().fold(*problem, |p, &n| p.with_tensor(n, dense_like(&p.tensors()[n])));
+    let dense = copied.iter().fold(problem.clone(), |p, &n| {
+        let tensor = dense_like(&p.tensors()[n]);
+        p.with_tensor(n, tensor)
+    });
     (dense, copied)
 }
 

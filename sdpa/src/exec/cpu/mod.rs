@@ -32,7 +32,8 @@ mod schedule;
 mod tests;
 mod tiles;
 
-use super::{Executor, Prepared, Report};
+use super::{Executor, Prepared, PreparedBackward, Report};
+use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, SpecError, SpecErrors, Unsupported};
 use crate::problem::Problem;
 use crate::tensor::{ElementsMut, HostForward};
@@ -78,8 +79,21 @@ impl Executor for CpuExecutor {
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        Ok(Arc::new(CpuPrepared { isa: self.isa, problem: *problem }))
+        Ok(Arc::new(CpuPrepared { isa: self.isa, problem: problem.clone() }))
     }
+
+    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
+        Err(backward_absent())
+    }
+
+    fn prepare_backward(&self, _problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        Err(Error::Unsupported(backward_absent()))
+    }
+}
+
+fn backward_absent() -> Unsupported {
+    let reason = crate::error::Reason::Absent("the backward pass is not written yet".to_owned());
+    Unsupported { executor: ExecutorName::Cpu, reasons: vec![reason] }
 }
 
 /// A problem and the instruction set; the cut depends on the threads of a call.
@@ -92,7 +106,7 @@ struct CpuPrepared {
 impl Prepared for CpuPrepared {
     fn forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
         let scale = call.check(&self.problem)?;
-        let HostForward { q, k, v, o, stats, attn_scale: _ } = call;
+        let HostForward { q, k, v, o, stats, attn_scale: _, params: _ } = call;
         match o {
             ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, stats, scale),
             ElementsMut::F16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale),

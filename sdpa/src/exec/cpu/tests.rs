@@ -161,6 +161,7 @@ fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], sc
                     o: ElementsMut::$variant(&mut out),
                     stats: given,
                     attn_scale: scale,
+                    params: &[],
                 })
             });
             o.data = out.into_iter().map(|x| x.to_f32()).collect();

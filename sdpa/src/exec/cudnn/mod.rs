@@ -13,9 +13,10 @@ pub use host::CudnnPrepared;
 pub use plan::{PlanOptions, Planned, PlannedCopy};
 pub use raw::DeviceForward;
 
+use crate::backward::BackwardProblem;
 use crate::cache::{CacheStats, PlanCache};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
-use crate::exec::{Executor, Prepared};
+use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::problem::Problem;
 use cudnn_graph::{Device, Driver, Library, Search, Target};
 use std::num::NonZeroUsize;
@@ -114,6 +115,18 @@ impl Executor for CudnnExecutor {
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
         let (planned, _) = self.attention(problem)?;
-        Ok(Arc::new(CudnnPrepared::new(self.library, *problem, planned, self.device.stream()?)))
+        Ok(Arc::new(CudnnPrepared::new(self.library, problem.clone(), planned, self.device.stream()?)))
     }
+
+    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
+        Err(backward_absent())
+    }
+
+    fn prepare_backward(&self, _problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        Err(Error::Unsupported(backward_absent()))
+    }
+}
+
+fn backward_absent() -> Unsupported {
+    Unsupported { executor: ExecutorName::Cudnn, reasons: vec![Reason::Absent("the backward pass is not written yet".to_owned())] }
 }
