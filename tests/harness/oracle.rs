@@ -1,5 +1,8 @@
 //! Textbook attention in f64, with what a tolerance needs to know of each result.
 
+mod backward;
+
+pub use backward::{Gradient, Gradients, Rates, gradients};
 use sdpa::{Align, Mask};
 
 /// A problem's numbers, in row-major (batch, head, seq, dim).
@@ -19,6 +22,19 @@ pub struct Problem<'a> {
     pub masks: &'a [Mask],
 }
 
+/// What a caller's own functions do with a score; each is told (batch, query head, query, key).
+///
+/// A score is the scaled product of a query and a key; it is modified, then masked. A modified score of −∞ drops its key.
+#[derive(Clone, Copy, Default)]
+pub struct Closures<'a> {
+    /// The modified score.
+    pub modify: Option<&'a dyn Fn(f64, [i64; 4]) -> f64>,
+    /// Its derivative by the score.
+    pub slope: Option<&'a dyn Fn(f64, [i64; 4]) -> f64>,
+    /// Whether the key is kept, besides what the masks say.
+    pub keep: Option<&'a dyn Fn([i64; 4]) -> bool>,
+}
+
 /// Results, and the sizes that rounding errors are proportional to.
 #[derive(Clone, Debug, Default)]
 pub struct Answer {
@@ -28,7 +44,7 @@ pub struct Answer {
     pub o_magnitude: Vec<f64>,
     /// (batch, heads_q, seq_q); −∞ where no key is kept.
     pub stats: Vec<f64>,
-    /// The largest Σ |q·k|·|scale| over a row's kept keys.
+    /// The largest Σ |q·k|·|scale| over a row's kept keys; of a modified score times its slope, and the score itself added.
     pub score_magnitude: Vec<f64>,
 }
 
@@ -45,47 +61,109 @@ fn keeps(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
     }
 }
 
-/// Computes attention one row at a time.
-pub fn attention(p: &Problem<'_>) -> Answer {
-    let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = p.shape;
-    let mut answer = Answer::default();
-    for b in 0..batch {
-        for h in 0..heads_q {
-            let kv = b * heads_kv + h / (heads_q / heads_kv);
-            for i in 0..seq_q {
-                let q = &p.q[((b * heads_q + h) * seq_q + i) * dim_qk..][..dim_qk];
-                let mut scores = Vec::new();
-                let mut magnitude = 0f64;
-                for j in 0..seq_kv {
-                    if !p.masks.iter().all(|m| keeps(m, i as i64, j as i64, seq_q as i64, seq_kv as i64)) {
-                        continue;
-                    }
-                    let k = &p.k[(kv * seq_kv + j) * dim_qk..][..dim_qk];
-                    let (mut dot, mut size) = (0f64, 0f64);
-                    for (x, y) in q.iter().zip(k) {
-                        dot += x * y;
-                        size += (x * y).abs();
-                    }
-                    magnitude = magnitude.max(size * p.scale.abs());
-                    scores.push((j, dot * p.scale));
-                }
-                let max = scores.iter().map(|s| s.1).fold(f64::NEG_INFINITY, f64::max);
-                let sum: f64 = scores.iter().map(|s| (s.1 - max).exp()).sum();
-                let (mut o, mut size) = (vec![0f64; dim_v], vec![0f64; dim_v]);
-                for &(j, s) in &scores {
-                    let weight = (s - max).exp() / sum;
-                    let v = &p.v[(kv * seq_kv + j) * dim_v..][..dim_v];
-                    for d in 0..dim_v {
-                        o[d] += weight * v[d];
-                        size[d] += weight * v[d].abs();
-                    }
-                }
-                answer.o.extend(o);
-                answer.o_magnitude.extend(size);
-                answer.stats.push(if scores.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() });
-                answer.score_magnitude.push(magnitude);
+/// A key that a row keeps.
+struct Kept {
+    key: usize,
+    /// Scaled, not modified.
+    raw: f64,
+    /// The modified score.
+    score: f64,
+    /// Σ |q·k|·|scale|, also of a score that is modified.
+    size: f64,
+    weight: f64,
+    slope: f64,
+}
+
+/// One query and the keys that it keeps.
+struct Row {
+    kept: Vec<Kept>,
+    stats: f64,
+    magnitude: f64,
+}
+
+impl Problem<'_> {
+    /// The first element of row `i` of head `h` in a tensor of `dim` elements a row.
+    fn query(&self, [b, h, i]: [usize; 3], dim: usize) -> usize {
+        let [_, heads_q, _, seq_q, ..] = self.shape;
+        ((b * heads_q + h) * seq_q + i) * dim
+    }
+
+    /// The same of key `j`; neighbouring query heads share a key head.
+    fn key(&self, [b, h]: [usize; 2], j: usize, dim: usize) -> usize {
+        let [_, heads_q, heads_kv, _, seq_kv, ..] = self.shape;
+        ((b * heads_kv + h / (heads_q / heads_kv)) * seq_kv + j) * dim
+    }
+
+    fn rows(&self) -> impl Iterator<Item = [usize; 3]> + use<> {
+        let [batch, heads_q, _, seq_q, ..] = self.shape;
+        (0..batch * heads_q * seq_q).map(move |n| [n / seq_q / heads_q, n / seq_q % heads_q, n % seq_q])
+    }
+
+    fn row(&self, closures: &Closures<'_>, at: [usize; 3]) -> Row {
+        let [_, _, _, seq_q, seq_kv, dim_qk, _] = self.shape;
+        let [b, h, i] = at;
+        let q = &self.q[self.query(at, dim_qk)..][..dim_qk];
+        let mut row = Row { kept: Vec::new(), stats: f64::NEG_INFINITY, magnitude: 0.0 };
+        for key in 0..seq_kv {
+            let place = [b, h, i, key].map(|n| n as i64);
+            if !self.masks.iter().all(|m| keeps(m, place[2], place[3], seq_q as i64, seq_kv as i64)) {
+                continue;
+            }
+            let k = &self.k[self.key([b, h], key, dim_qk)..][..dim_qk];
+            let (mut dot, mut size) = (0f64, 0f64);
+            for (x, y) in q.iter().zip(k) {
+                dot += x * y;
+                size += (x * y).abs();
+            }
+            let (raw, size) = (dot * self.scale, size * self.scale.abs());
+            let score = closures.modify.map_or(raw, |modify| modify(raw, place));
+            if closures.keep.is_some_and(|keep| !keep(place)) || score == f64::NEG_INFINITY {
+                continue;
+            }
+            let slope = closures.slope.map_or(1.0, |slope| slope(raw, place));
+            let own = if closures.modify.is_some() { score.abs() } else { 0.0 };
+            row.magnitude = row.magnitude.max(size * slope.abs() + own);
+            row.kept.push(Kept { key, raw, score, size, weight: 0.0, slope });
+        }
+        if !row.kept.is_empty() {
+            let max = row.kept.iter().map(|kept| kept.score).fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = row.kept.iter().map(|kept| (kept.score - max).exp()).sum();
+            row.kept.iter_mut().for_each(|kept| kept.weight = (kept.score - max).exp() / sum);
+            row.stats = max + sum.ln();
+        }
+        row
+    }
+
+    /// The output of a row, and Σ p·|v|.
+    fn output(&self, [b, h, _]: [usize; 3], kept: &[Kept]) -> (Vec<f64>, Vec<f64>) {
+        let dim_v = self.shape[6];
+        let (mut o, mut size) = (vec![0f64; dim_v], vec![0f64; dim_v]);
+        for kept in kept {
+            let v = &self.v[self.key([b, h], kept.key, dim_v)..][..dim_v];
+            for d in 0..dim_v {
+                o[d] += kept.weight * v[d];
+                size[d] += kept.weight * v[d].abs();
             }
         }
+        (o, size)
+    }
+}
+
+/// Computes attention one row at a time.
+pub fn attention(p: &Problem<'_>) -> Answer {
+    attention_with(p, &Closures::default())
+}
+
+/// The same with a caller's functions.
+pub fn attention_with(p: &Problem<'_>, closures: &Closures<'_>) -> Answer {
+    let mut answer = Answer::default();
+    for at in p.rows() {
+        let row = p.row(closures, at);
+        let (o, size) = p.output(at, &row.kept);
+        answer.o.extend(o);
+        answer.o_magnitude.extend(size);
+        answer.stats.push(row.stats);
+        answer.score_magnitude.push(row.magnitude);
     }
     answer
 }
@@ -105,5 +183,23 @@ mod tests {
         assert!((a.stats[0] - 4f64.ln()).abs() < 1e-14);
         let first = attention(&Problem { masks: &[Mask::causal()], ..p });
         assert_eq!((first.o, first.stats), (vec![1.0, -2.0], vec![0.0]));
+    }
+
+    #[test]
+    fn functions_of_a_caller_come_after_the_scale_and_before_the_softmax() {
+        let p = Problem { shape: [1, 1, 1, 1, 3, 1, 1], q: &[2.0], k: &[0.5, 1.0, 7.0], v: &[1.0, 5.0, 100.0], scale: 0.5, masks: &[] };
+        // Scores 0.5, 1 and 7 become 0, ln 3 and whatever: the last key is dropped.
+        let modify = |score: f64, [.., key]: [i64; 4]| if key == 0 { score - 0.5 } else { score * 3f64.ln() };
+        let dropped = |score: f64, at: [i64; 4]| if at[3] == 2 { f64::NEG_INFINITY } else { modify(score, at) };
+        let keep = |[.., key]: [i64; 4]| key < 2;
+        for closures in [
+            Closures { modify: Some(&modify), keep: Some(&keep), ..Closures::default() },
+            Closures { modify: Some(&dropped), ..Closures::default() },
+        ] {
+            let a = attention_with(&p, &closures);
+            assert!((a.o[0] - 4.0).abs() < 1e-14 && (a.stats[0] - 4f64.ln()).abs() < 1e-14, "{a:?}");
+        }
+        let nothing = attention_with(&p, &Closures { keep: Some(&|_| false), ..Closures::default() });
+        assert_eq!((nothing.o, nothing.stats), (vec![0.0], vec![f64::NEG_INFINITY]));
     }
 }

@@ -1,0 +1,207 @@
+//! Reverse mode: one row per function.
+//!
+//! | at | the derivative is |
+//! |---|---|
+//! | `\|x\|`, x = 0 | 0 |
+//! | `min`, `max`, equal operands | all of it the first operand's |
+//! | `floor`, `ceil`, `i32(x)`, comparisons | 0 everywhere |
+//! | `sqrt(0)`, `log(0)`, `rsqrt(0)` | infinite, as the formula says |
+//! | `pow(0, y)` along y ≥ 0 | 0 |
+//! | `select` | that of what is taken; 0 for the other, whatever it is |
+//! | `x % y` | 1 along x, −trunc(x / y) along y |
+//!
+//! The derivative of tanh is spelled `g − g·t²`, which every engine takes.
+
+use super::build::Builder;
+use super::node::{Binary, Node, NodeId, Type, Unary};
+use std::collections::HashMap;
+use std::f32::consts::FRAC_2_SQRT_PI;
+
+/// Gradients so far, by value.
+struct Adjoints<'b> {
+    b: &'b mut Builder,
+    of: HashMap<NodeId, NodeId>,
+    /// Values that a wanted gradient flows through.
+    active: Vec<bool>,
+}
+
+impl Adjoints<'_> {
+    fn add(&mut self, to: NodeId, make: impl FnOnce(&mut Builder) -> NodeId) {
+        if !self.active[to.index()] {
+            return;
+        }
+        let more = make(self.b);
+        let sum = match self.of.get(&to) {
+            Some(&before) => self.b.binary(Binary::Add, before, more),
+            None => more,
+        };
+        self.of.insert(to, sum);
+    }
+
+    fn unary(&mut self, f: Unary, x: NodeId, y: NodeId, g: NodeId) {
+        self.add(x, |b| match f {
+            Unary::Neg => b.unary(Unary::Neg, g),
+            Unary::Abs => {
+                let zero = b.f32(0.0);
+                let minus = b.unary(Unary::Neg, g);
+                let below = b.binary(Binary::Lt, x, zero);
+                let above = b.binary(Binary::Gt, x, zero);
+                let rest = b.select(below, minus, zero);
+                b.select(above, g, rest)
+            }
+            Unary::Sqrt => {
+                let half = b.f32(0.5);
+                let g = b.binary(Binary::Mul, g, half);
+                b.binary(Binary::Div, g, y)
+            }
+            Unary::Rsqrt => {
+                let half = b.f32(-0.5);
+                let square = b.binary(Binary::Mul, y, y);
+                let cube = b.binary(Binary::Mul, square, y);
+                let g = b.binary(Binary::Mul, g, half);
+                b.binary(Binary::Mul, g, cube)
+            }
+            Unary::Exp => b.binary(Binary::Mul, g, y),
+            Unary::Log => b.binary(Binary::Div, g, x),
+            Unary::Sin => {
+                let cos = b.unary(Unary::Cos, x);
+                b.binary(Binary::Mul, g, cos)
+            }
+            Unary::Cos => {
+                let sin = b.unary(Unary::Sin, x);
+                let minus = b.unary(Unary::Neg, g);
+                b.binary(Binary::Mul, minus, sin)
+            }
+            Unary::Tanh => {
+                let square = b.binary(Binary::Mul, y, y);
+                let part = b.binary(Binary::Mul, g, square);
+                b.binary(Binary::Sub, g, part)
+            }
+            Unary::Erf => {
+                let square = b.binary(Binary::Mul, x, x);
+                let minus = b.unary(Unary::Neg, square);
+                let bell = b.unary(Unary::Exp, minus);
+                let factor = b.f32(FRAC_2_SQRT_PI);
+                let slope = b.binary(Binary::Mul, bell, factor);
+                b.binary(Binary::Mul, g, slope)
+            }
+            // Never active: `active` stops at steps.
+            Unary::Floor | Unary::Ceil | Unary::Not | Unary::ToF32 | Unary::ToI32 => b.f32(0.0),
+        });
+    }
+
+    fn binary(&mut self, f: Binary, [x, y]: [NodeId; 2], r: NodeId, g: NodeId) {
+        match f {
+            Binary::Add => {
+                self.add(x, |_| g);
+                self.add(y, |_| g);
+            }
+            Binary::Sub => {
+                self.add(x, |_| g);
+                self.add(y, |b| b.unary(Unary::Neg, g));
+            }
+            Binary::Mul => {
+                self.add(x, |b| b.binary(Binary::Mul, g, y));
+                self.add(y, |b| b.binary(Binary::Mul, g, x));
+            }
+            Binary::Div => {
+                self.add(x, |b| b.binary(Binary::Div, g, y));
+                self.add(y, |b| {
+                    let part = b.binary(Binary::Mul, g, r);
+                    let part = b.unary(Unary::Neg, part);
+                    b.binary(Binary::Div, part, y)
+                });
+            }
+            Binary::Mod => {
+                self.add(x, |_| g);
+                self.add(y, |b| {
+                    let whole = b.binary(Binary::Sub, x, r);
+                    let times = b.binary(Binary::Div, whole, y);
+                    let part = b.binary(Binary::Mul, g, times);
+                    b.unary(Unary::Neg, part)
+                });
+            }
+            Binary::Pow => {
+                self.add(x, |b| {
+                    let one = b.f32(1.0);
+                    let less = b.binary(Binary::Sub, y, one);
+                    let power = b.binary(Binary::Pow, x, less);
+                    let slope = b.binary(Binary::Mul, y, power);
+                    b.binary(Binary::Mul, g, slope)
+                });
+                self.add(y, |b| {
+                    let zero = b.f32(0.0);
+                    let log = b.unary(Unary::Log, x);
+                    let slope = b.binary(Binary::Mul, r, log);
+                    let part = b.binary(Binary::Mul, g, slope);
+                    let of_zero = b.binary(Binary::Eq, x, zero);
+                    let not_negative = b.binary(Binary::Ge, y, zero);
+                    let flat = b.binary(Binary::And, of_zero, not_negative);
+                    b.select(flat, zero, part)
+                });
+            }
+            Binary::Min => self.extreme(Binary::Lt, x, y, g),
+            Binary::Max => self.extreme(Binary::Gt, x, y, g),
+            // Truth values: nothing flows through them.
+            Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => {}
+        }
+    }
+
+    fn extreme(&mut self, second_wins: Binary, x: NodeId, y: NodeId, g: NodeId) {
+        let zero = self.b.f32(0.0);
+        let second = self.b.binary(second_wins, y, x);
+        self.add(x, |b| b.select(second, zero, g));
+        self.add(y, |b| b.select(second, g, zero));
+    }
+}
+
+/// Whether a change of an operand of this value changes it in proportion; steps and truth values do not.
+fn is_smooth(b: &Builder, node: Node, id: NodeId) -> bool {
+    b.ty(id) == Type::F32
+        && match node {
+            Node::Unary(f, _) => match f {
+                Unary::Floor | Unary::Ceil | Unary::Not | Unary::ToF32 | Unary::ToI32 => false,
+                Unary::Neg
+                | Unary::Abs
+                | Unary::Sqrt
+                | Unary::Rsqrt
+                | Unary::Exp
+                | Unary::Log
+                | Unary::Sin
+                | Unary::Cos
+                | Unary::Tanh
+                | Unary::Erf => true,
+            },
+            Node::Binary(..) | Node::Select(..) => true,
+            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => false,
+        }
+}
+
+impl Builder {
+    /// The gradients of `root`, times `upstream`, along each of `wrt`; `None` where it does not depend on it.
+    pub fn gradient(&mut self, root: NodeId, upstream: NodeId, wrt: &[NodeId]) -> Vec<Option<NodeId>> {
+        let mut active = vec![false; root.index() + 1];
+        for index in 0..=root.index() {
+            let id = NodeId(index as u32);
+            let node = self.node(id);
+            active[index] = wrt.contains(&id) || (is_smooth(self, node, id) && node.operands().any(|x| active[x.index()]));
+        }
+        let mut adjoints = Adjoints { b: self, of: HashMap::new(), active };
+        adjoints.add(root, |_| upstream);
+        for index in (0..=root.index()).rev() {
+            let id = NodeId(index as u32);
+            let Some(&g) = adjoints.of.get(&id) else { continue };
+            match adjoints.b.node(id) {
+                Node::Unary(f, x) => adjoints.unary(f, x, id, g),
+                Node::Binary(f, x, y) => adjoints.binary(f, [x, y], id, g),
+                Node::Select(c, x, y) => {
+                    let zero = adjoints.b.f32(0.0);
+                    adjoints.add(x, |b| b.select(c, g, zero));
+                    adjoints.add(y, |b| b.select(c, zero, g));
+                }
+                Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => {}
+            }
+        }
+        wrt.iter().map(|id| adjoints.of.get(id).copied()).collect()
+    }
+}

@@ -1,0 +1,127 @@
+//! The text form of a trace: declarations, values that are used more than once, and what it computes.
+//!
+//! ```text
+//! scalar cap = 30.0; tensor slopes[head]: f32; let t1 = score / cap; tanh(t1) * cap + slopes * f32(k - q)
+//! ```
+//!
+//! On one line or on several; `#` begins a comment. Whole numbers are i32, numbers with a point or an exponent f32; a whole
+//! number beside an f32 is taken as one. From the loosest to the tightest: `|`, `&`, comparisons, `+ -`, `* / %`, `- !`.
+
+use super::node::{Axis, Binary, Const, Node, Spelling, Unary};
+use super::params::ParamKind;
+use super::trace::Trace;
+use std::fmt;
+
+/// How tightly a prefix binds, and what never needs parentheses.
+pub(super) const PREFIX: u8 = 6;
+const ATOM: u8 = 7;
+
+/// Words that are no names of parameters or values.
+pub(super) fn reserved(word: &str) -> bool {
+    const WORDS: [&str; 11] = ["score", "upstream", "scalar", "tensor", "let", "true", "false", "inf", "nan", "select", "bool"];
+    let called = |spelling| match spelling {
+        Spelling::Call(name) => name == word,
+        Spelling::Infix(..) | Spelling::Prefix(_) => false,
+    };
+    WORDS.contains(&word)
+        || Axis::ALL.iter().any(|a| a.name() == word || a.extent_name() == word)
+        || Unary::ALL.iter().any(|f| called(f.spelling()))
+        || Binary::ALL.iter().any(|f| called(f.spelling()))
+}
+
+/// A float as it is read back.
+fn float(x: f32) -> String {
+    if x.is_nan() {
+        "nan".to_owned()
+    } else if x.is_infinite() {
+        if x > 0.0 { "inf".to_owned() } else { "-inf".to_owned() }
+    } else {
+        format!("{x:?}")
+    }
+}
+
+fn constant(c: Const) -> String {
+    match c {
+        Const::F32(bits) => float(f32::from_bits(bits)),
+        Const::I32(x) => x.to_string(),
+        Const::Bool(x) => x.to_string(),
+    }
+}
+
+impl fmt::Display for Trace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for p in self.params() {
+            match p.kind {
+                ParamKind::Scalar => write!(f, "scalar {} = {}; ", p.name, float(p.default.unwrap_or(f32::NAN)))?,
+                ParamKind::Tensor { axes, dtype } => {
+                    let axes: Vec<&str> = axes.iter().map(Axis::name).collect();
+                    write!(f, "tensor {}[{}]: {dtype}; ", p.name, axes.join(", "))?;
+                }
+            }
+        }
+        let mut uses = vec![0usize; self.nodes().len()];
+        for x in self.nodes().iter().flat_map(|n| n.operands()).chain(self.roots().iter().copied()) {
+            uses[x.index()] += 1;
+        }
+        // Texts of values, with how tightly each binds.
+        let mut texts: Vec<(String, u8)> = Vec::with_capacity(uses.len());
+        let mut lets = 0;
+        for id in self.ids() {
+            let within = |x: super::NodeId, least: u8| {
+                let (text, binds) = &texts[x.index()];
+                if *binds < least { format!("({text})") } else { text.clone() }
+            };
+            let (text, binds) = match self.node(id) {
+                Node::Score => ("score".to_owned(), ATOM),
+                Node::Upstream => ("upstream".to_owned(), ATOM),
+                Node::Index(axis) => (axis.name().to_owned(), ATOM),
+                Node::Extent(axis) => (axis.extent_name().to_owned(), ATOM),
+                Node::Param(p) => (self.params()[p.index()].name.clone(), ATOM),
+                Node::Const(c) => {
+                    let text = constant(c);
+                    let binds = if text.starts_with('-') { PREFIX } else { ATOM };
+                    (text, binds)
+                }
+                Node::Unary(g, x) => match g.spelling() {
+                    Spelling::Call(name) => (format!("{name}({})", within(x, 0)), ATOM),
+                    // A sign in front of a number would be read as part of it.
+                    Spelling::Prefix(sign) => (format!("{sign}{}", within(x, ATOM)), PREFIX),
+                    Spelling::Infix(sign, binds) => (format!("{sign}{}", within(x, binds)), binds),
+                },
+                Node::Binary(g, x, y) => match g.spelling() {
+                    Spelling::Infix(sign, binds) => (format!("{} {sign} {}", within(x, binds), within(y, binds + 1)), binds),
+                    Spelling::Call(name) | Spelling::Prefix(name) => (format!("{name}({}, {})", within(x, 0), within(y, 0)), ATOM),
+                },
+                Node::Select(c, x, y) => (format!("select({}, {}, {})", within(c, 0), within(x, 0), within(y, 0)), ATOM),
+            };
+            let made = self.node(id).operands().next().is_some();
+            if made && uses[id.index()] > 1 {
+                lets += 1;
+                let name = self.fresh(lets);
+                write!(f, "let {name} = {text}; ")?;
+                texts.push((name, ATOM));
+            } else {
+                texts.push((text, binds));
+            }
+        }
+        let roots: Vec<&str> = self.roots().iter().map(|root| texts[root.index()].0.as_str()).collect();
+        f.write_str(&roots.join(", "))
+    }
+}
+
+impl Trace {
+    /// A name for the `n`th shared value that no parameter has.
+    fn fresh(&self, n: usize) -> String {
+        let mut name = format!("t{n}");
+        while self.find(&name).is_some() {
+            name.push('_');
+        }
+        name
+    }
+}
+
+impl From<Trace> for String {
+    fn from(trace: Trace) -> String {
+        trace.to_string()
+    }
+}
