@@ -1,7 +1,7 @@
 //! Every forward case on every executor of this process, against the oracle.
 
 use conformance::case::Case;
-use conformance::runner::{Outcome, Tally, run_case};
+use conformance::runner::{Tally, run_case};
 use conformance::say::{required, say, skip};
 use sdpa::exec::cpu::CpuExecutor;
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
@@ -13,12 +13,7 @@ fn run_all(executor: &dyn Executor, excused: impl Fn(&Case) -> bool) {
     let mut tally = Tally::default();
     let name = executor.name();
     for case in Case::all().unwrap() {
-        let mut outcome = run_case(&case, executor);
-        if let Outcome::Skip(why) = &outcome
-            && !excused(&case)
-        {
-            outcome = Outcome::Fail(format!("skipped, and nothing excuses it: {why}\n  {}", case.repro(name)));
-        }
+        let outcome = run_case(&case, executor).skip_only_if(|| excused(&case), || case.repro(name));
         tally.add(name.name(), &case.name, &outcome);
     }
     say(&format!("forward {}", tally.summary(name.name())));

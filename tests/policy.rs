@@ -6,8 +6,8 @@ use conformance::say::skip;
 use cudnn_graph::{DeviceProfile, Library, Outcome, Plan, Policy, Search, Target};
 use sdpa::exec::cudnn::PlanOptions;
 use sdpa::exec::cudnn::plan::{ask, build};
-use sdpa::lower::Form;
-use sdpa::{AttentionSpec, DType, Layout, Problem, Shape};
+use sdpa::lower::{Form, Job};
+use sdpa::{AttentionSpec, DType, Layout, Shape};
 use std::path::Path;
 
 /// The library and the profile, if the runtime is there.
@@ -24,9 +24,9 @@ fn h200() -> Option<(&'static Library, DeviceProfile)> {
     Some((library, DeviceProfile::from_json(&profile).unwrap()))
 }
 
-fn problem(seq_q: i64, seq_kv: i64) -> Problem {
+fn problem(seq_q: i64, seq_kv: i64) -> Job {
     let shape = Shape { batch: 2, heads_q: 8, heads_kv: 2, seq_q, seq_kv, dim_qk: 128, dim_v: 128 };
-    AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats().validate().unwrap()
+    AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats().validate().unwrap().into()
 }
 
 fn options(policy: Policy) -> PlanOptions {

@@ -4,7 +4,7 @@
 
 use conformance::oracle;
 use conformance::random::Random;
-use conformance::runner::{Outcome, Tally, random_spec, run};
+use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_spec, run, run_backward};
 use conformance::say::say;
 use cudnn_graph::encode::encode;
 use cudnn_graph::ffi::codes::{AttributeType, DataType, PointwiseMode, ReductionOperator, Reordering, ReshapeMode, RngDistribution};
@@ -14,8 +14,8 @@ use cudnn_graph::{DType, Program, Version};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use sdpa::exec::cpu::CpuExecutor;
-use sdpa::lower::{self, Form};
-use sdpa::{Align, AttentionSpec, Layout, Mask, Problem, Shape, TensorSpec};
+use sdpa::lower::{self, Form, Operand};
+use sdpa::{Align, AttentionSpec, BackwardSpec, Layout, Mask, Problem, Shape, TensorSpec};
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -87,6 +87,46 @@ fn cpu_agrees_with_the_oracle() {
     say(&format!("property {}", tally.summary("cpu")));
 }
 
+/// An f32 problem with extents and strides that no kernel was tuned for, and its gradients in as odd places.
+fn odd_backward(random: &mut Random) -> BackwardSpec {
+    let mut spec = odd_spec(random).backward();
+    odd_strides(random, &mut spec.d_o, true);
+    for tensor in [&mut spec.dq, &mut spec.dk, &mut spec.dv] {
+        odd_strides(random, tensor, false);
+    }
+    if random.between(0, 9) == 0 {
+        spec.d_o.strides[3] = 0;
+    }
+    spec.deterministic = random.between(0, 4) == 0;
+    spec
+}
+
+#[test]
+fn cpu_gradients_agree_with_the_oracle() {
+    let cpu = CpuExecutor::default();
+    let mut tally = Tally::default();
+    seeds("cpu_gradients", 80, |seed| {
+        let mut random = Random::new(seed);
+        let spec =
+            if seed % 3 == 0 { odd_backward(&mut random) } else { random_backward(&mut random, &[DType::F16, DType::BF16, DType::F32]) };
+        let draw = Draw {
+            attn_scale: random.pick(&[None, None, Some(0.3), Some(-0.1)]),
+            spread: random.pick(&[1.0, 1.0, 4.0]),
+            shift: random.pick(&[0.0, 0.0, 0.0, 1.5, 5.0]),
+            seed,
+        };
+        let source = random.pick(&Source::ALL);
+        let outcome = run_backward(&spec, &draw, source, &cpu);
+        tally.add("cpu", &format!("backward seed {seed}{}", source.suffix()), &outcome);
+        match outcome {
+            Outcome::Pass(..) => Ok(()),
+            Outcome::Skip(why) => Err(format!("seed {seed} was skipped: {why}")),
+            Outcome::Fail(how) => Err(format!("seed {seed} failed: {how}; {source:?}, {draw:?}, {spec:?}")),
+        }
+    });
+    say(&format!("property backward {}", tally.summary("cpu")));
+}
+
 /// A problem that is small enough to be interpreted.
 fn small_spec(random: &mut Random) -> AttentionSpec {
     let mut spec = random_spec(random, &[DType::F16, DType::BF16]);
@@ -112,6 +152,7 @@ fn small_spec(random: &mut Random) -> AttentionSpec {
                 *right = right.map(|r| r % shape.seq_kv);
             }
             Mask::PrefixLm { len } => *len %= shape.seq_kv + 1,
+            Mask::Traced(_) | Mask::All(_) | Mask::Any(_) | Mask::Not(_) => {}
         }
     }
     spec
@@ -136,8 +177,8 @@ fn near(got: f64, want: f64, magnitude: f64) -> bool {
 
 /// The graph of one form, computed op by op in f64, against the oracle.
 fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime: Version, seed: u64) -> Result<(), String> {
-    let forward = lower::forward(problem, form, runtime).map_err(|e| e.to_string())?;
-    let again = lower::forward(problem, form, runtime).map_err(|e| e.to_string())?;
+    let forward = lower::lower(&problem.clone().into(), form, runtime).map_err(|e| e.to_string())?;
+    let again = lower::lower(&problem.clone().into(), form, runtime).map_err(|e| e.to_string())?;
     if forward.graph.to_string() != again.graph.to_string() {
         return Err(format!("{form} {runtime}: lowered twice, the graph prints differently"));
     }
@@ -148,10 +189,11 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
         Form::Unified => Value::new(spec.k.dims, k.clone()),
     };
     let scale = f64::from(problem.default_scale());
+    let at = |operand| forward.operand(operand).unwrap();
     let inputs = [
-        (forward.q, Value::new(spec.q.dims, q.clone())),
-        (forward.k, key),
-        (forward.v, Value::new(spec.v.dims, v.clone())),
+        (at(Operand::Q), Value::new(spec.q.dims, q.clone())),
+        (at(Operand::K), key),
+        (at(Operand::V), Value::new(spec.v.dims, v.clone())),
         (forward.attn_scale, Value::scalar(scale)),
     ];
     let results = interp::run(&forward.graph, &inputs.into(), Precision::F64).map_err(|e| format!("{form} {runtime}: {e}"))?;
@@ -167,7 +209,7 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
     });
     // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they can show.
     let undefined = |row: usize| want.stats[row] == f64::NEG_INFINITY && form == Form::Composite && runtime < lower::UNIFIED_SINCE;
-    for (n, (&got, &expected)) in results[&forward.o].data.iter().zip(&want.o).enumerate() {
+    for (n, (&got, &expected)) in results[&at(Operand::O)].data.iter().zip(&want.o).enumerate() {
         if !near(got, expected, want.o_magnitude[n]) && !undefined(n / dim_v) {
             return Err(format!("{form} {runtime}: element {n} of o is {got}, not {expected}"));
         }
@@ -235,9 +277,9 @@ fn nothing_newer_than_the_runtime_is_sent() {
         let problem = spec.validate().map_err(|e| e.to_string())?;
         for minor in 0..=30 {
             let runtime = Version::new(9, minor, 0);
-            let offered = lower::forms(&problem, runtime);
+            let offered = lower::forms(&problem.clone().into(), runtime);
             for form in [Form::Composite, Form::Unified] {
-                let graph = lower::forward(&problem, form, runtime).map_err(|e| e.to_string())?.graph;
+                let graph = lower::lower(&problem.clone().into(), form, runtime).map_err(|e| e.to_string())?.graph;
                 match encode(&graph, runtime) {
                     Ok(program) => {
                         let newer = too_new(&program, runtime);
@@ -259,10 +301,11 @@ fn garbage() -> impl Strategy<Value = i64> {
     prop_oneof![Just(i64::MIN), Just(i64::MAX), Just(i64::from(i32::MAX)), Just(1 << 31), Just(1 << 62), -2..3i64, 1..300i64, any::<i64>(),]
 }
 
-fn garbage_tensor() -> impl Strategy<Value = TensorSpec> {
+/// Boxed: eight of them do not fit the stack of a test.
+fn garbage_tensor() -> BoxedStrategy<TensorSpec> {
     let four = || [garbage(), garbage(), garbage(), garbage()];
     let alignment = prop_oneof![Just(0), Just(2), Just(16), any::<u32>()];
-    (four(), four(), alignment).prop_map(|(dims, strides, alignment)| TensorSpec { dims, strides, alignment })
+    (four(), four(), alignment).prop_map(|(dims, strides, alignment)| TensorSpec { dims, strides, alignment }).boxed()
 }
 
 fn garbage_mask() -> impl Strategy<Value = Mask> {
@@ -289,7 +332,32 @@ proptest! {
         stats: bool,
     ) {
         let [q, k, v, o] = tensors;
-        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, masks, stats }).validate() {
+        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), masks, stats }).validate() {
+            prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
+        }
+    }
+
+    /// Gradients of anything, of a forward pass that is right and of one that need not be.
+    #[test]
+    fn validating_a_backward_pass_never_panics(
+        dtype in dtype(),
+        operands in [garbage_tensor(), garbage_tensor(), garbage_tensor(), garbage_tensor()],
+        gradients in [garbage_tensor(), garbage_tensor(), garbage_tensor(), garbage_tensor()],
+        right: bool,
+        fits: bool,
+        deterministic: bool,
+    ) {
+        let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 3, seq_kv: 5, dim_qk: 8, dim_v: 6 };
+        let mut forward = AttentionSpec::dense(dtype, shape, Layout::Bshd);
+        if !right {
+            [forward.q, forward.k, forward.v, forward.o] = operands;
+        }
+        let mut spec = forward.backward();
+        spec.deterministic = deterministic;
+        for (tensor, garbage) in [&mut spec.d_o, &mut spec.dq, &mut spec.dk, &mut spec.dv].into_iter().zip(gradients) {
+            *tensor = TensorSpec { dims: if fits { tensor.dims } else { garbage.dims }, ..garbage };
+        }
+        if let Err(e) = spec.validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }
     }
@@ -313,7 +381,7 @@ proptest! {
         spec.stats = stats;
         if let Ok(problem) = spec.validate() {
             for (form, runtime) in [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)] {
-                let forward = lower::forward(&problem, form, runtime);
+                let forward = lower::lower(&problem.clone().into(), form, runtime);
                 prop_assert!(forward.is_ok(), "{spec:?}: {}", forward.unwrap_err());
             }
         }

@@ -42,7 +42,7 @@ fn graphs() -> Vec<(String, Verified, Version)> {
     for golden in &PROBLEMS {
         let problem = spec(golden).validate().unwrap();
         for (form, runtime) in VARIANTS {
-            let graph = lower::forward(&problem, form, runtime).unwrap().graph;
+            let graph = lower::lower(&problem.clone().into(), form, runtime).unwrap().graph;
             graphs.push((format!("{}.{form}-{}.{}.txt", golden.0, runtime.major, runtime.minor), graph, runtime));
         }
     }

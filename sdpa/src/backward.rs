@@ -1,11 +1,16 @@
 //! The gradient of an attention problem: what is asked for, and what has passed every rule.
 
 use crate::error::SpecErrors;
+use crate::lower::Operand;
 use crate::problem::{Check, Problem, normalise};
+use crate::score_mod::{self, Gradient, NoGradient};
 use crate::spec::{AttentionSpec, TensorSpec};
+use cudnn_graph::DType;
+use cudnn_graph::expr::{Declared, Type};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
-/// One backward problem: from `q`, `k`, `v`, `o`, `stats` and `d_o`, the gradients `dq`, `dk` and `dv`.
+/// One backward problem: from `q`, `k`, `v`, `o`, `stats` and `d_o`, the gradients `dq`, `dk` and `dv`, and those of declared parameters.
 ///
 /// `o` and `stats` are those of the forward pass of the same specification. A pass that is recomputed (activation checkpointing)
 /// serves as well as the first one.
@@ -31,8 +36,20 @@ pub struct BackwardSpec {
     pub dk: TensorSpec,
     /// Gradient of the values.
     pub dv: TensorSpec,
+    /// Declared parameters of the score_mods whose gradients are asked for too.
+    #[serde(default)]
+    pub wrt: Vec<GradientSpec>,
     /// Whether every run must give the same bits.
     pub deterministic: bool,
+}
+
+/// A declared parameter whose gradient is asked for: a dense tensor over the axes of the parameter, one element for a scalar.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GradientSpec {
+    /// The parameter: a scalar, or a tensor of floats.
+    pub name: String,
+    /// Element type of the gradient: f32, f16 or bf16.
+    pub dtype: DType,
 }
 
 impl AttentionSpec {
@@ -44,6 +61,7 @@ impl AttentionSpec {
             dq: own_elements(self.q),
             dk: own_elements(self.k),
             dv: own_elements(self.v),
+            wrt: Vec::new(),
             deterministic: false,
         }
     }
@@ -60,6 +78,13 @@ impl BackwardSpec {
     #[must_use]
     pub fn deterministic(mut self) -> Self {
         self.deterministic = true;
+        self
+    }
+
+    /// Asks for the gradient of a declared parameter too.
+    #[must_use]
+    pub fn wrt(mut self, name: &str, dtype: DType) -> Self {
+        self.wrt.push(GradientSpec { name: name.to_owned(), dtype });
         self
     }
 
@@ -93,8 +118,28 @@ impl BackwardSpec {
                 check.output(name, tensor);
             }
         }
-        match problem {
-            Some(forward) if check.errors.is_empty() => Ok(BackwardProblem {
+        let [batch, heads_q, seq_q, _] = self.forward.q.dims;
+        let extents = [batch, heads_q, seq_q, self.forward.k.dims[2]].map(|n| n.clamp(1, i64::from(i32::MAX)));
+        let names: Vec<String> = self.wrt.iter().map(|g| g.name.clone()).collect();
+        let gradient = match score_mod::gradient(&self.forward.score_mods, extents, &names) {
+            Ok(gradient) => Some(gradient),
+            // Said already.
+            Err(NoGradient::Expr(_)) if problem.is_none() => None,
+            Err(e) => {
+                check.fail("forward.score_mods", "without a gradient", e.to_string());
+                None
+            }
+        };
+        let mut params = problem.as_ref().map_or_else(Vec::new, |p| p.params().to_vec());
+        if let Some(gradient) = &gradient {
+            check.params("forward.score_mods", gradient.trace.params(), &mut params);
+        }
+        self.check_wrt(&mut check, &params);
+        match (problem, gradient) {
+            (Some(forward), Some(gradient)) if check.errors.is_empty() => Ok(BackwardProblem {
+                gradient: (forward.score_mod().is_some() || !self.wrt.is_empty()).then(|| Arc::new(gradient)),
+                wrt: self.wrt.clone(),
+                params,
                 forward,
                 d_o: normalise(self.d_o),
                 dq: normalise(self.dq),
@@ -102,7 +147,26 @@ impl BackwardSpec {
                 dv: normalise(self.dv),
                 deterministic: self.deterministic,
             }),
-            Some(_) | None => Err(SpecErrors(check.errors)),
+            _ => Err(SpecErrors(check.errors)),
+        }
+    }
+
+    fn check_wrt(&self, check: &mut Check, params: &[Declared]) {
+        for (n, g) in self.wrt.iter().enumerate() {
+            let field = format!("wrt[{n}]");
+            if self.wrt[..n].iter().any(|before| before.name == g.name) {
+                check.fail(field.clone(), &g.name, "named once");
+            }
+            if !matches!(g.dtype, DType::F32 | DType::F16 | DType::BF16) {
+                check.fail(format!("{field}.dtype"), g.dtype, "one of f32, f16, bf16");
+            }
+            match params.iter().find(|p| p.name == g.name).map(|p| p.kind) {
+                None => check.fail(field, &g.name, "a declared parameter"),
+                Some(kind) if kind.ty() != Some(Type::F32) => {
+                    check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::problem::kind(kind)));
+                }
+                Some(_) => {}
+            }
         }
     }
 }
@@ -115,6 +179,10 @@ pub struct BackwardProblem {
     dq: TensorSpec,
     dk: TensorSpec,
     dv: TensorSpec,
+    gradient: Option<Arc<Gradient>>,
+    wrt: Vec<GradientSpec>,
+    #[serde(skip)]
+    params: Vec<Declared>,
     deterministic: bool,
 }
 
@@ -139,10 +207,39 @@ impl BackwardProblem {
     pub fn dv(&self) -> &TensorSpec {
         &self.dv
     }
+    /// The score_mods with their gradients; `None` where there is no score_mod.
+    pub fn gradient(&self) -> Option<&Arc<Gradient>> {
+        self.gradient.as_ref()
+    }
+    /// The parameters whose gradients are asked for, in the order of the gradient's roots.
+    pub fn wrt(&self) -> &[GradientSpec] {
+        &self.wrt
+    }
+    /// Every declared parameter: those of the forward pass, then those that gradients by hand declare.
+    pub fn params(&self) -> &[Declared] {
+        &self.params
+    }
+    /// Elements of the gradient of a declared parameter, dense.
+    pub fn gradient_elements(&self, name: &str) -> i64 {
+        let declared = self.params.iter().find(|p| p.name == name);
+        declared.map_or(0, |p| crate::params::elements(p, self.forward.extents()))
+    }
     /// Whether every run must give the same bits.
     pub fn deterministic(&self) -> bool {
         self.deterministic
     }
+    /// The same problem with another operand description, for executors that copy an operand first.
+    pub(crate) fn with_tensor(mut self, operand: Operand, tensor: TensorSpec) -> BackwardProblem {
+        match operand {
+            Operand::Q | Operand::K | Operand::V | Operand::O => self.forward = self.forward.with_tensor(operand, tensor),
+            Operand::DO => self.d_o = normalise(tensor),
+            Operand::DQ => self.dq = normalise(tensor),
+            Operand::DK => self.dk = normalise(tensor),
+            Operand::DV => self.dv = normalise(tensor),
+        }
+        self
+    }
+
     /// Multiplications and additions of the five matrix products over the pairs that the masks keep, for rates.
     pub fn flops(&self) -> f64 {
         let p = &self.forward;

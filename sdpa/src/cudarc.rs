@@ -148,6 +148,7 @@ impl Attention {
             o: slice(o, o_bytes),
             stats: stats.as_ref().map(|((address, _), bytes)| slice(*address, *bytes)),
             attn_scale,
+            params: &[],
             workspace: slice(scratch, bytes),
         };
         // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its

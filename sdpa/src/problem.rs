@@ -1,10 +1,14 @@
 //! A validated, normalised specification.
 
 use crate::error::{SpecError, SpecErrors};
-use crate::mask::{Mask, Region};
+use crate::lower::Operand;
+use crate::mask::{Kept, Mask, Region};
+use crate::score_mod;
 use crate::spec::{AttentionSpec, TensorSpec};
 use cudnn_graph::DType;
+use cudnn_graph::expr::{Declared, ExprErrors, Node, ParamKind, Trace};
 use serde::Serialize;
+use std::sync::Arc;
 
 /// The names of the operands, in the order that reports use.
 pub const OPERANDS: [&str; 4] = ["q", "k", "v", "o"];
@@ -23,7 +27,10 @@ pub struct Problem {
     dim_qk: i64,
     dim_v: i64,
     tensors: [TensorSpec; 4],
-    region: Region,
+    score_mod: Option<Arc<Trace>>,
+    kept: Kept,
+    #[serde(skip)]
+    params: Vec<Declared>,
     stats: bool,
 }
 
@@ -54,9 +61,19 @@ impl Problem {
         }
         check.output("o", &spec.o);
         check.masks(&spec.masks);
-        if !check.errors.is_empty() {
-            return Err(SpecErrors(check.errors));
+        // Extents that break a rule are told of above; expressions are looked at all the same.
+        let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
+        let score_mod = check.expression("score_mods", score_mod::compose(&spec.score_mods, extents));
+        let declared = check.expression("masks", Mask::All(spec.masks.clone()).trace());
+        let kept = check.expression("masks", Kept::of(&spec.masks, extents));
+        let mut params = Vec::new();
+        for (field, trace) in [("score_mods", &score_mod), ("masks", &declared)] {
+            check.params(field, trace.as_ref().map_or(&[], |t| t.params()), &mut params);
         }
+        let (Some(score_mod), Some(kept), []) = (score_mod, kept, &check.errors[..]) else {
+            check.errors.dedup();
+            return Err(SpecErrors(check.errors));
+        };
         Ok(Problem {
             dtype: spec.dtype,
             batch,
@@ -67,7 +84,9 @@ impl Problem {
             dim_qk,
             dim_v,
             tensors: tensors.map(normalise),
-            region: Region::of(&spec.masks, seq_q, seq_kv),
+            score_mod: Some(score_mod).filter(|t| t.node(t.roots()[0]) != Node::Score).map(Arc::new),
+            kept,
+            params,
             stats: spec.stats,
         })
     }
@@ -128,9 +147,25 @@ impl Problem {
     pub fn tensors(&self) -> &[TensorSpec; 4] {
         &self.tensors
     }
-    /// The conjunction of all masks.
+    /// What the score_mods come to: one root, f32, of the scaled score. Extents are constants in it.
+    pub fn score_mod(&self) -> Option<&Arc<Trace>> {
+        self.score_mod.as_ref()
+    }
+    /// What all masks keep together.
+    pub fn kept(&self) -> &Kept {
+        &self.kept
+    }
+    /// The band that masks keep; other masks may drop more ([`Problem::kept`]).
     pub fn region(&self) -> &Region {
-        &self.region
+        &self.kept.region
+    }
+    /// (batch, heads_q, seq_q, seq_kv).
+    pub fn extents(&self) -> [i64; 4] {
+        [self.batch, self.heads_q, self.seq_q, self.seq_kv]
+    }
+    /// Every declared parameter: of the score_mods, and then of the masks.
+    pub fn params(&self) -> &[Declared] {
+        &self.params
     }
     /// Whether `stats` is computed: f32, (batch, heads_q, seq_q), dense.
     pub fn stats(&self) -> bool {
@@ -148,7 +183,7 @@ impl Problem {
     pub fn flops(&self) -> f64 {
         let pairs: f64 = (0..self.seq_q)
             .map(|q| {
-                let range = self.region.key_range(q, self.seq_kv);
+                let range = self.kept.region.key_range(q, self.seq_kv);
                 (range.end - range.start) as f64
             })
             .sum();
@@ -156,8 +191,16 @@ impl Problem {
     }
 
     /// The same problem with another operand description, for executors that copy an operand first.
-    pub(crate) fn with_tensor(mut self, operand: usize, tensor: TensorSpec) -> Problem {
-        self.tensors[operand] = normalise(tensor);
+    pub(crate) fn with_tensor(mut self, operand: Operand, tensor: TensorSpec) -> Problem {
+        let place = match operand {
+            Operand::Q => 0,
+            Operand::K => 1,
+            Operand::V => 2,
+            Operand::O => 3,
+            // Not this problem's.
+            Operand::DO | Operand::DQ | Operand::DK | Operand::DV => return self,
+        };
+        self.tensors[place] = normalise(tensor);
         self
     }
 }
@@ -178,6 +221,20 @@ pub(crate) fn normalise(mut tensor: TensorSpec) -> TensorSpec {
         tensor.strides[3] = 1;
     }
     tensor
+}
+
+/// Names that parameters may not have.
+const OPERAND_NAMES: [&str; 9] = ["v", "o", "d_o", "do", "dq", "dk", "dv", "stats", "attn_scale"];
+
+/// A kind of parameter in words.
+pub(crate) fn kind(kind: ParamKind) -> String {
+    match kind {
+        ParamKind::Scalar => "a scalar".to_owned(),
+        ParamKind::Tensor { axes, dtype } => {
+            let axes: Vec<&str> = axes.iter().map(|a| a.name()).collect();
+            format!("a tensor [{}] of {dtype}", axes.join(", "))
+        }
+    }
 }
 
 /// Collects what is wrong.
@@ -248,20 +305,63 @@ impl Check {
 
     fn masks(&mut self, masks: &[Mask]) {
         for (i, mask) in masks.iter().enumerate() {
-            match *mask {
-                Mask::Window { left, right, align: _ } => {
-                    if let Some(left) = left.filter(|&l| l < 1) {
-                        self.fail(format!("masks[{i}].left"), left, "at least 1 (the key on the diagonal), or inf");
-                    }
-                    if let Some(right) = right.filter(|&r| r < 0) {
-                        self.fail(format!("masks[{i}].right"), right, "at least 0, or inf");
-                    }
+            self.mask(&format!("masks[{i}]"), mask);
+        }
+    }
+
+    fn mask(&mut self, field: &str, mask: &Mask) {
+        match mask {
+            Mask::Window { left, right, align: _ } => {
+                if let Some(left) = left.filter(|&l| l < 1) {
+                    self.fail(format!("{field}.left"), left, "at least 1 (the key on the diagonal), or inf");
                 }
-                Mask::PrefixLm { len } => {
-                    if len < 0 {
-                        self.fail(format!("masks[{i}].len"), len, "at least 0");
-                    }
+                if let Some(right) = right.filter(|&r| r < 0) {
+                    self.fail(format!("{field}.right"), right, "at least 0, or inf");
                 }
+            }
+            Mask::PrefixLm { len } => {
+                if *len < 0 {
+                    self.fail(format!("{field}.len"), len, "at least 0");
+                }
+            }
+            Mask::All(masks) | Mask::Any(masks) => {
+                for (i, mask) in masks.iter().enumerate() {
+                    self.mask(&format!("{field}[{i}]"), mask);
+                }
+            }
+            Mask::Not(mask) => self.mask(field, mask),
+            Mask::Traced(_) => {}
+        }
+    }
+
+    pub(crate) fn expression<T>(&mut self, field: &str, made: Result<T, ExprErrors>) -> Option<T> {
+        match made {
+            Ok(made) => Some(made),
+            Err(errors) => {
+                for error in errors.0 {
+                    self.fail(field, "an expression", error.to_string());
+                }
+                None
+            }
+        }
+    }
+
+    /// Adds parameters to those that are known already.
+    pub(crate) fn params(&mut self, field: &str, declared: &[Declared], known: &mut Vec<Declared>) {
+        for p in declared {
+            if OPERAND_NAMES.contains(&p.name.as_str()) {
+                self.fail(format!("{field}, parameter {}", p.name), "declared", "the name of an operand");
+            }
+            match known.iter().find(|k| k.name == p.name) {
+                Some(k) if k != p => {
+                    self.fail(
+                        format!("{field}, parameter {}", p.name),
+                        kind(p.kind),
+                        format!("{}, as it is declared before", kind(k.kind)),
+                    );
+                }
+                Some(_) => {}
+                None => known.push(p.clone()),
             }
         }
     }

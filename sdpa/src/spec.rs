@@ -3,6 +3,7 @@
 use crate::error::SpecErrors;
 use crate::mask::Mask;
 use crate::problem::Problem;
+use crate::score_mod::ScoreMod;
 use cudnn_graph::DType;
 use serde::{Deserialize, Serialize};
 
@@ -89,7 +90,7 @@ pub struct Shape {
     pub dim_v: i64,
 }
 
-/// One attention problem: `o = softmax(mask(q·kᵀ · attn_scale)) · v`.
+/// One attention problem: `o = softmax(mask(score_mods(q·kᵀ · attn_scale))) · v`.
 ///
 /// The scale is a value of the call, not of the specification: changing it rebuilds nothing.
 ///
@@ -115,6 +116,9 @@ pub struct AttentionSpec {
     pub v: TensorSpec,
     /// Output, (batch, heads_q, seq_q, dim_v).
     pub o: TensorSpec,
+    /// Applied to the scaled scores, one after the other, before the masks.
+    #[serde(default)]
+    pub score_mods: Vec<ScoreMod>,
     /// A key is kept where every mask keeps it; none keeps all.
     pub masks: Vec<Mask>,
     /// Whether `stats` is wanted: f32, (batch, heads_q, seq_q), dense, the natural logarithm of each row's
@@ -132,9 +136,17 @@ impl AttentionSpec {
             k: TensorSpec::dense([batch, heads_kv, seq_kv, dim_qk], layout),
             v: TensorSpec::dense([batch, heads_kv, seq_kv, dim_v], layout),
             o: TensorSpec::dense([batch, heads_q, seq_q, dim_v], layout),
+            score_mods: Vec::new(),
             masks: Vec::new(),
             stats: false,
         }
+    }
+
+    /// Adds a score_mod behind those that are there.
+    #[must_use]
+    pub fn score_mod(mut self, score_mod: ScoreMod) -> Self {
+        self.score_mods.push(score_mod);
+        self
     }
 
     /// Adds a mask. Masks combine: a key is kept where every one of them keeps it.

@@ -130,6 +130,17 @@ pub struct HostBackward<'a> {
     pub attn_scale: Option<f32>,
     /// Values of declared parameters, those of the forward pass.
     pub params: &'a [Param<'a>],
+    /// Gradients of declared parameters: each that the problem asks for, once.
+    pub gradients: Vec<HostGradient<'a>>,
+}
+
+/// Where the gradient of a declared parameter goes.
+#[derive(Debug)]
+pub struct HostGradient<'a> {
+    /// The name of the parameter.
+    pub name: &'a str,
+    /// Dense, over the axes of the parameter; one element for a scalar.
+    pub data: ElementsMut<'a>,
 }
 
 /// Collects what is wrong with a call.
@@ -187,6 +198,7 @@ impl HostForward<'_> {
             (Some(_), false) => check.errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
             (None, false) => {}
         }
+        check.errors.extend(problem.bind(self.params).err().map_or_else(Vec::new, |e| e.0));
         check.scale(self.attn_scale)
     }
 }
@@ -195,7 +207,8 @@ impl HostBackward<'_> {
     /// Checks the call against the problem; the scale to use.
     ///
     /// # Errors
-    /// Every wrong dtype, every buffer that is too short, a scale that is not finite.
+    /// Every wrong dtype, every buffer that is too short, a scale that is not finite, parameters and gradients that are missing,
+    /// unknown, doubled or of another type or length.
     pub fn check(&self, problem: &BackwardProblem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem: problem.forward(), errors: Vec::new() };
         let forward = problem.forward();
@@ -214,6 +227,33 @@ impl HostBackward<'_> {
             check.operand(name, tensor, data.dtype(), data.len());
         }
         check.stats(self.stats.len());
+        let values = crate::params::bind(problem.params(), forward.extents(), self.params);
+        check.errors.extend(values.err().map_or_else(Vec::new, |e| e.0));
+        self.check_gradients(problem, &mut check.errors);
         check.scale(self.attn_scale)
+    }
+
+    fn check_gradients(&self, problem: &BackwardProblem, errors: &mut Vec<SpecError>) {
+        let field = |name: &str| format!("gradient of {name}");
+        for (n, given) in self.gradients.iter().enumerate() {
+            if !problem.wrt().iter().any(|g| g.name == given.name) {
+                errors.push(SpecError::new(field(given.name), "given", "the problem does not ask for it"));
+            } else if self.gradients[..n].iter().any(|before| before.name == given.name) {
+                errors.push(SpecError::new(field(given.name), "given twice", "once"));
+            }
+        }
+        for wanted in problem.wrt() {
+            let Some(given) = self.gradients.iter().find(|g| g.name == wanted.name) else {
+                errors.push(SpecError::new(field(&wanted.name), "absent", "the problem asks for it"));
+                continue;
+            };
+            if given.data.dtype() != wanted.dtype {
+                errors.push(SpecError::new(field(&wanted.name), given.data.dtype(), format!("the problem's, {}", wanted.dtype)));
+            }
+            let need = problem.gradient_elements(&wanted.name);
+            if given.data.len() as i64 != need {
+                errors.push(SpecError::new(format!("{} length", field(&wanted.name)), given.data.len(), format!("{need} elements, dense")));
+            }
+        }
     }
 }

@@ -70,12 +70,12 @@ fn ask() -> Result<(), String> {
 }
 
 fn answer(library: &'static Library, target: &Target<'_>, row: &Row, wanted: Wanted) -> Answer {
-    let problem = match row.spec.validate() {
-        Ok(problem) => problem,
+    let job = match row.spec.validate() {
+        Ok(problem) => problem.into(),
         Err(e) => return Answer::Fails(e.to_string()),
     };
     let options = options(wanted);
-    let form = match plan::supports(library, target, &problem, &options) {
+    let form = match plan::supports(library, target, &job, &options) {
         Ok(form) => form,
         Err(Error::Unsupported(e)) => return Answer::Declines(e.reasons),
         Err(e) => return Answer::Fails(e.to_string()),
@@ -83,7 +83,7 @@ fn answer(library: &'static Library, target: &Target<'_>, row: &Row, wanted: Wan
     if !row.in_place() {
         return Answer::Takes { form, engine: None };
     }
-    match plan::ask(library, target, &problem, form, &options.policy) {
+    match plan::ask(library, target, &job, form, &options.policy) {
         Ok((_, planner)) => {
             let first = planner.report().candidates.iter().find(|c| c.outcome == Outcome::NotTried);
             Answer::Takes { form, engine: first.map(|c| c.tag()) }
@@ -113,7 +113,7 @@ fn compile(names: &[String]) -> Result<(), String> {
                 return print(&compiled);
             }
         };
-        let planned = row.spec.validate().map_err(Error::from).and_then(|p| plan::build(library, target, &p, &options(wanted)));
+        let planned = row.spec.validate().map_err(Error::from).and_then(|p| plan::build(library, target, &p.into(), &options(wanted)));
         match planned {
             Ok(planned) => {
                 let engine = planned.plan.engine().map(|c| c.tag());
@@ -121,7 +121,7 @@ fn compile(names: &[String]) -> Result<(), String> {
                     compiled.wrong.push(format!("the first offer fell through:\n{}", planned.plan.report()));
                 }
                 compiled.copies = planned.copies.len();
-                let plans = std::iter::once((&planned.forward.graph, &planned.plan));
+                let plans = std::iter::once((&planned.lowered.graph, &planned.plan));
                 for (graph, plan) in plans.chain(planned.copies.iter().map(|c| (&c.copy.graph, &c.plan))) {
                     match plan.to_json() {
                         Ok(json) => compiled.wrong.extend(sent::differences(graph, &json)),

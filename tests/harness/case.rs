@@ -1,5 +1,8 @@
 //! Cases as they stand in `cases/*.toml`.
 
+mod backward;
+
+pub use backward::{Backward, Place};
 use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, Shape};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -48,6 +51,9 @@ pub struct Case {
     /// Executors that do not run it, each with the reason.
     #[serde(default)]
     pub skip: BTreeMap<ExecutorName, String>,
+    /// What only a backward pass has.
+    #[serde(default)]
+    pub backward: Option<Backward>,
 }
 
 fn bhsd() -> Layout {
@@ -82,12 +88,29 @@ impl Case {
         Ok(file.case)
     }
 
-    /// Every case of the project.
+    /// Every forward case of the project.
+    ///
+    /// # Errors
+    /// As [`Case::parse`]; a case with something that only a backward pass has.
+    pub fn all() -> Result<Vec<Case>, String> {
+        let cases = Case::parse(include_str!("../cases/forward.toml"))?;
+        match cases.iter().find(|case| case.backward.is_some()) {
+            Some(case) => Err(format!("{}: a forward case has nothing to say of a backward pass", case.name)),
+            None => Ok(cases),
+        }
+    }
+
+    /// Every backward case of the project.
     ///
     /// # Errors
     /// As [`Case::parse`].
-    pub fn all() -> Result<Vec<Case>, String> {
-        Case::parse(include_str!("../cases/forward.toml"))
+    pub fn all_backward() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/backward.toml"))
+    }
+
+    /// The seed of its inputs.
+    pub fn seed(&self) -> u64 {
+        self.name.bytes().fold(7u64, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)))
     }
 
     /// The specification.

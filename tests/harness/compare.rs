@@ -10,11 +10,29 @@
 //!
 //! All of it is relative to `Σ p·|v|`, not to `|o|`: cancellation in `o` is not the executor's fault. A factor of 2 covers what
 //! this leaves out (rescaling between blocks).
+//!
+//! The tolerances of gradients are derived in `gradients`, in the same way.
+
+mod gradients;
 
 use crate::oracle::Answer;
+pub use gradients::{GradientDistance, compare_gradients, rates};
 use sdpa::DType;
 
 const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
+
+/// What a tally needs to know of a distance.
+pub trait Measured {
+    /// The largest error over its tolerance: above 1 fails.
+    fn worst(&self) -> f64;
+    /// How near it is, in words.
+    fn told(&self) -> String;
+}
+
+/// Error of a sum of `n` terms in f32, relative to the sum of magnitudes.
+fn sum_of(n: usize) -> f64 {
+    4.0 * (n as f64).sqrt() * F32_ROUNDOFF
+}
 
 /// Unit roundoff: half the distance from 1 to the next number.
 pub fn roundoff(dtype: DType) -> f64 {
@@ -53,6 +71,16 @@ impl Distance {
     }
 }
 
+impl Measured for Distance {
+    fn worst(&self) -> f64 {
+        self.o_worst.max(self.stats_worst)
+    }
+
+    fn told(&self) -> String {
+        format!("{:.1e} relative, {:.2} and {:.2} of the tolerance", self.o_relative, self.o_worst, self.stats_worst)
+    }
+}
+
 /// The sizes that tolerances depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
@@ -69,8 +97,8 @@ pub struct Sizes {
 /// Compares outputs, in the oracle's order, with the oracle's. A row without keys must be exactly zeros and −∞.
 pub fn compare(sizes: Sizes, want: &Answer, o: &[f64], stats: Option<&[f64]>) -> Distance {
     let u = roundoff(sizes.dtype);
-    let score = |row: usize| 4.0 * (sizes.dim_qk as f64).sqrt() * F32_ROUNDOFF * want.score_magnitude[row];
-    let sum = 4.0 * (sizes.seq_kv as f64).sqrt() * F32_ROUNDOFF;
+    let score = |row: usize| sum_of(sizes.dim_qk) * want.score_magnitude[row];
+    let sum = sum_of(sizes.seq_kv);
     let mut distance = Distance::default();
     let (mut squares, mut norm) = (0f64, 0f64);
     for (n, (&got, &expected)) in o.iter().zip(&want.o).enumerate() {

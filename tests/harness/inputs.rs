@@ -53,11 +53,11 @@ impl Operand {
         }
     }
 
-    fn set(&mut self, at: usize, value: f32) {
+    fn set(&mut self, at: usize, value: f64) {
         match self {
-            Operand::F32(x) => x[at] = value,
-            Operand::F16(x) => x[at] = f16::from_f32(value),
-            Operand::BF16(x) => x[at] = bf16::from_f32(value),
+            Operand::F32(x) => x[at] = value as f32,
+            Operand::F16(x) => x[at] = f16::from_f64(value),
+            Operand::BF16(x) => x[at] = bf16::from_f64(value),
         }
     }
 
@@ -79,7 +79,7 @@ pub fn places(tensor: &TensorSpec) -> Vec<usize> {
         for j in 0..h {
             for k in 0..s {
                 let row = i * tensor.strides[0] + j * tensor.strides[1] + k * tensor.strides[2];
-                places.extend((0..d).map(|e| (row + e) as usize));
+                places.extend((0..d).map(|e| (row + e * tensor.strides[3]) as usize));
             }
         }
     }
@@ -88,12 +88,47 @@ pub fn places(tensor: &TensorSpec) -> Vec<usize> {
 
 /// Random elements where the tensor has some, NaN between them: whoever reads a gap shows it.
 pub fn random(tensor: &TensorSpec, dtype: DType, spread: f64, random: &mut Random) -> Operand {
+    random_about(0.0, tensor, dtype, spread, random)
+}
+
+/// The same about a mean.
+pub fn random_about(mean: f64, tensor: &TensorSpec, dtype: DType, spread: f64, random: &mut Random) -> Operand {
+    fill(tensor, dtype, || f64::from((mean + random.normal() * spread) as f32))
+}
+
+/// Elements in row-major order, rounded; NaN between them.
+pub fn scatter(tensor: &TensorSpec, dtype: DType, elements: &[f64]) -> Operand {
+    let mut elements = elements.iter().copied();
+    fill(tensor, dtype, || elements.next().unwrap_or(f64::NAN))
+}
+
+fn fill(tensor: &TensorSpec, dtype: DType, mut next: impl FnMut() -> f64) -> Operand {
     let len = tensor.extent().unwrap_or(0) as usize;
     let mut operand = Operand::filled(dtype, len, f32::NAN);
     for place in places(tensor) {
-        operand.set(place, (random.normal() * spread) as f32);
+        operand.set(place, next());
     }
     operand
+}
+
+/// What lies between the elements of a result, to be found again; every type has it.
+const GAP: f32 = 12352.0;
+
+/// Memory for a result: NaN where it has elements, so that none is left out or added to, and a number between them.
+pub fn poisoned(tensor: &TensorSpec, dtype: DType) -> Operand {
+    let len = tensor.extent().unwrap_or(0) as usize;
+    let mut operand = Operand::filled(dtype, len, GAP);
+    for place in places(tensor) {
+        operand.set(place, f64::NAN);
+    }
+    operand
+}
+
+/// A place between the elements of a result that was [`poisoned`], and was written.
+pub fn written_gap(tensor: &TensorSpec, operand: &Operand) -> Option<usize> {
+    let mut belongs = vec![false; tensor.extent().unwrap_or(0) as usize];
+    places(tensor).into_iter().for_each(|at| belongs[at] = true);
+    (0..belongs.len()).find(|&at| !belongs[at] && operand.get(at) != f64::from(GAP))
 }
 
 /// The elements in row-major order, exactly.

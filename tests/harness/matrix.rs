@@ -49,7 +49,16 @@ fn mask_feature(masks: &[Mask]) -> String {
         [Mask::Window { left: None, align, .. }] => format!("window open on the left{}", at(align)),
         [Mask::Window { right: None, align, .. }] => format!("window open on the right{}", at(align)),
         [Mask::PrefixLm { .. }, Mask::Window { align, .. }] => format!("prefix and window{}", at(align)),
-        [Mask::Window { align: TopLeft | BottomRight, .. }, ..] | [Mask::PrefixLm { .. }, ..] => "several masks".to_owned(),
+        [ref mask @ (Mask::Traced(_) | Mask::All(_) | Mask::Any(_) | Mask::Not(_))] => mask.to_string(),
+        [
+            Mask::Window { align: TopLeft | BottomRight, .. }
+            | Mask::PrefixLm { .. }
+            | Mask::Traced(_)
+            | Mask::All(_)
+            | Mask::Any(_)
+            | Mask::Not(_),
+            ..,
+        ] => "several masks".to_owned(),
     }
 }
 

@@ -58,6 +58,11 @@ fn keeps(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
             left.is_none_or(|left| k > q - left) && right.is_none_or(|right| k <= q + right)
         }
         Mask::PrefixLm { len } => k <= q || k < len,
+        Mask::All(ref masks) => masks.iter().all(|m| keeps(m, q, k, seq_q, seq_kv)),
+        Mask::Any(ref masks) => masks.iter().any(|m| keeps(m, q, k, seq_q, seq_kv)),
+        Mask::Not(ref mask) => !keeps(mask, q, k, seq_q, seq_kv),
+        // The oracle does not read traces: it would share their meaning with what it checks.
+        Mask::Traced(ref rule) => panic!("{} is given to the oracle as a closure", rule.name()),
     }
 }
 

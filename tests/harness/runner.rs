@@ -1,18 +1,23 @@
 //! Runs cases on executors and counts what became of them.
 
+mod backward;
+#[cfg(test)]
+mod naive;
+
 use crate::case::Case;
-use crate::compare::{Distance, Sizes, compare};
-use crate::inputs::{self, Operand};
+use crate::compare::{Distance, Measured, Sizes, compare};
+use crate::inputs;
 use crate::oracle;
 use crate::random::Random;
 use crate::say::say;
-use sdpa::{Align, AttentionSpec, DType, Error, Executor, HostForward, Layout, Mask, Report, Shape};
+pub use backward::{Draw, Source, backward_suite, random_backward, run_backward, run_backward_case};
+use sdpa::{Align, AttentionSpec, DType, Error, Executor, HostForward, Layout, Mask, Report, Shape, Unsupported};
 
 /// What became of a case on an executor.
 #[derive(Clone, Debug)]
-pub enum Outcome {
+pub enum Outcome<D = Distance> {
     /// Right, and how near.
-    Pass(Distance, Report),
+    Pass(D, Report),
     /// Not run, and why.
     Skip(String),
     /// Wrong, and how.
@@ -34,16 +39,13 @@ pub struct Tally {
 
 impl Tally {
     /// Counts and prints one outcome.
-    pub fn add(&mut self, executor: &str, name: &str, outcome: &Outcome) {
+    pub fn add<D: Measured>(&mut self, executor: &str, name: &str, outcome: &Outcome<D>) {
         match outcome {
             Outcome::Pass(distance, report) => {
                 self.passed += 1;
-                self.worst = self.worst.max(distance.o_worst).max(distance.stats_worst);
+                self.worst = self.worst.max(distance.worst());
                 let copied = if report.copied.is_empty() { String::new() } else { format!(", copied {}", report.copied.join(" ")) };
-                println!(
-                    "pass {executor} {name}: {:.1e} relative, {:.2} and {:.2} of the tolerance, {}{copied}",
-                    distance.o_relative, distance.o_worst, distance.stats_worst, report.engine
-                );
+                println!("pass {executor} {name}: {}, {}{copied}", distance.told(), report.engine);
             }
             Outcome::Skip(why) => {
                 self.skipped += 1;
@@ -74,11 +76,36 @@ pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
         Ok(spec) => spec,
         Err(e) => return Outcome::Fail(e),
     };
-    let seed = case.name.bytes().fold(7u64, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)));
-    match run(&spec, case.attn_scale, case.spread, seed, executor) {
-        Outcome::Fail(how) => Outcome::Fail(format!("{how}\n  {}", case.repro(executor.name()))),
-        other @ (Outcome::Pass(..) | Outcome::Skip(_)) => other,
+    run(&spec, case.attn_scale, case.spread, case.seed(), executor).with_repro(|| case.repro(executor.name()))
+}
+
+impl<D> Outcome<D> {
+    fn with_repro(self, line: impl FnOnce() -> String) -> Outcome<D> {
+        match self {
+            Outcome::Fail(how) => Outcome::Fail(format!("{how}\n  {}", line())),
+            Outcome::Pass(..) | Outcome::Skip(_) => self,
+        }
     }
+
+    /// A skip that nothing excuses is a failure.
+    #[must_use]
+    pub fn skip_only_if(self, excused: impl FnOnce() -> bool, line: impl FnOnce() -> String) -> Outcome<D> {
+        match self {
+            Outcome::Skip(why) if !excused() => Outcome::Fail(format!("skipped, and nothing excuses it: {why}")).with_repro(line),
+            Outcome::Pass(..) | Outcome::Skip(_) | Outcome::Fail(_) => self,
+        }
+    }
+}
+
+/// What was made ready; an executor that says one thing and does another has failed.
+fn ready<T, D>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<T, Outcome<D>> {
+    Err(match (made, said) {
+        (Ok(made), Ok(())) => return Ok(made),
+        (Ok(_), Err(e)) => Outcome::Fail(format!("it declines what it makes: {e}")),
+        (Err(Error::Unsupported(e)), Err(_)) => Outcome::Skip(e.to_string()),
+        (Err(e), Ok(())) => Outcome::Fail(format!("it accepts what it refuses to make: {e}")),
+        (Err(e), Err(_)) => Outcome::Fail(e.to_string()),
+    })
 }
 
 /// Runs a specification over random inputs on one executor and compares it with the oracle.
@@ -87,22 +114,15 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
         Ok(problem) => problem,
         Err(e) => return Outcome::Fail(format!("does not validate: {e}")),
     };
-    let said = executor.supports(&problem);
-    let prepared = match (executor.prepare(&problem), said) {
-        (Ok(prepared), Ok(())) => prepared,
-        (Ok(_), Err(e)) => return Outcome::Fail(format!("supports() declines what prepare() makes: {e}")),
-        (Err(Error::Unsupported(e)), Err(_)) => return Outcome::Skip(e.to_string()),
-        (Err(e), Ok(())) => return Outcome::Fail(format!("supports() accepts what prepare() refuses: {e}")),
-        (Err(e), Err(_)) => return Outcome::Fail(e.to_string()),
+    let prepared = match ready(executor.supports(&problem), executor.prepare(&problem)) {
+        Ok(prepared) => prepared,
+        Err(outcome) => return outcome,
     };
     let mut random = Random::new(seed);
     let q = inputs::random(&spec.q, spec.dtype, spread, &mut random);
     let k = inputs::random(&spec.k, spec.dtype, spread, &mut random);
     let v = inputs::random(&spec.v, spec.dtype, spread, &mut random);
-    // Not NaN: what lies between the rows of the output must be found again.
-    const GAP: f32 = 12352.0;
-    let extent = spec.o.extent().unwrap_or(0) as usize;
-    let mut o = Operand::filled(spec.dtype, extent, GAP);
+    let mut o = inputs::poisoned(&spec.o, spec.dtype);
     let mut stats = spec.stats.then(|| vec![f32::NAN; problem.stats_elements() as usize]);
     let call = HostForward {
         q: q.elements(),
@@ -117,10 +137,7 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
         Ok(report) => report,
         Err(e) => return Outcome::Fail(format!("forward: {e}")),
     };
-    let places = inputs::places(&spec.o);
-    let mut belongs = vec![false; extent];
-    places.iter().for_each(|&at| belongs[at] = true);
-    if let Some(at) = (0..extent).find(|&at| !belongs[at] && o.get(at) != f64::from(GAP)) {
+    if let Some(at) = inputs::written_gap(&spec.o, &o) {
         return Outcome::Fail(format!("element {at} between the rows of the output was written"));
     }
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
@@ -133,7 +150,7 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
         scale: f64::from(attn_scale.unwrap_or(problem.default_scale())),
         masks: &spec.masks,
     });
-    let got: Vec<f64> = places.iter().map(|&at| o.get(at)).collect();
+    let got = inputs::gather(&spec.o, &o);
     let stats: Option<Vec<f64>> = stats.map(|s| s.into_iter().map(f64::from).collect());
     let sizes = Sizes { dtype: spec.dtype, dim_qk, seq_kv, dim_v };
     let distance = compare(sizes, &want, &got, stats.as_deref());

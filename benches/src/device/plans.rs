@@ -29,21 +29,21 @@ pub(crate) fn run() -> Result<()> {
     let mut outputs = vec![output(&stream, &handle, &here, &spec)?];
     for (what, profile) in [("read off the device", &profile), ("from the file", &kept)] {
         let start = Instant::now();
-        let (forward, planner) = ask(library, &Target::Profile(profile), &problem, here.forward.form, &Policy::default())?;
+        let (lowered, planner) = ask(library, &Target::Profile(profile), &here.job, here.lowered.form, &Policy::default())?;
         let json = planner.first(&Target::Profile(profile))?.to_json()?;
         let made = start.elapsed();
         let start = Instant::now();
-        let plan = Plan::from_json(library, &json, &forward.graph, &Target::Handle(&handle))?;
+        let plan = Plan::from_json(library, &json, &lowered.graph, &Target::Handle(&handle))?;
         println!(
             "a plan for the profile {what}: made in {:.1} ms, {} bytes of JSON, loaded in {:.2} ms",
             made.as_secs_f64() * 1e3,
             json.len(),
             start.elapsed().as_secs_f64() * 1e3
         );
-        let planned = Planned { problem: problem.clone(), forward, plan: Arc::new(plan), copies: Vec::new() };
+        let planned = Planned { job: here.job.clone(), lowered, plan: Arc::new(plan), copies: Vec::new(), tables: Vec::new() };
         outputs.push(output(&stream, &handle, &planned, &spec)?);
         let other = json.replacen("\"cudnnVersion\":9", "\"cudnnVersion\":8", 1);
-        match Plan::from_json(library, &other, &planned.forward.graph, &Target::Handle(&handle)) {
+        match Plan::from_json(library, &other, &planned.lowered.graph, &Target::Handle(&handle)) {
             Err(e) => println!("    of another runtime: {e}"),
             Ok(_) => return Err("a plan of another runtime was taken".into()),
         }

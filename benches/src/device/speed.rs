@@ -6,7 +6,7 @@ use cudnn_graph::{Plan, Policy, Target};
 use sdpa::AttentionSpec;
 use sdpa::exec::cudnn::plan::ask;
 use sdpa::exec::cudnn::{PlanOptions, Planned};
-use sdpa::lower::{self, Form};
+use sdpa::lower::{self, Form, Job, Lowered};
 use std::sync::Arc;
 
 const WARM: usize = 5;
@@ -30,18 +30,17 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
     for (name, spec) in problems {
         let problem = spec.validate()?;
         let (chosen, _) = executor.attention(&problem)?;
+        let job = Job::from(problem.clone());
         let mut rivals: Vec<(String, Planned)> = Vec::new();
         for form in [Form::Composite, Form::Unified] {
-            if !lower::forms(&problem, executor.library().version()).contains(&form) {
+            if !lower::forms(&job, executor.library().version()).contains(&form) {
                 continue;
             }
-            let Ok((forward, planner)) = ask(executor.library(), &target, &problem, form, &Policy::default()) else { continue };
+            let Ok((lowered, planner)) = ask(executor.library(), &target, &job, form, &Policy::default()) else { continue };
             for (n, candidate) in planner.report().candidates.iter().enumerate() {
                 match planner.nth(n, &target) {
-                    Ok(plan) => rivals.push((
-                        format!("{form} {} {:?}", candidate.tag(), candidate.source),
-                        planned(problem.clone(), forward.clone(), plan),
-                    )),
+                    Ok(plan) => rivals
+                        .push((format!("{form} {} {:?}", candidate.tag(), candidate.source), planned(job.clone(), lowered.clone(), plan))),
                     Err(e) => println!("# {name}: {form} {} was offered and refused: {e}", candidate.tag()),
                 }
             }
@@ -49,7 +48,7 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
         let workspace = rivals.iter().map(|(_, p)| p.workspace_bytes()).chain([chosen.workspace_bytes()]).max().unwrap_or(0);
         let tensors = Tensors::new(&stream, &spec, workspace, 1)?;
         let call = tensors.call(None);
-        let label = format!("{} {}", chosen.forward.form, chosen.plan.engine().map(|c| c.tag()).unwrap_or_default());
+        let label = format!("{} {}", chosen.lowered.form, chosen.plan.engine().map(|c| c.tag()).unwrap_or_default());
         let mut all: Vec<(&str, &Planned)> = vec![("chosen", &chosen)];
         all.extend(rivals.iter().map(|(n, p)| (n.as_str(), p)));
         let mut times = vec![Vec::new(); all.len()];
@@ -84,6 +83,6 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
     Ok(())
 }
 
-fn planned(problem: sdpa::Problem, forward: Arc<lower::Forward>, plan: Plan) -> Planned {
-    Planned { problem, forward, plan: Arc::new(plan), copies: Vec::new() }
+fn planned(job: Job, lowered: Arc<Lowered>, plan: Plan) -> Planned {
+    Planned { job, lowered, plan: Arc::new(plan), copies: Vec::new(), tables: Vec::new() }
 }

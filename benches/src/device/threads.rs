@@ -113,7 +113,7 @@ fn workers(executor: &CudnnExecutor, form: Form, spec: &AttentionSpec, sharing: 
             executor.attention(&problem)?.0
         } else {
             let options = PlanOptions { form: Some(form), ..PlanOptions::default() };
-            Arc::new(plan::build(executor.library(), &Target::Handle(&handle), &problem, &options)?)
+            Arc::new(plan::build(executor.library(), &Target::Handle(&handle), &problem.clone().into(), &options)?)
         };
         let scale = 0.05 + 0.01 * n as f32;
         let mut tensors = Tensors::new(&stream, spec, planned.workspace_bytes(), n as u64)?;

@@ -146,7 +146,13 @@ impl Builder {
             let value = eval::binary(f, operands, a.to_f64(), b.to_f64(), eval::Precision::F32);
             return self.konst(Const::from_f64(ty, value));
         }
-        self.push(Node::Binary(f, x, y), ty)
+        match (f, self.constant(x), self.constant(y)) {
+            (Binary::And, Some(Const::Bool(true)), _) | (Binary::Or, Some(Const::Bool(false)), _) => y,
+            (Binary::And, _, Some(Const::Bool(true))) | (Binary::Or, _, Some(Const::Bool(false))) => x,
+            (Binary::And, Some(_), _) | (Binary::Or, Some(_), _) => x,
+            (Binary::And, _, Some(_)) | (Binary::Or, _, Some(_)) => y,
+            _ => self.push(Node::Binary(f, x, y), ty),
+        }
     }
 
     /// `x` where `condition` holds, else `y`.
@@ -161,6 +167,16 @@ impl Builder {
 
     /// Copies a trace into this one; its roots here. Parameters of the same name must be declared alike.
     pub fn inline(&mut self, trace: &Trace, inputs: Inputs) -> Vec<NodeId> {
+        let here = self.values(trace, inputs);
+        trace.roots().iter().map(|root| here[root.index()]).collect()
+    }
+
+    /// Copies a trace into this one; each of its values here.
+    pub fn copy(&mut self, trace: &Trace) -> Vec<NodeId> {
+        self.values(trace, Inputs::default())
+    }
+
+    fn values(&mut self, trace: &Trace, inputs: Inputs) -> Vec<NodeId> {
         let mut here: Vec<NodeId> = Vec::with_capacity(trace.nodes().len());
         for &node in trace.nodes() {
             let id = match node {
@@ -179,7 +195,13 @@ impl Builder {
             };
             here.push(id);
         }
-        trace.roots().iter().map(|root| here[root.index()]).collect()
+        here
+    }
+
+    /// The value of the `n`th declared parameter.
+    pub fn param_at(&mut self, n: usize) -> NodeId {
+        let ty = self.params[n].kind.ty();
+        self.push(Node::Param(ParamId(n as u32)), ty.unwrap_or(Type::F32))
     }
 
     /// The parameters declared so far.
@@ -202,7 +224,7 @@ impl Declared {
         Declared { name: name.to_owned(), kind: ParamKind::Scalar, default: Some(default) }
     }
 
-    fn check(&self) -> Result<(), ExprError> {
+    pub(super) fn check(&self) -> Result<(), ExprError> {
         let mut letters = self.name.chars();
         let word = letters.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
             && letters.all(|c| c.is_ascii_alphanumeric() || c == '_')

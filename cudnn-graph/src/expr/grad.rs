@@ -178,7 +178,8 @@ fn is_smooth(b: &Builder, node: Node, id: NodeId) -> bool {
 }
 
 impl Builder {
-    /// The gradients of `root`, times `upstream`, along each of `wrt`; `None` where it does not depend on it.
+    /// The gradients of `root`, times `upstream`, along each of `wrt`; `None` where it does not depend on it. What `wrt` is made
+    /// of counts for nothing: paths end there.
     pub fn gradient(&mut self, root: NodeId, upstream: NodeId, wrt: &[NodeId]) -> Vec<Option<NodeId>> {
         let mut active = vec![false; root.index() + 1];
         for index in 0..=root.index() {
@@ -190,7 +191,7 @@ impl Builder {
         adjoints.add(root, |_| upstream);
         for index in (0..=root.index()).rev() {
             let id = NodeId(index as u32);
-            let Some(&g) = adjoints.of.get(&id) else { continue };
+            let Some(&g) = adjoints.of.get(&id).filter(|_| !wrt.contains(&id)) else { continue };
             match adjoints.b.node(id) {
                 Node::Unary(f, x) => adjoints.unary(f, x, id, g),
                 Node::Binary(f, x, y) => adjoints.binary(f, [x, y], id, g),

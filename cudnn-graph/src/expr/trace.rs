@@ -2,6 +2,7 @@
 
 use super::node::{Axis, Node, NodeId, ParamId, Type};
 use super::params::{Axes, Declared, ParamKind};
+use super::typed::ExprErrors;
 use crate::ir::ty::DType;
 use serde::{Deserialize, Serialize};
 
@@ -189,6 +190,20 @@ impl Trace {
             all.push(node.operands().fold(own, |d, x| d.and(all[x.index()])));
         }
         all
+    }
+
+    /// The same with a parameter under another name.
+    ///
+    /// # Errors
+    /// A name that is none, or that another parameter has.
+    pub fn rename(&self, from: &str, to: &str) -> Result<Trace, ExprErrors> {
+        let mut renamed = self.clone();
+        let clash = self.find(to).is_some() && self.find(from).is_some() && from != to;
+        for p in renamed.params.iter_mut().filter(|p| p.name == from) {
+            to.clone_into(&mut p.name);
+            p.check().map_err(|e| ExprErrors(vec![e]))?;
+        }
+        if clash { Err(ExprErrors(vec![ExprError::Redeclared { name: to.to_owned() }])) } else { Ok(renamed) }
     }
 
     /// Whether some value is the index along an axis.

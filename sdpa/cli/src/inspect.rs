@@ -121,9 +121,9 @@ fn runtime(given: Option<Version>, places: &PlaceArgs) -> Result<(Version, &'sta
 fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Failure> {
     let problem = &order.request.problem;
     let (runtime, runtime_from) = runtime(order.runtime, places)?;
-    let form = order.form.or_else(|| lower::forms(problem, runtime).first().copied()).unwrap_or(Form::Composite);
+    let form = order.form.or_else(|| lower::forms(&problem.clone().into(), runtime).first().copied()).unwrap_or(Form::Composite);
     let refused = |e: &dyn std::fmt::Display| Failure::Executor(vec![Line::new(format!("{form} form"), e)]);
-    let forward = lower::forward(problem, form, runtime).map_err(|e| refused(&e))?;
+    let forward = lower::lower(&problem.clone().into(), form, runtime).map_err(|e| refused(&e))?;
     let program = match order.stage {
         Stage::Program => Some(encode(&forward.graph, runtime).map_err(|e| refused(&e))?),
         Stage::Spec | Stage::Problem | Stage::Graph | Stage::Plan => None,

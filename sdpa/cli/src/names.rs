@@ -52,7 +52,7 @@ pub(crate) fn mask(text: &str) -> Result<Option<Mask>, String> {
         return Ok(None);
     }
     // The library knows no `none`: there it is the absence of a mask.
-    text.parse().map(Some).map_err(|e: sdpa::mask::ParseMaskError| format!("{:?}: {}", e.text, e.rule.replace("one of ", "one of none, ")))
+    text.parse().map(Some).map_err(|e: sdpa::ParseError| format!("{:?}: {}", e.text, e.rule.replace("one of ", "one of none, ")))
 }
 
 pub(crate) fn scale(text: &str) -> Result<f32, String> {

@@ -4,6 +4,7 @@
 use crate::data::{Data, Element};
 use crate::tolerance::{Distance, Row, Sizes, compare};
 use rayon::prelude::*;
+use sdpa::expr::{Place, Precision};
 use sdpa::{Align, AttentionSpec, Mask, TensorSpec};
 
 /// Operands and the results to check.
@@ -48,6 +49,13 @@ fn keeps(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
             left.is_none_or(|left| k > q - i128::from(left)) && right.is_none_or(|right| k <= q + i128::from(right))
         }
         Mask::PrefixLm { len } => k <= q || k < len,
+        Mask::All(ref masks) => masks.iter().all(|m| keeps(m, q, k, seq_q, seq_kv)),
+        Mask::Any(ref masks) => masks.iter().any(|m| keeps(m, q, k, seq_q, seq_kv)),
+        Mask::Not(ref mask) => !keeps(mask, q, k, seq_q, seq_kv),
+        Mask::Traced(ref rule) => {
+            let at = Place { score: 0.0, upstream: 0.0, index: [0, 0, q, k], extents: [1, 1, seq_q, seq_kv], params: &[] };
+            rule.trace().eval(&at, Precision::F64)[0] != 0.0
+        }
     }
 }
 

@@ -68,7 +68,7 @@ pub(crate) fn make(
     let environment = |e: cudnn_graph::Error| failure(&Error::Backend(e));
     if let Some(profile) = profile {
         let library = Library::load(&options.search).map_err(environment)?;
-        let planned = plan::build(library, &Target::Profile(profile), problem, &options.plan).map_err(|e| failure(&e))?;
+        let planned = plan::build(library, &Target::Profile(profile), &problem.clone().into(), &options.plan).map_err(|e| failure(&e))?;
         return Ok(tell(library, profile.name(), profile.sm(), &planned));
     }
     let executor = CudnnExecutor::new(options).map_err(environment)?;
@@ -90,7 +90,7 @@ fn tell(library: &Library, device: &str, sm: u32, planned: &Planned) -> PlanRepo
         version: library.version().to_string(),
         device: device.to_owned(),
         sm,
-        form: planned.forward.form,
+        form: planned.lowered.form,
         engine: planned.plan.engine().map(Candidate::tag).unwrap_or_default(),
         workspace_bytes: planned.workspace_bytes(),
         copied: planned.copied(),

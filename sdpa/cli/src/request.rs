@@ -137,7 +137,7 @@ fn masks(texts: &[String], mistakes: &mut Mistakes) -> Option<Vec<Mask>> {
         .iter()
         .map(|text| {
             let Some(mask) = mistakes.take("--mask", names::mask(text))? else { return Some(Vec::new()) };
-            let alone = AttentionSpec::dense(DType::F32, ANY, Layout::Bhsd).mask(mask).validate();
+            let alone = AttentionSpec::dense(DType::F32, ANY, Layout::Bhsd).mask(mask.clone()).validate();
             let Err(errors) = alone else { return Some(vec![mask]) };
             for error in errors.0 {
                 let field = error.field.trim_start_matches("masks[0].");
@@ -178,7 +178,7 @@ fn specification(dims: [Option<[i64; 4]>; 3], dtype: DType, layout: Layout, mask
     let v = v.unwrap_or(k);
     let o = [q[0], q[1], q[2], v[3]];
     let [q, k, v, o] = [q, k, v, o].map(|dims| TensorSpec::dense(dims, layout));
-    Some(AttentionSpec { dtype, q, k, v, o, masks, stats })
+    Some(AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), masks, stats })
 }
 
 /// Errors without those about tensors that were filled in, and about `o` where they only repeat others.

@@ -1,31 +1,62 @@
-//! The composite form: the primitive ops that NVIDIA's frontend emits, in its order, which is what engines match.
+//! The composite form of the forward pass: the primitive ops that NVIDIA's frontend emits, in its order, which is what engines
+//! match.
 
-use super::{Form, Forward, Operands, mask, operand, operands};
+use super::expr::Into;
+use super::lowered::Lowered;
+use super::mask::{self, Lengths};
+use super::{Form, LowerError, Operands, modify, transposed};
 use crate::problem::Problem;
 use cudnn_graph::ir::op::{Matmul, Op, ReductionMode};
+use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 
-pub(super) fn forward(problem: &Problem, runtime: Version) -> Result<Forward, cudnn_graph::Error> {
-    let mut g = Graph::new();
-    let g = &mut g;
-    // The key is declared transposed: a view of the descriptor, not an op.
-    let mut key = operand("k", problem.dtype(), problem.k());
-    key.dims.0.swap(2, 3);
-    key.strides.0.swap(2, 3);
-    let Operands { q, k, v, attn_scale, o, stats } = operands(g, problem, key);
+pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
+    let (mut g, mut supplies) = (Graph::new(), Vec::new());
+    let operands = Operands::new(&mut g, problem, transposed);
+    let Operands { q, k, v, attn_scale, o, stats } = operands;
+    let to = &mut Into { graph: &mut g, supplies: &mut supplies };
+    let lengths = Lengths::of(to, problem);
 
-    let scores = g.matmul(q, k);
-    let scaled = g.pointwise(Mode::Mul, &[scores, attn_scale]);
-    let masked = mask::apply(g, scaled, problem.region(), runtime);
-    let weights = if runtime >= super::UNIFIED_SINCE { g.softmax(masked, stats) } else { softmax(g, masked, stats) };
+    let scores =
+        product(to.graph, [q, k], scores_like(problem), [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1), None], Some(0.0));
+    let scaled = to.graph.pointwise(Mode::Mul, &[scores, attn_scale]);
+    let modified = modify(to, scaled, problem);
+    let masked = mask::apply(to, modified, problem, lengths, runtime);
+    let weights = if runtime >= super::UNIFIED_SINCE { g.softmax(masked, stats) } else { softmax(&mut g, masked, stats) };
     // The second matrix product reads the weights in the type of the operands.
     g.set_dtype(weights, problem.dtype());
-    let none = (None, None, None);
-    let (m_override, n_override, k_override) = none;
-    g.push(Op::Matmul(Matmul { a: weights, b: v, c: o, m_override, n_override, k_override, padding: None, compute: DType::F32 }));
+    let [rows, keys] = [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1)];
+    product_into(&mut g, [weights, v], o, [rows, None, keys], None);
 
-    Ok(Forward { graph: std::mem::take(g).verify()?, form: Form::Composite, q, k, v, attn_scale, o, stats })
+    let graph = g.verify()?;
+    Ok(Lowered { graph, form: Form::Composite, operands: operands.list(), attn_scale, stats, supplies })
+}
+
+/// Extents of the scores.
+pub(super) fn scores_like(problem: &Problem) -> Dims {
+    Dims::from(problem.extents())
+}
+
+/// A matrix product into a new f32 tensor. `overrides` are the rows, columns and inner elements that count, per batch entry;
+/// `padding` stands where they do not.
+pub(super) fn product(
+    g: &mut Graph,
+    [a, b]: [TensorId; 2],
+    dims: Dims,
+    overrides: [Option<TensorId>; 3],
+    padding: Option<f64>,
+) -> TensorId {
+    let c = g.result("matmul", DType::F32, dims);
+    product_into(g, [a, b], c, overrides, padding);
+    c
+}
+
+/// The same into a tensor that is there already.
+pub(super) fn product_into(g: &mut Graph, [a, b]: [TensorId; 2], c: TensorId, overrides: [Option<TensorId>; 3], padding: Option<f64>) {
+    let [m_override, n_override, k_override] = overrides;
+    let padding = padding.filter(|_| overrides.iter().any(Option::is_some));
+    g.push(Op::Matmul(Matmul { a, b, c, m_override, n_override, k_override, padding, compute: DType::F32 }));
 }
 
 /// The softmax of runtimes that have no op for it. Engines match the logarithm of the sum even where nobody reads it.

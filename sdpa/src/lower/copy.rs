@@ -4,7 +4,7 @@
 //! for compute capability 8.0, 9.0 and 10.0). So axes that lie behind one another in memory are merged, and where three
 //! remain besides the last, the copy is made once per index of the outermost.
 
-use crate::problem::{OPERANDS, Problem};
+use super::job::{Job, Operand};
 use crate::spec::TensorSpec;
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
@@ -35,10 +35,10 @@ struct Axis {
     to: i64,
 }
 
-/// The outer axes that remain once those behind one another are merged, outermost first.
-fn outer_axes(from: &TensorSpec, to: &TensorSpec) -> Vec<Axis> {
+/// Those of the first `axes` axes that remain once those behind one another are merged, outermost first.
+fn outer_axes(from: &TensorSpec, to: &TensorSpec, axes: usize) -> Vec<Axis> {
     let mut axes: Vec<Axis> =
-        (0..3).filter(|&a| from.dims[a] > 1).map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] }).collect();
+        (0..axes).filter(|&a| from.dims[a] > 1).map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] }).collect();
     axes.sort_by_key(|a| std::cmp::Reverse(a.to));
     let mut merged: Vec<Axis> = Vec::new();
     for axis in axes {
@@ -65,13 +65,15 @@ fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u
 /// What [`Graph::verify`] finds: a bug of the lowering.
 pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
     let element = i64::from(dtype.bits() / 8);
-    let mut axes = outer_axes(from, to);
+    // A last axis that repeats one element is an axis like the others.
+    let (row, outer) = if from.strides[3] == 0 { (1, 4) } else { (from.dims[3], 3) };
+    let mut axes = outer_axes(from, to, outer);
     let repeated = if axes.len() > 2 { axes.remove(0) } else { Axis { extent: 1, from: 0, to: 0 } };
-    axes.sort_by_key(|a| a.from != 0);
     while axes.len() < 2 {
-        axes.insert(0, Axis { extent: 1, from: from.dims[3], to: to.dims[3] });
+        axes.insert(0, Axis { extent: 1, from: row, to: row });
     }
-    let dims = [axes[0].extent, axes[1].extent, from.dims[3]];
+    axes.sort_by_key(|a| a.from != 0);
+    let dims = [axes[0].extent, axes[1].extent, row];
     let mut g = Graph::new();
     let step = |pick: fn(&Axis) -> i64| axes.iter().chain([&repeated]).map(pick).collect::<Vec<_>>();
     let x = Tensor::device("from", dtype, dims).strides([axes[0].from, axes[1].from, 1]).alignment(alignment(
@@ -102,13 +104,15 @@ const VECTOR_BYTES: i64 = 16;
 pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
     let element = i64::from(dtype.bits() / 8);
     let steps = (0..3).filter(|&axis| tensor.dims[axis] > 1).map(|axis| tensor.strides[axis]);
-    tensor.alignment >= VECTOR_BYTES as u32 && steps.into_iter().all(|s| s > 0 && s * element % VECTOR_BYTES == 0)
+    let dense = tensor.dims[3] == 1 || tensor.strides[3] == 1;
+    dense && tensor.alignment >= VECTOR_BYTES as u32 && steps.into_iter().all(|s| s > 0 && s * element % VECTOR_BYTES == 0)
 }
 
 /// A dense tensor of the same extents, its axes in the same order in memory, so that as many as possible merge.
 fn dense_like(tensor: &TensorSpec) -> TensorSpec {
     let mut order = [0usize, 1, 2];
-    order.sort_by_key(|&a| std::cmp::Reverse(tensor.strides[a]));
+    // Axes that repeat one element go outwards, where they merge with one another.
+    order.sort_by_key(|&a| std::cmp::Reverse(if tensor.strides[a] == 0 { i64::MAX } else { tensor.strides[a] }));
     let mut strides = [1i64; 4];
     let mut next = tensor.dims[3];
     for &axis in order.iter().rev() {
@@ -118,14 +122,13 @@ fn dense_like(tensor: &TensorSpec) -> TensorSpec {
     TensorSpec { dims: tensor.dims, strides, alignment: 16 }
 }
 
-/// The same problem with every operand that cannot be used in place made dense, and which those are.
-pub(crate) fn densify(problem: &Problem) -> (Problem, Vec<usize>) {
-    let copied: Vec<usize> = (0..OPERANDS.len()).filter(|&n| !in_place(&problem.tensors()[n], problem.dtype())).collect();
-    let dense = copied.iter().fold(problem.clone(), |p, &n| {
-        let tensor = dense_like(&p.tensors()[n]);
-        p.with_tensor(n, tensor)
-    });
-    (dense, copied)
+/// The same job with every operand that cannot be used in place made dense, and which those are.
+pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
+    let dtype = job.problem().dtype();
+    let given = job.tensors().into_iter().filter(|(_, tensor)| !in_place(tensor, dtype));
+    let copied: Vec<(Operand, TensorSpec)> = given.collect();
+    let dense = copied.iter().fold(job.clone(), |job, &(operand, tensor)| job.with_tensor(operand, dense_like(&tensor)));
+    (dense, copied.into_iter().map(|(operand, _)| operand).collect())
 }
 
 #[cfg(test)]

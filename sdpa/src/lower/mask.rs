@@ -1,20 +1,63 @@
-//! A region of kept keys, as ops on scores.
+//! The keys that are kept, as ops on scores.
 //!
 //! Dropped scores become −∞ in one select per bound, so that nothing before them can undo a mask; a row without a key then
 //! gives zeros and stats of −∞ on every engine that was measured.
 
-use crate::mask::Region;
+use super::expr::{Emitter, Into};
+use super::lowered::Supply;
+use crate::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
+use crate::problem::Problem;
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 
-pub(super) fn apply(g: &mut Graph, scores: TensorId, region: &Region, runtime: Version) -> TensorId {
-    let Region { lower, upper, prefix } = *region;
-    if region.is_full() {
+/// Tensors of lengths, one per batch entry.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Lengths {
+    pub(super) q: Option<TensorId>,
+    pub(super) kv: Option<TensorId>,
+}
+
+impl Lengths {
+    /// Those that the masks of a problem read.
+    pub(super) fn of(to: &mut Into<'_>, problem: &Problem) -> Lengths {
+        let mut tensor = |used: bool, name: &str| {
+            used.then(|| {
+                let tensor = to.graph.input(name, DType::I32, [problem.batch(), 1, 1, 1]);
+                to.supplies.push((tensor, Supply::Param(name.to_owned())));
+                tensor
+            })
+        };
+        Lengths { q: tensor(problem.kept().seq_len_q, SEQ_LEN_Q), kv: tensor(problem.kept().seq_len_kv, SEQ_LEN_KV) }
+    }
+
+    /// Both, where there are both: what products of matrices take.
+    pub(super) fn both(self) -> Option<(TensorId, TensorId)> {
+        self.q.zip(self.kv)
+    }
+}
+
+/// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
+pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version) -> TensorId {
+    let kept = problem.kept();
+    if kept.is_full() {
         return scores;
     }
-    let fill = g.scalar(Scalar::F32(masked(runtime)));
+    let fill = to.graph.scalar(Scalar::F32(masked(runtime)));
     let mut out = scores;
+    if let Some(rest) = &kept.rest {
+        let mut emitter = Emitter::new(rest, problem.extents(), scores);
+        out = emitter.select(to, rest.roots()[0], out, fill, DType::F32);
+    }
+    let g = &mut *to.graph;
+    for (axis, length) in [(2, lengths.q), (3, lengths.kv)] {
+        if let Some(length) = length {
+            let index = g.gen_index(out, axis);
+            let within = g.pointwise(Mode::CmpLt, &[index, length]);
+            out = g.pointwise(Mode::BinarySelect, &[out, fill, within]);
+        }
+    }
+    let Region { lower, upper, prefix } = kept.region;
     let band_op = runtime >= super::UNIFIED_SINCE;
     // Right before left: NVIDIA's frontend says that kernels are faster for it.
     if let Some(upper) = upper {

@@ -4,18 +4,24 @@
 //! op with the masks attached as an inner graph (from 9.21). Both compute the same; which one is asked first is
 //! [`forms`]' to say.
 
+mod backward;
 mod composite;
 mod copy;
+mod expr;
+mod job;
+mod lowered;
 mod mask;
 mod unified;
 
 pub(crate) use copy::densify;
 pub use copy::{Copy, copy};
+pub use job::{Job, Operand};
+pub use lowered::{Lowered, Supply, Table};
 
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
-use cudnn_graph::ir::{Tensor, TensorId};
-use cudnn_graph::{DType, Graph, Verified, Version};
+use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
+use cudnn_graph::{DType, Graph, Version};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -51,52 +57,65 @@ pub const UNIFIED_SINCE: Version = Version::new(9, 21, 0);
 /// The first runtime with a unified op at all: no masks.
 pub const UNIFIED_PLAIN_SINCE: Version = Version::new(9, 13, 1);
 
-/// The forms worth asking for a problem on a runtime, the better one first.
+/// The first runtime whose heuristics offer the unified backward op: plain attention only.
+pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
+
+/// The forms worth asking for a pass on a runtime, the better one first.
 ///
 /// Composite comes first: measured on an H200 under 9.27 the two are equally fast where the mask is a plain band, and the
 /// unified form skips no blocks of a mask that is spelled as ops.
-pub fn forms(problem: &Problem, runtime: Version) -> &'static [Form] {
-    let unified = if problem.region().is_full() { UNIFIED_PLAIN_SINCE } else { UNIFIED_SINCE };
-    if runtime >= unified { &[Form::Composite, Form::Unified] } else { &[Form::Composite] }
+pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
+    let problem = job.problem();
+    let plain = problem.kept().is_full() && problem.score_mod().is_none();
+    let unified = match job {
+        Job::Forward(_) => runtime >= if plain { UNIFIED_PLAIN_SINCE } else { UNIFIED_SINCE },
+        Job::Backward(b) => runtime >= UNIFIED_BACKWARD_SINCE && plain && b.gradient().is_none() && !b.deterministic(),
+    };
+    if unified { &[Form::Composite, Form::Unified] } else { &[Form::Composite] }
 }
 
-/// A forward graph and the tensors that a caller binds.
-#[derive(Clone, Debug)]
-pub struct Forward {
-    /// The graph.
-    pub graph: Verified,
-    /// Its form.
-    pub form: Form,
-    /// Queries.
-    pub q: TensorId,
-    /// Keys.
-    pub k: TensorId,
-    /// Values.
-    pub v: TensorId,
-    /// By-value f32.
-    pub attn_scale: TensorId,
-    /// Output.
-    pub o: TensorId,
-    /// f32 (batch, heads_q, seq_q, 1).
-    pub stats: Option<TensorId>,
-}
-
-/// Lowers a problem's forward pass to one form.
+/// Lowers a pass to one form.
 ///
 /// # Errors
-/// What [`Graph::verify`] finds: a bug of the lowering.
-pub fn forward(problem: &Problem, form: Form, runtime: Version) -> Result<Forward, cudnn_graph::Error> {
-    match form {
-        Form::Composite => composite::forward(problem, runtime),
-        Form::Unified => unified::forward(problem, runtime),
+/// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`] finds is a bug of the lowering.
+pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
+    match (job, form) {
+        (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
+        (Job::Forward(problem), Form::Unified) => unified::lower(problem, runtime),
+        (Job::Backward(problem), Form::Composite) => backward::composite(problem, runtime),
+        (Job::Backward(problem), Form::Unified) => backward::unified(problem),
     }
 }
 
-fn operand(name: &str, dtype: DType, tensor: &TensorSpec) -> Tensor {
-    Tensor::device(name, dtype, tensor.dims.to_vec()).strides(tensor.strides.to_vec()).alignment(tensor.alignment.max(16))
+/// Why a pass has no graph.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum LowerError {
+    /// The form has no spelling for it.
+    #[error("{0}")]
+    Unsupported(String),
+    /// A bug of the lowering.
+    #[error(transparent)]
+    Bug(#[from] cudnn_graph::Error),
 }
 
-/// The tensors that both forms have, in the same order, so that ids do not depend on the form.
+impl From<VerifyErrors> for LowerError {
+    fn from(errors: VerifyErrors) -> LowerError {
+        LowerError::Bug(errors.into())
+    }
+}
+
+fn tensor(operand: Operand, dtype: DType, tensor: &TensorSpec) -> Tensor {
+    Tensor::device(operand.name(), dtype, tensor.dims.to_vec()).strides(tensor.strides.to_vec()).alignment(tensor.alignment.max(16))
+}
+
+/// The same with its last two axes swapped: a view of the descriptor, not an op.
+fn transposed(mut tensor: Tensor) -> Tensor {
+    tensor.dims.0.swap(2, 3);
+    tensor.strides.0.swap(2, 3);
+    tensor
+}
+
+/// The forward operands, in the same order in both forms, so that ids do not depend on the form.
 struct Operands {
     q: TensorId,
     k: TensorId,
@@ -106,14 +125,32 @@ struct Operands {
     stats: Option<TensorId>,
 }
 
-fn operands(g: &mut Graph, problem: &Problem, key: Tensor) -> Operands {
-    let dtype = problem.dtype();
-    Operands {
-        q: g.tensor(operand("q", dtype, problem.q())),
-        k: g.tensor(key),
-        v: g.tensor(operand("v", dtype, problem.v())),
-        attn_scale: g.parameter("attn_scale", DType::F32),
-        o: g.tensor(operand("o", dtype, problem.o())),
-        stats: problem.stats().then(|| g.input("stats", DType::F32, [problem.batch(), problem.heads_q(), problem.seq_q(), 1])),
+impl Operands {
+    fn new(g: &mut Graph, problem: &Problem, key: impl FnOnce(Tensor) -> Tensor) -> Operands {
+        let dtype = problem.dtype();
+        Operands {
+            q: g.tensor(tensor(Operand::Q, dtype, problem.q())),
+            k: g.tensor(key(tensor(Operand::K, dtype, problem.k()))),
+            v: g.tensor(tensor(Operand::V, dtype, problem.v())),
+            attn_scale: g.parameter("attn_scale", DType::F32),
+            o: g.tensor(tensor(Operand::O, dtype, problem.o())),
+            stats: problem.stats().then(|| stats(g, problem)),
+        }
+    }
+
+    fn list(&self) -> Vec<(Operand, TensorId)> {
+        vec![(Operand::Q, self.q), (Operand::K, self.k), (Operand::V, self.v), (Operand::O, self.o)]
+    }
+}
+
+fn stats(g: &mut Graph, problem: &Problem) -> TensorId {
+    g.input("stats", DType::F32, [problem.batch(), problem.heads_q(), problem.seq_q(), 1])
+}
+
+/// What the score_mods make of scores.
+fn modify(to: &mut expr::Into<'_>, scores: TensorId, problem: &Problem) -> TensorId {
+    match problem.score_mod() {
+        Some(trace) => expr::Emitter::new(trace, problem.extents(), scores).emit_inside(to, trace.roots()[0]),
+        None => scores,
     }
 }

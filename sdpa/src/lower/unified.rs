@@ -1,24 +1,37 @@
-//! The unified form: one op, the masks in an inner graph on the scaled score.
+//! The unified form of the forward pass: one op, score_mods and masks in an inner graph on the scaled score.
 
-use super::{Form, Forward, Operands, mask, operand, operands};
+use super::expr::Into;
+use super::lowered::Lowered;
+use super::mask::{self, Lengths};
+use super::{Form, LowerError, Operands, modify};
 use crate::problem::Problem;
 use cudnn_graph::ir::op::{Op, ScoreGraph, SdpaForward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::{DType, Graph, Version};
 
-pub(super) fn forward(problem: &Problem, runtime: Version) -> Result<Forward, cudnn_graph::Error> {
-    let mut g = Graph::new();
-    let key = operand("k", problem.dtype(), problem.k());
-    let Operands { q, k, v, attn_scale, o, stats } = operands(&mut g, problem, key);
-    let score = if problem.region().is_full() {
+pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
+    let (mut g, mut supplies) = (Graph::new(), Vec::new());
+    let operands = Operands::new(&mut g, problem, |key| key);
+    let Operands { q, k, v, attn_scale, o, stats } = operands;
+    let to = &mut Into { graph: &mut g, supplies: &mut supplies };
+    let lengths = Lengths::of(to, problem);
+    // The op pads by itself where it has both lengths.
+    let (native, inner) = match lengths.both() {
+        Some(both) => (Some(both), Lengths::default()),
+        None => (None, lengths),
+    };
+    let score = if problem.kept().is_full() && problem.score_mod().is_none() {
         None
     } else {
-        let dims = [problem.batch(), problem.heads_q(), problem.seq_q(), problem.seq_kv()];
-        let input = g.result("score", DType::F32, Dims::from(dims));
-        let before = g.ops().len();
-        let output = mask::apply(&mut g, input, problem.region(), runtime);
-        Some(ScoreGraph { input, output, ops: g.take_ops(before) })
+        let input = to.graph.result("score", DType::F32, Dims::from(problem.extents()));
+        let before = to.graph.ops().len();
+        let modified = modify(to, input, problem);
+        let output = mask::apply(to, modified, problem, inner, runtime);
+        let ops = to.graph.take_ops(before);
+        (output != input).then_some(ScoreGraph { input, output, ops })
     };
-    g.push(Op::SdpaForward(Box::new(SdpaForward { attn_scale: Some(attn_scale), score, stats, ..SdpaForward::plain(q, k, v, o) })));
-    Ok(Forward { graph: g.verify()?, form: Form::Unified, q, k, v, attn_scale, o, stats })
+    let plain = SdpaForward::plain(q, k, v, o);
+    let (seq_len_q, seq_len_kv) = native.unzip();
+    g.push(Op::SdpaForward(Box::new(SdpaForward { attn_scale: Some(attn_scale), score, stats, seq_len_q, seq_len_kv, ..plain })));
+    Ok(Lowered { graph: g.verify()?, form: Form::Unified, operands: operands.list(), attn_scale, stats, supplies })
 }

@@ -143,7 +143,7 @@ pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64], rates: &
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Mask, attention_with};
+    use super::super::{Align, Mask, attention_with};
     use super::*;
     use crate::random::Random;
 
@@ -173,7 +173,7 @@ mod tests {
         let none = Rates::default();
         for (rates, want) in [
             (Rates { weight: 1.0, ..none }, [0.75 * half_ln3, 0.75, 0.75, 0.25, 0.75]),
-            (Rates { score: 1.0, ..none }, [0.75 * 2.0 * half_ln3, 1.5 * half_ln3, 1.5 * half_ln3, 0.5 * half_ln3, 1.5 * half_ln3]),
+            (Rates { score: 1.0, ..none }, [1.5 * half_ln3 * half_ln3, 1.5 * half_ln3, 1.5 * half_ln3, 0.5 * half_ln3, 1.5 * half_ln3]),
             // |dP| and |δ| are (1, 5) and 4.
             (Rates { product: 1.0, ..none }, [6.75 * half_ln3, 1.25, 6.75, 0.0, 0.0]),
             (Rates { output: 1.0, ..none }, [3.0 * half_ln3, 1.0, 3.0, 0.0, 0.0]),
@@ -229,7 +229,7 @@ mod tests {
         agrees_with_differences([1, 6, 2, 3, 4, 3, 5], &[], &PLAIN, 3);
         agrees_with_differences([1, 4, 1, 5, 5, 3, 2], &[Mask::causal()], &PLAIN, 4);
         agrees_with_differences([1, 2, 1, 4, 7, 3, 2], &[Mask::causal_bottom_right(), Mask::prefix_lm(2)], &PLAIN, 5);
-        agrees_with_differences([1, 2, 2, 7, 6, 2, 3], &[Mask::window(Some(2), Some(1), super::super::Align::BottomRight)], &PLAIN, 6);
+        agrees_with_differences([1, 2, 2, 7, 6, 2, 3], &[Mask::window(Some(2), Some(1), Align::BottomRight)], &PLAIN, 6);
     }
 
     #[test]

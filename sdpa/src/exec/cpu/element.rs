@@ -1,6 +1,6 @@
 //! Element types, and the way to f32 and back.
 
-use crate::tensor::Elements;
+use crate::tensor::{Elements, ElementsMut};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -8,6 +8,9 @@ use half::{bf16, f16};
 pub(super) trait Element: Copy + Send + Sync + 'static {
     /// The elements, if they are of this type.
     fn of(elements: Elements<'_>) -> Option<&[Self]>;
+
+    /// The same of elements to write.
+    fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [Self]>;
 
     /// The same memory as f32, if it is.
     fn as_f32(elements: &[Self]) -> Option<&[f32]>;
@@ -27,6 +30,13 @@ impl Element for f32 {
         match elements {
             Elements::F32(x) => Some(x),
             Elements::F16(_) | Elements::BF16(_) => None,
+        }
+    }
+
+    fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [f32]> {
+        match elements {
+            ElementsMut::F32(x) => Some(x),
+            ElementsMut::F16(_) | ElementsMut::BF16(_) => None,
         }
     }
 
@@ -56,6 +66,13 @@ impl Element for f16 {
         }
     }
 
+    fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [f16]> {
+        match elements {
+            ElementsMut::F16(x) => Some(x),
+            ElementsMut::F32(_) | ElementsMut::BF16(_) => None,
+        }
+    }
+
     #[inline(always)]
     fn as_f32(_: &[f16]) -> Option<&[f32]> {
         None
@@ -82,6 +99,13 @@ impl Element for bf16 {
         match elements {
             Elements::BF16(x) => Some(x),
             Elements::F32(_) | Elements::F16(_) => None,
+        }
+    }
+
+    fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [bf16]> {
+        match elements {
+            ElementsMut::BF16(x) => Some(x),
+            ElementsMut::F32(_) | ElementsMut::F16(_) => None,
         }
     }
 

@@ -5,7 +5,7 @@ use super::element::Element;
 use super::exp::exp2;
 use super::isa::{Isa, mul_add};
 use super::output::{Sink, Sums};
-use super::pack::{CopyRows, Scratch, overlap, take_out_holes};
+use super::pack::{CopyRows, Head, Scratch, overlap, take_out_holes};
 use super::schedule::{Piece, Schedule};
 use pulp::{Simd, WithSimd};
 
@@ -41,6 +41,7 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
     max.fill(f32::NEG_INFINITY);
     sum.fill(0.0);
 
+    let keys_of_head = Head { batch, head_kv: head, group: 1 };
     let kept_by_all = extents.keys_of_all(&strip.rows);
     for first_key in piece.keys.clone().step_by(schedule.blocks.block_keys) {
         let keys = first_key..(first_key + schedule.blocks.block_keys).min(piece.keys.end);
@@ -50,12 +51,12 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
         }
         let full = overlap(&kept_by_all, &keys) == keys;
         let (k, k_stride) = keys_view.in_place(batch, head, &keys).filter(|_| extents.dim_qk == dim_qk).unwrap_or_else(|| {
-            isa.run(CopyRows { from: keys_view, batch, head, rows: keys.clone(), width: dim_qk, to: &mut *k });
+            isa.run(CopyRows { from: keys_view, head: keys_of_head, rows: keys.clone(), width: dim_qk, to: &mut *k });
             (&*k, dim_qk)
         });
         holes.clear();
         let (v, v_stride) = values_view.in_place(batch, head, &keys).filter(|_| full && extents.dim_v == dim_v).unwrap_or_else(|| {
-            isa.run(CopyRows { from: values_view, batch, head, rows: keys.clone(), width: dim_v, to: &mut *v });
+            isa.run(CopyRows { from: values_view, head: keys_of_head, rows: keys.clone(), width: dim_v, to: &mut *v });
             take_out_holes(v, dim_v, &keys, &kept_by_all, holes);
             (&*v, dim_v)
         });

@@ -1,186 +1,250 @@
-//! The micro-kernels: one step of the online softmax over one tile.
+//! The micro-kernels: what is done to one tile, a step at a time.
 //!
 //! A tile is `VECTORS` registers of rows, one row (a query of a head) to a lane. Scores, probabilities and outputs
 //! lie transposed, `[key][row]` and `[column][row]`, so every sum and maximum over keys runs down the lanes and none
 //! runs across them; keys and values are read as they are, an element at a time, broadcast.
+//!
+//! The steps are apart so that whatever else is done to scores has its place: a function of the score between
+//! [`Scores`] and [`DropOutside`], in natural units there and then times `log2(e)`; another mask next to
+//! [`DropOutside`], which says what a dropped score is: -inf.
 
 use super::exp::exp2;
 use super::isa::{PANEL, mul_add};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
-/// One tile against one block of keys: scores, masks, softmax, and what the values add to the output.
-#[derive(Debug)]
-pub(super) struct TileStep<'a> {
+/// Something done to a tile.
+pub(super) trait TileStep {
     /// Registers across the tile: 1 to 4, or to 2 where there are few.
+    fn vectors(&self) -> usize;
+
+    /// Does it.
+    fn step<S: Simd, const VECTORS: usize>(self, simd: S);
+}
+
+/// Runs a step as it is compiled for the width of its tile.
+#[derive(Debug)]
+pub(super) struct Tiled<Step>(pub(super) Step);
+
+impl<Step: TileStep> WithSimd for Tiled<Step> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match self.0.vectors() {
+            1 => self.0.step::<S, 1>(simd),
+            _ if S::REGISTER_COUNT < 32 => self.0.step::<S, 2>(simd),
+            2 => self.0.step::<S, 2>(simd),
+            3 => self.0.step::<S, 3>(simd),
+            _ => self.0.step::<S, 4>(simd),
+        }
+    }
+}
+
+/// Products of every row with every key, or with every value: the sums of `q · k`.
+#[derive(Debug)]
+pub(super) struct Scores<'a> {
     pub(super) vectors: usize,
-    pub(super) dim_qk: usize,
-    pub(super) dim_v: usize,
-    /// Keys to take; they have the indices `first_key..first_key + n_keys`.
+    pub(super) dim: usize,
     pub(super) n_keys: usize,
-    pub(super) first_key: usize,
-    /// Keys that every row of the tile keeps: no mask work is done on them.
-    pub(super) core: Range<usize>,
-    /// Scaled queries, `[dim_qk][row]`.
+    /// `[dim][row]`.
     pub(super) q: &'a [f32],
-    /// `[key][dim_qk]`, with rows to fill the last panel.
+    /// `[key][dim]`, with rows to fill the last panel.
     pub(super) k: &'a [f32],
-    /// `[key][dim_v]`.
-    pub(super) v: &'a [f32],
+    /// `[key][row]`; whole panels.
+    pub(super) scores: &'a mut [f32],
+}
+
+impl TileStep for Scores<'_> {
+    fn vectors(&self) -> usize {
+        self.vectors
+    }
+
+    #[inline(always)]
+    fn step<S: Simd, const VECTORS: usize>(self, simd: S) {
+        let q = &tile::<S, VECTORS>(self.q)[..self.dim];
+        let panels = tile_mut::<S, VECTORS>(self.scores).as_chunks_mut::<PANEL>().0;
+        for (k, scores) in self.k.chunks_exact(PANEL * self.dim).zip(panels).take(self.n_keys.div_ceil(PANEL)) {
+            let mut sums = [[simd.splat_f32s(0.0); VECTORS]; PANEL];
+            let rows = std::array::from_fn(|j| &k[j * self.dim..][..self.dim]);
+            products(simd, q, rows, &mut sums);
+            *scores = sums;
+        }
+    }
+}
+
+/// Scores of keys that a row drops become -inf.
+#[derive(Debug)]
+pub(super) struct DropOutside<'a> {
+    pub(super) vectors: usize,
+    /// The keys of the scores.
+    pub(super) keys: Range<usize>,
+    /// Keys that every row of the tile keeps: they are not looked at.
+    pub(super) core: Range<usize>,
     /// First key of each row.
     pub(super) start: &'a [u32],
     /// Key past the last one of each row.
     pub(super) end: &'a [u32],
-    /// Probabilities come out here, `[key][row]`; whole panels.
+    /// `[key][row]`.
+    pub(super) scores: &'a mut [f32],
+}
+
+impl TileStep for DropOutside<'_> {
+    fn vectors(&self) -> usize {
+        self.vectors
+    }
+
+    #[inline(always)]
+    fn step<S: Simd, const VECTORS: usize>(self, simd: S) {
+        let start = S::as_simd_u32s(self.start).0;
+        let end = S::as_simd_u32s(self.end).0;
+        let scores = tile_mut::<S, VECTORS>(self.scores);
+        for key in outside(&self.keys, &self.core) {
+            let at = simd.splat_u32s(key as u32);
+            for (score, (&start, &end)) in scores[key - self.keys.start].iter_mut().zip(start.iter().zip(end)) {
+                let keep = simd.and_m32s(simd.greater_than_or_equal_u32s(at, start), simd.less_than_u32s(at, end));
+                *score = simd.select_f32s(keep, *score, simd.splat_f32s(f32::NEG_INFINITY));
+            }
+        }
+    }
+}
+
+/// The keys that are not in the core.
+#[inline(always)]
+pub(super) fn outside(keys: &Range<usize>, core: &Range<usize>) -> impl Iterator<Item = usize> + use<> {
+    let core = core.start.clamp(keys.start, keys.end)..core.end.clamp(keys.start, keys.end);
+    (keys.start..core.start).chain(core.end.max(core.start)..keys.end)
+}
+
+/// Scores become `2^(score - maximum)`; running maxima and sums move on.
+#[derive(Debug)]
+pub(super) struct Softmax<'a> {
+    pub(super) vectors: usize,
+    pub(super) n_keys: usize,
+    /// `[key][row]`.
     pub(super) scores: &'a mut [f32],
     /// Running maximum of each row.
     pub(super) max: &'a mut [f32],
     /// Running sum of each row.
     pub(super) sum: &'a mut [f32],
-    /// Running output, `[dim_v][row]`.
-    pub(super) o: &'a mut [f32],
+    /// What earlier outputs are multiplied by comes out here.
+    pub(super) scale: &'a mut [f32],
 }
 
-impl WithSimd for TileStep<'_> {
-    type Output = ();
+impl TileStep for Softmax<'_> {
+    fn vectors(&self) -> usize {
+        self.vectors
+    }
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        match self.vectors {
-            1 => self.step::<S, 1>(simd),
-            _ if S::REGISTER_COUNT < 32 => self.step::<S, 2>(simd),
-            2 => self.step::<S, 2>(simd),
-            3 => self.step::<S, 3>(simd),
-            _ => self.step::<S, 4>(simd),
+    fn step<S: Simd, const VECTORS: usize>(self, simd: S) {
+        let scores = &mut tile_mut::<S, VECTORS>(self.scores)[..self.n_keys];
+        let [max] = tile_mut::<S, VECTORS>(self.max) else { return };
+        let [sum] = tile_mut::<S, VECTORS>(self.sum) else { return };
+        let [scale] = tile_mut::<S, VECTORS>(self.scale) else { return };
+        let lowest = simd.splat_f32s(f32::NEG_INFINITY);
+        let mut new = *max;
+        for scores in scores.iter() {
+            for (new, &score) in new.iter_mut().zip(scores) {
+                *new = simd.max_f32s(score, *new);
+            }
         }
+        let mut shift = new;
+        let mut total = *sum;
+        for i in 0..VECTORS {
+            // A row with no key yet: -inf - 0, where -inf - -inf would be NaN.
+            shift[i] = simd.select_f32s(simd.equal_f32s(new[i], lowest), simd.splat_f32s(0.0), new[i]);
+            scale[i] = exp2(simd, simd.sub_f32s(max[i], shift[i]));
+            total[i] = simd.mul_f32s(sum[i], scale[i]);
+        }
+        *max = new;
+        for scores in scores {
+            for i in 0..VECTORS {
+                scores[i] = exp2(simd, simd.sub_f32s(scores[i], shift[i]));
+                total[i] = simd.add_f32s(total[i], scores[i]);
+            }
+        }
+        *sum = total;
     }
 }
 
-impl TileStep<'_> {
+/// `o[c] = o[c] · scale + Σ_key p[key] · v[key][c]`.
+#[derive(Debug)]
+pub(super) struct Values<'a> {
+    pub(super) vectors: usize,
+    pub(super) dim: usize,
+    pub(super) n_keys: usize,
+    /// `[key][row]`.
+    pub(super) p: &'a [f32],
+    /// `[key][dim]`.
+    pub(super) v: &'a [f32],
+    /// One for each row.
+    pub(super) scale: &'a [f32],
+    /// `[dim][row]`.
+    pub(super) o: &'a mut [f32],
+}
+
+impl TileStep for Values<'_> {
+    fn vectors(&self) -> usize {
+        self.vectors
+    }
+
     #[inline(always)]
     fn step<S: Simd, const VECTORS: usize>(self, simd: S) {
-        let q = tile::<S, VECTORS>(self.q);
-        let start = S::as_simd_u32s(self.start).0;
-        let end = S::as_simd_u32s(self.end).0;
-        let scores = tile_mut::<S, VECTORS>(self.scores);
-        let [max] = tile_mut::<S, VECTORS>(self.max) else { return };
-        let [sum] = tile_mut::<S, VECTORS>(self.sum) else { return };
-        let o = tile_mut::<S, VECTORS>(self.o);
-
-        let n_panels = self.n_keys.div_ceil(PANEL);
-        for (k, scores) in self.k.chunks_exact(PANEL * self.dim_qk).zip(scores.as_chunks_mut::<PANEL>().0).take(n_panels) {
-            score_panel::<S, VECTORS>(simd, &q[..self.dim_qk], k, scores);
+        let (v, dim) = (self.v, self.dim);
+        let p = &tile::<S, VECTORS>(self.p)[..self.n_keys];
+        let [scale] = tile::<S, VECTORS>(self.scale) else { return };
+        let (panels, rest) = tile_mut::<S, VECTORS>(self.o)[..dim].as_chunks_mut::<PANEL>();
+        let mut column = 0;
+        for o in panels {
+            value_panel::<S, VECTORS, PANEL>(simd, p, v, dim, column, scale, o);
+            column += PANEL;
         }
-        let scores = &mut scores[..self.n_keys];
-        let key_range = self.first_key..self.first_key + self.n_keys;
-        let core = self.core.start.clamp(key_range.start, key_range.end)..self.core.end.clamp(key_range.start, key_range.end);
-        let outside = (key_range.start..core.start).chain(core.end.max(core.start)..key_range.end);
-        for key in outside {
-            let at = simd.splat_u32s(key as u32);
-            for (score, (&start, &end)) in scores[key - key_range.start].iter_mut().zip(start.iter().zip(end)) {
-                let keep = simd.and_m32s(simd.greater_than_or_equal_u32s(at, start), simd.less_than_u32s(at, end));
-                *score = simd.select_f32s(keep, *score, simd.splat_f32s(f32::NEG_INFINITY));
-            }
+        macro_rules! rest {
+            ($($n:literal)*) => {
+                match rest.len() {
+                    $($n => {
+                        for o in rest.as_chunks_mut::<$n>().0 {
+                            value_panel::<S, VECTORS, $n>(simd, p, v, dim, column, scale, o);
+                        }
+                    })*
+                    _ => {}
+                }
+            };
         }
-        let scale = softmax::<S, VECTORS>(simd, scores, max, sum);
-        values::<S, VECTORS>(simd, scores, self.v, self.dim_v, &scale, o);
+        const { assert!(PANEL == 6) };
+        rest!(1 2 3 4 5);
     }
 }
 
 /// Groups of `VECTORS` registers.
 #[inline(always)]
-fn tile<S: Simd, const VECTORS: usize>(x: &[f32]) -> &[[S::f32s; VECTORS]] {
+pub(super) fn tile<S: Simd, const VECTORS: usize>(x: &[f32]) -> &[[S::f32s; VECTORS]] {
     S::as_simd_f32s(x).0.as_chunks().0
 }
 
+/// The same to write to.
 #[inline(always)]
-fn tile_mut<S: Simd, const VECTORS: usize>(x: &mut [f32]) -> &mut [[S::f32s; VECTORS]] {
+pub(super) fn tile_mut<S: Simd, const VECTORS: usize>(x: &mut [f32]) -> &mut [[S::f32s; VECTORS]] {
     S::as_mut_simd_f32s(x).0.as_chunks_mut().0
 }
 
-/// `scores[j] = Σ_d q[d] · k[j][d]` for one panel of keys.
+/// `sums[j] += Σ_d x[d] · rows[j][d]`.
 #[inline(always)]
-fn score_panel<S: Simd, const VECTORS: usize>(simd: S, q: &[[S::f32s; VECTORS]], k: &[f32], scores: &mut [[S::f32s; VECTORS]; PANEL]) {
-    let dim = q.len();
-    let rows: [&[f32]; PANEL] = std::array::from_fn(|j| &k[j * dim..][..dim]);
-    let mut sums = [[simd.splat_f32s(0.0); VECTORS]; PANEL];
-    for d in 0..dim {
-        for (sums, row) in sums.iter_mut().zip(rows) {
-            let key = simd.splat_f32s(row[d]);
-            for (sum, &q) in sums.iter_mut().zip(&q[d]) {
-                *sum = mul_add(simd, q, key, *sum);
-            }
-        }
-    }
-    *scores = sums;
-}
-
-/// Scores become `2^(score - maximum)`; running maxima and sums move on. Returns what earlier sums and outputs are
-/// multiplied by.
-#[inline(always)]
-fn softmax<S: Simd, const VECTORS: usize>(
+pub(super) fn products<S: Simd, const VECTORS: usize>(
     simd: S,
-    scores: &mut [[S::f32s; VECTORS]],
-    max: &mut [S::f32s; VECTORS],
-    sum: &mut [S::f32s; VECTORS],
-) -> [S::f32s; VECTORS] {
-    let lowest = simd.splat_f32s(f32::NEG_INFINITY);
-    let mut new = *max;
-    for scores in scores.iter() {
-        for (new, &score) in new.iter_mut().zip(scores) {
-            *new = simd.max_f32s(score, *new);
-        }
-    }
-    let mut scale = *max;
-    let mut shift = new;
-    for i in 0..VECTORS {
-        // A row with no key yet: -inf - 0, where -inf - -inf would be NaN.
-        shift[i] = simd.select_f32s(simd.equal_f32s(new[i], lowest), simd.splat_f32s(0.0), new[i]);
-        scale[i] = exp2(simd, simd.sub_f32s(max[i], shift[i]));
-        sum[i] = simd.mul_f32s(sum[i], scale[i]);
-    }
-    *max = new;
-    let mut total = *sum;
-    for scores in scores {
-        for i in 0..VECTORS {
-            scores[i] = exp2(simd, simd.sub_f32s(scores[i], shift[i]));
-            total[i] = simd.add_f32s(total[i], scores[i]);
-        }
-    }
-    *sum = total;
-    scale
-}
-
-/// `o[c] = o[c] · scale + Σ_key p[key] · v[key][c]`.
-#[inline(always)]
-fn values<S: Simd, const VECTORS: usize>(
-    simd: S,
-    p: &[[S::f32s; VECTORS]],
-    v: &[f32],
-    dim_v: usize,
-    scale: &[S::f32s; VECTORS],
-    o: &mut [[S::f32s; VECTORS]],
+    x: &[[S::f32s; VECTORS]],
+    rows: [&[f32]; PANEL],
+    sums: &mut [[S::f32s; VECTORS]; PANEL],
 ) {
-    let (panels, rest) = o[..dim_v].as_chunks_mut::<PANEL>();
-    let mut column = 0;
-    for o in panels {
-        value_panel::<S, VECTORS, PANEL>(simd, p, v, dim_v, column, scale, o);
-        column += PANEL;
-    }
-    macro_rules! rest {
-        ($($n:literal)*) => {
-            match rest.len() {
-                $($n => {
-                    for o in rest.as_chunks_mut::<$n>().0 {
-                        value_panel::<S, VECTORS, $n>(simd, p, v, dim_v, column, scale, o);
-                    }
-                })*
-                _ => {}
+    for d in 0..x.len() {
+        for (sums, row) in sums.iter_mut().zip(rows) {
+            let y = simd.splat_f32s(row[d]);
+            for (sum, &x) in sums.iter_mut().zip(&x[d]) {
+                *sum = mul_add(simd, x, y, *sum);
             }
-        };
+        }
     }
-    const { assert!(PANEL == 6) };
-    rest!(1 2 3 4 5);
 }
 
 #[inline(always)]

@@ -20,6 +20,7 @@
 //! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices. A row whose
 //! scores are all -inf, or which keeps no key, is 0 with stats -inf.
 
+mod backward;
 mod element;
 mod exp;
 mod few;
@@ -37,6 +38,7 @@ use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, SpecError, SpecErrors, Unsupported};
 use crate::problem::Problem;
 use crate::tensor::{ElementsMut, HostForward};
+use backward::CpuBackward;
 use element::Element;
 use isa::Isa;
 use output::{Partial, Sink};
@@ -83,17 +85,12 @@ impl Executor for CpuExecutor {
     }
 
     fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
-        Err(backward_absent())
+        Ok(())
     }
 
-    fn prepare_backward(&self, _problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        Err(Error::Unsupported(backward_absent()))
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        Ok(Arc::new(CpuBackward { isa: self.isa, problem: problem.clone() }))
     }
-}
-
-fn backward_absent() -> Unsupported {
-    let reason = crate::error::Reason::Absent("the backward pass is not written yet".to_owned());
-    Unsupported { executor: ExecutorName::Cpu, reasons: vec![reason] }
 }
 
 /// A problem and the instruction set; the cut depends on the threads of a call.
@@ -130,28 +127,40 @@ struct Call<'a, T> {
 impl CpuPrepared {
     fn run<T: Element>(&self, inputs: [Option<&[T]>; 3], o: &mut [T], stats: Option<&mut [f32]>, scale: f32) -> Result<Report, Error> {
         let [Some(q), Some(k), Some(v)] = inputs else {
-            return Err(Error::Spec(SpecErrors(vec![SpecError::new("q, k, v, o", "of several dtypes", "all of the problem's dtype")])));
+            return Err(wrong_types());
         };
         let started = Instant::now();
         let problem = &self.problem;
         let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads());
-        let scale = (f64::from(scale) * std::f64::consts::LOG2_E) as f32;
         let call = Call {
             schedule: &schedule,
             isa: self.isa,
             q: View::new(q, problem.q()),
             k: View::new(k, problem.k()),
             v: View::new(v, problem.v()),
-            scale: scale.clamp(f32::MIN, f32::MAX),
+            scale: log2_scale(scale),
         };
         let workspace = call.run(output::targets(&schedule, problem.o(), o, stats));
-        let threads = schedule.threads;
-        Ok(Report {
-            compute_ms: started.elapsed().as_secs_f64() * 1e3,
-            copied: Vec::new(),
-            engine: format!("cpu {}, {threads} thread{}", self.isa.name(), if threads == 1 { "" } else { "s" }),
-            workspace_bytes: workspace as u64,
-        })
+        Ok(report(started, self.isa, schedule.threads, workspace))
+    }
+}
+
+/// What multiplies queries so that scores are in units of log2.
+fn log2_scale(scale: f32) -> f32 {
+    ((f64::from(scale) * std::f64::consts::LOG2_E) as f32).clamp(f32::MIN, f32::MAX)
+}
+
+/// Operands differ in type, which the check of a call has ruled out.
+fn wrong_types() -> Error {
+    Error::Spec(SpecErrors(vec![SpecError::new("operands", "of several dtypes", "all of the problem's dtype")]))
+}
+
+fn report(started: Instant, isa: Isa, threads: usize, workspace: usize) -> Report {
+    Report {
+        compute_ms: started.elapsed().as_secs_f64() * 1e3,
+        copied: Vec::new(),
+        engine: format!("cpu {}, {threads} thread{}", isa.name(), if threads == 1 { "" } else { "s" }),
+        workspace_bytes: workspace as u64,
     }
 }
 
@@ -182,21 +191,22 @@ impl<T: Element> Call<'_, T> {
         }
         work.sort_by_key(|(piece, _)| std::cmp::Reverse(piece.pairs));
 
-        let lens = if schedule.blocks.few_rows { few::scratch_lens(schedule, self.isa) } else { tiles::scratch_lens(schedule, self.isa) };
+        let few_rows = schedule.blocks.few_rows;
+        let lens = if few_rows { few::scratch_lens(schedule, self.isa).to_vec() } else { tiles::scratch_lens(schedule, self.isa).to_vec() };
         let n_bounds = 2 * lens[2];
         let workers = schedule.threads.min(work.len());
         schedule::share(
             workers,
-            work,
+            work.into_iter(),
             || Scratch::new(&lens, n_bounds),
             |scratch, (piece, sink)| {
-                if schedule.blocks.few_rows { few::run(self, scratch, piece, sink) } else { tiles::run(self, scratch, piece, sink) }
+                if few_rows { few::run(self, scratch, piece, sink) } else { tiles::run(self, scratch, piece, sink) }
             },
         );
 
         let workspace = workers * Scratch::bytes(&lens, n_bounds) + partials.iter().map(Partial::bytes).sum::<usize>();
         let mut rest = partials.as_mut_slice();
-        let merges = split
+        let merges: Vec<_> = split
             .into_iter()
             .map(|(target, n)| {
                 let (parts, tail) = std::mem::take(&mut rest).split_at_mut(n);
@@ -204,7 +214,7 @@ impl<T: Element> Call<'_, T> {
                 (target, parts)
             })
             .collect();
-        schedule::share(schedule.threads, merges, || (), |(), (target, parts)| output::merge(parts, target));
+        schedule::share(schedule.threads.min(merges.len()), merges.into_iter(), || (), |(), (target, parts)| output::merge(parts, target));
         workspace
     }
 }

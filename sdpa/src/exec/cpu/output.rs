@@ -24,12 +24,38 @@ impl<'a, T> Run<'a, T> {
     }
 }
 
+/// The rows of a strip in an output tensor.
+#[derive(Debug)]
+pub(super) struct Rows<'a, T>(Vec<Run<'a, T>>);
+
+impl<'a, T: Element> Rows<'a, T> {
+    /// The rows, each with its place in the strip.
+    fn each(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
+        self.0.into_iter().flat_map(Run::rows)
+    }
+
+    /// Writes zeros.
+    pub(super) fn clear(&mut self) {
+        for Run { stride, width, elements, .. } in &mut self.0 {
+            let zeros = vec![0.0; *width];
+            elements.chunks_mut(*stride).for_each(|row| T::narrow(&zeros, 0.0, &mut row[..*width]));
+        }
+    }
+
+    /// Writes every row: `factor` times what is in `from`, a row every `stride`.
+    pub(super) fn write(self, from: &[f32], stride: usize, factor: f32) {
+        for (place, row) in self.each() {
+            T::narrow(&from[place * stride..][..row.len()], factor, row);
+        }
+    }
+}
+
 /// What a strip writes to.
 #[derive(Debug)]
 pub(super) struct Target<'a, T> {
-    o: Vec<Run<'a, T>>,
+    o: Rows<'a, T>,
     /// Empty where none are wanted.
-    stats: Vec<Run<'a, f32>>,
+    stats: Rows<'a, f32>,
 }
 
 /// Sums over a part of a strip's keys, kept until the other parts are there; see [`Sums`].
@@ -53,22 +79,25 @@ impl Partial {
 
 /// One target per strip of the schedule.
 pub(super) fn targets<'a, T>(schedule: &Schedule, spec: &TensorSpec, o: &'a mut [T], stats: Option<&'a mut [f32]>) -> Vec<Target<'a, T>> {
-    let mut targets: Vec<Target<'a, T>> = schedule.strips.iter().map(|_| Target { o: Vec::new(), stats: Vec::new() }).collect();
-    each_run(schedule, spec, o, |strip, run| targets[strip].o.push(run));
+    let (group, strip_rows) = (schedule.extents.group, schedule.blocks.strip_rows);
+    let mut targets: Vec<Target<'a, T>> =
+        strips(spec, group, strip_rows, o).into_iter().map(|o| Target { o, stats: Rows(Vec::new()) }).collect();
     if let Some(stats) = stats {
         let [batch, heads, seq, _] = spec.dims;
         let spec = TensorSpec::dense([batch, heads, seq, 1], Layout::Bhsd);
-        each_run(schedule, &spec, stats, |strip, run| targets[strip].stats.push(run));
+        for (target, stats) in targets.iter_mut().zip(strips(&spec, group, strip_rows, stats)) {
+            target.stats = stats;
+        }
     }
     targets
 }
 
-/// Cuts `rest` to runs, in the order of memory, and calls `visit` with each and the index of its strip.
-fn each_run<'a, T>(schedule: &Schedule, spec: &TensorSpec, mut rest: &'a mut [T], mut visit: impl FnMut(usize, Run<'a, T>)) {
-    let extents = &schedule.extents;
-    let strip_rows = schedule.blocks.strip_rows;
-    let strips_per_head = (extents.seq_q * extents.group).div_ceil(strip_rows);
+/// Cuts a tensor to strips, numbered by batch entry, by `group` of heads, and by `strip_rows` of the rows of a group.
+/// Rows of a group are numbered as those of [`Extents`](super::schedule::Extents).
+pub(super) fn strips<'a, T>(spec: &TensorSpec, group: usize, strip_rows: usize, mut rest: &'a mut [T]) -> Vec<Rows<'a, T>> {
     let dims = spec.dims.map(|n| n as usize);
+    let (groups, strips_per_group) = (dims[1] / group, (dims[2] * group).div_ceil(strip_rows));
+    let mut strips: Vec<Rows<'a, T>> = (0..dims[0] * groups * strips_per_group).map(|_| Rows(Vec::new())).collect();
     let strides = spec.strides.map(|n| n as usize);
     let mut axes = [0, 1, 2];
     // Validation has made sure that a longer stride spans all of the shorter ones. Axes of extent 1 may lie anywhere.
@@ -83,10 +112,10 @@ fn each_run<'a, T>(schedule: &Schedule, spec: &TensorSpec, mut rest: &'a mut [T]
                     index[axis] = at;
                 }
                 let [batch, head, query] = index;
-                let row = query * extents.group + head % extents.group;
+                let row = query * group + head % group;
                 let strip = row / strip_rows;
                 let n_rows = if axes[2] == 2 {
-                    let past = ((strip + 1) * strip_rows - head % extents.group).div_ceil(extents.group);
+                    let past = ((strip + 1) * strip_rows - head % group).div_ceil(group);
                     past.min(dims[2]) - query
                 } else {
                     1
@@ -98,11 +127,12 @@ fn each_run<'a, T>(schedule: &Schedule, spec: &TensorSpec, mut rest: &'a mut [T]
                 rest = tail;
                 taken = offset + len;
                 c += n_rows;
-                let run = Run { place: row % strip_rows, step: extents.group, stride: strides[2].max(dims[3]), width: dims[3], elements };
-                visit((batch * extents.heads_kv + head / extents.group) * strips_per_head + strip, run);
+                let run = Run { place: row % strip_rows, step: group, stride: strides[2].max(dims[3]), width: dims[3], elements };
+                strips[(batch * groups + head / group) * strips_per_group + strip].0.push(run);
             }
         }
     }
+    strips
 }
 
 /// What a strip comes to: sums of its rows over some or all of their keys.
@@ -120,13 +150,13 @@ pub(super) struct Sums<'a> {
 impl<T: Element> Target<'_, T> {
     /// Writes every row.
     pub(super) fn write(self, sums: Sums<'_>) {
-        for (place, row) in self.o.into_iter().flat_map(Run::rows) {
+        for (place, row) in self.o.each() {
             let sum = sums.sum[place];
             // NaN is not equal to 0, and stays.
             let factor = if sum == 0.0 { 0.0 } else { sum.recip() };
             T::narrow(&sums.o[place * sums.stride..][..row.len()], factor, row);
         }
-        for (place, stat) in self.stats.into_iter().flat_map(Run::rows) {
+        for (place, stat) in self.stats.each() {
             let lse = (f64::from(sums.max[place]) + f64::from(sums.sum[place]).log2()) * LN_2;
             stat.fill(lse as f32);
         }

@@ -23,7 +23,7 @@ const PIECES_PER_THREAD: usize = 4;
 const MIN_SPLIT_KEYS: usize = 256;
 
 /// Multiplications and additions below which a second thread costs more than it brings.
-const SERIAL_FLOPS: f64 = 1e6;
+pub(super) const SERIAL_FLOPS: f64 = 1e6;
 
 /// Extents of a problem. A *row* is a query of a query head; the rows of a key head are numbered
 /// `query * group + head`, so that neighbours share keys and have nearly the same range of them.
@@ -183,10 +183,14 @@ impl Blocks {
     }
 }
 
-/// Hands every item of `work` to one of `threads` workers, in order; each makes its own state first.
-pub(super) fn share<W: Send, S>(threads: usize, work: Vec<W>, state: impl Fn() -> S + Sync, job: impl Fn(&mut S, W) + Sync) {
-    let threads = threads.min(work.len());
-    let queue = Mutex::new(work.into_iter());
+/// Hands every item of `work` to one of `workers`, in order; each makes its own state first.
+pub(super) fn share<W: Send, S>(
+    workers: usize,
+    work: impl Iterator<Item = W> + Send,
+    state: impl Fn() -> S + Sync,
+    job: impl Fn(&mut S, W) + Sync,
+) {
+    let queue = Mutex::new(work);
     let worker = || {
         let mut state = state();
         let next = || queue.lock().next();
@@ -194,11 +198,11 @@ pub(super) fn share<W: Send, S>(threads: usize, work: Vec<W>, state: impl Fn() -
             job(&mut state, item);
         }
     };
-    if threads <= 1 {
+    if workers <= 1 {
         return worker();
     }
     rayon::scope(|scope| {
-        for _ in 0..threads {
+        for _ in 0..workers {
             scope.spawn(|_| worker());
         }
     });

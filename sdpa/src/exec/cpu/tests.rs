@@ -7,44 +7,45 @@
 //! rounding to its type, and the logarithm of the sum by `u((D + 5)a + 2n + 16)` and two roundings of its own.
 
 use super::CpuExecutor;
+use super::element::Element;
 use super::isa::Isa;
 use crate::exec::{Executor, Report};
 use crate::{Align, AttentionSpec, DType, Elements, ElementsMut, HostForward, Layout, Mask, Problem, Shape, TensorSpec};
 use half::{bf16, f16};
 
-const U: f64 = 1.0 / (1 << 24) as f64;
+pub(super) const U: f64 = 1.0 / (1 << 24) as f64;
 
 /// A linear congruential generator.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn below(&mut self, n: usize) -> usize {
+    pub(super) fn below(&mut self, n: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.0 >> 33) as usize) % n
     }
 
-    fn pick<T: Copy>(&mut self, items: &[T]) -> T {
+    pub(super) fn pick<T: Copy>(&mut self, items: &[T]) -> T {
         items[self.below(items.len())]
     }
 
     /// Evenly spread over (-2, 2).
-    fn element(&mut self) -> f32 {
+    pub(super) fn element(&mut self) -> f32 {
         (self.below(1 << 20) as f32 - 524_287.5) / 262_144.0
     }
 }
 
 /// Operands as f32, gaps filled with NaN; `get` and `set` take (batch, head, seq, dim).
-struct Tensor {
-    spec: TensorSpec,
-    data: Vec<f32>,
+pub(super) struct Tensor {
+    pub(super) spec: TensorSpec,
+    pub(super) data: Vec<f32>,
 }
 
 impl Tensor {
-    fn new(spec: &TensorSpec) -> Tensor {
+    pub(super) fn new(spec: &TensorSpec) -> Tensor {
         Tensor { spec: *spec, data: vec![f32::NAN; spec.extent().unwrap() as usize] }
     }
 
-    fn random(spec: &TensorSpec, dtype: DType, random: &mut Random) -> Tensor {
+    pub(super) fn random(spec: &TensorSpec, dtype: DType, random: &mut Random) -> Tensor {
         let mut tensor = Tensor::new(spec);
         for index in indices(spec) {
             tensor.set(index, round(dtype, random.element()));
@@ -52,21 +53,21 @@ impl Tensor {
         tensor
     }
 
-    fn at(&self, index: [usize; 4]) -> usize {
+    pub(super) fn at(&self, index: [usize; 4]) -> usize {
         index.iter().zip(self.spec.strides).map(|(i, stride)| i * stride as usize).sum()
     }
 
-    fn get(&self, index: [usize; 4]) -> f64 {
+    pub(super) fn get(&self, index: [usize; 4]) -> f64 {
         f64::from(self.data[self.at(index)])
     }
 
-    fn set(&mut self, index: [usize; 4], x: f32) {
+    pub(super) fn set(&mut self, index: [usize; 4], x: f32) {
         let at = self.at(index);
         self.data[at] = x;
     }
 }
 
-fn indices(spec: &TensorSpec) -> impl Iterator<Item = [usize; 4]> + use<> {
+pub(super) fn indices(spec: &TensorSpec) -> impl Iterator<Item = [usize; 4]> + use<> {
     let [a, b, c, d] = spec.dims.map(|n| n as usize);
     (0..a * b * c * d).map(move |i| [i / d / c / b, i / d / c % b, i / d % c, i % d])
 }
@@ -82,7 +83,7 @@ fn round(dtype: DType, x: f32) -> f32 {
 }
 
 /// Half the distance between neighbours at 1, and the smallest such distance anywhere.
-fn rounding(dtype: DType) -> (f64, f64) {
+pub(super) fn rounding(dtype: DType) -> (f64, f64) {
     if dtype == DType::F16 {
         (2f64.powi(-11), 2f64.powi(-25))
     } else if dtype == DType::BF16 {
@@ -132,7 +133,7 @@ fn oracle(problem: &Problem, [q, k, v]: [&Tensor; 3], scale: f64, [b, h, s]: [us
 }
 
 /// Equal within the bound; infinities must be the same, and NaN matches NaN alone.
-fn close(got: f64, (want, bound): (f64, f64)) -> bool {
+pub(super) fn close(got: f64, (want, bound): (f64, f64)) -> bool {
     if want.is_nan() || got.is_nan() {
         want.is_nan() && got.is_nan()
     } else if want.is_infinite() || got.is_infinite() {
@@ -140,6 +141,20 @@ fn close(got: f64, (want, bound): (f64, f64)) -> bool {
     } else {
         (got - want).abs() <= bound
     }
+}
+
+/// Elements of another type.
+pub(super) fn narrowed<T: Element + Default>(from: &[f32]) -> Vec<T> {
+    let mut to = vec![T::default(); from.len()];
+    T::narrow(from, 1.0, &mut to);
+    to
+}
+
+/// Elements as f32.
+pub(super) fn widened<T: Element>(from: &[T]) -> Vec<f32> {
+    let mut to = vec![0.0; from.len()];
+    T::widen(from, &mut to);
+    to
 }
 
 /// Runs the executor over f32 copies, in a pool of `threads`; the output with gaps, and stats.
@@ -151,8 +166,8 @@ fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], sc
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     macro_rules! call {
         ($variant:ident, $ty:ty) => {{
-            let [q, k, v] = inputs.map(|t| t.data.iter().map(|&x| <$ty>::from_f32(x)).collect::<Vec<_>>());
-            let mut out: Vec<$ty> = o.data.iter().map(|&x| <$ty>::from_f32(x)).collect();
+            let [q, k, v] = inputs.map(|t| narrowed::<$ty>(&t.data));
+            let mut out = narrowed::<$ty>(&o.data);
             let report = pool.install(|| {
                 prepared.forward(HostForward {
                     q: Elements::$variant(&q),
@@ -164,21 +179,9 @@ fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], sc
                     params: &[],
                 })
             });
-            o.data = out.into_iter().map(|x| x.to_f32()).collect();
+            o.data = widened(&out);
             report
         }};
-    }
-    trait Same: Sized {
-        fn from_f32(x: f32) -> Self;
-        fn to_f32(self) -> f32;
-    }
-    impl Same for f32 {
-        fn from_f32(x: f32) -> f32 {
-            x
-        }
-        fn to_f32(self) -> f32 {
-            self
-        }
     }
     let report = if problem.dtype() == DType::F16 {
         call!(F16, f16)
@@ -213,7 +216,7 @@ fn verify(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], sca
 }
 
 /// Strides of the layout, with gaps after rows and after each longer axis.
-fn with_gaps(dims: [i64; 4], layout: Layout, random: &mut Random) -> TensorSpec {
+pub(super) fn with_gaps(dims: [i64; 4], layout: Layout, random: &mut Random) -> TensorSpec {
     let order = match layout {
         Layout::Bhsd => [2, 1, 0],
         Layout::Bshd => [1, 2, 0],
@@ -228,7 +231,7 @@ fn with_gaps(dims: [i64; 4], layout: Layout, random: &mut Random) -> TensorSpec 
     spec
 }
 
-fn masks(random: &mut Random, seq_kv: i64) -> Vec<Mask> {
+pub(super) fn masks(random: &mut Random, seq_kv: i64) -> Vec<Mask> {
     let align = random.pick(&[Align::TopLeft, Align::BottomRight]);
     let left = random.pick(&[None, Some(1), Some(2), Some(17), Some(64), Some(130)]);
     let right = random.pick(&[None, Some(0), Some(1), Some(31), Some(100)]);
@@ -244,8 +247,8 @@ fn masks(random: &mut Random, seq_kv: i64) -> Vec<Mask> {
     }
 }
 
-const LENGTHS: [i64; 13] = [1, 2, 3, 7, 31, 63, 64, 65, 127, 128, 129, 130, 257];
-const DIMS: [i64; 9] = [1, 5, 8, 40, 64, 72, 128, 129, 256];
+pub(super) const LENGTHS: [i64; 13] = [1, 2, 3, 7, 31, 63, 64, 65, 127, 128, 129, 130, 257];
+pub(super) const DIMS: [i64; 9] = [1, 5, 8, 40, 64, 72, 128, 129, 256];
 
 fn random_case(isa: Isa, seed: u64) {
     let random = &mut Random(seed);

@@ -3,21 +3,22 @@
 use super::Call;
 use super::element::Element;
 use super::isa::{Isa, PANEL};
-use super::kernel::TileStep;
+use super::kernel::{DropOutside, Scores, Softmax, Tiled, Values};
 use super::output::{Sink, Sums};
-use super::pack::{CopyRows, Scratch, Transpose, overlap, take_out_holes};
+use super::pack::{CopyRows, Head, Scratch, Transpose, overlap, take_out_holes};
 use super::schedule::{Piece, Schedule};
 
-/// Lengths of the scratch slices: queries, output, maxima, sums, keys, values, scores, one row.
+/// Lengths of the scratch slices: queries, output, maxima, sums, factors of the output, keys, values, scores, one row.
 /// Queries and output hold each other's rows before they are transposed, and after.
-pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 8] {
+pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 9] {
     let (blocks, extents) = (schedule.blocks, schedule.extents);
     let rows = schedule.strip_rows_used().next_multiple_of(isa.lanes());
     let keys = blocks.block_keys;
     let row = extents.dim_qk.max(extents.dim_v);
     // The last panel of scores reads rows past the last key of a block.
     let padded = keys + PANEL;
-    [rows * row, rows * row, rows, rows, padded * extents.dim_qk, keys * extents.dim_v, keys * blocks.tile_rows.min(rows), row]
+    let tile = blocks.tile_rows.min(rows);
+    [rows * row, rows * row, rows, rows, tile, padded * extents.dim_qk, keys * extents.dim_v, keys * tile, row]
 }
 
 /// Computes one piece.
@@ -28,7 +29,7 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
     let strip = &schedule.strips[piece.strip];
     let lanes = isa.lanes();
     let tile_rows = schedule.blocks.tile_rows;
-    let ([q, o, max, sum, k, v, scores, buffer], bounds, holes) = scratch.split(scratch_lens(schedule, *isa));
+    let ([q, o, max, sum, factors, k, v, scores, buffer], bounds, holes) = scratch.split(scratch_lens(schedule, *isa));
     let (start, end) = bounds.split_at_mut(max.len());
 
     // Tiles follow one another; the last one may have fewer registers.
@@ -50,27 +51,27 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
             start[rows.start + lane] = keys.start as u32;
             end[rows.start + lane] = keys.end as u32;
             T::widen(queries.row(strip.batch, strip.head_kv * extents.group + row % extents.group, row / extents.group), staged);
-            staged.iter_mut().for_each(|x| *x *= scale);
         }
-        isa.run(Transpose { n_columns: dim_qk, from: staged, to: &mut q[rows.start * dim_qk..][..width * dim_qk] });
+        isa.run(Transpose { n_columns: dim_qk, factor: *scale, from: staged, to: &mut q[rows.start * dim_qk..][..width * dim_qk] });
     }
     o.fill(0.0);
     max.fill(f32::NEG_INFINITY);
     sum.fill(0.0);
 
+    let (batch, head) = (strip.batch, strip.head_kv);
+    let keys_of_head = Head { batch, head_kv: head, group: 1 };
     let kept_by_all = extents.keys_of_all(&strip.rows);
     for first_key in piece.keys.clone().step_by(schedule.blocks.block_keys) {
         let keys = first_key..(first_key + schedule.blocks.block_keys).min(piece.keys.end);
-        let (batch, head) = (strip.batch, strip.head_kv);
         let padded = keys.start..keys.end + PANEL;
         let k = keys_view.dense_in_place(batch, head, &padded).unwrap_or_else(|| {
-            isa.run(CopyRows { from: keys_view, batch, head, rows: keys.clone(), width: dim_qk, to: &mut *k });
+            isa.run(CopyRows { from: keys_view, head: keys_of_head, rows: keys.clone(), width: dim_qk, to: &mut *k });
             &*k
         });
         holes.clear();
         let kept = overlap(&kept_by_all, &keys) == keys;
         let v = values_view.dense_in_place(batch, head, &keys).filter(|_| kept).unwrap_or_else(|| {
-            isa.run(CopyRows { from: values_view, batch, head, rows: keys.clone(), width: dim_v, to: &mut *v });
+            isa.run(CopyRows { from: values_view, head: keys_of_head, rows: keys.clone(), width: dim_v, to: &mut *v });
             take_out_holes(v, dim_v, &keys, &kept_by_all, holes);
             &*v
         });
@@ -83,27 +84,19 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
             let skipped = taken.start - keys.start;
             let lanes = rows.start..rows.start + width;
             let o = &mut o[rows.start * dim_v..][..width * dim_v];
-            isa.run(TileStep {
-                vectors,
-                dim_qk,
-                dim_v,
-                n_keys: taken.len(),
-                first_key: taken.start,
-                core: extents.keys_of_all(&rows_of_head),
-                q: &q[rows.start * dim_qk..][..width * dim_qk],
-                k: &k[skipped * dim_qk..],
-                v: &v[skipped * dim_v..],
-                start: &start[lanes.clone()],
-                end: &end[lanes.clone()],
-                scores,
-                max: &mut max[lanes.clone()],
-                sum: &mut sum[lanes],
-                o,
-            });
+            let (n_keys, scale) = (taken.len(), &mut factors[..width]);
+            let (start, end) = (&start[lanes.clone()], &end[lanes.clone()]);
+            let (q, k) = (&q[rows.start * dim_qk..][..width * dim_qk], &k[skipped * dim_qk..]);
+            isa.run(Tiled(Scores { vectors, dim: dim_qk, n_keys, q, k, scores }));
+            let core = extents.keys_of_all(&rows_of_head);
+            isa.run(Tiled(DropOutside { vectors, keys: taken.clone(), core, start, end, scores }));
+            let (max, sum) = (&mut max[lanes.clone()], &mut sum[lanes]);
+            isa.run(Tiled(Softmax { vectors, n_keys, scores, max, sum, scale }));
+            isa.run(Tiled(Values { vectors, dim: dim_v, n_keys, p: scores, v: &v[skipped * dim_v..], scale, o }));
             for &key in holes.iter().filter(|key| taken.contains(key)) {
                 T::widen(values_view.row(batch, head, key), &mut buffer[..dim_v]);
                 for lane in 0..rows.len() {
-                    if (start[rows.start + lane]..end[rows.start + lane]).contains(&(key as u32)) {
+                    if (start[lane]..end[lane]).contains(&(key as u32)) {
                         let weight = scores[(key - taken.start) * width + lane];
                         for (c, x) in buffer[..dim_v].iter().enumerate() {
                             o[c * width + lane] += weight * x;
@@ -116,7 +109,7 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
 
     for (rows, _, width) in tiles() {
         let tile = rows.start * dim_v..(rows.start + width) * dim_v;
-        isa.run(Transpose { n_columns: width, from: &o[tile.clone()], to: &mut q[tile] });
+        isa.run(Transpose { n_columns: width, factor: 1.0, from: &o[tile.clone()], to: &mut q[tile] });
     }
     sink.take(Sums { max, sum, o: q, stride: dim_v });
 }

@@ -4,8 +4,9 @@
 //! regions: its refusals mark wrong answers, not only missing kernels.
 
 use crate::error::{Reason, SpecError, SpecErrors};
+use crate::lower::Job;
 use crate::mask::Region;
-use crate::problem::Problem;
+use cudnn_graph::expr::{Axis, ParamKind};
 use cudnn_graph::{DType, Version};
 
 /// One known-bad region.
@@ -15,7 +16,7 @@ struct Row {
     /// Compute capabilities that have it.
     sm: std::ops::RangeInclusive<u32>,
     /// Which problems.
-    applies: fn(&Problem) -> bool,
+    applies: fn(&Job) -> bool,
     /// What goes wrong.
     what: &'static str,
     /// Where that is written down.
@@ -29,18 +30,26 @@ const fn v(minor: u32, patch: u32) -> Version {
 const ANY: std::ops::RangeInclusive<u32> = 0..=u32::MAX;
 
 /// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
-fn open_window(p: &Problem) -> bool {
-    let Region { lower, upper, prefix } = *p.region();
+fn open_window(job: &Job) -> bool {
+    let Region { lower, upper, prefix } = *job.problem().region();
     lower.is_some() && prefix.is_none() && upper.is_none_or(|u| u > 0)
 }
 
-fn off_diagonal_by(p: &Problem, tile: i64) -> bool {
+fn off_diagonal_by(job: &Job, tile: i64) -> bool {
+    let p = job.problem();
     let region = p.region();
     let shifted = region.upper.is_some_and(|u| u != 0) || region.lower.is_some();
     shifted && (p.seq_q() % tile != 0 || p.seq_kv() % tile != 0)
 }
 
-const KNOWN_BAD: [Row; 5] = [
+fn is_backward(job: &Job) -> bool {
+    match job {
+        Job::Forward(_) => false,
+        Job::Backward(_) => true,
+    }
+}
+
+const KNOWN_BAD: [Row; 9] = [
     Row {
         versions: (v(10, 0), v(10, 1)),
         sm: ANY,
@@ -51,7 +60,7 @@ const KNOWN_BAD: [Row; 5] = [
     Row {
         versions: (v(14, 0), v(14, 0)),
         sm: ANY,
-        applies: |p| open_window(p) && p.seq_kv() > 1024,
+        applies: |j| open_window(j) && j.problem().seq_kv() > 1024,
         what: "a window that is not causal gives wrong results past 1024 keys; fixed in 9.14.1",
         source: "cudnn-frontend 1.32; TransformerEngine #2344",
     },
@@ -65,24 +74,63 @@ const KNOWN_BAD: [Row; 5] = [
     Row {
         versions: (v(19, 0), v(25, 0)),
         sm: 100..=129,
-        applies: |p| p.seq_q() == 1,
+        applies: |j| j.problem().seq_q() == 1,
         what: "decode corrupts silently with few key heads on Blackwell; fixed in 9.25.1",
         source: "pytorch #193893, #194927",
     },
     Row {
         versions: (v(0, 0), v(5, 99)),
         sm: ANY,
-        applies: |p| off_diagonal_by(p, 64),
+        applies: |j| off_diagonal_by(j, 64),
         what: "masks off the main diagonal need lengths that are multiples of 64 before 9.6",
         source: "cudnn-frontend 1.32, support surface of scaled dot product attention",
     },
+    Row {
+        versions: (v(0, 0), v(5, 99)),
+        sm: ANY,
+        applies: is_backward,
+        what: "the library does not zero the accumulator of dq before 9.6",
+        source: "cudnn-frontend 1.32, backward node",
+    },
+    Row {
+        versions: (v(0, 0), v(15, 0)),
+        sm: ANY,
+        applies: |j| is_backward(j) && j.problem().seq_kv() % 128 != 0,
+        what: "the backward pass reads past the keys where their number is no multiple of 128; fixed after 9.15.0",
+        source: "cudnn-frontend 1.16 release notes",
+    },
+    Row {
+        versions: (v(26, 0), v(26, 0)),
+        sm: ANY,
+        applies: |j| is_backward(j) && j.problem().extents() == [1; 4],
+        what: "the planner crashes where batch, heads and lengths are all 1",
+        source: "cudnn-frontend #1071",
+    },
+    Row {
+        versions: (v(0, 0), v(25, 1)),
+        sm: 90..=90,
+        applies: |j| is_backward(j) && reads_bias(j) && j.problem().seq_q() % 128 == 64,
+        what: "dq is not-a-number with a bias or mask tensor where the number of queries leaves 64 in the last tile of 128 and a \
+               row's stats are below -88.7",
+        source: "pytorch #196678",
+    },
 ];
+
+/// Whether a tensor spans both queries and keys.
+fn reads_bias(job: &Job) -> bool {
+    let spans = |kind| match kind {
+        ParamKind::Scalar => false,
+        ParamKind::Tensor { axes, dtype: _ } => axes.has(Axis::Q) && axes.has(Axis::K),
+    };
+    job.params().iter().any(|p| spans(p.kind))
+}
 
 /// Every known reason against running a problem on a runtime and an architecture, before the library is asked.
 ///
 /// With `deterministic`, decode is refused: its engines split the keys and combine the parts as they arrive, and although they
 /// do not say so in their notes, other work on the device changes the last bit (docs/threads.md).
-pub fn reasons(problem: &Problem, runtime: Version, sm: u32, deterministic: bool) -> Vec<Reason> {
+pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec<Reason> {
+    let problem = job.problem();
     let mut reasons = Vec::new();
     let mut limit = |field: &str, value: String, limit: &str| {
         reasons.push(Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() });
@@ -90,10 +138,13 @@ pub fn reasons(problem: &Problem, runtime: Version, sm: u32, deterministic: bool
     if !matches!(problem.dtype(), DType::F16 | DType::BF16) {
         limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16 and bf16");
     }
+    if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
+        limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");
+    }
     if sm < 80 {
         limit("device", format!("sm {sm}"), "cuDNN's attention needs compute capability 8.0 or newer");
     }
-    if deterministic && problem.seq_q() == 1 {
+    if deterministic && problem.seq_q() == 1 && !is_backward(job) {
         limit("policy.deterministic", "true".to_owned(), "cuDNN's decode engines (seq_q = 1) do not give the same bits on every run");
     }
     for (field, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
@@ -105,7 +156,7 @@ pub fn reasons(problem: &Problem, runtime: Version, sm: u32, deterministic: bool
         }
     }
     for row in &KNOWN_BAD {
-        if (row.versions.0..=row.versions.1).contains(&runtime) && row.sm.contains(&sm) && (row.applies)(problem) {
+        if (row.versions.0..=row.versions.1).contains(&runtime) && row.sm.contains(&sm) && (row.applies)(job) {
             reasons.push(Reason::KnownBad {
                 runtime: format!("cuDNN {runtime} on sm {sm}"),
                 what: row.what.to_owned(),
@@ -134,11 +185,11 @@ mod tests {
     use super::*;
     use crate::{Align, AttentionSpec, Layout, Mask, Shape};
 
-    fn problem(seq_q: i64, seq_kv: i64, masks: &[Mask]) -> Problem {
+    fn problem(seq_q: i64, seq_kv: i64, masks: &[Mask]) -> Job {
         let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };
         let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
         spec.masks = masks.to_vec();
-        spec.validate().unwrap()
+        spec.validate().unwrap().into()
     }
 
     #[test]
@@ -156,7 +207,7 @@ mod tests {
         let causal_window = problem(2048, 2048, &[Mask::window(Some(64), Some(0), Align::TopLeft)]);
         let decode = problem(1, 4096, &[]);
         let chunk = problem(100, 228, &[Mask::causal_bottom_right()]);
-        let refused = |p: &Problem, minor, patch, sm| !reasons(p, v(minor, patch), sm, false).is_empty();
+        let refused = |p: &Job, minor, patch, sm| !reasons(p, v(minor, patch), sm, false).is_empty();
         assert!(refused(&plain, 10, 0, 90) && refused(&plain, 10, 1, 90) && !refused(&plain, 10, 2, 90) && !refused(&plain, 9, 0, 90));
         assert!(refused(&open, 9, 0, 90) && !refused(&open, 10, 2, 90) && !refused(&causal_window, 9, 0, 90));
         assert!(refused(&open, 14, 0, 90) && !refused(&open, 14, 1, 90) && !refused(&causal_window, 14, 0, 90));

@@ -11,12 +11,13 @@ pub mod raw;
 
 pub use host::CudnnPrepared;
 pub use plan::{PlanOptions, Planned, PlannedCopy};
-pub use raw::DeviceForward;
+pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
 
 use crate::backward::BackwardProblem;
 use crate::cache::{CacheStats, PlanCache};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
+use crate::lower::Job;
 use crate::problem::Problem;
 use cudnn_graph::{Device, Driver, Library, Search, Target};
 use std::num::NonZeroUsize;
@@ -48,7 +49,7 @@ pub struct CudnnExecutor {
     library: &'static Library,
     device: &'static Device,
     options: PlanOptions,
-    cache: PlanCache<Problem, Arc<Planned>>,
+    cache: PlanCache<Job, Arc<Planned>>,
 }
 
 impl CudnnExecutor {
@@ -82,13 +83,26 @@ impl CudnnExecutor {
     /// # Errors
     /// [`Error::Unsupported`] with every reason; the environment's.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<Planned>, bool), Error> {
-        self.cache.get_or_build(problem, || {
+        self.plans(&Job::from(problem.clone()))
+    }
+
+    /// The plans of a backward problem, from the cache or made now; the flag says whether they were there.
+    ///
+    /// # Errors
+    /// As [`CudnnExecutor::attention`].
+    pub fn attention_backward(&self, problem: &BackwardProblem) -> Result<(Arc<Planned>, bool), Error> {
+        self.plans(&Job::from(problem.clone()))
+    }
+
+    fn plans(&self, job: &Job) -> Result<(Arc<Planned>, bool), Error> {
+        self.cache.get_or_build(job, || {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
             let start = std::time::Instant::now();
-            let planned = plan::build(self.library, &Target::Handle(&handle), problem, &self.options)?;
+            let mut planned = plan::build(self.library, &Target::Handle(&handle), job, &self.options)?;
+            planned.upload_tables(&stream)?;
             let engine = planned.plan.engine().map(|c| c.tag()).unwrap_or_default();
-            tracing::debug!(engine, form = %planned.forward.form, ms = start.elapsed().as_millis() as u64, "plan built");
+            tracing::debug!(engine, pass = job.name(), form = %planned.lowered.form, ms = start.elapsed().as_millis() as u64, "plan built");
             Ok(Arc::new(planned))
         })
     }
@@ -100,11 +114,32 @@ impl Executor for CudnnExecutor {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        self.asked(&Job::from(problem.clone()))
+    }
+
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        let (planned, _) = self.attention(problem)?;
+        Ok(Arc::new(CudnnPrepared::new(self.library, problem.clone().into(), planned, self.device.stream()?)))
+    }
+
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        self.asked(&Job::from(problem.clone()))
+    }
+
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        let (planned, _) = self.attention_backward(problem)?;
+        Ok(Arc::new(CudnnPrepared::new(self.library, problem.clone().into(), planned, self.device.stream()?)))
+    }
+}
+
+impl CudnnExecutor {
+    /// Whether there is an engine for a pass.
+    fn asked(&self, job: &Job) -> Result<(), Unsupported> {
         let absent = |e: String| Unsupported { executor: ExecutorName::Cudnn, reasons: vec![Reason::Absent(e)] };
         let asked = || -> Result<(), Error> {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
-            plan::supports(self.library, &Target::Handle(&handle), problem, &self.options).map(|_| ())
+            plan::supports(self.library, &Target::Handle(&handle), job, &self.options).map(|_| ())
         };
         match asked() {
             Ok(()) => Ok(()),
@@ -112,21 +147,4 @@ impl Executor for CudnnExecutor {
             Err(other) => Err(absent(other.to_string())),
         }
     }
-
-    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        let (planned, _) = self.attention(problem)?;
-        Ok(Arc::new(CudnnPrepared::new(self.library, problem.clone(), planned, self.device.stream()?)))
-    }
-
-    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
-        Err(backward_absent())
-    }
-
-    fn prepare_backward(&self, _problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        Err(Error::Unsupported(backward_absent()))
-    }
-}
-
-fn backward_absent() -> Unsupported {
-    Unsupported { executor: ExecutorName::Cudnn, reasons: vec![Reason::Absent("the backward pass is not written yet".to_owned())] }
 }

@@ -5,7 +5,7 @@
 //! second one made for 8.0 on tiles of 64 × 64, which wins while a head is one or two such tiles and the device is not full.
 //! Elsewhere the first offer is the fastest of all.
 
-use crate::lower::Form;
+use crate::lower::{Form, Job};
 use crate::problem::Problem;
 use cudnn_graph::{Target, Version};
 
@@ -13,7 +13,8 @@ use cudnn_graph::{Target, Version};
 const TILE: i64 = 64;
 
 /// Tags of the engines to try first.
-pub(super) fn prefer(problem: &Problem, form: Form, runtime: Version, target: &Target<'_>) -> Vec<String> {
+pub(super) fn prefer(job: &Job, form: Form, runtime: Version, target: &Target<'_>) -> Vec<String> {
+    let Job::Forward(problem) = job else { return Vec::new() };
     if small(problem, runtime, target.sm(), i64::from(target.sm_count())) {
         let engine = match form {
             Form::Composite => "eng1",

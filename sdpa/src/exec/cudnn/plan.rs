@@ -1,10 +1,9 @@
-//! From a problem to compiled plans: which form, which engine, which operands are copied first.
+//! From a pass to compiled plans: which form, which engine, which operands are copied first.
 
 use super::guard;
 use super::order;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
-use crate::lower::{self, Copy, Form, Forward};
-use crate::problem::{OPERANDS, Problem};
+use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand};
 use cudnn_graph::{Library, Plan, Planner, Policy, Target};
 use serde::Serialize;
 use std::sync::Arc;
@@ -18,140 +17,177 @@ pub struct PlanOptions {
     pub policy: Policy,
 }
 
-/// Compiled plans for a problem.
+/// Compiled plans for a pass.
 #[derive(Debug)]
 pub struct Planned {
-    /// The problem as the attention plan sees it: operands that are copied first are dense.
-    pub problem: Problem,
+    /// The pass as the attention plan sees it: operands that are copied first are dense.
+    pub job: Job,
     /// The attention graph.
-    pub forward: Arc<Forward>,
+    pub lowered: Arc<Lowered>,
     /// The attention plan.
     pub plan: Arc<Plan>,
-    /// Copies, by operand; that of `o` comes after the attention.
+    /// Copies, by operand; those of results come after the attention.
     pub copies: Vec<PlannedCopy>,
+    /// Tables that the graph reads, in device memory: one for each, in the order of the graph's supplies.
+    pub tables: Vec<cudnn_graph::Buffer>,
 }
 
 /// A copy of one operand.
 #[derive(Debug)]
 pub struct PlannedCopy {
-    /// Which operand, in the order of [`OPERANDS`].
-    pub operand: usize,
+    /// Which operand.
+    pub operand: Operand,
     /// The copy's graph.
     pub copy: Copy,
     /// The copy's plan.
     pub plan: Arc<Plan>,
 }
 
-impl PlannedCopy {
-    /// `q`, `k`, `v` or `o`.
-    pub fn name(&self) -> &'static str {
-        OPERANDS[self.operand]
-    }
-}
-
 fn unsupported(reasons: Vec<Reason>) -> Error {
     Error::Unsupported(Unsupported { executor: ExecutorName::Cudnn, reasons })
 }
 
-/// Asks cuDNN for the engines of a problem's forward pass, in one form. Nothing is compiled.
+/// Why one form was passed over.
+enum Refusal {
+    /// The form has no spelling for it.
+    NoSpelling(String),
+    /// The library's, or the environment's.
+    Other(Error),
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Refusal {
+        Refusal::Other(error)
+    }
+}
+
+impl From<cudnn_graph::Error> for Refusal {
+    fn from(error: cudnn_graph::Error) -> Refusal {
+        Refusal::Other(error.into())
+    }
+}
+
+/// Asks cuDNN for the engines of a pass, in one form. Nothing is compiled.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with cuDNN's own words; the environment's.
+/// [`Error::Unsupported`] with cuDNN's own words, or for what the form cannot express; the environment's.
 pub fn ask(
     library: &'static Library,
     target: &Target<'_>,
-    problem: &Problem,
+    job: &Job,
     form: Form,
     policy: &Policy,
-) -> Result<(Arc<Forward>, Planner), Error> {
-    let forward = Arc::new(lower::forward(problem, form, library.version())?);
+) -> Result<(Arc<Lowered>, Planner), Error> {
+    try_ask(library, target, job, form, policy).map_err(|refusal| match refusal {
+        Refusal::NoSpelling(text) => unsupported(vec![Reason::Refused { form: form.name().to_owned(), text }]),
+        Refusal::Other(error) => error,
+    })
+}
+
+fn try_ask(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    form: Form,
+    policy: &Policy,
+) -> Result<(Arc<Lowered>, Planner), Refusal> {
+    let lowered = match lower::lower(job, form, library.version()) {
+        Ok(lowered) => Arc::new(lowered),
+        Err(LowerError::Unsupported(text)) => return Err(Refusal::NoSpelling(text)),
+        Err(LowerError::Bug(e)) => return Err(e.into()),
+    };
     let mut policy = policy.clone();
-    policy.prefer.extend(order::prefer(problem, form, library.version(), target));
-    let planner = Planner::new(library, Arc::new(forward.graph.clone()), target, &policy)?;
-    Ok((forward, planner))
+    policy.deterministic |= job.deterministic();
+    policy.prefer.extend(order::prefer(job, form, library.version(), target));
+    let planner = Planner::new(library, Arc::new(lowered.graph.clone()), target, &policy)?;
+    Ok((lowered, planner))
 }
 
 /// Runs `make` over the forms that the options allow, in order, until one succeeds.
 fn first_form<T>(
     library: &'static Library,
     target: &Target<'_>,
-    problem: &Problem,
+    job: &Job,
     options: &PlanOptions,
-    mut make: impl FnMut(&Problem, Form) -> Result<T, Error>,
-) -> Result<(Problem, Vec<usize>, T), Error> {
-    let known = guard::reasons(problem, library.version(), target.sm(), options.policy.deterministic);
+    mut make: impl FnMut(&Job, Form) -> Result<T, Refusal>,
+) -> Result<(Job, Vec<Operand>, T), Error> {
+    let known = guard::reasons(job, library.version(), target.sm(), options.policy.deterministic || job.deterministic());
     if !known.is_empty() {
         return Err(unsupported(known));
     }
-    let (dense, copied) = lower::densify(problem);
+    let (dense, copied) = lower::densify(job);
     let forms = lower::forms(&dense, library.version()).iter().copied().filter(|f| options.form.is_none_or(|only| only == *f));
     let mut reasons = Vec::new();
     for form in forms {
+        let refused = |text: String| Reason::Refused { form: form.name().to_owned(), text: text.replace('\n', "; ") };
         match make(&dense, form) {
             Ok(made) => return Ok((dense, copied, made)),
-            Err(Error::Backend(e)) if e.is_unsupported() => {
+            Err(Refusal::NoSpelling(text)) => reasons.push(refused(text)),
+            Err(Refusal::Other(Error::Backend(e))) if e.is_unsupported() => {
                 tracing::debug!(%form, reason = %e, "refused");
-                reasons.push(Reason::Refused { form: form.name().to_owned(), text: e.to_string().replace('\n', "; ") });
+                reasons.push(refused(e.to_string()));
             }
-            Err(other) => return Err(other),
+            Err(Refusal::Other(other)) => return Err(other),
         }
     }
     if reasons.is_empty() {
         let form = options.form.map_or("any", Form::name);
-        let limit = format!("the unified form needs cuDNN {}, this is {}", lower::UNIFIED_SINCE, library.version());
+        let limit = format!("the unified form does not have this {} pass on cuDNN {}", job.name(), library.version());
         reasons.push(Reason::Limit { field: "form".to_owned(), value: form.to_owned(), limit });
     }
     Err(unsupported(reasons))
 }
 
-/// Whether cuDNN has an engine for a problem on a device, and in which form. Nothing is compiled or submitted.
+/// Whether cuDNN has an engine for a pass on a device, and in which form. Nothing is compiled or submitted.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with every reason; the environment's.
-pub fn supports(library: &'static Library, target: &Target<'_>, problem: &Problem, options: &PlanOptions) -> Result<Form, Error> {
+pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Form, Error> {
     let (dense, copied, form) =
-        first_form(library, target, problem, options, |p, form| ask(library, target, p, form, &options.policy).map(|_| form))?;
+        first_form(library, target, job, options, |j, form| try_ask(library, target, j, form, &options.policy).map(|_| form))?;
     for operand in copied {
-        copy_graph(problem, &dense, operand)
+        copy_graph(job, &dense, operand)
             .and_then(|c| Ok(Planner::new(library, Arc::new(c.graph), target, &Policy::default())?))
             .map_err(|e| refused_copy(operand, e))?;
     }
     Ok(form)
 }
 
-fn copy_graph(problem: &Problem, dense: &Problem, operand: usize) -> Result<Copy, Error> {
-    let (given, used) = (&problem.tensors()[operand], &dense.tensors()[operand]);
-    let (from, to) = if OPERANDS[operand] == "o" { (used, given) } else { (given, used) };
-    Ok(lower::copy(problem.dtype(), from, to)?)
+fn copy_graph(job: &Job, dense: &Job, operand: Operand) -> Result<Copy, Error> {
+    let (Some(given), Some(used)) = (job.tensor(operand), dense.tensor(operand)) else {
+        return Err(unsupported(vec![Reason::Absent(format!("the {} pass has no {operand}", job.name()))]));
+    };
+    let (from, to) = if job.writes(operand) { (used, given) } else { (given, used) };
+    Ok(lower::copy(job.problem().dtype(), &from, &to)?)
 }
 
-fn refused_copy(operand: usize, error: Error) -> Error {
+fn refused_copy(operand: Operand, error: Error) -> Error {
     if let Error::Backend(e) = &error
         && e.is_unsupported()
     {
         let text = e.to_string().replace('\n', "; ");
-        return unsupported(vec![Reason::Refused { form: format!("copy of {}", OPERANDS[operand]), text }]);
+        return unsupported(vec![Reason::Refused { form: format!("copy of {operand}"), text }]);
     }
     error
 }
 
-/// Makes the plans of a problem's forward pass.
+/// Makes the plans of a pass. Tables are not in device memory yet: see [`Planned::upload_tables`].
 ///
 /// # Errors
 /// As [`supports`]; out of memory and a missing library are the environment's and never *unsupported*.
-pub fn build(library: &'static Library, target: &Target<'_>, problem: &Problem, options: &PlanOptions) -> Result<Planned, Error> {
-    let (dense, copied, (forward, plan)) = first_form(library, target, problem, options, |p, form| {
-        let (forward, planner) = ask(library, target, p, form, &options.policy)?;
-        Ok((forward, planner.first(target)?))
+pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Planned, Error> {
+    let (dense, copied, (lowered, plan)) = first_form(library, target, job, options, |j, form| {
+        let (lowered, planner) = try_ask(library, target, j, form, &options.policy)?;
+        Ok((lowered, planner.first(target)?))
     })?;
     let copies = copied
         .into_iter()
         .map(|operand| {
-            let copy = copy_graph(problem, &dense, operand)?;
+            let copy = copy_graph(job, &dense, operand)?;
             let plan = Plan::build(library, Arc::new(copy.graph.clone()), target, &Policy::default())
                 .map_err(|e| refused_copy(operand, Error::Backend(e)))?;
             Ok(PlannedCopy { operand, copy, plan: Arc::new(plan) })
         })
         .collect::<Result<_, Error>>()?;
-    Ok(Planned { problem: dense, forward, plan: Arc::new(plan), copies })
+    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, tables: Vec::new() })
 }

@@ -4,14 +4,42 @@
 use super::guard;
 use super::plan::{Planned, PlannedCopy};
 use crate::error::{Error, SpecError, SpecErrors};
-use crate::problem::{OPERANDS, Problem};
-use crate::spec::TensorSpec;
-use cudnn_graph::ir::Scalar;
-use cudnn_graph::{Bindings, DeviceSlice, Handle};
+use crate::lower::{Operand, Supply};
+use crate::params;
+use cudnn_graph::expr::{Place, Precision, Trace};
+use cudnn_graph::ir::{Scalar, TensorId};
+use cudnn_graph::{Bindings, Buffer, DType, DeviceSlice, Handle, Stream};
 
-/// Device memory and the scale of one forward call.
+/// A declared parameter in one call.
 #[derive(Clone, Copy, Debug)]
-pub struct DeviceForward {
+pub struct DeviceParam<'a> {
+    /// The name that it was declared by.
+    pub name: &'a str,
+    /// Its value.
+    pub value: DeviceValue,
+}
+
+/// The value of a parameter.
+#[derive(Clone, Copy, Debug)]
+pub enum DeviceValue {
+    /// For a scalar.
+    Scalar(f32),
+    /// For a tensor: dense, of this element type, 16-byte aligned. A truth value is a byte, 0 or 1.
+    Tensor(DType, DeviceSlice),
+}
+
+/// The gradient of a declared parameter.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceGradient<'a> {
+    /// The name of the parameter.
+    pub name: &'a str,
+    /// Dense, of the element type that the problem asks for, 16-byte aligned.
+    pub slice: DeviceSlice,
+}
+
+/// Device memory and numbers of one forward call.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceForward<'a> {
     /// Queries, strided as the problem says.
     pub q: DeviceSlice,
     /// Keys.
@@ -24,114 +52,299 @@ pub struct DeviceForward {
     pub stats: Option<DeviceSlice>,
     /// Multiplies the scores; positive. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
+    /// Values of declared parameters; a scalar that is not named here has its default.
+    pub params: &'a [DeviceParam<'a>],
     /// At least [`Planned::workspace_bytes`], 256-byte aligned.
     pub workspace: DeviceSlice,
+}
+
+/// Device memory and numbers of one backward call.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceBackward<'a> {
+    /// Queries, strided as the problem says.
+    pub q: DeviceSlice,
+    /// Keys.
+    pub k: DeviceSlice,
+    /// Values.
+    pub v: DeviceSlice,
+    /// Output of the forward pass.
+    pub o: DeviceSlice,
+    /// f32, (batch, heads_q, seq_q), dense, 16-byte aligned: the forward pass's.
+    pub stats: DeviceSlice,
+    /// Gradient of the output.
+    pub d_o: DeviceSlice,
+    /// Gradient of the queries.
+    pub dq: DeviceSlice,
+    /// Gradient of the keys.
+    pub dk: DeviceSlice,
+    /// Gradient of the values.
+    pub dv: DeviceSlice,
+    /// The scale of the forward pass.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters, those of the forward pass.
+    pub params: &'a [DeviceParam<'a>],
+    /// Gradients of declared parameters: each that the problem asks for, once.
+    pub gradients: &'a [DeviceGradient<'a>],
+    /// At least [`Planned::workspace_bytes`], 256-byte aligned.
+    pub workspace: DeviceSlice,
+}
+
+/// Either call.
+struct Call<'a> {
+    operands: [Option<DeviceSlice>; 8],
+    stats: Option<DeviceSlice>,
+    attn_scale: Option<f32>,
+    params: &'a [DeviceParam<'a>],
+    gradients: &'a [DeviceGradient<'a>],
+    workspace: DeviceSlice,
+}
+
+impl Call<'_> {
+    fn operand(&self, operand: Operand) -> Result<DeviceSlice, Error> {
+        self.operands[operand as usize].ok_or_else(|| one(operand.name(), "absent", "an operand of the pass"))
+    }
 }
 
 /// Pieces of the workspace begin at multiples of this.
 const PIECE: u64 = 256;
 
-fn tensor_bytes(problem: &Problem, tensor: &TensorSpec) -> u64 {
-    let elements = u64::try_from(tensor.extent().unwrap_or(0)).unwrap_or(0);
-    elements * u64::from(problem.dtype().bits() / 8)
+/// What lies in the workspace behind the plans' own scratch.
+struct Pieces {
+    copied: Vec<(Operand, DeviceSlice)>,
+    scratch: Vec<(TensorId, DeviceSlice)>,
+    end: u64,
 }
 
 impl Planned {
-    /// Where each copied operand lies in the workspace, behind the plans' own scratch, and the end of it all.
-    fn pieces(&self) -> (Vec<(usize, DeviceSlice)>, u64) {
+    /// Offsets from the beginning of the workspace.
+    fn pieces(&self) -> Pieces {
         let plans = self.copies.iter().map(|c| &c.plan).chain([&self.plan]);
         let mut next = plans.map(|p| p.workspace_bytes()).max().unwrap_or(0).next_multiple_of(PIECE);
-        let mut pieces = Vec::with_capacity(self.copies.len());
-        for copy in &self.copies {
-            let bytes = tensor_bytes(&self.problem, &self.problem.tensors()[copy.operand]);
-            pieces.push((copy.operand, DeviceSlice { address: next, bytes }));
+        let mut take = |bytes: u64| {
+            let piece = DeviceSlice { address: next, bytes };
             next += bytes.next_multiple_of(PIECE);
+            piece
+        };
+        let copied = self.copies.iter().map(|c| {
+            let tensor = self.lowered.operand(c.operand);
+            (c.operand, take(tensor.map_or(0, |id| self.lowered.bytes(id))))
+        });
+        let copied = copied.collect();
+        let mut scratch = Vec::new();
+        for (id, supply) in &self.lowered.supplies {
+            match supply {
+                Supply::Scratch => scratch.push((*id, take(self.lowered.bytes(*id)))),
+                Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Gradient(_) => {}
+            }
         }
-        (pieces, next)
+        Pieces { copied, scratch, end: next }
+    }
+
+    /// Whether calls need nothing of the workspace but the plan's own scratch.
+    fn is_simple(&self) -> bool {
+        self.copies.is_empty() && !self.lowered.supplies.iter().any(|(_, s)| *s == Supply::Scratch)
     }
 
     /// Bytes of device memory that a call needs besides its operands: scratch of the plans, and room for copied operands.
     pub fn workspace_bytes(&self) -> u64 {
-        if self.copies.is_empty() { self.plan.workspace_bytes() } else { self.pieces().1 }
+        if self.is_simple() { self.plan.workspace_bytes() } else { self.pieces().end }
     }
 
     /// Names of the operands that are copied because the engines cannot use them in place.
     pub fn copied(&self) -> Vec<&'static str> {
-        self.copies.iter().map(PlannedCopy::name).collect()
+        self.copies.iter().map(|c| c.operand.name()).collect()
+    }
+
+    /// Puts the tables of the graph into device memory, and waits for that.
+    ///
+    /// # Errors
+    /// The environment's.
+    pub fn upload_tables(&mut self, stream: &Stream) -> Result<(), Error> {
+        for (_, supply) in &self.lowered.supplies {
+            let Supply::Table(table) = supply else { continue };
+            let mut buffer = Buffer::new(stream.device(), usize::try_from(table.bytes()).unwrap_or(usize::MAX))?;
+            match table {
+                crate::lower::Table::F32(x) => buffer.upload(stream, 0, x)?,
+                crate::lower::Table::I32(x) => buffer.upload(stream, 0, x)?,
+            }
+            self.tables.push(buffer);
+        }
+        stream.synchronize()?;
+        Ok(())
     }
 
     /// Submits one forward pass to the handle's stream. Nothing waits.
     ///
     /// # Safety
     /// Until the stream has passed this call: every slice is device memory of the handle's device, really as large as said;
-    /// `o`, `stats` and the workspace are not used by anything else; `q`, `k` and `v` are not written; `self` is not dropped.
+    /// `o`, `stats` and the workspace are not used by anything else; `q`, `k`, `v` and parameters are not written; `self` is
+    /// not dropped.
     ///
     /// # Errors
-    /// A scale that is not positive, stats missing or too many, slices that are too short or misaligned, all before anything
-    /// runs; cuDNN's own.
-    pub unsafe fn forward(&self, handle: &Handle, call: &DeviceForward) -> Result<(), Error> {
-        let attn_scale = call.attn_scale.unwrap_or(self.problem.default_scale());
-        guard::check_scale(attn_scale)?;
-        let graph = &self.forward;
-        let mut used = [call.q, call.k, call.v, call.o];
-        if !self.copies.is_empty() {
-            self.place(call.workspace, &mut used)?;
+    /// A scale that is not positive, stats missing or too many, parameters missing, unknown, doubled or of another type, slices
+    /// that are too short or misaligned, all before anything runs; cuDNN's own.
+    pub unsafe fn forward(&self, handle: &Handle, call: &DeviceForward<'_>) -> Result<(), Error> {
+        match (call.stats, self.job.problem().stats()) {
+            (Some(_), true) | (None, false) => {}
+            (None, true) => return Err(one("stats", "absent", "the problem asks for stats")),
+            (Some(_), false) => return Err(one("stats", "given", "the problem does not ask for stats")),
         }
-        let ids = [graph.q, graph.k, graph.v, graph.o];
-        let mut bindings = Bindings::new();
-        for (id, slice) in ids.into_iter().zip(used) {
+        let call = Call {
+            operands: [Some(call.q), Some(call.k), Some(call.v), Some(call.o), None, None, None, None],
+            stats: call.stats,
+            attn_scale: call.attn_scale,
+            params: call.params,
+            gradients: &[],
+            workspace: call.workspace,
+        };
+        // SAFETY: the caller's.
+        unsafe { self.submit(handle, &call) }
+    }
+
+    /// Submits one backward pass to the handle's stream. Nothing waits.
+    ///
+    /// # Safety
+    /// Until the stream has passed this call: every slice is device memory of the handle's device, really as large as said;
+    /// gradients and the workspace are not used by anything else; what is read is not written; `self` is not dropped.
+    ///
+    /// # Errors
+    /// As [`Planned::forward`], and for gradients of parameters.
+    pub unsafe fn backward(&self, handle: &Handle, call: &DeviceBackward<'_>) -> Result<(), Error> {
+        let operands = [call.q, call.k, call.v, call.o, call.d_o, call.dq, call.dk, call.dv].map(Some);
+        let call = Call {
+            operands,
+            stats: Some(call.stats),
+            attn_scale: call.attn_scale,
+            params: call.params,
+            gradients: call.gradients,
+            workspace: call.workspace,
+        };
+        // SAFETY: the caller's.
+        unsafe { self.submit(handle, &call) }
+    }
+
+    /// # Safety
+    /// As [`Planned::forward`] and [`Planned::backward`].
+    unsafe fn submit(&self, handle: &Handle, call: &Call<'_>) -> Result<(), Error> {
+        let attn_scale = call.attn_scale.unwrap_or(self.job.problem().default_scale());
+        guard::check_scale(attn_scale)?;
+        let simple = self.is_simple();
+        let pieces = if simple { None } else { Some(self.place(call.workspace)?) };
+        let mut bindings = Bindings::new().value(self.lowered.attn_scale, Scalar::F32(attn_scale));
+        for &(operand, id) in &self.lowered.operands {
+            let copied = pieces.as_ref().and_then(|p| p.copied.iter().find(|(o, _)| *o == operand));
+            bindings = bindings.slice(id, copied.map_or_else(|| call.operand(operand), |(_, slice)| Ok(*slice))?);
+        }
+        if let (Some(id), Some(slice)) = (self.lowered.stats, call.stats) {
             bindings = bindings.slice(id, slice);
         }
-        bindings = match (graph.stats, call.stats) {
-            (Some(id), Some(slice)) => bindings.slice(id, slice),
-            (None, None) => bindings,
-            (Some(_), None) => return Err(one("stats", "absent", "the problem asks for stats")),
-            (None, Some(_)) => return Err(one("stats", "given", "the problem does not ask for stats")),
-        };
-        bindings = bindings.value(graph.attn_scale, Scalar::F32(attn_scale));
-        // What a caller got wrong shows before the first copy is submitted.
-        if !self.copies.is_empty() {
+        if let Some(pieces) = &pieces {
+            for (id, slice) in &pieces.scratch {
+                bindings = bindings.slice(*id, *slice);
+            }
+        }
+        if !self.lowered.supplies.is_empty() || !call.params.is_empty() {
+            bindings = self.supply(call, bindings)?;
+        }
+        if !simple {
+            // What a caller got wrong shows before the first copy is submitted.
             self.plan.check(&bindings, call.workspace)?;
         }
-        let given = [call.q, call.k, call.v, call.o];
-        for copy in self.copies.iter().filter(|c| c.name() != "o") {
-            // SAFETY: the caller's; the pieces of the workspace do not overlap.
-            unsafe { self.copy(handle, copy, given[copy.operand], used[copy.operand], call.workspace) }?;
+        if let Some(pieces) = &pieces {
+            for copy in self.copies.iter().filter(|c| !self.job.writes(c.operand)) {
+                // SAFETY: the caller's; the pieces of the workspace do not overlap.
+                unsafe { self.copy(handle, copy, call, pieces) }?;
+            }
         }
         // SAFETY: the caller's.
         unsafe { self.plan.execute(handle, &bindings, call.workspace) }?;
-        for copy in self.copies.iter().filter(|c| c.name() == "o") {
-            // SAFETY: the caller's.
-            unsafe { self.copy(handle, copy, used[copy.operand], given[copy.operand], call.workspace) }?;
+        if let Some(pieces) = &pieces {
+            for copy in self.copies.iter().filter(|c| self.job.writes(c.operand)) {
+                // SAFETY: the caller's.
+                unsafe { self.copy(handle, copy, call, pieces) }?;
+            }
         }
         Ok(())
     }
 
-    /// Puts copied operands where their pieces of the workspace are.
-    fn place(&self, workspace: DeviceSlice, used: &mut [DeviceSlice; 4]) -> Result<(), Error> {
-        let (pieces, end) = self.pieces();
-        if workspace.bytes < end {
-            return Err(one("workspace", workspace.bytes, &format!("at least {end} bytes")));
+    /// Binds parameters, tables and gradients, once all of them are known to be right.
+    fn supply(&self, call: &Call<'_>, mut bindings: Bindings) -> Result<Bindings, Error> {
+        let values = self.check_params(call)?;
+        let mut tables = self.tables.iter();
+        for (id, supply) in &self.lowered.supplies {
+            bindings = match supply {
+                Supply::Number(trace) => bindings.value(*id, number(trace, &values)),
+                Supply::Param(name) => match call.params.iter().find(|p| p.name == name).map(|p| p.value) {
+                    Some(DeviceValue::Tensor(_, slice)) => bindings.slice(*id, slice),
+                    // Said already.
+                    Some(DeviceValue::Scalar(_)) | None => bindings,
+                },
+                Supply::Table(_) => match tables.next() {
+                    Some(buffer) => bindings.slice(*id, DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }),
+                    None => return Err(one("tables", "absent", "Planned::upload_tables puts them into device memory")),
+                },
+                Supply::Gradient(name) => match call.gradients.iter().find(|g| g.name == name) {
+                    Some(g) => bindings.slice(*id, g.slice),
+                    None => bindings,
+                },
+                Supply::Scratch => bindings,
+            };
+        }
+        Ok(bindings)
+    }
+
+    /// The scalars by name, once everything about parameters and their gradients is right.
+    fn check_params<'a>(&'a self, call: &Call<'_>) -> Result<Vec<(&'a str, f32)>, SpecErrors> {
+        let given = call.params.iter().map(|p| match p.value {
+            DeviceValue::Scalar(x) => (p.name, params::Given::Scalar(x)),
+            DeviceValue::Tensor(dtype, slice) => {
+                (p.name, params::Given::Tensor { dtype, elements: slice.bytes * 8 / u64::from(dtype.bits()) })
+            }
+        });
+        let given: Vec<_> = given.collect();
+        let extents = self.job.problem().extents();
+        let mut errors = params::check(self.job.params(), extents, &given, true).err().map_or_else(Vec::new, |e| e.0);
+        let wanted: Vec<&str> = self.lowered.supplies.iter().filter_map(|(_, s)| gradient_name(s)).collect();
+        for (n, g) in call.gradients.iter().enumerate() {
+            if !wanted.contains(&g.name) || call.gradients[..n].iter().any(|before| before.name == g.name) {
+                errors.push(SpecError::new(format!("gradient of {}", g.name), "given", "once, and only where the problem asks for it"));
+            }
+        }
+        for name in wanted.iter().filter(|name| call.gradients.iter().all(|g| g.name != **name)) {
+            errors.push(SpecError::new(format!("gradient of {name}"), "absent", "the problem asks for it"));
+        }
+        if !errors.is_empty() {
+            return Err(SpecErrors(errors));
+        }
+        let value = |name: &str, default| {
+            call.params.iter().find(|p| p.name == name).map_or(default, |p| match p.value {
+                DeviceValue::Scalar(x) => x,
+                DeviceValue::Tensor(..) => default,
+            })
+        };
+        Ok(self.job.params().iter().filter_map(|p| Some((p.name.as_str(), value(&p.name, p.default?)))).collect())
+    }
+
+    /// The pieces of this workspace.
+    fn place(&self, workspace: DeviceSlice) -> Result<Pieces, Error> {
+        let mut pieces = self.pieces();
+        if workspace.bytes < pieces.end {
+            return Err(one("workspace", workspace.bytes, &format!("at least {} bytes", pieces.end)));
         }
         if !workspace.address.is_multiple_of(PIECE) {
             return Err(one("workspace", format!("{:#x}", workspace.address), &format!("a multiple of {PIECE} bytes")));
         }
-        for (operand, piece) in pieces {
-            used[operand] = DeviceSlice { address: workspace.address + piece.address, bytes: piece.bytes };
-        }
-        Ok(())
+        pieces.copied.iter_mut().for_each(|(_, slice)| slice.address += workspace.address);
+        pieces.scratch.iter_mut().for_each(|(_, slice)| slice.address += workspace.address);
+        Ok(pieces)
     }
 
     /// # Safety
     /// As [`Planned::forward`].
-    unsafe fn copy(
-        &self,
-        handle: &Handle,
-        planned: &PlannedCopy,
-        from: DeviceSlice,
-        to: DeviceSlice,
-        workspace: DeviceSlice,
-    ) -> Result<(), Error> {
+    unsafe fn copy(&self, handle: &Handle, planned: &PlannedCopy, call: &Call<'_>, pieces: &Pieces) -> Result<(), Error> {
+        let given = call.operand(planned.operand)?;
+        let used = pieces.copied.iter().find(|(o, _)| *o == planned.operand).map_or(given, |(_, slice)| *slice);
+        let (from, to) = if self.job.writes(planned.operand) { (used, given) } else { (given, used) };
         let copy = &planned.copy;
         for n in 0..copy.repeats {
             let at = |slice: DeviceSlice, step: u64| DeviceSlice {
@@ -140,15 +353,32 @@ impl Planned {
             };
             let bindings = Bindings::new().slice(copy.from, at(from, copy.from_step)).slice(copy.to, at(to, copy.to_step));
             // SAFETY: the caller's.
-            unsafe { planned.plan.execute(handle, &bindings, workspace) }?;
+            unsafe { planned.plan.execute(handle, &bindings, call.workspace) }?;
         }
         Ok(())
+    }
+}
+
+fn gradient_name(supply: &Supply) -> Option<&str> {
+    match supply {
+        Supply::Gradient(name) => Some(name),
+        Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Scratch => None,
+    }
+}
+
+/// A function of declared scalars.
+fn number(trace: &Trace, scalars: &[(&str, f32)]) -> Scalar {
+    let value = |name: &str| scalars.iter().find(|(n, _)| *n == name).map_or(f64::NAN, |(_, x)| f64::from(*x));
+    let values: Vec<f64> = trace.params().iter().map(|p| value(&p.name)).collect();
+    let at = Place { score: 0.0, upstream: 0.0, index: [0; 4], extents: [0; 4], params: &values };
+    let root = trace.roots()[0];
+    let x = trace.eval(&at, Precision::F32)[0];
+    match trace.ty(root) {
+        cudnn_graph::expr::Type::F32 => Scalar::F32(x as f32),
+        cudnn_graph::expr::Type::I32 | cudnn_graph::expr::Type::Bool => Scalar::I32(x as i32),
     }
 }
 
 fn one(field: &str, value: impl std::fmt::Display, rule: &str) -> Error {
     Error::Spec(SpecErrors(vec![SpecError::new(field, value, rule)]))
 }
-
-/// Number of operands, which the arrays here are as long as.
-const _: () = assert!(OPERANDS.len() == 4);

@@ -1,0 +1,160 @@
+//! The gradient: scores once more from `q`, `k` and the stats of the forward pass, then the four products that use them.
+
+mod cut;
+mod kernel;
+mod rows;
+#[cfg(test)]
+mod speed;
+mod sums;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+use super::element::Element;
+use super::isa::Isa;
+use super::output::{Rows, strips};
+use super::pack::{Scratch, Transpose, View};
+use super::schedule::share;
+use super::wrong_types;
+use crate::backward::BackwardProblem;
+use crate::error::Error;
+use crate::exec::{PreparedBackward, Report};
+use crate::tensor::{Elements, ElementsMut, HostBackward};
+use cut::{Cell, Cut};
+use std::time::Instant;
+use sums::{Pool, Sum};
+use tile::Gradients;
+
+/// A problem and the instruction set.
+#[derive(Debug)]
+pub(super) struct CpuBackward {
+    pub(super) isa: Isa,
+    pub(super) problem: BackwardProblem,
+}
+
+impl PreparedBackward for CpuBackward {
+    fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error> {
+        let scale = call.check(&self.problem)?;
+        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params: _, gradients: _ } = call;
+        let inputs = [q, k, v, o, d_o];
+        match dq {
+            ElementsMut::F32(dq) => self.run(inputs, stats, Some(dq), [dk, dv], scale),
+            ElementsMut::F16(dq) => self.run(inputs, stats, Some(dq), [dk, dv], scale),
+            ElementsMut::BF16(dq) => self.run(inputs, stats, Some(dq), [dk, dv], scale),
+        }
+    }
+}
+
+/// What every cell reads.
+#[derive(Debug)]
+struct Call<'a, T> {
+    cut: &'a Cut,
+    isa: Isa,
+    q: View<'a, T>,
+    k: View<'a, T>,
+    v: View<'a, T>,
+    o: View<'a, T>,
+    d_o: View<'a, T>,
+    stats: &'a [f32],
+    /// Multiplies queries in front of scores: that of the forward pass.
+    scale: f32,
+}
+
+impl CpuBackward {
+    fn run<T: Element>(
+        &self,
+        inputs: [Elements<'_>; 5],
+        stats: &[f32],
+        dq: Option<&mut [T]>,
+        keys: [ElementsMut<'_>; 2],
+        scale: f32,
+    ) -> Result<Report, Error> {
+        let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], Some(dq), [Some(dk), Some(dv)]) =
+            (inputs.map(T::of), dq, keys.map(T::of_mut))
+        else {
+            return Err(wrong_types());
+        };
+        let started = Instant::now();
+        let problem = self.problem.forward();
+        let cut = Cut::new(problem, self.isa, rayon::current_num_threads());
+        let call = Call {
+            cut: &cut,
+            isa: self.isa,
+            q: View::new(q, problem.q()),
+            k: View::new(k, problem.k()),
+            v: View::new(v, problem.v()),
+            o: View::new(o, problem.o()),
+            d_o: View::new(d_o, self.problem.d_o()),
+            stats,
+            scale: super::log2_scale(scale),
+        };
+        let group = cut.extents.group;
+        let rows = strips(self.problem.dq(), group, cut.strip_rows, dq);
+        let keys = strips(self.problem.dk(), 1, cut.strip_keys, dk).into_iter().zip(strips(self.problem.dv(), 1, cut.strip_keys, dv));
+        let workspace = call.run(rows, keys.collect(), scale);
+        Ok(super::report(started, self.isa, cut.threads, workspace))
+    }
+}
+
+impl<T: Element> Call<'_, T> {
+    /// Computes everything; the bytes of scratch memory used. `scale` is that of the gradients.
+    fn run(&self, rows: Vec<Rows<'_, T>>, keys: Vec<(Rows<'_, T>, Rows<'_, T>)>, scale: f32) -> usize {
+        let cut = self.cut;
+        let rows = rows.into_iter().zip(cut.parts_of_rows.iter().cycle());
+        let sums_of_rows: Vec<_> = rows
+            .map(|(mut dq, &n_parts)| {
+                if n_parts == 0 {
+                    dq.clear();
+                }
+                Sum::new(n_parts, dq)
+            })
+            .collect();
+        let keys = keys.into_iter().zip(cut.parts_of_keys.iter().cycle());
+        let sums_of_keys: Vec<_> = keys
+            .map(|((mut dk, mut dv), &n_parts)| {
+                if n_parts == 0 {
+                    dk.clear();
+                    dv.clear();
+                }
+                Sum::new(n_parts, (dk, dv))
+            })
+            .collect();
+        let [dk_len, dv_len] = cut.key_sums();
+        let (row_pool, key_pool) = (Pool::new(cut.row_sums()), Pool::new(dk_len + dv_len));
+        let lens = tile::scratch_lens(cut);
+        let n_bounds = 2 * cut.band_rows;
+        let work = (0..cut.heads).flat_map(|head| cut.cells.iter().map(move |cell| (head, cell)));
+        let job = |scratch: &mut Scratch, (head, cell): (usize, &Cell)| {
+            let (mut dq, mut dkv) = (row_pool.take(), key_pool.take());
+            let (dk, dv) = dkv.get_mut().split_at_mut(dk_len);
+            tile::run(self, scratch, head, cell, Gradients { dq: dq.get_mut(), dk, dv });
+            let sum = &sums_of_rows[head * cut.parts_of_rows.len() + cell.rows];
+            if let Some((target, sum)) = sum.add(self.isa, &row_pool, cell.part_of_rows, dq) {
+                let mut dense = row_pool.take();
+                self.write_rows(cell, target, sum.get(), dense.get_mut(), scale);
+                row_pool.give(sum);
+                row_pool.give(dense);
+            }
+            let sum = &sums_of_keys[head * cut.parts_of_keys.len() + cell.keys];
+            if let Some(((dk, dv), sum)) = sum.add(self.isa, &key_pool, cell.part_of_keys, dkv) {
+                dk.write(&sum.get()[..dk_len], cut.columns_qk, scale);
+                dv.write(&sum.get()[dk_len..], cut.columns_v, 1.0);
+                key_pool.give(sum);
+            }
+        };
+        share(cut.threads, work, || Scratch::new(&lens, n_bounds), job);
+        cut.threads * Scratch::bytes(&lens, n_bounds) + row_pool.bytes() + key_pool.bytes()
+    }
+
+    /// Writes the gradients of a strip of queries, `[tile][dim_qk][row]`.
+    fn write_rows(&self, cell: &Cell, target: Rows<'_, T>, sums: &[f32], dense: &mut [f32], scale: f32) {
+        let (dim, lanes, tile_rows) = (self.cut.extents.dim_qk, self.isa.lanes(), self.cut.tile_rows);
+        let n_rows = self.cut.rows(cell.rows).len();
+        for first in (0..n_rows).step_by(tile_rows) {
+            let width = tile_rows.min(n_rows - first).next_multiple_of(lanes);
+            let tile = first * dim..(first + width) * dim;
+            self.isa.run(Transpose { n_columns: width, factor: 1.0, from: &sums[tile.clone()], to: &mut dense[tile] });
+        }
+        target.write(dense, dim, scale);
+    }
+}

@@ -1,0 +1,210 @@
+//! The backward pass. The composite form is that of NVIDIA's frontend, op by op: the multiplication by one, the order of the
+//! subtraction of stats and the masks, transpositions spelled as reshapes, and the f32 accumulator are what engines match.
+
+use super::composite::{product, product_into, scores_like};
+use super::expr::{Emitter, Into};
+use super::job::Operand;
+use super::lowered::{Lowered, Supply};
+use super::mask::{self, Lengths};
+use super::{Form, LowerError, stats, tensor, transposed};
+use crate::backward::BackwardProblem;
+use crate::problem::Problem;
+use cudnn_graph::expr::ParamKind;
+use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
+use cudnn_graph::ir::ty::Dims;
+use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
+use cudnn_graph::{DType, Graph, Version};
+
+/// Operands of both forms, in the same order.
+struct Ports {
+    operands: Vec<(Operand, TensorId)>,
+    stats: TensorId,
+    attn_scale: TensorId,
+}
+
+impl Ports {
+    fn new(g: &mut Graph, b: &BackwardProblem, view: impl Fn(Tensor) -> Tensor) -> Ports {
+        let p = b.forward();
+        let mut operands = Vec::new();
+        let strided = [
+            (Operand::Q, p.q()),
+            (Operand::K, p.k()),
+            (Operand::V, p.v()),
+            (Operand::O, p.o()),
+            (Operand::DO, b.d_o()),
+            (Operand::DQ, b.dq()),
+            (Operand::DK, b.dk()),
+            (Operand::DV, b.dv()),
+        ];
+        for (operand, spec) in strided {
+            let plain = tensor(operand, p.dtype(), spec);
+            let tensor = if matches!(operand, Operand::K | Operand::V) { view(plain) } else { plain };
+            operands.push((operand, g.tensor(tensor)));
+        }
+        Ports { operands, stats: stats(g, p), attn_scale: g.parameter("attn_scale", DType::F32) }
+    }
+
+    fn at(&self, operand: Operand) -> TensorId {
+        self.operands.iter().find(|(o, _)| *o == operand).map_or(self.stats, |(_, id)| *id)
+    }
+}
+
+/// Whether `dq` is written at once instead of being summed in an accumulator: engines that sum other gradients, and engines
+/// that give the same bits on every run, keep dS in the workspace.
+fn dq_at_once(b: &BackwardProblem) -> bool {
+    b.deterministic() || !b.wrt().is_empty()
+}
+
+pub(super) fn composite(b: &BackwardProblem, runtime: Version) -> Result<Lowered, LowerError> {
+    let (mut g, mut supplies) = (Graph::new(), Vec::new());
+    let ports = Ports::new(&mut g, b, transposed);
+    let p = b.forward();
+    let to = &mut Into { graph: &mut g, supplies: &mut supplies };
+    let lengths = Lengths::of(to, p);
+    let [rows, keys] = [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1)];
+    let scale = ports.attn_scale;
+
+    let row_sum = row_sum(to, p, &ports);
+    let scores = product(to.graph, [ports.at(Operand::Q), ports.at(Operand::K)], scores_like(p), [rows, keys, None], None);
+    let scaled = to.graph.pointwise(Mode::Mul, &[scores, scale]);
+    let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), scaled)));
+    let modified = match &mut emitter {
+        Some((gradient, emitter)) => emitter.emit_inside(to, gradient.trace.roots()[0]),
+        None => scaled,
+    };
+    // Before the masks: stats of −∞ would make what they drop not-a-number.
+    let shifted = to.graph.pointwise(Mode::Sub, &[modified, ports.stats]);
+    let masked = mask::apply(to, shifted, p, lengths, runtime);
+    let weights = to.graph.pointwise(Mode::Exp, &[masked]);
+    let turned = turn(to.graph, p, weights);
+    fold_heads(to, b, [turned, ports.at(Operand::DO)], ports.at(Operand::DV), [keys, None, rows]);
+
+    let d_weights = product(to.graph, [ports.at(Operand::DO), ports.at(Operand::V)], scores_like(p), [rows, keys, None], None);
+    let centred = to.graph.pointwise(Mode::Sub, &[d_weights, row_sum]);
+    let d_modified = to.graph.pointwise(Mode::Mul, &[centred, weights]);
+    let d_scaled = match &mut emitter {
+        Some((gradient, emitter)) => {
+            emitter.set_upstream(d_modified);
+            let d_scaled = emitter.emit_gradient(to, gradient.trace.roots()[1]);
+            parameters(to, b, d_scaled)?;
+            d_scaled
+        }
+        None => d_modified,
+    };
+    let d_scores = to.graph.pointwise(Mode::Mul, &[d_scaled, scale]);
+    let turned = turn(to.graph, p, d_scores);
+    fold_heads(to, b, [turned, ports.at(Operand::Q)], ports.at(Operand::DK), [keys, None, rows]);
+
+    let key = p.k();
+    let key = g.reshape(ports.at(Operand::K), key.dims, key.strides, None);
+    g.set_dtype(key, p.dtype());
+    let dq = ports.at(Operand::DQ);
+    if dq_at_once(b) {
+        product_into(&mut g, [d_scores, key], dq, [rows, None, keys], None);
+    } else {
+        let sum = g.input("dq_sum", DType::F32, [p.batch(), p.heads_q(), p.seq_q(), p.dim_qk()]);
+        supplies.push((sum, Supply::Scratch));
+        product_into(&mut g, [d_scores, key], sum, [rows, None, keys], None);
+        g.pointwise_into(Mode::Identity, &[sum], dq);
+    }
+    let Ports { operands, stats, attn_scale } = ports;
+    Ok(Lowered { graph: g.verify()?, form: Form::Composite, operands, attn_scale, stats: Some(stats), supplies })
+}
+
+/// Σ o·d_o of each row, in device memory. Engines tell it from the others by the multiplication by one.
+fn row_sum(to: &mut Into<'_>, p: &Problem, ports: &Ports) -> TensorId {
+    let row = [p.batch(), p.heads_q(), p.seq_q(), 1];
+    let g = &mut *to.graph;
+    let products = g.pointwise(Mode::Mul, &[ports.at(Operand::DO), ports.at(Operand::O)]);
+    let sums = g.reduce(ReductionMode::Add, products, row);
+    let one = g.scalar(Scalar::F32(1.0));
+    let sums = g.pointwise(Mode::Mul, &[sums, one]);
+    g.output(sums, "row_sum", DType::F32);
+    to.supplies.push((sums, Supply::Scratch));
+    sums
+}
+
+/// Transposes scores, in the type of the operands: a view with swapped extents and strides.
+fn turn(g: &mut Graph, p: &Problem, scores: TensorId) -> TensorId {
+    let [batch, heads, seq_q, seq_kv] = p.extents();
+    let strides = [heads * seq_q * seq_kv, seq_q * seq_kv, 1, seq_kv];
+    let turned = g.reshape(scores, [batch, heads, seq_kv, seq_q], strides, None);
+    g.set_dtype(turned, p.dtype())
+}
+
+/// A product whose result has a head for each query head, summed over the query heads that share a key head.
+fn fold_heads(to: &mut Into<'_>, b: &BackwardProblem, factors: [TensorId; 2], into: TensorId, overrides: [Option<TensorId>; 3]) {
+    let p = b.forward();
+    let g = &mut *to.graph;
+    if p.group() == 1 {
+        product_into(g, factors, into, overrides, None);
+        return;
+    }
+    let dim = g.get(factors[1]).and_then(|t| t.dims.0.last().copied()).unwrap_or(1);
+    let full = product(g, factors, Dims::from([p.batch(), p.heads_q(), p.seq_kv(), dim]), overrides, None);
+    g.set_dtype(full, p.dtype());
+    g.push(Op::Reduction(Reduction { mode: ReductionMode::Add, x: full, y: into, compute: DType::F32, deterministic: false }));
+}
+
+/// Gradients of declared parameters. Engines sum the gradient that is about to be multiplied by the scale, and no other: that of
+/// a tensor which is added to the score before everything else.
+fn parameters(to: &mut Into<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Result<(), LowerError> {
+    let Some(gradient) = b.gradient() else { return Ok(()) };
+    let roots = gradient.trace.roots();
+    for (n, wanted) in b.wrt().iter().enumerate() {
+        let name = &wanted.name;
+        if roots[2 + n] != roots[1] {
+            let rule = format!(
+                "the gradient of parameter {name}: cuDNN's engines sum only that of a tensor which is added to the score before other \
+                 score_mods; the cpu executor gives every one"
+            );
+            return Err(LowerError::Unsupported(rule));
+        }
+        if wanted.dtype == DType::F32 {
+            let rule = format!("the gradient of parameter {name} is asked for in f32: cuDNN's engines sum it in f16 and bf16 only");
+            return Err(LowerError::Unsupported(rule));
+        }
+        let kind = b.params().iter().find(|p| p.name == *name).map(|p| p.kind);
+        let Some(ParamKind::Tensor { axes, dtype: _ }) = kind else {
+            return Err(LowerError::Unsupported(format!("the gradient of the scalar {name}: cuDNN's engines have no place for it")));
+        };
+        let dims = axes.dims(b.forward().extents());
+        let tensor = to.graph.tensor(Tensor::device(format!("d_{name}"), wanted.dtype, dims.to_vec()));
+        to.graph.push(Op::Reduction(Reduction {
+            mode: ReductionMode::Add,
+            x: d_scaled,
+            y: tensor,
+            compute: DType::F32,
+            deterministic: false,
+        }));
+        to.supplies.push((tensor, Supply::Gradient(name.clone())));
+    }
+    Ok(())
+}
+
+pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
+    let p = b.forward();
+    if !p.kept().is_full() || b.gradient().is_some() {
+        return Err(LowerError::Unsupported("the unified backward op takes plain attention only".to_owned()));
+    }
+    let mut g = Graph::new();
+    let ports = Ports::new(&mut g, b, |tensor| tensor);
+    let at = |operand| ports.at(operand);
+    g.push(Op::SdpaBackward(Box::new(SdpaBackward {
+        q: at(Operand::Q),
+        k: at(Operand::K),
+        v: at(Operand::V),
+        o: at(Operand::O),
+        d_o: at(Operand::DO),
+        stats: ports.stats,
+        attn_scale: Some(ports.attn_scale),
+        dq: at(Operand::DQ),
+        dk: at(Operand::DK),
+        dv: at(Operand::DV),
+        seq_len_q: None,
+        seq_len_kv: None,
+        score: None,
+    })));
+    let Ports { operands, stats, attn_scale } = ports;
+    Ok(Lowered { graph: g.verify()?, form: Form::Unified, operands, attn_scale, stats: Some(stats), supplies: Vec::new() })
+}

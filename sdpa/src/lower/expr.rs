@@ -1,0 +1,372 @@
+//! Traces as pointwise ops.
+//!
+//! What does not depend on the score, an index or a tensor is one number, computed on the host at each call. What depends on the
+//! batch entry and the head alone, and on no parameter, is a table in device memory: engines generate the indices of queries and
+//! keys only. Truth values never leave a comparison: `and`, `or` and `not` are nested selects, as no engine takes a logical *or*.
+
+use super::lowered::{Supply, Table};
+use cudnn_graph::expr::{Axes, Axis, Binary, Builder, Const, Depends, Node, NodeId, ParamKind, Place, Precision, Trace, Type, Unary};
+use cudnn_graph::ir::pointwise::Params;
+use cudnn_graph::ir::{Mode, Scalar, Storage, Tensor, TensorId};
+use cudnn_graph::{DType, Graph};
+
+/// Emits the values of one trace as ops of a graph; each value once.
+pub(super) struct Emitter<'a> {
+    trace: &'a Trace,
+    depends: Vec<Depends>,
+    extents: [i64; 4],
+    made: Vec<Option<TensorId>>,
+    score: TensorId,
+    upstream: Option<TensorId>,
+    /// i32 and f32.
+    zeros: [Option<TensorId>; 2],
+}
+
+/// The two values of a select.
+#[derive(Clone, Copy)]
+struct Choice {
+    x: TensorId,
+    y: TensorId,
+    dtype: DType,
+}
+
+/// What ops are appended to.
+pub(super) struct Into<'g> {
+    pub(super) graph: &'g mut Graph,
+    pub(super) supplies: &'g mut Vec<(TensorId, Supply)>,
+}
+
+impl<'a> Emitter<'a> {
+    /// Of a trace in a problem of these extents; `score` is what the trace is a function of, and gives the extents of indices.
+    pub(super) fn new(trace: &'a Trace, extents: [i64; 4], score: TensorId) -> Emitter<'a> {
+        let made = vec![None; trace.nodes().len()];
+        Emitter { trace, depends: trace.depends(), extents, made, score, upstream: None, zeros: [None; 2] }
+    }
+
+    /// From now on there is a gradient from behind.
+    pub(super) fn set_upstream(&mut self, upstream: TensorId) {
+        self.upstream = Some(upstream);
+    }
+
+    /// A value as a tensor.
+    pub(super) fn emit(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        if let Some(made) = self.made[id.index()] {
+            return made;
+        }
+        // In topological order, what is needed and not supplied from outside.
+        let mut needed = vec![false; self.trace.nodes().len()];
+        needed[id.index()] = true;
+        for index in (0..=id.index()).rev() {
+            let node = self.trace.nodes()[index];
+            if needed[index] && self.made[index].is_none() && !self.is_supplied(index) {
+                for x in node.operands() {
+                    needed[x.index()] = true;
+                }
+            }
+        }
+        let ids: Vec<NodeId> = self.trace.ids().take(id.index() + 1).filter(|n| needed[n.index()]).collect();
+        for n in ids {
+            if self.made[n.index()].is_none() && (self.trace.ty(n) != Type::Bool || self.is_supplied(n.index())) {
+                let tensor = self.value(to, n);
+                self.made[n.index()] = Some(tensor);
+            }
+        }
+        self.made[id.index()].unwrap_or(self.score)
+    }
+
+    /// Whether a value comes from outside of the kernel.
+    fn is_supplied(&self, index: usize) -> bool {
+        let d = self.depends[index];
+        d.is_uniform() || self.is_table(d)
+    }
+
+    fn is_table(&self, d: Depends) -> bool {
+        !d.score && !d.tensor && !d.scalar && !d.axes.has(Axis::Q) && !d.axes.has(Axis::K)
+    }
+
+    fn value(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        let d = self.depends[id.index()];
+        if d.is_uniform() {
+            return self.number(to, id);
+        }
+        if self.is_table(d) {
+            return self.table(to, id, d.axes);
+        }
+        let ty = self.trace.ty(id);
+        match self.trace.node(id) {
+            Node::Score => self.score,
+            Node::Upstream => self.upstream.unwrap_or(self.score),
+            Node::Index(axis) => to.graph.gen_index(self.score, axis.place() as i64),
+            Node::Param(p) => param(to, self.trace, p, self.extents),
+            Node::Unary(f, x) => self.unary(to, f, self.operand(x), ty),
+            Node::Binary(f, x, y) => self.binary(to, f, [self.operand(x), self.operand(y)], ty),
+            Node::Select(c, x, y) => {
+                let (x, y) = (self.operand(x), self.operand(y));
+                self.select(to, c, x, y, ty.dtype())
+            }
+            // Supplied: numbers.
+            Node::Extent(_) | Node::Const(_) => self.number(to, id),
+        }
+    }
+
+    /// A value that was made before: operands come first.
+    fn operand(&self, id: NodeId) -> TensorId {
+        self.made[id.index()].unwrap_or(self.score)
+    }
+
+    /// Zero, as large as the scores.
+    fn zero(&mut self, to: &mut Into<'_>, ty: Type) -> TensorId {
+        let whole = *self.zeros[0].get_or_insert_with(|| {
+            let row = to.graph.gen_index(self.score, Axis::Q.place() as i64);
+            op(to, Mode::Sub, &[row, row], Type::I32)
+        });
+        match ty {
+            Type::I32 | Type::Bool => whole,
+            Type::F32 => *self.zeros[1].get_or_insert_with(|| op(to, Mode::Identity, &[whole], Type::F32)),
+        }
+    }
+
+    /// The same number or tensor as a value inside the kernel.
+    fn lift(&mut self, to: &mut Into<'_>, x: TensorId, ty: Type) -> TensorId {
+        if is_inside(to, x) {
+            return x;
+        }
+        let zero = self.zero(to, ty);
+        op(to, Mode::Add, &[zero, x], ty)
+    }
+
+    fn unary(&mut self, to: &mut Into<'_>, f: Unary, x: TensorId, ty: Type) -> TensorId {
+        let from = match (f, ty) {
+            (Unary::ToF32, _) => Type::I32,
+            (Unary::ToI32, _) => Type::F32,
+            (_, ty) => ty,
+        };
+        let x = self.lift(to, x, from);
+        op(to, f.mode(), &[x], ty)
+    }
+
+    /// Engines want the first operand to be inside the kernel.
+    fn binary(&mut self, to: &mut Into<'_>, f: Binary, [x, y]: [TensorId; 2], ty: Type) -> TensorId {
+        let inside = |x| is_inside(to, x);
+        match f {
+            Binary::Add | Binary::Mul | Binary::Min | Binary::Max if !inside(x) && inside(y) => op(to, f.mode(), &[y, x], ty),
+            Binary::Add | Binary::Mul | Binary::Min | Binary::Max | Binary::Sub | Binary::Div | Binary::Mod | Binary::Pow => {
+                let x = self.lift(to, x, ty);
+                op(to, f.mode(), &[x, y], ty)
+            }
+            // Truth values are nested selects: see `select`.
+            Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => x,
+        }
+    }
+
+    /// `x` where the condition holds, else `y`.
+    pub(super) fn select(&mut self, to: &mut Into<'_>, condition: NodeId, x: TensorId, y: TensorId, dtype: DType) -> TensorId {
+        let choice = Choice { x, y, dtype };
+        match self.trace.node(condition) {
+            Node::Binary(Binary::And, a, b) => {
+                let inner = self.select(to, b, x, y, dtype);
+                self.select(to, a, inner, y, dtype)
+            }
+            Node::Binary(Binary::Or, a, b) => {
+                let inner = self.select(to, b, x, y, dtype);
+                self.select(to, a, x, inner, dtype)
+            }
+            Node::Unary(Unary::Not, a) => self.select(to, a, y, x, dtype),
+            Node::Binary(f, a, b) => {
+                let ty = self.trace.ty(a);
+                let (a, b) = (self.emit(to, a), self.emit(to, b));
+                match ty {
+                    Type::F32 => self.compare_floats(to, f, [a, b], choice),
+                    Type::I32 | Type::Bool => self.compare(to, f, [a, b], choice),
+                }
+            }
+            Node::Select(c, a, b) => {
+                let (a, b) = (self.select(to, a, x, y, dtype), self.select(to, b, x, y, dtype));
+                self.select(to, c, a, b, dtype)
+            }
+            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Unary(..) => {
+                let holds = self.emit(to, condition);
+                let zero = to.graph.scalar(Scalar::I32(0));
+                self.compare(to, Binary::Ne, [holds, zero], choice)
+            }
+        }
+    }
+
+    /// Chooses by a comparison of whole numbers.
+    fn compare(&mut self, to: &mut Into<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
+        let (mut f, mut a, mut b) = (f, a, b);
+        if !is_inside(to, a) && is_inside(to, b) {
+            (f, a, b) = (mirrored(f), b, a);
+        }
+        a = self.lift(to, a, Type::I32);
+        let Choice { mut x, mut y, dtype } = choice;
+        if !is_inside(to, x) && is_inside(to, y) {
+            (f, x, y) = (opposite(f), y, x);
+        }
+        let ty = if dtype == DType::I32 { Type::I32 } else { Type::F32 };
+        x = self.lift(to, x, ty);
+        let holds = to.graph.pointwise(f.mode(), &[a, b]);
+        to.graph.pointwise_as(Mode::BinarySelect, &[x, y, holds], dtype, dtype, Params::default())
+    }
+
+    /// Engines compare whole numbers only: `a > b` is `⌈min(max(a − b, 0), 1)⌉ > 0`. Not-a-number is not greater.
+    fn compare_floats(&mut self, to: &mut Into<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
+        let swapped = Choice { x: choice.y, y: choice.x, dtype: choice.dtype };
+        match f {
+            Binary::Gt => self.greater(to, [a, b], choice),
+            Binary::Lt => self.greater(to, [b, a], choice),
+            Binary::Le => self.greater(to, [a, b], swapped),
+            Binary::Ge => self.greater(to, [b, a], swapped),
+            Binary::Eq | Binary::Ne => {
+                let Choice { x, y, dtype } = if f == Binary::Eq { choice } else { swapped };
+                let not_above = self.greater(to, [a, b], Choice { x: y, y: x, dtype });
+                self.greater(to, [b, a], Choice { x: y, y: not_above, dtype })
+            }
+            // No comparisons.
+            Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => choice.x,
+            Binary::And | Binary::Or => choice.x,
+        }
+    }
+
+    fn greater(&mut self, to: &mut Into<'_>, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
+        let more = self.binary(to, Binary::Sub, [a, b], Type::F32);
+        let (zero, one) = (to.graph.scalar(Scalar::F32(0.0)), to.graph.scalar(Scalar::F32(1.0)));
+        let more = op(to, Mode::Max, &[more, zero], Type::F32);
+        let more = op(to, Mode::Min, &[more, one], Type::F32);
+        let more = op(to, Mode::Ceil, &[more], Type::F32);
+        let more = op(to, Mode::Identity, &[more], Type::I32);
+        let zero = to.graph.scalar(Scalar::I32(0));
+        self.compare(to, Binary::Gt, [more, zero], choice)
+    }
+
+    /// A root as a value inside the kernel, made of the gradient from behind: engines find no kernel for one that is not.
+    pub(super) fn emit_gradient(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        let Some(upstream) = self.upstream.filter(|_| !self.depends[id.index()].score) else { return self.emit_inside(to, id) };
+        let zero = to.graph.scalar(Scalar::F32(0.0));
+        let zero = op(to, Mode::Mul, &[upstream, zero], Type::F32);
+        let value = self.emit(to, id);
+        op(to, Mode::Add, &[zero, value], Type::F32)
+    }
+
+    /// A root as a value inside the kernel.
+    pub(super) fn emit_inside(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        let value = self.emit(to, id);
+        self.lift(to, value, self.trace.ty(id))
+    }
+
+    /// One number from host memory.
+    fn number(&self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        if let Node::Const(c) = self.trace.node(id) {
+            return to.graph.scalar(match c {
+                Const::F32(bits) => Scalar::F32(f32::from_bits(bits)),
+                Const::I32(x) => Scalar::I32(x),
+                Const::Bool(x) => Scalar::I32(i32::from(x)),
+            });
+        }
+        let name = format!("number{}", to.graph.tensors().len());
+        let dtype = match self.trace.ty(id) {
+            Type::F32 => DType::F32,
+            Type::I32 | Type::Bool => DType::I32,
+        };
+        let tensor = to.graph.parameter(&name, dtype);
+        to.supplies.push((tensor, Supply::Number(part(self.trace, id))));
+        tensor
+    }
+
+    /// A function of batch entry and head.
+    fn table(&self, to: &mut Into<'_>, id: NodeId, axes: Axes) -> TensorId {
+        let trace = part(self.trace, id);
+        let [batches, heads, ..] = axes.dims(self.extents);
+        let mut values = Vec::with_capacity((batches * heads) as usize);
+        for batch in 0..batches {
+            for head in 0..heads {
+                let at = Place { score: 0.0, upstream: 0.0, index: [batch, head, 0, 0], extents: self.extents, params: &[] };
+                values.extend(trace.eval(&at, Precision::F32));
+            }
+        }
+        let table = match self.trace.ty(id) {
+            Type::F32 => Table::F32(values.into_iter().map(|x| x as f32).collect()),
+            Type::I32 | Type::Bool => Table::I32(values.into_iter().map(|x| x as i32).collect()),
+        };
+        let name = format!("table{}", to.graph.tensors().len());
+        let tensor = to.graph.input(&name, table.dtype(), [batches, heads, 1, 1]);
+        to.supplies.push((tensor, Supply::Table(table)));
+        tensor
+    }
+}
+
+/// Whether a value exists inside the kernel only.
+fn is_inside(to: &Into<'_>, x: TensorId) -> bool {
+    to.graph.get(x).is_some_and(|t| t.storage == Storage::Virtual)
+}
+
+fn op(to: &mut Into<'_>, mode: Mode, inputs: &[TensorId], ty: Type) -> TensorId {
+    to.graph.pointwise_as(mode, inputs, ty.dtype(), ty.dtype(), Params::default())
+}
+
+/// `y f x` for `x f y`.
+fn mirrored(f: Binary) -> Binary {
+    match f {
+        Binary::Lt => Binary::Gt,
+        Binary::Gt => Binary::Lt,
+        Binary::Le => Binary::Ge,
+        Binary::Ge => Binary::Le,
+        other @ (Binary::Eq
+        | Binary::Ne
+        | Binary::Add
+        | Binary::Sub
+        | Binary::Mul
+        | Binary::Div
+        | Binary::Mod
+        | Binary::Pow
+        | Binary::Min
+        | Binary::Max
+        | Binary::And
+        | Binary::Or) => other,
+    }
+}
+
+/// Holds where the other does not; of whole numbers.
+fn opposite(f: Binary) -> Binary {
+    match f {
+        Binary::Lt => Binary::Ge,
+        Binary::Ge => Binary::Lt,
+        Binary::Gt => Binary::Le,
+        Binary::Le => Binary::Gt,
+        Binary::Eq => Binary::Ne,
+        Binary::Ne => Binary::Eq,
+        other @ (Binary::Add
+        | Binary::Sub
+        | Binary::Mul
+        | Binary::Div
+        | Binary::Mod
+        | Binary::Pow
+        | Binary::Min
+        | Binary::Max
+        | Binary::And
+        | Binary::Or) => other,
+    }
+}
+
+/// One value of a trace as a trace of its own.
+fn part(trace: &Trace, id: NodeId) -> Trace {
+    let mut b = Builder::new();
+    let here = b.copy(trace);
+    // The declarations have passed once.
+    b.finish(&[here[id.index()]]).unwrap_or_else(|_| trace.clone())
+}
+
+/// A declared tensor; the one that is there already, if the graph has it.
+pub(super) fn param(to: &mut Into<'_>, trace: &Trace, p: cudnn_graph::expr::ParamId, extents: [i64; 4]) -> TensorId {
+    let declared = &trace.params()[p.index()];
+    let before = to.supplies.iter().find(|(_, s)| matches!(s, Supply::Param(name) if *name == declared.name));
+    if let Some((tensor, _)) = before {
+        return *tensor;
+    }
+    let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
+    // A truth value is a byte.
+    let dtype = if dtype == DType::Bool { DType::I8 } else { dtype };
+    let tensor = to.graph.tensor(Tensor::device(declared.name.clone(), dtype, axes.dims(extents).to_vec()));
+    to.supplies.push((tensor, Supply::Param(declared.name.clone())));
+    tensor
+}

@@ -1,0 +1,81 @@
+//! A lowered pass: the graph, and what has to be bound to its tensors.
+
+use super::Form;
+use super::job::Operand;
+use cudnn_graph::expr::Trace;
+use cudnn_graph::ir::TensorId;
+use cudnn_graph::{DType, Verified};
+
+/// Numbers that a graph reads from device memory and that no caller knows of.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Table {
+    /// binary32.
+    F32(Vec<f32>),
+    /// 32-bit integers.
+    I32(Vec<i32>),
+}
+
+impl Table {
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Table::F32(_) => DType::F32,
+            Table::I32(_) => DType::I32,
+        }
+    }
+
+    /// Size in memory.
+    pub fn bytes(&self) -> u64 {
+        4 * match self {
+            Table::F32(x) => x.len() as u64,
+            Table::I32(x) => x.len() as u64,
+        }
+    }
+}
+
+/// What is bound to a tensor besides operands.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Supply {
+    /// One number in host memory: a function of declared scalars, computed at each call.
+    Number(Trace),
+    /// A declared tensor, by name.
+    Param(String),
+    /// A table that the executor keeps in device memory.
+    Table(Table),
+    /// Device memory of the workspace, whose contents mean nothing to the caller.
+    Scratch,
+    /// The gradient of a declared parameter, by name.
+    Gradient(String),
+}
+
+/// A graph and the tensors that are bound at a call.
+#[derive(Clone, Debug)]
+pub struct Lowered {
+    /// The graph.
+    pub graph: Verified,
+    /// Its form.
+    pub form: Form,
+    /// Strided operands.
+    pub operands: Vec<(Operand, TensorId)>,
+    /// By-value f32.
+    pub attn_scale: TensorId,
+    /// f32 (batch, heads_q, seq_q, 1).
+    pub stats: Option<TensorId>,
+    /// Everything else.
+    pub supplies: Vec<(TensorId, Supply)>,
+}
+
+impl Lowered {
+    /// The tensor of an operand.
+    pub fn operand(&self, operand: Operand) -> Option<TensorId> {
+        self.operands.iter().find(|(o, _)| *o == operand).map(|(_, id)| *id)
+    }
+
+    /// Bytes of device memory that a tensor's elements reach.
+    pub fn bytes(&self, id: TensorId) -> u64 {
+        self.graph.graph().get(id).map_or(0, |t| {
+            let elements = t.strides.extent(&t.dims).and_then(|n| u64::try_from(n).ok());
+            t.dtype.bytes(elements.unwrap_or(0))
+        })
+    }
+}

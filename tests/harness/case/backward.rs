@@ -1,0 +1,111 @@
+//! What a backward case has besides a forward one.
+
+use super::Case;
+use sdpa::{BackwardSpec, ExecutorName, Layout, TensorSpec};
+use serde::Deserialize;
+
+/// The `backward` table of a case. Without it each gradient lies as its operand, and `d_o` as `o`.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Backward {
+    /// Where the gradient of the output lies.
+    pub d_o: Option<Place>,
+    /// Where the gradient of the queries lies.
+    pub dq: Option<Place>,
+    /// Where the gradient of the keys lies.
+    pub dk: Option<Place>,
+    /// Where the gradient of the values lies.
+    pub dv: Option<Place>,
+    /// Whether every run must give the same bits.
+    pub deterministic: bool,
+    /// One key head and one value head are read as all of them; each head's gradient is its own.
+    pub repeated_heads: bool,
+    /// Mean of the queries, and minus that of the keys: scores lie about `−scale·dim_qk·shift²`.
+    pub shift: f64,
+}
+
+/// Where a tensor lies.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Place {
+    /// Order of the axes in memory; absent: the case's.
+    #[serde(default)]
+    pub layout: Option<Layout>,
+    /// Elements between one row and the next, besides the row.
+    #[serde(default)]
+    pub gap: i64,
+    /// Axes along which one element stands for all.
+    #[serde(default)]
+    pub repeats: Vec<usize>,
+}
+
+impl Place {
+    fn of(&self, tensor: &mut TensorSpec, layout: Layout) -> Result<(), String> {
+        let [b, h, s, d] = tensor.dims;
+        let mut extents = [b, h, s, d + self.gap];
+        for &axis in &self.repeats {
+            *extents.get_mut(axis).ok_or_else(|| format!("axis {axis} is not one of 0 to 3"))? = 1;
+        }
+        tensor.strides = self.layout.unwrap_or(layout).strides(extents);
+        self.repeats.iter().for_each(|&axis| tensor.strides[axis] = 0);
+        Ok(())
+    }
+}
+
+impl Case {
+    /// The specification of the backward pass.
+    ///
+    /// # Errors
+    /// A mask that cannot be read, an axis that is not there.
+    pub fn backward_spec(&self) -> Result<BackwardSpec, String> {
+        let mut forward = self.spec()?;
+        let options = self.backward.clone().unwrap_or_default();
+        if options.repeated_heads {
+            (forward.k.strides[1], forward.v.strides[1]) = (0, 0);
+        }
+        let mut spec = forward.backward();
+        spec.deterministic = options.deterministic;
+        let tensors =
+            [(&options.d_o, &mut spec.d_o), (&options.dq, &mut spec.dq), (&options.dk, &mut spec.dk), (&options.dv, &mut spec.dv)];
+        for (place, tensor) in tensors {
+            if let Some(place) = place {
+                place.of(tensor, self.layout)?;
+            }
+        }
+        Ok(spec)
+    }
+
+    /// One line that computes the gradient of the same problem from the command line.
+    pub fn backward_repro(&self, executor: ExecutorName) -> String {
+        self.repro(executor).replace(" --check", " --backward --check")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cases(backward: &str) -> Result<Case, String> {
+        let shape = "{ batch = 2, heads_q = 4, heads_kv = 2, seq_q = 3, seq_kv = 5, dim_qk = 8, dim_v = 8 }";
+        let text = format!("[[case]]\nname = \"x\"\ndtype = \"f32\"\nshape = {shape}\nbackward = {backward}");
+        Case::parse(&text).map(|mut cases| cases.remove(0))
+    }
+
+    #[test]
+    fn places_are_read() {
+        let spec = cases("{}").unwrap().backward_spec().unwrap();
+        assert_eq!(spec, spec.forward.backward());
+        let text = "{ d_o = { repeats = [0, 1, 2, 3] }, dq = { layout = \"sbhd\", gap = 2 }, repeated_heads = true, deterministic = true }";
+        let spec = cases(text).unwrap().backward_spec().unwrap();
+        assert_eq!((spec.d_o.strides, spec.dq.strides, spec.forward.k.strides), ([0; 4], [40, 10, 80, 1], [80, 0, 8, 1]));
+        assert!(spec.deterministic && spec.dk.strides == [80, 40, 8, 1] && spec.validate().is_ok());
+        let rows = cases("{ d_o = { repeats = [1, 2] } }").unwrap().backward_spec().unwrap();
+        assert_eq!(rows.d_o.strides, [8, 0, 0, 1]);
+    }
+
+    #[test]
+    fn what_is_not_known_is_an_error() {
+        assert!(cases("{ d_q = {} }").is_err() && cases("{ dq = { gaps = 1 } }").is_err());
+        assert!(cases("{ d_o = { repeats = [4] } }").unwrap().backward_spec().is_err());
+    }
+}

@@ -1,0 +1,237 @@
+//! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
+
+use super::{Outcome, Tally, random_spec, ready};
+use crate::case::Case;
+use crate::compare::{GradientDistance, Measured, compare_gradients, rates};
+use crate::inputs::{self, Operand};
+use crate::oracle::{self, Closures};
+use crate::random::Random;
+use sdpa::{BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, Layout, PreparedBackward, Report, TensorSpec};
+
+/// Whose forward pass a backward pass is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// The oracle's, rounded: the backward pass is tested alone.
+    Oracle,
+    /// The executor's own, as in training.
+    Executor,
+}
+
+impl Source {
+    /// Both.
+    pub const ALL: [Source; 2] = [Source::Oracle, Source::Executor];
+
+    /// What is added to the name of a case.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            Source::Oracle => "",
+            Source::Executor => ", chained",
+        }
+    }
+}
+
+/// Numbers of a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Draw {
+    /// Multiplies the scores; absent: the default.
+    pub attn_scale: Option<f32>,
+    /// Standard deviation of `q`, `k` and `v`; that of `d_o` is 1.
+    pub spread: f64,
+    /// Mean of `q`, and minus that of `k`.
+    pub shift: f64,
+    /// Of everything.
+    pub seed: u64,
+}
+
+/// Runs one backward case on one executor.
+pub fn run_backward_case(case: &Case, source: Source, executor: &dyn Executor) -> Outcome<GradientDistance> {
+    if let Some(reason) = case.skip.get(&executor.name()) {
+        return Outcome::Skip(reason.clone());
+    }
+    let spec = match case.backward_spec() {
+        Ok(spec) => spec,
+        Err(e) => return Outcome::Fail(e),
+    };
+    let shift = case.backward.as_ref().map_or(0.0, |backward| backward.shift);
+    let draw = Draw { attn_scale: case.attn_scale, spread: case.spread, shift, seed: case.seed() };
+    run_backward(&spec, &draw, source, executor).with_repro(|| case.backward_repro(executor.name()))
+}
+
+/// Runs a backward specification over random inputs on one executor and compares it with the oracle.
+pub fn run_backward(spec: &BackwardSpec, draw: &Draw, source: Source, executor: &dyn Executor) -> Outcome<GradientDistance> {
+    let (distance, report) = match attempt(spec, draw, source, executor) {
+        Ok(done) => done,
+        Err(outcome) => return outcome,
+    };
+    if distance.passes() { Outcome::Pass(distance, report) } else { Outcome::Fail(format!("{}, {}", distance.told(), report.engine)) }
+}
+
+/// What a backward call reads.
+struct Read {
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    o: Operand,
+    d_o: Operand,
+    stats: Vec<f32>,
+}
+
+fn attempt(
+    spec: &BackwardSpec,
+    draw: &Draw,
+    source: Source,
+    executor: &dyn Executor,
+) -> Result<(GradientDistance, Report), Outcome<GradientDistance>> {
+    let problem = spec.validate().map_err(|e| Outcome::Fail(format!("does not validate: {e}")))?;
+    let prepared = ready(executor.supports_backward(&problem), executor.prepare_backward(&problem))?;
+    let forward = &spec.forward;
+    let dtype = forward.dtype;
+    let mut random = Random::new(draw.seed);
+    let q = inputs::random_about(draw.shift, &forward.q, dtype, draw.spread, &mut random);
+    let k = inputs::random_about(-draw.shift, &forward.k, dtype, draw.spread, &mut random);
+    let v = inputs::random(&forward.v, dtype, draw.spread, &mut random);
+    let d_o = inputs::random(&spec.d_o, dtype, 1.0, &mut random);
+
+    let [batch, heads_q, seq_q, dim_qk] = forward.q.dims.map(|d| d as usize);
+    let [_, heads_kv, seq_kv, dim_v] = forward.v.dims.map(|d| d as usize);
+    let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v];
+    let textbook = oracle::Problem {
+        shape,
+        q: &inputs::gather(&forward.q, &q),
+        k: &inputs::gather(&forward.k, &k),
+        v: &inputs::gather(&forward.v, &v),
+        scale: f64::from(draw.attn_scale.unwrap_or(problem.forward().default_scale())),
+        masks: &forward.masks,
+    };
+    let (o, stats) = match source {
+        Source::Oracle => {
+            let answer = oracle::attention(&textbook);
+            (inputs::scatter(&forward.o, dtype, &answer.o), answer.stats.iter().map(|s| *s as f32).collect())
+        }
+        Source::Executor => own_forward(&problem, [&q, &k, &v], draw.attn_scale, executor)?,
+    };
+    let read = Read { q, k, v, o, d_o, stats };
+
+    let (got, report) = backward(spec, &*prepared, &read, draw.attn_scale)?;
+    if spec.deterministic {
+        let (again, _) = backward(spec, &*prepared, &read, draw.attn_scale)?;
+        let bits = |all: &[Vec<f64>; 3]| all.concat().into_iter().map(f64::to_bits).collect::<Vec<_>>();
+        if bits(&got) != bits(&again) {
+            return Err(Outcome::Fail(format!("a second run gave other bits, {}", report.engine)));
+        }
+    }
+    let rates = rates(dtype, shape, source == Source::Executor);
+    let want = oracle::gradients(&textbook, &Closures::default(), &inputs::gather(&spec.d_o, &read.d_o), &rates);
+    let [dq, dk, dv] = &got;
+    Ok((compare_gradients(&want, [dq, dk, dv]), report))
+}
+
+/// `o` and `stats` of the executor's own forward pass.
+fn own_forward(
+    problem: &BackwardProblem,
+    [q, k, v]: [&Operand; 3],
+    attn_scale: Option<f32>,
+    executor: &dyn Executor,
+) -> Result<(Operand, Vec<f32>), Outcome<GradientDistance>> {
+    let forward = problem.forward();
+    let prepared = ready(executor.supports(forward), executor.prepare(forward))?;
+    // NaN in the gaps too: the backward pass must not read them.
+    let mut o = Operand::filled(forward.dtype(), forward.o().extent().unwrap_or(0) as usize, f32::NAN);
+    let mut stats = vec![f32::NAN; forward.stats_elements() as usize];
+    let call = HostForward {
+        q: q.elements(),
+        k: k.elements(),
+        v: v.elements(),
+        o: o.elements_mut(),
+        stats: Some(&mut stats),
+        attn_scale,
+        params: &[],
+    };
+    prepared.forward(call).map_err(|e| Outcome::Fail(format!("forward: {e}")))?;
+    Ok((o, stats))
+}
+
+/// `dq`, `dk` and `dv` of one call, in row-major order.
+fn backward(
+    spec: &BackwardSpec,
+    prepared: &dyn PreparedBackward,
+    read: &Read,
+    attn_scale: Option<f32>,
+) -> Result<([Vec<f64>; 3], Report), Outcome<GradientDistance>> {
+    let places = [("dq", &spec.dq), ("dk", &spec.dk), ("dv", &spec.dv)];
+    let mut written = places.map(|(_, tensor)| inputs::poisoned(tensor, spec.forward.dtype));
+    let [dq, dk, dv] = &mut written;
+    let call = HostBackward {
+        q: read.q.elements(),
+        k: read.k.elements(),
+        v: read.v.elements(),
+        o: read.o.elements(),
+        d_o: read.d_o.elements(),
+        stats: &read.stats,
+        dq: dq.elements_mut(),
+        dk: dk.elements_mut(),
+        dv: dv.elements_mut(),
+        attn_scale,
+        params: &[],
+        gradients: Vec::new(),
+    };
+    let report = prepared.backward(call).map_err(|e| Outcome::Fail(format!("backward: {e}")))?;
+    for ((name, tensor), operand) in places.iter().zip(&written) {
+        if let Some(at) = inputs::written_gap(tensor, operand) {
+            return Err(Outcome::Fail(format!("element {at} between the rows of {name} was written")));
+        }
+    }
+    let [dq, dk, dv] = &written;
+    Ok(([inputs::gather(&spec.dq, dq), inputs::gather(&spec.dk, dk), inputs::gather(&spec.dv, dv)], report))
+}
+
+/// A random backward specification: what [`random_spec`] gives, gradients that lie elsewhere, `d_o` repeated. Small enough for the
+/// oracle.
+pub fn random_backward(random: &mut Random, dtypes: &[DType]) -> BackwardSpec {
+    let mut forward = random_spec(random, dtypes);
+    if random.between(0, 9) == 0 {
+        (forward.k.strides[1], forward.v.strides[1]) = (0, 0);
+    }
+    let mut spec = forward.backward();
+    for tensor in [&mut spec.d_o, &mut spec.dq, &mut spec.dk, &mut spec.dv] {
+        if random.between(0, 3) == 0 {
+            let [b, h, s, d] = tensor.dims;
+            let gap = random.pick(&[0, 8, 64, 1, 3]);
+            *tensor = TensorSpec::dense([b, h, s, d + gap], random.pick(&[Layout::Bhsd, Layout::Bshd, Layout::Sbhd]));
+            tensor.dims[3] = d;
+        }
+    }
+    if random.between(0, 4) == 0 {
+        for &axis in random.pick(&[&[0, 1, 2, 3][..], &[0, 1, 2], &[2], &[1], &[3]]) {
+            spec.d_o.strides[axis] = 0;
+        }
+    }
+    spec.deterministic = random.between(0, 4) == 0;
+    spec
+}
+
+/// Every backward case, alone and chained, and `random` random specifications in f16 and bf16, in turn alone and chained: the
+/// tallies of both.
+///
+/// # Errors
+/// Cases that do not parse.
+pub fn backward_suite(label: &str, random: u64, executor: &dyn Executor) -> Result<[Tally; 2], String> {
+    let (mut cases, mut others) = (Tally::default(), Tally::default());
+    for case in Case::all_backward()? {
+        for source in Source::ALL {
+            let name = format!("backward {}{}", case.name, source.suffix());
+            cases.add(label, &name, &run_backward_case(&case, source, executor));
+        }
+    }
+    for seed in 0..random {
+        let spec = random_backward(&mut Random::new(seed * 7919 + 13), &[DType::BF16, DType::F16]);
+        let source = Source::ALL[(seed % 2) as usize];
+        let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
+        let outcome = run_backward(&spec, &draw, source, executor);
+        if matches!(outcome, Outcome::Fail(_)) {
+            println!("{spec:?}");
+        }
+        others.add(label, &format!("backward random {seed}{}", source.suffix()), &outcome);
+    }
+    Ok([cases, others])
+}

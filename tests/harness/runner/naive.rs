@@ -1,0 +1,305 @@
+//! An executor that is easy to read, and its faults: what the runner must find.
+
+use super::{Draw, Outcome, Source, random_backward, run_backward, run_backward_case};
+use crate::case::Case;
+use crate::compare::Measured;
+use crate::inputs;
+use crate::random::Random;
+use half::{bf16, f16};
+use sdpa::{
+    AttentionSpec, BackwardProblem, BackwardSpec, DType, Elements, ElementsMut, Error, Executor, ExecutorName, HostBackward, HostForward,
+    Layout, Mask, Prepared, PreparedBackward, Problem, Reason, Report, Shape, TensorSpec, Unsupported,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    None,
+    Declines,
+    DeclinesWhatItMakes,
+    NoDelta,
+    NoScale,
+    NoMask,
+    NoStats,
+    OneHeadOfAGroup,
+    CoarseWeights,
+    CoarseScores,
+    WritesGaps,
+    AddsToWhatIsThere,
+    LeavesTheLastRowOut,
+    IgnoresStrides,
+    EmptyRowsAreNan,
+    NeverTheSameBits,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Naive(Fault);
+
+#[derive(Debug)]
+struct Ready<P> {
+    problem: P,
+    fault: Fault,
+    calls: AtomicU32,
+}
+
+impl Naive {
+    fn ready<P: Clone>(&self, problem: &P) -> Arc<Ready<P>> {
+        Arc::new(Ready { problem: problem.clone(), fault: self.0, calls: AtomicU32::new(0) })
+    }
+}
+
+impl Executor for Naive {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::Cpu
+    }
+    fn supports(&self, _: &Problem) -> Result<(), Unsupported> {
+        Ok(())
+    }
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        Ok(self.ready(problem))
+    }
+    fn supports_backward(&self, _: &BackwardProblem) -> Result<(), Unsupported> {
+        let reasons = vec![Reason::Absent("it is a fault".to_owned())];
+        let declines = matches!(self.0, Fault::Declines | Fault::DeclinesWhatItMakes);
+        if declines { Err(Unsupported { executor: ExecutorName::Cpu, reasons }) } else { Ok(()) }
+    }
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        if self.0 == Fault::Declines {
+            self.supports_backward(problem)?;
+        }
+        Ok(self.ready(problem))
+    }
+}
+
+fn narrow(dtype: DType, x: f32) -> f32 {
+    if dtype == DType::F16 {
+        f16::from_f32(x).to_f32()
+    } else if dtype == DType::BF16 {
+        bf16::from_f32(x).to_f32()
+    } else {
+        x
+    }
+}
+
+/// The elements of a tensor in row-major order.
+struct Dense(usize, usize, usize, Vec<f32>);
+
+impl Dense {
+    fn of(tensor: &TensorSpec, elements: Elements<'_>) -> Dense {
+        let get = |at: usize| match &elements {
+            Elements::F32(x) => x[at],
+            Elements::F16(x) => x[at].to_f32(),
+            Elements::BF16(x) => x[at].to_f32(),
+        };
+        let [_, heads, seq, dim] = tensor.dims.map(|n| n as usize);
+        Dense(heads, seq, dim, inputs::places(tensor).into_iter().map(get).collect())
+    }
+
+    fn row(&self, [b, h, i]: [usize; 3]) -> &[f32] {
+        &self.3[((b * self.0 + h) * self.1 + i) * self.2..][..self.2]
+    }
+}
+
+fn place(tensor: &TensorSpec, index: [usize; 4]) -> usize {
+    index.iter().zip(tensor.strides).map(|(i, stride)| i * stride as usize).sum()
+}
+
+fn set(to: &mut ElementsMut<'_>, at: usize, value: f32, adds: bool) {
+    match to {
+        ElementsMut::F32(x) => x[at] = if adds { x[at] + value } else { value },
+        ElementsMut::F16(x) => x[at] = f16::from_f32(if adds { x[at].to_f32() + value } else { value }),
+        ElementsMut::BF16(x) => x[at] = bf16::from_f32(if adds { x[at].to_f32() + value } else { value }),
+    }
+}
+
+fn dot(x: &[f32], y: &[f32]) -> f32 {
+    x.iter().zip(y).map(|(x, y)| x * y).sum()
+}
+
+fn add(to: &mut [f32], factor: f32, row: &[f32]) {
+    to.iter_mut().zip(row).for_each(|(to, x)| *to += factor * x);
+}
+
+impl Prepared for Ready<Problem> {
+    fn forward(&self, mut call: HostForward<'_>) -> Result<Report, Error> {
+        let p = &self.problem;
+        let scale = call.check(p)?;
+        let (q, k, v) = (Dense::of(p.q(), call.q), Dense::of(p.k(), call.k), Dense::of(p.v(), call.v));
+        for n in 0..p.stats_elements() as usize {
+            let (i, h) = (n % p.seq_q() as usize, n / p.seq_q() as usize);
+            let (b, h) = (h / p.heads_q() as usize, h % p.heads_q() as usize);
+            let kv = h / p.group() as usize;
+            let query = q.row([b, h, i]);
+            let keys: Vec<usize> = (0..p.seq_kv() as usize).filter(|&j| p.region().keeps(i as i64, j as i64)).collect();
+            let scores: Vec<f32> = keys.iter().map(|&j| dot(query, k.row([b, kv, j])) * scale).collect();
+            let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let sum: f32 = scores.iter().map(|s| (s - max).exp()).sum();
+            let mut o = vec![0f32; p.dim_v() as usize];
+            for (&j, score) in keys.iter().zip(&scores) {
+                add(&mut o, narrow(p.dtype(), (score - max).exp()) / sum, v.row([b, kv, j]));
+            }
+            for (d, &x) in o.iter().enumerate() {
+                set(&mut call.o, place(p.o(), [b, h, i, d]), x, false);
+            }
+            if let Some(stats) = call.stats.as_deref_mut() {
+                stats[n] = if keys.is_empty() { max } else { max + sum.ln() };
+            }
+        }
+        Ok(Report::default())
+    }
+}
+
+impl Ready<BackwardProblem> {
+    /// Gradients in row-major order.
+    fn gradients(&self, call: &HostBackward<'_>, scale: f32) -> [Vec<f32>; 3] {
+        let (problem, p) = (&self.problem, self.problem.forward());
+        let (q, k, v) = (Dense::of(p.q(), call.q), Dense::of(p.k(), call.k), Dense::of(p.v(), call.v));
+        let (o, d_o) = (Dense::of(p.o(), call.o), Dense::of(problem.d_o(), call.d_o));
+        let [mut dq, mut dk, mut dv] =
+            [problem.dq(), problem.dk(), problem.dv()].map(|t| vec![0f32; t.dims.iter().product::<i64>() as usize]);
+        let (seq_q, seq_kv, dim_qk, dim_v) = (p.seq_q() as usize, p.seq_kv() as usize, p.dim_qk() as usize, p.dim_v() as usize);
+        for n in 0..p.stats_elements() as usize {
+            let (i, h) = (n % seq_q, n / seq_q);
+            let (b, h) = (h / p.heads_q() as usize, h % p.heads_q() as usize);
+            let kv = h / p.group() as usize;
+            let (query, d_out) = (q.row([b, h, i]), d_o.row([b, h, i]));
+            let delta = if self.fault == Fault::NoDelta { 0.0 } else { dot(d_out, o.row([b, h, i])) };
+            let stats = if self.fault == Fault::NoStats { 4.0 } else { call.stats[n] };
+            let lost = self.fault == Fault::OneHeadOfAGroup && (h + 1) % p.group() as usize != 0;
+            for j in 0..seq_kv {
+                let kept = p.region().keeps(i as i64, j as i64) || self.fault == Fault::NoMask;
+                if !kept || (stats == f32::NEG_INFINITY && self.fault != Fault::EmptyRowsAreNan) {
+                    if stats == f32::NEG_INFINITY && self.fault == Fault::EmptyRowsAreNan {
+                        dq[n * dim_qk] = f32::NAN;
+                    }
+                    continue;
+                }
+                let key = k.row([b, kv, j]);
+                let weight = (dot(query, key) * scale - stats).exp();
+                let d_s = weight * (dot(d_out, v.row([b, kv, j])) - delta);
+                let step = |fault| if self.fault == fault { DType::BF16 } else { p.dtype() };
+                let (weight, d_s) = (narrow(step(Fault::CoarseWeights), weight), narrow(step(Fault::CoarseScores), d_s));
+                let d_s = if self.fault == Fault::NoScale { d_s } else { d_s * scale };
+                add(&mut dq[n * dim_qk..][..dim_qk], d_s, key);
+                let at = (b * p.heads_kv() as usize + kv) * seq_kv + j;
+                if !lost {
+                    add(&mut dk[at * dim_qk..][..dim_qk], d_s, query);
+                    add(&mut dv[at * dim_v..][..dim_v], weight, d_out);
+                }
+            }
+        }
+        [dq, dk, dv]
+    }
+}
+
+impl PreparedBackward for Ready<BackwardProblem> {
+    fn backward(&self, mut call: HostBackward<'_>) -> Result<Report, Error> {
+        let scale = call.check(&self.problem)?;
+        let mut all = self.gradients(&call, scale);
+        if self.fault == Fault::NeverTheSameBits {
+            all[1][0] *= 1.0 + self.calls.fetch_add(1, Ordering::Relaxed) as f32 / 64.0;
+        }
+        let tensors = [self.problem.dq(), self.problem.dk(), self.problem.dv()];
+        for ((tensor, values), to) in tensors.into_iter().zip(all).zip([&mut call.dq, &mut call.dk, &mut call.dv]) {
+            if self.fault == Fault::WritesGaps {
+                (0..to.len()).for_each(|at| set(to, at, 0.0, false));
+            }
+            let mut tensor = *tensor;
+            if self.fault == Fault::IgnoresStrides {
+                tensor.strides = Layout::Bhsd.strides(tensor.dims);
+            }
+            let [_, heads, seq, dim] = tensor.dims.map(|n| n as usize);
+            for (n, value) in values.into_iter().enumerate() {
+                let (row, d) = (n / dim, n % dim);
+                if !(self.fault == Fault::LeavesTheLastRowOut && row % seq == seq - 1) {
+                    let index = [row / seq / heads, row / seq % heads, row % seq, d];
+                    set(to, place(&tensor, index), value, self.fault == Fault::AddsToWhatIsThere);
+                }
+            }
+        }
+        Ok(Report::default())
+    }
+}
+
+const DRAW: Draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed: 3 };
+
+/// Masks, groups, rows without keys, gaps, gradients that lie elsewhere than their operands.
+fn spec(dtype: DType) -> BackwardSpec {
+    let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 33, dim_qk: 24, dim_v: 16 };
+    let mut spec = AttentionSpec::dense(dtype, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).backward().deterministic();
+    for tensor in [&mut spec.dq, &mut spec.dk, &mut spec.dv] {
+        let [b, h, s, d] = tensor.dims;
+        tensor.strides = Layout::Bshd.strides([b, h, s, d + 3]);
+    }
+    spec
+}
+
+#[test]
+fn the_runner_finds_every_fault() {
+    for (fault, told) in [
+        (Fault::DeclinesWhatItMakes, "it declines what it makes"),
+        (Fault::NoDelta, "of dq is"),
+        (Fault::NoScale, "of dq is"),
+        (Fault::NoMask, "of dq is"),
+        (Fault::NoStats, "of dq is"),
+        (Fault::OneHeadOfAGroup, "of dk is"),
+        (Fault::CoarseWeights, "of dv is"),
+        (Fault::CoarseScores, "of dq is"),
+        (Fault::WritesGaps, "between the rows of dq was written"),
+        (Fault::AddsToWhatIsThere, "of dq is NaN"),
+        (Fault::LeavesTheLastRowOut, "of dq is NaN"),
+        (Fault::IgnoresStrides, "between the rows of dq was written"),
+        (Fault::EmptyRowsAreNan, "element 0 of dq is NaN, not 0e0 to 0.0e0"),
+        (Fault::NeverTheSameBits, "other bits"),
+    ] {
+        for source in Source::ALL {
+            // Rounding to bf16 shows in another type.
+            let coarse = matches!(fault, Fault::CoarseWeights | Fault::CoarseScores);
+            for dtype in if coarse { &[DType::F32][..] } else { &[DType::F32, DType::F16, DType::BF16] } {
+                match run_backward(&spec(*dtype), &DRAW, source, &Naive(fault)) {
+                    Outcome::Fail(how) => assert!(how.contains(told), "{fault:?}: {how}"),
+                    Outcome::Pass(distance, _) => panic!("{fault:?} passed, {}{}: {}", dtype, source.suffix(), distance.told()),
+                    Outcome::Skip(why) => panic!("{fault:?} was skipped: {why}"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_declined_is_a_skip_that_must_be_excused() {
+    let skipped = || run_backward(&spec(DType::F32), &DRAW, Source::Oracle, &Naive(Fault::Declines));
+    assert!(matches!(skipped(), Outcome::Skip(why) if why.contains("it is a fault")));
+    assert!(matches!(skipped().skip_only_if(|| true, String::new), Outcome::Skip(_)));
+    assert!(matches!(skipped().skip_only_if(|| false, || "again".to_owned()), Outcome::Fail(how) if how.ends_with("again")));
+}
+
+/// What rounds as executors do stays within the tolerances, and is not far from them.
+#[test]
+fn tolerances_hold_and_are_not_loose() {
+    let mut worst = [0f64; 2];
+    let mut check = |name: &str, source: Source, outcome: Outcome<_>| match outcome {
+        Outcome::Pass(distance, _) => {
+            let distance: crate::compare::GradientDistance = distance;
+            println!("{name}{}: {}", source.suffix(), distance.told());
+            worst[(source == Source::Executor) as usize] = distance.worst().max(worst[(source == Source::Executor) as usize]);
+        }
+        Outcome::Skip(how) | Outcome::Fail(how) => panic!("{name}{}: {how}", source.suffix()),
+    };
+    for case in Case::all_backward().unwrap() {
+        // The others are for executors that split long sequences.
+        if case.shape.seq_q * case.shape.seq_kv > 50_000 {
+            continue;
+        }
+        for source in Source::ALL {
+            check(&case.name, source, run_backward_case(&case, source, &Naive(Fault::None)));
+        }
+    }
+    for seed in 0..40 {
+        let spec = random_backward(&mut Random::new(seed), &[DType::F16, DType::BF16, DType::F32]);
+        let source = Source::ALL[(seed % 2) as usize];
+        check(&format!("seed {seed}"), source, run_backward(&spec, &DRAW, source, &Naive(Fault::None)));
+    }
+    assert!(worst[0] > 0.2, "{worst:?}");
+}
