@@ -40,7 +40,14 @@ pub(crate) fn run() -> Result<()> {
             json.len(),
             start.elapsed().as_secs_f64() * 1e3
         );
-        let planned = Planned { job: here.job.clone(), lowered, plan: Arc::new(plan), copies: Vec::new(), tables: Vec::new() };
+        let planned = Planned {
+            job: here.job.clone(),
+            lowered,
+            plan: Arc::new(plan),
+            copies: Vec::new(),
+            conversions: Vec::new(),
+            tables: Vec::new(),
+        };
         outputs.push(output(&stream, &handle, &planned, &spec)?);
         let other = json.replacen("\"cudnnVersion\":9", "\"cudnnVersion\":8", 1);
         match Plan::from_json(library, &other, &planned.lowered.graph, &Target::Handle(&handle)) {

@@ -97,6 +97,19 @@ pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cu
     })
 }
 
+/// Converts a dense tensor of truth values, bytes of 0 and 1, to what attention engines read.
+///
+/// # Errors
+/// What [`Graph::verify`] finds: a bug of the lowering.
+pub fn convert(dims: [i64; 4]) -> Result<Copy, cudnn_graph::Error> {
+    let dims = [dims[0] * dims[1], dims[2], dims[3]];
+    let mut g = Graph::new();
+    let x = g.tensor(Tensor::device("from", DType::I8, dims).alignment(1));
+    let y = g.pointwise_as(Mode::Identity, &[x], DType::F32, super::expr::TRUTH, Params::default());
+    g.output(y, "to", super::expr::TRUTH);
+    Ok(Copy { graph: g.verify()?, from: x, to: y, repeats: 1, from_step: 0, to_step: 0 })
+}
+
 /// Bytes that engines read at once: base addresses and strides must be multiples.
 const VECTOR_BYTES: i64 = 16;
 

@@ -30,6 +30,9 @@ struct Choice {
     dtype: DType,
 }
 
+/// What truth values in memory are to the engines, none of which reads bytes: 0 and 1.
+pub(super) const TRUTH: DType = DType::BF16;
+
 /// What ops are appended to.
 pub(super) struct Into<'g> {
     pub(super) graph: &'g mut Graph,
@@ -66,12 +69,18 @@ impl<'a> Emitter<'a> {
         }
         let ids: Vec<NodeId> = self.trace.ids().take(id.index() + 1).filter(|n| needed[n.index()]).collect();
         for n in ids {
-            if self.made[n.index()].is_none() && (self.trace.ty(n) != Type::Bool || self.is_supplied(n.index())) {
+            if self.made[n.index()].is_none() && !self.is_choice(n) {
                 let tensor = self.value(to, n);
                 self.made[n.index()] = Some(tensor);
             }
         }
-        self.made[id.index()].unwrap_or(self.score)
+        self.operand(id)
+    }
+
+    /// Truth values that are made inside the kernel are nested selects, and no tensors.
+    fn is_choice(&self, id: NodeId) -> bool {
+        let made = self.trace.node(id).operands().next().is_some();
+        made && self.trace.ty(id) == Type::Bool && !self.is_supplied(id.index())
     }
 
     /// Whether a value comes from outside of the kernel.
@@ -111,7 +120,7 @@ impl<'a> Emitter<'a> {
 
     /// A value that was made before: operands come first.
     fn operand(&self, id: NodeId) -> TensorId {
-        self.made[id.index()].unwrap_or(self.score)
+        self.made[id.index()].unwrap_or_else(|| unreachable!("value {} is not there yet", id.index()))
     }
 
     /// Zero, as large as the scores.
@@ -185,7 +194,11 @@ impl<'a> Emitter<'a> {
                 self.select(to, c, a, b, dtype)
             }
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Unary(..) => {
-                let holds = self.emit(to, condition);
+                let mut holds = self.emit(to, condition);
+                if to.graph.get(holds).is_some_and(|t| t.dtype == TRUTH) {
+                    let inside = self.lift(to, holds, Type::F32);
+                    holds = op(to, Mode::Identity, &[inside], Type::I32);
+                }
                 let zero = to.graph.scalar(Scalar::I32(0));
                 self.compare(to, Binary::Ne, [holds, zero], choice)
             }
@@ -359,14 +372,14 @@ fn part(trace: &Trace, id: NodeId) -> Trace {
 /// A declared tensor; the one that is there already, if the graph has it.
 pub(super) fn param(to: &mut Into<'_>, trace: &Trace, p: cudnn_graph::expr::ParamId, extents: [i64; 4]) -> TensorId {
     let declared = &trace.params()[p.index()];
-    let before = to.supplies.iter().find(|(_, s)| matches!(s, Supply::Param(name) if *name == declared.name));
+    let before = to.supplies.iter().find(|(_, s)| matches!(s, Supply::Param(name) | Supply::Truth(name) if *name == declared.name));
     if let Some((tensor, _)) = before {
         return *tensor;
     }
     let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
-    // A truth value is a byte.
-    let dtype = if dtype == DType::Bool { DType::I8 } else { dtype };
+    let name = declared.name.clone();
+    let (dtype, supply) = if dtype == DType::Bool { (TRUTH, Supply::Truth(name)) } else { (dtype, Supply::Param(name)) };
     let tensor = to.graph.tensor(Tensor::device(declared.name.clone(), dtype, axes.dims(extents).to_vec()));
-    to.supplies.push((tensor, Supply::Param(declared.name.clone())));
+    to.supplies.push((tensor, supply));
     tensor
 }

@@ -40,6 +40,8 @@ pub enum Supply {
     Number(Trace),
     /// A declared tensor, by name.
     Param(String),
+    /// A declared tensor of truth values, by name: its bytes, converted to what engines read.
+    Truth(String),
     /// A table that the executor keeps in device memory.
     Table(Table),
     /// Device memory of the workspace, whose contents mean nothing to the caller.

@@ -50,12 +50,19 @@ pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, leng
         out = emitter.select(to, rest.roots()[0], out, fill, DType::F32);
     }
     let g = &mut *to.graph;
-    for (axis, length) in [(2, lengths.q), (3, lengths.kv)] {
-        if let Some(length) = length {
+    let within = [(2, lengths.q), (3, lengths.kv)].map(|(axis, length)| {
+        length.map(|length| {
             let index = g.gen_index(out, axis);
-            let within = g.pointwise(Mode::CmpLt, &[index, length]);
-            out = g.pointwise(Mode::BinarySelect, &[out, fill, within]);
-        }
+            (index, length)
+        })
+    });
+    let within = within.map(|pair| pair.map(|(index, length)| g.pointwise(Mode::CmpLt, &[index, length])));
+    let within = match within {
+        [Some(rows), Some(keys)] => Some(g.pointwise(Mode::LogicalAnd, &[rows, keys])),
+        [rows, keys] => rows.or(keys),
+    };
+    if let Some(within) = within {
+        out = g.pointwise(Mode::BinarySelect, &[out, fill, within]);
     }
     let Region { lower, upper, prefix } = kept.region;
     let band_op = runtime >= super::UNIFIED_SINCE;

@@ -14,7 +14,7 @@ mod mask;
 mod unified;
 
 pub(crate) use copy::densify;
-pub use copy::{Copy, copy};
+pub use copy::{Copy, convert, copy};
 pub use job::{Job, Operand};
 pub use lowered::{Lowered, Supply, Table};
 

@@ -14,11 +14,16 @@
 //! | `exp` | two to the power of x |
 //! | `pack`, `element` | operands, scratch memory, f16 and bf16 |
 //! | `output` | rows of the output, merging |
+//! | `backward` | the gradient |
 //!
 //! What holds of inf and NaN: a score that a mask drops has no effect, whatever `q`, `k` and `v` hold; a NaN score
 //! that is kept makes its row NaN, in `o` and `stats`; so does a score of +inf, as inf - inf is NaN. A score of -inf
 //! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices. A row whose
 //! scores are all -inf, or which keeps no key, is 0 with stats -inf.
+//!
+//! The same holds of gradients: a pair of a query and a key that a mask drops has no effect on any of them, whatever the
+//! two and their `v`, `o`, `d_o` and stats hold. A row with stats -inf attends to nothing. A score of -inf that is kept
+//! has weight and slope 0, and those take part in the products.
 
 mod backward;
 mod element;
@@ -35,7 +40,8 @@ mod tiles;
 
 use super::{Executor, Prepared, PreparedBackward, Report};
 use crate::backward::BackwardProblem;
-use crate::error::{Error, ExecutorName, SpecError, SpecErrors, Unsupported};
+use crate::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
+use crate::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use crate::problem::Problem;
 use crate::tensor::{ElementsMut, HostForward};
 use backward::CpuBackward;
@@ -47,7 +53,7 @@ use schedule::Schedule;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Runs every problem, on the threads of the rayon pool that it is called from.
+/// Runs on the threads of the rayon pool that it is called from.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuExecutor {
     isa: Isa,
@@ -76,21 +82,36 @@ impl Executor for CpuExecutor {
         ExecutorName::Cpu
     }
 
-    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
-        Ok(())
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        limits(problem)
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        limits(problem)?;
         Ok(Arc::new(CpuPrepared { isa: self.isa, problem: problem.clone() }))
     }
 
-    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
-        Ok(())
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        limits(problem.forward())
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        limits(problem.forward())?;
         Ok(Arc::new(CpuBackward { isa: self.isa, problem: problem.clone() }))
     }
+}
+
+/// Scores are taken as they are, and a row's keys are an interval.
+fn limits(problem: &Problem) -> Result<(), Unsupported> {
+    let limit = |field: &str, value: String, limit: &str| Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() };
+    let kept = problem.kept();
+    let mut reasons = Vec::new();
+    reasons.extend(problem.score_mod().map(|trace| limit("score_mod", trace.to_string(), "none")));
+    reasons.extend(kept.rest.as_ref().map(|trace| limit("masks", trace.to_string(), "bands and prefixes")));
+    for (padded, name) in [(kept.seq_len_q, SEQ_LEN_Q), (kept.seq_len_kv, SEQ_LEN_KV)] {
+        reasons.extend(padded.then(|| limit("masks", name.to_owned(), "bands and prefixes")));
+    }
+    if reasons.is_empty() { Ok(()) } else { Err(Unsupported { executor: ExecutorName::Cpu, reasons }) }
 }
 
 /// A problem and the instruction set; the cut depends on the threads of a call.

@@ -3,7 +3,8 @@
 use super::guard;
 use super::order;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
-use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand};
+use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Supply};
+use cudnn_graph::ir::TensorId;
 use cudnn_graph::{Library, Plan, Planner, Policy, Target};
 use serde::Serialize;
 use std::sync::Arc;
@@ -28,6 +29,8 @@ pub struct Planned {
     pub plan: Arc<Plan>,
     /// Copies, by operand; those of results come after the attention.
     pub copies: Vec<PlannedCopy>,
+    /// Conversions of declared tensors of truth values.
+    pub conversions: Vec<PlannedConversion>,
     /// Tables that the graph reads, in device memory: one for each, in the order of the graph's supplies.
     pub tables: Vec<cudnn_graph::Buffer>,
 }
@@ -40,6 +43,19 @@ pub struct PlannedCopy {
     /// The copy's graph.
     pub copy: Copy,
     /// The copy's plan.
+    pub plan: Arc<Plan>,
+}
+
+/// A conversion of one declared tensor.
+#[derive(Debug)]
+pub struct PlannedConversion {
+    /// The tensor of the attention graph.
+    pub tensor: TensorId,
+    /// The parameter's name.
+    pub name: String,
+    /// The conversion's graph.
+    pub copy: Copy,
+    /// The conversion's plan.
     pub plan: Arc<Plan>,
 }
 
@@ -143,12 +159,18 @@ fn first_form<T>(
 /// # Errors
 /// [`Error::Unsupported`] with every reason; the environment's.
 pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Form, Error> {
-    let (dense, copied, form) =
-        first_form(library, target, job, options, |j, form| try_ask(library, target, j, form, &options.policy).map(|_| form))?;
+    let (dense, copied, (form, lowered)) = first_form(library, target, job, options, |j, form| {
+        let (lowered, _) = try_ask(library, target, j, form, &options.policy)?;
+        Ok((form, lowered))
+    })?;
+    for (_, name, copy) in conversions(&lowered)? {
+        Planner::new(library, Arc::new(copy.graph), target, &Policy::default())
+            .map_err(|e| refused(format!("conversion of {name}"), e.into()))?;
+    }
     for operand in copied {
         copy_graph(job, &dense, operand)
             .and_then(|c| Ok(Planner::new(library, Arc::new(c.graph), target, &Policy::default())?))
-            .map_err(|e| refused_copy(operand, e))?;
+            .map_err(|e| refused(format!("copy of {operand}"), e))?;
     }
     Ok(form)
 }
@@ -161,12 +183,12 @@ fn copy_graph(job: &Job, dense: &Job, operand: Operand) -> Result<Copy, Error> {
     Ok(lower::copy(job.problem().dtype(), &from, &to)?)
 }
 
-fn refused_copy(operand: Operand, error: Error) -> Error {
+fn refused(form: String, error: Error) -> Error {
     if let Error::Backend(e) = &error
         && e.is_unsupported()
     {
         let text = e.to_string().replace('\n', "; ");
-        return unsupported(vec![Reason::Refused { form: format!("copy of {operand}"), text }]);
+        return unsupported(vec![Reason::Refused { form, text }]);
     }
     error
 }
@@ -185,9 +207,31 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
         .map(|operand| {
             let copy = copy_graph(job, &dense, operand)?;
             let plan = Plan::build(library, Arc::new(copy.graph.clone()), target, &Policy::default())
-                .map_err(|e| refused_copy(operand, Error::Backend(e)))?;
+                .map_err(|e| refused(format!("copy of {operand}"), Error::Backend(e)))?;
             Ok(PlannedCopy { operand, copy, plan: Arc::new(plan) })
         })
         .collect::<Result<_, Error>>()?;
-    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, tables: Vec::new() })
+    let conversions = conversions(&lowered)?
+        .into_iter()
+        .map(|(tensor, name, copy)| {
+            let plan = Plan::build(library, Arc::new(copy.graph.clone()), target, &Policy::default())
+                .map_err(|e| refused(format!("conversion of {name}"), Error::Backend(e)))?;
+            Ok(PlannedConversion { tensor, name, copy, plan: Arc::new(plan) })
+        })
+        .collect::<Result<_, Error>>()?;
+    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, tables: Vec::new() })
+}
+
+/// The tensors of truth values that a graph reads, with what converts them.
+fn conversions(lowered: &Lowered) -> Result<Vec<(TensorId, String, Copy)>, Error> {
+    let mut all = Vec::new();
+    for (id, supply) in &lowered.supplies {
+        if let Supply::Truth(name) = supply
+            && let Some(tensor) = lowered.graph.graph().get(*id)
+            && let [batch, head, q, k] = tensor.dims.0[..]
+        {
+            all.push((*id, name.clone(), lower::convert([batch, head, q, k])?));
+        }
+    }
+    Ok(all)
 }

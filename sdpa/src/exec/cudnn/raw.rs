@@ -118,7 +118,7 @@ struct Pieces {
 impl Planned {
     /// Offsets from the beginning of the workspace.
     fn pieces(&self) -> Pieces {
-        let plans = self.copies.iter().map(|c| &c.plan).chain([&self.plan]);
+        let plans = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan)).chain([&self.plan]);
         let mut next = plans.map(|p| p.workspace_bytes()).max().unwrap_or(0).next_multiple_of(PIECE);
         let mut take = |bytes: u64| {
             let piece = DeviceSlice { address: next, bytes };
@@ -133,7 +133,7 @@ impl Planned {
         let mut scratch = Vec::new();
         for (id, supply) in &self.lowered.supplies {
             match supply {
-                Supply::Scratch => scratch.push((*id, take(self.lowered.bytes(*id)))),
+                Supply::Scratch | Supply::Truth(_) => scratch.push((*id, take(self.lowered.bytes(*id)))),
                 Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Gradient(_) => {}
             }
         }
@@ -142,7 +142,7 @@ impl Planned {
 
     /// Whether calls need nothing of the workspace but the plan's own scratch.
     fn is_simple(&self) -> bool {
-        self.copies.is_empty() && !self.lowered.supplies.iter().any(|(_, s)| *s == Supply::Scratch)
+        self.copies.is_empty() && !self.lowered.supplies.iter().any(|(_, s)| matches!(s, Supply::Scratch | Supply::Truth(_)))
     }
 
     /// Bytes of device memory that a call needs besides its operands: scratch of the plans, and room for copied operands.
@@ -251,6 +251,15 @@ impl Planned {
             self.plan.check(&bindings, call.workspace)?;
         }
         if let Some(pieces) = &pieces {
+            for conversion in &self.conversions {
+                let from = call.params.iter().find(|p| p.name == conversion.name).map(|p| p.value);
+                let to = pieces.scratch.iter().find(|(id, _)| *id == conversion.tensor).map(|(_, slice)| *slice);
+                // Parameters have been checked.
+                let (Some(DeviceValue::Tensor(_, from)), Some(to)) = (from, to) else { continue };
+                let bindings = Bindings::new().slice(conversion.copy.from, from).slice(conversion.copy.to, to);
+                // SAFETY: the caller's; the pieces of the workspace do not overlap.
+                unsafe { conversion.plan.execute(handle, &bindings, call.workspace) }?;
+            }
             for copy in self.copies.iter().filter(|c| !self.job.writes(c.operand)) {
                 // SAFETY: the caller's; the pieces of the workspace do not overlap.
                 unsafe { self.copy(handle, copy, call, pieces) }?;
@@ -287,7 +296,7 @@ impl Planned {
                     Some(g) => bindings.slice(*id, g.slice),
                     None => bindings,
                 },
-                Supply::Scratch => bindings,
+                Supply::Scratch | Supply::Truth(_) => bindings,
             };
         }
         Ok(bindings)
@@ -362,7 +371,7 @@ impl Planned {
 fn gradient_name(supply: &Supply) -> Option<&str> {
     match supply {
         Supply::Gradient(name) => Some(name),
-        Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Scratch => None,
+        Supply::Number(_) | Supply::Param(_) | Supply::Truth(_) | Supply::Table(_) | Supply::Scratch => None,
     }
 }
 
