@@ -360,6 +360,15 @@ impl Check {
                         format!("{}, as it is declared before", kind(k.kind)),
                     );
                 }
+                // Defaults are no identity of a trace, and yet there is one value for both.
+                Some(k) if k.default.map(f32::to_bits) != p.default.map(f32::to_bits) => {
+                    let number = |default: Option<f32>| format!("{:?} by default", default.unwrap_or(f32::NAN));
+                    self.fail(
+                        format!("{field}, parameter {}", p.name),
+                        number(p.default),
+                        format!("{}, as it is declared before", number(k.default)),
+                    );
+                }
                 Some(_) => {}
                 None => known.push(p.clone()),
             }

@@ -27,7 +27,7 @@
 //! no score_mod can undo one.
 
 use crate::library::{self, ParseError};
-use cudnn_graph::expr::{At, Builder, Expr, ExprErrors, F32, Inputs, NodeId, Params, Trace, Type};
+use cudnn_graph::expr::{At, Builder, Expr, ExprError, ExprErrors, F32, Inputs, NodeId, Params, Trace, Type};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -111,6 +111,10 @@ impl ScoreMod {
     /// # Errors
     /// A name that is none, or that another parameter has.
     pub fn rename(mut self, from: &str, to: &str) -> Result<ScoreMod, ExprErrors> {
+        let declares = |name: &str| self.stages.iter().any(|stage| stage.find(name).is_some());
+        if from != to && declares(from) && declares(to) {
+            return Err(ExprErrors(vec![ExprError::Redeclared { name: to.to_owned() }]));
+        }
         self.stages = self.stages.iter().map(|stage| stage.rename(from, to).map(Arc::new)).collect::<Result<_, _>>()?;
         Ok(self)
     }
@@ -229,8 +233,10 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
         let mut found = b.gradient(after, upstream, &along).into_iter();
         let along_score = found.next().flatten();
         for (sum, param) in sums.iter_mut().zip(&params) {
-            let Some(_) = param else { continue };
-            *sum = match (*sum, found.next().flatten()) {
+            let Some(param) = param else { continue };
+            // What goes into this stage may be a parameter itself: the stages before have that part.
+            let own = found.next().flatten().filter(|_| *param != before);
+            *sum = match (*sum, own) {
                 (Some(sum), Some(more)) => Some(b.binary(cudnn_graph::expr::Binary::Add, sum, more)),
                 (sum, more) => sum.or(more),
             };

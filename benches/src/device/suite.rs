@@ -33,8 +33,12 @@ pub(crate) fn run(random: u64) -> Result<()> {
         }
         println!("{}", cases.summary(&format!("{label}, cases")));
         println!("{}", others.summary(&format!("{label}, random")));
-        println!("{label}, cache: {:?}", executor.cache_stats());
         failed += cases.failed + others.failed;
+        let [cases, others] = runner::backward_suite(label, random, &executor)?;
+        println!("{}", cases.summary(&format!("{label}, backward cases")));
+        println!("{}", others.summary(&format!("{label}, backward random")));
+        failed += cases.failed + others.failed;
+        println!("{label}, cache: {:?}", executor.cache_stats());
     }
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
 }

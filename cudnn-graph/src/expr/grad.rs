@@ -7,6 +7,7 @@
 //! | `floor`, `ceil`, `i32(x)`, comparisons | 0 everywhere |
 //! | `sqrt(0)`, `log(0)`, `rsqrt(0)` | infinite, as the formula says |
 //! | `pow(0, y)` along y ≥ 0 | 0 |
+//! | `pow(x, 0)` along x | 0, also at x = 0 |
 //! | `select` | that of what is taken; 0 for the other, whatever it is |
 //! | `x % y` | 1 along x, −trunc(x / y) along y |
 //!
@@ -127,7 +128,11 @@ impl Adjoints<'_> {
                     let less = b.binary(Binary::Sub, y, one);
                     let power = b.binary(Binary::Pow, x, less);
                     let slope = b.binary(Binary::Mul, y, power);
-                    b.binary(Binary::Mul, g, slope)
+                    let part = b.binary(Binary::Mul, g, slope);
+                    // 0 · 0⁻¹ is not-a-number.
+                    let zero = b.f32(0.0);
+                    let flat = b.binary(Binary::Eq, y, zero);
+                    b.select(flat, zero, part)
                 });
                 self.add(y, |b| {
                     let zero = b.f32(0.0);

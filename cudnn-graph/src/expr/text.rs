@@ -16,6 +16,9 @@ use std::fmt;
 pub(super) const PREFIX: u8 = 6;
 const ATOM: u8 = 7;
 
+/// A value within so many others gets a name, so that what is printed is never too deep to be read back.
+const NESTED: usize = 40;
+
 /// Words that are no names of parameters or values.
 pub(super) fn reserved(word: &str) -> bool {
     const WORDS: [&str; 11] = ["score", "upstream", "scalar", "tensor", "let", "true", "false", "inf", "nan", "select", "bool"];
@@ -65,6 +68,7 @@ impl fmt::Display for Trace {
         }
         // Texts of values, with how tightly each binds.
         let mut texts: Vec<(String, u8)> = Vec::with_capacity(uses.len());
+        let mut depths: Vec<usize> = Vec::with_capacity(uses.len());
         let mut lets = 0;
         for id in self.ids() {
             let within = |x: super::NodeId, least: u8| {
@@ -95,13 +99,16 @@ impl fmt::Display for Trace {
                 Node::Select(c, x, y) => (format!("select({}, {}, {})", within(c, 0), within(x, 0), within(y, 0)), ATOM),
             };
             let made = self.node(id).operands().next().is_some();
-            if made && uses[id.index()] > 1 {
+            let depth = self.depth(id, &texts, &depths);
+            if made && (uses[id.index()] > 1 || depth > NESTED) {
                 lets += 1;
                 let name = self.fresh(lets);
                 write!(f, "let {name} = {text}; ")?;
                 texts.push((name, ATOM));
+                depths.push(0);
             } else {
                 texts.push((text, binds));
+                depths.push(depth);
             }
         }
         let roots: Vec<&str> = self.roots().iter().map(|root| texts[root.index()].0.as_str()).collect();
@@ -110,6 +117,26 @@ impl fmt::Display for Trace {
 }
 
 impl Trace {
+    /// How many values a text is within one another; what stands first in a row of operators is not within the others.
+    fn depth(&self, id: super::NodeId, texts: &[(String, u8)], depths: &[usize]) -> usize {
+        let (first, binds) = match self.node(id) {
+            Node::Binary(g, x, _) => match g.spelling() {
+                Spelling::Infix(_, binds) => (Some(x), binds),
+                Spelling::Call(_) | Spelling::Prefix(_) => (None, 0),
+            },
+            Node::Score
+            | Node::Upstream
+            | Node::Index(_)
+            | Node::Extent(_)
+            | Node::Const(_)
+            | Node::Param(_)
+            | Node::Unary(..)
+            | Node::Select(..) => (None, 0),
+        };
+        let of = |x: super::NodeId| depths[x.index()] + usize::from(Some(x) != first || texts[x.index()].1 < binds);
+        self.node(id).operands().map(of).max().unwrap_or(0)
+    }
+
     /// A name for the `n`th shared value that no parameter has.
     fn fresh(&self, n: usize) -> String {
         let mut name = format!("t{n}");

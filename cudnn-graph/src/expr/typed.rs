@@ -3,7 +3,7 @@
 //! A traced value cannot be branched on, as it is no `bool`, and values of two traces do not mix, as each trace has a lifetime
 //! of its own:
 //!
-//! ```compile_fail
+//! ```compile_fail,E0369
 //! use cudnn_graph::expr::Trace;
 //! Trace::of_score(|score, _, _| if score > 0.0 { score } else { -score });
 //! ```
@@ -14,9 +14,22 @@
 //!     outer
 //! });
 //! ```
-//! ```compile_fail
+//! ```compile_fail,E0277
 //! use cudnn_graph::expr::Trace;
 //! Trace::of_score(|score, at, _| score + at.q);
+//! ```
+//!
+//! What those meant:
+//!
+//! ```
+//! use cudnn_graph::expr::Trace;
+//! Trace::of_score(|score, _, _| score.gt(0.0).select(score, -score))?;
+//! Trace::of_score(|outer, _, _| {
+//!     let _ = Trace::of_score(|inner, _, _| inner + inner);
+//!     outer
+//! })?;
+//! Trace::of_score(|score, at, _| score + at.q.to_f32())?;
+//! # Ok::<(), cudnn_graph::expr::ExprErrors>(())
 //! ```
 
 use super::build::Builder;

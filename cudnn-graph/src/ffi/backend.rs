@@ -3,6 +3,7 @@
 use super::codes::Status;
 use super::driver::{Device, Driver, RawStream, Stream, absolute};
 use super::load::{Opened, Place, open_file, open_first, table};
+use crate::bind::DeviceSlice;
 use crate::error::Error;
 use crate::version::Version;
 use parking_lot::Mutex;
@@ -251,6 +252,23 @@ impl Handle {
     /// The device that it submits to.
     pub fn device(&self) -> &'static Device {
         self.device
+    }
+
+    /// Sets a piece of device memory to zero, on the stream of this handle. Nothing waits.
+    ///
+    /// # Safety
+    /// The slice is device memory of the handle's device, really as large as said, and nothing else uses it until the stream
+    /// has passed this call.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub unsafe fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
+        self.device.enter()?;
+        let stream = self.pooled.as_ref().and_then(|p| p.stream).map_or(std::ptr::null_mut(), |s| s.0);
+        let bytes = usize::try_from(slice.bytes).unwrap_or(usize::MAX);
+        // SAFETY: the caller's.
+        let code = unsafe { (self.device.table().fill_bytes)(slice.address, 0, bytes, stream) };
+        self.device.check("cuMemsetD8Async", code)
     }
 }
 

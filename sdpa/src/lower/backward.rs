@@ -74,7 +74,8 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version) -> Result<Lowered
     };
     // Before the masks: stats of −∞ would make what they drop not-a-number.
     let shifted = to.graph.pointwise(Mode::Sub, &[modified, ports.stats]);
-    let masked = mask::apply(to, shifted, p, lengths, runtime);
+    let inside = if runtime < TAIL_SINCE { mask::drop_tail(to, shifted, p, runtime) } else { shifted };
+    let masked = mask::apply(to, inside, p, lengths, runtime);
     let weights = to.graph.pointwise(Mode::Exp, &[masked]);
     let turned = turn(to.graph, p, weights);
     fold_heads(to, b, [turned, ports.at(Operand::DO)], ports.at(Operand::DV), [keys, None, rows]);
@@ -110,6 +111,10 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version) -> Result<Lowered
     let Ports { operands, stats, attn_scale } = ports;
     Ok(Lowered { graph: g.verify()?, form: Form::Composite, operands, attn_scale, stats: Some(stats), supplies })
 }
+
+/// Before it, engines count a score of 0 for keys past the last one in half a tile: where stats are below −88.7 the exponential of
+/// the difference is infinite, and dq not-a-number (pytorch #196678; seen with 192 keys and no mask under 9.19 on an H200).
+const TAIL_SINCE: Version = Version::new(9, 26, 0);
 
 /// Σ o·d_o of each row, in device memory. Engines tell it from the others by the multiplication by one.
 fn row_sum(to: &mut Into<'_>, p: &Problem, ports: &Ports) -> TensorId {

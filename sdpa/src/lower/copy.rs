@@ -19,6 +19,8 @@ pub struct Copy {
     pub from: TensorId,
     /// What is written.
     pub to: TensorId,
+    /// Zeros that are read, as large as what is written: they may be the same memory.
+    pub zeros: Option<TensorId>,
     /// How often it runs.
     pub repeats: u64,
     /// Bytes from one run to the next in what is read.
@@ -35,10 +37,10 @@ struct Axis {
     to: i64,
 }
 
-/// Those of the first `axes` axes that remain once those behind one another are merged, outermost first.
-fn outer_axes(from: &TensorSpec, to: &TensorSpec, axes: usize) -> Vec<Axis> {
+/// The outer axes that remain once those behind one another are merged, outermost first.
+fn outer_axes(from: &TensorSpec, to: &TensorSpec) -> Vec<Axis> {
     let mut axes: Vec<Axis> =
-        (0..axes).filter(|&a| from.dims[a] > 1).map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] }).collect();
+        (0..3).filter(|&a| from.dims[a] > 1).map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] }).collect();
     axes.sort_by_key(|a| std::cmp::Reverse(a.to));
     let mut merged: Vec<Axis> = Vec::new();
     for axis in axes {
@@ -65,9 +67,8 @@ fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u
 /// What [`Graph::verify`] finds: a bug of the lowering.
 pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
     let element = i64::from(dtype.bits() / 8);
-    // A last axis that repeats one element is an axis like the others.
-    let (row, outer) = if from.strides[3] == 0 { (1, 4) } else { (from.dims[3], 3) };
-    let mut axes = outer_axes(from, to, outer);
+    let row = from.dims[3];
+    let mut axes = outer_axes(from, to);
     let repeated = if axes.len() > 2 { axes.remove(0) } else { Axis { extent: 1, from: 0, to: 0 } };
     while axes.len() < 2 {
         axes.insert(0, Axis { extent: 1, from: row, to: row });
@@ -76,21 +77,30 @@ pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cu
     let dims = [axes[0].extent, axes[1].extent, row];
     let mut g = Graph::new();
     let step = |pick: fn(&Axis) -> i64| axes.iter().chain([&repeated]).map(pick).collect::<Vec<_>>();
-    let x = Tensor::device("from", dtype, dims).strides([axes[0].from, axes[1].from, 1]).alignment(alignment(
-        from.alignment,
-        step(|a| a.from),
-        element,
-    ));
-    let x = g.tensor(x);
-    let y = g.pointwise_as(Mode::Identity, &[x], DType::F32, dtype, Params::default());
+    let from_alignment = alignment(from.alignment, step(|a| a.from), element);
+    let to_alignment = alignment(to.alignment, step(|a| a.to), element);
+    let to_strides = [axes[0].to, axes[1].to, 1];
+    let (x, y, zeros) = if from.strides[3] == 0 {
+        // Engines do not repeat the elements of a row, but they broadcast what is added to a tensor: to zeros.
+        let one = |a: &Axis| if a.from == 0 { 1 } else { a.extent };
+        let x = Tensor::device("from", dtype, [one(&axes[0]), one(&axes[1]), 1]).strides([axes[0].from.max(1), axes[1].from.max(1), 1]);
+        let x = g.tensor(x.alignment(from_alignment));
+        let zeros = g.tensor(Tensor::device("zeros", dtype, dims).strides(to_strides).alignment(to_alignment));
+        (x, g.pointwise_as(Mode::Add, &[zeros, x], DType::F32, dtype, Params::default()), Some(zeros))
+    } else {
+        let x = Tensor::device("from", dtype, dims).strides([axes[0].from, axes[1].from, 1]);
+        let x = g.tensor(x.alignment(from_alignment));
+        (x, g.pointwise_as(Mode::Identity, &[x], DType::F32, dtype, Params::default()), None)
+    };
     g.output(y, "to", dtype);
-    g.set_strides(y, [axes[0].to, axes[1].to, 1]);
-    g.set_alignment(y, alignment(to.alignment, step(|a| a.to), element));
+    g.set_strides(y, to_strides);
+    g.set_alignment(y, to_alignment);
     let bytes = |elements: i64| (elements * element).unsigned_abs();
     Ok(Copy {
         graph: g.verify()?,
         from: x,
         to: y,
+        zeros,
         repeats: repeated.extent.unsigned_abs(),
         from_step: bytes(repeated.from),
         to_step: bytes(repeated.to),
@@ -107,7 +117,7 @@ pub fn convert(dims: [i64; 4]) -> Result<Copy, cudnn_graph::Error> {
     let x = g.tensor(Tensor::device("from", DType::I8, dims).alignment(1));
     let y = g.pointwise_as(Mode::Identity, &[x], DType::F32, super::expr::TRUTH, Params::default());
     g.output(y, "to", super::expr::TRUTH);
-    Ok(Copy { graph: g.verify()?, from: x, to: y, repeats: 1, from_step: 0, to_step: 0 })
+    Ok(Copy { graph: g.verify()?, from: x, to: y, zeros: None, repeats: 1, from_step: 0, to_step: 0 })
 }
 
 /// Bytes that engines read at once: base addresses and strides must be multiples.

@@ -80,6 +80,24 @@ pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, leng
     out
 }
 
+/// Keys of a tile.
+const TILE: i64 = 128;
+
+/// Drops what lies past the last key in its tile, unless a mask does so already.
+pub(super) fn drop_tail(to: &mut Into<'_>, scores: TensorId, problem: &Problem, runtime: Version) -> TensorId {
+    let (seq_q, seq_kv) = (problem.seq_q(), problem.seq_kv());
+    let covered = problem.kept().seq_len_kv || problem.region().upper.is_some_and(|upper| seq_q - 1 + upper < seq_kv);
+    if covered || seq_kv % TILE == 0 {
+        return scores;
+    }
+    let g = &mut *to.graph;
+    let fill = g.scalar(Scalar::F32(masked(runtime)));
+    let key = g.gen_index(scores, 3);
+    let end = bound(g, seq_kv);
+    let within = g.pointwise(Mode::CmpLt, &[key, end]);
+    g.pointwise(Mode::BinarySelect, &[scores, fill, within])
+}
+
 /// f32, in which the band op takes its left bound, has all whole numbers up to this one.
 const F32_WHOLE: i64 = 1 << 24;
 

@@ -71,7 +71,8 @@ fn linear(trace: &Trace) -> Vec<Option<Linear>> {
             | Node::Binary(..)
             | Node::Select(..) => None,
         };
-        all.push(value.and_then(Linear::exact));
+        // A constant is exact whatever it is.
+        all.push(if let Node::Const(_) = node { value } else { value.and_then(Linear::exact) });
     }
     all
 }
@@ -146,6 +147,7 @@ impl Taker<'_> {
     fn bounds_of(&self, (id, holds): Term) -> Option<Vec<Linear>> {
         match self.trace.node(id) {
             Node::Binary(f, x, y) => bounds(f, holds, self.linear[x.index()]?, self.linear[y.index()]?),
+            Node::Unary(Unary::Not, x) => self.bounds_of((x, !holds)),
             Node::Score
             | Node::Upstream
             | Node::Index(_)
@@ -197,8 +199,12 @@ impl Taker<'_> {
 
     /// An index below the length of its batch entry.
     fn padding(&mut self, (id, holds): Term) -> bool {
-        let (Node::Binary(Binary::Lt, x, y), true) = (self.trace.node(id), holds) else { return false };
-        let (Node::Index(axis), Node::Param(p)) = (self.trace.node(x), self.trace.node(y)) else { return false };
+        let (index, length) = match (self.trace.node(id), holds) {
+            (Node::Binary(Binary::Lt, x, y), true) | (Node::Binary(Binary::Ge, x, y), false) => (x, y),
+            (Node::Binary(Binary::Gt, x, y), true) | (Node::Binary(Binary::Le, x, y), false) => (y, x),
+            _ => return false,
+        };
+        let (Node::Index(axis), Node::Param(p)) = (self.trace.node(index), self.trace.node(length)) else { return false };
         let p = &self.trace.params()[p.index()];
         let lengths = p.kind == ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
         match (axis, p.name.as_str()) {

@@ -111,7 +111,7 @@ impl TileStep for DropOutside<'_> {
 
 /// The keys that are not in the core.
 #[inline(always)]
-pub(super) fn outside(keys: &Range<usize>, core: &Range<usize>) -> impl Iterator<Item = usize> + use<> {
+fn outside(keys: &Range<usize>, core: &Range<usize>) -> impl Iterator<Item = usize> + use<> {
     let core = core.start.clamp(keys.start, keys.end)..core.end.clamp(keys.start, keys.end);
     (keys.start..core.start).chain(core.end.max(core.start)..keys.end)
 }
@@ -231,7 +231,7 @@ pub(super) fn tile_mut<S: Simd, const VECTORS: usize>(x: &mut [f32]) -> &mut [[S
 
 /// `sums[j] += Σ_d x[d] · rows[j][d]`.
 #[inline(always)]
-pub(super) fn products<S: Simd, const VECTORS: usize>(
+fn products<S: Simd, const VECTORS: usize>(
     simd: S,
     x: &[[S::f32s; VECTORS]],
     rows: [&[f32]; PANEL],

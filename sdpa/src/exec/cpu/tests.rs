@@ -72,7 +72,7 @@ pub(super) fn indices(spec: &TensorSpec) -> impl Iterator<Item = [usize; 4]> + u
     (0..a * b * c * d).map(move |i| [i / d / c / b, i / d / c % b, i / d % c, i % d])
 }
 
-fn round(dtype: DType, x: f32) -> f32 {
+pub(super) fn round(dtype: DType, x: f32) -> f32 {
     if dtype == DType::F16 {
         f16::from_f32(x).to_f32()
     } else if dtype == DType::BF16 {

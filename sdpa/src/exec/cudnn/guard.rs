@@ -6,7 +6,6 @@
 use crate::error::{Reason, SpecError, SpecErrors};
 use crate::lower::Job;
 use crate::mask::Region;
-use cudnn_graph::expr::{Axis, ParamKind};
 use cudnn_graph::{DType, Version};
 
 /// One known-bad region.
@@ -49,7 +48,7 @@ fn is_backward(job: &Job) -> bool {
     }
 }
 
-const KNOWN_BAD: [Row; 9] = [
+const KNOWN_BAD: [Row; 8] = [
     Row {
         versions: (v(10, 0), v(10, 1)),
         sm: ANY,
@@ -106,24 +105,7 @@ const KNOWN_BAD: [Row; 9] = [
         what: "the planner crashes where batch, heads and lengths are all 1",
         source: "cudnn-frontend #1071",
     },
-    Row {
-        versions: (v(0, 0), v(25, 1)),
-        sm: 90..=90,
-        applies: |j| is_backward(j) && reads_bias(j) && j.problem().seq_q() % 128 == 64,
-        what: "dq is not-a-number with a bias or mask tensor where the number of queries leaves 64 in the last tile of 128 and a \
-               row's stats are below -88.7",
-        source: "pytorch #196678",
-    },
 ];
-
-/// Whether a tensor spans both queries and keys.
-fn reads_bias(job: &Job) -> bool {
-    let spans = |kind| match kind {
-        ParamKind::Scalar => false,
-        ParamKind::Tensor { axes, dtype: _ } => axes.has(Axis::Q) && axes.has(Axis::K),
-    };
-    job.params().iter().any(|p| spans(p.kind))
-}
 
 /// Every known reason against running a problem on a runtime and an architecture, before the library is asked.
 ///

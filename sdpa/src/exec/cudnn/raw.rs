@@ -360,7 +360,13 @@ impl Planned {
                 address: slice.address + n * step,
                 bytes: slice.bytes.saturating_sub(n * step),
             };
-            let bindings = Bindings::new().slice(copy.from, at(from, copy.from_step)).slice(copy.to, at(to, copy.to_step));
+            let to = at(to, copy.to_step);
+            let mut bindings = Bindings::new().slice(copy.from, at(from, copy.from_step)).slice(copy.to, to);
+            if let Some(zeros) = copy.zeros {
+                // SAFETY: the caller's; what is written here is written once more by the copy.
+                unsafe { handle.zero(to) }?;
+                bindings = bindings.slice(zeros, to);
+            }
             // SAFETY: the caller's.
             unsafe { planned.plan.execute(handle, &bindings, call.workspace) }?;
         }

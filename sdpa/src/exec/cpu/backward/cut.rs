@@ -97,7 +97,7 @@ impl Cut {
                 }
             }
         }
-        // Sums over the longer axis come to an end sooner, so that fewer of them are under way.
+        // One strip of rows after the other, sums of all keys are under way; the other way round, those of all rows.
         if n_rows * extents.dim_qk < n_keys * (extents.dim_qk + extents.dim_v) {
             cells.sort_by_key(|cell| (cell.keys, cell.rows));
         }

@@ -1,4 +1,7 @@
 //! The steps of the gradient that the forward pass does not have.
+//!
+//! A function of the score, applied where [`kernel`](crate::exec::cpu::kernel) says, has its derivative multiplied into
+//! `ds` after [`Slopes`], which overwrites the scores.
 
 use crate::exec::cpu::element::Element;
 use crate::exec::cpu::exp::exp2;

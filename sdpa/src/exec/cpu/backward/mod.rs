@@ -1,10 +1,27 @@
-//! The gradient: scores once more from `q`, `k` and the stats of the forward pass, then the four products that use them.
+//! The gradient: scores once more from `q`, `k` and the stats of the forward pass, and the four products that follow.
+//!
+//! With `s` the scores, `p = exp(s - stats)`, `dp = d_o · vᵀ` and `delta = Σ d_o · o`: `ds = p ∘ (dp - delta)`, and
+//! `dq = scale · ds · k`, `dk = scale · dsᵀ · q`, `dv = pᵀ · d_o`, the last two summed over the query heads that share a
+//! key head. Nothing of the size of the scores is kept.
+//!
+//! A problem is cut into *cells*, rows of one key head against keys of it. A cell sums on its own; what it has is a part
+//! of the sums of its rows and of those of its keys, and parts are added in a fixed order. As the cut does not depend on
+//! threads either, results are the same bits on any number of them. Memory is bounded by the gradients of the heads
+//! under way.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `cut` | cells |
+//! | `tile` | one cell |
+//! | `rows` | its rows, packed |
+//! | `kernel` | steps that the forward pass does not have |
+//! | `sums` | sums of parts |
 
 mod cut;
 mod kernel;
-mod rows;
 #[cfg(test)]
-mod speed;
+mod oracle;
+mod rows;
 mod sums;
 #[cfg(test)]
 mod tests;
@@ -38,9 +55,9 @@ impl PreparedBackward for CpuBackward {
         let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params: _, gradients: _ } = call;
         let inputs = [q, k, v, o, d_o];
         match dq {
-            ElementsMut::F32(dq) => self.run(inputs, stats, Some(dq), [dk, dv], scale),
-            ElementsMut::F16(dq) => self.run(inputs, stats, Some(dq), [dk, dv], scale),
-            ElementsMut::BF16(dq) => self.run(inputs, stats, Some(dq), [dk, dv], scale),
+            ElementsMut::F32(dq) => self.run(inputs, stats, dq, [dk, dv], scale),
+            ElementsMut::F16(dq) => self.run(inputs, stats, dq, [dk, dv], scale),
+            ElementsMut::BF16(dq) => self.run(inputs, stats, dq, [dk, dv], scale),
         }
     }
 }
@@ -65,13 +82,11 @@ impl CpuBackward {
         &self,
         inputs: [Elements<'_>; 5],
         stats: &[f32],
-        dq: Option<&mut [T]>,
+        dq: &mut [T],
         keys: [ElementsMut<'_>; 2],
         scale: f32,
     ) -> Result<Report, Error> {
-        let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], Some(dq), [Some(dk), Some(dv)]) =
-            (inputs.map(T::of), dq, keys.map(T::of_mut))
-        else {
+        let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], [Some(dk), Some(dv)]) = (inputs.map(T::of), keys.map(T::of_mut)) else {
             return Err(wrong_types());
         };
         let started = Instant::now();

@@ -11,12 +11,12 @@ use std::ops::Range;
 
 /// Rows of a key head, and which of their keys they attend to.
 #[derive(Debug)]
-pub(super) struct Rows<'a, T> {
+pub(super) struct Queries<'a, T> {
     pub(super) call: &'a Call<'a, T>,
     pub(super) head: Head,
 }
 
-impl<T: Element> Rows<'_, T> {
+impl<T: Element> Queries<'_, T> {
     fn stat(&self, row: usize) -> f32 {
         let extents = &self.call.cut.extents;
         let [batch, head, query] = self.head.index(row);
@@ -112,7 +112,7 @@ pub(super) struct Band<'a> {
 
 impl Band<'_> {
     /// Takes other rows, which are to meet these keys.
-    pub(super) fn pack<T: Element>(&mut self, of: &Rows<'_, T>, rows: Range<usize>, keys: &Range<usize>) {
+    pub(super) fn pack<T: Element>(&mut self, of: &Queries<'_, T>, rows: Range<usize>, keys: &Range<usize>) {
         let Call { cut, isa, scale, .. } = of.call;
         self.q.copy(*isa, &of.call.q, of.head, rows.clone());
         self.d_o.copy(*isa, &of.call.d_o, of.head, rows.clone());
@@ -149,7 +149,7 @@ impl Band<'_> {
 }
 
 /// The tiles of rows; the last may have fewer registers.
-fn tiles<T: Element>(of: &Rows<'_, T>, rows: &Range<usize>, cut: &Cut, lanes: usize) -> impl Iterator<Item = Tile> {
+fn tiles<T: Element>(of: &Queries<'_, T>, rows: &Range<usize>, cut: &Cut, lanes: usize) -> impl Iterator<Item = Tile> {
     (0..rows.len()).step_by(cut.tile_rows).enumerate().map(move |(index, first)| {
         let past = (first + cut.tile_rows).min(rows.len());
         let vectors = (past - first).div_ceil(lanes);

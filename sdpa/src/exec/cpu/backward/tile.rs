@@ -3,7 +3,7 @@
 use super::Call;
 use super::cut::{Cell, Cut};
 use super::kernel::{KeySums, Slopes};
-use super::rows::{Band, Packed, Rows};
+use super::rows::{Band, Packed, Queries};
 use crate::exec::cpu::element::Element;
 use crate::exec::cpu::isa::PANEL;
 use crate::exec::cpu::kernel::{DropOutside, Scores, Tiled, Values};
@@ -35,7 +35,7 @@ struct Keys<'a> {
 
 /// Weights and gradients of scores, `[tile][key][row]`, of one block of keys.
 #[derive(Debug)]
-struct Pad<'a> {
+struct Weights<'a> {
     p: &'a mut [f32],
     ds: &'a mut [f32],
     ones: &'a [f32],
@@ -71,14 +71,14 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, head: u
         isa.run(CopyRows { from: values_view, head, rows: range.clone(), width: dim_v, to: &mut *v });
         v
     });
-    let rows = Rows { call, head: Head { group: extents.group, ..head } };
-    let kept_by_all = rows.keys_of_all(&strip);
+    let queries = Queries { call, head: Head { group: extents.group, ..head } };
+    let kept_by_all = queries.keys_of_all(&strip);
     let is_hole = |key: &usize| !kept_by_all.contains(key) && !all_finite(&k[(key - range.start) * dim_qk..][..dim_qk]);
     let keys = Keys { holes: range.clone().filter(is_hole).collect(), range, k, v };
 
     let (q, d_o) = (Packed::new(q_lanes, q_rows, cut.columns_qk), Packed::new(d_o_lanes, d_o_rows, cut.columns_v));
     let mut band = Band { rows: 0..0, tiles: Vec::new(), q, d_o, lse, delta, start, end, buffer };
-    let mut pad = Pad { p, ds, ones, tile: cut.tile_rows * cut.block_keys };
+    let mut weights = Weights { p, ds, ones, tile: cut.tile_rows * cut.block_keys };
     let Gradients { dq, dk, dv } = to;
     dq.fill(0.0);
     dk.fill(0.0);
@@ -89,28 +89,34 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, head: u
         if reached.is_empty() {
             continue;
         }
-        // In whole panels, so that none adds to keys of another.
-        let panel = |key: usize| keys.range.start + key.next_multiple_of(PANEL);
-        let first_key = reached.start - (reached.start - keys.range.start) % PANEL;
-        let reached = first_key..panel(reached.end - keys.range.start).min(keys.range.end);
-        band.pack(&rows, rows_of_band, &reached);
+        // Whole panels: the last one of a block adds to all of its keys.
+        let (first_key, n_keys) = (reached.start - (reached.start - keys.range.start) % PANEL, reached.end - keys.range.start);
+        let reached = first_key..(keys.range.start + n_keys.next_multiple_of(PANEL)).min(keys.range.end);
+        band.pack(&queries, rows_of_band, &reached);
         for first_key in reached.clone().step_by(cut.block_keys) {
             let block = first_key..(first_key + cut.block_keys).min(reached.end);
-            step(&rows, &keys, &band, &block, &mut pad, Gradients { dq: &mut *dq, dk: &mut *dk, dv: &mut *dv });
+            step(&queries, &keys, &band, &block, &mut weights, Gradients { dq: &mut *dq, dk: &mut *dk, dv: &mut *dv });
         }
     }
 }
 
 /// One band against one block of keys.
-fn step<T: Element>(rows: &Rows<'_, T>, keys: &Keys<'_>, band: &Band<'_>, block: &Range<usize>, pad: &mut Pad<'_>, to: Gradients<'_>) {
-    let Call { cut, isa, .. } = rows.call;
+fn step<T: Element>(
+    queries: &Queries<'_, T>,
+    keys: &Keys<'_>,
+    band: &Band<'_>,
+    block: &Range<usize>,
+    weights: &mut Weights<'_>,
+    to: Gradients<'_>,
+) {
+    let Call { cut, isa, .. } = queries.call;
     let (dim_qk, dim_v) = (cut.extents.dim_qk, cut.extents.dim_v);
     let (n_keys, at) = (block.len(), block.start - keys.range.start);
     let (k, v) = (&keys.k[at * dim_qk..], &keys.v[at * dim_v..]);
     for tile in &band.tiles {
         let (vectors, lanes, width) = (tile.vectors, tile.lanes.clone(), tile.lanes.len());
-        let p = &mut pad.p[tile.index * pad.tile..][..width * cut.block_keys];
-        let ds = &mut pad.ds[tile.index * pad.tile..][..width * cut.block_keys];
+        let p = &mut weights.p[tile.index * weights.tile..][..width * cut.block_keys];
+        let ds = &mut weights.ds[tile.index * weights.tile..][..width * cut.block_keys];
         let q = &band.q.lanes[lanes.start * band.q.columns..][..width * dim_qk];
         isa.run(Tiled(Scores { vectors, dim: dim_qk, n_keys, q, k, scores: p }));
         let q = &band.d_o.lanes[lanes.start * band.d_o.columns..][..width * dim_v];
@@ -125,10 +131,11 @@ fn step<T: Element>(rows: &Rows<'_, T>, keys: &Keys<'_>, band: &Band<'_>, block:
         let holes = || keys.holes.iter().copied().filter(|key| block.contains(key));
         for hole in holes().chain([block.end]) {
             let skipped = first - block.start;
-            let (p, v, scale) = (&ds[skipped * width..], &k[skipped * dim_qk..], &pad.ones[..width]);
+            let (p, v, scale) = (&ds[skipped * width..], &k[skipped * dim_qk..], &weights.ones[..width]);
             isa.run(Tiled(Values { vectors, dim: dim_qk, n_keys: hole - first, p, v, scale, o }));
             first = hole + 1;
         }
+        // To dq of the rows that attend to them, and of no other: 0 times inf would be NaN.
         for hole in holes() {
             let slopes = &ds[(hole - block.start) * width..][..width];
             for (lane, slope) in slopes.iter().enumerate().filter(|(lane, _)| band.attends(lanes.start + lane, hole)) {
@@ -138,25 +145,25 @@ fn step<T: Element>(rows: &Rows<'_, T>, keys: &Keys<'_>, band: &Band<'_>, block:
             }
         }
     }
-    add_to_keys(rows, band, (&band.d_o, &rows.call.d_o), block, (pad.p, pad.tile), &mut to.dv[at * band.d_o.columns..]);
-    add_to_keys(rows, band, (&band.q, &rows.call.q), block, (pad.ds, pad.tile), &mut to.dk[at * band.q.columns..]);
+    add_to_keys(queries, band, (&band.d_o, &queries.call.d_o), block, (weights.p, weights.tile), &mut to.dv[at * band.d_o.columns..]);
+    add_to_keys(queries, band, (&band.q, &queries.call.q), block, (weights.ds, weights.tile), &mut to.dk[at * band.q.columns..]);
 }
 
 /// Adds weighted rows of an operand to the sums of a block of keys.
 fn add_to_keys<T: Element>(
-    rows: &Rows<'_, T>,
+    queries: &Queries<'_, T>,
     band: &Band<'_>,
     (packed, view): (&Packed<'_>, &View<'_, T>),
     block: &Range<usize>,
     (weights, weights_of_tile): (&[f32], usize),
     sums: &mut [f32],
 ) {
-    let (n_keys, n_rows, columns, tile_rows) = (block.len(), band.rows.len(), packed.columns, rows.call.cut.tile_rows);
+    let (n_keys, n_rows, columns, tile_rows) = (block.len(), band.rows.len(), packed.columns, queries.call.cut.tile_rows);
     let packed_rows = &packed.rows[..n_rows * columns];
-    rows.call.isa.run(KeySums { n_keys, n_rows, tile_rows, weights, weights_of_tile, columns, rows: packed_rows, sums });
+    queries.call.isa.run(KeySums { n_keys, n_rows, tile_rows, weights, weights_of_tile, columns, rows: packed_rows, sums });
     for &hole in &packed.holes {
         let mut row = vec![0.0; view.dim];
-        view.widen_row(rows.head.index(band.rows.start + hole), &mut row);
+        view.widen_row(queries.head.index(band.rows.start + hole), &mut row);
         let tile = &band.tiles[hole / tile_rows];
         for i in (0..n_keys).filter(|i| band.attends(hole, block.start + i)) {
             let weight = weights[tile.index * weights_of_tile + i * tile.lanes.len() + hole - tile.lanes.start];
