@@ -1,7 +1,7 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
 //! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device cudarc`, `device plans`,
-//! `device startup`, `device threads SECONDS`.
+//! `device startup`, `device time` (JSON lines in and out), `device threads SECONDS`.
 
 mod cudarc;
 mod host;
@@ -11,6 +11,7 @@ mod speed;
 mod startup;
 mod suite;
 mod threads;
+mod time;
 
 use std::process::ExitCode;
 
@@ -25,8 +26,9 @@ fn main() -> ExitCode {
         Some("cudarc") => cudarc::run(),
         Some("plans") => plans::run(),
         Some("startup") => startup::run(),
+        Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
-        _ => Err("device suite [RANDOM] | speed | short | host | cudarc | plans | startup | threads [SECONDS]".into()),
+        _ => Err("device suite [RANDOM] | speed | short | host | cudarc | plans | startup | time | threads [SECONDS]".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
