@@ -17,24 +17,29 @@ pub enum Source {
     B,
     /// Engines that are general rather than fast.
     Fallback,
+    /// The caller's own configuration.
+    Pinned,
 }
 
 impl Source {
-    /// The order of asking.
-    pub const ALL: [Source; 3] = [Source::A, Source::B, Source::Fallback];
+    /// The lists, in the order of asking.
+    const LISTS: [(Source, HeurMode); 3] = [(Source::A, HeurMode::A), (Source::B, HeurMode::B), (Source::Fallback, HeurMode::FALLBACK)];
+}
 
-    fn code(self) -> HeurMode {
-        match self {
-            Source::A => HeurMode::A,
-            Source::B => HeurMode::B,
-            Source::Fallback => HeurMode::FALLBACK,
-        }
-    }
+/// One engine with its knobs, asked for by name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Pin {
+    /// The engine's number for the graph.
+    pub engine: i64,
+    /// Tuning choices, by knob.
+    pub knobs: Vec<(KnobType, i64)>,
 }
 
 /// Which offers may be taken.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct Policy {
+    /// Take this configuration and ask for no other: for what heuristics do not offer.
+    pub pin: Option<Pin>,
     /// Bytes of workspace that a plan may use at most.
     pub max_workspace: Option<u64>,
     /// Only engines that give the same bits on every run.
@@ -175,8 +180,12 @@ pub(crate) struct Offers {
 pub(crate) fn offers(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, policy: &Policy) -> Offers {
     let mut found: Vec<(Candidate, Descriptor)> = Vec::new();
     let mut lists_refused = Vec::new();
-    for source in Source::ALL {
-        match list(library, graph, profile, source) {
+    let lists: Vec<(Source, Result<Vec<Descriptor>, Error>)> = match &policy.pin {
+        Some(pin) => vec![(Source::Pinned, pinned(library, graph, profile, pin).map(|config| vec![config]))],
+        None => Source::LISTS.into_iter().map(|(source, mode)| (source, list(library, graph, profile, mode))).collect(),
+    };
+    for (source, configs) in lists {
+        match configs {
             Ok(configs) => {
                 for config in configs {
                     match describe(library, &config, source) {
@@ -199,15 +208,39 @@ pub(crate) fn offers(library: &'static Library, graph: &Descriptor, profile: Opt
     Offers { report: EngineReport { candidates, lists_refused }, configs }
 }
 
-fn list(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, source: Source) -> Result<Vec<Descriptor>, Error> {
+fn list(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, mode: HeurMode) -> Result<Vec<Descriptor>, Error> {
     let mut heuristics = Descriptor::new(library, Kind::ENGINEHEUR)?;
     heuristics.set_descriptor(Attribute::ENGINEHEUR_OPERATION_GRAPH, graph)?;
-    heuristics.set_code(Attribute::ENGINEHEUR_MODE, AttributeType::HEUR_MODE, source.code().0)?;
+    heuristics.set_code(Attribute::ENGINEHEUR_MODE, AttributeType::HEUR_MODE, mode.0)?;
     if let Some(profile) = profile {
         heuristics.set_descriptor(Attribute::ENGINEHEUR_DEVICEPROP, profile)?;
     }
-    heuristics.finalize(&format!("mode {}", source.code()))?;
+    heuristics.finalize(&format!("mode {mode}"))?;
     heuristics.get_descriptors(Attribute::ENGINEHEUR_RESULTS, Kind::ENGINECFG, None)
+}
+
+/// The configuration that a caller names.
+fn pinned(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, pin: &Pin) -> Result<Descriptor, Error> {
+    let mut engine = Descriptor::new(library, Kind::ENGINE)?;
+    engine.set_descriptor(Attribute::ENGINE_OPERATION_GRAPH, graph)?;
+    engine.set_i64(Attribute::ENGINE_GLOBAL_INDEX, &[pin.engine])?;
+    if let Some(profile) = profile {
+        engine.set_descriptor(Attribute::ENGINE_DEVICEPROP, profile)?;
+    }
+    engine.finalize(&format!("engine {}", pin.engine))?;
+    let mut choices = Vec::with_capacity(pin.knobs.len());
+    for (knob, value) in &pin.knobs {
+        let mut choice = Descriptor::new(library, Kind::KNOB_CHOICE)?;
+        choice.set_code(Attribute::KNOB_CHOICE_KNOB_TYPE, AttributeType::KNOB_TYPE, knob.0)?;
+        choice.set_i64(Attribute::KNOB_CHOICE_KNOB_VALUE, &[*value])?;
+        choice.finalize(&format!("knob {knob}"))?;
+        choices.push(choice);
+    }
+    let mut config = Descriptor::new(library, Kind::ENGINECFG)?;
+    config.set_and_keep(Attribute::ENGINECFG_ENGINE, vec![engine])?;
+    config.set_and_keep(Attribute::ENGINECFG_KNOB_CHOICES, choices)?;
+    config.finalize(&format!("engine {} with {} knobs", pin.engine, pin.knobs.len()))?;
+    Ok(config)
 }
 
 /// More knobs than any engine has; cuDNN does not tell their number without room for them.

@@ -12,6 +12,8 @@ pub struct Descriptor {
     library: &'static Library,
     raw: Ptr,
     kind: Kind,
+    /// What its attributes refer to.
+    kept: Vec<Descriptor>,
 }
 
 // SAFETY: descriptors have no tie to a thread.
@@ -31,7 +33,7 @@ impl Descriptor {
         // SAFETY: the pointer is to a live pointer.
         let status = unsafe { (library.table.descriptor_create)(kind.0, &mut raw) };
         library.check("cudnnBackendCreateDescriptor", &kind.to_string(), status)?;
-        Ok(Descriptor { library, raw, kind })
+        Ok(Descriptor { library, raw, kind, kept: Vec::new() })
     }
 
     pub(super) fn raw(&self) -> Ptr {
@@ -85,6 +87,18 @@ impl Descriptor {
     pub fn set_descriptor(&mut self, attribute: Attribute, other: &Descriptor) -> Result<(), Error> {
         // SAFETY: one element of that type.
         unsafe { self.set_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, 1, (&raw const other.raw).cast()) }
+    }
+
+    /// Sets several other descriptors, and keeps them alive for as long as this one.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub fn set_and_keep(&mut self, attribute: Attribute, others: Vec<Descriptor>) -> Result<(), Error> {
+        let raw: Vec<Ptr> = others.iter().map(|d| d.raw).collect();
+        // SAFETY: type and count are those of the slice.
+        unsafe { self.set_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, raw.len(), raw.as_ptr().cast()) }?;
+        self.kept.extend(others);
+        Ok(())
     }
 
     /// Sets the handle.

@@ -49,13 +49,24 @@ impl Ports {
     }
 }
 
-/// Whether `dq` is written at once instead of being summed in an accumulator: engines that sum other gradients, and engines
-/// that give the same bits on every run, keep dS in the workspace.
-fn dq_at_once(b: &BackwardProblem) -> bool {
-    b.deterministic() || !b.wrt().is_empty()
+/// How the gradient of the queries comes about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum QueryGradient {
+    /// In an f32 accumulator, part by part.
+    Summed,
+    /// At once, from dS in the workspace, which grows with the product of the lengths.
+    AtOnce,
 }
 
-pub(super) fn composite(b: &BackwardProblem, runtime: Version) -> Result<Lowered, LowerError> {
+impl QueryGradient {
+    /// Engines that sum gradients of parameters keep dS in the workspace, and so do those that give the same bits on every run,
+    /// but for one that has to be asked for by name.
+    pub(super) fn usual(b: &BackwardProblem) -> QueryGradient {
+        if b.deterministic() || !b.wrt().is_empty() { QueryGradient::AtOnce } else { QueryGradient::Summed }
+    }
+}
+
+pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: QueryGradient) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let ports = Ports::new(&mut g, b, transposed);
     let p = b.forward();
@@ -100,7 +111,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version) -> Result<Lowered
     let key = g.reshape(ports.at(Operand::K), key.dims, key.strides, None);
     g.set_dtype(key, p.dtype());
     let dq = ports.at(Operand::DQ);
-    if dq_at_once(b) {
+    if query_gradient == QueryGradient::AtOnce {
         product_into(&mut g, [d_scores, key], dq, [rows, None, keys], None);
     } else {
         let sum = g.input("dq_sum", DType::F32, [p.batch(), p.heads_q(), p.seq_q(), p.dim_qk()]);

@@ -13,11 +13,13 @@ mod lowered;
 mod mask;
 mod unified;
 
+pub(crate) use backward::QueryGradient;
 pub(crate) use copy::densify;
 pub use copy::{Copy, convert, copy};
 pub use job::{Job, Operand};
 pub use lowered::{Lowered, Supply, Table};
 
+use crate::backward::BackwardProblem;
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
 use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
@@ -82,9 +84,17 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
         (Job::Forward(problem), Form::Unified) => unified::lower(problem, runtime),
-        (Job::Backward(problem), Form::Composite) => backward::composite(problem, runtime),
+        (Job::Backward(problem), Form::Composite) => backward::composite(problem, runtime, QueryGradient::usual(problem)),
         (Job::Backward(problem), Form::Unified) => backward::unified(problem),
     }
+}
+
+/// Lowers a backward pass to the composite form, the gradient of the queries made in this way.
+///
+/// # Errors
+/// As [`lower`].
+pub(crate) fn lower_backward(problem: &BackwardProblem, runtime: Version, query_gradient: QueryGradient) -> Result<Lowered, LowerError> {
+    backward::composite(problem, runtime, query_gradient)
 }
 
 /// Why a pass has no graph.

@@ -5,6 +5,7 @@
 
 pub mod guard;
 mod host;
+mod named;
 mod order;
 pub mod plan;
 pub mod raw;

@@ -1,6 +1,7 @@
 //! From a pass to compiled plans: which form, which engine, which operands are copied first.
 
 use super::guard;
+use super::named;
 use super::order;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Supply};
@@ -100,6 +101,48 @@ pub fn ask(
     })
 }
 
+/// The spellings of a pass in one form, the better one first: with an engine that has to be asked for by name, and as it is usual.
+fn spellings(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    form: Form,
+    policy: &Policy,
+) -> Result<Vec<(Arc<Lowered>, Policy)>, Refusal> {
+    let runtime = library.version();
+    let mut all = Vec::new();
+    if let Job::Backward(problem) = job
+        && form == Form::Composite
+        && policy.pin.is_none()
+        && let Some((pin, query_gradient)) = named::engine(problem, runtime, target.sm())
+    {
+        let lowered = spelled(lower::lower_backward(problem, runtime, query_gradient))?;
+        // The notes are those of the engine, not of this configuration of it.
+        all.push((lowered, Policy { pin: Some(pin), deterministic: false, ..policy.clone() }));
+    }
+    let mut usual = policy.clone();
+    usual.deterministic |= job.deterministic();
+    usual.prefer.extend(order::prefer(job, form, runtime, target));
+    all.push((spelled(lower::lower(job, form, runtime))?, usual));
+    Ok(all)
+}
+
+/// The first result, or the last refusal.
+fn first<T>(
+    spellings: Vec<(Arc<Lowered>, Policy)>,
+    make: impl Fn(&Arc<Lowered>, &Policy) -> Result<T, cudnn_graph::Error>,
+) -> Result<(Arc<Lowered>, T), Refusal> {
+    let mut refused = None;
+    for (lowered, policy) in spellings {
+        match make(&lowered, &policy) {
+            Ok(made) => return Ok((lowered, made)),
+            Err(e) if e.is_unsupported() => refused = Some(e),
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Err(refused.map_or_else(|| Refusal::NoSpelling("there is none".to_owned()), Refusal::from))
+}
+
 fn try_ask(
     library: &'static Library,
     target: &Target<'_>,
@@ -107,16 +150,27 @@ fn try_ask(
     form: Form,
     policy: &Policy,
 ) -> Result<(Arc<Lowered>, Planner), Refusal> {
-    let lowered = match lower::lower(job, form, library.version()) {
-        Ok(lowered) => Arc::new(lowered),
-        Err(LowerError::Unsupported(text)) => return Err(Refusal::NoSpelling(text)),
-        Err(LowerError::Bug(e)) => return Err(e.into()),
-    };
-    let mut policy = policy.clone();
-    policy.deterministic |= job.deterministic();
-    policy.prefer.extend(order::prefer(job, form, library.version(), target));
-    let planner = Planner::new(library, Arc::new(lowered.graph.clone()), target, &policy)?;
-    Ok((lowered, planner))
+    let spellings = spellings(library, target, job, form, policy)?;
+    first(spellings, |lowered, policy| Planner::new(library, Arc::new(lowered.graph.clone()), target, policy))
+}
+
+fn spelled(lowered: Result<Lowered, LowerError>) -> Result<Arc<Lowered>, Refusal> {
+    match lowered {
+        Ok(lowered) => Ok(Arc::new(lowered)),
+        Err(LowerError::Unsupported(text)) => Err(Refusal::NoSpelling(text)),
+        Err(LowerError::Bug(e)) => Err(e.into()),
+    }
+}
+
+fn try_build(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    form: Form,
+    policy: &Policy,
+) -> Result<(Arc<Lowered>, Plan), Refusal> {
+    let spellings = spellings(library, target, job, form, policy)?;
+    first(spellings, |lowered, policy| Plan::build(library, Arc::new(lowered.graph.clone()), target, policy))
 }
 
 /// Runs `make` over the forms that the options allow, in order, until one succeeds.
@@ -198,10 +252,8 @@ fn refused(form: String, error: Error) -> Error {
 /// # Errors
 /// As [`supports`]; out of memory and a missing library are the environment's and never *unsupported*.
 pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Planned, Error> {
-    let (dense, copied, (lowered, plan)) = first_form(library, target, job, options, |j, form| {
-        let (lowered, planner) = try_ask(library, target, j, form, &options.policy)?;
-        Ok((lowered, planner.first(target)?))
-    })?;
+    let (dense, copied, (lowered, plan)) =
+        first_form(library, target, job, options, |j, form| try_build(library, target, j, form, &options.policy))?;
     let copies = copied
         .into_iter()
         .map(|operand| {
