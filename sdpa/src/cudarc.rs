@@ -2,6 +2,7 @@
 //!
 //! ```no_run
 //! use cudarc::driver::CudaContext;
+//! use sdpa::cudarc::Forward;
 //! use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
 //! use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 //!
@@ -14,18 +15,19 @@
 //! let (q, k) = (stream.alloc_zeros::<half::bf16>(8 * 128 * 64)?, stream.alloc_zeros::<half::bf16>(2 * 128 * 64)?);
 //! let (v, mut o) = (k.clone(), q.clone());
 //! let attention = sdpa::cudarc::Attention::new(&executor, &spec)?;
-//! attention.forward(&stream, &q, &k, &v, &mut o, None, None)?;
+//! attention.forward(&stream, Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, attn_scale: None, params: &[] })?;
 //! stream.synchronize()?;
 //! # Ok(())
 //! # }
 //! ```
 #![allow(unsafe_code)]
 
+use crate::backward::BackwardSpec;
 use crate::error::{Error, SpecError, SpecErrors};
-use crate::exec::cudnn::{CudnnExecutor, DeviceForward, Planned};
+use crate::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
 use crate::spec::AttentionSpec;
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError};
-use cudnn_graph::{DType, DeviceSlice, Event, Library, RawStream, Stream};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
+use cudnn_graph::{DType, DeviceSlice, Event, Handle, Library, RawStream, Stream};
 use parking_lot::Mutex;
 use std::sync::Arc;
 
@@ -67,12 +69,86 @@ impl From<cudnn_graph::Error> for CudarcError {
     }
 }
 
+/// A declared parameter over cudarc's slices.
+#[derive(Debug)]
+pub struct Param<'a> {
+    /// The name that it was declared by.
+    pub name: &'a str,
+    /// Its value.
+    pub value: Value<'a>,
+}
+
+/// The value of a parameter.
+#[derive(Debug)]
+pub enum Value<'a> {
+    /// For a scalar.
+    Scalar(f32),
+    /// For a tensor of f32, dense.
+    F32(&'a CudaSlice<f32>),
+    /// For a tensor of f16.
+    F16(&'a CudaSlice<half::f16>),
+    /// For a tensor of bf16.
+    BF16(&'a CudaSlice<half::bf16>),
+    /// For a tensor of i32.
+    I32(&'a CudaSlice<i32>),
+    /// For a tensor of truth values: bytes, 0 or 1.
+    Bool(&'a CudaSlice<u8>),
+}
+
+/// One forward call.
+#[derive(Debug)]
+pub struct Forward<'a, T> {
+    /// Queries, strided as the specification says.
+    pub q: &'a CudaSlice<T>,
+    /// Keys.
+    pub k: &'a CudaSlice<T>,
+    /// Values.
+    pub v: &'a CudaSlice<T>,
+    /// Output.
+    pub o: &'a mut CudaSlice<T>,
+    /// (batch, heads_q, seq_q); there exactly when the specification asks for stats.
+    pub stats: Option<&'a mut CudaSlice<f32>>,
+    /// Multiplies the scores. `None`: `1 / √dim_qk`.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters.
+    pub params: &'a [Param<'a>],
+}
+
+/// One backward call.
+#[derive(Debug)]
+pub struct Backward<'a, T> {
+    /// Queries, strided as the specification says.
+    pub q: &'a CudaSlice<T>,
+    /// Keys.
+    pub k: &'a CudaSlice<T>,
+    /// Values.
+    pub v: &'a CudaSlice<T>,
+    /// Output of the forward pass.
+    pub o: &'a CudaSlice<T>,
+    /// (batch, heads_q, seq_q): the forward pass's.
+    pub stats: &'a CudaSlice<f32>,
+    /// Gradient of the output.
+    pub d_o: &'a CudaSlice<T>,
+    /// Gradient of the queries.
+    pub dq: &'a mut CudaSlice<T>,
+    /// Gradient of the keys.
+    pub dk: &'a mut CudaSlice<T>,
+    /// Gradient of the values.
+    pub dv: &'a mut CudaSlice<T>,
+    /// The scale of the forward pass.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters, those of the forward pass.
+    pub params: &'a [Param<'a>],
+    /// Gradients of declared parameters, of the type of the operands: each that the specification asks for, once.
+    pub gradients: Vec<(&'a str, &'a mut CudaSlice<T>)>,
+}
+
 /// Plans of one specification, to be called with cudarc's slices. Dropping it waits for its last call.
 #[derive(Debug)]
 pub struct Attention {
     library: &'static Library,
     device: &'static cudnn_graph::Device,
-    spec: AttentionSpec,
+    dtype: DType,
     planned: Arc<Planned>,
     /// Behind the last call on each stream: the kernels must not be unloaded before.
     last: Mutex<Vec<(RawStream, Event)>>,
@@ -88,15 +164,71 @@ impl Drop for Attention {
     }
 }
 
+/// Slices of one call: their addresses, with the guards that order them with other streams, and where they are.
+struct Slices<'a> {
+    stream: &'a Arc<CudaStream>,
+    guards: Vec<SyncOnDrop<'a>>,
+    errors: Vec<SpecError>,
+}
+
+impl<'a> Slices<'a> {
+    fn place<T>(&mut self, name: &str, slice: &CudaSlice<T>) {
+        let (there, here) = (slice.context().ordinal(), self.stream.context().ordinal());
+        if there != here {
+            self.errors.push(SpecError::new(format!("{name} device"), there, format!("the stream's, {here}")));
+        }
+    }
+
+    fn read<T: DeviceRepr>(&mut self, name: &str, slice: &'a CudaSlice<T>) -> DeviceSlice {
+        self.place(name, slice);
+        let bytes = slice.num_bytes() as u64;
+        let (address, guard) = slice.device_ptr(self.stream);
+        self.guards.push(guard);
+        DeviceSlice { address, bytes }
+    }
+
+    fn write<T: DeviceRepr>(&mut self, name: &str, slice: &'a mut CudaSlice<T>) -> DeviceSlice {
+        self.place(name, slice);
+        let bytes = slice.num_bytes() as u64;
+        let (address, guard) = slice.device_ptr_mut(self.stream);
+        self.guards.push(guard);
+        DeviceSlice { address, bytes }
+    }
+
+    fn params(&mut self, params: &'a [Param<'a>]) -> Vec<DeviceParam<'a>> {
+        let value = |p: &'a Param<'a>, slices: &mut Slices<'a>| match p.value {
+            Value::Scalar(x) => DeviceValue::Scalar(x),
+            Value::F32(x) => DeviceValue::Tensor(DType::F32, slices.read(p.name, x)),
+            Value::F16(x) => DeviceValue::Tensor(DType::F16, slices.read(p.name, x)),
+            Value::BF16(x) => DeviceValue::Tensor(DType::BF16, slices.read(p.name, x)),
+            Value::I32(x) => DeviceValue::Tensor(DType::I32, slices.read(p.name, x)),
+            Value::Bool(x) => DeviceValue::Tensor(DType::Bool, slices.read(p.name, x)),
+        };
+        params.iter().map(|p| DeviceParam { name: p.name, value: value(p, self) }).collect()
+    }
+}
+
 impl Attention {
-    /// Takes the plans from the executor's cache, or makes them.
+    /// Takes the plans of a forward pass from the executor's cache, or makes them.
     ///
     /// # Errors
     /// Every rule that the specification breaks; every reason why cuDNN does not run it; the environment's.
     pub fn new(executor: &CudnnExecutor, spec: &AttentionSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
-        let (planned, _) = executor.attention(&problem)?;
-        Ok(Attention { library: executor.library(), device: executor.device(), spec: spec.clone(), planned, last: Mutex::new(Vec::new()) })
+        Ok(Attention::of(executor, spec.dtype, executor.attention(&problem)?.0))
+    }
+
+    /// The same of a backward pass.
+    ///
+    /// # Errors
+    /// As [`Attention::new`].
+    pub fn backward_of(executor: &CudnnExecutor, spec: &BackwardSpec) -> Result<Attention, Error> {
+        let problem = spec.validate()?;
+        Ok(Attention::of(executor, spec.forward.dtype, executor.attention_backward(&problem)?.0))
+    }
+
+    fn of(executor: &CudnnExecutor, dtype: DType, planned: Arc<Planned>) -> Attention {
+        Attention { library: executor.library(), device: executor.device(), dtype, planned, last: Mutex::new(Vec::new()) }
     }
 
     /// The plans.
@@ -107,54 +239,78 @@ impl Attention {
     /// Submits one forward pass to `stream`, which must be of the executor's device. Nothing waits; cudarc's events order it
     /// with other streams. Workspace is allocated on the stream and freed behind the call.
     ///
-    /// `stats` is there exactly when the specification asks for it: f32, (batch, heads_q, seq_q). Without `attn_scale`,
-    /// `1 / √dim_qk`.
+    /// # Errors
+    /// Slices of another type or device, too short or misaligned, parameters that are missing or unlike their declaration, all
+    /// before anything runs; cudarc's and cuDNN's own.
+    pub fn forward<T: Element>(&self, stream: &Arc<CudaStream>, call: Forward<'_, T>) -> Result<(), CudarcError> {
+        self.check::<T>(stream)?;
+        let mut workspace = self.workspace(stream)?;
+        let mut slices = Slices { stream, guards: Vec::new(), errors: Vec::new() };
+        let device = DeviceForward {
+            q: slices.read("q", call.q),
+            k: slices.read("k", call.k),
+            v: slices.read("v", call.v),
+            o: slices.write("o", call.o),
+            stats: call.stats.map(|s| slices.write("stats", s)),
+            attn_scale: call.attn_scale,
+            params: &slices.params(call.params),
+            workspace: slices.write("workspace", &mut workspace),
+        };
+        // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
+        // events, recorded as the guards go, keep other streams off them. This value holds the plan, and waits for the event
+        // that `submit` records before it lets go.
+        self.submit(stream, slices, |planned, handle| unsafe { planned.forward(handle, &device) })
+    }
+
+    /// Submits one backward pass; see [`Attention::forward`].
     ///
     /// # Errors
-    /// Slices of another type or device, too short or misaligned, before anything runs; cudarc's and cuDNN's own.
-    #[allow(clippy::too_many_arguments, reason = "the operands of attention")]
-    pub fn forward<T: Element>(
+    /// As [`Attention::forward`].
+    pub fn backward<T: Element>(&self, stream: &Arc<CudaStream>, call: Backward<'_, T>) -> Result<(), CudarcError> {
+        self.check::<T>(stream)?;
+        let mut workspace = self.workspace(stream)?;
+        let mut slices = Slices { stream, guards: Vec::new(), errors: Vec::new() };
+        let gradients: Vec<DeviceGradient<'_>> =
+            call.gradients.into_iter().map(|(name, slice)| DeviceGradient { name, slice: slices.write(name, slice) }).collect();
+        let device = DeviceBackward {
+            q: slices.read("q", call.q),
+            k: slices.read("k", call.k),
+            v: slices.read("v", call.v),
+            o: slices.read("o", call.o),
+            stats: slices.read("stats", call.stats),
+            d_o: slices.read("d_o", call.d_o),
+            dq: slices.write("dq", call.dq),
+            dk: slices.write("dk", call.dk),
+            dv: slices.write("dv", call.dv),
+            attn_scale: call.attn_scale,
+            params: &slices.params(call.params),
+            gradients: &gradients,
+            workspace: slices.write("workspace", &mut workspace),
+        };
+        // SAFETY: as in the forward pass.
+        self.submit(stream, slices, |planned, handle| unsafe { planned.backward(handle, &device) })
+    }
+
+    /// Scratch memory on the stream.
+    fn workspace(&self, stream: &Arc<CudaStream>) -> Result<CudaSlice<u8>, CudarcError> {
+        let bytes = self.planned.workspace_bytes() as usize;
+        // SAFETY: no kernel reads it before it is written.
+        Ok(unsafe { stream.alloc::<u8>(bytes.max(1)) }?)
+    }
+
+    fn submit(
         &self,
         stream: &Arc<CudaStream>,
-        q: &CudaSlice<T>,
-        k: &CudaSlice<T>,
-        v: &CudaSlice<T>,
-        o: &mut CudaSlice<T>,
-        stats: Option<&mut CudaSlice<f32>>,
-        attn_scale: Option<f32>,
+        slices: Slices<'_>,
+        submit: impl FnOnce(&Planned, &Handle) -> Result<(), Error>,
     ) -> Result<(), CudarcError> {
-        self.check::<T>(stream)?;
+        if !slices.errors.is_empty() {
+            return Err(SpecErrors(slices.errors).into());
+        }
         // SAFETY: cudarc keeps the stream alive for as long as this borrow of it, and the device was checked.
         let borrowed = unsafe { Stream::borrow(self.device, RawStream(stream.cu_stream().cast())) };
         let handle = self.library.handle(&borrowed)?;
-        let bytes = self.planned.workspace_bytes() as usize;
-        // SAFETY: scratch memory, whose contents no kernel reads before it writes them.
-        let mut workspace = unsafe { stream.alloc::<u8>(bytes.max(1)) }?;
-        let slice = |address: u64, bytes: usize| DeviceSlice { address, bytes: bytes as u64 };
-        let (q_bytes, k_bytes, v_bytes, o_bytes) = (q.num_bytes(), k.num_bytes(), v.num_bytes(), o.num_bytes());
-        let (q, _q) = q.device_ptr(stream);
-        let (k, _k) = k.device_ptr(stream);
-        let (v, _v) = v.device_ptr(stream);
-        let (o, _o) = o.device_ptr_mut(stream);
-        let stats = stats.map(|s| {
-            let bytes = s.num_bytes();
-            (s.device_ptr_mut(stream), bytes)
-        });
-        let (scratch, _scratch) = workspace.device_ptr_mut(stream);
-        let call = DeviceForward {
-            q: slice(q, q_bytes),
-            k: slice(k, k_bytes),
-            v: slice(v, v_bytes),
-            o: slice(o, o_bytes),
-            stats: stats.as_ref().map(|((address, _), bytes)| slice(*address, *bytes)),
-            attn_scale,
-            params: &[],
-            workspace: slice(scratch, bytes),
-        };
-        // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
-        // events, recorded as the guards above go, keep other streams off them. This value holds the plan, and waits for
-        // the event recorded below before it lets go.
-        let submitted = unsafe { self.planned.forward(&handle, &call) };
+        let submitted = submit(&self.planned, &handle);
         let event = borrowed.record(false)?;
         let mut last = self.last.lock();
         last.retain(|(stream, _)| *stream != borrowed.raw());
@@ -164,8 +320,8 @@ impl Attention {
 
     fn check<T: Element>(&self, stream: &Arc<CudaStream>) -> Result<(), SpecErrors> {
         let mut errors = Vec::new();
-        if T::DTYPE != self.spec.dtype {
-            errors.push(SpecError::new("slice dtype", T::DTYPE, format!("the specification's, {}", self.spec.dtype)));
+        if T::DTYPE != self.dtype {
+            errors.push(SpecError::new("slice dtype", T::DTYPE, format!("the specification's, {}", self.dtype)));
         }
         let ordinal = stream.context().ordinal();
         if ordinal != self.device.ordinal() as usize {

@@ -3,11 +3,12 @@
 //! An automatic choice asks the fastest first and keeps every reason against it; it falls through on *unsupported* only, and
 //! only before anything runs. An executor that is named runs the problem or says why not.
 
+use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::cpu::CpuExecutor;
 use crate::exec::cudnn::{CudnnExecutor, CudnnOptions};
 use crate::exec::metal::MetalExecutor;
-use crate::exec::{Executor, Prepared};
+use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::problem::Problem;
 use std::sync::{Arc, OnceLock};
 
@@ -21,13 +22,13 @@ pub enum Preference {
     Named(ExecutorName),
 }
 
-/// A problem made ready, on whom, and why not on the others.
+/// A pass made ready, on whom, and why not on the others.
 #[derive(Debug)]
-pub struct Choice {
+pub struct Choice<P: ?Sized = dyn Prepared> {
     /// Who runs it.
     pub executor: ExecutorName,
     /// What runs it.
-    pub prepared: Arc<dyn Prepared>,
+    pub prepared: Arc<P>,
     /// Who was asked before and declined.
     pub declined: Vec<Unsupported>,
 }
@@ -74,20 +75,36 @@ impl Dispatcher {
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
+        self.choose(preference, |executor| executor.prepare(problem))
+    }
+
+    /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass.
+    ///
+    /// # Errors
+    /// As [`Dispatcher::prepare`].
+    pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
+        self.choose(preference, |executor| executor.prepare_backward(problem))
+    }
+
+    fn choose<P: ?Sized>(
+        &self,
+        preference: Preference,
+        prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
+    ) -> Result<Choice<P>, Error> {
         match preference {
             Preference::Named(name) => {
-                let prepared = self.executor(name)?.prepare(problem)?;
+                let prepared = prepare(self.executor(name)?)?;
                 Ok(Choice { executor: name, prepared, declined: Vec::new() })
             }
-            Preference::Auto => self.fastest(problem),
+            Preference::Auto => self.fastest(prepare),
         }
     }
 
-    fn fastest(&self, problem: &Problem) -> Result<Choice, Error> {
+    fn fastest<P: ?Sized>(&self, prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>) -> Result<Choice<P>, Error> {
         let mut declined = Vec::new();
         for name in ExecutorName::ALL {
             let asked = match self.executor(name) {
-                Ok(executor) => executor.prepare(problem),
+                Ok(executor) => prepare(executor),
                 Err(absent) => Err(Unsupported { executor: name, reasons: vec![Reason::Absent(absent.to_string())] }.into()),
             };
             match asked {

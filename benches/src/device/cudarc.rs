@@ -7,6 +7,7 @@ use conformance::oracle;
 use conformance::random::Random;
 use cudarc::driver::CudaContext;
 use half::bf16;
+use sdpa::cudarc::Forward;
 use sdpa::exec::cudnn::PlanOptions;
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 
@@ -34,7 +35,8 @@ pub(crate) fn run() -> Result<()> {
         let (dq, dk, dv) = (uploads.clone_htod(bf16s(&q)?)?, uploads.clone_htod(bf16s(&k)?)?, uploads.clone_htod(bf16s(&v)?)?);
         let mut o = uploads.clone_htod(&vec![bf16::NAN; 2 * 4 * 129 * 64])?;
         let mut stats = uploads.clone_htod(&vec![f32::NAN; 2 * 4 * 129])?;
-        attention.forward(&compute, &dq, &dk, &dv, &mut o, Some(&mut stats), None)?;
+        let call = Forward { q: &dq, k: &dk, v: &dv, o: &mut o, stats: Some(&mut stats), attn_scale: None, params: &[] };
+        attention.forward(&compute, call)?;
         let (o, stats) = (uploads.clone_dtoh(&o)?, uploads.clone_dtoh(&stats)?);
         let want = oracle::attention(&oracle::Problem {
             shape: [2, 4, 2, 129, 200, 64, 64],
@@ -54,7 +56,8 @@ pub(crate) fn run() -> Result<()> {
             return Err("the adapter for cudarc is wrong".into());
         }
         let mut short = uploads.clone_htod(&[bf16::NAN; 4])?;
-        if attention.forward(&compute, &dq, &dk, &dv, &mut short, None, None).is_ok() {
+        let call = Forward { q: &dq, k: &dk, v: &dv, o: &mut short, stats: None, attn_scale: None, params: &[] };
+        if attention.forward(&compute, call).is_ok() {
             return Err("an output that is too short was taken".into());
         }
     }
