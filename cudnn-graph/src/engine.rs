@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::ffi::Library;
 use crate::ffi::codes::{Attribute, AttributeType, BehaviorNote, HeurMode, Kind, KnobType, NumericalNote, Status};
 use crate::ffi::descriptor::Descriptor;
+use crate::ffi::log::{listen, reasons};
 use serde::Serialize;
 use std::fmt;
 
@@ -139,6 +140,8 @@ pub struct EngineReport {
     pub candidates: Vec<Candidate>,
     /// Lists that could not be had, with cuDNN's own words.
     pub lists_refused: Vec<(Source, String)>,
+    /// What cuDNN logged where it offered nothing.
+    pub said: Vec<String>,
 }
 
 impl EngineReport {
@@ -163,6 +166,9 @@ impl fmt::Display for EngineReport {
         for (source, why) in &self.lists_refused {
             lines.push(format!("list {source:?}: {why}"));
         }
+        if !self.said.is_empty() {
+            lines.push(format!("cuDNN offers none: {}", self.said.join("; ")));
+        }
         if lines.is_empty() {
             lines.push("cuDNN offers none, and says nothing".to_owned());
         }
@@ -180,10 +186,11 @@ pub(crate) struct Offers {
 pub(crate) fn offers(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, policy: &Policy) -> Offers {
     let mut found: Vec<(Candidate, Descriptor)> = Vec::new();
     let mut lists_refused = Vec::new();
-    let lists: Vec<(Source, Result<Vec<Descriptor>, Error>)> = match &policy.pin {
+    type List = (Source, Result<Vec<Descriptor>, Error>);
+    let (lists, log): (Vec<List>, _) = listen(|| match &policy.pin {
         Some(pin) => vec![(Source::Pinned, pinned(library, graph, profile, pin).map(|config| vec![config]))],
         None => Source::LISTS.into_iter().map(|(source, mode)| (source, list(library, graph, profile, mode))).collect(),
-    };
+    });
     for (source, configs) in lists {
         match configs {
             Ok(configs) => {
@@ -205,7 +212,9 @@ pub(crate) fn offers(library: &'static Library, graph: &Descriptor, profile: Opt
     }
     found.sort_by_key(|(candidate, _)| policy.rank(candidate));
     let (candidates, configs) = found.into_iter().unzip();
-    Offers { report: EngineReport { candidates, lists_refused }, configs }
+    let candidates: Vec<Candidate> = candidates;
+    let said = if candidates.is_empty() { reasons(&log) } else { Vec::new() };
+    Offers { report: EngineReport { candidates, lists_refused, said }, configs }
 }
 
 fn list(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, mode: HeurMode) -> Result<Vec<Descriptor>, Error> {

@@ -218,7 +218,7 @@ fn leaf(b: &mut Builder, kind: u8, bits: u32) -> NodeId {
         2 => b.index(Axis::ALL[bits as usize % 4]),
         3 => b.extent(Axis::ALL[bits as usize % 4]),
         4 => b.konst(Const::f32(f32::from_bits(bits))),
-        5 => b.konst(if bits % 5 == 0 { Const::Bool(bits % 2 == 0) } else { Const::I32(bits as i32) }),
+        5 => b.konst(if bits.is_multiple_of(5) { Const::Bool(bits.is_multiple_of(2)) } else { Const::I32(bits as i32) }),
         6 if name.len() == 1 => b.param(Declared::scalar(name, 0.1)),
         6 | 7 => {
             let at = name.len() + usize::from(name.as_bytes()[name.len() - 1]);

@@ -3,6 +3,7 @@
 use super::codes::Status;
 use super::driver::{Device, Driver, RawStream, Stream, absolute};
 use super::load::{Opened, Place, open_file, open_first, table};
+use super::log::{self, SetCallback};
 use crate::bind::DeviceSlice;
 use crate::error::Error;
 use crate::version::Version;
@@ -104,6 +105,14 @@ impl Library {
         let table = Table::load(&main)?;
         // SAFETY: the type is that of the public header.
         let last_error = unsafe { main.function::<LastError>("cudnnGetLastErrorString") }.ok();
+        // SAFETY: the type is that of the header; the callback lives as long as the process.
+        if let Ok(set_callback) = unsafe { main.function::<SetCallback>("cudnnSetCallback") } {
+            // SAFETY: the callback reads its message and nothing else, and never panics.
+            let status = unsafe { set_callback(log::MASK, std::ptr::null_mut(), Some(log::hear)) };
+            if status != 0 {
+                tracing::debug!(status, "cudnnSetCallback");
+            }
+        }
         Ok(Library { main, parts, nvrtc, table, last_error, version, pool: Mutex::new(Vec::new()) })
     }
 

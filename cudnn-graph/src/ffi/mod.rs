@@ -11,6 +11,7 @@ pub mod descriptor;
 pub mod driver;
 pub mod launch;
 mod load;
+pub(crate) mod log;
 pub mod memory;
 pub mod pack;
 
