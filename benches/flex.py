@@ -1,15 +1,13 @@
 """Score_mods and masks next to compiled FlexAttention and PyTorch's SDPA, in one run and in turns: device time by CUDA events,
 median of 20 after 5 warm-ups, bf16, (batch, head, seq, dim). `flex.py DEVICE [ROW...]`, where DEVICE is the binary `device`."""
 import json
-import statistics
-import subprocess
 import sys
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from side_by_side import Ours, median
 
-WARM, RUNS = 5, 20
 SHAPES = [(1, 32, 8, 2048, 2048, 128), (4, 32, 32, 4096, 4096, 128)]
 CAP, WINDOW, PREFIX, DOCUMENTS = 30.0, 512, 512, 8
 
@@ -51,33 +49,6 @@ ROWS = [
     ("document, causal", [], ["document", "causal"], lambda s: None, lambda s: document(s[3]), None),
     ("prefix LM 512", [], ["prefix-lm:512"], lambda s: None, lambda s: prefix, None),
 ]
-
-
-def median(call):
-    times = []
-    for n in range(WARM + RUNS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        if n >= WARM:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-class Ours:
-    def __init__(self, binary):
-        self.process = subprocess.Popen([binary, "time"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        print("#", self.process.stdout.readline().split(" from ")[0])
-
-    def ask(self, shape, mods, masks, backward, **more):
-        names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "dim_qk", "dim_v")
-        question = dict(shape=dict(zip(names, (*shape, shape[-1]))), dtype="bf16", layout="bhsd")
-        question.update(score_mod=mods, mask=masks, backward=backward, **more)
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
 
 
 def torch_times(shape, score_mod, mask_mod, sdpa):

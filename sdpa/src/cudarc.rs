@@ -24,9 +24,10 @@
 
 use crate::backward::BackwardSpec;
 use crate::error::{Error, SpecError, SpecErrors};
-use crate::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use crate::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, with_defaults};
 use crate::spec::AttentionSpec;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
+use cudnn_graph::expr::Declared;
 use cudnn_graph::{DType, DeviceSlice, Event, Handle, Library, RawStream, Stream};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -149,6 +150,8 @@ pub struct Attention {
     library: &'static Library,
     device: &'static cudnn_graph::Device,
     dtype: DType,
+    /// With the defaults of this specification.
+    params: Vec<Declared>,
     planned: Arc<Planned>,
     /// Behind the last call on each stream: the kernels must not be unloaded before.
     last: Mutex<Vec<(RawStream, Event)>>,
@@ -215,7 +218,7 @@ impl Attention {
     /// Every rule that the specification breaks; every reason why cuDNN does not run it; the environment's.
     pub fn new(executor: &CudnnExecutor, spec: &AttentionSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
-        Ok(Attention::of(executor, spec.dtype, executor.attention(&problem)?.0))
+        Ok(Attention::of(executor, spec.dtype, problem.params(), executor.attention(&problem)?.0))
     }
 
     /// The same of a backward pass.
@@ -224,11 +227,12 @@ impl Attention {
     /// As [`Attention::new`].
     pub fn backward_of(executor: &CudnnExecutor, spec: &BackwardSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
-        Ok(Attention::of(executor, spec.forward.dtype, executor.attention_backward(&problem)?.0))
+        Ok(Attention::of(executor, spec.forward.dtype, problem.params(), executor.attention_backward(&problem)?.0))
     }
 
-    fn of(executor: &CudnnExecutor, dtype: DType, planned: Arc<Planned>) -> Attention {
-        Attention { library: executor.library(), device: executor.device(), dtype, planned, last: Mutex::new(Vec::new()) }
+    fn of(executor: &CudnnExecutor, dtype: DType, params: &[Declared], planned: Arc<Planned>) -> Attention {
+        let params = params.to_vec();
+        Attention { library: executor.library(), device: executor.device(), dtype, params, planned, last: Mutex::new(Vec::new()) }
     }
 
     /// The plans.
@@ -253,7 +257,7 @@ impl Attention {
             o: slices.write("o", call.o),
             stats: call.stats.map(|s| slices.write("stats", s)),
             attn_scale: call.attn_scale,
-            params: &slices.params(call.params),
+            params: &with_defaults(&self.params, slices.params(call.params)),
             workspace: slices.write("workspace", &mut workspace),
         };
         // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
@@ -283,7 +287,7 @@ impl Attention {
             dk: slices.write("dk", call.dk),
             dv: slices.write("dv", call.dv),
             attn_scale: call.attn_scale,
-            params: &slices.params(call.params),
+            params: &with_defaults(&self.params, slices.params(call.params)),
             gradients: &gradients,
             workspace: slices.write("workspace", &mut workspace),
         };

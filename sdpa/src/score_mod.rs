@@ -136,13 +136,13 @@ impl ScoreMod {
 }
 
 impl fmt::Display for ScoreMod {
-    /// The spelling that is read back, stages one to a line: a name of the library, or the text of a trace.
+    /// The spelling that is read back: a name of the library, or the text of each stage, with a line `then` between them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if library::score_mod(&self.name).is_some_and(|known| known.is_ok_and(|known| known.same_defaults(self))) {
             return f.write_str(&self.name);
         }
         for (n, stage) in self.stages.iter().enumerate() {
-            write!(f, "{}{stage}", if n == 0 { "" } else { "\n" })?;
+            write!(f, "{}{stage}", if n == 0 { "" } else { "\nthen\n" })?;
         }
         Ok(())
     }
@@ -159,12 +159,23 @@ impl ScoreMod {
 impl FromStr for ScoreMod {
     type Err = ParseError;
 
-    /// A name of the library ([`crate::library`]), or the text of a trace: one root, or two for a gradient by hand.
+    /// A name of the library ([`crate::library`]), or the text of a trace: one root, or two for a gradient by hand. A line
+    /// `then` stands between those that are applied one after the other.
     fn from_str(text: &str) -> Result<ScoreMod, ParseError> {
-        match library::score_mod(text) {
+        let mut stages: Vec<String> = vec![String::new()];
+        for line in text.split_inclusive('\n') {
+            match stages.last_mut() {
+                Some(stage) if line.trim() != "then" => stage.push_str(line),
+                Some(_) | None => stages.push(String::new()),
+            }
+        }
+        let one = |text: &String| match library::score_mod(text.trim()) {
             Some(known) => known,
             None => Ok(ScoreMod::of("text", library::trace(text, "score_mod", Type::F32, 2)?)),
-        }
+        };
+        let mut read = stages.iter().map(one);
+        let first = read.next().unwrap_or_else(|| one(&String::new()))?;
+        read.try_fold(first, |mods, next| Ok(mods.then(next?)))
     }
 }
 

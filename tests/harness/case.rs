@@ -2,8 +2,10 @@
 
 mod backward;
 
+use crate::library::Library;
+use crate::random::Random;
 pub use backward::{Backward, Place};
-use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, Shape};
+use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -24,9 +26,12 @@ pub struct Case {
     /// Order of the axes in memory.
     #[serde(default = "bhsd")]
     pub layout: Layout,
-    /// Masks, in the command line's spelling.
+    /// Masks, in the command line's spelling; with score_mods, by their names in the library.
     #[serde(default)]
     pub mask: Vec<String>,
+    /// Score_mods, by their names in the library.
+    #[serde(default)]
+    pub score_mod: Vec<String>,
     /// Whether stats are wanted.
     #[serde(default)]
     pub stats: bool,
@@ -108,6 +113,28 @@ impl Case {
         Case::parse(include_str!("../cases/backward.toml"))
     }
 
+    /// Every case with score_mods and masks of the library; each is for both passes.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_library() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/score_mod.toml"))
+    }
+
+    /// The closures and parameters of its score_mods and masks; none where the oracle reads its masks by itself.
+    ///
+    /// # Errors
+    /// A name that the library has not.
+    pub fn library(&self) -> Result<Option<Library>, String> {
+        let Shape { batch, heads_q, seq_q, seq_kv, .. } = self.shape;
+        let plain = |name: &String| ["causal", "window", "prefix-lm"].iter().any(|known| name.starts_with(known));
+        if self.score_mod.is_empty() && self.mask.iter().all(plain) {
+            return Ok(None);
+        }
+        let mut random = Random::new(self.seed() ^ 0x5eed);
+        Library::draw(&self.score_mod, &self.mask, [batch, heads_q, seq_q, seq_kv], &mut random).map(Some)
+    }
+
     /// The seed of its inputs.
     pub fn seed(&self) -> u64 {
         self.name.bytes().fold(7u64, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)))
@@ -116,11 +143,14 @@ impl Case {
     /// The specification.
     ///
     /// # Errors
-    /// A mask that cannot be read.
+    /// A mask or score_mod that cannot be read.
     pub fn spec(&self) -> Result<AttentionSpec, String> {
         let mut spec = AttentionSpec::dense(self.dtype, self.shape, self.layout);
         for mask in &self.mask {
             spec.masks.push(mask.parse::<Mask>().map_err(|e| e.to_string())?);
+        }
+        for score_mod in &self.score_mod {
+            spec.score_mods.push(score_mod.parse::<ScoreMod>().map_err(|e| e.to_string())?);
         }
         spec.stats = self.stats;
         for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
@@ -143,10 +173,11 @@ impl Case {
     /// One line that makes the same problem from the command line.
     pub fn repro(&self, executor: ExecutorName) -> String {
         let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = self.shape;
+        let mods: String = self.score_mod.iter().map(|m| format!(" --score-mod {m}")).collect();
         let masks: String = self.mask.iter().map(|m| format!(" --mask {m}")).collect();
         let scale = self.attn_scale.map_or_else(String::new, |s| format!(" --scale {s}"));
         format!(
-            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{masks}{scale} --executor {executor} --check",
+            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{mods}{masks}{scale} --executor {executor} --check",
             self.dtype,
             self.layout.name()
         )

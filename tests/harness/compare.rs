@@ -5,6 +5,8 @@
 //! - a score is a sum of `dim_qk` products in f32: its error is at most about `4·√dim_qk·e` of the sum of magnitudes
 //!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails), and a weight's relative error
 //!   is as much again, and twice `8·e` for the exponential;
+//! - a score that is modified is off by as much times the slope, by the rounding of its own size, and by what the modification
+//!   rounds inside (`library` knows for each how much that is, in units of `e`: the angle of a cosine, the power of a slope);
 //! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`);
 //! - that product and the sum of weights run over `seq_kv` terms in f32: `4·√seq_kv·e`.
 //!
@@ -16,7 +18,7 @@
 mod gradients;
 
 use crate::oracle::Answer;
-pub use gradients::{GradientDistance, compare_gradients, rates};
+pub use gradients::{GotAlong, GradientDistance, compare_gradients, rates};
 use sdpa::DType;
 
 const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
@@ -97,7 +99,7 @@ pub struct Sizes {
 /// Compares outputs, in the oracle's order, with the oracle's. A row without keys must be exactly zeros and −∞.
 pub fn compare(sizes: Sizes, want: &Answer, o: &[f64], stats: Option<&[f64]>) -> Distance {
     let u = roundoff(sizes.dtype);
-    let score = |row: usize| sum_of(sizes.dim_qk) * want.score_magnitude[row];
+    let score = |row: usize| sum_of(sizes.dim_qk) * want.score_magnitude[row] + F32_ROUNDOFF * want.rounding[row];
     let sum = sum_of(sizes.seq_kv);
     let mut distance = Distance::default();
     let (mut squares, mut norm) = (0f64, 0f64);
@@ -146,6 +148,7 @@ mod tests {
             o_magnitude: vec![1.0, 1.0, 0.0],
             stats: vec![2.0, 3.0, f64::NEG_INFINITY],
             score_magnitude: vec![1.0; 3],
+            rounding: vec![0.0; 3],
         }
     }
 

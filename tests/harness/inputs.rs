@@ -96,6 +96,17 @@ pub fn random_about(mean: f64, tensor: &TensorSpec, dtype: DType, spread: f64, r
     fill(tensor, dtype, || f64::from((mean + random.normal() * spread) as f32))
 }
 
+/// Makes rows past a length of their batch entry NaN.
+pub fn spoil_rows(tensor: &TensorSpec, operand: &mut Operand, lengths: &[f64]) {
+    let [_, heads, rows, dim] = tensor.dims.map(|d| d as usize);
+    for (n, place) in places(tensor).into_iter().enumerate() {
+        let row = n / dim % rows;
+        if lengths.get(n / (dim * rows * heads)).is_some_and(|length| row as f64 >= *length) {
+            operand.set(place, f64::NAN);
+        }
+    }
+}
+
 /// Elements in row-major order, rounded; NaN between them.
 pub fn scatter(tensor: &TensorSpec, dtype: DType, elements: &[f64]) -> Operand {
     let mut elements = elements.iter().copied();

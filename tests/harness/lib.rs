@@ -6,6 +6,7 @@ pub mod case;
 pub mod compare;
 pub mod golden;
 pub mod inputs;
+pub mod library;
 pub mod matrix;
 pub mod offline;
 pub mod oracle;

@@ -33,6 +33,21 @@ pub struct Closures<'a> {
     pub slope: Option<&'a dyn Fn(f64, [i64; 4]) -> f64>,
     /// Whether the key is kept, besides what the masks say.
     pub keep: Option<&'a dyn Fn([i64; 4]) -> bool>,
+    /// What an executor's own roundings may move the modified score by, besides those of its size, in units of a roundoff.
+    pub rounding: Option<&'a dyn Fn(f64, [i64; 4]) -> f64>,
+    /// Parameters of the modification whose gradients are wanted.
+    pub along: &'a [Along<'a>],
+}
+
+/// A parameter of a modification.
+#[derive(Clone, Copy)]
+pub struct Along<'a> {
+    /// The derivative of the modified score by the element that it is made with.
+    pub slope: &'a dyn Fn(f64, [i64; 4]) -> f64,
+    /// Which element that is.
+    pub place: &'a dyn Fn([i64; 4]) -> usize,
+    /// How many there are.
+    pub elements: usize,
 }
 
 /// Results, and the sizes that rounding errors are proportional to.
@@ -46,6 +61,8 @@ pub struct Answer {
     pub stats: Vec<f64>,
     /// The largest Σ |q·k|·|scale| over a row's kept keys; of a modified score times its slope, and the score itself added.
     pub score_magnitude: Vec<f64>,
+    /// The largest of the roundings of modified scores over a row's kept keys, in units of a roundoff.
+    pub rounding: Vec<f64>,
 }
 
 fn keeps(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
@@ -84,6 +101,7 @@ struct Row {
     kept: Vec<Kept>,
     stats: f64,
     magnitude: f64,
+    rounding: f64,
 }
 
 impl Problem<'_> {
@@ -108,7 +126,7 @@ impl Problem<'_> {
         let [_, _, _, seq_q, seq_kv, dim_qk, _] = self.shape;
         let [b, h, i] = at;
         let q = &self.q[self.query(at, dim_qk)..][..dim_qk];
-        let mut row = Row { kept: Vec::new(), stats: f64::NEG_INFINITY, magnitude: 0.0 };
+        let mut row = Row { kept: Vec::new(), stats: f64::NEG_INFINITY, magnitude: 0.0, rounding: 0.0 };
         for key in 0..seq_kv {
             let place = [b, h, i, key].map(|n| n as i64);
             if !self.masks.iter().all(|m| keeps(m, place[2], place[3], seq_q as i64, seq_kv as i64)) {
@@ -128,6 +146,7 @@ impl Problem<'_> {
             let slope = closures.slope.map_or(1.0, |slope| slope(raw, place));
             let own = if closures.modify.is_some() { score.abs() } else { 0.0 };
             row.magnitude = row.magnitude.max(size * slope.abs() + own);
+            row.rounding = row.rounding.max(closures.rounding.map_or(0.0, |rounding| rounding(raw, place)));
             row.kept.push(Kept { key, raw, score, size, weight: 0.0, slope });
         }
         if !row.kept.is_empty() {
@@ -169,6 +188,7 @@ pub fn attention_with(p: &Problem<'_>, closures: &Closures<'_>) -> Answer {
         answer.o_magnitude.extend(size);
         answer.stats.push(row.stats);
         answer.score_magnitude.push(row.magnitude);
+        answer.rounding.push(row.rounding);
     }
     answer
 }

@@ -7,11 +7,12 @@ mod naive;
 use crate::case::Case;
 use crate::compare::{Distance, Measured, Sizes, compare};
 use crate::inputs;
+use crate::library::Library;
 use crate::oracle;
 use crate::random::Random;
 use crate::say::say;
-pub use backward::{Draw, Source, backward_suite, random_backward, run_backward, run_backward_case};
-use sdpa::{Align, AttentionSpec, DType, Error, Executor, HostForward, Layout, Mask, Report, Shape, Unsupported};
+pub use backward::{Draw, Source, backward_suite, random_backward, run_backward, run_backward_case, run_backward_with};
+use sdpa::{Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Report, Shape, TensorSpec, Unsupported};
 
 /// What became of a case on an executor.
 #[derive(Clone, Debug)]
@@ -76,7 +77,12 @@ pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
         Ok(spec) => spec,
         Err(e) => return Outcome::Fail(e),
     };
-    run(&spec, case.attn_scale, case.spread, case.seed(), executor).with_repro(|| case.repro(executor.name()))
+    let library = match case.library() {
+        Ok(library) => library,
+        Err(e) => return Outcome::Fail(e),
+    };
+    let draw = Draw { attn_scale: case.attn_scale, spread: case.spread, shift: 0.0, seed: case.seed() };
+    run_with(&spec, &draw, library.as_ref(), executor).with_repro(|| case.repro(executor.name()))
 }
 
 impl<D> Outcome<D> {
@@ -110,6 +116,23 @@ fn ready<T, D>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<
 
 /// Runs a specification over random inputs on one executor and compares it with the oracle.
 pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64, executor: &dyn Executor) -> Outcome {
+    run_with(spec, &Draw { attn_scale, spread, shift: 0.0, seed }, None, executor)
+}
+
+/// The masks that the oracle reads by itself: those that no closure is there for.
+fn read_by_oracle<'a>(masks: &'a [Mask], library: Option<&Library>) -> &'a [Mask] {
+    if library.is_some() { &[] } else { masks }
+}
+
+/// Keys and values that are padding may be anything on the CPU; what cuDNN reads of them must be a number.
+fn spoil_padding(executor: ExecutorName, library: Option<&Library>, tensors: [(&TensorSpec, &mut inputs::Operand); 2]) {
+    if let Some(lengths) = library.and_then(Library::key_lengths).filter(|_| executor == ExecutorName::Cpu) {
+        tensors.into_iter().for_each(|(tensor, operand)| inputs::spoil_rows(tensor, operand, lengths));
+    }
+}
+
+/// The same with score_mods and masks of the library, whose closures stand for all masks of the specification.
+pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, executor: &dyn Executor) -> Outcome {
     let problem = match spec.validate() {
         Ok(problem) => problem,
         Err(e) => return Outcome::Fail(format!("does not validate: {e}")),
@@ -118,10 +141,11 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
         Ok(prepared) => prepared,
         Err(outcome) => return outcome,
     };
-    let mut random = Random::new(seed);
-    let q = inputs::random(&spec.q, spec.dtype, spread, &mut random);
-    let k = inputs::random(&spec.k, spec.dtype, spread, &mut random);
-    let v = inputs::random(&spec.v, spec.dtype, spread, &mut random);
+    let mut random = Random::new(draw.seed);
+    let q = inputs::random_about(draw.shift, &spec.q, spec.dtype, draw.spread, &mut random);
+    let mut k = inputs::random_about(-draw.shift, &spec.k, spec.dtype, draw.spread, &mut random);
+    let mut v = inputs::random(&spec.v, spec.dtype, draw.spread, &mut random);
+    spoil_padding(executor.name(), library, [(&spec.k, &mut k), (&spec.v, &mut v)]);
     let mut o = inputs::poisoned(&spec.o, spec.dtype);
     let mut stats = spec.stats.then(|| vec![f32::NAN; problem.stats_elements() as usize]);
     let call = HostForward {
@@ -130,8 +154,8 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
         v: v.elements(),
         o: o.elements_mut(),
         stats: stats.as_deref_mut(),
-        attn_scale,
-        params: &[],
+        attn_scale: draw.attn_scale,
+        params: &library.map_or_else(Vec::new, Library::params),
     };
     let report = match prepared.forward(call) {
         Ok(report) => report,
@@ -142,14 +166,18 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
     }
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
-    let want = oracle::attention(&oracle::Problem {
+    let textbook = oracle::Problem {
         shape: [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v],
         q: &inputs::gather(&spec.q, &q),
         k: &inputs::gather(&spec.k, &k),
         v: &inputs::gather(&spec.v, &v),
-        scale: f64::from(attn_scale.unwrap_or(problem.default_scale())),
-        masks: &spec.masks,
-    });
+        scale: f64::from(draw.attn_scale.unwrap_or(problem.default_scale())),
+        masks: read_by_oracle(&spec.masks, library),
+    };
+    let want = match library {
+        Some(library) => library.with(&[], |closures| oracle::attention_with(&textbook, closures)),
+        None => oracle::attention(&textbook),
+    };
     let got = inputs::gather(&spec.o, &o);
     let stats: Option<Vec<f64>> = stats.map(|s| s.into_iter().map(f64::from).collect());
     let sizes = Sizes { dtype: spec.dtype, dim_qk, seq_kv, dim_v };

@@ -1,13 +1,14 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
 //! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device cudarc`, `device plans`,
-//! `device startup`, `device time` (JSON lines in and out), `device threads SECONDS`.
+//! `device startup`, `device time` (JSON lines in and out), `device stack BATCH SEQ`, `device threads SECONDS`.
 
 mod cudarc;
 mod host;
 mod plans;
 mod setup;
 mod speed;
+mod stack;
 mod startup;
 mod suite;
 mod threads;
@@ -26,9 +27,13 @@ fn main() -> ExitCode {
         Some("cudarc") => cudarc::run(),
         Some("plans") => plans::run(),
         Some("startup") => startup::run(),
+        Some("stack") => stack::run(number(1, 4), number(2, 2048)),
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
-        _ => Err("device suite [RANDOM] | speed | short | host | cudarc | plans | startup | time | threads [SECONDS]".into()),
+        _ => {
+            Err("device suite [RANDOM] | speed | short | host | cudarc | plans | startup | time | stack BATCH SEQ | threads [SECONDS]"
+                .into())
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

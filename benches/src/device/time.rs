@@ -4,9 +4,11 @@
 
 use crate::setup::{Result, executor, median};
 use cudnn_graph::{Buffer, DType, DeviceSlice, Event, Stream};
-use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, PlanOptions, Planned};
+use sdpa::exec::cudnn::{
+    CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, PlanOptions, Planned,
+};
 use sdpa::expr::{Declared, ParamKind};
-use sdpa::lower::{Job, Operand};
+use sdpa::lower::{Form, Job, Operand};
 use sdpa::{AttentionSpec, Layout, Shape};
 use serde::{Deserialize, Serialize};
 use std::io::BufRead;
@@ -32,6 +34,9 @@ struct Question {
     deterministic: bool,
     #[serde(default)]
     wrt: Vec<String>,
+    /// `composite` or `unified`; else the better one.
+    #[serde(default)]
+    form: Option<Form>,
 }
 
 #[derive(Serialize)]
@@ -43,11 +48,20 @@ struct Answer {
 }
 
 pub(crate) fn run() -> Result<()> {
-    let executor = executor(PlanOptions::default())?;
-    let stream = executor.device().stream()?;
+    let usual = executor(PlanOptions::default())?;
+    let unified = CudnnExecutor::new(options(Form::Unified))?;
+    let composite = CudnnExecutor::new(options(Form::Composite))?;
+    let stream = usual.device().stream()?;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let answer = serde_json::from_str(&line).map_err(Into::into).and_then(|question| answer(&executor, &stream, &question));
+        let answer = serde_json::from_str(&line).map_err(Into::into).and_then(|question: Question| {
+            let executor = match question.form {
+                None => &usual,
+                Some(Form::Unified) => &unified,
+                Some(Form::Composite) => &composite,
+            };
+            answer(executor, &stream, &question)
+        });
         match answer {
             Ok(answer) => println!("{}", serde_json::to_string(&answer)?),
             Err(e) => println!("{}", serde_json::json!({ "refused": e.to_string() })),
@@ -56,7 +70,11 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-fn answer(executor: &sdpa::exec::cudnn::CudnnExecutor, stream: &Stream, question: &Question) -> Result<Answer> {
+fn options(form: Form) -> CudnnOptions {
+    CudnnOptions { plan: PlanOptions { form: Some(form), ..PlanOptions::default() }, ..CudnnOptions::default() }
+}
+
+fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Result<Answer> {
     let mut spec = AttentionSpec::dense(question.dtype, question.shape, question.layout);
     for text in &question.score_mod {
         spec = spec.score_mod(text.parse()?);
@@ -112,12 +130,12 @@ struct Memory {
     workspace: Buffer,
 }
 
-fn slice(b: &Buffer) -> DeviceSlice {
+pub(crate) fn slice(b: &Buffer) -> DeviceSlice {
     DeviceSlice { address: b.address(), bytes: b.bytes() as u64 }
 }
 
 /// A short pattern of random numbers, repeated: random enough for rates, and cheap for gigabytes.
-fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) -> Result<Buffer> {
+pub(crate) fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) -> Result<Buffer> {
     let mut random = conformance::random::Random::new(seed);
     let piece: Vec<f32> = (0..65_521).map(|_| random.normal() as f32).collect();
     let all = piece.iter().cycle().take(elements as usize);
@@ -187,7 +205,8 @@ impl Memory {
     fn params(&self) -> Vec<DeviceParam<'_>> {
         let value = |(p, buffer): &'_ (Declared, Option<Buffer>)| match (p.kind, buffer) {
             (ParamKind::Tensor { axes: _, dtype }, Some(b)) => Some(DeviceValue::Tensor(dtype, slice(b))),
-            (ParamKind::Scalar | ParamKind::Tensor { .. }, _) => None,
+            (ParamKind::Scalar, _) => p.default.map(DeviceValue::Scalar),
+            (ParamKind::Tensor { .. }, None) => None,
         };
         self.params.iter().filter_map(|p| Some(DeviceParam { name: &p.0.name, value: value(p)? })).collect()
     }

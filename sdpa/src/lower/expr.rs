@@ -30,6 +30,13 @@ struct Choice {
     dtype: DType,
 }
 
+/// Whether equal numbers count.
+#[derive(Clone, Copy, PartialEq)]
+enum Bound {
+    Strict,
+    Weak,
+}
+
 /// What truth values in memory are to the engines, none of which reads bytes: 0 and 1.
 pub(super) const TRUTH: DType = DType::BF16;
 
@@ -171,6 +178,11 @@ impl<'a> Emitter<'a> {
     /// `x` where the condition holds, else `y`.
     pub(super) fn select(&mut self, to: &mut Into<'_>, condition: NodeId, x: TensorId, y: TensorId, dtype: DType) -> TensorId {
         let choice = Choice { x, y, dtype };
+        if self.is_supplied(condition.index()) {
+            let holds = self.emit(to, condition);
+            let zero = to.graph.scalar(Scalar::I32(0));
+            return self.compare(to, Binary::Ne, [holds, zero], choice);
+        }
         match self.trace.node(condition) {
             Node::Binary(Binary::And, a, b) => {
                 let inner = self.select(to, b, x, y, dtype);
@@ -222,34 +234,41 @@ impl<'a> Emitter<'a> {
         to.graph.pointwise_as(Mode::BinarySelect, &[x, y, holds], dtype, dtype, Params::default())
     }
 
-    /// Engines compare whole numbers only: `a > b` is `⌈min(max(a − b, 0), 1)⌉ > 0`. Not-a-number is not greater.
+    /// Engines compare whole numbers only: `a > b` is `⌈min(max(a − b, 0), 1)⌉ > 0`, and `a ≥ b` is `⌊min(max(a − b, −1), 0)⌋ > −1`.
+    /// Of min and max the number wins, so that neither holds of not-a-number. The difference of two infinities of one sign is
+    /// none.
     fn compare_floats(&mut self, to: &mut Into<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
-        let swapped = Choice { x: choice.y, y: choice.x, dtype: choice.dtype };
+        let Choice { x, y, dtype } = choice;
         match f {
-            Binary::Gt => self.greater(to, [a, b], choice),
-            Binary::Lt => self.greater(to, [b, a], choice),
-            Binary::Le => self.greater(to, [a, b], swapped),
-            Binary::Ge => self.greater(to, [b, a], swapped),
+            Binary::Gt => self.above(to, [a, b], Bound::Strict, choice),
+            Binary::Lt => self.above(to, [b, a], Bound::Strict, choice),
+            Binary::Ge => self.above(to, [a, b], Bound::Weak, choice),
+            Binary::Le => self.above(to, [b, a], Bound::Weak, choice),
             Binary::Eq | Binary::Ne => {
-                let Choice { x, y, dtype } = if f == Binary::Eq { choice } else { swapped };
-                let not_above = self.greater(to, [a, b], Choice { x: y, y: x, dtype });
-                self.greater(to, [b, a], Choice { x: y, y: not_above, dtype })
+                let (x, y) = if f == Binary::Eq { (x, y) } else { (y, x) };
+                let not_below = self.above(to, [a, b], Bound::Weak, Choice { x, y, dtype });
+                self.above(to, [b, a], Bound::Weak, Choice { x: not_below, y, dtype })
             }
             // No comparisons.
-            Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => choice.x,
-            Binary::And | Binary::Or => choice.x,
+            Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => x,
+            Binary::And | Binary::Or => x,
         }
     }
 
-    fn greater(&mut self, to: &mut Into<'_>, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
+    fn above(&mut self, to: &mut Into<'_>, [a, b]: [TensorId; 2], bound: Bound, choice: Choice) -> TensorId {
+        let (low, high, round) = match bound {
+            Bound::Strict => (0, 1, Mode::Ceil),
+            Bound::Weak => (-1, 0, Mode::Floor),
+        };
         let more = self.binary(to, Binary::Sub, [a, b], Type::F32);
-        let (zero, one) = (to.graph.scalar(Scalar::F32(0.0)), to.graph.scalar(Scalar::F32(1.0)));
-        let more = op(to, Mode::Max, &[more, zero], Type::F32);
-        let more = op(to, Mode::Min, &[more, one], Type::F32);
-        let more = op(to, Mode::Ceil, &[more], Type::F32);
+        let least = to.graph.scalar(Scalar::F32(low as f32));
+        let most = to.graph.scalar(Scalar::F32(high as f32));
+        let more = op(to, Mode::Max, &[more, least], Type::F32);
+        let more = op(to, Mode::Min, &[more, most], Type::F32);
+        let more = op(to, round, &[more], Type::F32);
         let more = op(to, Mode::Identity, &[more], Type::I32);
-        let zero = to.graph.scalar(Scalar::I32(0));
-        self.compare(to, Binary::Gt, [more, zero], choice)
+        let low = to.graph.scalar(Scalar::I32(low));
+        self.compare(to, Binary::Gt, [more, low], choice)
     }
 
     /// A root as a value inside the kernel, made of the gradient from behind: engines find no kernel for one that is not.

@@ -37,10 +37,16 @@ impl Lengths {
     }
 }
 
+/// Whether there is something to drop besides the lengths that the op takes by itself.
+pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
+    let kept = problem.kept();
+    !kept.region.is_full() || kept.rest.is_some() || lengths.q.is_some() || lengths.kv.is_some()
+}
+
 /// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
 pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version) -> TensorId {
     let kept = problem.kept();
-    if kept.is_full() {
+    if !drops(problem, lengths) {
         return scores;
     }
     let fill = to.graph.scalar(Scalar::F32(masked(runtime)));

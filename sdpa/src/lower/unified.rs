@@ -20,7 +20,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         Some(both) => (Some(both), Lengths::default()),
         None => (None, lengths),
     };
-    let score = if problem.kept().is_full() && problem.score_mod().is_none() {
+    let score = if !mask::drops(problem, inner) && problem.score_mod().is_none() {
         None
     } else {
         let input = to.graph.result("score", DType::F32, Dims::from(problem.extents()));

@@ -1,7 +1,7 @@
 //! What a backward case has besides a forward one.
 
 use super::Case;
-use sdpa::{BackwardSpec, ExecutorName, Layout, TensorSpec};
+use sdpa::{BackwardSpec, DType, ExecutorName, Layout, TensorSpec};
 use serde::Deserialize;
 
 /// The `backward` table of a case. Without it each gradient lies as its operand, and `d_o` as `o`.
@@ -16,6 +16,8 @@ pub struct Backward {
     pub dk: Option<Place>,
     /// Where the gradient of the values lies.
     pub dv: Option<Place>,
+    /// Parameters whose gradients are asked for, each with the type of the gradient: `"bias:f32"`.
+    pub wrt: Vec<String>,
     /// Whether every run must give the same bits.
     pub deterministic: bool,
     /// One key head and one value head are read as all of them; each head's gradient is its own.
@@ -56,7 +58,7 @@ impl Case {
     /// The specification of the backward pass.
     ///
     /// # Errors
-    /// A mask that cannot be read, an axis that is not there.
+    /// A mask or score_mod that cannot be read, an axis that is not there, a parameter without a type.
     pub fn backward_spec(&self) -> Result<BackwardSpec, String> {
         let mut forward = self.spec()?;
         let options = self.backward.clone().unwrap_or_default();
@@ -64,6 +66,14 @@ impl Case {
             (forward.k.strides[1], forward.v.strides[1]) = (0, 0);
         }
         let mut spec = forward.backward();
+        for wanted in &options.wrt {
+            let dtype = |name: &str| DType::ALL.into_iter().find(|d| d.name() == name);
+            let (name, dtype) = wanted
+                .split_once(':')
+                .and_then(|(name, ty)| Some((name, dtype(ty)?)))
+                .ok_or_else(|| format!("{wanted:?} is no NAME:TYPE"))?;
+            spec = spec.wrt(name, dtype);
+        }
         spec.deterministic = options.deterministic;
         let tensors =
             [(&options.d_o, &mut spec.d_o), (&options.dq, &mut spec.dq), (&options.dk, &mut spec.dk), (&options.dv, &mut spec.dv)];
@@ -107,5 +117,6 @@ mod tests {
     fn what_is_not_known_is_an_error() {
         assert!(cases("{ d_q = {} }").is_err() && cases("{ dq = { gaps = 1 } }").is_err());
         assert!(cases("{ d_o = { repeats = [4] } }").unwrap().backward_spec().is_err());
+        assert!(["bias", "bias:f31", ""].iter().all(|wrt| cases(&format!("{{ wrt = [\"{wrt}\"] }}")).unwrap().backward_spec().is_err()));
     }
 }

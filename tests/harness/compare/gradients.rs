@@ -14,6 +14,9 @@
 //!   product with `dP − δ`, the scale and the difference are rounded in f32 besides: `u + 4·e` of `|dS|`, of `P` too.
 //! - Sums over keys and over the queries of all heads of a group run in f32, and the result is rounded: `Σ(terms) + u`.
 //!   Where a group has several heads, each head's part may be rounded to the operands' type before they are added: `u` more.
+//! - A modified score is off by its own roundings besides (see `compare`), `e` for each; the slope is off by what that and the error
+//!   of the score make of it, and by `8·e` of itself and of 1.
+//! - The gradient of a parameter is a sum over up to all scores in f32, rounded to its own type.
 //! - Small numbers have no relative errors. A weight below the smallest normal f32 may be 0 (`2⁻¹²⁶`); what is rounded to f16 is
 //!   off by up to `2⁻²⁵`, what is rounded to another type by up to `2⁻¹²⁶`, however small it is.
 //!
@@ -30,7 +33,7 @@ use sdpa::DType;
 ///
 /// With `chained`, `o` and `stats` are the executor's own.
 pub fn rates(dtype: DType, shape: [usize; 7], chained: bool) -> Rates {
-    let [_, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = shape;
+    let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = shape;
     let (u, e) = (roundoff(dtype), F32_ROUNDOFF);
     let group = heads_q / heads_kv;
     let heads_part = if group > 1 { u } else { 0.0 };
@@ -39,14 +42,17 @@ pub fn rates(dtype: DType, shape: [usize; 7], chained: bool) -> Rates {
     let alone = Rates {
         weight: (8.0 + 3.0 * ln_n) * e,
         score: sum_of(dim_qk) + 6.0 * e,
+        own: e,
         product: sum_of(dim_v) + 2.0 * e,
         output: u,
         computed_output: 0.0,
         computed_output_score: 0.0,
+        computed_output_own: 0.0,
         round: u + 4.0 * e,
         slope: 8.0 * e,
         over_keys: sum_of(seq_kv) + u,
         over_queries: sum_of(group * seq_q) + u + heads_part,
+        over_scores: sum_of(batch * heads_q * seq_q * seq_kv),
         tiny,
         small: if dtype == DType::F16 { 1.0 / f64::from(1u32 << 25) } else { tiny },
     };
@@ -59,7 +65,9 @@ pub fn rates(dtype: DType, shape: [usize; 7], chained: bool) -> Rates {
         score: alone.score + sum_of(dim_qk) + 2.0 * e,
         output: 0.0,
         computed_output: 2.0 * u + 2.0 * sum_of(seq_kv) + 16.0 * e,
+        own: 2.0 * alone.own,
         computed_output_score: 2.0 * sum_of(dim_qk),
+        computed_output_own: 2.0 * e,
         ..alone
     }
 }
@@ -75,8 +83,10 @@ pub struct GradientDistance {
     pub dk: f64,
     /// The same of `dv`.
     pub dv: f64,
+    /// The largest of those of parameters.
+    pub along: f64,
     /// The first element past its tolerance, in words.
-    pub first: Option<String>,
+    pub first: Option<Box<str>>,
 }
 
 impl GradientDistance {
@@ -88,30 +98,46 @@ impl GradientDistance {
 
 impl Measured for GradientDistance {
     fn worst(&self) -> f64 {
-        self.dq.max(self.dk).max(self.dv)
+        self.dq.max(self.dk).max(self.dv).max(self.along)
     }
 
     fn told(&self) -> String {
-        let GradientDistance { relative, dq, dk, dv, first } = self;
+        let GradientDistance { relative, dq, dk, dv, along, first } = self;
         let first = first.as_ref().map_or_else(String::new, |first| format!("; {first}"));
-        format!("{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2} of the tolerance{first}")
+        let along = if *along > 0.0 { format!(", parameters {along:.2}") } else { String::new() };
+        format!("{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2}{along} of the tolerance{first}")
     }
 }
 
-/// Compares `dq`, `dk` and `dv`, in the oracle's order, with the oracle's.
-pub fn compare_gradients(want: &Gradients, got: [&[f64]; 3]) -> GradientDistance {
+/// The gradient of a parameter.
+#[derive(Clone, Debug)]
+pub struct GotAlong {
+    /// The type in which it was asked for.
+    pub dtype: DType,
+    /// What came.
+    pub value: Vec<f64>,
+}
+
+/// Compares `dq`, `dk` and `dv`, in the oracle's order, and the gradients of parameters with the oracle's.
+pub fn compare_gradients(want: &Gradients, got: [&[f64]; 3], along: &[GotAlong]) -> GradientDistance {
     let mut distance = GradientDistance::default();
-    let GradientDistance { relative, dq, dk, dv, first } = &mut distance;
-    for (name, want, got, ratio) in [("dq", &want.dq, got[0], dq), ("dk", &want.dk, got[1], dk), ("dv", &want.dv, got[2], dv)] {
+    let GradientDistance { relative, dq, dk, dv, along: parameters, first } = &mut distance;
+    let mut all = vec![("dq", &want.dq, got[0], dq, 0.0), ("dk", &want.dk, got[1], dk, 0.0), ("dv", &want.dv, got[2], dv, 0.0)];
+    let mut ratios = vec![if along.len() == want.along.len() { 0.0 } else { f64::INFINITY }; along.len().max(1)];
+    for ((want, got), ratio) in want.along.iter().zip(along).zip(&mut ratios) {
+        all.push(("a parameter", want, &got.value, ratio, roundoff(got.dtype)));
+    }
+    for (name, want, got, ratio, stored) in all {
         if got.len() != want.value.len() {
             *ratio = f64::INFINITY;
             continue;
         }
         let (mut squares, mut norm, mut errors) = (0f64, 0f64, 0f64);
         for (n, ((&got, &expected), &error)) in got.iter().zip(&want.value).zip(&want.error).enumerate() {
+            let error = error + stored * expected.abs();
             *ratio = worst(*ratio, got - expected, 2.0 * error);
             if *ratio > 1.0 && first.is_none() {
-                *first = Some(format!("element {n} of {name} is {got:e}, not {expected:e} to {:.1e}", 2.0 * error));
+                *first = Some(format!("element {n} of {name} is {got:e}, not {expected:e} to {:.1e}", 2.0 * error).into());
             }
             squares += (got - expected).powi(2);
             norm += expected * expected;
@@ -121,6 +147,7 @@ pub fn compare_gradients(want: &Gradients, got: [&[f64]; 3]) -> GradientDistance
             *relative = relative.max((squares / norm).sqrt());
         }
     }
+    *parameters = ratios.into_iter().fold(0.0, f64::max);
     distance
 }
 
@@ -149,7 +176,7 @@ mod tests {
     fn errors_of_either_sign_nan_and_gradients_of_nothing_fail() {
         let want = want(DType::BF16, false);
         let right = [want.dq.value.clone(), want.dk.value.clone(), want.dv.value.clone()];
-        let passes = |got: &[Vec<f64>; 3]| compare_gradients(&want, [&got[0], &got[1], &got[2]]).passes();
+        let passes = |got: &[Vec<f64>; 3]| compare_gradients(&want, [&got[0], &got[1], &got[2]], &[]).passes();
         assert!(passes(&right));
         for (gradient, at) in [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1)] {
             for sign in [-1.0, 1.0] {
@@ -174,7 +201,7 @@ mod tests {
             got[gradient][2] = -0.0;
             assert!(passes(&got));
         }
-        assert!(!compare_gradients(&want, [&right[0][..1], &right[1], &right[2]]).passes());
+        assert!(!compare_gradients(&want, [&right[0][..1], &right[1], &right[2]], &[]).passes());
     }
 
     #[test]

@@ -12,6 +12,8 @@ pub struct Rates {
     pub weight: f64,
     /// Of a weight as well, for each unit of its row's score magnitude; of a score, relative to its magnitude.
     pub score: f64,
+    /// Of a modified score, for each unit of its own roundings.
+    pub own: f64,
     /// Of `dP` and `δ`, relative to `Σ |d_o·v|` and `Σ |d_o·o|`.
     pub product: f64,
     /// Of `o`, relative to itself.
@@ -20,6 +22,8 @@ pub struct Rates {
     pub computed_output: f64,
     /// The same, for each unit of its row's score magnitude.
     pub computed_output_score: f64,
+    /// The same, for each unit of its row's roundings of modified scores.
+    pub computed_output_own: f64,
     /// Of `P` and `dS` in front of the second products, relative.
     pub round: f64,
     /// Of the slope of a modified score, besides what its score's error makes of it.
@@ -28,6 +32,8 @@ pub struct Rates {
     pub over_keys: f64,
     /// The same of a sum over queries.
     pub over_queries: f64,
+    /// The same of a sum over scores, without the rounding of its result.
+    pub over_scores: f64,
     /// A weight in f32 that is smaller than this may be 0.
     pub tiny: f64,
     /// Of a rounded number, however small it is.
@@ -72,15 +78,17 @@ pub struct Gradients {
     pub dk: Gradient,
     /// (batch, heads_kv, seq_kv, dim_v).
     pub dv: Gradient,
+    /// Of the parameters that are asked for.
+    pub along: Vec<Gradient>,
 }
 
 /// What a slope may be off by where its score is.
-fn slope_error(closures: &Closures<'_>, rates: &Rates, kept: &Kept, place: [i64; 4]) -> f64 {
-    closures.slope.map_or(0.0, |slope| {
-        let off = rates.score * kept.size;
-        let bend = [kept.raw - off, kept.raw + off].map(|score| (slope(score, place) - kept.slope).abs());
-        bend[0].max(bend[1]) + rates.slope * (1.0 + kept.slope.abs())
-    })
+fn slope_error(slope: &dyn Fn(f64, [i64; 4]) -> f64, closures: &Closures<'_>, rates: &Rates, kept: &Kept, place: [i64; 4]) -> f64 {
+    let own = closures.rounding.map_or(0.0, |rounding| rounding(kept.raw, place));
+    let off = rates.score * kept.size + rates.own * own;
+    let here = slope(kept.raw, place);
+    let bend = [kept.raw - off, kept.raw + off].map(|score| (slope(score, place) - here).abs());
+    bend[0].max(bend[1]) + rates.slope * (1.0 + here.abs())
 }
 
 /// Computes the gradients of `Σ o∘d_o` one row at a time; `d_o` in row-major (batch, heads_q, seq_q, dim_v).
@@ -89,6 +97,7 @@ pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64], rates: &
     let mut dq = Gradient::zeros(batch * heads_q * seq_q * dim_qk);
     let mut dk = Gradient::zeros(batch * heads_kv * seq_kv * dim_qk);
     let mut dv = Gradient::zeros(batch * heads_kv * seq_kv * dim_v);
+    let mut along: Vec<Gradient> = closures.along.iter().map(|a| Gradient::zeros(a.elements)).collect();
     let mut used = vec![false; batch * heads_kv * seq_kv];
     for at in p.rows() {
         let [b, h, i] = at;
@@ -102,8 +111,8 @@ pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64], rates: &
             size += (d_o[c] * o[c]).abs();
             computed += d_o[c].abs() * o_magnitude[c];
         }
-        let delta_error =
-            (rates.product + rates.output) * size + (rates.computed_output + rates.computed_output_score * row.magnitude) * computed;
+        let of_scores = rates.computed_output_score * row.magnitude + rates.computed_output_own * row.rounding;
+        let delta_error = (rates.product + rates.output) * size + (rates.computed_output + of_scores) * computed;
         for kept in &row.kept {
             let (k_from, v_from) = (p.key([b, h], kept.key, dim_qk), p.key([b, h], kept.key, dim_v));
             let (k, v) = (&p.k[k_from..][..dim_qk], &p.v[v_from..][..dim_v]);
@@ -113,20 +122,27 @@ pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64], rates: &
                 d_p_size += (x * y).abs();
             }
             let weight = kept.weight;
-            let weight_error = weight * (rates.weight + rates.score * row.magnitude) + rates.tiny;
+            let weight_error = weight * (rates.weight + rates.score * row.magnitude + rates.own * row.rounding) + rates.tiny;
             dv.add(v_from, d_o, weight, weight_error + rates.round * weight + rates.small, rates.over_queries);
 
             let d_modified = weight * (d_p - delta);
             let modified_error = weight_error * (d_p - delta).abs() + weight * (rates.product * d_p_size + delta_error);
+            let place = [b, h, i, kept.key].map(|n| n as i64);
             let d_score = d_modified * kept.slope;
-            let score_error = modified_error * kept.slope.abs()
-                + d_modified.abs() * slope_error(closures, rates, kept, [b, h, i, kept.key].map(|n| n as i64))
-                + rates.round * d_score.abs();
+            let off = closures.slope.map_or(0.0, |slope| slope_error(slope, closures, rates, kept, place));
+            let score_error = modified_error * kept.slope.abs() + d_modified.abs() * off + rates.round * d_score.abs();
             // Whether dS is rounded before it is scaled or after is the executor's choice.
             let factor = p.scale * d_score;
             let error = p.scale.abs() * score_error + rates.small * p.scale.abs().max(1.0);
             dq.add(q_from, k, factor, error, rates.over_keys);
             dk.add(k_from, q, factor, error, rates.over_queries);
+
+            for (gradient, a) in along.iter_mut().zip(closures.along) {
+                let slope = (a.slope)(kept.raw, place);
+                let off = d_modified.abs() * slope_error(a.slope, closures, rates, kept, place);
+                let error = modified_error * slope.abs() + off + rates.round * (d_modified * slope).abs() + rates.small;
+                gradient.add((a.place)(place), &[1.0], d_modified * slope, error, rates.over_scores);
+            }
 
             let key = p.key([b, h], kept.key, 1);
             if !std::mem::replace(&mut used[key], true) {
@@ -138,16 +154,16 @@ pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64], rates: &
             dq.may_be_small(q_from, dim_qk, rates.small);
         }
     }
-    Gradients { dq, dk, dv }
+    Gradients { dq, dk, dv, along }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Align, Mask, attention_with};
+    use super::super::{Align, Along, Mask, attention_with};
     use super::*;
     use crate::random::Random;
 
-    const PLAIN: Closures<'static> = Closures { modify: None, slope: None, keep: None };
+    const PLAIN: Closures<'static> = Closures { modify: None, slope: None, keep: None, rounding: None, along: &[] };
 
     /// Two keys with weights 1/4 and 3/4: dP is (1, 5), δ is 4, and dS is (−3/4, 3/4).
     #[test]
@@ -255,21 +271,63 @@ mod tests {
         let bias = |score: f64, [b, h, q, k]: [i64; 4]| score * score * 0.1 * (h + 1) as f64 + (b + q - k) as f64 * 0.3;
         let bias_slope = |score: f64, [_, h, ..]: [i64; 4]| 0.2 * score * (h + 1) as f64;
         let keep = |[b, h, q, k]: [i64; 4]| (b + h + q + 2 * k) % 3 != 0;
-        let capped = Closures { modify: Some(&cap), slope: Some(&cap_slope), keep: None };
+        let capped = Closures { modify: Some(&cap), slope: Some(&cap_slope), ..PLAIN };
         agrees_with_differences([2, 4, 2, 3, 4, 3, 2], &[], &capped, 8);
         agrees_with_differences([1, 2, 1, 4, 4, 3, 2], &[Mask::causal()], &Closures { keep: Some(&keep), ..capped }, 9);
         agrees_with_differences(
             [2, 2, 1, 3, 4, 3, 2],
             &[],
-            &Closures { modify: Some(&bias), slope: Some(&bias_slope), keep: Some(&keep) },
+            &Closures { modify: Some(&bias), slope: Some(&bias_slope), keep: Some(&keep), ..PLAIN },
             10,
         );
+    }
+
+    /// A factor for each head and an addend for each pair of a query and a key.
+    #[test]
+    fn gradients_of_parameters_are_limits_of_differences() {
+        let shape = [2, 4, 2, 3, 4, 3, 2];
+        let mut random = Random::new(11);
+        let mut draw = |n: usize| (0..n).map(|_| random.normal()).collect::<Vec<f64>>();
+        let (q, k, v, d_o) = (draw(2 * 4 * 3 * 3), draw(2 * 2 * 4 * 3), draw(2 * 2 * 4 * 2), draw(2 * 4 * 3 * 2));
+        let (factors, addends) = (draw(4), draw(3 * 4));
+        let p = Problem { shape, q: &q, k: &k, v: &v, scale: 0.7, masks: &[Mask::causal()] };
+        let place = |[_, _, q, k]: [i64; 4]| (q * 4 + k) as usize;
+        let head = |at: [i64; 4]| at[1] as usize;
+        let sum = |factors: &[f64], addends: &[f64]| {
+            let modify = |score: f64, at: [i64; 4]| score * factors[head(at)] + addends[place(at)];
+            let o = attention_with(&p, &Closures { modify: Some(&modify), ..PLAIN }).o;
+            o.iter().zip(&d_o).map(|(x, y)| x * y).sum::<f64>()
+        };
+        let modify = |score: f64, at: [i64; 4]| score * factors[head(at)] + addends[place(at)];
+        let along =
+            [Along { slope: &|score, _| score, place: &head, elements: 4 }, Along { slope: &|_, _| 1.0, place: &place, elements: 12 }];
+        let closures = Closures { modify: Some(&modify), slope: Some(&|_, at| factors[head(at)]), along: &along, ..PLAIN };
+        let rates = Rates { weight: 1.0, ..Rates::default() };
+        let got = gradients(&p, &closures, &d_o, &rates);
+        const STEP: f64 = 1e-6;
+        for (which, n) in [(0, 4), (1, 12)] {
+            assert_eq!(got.along[which].value.len(), n);
+            for at in 0..n {
+                let moved = |step: f64| {
+                    let mut all = [factors.clone(), addends.clone()];
+                    all[which][at] += step;
+                    sum(&all[0], &all[1])
+                };
+                let want = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
+                let value = got.along[which].value[at];
+                assert!((value - want).abs() < 1e-7, "element {at} of parameter {which} is {value}, not {want}");
+                // Where no query meets a key there is nothing, and nothing that it may be off by.
+                if which == 1 && at % 4 > at / 4 {
+                    assert_eq!((value, got.along[which].error[at]), (0.0, 0.0));
+                }
+            }
+        }
     }
 
     #[test]
     fn a_slope_may_be_off_where_its_score_is() {
         let p = Problem { shape: [1, 1, 1, 1, 2, 1, 1], q: &[2.0], k: &[0.0, 1.0], v: &[1.0, 5.0], scale: 0.5, masks: &[] };
-        let closures = Closures { modify: Some(&|s, _| s * s), slope: Some(&|s, _| 2.0 * s), keep: None };
+        let closures = Closures { modify: Some(&|s, _| s * s), slope: Some(&|s, _| 2.0 * s), ..PLAIN };
         let only = Rates { score: 1e-3, ..Rates::default() };
         let got = gradients(&p, &closures, &[1.0], &only);
         // Key 1 has score 1 and slope 2, which may be 2e-3 away; its weight may be off by 3e-3 of itself (2·1 + 1).

@@ -1,12 +1,16 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
-use super::{Outcome, Tally, random_spec, ready};
+use super::{Outcome, Tally, random_spec, read_by_oracle, ready, spoil_padding};
 use crate::case::Case;
-use crate::compare::{GradientDistance, Measured, compare_gradients, rates};
+use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients, rates};
 use crate::inputs::{self, Operand};
+use crate::library::Library;
 use crate::oracle::{self, Closures};
 use crate::random::Random;
-use sdpa::{BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, Layout, PreparedBackward, Report, TensorSpec};
+use sdpa::{
+    BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Param, PreparedBackward, Report,
+    TensorSpec,
+};
 
 /// Whose forward pass a backward pass is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,14 +56,29 @@ pub fn run_backward_case(case: &Case, source: Source, executor: &dyn Executor) -
         Ok(spec) => spec,
         Err(e) => return Outcome::Fail(e),
     };
+    let library = match case.library() {
+        Ok(library) => library,
+        Err(e) => return Outcome::Fail(e),
+    };
     let shift = case.backward.as_ref().map_or(0.0, |backward| backward.shift);
     let draw = Draw { attn_scale: case.attn_scale, spread: case.spread, shift, seed: case.seed() };
-    run_backward(&spec, &draw, source, executor).with_repro(|| case.backward_repro(executor.name()))
+    run_backward_with(&spec, &draw, library.as_ref(), source, executor).with_repro(|| case.backward_repro(executor.name()))
 }
 
 /// Runs a backward specification over random inputs on one executor and compares it with the oracle.
 pub fn run_backward(spec: &BackwardSpec, draw: &Draw, source: Source, executor: &dyn Executor) -> Outcome<GradientDistance> {
-    let (distance, report) = match attempt(spec, draw, source, executor) {
+    run_backward_with(spec, draw, None, source, executor)
+}
+
+/// The same with score_mods and masks of the library, whose closures stand for all masks of the specification.
+pub fn run_backward_with(
+    spec: &BackwardSpec,
+    draw: &Draw,
+    library: Option<&Library>,
+    source: Source,
+    executor: &dyn Executor,
+) -> Outcome<GradientDistance> {
+    let (distance, report) = match attempt(spec, draw, library, source, executor) {
         Ok(done) => done,
         Err(outcome) => return outcome,
     };
@@ -76,9 +95,30 @@ struct Read {
     stats: Vec<f32>,
 }
 
+/// The scale and the parameters of a call.
+#[derive(Clone, Copy)]
+struct Given<'a> {
+    attn_scale: Option<f32>,
+    params: &'a [Param<'a>],
+}
+
+/// `dq`, `dk` and `dv`, and gradients of parameters.
+struct Got {
+    operands: [Vec<f64>; 3],
+    along: Vec<GotAlong>,
+}
+
+impl Got {
+    fn bits(&self) -> Vec<u64> {
+        let along = self.along.iter().flat_map(|a| &a.value);
+        self.operands.iter().flatten().chain(along).map(|x| x.to_bits()).collect()
+    }
+}
+
 fn attempt(
     spec: &BackwardSpec,
     draw: &Draw,
+    library: Option<&Library>,
     source: Source,
     executor: &dyn Executor,
 ) -> Result<(GradientDistance, Report), Outcome<GradientDistance>> {
@@ -88,8 +128,9 @@ fn attempt(
     let dtype = forward.dtype;
     let mut random = Random::new(draw.seed);
     let q = inputs::random_about(draw.shift, &forward.q, dtype, draw.spread, &mut random);
-    let k = inputs::random_about(-draw.shift, &forward.k, dtype, draw.spread, &mut random);
-    let v = inputs::random(&forward.v, dtype, draw.spread, &mut random);
+    let mut k = inputs::random_about(-draw.shift, &forward.k, dtype, draw.spread, &mut random);
+    let mut v = inputs::random(&forward.v, dtype, draw.spread, &mut random);
+    spoil_padding(executor.name(), library, [(&forward.k, &mut k), (&forward.v, &mut v)]);
     let d_o = inputs::random(&spec.d_o, dtype, 1.0, &mut random);
 
     let [batch, heads_q, seq_q, dim_qk] = forward.q.dims.map(|d| d as usize);
@@ -101,36 +142,47 @@ fn attempt(
         k: &inputs::gather(&forward.k, &k),
         v: &inputs::gather(&forward.v, &v),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.forward().default_scale())),
-        masks: &forward.masks,
+        masks: read_by_oracle(&forward.masks, library),
     };
+    let params = library.map_or_else(Vec::new, Library::params);
+    let given = Given { attn_scale: draw.attn_scale, params: &params };
     let (o, stats) = match source {
         Source::Oracle => {
-            let answer = oracle::attention(&textbook);
+            let answer = with(library, &[], |closures| oracle::attention_with(&textbook, closures));
             (inputs::scatter(&forward.o, dtype, &answer.o), answer.stats.iter().map(|s| *s as f32).collect())
         }
-        Source::Executor => own_forward(&problem, [&q, &k, &v], draw.attn_scale, executor)?,
+        Source::Executor => own_forward(&problem, [&q, &k, &v], given, executor)?,
     };
     let read = Read { q, k, v, o, d_o, stats };
 
-    let (got, report) = backward(spec, &*prepared, &read, draw.attn_scale)?;
+    let (got, report) = backward(&problem, spec, &*prepared, &read, given)?;
     if spec.deterministic {
-        let (again, _) = backward(spec, &*prepared, &read, draw.attn_scale)?;
-        let bits = |all: &[Vec<f64>; 3]| all.concat().into_iter().map(f64::to_bits).collect::<Vec<_>>();
-        if bits(&got) != bits(&again) {
+        let (again, _) = backward(&problem, spec, &*prepared, &read, given)?;
+        if got.bits() != again.bits() {
             return Err(Outcome::Fail(format!("a second run gave other bits, {}", report.engine)));
         }
     }
     let rates = rates(dtype, shape, source == Source::Executor);
-    let want = oracle::gradients(&textbook, &Closures::default(), &inputs::gather(&spec.d_o, &read.d_o), &rates);
-    let [dq, dk, dv] = &got;
-    Ok((compare_gradients(&want, [dq, dk, dv]), report))
+    let along: Vec<&str> = spec.wrt.iter().map(|g| g.name.as_str()).collect();
+    let d_o = inputs::gather(&spec.d_o, &read.d_o);
+    let want = with(library, &along, |closures| oracle::gradients(&textbook, closures, &d_o, &rates));
+    let [dq, dk, dv] = &got.operands;
+    Ok((compare_gradients(&want, [dq, dk, dv], &got.along), report))
+}
+
+/// Calls with the closures of the library, or with none.
+fn with<T>(library: Option<&Library>, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
+    match library {
+        Some(library) => library.with(along, call),
+        None => call(&Closures::default()),
+    }
 }
 
 /// `o` and `stats` of the executor's own forward pass.
 fn own_forward(
     problem: &BackwardProblem,
     [q, k, v]: [&Operand; 3],
-    attn_scale: Option<f32>,
+    Given { attn_scale, params }: Given<'_>,
     executor: &dyn Executor,
 ) -> Result<(Operand, Vec<f32>), Outcome<GradientDistance>> {
     let forward = problem.forward();
@@ -138,28 +190,24 @@ fn own_forward(
     // NaN in the gaps too: the backward pass must not read them.
     let mut o = Operand::filled(forward.dtype(), forward.o().extent().unwrap_or(0) as usize, f32::NAN);
     let mut stats = vec![f32::NAN; forward.stats_elements() as usize];
-    let call = HostForward {
-        q: q.elements(),
-        k: k.elements(),
-        v: v.elements(),
-        o: o.elements_mut(),
-        stats: Some(&mut stats),
-        attn_scale,
-        params: &[],
-    };
+    let call =
+        HostForward { q: q.elements(), k: k.elements(), v: v.elements(), o: o.elements_mut(), stats: Some(&mut stats), attn_scale, params };
     prepared.forward(call).map_err(|e| Outcome::Fail(format!("forward: {e}")))?;
     Ok((o, stats))
 }
 
-/// `dq`, `dk` and `dv` of one call, in row-major order.
+/// The gradients of one call, in row-major order.
 fn backward(
+    problem: &BackwardProblem,
     spec: &BackwardSpec,
     prepared: &dyn PreparedBackward,
     read: &Read,
-    attn_scale: Option<f32>,
-) -> Result<([Vec<f64>; 3], Report), Outcome<GradientDistance>> {
+    Given { attn_scale, params }: Given<'_>,
+) -> Result<(Got, Report), Outcome<GradientDistance>> {
     let places = [("dq", &spec.dq), ("dk", &spec.dk), ("dv", &spec.dv)];
     let mut written = places.map(|(_, tensor)| inputs::poisoned(tensor, spec.forward.dtype));
+    let elements = |name: &str| problem.gradient_elements(name) as usize;
+    let mut along: Vec<Operand> = spec.wrt.iter().map(|g| Operand::filled(g.dtype, elements(&g.name), f32::NAN)).collect();
     let [dq, dk, dv] = &mut written;
     let call = HostBackward {
         q: read.q.elements(),
@@ -172,8 +220,8 @@ fn backward(
         dk: dk.elements_mut(),
         dv: dv.elements_mut(),
         attn_scale,
-        params: &[],
-        gradients: Vec::new(),
+        params,
+        gradients: spec.wrt.iter().zip(&mut along).map(|(g, to)| HostGradient { name: &g.name, data: to.elements_mut() }).collect(),
     };
     let report = prepared.backward(call).map_err(|e| Outcome::Fail(format!("backward: {e}")))?;
     for ((name, tensor), operand) in places.iter().zip(&written) {
@@ -182,7 +230,9 @@ fn backward(
         }
     }
     let [dq, dk, dv] = &written;
-    Ok(([inputs::gather(&spec.dq, dq), inputs::gather(&spec.dk, dk), inputs::gather(&spec.dv, dv)], report))
+    let all = |operand: &Operand| (0..operand.elements().len()).map(|at| operand.get(at)).collect();
+    let along = spec.wrt.iter().zip(&along).map(|(g, operand)| GotAlong { dtype: g.dtype, value: all(operand) }).collect();
+    Ok((Got { operands: [inputs::gather(&spec.dq, dq), inputs::gather(&spec.dk, dk), inputs::gather(&spec.dv, dv)], along }, report))
 }
 
 /// A random backward specification: what [`random_spec`] gives, gradients that lie elsewhere, `d_o` repeated. Small enough for the

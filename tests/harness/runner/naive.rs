@@ -1,11 +1,14 @@
 //! An executor that is easy to read, and its faults: what the runner must find.
 
-use super::{Draw, Outcome, Source, random_backward, run_backward, run_backward_case};
+mod rules;
+
+use super::{Draw, Outcome, Source, random_backward, run_backward, run_backward_case, run_case};
 use crate::case::Case;
 use crate::compare::Measured;
 use crate::inputs;
 use crate::random::Random;
 use half::{bf16, f16};
+use rules::Rules;
 use sdpa::{
     AttentionSpec, BackwardProblem, BackwardSpec, DType, Elements, ElementsMut, Error, Executor, ExecutorName, HostBackward, HostForward,
     Layout, Mask, Prepared, PreparedBackward, Problem, Reason, Report, Shape, TensorSpec, Unsupported,
@@ -31,6 +34,13 @@ enum Fault {
     IgnoresStrides,
     EmptyRowsAreNan,
     NeverTheSameBits,
+    NoRest,
+    NoLengths,
+    NoSlope,
+    OnlyDefaults,
+    OneElementForAll,
+    OneBatchOfAParameter,
+    NoParameters,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -125,14 +135,16 @@ impl Prepared for Ready<Problem> {
     fn forward(&self, mut call: HostForward<'_>) -> Result<Report, Error> {
         let p = &self.problem;
         let scale = call.check(p)?;
+        let rules = Rules::new(p, p.params(), call.params, self.fault);
         let (q, k, v) = (Dense::of(p.q(), call.q), Dense::of(p.k(), call.k), Dense::of(p.v(), call.v));
         for n in 0..p.stats_elements() as usize {
             let (i, h) = (n % p.seq_q() as usize, n / p.seq_q() as usize);
             let (b, h) = (h / p.heads_q() as usize, h % p.heads_q() as usize);
             let kv = h / p.group() as usize;
             let query = q.row([b, h, i]);
-            let keys: Vec<usize> = (0..p.seq_kv() as usize).filter(|&j| p.region().keeps(i as i64, j as i64)).collect();
-            let scores: Vec<f32> = keys.iter().map(|&j| dot(query, k.row([b, kv, j])) * scale).collect();
+            let index = |j: usize| [b, h, i, j].map(|n| n as i64);
+            let keys: Vec<usize> = (0..p.seq_kv() as usize).filter(|&j| rules.keeps(index(j))).collect();
+            let scores: Vec<f32> = keys.iter().map(|&j| rules.modified(dot(query, k.row([b, kv, j])) * scale, index(j))).collect();
             let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let sum: f32 = scores.iter().map(|s| (s - max).exp()).sum();
             let mut o = vec![0f32; p.dim_v() as usize];
@@ -151,9 +163,11 @@ impl Prepared for Ready<Problem> {
 }
 
 impl Ready<BackwardProblem> {
-    /// Gradients in row-major order.
-    fn gradients(&self, call: &HostBackward<'_>, scale: f32) -> [Vec<f32>; 3] {
+    /// Gradients in row-major order, and those of parameters.
+    fn gradients(&self, call: &HostBackward<'_>, scale: f32) -> ([Vec<f32>; 3], Vec<Vec<f32>>) {
         let (problem, p) = (&self.problem, self.problem.forward());
+        let rules = Rules::new(p, problem.params(), call.params, self.fault);
+        let mut along: Vec<Vec<f32>> = problem.wrt().iter().map(|g| vec![0f32; problem.gradient_elements(&g.name) as usize]).collect();
         let (q, k, v) = (Dense::of(p.q(), call.q), Dense::of(p.k(), call.k), Dense::of(p.v(), call.v));
         let (o, d_o) = (Dense::of(p.o(), call.o), Dense::of(problem.d_o(), call.d_o));
         let [mut dq, mut dk, mut dv] =
@@ -168,16 +182,30 @@ impl Ready<BackwardProblem> {
             let stats = if self.fault == Fault::NoStats { 4.0 } else { call.stats[n] };
             let lost = self.fault == Fault::OneHeadOfAGroup && (h + 1) % p.group() as usize != 0;
             for j in 0..seq_kv {
-                let kept = p.region().keeps(i as i64, j as i64) || self.fault == Fault::NoMask;
-                if !kept || (stats == f32::NEG_INFINITY && self.fault != Fault::EmptyRowsAreNan) {
+                let index = [b, h, i, j].map(|n| n as i64);
+                if !rules.keeps(index) || (stats == f32::NEG_INFINITY && self.fault != Fault::EmptyRowsAreNan) {
                     if stats == f32::NEG_INFINITY && self.fault == Fault::EmptyRowsAreNan {
                         dq[n * dim_qk] = f32::NAN;
                     }
                     continue;
                 }
                 let key = k.row([b, kv, j]);
-                let weight = (dot(query, key) * scale - stats).exp();
-                let d_s = weight * (dot(d_out, v.row([b, kv, j])) - delta);
+                let score = dot(query, key) * scale;
+                let weight = (rules.modified(score, index) - stats).exp();
+                let d_modified = weight * (dot(d_out, v.row([b, kv, j])) - delta);
+                let d_s = match problem.gradient() {
+                    Some(gradient) => {
+                        let roots = rules.eval(&gradient.trace, score, d_modified, index);
+                        for ((to, g), d) in along.iter_mut().zip(problem.wrt()).zip(&roots[2..]) {
+                            let kind = problem.params().iter().find(|p| p.name == g.name).unwrap().kind;
+                            if self.fault != Fault::OneBatchOfAParameter || b == 0 {
+                                to[rules.element(kind, index)] += d;
+                            }
+                        }
+                        if self.fault == Fault::NoSlope { d_modified } else { roots[1] }
+                    }
+                    None => d_modified,
+                };
                 let step = |fault| if self.fault == fault { DType::BF16 } else { p.dtype() };
                 let (weight, d_s) = (narrow(step(Fault::CoarseWeights), weight), narrow(step(Fault::CoarseScores), d_s));
                 let d_s = if self.fault == Fault::NoScale { d_s } else { d_s * scale };
@@ -189,14 +217,18 @@ impl Ready<BackwardProblem> {
                 }
             }
         }
-        [dq, dk, dv]
+        ([dq, dk, dv], along)
     }
 }
 
 impl PreparedBackward for Ready<BackwardProblem> {
     fn backward(&self, mut call: HostBackward<'_>) -> Result<Report, Error> {
         let scale = call.check(&self.problem)?;
-        let mut all = self.gradients(&call, scale);
+        let (mut all, along) = self.gradients(&call, scale);
+        for (g, values) in self.problem.wrt().iter().zip(along).filter(|_| self.fault != Fault::NoParameters) {
+            let to = call.gradients.iter_mut().find(|to| to.name == g.name).unwrap();
+            values.into_iter().enumerate().for_each(|(at, value)| set(&mut to.data, at, value, false));
+        }
         if self.fault == Fault::NeverTheSameBits {
             all[1][0] *= 1.0 + self.calls.fetch_add(1, Ordering::Relaxed) as f32 / 64.0;
         }
@@ -265,6 +297,61 @@ fn the_runner_finds_every_fault() {
             }
         }
     }
+}
+
+/// Score_mods, masks and gradients of the library: each fault shows in one pass at least.
+#[test]
+fn the_runner_finds_faults_of_score_mods_and_masks() {
+    let cases = Case::all_library().unwrap();
+    let small = |case: &&Case| case.shape.seq_q * case.shape.seq_kv < 10_000;
+    let masked = |case: &Case, name: &str| case.mask.iter().any(|m| m.starts_with(name));
+    let asks = |case: &Case, name: &str| case.backward.as_ref().is_some_and(|b| b.wrt.iter().any(|w| w.starts_with(name)));
+    type Shows<'c> = &'c dyn Fn(&Case) -> bool;
+    let has: [(Fault, Shows<'_>); 7] = [
+        (Fault::NoRest, &|case| masked(case, "array:hqk")),
+        (Fault::NoLengths, &|case| masked(case, "padding")),
+        (Fault::NoSlope, &|case| case.score_mod == ["softcap:2"]),
+        (Fault::OnlyDefaults, &|case| case.library().unwrap().is_some_and(|l| l.bound.iter().any(|b| b.name == "cap"))),
+        (Fault::OneElementForAll, &|case| case.score_mod == ["alibi-slopes"]),
+        // Where a bias is one for all keys, its gradient is 0: weights do not change.
+        (Fault::OneBatchOfAParameter, &|case| {
+            let over_keys = case.score_mod.iter().any(|m| m.starts_with("bias") && m.ends_with('k'));
+            case.shape.batch > 1 && ((over_keys && asks(case, "bias")) || asks(case, "slopes"))
+        }),
+        (Fault::NoParameters, &|case| asks(case, "bias") || asks(case, "cap")),
+    ];
+    for (fault, shows) in has {
+        let mut found = 0;
+        for case in cases.iter().filter(small).filter(|case| shows(case)) {
+            let forward = matches!(run_case(case, &Naive(fault)), Outcome::Fail(_));
+            let backward = matches!(run_backward_case(case, Source::Oracle, &Naive(fault)), Outcome::Fail(_));
+            assert!(forward || backward, "{fault:?} passed: {}", case.name);
+            found += 1;
+        }
+        assert!(found > 0, "there is no case for {fault:?}");
+    }
+}
+
+/// What the library means in f32, traces evaluated, is what its closures say; and the tolerances are not far from it.
+#[test]
+fn tolerances_hold_with_score_mods_and_masks() {
+    let mut worst = [0f64; 2];
+    for case in Case::all_library().unwrap() {
+        match run_case(&case, &Naive(Fault::None)) {
+            Outcome::Pass(distance, _) => worst[0] = worst[0].max(distance.worst()),
+            Outcome::Skip(how) | Outcome::Fail(how) => panic!("{}: {how}", case.name),
+        }
+        for source in Source::ALL {
+            match run_backward_case(&case, source, &Naive(Fault::None)) {
+                Outcome::Pass(distance, _) => {
+                    println!("{}{}: {}", case.name, source.suffix(), distance.told());
+                    worst[1] = worst[1].max(distance.worst());
+                }
+                Outcome::Skip(how) | Outcome::Fail(how) => panic!("{}{}: {how}", case.name, source.suffix()),
+            }
+        }
+    }
+    assert!(worst[0] > 0.2 && worst[1] > 0.2, "{worst:?}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::guard;
 use super::plan::Planned;
-use super::raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
+use super::raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
 use crate::error::{Error, SpecError, SpecErrors};
 use crate::exec::{Prepared, PreparedBackward, Report};
 use crate::lower::Job;
@@ -166,7 +166,7 @@ impl Prepared for CudnnPrepared {
         guard::check_scale(attn_scale)?;
         let (q, k, v) = (self.upload(problem.q(), &call.q)?, self.upload(problem.k(), &call.k)?, self.upload(problem.v(), &call.v)?);
         let uploaded = self.upload_params(call.params)?;
-        let params = device_params(call.params, &uploaded);
+        let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
         let workspace = self.buffer(self.planned.workspace_bytes())?;
         let o = self.result(self.bytes(problem.o()))?;
         let stats_bytes = u64::try_from(problem.stats_elements()).unwrap_or(0) * size_of::<f32>() as u64;
@@ -205,7 +205,7 @@ impl PreparedBackward for CudnnPrepared {
         let mut stats = self.buffer(size_of_val(call.stats) as u64)?;
         stats.upload(&self.stream, 0, call.stats)?;
         let uploaded = self.upload_params(call.params)?;
-        let params = device_params(call.params, &uploaded);
+        let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
         let workspace = self.buffer(self.planned.workspace_bytes())?;
         let results = [problem.dq(), problem.dk(), problem.dv()];
         let [dq, dk, dv] = results.map(|tensor| self.result(self.bytes(tensor)));

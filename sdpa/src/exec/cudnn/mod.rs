@@ -12,7 +12,7 @@ pub mod raw;
 
 pub use host::CudnnPrepared;
 pub use plan::{PlanOptions, Planned, PlannedCopy};
-pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
+pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
 
 use crate::backward::BackwardProblem;
 use crate::cache::{CacheStats, PlanCache};

@@ -6,7 +6,7 @@ use super::plan::{Planned, PlannedCopy};
 use crate::error::{Error, SpecError, SpecErrors};
 use crate::lower::{Operand, Supply};
 use crate::params;
-use cudnn_graph::expr::{Place, Precision, Trace};
+use cudnn_graph::expr::{Declared, Place, Precision, Trace};
 use cudnn_graph::ir::{Scalar, TensorId};
 use cudnn_graph::{Bindings, Buffer, DType, DeviceSlice, Handle, Stream};
 
@@ -26,6 +26,16 @@ pub enum DeviceValue {
     Scalar(f32),
     /// For a tensor: dense, of this element type, 16-byte aligned. A truth value is a byte, 0 or 1.
     Tensor(DType, DeviceSlice),
+}
+
+/// The parameters of a call, with the defaults of the scalars that it does not name.
+pub fn with_defaults<'a>(declared: &'a [Declared], mut given: Vec<DeviceParam<'a>>) -> Vec<DeviceParam<'a>> {
+    for p in declared {
+        if let Some(default) = p.default.filter(|_| given.iter().all(|g| g.name != p.name)) {
+            given.push(DeviceParam { name: &p.name, value: DeviceValue::Scalar(default) });
+        }
+    }
+    given
 }
 
 /// The gradient of a declared parameter.
@@ -52,7 +62,8 @@ pub struct DeviceForward<'a> {
     pub stats: Option<DeviceSlice>,
     /// Multiplies the scores; positive. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters; a scalar that is not named here has its default.
+    /// Values of declared parameters, every one: plans are shared by specifications that differ in defaults alone. See
+    /// [`with_defaults`].
     pub params: &'a [DeviceParam<'a>],
     /// At least [`Planned::workspace_bytes`], 256-byte aligned.
     pub workspace: DeviceSlice,
@@ -81,7 +92,7 @@ pub struct DeviceBackward<'a> {
     pub dv: DeviceSlice,
     /// The scale of the forward pass.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters, those of the forward pass.
+    /// Values of declared parameters, every one, those of the forward pass.
     pub params: &'a [DeviceParam<'a>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: &'a [DeviceGradient<'a>],
@@ -312,7 +323,9 @@ impl Planned {
         });
         let given: Vec<_> = given.collect();
         let extents = self.job.problem().extents();
-        let mut errors = params::check(self.job.params(), extents, &given, true).err().map_or_else(Vec::new, |e| e.0);
+        // Plans are shared by specifications that differ in defaults: no default is known here.
+        let declared: Vec<Declared> = self.job.params().iter().map(|p| Declared { default: None, ..p.clone() }).collect();
+        let mut errors = params::check(&declared, extents, &given, true).err().map_or_else(Vec::new, |e| e.0);
         let wanted: Vec<&str> = self.lowered.supplies.iter().filter_map(|(_, s)| gradient_name(s)).collect();
         for (n, g) in call.gradients.iter().enumerate() {
             if !wanted.contains(&g.name) || call.gradients[..n].iter().any(|before| before.name == g.name) {
@@ -325,13 +338,12 @@ impl Planned {
         if !errors.is_empty() {
             return Err(SpecErrors(errors));
         }
-        let value = |name: &str, default| {
-            call.params.iter().find(|p| p.name == name).map_or(default, |p| match p.value {
-                DeviceValue::Scalar(x) => x,
-                DeviceValue::Tensor(..) => default,
-            })
+        let scalar = |p: &DeviceParam<'_>| match p.value {
+            DeviceValue::Scalar(x) => Some(x),
+            DeviceValue::Tensor(..) => None,
         };
-        Ok(self.job.params().iter().filter_map(|p| Some((p.name.as_str(), value(&p.name, p.default?)))).collect())
+        let value = |name: &str| call.params.iter().find(|p| p.name == name).and_then(scalar);
+        Ok(self.job.params().iter().filter_map(|p| Some((p.name.as_str(), value(&p.name)?))).collect())
     }
 
     /// The pieces of this workspace.

@@ -1,0 +1,203 @@
+//! What every score_mod and mask of the library means, as plain closures, and random values for their parameters.
+//!
+//! Written down from the publications, by name; traces are not read.
+
+mod masks;
+mod mods;
+
+use crate::oracle::{Along, Closures};
+use crate::random::Random;
+use half::{bf16, f16};
+use sdpa::{Param, ParamValue};
+use std::rc::Rc;
+
+/// A place among the scores: (batch, query head, query, key).
+pub type Here = [i64; 4];
+
+type Real = Box<dyn Fn(f64, Here) -> f64>;
+
+/// What is bound to a parameter.
+#[derive(Clone, Debug)]
+pub enum Values {
+    /// A scalar.
+    Scalar(f32),
+    /// A tensor of f32.
+    F32(Vec<f32>),
+    /// A tensor of f16.
+    F16(Vec<f16>),
+    /// A tensor of bf16.
+    BF16(Vec<bf16>),
+    /// A tensor of i32.
+    I32(Vec<i32>),
+    /// A tensor of truth values.
+    Bool(Vec<bool>),
+}
+
+/// A parameter and its value.
+#[derive(Clone, Debug)]
+pub struct Bound {
+    /// Its name.
+    pub name: &'static str,
+    /// Extents of its tensor, 1 along axes that it does not span.
+    pub dims: [i64; 4],
+    /// Its value.
+    pub values: Values,
+    /// The same, widened.
+    pub widened: Rc<[f64]>,
+}
+
+impl Bound {
+    /// For a call.
+    pub fn param(&self) -> Param<'_> {
+        let value = match &self.values {
+            Values::Scalar(x) => ParamValue::Scalar(*x),
+            Values::F32(x) => ParamValue::F32(x),
+            Values::F16(x) => ParamValue::F16(x),
+            Values::BF16(x) => ParamValue::BF16(x),
+            Values::I32(x) => ParamValue::I32(x),
+            Values::Bool(x) => ParamValue::Bool(x),
+        };
+        Param { name: self.name, value }
+    }
+}
+
+/// A tensor as closures see it.
+#[derive(Clone)]
+struct Tensor {
+    dims: [i64; 4],
+    data: Rc<[f64]>,
+}
+
+/// The element of a tensor of these extents at a place.
+fn element(dims: [i64; 4], here: Here) -> usize {
+    dims.iter().zip(here).fold(0, |n, (&extent, at)| n * extent + if extent == 1 { 0 } else { at }) as usize
+}
+
+impl Tensor {
+    fn at(&self, here: Here) -> f64 {
+        self.data[element(self.dims, here)]
+    }
+}
+
+/// The axes that letters of `bhqk` name.
+fn axes(letters: &str) -> Result<Vec<usize>, String> {
+    letters.chars().map(|c| "bhqk".find(c).ok_or_else(|| format!("{letters:?}: axes are b, h, q, k"))).collect()
+}
+
+/// Draws parameters; what two functions declare under one name is one.
+struct Drawing<'r> {
+    extents: [i64; 4],
+    random: &'r mut Random,
+    bound: Vec<Bound>,
+}
+
+impl Drawing<'_> {
+    fn bind(&mut self, name: &'static str, axes: &[usize], make: impl FnOnce(&mut Random, usize) -> Values) -> Tensor {
+        if let Some(bound) = self.bound.iter().find(|b| b.name == name) {
+            return Tensor { dims: bound.dims, data: bound.widened.clone() };
+        }
+        let dims = std::array::from_fn(|axis| if axes.contains(&axis) { self.extents[axis] } else { 1 });
+        let values = make(self.random, dims.iter().product::<i64>() as usize);
+        let data: Rc<[f64]> = match &values {
+            Values::Scalar(x) => Rc::new([f64::from(*x)]),
+            Values::F32(x) => x.iter().map(|x| f64::from(*x)).collect(),
+            Values::F16(x) => x.iter().map(|x| x.to_f64()).collect(),
+            Values::BF16(x) => x.iter().map(|x| x.to_f64()).collect(),
+            Values::I32(x) => x.iter().map(|x| f64::from(*x)).collect(),
+            Values::Bool(x) => x.iter().map(|x| f64::from(u8::from(*x))).collect(),
+        };
+        self.bound.push(Bound { name, dims, values, widened: data.clone() });
+        Tensor { dims, data }
+    }
+}
+
+/// One score_mod.
+struct Stage {
+    value: Real,
+    slope: Real,
+    /// What its own roundings may move the value by, in units of f32's roundoff.
+    rounding: Real,
+    /// Derivatives by parameters.
+    partials: Vec<(&'static str, Real)>,
+}
+
+/// Score_mods and masks with drawn parameters.
+pub struct Library {
+    stages: Vec<Stage>,
+    keeps: Vec<Box<dyn Fn(Here) -> bool>>,
+    /// What is bound; a scalar that is not here has its default.
+    pub bound: Vec<Bound>,
+    pads: bool,
+}
+
+impl Library {
+    /// The functions of these names, with parameters drawn for a problem of extents (batch, heads_q, seq_q, seq_kv).
+    ///
+    /// # Errors
+    /// A name that the library has not.
+    pub fn draw(mods: &[String], masks: &[String], extents: [i64; 4], random: &mut Random) -> Result<Library, String> {
+        let mut drawing = Drawing { extents, random, bound: Vec::new() };
+        let stages = mods.iter().map(|text| mods::stage(text, &mut drawing)).collect::<Result<_, _>>()?;
+        let keeps = masks.iter().map(|text| masks::keep(text, &mut drawing)).collect::<Result<_, _>>()?;
+        Ok(Library { stages, keeps, bound: drawing.bound, pads: masks.iter().any(|m| m == "padding") })
+    }
+
+    /// For a call.
+    pub fn params(&self) -> Vec<Param<'_>> {
+        self.bound.iter().map(Bound::param).collect()
+    }
+
+    /// Keys of each batch entry, where keys past them are padding.
+    pub fn key_lengths(&self) -> Option<&[f64]> {
+        self.bound.iter().find(|b| b.name == "seq_len_kv" && self.pads).map(|b| &*b.widened)
+    }
+
+    /// What goes into each stage, and what comes out of the last.
+    fn values(&self, score: f64, here: Here) -> Vec<f64> {
+        let mut values = vec![score];
+        for stage in &self.stages {
+            values.push((stage.value)(values[values.len() - 1], here));
+        }
+        values
+    }
+
+    fn slopes(&self, values: &[f64], here: Here) -> Vec<f64> {
+        self.stages.iter().zip(values).map(|(stage, &x)| (stage.slope)(x, here)).collect()
+    }
+
+    /// `of` of each stage, carried through the stages behind it.
+    fn carried(&self, score: f64, here: Here, of: impl Fn(&Stage, f64) -> f64, through: impl Fn(f64) -> f64) -> f64 {
+        let values = self.values(score, here);
+        let slopes = self.slopes(&values, here);
+        self.stages.iter().zip(&values).zip(&slopes).fold(0.0, |sum, ((stage, &x), &slope)| sum * through(slope) + of(stage, x))
+    }
+
+    /// Calls with everything as closures; `along` names parameters whose derivatives are wanted.
+    pub fn with<T>(&self, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
+        let modify = |score, here| *self.values(score, here).last().unwrap_or(&score);
+        let slope = |score, here| self.slopes(&self.values(score, here), here).iter().product();
+        let rounding = |score, here| self.carried(score, here, |stage, x| (stage.rounding)(x, here), f64::abs);
+        let keep = |here| self.keeps.iter().all(|keep| keep(here));
+        let partial = |name: &str, score, here| {
+            let of = |stage: &Stage, x| stage.partials.iter().filter(|(n, _)| *n == name).map(|(_, d)| d(x, here)).sum();
+            self.carried(score, here, of, |slope| slope)
+        };
+        type Partial<'c> = (Box<dyn Fn(f64, Here) -> f64 + 'c>, Box<dyn Fn(Here) -> usize>, usize);
+        let partials: Vec<Partial<'_>> = along
+            .iter()
+            .map(|&name| {
+                let dims = self.bound.iter().find(|b| b.name == name).map_or([1; 4], |b| b.dims);
+                let slope: Box<dyn Fn(f64, Here) -> f64> = Box::new(move |score, here| partial(name, score, here));
+                let place: Box<dyn Fn(Here) -> usize> = Box::new(move |here| element(dims, here));
+                (slope, place, dims.iter().product::<i64>() as usize)
+            })
+            .collect();
+        let along: Vec<Along<'_>> =
+            partials.iter().map(|(slope, place, elements)| Along { slope: &**slope, place: &**place, elements: *elements }).collect();
+        let closures = Closures { keep: Some(&keep), along: &along, ..Closures::default() };
+        if self.stages.is_empty() {
+            return call(&closures);
+        }
+        call(&Closures { modify: Some(&modify), slope: Some(&slope), rounding: Some(&rounding), ..closures })
+    }
+}

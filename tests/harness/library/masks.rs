@@ -1,0 +1,101 @@
+//! Masks.
+
+use super::{Drawing, Here, Tensor, Values, axes};
+use crate::random::Random;
+
+type Keep = Box<dyn Fn(Here) -> bool>;
+
+/// A document for each position: a few runs in each batch entry.
+fn runs(random: &mut Random, elements: usize, batches: i64) -> Values {
+    let length = elements / batches.max(1) as usize;
+    let mut all = Vec::with_capacity(elements);
+    for _ in 0..batches {
+        let mut document = random.between(0, 1) as i32;
+        for n in 0..length {
+            if n > 0 && random.between(0, length as i64 / 3) == 0 {
+                document += 1;
+            }
+            all.push(document);
+        }
+    }
+    Values::I32(all)
+}
+
+/// A length for each batch entry: none, all, or between.
+fn lengths(random: &mut Random, entries: usize, extent: i64) -> Values {
+    let mut one = || match random.between(0, 4) {
+        0 => 0,
+        1 => extent,
+        _ => random.between(1, extent),
+    };
+    Values::I32((0..entries).map(|_| one() as i32).collect())
+}
+
+fn documents(drawing: &mut Drawing<'_>) -> [Tensor; 2] {
+    let batches = drawing.extents[0];
+    [("doc_q", 2), ("doc_k", 3)].map(|(name, axis)| drawing.bind(name, &[0, axis], |random, n| runs(random, n, batches)))
+}
+
+fn window(left: Option<i64>, right: Option<i64>, shift: i64) -> Keep {
+    Box::new(move |[_, _, q, k]| left.is_none_or(|left| k > q + shift - left) && right.is_none_or(|right| k <= q + shift + right))
+}
+
+/// The mask of a name.
+pub(super) fn keep(text: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String> {
+    let wrong = || format!("{text:?}: there is no closure for it");
+    let (name, rest) = text.split_once(':').unwrap_or((text, ""));
+    let number = |n: &str| n.parse::<i64>().map_err(|_| wrong());
+    let [_, _, seq_q, seq_kv] = drawing.extents;
+    let bottom_right = seq_kv - seq_q;
+    Ok(match name {
+        "causal" => window(None, Some(0), 0),
+        "causal-bottom-right" => window(None, Some(0), bottom_right),
+        "sliding-window" => window(Some(number(rest)?), Some(0), 0),
+        "window" => {
+            let (sides, shift) = rest.strip_suffix(":bottom-right").map_or((rest, 0), |sides| (sides, bottom_right));
+            let (left, right) = sides.split_once(',').ok_or_else(wrong)?;
+            let side = |n: &str| if n == "inf" { Ok(None) } else { number(n).map(Some) };
+            window(side(left)?, side(right)?, shift)
+        }
+        "prefix-lm" => {
+            let len = number(rest)?;
+            Box::new(move |[_, _, q, k]| k <= q || k < len)
+        }
+        "dilated" => {
+            let n = number(rest)?;
+            Box::new(move |[_, _, q, k]| (q - k) % n == 0)
+        }
+        "document" => {
+            let [of_q, of_k] = documents(drawing);
+            Box::new(move |here| of_q.at(here) == of_k.at(here))
+        }
+        "shared-prefix" => {
+            let (len, [of_q, of_k]) = (number(rest)?, documents(drawing));
+            Box::new(move |here| here[3] < len || of_q.at(here) == of_k.at(here))
+        }
+        "padding" => {
+            let rows = drawing.bind("seq_len_q", &[0], |random, n| lengths(random, n, seq_q));
+            let keys = drawing.bind("seq_len_kv", &[0], |random, n| lengths(random, n, seq_kv));
+            Box::new(move |here| (here[2] as f64) < rows.at(here) && (here[3] as f64) < keys.at(here))
+        }
+        "global-local" => {
+            let (near, globals) = rest.split_once(',').ok_or_else(wrong)?;
+            let (near, globals) = (number(near)?, number(globals)?);
+            Box::new(move |[_, _, q, k]| (q - k).abs() < near || k < globals || q < globals)
+        }
+        "natten" => {
+            let size = number(rest)?;
+            Box::new(move |[_, _, q, k]| {
+                let last_start = (seq_kv - size).max(0);
+                let start = (q - size / 2).clamp(0, last_start);
+                (start..start + size).contains(&k)
+            })
+        }
+        "array" => {
+            let axes = axes(rest)?;
+            let mask = drawing.bind("mask", &axes, |random, n| Values::Bool((0..n).map(|_| random.unit() < 0.7).collect()));
+            Box::new(move |here| mask.at(here) != 0.0)
+        }
+        _ => return Err(wrong()),
+    })
+}

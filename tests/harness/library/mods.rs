@@ -1,0 +1,100 @@
+//! Score_mods.
+
+use super::{Drawing, Here, Stage, Values, axes};
+use half::bf16;
+
+/// `k − q`.
+fn distance([_, _, q, k]: Here) -> f64 {
+    (k - q) as f64
+}
+
+/// The slopes of the publication: for a power of two of heads a row of powers, for others that of the power below, filled up
+/// with every other one of twice as many (Press et al., 2022, and the code that came with it).
+fn published_slope(head: i64, heads: i64) -> f64 {
+    let of_power = |head: i64, heads: i64| 2f64.powf(-8.0 / heads as f64).powi(head as i32 + 1);
+    let power = (1..).map(|n| 1i64 << n).find(|p| *p > heads).map_or(1, |p| p / 2);
+    if head < power { of_power(head, power) } else { of_power(2 * (head - power), 2 * power) }
+}
+
+/// Adds something that does not depend on the score.
+fn adds(what: impl Fn(Here) -> f64 + Clone + 'static, rounding: impl Fn(Here) -> f64 + 'static) -> Stage {
+    let value = what.clone();
+    Stage {
+        value: Box::new(move |score, here| score + value(here)),
+        slope: Box::new(|_, _| 1.0),
+        rounding: Box::new(move |score, here| (score + what(here)).abs() + rounding(here)),
+        partials: Vec::new(),
+    }
+}
+
+/// The power of two is off by this many roundings: its argument is at most 8.
+const SLOPE: f64 = 16.0;
+
+fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
+    let default: f32 = text.parse().map_err(|e| format!("softcap:{text}: {e}"))?;
+    // Bound in one of two draws, else what the name says.
+    let cap = if drawing.random.between(0, 1) == 0 {
+        let other = default * (0.5 + drawing.random.unit() as f32);
+        drawing.bind("cap", &[], |_, _| Values::Scalar(other)).data[0]
+    } else {
+        drawing.bound.iter().find(|b| b.name == "cap").map_or(f64::from(default), |b| b.widened[0])
+    };
+    let part = move |score: f64| (score / cap).tanh();
+    let by_cap = move |score: f64, _: Here| part(score) - score / cap * (1.0 - part(score).powi(2));
+    Ok(Stage {
+        value: Box::new(move |score, _| cap * part(score)),
+        slope: Box::new(move |score, _| 1.0 - part(score).powi(2)),
+        rounding: Box::new(move |score, _| 8.0 * (cap * part(score)).abs() + 2.0 * score.abs()),
+        partials: vec![("cap", Box::new(by_cap))],
+    })
+}
+
+/// The score_mod of a name.
+pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
+    let (name, rest) = text.split_once(':').unwrap_or((text, ""));
+    let heads = drawing.extents[1];
+    let slope = move |here: Here| published_slope(here[1], heads);
+    match name {
+        "softcap" => softcap(rest, drawing),
+        "alibi" => Ok(adds(move |here| slope(here) * distance(here), move |here| SLOPE * (slope(here) * distance(here)).abs())),
+        "alibi-slopes" => {
+            let slopes = drawing.bind("slopes", &[1], |random, n| Values::F32((0..n).map(|_| random.unit() as f32).collect()));
+            let own = slopes.clone();
+            let stage = adds(move |here| slopes.at(here) * distance(here), move |here| (own.at(here) * distance(here)).abs());
+            Ok(Stage { partials: vec![("slopes", Box::new(|_, here| distance(here)))], ..stage })
+        }
+        "bias" | "bias16" => {
+            let axes = axes(rest)?;
+            let bias = if name == "bias" {
+                drawing.bind("bias", &axes, |random, n| Values::F32((0..n).map(|_| random.normal() as f32).collect()))
+            } else {
+                drawing.bind("bias", &axes, |random, n| Values::BF16((0..n).map(|_| bf16::from_f64(random.normal())).collect()))
+            };
+            Ok(Stage { partials: vec![("bias", Box::new(|_, _| 1.0))], ..adds(move |here| bias.at(here), |_| 0.0) })
+        }
+        "sandwich" => {
+            let terms: i32 = rest.parse().map_err(|e| format!("{text}: {e}"))?;
+            let angle = move |here, i| distance(here) / 10_000f64.powf(f64::from(i) / f64::from(terms));
+            let sum = move |here| (0..terms).map(|i| f64::cos(angle(here, i))).sum::<f64>();
+            // A cosine is off by what its angle is off by, which is rounded twice.
+            let own = move |here| (0..terms).map(|i| 4.0 + 2.0 * angle(here, i).abs()).sum::<f64>() + SLOPE * sum(here).abs();
+            Ok(adds(move |here| slope(here) * sum(here), move |here| slope(here) * own(here)))
+        }
+        _ => Err(format!("{text:?}: there is no closure for it")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slopes_are_the_published_ones() {
+        assert_eq!((0..8).map(|h| published_slope(h, 8)).collect::<Vec<_>>(), (1..9).map(|n| 0.5f64.powi(n)).collect::<Vec<_>>());
+        // 12 heads: those of 8, then 2^-0.5, 2^-1.5, 2^-2.5, 2^-3.5.
+        for (n, want) in [0.5, 1.5, 2.5, 3.5].into_iter().enumerate() {
+            assert!((published_slope(8 + n as i64, 12) - 2f64.powf(-want)).abs() < 1e-15);
+        }
+        assert_eq!((published_slope(0, 1), published_slope(1, 2)), (2f64.powi(-8), 2f64.powi(-8)));
+    }
+}

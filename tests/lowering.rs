@@ -1,0 +1,458 @@
+//! Graphs with score_mods and masks, computed op by op in f64, against textbook attention and its gradients in f64: what is
+//! sent to cuDNN means what it should, which needs no device to be seen.
+
+use conformance::library::{Bound, Here, Library};
+use conformance::oracle::{self, Along, Closures, Gradients, Rates};
+use conformance::random::Random;
+use cudnn_graph::Version;
+use cudnn_graph::ir::TensorId;
+use cudnn_graph::ir::interp::{self, Precision, Value};
+use sdpa::expr::{Place, Trace};
+use sdpa::lower::{self, Form, Lowered, Operand, Supply, Table};
+use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, ScoreMod, Shape};
+use std::collections::BTreeMap;
+
+const OLD: Version = Version::new(9, 19, 0);
+const NEW: Version = Version::new(9, 27, 0);
+
+/// Of sums of magnitudes; roundings of f64 are ten thousand times smaller.
+const EXACT: f64 = 1e-10;
+/// Where constants of f32 are inside: published slopes, frequencies.
+const CONSTANTS: f64 = 2e-6;
+
+/// Operands in row-major order, and `d_o`.
+struct Numbers {
+    q: Vec<f64>,
+    k: Vec<f64>,
+    v: Vec<f64>,
+    d_o: Vec<f64>,
+    scale: f64,
+}
+
+impl Numbers {
+    fn draw(spec: &AttentionSpec, random: &mut Random) -> Numbers {
+        let mut all = [spec.q.dims, spec.k.dims, spec.v.dims, spec.o.dims]
+            .map(|dims| (0..dims.iter().product::<i64>()).map(|_| random.normal()).collect::<Vec<f64>>())
+            .into_iter();
+        let mut next = || all.next().unwrap_or_default();
+        Numbers { q: next(), k: next(), v: next(), d_o: next(), scale: 0.5 }
+    }
+
+    fn textbook<'a>(&'a self, spec: &AttentionSpec) -> oracle::Problem<'a> {
+        let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
+        let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
+        let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v];
+        oracle::Problem { shape, q: &self.q, k: &self.k, v: &self.v, scale: self.scale, masks: &[] }
+    }
+}
+
+/// (batch, head, seq, dim) as (batch, head, dim, seq).
+fn transposed(data: &[f64], [b, h, s, d]: [i64; 4]) -> Vec<f64> {
+    let at = |n: i64| data[((n / (d * s) * s + n % s) * d + n / s % d) as usize];
+    (0..b * h * s * d).map(at).collect()
+}
+
+struct Graph<'l> {
+    lowered: &'l Lowered,
+    inputs: BTreeMap<TensorId, Value>,
+}
+
+impl Graph<'_> {
+    fn dims(&self, id: TensorId) -> Vec<i64> {
+        self.lowered.graph.get(id).unwrap().dims.0.to_vec()
+    }
+
+    fn set(&mut self, id: TensorId, data: Vec<f64>) {
+        self.inputs.insert(id, Value::new(self.dims(id), data));
+    }
+
+    /// An operand of these extents; engines read keys and values turned.
+    fn operand(&mut self, operand: Operand, dims: [i64; 4], data: &[f64]) {
+        let id = self.lowered.operand(operand).unwrap();
+        let turned = self.dims(id) != dims;
+        assert!(!turned || self.dims(id) == [dims[0], dims[1], dims[3], dims[2]], "{operand}");
+        self.set(id, if turned { transposed(data, dims) } else { data.to_vec() });
+    }
+
+    /// What no operand is: parameters, numbers, tables.
+    fn supply(&mut self, params: &[(String, Vec<f64>)]) {
+        let value =
+            |name: &str| params.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone()).unwrap_or_else(|| panic!("{name} is not declared"));
+        for (id, supply) in &self.lowered.supplies {
+            match supply {
+                Supply::Number(trace) => {
+                    let scalars: Vec<f64> = trace.params().iter().map(|p| value(&p.name)[0]).collect();
+                    let at = Place { score: f64::NAN, upstream: f64::NAN, index: [i64::MIN; 4], extents: [i64::MIN; 4], params: &scalars };
+                    self.set(*id, trace.eval(&at, Precision::F64));
+                }
+                Supply::Param(name) | Supply::Truth(name) => self.set(*id, value(name)),
+                Supply::Table(Table::F32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
+                Supply::Table(Table::I32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
+                Supply::Scratch | Supply::Gradient(_) => {}
+            }
+        }
+    }
+
+    fn run(&self) -> Result<BTreeMap<TensorId, Value>, String> {
+        interp::run(&self.lowered.graph, &self.inputs, Precision::F64).map_err(|e| e.to_string())
+    }
+}
+
+/// Everything about one problem.
+struct Case<'a> {
+    spec: &'a AttentionSpec,
+    numbers: &'a Numbers,
+    params: &'a [(String, Vec<f64>)],
+    tolerance: f64,
+}
+
+/// The largest of `|got − want|` over its size is small.
+fn near(what: &str, got: &[f64], want: &[f64], sizes: &[f64], tolerance: f64, skip: impl Fn(usize) -> bool) -> Result<(), String> {
+    if got.len() != want.len() {
+        return Err(format!("{what} has {} elements, not {}", got.len(), want.len()));
+    }
+    for (n, (&got, &want)) in got.iter().zip(want).enumerate() {
+        let close = got == want || (got - want).abs() <= tolerance * (sizes[n] + want.abs());
+        if !close && !skip(n) {
+            return Err(format!("element {n} of {what} is {got:e}, not {want:e}"));
+        }
+    }
+    Ok(())
+}
+
+impl Case<'_> {
+    fn forward(&self, closures: &Closures<'_>, form: Form, runtime: Version) -> Result<(), String> {
+        let problem = self.spec.validate().map_err(|e| e.to_string())?;
+        let lowered = lower::lower(&problem.into(), form, runtime).map_err(|e| e.to_string())?;
+        let mut graph = Graph { lowered: &lowered, inputs: BTreeMap::new() };
+        let (spec, n) = (self.spec, self.numbers);
+        for (operand, dims, data) in [(Operand::Q, spec.q.dims, &n.q), (Operand::K, spec.k.dims, &n.k), (Operand::V, spec.v.dims, &n.v)] {
+            graph.operand(operand, dims, data);
+        }
+        graph.set(lowered.attn_scale, vec![n.scale]);
+        graph.supply(self.params);
+        let got = graph.run()?;
+        let want = oracle::attention_with(&n.textbook(spec), closures);
+        // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they show.
+        let undefined = |row: usize| want.stats[row] == f64::NEG_INFINITY && form == Form::Composite && runtime < lower::UNIFIED_SINCE;
+        let dim_v = spec.o.dims[3] as usize;
+        let o = &got[&lowered.operand(Operand::O).unwrap()].data;
+        near("o", o, &want.o, &want.o_magnitude, self.tolerance, |n| undefined(n / dim_v))?;
+        let stats = &got[&lowered.stats.unwrap()].data;
+        near("stats", stats, &want.stats, &want.score_magnitude, self.tolerance, undefined)
+    }
+
+    fn backward(&self, closures: &Closures<'_>, asked: &BackwardProblem, runtime: Version) -> Result<(), String> {
+        let lowered = lower::lower(&asked.clone().into(), Form::Composite, runtime).map_err(|e| e.to_string())?;
+        let mut graph = Graph { lowered: &lowered, inputs: BTreeMap::new() };
+        let (spec, n) = (self.spec, self.numbers);
+        let answer = oracle::attention_with(&n.textbook(spec), closures);
+        for (operand, dims, data) in [
+            (Operand::Q, spec.q.dims, &n.q),
+            (Operand::K, spec.k.dims, &n.k),
+            (Operand::V, spec.v.dims, &n.v),
+            (Operand::O, spec.o.dims, &answer.o),
+            (Operand::DO, spec.o.dims, &n.d_o),
+        ] {
+            graph.operand(operand, dims, data);
+        }
+        graph.set(lowered.stats.unwrap(), answer.stats.clone());
+        graph.set(lowered.attn_scale, vec![n.scale]);
+        graph.supply(self.params);
+        let got = graph.run()?;
+        // As large as the terms that each is a sum of.
+        let rates = Rates { over_keys: 1.0, over_queries: 1.0, over_scores: 1.0, product: 1.0, weight: 1.0, ..Rates::default() };
+        let Gradients { dq, dk, dv, along } = oracle::gradients(&n.textbook(spec), closures, &n.d_o, &rates);
+        for (operand, want) in [(Operand::DQ, &dq), (Operand::DK, &dk), (Operand::DV, &dv)] {
+            let got = &got[&lowered.operand(operand).unwrap()].data;
+            near(operand.name(), got, &want.value, &want.error, self.tolerance, |_| false)?;
+        }
+        for (wanted, want) in asked.wrt().iter().zip(&along) {
+            let found = lowered.supplies.iter().find(|(_, s)| matches!(s, Supply::Gradient(name) if *name == wanted.name));
+            let (id, _) = found.ok_or_else(|| format!("there is no gradient of {}", wanted.name))?;
+            near(&wanted.name, &got[id].data, &want.value, &want.error, self.tolerance, |_| false)?;
+        }
+        Ok(())
+    }
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 16 },
+    Shape { batch: 3, heads_q: 3, heads_kv: 3, seq_q: 9, seq_kv: 6, dim_qk: 8, dim_v: 8 },
+    Shape { batch: 1, heads_q: 6, heads_kv: 1, seq_q: 1, seq_kv: 9, dim_qk: 16, dim_v: 8 },
+];
+
+const MODS: [&[&str]; 16] = [
+    &[],
+    &["softcap:2"],
+    &["alibi"],
+    &["alibi-slopes"],
+    &["bias:"],
+    &["bias:h"],
+    &["bias:k"],
+    &["bias:bq"],
+    &["bias:qk"],
+    &["bias:bhqk"],
+    &["bias16:hqk"],
+    &["bias16:bk"],
+    &["sandwich:4"],
+    &["softcap:3", "alibi-slopes"],
+    &["bias:hqk", "softcap:2"],
+    &["alibi", "bias:bhqk", "softcap:4"],
+];
+
+const MASKS: [&[&str]; 22] = [
+    &[],
+    &["causal"],
+    &["causal-bottom-right"],
+    &["window:3,1"],
+    &["window:2,inf:bottom-right"],
+    &["sliding-window:2"],
+    &["prefix-lm:3"],
+    &["dilated:2"],
+    &["document"],
+    &["shared-prefix:2"],
+    &["padding"],
+    &["global-local:2,1"],
+    &["natten:3"],
+    &["array:"],
+    &["array:k"],
+    &["array:bh"],
+    &["array:bhqk"],
+    &["padding", "causal"],
+    &["padding", "document"],
+    &["document", "sliding-window:3"],
+    &["array:hqk", "prefix-lm:2", "dilated:3"],
+    &["padding", "window:2,1", "array:qk"],
+];
+
+/// The values of all declared parameters: those that are bound, defaults for the others.
+fn values(spec: &AttentionSpec, bound: &[Bound]) -> Vec<(String, Vec<f64>)> {
+    let problem = spec.clone().backward().validate().unwrap();
+    let value = |name: &str, default: Option<f32>| match bound.iter().find(|b| b.name == name) {
+        Some(bound) => bound.widened.to_vec(),
+        None => vec![f64::from(default.unwrap_or_else(|| panic!("{name} is not drawn")))],
+    };
+    problem.params().iter().map(|p| (p.name.clone(), value(&p.name, p.default))).collect()
+}
+
+fn spec(shape: Shape, layout: Layout, mods: &[String], masks: &[String]) -> AttentionSpec {
+    let mut spec = AttentionSpec::dense(DType::BF16, shape, layout).with_stats();
+    spec.score_mods = mods.iter().map(|text| text.parse().unwrap()).collect();
+    spec.masks = masks.iter().map(|text| text.parse().unwrap()).collect();
+    spec
+}
+
+/// Every score_mod with every mask, in one of the shapes and layouts; all of them meet.
+#[test]
+fn graphs_of_the_library_mean_what_is_published() {
+    let mut failures = Vec::new();
+    let mut runs = 0;
+    for (n, mods) in MODS.iter().enumerate() {
+        for (m, masks) in MASKS.iter().enumerate() {
+            let shape = SHAPES[(n + m) % SHAPES.len()];
+            let layout = [Layout::Bhsd, Layout::Bshd, Layout::Sbhd][(n + m / 3) % 3];
+            let [mods, masks] = [*mods, *masks].map(|names| names.iter().map(|&name| name.to_owned()).collect::<Vec<String>>());
+            let spec = spec(shape, layout, &mods, &masks);
+            let mut random = Random::new((n * 100 + m) as u64);
+            let library = Library::draw(&mods, &masks, [shape.batch, shape.heads_q, shape.seq_q, shape.seq_kv], &mut random).unwrap();
+            let numbers = Numbers::draw(&spec, &mut random);
+            let params = values(&spec, &library.bound);
+            let inexact = mods.iter().any(|m| m == "alibi" || m.starts_with("sandwich"));
+            let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: if inexact { CONSTANTS } else { EXACT } };
+            let mut backward = spec.backward();
+            backward.deterministic = m % 2 == 0;
+            // The one gradient that engines sum.
+            let biased = mods.first().is_some_and(|first| first.starts_with("bias"));
+            let wrt: &[&str] = if biased { &["bias"] } else { &[] };
+            let asked = wrt.iter().fold(backward, |b, name| b.wrt(name, DType::BF16)).validate().unwrap();
+            library.with(wrt, |closures| {
+                let mut told = |what: String, result: Result<(), String>| {
+                    runs += 1;
+                    failures.extend(result.err().map(|e| format!("{what} of {mods:?} with {masks:?}: {e}")));
+                };
+                for (form, runtime) in [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)] {
+                    told(format!("{form} {runtime}"), case.forward(closures, form, runtime));
+                }
+                for runtime in [OLD, NEW] {
+                    told(format!("backward {runtime}"), case.backward(closures, &asked, runtime));
+                }
+            });
+        }
+    }
+    assert!(failures.is_empty(), "{} of {runs}\n{}", failures.len(), failures[..failures.len().min(12)].join("\n"));
+}
+
+/// Expressions with every function, comparison and way to choose; scores stay finite.
+const EXPRESSIONS: [&str; 36] = [
+    "-score",
+    "abs(score - 0.5) + abs(f32(q - k))",
+    "sqrt(abs(score) + 0.5)",
+    "rsqrt(score * score + 1.0)",
+    "exp(score * 0.25)",
+    "log(score * score + 1.0)",
+    "sin(score) + cos(score * 2.0)",
+    "tanh(score) * 2.0",
+    "erf(score)",
+    "score + floor(score) + ceil(score * 0.5)",
+    "score + f32(i32(score * 3.0))",
+    "score + f32(-k) + f32(abs(q - k))",
+    "1.0 - score",
+    "score / (score * score + 2.0)",
+    "3.0 / (2.0 + abs(score))",
+    "score % 0.75",
+    "pow(abs(score) + 0.5, 1.5) + pow(2.0, score)",
+    "min(score, 0.3) + max(0.1, score * 2.0)",
+    "score + f32(min(q, 3) * max(k, 2) + (q - k) / 2 + k % 3 + 7 / (k + 1) + 7 % (q + 1))",
+    "select(score == 0.0, 1.0, score)",
+    "select(score != 0.0, score, 1.0)",
+    "select(score < 0.1, score * 2.0, -score)",
+    "select(score <= 0.1, score * 2.0, -score)",
+    "select(0.1 > score, score * 2.0, 7.0)",
+    "select(score >= 0.1 & !(k < q | q == 2), score, score * score)",
+    "select(select(q < k, score > 0.0, score < 0.5), score, 1.0)",
+    "select(q != k & heads_q > 2, score, 0.5 * score)",
+    "select(head % 2 == 0, score, score * 0.5) + f32(batch)",
+    "score * f32(head * 2 + 1) + f32(select(q < k, head, k))",
+    "scalar a = 1.5; scalar b = 0.5; select(a > b, score * (a - b), 0.0) + select(b < 0.25, 1.0, score)",
+    "tensor t[batch, k]: i32; score + f32(t * q + head) * select(t > 2, 0.1, 0.2)",
+    "tensor m[q, k]: bool; tensor n[head]: bool; select(m | !n, score * 2.0, score)",
+    "tensor t[head, q]: f16; scalar a = 0.5; score * t + a * t",
+    "tensor t[]: f32; score + t",
+    "scalar a = 2.0; tanh(a) * f32(seq_kv - k)",
+    "0.25",
+];
+
+/// What a trace is at a place, with the derivative along the score, by the definition of each function.
+struct Told<'t> {
+    value: &'t Trace,
+    gradient: &'t Trace,
+    tensors: Vec<(String, [i64; 4], Vec<f64>)>,
+    extents: [i64; 4],
+}
+
+impl Told<'_> {
+    fn at(&self, trace: &Trace, score: f64, index: Here) -> Vec<f64> {
+        let params: Vec<f64> = trace
+            .params()
+            .iter()
+            .map(|p| {
+                let (_, dims, data) = self.tensors.iter().find(|(name, ..)| *name == p.name).unwrap();
+                let place = dims.iter().zip(index).fold(0, |n, (&extent, at)| n * extent + if extent == 1 { 0 } else { at });
+                data[place as usize]
+            })
+            .collect();
+        trace.eval(&Place { score, upstream: 1.0, index, extents: self.extents, params: &params }, Precision::F64)
+    }
+}
+
+/// Ops in place of functions: comparisons that engines do not have, truth values that no tensor holds, tables, numbers.
+#[test]
+fn graphs_of_expressions_mean_the_expressions() {
+    let mut failures = Vec::new();
+    for (n, text) in EXPRESSIONS.iter().enumerate() {
+        for (m, shape) in SHAPES.into_iter().enumerate() {
+            let score_mod: ScoreMod = text.parse().unwrap_or_else(|e| panic!("{text}: {e}"));
+            let spec = AttentionSpec::dense(DType::F16, shape, Layout::Bshd).with_stats().score_mod(score_mod);
+            let problem = spec.validate().unwrap();
+            let asked = spec.backward().validate().unwrap();
+            let mut random = Random::new((n * 10 + m) as u64);
+            let extents = problem.extents();
+            let mut tensors = Vec::new();
+            for p in problem.params() {
+                let (dims, ty) = match p.kind {
+                    sdpa::expr::ParamKind::Scalar => ([1; 4], None),
+                    sdpa::expr::ParamKind::Tensor { axes, dtype } => (axes.dims(extents), Some(dtype)),
+                };
+                let mut draw = || match ty {
+                    None => f64::from(p.default.unwrap_or(0.0)),
+                    Some(DType::Bool) => random.between(0, 1) as f64,
+                    Some(DType::I32) => random.between(-5, 5) as f64,
+                    Some(_) => random.normal(),
+                };
+                let data: Vec<f64> = (0..dims.iter().product::<i64>()).map(|_| draw()).collect();
+                tensors.push((p.name.clone(), dims, data));
+            }
+            let params: Vec<(String, Vec<f64>)> = tensors.iter().map(|(name, _, data)| (name.clone(), data.clone())).collect();
+            let (value, gradient) = (problem.score_mod().unwrap(), asked.gradient().unwrap());
+            let told = Told { value, gradient: &gradient.trace, tensors, extents };
+            let modify = |score: f64, here: Here| told.at(told.value, score, here)[0];
+            let slope = |score: f64, here: Here| told.at(told.gradient, score, here)[1];
+            let closures = Closures { modify: Some(&modify), slope: Some(&slope), ..Closures::default() };
+            let numbers = Numbers::draw(&spec, &mut random);
+            let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: EXACT };
+            let results = [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)]
+                .map(|(form, runtime)| (format!("{form} {runtime}"), case.forward(&closures, form, runtime)))
+                .into_iter()
+                .chain([OLD, NEW].map(|runtime| (format!("backward {runtime}"), case.backward(&closures, &asked, runtime))));
+            failures.extend(results.filter_map(|(what, result)| Some(format!("{what} of {text:?} in {shape:?}: {}", result.err()?))));
+        }
+    }
+    assert!(failures.is_empty(), "{}\n{}", failures.len(), failures[..failures.len().min(12)].join("\n"));
+}
+
+/// A gradient by hand is used in place of the derived one, with parameters of its own.
+#[test]
+fn gradients_by_hand_are_lowered() {
+    let by_hand = ScoreMod::new("x", |s, _, p| s * p.scalar("a", 3.0)).unwrap();
+    let by_hand = by_hand.with_bprop(|g, s, at, p| g * p.scalar("a", 3.0) + g * s * p.scalar("own", 0.5) * at.k.to_f32()).unwrap();
+    let spec = AttentionSpec::dense(DType::BF16, SHAPES[0], Layout::Bhsd).with_stats().score_mod(by_hand).mask(sdpa::Mask::causal());
+    let numbers = Numbers::draw(&spec, &mut Random::new(5));
+    let params = [("a".to_owned(), vec![2.0]), ("own".to_owned(), vec![0.25])];
+    let modify = |s: f64, _: Here| 2.0 * s;
+    let slope = |s: f64, [.., k]: Here| 2.0 + 0.25 * s * k as f64;
+    let keep = |[.., q, k]: Here| k <= q;
+    let closures = Closures { modify: Some(&modify), slope: Some(&slope), keep: Some(&keep), ..Closures::default() };
+    let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: EXACT };
+    case.backward(&closures, &spec.backward().validate().unwrap(), NEW).unwrap();
+    let wrong = Closures { slope: Some(&|_, _| 2.0), ..closures };
+    assert!(case.backward(&wrong, &spec.backward().validate().unwrap(), NEW).is_err());
+}
+
+/// The comparison notices what is a little wrong.
+#[test]
+fn what_is_a_little_wrong_is_found() {
+    let names = ["bias:hqk".to_owned()];
+    let masks = ["causal".to_owned()];
+    let spec = spec(SHAPES[0], Layout::Bhsd, &names, &masks);
+    let mut random = Random::new(3);
+    let library = Library::draw(&names, &masks, [2, 4, 5, 7], &mut random).unwrap();
+    let numbers = Numbers::draw(&spec, &mut random);
+    let params = values(&spec, &library.bound);
+    let asked = spec.backward().wrt("bias", DType::F16).validate().unwrap();
+    library.with(&["bias"], |closures| {
+        let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: EXACT };
+        assert!(case.forward(closures, Form::Composite, NEW).is_ok() && case.backward(closures, &asked, NEW).is_ok());
+        let mut off = params.clone();
+        off[0].1[0] += 1e-6;
+        let wrong = Case { params: &off, ..case };
+        assert!(wrong.forward(closures, Form::Unified, NEW).is_err() && wrong.backward(closures, &asked, NEW).is_err());
+        let one = |_: f64, _: Here| 1.0;
+        let elsewhere = [Along { slope: &one, place: &|_| 0, elements: 4 * 5 * 7 }];
+        let right = Case { params: &params, ..wrong };
+        assert!(right.backward(&Closures { along: &elsewhere, ..*closures }, &asked, NEW).unwrap_err().contains("bias"));
+    });
+}
+
+/// Gradients that engines do not sum are refused by name.
+#[test]
+fn gradients_that_engines_do_not_sum_are_refused() {
+    let asked = |mods: &[&str], name: &str, dtype| {
+        let mods: Vec<String> = mods.iter().map(|&m| m.to_owned()).collect();
+        let problem = spec(SHAPES[0], Layout::Bhsd, &mods, &[]).backward().wrt(name, dtype).validate().unwrap();
+        lower::lower(&problem.into(), Form::Composite, NEW).map(|_| ()).map_err(|e| e.to_string())
+    };
+    assert_eq!(asked(&["bias:hqk"], "bias", DType::F16), Ok(()));
+    assert_eq!(asked(&["bias:hqk", "softcap:2"], "bias", DType::BF16), Ok(()));
+    for (mods, name, dtype) in [
+        (&["bias:hqk"][..], "bias", DType::F32),
+        (&["softcap:2", "bias:hqk"], "bias", DType::BF16),
+        (&["softcap:2"], "cap", DType::BF16),
+        (&["alibi-slopes"], "slopes", DType::BF16),
+    ] {
+        assert!(
+            asked(mods, name, dtype).is_err_and(|e| e.contains(&format!("the gradient of parameter {name}")) || e.contains(name)),
+            "{mods:?}"
+        );
+    }
+}
