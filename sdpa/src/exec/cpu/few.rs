@@ -21,9 +21,9 @@ pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 8] {
 
 /// Computes one piece.
 pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: &Piece, sink: Sink<'_, T>) {
-    let Call { schedule, isa, q: queries, k: keys_view, v: values_view, scale } = call;
-    let extents = &schedule.extents;
+    let Call { schedule, isa, q: queries, k: keys_view, v: values_view, scale, .. } = call;
     let strip = &schedule.strips[piece.strip];
+    let extents = &schedule.extents_of(strip.batch);
     let (batch, head) = (strip.batch, strip.head_kv);
     let dim_qk = extents.dim_qk.next_multiple_of(isa.lanes());
     let dim_v = extents.dim_v.next_multiple_of(isa.lanes());

@@ -4,8 +4,8 @@
 //! lie transposed, `[key][row]` and `[column][row]`, so every sum and maximum over keys runs down the lanes and none
 //! runs across them; keys and values are read as they are, an element at a time, broadcast.
 //!
-//! The steps are apart so that whatever else is done to scores has its place: a function of the score between
-//! [`Scores`] and [`DropOutside`], in natural units there and then times `log2(e)`; another mask next to
+//! The steps are apart so that whatever else is done to scores ([`program`](super::program)) has its place: a function of the
+//! score between [`Scores`] and [`DropOutside`], in natural units there and then times `log2(e)`; another mask next to
 //! [`DropOutside`], which says what a dropped score is: -inf.
 
 use super::exp::exp2;

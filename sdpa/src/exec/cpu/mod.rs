@@ -12,6 +12,7 @@
 //! | `tiles`, `kernel` | many rows: a row to a lane |
 //! | `few` | few rows: a register along a row |
 //! | `exp` | two to the power of x |
+//! | `program` | functions of scores, masks that are no bands |
 //! | `pack`, `element` | operands, scratch memory, f16 and bf16 |
 //! | `output` | rows of the output, merging |
 //! | `backward` | the gradient |
@@ -33,6 +34,9 @@ mod isa;
 mod kernel;
 mod output;
 mod pack;
+mod program;
+#[cfg(test)]
+mod rule_tests;
 mod schedule;
 #[cfg(test)]
 mod tests;
@@ -40,15 +44,15 @@ mod tiles;
 
 use super::{Executor, Prepared, PreparedBackward, Report};
 use crate::backward::BackwardProblem;
-use crate::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
-use crate::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use crate::error::{Error, ExecutorName, SpecError, SpecErrors, Unsupported};
 use crate::problem::Problem;
-use crate::tensor::{ElementsMut, HostForward};
+use crate::tensor::{ElementsMut, HostForward, Param};
 use backward::CpuBackward;
 use element::Element;
 use isa::Isa;
 use output::{Partial, Sink};
 use pack::{Scratch, View};
+use program::{Lengths, Rules, RulesOf};
 use schedule::Schedule;
 use std::sync::Arc;
 use std::time::Instant;
@@ -82,36 +86,21 @@ impl Executor for CpuExecutor {
         ExecutorName::Cpu
     }
 
-    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        limits(problem)
+    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
+        Ok(())
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        limits(problem)?;
-        Ok(Arc::new(CpuPrepared { isa: self.isa, problem: problem.clone() }))
+        Ok(Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() }))
     }
 
-    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        limits(problem.forward())
+    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
+        Ok(())
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        limits(problem.forward())?;
-        Ok(Arc::new(CpuBackward { isa: self.isa, problem: problem.clone() }))
+        Ok(Arc::new(CpuBackward::new(self.isa, problem)))
     }
-}
-
-/// Scores are taken as they are, and a row's keys are an interval.
-fn limits(problem: &Problem) -> Result<(), Unsupported> {
-    let limit = |field: &str, value: String, limit: &str| Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() };
-    let kept = problem.kept();
-    let mut reasons = Vec::new();
-    reasons.extend(problem.score_mod().map(|trace| limit("score_mod", trace.to_string(), "none")));
-    reasons.extend(kept.rest.as_ref().map(|trace| limit("masks", trace.to_string(), "bands and prefixes")));
-    for (padded, name) in [(kept.seq_len_q, SEQ_LEN_Q), (kept.seq_len_kv, SEQ_LEN_KV)] {
-        reasons.extend(padded.then(|| limit("masks", name.to_owned(), "bands and prefixes")));
-    }
-    if reasons.is_empty() { Ok(()) } else { Err(Unsupported { executor: ExecutorName::Cpu, reasons }) }
 }
 
 /// A problem and the instruction set; the cut depends on the threads of a call.
@@ -119,16 +108,17 @@ fn limits(problem: &Problem) -> Result<(), Unsupported> {
 struct CpuPrepared {
     isa: Isa,
     problem: Problem,
+    rules: Rules,
 }
 
 impl Prepared for CpuPrepared {
     fn forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
         let scale = call.check(&self.problem)?;
-        let HostForward { q, k, v, o, stats, attn_scale: _, params: _ } = call;
+        let HostForward { q, k, v, o, stats, attn_scale: _, params } = call;
         match o {
-            ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, stats, scale),
-            ElementsMut::F16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale),
-            ElementsMut::BF16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale),
+            ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, stats, scale, params),
+            ElementsMut::F16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale, params),
+            ElementsMut::BF16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale, params),
         }
     }
 }
@@ -141,25 +131,37 @@ struct Call<'a, T> {
     q: View<'a, T>,
     k: View<'a, T>,
     v: View<'a, T>,
-    /// Multiplies queries: the scale of the call, and the step from powers of e to powers of two.
+    /// Multiplies queries: the scale of the call, and the step from powers of e to powers of two where scores are not modified.
     scale: f32,
+    rules: &'a RulesOf<'a>,
 }
 
 impl CpuPrepared {
-    fn run<T: Element>(&self, inputs: [Option<&[T]>; 3], o: &mut [T], stats: Option<&mut [f32]>, scale: f32) -> Result<Report, Error> {
+    fn run<T: Element>(
+        &self,
+        inputs: [Option<&[T]>; 3],
+        o: &mut [T],
+        stats: Option<&mut [f32]>,
+        scale: f32,
+        params: &[Param<'_>],
+    ) -> Result<Report, Error> {
         let [Some(q), Some(k), Some(v)] = inputs else {
             return Err(wrong_types());
         };
         let started = Instant::now();
         let problem = &self.problem;
-        let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads());
+        let values = problem.bind(params)?;
+        let lengths = Lengths::new(problem, problem.params(), &values);
+        let rules = self.rules.bind(problem, self.isa, problem.params(), &values);
+        let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads(), lengths, !self.rules.is_empty());
         let call = Call {
             schedule: &schedule,
             isa: self.isa,
             q: View::new(q, problem.q()),
             k: View::new(k, problem.k()),
             v: View::new(v, problem.v()),
-            scale: log2_scale(scale),
+            scale: if rules.modify() { scale } else { log2_scale(scale) },
+            rules: &rules,
         };
         let workspace = call.run(output::targets(&schedule, problem.o(), o, stats));
         Ok(report(started, self.isa, schedule.threads, workspace))
@@ -215,17 +217,19 @@ impl<T: Element> Call<'_, T> {
         let few_rows = schedule.blocks.few_rows;
         let lens = if few_rows { few::scratch_lens(schedule, self.isa).to_vec() } else { tiles::scratch_lens(schedule, self.isa).to_vec() };
         let n_bounds = 2 * lens[2];
+        let n_kept = if self.rules.drop() { schedule.blocks.block_keys * schedule.blocks.tile_rows } else { 0 };
         let workers = schedule.threads.min(work.len());
         schedule::share(
             workers,
             work.into_iter(),
-            || Scratch::new(&lens, n_bounds),
-            |scratch, (piece, sink)| {
-                if few_rows { few::run(self, scratch, piece, sink) } else { tiles::run(self, scratch, piece, sink) }
+            || (Scratch::new(&lens, n_bounds), self.rules.worker(), vec![0; n_kept]),
+            |(scratch, rules, kept), (piece, sink)| {
+                if few_rows { few::run(self, scratch, piece, sink) } else { tiles::run(self, scratch, (rules, kept), piece, sink) }
             },
         );
 
-        let workspace = workers * Scratch::bytes(&lens, n_bounds) + partials.iter().map(Partial::bytes).sum::<usize>();
+        let of_worker = Scratch::bytes(&lens, n_bounds) + self.rules.bytes() + 4 * n_kept;
+        let workspace = workers * of_worker + partials.iter().map(Partial::bytes).sum::<usize>();
         let mut rest = partials.as_mut_slice();
         let merges: Vec<_> = split
             .into_iter()

@@ -1,6 +1,7 @@
 //! What is computed in one piece, and by whom.
 
 use super::isa::{Isa, PANEL};
+use super::program::Lengths;
 use crate::mask::Region;
 use crate::problem::Problem;
 use cudnn_graph::DType;
@@ -38,6 +39,9 @@ pub(super) struct Extents {
     pub(super) dim_qk: usize,
     pub(super) dim_v: usize,
     region: Region,
+    /// Queries and keys that are not padding: all, until [`Extents::within`] says otherwise.
+    len_q: usize,
+    len_kv: usize,
 }
 
 impl Extents {
@@ -51,24 +55,44 @@ impl Extents {
             dim_qk: problem.dim_qk() as usize,
             dim_v: problem.dim_v() as usize,
             region: *problem.region(),
+            len_q: problem.seq_q() as usize,
+            len_kv: problem.seq_kv() as usize,
         }
     }
 
-    /// The keys that a row attends to: every one of them, as a region's keys are an interval. Neither end ever falls
-    /// from one row to the next.
+    /// Those of one batch entry.
+    pub(super) fn within(mut self, lengths: &Lengths, batch: usize) -> Extents {
+        if let Some([queries, keys]) = lengths.get(batch) {
+            (self.len_q, self.len_kv) = (queries, keys);
+        }
+        self
+    }
+
+    /// The keys that a row attends to, as far as bands and lengths say: an interval. Neither end ever falls from one row to
+    /// the next, but that rows of padding attend to none.
     pub(super) fn keys_of_row(&self, row: usize) -> Range<usize> {
+        if row >= self.len_q * self.group {
+            return 0..0;
+        }
         let keys = self.region.key_range((row / self.group) as i64, self.seq_kv as i64);
-        keys.start as usize..keys.end as usize
+        (keys.start as usize).min(self.len_kv)..(keys.end as usize).min(self.len_kv)
     }
 
     /// The keys that some of the rows attend to.
     pub(super) fn keys_of_any(&self, rows: &Range<usize>) -> Range<usize> {
-        let (first, last) = (self.keys_of_row(rows.start), self.keys_of_row(rows.end - 1));
+        let past = rows.end.min(self.len_q * self.group);
+        if past <= rows.start {
+            return 0..0;
+        }
+        let (first, last) = (self.keys_of_row(rows.start), self.keys_of_row(past - 1));
         first.start..last.end.max(first.start)
     }
 
     /// The keys that all of the rows attend to.
     pub(super) fn keys_of_all(&self, rows: &Range<usize>) -> Range<usize> {
+        if rows.end > self.len_q * self.group {
+            return 0..0;
+        }
         let (first, last) = (self.keys_of_row(rows.start), self.keys_of_row(rows.end - 1));
         last.start..first.end.max(last.start)
     }
@@ -111,6 +135,7 @@ pub(super) struct Piece {
 #[derive(Debug)]
 pub(super) struct Schedule {
     pub(super) extents: Extents,
+    lengths: Lengths,
     pub(super) blocks: Blocks,
     pub(super) strips: Vec<Strip>,
     /// In the order of strips, and of keys within a strip.
@@ -119,28 +144,36 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    pub(super) fn new(problem: &Problem, isa: Isa, threads: usize) -> Schedule {
+    /// With `rules`, scores are more than products.
+    pub(super) fn new(problem: &Problem, isa: Isa, threads: usize, lengths: Lengths, rules: bool) -> Schedule {
         let extents = Extents::of(problem);
         let n_rows = extents.seq_q * extents.group;
         let heads = extents.batch * extents.heads_kv;
         let flops = 2.0 * (heads * n_rows) as f64 * extents.seq_kv as f64 * (extents.dim_qk + extents.dim_v) as f64;
         let threads = if flops < SERIAL_FLOPS { 1 } else { threads };
         let enough = if threads == 1 { 1 } else { threads * PIECES_PER_THREAD };
-        let blocks = Blocks::new(&extents, problem.dtype(), isa, enough);
+        let blocks = Blocks::new(&extents, problem.dtype(), isa, enough, rules);
 
         let spans: Vec<Range<usize>> =
             (0..n_rows).step_by(blocks.strip_rows).map(|row| row..(row + blocks.strip_rows).min(n_rows)).collect();
-        let pairs: Vec<usize> = spans
-            .iter()
-            .map(|rows| rows.clone().step_by(extents.group).map(|row| extents.keys_of_row(row).len()).sum::<usize>() * extents.group)
-            .collect();
-        let fair = (pairs.iter().sum::<usize>() * heads).div_ceil(enough).max(1);
+        let pairs_of = |extents: Extents| -> Vec<usize> {
+            let pairs = |rows: &Range<usize>| rows.clone().step_by(extents.group).map(|row| extents.keys_of_row(row).len()).sum::<usize>();
+            spans.iter().map(|rows| pairs(rows) * extents.group).collect()
+        };
+        // Without lengths every batch entry has the same.
+        let first = pairs_of(extents.within(&lengths, 0));
+        let entries: Vec<Vec<usize>> =
+            (1..extents.batch).map_while(|batch| lengths.get(batch).map(|_| pairs_of(extents.within(&lengths, batch)))).collect();
+        let pairs = |batch: usize| if batch == 0 { &first } else { entries.get(batch - 1).unwrap_or(&first) };
+        let all: usize = (0..extents.batch).map(|batch| pairs(batch).iter().sum::<usize>()).sum();
+        let fair = (all * extents.heads_kv).div_ceil(enough).max(1);
         let mut strips = Vec::with_capacity(heads * spans.len());
         let mut pieces = Vec::with_capacity(heads * spans.len());
         for batch in 0..extents.batch {
+            let of_entry = extents.within(&lengths, batch);
             for head_kv in 0..extents.heads_kv {
-                for (rows, &pairs) in spans.iter().zip(&pairs) {
-                    let keys = extents.keys_of_any(rows);
+                for (rows, &pairs) in spans.iter().zip(pairs(batch)) {
+                    let keys = of_entry.keys_of_any(rows);
                     let wanted = if enough <= heads * spans.len() { 1 } else { pairs.div_ceil(fair) };
                     let n_pieces = wanted.min(keys.len() / MIN_SPLIT_KEYS).max(1);
                     for i in 0..n_pieces {
@@ -151,7 +184,12 @@ impl Schedule {
                 }
             }
         }
-        Schedule { extents, blocks, strips, pieces, threads }
+        Schedule { extents, lengths, blocks, strips, pieces, threads }
+    }
+
+    /// The extents of a batch entry.
+    pub(super) fn extents_of(&self, batch: usize) -> Extents {
+        self.extents.within(&self.lengths, batch)
     }
 
     /// Rows of the longest strip.
@@ -161,11 +199,11 @@ impl Schedule {
 }
 
 impl Blocks {
-    fn new(extents: &Extents, dtype: DType, isa: Isa, enough: usize) -> Blocks {
+    fn new(extents: &Extents, dtype: DType, isa: Isa, enough: usize, rules: bool) -> Blocks {
         let n_rows = extents.seq_q * extents.group;
         let heads = extents.batch * extents.heads_kv;
         let dim = extents.dim_qk.max(extents.dim_v);
-        if n_rows <= isa.lanes() / 2 {
+        if n_rows <= isa.lanes() / 2 && !rules {
             let in_place = dtype == DType::F32 && extents.dim_qk.is_multiple_of(isa.lanes()) && extents.dim_v.is_multiple_of(isa.lanes());
             // What is copied is best taken a page at a time: the next pages arrive while this one is worked on.
             let page = 4096 / (dim * dtype.bits() as usize / 8);

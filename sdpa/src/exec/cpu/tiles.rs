@@ -5,7 +5,8 @@ use super::element::Element;
 use super::isa::{Isa, PANEL};
 use super::kernel::{DropOutside, Scores, Softmax, Tiled, Values};
 use super::output::{Sink, Sums};
-use super::pack::{CopyRows, Head, Scratch, Transpose, overlap, take_out_holes};
+use super::pack::{CopyRows, Head, Scratch, Transpose, all_finite, overlap, take_out_holes};
+use super::program::{DropUnkept, Row, Worker};
 use super::schedule::{Piece, Schedule};
 
 /// Lengths of the scratch slices: queries, output, maxima, sums, factors of the output, keys, values, scores, one row.
@@ -22,11 +23,17 @@ pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 9] {
 }
 
 /// Computes one piece.
-pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: &Piece, sink: Sink<'_, T>) {
-    let Call { schedule, isa, q: queries, k: keys_view, v: values_view, scale } = call;
-    let extents = &schedule.extents;
-    let (dim_qk, dim_v) = (extents.dim_qk, extents.dim_v);
+pub(super) fn run<T: Element>(
+    call: &Call<'_, T>,
+    scratch: &mut Scratch,
+    (rules, kept): (&mut Worker<'_>, &mut [u32]),
+    piece: &Piece,
+    sink: Sink<'_, T>,
+) {
+    let Call { schedule, isa, q: queries, k: keys_view, v: values_view, scale, .. } = call;
     let strip = &schedule.strips[piece.strip];
+    let extents = &schedule.extents_of(strip.batch);
+    let (dim_qk, dim_v) = (extents.dim_qk, extents.dim_v);
     let lanes = isa.lanes();
     let tile_rows = schedule.blocks.tile_rows;
     let ([q, o, max, sum, factors, k, v, scores, buffer], bounds, holes) = scratch.split(scratch_lens(schedule, *isa));
@@ -42,15 +49,21 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
         })
     };
 
-    for (rows, _, width) in tiles() {
+    let masked = call.rules.drop();
+    rules.entry(strip.batch);
+    for (tile, (rows, _, width)) in tiles().enumerate() {
+        let row_of = |lane: usize| strip.rows.start + rows.start + lane.min(rows.len() - 1);
+        let place = |row: usize| Row { head: strip.head_kv * extents.group + row % extents.group, query: row / extents.group };
+        rules.rows(tile, (0..width).map(|lane| place(row_of(lane))));
         let staged = &mut o[..width * dim_qk];
         for (lane, staged) in staged.chunks_exact_mut(dim_qk).enumerate() {
             // Lanes without a row do as the last one does, so that they ask for no mask of their own.
-            let row = strip.rows.start + rows.start + lane.min(rows.len() - 1);
+            let row = row_of(lane);
             let keys = extents.keys_of_row(row);
             start[rows.start + lane] = keys.start as u32;
             end[rows.start + lane] = keys.end as u32;
-            T::widen(queries.row(strip.batch, strip.head_kv * extents.group + row % extents.group, row / extents.group), staged);
+            let Row { head, query } = place(row);
+            T::widen(queries.row(strip.batch, head, query), staged);
         }
         isa.run(Transpose { n_columns: dim_qk, factor: *scale, from: staged, to: &mut q[rows.start * dim_qk..][..width * dim_qk] });
     }
@@ -60,7 +73,7 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
 
     let (batch, head) = (strip.batch, strip.head_kv);
     let keys_of_head = Head { batch, head_kv: head, group: 1 };
-    let kept_by_all = extents.keys_of_all(&strip.rows);
+    let kept_by_all = if masked { 0..0 } else { extents.keys_of_all(&strip.rows) };
     for first_key in piece.keys.clone().step_by(schedule.blocks.block_keys) {
         let keys = first_key..(first_key + schedule.blocks.block_keys).min(piece.keys.end);
         let padded = keys.start..keys.end + PANEL;
@@ -68,17 +81,18 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
             isa.run(CopyRows { from: keys_view, head: keys_of_head, rows: keys.clone(), width: dim_qk, to: &mut *k });
             &*k
         });
+        rules.keys(&keys);
         holes.clear();
-        let kept = overlap(&kept_by_all, &keys) == keys;
-        let v = values_view.dense_in_place(batch, head, &keys).filter(|_| kept).unwrap_or_else(|| {
+        let all = overlap(&kept_by_all, &keys) == keys;
+        let v = values_view.dense_in_place(batch, head, &keys).filter(|v| all || masked && all_finite(v)).unwrap_or_else(|| {
             isa.run(CopyRows { from: values_view, head: keys_of_head, rows: keys.clone(), width: dim_v, to: &mut *v });
             take_out_holes(v, dim_v, &keys, &kept_by_all, holes);
             &*v
         });
-        for (rows, vectors, width) in tiles() {
+        for (tile, (rows, vectors, width)) in tiles().enumerate() {
             let rows_of_head = strip.rows.start + rows.start..strip.rows.start + rows.end;
             let taken = overlap(&extents.keys_of_any(&rows_of_head), &keys);
-            if taken.is_empty() {
+            if taken.is_empty() || !rules.keep(tile, width, &taken, kept) {
                 continue;
             }
             let skipped = taken.start - keys.start;
@@ -88,16 +102,21 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
             let (start, end) = (&start[lanes.clone()], &end[lanes.clone()]);
             let (q, k) = (&q[rows.start * dim_qk..][..width * dim_qk], &k[skipped * dim_qk..]);
             isa.run(Tiled(Scores { vectors, dim: dim_qk, n_keys, q, k, scores }));
+            rules.modify(tile, width, &taken, scores);
             let core = extents.keys_of_all(&rows_of_head);
             isa.run(Tiled(DropOutside { vectors, keys: taken.clone(), core, start, end, scores }));
+            if masked {
+                isa.run(DropUnkept { kept: &kept[..n_keys * width], scores: &mut scores[..n_keys * width] });
+            }
             let (max, sum) = (&mut max[lanes.clone()], &mut sum[lanes]);
             isa.run(Tiled(Softmax { vectors, n_keys, scores, max, sum, scale }));
             isa.run(Tiled(Values { vectors, dim: dim_v, n_keys, p: scores, v: &v[skipped * dim_v..], scale, o }));
             for &key in holes.iter().filter(|key| taken.contains(key)) {
                 T::widen(values_view.row(batch, head, key), &mut buffer[..dim_v]);
                 for lane in 0..rows.len() {
-                    if (start[lane]..end[lane]).contains(&(key as u32)) {
-                        let weight = scores[(key - taken.start) * width + lane];
+                    let at = (key - taken.start) * width + lane;
+                    if (start[lane]..end[lane]).contains(&(key as u32)) && !(masked && kept[at] == 0) {
+                        let weight = scores[at];
                         for (c, x) in buffer[..dim_v].iter().enumerate() {
                             o[c * width + lane] += weight * x;
                         }

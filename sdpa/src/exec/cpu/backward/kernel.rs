@@ -1,7 +1,7 @@
 //! The steps of the gradient that the forward pass does not have.
 //!
-//! A function of the score, applied where [`kernel`](crate::exec::cpu::kernel) says, has its derivative multiplied into
-//! `ds` after [`Slopes`], which overwrites the scores.
+//! A function of the score, applied where [`kernel`](crate::exec::cpu::kernel) says, has its gradient computed from `ds`
+//! after [`Slopes`], which overwrites the scores: see [`modified`](super::modified).
 
 use crate::exec::cpu::element::Element;
 use crate::exec::cpu::exp::exp2;

@@ -2,12 +2,13 @@
 //!
 //! With `s` the scores, `p = exp(s - stats)`, `dp = d_o · vᵀ` and `delta = Σ d_o · o`: `ds = p ∘ (dp - delta)`, and
 //! `dq = scale · ds · k`, `dk = scale · dsᵀ · q`, `dv = pᵀ · d_o`, the last two summed over the query heads that share a
-//! key head. Nothing of the size of the scores is kept.
+//! key head. Nothing of the size of the scores is kept. Behind a function of the score, `ds` goes through its gradient first,
+//! which also has what declared parameters get of it.
 //!
 //! A problem is cut into *cells*, rows of one key head against keys of it. A cell sums on its own; what it has is a part
 //! of the sums of its rows and of those of its keys, and parts are added in a fixed order. As the cut does not depend on
 //! threads either, results are the same bits on any number of them. Memory is bounded by the gradients of the heads
-//! under way.
+//! under way, and by those of parameters in f64 where several pairs share an element.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -15,12 +16,18 @@
 //! | `tile` | one cell |
 //! | `rows` | its rows, packed |
 //! | `kernel` | steps that the forward pass does not have |
+//! | `modified` | the gradient behind a function of the score |
+//! | `params` | gradients of declared parameters |
+//! | `by_hand` | gradients that are written by hand, compared in debug builds |
 //! | `sums` | sums of parts |
 
+mod by_hand;
 mod cut;
 mod kernel;
+mod modified;
 #[cfg(test)]
 mod oracle;
+mod params;
 mod rows;
 mod sums;
 #[cfg(test)]
@@ -31,13 +38,16 @@ use super::element::Element;
 use super::isa::Isa;
 use super::output::{Rows, strips};
 use super::pack::{Scratch, Transpose, View};
+use super::program::{Lengths, Rules, RulesOf, Worker};
 use super::schedule::share;
 use super::wrong_types;
 use crate::backward::BackwardProblem;
 use crate::error::Error;
 use crate::exec::{PreparedBackward, Report};
-use crate::tensor::{Elements, ElementsMut, HostBackward};
+use crate::tensor::{Elements, ElementsMut, HostBackward, HostGradient, Param};
 use cut::{Cell, Cut};
+use modified::Rulings;
+use params::{Span, Total};
 use std::time::Instant;
 use sums::{Pool, Sum};
 use tile::Gradients;
@@ -45,19 +55,30 @@ use tile::Gradients;
 /// A problem and the instruction set.
 #[derive(Debug)]
 pub(super) struct CpuBackward {
-    pub(super) isa: Isa,
-    pub(super) problem: BackwardProblem,
+    isa: Isa,
+    problem: BackwardProblem,
+    rules: Rules,
+}
+
+impl CpuBackward {
+    pub(super) fn new(isa: Isa, problem: &BackwardProblem) -> CpuBackward {
+        if cfg!(debug_assertions) {
+            by_hand::compare(problem);
+        }
+        CpuBackward { isa, problem: problem.clone(), rules: Rules::with_gradient(problem) }
+    }
 }
 
 impl PreparedBackward for CpuBackward {
     fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error> {
         let scale = call.check(&self.problem)?;
-        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params: _, gradients: _ } = call;
+        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients } = call;
         let inputs = [q, k, v, o, d_o];
+        let params = (params, gradients);
         match dq {
-            ElementsMut::F32(dq) => self.run(inputs, stats, dq, [dk, dv], scale),
-            ElementsMut::F16(dq) => self.run(inputs, stats, dq, [dk, dv], scale),
-            ElementsMut::BF16(dq) => self.run(inputs, stats, dq, [dk, dv], scale),
+            ElementsMut::F32(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
+            ElementsMut::F16(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
+            ElementsMut::BF16(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
         }
     }
 }
@@ -75,6 +96,8 @@ struct Call<'a, T> {
     stats: &'a [f32],
     /// Multiplies queries in front of scores: that of the forward pass.
     scale: f32,
+    lengths: &'a Lengths,
+    rules: &'a RulesOf<'a>,
 }
 
 impl CpuBackward {
@@ -82,15 +105,19 @@ impl CpuBackward {
         &self,
         inputs: [Elements<'_>; 5],
         stats: &[f32],
-        dq: &mut [T],
-        keys: [ElementsMut<'_>; 2],
+        (dq, keys): (&mut [T], [ElementsMut<'_>; 2]),
         scale: f32,
+        (params, mut gradients): (&[Param<'_>], Vec<HostGradient<'_>>),
     ) -> Result<Report, Error> {
         let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], [Some(dk), Some(dv)]) = (inputs.map(T::of), keys.map(T::of_mut)) else {
             return Err(wrong_types());
         };
         let started = Instant::now();
         let problem = self.problem.forward();
+        let values = crate::params::bind(self.problem.params(), problem.extents(), params)?;
+        let lengths = Lengths::new(problem, self.problem.params(), &values);
+        let rules = self.rules.bind(problem, self.isa, self.problem.params(), &values);
+        let totals: Vec<Total<'_>> = self.problem.wrt().iter().filter_map(|wanted| self.total(&wanted.name, &mut gradients)).collect();
         let cut = Cut::new(problem, self.isa, rayon::current_num_threads());
         let call = Call {
             cut: &cut,
@@ -101,19 +128,28 @@ impl CpuBackward {
             o: View::new(o, problem.o()),
             d_o: View::new(d_o, self.problem.d_o()),
             stats,
-            scale: super::log2_scale(scale),
+            scale: if rules.modify() { scale } else { super::log2_scale(scale) },
+            lengths: &lengths,
+            rules: &rules,
         };
         let group = cut.extents.group;
         let rows = strips(self.problem.dq(), group, cut.strip_rows, dq);
         let keys = strips(self.problem.dk(), 1, cut.strip_keys, dk).into_iter().zip(strips(self.problem.dv(), 1, cut.strip_keys, dv));
-        let workspace = call.run(rows, keys.collect(), scale);
+        let workspace = call.run(rows, keys.collect(), &totals, scale) + totals.iter().map(Total::bytes).sum::<usize>();
+        totals.into_iter().for_each(Total::finish);
         Ok(super::report(started, self.isa, cut.threads, workspace))
+    }
+
+    fn total<'a>(&self, name: &str, gradients: &mut Vec<HostGradient<'a>>) -> Option<Total<'a>> {
+        let declared = self.problem.params().iter().find(|p| p.name == name)?;
+        let given = gradients.iter().position(|gradient| gradient.name == name)?;
+        Some(Total::new(declared.kind, self.problem.forward().extents(), gradients.swap_remove(given).data))
     }
 }
 
 impl<T: Element> Call<'_, T> {
-    /// Computes everything; the bytes of scratch memory used. `scale` is that of the gradients.
-    fn run(&self, rows: Vec<Rows<'_, T>>, keys: Vec<(Rows<'_, T>, Rows<'_, T>)>, scale: f32) -> usize {
+    /// Computes everything; the bytes of scratch memory used. `scale` is that of the gradients, `totals` are those of parameters.
+    fn run(&self, rows: Vec<Rows<'_, T>>, keys: Vec<(Rows<'_, T>, Rows<'_, T>)>, totals: &[Total<'_>], scale: f32) -> usize {
         let cut = self.cut;
         let rows = rows.into_iter().zip(cut.parts_of_rows.iter().cycle());
         let sums_of_rows: Vec<_> = rows
@@ -138,11 +174,15 @@ impl<T: Element> Call<'_, T> {
         let (row_pool, key_pool) = (Pool::new(cut.row_sums()), Pool::new(dk_len + dv_len));
         let lens = tile::scratch_lens(cut);
         let n_bounds = 2 * cut.band_rows;
-        let work = (0..cut.heads).flat_map(|head| cut.cells.iter().map(move |cell| (head, cell)));
-        let job = |scratch: &mut Scratch, (head, cell): (usize, &Cell)| {
+        let work = (0..cut.heads).flat_map(|head| cut.cells.iter().map(move |cell| (head, cell))).enumerate();
+        let n_kept = if self.rules.drop() { cut.band_rows * cut.block_keys } else { 0 };
+        let job = |(scratch, worker, kept): &mut (Scratch, Worker<'_>, Vec<u32>), (number, (head, cell)): (usize, (usize, &Cell))| {
             let (mut dq, mut dkv) = (row_pool.take(), key_pool.take());
             let (dk, dv) = dkv.get_mut().split_at_mut(dk_len);
-            tile::run(self, scratch, head, cell, Gradients { dq: dq.get_mut(), dk, dv });
+            let mut parts: Vec<_> = totals.iter().map(|total| total.part(&self.span(head, cell))).collect();
+            let mut rulings = Rulings { worker, kept, parts: &mut parts };
+            tile::run(self, scratch, &mut rulings, (head, cell), Gradients { dq: dq.get_mut(), dk, dv });
+            totals.iter().zip(parts).for_each(|(total, part)| total.add(number, part));
             let sum = &sums_of_rows[head * cut.parts_of_rows.len() + cell.rows];
             if let Some((target, sum)) = sum.add(self.isa, &row_pool, cell.part_of_rows, dq) {
                 let mut dense = row_pool.take();
@@ -157,8 +197,15 @@ impl<T: Element> Call<'_, T> {
                 key_pool.give(sum);
             }
         };
-        share(cut.threads, work, || Scratch::new(&lens, n_bounds), job);
-        cut.threads * Scratch::bytes(&lens, n_bounds) + row_pool.bytes() + key_pool.bytes()
+        share(cut.threads, work, || (Scratch::new(&lens, n_bounds), self.rules.worker(), vec![0; n_kept]), job);
+        let of_worker = Scratch::bytes(&lens, n_bounds) + self.rules.bytes() + 4 * n_kept;
+        cut.threads * of_worker + row_pool.bytes() + key_pool.bytes()
+    }
+
+    fn span(&self, head: usize, cell: &Cell) -> Span {
+        let Cut { extents, .. } = self.cut;
+        let (batch, head_kv) = (head / extents.heads_kv, head % extents.heads_kv);
+        Span { batch, head_kv, group: extents.group, rows: self.cut.rows(cell.rows), keys: self.cut.keys(cell.keys) }
     }
 
     /// Writes the gradients of a strip of queries, `[tile][dim_qk][row]`.

@@ -6,6 +6,7 @@ use super::kernel::Delta;
 use crate::exec::cpu::element::Element;
 use crate::exec::cpu::isa::Isa;
 use crate::exec::cpu::pack::{CopyRows, Head, Transpose, View, all_finite};
+use crate::exec::cpu::schedule::Extents;
 use std::f64::consts::LOG2_E;
 use std::ops::Range;
 
@@ -14,24 +15,26 @@ use std::ops::Range;
 pub(super) struct Queries<'a, T> {
     pub(super) call: &'a Call<'a, T>,
     pub(super) head: Head,
+    /// Those of the batch entry.
+    pub(super) extents: Extents,
 }
 
 impl<T: Element> Queries<'_, T> {
     fn stat(&self, row: usize) -> f32 {
-        let extents = &self.call.cut.extents;
+        let extents = &self.extents;
         let [batch, head, query] = self.head.index(row);
         self.call.stats[(batch * extents.heads_kv * extents.group + head) * extents.seq_q + query]
     }
 
     /// The keys that a row attends to; a row whose scores are all -inf attends to none.
     fn keys_of_row(&self, row: usize) -> Range<usize> {
-        if self.stat(row) == f32::NEG_INFINITY { 0..0 } else { self.call.cut.extents.keys_of_row(row) }
+        if self.stat(row) == f32::NEG_INFINITY { 0..0 } else { self.extents.keys_of_row(row) }
     }
 
     /// The keys that all of the rows attend to.
     pub(super) fn keys_of_all(&self, rows: &Range<usize>) -> Range<usize> {
         let none = rows.clone().any(|row| self.stat(row) == f32::NEG_INFINITY);
-        if none { 0..0 } else { self.call.cut.extents.keys_of_all(rows) }
+        if none { 0..0 } else { self.extents.keys_of_all(rows) }
     }
 }
 
@@ -134,7 +137,7 @@ impl Band<'_> {
         self.q.holes.clear();
         self.d_o.holes.clear();
         for row in 0..rows.len() {
-            if self.start[row] as usize > keys.start || (self.end[row] as usize) < keys.end {
+            if of.call.rules.drop() || self.start[row] as usize > keys.start || (self.end[row] as usize) < keys.end {
                 self.q.take_out(row);
                 self.d_o.take_out(row);
             }
