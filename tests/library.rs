@@ -4,7 +4,7 @@
 use conformance::case::Case;
 use conformance::library::Library;
 use conformance::random::Random;
-use conformance::runner::{Source, Tally, run_backward_case, run_case};
+use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case, run_tree};
 use conformance::say::{required, say, skip};
 use sdpa::exec::cpu::CpuExecutor;
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
@@ -51,6 +51,21 @@ fn run_all(executor: &dyn Executor, may_skip: bool) {
 #[test]
 fn cpu_runs_every_case() {
     run_all(&CpuExecutor::default(), false);
+}
+
+#[test]
+fn cpu_runs_random_score_mods() {
+    let (mut forward, mut backward) = (Tally::default(), Tally::default());
+    let cpu = CpuExecutor::default();
+    for seed in 0..60 {
+        let tree = run_tree(seed, &[DType::F32, DType::BF16, DType::F16], &cpu).unwrap();
+        if !matches!((&tree.forward, &tree.backward), (Outcome::Pass(..), Outcome::Pass(..))) {
+            say(&tree.text);
+        }
+        forward.add("cpu", &format!("tree {seed}"), &tree.forward);
+        backward.add("cpu", &format!("tree backward {seed}"), &tree.backward);
+    }
+    assert_eq!((forward.passed, backward.passed), (60, 60));
 }
 
 #[test]

@@ -57,6 +57,17 @@ struct Graph<'l> {
     inputs: BTreeMap<TensorId, Value>,
 }
 
+/// The elements of a tensor repeated along the axes that it does not span.
+fn spread(data: &[f64], from: [i64; 4], to: &[i64]) -> Vec<f64> {
+    let mut all = Vec::new();
+    for n in 0..to.iter().product::<i64>() {
+        let index = |axis: usize| n / to[axis + 1..].iter().product::<i64>() % to[axis];
+        let at = (0..4).fold(0, |at, axis| at * from[axis] + if from[axis] == 1 { 0 } else { index(axis) });
+        all.push(data[at as usize]);
+    }
+    all
+}
+
 impl Graph<'_> {
     fn dims(&self, id: TensorId) -> Vec<i64> {
         self.lowered.graph.get(id).unwrap().dims.0.to_vec()
@@ -85,7 +96,11 @@ impl Graph<'_> {
                     let at = Place { score: f64::NAN, upstream: f64::NAN, index: [i64::MIN; 4], extents: [i64::MIN; 4], params: &scalars };
                     self.set(*id, trace.eval(&at, Precision::F64));
                 }
-                Supply::Param(name) | Supply::Truth(name) => self.set(*id, value(name)),
+                Supply::Param(name) => self.set(*id, value(name)),
+                Supply::Spread { name, dtype: _, dims } => {
+                    let spread = spread(&value(name), *dims, &self.dims(*id));
+                    self.set(*id, spread);
+                }
                 Supply::Table(Table::F32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
                 Supply::Table(Table::I32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
                 Supply::Scratch | Supply::Gradient(_) => {}

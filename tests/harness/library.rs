@@ -4,6 +4,7 @@
 
 mod masks;
 mod mods;
+mod trees;
 
 use crate::oracle::{Along, Closures};
 use crate::random::Random;

@@ -1,6 +1,7 @@
 //! Runs cases on executors and counts what became of them.
 
 mod backward;
+mod library;
 #[cfg(test)]
 mod naive;
 
@@ -12,6 +13,7 @@ use crate::oracle;
 use crate::random::Random;
 use crate::say::say;
 pub use backward::{Draw, Source, backward_suite, random_backward, run_backward, run_backward_case, run_backward_with};
+pub use library::{Tree, library_suite, run_tree};
 use sdpa::{Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Report, Shape, TensorSpec, Unsupported};
 
 /// What became of a case on an executor.

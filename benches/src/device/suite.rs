@@ -4,7 +4,7 @@ use crate::setup::{Result, executor};
 use conformance::runner::{self, Outcome, Tally};
 use conformance::{Case, random::Random};
 use sdpa::DType;
-use sdpa::exec::cudnn::PlanOptions;
+use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions};
 use sdpa::lower::Form;
 
 pub(crate) fn run(random: u64) -> Result<()> {
@@ -38,7 +38,27 @@ pub(crate) fn run(random: u64) -> Result<()> {
         println!("{}", cases.summary(&format!("{label}, backward cases")));
         println!("{}", others.summary(&format!("{label}, backward random")));
         failed += cases.failed + others.failed;
+        failed += score_mods(label, random, &executor)?;
         println!("{label}, cache: {:?}", executor.cache_stats());
     }
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
+}
+
+/// Score_mods and masks of the library, and random ones; how many failed.
+fn score_mods(label: &str, random: u64, executor: &CudnnExecutor) -> Result<usize> {
+    let [forward, backward] = runner::library_suite(label, executor)?;
+    println!("{}", forward.summary(&format!("{label}, score_mods")));
+    println!("{}", backward.summary(&format!("{label}, score_mods backward")));
+    let (mut first, mut second) = (Tally::default(), Tally::default());
+    for seed in 0..random {
+        let tree = runner::run_tree(seed, &[DType::BF16, DType::F16], executor)?;
+        if matches!(tree.forward, Outcome::Fail(_)) || matches!(tree.backward, Outcome::Fail(_)) {
+            println!("{}", tree.text);
+        }
+        first.add(label, &format!("tree {seed}"), &tree.forward);
+        second.add(label, &format!("tree backward {seed}"), &tree.backward);
+    }
+    println!("{}", first.summary(&format!("{label}, random score_mods")));
+    println!("{}", second.summary(&format!("{label}, random score_mods backward")));
+    Ok(forward.failed + backward.failed + first.failed + second.failed)
 }

@@ -23,7 +23,7 @@ pub struct Inputs {
     pub score: Option<NodeId>,
     /// For [`Node::Upstream`]; absent: itself.
     pub upstream: Option<NodeId>,
-    /// For [`Node::Extent`], in the order of the axes; absent: itself.
+    /// For [`Node::Extent`], in the order of the axes, and for indices along axes of extent 1; absent: themselves.
     pub extents: Option<[i64; 4]>,
 }
 
@@ -182,6 +182,8 @@ impl Builder {
             let id = match node {
                 Node::Score => inputs.score.unwrap_or_else(|| self.score()),
                 Node::Upstream => inputs.upstream.unwrap_or_else(|| self.upstream()),
+                // There is one index along an axis of extent 1.
+                Node::Index(axis) if inputs.extents.is_some_and(|extents| extents[axis.place()] == 1) => self.konst(Const::I32(0)),
                 Node::Index(axis) => self.index(axis),
                 Node::Extent(axis) => match inputs.extents {
                     Some(extents) => self.konst(Const::I32(extents[axis.place()] as i32)),

@@ -2,14 +2,14 @@
 //! subtraction of stats and the masks, transpositions spelled as reshapes, and the f32 accumulator are what engines match.
 
 use super::composite::{product, product_into, scores_like};
-use super::expr::{Emitter, Into};
+use super::expr::{Emitter, Into, Pass};
 use super::job::Operand;
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, stats, tensor, transposed};
 use crate::backward::BackwardProblem;
 use crate::problem::Problem;
-use cudnn_graph::expr::ParamKind;
+use cudnn_graph::expr::{Binary, Node, ParamKind, Trace, Unary};
 use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
@@ -78,15 +78,22 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
     let row_sum = row_sum(to, p, &ports);
     let scores = product(to.graph, [ports.at(Operand::Q), ports.at(Operand::K)], scores_like(p), [rows, keys, None], None);
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, scale]);
-    let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), scaled)));
+    let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), Pass::Backward, scaled)));
     let modified = match &mut emitter {
         Some((gradient, emitter)) => emitter.emit_inside(to, gradient.trace.roots()[0]),
         None => scaled,
     };
     // Before the masks: stats of −∞ would make what they drop not-a-number.
     let shifted = to.graph.pointwise(Mode::Sub, &[modified, ports.stats]);
-    let inside = if runtime < TAIL_SINCE { mask::drop_tail(to, shifted, p, runtime) } else { shifted };
-    let masked = mask::apply(to, inside, p, lengths, runtime);
+    let inside = if emitter.is_some() {
+        // Where tiles reach past the last query or key, engines give score_mods −∞, of which many make what is no number.
+        mask::fill_outside(to, shifted, p, mask::dropped(runtime))
+    } else if runtime < TAIL_SINCE {
+        mask::fill_past_keys(to, shifted, p, runtime)
+    } else {
+        shifted
+    };
+    let masked = mask::apply(to, inside, p, lengths, runtime, Pass::Backward);
     let weights = to.graph.pointwise(Mode::Exp, &[masked]);
     let turned = turn(to.graph, p, weights);
     fold_heads(to, b, [turned, ports.at(Operand::DO)], ports.at(Operand::DV), [keys, None, rows]);
@@ -98,6 +105,10 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
         Some((gradient, emitter)) => {
             emitter.set_upstream(d_modified);
             let d_scaled = emitter.emit_gradient(to, gradient.trace.roots()[1]);
+            let mut d_scaled = mask::fill_outside(to, d_scaled, p, 0.0);
+            if may_be_infinite(&gradient.trace) || p.kept().seq_len_q || p.kept().seq_len_kv {
+                d_scaled = mask::fill_dropped(to, d_scaled, p, lengths, (runtime, 0.0), Pass::Backward);
+            }
             parameters(to, b, d_scaled)?;
             d_scaled
         }
@@ -121,6 +132,16 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
     }
     let Ports { operands, stats, attn_scale } = ports;
     Ok(Lowered { graph: g.verify()?, form: Form::Composite, operands, attn_scale, stats: Some(stats), supplies })
+}
+
+/// Whether a score that a mask drops may have a derivative that is no finite number, which 0 times would not undo. Past the lengths
+/// of a batch entry any may: engines put no number there.
+fn may_be_infinite(trace: &Trace) -> bool {
+    trace.nodes().iter().any(|node| match node {
+        Node::Unary(f, _) => matches!(f, Unary::Log | Unary::Sqrt | Unary::Rsqrt | Unary::Exp),
+        Node::Binary(f, _, _) => matches!(f, Binary::Div | Binary::Mod | Binary::Pow),
+        Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Select(..) => false,
+    })
 }
 
 /// Before it, engines count a score of 0 for keys past the last one in half a tile: where stats are below −88.7 the exponential of

@@ -1,7 +1,7 @@
 //! The composite form of the forward pass: the primitive ops that NVIDIA's frontend emits, in its order, which is what engines
 //! match.
 
-use super::expr::Into;
+use super::expr::{Into, Pass};
 use super::lowered::Lowered;
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Operands, modify, transposed};
@@ -22,7 +22,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         product(to.graph, [q, k], scores_like(problem), [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1), None], Some(0.0));
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, attn_scale]);
     let modified = modify(to, scaled, problem);
-    let masked = mask::apply(to, modified, problem, lengths, runtime);
+    let masked = mask::apply(to, modified, problem, lengths, runtime, Pass::Forward);
     let weights = if runtime >= super::UNIFIED_SINCE { g.softmax(masked, stats) } else { softmax(&mut g, masked, stats) };
     // The second matrix product reads the weights in the type of the operands.
     g.set_dtype(weights, problem.dtype());

@@ -5,7 +5,7 @@
 //! remain besides the last, the copy is made once per index of the outermost.
 
 use super::job::{Job, Operand};
-use crate::spec::TensorSpec;
+use crate::spec::{Layout, TensorSpec};
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
@@ -66,7 +66,16 @@ fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u
 /// # Errors
 /// What [`Graph::verify`] finds: a bug of the lowering.
 pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
-    let element = i64::from(dtype.bits() / 8);
+    convert([dtype, dtype], from, to)
+}
+
+/// Copies a tensor of one description and element type to others of the same extents.
+///
+/// # Errors
+/// As [`copy`].
+pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
+    let [from_element, to_element] = dtypes.map(|dtype| i64::from(dtype.bits() / 8));
+    let [from_dtype, to_dtype] = dtypes;
     let row = from.dims[3];
     let mut axes = outer_axes(from, to);
     let repeated = if axes.len() > 2 { axes.remove(0) } else { Axis { extent: 1, from: 0, to: 0 } };
@@ -77,47 +86,48 @@ pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cu
     let dims = [axes[0].extent, axes[1].extent, row];
     let mut g = Graph::new();
     let step = |pick: fn(&Axis) -> i64| axes.iter().chain([&repeated]).map(pick).collect::<Vec<_>>();
-    let from_alignment = alignment(from.alignment, step(|a| a.from), element);
-    let to_alignment = alignment(to.alignment, step(|a| a.to), element);
+    let from_alignment = alignment(from.alignment, step(|a| a.from), from_element);
+    let to_alignment = alignment(to.alignment, step(|a| a.to), to_element);
     let to_strides = [axes[0].to, axes[1].to, 1];
     let (x, y, zeros) = if from.strides[3] == 0 {
         // Engines do not repeat the elements of a row, but they broadcast what is added to a tensor: to zeros.
         let one = |a: &Axis| if a.from == 0 { 1 } else { a.extent };
-        let x = Tensor::device("from", dtype, [one(&axes[0]), one(&axes[1]), 1]).strides([axes[0].from.max(1), axes[1].from.max(1), 1]);
+        let x =
+            Tensor::device("from", from_dtype, [one(&axes[0]), one(&axes[1]), 1]).strides([axes[0].from.max(1), axes[1].from.max(1), 1]);
         let x = g.tensor(x.alignment(from_alignment));
-        let zeros = g.tensor(Tensor::device("zeros", dtype, dims).strides(to_strides).alignment(to_alignment));
-        (x, g.pointwise_as(Mode::Add, &[zeros, x], DType::F32, dtype, Params::default()), Some(zeros))
+        let zeros = g.tensor(Tensor::device("zeros", to_dtype, dims).strides(to_strides).alignment(to_alignment));
+        (x, g.pointwise_as(Mode::Add, &[zeros, x], DType::F32, to_dtype, Params::default()), Some(zeros))
     } else {
-        let x = Tensor::device("from", dtype, dims).strides([axes[0].from, axes[1].from, 1]);
+        let x = Tensor::device("from", from_dtype, dims).strides([axes[0].from, axes[1].from, 1]);
         let x = g.tensor(x.alignment(from_alignment));
-        (x, g.pointwise_as(Mode::Identity, &[x], DType::F32, dtype, Params::default()), None)
+        (x, g.pointwise_as(Mode::Identity, &[x], DType::F32, to_dtype, Params::default()), None)
     };
-    g.output(y, "to", dtype);
+    g.output(y, "to", to_dtype);
     g.set_strides(y, to_strides);
     g.set_alignment(y, to_alignment);
-    let bytes = |elements: i64| (elements * element).unsigned_abs();
+    let bytes = |elements: i64, element: i64| (elements * element).unsigned_abs();
     Ok(Copy {
         graph: g.verify()?,
         from: x,
         to: y,
         zeros,
         repeats: repeated.extent.unsigned_abs(),
-        from_step: bytes(repeated.from),
-        to_step: bytes(repeated.to),
+        from_step: bytes(repeated.from, from_element),
+        to_step: bytes(repeated.to, to_element),
     })
 }
 
-/// Converts a dense tensor of truth values, bytes of 0 and 1, to what attention engines read.
-///
-/// # Errors
-/// What [`Graph::verify`] finds: a bug of the lowering.
-pub fn convert(dims: [i64; 4]) -> Result<Copy, cudnn_graph::Error> {
-    let dims = [dims[0] * dims[1], dims[2], dims[3]];
-    let mut g = Graph::new();
-    let x = g.tensor(Tensor::device("from", DType::I8, dims).alignment(1));
-    let y = g.pointwise_as(Mode::Identity, &[x], DType::F32, super::expr::TRUTH, Params::default());
-    g.output(y, "to", super::expr::TRUTH);
-    Ok(Copy { graph: g.verify()?, from: x, to: y, zeros: None, repeats: 1, from_step: 0, to_step: 0 })
+/// A dense declared tensor over some axes as one over more of them.
+pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result<Copy, cudnn_graph::Error> {
+    let dense = Layout::Bhsd.strides(from);
+    let strides = std::array::from_fn(|axis| if from[axis] == to[axis] { dense[axis] } else { 0 });
+    let alignment = 16;
+    let mut from = TensorSpec { dims: to, strides, alignment };
+    // The last axis is dense, or repeats one element.
+    if to[3] == 1 {
+        from.strides[3] = 1;
+    }
+    convert(dtypes, &from, &TensorSpec::dense(to, Layout::Bhsd))
 }
 
 /// Bytes that engines read at once: base addresses and strides must be multiples.
@@ -157,7 +167,6 @@ pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Layout;
 
     fn check(from: TensorSpec) -> Copy {
         let to = dense_like(&from);

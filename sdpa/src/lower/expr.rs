@@ -15,6 +15,7 @@ pub(super) struct Emitter<'a> {
     trace: &'a Trace,
     depends: Vec<Depends>,
     extents: [i64; 4],
+    pass: Pass,
     made: Vec<Option<TensorId>>,
     score: TensorId,
     upstream: Option<TensorId>,
@@ -48,9 +49,9 @@ pub(super) struct Into<'g> {
 
 impl<'a> Emitter<'a> {
     /// Of a trace in a problem of these extents; `score` is what the trace is a function of, and gives the extents of indices.
-    pub(super) fn new(trace: &'a Trace, extents: [i64; 4], score: TensorId) -> Emitter<'a> {
+    pub(super) fn new(trace: &'a Trace, extents: [i64; 4], pass: Pass, score: TensorId) -> Emitter<'a> {
         let made = vec![None; trace.nodes().len()];
-        Emitter { trace, depends: trace.depends(), extents, made, score, upstream: None, zeros: [None; 2] }
+        Emitter { trace, depends: trace.depends(), extents, pass, made, score, upstream: None, zeros: [None; 2] }
     }
 
     /// From now on there is a gradient from behind.
@@ -112,8 +113,10 @@ impl<'a> Emitter<'a> {
         match self.trace.node(id) {
             Node::Score => self.score,
             Node::Upstream => self.upstream.unwrap_or(self.score),
+            // The engines of one query take the keys in parts, and count within each.
+            Node::Index(Axis::K) if self.extents[2] == 1 => self.keys(to),
             Node::Index(axis) => to.graph.gen_index(self.score, axis.place() as i64),
-            Node::Param(p) => param(to, self.trace, p, self.extents),
+            Node::Param(p) => param(to, self.trace, p, self.extents, self.pass),
             Node::Unary(f, x) => self.unary(to, f, self.operand(x), ty),
             Node::Binary(f, x, y) => self.binary(to, f, [self.operand(x), self.operand(y)], ty),
             Node::Select(c, x, y) => {
@@ -230,6 +233,10 @@ impl<'a> Emitter<'a> {
         }
         let ty = if dtype == DType::I32 { Type::I32 } else { Type::F32 };
         x = self.lift(to, x, ty);
+        // A number may stand there, and a tensor may not.
+        if to.graph.get(y).is_some_and(Tensor::is_device) {
+            y = self.lift(to, y, ty);
+        }
         let holds = to.graph.pointwise(f.mode(), &[a, b]);
         to.graph.pointwise_as(Mode::BinarySelect, &[x, y, holds], dtype, dtype, Params::default())
     }
@@ -286,6 +293,15 @@ impl<'a> Emitter<'a> {
         self.lift(to, value, self.trace.ty(id))
     }
 
+    /// The indices of the keys, in device memory.
+    fn keys(&self, to: &mut Into<'_>) -> TensorId {
+        let keys = self.extents[3];
+        let name = format!("table{}", to.graph.tensors().len());
+        let tensor = to.graph.input(&name, DType::I32, [1, 1, 1, keys]);
+        to.supplies.push((tensor, Supply::Table(Table::I32((0..keys as i32).collect()))));
+        tensor
+    }
+
     /// One number from host memory.
     fn number(&self, to: &mut Into<'_>, id: NodeId) -> TensorId {
         if let Node::Const(c) = self.trace.node(id) {
@@ -309,11 +325,14 @@ impl<'a> Emitter<'a> {
     fn table(&self, to: &mut Into<'_>, id: NodeId, axes: Axes) -> TensorId {
         let trace = part(self.trace, id);
         let [batches, heads, ..] = axes.dims(self.extents);
-        let mut values = Vec::with_capacity((batches * heads) as usize);
+        let dims = read_right(axes, self.trace.ty(id), self.pass, self.extents).dims(self.extents);
+        let copies = (dims[2] * dims[3]) as usize;
+        let mut values = Vec::with_capacity((batches * heads) as usize * copies);
         for batch in 0..batches {
             for head in 0..heads {
                 let at = Place { score: 0.0, upstream: 0.0, index: [batch, head, 0, 0], extents: self.extents, params: &[] };
-                values.extend(trace.eval(&at, Precision::F32));
+                let value = trace.eval(&at, Precision::F32)[0];
+                values.extend(std::iter::repeat_n(value, copies));
             }
         }
         let table = match self.trace.ty(id) {
@@ -321,7 +340,7 @@ impl<'a> Emitter<'a> {
             Type::I32 | Type::Bool => Table::I32(values.into_iter().map(|x| x as i32).collect()),
         };
         let name = format!("table{}", to.graph.tensors().len());
-        let tensor = to.graph.input(&name, table.dtype(), [batches, heads, 1, 1]);
+        let tensor = to.graph.input(&name, table.dtype(), dims);
         to.supplies.push((tensor, Supply::Table(table)));
         tensor
     }
@@ -388,17 +407,51 @@ fn part(trace: &Trace, id: NodeId) -> Trace {
     b.finish(&[here[id.index()]]).unwrap_or_else(|_| trace.clone())
 }
 
+/// Which pass a graph is of, as far as engines differ in what they read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pass {
+    Forward,
+    Backward,
+}
+
+/// The extents of a tensor as engines read it right; found on an H200 under 9.19 and 9.27, where no engine says so.
+///
+/// - Floats that span the batch entries and neither queries nor keys are read at the place of the head alone.
+/// - In the backward pass, what spans keys and not queries is read at the place of the query.
+fn read_right(axes: Axes, ty: Type, pass: Pass, extents: [i64; 4]) -> Axes {
+    let [_, _, seq_q, seq_kv] = extents;
+    let (q, k) = (axes.has(Axis::Q) && seq_q > 1, axes.has(Axis::K) && seq_kv > 1);
+    let per_batch = ty == Type::F32 && axes.has(Axis::Batch) && extents[0] > 1 && !q && !k;
+    let along_keys = pass == Pass::Backward && k && !q;
+    if !(per_batch || along_keys) {
+        axes
+    } else if seq_q > 1 {
+        axes.with(Axis::Q)
+    } else if per_batch {
+        axes.with(Axis::K)
+    } else {
+        axes
+    }
+}
+
 /// A declared tensor; the one that is there already, if the graph has it.
-pub(super) fn param(to: &mut Into<'_>, trace: &Trace, p: cudnn_graph::expr::ParamId, extents: [i64; 4]) -> TensorId {
+pub(super) fn param(to: &mut Into<'_>, trace: &Trace, p: cudnn_graph::expr::ParamId, extents: [i64; 4], pass: Pass) -> TensorId {
     let declared = &trace.params()[p.index()];
-    let before = to.supplies.iter().find(|(_, s)| matches!(s, Supply::Param(name) | Supply::Truth(name) if *name == declared.name));
+    let before = to.supplies.iter().find(|(_, s)| match s {
+        Supply::Param(name) | Supply::Spread { name, .. } => *name == declared.name,
+        Supply::Number(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) => false,
+    });
     if let Some((tensor, _)) = before {
         return *tensor;
     }
     let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
     let name = declared.name.clone();
-    let (dtype, supply) = if dtype == DType::Bool { (TRUTH, Supply::Truth(name)) } else { (dtype, Supply::Param(name)) };
-    let tensor = to.graph.tensor(Tensor::device(declared.name.clone(), dtype, axes.dims(extents).to_vec()));
+    let dims = axes.dims(extents);
+    let read = read_right(axes, declared.kind.ty().unwrap_or(Type::F32), pass, extents).dims(extents);
+    let stored = if dtype == DType::Bool { DType::I8 } else { dtype };
+    let used = if dtype == DType::Bool { TRUTH } else { dtype };
+    let supply = if stored == used && read == dims { Supply::Param(name) } else { Supply::Spread { name, dtype: stored, dims } };
+    let tensor = to.graph.tensor(Tensor::device(declared.name.clone(), used, read.to_vec()));
     to.supplies.push((tensor, supply));
     tensor
 }

@@ -40,8 +40,15 @@ pub enum Supply {
     Number(Trace),
     /// A declared tensor, by name.
     Param(String),
-    /// A declared tensor of truth values, by name: its bytes, converted to what engines read.
-    Truth(String),
+    /// A declared tensor, by name, as engines read it: truth values as numbers, and over more axes than it spans.
+    Spread {
+        /// Its name.
+        name: String,
+        /// Its element type in the caller's memory; a truth value is a byte.
+        dtype: DType,
+        /// Its extents there.
+        dims: [i64; 4],
+    },
     /// A table that the executor keeps in device memory.
     Table(Table),
     /// Device memory of the workspace, whose contents mean nothing to the caller.

@@ -3,10 +3,11 @@
 //! Dropped scores become −∞ in one select per bound, so that nothing before them can undo a mask; a row without a key then
 //! gives zeros and stats of −∞ on every engine that was measured.
 
-use super::expr::{Emitter, Into};
+use super::expr::{Emitter, Into, Pass};
 use super::lowered::Supply;
 use crate::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
 use crate::problem::Problem;
+use cudnn_graph::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, ParamKind};
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, TensorId};
 use cudnn_graph::{DType, Graph, Version};
@@ -44,15 +45,30 @@ pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
 }
 
 /// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
-pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version) -> TensorId {
+pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version, pass: Pass) -> TensorId {
+    fill_dropped(to, scores, problem, lengths, (runtime, masked(runtime)), pass)
+}
+
+/// The same with another number for what is dropped.
+pub(super) fn fill_dropped(
+    to: &mut Into<'_>,
+    scores: TensorId,
+    problem: &Problem,
+    lengths: Lengths,
+    (runtime, fill): (Version, f32),
+    pass: Pass,
+) -> TensorId {
     let kept = problem.kept();
     if !drops(problem, lengths) {
         return scores;
     }
-    let fill = to.graph.scalar(Scalar::F32(masked(runtime)));
+    let fill = to.graph.scalar(Scalar::F32(fill));
+    if problem.seq_q() == 1 && (problem.score_mod().is_some() || kept.rest.is_some() || lengths.q.is_some() || lengths.kv.is_some()) {
+        return one_query(to, scores, problem, lengths, fill, pass);
+    }
     let mut out = scores;
     if let Some(rest) = &kept.rest {
-        let mut emitter = Emitter::new(rest, problem.extents(), scores);
+        let mut emitter = Emitter::new(rest, problem.extents(), pass, scores);
         out = emitter.select(to, rest.roots()[0], out, fill, DType::F32);
     }
     let g = &mut *to.graph;
@@ -86,21 +102,70 @@ pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, leng
     out
 }
 
-/// Keys of a tile.
+/// Everything that is dropped for the only query, as a rule: engines recognise the masks above in plain attention alone, and count
+/// keys within the parts that they take them in.
+fn one_query(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, fill: TensorId, pass: Pass) -> TensorId {
+    let kept = problem.kept();
+    let Region { lower, upper, prefix: _ } = kept.region;
+    let mut b = Builder::new();
+    let key = b.index(Axis::K);
+    let mut terms = Vec::new();
+    for (bound, f) in [(lower, Binary::Gt), (upper, Binary::Le)] {
+        if let Some(bound) = bound {
+            let bound = b.konst(Const::I32(bound as i32));
+            terms.push(b.binary(f, key, bound));
+        }
+    }
+    let zero = b.konst(Const::I32(0));
+    for (used, name, index) in [(lengths.q.is_some(), SEQ_LEN_Q, zero), (lengths.kv.is_some(), SEQ_LEN_KV, key)] {
+        if used {
+            let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
+            let length = b.param(Declared { name: name.to_owned(), kind, default: None });
+            terms.push(b.binary(Binary::Lt, index, length));
+        }
+    }
+    if let Some(rest) = &kept.rest {
+        terms.extend(b.inline(rest, Inputs::default()));
+    }
+    let all = terms.into_iter().reduce(|x, y| b.binary(Binary::And, x, y));
+    // The declarations have passed in the masks.
+    let Ok(rule) = b.finish(all.as_slice()) else { return scores };
+    match rule.roots() {
+        [root] => Emitter::new(&rule, problem.extents(), pass, scores).select(to, *root, scores, fill, DType::F32),
+        _ => scores,
+    }
+}
+
+/// Queries and keys of a tile.
 const TILE: i64 = 128;
 
-/// Drops what lies past the last key in its tile, unless a mask does so already.
-pub(super) fn drop_tail(to: &mut Into<'_>, scores: TensorId, problem: &Problem, runtime: Version) -> TensorId {
+/// Puts a number where a tile reaches past the last key, unless a mask drops that already.
+pub(super) fn fill_past_keys(to: &mut Into<'_>, scores: TensorId, problem: &Problem, runtime: Version) -> TensorId {
     let (seq_q, seq_kv) = (problem.seq_q(), problem.seq_kv());
     let covered = problem.kept().seq_len_kv || problem.region().upper.is_some_and(|upper| seq_q - 1 + upper < seq_kv);
-    if covered || seq_kv % TILE == 0 {
+    if covered { scores } else { fill_past(to, scores, 3, seq_kv, masked(runtime)) }
+}
+
+/// Puts a number where a tile reaches past the last query or the last key.
+pub(super) fn fill_outside(to: &mut Into<'_>, scores: TensorId, problem: &Problem, fill: f32) -> TensorId {
+    let inside = fill_past(to, scores, 2, problem.seq_q(), fill);
+    fill_past(to, inside, 3, problem.seq_kv(), fill)
+}
+
+/// What stands for a dropped score.
+pub(super) fn dropped(runtime: Version) -> f32 {
+    masked(runtime)
+}
+
+fn fill_past(to: &mut Into<'_>, scores: TensorId, axis: i64, end: i64, fill: f32) -> TensorId {
+    if end % TILE == 0 {
         return scores;
     }
     let g = &mut *to.graph;
-    let fill = g.scalar(Scalar::F32(masked(runtime)));
-    let key = g.gen_index(scores, 3);
-    let end = bound(g, seq_kv);
-    let within = g.pointwise(Mode::CmpLt, &[key, end]);
+    let fill = g.scalar(Scalar::F32(fill));
+    let index = g.gen_index(scores, axis);
+    let end = bound(g, end);
+    let within = g.pointwise(Mode::CmpLt, &[index, end]);
     g.pointwise(Mode::BinarySelect, &[scores, fill, within])
 }
 

@@ -15,6 +15,7 @@ mod unified;
 
 pub(crate) use backward::QueryGradient;
 pub(crate) use copy::densify;
+pub(crate) use copy::spread;
 pub use copy::{Copy, convert, copy};
 pub use job::{Job, Operand};
 pub use lowered::{Lowered, Supply, Table};
@@ -160,7 +161,7 @@ fn stats(g: &mut Graph, problem: &Problem) -> TensorId {
 /// What the score_mods make of scores.
 fn modify(to: &mut expr::Into<'_>, scores: TensorId, problem: &Problem) -> TensorId {
     match problem.score_mod() {
-        Some(trace) => expr::Emitter::new(trace, problem.extents(), scores).emit_inside(to, trace.roots()[0]),
+        Some(trace) => expr::Emitter::new(trace, problem.extents(), expr::Pass::Forward, scores).emit_inside(to, trace.roots()[0]),
         None => scores,
     }
 }

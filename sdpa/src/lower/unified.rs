@@ -1,6 +1,6 @@
 //! The unified form of the forward pass: one op, score_mods and masks in an inner graph on the scaled score.
 
-use super::expr::Into;
+use super::expr::{Into, Pass};
 use super::lowered::Lowered;
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Operands, modify};
@@ -26,7 +26,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         let input = to.graph.result("score", DType::F32, Dims::from(problem.extents()));
         let before = to.graph.ops().len();
         let modified = modify(to, input, problem);
-        let output = mask::apply(to, modified, problem, inner, runtime);
+        let output = mask::apply(to, modified, problem, inner, runtime, Pass::Forward);
         let ops = to.graph.take_ops(before);
         (output != input).then_some(ScoreGraph { input, output, ops })
     };

@@ -40,6 +40,11 @@ impl Region {
 
     /// Drops bounds that no pair of indices violates, and clamps the others.
     pub(super) fn normalise(mut self, seq_q: i64, seq_kv: i64) -> Region {
+        // The only query stands at key 0.
+        if let Some(len) = self.prefix.filter(|_| seq_q == 1) {
+            self.prefix = None;
+            self.drop_past(Some(len.max(1) - 1));
+        }
         // A prefix of one key is causal: key 0 is never past a query.
         if self.prefix.is_some_and(|n| n <= 1) {
             self.prefix = None;

@@ -73,7 +73,7 @@ const KNOWN_BAD: [Row; 8] = [
     Row {
         versions: (v(19, 0), v(25, 0)),
         sm: 100..=129,
-        applies: |j| j.problem().seq_q() == 1,
+        applies: |j| !is_backward(j) && j.problem().seq_q() == 1,
         what: "decode corrupts silently with few key heads on Blackwell; fixed in 9.25.1",
         source: "pytorch #193893, #194927",
     },

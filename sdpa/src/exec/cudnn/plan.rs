@@ -30,7 +30,7 @@ pub struct Planned {
     pub plan: Arc<Plan>,
     /// Copies, by operand; those of results come after the attention.
     pub copies: Vec<PlannedCopy>,
-    /// Conversions of declared tensors of truth values.
+    /// Conversions of declared tensors that engines do not read as they are.
     pub conversions: Vec<PlannedConversion>,
     /// Tables that the graph reads, in device memory: one for each, in the order of the graph's supplies.
     pub tables: Vec<cudnn_graph::Buffer>,
@@ -274,15 +274,15 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
     Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, tables: Vec::new() })
 }
 
-/// The tensors of truth values that a graph reads, with what converts them.
+/// The declared tensors that a graph reads in another form, with what makes it.
 fn conversions(lowered: &Lowered) -> Result<Vec<(TensorId, String, Copy)>, Error> {
     let mut all = Vec::new();
     for (id, supply) in &lowered.supplies {
-        if let Supply::Truth(name) = supply
+        if let Supply::Spread { name, dtype, dims } = supply
             && let Some(tensor) = lowered.graph.graph().get(*id)
             && let [batch, head, q, k] = tensor.dims.0[..]
         {
-            all.push((*id, name.clone(), lower::convert([batch, head, q, k])?));
+            all.push((*id, name.clone(), lower::spread([*dtype, tensor.dtype], *dims, [batch, head, q, k])?));
         }
     }
     Ok(all)

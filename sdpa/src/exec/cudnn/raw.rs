@@ -4,11 +4,11 @@
 use super::guard;
 use super::plan::{Planned, PlannedCopy};
 use crate::error::{Error, SpecError, SpecErrors};
-use crate::lower::{Operand, Supply};
+use crate::lower::{Copy, Operand, Supply};
 use crate::params;
 use cudnn_graph::expr::{Declared, Place, Precision, Trace};
 use cudnn_graph::ir::{Scalar, TensorId};
-use cudnn_graph::{Bindings, Buffer, DType, DeviceSlice, Handle, Stream};
+use cudnn_graph::{Bindings, Buffer, DType, DeviceSlice, Handle, Plan, Stream};
 
 /// A declared parameter in one call.
 #[derive(Clone, Copy, Debug)]
@@ -144,7 +144,7 @@ impl Planned {
         let mut scratch = Vec::new();
         for (id, supply) in &self.lowered.supplies {
             match supply {
-                Supply::Scratch | Supply::Truth(_) => scratch.push((*id, take(self.lowered.bytes(*id)))),
+                Supply::Scratch | Supply::Spread { .. } => scratch.push((*id, take(self.lowered.bytes(*id)))),
                 Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Gradient(_) => {}
             }
         }
@@ -153,7 +153,7 @@ impl Planned {
 
     /// Whether calls need nothing of the workspace but the plan's own scratch.
     fn is_simple(&self) -> bool {
-        self.copies.is_empty() && !self.lowered.supplies.iter().any(|(_, s)| matches!(s, Supply::Scratch | Supply::Truth(_)))
+        self.copies.is_empty() && !self.lowered.supplies.iter().any(|(_, s)| matches!(s, Supply::Scratch | Supply::Spread { .. }))
     }
 
     /// Bytes of device memory that a call needs besides its operands: scratch of the plans, and room for copied operands.
@@ -267,9 +267,8 @@ impl Planned {
                 let to = pieces.scratch.iter().find(|(id, _)| *id == conversion.tensor).map(|(_, slice)| *slice);
                 // Parameters have been checked.
                 let (Some(DeviceValue::Tensor(_, from)), Some(to)) = (from, to) else { continue };
-                let bindings = Bindings::new().slice(conversion.copy.from, from).slice(conversion.copy.to, to);
                 // SAFETY: the caller's; the pieces of the workspace do not overlap.
-                unsafe { conversion.plan.execute(handle, &bindings, call.workspace) }?;
+                unsafe { run_copy(handle, &conversion.copy, &conversion.plan, [from, to], call.workspace) }?;
             }
             for copy in self.copies.iter().filter(|c| !self.job.writes(c.operand)) {
                 // SAFETY: the caller's; the pieces of the workspace do not overlap.
@@ -307,7 +306,7 @@ impl Planned {
                     Some(g) => bindings.slice(*id, g.slice),
                     None => bindings,
                 },
-                Supply::Scratch | Supply::Truth(_) => bindings,
+                Supply::Scratch | Supply::Spread { .. } => bindings,
             };
         }
         Ok(bindings)
@@ -366,30 +365,34 @@ impl Planned {
         let given = call.operand(planned.operand)?;
         let used = pieces.copied.iter().find(|(o, _)| *o == planned.operand).map_or(given, |(_, slice)| *slice);
         let (from, to) = if self.job.writes(planned.operand) { (used, given) } else { (given, used) };
-        let copy = &planned.copy;
-        for n in 0..copy.repeats {
-            let at = |slice: DeviceSlice, step: u64| DeviceSlice {
-                address: slice.address + n * step,
-                bytes: slice.bytes.saturating_sub(n * step),
-            };
-            let to = at(to, copy.to_step);
-            let mut bindings = Bindings::new().slice(copy.from, at(from, copy.from_step)).slice(copy.to, to);
-            if let Some(zeros) = copy.zeros {
-                // SAFETY: the caller's; what is written here is written once more by the copy.
-                unsafe { handle.zero(to) }?;
-                bindings = bindings.slice(zeros, to);
-            }
-            // SAFETY: the caller's.
-            unsafe { planned.plan.execute(handle, &bindings, call.workspace) }?;
-        }
-        Ok(())
+        // SAFETY: the caller's.
+        unsafe { run_copy(handle, &planned.copy, &planned.plan, [from, to], call.workspace) }
     }
+}
+
+/// # Safety
+/// As [`Planned::forward`].
+unsafe fn run_copy(handle: &Handle, copy: &Copy, plan: &Plan, [from, to]: [DeviceSlice; 2], workspace: DeviceSlice) -> Result<(), Error> {
+    for n in 0..copy.repeats {
+        let at =
+            |slice: DeviceSlice, step: u64| DeviceSlice { address: slice.address + n * step, bytes: slice.bytes.saturating_sub(n * step) };
+        let to = at(to, copy.to_step);
+        let mut bindings = Bindings::new().slice(copy.from, at(from, copy.from_step)).slice(copy.to, to);
+        if let Some(zeros) = copy.zeros {
+            // SAFETY: the caller's; what is written here is written once more by the copy.
+            unsafe { handle.zero(to) }?;
+            bindings = bindings.slice(zeros, to);
+        }
+        // SAFETY: the caller's.
+        unsafe { plan.execute(handle, &bindings, workspace) }?;
+    }
+    Ok(())
 }
 
 fn gradient_name(supply: &Supply) -> Option<&str> {
     match supply {
         Supply::Gradient(name) => Some(name),
-        Supply::Number(_) | Supply::Param(_) | Supply::Truth(_) | Supply::Table(_) | Supply::Scratch => None,
+        Supply::Number(_) | Supply::Param(_) | Supply::Spread { .. } | Supply::Table(_) | Supply::Scratch => None,
     }
 }
 
