@@ -1,5 +1,11 @@
 //! The command line tool, from outside: arguments and files in, text, JSON, files and exit codes out.
 
+#[path = "cli/backward.rs"]
+mod backward;
+#[path = "cli/rules.rs"]
+mod rules;
+#[path = "cli/show.rs"]
+mod show;
 #[path = "cli/tensors.rs"]
 mod tensors;
 #[path = "cli/tool.rs"]
@@ -246,13 +252,14 @@ fn places_that_take_no_output_are_refused_before_anything_is_computed() {
     std::fs::write(&from, input(Dtype::F32, [0, 1, 2, 3])).unwrap();
     std::fs::create_dir(folder.path("folder")).unwrap();
     std::os::unix::fs::symlink(&from, folder.path("link")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(folder.path("socket")).unwrap();
     for (to, what) in [
         (folder.path("folder"), "is a folder"),
         (folder.path("none/out"), "there is no folder"),
         (from.clone(), "is the input file"),
         (folder.path("link"), "is the input file"),
         (folder.path("folder/../in"), "is the input file"),
-        ("/dev/null".to_owned(), "is not a file"),
+        (folder.path("socket"), "is not a file"),
         ("/proc/out".to_owned(), "cannot be written"),
     ] {
         let out = sdpa(["run", "--input", &from, "--output", &to]);
@@ -266,7 +273,7 @@ fn places_that_take_no_output_are_refused_before_anything_is_computed() {
         assert_eq!(code(&out), 2, "{from}");
         assert!(matches!(&errors(&out)[..], [line] if line.contains(what)), "{from}: {:?}", errors(&out));
     }
-    assert_eq!(folder.names(), ["folder", "in", "link"]);
+    assert_eq!(folder.names(), ["folder", "in", "link", "socket"]);
 }
 
 #[test]
@@ -308,7 +315,7 @@ fn every_stage_is_printed() {
     assert!(text("--stage spec").contains("masks  causal"));
     assert_eq!(value("--stage spec")["spec"]["q"]["dims"], serde_json::json!([1, 4, 64, 16]));
     assert!(text("--stage problem").contains("k - q <= 0"));
-    assert_eq!(value("--stage problem")["problem"]["region"]["upper"], 0);
+    assert_eq!(value("--stage problem")["problem"]["kept"]["region"]["upper"], 0);
     for runtime in ["9.19.0", "9.27.0"] {
         let graph = text(&format!("--stage graph --runtime {runtime}"));
         assert!(graph.starts_with("t0 \"q\" f16") && graph.contains("matmul"), "{graph}");
@@ -382,7 +389,7 @@ fn the_doctor_says_what_is_there_and_what_to_install() {
 
 #[test]
 fn help_has_the_exit_codes_and_wrong_arguments_are_json_too() {
-    for line in ["--help", "run --help", "inspect --help", "doctor --help"] {
+    for line in ["--help", "run --help", "inspect --help", "show --help", "doctor --help"] {
         let out = sdpa(words(line));
         assert_eq!(code(&out), 0);
         assert!(stdout(&out).contains("Exit codes:"), "{line}");

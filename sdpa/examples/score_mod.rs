@@ -22,6 +22,9 @@ struct Layer {
     rate: Vec<f32>,
 }
 
+/// q, k and v; o; stats.
+type Attended = ([Vec<f32>; 3], Vec<f32>, Vec<f32>);
+
 /// A few uniform numbers between −1 and 1.
 fn random(n: usize, seed: &mut u64) -> Vec<f32> {
     let mut next = || {
@@ -91,8 +94,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (teacher, mut student) = (layer(&mut seed, 0.3), layer(&mut seed, if wrt.is_empty() { 0.3 } else { 0.0 }));
     let x = random(TOKENS * FEATURES, &mut seed);
 
-    // Attention of a layer: q, k, v, o and stats.
-    let attend = |layer: &Layer| -> Result<([Vec<f32>; 3], Vec<f32>, Vec<f32>), Box<dyn std::error::Error>> {
+    let attend = |layer: &Layer| -> Result<Attended, Box<dyn std::error::Error>> {
         let [q, k, v] = layer.weights.each_ref().map(|w| product(&x, w, FEATURES, WIDTH));
         let (mut o, mut stats) = (vec![0f32; TOKENS * WIDTH], vec![0f32; TOKENS * HEADS]);
         let params = [Param { name: "rate", value: ParamValue::F32(&layer.rate) }];

@@ -30,6 +30,20 @@ pub(crate) fn from_bytes(bytes: &[u8], dtype: Dtype) -> Vec<f64> {
     bytes.chunks_exact(dtype.bitsize() / 8).map(number).collect()
 }
 
+/// A file with tensors of given bytes.
+pub(crate) fn file_of(tensors: &[(&str, Dtype, &[usize], Vec<u8>)]) -> Vec<u8> {
+    let views = tensors.iter().map(|(name, dtype, shape, data)| (*name, TensorView::new(*dtype, shape.to_vec(), data).unwrap()));
+    serialize(views, None).unwrap()
+}
+
+/// Random numbers that are exact in bf16, and their bytes.
+pub(crate) fn numbers(len: usize, dtype: Dtype, seed: u64) -> (Vec<f64>, Vec<u8>) {
+    let mut random = Random::new(seed);
+    let all: Vec<f64> = (0..len).map(|_| random.between(-32, 32) as f64 / 16.0).collect();
+    let bytes = all.iter().flat_map(|&x| to_bytes(x, dtype)).collect();
+    (all, bytes)
+}
+
 /// A file with tensors of random numbers; every number is exact in bf16, so that no conversion changes it.
 pub(crate) fn file(tensors: &[(&str, Dtype, &[usize])]) -> Vec<u8> {
     let mut random = Random::new(5);

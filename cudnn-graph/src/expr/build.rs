@@ -43,6 +43,11 @@ impl Builder {
         self.nodes[id.index()]
     }
 
+    /// Every value so far.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
     /// The constant that a value is, if it is one.
     pub fn constant(&self, id: NodeId) -> Option<Const> {
         match self.node(id) {

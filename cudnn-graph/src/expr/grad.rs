@@ -24,9 +24,35 @@ struct Adjoints<'b> {
     of: HashMap<NodeId, NodeId>,
     /// Values that a wanted gradient flows through.
     active: Vec<bool>,
+    /// Whether some of them is a choice, so that a gradient may be 0 where a slope is infinite.
+    chooses: bool,
+}
+
+/// Whether the slope may be no finite number.
+fn may_be_infinite(node: Node) -> bool {
+    match node {
+        Node::Unary(f, _) => matches!(f, Unary::Sqrt | Unary::Rsqrt | Unary::Log | Unary::Exp),
+        Node::Binary(f, _, _) => matches!(f, Binary::Div | Binary::Pow | Binary::Mod),
+        Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Select(..) => false,
+    }
 }
 
 impl Adjoints<'_> {
+    /// Adds to the gradient of an operand of the value whose own gradient is `g`. Where that is 0, nothing is added, whatever the
+    /// slope is: the other branch of a choice has no gradient.
+    fn flow(&mut self, of: NodeId, g: NodeId, to: NodeId, make: impl FnOnce(&mut Builder) -> NodeId) {
+        let guarded = self.chooses && may_be_infinite(self.b.node(of));
+        self.add(to, |b| {
+            let more = make(b);
+            if !guarded {
+                return more;
+            }
+            let zero = b.f32(0.0);
+            let none = b.binary(Binary::Eq, g, zero);
+            b.select(none, zero, more)
+        });
+    }
+
     fn add(&mut self, to: NodeId, make: impl FnOnce(&mut Builder) -> NodeId) {
         if !self.active[to.index()] {
             return;
@@ -40,7 +66,7 @@ impl Adjoints<'_> {
     }
 
     fn unary(&mut self, f: Unary, x: NodeId, y: NodeId, g: NodeId) {
-        self.add(x, |b| match f {
+        self.flow(y, g, x, |b| match f {
             Unary::Neg => b.unary(Unary::Neg, g),
             Unary::Abs => {
                 let zero = b.f32(0.0);
@@ -94,28 +120,28 @@ impl Adjoints<'_> {
     fn binary(&mut self, f: Binary, [x, y]: [NodeId; 2], r: NodeId, g: NodeId) {
         match f {
             Binary::Add => {
-                self.add(x, |_| g);
-                self.add(y, |_| g);
+                self.flow(r, g, x, |_| g);
+                self.flow(r, g, y, |_| g);
             }
             Binary::Sub => {
-                self.add(x, |_| g);
-                self.add(y, |b| b.unary(Unary::Neg, g));
+                self.flow(r, g, x, |_| g);
+                self.flow(r, g, y, |b| b.unary(Unary::Neg, g));
             }
             Binary::Mul => {
-                self.add(x, |b| b.binary(Binary::Mul, g, y));
-                self.add(y, |b| b.binary(Binary::Mul, g, x));
+                self.flow(r, g, x, |b| b.binary(Binary::Mul, g, y));
+                self.flow(r, g, y, |b| b.binary(Binary::Mul, g, x));
             }
             Binary::Div => {
-                self.add(x, |b| b.binary(Binary::Div, g, y));
-                self.add(y, |b| {
+                self.flow(r, g, x, |b| b.binary(Binary::Div, g, y));
+                self.flow(r, g, y, |b| {
                     let part = b.binary(Binary::Mul, g, r);
                     let part = b.unary(Unary::Neg, part);
                     b.binary(Binary::Div, part, y)
                 });
             }
             Binary::Mod => {
-                self.add(x, |_| g);
-                self.add(y, |b| {
+                self.flow(r, g, x, |_| g);
+                self.flow(r, g, y, |b| {
                     let whole = b.binary(Binary::Sub, x, r);
                     let times = b.binary(Binary::Div, whole, y);
                     let part = b.binary(Binary::Mul, g, times);
@@ -123,7 +149,7 @@ impl Adjoints<'_> {
                 });
             }
             Binary::Pow => {
-                self.add(x, |b| {
+                self.flow(r, g, x, |b| {
                     let one = b.f32(1.0);
                     let less = b.binary(Binary::Sub, y, one);
                     let power = b.binary(Binary::Pow, x, less);
@@ -134,7 +160,7 @@ impl Adjoints<'_> {
                     let flat = b.binary(Binary::Eq, y, zero);
                     b.select(flat, zero, part)
                 });
-                self.add(y, |b| {
+                self.flow(r, g, y, |b| {
                     let zero = b.f32(0.0);
                     let log = b.unary(Unary::Log, x);
                     let slope = b.binary(Binary::Mul, r, log);
@@ -192,7 +218,8 @@ impl Builder {
             let node = self.node(id);
             active[index] = wrt.contains(&id) || (is_smooth(self, node, id) && node.operands().any(|x| active[x.index()]));
         }
-        let mut adjoints = Adjoints { b: self, of: HashMap::new(), active };
+        let chooses = (0..=root.index()).any(|n| active[n] && matches!(self.nodes()[n], Node::Select(..)));
+        let mut adjoints = Adjoints { b: self, of: HashMap::new(), active, chooses };
         adjoints.add(root, |_| upstream);
         for index in (0..=root.index()).rev() {
             let id = NodeId(index as u32);

@@ -33,6 +33,9 @@ pub(crate) enum Command {
     /// Print a stage on the way from a specification to a cuDNN plan
     #[command(after_help = EXIT_CODES)]
     Inspect(InspectArgs),
+    /// Draw what score_mods make of the scores of one head, and what masks keep of them
+    #[command(after_help = EXIT_CODES)]
+    Show(ShowArgs),
     /// Say which executors work here, and what the others lack
     #[command(after_help = EXIT_CODES)]
     Doctor(DoctorArgs),
@@ -53,16 +56,41 @@ pub(crate) struct ProblemArgs {
     /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd
     #[arg(long)]
     pub(crate) layout: Option<String>,
-    /// none, causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right] (either side may be inf), prefix-lm:N; may be
-    /// repeated: a key is kept where every mask keeps it
-    #[arg(long)]
+    /// A function of the scaled scores: softcap:CAP, alibi, alibi-slopes, bias:AXES, bias16:AXES, sandwich:N, an expression, or
+    /// @FILE with one; may be repeated: one after the other
+    #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
+    pub(crate) score_mod: Vec<String>,
+    /// none, causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right] (either side may be inf), sliding-window:N,
+    /// prefix-lm:N, dilated:N, document, shared-prefix:N, padding, global-local:W,G, natten:N, array[:AXES], an expression, or
+    /// @FILE with one; may be repeated: a key is kept where every mask keeps it
+    #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
     pub(crate) mask: Vec<String>,
+    /// Add the input's tensor bias to the scores, before the score_mods; with --backward also its gradient
+    #[arg(long)]
+    pub(crate) bias: bool,
+    /// Value of a declared scalar; may be repeated. Declared tensors are read from the --input by their names
+    #[arg(long, value_name = "NAME=VALUE", allow_hyphen_values = true)]
+    pub(crate) param: Vec<String>,
     /// Multiplies the scores. Else 1/sqrt(D)
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub(crate) scale: Option<String>,
     /// Also compute stats, the logarithm of each row's sum of exponentials; --output implies it
     #[arg(long)]
     pub(crate) stats: bool,
+}
+
+/// The gradient of an attention problem.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct BackwardArgs {
+    /// The backward pass: from do, dq, dk and dv. The forward pass is computed first where the input lacks o or stats
+    #[arg(long)]
+    pub(crate) backward: bool,
+    /// Also the gradient of this declared parameter; may be repeated
+    #[arg(long, value_name = "NAME")]
+    pub(crate) wrt: Vec<String>,
+    /// The same bits on every run of the backward pass
+    #[arg(long)]
+    pub(crate) deterministic: bool,
 }
 
 /// Where NVIDIA's libraries are.
@@ -81,11 +109,13 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) problem: ProblemArgs,
     #[command(flatten)]
+    pub(crate) backward: BackwardArgs,
+    #[command(flatten)]
     pub(crate) places: PlaceArgs,
     /// auto (the fastest that runs the problem), cpu, cudnn or metal
     #[arg(long)]
     pub(crate) executor: Option<String>,
-    /// Write o and stats to this file
+    /// Write what is computed to this file
     #[arg(long, value_name = "O.safetensors")]
     pub(crate) output: Option<PathBuf>,
     /// Compare with textbook attention in f64
@@ -101,8 +131,10 @@ pub(crate) struct InspectArgs {
     #[command(flatten)]
     pub(crate) problem: ProblemArgs,
     #[command(flatten)]
+    pub(crate) backward: BackwardArgs,
+    #[command(flatten)]
     pub(crate) places: PlaceArgs,
-    /// spec, problem, graph, program or plan. Else graph
+    /// spec, problem, trace, gradient, graph, program or plan. Else graph
     #[arg(long)]
     pub(crate) stage: Option<String>,
     /// composite or unified. Else the one that is asked first; for a plan, the other one after it
@@ -114,6 +146,24 @@ pub(crate) struct InspectArgs {
     /// Make the plan for the device that this JSON file describes; no GPU is needed
     #[arg(long, value_name = "FILE")]
     pub(crate) device_profile: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ShowArgs {
+    #[command(flatten)]
+    pub(crate) problem: ProblemArgs,
+    /// The query head that is shown. Else 0
+    #[arg(long, value_name = "H")]
+    pub(crate) head: Option<String>,
+    /// The batch entry that is shown. Else 0
+    #[arg(long, value_name = "B")]
+    pub(crate) batch: Option<String>,
+    /// The score that goes in everywhere. Else those of the --input, or 0
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub(crate) score: Option<String>,
+    /// The picture. Else score_mod.svg
+    #[arg(long, value_name = "F.svg|F.png")]
+    pub(crate) output: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

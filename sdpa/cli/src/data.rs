@@ -15,6 +15,11 @@ pub(crate) enum Element {
 impl Element {
     pub(crate) const ALL: [Element; 3] = [Element::F32, Element::F16, Element::BF16];
 
+    /// `None` for what attention is not computed in.
+    pub(crate) fn of(dtype: DType) -> Option<Element> {
+        Element::ALL.into_iter().find(|e| e.dtype() == dtype)
+    }
+
     pub(crate) fn dtype(self) -> DType {
         match self {
             Element::F32 => DType::F32,
@@ -54,6 +59,33 @@ impl Data {
             Element::F16 => Data::F16(zeros(len)?),
             Element::BF16 => Data::BF16(zeros(len)?),
         })
+    }
+
+    /// The element type.
+    pub(crate) fn element(&self) -> Element {
+        match self {
+            Data::F32(_) => Element::F32,
+            Data::F16(_) => Element::F16,
+            Data::BF16(_) => Element::BF16,
+        }
+    }
+
+    /// One element, exactly.
+    pub(crate) fn get(&self, at: usize) -> f64 {
+        match self {
+            Data::F32(x) => f64::from(x[at]),
+            Data::F16(x) => x[at].to_f64(),
+            Data::BF16(x) => x[at].to_f64(),
+        }
+    }
+
+    /// How many elements are not a number.
+    pub(crate) fn not_numbers(&self) -> usize {
+        match self {
+            Data::F32(x) => x.iter().filter(|x| x.is_nan()).count(),
+            Data::F16(x) => x.iter().filter(|x| x.is_nan()).count(),
+            Data::BF16(x) => x.iter().filter(|x| x.is_nan()).count(),
+        }
     }
 
     /// For a call to read.

@@ -105,8 +105,8 @@ fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> 
     let choice = dispatcher.prepare(&problem, Preference::Named(name)).map_err(|e| against(&e))?;
     let mut operands = Operands::random(&spec, Element::BF16, 0)?;
     let scale = problem.default_scale();
-    let report = operands.forward(choice.prepared.as_ref(), scale).map_err(|e| e.to_string())?;
-    let distance = operands.check(&spec, scale, Progress::new(true));
+    let report = operands.forward(choice.prepared.as_ref(), &[], scale).map_err(|e| e.to_string())?;
+    let distance = operands.check(&spec, &problem, scale, Progress::new(true));
     if distance.passes() { Ok(report.engine) } else { Err(format!("wrong by {:.1e} at worst ({})", distance.o.error, report.engine)) }
 }
 

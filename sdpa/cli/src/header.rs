@@ -3,7 +3,8 @@
 use crate::convert::{FileType, convert};
 use crate::data::{Data, Element};
 use crate::exit::Mistakes;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
 use sdpa::Layout;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -25,7 +26,15 @@ pub(crate) struct Header {
     metadata: Metadata,
 }
 
-/// A tensor of a file.
+/// A tensor of a file, as it is.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<i64>,
+    pub(crate) offset: u64,
+}
+
+/// An operand in a file.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) ty: FileType,
@@ -86,41 +95,44 @@ impl Header {
         Ok(Header { path: path.to_owned(), file, data, metadata })
     }
 
-    /// The tensors q, k and v; what is wrong with any of them is a mistake.
-    pub(crate) fn entries(&self, layout: Option<Layout>, mistakes: &mut Mistakes) -> [Option<Entry>; 3] {
-        ["q", "k", "v"].map(|name| match self.metadata.info(name) {
-            Some(info) => self.entry(name, info, layout, mistakes),
-            None => {
-                mistakes.add(self.path.display(), format!("has no tensor {name}; it has {}", self.names()));
-                None
-            }
-        })
+    /// A tensor of this name, whatever it is.
+    pub(crate) fn find(&self, name: &str) -> Option<Found> {
+        let info = self.metadata.info(name)?;
+        let shape = info.shape.iter().map(|&n| i64::try_from(n).unwrap_or(i64::MAX)).collect();
+        Some(Found { dtype: info.dtype, shape, offset: self.data + info.data_offsets.0 as u64 })
     }
 
-    /// The element types of those of q, k and v that are there and of a type that is read, whatever else is wrong with them.
-    pub(crate) fn types(&self) -> Vec<(&'static str, FileType)> {
-        let ty = |name| FileType::of(self.metadata.info(name)?.dtype).map(|ty| (name, ty));
-        ["q", "k", "v"].into_iter().filter_map(ty).collect()
-    }
-
-    fn entry(&self, name: &str, info: &TensorInfo, layout: Option<Layout>, mistakes: &mut Mistakes) -> Option<Entry> {
+    /// An operand, which has four axes; what is wrong with it is a mistake. `why` it is needed, where that is not plain.
+    pub(crate) fn operand(&self, name: &str, why: &str, layout: Option<Layout>, mistakes: &mut Mistakes) -> Option<Entry> {
         let about = self.path.display();
-        let ty = FileType::of(info.dtype);
+        let Some(found) = self.find(name) else {
+            mistakes.add(about, self.lacks(name, why));
+            return None;
+        };
+        let ty = FileType::of(found.dtype);
         if ty.is_none() {
-            mistakes.add(&about, format!("{name} is of type {}: F16, BF16, F32 and F64 are read", info.dtype));
+            mistakes.add(&about, format!("{name} is of type {}: F16, BF16, F32 and F64 are read", found.dtype));
         }
-        let extents: Vec<i64> = info.shape.iter().map(|&n| i64::try_from(n).unwrap_or(i64::MAX)).collect();
-        let shape = <[i64; 4]>::try_from(extents.as_slice()).ok();
+        let shape = <[i64; 4]>::try_from(found.shape.as_slice()).ok();
         if shape.is_none() {
             let axes = match layout {
                 Some(Layout::Bhsd) | None => "batch, head, seq, dim",
                 Some(Layout::Bshd) => "batch, seq, head, dim",
                 Some(Layout::Sbhd) => "seq, batch, head, dim",
             };
-            mistakes.add(&about, format!("{name} has the shape {:?}: it must have four axes ({axes})", info.shape));
+            mistakes.add(&about, format!("{name} has the shape {:?}: it must have four axes ({axes})", found.shape));
         }
-        let offset = self.data + info.data_offsets.0 as u64;
-        Some(Entry { ty: ty?, shape: shape?, offset })
+        Some(Entry { ty: ty?, shape: shape?, offset: found.offset })
+    }
+
+    /// The element types of those tensors that are there and of a type that is read, whatever else is wrong with them.
+    pub(crate) fn types<'n>(&self, names: &[&'n str]) -> Vec<(&'n str, FileType)> {
+        names.iter().filter_map(|&name| FileType::of(self.metadata.info(name)?.dtype).map(|ty| (name, ty))).collect()
+    }
+
+    /// That there is no such tensor.
+    pub(crate) fn lacks(&self, name: &str, why: &str) -> String {
+        format!("has no tensor {name}{why}; it has {}", self.names())
     }
 
     fn names(&self) -> String {
@@ -134,20 +146,43 @@ impl Header {
 
     /// Reads a tensor and converts it; also counts finite numbers that became infinite.
     pub(crate) fn load(&self, entry: &Entry, element: Element, len: usize, done: impl Fn(u64)) -> Result<(Data, u64), String> {
+        self.load_at(entry.offset, entry.ty, element, len, done)
+    }
+
+    /// The same of a tensor with any number of axes.
+    pub(crate) fn load_at(
+        &self,
+        offset: u64,
+        ty: FileType,
+        element: Element,
+        len: usize,
+        done: impl Fn(u64),
+    ) -> Result<(Data, u64), String> {
         let mut data = Data::zeros(element, len)?;
         let mut file = &self.file;
-        file.seek(SeekFrom::Start(entry.offset)).map_err(|e| e.to_string())?;
+        file.seek(SeekFrom::Start(offset)).map_err(|e| e.to_string())?;
         let mut block = vec![0; BLOCK];
         let (mut at, mut overflows) = (0, 0);
         while at < len {
-            let elements = (len - at).min(BLOCK / entry.ty.bytes());
-            let bytes = &mut block[..elements * entry.ty.bytes()];
+            let elements = (len - at).min(BLOCK / ty.bytes());
+            let bytes = &mut block[..elements * ty.bytes()];
             file.read_exact(bytes).map_err(|e| format!("cannot be read: {e}"))?;
-            overflows += convert(entry.ty, bytes, &mut data, at);
+            overflows += convert(ty, bytes, &mut data, at);
             at += elements;
             done(bytes.len() as u64);
         }
         Ok((data, overflows))
+    }
+
+    /// Reads elements of `N` bytes as they are.
+    pub(crate) fn load_whole<const N: usize>(&self, offset: u64, len: usize) -> Result<Vec<[u8; N]>, String> {
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(offset)).map_err(|e| e.to_string())?;
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(len * N).map_err(|e| format!("no memory for {len} elements: {e}"))?;
+        bytes.resize(len * N, 0);
+        file.read_exact(&mut bytes).map_err(|e| format!("cannot be read: {e}"))?;
+        Ok(bytes.as_chunks::<N>().0.to_vec())
     }
 }
 

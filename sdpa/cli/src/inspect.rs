@@ -5,12 +5,13 @@ use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
 use crate::names::{self, Stage};
 use crate::plan;
 use crate::progress::Progress;
-use crate::request::Request;
+use crate::request::{Request, Wanted};
 use crate::table::{Table, list};
 use cudnn_graph::encode::encode;
 use cudnn_graph::{DeviceProfile, Graph, Library, Program, Version};
 use sdpa::lower::{self, Form};
-use sdpa::{AttentionSpec, Problem, Region, TensorSpec};
+use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Problem, Region, TensorSpec};
 use serde::Serialize;
 use std::io::Write;
 use std::path::Path;
@@ -30,14 +31,16 @@ struct Order {
 impl Order {
     fn read(args: &InspectArgs) -> Result<Order, Failure> {
         let mut mistakes = Mistakes::default();
-        let request = Request::read(&args.problem, false, &mut mistakes);
         let stage = mistakes.take("--stage", args.stage.as_deref().map_or(Ok(Stage::Graph), names::stage));
+        let mut gradient = args.backward.clone();
+        gradient.backward |= stage == Some(Stage::Gradient);
+        let request = Request::read(&args.problem, &Wanted { gradient: Some(&gradient), ..Wanted::default() }, &mut mistakes);
         let form = args.form.as_deref().map(|text| mistakes.take("--form", names::form(text)));
         let runtime = args.runtime.as_deref().map(|text| mistakes.take("--runtime", names::runtime(text)));
         let profile = args.device_profile.as_deref().map(|path| mistakes.take(path.display(), profile(path)));
         let idle = match stage {
             None => [false; 3],
-            Some(Stage::Spec | Stage::Problem) => [true; 3],
+            Some(Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient) => [true; 3],
             Some(Stage::Graph | Stage::Program) => [false, false, true],
             Some(Stage::Plan) => [false, true, false],
         };
@@ -68,14 +71,27 @@ pub(crate) fn run(args: &InspectArgs, json: bool) -> Result<Answer, Failure> {
     let order = Order::read(args)?;
     let Order { request, .. } = &order;
     match order.stage {
-        Stage::Spec => Answer::new(json, &SpecStage { stage: "spec", spec: &request.spec }, || spec_text(&request.spec), Outcome::Good),
+        Stage::Spec => {
+            let backward = request.backward.as_ref().map(|b| &b.spec);
+            let stage = SpecStage { stage: "spec", spec: &request.spec, backward };
+            Answer::new(json, &stage, || spec_text(request), Outcome::Good)
+        }
         Stage::Problem => {
-            let stage = ProblemStage { stage: "problem", problem: &request.problem };
+            let backward = request.backward.as_ref().map(|b| &b.problem);
+            let stage = ProblemStage { stage: "problem", problem: &request.problem, backward };
             Answer::new(json, &stage, || problem_text(request), Outcome::Good)
+        }
+        Stage::Trace => {
+            let stage = TraceStage::new(request);
+            Answer::new(json, &stage, || stage.text(request), Outcome::Good)
+        }
+        Stage::Gradient => {
+            let stage = GradientStage::new(request);
+            Answer::new(json, &stage, || stage.text(), Outcome::Good)
         }
         Stage::Graph | Stage::Program => lowered(&order, &args.places, json),
         Stage::Plan => {
-            let report = plan::make(&request.problem, order.form, order.profile.as_ref(), &args.places, Progress::new(json))?;
+            let report = plan::make(&request.job(), order.form, order.profile.as_ref(), &args.places, Progress::new(json))?;
             Answer::new(json, &report, || report.text(), Outcome::Good)
         }
     }
@@ -85,18 +101,95 @@ pub(crate) fn run(args: &InspectArgs, json: bool) -> Result<Answer, Failure> {
 struct SpecStage<'a> {
     stage: &'static str,
     spec: &'a AttentionSpec,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<&'a BackwardSpec>,
 }
 
 #[derive(Serialize)]
 struct ProblemStage<'a> {
     stage: &'static str,
     problem: &'a Problem,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<&'a BackwardProblem>,
+}
+
+/// A declared parameter, in words.
+fn declared(request: &Request) -> Vec<String> {
+    request
+        .params
+        .iter()
+        .map(|p| match p.scalar() {
+            Some(value) => format!("{} = {value}", p.declared.name),
+            None => format!("{}: {}", p.declared.name, p.kind()),
+        })
+        .collect()
+}
+
+/// A statement to a line.
+fn lines(trace: &impl std::fmt::Display) -> String {
+    trace.to_string().replace("; ", ";\n")
+}
+
+/// What score_mods and masks come to.
+#[derive(Serialize)]
+struct TraceStage<'a> {
+    stage: &'static str,
+    /// `None`: scores stay as they are.
+    score_mod: Option<String>,
+    kept: &'a Kept,
+    params: Vec<String>,
+}
+
+impl TraceStage<'_> {
+    fn new(request: &Request) -> TraceStage<'_> {
+        let score_mod = request.problem.score_mod().map(ToString::to_string);
+        TraceStage { stage: "trace", score_mod, kept: request.problem.kept(), params: declared(request) }
+    }
+
+    fn text(&self, request: &Request) -> String {
+        let mut table = Table::default();
+        table.row("score_mod", self.score_mod.as_ref().map_or_else(|| "none".to_owned(), lines));
+        table.row("keeps", region_text(request.problem.region()));
+        let lengths = [(self.kept.seq_len_q, SEQ_LEN_Q), (self.kept.seq_len_kv, SEQ_LEN_KV)];
+        table.row("lengths", list(&lengths.iter().filter(|(there, _)| *there).map(|(_, name)| *name).collect::<Vec<_>>()));
+        table.row("rest", self.kept.rest.as_ref().map_or_else(|| "none".to_owned(), lines));
+        table.row("params", if self.params.is_empty() { "none".to_owned() } else { self.params.join("\n") });
+        table.render()
+    }
+}
+
+/// The derived gradient.
+#[derive(Serialize)]
+struct GradientStage {
+    stage: &'static str,
+    /// What each value of the trace is.
+    roots: Vec<String>,
+    trace: String,
+}
+
+impl GradientStage {
+    fn new(request: &Request) -> GradientStage {
+        let gradient = request.backward.as_ref().and_then(|b| b.problem.gradient());
+        let wrt = gradient.iter().flat_map(|g| &g.wrt).map(|name| format!("d{name}"));
+        let roots = ["score", "dscore"].into_iter().map(str::to_owned).chain(wrt).collect();
+        // Without score_mods, the gradient goes through.
+        let trace = gradient.map_or_else(|| "score, upstream".to_owned(), |g| g.trace.to_string());
+        GradientStage { stage: "gradient", roots, trace }
+    }
+
+    fn text(&self) -> String {
+        let mut table = Table::default();
+        table.row("values", list(&self.roots));
+        table.row("trace", lines(&self.trace));
+        table.render()
+    }
 }
 
 /// A graph or a program, and what it was made for.
 #[derive(Serialize)]
 struct Lowered<'a> {
     stage: &'static str,
+    pass: &'static str,
     form: Form,
     runtime: String,
     runtime_from: &'static str,
@@ -119,27 +212,27 @@ fn runtime(given: Option<Version>, places: &PlaceArgs) -> Result<(Version, &'sta
 }
 
 fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Failure> {
-    let problem = &order.request.problem;
+    let job = order.request.job();
     let (runtime, runtime_from) = runtime(order.runtime, places)?;
-    let form = order.form.or_else(|| lower::forms(&problem.clone().into(), runtime).first().copied()).unwrap_or(Form::Composite);
+    let form = order.form.or_else(|| lower::forms(&job, runtime).first().copied()).unwrap_or(Form::Composite);
     let refused = |e: &dyn std::fmt::Display| Failure::Executor(vec![Line::new(format!("{form} form"), e)]);
-    let forward = lower::lower(&problem.clone().into(), form, runtime).map_err(|e| refused(&e))?;
+    let lowered = lower::lower(&job, form, runtime).map_err(|e| refused(&e))?;
     let program = match order.stage {
-        Stage::Program => Some(encode(&forward.graph, runtime).map_err(|e| refused(&e))?),
-        Stage::Spec | Stage::Problem | Stage::Graph | Stage::Plan => None,
+        Stage::Program => Some(encode(&lowered.graph, runtime).map_err(|e| refused(&e))?),
+        Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient | Stage::Graph | Stage::Plan => None,
     };
     if !json {
         // The stage alone goes to stdout; a closed stderr is no reason to stop.
         writeln!(std::io::stderr(), "note: {form} form for cuDNN {runtime} ({runtime_from})").ok();
     }
-    let (stage, graph) = if program.is_some() { ("program", None) } else { ("graph", Some(forward.graph.graph())) };
-    let value = Lowered { stage, form, runtime: runtime.to_string(), runtime_from, graph, program: program.as_ref() };
-    let text = || program.as_ref().map_or_else(|| forward.graph.to_string(), Program::to_string);
+    let (stage, graph) = if program.is_some() { ("program", None) } else { ("graph", Some(lowered.graph.graph())) };
+    let value = Lowered { stage, pass: job.name(), form, runtime: runtime.to_string(), runtime_from, graph, program: program.as_ref() };
+    let text = || program.as_ref().map_or_else(|| lowered.graph.to_string(), Program::to_string);
     Answer::new(json, &value, text, Outcome::Good)
 }
 
-fn tensors(table: &mut Table, tensors: [&TensorSpec; 4]) {
-    for (name, t) in ["q", "k", "v", "o"].into_iter().zip(tensors) {
+fn tensors(table: &mut Table, names: [&str; 4], tensors: [&TensorSpec; 4]) {
+    for (name, t) in names.into_iter().zip(tensors) {
         table.row(name, format!("{:?} strides {:?} alignment {}", t.dims, t.strides, t.alignment));
     }
 }
@@ -148,12 +241,27 @@ fn yes(flag: bool) -> &'static str {
     if flag { "yes" } else { "no" }
 }
 
-fn spec_text(spec: &AttentionSpec) -> String {
+const FORWARD: [&str; 4] = ["q", "k", "v", "o"];
+const BACKWARD: [&str; 4] = ["do", "dq", "dk", "dv"];
+
+/// The gradients that are asked for besides, and how.
+fn wrt_text(table: &mut Table, wrt: &[GradientSpec], deterministic: bool) {
+    table.row("wrt", list(&wrt.iter().map(|g| format!("{} in {}", g.name, g.dtype)).collect::<Vec<_>>()));
+    table.row("deterministic", yes(deterministic));
+}
+
+fn spec_text(request: &Request) -> String {
+    let spec = &request.spec;
     let mut table = Table::default();
     table.row("dtype", spec.dtype.name());
-    tensors(&mut table, [&spec.q, &spec.k, &spec.v, &spec.o]);
+    tensors(&mut table, FORWARD, [&spec.q, &spec.k, &spec.v, &spec.o]);
+    table.rows("score_mod", request.score_mods());
     table.row("masks", list(&spec.masks.iter().map(ToString::to_string).collect::<Vec<_>>()));
     table.row("stats", yes(spec.stats));
+    if let Some(b) = request.backward.as_ref().map(|b| &b.spec) {
+        tensors(&mut table, BACKWARD, [&b.d_o, &b.dq, &b.dk, &b.dv]);
+        wrt_text(&mut table, &b.wrt, b.deterministic);
+    }
     table.render()
 }
 
@@ -177,10 +285,18 @@ fn problem_text(request: &Request) -> String {
     table.row("lengths", format!("{} queries, {} keys", p.seq_q(), p.seq_kv()));
     table.row("dims", format!("{} and {}", p.dim_qk(), p.dim_v()));
     let [q, k, v, o] = p.tensors();
-    tensors(&mut table, [q, k, v, o]);
+    tensors(&mut table, FORWARD, [q, k, v, o]);
+    table.rows("score_mod", p.score_mod().map(lines));
     table.row("keeps", region_text(p.region()));
+    table.rows("and", p.kept().rest.iter().map(lines));
+    table.rows("params", declared(request));
     table.row("stats", yes(p.stats()));
     table.row("scale", request.attn_scale().to_string());
-    table.row("work", format!("{:.3e} operations", p.flops()));
+    if let Some(b) = request.backward.as_ref().map(|b| &b.problem) {
+        tensors(&mut table, BACKWARD, [b.d_o(), b.dq(), b.dk(), b.dv()]);
+        wrt_text(&mut table, b.wrt(), b.deterministic());
+    }
+    let work = request.backward.as_ref().map_or(p.flops(), |b| b.problem.flops());
+    table.row("work", format!("{work:.3e} operations"));
     table.render()
 }

@@ -5,18 +5,21 @@ mod convert;
 mod data;
 mod doctor;
 mod exit;
+mod expression;
 mod header;
 mod inspect;
 mod memory;
 mod names;
 mod operands;
 mod oracle;
+mod params;
 mod plan;
 mod progress;
 mod random;
 mod request;
 mod run;
 mod save;
+mod show;
 mod table;
 mod tolerance;
 
@@ -35,6 +38,7 @@ fn main() -> ExitCode {
     let result = match &cli.command {
         Command::Run(args) => run::run(args, cli.json),
         Command::Inspect(args) => inspect::run(args, cli.json),
+        Command::Show(args) => show::run(args, cli.json),
         Command::Doctor(args) => doctor::run(args, cli.json),
     };
     exit::print(result, cli.json).into()

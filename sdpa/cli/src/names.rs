@@ -3,7 +3,7 @@
 use cudnn_graph::Version;
 use sdpa::dispatch::Preference;
 use sdpa::lower::Form;
-use sdpa::{ExecutorName, Layout, Mask, Shape};
+use sdpa::{ExecutorName, Layout, Shape};
 
 use crate::data::Element;
 
@@ -35,24 +35,36 @@ pub(crate) fn executor(text: &str) -> Result<Preference, String> {
 pub(crate) enum Stage {
     Spec,
     Problem,
+    Trace,
+    Gradient,
     Graph,
     Program,
     Plan,
 }
 
 pub(crate) fn stage(text: &str) -> Result<Stage, String> {
-    let stages =
-        [("spec", Stage::Spec), ("problem", Stage::Problem), ("graph", Stage::Graph), ("program", Stage::Program), ("plan", Stage::Plan)];
+    let stages = [
+        ("spec", Stage::Spec),
+        ("problem", Stage::Problem),
+        ("trace", Stage::Trace),
+        ("gradient", Stage::Gradient),
+        ("graph", Stage::Graph),
+        ("program", Stage::Program),
+        ("plan", Stage::Plan),
+    ];
     one_of(text, &stages)
 }
 
-/// `none` is no mask.
-pub(crate) fn mask(text: &str) -> Result<Option<Mask>, String> {
-    if text == "none" {
-        return Ok(None);
-    }
-    // The library knows no `none`: there it is the absence of a mask.
-    text.parse().map(Some).map_err(|e: sdpa::ParseError| format!("{:?}: {}", e.text, e.rule.replace("one of ", "one of none, ")))
+/// A value for a declared scalar.
+pub(crate) fn param(text: &str) -> Result<(&str, f32), String> {
+    let (name, value) = text.split_once('=').ok_or_else(|| format!("{text:?} is not NAME=VALUE"))?;
+    let number: f32 = value.trim().parse().map_err(|_| format!("{name}: {value:?} is not a number"))?;
+    if number.is_nan() { Err(format!("{name}: {value} is not a number")) } else { Ok((name.trim(), number)) }
+}
+
+/// An index along an axis.
+pub(crate) fn index(text: &str) -> Result<i64, String> {
+    text.parse::<u32>().map(i64::from).map_err(|_| format!("{text:?} is not an index"))
 }
 
 pub(crate) fn scale(text: &str) -> Result<f32, String> {
@@ -121,9 +133,9 @@ mod tests {
     fn names_are_read_and_wrong_ones_are_told_the_right_ones() {
         assert_eq!(element("bf16"), Ok(Element::BF16));
         assert_eq!(layout("bsdh").unwrap_err(), r#""bsdh" is not one of bhsd, bshd, sbhd"#);
-        assert_eq!(mask("none"), Ok(None));
-        assert_eq!(mask("window:3,inf:bottom-right").map(|m| m.map(|m| m.to_string())), Ok(Some("window:3,inf:bottom-right".to_owned())));
-        assert!(mask("window:3").is_err());
+        assert_eq!(param("cap=-inf"), Ok(("cap", f32::NEG_INFINITY)));
+        assert!(param("cap").is_err() && param("cap=x").is_err() && param("cap=nan").is_err());
+        assert!(index("3") == Ok(3) && index("-1").is_err());
         assert_eq!(scale("-0.5"), Ok(-0.5));
         assert!(scale("nan").is_err() && scale("1e39").is_err() && scale("").is_err());
         assert_eq!(runtime("9.19"), Ok(Version::new(9, 19, 0)));

@@ -1,16 +1,21 @@
 //! The operands of one problem: made or read, computed with, checked.
 
 use crate::data::{Data, Element};
-use crate::exit::Failure;
+use crate::exit::{Failure, Line};
+use crate::header::{Entry, Header};
 use crate::memory;
-use crate::oracle;
+use crate::oracle::{self, backward};
+use crate::params::{Bound, Planned};
 use crate::progress::Progress;
 use crate::random;
-use crate::request::{Request, Source};
+use crate::request::{Backward, Request, Source};
 use crate::tolerance::Distance;
-use sdpa::{AttentionSpec, Error, HostForward, Prepared, Report, TensorSpec};
+use crate::tolerance::gradients::GradientDistance;
+use sdpa::{
+    AttentionSpec, BackwardProblem, Error, HostBackward, HostForward, HostGradient, Param, Prepared, PreparedBackward, Report, TensorSpec,
+};
 
-/// q, k, v and room for the results.
+/// Operands and room for the results.
 #[derive(Debug)]
 pub(crate) struct Operands {
     q: Data,
@@ -18,8 +23,21 @@ pub(crate) struct Operands {
     v: Data,
     pub(crate) o: Data,
     pub(crate) stats: Option<Vec<f32>>,
+    pub(crate) params: Vec<Bound>,
+    pub(crate) gradients: Option<Gradients>,
     /// What the user should know of the input.
     pub(crate) notes: Vec<String>,
+}
+
+/// What a backward pass reads and writes besides.
+#[derive(Debug)]
+pub(crate) struct Gradients {
+    d_o: Data,
+    pub(crate) dq: Data,
+    pub(crate) dk: Data,
+    pub(crate) dv: Data,
+    /// Of parameters: the name and the gradient.
+    pub(crate) wrt: Vec<(String, Data)>,
 }
 
 fn elements(tensor: &TensorSpec) -> usize {
@@ -31,62 +49,151 @@ fn rows(spec: &AttentionSpec) -> usize {
     spec.o.dims[..3].iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
 }
 
+/// The elements of each gradient of a parameter.
+fn wrt_elements(problem: &BackwardProblem) -> Vec<(String, Element, usize)> {
+    let one = |g: &sdpa::GradientSpec| {
+        let len = usize::try_from(problem.gradient_elements(&g.name)).unwrap_or(usize::MAX);
+        (g.name.clone(), Element::of(g.dtype).unwrap_or(Element::F32), len)
+    };
+    problem.wrt().iter().map(one).collect()
+}
+
 /// Bytes that a problem takes in host memory.
-pub(crate) fn bytes(spec: &AttentionSpec, element: Element, check: bool) -> u128 {
-    let operands: u128 = [spec.q, spec.k, spec.v, spec.o].iter().map(|t| elements(t) as u128 * element.bytes() as u128).sum();
+pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], backward: Option<&Backward>, check: bool) -> u128 {
+    let of = |tensors: &[TensorSpec]| tensors.iter().map(|t| elements(t) as u128 * element.bytes() as u128).sum::<u128>();
     let stats = if spec.stats { rows(spec) as u128 * size_of::<f32>() as u128 } else { 0 };
-    operands + stats + if check { oracle::bytes(spec) } else { 0 }
+    let gradients = backward.map_or(0, |b| {
+        let wrt: u128 = wrt_elements(&b.problem).iter().map(|(_, element, len)| *len as u128 * element.bytes() as u128).sum();
+        of(&[b.spec.d_o, b.spec.dq, b.spec.dk, b.spec.dv]) + wrt + if check { backward::bytes(&b.problem) } else { 0 }
+    });
+    let params: u128 = params.iter().map(Planned::bytes).sum();
+    of(&[spec.q, spec.k, spec.v, spec.o]) + stats + params + gradients + if check { oracle::bytes(spec) } else { 0 }
+}
+
+/// Reads tensors, and keeps what the user should know of them.
+struct Reader<'a> {
+    header: &'a Header,
+    element: Element,
+    notes: Vec<String>,
+}
+
+impl Reader<'_> {
+    fn read(&mut self, name: &str, tensor: &TensorSpec, entry: &Entry, done: impl Fn(u64)) -> Result<Data, Failure> {
+        let failed = |e: String| Failure::environment(self.header.path.display(), e);
+        let (data, overflows) = self.header.load(entry, self.element, elements(tensor), done).map_err(failed)?;
+        if overflows > 0 {
+            self.notes.push(format!("{name}: {overflows} finite numbers are infinite in {}", self.element.dtype()));
+        }
+        Ok(data)
+    }
+}
+
+impl Gradients {
+    fn new(backward: &Backward, element: Element, d_o: Data) -> Result<Gradients, String> {
+        let zeros = |t: &TensorSpec| Data::zeros(element, elements(t));
+        let wrt = wrt_elements(&backward.problem).into_iter().map(|(name, element, len)| Ok((name, Data::zeros(element, len)?)));
+        let wrt = wrt.collect::<Result<_, String>>()?;
+        Ok(Gradients { d_o, dq: zeros(&backward.spec.dq)?, dk: zeros(&backward.spec.dk)?, dv: zeros(&backward.spec.dv)?, wrt })
+    }
 }
 
 impl Operands {
-    /// Random numbers, for problems that are known to be small.
+    /// Random numbers, for problems that are known to be small, without parameters and gradients.
     pub(crate) fn random(spec: &AttentionSpec, element: Element, seed: u64) -> Result<Operands, String> {
-        let mut made = Vec::new();
-        for (which, tensor) in (0u64..).zip([&spec.q, &spec.k, &spec.v]) {
+        let make = |which: u64, tensor: &TensorSpec| {
             let mut data = Data::zeros(element, elements(tensor))?;
             random::fill(&mut data, seed, which);
-            made.push(data);
-        }
-        Operands::with(made, spec, element, Vec::new())
+            Ok::<Data, String>(data)
+        };
+        Operands::with([make(0, &spec.q)?, make(1, &spec.k)?, make(2, &spec.v)?], spec, element, Vec::new())
     }
 
-    fn with(inputs: Vec<Data>, spec: &AttentionSpec, element: Element, notes: Vec<String>) -> Result<Operands, String> {
-        let [q, k, v] = <[Data; 3]>::try_from(inputs).map_err(|_| "three operands are needed".to_owned())?;
+    fn with([q, k, v]: [Data; 3], spec: &AttentionSpec, element: Element, notes: Vec<String>) -> Result<Operands, String> {
         let o = Data::zeros(element, elements(&spec.o))?;
         let stats = match spec.stats.then(|| Data::zeros(Element::F32, rows(spec))).transpose()? {
             Some(Data::F32(stats)) => Some(stats),
             Some(Data::F16(_) | Data::BF16(_)) | None => None,
         };
-        Ok(Operands { q, k, v, o, stats, notes })
+        Ok(Operands { q, k, v, o, stats, params: Vec::new(), gradients: None, notes })
     }
 
     /// Reads or makes what a request names.
     pub(crate) fn load(request: &Request, seed: u64, progress: Progress) -> Result<Operands, Failure> {
-        let Request { spec, element, .. } = request;
-        let (header, entries) = match &request.source {
+        let Request { spec, element, backward, .. } = request;
+        let memory = |e: String| Failure::environment("memory", e);
+        let mut operands = match &request.source {
             Source::Random => {
                 let _step = progress.spinner("making random numbers");
-                return Operands::random(spec, *element, seed).map_err(|e| Failure::environment("memory", e));
+                let mut operands = Operands::random(spec, *element, seed).map_err(memory)?;
+                if let Some(backward) = backward {
+                    let mut d_o = Data::zeros(*element, elements(&backward.spec.d_o)).map_err(memory)?;
+                    random::fill(&mut d_o, seed, 3);
+                    operands.gradients = Some(Gradients::new(backward, *element, d_o).map_err(memory)?);
+                }
+                operands
             }
-            Source::File(header, entries) => (header, entries),
+            Source::File(header, entries, gradient) => {
+                let tensors = [("q", &spec.q), ("k", &spec.k), ("v", &spec.v)];
+                let total =
+                    tensors.iter().zip(entries.iter()).map(|((_, tensor), entry)| (elements(tensor) * entry.ty.bytes()) as u64).sum();
+                let step = progress.bar("reading", total);
+                let mut reader = Reader { header, element: *element, notes: Vec::new() };
+                let mut read = |n: usize| reader.read(tensors[n].0, tensors[n].1, &entries[n], |n| step.advance(n));
+                let qkv = [read(0)?, read(1)?, read(2)?];
+                let mut operands = Operands::with(qkv, spec, *element, Vec::new()).map_err(memory)?;
+                if let Some((backward, from)) = backward.as_ref().zip(gradient.as_ref()) {
+                    let d_o = reader.read("do", &backward.spec.d_o, &from.d_o, |_| ())?;
+                    operands.gradients = Some(Gradients::new(backward, *element, d_o).map_err(memory)?);
+                    if let Some((o, ty, stats)) = &from.forward {
+                        operands.o = reader.read("o", &spec.o, o, |_| ())?;
+                        let read = header.load_at(*stats, *ty, Element::F32, rows(spec), |_| ());
+                        if let (Data::F32(read), _) = read.map_err(|e| Failure::environment(header.path.display(), e))? {
+                            operands.stats = Some(read);
+                        }
+                    }
+                }
+                operands.notes = reader.notes;
+                operands
+            }
         };
-        let tensors = [("q", &spec.q), ("k", &spec.k), ("v", &spec.v)];
-        let total = tensors.iter().zip(entries).map(|((_, tensor), entry)| (elements(tensor) * entry.ty.bytes()) as u64).sum();
-        let step = progress.bar("reading", total);
-        let (mut inputs, mut notes) = (Vec::new(), Vec::new());
-        let failed = |e: String| Failure::environment(header.path.display(), e);
-        for ((name, tensor), entry) in tensors.into_iter().zip(entries) {
-            let (data, overflows) = header.load(entry, *element, elements(tensor), |n| step.advance(n)).map_err(failed)?;
-            if overflows > 0 {
-                notes.push(format!("{name}: {overflows} finite numbers are infinite in {}", element.dtype()));
+        operands.load_params(request, seed)?;
+        Ok(operands)
+    }
+
+    fn load_params(&mut self, request: &Request, seed: u64) -> Result<(), Failure> {
+        let about = || request.header().map_or_else(|| "memory".to_owned(), |h| h.path.display().to_string());
+        let (mut params, mut wrong) = (Vec::new(), Vec::new());
+        for planned in &request.params {
+            match planned.load(request.header(), seed) {
+                Ok(bound) => params.push(bound),
+                Err(e) => wrong.push(Line::new(about(), e)),
             }
-            inputs.push(data);
         }
-        Operands::with(inputs, spec, *element, notes).map_err(|e| Failure::environment("memory", e))
+        self.params = params;
+        match (wrong.is_empty(), request.header()) {
+            (true, _) => Ok(()),
+            (false, Some(_)) => Err(Failure::Mistakes(wrong)),
+            (false, None) => Err(Failure::Environment(wrong)),
+        }
+    }
+
+    /// The scaled score of one query and key of a batch entry and head.
+    pub(crate) fn score(&self, request: &Request, [b, h]: [i64; 2], [q, k]: [usize; 2]) -> f64 {
+        let p = &request.problem;
+        let dim = usize::try_from(p.dim_qk()).unwrap_or(0);
+        let row = |data: &Data, tensor: &TensorSpec, h: i64, s: usize| {
+            let at = b * tensor.strides[0] + h * tensor.strides[1] + s as i64 * tensor.strides[2];
+            let mut row = vec![0f64; dim];
+            data.row(usize::try_from(at).unwrap_or(0), &mut row);
+            row
+        };
+        let (query, key) = (row(&self.q, &request.spec.q, h, q), row(&self.k, &request.spec.k, h / p.group(), k));
+        query.iter().zip(&key).map(|(x, y)| x * y).sum::<f64>() * f64::from(request.attn_scale())
     }
 
     /// Computes.
-    pub(crate) fn forward(&mut self, prepared: &dyn Prepared, attn_scale: f32) -> Result<Report, Error> {
+    pub(crate) fn forward(&mut self, prepared: &dyn Prepared, names: &[&str], attn_scale: f32) -> Result<Report, Error> {
+        let params: Vec<Param<'_>> = self.params.iter().filter(|p| names.contains(&p.name.as_str())).map(Bound::param).collect();
         prepared.forward(HostForward {
             q: self.q.elements(),
             k: self.k.elements(),
@@ -94,27 +201,71 @@ impl Operands {
             o: self.o.elements_mut(),
             stats: self.stats.as_deref_mut(),
             attn_scale: Some(attn_scale),
-            params: &[],
+            params: &params,
         })
     }
 
-    /// Compares what was computed with the oracle.
-    pub(crate) fn check(&self, spec: &AttentionSpec, attn_scale: f32, progress: Progress) -> Distance {
-        let step = progress.bar("checking", rows(spec) as u64);
-        let call = oracle::Call {
+    /// Computes gradients; `None` where there is no room for them.
+    pub(crate) fn backward(&mut self, prepared: &dyn PreparedBackward, attn_scale: f32) -> Option<Result<Report, Error>> {
+        let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
+        let Gradients { d_o, dq, dk, dv, wrt } = self.gradients.as_mut()?;
+        Some(prepared.backward(HostBackward {
+            q: self.q.elements(),
+            k: self.k.elements(),
+            v: self.v.elements(),
+            o: self.o.elements(),
+            d_o: d_o.elements(),
+            stats: self.stats.as_deref()?,
+            dq: dq.elements_mut(),
+            dk: dk.elements_mut(),
+            dv: dv.elements_mut(),
+            attn_scale: Some(attn_scale),
+            params: &params,
+            gradients: wrt.iter_mut().map(|(name, data)| HostGradient { name, data: data.elements_mut() }).collect(),
+        }))
+    }
+
+    /// What the oracle reads.
+    fn call<'a>(&'a self, spec: &'a AttentionSpec, problem: &'a sdpa::Problem, attn_scale: f32) -> oracle::Call<'a> {
+        oracle::Call {
             spec,
+            problem,
+            params: &self.params,
             q: &self.q,
             k: &self.k,
             v: &self.v,
             o: &self.o,
             stats: self.stats.as_deref(),
             scale: f64::from(attn_scale),
+        }
+    }
+
+    /// Compares what was computed with the oracle.
+    pub(crate) fn check(&self, spec: &AttentionSpec, problem: &sdpa::Problem, attn_scale: f32, progress: Progress) -> Distance {
+        let step = progress.bar("checking", rows(spec) as u64);
+        oracle::check(&self.call(spec, problem, attn_scale), &|rows| step.advance(rows))
+    }
+
+    /// Compares gradients with the oracle's. `chained`: `o` and stats are those that were computed here.
+    pub(crate) fn check_backward(&self, backward: &Backward, attn_scale: f32, progress: Progress) -> Option<GradientDistance> {
+        let spec = &backward.spec.forward;
+        let step = progress.bar("checking gradients", rows(spec) as u64);
+        let Gradients { d_o, dq, dk, dv, wrt } = self.gradients.as_ref()?;
+        let call = backward::Call {
+            forward: self.call(spec, backward.problem.forward(), attn_scale),
+            problem: &backward.problem,
+            spec: &backward.spec,
+            d_o,
+            got: [dq, dk, dv],
+            wrt,
+            chained: !backward.given,
         };
-        oracle::check(&call, &|rows| step.advance(rows))
+        Some(backward::check(&call, &|rows| step.advance(rows)))
     }
 }
 
 /// Whether a problem fits into memory, before any is taken.
 pub(crate) fn fits(request: &Request, check: bool) -> Result<(), String> {
-    memory::check(bytes(&request.spec, request.element, check), memory::available())
+    let need = bytes(&request.spec, request.element, &request.params, request.backward.as_ref(), check);
+    memory::check(need, memory::available())
 }

@@ -1,22 +1,50 @@
-//! Textbook attention in f64, which results are compared with. It shares no code with the executors: it reads masks word
-//! for word, and a row's keys one by one.
+//! Textbook attention in f64, which results are compared with. It shares no code with the executors: it reads named masks word
+//! for word, expressions value by value, and a row's keys one by one.
 
-use crate::data::{Data, Element};
-use crate::tolerance::{Distance, Row, Sizes, compare};
+pub(crate) mod backward;
+pub(crate) mod rules;
+
+use crate::data::Data;
+use crate::params::Bound;
+use crate::tolerance::{Distance, F32_ROUNDOFF, Row, Sizes, compare};
 use rayon::prelude::*;
-use sdpa::expr::{Place, Precision};
-use sdpa::{Align, AttentionSpec, Mask, TensorSpec};
+use rules::{Function, Rough, Rule};
+use sdpa::{AttentionSpec, Problem, TensorSpec};
 
 /// Operands and the results to check.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Call<'a> {
     pub(crate) spec: &'a AttentionSpec,
+    pub(crate) problem: &'a Problem,
+    pub(crate) params: &'a [Bound],
     pub(crate) q: &'a Data,
     pub(crate) k: &'a Data,
     pub(crate) v: &'a Data,
     pub(crate) o: &'a Data,
     pub(crate) stats: Option<&'a [f32]>,
     pub(crate) scale: f64,
+}
+
+/// What happens to scores.
+struct Rules<'a> {
+    modify: Option<Function<'a>>,
+    masks: Vec<Rule<'a>>,
+    extents: [i64; 4],
+}
+
+impl<'a> Rules<'a> {
+    fn new(call: &Call<'a>) -> Rules<'a> {
+        let extents = call.problem.extents();
+        Rules {
+            modify: call.problem.score_mod().map(|trace| Function::new(trace, call.params, extents)),
+            masks: call.spec.masks.iter().map(|m| Rule::new(m, call.params, extents)).collect(),
+            extents,
+        }
+    }
+
+    fn keeps(&self, index: [i64; 4]) -> bool {
+        self.masks.iter().all(|m| m.keeps(index, self.extents))
+    }
 }
 
 /// Rows that share keys and are done together, so that a key is converted once for all of them.
@@ -31,32 +59,10 @@ fn rows_together(seq_kv: usize) -> usize {
 /// Bytes of memory that a check takes.
 pub(crate) fn bytes(spec: &AttentionSpec) -> u128 {
     let seq_kv = usize::try_from(spec.k.dims[2]).unwrap_or(usize::MAX);
-    let scores = rows_together(seq_kv) as u128 * seq_kv as u128 * size_of::<f64>() as u128;
+    let scores = rows_together(seq_kv) as u128 * seq_kv as u128 * (size_of::<f64>() + size_of::<bool>()) as u128;
     let [batch, heads, seq_q, _] = spec.q.dims.map(|n| u128::try_from(n).unwrap_or(0));
     let distances = batch * heads * seq_q.div_ceil(rows_together(seq_kv) as u128) * size_of::<Distance>() as u128;
     scores * rayon::current_num_threads() as u128 + distances
-}
-
-fn keeps(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
-    match *mask {
-        Mask::Window { left, right, align } => {
-            let q = match align {
-                Align::TopLeft => q,
-                Align::BottomRight => q + seq_kv - seq_q,
-            };
-            // In i128, as bounds may be any i64.
-            let (q, k) = (i128::from(q), i128::from(k));
-            left.is_none_or(|left| k > q - i128::from(left)) && right.is_none_or(|right| k <= q + i128::from(right))
-        }
-        Mask::PrefixLm { len } => k <= q || k < len,
-        Mask::All(ref masks) => masks.iter().all(|m| keeps(m, q, k, seq_q, seq_kv)),
-        Mask::Any(ref masks) => masks.iter().any(|m| keeps(m, q, k, seq_q, seq_kv)),
-        Mask::Not(ref mask) => !keeps(mask, q, k, seq_q, seq_kv),
-        Mask::Traced(ref rule) => {
-            let at = Place { score: 0.0, upstream: 0.0, index: [0, 0, q, k], extents: [1, 1, seq_q, seq_kv], params: &[] };
-            rule.trace().eval(&at, Precision::F64)[0] != 0.0
-        }
-    }
 }
 
 /// Computes every row on all threads and compares it; `done` is told how many rows are.
@@ -64,12 +70,13 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let [batch, heads_q, seq_q, _] = extents(&call.spec.q);
     let together = rows_together(extents(&call.spec.k)[2]);
     let blocks = seq_q.div_ceil(together);
+    let rules = Rules::new(call);
     let distances: Vec<Distance> = (0..batch * heads_q * blocks)
         .into_par_iter()
         .map(|n| {
             let (b, h, first) = (n / (heads_q * blocks), n / blocks % heads_q, n % blocks * together);
             let rows = first..(first + together).min(seq_q);
-            let distance = block(call, b, h, rows.clone());
+            let distance = block(call, &rules, b, h, rows.clone());
             done(rows.len() as u64);
             distance
         })
@@ -110,13 +117,27 @@ fn dot(x: &[f64], y: &[f64]) -> (f64, f64) {
     (sums.iter().sum(), sizes.iter().sum())
 }
 
+/// Error of a score that is a sum of products in f32, from the sum of their magnitudes.
+fn score_error(dim_qk: usize, size: f64) -> f64 {
+    4.0 * (dim_qk as f64).sqrt() * F32_ROUNDOFF * size
+}
+
+/// A modified score: its rounding is its own, and so is one more of what executors do to it.
+fn modified(function: &Function<'_>, score: Rough, index: [i64; 4], scratch: &mut Vec<Rough>) -> Rough {
+    let mut roots = function.rough(score, index, scratch);
+    let value = roots.next().unwrap_or(score);
+    let error = if value.value.is_finite() { value.error + 2.0 * F32_ROUNDOFF * value.value.abs() } else { 0.0 };
+    Rough { error, ..value }
+}
+
 /// Some rows of one head.
-fn block(call: &Call<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> Distance {
+fn block(call: &Call<'_>, rules: &Rules<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> Distance {
     let spec = call.spec;
     let [_, heads_q, seq_q, dim_qk] = extents(&spec.q);
     let [_, heads_kv, seq_kv, dim_v] = extents(&spec.v);
     let head = h / (heads_q / heads_kv);
-    let kept = |i: usize, j: usize| spec.masks.iter().all(|m| keeps(m, i as i64, j as i64, seq_q as i64, seq_kv as i64));
+    let index = |i: usize, j: usize| [b, h, i, j].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
+    let kept: Vec<bool> = rows.clone().flat_map(|i| (0..seq_kv).map(move |j| (i, j))).map(|(i, j)| rules.keeps(index(i, j))).collect();
 
     let mut queries = vec![0f64; rows.len() * dim_qk];
     for (i, query) in rows.clone().zip(queries.chunks_exact_mut(dim_qk)) {
@@ -126,26 +147,23 @@ fn block(call: &Call<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> D
         rows.clone().map(|_| Row { o: vec![0.0; dim_v], o_magnitude: vec![0.0; dim_v], ..Row::default() }).collect();
     let mut scores = vec![f64::NEG_INFINITY; rows.len() * seq_kv];
     let mut key = vec![0f64; dim_qk];
+    let mut scratch = Vec::new();
     for j in 0..seq_kv {
         read(call.k, &spec.k, [b, head, j], &mut key);
-        for (r, _) in rows.clone().enumerate().filter(|&(_, i)| kept(i, j)) {
+        for (r, i) in rows.clone().enumerate().filter(|&(r, _)| kept[r * seq_kv + j]) {
             let (sum, size) = dot(&queries[r * dim_qk..][..dim_qk], &key);
-            scores[r * seq_kv + j] = sum * call.scale;
-            answers[r].score_magnitude = answers[r].score_magnitude.max(size * call.scale.abs());
+            let mut score = Rough { value: sum * call.scale, error: score_error(dim_qk, size * call.scale.abs()) };
+            if let Some(function) = &rules.modify {
+                score = modified(function, score, index(i, j), &mut scratch);
+            }
+            scores[r * seq_kv + j] = score.value;
+            answers[r].score_error = answers[r].score_error.max(score.error);
         }
     }
     // From here on `scores` are weights.
-    for (i, (answer, scores)) in rows.clone().zip(answers.iter_mut().zip(scores.chunks_exact_mut(seq_kv))) {
-        let of_kept = |s: &[f64]| (0..seq_kv).filter(|&j| kept(i, j)).map(|j| s[j]).collect::<Vec<f64>>();
-        let max = of_kept(scores).into_iter().fold(f64::NEG_INFINITY, |a, b| {
-            if b.is_nan() {
-                b
-            } else if a.is_nan() {
-                a
-            } else {
-                a.max(b)
-            }
-        });
+    for (r, (answer, scores)) in answers.iter_mut().zip(scores.chunks_exact_mut(seq_kv)).enumerate() {
+        let of_kept = |s: &[f64]| (0..seq_kv).filter(|&j| kept[r * seq_kv + j]).map(|j| s[j]).collect::<Vec<f64>>();
+        let max = largest(&of_kept(scores));
         let sum: f64 = of_kept(scores).into_iter().map(|s| (s - max).exp()).sum();
         // Nothing is kept, or only scores of -inf.
         let empty = max == f64::NEG_INFINITY;
@@ -157,7 +175,7 @@ fn block(call: &Call<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> D
     let mut value = vec![0f64; dim_v];
     for j in 0..seq_kv {
         read(call.v, &spec.v, [b, head, j], &mut value);
-        for (r, _) in rows.clone().enumerate().filter(|&(_, i)| kept(i, j)) {
+        for (r, _) in rows.clone().enumerate().filter(|&(r, _)| kept[r * seq_kv + j]) {
             let answer = &mut answers[r];
             if answer.stats == f64::NEG_INFINITY {
                 continue;
@@ -169,7 +187,7 @@ fn block(call: &Call<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> D
             }
         }
     }
-    let sizes = Sizes { element: element(call.o), dim_qk, seq_kv };
+    let sizes = Sizes { element: call.o.element(), seq_kv };
     let mut o = vec![0f64; dim_v];
     let compared = rows.zip(&answers).map(|(i, answer)| {
         read(call.o, &spec.o, [b, h, i], &mut o);
@@ -179,18 +197,23 @@ fn block(call: &Call<'_>, b: usize, h: usize, rows: std::ops::Range<usize>) -> D
     compared.fold(Distance::default(), Distance::and)
 }
 
-fn element(data: &Data) -> Element {
-    match data {
-        Data::F32(_) => Element::F32,
-        Data::F16(_) => Element::F16,
-        Data::BF16(_) => Element::BF16,
-    }
+/// Not-a-number where one of them is; −∞ of none.
+fn largest(scores: &[f64]) -> f64 {
+    scores.iter().fold(f64::NEG_INFINITY, |a, &b| {
+        if b.is_nan() {
+            b
+        } else if a.is_nan() {
+            a
+        } else {
+            a.max(b)
+        }
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa::{DType, Layout, Shape};
+    use sdpa::{Align, DType, Layout, Mask, Shape};
 
     /// Two keys with scores 0 and ln 3: weights 1/4 and 3/4.
     #[test]
@@ -200,26 +223,19 @@ mod tests {
         let (q, k, v) = (Data::F32(vec![2.0]), Data::F32(vec![0.0, 3f32.ln()]), Data::F32(vec![1.0, -2.0, 5.0, 6.0]));
         let passes = |spec: &AttentionSpec, o: [f32; 2], stats: f32| {
             let o = Data::F32(o.to_vec());
-            let call = Call { spec, q: &q, k: &k, v: &v, o: &o, stats: Some(&[stats]), scale: 0.5 };
+            let problem = spec.validate().unwrap();
+            let call = Call { spec, problem: &problem, params: &[], q: &q, k: &k, v: &v, o: &o, stats: Some(&[stats]), scale: 0.5 };
             check(&call, &|_| ()).passes()
         };
         assert!(passes(&spec, [4.0, 4.0], 4f32.ln()));
         assert!(!passes(&spec, [4.0001, 4.0], 4f32.ln()) && !passes(&spec, [4.0, 3.9999], 4f32.ln()) && !passes(&spec, [4.0, 4.0], 1.387));
         let causal = spec.clone().mask(Mask::causal());
         assert!(passes(&causal, [1.0, -2.0], 0.0) && !passes(&causal, [4.0, 4.0], 4f32.ln()));
+        // Scores become ln 3 and 0.
+        let turned = spec.clone().score_mod(format!("{:?} - score", 3f32.ln()).parse().unwrap());
+        assert!(passes(&turned, [2.0, 0.0], 4f32.ln()) && !passes(&turned, [4.0, 4.0], 4f32.ln()));
         let nothing = spec.mask(Mask::causal()).mask(Mask::window(Some(1), Some(0), Align::BottomRight));
         assert!(passes(&nothing, [0.0, 0.0], f32::NEG_INFINITY) && !passes(&nothing, [0.0, 1e-9], f32::NEG_INFINITY));
-    }
-
-    #[test]
-    fn masks_are_read_word_for_word() {
-        let window = Mask::window(Some(2), Some(1), Align::TopLeft);
-        assert_eq!((0..6).filter(|&k| keeps(&window, 3, k, 6, 6)).collect::<Vec<_>>(), [2, 3, 4]);
-        let corner = Mask::window(Some(1), Some(0), Align::BottomRight);
-        assert_eq!((0..6).filter(|&k| keeps(&corner, 0, k, 2, 6)).collect::<Vec<_>>(), [4]);
-        assert_eq!((0..6).filter(|&k| keeps(&Mask::prefix_lm(3), 1, k, 6, 6)).collect::<Vec<_>>(), [0, 1, 2]);
-        let far = Mask::window(Some(i64::MAX), Some(i64::MAX), Align::BottomRight);
-        assert!((0..6).all(|k| keeps(&far, 5, k, 6, 6)));
     }
 
     #[test]

@@ -6,9 +6,9 @@ use crate::memory;
 use crate::progress::Progress;
 use crate::table::{Table, list};
 use cudnn_graph::{Candidate, DeviceProfile, Library, Outcome, Source, Target};
+use sdpa::Error;
 use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions, Planned, plan};
-use sdpa::lower::Form;
-use sdpa::{Error, Problem};
+use sdpa::lower::{Form, Job};
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -35,6 +35,7 @@ pub(crate) struct PlanReport {
     version: String,
     device: String,
     sm: u32,
+    pass: &'static str,
     form: Form,
     engine: String,
     workspace_bytes: u64,
@@ -54,9 +55,9 @@ fn failure(error: &Error) -> Failure {
     Failure::Executor(vec![Line::new("cudnn", error)])
 }
 
-/// Makes the plan of a problem's forward pass.
+/// Makes the plan of a pass.
 pub(crate) fn make(
-    problem: &Problem,
+    job: &Job,
     form: Option<Form>,
     profile: Option<&DeviceProfile>,
     places: &PlaceArgs,
@@ -68,15 +69,19 @@ pub(crate) fn make(
     let environment = |e: cudnn_graph::Error| failure(&Error::Backend(e));
     if let Some(profile) = profile {
         let library = Library::load(&options.search).map_err(environment)?;
-        let planned = plan::build(library, &Target::Profile(profile), &problem.clone().into(), &options.plan).map_err(|e| failure(&e))?;
-        return Ok(tell(library, profile.name(), profile.sm(), &planned));
+        let planned = plan::build(library, &Target::Profile(profile), job, &options.plan).map_err(|e| failure(&e))?;
+        return Ok(tell(library, (profile.name(), profile.sm()), job, &planned));
     }
     let executor = CudnnExecutor::new(options).map_err(environment)?;
-    let (planned, _): (Arc<Planned>, bool) = executor.attention(problem).map_err(|e| failure(&e))?;
-    Ok(tell(executor.library(), executor.device().name(), executor.device().sm(), &planned))
+    let (planned, _): (Arc<Planned>, bool) = match job {
+        Job::Forward(problem) => executor.attention(problem),
+        Job::Backward(problem) => executor.attention_backward(problem),
+    }
+    .map_err(|e| failure(&e))?;
+    Ok(tell(executor.library(), (executor.device().name(), executor.device().sm()), job, &planned))
 }
 
-fn tell(library: &Library, device: &str, sm: u32, planned: &Planned) -> PlanReport {
+fn tell(library: &Library, (device, sm): (&str, u32), job: &Job, planned: &Planned) -> PlanReport {
     let report = planned.plan.report();
     let json = planned.plan.to_json().map_err(|e| e.to_string());
     let json = json.and_then(|text| serde_json::from_str(&text).map_err(|e| format!("is not JSON: {e}")));
@@ -90,6 +95,7 @@ fn tell(library: &Library, device: &str, sm: u32, planned: &Planned) -> PlanRepo
         version: library.version().to_string(),
         device: device.to_owned(),
         sm,
+        pass: job.name(),
         form: planned.lowered.form,
         engine: planned.plan.engine().map(Candidate::tag).unwrap_or_default(),
         workspace_bytes: planned.workspace_bytes(),
@@ -130,6 +136,7 @@ impl PlanReport {
         let mut table = Table::default();
         table.row("library", format!("cuDNN {}, {}", self.version, self.library));
         table.row("device", format!("{}, sm {}", self.device, self.sm));
+        table.row("pass", self.pass);
         table.row("form", self.form.name());
         table.row("engine", self.engine.clone());
         table.row("workspace", memory::human(u128::from(self.workspace_bytes)));

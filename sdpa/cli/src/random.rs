@@ -28,6 +28,11 @@ pub(crate) fn fill(data: &mut Data, seed: u64, which: u64) {
     }
 }
 
+/// 64 bits of a stream of one seed.
+pub(crate) fn draw(seed: u64, which: u64, n: u64) -> u64 {
+    bits(bits(bits(seed, 0), which), n)
+}
+
 fn each<T: Send>(to: &mut [T], stream: u64, of: impl Fn(f32) -> T + Sync) {
     const BLOCK: usize = 1 << 16;
     to.par_chunks_mut(BLOCK).enumerate().for_each(|(block, to)| {

@@ -1,16 +1,23 @@
 //! What was asked for: every option and the header of the input, read in one place, so that all mistakes are told at once.
 
-use crate::args::{PlaceArgs, ProblemArgs};
+mod extents;
+mod rules;
+
+use crate::args::{BackwardArgs, PlaceArgs, ProblemArgs};
 use crate::convert::FileType;
 use crate::data::Element;
 use crate::exit::Mistakes;
 use crate::header::{Entry, Header};
 use crate::names;
+use crate::params::{Planned, Sources};
 use cudnn_graph::Search;
+use extents::{extents, relevant, specification};
+use rules::{Rules, judge, valid};
 use sdpa::exec::cudnn::CudnnOptions;
-use sdpa::{AttentionSpec, DType, Layout, Mask, Problem, Shape, SpecError, TensorSpec};
+use sdpa::lower::Job;
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Layout, Mask, Problem, ScoreMod, Shape};
 
-/// The problem of `run` and `inspect`.
+/// The problem of `run`, `inspect` and `show`.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) source: Source,
@@ -19,22 +26,42 @@ pub(crate) struct Request {
     pub(crate) scale: Option<f32>,
     pub(crate) spec: AttentionSpec,
     pub(crate) problem: Problem,
+    /// Values of declared parameters: those of the problem, then those that only gradients declare.
+    pub(crate) params: Vec<Planned>,
+    pub(crate) backward: Option<Backward>,
+}
+
+/// The backward pass of a request.
+#[derive(Debug)]
+pub(crate) struct Backward {
+    pub(crate) spec: BackwardSpec,
+    pub(crate) problem: BackwardProblem,
+    /// The input has `o` and stats: the forward pass is not computed.
+    pub(crate) given: bool,
 }
 
 /// Where the operands come from.
 #[derive(Debug)]
 pub(crate) enum Source {
-    /// A file, and its q, k and v.
-    File(Box<Header>, [Entry; 3]),
+    /// A file, its q, k and v, and what it has for a backward pass.
+    File(Box<Header>, Box<[Entry; 3]>, Option<Box<BackwardEntries>>),
     /// Random numbers.
     Random,
+}
+
+/// What an input has for a backward pass.
+#[derive(Debug)]
+pub(crate) struct BackwardEntries {
+    pub(crate) d_o: Entry,
+    /// `o`, and where the f32 stats are, of this type.
+    pub(crate) forward: Option<(Entry, FileType, u64)>,
 }
 
 /// What is computed when nothing is said.
 const EXAMPLE: Shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 256, seq_kv: 256, dim_qk: 64, dim_v: 64 };
 
-/// A shape that breaks no rule, to judge masks by.
-const ANY: Shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 8, seq_kv: 8, dim_qk: 8, dim_v: 8 };
+/// A shape that breaks no rule, to judge by what does not depend on one.
+const ANY: Shape = Shape { batch: 2, heads_q: 2, heads_kv: 2, seq_q: 8, seq_kv: 8, dim_qk: 8, dim_v: 8 };
 
 impl PlaceArgs {
     /// How cuDNN is set up.
@@ -44,53 +71,139 @@ impl PlaceArgs {
     }
 }
 
+/// What a command does with a problem.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Wanted<'a> {
+    /// The options of the backward pass, where the command has one.
+    pub(crate) gradient: Option<&'a BackwardArgs>,
+    /// Stats are computed without being asked for.
+    pub(crate) stats: bool,
+    /// What a backward pass reads is needed.
+    pub(crate) computes: bool,
+}
+
+/// The operands of a file, as far as they are right.
+struct Operands {
+    qkv: [Option<Entry>; 3],
+    d_o: Option<Entry>,
+    forward: Option<(Entry, FileType, u64)>,
+}
+
+impl Operands {
+    fn find(header: &Header, layout: Option<Layout>, backward: bool, mistakes: &mut Mistakes) -> Operands {
+        let qkv = ["q", "k", "v"].map(|name| header.operand(name, "", layout, mistakes));
+        let d_o = if backward { header.operand("do", ", which --backward reads", layout, mistakes) } else { None };
+        let stats = header.find("stats").and_then(|found| Some((FileType::of(found.dtype)?, found)));
+        let forward = match (backward && header.find("o").is_some(), stats) {
+            (true, Some((ty, stats))) => {
+                let o = header.operand("o", "", layout, mistakes);
+                if let (Some(layout), Some(o)) = (layout, &o) {
+                    let rows = &o.dims(layout)[..3];
+                    if stats.shape != rows && (stats.shape.len() != 4 || stats.shape[..3] != *rows || stats.shape[3] != 1) {
+                        let rule = format!("{rows:?} (batch, query heads, queries), as o has");
+                        mistakes.add(header.path.display(), format!("stats has the shape {:?}: {rule}", stats.shape));
+                    }
+                }
+                o.map(|o| (o, ty, stats.offset))
+            }
+            (true | false, _) => None,
+        };
+        Operands { qkv, d_o, forward }
+    }
+
+    fn dims(&self, layout: Option<Layout>) -> [Option<[i64; 4]>; 3] {
+        let dims = |entry: &Option<Entry>| entry.as_ref().zip(layout).map(|(entry, layout)| entry.dims(layout));
+        [dims(&self.qkv[0]), dims(&self.qkv[1]), dims(&self.qkv[2])]
+    }
+}
+
 impl Request {
-    /// Reads the options of a problem. `stats`: whether they are computed without being asked for.
-    pub(crate) fn read(args: &ProblemArgs, stats: bool, mistakes: &mut Mistakes) -> Option<Request> {
+    /// Reads the options of a problem.
+    pub(crate) fn read(args: &ProblemArgs, wanted: &Wanted<'_>, mistakes: &mut Mistakes) -> Option<Request> {
+        let gradient = wanted.gradient;
         let layout = mistakes.take("--layout", args.layout.as_deref().map_or(Ok(Layout::Bhsd), names::layout));
-        let wanted = args.dtype.as_deref().map(|text| mistakes.take("--dtype", names::element(text)));
-        let masks = masks(&args.mask, mistakes);
+        let dtype = args.dtype.as_deref().map(|text| mistakes.take("--dtype", names::element(text)));
         let scale = args.scale.as_deref().map(|text| mistakes.take("--scale", names::scale(text)));
+        let given: Vec<Option<(String, f32)>> = args
+            .param
+            .iter()
+            .map(|text| mistakes.take("--param", names::param(text)).map(|(name, value)| (name.to_owned(), value)))
+            .collect();
         let shape =
             args.shape.as_deref().map(|text| names::shape(text).map_err(|e| e.into_iter().for_each(|e| mistakes.add("--shape", e))));
-        if args.input.is_some() && args.shape.is_some() {
+        let input = args.input.is_some();
+        if input && args.shape.is_some() {
             mistakes.add("--shape", "the shape is that of the --input: give one of the two");
         }
         let header = args.input.as_deref().and_then(|path| mistakes.take(path.display(), Header::read(path)));
-        let entries = header.as_ref().map(|header| header.entries(layout, mistakes));
-        let element = match (wanted, &header) {
-            (Some(wanted), _) => wanted,
-            (None, Some(header)) => mistakes.take(header.path.display(), common(&header.types())).flatten(),
+        let operands =
+            header.as_ref().map(|header| Operands::find(header, layout, wanted.computes && gradient.is_some_and(|g| g.backward), mistakes));
+        let element = match (dtype, &header) {
+            (Some(dtype), _) => dtype,
+            (None, Some(header)) => {
+                let backward: &[&str] = match &operands {
+                    Some(Operands { d_o: Some(_), forward: Some(_), .. }) => &["do", "o"],
+                    Some(Operands { d_o: Some(_), .. }) => &["do"],
+                    Some(_) | None => &[],
+                };
+                let names = [&["q", "k", "v"], backward].concat();
+                mistakes.take(header.path.display(), common(&header.types(&names))).flatten()
+            }
             (None, None) => Some(Element::BF16),
         };
-
-        let (about, dims) = match (&header, &entries, shape) {
+        let (about, dims) = match (&header, &operands, shape) {
             // Extents of axes in an order that is not known say nothing.
-            (Some(header), Some(entries), _) => {
-                let dims = |entry: &Option<Entry>| entry.as_ref().zip(layout).map(|(entry, layout)| entry.dims(layout));
-                (header.path.display().to_string(), [dims(&entries[0]), dims(&entries[1]), dims(&entries[2])])
-            }
-            (_, _, Some(Err(()))) => return None,
-            (_, _, Some(Ok(shape))) => ("--shape".to_owned(), extents(shape).map(Some)),
-            (_, _, None) if args.input.is_some() => return None,
-            (_, _, None) => ("the example".to_owned(), extents(EXAMPLE).map(Some)),
+            (Some(header), Some(operands), _) => (header.path.display().to_string(), operands.dims(layout)),
+            (_, _, Some(Ok(shape))) if !input => ("--shape".to_owned(), extents(shape).map(Some)),
+            (_, _, None) if !input => ("the example".to_owned(), extents(EXAMPLE).map(Some)),
+            (_, _, _) => (String::new(), [None; 3]),
         };
-        let stats = stats || args.stats;
+        let scores = dims[0].zip(dims[1].or(dims[2])).map(|(q, k)| [q[0], q[1], q[2], k[2]]);
+        let rules = Rules::read(args, header.as_ref(), element, scores, mistakes);
         let dtype = element.unwrap_or(Element::F32).dtype();
-        let spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), masks.clone().unwrap_or_default(), stats)?;
-        let problem = match spec.validate() {
-            Ok(problem) => Some(problem),
-            Err(errors) => {
-                relevant(errors.0, dims).iter().for_each(|e| mistakes.add(&about, e));
-                None
+
+        // What does not depend on extents is judged where they are right.
+        let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
+        let known = rules.clone().unwrap_or_default();
+        (any.score_mods, any.masks) = (known.score_mods, known.masks);
+        let judged = judge(&any, args, gradient, rules.is_some(), mistakes);
+        // What is wrong has been told.
+        let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
+        let sources = Sources { extents: scores, header: header.as_ref(), input, given: &given };
+        let params = judged.as_ref().and_then(|judged| sources.plan(&judged.params, mistakes));
+
+        let stats = wanted.stats || args.stats || gradient.is_some_and(|g| g.backward);
+        let rules = rules.unwrap_or_default();
+        let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
+        (spec.score_mods, spec.masks) = (rules.score_mods, rules.masks);
+        let problem = valid(spec.validate(), |errors| {
+            relevant(errors.0, dims).iter().for_each(|e| mistakes.add(&about, e));
+        });
+        let judged = judged?;
+        let backward = match (gradient.filter(|g| g.backward), &problem) {
+            (Some(_), Some(_)) => {
+                if let Some((header, operands)) = header.as_ref().zip(operands.as_ref()) {
+                    let forward = operands.forward.as_ref().map(|(o, ..)| o);
+                    for (name, entry) in [("do", operands.d_o.as_ref()), ("o", forward)] {
+                        entry.into_iter().for_each(|entry| fits(header, name, entry, spec.o.dims, layout, mistakes));
+                    }
+                }
+                let mut backward = BackwardSpec { wrt: judged.wrt, ..spec.backward() };
+                backward.deterministic = gradient.is_some_and(|g| g.deterministic);
+                let problem = valid(backward.validate(), |errors| {
+                    errors.0.iter().filter(|_| judged.right).for_each(|e| mistakes.add("--backward", e));
+                })?;
+                Some(Backward { spec: backward, problem, given: operands.as_ref().is_some_and(|o| o.forward.is_some()) })
             }
+            (Some(_) | None, _) => None,
         };
-        let source = match (header, entries) {
-            (Some(header), Some([q, k, v])) => Source::File(Box::new(header), [q?, k?, v?]),
+        let source = match (header, operands) {
+            (Some(header), Some(Operands { qkv: [q, k, v], d_o, forward })) => {
+                Source::File(Box::new(header), Box::new([q?, k?, v?]), d_o.map(|d_o| Box::new(BackwardEntries { d_o, forward })))
+            }
             (Some(_), None) | (None, _) => Source::Random,
         };
         // What is `None` here has been told.
-        masks?;
         Some(Request {
             source,
             element: element?,
@@ -98,6 +211,8 @@ impl Request {
             scale: scale.map_or(Some(None), |s| s.map(Some))?,
             spec,
             problem: problem?,
+            params: params?,
+            backward,
         })
     }
 
@@ -120,33 +235,35 @@ impl Request {
         self.scale.unwrap_or(self.problem.default_scale())
     }
 
+    /// Score_mods, as they are written.
+    pub(crate) fn score_mods(&self) -> Vec<String> {
+        self.spec.score_mods.iter().map(ScoreMod::to_string).collect()
+    }
+
     /// Masks, as they are written.
     pub(crate) fn masks(&self) -> Vec<String> {
         self.spec.masks.iter().map(Mask::to_string).collect()
     }
+
+    /// The pass that was asked for.
+    pub(crate) fn job(&self) -> Job {
+        self.backward.as_ref().map_or_else(|| self.problem.clone().into(), |b| b.problem.clone().into())
+    }
+
+    /// The input, if there is one.
+    pub(crate) fn header(&self) -> Option<&Header> {
+        match &self.source {
+            Source::File(header, ..) => Some(header),
+            Source::Random => None,
+        }
+    }
 }
 
-/// Extents of q, k and v.
-fn extents(s: Shape) -> [[i64; 4]; 3] {
-    [[s.batch, s.heads_q, s.seq_q, s.dim_qk], [s.batch, s.heads_kv, s.seq_kv, s.dim_qk], [s.batch, s.heads_kv, s.seq_kv, s.dim_v]]
-}
-
-/// Every mask, or `None` once one of them is wrong.
-fn masks(texts: &[String], mistakes: &mut Mistakes) -> Option<Vec<Mask>> {
-    let read: Vec<Option<Vec<Mask>>> = texts
-        .iter()
-        .map(|text| {
-            let Some(mask) = mistakes.take("--mask", names::mask(text))? else { return Some(Vec::new()) };
-            let alone = AttentionSpec::dense(DType::F32, ANY, Layout::Bhsd).mask(mask.clone()).validate();
-            let Err(errors) = alone else { return Some(vec![mask]) };
-            for error in errors.0 {
-                let field = error.field.trim_start_matches("masks[0].");
-                mistakes.add("--mask", format!("{text:?}: {field} is {}: {}", error.value, error.rule));
-            }
-            None
-        })
-        .collect();
-    Some(read.into_iter().collect::<Option<Vec<_>>>()?.concat())
+/// Whether an operand is as the output is.
+fn fits(header: &Header, name: &str, entry: &Entry, want: [i64; 4], layout: Option<Layout>, mistakes: &mut Mistakes) {
+    if let Some(dims) = layout.map(|layout| entry.dims(layout)).filter(|dims| *dims != want) {
+        mistakes.add(header.path.display(), format!("{name} is {dims:?} (batch, head, seq, dim): {want:?}, as the output is"));
+    }
 }
 
 /// The element type that q, k and v have in common; `None` where that is not known because of another mistake.
@@ -161,56 +278,5 @@ fn common(types: &[(&str, FileType)]) -> Result<Option<Element>, String> {
         FileType::BF16 => Ok(Some(Element::BF16)),
         FileType::F32 => Ok(Some(Element::F32)),
         FileType::F64 => Err(format!("{}: say with --dtype what to convert them to, f32, f16 or bf16", said())),
-    }
-}
-
-/// The specification; extents that are not known are such that they contradict nothing. `None` where none is known.
-fn specification(dims: [Option<[i64; 4]>; 3], dtype: DType, layout: Layout, masks: Vec<Mask>, stats: bool) -> Option<AttentionSpec> {
-    let [q, k, v] = dims;
-    let any = q.or(k).or(v)?;
-    let v_or = |fallback: [i64; 4]| v.unwrap_or(fallback);
-    let dim_qk = q.or(k).map_or(1, |t| t[3]);
-    let k = k.unwrap_or_else(|| {
-        let like = v_or([any[0], any[1], 1, 1]);
-        [like[0], like[1], like[2], dim_qk]
-    });
-    let q = q.unwrap_or([k[0], k[1], 1, dim_qk]);
-    let v = v.unwrap_or(k);
-    let o = [q[0], q[1], q[2], v[3]];
-    let [q, k, v, o] = [q, k, v, o].map(|dims| TensorSpec::dense(dims, layout));
-    Some(AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), masks, stats })
-}
-
-/// Errors without those about tensors that were filled in, and about `o` where they only repeat others.
-fn relevant(errors: Vec<SpecError>, dims: [Option<[i64; 4]>; 3]) -> Vec<SpecError> {
-    let about = |error: &SpecError, name: &str| error.field.starts_with(&format!("{name}."));
-    let given = |error: &SpecError| !["q", "k", "v"].into_iter().zip(dims).any(|(name, dims)| dims.is_none() && about(error, name));
-    let (of_o, others): (Vec<_>, Vec<_>) = errors.into_iter().filter(given).partition(|error| about(error, "o"));
-    if others.is_empty() && dims.iter().all(Option::is_some) { of_o } else { others }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn fields(dims: [Option<[i64; 4]>; 3]) -> Vec<String> {
-        let spec = specification(dims, DType::F32, Layout::Bhsd, Vec::new(), false).unwrap();
-        let errors = spec.validate().err().map_or(Vec::new(), |e| e.0);
-        relevant(errors, dims).into_iter().map(|e| e.field).collect()
-    }
-
-    #[test]
-    fn what_is_missing_hides_no_mistake_and_makes_none() {
-        let (q, k, v) = ([2, 4, 9, 8], [2, 2, 11, 8], [2, 2, 11, 16]);
-        for missing in 0..8u8 {
-            let dims = [(q, 1), (k, 2), (v, 4)].map(|(t, bit)| (missing & bit == 0).then_some(t));
-            if missing < 7 {
-                assert_eq!(fields(dims), Vec::<String>::new(), "{missing}");
-            }
-        }
-        assert_eq!(fields([Some([3, 4, 9, 8]), None, Some(v)]), ["v.dims[0] (batch)"]);
-        assert_eq!(fields([None, Some(k), Some([2, 3, 11, 16])]), ["v.dims[1] (heads_kv)"]);
-        assert_eq!(fields([Some([2, 3, 9, 8]), Some(k), None]), ["q.dims[1] (heads_q)"]);
-        assert_eq!(fields([Some([2, 4, 0, 8]), Some(k), Some(v)]), ["q.dims[2] (seq)"]);
     }
 }

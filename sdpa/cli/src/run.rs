@@ -1,19 +1,21 @@
 //! `run`: compute, write, check, tell.
 
+mod choose;
+mod tell;
+
 use crate::args::RunArgs;
 use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
-use crate::memory;
+use crate::header::file_shape;
 use crate::names;
 use crate::operands::{self, Operands};
 use crate::progress::Progress;
-use crate::request::{Request, Source};
-use crate::save::Destination;
-use crate::table::{Table, list};
-use crate::tolerance::{Distance, Worst};
-use sdpa::dispatch::{Choice, Dispatcher, Preference};
-use sdpa::exec::cudnn::guard;
-use sdpa::{Error, ExecutorName, Reason, Report, Shape, Unsupported};
-use serde::Serialize;
+use crate::request::{Request, Wanted};
+use crate::save::{Destination, Saved, Tensor};
+use choose::{Chosen, choose};
+use sdpa::dispatch::{Dispatcher, Preference};
+use sdpa::expr::Declared;
+use sdpa::{Error, ExecutorName, Report};
+use tell::{Checked, Told};
 
 /// Everything that was asked for.
 struct Order {
@@ -29,7 +31,8 @@ impl Order {
         let example = args.problem.input.is_none() && args.problem.shape.is_none();
         let check = args.check || example;
         let mut mistakes = Mistakes::default();
-        let request = Request::read(&args.problem, args.output.is_some() || example, &mut mistakes);
+        let wanted = Wanted { gradient: Some(&args.backward), stats: args.output.is_some() || example, computes: true };
+        let request = Request::read(&args.problem, &wanted, &mut mistakes);
         if let Some(request) = &request {
             mistakes.take("memory", operands::fits(request, check));
         }
@@ -53,56 +56,10 @@ impl Order {
     }
 }
 
-/// What speaks against an executor.
-#[derive(Serialize)]
-struct Declined {
-    executor: ExecutorName,
-    reasons: Vec<Reason>,
-    text: String,
-}
-
-impl Declined {
-    fn new(unsupported: &Unsupported) -> Declined {
-        let text = unsupported.reasons.iter().map(Reason::to_string).collect::<Vec<_>>().join("; ").replace('\n', "; ");
-        Declined { executor: unsupported.executor, reasons: unsupported.reasons.clone(), text }
-    }
-}
-
-#[derive(Serialize)]
-struct Checked {
-    passed: bool,
-    o_relative: f64,
-    o: Worst,
-    stats: Option<Worst>,
-}
-
-impl Checked {
-    fn new(distance: &Distance) -> Checked {
-        Checked { passed: distance.passes(), o_relative: distance.o_relative(), o: distance.o, stats: distance.stats }
-    }
-}
-
-/// What a run has to tell.
-#[derive(Serialize)]
-struct Told {
-    executor: ExecutorName,
-    declined: Vec<Declined>,
-    shape: Shape,
-    layout: &'static str,
-    masks: Vec<String>,
-    dtype: &'static str,
-    scale: f32,
-    stats: bool,
-    input: Option<String>,
-    seed: Option<u64>,
-    engine: String,
-    copied: Vec<&'static str>,
-    workspace_bytes: u64,
-    compute_ms: f64,
-    tflops: f64,
-    check: Option<Checked>,
-    output: Option<String>,
-    notes: Vec<String>,
+/// What ran.
+struct Reports {
+    forward: Option<Report>,
+    backward: Option<Report>,
 }
 
 /// Runs the command.
@@ -113,32 +70,72 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let scale = request.attn_scale();
 
     let dispatcher = Dispatcher::new(args.places.options());
-    let choice = {
+    let chosen = {
         let _step = progress.spinner("preparing");
         choose(&dispatcher, request, order.preference)?
     };
     let mut operands = Operands::load(request, order.seed, progress)?;
-    let report = {
+    let reports = {
         let _step = progress.spinner("computing");
-        let mut compute = || {
-            let computed = operands.forward(choice.prepared.as_ref(), scale);
-            computed.map_err(|e| Failure::Environment(lines(choice.executor, &e)))
-        };
-        if choice.executor != ExecutorName::Cpu {
-            // A first execution loads its kernel, which takes longer than most attention: the time told is the second's.
-            compute()?;
-        }
-        compute()?
+        compute(&mut operands, request, &chosen)?
     };
     if let Some(destination) = &order.destination {
         let _step = progress.spinner("writing");
-        let written = destination.write(&request.spec, request.layout, &operands.o, operands.stats.as_deref());
+        let written = destination.write(results(&operands, request));
         written.map_err(|e| Failure::environment(destination.path.display(), format!("cannot be written: {e}")))?;
     }
-    let distance = order.check.then(|| operands.check(&request.spec, scale, progress));
-    let outcome = if distance.is_none_or(|d| d.passes()) { Outcome::Good } else { Outcome::PastTolerance };
-    let told = tell(&order, choice, report, distance, operands.notes);
-    Answer::new(json, &told, || text(&told), outcome)
+    let bad: Vec<String> = results(&operands, request).iter().filter_map(Tensor::not_numbers).collect();
+    operands.notes.extend(bad);
+    let checked = order.check.then(|| {
+        let forward = reports.forward.is_some().then(|| operands.check(&request.spec, &request.problem, scale, progress));
+        let backward = request.backward.as_ref().and_then(|b| operands.check_backward(b, scale, progress));
+        Checked::new(forward.as_ref(), backward.as_ref())
+    });
+    let outcome = if checked.as_ref().is_none_or(|c| c.passed) { Outcome::Good } else { Outcome::PastTolerance };
+    let told = Told::new(&order, chosen, reports, checked, operands);
+    Answer::new(json, &told, || told.text(), outcome)
+}
+
+/// Computes the passes. A first execution on a device loads its kernel, which takes longer than most attention: the time told is
+/// the second's.
+fn compute(operands: &mut Operands, request: &Request, chosen: &Chosen) -> Result<Reports, Failure> {
+    let failed = |e: Error| Failure::Environment(lines(chosen.executor, &e));
+    let scale = request.attn_scale();
+    let times = if chosen.executor == ExecutorName::Cpu { 1 } else { 2 };
+    let names: Vec<&str> = request.problem.params().iter().map(|d: &Declared| d.name.as_str()).collect();
+    let mut reports = Reports { forward: None, backward: None };
+    for _ in 0..times {
+        if let Some(forward) = &chosen.forward {
+            reports.forward = Some(operands.forward(forward.as_ref(), &names, scale).map_err(failed)?);
+        }
+    }
+    for _ in 0..times {
+        if let Some(backward) = &chosen.backward {
+            reports.backward = operands.backward(backward.as_ref(), scale).transpose().map_err(failed)?;
+        }
+    }
+    Ok(reports)
+}
+
+/// What is written: everything that was computed.
+fn results<'a>(operands: &'a Operands, request: &'a Request) -> Vec<Tensor<'a>> {
+    let spec = &request.spec;
+    let mut tensors = Vec::new();
+    let strided = |name: &str, dims: [i64; 4], data| Tensor::new(name, &file_shape(dims, request.layout), Saved::Data(data));
+    if !request.backward.as_ref().is_some_and(|b| b.given) {
+        tensors.extend(operands.stats.as_deref().map(|stats| Tensor::new("stats", &spec.o.dims[..3], Saved::F32(stats))));
+        tensors.push(strided("o", spec.o.dims, &operands.o));
+    }
+    if let Some(gradients) = &operands.gradients {
+        tensors.push(strided("dq", spec.q.dims, &gradients.dq));
+        tensors.push(strided("dk", spec.k.dims, &gradients.dk));
+        tensors.push(strided("dv", spec.v.dims, &gradients.dv));
+        for (name, data) in &gradients.wrt {
+            let shape = request.params.iter().find(|p| p.declared.name == *name).map_or(&[][..], |p| &p.shape);
+            tensors.push(Tensor::new(&format!("d{name}"), shape, Saved::Data(data)));
+        }
+    }
+    tensors
 }
 
 /// The lines of an error about an executor.
@@ -149,111 +146,14 @@ pub(crate) fn lines(executor: ExecutorName, error: &Error) -> Vec<Line> {
     vec![Line::new(executor, error)]
 }
 
-/// An executor for a request. The scale is no part of a problem, so what speaks against it is found here.
-fn choose(dispatcher: &Dispatcher, request: &Request, preference: Preference) -> Result<Choice, Failure> {
-    let problem = &request.problem;
-    let bad_scale = guard::check_scale(request.attn_scale()).err().map(|errors| {
-        let limit = |e: sdpa::SpecError| Reason::Limit { field: e.field, value: e.value, limit: e.rule };
-        Unsupported { executor: ExecutorName::Cudnn, reasons: errors.0.into_iter().map(limit).collect() }
-    });
-    match (preference, bad_scale) {
-        (Preference::Named(name), bad_scale) => {
-            let mut against = Vec::new();
-            if let Some(unsupported) = bad_scale.filter(|_| name == ExecutorName::Cudnn) {
-                against.extend(lines(name, &Error::Unsupported(unsupported)));
-            }
-            match dispatcher.prepare(problem, preference) {
-                Ok(choice) if against.is_empty() => return Ok(choice),
-                Ok(_) => {}
-                Err(e) => against.extend(lines(name, &e)),
-            }
-            Err(Failure::Executor(against))
-        }
-        (Preference::Auto, None) => {
-            dispatcher.prepare(problem, preference).map_err(|e| Failure::Environment(lines(ExecutorName::Cudnn, &e)))
-        }
-        (Preference::Auto, Some(bad_scale)) => {
-            let mut declined = vec![bad_scale];
-            for name in ExecutorName::ALL.into_iter().filter(|&name| name != ExecutorName::Cudnn) {
-                match dispatcher.prepare(problem, Preference::Named(name)) {
-                    Ok(choice) => return Ok(Choice { declined, ..choice }),
-                    Err(Error::Unsupported(unsupported)) => declined.push(unsupported),
-                    Err(e) => declined.push(Unsupported { executor: name, reasons: vec![Reason::Absent(e.to_string())] }),
-                }
-            }
-            Err(Failure::Executor(declined.into_iter().flat_map(|d| lines(d.executor, &Error::Unsupported(d))).collect()))
-        }
-    }
-}
-
-fn tell(order: &Order, choice: Choice, report: Report, distance: Option<Distance>, notes: Vec<String>) -> Told {
-    let request = &order.request;
-    let (input, seed) = match &request.source {
-        Source::File(header, _) => (Some(header.path.display().to_string()), None),
-        Source::Random => (None, Some(order.seed)),
-    };
-    Told {
-        executor: choice.executor,
-        declined: choice.declined.iter().map(Declined::new).collect(),
-        shape: request.shape(),
-        layout: request.layout.name(),
-        masks: request.masks(),
-        dtype: request.element.dtype().name(),
-        scale: request.attn_scale(),
-        stats: request.spec.stats,
-        input,
-        seed,
-        engine: report.engine,
-        copied: report.copied,
-        workspace_bytes: report.workspace_bytes,
-        compute_ms: report.compute_ms,
-        tflops: request.problem.flops() / (report.compute_ms.max(1e-6) * 1e9),
-        check: distance.as_ref().map(Checked::new),
-        output: order.destination.as_ref().map(|d| d.path.display().to_string()),
-        notes,
-    }
-}
-
-fn worst(name: &str, worst: &Worst) -> String {
-    format!("{name}: error {:.1e}, tolerance {:.1e} ({:.0} % of it)", worst.error, worst.tolerance, worst.ratio * 100.0)
-}
-
-fn text(told: &Told) -> String {
-    let mut table = Table::default();
-    let s = &told.shape;
-    table.row("executor", told.executor.name());
-    table.rows("declined", told.declined.iter().map(|d| format!("{}: {}", d.executor, d.text)));
-    table.row(
-        "shape",
-        format!(
-            "batch {}, heads {} on {}, queries {}, keys {}, dims {} and {}, {}",
-            s.batch, s.heads_q, s.heads_kv, s.seq_q, s.seq_kv, s.dim_qk, s.dim_v, told.layout
-        ),
-    );
-    table.row("masks", list(&told.masks));
-    table.row("dtype", told.dtype);
-    table.row("scale", told.scale.to_string());
-    table.rows("input", told.input.iter().cloned());
-    table.rows("seed", told.seed.iter().map(u64::to_string));
-    table.rows("note", told.notes.iter().cloned());
-    table.row("engine", told.engine.clone());
-    table.row("copied", list(&told.copied));
-    table.row("workspace", memory::human(u128::from(told.workspace_bytes)));
-    table.row("compute", format!("{:.3} ms, {:.3} TFLOP/s", told.compute_ms, told.tflops));
-    table.rows("output", told.output.iter().cloned());
-    if let Some(check) = &told.check {
-        table.row("check", if check.passed { "passed" } else { "FAILED" });
-        table.row("", format!("{}; relative {:.1e}", worst("o", &check.o), check.o_relative));
-        table.rows("", check.stats.iter().map(|s| worst("stats", s)));
-    }
-    table.render()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::{Cli, Command};
     use crate::data::{Data, Element};
-    use sdpa::{AttentionSpec, Layout};
+    use crate::operands::Gradients;
+    use clap::Parser;
+    use sdpa::{AttentionSpec, Layout, Shape};
 
     /// The exit code of a run depends on this alone.
     #[test]
@@ -261,12 +161,13 @@ mod tests {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 33, seq_kv: 40, dim_qk: 16, dim_v: 8 };
         for (element, layout) in Element::ALL.into_iter().zip([Layout::Bhsd, Layout::Bshd, Layout::Sbhd]) {
             let spec = AttentionSpec::dense(element.dtype(), shape, layout).mask(sdpa::Mask::causal()).with_stats();
-            let choice = Dispatcher::default().prepare(&spec.validate().unwrap(), Preference::Named(ExecutorName::Cpu)).unwrap();
+            let problem = spec.validate().unwrap();
+            let choice = Dispatcher::default().prepare(&problem, Preference::Named(ExecutorName::Cpu)).unwrap();
             let mut operands = Operands::random(&spec, element, 1).unwrap();
-            operands.forward(choice.prepared.as_ref(), 0.25).unwrap();
-            let passes = |operands: &Operands| operands.check(&spec, 0.25, Progress::new(true)).passes();
+            operands.forward(choice.prepared.as_ref(), &[], 0.25).unwrap();
+            let passes = |operands: &Operands| operands.check(&spec, &problem, 0.25, Progress::new(true)).passes();
             assert!(passes(&operands));
-            assert!(!operands.check(&spec, 0.26, Progress::new(true)).passes());
+            assert!(!operands.check(&spec, &problem, 0.26, Progress::new(true)).passes());
             let stats = operands.stats.as_mut().unwrap();
             stats[77] += 0.01;
             assert!(!passes(&operands));
@@ -277,6 +178,45 @@ mod tests {
                 Data::BF16(o) => o[1000] = half::bf16::from_f32(o[1000].to_f32() + 0.2),
             }
             assert!(!passes(&operands));
+        }
+    }
+
+    /// Sets an element of one of dq, dk, dv, dbias and dcap; what it was.
+    fn set(gradients: &mut Gradients, which: usize, at: usize, to: f32) -> f32 {
+        let Gradients { dq, dk, dv, wrt, .. } = gradients;
+        let mut all = vec![dq, dk, dv];
+        all.extend(wrt.iter_mut().map(|(_, data)| data));
+        match &mut all[which] {
+            Data::F32(x) => std::mem::replace(&mut x[at], to),
+            Data::F16(x) => std::mem::replace(&mut x[at], half::f16::from_f32(to)).to_f32(),
+            Data::BF16(x) => std::mem::replace(&mut x[at], half::bf16::from_f32(to)).to_f32(),
+        }
+    }
+
+    #[test]
+    fn one_wrong_gradient_is_past_the_tolerance() {
+        for (dtype, by) in [("f32", 0.001), ("f16", 0.2), ("bf16", 1.0)] {
+            let line = "sdpa run --shape 2,4,2,33,40,16,8 --bias --score-mod softcap:5 --mask causal --wrt cap --backward --executor cpu";
+            let words = line.split(' ').chain(["--dtype", dtype]);
+            let Ok(Cli { command: Command::Run(args), json: _ }) = Cli::try_parse_from(words) else { panic!("{line}") };
+            let Ok(order) = Order::read(&args) else { panic!("{line}") };
+            let request = &order.request;
+            let Ok(chosen) = choose(&Dispatcher::default(), request, order.preference) else { panic!("{line}") };
+            let mut operands = Operands::load(request, 1, Progress::new(true)).unwrap();
+            compute(&mut operands, request, &chosen).unwrap();
+            let backward = request.backward.as_ref().unwrap();
+            let passes =
+                |operands: &Operands| operands.check_backward(backward, request.attn_scale(), Progress::new(true)).unwrap().passes();
+            assert!(passes(&operands), "{dtype}");
+            // Query 7 of the first head, key 3 of the last one, and the score of query 9 and key 2.
+            let elements = [7 * 16 + 3, (3 * 40 + 3) * 16, (3 * 40 + 3) * 8, 9 * 40 + 2, 0];
+            for (which, at) in elements.into_iter().enumerate() {
+                let before = set(operands.gradients.as_mut().unwrap(), which, at, f32::NAN);
+                assert!(!passes(&operands), "{dtype} {which}");
+                set(operands.gradients.as_mut().unwrap(), which, at, before + by * if which == 4 { 100.0 } else { 1.0 });
+                assert!(!passes(&operands), "{dtype} {which}: {before}");
+                set(operands.gradients.as_mut().unwrap(), which, at, before);
+            }
         }
     }
 }

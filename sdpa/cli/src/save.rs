@@ -1,10 +1,9 @@
 //! The output file: there as a whole or not at all.
 
 use crate::data::{Data, write_blocks};
-use crate::header::file_shape;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use sdpa::{AttentionSpec, Layout};
+use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
@@ -48,18 +47,28 @@ impl Destination {
         Ok(Destination { path: path.to_owned(), file, folder })
     }
 
-    /// Writes `o` and `stats` beside the destination and then moves them there.
-    pub(crate) fn write(&self, spec: &AttentionSpec, layout: Layout, o: &Data, stats: Option<&[f32]>) -> Result<(), String> {
+    /// Writes tensors beside the destination and then moves them there.
+    pub(crate) fn write(&self, mut tensors: Vec<Tensor<'_>>) -> Result<(), String> {
+        // Larger elements first, so that every tensor is aligned to its own.
+        tensors.sort_by_key(|t| std::cmp::Reverse(t.elements.dtype().bitsize()));
+        let header = header(&tensors)?;
+        self.write_with(|out| {
+            out.write_all(&header)?;
+            tensors.iter().try_for_each(|t| match t.elements {
+                Saved::F32(x) => write_blocks(x, out, f32::to_le_bytes),
+                Saved::Data(x) => x.write(out),
+            })
+        })
+    }
+
+    /// Writes a file beside the destination and then moves it there.
+    pub(crate) fn write_with(&self, write: impl FnOnce(&mut BufWriter<&File>) -> std::io::Result<()>) -> Result<(), String> {
         let temporary = temporary(&self.folder).map_err(|e| e.to_string())?;
-        let header = header(spec, layout, o, stats.is_some())?;
         let written = || -> std::io::Result<()> {
             let mut out = BufWriter::new(temporary.as_file());
-            out.write_all(&header)?;
-            if let Some(stats) = stats {
-                write_blocks(stats, &mut out, f32::to_le_bytes)?;
-            }
-            o.write(&mut out)?;
+            write(&mut out)?;
             out.flush()?;
+            drop(out);
             temporary.as_file().sync_all()
         };
         written().map_err(|e| e.to_string())?;
@@ -68,24 +77,56 @@ impl Destination {
     }
 }
 
-/// The header of a file with `stats` and `o`: f32 first, so that every tensor is aligned to its elements.
-fn header(spec: &AttentionSpec, layout: Layout, o: &Data, stats: bool) -> Result<Vec<u8>, String> {
-    let dtype = match o {
-        Data::F32(_) => Dtype::F32,
-        Data::F16(_) => Dtype::F16,
-        Data::BF16(_) => Dtype::BF16,
-    };
-    let mut tensors = Vec::new();
-    if stats {
-        tensors.push(("stats", Dtype::F32, spec.o.dims[..3].to_vec()));
+/// Elements of a tensor that is written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Saved<'a> {
+    F32(&'a [f32]),
+    Data(&'a Data),
+}
+
+impl Saved<'_> {
+    fn dtype(self) -> Dtype {
+        match self {
+            Saved::F32(_) | Saved::Data(Data::F32(_)) => Dtype::F32,
+            Saved::Data(Data::F16(_)) => Dtype::F16,
+            Saved::Data(Data::BF16(_)) => Dtype::BF16,
+        }
     }
-    tensors.push(("o", dtype, file_shape(spec.o.dims, layout).to_vec()));
+}
+
+/// A tensor that is written.
+#[derive(Debug)]
+pub(crate) struct Tensor<'a> {
+    pub(crate) name: String,
+    /// As files have it.
+    pub(crate) shape: Vec<i64>,
+    pub(crate) elements: Saved<'a>,
+}
+
+impl<'a> Tensor<'a> {
+    pub(crate) fn new(name: &str, shape: &[i64], elements: Saved<'a>) -> Tensor<'a> {
+        Tensor { name: name.to_owned(), shape: shape.to_vec(), elements }
+    }
+
+    /// What the user should know where elements are not numbers.
+    pub(crate) fn not_numbers(&self) -> Option<String> {
+        let count = match self.elements {
+            Saved::F32(x) => x.iter().filter(|x| x.is_nan()).count(),
+            Saved::Data(x) => x.not_numbers(),
+        };
+        (count > 0).then(|| format!("{}: {count} elements are not a number", self.name))
+    }
+}
+
+/// The header of a file with these tensors, in this order.
+fn header(tensors: &[Tensor<'_>]) -> Result<Vec<u8>, String> {
     let mut offset = 0;
     let mut infos = Vec::new();
-    for (name, dtype, shape) in tensors {
-        let shape: Vec<usize> = shape.into_iter().map(|n| usize::try_from(n).unwrap_or(0)).collect();
+    for tensor in tensors {
+        let dtype = tensor.elements.dtype();
+        let shape: Vec<usize> = tensor.shape.iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
         let end = offset + shape.iter().product::<usize>() * dtype.bitsize() / 8;
-        infos.push((name.to_owned(), TensorInfo { dtype, shape, data_offsets: (offset, end) }));
+        infos.push((tensor.name.clone(), TensorInfo { dtype, shape, data_offsets: (offset, end) }));
         offset = end;
     }
     let metadata = Metadata::new(None, infos).map_err(|e| e.to_string())?;

@@ -6,17 +6,22 @@
 //! - a score is a sum of `dim_qk` products in f32: its error is at most about `4·√dim_qk·e` of the sum of magnitudes
 //!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails), and a weight's relative error
 //!   is as much again, and twice `8·e` for the exponential;
+//! - a score that is modified is off by what its function makes of that, and by the roundings inside (`oracle/rules.rs`);
 //! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`);
 //! - that product and the sum of weights run over `seq_kv` terms in f32: `4·√seq_kv·e`.
 //!
 //! All of it is relative to `Σ p·|v|`, not to `|o|`, and a factor of 2 covers rescaling between blocks. Where the oracle
 //! itself is infinite or not a number (it is, for operands that are), a result must be the same.
 
+pub(crate) mod gradients;
+
 use crate::data::Element;
 use serde::Serialize;
 
-const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
+/// Unit roundoff of f32.
+pub(crate) const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
 
+/// Unit roundoff: half the distance from 1 to the next number.
 fn roundoff(element: Element) -> f64 {
     match element {
         Element::F16 => 1.0 / 2048.0,
@@ -37,7 +42,7 @@ pub(crate) struct Worst {
 }
 
 impl Worst {
-    fn of(got: f64, want: f64, tolerance: f64) -> Worst {
+    pub(crate) fn of(got: f64, want: f64, tolerance: f64) -> Worst {
         let same = got == want || (got.is_nan() && want.is_nan());
         let error = if same { 0.0 } else { (got - want).abs() };
         let ratio = if same { 0.0 } else { error / tolerance };
@@ -50,7 +55,7 @@ impl Worst {
         }
     }
 
-    fn worse(self, other: Worst) -> Worst {
+    pub(crate) fn worse(self, other: Worst) -> Worst {
         // Among equals the larger tolerance, so that perfect results have one to show.
         if (other.ratio, other.tolerance) > (self.ratio, self.tolerance) { other } else { self }
     }
@@ -91,8 +96,12 @@ impl Distance {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     pub(crate) element: Element,
-    pub(crate) dim_qk: usize,
     pub(crate) seq_kv: usize,
+}
+
+/// Error of a sum of `n` terms in f32, relative to the sum of magnitudes.
+fn sum_of(n: usize) -> f64 {
+    4.0 * (n as f64).sqrt() * F32_ROUNDOFF
 }
 
 /// One row of the oracle, and the sizes that rounding errors are proportional to.
@@ -103,15 +112,15 @@ pub(crate) struct Row {
     pub(crate) o_magnitude: Vec<f64>,
     /// −∞ where no key is kept.
     pub(crate) stats: f64,
-    /// The largest Σ |q·k|·|scale| over the kept keys.
-    pub(crate) score_magnitude: f64,
+    /// How far a score of a kept key may be off, at most.
+    pub(crate) score_error: f64,
 }
 
 /// Compares a row. One without keys must be exactly zeros and −∞.
 pub(crate) fn compare(sizes: Sizes, want: &Row, o: &[f64], stats: Option<f64>) -> Distance {
     let u = roundoff(sizes.element);
-    let score = 4.0 * (sizes.dim_qk as f64).sqrt() * F32_ROUNDOFF * want.score_magnitude;
-    let sum = 4.0 * (sizes.seq_kv as f64).sqrt() * F32_ROUNDOFF;
+    let score = want.score_error;
+    let sum = sum_of(sizes.seq_kv);
     let relative = 2.0 * u + 2.0 * score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
     // Below the smallest normal f16 there are no relative errors.
     let absolute = match sizes.element {
@@ -137,11 +146,11 @@ pub(crate) fn compare(sizes: Sizes, want: &Row, o: &[f64], stats: Option<f64>) -
 mod tests {
     use super::*;
 
-    const SIZES: Sizes = Sizes { element: Element::BF16, dim_qk: 64, seq_kv: 128 };
+    const SIZES: Sizes = Sizes { element: Element::BF16, seq_kv: 128 };
     const INF: f64 = f64::INFINITY;
 
     fn row(o: f64, o_magnitude: f64, stats: f64) -> Row {
-        Row { o: vec![o], o_magnitude: vec![o_magnitude], stats, score_magnitude: 1.0 }
+        Row { o: vec![o], o_magnitude: vec![o_magnitude], stats, score_error: 32.0 * F32_ROUNDOFF }
     }
 
     fn passes(want: &Row, o: f64, stats: f64) -> bool {

@@ -1,6 +1,7 @@
 //! Score_mods.
 
 use crate::score_mod::ScoreMod;
+use cudnn_graph::DType;
 use cudnn_graph::expr::{At, Axes, Axis, Expr, F32, Params, Stored, Trace};
 use std::f32::consts::LN_2;
 
@@ -62,7 +63,9 @@ where
     S: Stored<Value = F32>,
 {
     let axes = axes.into();
-    of("bias", |score, _, p| score + p.tensor("bias", axes, dtype))
+    let letters: String = axes.iter().filter_map(|a| a.name().chars().next()).collect();
+    let name = if S::DTYPE == DType::BF16 { format!("bias16:{letters}") } else { format!("bias:{letters}") };
+    of(&name, |score, _, p| score + p.tensor("bias", axes, dtype))
 }
 
 /// Adds `slope(head) · Σ cos((k − q) / 10000^(i/terms))`: decays with the distance as sinusoidal positions do (Chi et al., 2023).

@@ -32,9 +32,10 @@ impl Lengths {
         Lengths { q: tensor(problem.kept().seq_len_q, SEQ_LEN_Q), kv: tensor(problem.kept().seq_len_kv, SEQ_LEN_KV) }
     }
 
-    /// Both, where there are both: what products of matrices take.
-    pub(super) fn both(self) -> Option<(TensorId, TensorId)> {
-        self.q.zip(self.kv)
+    /// Both, where there are both: what products of matrices take. Not beside a score_mod: past the lengths engines then give it
+    /// what it may make no number of, behind whatever is selected there.
+    pub(super) fn both(self, problem: &Problem) -> Option<(TensorId, TensorId)> {
+        self.q.zip(self.kv).filter(|_| problem.score_mod().is_none())
     }
 }
 

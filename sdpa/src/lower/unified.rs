@@ -16,7 +16,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
     let lengths = Lengths::of(to, problem);
     // The op pads by itself where it has both lengths.
-    let (native, inner) = match lengths.both() {
+    let (native, inner) = match lengths.both(problem) {
         Some(both) => (Some(both), Lengths::default()),
         None => (None, lengths),
     };

@@ -44,9 +44,9 @@ impl Dual {
         Dual { value, slope: 0.0, rounding: value.abs() }
     }
 
-    /// `f(self)`, where `f` has this value and derivative; a function of the device is right within some roundings.
+    /// `f(self)`, where `f` has this value and derivative. Devices approximate functions: within 32 roundings is taken as right.
     fn map(self, value: f64, slope: f64) -> Dual {
-        Dual { value, slope: slope * self.slope, rounding: slope.abs() * self.rounding + 8.0 * value.abs().max(1e-3) }
+        Dual { value, slope: slope * self.slope, rounding: slope.abs() * self.rounding + 32.0 * value.abs().max(1e-3) }
     }
 
     fn with(self, other: Dual, value: f64, [dx, dy]: [f64; 2]) -> Dual {

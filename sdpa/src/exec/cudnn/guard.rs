@@ -6,6 +6,7 @@
 use crate::error::{Reason, SpecError, SpecErrors};
 use crate::lower::Job;
 use crate::mask::Region;
+use crate::spec::TensorSpec;
 use cudnn_graph::{DType, Version};
 
 /// One known-bad region.
@@ -107,6 +108,21 @@ const KNOWN_BAD: [Row; 8] = [
     },
 ];
 
+/// Whether the numbers that rows repeat, if they do, lie without gaps: the engines that copy them read no other.
+fn packed_numbers(tensor: &TensorSpec) -> bool {
+    if tensor.strides[3] != 0 || tensor.dims[3] == 1 {
+        return true;
+    }
+    let mut axes: Vec<usize> = (0..3).filter(|&a| tensor.dims[a] > 1 && tensor.strides[a] > 0).collect();
+    axes.sort_by_key(|&a| tensor.strides[a]);
+    let mut next = 1;
+    axes.into_iter().all(|a| {
+        let packed = tensor.strides[a] == next;
+        next *= tensor.dims[a];
+        packed
+    })
+}
+
 /// Every known reason against running a problem on a runtime and an architecture, before the library is asked.
 ///
 /// With `deterministic`, decode is refused: its engines split the keys and combine the parts as they arrive, and although they
@@ -122,6 +138,11 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     }
     if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
         limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");
+    }
+    if let Job::Backward(backward) = job
+        && !packed_numbers(backward.d_o())
+    {
+        limit("d_o.strides", format!("{:?}", backward.d_o().strides), "where a row is one number repeated, the numbers lie without gaps");
     }
     if sm < 80 {
         limit("device", format!("sm {sm}"), "cuDNN's attention needs compute capability 8.0 or newer");

@@ -1,0 +1,238 @@
+//! Score_mods and masks, one place at a time, in f64; with each value how far f32 may be from it.
+//!
+//! Errors are carried through to first order: a function's value is off by what its operands are off by times its derivatives,
+//! and by its own rounding. With `e` the unit roundoff of f32, arithmetic rounds by `e`, functions by `8·e` of their value, sine
+//! and cosine by `(8 + |x|)·e`. A comparison of numbers that their errors may have swapped chooses either value.
+
+use crate::params::Bound;
+use crate::tolerance::F32_ROUNDOFF;
+use sdpa::expr::{self, Binary, Node, NodeId, Place, Precision, Trace, Type, Unary};
+use sdpa::{Align, Mask};
+
+/// A number and how far f32 may be from it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Rough {
+    pub(crate) value: f64,
+    pub(crate) error: f64,
+}
+
+impl Rough {
+    pub(crate) fn exact(value: f64) -> Rough {
+        Rough { value, error: 0.0 }
+    }
+}
+
+/// A trace and what its parameters are bound to.
+#[derive(Debug)]
+pub(crate) struct Function<'a> {
+    trace: &'a Trace,
+    params: Vec<Option<&'a Bound>>,
+    extents: [i64; 4],
+}
+
+/// Errors of a function's own, in roundoffs.
+const FUNCTION: f64 = 8.0;
+
+fn unary(f: Unary, from: Type, to: Type, x: Rough) -> Rough {
+    let value = expr::unary(f, from, to, x.value, Precision::F64);
+    let e = F32_ROUNDOFF;
+    let own = FUNCTION * e * value.abs();
+    let error = match f {
+        Unary::Neg | Unary::Abs | Unary::Not => x.error,
+        Unary::Sqrt => x.error / (2.0 * value.abs()).max(f64::from(f32::MIN_POSITIVE)) + own,
+        Unary::Rsqrt => x.error * value.abs().powi(3) / 2.0 + own,
+        Unary::Exp => x.error * value.abs() + own,
+        Unary::Log => x.error / x.value.abs().max(f64::from(f32::MIN_POSITIVE)) + own + FUNCTION * e,
+        Unary::Sin | Unary::Cos => x.error + (FUNCTION + x.value.abs()) * e,
+        Unary::Tanh => x.error * (1.0 - value * value) + own,
+        Unary::Erf => x.error * std::f64::consts::FRAC_2_SQRT_PI * (-x.value * x.value).exp() + own,
+        // A step may be taken or not.
+        Unary::Floor | Unary::Ceil | Unary::ToI32 => {
+            let near = |x| expr::unary(f, from, to, x, Precision::F64);
+            (near(x.value + x.error) - near(x.value - x.error)).abs()
+        }
+        // Whole numbers past 2^24 are rounded.
+        Unary::ToF32 => {
+            if value.abs() > 1.0 / e {
+                e * value.abs()
+            } else {
+                0.0
+            }
+        }
+    };
+    Rough { value, error }
+}
+
+fn binary(f: Binary, ty: Type, x: Rough, y: Rough) -> Rough {
+    let value = expr::binary(f, ty, x.value, y.value, Precision::F64);
+    let round = if ty == Type::F32 { F32_ROUNDOFF * value.abs() } else { 0.0 };
+    let off = x.error + y.error;
+    let error = match f {
+        Binary::Add | Binary::Sub => off + round,
+        Binary::Mul => x.error * y.value.abs() + y.error * x.value.abs() + round,
+        Binary::Div => (x.error + y.error * value.abs()) / y.value.abs().max(f64::from(f32::MIN_POSITIVE)) + round,
+        Binary::Mod => x.error + y.error * (x.value / y.value).trunc().abs() + round,
+        Binary::Pow => {
+            let log = x.value.abs().max(f64::from(f32::MIN_POSITIVE)).ln();
+            let relative = x.error * (y.value / x.value).abs() + (y.error + F32_ROUNDOFF * y.value.abs()) * log.abs();
+            if value == 0.0 { 0.0 } else { value.abs() * (relative + FUNCTION * F32_ROUNDOFF) }
+        }
+        Binary::Min | Binary::Max => x.error.max(y.error),
+        Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge => {
+            f64::from(u8::from(off > 0.0 && (x.value - y.value).abs() <= off))
+        }
+        Binary::And | Binary::Or => off.min(1.0),
+    };
+    Rough { value, error }
+}
+
+impl<'a> Function<'a> {
+    pub(crate) fn new(trace: &'a Trace, params: &'a [Bound], extents: [i64; 4]) -> Function<'a> {
+        let bound = trace.params().iter().map(|d| params.iter().find(|p| p.name == d.name)).collect();
+        Function { trace, params: bound, extents }
+    }
+
+    /// The values of parameters at a place.
+    fn params(&self, index: [i64; 4], to: &mut Vec<f64>) {
+        to.clear();
+        to.extend(self.params.iter().map(|p| p.map_or(f64::NAN, |p| p.at(index))));
+    }
+
+    /// The roots alone.
+    pub(crate) fn eval(&self, score: f64, upstream: f64, index: [i64; 4]) -> Vec<f64> {
+        let mut params = Vec::new();
+        self.params(index, &mut params);
+        self.trace.eval(&Place { score, upstream, index, extents: self.extents, params: &params }, Precision::F64)
+    }
+
+    /// The roots with their errors, for a score that has one, and 1 coming in from behind. `values` is scratch memory.
+    pub(crate) fn rough(&self, score: Rough, index: [i64; 4], values: &mut Vec<Rough>) -> impl Iterator<Item = Rough> {
+        values.clear();
+        let trace = self.trace;
+        for id in trace.ids() {
+            let at = |id: NodeId| values[id.index()];
+            let value = match trace.node(id) {
+                Node::Score => score,
+                Node::Upstream => Rough::exact(1.0),
+                Node::Index(axis) => Rough::exact(index[axis.place()] as f64),
+                Node::Extent(axis) => Rough::exact(self.extents[axis.place()] as f64),
+                Node::Const(c) => Rough::exact(c.to_f64()),
+                Node::Param(p) => Rough::exact(self.params[p.index()].map_or(f64::NAN, |p| p.at(index))),
+                Node::Unary(f, x) => unary(f, trace.ty(x), trace.ty(id), at(x)),
+                Node::Binary(f, x, y) => binary(f, trace.ty(x), at(x), at(y)),
+                Node::Select(c, x, y) => {
+                    let (c, x, y) = (at(c), at(x), at(y));
+                    let taken = if c.value != 0.0 { x } else { y };
+                    let either = if c.error > 0.0 { x.error.max(y.error) + (x.value - y.value).abs() } else { taken.error };
+                    Rough { value: taken.value, error: either }
+                }
+            };
+            values.push(value);
+        }
+        trace.roots().iter().map(|root| values[root.index()])
+    }
+}
+
+/// A mask, to be asked for each place.
+#[derive(Debug)]
+pub(crate) enum Rule<'a> {
+    /// One that is read word for word.
+    Plain(&'a Mask),
+    Traced(Function<'a>),
+    All(Vec<Rule<'a>>),
+    Any(Vec<Rule<'a>>),
+    Not(Box<Rule<'a>>),
+}
+
+impl<'a> Rule<'a> {
+    pub(crate) fn new(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4]) -> Rule<'a> {
+        let each = |masks: &'a [Mask]| masks.iter().map(|m| Rule::new(m, params, extents)).collect();
+        match mask {
+            Mask::Window { .. } | Mask::PrefixLm { .. } => Rule::Plain(mask),
+            Mask::Traced(rule) => Rule::Traced(Function::new(rule.trace(), params, extents)),
+            Mask::All(masks) => Rule::All(each(masks)),
+            Mask::Any(masks) => Rule::Any(each(masks)),
+            Mask::Not(mask) => Rule::Not(Box::new(Rule::new(mask, params, extents))),
+        }
+    }
+
+    /// Whether the key of a place is kept for its query.
+    pub(crate) fn keeps(&self, index: [i64; 4], extents: [i64; 4]) -> bool {
+        match self {
+            Rule::Plain(mask) => plain(mask, index, extents),
+            Rule::Traced(rule) => rule.eval(0.0, 0.0, index)[0] != 0.0,
+            Rule::All(rules) => rules.iter().all(|r| r.keeps(index, extents)),
+            Rule::Any(rules) => rules.iter().any(|r| r.keeps(index, extents)),
+            Rule::Not(rule) => !rule.keeps(index, extents),
+        }
+    }
+}
+
+fn plain(mask: &Mask, [.., q, k]: [i64; 4], [.., seq_q, seq_kv]: [i64; 4]) -> bool {
+    match *mask {
+        Mask::Window { left, right, align } => {
+            let q = match align {
+                Align::TopLeft => q,
+                Align::BottomRight => q + seq_kv - seq_q,
+            };
+            // In i128, as bounds may be any i64.
+            let (q, k) = (i128::from(q), i128::from(k));
+            left.is_none_or(|left| k > q - i128::from(left)) && right.is_none_or(|right| k <= q + i128::from(right))
+        }
+        Mask::PrefixLm { len } => k <= q || k < len,
+        Mask::All(_) | Mask::Any(_) | Mask::Not(_) | Mask::Traced(_) => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(mask: &Mask, q: i64, seq_q: i64) -> Vec<i64> {
+        let extents = [1, 1, seq_q, 6];
+        let rule = Rule::new(mask, &[], extents);
+        (0..6).filter(|&k| rule.keeps([0, 0, q, k], extents)).collect()
+    }
+
+    #[test]
+    fn masks_are_read_word_for_word() {
+        assert_eq!(kept(&Mask::window(Some(2), Some(1), Align::TopLeft), 3, 6), [2, 3, 4]);
+        assert_eq!(kept(&Mask::window(Some(1), Some(0), Align::BottomRight), 0, 2), [4]);
+        assert_eq!(kept(&Mask::prefix_lm(3), 1, 6), [0, 1, 2]);
+        assert_eq!(kept(&Mask::window(Some(i64::MAX), Some(i64::MAX), Align::BottomRight), 5, 6).len(), 6);
+        let dilated: Mask = "dilated:3".parse().unwrap();
+        assert_eq!(kept(&dilated, 4, 6), [1, 4]);
+        assert_eq!(kept(&(!dilated.clone() & Mask::causal()), 4, 6), [0, 2, 3]);
+        assert_eq!(kept(&(dilated | Mask::prefix_lm(1)), 1, 6), [0, 1, 4]);
+    }
+
+    #[test]
+    fn errors_are_at_least_what_f32_makes_of_a_function() {
+        let texts = [
+            "tanh(score / 30.0) * 30.0",
+            "scalar c = 0.3; sin(score * c) + erf(score) * exp(-score * score) + sqrt(score * score + 1.0)",
+            "select(score > 0.0, score * 3.0 - log(abs(score) + 1.0), pow(abs(score), 1.5) / (1.0 + abs(score)))",
+            "max(score, 0.125) * rsqrt(1.0 + score * score) + floor(score) * 0.5 + f32(q * k) % 7.0",
+        ];
+        for text in texts {
+            let trace: Trace = text.parse().unwrap();
+            let scalar = Bound { name: "c".to_owned(), dims: [1; 4], values: crate::params::Values::Scalar(0.3) };
+            let bound = [scalar];
+            let function = Function::new(&trace, &bound, [1, 1, 9, 9]);
+            let mut scratch = Vec::new();
+            for n in 0..400 {
+                let x = (n as f32 - 200.0) * 0.137;
+                let index = [0, 0, n % 9, n / 9 % 9];
+                let exact = function.eval(f64::from(x), 1.0, index)[0];
+                let rough = function.rough(Rough { value: f64::from(x), error: 1e-4 }, index, &mut scratch).next().unwrap();
+                assert_eq!(rough.value, exact, "{text} at {x}");
+                for moved in [x - 1e-4, x, x + 1e-4] {
+                    let params = [f64::from(0.3f32)];
+                    let place = Place { score: f64::from(moved), upstream: 1.0, index, extents: [1, 1, 9, 9], params: &params };
+                    let got = trace.eval(&place, Precision::F32)[0];
+                    assert!((got - exact).abs() <= 1.05 * rough.error + 1e-9, "{text} at {x}: {got}, {exact}, {}", rough.error);
+                }
+            }
+        }
+    }
+}

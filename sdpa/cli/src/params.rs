@@ -1,0 +1,317 @@
+//! Declared parameters of score_mods and masks: where their values come from, and the values.
+
+use crate::convert::FileType;
+use crate::data::{Data, Element};
+use crate::exit::Mistakes;
+use crate::header::{Found, Header};
+use crate::random;
+use safetensors::Dtype;
+use sdpa::expr::{Axes, Axis, Declared, ParamKind};
+use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa::{DType, Param, ParamValue, library};
+
+/// What is bound to a parameter.
+#[derive(Debug)]
+pub(crate) enum Values {
+    Scalar(f32),
+    Float(Data),
+    I32(Vec<i32>),
+    Bool(Vec<bool>),
+}
+
+/// A parameter and its value.
+#[derive(Debug)]
+pub(crate) struct Bound {
+    pub(crate) name: String,
+    /// Extents along (batch, head, q, k), 1 where it does not span an axis.
+    pub(crate) dims: [i64; 4],
+    pub(crate) values: Values,
+}
+
+impl Bound {
+    /// For a call.
+    pub(crate) fn param(&self) -> Param<'_> {
+        let value = match &self.values {
+            Values::Scalar(x) => ParamValue::Scalar(*x),
+            Values::Float(Data::F32(x)) => ParamValue::F32(x),
+            Values::Float(Data::F16(x)) => ParamValue::F16(x),
+            Values::Float(Data::BF16(x)) => ParamValue::BF16(x),
+            Values::I32(x) => ParamValue::I32(x),
+            Values::Bool(x) => ParamValue::Bool(x),
+        };
+        Param { name: &self.name, value }
+    }
+
+    /// Which element belongs to a place (batch, head, q, k).
+    pub(crate) fn element(&self, place: [i64; 4]) -> usize {
+        let at = self.dims.iter().zip(place).fold(0, |n, (&extent, at)| n * extent + if extent == 1 { 0 } else { at });
+        usize::try_from(at).unwrap_or(0)
+    }
+
+    /// The value at a place, widened.
+    pub(crate) fn at(&self, place: [i64; 4]) -> f64 {
+        match &self.values {
+            Values::Scalar(x) => f64::from(*x),
+            Values::Float(x) => x.get(self.element(place)),
+            Values::I32(x) => f64::from(x[self.element(place)]),
+            Values::Bool(x) => f64::from(u8::from(x[self.element(place)])),
+        }
+    }
+}
+
+/// How elements of a file become those of a parameter.
+#[derive(Clone, Copy, Debug)]
+enum Reading {
+    Float(FileType, Element),
+    I32,
+    I64,
+    Bool,
+}
+
+/// Where a value comes from.
+#[derive(Clone, Debug)]
+enum From {
+    Scalar(f32),
+    File(Reading, u64),
+    Random,
+}
+
+/// A declared parameter, and where its value comes from.
+#[derive(Clone, Debug)]
+pub(crate) struct Planned {
+    pub(crate) declared: Declared,
+    /// As files have it.
+    pub(crate) shape: Vec<i64>,
+    dims: [i64; 4],
+    /// Queries and keys: lengths are at most as many.
+    longest: [i64; 2],
+    from: From,
+}
+
+fn reading(declared: DType, file: Dtype) -> Result<Reading, &'static str> {
+    if let Some(element) = Element::of(declared) {
+        return FileType::of(file).map(|ty| Reading::Float(ty, element)).ok_or("F16, BF16, F32 and F64 are read");
+    }
+    let known = [(DType::I32, Dtype::I32, Reading::I32), (DType::I32, Dtype::I64, Reading::I64), (DType::Bool, Dtype::BOOL, Reading::Bool)];
+    let found = known.into_iter().find(|(d, f, _)| (*d, *f) == (declared, file)).map(|(.., reading)| reading);
+    found.ok_or(if declared == DType::Bool { "BOOL is read" } else { "I32 and I64 are read" })
+}
+
+/// The extents that a tensor has along the axes that it spans.
+fn spanned(axes: Axes, extents: [i64; 4]) -> Vec<i64> {
+    axes.iter().map(|a| extents[a.place()]).collect()
+}
+
+/// Whether a tensor has its axes: those that it spans, or all four but for leading ones.
+fn fits(shape: &[i64], axes: Axes, extents: [i64; 4]) -> bool {
+    let without_ones = |shape: &[i64]| shape.iter().copied().skip_while(|&n| n == 1).collect::<Vec<_>>();
+    shape == spanned(axes, extents) || (shape.len() <= 4 && without_ones(shape) == without_ones(&axes.dims(extents)))
+}
+
+impl Planned {
+    /// What a parameter is, in words.
+    pub(crate) fn kind(&self) -> String {
+        match self.declared.kind {
+            ParamKind::Scalar => "a scalar".to_owned(),
+            ParamKind::Tensor { axes, dtype } => {
+                let axes: Vec<&str> = axes.iter().map(Axis::name).collect();
+                format!("a tensor [{}] of {dtype}", axes.join(", "))
+            }
+        }
+    }
+
+    /// The value of a scalar.
+    pub(crate) fn scalar(&self) -> Option<f32> {
+        match self.from {
+            From::Scalar(x) => Some(x),
+            From::File(..) | From::Random => None,
+        }
+    }
+
+    /// Number of elements.
+    pub(crate) fn elements(&self) -> usize {
+        self.dims.iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
+    }
+
+    /// Bytes that its value takes.
+    pub(crate) fn bytes(&self) -> u128 {
+        let each = match self.declared.kind {
+            ParamKind::Scalar => 4,
+            ParamKind::Tensor { dtype, axes: _ } => u128::from(dtype.bits() / 8).max(1),
+        };
+        self.elements() as u128 * each
+    }
+
+    /// Reads or makes the value.
+    pub(crate) fn load(&self, header: Option<&Header>, seed: u64) -> Result<Bound, String> {
+        let len = self.elements();
+        let name = &self.declared.name;
+        let values = match (&self.from, header) {
+            (From::Scalar(x), _) => Values::Scalar(*x),
+            (From::File(Reading::Float(ty, element), offset), Some(header)) => {
+                Values::Float(header.load_at(*offset, *ty, *element, len, |_| ())?.0)
+            }
+            (From::File(Reading::I32, offset), Some(header)) => {
+                Values::I32(header.load_whole::<4>(*offset, len)?.into_iter().map(i32::from_le_bytes).collect())
+            }
+            (From::File(Reading::I64, offset), Some(header)) => {
+                let wide = header.load_whole::<8>(*offset, len)?.into_iter().map(i64::from_le_bytes);
+                let narrow = |n: i64| i32::try_from(n).map_err(|_| format!("{name} holds {n}, which is no number of 32 bits"));
+                Values::I32(wide.map(narrow).collect::<Result<_, _>>()?)
+            }
+            (From::File(Reading::Bool, offset), Some(header)) => {
+                Values::Bool(header.load_whole::<1>(*offset, len)?.into_iter().map(|[b]| b != 0).collect())
+            }
+            (From::Random | From::File(..), _) => self.random(len, seed)?,
+        };
+        Ok(Bound { name: name.clone(), dims: self.dims, values })
+    }
+
+    fn random(&self, len: usize, seed: u64) -> Result<Values, String> {
+        let ParamKind::Tensor { axes, dtype } = self.declared.kind else { return Ok(Values::Scalar(0.0)) };
+        let name = self.declared.name.as_str();
+        let stream = name.bytes().fold(FIRST_STREAM, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)));
+        let draw = |n: usize, below: u64| random::draw(seed, stream, n as u64) % below.max(1);
+        if let Some(element) = Element::of(dtype) {
+            if (name, axes, dtype) == ("slopes", Axes::from([Axis::Head]), DType::F32) {
+                return Ok(Values::Float(Data::F32(library::alibi_slopes(len))));
+            }
+            let mut data = Data::zeros(element, len)?;
+            random::fill(&mut data, seed, stream);
+            return Ok(Values::Float(data));
+        }
+        if dtype == DType::Bool {
+            return Ok(Values::Bool((0..len).map(|n| draw(n, 3) > 0).collect()));
+        }
+        let longest = if name == SEQ_LEN_Q { Some(self.longest[0]) } else { (name == SEQ_LEN_KV).then_some(self.longest[1]) };
+        if let Some(longest) = longest {
+            // One in four is all of it.
+            let length = |n: usize| if draw(n, 4) == 0 { longest } else { 1 + (draw(n, 4 * longest as u64) / 4) as i64 };
+            return Ok(Values::I32((0..len).map(|n| i32::try_from(length(n)).unwrap_or(i32::MAX)).collect()));
+        }
+        let row = axes.iter().last().map_or(1, |a| self.dims[a.place()]);
+        Ok(Values::I32(runs(len, usize::try_from(row).unwrap_or(1), seed)))
+    }
+}
+
+/// Streams of random numbers of parameters begin past those of operands.
+const FIRST_STREAM: u64 = 1 << 32;
+
+/// Documents: runs of equal numbers in each row, about four of them; the same in rows of one length, whatever they are for.
+fn runs(len: usize, row: usize, seed: u64) -> Vec<i32> {
+    let mut all = Vec::with_capacity(len);
+    let mut document = 0;
+    for n in 0..len {
+        let ends = n % row > 0 && random::draw(seed, FIRST_STREAM, n as u64).is_multiple_of((row as u64 / 4).max(2));
+        document = if n % row == 0 { 0 } else { document + i32::from(ends) };
+        all.push(document);
+    }
+    all
+}
+
+/// Where parameters come from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sources<'a> {
+    /// Extents (batch, heads_q, seq_q, seq_kv); `None` where they are not known because of another mistake.
+    pub(crate) extents: Option<[i64; 4]>,
+    pub(crate) header: Option<&'a Header>,
+    /// An input was named, whether it could be read or not.
+    pub(crate) input: bool,
+    /// Scalars that are given.
+    pub(crate) given: &'a [(String, f32)],
+}
+
+impl Sources<'_> {
+    /// Finds where each declared parameter comes from; what is wrong is a mistake.
+    pub(crate) fn plan(&self, declared: &[Declared], mistakes: &mut Mistakes) -> Option<Vec<Planned>> {
+        let names = || crate::table::list(&declared.iter().map(|d| d.name.as_str()).collect::<Vec<_>>());
+        for (n, (name, _)) in self.given.iter().enumerate() {
+            match declared.iter().find(|d| d.name == *name) {
+                None => mistakes.add("--param", format!("{name} is not declared; declared: {}", names())),
+                Some(d) if d.kind != ParamKind::Scalar => {
+                    mistakes.add("--param", format!("{name} is a tensor, which is read from the --input by its name"));
+                }
+                Some(_) if self.given[..n].iter().any(|(before, _)| before == name) => {
+                    mistakes.add("--param", format!("{name} is given twice"));
+                }
+                Some(_) => {}
+            }
+        }
+        let planned: Vec<Option<Planned>> = declared.iter().map(|d| self.one(d, mistakes)).collect();
+        planned.into_iter().collect()
+    }
+
+    fn one(&self, declared: &Declared, mistakes: &mut Mistakes) -> Option<Planned> {
+        let name = &declared.name;
+        let extents = self.extents.unwrap_or([1; 4]);
+        let ParamKind::Tensor { axes, dtype } = declared.kind else {
+            let given = self.given.iter().find(|(n, _)| n == name).map(|(_, value)| *value);
+            let value = given.or(declared.default).unwrap_or(f32::NAN);
+            return Some(Planned::new(declared, Vec::new(), extents, From::Scalar(value)));
+        };
+        let Some(header) = self.header else {
+            // An input that could not be read has been told of.
+            return (!self.input).then(|| Planned::new(declared, spanned(axes, extents), extents, From::Random));
+        };
+        let Some(Found { dtype: stored, shape, offset }) = header.find(name) else {
+            mistakes.add(header.path.display(), header.lacks(name, ", which is declared"));
+            return None;
+        };
+        let right = self.extents.is_none() || fits(&shape, axes, extents);
+        if !right {
+            let names: Vec<&str> = axes.iter().map(Axis::name).collect();
+            let (own, all) = (spanned(axes, extents), axes.dims(extents));
+            let rule = format!("{own:?} ({}), or {all:?}", names.join(", "));
+            mistakes.add(header.path.display(), format!("{name} has the shape {shape:?}: {rule}"));
+        }
+        let reading = reading(dtype, stored)
+            .map_err(|rule| mistakes.add(header.path.display(), format!("{name} is of type {stored}, declared as {dtype}: {rule}")));
+        right.then_some(Planned::new(declared, shape, extents, From::File(reading.ok()?, offset)))
+    }
+}
+
+impl Planned {
+    fn new(declared: &Declared, shape: Vec<i64>, extents: [i64; 4], from: From) -> Planned {
+        let dims = match declared.kind {
+            ParamKind::Scalar => [1; 4],
+            ParamKind::Tensor { axes, dtype: _ } => axes.dims(extents),
+        };
+        Planned { declared: declared.clone(), shape, dims, longest: [extents[2], extents[3]], from }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_come_with_all_axes_or_those_that_they_span() {
+        let extents = [2, 4, 5, 1];
+        for (shape, axes, want) in [
+            (&[4][..], &[Axis::Head][..], true),
+            (&[1, 4, 1, 1], &[Axis::Head], true),
+            (&[4, 1, 1], &[Axis::Head], true),
+            (&[4, 1], &[Axis::Head], false),
+            (&[3], &[Axis::Head], false),
+            (&[2, 5], &[Axis::Batch, Axis::Q], true),
+            (&[2, 1, 5, 1], &[Axis::Batch, Axis::Q], true),
+            (&[5, 2], &[Axis::Batch, Axis::Q], false),
+            (&[], &[], true),
+            (&[1], &[], true),
+            (&[5, 1], &[Axis::Q, Axis::K], true),
+            (&[5], &[Axis::Q, Axis::K], false),
+        ] {
+            assert_eq!(fits(shape, axes.iter().copied().collect(), extents), want, "{shape:?} {axes:?}");
+        }
+    }
+
+    #[test]
+    fn documents_are_runs_that_begin_anew_in_each_row() {
+        let all = runs(300, 100, 7);
+        for row in all.chunks(100) {
+            assert_eq!(row[0], 0);
+            assert!(row.windows(2).all(|w| w[1] == w[0] || w[1] == w[0] + 1) && row[99] > 0, "{row:?}");
+        }
+        assert!(all == runs(300, 100, 7) && all != runs(300, 100, 8));
+    }
+}

@@ -1,0 +1,125 @@
+//! Score_mods and masks of a request, what they declare, and the gradients that are asked for.
+
+use crate::args::{BackwardArgs, ProblemArgs};
+use crate::convert::FileType;
+use crate::data::Element;
+use crate::exit::Mistakes;
+use crate::expression;
+use crate::header::Header;
+use sdpa::expr::{Axes, Axis, Declared, ParamKind};
+use sdpa::{AttentionSpec, DType, GradientSpec, Mask, ScoreMod, SpecErrors};
+
+/// The axes that a tensor of the input spans; all of them where there is no input. `None`: told, or not known.
+fn spanned(name: &str, header: Option<&Header>, input: bool, extents: Option<[i64; 4]>, mistakes: &mut Mistakes) -> Option<Axes> {
+    let Some(header) = header else { return (!input).then(|| Axis::ALL.into_iter().collect()) };
+    let Some(found) = header.find(name) else {
+        mistakes.add(
+            header.path.display(),
+            header.lacks(name, &format!(", which {} reads", if name == "bias" { "--bias" } else { "--mask array" })),
+        );
+        return None;
+    };
+    let axes = expression::broadcast(&found.shape, extents?);
+    axes.map_err(|rule| mistakes.add(header.path.display(), format!("{name} {rule}"))).ok()
+}
+
+/// Score_mods and masks of a request.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Rules {
+    pub(super) score_mods: Vec<ScoreMod>,
+    pub(super) masks: Vec<Mask>,
+}
+
+impl Rules {
+    pub(super) fn read(
+        args: &ProblemArgs,
+        header: Option<&Header>,
+        element: Option<Element>,
+        extents: Option<[i64; 4]>,
+        mistakes: &mut Mistakes,
+    ) -> Option<Rules> {
+        let input = args.input.is_some();
+        let bias = args.bias.then(|| {
+            let axes = spanned("bias", header, input, extents, mistakes)?;
+            let dtype = match header.and_then(|h| h.find("bias")) {
+                None => element?.dtype(),
+                Some(found) => match FileType::of(found.dtype) {
+                    Some(FileType::F16) => DType::F16,
+                    Some(FileType::BF16) => DType::BF16,
+                    // Of another type: told with the other parameters.
+                    Some(FileType::F32 | FileType::F64) | None => DType::F32,
+                },
+            };
+            expression::bias(axes, dtype)
+        });
+        let score_mods = expression::score_mods(&args.score_mod, mistakes);
+        let axes = if args.mask.iter().any(|m| m == "array") { spanned("mask", header, input, extents, mistakes) } else { None };
+        let masks = expression::masks(&args.mask, axes, mistakes);
+        let bias = match bias {
+            Some(added) => vec![added?],
+            None => Vec::new(),
+        };
+        Some(Rules { score_mods: [bias, score_mods?].concat(), masks: masks? })
+    }
+}
+
+/// The value, or `None` and what is told of its errors.
+pub(super) fn valid<T>(result: Result<T, SpecErrors>, told: impl FnOnce(SpecErrors)) -> Option<T> {
+    result.map_err(told).ok()
+}
+
+/// What score_mods and masks declare, and the gradients that are asked for.
+pub(super) struct Judged {
+    pub(super) params: Vec<Declared>,
+    pub(super) wrt: Vec<GradientSpec>,
+    /// Nothing is wrong with the gradients.
+    pub(super) right: bool,
+}
+
+/// Judges everything that does not depend on extents.
+pub(super) fn judge(
+    any: &AttentionSpec,
+    args: &ProblemArgs,
+    gradient: Option<&BackwardArgs>,
+    complete: bool,
+    mistakes: &mut Mistakes,
+) -> Option<Judged> {
+    let option = |field: &str| if field.contains("mask") { "--mask" } else { "--score-mod" };
+    let problem = valid(any.validate(), |errors| {
+        errors.0.iter().for_each(|e| mistakes.add(option(&e.field), e));
+    })?;
+    let none = Judged { params: problem.params().to_vec(), wrt: Vec::new(), right: true };
+    let Some(gradient) = gradient else { return complete.then_some(none) };
+    if !gradient.backward {
+        for (option, given) in [("--wrt", !gradient.wrt.is_empty()), ("--deterministic", gradient.deterministic)] {
+            if given {
+                mistakes.add(option, "is for --backward");
+            }
+        }
+        return complete.then_some(none);
+    }
+    if !complete {
+        // Parameters may be declared by what could not be read.
+        return None;
+    }
+    let mut backward = any.backward();
+    let bias = args.bias.then_some("bias").filter(|_| !gradient.wrt.iter().any(|w| w == "bias"));
+    for name in bias.into_iter().chain(gradient.wrt.iter().map(String::as_str)) {
+        let scalar = problem.params().iter().any(|p| p.name == name && p.kind == ParamKind::Scalar);
+        backward = backward.wrt(name, if scalar { DType::F32 } else { any.dtype });
+    }
+    let validated = valid(backward.validate(), |errors| {
+        for e in errors.0 {
+            if e.field.starts_with("wrt[") {
+                let declared = crate::table::list(&problem.params().iter().map(|p| p.name.as_str()).collect::<Vec<_>>());
+                let declared = if e.rule == "a declared parameter" { format!("; declared: {declared}") } else { String::new() };
+                mistakes.add("--wrt", format!("{} must be {}{declared}", e.value, e.rule));
+            } else {
+                mistakes.add("--backward", format!("{}: {}", e.value, e.rule));
+            }
+        }
+    });
+    let right = validated.is_some();
+    let params = validated.map_or(none.params, |v| v.params().to_vec());
+    Some(Judged { params, wrt: backward.wrt, right })
+}

@@ -1,0 +1,67 @@
+//! The executor of a run: one for all of its passes.
+
+use super::lines;
+use crate::exit::{Failure, Line};
+use crate::request::Request;
+use sdpa::dispatch::{Dispatcher, Preference};
+use sdpa::exec::cudnn::guard;
+use sdpa::{Error, ExecutorName, Prepared, PreparedBackward, Reason, Unsupported};
+use std::sync::Arc;
+
+/// Who runs the passes that are needed, and why the others do not.
+pub(super) struct Chosen {
+    pub(super) executor: ExecutorName,
+    pub(super) forward: Option<Arc<dyn Prepared>>,
+    pub(super) backward: Option<Arc<dyn PreparedBackward>>,
+    pub(super) declined: Vec<Unsupported>,
+}
+
+/// What speaks against the scale, which is no part of a problem.
+fn against_scale(request: &Request) -> Vec<Reason> {
+    let limit = |e: sdpa::SpecError| Reason::Limit { field: e.field, value: e.value, limit: e.rule };
+    guard::check_scale(request.attn_scale()).err().map_or_else(Vec::new, |errors| errors.0.into_iter().map(limit).collect())
+}
+
+/// Makes every pass ready on one executor.
+fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> Result<Chosen, Error> {
+    let preference = Preference::Named(executor);
+    let forward = match &request.backward {
+        Some(backward) if backward.given => None,
+        Some(_) | None => Some(dispatcher.prepare(&request.problem, preference)?.prepared),
+    };
+    let backward = match &request.backward {
+        Some(backward) => Some(dispatcher.prepare_backward(&backward.problem, preference)?.prepared),
+        None => None,
+    };
+    Ok(Chosen { executor, forward, backward, declined: Vec::new() })
+}
+
+/// An executor for a request.
+pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Preference) -> Result<Chosen, Failure> {
+    let bad_scale = |name| if name == ExecutorName::Cudnn { against_scale(request) } else { Vec::new() };
+    if let Preference::Named(name) = preference {
+        let mut against: Vec<Line> = bad_scale(name).iter().map(|reason| Line::new(name, reason)).collect();
+        match ready(dispatcher, request, name) {
+            Ok(chosen) if against.is_empty() => return Ok(chosen),
+            Ok(_) => {}
+            Err(e) => against.extend(lines(name, &e)),
+        }
+        return Err(Failure::Executor(against));
+    }
+    let mut declined = Vec::new();
+    for executor in ExecutorName::ALL {
+        let mut reasons = bad_scale(executor);
+        if reasons.is_empty() {
+            match ready(dispatcher, request, executor) {
+                Ok(chosen) => return Ok(Chosen { declined, ..chosen }),
+                Err(Error::Unsupported(unsupported)) => reasons = unsupported.reasons,
+                Err(absent) if executor == ExecutorName::Cudnn && dispatcher.cudnn().is_err() => {
+                    reasons.push(Reason::Absent(absent.to_string()));
+                }
+                Err(e) => return Err(Failure::Environment(lines(executor, &e))),
+            }
+        }
+        declined.push(Unsupported { executor, reasons });
+    }
+    Err(Failure::Executor(declined.into_iter().flat_map(|d| lines(d.executor, &Error::Unsupported(d))).collect()))
+}

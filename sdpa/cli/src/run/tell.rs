@@ -1,0 +1,225 @@
+//! What a run has to tell.
+
+use super::{Order, Reports, choose::Chosen};
+use crate::memory;
+use crate::operands::Operands;
+use crate::params::Planned;
+use crate::request::Source;
+use crate::table::{Table, list};
+use crate::tolerance::gradients::{GradientCheck, GradientDistance};
+use crate::tolerance::{Distance, Worst};
+use sdpa::{ExecutorName, Reason, Report, Shape, Unsupported};
+use serde::Serialize;
+
+/// What speaks against an executor.
+#[derive(Serialize)]
+struct Declined {
+    executor: ExecutorName,
+    reasons: Vec<Reason>,
+    text: String,
+}
+
+impl Declined {
+    fn new(unsupported: &Unsupported) -> Declined {
+        let text = unsupported.reasons.iter().map(Reason::to_string).collect::<Vec<_>>().join("; ").replace('\n', "; ");
+        Declined { executor: unsupported.executor, reasons: unsupported.reasons.clone(), text }
+    }
+}
+
+/// How near the oracle's results are.
+#[derive(Serialize)]
+pub(super) struct Checked {
+    pub(super) passed: bool,
+    o_relative: Option<f64>,
+    o: Option<Worst>,
+    stats: Option<Worst>,
+    gradients: Option<Vec<GradientCheck>>,
+}
+
+impl Checked {
+    pub(super) fn new(forward: Option<&Distance>, backward: Option<&GradientDistance>) -> Checked {
+        Checked {
+            passed: forward.is_none_or(Distance::passes) && backward.is_none_or(GradientDistance::passes),
+            o_relative: forward.map(Distance::o_relative),
+            o: forward.map(|f| f.o),
+            stats: forward.and_then(|f| f.stats),
+            gradients: backward.map(GradientDistance::told),
+        }
+    }
+}
+
+/// A declared parameter.
+#[derive(Serialize)]
+struct ParamTold {
+    name: String,
+    kind: String,
+    /// Of a scalar.
+    value: Option<f32>,
+    /// Of a tensor, as in the file.
+    shape: Option<Vec<i64>>,
+}
+
+impl ParamTold {
+    fn new(planned: &Planned) -> ParamTold {
+        let value = planned.scalar();
+        let shape = value.is_none().then(|| planned.shape.clone());
+        ParamTold { name: planned.declared.name.clone(), kind: planned.kind(), value, shape }
+    }
+
+    fn text(&self) -> String {
+        match (self.value, &self.shape) {
+            (Some(value), _) => format!("{} = {value}", self.name),
+            (None, Some(shape)) => format!("{}: {}, {shape:?}", self.name, self.kind),
+            (None, None) => self.name.clone(),
+        }
+    }
+}
+
+/// One pass.
+#[derive(Serialize)]
+struct Pass {
+    engine: String,
+    copied: Vec<&'static str>,
+    workspace_bytes: u64,
+    compute_ms: f64,
+    tflops: f64,
+}
+
+impl Pass {
+    fn new(report: Report, flops: f64) -> Pass {
+        let tflops = flops / (report.compute_ms.max(1e-6) * 1e9);
+        let Report { engine, copied, workspace_bytes, compute_ms } = report;
+        Pass { engine, copied, workspace_bytes, compute_ms, tflops }
+    }
+}
+
+/// The backward pass.
+#[derive(Serialize)]
+struct BackwardTold {
+    deterministic: bool,
+    wrt: Vec<String>,
+    #[serde(flatten)]
+    pass: Option<Pass>,
+}
+
+/// What a run has to tell.
+#[derive(Serialize)]
+pub(super) struct Told {
+    executor: ExecutorName,
+    declined: Vec<Declined>,
+    shape: Shape,
+    layout: &'static str,
+    score_mods: Vec<String>,
+    masks: Vec<String>,
+    params: Vec<ParamTold>,
+    dtype: &'static str,
+    scale: f32,
+    stats: bool,
+    input: Option<String>,
+    seed: Option<u64>,
+    engine: Option<String>,
+    copied: Option<Vec<&'static str>>,
+    workspace_bytes: Option<u64>,
+    compute_ms: Option<f64>,
+    tflops: Option<f64>,
+    backward: Option<BackwardTold>,
+    check: Option<Checked>,
+    output: Option<String>,
+    notes: Vec<String>,
+}
+
+impl Told {
+    pub(super) fn new(order: &Order, chosen: Chosen, reports: Reports, check: Option<Checked>, operands: Operands) -> Told {
+        let request = &order.request;
+        let (input, seed) = match &request.source {
+            Source::File(header, ..) => (Some(header.path.display().to_string()), None),
+            Source::Random => (None, Some(order.seed)),
+        };
+        let forward = reports.forward.map(|report| Pass::new(report, request.problem.flops()));
+        let backward = request.backward.as_ref().map(|b| BackwardTold {
+            deterministic: b.problem.deterministic(),
+            wrt: b.problem.wrt().iter().map(|g| g.name.clone()).collect(),
+            pass: reports.backward.map(|report| Pass::new(report, b.problem.flops())),
+        });
+        Told {
+            executor: chosen.executor,
+            declined: chosen.declined.iter().map(Declined::new).collect(),
+            shape: request.shape(),
+            layout: request.layout.name(),
+            score_mods: request.score_mods(),
+            masks: request.masks(),
+            params: request.params.iter().map(ParamTold::new).collect(),
+            dtype: request.element.dtype().name(),
+            scale: request.attn_scale(),
+            stats: request.spec.stats,
+            input,
+            seed,
+            engine: forward.as_ref().map(|f| f.engine.clone()),
+            copied: forward.as_ref().map(|f| f.copied.clone()),
+            workspace_bytes: forward.as_ref().map(|f| f.workspace_bytes),
+            compute_ms: forward.as_ref().map(|f| f.compute_ms),
+            tflops: forward.as_ref().map(|f| f.tflops),
+            backward,
+            check,
+            output: order.destination.as_ref().map(|d| d.path.display().to_string()),
+            notes: operands.notes,
+        }
+    }
+
+    pub(super) fn text(&self) -> String {
+        let mut table = Table::default();
+        let s = &self.shape;
+        table.row("executor", self.executor.name());
+        table.rows("declined", self.declined.iter().map(|d| format!("{}: {}", d.executor, d.text)));
+        table.row(
+            "shape",
+            format!(
+                "batch {}, heads {} on {}, queries {}, keys {}, dims {} and {}, {}",
+                s.batch, s.heads_q, s.heads_kv, s.seq_q, s.seq_kv, s.dim_qk, s.dim_v, self.layout
+            ),
+        );
+        table.rows("score_mod", self.score_mods.iter().cloned());
+        table.row("masks", list(&self.masks));
+        table.rows("params", self.params.iter().map(ParamTold::text));
+        table.row("dtype", self.dtype);
+        table.row("scale", self.scale.to_string());
+        table.rows("input", self.input.iter().cloned());
+        table.rows("seed", self.seed.iter().map(u64::to_string));
+        table.rows("note", self.notes.iter().cloned());
+        if let (Some(engine), Some(copied), Some(bytes), Some(ms), Some(tflops)) =
+            (&self.engine, &self.copied, self.workspace_bytes, self.compute_ms, self.tflops)
+        {
+            pass(&mut table, engine, copied, bytes, (ms, tflops));
+        }
+        if let Some(backward) = &self.backward {
+            let wrt = backward.wrt.iter().map(|name| format!("d{name}"));
+            let gradients: Vec<String> = ["dq", "dk", "dv"].into_iter().map(str::to_owned).chain(wrt).collect();
+            table.row("backward", format!("{}{}", list(&gradients), if backward.deterministic { "; deterministic" } else { "" }));
+            if let Some(p) = &backward.pass {
+                pass(&mut table, &p.engine, &p.copied, p.workspace_bytes, (p.compute_ms, p.tflops));
+            }
+        }
+        table.rows("output", self.output.iter().cloned());
+        if let Some(check) = &self.check {
+            table.row("check", if check.passed { "passed" } else { "FAILED" });
+            if let (Some(o), Some(relative)) = (&check.o, check.o_relative) {
+                table.row("", format!("{}; relative {relative:.1e}", worst("o", o)));
+            }
+            table.rows("", check.stats.iter().map(|s| worst("stats", s)));
+            let gradients = check.gradients.iter().flatten();
+            table.rows("", gradients.map(|g| format!("{}; relative {:.1e}", worst(&g.name, &g.worst), g.relative)));
+        }
+        table.render()
+    }
+}
+
+fn pass(table: &mut Table, engine: &str, copied: &[&'static str], workspace: u64, (ms, tflops): (f64, f64)) {
+    table.row("engine", engine);
+    table.row("copied", list(copied));
+    table.row("workspace", memory::human(u128::from(workspace)));
+    table.row("compute", format!("{ms:.3} ms, {tflops:.3} TFLOP/s"));
+}
+
+fn worst(name: &str, worst: &Worst) -> String {
+    format!("{name}: error {:.1e}, tolerance {:.1e} ({:.0} % of it)", worst.error, worst.tolerance, worst.ratio * 100.0)
+}

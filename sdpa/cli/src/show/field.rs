@@ -1,0 +1,140 @@
+//! The numbers of a picture: modified scores and kept keys in cells, and the function along a line.
+
+use crate::operands::Operands;
+use crate::oracle::rules::{Function, Rule};
+use crate::request::Request;
+use sdpa::ScoreMod;
+use sdpa::expr::Trace;
+
+/// Cells on a side, at most.
+pub(super) const CELLS: usize = 128;
+/// Places looked at on each side of a cell, at most.
+const SAMPLES: usize = 8;
+/// Scores along the line: from −REACH to REACH.
+pub(super) const REACH: f64 = 60.0;
+const STEPS: usize = 240;
+
+/// What is shown of a head.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct View {
+    pub(super) batch: i64,
+    pub(super) head: i64,
+    /// Goes in everywhere; `None`: the scores of the operands.
+    pub(super) score: Option<f64>,
+}
+
+/// Cells of scores, queries downwards.
+#[derive(Debug)]
+pub(super) struct Field {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    /// The mean of the modified scores that are kept and finite, if any is.
+    pub(super) values: Vec<Option<f64>>,
+    /// The part of the keys that is kept.
+    pub(super) kept: Vec<f64>,
+}
+
+/// The function along the score, at one place.
+#[derive(Debug)]
+pub(super) struct Curve {
+    /// Query and key.
+    pub(super) place: [i64; 2],
+    /// (score, modified score).
+    pub(super) values: Vec<[f64; 2]>,
+    /// (score, derivative); empty where there is none.
+    pub(super) slopes: Vec<[f64; 2]>,
+}
+
+/// The smallest and the largest, of finite numbers.
+pub(super) fn range(numbers: impl Iterator<Item = f64>) -> Option<[f64; 2]> {
+    numbers.filter(|x| x.is_finite()).fold(None, |range, x| match range {
+        None => Some([x, x]),
+        Some([low, high]) => Some([low.min(x), high.max(x)]),
+    })
+}
+
+/// The places of a cell that are looked at.
+fn places(cell: usize, cells: usize, extent: usize) -> impl Iterator<Item = usize> {
+    let (from, to) = (cell * extent / cells, (cell + 1) * extent / cells);
+    let looked = (to - from).min(SAMPLES);
+    (0..looked).map(move |n| from + n * (to - from) / looked)
+}
+
+impl Field {
+    /// Computes the cells.
+    pub(super) fn new(request: &Request, operands: &Operands, view: View) -> Field {
+        let p = &request.problem;
+        let extents = p.extents();
+        let [rows, columns] = [extents[2], extents[3]].map(|n| usize::try_from(n).unwrap_or(1));
+        let modify = p.score_mod().map(|trace| Function::new(trace, &operands.params, extents));
+        let masks: Vec<Rule<'_>> = request.spec.masks.iter().map(|m| Rule::new(m, &operands.params, extents)).collect();
+        let score = |q: usize, k: usize| view.score.unwrap_or_else(|| operands.score(request, [view.batch, view.head], [q, k]));
+        let (tall, wide) = (rows.min(CELLS), columns.min(CELLS));
+        let mut field = Field { rows: tall, columns: wide, values: Vec::new(), kept: Vec::new() };
+        for row in 0..tall {
+            for column in 0..wide {
+                let (mut looked, mut kept, mut finite, mut sum) = (0u32, 0u32, 0u32, 0f64);
+                for q in places(row, tall, rows) {
+                    for k in places(column, wide, columns) {
+                        let index = [view.batch, view.head, q as i64, k as i64];
+                        looked += 1;
+                        if !masks.iter().all(|m| m.keeps(index, extents)) {
+                            continue;
+                        }
+                        kept += 1;
+                        let score = score(q, k);
+                        let value = modify.as_ref().map_or(score, |f| f.eval(score, 0.0, index)[0]);
+                        if value.is_finite() {
+                            finite += 1;
+                            sum += value;
+                        }
+                    }
+                }
+                field.kept.push(f64::from(kept) / f64::from(looked.max(1)));
+                field.values.push((finite > 0).then(|| sum / f64::from(finite)));
+            }
+        }
+        field
+    }
+}
+
+impl Curve {
+    /// Computes the function at the middle of the diagonal.
+    pub(super) fn new(request: &Request, operands: &Operands, view: View) -> Curve {
+        let p = &request.problem;
+        let extents = p.extents();
+        let q = extents[2] / 2;
+        let place = [q, q.min(extents[3] - 1)];
+        let index = [view.batch, view.head, place[0], place[1]];
+        let scores = || (0..=STEPS).map(|n| (2.0 * n as f64 / STEPS as f64 - 1.0) * REACH);
+        let along = |trace: Option<&Trace>, root: usize| -> Vec<[f64; 2]> {
+            let function = trace.map(|trace| Function::new(trace, &operands.params, extents));
+            let plain = |x| if root == 0 { x } else { 1.0 };
+            scores().map(|x| [x, function.as_ref().map_or(plain(x), |f| f.eval(x, 1.0, index)[root])]).collect()
+        };
+        let values = along(p.score_mod().map(AsRef::as_ref), 0);
+        let gradient = request.spec.backward().validate().ok();
+        let slopes = gradient.map_or_else(Vec::new, |b| along(b.gradient().map(|g| &g.trace), 1));
+        Curve { place, values, slopes }
+    }
+}
+
+/// Score_mods in words.
+pub(super) fn names(mods: &[ScoreMod]) -> Vec<String> {
+    mods.iter().map(|m| m.to_string().replace('\n', "; ")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_cover_everything_once_and_large_ones_are_sampled() {
+        for (extent, cells) in [(1, 1), (7, 7), (129, 128), (1000, 128)] {
+            let all: Vec<usize> = (0..cells).flat_map(|cell| places(cell, cells, extent)).collect();
+            assert_eq!(all, (0..extent).collect::<Vec<_>>(), "{extent}");
+        }
+        let all: Vec<usize> = places(1, 2, 4096).collect();
+        assert_eq!((all.len(), all[0]), (SAMPLES, 2048));
+    }
+}

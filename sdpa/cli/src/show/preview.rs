@@ -1,0 +1,40 @@
+//! A picture for a terminal.
+
+use super::field::{Field, range};
+
+const COLUMNS: usize = 40;
+/// From the smallest to the largest.
+const RAMP: [char; 9] = ['.', ':', '-', '=', '+', '*', '#', '%', '@'];
+
+/// Lines of letters: the larger the score, the darker; blank where no key is kept.
+pub(super) fn render(field: &Field) -> String {
+    let columns = field.columns.min(COLUMNS);
+    // A letter is twice as tall as it is wide.
+    let rows = (field.rows * columns / field.columns / 2).clamp(1, COLUMNS / 2).min(field.rows);
+    let [low, high] = range(field.values.iter().flatten().copied()).unwrap_or([0.0, 0.0]);
+    let span = |n: usize, of: usize, all: usize| n * all / of..((n + 1) * all / of).max(n * all / of + 1);
+    let letter = |row: usize, column: usize| {
+        let cells = span(row, rows, field.rows).flat_map(|r| span(column, columns, field.columns).map(move |c| r * field.columns + c));
+        let (count, sum) = cells.filter_map(|n| field.values[n]).fold((0u32, 0f64), |(count, sum), x| (count + 1, sum + x));
+        if count == 0 {
+            return ' ';
+        }
+        let part = if high > low { (sum / f64::from(count) - low) / (high - low) } else { 0.5 };
+        RAMP[((part * RAMP.len() as f64) as usize).min(RAMP.len() - 1)]
+    };
+    let edge = format!("+{}+\n", "-".repeat(columns));
+    let line = |row: usize| format!("|{}|\n", (0..columns).map(|column| letter(row, column)).collect::<String>());
+    edge.clone() + &(0..rows).map(line).collect::<String>() + &edge
+}
+
+/// What the letters stand for.
+pub(super) fn legend(field: &Field) -> String {
+    match range(field.values.iter().flatten().copied()) {
+        None => "no key is kept".to_owned(),
+        Some([low, high]) if low == high => format!("{} is {}; blank is dropped", RAMP[RAMP.len() / 2], super::figure::short(low)),
+        Some([low, high]) => {
+            let short = super::figure::short;
+            format!("{} is {}, {} is {}; blank is dropped", RAMP[0], short(low), RAMP[RAMP.len() - 1], short(high))
+        }
+    }
+}
