@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# support-table.sh: asks two cuDNN runtimes about every problem on four devices, none of which need be there, rewrites
-# docs/support.md, and compiles everything that is taken. Takes about three quarters of an hour on two cores.
+# support-table.sh: asks two cuDNN runtimes about every problem and pass on four devices, none of which need be there, rewrites
+# docs/support.md, and compiles everything that is taken. Takes about an hour and a half on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup-tests.sh

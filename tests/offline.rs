@@ -56,7 +56,7 @@ fn every_problem_is_taken_or_declined_for_a_reason_and_the_table_says_so() {
             };
             problems.extend(wrong.map(|text| format!("{runtime} {} {:?} {}: {text}", a.profile, a.wanted, a.row)));
         }
-        let taken = asked.iter().filter(|a| matches!(a.answer, Answer::Takes { .. })).count();
+        let taken = asked.iter().filter(|a| a.answer.is_taken()).count();
         say(&format!("offline: cuDNN {runtime} was asked {} questions and took {taken}", asked.len()));
     }
     assert!(problems.is_empty(), "{}", problems.join("\n"));
@@ -67,6 +67,10 @@ fn every_problem_is_taken_or_declined_for_a_reason_and_the_table_says_so() {
     let different: Vec<String> = results.into_iter().filter_map(Result::err).collect();
     assert!(different.is_empty(), "{}", different.join("\n"));
 }
+
+/// Rows of the sample that a device may decline: in the backward pass, dims past 128 and a third value for each query need engines of
+/// compute capability 9.0 or newer, and one query is known to be wrong on one runtime.
+const MAY_DECLINE: usize = 3;
 
 #[test]
 fn what_is_taken_compiles_and_is_what_was_sent() {
@@ -89,9 +93,13 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
             let declined = here.clone().filter(|p| p.declined).count();
             let n = here.count();
             assert!(n >= SAMPLE.len(), "cuDNN {runtime} was asked for {n} plans for {profile}");
-            assert!(all || declined <= 1, "cuDNN {runtime} declines {declined} rows of the sample for {profile}");
+            assert!(all || declined <= MAY_DECLINE, "cuDNN {runtime} declines {declined} rows of the sample for {profile}");
         }
-        assert!(plans.iter().any(|p| p.copies > 0), "no plan of the sample copies an operand");
+        for (backward, pass) in [(false, "forward"), (true, "backward")] {
+            let mut of_pass = plans.iter().filter(|p| p.row.contains("backward") == backward);
+            assert!(of_pass.any(|p| p.copies > 0), "no {pass} plan of the sample copies an operand");
+        }
+        assert!(plans.iter().any(|p| p.conversions > 0), "no plan of the sample converts a declared tensor");
         problems.extend(
             plans
                 .iter()

@@ -3,17 +3,19 @@
 use conformance::golden;
 use cudnn_graph::encode::encode;
 use cudnn_graph::{DType, Verified, Version};
-use sdpa::lower::{self, Form};
+use sdpa::lower::{self, Form, Job};
 use sdpa::{AttentionSpec, Layout, Shape, TensorSpec};
 use std::collections::BTreeSet;
 
-const VARIANTS: [(Form, Version); 3] =
-    [(Form::Composite, Version::new(9, 19, 0)), (Form::Composite, Version::new(9, 27, 0)), (Form::Unified, Version::new(9, 27, 0))];
+const OLD: Version = Version::new(9, 19, 0);
+const NEW: Version = Version::new(9, 27, 0);
+const FORWARD: [(Form, Version); 3] = [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)];
+const BACKWARD: [(Form, Version); 2] = [(Form::Composite, OLD), (Form::Composite, NEW)];
 
 /// Name, masks, stats, lengths.
 type Golden = (&'static str, &'static [&'static str], bool, (i64, i64));
 
-const PROBLEMS: [Golden; 11] = [
+const PROBLEMS: [Golden; 12] = [
     ("plain", &[], false, (128, 128)),
     ("plain_stats", &[], true, (128, 128)),
     ("causal", &["causal"], true, (128, 128)),
@@ -25,31 +27,89 @@ const PROBLEMS: [Golden; 11] = [
     ("prefix", &["prefix-lm:20"], true, (128, 128)),
     ("prefix_and_window", &["prefix-lm:20", "window:33,9:bottom-right"], true, (65, 130)),
     ("decode", &["causal-bottom-right"], true, (1, 500)),
+    ("padding", &["padding"], true, (128, 128)),
 ];
 
-fn spec(golden: &Golden) -> AttentionSpec {
-    let &(_, masks, stats, (seq_q, seq_kv)) = golden;
-    let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };
+/// Name, masks, lengths, key heads, whether every run must give the same bits.
+type Gradient = (&'static str, &'static [&'static str], (i64, i64), i64, bool);
+
+const GRADIENTS: [Gradient; 7] = [
+    ("plain", &[], (128, 128), 4, false),
+    ("causal", &["causal"], (128, 128), 4, false),
+    ("gqa", &[], (128, 128), 2, false),
+    ("padding", &["padding"], (128, 128), 2, false),
+    ("window_bottom_right", &["window:33,0:bottom-right"], (65, 130), 2, false),
+    ("deterministic", &["causal"], (128, 128), 2, true),
+    ("no_whole_tiles", &[], (65, 130), 2, false),
+];
+
+/// Name, score_mods, masks, lengths, the parameter whose gradient the backward pass is asked for. Both passes of each.
+type Modified = (&'static str, &'static [&'static str], &'static [&'static str], (i64, i64), Option<&'static str>);
+
+const MODIFIED: [Modified; 7] = [
+    ("softcap", &["softcap:30"], &[], (128, 128), None),
+    ("softcap_causal", &["softcap:30"], &["causal"], (128, 128), None),
+    // A table with a number for each head.
+    ("alibi_causal", &["alibi"], &["causal"], (128, 128), None),
+    // A table of the keys.
+    ("alibi_decode", &["alibi"], &[], (1, 500), None),
+    ("bias_softcap", &["bias16:hqk", "softcap:30"], &[], (128, 128), Some("bias")),
+    ("document", &[], &["document"], (128, 128), None),
+    ("compare_floats", &["select(score > 0.0, score, score * 0.5)"], &[], (128, 128), None),
+];
+
+fn attention(score_mods: &[&str], masks: &[&str], (seq_q, seq_kv): (i64, i64), heads_kv: i64) -> AttentionSpec {
+    let shape = Shape { batch: 2, heads_q: 4, heads_kv, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };
     let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    spec.score_mods = score_mods.iter().map(|m| m.parse().unwrap()).collect();
     spec.masks = masks.iter().map(|m| m.parse().unwrap()).collect();
-    spec.stats = stats;
     spec
+}
+
+/// Its name, what is lowered, and how.
+type Lowering = (String, Job, &'static [(Form, Version)]);
+
+/// Every pass.
+fn jobs() -> Vec<Lowering> {
+    let mut jobs: Vec<Lowering> = Vec::new();
+    for (name, masks, stats, lengths) in PROBLEMS {
+        let mut spec = attention(&[], masks, lengths, 2);
+        spec.stats = stats;
+        jobs.push((name.to_owned(), spec.validate().unwrap().into(), &FORWARD));
+    }
+    for (name, masks, lengths, heads_kv, deterministic) in GRADIENTS {
+        let mut spec = attention(&[], masks, lengths, heads_kv).backward();
+        spec.deterministic = deterministic;
+        jobs.push((format!("backward_{name}"), spec.validate().unwrap().into(), &BACKWARD));
+    }
+    let plain = attention(&[], &[], (128, 128), 4).backward().validate().unwrap();
+    jobs.push(("backward_plain".to_owned(), plain.into(), &[(Form::Unified, NEW)]));
+    for (name, score_mods, masks, lengths, wrt) in MODIFIED {
+        let spec = attention(score_mods, masks, lengths, 2).with_stats();
+        let backward = wrt.iter().fold(spec.backward(), |spec, name| spec.wrt(name, DType::BF16));
+        jobs.push((name.to_owned(), spec.validate().unwrap().into(), &FORWARD));
+        jobs.push((format!("backward_{name}"), backward.validate().unwrap().into(), &BACKWARD));
+    }
+    jobs
 }
 
 /// Name of the file, graph, runtime.
 fn graphs() -> Vec<(String, Verified, Version)> {
     let mut graphs = Vec::new();
-    for golden in &PROBLEMS {
-        let problem = spec(golden).validate().unwrap();
-        for (form, runtime) in VARIANTS {
-            let graph = lower::lower(&problem.clone().into(), form, runtime).unwrap().graph;
-            graphs.push((format!("{}.{form}-{}.{}.txt", golden.0, runtime.major, runtime.minor), graph, runtime));
+    for (name, job, variants) in jobs() {
+        for &(form, runtime) in variants {
+            let graph = lower::lower(&job, form, runtime).unwrap_or_else(|e| panic!("{name}: {e}")).graph;
+            graphs.push((format!("{name}.{form}-{}.{}.txt", runtime.major, runtime.minor), graph, runtime));
         }
     }
     let dims = [2, 4, 65, 64];
     let gaps = TensorSpec { dims, strides: Layout::Bshd.strides([2, 4, 65, 67]), alignment: 2 };
     let copy = lower::copy(DType::BF16, &gaps, &TensorSpec::dense(dims, Layout::Bshd)).unwrap();
     graphs.push(("copy.txt".to_owned(), copy.graph, Version::OLDEST));
+    let mut one_number = gaps;
+    one_number.strides = [0; 4];
+    let copy = lower::copy(DType::BF16, &one_number, &TensorSpec::dense(dims, Layout::Bshd)).unwrap();
+    graphs.push(("copy_of_one_number.txt".to_owned(), copy.graph, Version::OLDEST));
     graphs
 }
 

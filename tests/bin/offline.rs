@@ -3,14 +3,14 @@
 //! `offline ask`: support of every row on every profile. `offline compile NAME...|all`: plans of rows. `offline load WHAT`:
 //! how loading goes.
 
-use conformance::matrix::{self, Row};
+use conformance::matrix::{self, Row, Spec};
 use conformance::offline::{Answer, Asked, Compiled, PROFILES, Wanted};
 use conformance::sent;
-use cudnn_graph::{DeviceProfile, Library, Outcome, Search, Target};
+use cudnn_graph::{DeviceProfile, Library, Outcome, Search, Target, Version};
 use sdpa::Error;
-use sdpa::exec::cudnn::plan::{self, PlanOptions};
+use sdpa::exec::cudnn::plan::{self, PlanOptions, Planned};
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::lower::{Form, UNIFIED_SINCE};
+use sdpa::lower::{Form, Job, UNIFIED_BACKWARD_SINCE, UNIFIED_SINCE};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -45,13 +45,21 @@ fn everywhere(
         let profile = DeviceProfile::from_json(json).map_err(|e| e.to_string())?;
         for row in rows {
             for wanted in Wanted::ALL {
-                if wanted == Wanted::Any || library.version() >= UNIFIED_SINCE {
+                if wanted == Wanted::Any || has_unified(row, library.version()) {
                     each(library, name, &Target::Profile(&profile), row, wanted)?;
                 }
             }
         }
     }
     Ok(())
+}
+
+/// Whether it is worth asking for the unified form by itself.
+fn has_unified(row: &Row, runtime: Version) -> bool {
+    match &row.spec {
+        Spec::Forward(_) => runtime >= UNIFIED_SINCE,
+        Spec::Backward(_) => runtime >= UNIFIED_BACKWARD_SINCE && row.spec.is_plain(),
+    }
 }
 
 fn options(wanted: Wanted) -> PlanOptions {
@@ -69,21 +77,24 @@ fn ask() -> Result<(), String> {
     })
 }
 
+fn supports(library: &'static Library, target: &Target<'_>, row: &Row, wanted: Wanted) -> Result<(Job, Form), Answer> {
+    let job = row.spec.job().map_err(|e| Answer::Fails(e.to_string()))?;
+    match plan::supports(library, target, &job, &options(wanted)) {
+        Ok(form) => Ok((job, form)),
+        Err(Error::Unsupported(e)) => Err(Answer::Declines(e.reasons)),
+        Err(e) => Err(Answer::Fails(e.to_string())),
+    }
+}
+
 fn answer(library: &'static Library, target: &Target<'_>, row: &Row, wanted: Wanted) -> Answer {
-    let job = match row.spec.validate() {
-        Ok(problem) => problem.into(),
-        Err(e) => return Answer::Fails(e.to_string()),
-    };
-    let options = options(wanted);
-    let form = match plan::supports(library, target, &job, &options) {
-        Ok(form) => form,
-        Err(Error::Unsupported(e)) => return Answer::Declines(e.reasons),
-        Err(e) => return Answer::Fails(e.to_string()),
+    let (job, form) = match supports(library, target, row, wanted) {
+        Ok(taken) => taken,
+        Err(other) => return other,
     };
     if !row.in_place() {
         return Answer::Takes { form, engine: None };
     }
-    match plan::ask(library, target, &job, form, &options.policy) {
+    match plan::ask(library, target, &job, form, &options(wanted).policy) {
         Ok((_, planner)) => {
             let first = planner.report().candidates.iter().find(|c| c.outcome == Outcome::NotTried);
             Answer::Takes { form, engine: first.map(|c| c.tag()) }
@@ -100,39 +111,43 @@ fn compile(names: &[String]) -> Result<(), String> {
         if !all && wanted == Wanted::Unified && !matrix::UNIFIED_SAMPLE.contains(&row.name.as_str()) {
             return Ok(());
         }
-        let mut compiled =
-            Compiled { profile: profile.to_owned(), row: row.name.clone(), wanted, declined: false, copies: 0, wrong: Vec::new() };
-        let first = match answer(library, target, row, wanted) {
-            Answer::Takes { engine, .. } => engine,
-            Answer::Declines(_) => {
-                compiled.declined = true;
-                return print(&compiled);
-            }
-            Answer::Fails(text) => {
-                compiled.wrong.push(text);
-                return print(&compiled);
-            }
+        let mut compiled = Compiled {
+            profile: profile.to_owned(),
+            row: row.name.clone(),
+            wanted,
+            declined: false,
+            copies: 0,
+            conversions: 0,
+            wrong: Vec::new(),
         };
-        let planned = row.spec.validate().map_err(Error::from).and_then(|p| plan::build(library, target, &p.into(), &options(wanted)));
-        match planned {
-            Ok(planned) => {
-                let engine = planned.plan.engine().map(|c| c.tag());
-                if first.is_some() && first != engine {
-                    compiled.wrong.push(format!("the first offer fell through:\n{}", planned.plan.report()));
-                }
-                compiled.copies = planned.copies.len();
-                let plans = std::iter::once((&planned.lowered.graph, &planned.plan));
-                for (graph, plan) in plans.chain(planned.copies.iter().map(|c| (&c.copy.graph, &c.plan))) {
-                    match plan.to_json() {
-                        Ok(json) => compiled.wrong.extend(sent::differences(graph, &json)),
-                        Err(e) => compiled.wrong.push(e.to_string()),
-                    }
-                }
-            }
-            Err(e) => compiled.wrong.push(e.to_string()),
+        match supports(library, target, row, wanted) {
+            Ok((job, _)) => match plan::build(library, target, &job, &options(wanted)) {
+                Ok(planned) => check(&planned, &mut compiled),
+                Err(e) => compiled.wrong.push(e.to_string()),
+            },
+            Err(Answer::Fails(text)) => compiled.wrong.push(text),
+            Err(Answer::Declines(_) | Answer::Takes { .. }) => compiled.declined = true,
         }
         print(&compiled)
     })
+}
+
+/// The first offers must have held, and each plan must record what was sent.
+fn check(planned: &Planned, compiled: &mut Compiled) {
+    compiled.copies = planned.copies.len();
+    compiled.conversions = planned.conversions.len();
+    let copies = planned.copies.iter().map(|c| (&c.copy.graph, &c.plan));
+    let conversions = planned.conversions.iter().map(|c| (&c.copy.graph, &c.plan));
+    for (graph, plan) in std::iter::once((&planned.lowered.graph, &planned.plan)).chain(copies).chain(conversions) {
+        let first = plan.report().candidates.iter().find(|c| !matches!(c.outcome, Outcome::PassedOver(_)));
+        if first.is_none_or(|c| c.outcome != Outcome::Chosen) {
+            compiled.wrong.push(format!("the first offer fell through:\n{}", plan.report()));
+        }
+        match plan.to_json() {
+            Ok(json) => compiled.wrong.extend(sent::differences(graph, &json)),
+            Err(e) => compiled.wrong.push(e.to_string()),
+        }
+    }
 }
 
 /// How loading goes: one line, an error's kind and text.

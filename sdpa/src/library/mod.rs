@@ -17,6 +17,7 @@
 //! | `prefix-lm:N` | `k ≤ q` or `k < N` | |
 //! | `dilated:N` | every Nth key, counted from the query | |
 //! | `document` | keys of the query's document | tensors `doc_q[batch, q]`, `doc_k[batch, k]`, i32 |
+//! | `document-runs` | keys from `doc_start` to `doc_end` of the query | tensors `doc_start[batch, q]`, `doc_end[batch, q]`, i32 |
 //! | `shared-prefix:N` | the first N keys, and those of the query's document | the same |
 //! | `padding` | queries and keys within the lengths of their batch entry | tensors `seq_len_q[batch]`, `seq_len_kv[batch]`, i32 |
 //! | `global-local:W,G` | keys nearer than W; the first G keys; all keys for the first G queries | |
@@ -29,7 +30,7 @@ mod masks;
 mod mods;
 mod t5;
 
-pub use masks::{array_mask, dilated, document, global_local, natten, padding, shared_prefix, sliding_window};
+pub use masks::{array_mask, dilated, document, document_runs, global_local, natten, padding, shared_prefix, sliding_window};
 pub use mods::{alibi, alibi_slopes, alibi_with, bias, sandwich, softcap};
 pub use t5::{T5, t5_bias, t5_bias_gradient, t5_bucket};
 
@@ -56,7 +57,7 @@ impl ParseError {
 }
 
 const MODS: &str = "softcap:CAP, alibi, alibi-slopes, bias:AXES, bias16:AXES, sandwich:N, or an expression";
-const MASKS: &str = "causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right], sliding-window:N, prefix-lm:N, dilated:N, document, \
+const MASKS: &str = "causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right], sliding-window:N, prefix-lm:N, dilated:N, document, document-runs, \
                      shared-prefix:N, padding, global-local:W,G, natten:N, array:AXES, or an expression";
 
 /// Reads the text of a trace of a given type, with at most so many roots.
@@ -137,6 +138,7 @@ pub(crate) fn mask(text: &str) -> Option<Result<Mask, ParseError>> {
         ("sliding-window", Some(n)) => number(n, 1).map(|n| sliding_window(n.into())),
         ("dilated", Some(n)) => number(n, 1).map(dilated),
         ("document", None) => Ok(document()),
+        ("document-runs", None) => Ok(document_runs()),
         ("shared-prefix", Some(n)) => number(n, 0).map(shared_prefix),
         ("padding", None) => Ok(padding()),
         ("global-local", Some(rest)) => match rest.split_once(',') {

@@ -16,6 +16,8 @@ struct Row {
     engine: i64,
     tile: [i64; 2],
     query_gradient: QueryGradient,
+    /// Whether it is tried before what is offered, or only where that takes too much workspace.
+    first: bool,
     only_one: fn(&BackwardProblem) -> bool,
     stages: fn(&BackwardProblem) -> i64,
 }
@@ -32,6 +34,7 @@ const ROWS: [Row; 2] = [
         engine: 6,
         tile: [2, 1],
         query_gradient: QueryGradient::Summed,
+        first: false,
         only_one: |_| false,
         stages: |_| 4,
     },
@@ -41,13 +44,28 @@ const ROWS: [Row; 2] = [
         engine: 5,
         tile: [3, 2],
         query_gradient: QueryGradient::AtOnce,
+        first: true,
         only_one: wide,
         stages: |b| if wide(b) { 3 } else { 2 },
     },
 ];
 
-/// The engine for a problem, if there is one, and the graph that it takes.
-pub(super) fn engine(problem: &BackwardProblem, runtime: Version, sm: u32) -> Option<(Pin, QueryGradient)> {
+/// An engine for a problem.
+pub(super) struct Named {
+    /// The configuration.
+    pub(super) pin: Pin,
+    /// The graph that it takes.
+    pub(super) query_gradient: QueryGradient,
+    /// Whether it comes before what is offered.
+    pub(super) first: bool,
+}
+
+/// Bytes of workspace past which an engine that has to be named comes in, where the caller sets no limit: on an H200 it takes up to
+/// ten times as long as what is offered (`benches/results/`).
+pub(super) const LARGE_WORKSPACE: u64 = 4 << 30;
+
+/// The engine for a problem, if there is one.
+pub(super) fn engine(problem: &BackwardProblem, runtime: Version, sm: u32) -> Option<Named> {
     let row = ROWS.iter().find(|row| row.sm.contains(&sm) && runtime >= row.since)?;
     if !problem.wrt().is_empty() || !(problem.deterministic() || (row.only_one)(problem)) {
         return None;
@@ -61,5 +79,5 @@ pub(super) fn engine(problem: &BackwardProblem, runtime: Version, sm: u32) -> Op
         (KnobType::TILE_CGA_M, 0),
         (KnobType::STAGES, (row.stages)(problem)),
     ];
-    Some((Pin { engine: row.engine, knobs }, row.query_gradient))
+    Some(Named { pin: Pin { engine: row.engine, knobs }, query_gradient: row.query_gradient, first: row.first })
 }

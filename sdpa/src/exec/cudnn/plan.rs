@@ -110,21 +110,25 @@ fn spellings(
     policy: &Policy,
 ) -> Result<Vec<(Arc<Lowered>, Policy)>, Refusal> {
     let runtime = library.version();
-    let mut all = Vec::new();
-    if let Job::Backward(problem) = job
-        && form == Form::Composite
-        && policy.pin.is_none()
-        && let Some((pin, query_gradient)) = named::engine(problem, runtime, target.sm())
-    {
-        let lowered = spelled(lower::lower_backward(problem, runtime, query_gradient))?;
-        // The notes are those of the engine, not of this configuration of it.
-        all.push((lowered, Policy { pin: Some(pin), deterministic: false, ..policy.clone() }));
-    }
     let mut usual = policy.clone();
     usual.deterministic |= job.deterministic();
     usual.prefer.extend(order::prefer(job, form, runtime, target));
-    all.push((spelled(lower::lower(job, form, runtime))?, usual));
-    Ok(all)
+    let offered = spelled(lower::lower(job, form, runtime))?;
+    let named = match job {
+        Job::Backward(problem) if form == Form::Composite && policy.pin.is_none() => {
+            named::engine(problem, runtime, target.sm()).map(|named| (problem, named))
+        }
+        Job::Backward(_) | Job::Forward(_) => None,
+    };
+    let Some((problem, named)) = named else { return Ok(vec![(offered, usual)]) };
+    let lowered = spelled(lower::lower_backward(problem, runtime, named.query_gradient))?;
+    // The notes are those of the engine, not of this configuration of it.
+    let pinned = (lowered, Policy { pin: Some(named.pin), deterministic: false, ..policy.clone() });
+    if named.first {
+        return Ok(vec![pinned, (offered, usual)]);
+    }
+    usual.max_workspace.get_or_insert(named::LARGE_WORKSPACE);
+    Ok(vec![(offered, usual), pinned])
 }
 
 /// The first result, or the last refusal.

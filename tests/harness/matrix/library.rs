@@ -1,0 +1,112 @@
+//! Score_mods and masks of the library at one size, and pairs of them.
+
+use super::{Kind, Row, Spec};
+use sdpa::{AttentionSpec, DType, Layout, Mask, ScoreMod, Shape};
+
+/// Every score_mod; the last one is no library's: a comparison of floats.
+const SCORE_MODS: [&str; 19] = [
+    "softcap:30",
+    "alibi",
+    "alibi-slopes",
+    "sandwich:4",
+    "bias:bhqk",
+    "bias:hqk",
+    "bias:qk",
+    "bias:bhk",
+    "bias:h",
+    "bias:b",
+    "bias16:bhqk",
+    "bias16:hqk",
+    "bias16:bqk",
+    "bias16:hq",
+    "bias16:q",
+    "bias16:k",
+    "bias16:bh",
+    "bias16:",
+    "select(score > 0.0, score, score * 0.5)",
+];
+
+/// What each score_mod meets.
+const FEW_MASKS: [&[&str]; 3] = [&[], &["causal"], &["padding"]];
+
+/// Every mask, alone and with a cap.
+const MASKS: [&str; 22] = [
+    "causal",
+    "causal-bottom-right",
+    "window:100,0",
+    "window:100,30:bottom-right",
+    "window:100,inf",
+    "sliding-window:128",
+    "prefix-lm:77",
+    "dilated:3",
+    "document",
+    "shared-prefix:16",
+    "padding",
+    "global-local:64,16",
+    "natten:31",
+    "array:bhqk",
+    "array:hqk",
+    "array:bqk",
+    "array:qk",
+    "array:bk",
+    "array:q",
+    "array:k",
+    "array:h",
+    "array:",
+];
+
+/// Several at once: score_mods, masks.
+const TOGETHER: [(&[&str], &[&str]); 9] = [
+    (&["bias16:hqk", "softcap:30", "alibi"], &["causal"]),
+    (&["softcap:30", "bias16:hqk"], &["causal"]),
+    (&["softcap:30"], &["document", "sliding-window:128"]),
+    (&["alibi"], &["array:bhqk"]),
+    (&["softcap:30"], &["padding", "causal"]),
+    (&["bias16:hqk"], &["document"]),
+    (&[], &["document", "causal"]),
+    (&[], &["padding", "document"]),
+    (&["alibi"], &["prefix-lm:77"]),
+];
+
+fn add(rows: &mut Vec<Row>, score_mods: &[&str], masks: &[&str]) -> Result<(), String> {
+    let shape = Shape { batch: 2, heads_q: 8, heads_kv: 2, seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64 };
+    let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+    for score_mod in score_mods {
+        spec.score_mods.push(score_mod.parse::<ScoreMod>().map_err(|e| e.to_string())?);
+    }
+    for mask in masks {
+        spec.masks.push(mask.parse::<Mask>().map_err(|e| e.to_string())?);
+    }
+    spec.stats = true;
+    let named = |names: &[&str], none: &str| if names.is_empty() { none.to_owned() } else { names.join(", ") };
+    let (score_mods, masks) = (named(score_mods, "no score_mod"), named(masks, "no mask"));
+    if rows.iter().any(|row| matches!(&row.kind, Kind::Library { score_mods: s, masks: m } if *s == score_mods && *m == masks)) {
+        return Ok(());
+    }
+    let kind = Kind::Library { score_mods: score_mods.clone(), masks: masks.clone() };
+    let mut push = |pass: &str, spec: Spec| rows.push(Row::new(format!("{score_mods}; {masks}; {pass}"), kind.clone(), spec));
+    push("forward", spec.clone().into());
+    push("backward", spec.backward().into());
+    if score_mods.contains("bias") {
+        push("backward, d_bias", spec.backward().wrt("bias", spec.dtype).into());
+    }
+    Ok(())
+}
+
+/// Every row, always in the same order.
+pub(super) fn rows() -> Result<Vec<Row>, String> {
+    let mut rows = Vec::new();
+    for score_mod in SCORE_MODS {
+        for masks in FEW_MASKS {
+            add(&mut rows, &[score_mod], masks)?;
+        }
+    }
+    for mask in MASKS {
+        add(&mut rows, &[], &[mask])?;
+        add(&mut rows, &["softcap:30"], &[mask])?;
+    }
+    for (score_mods, masks) in TOGETHER {
+        add(&mut rows, score_mods, masks)?;
+    }
+    Ok(rows)
+}
