@@ -47,6 +47,7 @@ ROWS = [
     ("ALiBi, causal", ["alibi"], ["causal"], lambda s: alibi(s[1]), lambda s: causal, None),
     ("sliding window 512, causal", [], ["sliding-window:512"], lambda s: None, lambda s: window, None),
     ("document, causal", [], ["document", "causal"], lambda s: None, lambda s: document(s[3]), None),
+    ("documents in runs, causal", [], ["document-runs", "causal"], lambda s: None, lambda s: document(s[3]), None),
     ("prefix LM 512", [], ["prefix-lm:512"], lambda s: None, lambda s: prefix, None),
 ]
 

@@ -156,9 +156,12 @@ fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buff
     let elements: i64 = axes.dims(extents).iter().product();
     if dtype == DType::I32 {
         let last = axes.dims(extents)[2].max(axes.dims(extents)[3]);
+        let starts = |document: i64| (document * last + DOCUMENTS - 1) / DOCUMENTS;
         let value = |n: i64| match p.name.as_str() {
             "seq_len_q" => extents[2],
             "seq_len_kv" => extents[3],
+            "doc_start" => starts(n % last * DOCUMENTS / last),
+            "doc_end" => starts(n % last * DOCUMENTS / last + 1),
             _ => n % last * DOCUMENTS / last,
         };
         let values: Vec<i32> = (0..elements).map(|n| value(n) as i32).collect();

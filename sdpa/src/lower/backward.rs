@@ -9,7 +9,7 @@ use super::mask::{self, Lengths};
 use super::{Form, LowerError, stats, tensor, transposed};
 use crate::backward::BackwardProblem;
 use crate::problem::Problem;
-use cudnn_graph::expr::{Axes, Axis, Binary, Node, ParamKind, Trace, Unary};
+use cudnn_graph::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
@@ -71,8 +71,8 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
     let ports = Ports::new(&mut g, b, transposed);
     let p = b.forward();
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
-    let lengths = Lengths::of(to, p);
-    let [rows, keys] = [lengths.both(p).map(|l| l.0), lengths.both(p).map(|l| l.1)];
+    let lengths = Lengths::of(to, p, Pass::Backward);
+    let [rows, keys] = [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1)];
     let scale = ports.attn_scale;
 
     let row_sum = row_sum(to, p, &ports);
@@ -205,11 +205,10 @@ fn parameters(to: &mut Into<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Res
         let Some(ParamKind::Tensor { axes, dtype: _ }) = kind else {
             return Err(LowerError::Unsupported(format!("the gradient of the scalar {name}: cuDNN's engines have no place for it")));
         };
-        let known = axes == Axes::NONE || axes == Axes::from([Axis::Q]) || (axes.has(Axis::Q) && axes.has(Axis::K));
-        if !known {
+        if !(axes.has(Axis::Q) && axes.has(Axis::K)) {
             let rule = format!(
-                "the gradient of parameter {name}: cuDNN's engines sum it right over queries and keys, over queries, and over nothing; \
-                 over keys alone they are wrong, and other axes are not known"
+                "the gradient of parameter {name}: cuDNN's engines sum it right where it has queries and keys; where they \
+                 would have to sum over either, what they give is wrong or rounded on the way"
             );
             return Err(LowerError::Unsupported(rule));
         }

@@ -12,16 +12,25 @@ use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 
-/// Tensors of lengths, one per batch entry.
+/// How the lengths of batch entries reach the kernel.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Lengths {
-    pub(super) q: Option<TensorId>,
-    pub(super) kv: Option<TensorId>,
+    /// Of queries, as a tensor of one per batch entry, which engines recognise.
+    q: Option<TensorId>,
+    /// The same of keys.
+    kv: Option<TensorId>,
+    /// Of queries and of keys, as rules like any other.
+    ruled: [bool; 2],
 }
 
 impl Lengths {
-    /// Those that the masks of a problem read.
-    pub(super) fn of(to: &mut Into<'_>, problem: &Problem) -> Lengths {
+    /// Those that the masks of a problem read. Where engines recognise lengths in a backward pass, they give score_mods what they may
+    /// make no number of past them, behind whatever is selected there: then they are a rule.
+    pub(super) fn of(to: &mut Into<'_>, problem: &Problem, pass: Pass) -> Lengths {
+        let kept = problem.kept();
+        if pass == Pass::Backward && problem.score_mod().is_some() {
+            return Lengths { ruled: [kept.seq_len_q, kept.seq_len_kv], ..Lengths::default() };
+        }
         let mut tensor = |used: bool, name: &str| {
             used.then(|| {
                 let tensor = to.graph.input(name, DType::I32, [problem.batch(), 1, 1, 1]);
@@ -29,20 +38,31 @@ impl Lengths {
                 tensor
             })
         };
-        Lengths { q: tensor(problem.kept().seq_len_q, SEQ_LEN_Q), kv: tensor(problem.kept().seq_len_kv, SEQ_LEN_KV) }
+        Lengths { q: tensor(kept.seq_len_q, SEQ_LEN_Q), kv: tensor(kept.seq_len_kv, SEQ_LEN_KV), ruled: [false; 2] }
     }
 
-    /// Both, where there are both: what products of matrices take. Not beside a score_mod: past the lengths engines then give it
-    /// what it may make no number of, behind whatever is selected there.
-    pub(super) fn both(self, problem: &Problem) -> Option<(TensorId, TensorId)> {
-        self.q.zip(self.kv).filter(|_| problem.score_mod().is_none())
+    /// Both, where there are both as tensors: what products of matrices and the unified op take.
+    pub(super) fn both(self) -> Option<(TensorId, TensorId)> {
+        self.q.zip(self.kv)
+    }
+
+    fn drops_q(self) -> bool {
+        self.q.is_some() || self.ruled[0]
+    }
+
+    fn drops_kv(self) -> bool {
+        self.kv.is_some() || self.ruled[1]
+    }
+
+    fn drop_anything(self) -> bool {
+        self.drops_q() || self.drops_kv()
     }
 }
 
 /// Whether there is something to drop besides the lengths that the op takes by itself.
 pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
     let kept = problem.kept();
-    !kept.region.is_full() || kept.rest.is_some() || lengths.q.is_some() || lengths.kv.is_some()
+    !kept.region.is_full() || kept.rest.is_some() || lengths.drop_anything()
 }
 
 /// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
@@ -64,14 +84,13 @@ pub(super) fn fill_dropped(
         return scores;
     }
     let fill = to.graph.scalar(Scalar::F32(fill));
-    if problem.seq_q() == 1 && (problem.score_mod().is_some() || kept.rest.is_some() || lengths.q.is_some() || lengths.kv.is_some()) {
-        return one_query(to, scores, problem, lengths, fill, pass);
+    // Engines recognise bands and lengths of one query in plain attention alone, and count keys within the parts that they take
+    // them in.
+    if problem.seq_q() == 1 && (problem.score_mod().is_some() || kept.rest.is_some() || lengths.drop_anything()) {
+        let lengths = Lengths { ruled: [lengths.drops_q(), lengths.drops_kv()], ..lengths };
+        return rule(to, scores, problem, (lengths, kept.region), fill, pass);
     }
-    let mut out = scores;
-    if let Some(rest) = &kept.rest {
-        let mut emitter = Emitter::new(rest, problem.extents(), pass, scores);
-        out = emitter.select(to, rest.roots()[0], out, fill, DType::F32);
-    }
+    let mut out = rule(to, scores, problem, (lengths, Region::default()), fill, pass);
     let g = &mut *to.graph;
     let within = [(2, lengths.q), (3, lengths.kv)].map(|(axis, length)| {
         length.map(|length| {
@@ -103,13 +122,18 @@ pub(super) fn fill_dropped(
     out
 }
 
-/// Everything that is dropped for the only query, as a rule: engines recognise the masks above in plain attention alone, and count
-/// keys within the parts that they take them in.
-fn one_query(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, fill: TensorId, pass: Pass) -> TensorId {
-    let kept = problem.kept();
-    let Region { lower, upper, prefix: _ } = kept.region;
+/// The bounds for the only query, lengths that are rules, and what is no band and no length.
+fn rule(
+    to: &mut Into<'_>,
+    scores: TensorId,
+    problem: &Problem,
+    (lengths, Region { lower, upper, prefix: _ }): (Lengths, Region),
+    fill: TensorId,
+    pass: Pass,
+) -> TensorId {
     let mut b = Builder::new();
     let key = b.index(Axis::K);
+    let query = if problem.seq_q() == 1 { b.konst(Const::I32(0)) } else { b.index(Axis::Q) };
     let mut terms = Vec::new();
     for (bound, f) in [(lower, Binary::Gt), (upper, Binary::Le)] {
         if let Some(bound) = bound {
@@ -117,15 +141,15 @@ fn one_query(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Le
             terms.push(b.binary(f, key, bound));
         }
     }
-    let zero = b.konst(Const::I32(0));
-    for (used, name, index) in [(lengths.q.is_some(), SEQ_LEN_Q, zero), (lengths.kv.is_some(), SEQ_LEN_KV, key)] {
+    let [rows, keys] = lengths.ruled;
+    for (used, name, index) in [(rows, SEQ_LEN_Q, query), (keys, SEQ_LEN_KV, key)] {
         if used {
             let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
             let length = b.param(Declared { name: name.to_owned(), kind, default: None });
             terms.push(b.binary(Binary::Lt, index, length));
         }
     }
-    if let Some(rest) = &kept.rest {
+    if let Some(rest) = &problem.kept().rest {
         terms.extend(b.inline(rest, Inputs::default()));
     }
     let all = terms.into_iter().reduce(|x, y| b.binary(Binary::And, x, y));

@@ -14,9 +14,9 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let operands = Operands::new(&mut g, problem, |key| key);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
-    let lengths = Lengths::of(to, problem);
+    let lengths = Lengths::of(to, problem, Pass::Forward);
     // The op pads by itself where it has both lengths.
-    let (native, inner) = match lengths.both(problem) {
+    let (native, inner) = match lengths.both() {
         Some(both) => (Some(both), Lengths::default()),
         None => (None, lengths),
     };

@@ -159,9 +159,20 @@ impl Taker<'_> {
         }
     }
 
+    /// An index is 0 on an axis of one element, and does not appear: beside the other one it may as well.
+    fn with_only_index(&self, l: Linear) -> Linear {
+        let [_, _, seq_q, seq_kv] = self.extents;
+        match (l.q, l.k) {
+            (0, k @ (1 | -1)) if seq_q == 1 => Linear { q: -k, ..l },
+            (q @ (1 | -1), 0) if seq_kv == 1 => Linear { k: -q, ..l },
+            _ => l,
+        }
+    }
+
     /// Makes a term part of the band; false where it is none.
     fn band(&mut self, term: Term) -> bool {
         let Some(bounds) = self.bounds_of(term) else { return false };
+        let bounds: Vec<Linear> = bounds.into_iter().map(|l| self.with_only_index(l)).collect();
         let fits = |l: &Linear| matches!((l.q, l.k), (1, -1) | (-1, 1) | (0, 0));
         if !bounds.iter().all(fits) {
             return false;
@@ -188,7 +199,10 @@ impl Taker<'_> {
             Some(_) | None => None,
         };
         let (Some(a), Some(b)) = (one(x), one(y)) else { return false };
-        let causal = |l: Linear| (l.q, l.k, l.constant) == (1, -1, 0);
+        let causal = |l: Linear| {
+            let l = self.with_only_index(l);
+            (l.q, l.k, l.constant) == (1, -1, 0)
+        };
         let len = |l: Linear| ((l.q, l.k) == (0, -1)).then_some(l.constant + 1);
         let found = if causal(a) { len(b) } else { None }.or(if causal(b) { len(a) } else { None });
         if let Some(len) = found {
@@ -204,12 +218,17 @@ impl Taker<'_> {
             (Node::Binary(Binary::Gt, x, y), true) | (Node::Binary(Binary::Le, x, y), false) => (y, x),
             _ => return false,
         };
-        let (Node::Index(axis), Node::Param(p)) = (self.trace.node(index), self.trace.node(length)) else { return false };
+        let Node::Param(p) = self.trace.node(length) else { return false };
         let p = &self.trace.params()[p.index()];
-        let lengths = p.kind == ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
-        match (axis, p.name.as_str()) {
-            (Axis::Q, SEQ_LEN_Q) if lengths => self.kept.seq_len_q = true,
-            (Axis::K, SEQ_LEN_KV) if lengths => self.kept.seq_len_kv = true,
+        if p.kind != (ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 }) {
+            return false;
+        }
+        let [_, _, seq_q, seq_kv] = self.extents;
+        let index = self.trace.node(index);
+        let is = |axis: Axis, extent: i64| index == Node::Index(axis) || (extent == 1 && index == Node::Const(Const::I32(0)));
+        match p.name.as_str() {
+            SEQ_LEN_Q if is(Axis::Q, seq_q) => self.kept.seq_len_q = true,
+            SEQ_LEN_KV if is(Axis::K, seq_kv) => self.kept.seq_len_kv = true,
             _ => return false,
         }
         true

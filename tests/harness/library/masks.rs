@@ -69,6 +69,12 @@ pub(super) fn keep(text: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String
             let [of_q, of_k] = documents(drawing);
             Box::new(move |here| of_q.at(here) == of_k.at(here))
         }
+        "document-runs" => {
+            let starts = |random: &mut Random, n| Values::I32((0..n).map(|_| random.between(-2, seq_kv) as i32).collect());
+            let start = drawing.bind("doc_start", &[0, 2], starts);
+            let end = drawing.bind("doc_end", &[0, 2], starts);
+            Box::new(move |here| start.at(here) <= here[3] as f64 && (here[3] as f64) < end.at(here))
+        }
         "shared-prefix" => {
             let (len, [of_q, of_k]) = (number(rest)?, documents(drawing));
             Box::new(move |here| here[3] < len || of_q.at(here) == of_k.at(here))
