@@ -9,7 +9,7 @@ use super::mask::{self, Lengths};
 use super::{Form, LowerError, stats, tensor, transposed};
 use crate::backward::BackwardProblem;
 use crate::problem::Problem;
-use cudnn_graph::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
+use cudnn_graph::expr::{Axis, Binary, Node, ParamKind, Place, Precision, Trace, Unary};
 use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
@@ -67,11 +67,17 @@ impl QueryGradient {
 }
 
 pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: QueryGradient) -> Result<Lowered, LowerError> {
+    let padded = b.forward().kept().seq_len_q || b.forward().kept().seq_len_kv;
+    if padded && b.gradient().is_some_and(|gradient| !survives_padding(&gradient.trace, b.forward().extents())) {
+        let rule = "padding beside a score_mod that makes no number of −∞: past the lengths cuDNN's engines give that to score_mods, \
+                    behind whatever is selected there";
+        return Err(LowerError::Unsupported(rule.to_owned()));
+    }
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let ports = Ports::new(&mut g, b, transposed);
     let p = b.forward();
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
-    let lengths = Lengths::of(to, p, Pass::Backward);
+    let lengths = Lengths::of(to, p);
     let [rows, keys] = [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1)];
     let scale = ports.attn_scale;
 
@@ -132,6 +138,15 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
     }
     let Ports { operands, stats, attn_scale } = ports;
     Ok(Lowered { graph: g.verify()?, form: Form::Composite, operands, attn_scale, stats: Some(stats), supplies })
+}
+
+/// Whether a score_mod and its derivative are numbers for a score of −∞, at both ends of the indices.
+fn survives_padding(trace: &Trace, extents: [i64; 4]) -> bool {
+    let params = vec![1.0; trace.params().len()];
+    [[0; 4], extents.map(|extent| extent - 1)].into_iter().all(|index| {
+        let place = Place { score: f64::NEG_INFINITY, upstream: 0.0, index, extents, params: &params };
+        trace.eval(&place, Precision::F32).iter().take(2).all(|x| !x.is_nan())
+    })
 }
 
 /// Whether a score that a mask drops may have a derivative that is no finite number, which 0 times would not undo. Past the lengths

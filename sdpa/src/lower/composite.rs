@@ -16,7 +16,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let operands = Operands::new(&mut g, problem, transposed);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
-    let lengths = Lengths::of(to, problem, Pass::Forward);
+    let lengths = Lengths::of(to, problem);
 
     let scores =
         product(to.graph, [q, k], scores_like(problem), [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1), None], Some(0.0));

@@ -24,13 +24,9 @@ pub(super) struct Lengths {
 }
 
 impl Lengths {
-    /// Those that the masks of a problem read. Where engines recognise lengths in a backward pass, they give score_mods what they may
-    /// make no number of past them, behind whatever is selected there: then they are a rule.
-    pub(super) fn of(to: &mut Into<'_>, problem: &Problem, pass: Pass) -> Lengths {
+    /// Those that the masks of a problem read.
+    pub(super) fn of(to: &mut Into<'_>, problem: &Problem) -> Lengths {
         let kept = problem.kept();
-        if pass == Pass::Backward && problem.score_mod().is_some() {
-            return Lengths { ruled: [kept.seq_len_q, kept.seq_len_kv], ..Lengths::default() };
-        }
         let mut tensor = |used: bool, name: &str| {
             used.then(|| {
                 let tensor = to.graph.input(name, DType::I32, [problem.batch(), 1, 1, 1]);

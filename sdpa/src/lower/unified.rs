@@ -14,7 +14,11 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let operands = Operands::new(&mut g, problem, |key| key);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
-    let lengths = Lengths::of(to, problem, Pass::Forward);
+    let lengths = Lengths::of(to, problem);
+    if lengths.both().is_some() && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
+        let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
+        return Err(LowerError::Unsupported(rule.to_owned()));
+    }
     // The op pads by itself where it has both lengths.
     let (native, inner) = match lengths.both() {
         Some(both) => (Some(both), Lengths::default()),
