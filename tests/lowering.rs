@@ -8,7 +8,7 @@ use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::ir::interp::{self, Precision, Value};
 use sdpa::expr::{Place, Trace};
-use sdpa::lower::{self, Form, Lowered, Operand, Supply, Table};
+use sdpa::lower::{self, Form, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Vectors};
 use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, ScoreMod, Shape};
 use std::collections::BTreeMap;
 
@@ -103,7 +103,7 @@ impl Graph<'_> {
                 }
                 Supply::Table(Table::F32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
                 Supply::Table(Table::I32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
-                Supply::Scratch | Supply::Gradient(_) => {}
+                Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {}
             }
         }
     }
@@ -111,6 +111,23 @@ impl Graph<'_> {
     fn run(&self) -> Result<BTreeMap<TensorId, Value>, String> {
         interp::run(&self.lowered.graph, &self.inputs, Precision::F64).map_err(|e| e.to_string())
     }
+}
+
+/// The gradient of a parameter: what the graph writes, or the sums of that.
+fn gradient(lowered: &Lowered, got: &BTreeMap<TensorId, Value>, wanted: &str) -> Result<Vec<f64>, String> {
+    let sums = lowered.sums().map_err(|e| e.to_string())?;
+    let Some(sums) = sums.iter().find(|s| s.name == wanted) else {
+        let found = lowered.supplies.iter().find(|(_, s)| matches!(s, Supply::Gradient(name) if *name == wanted));
+        let (id, _) = found.ok_or_else(|| format!("there is no gradient of {wanted}"))?;
+        return Ok(got[id].data.clone());
+    };
+    sums.steps.iter().try_fold(got[&sums.tensor].data.clone(), |terms, step| {
+        let dims = |id: TensorId| step.graph.get(id).unwrap().dims.0.to_vec();
+        let ones = vec![1.0; step.terms as usize];
+        let inputs = BTreeMap::from([(step.from, Value::new(dims(step.from), terms)), (step.ones, Value::new(dims(step.ones), ones))]);
+        let mut got = interp::run(&step.graph, &inputs, Precision::F64).map_err(|e| e.to_string())?;
+        Ok(got.remove(&step.to).unwrap().data)
+    })
 }
 
 /// Everything about one problem.
@@ -157,9 +174,19 @@ impl Case<'_> {
         near("stats", stats, &want.stats, &want.score_magnitude, self.tolerance, undefined)
     }
 
+    /// In every spelling.
     fn backward(&self, closures: &Closures<'_>, asked: &BackwardProblem, runtime: Version) -> Result<(), String> {
-        let lowered = lower::lower(&asked.clone().into(), Form::Composite, runtime).map_err(|e| e.to_string())?;
-        let mut graph = Graph { lowered: &lowered, inputs: BTreeMap::new() };
+        for query_gradient in [QueryGradient::Summed, QueryGradient::AtOnce] {
+            for vectors in [Vectors::AlongQueries, Vectors::Spread] {
+                let lowered = lower::lower_backward(asked, runtime, Spelling { query_gradient, vectors }).map_err(|e| e.to_string())?;
+                self.backward_as(closures, asked, &lowered).map_err(|e| format!("{query_gradient:?}, {vectors:?}: {e}"))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn backward_as(&self, closures: &Closures<'_>, asked: &BackwardProblem, lowered: &Lowered) -> Result<(), String> {
+        let mut graph = Graph { lowered, inputs: BTreeMap::new() };
         let (spec, n) = (self.spec, self.numbers);
         let answer = oracle::attention_with(&n.textbook(spec), closures);
         for (operand, dims, data) in [
@@ -183,9 +210,8 @@ impl Case<'_> {
             near(operand.name(), got, &want.value, &want.error, self.tolerance, |_| false)?;
         }
         for (wanted, want) in asked.wrt().iter().zip(&along) {
-            let found = lowered.supplies.iter().find(|(_, s)| matches!(s, Supply::Gradient(name) if *name == wanted.name));
-            let (id, _) = found.ok_or_else(|| format!("there is no gradient of {}", wanted.name))?;
-            near(&wanted.name, &got[id].data, &want.value, &want.error, self.tolerance, |_| false)?;
+            let got = gradient(lowered, &got, &wanted.name)?;
+            near(&wanted.name, &got, &want.value, &want.error, self.tolerance, |_| false)?;
         }
         Ok(())
     }
@@ -277,8 +303,8 @@ fn graphs_of_the_library_mean_what_is_published() {
             let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: if inexact { CONSTANTS } else { EXACT } };
             let mut backward = spec.backward();
             backward.deterministic = m % 2 == 0;
-            // The one gradient that engines sum, over the axes that they sum right.
-            let biased = mods.first().and_then(|first| first.strip_prefix("bias")).is_some_and(|axes| axes.ends_with("qk"));
+            // The one gradient that engines sum.
+            let biased = mods.first().is_some_and(|first| first.starts_with("bias"));
             let wrt: &[&str] = if biased { &["bias"] } else { &[] };
             let asked = wrt.iter().fold(backward, |b, name| b.wrt(name, DType::BF16)).validate().unwrap();
             library.with(wrt, |closures| {
@@ -474,5 +500,37 @@ fn gradients_that_engines_do_not_sum_are_refused() {
             asked(mods, name, dtype).is_err_and(|e| e.contains(&format!("the gradient of parameter {name}")) || e.contains(name)),
             "{mods:?}"
         );
+    }
+}
+
+/// What engines get wrong without saying so is declined in words.
+#[test]
+fn what_engines_get_wrong_is_declined() {
+    let lowered = |text: &str, masks: &[&str], form, backward: bool| {
+        let masks: Vec<String> = masks.iter().map(|&m| m.to_owned()).collect();
+        let mut spec = spec(SHAPES[0], Layout::Bhsd, &[], &masks);
+        spec.score_mods.extend((!text.is_empty()).then(|| text.parse::<ScoreMod>().unwrap()));
+        let job = if backward { spec.backward().validate().unwrap().into() } else { spec.validate().unwrap().into() };
+        lower::lower(&job, form, NEW).map(|_| ()).map_err(|e| e.to_string())
+    };
+    // Past the lengths, tiles of the backward pass hold scores of −∞: 0 times that is no number.
+    let no_number = "makes no number of −∞";
+    for (text, survives) in
+        [("score * 0.5", true), ("tanh(score) * 3.0", true), ("tanh(score) * score", false), ("score % 2.0", false), ("sin(score)", false)]
+    {
+        let said = lowered(text, &["padding"], Form::Composite, true);
+        assert_eq!(said.is_ok(), survives, "{text}: {said:?}");
+        assert!(said.err().is_none_or(|e| e.contains(no_number)), "{text}");
+        for (masks, backward) in [(&["causal"][..], true), (&["padding"], false)] {
+            assert_eq!(lowered(text, masks, Form::Composite, backward), Ok(()), "{text} with {masks:?}");
+        }
+    }
+    // The unified op counts other lengths beside rules.
+    let lengths = "lengths beside a score_mod or a rule";
+    for (text, masks) in [("score * 0.5", &["padding"][..]), ("", &["padding", "dilated:2"])] {
+        assert!(lowered(text, masks, Form::Unified, false).is_err_and(|e| e.contains(lengths)), "{text} {masks:?}");
+    }
+    for (text, masks) in [("score * 0.5", &["causal"][..]), ("", &["padding", "causal"])] {
+        assert_eq!(lowered(text, masks, Form::Unified, false), Ok(()), "{text} {masks:?}");
     }
 }

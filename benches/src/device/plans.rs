@@ -46,6 +46,7 @@ pub(crate) fn run() -> Result<()> {
             plan: Arc::new(plan),
             copies: Vec::new(),
             conversions: Vec::new(),
+            sums: Vec::new(),
             tables: Vec::new(),
         };
         outputs.push(output(&stream, &handle, &planned, &spec)?);

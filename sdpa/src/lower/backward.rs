@@ -2,14 +2,14 @@
 //! subtraction of stats and the masks, transpositions spelled as reshapes, and the f32 accumulator are what engines match.
 
 use super::composite::{product, product_into, scores_like};
-use super::expr::{Emitter, Into, Pass};
+use super::expr::{Emitter, Into, Pass, Vectors};
 use super::job::Operand;
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, stats, tensor, transposed};
 use crate::backward::BackwardProblem;
 use crate::problem::Problem;
-use cudnn_graph::expr::{Axis, Binary, Node, ParamKind, Place, Precision, Trace, Unary};
+use cudnn_graph::expr::{Binary, Node, ParamKind, Place, Precision, Trace, Unary};
 use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
@@ -51,22 +51,34 @@ impl Ports {
 
 /// How the gradient of the queries comes about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum QueryGradient {
+pub enum QueryGradient {
     /// In an f32 accumulator, part by part.
     Summed,
     /// At once, from dS in the workspace, which grows with the product of the lengths.
     AtOnce,
 }
 
-impl QueryGradient {
-    /// Engines that sum gradients of parameters keep dS in the workspace, and so do those that give the same bits on every run,
+/// What the composite form leaves open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spelling {
+    /// How the gradient of the queries comes about.
+    pub query_gradient: QueryGradient,
+    /// How tensors along queries are read.
+    pub vectors: Vectors,
+}
+
+impl Spelling {
+    /// The one that is asked for first. Engines that sum gradients of parameters keep dS in the workspace, and so do those that give the same bits on every run,
     /// but for one that has to be asked for by name.
-    pub(super) fn usual(b: &BackwardProblem) -> QueryGradient {
-        if b.deterministic() || !b.wrt().is_empty() { QueryGradient::AtOnce } else { QueryGradient::Summed }
+    pub fn usual(b: &BackwardProblem) -> Spelling {
+        let at_once = b.deterministic() || !b.wrt().is_empty();
+        let query_gradient = if at_once { QueryGradient::AtOnce } else { QueryGradient::Summed };
+        Spelling { query_gradient, vectors: Vectors::AlongQueries }
     }
 }
 
-pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: QueryGradient) -> Result<Lowered, LowerError> {
+pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
+    let pass = Pass::Backward(spelling.vectors);
     let padded = b.forward().kept().seq_len_q || b.forward().kept().seq_len_kv;
     if padded && b.gradient().is_some_and(|gradient| !survives_padding(&gradient.trace, b.forward().extents())) {
         let rule = "padding beside a score_mod that makes no number of −∞: past the lengths cuDNN's engines give that to score_mods, \
@@ -84,7 +96,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
     let row_sum = row_sum(to, p, &ports);
     let scores = product(to.graph, [ports.at(Operand::Q), ports.at(Operand::K)], scores_like(p), [rows, keys, None], None);
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, scale]);
-    let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), Pass::Backward, scaled)));
+    let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), pass, scaled)));
     let modified = match &mut emitter {
         Some((gradient, emitter)) => emitter.emit_inside(to, gradient.trace.roots()[0]),
         None => scaled,
@@ -99,7 +111,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
     } else {
         shifted
     };
-    let masked = mask::apply(to, inside, p, lengths, runtime, Pass::Backward);
+    let masked = mask::apply(to, inside, p, lengths, runtime, pass);
     let weights = to.graph.pointwise(Mode::Exp, &[masked]);
     let turned = turn(to.graph, p, weights);
     fold_heads(to, b, [turned, ports.at(Operand::DO)], ports.at(Operand::DV), [keys, None, rows]);
@@ -113,7 +125,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
             let d_scaled = emitter.emit_gradient(to, gradient.trace.roots()[1]);
             let mut d_scaled = mask::fill_outside(to, d_scaled, p, 0.0);
             if may_be_infinite(&gradient.trace) || p.kept().seq_len_q || p.kept().seq_len_kv {
-                d_scaled = mask::fill_dropped(to, d_scaled, p, lengths, (runtime, 0.0), Pass::Backward);
+                d_scaled = mask::fill_dropped(to, d_scaled, p, lengths, (runtime, 0.0), pass);
             }
             parameters(to, b, d_scaled)?;
             d_scaled
@@ -128,7 +140,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, query_gradient: Q
     let key = g.reshape(ports.at(Operand::K), key.dims, key.strides, None);
     g.set_dtype(key, p.dtype());
     let dq = ports.at(Operand::DQ);
-    if query_gradient == QueryGradient::AtOnce {
+    if spelling.query_gradient == QueryGradient::AtOnce {
         product_into(&mut g, [d_scores, key], dq, [rows, None, keys], None);
     } else {
         let sum = g.input("dq_sum", DType::F32, [p.batch(), p.heads_q(), p.seq_q(), p.dim_qk()]);
@@ -220,15 +232,12 @@ fn parameters(to: &mut Into<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Res
         let Some(ParamKind::Tensor { axes, dtype: _ }) = kind else {
             return Err(LowerError::Unsupported(format!("the gradient of the scalar {name}: cuDNN's engines have no place for it")));
         };
-        if !(axes.has(Axis::Q) && axes.has(Axis::K)) {
-            let rule = format!(
-                "the gradient of parameter {name}: cuDNN's engines sum it right where it has queries and keys; where they \
-                 would have to sum over either, what they give is wrong or rounded on the way"
-            );
-            return Err(LowerError::Unsupported(rule));
-        }
-        let dims = axes.dims(b.forward().extents());
-        let tensor = to.graph.tensor(Tensor::device(format!("d_{name}"), wanted.dtype, dims.to_vec()));
+        let extents = b.forward().extents();
+        let dims = axes.dims(extents);
+        // Engines sum over batch entries and heads; what they give where they would have to sum over queries or keys is wrong,
+        // or rounded on the way (H200, 9.19 and 9.27, every set of axes).
+        let written = [dims[0], dims[1], extents[2], extents[3]];
+        let tensor = to.graph.tensor(Tensor::device(format!("d_{name}"), wanted.dtype, written.to_vec()));
         to.graph.push(Op::Reduction(Reduction {
             mode: ReductionMode::Add,
             x: d_scaled,
@@ -236,7 +245,8 @@ fn parameters(to: &mut Into<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Res
             compute: DType::F32,
             deterministic: false,
         }));
-        to.supplies.push((tensor, Supply::Gradient(name.clone())));
+        let name = name.clone();
+        to.supplies.push((tensor, if written == dims { Supply::Gradient(name) } else { Supply::Terms { name, dims } }));
     }
     Ok(())
 }

@@ -411,27 +411,36 @@ fn part(trace: &Trace, id: NodeId) -> Trace {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pass {
     Forward,
-    Backward,
+    Backward(Vectors),
+}
+
+/// How the backward pass reads tensors along queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vectors {
+    /// As they are. Stats and the row sum are two already; engines made for 8.0 take no more, those for 9.0 two more.
+    AlongQueries,
+    /// Spread over keys too: any number of them, for memory that grows with the product of the lengths.
+    Spread,
 }
 
 /// The extents of a tensor as engines read it right; found on an H200 under 9.19 and 9.27, where no engine says so.
 ///
 /// - Floats that span the batch entries and neither queries nor keys are read at the place of the head alone.
 /// - In the backward pass, what spans keys and not queries is read at the place of the query.
+///
+/// Vectors along queries are spread where the pass says so.
 fn read_right(axes: Axes, ty: Type, pass: Pass, extents: [i64; 4]) -> Axes {
     let [_, _, seq_q, seq_kv] = extents;
     let (q, k) = (axes.has(Axis::Q) && seq_q > 1, axes.has(Axis::K) && seq_kv > 1);
     let per_batch = ty == Type::F32 && axes.has(Axis::Batch) && extents[0] > 1 && !q && !k;
-    let along_keys = pass == Pass::Backward && k && !q;
-    if !(per_batch || along_keys) {
-        axes
-    } else if seq_q > 1 {
-        axes.with(Axis::Q)
-    } else if per_batch {
-        axes.with(Axis::K)
-    } else {
-        axes
-    }
+    let along_keys = pass != Pass::Forward && k && !q;
+    let right = match (per_batch || along_keys, seq_q > 1) {
+        (true, true) => axes.with(Axis::Q),
+        (true, false) if per_batch => axes.with(Axis::K),
+        (true, false) | (false, _) => axes,
+    };
+    let vector = right.has(Axis::Q) && seq_q > 1 && !k;
+    if vector && pass == Pass::Backward(Vectors::Spread) { right.with(Axis::K) } else { right }
 }
 
 /// A declared tensor; the one that is there already, if the graph has it.
@@ -439,7 +448,7 @@ pub(super) fn param(to: &mut Into<'_>, trace: &Trace, p: cudnn_graph::expr::Para
     let declared = &trace.params()[p.index()];
     let before = to.supplies.iter().find(|(_, s)| match s {
         Supply::Param(name) | Supply::Spread { name, .. } => *name == declared.name,
-        Supply::Number(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) => false,
+        Supply::Number(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => false,
     });
     if let Some((tensor, _)) = before {
         return *tensor;

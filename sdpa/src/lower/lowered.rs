@@ -55,6 +55,14 @@ pub enum Supply {
     Scratch,
     /// The gradient of a declared parameter, by name.
     Gradient(String),
+    /// The terms of such a gradient in the workspace, over queries and keys, one of which it does not span: see
+    /// [`Lowered::sums`].
+    Terms {
+        /// The name of the parameter.
+        name: String,
+        /// The extents of its gradient.
+        dims: [i64; 4],
+    },
 }
 
 /// A graph and the tensors that are bound at a call.

@@ -11,14 +11,16 @@ mod expr;
 mod job;
 mod lowered;
 mod mask;
+mod sum;
 mod unified;
 
-pub(crate) use backward::QueryGradient;
-pub(crate) use copy::densify;
-pub(crate) use copy::spread;
+pub use backward::{QueryGradient, Spelling};
 pub use copy::{Copy, convert, copy};
+pub(crate) use copy::{densify, spread};
+pub use expr::Vectors;
 pub use job::{Job, Operand};
 pub use lowered::{Lowered, Supply, Table};
+pub use sum::{Sum, Sums};
 
 use crate::backward::BackwardProblem;
 use crate::problem::Problem;
@@ -85,17 +87,17 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
         (Job::Forward(problem), Form::Unified) => unified::lower(problem, runtime),
-        (Job::Backward(problem), Form::Composite) => backward::composite(problem, runtime, QueryGradient::usual(problem)),
+        (Job::Backward(problem), Form::Composite) => backward::composite(problem, runtime, Spelling::usual(problem)),
         (Job::Backward(problem), Form::Unified) => backward::unified(problem),
     }
 }
 
-/// Lowers a backward pass to the composite form, the gradient of the queries made in this way.
+/// Lowers a backward pass to the composite form, spelled in this way.
 ///
 /// # Errors
 /// As [`lower`].
-pub(crate) fn lower_backward(problem: &BackwardProblem, runtime: Version, query_gradient: QueryGradient) -> Result<Lowered, LowerError> {
-    backward::composite(problem, runtime, query_gradient)
+pub fn lower_backward(problem: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
+    backward::composite(problem, runtime, spelling)
 }
 
 /// Why a pass has no graph.

@@ -9,9 +9,10 @@ mod named;
 mod order;
 pub mod plan;
 pub mod raw;
+mod sum;
 
 pub use host::CudnnPrepared;
-pub use plan::{PlanOptions, Planned, PlannedCopy};
+pub use plan::{PlanOptions, Planned, PlannedConversion, PlannedCopy, PlannedSums};
 pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
 
 use crate::backward::BackwardProblem;

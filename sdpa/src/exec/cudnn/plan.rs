@@ -4,7 +4,7 @@ use super::guard;
 use super::named;
 use super::order;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
-use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Supply};
+use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Spelling, Sum, Supply, Vectors};
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{Library, Plan, Planner, Policy, Target};
 use serde::Serialize;
@@ -32,7 +32,9 @@ pub struct Planned {
     pub copies: Vec<PlannedCopy>,
     /// Conversions of declared tensors that engines do not read as they are.
     pub conversions: Vec<PlannedConversion>,
-    /// Tables that the graph reads, in device memory: one for each, in the order of the graph's supplies.
+    /// Sums of gradients that the attention plan writes over more axes than were asked for.
+    pub sums: Vec<PlannedSums>,
+    /// Tables in device memory: one for each that the graph reads, in the order of its supplies, then the ones of each sum.
     pub tables: Vec<cudnn_graph::Buffer>,
 }
 
@@ -58,6 +60,17 @@ pub struct PlannedConversion {
     pub copy: Copy,
     /// The conversion's plan.
     pub plan: Arc<Plan>,
+}
+
+/// The sums that make one gradient.
+#[derive(Debug)]
+pub struct PlannedSums {
+    /// The tensor of the attention graph.
+    pub tensor: TensorId,
+    /// The parameter's name.
+    pub name: String,
+    /// Each sum's graph and plan.
+    pub steps: Vec<(Sum, Arc<Plan>)>,
 }
 
 fn unsupported(reasons: Vec<Reason>) -> Error {
@@ -101,7 +114,8 @@ pub fn ask(
     })
 }
 
-/// The spellings of a pass in one form, the better one first: with an engine that has to be asked for by name, and as it is usual.
+/// The spellings of a pass in one form, the better one first: with an engine that has to be asked for by name, as it is usual, and
+/// with fewer vectors along queries.
 fn spellings(
     library: &'static Library,
     target: &Target<'_>,
@@ -113,22 +127,26 @@ fn spellings(
     let mut usual = policy.clone();
     usual.deterministic |= job.deterministic();
     usual.prefer.extend(order::prefer(job, form, runtime, target));
-    let offered = spelled(lower::lower(job, form, runtime))?;
-    let named = match job {
-        Job::Backward(problem) if form == Form::Composite && policy.pin.is_none() => {
-            named::engine(problem, runtime, target.sm()).map(|named| (problem, named))
-        }
-        Job::Backward(_) | Job::Forward(_) => None,
+    let problem = match job {
+        Job::Backward(problem) if form == Form::Composite => problem,
+        Job::Backward(_) | Job::Forward(_) => return Ok(vec![(spelled(lower::lower(job, form, runtime))?, usual)]),
     };
-    let Some((problem, named)) = named else { return Ok(vec![(offered, usual)]) };
-    let lowered = spelled(lower::lower_backward(problem, runtime, named.query_gradient))?;
+    let spell = |query_gradient| -> Result<Vec<Arc<Lowered>>, Refusal> {
+        let with = |vectors| spelled(lower::lower_backward(problem, runtime, Spelling { query_gradient, vectors }));
+        let (vectors, spread) = (with(Vectors::AlongQueries)?, with(Vectors::Spread)?);
+        Ok(if vectors.graph == spread.graph { vec![vectors] } else { vec![vectors, spread] })
+    };
+    let offered = spell(Spelling::usual(problem).query_gradient)?;
+    let named = if policy.pin.is_none() { named::engine(problem, runtime, target.sm()) } else { None };
+    let Some(named) = named else { return Ok(offered.into_iter().map(|lowered| (lowered, usual.clone())).collect()) };
     // The notes are those of the engine, not of this configuration of it.
-    let pinned = (lowered, Policy { pin: Some(named.pin), deterministic: false, ..policy.clone() });
-    if named.first {
-        return Ok(vec![pinned, (offered, usual)]);
+    let pinned = Policy { pin: Some(named.pin), deterministic: false, ..policy.clone() };
+    let pinned = spell(named.query_gradient)?.into_iter().map(|lowered| (lowered, pinned.clone()));
+    if !named.first {
+        usual.max_workspace.get_or_insert(named::LARGE_WORKSPACE);
     }
-    usual.max_workspace.get_or_insert(named::LARGE_WORKSPACE);
-    Ok(vec![(offered, usual), pinned])
+    let usual = offered.into_iter().map(|lowered| (lowered, usual.clone()));
+    Ok(if named.first { pinned.chain(usual).collect() } else { usual.chain(pinned).collect() })
 }
 
 /// The first result, or the last refusal.
@@ -225,6 +243,12 @@ pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, optio
         Planner::new(library, Arc::new(copy.graph), target, &Policy::default())
             .map_err(|e| refused(format!("conversion of {name}"), e.into()))?;
     }
+    for sums in lowered.sums()? {
+        for step in sums.steps {
+            Planner::new(library, Arc::new(step.graph), target, &Policy::default())
+                .map_err(|e| refused(format!("sum of the gradient of {}", sums.name), e.into()))?;
+        }
+    }
     for operand in copied {
         copy_graph(job, &dense, operand)
             .and_then(|c| Ok(Planner::new(library, Arc::new(c.graph), target, &Policy::default())?))
@@ -275,7 +299,20 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
             Ok(PlannedConversion { tensor, name, copy, plan: Arc::new(plan) })
         })
         .collect::<Result<_, Error>>()?;
-    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, tables: Vec::new() })
+    let sums = lowered
+        .sums()?
+        .into_iter()
+        .map(|sums| {
+            let plan = |step: Sum| {
+                let plan = Plan::build(library, Arc::new(step.graph.clone()), target, &Policy::default())
+                    .map_err(|e| refused(format!("sum of the gradient of {}", sums.name), Error::Backend(e)))?;
+                Ok((step, Arc::new(plan)))
+            };
+            let steps = sums.steps.into_iter().map(plan).collect::<Result<_, Error>>()?;
+            Ok(PlannedSums { tensor: sums.tensor, name: sums.name, steps })
+        })
+        .collect::<Result<_, Error>>()?;
+    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, sums, tables: Vec::new() })
 }
 
 /// The declared tensors that a graph reads in another form, with what makes it.

@@ -3,6 +3,7 @@
 
 use super::guard;
 use super::plan::{Planned, PlannedCopy};
+use super::sum;
 use crate::error::{Error, SpecError, SpecErrors};
 use crate::lower::{Copy, Operand, Supply};
 use crate::params;
@@ -123,13 +124,16 @@ const PIECE: u64 = 256;
 struct Pieces {
     copied: Vec<(Operand, DeviceSlice)>,
     scratch: Vec<(TensorId, DeviceSlice)>,
+    between_sums: Vec<DeviceSlice>,
     end: u64,
 }
 
 impl Planned {
     /// Offsets from the beginning of the workspace.
     fn pieces(&self) -> Pieces {
-        let plans = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan)).chain([&self.plan]);
+        let sums = self.sums.iter().flat_map(|s| &s.steps).map(|(_, plan)| plan);
+        let helpers = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan)).chain(sums);
+        let plans = helpers.chain([&self.plan]);
         let mut next = plans.map(|p| p.workspace_bytes()).max().unwrap_or(0).next_multiple_of(PIECE);
         let mut take = |bytes: u64| {
             let piece = DeviceSlice { address: next, bytes };
@@ -144,16 +148,18 @@ impl Planned {
         let mut scratch = Vec::new();
         for (id, supply) in &self.lowered.supplies {
             match supply {
-                Supply::Scratch | Supply::Spread { .. } => scratch.push((*id, take(self.lowered.bytes(*id)))),
+                Supply::Scratch | Supply::Spread { .. } | Supply::Terms { .. } => scratch.push((*id, take(self.lowered.bytes(*id)))),
                 Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Gradient(_) => {}
             }
         }
-        Pieces { copied, scratch, end: next }
+        let between_sums = self.sums.iter().map(|sums| take(sums.between())).collect();
+        Pieces { copied, scratch, between_sums, end: next }
     }
 
     /// Whether calls need nothing of the workspace but the plan's own scratch.
     fn is_simple(&self) -> bool {
-        self.copies.is_empty() && !self.lowered.supplies.iter().any(|(_, s)| matches!(s, Supply::Scratch | Supply::Spread { .. }))
+        let takes_room = |s: &Supply| matches!(s, Supply::Scratch | Supply::Spread { .. } | Supply::Terms { .. });
+        self.copies.is_empty() && !self.lowered.supplies.iter().any(|(_, s)| takes_room(s))
     }
 
     /// Bytes of device memory that a call needs besides its operands: scratch of the plans, and room for copied operands.
@@ -179,6 +185,9 @@ impl Planned {
                 crate::lower::Table::I32(x) => buffer.upload(stream, 0, x)?,
             }
             self.tables.push(buffer);
+        }
+        for (step, _) in self.sums.iter().flat_map(|sums| &sums.steps) {
+            self.tables.push(sum::ones(step, stream)?);
         }
         stream.synchronize()?;
         Ok(())
@@ -261,6 +270,7 @@ impl Planned {
             // What a caller got wrong shows before the first copy is submitted.
             self.plan.check(&bindings, call.workspace)?;
         }
+        let sums = pieces.as_ref().map_or_else(|| Ok(Vec::new()), |pieces| self.sum_calls(call, pieces))?;
         if let Some(pieces) = &pieces {
             for conversion in &self.conversions {
                 let from = call.params.iter().find(|p| p.name == conversion.name).map(|p| p.value);
@@ -277,6 +287,10 @@ impl Planned {
         }
         // SAFETY: the caller's.
         unsafe { self.plan.execute(handle, &bindings, call.workspace) }?;
+        for (plan, bindings) in &sums {
+            // SAFETY: the caller's; the pieces of the workspace do not overlap.
+            unsafe { plan.execute(handle, bindings, call.workspace) }?;
+        }
         if let Some(pieces) = &pieces {
             for copy in self.copies.iter().filter(|c| self.job.writes(c.operand)) {
                 // SAFETY: the caller's.
@@ -284,6 +298,26 @@ impl Planned {
             }
         }
         Ok(())
+    }
+
+    /// The sums that follow the attention plan, seen to fit.
+    fn sum_calls(&self, call: &Call<'_>, pieces: &Pieces) -> Result<Vec<(&Plan, Bindings)>, Error> {
+        let read = self.lowered.supplies.iter().filter(|(_, s)| matches!(s, Supply::Table(_))).count();
+        let steps = self.sums.iter().map(|s| s.steps.len()).sum::<usize>();
+        if self.tables.len() != read + steps {
+            return Err(no_tables());
+        }
+        let mut ones = self.tables[read..].iter().map(slice_of);
+        let mut all = Vec::new();
+        for (sums, between) in self.sums.iter().zip(&pieces.between_sums) {
+            let terms = pieces.scratch.iter().find(|(id, _)| *id == sums.tensor).map(|(_, slice)| *slice);
+            let gradient = call.gradients.iter().find(|g| g.name == sums.name).map(|g| g.slice);
+            // Gradients have been checked.
+            let (Some(terms), Some(gradient)) = (terms, gradient) else { continue };
+            all.extend(sums.calls([terms, *between, gradient], &mut ones));
+        }
+        all.iter().try_for_each(|(plan, bindings)| plan.check(bindings, call.workspace))?;
+        Ok(all)
     }
 
     /// Binds parameters, tables and gradients, once all of them are known to be right.
@@ -299,14 +333,14 @@ impl Planned {
                     Some(DeviceValue::Scalar(_)) | None => bindings,
                 },
                 Supply::Table(_) => match tables.next() {
-                    Some(buffer) => bindings.slice(*id, DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }),
-                    None => return Err(one("tables", "absent", "Planned::upload_tables puts them into device memory")),
+                    Some(buffer) => bindings.slice(*id, slice_of(buffer)),
+                    None => return Err(no_tables()),
                 },
                 Supply::Gradient(name) => match call.gradients.iter().find(|g| g.name == name) {
                     Some(g) => bindings.slice(*id, g.slice),
                     None => bindings,
                 },
-                Supply::Scratch | Supply::Spread { .. } => bindings,
+                Supply::Scratch | Supply::Spread { .. } | Supply::Terms { .. } => bindings,
             };
         }
         Ok(bindings)
@@ -356,6 +390,7 @@ impl Planned {
         }
         pieces.copied.iter_mut().for_each(|(_, slice)| slice.address += workspace.address);
         pieces.scratch.iter_mut().for_each(|(_, slice)| slice.address += workspace.address);
+        pieces.between_sums.iter_mut().for_each(|slice| slice.address += workspace.address);
         Ok(pieces)
     }
 
@@ -389,9 +424,17 @@ unsafe fn run_copy(handle: &Handle, copy: &Copy, plan: &Plan, [from, to]: [Devic
     Ok(())
 }
 
+fn no_tables() -> Error {
+    one("tables", "absent", "Planned::upload_tables puts them into device memory")
+}
+
+fn slice_of(buffer: &Buffer) -> DeviceSlice {
+    DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
+}
+
 fn gradient_name(supply: &Supply) -> Option<&str> {
     match supply {
-        Supply::Gradient(name) => Some(name),
+        Supply::Gradient(name) | Supply::Terms { name, dims: _ } => Some(name),
         Supply::Number(_) | Supply::Param(_) | Supply::Spread { .. } | Supply::Table(_) | Supply::Scratch => None,
     }
 }

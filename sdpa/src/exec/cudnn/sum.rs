@@ -1,0 +1,46 @@
+//! Sums of gradients after the attention plan: what they need in device memory, and what is bound to them.
+
+use super::plan::PlannedSums;
+use crate::error::Error;
+use crate::lower::Sum;
+use cudnn_graph::{Bindings, Buffer, DType, DeviceSlice, Plan, Stream};
+use half::{bf16, f16};
+
+/// The ones that a sum multiplies its terms with.
+pub(super) fn ones(sum: &Sum, stream: &Stream) -> Result<Buffer, Error> {
+    let terms = usize::try_from(sum.terms).unwrap_or(usize::MAX);
+    let bytes = usize::try_from(sum.dtype.bytes(sum.terms.unsigned_abs())).unwrap_or(usize::MAX);
+    let mut buffer = Buffer::new(stream.device(), bytes)?;
+    // Terms are of these three types: see `lower::sum`.
+    if sum.dtype == DType::F16 {
+        buffer.upload(stream, 0, &vec![f16::ONE; terms])?;
+    } else if sum.dtype == DType::BF16 {
+        buffer.upload(stream, 0, &vec![bf16::ONE; terms])?;
+    } else {
+        buffer.upload(stream, 0, &vec![1f32; terms])?;
+    }
+    Ok(buffer)
+}
+
+impl PlannedSums {
+    /// Bytes of the workspace for what lies between two sums.
+    pub(super) fn between(&self) -> u64 {
+        let [(first, _), _] = &self.steps[..] else { return 0 };
+        first.graph.graph().get(first.to).map_or(0, |t| t.dtype.bytes(t.dims.0.iter().product::<i64>().unsigned_abs()))
+    }
+
+    /// Each plan with what it reads and writes, first to last.
+    pub(super) fn calls<'a>(
+        &'a self,
+        [terms, between, gradient]: [DeviceSlice; 3],
+        ones: impl Iterator<Item = DeviceSlice>,
+    ) -> Vec<(&'a Plan, Bindings)> {
+        let last = self.steps.len().saturating_sub(1);
+        let step = |(n, ((sum, plan), ones)): (usize, (&'a (Sum, std::sync::Arc<Plan>), DeviceSlice))| {
+            let from = if n == 0 { terms } else { between };
+            let to = if n == last { gradient } else { between };
+            (&**plan, Bindings::new().slice(sum.from, from).slice(sum.ones, ones).slice(sum.to, to))
+        };
+        self.steps.iter().zip(ones).enumerate().map(step).collect()
+    }
+}
