@@ -104,6 +104,7 @@ fn every_name_has_a_case() {
         "prefix-lm",
         "dilated",
         "document",
+        "document-runs",
         "shared-prefix",
         "padding",
         "global-local",

@@ -75,3 +75,11 @@ pub use problem::Problem;
 pub use score_mod::{Gradient, ScoreMod};
 pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
 pub use tensor::{Elements, ElementsMut, HostBackward, HostForward, HostGradient, Param, ParamValue};
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/score_mods.md")]
+struct Guide;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

@@ -129,6 +129,7 @@ fn everything_in_the_library_runs_and_is_right() {
         "prefix-lm:5",
         "dilated:3",
         "document",
+        "document-runs",
         "shared-prefix:4",
         "padding",
         "global-local:4,2",

@@ -61,8 +61,8 @@ pub(crate) struct ProblemArgs {
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
     pub(crate) score_mod: Vec<String>,
     /// none, causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right] (either side may be inf), sliding-window:N,
-    /// prefix-lm:N, dilated:N, document, shared-prefix:N, padding, global-local:W,G, natten:N, array[:AXES], an expression, or
-    /// @FILE with one; may be repeated: a key is kept where every mask keeps it
+    /// prefix-lm:N, dilated:N, document, document-runs, shared-prefix:N, padding, global-local:W,G, natten:N, array[:AXES], an
+    /// expression, or @FILE with one; may be repeated: a key is kept where every mask keeps it
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
     pub(crate) mask: Vec<String>,
     /// Add the input's tensor bias to the scores, before the score_mods; with --backward also its gradient

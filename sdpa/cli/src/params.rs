@@ -190,7 +190,13 @@ impl Planned {
             return Ok(Values::I32((0..len).map(|n| i32::try_from(length(n)).unwrap_or(i32::MAX)).collect()));
         }
         let row = axes.iter().last().map_or(1, |a| self.dims[a.place()]);
-        Ok(Values::I32(runs(len, usize::try_from(row).unwrap_or(1), seed)))
+        let row = usize::try_from(row).unwrap_or(1);
+        let documents = runs(len, row, seed);
+        Ok(Values::I32(match name {
+            "doc_start" => bounds(&documents, row, self.longest[1]).map(|(start, _)| start).collect(),
+            "doc_end" => bounds(&documents, row, self.longest[1]).map(|(_, end)| end).collect(),
+            _ => documents,
+        }))
     }
 }
 
@@ -207,6 +213,18 @@ fn runs(len: usize, row: usize, seed: u64) -> Vec<i32> {
         all.push(document);
     }
     all
+}
+
+/// Where the document of each place of a row begins, and where it ends; the last one with the last key.
+fn bounds(documents: &[i32], row: usize, seq_kv: i64) -> impl Iterator<Item = (i32, i32)> {
+    let key = move |n: usize| i32::try_from((n as i64).min(seq_kv)).unwrap_or(i32::MAX);
+    documents.chunks(row.max(1)).flat_map(move |row| {
+        let last = row.last().copied().unwrap_or(0);
+        row.iter().map(move |document| {
+            let (start, end) = (row.partition_point(|d| d < document), row.partition_point(|d| d <= document));
+            (key(start), if *document == last { key(usize::MAX >> 1) } else { key(end) })
+        })
+    })
 }
 
 /// Where parameters come from.
@@ -313,5 +331,13 @@ mod tests {
             assert!(row.windows(2).all(|w| w[1] == w[0] || w[1] == w[0] + 1) && row[99] > 0, "{row:?}");
         }
         assert!(all == runs(300, 100, 7) && all != runs(300, 100, 8));
+        let of: Vec<(i32, i32)> = bounds(&all, 100, 120).collect();
+        for (n, (start, end)) in of.into_iter().enumerate() {
+            let (row, q) = (&all[n / 100 * 100..][..100], n % 100);
+            for k in 0..120 {
+                let own = row[q] == row[k.min(99)];
+                assert_eq!((start..end).contains(&(k as i32)), own, "query {q}, key {k}");
+            }
+        }
     }
 }
