@@ -3,10 +3,11 @@
 //! Identity is what a cache of plans is keyed by. Review of another library (TransformerEngine, #2984) found caches keyed by
 //! addresses and by names; each of those findings has a test here that such a cache fails.
 
-use sdpa::cache::PlanCache;
+use sdpa::cache::{CacheValue, Limits, PlanCache, Weight};
 use sdpa::expr::{At, Axis, BF16, Expr, F16, F32, Params, Place, Precision, Trace};
 use sdpa::library::{alibi_with, bias, softcap};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Problem, ScoreMod, Shape};
+use sdpa::lower::Job;
+use sdpa::{AttentionSpec, BackwardSpec, DType, Error, Layout, Mask, Problem, ScoreMod, Shape};
 use std::num::NonZeroUsize;
 
 const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
@@ -19,15 +20,25 @@ fn problem(score_mod: ScoreMod) -> Problem {
     spec().score_mod(score_mod).validate().unwrap()
 }
 
+/// The number of an entry.
+#[derive(Clone, Debug)]
+struct Number(u32);
+
+impl CacheValue for Number {
+    fn weight(&self) -> Weight {
+        Weight::default()
+    }
+}
+
 /// A cache that tells which problems share an entry.
 struct Entries {
-    cache: PlanCache<Problem, u32>,
+    cache: PlanCache<Job, Number>,
     made: u32,
 }
 
 impl Entries {
     fn new(capacity: usize) -> Entries {
-        Entries { cache: PlanCache::new(NonZeroUsize::new(capacity).unwrap()), made: 0 }
+        Entries { cache: PlanCache::new("test", Limits::entries(NonZeroUsize::new(capacity).unwrap())), made: 0 }
     }
 
     fn of(&mut self, score_mod: ScoreMod) -> u32 {
@@ -36,9 +47,9 @@ impl Entries {
 
     fn at(&mut self, problem: &Problem) -> u32 {
         let next = self.made + 1;
-        let (entry, there) = self.cache.get_or_build::<()>(problem, || Ok(next)).unwrap();
+        let (entry, there) = self.cache.get_or_build::<Error>(&problem.clone().into(), || Ok(Number(next))).unwrap();
         self.made += u32::from(!there);
-        entry
+        entry.0
     }
 }
 

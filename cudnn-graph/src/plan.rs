@@ -13,7 +13,7 @@ use crate::profile::{DeviceProfile, Target};
 use crate::program::Program;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Packs that a plan keeps for addresses that come back.
 const PACKS: usize = 8;
@@ -142,6 +142,7 @@ pub struct Plan {
     ports: Ports,
     report: EngineReport,
     workspace: u64,
+    code: OnceLock<u64>,
     packs: Mutex<Vec<Ready>>,
 }
 
@@ -164,7 +165,16 @@ impl Plan {
 
     fn new(library: &'static Library, descriptor: Descriptor, needs: Needs, graph: &Verified, report: EngineReport) -> Result<Plan, Error> {
         let workspace = workspace_of(&descriptor)?;
-        Ok(Plan { library, descriptor, _needs: needs, ports: Ports::of(graph), report, workspace, packs: Mutex::new(Vec::new()) })
+        Ok(Plan {
+            library,
+            descriptor,
+            _needs: needs,
+            ports: Ports::of(graph),
+            report,
+            workspace,
+            code: OnceLock::new(),
+            packs: Mutex::new(Vec::new()),
+        })
     }
 
     /// A plan from its JSON, compiled kernels included, for the graph that it was made from.
@@ -195,6 +205,11 @@ impl Plan {
     /// cuDNN's own: engines that were not compiled at run time have none.
     pub fn to_json(&self) -> Result<String, Error> {
         self.descriptor.get_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION)
+    }
+
+    /// Bytes of compiled code, as far as the plan tells: those of its JSON, which is little else. A mebibyte where it has none.
+    pub fn code_bytes(&self) -> u64 {
+        *self.code.get_or_init(|| self.to_json().map_or(1 << 20, |json| json.len() as u64))
     }
 
     /// The library that runs it.

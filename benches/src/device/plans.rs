@@ -47,6 +47,7 @@ pub(crate) fn run() -> Result<()> {
             copies: Vec::new(),
             conversions: Vec::new(),
             sums: Vec::new(),
+            time: Default::default(),
             tables: Vec::new(),
         };
         outputs.push(output(&stream, &handle, &planned, &spec)?);

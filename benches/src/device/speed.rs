@@ -84,5 +84,14 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
 }
 
 fn planned(job: Job, lowered: Arc<Lowered>, plan: Plan) -> Planned {
-    Planned { job, lowered, plan: Arc::new(plan), copies: Vec::new(), conversions: Vec::new(), sums: Vec::new(), tables: Vec::new() }
+    Planned {
+        job,
+        lowered,
+        plan: Arc::new(plan),
+        copies: Vec::new(),
+        conversions: Vec::new(),
+        sums: Vec::new(),
+        time: Default::default(),
+        tables: Vec::new(),
+    }
 }

@@ -45,6 +45,22 @@ impl Operand {
     }
 }
 
+impl Operand {
+    /// The names of its layout and of its alignment among the fields of a key.
+    pub(super) fn fields(self) -> [&'static str; 2] {
+        match self {
+            Operand::Q => ["layout of q", "alignment of q"],
+            Operand::K => ["layout of k", "alignment of k"],
+            Operand::V => ["layout of v", "alignment of v"],
+            Operand::O => ["layout of o", "alignment of o"],
+            Operand::DO => ["layout of d_o", "alignment of d_o"],
+            Operand::DQ => ["layout of dq", "alignment of dq"],
+            Operand::DK => ["layout of dk", "alignment of dk"],
+            Operand::DV => ["layout of dv", "alignment of dv"],
+        }
+    }
+}
+
 impl fmt::Display for Operand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

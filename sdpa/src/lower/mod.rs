@@ -9,6 +9,7 @@ mod composite;
 mod copy;
 mod expr;
 mod job;
+mod key;
 mod lowered;
 mod mask;
 mod sum;

@@ -8,6 +8,7 @@ use super::{Mask, Region};
 use cudnn_graph::DType;
 use cudnn_graph::expr::{Axes, Axis, Binary, Builder, Const, ExprErrors, Inputs, Node, NodeId, ParamKind, Trace, Unary};
 use serde::Serialize;
+use std::fmt;
 use std::sync::Arc;
 
 /// The name of the tensor of query lengths, i32 over batch entries.
@@ -26,6 +27,21 @@ pub struct Kept {
     pub seq_len_kv: bool,
     /// Everything else: keys are dropped where it does not hold. Extents are constants in it.
     pub rest: Option<Arc<Trace>>,
+}
+
+impl fmt::Display for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Region { lower, upper, prefix } = self.region;
+        let mut terms: Vec<String> = Vec::new();
+        terms.extend(lower.map(|lower| format!("k - q > {lower}")));
+        terms.extend(upper.map(|upper| format!("k - q <= {upper}")));
+        terms.extend(prefix.map(|prefix| format!("(k <= q | k < {prefix})")));
+        terms.extend(self.seq_len_q.then(|| format!("q < {SEQ_LEN_Q}")));
+        terms.extend(self.seq_len_kv.then(|| format!("k < {SEQ_LEN_KV}")));
+        terms.extend(self.rest.as_ref().map(ToString::to_string));
+        f.write_str(if terms.is_empty() { "everything" } else { "" })?;
+        f.write_str(&terms.join(" & "))
+    }
 }
 
 /// `q_part · q + k_part · k + constant ≥ 0`.

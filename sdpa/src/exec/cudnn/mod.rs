@@ -16,7 +16,7 @@ pub use plan::{PlanOptions, Planned, PlannedConversion, PlannedCopy, PlannedSums
 pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
 
 use crate::backward::BackwardProblem;
-use crate::cache::{CacheStats, PlanCache};
+use crate::cache::{CacheSnapshot, CacheStats, Explanation, Limits, PlanCache};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::lower::Job;
@@ -34,14 +34,16 @@ pub struct CudnnOptions {
     pub ordinal: u32,
     /// What plans may look like.
     pub plan: PlanOptions,
-    /// How many problems' plans are kept.
-    pub capacity: NonZeroUsize,
+    /// Bounds of the plans of forward passes that are kept.
+    pub forward: Limits,
+    /// The same of backward passes.
+    pub backward: Limits,
 }
 
 impl Default for CudnnOptions {
     fn default() -> CudnnOptions {
-        let capacity = NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN);
-        CudnnOptions { search: Search::default(), ordinal: 0, plan: PlanOptions::default(), capacity }
+        let backward = Limits::entries(NonZeroUsize::new(64).unwrap_or(NonZeroUsize::MIN));
+        CudnnOptions { search: Search::default(), ordinal: 0, plan: PlanOptions::default(), forward: Limits::default(), backward }
     }
 }
 
@@ -51,7 +53,8 @@ pub struct CudnnExecutor {
     library: &'static Library,
     device: &'static Device,
     options: PlanOptions,
-    cache: PlanCache<Job, Arc<Planned>>,
+    forward: PlanCache<Job, Arc<Planned>>,
+    backward: PlanCache<Job, Arc<Planned>>,
 }
 
 impl CudnnExecutor {
@@ -62,7 +65,8 @@ impl CudnnExecutor {
     pub fn new(options: CudnnOptions) -> Result<CudnnExecutor, cudnn_graph::Error> {
         let device = Driver::load(options.search.driver.as_deref())?.device(options.ordinal)?;
         let library = Library::load(&options.search)?;
-        Ok(CudnnExecutor { library, device, options: options.plan, cache: PlanCache::new(options.capacity) })
+        let (forward, backward) = (PlanCache::new("forward", options.forward), PlanCache::new("backward", options.backward));
+        Ok(CudnnExecutor { library, device, options: options.plan, forward, backward })
     }
 
     /// The library.
@@ -75,9 +79,36 @@ impl CudnnExecutor {
         self.device
     }
 
-    /// How the plan cache has been used.
-    pub fn cache_stats(&self) -> CacheStats {
-        self.cache.stats()
+    /// The plans of forward passes.
+    pub fn forward_cache(&self) -> &PlanCache<Job, Arc<Planned>> {
+        &self.forward
+    }
+
+    /// The plans of backward passes.
+    pub fn backward_cache(&self) -> &PlanCache<Job, Arc<Planned>> {
+        &self.backward
+    }
+
+    fn cache(&self, job: &Job) -> &PlanCache<Job, Arc<Planned>> {
+        match job {
+            Job::Forward(_) => &self.forward,
+            Job::Backward(_) => &self.backward,
+        }
+    }
+
+    /// Whether the plans of a pass are there, and if not, what is nearest to it and what differs. Changes nothing.
+    pub fn explain(&self, job: &Job) -> Explanation {
+        self.cache(job).explain(job)
+    }
+
+    /// How both caches have been used.
+    pub fn cache_stats(&self) -> [CacheStats; 2] {
+        [self.forward.stats(), self.backward.stats()]
+    }
+
+    /// Everything that both caches know of themselves.
+    pub fn cache_snapshots(&self) -> [CacheSnapshot; 2] {
+        [self.forward.snapshot(), self.backward.snapshot()]
     }
 
     /// The plans of a problem, from the cache or made now; the flag says whether they were there.
@@ -97,14 +128,11 @@ impl CudnnExecutor {
     }
 
     fn plans(&self, job: &Job) -> Result<(Arc<Planned>, bool), Error> {
-        self.cache.get_or_build(job, || {
+        self.cache(job).get_or_build(job, || {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
-            let start = std::time::Instant::now();
             let mut planned = plan::build(self.library, &Target::Handle(&handle), job, &self.options)?;
             planned.upload_tables(&stream)?;
-            let engine = planned.plan.engine().map(|c| c.tag()).unwrap_or_default();
-            tracing::debug!(engine, pass = job.name(), form = %planned.lowered.form, ms = start.elapsed().as_millis() as u64, "plan built");
             Ok(Arc::new(planned))
         })
     }

@@ -3,12 +3,14 @@
 use super::guard;
 use super::named;
 use super::order;
+use crate::cache::{BuildTime, CacheValue, Weight};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Spelling, Sum, Supply, Vectors};
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{Library, Plan, Planner, Policy, Target};
 use serde::Serialize;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// What plans of attention may look like.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
@@ -34,9 +36,32 @@ pub struct Planned {
     pub conversions: Vec<PlannedConversion>,
     /// Sums of gradients that the attention plan writes over more axes than were asked for.
     pub sums: Vec<PlannedSums>,
+    /// Where the time of making it went.
+    pub time: BuildTime,
     /// Tables in device memory: one for each that the graph reads, in the order of its supplies, then the ones of each sum.
     pub tables: Vec<cudnn_graph::Buffer>,
 }
+
+impl CacheValue for Planned {
+    fn weight(&self) -> Weight {
+        let helpers = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan));
+        let plans = helpers.chain(self.sums.iter().flat_map(|s| &s.steps).map(|(_, plan)| plan)).chain([&self.plan]);
+        let code: u64 = plans.map(|plan| plan.code_bytes()).sum();
+        let tables: u64 = self.tables.iter().map(|table| table.bytes() as u64).sum();
+        Weight { host: code + DESCRIPTORS, device: code + tables, workspace: self.workspace_bytes() }
+    }
+
+    fn engine(&self) -> String {
+        self.plan.engine().map(|c| c.tag()).unwrap_or_default()
+    }
+
+    fn build_time(&self) -> BuildTime {
+        self.time
+    }
+}
+
+/// Host memory of a plan's descriptors, about.
+const DESCRIPTORS: u64 = 256 << 10;
 
 /// A copy of one operand.
 #[derive(Debug)]
@@ -152,7 +177,7 @@ fn spellings(
 /// The first result, or the last refusal.
 fn first<T>(
     spellings: Vec<(Arc<Lowered>, Policy)>,
-    make: impl Fn(&Arc<Lowered>, &Policy) -> Result<T, cudnn_graph::Error>,
+    mut make: impl FnMut(&Arc<Lowered>, &Policy) -> Result<T, cudnn_graph::Error>,
 ) -> Result<(Arc<Lowered>, T), Refusal> {
     let mut refused = None;
     for (lowered, policy) in spellings {
@@ -190,9 +215,24 @@ fn try_build(
     job: &Job,
     form: Form,
     policy: &Policy,
+    time: &mut BuildTime,
 ) -> Result<(Arc<Lowered>, Plan), Refusal> {
+    let start = Instant::now();
     let spellings = spellings(library, target, job, form, policy)?;
-    first(spellings, |lowered, policy| Plan::build(library, Arc::new(lowered.graph.clone()), target, policy))
+    time.lower += micros(start);
+    first(spellings, |lowered, policy| {
+        let start = Instant::now();
+        let planner = Planner::new(library, Arc::new(lowered.graph.clone()), target, policy);
+        time.heuristics += micros(start);
+        let start = Instant::now();
+        let plan = planner?.first(target);
+        time.compile += micros(start);
+        plan
+    })
+}
+
+fn micros(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Runs `make` over the forms that the options allow, in order, until one succeeds.
@@ -280,8 +320,10 @@ fn refused(form: String, error: Error) -> Error {
 /// # Errors
 /// As [`supports`]; out of memory and a missing library are the environment's and never *unsupported*.
 pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Planned, Error> {
-    let (dense, copied, (lowered, plan)) =
-        first_form(library, target, job, options, |j, form| try_build(library, target, j, form, &options.policy))?;
+    let mut time = BuildTime::default();
+    let made = first_form(library, target, job, options, |j, form| try_build(library, target, j, form, &options.policy, &mut time));
+    let (dense, copied, (lowered, plan)) = made?;
+    let helpers = Instant::now();
     let copies = copied
         .into_iter()
         .map(|operand| {
@@ -312,7 +354,8 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
             Ok(PlannedSums { tensor: sums.tensor, name: sums.name, steps })
         })
         .collect::<Result<_, Error>>()?;
-    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, sums, tables: Vec::new() })
+    time.compile += micros(helpers);
+    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, sums, time, tables: Vec::new() })
 }
 
 /// The declared tensors that a graph reads in another form, with what makes it.

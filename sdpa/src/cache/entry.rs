@@ -1,0 +1,121 @@
+//! One value in a cache, with what is known of it.
+
+use super::explain::{CacheKey, Fields};
+use super::facts::{BuildTime, EntryFacts};
+use super::limits::Weight;
+use super::sync::{AtomicBool, AtomicU64, Ordering};
+
+/// What a cache asks of its values.
+pub trait CacheValue {
+    /// Memory that it holds.
+    fn weight(&self) -> Weight;
+
+    /// What runs it, in a word.
+    fn engine(&self) -> String {
+        String::new()
+    }
+
+    /// Where the time of its build went.
+    fn build_time(&self) -> BuildTime {
+        BuildTime::default()
+    }
+}
+
+impl<V: CacheValue> CacheValue for std::sync::Arc<V> {
+    fn weight(&self) -> Weight {
+        V::weight(self)
+    }
+
+    fn engine(&self) -> String {
+        V::engine(self)
+    }
+
+    fn build_time(&self) -> BuildTime {
+        V::build_time(self)
+    }
+}
+
+/// One value.
+#[derive(Debug)]
+pub(super) struct Entry<K, V> {
+    pub(super) key: K,
+    pub(super) value: V,
+    pub(super) id: u64,
+    pub(super) weight: Weight,
+    pub(super) label: String,
+    pub(super) fields: Fields,
+    made: u64,
+    built: BuildTime,
+    hits: AtomicU64,
+    /// When it was last used, on the cache's clock.
+    used: AtomicU64,
+    pins: AtomicU64,
+    /// No longer in the cache.
+    gone: AtomicBool,
+}
+
+impl<K, V> Entry<K, V> {
+    /// Notes lookups that found it.
+    pub(super) fn hit(&self, hits: u64) {
+        if hits > 0 {
+            self.hits.fetch_add(hits, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes when it was used.
+    pub(super) fn touch(&self, at: u64) {
+        if at > self.used.load(Ordering::Relaxed) {
+            self.used.store(at, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn hits(&self) -> u64 {
+        self.hits.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn pin(&self) {
+        self.pins.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(super) fn unpin(&self) {
+        self.pins.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.pins.load(Ordering::Acquire) > 0
+    }
+
+    /// It has left the cache.
+    pub(super) fn leave(&self) {
+        self.gone.store(true, Ordering::SeqCst);
+    }
+
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::SeqCst)
+    }
+}
+
+impl<K: CacheKey, V: CacheValue> Entry<K, V> {
+    pub(super) fn new(key: K, value: V, id: u64, made: u64, built: BuildTime) -> Entry<K, V> {
+        let (weight, label, fields) = (value.weight(), key.label(), key.fields());
+        let zero = || AtomicU64::new(0);
+        Entry { key, value, id, weight, label, fields, made, built, hits: zero(), used: zero(), pins: zero(), gone: AtomicBool::new(false) }
+    }
+
+    pub(super) fn facts(&self) -> EntryFacts {
+        EntryFacts {
+            id: self.id,
+            label: self.label.clone(),
+            made: self.made,
+            built: self.built,
+            hits: self.hits(),
+            weight: self.weight,
+            engine: self.value.engine(),
+            pinned: self.is_pinned(),
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Why a lookup found nothing: the nearest entries, and what differs.
+
+use super::facts::{EntryFacts, Why};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::hash::Hash;
+
+/// Names and values.
+pub type Fields = Vec<(&'static str, String)>;
+
+/// What a cache asks of its keys.
+pub trait CacheKey: Clone + Eq + Hash {
+    /// The key in a few words.
+    fn label(&self) -> String;
+
+    /// Everything that tells it from others, by name. Keys with equal fields are equal.
+    fn fields(&self) -> Fields;
+
+    /// What a user can do about a miss where these fields differ from an entry that is there.
+    fn advice(_differences: &[Difference]) -> Option<&'static str> {
+        None
+    }
+}
+
+/// A field in which two keys differ.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Difference {
+    /// Its name.
+    pub field: String,
+    /// What was asked for.
+    pub asked: String,
+    /// What the other key has.
+    pub there: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} ≠ {}", self.field, self.asked, self.there)
+    }
+}
+
+/// A key that is, or was, in the cache.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Nearest {
+    /// Its entry.
+    pub entry: EntryFacts,
+    /// It went, for this reason.
+    pub gone: Option<Why>,
+    /// What differs; nothing where it is the key itself.
+    pub differences: Vec<Difference>,
+}
+
+/// What became of a key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// It is there.
+    Hit(EntryFacts),
+    /// A thread is making it.
+    Building,
+    /// There is no engine; asked again after so many milliseconds.
+    Unsupported {
+        /// Every reason.
+        error: String,
+        /// Milliseconds until that is forgotten.
+        remaining: u64,
+    },
+    /// It is not there.
+    Absent,
+}
+
+/// The answer to *why did this miss*.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Explanation {
+    /// The key in a few words.
+    pub label: String,
+    /// What became of it.
+    pub state: State,
+    /// The nearest keys that are or were there, the nearest first.
+    pub nearest: Vec<Nearest>,
+    /// What can be done.
+    pub advice: Vec<String>,
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.state {
+            State::Hit(e) => {
+                write!(f, "{}: hit, entry {}, built in {:.1} ms, {} hits", self.label, e.id, e.built.total as f64 / 1e3, e.hits)?
+            }
+            State::Building => write!(f, "{}: another thread is building it", self.label)?,
+            State::Unsupported { error, remaining } => {
+                write!(f, "{}: unsupported, asked again in {:.1} s: {error}", self.label, *remaining as f64 / 1e3)?;
+            }
+            State::Absent => write!(f, "{}: not there", self.label)?,
+        }
+        for near in &self.nearest {
+            write!(f, "\n  entry {}", near.entry.id)?;
+            if let Some(why) = near.gone {
+                write!(f, ", gone: {}", why.text())?;
+            }
+            for difference in &near.differences {
+                write!(f, "\n    {difference}")?;
+            }
+        }
+        self.advice.iter().try_for_each(|advice| write!(f, "\n  {advice}"))
+    }
+}
+
+/// Where two keys differ. A field that one of them lacks is `none` there.
+pub(super) fn differences(asked: &Fields, there: &Fields) -> Vec<Difference> {
+    let of = |all: &Fields, field: &str| {
+        all.iter().find(|(name, _)| *name == field).map_or_else(|| "none".to_owned(), |(_, value)| value.clone())
+    };
+    let only_there = there.iter().filter(|(name, _)| asked.iter().all(|(a, _)| a != name));
+    let names = asked.iter().chain(only_there).map(|(name, _)| *name);
+    names
+        .filter_map(|field| {
+            let (asked, there) = (of(asked, field), of(there, field));
+            (asked != there).then(|| Difference { field: field.to_owned(), asked, there })
+        })
+        .collect()
+}

@@ -1,0 +1,221 @@
+//! What a thread used last, so that a hit takes no lock that another thread wants and writes to no line that another reads.
+//!
+//! Each thread has a few entries of each cache behind a lock of its own, which others take only to drop an entry. An evictor does
+//! not wait for a front in use: it says that something is stale, and whoever uses the front sees to that afterwards.
+
+use super::entry::{CacheValue, Entry};
+use super::sync::{AtomicBool, AtomicU64, Mutex, Ordering, lock, thread_local, try_lock};
+use std::any::Any;
+use std::cell::RefCell;
+use std::sync::{Arc, Weak};
+
+/// Entries of one cache that a thread keeps at hand.
+const SLOTS: usize = 8;
+/// Hits that a thread counts by itself before it tells the entry.
+const UNTOLD: u64 = 1024;
+/// Steps of the cache's clock: hits of a thread between two of them are ordered by the thread's own count.
+pub(super) const TICK: u64 = 1 << 20;
+
+/// One entry at hand.
+#[derive(Debug)]
+struct Near<K, V> {
+    hash: u64,
+    entry: Arc<Entry<K, V>>,
+    hits: u64,
+}
+
+#[derive(Debug)]
+struct Inner<K, V> {
+    near: Vec<Near<K, V>>,
+    /// The one that was used last.
+    last: usize,
+    clock: u64,
+    count: u64,
+}
+
+/// A thread's entries of one cache.
+#[derive(Debug)]
+pub(super) struct Front<K, V> {
+    inner: Mutex<Inner<K, V>>,
+    stale: AtomicBool,
+    hits: Arc<AtomicU64>,
+}
+
+impl<K: Eq, V: CacheValue> Front<K, V> {
+    fn new(hits: Arc<AtomicU64>) -> Front<K, V> {
+        let inner = Inner { near: Vec::with_capacity(SLOTS), last: 0, clock: 0, count: 0 };
+        Front { inner: Mutex::new(inner), stale: AtomicBool::new(false), hits }
+    }
+
+    /// Calls `call` with the value of a key, if it is at hand; it stays there until `call` is done. Else gives `call` back.
+    pub(super) fn hit<R, F: FnOnce(&V, bool) -> R>(&self, hash: u64, key: &K, clock: u64, call: F) -> Result<R, F> {
+        // Taken: this thread is inside a call already, or another is dropping an entry.
+        let Some(mut inner) = try_lock(&self.inner) else { return Err(call) };
+        let Some(at) = inner.near.iter().position(|n| n.hash == hash && n.entry.key == *key) else { return Err(call) };
+        if inner.clock != clock {
+            (inner.clock, inner.count) = (clock, 1);
+        } else if inner.last != at {
+            inner.count = (inner.count + 1).min(TICK - 1);
+        }
+        let used = clock + inner.count;
+        inner.last = at;
+        let near = &mut inner.near[at];
+        near.hits += 1;
+        near.entry.touch(used);
+        if near.hits == UNTOLD {
+            self.tell(near);
+        }
+        let result = call(&near.entry.value, true);
+        drop(inner);
+        self.sweep();
+        Ok(result)
+    }
+
+    fn tell(&self, near: &mut Near<K, V>) {
+        let hits = std::mem::take(&mut near.hits);
+        near.entry.hit(hits);
+        self.hits.fetch_add(hits, Ordering::Relaxed);
+    }
+
+    /// Puts an entry at hand.
+    pub(super) fn keep(&self, hash: u64, entry: Arc<Entry<K, V>>) {
+        let Some(mut inner) = try_lock(&self.inner) else { return };
+        let mut gone = None;
+        if inner.near.iter().all(|n| !Arc::ptr_eq(&n.entry, &entry)) {
+            if inner.near.len() == SLOTS {
+                let oldest = (0..SLOTS).min_by_key(|&n| inner.near[n].entry.used()).unwrap_or(0);
+                gone = Some(inner.near.swap_remove(oldest));
+            }
+            inner.near.push(Near { hash, entry: entry.clone(), hits: 0 });
+            inner.last = SLOTS;
+        }
+        drop(inner);
+        if let Some(mut near) = gone {
+            self.tell(&mut near);
+        }
+        // Dropped from the cache since it was found there: whoever did that may have looked here before.
+        if entry.is_gone() {
+            self.stale.store(true, Ordering::SeqCst);
+        }
+        self.sweep();
+    }
+
+    /// Lets go of entries that are gone from the cache, at once or after the call that is using the front.
+    pub(super) fn drop_gone(&self) {
+        self.stale.store(true, Ordering::SeqCst);
+        self.sweep();
+    }
+
+    /// Whoever finds the front in use leaves it to its user, who comes here when done.
+    fn sweep(&self) {
+        while self.stale.load(Ordering::SeqCst) {
+            let Some(mut inner) = try_lock(&self.inner) else { return };
+            self.stale.store(false, Ordering::SeqCst);
+            let (gone, near): (Vec<_>, Vec<_>) = inner.near.drain(..).partition(|n| n.entry.is_gone());
+            inner.near = near;
+            inner.last = SLOTS;
+            drop(inner);
+            // Values are dropped outside of the lock: unloading a kernel takes its time.
+            for mut near in gone {
+                self.tell(&mut near);
+            }
+        }
+    }
+
+    /// Tells the hits that it has counted; not those of a front in use.
+    pub(super) fn tell_all(&self) {
+        if let Some(mut inner) = try_lock(&self.inner) {
+            inner.near.iter_mut().for_each(|near| self.tell(near));
+        }
+    }
+}
+
+impl<K, V> Drop for Front<K, V> {
+    fn drop(&mut self) {
+        for near in lock(&self.inner).near.drain(..) {
+            near.entry.hit(near.hits);
+            self.hits.fetch_add(near.hits, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The fronts of this thread, by cache.
+struct Held {
+    cache: u64,
+    alive: Weak<()>,
+    front: Arc<dyn Any + Send + Sync>,
+}
+
+thread_local! {
+    static HELD: RefCell<Vec<Held>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The fronts of one cache.
+#[derive(Debug)]
+pub(super) struct Fronts<K, V> {
+    cache: u64,
+    alive: Arc<()>,
+    hits: Arc<AtomicU64>,
+    all: Mutex<Vec<Weak<Front<K, V>>>>,
+}
+
+/// Numbers of caches.
+static CACHES: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
+impl<K: Eq + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static> Fronts<K, V> {
+    pub(super) fn new() -> Fronts<K, V> {
+        let cache = CACHES.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Fronts { cache, alive: Arc::new(()), hits: Arc::new(AtomicU64::new(0)), all: Mutex::new(Vec::new()) }
+    }
+
+    /// This thread's; `None` while the thread is ending.
+    pub(super) fn mine(&self) -> Option<Arc<Front<K, V>>> {
+        let found = HELD.try_with(|held| {
+            let held = held.try_borrow().ok()?;
+            let front = held.iter().find(|h| h.cache == self.cache)?.front.clone();
+            front.downcast::<Front<K, V>>().ok()
+        });
+        match found {
+            Ok(Some(front)) => Some(front),
+            Ok(None) => self.make(),
+            Err(_) => None,
+        }
+    }
+
+    fn make(&self) -> Option<Arc<Front<K, V>>> {
+        let front = Arc::new(Front::new(self.hits.clone()));
+        let mut all = lock(&self.all);
+        all.retain(|front| front.strong_count() > 0);
+        all.push(Arc::downgrade(&front));
+        drop(all);
+        let held = Held { cache: self.cache, alive: Arc::downgrade(&self.alive), front: front.clone() };
+        let kept = HELD.try_with(|all| {
+            let mut all = all.try_borrow_mut().ok()?;
+            // Those of caches that are gone.
+            all.retain(|held| held.alive.strong_count() > 0);
+            all.push(held);
+            Some(())
+        });
+        kept.ok().flatten().map(|()| front)
+    }
+
+    fn list(&self) -> Vec<Arc<Front<K, V>>> {
+        lock(&self.all).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Entries that are gone leave every front.
+    pub(super) fn drop_gone(&self) {
+        self.list().iter().for_each(|front| front.drop_gone());
+    }
+
+    /// Hits that fronts have told of so far.
+    pub(super) fn told(&self) -> u64 {
+        self.hits.load(Ordering::Relaxed)
+    }
+
+    /// Hits that fronts found; of a front in use, those up to its last 1024.
+    pub(super) fn hits(&self) -> u64 {
+        self.list().iter().for_each(|front| front.tell_all());
+        self.hits.load(Ordering::Relaxed)
+    }
+}

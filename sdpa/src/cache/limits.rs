@@ -1,0 +1,57 @@
+//! How much a cache may hold, and what its values weigh.
+
+use serde::{Deserialize, Serialize};
+use std::num::NonZeroUsize;
+use std::ops::AddAssign;
+use std::time::Duration;
+
+/// Memory of one value, as far as it is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Weight {
+    /// Bytes of host memory.
+    pub host: u64,
+    /// Bytes of device memory: code and tables.
+    pub device: u64,
+    /// Bytes of device memory that a call borrows.
+    pub workspace: u64,
+}
+
+impl Weight {
+    /// All of it.
+    pub fn bytes(self) -> u64 {
+        self.host.saturating_add(self.device).saturating_add(self.workspace)
+    }
+}
+
+impl AddAssign for Weight {
+    fn add_assign(&mut self, other: Weight) {
+        self.host = self.host.saturating_add(other.host);
+        self.device = self.device.saturating_add(other.device);
+        self.workspace = self.workspace.saturating_add(other.workspace);
+    }
+}
+
+/// The bounds of a cache. Both hold at any time: what would break one is not kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Limits {
+    /// Entries.
+    pub entries: NonZeroUsize,
+    /// Sum of [`Weight::bytes`].
+    pub bytes: u64,
+    /// How long *unsupported* is remembered. Nothing else that fails is.
+    pub refusals: Duration,
+}
+
+impl Limits {
+    /// So many entries, 16 GiB, refusals for a minute.
+    pub fn entries(entries: NonZeroUsize) -> Limits {
+        Limits { entries, bytes: 16 << 30, refusals: Duration::from_secs(60) }
+    }
+}
+
+impl Default for Limits {
+    /// 256 entries.
+    fn default() -> Limits {
+        Limits::entries(NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN))
+    }
+}

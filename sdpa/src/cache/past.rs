@@ -1,0 +1,100 @@
+//! What was here, and what is nearest to a key.
+
+use super::entry::{CacheValue, Entry};
+use super::explain::{CacheKey, Fields, Nearest, differences};
+use super::facts::{EntryFacts, Why};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Entries that went and are remembered.
+const KEPT: usize = 256;
+/// Entries, and as many that went, that are looked at for the nearest.
+const LOOKED_AT: usize = 64;
+
+/// An entry that went.
+#[derive(Debug)]
+pub(super) struct Gone<K> {
+    key: K,
+    fields: Fields,
+    facts: EntryFacts,
+    why: Why,
+}
+
+/// The last entries that went, and whether too many of them come back.
+#[derive(Debug)]
+pub(super) struct Past<K> {
+    gone: VecDeque<Arc<Gone<K>>>,
+    /// Of the last builds, which were of something that had gone.
+    builds: VecDeque<bool>,
+    /// Builds until thrashing is told of again.
+    quiet: usize,
+}
+
+impl<K> Default for Past<K> {
+    fn default() -> Past<K> {
+        Past { gone: VecDeque::new(), builds: VecDeque::new(), quiet: 0 }
+    }
+}
+
+impl<K: CacheKey> Past<K> {
+    pub(super) fn push<V: CacheValue>(&mut self, entry: &Entry<K, V>, why: Why) {
+        self.gone.retain(|gone| gone.key != entry.key);
+        if self.gone.len() == KEPT {
+            self.gone.pop_front();
+        }
+        self.gone.push_back(Arc::new(Gone { key: entry.key.clone(), fields: entry.fields.clone(), facts: entry.facts(), why }));
+    }
+
+    /// Why a key went, if it was here a short while ago.
+    pub(super) fn why_gone(&self, key: &K) -> Option<Why> {
+        self.gone.iter().find(|gone| gone.key == *key).map(|gone| gone.why)
+    }
+
+    /// The latest that went, the latest first.
+    pub(super) fn latest(&self) -> Vec<Arc<Gone<K>>> {
+        self.gone.iter().rev().take(LOOKED_AT).cloned().collect()
+    }
+
+    /// Notes a build. So many of the last builds were of what had gone, if that is worth a warning: one in a window.
+    pub(super) fn note_miss(&mut self, again: bool, entries: usize) -> Option<(u64, u64)> {
+        let window = (2 * entries).clamp(16, 1024);
+        self.builds.push_back(again);
+        while self.builds.len() > window {
+            self.builds.pop_front();
+        }
+        self.quiet = self.quiet.saturating_sub(1);
+        let rebuilt = self.builds.iter().filter(|again| **again).count();
+        if self.quiet > 0 || self.builds.len() < window || rebuilt * 2 < window {
+            return None;
+        }
+        self.quiet = window;
+        Some((rebuilt as u64, window as u64))
+    }
+}
+
+/// The keys that differ in the fewest fields, of those that are there and of those that went.
+pub(super) fn nearest<K: CacheKey, V: CacheValue>(key: &K, there: &[Arc<Entry<K, V>>], gone: &[Arc<Gone<K>>], most: usize) -> Vec<Nearest> {
+    let fields = key.fields();
+    let here = there.iter().take(LOOKED_AT).map(|e| (differences(&fields, &e.fields), Found::Here(&**e)));
+    let gone = gone.iter().map(|gone| (differences(&fields, &gone.fields), Found::Gone(gone)));
+    let mut all: Vec<_> = here.chain(gone).collect();
+    // The sort is stable: of equally near ones those that are there, and then the latest.
+    all.sort_by_key(|(differences, _)| differences.len());
+    all.truncate(most);
+    let told = |(differences, found)| match found {
+        Found::Here(entry) => Nearest { entry: Entry::facts(entry), gone: None, differences },
+        Found::Gone(gone) => Nearest { entry: Gone::facts(gone), gone: Some(gone.why), differences },
+    };
+    all.into_iter().map(told).collect()
+}
+
+enum Found<'a, K, V> {
+    Here(&'a Entry<K, V>),
+    Gone(&'a Gone<K>),
+}
+
+impl<K> Gone<K> {
+    fn facts(&self) -> EntryFacts {
+        self.facts.clone()
+    }
+}

@@ -1,0 +1,164 @@
+//! Entries in the order of their use, within bounds. No thread but the one that holds the lock comes here.
+
+use super::entry::{CacheValue, Entry};
+use super::facts::Why;
+use super::limits::{Limits, Weight};
+use lru::LruCache;
+use std::hash::Hash;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What a key stands for.
+#[derive(Debug)]
+pub(super) enum Slot<K, V, T, U> {
+    /// Being made by some thread.
+    Building(Arc<T>),
+    /// There.
+    Ready(Arc<Entry<K, V>>),
+    /// There is none, and that is remembered.
+    Refused { why: U, since: Instant },
+}
+
+type Slots<K, V, T, U> = LruCache<K, Slot<K, V, T, U>, ahash::RandomState>;
+
+/// Entries that were dropped, with the reason.
+pub(super) type Dropped<K, V> = Vec<(Arc<Entry<K, V>>, Why)>;
+
+/// Slots by key.
+#[derive(Debug)]
+pub(super) struct Store<K: Hash + Eq, V, T, U> {
+    slots: Slots<K, V, T, U>,
+    limits: Limits,
+    entries: usize,
+    weight: Weight,
+    /// Up to this time the order of the slots is that of their use.
+    ordered: u64,
+}
+
+impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
+    pub(super) fn new(limits: Limits, hasher: ahash::RandomState) -> Store<K, V, T, U> {
+        Store { slots: LruCache::unbounded_with_hasher(hasher), limits, entries: 0, weight: Weight::default(), ordered: 0 }
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    pub(super) fn entries(&self) -> usize {
+        self.entries
+    }
+
+    pub(super) fn weight(&self) -> Weight {
+        self.weight
+    }
+
+    pub(super) fn peek(&self, key: &K) -> Option<&Slot<K, V, T, U>> {
+        self.slots.peek(key)
+    }
+
+    /// Entries, the most recently used first.
+    pub(super) fn list(&mut self) -> Vec<Arc<Entry<K, V>>> {
+        self.order();
+        self.slots.iter().filter_map(|(_, slot)| entry(slot)).cloned().collect()
+    }
+
+    /// Puts a mark or a refusal in the place of a key.
+    pub(super) fn put(&mut self, key: K, slot: Slot<K, V, T, U>) {
+        debug_assert!(entry(&slot).is_none(), "entries come in by `insert`");
+        self.remove(&key);
+        self.slots.put(key, slot);
+    }
+
+    /// Takes a key out, whatever it stands for.
+    pub(super) fn remove(&mut self, key: &K) -> Option<Arc<Entry<K, V>>> {
+        let slot = self.slots.pop(key)?;
+        let entry = entry(&slot).cloned()?;
+        self.forget(&entry);
+        Some(entry)
+    }
+
+    /// Puts an entry in, and drops others until the bounds hold; `None` where they cannot, and then the key stands for nothing.
+    pub(super) fn insert(&mut self, entry: Arc<Entry<K, V>>) -> Option<Dropped<K, V>> {
+        self.slots.pop(&entry.key);
+        let bytes = entry.weight.bytes();
+        let pinned: Vec<_> = self.slots.iter().filter_map(|(_, s)| self::entry(s)).filter(|e| e.is_pinned()).collect();
+        let held: u64 = pinned.iter().map(|e| e.weight.bytes()).fold(bytes, u64::saturating_add);
+        if held > self.limits.bytes || pinned.len() >= self.limits.entries.get() {
+            return None;
+        }
+        let dropped = self.trim(self.limits.entries.get() - 1, self.limits.bytes - bytes, None);
+        self.entries += 1;
+        self.weight += entry.weight;
+        self.slots.put(entry.key.clone(), Slot::Ready(entry));
+        Some(dropped)
+    }
+
+    /// New bounds; what does not fit goes, but for what is pinned.
+    pub(super) fn resize(&mut self, limits: Limits) -> Dropped<K, V> {
+        self.limits = limits;
+        self.trim(limits.entries.get(), limits.bytes, Some(Why::Resized))
+    }
+
+    /// Drops every entry that is not pinned, and every refusal.
+    pub(super) fn clear(&mut self) -> Dropped<K, V> {
+        let refused: Vec<K> = self.slots.iter().filter(|(_, s)| matches!(s, Slot::Refused { .. })).map(|(key, _)| key.clone()).collect();
+        for key in refused {
+            self.slots.pop(&key);
+        }
+        self.trim(0, 0, Some(Why::Cleared))
+    }
+
+    /// Drops the least recently used entries that are not pinned, until so many entries and bytes are left.
+    fn trim(&mut self, entries: usize, bytes: u64, why: Option<Why>) -> Dropped<K, V> {
+        if self.entries <= entries && self.weight.bytes() <= bytes {
+            return Vec::new();
+        }
+        self.order();
+        let mut oldest: Vec<_> = self.slots.iter().rev().filter_map(|(_, s)| entry(s)).filter(|e| !e.is_pinned()).cloned().collect();
+        oldest.reverse();
+        let mut dropped = Vec::new();
+        while let Some(entry) = oldest.pop() {
+            let over = if self.entries > entries {
+                Why::Entries
+            } else if self.weight.bytes() > bytes {
+                Why::Bytes
+            } else {
+                break;
+            };
+            self.slots.pop(&entry.key);
+            self.forget(&entry);
+            dropped.push((entry, why.unwrap_or(over)));
+        }
+        dropped
+    }
+
+    fn forget(&mut self, entry: &Entry<K, V>) {
+        self.entries -= 1;
+        self.weight.host = self.weight.host.saturating_sub(entry.weight.host);
+        self.weight.device = self.weight.device.saturating_sub(entry.weight.device);
+        self.weight.workspace = self.weight.workspace.saturating_sub(entry.weight.workspace);
+    }
+
+    /// Brings what was used since the last time to the front, in the order of its use.
+    fn order(&mut self) {
+        let mut used: Vec<(u64, K)> = self
+            .slots
+            .iter()
+            .filter_map(|(key, slot)| entry(slot).map(|e| (e.used(), key)))
+            .filter(|(at, _)| *at > self.ordered)
+            .map(|(at, key)| (at, key.clone()))
+            .collect();
+        used.sort_by_key(|(at, _)| *at);
+        for (at, key) in used {
+            self.slots.promote(&key);
+            self.ordered = at;
+        }
+    }
+}
+
+fn entry<K, V, T, U>(slot: &Slot<K, V, T, U>) -> Option<&Arc<Entry<K, V>>> {
+    match slot {
+        Slot::Ready(entry) => Some(entry),
+        Slot::Building(_) | Slot::Refused { .. } => None,
+    }
+}
