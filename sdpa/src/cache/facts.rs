@@ -177,3 +177,14 @@ pub struct CacheSnapshot {
     /// How many were forgotten.
     pub forgotten: u64,
 }
+
+/// The caches of one executor, for files: what `cargo sdpa cache report` reads.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheTrace {
+    /// The runtime that built.
+    pub cudnn: String,
+    /// The device that it was built for.
+    pub device: String,
+    /// Each cache.
+    pub caches: Vec<CacheSnapshot>,
+}

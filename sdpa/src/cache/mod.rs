@@ -32,7 +32,7 @@ mod tests;
 
 pub use entry::CacheValue;
 pub use explain::{CacheKey, Difference, Explanation, Fields, Nearest, State};
-pub use facts::{BuildTime, CacheEvent, CacheSnapshot, CacheStats, EntryFacts, What, Why};
+pub use facts::{BuildTime, CacheEvent, CacheSnapshot, CacheStats, CacheTrace, EntryFacts, What, Why};
 pub use limits::{Limits, Weight};
 
 use crate::error::{Error, Unsupported};

@@ -16,7 +16,7 @@ pub use plan::{PlanOptions, Planned, PlannedConversion, PlannedCopy, PlannedSums
 pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
 
 use crate::backward::BackwardProblem;
-use crate::cache::{CacheSnapshot, CacheStats, Explanation, Limits, PlanCache};
+use crate::cache::{CacheStats, CacheTrace, Explanation, Limits, PlanCache};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::lower::Job;
@@ -106,9 +106,13 @@ impl CudnnExecutor {
         [self.forward.stats(), self.backward.stats()]
     }
 
-    /// Everything that both caches know of themselves.
-    pub fn cache_snapshots(&self) -> [CacheSnapshot; 2] {
-        [self.forward.snapshot(), self.backward.snapshot()]
+    /// Everything that both caches know of themselves: written as JSON, what `cargo sdpa cache report` reads.
+    pub fn cache_trace(&self) -> CacheTrace {
+        CacheTrace {
+            cudnn: self.library.version().to_string(),
+            device: self.device.name().to_owned(),
+            caches: vec![self.forward.snapshot(), self.backward.snapshot()],
+        }
     }
 
     /// The plans of a problem, from the cache or made now; the flag says whether they were there.
