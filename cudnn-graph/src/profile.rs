@@ -71,10 +71,17 @@ impl DeviceProfile {
     /// Whether plans for one are plans for the other: everything but names, addresses, clocks and memory is equal. A key
     /// that one of them lacks (older libraries know fewer) does not count.
     pub fn same_kernels(&self, other: &DeviceProfile) -> bool {
+        self.difference(other).is_none()
+    }
+
+    /// The first property by which plans for one are no plans for the other: its name, its value here, its value there.
+    pub fn difference(&self, other: &DeviceProfile) -> Option<(&str, String, String)> {
         self.json
             .iter()
             .filter(|(key, _)| !INCIDENTAL.contains(&key.as_str()))
-            .all(|(key, value)| other.json.get(key).is_none_or(|o| o == value))
+            .filter_map(|(key, value)| Some((key, value, other.json.get(key)?)))
+            .find(|(_, here, there)| here != there)
+            .map(|(key, here, there)| (key.as_str(), here.to_string(), there.to_string()))
     }
 
     pub(crate) fn descriptor(&self, library: &'static Library) -> Result<Descriptor, Error> {
@@ -151,5 +158,6 @@ mod tests {
         let other = DeviceProfile::from_json(&SMALL.replace("900", "1000")).unwrap();
         assert!(profile.same_kernels(&slower));
         assert!(!profile.same_kernels(&other));
+        assert_eq!(profile.difference(&other), Some(("deviceVer", "900".to_owned(), "1000".to_owned())));
     }
 }

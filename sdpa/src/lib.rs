@@ -57,6 +57,7 @@ pub mod library;
 pub mod lower;
 pub mod mask;
 pub mod params;
+pub mod planfile;
 pub mod problem;
 pub mod score_mod;
 pub mod spec;

@@ -1,0 +1,137 @@
+//! What can go wrong with a file of plans.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why a file of plans was not read or not written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanFileError {
+    /// The operating system says no.
+    #[error("{action} {}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was being done.
+        action: &'static str,
+        /// Its words.
+        source: io::Error,
+    },
+    /// A file of something else.
+    #[error("{} is not a file of plans", path.display())]
+    NotAPlanFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Written by a later version of this library.
+    #[error("{} has format version {found}; this library knows {known} and older", path.display())]
+    Newer {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+        /// The newest that is known.
+        known: u32,
+    },
+    /// The file ends too early.
+    #[error("{} has {has} bytes: its {what} needs {needs}", path.display())]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// What is cut off.
+        what: String,
+        /// Bytes that the file would have with it, or more.
+        needs: u64,
+        /// Bytes that it has.
+        has: u64,
+    },
+    /// A checksum does not hold.
+    #[error("{} is damaged: the checksum of its {what} does not hold", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What the checksum is of.
+        what: String,
+    },
+    /// A field of the file breaks a rule of the format.
+    #[error("{} is corrupt: its {what} is {value}: {rule}", path.display())]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// The field.
+        what: String,
+        /// What it holds.
+        value: String,
+        /// The rule.
+        rule: String,
+    },
+    /// Anybody may change the file, or put another one there.
+    #[error("{} has mode {mode:04o}: everybody may write it, and plans are machine code", path.display())]
+    Permissions {
+        /// The file, or its folder.
+        path: PathBuf,
+        /// Permission bits.
+        mode: u32,
+    },
+    /// A folder, a device, a link to nothing.
+    #[error("{} is not a regular file", path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// What was to be written breaks a rule of the format.
+    #[error("{} was not written: the {what} is {value}: {rule}", path.display())]
+    Refused {
+        /// The file.
+        path: PathBuf,
+        /// The field.
+        what: String,
+        /// What it holds.
+        value: String,
+        /// The rule.
+        rule: String,
+    },
+}
+
+impl PlanFileError {
+    pub(super) fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> PlanFileError {
+        move |source| PlanFileError::Io { path: path.to_owned(), action, source }
+    }
+
+    /// Whether nothing is lost by writing over the file: it is a file of plans that can no longer be read, or is not there.
+    pub(super) fn is_replaceable(&self) -> bool {
+        match self {
+            PlanFileError::Truncated { .. } | PlanFileError::Damaged { .. } | PlanFileError::Corrupt { .. } => true,
+            PlanFileError::Io { source, .. } => source.kind() == io::ErrorKind::NotFound,
+            PlanFileError::NotAPlanFile { .. }
+            | PlanFileError::Newer { .. }
+            | PlanFileError::Permissions { .. }
+            | PlanFileError::NotAFile { .. }
+            | PlanFileError::Refused { .. } => false,
+        }
+    }
+}
+
+/// A field that breaks a rule of the format, wherever it was found.
+#[derive(Debug)]
+pub(super) struct Fault {
+    pub(super) what: String,
+    pub(super) value: String,
+    pub(super) rule: String,
+}
+
+impl Fault {
+    pub(super) fn new(what: impl Into<String>, value: impl ToString, rule: impl Into<String>) -> Fault {
+        Fault { what: what.into(), value: value.to_string(), rule: rule.into() }
+    }
+
+    /// It was read there.
+    pub(super) fn read(self, path: &Path) -> PlanFileError {
+        PlanFileError::Corrupt { path: path.to_owned(), what: self.what, value: self.value, rule: self.rule }
+    }
+
+    /// It was to be written there.
+    pub(super) fn unwritten(self, path: &Path) -> PlanFileError {
+        PlanFileError::Refused { path: path.to_owned(), what: self.what, value: self.value, rule: self.rule }
+    }
+}

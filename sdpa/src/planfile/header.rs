@@ -1,0 +1,151 @@
+//! What all plans of a file were compiled by and for.
+
+use super::error::Fault;
+use cudnn_graph::DeviceProfile;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+/// What all plans of a file were compiled by and for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Header {
+    /// The version of cuDNN: `9.19.0`.
+    pub cudnn: String,
+    /// The device, as JSON that [`DeviceProfile::from_json`] reads.
+    pub profile: String,
+    /// The version of how problems become graphs.
+    pub lowering: u32,
+}
+
+/// Why plans of a file are no plans here.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Mismatch {
+    /// Another cuDNN.
+    #[error("cudnn: the file has {file}, here is {here}")]
+    Cudnn {
+        /// The version in the file.
+        file: String,
+        /// The version here.
+        here: String,
+    },
+    /// Another kind of device.
+    #[error("profile, {property}: the file has {file}, here is {here}")]
+    Profile {
+        /// The property that differs, or `JSON` where a profile cannot be read.
+        property: String,
+        /// Its value in the file, and the name of the device.
+        file: String,
+        /// Its value here, and the name of the device.
+        here: String,
+    },
+    /// Problems become other graphs.
+    #[error("lowering: the file has {file}, here is {here}")]
+    Lowering {
+        /// The version in the file.
+        file: u32,
+        /// The version here.
+        here: u32,
+    },
+}
+
+impl Header {
+    /// Why plans under this header are no plans under the one `here`; `None` when they are.
+    pub fn mismatch(&self, here: &Header) -> Option<Mismatch> {
+        if self.cudnn != here.cudnn {
+            return Some(Mismatch::Cudnn { file: self.cudnn.clone(), here: here.cudnn.clone() });
+        }
+        if self.lowering != here.lowering {
+            return Some(Mismatch::Lowering { file: self.lowering, here: here.lowering });
+        }
+        match (DeviceProfile::from_json(&self.profile), DeviceProfile::from_json(&here.profile)) {
+            (Ok(file), Ok(here)) => unlike(&file, &here),
+            (file, here) => {
+                let tell = |side: Result<DeviceProfile, cudnn_graph::Error>| side.map_or_else(|e| e.to_string(), |p| p.name().to_owned());
+                Some(Mismatch::Profile { property: "JSON".to_owned(), file: tell(file), here: tell(here) })
+            }
+        }
+    }
+
+    /// Everything that the profiles of both say, for a file with plans of both: a property that only one of them has
+    /// then counts for all.
+    pub(super) fn joined(&self, other: &Header) -> Header {
+        let map = |header: &Header| serde_json::from_str::<Map<String, Value>>(&header.profile).unwrap_or_default();
+        let (mine, theirs) = (map(self), map(other));
+        if theirs.keys().all(|key| mine.contains_key(key)) {
+            return self.clone();
+        }
+        let mut all = theirs;
+        all.extend(mine);
+        Header { profile: Value::Object(all).to_string(), ..self.clone() }
+    }
+
+    /// Whether the header may stand in a file.
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        match DeviceProfile::from_json(&self.profile) {
+            Ok(_) => Ok(()),
+            Err(e) => Err(Fault::new("device profile", "unreadable", e.to_string())),
+        }
+    }
+}
+
+fn unlike(file: &DeviceProfile, here: &DeviceProfile) -> Option<Mismatch> {
+    if file.same_kernels(here) && here.same_kernels(file) {
+        return None;
+    }
+    let (property, theirs, ours) = file.difference(here).unwrap_or_default();
+    let beside = |value: String, profile: &DeviceProfile| format!("{value} ({})", profile.name());
+    Some(Mismatch::Profile { property: property.to_owned(), file: beside(theirs, file), here: beside(ours, here) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header(name: &str, sm: u32, more: &str) -> Header {
+        let profile = format!(r#"{{"deviceName":"{name}","deviceVer":{sm},"multiProcessorCount":132{more}}}"#);
+        Header { cudnn: "9.19.0".to_owned(), profile, lowering: 3 }
+    }
+
+    #[test]
+    fn a_mismatch_names_the_field_and_both_values() {
+        let file = header("X", 900, "");
+        let cases = [
+            (Header { cudnn: "9.21.0".to_owned(), ..file.clone() }, "cudnn: the file has 9.19.0, here is 9.21.0"),
+            (Header { lowering: 4, ..file.clone() }, "lowering: the file has 3, here is 4"),
+            (header("Y", 1000, ""), "profile, deviceVer: the file has 900 (X), here is 1000 (Y)"),
+        ];
+        for (here, text) in cases {
+            assert_eq!(file.mismatch(&here).unwrap().to_string(), text);
+            assert!(here.mismatch(&file).is_some());
+        }
+    }
+
+    #[test]
+    fn clocks_and_spelling_do_not_matter() {
+        let here = header("another card", 900, r#", "smClockRateKHz" : 7"#);
+        assert_eq!(header("X", 900, "").mismatch(&here), None);
+        assert_eq!(here.mismatch(&header("X", 900, "")), None);
+    }
+
+    #[test]
+    fn a_profile_that_cannot_be_read_matches_nothing() {
+        let unreadable = Header { profile: "{}".to_owned(), ..header("X", 900, "") };
+        for (file, here) in [(&unreadable, &header("X", 900, "")), (&header("X", 900, ""), &unreadable), (&unreadable, &unreadable)] {
+            let Some(Mismatch::Profile { property, .. }) = file.mismatch(here) else { panic!("{file:?} matches {here:?}") };
+            assert_eq!(property, "JSON");
+        }
+        assert!(unreadable.check().is_err());
+    }
+
+    #[test]
+    fn a_property_that_one_profile_lacks_counts_once_plans_of_both_are_in_a_file() {
+        let (without, with, other) = (header("X", 900, ""), header("X", 900, r#","warpSize":32"#), header("X", 900, r#","warpSize":64"#));
+        assert_eq!(without.mismatch(&other), None);
+        for joined in [without.joined(&with), with.joined(&without)] {
+            assert_eq!(joined.mismatch(&with), None);
+            assert_eq!(joined.mismatch(&without), None);
+            assert!(joined.mismatch(&other).is_some());
+        }
+        assert_eq!(with.joined(&without), with);
+    }
+}

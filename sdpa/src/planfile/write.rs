@@ -1,0 +1,150 @@
+//! Files that are there as a whole or not at all.
+
+use super::digest::Digest;
+use super::error::PlanFileError;
+use super::format;
+use super::guard::Target;
+use super::header::Header;
+use super::read::PlanFile;
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use tempfile::NamedTempFile;
+
+/// A plan to be kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// What it is found by.
+    pub key: Digest,
+    /// A name for people.
+    pub label: String,
+    /// The plan.
+    pub payload: Vec<u8>,
+}
+
+/// Writes a file with these records and no others, over any regular file that is there. Of records with one key the last one
+/// counts; equal calls write equal files. No lock is taken: records that somebody else is adding at that time may be lost.
+///
+/// # Errors
+/// [`PlanFileError`]; what was there is then as it was, unless only making the new file durable failed.
+pub fn write(path: impl AsRef<Path>, header: &Header, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
+    let target = Target::new(path.as_ref())?;
+    replace(&target, header, &by_key(records))
+}
+
+/// Adds records to a file, in place of those with their keys. Of several processes that add at once, each one's records
+/// are there in the end.
+///
+/// A file whose header does not match is replaced, and so is one that is cut off, damaged or missing; a record whose payload is
+/// damaged is dropped. Files of newer formats and of something else are left alone.
+///
+/// # Errors
+/// [`PlanFileError`]; what was there is then as it was, unless only making the new file durable failed.
+pub fn add(path: impl AsRef<Path>, header: &Header, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
+    let target = Target::new(path.as_ref())?;
+    let records = by_key(records);
+    let _lock = lock(&target)?;
+    let there = match PlanFile::open(&target.file) {
+        Ok(file) => file,
+        Err(e) if e.is_replaceable() => {
+            tracing::debug!(reason = %e, "plans are written anew");
+            return replace(&target, header, &records);
+        }
+        Err(e) => return Err(e),
+    };
+    if let Some(mismatch) = there.header().mismatch(header) {
+        tracing::debug!(path = %target.path.display(), %mismatch, "plans are written anew");
+        return replace(&target, header, &records);
+    }
+    let joined = there.header().joined(header);
+    let (mut all, complete) = kept(&there)?;
+    let known = complete && joined == *there.header() && records.iter().all(|(key, record)| all.get(key) == Some(record));
+    if known {
+        return Ok(());
+    }
+    all.extend(records);
+    replace(&target, &joined, &all)
+}
+
+fn by_key(records: impl IntoIterator<Item = Record>) -> BTreeMap<Digest, Record> {
+    records.into_iter().map(|record| (record.key, record)).collect()
+}
+
+/// The records of a file that can be read, and whether those are all.
+fn kept(file: &PlanFile) -> Result<(BTreeMap<Digest, Record>, bool), PlanFileError> {
+    let mut all = BTreeMap::new();
+    let mut complete = true;
+    for entry in file.entries() {
+        match file.read(&entry.key) {
+            Ok(payload) => all.extend(payload.map(|payload| (entry.key, Record { key: entry.key, label: entry.label.clone(), payload }))),
+            Err(e) if e.is_replaceable() => {
+                tracing::warn!(error = %e, "a plan is dropped");
+                complete = false;
+            }
+            Err(e) => return Err(e),
+        }
+    }
+    Ok((all, complete))
+}
+
+/// The right to add, until it is dropped. The file of the lock stays: a lock on a file that somebody deletes locks nobody out.
+fn lock(target: &Target) -> Result<File, PlanFileError> {
+    let mut name = target.file.clone().into_os_string();
+    name.push(".lock");
+    let path = PathBuf::from(name);
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o644);
+    let opened = match options.open(&path) {
+        // Made by another user; reading is enough for a lock.
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(&path),
+        opened => opened,
+    };
+    let file = opened.map_err(PlanFileError::io(&path, "opening"))?;
+    loop {
+        match file.lock() {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            locked => return locked.map(|()| file).map_err(PlanFileError::io(&path, "locking")),
+        }
+    }
+}
+
+fn replace(target: &Target, header: &Header, records: &BTreeMap<Digest, Record>) -> Result<(), PlanFileError> {
+    let head = format::head(header, records).map_err(|fault| fault.unwritten(&target.path))?;
+    let mut file = temporary(&target.folder).map_err(PlanFileError::io(&target.folder, "making a file in"))?;
+    let mut written = || -> io::Result<()> {
+        file.write_all(&head)?;
+        records.values().try_for_each(|record| file.write_all(&record.payload))?;
+        file.as_file().sync_all()
+    };
+    written().map_err(PlanFileError::io(&target.path, "writing"))?;
+    file.persist(&target.file).map_err(|e| PlanFileError::io(&target.path, "replacing")(e.error))?;
+    sync_folder(&target.folder).map_err(PlanFileError::io(&target.folder, "syncing"))
+}
+
+fn temporary(folder: &Path) -> io::Result<NamedTempFile> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".sdpa-").suffix(".tmp");
+    // Readable by all, as far as the umask allows.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644));
+    builder.tempfile_in(folder)
+}
+
+/// Makes the new name durable.
+#[cfg(unix)]
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    match File::open(folder)?.sync_all() {
+        // File systems that have no such thing.
+        Err(e) if matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Ok(()),
+        synced => synced,
+    }
+}
+
+/// Folders cannot be opened elsewhere.
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> io::Result<()> {
+    Ok(())
+}
