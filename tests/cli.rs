@@ -330,7 +330,7 @@ fn every_stage_is_printed() {
     let too_new = inspect("--stage program --form unified --runtime 9.12.0");
     assert_eq!(code(&too_new), 3);
     assert!(errors(&too_new)[0].contains("9.12.0 lacks"), "{:?}", errors(&too_new));
-    let absent = inspect("--stage plan --driver /nowhere/libcuda.so.1 --device-profile devprops/h200.json");
+    let absent = inspect("--stage plan --driver /nowhere/libcuda.so.1 --device-profile ../cudnn-graph/devprops/h200.json");
     assert_eq!(code(&absent), 3);
 }
 
@@ -354,7 +354,7 @@ fn mistakes_of_inspect_are_told_at_once() {
 /// Needs a cuDNN (and a driver or a stand-in for one), found as the tool finds it.
 #[test]
 fn a_plan_is_made_from_a_profile() {
-    let profile = Path::new(env!("CARGO_MANIFEST_DIR")).join("devprops/h200.json");
+    let profile = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cudnn-graph/devprops/h200.json");
     let line = format!("inspect --stage plan --mask causal --json --device-profile {}", profile.display());
     let out = sdpa(words(&line));
     let told = json(&out);

@@ -20,7 +20,7 @@ fn h200() -> Option<(&'static Library, DeviceProfile)> {
         }
     };
     let library = Library::load(&Search { library: Some(runtime.library), driver: Some(runtime.driver) }).unwrap();
-    let profile = std::fs::read_to_string(repository("tests/devprops/h200.json")).unwrap();
+    let profile = std::fs::read_to_string(repository("cudnn-graph/devprops/h200.json")).unwrap();
     Some((library, DeviceProfile::from_json(&profile).unwrap()))
 }
 

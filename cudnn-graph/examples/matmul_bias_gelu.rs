@@ -1,7 +1,7 @@
 //! One fused kernel that is not attention: `y = gelu(a · b + bias)`, built with the typed builder.
 //!
 //! With a GPU it runs and is compared with the interpreter, which defines every op. Without one it makes the same plan for a
-//! device profile, kernel included: `matmul_bias_gelu tests/devprops/h200.json`.
+//! device profile, kernel included: `matmul_bias_gelu cudnn-graph/devprops/h200.json`.
 
 use cudnn_graph::ir::interp::{self, Precision, Value};
 use cudnn_graph::ir::{Mode, TensorId};

@@ -18,6 +18,14 @@ pub struct DeviceProfile {
 const INCIDENTAL: [&str; 8] =
     ["pciDeviceId", "cudaDeviceId", "smClockRateKHz", "memClockRateKHz", "driverVer", "totalGlobalMem", "isTccDriver", "deviceName"];
 
+/// Profiles that come along: see `devprops/README.md` for where they are from.
+const KNOWN: [(&str, &str); 4] = [
+    ("a100", include_str!("../devprops/a100.json")),
+    ("l40s", include_str!("../devprops/l40s.json")),
+    ("h200", include_str!("../devprops/h200.json")),
+    ("b200", include_str!("../devprops/b200.json")),
+];
+
 impl DeviceProfile {
     /// A profile from its JSON.
     ///
@@ -36,6 +44,20 @@ impl DeviceProfile {
         }
         Ok(DeviceProfile { json })
     }
+
+    /// A device that need not be there, by name: one of [`DeviceProfile::NAMES`].
+    ///
+    /// # Errors
+    /// As [`DeviceProfile::from_json`], for a name that is none of them.
+    pub fn named(name: &str) -> Result<DeviceProfile, Error> {
+        match KNOWN.iter().find(|(known, _)| *known == name) {
+            Some((_, json)) => DeviceProfile::from_json(json),
+            None => Err(Error::Profile { field: name.to_owned(), rule: format!("is none of {}", DeviceProfile::NAMES.join(", ")) }),
+        }
+    }
+
+    /// Devices whose profiles come along.
+    pub const NAMES: [&str; 4] = ["a100", "l40s", "h200", "b200"];
 
     /// The profile of a device that is there.
     ///
@@ -149,6 +171,15 @@ mod tests {
             let Err(Error::Profile { field: found, .. }) = DeviceProfile::from_json(text) else { panic!("{text} was read") };
             assert_eq!(found, field);
         }
+    }
+
+    #[test]
+    fn every_name_has_a_profile() {
+        assert_eq!(KNOWN.map(|(name, _)| name), DeviceProfile::NAMES);
+        for name in DeviceProfile::NAMES {
+            assert!(DeviceProfile::named(name).unwrap().name().to_lowercase().contains(name), "{name}");
+        }
+        assert!(DeviceProfile::named("h300").is_err());
     }
 
     #[test]

@@ -7,10 +7,11 @@ use conformance::matrix::{self, Row, Spec};
 use conformance::offline::{Answer, Asked, Compiled, PROFILES, Wanted};
 use conformance::sent;
 use cudnn_graph::{DeviceProfile, Library, Outcome, Search, Target, Version};
-use sdpa::Error;
 use sdpa::exec::cudnn::plan::{self, PlanOptions, Planned};
+use sdpa::exec::cudnn::portable::{self, PayloadError};
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
 use sdpa::lower::{Form, Job, UNIFIED_BACKWARD_SINCE, UNIFIED_SINCE};
+use sdpa::{AttentionSpec, DType, Error, Layout, Shape};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -122,7 +123,11 @@ fn compile(names: &[String]) -> Result<(), String> {
         };
         match supports(library, target, row, wanted) {
             Ok((job, _)) => match plan::build(library, target, &job, &options(wanted)) {
-                Ok(planned) => check(&planned, &mut compiled),
+                Ok(planned) => {
+                    check(&planned, &mut compiled);
+                    let moved = check_portable(library, target, &job, &options(wanted), &planned);
+                    compiled.wrong.extend(moved.err());
+                }
                 Err(e) => compiled.wrong.push(e.to_string()),
             },
             Err(Answer::Fails(text)) => compiled.wrong.push(text),
@@ -138,7 +143,8 @@ fn check(planned: &Planned, compiled: &mut Compiled) {
     compiled.conversions = planned.conversions.len();
     let copies = planned.copies.iter().map(|c| (&c.copy.graph, &c.plan));
     let conversions = planned.conversions.iter().map(|c| (&c.copy.graph, &c.plan));
-    for (graph, plan) in std::iter::once((&planned.lowered.graph, &planned.plan)).chain(copies).chain(conversions) {
+    let sums = planned.sums.iter().flat_map(|s| &s.steps).map(|(sum, plan)| (&sum.graph, plan));
+    for (graph, plan) in std::iter::once((&planned.lowered.graph, &planned.plan)).chain(copies).chain(conversions).chain(sums) {
         let first = plan.report().candidates.iter().find(|c| !matches!(c.outcome, Outcome::PassedOver(_)));
         if first.is_none_or(|c| c.outcome != Outcome::Chosen) {
             compiled.wrong.push(format!("the first offer fell through:\n{}", plan.report()));
@@ -149,6 +155,52 @@ fn check(planned: &Planned, compiled: &mut Compiled) {
         }
     }
 }
+
+/// Plans come back from their bytes as they were, and for no other pass.
+fn check_portable(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    options: &PlanOptions,
+    planned: &Planned,
+) -> Result<(), String> {
+    let key = |job: &Job| portable::key(library, target, job, options).map_err(|e| e.to_string());
+    let bytes = planned.to_bytes().map_err(|e| e.to_string())?;
+    let again = Planned::from_bytes(library, target, job, &bytes).map_err(|e| e.to_string())?;
+    let same = again.lowered.graph == planned.lowered.graph
+        && again.lowered.supplies == planned.lowered.supplies
+        && again.job == planned.job
+        && again.engine == planned.engine
+        && again.workspace_bytes() == planned.workspace_bytes()
+        && again.to_bytes().is_ok_and(|again| again == bytes)
+        && key(job)? == key(job)?;
+    if !same {
+        return Err("a plan from its bytes is another".to_owned());
+    }
+    let other = AttentionSpec::dense(DType::F16, ANY, Layout::Bshd).with_stats();
+    let other: Job = match job {
+        Job::Forward(_) => other.validate().map_err(|e| e.to_string())?.into(),
+        Job::Backward(_) => other.backward().validate().map_err(|e| e.to_string())?.into(),
+    };
+    match Planned::from_bytes(library, target, &other, &bytes) {
+        Err(PayloadError::Graph) if key(&other)? != key(job)? => {}
+        Err(e) => return Err(format!("bytes of another pass: {e}")),
+        Ok(_) => return Err("bytes of another pass were taken".to_owned()),
+    }
+    for cut in [0, 10, bytes.len() / 2, bytes.len() - 1] {
+        if Planned::from_bytes(library, target, job, &bytes[..cut]).is_ok() {
+            return Err(format!("{cut} of {} bytes were taken", bytes.len()));
+        }
+    }
+    let longer = [&bytes[..], b" "].concat();
+    if Planned::from_bytes(library, target, job, &longer).is_ok() {
+        return Err("a byte too many was taken".to_owned());
+    }
+    Ok(())
+}
+
+/// A shape that no row has.
+const ANY: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 67, seq_kv: 131, dim_qk: 64, dim_v: 64 };
 
 /// How loading goes: one line, an error's kind and text.
 fn load(what: Option<&str>) -> Result<(), String> {

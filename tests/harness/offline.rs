@@ -13,10 +13,10 @@ pub const RUNTIMES: [&str; 2] = ["9.19", "9.27"];
 
 /// Devices that need not be there: name and profile.
 pub const PROFILES: [(&str, &str); 4] = [
-    ("a100", include_str!("../devprops/a100.json")),
-    ("l40s", include_str!("../devprops/l40s.json")),
-    ("h200", include_str!("../devprops/h200.json")),
-    ("b200", include_str!("../devprops/b200.json")),
+    ("a100", include_str!("../../cudnn-graph/devprops/a100.json")),
+    ("l40s", include_str!("../../cudnn-graph/devprops/l40s.json")),
+    ("h200", include_str!("../../cudnn-graph/devprops/h200.json")),
+    ("b200", include_str!("../../cudnn-graph/devprops/b200.json")),
 ];
 
 /// Where a runtime and the stand-in driver are.

@@ -91,6 +91,7 @@ fn planned(job: Job, lowered: Arc<Lowered>, plan: Plan) -> Planned {
         copies: Vec::new(),
         conversions: Vec::new(),
         sums: Vec::new(),
+        engine: String::new(),
         time: Default::default(),
         tables: Vec::new(),
     }

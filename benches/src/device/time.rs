@@ -117,7 +117,7 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
         }
     }
     let ms = median(times);
-    let engine = planned.plan.engine().map(|c| c.tag()).unwrap_or_default();
+    let engine = &planned.engine;
     Ok(Answer { ms, tflops: flops / ms / 1e9, engine: format!("{} {engine}", planned.lowered.form), workspace: planned.workspace_bytes() })
 }
 

@@ -192,6 +192,14 @@ impl Trace {
         all
     }
 
+    /// The same with 0 for every default of a scalar: equal traces have equal texts then.
+    #[must_use]
+    pub fn without_defaults(&self) -> Trace {
+        let mut trace = self.clone();
+        trace.params.iter_mut().for_each(|p| p.default = p.default.map(|_| 0.0));
+        trace
+    }
+
     /// The same with a parameter under another name.
     ///
     /// # Errors

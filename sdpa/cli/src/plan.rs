@@ -97,7 +97,7 @@ fn tell(library: &Library, (device, sm): (&str, u32), job: &Job, planned: &Plann
         sm,
         pass: job.name(),
         form: planned.lowered.form,
-        engine: planned.plan.engine().map(Candidate::tag).unwrap_or_default(),
+        engine: planned.engine.clone(),
         workspace_bytes: planned.workspace_bytes(),
         copied: planned.copied(),
         offers: report.candidates.iter().map(|c| Offer { tag: c.tag(), candidate: c.clone() }).collect(),

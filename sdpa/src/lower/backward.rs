@@ -14,6 +14,7 @@ use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
+use serde::{Deserialize, Serialize};
 
 /// Operands of both forms, in the same order.
 struct Ports {
@@ -50,7 +51,8 @@ impl Ports {
 }
 
 /// How the gradient of the queries comes about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum QueryGradient {
     /// In an f32 accumulator, part by part.
     Summed,
@@ -59,7 +61,7 @@ pub enum QueryGradient {
 }
 
 /// What the composite form leaves open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spelling {
     /// How the gradient of the queries comes about.
     pub query_gradient: QueryGradient,
@@ -149,7 +151,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
         g.pointwise_into(Mode::Identity, &[sum], dq);
     }
     let Ports { operands, stats, attn_scale } = ports;
-    Ok(Lowered { graph: g.verify()?, form: Form::Composite, operands, attn_scale, stats: Some(stats), supplies })
+    Ok(Lowered { graph: g.verify()?, form: Form::Composite, spelling: Some(spelling), operands, attn_scale, stats: Some(stats), supplies })
 }
 
 /// Whether a score_mod and its derivative are numbers for a score of −∞, at both ends of the indices.
@@ -275,5 +277,5 @@ pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
         score: None,
     })));
     let Ports { operands, stats, attn_scale } = ports;
-    Ok(Lowered { graph: g.verify()?, form: Form::Unified, operands, attn_scale, stats: Some(stats), supplies: Vec::new() })
+    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands, attn_scale, stats: Some(stats), supplies: Vec::new() })
 }

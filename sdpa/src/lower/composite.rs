@@ -30,7 +30,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     product_into(&mut g, [weights, v], o, [rows, None, keys], None);
 
     let graph = g.verify()?;
-    Ok(Lowered { graph, form: Form::Composite, operands: operands.list(), attn_scale, stats, supplies })
+    Ok(Lowered { graph, form: Form::Composite, spelling: None, operands: operands.list(), attn_scale, stats, supplies })
 }
 
 /// Extents of the scores.

@@ -9,6 +9,7 @@ use cudnn_graph::expr::{Axes, Axis, Binary, Builder, Const, Depends, Node, NodeI
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, Storage, Tensor, TensorId};
 use cudnn_graph::{DType, Graph};
+use serde::{Deserialize, Serialize};
 
 /// Emits the values of one trace as ops of a graph; each value once.
 pub(super) struct Emitter<'a> {
@@ -415,7 +416,8 @@ pub(super) enum Pass {
 }
 
 /// How the backward pass reads tensors along queries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Vectors {
     /// As they are. Stats and the row sum are two already; engines made for 8.0 take no more, those for 9.0 two more.
     AlongQueries,

@@ -54,12 +54,12 @@ impl CacheKey for Job {
             fields.push((layout, strides(&tensor)));
             fields.push((alignment, tensor.alignment.to_string()));
         }
-        fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), ToString::to_string)));
+        fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
         fields.push(("mask", p.kept().to_string()));
         fields.push(("stats", p.stats().to_string()));
         if let Job::Backward(b) = self {
             let wrt: Vec<String> = b.wrt().iter().map(|g| format!("{} {}", g.name, g.dtype)).collect();
-            fields.push(("gradient", b.gradient().map_or_else(|| "none".to_owned(), |g| g.trace.to_string())));
+            fields.push(("gradient", b.gradient().map_or_else(|| "none".to_owned(), |g| g.trace.without_defaults().to_string())));
             fields.push(("wrt", wrt.join(", ")));
             fields.push(("deterministic", b.deterministic().to_string()));
         }

@@ -1,6 +1,7 @@
 //! A lowered pass: the graph, and what has to be bound to its tensors.
 
 use super::Form;
+use super::backward::Spelling;
 use super::job::Operand;
 use cudnn_graph::expr::Trace;
 use cudnn_graph::ir::TensorId;
@@ -72,6 +73,8 @@ pub struct Lowered {
     pub graph: Verified,
     /// Its form.
     pub form: Form,
+    /// How a backward pass in the composite form is spelled.
+    pub spelling: Option<Spelling>,
     /// Strided operands.
     pub operands: Vec<(Operand, TensorId)>,
     /// By-value f32.

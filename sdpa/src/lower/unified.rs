@@ -37,5 +37,5 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let plain = SdpaForward::plain(q, k, v, o);
     let (seq_len_q, seq_len_kv) = native.unzip();
     g.push(Op::SdpaForward(Box::new(SdpaForward { attn_scale: Some(attn_scale), score, stats, seq_len_q, seq_len_kv, ..plain })));
-    Ok(Lowered { graph: g.verify()?, form: Form::Unified, operands: operands.list(), attn_scale, stats, supplies })
+    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands: operands.list(), attn_scale, stats, supplies })
 }

@@ -100,7 +100,7 @@ impl CudnnPrepared {
     }
 
     fn report(&self, compute_ms: f64) -> Report {
-        let engine = self.planned.plan.engine().map(|c| c.tag()).unwrap_or_default();
+        let engine = &self.planned.engine;
         Report {
             compute_ms,
             copied: self.planned.copied(),

@@ -3,14 +3,17 @@
 //! [`CudnnExecutor`] has two doors. [`Executor::prepare`] takes host memory and is what the command line and the tests use;
 //! [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own.
 
+mod files;
 pub mod guard;
 mod host;
 mod named;
 mod order;
 pub mod plan;
+pub mod portable;
 pub mod raw;
 mod sum;
 
+pub use files::AttachError;
 pub use host::CudnnPrepared;
 pub use plan::{PlanOptions, Planned, PlannedConversion, PlannedCopy, PlannedSums};
 pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
@@ -55,6 +58,7 @@ pub struct CudnnExecutor {
     options: PlanOptions,
     forward: PlanCache<Job, Arc<Planned>>,
     backward: PlanCache<Job, Arc<Planned>>,
+    files: files::Files,
 }
 
 impl CudnnExecutor {
@@ -66,7 +70,7 @@ impl CudnnExecutor {
         let device = Driver::load(options.search.driver.as_deref())?.device(options.ordinal)?;
         let library = Library::load(&options.search)?;
         let (forward, backward) = (PlanCache::new("forward", options.forward), PlanCache::new("backward", options.backward));
-        Ok(CudnnExecutor { library, device, options: options.plan, forward, backward })
+        Ok(CudnnExecutor { library, device, options: options.plan, forward, backward, files: files::Files::default() })
     }
 
     /// The library.
@@ -135,7 +139,11 @@ impl CudnnExecutor {
         self.cache(job).get_or_build(job, || {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
-            let mut planned = plan::build(self.library, &Target::Handle(&handle), job, &self.options)?;
+            let target = Target::Handle(&handle);
+            let mut planned = match self.load(&target, job) {
+                Some(planned) => planned,
+                None => plan::build(self.library, &target, job, &self.options)?,
+            };
             planned.upload_tables(&stream)?;
             Ok(Arc::new(planned))
         })

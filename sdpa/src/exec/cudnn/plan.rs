@@ -36,6 +36,8 @@ pub struct Planned {
     pub conversions: Vec<PlannedConversion>,
     /// Sums of gradients that the attention plan writes over more axes than were asked for.
     pub sums: Vec<PlannedSums>,
+    /// The tag of the attention's engine.
+    pub engine: String,
     /// Where the time of making it went.
     pub time: BuildTime,
     /// Tables in device memory: one for each that the graph reads, in the order of its supplies, then the ones of each sum.
@@ -52,7 +54,7 @@ impl CacheValue for Planned {
     }
 
     fn engine(&self) -> String {
-        self.plan.engine().map(|c| c.tag()).unwrap_or_default()
+        self.engine.clone()
     }
 
     fn build_time(&self) -> BuildTime {
@@ -103,11 +105,21 @@ fn unsupported(reasons: Vec<Reason>) -> Error {
 }
 
 /// Why one form was passed over.
-enum Refusal {
+pub(super) enum Refusal {
     /// The form has no spelling for it.
     NoSpelling(String),
     /// The library's, or the environment's.
     Other(Error),
+}
+
+impl Refusal {
+    /// In words, where it is no error.
+    pub(super) fn text(self) -> Result<String, Error> {
+        match self {
+            Refusal::NoSpelling(text) => Ok(text),
+            Refusal::Other(error) => Err(error),
+        }
+    }
 }
 
 impl From<Error> for Refusal {
@@ -141,7 +153,7 @@ pub fn ask(
 
 /// The spellings of a pass in one form, the better one first: with an engine that has to be asked for by name, as it is usual, and
 /// with fewer vectors along queries.
-fn spellings(
+pub(super) fn spellings(
     library: &'static Library,
     target: &Target<'_>,
     job: &Job,
@@ -297,7 +309,7 @@ pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, optio
     Ok(form)
 }
 
-fn copy_graph(job: &Job, dense: &Job, operand: Operand) -> Result<Copy, Error> {
+pub(super) fn copy_graph(job: &Job, dense: &Job, operand: Operand) -> Result<Copy, Error> {
     let (Some(given), Some(used)) = (job.tensor(operand), dense.tensor(operand)) else {
         return Err(unsupported(vec![Reason::Absent(format!("the {} pass has no {operand}", job.name()))]));
     };
@@ -355,11 +367,12 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
         })
         .collect::<Result<_, Error>>()?;
     time.compile += micros(helpers);
-    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, sums, time, tables: Vec::new() })
+    let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
+    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, sums, engine, time, tables: Vec::new() })
 }
 
 /// The declared tensors that a graph reads in another form, with what makes it.
-fn conversions(lowered: &Lowered) -> Result<Vec<(TensorId, String, Copy)>, Error> {
+pub(super) fn conversions(lowered: &Lowered) -> Result<Vec<(TensorId, String, Copy)>, Error> {
     let mut all = Vec::new();
     for (id, supply) in &lowered.supplies {
         if let Supply::Spread { name, dtype, dims } = supply

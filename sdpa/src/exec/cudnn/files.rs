@@ -1,0 +1,126 @@
+//! Plan files of an executor: where it looks before it builds, and where it keeps what it has built.
+
+use super::portable::{self, PayloadError};
+use super::{CudnnExecutor, Planned};
+use crate::error::Error;
+use crate::lower::Job;
+use crate::planfile::{self, Mismatch, PlanFile, PlanFileError, Record};
+use cudnn_graph::{DeviceProfile, Target};
+use parking_lot::RwLock;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Why a plan file is of no use to an executor.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The file cannot be read or written.
+    #[error(transparent)]
+    File(#[from] PlanFileError),
+    /// It was made for something else.
+    #[error("{0}")]
+    Mismatch(Mismatch),
+    /// The library's, or the environment's.
+    #[error(transparent)]
+    Other(#[from] Error),
+}
+
+impl From<cudnn_graph::Error> for AttachError {
+    fn from(error: cudnn_graph::Error) -> AttachError {
+        AttachError::Other(error.into())
+    }
+}
+
+/// Files that are looked at, in the order in which they came.
+#[derive(Debug, Default)]
+pub(super) struct Files {
+    open: RwLock<Vec<Arc<PlanFile>>>,
+}
+
+impl CudnnExecutor {
+    /// Looks for plans in a file from now on, before they are built. Only its index is read; plans are read one by one when they
+    /// are asked for. A plan that turns out to be damaged or of another release is built as if it were not there, with a warning.
+    ///
+    /// **A plan contains machine code: load only files that you trust.** See [`crate::planfile`].
+    ///
+    /// # Errors
+    /// What is wrong with the file; that it was made for another runtime or device.
+    pub fn attach(&self, path: impl AsRef<Path>) -> Result<usize, AttachError> {
+        let file = PlanFile::open(path)?;
+        let here = portable::header(self.library, &DeviceProfile::of_device(self.library, self.device)?);
+        if let Some(mismatch) = file.header().mismatch(&here) {
+            return Err(AttachError::Mismatch(mismatch));
+        }
+        let plans = file.entries().len();
+        self.files.open.write().push(Arc::new(file));
+        Ok(plans)
+    }
+
+    /// Adds every plan of both caches to a file, which is made where there is none. What is there already stays. Plans of engines
+    /// that were not compiled at run time have no JSON and are left out. Says how many were written.
+    ///
+    /// # Errors
+    /// What is wrong with the file or its folder; the environment's.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<usize, AttachError> {
+        let (forward, backward) = (self.forward.values(), self.backward.values());
+        let plans = forward.into_iter().chain(backward);
+        let mut records = Vec::new();
+        for (job, planned) in plans {
+            match self.record(&job, &planned) {
+                Ok(record) => records.push(record),
+                Err(error) => tracing::warn!(%error, key = crate::cache::CacheKey::label(&job), "a plan is not written to a file"),
+            }
+        }
+        self.write(path.as_ref(), records)
+    }
+
+    /// Adds the plan of one pass to a file, built now if it is not there.
+    ///
+    /// # Errors
+    /// As [`CudnnExecutor::save`]; that there is no plan for the pass.
+    pub fn save_plan(&self, job: &Job, path: impl AsRef<Path>) -> Result<(), AttachError> {
+        let (planned, _) = self.plans(job)?;
+        let record = self.record(job, &planned)?;
+        self.write(path.as_ref(), vec![record]).map(|_| ())
+    }
+
+    fn write(&self, path: &Path, records: Vec<Record>) -> Result<usize, AttachError> {
+        let here = portable::header(self.library, &DeviceProfile::of_device(self.library, self.device)?);
+        let count = records.len();
+        planfile::add(path, &here, records)?;
+        Ok(count)
+    }
+
+    fn record(&self, job: &Job, planned: &Planned) -> Result<Record, Error> {
+        let handle = self.library.handle(&self.device.stream()?)?;
+        let key = portable::key(self.library, &Target::Handle(&handle), job, &self.options)?;
+        Ok(Record { key, label: crate::cache::CacheKey::label(job), payload: planned.to_bytes()? })
+    }
+
+    /// The plans of a pass out of the first file that has them.
+    pub(super) fn load(&self, target: &Target<'_>, job: &Job) -> Option<Planned> {
+        let files = self.files.open.read().clone();
+        if files.is_empty() {
+            return None;
+        }
+        let label = || crate::cache::CacheKey::label(job);
+        let key = match portable::key(self.library, target, job, &self.options) {
+            Ok(key) => key,
+            Err(error) => {
+                tracing::warn!(%error, key = label(), "no plan is looked for in files");
+                return None;
+            }
+        };
+        for file in files {
+            let loaded = match file.read(&key) {
+                Ok(None) => continue,
+                Ok(Some(bytes)) => Planned::from_bytes(self.library, target, job, &bytes).map_err(|e: PayloadError| e.to_string()),
+                Err(e) => Err(e.to_string()),
+            };
+            match loaded {
+                Ok(planned) => return Some(planned),
+                Err(error) => tracing::warn!(error, key = label(), "a plan of a file is not used; it is built"),
+            }
+        }
+        None
+    }
+}
