@@ -2,6 +2,8 @@
 
 #[path = "cli/backward.rs"]
 mod backward;
+#[path = "cli/compile.rs"]
+mod compile;
 #[path = "cli/rules.rs"]
 mod rules;
 #[path = "cli/show.rs"]
@@ -389,7 +391,7 @@ fn the_doctor_says_what_is_there_and_what_to_install() {
 
 #[test]
 fn help_has_the_exit_codes_and_wrong_arguments_are_json_too() {
-    for line in ["--help", "run --help", "inspect --help", "show --help", "doctor --help"] {
+    for line in ["--help", "run --help", "inspect --help", "show --help", "compile --help", "doctor --help"] {
         let out = sdpa(words(line));
         assert_eq!(code(&out), 0);
         assert!(stdout(&out).contains("Exit codes:"), "{line}");

@@ -14,6 +14,15 @@ Exit codes:
 
 RUST_LOG=debug tells more, on stderr.";
 
+const COMPILE_EXIT_CODES: &str = "\
+Exit codes:
+  0  a plan was written for every pass
+  2  mistakes in the arguments or in the file of problems, all of them listed; nothing was written
+  3  there is no plan for some pass, with the reason; the others were written; or cuDNN is not there
+  4  something failed while it ran: the library, the disk, memory
+
+RUST_LOG=debug tells more, on stderr.";
+
 /// Scaled dot product attention from the command line.
 #[derive(Debug, Parser)]
 #[command(name = "sdpa", bin_name = "cargo sdpa", version, after_help = EXIT_CODES)]
@@ -36,6 +45,9 @@ pub(crate) enum Command {
     /// Draw what score_mods make of the scores of one head, and what masks keep of them
     #[command(after_help = EXIT_CODES)]
     Show(ShowArgs),
+    /// Compile plans for a device, which need not be there, into a plan file
+    #[command(after_help = COMPILE_EXIT_CODES)]
+    Compile(CompileArgs),
     /// Say which executors work here, and what the others lack
     #[command(after_help = EXIT_CODES)]
     Doctor(DoctorArgs),
@@ -164,6 +176,27 @@ pub(crate) struct ShowArgs {
     /// The picture. Else score_mod.svg
     #[arg(long, value_name = "F.svg|F.png")]
     pub(crate) output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CompileArgs {
+    /// TOML file with a table [[problem]] for each problem: shape = [B, HQ, HKV, SQ, SKV, D], and name, dtype, layout, score_mod,
+    /// mask, bias, stats, backward, wrt and deterministic as the options of run
+    #[arg(long, value_name = "FILE.toml")]
+    pub(crate) problems: PathBuf,
+    /// a100, l40s, h200, b200, or a JSON file that describes a device
+    #[arg(long, value_name = "NAME|FILE.json")]
+    pub(crate) device: String,
+    /// libcudnn.so.9 or its folder; or the version that the one found must have, as in 9.19. Else CUDNN_GRAPH_LIBRARY, the active
+    /// Python environment, the system
+    #[arg(long, value_name = "PATH|VERSION")]
+    pub(crate) cudnn: Option<String>,
+    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in libnull_driver.so beside this program
+    #[arg(long, value_name = "PATH")]
+    pub(crate) driver: Option<PathBuf>,
+    /// The plan file; what it has already for this device and cuDNN stays
+    #[arg(long, value_name = "PLANS")]
+    pub(crate) out: PathBuf,
 }
 
 #[derive(Debug, Args)]

@@ -92,7 +92,7 @@ impl Failure {
         }
     }
 
-    fn lines(&self) -> &[Line] {
+    pub(crate) fn lines(&self) -> &[Line] {
         match self {
             Failure::Mistakes(lines) | Failure::Executor(lines) | Failure::Environment(lines) => lines,
         }

@@ -34,7 +34,7 @@ impl fmt::Display for Kept {
         let Region { lower, upper, prefix } = self.region;
         let mut terms: Vec<String> = Vec::new();
         terms.extend(lower.map(|lower| format!("k - q > {lower}")));
-        terms.extend(upper.map(|upper| format!("k - q <= {upper}")));
+        terms.extend(upper.map(|upper| if upper == 0 { "causal".to_owned() } else { format!("k - q <= {upper}") }));
         terms.extend(prefix.map(|prefix| format!("(k <= q | k < {prefix})")));
         terms.extend(self.seq_len_q.then(|| format!("q < {SEQ_LEN_Q}")));
         terms.extend(self.seq_len_kv.then(|| format!("k < {SEQ_LEN_KV}")));

@@ -1,0 +1,111 @@
+//! Plan files made on a machine without a GPU, with the real cuDNN.
+
+use crate::tool::{Folder, binary, code, errors, json, sdpa, stdout, words};
+use conformance::offline::{RUNTIMES, Runtime};
+use conformance::say::skip;
+use cudnn_graph::DeviceProfile;
+use sdpa::planfile::PlanFile;
+use std::path::Path;
+use std::process::Command;
+
+const PROBLEMS: &str = r#"
+[[problem]]
+name = "prefill"
+shape = [1, 4, 2, 130, 130, 64]
+mask = ["causal"]
+
+[[problem]]
+shape = [2, 2, 2, 65, 65, 64]
+dtype = "f16"
+layout = "bshd"
+score_mod = ["softcap:30"]
+bias = true
+backward = true
+wrt = ["bias"]
+"#;
+
+fn runtime(name: &'static str) -> Option<Runtime> {
+    Runtime::find(name, Path::new(env!("CARGO_BIN_EXE_offline"))).map_err(|why| skip("offline", &why)).ok()
+}
+
+fn compile(runtime: &Runtime, rest: &str) -> std::process::Output {
+    let places = format!("--cudnn {} --driver {}", runtime.library.display(), runtime.driver.display());
+    sdpa(words(&format!("compile {places} {rest}")))
+}
+
+#[test]
+fn plans_are_compiled_into_a_file_and_what_is_there_stays() {
+    for name in RUNTIMES {
+        let Some(runtime) = runtime(name) else { return };
+        let folder = Folder::new();
+        let (problems, plans) = (folder.path("p.toml"), folder.path("plans"));
+        std::fs::write(&problems, PROBLEMS).unwrap();
+        let line = format!("--problems {} --device h200 --out {} --json", problems, plans);
+        let told = json(&compile(&runtime, &line));
+        assert_eq!((&told["plans"], &told["declined"]), (&3.into(), &0.into()), "{told}");
+        let passes: Vec<_> =
+            told["compiled"].as_array().unwrap().iter().map(|c| (c["problem"].as_str().unwrap(), c["pass"].as_str().unwrap())).collect();
+        assert_eq!(passes, [("prefill", "forward"), ("problem 2", "forward"), ("problem 2", "backward")]);
+        let keys = |path: &str| {
+            let file = PlanFile::open(path).unwrap();
+            assert_eq!(file.header().cudnn, format!("{name}.0"));
+            let profile = DeviceProfile::from_json(&file.header().profile).unwrap();
+            assert!(profile.same_kernels(&DeviceProfile::named("h200").unwrap()));
+            file.entries().map(|e| (e.key, file.read(&e.key).unwrap().unwrap().len())).collect::<Vec<_>>()
+        };
+        let first = keys(&plans);
+        assert!(first.len() == 3 && first.iter().all(|(_, bytes)| *bytes > 10_000));
+        // The same problem has the same key in another process; another is added; one that is declined is told of.
+        let more = "[[problem]]\nshape = [1, 4, 2, 130, 130, 64]\nmask = [\"causal\"]\n[[problem]]\nshape = [1, 2, 2, 8, 8, 64]\n\
+                    [[problem]]\nname = \"wide\"\nshape = [1, 2, 2, 8, 8, 64]\ndtype = \"f32\"\n";
+        std::fs::write(&problems, more).unwrap();
+        let out = compile(&runtime, &line);
+        assert_eq!(code(&out), 3);
+        let told = json(&out);
+        assert_eq!((&told["plans"], &told["declined"]), (&2.into(), &1.into()), "{told}");
+        assert!(told["compiled"][2]["declined"].as_str().unwrap().contains("f32"), "{told}");
+        let second = keys(&plans);
+        assert!(second.len() == 4 && first.iter().all(|(key, _)| second.iter().any(|(k, _)| k == key)));
+        let text = compile(&runtime, &line.replace(" --json", ""));
+        assert!(stdout(&text).contains("declined: ") && stdout(&text).contains("2, 1 declined"), "{}", stdout(&text));
+    }
+}
+
+#[test]
+fn mistakes_are_told_at_once_and_nothing_is_written() {
+    let folder = Folder::new();
+    let (problems, plans) = (folder.path("p.toml"), folder.path("plans"));
+    let text =
+        "[[problem]]\nshape = [1, 2]\n[[problem]]\nname = \"odd\"\nshape = [1, 2, 2, 8, 8, 64]\nmask = [\"cuasal\"]\ndtype = \"f99\"\n";
+    std::fs::write(&problems, text).unwrap();
+    let line = |device: &str| format!("compile --problems {} --device {device} --out {}", problems, plans);
+    let out = sdpa(words(&line("h300")));
+    assert_eq!(code(&out), 2);
+    let told = errors(&out);
+    for what in ["\"h300\" is none of a100, l40s, h200, b200", "problem 1: --shape", "odd: --dtype", "odd: --mask"] {
+        assert!(told.iter().any(|line| line.contains(what)), "{what} in {told:?}");
+    }
+    for text in ["", "[[problem]]\nshap = [1]\n", "problem = 3"] {
+        std::fs::write(&problems, text).unwrap();
+        assert_eq!(code(&sdpa(words(&line("h200")))), 2, "{text}");
+    }
+    assert!(!Path::new(&plans).exists());
+}
+
+#[test]
+fn another_version_than_was_asked_for_is_refused() {
+    let Some(runtime) = runtime("9.27") else { return };
+    let folder = Folder::new();
+    let problems = folder.path("p.toml");
+    std::fs::write(&problems, "[[problem]]\nshape = [1, 2, 2, 8, 8, 64]\n").unwrap();
+    let line = |version| format!("compile --problems {} --device a100 --cudnn {version} --out {}", problems, folder.path("plans"));
+    let run = |version| {
+        let mut command = Command::new(binary());
+        command.args(words(&line(version))).env_remove("RUST_LOG");
+        command.env("CUDNN_GRAPH_LIBRARY", &runtime.library).env("CUDNN_GRAPH_DRIVER", &runtime.driver).output().unwrap()
+    };
+    let out = run("9.19");
+    assert_eq!(code(&out), 3);
+    assert!(errors(&out)[0].contains("the one found is 9.27.0"), "{:?}", errors(&out));
+    assert_eq!(code(&run("9.27")), 0);
+}
