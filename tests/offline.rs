@@ -113,3 +113,13 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
         say(&format!("offline: cuDNN {runtime} made {made} plans, and each records what was sent"));
     }
 }
+
+/// Bounds of masks and constants of score_mods are sent at each call: a plan serves problems that differ in those alone.
+#[test]
+fn problems_that_differ_in_numbers_share_plans() {
+    for (runtime, lines) in on_each::<(String, String, bool, bool)>(&runtimes(), &["twins"]) {
+        let shared: Vec<bool> = lines.iter().map(|(_, _, key, taken)| *key && *taken).collect();
+        assert_eq!(shared, [true, true, true, false, false], "{runtime}: {lines:?}");
+        assert!(lines.iter().all(|(_, _, key, taken)| key == taken), "{runtime}: {lines:?}");
+    }
+}

@@ -1,7 +1,7 @@
 //! The worker of the offline tests: one cuDNN, over a stand-in driver, answering in JSON lines.
 //!
 //! `offline ask`: support of every row on every profile. `offline compile NAME...|all`: plans of rows. `offline load WHAT`:
-//! how loading goes.
+//! how loading goes. `offline twins`: which problems are one program.
 
 use conformance::matrix::{self, Row, Spec};
 use conformance::offline::{Answer, Asked, Compiled, PROFILES, Wanted};
@@ -10,7 +10,7 @@ use cudnn_graph::{DeviceProfile, Library, Outcome, Search, Target, Version};
 use sdpa::exec::cudnn::plan::{self, PlanOptions, Planned};
 use sdpa::exec::cudnn::portable::{self, PayloadError};
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::lower::{Form, Job, UNIFIED_BACKWARD_SINCE, UNIFIED_SINCE};
+use sdpa::lower::{self, Form, Job, UNIFIED_BACKWARD_SINCE, UNIFIED_SINCE};
 use sdpa::{AttentionSpec, DType, Error, Layout, Shape};
 use std::process::ExitCode;
 
@@ -20,7 +20,8 @@ fn main() -> ExitCode {
         Some("ask") => ask(),
         Some("compile") => compile(&arguments[1..]),
         Some("load") => load(arguments.get(1).map(String::as_str)),
-        _ => Err("offline ask | compile NAME...|all | load WHAT".to_owned()),
+        Some("twins") => twins(),
+        _ => Err("offline ask | compile NAME...|all | load WHAT | twins".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -195,6 +196,36 @@ fn check_portable(
     let longer = [&bytes[..], b" "].concat();
     if Planned::from_bytes(library, target, job, &longer).is_ok() {
         return Err("a byte too many was taken".to_owned());
+    }
+    Ok(())
+}
+
+/// Problems that differ from the first in one thing: whether they are its program with other numbers, and take its bytes.
+fn twins() -> Result<(), String> {
+    let library = Library::load(&Search::default()).map_err(|e| e.to_string())?;
+    let profile = DeviceProfile::named("h200").map_err(|e| e.to_string())?;
+    let (target, options) = (Target::Profile(&profile), PlanOptions::default());
+    let job = |score_mod: &str, mask: &str| -> Result<Job, String> {
+        let spec = AttentionSpec::dense(DType::BF16, ANY, Layout::Bshd).with_stats();
+        let spec = spec.score_mod(score_mod.parse().map_err(|e: sdpa::ParseError| e.to_string())?);
+        Ok(spec.mask(mask.parse().map_err(|e: sdpa::ParseError| e.to_string())?).validate().map_err(|e| e.to_string())?.into())
+    };
+    let first = job("score * 2.5", "window:9,0")?;
+    let key = |job: &Job| portable::key(library, &target, job, &options).map_err(|e| e.to_string());
+    let bytes = plan::build(library, &target, &first, &options).and_then(|p| p.to_bytes()).map_err(|e| e.to_string())?;
+    for (score_mod, mask) in [
+        ("score * 2.5", "window:9,0"),
+        ("score * 3.5", "window:9,0"),
+        ("score * 2.5", "window:30,0"),
+        ("score + 2.5", "window:9,0"),
+        ("score * 2.5", "window:9,1"),
+    ] {
+        let other = job(score_mod, mask)?;
+        let taken = Planned::from_bytes(library, &target, &other, &bytes).is_ok_and(|planned| {
+            // Its own numbers, over the other's kernel.
+            lower::lower(&other, planned.lowered.form, library.version()).is_ok_and(|own| own.graph == planned.lowered.graph)
+        });
+        print(&(score_mod, mask, key(&other)? == key(&first)?, taken))?;
     }
     Ok(())
 }

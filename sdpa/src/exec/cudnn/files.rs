@@ -1,14 +1,16 @@
 //! Plan files of an executor: where it looks before it builds, and where it keeps what it has built.
 
+use super::plan;
 use super::portable::{self, PayloadError};
 use super::{CudnnExecutor, Planned};
 use crate::error::Error;
 use crate::lower::Job;
-use crate::planfile::{self, Mismatch, PlanFile, PlanFileError, Record};
+use crate::planfile::{self, Digest, Mismatch, PlanFile, PlanFileError, Record};
 use cudnn_graph::{DeviceProfile, Target};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
+use std::collections::HashMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Why a plan file is of no use to an executor.
 #[derive(Debug, thiserror::Error)]
@@ -30,10 +32,14 @@ impl From<cudnn_graph::Error> for AttachError {
     }
 }
 
-/// Files that are looked at, in the order in which they came.
+/// Where plans are looked for before they are built.
 #[derive(Debug, Default)]
 pub(super) struct Files {
+    /// In the order in which they came.
     open: RwLock<Vec<Arc<PlanFile>>>,
+    /// Plans that live: another pass may be the same program with other numbers, such as the bounds of a window or a constant of a
+    /// score_mod.
+    live: Mutex<HashMap<Digest, Weak<Planned>>>,
 }
 
 impl CudnnExecutor {
@@ -96,29 +102,41 @@ impl CudnnExecutor {
         Ok(Record { key, label: crate::cache::CacheKey::label(job), payload: planned.to_bytes()? })
     }
 
-    /// The plans of a pass out of the first file that has them.
-    pub(super) fn load(&self, target: &Target<'_>, job: &Job) -> Option<Planned> {
-        let files = self.files.open.read().clone();
-        if files.is_empty() {
-            return None;
-        }
-        let label = || crate::cache::CacheKey::label(job);
-        let key = match portable::key(self.library, target, job, &self.options) {
-            Ok(key) => key,
-            Err(error) => {
-                tracing::warn!(%error, key = label(), "no plan is looked for in files");
-                return None;
-            }
+    /// The plans of a pass: those of the same program that live already, out of the first file that has them, or built.
+    pub(super) fn make(
+        &self,
+        target: &Target<'_>,
+        job: &Job,
+        finish: impl Fn(&mut Planned) -> Result<(), Error>,
+    ) -> Result<Arc<Planned>, Error> {
+        // Where there is no key there is no plan either, and the build says why.
+        let key = portable::key(self.library, target, job, &self.options).ok();
+        let mut planned = match key.as_ref().and_then(|key| self.load(target, job, key)) {
+            Some(planned) => planned,
+            None => plan::build(self.library, target, job, &self.options)?,
         };
-        for file in files {
-            let loaded = match file.read(&key) {
-                Ok(None) => continue,
-                Ok(Some(bytes)) => Planned::from_bytes(self.library, target, job, &bytes).map_err(|e: PayloadError| e.to_string()),
-                Err(e) => Err(e.to_string()),
-            };
+        finish(&mut planned)?;
+        let planned = Arc::new(planned);
+        let mut live = self.files.live.lock();
+        live.retain(|_, planned| planned.strong_count() > 0);
+        live.extend(key.map(|key| (key, Arc::downgrade(&planned))));
+        Ok(planned)
+    }
+
+    fn load(&self, target: &Target<'_>, job: &Job, key: &Digest) -> Option<Planned> {
+        let twin = self.files.live.lock().get(key).and_then(Weak::upgrade);
+        let twin = twin.map(|twin| ("a plan that lives", twin.to_bytes().map(Some).map_err(|e| e.to_string())));
+        let files = self.files.open.read().clone();
+        let files = files.iter().map(|file| ("a plan of a file", file.read(key).map_err(|e| e.to_string())));
+        for (what, bytes) in twin.into_iter().chain(files) {
+            let loaded = bytes.and_then(|bytes| {
+                let load = |bytes: Vec<u8>| Planned::from_bytes(self.library, target, job, &bytes).map_err(|e: PayloadError| e.to_string());
+                bytes.map(load).transpose()
+            });
             match loaded {
-                Ok(planned) => return Some(planned),
-                Err(error) => tracing::warn!(error, key = label(), "a plan of a file is not used; it is built"),
+                Ok(Some(planned)) => return Some(planned),
+                Ok(None) => {}
+                Err(error) => tracing::warn!(error, key = crate::cache::CacheKey::label(job), "{what} is not used; it is built"),
             }
         }
         None

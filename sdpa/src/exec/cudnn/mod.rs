@@ -139,13 +139,7 @@ impl CudnnExecutor {
         self.cache(job).get_or_build(job, || {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
-            let target = Target::Handle(&handle);
-            let mut planned = match self.load(&target, job) {
-                Some(planned) => planned,
-                None => plan::build(self.library, &target, job, &self.options)?,
-            };
-            planned.upload_tables(&stream)?;
-            Ok(Arc::new(planned))
+            self.make(&Target::Handle(&handle), job, |planned| planned.upload_tables(&stream))
         })
     }
 }

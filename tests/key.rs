@@ -1,0 +1,180 @@
+//! The key of a plan changes exactly when what cuDNN is sent changes, and with no value of a call.
+
+use cudnn_graph::encode::encode;
+use cudnn_graph::{DType, Version};
+use sdpa::cache::CacheKey;
+use sdpa::lower::{self, Form, Job, Supply};
+use sdpa::{AttentionSpec, BackwardSpec, Layout, Mask, ScoreMod, Shape};
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+
+const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 56, dim_qk: 64, dim_v: 32 };
+
+fn spec() -> AttentionSpec {
+    let softcap: ScoreMod = "softcap:30".parse().unwrap();
+    let mask: Mask = "window:9,3".parse().unwrap();
+    AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod(softcap).mask(mask).with_stats()
+}
+
+/// Everything that is sent for a pass, in both forms and on two runtimes, and what is bound and copied around it.
+fn sent(job: &Job) -> String {
+    let mut all = format!("{:?} {}", job.tensors(), job.deterministic());
+    for runtime in [Version::new(9, 19, 0), Version::new(9, 27, 0)] {
+        for form in [Form::Composite, Form::Unified] {
+            match lower::lower(job, form, runtime) {
+                Ok(lowered) => {
+                    let program = encode(&lowered.graph, runtime).map(|p| serde_json::to_string(&p).unwrap()).map_err(|e| e.to_string());
+                    let supplies: Vec<String> = lowered.supplies.iter().map(|(_, supply)| bound(supply)).collect();
+                    // Bounds of masks and constants of score_mods are no part of the program: they are sent at each call.
+                    let graph = serde_json::to_string(lowered.graph.graph()).unwrap();
+                    all.push_str(&format!("{program:?} {supplies:?} {graph}"));
+                }
+                Err(e) => all.push_str(&e.to_string()),
+            }
+        }
+    }
+    all
+}
+
+/// Without the values of a call.
+fn bound(supply: &Supply) -> String {
+    match supply {
+        Supply::Number(trace) => trace.without_defaults().to_string(),
+        Supply::Param(_) | Supply::Spread { .. } | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {
+            format!("{supply:?}")
+        }
+    }
+}
+
+fn hash(job: &Job) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    job.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The jobs of both passes are equal exactly when what is sent is, and say by which field they differ.
+fn compare(what: &str, changes: bool, one: [Job; 2], two: [Job; 2]) {
+    for (one, two) in one.iter().zip(&two) {
+        let pass = one.name();
+        assert_eq!(one != two, changes, "the {pass} key, {what}");
+        assert_eq!(sent(one) != sent(two), changes, "what is sent {pass}, {what}");
+        assert_eq!(one.fields() != two.fields(), changes, "the fields {pass}, {what}: {:?}", one.fields());
+        assert!(changes || hash(one) == hash(two), "the hash {pass}, {what}");
+    }
+}
+
+fn jobs(spec: &AttentionSpec) -> [Job; 2] {
+    [spec.validate().unwrap().into(), spec.backward().validate().unwrap().into()]
+}
+
+type Change = (&'static str, bool, fn(&mut AttentionSpec));
+
+fn shape(spec: &mut AttentionSpec, change: impl Fn(&mut Shape)) {
+    let mut shape = SHAPE;
+    change(&mut shape);
+    let other = AttentionSpec::dense(spec.dtype, shape, Layout::Bhsd);
+    (spec.q, spec.k, spec.v, spec.o) = (other.q, other.k, other.v, other.o);
+}
+
+fn masks(spec: &mut AttentionSpec, masks: &[&str]) {
+    spec.masks = masks.iter().map(|text| text.parse().unwrap()).collect();
+}
+
+fn mods(spec: &mut AttentionSpec, mods: &[&str]) {
+    spec.score_mods = mods.iter().map(|text| text.parse().unwrap()).collect();
+}
+
+const CHANGES: [Change; 36] = [
+    ("nothing", false, |_| ()),
+    ("dtype", true, |s| s.dtype = DType::F16),
+    ("batch", true, |s| shape(s, |x| x.batch = 3)),
+    ("heads_q", true, |s| shape(s, |x| x.heads_q = 6)),
+    ("heads_kv", true, |s| shape(s, |x| x.heads_kv = 4)),
+    ("seq_q", true, |s| shape(s, |x| x.seq_q = 41)),
+    ("seq_kv", true, |s| shape(s, |x| x.seq_kv = 57)),
+    ("dim_qk", true, |s| shape(s, |x| x.dim_qk = 72)),
+    ("dim_v", true, |s| shape(s, |x| x.dim_v = 40)),
+    ("layout of q", true, |s| s.q.strides = Layout::Bshd.strides(s.q.dims)),
+    ("layout of k", true, |s| s.k.strides = Layout::Bshd.strides(s.k.dims)),
+    ("layout of v", true, |s| s.v.strides = Layout::Sbhd.strides(s.v.dims)),
+    ("layout of o", true, |s| s.o.strides = Layout::Sbhd.strides(s.o.dims)),
+    ("a gap in q", true, |s| s.q.strides[0] += 64),
+    ("alignment of q", true, |s| s.q.alignment = 2),
+    ("alignment of o", true, |s| s.o.alignment = 2),
+    ("another score_mod", true, |s| mods(s, &["alibi"])),
+    ("none", true, |s| mods(s, &[])),
+    ("one more", true, |s| mods(s, &["softcap:30", "alibi"])),
+    ("another order", true, |s| mods(s, &["alibi", "softcap:30"])),
+    ("a constant in a score_mod", true, |s| mods(s, &["tanh(score / 30.0) * 30.0"])),
+    ("a declared tensor", true, |s| mods(s, &["softcap:30", "bias:hq"])),
+    ("the default of a scalar", false, |s| mods(s, &["softcap:20"])),
+    ("the same, written out", false, |s| mods(s, &["scalar cap = 7.0; tanh(score / cap) * cap"])),
+    ("the name of a parameter", true, |s| mods(s, &["scalar top = 30.0; tanh(score / top) * top"])),
+    ("no mask", true, |s| masks(s, &[])),
+    ("a longer window", true, |s| masks(s, &["window:10,3"])),
+    ("the same window, written out", false, |s| masks(s, &["k - q > -9 & k <= q + 3"])),
+    ("in two masks", false, |s| masks(s, &["k - q > -9", "window:inf,3"])),
+    ("a mask that keeps everything besides", false, |s| masks(s, &["window:9,3", "window:500,inf"])),
+    ("lengths", true, |s| masks(s, &["window:9,3", "padding"])),
+    ("documents", true, |s| masks(s, &["window:9,3", "document"])),
+    ("an array", true, |s| masks(s, &["window:9,3", "array:hk"])),
+    ("another array", true, |s| masks(s, &["window:9,3", "array:qk"])),
+    ("causal, aligned to the corner", true, |s| masks(s, &["causal-bottom-right"])),
+    ("a prefix", true, |s| masks(s, &["prefix-lm:7"])),
+];
+
+#[test]
+fn the_key_changes_exactly_with_what_is_sent() {
+    for (what, changes, change) in CHANGES {
+        let mut other = spec();
+        change(&mut other);
+        compare(what, changes, jobs(&spec()), jobs(&other));
+    }
+}
+
+#[test]
+fn stats_are_of_the_forward_key() {
+    let mut without = spec();
+    without.stats = false;
+    let [one, two] = [spec(), without].map(|spec| Job::from(spec.validate().unwrap()));
+    assert!(one != two && sent(&one) != sent(&two) && one.fields() != two.fields());
+}
+
+#[test]
+fn strides_of_an_axis_of_one_element_do_not_matter() {
+    let one = Shape { seq_q: 1, batch: 1, ..SHAPE };
+    let spec = AttentionSpec::dense(DType::BF16, one, Layout::Bhsd).with_stats();
+    let mut other = spec.clone();
+    other.q.strides[0] = 4096;
+    other.q.strides[2] = 8;
+    compare("strides of axes of one element", false, jobs(&spec), jobs(&other));
+}
+
+type BackwardChange = (&'static str, bool, fn(&mut BackwardSpec));
+
+const BACKWARD_CHANGES: [BackwardChange; 9] = [
+    ("layout of d_o", true, |b| b.d_o.strides = Layout::Bshd.strides(b.d_o.dims)),
+    ("layout of dq", true, |b| b.dq.strides = Layout::Bshd.strides(b.dq.dims)),
+    ("layout of dk", true, |b| b.dk.strides = Layout::Sbhd.strides(b.dk.dims)),
+    ("layout of dv", true, |b| b.dv.strides = Layout::Sbhd.strides(b.dv.dims)),
+    ("alignment of dv", true, |b| b.dv.alignment = 2),
+    ("deterministic", true, |b| b.deterministic = true),
+    ("a gradient of a parameter", true, |b| *b = b.clone().wrt("bias", DType::BF16)),
+    ("whether the forward pass asks for stats", false, |b| b.forward.stats = true),
+    ("the default of a scalar", false, |b| mods(&mut b.forward, &["bias:hqk", "softcap:4"])),
+];
+
+#[test]
+fn so_does_the_key_of_a_backward_pass() {
+    let mut forward = spec();
+    mods(&mut forward, &["bias:hqk", "softcap:30"]);
+    let job = |b: &BackwardSpec| Job::from(b.validate().unwrap());
+    for (what, changes, change) in BACKWARD_CHANGES {
+        let mut other = forward.backward();
+        change(&mut other);
+        let [one, two] = [job(&forward.backward()), job(&other)];
+        assert_eq!(one != two, changes, "the key, {what}");
+        assert_eq!(sent(&one) != sent(&two), changes, "what is sent, {what}");
+        assert_eq!(one.fields() != two.fields(), changes, "the fields, {what}");
+    }
+}
