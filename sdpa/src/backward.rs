@@ -8,6 +8,7 @@ use crate::spec::{AttentionSpec, TensorSpec};
 use cudnn_graph::DType;
 use cudnn_graph::expr::{Declared, Type};
 use serde::{Deserialize, Serialize};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 /// One backward problem: from `q`, `k`, `v`, `o`, `stats` and `d_o`, the gradients `dq`, `dk` and `dv`, and those of declared parameters.
@@ -172,7 +173,7 @@ impl BackwardSpec {
 }
 
 /// A backward problem that has passed every rule; only [`BackwardSpec::validate`] makes one.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct BackwardProblem {
     forward: Problem,
     d_o: TensorSpec,
@@ -184,6 +185,13 @@ pub struct BackwardProblem {
     #[serde(skip)]
     params: Vec<Declared>,
     deterministic: bool,
+}
+
+impl Hash for BackwardProblem {
+    /// Parameters are in the traces.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (&self.forward, [self.d_o, self.dq, self.dk, self.dv], &self.gradient, &self.wrt, self.deterministic).hash(state);
+    }
 }
 
 impl BackwardProblem {

@@ -8,6 +8,7 @@ use crate::spec::{AttentionSpec, TensorSpec};
 use cudnn_graph::DType;
 use cudnn_graph::expr::{Declared, ExprErrors, Node, ParamKind, Trace};
 use serde::Serialize;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 /// The names of the operands, in the order that reports use.
@@ -16,7 +17,7 @@ pub const OPERANDS: [&str; 4] = ["q", "k", "v", "o"];
 /// An attention problem that has passed every rule; only [`AttentionSpec::validate`] makes one.
 ///
 /// Equal problems are computed by the same plan: strides of axes of extent 1 and masks are in normal form.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
     dtype: DType,
     batch: i64,
@@ -32,6 +33,13 @@ pub struct Problem {
     #[serde(skip)]
     params: Vec<Declared>,
     stats: bool,
+}
+
+impl Hash for Problem {
+    /// Extents are in the tensors, parameters in the traces.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.dtype, &self.tensors, &self.score_mod, &self.kept, self.stats).hash(state);
+    }
 }
 
 impl Problem {

@@ -5,6 +5,7 @@ use super::params::{Axes, Declared, ParamKind};
 use super::typed::ExprErrors;
 use crate::ir::ty::DType;
 use serde::{Deserialize, Serialize};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// What is wrong with an expression.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -58,9 +59,11 @@ pub enum ExprError {
 /// Values in topological order, with parameters in the order in which they are met. Made by [`super::Builder::finish`].
 ///
 /// Equality and hashing are on everything but the defaults of scalars, which are values of a call. Texts are its serial form.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Trace {
+    /// Of all that is compared; computed once, as traces are looked up at every call.
+    hash: u64,
     nodes: Vec<Node>,
     types: Vec<Type>,
     params: Vec<Declared>,
@@ -96,10 +99,32 @@ impl Depends {
     }
 }
 
+impl PartialEq for Trace {
+    fn eq(&self, other: &Trace) -> bool {
+        self.hash == other.hash
+            && (&self.nodes, &self.types, &self.params, &self.roots) == (&other.nodes, &other.types, &other.params, &other.roots)
+    }
+}
+
+impl Eq for Trace {}
+
+impl Hash for Trace {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
+}
+
 impl Trace {
+    fn with_hash(mut self) -> Trace {
+        let mut hasher = DefaultHasher::new();
+        (&self.nodes, &self.types, &self.params, &self.roots).hash(&mut hasher);
+        self.hash = hasher.finish();
+        self
+    }
+
     /// Drops what no root needs and numbers the rest as a walk from the roots meets it, operands first.
     pub(super) fn canonical(nodes: &[Node], types: &[Type], params: &[Declared], roots: &[NodeId]) -> Trace {
-        let mut trace = Trace { nodes: Vec::new(), types: Vec::new(), params: Vec::new(), roots: Vec::new() };
+        let mut trace = Trace { hash: 0, nodes: Vec::new(), types: Vec::new(), params: Vec::new(), roots: Vec::new() };
         let mut new: Vec<Option<NodeId>> = vec![None; nodes.len()];
         let mut param: Vec<Option<ParamId>> = vec![None; params.len()];
         for &root in roots {
@@ -136,7 +161,7 @@ impl Trace {
             }
             trace.roots.extend(new[root.index()]);
         }
-        trace
+        trace.with_hash()
     }
 
     /// Every value, operands before what is made of them.
@@ -211,7 +236,7 @@ impl Trace {
             to.clone_into(&mut p.name);
             p.check().map_err(|e| ExprErrors(vec![e]))?;
         }
-        if clash { Err(ExprErrors(vec![ExprError::Redeclared { name: to.to_owned() }])) } else { Ok(renamed) }
+        if clash { Err(ExprErrors(vec![ExprError::Redeclared { name: to.to_owned() }])) } else { Ok(renamed.with_hash()) }
     }
 
     /// Whether some value is the index along an axis.

@@ -3,6 +3,7 @@
 use super::explain::{CacheKey, Fields};
 use super::facts::{BuildTime, EntryFacts};
 use super::limits::Weight;
+use super::store::Keyed;
 use super::sync::{AtomicBool, AtomicU64, Ordering};
 
 /// What a cache asks of its values.
@@ -38,6 +39,7 @@ impl<V: CacheValue> CacheValue for std::sync::Arc<V> {
 /// One value.
 #[derive(Debug)]
 pub(super) struct Entry<K, V> {
+    pub(super) hash: u64,
     pub(super) key: K,
     pub(super) value: V,
     pub(super) id: u64,
@@ -55,6 +57,11 @@ pub(super) struct Entry<K, V> {
 }
 
 impl<K, V> Entry<K, V> {
+    /// What it is found by.
+    pub(super) fn keyed(&self) -> Keyed<'_, K> {
+        Keyed { hash: self.hash, key: &self.key }
+    }
+
     /// Notes lookups that found it.
     pub(super) fn hit(&self, hits: u64) {
         if hits > 0 {
@@ -100,10 +107,24 @@ impl<K, V> Entry<K, V> {
 }
 
 impl<K: CacheKey, V: CacheValue> Entry<K, V> {
-    pub(super) fn new(key: K, value: V, id: u64, made: u64, built: BuildTime) -> Entry<K, V> {
+    pub(super) fn new(Keyed { hash, key }: Keyed<'_, K>, value: V, made: u64, built: BuildTime) -> Entry<K, V> {
         let (weight, label, fields) = (value.weight(), key.label(), key.fields());
         let zero = || AtomicU64::new(0);
-        Entry { key, value, id, weight, label, fields, made, built, hits: zero(), used: zero(), pins: zero(), gone: AtomicBool::new(false) }
+        Entry {
+            hash,
+            key: key.clone(),
+            value,
+            id: 0,
+            weight,
+            label,
+            fields,
+            made,
+            built,
+            hits: zero(),
+            used: zero(),
+            pins: zero(),
+            gone: AtomicBool::new(false),
+        }
     }
 
     pub(super) fn facts(&self) -> EntryFacts {

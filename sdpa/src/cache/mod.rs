@@ -43,7 +43,7 @@ use past::Past;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use store::{Dropped, Slot, Store};
+use store::{Dropped, Keyed, Slot, Store};
 use sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 
 /// What a cache asks of errors of builds.
@@ -137,19 +137,13 @@ enum Found<K, V, U> {
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> PlanCache<K, V, U> {
     /// A cache with these bounds; the name is for events and snapshots.
     pub fn new(name: &str, limits: Limits) -> PlanCache<K, V, U> {
-        let hasher = ahash::RandomState::new();
-        let inner = Inner {
-            store: Store::new(limits, hasher.clone()),
-            journal: Journal::default(),
-            past: Past::default(),
-            stats: CacheStats::default(),
-            next: 1,
-        };
+        let inner =
+            Inner { store: Store::new(limits), journal: Journal::default(), past: Past::default(), stats: CacheStats::default(), next: 1 };
         PlanCache {
             name: name.to_owned(),
             inner: Mutex::new(inner),
             fronts: Fronts::new(),
-            hasher,
+            hasher: ahash::RandomState::new(),
             clock: AtomicU64::new(TICK),
             since: Instant::now(),
         }
@@ -184,7 +178,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
                 Err(call) => call,
             },
         };
-        let (entry, there) = self.find_or_build(key, build)?;
+        let (entry, there) = self.find_or_build(Keyed { hash, key }, build)?;
         let result = call(&entry.value, there);
         if let Some(front) = front
             && !entry.is_gone()
@@ -196,7 +190,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
 
     fn find_or_build<E: BuildError<Refusal = U>>(
         &self,
-        key: &K,
+        key: Keyed<'_, K>,
         build: impl FnOnce() -> Result<V, E>,
     ) -> Result<(Arc<Entry<K, V>>, bool), E> {
         loop {
@@ -211,9 +205,9 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
                 }
                 Found::Claimed(ticket, around) => {
                     let claim = Claim { cache: self, key, ticket, kept: false };
-                    self.tell_miss(key, &around);
+                    self.tell_miss(key.key, &around);
                     drop(around);
-                    let span = tracing::debug_span!("build", cache = self.name, key = key.label());
+                    let span = tracing::debug_span!("build", cache = self.name, key = key.key.label());
                     let start = Instant::now();
                     let built = span.in_scope(build);
                     let total = start.elapsed();
@@ -229,8 +223,12 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
+    fn keyed<'k>(&self, key: &'k K) -> Keyed<'k, K> {
+        Keyed { hash: self.hasher.hash_one(key), key }
+    }
+
     /// Looks under the lock; where there is nothing the key is this thread's to build.
-    fn find(&self, key: &K) -> Found<K, V, U> {
+    fn find(&self, key: Keyed<'_, K>) -> Found<K, V, U> {
         let at = self.clock.fetch_add(TICK, Ordering::Relaxed) + TICK;
         let mut guard = lock(&self.inner);
         let inner = &mut *guard;
@@ -250,7 +248,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
             Some(Slot::Refused { .. }) | None => {}
         }
         let ticket = Arc::new(Ticket { done: Mutex::new(false), wake: Condvar::new() });
-        inner.store.put(key.clone(), Slot::Building(ticket.clone()));
+        inner.store.put(key, Slot::Building(ticket.clone()));
         inner.stats.misses += 1;
         Found::Claimed(ticket, (inner.store.list(), inner.past.latest()))
     }
@@ -309,7 +307,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let mut guard = lock(&self.inner);
         let inner = &mut *guard;
         let life = inner.store.limits().refusals;
-        let state = match inner.store.peek(key) {
+        let state = match inner.store.peek(self.keyed(key)) {
             Some(Slot::Ready(entry)) => State::Hit(entry.facts()),
             Some(Slot::Building(_)) => State::Building,
             Some(Slot::Refused { why, since }) if since.elapsed() < life => {
@@ -390,7 +388,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     /// Keeps an entry until the pin is dropped; `None` where there is none.
     pub fn pin(&self, key: &K) -> Option<Pin<K, V>> {
         let inner = lock(&self.inner);
-        match inner.store.peek(key) {
+        match inner.store.peek(self.keyed(key)) {
             Some(Slot::Ready(entry)) => {
                 entry.pin();
                 Some(Pin { entry: entry.clone() })
@@ -416,7 +414,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static,
 /// The right to build a key. Dropped without a value, also by a panic, it takes the mark away and wakes the others.
 struct Claim<'a, K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> {
     cache: &'a PlanCache<K, V, U>,
-    key: &'a K,
+    key: Keyed<'a, K>,
     ticket: Arc<Ticket>,
     kept: bool,
 }
@@ -427,7 +425,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let cache = self.cache;
         let time = BuildTime { total: total.as_micros() as u64, ..value.build_time() };
         let made = cache.since.elapsed().as_micros() as u64;
-        let mut entry = Entry::new(self.key.clone(), value, 0, made, time);
+        let mut entry = Entry::new(self.key, value, made, time);
         let mut guard = lock(&cache.inner);
         let inner = &mut *guard;
         entry.id = inner.next;
@@ -465,12 +463,12 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let error = error.to_owned();
         let what = match refusal {
             Some(why) => {
-                inner.store.put(self.key.clone(), Slot::Refused { why, since: Instant::now() });
+                inner.store.put(self.key, Slot::Refused { why, since: Instant::now() });
                 What::Unsupported { error }
             }
             None => What::Failed { error },
         };
-        self.cache.note(inner, self.key.label(), what);
+        self.cache.note(inner, self.key.key.label(), what);
     }
 }
 

@@ -4,7 +4,7 @@ use super::entry::{CacheValue, Entry};
 use super::facts::Why;
 use super::limits::{Limits, Weight};
 use lru::LruCache;
-use std::hash::Hash;
+use std::hash::Hasher;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -19,14 +19,50 @@ pub(super) enum Slot<K, V, T, U> {
     Refused { why: U, since: Instant },
 }
 
-type Slots<K, V, T, U> = LruCache<K, Slot<K, V, T, U>, ahash::RandomState>;
+/// A key with its hash, by which it is found; computed once, as keys are long.
+#[derive(Debug)]
+pub(super) struct Keyed<'k, K> {
+    pub(super) hash: u64,
+    pub(super) key: &'k K,
+}
+
+impl<K> Clone for Keyed<'_, K> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<K> Copy for Keyed<'_, K> {}
+
+/// By hash. Where two keys have one hash, the second is at the next free number; if the first goes, that is not found any more, and
+/// built again.
+type Slots<K, V, T, U> = LruCache<u64, (K, Slot<K, V, T, U>), Numbers>;
+type Numbers = std::hash::BuildHasherDefault<Number>;
+
+/// The hash of what is a hash.
+#[derive(Debug, Default)]
+pub(super) struct Number(u64);
+
+impl Hasher for Number {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|b| self.0 = self.0.rotate_left(8) ^ u64::from(*b));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = number;
+    }
+}
 
 /// Entries that were dropped, with the reason.
 pub(super) type Dropped<K, V> = Vec<(Arc<Entry<K, V>>, Why)>;
 
 /// Slots by key.
 #[derive(Debug)]
-pub(super) struct Store<K: Hash + Eq, V, T, U> {
+pub(super) struct Store<K, V, T, U> {
     slots: Slots<K, V, T, U>,
     limits: Limits,
     entries: usize,
@@ -35,9 +71,9 @@ pub(super) struct Store<K: Hash + Eq, V, T, U> {
     ordered: u64,
 }
 
-impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
-    pub(super) fn new(limits: Limits, hasher: ahash::RandomState) -> Store<K, V, T, U> {
-        Store { slots: LruCache::unbounded_with_hasher(hasher), limits, entries: 0, weight: Weight::default(), ordered: 0 }
+impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
+    pub(super) fn new(limits: Limits) -> Store<K, V, T, U> {
+        Store { slots: LruCache::unbounded_with_hasher(Numbers::default()), limits, entries: 0, weight: Weight::default(), ordered: 0 }
     }
 
     pub(super) fn limits(&self) -> Limits {
@@ -52,26 +88,35 @@ impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
         self.weight
     }
 
-    pub(super) fn peek(&self, key: &K) -> Option<&Slot<K, V, T, U>> {
-        self.slots.peek(key)
+    pub(super) fn peek(&self, key: Keyed<'_, K>) -> Option<&Slot<K, V, T, U>> {
+        self.slots.peek(&self.place(key)).map(|(_, slot)| slot)
+    }
+
+    /// Where a key is, or may be put.
+    fn place(&self, Keyed { hash, key }: Keyed<'_, K>) -> u64 {
+        let mut place = hash;
+        while self.slots.peek(&place).is_some_and(|(there, _)| there != key) {
+            place = place.wrapping_add(1);
+        }
+        place
     }
 
     /// Entries, the most recently used first.
     pub(super) fn list(&mut self) -> Vec<Arc<Entry<K, V>>> {
         self.order();
-        self.slots.iter().filter_map(|(_, slot)| entry(slot)).cloned().collect()
+        self.slots.iter().filter_map(|(_, (_, slot))| entry(slot)).cloned().collect()
     }
 
     /// Puts a mark or a refusal in the place of a key.
-    pub(super) fn put(&mut self, key: K, slot: Slot<K, V, T, U>) {
+    pub(super) fn put(&mut self, key: Keyed<'_, K>, slot: Slot<K, V, T, U>) {
         debug_assert!(entry(&slot).is_none(), "entries come in by `insert`");
-        self.remove(&key);
-        self.slots.put(key, slot);
+        self.remove(key);
+        self.slots.put(self.place(key), (key.key.clone(), slot));
     }
 
     /// Takes a key out, whatever it stands for.
-    pub(super) fn remove(&mut self, key: &K) -> Option<Arc<Entry<K, V>>> {
-        let slot = self.slots.pop(key)?;
+    pub(super) fn remove(&mut self, key: Keyed<'_, K>) -> Option<Arc<Entry<K, V>>> {
+        let (_, slot) = self.slots.pop(&self.place(key))?;
         let entry = entry(&slot).cloned()?;
         self.forget(&entry);
         Some(entry)
@@ -79,9 +124,9 @@ impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
 
     /// Puts an entry in, and drops others until the bounds hold; `None` where they cannot, and then the key stands for nothing.
     pub(super) fn insert(&mut self, entry: Arc<Entry<K, V>>) -> Option<Dropped<K, V>> {
-        self.slots.pop(&entry.key);
+        self.remove(entry.keyed());
         let bytes = entry.weight.bytes();
-        let pinned: Vec<_> = self.slots.iter().filter_map(|(_, s)| self::entry(s)).filter(|e| e.is_pinned()).collect();
+        let pinned: Vec<_> = self.slots.iter().filter_map(|(_, (_, s))| self::entry(s)).filter(|e| e.is_pinned()).collect();
         let held: u64 = pinned.iter().map(|e| e.weight.bytes()).fold(bytes, u64::saturating_add);
         if held > self.limits.bytes || pinned.len() >= self.limits.entries.get() {
             return None;
@@ -89,7 +134,7 @@ impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
         let dropped = self.trim(self.limits.entries.get() - 1, self.limits.bytes - bytes, None);
         self.entries += 1;
         self.weight += entry.weight;
-        self.slots.put(entry.key.clone(), Slot::Ready(entry));
+        self.slots.put(self.place(entry.keyed()), (entry.key.clone(), Slot::Ready(entry)));
         Some(dropped)
     }
 
@@ -101,9 +146,9 @@ impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
 
     /// Drops every entry that is not pinned, and every refusal.
     pub(super) fn clear(&mut self) -> Dropped<K, V> {
-        let refused: Vec<K> = self.slots.iter().filter(|(_, s)| matches!(s, Slot::Refused { .. })).map(|(key, _)| key.clone()).collect();
-        for key in refused {
-            self.slots.pop(&key);
+        let refused = self.slots.iter().filter(|(_, (_, s))| matches!(s, Slot::Refused { .. }));
+        for place in refused.map(|(place, _)| *place).collect::<Vec<u64>>() {
+            self.slots.pop(&place);
         }
         self.trim(0, 0, Some(Why::Cleared))
     }
@@ -114,7 +159,7 @@ impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
             return Vec::new();
         }
         self.order();
-        let mut oldest: Vec<_> = self.slots.iter().rev().filter_map(|(_, s)| entry(s)).filter(|e| !e.is_pinned()).cloned().collect();
+        let mut oldest: Vec<_> = self.slots.iter().rev().filter_map(|(_, (_, s))| entry(s)).filter(|e| !e.is_pinned()).cloned().collect();
         oldest.reverse();
         let mut dropped = Vec::new();
         while let Some(entry) = oldest.pop() {
@@ -125,8 +170,7 @@ impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
             } else {
                 break;
             };
-            self.slots.pop(&entry.key);
-            self.forget(&entry);
+            self.remove(entry.keyed());
             dropped.push((entry, why.unwrap_or(over)));
         }
         dropped
@@ -141,16 +185,15 @@ impl<K: Hash + Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
 
     /// Brings what was used since the last time to the front, in the order of its use.
     fn order(&mut self) {
-        let mut used: Vec<(u64, K)> = self
+        let mut used: Vec<(u64, u64)> = self
             .slots
             .iter()
-            .filter_map(|(key, slot)| entry(slot).map(|e| (e.used(), key)))
+            .filter_map(|(place, (_, slot))| entry(slot).map(|e| (e.used(), *place)))
             .filter(|(at, _)| *at > self.ordered)
-            .map(|(at, key)| (at, key.clone()))
             .collect();
         used.sort_by_key(|(at, _)| *at);
-        for (at, key) in used {
-            self.slots.promote(&key);
+        for (at, place) in used {
+            self.slots.promote(&place);
             self.ordered = at;
         }
     }

@@ -372,3 +372,39 @@ proptest! {
         }
     }
 }
+
+/// A key whose hash says nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Alike(u32);
+
+impl std::hash::Hash for Alike {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        0u32.hash(state);
+    }
+}
+
+impl CacheKey for Alike {
+    fn label(&self) -> String {
+        String::new()
+    }
+
+    fn fields(&self) -> Fields {
+        vec![("number", self.0.to_string())]
+    }
+}
+
+#[test]
+fn keys_of_one_hash_are_told_apart() {
+    let c: PlanCache<Alike, Value, String> = PlanCache::new("test", limits(20, u64::MAX));
+    for round in 0..3 {
+        for key in 0..20 {
+            let (value, there) = c.get_or_build(&Alike(key), ok(key)).unwrap();
+            assert_eq!((value.number, there), (key, round > 0));
+        }
+    }
+    c.resize(limits(5, u64::MAX));
+    for key in (0..20).rev() {
+        assert_eq!(c.get_or_build(&Alike(key), ok(key)).unwrap().0.number, key);
+        assert!(c.stats().entries <= 5 && c.stats().weight.bytes() == c.stats().entries as u64);
+    }
+}
