@@ -34,9 +34,11 @@ impl<K> Clone for Keyed<'_, K> {
 
 impl<K> Copy for Keyed<'_, K> {}
 
-/// By hash. Where two keys have one hash, the second is at the next free number; if the first goes, that is not found any more, and
-/// built again.
-type Slots<K, V, T, U> = LruCache<u64, (K, Slot<K, V, T, U>), Numbers>;
+/// A slot with its key and the hash of that.
+type Homed<K, V, T, U> = (u64, K, Slot<K, V, T, U>);
+
+/// By hash. Where two keys have one hash, the second is at the next free number.
+type Slots<K, V, T, U> = LruCache<u64, Homed<K, V, T, U>, Numbers>;
 type Numbers = std::hash::BuildHasherDefault<Number>;
 
 /// The hash of what is a hash.
@@ -89,13 +91,13 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
     }
 
     pub(super) fn peek(&self, key: Keyed<'_, K>) -> Option<&Slot<K, V, T, U>> {
-        self.slots.peek(&self.place(key)).map(|(_, slot)| slot)
+        self.slots.peek(&self.place(key)).map(|(.., slot)| slot)
     }
 
     /// Where a key is, or may be put.
     fn place(&self, Keyed { hash, key }: Keyed<'_, K>) -> u64 {
         let mut place = hash;
-        while self.slots.peek(&place).is_some_and(|(there, _)| there != key) {
+        while self.slots.peek(&place).is_some_and(|(_, there, _)| there != key) {
             place = place.wrapping_add(1);
         }
         place
@@ -104,29 +106,45 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
     /// Entries, the most recently used first.
     pub(super) fn list(&mut self) -> Vec<Arc<Entry<K, V>>> {
         self.order();
-        self.slots.iter().filter_map(|(_, (_, slot))| entry(slot)).cloned().collect()
+        self.slots.iter().filter_map(|(_, (.., slot))| entry(slot)).cloned().collect()
     }
 
     /// Puts a mark or a refusal in the place of a key.
     pub(super) fn put(&mut self, key: Keyed<'_, K>, slot: Slot<K, V, T, U>) {
         debug_assert!(entry(&slot).is_none(), "entries come in by `insert`");
         self.remove(key);
-        self.slots.put(self.place(key), (key.key.clone(), slot));
+        self.slots.put(self.place(key), (key.hash, key.key.clone(), slot));
     }
 
     /// Takes a key out, whatever it stands for.
     pub(super) fn remove(&mut self, key: Keyed<'_, K>) -> Option<Arc<Entry<K, V>>> {
-        let (_, slot) = self.slots.pop(&self.place(key))?;
+        let slot = self.pop(self.place(key))?;
         let entry = entry(&slot).cloned()?;
         self.forget(&entry);
         Some(entry)
+    }
+
+    /// Empties a place, and moves up what was put further only because it was taken.
+    fn pop(&mut self, place: u64) -> Option<Slot<K, V, T, U>> {
+        let (.., slot) = self.slots.pop(&place)?;
+        let (mut hole, mut next) = (place, place.wrapping_add(1));
+        while let Some((home, ..)) = self.slots.peek(&next) {
+            if next.wrapping_sub(*home) >= next.wrapping_sub(hole)
+                && let Some(moved) = self.slots.pop(&next)
+            {
+                self.slots.put(hole, moved);
+                hole = next;
+            }
+            next = next.wrapping_add(1);
+        }
+        Some(slot)
     }
 
     /// Puts an entry in, and drops others until the bounds hold; `None` where they cannot, and then the key stands for nothing.
     pub(super) fn insert(&mut self, entry: Arc<Entry<K, V>>) -> Option<Dropped<K, V>> {
         self.remove(entry.keyed());
         let bytes = entry.weight.bytes();
-        let pinned: Vec<_> = self.slots.iter().filter_map(|(_, (_, s))| self::entry(s)).filter(|e| e.is_pinned()).collect();
+        let pinned: Vec<_> = self.slots.iter().filter_map(|(_, (.., s))| self::entry(s)).filter(|e| e.is_pinned()).collect();
         let held: u64 = pinned.iter().map(|e| e.weight.bytes()).fold(bytes, u64::saturating_add);
         if held > self.limits.bytes || pinned.len() >= self.limits.entries.get() {
             return None;
@@ -134,7 +152,7 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
         let dropped = self.trim(self.limits.entries.get() - 1, self.limits.bytes - bytes, None);
         self.entries += 1;
         self.weight += entry.weight;
-        self.slots.put(self.place(entry.keyed()), (entry.key.clone(), Slot::Ready(entry)));
+        self.slots.put(self.place(entry.keyed()), (entry.hash, entry.key.clone(), Slot::Ready(entry)));
         Some(dropped)
     }
 
@@ -146,9 +164,9 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
 
     /// Drops every entry that is not pinned, and every refusal.
     pub(super) fn clear(&mut self) -> Dropped<K, V> {
-        let refused = self.slots.iter().filter(|(_, (_, s))| matches!(s, Slot::Refused { .. }));
-        for place in refused.map(|(place, _)| *place).collect::<Vec<u64>>() {
-            self.slots.pop(&place);
+        let refused = self.slots.iter().filter(|(_, (.., s))| matches!(s, Slot::Refused { .. }));
+        for (hash, key) in refused.map(|(_, (hash, key, _))| (*hash, key.clone())).collect::<Vec<_>>() {
+            self.remove(Keyed { hash, key: &key });
         }
         self.trim(0, 0, Some(Why::Cleared))
     }
@@ -159,7 +177,7 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
             return Vec::new();
         }
         self.order();
-        let mut oldest: Vec<_> = self.slots.iter().rev().filter_map(|(_, (_, s))| entry(s)).filter(|e| !e.is_pinned()).cloned().collect();
+        let mut oldest: Vec<_> = self.slots.iter().rev().filter_map(|(_, (.., s))| entry(s)).filter(|e| !e.is_pinned()).cloned().collect();
         oldest.reverse();
         let mut dropped = Vec::new();
         while let Some(entry) = oldest.pop() {
@@ -188,7 +206,7 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
         let mut used: Vec<(u64, u64)> = self
             .slots
             .iter()
-            .filter_map(|(place, (_, slot))| entry(slot).map(|e| (e.used(), *place)))
+            .filter_map(|(place, (.., slot))| entry(slot).map(|e| (e.used(), *place)))
             .filter(|(at, _)| *at > self.ordered)
             .collect();
         used.sort_by_key(|(at, _)| *at);
