@@ -2,6 +2,8 @@
 
 #[path = "cli/backward.rs"]
 mod backward;
+#[path = "cli/cache.rs"]
+mod cache;
 #[path = "cli/rules.rs"]
 mod rules;
 #[path = "cli/show.rs"]

@@ -36,6 +36,8 @@ pub(crate) enum Command {
     /// Draw what score_mods make of the scores of one head, and what masks keep of them
     #[command(after_help = EXIT_CODES)]
     Show(ShowArgs),
+    /// Look at the caches of plans of a program that ran
+    Cache(CacheArgs),
     /// Say which executors work here, and what the others lack
     #[command(after_help = EXIT_CODES)]
     Doctor(DoctorArgs),
@@ -163,6 +165,29 @@ pub(crate) struct ShowArgs {
     pub(crate) score: Option<String>,
     /// The picture. Else score_mod.svg
     #[arg(long, value_name = "F.svg|F.png")]
+    pub(crate) output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CacheArgs {
+    #[command(subcommand)]
+    pub(crate) command: CacheCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum CacheCommand {
+    /// Make a page of a trace: what was built, why, how long it took, and what to change
+    #[command(after_help = EXIT_CODES)]
+    Report(CacheReportArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CacheReportArgs {
+    /// What CudnnExecutor::cache_trace gave, as JSON
+    #[arg(value_name = "TRACE.json")]
+    pub(crate) trace: PathBuf,
+    /// The page. Else cache.html
+    #[arg(long, value_name = "F.html")]
     pub(crate) output: Option<PathBuf>,
 }
 

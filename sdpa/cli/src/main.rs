@@ -1,6 +1,7 @@
 //! `cargo sdpa`: run, check and inspect attention from the command line.
 
 mod args;
+mod cache;
 mod convert;
 mod data;
 mod doctor;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(args, cli.json),
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Show(args) => show::run(args, cli.json),
+        Command::Cache(args) => cache::run(args, cli.json),
         Command::Doctor(args) => doctor::run(args, cli.json),
     };
     exit::print(result, cli.json).into()
