@@ -2,6 +2,8 @@
 
 #[path = "cli/backward.rs"]
 mod backward;
+#[path = "cli/cache.rs"]
+mod cache;
 #[path = "cli/compile.rs"]
 mod compile;
 #[path = "cli/rules.rs"]

@@ -3,7 +3,7 @@
 use crate::tool::{Folder, code, errors, json, sdpa, stdout, words};
 
 /// Elements of a file that is well-formed: names in the order in which they begin.
-fn elements(svg: &str) -> Vec<String> {
+pub(crate) fn elements(svg: &str) -> Vec<String> {
     let (mut open, mut all) = (Vec::new(), Vec::new());
     for part in svg.split('<').skip(1) {
         let (tag, text) = part.split_once('>').unwrap();

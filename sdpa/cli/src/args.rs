@@ -48,6 +48,8 @@ pub(crate) enum Command {
     /// Compile plans for a device, which need not be there, into a plan file
     #[command(after_help = COMPILE_EXIT_CODES)]
     Compile(CompileArgs),
+    /// Look at the caches of plans of a program that ran
+    Cache(CacheArgs),
     /// Say which executors work here, and what the others lack
     #[command(after_help = EXIT_CODES)]
     Doctor(DoctorArgs),
@@ -197,6 +199,29 @@ pub(crate) struct CompileArgs {
     /// The plan file; what it has already for this device and cuDNN stays
     #[arg(long, value_name = "PLANS")]
     pub(crate) out: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CacheArgs {
+    #[command(subcommand)]
+    pub(crate) command: CacheCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum CacheCommand {
+    /// Make a page of a trace: what was built, why, how long it took, and what to change
+    #[command(after_help = EXIT_CODES)]
+    Report(CacheReportArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CacheReportArgs {
+    /// What CudnnExecutor::cache_trace gave, as JSON
+    #[arg(value_name = "TRACE.json")]
+    pub(crate) trace: PathBuf,
+    /// The page. Else cache.html
+    #[arg(long, value_name = "F.html")]
+    pub(crate) output: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -1,6 +1,7 @@
 //! `cargo sdpa`: run, check and inspect attention from the command line.
 
 mod args;
+mod cache;
 mod compile;
 mod convert;
 mod data;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Show(args) => show::run(args, cli.json),
         Command::Compile(args) => compile::run(args, cli.json),
+        Command::Cache(args) => cache::run(args, cli.json),
         Command::Doctor(args) => doctor::run(args, cli.json),
     };
     exit::print(result, cli.json).into()

@@ -1,0 +1,139 @@
+//! What a user should change, if anything.
+
+mod bounds;
+mod errors;
+mod fields;
+
+use super::attempt::Attempt;
+use super::findings::Figures;
+use super::keys::Key;
+use super::reason::Reason;
+use super::timeline::Span;
+use super::units::{percent, time};
+use sdpa::cache::{CacheSnapshot, Why};
+use serde::Serialize;
+
+/// Microseconds of compilation that are worth a file.
+const LONG: u64 = 1_000_000;
+
+/// What it is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Kind {
+    /// Fields of keys that change from call to call.
+    Keys,
+    /// The bound on entries.
+    Entries,
+    /// The bound on bytes.
+    Bytes,
+    /// Entries were built again after the cache was cleared.
+    Cleared,
+    /// Entries were built again after the bounds were made smaller.
+    Resized,
+    /// Values that were not kept.
+    NotKept,
+    /// The cache's own warnings.
+    Thrashing,
+    /// What has no engine is asked for again and again.
+    Unsupported,
+    /// Builds that failed.
+    Failures,
+    /// Compilation.
+    Compile,
+    /// Nothing is wrong.
+    Calm,
+}
+
+/// Whether something should be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Level {
+    /// It costs time.
+    Problem,
+    /// It could be better.
+    Tip,
+    /// It could not.
+    Good,
+}
+
+impl Kind {
+    pub(super) fn level(self) -> Level {
+        match self {
+            Kind::Keys
+            | Kind::Entries
+            | Kind::Bytes
+            | Kind::Cleared
+            | Kind::Resized
+            | Kind::NotKept
+            | Kind::Thrashing
+            | Kind::Unsupported
+            | Kind::Failures => Level::Problem,
+            Kind::Compile => Level::Tip,
+            Kind::Calm => Level::Good,
+        }
+    }
+
+    fn of(why: Why) -> Kind {
+        match why {
+            Why::Entries => Kind::Entries,
+            Why::Bytes => Kind::Bytes,
+            Why::Cleared => Kind::Cleared,
+            Why::Resized => Kind::Resized,
+        }
+    }
+}
+
+/// What to do, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Advice {
+    pub(super) kind: Kind,
+    /// What is to be done.
+    pub(super) text: String,
+    /// Numbers for it.
+    pub(super) because: String,
+}
+
+/// What advice comes from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen<'a> {
+    pub(super) snapshot: &'a CacheSnapshot,
+    pub(super) attempts: &'a [Attempt<'a>],
+    pub(super) reasons: &'a [Reason],
+    pub(super) keys: &'a [Key],
+    pub(super) figures: &'a Figures,
+    pub(super) span: Span,
+}
+
+/// Everything that there may be to say, in this order.
+const ROWS: [fn(&Seen<'_>) -> Vec<Advice>; 7] =
+    [fields::keys, bounds::bounds, bounds::not_kept, bounds::thrashing, errors::unsupported, errors::failures, compile];
+
+/// What there is to say; that nothing is wrong, where it is so.
+pub(super) fn advice(seen: &Seen<'_>) -> Vec<Advice> {
+    let mut all: Vec<Advice> = ROWS.iter().flat_map(|row| row(seen)).collect();
+    if all.iter().all(|advice| advice.kind.level() != Level::Problem) {
+        all.insert(0, calm(seen));
+    }
+    all
+}
+
+fn compile(seen: &Seen<'_>) -> Vec<Advice> {
+    let time_of = seen.figures.building_us;
+    if time_of.compile < LONG || time_of.compile < time_of.total / 2 {
+        return Vec::new();
+    }
+    let text =
+        "Plans that are known beforehand can be compiled into a file (cargo sdpa compile): a process that loads it compiles nothing.";
+    let because = format!("Compilation took {} of {} of building.", time(time_of.compile), time(time_of.total));
+    vec![Advice { kind: Kind::Compile, text: text.to_owned(), because }]
+}
+
+fn calm(seen: &Seen<'_>) -> Advice {
+    let because = match seen.figures.hit_rate {
+        None => "Nothing was asked of this cache.".to_owned(),
+        Some(rate) => {
+            let part = seen.figures.building_us.total as f64 / seen.span.length() as f64;
+            format!("{} of lookups found an entry, and building took {} of the time.", percent(rate), percent(part))
+        }
+    };
+    Advice { kind: Kind::Calm, text: "Nothing is wrong.".to_owned(), because }
+}

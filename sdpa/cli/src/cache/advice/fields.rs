@@ -1,0 +1,54 @@
+//! Keys of which few fields differ.
+
+use super::super::lengths;
+use super::super::reason::{Reason, difference};
+use super::super::units::{many, time};
+use super::{Advice, Kind, Seen};
+use sdpa::cache::{CacheKey, Difference};
+use sdpa::lower::Job;
+
+/// Misses of one kind that are not worth a word: so many buckets of lengths are a good answer already.
+const FEW: u64 = 16;
+/// Builds that take less than one part in so many of the time hurt nobody.
+const SMALL: u64 = 50;
+
+/// `Only lengths differ: …`.
+fn sentence(text: &str) -> String {
+    let mut chars = text.chars();
+    let first = chars.next().map(|c| c.to_uppercase().to_string()).unwrap_or_default();
+    format!("{first}{}.", chars.as_str())
+}
+
+/// What the library says of the fields that differ, where that takes many builds.
+pub(super) fn keys(seen: &Seen<'_>) -> Vec<Advice> {
+    let mut texts: Vec<&'static str> = Vec::new();
+    for text in seen.reasons.iter().filter_map(|reason| reason.advice) {
+        if !texts.contains(&text) {
+            texts.push(text);
+        }
+    }
+    let told = |text: &'static str| {
+        let of = || seen.reasons.iter().filter(|reason| reason.advice == Some(text));
+        let sum = |number: fn(&Reason) -> u64| of().map(number).fold(0, u64::saturating_add);
+        let (misses, total) = (sum(|r| r.misses), sum(|r| r.total_us));
+        let hurts = misses > FEW && total >= seen.span.length() / SMALL;
+        let because = || format!("{} of this kind took {}.{}", many(misses, "build", "builds"), time(total), buckets(seen, text));
+        hurts.then(|| Advice { kind: Kind::Keys, text: sentence(text), because: because() })
+    };
+    texts.into_iter().filter_map(told).collect()
+}
+
+/// How few the lengths of these misses could be.
+fn buckets(seen: &Seen<'_>, text: &str) -> String {
+    let misses = seen.attempts.iter().filter_map(|attempt| attempt.miss);
+    let alike = |nearest: &[String]| {
+        let differences: Vec<Difference> = nearest.iter().map(|text| difference(text)).collect();
+        Job::advice(&differences) == Some(text)
+    };
+    let lengths = lengths::asked(misses.filter(|miss| alike(miss.nearest)).flat_map(|miss| miss.nearest));
+    let range = lengths.first().zip(lengths.last());
+    let told = lengths::bucket(&lengths).zip(range).map(|((multiple, left), (first, last))| {
+        format!(" Their {} lengths from {first} to {last}, rounded up to multiples of {multiple}, are {left}.", lengths.len())
+    });
+    told.unwrap_or_default()
+}

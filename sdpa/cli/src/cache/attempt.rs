@@ -1,0 +1,135 @@
+//! Builds, put together again from their events.
+
+use sdpa::cache::{BuildTime, CacheEvent, CacheSnapshot, Weight, What, Why};
+use std::collections::{HashMap, VecDeque};
+
+/// What the time of a build goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Lower,
+    Heuristics,
+    Compile,
+    Load,
+    Other,
+}
+
+impl Phase {
+    /// In the order in which they come.
+    pub(super) const ALL: [Phase; 5] = [Phase::Lower, Phase::Heuristics, Phase::Compile, Phase::Load, Phase::Other];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Phase::Lower => "lower",
+            Phase::Heuristics => "heuristics",
+            Phase::Compile => "compile",
+            Phase::Load => "load",
+            Phase::Other => "other",
+        }
+    }
+
+    /// Its part of a build: microseconds.
+    pub(super) fn of(self, time: &BuildTime) -> u64 {
+        let told = || [time.lower, time.heuristics, time.compile, time.load].into_iter().fold(0, u64::saturating_add);
+        match self {
+            Phase::Lower => time.lower,
+            Phase::Heuristics => time.heuristics,
+            Phase::Compile => time.compile,
+            Phase::Load => time.load,
+            Phase::Other => time.total.saturating_sub(told()),
+        }
+    }
+}
+
+/// Adds up where time went.
+pub(super) fn add(sum: &mut BuildTime, time: &BuildTime) {
+    sum.total = sum.total.saturating_add(time.total);
+    sum.lower = sum.lower.saturating_add(time.lower);
+    sum.heuristics = sum.heuristics.saturating_add(time.heuristics);
+    sum.compile = sum.compile.saturating_add(time.compile);
+    sum.load = sum.load.saturating_add(time.load);
+}
+
+/// Why a lookup found nothing.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Miss<'a> {
+    pub(super) nearest: &'a [String],
+    pub(super) evicted: Option<Why>,
+}
+
+/// How a build ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Ended<'a> {
+    Built {
+        id: u64,
+        engine: &'a str,
+        weight: Weight,
+    },
+    Failed(&'a str),
+    Unsupported(&'a str),
+    /// Not before the trace did.
+    Open,
+}
+
+/// A build, however it ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Attempt<'a> {
+    pub(super) label: &'a str,
+    /// Microseconds since the cache was made.
+    pub(super) begin: u64,
+    /// Of one that failed, the total alone.
+    pub(super) time: BuildTime,
+    pub(super) ended: Ended<'a>,
+    /// `None`: that event was forgotten.
+    pub(super) miss: Option<Miss<'a>>,
+}
+
+/// A miss without an end yet.
+type Begun<'a> = (u64, Miss<'a>);
+
+/// Every build that the events tell of, in the order in which they ended. Only one thread builds a key, so that the first miss of a
+/// label belongs to its first end.
+pub(super) fn attempts(events: &[CacheEvent]) -> Vec<Attempt<'_>> {
+    let mut begun: HashMap<&str, VecDeque<Begun<'_>>> = HashMap::new();
+    let mut all = Vec::new();
+    for CacheEvent { at, label, what, .. } in events {
+        let (label, end) = (label.as_str(), *at);
+        let mut close = |time: Option<BuildTime>, ended| {
+            let miss = begun.get_mut(label).and_then(VecDeque::pop_front);
+            let waited = BuildTime { total: miss.map_or(0, |(begin, _)| end.saturating_sub(begin)), ..BuildTime::default() };
+            let time = time.unwrap_or(waited);
+            all.push(Attempt { label, begin: end.saturating_sub(time.total), time, ended, miss: miss.map(|(_, miss)| miss) });
+        };
+        match what {
+            What::Missed { nearest, evicted } => {
+                begun.entry(label).or_default().push_back((end, Miss { nearest, evicted: *evicted }));
+            }
+            What::Built { id, engine, time, weight } => close(Some(*time), Ended::Built { id: *id, engine, weight: *weight }),
+            What::Failed { error } => close(None, Ended::Failed(error)),
+            What::Unsupported { error } => close(None, Ended::Unsupported(error)),
+            What::Evicted { .. } | What::Thrashing { .. } | What::Resized { .. } => {}
+        }
+    }
+    let mut open: Vec<Attempt<'_>> = begun
+        .into_iter()
+        .flat_map(|(label, begun)| begun.into_iter().map(move |(at, miss)| (label, at, miss)))
+        .map(|(label, at, miss)| Attempt { label, begin: at, time: BuildTime::default(), ended: Ended::Open, miss: Some(miss) })
+        .collect();
+    open.sort_by_key(|attempt| (attempt.begin, attempt.label));
+    all.extend(open);
+    all
+}
+
+/// Lookups that found an entry, by its number.
+pub(super) fn hits_of_entries(snapshot: &CacheSnapshot) -> HashMap<u64, u64> {
+    let there = snapshot.entries.iter().map(|entry| (entry.id, entry.hits));
+    let gone = snapshot.events.iter().filter_map(|event| match &event.what {
+        What::Evicted { id, hits, .. } => Some((*id, *hits)),
+        What::Missed { .. }
+        | What::Built { .. }
+        | What::Failed { .. }
+        | What::Unsupported { .. }
+        | What::Thrashing { .. }
+        | What::Resized { .. } => None,
+    });
+    there.chain(gone).collect()
+}

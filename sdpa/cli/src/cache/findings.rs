@@ -1,0 +1,137 @@
+//! What a trace comes to: everything that the report says, as plain data.
+
+use super::advice::{self, Advice, Level, Seen};
+use super::attempt::{self, Attempt, Ended};
+use super::keys::{self, Count, Key, tally};
+use super::reason::{self, Reason};
+use super::timeline::{Span, Timeline};
+use super::verdict;
+use sdpa::cache::{BuildTime, CacheSnapshot, CacheTrace, EntryFacts, Limits, Weight, What};
+use serde::Serialize;
+
+/// Keys that are told of.
+const KEYS: usize = 25;
+
+/// Of a whole trace.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Findings {
+    pub(super) cudnn: String,
+    pub(super) device: String,
+    pub(super) caches: Vec<CacheFindings>,
+}
+
+/// Counters and sums. Those of events are of what was not forgotten.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Figures {
+    pub(super) limits: Limits,
+    pub(super) entries: usize,
+    pub(super) weight: Weight,
+    pub(super) hits: u64,
+    pub(super) misses: u64,
+    /// `None`: nothing was asked.
+    pub(super) hit_rate: Option<f64>,
+    pub(super) refusals: u64,
+    pub(super) failures: u64,
+    pub(super) rebuilt: u64,
+    pub(super) not_kept: u64,
+    /// To keep the bounds.
+    pub(super) evicted: u64,
+    /// From events: builds, however they ended.
+    pub(super) builds: u64,
+    /// From events: their time.
+    pub(super) building_us: BuildTime,
+    /// From events.
+    pub(super) evictions: Vec<Count>,
+    /// From events: labels.
+    pub(super) keys: usize,
+}
+
+/// Of one cache.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct CacheFindings {
+    pub(super) name: String,
+    pub(super) span: Span,
+    /// Events that the trace lacks.
+    pub(super) forgotten: u64,
+    pub(super) verdict: String,
+    /// There is nothing that should be changed.
+    pub(super) healthy: bool,
+    pub(super) figures: Figures,
+    pub(super) advice: Vec<Advice>,
+    pub(super) timeline: Timeline,
+    /// Those that took the longest.
+    pub(super) keys: Vec<Key>,
+    pub(super) reasons: Vec<Reason>,
+    pub(super) entries: Vec<EntryFacts>,
+    /// The labels of [`Timeline::bars`].
+    #[serde(skip)]
+    pub(super) labels: Vec<String>,
+}
+
+/// Reads a trace.
+pub(super) fn analyse(trace: &CacheTrace) -> Findings {
+    let caches = trace.caches.iter().map(analyse_cache).collect();
+    Findings { cudnn: trace.cudnn.clone(), device: trace.device.clone(), caches }
+}
+
+fn analyse_cache(snapshot: &CacheSnapshot) -> CacheFindings {
+    let attempts = attempt::attempts(&snapshot.events);
+    let reasons = reason::reasons(&attempts, &attempt::hits_of_entries(snapshot));
+    let mut keys = keys::keys(snapshot, &attempts);
+    let figures = figures(snapshot, &attempts, keys.len());
+    let timeline = Timeline::new(snapshot, &attempts);
+    let seen = Seen { snapshot, attempts: &attempts, reasons: &reasons, keys: &keys, figures: &figures, span: timeline.span };
+    let advice = advice::advice(&seen);
+    let verdict = verdict::verdict(&figures, &reasons, timeline.span);
+    keys.truncate(KEYS);
+    CacheFindings {
+        name: snapshot.name.clone(),
+        span: timeline.span,
+        forgotten: snapshot.forgotten,
+        verdict,
+        healthy: advice.iter().all(|advice| advice.kind.level() != Level::Problem),
+        figures,
+        advice,
+        timeline,
+        keys,
+        reasons,
+        entries: snapshot.entries.clone(),
+        labels: attempts.iter().map(|attempt| attempt.label.to_owned()).collect(),
+    }
+}
+
+fn figures(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>], keys: usize) -> Figures {
+    let stats = &snapshot.stats;
+    let mut building_us = BuildTime::default();
+    attempts.iter().for_each(|a| attempt::add(&mut building_us, &a.time));
+    let mut evictions = Vec::new();
+    for event in &snapshot.events {
+        match &event.what {
+            What::Evicted { why, .. } => tally(&mut evictions, *why),
+            What::Missed { .. }
+            | What::Built { .. }
+            | What::Failed { .. }
+            | What::Unsupported { .. }
+            | What::Thrashing { .. }
+            | What::Resized { .. } => {}
+        }
+    }
+    let lookups = stats.hits as f64 + stats.misses as f64;
+    Figures {
+        limits: snapshot.limits,
+        entries: stats.entries,
+        weight: stats.weight,
+        hits: stats.hits,
+        misses: stats.misses,
+        hit_rate: (lookups > 0.0).then(|| stats.hits as f64 / lookups),
+        refusals: stats.refusals,
+        failures: stats.failures,
+        rebuilt: stats.rebuilt,
+        not_kept: stats.not_kept,
+        evicted: stats.evictions,
+        builds: attempts.iter().filter(|a| !matches!(a.ended, Ended::Open)).count() as u64,
+        building_us,
+        evictions,
+        keys,
+    }
+}

@@ -1,0 +1,100 @@
+//! HTML whose tags balance and whose texts are escaped, by the way it is written.
+
+use std::fmt::Display;
+
+/// Names and values.
+pub(super) type Attributes<'a> = &'a [(&'a str, &'a dyn Display)];
+
+/// A text of elements.
+#[derive(Debug, Default)]
+pub(super) struct Html(String);
+
+impl Html {
+    /// An element around what `body` writes.
+    pub(super) fn element(&mut self, name: &str, attributes: Attributes<'_>, body: impl FnOnce(&mut Html)) {
+        self.open(name, attributes);
+        body(self);
+        self.close(name);
+        self.0.push('\n');
+    }
+
+    /// An element around a text.
+    pub(super) fn leaf(&mut self, name: &str, attributes: Attributes<'_>, text: impl Display) {
+        self.open(name, attributes);
+        self.text(text);
+        self.close(name);
+    }
+
+    /// An element around nothing.
+    pub(super) fn empty(&mut self, name: &str, attributes: Attributes<'_>) {
+        self.begin(name, attributes);
+        self.0.push_str("/>");
+    }
+
+    /// A text.
+    pub(super) fn text(&mut self, text: impl Display) {
+        self.0.push_str(&escape(&text.to_string()));
+    }
+
+    /// A style sheet, which is this program's own and has nothing to escape.
+    pub(super) fn style(&mut self, sheet: &'static str) {
+        self.open("style", &[]);
+        self.0.push_str(sheet);
+        self.close("style");
+    }
+
+    /// The page.
+    pub(super) fn finish(self) -> String {
+        format!("<!doctype html>\n{}", self.0)
+    }
+
+    fn begin(&mut self, name: &str, attributes: Attributes<'_>) {
+        self.0.push('<');
+        self.0.push_str(name);
+        for (attribute, value) in attributes {
+            self.0.push_str(&format!(" {attribute}=\"{}\"", escape(&value.to_string())));
+        }
+    }
+
+    fn open(&mut self, name: &str, attributes: Attributes<'_>) {
+        self.begin(name, attributes);
+        self.0.push('>');
+    }
+
+    fn close(&mut self, name: &str) {
+        self.0.push_str(&format!("</{name}>"));
+    }
+}
+
+/// Characters that mean something, or that no page may have, as others.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\n' | '\t' => escaped.push(c),
+            c if c.is_control() => escaped.push('\u{fffd}'),
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_and_values_are_escaped() {
+        let mut html = Html::default();
+        html.element("p", &[("title", &"a\"b<c"), ("n", &1.5)], |html| {
+            html.leaf("b", &[], "k <= q & \"x\"\0");
+            html.empty("br", &[]);
+        });
+        let wanted = "<p title=\"a&quot;b&lt;c\" n=\"1.5\"><b>k &lt;= q &amp; &quot;x&quot;\u{fffd}</b><br/></p>\n";
+        assert_eq!(html.0, wanted);
+    }
+}

@@ -1,0 +1,61 @@
+//! The trace, out of its file.
+
+use sdpa::cache::CacheTrace;
+use serde::Deserialize;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// Bytes of a file at most. A journal of 4096 events is about a megabyte.
+const MOST: u64 = 256 << 20;
+/// The version that is read.
+const VERSION: u64 = 1;
+
+/// What is looked at first: another version may look different in everything else.
+#[derive(Deserialize)]
+struct Header {
+    caches: Vec<CacheHeader>,
+}
+
+#[derive(Deserialize)]
+struct CacheHeader {
+    version: u64,
+}
+
+/// Reads a trace; every rule that its file breaks.
+pub(super) fn read(path: &Path) -> Result<CacheTrace, Vec<String>> {
+    let bytes = bytes(path).map_err(|mistake| vec![mistake])?;
+    parse(&bytes)
+}
+
+fn bytes(path: &Path) -> Result<Vec<u8>, String> {
+    let failed = |e: std::io::Error| format!("cannot be read: {e}");
+    let facts = std::fs::metadata(path).map_err(failed)?;
+    if !facts.is_file() {
+        return Err("is not a file".to_owned());
+    }
+    let large = || format!("is larger than {} MiB, the most that is read", MOST >> 20);
+    if facts.len() > MOST {
+        return Err(large());
+    }
+    let mut bytes = Vec::new();
+    // A file that is being written may have become longer since.
+    File::open(path).and_then(|file| file.take(MOST + 1).read_to_end(&mut bytes)).map_err(failed)?;
+    match bytes.len() as u64 {
+        0 => Err("is empty".to_owned()),
+        length if length > MOST => Err(large()),
+        _ => Ok(bytes),
+    }
+}
+
+fn parse(bytes: &[u8]) -> Result<CacheTrace, Vec<String>> {
+    let broken = |e: serde_json::Error| vec![format!("is not the JSON of a CacheTrace: {e}")];
+    let header: Header = serde_json::from_slice(bytes).map_err(broken)?;
+    if header.caches.is_empty() {
+        return Err(vec!["has no caches".to_owned()]);
+    }
+    let versions = header.caches.iter().enumerate().filter(|(_, cache)| cache.version != VERSION);
+    let mistakes: Vec<String> =
+        versions.map(|(n, cache)| format!("caches[{n}].version is {}; {VERSION} is the version that is read", cache.version)).collect();
+    if mistakes.is_empty() { serde_json::from_slice(bytes).map_err(broken) } else { Err(mistakes) }
+}

@@ -1,0 +1,33 @@
+//! A cache in one sentence.
+
+use super::findings::Figures;
+use super::reason::Reason;
+use super::timeline::Span;
+use super::units::{count, many, percent, time};
+
+/// The part of the time of all builds from which on a reason is told.
+const TOLD: f64 = 0.2;
+
+/// What was built, why, and how many lookups were spared that.
+pub(super) fn verdict(figures: &Figures, reasons: &[Reason], span: Span) -> String {
+    let Some(rate) = figures.hit_rate else { return "Nothing was asked of this cache.".to_owned() };
+    let hits = format!("{} of {} lookups hit.", percent(rate), count(figures.hits.saturating_add(figures.misses)));
+    if figures.builds == 0 {
+        return format!("No build is in the trace; {hits}");
+    }
+    let took = figures.building_us.total;
+    // Threads that build at the same time spend more than there is.
+    let of = if took > span.length() { "of threads' time in" } else { "of" };
+    let built = format!("{} took {} {of} {}", many(figures.builds, "build", "builds"), time(took), time(span.length()));
+    let total = took as f64;
+    let worst =
+        reasons.iter().find(|reason| reason.total_us as f64 >= total * TOLD && (reason.evicted.is_some() || !reason.fields.is_empty()));
+    let why = worst.map(|reason| {
+        let these = if reason.misses >= figures.builds { "all".to_owned() } else { count(reason.misses) };
+        match reason.evicted {
+            Some(why) => format!("; {these} of them had been there and went for {}", why.text()),
+            None => format!("; {these} of them differ from an entry only in {}", reason.fields.join(", ")),
+        }
+    });
+    format!("{built}{}; {hits}", why.unwrap_or_default())
+}
