@@ -60,6 +60,7 @@ pub mod params;
 pub mod planfile;
 pub mod problem;
 pub mod score_mod;
+pub mod seq;
 pub mod spec;
 pub mod tensor;
 
