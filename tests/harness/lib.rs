@@ -14,6 +14,7 @@ pub mod random;
 pub mod runner;
 pub mod say;
 pub mod sent;
+pub mod soak;
 pub mod support;
 
 pub use case::{Case, Skip};

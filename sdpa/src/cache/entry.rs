@@ -5,6 +5,7 @@ use super::facts::{BuildTime, EntryFacts};
 use super::limits::Weight;
 use super::store::Keyed;
 use super::sync::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
 
 /// What a cache asks of its values.
 pub trait CacheValue {
@@ -22,7 +23,7 @@ pub trait CacheValue {
     }
 }
 
-impl<V: CacheValue> CacheValue for std::sync::Arc<V> {
+impl<V: CacheValue> CacheValue for Arc<V> {
     fn weight(&self) -> Weight {
         V::weight(self)
     }
@@ -45,7 +46,7 @@ pub(super) struct Entry<K, V> {
     pub(super) id: u64,
     pub(super) weight: Weight,
     pub(super) label: String,
-    pub(super) fields: Fields,
+    pub(super) fields: Arc<Fields>,
     made: u64,
     built: BuildTime,
     hits: AtomicU64,
@@ -108,7 +109,7 @@ impl<K, V> Entry<K, V> {
 
 impl<K: CacheKey, V: CacheValue> Entry<K, V> {
     pub(super) fn new(Keyed { hash, key }: Keyed<'_, K>, value: V, made: u64, built: BuildTime) -> Entry<K, V> {
-        let (weight, label, fields) = (value.weight(), key.label(), key.fields());
+        let (weight, label, fields) = (value.weight(), key.label(), Arc::new(key.fields()));
         let zero = || AtomicU64::new(0);
         Entry {
             hash,

@@ -107,6 +107,13 @@ impl fmt::Display for Explanation {
     }
 }
 
+/// In how many fields two keys differ.
+pub(super) fn distance(asked: &Fields, there: &Fields) -> usize {
+    // Keys of one kind have the same fields in the same order, but for the last ones.
+    let both = asked.iter().zip(there).filter(|(a, b)| a != b).count();
+    both + asked.len().abs_diff(there.len())
+}
+
 /// Where two keys differ. A field that one of them lacks is `none` there.
 pub(super) fn differences(asked: &Fields, there: &Fields) -> Vec<Difference> {
     let of = |all: &Fields, field: &str| {

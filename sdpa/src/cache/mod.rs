@@ -122,16 +122,13 @@ impl<K, V> Drop for Pin<K, V> {
     }
 }
 
-/// What is and was in a cache.
-type Around<K, V> = (Vec<Arc<Entry<K, V>>>, Vec<Arc<past::Gone<K>>>);
-
 /// What a lookup under the lock came to.
 enum Found<K, V, U> {
     Ready(Arc<Entry<K, V>>),
     Building(Arc<Ticket>),
     Refused(U),
-    /// The caller builds; what was there is for the reason.
-    Claimed(Arc<Ticket>, Around<K, V>),
+    /// The caller builds; what is and was there is for the reason.
+    Claimed(Arc<Ticket>, Vec<Arc<Fields>>),
 }
 
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> PlanCache<K, V, U> {
@@ -250,13 +247,12 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let ticket = Arc::new(Ticket { done: Mutex::new(false), wake: Condvar::new() });
         inner.store.put(key, Slot::Building(ticket.clone()));
         inner.stats.misses += 1;
-        Found::Claimed(ticket, (inner.store.list(), inner.past.latest()))
+        Found::Claimed(ticket, inner.store.fields().chain(inner.past.fields()).collect())
     }
 
     /// Writes down why there is a build: outside of the lock, for all but the last lines.
-    fn tell_miss(&self, key: &K, (there, gone): &Around<K, V>) {
-        let nearest = past::nearest(key, there, gone, 1).pop();
-        let nearest: Vec<String> = nearest.map_or_else(Vec::new, |n| n.differences.iter().map(ToString::to_string).collect());
+    fn tell_miss(&self, key: &K, around: &[Arc<Fields>]) {
+        let nearest = past::reasons(&key.fields(), around);
         let label = key.label();
         let mut guard = lock(&self.inner);
         let inner = &mut *guard;

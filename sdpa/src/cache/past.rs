@@ -1,7 +1,7 @@
 //! What was here, and what is nearest to a key.
 
 use super::entry::{CacheValue, Entry};
-use super::explain::{CacheKey, Fields, Nearest, differences};
+use super::explain::{CacheKey, Fields, Nearest, differences, distance};
 use super::facts::{EntryFacts, Why};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,13 +9,13 @@ use std::sync::Arc;
 /// Entries that went and are remembered.
 const KEPT: usize = 256;
 /// Entries, and as many that went, that are looked at for the nearest.
-const LOOKED_AT: usize = 64;
+pub(super) const LOOKED_AT: usize = 64;
 
 /// An entry that went.
 #[derive(Debug)]
 pub(super) struct Gone<K> {
     key: K,
-    fields: Fields,
+    fields: Arc<Fields>,
     facts: EntryFacts,
     why: Why,
 }
@@ -50,6 +50,11 @@ impl<K: CacheKey> Past<K> {
         self.gone.iter().find(|gone| gone.key == *key).map(|gone| gone.why)
     }
 
+    /// The fields of the latest that went.
+    pub(super) fn fields(&self) -> impl Iterator<Item = Arc<Fields>> {
+        self.gone.iter().rev().take(LOOKED_AT).map(|gone| gone.fields.clone())
+    }
+
     /// The latest that went, the latest first.
     pub(super) fn latest(&self) -> Vec<Arc<Gone<K>>> {
         self.gone.iter().rev().take(LOOKED_AT).cloned().collect()
@@ -72,18 +77,24 @@ impl<K: CacheKey> Past<K> {
     }
 }
 
+/// The differences of the nearest of some keys.
+pub(super) fn reasons(fields: &Fields, others: &[Arc<Fields>]) -> Vec<String> {
+    let nearest = others.iter().min_by_key(|other| distance(fields, other));
+    nearest.map_or_else(Vec::new, |nearest| differences(fields, nearest).iter().map(ToString::to_string).collect())
+}
+
 /// The keys that differ in the fewest fields, of those that are there and of those that went.
 pub(super) fn nearest<K: CacheKey, V: CacheValue>(key: &K, there: &[Arc<Entry<K, V>>], gone: &[Arc<Gone<K>>], most: usize) -> Vec<Nearest> {
     let fields = key.fields();
-    let here = there.iter().take(LOOKED_AT).map(|e| (differences(&fields, &e.fields), Found::Here(&**e)));
-    let gone = gone.iter().map(|gone| (differences(&fields, &gone.fields), Found::Gone(gone)));
+    let here = there.iter().take(LOOKED_AT).map(|e| (distance(&fields, &e.fields), Found::Here(&**e)));
+    let gone = gone.iter().map(|gone| (distance(&fields, &gone.fields), Found::Gone(gone)));
     let mut all: Vec<_> = here.chain(gone).collect();
     // The sort is stable: of equally near ones those that are there, and then the latest.
-    all.sort_by_key(|(differences, _)| differences.len());
+    all.sort_by_key(|(distance, _)| *distance);
     all.truncate(most);
-    let told = |(differences, found)| match found {
-        Found::Here(entry) => Nearest { entry: Entry::facts(entry), gone: None, differences },
-        Found::Gone(gone) => Nearest { entry: Gone::facts(gone), gone: Some(gone.why), differences },
+    let told = |(_, found)| match found {
+        Found::Here(entry) => Nearest { entry: Entry::facts(entry), gone: None, differences: differences(&fields, &entry.fields) },
+        Found::Gone(gone) => Nearest { entry: Gone::facts(gone), gone: Some(gone.why), differences: differences(&fields, &gone.fields) },
     };
     all.into_iter().map(told).collect()
 }

@@ -1,8 +1,10 @@
 //! Entries in the order of their use, within bounds. No thread but the one that holds the lock comes here.
 
 use super::entry::{CacheValue, Entry};
+use super::explain::Fields;
 use super::facts::Why;
 use super::limits::{Limits, Weight};
+use super::past::LOOKED_AT;
 use lru::LruCache;
 use std::hash::Hasher;
 use std::sync::Arc;
@@ -88,6 +90,11 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
 
     pub(super) fn weight(&self) -> Weight {
         self.weight
+    }
+
+    /// The fields of the latest entries.
+    pub(super) fn fields(&self) -> impl Iterator<Item = Arc<Fields>> {
+        self.slots.iter().filter_map(|(_, (.., slot))| entry(slot)).take(LOOKED_AT).map(|e| e.fields.clone())
     }
 
     pub(super) fn peek(&self, key: Keyed<'_, K>) -> Option<&Slot<K, V, T, U>> {
