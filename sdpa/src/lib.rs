@@ -85,3 +85,7 @@ struct Guide;
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 struct Readme;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/cache.md")]
+struct Cache;

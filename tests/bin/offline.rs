@@ -172,6 +172,7 @@ fn check_portable(
         && again.lowered.supplies == planned.lowered.supplies
         && again.job == planned.job
         && again.engine == planned.engine
+        && again.recheck(job, library.version()).is_ok()
         && again.workspace_bytes() == planned.workspace_bytes()
         && again.to_bytes().is_ok_and(|again| again == bytes)
         && key(job)? == key(job)?;
@@ -184,7 +185,7 @@ fn check_portable(
         Job::Backward(_) => other.backward().validate().map_err(|e| e.to_string())?.into(),
     };
     match Planned::from_bytes(library, target, &other, &bytes) {
-        Err(PayloadError::Graph) if key(&other)? != key(job)? => {}
+        Err(PayloadError::Graph) if key(&other)? != key(job)? && planned.recheck(&other, library.version()).is_err() => {}
         Err(e) => return Err(format!("bytes of another pass: {e}")),
         Ok(_) => return Err("bytes of another pass were taken".to_owned()),
     }

@@ -58,11 +58,6 @@ pub(super) struct Entry<K, V> {
 }
 
 impl<K, V> Entry<K, V> {
-    /// What it is found by.
-    pub(super) fn keyed(&self) -> Keyed<'_, K> {
-        Keyed { hash: self.hash, key: &self.key }
-    }
-
     /// Notes lookups that found it.
     pub(super) fn hit(&self, hits: u64) {
         if hits > 0 {
@@ -109,11 +104,12 @@ impl<K, V> Entry<K, V> {
 
 impl<K: CacheKey, V: CacheValue> Entry<K, V> {
     pub(super) fn new(Keyed { hash, key }: Keyed<'_, K>, value: V, made: u64, built: BuildTime) -> Entry<K, V> {
+        let key = key.to_key();
         let (weight, label, fields) = (value.weight(), key.label(), Arc::new(key.fields()));
         let zero = || AtomicU64::new(0);
         Entry {
             hash,
-            key: key.clone(),
+            key,
             value,
             id: 0,
             weight,
@@ -126,6 +122,11 @@ impl<K: CacheKey, V: CacheValue> Entry<K, V> {
             pins: zero(),
             gone: AtomicBool::new(false),
         }
+    }
+
+    /// What it is found by.
+    pub(super) fn keyed(&self) -> Keyed<'_, K> {
+        Keyed { hash: self.hash, key: &self.key }
     }
 
     pub(super) fn facts(&self) -> EntryFacts {

@@ -5,6 +5,32 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::hash::Hash;
 
+/// Something that a key is found by without there being one: what a caller has at hand, borrowed.
+pub trait Query<K> {
+    /// As the key's own hash.
+    fn hash_in(&self, state: &ahash::RandomState) -> u64;
+
+    /// Whether it is this key.
+    fn is(&self, key: &K) -> bool;
+
+    /// The key.
+    fn to_key(&self) -> K;
+}
+
+impl<K: CacheKey> Query<K> for K {
+    fn hash_in(&self, state: &ahash::RandomState) -> u64 {
+        state.hash_one(self)
+    }
+
+    fn is(&self, key: &K) -> bool {
+        self == key
+    }
+
+    fn to_key(&self) -> K {
+        self.clone()
+    }
+}
+
 /// Names and values.
 pub type Fields = Vec<(&'static str, String)>;
 

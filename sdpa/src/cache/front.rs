@@ -4,6 +4,7 @@
 //! not wait for a front in use: it says that something is stale, and whoever uses the front sees to that afterwards.
 
 use super::entry::{CacheValue, Entry};
+use super::store::Keyed;
 use super::sync::{AtomicBool, AtomicU64, Mutex, Ordering, lock, thread_local, try_lock};
 use std::any::Any;
 use std::cell::RefCell;
@@ -48,10 +49,10 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
     }
 
     /// Calls `call` with the value of a key, if it is at hand; it stays there until `call` is done. Else gives `call` back.
-    pub(super) fn hit<R, F: FnOnce(&V, bool) -> R>(&self, hash: u64, key: &K, clock: u64, call: F) -> Result<R, F> {
+    pub(super) fn hit<R, F: FnOnce(&V, bool) -> R>(&self, Keyed { hash, key }: Keyed<'_, K>, clock: u64, call: F) -> Result<R, F> {
         // Taken: this thread is inside a call already, or another is dropping an entry.
         let Some(mut inner) = try_lock(&self.inner) else { return Err(call) };
-        let Some(at) = inner.near.iter().position(|n| n.hash == hash && n.entry.key == *key) else { return Err(call) };
+        let Some(at) = inner.near.iter().position(|n| n.hash == hash && key.is(&n.entry.key)) else { return Err(call) };
         if inner.clock != clock {
             (inner.clock, inner.count) = (clock, 1);
         } else if inner.last != at {

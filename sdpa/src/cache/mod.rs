@@ -31,7 +31,7 @@ mod sync;
 mod tests;
 
 pub use entry::CacheValue;
-pub use explain::{CacheKey, Difference, Explanation, Fields, Nearest, State};
+pub use explain::{CacheKey, Difference, Explanation, Fields, Nearest, Query, State};
 pub use facts::{BuildTime, CacheEvent, CacheSnapshot, CacheStats, CacheTrace, EntryFacts, What, Why};
 pub use limits::{Limits, Weight};
 
@@ -64,7 +64,7 @@ impl BuildError for Error {
     fn refusal(&self) -> Option<Unsupported> {
         match self {
             Error::Unsupported(why) => Some(why.clone()),
-            Error::Spec(_) | Error::Backend(_) => None,
+            Error::Spec(_) | Error::Backend(_) | Error::Bug(_) => None,
         }
     }
 
@@ -152,7 +152,11 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     /// # Errors
     /// What `build` returned to this thread, or *unsupported* from a while ago. Threads that waited for a build which failed
     /// otherwise build themselves.
-    pub fn get_or_build<E: BuildError<Refusal = U>>(&self, key: &K, build: impl FnOnce() -> Result<V, E>) -> Result<(V, bool), E> {
+    pub fn get_or_build<E: BuildError<Refusal = U>>(
+        &self,
+        key: &dyn Query<K>,
+        build: impl FnOnce() -> Result<V, E>,
+    ) -> Result<(V, bool), E> {
         self.with(key, build, |value, there| (value.clone(), there))
     }
 
@@ -162,25 +166,25 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     /// As [`PlanCache::get_or_build`].
     pub fn with<R, E: BuildError<Refusal = U>>(
         &self,
-        key: &K,
+        key: &dyn Query<K>,
         build: impl FnOnce() -> Result<V, E>,
         call: impl FnOnce(&V, bool) -> R,
     ) -> Result<R, E> {
-        let hash = self.hasher.hash_one(key);
+        let key = self.keyed(key);
         let front = self.fronts.mine();
         let call = match &front {
             None => call,
-            Some(front) => match front.hit(hash, key, self.clock.load(Ordering::Relaxed), call) {
+            Some(front) => match front.hit(key, self.clock.load(Ordering::Relaxed), call) {
                 Ok(result) => return Ok(result),
                 Err(call) => call,
             },
         };
-        let (entry, there) = self.find_or_build(Keyed { hash, key }, build)?;
+        let (entry, there) = self.find_or_build(key, build)?;
         let result = call(&entry.value, there);
         if let Some(front) = front
             && !entry.is_gone()
         {
-            front.keep(hash, entry);
+            front.keep(key.hash, entry);
         }
         Ok(result)
     }
@@ -202,9 +206,10 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
                 }
                 Found::Claimed(ticket, around) => {
                     let claim = Claim { cache: self, key, ticket, kept: false };
-                    self.tell_miss(key.key, &around);
+                    let owned = key.key.to_key();
+                    self.tell_miss(&owned, &around);
                     drop(around);
-                    let span = tracing::debug_span!("build", cache = self.name, key = key.key.label());
+                    let span = tracing::debug_span!("build", cache = self.name, key = owned.label());
                     let start = Instant::now();
                     let built = span.in_scope(build);
                     let total = start.elapsed();
@@ -220,8 +225,8 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
-    fn keyed<'k>(&self, key: &'k K) -> Keyed<'k, K> {
-        Keyed { hash: self.hasher.hash_one(key), key }
+    fn keyed<'k>(&self, key: &'k dyn Query<K>) -> Keyed<'k, K> {
+        Keyed { hash: key.hash_in(&self.hasher), key }
     }
 
     /// Looks under the lock; where there is nothing the key is this thread's to build.
@@ -464,7 +469,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
             }
             None => What::Failed { error },
         };
-        self.cache.note(inner, self.key.key.label(), what);
+        self.cache.note(inner, self.key.key.to_key().label(), what);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Entries in the order of their use, within bounds. No thread but the one that holds the lock comes here.
 
 use super::entry::{CacheValue, Entry};
-use super::explain::Fields;
+use super::explain::{CacheKey, Fields, Query};
 use super::facts::Why;
 use super::limits::{Limits, Weight};
 use super::past::LOOKED_AT;
@@ -21,11 +21,10 @@ pub(super) enum Slot<K, V, T, U> {
     Refused { why: U, since: Instant },
 }
 
-/// A key with its hash, by which it is found; computed once, as keys are long.
-#[derive(Debug)]
+/// A key, or what is one, with its hash, by which it is found; computed once, as keys are long.
 pub(super) struct Keyed<'k, K> {
     pub(super) hash: u64,
-    pub(super) key: &'k K,
+    pub(super) key: &'k dyn Query<K>,
 }
 
 impl<K> Clone for Keyed<'_, K> {
@@ -75,7 +74,7 @@ pub(super) struct Store<K, V, T, U> {
     ordered: u64,
 }
 
-impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
+impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
     pub(super) fn new(limits: Limits) -> Store<K, V, T, U> {
         Store { slots: LruCache::unbounded_with_hasher(Numbers::default()), limits, entries: 0, weight: Weight::default(), ordered: 0 }
     }
@@ -104,7 +103,7 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
     /// Where a key is, or may be put.
     fn place(&self, Keyed { hash, key }: Keyed<'_, K>) -> u64 {
         let mut place = hash;
-        while self.slots.peek(&place).is_some_and(|(_, there, _)| there != key) {
+        while self.slots.peek(&place).is_some_and(|(_, there, _)| !key.is(there)) {
             place = place.wrapping_add(1);
         }
         place
@@ -120,7 +119,7 @@ impl<K: Eq + Clone, V: CacheValue, T, U> Store<K, V, T, U> {
     pub(super) fn put(&mut self, key: Keyed<'_, K>, slot: Slot<K, V, T, U>) {
         debug_assert!(entry(&slot).is_none(), "entries come in by `insert`");
         self.remove(key);
-        self.slots.put(self.place(key), (key.hash, key.key.clone(), slot));
+        self.slots.put(self.place(key), (key.hash, key.key.to_key(), slot));
     }
 
     /// Takes a key out, whatever it stands for.

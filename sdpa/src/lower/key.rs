@@ -1,7 +1,9 @@
 //! A pass as the key of a cache.
 
 use super::job::Job;
-use crate::cache::{CacheKey, Difference, Fields};
+use crate::backward::BackwardProblem;
+use crate::cache::{CacheKey, Difference, Fields, Query};
+use crate::problem::Problem;
 use crate::spec::{Layout, TensorSpec};
 
 /// Layouts by name.
@@ -14,6 +16,36 @@ fn strides(tensor: &TensorSpec) -> String {
         (0..4).all(|axis| tensor.dims[axis] == 1 || strides[axis] == tensor.strides[axis])
     });
     dense.map_or_else(|| format!("{:?}", tensor.strides), |(_, name)| (*name).to_owned())
+}
+
+/// A pass that is looked up without being a [`Job`] yet.
+#[derive(Hash)]
+pub(crate) enum JobQuery<'a> {
+    /// As [`Job::Forward`].
+    Forward(&'a Problem),
+    /// As [`Job::Backward`].
+    Backward(&'a BackwardProblem),
+}
+
+impl Query<Job> for JobQuery<'_> {
+    fn hash_in(&self, state: &ahash::RandomState) -> u64 {
+        state.hash_one(self)
+    }
+
+    fn is(&self, key: &Job) -> bool {
+        match (self, key) {
+            (JobQuery::Forward(one), Job::Forward(other)) => *one == &**other,
+            (JobQuery::Backward(one), Job::Backward(other)) => *one == &**other,
+            (JobQuery::Forward(_), Job::Backward(_)) | (JobQuery::Backward(_), Job::Forward(_)) => false,
+        }
+    }
+
+    fn to_key(&self) -> Job {
+        match self {
+            JobQuery::Forward(problem) => Job::from((*problem).clone()),
+            JobQuery::Backward(problem) => Job::from((*problem).clone()),
+        }
+    }
 }
 
 impl CacheKey for Job {
@@ -103,3 +135,26 @@ const LAYOUTS_AND_ALIGNMENTS: [&str; 16] = [
     "alignment of dk",
     "alignment of dv",
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AttentionSpec, DType, Shape};
+
+    #[test]
+    fn a_borrowed_pass_is_found_as_its_job() {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
+        let (forward, backward) = (spec.validate().unwrap(), spec.backward().validate().unwrap());
+        let queries = [JobQuery::Forward(&forward), JobQuery::Backward(&backward)];
+        let jobs = [Job::from(forward.clone()), Job::from(backward.clone())];
+        let state = ahash::RandomState::new();
+        for (n, query) in queries.iter().enumerate() {
+            assert_eq!(query.hash_in(&state), jobs[n].hash_in(&state));
+            assert_eq!(query.to_key(), jobs[n]);
+            for (m, job) in jobs.iter().enumerate() {
+                assert_eq!(query.is(job), n == m);
+            }
+        }
+    }
+}

@@ -20,6 +20,7 @@ pub use copy::{Copy, convert, copy};
 pub(crate) use copy::{densify, spread};
 pub use expr::Vectors;
 pub use job::{Job, Operand};
+pub(crate) use key::JobQuery;
 pub use lowered::{Lowered, Supply, Table};
 pub use sum::{Sum, Sums};
 

@@ -19,10 +19,10 @@ pub use plan::{PlanOptions, Planned, PlannedConversion, PlannedCopy, PlannedSums
 pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
 
 use crate::backward::BackwardProblem;
-use crate::cache::{CacheStats, CacheTrace, Explanation, Limits, PlanCache};
+use crate::cache::{CacheStats, CacheTrace, Explanation, Limits, PlanCache, Query};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
-use crate::lower::Job;
+use crate::lower::{Job, JobQuery};
 use crate::problem::Problem;
 use cudnn_graph::{Device, Driver, Library, Search, Target};
 use std::num::NonZeroUsize;
@@ -41,12 +41,21 @@ pub struct CudnnOptions {
     pub forward: Limits,
     /// The same of backward passes.
     pub backward: Limits,
+    /// Lower again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
+    pub recheck: bool,
 }
 
 impl Default for CudnnOptions {
     fn default() -> CudnnOptions {
         let backward = Limits::entries(NonZeroUsize::new(64).unwrap_or(NonZeroUsize::MIN));
-        CudnnOptions { search: Search::default(), ordinal: 0, plan: PlanOptions::default(), forward: Limits::default(), backward }
+        CudnnOptions {
+            search: Search::default(),
+            ordinal: 0,
+            plan: PlanOptions::default(),
+            forward: Limits::default(),
+            backward,
+            recheck: false,
+        }
     }
 }
 
@@ -59,6 +68,7 @@ pub struct CudnnExecutor {
     forward: PlanCache<Job, Arc<Planned>>,
     backward: PlanCache<Job, Arc<Planned>>,
     files: files::Files,
+    recheck: bool,
 }
 
 impl CudnnExecutor {
@@ -70,7 +80,15 @@ impl CudnnExecutor {
         let device = Driver::load(options.search.driver.as_deref())?.device(options.ordinal)?;
         let library = Library::load(&options.search)?;
         let (forward, backward) = (PlanCache::new("forward", options.forward), PlanCache::new("backward", options.backward));
-        Ok(CudnnExecutor { library, device, options: options.plan, forward, backward, files: files::Files::default() })
+        Ok(CudnnExecutor {
+            library,
+            device,
+            options: options.plan,
+            forward,
+            backward,
+            files: files::Files::default(),
+            recheck: options.recheck,
+        })
     }
 
     /// The library.
@@ -124,7 +142,7 @@ impl CudnnExecutor {
     /// # Errors
     /// [`Error::Unsupported`] with every reason; the environment's.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<Planned>, bool), Error> {
-        self.plans(&Job::from(problem.clone()))
+        self.find(&self.forward, &JobQuery::Forward(problem))
     }
 
     /// The plans of a backward problem, from the cache or made now; the flag says whether they were there.
@@ -132,15 +150,26 @@ impl CudnnExecutor {
     /// # Errors
     /// As [`CudnnExecutor::attention`].
     pub fn attention_backward(&self, problem: &BackwardProblem) -> Result<(Arc<Planned>, bool), Error> {
-        self.plans(&Job::from(problem.clone()))
+        self.find(&self.backward, &JobQuery::Backward(problem))
     }
 
     fn plans(&self, job: &Job) -> Result<(Arc<Planned>, bool), Error> {
-        self.cache(job).get_or_build(job, || {
+        match job {
+            Job::Forward(problem) => self.attention(problem),
+            Job::Backward(problem) => self.attention_backward(problem),
+        }
+    }
+
+    fn find(&self, cache: &PlanCache<Job, Arc<Planned>>, query: &JobQuery<'_>) -> Result<(Arc<Planned>, bool), Error> {
+        let (planned, there) = cache.get_or_build(query, || {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
-            self.make(&Target::Handle(&handle), job, |planned| planned.upload_tables(&stream))
-        })
+            self.make(&Target::Handle(&handle), &query.to_key(), |planned| planned.upload_tables(&stream))
+        })?;
+        if there && self.recheck {
+            planned.recheck(&query.to_key(), self.library.version())?;
+        }
+        Ok((planned, there))
     }
 }
 

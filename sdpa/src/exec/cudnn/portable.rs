@@ -167,11 +167,7 @@ impl Planned {
             );
         }
         let (dense, copied) = lower::densify(job);
-        let lowered = match (&dense, head.spelling) {
-            (Job::Backward(problem), Some(spelling)) => lower::lower_backward(problem, runtime, spelling)?,
-            (Job::Forward(_), Some(_)) => return Err(PayloadError::Graph),
-            (Job::Forward(_) | Job::Backward(_), None) => lower::lower(&dense, head.form, runtime)?,
-        };
+        let lowered = spelled(&dense, head.form, head.spelling, runtime)?;
         if digest(&lowered, runtime)? != head.lowered {
             return Err(PayloadError::Graph);
         }
@@ -207,6 +203,31 @@ impl Planned {
             time: BuildTime { total: load, load, ..BuildTime::default() },
             tables: Vec::new(),
         })
+    }
+}
+
+impl Planned {
+    /// Lowers a pass again, and compares with what these plans are of: whether they may be called for it.
+    ///
+    /// # Errors
+    /// [`Error::Bug`], where they are of another graph.
+    pub fn recheck(&self, job: &Job, runtime: Version) -> Result<(), Error> {
+        let (dense, _) = lower::densify(job);
+        let wrong = |what: &str| Err(Error::Bug(format!("the plans for {} are of another {what}", crate::cache::CacheKey::label(job))));
+        if dense != self.job {
+            return wrong("problem");
+        }
+        let lowered = spelled(&dense, self.lowered.form, self.lowered.spelling, runtime).map_err(|e| Error::Bug(e.to_string()))?;
+        let supplies = lowered.supplies == self.lowered.supplies && lowered.operands == self.lowered.operands;
+        if lowered.graph == self.lowered.graph && supplies { Ok(()) } else { wrong("graph") }
+    }
+}
+
+/// A pass in one form and spelling.
+fn spelled(job: &Job, form: Form, spelling: Option<Spelling>, runtime: Version) -> Result<Lowered, LowerError> {
+    match (job, spelling) {
+        (Job::Backward(problem), Some(spelling)) => lower::lower_backward(problem, runtime, spelling),
+        (Job::Forward(_) | Job::Backward(_), _) => lower::lower(job, form, runtime),
     }
 }
 
