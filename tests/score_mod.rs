@@ -47,7 +47,7 @@ impl Entries {
 
     fn at(&mut self, problem: &Problem) -> u32 {
         let next = self.made + 1;
-        let (entry, there) = self.cache.get_or_build::<Error>(&problem.clone().into(), || Ok(Number(next))).unwrap();
+        let (entry, there) = self.cache.get_or_build::<Error>(&Job::from(problem.clone()), || Ok(Number(next))).unwrap();
         self.made += u32::from(!there);
         entry.0
     }
