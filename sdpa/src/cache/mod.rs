@@ -13,7 +13,8 @@
 //! | `store` | entries in order of use: no threads |
 //! | `front` | what a thread used last |
 //! | `entry` | a value and what is known of it |
-//! | `facts`, `journal`, `explain` | what it tells |
+//! | `facts`, `journal`, `past`, `explain` | what it tells |
+//! | `meter` | the same as counters, with the feature `metrics` |
 //! | `sync` | primitives, real or a model checker's |
 
 mod entry;
@@ -22,6 +23,8 @@ mod facts;
 mod front;
 mod journal;
 mod limits;
+#[cfg(feature = "metrics")]
+mod meter;
 #[cfg(all(test, shuttle))]
 mod model;
 mod past;
@@ -280,6 +283,11 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     fn note(&self, inner: &mut Inner<K, V, U>, label: String, what: What) {
         let at = self.since.elapsed().as_micros() as u64;
         let hits_so_far = inner.stats.hits + self.fronts.told();
+        #[cfg(feature = "metrics")]
+        {
+            meter::event(&self.name, &what);
+            meter::hits(&self.name, hits_so_far);
+        }
         inner.journal.push(CacheEvent { at, label, hits_so_far, what });
     }
 
@@ -342,6 +350,8 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     pub fn stats(&self) -> CacheStats {
         let near = self.fronts.hits();
         let inner = lock(&self.inner);
+        #[cfg(feature = "metrics")]
+        meter::hits(&self.name, inner.stats.hits + near);
         CacheStats { entries: inner.store.entries(), weight: inner.store.weight(), hits: inner.stats.hits + near, ..inner.stats }
     }
 

@@ -408,3 +408,31 @@ fn keys_of_one_hash_are_told_apart() {
         assert!(c.stats().entries <= 5 && c.stats().weight.bytes() == c.stats().entries as u64);
     }
 }
+
+#[cfg(feature = "metrics")]
+#[test]
+fn counters_are_told_through_the_facade() {
+    use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    metrics::with_local_recorder(&recorder, || {
+        let c = cache(1);
+        for key in [1, 1, 2, 1] {
+            c.get_or_build(&key, ok(key)).unwrap();
+        }
+        assert!(c.get_or_build(&3, || Err(Failure::Now)).is_err());
+        c.stats();
+    });
+    let all = snapshotter.snapshot().into_vec();
+    let count = |name: &str| {
+        let found = all.iter().filter(|(key, ..)| key.key().name() == name);
+        let value = |value: &DebugValue| match value {
+            DebugValue::Counter(n) => *n,
+            DebugValue::Histogram(all) => all.len() as u64,
+            DebugValue::Gauge(_) => 0,
+        };
+        found.map(|(.., v)| value(v)).sum::<u64>()
+    };
+    let names = ["hits_total", "misses_total", "failures_total", "evictions_total", "build_seconds"];
+    assert_eq!(names.map(|name| count(&format!("sdpa_cache_{name}"))), [1, 4, 1, 2, 3]);
+}

@@ -1,0 +1,29 @@
+//! What happens in a cache as counters of the `metrics` facade, each with the label `cache`.
+//!
+//! | name | counts |
+//! |---|---|
+//! | `sdpa_cache_hits_total` | lookups that found a plan; threads tell of theirs in batches |
+//! | `sdpa_cache_misses_total` | lookups that built |
+//! | `sdpa_cache_failures_total` | builds that failed or found no engine |
+//! | `sdpa_cache_evictions_total` | plans that went, with the label `why` |
+//! | `sdpa_cache_build_seconds` | a histogram of builds |
+
+use super::facts::What;
+use metrics::{counter, histogram};
+
+/// Counts an event.
+pub(super) fn event(cache: &str, what: &What) {
+    let cache = cache.to_owned();
+    match what {
+        What::Missed { .. } => counter!("sdpa_cache_misses_total", "cache" => cache).increment(1),
+        What::Built { time, .. } => histogram!("sdpa_cache_build_seconds", "cache" => cache).record(time.total as f64 / 1e6),
+        What::Failed { .. } | What::Unsupported { .. } => counter!("sdpa_cache_failures_total", "cache" => cache).increment(1),
+        What::Evicted { why, .. } => counter!("sdpa_cache_evictions_total", "cache" => cache, "why" => why.text()).increment(1),
+        What::Thrashing { .. } | What::Resized { .. } => {}
+    }
+}
+
+/// Tells of hits up to now.
+pub(super) fn hits(cache: &str, hits: u64) {
+    counter!("sdpa_cache_hits_total", "cache" => cache.to_owned()).absolute(hits);
+}
