@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # on-gpu.sh CARRY OUT [SECONDS]: everything that needs a GPU, on a machine that has a driver, a cuDNN and nothing else of ours.
 # CARRY holds the binary `device` (cargo build --profile dist -p bench-sdpa --bin device) and, optionally, folders
-# cudnn-VERSION with that runtime's libraries, plain or packed with xz. The cuDNN of the active Python environment is used
-# as well. Raw output goes to OUT; SECONDS go to the thread experiment, per runtime.
+# cudnn-VERSION with that runtime's libraries, plain or packed with xz, and files plans-VERSION.bin made by `cargo sdpa compile` for
+# the device. The cuDNN of the active Python environment is used as well. Raw output goes to OUT; SECONDS go to the thread experiment, per runtime.
 set -u
 carry=$(cd "$1" && pwd); out=$2; seconds=${3:-0}; random=${RANDOM_CASES:-200}
 here=$(cd "$(dirname "$0")" && pwd); mkdir -p "$out"
@@ -23,6 +23,9 @@ for library in "${libraries[@]}"; do
     "$carry/device" suite "$random" || status=1
     "$carry/device" cudarc || status=1
     "$carry/device" plans || status=1
+    "$carry/device" buckets || status=1
+    plans=$carry/plans-$("$carry/device" version).bin; [ -e "$plans" ] || plans=
+    "$carry/device" files ${plans:+"$plans"} || status=1
     [ ! -x "$carry/sdpa" ] || {
       "$carry/sdpa" doctor
       python3 - <<'EOF'

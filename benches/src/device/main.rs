@@ -1,9 +1,12 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
-//! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device cudarc`, `device plans`,
-//! `device startup`, `device time` (JSON lines in and out), `device stack BATCH SEQ`, `device threads SECONDS`.
+//! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`,
+//! `device buckets [CALLS]`, `device startup`, `device time` (JSON lines in and out), `device stack BATCH SEQ`, `device threads
+//! SECONDS`, `device version` (of cuDNN).
 
+mod buckets;
 mod cudarc;
+mod files;
 mod host;
 mod plans;
 mod setup;
@@ -26,12 +29,15 @@ fn main() -> ExitCode {
         Some("host") => host::run(),
         Some("cudarc") => cudarc::run(),
         Some("plans") => plans::run(),
+        Some("version") => files::version(),
+        Some("files") => files::run(args.get(1).map(String::as_str)),
+        Some("buckets") => buckets::run(number(1, 60)),
         Some("startup") => startup::run(),
         Some("stack") => stack::run(number(1, 4), number(2, 2048)),
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
         _ => {
-            Err("device suite [RANDOM] | speed | short | host | cudarc | plans | startup | time | stack BATCH SEQ | threads [SECONDS]"
+            Err("device suite [RANDOM] | speed | short | host | cudarc | plans | version | files [PLANS] | buckets [CALLS] | startup | time | stack BATCH SEQ | threads [SECONDS]"
                 .into())
         }
     };
