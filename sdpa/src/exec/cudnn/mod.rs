@@ -153,6 +153,15 @@ impl CudnnExecutor {
         self.find(&self.backward, &JobQuery::Backward(problem))
     }
 
+    /// Makes the plans of passes that will be asked for, or takes them out of files, without running anything; from several threads
+    /// at once they are made side by side. The flags say which were there already.
+    ///
+    /// # Errors
+    /// Of each pass, as [`CudnnExecutor::attention`]; one that has none does not keep the others from being made.
+    pub fn prefetch(&self, jobs: &[Job]) -> Vec<Result<bool, Error>> {
+        jobs.iter().map(|job| self.plans(job).map(|(_, there)| there)).collect()
+    }
+
     fn plans(&self, job: &Job) -> Result<(Arc<Planned>, bool), Error> {
         match job {
             Job::Forward(problem) => self.attention(problem),
