@@ -38,7 +38,7 @@ pub struct Limits {
     pub entries: NonZeroUsize,
     /// Sum of [`Weight::bytes`].
     pub bytes: u64,
-    /// How long *unsupported* is remembered. Nothing else that fails is.
+    /// How long *unsupported* is remembered, for as many keys as there are entries. Nothing else that fails is.
     pub refusals: Duration,
 }
 

@@ -69,6 +69,7 @@ pub(super) struct Store<K, V, T, U> {
     slots: Slots<K, V, T, U>,
     limits: Limits,
     entries: usize,
+    refused: usize,
     weight: Weight,
     /// Up to this time the order of the slots is that of their use.
     ordered: u64,
@@ -76,7 +77,14 @@ pub(super) struct Store<K, V, T, U> {
 
 impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
     pub(super) fn new(limits: Limits) -> Store<K, V, T, U> {
-        Store { slots: LruCache::unbounded_with_hasher(Numbers::default()), limits, entries: 0, weight: Weight::default(), ordered: 0 }
+        Store {
+            slots: LruCache::unbounded_with_hasher(Numbers::default()),
+            limits,
+            entries: 0,
+            refused: 0,
+            weight: Weight::default(),
+            ordered: 0,
+        }
     }
 
     pub(super) fn limits(&self) -> Limits {
@@ -119,6 +127,10 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
     pub(super) fn put(&mut self, key: Keyed<'_, K>, slot: Slot<K, V, T, U>) {
         debug_assert!(entry(&slot).is_none(), "entries come in by `insert`");
         self.remove(key);
+        if matches!(slot, Slot::Refused { .. }) {
+            self.refused += 1;
+            self.forget_refusals(self.limits.entries.get());
+        }
         self.slots.put(self.place(key), (key.hash, key.key.to_key(), slot));
     }
 
@@ -133,6 +145,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
     /// Empties a place, and moves up what was put further only because it was taken.
     fn pop(&mut self, place: u64) -> Option<Slot<K, V, T, U>> {
         let (.., slot) = self.slots.pop(&place)?;
+        self.refused -= usize::from(matches!(slot, Slot::Refused { .. }));
         let (mut hole, mut next) = (place, place.wrapping_add(1));
         while let Some((home, ..)) = self.slots.peek(&next) {
             if next.wrapping_sub(*home) >= next.wrapping_sub(hole)
@@ -165,16 +178,24 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
     /// New bounds; what does not fit goes, but for what is pinned.
     pub(super) fn resize(&mut self, limits: Limits) -> Dropped<K, V> {
         self.limits = limits;
+        self.forget_refusals(limits.entries.get());
         self.trim(limits.entries.get(), limits.bytes, Some(Why::Resized))
     }
 
     /// Drops every entry that is not pinned, and every refusal.
     pub(super) fn clear(&mut self) -> Dropped<K, V> {
-        let refused = self.slots.iter().filter(|(_, (.., s))| matches!(s, Slot::Refused { .. }));
-        for (hash, key) in refused.map(|(_, (hash, key, _))| (*hash, key.clone())).collect::<Vec<_>>() {
-            self.remove(Keyed { hash, key: &key });
-        }
+        self.forget_refusals(0);
         self.trim(0, 0, Some(Why::Cleared))
+    }
+
+    /// Forgets the oldest refusals, until so many are left.
+    fn forget_refusals(&mut self, most: usize) {
+        while self.refused > most {
+            let oldest = self.slots.iter().rev().find(|(_, (.., slot))| matches!(slot, Slot::Refused { .. })).map(|(place, _)| *place);
+            // The one that is about to be put is counted, and not there yet.
+            let Some(place) = oldest else { return };
+            self.pop(place);
+        }
     }
 
     /// Drops the least recently used entries that are not pinned, until so many entries and bytes are left.

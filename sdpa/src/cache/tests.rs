@@ -119,6 +119,29 @@ fn a_failed_build_is_tried_again_and_a_refusal_is_not() {
 }
 
 #[test]
+fn refusals_are_as_many_as_entries() {
+    let c = cache(4);
+    let asked = AtomicUsize::new(0);
+    let never = || {
+        asked.fetch_add(1, StdOrdering::Relaxed);
+        Err(Failure::Never("no engine".to_owned()))
+    };
+    for key in 0..1000 {
+        assert!(c.get_or_build(&key, never).is_err());
+    }
+    for key in 996..1000 {
+        assert!(c.get_or_build(&key, never).is_err());
+    }
+    assert_eq!(asked.load(StdOrdering::Relaxed), 1000);
+    for key in [5, 995] {
+        assert!(c.get_or_build(&key, never).is_err());
+    }
+    assert_eq!((asked.load(StdOrdering::Relaxed), c.stats().refusals), (1002, 4));
+    c.clear();
+    assert!(c.get_or_build(&999, ok(1)).is_ok());
+}
+
+#[test]
 fn a_build_that_panics_does_not_lock_its_key() {
     let c = cache(2);
     let build = || c.get_or_build::<Failure>(&1, || panic!("on purpose"));
