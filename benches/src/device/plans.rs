@@ -8,7 +8,6 @@ use half::bf16;
 use sdpa::exec::cudnn::plan::ask;
 use sdpa::exec::cudnn::{PlanOptions, Planned};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
-use std::sync::Arc;
 use std::time::Instant;
 
 pub(crate) fn run() -> Result<()> {
@@ -40,17 +39,7 @@ pub(crate) fn run() -> Result<()> {
             json.len(),
             start.elapsed().as_secs_f64() * 1e3
         );
-        let planned = Planned {
-            job: here.job.clone(),
-            lowered,
-            plan: Arc::new(plan),
-            copies: Vec::new(),
-            conversions: Vec::new(),
-            sums: Vec::new(),
-            engine: String::new(),
-            time: Default::default(),
-            tables: Vec::new(),
-        };
+        let planned = Planned::alone(here.job.clone(), lowered, plan);
         outputs.push(output(&stream, &handle, &planned, &spec)?);
         let other = json.replacen("\"cudnnVersion\":9", "\"cudnnVersion\":8", 1);
         match Plan::from_json(library, &other, &planned.lowered.graph, &Target::Handle(&handle)) {

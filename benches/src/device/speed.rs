@@ -2,12 +2,11 @@
 #![allow(unsafe_code)]
 
 use crate::setup::{Result, Tensors, executor, median, problems, short_problems};
-use cudnn_graph::{Plan, Policy, Target};
+use cudnn_graph::{Policy, Target};
 use sdpa::AttentionSpec;
 use sdpa::exec::cudnn::plan::ask;
 use sdpa::exec::cudnn::{PlanOptions, Planned};
-use sdpa::lower::{self, Form, Job, Lowered};
-use std::sync::Arc;
+use sdpa::lower::{self, Form, Job};
 
 const WARM: usize = 5;
 const RUNS: usize = 20;
@@ -39,8 +38,10 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
             let Ok((lowered, planner)) = ask(executor.library(), &target, &job, form, &Policy::default()) else { continue };
             for (n, candidate) in planner.report().candidates.iter().enumerate() {
                 match planner.nth(n, &target) {
-                    Ok(plan) => rivals
-                        .push((format!("{form} {} {:?}", candidate.tag(), candidate.source), planned(job.clone(), lowered.clone(), plan))),
+                    Ok(plan) => rivals.push((
+                        format!("{form} {} {:?}", candidate.tag(), candidate.source),
+                        Planned::alone(job.clone(), lowered.clone(), plan),
+                    )),
                     Err(e) => println!("# {name}: {form} {} was offered and refused: {e}", candidate.tag()),
                 }
             }
@@ -81,18 +82,4 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn planned(job: Job, lowered: Arc<Lowered>, plan: Plan) -> Planned {
-    Planned {
-        job,
-        lowered,
-        plan: Arc::new(plan),
-        copies: Vec::new(),
-        conversions: Vec::new(),
-        sums: Vec::new(),
-        engine: String::new(),
-        time: Default::default(),
-        tables: Vec::new(),
-    }
 }

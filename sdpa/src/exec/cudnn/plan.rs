@@ -44,6 +44,25 @@ pub struct Planned {
     pub tables: Vec<cudnn_graph::Buffer>,
 }
 
+impl Planned {
+    /// A plan of the attention graph with nothing around it, for callers that plan by themselves: no operand is copied, and the graph
+    /// reads no tables and writes no gradients of parameters.
+    pub fn alone(job: Job, lowered: Arc<Lowered>, plan: Plan) -> Planned {
+        let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
+        Planned {
+            job,
+            lowered,
+            plan: Arc::new(plan),
+            copies: Vec::new(),
+            conversions: Vec::new(),
+            sums: Vec::new(),
+            engine,
+            time: BuildTime::default(),
+            tables: Vec::new(),
+        }
+    }
+}
+
 impl CacheValue for Planned {
     fn weight(&self) -> Weight {
         let helpers = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan));
@@ -367,8 +386,7 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
         })
         .collect::<Result<_, Error>>()?;
     time.compile += micros(helpers);
-    let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
-    Ok(Planned { job: dense, lowered, plan: Arc::new(plan), copies, conversions, sums, engine, time, tables: Vec::new() })
+    Ok(Planned { copies, conversions, sums, time, ..Planned::alone(dense, lowered, plan) })
 }
 
 /// The declared tensors that a graph reads in another form, with what makes it.
