@@ -40,7 +40,13 @@ fn sent(job: &Job) -> String {
 fn bound(supply: &Supply) -> String {
     match supply {
         Supply::Number(trace) => trace.without_defaults().to_string(),
-        Supply::Param(_) | Supply::Spread { .. } | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {
+        Supply::Param(_)
+        | Supply::Spread { .. }
+        | Supply::Guarded(_)
+        | Supply::Table(_)
+        | Supply::Scratch
+        | Supply::Gradient(_)
+        | Supply::Terms { .. } => {
             format!("{supply:?}")
         }
     }

@@ -8,7 +8,7 @@ use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::ir::interp::{self, Precision, Value};
 use sdpa::expr::{Place, Trace};
-use sdpa::lower::{self, Form, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Vectors};
+use sdpa::lower::{self, Form, Guarded, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Vectors};
 use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, ScoreMod, Shape};
 use std::collections::BTreeMap;
 
@@ -100,6 +100,11 @@ impl Graph<'_> {
                 Supply::Spread { name, dtype: _, dims } => {
                     let spread = spread(&value(name), *dims, &self.dims(*id));
                     self.set(*id, spread);
+                }
+                Supply::Guarded(Guarded::Keys) => self.set(*id, value("seq_len_kv").into_iter().map(|x| x.max(1.0)).collect()),
+                Supply::Guarded(Guarded::Queries) => {
+                    let both = value("seq_len_q").into_iter().zip(value("seq_len_kv"));
+                    self.set(*id, both.map(|(q, kv)| if kv == 0.0 { 0.0 } else { q }).collect());
                 }
                 Supply::Table(Table::F32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
                 Supply::Table(Table::I32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),

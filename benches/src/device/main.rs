@@ -1,13 +1,15 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
-//! `device suite [RANDOM]`, `device speed`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`,
-//! `device buckets [CALLS]`, `device startup`, `device time` (JSON lines in and out), `device stack BATCH SEQ`, `device threads
+//! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`,
+//! `device buckets [CALLS]`, `device startup`, `device time` (JSON lines in and out), `device tree SEED [COUNT [FORM]]`,
+//! `device stack BATCH SEQ`, `device threads
 //! SECONDS`, `device version` (of cuDNN).
 
 mod buckets;
 mod cudarc;
 mod files;
 mod host;
+mod memory;
 mod plans;
 mod setup;
 mod speed;
@@ -16,6 +18,7 @@ mod startup;
 mod suite;
 mod threads;
 mod time;
+mod tree;
 
 use std::process::ExitCode;
 
@@ -25,6 +28,7 @@ fn main() -> ExitCode {
     let result = match args.first().map(String::as_str) {
         Some("suite") => suite::run(number(1, 200)),
         Some("speed") => speed::run(),
+        Some("speed-backward") => speed::backward(),
         Some("short") => speed::short(),
         Some("host") => host::run(),
         Some("cudarc") => cudarc::run(),
@@ -34,10 +38,11 @@ fn main() -> ExitCode {
         Some("buckets") => buckets::run(number(1, 60)),
         Some("startup") => startup::run(),
         Some("stack") => stack::run(number(1, 4), number(2, 2048)),
+        Some("tree") => tree::run(number(1, 0), number(2, 1), args.get(3).map(String::as_str)),
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
         _ => {
-            Err("device suite [RANDOM] | speed | short | host | cudarc | plans | version | files [PLANS] | buckets [CALLS] | startup | time | stack BATCH SEQ | threads [SECONDS]"
+            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | buckets [CALLS] | startup | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
                 .into())
         }
     };

@@ -1,7 +1,8 @@
 //! Device time of the chosen plan next to every configuration that cuDNN offers, in both forms, in turns.
 #![allow(unsafe_code)]
 
-use crate::setup::{Result, Tensors, executor, median, problems, short_problems};
+use crate::memory::Memory;
+use crate::setup::{Result, executor, median, problems, short_problems};
 use cudnn_graph::{Policy, Target};
 use sdpa::AttentionSpec;
 use sdpa::exec::cudnn::plan::ask;
@@ -11,25 +12,34 @@ use sdpa::lower::{self, Form, Job};
 const WARM: usize = 5;
 const RUNS: usize = 20;
 
-/// The speed table.
+/// The speed table, forward.
 pub(crate) fn run() -> Result<()> {
-    measure(problems())
+    measure(problems(), false)
+}
+
+/// The speed table, backward.
+pub(crate) fn backward() -> Result<()> {
+    measure(problems().into_iter().map(|(name, spec)| (name, spec.with_stats())).collect(), true)
 }
 
 /// Short prompts, where another engine may be the better one.
 pub(crate) fn short() -> Result<()> {
-    measure(short_problems())
+    measure(short_problems(), false)
 }
 
-fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
+fn measure(problems: Vec<(String, AttentionSpec)>, backward: bool) -> Result<()> {
     let executor = executor(PlanOptions::default())?;
     let stream = executor.device().stream()?;
     let handle = executor.library().handle(&stream)?;
     let target = Target::Handle(&handle);
     for (name, spec) in problems {
-        let problem = spec.validate()?;
-        let (chosen, _) = executor.attention(&problem)?;
-        let job = Job::from(problem.clone());
+        let (job, chosen, flops) = if backward {
+            let problem = spec.backward().validate()?;
+            (Job::from(problem.clone()), executor.attention_backward(&problem)?.0, problem.flops())
+        } else {
+            let problem = spec.validate()?;
+            (Job::from(problem.clone()), executor.attention(&problem)?.0, problem.flops())
+        };
         let mut rivals: Vec<(String, Planned)> = Vec::new();
         for form in [Form::Composite, Form::Unified] {
             if !lower::forms(&job, executor.library().version()).contains(&form) {
@@ -47,8 +57,10 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
             }
         }
         let workspace = rivals.iter().map(|(_, p)| p.workspace_bytes()).chain([chosen.workspace_bytes()]).max().unwrap_or(0);
-        let tensors = Tensors::new(&stream, &spec, workspace, 1)?;
-        let call = tensors.call(None);
+        let call = Memory::new(&stream, &chosen, workspace)?;
+        if backward {
+            call.forward_first(&executor, &stream, &spec)?;
+        }
         let label = format!("{} {}", chosen.lowered.form, chosen.plan.engine().map(|c| c.tag()).unwrap_or_default());
         let mut all: Vec<(&str, &Planned)> = vec![("chosen", &chosen)];
         all.extend(rivals.iter().map(|(n, p)| (n.as_str(), p)));
@@ -59,8 +71,8 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
                 let n = (turn + round) % all.len();
                 let (planned, times) = (all[n].1, &mut times[n]);
                 let start = stream.record(true)?;
-                // SAFETY: the tensors are whole buffers of this device that outlive the loop; the stream is waited for below.
-                unsafe { planned.forward(&handle, &call) }?;
+                // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
+                unsafe { call.submit(planned, &handle) }?;
                 let end = stream.record(true)?;
                 end.synchronize()?;
                 if round >= WARM {
@@ -73,7 +85,7 @@ fn measure(problems: Vec<(String, AttentionSpec)>) -> Result<()> {
         println!(
             "{name}: chosen {label} {:.4} ms, {:.1} TFLOP/s, {:.3} of the best of {}",
             medians[0],
-            problem.flops() / medians[0] / 1e9,
+            flops / medians[0] / 1e9,
             medians[0] / best,
             rivals.len()
         );

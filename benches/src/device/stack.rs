@@ -1,8 +1,8 @@
 //! Forward and backward of a stack of attention layers, the output of one the query of the next: time and memory.
 #![allow(unsafe_code)]
 
+use crate::memory::{random, slice};
 use crate::setup::{Result, executor};
-use crate::time::{random, slice};
 use cudnn_graph::{Buffer, DType, Stream};
 use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, PlanOptions};
 use sdpa::{AttentionSpec, Layout, Mask, Shape};

@@ -273,11 +273,33 @@ impl Handle {
     /// The driver's own.
     pub unsafe fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
         self.device.enter()?;
-        let stream = self.pooled.as_ref().and_then(|p| p.stream).map_or(std::ptr::null_mut(), |s| s.0);
         let bytes = usize::try_from(slice.bytes).unwrap_or(usize::MAX);
         // SAFETY: the caller's.
-        let code = unsafe { (self.device.table().fill_bytes)(slice.address, 0, bytes, stream) };
+        let code = unsafe { (self.device.table().fill_bytes)(slice.address, 0, bytes, self.stream()) };
         self.device.check("cuMemsetD8Async", code)
+    }
+
+    /// Copies one piece of device memory into another of the same size, on the stream of this handle. Nothing waits.
+    ///
+    /// # Safety
+    /// Both slices are device memory of the handle's device, really as large as said; until the stream has passed this call nothing
+    /// else uses `to` and nothing writes `from`.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] for slices of different sizes; the driver's own.
+    pub unsafe fn copy(&self, from: DeviceSlice, to: DeviceSlice) -> Result<(), Error> {
+        if from.bytes != to.bytes {
+            return Err(Error::Memory { what: "a copy".to_owned(), bytes: from.bytes, limit: format!("{} bytes to copy to", to.bytes) });
+        }
+        self.device.enter()?;
+        let bytes = usize::try_from(from.bytes).unwrap_or(usize::MAX);
+        // SAFETY: the caller's.
+        let code = unsafe { (self.device.table().on_device)(to.address, from.address, bytes, self.stream()) };
+        self.device.check("cuMemcpyDtoDAsync_v2", code)
+    }
+
+    fn stream(&self) -> Ptr {
+        self.pooled.as_ref().and_then(|p| p.stream).map_or(std::ptr::null_mut(), |s| s.0)
     }
 }
 

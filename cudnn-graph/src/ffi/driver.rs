@@ -35,6 +35,7 @@ table! {
         free: "cuMemFree_v2" fn(u64);
         to_device: "cuMemcpyHtoDAsync_v2" fn(u64, *const c_void, usize, Ptr);
         to_host: "cuMemcpyDtoHAsync_v2" fn(*mut c_void, u64, usize, Ptr);
+        on_device: "cuMemcpyDtoDAsync_v2" fn(u64, u64, usize, Ptr);
         fill_bytes: "cuMemsetD8Async" fn(u64, u8, usize, Ptr);
         stream_create: "cuStreamCreate" fn(*mut Ptr, c_uint);
         stream_destroy: "cuStreamDestroy_v2" fn(Ptr);

@@ -83,16 +83,14 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     let pass = Pass::Backward(spelling.vectors);
     let padded = b.forward().kept().seq_len_q || b.forward().kept().seq_len_kv;
     if padded && b.gradient().is_some_and(|gradient| !survives_padding(&gradient.trace, b.forward().extents())) {
-        let rule = "padding beside a score_mod that makes no number of −∞: past the lengths cuDNN's engines give that to score_mods, \
-                    behind whatever is selected there";
-        return Err(LowerError::Unsupported(rule.to_owned()));
+        return Err(LowerError::Unsupported(NO_NUMBER.to_owned()));
     }
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let ports = Ports::new(&mut g, b, transposed);
     let p = b.forward();
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
     let lengths = Lengths::of(to, p);
-    let [rows, keys] = [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1)];
+    let [rows, keys] = lengths.overrides(to, p, runtime)?;
     let scale = ports.attn_scale;
 
     let row_sum = row_sum(to, p, &ports);
@@ -154,10 +152,15 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     Ok(Lowered { graph: g.verify()?, form: Form::Composite, spelling: Some(spelling), operands, attn_scale, stats: Some(stats), supplies })
 }
 
-/// Whether a score_mod and its derivative are numbers for a score of −∞, at both ends of the indices.
+/// Why padding is refused beside some score_mods.
+const NO_NUMBER: &str = "padding beside a score_mod that makes no number of −∞: past the lengths cuDNN's engines give that \
+                                    to score_mods, behind whatever is selected there";
+
+/// Whether a score_mod, and its derivative where the trace has it, are numbers for a score of −∞, at the ends of the indices.
 fn survives_padding(trace: &Trace, extents: [i64; 4]) -> bool {
     let params = vec![1.0; trace.params().len()];
-    [[0; 4], extents.map(|extent| extent - 1)].into_iter().all(|index| {
+    (0..16).all(|corner| {
+        let index = [0, 1, 2, 3].map(|axis| if corner >> axis & 1 == 0 { 0 } else { extents[axis] - 1 });
         let place = Place { score: f64::NEG_INFINITY, upstream: 0.0, index, extents, params: &params };
         trace.eval(&place, Precision::F32).iter().take(2).all(|x| !x.is_nan())
     })

@@ -17,16 +17,14 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let Operands { q, k, v, attn_scale, o, stats } = operands;
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
     let lengths = Lengths::of(to, problem);
-
-    let scores =
-        product(to.graph, [q, k], scores_like(problem), [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1), None], Some(0.0));
+    let [rows, keys] = lengths.overrides(to, problem, runtime)?;
+    let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, attn_scale]);
     let modified = modify(to, scaled, problem);
     let masked = mask::apply(to, modified, problem, lengths, runtime, Pass::Forward);
     let weights = if runtime >= super::UNIFIED_SINCE { g.softmax(masked, stats) } else { softmax(&mut g, masked, stats) };
     // The second matrix product reads the weights in the type of the operands.
     g.set_dtype(weights, problem.dtype());
-    let [rows, keys] = [lengths.both().map(|l| l.0), lengths.both().map(|l| l.1)];
     product_into(&mut g, [weights, v], o, [rows, None, keys], None);
 
     let graph = g.verify()?;

@@ -1,13 +1,14 @@
-//! Copies on the device as graphs of one op, for operands that the attention engines cannot read or write in place.
+//! Copies on the device as small graphs, for operands that the attention engines cannot read or write in place.
 //!
 //! cuDNN's pointwise engines take three axes and no more, and an axis of stride 0 only as the first (asked of 9.19 and 9.27
 //! for compute capability 8.0, 9.0 and 10.0). So axes that lie behind one another in memory are merged, and where three
 //! remain besides the last, the copy is made once per index of the outermost.
 
 use super::job::{Job, Operand};
+use super::lowered::Guarded;
 use crate::spec::{Layout, TensorSpec};
 use cudnn_graph::ir::pointwise::Params;
-use cudnn_graph::ir::{Mode, Tensor, TensorId};
+use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
 
 /// A copy graph, the tensors that a caller binds, and how often to run it.
@@ -17,6 +18,8 @@ pub struct Copy {
     pub graph: Verified,
     /// What is read.
     pub from: TensorId,
+    /// What is read besides, elements of the same places.
+    pub second: Option<TensorId>,
     /// What is written.
     pub to: TensorId,
     /// Zeros that are read, as large as what is written: they may be the same memory.
@@ -109,6 +112,7 @@ pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result
     Ok(Copy {
         graph: g.verify()?,
         from: x,
+        second: None,
         to: y,
         zeros,
         repeats: repeated.extent.unsigned_abs(),
@@ -128,6 +132,30 @@ pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result
         from.strides[3] = 1;
     }
     convert(dtypes, &from, &TensorSpec::dense(to, Layout::Bhsd))
+}
+
+/// Guarded lengths of so many batch entries. Engines compute these in f32 and in no whole numbers: lengths up to 2²⁴.
+pub(crate) fn guarded(which: Guarded, entries: i64) -> Result<Copy, cudnn_graph::Error> {
+    let mut g = Graph::new();
+    let dims = [1, 1, entries];
+    let lengths = |g: &mut Graph, name: &str| g.tensor(Tensor::device(name, DType::I32, dims));
+    let number = |g: &mut Graph, x: f32| g.tensor(Tensor::by_value("number", DType::F32, Some(Scalar::F32(x)), dims.len()));
+    let x = lengths(&mut g, "from");
+    let (y, second) = match which {
+        Guarded::Keys => {
+            let one = number(&mut g, 1.0);
+            (g.pointwise_as(Mode::Max, &[x, one], DType::F32, DType::I32, Params::default()), None)
+        }
+        Guarded::Queries => {
+            let keys = lengths(&mut g, "second");
+            // No length is larger than one key counted so often.
+            let many = number(&mut g, (1 << 24) as f32);
+            let any = g.pointwise_as(Mode::Mul, &[keys, many], DType::F32, DType::F32, Params::default());
+            (g.pointwise_as(Mode::Min, &[x, any], DType::F32, DType::I32, Params::default()), Some(keys))
+        }
+    };
+    g.output(y, "to", DType::I32);
+    Ok(Copy { graph: g.verify()?, from: x, second, to: y, zeros: None, repeats: 1, from_step: 0, to_step: 0 })
 }
 
 /// Bytes that engines read at once: base addresses and strides must be multiples.
@@ -214,6 +242,21 @@ mod tests {
         let broadcast_all = TensorSpec { dims, strides: [0, 0, 0, 1], alignment: 16 };
         assert_eq!(check(broadcast_all).repeats, 1);
         check(TensorSpec { dims: [1, 1, 1, 8], strides: [8, 8, 8, 1], alignment: 4 });
+    }
+
+    #[test]
+    fn entries_without_keys_have_one_and_no_queries() {
+        use cudnn_graph::expr::Precision;
+        use cudnn_graph::ir::interp;
+        let (queries, keys) = ([5.0, 9.0, 0.0, 7.0], [3.0, 0.0, 0.0, f64::from(1 << 24)]);
+        for (which, want) in [(Guarded::Queries, [5.0, 0.0, 0.0, 7.0]), (Guarded::Keys, [3.0, 1.0, 1.0, f64::from(1 << 24)])] {
+            let c = guarded(which, 4).unwrap();
+            let first = if which == Guarded::Keys { keys } else { queries };
+            let given = [Some((c.from, first)), c.second.map(|id| (id, keys))];
+            let inputs = given.into_iter().flatten().map(|(id, x)| (id, interp::Value::new(vec![1, 1, 4], x.to_vec()))).collect();
+            let got = interp::run(&c.graph, &inputs, Precision::F32).unwrap();
+            assert_eq!(got[&c.to].data, want, "{which:?}");
+        }
     }
 
     #[test]

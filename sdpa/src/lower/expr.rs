@@ -450,7 +450,7 @@ pub(super) fn param(to: &mut Into<'_>, trace: &Trace, p: cudnn_graph::expr::Para
     let declared = &trace.params()[p.index()];
     let before = to.supplies.iter().find(|(_, s)| match s {
         Supply::Param(name) | Supply::Spread { name, .. } => *name == declared.name,
-        Supply::Number(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => false,
+        Supply::Number(_) | Supply::Guarded(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => false,
     });
     if let Some((tensor, _)) = before {
         return *tensor;

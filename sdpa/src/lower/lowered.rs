@@ -3,6 +3,7 @@
 use super::Form;
 use super::backward::Spelling;
 use super::job::Operand;
+use crate::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use cudnn_graph::expr::Trace;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{DType, Verified};
@@ -34,6 +35,25 @@ impl Table {
     }
 }
 
+/// Lengths of batch entries as engines that go wrong without keys can take them: an entry without keys has one, and no queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Guarded {
+    /// `seq_len_q`, and 0 where `seq_len_kv` is 0.
+    Queries,
+    /// `seq_len_kv`, and 1 where it is 0.
+    Keys,
+}
+
+impl Guarded {
+    /// The declared tensors that it is computed of, in the order of the copy that computes it.
+    pub fn params(self) -> &'static [&'static str] {
+        match self {
+            Guarded::Queries => &[SEQ_LEN_Q, SEQ_LEN_KV],
+            Guarded::Keys => &[SEQ_LEN_KV],
+        }
+    }
+}
+
 /// What is bound to a tensor besides operands.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Supply {
@@ -50,6 +70,8 @@ pub enum Supply {
         /// Its extents there.
         dims: [i64; 4],
     },
+    /// Lengths for an entry of a batch without keys to count as one without queries: see [`Guarded`].
+    Guarded(Guarded),
     /// A table that the executor keeps in device memory.
     Table(Table),
     /// Device memory of the workspace, whose contents mean nothing to the caller.

@@ -3,13 +3,14 @@
 //! Dropped scores become −∞ in one select per bound, so that nothing before them can undo a mask; a row without a key then
 //! gives zeros and stats of −∞ on every engine that was measured.
 
+use super::LowerError;
 use super::expr::{Emitter, Into, Pass};
-use super::lowered::Supply;
+use super::lowered::{Guarded, Supply};
 use crate::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
 use crate::problem::Problem;
 use cudnn_graph::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, ParamKind};
 use cudnn_graph::ir::pointwise::Params;
-use cudnn_graph::ir::{Mode, Scalar, TensorId};
+use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 
 /// How the lengths of batch entries reach the kernel.
@@ -37,7 +38,33 @@ impl Lengths {
         Lengths { q: tensor(kept.seq_len_q, SEQ_LEN_Q), kv: tensor(kept.seq_len_kv, SEQ_LEN_KV), ruled: [false; 2] }
     }
 
-    /// Both, where there are both as tensors: what products of matrices and the unified op take.
+    /// All of them as rules.
+    pub(super) fn as_rules(self) -> Lengths {
+        Lengths { q: None, kv: None, ruled: [self.drops_q(), self.drops_kv()] }
+    }
+
+    /// What products of matrices take: of queries and of keys, where there are both as tensors.
+    ///
+    /// # Errors
+    /// More keys than f32 counts, where the lengths have to pass through it.
+    pub(super) fn overrides(self, to: &mut Into<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
+        let Some((q, kv)) = self.both() else { return Ok([None, None]) };
+        if runtime >= ZERO_KEYS_SINCE {
+            return Ok([Some(q), Some(kv)]);
+        }
+        if problem.seq_q().max(problem.seq_kv()) > F32_WHOLE {
+            let rule = format!("padding of more than {F32_WHOLE} queries or keys before cuDNN {ZERO_KEYS_SINCE}");
+            return Err(LowerError::Unsupported(rule));
+        }
+        let mut guarded = |name: &str, which| {
+            let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [problem.batch(), 1, 1, 1]));
+            to.supplies.push((tensor, Supply::Guarded(which)));
+            Some(tensor)
+        };
+        Ok([guarded("seq_len_q_guarded", Guarded::Queries), guarded("seq_len_kv_guarded", Guarded::Keys)])
+    }
+
+    /// Both, where there are both as tensors: what the unified op takes.
     pub(super) fn both(self) -> Option<(TensorId, TensorId)> {
         self.q.zip(self.kv)
     }
@@ -54,6 +81,10 @@ impl Lengths {
         self.drops_q() || self.drops_kv()
     }
 }
+
+/// Before it, entries of a batch without keys get no numbers: not-a-number forward, nothing written backward (cudnn-frontend #943; seen
+/// on an H200 under 9.19). Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
+pub(super) const ZERO_KEYS_SINCE: Version = Version::new(9, 25, 0);
 
 /// Whether there is something to drop besides the lengths that the op takes by itself.
 pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
@@ -83,8 +114,7 @@ pub(super) fn fill_dropped(
     // Engines recognise bands and lengths of one query in plain attention alone, and count keys within the parts that they take
     // them in.
     if problem.seq_q() == 1 && (problem.score_mod().is_some() || kept.rest.is_some() || lengths.drop_anything()) {
-        let lengths = Lengths { ruled: [lengths.drops_q(), lengths.drops_kv()], ..lengths };
-        return rule(to, scores, problem, (lengths, kept.region), fill, pass);
+        return rule(to, scores, problem, (lengths.as_rules(), kept.region), fill, pass);
     }
     let mut out = rule(to, scores, problem, (lengths, Region::default()), fill, pass);
     let g = &mut *to.graph;

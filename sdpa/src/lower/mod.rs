@@ -17,11 +17,11 @@ mod unified;
 
 pub use backward::{QueryGradient, Spelling};
 pub use copy::{Copy, convert, copy};
-pub(crate) use copy::{densify, spread};
+pub(crate) use copy::{densify, guarded, spread};
 pub use expr::Vectors;
 pub use job::{Job, Operand};
 pub(crate) use key::JobQuery;
-pub use lowered::{Lowered, Supply, Table};
+pub use lowered::{Guarded, Lowered, Supply, Table};
 pub use sum::{Sum, Sums};
 
 use crate::backward::BackwardProblem;

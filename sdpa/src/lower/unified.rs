@@ -7,6 +7,7 @@ use super::{Form, LowerError, Operands, modify};
 use crate::problem::Problem;
 use cudnn_graph::ir::op::{Op, ScoreGraph, SdpaForward};
 use cudnn_graph::ir::ty::Dims;
+use cudnn_graph::ir::{Mode, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
@@ -18,6 +19,10 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     if lengths.both().is_some() && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
         let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
         return Err(LowerError::Unsupported(rule.to_owned()));
+    }
+    if lengths.both().is_some() && runtime < mask::ZERO_KEYS_SINCE {
+        let rule = format!("lengths before cuDNN {}: entries of a batch without keys get no numbers", mask::ZERO_KEYS_SINCE);
+        return Err(LowerError::Unsupported(rule));
     }
     // The op pads by itself where it has both lengths.
     let (native, inner) = match lengths.both() {
@@ -32,10 +37,31 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         let modified = modify(to, input, problem);
         let output = mask::apply(to, modified, problem, inner, runtime, Pass::Forward);
         let ops = to.graph.take_ops(before);
+        let ops = read_first(to.graph, input, ops);
         (output != input).then_some(ScoreGraph { input, output, ops })
     };
     let plain = SdpaForward::plain(q, k, v, o);
     let (seq_len_q, seq_len_kv) = native.unzip();
     g.push(Op::SdpaForward(Box::new(SdpaForward { attn_scale: Some(attn_scale), score, stats, seq_len_q, seq_len_kv, ..plain })));
     Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands: operands.list(), attn_scale, stats, supplies })
+}
+
+/// The ops of an inner graph with a copy of the score wherever an op reads it as another operand than the first: there the engine of
+/// 9.27 reads memory that is not the kernel's (an H200 under memcheck: `score + score * score`).
+fn read_first(g: &mut Graph, input: TensorId, mut ops: Vec<Op>) -> Vec<Op> {
+    let later = |op: &Op| matches!(op, Op::Pointwise(p) if p.b == Some(input) || p.t == Some(input));
+    if !ops.iter().any(later) {
+        return ops;
+    }
+    let before = g.ops().len();
+    let copy = g.pointwise(Mode::Identity, &[input]);
+    for op in &mut ops {
+        let Op::Pointwise(pointwise) = op else { continue };
+        for operand in [&mut pointwise.b, &mut pointwise.t] {
+            *operand = operand.map(|id| if id == input { copy } else { id });
+        }
+    }
+    let mut all = g.take_ops(before);
+    all.append(&mut ops);
+    all
 }

@@ -31,6 +31,15 @@ fn lengths(random: &mut Random, entries: usize, extent: i64) -> Values {
     Values::I32((0..entries).map(|_| one() as i32).collect())
 }
 
+/// The last of several entries has nothing: what engines get wrong first.
+fn with_an_empty_one(lengths: Values) -> Values {
+    let Values::I32(mut all) = lengths else { return lengths };
+    if let [_, .., last] = &mut all[..] {
+        *last = 0;
+    }
+    Values::I32(all)
+}
+
 fn documents(drawing: &mut Drawing<'_>) -> [Tensor; 2] {
     let batches = drawing.extents[0];
     [("doc_q", 2), ("doc_k", 3)].map(|(name, axis)| drawing.bind(name, &[0, axis], |random, n| runs(random, n, batches)))
@@ -81,7 +90,7 @@ pub(super) fn keep(text: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String
         }
         "padding" => {
             let rows = drawing.bind("seq_len_q", &[0], |random, n| lengths(random, n, seq_q));
-            let keys = drawing.bind("seq_len_kv", &[0], |random, n| lengths(random, n, seq_kv));
+            let keys = drawing.bind("seq_len_kv", &[0], |random, n| with_an_empty_one(lengths(random, n, seq_kv)));
             Box::new(move |here| (here[2] as f64) < rows.at(here) && (here[3] as f64) < keys.at(here))
         }
         "global-local" => {

@@ -95,13 +95,13 @@ pub struct PlannedCopy {
     pub plan: Arc<Plan>,
 }
 
-/// A conversion of one declared tensor.
+/// A conversion of declared tensors into one that the attention graph reads.
 #[derive(Debug)]
 pub struct PlannedConversion {
     /// The tensor of the attention graph.
     pub tensor: TensorId,
-    /// The parameter's name.
-    pub name: String,
+    /// The names of the parameters that the copy reads.
+    pub names: Vec<String>,
     /// The conversion's graph.
     pub copy: Copy,
     /// The conversion's plan.
@@ -310,9 +310,9 @@ pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, optio
         let (lowered, _) = try_ask(library, target, j, form, &options.policy)?;
         Ok((form, lowered))
     })?;
-    for (_, name, copy) in conversions(&lowered)? {
+    for (_, names, copy) in conversions(&lowered)? {
         Planner::new(library, Arc::new(copy.graph), target, &Policy::default())
-            .map_err(|e| refused(format!("conversion of {name}"), e.into()))?;
+            .map_err(|e| refused(format!("conversion of {}", names.join(" and ")), e.into()))?;
     }
     for sums in lowered.sums()? {
         for step in sums.steps {
@@ -366,10 +366,10 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
         .collect::<Result<_, Error>>()?;
     let conversions = conversions(&lowered)?
         .into_iter()
-        .map(|(tensor, name, copy)| {
+        .map(|(tensor, names, copy)| {
             let plan = Plan::build(library, Arc::new(copy.graph.clone()), target, &Policy::default())
-                .map_err(|e| refused(format!("conversion of {name}"), Error::Backend(e)))?;
-            Ok(PlannedConversion { tensor, name, copy, plan: Arc::new(plan) })
+                .map_err(|e| refused(format!("conversion of {}", names.join(" and ")), Error::Backend(e)))?;
+            Ok(PlannedConversion { tensor, names, copy, plan: Arc::new(plan) })
         })
         .collect::<Result<_, Error>>()?;
     let sums = lowered
@@ -390,14 +390,20 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
 }
 
 /// The declared tensors that a graph reads in another form, with what makes it.
-pub(super) fn conversions(lowered: &Lowered) -> Result<Vec<(TensorId, String, Copy)>, Error> {
+pub(super) fn conversions(lowered: &Lowered) -> Result<Vec<(TensorId, Vec<String>, Copy)>, Error> {
     let mut all = Vec::new();
     for (id, supply) in &lowered.supplies {
-        if let Supply::Spread { name, dtype, dims } = supply
-            && let Some(tensor) = lowered.graph.graph().get(*id)
-            && let [batch, head, q, k] = tensor.dims.0[..]
-        {
-            all.push((*id, name.clone(), lower::spread([*dtype, tensor.dtype], *dims, [batch, head, q, k])?));
+        let Some(tensor) = lowered.graph.graph().get(*id) else { continue };
+        let [batch, head, q, k] = tensor.dims.0[..] else { continue };
+        match supply {
+            Supply::Spread { name, dtype, dims } => {
+                all.push((*id, vec![name.clone()], lower::spread([*dtype, tensor.dtype], *dims, [batch, head, q, k])?));
+            }
+            Supply::Guarded(which) => {
+                let names = which.params().iter().map(|&name| name.to_owned()).collect();
+                all.push((*id, names, lower::guarded(*which, batch)?));
+            }
+            Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {}
         }
     }
     Ok(all)

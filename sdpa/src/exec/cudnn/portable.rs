@@ -117,9 +117,12 @@ fn digest(lowered: &Lowered, runtime: Version) -> Result<Digest, Error> {
             Supply::Number(trace) => parts.part(b"number").part(trace.without_defaults().to_string().as_bytes()),
             Supply::Table(Table::F32(x)) => parts.part(b"f32").part(&x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()),
             Supply::Table(Table::I32(x)) => parts.part(b"i32").part(&x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()),
-            Supply::Param(_) | Supply::Spread { .. } | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {
-                parts.part(format!("{supply:?}").as_bytes())
-            }
+            Supply::Param(_)
+            | Supply::Spread { .. }
+            | Supply::Guarded(_)
+            | Supply::Scratch
+            | Supply::Gradient(_)
+            | Supply::Terms { .. } => parts.part(format!("{supply:?}").as_bytes()),
         };
     }
     Ok(parts.finish())
@@ -181,8 +184,8 @@ impl Planned {
             copies.push(PlannedCopy { operand, plan: load(&copy.graph)?, copy });
         }
         let mut converted = Vec::new();
-        for (tensor, name, copy) in conversions(&lowered)? {
-            converted.push(PlannedConversion { tensor, name, plan: load(&copy.graph)?, copy });
+        for (tensor, names, copy) in conversions(&lowered)? {
+            converted.push(PlannedConversion { tensor, names, plan: load(&copy.graph)?, copy });
         }
         let mut summed = Vec::new();
         for sums in lowered.sums()? {

@@ -3,7 +3,7 @@
 
 use super::guard;
 use super::plan::{Planned, PlannedCopy};
-use super::sum;
+use super::sum::{self, Room};
 use crate::error::{Error, SpecError, SpecErrors};
 use crate::lower::{Copy, Operand, Supply};
 use crate::params;
@@ -124,8 +124,15 @@ const PIECE: u64 = 256;
 struct Pieces {
     copied: Vec<(Operand, DeviceSlice)>,
     scratch: Vec<(TensorId, DeviceSlice)>,
-    between_sums: Vec<DeviceSlice>,
+    sums: Vec<Room>,
     end: u64,
+}
+
+/// The sums of one gradient, bound.
+struct SumCalls<'a> {
+    plans: Vec<(&'a Plan, Bindings)>,
+    result: DeviceSlice,
+    gradient: DeviceSlice,
 }
 
 impl Planned {
@@ -148,17 +155,19 @@ impl Planned {
         let mut scratch = Vec::new();
         for (id, supply) in &self.lowered.supplies {
             match supply {
-                Supply::Scratch | Supply::Spread { .. } | Supply::Terms { .. } => scratch.push((*id, take(self.lowered.bytes(*id)))),
+                Supply::Scratch | Supply::Spread { .. } | Supply::Guarded(_) | Supply::Terms { .. } => {
+                    scratch.push((*id, take(self.lowered.bytes(*id))))
+                }
                 Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Gradient(_) => {}
             }
         }
-        let between_sums = self.sums.iter().map(|sums| take(sums.between())).collect();
-        Pieces { copied, scratch, between_sums, end: next }
+        let sums = self.sums.iter().map(|sums| sums.room(&mut take)).collect();
+        Pieces { copied, scratch, sums, end: next }
     }
 
     /// Whether calls need nothing of the workspace but the plan's own scratch.
     fn is_simple(&self) -> bool {
-        let takes_room = |s: &Supply| matches!(s, Supply::Scratch | Supply::Spread { .. } | Supply::Terms { .. });
+        let takes_room = |s: &Supply| matches!(s, Supply::Scratch | Supply::Spread { .. } | Supply::Guarded(_) | Supply::Terms { .. });
         self.copies.is_empty() && !self.lowered.supplies.iter().any(|(_, s)| takes_room(s))
     }
 
@@ -273,12 +282,16 @@ impl Planned {
         let sums = pieces.as_ref().map_or_else(|| Ok(Vec::new()), |pieces| self.sum_calls(call, pieces))?;
         if let Some(pieces) = &pieces {
             for conversion in &self.conversions {
-                let from = call.params.iter().find(|p| p.name == conversion.name).map(|p| p.value);
+                let given = |name: &String| match call.params.iter().find(|p| p.name == *name)?.value {
+                    DeviceValue::Tensor(_, slice) => Some(slice),
+                    DeviceValue::Scalar(_) => None,
+                };
+                let mut from = conversion.names.iter().filter_map(given);
                 let to = pieces.scratch.iter().find(|(id, _)| *id == conversion.tensor).map(|(_, slice)| *slice);
                 // Parameters have been checked.
-                let (Some(DeviceValue::Tensor(_, from)), Some(to)) = (from, to) else { continue };
+                let (Some(first), Some(to)) = (from.next(), to) else { continue };
                 // SAFETY: the caller's; the pieces of the workspace do not overlap.
-                unsafe { run_copy(handle, &conversion.copy, &conversion.plan, [from, to], call.workspace) }?;
+                unsafe { run_copy(handle, &conversion.copy, &conversion.plan, [first, to], from.next(), call.workspace) }?;
             }
             for copy in self.copies.iter().filter(|c| !self.job.writes(c.operand)) {
                 // SAFETY: the caller's; the pieces of the workspace do not overlap.
@@ -287,9 +300,13 @@ impl Planned {
         }
         // SAFETY: the caller's.
         unsafe { self.plan.execute(handle, &bindings, call.workspace) }?;
-        for (plan, bindings) in &sums {
-            // SAFETY: the caller's; the pieces of the workspace do not overlap.
-            unsafe { plan.execute(handle, bindings, call.workspace) }?;
+        for sum in &sums {
+            for (plan, bindings) in &sum.plans {
+                // SAFETY: the caller's; the pieces of the workspace do not overlap.
+                unsafe { plan.execute(handle, bindings, call.workspace) }?;
+            }
+            // SAFETY: the caller's; the result lies in the workspace.
+            unsafe { handle.copy(sum.result, sum.gradient) }?;
         }
         if let Some(pieces) = &pieces {
             for copy in self.copies.iter().filter(|c| self.job.writes(c.operand)) {
@@ -300,8 +317,8 @@ impl Planned {
         Ok(())
     }
 
-    /// The sums that follow the attention plan, seen to fit.
-    fn sum_calls(&self, call: &Call<'_>, pieces: &Pieces) -> Result<Vec<(&Plan, Bindings)>, Error> {
+    /// The sums that follow the attention plan, seen to fit, each gradient's with where its result is and where it goes.
+    fn sum_calls(&self, call: &Call<'_>, pieces: &Pieces) -> Result<Vec<SumCalls<'_>>, Error> {
         let read = self.lowered.supplies.iter().filter(|(_, s)| matches!(s, Supply::Table(_))).count();
         let steps = self.sums.iter().map(|s| s.steps.len()).sum::<usize>();
         if self.tables.len() != read + steps {
@@ -309,14 +326,19 @@ impl Planned {
         }
         let mut ones = self.tables[read..].iter().map(slice_of);
         let mut all = Vec::new();
-        for (sums, between) in self.sums.iter().zip(&pieces.between_sums) {
+        for (sums, room) in self.sums.iter().zip(&pieces.sums) {
             let terms = pieces.scratch.iter().find(|(id, _)| *id == sums.tensor).map(|(_, slice)| *slice);
             let gradient = call.gradients.iter().find(|g| g.name == sums.name).map(|g| g.slice);
             // Gradients have been checked.
             let (Some(terms), Some(gradient)) = (terms, gradient) else { continue };
-            all.extend(sums.calls([terms, *between, gradient], &mut ones));
+            let plans = sums.calls(terms, *room, &mut ones);
+            plans.iter().try_for_each(|(plan, bindings)| plan.check(bindings, call.workspace))?;
+            if gradient.bytes < room.result.bytes {
+                let rule = format!("at least {} bytes", room.result.bytes);
+                return Err(one(&format!("gradient of {}", sums.name), gradient.bytes, &rule));
+            }
+            all.push(SumCalls { plans, result: room.result, gradient: DeviceSlice { bytes: room.result.bytes, ..gradient } });
         }
-        all.iter().try_for_each(|(plan, bindings)| plan.check(bindings, call.workspace))?;
         Ok(all)
     }
 
@@ -340,7 +362,7 @@ impl Planned {
                     Some(g) => bindings.slice(*id, g.slice),
                     None => bindings,
                 },
-                Supply::Scratch | Supply::Spread { .. } | Supply::Terms { .. } => bindings,
+                Supply::Scratch | Supply::Spread { .. } | Supply::Guarded(_) | Supply::Terms { .. } => bindings,
             };
         }
         Ok(bindings)
@@ -390,7 +412,10 @@ impl Planned {
         }
         pieces.copied.iter_mut().for_each(|(_, slice)| slice.address += workspace.address);
         pieces.scratch.iter_mut().for_each(|(_, slice)| slice.address += workspace.address);
-        pieces.between_sums.iter_mut().for_each(|slice| slice.address += workspace.address);
+        for room in &mut pieces.sums {
+            room.between.address += workspace.address;
+            room.result.address += workspace.address;
+        }
         Ok(pieces)
     }
 
@@ -401,18 +426,28 @@ impl Planned {
         let used = pieces.copied.iter().find(|(o, _)| *o == planned.operand).map_or(given, |(_, slice)| *slice);
         let (from, to) = if self.job.writes(planned.operand) { (used, given) } else { (given, used) };
         // SAFETY: the caller's.
-        unsafe { run_copy(handle, &planned.copy, &planned.plan, [from, to], call.workspace) }
+        unsafe { run_copy(handle, &planned.copy, &planned.plan, [from, to], None, call.workspace) }
     }
 }
 
 /// # Safety
 /// As [`Planned::forward`].
-unsafe fn run_copy(handle: &Handle, copy: &Copy, plan: &Plan, [from, to]: [DeviceSlice; 2], workspace: DeviceSlice) -> Result<(), Error> {
+unsafe fn run_copy(
+    handle: &Handle,
+    copy: &Copy,
+    plan: &Plan,
+    [from, to]: [DeviceSlice; 2],
+    second: Option<DeviceSlice>,
+    workspace: DeviceSlice,
+) -> Result<(), Error> {
     for n in 0..copy.repeats {
         let at =
             |slice: DeviceSlice, step: u64| DeviceSlice { address: slice.address + n * step, bytes: slice.bytes.saturating_sub(n * step) };
         let to = at(to, copy.to_step);
         let mut bindings = Bindings::new().slice(copy.from, at(from, copy.from_step)).slice(copy.to, to);
+        if let (Some(id), Some(slice)) = (copy.second, second) {
+            bindings = bindings.slice(id, slice);
+        }
         if let Some(zeros) = copy.zeros {
             // SAFETY: the caller's; what is written here is written once more by the copy.
             unsafe { handle.zero(to) }?;
@@ -435,7 +470,7 @@ fn slice_of(buffer: &Buffer) -> DeviceSlice {
 fn gradient_name(supply: &Supply) -> Option<&str> {
     match supply {
         Supply::Gradient(name) | Supply::Terms { name, dims: _ } => Some(name),
-        Supply::Number(_) | Supply::Param(_) | Supply::Spread { .. } | Supply::Table(_) | Supply::Scratch => None,
+        Supply::Number(_) | Supply::Param(_) | Supply::Spread { .. } | Supply::Guarded(_) | Supply::Table(_) | Supply::Scratch => None,
     }
 }
 

@@ -22,23 +22,40 @@ pub(super) fn ones(sum: &Sum, stream: &Stream) -> Result<Buffer, Error> {
     Ok(buffer)
 }
 
+/// Where the sums of one gradient read and write, in the workspace.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Between two sums.
+    pub(super) between: DeviceSlice,
+    /// The last one's result. The products of 9.19 write four bytes for a single number of two: never into the caller's memory.
+    pub(super) result: DeviceSlice,
+}
+
 impl PlannedSums {
-    /// Bytes of the workspace for what lies between two sums.
-    pub(super) fn between(&self) -> u64 {
-        let [(first, _), _] = &self.steps[..] else { return 0 };
-        first.graph.graph().get(first.to).map_or(0, |t| t.dtype.bytes(t.dims.0.iter().product::<i64>().unsigned_abs()))
+    /// Pieces of the workspace, as `take` gives them.
+    pub(super) fn room(&self, mut take: impl FnMut(u64) -> DeviceSlice) -> Room {
+        let written = |step: Option<&(Sum, std::sync::Arc<Plan>)>| {
+            let tensor = step.and_then(|(sum, _)| sum.graph.graph().get(sum.to));
+            tensor.map_or(0, |t| t.dtype.bytes(t.dims.0.iter().product::<i64>().unsigned_abs()))
+        };
+        let [between, result] = match &self.steps[..] {
+            [first, .., last] => [written(Some(first)), written(Some(last))],
+            steps => [0, written(steps.first())],
+        };
+        Room { between: take(between), result: take(result) }
     }
 
     /// Each plan with what it reads and writes, first to last.
     pub(super) fn calls<'a>(
         &'a self,
-        [terms, between, gradient]: [DeviceSlice; 3],
+        terms: DeviceSlice,
+        room: Room,
         ones: impl Iterator<Item = DeviceSlice>,
     ) -> Vec<(&'a Plan, Bindings)> {
         let last = self.steps.len().saturating_sub(1);
         let step = |(n, ((sum, plan), ones)): (usize, (&'a (Sum, std::sync::Arc<Plan>), DeviceSlice))| {
-            let from = if n == 0 { terms } else { between };
-            let to = if n == last { gradient } else { between };
+            let from = if n == 0 { terms } else { room.between };
+            let to = if n == last { room.result } else { room.between };
             (&**plan, Bindings::new().slice(sum.from, from).slice(sum.ones, ones).slice(sum.to, to))
         };
         self.steps.iter().zip(ones).enumerate().map(step).collect()

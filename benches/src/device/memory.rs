@@ -1,0 +1,156 @@
+//! Device memory for one pass, whatever it reads and writes.
+#![allow(unsafe_code)]
+
+use crate::setup::Result;
+use cudnn_graph::{Buffer, DType, DeviceSlice, Stream};
+use sdpa::AttentionSpec;
+use sdpa::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use sdpa::expr::{Declared, ParamKind};
+use sdpa::lower::{Job, Operand};
+
+/// Packed documents of the document mask.
+const DOCUMENTS: i64 = 8;
+
+/// Everything that one pass is bound to.
+pub(crate) struct Memory {
+    operands: Vec<(Operand, Buffer)>,
+    stats: Option<Buffer>,
+    params: Vec<(Declared, Option<Buffer>)>,
+    gradients: Vec<(String, Buffer)>,
+    workspace: Buffer,
+}
+
+pub(crate) fn slice(b: &Buffer) -> DeviceSlice {
+    DeviceSlice { address: b.address(), bytes: b.bytes() as u64 }
+}
+
+/// A short pattern of random numbers, repeated: random enough for rates, and cheap for gigabytes.
+pub(crate) fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) -> Result<Buffer> {
+    let mut random = conformance::random::Random::new(seed);
+    let piece: Vec<f32> = (0..65_521).map(|_| random.normal() as f32).collect();
+    let all = piece.iter().cycle().take(elements as usize);
+    let mut buffer = Buffer::new(stream.device(), dtype.bytes(elements as u64) as usize)?;
+    if dtype == DType::BF16 {
+        buffer.upload(stream, 0, &all.map(|&x| half::bf16::from_f32(x)).collect::<Vec<_>>())?;
+    } else if dtype == DType::F16 {
+        buffer.upload(stream, 0, &all.map(|&x| half::f16::from_f32(x)).collect::<Vec<_>>())?;
+    } else {
+        buffer.upload(stream, 0, &all.copied().collect::<Vec<f32>>())?;
+    }
+    Ok(buffer)
+}
+
+/// Lengths and documents that mean something; anything else is random.
+fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buffer>> {
+    let ParamKind::Tensor { axes, dtype } = p.kind else { return Ok(None) };
+    let elements: i64 = axes.dims(extents).iter().product();
+    if dtype == DType::I32 {
+        let last = axes.dims(extents)[2].max(axes.dims(extents)[3]);
+        let starts = |document: i64| (document * last + DOCUMENTS - 1) / DOCUMENTS;
+        let value = |n: i64| match p.name.as_str() {
+            "seq_len_q" => extents[2],
+            "seq_len_kv" => extents[3],
+            "doc_start" => starts(n % last * DOCUMENTS / last),
+            "doc_end" => starts(n % last * DOCUMENTS / last + 1),
+            _ => n % last * DOCUMENTS / last,
+        };
+        let values: Vec<i32> = (0..elements).map(|n| value(n) as i32).collect();
+        let mut buffer = Buffer::new(stream.device(), values.len() * 4)?;
+        buffer.upload(stream, 0, &values)?;
+        return Ok(Some(buffer));
+    }
+    if dtype == DType::Bool {
+        let mut buffer = Buffer::new(stream.device(), elements as usize)?;
+        buffer.upload(stream, 0, &(0..elements).map(|n| u8::from(n % 3 != 0)).collect::<Vec<_>>())?;
+        return Ok(Some(buffer));
+    }
+    Ok(Some(random(stream, dtype, elements, 11)?))
+}
+
+impl Memory {
+    /// For any plans of the pass that need no more workspace than this.
+    pub(crate) fn new(stream: &Stream, planned: &Planned, workspace: u64) -> Result<Memory> {
+        let job = &planned.job;
+        let problem = job.problem();
+        let mut operands = Vec::new();
+        for (n, (operand, tensor)) in job.tensors().into_iter().enumerate() {
+            operands.push((operand, random(stream, problem.dtype(), tensor.extent().unwrap_or(0), n as u64 + 1)?));
+        }
+        let stats = if planned.lowered.stats.is_some() { Some(random(stream, DType::F32, problem.stats_elements(), 7)?) } else { None };
+        let mut params = Vec::new();
+        for p in job.params() {
+            params.push((p.clone(), param(stream, p, problem.extents())?));
+        }
+        let mut gradients = Vec::new();
+        if let Job::Backward(backward) = job {
+            for g in backward.wrt() {
+                let bytes = g.dtype.bytes(backward.gradient_elements(&g.name) as u64);
+                gradients.push((g.name.clone(), Buffer::new(stream.device(), bytes as usize)?));
+            }
+        }
+        let workspace = Buffer::new(stream.device(), workspace as usize)?;
+        Ok(Memory { operands, stats, params, gradients, workspace })
+    }
+
+    /// Outputs and stats of the forward pass: not-a-number takes less power, and so less time.
+    pub(crate) fn forward_first(&self, executor: &CudnnExecutor, stream: &Stream, spec: &AttentionSpec) -> Result<()> {
+        let first = executor.attention(&spec.validate()?)?.0;
+        let workspace = Buffer::new(stream.device(), first.workspace_bytes() as usize)?;
+        let handle = executor.library().handle(stream)?;
+        // SAFETY: the memory is whole buffers of this device; the stream is waited for before the workspace goes.
+        unsafe { self.forward(&first, &handle, slice(&workspace)) }?;
+        Ok(stream.synchronize()?)
+    }
+
+    fn at(&self, operand: Operand) -> DeviceSlice {
+        self.operands.iter().find(|(o, _)| *o == operand).map_or(slice(&self.workspace), |(_, b)| slice(b))
+    }
+
+    fn params(&self) -> Vec<DeviceParam<'_>> {
+        let value = |(p, buffer): &'_ (Declared, Option<Buffer>)| match (p.kind, buffer) {
+            (ParamKind::Tensor { axes: _, dtype }, Some(b)) => Some(DeviceValue::Tensor(dtype, slice(b))),
+            (ParamKind::Scalar, _) => p.default.map(DeviceValue::Scalar),
+            (ParamKind::Tensor { .. }, None) => None,
+        };
+        self.params.iter().filter_map(|p| Some(DeviceParam { name: &p.0.name, value: value(p)? })).collect()
+    }
+
+    /// # Safety
+    /// The memory and the workspace outlive the call on the stream.
+    unsafe fn forward(&self, planned: &Planned, handle: &cudnn_graph::Handle, workspace: DeviceSlice) -> Result<()> {
+        let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.at(operand));
+        let stats = self.stats.as_ref().map(slice);
+        let call = DeviceForward { q, k, v, o, stats, attn_scale: None, params: &self.params(), workspace };
+        // SAFETY: the caller's.
+        Ok(unsafe { planned.forward(handle, &call) }?)
+    }
+
+    /// # Safety
+    /// The memory outlives the call on the stream.
+    pub(crate) unsafe fn submit(&self, planned: &Planned, handle: &cudnn_graph::Handle) -> Result<()> {
+        let workspace = slice(&self.workspace);
+        if let Job::Forward(_) = planned.job {
+            // SAFETY: the caller's.
+            return unsafe { self.forward(planned, handle, workspace) };
+        }
+        let gradients: Vec<DeviceGradient<'_>> = self.gradients.iter().map(|(name, b)| DeviceGradient { name, slice: slice(b) }).collect();
+        let Some(stats) = self.stats.as_ref().map(slice) else { return Err("the backward pass reads stats".into()) };
+        let call = DeviceBackward {
+            q: self.at(Operand::Q),
+            k: self.at(Operand::K),
+            v: self.at(Operand::V),
+            o: self.at(Operand::O),
+            stats,
+            d_o: self.at(Operand::DO),
+            dq: self.at(Operand::DQ),
+            dk: self.at(Operand::DK),
+            dv: self.at(Operand::DV),
+            attn_scale: None,
+            params: &self.params(),
+            gradients: &gradients,
+            workspace,
+        };
+        // SAFETY: the caller's.
+        Ok(unsafe { planned.backward(handle, &call) }?)
+    }
+}
