@@ -55,6 +55,7 @@ pub use bind::{BindingError, BindingErrors, Bindings, DeviceSlice};
 pub use encode::{TooNew, encode};
 pub use engine::{Candidate, EngineReport, Outcome, Pin, Policy, Source};
 pub use error::Error;
+pub use ffi::capture::Captured;
 pub use ffi::codes::KnobType;
 pub use ffi::driver::{Device, Driver, Event, RawStream, Stream};
 pub use ffi::launch::{InFlight, OwnedBindings, launch};

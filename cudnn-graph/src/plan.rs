@@ -11,12 +11,16 @@ use crate::ffi::{Handle, Library};
 use crate::ir::{Scalar, Verified};
 use crate::profile::{DeviceProfile, Target};
 use crate::program::Program;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Packs that a plan keeps for addresses that come back.
-const PACKS: usize = 8;
+/// Packs that a shelf keeps for addresses that come back.
+const PACKS: usize = 32;
+/// Shelves: a thread goes to its own first, so that threads which share a plan do not wait for one another.
+const SHELVES: usize = 8;
 
 /// A graph that cuDNN has been asked about: its engines are known, nothing is compiled.
 #[derive(Debug)]
@@ -143,12 +147,25 @@ pub struct Plan {
     report: EngineReport,
     workspace: u64,
     code: OnceLock<u64>,
-    packs: Mutex<Vec<Ready>>,
+    packs: [Mutex<VecDeque<Ready>>; SHELVES],
+}
+
+/// Threads that have executed a plan.
+static THREADS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static SHELF: usize = THREADS.fetch_add(1, Ordering::Relaxed) % SHELVES;
+}
+
+/// A number of several, good enough to tell sets of addresses apart before they are compared.
+fn mixed(numbers: impl Iterator<Item = u64>) -> u64 {
+    numbers.fold(0, |hash, n| (hash ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29))
 }
 
 /// A pack for one set of addresses.
 #[derive(Debug)]
 struct Ready {
+    hash: u64,
     addresses: SmallVec<[u64; 8]>,
     workspace: u64,
     pack: Pack,
@@ -173,7 +190,7 @@ impl Plan {
             report,
             workspace,
             code: OnceLock::new(),
-            packs: Mutex::new(Vec::new()),
+            packs: std::array::from_fn(|_| Mutex::new(VecDeque::new())),
         })
     }
 
@@ -281,26 +298,35 @@ impl Plan {
         }
         // SAFETY: the caller's.
         let result = unsafe { ready.pack.execute(handle, &self.descriptor) };
-        let mut packs = self.packs.lock();
-        if packs.len() == PACKS {
-            packs.remove(0);
+        if let Some(mut packs) = self.shelf() {
+            let gone = if packs.len() == PACKS { packs.pop_front() } else { None };
+            packs.push_back(ready);
+            drop(packs);
+            drop(gone);
         }
-        packs.push(ready);
         result
     }
 
     /// The pack for these addresses, kept from an earlier execution or made now. It is taken out: numbers in it are set
     /// for one execution at a time.
     fn ready(&self, addresses: SmallVec<[u64; 8]>, workspace: u64) -> Result<Ready, Error> {
-        let mut packs = self.packs.lock();
-        if let Some(at) = packs.iter().rposition(|r| r.workspace == workspace && r.addresses == addresses) {
-            return Ok(packs.remove(at));
+        let hash = mixed(addresses.iter().copied().chain([workspace]));
+        if let Some(mut packs) = self.shelf()
+            && let Some(at) = packs.iter().rposition(|r| r.hash == hash && r.workspace == workspace && r.addresses == addresses)
+            && let Some(ready) = packs.remove(at)
+        {
+            return Ok(ready);
         }
-        drop(packs);
         let device: Vec<i64> = self.ports.device.iter().map(|p| p.id.uid()).collect();
         let values: Vec<i64> = self.ports.values.iter().map(|p| p.id.uid()).collect();
         let pack = Pack::new(self.library, &device, &addresses, &values, workspace)?;
-        Ok(Ready { addresses, workspace, pack })
+        Ok(Ready { hash, addresses, workspace, pack })
+    }
+
+    /// A shelf that nobody is at, this thread's if possible.
+    fn shelf(&self) -> Option<MutexGuard<'_, VecDeque<Ready>>> {
+        let own = SHELF.try_with(|own| *own).unwrap_or(0);
+        (0..SHELVES).find_map(|n| self.packs[(own + n) % SHELVES].try_lock())
     }
 }
 

@@ -28,8 +28,7 @@ use crate::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGra
 use crate::spec::AttentionSpec;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
 use cudnn_graph::expr::Declared;
-use cudnn_graph::{DType, DeviceSlice, Event, Handle, Library, RawStream, Stream};
-use parking_lot::Mutex;
+use cudnn_graph::{DType, DeviceSlice, Handle, Library, RawStream, Stream};
 use std::sync::Arc;
 
 /// An element type that attention over cudarc's slices takes.
@@ -144,7 +143,7 @@ pub struct Backward<'a, T> {
     pub gradients: Vec<(&'a str, &'a mut CudaSlice<T>)>,
 }
 
-/// Plans of one specification, to be called with cudarc's slices. Dropping it waits for its last call.
+/// Plans of one specification, to be called with cudarc's slices.
 #[derive(Debug)]
 pub struct Attention {
     library: &'static Library,
@@ -153,18 +152,6 @@ pub struct Attention {
     /// With the defaults of this specification.
     params: Vec<Declared>,
     planned: Arc<Planned>,
-    /// Behind the last call on each stream: the kernels must not be unloaded before.
-    last: Mutex<Vec<(RawStream, Event)>>,
-}
-
-impl Drop for Attention {
-    fn drop(&mut self) {
-        for (_, event) in self.last.lock().drain(..) {
-            if let Err(error) = event.synchronize() {
-                tracing::warn!(%error, "waiting for the last call");
-            }
-        }
-    }
 }
 
 /// Slices of one call: their addresses, with the guards that order them with other streams, and where they are.
@@ -232,7 +219,7 @@ impl Attention {
 
     fn of(executor: &CudnnExecutor, dtype: DType, params: &[Declared], planned: Arc<Planned>) -> Attention {
         let params = params.to_vec();
-        Attention { library: executor.library(), device: executor.device(), dtype, params, planned, last: Mutex::new(Vec::new()) }
+        Attention { library: executor.library(), device: executor.device(), dtype, params, planned }
     }
 
     /// The plans.
@@ -241,14 +228,13 @@ impl Attention {
     }
 
     /// Submits one forward pass to `stream`, which must be of the executor's device. Nothing waits; cudarc's events order it
-    /// with other streams. Workspace is allocated on the stream and freed behind the call.
+    /// with other streams.
     ///
     /// # Errors
     /// Slices of another type or device, too short or misaligned, parameters that are missing or unlike their declaration, all
     /// before anything runs; cudarc's and cuDNN's own.
     pub fn forward<T: Element>(&self, stream: &Arc<CudaStream>, call: Forward<'_, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
-        let mut workspace = self.workspace(stream)?;
         let mut slices = Slices { stream, guards: Vec::new(), errors: Vec::new() };
         let device = DeviceForward {
             q: slices.read("q", call.q),
@@ -258,11 +244,10 @@ impl Attention {
             stats: call.stats.map(|s| slices.write("stats", s)),
             attn_scale: call.attn_scale,
             params: &with_defaults(&self.params, slices.params(call.params)),
-            workspace: slices.write("workspace", &mut workspace),
+            workspace: None,
         };
         // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
-        // events, recorded as the guards go, keep other streams off them. This value holds the plan, and waits for the event
-        // that `submit` records before it lets go.
+        // events, recorded as the guards go, keep other streams off them.
         self.submit(stream, slices, |planned, handle| unsafe { planned.forward(handle, &device) })
     }
 
@@ -272,7 +257,6 @@ impl Attention {
     /// As [`Attention::forward`].
     pub fn backward<T: Element>(&self, stream: &Arc<CudaStream>, call: Backward<'_, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
-        let mut workspace = self.workspace(stream)?;
         let mut slices = Slices { stream, guards: Vec::new(), errors: Vec::new() };
         let gradients: Vec<DeviceGradient<'_>> =
             call.gradients.into_iter().map(|(name, slice)| DeviceGradient { name, slice: slices.write(name, slice) }).collect();
@@ -289,17 +273,10 @@ impl Attention {
             attn_scale: call.attn_scale,
             params: &with_defaults(&self.params, slices.params(call.params)),
             gradients: &gradients,
-            workspace: slices.write("workspace", &mut workspace),
+            workspace: None,
         };
         // SAFETY: as in the forward pass.
         self.submit(stream, slices, |planned, handle| unsafe { planned.backward(handle, &device) })
-    }
-
-    /// Scratch memory on the stream.
-    fn workspace(&self, stream: &Arc<CudaStream>) -> Result<CudaSlice<u8>, CudarcError> {
-        let bytes = self.planned.workspace_bytes() as usize;
-        // SAFETY: no kernel reads it before it is written.
-        Ok(unsafe { stream.alloc::<u8>(bytes.max(1)) }?)
     }
 
     fn submit(
@@ -314,12 +291,7 @@ impl Attention {
         // SAFETY: cudarc keeps the stream alive for as long as this borrow of it, and the device was checked.
         let borrowed = unsafe { Stream::borrow(self.device, RawStream(stream.cu_stream().cast())) };
         let handle = self.library.handle(&borrowed)?;
-        let submitted = submit(&self.planned, &handle);
-        let event = borrowed.record(false)?;
-        let mut last = self.last.lock();
-        last.retain(|(stream, _)| *stream != borrowed.raw());
-        last.push((borrowed.raw(), event));
-        Ok(submitted?)
+        Ok(submit(&self.planned, &handle)?)
     }
 
     fn check<T: Element>(&self, stream: &Arc<CudaStream>) -> Result<(), SpecErrors> {

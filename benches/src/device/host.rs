@@ -3,7 +3,8 @@
 
 use crate::setup::{Result, Tensors, executor, problems};
 use cudnn_graph::ffi::pack::Pack;
-use sdpa::exec::cudnn::PlanOptions;
+use sdpa::exec::cudnn::{DeviceForward, PlanOptions, Replay};
+use std::sync::Arc;
 use std::time::Instant;
 
 const BATCH: usize = 100;
@@ -21,7 +22,7 @@ fn least(best: &mut f64, mut call: impl FnMut() -> Result<()>) -> Result<()> {
 
 pub(crate) fn run() -> Result<()> {
     let executor = executor(PlanOptions::default())?;
-    let stream = executor.device().stream()?;
+    let stream = Arc::new(executor.device().stream()?);
     // The smallest kernel, so that the queue never fills.
     let (name, spec) = problems().swap_remove(2);
     let problem = spec.validate()?;
@@ -44,13 +45,22 @@ pub(crate) fn run() -> Result<()> {
         _ => call.o.address,
     };
     let addresses: Vec<u64> = ports.device.iter().map(|p| address(&p.name)).collect();
-    let mut pack = Pack::new(executor.library(), &device, &addresses, &values, call.workspace.address)?;
+    let mut pack = Pack::new(executor.library(), &device, &addresses, &values, call.workspace.map_or(0, |w| w.address))?;
     for (n, port) in ports.values.iter().enumerate() {
         let value = port.value.map_or(problem.default_scale(), |v| v.to_f64() as f32);
         pack.set_value(n, &value.to_ne_bytes());
     }
-    let mut best = [f64::INFINITY; 7];
-    for _ in 0..ROUNDS {
+    let kept = DeviceForward { workspace: None, ..call };
+    let other = DeviceForward { workspace: None, ..others.call(None) };
+    let mut replay = Replay::new(planned.clone(), stream.clone())?;
+    let bare_graph = {
+        let aside = executor.device().stream()?;
+        let handle = executor.library().handle(&aside)?;
+        // SAFETY: as below.
+        aside.capture(|| unsafe { pack.execute(&handle, planned.plan.descriptor()) })?
+    };
+    let mut best = [f64::INFINITY; 12];
+    for round in 0..ROUNDS {
         // SAFETY: everything bound is a buffer of this device that outlives the synchronisation at the end of the round.
         least(&mut best[0], || Ok(unsafe { pack.execute(&handle, planned.plan.descriptor()) }?))?;
         stream.synchronize()?;
@@ -78,11 +88,34 @@ pub(crate) fn run() -> Result<()> {
             Ok(unsafe { planned.forward(&handle, &many[turn % many.len()].call(None)) }?)
         })?;
         stream.synchronize()?;
-        least(&mut best[5], || {
+        // SAFETY: as above.
+        least(&mut best[5], || Ok(unsafe { executor.sdpa(&stream, &spec, &kept) }?))?;
+        stream.synchronize()?;
+        least(&mut best[6], || {
+            turn += 1;
+            // SAFETY: as above.
+            Ok(unsafe { executor.sdpa(&stream, &spec, if turn % 2 == 0 { &kept } else { &other }) }?)
+        })?;
+        stream.synchronize()?;
+        // SAFETY: as above.
+        least(&mut best[7], || Ok(unsafe { replay.forward(&kept) }?))?;
+        stream.synchronize()?;
+        // SAFETY: as above.
+        least(&mut best[11], || Ok(unsafe { bare_graph.launch(&stream) }?))?;
+        stream.synchronize()?;
+        if round < 20 {
+            least(&mut best[8], || {
+                turn += 1;
+                // SAFETY: as above.
+                Ok(unsafe { replay.forward(if turn % 2 == 0 { &kept } else { &other }) }?)
+            })?;
+            stream.synchronize()?;
+        }
+        least(&mut best[9], || {
             std::hint::black_box(executor.attention(std::hint::black_box(&problem))?);
             Ok(())
         })?;
-        least(&mut best[6], || {
+        least(&mut best[10], || {
             std::hint::black_box(spec.validate()?);
             Ok(())
         })?;
@@ -93,9 +126,14 @@ pub(crate) fn run() -> Result<()> {
         "plan in hand, addresses repeat",
         "looked up in the cache, handle from the pool, addresses repeat",
         "plan in hand, two sets of addresses in turn",
-        "plan in hand, sixteen sets of addresses in turn (no pack is kept for them)",
+        "plan in hand, sixteen sets of addresses in turn",
+        "functional: specification, kept workspace, addresses repeat",
+        "functional, two sets of addresses in turn",
+        "replay of a captured call",
+        "replay, two sets of addresses in turn: captured each time",
         "lookup alone",
         "validating the specification alone",
+        "bare cuGraphLaunch of the same kernel",
     ];
     for (row, us) in rows.into_iter().zip(best) {
         println!("    {us:8.3}  {:+.3}  {row}", us - best[0]);

@@ -1,6 +1,6 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
-//! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`,
+//! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`, `device graphs`, `device scaling`, `device weight`,
 //! `device buckets [CALLS]`, `device startup`, `device time` (JSON lines in and out), `device tree SEED [COUNT [FORM]]`,
 //! `device stack BATCH SEQ`, `device threads
 //! SECONDS`, `device version` (of cuDNN).
@@ -8,9 +8,11 @@
 mod buckets;
 mod cudarc;
 mod files;
+mod graphs;
 mod host;
 mod memory;
 mod plans;
+mod scaling;
 mod setup;
 mod speed;
 mod stack;
@@ -19,6 +21,7 @@ mod suite;
 mod threads;
 mod time;
 mod tree;
+mod weight;
 
 use std::process::ExitCode;
 
@@ -35,6 +38,9 @@ fn main() -> ExitCode {
         Some("plans") => plans::run(),
         Some("version") => files::version(),
         Some("files") => files::run(args.get(1).map(String::as_str)),
+        Some("scaling") => scaling::run(),
+        Some("weight") => weight::run(),
+        Some("graphs") => graphs::run(),
         Some("buckets") => buckets::run(number(1, 60)),
         Some("startup") => startup::run(),
         Some("stack") => stack::run(number(1, 4), number(2, 2048)),
@@ -42,7 +48,7 @@ fn main() -> ExitCode {
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
         _ => {
-            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | buckets [CALLS] | startup | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
+            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | graphs | scaling | weight | buckets [CALLS] | startup | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
                 .into())
         }
     };

@@ -2,9 +2,9 @@
 #![allow(unsafe_code)]
 
 use crate::setup::Result;
-use cudnn_graph::{Buffer, DType, DeviceSlice, Stream};
+use cudnn_graph::{Buffer, DType, DeviceSlice, Handle, Stream};
 use sdpa::AttentionSpec;
-use sdpa::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use sdpa::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, Replay};
 use sdpa::expr::{Declared, ParamKind};
 use sdpa::lower::{Job, Operand};
 
@@ -70,11 +70,16 @@ fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buff
 impl Memory {
     /// For any plans of the pass that need no more workspace than this.
     pub(crate) fn new(stream: &Stream, planned: &Planned, workspace: u64) -> Result<Memory> {
+        Memory::seeded(stream, planned, workspace, 0)
+    }
+
+    /// The same with other numbers.
+    pub(crate) fn seeded(stream: &Stream, planned: &Planned, workspace: u64, seed: u64) -> Result<Memory> {
         let job = &planned.job;
         let problem = job.problem();
         let mut operands = Vec::new();
         for (n, (operand, tensor)) in job.tensors().into_iter().enumerate() {
-            operands.push((operand, random(stream, problem.dtype(), tensor.extent().unwrap_or(0), n as u64 + 1)?));
+            operands.push((operand, random(stream, problem.dtype(), tensor.extent().unwrap_or(0), seed * 16 + n as u64 + 1)?));
         }
         let stats = if planned.lowered.stats.is_some() { Some(random(stream, DType::F32, problem.stats_elements(), 7)?) } else { None };
         let mut params = Vec::new();
@@ -115,27 +120,105 @@ impl Memory {
         self.params.iter().filter_map(|p| Some(DeviceParam { name: &p.0.name, value: value(p)? })).collect()
     }
 
+    fn forward_call<'a>(
+        &self,
+        params: &'a [DeviceParam<'a>],
+        attn_scale: Option<f32>,
+        workspace: Option<DeviceSlice>,
+    ) -> DeviceForward<'a> {
+        let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.at(operand));
+        DeviceForward { q, k, v, o, stats: self.stats.as_ref().map(slice), attn_scale, params, workspace }
+    }
+
     /// # Safety
     /// The memory and the workspace outlive the call on the stream.
-    unsafe fn forward(&self, planned: &Planned, handle: &cudnn_graph::Handle, workspace: DeviceSlice) -> Result<()> {
-        let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.at(operand));
-        let stats = self.stats.as_ref().map(slice);
-        let call = DeviceForward { q, k, v, o, stats, attn_scale: None, params: &self.params(), workspace };
+    unsafe fn forward(&self, planned: &Planned, handle: &Handle, workspace: DeviceSlice) -> Result<()> {
         // SAFETY: the caller's.
-        Ok(unsafe { planned.forward(handle, &call) }?)
+        Ok(unsafe { planned.forward(handle, &self.forward_call(&self.params(), None, Some(workspace))) }?)
+    }
+
+    /// A forward pass whose plans the executor finds by the specification.
+    ///
+    /// # Safety
+    /// The memory outlives the call on the stream.
+    pub(crate) unsafe fn functional(&self, executor: &CudnnExecutor, stream: &Stream, spec: &AttentionSpec) -> Result<()> {
+        // SAFETY: the caller's.
+        Ok(unsafe { executor.sdpa(stream, spec, &self.forward_call(&self.params(), None, None)) }?)
+    }
+
+    /// The pass of a replay.
+    ///
+    /// # Safety
+    /// The memory outlives the call on the stream.
+    pub(crate) unsafe fn replay(&self, replay: &mut Replay, attn_scale: Option<f32>) -> Result<()> {
+        if let Job::Forward(_) = replay.planned().job {
+            // SAFETY: the caller's.
+            return Ok(unsafe { replay.forward(&self.forward_call(&self.params(), attn_scale, None)) }?);
+        }
+        let (params, gradients) = (self.params(), self.gradients());
+        let call = DeviceBackward { workspace: None, ..self.backward_call(&params, &gradients, attn_scale)? };
+        // SAFETY: the caller's.
+        Ok(unsafe { replay.backward(&call) }?)
+    }
+
+    /// Makes everything that a call writes not-a-number.
+    pub(crate) fn poison(&mut self, stream: &Stream) -> Result<()> {
+        let backward = self.operands.iter().any(|(operand, _)| *operand == Operand::DQ);
+        for (operand, buffer) in &mut self.operands {
+            if matches!(operand, Operand::DQ | Operand::DK | Operand::DV) || (*operand == Operand::O && !backward) {
+                buffer.fill(stream, 0xff)?;
+            }
+        }
+        for (_, buffer) in &mut self.gradients {
+            buffer.fill(stream, 0xff)?;
+        }
+        Ok(())
+    }
+
+    /// The bytes of everything that a call writes.
+    pub(crate) fn results(&self, stream: &Stream) -> Result<Vec<Vec<u8>>> {
+        let mut all = Vec::new();
+        let outputs =
+            self.operands.iter().filter(|(o, _)| matches!(o, Operand::O | Operand::DQ | Operand::DK | Operand::DV)).map(|(_, b)| b);
+        for buffer in outputs.chain(self.gradients.iter().map(|(_, b)| b)) {
+            let mut bytes = vec![0u8; buffer.bytes()];
+            buffer.download(stream, 0, &mut bytes)?;
+            all.push(bytes);
+        }
+        Ok(all)
+    }
+
+    fn gradients(&self) -> Vec<DeviceGradient<'_>> {
+        self.gradients.iter().map(|(name, b)| DeviceGradient { name, slice: slice(b) }).collect()
     }
 
     /// # Safety
     /// The memory outlives the call on the stream.
-    pub(crate) unsafe fn submit(&self, planned: &Planned, handle: &cudnn_graph::Handle) -> Result<()> {
-        let workspace = slice(&self.workspace);
+    pub(crate) unsafe fn submit(&self, planned: &Planned, handle: &Handle) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { self.submit_scaled(planned, handle, None) }
+    }
+
+    /// # Safety
+    /// The memory outlives the call on the stream.
+    pub(crate) unsafe fn submit_scaled(&self, planned: &Planned, handle: &Handle, attn_scale: Option<f32>) -> Result<()> {
+        let params = self.params();
         if let Job::Forward(_) = planned.job {
             // SAFETY: the caller's.
-            return unsafe { self.forward(planned, handle, workspace) };
+            return Ok(unsafe { planned.forward(handle, &self.forward_call(&params, attn_scale, Some(slice(&self.workspace)))) }?);
         }
-        let gradients: Vec<DeviceGradient<'_>> = self.gradients.iter().map(|(name, b)| DeviceGradient { name, slice: slice(b) }).collect();
+        // SAFETY: the caller's.
+        Ok(unsafe { planned.backward(handle, &self.backward_call(&params, &self.gradients(), attn_scale)?) }?)
+    }
+
+    fn backward_call<'a>(
+        &self,
+        params: &'a [DeviceParam<'a>],
+        gradients: &'a [DeviceGradient<'a>],
+        attn_scale: Option<f32>,
+    ) -> Result<DeviceBackward<'a>> {
         let Some(stats) = self.stats.as_ref().map(slice) else { return Err("the backward pass reads stats".into()) };
-        let call = DeviceBackward {
+        Ok(DeviceBackward {
             q: self.at(Operand::Q),
             k: self.at(Operand::K),
             v: self.at(Operand::V),
@@ -145,12 +228,10 @@ impl Memory {
             dq: self.at(Operand::DQ),
             dk: self.at(Operand::DK),
             dv: self.at(Operand::DV),
-            attn_scale: None,
-            params: &self.params(),
-            gradients: &gradients,
-            workspace,
-        };
-        // SAFETY: the caller's.
-        Ok(unsafe { planned.backward(handle, &call) }?)
+            attn_scale,
+            params,
+            gradients,
+            workspace: Some(slice(&self.workspace)),
+        })
     }
 }

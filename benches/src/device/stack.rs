@@ -63,7 +63,7 @@ pub(crate) fn run(batch: u64, seq: u64) -> Result<()> {
                 stats: Some(slice(&layer.stats)),
                 attn_scale: None,
                 params: &[],
-                workspace: slice(&workspace),
+                workspace: Some(slice(&workspace)),
             };
             // SAFETY: the memory is whole buffers of this device; the stream is waited for before they go.
             unsafe { forward.forward(&handle, &call) }?;
@@ -85,7 +85,7 @@ pub(crate) fn run(batch: u64, seq: u64) -> Result<()> {
                 attn_scale: None,
                 params: &[],
                 gradients: &[],
-                workspace: slice(&workspace),
+                workspace: Some(slice(&workspace)),
             };
             // SAFETY: as above.
             unsafe { backward.backward(&handle, &call) }?;

@@ -8,6 +8,7 @@ use crate::bind::DeviceSlice;
 use crate::error::Error;
 use crate::version::Version;
 use parking_lot::Mutex;
+use std::cell::RefCell;
 use std::ffi::{c_char, c_void};
 use std::path::{Path, PathBuf};
 
@@ -159,12 +160,7 @@ impl Library {
     /// cuDNN's own.
     pub fn handle(&'static self, stream: &Stream) -> Result<Handle, Error> {
         stream.device().enter()?;
-        let mut pool = self.pool.lock();
-        let ordinal = stream.device().ordinal();
-        let same = pool.iter().rposition(|h| h.stream == Some(stream.raw()) && h.device.ordinal() == ordinal);
-        let taken = same.or_else(|| pool.iter().rposition(|h| h.device.ordinal() == ordinal)).map(|at| pool.swap_remove(at));
-        drop(pool);
-        let mut pooled = match taken {
+        let mut pooled = match near(stream).or_else(|| take(&mut self.pool.lock(), stream)) {
             Some(pooled) => pooled,
             None => self.create(stream.device())?,
         };
@@ -239,6 +235,53 @@ struct Pooled {
 // SAFETY: a handle may move between threads; it is used by one at a time because it is owned.
 unsafe impl Send for Pooled {}
 
+/// One of the device of a stream; rather one that submits to the stream already.
+fn take(pool: &mut Vec<Pooled>, stream: &Stream) -> Option<Pooled> {
+    let ordinal = stream.device().ordinal();
+    let same = pool.iter().rposition(|h| h.stream == Some(stream.raw()) && h.device.ordinal() == ordinal);
+    same.or_else(|| pool.iter().rposition(|h| h.device.ordinal() == ordinal)).map(|at| pool.swap_remove(at))
+}
+
+/// Handles that a thread keeps, so that calls take no lock that other threads want.
+const NEAR: usize = 4;
+
+/// A thread's handles. They go to the pool of all when it ends.
+struct Near {
+    library: Option<&'static Library>,
+    handles: Vec<Pooled>,
+}
+
+impl Drop for Near {
+    fn drop(&mut self) {
+        if let Some(library) = self.library {
+            library.pool.lock().append(&mut self.handles);
+        }
+    }
+}
+
+thread_local! {
+    static HANDLES: RefCell<Near> = const { RefCell::new(Near { library: None, handles: Vec::new() }) };
+}
+
+/// One of this thread's.
+fn near(stream: &Stream) -> Option<Pooled> {
+    HANDLES.try_with(|near| take(&mut near.try_borrow_mut().ok()?.handles, stream)).ok().flatten()
+}
+
+/// Gives a handle to this thread; back, if it has enough or is ending.
+fn keep_near(library: &'static Library, pooled: Pooled) -> Option<Pooled> {
+    let mut pooled = Some(pooled);
+    let _ = HANDLES.try_with(|near| {
+        if let Ok(mut near) = near.try_borrow_mut()
+            && near.handles.len() < NEAR
+        {
+            near.library = Some(library);
+            near.handles.extend(pooled.take());
+        }
+    });
+    pooled
+}
+
 /// A cuDNN handle bound to a stream, for the use of one thread at a time.
 #[derive(Debug)]
 pub struct Handle {
@@ -298,14 +341,20 @@ impl Handle {
         self.device.check("cuMemcpyDtoDAsync_v2", code)
     }
 
-    fn stream(&self) -> Ptr {
+    pub(super) fn stream_id(&self) -> u64 {
+        self.device.stream_id(self.stream())
+    }
+
+    pub(super) fn stream(&self) -> Ptr {
         self.pooled.as_ref().and_then(|p| p.stream).map_or(std::ptr::null_mut(), |s| s.0)
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        if let Some(pooled) = self.pooled.take() {
+        if let Some(pooled) = self.pooled.take()
+            && let Some(pooled) = keep_near(self.library, pooled)
+        {
             self.library.pool.lock().push(pooled);
         }
     }

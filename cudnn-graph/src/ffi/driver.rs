@@ -1,13 +1,15 @@
 //! The CUDA driver: a table of what is needed, devices and streams. Nothing here panics when there is no driver.
 
+use super::capture::GraphTable;
 use super::load::{Opened, Place, open_first, table};
+use super::retire::Yard;
 use crate::error::Error;
 use parking_lot::Mutex;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-type Ptr = *mut c_void;
+pub(super) type Ptr = *mut c_void;
 
 table! {
     /// The driver functions that are needed.
@@ -30,6 +32,7 @@ table! {
         device_memory: "cuDeviceTotalMem_v2" fn(*mut usize, c_int);
         context_retain: "cuDevicePrimaryCtxRetain" fn(*mut Ptr, c_int);
         context_set: "cuCtxSetCurrent" fn(Ptr);
+        context_synchronize: "cuCtxSynchronize" fn();
         memory_info: "cuMemGetInfo_v2" fn(*mut usize, *mut usize);
         alloc: "cuMemAlloc_v2" fn(*mut u64, usize);
         free: "cuMemFree_v2" fn(u64);
@@ -170,6 +173,26 @@ pub struct Device {
     memory: u64,
     sm: u32,
     sm_count: u32,
+    later: Later,
+    yard: Yard,
+}
+
+/// Functions that not every driver has.
+#[derive(Debug)]
+struct Later {
+    graphs: Result<GraphTable, Error>,
+    /// `cuCtxRecordEvent`, of CUDA 12.5.
+    record_all: Option<unsafe extern "C" fn(Ptr, Ptr) -> i32>,
+    /// `cuStreamGetId`, of CUDA 12.0.
+    stream_id: Option<unsafe extern "C" fn(Ptr, *mut u64) -> i32>,
+}
+
+impl Later {
+    fn of(library: &Opened) -> Later {
+        // SAFETY: the types are those of the public header.
+        let (record_all, stream_id) = unsafe { (library.function("cuCtxRecordEvent"), library.function("cuStreamGetId")) };
+        Later { graphs: GraphTable::load(library), record_all: record_all.ok(), stream_id: stream_id.ok() }
+    }
 }
 
 // SAFETY: a context pointer may be made current on any thread.
@@ -199,7 +222,8 @@ impl Device {
         let sm_count = attribute(MULTIPROCESSOR_COUNT)?;
         // SAFETY: the driver writes a terminated string, and the array began as zeros.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
-        Ok(Device { driver, table, ordinal: index.unsigned_abs(), context, name, memory: memory as u64, sm, sm_count })
+        let (later, yard) = (Later::of(&driver.library), Yard::default());
+        Ok(Device { driver, table, ordinal: index.unsigned_abs(), context, name, memory: memory as u64, sm, sm_count, later, yard })
     }
 
     /// Its number.
@@ -260,6 +284,50 @@ impl Device {
 
     pub(super) fn table(&self) -> &DeviceTable {
         &self.table
+    }
+
+    pub(super) fn graphs(&self) -> Result<&GraphTable, Error> {
+        self.later.graphs.as_ref().map_err(Clone::clone)
+    }
+
+    pub(super) fn yard(&self) -> &Yard {
+        &self.yard
+    }
+
+    /// An event behind everything that was submitted so far; `None` if the driver cannot.
+    pub(super) fn record_all(&'static self) -> Option<Result<Event, Error>> {
+        let record_all = self.later.record_all?;
+        Some(self.event(EVENT_DISABLE_TIMING).and_then(|event| {
+            // SAFETY: both are live and of one context.
+            self.check("cuCtxRecordEvent", unsafe { record_all(self.context, event.raw) })?;
+            Ok(event)
+        }))
+    }
+
+    /// Waits for everything submitted so far.
+    ///
+    /// # Errors
+    /// The driver's own: also that of a kernel which failed, and that a stream is being captured.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        self.enter()?;
+        // SAFETY: no arguments to be wrong about.
+        self.check("cuCtxSynchronize", unsafe { (self.table.context_synchronize)() })
+    }
+
+    /// A number for a stream that no later stream has; its address, where the driver has no such numbers.
+    pub(super) fn stream_id(&self, stream: Ptr) -> u64 {
+        let mut id = 0;
+        // SAFETY: the stream is live, and the pointer is to a live integer.
+        let known = self.later.stream_id.is_some_and(|stream_id| unsafe { stream_id(stream, &mut id) } == 0);
+        if known { id } else { stream.expose_provenance() as u64 }
+    }
+
+    fn event(&'static self, flags: c_uint) -> Result<Event, Error> {
+        self.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the pointer is to a live pointer.
+        self.check("cuEventCreate", unsafe { (self.table.event_create)(&mut raw, flags) })?;
+        Ok(Event { device: self, raw })
     }
 
     /// A new stream.
@@ -326,14 +394,9 @@ impl Stream {
     /// # Errors
     /// The driver's own.
     pub fn record(&self, timing: bool) -> Result<Event, Error> {
-        self.device.enter()?;
-        let mut raw = std::ptr::null_mut();
-        let flags = if timing { 0 } else { EVENT_DISABLE_TIMING };
-        // SAFETY: the pointer is to a live pointer.
-        self.device.check("cuEventCreate", unsafe { (self.device.table.event_create)(&mut raw, flags) })?;
-        let event = Event { device: self.device, raw };
+        let event = self.device.event(if timing { 0 } else { EVENT_DISABLE_TIMING })?;
         // SAFETY: both are live and of one context.
-        self.device.check("cuEventRecord", unsafe { (self.device.table.event_record)(raw, self.raw.0) })?;
+        self.device.check("cuEventRecord", unsafe { (self.device.table.event_record)(event.raw, self.raw.0) })?;
         Ok(event)
     }
 

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 pub mod backend;
+pub mod capture;
 pub mod codes;
 pub mod descriptor;
 pub mod driver;
@@ -14,6 +15,8 @@ mod load;
 pub(crate) mod log;
 pub mod memory;
 pub mod pack;
+mod retire;
+mod room;
 
 pub use backend::{Handle, Library, Search};
 pub use driver::Driver;

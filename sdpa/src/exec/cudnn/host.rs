@@ -179,7 +179,7 @@ impl Prepared for CudnnPrepared {
             stats: stats.as_ref().map(slice),
             attn_scale: Some(attn_scale),
             params: &params,
-            workspace: slice(&workspace),
+            workspace: Some(slice(&workspace)),
         };
         // SAFETY: every slice is a whole buffer of the stream's device that lives until the stream has been waited for, also
         // where this returns early: freeing device memory waits for what uses it.
@@ -229,7 +229,7 @@ impl PreparedBackward for CudnnPrepared {
             attn_scale: Some(attn_scale),
             params: &params,
             gradients: &device_gradients,
-            workspace: slice(&workspace),
+            workspace: Some(slice(&workspace)),
         };
         // SAFETY: as in the forward pass.
         #[allow(unsafe_code, reason = "host memory in, host memory out: the raw tier's contract is kept here")]

@@ -3,6 +3,7 @@
 //! [`CudnnExecutor`] has two doors. [`Executor::prepare`] takes host memory and is what the command line and the tests use;
 //! [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own.
 
+mod call;
 mod files;
 pub mod guard;
 mod host;
@@ -11,12 +12,15 @@ mod order;
 pub mod plan;
 pub mod portable;
 pub mod raw;
+mod replay;
 mod sum;
+mod used;
 
 pub use files::AttachError;
 pub use host::CudnnPrepared;
 pub use plan::{PlanOptions, Planned, PlannedConversion, PlannedCopy, PlannedSums};
 pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
+pub use replay::Replay;
 
 use crate::backward::BackwardProblem;
 use crate::cache::{CacheStats, CacheTrace, Explanation, Limits, PlanCache, Query};
@@ -170,15 +174,34 @@ impl CudnnExecutor {
     }
 
     fn find(&self, cache: &PlanCache<Job, Arc<Planned>>, query: &JobQuery<'_>) -> Result<(Arc<Planned>, bool), Error> {
-        let (planned, there) = cache.get_or_build(query, || {
+        let (planned, there) = cache.get_or_build(query, || self.build(query))?;
+        self.see_to(&planned, there, query)?;
+        Ok((planned, there))
+    }
+
+    /// Calls `call` with the plans of a pass; nothing is counted up or down for it.
+    fn with<R>(&self, cache: &PlanCache<Job, Arc<Planned>>, query: &JobQuery<'_>, call: impl FnOnce(&Planned) -> R) -> Result<R, Error> {
+        cache.with(
+            query,
+            || self.build(query),
+            |planned, there| {
+                self.see_to(planned, there, query)?;
+                Ok(call(planned))
+            },
+        )?
+    }
+
+    /// A build in the middle of a capture, of this or another thread's stream, does not disturb it.
+    fn build(&self, query: &JobQuery<'_>) -> Result<Arc<Planned>, Error> {
+        self.device.relaxed(|| {
             let stream = self.device.stream()?;
             let handle = self.library.handle(&stream)?;
             self.make(&Target::Handle(&handle), &query.to_key(), |planned| planned.upload_tables(&stream))
-        })?;
-        if there && self.recheck {
-            planned.recheck(&query.to_key(), self.library.version())?;
-        }
-        Ok((planned, there))
+        })
+    }
+
+    fn see_to(&self, planned: &Planned, there: bool, query: &JobQuery<'_>) -> Result<(), Error> {
+        if there && self.recheck { planned.recheck(&query.to_key(), self.library.version()) } else { Ok(()) }
     }
 }
 

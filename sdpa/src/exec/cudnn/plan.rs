@@ -3,6 +3,7 @@
 use super::guard;
 use super::named;
 use super::order;
+use super::used::Used;
 use crate::cache::{BuildTime, CacheValue, Weight};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Spelling, Sum, Supply, Vectors};
@@ -41,10 +42,17 @@ pub struct Planned {
     /// Where the time of making it went.
     pub time: BuildTime,
     /// Tables in device memory: one for each that the graph reads, in the order of its supplies, then the ones of each sum.
-    pub tables: Vec<cudnn_graph::Buffer>,
+    pub tables: Vec<Arc<cudnn_graph::Buffer>>,
+    pub(super) used: Used,
 }
 
 impl Planned {
+    /// Every plan: the attention's, of copies, conversions and sums.
+    pub(super) fn plans(&self) -> impl Iterator<Item = &Arc<Plan>> {
+        let copies = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan));
+        [&self.plan].into_iter().chain(copies).chain(self.sums.iter().flat_map(|s| &s.steps).map(|(_, plan)| plan))
+    }
+
     /// A plan of the attention graph with nothing around it, for callers that plan by themselves: no operand is copied, and the graph
     /// reads no tables and writes no gradients of parameters.
     pub fn alone(job: Job, lowered: Arc<Lowered>, plan: Plan) -> Planned {
@@ -59,15 +67,14 @@ impl Planned {
             engine,
             time: BuildTime::default(),
             tables: Vec::new(),
+            used: Used::default(),
         }
     }
 }
 
 impl CacheValue for Planned {
     fn weight(&self) -> Weight {
-        let helpers = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan));
-        let plans = helpers.chain(self.sums.iter().flat_map(|s| &s.steps).map(|(_, plan)| plan)).chain([&self.plan]);
-        let code: u64 = plans.map(|plan| plan.code_bytes()).sum();
+        let code: u64 = self.plans().map(|plan| plan.code_bytes()).sum();
         let tables: u64 = self.tables.iter().map(|table| table.bytes() as u64).sum();
         Weight { host: code + DESCRIPTORS, device: code + tables, workspace: self.workspace_bytes() }
     }
@@ -386,7 +393,9 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
         })
         .collect::<Result<_, Error>>()?;
     time.compile += micros(helpers);
-    Ok(Planned { copies, conversions, sums, time, ..Planned::alone(dense, lowered, plan) })
+    let mut planned = Planned::alone(dense, lowered, plan);
+    (planned.copies, planned.conversions, planned.sums, planned.time) = (copies, conversions, sums, time);
+    Ok(planned)
 }
 
 /// The declared tensors that a graph reads in another form, with what makes it.

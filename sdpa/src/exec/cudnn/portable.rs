@@ -6,6 +6,7 @@
 
 use super::guard;
 use super::plan::{PlanOptions, Planned, PlannedConversion, PlannedCopy, PlannedSums, conversions, copy_graph, spellings};
+use super::used::Used;
 use crate::cache::BuildTime;
 use crate::error::Error;
 use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling, Supply, Table};
@@ -134,9 +135,7 @@ impl Planned {
     /// # Errors
     /// cuDNN's own: engines that were not compiled at run time have no JSON.
     pub fn to_bytes(&self) -> Result<Vec<u8>, Error> {
-        let copies = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan));
-        let plans = [&self.plan].into_iter().chain(copies).chain(self.sums.iter().flat_map(|s| &s.steps).map(|(_, plan)| plan));
-        let texts: Vec<String> = plans.map(|plan| plan.to_json()).collect::<Result<_, _>>()?;
+        let texts: Vec<String> = self.plans().map(|plan| plan.to_json()).collect::<Result<_, _>>()?;
         let head = Head {
             version: VERSION,
             form: self.lowered.form,
@@ -205,6 +204,7 @@ impl Planned {
             engine: head.engine,
             time: BuildTime { total: load, load, ..BuildTime::default() },
             tables: Vec::new(),
+            used: Used::default(),
         })
     }
 }

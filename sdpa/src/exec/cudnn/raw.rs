@@ -10,6 +10,7 @@ use crate::params;
 use cudnn_graph::expr::{Declared, Place, Precision, Trace};
 use cudnn_graph::ir::{Scalar, TensorId};
 use cudnn_graph::{Bindings, Buffer, DType, DeviceSlice, Handle, Plan, Stream};
+use std::sync::Arc;
 
 /// A declared parameter in one call.
 #[derive(Clone, Copy, Debug)]
@@ -66,8 +67,8 @@ pub struct DeviceForward<'a> {
     /// Values of declared parameters, every one: plans are shared by specifications that differ in defaults alone. See
     /// [`with_defaults`].
     pub params: &'a [DeviceParam<'a>],
-    /// At least [`Planned::workspace_bytes`], 256-byte aligned.
-    pub workspace: DeviceSlice,
+    /// At least [`Planned::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
+    pub workspace: Option<DeviceSlice>,
 }
 
 /// Device memory and numbers of one backward call.
@@ -97,8 +98,8 @@ pub struct DeviceBackward<'a> {
     pub params: &'a [DeviceParam<'a>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: &'a [DeviceGradient<'a>],
-    /// At least [`Planned::workspace_bytes`], 256-byte aligned.
-    pub workspace: DeviceSlice,
+    /// At least [`Planned::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
+    pub workspace: Option<DeviceSlice>,
 }
 
 /// Either call.
@@ -193,10 +194,10 @@ impl Planned {
                 crate::lower::Table::F32(x) => buffer.upload(stream, 0, x)?,
                 crate::lower::Table::I32(x) => buffer.upload(stream, 0, x)?,
             }
-            self.tables.push(buffer);
+            self.tables.push(Arc::new(buffer));
         }
         for (step, _) in self.sums.iter().flat_map(|sums| &sums.steps) {
-            self.tables.push(sum::ones(step, stream)?);
+            self.tables.push(Arc::new(sum::ones(step, stream)?));
         }
         stream.synchronize()?;
         Ok(())
@@ -206,8 +207,8 @@ impl Planned {
     ///
     /// # Safety
     /// Until the stream has passed this call: every slice is device memory of the handle's device, really as large as said;
-    /// `o`, `stats` and the workspace are not used by anything else; `q`, `k`, `v` and parameters are not written; `self` is
-    /// not dropped.
+    /// `o`, `stats` and the workspace are not used by anything else; `q`, `k`, `v` and parameters are not written. `self` may go:
+    /// what the device needs of it stays until it is done, and until a graph that this call was captured into is gone.
     ///
     /// # Errors
     /// A scale that is not positive, stats missing or too many, parameters missing, unknown, doubled or of another type, slices
@@ -224,7 +225,7 @@ impl Planned {
             attn_scale: call.attn_scale,
             params: call.params,
             gradients: &[],
-            workspace: call.workspace,
+            workspace: self.workspace(handle, call.workspace)?,
         };
         // SAFETY: the caller's.
         unsafe { self.submit(handle, &call) }
@@ -234,7 +235,7 @@ impl Planned {
     ///
     /// # Safety
     /// Until the stream has passed this call: every slice is device memory of the handle's device, really as large as said;
-    /// gradients and the workspace are not used by anything else; what is read is not written; `self` is not dropped.
+    /// gradients and the workspace are not used by anything else; what is read is not written. `self` may go, as there.
     ///
     /// # Errors
     /// As [`Planned::forward`], and for gradients of parameters.
@@ -246,7 +247,7 @@ impl Planned {
             attn_scale: call.attn_scale,
             params: call.params,
             gradients: call.gradients,
-            workspace: call.workspace,
+            workspace: self.workspace(handle, call.workspace)?,
         };
         // SAFETY: the caller's.
         unsafe { self.submit(handle, &call) }
@@ -280,6 +281,7 @@ impl Planned {
             self.plan.check(&bindings, call.workspace)?;
         }
         let sums = pieces.as_ref().map_or_else(|| Ok(Vec::new()), |pieces| self.sum_calls(call, pieces))?;
+        self.note_use(handle)?;
         if let Some(pieces) = &pieces {
             for conversion in &self.conversions {
                 let given = |name: &String| match call.params.iter().find(|p| p.name == *name)?.value {
@@ -317,6 +319,11 @@ impl Planned {
         Ok(())
     }
 
+    /// The caller's workspace, or that of the calls of this thread on the handle's stream.
+    fn workspace(&self, handle: &Handle, given: Option<DeviceSlice>) -> Result<DeviceSlice, Error> {
+        given.map_or_else(|| Ok(handle.workspace(self.workspace_bytes())?), Ok)
+    }
+
     /// The sums that follow the attention plan, seen to fit, each gradient's with where its result is and where it goes.
     fn sum_calls(&self, call: &Call<'_>, pieces: &Pieces) -> Result<Vec<SumCalls<'_>>, Error> {
         let read = self.lowered.supplies.iter().filter(|(_, s)| matches!(s, Supply::Table(_))).count();
@@ -324,7 +331,7 @@ impl Planned {
         if self.tables.len() != read + steps {
             return Err(no_tables());
         }
-        let mut ones = self.tables[read..].iter().map(slice_of);
+        let mut ones = self.tables[read..].iter().map(|table| slice_of(table));
         let mut all = Vec::new();
         for (sums, room) in self.sums.iter().zip(&pieces.sums) {
             let terms = pieces.scratch.iter().find(|(id, _)| *id == sums.tensor).map(|(_, slice)| *slice);

@@ -1,0 +1,158 @@
+//! CUDA graphs and retirement: captured calls against the same calls made at once, bit by bit; plans and workspace that go while the
+//! device or a graph still needs them.
+#![allow(unsafe_code)]
+
+use crate::memory::Memory;
+use crate::setup::{Result, executor};
+use cudnn_graph::Stream;
+use sdpa::cache::Limits;
+use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions, Replay};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+fn spec(seq: i64, mods: &[&str], masks: &[&str]) -> Result<AttentionSpec> {
+    let shape = Shape { batch: 2, heads_q: 6, heads_kv: 2, seq_q: seq, seq_kv: seq + 30, dim_qk: 64, dim_v: 64 };
+    let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats();
+    for text in mods {
+        spec = spec.score_mod(text.parse()?);
+    }
+    for text in masks {
+        spec = spec.mask(text.parse::<Mask>()?);
+    }
+    Ok(spec)
+}
+
+pub(crate) fn run() -> Result<()> {
+    let executor = executor(PlanOptions::default())?;
+    let stream = Arc::new(executor.device().stream()?);
+    let mut checks = 0;
+    for (mods, masks) in [
+        (&[][..], &["causal"][..]),
+        (&["softcap:30"], &["causal"]),
+        (&["alibi"], &["sliding-window:50"]),
+        (&["bias16:hqk"], &[]),
+        (&[], &["padding", "causal"]),
+        (&["softcap:20"], &["document"]),
+    ] {
+        let spec = spec(129, mods, masks)?;
+        checks += replayed(&executor, &stream, &spec, false)? + replayed(&executor, &stream, &spec, true)?;
+    }
+    let kept = captured_outlives_the_cache(&executor, &stream)?;
+    let evicted = evicted_while_in_flight()?;
+    println!(
+        "graphs: {checks} replayed calls, {kept} launches after their plans had left the cache, {evicted} calls over an evicting cache: the same bits as calls made at once"
+    );
+    Ok(())
+}
+
+/// A call made at once, replayed, replayed with other memory, with another scale, and with the first of all again.
+fn replayed(executor: &CudnnExecutor, stream: &Arc<Stream>, spec: &AttentionSpec, backward: bool) -> Result<usize> {
+    // Else the sums of dq depend on the order in which blocks end.
+    let planned = if backward {
+        executor.attention_backward(&spec.backward().deterministic().validate()?)?.0
+    } else {
+        executor.attention(&spec.validate()?)?.0
+    };
+    let handle = executor.library().handle(stream)?;
+    let mut memories = Vec::new();
+    for seed in [1, 2] {
+        let memory = Memory::seeded(stream, &planned, planned.workspace_bytes(), seed)?;
+        if backward {
+            memory.forward_first(executor, stream, spec)?;
+        }
+        memories.push(memory);
+    }
+    let mut replay = Replay::new(planned.clone(), stream.clone())?;
+    let mut checks = 0;
+    for (n, (memory, scale)) in [(0, None), (0, None), (1, None), (1, Some(0.3)), (0, None)].into_iter().enumerate() {
+        let memory = &mut memories[memory];
+        memory.poison(stream)?;
+        // SAFETY: whole buffers of this device, which outlive the synchronisations behind every call.
+        unsafe { memory.submit_scaled(&planned, &handle, scale) }?;
+        let want = memory.results(stream)?;
+        memory.poison(stream)?;
+        // SAFETY: as above.
+        unsafe { memory.replay(&mut replay, scale) }?;
+        if want != memory.results(stream)? {
+            return Err(format!("call {n} of {spec:?}, backward {backward}: the replayed call gave something else").into());
+        }
+        checks += 1;
+    }
+    if replay.captures() != 4 {
+        return Err(format!("{} captures, not 4", replay.captures()).into());
+    }
+    Ok(checks)
+}
+
+/// A functional call captured by the caller's own hand, launched after the plan has left the cache and its last owner.
+fn captured_outlives_the_cache(executor: &CudnnExecutor, stream: &Arc<Stream>) -> Result<usize> {
+    let spec = spec(200, &["softcap:25"], &["causal"])?;
+    let planned = executor.attention(&spec.validate()?)?.0;
+    let mut memory = Memory::seeded(stream, &planned, planned.workspace_bytes(), 3)?;
+    drop(planned);
+    memory.poison(stream)?;
+    // SAFETY: whole buffers of this device, which outlive the synchronisations behind every call.
+    unsafe { memory.functional(executor, stream, &spec) }?;
+    let want = memory.results(stream)?;
+    let aside = executor.device().stream()?;
+    // SAFETY: as above.
+    let graph =
+        aside.capture(|| unsafe { memory.functional(executor, &aside, &spec) }.map_err(|e| cudnn_graph::Error::PlanJson(e.to_string())))?;
+    executor.forward_cache().clear();
+    executor.device().reap();
+    let mut launches = 0;
+    for _ in 0..3 {
+        memory.poison(stream)?;
+        // SAFETY: as above.
+        unsafe { graph.launch(stream) }?;
+        if want != memory.results(stream)? {
+            return Err("a graph gave something else after its plan had left the cache".into());
+        }
+        launches += 1;
+    }
+    drop(graph);
+    Ok(launches)
+}
+
+/// One entry for four specifications: every call evicts the plan of the one before, which may still run.
+fn evicted_while_in_flight() -> Result<usize> {
+    let limits = Limits::entries(NonZeroUsize::MIN);
+    let executor = CudnnExecutor::new(CudnnOptions { forward: limits, ..CudnnOptions::default() })?;
+    let stream = executor.device().stream()?;
+    let mut all = Vec::new();
+    for seq in [700, 900, 1100, 1300] {
+        let spec = spec(seq, &["softcap:30"], &["causal"])?;
+        let planned = executor.attention(&spec.validate()?)?.0;
+        let mut memory = Memory::seeded(&stream, &planned, planned.workspace_bytes(), seq as u64)?;
+        memory.poison(&stream)?;
+        // SAFETY: whole buffers of this device, which outlive the synchronisations behind every call.
+        unsafe { memory.functional(&executor, &stream, &spec) }?;
+        let want = memory.results(&stream)?;
+        all.push((spec, memory, want));
+    }
+    let mut calls = 0;
+    for _ in 0..5 {
+        for (_, memory, _) in &mut all {
+            memory.poison(&stream)?;
+        }
+        for (spec, memory, _) in &all {
+            for _ in 0..20 {
+                // SAFETY: as above.
+                unsafe { memory.functional(&executor, &stream, spec) }?;
+                calls += 1;
+            }
+        }
+        for (spec, memory, want) in &all {
+            if memory.results(&stream)? != *want {
+                return Err(format!("{spec:?} gave something else while plans were evicted").into());
+            }
+        }
+    }
+    let waiting = executor.device().reap();
+    let stats = executor.cache_stats()[0];
+    if stats.evictions < 10 || waiting > 0 {
+        return Err(format!("{} evictions, {waiting} plans still wait after everything has passed", stats.evictions).into());
+    }
+    Ok(calls)
+}

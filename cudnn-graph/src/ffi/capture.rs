@@ -1,0 +1,179 @@
+//! Streams that are being captured, and the graphs that come of it.
+
+use super::backend::Handle;
+use super::driver::{Device, Ptr, Stream};
+use super::load::table;
+use crate::error::Error;
+use std::ffi::{c_int, c_uint};
+
+table! {
+    /// The driver functions for CUDA graphs.
+    GraphTable {
+        is_capturing: "cuStreamIsCapturing" fn(Ptr, *mut c_int);
+        begin: "cuStreamBeginCapture_v2" fn(Ptr, c_int);
+        end: "cuStreamEndCapture" fn(Ptr, *mut Ptr);
+        info: "cuStreamGetCaptureInfo_v2" fn(Ptr, *mut c_int, *mut u64, *mut Ptr, *mut *const Ptr, *mut usize);
+        instantiate: "cuGraphInstantiateWithFlags" fn(*mut Ptr, Ptr, u64);
+        launch: "cuGraphLaunch" fn(Ptr, Ptr);
+        destroy: "cuGraphDestroy" fn(Ptr);
+        exec_destroy: "cuGraphExecDestroy" fn(Ptr);
+        object_create: "cuUserObjectCreate" fn(*mut Ptr, Ptr, unsafe extern "C" fn(Ptr), c_uint, c_uint);
+        object_release: "cuUserObjectRelease" fn(Ptr, c_uint);
+        retain: "cuGraphRetainUserObject" fn(Ptr, Ptr, c_uint, c_uint);
+        exchange_mode: "cuThreadExchangeStreamCaptureMode" fn(*mut c_int);
+    }
+}
+
+const THREAD_LOCAL: c_int = 1;
+const RELAXED: c_int = 2;
+const ACTIVE: c_int = 1;
+const NO_DESTRUCTOR_SYNC: c_uint = 1;
+const MOVE: c_uint = 1;
+
+/// Something that a graph keeps, and the device that it belongs to.
+struct Kept {
+    device: &'static Device,
+    thing: Box<dyn Send>,
+}
+
+/// The driver calls this when the last graph that keeps a thing is gone, from a thread that may not call the driver: the thing is
+/// dropped with the next that is retired.
+///
+/// # Safety
+/// `kept` came from `Box::into_raw` of a `Kept`, and this is the only call with it.
+unsafe extern "C" fn let_go(kept: Ptr) {
+    // SAFETY: the caller's.
+    let Kept { device, thing } = *unsafe { Box::from_raw(kept.cast::<Kept>()) };
+    device.yard().leave(thing);
+}
+
+impl Device {
+    /// Runs something that allocates, loads or unloads, which would disturb a capture by another thread otherwise. Streams that
+    /// are being captured must not be touched inside.
+    pub fn relaxed<R>(&self, run: impl FnOnce() -> R) -> R {
+        let Ok(table) = self.graphs() else { return run() };
+        let mut mode = RELAXED;
+        // SAFETY: the pointer is to a live integer.
+        let changed = unsafe { (table.exchange_mode)(&mut mode) } == 0;
+        let result = run();
+        if changed {
+            // SAFETY: as above; it holds the mode from before.
+            let _ = unsafe { (table.exchange_mode)(&mut mode) };
+        }
+        result
+    }
+
+    fn is_capturing(&self, stream: Ptr) -> bool {
+        let Ok(table) = self.graphs() else { return false };
+        let mut status = 0;
+        // SAFETY: the stream is live, and the pointer is to a live integer.
+        let code = unsafe { (table.is_capturing)(stream, &mut status) };
+        code == 0 && status == ACTIVE
+    }
+
+    /// Makes the graph that a stream is captured into keep something.
+    fn keep(&'static self, stream: Ptr, thing: Box<dyn Send>) -> Result<(), Error> {
+        let table = self.graphs()?;
+        let (mut status, mut id, mut graph, mut edges, mut count) = (0, 0, std::ptr::null_mut(), std::ptr::null(), 0);
+        // SAFETY: the stream is live, and every pointer is to a live variable.
+        let code = unsafe { (table.info)(stream, &mut status, &mut id, &mut graph, &mut edges, &mut count) };
+        self.check("cuStreamGetCaptureInfo_v2", code)?;
+        let kept = Box::into_raw(Box::new(Kept { device: self, thing })).cast();
+        let mut object = std::ptr::null_mut();
+        // SAFETY: `let_go` takes what `kept` points to, once: with the last reference.
+        let code = unsafe { (table.object_create)(&mut object, kept, let_go, 1, NO_DESTRUCTOR_SYNC) };
+        if let Err(error) = self.check("cuUserObjectCreate", code) {
+            // SAFETY: nobody else has it.
+            drop(unsafe { Box::from_raw(kept.cast::<Kept>()) });
+            return Err(error);
+        }
+        // SAFETY: both are live; the only reference moves into the graph.
+        let code = unsafe { (table.retain)(graph, object, 1, MOVE) };
+        self.check("cuGraphRetainUserObject", code).inspect_err(|_| {
+            // SAFETY: the reference was not taken over.
+            let _ = unsafe { (table.object_release)(object, 1) };
+        })
+    }
+}
+
+impl Handle {
+    /// Whether what is submitted now goes into a graph instead of to the device.
+    pub fn is_capturing(&self) -> bool {
+        self.device().is_capturing(self.stream())
+    }
+
+    /// Makes the graph that the handle's stream is captured into keep something, for as long as it or an executable graph made of it
+    /// lives.
+    ///
+    /// # Errors
+    /// The driver's own, also where nothing is being captured.
+    pub fn keep_in_graph(&self, thing: Box<dyn Send>) -> Result<(), Error> {
+        self.device().keep(self.stream(), thing)
+    }
+}
+
+/// A captured piece of a stream that can be launched again.
+#[derive(Debug)]
+pub struct Captured {
+    device: &'static Device,
+    exec: Ptr,
+}
+
+// SAFETY: a graph may be launched and destroyed from any thread.
+unsafe impl Send for Captured {}
+
+impl Stream {
+    /// Captures what `submit` submits to this stream: nothing runs.
+    ///
+    /// # Errors
+    /// What `submit` returned; the driver's own, as for work that cannot be captured.
+    pub fn capture<E: From<Error>>(&self, submit: impl FnOnce() -> Result<(), E>) -> Result<Captured, E> {
+        let device = self.device();
+        device.enter()?;
+        let table = device.graphs()?;
+        // SAFETY: the stream is live.
+        device.check("cuStreamBeginCapture", unsafe { (table.begin)(self.raw().0, THREAD_LOCAL) })?;
+        let submitted = submit();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: as above, and the pointer is to a live pointer.
+        let ended = device.check("cuStreamEndCapture", unsafe { (table.end)(self.raw().0, &mut graph) });
+        let mut exec = std::ptr::null_mut();
+        let made = submitted.and_then(|()| {
+            ended?;
+            // SAFETY: the graph is live, and the pointer is to a live pointer.
+            Ok(device.check("cuGraphInstantiate", unsafe { (table.instantiate)(&mut exec, graph, 0) })?)
+        });
+        if !graph.is_null() {
+            // SAFETY: it is ours; what was made of it lives on by itself.
+            let _ = unsafe { (table.destroy)(graph) };
+        }
+        made.map(|()| Captured { device, exec })
+    }
+}
+
+impl Captured {
+    /// Submits it to a stream of its device. Nothing waits.
+    ///
+    /// # Safety
+    /// Everything that was captured may run again: its memory is there, and nothing else uses it until the stream has passed this call.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
+        self.device.enter()?;
+        // SAFETY: both are live; the rest is the caller's.
+        self.device.check("cuGraphLaunch", unsafe { (self.device.graphs()?.launch)(self.exec, stream.raw().0) })
+    }
+}
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        if let (Ok(()), Ok(table)) = (self.device.enter(), self.device.graphs()) {
+            // SAFETY: it is ours; the driver frees one that is running when it is done.
+            let code = unsafe { (table.exec_destroy)(self.exec) };
+            if code != 0 {
+                tracing::warn!(code, "cuGraphExecDestroy");
+            }
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Plans outlive their last owner for as long as a device or a captured graph needs them.
+
+use super::plan::Planned;
+use crate::error::Error;
+use cudnn_graph::{Buffer, Device, Handle, Plan};
+use std::sync::{Arc, OnceLock};
+
+/// The device that was given work of some plans.
+#[derive(Debug, Default)]
+pub(super) struct Used(OnceLock<&'static Device>);
+
+/// What a device may still read of plans.
+struct Remains {
+    _plans: Vec<Arc<Plan>>,
+    _tables: Vec<Arc<Buffer>>,
+}
+
+impl Planned {
+    fn remains(&self) -> Box<Remains> {
+        Box::new(Remains { _plans: self.plans().cloned().collect(), _tables: self.tables.clone() })
+    }
+
+    /// Notes that work is about to be submitted: from here on these plans are dropped behind it. A graph that it is captured into
+    /// keeps them.
+    pub(super) fn note_use(&self, handle: &Handle) -> Result<(), Error> {
+        self.used.0.get_or_init(|| handle.device());
+        if handle.is_capturing() {
+            handle.keep_in_graph(self.remains())?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Planned {
+    fn drop(&mut self) {
+        if let Some(device) = self.used.0.get() {
+            device.retire(self.remains());
+        }
+    }
+}
