@@ -4,11 +4,13 @@ use conformance::golden::repository;
 use std::path::{Path, PathBuf};
 
 /// Where unsafe code may be: the fence of each crate.
-const FENCES: [&str; 7] = [
+const FENCES: [&str; 9] = [
     "cudnn-graph/src/ffi/",
     "cudnn-graph/src/plan.rs",
     "sdpa/src/exec/cudnn/raw.rs",
     "sdpa/src/exec/cudnn/host.rs",
+    "sdpa/src/exec/cudnn/call.rs",
+    "sdpa/src/exec/cudnn/replay.rs",
     "sdpa/src/cudarc.rs",
     "tests/null-driver/src/",
     "benches/src/device/",

@@ -1,6 +1,6 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
-//! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`, `device graphs`, `device scaling`, `device weight`,
+//! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`, `device graphs`, `device tuned`, `device scaling`, `device weight`,
 //! `device buckets [CALLS]`, `device startup`, `device time` (JSON lines in and out), `device tree SEED [COUNT [FORM]]`,
 //! `device stack BATCH SEQ`, `device threads
 //! SECONDS`, `device version` (of cuDNN).
@@ -21,6 +21,7 @@ mod suite;
 mod threads;
 mod time;
 mod tree;
+mod tuned;
 mod weight;
 
 use std::process::ExitCode;
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
         Some("files") => files::run(args.get(1).map(String::as_str)),
         Some("scaling") => scaling::run(),
         Some("weight") => weight::run(),
+        Some("tuned") => tuned::run(),
         Some("graphs") => graphs::run(),
         Some("buckets") => buckets::run(number(1, 60)),
         Some("startup") => startup::run(),
@@ -48,7 +50,7 @@ fn main() -> ExitCode {
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
         _ => {
-            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | graphs | scaling | weight | buckets [CALLS] | startup | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
+            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | graphs | tuned | scaling | weight | buckets [CALLS] | startup | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
                 .into())
         }
     };

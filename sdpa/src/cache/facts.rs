@@ -37,6 +37,9 @@ pub struct BuildTime {
     pub heuristics: u64,
     /// Compilation.
     pub compile: u64,
+    /// Timing of every configuration.
+    #[serde(default)]
+    pub tune: u64,
     /// Out of a plan file.
     pub load: u64,
 }

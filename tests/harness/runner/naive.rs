@@ -316,7 +316,8 @@ fn the_runner_finds_faults_of_score_mods_and_masks() {
         // Where a bias is one for all keys, its gradient is 0: weights do not change.
         (Fault::OneBatchOfAParameter, &|case| {
             let over_keys = case.score_mod.iter().any(|m| m.starts_with("bias") && m.ends_with('k'));
-            case.shape.batch > 1 && ((over_keys && asks(case, "bias")) || asks(case, "slopes"))
+            // The last entry of a padded case has no keys, so that nothing of another's shows there.
+            case.shape.batch > 1 && !masked(case, "padding") && ((over_keys && asks(case, "bias")) || asks(case, "slopes"))
         }),
         (Fault::NoParameters, &|case| asks(case, "bias") || asks(case, "cap")),
     ];

@@ -9,19 +9,21 @@ pub(super) enum Phase {
     Lower,
     Heuristics,
     Compile,
+    Tune,
     Load,
     Other,
 }
 
 impl Phase {
     /// In the order in which they come.
-    pub(super) const ALL: [Phase; 5] = [Phase::Lower, Phase::Heuristics, Phase::Compile, Phase::Load, Phase::Other];
+    pub(super) const ALL: [Phase; 6] = [Phase::Lower, Phase::Heuristics, Phase::Compile, Phase::Tune, Phase::Load, Phase::Other];
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Phase::Lower => "lower",
             Phase::Heuristics => "heuristics",
             Phase::Compile => "compile",
+            Phase::Tune => "tune",
             Phase::Load => "load",
             Phase::Other => "other",
         }
@@ -29,11 +31,12 @@ impl Phase {
 
     /// Its part of a build: microseconds.
     pub(super) fn of(self, time: &BuildTime) -> u64 {
-        let told = || [time.lower, time.heuristics, time.compile, time.load].into_iter().fold(0, u64::saturating_add);
+        let told = || [time.lower, time.heuristics, time.compile, time.tune, time.load].into_iter().fold(0, u64::saturating_add);
         match self {
             Phase::Lower => time.lower,
             Phase::Heuristics => time.heuristics,
             Phase::Compile => time.compile,
+            Phase::Tune => time.tune,
             Phase::Load => time.load,
             Phase::Other => time.total.saturating_sub(told()),
         }
@@ -46,6 +49,7 @@ pub(super) fn add(sum: &mut BuildTime, time: &BuildTime) {
     sum.lower = sum.lower.saturating_add(time.lower);
     sum.heuristics = sum.heuristics.saturating_add(time.heuristics);
     sum.compile = sum.compile.saturating_add(time.compile);
+    sum.tune = sum.tune.saturating_add(time.tune);
     sum.load = sum.load.saturating_add(time.load);
 }
 

@@ -280,7 +280,7 @@ fn whatever_a_trace_says_is_escaped_and_cut() {
 
 #[test]
 fn numbers_without_sense_do_no_harm() {
-    let huge = BuildTime { total: u64::MAX, lower: u64::MAX, heuristics: u64::MAX, compile: 1, load: u64::MAX };
+    let huge = BuildTime { total: u64::MAX, lower: u64::MAX, heuristics: u64::MAX, compile: 1, tune: u64::MAX, load: u64::MAX };
     let weight = Weight { host: u64::MAX, device: u64::MAX, workspace: u64::MAX };
     for (at, forgotten) in [(0, 0), (u64::MAX, 0), (u64::MAX, u64::MAX), (5, 1)] {
         let mut hand = Hand::new();

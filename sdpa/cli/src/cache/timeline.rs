@@ -191,6 +191,7 @@ fn only(phase: Phase, us: u64) -> BuildTime {
         Phase::Lower => BuildTime { lower: us, ..time },
         Phase::Heuristics => BuildTime { heuristics: us, ..time },
         Phase::Compile => BuildTime { compile: us, ..time },
+        Phase::Tune => BuildTime { tune: us, ..time },
         Phase::Load => BuildTime { load: us, ..time },
         Phase::Other => time,
     }

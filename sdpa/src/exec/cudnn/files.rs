@@ -1,8 +1,8 @@
 //! Plan files of an executor: where it looks before it builds, and where it keeps what it has built.
 
-use super::plan;
 use super::portable::{self, PayloadError};
 use super::{CudnnExecutor, Planned};
+use super::{plan, tune};
 use crate::error::Error;
 use crate::lower::Job;
 use crate::planfile::{self, Digest, Mismatch, PlanFile, PlanFileError, Record};
@@ -11,6 +11,7 @@ use parking_lot::{Mutex, RwLock};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 /// Why a plan file is of no use to an executor.
 #[derive(Debug, thiserror::Error)]
@@ -113,13 +114,27 @@ impl CudnnExecutor {
         let key = portable::key(self.library, target, job, &self.options).ok();
         let mut planned = match key.as_ref().and_then(|key| self.load(target, job, key)) {
             Some(planned) => planned,
-            None => plan::build(self.library, target, job, &self.options)?,
+            None => self.tuned(target, job, plan::build(self.library, target, job, &self.options)?)?,
         };
         finish(&mut planned)?;
         let planned = Arc::new(planned);
         let mut live = self.files.live.lock();
         live.retain(|_, planned| planned.strong_count() > 0);
         live.extend(key.map(|key| (key, Arc::downgrade(&planned))));
+        Ok(planned)
+    }
+
+    /// The same plans with the fastest configuration of the attention, where the device is there and the options ask for that.
+    fn tuned(&self, target: &Target<'_>, job: &Job, built: Planned) -> Result<Planned, Error> {
+        if !self.tune || matches!(target, Target::Profile(_)) {
+            return Ok(built);
+        }
+        let start = Instant::now();
+        let mut planned = match tune::fastest(self.library, self.device, &self.options, &built)? {
+            Some(attention) => plan::with_attention(self.library, target, job, attention, built.time)?,
+            None => built,
+        };
+        planned.time.tune = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
         Ok(planned)
     }
 

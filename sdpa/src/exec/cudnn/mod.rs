@@ -14,6 +14,7 @@ pub mod portable;
 pub mod raw;
 mod replay;
 mod sum;
+mod tune;
 mod used;
 
 pub use files::AttachError;
@@ -45,6 +46,10 @@ pub struct CudnnOptions {
     pub forward: Limits,
     /// The same of backward passes.
     pub backward: Limits,
+    /// Run every configuration that cuDNN offers when plans are built on a device, and keep the fastest: builds take as many times as
+    /// long as there are configurations. Plans from files are taken as they are; plans that are saved are the fastest. The variable
+    /// `SDPA_AUTOTUNE=off` turns it off.
+    pub tune: bool,
     /// Lower again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
     pub recheck: bool,
 }
@@ -58,6 +63,7 @@ impl Default for CudnnOptions {
             plan: PlanOptions::default(),
             forward: Limits::default(),
             backward,
+            tune: false,
             recheck: false,
         }
     }
@@ -72,6 +78,7 @@ pub struct CudnnExecutor {
     forward: PlanCache<Job, Arc<Planned>>,
     backward: PlanCache<Job, Arc<Planned>>,
     files: files::Files,
+    tune: bool,
     recheck: bool,
 }
 
@@ -91,6 +98,7 @@ impl CudnnExecutor {
             forward,
             backward,
             files: files::Files::default(),
+            tune: options.tune && std::env::var_os("SDPA_AUTOTUNE").is_none_or(|off| off != "off"),
             recheck: options.recheck,
         })
     }

@@ -8,7 +8,7 @@ use crate::cache::{BuildTime, CacheValue, Weight};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Spelling, Sum, Supply, Vectors};
 use cudnn_graph::ir::TensorId;
-use cudnn_graph::{Library, Plan, Planner, Policy, Target};
+use cudnn_graph::{Library, Outcome, Plan, Planner, Policy, Target};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Instant;
@@ -55,12 +55,13 @@ impl Planned {
 
     /// A plan of the attention graph with nothing around it, for callers that plan by themselves: no operand is copied, and the graph
     /// reads no tables and writes no gradients of parameters.
-    pub fn alone(job: Job, lowered: Arc<Lowered>, plan: Plan) -> Planned {
+    pub fn alone(job: Job, lowered: Arc<Lowered>, plan: impl Into<Arc<Plan>>) -> Planned {
+        let plan = plan.into();
         let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
         Planned {
             job,
             lowered,
-            plan: Arc::new(plan),
+            plan,
             copies: Vec::new(),
             conversions: Vec::new(),
             sums: Vec::new(),
@@ -361,6 +362,76 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
     let mut time = BuildTime::default();
     let made = first_form(library, target, job, options, |j, form| try_build(library, target, j, form, &options.policy, &mut time));
     let (dense, copied, (lowered, plan)) = made?;
+    assemble(library, target, job, (dense, copied), (lowered, Arc::new(plan)), time)
+}
+
+/// The graph of the attention itself, and a plan of it.
+pub(super) type Attention = (Arc<Lowered>, Arc<Plan>);
+
+/// Every configuration that cuDNN offers and compiles for a pass, in every form and spelling that the options allow.
+///
+/// # Errors
+/// The environment's.
+pub(super) fn offered(
+    library: &'static Library,
+    target: &Target<'_>,
+    dense: &Job,
+    options: &PlanOptions,
+) -> Result<Vec<(Arc<Lowered>, Plan)>, Error> {
+    let mut all = Vec::new();
+    for form in lower::forms(dense, library.version()).iter().filter(|form| options.form.is_none_or(|only| only == **form)) {
+        let spellings = match spellings(library, target, dense, *form, &options.policy) {
+            Ok(spellings) => spellings,
+            Err(refusal) => {
+                refusal.text()?;
+                continue;
+            }
+        };
+        for (lowered, policy) in spellings {
+            let planner = match Planner::new(library, Arc::new(lowered.graph.clone()), target, &policy) {
+                Ok(planner) => planner,
+                Err(e) if e.is_unsupported() => continue,
+                Err(e) => return Err(e.into()),
+            };
+            for (n, candidate) in planner.report().candidates.iter().enumerate() {
+                if candidate.outcome != Outcome::NotTried {
+                    continue;
+                }
+                match planner.nth(n, target) {
+                    Ok(plan) if policy.max_workspace.is_some_and(|limit| plan.workspace_bytes() > limit) => {}
+                    Ok(plan) => all.push((lowered.clone(), plan)),
+                    Err(e) if e.is_unsupported() => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// The same plans with another configuration of the attention; of the same pass, so that helpers may differ with its spelling.
+///
+/// # Errors
+/// As [`build`].
+pub(super) fn with_attention(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    attention: Attention,
+    time: BuildTime,
+) -> Result<Planned, Error> {
+    assemble(library, target, job, lower::densify(job), attention, time)
+}
+
+/// The plans around the attention's.
+fn assemble(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    (dense, copied): (Job, Vec<Operand>),
+    (lowered, plan): Attention,
+    mut time: BuildTime,
+) -> Result<Planned, Error> {
     let helpers = Instant::now();
     let copies = copied
         .into_iter()
