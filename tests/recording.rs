@@ -487,6 +487,41 @@ fn host_memory_goes_up_and_comes_down_and_nothing_of_it_stays() {
 }
 
 #[test]
+fn plans_out_of_a_file_submit_what_those_in_it_did() {
+    let Some(recorder) = recorder() else { return };
+    let mut strided = spec().score_mod(library::alibi());
+    (strided.q, strided.o) = (gapped(strided.q), gapped(strided.o));
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("plans");
+    let problem = strided.validate().unwrap();
+    let executors = [(); 2].map(|()| CudnnExecutor::new(CudnnOptions::default()).unwrap());
+    let mut submitted = Vec::new();
+    for (n, executor) in executors.iter().enumerate() {
+        if n == 1 {
+            assert_eq!(executor.attach(&file).unwrap(), 1);
+        }
+        let asked = recorder.created(Kind::ENGINEHEUR);
+        let (planned, there) = executor.attention(&problem).unwrap();
+        assert!(!there);
+        // The first executor asks for engines; the second one has plans without.
+        assert_eq!(recorder.created(Kind::ENGINEHEUR) > asked, n == 0);
+        if n == 0 {
+            assert_eq!(executor.save(&file).unwrap(), 1);
+        }
+        let stream = recorder.stream();
+        let handle = executor.library().handle(&stream).unwrap();
+        let memory = Memory::forward(&recorder, &strided, planned.workspace_bytes());
+        let (result, entries) = recorder.record(|| recorder.forward(&planned, &handle, &memory.call(false, Some(0.75))));
+        result.unwrap();
+        assert_eq!(entries[1].number(planned.lowered.attn_scale.uid()), Some(0.75));
+        let shape = |e: &Entry| (e.what, e.operations, e.uids[..e.tensors as usize].to_vec());
+        submitted.push(entries.iter().map(shape).collect::<Vec<_>>());
+    }
+    assert_eq!(submitted[0].len(), 3);
+    assert_eq!(submitted[0], submitted[1]);
+}
+
+#[test]
 fn an_executor_takes_its_descriptors_with_it() {
     let Some(recorder) = recorder() else { return };
     let alive = || Kind::ALL.iter().map(|&kind| (kind, recorder.alive(kind))).collect::<Vec<_>>();

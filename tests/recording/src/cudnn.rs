@@ -13,6 +13,8 @@ const NULL: c_int = 2002;
 const EXECUTION_FAILED: c_int = 5000;
 /// The number of the engine that is offered for every graph.
 const ENGINE: i64 = 0;
+/// The profile of the device.
+const H200: &[u8] = include_bytes!("../../../cudnn-graph/devprops/h200.json");
 
 /// What a handle points to.
 struct Stand {
@@ -141,6 +143,7 @@ exported! {
                 (kind::ENGINE, attribute::ENGINE_NUMERICAL_NOTE | attribute::ENGINE_BEHAVIOR_NOTE, _) => {
                     answer(&none, requested, count, elements)
                 }
+                (kind::DEVICEPROP, attribute::DEVICEPROP_JSON, ty::CHAR) => answer(H200, requested, count, elements),
                 (kind::EXECUTION_PLAN, attribute::PLAN_JSON, ty::CHAR) => {
                     let json = node.graph.as_ref().map(|graph| graph.to_json()).unwrap_or_default();
                     answer(json.as_bytes(), requested, count, elements)

@@ -19,6 +19,7 @@ pub(crate) mod kind {
     pub(crate) const OPERATIONGRAPH: i32 = 15;
     pub(crate) const VARIANT_PACK: i32 = 16;
     pub(crate) const TENSOR: i32 = 17;
+    pub(crate) const DEVICEPROP: i32 = 38;
 }
 
 /// Attributes that mean something here.
@@ -48,6 +49,7 @@ pub(crate) mod attribute {
     pub(crate) const ENGINE_GLOBAL_INDEX: i32 = 1301;
     pub(crate) const ENGINE_NUMERICAL_NOTE: i32 = 1303;
     pub(crate) const ENGINE_BEHAVIOR_NOTE: i32 = 1305;
+    pub(crate) const DEVICEPROP_JSON: i32 = 2702;
 }
 
 /// Types of attributes' elements.

@@ -105,6 +105,9 @@ impl Graph {
         if !pack.workspace.is_multiple_of(256) || !memory::holds(pack.workspace, WORKSPACE) {
             return Err(format!("{WORKSPACE} bytes of workspace at {:#x} are not allocated and aligned", pack.workspace));
         }
+        // Pieces of the workspace that are bound: they are one or apart. A caller's own tensors may lie between one another.
+        let mut pieces: Vec<(u64, u64)> = Vec::new();
+        let room = memory::start(pack.workspace);
         for tensor in &self.tensors {
             let uid = tensor.uid;
             let at = pack.uids.iter().position(|u| *u == uid).ok_or_else(|| format!("nothing is bound to tensor {uid}"))?;
@@ -122,6 +125,12 @@ impl Graph {
             }
             if address < pack.workspace.saturating_add(WORKSPACE) && pack.workspace < end {
                 return Err(format!("tensor {uid} lies in the plan's workspace"));
+            }
+            if memory::start(address) == room {
+                if let Some(other) = pieces.iter().find(|other| other.0 != address && address < other.1 && other.0 < end) {
+                    return Err(format!("tensor {uid} at {address:#x} overlaps the one at {:#x}", other.0));
+                }
+                pieces.push((address, end));
             }
         }
         Ok(number_bytes)

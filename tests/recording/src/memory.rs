@@ -47,6 +47,13 @@ pub(crate) fn holds(address: u64, bytes: u64) -> bool {
     below.is_some_and(|(start, size)| address.checked_add(bytes).is_some_and(|end| end <= start + size))
 }
 
+/// Where the allocation begins that holds an address.
+pub(crate) fn start(address: u64) -> Option<u64> {
+    let memory = MEMORY.lock();
+    let below = memory.allocations.range(..=address).next_back();
+    below.filter(|(start, size)| address < *start + *size).map(|(start, _)| *start)
+}
+
 pub(crate) fn allocated() -> u64 {
     MEMORY.lock().used
 }
