@@ -31,15 +31,25 @@ impl Bindings {
     /// Binds device memory.
     #[must_use]
     pub fn slice(mut self, tensor: TensorId, slice: DeviceSlice) -> Self {
-        self.slices.push((tensor, slice));
+        self.push_slice(tensor, slice);
         self
     }
 
     /// Binds a number from host memory.
     #[must_use]
     pub fn value(mut self, tensor: TensorId, value: Scalar) -> Self {
-        self.values.push((tensor, value));
+        self.push_value(tensor, value);
         self
+    }
+
+    /// [`Bindings::slice`] in place.
+    pub fn push_slice(&mut self, tensor: TensorId, slice: DeviceSlice) {
+        self.slices.push((tensor, slice));
+    }
+
+    /// [`Bindings::value`] in place.
+    pub fn push_value(&mut self, tensor: TensorId, value: Scalar) {
+        self.values.push((tensor, value));
     }
 }
 
@@ -178,6 +188,36 @@ impl Ports {
 
     /// Checks bindings against the ports.
     pub(crate) fn bind(&self, bindings: &Bindings) -> Result<Bound, BindingErrors> {
+        self.bind_right(bindings).map_or_else(|| self.bind_or_say(bindings), Ok)
+    }
+
+    /// Bindings with nothing wrong about them: as many as ports, and one for each.
+    fn bind_right(&self, bindings: &Bindings) -> Option<Bound> {
+        let mut bound = Bound { addresses: SmallVec::new(), values: SmallVec::new() };
+        if bindings.slices.len() != self.device.len() {
+            return None;
+        }
+        for (n, port) in self.device.iter().enumerate() {
+            // Callers bind in the order of ports, mostly.
+            let here = bindings.slices.get(n).filter(|(id, _)| *id == port.id);
+            let (_, slice) = here.or_else(|| bindings.slices.iter().find(|(id, _)| *id == port.id))?;
+            let aligned = slice.address & (u64::from(port.alignment) - 1) == 0;
+            if slice.bytes < port.bytes || slice.address == 0 || !aligned {
+                return None;
+            }
+            bound.addresses.push(slice.address);
+        }
+        let mut used = 0;
+        for port in &self.values {
+            let given = bindings.values.iter().find(|(id, _)| *id == port.id).map(|(_, value)| *value);
+            used += usize::from(given.is_some());
+            bound.values.push(given.or(port.value).filter(|value| value.dtype() == port.dtype)?);
+        }
+        (used == bindings.values.len()).then_some(bound)
+    }
+
+    #[cold]
+    fn bind_or_say(&self, bindings: &Bindings) -> Result<Bound, BindingErrors> {
         let mut errors = Vec::new();
         let mut bound = Bound { addresses: SmallVec::new(), values: SmallVec::new() };
         for port in &self.device {

@@ -147,7 +147,7 @@ pub struct Plan {
     report: EngineReport,
     workspace: u64,
     code: OnceLock<u64>,
-    packs: [Mutex<VecDeque<Ready>>; SHELVES],
+    packs: [Mutex<VecDeque<Box<Ready>>>; SHELVES],
 }
 
 /// Threads that have executed a plan.
@@ -309,7 +309,7 @@ impl Plan {
 
     /// The pack for these addresses, kept from an earlier execution or made now. It is taken out: numbers in it are set
     /// for one execution at a time.
-    fn ready(&self, addresses: SmallVec<[u64; 8]>, workspace: u64) -> Result<Ready, Error> {
+    fn ready(&self, addresses: SmallVec<[u64; 8]>, workspace: u64) -> Result<Box<Ready>, Error> {
         let hash = mixed(addresses.iter().copied().chain([workspace]));
         if let Some(mut packs) = self.shelf()
             && let Some(at) = packs.iter().rposition(|r| r.hash == hash && r.workspace == workspace && r.addresses == addresses)
@@ -320,11 +320,11 @@ impl Plan {
         let device: Vec<i64> = self.ports.device.iter().map(|p| p.id.uid()).collect();
         let values: Vec<i64> = self.ports.values.iter().map(|p| p.id.uid()).collect();
         let pack = Pack::new(self.library, &device, &addresses, &values, workspace)?;
-        Ok(Ready { hash, addresses, workspace, pack })
+        Ok(Box::new(Ready { hash, addresses, workspace, pack }))
     }
 
     /// A shelf that nobody is at, this thread's if possible.
-    fn shelf(&self) -> Option<MutexGuard<'_, VecDeque<Ready>>> {
+    fn shelf(&self) -> Option<MutexGuard<'_, VecDeque<Box<Ready>>>> {
         let own = SHELF.try_with(|own| *own).unwrap_or(0);
         (0..SHELVES).find_map(|n| self.packs[(own + n) % SHELVES].try_lock())
     }

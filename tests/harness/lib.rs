@@ -2,6 +2,7 @@
 //!
 //! The oracle shares no code with the libraries: it reads masks word for word and computes textbook attention in f64.
 
+pub mod allocations;
 pub mod case;
 pub mod compare;
 pub mod golden;
@@ -11,6 +12,7 @@ pub mod matrix;
 pub mod offline;
 pub mod oracle;
 pub mod random;
+pub mod recorder;
 pub mod runner;
 pub mod say;
 pub mod sent;

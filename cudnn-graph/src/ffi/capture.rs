@@ -51,7 +51,7 @@ impl Device {
     /// Runs something that allocates, loads or unloads, which would disturb a capture by another thread otherwise. Streams that
     /// are being captured must not be touched inside.
     pub fn relaxed<R>(&self, run: impl FnOnce() -> R) -> R {
-        let Ok(table) = self.graphs() else { return run() };
+        let Some(table) = self.graphs_if_any() else { return run() };
         let mut mode = RELAXED;
         // SAFETY: the pointer is to a live integer.
         let changed = unsafe { (table.exchange_mode)(&mut mode) } == 0;
@@ -64,7 +64,7 @@ impl Device {
     }
 
     fn is_capturing(&self, stream: Ptr) -> bool {
-        let Ok(table) = self.graphs() else { return false };
+        let Some(table) = self.graphs_if_any() else { return false };
         let mut status = 0;
         // SAFETY: the stream is live, and the pointer is to a live integer.
         let code = unsafe { (table.is_capturing)(stream, &mut status) };
@@ -168,7 +168,7 @@ impl Captured {
 
 impl Drop for Captured {
     fn drop(&mut self) {
-        if let (Ok(()), Ok(table)) = (self.device.enter(), self.device.graphs()) {
+        if let (Ok(()), Some(table)) = (self.device.enter(), self.device.graphs_if_any()) {
             // SAFETY: it is ours; the driver frees one that is running when it is done.
             let code = unsafe { (table.exec_destroy)(self.exec) };
             if code != 0 {

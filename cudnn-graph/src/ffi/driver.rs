@@ -290,6 +290,11 @@ impl Device {
         self.later.graphs.as_ref().map_err(Clone::clone)
     }
 
+    /// The same where an error would be dropped.
+    pub(super) fn graphs_if_any(&self) -> Option<&GraphTable> {
+        self.later.graphs.as_ref().ok()
+    }
+
     pub(super) fn yard(&self) -> &Yard {
         &self.yard
     }

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::guard;
-use super::plan::{Planned, PlannedCopy};
+use super::plan::Planned;
 use super::sum::{self, Room};
 use crate::error::{Error, SpecError, SpecErrors};
 use crate::lower::{Copy, Operand, Supply};
@@ -258,47 +258,38 @@ impl Planned {
     unsafe fn submit(&self, handle: &Handle, call: &Call<'_>) -> Result<(), Error> {
         let attn_scale = call.attn_scale.unwrap_or(self.job.problem().default_scale());
         guard::check_scale(attn_scale)?;
+        if !call.workspace.address.is_multiple_of(PIECE) {
+            return Err(one("workspace", format!("{:#x}", call.workspace.address), &format!("a multiple of {PIECE} bytes")));
+        }
         let simple = self.is_simple();
         let pieces = if simple { None } else { Some(self.place(call.workspace)?) };
-        let mut bindings = Bindings::new().value(self.lowered.attn_scale, Scalar::F32(attn_scale));
+        let mut bindings = Bindings::new();
+        bindings.push_value(self.lowered.attn_scale, Scalar::F32(attn_scale));
         for &(operand, id) in &self.lowered.operands {
             let copied = pieces.as_ref().and_then(|p| p.copied.iter().find(|(o, _)| *o == operand));
-            bindings = bindings.slice(id, copied.map_or_else(|| call.operand(operand), |(_, slice)| Ok(*slice))?);
+            bindings.push_slice(id, copied.map_or_else(|| call.operand(operand), |(_, slice)| Ok(*slice))?);
         }
         if let (Some(id), Some(slice)) = (self.lowered.stats, call.stats) {
-            bindings = bindings.slice(id, slice);
+            bindings.push_slice(id, slice);
         }
         if let Some(pieces) = &pieces {
             for (id, slice) in &pieces.scratch {
-                bindings = bindings.slice(*id, *slice);
+                bindings.push_slice(*id, *slice);
             }
         }
         if !self.lowered.supplies.is_empty() || !call.params.is_empty() {
-            bindings = self.supply(call, bindings)?;
+            self.supply(call, &mut bindings)?;
         }
         if !simple {
             // What a caller got wrong shows before the first copy is submitted.
             self.plan.check(&bindings, call.workspace)?;
         }
         let sums = pieces.as_ref().map_or_else(|| Ok(Vec::new()), |pieces| self.sum_calls(call, pieces))?;
+        let copies = pieces.as_ref().map_or_else(|| Ok(Vec::new()), |pieces| self.copy_calls(call, pieces))?;
         self.note_use(handle)?;
-        if let Some(pieces) = &pieces {
-            for conversion in &self.conversions {
-                let given = |name: &String| match call.params.iter().find(|p| p.name == *name)?.value {
-                    DeviceValue::Tensor(_, slice) => Some(slice),
-                    DeviceValue::Scalar(_) => None,
-                };
-                let mut from = conversion.names.iter().filter_map(given);
-                let to = pieces.scratch.iter().find(|(id, _)| *id == conversion.tensor).map(|(_, slice)| *slice);
-                // Parameters have been checked.
-                let (Some(first), Some(to)) = (from.next(), to) else { continue };
-                // SAFETY: the caller's; the pieces of the workspace do not overlap.
-                unsafe { run_copy(handle, &conversion.copy, &conversion.plan, [first, to], from.next(), call.workspace) }?;
-            }
-            for copy in self.copies.iter().filter(|c| !self.job.writes(c.operand)) {
-                // SAFETY: the caller's; the pieces of the workspace do not overlap.
-                unsafe { self.copy(handle, copy, call, pieces) }?;
-            }
+        for copy in copies.iter().filter(|c| !c.after) {
+            // SAFETY: the caller's; the pieces of the workspace do not overlap.
+            unsafe { copy.run(handle, call.workspace) }?;
         }
         // SAFETY: the caller's.
         unsafe { self.plan.execute(handle, &bindings, call.workspace) }?;
@@ -310,11 +301,9 @@ impl Planned {
             // SAFETY: the caller's; the result lies in the workspace.
             unsafe { handle.copy(sum.result, sum.gradient) }?;
         }
-        if let Some(pieces) = &pieces {
-            for copy in self.copies.iter().filter(|c| self.job.writes(c.operand)) {
-                // SAFETY: the caller's.
-                unsafe { self.copy(handle, copy, call, pieces) }?;
-            }
+        for copy in copies.iter().filter(|c| c.after) {
+            // SAFETY: the caller's.
+            unsafe { copy.run(handle, call.workspace) }?;
         }
         Ok(())
     }
@@ -322,6 +311,35 @@ impl Planned {
     /// The caller's workspace, or that of the calls of this thread on the handle's stream.
     fn workspace(&self, handle: &Handle, given: Option<DeviceSlice>) -> Result<DeviceSlice, Error> {
         given.map_or_else(|| Ok(handle.workspace(self.workspace_bytes())?), Ok)
+    }
+
+    /// Conversions and copies, seen to fit, in the order of their submission but for the attention between them.
+    fn copy_calls(&self, call: &Call<'_>, pieces: &Pieces) -> Result<Vec<CopyCall<'_>>, Error> {
+        let mut all = Vec::with_capacity(self.conversions.len() + self.copies.len());
+        for conversion in &self.conversions {
+            let given = |name: &String| match call.params.iter().find(|p| p.name == *name)?.value {
+                DeviceValue::Tensor(_, slice) => Some(slice),
+                DeviceValue::Scalar(_) => None,
+            };
+            let mut from = conversion.names.iter().filter_map(given);
+            let to = pieces.scratch.iter().find(|(id, _)| *id == conversion.tensor).map(|(_, slice)| *slice);
+            // Parameters have been checked.
+            let (Some(first), Some(to)) = (from.next(), to) else { continue };
+            let (copy, plan) = (&conversion.copy, &*conversion.plan);
+            let copy = CopyCall { copy, plan, ends: [first, to], second: from.next(), after: false };
+            copy.check(&format!("parameter {}", conversion.names.join(" or ")), call.workspace)?;
+            all.push(copy);
+        }
+        for planned in &self.copies {
+            let given = call.operand(planned.operand)?;
+            let used = pieces.copied.iter().find(|(o, _)| *o == planned.operand).map_or(given, |(_, slice)| *slice);
+            let after = self.job.writes(planned.operand);
+            let ends = if after { [used, given] } else { [given, used] };
+            let copy = CopyCall { copy: &planned.copy, plan: &planned.plan, ends, second: None, after };
+            copy.check(planned.operand.name(), call.workspace)?;
+            all.push(copy);
+        }
+        Ok(all)
     }
 
     /// The sums that follow the attention plan, seen to fit, each gradient's with where its result is and where it goes.
@@ -350,29 +368,30 @@ impl Planned {
     }
 
     /// Binds parameters, tables and gradients, once all of them are known to be right.
-    fn supply(&self, call: &Call<'_>, mut bindings: Bindings) -> Result<Bindings, Error> {
+    fn supply(&self, call: &Call<'_>, bindings: &mut Bindings) -> Result<(), Error> {
         let values = self.check_params(call)?;
         let mut tables = self.tables.iter();
         for (id, supply) in &self.lowered.supplies {
-            bindings = match supply {
-                Supply::Number(trace) => bindings.value(*id, number(trace, &values)),
+            match supply {
+                Supply::Number(trace) => bindings.push_value(*id, number(trace, &values)),
                 Supply::Param(name) => match call.params.iter().find(|p| p.name == name).map(|p| p.value) {
-                    Some(DeviceValue::Tensor(_, slice)) => bindings.slice(*id, slice),
+                    Some(DeviceValue::Tensor(_, slice)) => bindings.push_slice(*id, slice),
                     // Said already.
-                    Some(DeviceValue::Scalar(_)) | None => bindings,
+                    Some(DeviceValue::Scalar(_)) | None => {}
                 },
                 Supply::Table(_) => match tables.next() {
-                    Some(buffer) => bindings.slice(*id, slice_of(buffer)),
+                    Some(buffer) => bindings.push_slice(*id, slice_of(buffer)),
                     None => return Err(no_tables()),
                 },
-                Supply::Gradient(name) => match call.gradients.iter().find(|g| g.name == name) {
-                    Some(g) => bindings.slice(*id, g.slice),
-                    None => bindings,
-                },
-                Supply::Scratch | Supply::Spread { .. } | Supply::Guarded(_) | Supply::Terms { .. } => bindings,
-            };
+                Supply::Gradient(name) => {
+                    if let Some(g) = call.gradients.iter().find(|g| g.name == name) {
+                        bindings.push_slice(*id, g.slice);
+                    }
+                }
+                Supply::Scratch | Supply::Spread { .. } | Supply::Guarded(_) | Supply::Terms { .. } => {}
+            }
         }
-        Ok(bindings)
+        Ok(())
     }
 
     /// The scalars by name, once everything about parameters and their gradients is right.
@@ -414,9 +433,6 @@ impl Planned {
         if workspace.bytes < pieces.end {
             return Err(one("workspace", workspace.bytes, &format!("at least {} bytes", pieces.end)));
         }
-        if !workspace.address.is_multiple_of(PIECE) {
-            return Err(one("workspace", format!("{:#x}", workspace.address), &format!("a multiple of {PIECE} bytes")));
-        }
         pieces.copied.iter_mut().for_each(|(_, slice)| slice.address += workspace.address);
         pieces.scratch.iter_mut().for_each(|(_, slice)| slice.address += workspace.address);
         for room in &mut pieces.sums {
@@ -425,45 +441,60 @@ impl Planned {
         }
         Ok(pieces)
     }
-
-    /// # Safety
-    /// As [`Planned::forward`].
-    unsafe fn copy(&self, handle: &Handle, planned: &PlannedCopy, call: &Call<'_>, pieces: &Pieces) -> Result<(), Error> {
-        let given = call.operand(planned.operand)?;
-        let used = pieces.copied.iter().find(|(o, _)| *o == planned.operand).map_or(given, |(_, slice)| *slice);
-        let (from, to) = if self.job.writes(planned.operand) { (used, given) } else { (given, used) };
-        // SAFETY: the caller's.
-        unsafe { run_copy(handle, &planned.copy, &planned.plan, [from, to], None, call.workspace) }
-    }
 }
 
-/// # Safety
-/// As [`Planned::forward`].
-unsafe fn run_copy(
-    handle: &Handle,
-    copy: &Copy,
-    plan: &Plan,
-    [from, to]: [DeviceSlice; 2],
+/// A copy with where it reads and writes.
+struct CopyCall<'a> {
+    copy: &'a Copy,
+    plan: &'a Plan,
+    ends: [DeviceSlice; 2],
     second: Option<DeviceSlice>,
-    workspace: DeviceSlice,
-) -> Result<(), Error> {
-    for n in 0..copy.repeats {
-        let at =
-            |slice: DeviceSlice, step: u64| DeviceSlice { address: slice.address + n * step, bytes: slice.bytes.saturating_sub(n * step) };
-        let to = at(to, copy.to_step);
-        let mut bindings = Bindings::new().slice(copy.from, at(from, copy.from_step)).slice(copy.to, to);
-        if let (Some(id), Some(slice)) = (copy.second, second) {
+    /// Whether it comes after the attention.
+    after: bool,
+}
+
+impl CopyCall<'_> {
+    /// What the `n`th run reads and writes, and where the latter is.
+    fn bindings(&self, n: u64) -> (Bindings, DeviceSlice) {
+        let copy = self.copy;
+        let at = |slice: DeviceSlice, step: u64| {
+            let bytes = slice.bytes.saturating_sub(n * step);
+            DeviceSlice { address: slice.address.saturating_add(n * step), bytes }
+        };
+        let [from, to] = [at(self.ends[0], copy.from_step), at(self.ends[1], copy.to_step)];
+        let mut bindings = Bindings::new().slice(copy.from, from).slice(copy.to, to);
+        if let (Some(id), Some(slice)) = (copy.second, self.second) {
             bindings = bindings.slice(id, slice);
         }
         if let Some(zeros) = copy.zeros {
-            // SAFETY: the caller's; what is written here is written once more by the copy.
-            unsafe { handle.zero(to) }?;
             bindings = bindings.slice(zeros, to);
         }
-        // SAFETY: the caller's.
-        unsafe { plan.execute(handle, &bindings, workspace) }?;
+        (bindings, to)
     }
-    Ok(())
+
+    /// The last run reaches furthest; steps keep what the first one is aligned to.
+    fn check(&self, what: &str, workspace: DeviceSlice) -> Result<(), Error> {
+        for n in [0, self.copy.repeats.saturating_sub(1)] {
+            let checked = self.plan.check(&self.bindings(n).0, workspace);
+            checked.map_err(|e| one(what, "what is bound", &format!("memory that its copy can use: {e}")))?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`Planned::forward`].
+    unsafe fn run(&self, handle: &Handle, workspace: DeviceSlice) -> Result<(), Error> {
+        for n in 0..self.copy.repeats {
+            let (bindings, to) = self.bindings(n);
+            if self.copy.zeros.is_some() {
+                // SAFETY: the caller's; what is written here is written once more by the copy.
+                unsafe { handle.zero(to) }?;
+            }
+            // SAFETY: the caller's.
+            unsafe { self.plan.execute(handle, &bindings, workspace) }?;
+        }
+        Ok(())
+    }
 }
 
 fn no_tables() -> Error {

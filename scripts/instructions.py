@@ -1,0 +1,115 @@
+"""instructions.py HOT BASELINE [--bless]: counts what scripts/instructions.sh compares."""
+
+import platform
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+# benches/src/bin/hot.rs says what they are.
+PATHS = ["prepared", "found", "functional", "validate", "addresses"]
+# Both numbers of calls are whole rounds of whatever a cache does only now and then; set-up is in both.
+CALLS = [1280, 3840]
+TOLERANCE = 0.03
+RECORDER = "librecording.so"
+
+
+def costs(profile):
+    """Instructions in all, and in the recording library with what it calls, of a file that callgrind wrote."""
+    names, total, recorder = {}, 0, 0
+    here, callee, called = "", None, False
+
+    def name(text):
+        number, _, given = text.partition(" ")
+        return names.setdefault(number, given)
+
+    for line in profile.read_text(errors="replace").splitlines():
+        key, equals, value = line.partition("=")
+        if line.startswith(tuple("0123456789+-*")):
+            fields = line.split()
+            cost = int(fields[1]) if len(fields) > 1 else 0
+            if not called:
+                total += cost
+            elif callee.endswith(RECORDER) and not here.endswith(RECORDER):
+                recorder += cost
+            if called:
+                callee, called = None, False
+        elif equals and key == "ob":
+            here = name(value)
+        elif equals and key == "cob":
+            callee = name(value)
+        elif equals and key == "calls":
+            callee, called = here if callee is None else callee, True
+        elif line.startswith("totals:") and int(line.split()[1]) != total:
+            sys.exit(f"instructions: {profile} has {line}, and its lines come to {total}")
+    return total, recorder
+
+
+def run(hot, path, calls):
+    """Instructions in all, those of the recording library, and allocations of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile"
+        command = ["valgrind", "--quiet", "--tool=callgrind", f"--callgrind-out-file={profile}", hot, path, str(calls)]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode != 0:
+            sys.exit(f"instructions: {' '.join(command)} ended with {ended.returncode}: {ended.stdout}{ended.stderr}")
+        return *costs(profile), int(ended.stdout)
+
+
+def measure(hot, path):
+    """Of one call: instructions, those of the recording library besides, allocations."""
+    few, many = (run(hot, path, calls) for calls in CALLS)
+    per_call = CALLS[1] - CALLS[0]
+    total, recorder, _ = (round((b - a) / per_call) for a, b in zip(few, many))
+    # Allocations are counted in the calls alone.
+    return {"instructions": total - recorder, "recorder": recorder, "allocations": many[2] / CALLS[1]}
+
+
+def tools():
+    """What else decides the counts."""
+    said = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return {"rustc": said("rustc", "--version"), "libc": " ".join(platform.libc_ver()), "valgrind": said("valgrind", "--version")}
+
+
+def write(baseline, found, made_with):
+    lines = ["# Instructions and heap allocations of one call by each path of benches/src/bin/hot.rs, without those of the recording"]
+    lines += ["# library. Written by scripts/instructions.sh --bless; counts move with the tools."]
+    lines += [f'{tool} = "{version}"' for tool, version in made_with.items()]
+    for path, counts in found.items():
+        lines += ["", f"[{path}]", f"instructions = {counts['instructions']}", f"allocations = {counts['allocations']:g}"]
+    baseline.write_text("\n".join(lines) + "\n")
+
+
+def main():
+    hot, baseline, *options = sys.argv[1:]
+    baseline = Path(baseline)
+    found = {path: measure(hot, path) for path in PATHS}
+    if options == ["--bless"]:
+        write(baseline, found, tools())
+    elif options:
+        sys.exit(f"instructions: {' '.join(options)} is no option; there is --bless")
+    want = tomllib.loads(baseline.read_text())
+    wrong = []
+    print("instructions of a call, allocations, instructions of the baseline, difference; of the recording library besides")
+    for path, counts in found.items():
+        was = want[path]
+        off = counts["instructions"] / was["instructions"] - 1
+        print(
+            f"  {path:10} {counts['instructions']:7} {counts['allocations']:5g} {was['instructions']:8} {off:+8.2%}"
+            f"   + {counts['recorder']}"
+        )
+        if abs(off) > TOLERANCE:
+            wrong.append(f"{path}: {counts['instructions']} instructions, the baseline has {was['instructions']} ({off:+.1%})")
+        if counts["allocations"] != was["allocations"]:
+            wrong.append(f"{path}: {counts['allocations']:g} allocations, the baseline has {was['allocations']:g}")
+    if wrong:
+        print(f"beyond {TOLERANCE:.0%} of {baseline}; scripts/instructions.sh --bless writes it anew where that is meant:")
+        print("\n".join(f"  {line}" for line in wrong))
+        for tool, version in tools().items():
+            if version != want[tool]:
+                print(f"  the baseline was made with {want[tool]}, this is {version}")
+        sys.exit(1)
+
+
+main()

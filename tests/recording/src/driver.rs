@@ -1,0 +1,243 @@
+//! The driver: one device, with memory that is made up. Whatever is submitted is done at once.
+
+use crate::entry::{COPY, DOWNLOAD, FILL, UPLOAD};
+use crate::{memory, record, store};
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+type Ptr = *mut c_void;
+
+const INVALID_VALUE: c_int = 1;
+const OUT_OF_MEMORY: c_int = 2;
+const INVALID_DEVICE: c_int = 101;
+const INVALID_CONTEXT: c_int = 201;
+const CUDA_VERSION: c_int = 13000;
+const CONTEXT: usize = 0xc0de_0000;
+const NAME: &CStr = c"NVIDIA H200";
+/// Attributes of the device: multiprocessors, compute capability.
+const ATTRIBUTES: [(c_int, c_int); 3] = [(16, 132), (75, 9), (76, 0)];
+
+thread_local! {
+    static CURRENT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Streams and events, which are numbers.
+static NEXT: AtomicUsize = AtomicUsize::new(0x5_0000);
+
+fn made_up() -> Ptr {
+    std::ptr::without_provenance_mut(NEXT.fetch_add(16, Ordering::Relaxed))
+}
+
+/// Whether this thread has a context: no call works without one.
+pub(crate) fn entered() -> bool {
+    CURRENT.get() == CONTEXT
+}
+
+fn in_context(done: impl FnOnce() -> c_int) -> c_int {
+    if entered() { done() } else { INVALID_CONTEXT }
+}
+
+/// Records a transfer whose ends on the device, if it has such, lie in allocations.
+fn transfer(what: u32, device: &[u64], [to, from]: [u64; 2], bytes: usize, stream: Ptr) -> c_int {
+    let bytes = bytes as u64;
+    in_context(|| {
+        if !device.iter().all(|&address| memory::holds(address, bytes)) {
+            return INVALID_VALUE;
+        }
+        record::write(|entry| {
+            (entry.what, entry.stream, entry.tensors) = (what, stream.addr() as u64, 0);
+            (entry.to, entry.from, entry.bytes) = (to, from, bytes);
+        });
+        0
+    })
+}
+
+exported! {
+    /// Nothing to do.
+    fn cuInit(_flags: c_uint) -> c_int { 0 }
+
+    /// 13.0.
+    fn cuDriverGetVersion(version: *mut c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(version, CUDA_VERSION) };
+        0
+    }
+
+    /// One name for every error.
+    fn cuGetErrorName(_error: c_int, name: *mut *const c_char) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(name, c"CUDA_ERROR_OF_THE_RECORDER".as_ptr()) };
+        0
+    }
+
+    /// One text for every error.
+    fn cuGetErrorString(_error: c_int, text: *mut *const c_char) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(text, c"the recording library refuses the call".as_ptr()) };
+        0
+    }
+
+    /// One.
+    fn cuDeviceGetCount(count: *mut c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(count, 1) };
+        0
+    }
+
+    /// The first.
+    fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> c_int {
+        if ordinal != 0 {
+            return INVALID_DEVICE;
+        }
+        // SAFETY: the header's contract.
+        unsafe { store(device, 0) };
+        0
+    }
+
+    /// What is asked of an H200.
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) -> c_int {
+        let Some((_, known)) = ATTRIBUTES.iter().find(|(which, _)| *which == attribute) else { return INVALID_VALUE };
+        // SAFETY: the header's contract.
+        unsafe { store(value, *known) };
+        0
+    }
+
+    /// An H200's.
+    fn cuDeviceGetName(name: *mut c_char, length: c_int, _device: c_int) -> c_int {
+        let bytes = NAME.to_bytes_with_nul();
+        if usize::try_from(length).is_ok_and(|length| length < bytes.len()) {
+            return INVALID_VALUE;
+        }
+        // SAFETY: there is room for as many, by the line above and the header's contract.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr().cast(), name, bytes.len()) };
+        0
+    }
+
+    /// An H200's.
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, _device: c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(bytes, memory::TOTAL as usize) };
+        0
+    }
+
+    /// The only one.
+    fn cuDevicePrimaryCtxRetain(context: *mut Ptr, _device: c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(context, std::ptr::without_provenance_mut(CONTEXT)) };
+        0
+    }
+
+    /// That of this thread.
+    fn cuCtxGetCurrent(context: *mut Ptr) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(context, std::ptr::without_provenance_mut(CURRENT.get())) };
+        0
+    }
+
+    /// For this thread.
+    fn cuCtxSetCurrent(context: Ptr) -> c_int {
+        CURRENT.set(context.addr());
+        0
+    }
+
+    /// Nothing runs, so that there is nothing to wait for.
+    fn cuCtxSynchronize() -> c_int {
+        in_context(|| 0)
+    }
+
+    /// What is left of an H200's.
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int {
+        in_context(|| {
+            // SAFETY: the header's contract.
+            unsafe {
+                store(free, (memory::TOTAL - memory::allocated()) as usize);
+                store(total, memory::TOTAL as usize);
+            }
+            0
+        })
+    }
+
+    /// An address.
+    fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
+        in_context(|| {
+            let Some(allocated) = memory::allocate(bytes as u64) else { return OUT_OF_MEMORY };
+            // SAFETY: the header's contract.
+            unsafe { store(address, allocated) };
+            0
+        })
+    }
+
+    /// Once.
+    fn cuMemFree_v2(address: u64) -> c_int {
+        in_context(|| if memory::free(address) { 0 } else { INVALID_VALUE })
+    }
+
+    /// Recorded.
+    fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Ptr) -> c_int {
+        transfer(UPLOAD, &[to], [to, from.addr() as u64], bytes, stream)
+    }
+
+    /// Recorded; host memory stays as it is.
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: Ptr) -> c_int {
+        transfer(DOWNLOAD, &[from], [to.addr() as u64, from], bytes, stream)
+    }
+
+    /// Recorded.
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Ptr) -> c_int {
+        transfer(COPY, &[to, from], [to, from], bytes, stream)
+    }
+
+    /// Recorded.
+    fn cuMemsetD8Async(to: u64, byte: u8, bytes: usize, stream: Ptr) -> c_int {
+        transfer(FILL, &[to], [to, u64::from(byte)], bytes, stream)
+    }
+
+    /// A number.
+    fn cuStreamCreate(stream: *mut Ptr, _flags: c_uint) -> c_int {
+        in_context(|| {
+            // SAFETY: the header's contract.
+            unsafe { store(stream, made_up()) };
+            0
+        })
+    }
+
+    /// Nothing to do.
+    fn cuStreamDestroy_v2(_stream: Ptr) -> c_int { in_context(|| 0) }
+
+    /// Everything is done at once.
+    fn cuStreamSynchronize(_stream: Ptr) -> c_int { in_context(|| 0) }
+
+    /// Everything is done at once.
+    fn cuStreamWaitEvent(_stream: Ptr, _event: Ptr, _flags: c_uint) -> c_int { in_context(|| 0) }
+
+    /// A number.
+    fn cuEventCreate(event: *mut Ptr, _flags: c_uint) -> c_int {
+        in_context(|| {
+            // SAFETY: the header's contract.
+            unsafe { store(event, made_up()) };
+            0
+        })
+    }
+
+    /// Nothing to do.
+    fn cuEventDestroy_v2(_event: Ptr) -> c_int { in_context(|| 0) }
+
+    /// Nothing to do.
+    fn cuEventRecord(_event: Ptr, _stream: Ptr) -> c_int { in_context(|| 0) }
+
+    /// Passed.
+    fn cuEventQuery(_event: Ptr) -> c_int { in_context(|| 0) }
+
+    /// Passed.
+    fn cuEventSynchronize(_event: Ptr) -> c_int { in_context(|| 0) }
+
+    /// Nothing takes time.
+    fn cuEventElapsedTime(ms: *mut f32, _start: Ptr, _end: Ptr) -> c_int {
+        in_context(|| {
+            // SAFETY: the header's contract.
+            unsafe { store(ms, 0.0) };
+            0
+        })
+    }
+}
