@@ -18,7 +18,6 @@ if ! command -v valgrind >/dev/null; then
     exit 1
   fi
 fi
-cargo build --quiet --release --package recording --package bench-sdpa --bin hot
-# A package beside which a binary is named is not built but for it.
 cargo build --quiet --release --package recording
+cargo build --quiet --release --package bench-sdpa --bin hot
 exec python3 scripts/instructions.py "$target/release/hot" benches/instructions.toml "$@"

@@ -471,6 +471,40 @@ fn scalars_of_a_score_mod_are_numbers_of_the_call() {
 }
 
 #[test]
+fn threads_on_one_plan_do_not_mix_their_numbers() {
+    let Some(f) = forward(spec()) else { return };
+    // Sixteen calls of each of four threads are what the record keeps. Two of the threads share their addresses.
+    let other = Memory::forward(&f.recorder, &f.spec, f.planned.workspace_bytes());
+    let (recorder, planned) = (&f.recorder, &f.planned);
+    let ((), entries) = recorder.record(|| {
+        std::thread::scope(|scope| {
+            for thread in 0..4u8 {
+                let memory = if thread < 2 { &f.memory } else { &other };
+                scope.spawn(move || {
+                    let stream = recorder.stream();
+                    let handle = recorder.executor().library().handle(&stream).unwrap();
+                    for n in 0..16u8 {
+                        let scale = f32::from(thread * 16 + n) + 1.0;
+                        recorder.forward(planned, &handle, &memory.call(false, Some(scale))).unwrap();
+                    }
+                });
+            }
+        });
+    });
+    let scale = |e: &Entry| e.number(planned.lowered.attn_scale.uid()).unwrap();
+    let mut scales: Vec<f32> = entries.iter().map(scale).collect();
+    for entry in &entries {
+        let memory = if scale(entry) <= 32.0 { &f.memory } else { &other };
+        assert_bound(planned, entry, &[(Operand::Q, memory.q.address()), (Operand::O, memory.o.address())]);
+        // One stream, one thread, its own numbers in their order.
+        let own: Vec<f32> = entries.iter().filter(|e| e.stream == entry.stream).map(scale).collect();
+        assert!(own.len() == 16 && own.windows(2).all(|two| two[1] == two[0] + 1.0), "{own:?}");
+    }
+    scales.sort_unstable_by(f32::total_cmp);
+    assert_eq!(scales, (1..=64u8).map(f32::from).collect::<Vec<_>>());
+}
+
+#[test]
 fn host_memory_goes_up_and_comes_down_and_nothing_of_it_stays() {
     let Some(recorder) = recorder() else { return };
     let spec = spec();
