@@ -52,7 +52,7 @@ impl CudnnPrepared {
         Ok(buffer)
     }
 
-    /// A result. All ones is NaN in every float type: an element that no kernel writes shows.
+    /// A result, or workspace. All ones is NaN in every float type: an element that no kernel writes shows.
     fn result(&self, bytes: u64) -> Result<Buffer, Error> {
         let mut buffer = self.buffer(bytes)?;
         buffer.fill(&self.stream, 0xff)?;
@@ -167,7 +167,7 @@ impl Prepared for CudnnPrepared {
         let (q, k, v) = (self.upload(problem.q(), &call.q)?, self.upload(problem.k(), &call.k)?, self.upload(problem.v(), &call.v)?);
         let uploaded = self.upload_params(call.params)?;
         let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
-        let workspace = self.buffer(self.planned.workspace_bytes())?;
+        let workspace = self.result(self.planned.workspace_bytes())?;
         let o = self.result(self.bytes(problem.o()))?;
         let stats_bytes = u64::try_from(problem.stats_elements()).unwrap_or(0) * size_of::<f32>() as u64;
         let stats = if problem.stats() { Some(self.result(stats_bytes)?) } else { None };
@@ -206,7 +206,7 @@ impl PreparedBackward for CudnnPrepared {
         stats.upload(&self.stream, 0, call.stats)?;
         let uploaded = self.upload_params(call.params)?;
         let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
-        let workspace = self.buffer(self.planned.workspace_bytes())?;
+        let workspace = self.result(self.planned.workspace_bytes())?;
         let results = [problem.dq(), problem.dk(), problem.dv()];
         let [dq, dk, dv] = results.map(|tensor| self.result(self.bytes(tensor)));
         let (dq, dk, dv) = (dq?, dk?, dv?);
