@@ -431,7 +431,7 @@ fn the_gradient_of_a_bias_is_summed_after_the_attention() {
     result.unwrap();
     let steps = &planned.sums[0].steps;
     let conversions = planned.conversions.len();
-    let [attention, sums @ .., copy] = &entries[conversions..] else { panic!() };
+    let [attention, sums @ .., rounded, copy] = &entries[conversions..] else { panic!() };
     assert_bound(&planned, attention, &[(Operand::DQ, call.dq.address)]);
     assert_eq!((sums.len(), copy.what), (steps.len(), COPY));
     let mut from = attention.address(planned.sums[0].tensor.uid()).unwrap();
@@ -439,7 +439,9 @@ fn the_gradient_of_a_bias_is_summed_after_the_attention() {
         assert_eq!(entry.address(sum.from.uid()), Some(from));
         from = entry.address(sum.to.uid()).unwrap();
     }
-    assert_eq!((copy.from, copy.to, copy.bytes), (from, gradient.address(), 8 * 2));
+    let (rounding, _) = &planned.sums[0].rounding;
+    assert_eq!(rounded.address(rounding.from.uid()), Some(from));
+    assert_eq!((Some(copy.from), copy.to, copy.bytes), (rounded.address(rounding.to.uid()), gradient.address(), 8 * 2));
     let short = [DeviceGradient { name: "bias", slice: DeviceSlice { bytes: 8 * 2 - 1, ..whole(&gradient) } }];
     let off =
         [DeviceParam { name: "bias", value: DeviceValue::Tensor(DType::F32, DeviceSlice { address: bias.address() + 2, ..whole(&bias) }) }];
@@ -522,7 +524,7 @@ fn host_memory_goes_up_and_comes_down_and_nothing_of_it_stays() {
     };
     let (result, entries) = recorder.record(|| prepared.forward(call));
     assert_eq!(result.unwrap().workspace_bytes, 4096);
-    assert_eq!(what(&entries), [UPLOAD, UPLOAD, UPLOAD, FILL, EXECUTION, DOWNLOAD]);
+    assert_eq!(what(&entries), [UPLOAD, UPLOAD, UPLOAD, FILL, FILL, EXECUTION, DOWNLOAD]);
     let [.., execution, download] = &entries[..] else { panic!() };
     assert_eq!(entries[..3].iter().map(|e| e.bytes).collect::<Vec<_>>(), [&spec.q, &spec.k, &spec.v].map(bytes));
     assert_eq!((download.bytes, download.to), (bytes(&spec.o), o.as_ptr().addr() as u64));

@@ -144,7 +144,8 @@ fn check(planned: &Planned, compiled: &mut Compiled) {
     compiled.conversions = planned.conversions.len();
     let copies = planned.copies.iter().map(|c| (&c.copy.graph, &c.plan));
     let conversions = planned.conversions.iter().map(|c| (&c.copy.graph, &c.plan));
-    let sums = planned.sums.iter().flat_map(|s| &s.steps).map(|(sum, plan)| (&sum.graph, plan));
+    let steps = planned.sums.iter().flat_map(|s| &s.steps).map(|(sum, plan)| (&sum.graph, plan));
+    let sums = steps.chain(planned.sums.iter().map(|s| (&s.rounding.0.graph, &s.rounding.1)));
     for (graph, plan) in std::iter::once((&planned.lowered.graph, &planned.plan)).chain(copies).chain(conversions).chain(sums) {
         let first = plan.report().candidates.iter().find(|c| !matches!(c.outcome, Outcome::PassedOver(_)));
         if first.is_none_or(|c| c.outcome != Outcome::Chosen) {

@@ -1,10 +1,13 @@
 //! Sums over queries and keys on the device as graphs of one op, for gradients that the attention engines do not sum there.
 //!
 //! A sum is a product with ones: cuDNN has no engine for a reduction that stands alone (asked of 9.19 and 9.27 for compute
-//! capability 8.0, 8.9, 9.0 and 10.0), and takes every product of these types. Terms are in the type of the gradient; sums run
-//! in f32 and stay there until the last.
+//! capability 8.0, 8.9, 9.0 and 10.0), and takes every product of these types. Terms are in the type of the gradient; sums are
+//! f32 throughout, and rounded by a graph of their own: a product of f32 into a single number of two bytes writes the four of an f32
+//! (9.19 on an H200, under memcheck).
 
+use super::copy::{Copy, convert};
 use super::lowered::{Lowered, Supply};
+use crate::spec::{Layout, TensorSpec};
 use cudnn_graph::ir::op::{Matmul, Op};
 use cudnn_graph::ir::{Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
@@ -35,6 +38,8 @@ pub struct Sums {
     pub name: String,
     /// One or two sums; each reads what the one before it wrote.
     pub steps: Vec<Sum>,
+    /// From f32 to the type of the gradient.
+    pub rounding: Copy,
 }
 
 /// The axis of the last two that a step sums along.
@@ -67,10 +72,10 @@ fn steps(dtype: DType, from: [i64; 4], to: [i64; 4]) -> Result<Vec<Sum>, cudnn_g
     Ok(match (over_queries, over_keys) {
         (true, true) => vec![
             step([matrices, rows, columns], Along::Queries, [dtype, DType::F32])?,
-            step([matrices, 1, columns], Along::Keys, [DType::F32, dtype])?,
+            step([matrices, 1, columns], Along::Keys, [DType::F32, DType::F32])?,
         ],
-        (true, false) => vec![step([matrices, rows, columns], Along::Queries, [dtype, dtype])?],
-        (false, true) => vec![step([matrices, rows, columns], Along::Keys, [dtype, dtype])?],
+        (true, false) => vec![step([matrices, rows, columns], Along::Queries, [dtype, DType::F32])?],
+        (false, true) => vec![step([matrices, rows, columns], Along::Keys, [dtype, DType::F32])?],
         (false, false) => Vec::new(),
     })
 }
@@ -87,7 +92,10 @@ impl Lowered {
                 && let Some(tensor) = self.graph.graph().get(*id)
                 && let [batch, heads, rows, columns] = tensor.dims.0[..]
             {
-                all.push(Sums { tensor: *id, name: name.clone(), steps: steps(tensor.dtype, [batch, heads, rows, columns], *dims)? });
+                let flat = TensorSpec::dense([1, 1, 1, dims.iter().product()], Layout::Bhsd);
+                let rounding = convert([DType::F32, tensor.dtype], &flat, &flat)?;
+                let steps = steps(tensor.dtype, [batch, heads, rows, columns], *dims)?;
+                all.push(Sums { tensor: *id, name: name.clone(), steps, rounding });
             }
         }
         Ok(all)

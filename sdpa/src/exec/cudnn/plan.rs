@@ -8,7 +8,7 @@ use crate::cache::{BuildTime, CacheValue, Weight};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Spelling, Sum, Supply, Vectors};
 use cudnn_graph::ir::TensorId;
-use cudnn_graph::{Library, Outcome, Plan, Planner, Policy, Target};
+use cudnn_graph::{Library, Outcome, Plan, Planner, Policy, Target, Verified};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Instant;
@@ -50,7 +50,8 @@ impl Planned {
     /// Every plan: the attention's, of copies, conversions and sums.
     pub(super) fn plans(&self) -> impl Iterator<Item = &Arc<Plan>> {
         let copies = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan));
-        [&self.plan].into_iter().chain(copies).chain(self.sums.iter().flat_map(|s| &s.steps).map(|(_, plan)| plan))
+        let sums = self.sums.iter().flat_map(|s| s.steps.iter().map(|(_, plan)| plan).chain([&s.rounding.1]));
+        [&self.plan].into_iter().chain(copies).chain(sums)
     }
 
     /// A plan of the attention graph with nothing around it, for callers that plan by themselves: no operand is copied, and the graph
@@ -125,6 +126,8 @@ pub struct PlannedSums {
     pub name: String,
     /// Each sum's graph and plan.
     pub steps: Vec<(Sum, Arc<Plan>)>,
+    /// What brings the last sum from f32 to the type of the gradient.
+    pub rounding: (Copy, Arc<Plan>),
 }
 
 fn unsupported(reasons: Vec<Reason>) -> Error {
@@ -323,8 +326,9 @@ pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, optio
             .map_err(|e| refused(format!("conversion of {}", names.join(" and ")), e.into()))?;
     }
     for sums in lowered.sums()? {
-        for step in sums.steps {
-            Planner::new(library, Arc::new(step.graph), target, &Policy::default())
+        let steps = sums.steps.into_iter().map(|step| step.graph);
+        for graph in steps.chain([sums.rounding.graph]) {
+            Planner::new(library, Arc::new(graph), target, &Policy::default())
                 .map_err(|e| refused(format!("sum of the gradient of {}", sums.name), e.into()))?;
         }
     }
@@ -454,13 +458,14 @@ fn assemble(
         .sums()?
         .into_iter()
         .map(|sums| {
-            let plan = |step: Sum| {
-                let plan = Plan::build(library, Arc::new(step.graph.clone()), target, &Policy::default())
-                    .map_err(|e| refused(format!("sum of the gradient of {}", sums.name), Error::Backend(e)))?;
-                Ok((step, Arc::new(plan)))
+            let plan = |graph: &Verified| {
+                let plan = Plan::build(library, Arc::new(graph.clone()), target, &Policy::default());
+                let plan = plan.map_err(|e| refused(format!("sum of the gradient of {}", sums.name), Error::Backend(e)))?;
+                Ok::<_, Error>(Arc::new(plan))
             };
-            let steps = sums.steps.into_iter().map(plan).collect::<Result<_, Error>>()?;
-            Ok(PlannedSums { tensor: sums.tensor, name: sums.name, steps })
+            let rounding = plan(&sums.rounding.graph)?;
+            let steps = sums.steps.into_iter().map(|step| plan(&step.graph).map(|plan| (step, plan))).collect::<Result<_, Error>>()?;
+            Ok(PlannedSums { tensor: sums.tensor, name: sums.name, steps, rounding: (sums.rounding, rounding) })
         })
         .collect::<Result<_, Error>>()?;
     time.compile += micros(helpers);

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Of the bytes. Rules of lowering show in the digest of what is lowered.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Why bytes are no plan for a pass.
 #[derive(Debug, thiserror::Error)]
@@ -190,7 +190,8 @@ impl Planned {
         for sums in lowered.sums()? {
             let step = |step: lower::Sum| load(&step.graph).map(|plan| (step, plan));
             let steps = sums.steps.into_iter().map(step).collect::<Result<_, _>>()?;
-            summed.push(PlannedSums { tensor: sums.tensor, name: sums.name, steps });
+            let rounding = load(&sums.rounding.graph)?;
+            summed.push(PlannedSums { tensor: sums.tensor, name: sums.name, steps, rounding: (sums.rounding, rounding) });
         }
         texts.finish()?;
         let load = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);

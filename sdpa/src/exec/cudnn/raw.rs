@@ -139,10 +139,7 @@ struct SumCalls<'a> {
 impl Planned {
     /// Offsets from the beginning of the workspace.
     fn pieces(&self) -> Pieces {
-        let sums = self.sums.iter().flat_map(|s| &s.steps).map(|(_, plan)| plan);
-        let helpers = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan)).chain(sums);
-        let plans = helpers.chain([&self.plan]);
-        let mut next = plans.map(|p| p.workspace_bytes()).max().unwrap_or(0).next_multiple_of(PIECE);
+        let mut next = self.plans().map(|p| p.workspace_bytes()).max().unwrap_or(0).next_multiple_of(PIECE);
         let mut take = |bytes: u64| {
             let piece = DeviceSlice { address: next, bytes };
             next += bytes.next_multiple_of(PIECE);
@@ -358,11 +355,11 @@ impl Planned {
             let (Some(terms), Some(gradient)) = (terms, gradient) else { continue };
             let plans = sums.calls(terms, *room, &mut ones);
             plans.iter().try_for_each(|(plan, bindings)| plan.check(bindings, call.workspace))?;
-            if gradient.bytes < room.result.bytes {
-                let rule = format!("at least {} bytes", room.result.bytes);
+            if gradient.bytes < room.rounded.bytes {
+                let rule = format!("at least {} bytes", room.rounded.bytes);
                 return Err(one(&format!("gradient of {}", sums.name), gradient.bytes, &rule));
             }
-            all.push(SumCalls { plans, result: room.result, gradient: DeviceSlice { bytes: room.result.bytes, ..gradient } });
+            all.push(SumCalls { plans, result: room.rounded, gradient: DeviceSlice { bytes: room.rounded.bytes, ..gradient } });
         }
         Ok(all)
     }
@@ -438,6 +435,7 @@ impl Planned {
         for room in &mut pieces.sums {
             room.between.address += workspace.address;
             room.result.address += workspace.address;
+            room.rounded.address += workspace.address;
         }
         Ok(pieces)
     }

@@ -3,6 +3,7 @@
 use super::plan::PlannedSums;
 use crate::error::Error;
 use crate::lower::Sum;
+use cudnn_graph::ir::Tensor;
 use cudnn_graph::{Bindings, Buffer, DType, DeviceSlice, Plan, Stream};
 use half::{bf16, f16};
 
@@ -27,22 +28,24 @@ pub(super) fn ones(sum: &Sum, stream: &Stream) -> Result<Buffer, Error> {
 pub(super) struct Room {
     /// Between two sums.
     pub(super) between: DeviceSlice,
-    /// The last one's result. The products of 9.19 write four bytes for a single number of two: never into the caller's memory.
+    /// The last one's result.
     pub(super) result: DeviceSlice,
+    /// The same in the type of the gradient.
+    pub(super) rounded: DeviceSlice,
 }
 
 impl PlannedSums {
     /// Pieces of the workspace, as `take` gives them.
     pub(super) fn room(&self, mut take: impl FnMut(u64) -> DeviceSlice) -> Room {
-        let written = |step: Option<&(Sum, std::sync::Arc<Plan>)>| {
-            let tensor = step.and_then(|(sum, _)| sum.graph.graph().get(sum.to));
-            tensor.map_or(0, |t| t.dtype.bytes(t.dims.0.iter().product::<i64>().unsigned_abs()))
-        };
+        let bytes = |tensor: Option<&Tensor>| tensor.map_or(0, |t| t.dtype.bytes(t.dims.0.iter().product::<i64>().unsigned_abs()));
+        let written = |step: Option<&(Sum, std::sync::Arc<Plan>)>| bytes(step.and_then(|(sum, _)| sum.graph.graph().get(sum.to)));
         let [between, result] = match &self.steps[..] {
             [first, .., last] => [written(Some(first)), written(Some(last))],
             steps => [0, written(steps.first())],
         };
-        Room { between: take(between), result: take(result) }
+        let (rounding, _) = &self.rounding;
+        let rounded = bytes(rounding.graph.graph().get(rounding.to));
+        Room { between: take(between), result: take(result), rounded: take(rounded) }
     }
 
     /// Each plan with what it reads and writes, first to last.
@@ -58,6 +61,8 @@ impl PlannedSums {
             let to = if n == last { room.result } else { room.between };
             (&**plan, Bindings::new().slice(sum.from, from).slice(sum.ones, ones).slice(sum.to, to))
         };
-        self.steps.iter().zip(ones).enumerate().map(step).collect()
+        let (rounding, plan) = &self.rounding;
+        let rounded = (&**plan, Bindings::new().slice(rounding.from, room.result).slice(rounding.to, room.rounded));
+        self.steps.iter().zip(ones).enumerate().map(step).chain([rounded]).collect()
     }
 }
