@@ -1,38 +1,75 @@
-//! Apple GPUs: a place in the list of executors that declines everything for now.
+//! Apple GPUs: problems as the kernels are told of them. Nothing runs yet, and [`MetalExecutor`] says so.
 
 use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
+use crate::mask::Region;
 use crate::problem::Problem;
+use crate::spec::TensorSpec;
+use metal_fallback::{Band, Declined, Forward, Tensor};
 use std::sync::Arc;
 
 /// Attention on an Apple GPU.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MetalExecutor;
 
+/// A problem as the kernels are told of it.
+pub fn forward(problem: &Problem) -> Forward {
+    let tensor = |t: &TensorSpec| Tensor { dims: t.dims, strides: t.strides };
+    let kept = problem.kept();
+    let Region { lower, upper, prefix } = kept.region;
+    Forward {
+        dtype: problem.dtype(),
+        q: tensor(problem.q()),
+        k: tensor(problem.k()),
+        v: tensor(problem.v()),
+        o: tensor(problem.o()),
+        band: Band { lower, upper, prefix },
+        seq_len_q: kept.seq_len_q,
+        seq_len_kv: kept.seq_len_kv,
+        score_mod: problem.score_mod().cloned(),
+        keep: kept.rest.clone(),
+        stats: problem.stats(),
+    }
+}
+
+/// Reasons of the kernels, as every executor gives them.
+pub fn unsupported(declined: Vec<Declined>) -> Unsupported {
+    let reason = |why: Declined| match why {
+        Declined::Limit { field, value, limit } => Reason::Limit { field, value, limit },
+        Declined::NoDevice { .. } | Declined::NoHost => Reason::Absent(why.to_string()),
+    };
+    Unsupported { executor: ExecutorName::Metal, reasons: declined.into_iter().map(reason).collect() }
+}
+
+fn no_backward() -> Reason {
+    Reason::Absent("no backward kernel for Metal is written yet".to_owned())
+}
+
 impl Executor for MetalExecutor {
     fn name(&self) -> ExecutorName {
         ExecutorName::Metal
     }
 
-    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
-        metal_fallback::supports()
-            .map_err(|why| Unsupported { executor: ExecutorName::Metal, reasons: vec![Reason::Absent(why.to_string())] })
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        let mut declined: Vec<Declined> = metal_fallback::supports().err().into_iter().collect();
+        declined.extend(forward(problem).supports().err().unwrap_or_default());
+        if declined.is_empty() { Ok(()) } else { Err(unsupported(declined)) }
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
         self.supports(problem)?;
-        let reason = Reason::Absent("no Metal kernel is written yet".to_owned());
-        Err(Error::Unsupported(Unsupported { executor: ExecutorName::Metal, reasons: vec![reason] }))
+        Err(Error::Unsupported(unsupported(vec![Declined::NoHost])))
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        self.supports(problem.forward())
+        let mut reasons = self.supports(problem.forward()).err().map(|e| e.reasons).unwrap_or_default();
+        reasons.push(no_backward());
+        Err(Unsupported { executor: ExecutorName::Metal, reasons })
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        self.prepare(problem.forward()).map(|_| ())?;
-        let reason = Reason::Absent("no Metal kernel is written yet".to_owned());
-        Err(Error::Unsupported(Unsupported { executor: ExecutorName::Metal, reasons: vec![reason] }))
+        self.supports_backward(problem)?;
+        Err(Error::Unsupported(Unsupported { executor: ExecutorName::Metal, reasons: vec![no_backward()] }))
     }
 }

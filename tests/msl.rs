@@ -1,0 +1,56 @@
+//! Metal kernels, emulated, against the oracle.
+
+use conformance::case::Case;
+use conformance::msl::{Emulated, Toolchain};
+use conformance::runner::{Outcome, Tally, run_case};
+use conformance::say::{say, skip};
+use sdpa::Executor;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const NAME: &str = "metal-emulated";
+
+fn emulation(what: &str) -> Option<Toolchain> {
+    Toolchain::find().map_err(|why| skip("msl", &format!("{what}: {why}"))).ok()
+}
+
+/// Runs a list on a thread for each core.
+fn side_by_side<T: Sync>(list: &[T], run: impl Fn(&T) + Sync) {
+    let next = AtomicUsize::new(0);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(item) = list.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    run(item);
+                }
+            });
+        }
+    });
+}
+
+/// Every case but those whose limits the kernels document.
+fn run_all(what: &str, cases: &[Case]) {
+    let Some(toolchain) = emulation(&format!("all {} {what} cases", cases.len())) else { return };
+    let tally = Mutex::new(Tally::default());
+    side_by_side(cases, |case| {
+        let emulated = Emulated::new(toolchain.clone(), case.seed());
+        let declined = || case.spec().unwrap().validate().is_ok_and(|problem| emulated.supports(&problem).is_err());
+        let outcome: Outcome = run_case(case, &emulated).skip_only_if(declined, || case.repro(emulated.name()));
+        tally.lock().unwrap().add(NAME, &case.name, &outcome);
+    });
+    let tally = tally.into_inner().unwrap();
+    say(&format!("{what} {}", tally.summary(NAME)));
+    assert_eq!(tally.failed, 0, "cases failed");
+    assert!(tally.passed > 0, "no case ran");
+}
+
+#[test]
+fn forward_cases() {
+    run_all("forward", &Case::all().unwrap());
+}
+
+#[test]
+fn score_mod_cases() {
+    run_all("score_mod", &Case::all_library().unwrap());
+}
