@@ -1,7 +1,7 @@
 //! Metal kernels, emulated, against the oracle.
 
 use conformance::case::Case;
-use conformance::msl::{Emulated, Toolchain};
+use conformance::msl::{Emulated, Toolchain, table};
 use conformance::runner::{Outcome, Tally, run_case};
 use conformance::say::{say, skip};
 use sdpa::Executor;
@@ -53,4 +53,11 @@ fn forward_cases() {
 #[test]
 fn score_mod_cases() {
     run_all("score_mod", &Case::all_library().unwrap());
+}
+
+/// Every type, dim, mask and score_mod; any two meet, or with `SDPA_MSL=all` all of them.
+#[test]
+fn table_of_types_dims_masks_and_score_mods() {
+    let all = std::env::var("SDPA_MSL").is_ok_and(|what| what == "all");
+    run_all("table", &table::cases(all).unwrap());
 }

@@ -4,7 +4,9 @@
 //! case and of nothing else, and sanitizers need no preparation.
 
 mod build;
+mod cover;
 mod executor;
+pub mod table;
 
 pub use build::{Job, Program, Toolchain};
-pub use executor::{DTYPES, Emulated};
+pub use executor::Emulated;

@@ -5,8 +5,8 @@ use metal_fallback::{Operand, Plan};
 use sdpa::exec::metal::{forward, unsupported};
 use sdpa::exec::{Executor, Prepared, PreparedBackward};
 use sdpa::{
-    BackwardProblem, DType, Elements, ElementsMut, Error, ExecutorName, HostForward, ParamValue, Problem, Reason, Report, SpecError,
-    SpecErrors, Unsupported,
+    BackwardProblem, Elements, ElementsMut, Error, ExecutorName, HostForward, ParamValue, Problem, Reason, Report, SpecError, SpecErrors,
+    Unsupported,
 };
 use std::sync::Arc;
 use std::time::Instant;
@@ -150,6 +150,3 @@ impl Prepared for EmulatedPlan {
         Ok(Report { compute_ms: started.elapsed().as_secs_f64() * 1e3, copied: Vec::new(), engine, workspace_bytes: 0 })
     }
 }
-
-/// The types that kernels are made for.
-pub const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
