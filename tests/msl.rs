@@ -2,7 +2,7 @@
 
 use conformance::case::Case;
 use conformance::msl::{Emulated, Toolchain, table};
-use conformance::runner::{Outcome, Tally, run_case};
+use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case};
 use conformance::say::{say, skip};
 use sdpa::Executor;
 use std::sync::Mutex;
@@ -39,6 +39,27 @@ fn run_all(what: &str, cases: &[Case]) {
         let outcome: Outcome = run_case(case, &emulated).skip_only_if(declined, || case.repro(emulated.name()));
         tally.lock().unwrap().add(NAME, &case.name, &outcome);
     });
+    judge(what, tally);
+}
+
+/// The same of backward passes, alone and chained to the kernels' own forward pass.
+fn run_all_backward(what: &str, cases: &[Case]) {
+    let Some(toolchain) = emulation(&format!("all {} {what} cases", cases.len())) else { return };
+    let tally = Mutex::new(Tally::default());
+    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| Source::ALL.map(|source| (case, source))).collect();
+    side_by_side(&runs, |&(case, source)| {
+        let emulated = Emulated::new(toolchain.clone(), case.seed());
+        let declined = || {
+            let problem = case.backward_spec().unwrap().validate();
+            problem.is_ok_and(|problem| emulated.supports_backward(&problem).is_err())
+        };
+        let outcome = run_backward_case(case, source, &emulated).skip_only_if(declined, || case.backward_repro(emulated.name()));
+        tally.lock().unwrap().add(NAME, &format!("{}{}", case.name, source.suffix()), &outcome);
+    });
+    judge(what, tally);
+}
+
+fn judge(what: &str, tally: Mutex<Tally>) {
     let tally = tally.into_inner().unwrap();
     say(&format!("{what} {}", tally.summary(NAME)));
     assert_eq!(tally.failed, 0, "cases failed");
@@ -55,9 +76,21 @@ fn score_mod_cases() {
     run_all("score_mod", &Case::all_library().unwrap());
 }
 
+#[test]
+fn backward_cases() {
+    run_all_backward("backward", &Case::all_backward().unwrap());
+}
+
+#[test]
+fn backward_score_mod_cases() {
+    run_all_backward("backward score_mod", &Case::all_library().unwrap());
+}
+
 /// Every type, dim, mask and score_mod; any two meet, or with `SDPA_MSL=all` all of them.
 #[test]
 fn table_of_types_dims_masks_and_score_mods() {
     let all = std::env::var("SDPA_MSL").is_ok_and(|what| what == "all");
-    run_all("table", &table::cases(all).unwrap());
+    let cases = table::cases(all).unwrap();
+    run_all("table", &cases);
+    run_all_backward("backward table", &cases);
 }

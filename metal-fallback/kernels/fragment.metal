@@ -32,14 +32,28 @@ inline float row_total(float x) {
     return x + simd_shuffle_xor(x, ushort(8));
 }
 
-// Copies rows into threadgroup memory, all threads together. Rows from `present` on, and columns from DIM to PADDED, are 0:
+// Copies rows into threadgroup memory, all threads together; `stride` is between rows, `step` between elements. Rows from `present` on, and columns from DIM to PADDED, are 0:
 // what lies there in device memory may be anything.
 template <int ROWS, int DIM, int PADDED, int PITCH>
-inline void load_tile(threadgroup Element* tile, const device Element* from, long stride, int present, int thread_index) {
+inline void load_tile(
+    threadgroup Element* tile, const device Element* from, long stride, long step, int present, int thread_index) {
     for (int at = thread_index; at < ROWS * PADDED; at += THREADS) {
         const int row = at / PADDED;
         const int column = at % PADDED;
         const bool there = row < present && column < DIM;
-        tile[row * PITCH + column] = there ? from[row * stride + column] : Element(0.0f);
+        tile[row * PITCH + column] = there ? from[row * stride + column * step] : Element(0.0f);
+    }
+}
+
+// Eight rows of one matrix times eight rows of another, transposed: d += a b^T over WIDTH columns. `a` and `b` are where this lane's
+// elements begin: of `a` at its row and first column, of `b` at the row of its first column, and at the column of its row.
+template <int WIDTH, int ROWS, int PITCH>
+inline void multiply_transposed(thread float2* d, const threadgroup Element* a, const threadgroup Element* b) {
+    UNROLL for (int at = 0; at < WIDTH; at += 8) {
+        const float2 left = float2(float(a[at]), float(a[at + 1]));
+        UNROLL for (int j = 0; j < ROWS / 8; j++) {
+            const threadgroup Element* right = b + j * 8 * PITCH + at;
+            multiply_add(d[j], left, float2(float(right[0]), float(right[PITCH])));
+        }
     }
 }

@@ -89,41 +89,62 @@ impl Captured {
 
     /// The structure that carries them, and the macros by which a kernel takes and passes them.
     pub fn declaration(&self, scalars_slot: u32, tensors_slot: u32) -> String {
-        let (mut members, mut arguments, mut passed) = (String::new(), String::new(), Vec::new());
-        let mut add = |name: String, space: &str, element: &str, slot: u32| {
+        let (mut members, mut passed) = (String::new(), Vec::new());
+        let mut argument = |name: String, space: &str, element: &str, slot: u32| {
             let _ = writeln!(members, "    {space} {element}* {name};");
-            let _ = write!(arguments, "{space} {element}* {name} [[buffer({slot})]], ");
+            let text = format!("{space} {element}* {name} [[buffer({slot})]], ");
             passed.push(name);
+            text
         };
+        let mut scalars = String::new();
         if !self.scalars().is_empty() {
-            add("scalars".to_owned(), "constant", "float", scalars_slot);
+            scalars = argument("scalars".to_owned(), "constant", "float", scalars_slot);
         }
-        for (n, (_, dtype, _)) in self.tensors().into_iter().enumerate() {
-            add(format!("tensor_{n}"), "const device", element(dtype).unwrap_or("float"), tensors_slot + n as u32);
-        }
+        let tensors = self.tensors().into_iter().enumerate();
+        let tensors: String = tensors
+            .map(|(n, (_, dtype, _))| {
+                argument(format!("tensor_{n}"), "const device", element(dtype).unwrap_or("float"), tensors_slot + n as u32)
+            })
+            .collect();
         format!(
-            "struct Captured {{\n{members}}};\n#define CAPTURED_ARGUMENTS {arguments}\n#define CAPTURED Captured{{{}}}\n",
+            "struct Captured {{\n{members}}};\n#define CAPTURED_SCALARS {scalars}\n#define CAPTURED_TENSORS {tensors}\n\
+             #define CAPTURED Captured{{{}}}\n",
             passed.join(", ")
         )
     }
 
     /// A score_mod: `float score_mod(float score, Place at, Captured captured)`.
     pub fn score_mod(&self, trace: &Trace) -> String {
-        self.function("float score_mod(float score, Place at, Captured captured)", trace)
+        self.function("float score_mod(float score, Place at, Captured captured)", trace, 0)
+    }
+
+    /// The derivative of a score_mod, the second root of the trace:
+    /// `float score_mod_gradient(float score, float upstream, Place at, Captured captured)`.
+    pub fn gradient(&self, trace: &Trace) -> String {
+        self.function("float score_mod_gradient(float score, float upstream, Place at, Captured captured)", trace, 1)
     }
 
     /// A mask: `bool keep(Place at, Captured captured)`.
     pub fn keep(&self, trace: &Trace) -> String {
-        self.function("bool keep(Place at, Captured captured)", trace)
+        self.function("bool keep(Place at, Captured captured)", trace, 0)
     }
 
-    fn function(&self, signature: &str, trace: &Trace) -> String {
+    fn function(&self, signature: &str, trace: &Trace, root: usize) -> String {
         let mut text = format!("inline {signature} {{\n");
-        for id in trace.ids() {
+        let root = trace.roots().get(root).copied();
+        // Of the values, those that this root is made of.
+        let mut needed = vec![false; trace.nodes().len()];
+        root.into_iter().for_each(|root| needed[root.index()] = true);
+        for (n, node) in trace.nodes().iter().enumerate().rev() {
+            if needed[n] {
+                node.operands().for_each(|x| needed[x.index()] = true);
+            }
+        }
+        for id in trace.ids().filter(|id| needed[id.index()]) {
             let value = self.value(trace, trace.node(id));
             let _ = writeln!(text, "    const {} v{} = {value};", ty(trace.ty(id)), id.index());
         }
-        let root = trace.roots().first().map_or(0, |root| root.index());
+        let root = root.map_or(0, |root| root.index());
         let _ = writeln!(text, "    return v{root};\n}}");
         text
     }

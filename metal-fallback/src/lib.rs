@@ -1,22 +1,27 @@
 //! Attention on Apple GPUs.
 //!
-//! A [`Forward`] is a problem in plain data; [`Forward::plan`] makes of it a [`Plan`]: the MSL source, tiles, grid, threadgroup
-//! memory and the table of buffers. Kernels are the `.metal` files in `kernels/`; what depends on a problem's types, dims, masks
+//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes plans of it. A [`Plan`] is a kernel and its
+//! dispatch: the MSL source, tiles, grid, threadgroup memory and the table of buffers. Kernels are the `.metal` files in `kernels/`; what depends on a problem's types, dims, masks
 //! and score_mods is a prelude before them. Lengths, strides, bands and the scale are parameters of a call.
 //!
 //! Nothing here needs an Apple machine, and nothing here calls one yet: [`supports`] declines with that reason. What a plan says
 //! is executed on an emulation of MSL by the tests of the workspace.
 
+mod backward;
 mod declined;
 mod emit;
 mod forward;
 mod params;
+mod plan;
+mod source;
 mod tiles;
 
+pub use backward::Backward;
 pub use declined::Declined;
 pub use emit::Captured;
-pub use forward::{Band, Binding, Forward, Operand, Plan, Tensor};
-pub use params::{Field, ForwardParams};
+pub use forward::Forward;
+pub use params::{BackwardParams, Field, ForwardParams, Params};
+pub use plan::{Band, Binding, Operand, Plan, Tensor};
 pub use tiles::{FRAGMENT, SIMD, THREADGROUP_BYTES, Tiles};
 
 /// Whether attention runs on this machine's Apple GPU.

@@ -39,6 +39,9 @@ macro_rules! params {
         pub struct $name { $($(#[$doc])* pub $field: $ty,)* }
 
         impl $name {
+            /// Its name in MSL.
+            pub const NAME: &'static str = stringify!($name);
+
             /// Names of the members and where they begin, in order.
             pub const OFFSETS: &'static [(&'static str, usize)] = &[$((stringify!($field), std::mem::offset_of!($name, $field)),)*];
 
@@ -91,6 +94,71 @@ params! {
         prefix: i32,
         /// Multiplies a product of a query and a key. Times log2(e) where scores are not modified.
         scale: f32,
+    }
+}
+
+params! {
+    /// What the kernels of a backward pass are told of a call.
+    BackwardParams {
+        /// Between neighbouring batch entries, heads and queries of `q`, in elements.
+        q_strides: [i64; 3],
+        /// The same of `k`.
+        k_strides: [i64; 3],
+        /// The same of `v`.
+        v_strides: [i64; 3],
+        /// The same of `o`.
+        o_strides: [i64; 3],
+        /// The same of `d_o`, and between neighbouring elements.
+        d_o_strides: [i64; 4],
+        /// The same of `dq`, whose elements are dense.
+        dq_strides: [i64; 3],
+        /// The same of `dk`.
+        dk_strides: [i64; 3],
+        /// The same of `dv`.
+        dv_strides: [i64; 3],
+        /// Query heads.
+        heads_q: i32,
+        /// Query heads that share a key head.
+        group: i32,
+        /// Queries.
+        seq_q: i32,
+        /// Keys.
+        seq_kv: i32,
+        /// Keys at `k - q <= lower` are dropped.
+        lower: i32,
+        /// Keys at `k - q > upper` are dropped.
+        upper: i32,
+        /// Keys at `k > q` and `k >= prefix` are dropped.
+        prefix: i32,
+        /// Multiplies a product of a query and a key.
+        scale: f32,
+    }
+}
+
+/// The parameters of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Params {
+    /// Of a forward kernel.
+    Forward(ForwardParams),
+    /// Of a kernel of a backward pass.
+    Backward(BackwardParams),
+}
+
+impl Params {
+    /// The name of the structure in MSL, its size, and where its members begin.
+    pub fn layout(&self) -> (&'static str, usize, &'static [(&'static str, usize)]) {
+        match self {
+            Params::Forward(_) => (ForwardParams::NAME, std::mem::size_of::<ForwardParams>(), ForwardParams::OFFSETS),
+            Params::Backward(_) => (BackwardParams::NAME, std::mem::size_of::<BackwardParams>(), BackwardParams::OFFSETS),
+        }
+    }
+
+    /// The structure as a kernel reads it.
+    pub fn bytes(&self) -> Vec<u8> {
+        match self {
+            Params::Forward(params) => params.bytes(),
+            Params::Backward(params) => params.bytes(),
+        }
     }
 }
 

@@ -9,13 +9,16 @@ pub const SIMD: u32 = 32;
 /// Rows of a fragment: the queries of a simdgroup.
 pub const FRAGMENT: u32 = 8;
 
-/// The tiles of a forward kernel.
+/// Columns of two accumulators that the registers of a simdgroup hold.
+const SLICE_LIMIT: u32 = 128;
+
+/// The tiles of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
-    /// Queries of a threadgroup: eight for each simdgroup.
-    pub block_q: u32,
-    /// Keys of a block.
-    pub block_k: u32,
+    /// Rows that a threadgroup computes, eight for each simdgroup: queries, or keys for their gradient.
+    pub own: u32,
+    /// Rows of a block of the others, which come by.
+    pub passing: u32,
     /// Elements of a query and of a key, rounded up to whole fragments.
     pub padded_qk: u32,
     /// The same of a value.
@@ -28,43 +31,62 @@ pub struct Tiles {
     pub element: u32,
 }
 
-/// Queries and keys of a tile, the best first. Wide heads begin further down: their accumulators fill the registers.
+/// Own and passing rows, the best first. Wide heads begin further down: their accumulators fill the registers.
 const SIZES: [(u32, u32); 5] = [(32, 32), (32, 16), (16, 16), (16, 8), (8, 8)];
 
 impl Tiles {
-    /// The best tiles that fit; `None` where none do.
-    pub fn choose(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
-        let wide = dim_qk.max(dim_v) >= 128;
-        SIZES[usize::from(wide)..]
-            .iter()
-            .map(|&size| Tiles::new(size, dim_qk, dim_v, element))
-            .find(|tiles| tiles.bytes().iter().sum::<usize>() <= THREADGROUP_BYTES)
+    /// The best tiles whose threadgroup memory fits; `None` where none do. Rows that are not padded are the last resort.
+    fn choose(dims: [u32; 2], element: u32, bytes: impl Fn(&Tiles) -> Vec<usize>) -> Option<Tiles> {
+        let sizes = &SIZES[usize::from(dims[0].max(dims[1]) >= 128)..];
+        let padding = [16 / element, 0];
+        let all = padding.into_iter().flat_map(|padding| sizes.iter().map(move |&size| Tiles::new(size, dims, element, padding)));
+        all.into_iter().find(|tiles| bytes(tiles).iter().sum::<usize>() <= THREADGROUP_BYTES)
     }
 
-    fn new((block_q, block_k): (u32, u32), dim_qk: u32, dim_v: u32, element: u32) -> Tiles {
-        let padded = |dim: u32| dim.next_multiple_of(FRAGMENT);
-        // A row more than whole banks, so that the rows of a fragment lie in different ones.
-        let pitch = |dim: u32| padded(dim) + 16 / element;
-        Tiles {
-            block_q,
-            block_k,
-            padded_qk: padded(dim_qk),
-            padded_v: padded(dim_v),
-            pitch_qk: pitch(dim_qk),
-            pitch_v: pitch(dim_v),
-            element,
-        }
+    /// Tiles of a forward kernel.
+    pub fn forward(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
+        Tiles::choose([dim_qk, dim_v], element, Tiles::forward_bytes)
+    }
+
+    /// Tiles of a kernel of the backward pass.
+    pub fn backward(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
+        Tiles::choose([dim_qk, dim_v], element, |tiles| tiles.backward_bytes(true))
+    }
+
+    // Padding: rows are 16 bytes more than whole banks, so that those of a fragment lie in different ones.
+    fn new((own, passing): (u32, u32), dims: [u32; 2], element: u32, padding: u32) -> Tiles {
+        let [padded_qk, padded_v] = dims.map(|dim| dim.next_multiple_of(FRAGMENT));
+        Tiles { own, passing, padded_qk, padded_v, pitch_qk: padded_qk + padding, pitch_v: padded_v + padding, element }
+    }
+
+    fn bytes(&self, rows: u32, pitch: u32) -> usize {
+        (rows * pitch * self.element).next_multiple_of(16) as usize
+    }
+
+    /// Bytes of the queries, and of the keys which make place for the values.
+    pub fn forward_bytes(&self) -> Vec<usize> {
+        vec![self.bytes(self.own, self.pitch_qk), self.bytes(self.passing, self.pitch_qk.max(self.pitch_v))]
+    }
+
+    /// Bytes of `q`, `d_o`, `k` and `v`, where queries are the own rows or come by.
+    pub fn backward_bytes(&self, own_queries: bool) -> Vec<usize> {
+        let (q, k) = if own_queries { (self.own, self.passing) } else { (self.passing, self.own) };
+        vec![self.bytes(q, self.pitch_qk), self.bytes(q, self.pitch_v), self.bytes(k, self.pitch_qk), self.bytes(k, self.pitch_v)]
+    }
+
+    /// Threadgroups that share the own rows of a kernel with two accumulators, each with a part of the columns.
+    pub fn splits(&self) -> u32 {
+        self.padded_qk.max(self.padded_v).div_ceil(SLICE_LIMIT)
+    }
+
+    /// Columns of such a part, of `padded` ones.
+    pub fn slice(&self, padded: u32) -> u32 {
+        padded.div_ceil(self.splits()).next_multiple_of(FRAGMENT)
     }
 
     /// Threads of a threadgroup.
     pub fn threads(&self) -> u32 {
-        self.block_q / FRAGMENT * SIMD
-    }
-
-    /// Bytes of the queries, and of the keys which make place for the values.
-    pub fn bytes(&self) -> [usize; 2] {
-        let bytes = |rows: u32, pitch: u32| (rows * pitch * self.element).next_multiple_of(16) as usize;
-        [bytes(self.block_q, self.pitch_qk), bytes(self.block_k, self.pitch_qk.max(self.pitch_v))]
+        self.own / FRAGMENT * SIMD
     }
 }
 
@@ -77,12 +99,17 @@ mod tests {
         for element in [2, 4] {
             for dim_qk in 1..=256 {
                 for dim_v in [1, 40, 64, 128, 192, 256, dim_qk] {
-                    let tiles = Tiles::choose(dim_qk, dim_v, element).unwrap();
-                    assert!(tiles.bytes().iter().sum::<usize>() <= THREADGROUP_BYTES);
-                    for (padded, dim) in [(tiles.padded_qk, dim_qk), (tiles.padded_v, dim_v)] {
-                        assert!(padded >= dim && padded.is_multiple_of(FRAGMENT));
+                    let (forward, backward) =
+                        (Tiles::forward(dim_qk, dim_v, element).unwrap(), Tiles::backward(dim_qk, dim_v, element).unwrap());
+                    assert!(forward.forward_bytes().iter().sum::<usize>() <= THREADGROUP_BYTES);
+                    for own_queries in [true, false] {
+                        assert!(backward.backward_bytes(own_queries).iter().sum::<usize>() <= THREADGROUP_BYTES);
                     }
-                    assert_eq!(tiles.threads(), tiles.block_q * 4);
+                    for (padded, dim) in [(backward.padded_qk, dim_qk), (backward.padded_v, dim_v)] {
+                        assert!(padded >= dim && padded.is_multiple_of(FRAGMENT));
+                        assert!(backward.slice(padded) <= SLICE_LIMIT && backward.slice(padded) * backward.splits() >= padded);
+                    }
+                    assert_eq!(forward.threads(), forward.own * 4);
                 }
             }
         }
@@ -90,11 +117,16 @@ mod tests {
 
     #[test]
     fn tiles_shrink_with_the_dim() {
-        let sizes = |dim, element| Tiles::choose(dim, dim, element).map(|t| (t.block_q, t.block_k));
-        assert_eq!(sizes(64, 2), Some((32, 32)));
-        assert_eq!(sizes(128, 2), Some((32, 16)));
-        assert_eq!(sizes(128, 4), Some((32, 16)));
-        assert_eq!(sizes(256, 2), Some((32, 16)));
-        assert_eq!(sizes(256, 4), Some((16, 8)));
+        let forward = |dim, element| Tiles::forward(dim, dim, element).map(|t| (t.own, t.passing));
+        assert_eq!(forward(64, 2), Some((32, 32)));
+        assert_eq!(forward(128, 2), Some((32, 16)));
+        assert_eq!(forward(128, 4), Some((32, 16)));
+        assert_eq!(forward(256, 2), Some((32, 16)));
+        assert_eq!(forward(256, 4), Some((16, 8)));
+        let backward = |dim, element| Tiles::backward(dim, dim, element).map(|t| (t.own, t.passing, t.pitch_qk));
+        assert_eq!(backward(64, 2), Some((32, 32, 72)));
+        assert_eq!(backward(128, 2), Some((32, 16, 136)));
+        assert_eq!(backward(256, 2), Some((16, 8, 264)));
+        assert_eq!(backward(256, 4), Some((8, 8, 256)));
     }
 }

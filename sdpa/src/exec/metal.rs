@@ -6,16 +6,19 @@ use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::mask::Region;
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
-use metal_fallback::{Band, Declined, Forward, Tensor};
+use metal_fallback::{Backward, Band, Declined, Forward, Tensor};
 use std::sync::Arc;
 
 /// Attention on an Apple GPU.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MetalExecutor;
 
+fn tensor(t: &TensorSpec) -> Tensor {
+    Tensor { dims: t.dims, strides: t.strides }
+}
+
 /// A problem as the kernels are told of it.
 pub fn forward(problem: &Problem) -> Forward {
-    let tensor = |t: &TensorSpec| Tensor { dims: t.dims, strides: t.strides };
     let kept = problem.kept();
     let Region { lower, upper, prefix } = kept.region;
     Forward {
@@ -33,6 +36,26 @@ pub fn forward(problem: &Problem) -> Forward {
     }
 }
 
+/// A backward problem as the kernels are told of it.
+///
+/// # Errors
+/// Gradients that no kernel computes.
+pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
+    let wrt: Vec<&str> = problem.wrt().iter().map(|g| g.name.as_str()).collect();
+    if !wrt.is_empty() {
+        let limit = "no kernel computes gradients of parameters yet".to_owned();
+        return Err(unsupported(vec![Declined::Limit { field: "wrt".to_owned(), value: wrt.join(", "), limit }]));
+    }
+    Ok(Backward {
+        forward: forward(problem.forward()),
+        d_o: tensor(problem.d_o()),
+        dq: tensor(problem.dq()),
+        dk: tensor(problem.dk()),
+        dv: tensor(problem.dv()),
+        gradient: problem.gradient().map(|gradient| Arc::new(gradient.trace.clone())),
+    })
+}
+
 /// Reasons of the kernels, as every executor gives them.
 pub fn unsupported(declined: Vec<Declined>) -> Unsupported {
     let reason = |why: Declined| match why {
@@ -40,10 +63,6 @@ pub fn unsupported(declined: Vec<Declined>) -> Unsupported {
         Declined::NoDevice { .. } | Declined::NoHost => Reason::Absent(why.to_string()),
     };
     Unsupported { executor: ExecutorName::Metal, reasons: declined.into_iter().map(reason).collect() }
-}
-
-fn no_backward() -> Reason {
-    Reason::Absent("no backward kernel for Metal is written yet".to_owned())
 }
 
 impl Executor for MetalExecutor {
@@ -63,13 +82,16 @@ impl Executor for MetalExecutor {
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        let mut reasons = self.supports(problem.forward()).err().map(|e| e.reasons).unwrap_or_default();
-        reasons.push(no_backward());
-        Err(Unsupported { executor: ExecutorName::Metal, reasons })
+        let mut refused = unsupported(metal_fallback::supports().err().into_iter().collect());
+        match backward(problem) {
+            Ok(backward) => refused.reasons.extend(unsupported(backward.supports().err().unwrap_or_default()).reasons),
+            Err(e) => refused.reasons.extend(e.reasons),
+        }
+        if refused.reasons.is_empty() { Ok(()) } else { Err(refused) }
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
         self.supports_backward(problem)?;
-        Err(Error::Unsupported(Unsupported { executor: ExecutorName::Metal, reasons: vec![no_backward()] }))
+        Err(Error::Unsupported(unsupported(vec![Declined::NoHost])))
     }
 }

@@ -1,7 +1,7 @@
 //! Compiles plans, and runs them.
 
 use crate::golden::repository;
-use metal_fallback::{ForwardParams, Operand, Plan};
+use metal_fallback::{Operand, Plan};
 use std::collections::hash_map::DefaultHasher;
 use std::fmt::Write;
 use std::hash::{Hash, Hasher};
@@ -135,9 +135,10 @@ fn call(plan: &Plan) -> String {
     }
     arguments.push("uint3{self.group[0], self.group[1], self.group[2]}".to_owned());
     arguments.extend(["self.index", "self.simdgroup", "self.lane"].map(str::to_owned));
-    let mut text = format!("static_assert(sizeof(ForwardParams) == {}, \"\");\n", std::mem::size_of::<ForwardParams>());
-    for (field, offset) in ForwardParams::OFFSETS {
-        let _ = writeln!(text, "static_assert(__builtin_offsetof(ForwardParams, {field}) == {offset}, \"\");");
+    let (structure, size, offsets) = plan.params(1.0).layout();
+    let mut text = format!("static_assert(sizeof({structure}) == {size}, \"\");\n");
+    for (field, offset) in offsets {
+        let _ = writeln!(text, "static_assert(__builtin_offsetof({structure}, {field}) == {offset}, \"\");");
     }
     let _ = writeln!(
         text,
@@ -182,7 +183,7 @@ impl Program {
         plan.threadgroup.iter().for_each(|(_, size)| number(&mut bytes, *size as u64));
         number(&mut bytes, job.buffers.len() as u64);
         for (binding, buffer) in plan.buffers.iter().zip(job.buffers) {
-            number(&mut bytes, binding.operand.written().into());
+            number(&mut bytes, binding.written.into());
             number(&mut bytes, buffer.len() as u64);
             bytes.extend(buffer);
         }
@@ -197,7 +198,7 @@ impl Program {
         let result = result?;
         let mut rest = result.as_slice();
         let mut written = Vec::new();
-        for (binding, buffer) in plan.buffers.iter().zip(job.buffers).filter(|(b, _)| b.operand.written()) {
+        for (binding, buffer) in plan.buffers.iter().zip(job.buffers).filter(|(b, _)| b.written) {
             let (own, others) = rest.split_at_checked(buffer.len()).ok_or("the result is short")?;
             written.push((binding.operand.clone(), own.to_vec()));
             rest = others;

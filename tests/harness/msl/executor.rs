@@ -2,11 +2,14 @@
 
 use super::build::{Job, Program, Toolchain};
 use metal_fallback::{Operand, Plan};
-use sdpa::exec::metal::{forward, unsupported};
+use sdpa::exec::metal::{backward, forward, unsupported};
 use sdpa::exec::{Executor, Prepared, PreparedBackward};
+use sdpa::expr::Declared;
+use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa::params::bind;
 use sdpa::{
-    BackwardProblem, Elements, ElementsMut, Error, ExecutorName, HostForward, ParamValue, Problem, Reason, Report, SpecError, SpecErrors,
-    Unsupported,
+    BackwardProblem, Elements, ElementsMut, Error, ExecutorName, HostBackward, HostForward, ParamValue, Problem, Report, SpecError,
+    SpecErrors, Unsupported,
 };
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,12 +28,25 @@ impl Emulated {
     }
 }
 
+/// A kernel, made ready.
 #[derive(Debug)]
-struct EmulatedPlan {
-    problem: Problem,
+struct Kernel {
     plan: Plan,
     program: Program,
     seed: u64,
+}
+
+#[derive(Debug)]
+struct EmulatedForward {
+    problem: Problem,
+    kernel: Kernel,
+}
+
+#[derive(Debug)]
+struct EmulatedBackward {
+    problem: BackwardProblem,
+    delta: usize,
+    kernels: Vec<Kernel>,
 }
 
 /// A fault of the emulation or of a kernel, as the environment's.
@@ -38,9 +54,11 @@ fn fault(what: &str, how: String) -> Error {
     Error::Spec(SpecErrors(vec![SpecError::new(what, how, "runs on the emulation")]))
 }
 
-fn no_backward() -> Unsupported {
-    let reason = Reason::Absent("no backward kernel for Metal is written yet".to_owned());
-    Unsupported { executor: ExecutorName::Metal, reasons: vec![reason] }
+impl Emulated {
+    fn kernel(&self, plan: Plan) -> Result<Kernel, Error> {
+        let program = self.toolchain.program(&plan).map_err(|e| fault(plan.entry, e))?;
+        Ok(Kernel { plan, program, seed: self.seed })
+    }
 }
 
 impl Executor for Emulated {
@@ -53,17 +71,18 @@ impl Executor for Emulated {
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        let plan = forward(problem).plan().map_err(unsupported)?;
-        let program = self.toolchain.program(&plan).map_err(|e| fault("kernel", e))?;
-        Ok(Arc::new(EmulatedPlan { problem: problem.clone(), plan, program, seed: self.seed }))
+        let kernel = self.kernel(forward(problem).plan().map_err(unsupported)?)?;
+        Ok(Arc::new(EmulatedForward { problem: problem.clone(), kernel }))
     }
 
-    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
-        Err(no_backward())
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        backward(problem)?.supports().map_err(unsupported)
     }
 
-    fn prepare_backward(&self, _problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        Err(no_backward().into())
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        let described = backward(problem)?;
+        let kernels = described.plan().map_err(unsupported)?.into_iter().map(|plan| self.kernel(plan)).collect::<Result<_, _>>()?;
+        Ok(Arc::new(EmulatedBackward { problem: problem.clone(), delta: described.delta_elements() as usize, kernels }))
     }
 }
 
@@ -111,42 +130,121 @@ fn read_back(o: &mut ElementsMut<'_>, written: &[u8]) {
     }
 }
 
-impl Prepared for EmulatedPlan {
+/// What the buffers of a call hold.
+#[derive(Debug, Default)]
+struct Contents {
+    operands: Vec<(Operand, Vec<u8>)>,
+    /// Declared parameters, by name.
+    params: Vec<(String, Vec<u8>)>,
+}
+
+impl Contents {
+    fn new(operands: Vec<(Operand, Vec<u8>)>, params: &[Declared], values: &[ParamValue<'_>]) -> Contents {
+        let params = params.iter().zip(values).map(|(p, value)| (p.name.clone(), param_bytes(value))).collect();
+        Contents { operands, params }
+    }
+
+    fn operand(&self, operand: &Operand) -> Option<Vec<u8>> {
+        self.operands.iter().find(|(o, _)| o == operand).map(|(_, bytes)| bytes.clone())
+    }
+
+    fn get(&self, operand: &Operand) -> Option<Vec<u8>> {
+        let param = |name: &str| self.params.iter().find(|(n, _)| n == name).map(|(_, bytes)| bytes.clone());
+        match operand {
+            Operand::SeqLenQ => param(SEQ_LEN_Q),
+            Operand::SeqLenKv => param(SEQ_LEN_KV),
+            Operand::Scalars(names) => names.iter().map(|name| param(name)).collect::<Option<Vec<_>>>().map(|all| all.concat()),
+            Operand::Declared { name, dtype: _, elements: _ } => param(name),
+            Operand::Q
+            | Operand::K
+            | Operand::V
+            | Operand::O
+            | Operand::DO
+            | Operand::DQ
+            | Operand::DK
+            | Operand::DV
+            | Operand::Delta
+            | Operand::Params
+            | Operand::Stats => self.operand(operand),
+        }
+    }
+
+    /// Runs a kernel; what it wrote takes the place of what was there.
+    fn run(&mut self, kernel: &Kernel, attn_scale: f32) -> Result<(), Error> {
+        let plan = &kernel.plan;
+        self.operands.retain(|(operand, _)| *operand != Operand::Params);
+        self.operands.push((Operand::Params, plan.params(attn_scale).bytes()));
+        let buffers: Option<Vec<Vec<u8>>> = plan.buffers.iter().map(|binding| self.get(&binding.operand)).collect();
+        let buffers = buffers.ok_or_else(|| fault(plan.entry, "a buffer that the call has not".to_owned()))?;
+        let job = Job { plan, buffers: &buffers, seed: kernel.seed };
+        for (operand, bytes) in kernel.program.run(&job).map_err(|e| fault(plan.entry, e))? {
+            self.operands.retain(|(o, _)| *o != operand);
+            self.operands.push((operand, bytes));
+        }
+        Ok(())
+    }
+
+    fn take(&self, operand: &Operand, to: &mut ElementsMut<'_>) {
+        self.operand(operand).into_iter().for_each(|bytes| read_back(to, &bytes));
+    }
+}
+
+fn report(started: Instant, kernel: Option<&Kernel>) -> Report {
+    let engine = kernel.map(|kernel| {
+        let tiles = kernel.plan.tiles;
+        format!("emulated {} x {}, {} threads", tiles.own, tiles.passing, kernel.plan.threads)
+    });
+    let compute_ms = started.elapsed().as_secs_f64() * 1e3;
+    Report { compute_ms, copied: Vec::new(), engine: engine.unwrap_or_default(), workspace_bytes: 0 }
+}
+
+impl Prepared for EmulatedForward {
     fn forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
         let started = Instant::now();
         let scale = call.check(&self.problem)?;
         let values = self.problem.bind(call.params)?;
         let HostForward { q, k, v, mut o, mut stats, .. } = call;
-        let param = |name: &str| {
-            let place = self.problem.params().iter().position(|p| p.name == name);
-            place.and_then(|n| values.get(n)).map(param_bytes).unwrap_or_default()
-        };
-        let buffers: Vec<Vec<u8>> = self
-            .plan
-            .buffers
-            .iter()
-            .map(|binding| match &binding.operand {
-                Operand::Q => element_bytes(&q),
-                Operand::K => element_bytes(&k),
-                Operand::V => element_bytes(&v),
-                Operand::O => contents(&o),
-                Operand::Params => self.plan.params(scale).bytes(),
-                Operand::Stats => stats.as_deref().map(|s| bytes(s, f32::to_le_bytes)).unwrap_or_default(),
-                Operand::SeqLenQ => param(sdpa::mask::SEQ_LEN_Q),
-                Operand::SeqLenKv => param(sdpa::mask::SEQ_LEN_KV),
-                Operand::Scalars(names) => names.iter().flat_map(|name| param(name)).collect(),
-                Operand::Declared { name, dtype: _, elements: _ } => param(name),
-            })
-            .collect();
-        let job = Job { plan: &self.plan, buffers: &buffers, seed: self.seed };
-        for (operand, written) in self.program.run(&job).map_err(|e| fault("dispatch", e))? {
-            match (operand, stats.as_deref_mut()) {
-                (Operand::Stats, Some(stats)) => read_back(&mut ElementsMut::F32(stats), &written),
-                (_, _) => read_back(&mut o, &written),
-            }
+        let mut operands = vec![
+            (Operand::Q, element_bytes(&q)),
+            (Operand::K, element_bytes(&k)),
+            (Operand::V, element_bytes(&v)),
+            (Operand::O, contents(&o)),
+        ];
+        operands.extend(stats.as_deref().map(|stats| (Operand::Stats, bytes(stats, f32::to_le_bytes))));
+        let mut contents = Contents::new(operands, self.problem.params(), &values);
+        contents.run(&self.kernel, scale)?;
+        contents.take(&Operand::O, &mut o);
+        stats.as_deref_mut().into_iter().for_each(|stats| contents.take(&Operand::Stats, &mut ElementsMut::F32(stats)));
+        Ok(report(started, Some(&self.kernel)))
+    }
+}
+
+impl PreparedBackward for EmulatedBackward {
+    fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error> {
+        let started = Instant::now();
+        let scale = call.check(&self.problem)?;
+        let values = bind(self.problem.params(), self.problem.forward().extents(), call.params)?;
+        let HostBackward { q, k, v, o, d_o, stats, mut dq, mut dk, mut dv, .. } = call;
+        let operands = vec![
+            (Operand::Q, element_bytes(&q)),
+            (Operand::K, element_bytes(&k)),
+            (Operand::V, element_bytes(&v)),
+            (Operand::O, element_bytes(&o)),
+            (Operand::DO, element_bytes(&d_o)),
+            (Operand::Stats, bytes(stats, f32::to_le_bytes)),
+            // What no kernel has written is NaN.
+            (Operand::Delta, vec![0xff; self.delta * 4]),
+            (Operand::DQ, contents(&dq)),
+            (Operand::DK, contents(&dk)),
+            (Operand::DV, contents(&dv)),
+        ];
+        let mut contents = Contents::new(operands, self.problem.params(), &values);
+        for kernel in &self.kernels {
+            contents.run(kernel, scale)?;
         }
-        let tiles = self.plan.tiles;
-        let engine = format!("emulated {} x {}, {} threads", tiles.block_q, tiles.block_k, self.plan.threads);
-        Ok(Report { compute_ms: started.elapsed().as_secs_f64() * 1e3, copied: Vec::new(), engine, workspace_bytes: 0 })
+        contents.take(&Operand::DQ, &mut dq);
+        contents.take(&Operand::DK, &mut dk);
+        contents.take(&Operand::DV, &mut dv);
+        Ok(report(started, self.kernels.last()))
     }
 }
