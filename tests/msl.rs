@@ -1,7 +1,7 @@
 //! Metal kernels, emulated, against the oracle.
 
 use conformance::case::Case;
-use conformance::msl::{Emulated, Toolchain, table};
+use conformance::msl::{Check, Emulated, Toolchain, table};
 use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case};
 use conformance::say::{say, skip};
 use sdpa::Executor;
@@ -32,6 +32,10 @@ fn side_by_side<T: Sync>(list: &[T], run: impl Fn(&T) + Sync) {
 /// Every case but those whose limits the kernels document.
 fn run_all(what: &str, cases: &[Case]) {
     let Some(toolchain) = emulation(&format!("all {} {what} cases", cases.len())) else { return };
+    run_all_with(what, cases, &toolchain);
+}
+
+fn run_all_with(what: &str, cases: &[Case], toolchain: &Toolchain) {
     let tally = Mutex::new(Tally::default());
     side_by_side(cases, |case| {
         let emulated = Emulated::new(toolchain.clone(), case.seed());
@@ -93,4 +97,17 @@ fn table_of_types_dims_masks_and_score_mods() {
     let cases = table::cases(all).unwrap();
     run_all("table", &cases);
     run_all_backward("backward table", &cases);
+}
+
+/// Cases for the checks that are slow: every mask, type and size of tiles, and a key head that several query heads read.
+const FEW: usize = 12;
+
+#[test]
+fn sanitizers_find_nothing() {
+    let cases = table::cases(false).unwrap();
+    let few: Vec<Case> = cases.into_iter().step_by(140 / FEW).collect();
+    let Some(toolchain) = emulation(&format!("{} cases with sanitizers", few.len())) else { return };
+    for check in [Check::Races, Check::Addresses, Check::Memory] {
+        run_all_with(&format!("{check:?}"), &few, &toolchain.with(check));
+    }
 }

@@ -8,5 +8,5 @@ mod cover;
 mod executor;
 pub mod table;
 
-pub use build::{Job, Program, Toolchain};
+pub use build::{Check, Job, Program, Toolchain};
 pub use executor::Emulated;

@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Every warning is one of the kernels': attributes and pragmas of MSL are all that clang does not know.
-const FLAGS: [&str; 13] = [
+const FLAGS: [&str; 12] = [
     "-std=c++14",
     "-O1",
     "-g1",
@@ -23,10 +23,39 @@ const FLAGS: [&str; 13] = [
     "-Wno-unused-parameter",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
-    // What a kernel reads before it writes it is NaN.
-    "-ftrivial-auto-var-init=pattern",
     "-fno-math-errno",
 ];
+
+/// What is looked for besides wrong numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Check {
+    /// What the emulation itself sees, and what comes of variables that are NaN before they are written.
+    Plain,
+    /// Threads that touch the same place with no barrier between them.
+    Races,
+    /// Accesses out of arrays, undefined behaviour, conversions that lose something.
+    Addresses,
+    /// Branches and results that depend on what was never written.
+    Memory,
+}
+
+impl Check {
+    /// All of them.
+    pub const ALL: [Check; 4] = [Check::Plain, Check::Races, Check::Addresses, Check::Memory];
+
+    /// Flags for the kernel, and those for the machine that runs it.
+    fn flags(self) -> [&'static [&'static str]; 2] {
+        match self {
+            Check::Plain => [&["-ftrivial-auto-var-init=pattern"], &[]],
+            // The machine stands between the threads and must not be taken for one of them.
+            Check::Races => [&["-fsanitize=thread"], &["-DCHECK_RACES"]],
+            Check::Addresses => {
+                [&["-fsanitize=address,undefined,implicit-conversion", "-fno-sanitize-recover=all"], &["-fsanitize=address"]]
+            }
+            Check::Memory => [&["-fsanitize=memory", "-fsanitize-memory-track-origins"], &["-fsanitize=memory"]],
+        }
+    }
+}
 
 /// The compiler that programs are built with, and where they are kept.
 #[derive(Clone, Debug)]
@@ -34,6 +63,7 @@ pub struct Toolchain {
     compiler: String,
     version: String,
     folder: PathBuf,
+    check: Check,
 }
 
 static UNIQUE: AtomicU64 = AtomicU64::new(0);
@@ -67,7 +97,13 @@ impl Toolchain {
         let here = std::env::current_exe().map_err(|e| e.to_string())?;
         let folder = here.parent().unwrap_or(Path::new(".")).join("msl");
         std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-        Ok(Toolchain { compiler, version, folder })
+        Ok(Toolchain { compiler, version, folder, check: Check::Plain })
+    }
+
+    /// The same, looking for something else.
+    #[must_use]
+    pub fn with(&self, check: Check) -> Toolchain {
+        Toolchain { check, ..self.clone() }
     }
 
     fn emulator(&self) -> PathBuf {
@@ -78,7 +114,7 @@ impl Toolchain {
     /// side by side do not read halves.
     fn made(&self, kind: &str, text: &str, make: impl FnOnce(&Path, &Path) -> Result<String, String>) -> Result<PathBuf, String> {
         let mut hasher = DefaultHasher::new();
-        (&self.compiler, &self.version, FLAGS, kind, text).hash(&mut hasher);
+        (&self.compiler, &self.version, FLAGS, self.check.flags(), kind, text).hash(&mut hasher);
         for file in ["machine.h", "machine.cpp", "numbers.h", "metal_stdlib", "metal_simdgroup_matrix"] {
             std::fs::read_to_string(self.emulator().join(file)).map_err(|e| format!("{file}: {e}"))?.hash(&mut hasher);
         }
@@ -97,8 +133,8 @@ impl Toolchain {
         Ok(place)
     }
 
-    fn compile(&self, from: &Path, to: &Path, more: &[&std::ffi::OsStr]) -> Result<String, String> {
-        output(Command::new(&self.compiler).args(FLAGS).arg("-I").arg(self.emulator()).args(more).arg(from).arg("-o").arg(to))
+    fn compile(&self, from: &Path, to: &Path, flags: &[&str], more: &[&std::ffi::OsStr]) -> Result<String, String> {
+        output(Command::new(&self.compiler).args(FLAGS).args(flags).arg("-I").arg(self.emulator()).args(more).arg(from).arg("-o").arg(to))
     }
 
     /// The program of a plan.
@@ -106,15 +142,16 @@ impl Toolchain {
     /// # Errors
     /// What the compiler says.
     pub fn program(&self, plan: &Plan) -> Result<Program, String> {
+        let [kernel_flags, machine_flags] = self.check.flags();
         let machine = std::fs::read_to_string(self.emulator().join("machine.cpp")).map_err(|e| e.to_string())?;
-        let object = self.made("machine", &machine, |from, to| self.compile(from, to, &["-c".as_ref()]))?;
+        let object = self.made("machine", &machine, |from, to| self.compile(from, to, machine_flags, &["-c".as_ref()]))?;
         // The address space is a macro, and here it would be replaced too.
         let source = plan.source.replace("[[threadgroup(", "[[threadgroup_memory(");
         let text = format!("{source}\n{}", call(plan));
         // An object between two sources: `-x` makes of both what they are.
         let path = self.made("kernel", &text, |from, to| {
             let more: [&std::ffi::OsStr; 5] = ["-lm".as_ref(), "-x".as_ref(), "none".as_ref(), object.as_ref(), "-xc++".as_ref()];
-            self.compile(from, to, &more)
+            self.compile(from, to, kernel_flags, &more)
         })?;
         Ok(Program { path, folder: self.folder.clone() })
     }

@@ -203,7 +203,7 @@ impl Prepared for EmulatedForward {
         let started = Instant::now();
         let scale = call.check(&self.problem)?;
         let values = self.problem.bind(call.params)?;
-        let HostForward { q, k, v, mut o, mut stats, .. } = call;
+        let HostForward { q, k, v, mut o, stats, .. } = call;
         let mut operands = vec![
             (Operand::Q, element_bytes(&q)),
             (Operand::K, element_bytes(&k)),
@@ -214,7 +214,7 @@ impl Prepared for EmulatedForward {
         let mut contents = Contents::new(operands, self.problem.params(), &values);
         contents.run(&self.kernel, scale)?;
         contents.take(&Operand::O, &mut o);
-        stats.as_deref_mut().into_iter().for_each(|stats| contents.take(&Operand::Stats, &mut ElementsMut::F32(stats)));
+        stats.into_iter().for_each(|stats| contents.take(&Operand::Stats, &mut ElementsMut::F32(stats)));
         Ok(report(started, Some(&self.kernel)))
     }
 }

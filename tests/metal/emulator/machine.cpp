@@ -26,6 +26,26 @@
 #define UNPOISON(at, bytes) (void)0
 #endif
 
+#if __has_feature(memory_sanitizer)
+#include <sanitizer/msan_interface.h>
+#define UNKNOWN(at, bytes) __msan_poison(at, bytes)
+#else
+#define UNKNOWN(at, bytes) (void)0
+#endif
+
+// Threads, to the sanitizer for races: a fiber of its own for each, without an order between them but by barriers. This file is not
+// instrumented then, so that what it does for the threads is no access of theirs.
+#if defined(CHECK_RACES)
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fiber);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* at);
+void __tsan_release(void* at);
+}
+#endif
+
 #if !defined(__x86_64__)
 #error "the switch between fibers is written for x86-64"
 #endif
@@ -66,6 +86,7 @@ enum class Stop { RUNNING, MEETING, BARRIER, END };
 struct Fiber {
     void* stack = nullptr;
     void* saved = nullptr;
+    void* shadow = nullptr;
     Stop stop = Stop::RUNNING;
     machine::Site site = {"", "", 0};
     machine::Thread self = {};
@@ -82,6 +103,7 @@ Fiber fibers[MOST_THREADS];
 alignas(16) unsigned char boards[MOST_THREADS / machine::SIMD][2][machine::BOARD_BYTES];
 bool halves[MOST_THREADS];
 void* scheduler;
+void* scheduler_shadow;
 int now;
 int n_threads;
 void* buffers[32];
@@ -91,15 +113,37 @@ int n_areas;
 
 size_t page() { return size_t(sysconf(_SC_PAGESIZE)); }
 
-// Memory whose end is followed by a page that nothing may touch.
-char* guarded(size_t bytes, const char* name, int n, bool written) {
-    const size_t whole = (bytes + page() - 1) / page() * page();
+size_t whole_pages(size_t bytes) { return (bytes + page() - 1) / page() * page(); }
+
+// Memory whose end is followed by a page that nothing may touch; another lies before the page of its begin.
+char* mapped(size_t bytes) {
+    const size_t whole = whole_pages(bytes);
     char* all = static_cast<char*>(mmap(nullptr, whole + 2 * page(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     if (all == MAP_FAILED || (whole > 0 && mprotect(all + page(), whole, PROT_READ | PROT_WRITE) != 0)) {
-        machine::fail("no memory for %s %d: %s", name, n, strerror(errno));
+        machine::fail("no memory: %s", strerror(errno));
     }
-    memset(all + page(), 0xff, whole);
-    char* begin = all + page() + whole - bytes;
+    return all + page() + whole - bytes;
+}
+
+#if defined(CHECK_RACES)
+void release(void* begin, size_t bytes) {
+    const size_t whole = whole_pages(bytes);
+    munmap(static_cast<char*>(begin) + bytes - whole - page(), whole + 2 * page());
+}
+#endif
+
+// Sets every bit, and what lies before on the first page; by hand, as the sanitizer for races would take a library's for an access.
+void fill(char* begin, size_t bytes) {
+    volatile char* at = begin + bytes - whole_pages(bytes);
+    for (size_t n = whole_pages(bytes); n > 0; n--) {
+        *at++ = char(0xff);
+    }
+    UNKNOWN(begin, bytes);
+}
+
+char* guarded(size_t bytes, const char* name, int n, bool written) {
+    char* begin = mapped(bytes);
+    fill(begin, bytes);
     Area& area = areas[n_areas++];
     area = {begin, bytes, written, {}};
     snprintf(area.name, sizeof area.name, "%s %d", name, n);
@@ -130,10 +174,34 @@ bool same(const Fiber& x, const Fiber& y) {
         && (x.stop == Stop::END || (x.site.line == y.site.line && strcmp(x.site.what, y.site.what) == 0 && strcmp(x.site.file, y.site.file) == 0));
 }
 
+// What is done by the one that leaves is not known to the other; only the first switch to a fiber tells it what was before.
+void announce(void* shadow, bool tell) {
+#if defined(CHECK_RACES)
+    __tsan_switch_to_fiber(shadow, tell ? 0 : 1);
+#else
+    (void)shadow;
+    (void)tell;
+#endif
+}
+
 void turn_to(int next) {
     void** save = &fibers[now].saved;
+    const bool first = fibers[next].stop == Stop::RUNNING;
     now = next;
+    announce(fibers[next].shadow, first);
     switch_stacks(save, fibers[next].saved);
+}
+
+void to_scheduler() {
+    void** save = &fibers[now].saved;
+    announce(scheduler_shadow, false);
+    switch_stacks(save, scheduler);
+}
+
+void from_scheduler(int next) {
+    now = next;
+    announce(fibers[next].shadow, fibers[next].stop == Stop::RUNNING);
+    switch_stacks(&scheduler, fibers[next].saved);
 }
 
 // This lane has come to a stop: the next one's turn, or the next step when it is the last.
@@ -156,7 +224,7 @@ void come(Stop stop, const machine::Site& site) {
     if (stop == Stop::MEETING) {
         turn_to(first);
     } else {
-        switch_stacks(&self.saved, scheduler);
+        to_scheduler();
     }
 }
 
@@ -168,9 +236,17 @@ void begin_fiber() {
 
 void reset(int index, const unsigned group[3]) {
     Fiber& fiber = fibers[index];
+#if defined(CHECK_RACES)
+    // Memory that no earlier threadgroup has used: it is another's, and there is no order between the two.
+    if (fiber.stack != nullptr) {
+        release(fiber.stack, STACK_BYTES);
+        __tsan_destroy_fiber(fiber.shadow);
+        fiber.stack = nullptr;
+    }
+    fiber.shadow = __tsan_create_fiber(0);
+#endif
     if (fiber.stack == nullptr) {
-        fiber.stack = guarded(STACK_BYTES, "the stack of thread", index, true);
-        n_areas--;
+        fiber.stack = mapped(STACK_BYTES);
     }
     UNPOISON(fiber.stack, STACK_BYTES);
     // Calls leave the stack eight bytes off a multiple of sixteen.
@@ -217,8 +293,7 @@ void run_group(const unsigned group[3]) {
     do {
         shuffle(order, n_simd);
         for (int i = 0; i < n_simd; i++) {
-            now = order[i] * machine::SIMD;
-            switch_stacks(&scheduler, fibers[now].saved);
+            from_scheduler(order[i] * machine::SIMD);
         }
         for (int i = 1; i < n_simd; i++) {
             if (!same(fibers[0], fibers[i * machine::SIMD])) {
@@ -289,7 +364,24 @@ void fail(const char* format, ...) {
 }
 
 void meet(const Site& site) { come(Stop::MEETING, site); }
-void barrier(const Site& site) { come(Stop::BARRIER, site); }
+void barrier(const Site& site, bool orders) {
+#if defined(CHECK_RACES)
+    // Two in turn: whoever has passed one may come to the next before others have passed the first.
+    static char barriers[2];
+    static bool turns[MOST_THREADS];
+    void* at = &barriers[turns[now] ^= true];
+    if (orders) {
+        __tsan_release(at);
+    }
+    come(Stop::BARRIER, site);
+    if (orders) {
+        __tsan_acquire(at);
+    }
+#else
+    (void)orders;
+    come(Stop::BARRIER, site);
+#endif
+}
 int lane() { return now % SIMD; }
 
 unsigned char* board(bool advance) {
@@ -343,13 +435,21 @@ int main(int n, char** arguments) {
     }
     fclose(job);
     catch_crashes();
+#if defined(CHECK_RACES)
+    scheduler_shadow = __tsan_get_current_fiber();
+#endif
 
     const int groups = int(grid[0] * grid[1] * grid[2]);
     int* order = static_cast<int*>(malloc(sizeof(int) * size_t(groups)));
     shuffle(order, groups);
     for (int g = 0; g < groups; g++) {
         for (int t = 0; t < n_tiles; t++) {
-            memset(tiles[t], 0xff, tile_bytes[t]);
+#if defined(CHECK_RACES)
+            release(tiles[t], tile_bytes[t]);
+            tiles[t] = mapped(tile_bytes[t]);
+            areas[t].begin = static_cast<char*>(tiles[t]);
+#endif
+            fill(static_cast<char*>(tiles[t]), tile_bytes[t]);
         }
         const unsigned at = unsigned(order[g]);
         const unsigned group[3] = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};

@@ -14,8 +14,8 @@ constexpr int SIMD = 32;
 
 // Waits for all lanes of the simdgroup.
 void meet(const Site& site);
-// Waits for all threads of the threadgroup.
-void barrier(const Site& site);
+// Waits for all threads of the threadgroup; with `orders`, what they did before is done for all of them after.
+void barrier(const Site& site, bool orders);
 // This lane in its simdgroup.
 int lane();
 // Memory of the simdgroup for what its lanes tell one another at a meeting: `advance` turns to the other half, so that what was told
