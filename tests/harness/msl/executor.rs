@@ -1,6 +1,7 @@
 //! The emulation as an executor, so that it answers to the cases of all of them.
 
 use super::build::{Job, Program, Toolchain};
+use super::mutations::Mutation;
 use metal_fallback::{Operand, Plan};
 use sdpa::exec::metal::{backward, forward, unsupported};
 use sdpa::exec::{Executor, Prepared, PreparedBackward};
@@ -19,12 +20,19 @@ use std::time::Instant;
 pub struct Emulated {
     toolchain: Toolchain,
     seed: u64,
+    mutation: Option<Mutation>,
 }
 
 impl Emulated {
     /// With a seed of the order in which threadgroups and simdgroups run.
     pub fn new(toolchain: Toolchain, seed: u64) -> Emulated {
-        Emulated { toolchain, seed }
+        Emulated { toolchain, seed, mutation: None }
+    }
+
+    /// The same with a fault in the kernels that it fits.
+    #[must_use]
+    pub fn mutated(self, mutation: Mutation) -> Emulated {
+        Emulated { mutation: Some(mutation), ..self }
     }
 }
 
@@ -55,7 +63,10 @@ fn fault(what: &str, how: String) -> Error {
 }
 
 impl Emulated {
-    fn kernel(&self, plan: Plan) -> Result<Kernel, Error> {
+    fn kernel(&self, mut plan: Plan) -> Result<Kernel, Error> {
+        if let Some(Mutation { from, to, name: _ }) = self.mutation {
+            plan.source = plan.source.replacen(from, to, 1);
+        }
         let program = self.toolchain.program(&plan).map_err(|e| fault(plan.entry, e))?;
         Ok(Kernel { plan, program, seed: self.seed })
     }

@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -456,6 +457,15 @@ int main(int n, char** arguments) {
         run_group(group);
     }
     free(order);
+
+    for (int n = 0; n < n_areas; n++) {
+        const size_t slack = whole_pages(areas[n].bytes) - areas[n].bytes;
+        for (size_t before = 1; before <= slack; before++) {
+            if (areas[n].begin[-ptrdiff_t(before)] != char(0xff)) {
+                machine::fail("%s was written %zu bytes before its begin", areas[n].name, before);
+            }
+        }
+    }
 
     FILE* result = fopen(arguments[2], "wb");
     if (result == nullptr) {
