@@ -130,7 +130,7 @@ stats = true
 
 [[case]]
 name = "lengths"
-shape = { batch = 6, heads_q = 4, heads_kv = 2, seq_q = 41, seq_kv = 70, dim_qk = 32, dim_v = 32 }
+shape = { batch = 6, heads_q = 4, heads_kv = 2, seq_q = 97, seq_kv = 70, dim_qk = 32, dim_v = 32 }
 dtype = "f16"
 mask = ["padding"]
 stats = true
