@@ -5,7 +5,9 @@ use conformance::msl::mutations::{BACKWARD, FORWARD, Mutation};
 use conformance::msl::{Check, Emulated, Toolchain, table};
 use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case};
 use conformance::say::{say, skip};
+use metal_fallback::Plan;
 use sdpa::Executor;
+use sdpa::exec::metal::{backward, forward};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -50,8 +52,12 @@ fn run_all_with(what: &str, cases: &[Case], toolchain: &Toolchain) {
 /// The same of backward passes, alone and chained to the kernels' own forward pass.
 fn run_all_backward(what: &str, cases: &[Case]) {
     let Some(toolchain) = emulation(&format!("all {} {what} cases", cases.len())) else { return };
+    run_all_backward_with(what, cases, &Source::ALL, &toolchain);
+}
+
+fn run_all_backward_with(what: &str, cases: &[Case], sources: &[Source], toolchain: &Toolchain) {
     let tally = Mutex::new(Tally::default());
-    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| Source::ALL.map(|source| (case, source))).collect();
+    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
     side_by_side(&runs, |&(case, source)| {
         let emulated = Emulated::new(toolchain.clone(), case.seed());
         let declined = || {
@@ -115,6 +121,7 @@ fn sanitizers_find_nothing() {
     let Some(toolchain) = emulation(&format!("{} cases with sanitizers", few.len())) else { return };
     for check in [Check::Races, Check::Addresses, Check::Memory] {
         run_all_with(&format!("{check:?}"), &few, &toolchain.with(check));
+        run_all_backward_with(&format!("{check:?} backward"), &few, &[Source::Oracle], &toolchain.with(check));
     }
 }
 
@@ -175,4 +182,40 @@ fn every_fault_is_found() {
     let missed = missed.into_inner().unwrap();
     assert!(missed.is_empty(), "not found, or not compiled: {missed:?}");
     say(&format!("faults {NAME}: all of {} found", faults.len()));
+}
+
+/// The plans of every kernel of a case, forward and backward.
+fn plans(case: &Case) -> Vec<Plan> {
+    let problem = case.spec().unwrap().validate().unwrap();
+    let gradient = case.backward_spec().unwrap().validate().unwrap();
+    let mut plans = vec![forward(&problem).plan().unwrap()];
+    plans.extend(backward(&gradient).unwrap().plan().unwrap());
+    plans
+}
+
+#[test]
+fn pointers_stay_in_their_address_spaces() {
+    let cases = table::cases(false).unwrap();
+    let Some(toolchain) = emulation(&format!("address spaces of {} cases", cases.len())) else { return };
+    let checked = AtomicUsize::new(0);
+    side_by_side(&cases, |case| {
+        for plan in plans(case) {
+            toolchain.check_spaces(&plan).unwrap_or_else(|e| panic!("{} of {}: {e}", plan.entry, case.name));
+            checked.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    for (from, to) in [
+        ("const threadgroup Element* own_q = q_tile", "const device Element* own_q = q_tile"),
+        ("threadgroup Element* tile, const device Element* from", "threadgroup Element* tile, const threadgroup Element* from"),
+        ("const device Element* k_rows = k", "const Element* k_rows = k"),
+    ] {
+        let mut plan = plans(&cases[0]).remove(0);
+        plan.source = plan.source.replace("    threadgroup Element* tile, const", "(threadgroup Element* tile, const");
+        plan.source = plan.source.replace("(\n(threadgroup", "(threadgroup");
+        assert!(plan.source.contains(from), "{from}");
+        plan.source = plan.source.replacen(from, to, 1);
+        let said = toolchain.check_spaces(&plan).unwrap_err();
+        assert!(said.contains("address space"), "{said}");
+    }
+    say(&format!("address spaces {NAME}: {} sources hold", checked.into_inner()));
 }

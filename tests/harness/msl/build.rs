@@ -137,6 +137,21 @@ impl Toolchain {
         output(Command::new(&self.compiler).args(FLAGS).args(flags).arg("-I").arg(self.emulator()).args(more).arg(from).arg("-o").arg(to))
     }
 
+    /// Parses the source of a plan with address spaces that are apart, as they are on a GPU.
+    ///
+    /// # Errors
+    /// What the compiler says.
+    pub fn check_spaces(&self, plan: &Plan) -> Result<(), String> {
+        let text = plan.source.replace("[[threadgroup(", "[[threadgroup_memory(");
+        let source = self.folder.join(format!("{}.cpp", unique()));
+        std::fs::write(&source, text).map_err(|e| e.to_string())?;
+        // Types only: the instructions are what clang needs to know half.
+        let flags = ["-fsyntax-only", "-DCHECK_SPACES", "-mavx512fp16"];
+        let said = output(Command::new(&self.compiler).args(FLAGS).args(flags).arg("-I").arg(self.emulator()).arg(&source));
+        let _ = std::fs::remove_file(&source);
+        said.map(|_| ())
+    }
+
     /// The program of a plan.
     ///
     /// # Errors

@@ -105,6 +105,10 @@ alignas(16) unsigned char boards[MOST_THREADS / machine::SIMD][2][machine::BOARD
 bool halves[MOST_THREADS];
 void* scheduler;
 void* scheduler_shadow;
+#if defined(CHECK_RACES)
+// The end of the dispatch: what all threads did is done then.
+char dispatched;
+#endif
 int now;
 int n_threads;
 void* buffers[32];
@@ -231,6 +235,9 @@ void come(Stop stop, const machine::Site& site) {
 
 void begin_fiber() {
     run_thread(buffers, tiles, fibers[now].self);
+#if defined(CHECK_RACES)
+    __tsan_release(&dispatched);
+#endif
     come(Stop::END, {"", "", 0});
     machine::fail("a thread went on after its end");
 }
@@ -457,6 +464,9 @@ int main(int n, char** arguments) {
         run_group(group);
     }
     free(order);
+#if defined(CHECK_RACES)
+    __tsan_acquire(&dispatched);
+#endif
 
     for (int n = 0; n < n_areas; n++) {
         const size_t slack = whole_pages(areas[n].bytes) - areas[n].bytes;
