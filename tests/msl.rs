@@ -2,12 +2,14 @@
 
 use conformance::case::Case;
 use conformance::msl::mutations::{BACKWARD, FORWARD, Mutation};
-use conformance::msl::{Check, Emulated, Toolchain, table};
-use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case};
+use conformance::msl::{Check, Emulated, Job, Toolchain, table};
+use conformance::random::Random;
+use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_spec, run, run_backward, run_backward_case, run_case};
 use conformance::say::{say, skip};
-use metal_fallback::Plan;
-use sdpa::Executor;
+use half::{bf16, f16};
+use metal_fallback::{Plan, THREADGROUP_BYTES};
 use sdpa::exec::metal::{backward, forward};
+use sdpa::{DType, Executor};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -108,7 +110,9 @@ fn table_of_types_dims_masks_and_score_mods() {
 #[test]
 fn backward_table_of_types_dims_masks_and_score_mods() {
     let all = std::env::var("SDPA_MSL").is_ok_and(|what| what == "all");
-    run_all_backward("backward table", &table::cases(all).unwrap());
+    let cases = table::cases(all).unwrap();
+    let Some(toolchain) = emulation(&format!("all {} backward table cases", cases.len())) else { return };
+    run_all_backward_with("backward table", &cases, &[Source::Oracle], &toolchain);
 }
 
 /// Cases for the checks that are slow: every mask, type and size of tiles, and a key head that several query heads read.
@@ -194,12 +198,15 @@ fn plans(case: &Case) -> Vec<Plan> {
 }
 
 #[test]
-fn pointers_stay_in_their_address_spaces() {
+fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
     let cases = table::cases(false).unwrap();
     let Some(toolchain) = emulation(&format!("address spaces of {} cases", cases.len())) else { return };
     let checked = AtomicUsize::new(0);
     side_by_side(&cases, |case| {
         for plan in plans(case) {
+            let [buffers, tiles] = toolchain.slots(&plan).unwrap();
+            assert_eq!(buffers, plan.buffers.iter().map(|b| b.slot).collect::<Vec<_>>(), "{} of {}", plan.entry, case.name);
+            assert_eq!(tiles, (0..plan.threadgroup.len() as u32).collect::<Vec<_>>(), "{} of {}", plan.entry, case.name);
             toolchain.check_spaces(&plan).unwrap_or_else(|e| panic!("{} of {}: {e}", plan.entry, case.name));
             checked.fetch_add(1, Ordering::Relaxed);
         }
@@ -218,4 +225,82 @@ fn pointers_stay_in_their_address_spaces() {
         assert!(said.contains("address space"), "{said}");
     }
     say(&format!("address spaces {NAME}: {} sources hold", checked.into_inner()));
+}
+
+/// Random strides, lengths, heads and masks.
+#[test]
+fn random_problems() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let (first, n) = (number("SDPA_SEED").unwrap_or(1), number("SDPA_CASES").unwrap_or(30));
+    let Some(toolchain) = emulation(&format!("{n} random problems")) else { return };
+    let tally = Mutex::new(Tally::default());
+    let seeds: Vec<u64> = (first..first + n).collect();
+    side_by_side(&seeds, |&seed| {
+        let mut random = Random::new(seed);
+        let emulated = Emulated::new(toolchain.clone(), seed);
+        let dtypes = [DType::F32, DType::F16, DType::BF16];
+        let name = format!("SDPA_SEED={seed}");
+        let outcome = run(&random_spec(&mut random, &dtypes), None, 1.0, seed, &emulated);
+        tally.lock().unwrap().add(NAME, &name, &outcome);
+        let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
+        let outcome = run_backward(&random_backward(&mut random, &dtypes), &draw, Source::Oracle, &emulated);
+        tally.lock().unwrap().add(NAME, &format!("{name}, backward"), &outcome);
+    });
+    judge("random", tally);
+}
+
+/// half and bfloat of the emulation against those of the crate `half`: every number widened, and narrowed what lies on it, between it
+/// and the next, and next to that.
+#[test]
+fn numbers_round_as_they_should() {
+    let Some(toolchain) = emulation("half and bfloat") else { return };
+    let text = r#"
+#include "numbers.h"
+#include <stdio.h>
+template <typename T>
+static void all() {
+    for (unsigned n = 0; n < 0x10000; n++) {
+        T x, next;
+        x.bits = uint16_t(n);
+        next.bits = uint16_t(n + 1);
+        const float middle = float(double(float(x)) / 2 + double(float(next)) / 2);
+        const uint32_t bits = metal::bits_of(middle);
+        const float tries[4] = {float(x), middle, metal::float_of(bits + 1), metal::float_of(bits - 1)};
+        for (float f : tries) {
+            printf("%08x %04x\n", metal::bits_of(f), T(f).bits);
+        }
+    }
+}
+int main() {
+    all<half>();
+    all<bfloat>();
+}
+"#;
+    let said = toolchain.print(text).unwrap();
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines.len(), 8 * 0x10000);
+    for (n, line) in lines.iter().enumerate() {
+        let (wide, narrow) = line.split_once(' ').unwrap();
+        let wide = f32::from_bits(u32::from_str_radix(wide, 16).unwrap());
+        let narrow = u16::from_str_radix(narrow, 16).unwrap();
+        let number = (n / 4 % 0x10000) as u16;
+        let (exact, rounded, is_nan) = if n < 4 * 0x10000 {
+            (f16::from_bits(number).to_f32(), f16::from_f32(wide).to_bits(), f16::from_bits(narrow).is_nan())
+        } else {
+            (bf16::from_bits(number).to_f32(), bf16::from_f32(wide).to_bits(), bf16::from_bits(narrow).is_nan())
+        };
+        assert!(!n.is_multiple_of(4) || exact.to_bits() == wide.to_bits() || (exact.is_nan() && wide.is_nan()), "{line}: {exact}");
+        assert!(rounded == narrow || (wide.is_nan() && is_nan), "{line}: {rounded:04x}");
+    }
+}
+
+#[test]
+fn threadgroup_memory_has_its_limit() {
+    let Some(toolchain) = emulation("the limit of threadgroup memory") else { return };
+    let mut plan = plans(&Case::parse(SMALL).unwrap()[0]).remove(0);
+    let program = toolchain.program(&plan).unwrap();
+    plan.threadgroup[0].1 = THREADGROUP_BYTES - plan.threadgroup[1].1 + 16;
+    let buffers = vec![vec![0; 1 << 16]; plan.buffers.len()];
+    let said = program.run(&Job { plan: &plan, buffers: &buffers, seed: 1 }).unwrap_err();
+    assert!(said.contains("threadgroup memory: 32768 is the limit"), "{said}");
 }

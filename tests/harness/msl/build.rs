@@ -152,6 +152,35 @@ impl Toolchain {
         said.map(|_| ())
     }
 
+    /// The indices of the buffers and of the threadgroup memory that a plan's kernel declares, in its order.
+    ///
+    /// # Errors
+    /// What the compiler says; a kernel that is not there.
+    pub fn slots(&self, plan: &Plan) -> Result<[Vec<u32>; 2], String> {
+        let text = plan.source.replace("[[threadgroup(", "[[threadgroup_memory(");
+        let source = self.folder.join(format!("{}.cpp", unique()));
+        std::fs::write(&source, text).map_err(|e| e.to_string())?;
+        let text = output(Command::new(&self.compiler).args(["-E", "-P", "-I"]).arg(self.emulator()).arg(&source));
+        let _ = std::fs::remove_file(&source);
+        let text = text?;
+        let (_, kernel) = text.split_once(&format!("void {}(", plan.entry)).ok_or("the kernel is not in its source")?;
+        let (arguments, _) = kernel.split_once('{').ok_or("the kernel has no body")?;
+        Ok(["buffer", "threadgroup_memory"].map(|attribute| {
+            let opening = format!("[[{attribute}(");
+            let found = arguments.split(opening.as_str()).skip(1);
+            found.filter_map(|rest| rest.split(')').next()?.parse().ok()).collect()
+        }))
+    }
+
+    /// Compiles a text by itself, and runs it; what it prints.
+    ///
+    /// # Errors
+    /// What the compiler says, or how the program ended.
+    pub fn print(&self, text: &str) -> Result<String, String> {
+        let path = self.made("text", text, |from, to| self.compile(from, to, &[], &[]))?;
+        output(&mut Command::new(path))
+    }
+
     /// The program of a plan.
     ///
     /// # Errors

@@ -55,6 +55,11 @@ pub const FORWARD: &[Mutation] = &[
     mutation("rows past the end are read", "row < present && column < DIM", "column < DIM"),
     mutation("columns past the dim are read", "row < present && column < DIM", "row < present"),
     mutation("a row is reduced with another's lanes", "x + simd_shuffle_xor(x, ushort(8))", "x + simd_shuffle_xor(x, ushort(4))"),
+    mutation(
+        "an operation of the simdgroup that some lanes do not come to",
+        "return x + simd_shuffle_xor(x, ushort(8));",
+        "if (x > 1.0f) {\n        x += simd_shuffle_xor(x, ushort(8));\n    }\n    return x;",
+    ),
     mutation("the output is not rescaled", "sums[d] *= shrink;", ""),
     mutation("the sum is not rescaled", "row_sum * shrink", "row_sum"),
     mutation("the last keys are not visited", "end_q + bounds.upper)", "end_q + bounds.upper - PASSING)"),
