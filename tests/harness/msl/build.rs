@@ -10,10 +10,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Every warning is one of the kernels': attributes and pragmas of MSL are all that clang does not know.
-const FLAGS: [&str; 12] = [
+const FLAGS: [&str; 11] = [
     "-std=c++14",
     "-O1",
-    "-g1",
     "-Wall",
     "-Wextra",
     "-Werror",
@@ -46,13 +45,13 @@ impl Check {
     /// Flags for the kernel, and those for the machine that runs it.
     fn flags(self) -> [&'static [&'static str]; 2] {
         match self {
-            Check::Plain => [&["-ftrivial-auto-var-init=pattern"], &[]],
+            Check::Plain => [&["-ftrivial-auto-var-init=pattern", "-s"], &[]],
             // The machine stands between the threads and must not be taken for one of them.
-            Check::Races => [&["-fsanitize=thread"], &["-DCHECK_RACES"]],
+            Check::Races => [&["-fsanitize=thread", "-g1"], &["-DCHECK_RACES"]],
             Check::Addresses => {
-                [&["-fsanitize=address,undefined,implicit-conversion", "-fno-sanitize-recover=all"], &["-fsanitize=address"]]
+                [&["-fsanitize=address,undefined,implicit-conversion", "-fno-sanitize-recover=all", "-g1"], &["-fsanitize=address"]]
             }
-            Check::Memory => [&["-fsanitize=memory", "-fsanitize-memory-track-origins"], &["-fsanitize=memory"]],
+            Check::Memory => [&["-fsanitize=memory", "-fsanitize-memory-track-origins", "-g1"], &["-fsanitize=memory"]],
         }
     }
 }
@@ -65,6 +64,8 @@ pub struct Toolchain {
     folder: PathBuf,
     check: Check,
 }
+
+const KERNEL: &str = "kernel";
 
 static UNIQUE: AtomicU64 = AtomicU64::new(0);
 
@@ -106,6 +107,11 @@ impl Toolchain {
         Toolchain { check, ..self.clone() }
     }
 
+    /// Whether programs are there for the next run: those with sanitizers are a hundred times as large as the others.
+    fn keeps(&self) -> bool {
+        self.check == Check::Plain
+    }
+
     fn emulator(&self) -> PathBuf {
         repository("tests/metal/emulator")
     }
@@ -118,7 +124,10 @@ impl Toolchain {
         for file in ["machine.h", "machine.cpp", "numbers.h", "metal_stdlib", "metal_simdgroup_matrix"] {
             std::fs::read_to_string(self.emulator().join(file)).map_err(|e| format!("{file}: {e}"))?.hash(&mut hasher);
         }
-        let place = self.folder.join(format!("{kind}-{:016x}", hasher.finish()));
+        let mut place = self.folder.join(format!("{kind}-{:016x}", hasher.finish()));
+        if kind == KERNEL && !self.keeps() {
+            place = self.folder.join(format!("{kind}-{}", unique()));
+        }
         if place.exists() {
             return Ok(place);
         }
@@ -193,11 +202,11 @@ impl Toolchain {
         let source = plan.source.replace("[[threadgroup(", "[[threadgroup_memory(");
         let text = format!("{source}\n{}", call(plan));
         // An object between two sources: `-x` makes of both what they are.
-        let path = self.made("kernel", &text, |from, to| {
+        let path = self.made(KERNEL, &text, |from, to| {
             let more: [&std::ffi::OsStr; 5] = ["-lm".as_ref(), "-x".as_ref(), "none".as_ref(), object.as_ref(), "-xc++".as_ref()];
             self.compile(from, to, kernel_flags, &more)
         })?;
-        Ok(Program { path, folder: self.folder.clone() })
+        Ok(Program { path, folder: self.folder.clone(), kept: self.keeps() })
     }
 }
 
@@ -231,10 +240,19 @@ fn call(plan: &Plan) -> String {
 }
 
 /// A compiled plan.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Program {
     path: PathBuf,
     folder: PathBuf,
+    kept: bool,
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if !self.kept {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
 }
 
 /// One dispatch.
