@@ -96,13 +96,14 @@ impl Backward {
         };
         let [batch, heads_q, seq_q, _] = forward.q.dims.map(|n| n as u32);
         let (heads_kv, seq_kv) = (forward.k.dims[1] as u32, forward.k.dims[2] as u32);
-        let plan = |entry, pieces: &[Piece], grid, mut buffers: Vec<Binding>, threadgroup: Vec<usize>| {
+        let plan = |entry, pieces: &[Piece], grid, mut buffers: Vec<Binding>, threadgroup: Vec<usize>, registers| {
             buffers.sort_by_key(|b| b.slot);
             Plan {
                 source: source.text(pieces),
                 entry,
                 tiles,
                 grid,
+                registers,
                 threads: tiles.threads(),
                 buffers,
                 threadgroup: threadgroup.into_iter().map(|bytes| (name, bytes)).collect(),
@@ -127,14 +128,22 @@ impl Backward {
         let dkv = with(&[Binding::written(10, name, Operand::DK), Binding::written(11, name, Operand::DV)]);
         let rows = tiles.threads() / SIMD;
         Ok([
-            plan("attention_delta", &[DELTA], [seq_q.div_ceil(rows), heads_q, batch], delta, Vec::new()),
-            plan("attention_dq", &[WEIGHTS, DQ], [seq_q.div_ceil(tiles.own), heads_q, batch], dq, tiles.backward_bytes(true)),
+            plan("attention_delta", &[DELTA], [seq_q.div_ceil(rows), heads_q, batch], delta, Vec::new(), 0),
+            plan(
+                "attention_dq",
+                &[WEIGHTS, DQ],
+                [seq_q.div_ceil(tiles.own), heads_q, batch],
+                dq,
+                tiles.backward_bytes(true),
+                tiles.dq_registers(),
+            ),
             plan(
                 "attention_dkv",
                 &[WEIGHTS, DKV],
                 [seq_kv.div_ceil(tiles.own) * tiles.splits(), heads_kv, batch],
                 dkv,
                 tiles.backward_bytes(false),
+                tiles.dkv_registers(),
             ),
         ])
     }

@@ -152,6 +152,7 @@ impl Forward {
             entry: "attention_forward",
             tiles,
             grid: [(seq_q as u32).div_ceil(tiles.own), heads_q as u32, batch as u32],
+            registers: tiles.forward_registers(),
             threads: tiles.threads(),
             buffers,
             threadgroup: tiles.forward_bytes().into_iter().map(|bytes| (name, bytes)).collect(),

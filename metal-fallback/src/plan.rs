@@ -114,6 +114,8 @@ pub struct Plan {
     pub tiles: Tiles,
     /// Threadgroups.
     pub grid: [u32; 3],
+    /// 32-bit registers of a lane that fragments take; counted from the tiles, not by a compiler.
+    pub registers: u32,
     /// Threads of a threadgroup.
     pub threads: u32,
     /// Buffers, by their slots.

@@ -84,6 +84,27 @@ impl Tiles {
         padded.div_ceil(self.splits()).next_multiple_of(FRAGMENT)
     }
 
+    /// 32-bit registers of a lane that fragments take, which stay alive through a block: counted, not measured. A fragment is two
+    /// numbers of a lane.
+    fn fragments(&self, accumulated: u32, scores: u32) -> u32 {
+        2 * (accumulated / FRAGMENT + scores * self.passing / FRAGMENT)
+    }
+
+    /// Those of the forward kernel.
+    pub fn forward_registers(&self) -> u32 {
+        self.fragments(self.padded_v, 1)
+    }
+
+    /// Those of the kernel for `dq`.
+    pub fn dq_registers(&self) -> u32 {
+        self.fragments(self.padded_qk, 2)
+    }
+
+    /// Those of the kernel for `dk` and `dv`.
+    pub fn dkv_registers(&self) -> u32 {
+        self.fragments(self.slice(self.padded_qk) + self.slice(self.padded_v), 2)
+    }
+
     /// Threads of a threadgroup.
     pub fn threads(&self) -> u32 {
         self.own / FRAGMENT * SIMD
@@ -93,6 +114,9 @@ impl Tiles {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What fragments may take of the registers of a lane; addresses, parameters and one pair of operands come on top.
+    const REGISTER_LIMIT: u32 = 80;
 
     #[test]
     fn every_dim_fits_and_is_whole_fragments() {
@@ -110,6 +134,9 @@ mod tests {
                         assert!(backward.slice(padded) <= SLICE_LIMIT && backward.slice(padded) * backward.splits() >= padded);
                     }
                     assert_eq!(forward.threads(), forward.own * 4);
+                    for registers in [forward.forward_registers(), backward.dq_registers(), backward.dkv_registers()] {
+                        assert!(registers <= REGISTER_LIMIT, "{registers} for {dim_qk} and {dim_v}");
+                    }
                 }
             }
         }

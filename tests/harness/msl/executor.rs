@@ -203,7 +203,8 @@ impl Contents {
 fn report(started: Instant, kernel: Option<&Kernel>) -> Report {
     let engine = kernel.map(|kernel| {
         let tiles = kernel.plan.tiles;
-        format!("emulated {} x {}, {} threads", tiles.own, tiles.passing, kernel.plan.threads)
+        let Plan { threads, registers, .. } = kernel.plan;
+        format!("emulated {} x {}, {threads} threads, {registers} registers of fragments", tiles.own, tiles.passing)
     });
     let compute_ms = started.elapsed().as_secs_f64() * 1e3;
     Report { compute_ms, copied: Vec::new(), engine: engine.unwrap_or_default(), workspace_bytes: 0 }
