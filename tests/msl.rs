@@ -307,10 +307,13 @@ fn threadgroup_memory_has_its_limit() {
     assert!(said.contains("threadgroup memory: 32768 is the limit"), "{said}");
 }
 
+/// Makes a value of two floats and two whole numbers.
+type Make<'a> = dyn Fn(&mut Builder, [NodeId; 2], [NodeId; 2]) -> NodeId + 'a;
+
 /// Each function of an expression, of each type of operands: the second root of a trace, as a float.
 fn functions() -> Vec<(String, Trace)> {
     let mut all = Vec::new();
-    let mut add = |name: String, make: &dyn Fn(&mut Builder, [NodeId; 2], [NodeId; 2]) -> NodeId| {
+    let mut add = |name: String, make: &Make<'_>| {
         let mut b = Builder::new();
         let floats = [b.score(), b.upstream()];
         let wholes = [b.index(Axis::Q), b.index(Axis::K)];
