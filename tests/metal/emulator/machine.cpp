@@ -89,7 +89,7 @@ struct Fiber {
     void* saved = nullptr;
     void* shadow = nullptr;
     Stop stop = Stop::RUNNING;
-    machine::Site site = {"", "", 0};
+    machine::Site site = {nullptr, nullptr, 0};
     machine::Thread self = {};
 };
 
@@ -168,6 +168,8 @@ const char* where(const Fiber& fiber) {
     char* to = text[turn++ % 4];
     if (fiber.stop == Stop::END) {
         snprintf(to, sizeof text[0], "the end");
+    } else if (fiber.site.what == nullptr) {
+        snprintf(to, sizeof text[0], "the begin");
     } else {
         snprintf(to, sizeof text[0], "%s at %s:%d", fiber.site.what, fiber.site.file, fiber.site.line);
     }
@@ -266,6 +268,7 @@ void reset(int index, const unsigned group[3]) {
     }
     fiber.saved = top;
     fiber.stop = Stop::RUNNING;
+    fiber.site = {nullptr, nullptr, 0};
     const unsigned at = unsigned(index);
     fiber.self = {{group[0], group[1], group[2]}, at, at / machine::SIMD, at % machine::SIMD};
 }
