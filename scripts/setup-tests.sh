@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # setup-tests.sh: what the tests need besides Rust. Two cuDNN runtimes, from their slim wheels, under target/cudnn: the
-# offline tests plan with both and need no GPU. Does nothing when everything is there; installs Debian packages where it may.
+# offline tests plan with both and need no GPU. And clang, which makes Metal kernels run here. Does nothing when everything is
+# there; installs Debian packages where it may.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}/cudnn
@@ -11,6 +12,8 @@ packages() {
   command -v cc >/dev/null || command -v gcc >/dev/null || missing+=(gcc libc6-dev)
   command -v python3 >/dev/null || missing+=(python3)
   if ! command -v python3 >/dev/null || ! python3 -m pip --version >/dev/null 2>&1; then missing+=(python3-pip); fi
+  # Compiles Metal kernels for the emulation.
+  command -v clang++ >/dev/null || missing+=(clang)
   if [ ${#missing[@]} -eq 0 ]; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "setup-tests: installing ${missing[*]}"

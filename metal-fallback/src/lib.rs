@@ -1,24 +1,28 @@
 //! Attention on Apple GPUs.
 //!
-//! The kernels are not written yet: every problem is declined, with a typed reason, so that callers can already treat this
-//! executor like the others.
+//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes plans of it. A [`Plan`] is a kernel and its
+//! dispatch: the MSL source, tiles, grid, threadgroup memory and the table of buffers. Kernels are the `.metal` files in `kernels/`; what depends on a problem's types, dims, masks
+//! and score_mods is a prelude before them. Lengths, strides, bands and the scale are parameters of a call.
+//!
+//! Nothing here needs an Apple machine, and nothing here calls one yet: [`supports`] declines with that reason. What a plan says
+//! is executed on an emulation of MSL by the tests of the workspace.
 
-use serde::{Deserialize, Serialize};
+mod backward;
+mod declined;
+mod emit;
+mod forward;
+mod params;
+mod plan;
+mod source;
+mod tiles;
 
-/// Why a problem is not run here.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[serde(rename_all = "snake_case")]
-pub enum Declined {
-    /// This machine has no Apple GPU.
-    #[error("this machine has no Apple GPU (the target is {target_os})")]
-    NoDevice {
-        /// The operating system that this was compiled for.
-        target_os: String,
-    },
-    /// The machine may have one; there is no kernel for it yet.
-    #[error("no Metal kernel is written yet")]
-    NoKernel,
-}
+pub use backward::Backward;
+pub use declined::Declined;
+pub use emit::Captured;
+pub use forward::Forward;
+pub use params::{BackwardParams, Field, ForwardParams, Params};
+pub use plan::{Band, Binding, Operand, Plan, Tensor};
+pub use tiles::{FRAGMENT, SIMD, THREADGROUP_BYTES, Tiles};
 
 /// Whether attention runs on this machine's Apple GPU.
 ///
@@ -26,7 +30,7 @@ pub enum Declined {
 /// Why not; at present always.
 pub fn supports() -> Result<(), Declined> {
     if cfg!(target_vendor = "apple") {
-        Err(Declined::NoKernel)
+        Err(Declined::NoHost)
     } else {
         Err(Declined::NoDevice { target_os: std::env::consts::OS.to_owned() })
     }
@@ -39,6 +43,6 @@ mod tests {
     #[test]
     fn every_machine_is_told_why() {
         let reason = supports().unwrap_err();
-        assert_eq!(matches!(reason, Declined::NoKernel), cfg!(target_vendor = "apple"), "{reason}");
+        assert_eq!(matches!(reason, Declined::NoHost), cfg!(target_vendor = "apple"), "{reason}");
     }
 }

@@ -9,6 +9,7 @@ pub mod golden;
 pub mod inputs;
 pub mod library;
 pub mod matrix;
+pub mod msl;
 pub mod offline;
 pub mod oracle;
 pub mod random;

@@ -1,38 +1,97 @@
-//! Apple GPUs: a place in the list of executors that declines everything for now.
+//! Apple GPUs: problems as the kernels are told of them. Nothing runs yet, and [`MetalExecutor`] says so.
 
 use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
+use crate::mask::Region;
 use crate::problem::Problem;
+use crate::spec::TensorSpec;
+use metal_fallback::{Backward, Band, Declined, Forward, Tensor};
 use std::sync::Arc;
 
 /// Attention on an Apple GPU.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MetalExecutor;
 
+fn tensor(t: &TensorSpec) -> Tensor {
+    Tensor { dims: t.dims, strides: t.strides }
+}
+
+/// A problem as the kernels are told of it.
+pub fn forward(problem: &Problem) -> Forward {
+    let kept = problem.kept();
+    let Region { lower, upper, prefix } = kept.region;
+    Forward {
+        dtype: problem.dtype(),
+        q: tensor(problem.q()),
+        k: tensor(problem.k()),
+        v: tensor(problem.v()),
+        o: tensor(problem.o()),
+        band: Band { lower, upper, prefix },
+        seq_len_q: kept.seq_len_q,
+        seq_len_kv: kept.seq_len_kv,
+        score_mod: problem.score_mod().cloned(),
+        keep: kept.rest.clone(),
+        stats: problem.stats(),
+    }
+}
+
+/// A backward problem as the kernels are told of it.
+///
+/// # Errors
+/// Gradients that no kernel computes.
+pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
+    let wrt: Vec<&str> = problem.wrt().iter().map(|g| g.name.as_str()).collect();
+    if !wrt.is_empty() {
+        let limit = "no kernel computes gradients of parameters yet".to_owned();
+        return Err(unsupported(vec![Declined::Limit { field: "wrt".to_owned(), value: wrt.join(", "), limit }]));
+    }
+    Ok(Backward {
+        forward: forward(problem.forward()),
+        d_o: tensor(problem.d_o()),
+        dq: tensor(problem.dq()),
+        dk: tensor(problem.dk()),
+        dv: tensor(problem.dv()),
+        gradient: problem.gradient().map(|gradient| Arc::new(gradient.trace.clone())),
+    })
+}
+
+/// Reasons of the kernels, as every executor gives them.
+pub fn unsupported(declined: Vec<Declined>) -> Unsupported {
+    let reason = |why: Declined| match why {
+        Declined::Limit { field, value, limit } => Reason::Limit { field, value, limit },
+        Declined::NoDevice { .. } | Declined::NoHost => Reason::Absent(why.to_string()),
+    };
+    Unsupported { executor: ExecutorName::Metal, reasons: declined.into_iter().map(reason).collect() }
+}
+
 impl Executor for MetalExecutor {
     fn name(&self) -> ExecutorName {
         ExecutorName::Metal
     }
 
-    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
-        metal_fallback::supports()
-            .map_err(|why| Unsupported { executor: ExecutorName::Metal, reasons: vec![Reason::Absent(why.to_string())] })
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        let mut declined: Vec<Declined> = metal_fallback::supports().err().into_iter().collect();
+        declined.extend(forward(problem).supports().err().unwrap_or_default());
+        if declined.is_empty() { Ok(()) } else { Err(unsupported(declined)) }
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
         self.supports(problem)?;
-        let reason = Reason::Absent("no Metal kernel is written yet".to_owned());
-        Err(Error::Unsupported(Unsupported { executor: ExecutorName::Metal, reasons: vec![reason] }))
+        Err(Error::Unsupported(unsupported(vec![Declined::NoHost])))
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        self.supports(problem.forward())
+        let mut refused = unsupported(metal_fallback::supports().err().into_iter().collect());
+        match backward(problem) {
+            Ok(backward) => refused.reasons.extend(unsupported(backward.supports().err().unwrap_or_default()).reasons),
+            Err(e) => refused.reasons.extend(e.reasons),
+        }
+        if refused.reasons.is_empty() { Ok(()) } else { Err(refused) }
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        self.prepare(problem.forward()).map(|_| ())?;
-        let reason = Reason::Absent("no Metal kernel is written yet".to_owned());
-        Err(Error::Unsupported(Unsupported { executor: ExecutorName::Metal, reasons: vec![reason] }))
+        self.supports_backward(problem)?;
+        Err(Error::Unsupported(unsupported(vec![Declined::NoHost])))
     }
 }

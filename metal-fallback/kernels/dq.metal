@@ -1,0 +1,100 @@
+// The gradient of queries. A threadgroup has OWN queries of one head, each simdgroup eight; blocks of PASSING keys and values come by.
+
+kernel void attention_dq(
+    const device Element* q [[buffer(0)]],
+    const device Element* k [[buffer(1)]],
+    const device Element* v [[buffer(2)]],
+    const device Element* d_o [[buffer(3)]],
+    constant BackwardParams& params [[buffer(4)]],
+    const device float* stats [[buffer(5)]],
+    SEQ_LEN_Q_ARGUMENT
+    SEQ_LEN_KV_ARGUMENT
+    CAPTURED_SCALARS
+    const device float* delta [[buffer(9)]],
+    device Element* dq [[buffer(10)]],
+    CAPTURED_TENSORS
+    threadgroup Element* q_tile [[threadgroup(0)]],
+    threadgroup Element* d_o_tile [[threadgroup(1)]],
+    threadgroup Element* k_tile [[threadgroup(2)]],
+    threadgroup Element* v_tile [[threadgroup(3)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+    const int head = int(group.y);
+    const int batch = int(group.z);
+    const int head_kv = head / params.group;
+    const int first = int(group.x) * OWN;
+    const Bounds bounds = BOUNDS;
+    const int2 visited = keys_of(bounds, first, min(first + OWN, params.seq_q));
+
+    const int row = fragment_row(lane);
+    const int column = fragment_column(lane);
+    const int own = int(simdgroup) * 8 + row;
+    const int query = first + own;
+    const Row known = row_of(stats, delta, (long(batch) * params.heads_q + head) * params.seq_q + query, query < bounds.queries);
+
+    const device Element* q_rows = q + batch * params.q_strides[0] + head * params.q_strides[1] + first * params.q_strides[2];
+    const device Element* d_o_rows = d_o + batch * params.d_o_strides[0] + head * params.d_o_strides[1] + first * params.d_o_strides[2];
+    const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1];
+    const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1];
+    const int left = bounds.queries - first;
+    load_tile<OWN, DIM_QK, PADDED_QK, PITCH_QK>(q_tile, q_rows, params.q_strides[2], 1, left, int(thread_index));
+    load_tile<OWN, DIM_V, PADDED_V, PITCH_V>(
+        d_o_tile, d_o_rows, params.d_o_strides[2], params.d_o_strides[3], left, int(thread_index));
+
+    float2 sums[PADDED_QK / 8];
+    for (int d = 0; d < PADDED_QK / 8; d++) {
+        sums[d] = float2(0.0f);
+    }
+    for (int start = visited.x - visited.x % PASSING; start < visited.y; start += PASSING) {
+        const int present = bounds.keys - start;
+        // The block before has been read, and the queries are there.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
+            k_tile, k_rows + start * params.k_strides[2], params.k_strides[2], 1, present, int(thread_index));
+        load_tile<PASSING, DIM_V, PADDED_V, PITCH_V>(
+            v_tile, v_rows + start * params.v_strides[2], params.v_strides[2], 1, present, int(thread_index));
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+
+        float2 weights[PASSING / 8];
+        float2 slopes[PASSING / 8];
+        for (int j = 0; j < PASSING / 8; j++) {
+            weights[j] = float2(0.0f);
+            slopes[j] = float2(0.0f);
+        }
+        multiply_transposed<PADDED_QK, PASSING, PITCH_QK>(
+            weights, q_tile + own * PITCH_QK + column, k_tile + column * PITCH_QK + row);
+        multiply_transposed<PADDED_V, PASSING, PITCH_V>(slopes, d_o_tile + own * PITCH_V + column, v_tile + column * PITCH_V + row);
+        const bool whole = all_in_bounds(bounds, first, first + OWN, start, start + PASSING);
+        UNROLL for (int j = 0; j < PASSING / 8; j++) {
+            UNROLL for (int e = 0; e < 2; e++) {
+                const int key = start + j * 8 + column + e;
+                float weight = weights[j][e];
+                float slope = slopes[j][e];
+                to_weight(
+                    weight, slope, params.scale, known, whole || in_bounds(bounds, query, key), int4(batch, head, query, key), params,
+                    CAPTURED);
+                slopes[j][e] = slope;
+            }
+        }
+        UNROLL for (int j = 0; j < PASSING / 8; j++) {
+            UNROLL for (int d = 0; d < PADDED_QK; d += 8) {
+                const threadgroup Element* key = k_tile + (j * 8 + row) * PITCH_QK + d + column;
+                multiply_add(sums[d / 8], slopes[j], float2(float(key[0]), float(key[1])));
+            }
+        }
+    }
+
+    if (query >= params.seq_q) {
+        return;
+    }
+    device Element* out = dq + batch * params.dq_strides[0] + head * params.dq_strides[1] + query * params.dq_strides[2];
+    for (int d = 0; d < PADDED_QK; d += 8) {
+        for (int e = 0; e < 2; e++) {
+            if (d + column + e < DIM_QK) {
+                out[d + column + e] = Element(sums[d / 8][e] * params.scale);
+            }
+        }
+    }
+}

@@ -1,0 +1,71 @@
+// Which keys a query keeps.
+
+// Rules on the two indices, and what lengths leave of both.
+struct Bounds {
+    int lower;
+    int upper;
+    int prefix;
+    int queries;
+    int keys;
+};
+
+inline bool in_bounds(Bounds bounds, int query, int key) {
+    const int distance = key - query;
+    return distance > bounds.lower && distance <= bounds.upper && (distance <= 0 || key < bounds.prefix) && key < bounds.keys
+        && query < bounds.queries;
+}
+
+// Whether every query of first_q .. end_q keeps every key of first_k .. end_k.
+inline bool all_in_bounds(Bounds bounds, int first_q, int end_q, int first_k, int end_k) {
+    return first_k - (end_q - 1) > bounds.lower && end_k - 1 - first_q <= bounds.upper
+        && (end_k - 1 <= first_q || end_k <= bounds.prefix) && end_k <= bounds.keys && end_q <= bounds.queries;
+}
+
+// The keys that some query of first_q .. end_q may keep: from the first to before the second.
+inline int2 keys_of(Bounds bounds, int first_q, int end_q) {
+    if (first_q >= bounds.queries) {
+        return int2(0, 0);
+    }
+    return int2(max(0, first_q + bounds.lower + 1), min(min(bounds.keys, end_q + bounds.upper), max(end_q, bounds.prefix)));
+}
+
+// The queries that may keep some key of first_k .. end_k.
+inline int2 queries_of(Bounds bounds, int first_k, int end_k) {
+    if (first_k >= bounds.keys) {
+        return int2(0, 0);
+    }
+    const int from = max(first_k - bounds.upper, first_k >= bounds.prefix ? first_k : 0);
+    return int2(max(0, from), min(bounds.queries, end_k - bounds.lower - 1));
+}
+
+// Stands for the score of a key that is dropped, and for the maximum of a row before its first key. 2^(DROPPED - LOWEST) is 0; both are
+// finite, so that nothing depends on how a compiler treats infinities.
+#define LOWEST -1e38f
+#define DROPPED -3.4e38f
+#define LOG2_E 1.44269504088896340736f
+#define LN_2 0.69314718055994530942f
+
+// What a kernel knows of its batch entry.
+#if WITH_SEQ_LEN_Q
+#define QUERIES_LEFT clamp(seq_len_q[batch], 0, params.seq_q)
+#else
+#define QUERIES_LEFT params.seq_q
+#endif
+#if WITH_SEQ_LEN_KV
+#define KEYS_LEFT clamp(seq_len_kv[batch], 0, params.seq_kv)
+#else
+#define KEYS_LEFT params.seq_kv
+#endif
+#define BOUNDS Bounds{params.lower, params.upper, params.prefix, QUERIES_LEFT, KEYS_LEFT}
+
+// The arguments that not every kernel has.
+#if WITH_SEQ_LEN_Q
+#define SEQ_LEN_Q_ARGUMENT const device int* seq_len_q [[buffer(6)]],
+#else
+#define SEQ_LEN_Q_ARGUMENT
+#endif
+#if WITH_SEQ_LEN_KV
+#define SEQ_LEN_KV_ARGUMENT const device int* seq_len_kv [[buffer(7)]],
+#else
+#define SEQ_LEN_KV_ARGUMENT
+#endif

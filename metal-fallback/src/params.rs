@@ -1,0 +1,203 @@
+//! Parameters of kernels: one table gives the Rust structure, its bytes and its MSL text.
+
+/// A type that has the same size and alignment in Rust and in MSL.
+pub trait Field: Copy {
+    /// The declaration of a member of this name.
+    fn declaration(name: &str) -> String;
+    /// Appends the bytes as a kernel reads them.
+    fn write(self, bytes: &mut Vec<u8>);
+}
+
+macro_rules! scalar {
+    ($($rust:ty => $msl:literal),*) => {$(
+        impl Field for $rust {
+            fn declaration(name: &str) -> String {
+                format!("{} {name};", $msl)
+            }
+            fn write(self, bytes: &mut Vec<u8>) {
+                bytes.extend(self.to_le_bytes());
+            }
+        }
+
+        impl<const N: usize> Field for [$rust; N] {
+            fn declaration(name: &str) -> String {
+                format!("{} {name}[{N}];", $msl)
+            }
+            fn write(self, bytes: &mut Vec<u8>) {
+                self.into_iter().for_each(|x| x.write(bytes));
+            }
+        }
+    )*};
+}
+scalar!(i32 => "int", f32 => "float", i64 => "long");
+
+macro_rules! params {
+    ($(#[$top:meta])* $name:ident { $($(#[$doc:meta])* $field:ident: $ty:ty,)* }) => {
+        $(#[$top])*
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        #[repr(C)]
+        pub struct $name { $($(#[$doc])* pub $field: $ty,)* }
+
+        impl $name {
+            /// Its name in MSL.
+            pub const NAME: &'static str = stringify!($name);
+
+            /// Names of the members and where they begin, in order.
+            pub const OFFSETS: &'static [(&'static str, usize)] = &[$((stringify!($field), std::mem::offset_of!($name, $field)),)*];
+
+            /// The structure in MSL.
+            pub fn msl() -> String {
+                let mut text = format!("struct {} {{\n", stringify!($name));
+                $(text.push_str(&format!("    {}\n", <$ty as Field>::declaration(stringify!($field))));)*
+                text.push_str("};\n");
+                text
+            }
+
+            /// The structure as a kernel reads it; what pads it is 0.
+            pub fn bytes(&self) -> Vec<u8> {
+                let mut bytes = Vec::with_capacity(std::mem::size_of::<$name>());
+                $(
+                    bytes.resize(std::mem::offset_of!($name, $field), 0);
+                    self.$field.write(&mut bytes);
+                )*
+                bytes.resize(std::mem::size_of::<$name>(), 0);
+                bytes
+            }
+        }
+    };
+}
+
+params! {
+    /// What a forward kernel is told of a call.
+    ForwardParams {
+        /// Between neighbouring batch entries, heads and queries of `q`, in elements.
+        q_strides: [i64; 3],
+        /// The same of `k`.
+        k_strides: [i64; 3],
+        /// The same of `v`.
+        v_strides: [i64; 3],
+        /// The same of `o`.
+        o_strides: [i64; 3],
+        /// Query heads.
+        heads_q: i32,
+        /// Query heads that share a key head.
+        group: i32,
+        /// Queries.
+        seq_q: i32,
+        /// Keys.
+        seq_kv: i32,
+        /// Keys at `k - q <= lower` are dropped.
+        lower: i32,
+        /// Keys at `k - q > upper` are dropped.
+        upper: i32,
+        /// Keys at `k > q` and `k >= prefix` are dropped.
+        prefix: i32,
+        /// Multiplies a product of a query and a key. Times log2(e) where scores are not modified.
+        scale: f32,
+    }
+}
+
+params! {
+    /// What the kernels of a backward pass are told of a call.
+    BackwardParams {
+        /// Between neighbouring batch entries, heads and queries of `q`, in elements.
+        q_strides: [i64; 3],
+        /// The same of `k`.
+        k_strides: [i64; 3],
+        /// The same of `v`.
+        v_strides: [i64; 3],
+        /// The same of `o`.
+        o_strides: [i64; 3],
+        /// The same of `d_o`, and between neighbouring elements.
+        d_o_strides: [i64; 4],
+        /// The same of `dq`, whose elements are dense.
+        dq_strides: [i64; 3],
+        /// The same of `dk`.
+        dk_strides: [i64; 3],
+        /// The same of `dv`.
+        dv_strides: [i64; 3],
+        /// Query heads.
+        heads_q: i32,
+        /// Query heads that share a key head.
+        group: i32,
+        /// Queries.
+        seq_q: i32,
+        /// Keys.
+        seq_kv: i32,
+        /// Keys at `k - q <= lower` are dropped.
+        lower: i32,
+        /// Keys at `k - q > upper` are dropped.
+        upper: i32,
+        /// Keys at `k > q` and `k >= prefix` are dropped.
+        prefix: i32,
+        /// Multiplies a product of a query and a key.
+        scale: f32,
+    }
+}
+
+/// The parameters of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Params {
+    /// Of a forward kernel.
+    Forward(ForwardParams),
+    /// Of a kernel of a backward pass.
+    Backward(BackwardParams),
+}
+
+impl Params {
+    /// The name of the structure in MSL, its size, and where its members begin.
+    pub fn layout(&self) -> (&'static str, usize, &'static [(&'static str, usize)]) {
+        match self {
+            Params::Forward(_) => (ForwardParams::NAME, std::mem::size_of::<ForwardParams>(), ForwardParams::OFFSETS),
+            Params::Backward(_) => (BackwardParams::NAME, std::mem::size_of::<BackwardParams>(), BackwardParams::OFFSETS),
+        }
+    }
+
+    /// The structure as a kernel reads it.
+    pub fn bytes(&self) -> Vec<u8> {
+        match self {
+            Params::Forward(params) => params.bytes(),
+            Params::Backward(params) => params.bytes(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_lie_where_the_structure_has_them() {
+        let params = ForwardParams {
+            q_strides: [1, 2, 3],
+            k_strides: [4, 5, 6],
+            v_strides: [7, 8, 9],
+            o_strides: [10, 11, -12],
+            heads_q: 13,
+            group: 14,
+            seq_q: 15,
+            seq_kv: 16,
+            lower: -17,
+            upper: 18,
+            prefix: 19,
+            scale: 0.5,
+        };
+        let bytes = params.bytes();
+        assert_eq!(bytes.len(), std::mem::size_of::<ForwardParams>());
+        let at = |name: &str| ForwardParams::OFFSETS.iter().find(|(field, _)| *field == name).unwrap().1;
+        assert_eq!(bytes[at("o_strides") + 16..][..8], (-12i64).to_le_bytes());
+        assert_eq!(bytes[at("lower")..][..4], (-17i32).to_le_bytes());
+        assert_eq!(bytes[at("scale")..][..4], 0.5f32.to_le_bytes());
+    }
+
+    #[test]
+    fn the_text_names_every_member_in_order() {
+        let text = ForwardParams::msl();
+        let places: Vec<usize> = ForwardParams::OFFSETS
+            .iter()
+            .map(|(field, _)| text.find(&format!(" {field};")).or(text.find(&format!(" {field}["))).unwrap())
+            .collect();
+        assert!(places.is_sorted(), "{text}");
+        assert!(text.contains("    long q_strides[3];\n") && text.contains("    float scale;\n"), "{text}");
+    }
+}

@@ -1,0 +1,139 @@
+//! What problems and plans are made of.
+
+use crate::params::Params;
+use crate::tiles::Tiles;
+use cudnn_graph::DType;
+
+/// Extents (batch, head, seq, dim) and strides of an operand, in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tensor {
+    /// Extents.
+    pub dims: [i64; 4],
+    /// Strides; the last is 1.
+    pub strides: [i64; 4],
+}
+
+impl Tensor {
+    pub(crate) fn outer(&self) -> [i64; 3] {
+        [self.strides[0], self.strides[1], self.strides[2]]
+    }
+}
+
+/// The keys that a query keeps, by their distance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Band {
+    /// Keys at `k − q ≤ lower` are dropped.
+    pub lower: Option<i64>,
+    /// Keys at `k − q > upper` are dropped.
+    pub upper: Option<i64>,
+    /// Keys at `k > q` and `k ≥ prefix` are dropped.
+    pub prefix: Option<i64>,
+}
+
+/// What a buffer holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Operand {
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// Output; written.
+    O,
+    /// Gradient of the output.
+    DO,
+    /// Gradient of the queries; written.
+    DQ,
+    /// Gradient of the keys; written.
+    DK,
+    /// Gradient of the values; written.
+    DV,
+    /// f32, (batch, heads_q, seq_q), dense: the sum of `o · d_o` along each row. One kernel of a backward pass writes it, and the
+    /// others read it.
+    Delta,
+    /// [`Plan::params`].
+    Params,
+    /// The natural logarithm of each row's sum of exponentials; written.
+    Stats,
+    /// i32, a length of each batch entry.
+    SeqLenQ,
+    /// The same of keys.
+    SeqLenKv,
+    /// f32, the scalars of these names in this order.
+    Scalars(Vec<String>),
+    /// A declared tensor, dense.
+    Declared {
+        /// Its name.
+        name: String,
+        /// Element type; truth values are bytes.
+        dtype: DType,
+        /// How many elements.
+        elements: i64,
+    },
+}
+
+/// A buffer of a kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Binding {
+    /// The index that it is bound at.
+    pub slot: u32,
+    /// The MSL type of the argument.
+    pub ty: String,
+    /// What it holds.
+    pub operand: Operand,
+    /// Whether the kernel writes it.
+    pub written: bool,
+}
+
+impl Binding {
+    /// A buffer that is read.
+    pub(crate) fn read(slot: u32, element: &str, operand: Operand) -> Binding {
+        Binding { slot, ty: format!("const device {element}*"), operand, written: false }
+    }
+
+    /// A buffer that is written.
+    pub(crate) fn written(slot: u32, element: &str, operand: Operand) -> Binding {
+        Binding { slot, ty: format!("device {element}*"), operand, written: true }
+    }
+
+    /// Constants.
+    pub(crate) fn constant(slot: u32, ty: &str, operand: Operand) -> Binding {
+        Binding { slot, ty: format!("constant {ty}"), operand, written: false }
+    }
+}
+
+/// Everything that a dispatch needs besides the buffers.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The MSL text.
+    pub source: String,
+    /// The kernel in it.
+    pub entry: &'static str,
+    /// How the problem is cut.
+    pub tiles: Tiles,
+    /// Threadgroups.
+    pub grid: [u32; 3],
+    /// 32-bit registers of a lane that fragments take; counted from the tiles, not by a compiler.
+    pub registers: u32,
+    /// Threads of a threadgroup.
+    pub threads: u32,
+    /// Buffers, by their slots.
+    pub buffers: Vec<Binding>,
+    /// Threadgroup memory: elements' type and bytes, by their slots.
+    pub threadgroup: Vec<(&'static str, usize)>,
+    pub(crate) params: Params,
+    /// What the scale of a call is multiplied by.
+    pub(crate) unit: f64,
+}
+
+impl Plan {
+    /// The parameters of a call with this scale.
+    pub fn params(&self, attn_scale: f32) -> Params {
+        let scale = (f64::from(attn_scale) * self.unit).clamp(f64::from(f32::MIN), f64::from(f32::MAX)) as f32;
+        match self.params {
+            Params::Forward(params) => Params::Forward(crate::ForwardParams { scale, ..params }),
+            Params::Backward(params) => Params::Backward(crate::BackwardParams { scale, ..params }),
+        }
+    }
+}

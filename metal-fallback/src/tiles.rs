@@ -1,0 +1,159 @@
+//! How a problem is cut: tables of sizes, held against the limit of threadgroup memory.
+
+/// Bytes of threadgroup memory that every Apple GPU has.
+pub const THREADGROUP_BYTES: usize = 32 * 1024;
+
+/// Lanes of a simdgroup.
+pub const SIMD: u32 = 32;
+
+/// Rows of a fragment: the queries of a simdgroup.
+pub const FRAGMENT: u32 = 8;
+
+/// Columns of two accumulators that the registers of a simdgroup hold.
+const SLICE_LIMIT: u32 = 128;
+
+/// The tiles of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tiles {
+    /// Rows that a threadgroup computes, eight for each simdgroup: queries, or keys for their gradient.
+    pub own: u32,
+    /// Rows of a block of the others, which come by.
+    pub passing: u32,
+    /// Elements of a query and of a key, rounded up to whole fragments.
+    pub padded_qk: u32,
+    /// The same of a value.
+    pub padded_v: u32,
+    /// Elements between rows of queries and keys in threadgroup memory.
+    pub pitch_qk: u32,
+    /// The same of values.
+    pub pitch_v: u32,
+    /// Bytes of an element.
+    pub element: u32,
+}
+
+/// Own and passing rows, the best first. Wide heads begin further down: their accumulators fill the registers.
+const SIZES: [(u32, u32); 5] = [(32, 32), (32, 16), (16, 16), (16, 8), (8, 8)];
+
+impl Tiles {
+    /// The best tiles whose threadgroup memory fits; `None` where none do. Rows that are not padded are the last resort.
+    fn choose(dims: [u32; 2], element: u32, bytes: impl Fn(&Tiles) -> Vec<usize>) -> Option<Tiles> {
+        let sizes = &SIZES[usize::from(dims[0].max(dims[1]) >= 128)..];
+        let padding = [16 / element, 0];
+        let all = padding.into_iter().flat_map(|padding| sizes.iter().map(move |&size| Tiles::new(size, dims, element, padding)));
+        all.into_iter().find(|tiles| bytes(tiles).iter().sum::<usize>() <= THREADGROUP_BYTES)
+    }
+
+    /// Tiles of a forward kernel.
+    pub fn forward(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
+        Tiles::choose([dim_qk, dim_v], element, Tiles::forward_bytes)
+    }
+
+    /// Tiles of a kernel of the backward pass.
+    pub fn backward(dim_qk: u32, dim_v: u32, element: u32) -> Option<Tiles> {
+        Tiles::choose([dim_qk, dim_v], element, |tiles| tiles.backward_bytes(true))
+    }
+
+    // Padding: rows are 16 bytes more than whole banks, so that those of a fragment lie in different ones.
+    fn new((own, passing): (u32, u32), dims: [u32; 2], element: u32, padding: u32) -> Tiles {
+        let [padded_qk, padded_v] = dims.map(|dim| dim.next_multiple_of(FRAGMENT));
+        Tiles { own, passing, padded_qk, padded_v, pitch_qk: padded_qk + padding, pitch_v: padded_v + padding, element }
+    }
+
+    fn bytes(&self, rows: u32, pitch: u32) -> usize {
+        (rows * pitch * self.element).next_multiple_of(16) as usize
+    }
+
+    /// Bytes of the queries, and of the keys which make place for the values.
+    pub fn forward_bytes(&self) -> Vec<usize> {
+        vec![self.bytes(self.own, self.pitch_qk), self.bytes(self.passing, self.pitch_qk.max(self.pitch_v))]
+    }
+
+    /// Bytes of `q`, `d_o`, `k` and `v`, where queries are the own rows or come by.
+    pub fn backward_bytes(&self, own_queries: bool) -> Vec<usize> {
+        let (q, k) = if own_queries { (self.own, self.passing) } else { (self.passing, self.own) };
+        vec![self.bytes(q, self.pitch_qk), self.bytes(q, self.pitch_v), self.bytes(k, self.pitch_qk), self.bytes(k, self.pitch_v)]
+    }
+
+    /// Threadgroups that share the own rows of a kernel with two accumulators, each with a part of the columns.
+    pub fn splits(&self) -> u32 {
+        self.padded_qk.max(self.padded_v).div_ceil(SLICE_LIMIT)
+    }
+
+    /// Columns of such a part, of `padded` ones.
+    pub fn slice(&self, padded: u32) -> u32 {
+        padded.div_ceil(self.splits()).next_multiple_of(FRAGMENT)
+    }
+
+    /// 32-bit registers of a lane that fragments take, which stay alive through a block: counted, not measured. A fragment is two
+    /// numbers of a lane.
+    fn fragments(&self, accumulated: u32, scores: u32) -> u32 {
+        2 * (accumulated / FRAGMENT + scores * self.passing / FRAGMENT)
+    }
+
+    /// Those of the forward kernel.
+    pub fn forward_registers(&self) -> u32 {
+        self.fragments(self.padded_v, 1)
+    }
+
+    /// Those of the kernel for `dq`.
+    pub fn dq_registers(&self) -> u32 {
+        self.fragments(self.padded_qk, 2)
+    }
+
+    /// Those of the kernel for `dk` and `dv`.
+    pub fn dkv_registers(&self) -> u32 {
+        self.fragments(self.slice(self.padded_qk) + self.slice(self.padded_v), 2)
+    }
+
+    /// Threads of a threadgroup.
+    pub fn threads(&self) -> u32 {
+        self.own / FRAGMENT * SIMD
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What fragments may take of the registers of a lane; addresses, parameters and one pair of operands come on top.
+    const REGISTER_LIMIT: u32 = 80;
+
+    #[test]
+    fn every_dim_fits_and_is_whole_fragments() {
+        for element in [2, 4] {
+            for dim_qk in 1..=256 {
+                for dim_v in [1, 40, 64, 128, 192, 256, dim_qk] {
+                    let (forward, backward) =
+                        (Tiles::forward(dim_qk, dim_v, element).unwrap(), Tiles::backward(dim_qk, dim_v, element).unwrap());
+                    assert!(forward.forward_bytes().iter().sum::<usize>() <= THREADGROUP_BYTES);
+                    for own_queries in [true, false] {
+                        assert!(backward.backward_bytes(own_queries).iter().sum::<usize>() <= THREADGROUP_BYTES);
+                    }
+                    for (padded, dim) in [(backward.padded_qk, dim_qk), (backward.padded_v, dim_v)] {
+                        assert!(padded >= dim && padded.is_multiple_of(FRAGMENT));
+                        assert!(backward.slice(padded) <= SLICE_LIMIT && backward.slice(padded) * backward.splits() >= padded);
+                    }
+                    assert_eq!(forward.threads(), forward.own * 4);
+                    for registers in [forward.forward_registers(), backward.dq_registers(), backward.dkv_registers()] {
+                        assert!(registers <= REGISTER_LIMIT, "{registers} for {dim_qk} and {dim_v}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_shrink_with_the_dim() {
+        let forward = |dim, element| Tiles::forward(dim, dim, element).map(|t| (t.own, t.passing));
+        assert_eq!(forward(64, 2), Some((32, 32)));
+        assert_eq!(forward(128, 2), Some((32, 16)));
+        assert_eq!(forward(128, 4), Some((32, 16)));
+        assert_eq!(forward(256, 2), Some((32, 16)));
+        assert_eq!(forward(256, 4), Some((16, 8)));
+        let backward = |dim, element| Tiles::backward(dim, dim, element).map(|t| (t.own, t.passing, t.pitch_qk));
+        assert_eq!(backward(64, 2), Some((32, 32, 72)));
+        assert_eq!(backward(128, 2), Some((32, 16, 136)));
+        assert_eq!(backward(256, 2), Some((16, 8, 264)));
+        assert_eq!(backward(256, 4), Some((8, 8, 256)));
+    }
+}
