@@ -1,8 +1,7 @@
 //! Host time of a call that hits, next to a bare loop over `cudnnBackendExecute` in the same process, in turns.
 #![allow(unsafe_code)]
 
-use crate::setup::{Result, Tensors, executor, problems};
-use cudnn_graph::ffi::pack::Pack;
+use crate::setup::{Result, Tensors, bare_pack, executor, problems};
 use sdpa::exec::cudnn::{DeviceForward, PlanOptions, Replay};
 use std::sync::Arc;
 use std::time::Instant;
@@ -35,21 +34,7 @@ pub(crate) fn run() -> Result<()> {
     }
     let call = tensors.call(None);
     let handle = executor.library().handle(&stream)?;
-    let ports = planned.plan.ports();
-    let device: Vec<i64> = ports.device.iter().map(|p| p.id.uid()).collect();
-    let values: Vec<i64> = ports.values.iter().map(|p| p.id.uid()).collect();
-    let address = |name: &str| match name {
-        "q" => call.q.address,
-        "k" => call.k.address,
-        "v" => call.v.address,
-        _ => call.o.address,
-    };
-    let addresses: Vec<u64> = ports.device.iter().map(|p| address(&p.name)).collect();
-    let mut pack = Pack::new(executor.library(), &device, &addresses, &values, call.workspace.map_or(0, |w| w.address))?;
-    for (n, port) in ports.values.iter().enumerate() {
-        let value = port.value.map_or(problem.default_scale(), |v| v.to_f64() as f32);
-        pack.set_value(n, &value.to_ne_bytes());
-    }
+    let mut pack = bare_pack(&planned, &tensors)?;
     let kept = DeviceForward { workspace: None, ..call };
     let other = DeviceForward { workspace: None, ..others.call(None) };
     let mut replay = Replay::new(planned.clone(), stream.clone())?;

@@ -2,9 +2,8 @@
 //! `cudnnBackendExecute`; and what seven of them notice of an eighth that builds plans all the time.
 #![allow(unsafe_code)]
 
-use crate::setup::{Result, Tensors, executor, problems};
+use crate::setup::{Result, Tensors, bare_pack, executor, problems};
 use cudnn_graph::Stream;
-use cudnn_graph::ffi::pack::Pack;
 use sdpa::exec::cudnn::{CudnnExecutor, DeviceForward, PlanOptions};
 use sdpa::lower::Job;
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -50,7 +49,7 @@ fn hits(executor: &CudnnExecutor, spec: &AttentionSpec, owns: &[Own], how: How) 
         let job = Job::from(problem.clone());
         let planned = executor.attention(&problem)?.0;
         let handle = executor.library().handle(&own.stream)?;
-        let mut pack = bare_pack(executor, &planned.plan, &own.tensors)?;
+        let mut pack = bare_pack(&planned, &own.tensors)?;
         let mut times = Vec::new();
         start.wait();
         let end = Instant::now() + EACH;
@@ -76,25 +75,6 @@ fn hits(executor: &CudnnExecutor, spec: &AttentionSpec, owns: &[Own], how: How) 
         threads.into_iter().map(|t| t.join().map_err(|_| "a thread panicked".to_owned())?).collect()
     });
     Ok(all?.concat())
-}
-
-fn bare_pack(executor: &CudnnExecutor, plan: &cudnn_graph::Plan, tensors: &Tensors) -> Result<Pack> {
-    let call = tensors.call(None);
-    let ports = plan.ports();
-    let address = |name: &str| match name {
-        "q" => call.q.address,
-        "k" => call.k.address,
-        "v" => call.v.address,
-        _ => call.o.address,
-    };
-    let addresses: Vec<u64> = ports.device.iter().map(|p| address(&p.name)).collect();
-    let device: Vec<i64> = ports.device.iter().map(|p| p.id.uid()).collect();
-    let values: Vec<i64> = ports.values.iter().map(|p| p.id.uid()).collect();
-    let mut pack = Pack::new(executor.library(), &device, &addresses, &values, call.workspace.map_or(0, |w| w.address))?;
-    for (n, port) in ports.values.iter().enumerate() {
-        pack.set_value(n, &port.value.map_or(0.088_388_35_f32, |v| v.to_f64() as f32).to_ne_bytes());
-    }
-    Ok(pack)
 }
 
 /// A hit that does nothing.

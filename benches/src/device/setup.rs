@@ -2,8 +2,9 @@
 
 use conformance::inputs;
 use conformance::random::Random;
+use cudnn_graph::ffi::pack::Pack;
 use cudnn_graph::{Buffer, DeviceSlice, Stream};
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, PlanOptions};
+use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, PlanOptions, Planned};
 use sdpa::{AttentionSpec, DType, Elements, Layout, Mask, Shape};
 
 /// Any error, for the last line of the output.
@@ -112,6 +113,27 @@ impl Tensors {
         let stats = self.stats.then(|| slice(&self.buffers[4]));
         DeviceForward { q, k, v, o, stats, attn_scale, params: &[], workspace: Some(slice(&self.workspace)) }
     }
+}
+
+/// A pack for `cudnnBackendExecute` itself, of plain attention: what a call is compared with.
+pub(crate) fn bare_pack(planned: &Planned, tensors: &Tensors) -> Result<Pack> {
+    let (call, ports) = (tensors.call(None), planned.plan.ports());
+    let address = |name: &str| match name {
+        "q" => call.q.address,
+        "k" => call.k.address,
+        "v" => call.v.address,
+        _ => call.o.address,
+    };
+    let addresses: Vec<u64> = ports.device.iter().map(|p| address(&p.name)).collect();
+    let device: Vec<i64> = ports.device.iter().map(|p| p.id.uid()).collect();
+    let values: Vec<i64> = ports.values.iter().map(|p| p.id.uid()).collect();
+    let workspace = call.workspace.map_or(0, |w| w.address);
+    let mut pack = Pack::new(planned.plan.library(), &device, &addresses, &values, workspace)?;
+    for (n, port) in ports.values.iter().enumerate() {
+        let value = port.value.map_or(planned.job.problem().default_scale(), |v| v.to_f64() as f32);
+        pack.set_value(n, &value.to_ne_bytes());
+    }
+    Ok(pack)
 }
 
 /// The middle one.

@@ -130,9 +130,14 @@ impl CudnnExecutor {
             return Ok(built);
         }
         let start = Instant::now();
-        let mut planned = match tune::fastest(self.library, self.device, &self.options, &built)? {
-            Some(attention) => plan::with_attention(self.library, target, job, attention, built.time)?,
-            None => built,
+        let mut planned = match tune::fastest(self.library, self.device, &self.options, &built) {
+            Ok(Some(attention)) => plan::with_attention(self.library, target, job, attention, built.time)?,
+            Ok(None) => built,
+            // There is a plan, and memory for all operands at once may be what there is not.
+            Err(error) => {
+                tracing::warn!(%error, key = crate::cache::CacheKey::label(job), "not timed");
+                built
+            }
         };
         planned.time.tune = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
         Ok(planned)
