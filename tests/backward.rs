@@ -78,7 +78,7 @@ fn cudnn_runs_every_case() {
 
 #[test]
 fn metal_runs_every_case() {
-    let metal = MetalExecutor;
+    let metal = MetalExecutor::new();
     if has_backward(&metal) {
         run_all(&metal, |case| excused(&metal, case));
     }

@@ -50,7 +50,7 @@ fn cudnn_runs_every_case() {
 
 #[test]
 fn metal_runs_every_case() {
-    let metal = MetalExecutor;
+    let metal = MetalExecutor::new();
     let problem = Case::all().unwrap()[0].spec().unwrap().validate().unwrap();
     match metal.supports(&problem) {
         Ok(()) => run_all(&metal, |case| excused(&metal, case)),

@@ -78,7 +78,7 @@ fn cudnn_runs_every_case() {
 
 #[test]
 fn metal_runs_every_case() {
-    let metal = MetalExecutor;
+    let metal = MetalExecutor::new();
     match metal.supports(&cases()[0].spec().unwrap().validate().unwrap()) {
         Ok(()) => run_all(&metal, true),
         Err(e) => skip("metal", &format!("all {} cases of the library: {e}", cases().len())),

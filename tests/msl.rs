@@ -45,7 +45,7 @@ fn run_all(what: &str, cases: &[Case]) {
 fn run_all_with(what: &str, cases: &[Case], toolchain: &Toolchain) {
     let tally = Mutex::new(Tally::default());
     side_by_side(cases, |case| {
-        let emulated = Emulated::new(toolchain.clone(), case.seed());
+        let emulated = Emulated::new(toolchain.clone(), case.seed()).executor();
         let declined = || case.spec().unwrap().validate().is_ok_and(|problem| emulated.supports(&problem).is_err());
         let outcome: Outcome = run_case(case, &emulated).skip_only_if(declined, || case.repro(emulated.name()));
         tally.lock().unwrap().add(NAME, &case.name, &outcome);
@@ -63,7 +63,7 @@ fn run_all_backward_with(what: &str, cases: &[Case], sources: &[Source], toolcha
     let tally = Mutex::new(Tally::default());
     let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
     side_by_side(&runs, |&(case, source)| {
-        let emulated = Emulated::new(toolchain.clone(), case.seed());
+        let emulated = Emulated::new(toolchain.clone(), case.seed()).executor();
         let declined = || {
             let problem = case.backward_spec().unwrap().validate();
             problem.is_ok_and(|problem| emulated.supports_backward(&problem).is_err())
@@ -153,7 +153,7 @@ stats = true
 fn caught(toolchain: &Toolchain, mutation: Mutation, backward: bool) -> Option<String> {
     for check in Check::ALL {
         for case in Case::parse(SMALL).unwrap() {
-            let mutated = Emulated::new(toolchain.with(check), case.seed()).mutated(mutation);
+            let mutated = Emulated::new(toolchain.with(check), case.seed()).mutated(mutation).executor();
             let how = if backward {
                 match run_backward_case(&case, Source::Oracle, &mutated) {
                     Outcome::Fail(how) => how,
@@ -239,7 +239,7 @@ fn random_problems() {
     let seeds: Vec<u64> = (first..first + n).collect();
     side_by_side(&seeds, |&seed| {
         let mut random = Random::new(seed);
-        let emulated = Emulated::new(toolchain.clone(), seed);
+        let emulated = Emulated::new(toolchain.clone(), seed).executor();
         let dtypes = [DType::F32, DType::F16, DType::BF16];
         let name = format!("SDPA_SEED={seed}");
         let outcome = run(&random_spec(&mut random, &dtypes), None, 1.0, seed, &emulated);

@@ -204,7 +204,9 @@ impl Tally {
                     (Err(Error::Backend(e @ cudnn_graph::Error::Cudnn { .. })), _) => {
                         self.wrong.push(format!("{name}: {what}, {wrong:?}: reached cuDNN: {e}"));
                     }
-                    (Err(e @ (Error::Unsupported(_) | Error::Bug(_))), _) => self.wrong.push(format!("{name}: {what}, {wrong:?}: {e}")),
+                    (Err(e @ (Error::Unsupported(_) | Error::Metal(_) | Error::Bug(_))), _) => {
+                        self.wrong.push(format!("{name}: {what}, {wrong:?}: {e}"))
+                    }
                     (Err(_), entries) if entries.is_empty() => self.refused += 1,
                     // Bytes are read, and sums are copied to, at any address; what a graph is stricter about, the library sees.
                     (Ok(()), _) if wrong == Wrong::Misaligned(place) => {}

@@ -12,9 +12,29 @@ pub enum Declined {
         /// The operating system that this was compiled for.
         target_os: String,
     },
-    /// The machine may have one; nothing here calls it yet.
-    #[error("the kernels are not connected to Apple's interface yet")]
-    NoHost,
+    /// An Apple machine whose system shows no GPU to this process.
+    #[error("Metal has no default device for this process")]
+    NoGpu,
+    /// A system that does not know the version of MSL that kernels are written in.
+    #[error("the system is {system}: kernels are MSL 3.1, which begins with {needs}")]
+    System {
+        /// In its own words.
+        system: String,
+        /// The first that does.
+        needs: String,
+    },
+    /// A GPU without something that every kernel uses.
+    #[error("{field} of {gpu} is {value}: {limit}")]
+    Gpu {
+        /// Its name.
+        gpu: String,
+        /// What it is asked for.
+        field: String,
+        /// What it answers.
+        value: String,
+        /// What the kernels need.
+        limit: String,
+    },
     /// A limit of the kernels.
     #[error("{field} is {value}: {limit}")]
     Limit {

@@ -1,48 +1,54 @@
 //! Attention on Apple GPUs.
 //!
-//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes plans of it. A [`Plan`] is a kernel and its
-//! dispatch: the MSL source, tiles, grid, threadgroup memory and the table of buffers. Kernels are the `.metal` files in `kernels/`; what depends on a problem's types, dims, masks
-//! and score_mods is a prelude before them. Lengths, strides, bands and the scale are parameters of a call.
+//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes a [`Pass`] of it: plans that run one after the
+//! other. A [`Plan`] is a kernel and its dispatch: the MSL source, tiles, grid, threadgroup memory and the table of buffers. Kernels are
+//! the `.metal` files in `kernels/`; what depends on a problem's types, dims, masks and score_mods is a prelude before them. Lengths,
+//! strides, bands and the scale are parameters of a call.
 //!
-//! Nothing here needs an Apple machine, and nothing here calls one yet: [`supports`] declines with that reason. What a plan says
-//! is executed on an emulation of MSL by the tests of the workspace.
+//! A [`Runner`] runs passes. On Apple machines that is `apple::Gpu`, which [`system`] finds; elsewhere [`system`] says why there is
+//! none. The tests of the workspace have a runner over an emulation of MSL.
 
+#[cfg(target_vendor = "apple")]
+pub mod apple;
 mod backward;
+mod cache;
 mod declined;
 mod emit;
+mod error;
 mod forward;
+mod limits;
+mod order;
 mod params;
+mod pass;
 mod plan;
+mod run;
 mod source;
 mod tiles;
 
 pub use backward::Backward;
+pub use cache::{Cache, CacheStats, Key, Math};
 pub use declined::Declined;
 pub use emit::Captured;
+pub use error::Error;
 pub use forward::Forward;
+pub use limits::Limits;
+pub use order::waits;
 pub use params::{BackwardParams, Field, ForwardParams, Params};
+pub use pass::Pass;
 pub use plan::{Band, Binding, Operand, Plan, Tensor};
+pub use run::{Call, Contents, Facts, Ran, Ready, Runner};
 pub use tiles::{FRAGMENT, SIMD, THREADGROUP_BYTES, Tiles};
 
-/// Whether attention runs on this machine's Apple GPU.
+use std::sync::Arc;
+
+/// This machine's Apple GPU.
 ///
 /// # Errors
-/// Why not; at present always.
-pub fn supports() -> Result<(), Declined> {
-    if cfg!(target_vendor = "apple") {
-        Err(Declined::NoHost)
-    } else {
-        Err(Declined::NoDevice { target_os: std::env::consts::OS.to_owned() })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_machine_is_told_why() {
-        let reason = supports().unwrap_err();
-        assert_eq!(matches!(reason, Declined::NoHost), cfg!(target_vendor = "apple"), "{reason}");
-    }
+/// Why there is none that the kernels run on.
+pub fn system() -> Result<Arc<dyn Runner>, Declined> {
+    #[cfg(target_vendor = "apple")]
+    let found = apple::Gpu::system().map(|gpu| Arc::new(gpu) as Arc<dyn Runner>);
+    #[cfg(not(target_vendor = "apple"))]
+    let found = Err(Declined::NoDevice { target_os: std::env::consts::OS.to_owned() });
+    found
 }

@@ -1,7 +1,8 @@
 //! The list of executors, and the choice among them.
 //!
-//! An automatic choice asks the fastest first and keeps every reason against it; it falls through on *unsupported* only, and
-//! only before anything runs. An executor that is named runs the problem or says why not.
+//! An automatic choice asks in the order of [`ExecutorName::ALL`] and keeps every reason against those that it passes over: cuDNN,
+//! which no Apple machine has; Metal, which no other machine has; the CPU, which takes everything. It falls through on *unsupported*
+//! only, and only before anything runs. An executor that is named runs the problem or says why not.
 
 use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
@@ -33,13 +34,13 @@ pub struct Choice<P: ?Sized = dyn Prepared> {
     pub declined: Vec<Unsupported>,
 }
 
-/// Every executor of this process. cuDNN is looked for on first use.
+/// Every executor of this process. cuDNN and an Apple GPU are looked for on first use.
 #[derive(Debug, Default)]
 pub struct Dispatcher {
     options: CudnnOptions,
     cudnn: OnceLock<Result<Arc<CudnnExecutor>, cudnn_graph::Error>>,
     cpu: CpuExecutor,
-    metal: MetalExecutor,
+    metal: OnceLock<MetalExecutor>,
 }
 
 impl Dispatcher {
@@ -61,10 +62,15 @@ impl Dispatcher {
         &self.cpu
     }
 
+    /// The Metal executor; without an Apple GPU it declines everything, with the reason.
+    pub fn metal(&self) -> &MetalExecutor {
+        self.metal.get_or_init(MetalExecutor::new)
+    }
+
     fn executor(&self, name: ExecutorName) -> Result<&dyn Executor, cudnn_graph::Error> {
         match name {
             ExecutorName::Cudnn => self.cudnn().map(|e| e.as_ref() as &dyn Executor),
-            ExecutorName::Metal => Ok(&self.metal),
+            ExecutorName::Metal => Ok(self.metal()),
             ExecutorName::Cpu => Ok(&self.cpu),
         }
     }

@@ -145,6 +145,9 @@ pub enum Error {
     /// The environment: a library, a driver, a device, memory.
     #[error(transparent)]
     Backend(#[from] cudnn_graph::Error),
+    /// The same of an Apple GPU.
+    #[error(transparent)]
+    Metal(metal_fallback::Error),
     /// Us.
     #[error("a bug of sdpa: {0}")]
     Bug(String),

@@ -67,7 +67,7 @@ impl BuildError for Error {
     fn refusal(&self) -> Option<Unsupported> {
         match self {
             Error::Unsupported(why) => Some(why.clone()),
-            Error::Spec(_) | Error::Backend(_) | Error::Bug(_) => None,
+            Error::Spec(_) | Error::Backend(_) | Error::Metal(_) | Error::Bug(_) => None,
         }
     }
 

@@ -1,32 +1,36 @@
-//! The emulation as an executor, so that it answers to the cases of all of them.
+//! The emulation as what runs passes, so that the executor of Apple GPUs answers to the cases with everything but the GPU.
 
 use super::build::{Job, Program, Toolchain};
 use super::mutations::Mutation;
-use metal_fallback::{Operand, Plan};
-use sdpa::exec::metal::{backward, forward, unsupported};
-use sdpa::exec::{Executor, Prepared, PreparedBackward};
-use sdpa::expr::Declared;
-use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use sdpa::params::bind;
-use sdpa::{
-    BackwardProblem, Elements, ElementsMut, Error, ExecutorName, HostBackward, HostForward, ParamValue, Problem, Report, SpecError,
-    SpecErrors, Unsupported,
-};
+use metal_fallback::{Cache, Call, Contents, Error, Facts, Key, Math, Operand, Pass, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, waits};
+use sdpa::exec::metal::MetalExecutor;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Instant;
 
 /// Metal kernels, emulated.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Emulated {
     toolchain: Toolchain,
     seed: u64,
     mutation: Option<Mutation>,
+    programs: Cache<Program>,
+    facts: Facts,
 }
+
+const PROGRAMS: NonZeroUsize = NonZeroUsize::new(16).unwrap();
 
 impl Emulated {
     /// With a seed of the order in which threadgroups and simdgroups run.
     pub fn new(toolchain: Toolchain, seed: u64) -> Emulated {
-        Emulated { toolchain, seed, mutation: None }
+        let facts = Facts {
+            name: "emulated".to_owned(),
+            threads: 32 * u64::from(SIMD),
+            threadgroup_bytes: THREADGROUP_BYTES as u64,
+            unified_memory: true,
+            ..Facts::default()
+        };
+        Emulated { toolchain, seed, mutation: None, programs: Cache::new(PROGRAMS), facts }
     }
 
     /// The same with a fault in the kernels that it fits.
@@ -34,229 +38,95 @@ impl Emulated {
     pub fn mutated(self, mutation: Mutation) -> Emulated {
         Emulated { mutation: Some(mutation), ..self }
     }
+
+    /// The executor of Apple GPUs over it.
+    pub fn executor(self) -> MetalExecutor {
+        MetalExecutor::over(Arc::new(self))
+    }
 }
 
-/// A kernel, made ready.
+impl Runner for Emulated {
+    fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    fn prepare(&self, pass: Pass) -> Result<Arc<dyn Ready>, Error> {
+        let pass = pass.map_plans(|mut plan| {
+            if let Some(Mutation { from, to, name: _ }) = self.mutation {
+                plan.source = plan.source.replacen(from, to, 1);
+            }
+            plan
+        });
+        let programs = pass.plans().iter().map(|plan| {
+            let key = Key { source: plan.source.clone(), entry: plan.entry, math: Math::Safe };
+            self.programs.get_or_build(&key, || self.toolchain.program(plan).map_err(|text| Error::Compile { entry: plan.entry, text }))
+        });
+        let programs = programs.collect::<Result<_, _>>()?;
+        Ok(Arc::new(EmulatedPass { pass, programs, seed: self.seed }))
+    }
+}
+
+/// A pass whose kernels are programs.
 #[derive(Debug)]
-struct Kernel {
-    plan: Plan,
-    program: Program,
+struct EmulatedPass {
+    pass: Pass,
+    programs: Vec<Arc<Program>>,
     seed: u64,
 }
 
-#[derive(Debug)]
-struct EmulatedForward {
-    problem: Problem,
-    kernel: Kernel,
-}
+/// Memory between kernels.
+type Scratch = Vec<(Operand, Vec<u8>)>;
 
-#[derive(Debug)]
-struct EmulatedBackward {
-    problem: BackwardProblem,
-    delta: usize,
-    kernels: Vec<Kernel>,
-}
-
-/// A fault of the emulation or of a kernel, as the environment's.
-fn fault(what: &str, how: String) -> Error {
-    Error::Spec(SpecErrors(vec![SpecError::new(what, how, "runs on the emulation")]))
-}
-
-impl Emulated {
-    fn kernel(&self, mut plan: Plan) -> Result<Kernel, Error> {
-        if let Some(Mutation { from, to, name: _ }) = self.mutation {
-            plan.source = plan.source.replacen(from, to, 1);
-        }
-        let program = self.toolchain.program(&plan).map_err(|e| fault(plan.entry, e))?;
-        Ok(Kernel { plan, program, seed: self.seed })
-    }
-}
-
-impl Executor for Emulated {
-    fn name(&self) -> ExecutorName {
-        ExecutorName::Metal
-    }
-
-    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        forward(problem).supports().map_err(unsupported)
-    }
-
-    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        let kernel = self.kernel(forward(problem).plan().map_err(unsupported)?)?;
-        Ok(Arc::new(EmulatedForward { problem: problem.clone(), kernel }))
-    }
-
-    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        backward(problem)?.supports().map_err(unsupported)
-    }
-
-    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        let described = backward(problem)?;
-        let kernels = described.plan().map_err(unsupported)?.into_iter().map(|plan| self.kernel(plan)).collect::<Result<_, _>>()?;
-        Ok(Arc::new(EmulatedBackward { problem: problem.clone(), delta: described.delta_elements() as usize, kernels }))
-    }
-}
-
-fn bytes<T: Copy, const N: usize>(elements: &[T], of: impl Fn(T) -> [u8; N]) -> Vec<u8> {
-    elements.iter().flat_map(|&x| of(x)).collect()
-}
-
-fn element_bytes(elements: &Elements<'_>) -> Vec<u8> {
-    match elements {
-        Elements::F32(x) => bytes(x, f32::to_le_bytes),
-        Elements::F16(x) => bytes(x, half::f16::to_le_bytes),
-        Elements::BF16(x) => bytes(x, half::bf16::to_le_bytes),
-    }
-}
-
-fn param_bytes(value: &ParamValue<'_>) -> Vec<u8> {
-    match value {
-        ParamValue::Scalar(x) => x.to_le_bytes().to_vec(),
-        ParamValue::F32(x) => bytes(x, f32::to_le_bytes),
-        ParamValue::F16(x) => bytes(x, half::f16::to_le_bytes),
-        ParamValue::BF16(x) => bytes(x, half::bf16::to_le_bytes),
-        ParamValue::I32(x) => bytes(x, i32::to_le_bytes),
-        ParamValue::Bool(x) => x.iter().map(|&x| u8::from(x)).collect(),
-    }
-}
-
-fn contents(o: &ElementsMut<'_>) -> Vec<u8> {
-    element_bytes(&match o {
-        ElementsMut::F32(x) => Elements::F32(x),
-        ElementsMut::F16(x) => Elements::F16(x),
-        ElementsMut::BF16(x) => Elements::BF16(x),
-    })
-}
-
-/// Takes back what a kernel wrote.
-fn read_back(o: &mut ElementsMut<'_>, written: &[u8]) {
-    fn all<T, const N: usize>(to: &mut [T], written: &[u8], of: impl Fn([u8; N]) -> T) {
-        let (chunks, _) = written.as_chunks::<N>();
-        to.iter_mut().zip(chunks).for_each(|(x, chunk)| *x = of(*chunk));
-    }
-    match o {
-        ElementsMut::F32(x) => all(x, written, f32::from_le_bytes),
-        ElementsMut::F16(x) => all(x, written, half::f16::from_le_bytes),
-        ElementsMut::BF16(x) => all(x, written, half::bf16::from_le_bytes),
-    }
-}
-
-/// What the buffers of a call hold.
-#[derive(Debug, Default)]
-struct Contents {
-    operands: Vec<(Operand, Vec<u8>)>,
-    /// Declared parameters, by name.
-    params: Vec<(String, Vec<u8>)>,
-}
-
-impl Contents {
-    fn new(operands: Vec<(Operand, Vec<u8>)>, params: &[Declared], values: &[ParamValue<'_>]) -> Contents {
-        let params = params.iter().zip(values).map(|(p, value)| (p.name.clone(), param_bytes(value))).collect();
-        Contents { operands, params }
-    }
-
-    fn operand(&self, operand: &Operand) -> Option<Vec<u8>> {
-        self.operands.iter().find(|(o, _)| o == operand).map(|(_, bytes)| bytes.clone())
-    }
-
-    fn get(&self, operand: &Operand) -> Option<Vec<u8>> {
-        let param = |name: &str| self.params.iter().find(|(n, _)| n == name).map(|(_, bytes)| bytes.clone());
-        match operand {
-            Operand::SeqLenQ => param(SEQ_LEN_Q),
-            Operand::SeqLenKv => param(SEQ_LEN_KV),
-            Operand::Scalars(names) => names.iter().map(|name| param(name)).collect::<Option<Vec<_>>>().map(|all| all.concat()),
-            Operand::Declared { name, dtype: _, elements: _ } => param(name),
-            Operand::Q
-            | Operand::K
-            | Operand::V
-            | Operand::O
-            | Operand::DO
-            | Operand::DQ
-            | Operand::DK
-            | Operand::DV
-            | Operand::Delta
-            | Operand::Params
-            | Operand::Stats => self.operand(operand),
-        }
-    }
-
-    /// Runs a kernel; what it wrote takes the place of what was there.
-    fn run(&mut self, kernel: &Kernel, attn_scale: f32) -> Result<(), Error> {
-        let plan = &kernel.plan;
-        self.operands.retain(|(operand, _)| *operand != Operand::Params);
-        self.operands.push((Operand::Params, plan.params(attn_scale).bytes()));
-        let buffers: Option<Vec<Vec<u8>>> = plan.buffers.iter().map(|binding| self.get(&binding.operand)).collect();
-        let buffers = buffers.ok_or_else(|| fault(plan.entry, "a buffer that the call has not".to_owned()))?;
-        let job = Job { plan, buffers: &buffers, seed: kernel.seed };
-        for (operand, bytes) in kernel.program.run(&job).map_err(|e| fault(plan.entry, e))? {
-            self.operands.retain(|(o, _)| *o != operand);
-            self.operands.push((operand, bytes));
+impl EmulatedPass {
+    /// Runs a plan. Buffers have the bytes that the pass says it reaches, and no more: the emulation ends them at a page that cannot be
+    /// touched.
+    fn dispatch(&self, at: usize, call: &mut Call<'_>, scratch: &mut Scratch) -> Result<(), Error> {
+        let plan = &self.pass.plans()[at];
+        let buffers = plan.buffers.iter().map(|binding| {
+            let operand = &binding.operand;
+            if *operand == Operand::Params {
+                return plan.params(call.attn_scale).bytes();
+            }
+            let reach = self.pass.operands().iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes as usize);
+            let own = scratch.iter().find(|(o, _)| o == operand).map(|(_, bytes)| bytes.as_slice());
+            let bytes = own.or_else(|| call.get(operand).map(Contents::bytes)).unwrap_or_default();
+            bytes[..reach].to_vec()
+        });
+        let buffers: Vec<Vec<u8>> = buffers.collect();
+        let job = Job { plan, buffers: &buffers, seed: self.seed };
+        let failed = |text| Error::Execution { entry: plan.entry.to_owned(), text };
+        for (operand, bytes) in self.programs[at].run(&job).map_err(failed)? {
+            if let Some((_, own)) = scratch.iter_mut().find(|(o, _)| *o == operand) {
+                *own = bytes;
+            } else if let Some((_, Contents::Written(to))) = call.operands.iter_mut().find(|(o, _)| *o == operand) {
+                to[..bytes.len()].copy_from_slice(&bytes);
+            }
         }
         Ok(())
     }
+}
 
-    fn take(&self, operand: &Operand, to: &mut ElementsMut<'_>) {
-        self.operand(operand).into_iter().for_each(|bytes| read_back(to, &bytes));
+impl Ready for EmulatedPass {
+    fn pass(&self) -> &Pass {
+        &self.pass
     }
-}
 
-fn report(started: Instant, kernel: Option<&Kernel>) -> Report {
-    let engine = kernel.map(|kernel| {
-        let tiles = kernel.plan.tiles;
-        let Plan { threads, registers, .. } = kernel.plan;
-        format!("emulated {} x {}, {threads} threads, {registers} registers of fragments", tiles.own, tiles.passing)
-    });
-    let compute_ms = started.elapsed().as_secs_f64() * 1e3;
-    Report { compute_ms, copied: Vec::new(), engine: engine.unwrap_or_default(), workspace_bytes: 0 }
-}
-
-impl Prepared for EmulatedForward {
-    fn forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
+    fn run(&self, mut call: Call<'_>) -> Result<Ran, Error> {
+        call.check(&self.pass)?;
         let started = Instant::now();
-        let scale = call.check(&self.problem)?;
-        let values = self.problem.bind(call.params)?;
-        let HostForward { q, k, v, mut o, stats, .. } = call;
-        let mut operands = vec![
-            (Operand::Q, element_bytes(&q)),
-            (Operand::K, element_bytes(&k)),
-            (Operand::V, element_bytes(&v)),
-            (Operand::O, contents(&o)),
-        ];
-        operands.extend(stats.as_deref().map(|stats| (Operand::Stats, bytes(stats, f32::to_le_bytes))));
-        let mut contents = Contents::new(operands, self.problem.params(), &values);
-        contents.run(&self.kernel, scale)?;
-        contents.take(&Operand::O, &mut o);
-        stats.into_iter().for_each(|stats| contents.take(&Operand::Stats, &mut ElementsMut::F32(stats)));
-        Ok(report(started, Some(&self.kernel)))
-    }
-}
-
-impl PreparedBackward for EmulatedBackward {
-    fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error> {
-        let started = Instant::now();
-        let scale = call.check(&self.problem)?;
-        let values = bind(self.problem.params(), self.problem.forward().extents(), call.params)?;
-        let HostBackward { q, k, v, o, d_o, stats, mut dq, mut dk, mut dv, .. } = call;
-        let operands = vec![
-            (Operand::Q, element_bytes(&q)),
-            (Operand::K, element_bytes(&k)),
-            (Operand::V, element_bytes(&v)),
-            (Operand::O, element_bytes(&o)),
-            (Operand::DO, element_bytes(&d_o)),
-            (Operand::Stats, bytes(stats, f32::to_le_bytes)),
-            // What no kernel has written is NaN.
-            (Operand::Delta, vec![0xff; self.delta * 4]),
-            (Operand::DQ, contents(&dq)),
-            (Operand::DK, contents(&dk)),
-            (Operand::DV, contents(&dv)),
-        ];
-        let mut contents = Contents::new(operands, self.problem.params(), &values);
-        for kernel in &self.kernels {
-            contents.run(kernel, scale)?;
+        // What no kernel has written is NaN.
+        let scratch = self.pass.operands().iter().filter(|(operand, _)| operand.is_scratch());
+        let mut scratch: Scratch = scratch.map(|(operand, bytes)| (operand.clone(), vec![0xff; *bytes as usize])).collect();
+        // The last first, as far as nothing says that it waits: what depends on an order that nobody asks for is wrong.
+        let waits = waits(self.pass.plans());
+        let mut end = 0;
+        while end < waits.len() {
+            let start = end;
+            end = (start + 1..waits.len()).find(|&at| waits[at]).unwrap_or(waits.len());
+            for at in (start..end).rev() {
+                self.dispatch(at, &mut call, &mut scratch)?;
+            }
         }
-        contents.take(&Operand::DQ, &mut dq);
-        contents.take(&Operand::DK, &mut dk);
-        contents.take(&Operand::DV, &mut dv);
-        Ok(report(started, self.kernels.last()))
+        Ok(Ran { kernel_ms: started.elapsed().as_secs_f64() * 1e3, copied: Vec::new() })
     }
 }

@@ -1,17 +1,12 @@
-//! Apple GPUs: problems as the kernels are told of them. Nothing runs yet, and [`MetalExecutor`] says so.
+//! Problems as the kernels are told of them, and their reasons as everyone is told of them.
 
 use crate::backward::BackwardProblem;
-use crate::error::{Error, ExecutorName, Reason, Unsupported};
-use crate::exec::{Executor, Prepared, PreparedBackward};
+use crate::error::{ExecutorName, Reason, Unsupported};
 use crate::mask::Region;
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
 use metal_fallback::{Backward, Band, Declined, Forward, Tensor};
 use std::sync::Arc;
-
-/// Attention on an Apple GPU.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct MetalExecutor;
 
 fn tensor(t: &TensorSpec) -> Tensor {
     Tensor { dims: t.dims, strides: t.strides }
@@ -60,38 +55,7 @@ pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
 pub fn unsupported(declined: Vec<Declined>) -> Unsupported {
     let reason = |why: Declined| match why {
         Declined::Limit { field, value, limit } => Reason::Limit { field, value, limit },
-        Declined::NoDevice { .. } | Declined::NoHost => Reason::Absent(why.to_string()),
+        Declined::NoDevice { .. } | Declined::NoGpu | Declined::System { .. } | Declined::Gpu { .. } => Reason::Absent(why.to_string()),
     };
     Unsupported { executor: ExecutorName::Metal, reasons: declined.into_iter().map(reason).collect() }
-}
-
-impl Executor for MetalExecutor {
-    fn name(&self) -> ExecutorName {
-        ExecutorName::Metal
-    }
-
-    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        let mut declined: Vec<Declined> = metal_fallback::supports().err().into_iter().collect();
-        declined.extend(forward(problem).supports().err().unwrap_or_default());
-        if declined.is_empty() { Ok(()) } else { Err(unsupported(declined)) }
-    }
-
-    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        self.supports(problem)?;
-        Err(Error::Unsupported(unsupported(vec![Declined::NoHost])))
-    }
-
-    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        let mut refused = unsupported(metal_fallback::supports().err().into_iter().collect());
-        match backward(problem) {
-            Ok(backward) => refused.reasons.extend(unsupported(backward.supports().err().unwrap_or_default()).reasons),
-            Err(e) => refused.reasons.extend(e.reasons),
-        }
-        if refused.reasons.is_empty() { Ok(()) } else { Err(refused) }
-    }
-
-    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        self.supports_backward(problem)?;
-        Err(Error::Unsupported(unsupported(vec![Declined::NoHost])))
-    }
 }

@@ -1,0 +1,76 @@
+//! A pass whose kernels are built, over host memory.
+
+use super::buffer::Host;
+use super::encode::Argument;
+use super::gpu::Gpu;
+use super::pipeline::Pipeline;
+use crate::error::Error;
+use crate::pass::Pass;
+use crate::plan::Operand;
+use crate::run::{Call, Ran, Ready};
+use objc2::rc::{Retained, autoreleasepool};
+use objc2::runtime::ProtocolObject;
+use objc2_metal::{MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue, MTLDevice};
+use std::sync::Arc;
+
+/// A pass whose kernels are built.
+#[derive(Debug)]
+pub struct Built {
+    device: Retained<ProtocolObject<dyn MTLDevice>>,
+    queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
+    pass: Pass,
+    pipelines: Vec<Arc<Pipeline>>,
+}
+
+impl Built {
+    pub(super) fn new(gpu: &Gpu, pass: Pass, pipelines: Vec<Arc<Pipeline>>) -> Built {
+        Built { device: gpu.device.clone(), queue: gpu.queue.clone(), pass, pipelines }
+    }
+
+    pub(super) fn device(&self) -> &ProtocolObject<dyn MTLDevice> {
+        &self.device
+    }
+
+    /// Of each plan.
+    pub(super) fn pipelines(&self) -> &[Arc<Pipeline>] {
+        &self.pipelines
+    }
+
+    fn submit(&self, call: Call<'_>) -> Result<Ran, Error> {
+        let attn_scale = call.attn_scale;
+        let operands = call.operands.into_iter().map(|(operand, contents)| Ok((operand, Host::new(&self.device, contents)?)));
+        let operands = operands.collect::<Result<Vec<_>, Error>>()?;
+        let exhausted = || Error::Exhausted { what: "a command buffer".to_owned() };
+        let commands = self.queue.commandBuffer().ok_or_else(exhausted)?;
+        let argument = |operand: &Operand| {
+            let found = operands.iter().find(|(o, _)| o == operand);
+            found.map(|(_, host)| Argument::Buffer { buffer: &host.buffer, offset: 0 })
+        };
+        // SAFETY: a new command buffer of this GPU's queue. Buffers are of memory that the call borrows, written ones of what it borrows
+        // alone, and both they and what is kept live until the wait below has ended.
+        let kept = unsafe { self.encode(&commands, attn_scale, &argument)? };
+        commands.commit();
+        commands.waitUntilCompleted();
+        drop(kept);
+        if commands.status() != MTLCommandBufferStatus::Completed {
+            let entries: Vec<&str> = self.pass.plans().iter().map(|plan| plan.entry).collect();
+            let text = commands.error().map_or_else(|| format!("{:?}", commands.status()), |e| e.localizedDescription().to_string());
+            return Err(Error::Execution { entry: entries.join(", "), text });
+        }
+        let kernel_ms = (commands.GPUEndTime() - commands.GPUStartTime()) * 1e3;
+        let copied = operands.iter().filter(|(_, host)| host.copied).map(|(operand, _)| operand.clone()).collect();
+        operands.into_iter().for_each(|(_, host)| host.finish());
+        Ok(Ran { kernel_ms, copied })
+    }
+}
+
+impl Ready for Built {
+    fn pass(&self) -> &Pass {
+        &self.pass
+    }
+
+    fn run(&self, call: Call<'_>) -> Result<Ran, Error> {
+        call.check(&self.pass)?;
+        autoreleasepool(|_| self.submit(call))
+    }
+}

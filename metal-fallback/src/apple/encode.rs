@@ -1,0 +1,151 @@
+//! Dispatches, written into a command buffer.
+
+use super::Buffer;
+use super::buffer::{copy, private};
+use super::built::Built;
+use super::pipeline::Pipeline;
+use crate::error::Error;
+use crate::order::waits;
+use crate::plan::{Operand, Plan};
+use crate::run::Ready;
+use objc2::runtime::ProtocolObject;
+use objc2_metal::{MTLBarrierScope, MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLComputeCommandEncoder, MTLDispatchType, MTLSize};
+use std::borrow::Cow;
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Bytes that Metal takes without a buffer.
+const INLINE: usize = 4096;
+/// What offsets of buffers are multiples of.
+const ALIGNMENT: usize = 4;
+
+/// What an operand is on the GPU.
+#[derive(Clone, Copy, Debug)]
+pub enum Argument<'a> {
+    /// Part of a buffer.
+    Buffer {
+        /// The buffer.
+        buffer: &'a ProtocolObject<dyn MTLBuffer>,
+        /// Where the operand begins in it, in bytes; a multiple of 4.
+        offset: usize,
+    },
+    /// Bytes, copied while encoding: for scalars.
+    Bytes(&'a [u8]),
+}
+
+/// What a command buffer needs for as long as it runs: kernels, and memory of theirs. Some command buffers keep nothing alive.
+#[derive(Debug)]
+#[must_use = "hold this until the command buffer has completed"]
+pub struct Kept {
+    _pipelines: Vec<Arc<Pipeline>>,
+    _buffers: Vec<Buffer>,
+}
+
+/// A plan's argument, resolved.
+#[derive(Debug)]
+enum Bound<'a> {
+    Given(&'a ProtocolObject<dyn MTLBuffer>, usize),
+    Own(Buffer),
+    Inline(Cow<'a, [u8]>),
+}
+
+fn size([width, height, depth]: [u32; 3]) -> MTLSize {
+    MTLSize { width: width as usize, height: height as usize, depth: depth as usize }
+}
+
+impl Built {
+    /// Adds the dispatches of the pass to a command buffer, in an encoder of their own. `argument` says what each operand of the call is;
+    /// scratch and parameters are found here. Neither commits nor waits.
+    ///
+    /// # Errors
+    /// An operand that is missing, too short or misaligned, before anything is encoded; no memory for scratch.
+    ///
+    /// # Safety
+    /// No encoder of the command buffer is open, and it is of this GPU. Until it has completed, what is returned is held, each buffer
+    /// stays alive, nobody writes what the pass reads, and nobody touches what it writes; operands that are written share no byte with
+    /// any other.
+    pub unsafe fn encode<'a>(
+        &self,
+        commands: &ProtocolObject<dyn MTLCommandBuffer>,
+        attn_scale: f32,
+        argument: &dyn Fn(&Operand) -> Option<Argument<'a>>,
+    ) -> Result<Kept, Error> {
+        let pass = self.pass();
+        let scratch = pass.operands().iter().filter(|(operand, _)| operand.is_scratch());
+        let scratch = scratch.map(|(operand, bytes)| Ok((operand, private(self.device(), *bytes)?)));
+        let scratch = scratch.collect::<Result<Vec<_>, Error>>()?;
+        let resolved = pass.plans().iter().map(|plan| {
+            let bound = plan.buffers.iter().map(|binding| {
+                let operand = &binding.operand;
+                if *operand == Operand::Params {
+                    return Ok(Bound::Inline(plan.params(attn_scale).bytes().into()));
+                }
+                match scratch.iter().find(|(own, _)| *own == operand) {
+                    Some((_, buffer)) => Ok(Bound::Own(buffer.clone())),
+                    None => self.checked(plan, operand, argument(operand)),
+                }
+            });
+            bound.collect::<Result<Vec<_>, Error>>()
+        });
+        let resolved = resolved.collect::<Result<Vec<_>, Error>>()?;
+
+        let encoder = commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent);
+        let encoder = encoder.ok_or_else(|| Error::Exhausted { what: "a compute command encoder".to_owned() })?;
+        for (((plan, pipeline), bound), wait) in pass.plans().iter().zip(self.pipelines()).zip(&resolved).zip(waits(pass.plans())) {
+            if wait {
+                encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
+            }
+            encoder.setComputePipelineState(&pipeline.state);
+            for (binding, bound) in plan.buffers.iter().zip(bound) {
+                set(&encoder, binding.slot as usize, bound);
+            }
+            for (slot, (_, bytes)) in plan.threadgroup.iter().enumerate() {
+                // SAFETY: a slot and a length of the plan, whose sum `Limits::check` held against the device.
+                unsafe { encoder.setThreadgroupMemoryLength_atIndex(*bytes, slot) };
+            }
+            encoder.dispatchThreadgroups_threadsPerThreadgroup(size(plan.grid), size([plan.threads, 1, 1]));
+        }
+        encoder.endEncoding();
+        let own = resolved.into_iter().flatten().filter_map(|bound| match bound {
+            Bound::Own(buffer) => Some(buffer),
+            Bound::Given(..) | Bound::Inline(_) => None,
+        });
+        Ok(Kept { _buffers: own.collect(), _pipelines: self.pipelines().to_vec() })
+    }
+
+    fn checked<'a>(&self, plan: &Plan, operand: &Operand, given: Option<Argument<'a>>) -> Result<Bound<'a>, Error> {
+        let need = self.pass().operands().iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes);
+        let wrong = |given: String, rule: String| Error::Operand { entry: plan.entry, operand: operand.name().to_owned(), given, rule };
+        let argument = given.ok_or_else(|| wrong("absent".to_owned(), "the kernel uses it".to_owned()))?;
+        let room = match argument {
+            Argument::Buffer { buffer: _, offset } if !offset.is_multiple_of(ALIGNMENT) => {
+                return Err(wrong(format!("at offset {offset}"), format!("offsets are multiples of {ALIGNMENT}")));
+            }
+            Argument::Buffer { buffer, offset } => buffer.length().saturating_sub(offset),
+            Argument::Bytes(bytes) => bytes.len(),
+        };
+        if (room as u64) < need {
+            return Err(wrong(format!("{room} bytes"), format!("the kernel reaches {need}")));
+        }
+        match argument {
+            Argument::Buffer { buffer, offset } => Ok(Bound::Given(buffer, offset)),
+            Argument::Bytes(bytes) if bytes.len() > INLINE => copy(self.device(), bytes).map(Bound::Own),
+            Argument::Bytes(bytes) => Ok(Bound::Inline(bytes.into())),
+        }
+    }
+}
+
+fn set(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, slot: usize, bound: &Bound<'_>) {
+    let (buffer, offset): (&ProtocolObject<dyn MTLBuffer>, usize) = match bound {
+        Bound::Given(buffer, offset) => (buffer, *offset),
+        Bound::Own(buffer) => (buffer, 0),
+        Bound::Inline(bytes) => {
+            // SAFETY: a slice that Metal copies during the call; a slot of the plan.
+            unsafe { encoder.setBytes_length_atIndex(NonNull::from(&**bytes).cast::<c_void>(), bytes.len(), slot) };
+            return;
+        }
+    };
+    // SAFETY: a slot of the plan; `Built::checked` held the buffer against what the kernel reaches, or it was made so large.
+    unsafe { encoder.setBuffer_offset_atIndex(Some(buffer), offset, slot) };
+}

@@ -1,0 +1,142 @@
+//! A device, a queue, and the kernels that were built.
+
+use super::built::Built;
+use super::pipeline::Pipeline;
+use crate::cache::{Cache, CacheStats, Key, Math};
+use crate::declined::Declined;
+use crate::error::Error;
+use crate::pass::Pass;
+use crate::run::{Facts, Ready, Runner};
+use crate::tiles::THREADGROUP_BYTES;
+use objc2::rc::{Retained, autoreleasepool};
+use objc2::runtime::ProtocolObject;
+use objc2_foundation::{NSOperatingSystemVersion, NSProcessInfo};
+use objc2_metal::{MTLCommandQueue, MTLCreateSystemDefaultDevice, MTLDevice, MTLGPUFamily};
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+/// Kernels that a GPU keeps, if nothing else is said.
+pub const PIPELINES: NonZeroUsize = NonZeroUsize::new(256).unwrap();
+
+/// Families by their numbers, the newest first.
+const FAMILIES: [(u32, MTLGPUFamily); 10] = [
+    (10, MTLGPUFamily::Apple10),
+    (9, MTLGPUFamily::Apple9),
+    (8, MTLGPUFamily::Apple8),
+    (7, MTLGPUFamily::Apple7),
+    (6, MTLGPUFamily::Apple6),
+    (5, MTLGPUFamily::Apple5),
+    (4, MTLGPUFamily::Apple4),
+    (3, MTLGPUFamily::Apple3),
+    (2, MTLGPUFamily::Apple2),
+    (1, MTLGPUFamily::Apple1),
+];
+
+/// The first with matrices of simdgroups: A14 and M1.
+const FIRST_FAMILY: u32 = 7;
+
+/// The systems that know MSL 3.1, which bfloat is in.
+const SYSTEMS: [(&str, isize); 4] = [("macos", 14), ("ios", 17), ("tvos", 17), ("visionos", 1)];
+
+/// An Apple GPU.
+#[derive(Debug)]
+pub struct Gpu {
+    pub(super) device: Retained<ProtocolObject<dyn MTLDevice>>,
+    pub(super) queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
+    pipelines: Cache<Pipeline>,
+    facts: Arc<Facts>,
+    math: Math,
+}
+
+fn system(info: &NSProcessInfo) -> Result<(), Declined> {
+    let os = std::env::consts::OS;
+    let declined = |needs: String| Declined::System { system: format!("{os}, {}", info.operatingSystemVersionString()), needs };
+    let Some((_, major)) = SYSTEMS.into_iter().find(|(name, _)| *name == os) else {
+        return Err(declined(SYSTEMS.map(|(name, major)| format!("{name} {major}")).join(", ")));
+    };
+    let version = NSOperatingSystemVersion { majorVersion: major, minorVersion: 0, patchVersion: 0 };
+    if info.isOperatingSystemAtLeastVersion(version) { Ok(()) } else { Err(declined(format!("{os} {major}"))) }
+}
+
+fn facts(device: &ProtocolObject<dyn MTLDevice>, info: &NSProcessInfo) -> Facts {
+    Facts {
+        name: device.name().to_string(),
+        family: FAMILIES.into_iter().find(|(_, family)| device.supportsFamily(*family)).map(|(number, _)| number),
+        system: format!("{}, {}", std::env::consts::OS, info.operatingSystemVersionString()),
+        threads: device.maxThreadsPerThreadgroup().width as u64,
+        threadgroup_bytes: device.maxThreadgroupMemoryLength() as u64,
+        working_set_bytes: device.recommendedMaxWorkingSetSize(),
+        unified_memory: device.hasUnifiedMemory(),
+    }
+}
+
+fn suits(facts: &Facts) -> Result<(), Declined> {
+    let declined =
+        |field: &str, value: String, limit: String| Declined::Gpu { gpu: facts.name.clone(), field: field.to_owned(), value, limit };
+    if facts.family.is_none_or(|family| family < FIRST_FAMILY) {
+        let value = facts.family.map_or("none of Apple's".to_owned(), |family| format!("Apple{family}"));
+        return Err(declined("the family", value, format!("Apple{FIRST_FAMILY} or newer: it has matrices of simdgroups")));
+    }
+    if facts.threadgroup_bytes < THREADGROUP_BYTES as u64 {
+        return Err(declined("threadgroup memory", format!("{} bytes", facts.threadgroup_bytes), format!("at least {THREADGROUP_BYTES}")));
+    }
+    Ok(())
+}
+
+impl Gpu {
+    /// The GPU that the system prefers.
+    ///
+    /// # Errors
+    /// Why kernels do not run on it, or that there is none.
+    pub fn system() -> Result<Gpu, Declined> {
+        autoreleasepool(|_| Gpu::new(MTLCreateSystemDefaultDevice().ok_or(Declined::NoGpu)?, PIPELINES, Math::Safe))
+    }
+
+    /// A device of the caller's, with a bound on the kernels that are kept.
+    ///
+    /// # Errors
+    /// Why kernels do not run on it.
+    pub fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, pipelines: NonZeroUsize, math: Math) -> Result<Gpu, Declined> {
+        let info = NSProcessInfo::processInfo();
+        system(&info)?;
+        let facts = facts(&device, &info);
+        suits(&facts)?;
+        let queue = device.newCommandQueue().ok_or(Declined::NoGpu)?;
+        Ok(Gpu { device, queue, pipelines: Cache::new(pipelines), facts: Arc::new(facts), math })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &ProtocolObject<dyn MTLDevice> {
+        &self.device
+    }
+
+    /// What happened in the cache of kernels.
+    pub fn stats(&self) -> CacheStats {
+        self.pipelines.stats()
+    }
+
+    /// Builds the kernels of a pass, or finds them built.
+    ///
+    /// # Errors
+    /// As [`Runner::prepare`].
+    pub fn build(&self, pass: Pass) -> Result<Built, Error> {
+        let mut pipelines = Vec::with_capacity(pass.plans().len());
+        for plan in pass.plans() {
+            let key = Key { source: plan.source.clone(), entry: plan.entry, math: self.math };
+            let pipeline = self.pipelines.get_or_build(&key, || autoreleasepool(|_| Pipeline::build(&self.device, &key)))?;
+            pipeline.limits.check(plan).map_err(Error::Declined)?;
+            pipelines.push(pipeline);
+        }
+        Ok(Built::new(self, pass, pipelines))
+    }
+}
+
+impl Runner for Gpu {
+    fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    fn prepare(&self, pass: Pass) -> Result<Arc<dyn Ready>, Error> {
+        Ok(Arc::new(self.build(pass)?))
+    }
+}

@@ -1,0 +1,75 @@
+//! Where dispatches must wait for one another.
+
+use crate::plan::{Operand, Plan};
+
+/// Of each plan, whether the dispatches before it must end first: where it reads what one of them writes, or writes what one of them
+/// reads or writes. What stands between two waits may run in any order, and at once.
+pub fn waits(plans: &[Plan]) -> Vec<bool> {
+    let mut running: Vec<(&Operand, bool)> = Vec::new();
+    let mut wait = Vec::with_capacity(plans.len());
+    for plan in plans {
+        let meets = |operand: &Operand, written: bool| running.iter().any(|(o, w)| *o == operand && (written || *w));
+        let waits = plan.buffers.iter().any(|b| meets(&b.operand, b.written));
+        if waits {
+            running.clear();
+        }
+        running.extend(plan.buffers.iter().map(|b| (&b.operand, b.written)));
+        wait.push(waits);
+    }
+    wait
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Binding;
+    use crate::{Forward, Tensor};
+    use cudnn_graph::DType;
+
+    fn plans(buffers: &[&[(Operand, bool)]]) -> Vec<Plan> {
+        let tensor = Tensor { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1] };
+        let forward = Forward {
+            dtype: DType::F32,
+            q: tensor,
+            k: tensor,
+            v: tensor,
+            o: tensor,
+            band: crate::Band::default(),
+            seq_len_q: false,
+            seq_len_kv: false,
+            score_mod: None,
+            keep: None,
+            stats: false,
+        };
+        let plan = forward.plan().unwrap();
+        let binding = |(operand, written): &(Operand, bool)| {
+            let of = if *written { Binding::written } else { Binding::read };
+            of(0, "float", operand.clone())
+        };
+        buffers.iter().map(|list| Plan { buffers: list.iter().map(binding).collect(), ..plan.clone() }).collect()
+    }
+
+    #[test]
+    fn only_hazards_wait() {
+        use Operand::{DK, DO, DQ, Delta, K, O, Q};
+        let (read, written) = (false, true);
+        let backward: [&[(Operand, bool)]; 3] = [
+            &[(DO, read), (O, read), (Delta, written)],
+            &[(Q, read), (Delta, read), (DQ, written)],
+            &[(Q, read), (Delta, read), (DK, written)],
+        ];
+        assert_eq!(waits(&plans(&backward)), [false, true, false]);
+        for (first, second, wait) in [((K, read), (K, read), false), ((K, read), (K, written), true), ((K, written), (K, written), true)] {
+            assert_eq!(waits(&plans(&[&[first], &[second]])), [false, wait]);
+        }
+        // After a wait, what was before it is over.
+        let three: [&[(Operand, bool)]; 3] = [&[(K, written)], &[(K, read), (Q, written)], &[(K, read)]];
+        assert_eq!(waits(&plans(&three)), [false, true, false]);
+    }
+
+    #[test]
+    fn a_parameter_is_nobodys_hazard() {
+        let both: [&[(Operand, bool)]; 2] = [&[(Operand::Params, false)], &[(Operand::Params, false)]];
+        assert_eq!(waits(&plans(&both)), [false, false]);
+    }
+}

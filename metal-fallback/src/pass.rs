@@ -1,0 +1,167 @@
+//! A pass: its plans, and how far they reach into each operand.
+
+use crate::backward::Backward;
+use crate::declined::{Check, Declined};
+use crate::forward::Forward;
+use crate::plan::{Operand, Plan, Tensor};
+use cudnn_graph::DType;
+
+/// Plans that run one after the other, and the bytes that they reach of each operand.
+#[derive(Clone, Debug)]
+pub struct Pass {
+    plans: Vec<Plan>,
+    reach: Vec<(Operand, u64)>,
+}
+
+impl Operand {
+    /// How it is called.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Operand::Q => "q",
+            Operand::K => "k",
+            Operand::V => "v",
+            Operand::O => "o",
+            Operand::DO => "d_o",
+            Operand::DQ => "dq",
+            Operand::DK => "dk",
+            Operand::DV => "dv",
+            Operand::Delta => "delta",
+            Operand::Params => "params",
+            Operand::Stats => "stats",
+            Operand::SeqLenQ => "seq_len_q",
+            Operand::SeqLenKv => "seq_len_kv",
+            Operand::Scalars(_) => "scalars",
+            Operand::Declared { .. } => "a declared tensor",
+        }
+    }
+
+    /// Whether it is between kernels of a pass alone: what runs the pass finds the memory, and the caller has nothing to bind.
+    pub fn is_scratch(&self) -> bool {
+        match self {
+            Operand::Delta => true,
+            Operand::Q
+            | Operand::K
+            | Operand::V
+            | Operand::O
+            | Operand::DO
+            | Operand::DQ
+            | Operand::DK
+            | Operand::DV
+            | Operand::Params
+            | Operand::Stats
+            | Operand::SeqLenQ
+            | Operand::SeqLenKv
+            | Operand::Scalars(_)
+            | Operand::Declared { .. } => false,
+        }
+    }
+}
+
+/// Bytes from the first to the last element of a tensor.
+fn extent(tensor: &Tensor, dtype: DType) -> Option<u64> {
+    let mut last: u64 = 0;
+    for (dim, stride) in tensor.dims.into_iter().zip(tensor.strides) {
+        let steps = u64::try_from(dim).ok()?.checked_sub(1)?;
+        last = last.checked_add(steps.checked_mul(u64::try_from(stride).ok()?)?)?;
+    }
+    last.checked_add(1)?.checked_mul(dtype.bytes(1))
+}
+
+/// What the tensors of a problem are, for [`Pass::new`].
+#[derive(Clone, Copy)]
+struct Tensors<'p> {
+    forward: &'p Forward,
+    backward: Option<&'p Backward>,
+}
+
+impl Tensors<'_> {
+    /// The bytes of an operand that a kernel may touch; `None` where they are no number.
+    fn reach(&self, operand: &Operand) -> Option<u64> {
+        let Tensors { forward, backward } = *self;
+        let element = forward.dtype;
+        let [batch, heads_q, seq_q, _] = forward.q.dims;
+        let of = |tensor: &Tensor| extent(tensor, element);
+        let floats = |dims: &[i64]| dims.iter().try_fold(4u64, |n, &dim| n.checked_mul(u64::try_from(dim).ok()?));
+        match operand {
+            Operand::Q => of(&forward.q),
+            Operand::K => of(&forward.k),
+            Operand::V => of(&forward.v),
+            Operand::O => of(&forward.o),
+            Operand::DO => of(&backward?.d_o),
+            Operand::DQ => of(&backward?.dq),
+            Operand::DK => of(&backward?.dk),
+            Operand::DV => of(&backward?.dv),
+            Operand::Delta | Operand::Stats => floats(&[batch, heads_q, seq_q]),
+            Operand::SeqLenQ | Operand::SeqLenKv => floats(&[batch]),
+            Operand::Scalars(names) => floats(&[names.len() as i64]),
+            Operand::Declared { name: _, dtype, elements } => u64::try_from(*elements).ok()?.checked_mul(dtype.bytes(1)),
+            // Of each plan its own.
+            Operand::Params => Some(0),
+        }
+    }
+}
+
+impl Pass {
+    fn new(plans: Vec<Plan>, tensors: Tensors<'_>) -> Result<Pass, Vec<Declined>> {
+        let mut reach: Vec<(Operand, u64)> = Vec::new();
+        let mut check = Check::default();
+        for binding in plans.iter().flat_map(|plan| &plan.buffers) {
+            let operand = &binding.operand;
+            if *operand == Operand::Params || reach.iter().any(|(o, _)| o == operand) {
+                continue;
+            }
+            let bytes = tensors.reach(operand);
+            check.that(bytes.is_some(), operand.name(), "strides that are negative, or too far", "tensors of at most 2^64 bytes");
+            reach.extend(bytes.map(|bytes| (operand.clone(), bytes)));
+        }
+        if check.0.is_empty() { Ok(Pass { plans, reach }) } else { Err(check.0) }
+    }
+
+    /// The plans, in the order in which they run.
+    pub fn plans(&self) -> &[Plan] {
+        &self.plans
+    }
+
+    /// Every operand but [`Operand::Params`], once, and the bytes that kernels may touch of it.
+    pub fn operands(&self) -> &[(Operand, u64)] {
+        &self.reach
+    }
+
+    /// Bytes of all scratch operands.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.reach.iter().filter(|(operand, _)| operand.is_scratch()).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// The first kernel that uses an operand, and whether any writes it.
+    pub(crate) fn user(&self, operand: &Operand) -> (&'static str, bool) {
+        let uses = |plan: &Plan| plan.buffers.iter().any(|b| b.operand == *operand);
+        let entry = self.plans.iter().find(|plan| uses(plan)).map_or("no kernel", |plan| plan.entry);
+        (entry, self.plans.iter().flat_map(|plan| &plan.buffers).any(|b| b.operand == *operand && b.written))
+    }
+
+    /// The same pass with something changed in its plans, for who tries what a fault would do.
+    #[must_use]
+    pub fn map_plans(self, change: impl FnMut(Plan) -> Plan) -> Pass {
+        Pass { plans: self.plans.into_iter().map(change).collect(), reach: self.reach }
+    }
+}
+
+impl Forward {
+    /// The plan, with what it reaches.
+    ///
+    /// # Errors
+    /// As [`Forward::supports`].
+    pub fn pass(&self) -> Result<Pass, Vec<Declined>> {
+        Pass::new(vec![self.plan()?], Tensors { forward: self, backward: None })
+    }
+}
+
+impl Backward {
+    /// The plans, with what they reach.
+    ///
+    /// # Errors
+    /// As [`Backward::supports`].
+    pub fn pass(&self) -> Result<Pass, Vec<Declined>> {
+        Pass::new(self.plan()?.into(), Tensors { forward: &self.forward, backward: Some(self) })
+    }
+}

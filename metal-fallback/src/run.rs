@@ -1,0 +1,115 @@
+//! What runs passes: an Apple GPU, or something that stands in for one.
+
+use crate::error::Error;
+use crate::pass::Pass;
+use crate::plan::Operand;
+use std::borrow::Cow;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// What an operand is in one call.
+#[derive(Debug)]
+pub enum Contents<'a> {
+    /// Read.
+    Read(Cow<'a, [u8]>),
+    /// Written; what no kernel writes of it stays.
+    Written(&'a mut [u8]),
+}
+
+impl Contents<'_> {
+    /// Its bytes.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Contents::Read(bytes) => bytes,
+            Contents::Written(bytes) => bytes,
+        }
+    }
+}
+
+/// One call: the scale, and what each operand is in it.
+#[derive(Debug)]
+pub struct Call<'a> {
+    /// Multiplies the scores.
+    pub attn_scale: f32,
+    /// Operands of the caller; scratch is not among them.
+    pub operands: Vec<(Operand, Contents<'a>)>,
+}
+
+impl Call<'_> {
+    /// The contents of an operand.
+    pub fn get(&self, operand: &Operand) -> Option<&Contents<'_>> {
+        self.operands.iter().find(|(o, _)| o == operand).map(|(_, contents)| contents)
+    }
+
+    /// Whether the call has what a pass reads and writes, as far as the kernels reach.
+    ///
+    /// # Errors
+    /// The first operand that is missing, too short, or read only where a kernel writes.
+    pub fn check(&self, pass: &Pass) -> Result<(), Error> {
+        for (operand, need) in pass.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
+            let (entry, written) = pass.user(operand);
+            let wrong = |given: String, rule: String| Err(Error::Operand { entry, operand: operand.name().to_owned(), given, rule });
+            match (self.get(operand), written) {
+                (None, _) => return wrong("absent".to_owned(), "the kernel uses it".to_owned()),
+                (Some(Contents::Read(_)), true) => return wrong("read only".to_owned(), "the kernel writes it".to_owned()),
+                (Some(contents), _) if (contents.bytes().len() as u64) < *need => {
+                    return wrong(format!("{} bytes", contents.bytes().len()), format!("the kernel reaches {need}"));
+                }
+                (Some(_), _) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a GPU says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Its name.
+    pub name: String,
+    /// The newest family of Apple GPUs that it belongs to: 7 is M1.
+    pub family: Option<u32>,
+    /// The operating system, in its own words.
+    pub system: String,
+    /// Threads of a threadgroup at most.
+    pub threads: u64,
+    /// Bytes of threadgroup memory at most.
+    pub threadgroup_bytes: u64,
+    /// Bytes that it works on without loss of speed.
+    pub working_set_bytes: u64,
+    /// Whether it shares its memory with the CPU.
+    pub unified_memory: bool,
+}
+
+/// What a run took.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Ran {
+    /// In the kernels, in milliseconds: the GPU's own clock.
+    pub kernel_ms: f64,
+    /// Operands that went through a copy, as they do not lie on whole pages.
+    pub copied: Vec<Operand>,
+}
+
+/// Something that runs passes.
+pub trait Runner: Debug + Send + Sync {
+    /// What it is.
+    fn facts(&self) -> &Facts;
+
+    /// Builds the kernels of a pass, or finds them built.
+    ///
+    /// # Errors
+    /// [`Error::Declined`] where they need more than there is; [`Error::Compile`] where the compiler refuses one.
+    fn prepare(&self, pass: Pass) -> Result<Arc<dyn Ready>, Error>;
+}
+
+/// A pass whose kernels are built.
+pub trait Ready: Debug + Send + Sync {
+    /// The pass.
+    fn pass(&self) -> &Pass;
+
+    /// Runs it, and waits for its end.
+    ///
+    /// # Errors
+    /// What [`Call::check`] says before anything runs; afterwards the environment's.
+    fn run(&self, call: Call<'_>) -> Result<Ran, Error>;
+}
