@@ -13,6 +13,8 @@ mod built;
 mod encode;
 mod gpu;
 mod pipeline;
+#[cfg(test)]
+mod tests;
 
 pub use built::Built;
 pub use encode::{Argument, Kept};
