@@ -1,7 +1,7 @@
 //! Attention on Apple GPUs.
 //!
-//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes a [`Pass`] of it: plans that run one after the
-//! other. A [`Plan`] is a kernel and its dispatch: the MSL source, tiles, grid, threadgroup memory and the table of buffers. Kernels are
+//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes a [`Task`] of it: plans that run one after the
+//! other, and what they reach of each operand. A [`Plan`] is a kernel and its dispatch: the MSL source, tiles, grid, threadgroup memory and the table of buffers. Kernels are
 //! the `.metal` files in `kernels/`; what depends on a problem's types, dims, masks and score_mods is a prelude before them. Lengths,
 //! strides, bands and the scale are parameters of a call.
 //!
@@ -19,10 +19,10 @@ mod forward;
 mod limits;
 mod order;
 mod params;
-mod pass;
 mod plan;
 mod run;
 mod source;
+mod task;
 mod tiles;
 
 pub use backward::Backward;
@@ -34,9 +34,9 @@ pub use forward::Forward;
 pub use limits::Limits;
 pub use order::waits;
 pub use params::{BackwardParams, Field, ForwardParams, Params};
-pub use pass::Pass;
 pub use plan::{Band, Binding, Operand, Plan, Tensor};
 pub use run::{Call, Contents, Facts, Ran, Ready, Runner};
+pub use task::Task;
 pub use tiles::{FRAGMENT, SIMD, THREADGROUP_BYTES, Tiles};
 
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! What runs passes: an Apple GPU, or something that stands in for one.
 
 use crate::error::Error;
-use crate::pass::Pass;
 use crate::plan::Operand;
+use crate::task::Task;
 use std::borrow::Cow;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -45,9 +45,9 @@ impl Call<'_> {
     ///
     /// # Errors
     /// The first operand that is missing, too short, or read only where a kernel writes.
-    pub fn check(&self, pass: &Pass) -> Result<(), Error> {
-        for (operand, need) in pass.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
-            let (entry, written) = pass.user(operand);
+    pub fn check(&self, task: &Task) -> Result<(), Error> {
+        for (operand, need) in task.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
+            let (entry, written) = task.user(operand);
             let wrong = |given: String, rule: String| Err(Error::Operand { entry, operand: operand.name().to_owned(), given, rule });
             match (self.get(operand), written) {
                 (None, _) => return wrong("absent".to_owned(), "the kernel uses it".to_owned()),
@@ -99,13 +99,13 @@ pub trait Runner: Debug + Send + Sync {
     ///
     /// # Errors
     /// [`Error::Declined`] where they need more than there is; [`Error::Compile`] where the compiler refuses one.
-    fn prepare(&self, pass: Pass) -> Result<Arc<dyn Ready>, Error>;
+    fn prepare(&self, task: Task) -> Result<Arc<dyn Ready>, Error>;
 }
 
 /// A pass whose kernels are built.
 pub trait Ready: Debug + Send + Sync {
     /// The pass.
-    fn pass(&self) -> &Pass;
+    fn task(&self) -> &Task;
 
     /// Runs it, and waits for its end.
     ///

@@ -5,9 +5,9 @@ use super::encode::Argument;
 use super::gpu::Gpu;
 use super::pipeline::Pipeline;
 use crate::error::Error;
-use crate::pass::Pass;
 use crate::plan::Operand;
 use crate::run::{Call, Ran, Ready};
+use crate::task::Task;
 use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_metal::{MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue, MTLDevice};
@@ -18,13 +18,13 @@ use std::sync::Arc;
 pub struct Built {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
     queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
-    pass: Pass,
+    task: Task,
     pipelines: Vec<Arc<Pipeline>>,
 }
 
 impl Built {
-    pub(super) fn new(gpu: &Gpu, pass: Pass, pipelines: Vec<Arc<Pipeline>>) -> Built {
-        Built { device: gpu.device.clone(), queue: gpu.queue.clone(), pass, pipelines }
+    pub(super) fn new(gpu: &Gpu, task: Task, pipelines: Vec<Arc<Pipeline>>) -> Built {
+        Built { device: gpu.device.clone(), queue: gpu.queue.clone(), task, pipelines }
     }
 
     pub(super) fn device(&self) -> &ProtocolObject<dyn MTLDevice> {
@@ -53,7 +53,7 @@ impl Built {
         commands.waitUntilCompleted();
         drop(kept);
         if commands.status() != MTLCommandBufferStatus::Completed {
-            let entries: Vec<&str> = self.pass.plans().iter().map(|plan| plan.entry).collect();
+            let entries: Vec<&str> = self.task.plans().iter().map(|plan| plan.entry).collect();
             let text = commands.error().map_or_else(|| format!("{:?}", commands.status()), |e| e.localizedDescription().to_string());
             return Err(Error::Execution { entry: entries.join(", "), text });
         }
@@ -65,12 +65,12 @@ impl Built {
 }
 
 impl Ready for Built {
-    fn pass(&self) -> &Pass {
-        &self.pass
+    fn task(&self) -> &Task {
+        &self.task
     }
 
     fn run(&self, call: Call<'_>) -> Result<Ran, Error> {
-        call.check(&self.pass)?;
+        call.check(&self.task)?;
         autoreleasepool(|_| self.submit(call))
     }
 }

@@ -71,11 +71,11 @@ impl Built {
         attn_scale: f32,
         argument: &dyn Fn(&Operand) -> Option<Argument<'a>>,
     ) -> Result<Kept, Error> {
-        let pass = self.pass();
-        let scratch = pass.operands().iter().filter(|(operand, _)| operand.is_scratch());
+        let task = self.task();
+        let scratch = task.operands().iter().filter(|(operand, _)| operand.is_scratch());
         let scratch = scratch.map(|(operand, bytes)| Ok((operand, private(self.device(), *bytes)?)));
         let scratch = scratch.collect::<Result<Vec<_>, Error>>()?;
-        let resolved = pass.plans().iter().map(|plan| {
+        let resolved = task.plans().iter().map(|plan| {
             let bound = plan.buffers.iter().map(|binding| {
                 let operand = &binding.operand;
                 if *operand == Operand::Params {
@@ -92,7 +92,7 @@ impl Built {
 
         let encoder = commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent);
         let encoder = encoder.ok_or_else(|| Error::Exhausted { what: "a compute command encoder".to_owned() })?;
-        for (((plan, pipeline), bound), wait) in pass.plans().iter().zip(self.pipelines()).zip(&resolved).zip(waits(pass.plans())) {
+        for (((plan, pipeline), bound), wait) in task.plans().iter().zip(self.pipelines()).zip(&resolved).zip(waits(task.plans())) {
             if wait {
                 encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
             }
@@ -115,7 +115,7 @@ impl Built {
     }
 
     fn checked<'a>(&self, plan: &Plan, operand: &Operand, given: Option<Argument<'a>>) -> Result<Bound<'a>, Error> {
-        let need = self.pass().operands().iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes);
+        let need = self.task().operands().iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes);
         let wrong = |given: String, rule: String| Error::Operand { entry: plan.entry, operand: operand.name().to_owned(), given, rule };
         let argument = given.ok_or_else(|| wrong("absent".to_owned(), "the kernel uses it".to_owned()))?;
         let room = match argument {

@@ -5,8 +5,8 @@ use super::pipeline::Pipeline;
 use crate::cache::{Cache, CacheStats, Key, Math};
 use crate::declined::Declined;
 use crate::error::Error;
-use crate::pass::Pass;
 use crate::run::{Facts, Ready, Runner};
+use crate::task::Task;
 use crate::tiles::THREADGROUP_BYTES;
 use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
@@ -119,15 +119,15 @@ impl Gpu {
     ///
     /// # Errors
     /// As [`Runner::prepare`].
-    pub fn build(&self, pass: Pass) -> Result<Built, Error> {
-        let mut pipelines = Vec::with_capacity(pass.plans().len());
-        for plan in pass.plans() {
+    pub fn build(&self, task: Task) -> Result<Built, Error> {
+        let mut pipelines = Vec::with_capacity(task.plans().len());
+        for plan in task.plans() {
             let key = Key { source: plan.source.clone(), entry: plan.entry, math: self.math };
             let pipeline = self.pipelines.get_or_build(&key, || autoreleasepool(|_| Pipeline::build(&self.device, &key)))?;
             pipeline.limits.check(plan).map_err(Error::Declined)?;
             pipelines.push(pipeline);
         }
-        Ok(Built::new(self, pass, pipelines))
+        Ok(Built::new(self, task, pipelines))
     }
 }
 
@@ -136,7 +136,7 @@ impl Runner for Gpu {
         &self.facts
     }
 
-    fn prepare(&self, pass: Pass) -> Result<Arc<dyn Ready>, Error> {
-        Ok(Arc::new(self.build(pass)?))
+    fn prepare(&self, task: Task) -> Result<Arc<dyn Ready>, Error> {
+        Ok(Arc::new(self.build(task)?))
     }
 }

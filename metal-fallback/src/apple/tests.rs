@@ -6,7 +6,7 @@ use crate::declined::Declined;
 use crate::error::Error;
 use crate::plan::{Band, Operand, Tensor};
 use crate::run::{Call, Contents, Runner};
-use crate::{Forward, Pass};
+use crate::{Forward, Task};
 use cudnn_graph::DType;
 use objc2_metal::{MTLCommandBuffer, MTLCommandQueue, MTLDevice, MTLResourceOptions};
 use std::borrow::Cow;
@@ -55,7 +55,7 @@ fn gpu() -> Option<Gpu> {
     Gpu::system().map_err(said).ok()
 }
 
-fn pass() -> Pass {
+fn task() -> Task {
     let tensor = Tensor { dims: [1, 4, 64, 64], strides: [4 * 64 * 64, 64 * 64, 64, 1] };
     let band = Band { upper: Some(0), ..Band::default() };
     let dtype = DType::F32;
@@ -72,7 +72,7 @@ fn pass() -> Pass {
         keep: None,
         stats: false,
     };
-    forward.pass().unwrap()
+    forward.task().unwrap()
 }
 
 fn operands() -> [Pages; 3] {
@@ -82,7 +82,7 @@ fn operands() -> [Pages; 3] {
 fn run(gpu: &Gpu, [q, k, v]: [&[u8]; 3], o: &mut [u8]) -> crate::Ran {
     let read = |bytes| Contents::Read(Cow::Borrowed(bytes));
     let operands = vec![(Operand::Q, read(q)), (Operand::K, read(k)), (Operand::V, read(v)), (Operand::O, Contents::Written(o))];
-    gpu.prepare(pass()).unwrap().run(Call { attn_scale: 0.125, operands }).unwrap()
+    gpu.prepare(task()).unwrap().run(Call { attn_scale: 0.125, operands }).unwrap()
 }
 
 /// The output for copies of the operands.
@@ -127,7 +127,7 @@ fn a_command_buffer_of_the_callers_gives_the_same() {
         let found = place.map(|at| Argument::Buffer { buffer: &buffers[at], offset: 0 });
         found.or((*operand == Operand::O).then_some(Argument::Buffer { buffer: &o, offset: 64 }))
     };
-    let built = gpu.build(pass()).unwrap();
+    let built = gpu.build(task()).unwrap();
     let queue = gpu.device().newCommandQueue().unwrap();
     let commands = queue.commandBufferWithUnretainedReferences().unwrap();
     // SAFETY: a new command buffer of this GPU; everything is held until the wait below.
@@ -149,7 +149,7 @@ fn a_command_buffer_of_the_callers_gives_the_same() {
 #[test]
 fn a_source_that_does_not_compile_is_an_error_in_metals_words() {
     let Some(gpu) = gpu() else { return };
-    let broken = pass().map_plans(|mut plan| {
+    let broken = task().map_plans(|mut plan| {
         plan.source.push_str("\nnot MSL\n");
         plan
     });
@@ -162,12 +162,12 @@ fn a_source_that_does_not_compile_is_an_error_in_metals_words() {
 fn a_bound_on_kernels_evicts() {
     let Some(found) = gpu() else { return };
     let gpu = Gpu::new(found.device.clone(), std::num::NonZeroUsize::MIN, Math::Safe).unwrap();
-    let other = pass().map_plans(|mut plan| {
+    let other = task().map_plans(|mut plan| {
         plan.source.push_str("\n// another\n");
         plan
     });
-    for pass in [pass(), other, pass()] {
-        gpu.prepare(pass).unwrap();
+    for task in [task(), other, task()] {
+        gpu.prepare(task).unwrap();
     }
     assert_eq!(gpu.stats(), CacheStats { hits: 0, builds: 3, failures: 0, evictions: 2 });
 }

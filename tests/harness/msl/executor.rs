@@ -2,7 +2,7 @@
 
 use super::build::{Job, Program, Toolchain};
 use super::mutations::Mutation;
-use metal_fallback::{Cache, Call, Contents, Error, Facts, Key, Math, Operand, Pass, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, waits};
+use metal_fallback::{Cache, Call, Contents, Error, Facts, Key, Math, Operand, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task, waits};
 use sdpa::exec::metal::MetalExecutor;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -50,26 +50,26 @@ impl Runner for Emulated {
         &self.facts
     }
 
-    fn prepare(&self, pass: Pass) -> Result<Arc<dyn Ready>, Error> {
-        let pass = pass.map_plans(|mut plan| {
+    fn prepare(&self, task: Task) -> Result<Arc<dyn Ready>, Error> {
+        let task = task.map_plans(|mut plan| {
             if let Some(Mutation { from, to, name: _ }) = self.mutation {
                 plan.source = plan.source.replacen(from, to, 1);
             }
             plan
         });
-        let programs = pass.plans().iter().map(|plan| {
+        let programs = task.plans().iter().map(|plan| {
             let key = Key { source: plan.source.clone(), entry: plan.entry, math: Math::Safe };
             self.programs.get_or_build(&key, || self.toolchain.program(plan).map_err(|text| Error::Compile { entry: plan.entry, text }))
         });
         let programs = programs.collect::<Result<_, _>>()?;
-        Ok(Arc::new(EmulatedPass { pass, programs, seed: self.seed }))
+        Ok(Arc::new(EmulatedTask { task, programs, seed: self.seed }))
     }
 }
 
 /// A pass whose kernels are programs.
 #[derive(Debug)]
-struct EmulatedPass {
-    pass: Pass,
+struct EmulatedTask {
+    task: Task,
     programs: Vec<Arc<Program>>,
     seed: u64,
 }
@@ -77,17 +77,17 @@ struct EmulatedPass {
 /// Memory between kernels.
 type Scratch = Vec<(Operand, Vec<u8>)>;
 
-impl EmulatedPass {
+impl EmulatedTask {
     /// Runs a plan. Buffers have the bytes that the pass says it reaches, and no more: the emulation ends them at a page that cannot be
     /// touched.
     fn dispatch(&self, at: usize, call: &mut Call<'_>, scratch: &mut Scratch) -> Result<(), Error> {
-        let plan = &self.pass.plans()[at];
+        let plan = &self.task.plans()[at];
         let buffers = plan.buffers.iter().map(|binding| {
             let operand = &binding.operand;
             if *operand == Operand::Params {
                 return plan.params(call.attn_scale).bytes();
             }
-            let reach = self.pass.operands().iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes as usize);
+            let reach = self.task.operands().iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes as usize);
             let own = scratch.iter().find(|(o, _)| o == operand).map(|(_, bytes)| bytes.as_slice());
             let bytes = own.or_else(|| call.get(operand).map(Contents::bytes)).unwrap_or_default();
             bytes[..reach].to_vec()
@@ -106,19 +106,19 @@ impl EmulatedPass {
     }
 }
 
-impl Ready for EmulatedPass {
-    fn pass(&self) -> &Pass {
-        &self.pass
+impl Ready for EmulatedTask {
+    fn task(&self) -> &Task {
+        &self.task
     }
 
     fn run(&self, mut call: Call<'_>) -> Result<Ran, Error> {
-        call.check(&self.pass)?;
+        call.check(&self.task)?;
         let started = Instant::now();
         // What no kernel has written is NaN.
-        let scratch = self.pass.operands().iter().filter(|(operand, _)| operand.is_scratch());
+        let scratch = self.task.operands().iter().filter(|(operand, _)| operand.is_scratch());
         let mut scratch: Scratch = scratch.map(|(operand, bytes)| (operand.clone(), vec![0xff; *bytes as usize])).collect();
         // The last first, as far as nothing says that it waits: what depends on an order that nobody asks for is wrong.
-        let waits = waits(self.pass.plans());
+        let waits = waits(self.task.plans());
         let mut end = 0;
         while end < waits.len() {
             let start = end;

@@ -8,7 +8,7 @@ use crate::params::bind;
 use crate::problem::Problem;
 use crate::tensor::{Elements, ElementsMut, HostBackward, HostForward, ParamValue};
 use cudnn_graph::expr::Declared;
-use metal_fallback::{Call, Contents, Operand, Pass, Ready};
+use metal_fallback::{Call, Contents, Operand, Ready, Task};
 use std::borrow::Cow;
 use std::sync::Arc;
 use zerocopy::IntoBytes;
@@ -106,15 +106,15 @@ impl<'a> Values<'_, 'a> {
 }
 
 /// The call: its tensors, and what the pass reads of the parameters.
-fn call<'a>(pass: &Pass, attn_scale: f32, mut operands: Vec<(Operand, Contents<'a>)>, values: &Values<'_, 'a>) -> Call<'a> {
-    let captured = pass.operands().iter().filter_map(|(operand, _)| Some((operand.clone(), Contents::Read(values.of(operand)?))));
+fn call<'a>(task: &Task, attn_scale: f32, mut operands: Vec<(Operand, Contents<'a>)>, values: &Values<'_, 'a>) -> Call<'a> {
+    let captured = task.operands().iter().filter_map(|(operand, _)| Some((operand.clone(), Contents::Read(values.of(operand)?))));
     operands.extend(captured);
     Call { attn_scale, operands }
 }
 
 fn run(device: &str, ready: &dyn Ready, call: Call<'_>) -> Result<Report, Error> {
     let ran = ready.run(call)?;
-    let engine = ready.pass().plans().last().map(|plan| {
+    let engine = ready.task().plans().last().map(|plan| {
         let (own, passing) = (plan.tiles.own, plan.tiles.passing);
         format!("{device}: tiles of {own} x {passing}, {} threads, {} registers of fragments", plan.threads, plan.registers)
     });
@@ -122,7 +122,7 @@ fn run(device: &str, ready: &dyn Ready, call: Call<'_>) -> Result<Report, Error>
         compute_ms: ran.kernel_ms,
         copied: ran.copied.iter().map(Operand::name).collect(),
         engine: engine.unwrap_or_default(),
-        workspace_bytes: ready.pass().scratch_bytes(),
+        workspace_bytes: ready.task().scratch_bytes(),
     })
 }
 
@@ -134,7 +134,7 @@ impl Prepared for MetalForward {
         let mut operands = vec![(Operand::Q, read(q)), (Operand::K, read(k)), (Operand::V, read(v)), (Operand::O, written(o))];
         operands.extend(stats.map(|stats| (Operand::Stats, written(ElementsMut::F32(stats)))));
         let values = Values { declared: self.problem.params(), values: &values };
-        run(&self.device, &*self.ready, call(self.ready.pass(), attn_scale, operands, &values))
+        run(&self.device, &*self.ready, call(self.ready.task(), attn_scale, operands, &values))
     }
 }
 
@@ -155,6 +155,6 @@ impl PreparedBackward for MetalBackward {
             (Operand::DV, written(dv)),
         ];
         let values = Values { declared: self.problem.params(), values: &values };
-        run(&self.device, &*self.ready, call(self.ready.pass(), attn_scale, operands, &values))
+        run(&self.device, &*self.ready, call(self.ready.task(), attn_scale, operands, &values))
     }
 }

@@ -14,7 +14,7 @@ use crate::error::{Error, ExecutorName, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::problem::Problem;
 use call::{MetalBackward, MetalForward};
-use metal_fallback::{Declined, Facts, Pass, Ready, Runner};
+use metal_fallback::{Declined, Facts, Ready, Runner, Task};
 use std::sync::Arc;
 
 /// Attention on an Apple GPU.
@@ -48,9 +48,9 @@ impl MetalExecutor {
         self.runner.as_deref().map(Runner::facts)
     }
 
-    fn ready(&self, pass: Pass) -> Result<Arc<dyn Ready>, Error> {
+    fn ready(&self, task: Task) -> Result<Arc<dyn Ready>, Error> {
         let runner = self.runner.as_ref().map_err(|why| unsupported(vec![why.clone()]))?;
-        runner.prepare(pass).map_err(Error::from)
+        runner.prepare(task).map_err(Error::from)
     }
 
     /// What the machine has against a problem, then what the kernels have.
@@ -85,7 +85,7 @@ impl Executor for MetalExecutor {
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
         self.supports(problem)?;
-        let ready = self.ready(forward(problem).pass().map_err(unsupported)?)?;
+        let ready = self.ready(forward(problem).task().map_err(unsupported)?)?;
         Ok(Arc::new(MetalForward::new(problem.clone(), self.name(), ready)))
     }
 
@@ -95,7 +95,7 @@ impl Executor for MetalExecutor {
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
         self.supports_backward(problem)?;
-        let ready = self.ready(backward(problem)?.pass().map_err(unsupported)?)?;
+        let ready = self.ready(backward(problem)?.task().map_err(unsupported)?)?;
         Ok(Arc::new(MetalBackward::new(problem.clone(), self.name(), ready)))
     }
 }

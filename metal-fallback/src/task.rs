@@ -1,4 +1,4 @@
-//! A pass: its plans, and how far they reach into each operand.
+//! A pass as a runner takes it: its plans, and how far they reach into each operand.
 
 use crate::backward::Backward;
 use crate::declined::{Check, Declined};
@@ -6,9 +6,9 @@ use crate::forward::Forward;
 use crate::plan::{Operand, Plan, Tensor};
 use cudnn_graph::DType;
 
-/// Plans that run one after the other, and the bytes that they reach of each operand.
+/// A pass as a [`Runner`](crate::Runner) takes it: plans that run one after the other, and the bytes that they reach of each operand.
 #[derive(Clone, Debug)]
-pub struct Pass {
+pub struct Task {
     plans: Vec<Plan>,
     reach: Vec<(Operand, u64)>,
 }
@@ -67,7 +67,7 @@ fn extent(tensor: &Tensor, dtype: DType) -> Option<u64> {
     last.checked_add(1)?.checked_mul(dtype.bytes(1))
 }
 
-/// What the tensors of a problem are, for [`Pass::new`].
+/// What the tensors of a problem are, for [`Task::new`].
 #[derive(Clone, Copy)]
 struct Tensors<'p> {
     forward: &'p Forward,
@@ -101,8 +101,8 @@ impl Tensors<'_> {
     }
 }
 
-impl Pass {
-    fn new(plans: Vec<Plan>, tensors: Tensors<'_>) -> Result<Pass, Vec<Declined>> {
+impl Task {
+    fn new(plans: Vec<Plan>, tensors: Tensors<'_>) -> Result<Task, Vec<Declined>> {
         let mut reach: Vec<(Operand, u64)> = Vec::new();
         let mut check = Check::default();
         for binding in plans.iter().flat_map(|plan| &plan.buffers) {
@@ -114,7 +114,7 @@ impl Pass {
             check.that(bytes.is_some(), operand.name(), "strides that are negative, or too far", "tensors of at most 2^64 bytes");
             reach.extend(bytes.map(|bytes| (operand.clone(), bytes)));
         }
-        if check.0.is_empty() { Ok(Pass { plans, reach }) } else { Err(check.0) }
+        if check.0.is_empty() { Ok(Task { plans, reach }) } else { Err(check.0) }
     }
 
     /// The plans, in the order in which they run.
@@ -141,8 +141,8 @@ impl Pass {
 
     /// The same pass with something changed in its plans, for who tries what a fault would do.
     #[must_use]
-    pub fn map_plans(self, change: impl FnMut(Plan) -> Plan) -> Pass {
-        Pass { plans: self.plans.into_iter().map(change).collect(), reach: self.reach }
+    pub fn map_plans(self, change: impl FnMut(Plan) -> Plan) -> Task {
+        Task { plans: self.plans.into_iter().map(change).collect(), reach: self.reach }
     }
 }
 
@@ -151,8 +151,8 @@ impl Forward {
     ///
     /// # Errors
     /// As [`Forward::supports`].
-    pub fn pass(&self) -> Result<Pass, Vec<Declined>> {
-        Pass::new(vec![self.plan()?], Tensors { forward: self, backward: None })
+    pub fn task(&self) -> Result<Task, Vec<Declined>> {
+        Task::new(vec![self.plan()?], Tensors { forward: self, backward: None })
     }
 }
 
@@ -161,7 +161,7 @@ impl Backward {
     ///
     /// # Errors
     /// As [`Backward::supports`].
-    pub fn pass(&self) -> Result<Pass, Vec<Declined>> {
-        Pass::new(self.plan()?.into(), Tensors { forward: &self.forward, backward: Some(self) })
+    pub fn task(&self) -> Result<Task, Vec<Declined>> {
+        Task::new(self.plan()?.into(), Tensors { forward: &self.forward, backward: Some(self) })
     }
 }
