@@ -389,6 +389,11 @@ fn the_doctor_says_what_is_there_and_what_to_install() {
     assert_eq!(executors.iter().map(|e| e["executor"].as_str().unwrap()).collect::<Vec<_>>(), ["cpu", "cudnn", "metal"]);
     assert_eq!((&executors[0]["works"], &executors[1]["works"]), (&true.into(), &false.into()));
     assert_eq!(executors[1]["missing"][0]["what"], "driver");
+    if cfg!(not(target_vendor = "apple")) {
+        let metal = &executors[2]["missing"][0];
+        assert_eq!((&metal["what"], &metal["install"]), (&"device".into(), &"nothing: Metal is on Apple machines".into()));
+        assert!(metal["why"].as_str().unwrap().contains(std::env::consts::OS), "{metal}");
+    }
 }
 
 #[test]

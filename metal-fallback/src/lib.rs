@@ -52,3 +52,15 @@ pub fn system() -> Result<Arc<dyn Runner>, Declined> {
     let found = Err(Declined::NoDevice { target_os: std::env::consts::OS.to_owned() });
     found
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_an_apple_gpu_is_told_so() {
+        let told = system().map(|runner| runner.facts().name.clone());
+        let other = matches!(&told, Err(Declined::NoDevice { target_os }) if target_os == std::env::consts::OS);
+        assert_eq!(other, cfg!(not(target_vendor = "apple")), "{told:?}");
+    }
+}

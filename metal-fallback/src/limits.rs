@@ -34,3 +34,32 @@ impl Limits {
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Band, Forward, Tensor};
+    use cudnn_graph::DType;
+
+    #[test]
+    fn every_limit_is_told_with_what_the_plan_needs() {
+        let tensor = Tensor { dims: [1, 1, 64, 64], strides: [4096, 4096, 64, 1] };
+        let band = Band::default();
+        let (q, k, v, o) = (tensor, tensor, tensor, tensor);
+        let forward =
+            Forward { dtype: DType::F16, q, k, v, o, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: false };
+        let task = forward.task().unwrap();
+        let plan = &task.plans()[0];
+        let bytes = plan.threadgroup.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
+        let just = Limits { threads: plan.threads.into(), simd: 32, static_bytes: 16, threadgroup_bytes: bytes + 16 };
+        assert_eq!(just.check(plan), Ok(()));
+        for (limits, said) in [
+            (Limits { threads: just.threads - 1, ..just }, "threads of attention_forward is 128: at most 127 of this kernel on this GPU"),
+            (Limits { simd: 64, ..just }, "lanes of a simdgroup of attention_forward is 64: kernels are written for 32"),
+            (Limits { static_bytes: 17, ..just }, "threadgroup memory of attention_forward is"),
+        ] {
+            let told = limits.check(plan).unwrap_err();
+            assert!(told.len() == 1 && told[0].to_string().starts_with(said), "{told:?}");
+        }
+    }
+}

@@ -113,3 +113,39 @@ pub trait Ready: Debug + Send + Sync {
     /// What [`Call::check`] says before anything runs; afterwards the environment's.
     fn run(&self, call: Call<'_>) -> Result<Ran, Error>;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Band, Forward, Tensor};
+    use cudnn_graph::DType;
+
+    #[test]
+    fn a_call_has_what_kernels_reach_before_anything_runs() {
+        let tensor = Tensor { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1] };
+        let band = Band::default();
+        let (q, k, v, o) = (tensor, tensor, tensor, tensor);
+        let forward =
+            Forward { dtype: DType::F32, q, k, v, o, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: false };
+        let task = forward.task().unwrap();
+        let bytes = vec![0u8; 256];
+        let check = |lengths: [usize; 3], written: usize, o_written: bool| {
+            let mut out = vec![0u8; written];
+            let read = |n: usize| Contents::Read(Cow::Borrowed(&bytes[..n]));
+            let o = if o_written { Contents::Written(&mut out) } else { read(256) };
+            let named = [Operand::Q, Operand::K, Operand::V].into_iter().zip(lengths);
+            let mut operands: Vec<(Operand, Contents<'_>)> = named.filter(|(_, n)| *n > 0).map(|(operand, n)| (operand, read(n))).collect();
+            operands.push((Operand::O, o));
+            Call { attn_scale: 1.0, operands }.check(&task).map_err(|e| e.to_string())
+        };
+        assert_eq!(check([256; 3], 256, true), Ok(()));
+        for (said, got) in [
+            ("k of attention_forward is absent: the kernel uses it", check([256, 0, 256], 256, true)),
+            ("v of attention_forward is 255 bytes: the kernel reaches 256", check([256, 256, 255], 256, true)),
+            ("o of attention_forward is 255 bytes: the kernel reaches 256", check([256; 3], 255, true)),
+            ("o of attention_forward is read only: the kernel writes it", check([256; 3], 256, false)),
+        ] {
+            assert_eq!(got, Err(said.to_owned()));
+        }
+    }
+}

@@ -165,3 +165,55 @@ impl Backward {
         Task::new(self.plan()?.into(), Tensors { forward: &self.forward, backward: Some(self) })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Band;
+
+    fn forward(strides: [i64; 4]) -> Forward {
+        let tensor = |heads, seq, dim| Tensor { dims: [2, heads, seq, dim], strides };
+        Forward {
+            dtype: DType::F16,
+            q: tensor(4, 10, 16),
+            k: tensor(2, 6, 16),
+            v: tensor(2, 6, 8),
+            o: tensor(4, 10, 8),
+            band: Band::default(),
+            seq_len_q: false,
+            seq_len_kv: true,
+            score_mod: None,
+            keep: None,
+            stats: true,
+        }
+    }
+
+    #[test]
+    fn a_pass_reaches_the_last_element_of_each_operand_and_no_further() {
+        let task = forward([10_000, 1000, 20, 1]).task().unwrap();
+        let reach = |operand: &Operand| task.operands().iter().find(|(o, _)| o == operand).map(|(_, bytes)| *bytes);
+        assert_eq!(reach(&Operand::Q), Some(2 * (10_000 + 3 * 1000 + 9 * 20 + 15 + 1)));
+        assert_eq!(reach(&Operand::V), Some(2 * (10_000 + 1000 + 5 * 20 + 7 + 1)));
+        assert_eq!(reach(&Operand::Stats), Some(4 * 2 * 4 * 10));
+        assert_eq!(reach(&Operand::SeqLenKv), Some(8));
+        assert_eq!((reach(&Operand::SeqLenQ), reach(&Operand::Params), task.scratch_bytes()), (None, None, 0));
+    }
+
+    #[test]
+    fn scratch_counts_once() {
+        let forward = forward([10_000, 1000, 20, 1]);
+        let Forward { q, k, v, o, .. } = forward;
+        let backward = Backward { forward, d_o: o, dq: q, dk: k, dv: v, gradient: None };
+        let task = backward.task().unwrap();
+        assert_eq!((task.plans().len(), task.scratch_bytes()), (3, 4 * 2 * 4 * 10));
+        assert_eq!(task.user(&Operand::DK), ("attention_dkv", true));
+    }
+
+    #[test]
+    fn strides_without_a_reach_are_declined() {
+        for strides in [[10_000, 1000, -20, 1], [i64::MAX, i64::MAX, 20, 1]] {
+            let declined = forward(strides).task().unwrap_err();
+            assert!(matches!(&declined[0], Declined::Limit { field, .. } if field == "q"), "{declined:?}");
+        }
+    }
+}

@@ -6,6 +6,7 @@
 //! SECONDS`, `device version` (of cuDNN).
 
 mod buckets;
+#[cfg(not(target_vendor = "apple"))]
 mod cudarc;
 mod files;
 mod graphs;
@@ -35,6 +36,7 @@ fn main() -> ExitCode {
         Some("speed-backward") => speed::backward(),
         Some("short") => speed::short(),
         Some("host") => host::run(),
+        #[cfg(not(target_vendor = "apple"))]
         Some("cudarc") => cudarc::run(),
         Some("plans") => plans::run(),
         Some("version") => files::version(),

@@ -9,6 +9,7 @@ use crate::progress::Progress;
 use crate::run;
 use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
+use metal_fallback::{Declined, Facts};
 use sdpa::dispatch::{Dispatcher, Preference};
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
 use serde::Serialize;
@@ -44,6 +45,18 @@ struct LibraryFacts {
     companions: Vec<String>,
 }
 
+/// An Apple GPU, in its own words.
+#[derive(Debug, Serialize)]
+struct GpuFacts {
+    name: String,
+    family: Option<String>,
+    system: String,
+    threads: u64,
+    threadgroup_bytes: u64,
+    working_set_bytes: u64,
+    unified_memory: bool,
+}
+
 /// What was found for one executor.
 #[derive(Debug, Serialize)]
 struct Finding {
@@ -56,13 +69,15 @@ struct Finding {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     devices: Vec<DeviceFacts>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    gpu: Option<GpuFacts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     library: Option<LibraryFacts>,
     missing: Vec<Missing>,
 }
 
 impl Finding {
     fn new(executor: ExecutorName) -> Finding {
-        Finding { executor, works: false, engine: None, driver: None, devices: Vec::new(), library: None, missing: Vec::new() }
+        Finding { executor, works: false, engine: None, driver: None, devices: Vec::new(), gpu: None, library: None, missing: Vec::new() }
     }
 
     fn lacks(&mut self, what: &'static str, why: impl ToString, install: impl Into<String>) {
@@ -118,10 +133,38 @@ fn cpu(dispatcher: &Dispatcher) -> Finding {
 
 fn metal(dispatcher: &Dispatcher) -> Finding {
     let mut finding = Finding::new(ExecutorName::Metal);
-    let install =
-        if cfg!(target_vendor = "apple") { "nothing yet: it comes with a later version" } else { "nothing: Metal is on Apple machines" };
-    finding.try_out(dispatcher, install);
+    match dispatcher.metal().facts() {
+        Ok(facts) => {
+            finding.gpu = Some(gpu(facts));
+            finding.try_out(dispatcher, "nothing: this is a bug, please report it with what metal-fallback/README.md asks for");
+        }
+        Err(why) => finding.lacks("device", why, install_gpu(why)),
+    }
     finding
+}
+
+/// What to do without an Apple GPU.
+fn install_gpu(why: &Declined) -> String {
+    match why {
+        Declined::NoDevice { .. } => "nothing: Metal is on Apple machines".to_owned(),
+        Declined::NoGpu => "run it in a session that sees the GPU: a virtual machine or a sandbox may hide it".to_owned(),
+        Declined::System { needs, .. } => format!("update the system to {needs}"),
+        Declined::Gpu { .. } | Declined::Limit { .. } => {
+            "nothing on this machine: the kernels need Apple silicon, M1 or A14 and newer".to_owned()
+        }
+    }
+}
+
+fn gpu(facts: &Facts) -> GpuFacts {
+    GpuFacts {
+        name: facts.name.clone(),
+        family: facts.family.map(|family| format!("Apple{family}")),
+        system: facts.system.clone(),
+        threads: facts.threads,
+        threadgroup_bytes: facts.threadgroup_bytes,
+        working_set_bytes: facts.working_set_bytes,
+        unified_memory: facts.unified_memory,
+    }
 }
 
 const INSTALL_DRIVER: &str = "install the NVIDIA driver, or name its libcuda.so.1 with --driver or CUDNN_GRAPH_DRIVER";
@@ -192,6 +235,15 @@ fn text(findings: &Findings) -> String {
                 format!("{}: {}, sm {}, {} multiprocessors, {memory}", d.ordinal, d.name, d.sm, d.multiprocessors)
             }),
         );
+        if let Some(gpu) = &finding.gpu {
+            let family = gpu.family.as_deref().unwrap_or("no family of Apple's");
+            let sizes = [gpu.threadgroup_bytes, gpu.working_set_bytes].map(|bytes| memory::human(u128::from(bytes)));
+            let [threadgroup, working_set] = sizes;
+            let threads = format!("threadgroups of {} threads and {threadgroup}", gpu.threads);
+            table.row("  device", format!("{}, {family}, {threads}, working set {working_set}", gpu.name));
+            table.row("  memory", if gpu.unified_memory { "shared with the CPU" } else { "apart from the CPU's" });
+            table.row("  system", gpu.system.clone());
+        }
         if let Some(library) = &finding.library {
             table.row("  library", format!("cuDNN {}, {}", library.version, library.path));
             table.rows("  beside it", library.companions.iter().cloned());
@@ -202,4 +254,41 @@ fn text(findings: &Findings) -> String {
         }
     }
     table.render()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_apple_gpu_is_told_in_its_own_words() {
+        let facts = Facts {
+            name: "Apple M1".to_owned(),
+            family: Some(7),
+            system: "macos, Version 14.6".to_owned(),
+            threads: 1024,
+            threadgroup_bytes: 32 * 1024,
+            working_set_bytes: 11 << 30,
+            unified_memory: true,
+        };
+        let finding = Finding { gpu: Some(gpu(&facts)), works: true, ..Finding::new(ExecutorName::Metal) };
+        let text = text(&Findings { executors: vec![finding] });
+        for what in ["metal", "works", "Apple M1, Apple7, threadgroups of 1024 threads", "shared with the CPU", "Version 14.6"] {
+            assert!(text.contains(what), "{what} in {text}");
+        }
+    }
+
+    #[test]
+    fn every_reason_against_a_gpu_has_something_to_do() {
+        let text = |text: &str| text.to_owned();
+        let gpu = Declined::Gpu { gpu: text("AMD"), field: text("the family"), value: text("none"), limit: text("Apple7") };
+        for (why, said) in [
+            (Declined::NoDevice { target_os: text("linux") }, "Metal is on Apple machines"),
+            (Declined::NoGpu, "a session that sees the GPU"),
+            (Declined::System { system: text("13.6"), needs: text("macos 14") }, "update the system to macos 14"),
+            (gpu, "M1 or A14"),
+        ] {
+            assert!(install_gpu(&why).contains(said), "{why}");
+        }
+    }
 }

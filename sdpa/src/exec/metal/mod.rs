@@ -1,7 +1,7 @@
 //! Apple GPUs.
 //!
 //! What is here runs on every platform: a problem becomes a pass of `metal_fallback`, a call becomes bytes, and a
-//! [`Runner`](metal_fallback::Runner) runs the one over the other. On Apple machines that is the GPU; the tests of the workspace bring an
+//! [`Runner`] runs the one over the other. On Apple machines that is the GPU; the tests of the workspace bring an
 //! emulation, so that all of this answers to the cases without a Mac.
 
 mod call;
