@@ -43,11 +43,11 @@ linker() {
   export CARGO_TARGET_AARCH64_APPLE_DARWIN_RUSTFLAGS="$* ${flags[*]}" SDKROOT=$sdk
 }
 
-# What a Mac would run: the suite, the tests of the glue, the benchmark, the command line tool.
+# What a Mac would run: the tests of the glue, the suite, the benchmark, the command line tool.
 link() {
-  cargo test --no-run --profile apple --target "$triple" "$@" --package metal-fallback --lib
-  cargo test --no-run --profile apple --target "$triple" "$@" --package conformance --test forward --test backward --test library
-  cargo build --profile apple --target "$triple" "$@" --package bench-sdpa --bin metal --package sdpa-cli
+  cargo test --no-run --profile apple --target "$triple" "$@" --package metal-fallback --package conformance --lib \
+    --test forward --test backward --test library
+  cargo build --profile apple --target "$triple" "$@" --package bench-sdpa --bin metal --package sdpa-cli --bin sdpa
 }
 
 skip() { echo "SKIP apple: $*"; exit; }
