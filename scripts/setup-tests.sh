@@ -12,8 +12,12 @@ packages() {
   command -v cc >/dev/null || command -v gcc >/dev/null || missing+=(gcc libc6-dev)
   command -v python3 >/dev/null || missing+=(python3)
   if ! command -v python3 >/dev/null || ! python3 -m pip --version >/dev/null 2>&1; then missing+=(python3-pip); fi
-  # Compiles Metal kernels for the emulation.
-  command -v clang++ >/dev/null || missing+=(clang)
+  # Compiles Metal kernels for the emulation; its sanitizers are a package of their own.
+  if ! command -v clang++ >/dev/null; then
+    missing+=(clang libclang-rt-dev)
+  elif ! [ -e "$(clang++ -print-file-name="libclang_rt.tsan-$(uname -m).a")" ] && ! [ -e "$(clang++ -print-file-name=libclang_rt.tsan.a)" ]; then
+    missing+=("libclang-rt-$(clang++ -dumpversion | cut -d. -f1)-dev")
+  fi
   if [ ${#missing[@]} -eq 0 ]; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "setup-tests: installing ${missing[*]}"
