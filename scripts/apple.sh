@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# apple.sh: lints everything for Apple machines, and links what they would run, on a machine that is none: every call of Apple's
+# apple.sh [rustup | debian]: lints everything for Apple machines, and links what they would run, on a machine that is none: every call of Apple's
 # interface is held against its declaration, every symbol against scripts/apple-symbols.txt. Nothing is run. Installs the target's
 # standard library through rustup; where rustup cannot, Debian's compiler and sources of it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 triple=aarch64-apple-darwin
 built=${CARGO_TARGET_DIR:-target}
-sdk=$built/apple-sdk
 
 if [ "$(uname -s)" = Darwin ]; then
   echo "this is an Apple machine: the other steps lint and link for it"
@@ -33,14 +32,14 @@ stubs() {
   done < <(sed 's/#.*//' scripts/apple-symbols.txt | awk '/^\//{ if (line) print line; line = $1; next } { for (n = 1; n <= NF; n++) line = line " " $n } END { print line }')
 }
 
-# Binaries of macOS 14, the first with the version of MSL that kernels are written in.
+# Binaries of macOS 14, the first with the version of MSL that kernels are written in. The linker is beside rustup's compiler.
 linker() {
-  local lld
-  lld=$(find "$(rustc --print sysroot)/lib/rustlib" -name rust-lld | head -1)
-  [ -n "$lld" ] || lld=rust-lld
-  local flags=(-Clinker="$lld" -Clinker-flavor=ld64.lld "-Clink-arg=-F$sdk/System/Library/Frameworks" "-Clink-arg=-L$sdk/usr/lib")
+  local lld argument flags
+  lld=$(find "$(rustup run "${RUSTUP_TOOLCHAIN:-$(rustup show active-toolchain | cut -d' ' -f1)}" rustc --print sysroot)/lib/rustlib" -name rust-lld | head -1)
+  [ -n "$lld" ] || skip "there is no rust-lld to link with"
+  flags=("$@" -Clinker="$lld" -Clinker-flavor=ld64.lld "-Clink-arg=-F$sdk/System/Library/Frameworks" "-Clink-arg=-L$sdk/usr/lib")
   for argument in -platform_version macos 14.0 14.0 -arch arm64; do flags+=("-Clink-arg=$argument"); done
-  export CARGO_TARGET_AARCH64_APPLE_DARWIN_RUSTFLAGS="$* ${flags[*]}" SDKROOT=$sdk
+  export CARGO_TARGET_AARCH64_APPLE_DARWIN_RUSTFLAGS="${flags[*]}" SDKROOT=$sdk
 }
 
 # What a Mac would run: the tests of the glue, the suite, the benchmark, the command line tool.
@@ -50,14 +49,64 @@ link() {
   cargo build --profile apple --target "$triple" "$@" --package bench-sdpa --bin metal --package sdpa-cli --bin sdpa
 }
 
-skip() { echo "SKIP apple: $*"; exit; }
+# Nothing is an Apple binary that does not say so.
+linked() {
+  local n=0 file
+  while read -r file; do
+    n=$((n + 1))
+    [ "$(od -An -tx4 -N8 "$file" | tr -d ' \n')" = feedfacf0100000c ] || { echo "$file is no arm64 binary of macOS"; exit 1; }
+  done < <(find "$1/$triple/apple/deps" -type f -perm -u+x ! -name '*.*')
+  [ "$n" -ge 7 ] || { echo "only $n binaries were linked"; exit 1; }
+  echo "$n arm64 binaries for macOS are linked; none is run"
+}
+
+with_rustup() {
+  rustup target list --installed 2>/dev/null | grep -qx "$triple" || rustup target add "$triple" || return
+  rm -rf "$built/$triple/apple/deps/"{metal,forward,backward,library,conformance,sdpa}*-????????????????
+  cargo clippy --workspace --all-targets --target "$triple" -- -D warnings || exit
+  RUSTDOCFLAGS="-D warnings" cargo doc --quiet --package metal-fallback --package sdpa --no-deps --target "$triple" || exit
+  linker
+  link || exit
+  linked "$built"
+}
+
+# The compiler of Debian's security archive and the sources of the standard library, which is built too: no package has it for macOS.
+# There is no clippy for it; warnings are errors all the same.
+with_debian() {
+  local prefix=$built/apple-debian std llvm package
+  command -v apt-get >/dev/null && command -v dpkg >/dev/null || return
+  [ "$(id -u)" != 0 ] || apt-get update -qq || return
+  std=$(apt-cache depends libstd-rust-web-dev 2>/dev/null | awk '/ Depends: libstd-rust-web-[0-9]/ { print $2 }')
+  llvm=$(apt-cache depends "${std:-none}" 2>/dev/null | awk '/ Depends: libllvm/ { print $2 }')
+  [ -n "$llvm" ] || return
+  mkdir -p "$prefix/debs"
+  for package in rustc-web "$std" libstd-rust-web-dev rust-web-src "$llvm"; do
+    compgen -G "$prefix/debs/${package}_*.deb" >/dev/null || (cd "$prefix/debs" && apt-get download -qq "$package") || return
+    [ -e "$prefix/$package.there" ] || { dpkg -x "$prefix/debs/$package"_*.deb "$prefix" && touch "$prefix/$package.there"; } || return
+  done
+  printf '#!/bin/sh\nLD_LIBRARY_PATH=%s/usr/lib/x86_64-linux-gnu:%s exec %s/usr/bin/rustc "$@"\n' \
+    "$prefix" "$(dirname "$(find "$prefix/usr/lib" -name 'libLLVM*.so*' | head -1)")" "$prefix" >"$prefix/rustc"
+  chmod +x "$prefix/rustc"
+  linker -Dwarnings
+  export RUSTC=$prefix/rustc RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=$prefix/target
+  link -Zbuild-std=std,panic_abort,test || exit
+  linked "$prefix/target"
+}
+
+# 77 says that it is a skip to who called.
+skip() {
+  echo "SKIP apple: $*"
+  case ,${SDPA_REQUIRE:-}, in *,apple,*) exit 1 ;; esac
+  exit 77
+}
 
 mkdir -p "$built"
-sdk=$(cd "$built" && pwd)/apple-sdk
+built=$(cd "$built" && pwd)
+sdk=$built/apple-sdk
 stubs
-if rustup target list --installed 2>/dev/null | grep -qx "$triple" || rustup target add "$triple"; then
-  cargo clippy --workspace --all-targets --target "$triple" -- -D warnings
-  RUSTDOCFLAGS="-D warnings" cargo doc --quiet --package metal-fallback --package sdpa --no-deps --target "$triple"
-  linker
-  link
-fi
+case ${1:-any} in
+  rustup) with_rustup || skip "rustup has no standard library for $triple" ;;
+  debian) with_debian || skip "Debian's compiler and its sources are not to be had" ;;
+  any) with_rustup || with_debian || skip "neither rustup nor Debian's packages have a standard library for $triple" ;;
+  *) echo "apple.sh [rustup | debian]: \"$1\" is neither" >&2; exit 2 ;;
+esac
