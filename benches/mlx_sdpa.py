@@ -1,6 +1,6 @@
 """Attention on an Apple GPU beside MLX: a table to paste into an issue. `python3 benches/mlx_sdpa.py`, on a Mac with Rust and `pip install mlx`.
 
-Ours is the GPU's own time. MLX tells none, so its time is the wall's, of enough calls at once that submitting does not count. Its gradient is
+Ours is the time in the kernels, by the GPU's own clock. MLX tells none, so its time is the wall's, of enough calls at once that submitting does not count. Its gradient is
 `mx.vjp`, which computes the forward pass too: so the second time is of both passes on either side. Arguments go to the Rust half
 (`--quick`, `--executor cpu`)."""
 import importlib.metadata
@@ -60,7 +60,7 @@ def main():
     mx, version = mlx()
     revision = subprocess.run(["git", "describe", "--always", "--dirty"], stdout=subprocess.PIPE, text=True).stdout.strip()
     print(f"{device['device']} ({device['executor']}), {device['system']}, {platform.platform()}; {version}; revision {revision}")
-    print("ours: GPU time; MLX: wall time; ratio: ours / MLX" + ("; QUICK: lengths are a sixteenth" if quick else ""))
+    print("ours: time in the kernels; MLX: wall time; ratio: ours / MLX" + ("; QUICK: lengths are a sixteenth" if quick else ""))
     print()
     print("| batch, heads, key heads, queries, keys, dim | type | mask | forward, ours ms | MLX ms | ratio | forward and gradient, ours ms | MLX ms | ratio |")
     print("|---|---|---|---|---|---|---|---|---|")
