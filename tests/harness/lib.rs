@@ -10,6 +10,7 @@ pub mod inputs;
 pub mod library;
 pub mod matrix;
 pub mod msl;
+pub mod nvrtc;
 pub mod offline;
 pub mod oracle;
 pub mod random;

@@ -7,6 +7,7 @@ mod build;
 mod cover;
 mod executor;
 pub mod mutations;
+pub mod nvidia;
 pub mod table;
 
 pub use build::{Check, Job, Program, Toolchain};

@@ -1,12 +1,15 @@
 //! Plan files on the device: every case of the library runs on an executor that builds, its plans go to a file, and every case runs again
-//! on an executor that has that file alone. `device files [PLANS]`: and then on one that has a file made elsewhere.
+//! on an executor that has that file alone. `device files [PLANS]`: and then on one that has a file made elsewhere. `device loads`: what loading costs,
+//! and nothing else.
 
 use crate::setup::Result;
-use conformance::runner;
+use conformance::{Case, runner};
 use cudnn_graph::{Library, Search};
 use sdpa::cache::{Limits, What};
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, Planned};
+use sdpa::lower::Job;
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// How plans came about.
@@ -44,15 +47,12 @@ fn run_all(label: &str, executor: &CudnnExecutor) -> Result<usize> {
     println!("{}", forward.summary(&format!("{label}, forward")));
     println!("{}", backward.summary(&format!("{label}, backward")));
     let made = made(executor);
-    let kept = executor.forward_cache().values().into_iter().chain(executor.backward_cache().values());
-    let helpers = kept.map(|(_, p)| p.copies.len() + p.conversions.len() + p.sums.iter().map(|s| s.steps.len() + 1).sum::<usize>());
     println!(
-        "{label}: {} plans compiled in {:.1} ms each, {} loaded in {:.2} ms each, with {} helper plans of cuDNN's among them, {:.1} s in all",
+        "{label}: {} plans compiled in {:.1} ms each, {} loaded in {:.2} ms each, {:.1} s in all",
         made.compiled,
         made.compile_ms / made.compiled.max(1) as f64,
         made.loaded,
         made.load_ms / made.loaded.max(1) as f64,
-        helpers.sum::<usize>(),
         start.elapsed().as_secs_f64()
     );
     Ok(forward.failed + backward.failed)
@@ -83,4 +83,63 @@ pub(crate) fn run(elsewhere: Option<&str>) -> Result<()> {
     }
     std::fs::remove_file(&path)?;
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
+}
+
+/// Plans of cuDNN that one of ours is made of.
+fn parts(planned: &Planned) -> usize {
+    1 + planned.copies.len() + planned.conversions.len() + planned.sums.iter().map(|s| s.steps.len() + 1).sum::<usize>()
+}
+
+pub(crate) fn loads() -> Result<()> {
+    let path = std::env::temp_dir().join(format!("sdpa-loads-{}", std::process::id()));
+    let mut jobs = Vec::new();
+    for case in Case::all_library()? {
+        jobs.extend(case.spec()?.validate().ok().map(Job::from));
+        jobs.extend(case.backward_spec()?.validate().ok().map(Job::from));
+    }
+    let first = executor()?;
+    let (next, start) = (std::sync::atomic::AtomicUsize::new(0), Instant::now());
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                while let Some(job) = jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+                    first.prefetch(std::slice::from_ref(job));
+                }
+            });
+        }
+    });
+    println!("built on 8 threads in {:.1} s; {} saved", start.elapsed().as_secs_f64(), first.save(&path)?);
+    let kept = first.forward_cache().values().into_iter().chain(first.backward_cache().values());
+    let kept: Vec<(Job, Arc<Planned>)> = kept.collect();
+    for turn in 1..=3 {
+        let executor = executor()?;
+        executor.attach(&path)?;
+        let (mut single, mut all, mut count) = (Vec::new(), 0.0, 0);
+        for (job, planned) in &kept {
+            let start = Instant::now();
+            executor.prefetch(std::slice::from_ref(job)).into_iter().collect::<std::result::Result<Vec<_>, _>>()?;
+            let ms = start.elapsed().as_secs_f64() * 1e3;
+            all += ms;
+            count += parts(planned);
+            if parts(planned) == 1 {
+                single.push(ms);
+            }
+        }
+        if made(&executor).compiled > 0 {
+            return Err(format!("{} plans were compiled that are in the file", made(&executor).compiled).into());
+        }
+        single.sort_by(f64::total_cmp);
+        println!(
+            "turn {turn}: {} plans, {count} of cuDNN's, {:.2} ms each of ours, {:.2} ms each of cuDNN's; the {} that are one: {:.2} to {:.2} ms, middle {:.2}",
+            kept.len(),
+            all / kept.len() as f64,
+            all / count as f64,
+            single.len(),
+            single.first().unwrap_or(&f64::NAN),
+            single.last().unwrap_or(&f64::NAN),
+            single.get(single.len() / 2).unwrap_or(&f64::NAN)
+        );
+    }
+    std::fs::remove_file(&path)?;
+    Ok(())
 }

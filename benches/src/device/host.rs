@@ -6,8 +6,8 @@ use sdpa::exec::cudnn::{DeviceForward, PlanOptions, Replay};
 use std::sync::Arc;
 use std::time::Instant;
 
-const BATCH: usize = 100;
-const ROUNDS: usize = 200;
+const BATCH: usize = 50;
+const ROUNDS: usize = 1500;
 
 /// The least time of a call, in microseconds, over batches with no synchronisation inside.
 fn least(best: &mut f64, mut call: impl FnMut() -> Result<()>) -> Result<()> {

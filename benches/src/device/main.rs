@@ -1,6 +1,6 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
-//! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`, `device graphs`, `device tuned`, `device scaling`, `device weight`,
+//! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`, `device loads`, `device graphs`, `device gpus`, `device tuned`, `device scaling`, `device weight`,
 //! `device buckets [CALLS]`, `device soak [CALLS [SHAPES]]`, `device startup [PLANS]`, `device time` (JSON lines in and out), `device tree SEED [COUNT [FORM]]`,
 //! `device stack BATCH SEQ`, `device threads
 //! SECONDS`, `device version` (of cuDNN).
@@ -9,6 +9,7 @@ mod buckets;
 #[cfg(not(target_vendor = "apple"))]
 mod cudarc;
 mod files;
+mod gpus;
 mod graphs;
 mod host;
 mod memory;
@@ -42,9 +43,11 @@ fn main() -> ExitCode {
         Some("plans") => plans::run(),
         Some("version") => files::version(),
         Some("files") => files::run(args.get(1).map(String::as_str)),
+        Some("loads") => files::loads(),
         Some("scaling") => scaling::run(),
         Some("weight") => weight::run(),
         Some("tuned") => tuned::run(),
+        Some("gpus") => gpus::run(),
         Some("graphs") => graphs::run(),
         Some("buckets") => buckets::run(number(1, 60)),
         Some("startup") => startup::run(args.get(1).map(String::as_str)),
@@ -54,7 +57,7 @@ fn main() -> ExitCode {
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
         _ => {
-            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | graphs | tuned | scaling | weight | buckets [CALLS] | soak [CALLS [SHAPES]] | startup [PLANS] | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
+            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | loads | graphs | gpus | tuned | scaling | weight | buckets [CALLS] | soak [CALLS [SHAPES]] | startup [PLANS] | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
                 .into())
         }
     };

@@ -34,6 +34,7 @@ pub(crate) fn run(plans: Option<&str>) -> Result<()> {
     let executor = CudnnExecutor::new(CudnnOptions::default())?;
     if let Some(path) = plans {
         executor.attach(path)?;
+        part("executor, plan file");
     }
     let (planned, _) = executor.attention(&problem)?;
     match (plans, planned.time.load) {

@@ -23,9 +23,19 @@ table! {
         retain: "cuGraphRetainUserObject" fn(Ptr, Ptr, c_uint, c_uint);
         exchange_mode: "cuThreadExchangeStreamCaptureMode" fn(*mut c_int);
         nodes: "cuGraphGetNodes" fn(Ptr, *mut Ptr, *mut usize);
+        node_type: "cuGraphNodeGetType" fn(Ptr, *mut c_int);
+        edges: "cuGraphGetEdges" fn(Ptr, *mut Ptr, *mut Ptr, *mut usize);
+        create: "cuGraphCreate" fn(*mut Ptr, c_uint);
+        kernel: "cuGraphKernelNodeGetParams_v2" fn(Ptr, *mut KernelParams);
+        add_kernel: "cuGraphAddKernelNode_v2" fn(*mut Ptr, Ptr, *const Ptr, usize, *const KernelParams);
+        copy_attributes: "cuGraphKernelNodeCopyAttributes" fn(Ptr, Ptr);
     }
 }
 
+/// `CUDA_KERNEL_NODE_PARAMS`, 72 bytes in CUDA 12 and 13, which goes from one node to another unread.
+type KernelParams = [u64; 16];
+
+const KERNEL_NODE: c_int = 0;
 const THREAD_LOCAL: c_int = 1;
 const RELAXED: c_int = 2;
 const ACTIVE: c_int = 1;
@@ -151,6 +161,66 @@ impl Handle {
     }
 }
 
+/// A graph that was captured, for as long as what was made of it.
+struct Original {
+    device: &'static Device,
+    graph: Ptr,
+}
+
+// SAFETY: a graph may be destroyed from any thread.
+unsafe impl Send for Original {}
+
+impl Drop for Original {
+    fn drop(&mut self) {
+        if let Some(table) = self.device.graphs_if_any() {
+            // SAFETY: it is ours; what was instantiated lives on by itself.
+            let _ = unsafe { (table.destroy)(self.graph) };
+        }
+    }
+}
+
+impl Original {
+    /// The same kernels in a row, in a graph that keeps nothing alive: what keeps its own things with a graph, as cuDNN 9.27 does, makes every
+    /// launch 3 µs dearer. `None` where it holds anything but kernels one after another, and where the driver does not tell.
+    fn bare(&self, table: &GraphTable, count: usize) -> Option<Original> {
+        let mut nodes = vec![std::ptr::null_mut(); count];
+        let (mut from, mut to) = (nodes.clone(), nodes.clone());
+        let (mut found, mut edges) = (count, count);
+        // SAFETY: the graph is live, and the arrays have as many places as is said.
+        let told = unsafe {
+            (table.nodes)(self.graph, nodes.as_mut_ptr(), &mut found) == 0
+                && (table.edges)(self.graph, from.as_mut_ptr(), to.as_mut_ptr(), &mut edges) == 0
+        };
+        if !told || found != count || edges + 1 != count {
+            return None;
+        }
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the pointer is to a live pointer.
+        (unsafe { (table.create)(&mut graph, 0) } == 0).then_some(())?;
+        let bare = Original { device: self.device, graph };
+        let mut at = *nodes.iter().find(|node| !to[..edges].contains(node))?;
+        let mut before: Option<Ptr> = None;
+        for n in 0..count {
+            let (mut kind, mut params, mut node) = (KERNEL_NODE + 1, KernelParams::default(), std::ptr::null_mut());
+            let depends = before.as_slice();
+            // SAFETY: nodes are live as their graphs are; parameters live in the first node while the second copies them.
+            let copied = unsafe {
+                (table.node_type)(at, &mut kind) == 0
+                    && kind == KERNEL_NODE
+                    && (table.kernel)(at, &mut params) == 0
+                    && (table.add_kernel)(&mut node, graph, depends.as_ptr(), depends.len(), &params) == 0
+                    && (table.copy_attributes)(node, at) == 0
+            };
+            copied.then_some(())?;
+            before = Some(node);
+            if n + 1 < count {
+                at = to[from[..edges].iter().position(|&f| f == at)?];
+            }
+        }
+        Some(bare)
+    }
+}
+
 /// A captured piece of a stream that can be launched again.
 pub struct Captured {
     device: &'static Device,
@@ -181,23 +251,23 @@ impl Stream {
         device.check("cuStreamBeginCapture", unsafe { (table.begin)(self.raw().0, THREAD_LOCAL) })?;
         let capturing = Capturing::begin(self.raw().0);
         let submitted = submit();
-        let left = capturing.end();
+        let mut left = capturing.end();
         let mut graph = std::ptr::null_mut();
         // SAFETY: as above, and the pointer is to a live pointer.
         let ended = device.check("cuStreamEndCapture", unsafe { (table.end)(self.raw().0, &mut graph) });
+        let original = (!graph.is_null()).then(|| Original { device, graph });
+        submitted?;
+        ended?;
         let (mut exec, mut nodes) = (std::ptr::null_mut(), 0);
-        let made = submitted.and_then(|()| {
-            ended?;
-            // SAFETY: the graph is live; without room for nodes, they are counted.
-            device.check("cuGraphGetNodes", unsafe { (table.nodes)(graph, std::ptr::null_mut(), &mut nodes) })?;
-            // SAFETY: the graph is live, and the pointer is to a live pointer.
-            Ok(device.check("cuGraphInstantiate", unsafe { (table.instantiate)(&mut exec, graph, 0) })?)
-        });
-        if !graph.is_null() {
-            // SAFETY: it is ours; what was made of it lives on by itself.
-            let _ = unsafe { (table.destroy)(graph) };
-        }
-        made.map(|()| Captured { device, exec, nodes, left })
+        // SAFETY: the graph is live; without room for nodes, they are counted.
+        device.check("cuGraphGetNodes", unsafe { (table.nodes)(graph, std::ptr::null_mut(), &mut nodes) })?;
+        let bare = original.as_ref().and_then(|original| original.bare(table, nodes));
+        let launched = bare.as_ref().map_or(graph, |bare| bare.graph);
+        // SAFETY: the graph is live, and the pointer is to a live pointer.
+        device.check("cuGraphInstantiate", unsafe { (table.instantiate)(&mut exec, launched, 0) })?;
+        // What the original keeps, the executable graph needs.
+        left.extend(original.filter(|_| bare.is_some()).map(|original| Box::new(original) as Box<dyn Send>));
+        Ok(Captured { device, exec, nodes, left })
     }
 }
 
