@@ -8,7 +8,7 @@ use conformance::random::Random;
 use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_spec, run, run_backward, run_backward_case, run_case};
 use conformance::say::{say, skip};
 use half::{bf16, f16};
-use metal_fallback::{Captured, Plan, THREADGROUP_BYTES};
+use metal_fallback::{Captured, Kernels, Plan, THREADGROUP_BYTES};
 use sdpa::exec::metal::{backward, forward};
 use sdpa::expr::{Axis, Binary, Builder, Kind, NodeId, Place, Precision, Trace, Type, Unary};
 use sdpa::{DType, Executor};
@@ -36,40 +36,64 @@ fn side_by_side<T: Sync>(list: &[T], run: impl Fn(&T) + Sync) {
     });
 }
 
+/// A case, and the kernels that it is given to where those are not the planner's choice.
+type Forced = (Case, Option<Kernels>);
+
+fn all_wanted() -> bool {
+    std::env::var("SDPA_MSL").is_ok_and(|what| what == "all")
+}
+
+/// Cases on the kernels that the planner takes; with few queries, which all kernels are for, on all of them, and so every case where
+/// everything is wanted.
+fn planned_and_forced(cases: Vec<Case>, kernels: &[Kernels]) -> Vec<Forced> {
+    let few = |case: &Case| all_wanted() || case.shape.seq_q <= 8;
+    let forced = |case: &Case| kernels.iter().filter(|_| few(case)).map(|k| (case.clone(), Some(*k))).collect::<Vec<_>>();
+    cases.iter().flat_map(|case| if few(case) { forced(case) } else { vec![(case.clone(), None)] }).collect()
+}
+
+fn emulated(toolchain: &Toolchain, (case, kernels): &Forced) -> Emulated {
+    let emulated = Emulated::new(toolchain.clone(), case.seed());
+    kernels.map_or(emulated.clone(), |kernels| emulated.forced(kernels))
+}
+
+fn name((case, kernels): &Forced) -> String {
+    kernels.map_or(case.name.clone(), |kernels| format!("{}, {kernels:?}", case.name))
+}
+
 /// Every case but those whose limits the kernels document.
-fn run_all(what: &str, cases: &[Case]) {
+fn run_all(what: &str, cases: &[Forced]) {
     let Some(toolchain) = emulation(&format!("all {} {what} cases", cases.len())) else { return };
     run_all_with(what, cases, &toolchain);
 }
 
-fn run_all_with(what: &str, cases: &[Case], toolchain: &Toolchain) {
+fn run_all_with(what: &str, cases: &[Forced], toolchain: &Toolchain) {
     let tally = Mutex::new(Tally::default());
-    side_by_side(cases, |case| {
-        let emulated = Emulated::new(toolchain.clone(), case.seed());
+    side_by_side(cases, |forced| {
+        let (case, emulated) = (&forced.0, emulated(toolchain, forced));
         let declined = || case.spec().unwrap().validate().is_ok_and(|problem| emulated.supports(&problem).is_err());
         let outcome: Outcome = run_case(case, &emulated).skip_only_if(declined, || case.repro(emulated.name()));
-        tally.lock().unwrap().add(NAME, &case.name, &outcome);
+        tally.lock().unwrap().add(NAME, &name(forced), &outcome);
     });
     judge(what, tally);
 }
 
 /// The same of backward passes, alone and chained to the kernels' own forward pass.
-fn run_all_backward(what: &str, cases: &[Case]) {
+fn run_all_backward(what: &str, cases: &[Forced], sources: &[Source]) {
     let Some(toolchain) = emulation(&format!("all {} {what} cases", cases.len())) else { return };
-    run_all_backward_with(what, cases, &Source::ALL, &toolchain);
+    run_all_backward_with(what, cases, sources, &toolchain);
 }
 
-fn run_all_backward_with(what: &str, cases: &[Case], sources: &[Source], toolchain: &Toolchain) {
+fn run_all_backward_with(what: &str, cases: &[Forced], sources: &[Source], toolchain: &Toolchain) {
     let tally = Mutex::new(Tally::default());
-    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
-    side_by_side(&runs, |&(case, source)| {
-        let emulated = Emulated::new(toolchain.clone(), case.seed());
+    let runs: Vec<(&Forced, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
+    side_by_side(&runs, |&(forced, source)| {
+        let (case, emulated) = (&forced.0, emulated(toolchain, forced));
         let declined = || {
             let problem = case.backward_spec().unwrap().validate();
             problem.is_ok_and(|problem| emulated.supports_backward(&problem).is_err())
         };
         let outcome = run_backward_case(case, source, &emulated).skip_only_if(declined, || case.backward_repro(emulated.name()));
-        tally.lock().unwrap().add(NAME, &format!("{}{}", case.name, source.suffix()), &outcome);
+        tally.lock().unwrap().add(NAME, &format!("{}{}", name(forced), source.suffix()), &outcome);
     });
     judge(what, tally);
 }
@@ -81,49 +105,57 @@ fn judge(what: &str, tally: Mutex<Tally>) {
     assert!(tally.passed > 0, "no case ran");
 }
 
+/// Kernels of a backward pass.
+const BACKWARD_KERNELS: [Kernels; 2] = [Kernels::Tiled, Kernels::Vector];
+
 #[test]
 fn forward_cases() {
-    run_all("forward", &Case::all().unwrap());
+    run_all("forward", &planned_and_forced(Case::all().unwrap(), &Kernels::ALL));
 }
 
 #[test]
 fn score_mod_cases() {
-    run_all("score_mod", &Case::all_library().unwrap());
+    run_all("score_mod", &planned_and_forced(Case::all_library().unwrap(), &Kernels::ALL));
 }
 
 #[test]
 fn backward_cases() {
-    run_all_backward("backward", &Case::all_backward().unwrap());
+    run_all_backward("backward", &planned_and_forced(Case::all_backward().unwrap(), &BACKWARD_KERNELS), &Source::ALL);
 }
 
 #[test]
 fn backward_score_mod_cases() {
-    run_all_backward("backward score_mod", &Case::all_library().unwrap());
+    run_all_backward("backward score_mod", &planned_and_forced(Case::all_library().unwrap(), &BACKWARD_KERNELS), &Source::ALL);
 }
 
-/// Every type, dim, mask and score_mod; any two meet, or with `SDPA_MSL=all` all of them.
+fn table_rows(all: bool) -> Vec<Forced> {
+    table::rows(all).unwrap().into_iter().map(|row| (row.case, Some(row.kernels))).collect()
+}
+
+/// A backward pass has no parts: in a product those rows are those of the vector kernels.
+fn backward_table_rows(all: bool) -> Vec<Forced> {
+    table_rows(all).into_iter().filter(|(_, kernels)| !all || *kernels != Some(Kernels::Parts)).collect()
+}
+
+/// Every type, dim, mask, score_mod and kernel; any two meet, or with `SDPA_MSL=all` all of them.
 #[test]
 fn table_of_types_dims_masks_and_score_mods() {
-    let all = std::env::var("SDPA_MSL").is_ok_and(|what| what == "all");
-    let cases = table::cases(all).unwrap();
-    run_all("table", &cases);
+    run_all("table", &table_rows(all_wanted()));
 }
 
 #[test]
 fn backward_table_of_types_dims_masks_and_score_mods() {
-    let all = std::env::var("SDPA_MSL").is_ok_and(|what| what == "all");
-    let cases = table::cases(all).unwrap();
-    let Some(toolchain) = emulation(&format!("all {} backward table cases", cases.len())) else { return };
-    run_all_backward_with("backward table", &cases, &[Source::Oracle], &toolchain);
+    run_all_backward("backward table", &backward_table_rows(all_wanted()), &[Source::Oracle]);
 }
 
-/// Cases for the checks that are slow: every mask, type and size of tiles, and a key head that several query heads read.
+/// Cases for the checks that are slow: every mask, type, kernel and size of tiles, and a key head that several query heads read.
 const FEW: usize = 12;
 
 #[test]
 fn sanitizers_find_nothing() {
-    let cases = table::cases(false).unwrap();
-    let few: Vec<Case> = cases.into_iter().step_by(140 / FEW).collect();
+    let rows = table_rows(false);
+    let every = rows.len() / FEW;
+    let few: Vec<Forced> = rows.into_iter().step_by(every).collect();
     let Some(toolchain) = emulation(&format!("{} cases with sanitizers", few.len())) else { return };
     for check in [Check::Races, Check::Addresses, Check::Memory] {
         run_all_with(&format!("{check:?}"), &few, &toolchain.with(check));
@@ -194,14 +226,19 @@ fn every_fault_is_found() {
 fn plans(case: &Case) -> Vec<Plan> {
     let problem = case.spec().unwrap().validate().unwrap();
     let gradient = case.backward_spec().unwrap().validate().unwrap();
-    let mut plans = vec![forward(&problem).plan().unwrap()];
-    plans.extend(backward(&gradient).unwrap().plan().unwrap());
+    let mut plans = Vec::new();
+    for kernels in Kernels::ALL {
+        plans.extend(forward(&problem).plan_with(kernels).unwrap().plans);
+    }
+    for kernels in [Kernels::Tiled, Kernels::Vector] {
+        plans.extend(backward(&gradient).plan_with(kernels).unwrap().plans);
+    }
     plans
 }
 
 #[test]
 fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
-    let cases = table::cases(false).unwrap();
+    let cases: Vec<Case> = table_rows(false).into_iter().map(|(case, _)| case).collect();
     let Some(toolchain) = emulation(&format!("address spaces of {} cases", cases.len())) else { return };
     let checked = AtomicUsize::new(0);
     side_by_side(&cases, |case| {
@@ -379,7 +416,7 @@ fn functions_mean_what_the_interpreter_says() {
     text.push_str(&pieces);
     let mut calls = String::new();
     for (n, (_, trace)) in functions.iter().enumerate() {
-        let emitted = Captured::of([trace], [1; 4]).gradient(trace);
+        let emitted = Captured::of([trace], [1; 4]).gradient(trace, 1);
         text.push_str(&emitted.replace("score_mod_gradient", &format!("function_{n}")));
         calls.push_str(&format!("    show(function_{n});\n"));
     }
