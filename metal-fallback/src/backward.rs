@@ -21,6 +21,9 @@ pub(crate) const DELTA_SLOT: u32 = 9;
 const ALONG_SCORE: usize = 1;
 pub(crate) const ALONG_PARAMS: usize = 2;
 
+/// Elements of the gradient of a parameter at most: with those threadgroups are counted.
+const GRADIENT_LIMIT: i64 = 1 << 34;
+
 /// A declared parameter whose gradient is asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Along {
@@ -71,6 +74,9 @@ impl Backward {
         for along in &self.along {
             let float = matches!(along.dtype, DType::F32 | DType::F16 | DType::BF16);
             check.that(float, &format!("gradient of {}", along.name), along.dtype, "one of f32, f16, bf16");
+            let elements = along.axes.dims(self.forward.extents()).into_iter().fold(1, i64::saturating_mul);
+            let few = elements <= GRADIENT_LIMIT;
+            check.that(few, &format!("elements of the gradient of {}", along.name), elements, format!("at most {GRADIENT_LIMIT}"));
         }
         self.forward.check_captured(&mut check, self.gradient.as_deref());
         check.0.dedup();
@@ -196,7 +202,7 @@ impl Backward {
 
     /// The sum of `o · d_o` along each row, (batch, heads_q, seq_q), dense.
     fn delta_memory(&self) -> Operand {
-        Operand::Scratch(Scratch { name: "delta".to_owned(), elements: self.forward.q.dims[..3].iter().product() })
+        Operand::Scratch(Scratch::new("delta", &self.forward.q.dims[..3]))
     }
 
     fn dq(&self) -> Binding {

@@ -19,6 +19,9 @@ const DIM_LIMIT: i64 = 256;
 /// Extents at most: sums of two are 32-bit numbers in the kernels.
 const EXTENT_LIMIT: i64 = 1 << 30;
 
+/// Queries of the heads that share a key head at most, in vector kernels: with those and the parts of the keys threadgroups are counted.
+const ROWS_LIMIT: u64 = 1 << 20;
+
 /// A forward problem: `o = softmax(mask(score_mod(q·kᵀ · attn_scale))) · v`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Forward {
@@ -47,7 +50,8 @@ pub struct Forward {
 }
 
 impl Forward {
-    fn extents(&self) -> [i64; 4] {
+    /// Batch entries, query heads, queries and keys.
+    pub(crate) fn extents(&self) -> [i64; 4] {
         [self.q.dims[0], self.q.dims[1], self.q.dims[2], self.k.dims[2]]
     }
 
@@ -135,9 +139,9 @@ impl Forward {
     pub(crate) fn takes(&self, kernels: Kernels) -> Result<(), Vec<Declined>> {
         match kernels {
             Kernels::Tiled => Ok(()),
-            Kernels::Vector | Kernels::Parts if self.shared_queries() <= EXTENT_LIMIT.unsigned_abs() => Ok(()),
+            Kernels::Vector | Kernels::Parts if self.shared_queries() <= ROWS_LIMIT => Ok(()),
             Kernels::Vector | Kernels::Parts => {
-                let limit = format!("at most {EXTENT_LIMIT} in vector kernels");
+                let limit = format!("at most {ROWS_LIMIT} in vector kernels");
                 Err(vec![Declined::limit("queries of a key head", self.shared_queries(), limit)])
             }
         }
@@ -255,9 +259,9 @@ impl Forward {
 
     /// What the parts leave of each query: maximum and sum, and the output.
     fn parts(&self, parts: u32) -> [(u32, Scratch); 2] {
-        let rows = self.q.dims[..3].iter().product::<i64>() * i64::from(parts);
-        let scratch = |name: &str, elements| Scratch { name: name.to_owned(), elements };
-        [(9, scratch("sums of parts", rows * 2)), (10, scratch("outputs of parts", rows * self.v.dims[3]))]
+        let [batch, heads_q, seq_q, _] = self.q.dims;
+        let scratch = |name, each| Scratch::new(name, &[batch, heads_q, seq_q, parts.into(), each]);
+        [(9, scratch("sums of parts", 2)), (10, scratch("outputs of parts", self.v.dims[3]))]
     }
 
     fn one(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut) -> Plan {

@@ -16,7 +16,7 @@ pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Decli
     let Some(along) = problem.along.get(n) else { return Ok(Vec::new()) };
     let forward = &problem.forward;
     let tiles = forward.tiles(Tiles::backward)?;
-    let extents = [forward.q.dims[0], forward.q.dims[1], forward.q.dims[2], forward.k.dims[2]];
+    let extents = forward.extents();
     let spans = Axis::ALL.map(|axis| along.axes.has(axis));
     let [batch, head, query, key] = spans;
     let whole = query && key;
@@ -33,7 +33,7 @@ pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Decli
     let elements: i64 = along.axes.dims(extents).iter().product();
     let ty = element(along.dtype).unwrap_or("float");
     let gradient = Operand::Gradient { name: along.name.clone(), dtype: along.dtype, elements };
-    let scratch = Operand::Scratch(Scratch { name: format!("parts of the gradient of {}", along.name), elements: parts.iter().product() });
+    let scratch = Operand::Scratch(Scratch::new(format!("parts of the gradient of {}", along.name), &parts));
     let result = if whole { Binding::written(10, ty, gradient.clone()) } else { Binding::written(10, "float", scratch.clone()) };
 
     let mut constants = tiles.constants(forward.dims());

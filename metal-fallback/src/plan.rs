@@ -39,6 +39,12 @@ pub struct Scratch {
     pub elements: i64,
 }
 
+impl Scratch {
+    pub(crate) fn new(name: impl Into<String>, extents: &[i64]) -> Scratch {
+        Scratch { name: name.into(), elements: extents.iter().fold(1, |product: i64, &n| product.saturating_mul(n)) }
+    }
+}
+
 /// What a buffer holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operand {

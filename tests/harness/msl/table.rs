@@ -23,8 +23,16 @@ const MASKS: [&[&str]; 14] = [
     &["dilated:3"],
     &["natten:11", "padding"],
 ];
-const SCORE_MODS: [&[&str]; 7] =
-    [&[], &["softcap:5"], &["bias:hqk"], &["bias16:bhqk"], &["alibi-slopes"], &["bias:k", "softcap:10"], &["sandwich:8"]];
+/// Score_mods, and the parameters whose gradients are asked for in some rows.
+const SCORE_MODS: [(&[&str], &[&str]); 7] = [
+    (&[], &[]),
+    (&["softcap:5"], &["cap:f32"]),
+    (&["bias:hqk"], &["bias:f32"]),
+    (&["bias16:bhqk"], &["bias:f16"]),
+    (&["alibi-slopes"], &["slopes:bf16"]),
+    (&["bias:k", "softcap:10"], &["bias:bf16", "cap:f32"]),
+    (&["sandwich:8"], &[]),
+];
 /// batch, heads_q, heads_kv, seq_q, seq_kv: off every tile, some with rows that a causal mask leaves without a key; few queries, with
 /// keys for several simdgroups and more than one batch of each.
 const SHAPES: [[i64; 5]; 8] = [
@@ -46,16 +54,18 @@ fn list(names: &[&str]) -> String {
 
 fn text(row: &[usize]) -> String {
     let ([dim_qk, dim_v], [batch, heads_q, heads_kv, seq_q, seq_kv]) = (DIMS[row[0]], SHAPES[row[5]]);
-    let (dtype, mask, score_mod, layout) = (DTYPES[row[1]], MASKS[row[2]], SCORE_MODS[row[3]], LAYOUTS[row[6]]);
+    let (dtype, mask, (score_mod, along), layout) = (DTYPES[row[1]], MASKS[row[2]], SCORE_MODS[row[3]], LAYOUTS[row[6]]);
+    let wrt = if row[6] == 0 { along } else { &[] };
     let name = row.iter().map(ToString::to_string).collect::<Vec<_>>().join("_");
     let gap = row[6] * 3;
     format!(
         "[[case]]\nname = \"{name}\"\nshape = {{ batch = {batch}, heads_q = {heads_q}, heads_kv = {heads_kv}, seq_q = {seq_q}, \
          seq_kv = {seq_kv}, dim_qk = {dim_qk}, dim_v = {dim_v} }}\ndtype = \"{dtype}\"\nlayout = \"{layout}\"\nmask = {}\n\
-         score_mod = {}\nstats = {}\nkv_gap = {gap}\no_gap = {gap}\n",
+         score_mod = {}\nstats = {}\nkv_gap = {gap}\no_gap = {gap}\nbackward = {{ wrt = {} }}\n",
         list(mask),
         list(score_mod),
         row[6] != 1,
+        list(wrt),
     )
 }
 
