@@ -105,6 +105,7 @@ pub(crate) fn run() -> Result<()> {
             Ok(())
         })?;
     }
+    println!("a captured call: {} nodes; the bare one: {}", replay.captured_nodes().unwrap_or(0), bare_graph.nodes());
     println!("{name}, microseconds per call, least of {ROUNDS} batches of {BATCH}:");
     let rows = [
         "bare cudnnBackendExecute, one pack",

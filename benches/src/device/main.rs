@@ -1,7 +1,7 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 //!
 //! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`, `device graphs`, `device tuned`, `device scaling`, `device weight`,
-//! `device buckets [CALLS]`, `device startup`, `device time` (JSON lines in and out), `device tree SEED [COUNT [FORM]]`,
+//! `device buckets [CALLS]`, `device soak [CALLS [SHAPES]]`, `device startup [PLANS]`, `device time` (JSON lines in and out), `device tree SEED [COUNT [FORM]]`,
 //! `device stack BATCH SEQ`, `device threads
 //! SECONDS`, `device version` (of cuDNN).
 
@@ -14,6 +14,7 @@ mod memory;
 mod plans;
 mod scaling;
 mod setup;
+mod soak;
 mod speed;
 mod stack;
 mod startup;
@@ -44,13 +45,14 @@ fn main() -> ExitCode {
         Some("tuned") => tuned::run(),
         Some("graphs") => graphs::run(),
         Some("buckets") => buckets::run(number(1, 60)),
-        Some("startup") => startup::run(),
+        Some("startup") => startup::run(args.get(1).map(String::as_str)),
+        Some("soak") => soak::run(number(1, 10_000), number(2, 1_000)),
         Some("stack") => stack::run(number(1, 4), number(2, 2048)),
         Some("tree") => tree::run(number(1, 0), number(2, 1), args.get(3).map(String::as_str)),
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
         _ => {
-            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | graphs | tuned | scaling | weight | buckets [CALLS] | startup | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
+            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | graphs | tuned | scaling | weight | buckets [CALLS] | soak [CALLS [SHAPES]] | startup [PLANS] | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
                 .into())
         }
     };

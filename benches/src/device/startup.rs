@@ -1,4 +1,5 @@
-//! Time to the first output of a fresh process, by part.
+//! Time to the first output of a fresh process, by part: `device startup [PLANS]`, with the plan from that file where there is one; a file
+//! that is not there is made first, by a process that then ends.
 #![allow(unsafe_code)]
 
 use crate::setup::{Result, Tensors, problems};
@@ -6,9 +7,15 @@ use cudnn_graph::{Driver, Library, Search};
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
 use std::time::Instant;
 
-pub(crate) fn run() -> Result<()> {
+pub(crate) fn run(plans: Option<&str>) -> Result<()> {
     let (name, spec) = problems().swap_remove(0);
     let problem = spec.validate()?;
+    if let Some(path) = plans.filter(|path| !std::path::Path::new(path).exists()) {
+        let executor = CudnnExecutor::new(CudnnOptions::default())?;
+        executor.attention(&problem)?;
+        println!("{} plan saved into {path}", executor.save(path)?);
+        return Ok(());
+    }
     let start = Instant::now();
     let mut before = 0.0;
     let mut part = |what: &str| {
@@ -25,8 +32,15 @@ pub(crate) fn run() -> Result<()> {
     let handle = library.handle(&stream)?;
     part("handle");
     let executor = CudnnExecutor::new(CudnnOptions::default())?;
+    if let Some(path) = plans {
+        executor.attach(path)?;
+    }
     let (planned, _) = executor.attention(&problem)?;
-    part("plan: graph, heuristics, compilation");
+    match (plans, planned.time.load) {
+        (None, _) => part("plan: graph, heuristics, compilation"),
+        (Some(_), 1..) => part("plan: from the file"),
+        (Some(path), 0) => return Err(format!("the plan was compiled, although {path} has one").into()),
+    }
     let mut tensors = Tensors::new(&stream, &spec, planned.workspace_bytes(), 1)?;
     tensors.o().fill(&stream, 0xff)?;
     stream.synchronize()?;

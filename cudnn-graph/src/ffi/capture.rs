@@ -4,6 +4,7 @@ use super::backend::Handle;
 use super::driver::{Device, Ptr, Stream};
 use super::load::table;
 use crate::error::Error;
+use std::cell::RefCell;
 use std::ffi::{c_int, c_uint};
 
 table! {
@@ -21,6 +22,7 @@ table! {
         object_release: "cuUserObjectRelease" fn(Ptr, c_uint);
         retain: "cuGraphRetainUserObject" fn(Ptr, Ptr, c_uint, c_uint);
         exchange_mode: "cuThreadExchangeStreamCaptureMode" fn(*mut c_int);
+        nodes: "cuGraphGetNodes" fn(Ptr, *mut Ptr, *mut usize);
     }
 }
 
@@ -29,6 +31,35 @@ const RELAXED: c_int = 2;
 const ACTIVE: c_int = 1;
 const NO_DESTRUCTOR_SYNC: c_uint = 1;
 const MOVE: c_uint = 1;
+
+/// What calls leave with the capture that they are part of.
+type Left = Vec<Box<dyn Send>>;
+
+thread_local! {
+    /// The streams that this thread captures by [`Stream::capture`], the innermost last, and what their graphs need. The driver's own
+    /// way, user objects, makes every launch of a graph dearer; it remains for captures that somebody else began.
+    static CAPTURING: RefCell<Vec<(Ptr, Left)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A stream in [`CAPTURING`]; leaves it in a panic too.
+struct Capturing;
+
+impl Capturing {
+    fn begin(stream: Ptr) -> Capturing {
+        CAPTURING.with_borrow_mut(|all| all.push((stream, Left::new())));
+        Capturing
+    }
+
+    fn end(self) -> Left {
+        CAPTURING.with_borrow_mut(|all| all.last_mut().map(|(_, left)| std::mem::take(left))).unwrap_or_default()
+    }
+}
+
+impl Drop for Capturing {
+    fn drop(&mut self) {
+        drop(CAPTURING.with_borrow_mut(Vec::pop));
+    }
+}
 
 /// Something that a graph keeps, and the device that it belongs to.
 struct Kept {
@@ -73,6 +104,14 @@ impl Device {
 
     /// Makes the graph that a stream is captured into keep something.
     fn keep(&'static self, stream: Ptr, thing: Box<dyn Send>) -> Result<(), Error> {
+        let thing = CAPTURING.with_borrow_mut(|all| match all.iter_mut().find(|(captured, _)| *captured == stream) {
+            Some((_, left)) => {
+                left.push(thing);
+                None
+            }
+            None => Some(thing),
+        });
+        let Some(thing) = thing else { return Ok(()) };
         let table = self.graphs()?;
         let (mut status, mut id, mut graph, mut edges, mut count) = (0, 0, std::ptr::null_mut(), std::ptr::null(), 0);
         // SAFETY: the stream is live, and every pointer is to a live variable.
@@ -113,17 +152,24 @@ impl Handle {
 }
 
 /// A captured piece of a stream that can be launched again.
-#[derive(Debug)]
 pub struct Captured {
     device: &'static Device,
     exec: Ptr,
+    nodes: usize,
+    left: Left,
 }
 
-// SAFETY: a graph may be launched and destroyed from any thread.
+impl std::fmt::Debug for Captured {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Captured").field("nodes", &self.nodes).field("kept", &self.left.len()).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: a graph may be launched and destroyed from any thread, and what it keeps is `Send`.
 unsafe impl Send for Captured {}
 
 impl Stream {
-    /// Captures what `submit` submits to this stream: nothing runs.
+    /// Captures what `submit` submits to this stream: nothing runs. What calls keep for their graph, the result keeps.
     ///
     /// # Errors
     /// What `submit` returned; the driver's own, as for work that cannot be captured.
@@ -133,13 +179,17 @@ impl Stream {
         let table = device.graphs()?;
         // SAFETY: the stream is live.
         device.check("cuStreamBeginCapture", unsafe { (table.begin)(self.raw().0, THREAD_LOCAL) })?;
+        let capturing = Capturing::begin(self.raw().0);
         let submitted = submit();
+        let left = capturing.end();
         let mut graph = std::ptr::null_mut();
         // SAFETY: as above, and the pointer is to a live pointer.
         let ended = device.check("cuStreamEndCapture", unsafe { (table.end)(self.raw().0, &mut graph) });
-        let mut exec = std::ptr::null_mut();
+        let (mut exec, mut nodes) = (std::ptr::null_mut(), 0);
         let made = submitted.and_then(|()| {
             ended?;
+            // SAFETY: the graph is live; without room for nodes, they are counted.
+            device.check("cuGraphGetNodes", unsafe { (table.nodes)(graph, std::ptr::null_mut(), &mut nodes) })?;
             // SAFETY: the graph is live, and the pointer is to a live pointer.
             Ok(device.check("cuGraphInstantiate", unsafe { (table.instantiate)(&mut exec, graph, 0) })?)
         });
@@ -147,11 +197,16 @@ impl Stream {
             // SAFETY: it is ours; what was made of it lives on by itself.
             let _ = unsafe { (table.destroy)(graph) };
         }
-        made.map(|()| Captured { device, exec })
+        made.map(|()| Captured { device, exec, nodes, left })
     }
 }
 
 impl Captured {
+    /// Kernels, copies and whatever else was captured.
+    pub fn nodes(&self) -> usize {
+        self.nodes
+    }
+
     /// Submits it to a stream of its device. Nothing waits.
     ///
     /// # Safety
@@ -174,6 +229,10 @@ impl Drop for Captured {
             if code != 0 {
                 tracing::warn!(code, "cuGraphExecDestroy");
             }
+        }
+        // A launch may still run.
+        if !self.left.is_empty() {
+            self.device.retire(Box::new(std::mem::take(&mut self.left)));
         }
     }
 }

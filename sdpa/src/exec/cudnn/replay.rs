@@ -52,6 +52,11 @@ impl Replay {
         self.captures
     }
 
+    /// Kernels, copies and whatever else the captured call is made of.
+    pub fn captured_nodes(&self) -> Option<usize> {
+        self.captured.as_ref().map(Captured::nodes)
+    }
+
     /// Submits one forward pass. `call.workspace` is the replay's own if it is `None`.
     ///
     /// # Safety
