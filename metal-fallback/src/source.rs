@@ -88,6 +88,7 @@ impl Source<'_> {
         if let Some(along) = self.along {
             let _ = writeln!(text, "typedef {along} Gradient;");
         }
+        // Kernels that compute no scores are the same text whatever the masks and score_mods are.
         let features = [
             ("WITH_STATS", problem.stats.into()),
             ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
@@ -96,7 +97,8 @@ impl Source<'_> {
             ("WITH_GRADIENT", self.gradient.is_some().into()),
             ("WITH_KEEP", problem.keep.is_some().into()),
         ];
-        for (constant, value) in constants.iter().chain(&features) {
+        let features = if kernel.scores { &features[..] } else { &features[..1] };
+        for (constant, value) in constants.iter().chain(features) {
             let _ = writeln!(text, "#define {constant} {value}");
         }
         let _ = write!(text, "\n{}\n", self.params);

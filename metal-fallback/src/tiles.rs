@@ -10,7 +10,7 @@ pub const SIMD: u32 = 32;
 pub const FRAGMENT: u32 = 8;
 
 /// What the arrays of a kernel may take of the 32-bit registers of a lane; addresses, parameters and one pair of operands come on top.
-/// Chosen, not measured: a lane has 128 at most.
+/// Chosen, not measured.
 pub const REGISTER_LIMIT: u32 = 80;
 
 /// Columns of two accumulators that the registers of a simdgroup hold.

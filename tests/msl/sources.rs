@@ -5,9 +5,8 @@ use conformance::msl::{Job, Row, Toolchain, registers};
 use conformance::say::say;
 use metal_fallback::{Kernels, Plan, REGISTER_LIMIT, THREADGROUP_BYTES};
 use sdpa::exec::metal::{backward, forward};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The plans of every kernel of a row, forward and backward.
 fn plans(row: &Row) -> Vec<Plan> {
@@ -35,11 +34,15 @@ fn print(registers: &Registers) {
 fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
     let rows = table_rows(false);
     let Some(toolchain) = emulation(&format!("address spaces of {} cases", rows.len())) else { return };
-    let checked = AtomicUsize::new(0);
+    let checked = Mutex::new(HashSet::new());
     let registers = Mutex::new(Registers::new());
     side_by_side(&rows, |row| {
         let name = &row.case.name;
         for plan in plans(row) {
+            // Kernels without scores are the same for many rows.
+            if !checked.lock().unwrap().insert(plan.source.clone()) {
+                continue;
+            }
             let [arguments, body] = toolchain.kernel(&plan).unwrap();
             let counted = registers::peak(&body).unwrap();
             assert_eq!(counted, plan.registers, "{} of {name}", plan.entry);
@@ -53,7 +56,6 @@ fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
             assert_eq!(buffers, plan.buffers.iter().map(|b| b.slot).collect::<Vec<_>>(), "{} of {name}", plan.entry);
             assert_eq!(tiles, (0..plan.threadgroup.len() as u32).collect::<Vec<_>>(), "{} of {name}", plan.entry);
             toolchain.check_spaces(&plan).unwrap_or_else(|e| panic!("{} of {name}: {e}", plan.entry));
-            checked.fetch_add(1, Ordering::Relaxed);
         }
     });
     print(&registers.into_inner().unwrap());
@@ -71,7 +73,7 @@ fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
         let said = toolchain.check_spaces(&plan).unwrap_err();
         assert!(said.contains("address space"), "{said}");
     }
-    say(&format!("address spaces {NAME}: {} sources hold", checked.into_inner()));
+    say(&format!("address spaces {NAME}: {} sources hold", checked.into_inner().unwrap().len()));
 }
 
 #[test]
