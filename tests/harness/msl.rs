@@ -7,7 +7,9 @@ mod build;
 mod cover;
 mod executor;
 pub mod mutations;
+pub mod registers;
 pub mod table;
 
 pub use build::{Check, Job, Program, Toolchain};
 pub use executor::Emulated;
+pub use table::Row;
