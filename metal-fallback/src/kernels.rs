@@ -15,14 +15,14 @@ pub enum Kernels {
 /// A row of a table of choices: at most so many queries, at least so many keys, and what they are given to.
 type Choice = (i64, i64, Kernels);
 
-/// Eight queries are one fragment of a tile, and a quarter of the smallest threadgroup of most dims. From 1024 keys on, a threadgroup
-/// for each key head takes longer than the second kernel, when heads are few.
+/// Eight queries are one fragment of a tile, of which most threadgroups have four. From 1024 keys on, one threadgroup for each key head
+/// is taken to last longer than a second kernel; neither limit is measured.
 const FORWARD: [Choice; 3] = [(8, 1024, Kernels::Parts), (8, 0, Kernels::Vector), (i64::MAX, 0, Kernels::Tiled)];
 const BACKWARD: [Choice; 2] = [(8, 0, Kernels::Vector), (i64::MAX, 0, Kernels::Tiled)];
 
 /// Keys of a part, about.
 const PART_KEYS: i64 = 512;
-/// Parts at most: one lane of the merging kernel goes along them.
+/// Parts at most: every lane of the merging kernel goes along them.
 const PARTS_LIMIT: i64 = 64;
 
 impl Kernels {
