@@ -1,7 +1,8 @@
 //! Attention on Apple GPUs.
 //!
-//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes a [`Task`] of it: plans that run one after the
-//! other, and what they reach of each operand. A [`Plan`] is a kernel and its dispatch: the MSL source, tiles, grid, threadgroup memory and the table of buffers. Kernels are
+//! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes a [`Pass`] of it, which is a list of plans to run
+//! in order, and with what they reach of each operand a [`Task`]. A [`Plan`] is a kernel and its dispatch: the MSL source, grid,
+//! threadgroup memory and the table of buffers. Kernels are
 //! the `.metal` files in `kernels/`; what depends on a problem's types, dims, masks and score_mods is a prelude before them. Lengths,
 //! strides, bands and the scale are parameters of a call.
 //!
@@ -16,28 +17,32 @@ mod declined;
 mod emit;
 mod error;
 mod forward;
+mod kernels;
 mod limits;
 mod order;
+mod parameter;
 mod params;
 mod plan;
+mod rows;
 mod run;
 mod source;
 mod task;
 mod tiles;
 
-pub use backward::Backward;
+pub use backward::{Along, Backward};
 pub use cache::{Cache, CacheStats, Key, Math};
 pub use declined::Declined;
 pub use emit::Captured;
 pub use error::Error;
 pub use forward::Forward;
+pub use kernels::Kernels;
 pub use limits::Limits;
 pub use order::waits;
-pub use params::{BackwardParams, Field, ForwardParams, Params};
-pub use plan::{Band, Binding, Operand, Plan, Tensor};
+pub use params::{BackwardParams, Field, ForwardParams, Params, SumParams};
+pub use plan::{Band, Binding, Operand, Pass, Plan, Scratch, Tensor};
 pub use run::{Call, Contents, Facts, Ran, Ready, Runner};
 pub use task::Task;
-pub use tiles::{FRAGMENT, SIMD, THREADGROUP_BYTES, Tiles};
+pub use tiles::{FRAGMENT, REGISTER_LIMIT, SIMD, THREADGROUP_BYTES, Tiles};
 
 use std::sync::Arc;
 

@@ -48,7 +48,7 @@ mod tests {
         let (q, k, v, o) = (tensor, tensor, tensor, tensor);
         let forward =
             Forward { dtype: DType::F16, q, k, v, o, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: false };
-        let task = forward.task().unwrap();
+        let task = forward.task(None).unwrap();
         let plan = &task.plans()[0];
         let bytes = plan.threadgroup.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
         let just = Limits { threads: plan.threads.into(), simd: 32, static_bytes: 16, threadgroup_bytes: bytes + 16 };

@@ -41,7 +41,7 @@ mod tests {
             keep: None,
             stats: false,
         };
-        let plan = forward.plan().unwrap();
+        let plan = forward.plan().unwrap().plans.remove(0);
         let binding = |(operand, written): &(Operand, bool)| {
             let of = if *written { Binding::written } else { Binding::read };
             of(0, "float", operand.clone())
@@ -51,12 +51,13 @@ mod tests {
 
     #[test]
     fn only_hazards_wait() {
-        use Operand::{DK, DO, DQ, Delta, K, O, Q};
+        use Operand::{DK, DO, DQ, K, O, Q};
+        let delta = || Operand::Scratch(crate::Scratch { name: "delta".to_owned(), elements: 8 });
         let (read, written) = (false, true);
         let backward: [&[(Operand, bool)]; 3] = [
-            &[(DO, read), (O, read), (Delta, written)],
-            &[(Q, read), (Delta, read), (DQ, written)],
-            &[(Q, read), (Delta, read), (DK, written)],
+            &[(DO, read), (O, read), (delta(), written)],
+            &[(Q, read), (delta(), read), (DQ, written)],
+            &[(Q, read), (delta(), read), (DK, written)],
         ];
         assert_eq!(waits(&plans(&backward)), [false, true, false]);
         for (first, second, wait) in [((K, read), (K, read), false), ((K, read), (K, written), true), ((K, written), (K, written), true)] {

@@ -3,7 +3,8 @@
 use crate::backward::Backward;
 use crate::declined::{Check, Declined};
 use crate::forward::Forward;
-use crate::plan::{Operand, Plan, Tensor};
+use crate::kernels::Kernels;
+use crate::plan::{Operand, Pass, Plan, Scratch, Tensor};
 use cudnn_graph::DType;
 
 /// A pass as a [`Runner`](crate::Runner) takes it: plans that run one after the other, and the bytes that they reach of each operand.
@@ -25,7 +26,8 @@ impl Operand {
             Operand::DQ => "dq",
             Operand::DK => "dk",
             Operand::DV => "dv",
-            Operand::Delta => "delta",
+            Operand::Scratch(_) => "scratch",
+            Operand::Gradient { .. } => "a gradient of a parameter",
             Operand::Params => "params",
             Operand::Stats => "stats",
             Operand::SeqLenQ => "seq_len_q",
@@ -38,7 +40,7 @@ impl Operand {
     /// Whether it is between kernels of a pass alone: what runs the pass finds the memory, and the caller has nothing to bind.
     pub fn is_scratch(&self) -> bool {
         match self {
-            Operand::Delta => true,
+            Operand::Scratch(_) => true,
             Operand::Q
             | Operand::K
             | Operand::V
@@ -47,6 +49,7 @@ impl Operand {
             | Operand::DQ
             | Operand::DK
             | Operand::DV
+            | Operand::Gradient { .. }
             | Operand::Params
             | Operand::Stats
             | Operand::SeqLenQ
@@ -91,10 +94,13 @@ impl Tensors<'_> {
             Operand::DQ => of(&backward?.dq),
             Operand::DK => of(&backward?.dk),
             Operand::DV => of(&backward?.dv),
-            Operand::Delta | Operand::Stats => floats(&[batch, heads_q, seq_q]),
+            Operand::Stats => floats(&[batch, heads_q, seq_q]),
+            Operand::Scratch(Scratch { name: _, elements }) => floats(&[*elements]),
             Operand::SeqLenQ | Operand::SeqLenKv => floats(&[batch]),
             Operand::Scalars(names) => floats(&[names.len() as i64]),
-            Operand::Declared { name: _, dtype, elements } => u64::try_from(*elements).ok()?.checked_mul(dtype.bytes(1)),
+            Operand::Declared { name: _, dtype, elements } | Operand::Gradient { name: _, dtype, elements } => {
+                u64::try_from(*elements).ok()?.checked_mul(dtype.bytes(1))
+            }
             // Of each plan its own.
             Operand::Params => Some(0),
         }
@@ -102,7 +108,7 @@ impl Tensors<'_> {
 }
 
 impl Task {
-    fn new(plans: Vec<Plan>, tensors: Tensors<'_>) -> Result<Task, Vec<Declined>> {
+    fn new(Pass { plans }: Pass, tensors: Tensors<'_>) -> Result<Task, Vec<Declined>> {
         let mut reach: Vec<(Operand, u64)> = Vec::new();
         let mut check = Check::default();
         for binding in plans.iter().flat_map(|plan| &plan.buffers) {
@@ -147,22 +153,24 @@ impl Task {
 }
 
 impl Forward {
-    /// The plan, with what it reaches.
+    /// The pass, of these kernels or of those that the planner takes, with what it reaches.
     ///
     /// # Errors
-    /// As [`Forward::supports`].
-    pub fn task(&self) -> Result<Task, Vec<Declined>> {
-        Task::new(vec![self.plan()?], Tensors { forward: self, backward: None })
+    /// As [`Forward::supports`], and limits of these kernels.
+    pub fn task(&self, kernels: Option<Kernels>) -> Result<Task, Vec<Declined>> {
+        let pass = kernels.map_or_else(|| self.plan(), |kernels| self.plan_with(kernels))?;
+        Task::new(pass, Tensors { forward: self, backward: None })
     }
 }
 
 impl Backward {
-    /// The plans, with what they reach.
+    /// The pass, of these kernels or of those that the planner takes, with what it reaches.
     ///
     /// # Errors
-    /// As [`Backward::supports`].
-    pub fn task(&self) -> Result<Task, Vec<Declined>> {
-        Task::new(self.plan()?.into(), Tensors { forward: &self.forward, backward: Some(self) })
+    /// As [`Backward::supports`], and limits of these kernels.
+    pub fn task(&self, kernels: Option<Kernels>) -> Result<Task, Vec<Declined>> {
+        let pass = kernels.map_or_else(|| self.plan(), |kernels| self.plan_with(kernels))?;
+        Task::new(pass, Tensors { forward: &self.forward, backward: Some(self) })
     }
 }
 
@@ -190,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_pass_reaches_the_last_element_of_each_operand_and_no_further() {
-        let task = forward([10_000, 1000, 20, 1]).task().unwrap();
+        let task = forward([10_000, 1000, 20, 1]).task(None).unwrap();
         let reach = |operand: &Operand| task.operands().iter().find(|(o, _)| o == operand).map(|(_, bytes)| *bytes);
         assert_eq!(reach(&Operand::Q), Some(2 * (10_000 + 3 * 1000 + 9 * 20 + 15 + 1)));
         assert_eq!(reach(&Operand::V), Some(2 * (10_000 + 1000 + 5 * 20 + 7 + 1)));
@@ -203,8 +211,8 @@ mod tests {
     fn scratch_counts_once() {
         let forward = forward([10_000, 1000, 20, 1]);
         let Forward { q, k, v, o, .. } = forward;
-        let backward = Backward { forward, d_o: o, dq: q, dk: k, dv: v, gradient: None };
-        let task = backward.task().unwrap();
+        let backward = Backward { forward, d_o: o, dq: q, dk: k, dv: v, gradient: None, along: Vec::new() };
+        let task = backward.task(None).unwrap();
         assert_eq!((task.plans().len(), task.scratch_bytes()), (3, 4 * 2 * 4 * 10));
         assert_eq!(task.user(&Operand::DK), ("attention_dkv", true));
     }
@@ -212,7 +220,7 @@ mod tests {
     #[test]
     fn strides_without_a_reach_are_declined() {
         for strides in [[10_000, 1000, -20, 1], [i64::MAX, i64::MAX, 20, 1]] {
-            let declined = forward(strides).task().unwrap_err();
+            let declined = forward(strides).task(None).unwrap_err();
             assert!(matches!(&declined[0], Declined::Limit { field, .. } if field == "q"), "{declined:?}");
         }
     }

@@ -72,7 +72,7 @@ fn task() -> Task {
         keep: None,
         stats: false,
     };
-    forward.task().unwrap()
+    forward.task(None).unwrap()
 }
 
 fn operands() -> [Pages; 3] {

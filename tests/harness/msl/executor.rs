@@ -2,7 +2,9 @@
 
 use super::build::{Job, Program, Toolchain};
 use super::mutations::Mutation;
-use metal_fallback::{Cache, Call, Contents, Error, Facts, Key, Math, Operand, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task, waits};
+use metal_fallback::{
+    Cache, Call, Contents, Error, Facts, Kernels, Key, Math, Operand, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task, waits,
+};
 use sdpa::exec::metal::MetalExecutor;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -14,6 +16,7 @@ pub struct Emulated {
     toolchain: Toolchain,
     seed: u64,
     mutation: Option<Mutation>,
+    kernels: Option<Kernels>,
     programs: Cache<Program>,
     facts: Facts,
 }
@@ -30,7 +33,13 @@ impl Emulated {
             unified_memory: true,
             ..Facts::default()
         };
-        Emulated { toolchain, seed, mutation: None, programs: Cache::new(PROGRAMS), facts }
+        Emulated { toolchain, seed, mutation: None, kernels: None, programs: Cache::new(PROGRAMS), facts }
+    }
+
+    /// The same with these kernels, whatever the planner would take.
+    #[must_use]
+    pub fn forced(self, kernels: Kernels) -> Emulated {
+        Emulated { kernels: Some(kernels), ..self }
     }
 
     /// The same with a fault in the kernels that it fits.
@@ -41,7 +50,9 @@ impl Emulated {
 
     /// The executor of Apple GPUs over it.
     pub fn executor(self) -> MetalExecutor {
-        MetalExecutor::over(Arc::new(self))
+        let kernels = self.kernels;
+        let executor = MetalExecutor::over(Arc::new(self));
+        kernels.map_or(executor.clone(), |kernels| executor.with_kernels(kernels))
     }
 }
 

@@ -6,7 +6,7 @@ use crate::exec::{Prepared, PreparedBackward, Report};
 use crate::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use crate::params::bind;
 use crate::problem::Problem;
-use crate::tensor::{Elements, ElementsMut, HostBackward, HostForward, ParamValue};
+use crate::tensor::{Elements, ElementsMut, HostBackward, HostForward, HostGradient, ParamValue};
 use cudnn_graph::expr::Declared;
 use metal_fallback::{Call, Contents, Operand, Ready, Task};
 use std::borrow::Cow;
@@ -98,7 +98,8 @@ impl<'a> Values<'_, 'a> {
             | Operand::DQ
             | Operand::DK
             | Operand::DV
-            | Operand::Delta
+            | Operand::Scratch(_)
+            | Operand::Gradient { .. }
             | Operand::Params
             | Operand::Stats => None,
         }
@@ -114,14 +115,12 @@ fn call<'a>(task: &Task, attn_scale: f32, mut operands: Vec<(Operand, Contents<'
 
 fn run(device: &str, ready: &dyn Ready, call: Call<'_>) -> Result<Report, Error> {
     let ran = ready.run(call)?;
-    let engine = ready.task().plans().last().map(|plan| {
-        let (own, passing) = (plan.tiles.own, plan.tiles.passing);
-        format!("{device}: tiles of {own} x {passing}, {} threads, {} registers of fragments", plan.threads, plan.registers)
-    });
+    let kernels = ready.task().plans().iter().map(|plan| format!("{} of {} threads", plan.entry, plan.threads));
+    let engine = format!("{device}: {}", kernels.collect::<Vec<_>>().join(", "));
     Ok(Report {
         compute_ms: ran.kernel_ms,
         copied: ran.copied.iter().map(Operand::name).collect(),
-        engine: engine.unwrap_or_default(),
+        engine,
         workspace_bytes: ready.task().scratch_bytes(),
     })
 }
@@ -142,8 +141,8 @@ impl PreparedBackward for MetalBackward {
     fn backward(&self, host: HostBackward<'_>) -> Result<Report, Error> {
         let attn_scale = host.check(&self.problem)?;
         let values = bind(self.problem.params(), self.problem.forward().extents(), host.params)?;
-        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, .. } = host;
-        let operands = vec![
+        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, gradients, .. } = host;
+        let mut operands = vec![
             (Operand::Q, read(q)),
             (Operand::K, read(k)),
             (Operand::V, read(v)),
@@ -154,6 +153,10 @@ impl PreparedBackward for MetalBackward {
             (Operand::DK, written(dk)),
             (Operand::DV, written(dv)),
         ];
+        operands.extend(gradients.into_iter().map(|HostGradient { name, data }| {
+            let operand = Operand::Gradient { name: name.to_owned(), dtype: data.dtype(), elements: data.len() as i64 };
+            (operand, written(data))
+        }));
         let values = Values { declared: self.problem.params(), values: &values };
         run(&self.device, &*self.ready, call(self.ready.task(), attn_scale, operands, &values))
     }

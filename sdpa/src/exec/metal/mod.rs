@@ -14,13 +14,14 @@ use crate::error::{Error, ExecutorName, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::problem::Problem;
 use call::{MetalBackward, MetalForward};
-use metal_fallback::{Declined, Facts, Ready, Runner, Task};
+use metal_fallback::{Declined, Facts, Kernels, Ready, Runner, Task};
 use std::sync::Arc;
 
 /// Attention on an Apple GPU.
 #[derive(Clone, Debug)]
 pub struct MetalExecutor {
     runner: Result<Arc<dyn Runner>, Declined>,
+    kernels: Option<Kernels>,
 }
 
 impl Default for MetalExecutor {
@@ -32,12 +33,18 @@ impl Default for MetalExecutor {
 impl MetalExecutor {
     /// Over this machine's GPU; where there is none that the kernels run on, it declines every problem and says why.
     pub fn new() -> MetalExecutor {
-        MetalExecutor { runner: metal_fallback::system() }
+        MetalExecutor { runner: metal_fallback::system(), kernels: None }
     }
 
     /// Over another runner: a device of the caller's, or something that stands in for one.
     pub fn over(runner: Arc<dyn Runner>) -> MetalExecutor {
-        MetalExecutor { runner: Ok(runner) }
+        MetalExecutor { runner: Ok(runner), kernels: None }
+    }
+
+    /// The same with these kernels for every problem, whatever the planner would take.
+    #[must_use]
+    pub fn with_kernels(self, kernels: Kernels) -> MetalExecutor {
+        MetalExecutor { kernels: Some(kernels), ..self }
     }
 
     /// What the GPU says of itself.
@@ -85,17 +92,17 @@ impl Executor for MetalExecutor {
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
         self.supports(problem)?;
-        let ready = self.ready(forward(problem).task().map_err(unsupported)?)?;
+        let ready = self.ready(forward(problem).task(self.kernels).map_err(unsupported)?)?;
         Ok(Arc::new(MetalForward::new(problem.clone(), self.name(), ready)))
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        self.reasons(backward(problem).and_then(|backward| backward.supports().map_err(unsupported)))
+        self.reasons(backward(problem).supports().map_err(unsupported))
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
         self.supports_backward(problem)?;
-        let ready = self.ready(backward(problem)?.task().map_err(unsupported)?)?;
+        let ready = self.ready(backward(problem).task(self.kernels).map_err(unsupported)?)?;
         Ok(Arc::new(MetalBackward::new(problem.clone(), self.name(), ready)))
     }
 }
