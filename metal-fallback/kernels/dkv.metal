@@ -21,6 +21,7 @@ kernel void attention_dkv(
     threadgroup Element* d_o_tile [[threadgroup(1)]],
     threadgroup Element* k_tile [[threadgroup(2)]],
     threadgroup Element* v_tile [[threadgroup(3)]],
+    ODD_ARGUMENT(4)
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -61,11 +62,13 @@ kernel void attention_dkv(
             const int present = bounds.queries - start;
             // The block before has been read, and the keys are there.
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
+            const bool odd_q = load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
                 q_tile, q_rows + start * params.q_strides[2], params.q_strides[2], 1, present, int(thread_index));
-            load_tile<PASSING, DIM_V, PADDED_V, PITCH_V>(
+            const bool odd_d_o = load_tile<PASSING, DIM_V, PADDED_V, PITCH_V>(
                 d_o_tile, d_o_rows + start * params.d_o_strides[2], params.d_o_strides[2], params.d_o_strides[3], present,
                 int(thread_index));
+            const bool own_odd = odd_q || odd_d_o;
+            tell_odd(ODD_TOLD, own_odd, simdgroup, lane);
             threadgroup_barrier(mem_flags::mem_threadgroup);
 
             float2 weights[PASSING / 8];
@@ -79,32 +82,27 @@ kernel void attention_dkv(
             multiply_transposed<PADDED_V, PASSING, PITCH_V>(
                 slopes, v_tile + own * PITCH_V + column, d_o_tile + column * PITCH_V + row);
             const bool whole = all_in_bounds(bounds, start, start + PASSING, first, first + OWN);
+            uint kept = 0;
             UNROLL for (int j = 0; j < PASSING / 8; j++) {
                 UNROLL for (int e = 0; e < 2; e++) {
                     const int query = start + j * 8 + column + e;
                     const Row known = row_of(stats, delta, rows + query, query < bounds.queries);
                     float weight = weights[j][e];
                     float slope = slopes[j][e];
-                    to_weight(
+                    const bool counts = to_weight(
                         weight, slope, params.scale, known, whole || in_bounds(bounds, query, key), int4(batch, head, query, key),
                         params, CAPTURED);
                     weights[j][e] = weight;
                     slopes[j][e] = slope;
+                    kept |= uint(counts) << (j * 2 + e);
                 }
             }
-            UNROLL for (int j = 0; j < PASSING / 8; j++) {
-                UNROLL for (int d = 0; d < SLICE_V; d += 8) {
-                    if (slice_v + d < PADDED_V) {
-                        const threadgroup Element* from = d_o_tile + (j * 8 + row) * PITCH_V + slice_v + d + column;
-                        multiply_add(dv_sums[d / 8], weights[j], float2(float(from[0]), float(from[1])));
-                    }
-                }
-                UNROLL for (int d = 0; d < SLICE_QK; d += 8) {
-                    if (slice_qk + d < PADDED_QK) {
-                        const threadgroup Element* from = q_tile + (j * 8 + row) * PITCH_QK + slice_qk + d + column;
-                        multiply_add(dk_sums[d / 8], slopes[j], float2(float(from[0]), float(from[1])));
-                    }
-                }
+            if (any_odd(ODD_TOLD, own_odd)) {
+                add_kept_products<SLICE_V, PADDED_V, PITCH_V>(dv_sums, weights, kept, d_o_tile, slice_v, row, column);
+                add_kept_products<SLICE_QK, PADDED_QK, PITCH_QK>(dk_sums, slopes, kept, q_tile, slice_qk, row, column);
+            } else {
+                add_products<SLICE_V, PADDED_V, PITCH_V>(dv_sums, weights, d_o_tile, slice_v, row, column);
+                add_products<SLICE_QK, PADDED_QK, PITCH_QK>(dk_sums, slopes, q_tile, slice_qk, row, column);
             }
         }
     }

@@ -17,6 +17,7 @@ kernel void attention_dq(
     threadgroup Element* d_o_tile [[threadgroup(1)]],
     threadgroup Element* k_tile [[threadgroup(2)]],
     threadgroup Element* v_tile [[threadgroup(3)]],
+    ODD_ARGUMENT(4)
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -51,10 +52,11 @@ kernel void attention_dq(
         const int present = bounds.keys - start;
         // The block before has been read, and the queries are there.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
+        const bool own_odd = load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
             k_tile, k_rows + start * params.k_strides[2], params.k_strides[2], 1, present, int(thread_index));
         load_tile<PASSING, DIM_V, PADDED_V, PITCH_V>(
             v_tile, v_rows + start * params.v_strides[2], params.v_strides[2], 1, present, int(thread_index));
+        tell_odd(ODD_TOLD, own_odd, simdgroup, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         float2 weights[PASSING / 8];
@@ -67,22 +69,23 @@ kernel void attention_dq(
             weights, q_tile + own * PITCH_QK + column, k_tile + column * PITCH_QK + row);
         multiply_transposed<PADDED_V, PASSING, PITCH_V>(slopes, d_o_tile + own * PITCH_V + column, v_tile + column * PITCH_V + row);
         const bool whole = all_in_bounds(bounds, first, first + OWN, start, start + PASSING);
+        uint kept = 0;
         UNROLL for (int j = 0; j < PASSING / 8; j++) {
             UNROLL for (int e = 0; e < 2; e++) {
                 const int key = start + j * 8 + column + e;
                 float weight = weights[j][e];
                 float slope = slopes[j][e];
-                to_weight(
+                const bool counts = to_weight(
                     weight, slope, params.scale, known, whole || in_bounds(bounds, query, key), int4(batch, head, query, key), params,
                     CAPTURED);
                 slopes[j][e] = slope;
+                kept |= uint(counts) << (j * 2 + e);
             }
         }
-        UNROLL for (int j = 0; j < PASSING / 8; j++) {
-            UNROLL for (int d = 0; d < PADDED_QK; d += 8) {
-                const threadgroup Element* key = k_tile + (j * 8 + row) * PITCH_QK + d + column;
-                multiply_add(sums[d / 8], slopes[j], float2(float(key[0]), float(key[1])));
-            }
+        if (any_odd(ODD_TOLD, own_odd)) {
+            add_kept_products<PADDED_QK, PADDED_QK, PITCH_QK>(sums, slopes, kept, k_tile, 0, row, column);
+        } else {
+            add_products<PADDED_QK, PADDED_QK, PITCH_QK>(sums, slopes, k_tile, 0, row, column);
         }
     }
 

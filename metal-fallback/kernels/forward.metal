@@ -18,6 +18,7 @@ kernel void attention_forward(
     CAPTURED_TENSORS
     threadgroup Element* q_tile [[threadgroup(0)]],
     threadgroup Element* kv_tile [[threadgroup(1)]],
+    ODD_ARGUMENT(2)
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -64,23 +65,13 @@ kernel void attention_forward(
 
         // Whether nothing of this block is dropped by the band or the lengths.
         const bool whole = all_in_bounds(bounds, first, first + OWN, start, start + PASSING);
+        uint kept = 0;
         UNROLL for (int j = 0; j < PASSING / 8; j++) {
             UNROLL for (int e = 0; e < 2; e++) {
                 const int key = start + j * 8 + column + e;
-                float score = scores[j][e] * params.scale;
-#if WITH_SCORE_MOD || WITH_KEEP
-                // Tensors have no elements past the ends.
-                const Place at = {batch, head, min(query, params.seq_q - 1), min(key, params.seq_kv - 1)};
-#endif
-#if WITH_SCORE_MOD
-                score = score_mod(score, at, CAPTURED) * LOG2_E;
-#endif
-                if (!whole) {
-                    score = in_bounds(bounds, query, key) ? score : DROPPED;
-                }
-#if WITH_KEEP
-                score = keep(at, CAPTURED) ? score : DROPPED;
-#endif
+                const bool there = whole || in_bounds(bounds, query, key);
+                const float score = score_of(scores[j][e], there, int4(batch, head, query, key), params, CAPTURED);
+                kept |= score < LOWEST ? 0u : 1u << (j * 2 + e);
                 scores[j][e] = score;
             }
         }
@@ -105,22 +96,21 @@ kernel void attention_forward(
 
         // The keys have been read.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_tile<PASSING, DIM_V, PADDED_V, PITCH_V>(
+        const bool own_odd = load_tile<PASSING, DIM_V, PADDED_V, PITCH_V>(
             kv_tile, v_rows + start * params.v_strides[2], params.v_strides[2], 1, present, int(thread_index));
+        tell_odd(ODD_TOLD, own_odd, simdgroup, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        UNROLL for (int j = 0; j < PASSING / 8; j++) {
-            UNROLL for (int d = 0; d < PADDED_V; d += 8) {
-                const threadgroup Element* value = kv_tile + (j * 8 + row) * PITCH_V + d + column;
-                multiply_add(sums[d / 8], scores[j], float2(float(value[0]), float(value[1])));
-            }
+        if (any_odd(ODD_TOLD, own_odd)) {
+            add_kept_products<PADDED_V, PADDED_V, PITCH_V>(sums, scores, kept, kv_tile, 0, row, column);
+        } else {
+            add_products<PADDED_V, PADDED_V, PITCH_V>(sums, scores, kv_tile, 0, row, column);
         }
     }
 
     if (query >= params.seq_q) {
         return;
     }
-    // Only a row without keys has the sum 0; one with a NaN keeps it.
-    const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+    const float inverse = inverse_of(row_sum);
     device Element* out = o + batch * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
     for (int d = 0; d < PADDED_V; d += 8) {
         for (int e = 0; e < 2; e++) {
@@ -131,9 +121,8 @@ kernel void attention_forward(
     }
 #if WITH_STATS
     if (column == 0) {
-        const float minus_infinity = as_type<float>(0xff800000u);
         const long place = (long(batch) * params.heads_q + head) * params.seq_q + query;
-        stats[place] = row_sum == 0.0f ? minus_infinity : (row_max + log2(row_sum)) * LN_2;
+        stats[place] = stats_of(row_max, row_sum);
     }
 #endif
 }

@@ -10,6 +10,11 @@ inline int fragment_column(uint lane) {
     return int(((lane >> 1) & 4u) + ((lane & 1u) << 1));
 }
 
+// The lane that holds a column of a row.
+inline ushort fragment_lane(int row, int column) {
+    return ushort(((row & 4) << 2) + ((row & 3) << 1) + ((column & 4) << 1) + ((column >> 1) & 1));
+}
+
 // d += a b.
 inline void multiply_add(thread float2& d, float2 a, float2 b) {
     simdgroup_float8x8 left, right, sum;
@@ -32,17 +37,63 @@ inline float row_total(float x) {
     return x + simd_shuffle_xor(x, ushort(8));
 }
 
-// Copies rows into threadgroup memory, all threads together; `stride` is between rows, `step` between elements. Rows from `present` on, and columns from DIM to PADDED, are 0:
-// what lies there in device memory may be anything.
+// The sum of a column of fragments.
+inline float column_total(float x) {
+    x += simd_shuffle_xor(x, ushort(2));
+    x += simd_shuffle_xor(x, ushort(4));
+    return x + simd_shuffle_xor(x, ushort(16));
+}
+
+// Whether a number is an infinity or not-a-number; by its bits, as a compiler may take every float for finite.
+inline bool is_odd(float x) {
+    return (as_type<uint>(x) & 0x7f800000u) == 0x7f800000u;
+}
+
+// Copies rows into threadgroup memory, all threads together; `stride` is between rows, `step` between elements. Rows from `present`
+// on, and columns from DIM to PADDED, are 0: what lies there in device memory may be anything. Whether this thread copied an odd
+// number.
 template <int ROWS, int DIM, int PADDED, int PITCH>
-inline void load_tile(
+inline bool load_tile(
     threadgroup Element* tile, const device Element* from, long stride, long step, int present, int thread_index) {
+    bool odd = false;
     for (int at = thread_index; at < ROWS * PADDED; at += THREADS) {
         const int row = at / PADDED;
         const int column = at % PADDED;
         const bool there = row < present && column < DIM;
-        tile[row * PITCH + column] = there ? from[row * stride + column * step] : Element(0.0f);
+        const Element value = there ? from[row * stride + column * step] : Element(0.0f);
+        tile[row * PITCH + column] = value;
+        odd = odd || is_odd(float(value));
     }
+    return odd;
+}
+
+// What simdgroups tell one another of odd numbers; one alone knows them.
+#if THREADS > 32
+#define ODD_ARGUMENT(slot) threadgroup uint* odd_told [[threadgroup(slot)]],
+#define ODD_TOLD odd_told
+#else
+#define ODD_ARGUMENT(slot)
+#define ODD_TOLD nullptr
+#endif
+
+// Tells the threadgroup, in front of a barrier, whether a thread of this simdgroup has copied an odd number.
+inline void tell_odd(threadgroup uint* told, bool odd, uint simdgroup, uint lane) {
+    const bool any = simd_any(odd);
+    if (THREADS > 32 && lane == 0) {
+        told[simdgroup] = any ? 1u : 0u;
+    }
+}
+
+// Whether any thread of the threadgroup has, behind the barrier.
+inline bool any_odd(const threadgroup uint* told, bool odd) {
+    if (THREADS == 32) {
+        return simd_any(odd);
+    }
+    uint any = 0;
+    for (int s = 0; s < THREADS / 32; s++) {
+        any |= told[s];
+    }
+    return any != 0;
 }
 
 // Eight rows of one matrix times eight rows of another, transposed: d += a b^T over WIDTH columns. `a` and `b` are where this lane's
@@ -54,6 +105,39 @@ inline void multiply_transposed(thread float2* d, const threadgroup Element* a, 
         UNROLL for (int j = 0; j < ROWS / 8; j++) {
             const threadgroup Element* right = b + j * 8 * PITCH + at;
             multiply_add(d[j], left, float2(float(right[0]), float(right[PITCH])));
+        }
+    }
+}
+
+// sums += weights tile, over WIDTH of the tile's columns from `slice` on.
+template <int WIDTH, int PADDED, int PITCH>
+inline void add_products(
+    thread float2* sums, const thread float2* weights, const threadgroup Element* tile, int slice, int row, int column) {
+    UNROLL for (int j = 0; j < PASSING / 8; j++) {
+        UNROLL for (int d = 0; d < WIDTH; d += 8) {
+            if (slice + d < PADDED) {
+                const threadgroup Element* from = tile + (j * 8 + row) * PITCH + slice + d + column;
+                multiply_add(sums[d / 8], weights[j], float2(float(from[0]), float(from[1])));
+            }
+        }
+    }
+}
+
+// The same of a tile with odd numbers, which a weight of 0 does not take away: a pair whose bit in `kept` is 0 adds nothing.
+template <int WIDTH, int PADDED, int PITCH>
+inline void add_kept_products(
+    thread float2* sums, const thread float2* weights, uint kept, const threadgroup Element* tile, int slice, int row, int column) {
+    UNROLL for (int j = 0; j < PASSING / 8; j++) {
+        for (int c = 0; c < 8; c++) {
+            const ushort holder = fragment_lane(row, c);
+            const float weight = simd_shuffle((c & 1) == 0 ? weights[j][0] : weights[j][1], holder);
+            const bool there = (simd_shuffle(kept, holder) >> (j * 2 + (c & 1)) & 1u) != 0;
+            const threadgroup Element* from = tile + (j * 8 + c) * PITCH + slice + column;
+            UNROLL for (int d = 0; d < WIDTH; d += 8) {
+                if (there && slice + d < PADDED) {
+                    sums[d / 8] = sums[d / 8] + float2(float(from[d]), float(from[d + 1])) * weight;
+                }
+            }
         }
     }
 }

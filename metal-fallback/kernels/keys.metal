@@ -38,13 +38,6 @@ inline int2 queries_of(Bounds bounds, int first_k, int end_k) {
     return int2(max(0, from), min(bounds.queries, end_k - bounds.lower - 1));
 }
 
-// Stands for the score of a key that is dropped, and for the maximum of a row before its first key. 2^(DROPPED - LOWEST) is 0; both are
-// finite, so that nothing depends on how a compiler treats infinities.
-#define LOWEST -1e38f
-#define DROPPED -3.4e38f
-#define LOG2_E 1.44269504088896340736f
-#define LN_2 0.69314718055994530942f
-
 // What a kernel knows of its batch entry.
 #if WITH_SEQ_LEN_Q
 #define QUERIES_LEFT clamp(seq_len_q[batch], 0, params.seq_q)

@@ -1,13 +1,39 @@
 //! Backward problems and their plans.
 
 use crate::declined::{Check, Declined};
+use crate::emit::Captured;
 use crate::forward::Forward;
+use crate::kernels::Kernels;
+use crate::parameter;
 use crate::params::{BackwardParams, Params};
-use crate::plan::{Binding, Operand, Plan, Tensor};
-use crate::source::{DELTA, DELTA_SLOT, DKV, DQ, Piece, STATS_SLOT, Source, WEIGHTS};
+use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch, Tensor};
+use crate::rows::{Rows, THREADS};
+use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECTOR_DQ};
 use crate::tiles::{SIMD, Tiles};
-use cudnn_graph::expr::Trace;
+use cudnn_graph::DType;
+use cudnn_graph::expr::{Axes, Trace};
 use std::sync::Arc;
+
+/// Where the kernels of a backward pass have what one leaves to another.
+pub(crate) const DELTA_SLOT: u32 = 9;
+
+/// Roots of a gradient: the score, its gradient, and one for each parameter.
+const ALONG_SCORE: usize = 1;
+pub(crate) const ALONG_PARAMS: usize = 2;
+
+/// Elements of the gradient of a parameter at most: with those threadgroups are counted.
+const GRADIENT_LIMIT: i64 = 1 << 34;
+
+/// A declared parameter whose gradient is asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Along {
+    /// Its name.
+    pub name: String,
+    /// Element type of the gradient: f32, f16 or bf16.
+    pub dtype: DType,
+    /// The axes of the parameter, over which its gradient lies dense; none of a scalar.
+    pub axes: Axes,
+}
 
 /// The gradient of a forward problem, from its operands, `o`, stats and `d_o`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -22,9 +48,11 @@ pub struct Backward {
     pub dk: Tensor,
     /// Gradient of the values.
     pub dv: Tensor,
-    /// Of the score and of the gradient that comes in from behind: its second root is the gradient of the score. There exactly when
-    /// the attention has a score_mod.
+    /// Of the score and of the gradient that comes in from behind: its second root is the gradient of the score, and further ones are
+    /// those of [`Backward::along`]. There where the attention has a score_mod.
     pub gradient: Option<Arc<Trace>>,
+    /// Parameters whose gradients are asked for, in the order of the roots.
+    pub along: Vec<Along>,
 }
 
 impl Backward {
@@ -41,8 +69,15 @@ impl Backward {
             check.that(dense, &format!("{field}.strides[3]"), tensor.strides[3], "1: the last axis is dense");
         }
         let roots = self.gradient.as_deref().map_or(0, |trace| trace.roots().len());
-        let derivative = self.forward.score_mod.is_some() == (roots >= 2);
-        check.that(derivative, "gradient", format!("{roots} roots"), "a score_mod has a gradient, and nothing else has");
+        let needed = if self.along.is_empty() && self.forward.score_mod.is_none() { 0 } else { ALONG_PARAMS + self.along.len() };
+        check.that(roots >= needed, "gradient", format!("{roots} roots"), format!("{needed} of a score_mod and what is asked for"));
+        for along in &self.along {
+            let float = matches!(along.dtype, DType::F32 | DType::F16 | DType::BF16);
+            check.that(float, &format!("gradient of {}", along.name), along.dtype, "one of f32, f16, bf16");
+            let elements = along.axes.dims(self.forward.extents()).into_iter().fold(1, i64::saturating_mul);
+            let few = elements <= GRADIENT_LIMIT;
+            check.that(few, &format!("elements of the gradient of {}", along.name), elements, format!("at most {GRADIENT_LIMIT}"));
+        }
         self.forward.check_captured(&mut check, self.gradient.as_deref());
         check.0.dedup();
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
@@ -60,6 +95,7 @@ impl Backward {
             dq_strides: self.dq.outer(),
             dk_strides: self.dk.outer(),
             dv_strides: self.dv.outer(),
+            batch: q.dims[0] as i32,
             heads_q: q.dims[1] as i32,
             group: (q.dims[1] / k.dims[1]) as i32,
             seq_q: q.dims[2] as i32,
@@ -71,80 +107,144 @@ impl Backward {
         }
     }
 
-    /// Elements of [`Operand::Delta`].
-    pub fn delta_elements(&self) -> i64 {
-        self.forward.q.dims[..3].iter().product()
-    }
-
-    /// Cuts the problem and writes its kernels: one that makes [`Operand::Delta`], and two that read it, for `dq` and for `dk` and `dv`.
+    /// Cuts the problem and writes its kernels, those that suit its lengths.
     ///
     /// # Errors
     /// As [`Backward::supports`].
-    pub fn plan(&self) -> Result<[Plan; 3], Vec<Declined>> {
-        self.supports()?;
+    pub fn plan(&self) -> Result<Pass, Vec<Declined>> {
         let forward = &self.forward;
-        let (name, tiles) = forward.cut(Tiles::backward)?;
-        let captured = forward.captured(self.gradient.as_deref());
-        let (params, layout) = (self.params(), BackwardParams::msl());
-        let source = Source {
-            problem: forward,
-            element: name,
-            tiles: &tiles,
-            captured: &captured,
-            gradient: self.gradient.as_deref(),
-            params: &layout,
+        let chosen = Kernels::backward(forward.q.dims[2], forward.k.dims[2]);
+        self.plan_with(if forward.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
+    }
+
+    /// The same with these kernels. Gradients of parameters always have tiles.
+    ///
+    /// # Errors
+    /// As [`Backward::supports`], and limits of these kernels.
+    pub fn plan_with(&self, kernels: Kernels) -> Result<Pass, Vec<Declined>> {
+        self.supports()?;
+        self.forward.takes(kernels)?;
+        let mut plans = match kernels {
+            Kernels::Tiled => self.tiled()?,
+            Kernels::Vector | Kernels::Parts => self.vector(),
         };
-        let [batch, heads_q, seq_q, _] = forward.q.dims.map(|n| n as u32);
-        let (heads_kv, seq_kv) = (forward.k.dims[1] as u32, forward.k.dims[2] as u32);
-        let plan = |entry, pieces: &[Piece], grid, mut buffers: Vec<Binding>, threadgroup: Vec<usize>, registers| {
-            buffers.sort_by_key(|b| b.slot);
-            Plan {
-                source: source.text(pieces),
-                entry,
-                tiles,
-                grid,
-                registers,
-                threads: tiles.threads(),
-                buffers,
-                threadgroup: threadgroup.into_iter().map(|bytes| (name, bytes)).collect(),
-                params: Params::Backward(params),
-                unit: 1.0,
-            }
+        for n in 0..self.along.len() {
+            plans.extend(parameter::plans(self, n)?);
+        }
+        Ok(Pass { plans })
+    }
+
+    fn tiled(&self) -> Result<Vec<Plan>, Vec<Declined>> {
+        let tiles = self.forward.tiles(Tiles::backward)?;
+        let [batch, heads_q, seq_q, _] = self.forward.q.dims.map(|n| n as u32);
+        let [_, heads_kv, seq_kv, _] = self.forward.k.dims.map(|n| n as u32);
+        let constants = tiles.constants(self.forward.dims());
+        let tiled = |grid, registers, own_queries, buffers| Cut {
+            grid,
+            threads: tiles.threads(),
+            registers,
+            buffers,
+            threadgroup: self.memory(&tiles, own_queries).into_iter().chain(tiles.odd_bytes().map(|bytes| ("uint", bytes))).collect(),
         };
-        let delta = vec![
-            Binding::read(3, name, Operand::DO),
-            Binding::constant(4, &format!("{}&", BackwardParams::NAME), Operand::Params),
-            Binding::written(DELTA_SLOT, "float", Operand::Delta),
-            Binding::read(12, name, Operand::O),
-        ];
-        let mut shared = forward.operands(name, &captured, BackwardParams::NAME);
-        shared.extend([
-            Binding::read(3, name, Operand::DO),
+        let blocks = seq_kv.div_ceil(tiles.own) * tiles.splits();
+        let dq = tiled([seq_q.div_ceil(tiles.own), heads_q, batch], tiles.dq_registers(), true, self.operands(&[self.dq()]));
+        let dkv = tiled([blocks, heads_kv, batch], tiles.dkv_registers(), false, self.operands(&self.dkv()));
+        Ok(vec![self.delta(), self.one(&DQ, &constants, dq), self.one(&DKV, &constants, dkv)])
+    }
+
+    /// Bytes of `q`, `d_o`, `k` and `v`.
+    pub(crate) fn memory(&self, tiles: &Tiles, own_queries: bool) -> Vec<(&'static str, usize)> {
+        tiles.backward_bytes(own_queries).into_iter().map(|bytes| (self.forward.element(), bytes)).collect()
+    }
+
+    fn vector(&self) -> Vec<Plan> {
+        let (dims, shared) = (self.forward.dims(), self.forward.shared_queries());
+        let [batch, heads_kv, seq_kv, _] = self.forward.k.dims.map(|n| n as u32);
+        let (rows, own) = (Rows::dq(dims, shared), Rows::dkv(dims));
+        let mut buffers = self.operands(&[self.dq(), Binding::read(12, self.forward.element(), Operand::O)]);
+        // This kernel is the one that makes it.
+        buffers.retain(|b| b.slot != DELTA_SLOT);
+        buffers.push(Binding::written(DELTA_SLOT, "float", self.delta_memory()));
+        let dq = Cut {
+            grid: [shared.div_ceil(rows.rows.into()) as u32, heads_kv, batch],
+            threads: THREADS,
+            registers: rows.registers,
+            buffers,
+            threadgroup: rows.dq_bytes().into_iter().map(|bytes| ("float", bytes)).collect(),
+        };
+        let dkv = Cut {
+            grid: [seq_kv.div_ceil(THREADS / SIMD), heads_kv, batch],
+            threads: THREADS,
+            registers: own.registers,
+            buffers: self.operands(&self.dkv()),
+            threadgroup: Vec::new(),
+        };
+        vec![self.one(&VECTOR_DQ, &rows.constants(), dq), self.one(&VECTOR_DKV, &own.constants(), dkv)]
+    }
+
+    fn delta(&self) -> Plan {
+        let [batch, heads_q, seq_q, _] = self.forward.q.dims.map(|n| n as u32);
+        let name = self.forward.element();
+        let cut = Cut {
+            grid: [seq_q.div_ceil(THREADS / SIMD), heads_q, batch],
+            threads: THREADS,
+            registers: 0,
+            buffers: vec![
+                Binding::read(3, name, Operand::DO),
+                Binding::params(BackwardParams::NAME),
+                Binding::written(DELTA_SLOT, "float", self.delta_memory()),
+                Binding::read(12, name, Operand::O),
+            ],
+            threadgroup: Vec::new(),
+        };
+        self.one(&DELTA, &[("DIM_V", self.forward.dims()[1]), ("THREADS", THREADS)], cut)
+    }
+
+    /// The sum of `o · d_o` along each row, (batch, heads_q, seq_q), dense.
+    fn delta_memory(&self) -> Operand {
+        Operand::Scratch(Scratch::new("delta", &self.forward.q.dims[..3]))
+    }
+
+    fn dq(&self) -> Binding {
+        Binding::written(10, self.forward.element(), Operand::DQ)
+    }
+
+    fn dkv(&self) -> [Binding; 2] {
+        let name = self.forward.element();
+        [Binding::written(10, name, Operand::DK), Binding::written(11, name, Operand::DV)]
+    }
+
+    pub(crate) fn captured(&self) -> Captured {
+        self.forward.captured(self.gradient.as_deref())
+    }
+
+    /// What every kernel that computes weights reads, and what it has besides.
+    pub(crate) fn operands(&self, more: &[Binding]) -> Vec<Binding> {
+        let mut buffers = self.forward.operands_with(&self.captured(), BackwardParams::NAME);
+        buffers.extend([
+            Binding::read(3, self.forward.element(), Operand::DO),
             Binding::read(STATS_SLOT, "float", Operand::Stats),
-            Binding::read(DELTA_SLOT, "float", Operand::Delta),
+            Binding::read(DELTA_SLOT, "float", self.delta_memory()),
         ]);
-        let with = |more: &[Binding]| shared.iter().chain(more).cloned().collect::<Vec<Binding>>();
-        let dq = with(&[Binding::written(10, name, Operand::DQ)]);
-        let dkv = with(&[Binding::written(10, name, Operand::DK), Binding::written(11, name, Operand::DV)]);
-        let rows = tiles.threads() / SIMD;
-        Ok([
-            plan("attention_delta", &[DELTA], [seq_q.div_ceil(rows), heads_q, batch], delta, Vec::new(), 0),
-            plan(
-                "attention_dq",
-                &[WEIGHTS, DQ],
-                [seq_q.div_ceil(tiles.own), heads_q, batch],
-                dq,
-                tiles.backward_bytes(true),
-                tiles.dq_registers(),
-            ),
-            plan(
-                "attention_dkv",
-                &[WEIGHTS, DKV],
-                [seq_kv.div_ceil(tiles.own) * tiles.splits(), heads_kv, batch],
-                dkv,
-                tiles.backward_bytes(false),
-                tiles.dkv_registers(),
-            ),
-        ])
+        buffers.extend_from_slice(more);
+        buffers
+    }
+
+    /// A kernel that the gradient along the score goes into.
+    fn one(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut) -> Plan {
+        self.kernel(kernel, constants, cut, (ALONG_SCORE, None))
+    }
+
+    /// A kernel that a root of the gradient goes into, and MSL's type of a parameter's gradient where it writes one.
+    pub(crate) fn kernel(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut, (root, along): (usize, Option<&str>)) -> Plan {
+        let source = Source {
+            problem: &self.forward,
+            element: self.forward.element(),
+            captured: &self.captured(),
+            gradient: self.gradient.as_deref().map(|trace| (trace, root)),
+            along,
+            params: &BackwardParams::msl(),
+        };
+        cut.plan(source.text(kernel, constants), kernel.entry, Params::Backward(self.params()), 1.0)
     }
 }

@@ -27,6 +27,12 @@ pub enum Declined {
     },
 }
 
+impl Declined {
+    pub(crate) fn limit(field: &str, value: impl std::fmt::Display, limit: impl std::fmt::Display) -> Declined {
+        Declined::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.to_string() }
+    }
+}
+
 /// Collects limits that a problem breaks.
 #[derive(Debug, Default)]
 pub(crate) struct Check(pub(crate) Vec<Declined>);
@@ -34,7 +40,7 @@ pub(crate) struct Check(pub(crate) Vec<Declined>);
 impl Check {
     pub(crate) fn that(&mut self, holds: bool, field: &str, value: impl std::fmt::Display, limit: impl std::fmt::Display) {
         if !holds {
-            self.0.push(Declined::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.to_string() });
+            self.0.push(Declined::limit(field, value, limit));
         }
     }
 }

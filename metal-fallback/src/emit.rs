@@ -118,10 +118,10 @@ impl Captured {
         self.function("float score_mod(float score, Place at, Captured captured)", trace, 0)
     }
 
-    /// The derivative of a score_mod, the second root of the trace:
-    /// `float score_mod_gradient(float score, float upstream, Place at, Captured captured)`.
-    pub fn gradient(&self, trace: &Trace) -> String {
-        self.function("float score_mod_gradient(float score, float upstream, Place at, Captured captured)", trace, 1)
+    /// The derivative of a score_mod, a root of the trace: `float score_mod_gradient(float score, float upstream, Place at, Captured
+    /// captured)`.
+    pub fn gradient(&self, trace: &Trace, root: usize) -> String {
+        self.function("float score_mod_gradient(float score, float upstream, Place at, Captured captured)", trace, root)
     }
 
     /// A mask: `bool keep(Place at, Captured captured)`.

@@ -2,10 +2,14 @@
 
 use crate::declined::{Check, Declined};
 use crate::emit::{Captured, element};
+use crate::kernels::Kernels;
 use crate::params::{ForwardParams, Params};
-use crate::plan::{Band, Binding, Operand, Plan, Tensor};
-use crate::source::{FORWARD, SCALARS_SLOT, SEQ_LEN_KV_SLOT, SEQ_LEN_Q_SLOT, SLOTS, STATS_SLOT, Source, TENSORS_SLOT};
-use crate::tiles::Tiles;
+use crate::plan::{Band, Binding, Cut, Operand, Pass, Plan, Scratch, Tensor};
+use crate::rows::{Rows, THREADS};
+use crate::source::{
+    FORWARD, Kernel, MERGE, SCALARS_SLOT, SEQ_LEN_KV_SLOT, SEQ_LEN_Q_SLOT, SLOTS, STATS_SLOT, Source, TENSORS_SLOT, VECTOR,
+};
+use crate::tiles::{SIMD, Tiles};
 use cudnn_graph::DType;
 use cudnn_graph::expr::Trace;
 use std::sync::Arc;
@@ -14,6 +18,9 @@ use std::sync::Arc;
 const DIM_LIMIT: i64 = 256;
 /// Extents at most: sums of two are 32-bit numbers in the kernels.
 const EXTENT_LIMIT: i64 = 1 << 30;
+
+/// Queries of the heads that share a key head at most, in vector kernels: with those and the parts of the keys threadgroups are counted.
+const ROWS_LIMIT: u64 = 1 << 20;
 
 /// A forward problem: `o = softmax(mask(score_mod(q·kᵀ · attn_scale))) · v`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -43,7 +50,8 @@ pub struct Forward {
 }
 
 impl Forward {
-    fn extents(&self) -> [i64; 4] {
+    /// Batch entries, query heads, queries and keys.
+    pub(crate) fn extents(&self) -> [i64; 4] {
         [self.q.dims[0], self.q.dims[1], self.q.dims[2], self.k.dims[2]]
     }
 
@@ -105,70 +113,185 @@ impl Forward {
         [bound(self.band.lower, -seq_q), bound(self.band.upper, seq_kv), prefix]
     }
 
-    /// The MSL type of elements, and tiles.
-    pub(crate) fn cut(&self, choose: impl Fn(u32, u32, u32) -> Option<Tiles>) -> Result<(&'static str, Tiles), Vec<Declined>> {
-        let (dim_qk, dim_v) = (self.q.dims[3], self.v.dims[3]);
-        let tiles = choose(dim_qk as u32, dim_v as u32, self.dtype.bytes(1) as u32);
-        let mut check = Check::default();
-        check.that(tiles.is_some(), "dims", format!("{dim_qk} and {dim_v}"), "tiles that fit the threadgroup memory");
-        match (element(self.dtype), tiles) {
-            (Some(name), Some(tiles)) => Ok((name, tiles)),
-            (_, _) => Err(check.0),
+    /// The MSL type of elements; `supports` takes no others.
+    pub(crate) fn element(&self) -> &'static str {
+        element(self.dtype).unwrap_or("float")
+    }
+
+    /// Elements of a query and of a value.
+    pub(crate) fn dims(&self) -> [u32; 2] {
+        [self.q.dims[3] as u32, self.v.dims[3] as u32]
+    }
+
+    /// Queries of the heads that share a key head.
+    pub(crate) fn shared_queries(&self) -> u64 {
+        (self.q.dims[1] / self.k.dims[1] * self.q.dims[2]).unsigned_abs()
+    }
+
+    /// Tiles, or why there are none.
+    pub(crate) fn tiles(&self, choose: impl Fn(u32, u32, u32) -> Option<Tiles>) -> Result<Tiles, Vec<Declined>> {
+        let [dim_qk, dim_v] = self.dims();
+        let tiles = choose(dim_qk, dim_v, self.dtype.bytes(1) as u32);
+        tiles.ok_or_else(|| vec![Declined::limit("dims", format!("{dim_qk} and {dim_v}"), "tiles that fit the threadgroup memory")])
+    }
+
+    /// The rules of kernels that a caller asks for by name.
+    pub(crate) fn takes(&self, kernels: Kernels) -> Result<(), Vec<Declined>> {
+        match kernels {
+            Kernels::Tiled => Ok(()),
+            Kernels::Vector | Kernels::Parts if self.shared_queries() <= ROWS_LIMIT => Ok(()),
+            Kernels::Vector | Kernels::Parts => {
+                let limit = format!("at most {ROWS_LIMIT} in vector kernels");
+                Err(vec![Declined::limit("queries of a key head", self.shared_queries(), limit)])
+            }
         }
     }
 
-    /// Cuts the problem and writes its kernel.
-    ///
-    /// # Errors
-    /// As [`Forward::supports`].
-    pub fn plan(&self) -> Result<Plan, Vec<Declined>> {
-        self.supports()?;
-        let (name, tiles) = self.cut(Tiles::forward)?;
-        let [batch, heads_q, seq_q, _] = self.q.dims;
-        let captured = self.captured(None);
+    fn params(&self) -> ForwardParams {
         let [lower, upper, prefix] = self.bounds();
-        let params = ForwardParams {
+        ForwardParams {
             q_strides: self.q.outer(),
             k_strides: self.k.outer(),
             v_strides: self.v.outer(),
             o_strides: self.o.outer(),
-            heads_q: heads_q as i32,
-            group: (heads_q / self.k.dims[1]) as i32,
-            seq_q: seq_q as i32,
+            heads_q: self.q.dims[1] as i32,
+            group: (self.q.dims[1] / self.k.dims[1]) as i32,
+            seq_q: self.q.dims[2] as i32,
             seq_kv: self.k.dims[2] as i32,
             lower,
             upper,
             prefix,
             scale: 1.0,
+        }
+    }
+
+    /// Cuts the problem and writes its kernels, those that suit its lengths.
+    ///
+    /// # Errors
+    /// As [`Forward::supports`].
+    pub fn plan(&self) -> Result<Pass, Vec<Declined>> {
+        let chosen = Kernels::forward(self.q.dims[2], self.k.dims[2]);
+        self.plan_with(if self.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
+    }
+
+    /// The same with these kernels.
+    ///
+    /// # Errors
+    /// As [`Forward::supports`], and limits of these kernels.
+    pub fn plan_with(&self, kernels: Kernels) -> Result<Pass, Vec<Declined>> {
+        self.supports()?;
+        self.takes(kernels)?;
+        let plans = match kernels {
+            Kernels::Tiled => vec![self.tiled()?],
+            Kernels::Vector => vec![self.vector(1)],
+            Kernels::Parts => {
+                let parts = kernels.parts(self.k.dims[2]);
+                vec![self.vector(parts), self.merge(parts)]
+            }
         };
-        let source =
-            Source { problem: self, element: name, tiles: &tiles, captured: &captured, gradient: None, params: &ForwardParams::msl() };
-        let mut buffers = self.operands(name, &captured, ForwardParams::NAME);
+        Ok(Pass { plans })
+    }
+
+    fn tiled(&self) -> Result<Plan, Vec<Declined>> {
+        let tiles = self.tiles(Tiles::forward)?;
+        let name = self.element();
+        let [batch, heads_q, seq_q, _] = self.q.dims.map(|n| n as u32);
+        let mut buffers = self.operands();
         buffers.push(Binding::written(3, name, Operand::O));
         buffers.extend(self.stats.then(|| Binding::written(STATS_SLOT, "float", Operand::Stats)));
-        buffers.sort_by_key(|b| b.slot);
-        Ok(Plan {
-            source: source.text(&[FORWARD]),
-            entry: "attention_forward",
-            tiles,
-            grid: [(seq_q as u32).div_ceil(tiles.own), heads_q as u32, batch as u32],
-            registers: tiles.forward_registers(),
-            threads: tiles.threads(),
-            buffers,
-            threadgroup: tiles.forward_bytes().into_iter().map(|bytes| (name, bytes)).collect(),
-            params: Params::Forward(params),
-            // Scores that nothing modifies are wanted in powers of two at once.
-            unit: if self.score_mod.is_some() { 1.0 } else { std::f64::consts::LOG2_E },
-        })
+        let mut threadgroup: Vec<_> = tiles.forward_bytes().into_iter().map(|bytes| (name, bytes)).collect();
+        threadgroup.extend(tiles.odd_bytes().map(|bytes| ("uint", bytes)));
+        Ok(self.one(
+            &FORWARD,
+            &tiles.constants(self.dims()),
+            Cut {
+                grid: [seq_q.div_ceil(tiles.own), heads_q, batch],
+                threads: tiles.threads(),
+                registers: tiles.forward_registers(),
+                buffers,
+                threadgroup,
+            },
+        ))
+    }
+
+    fn vector(&self, parts: u32) -> Plan {
+        let rows = Rows::forward(self.dims(), self.shared_queries());
+        let mut buffers = self.operands();
+        if parts == 1 {
+            buffers.push(Binding::written(3, self.element(), Operand::O));
+            buffers.extend(self.stats.then(|| Binding::written(STATS_SLOT, "float", Operand::Stats)));
+        } else {
+            buffers.extend(self.parts(parts).map(|(slot, scratch)| Binding::written(slot, "float", Operand::Scratch(scratch))));
+        }
+        let blocks = self.shared_queries().div_ceil(rows.rows.into()) as u32;
+        let mut constants = rows.constants();
+        constants.push(("PARTS", parts));
+        self.one(
+            &VECTOR,
+            &constants,
+            Cut {
+                grid: [blocks * parts, self.k.dims[1] as u32, self.q.dims[0] as u32],
+                threads: THREADS,
+                registers: rows.registers,
+                buffers,
+                threadgroup: rows.forward_bytes().into_iter().map(|bytes| ("float", bytes)).collect(),
+            },
+        )
+    }
+
+    fn merge(&self, parts: u32) -> Plan {
+        let [batch, heads_q, seq_q, _] = self.q.dims.map(|n| n as u32);
+        let mut buffers = vec![Binding::written(3, self.element(), Operand::O), Binding::params(ForwardParams::NAME)];
+        buffers.extend(self.stats.then(|| Binding::written(STATS_SLOT, "float", Operand::Stats)));
+        buffers.extend(self.parts(parts).map(|(slot, scratch)| Binding::read(slot, "float", Operand::Scratch(scratch))));
+        self.one(
+            &MERGE,
+            &[("DIM_V", self.dims()[1]), ("PARTS", parts), ("THREADS", THREADS)],
+            Cut {
+                grid: [seq_q.div_ceil(THREADS / SIMD), heads_q, batch],
+                threads: THREADS,
+                registers: 0,
+                buffers,
+                threadgroup: Vec::new(),
+            },
+        )
+    }
+
+    /// What the parts leave of each query: maximum and sum, and the output.
+    fn parts(&self, parts: u32) -> [(u32, Scratch); 2] {
+        let [batch, heads_q, seq_q, _] = self.q.dims;
+        let scratch = |name, each| Scratch::new(name, &[batch, heads_q, seq_q, parts.into(), each]);
+        [(9, scratch("sums of parts", 2)), (10, scratch("outputs of parts", self.v.dims[3]))]
+    }
+
+    fn one(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut) -> Plan {
+        let captured = self.captured(None);
+        let source = Source {
+            problem: self,
+            element: self.element(),
+            captured: &captured,
+            gradient: None,
+            along: None,
+            params: &ForwardParams::msl(),
+        };
+        // Scores that nothing modifies are wanted in powers of two at once.
+        let unit = if self.score_mod.is_some() { 1.0 } else { std::f64::consts::LOG2_E };
+        cut.plan(source.text(kernel, constants), kernel.entry, Params::Forward(self.params()), unit)
     }
 
     /// What every kernel that computes scores reads.
-    pub(crate) fn operands(&self, name: &str, captured: &Captured, params: &str) -> Vec<Binding> {
+    fn operands(&self) -> Vec<Binding> {
+        self.operands_with(&self.captured(None), ForwardParams::NAME)
+    }
+
+    /// The same with what a derivative reads.
+    pub(crate) fn operands_with(&self, captured: &Captured, params: &str) -> Vec<Binding> {
+        let name = self.element();
         let mut buffers = vec![
             Binding::read(0, name, Operand::Q),
             Binding::read(1, name, Operand::K),
             Binding::read(2, name, Operand::V),
-            Binding::constant(4, &format!("{params}&"), Operand::Params),
+            Binding::params(params),
         ];
         buffers.extend(self.seq_len_q.then(|| Binding::read(SEQ_LEN_Q_SLOT, "int", Operand::SeqLenQ)));
         buffers.extend(self.seq_len_kv.then(|| Binding::read(SEQ_LEN_KV_SLOT, "int", Operand::SeqLenKv)));

@@ -116,6 +116,8 @@ params! {
         dk_strides: [i64; 3],
         /// The same of `dv`.
         dv_strides: [i64; 3],
+        /// Batch entries.
+        batch: i32,
         /// Query heads.
         heads_q: i32,
         /// Query heads that share a key head.
@@ -135,6 +137,20 @@ params! {
     }
 }
 
+params! {
+    /// What the kernel is told that adds up parts of sums: arrays are over (batch, head, query, key).
+    SumParams {
+        /// Elements of the result.
+        elements: i64,
+        /// Extents of the result.
+        spanned: [i64; 4],
+        /// Parts of each of its elements along each axis.
+        summed: [i64; 4],
+        /// Between neighbouring parts.
+        strides: [i64; 4],
+    }
+}
+
 /// The parameters of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Params {
@@ -142,6 +158,8 @@ pub enum Params {
     Forward(ForwardParams),
     /// Of a kernel of a backward pass.
     Backward(BackwardParams),
+    /// Of the kernel that adds up parts.
+    Sum(SumParams),
 }
 
 impl Params {
@@ -150,6 +168,7 @@ impl Params {
         match self {
             Params::Forward(_) => (ForwardParams::NAME, std::mem::size_of::<ForwardParams>(), ForwardParams::OFFSETS),
             Params::Backward(_) => (BackwardParams::NAME, std::mem::size_of::<BackwardParams>(), BackwardParams::OFFSETS),
+            Params::Sum(_) => (SumParams::NAME, std::mem::size_of::<SumParams>(), SumParams::OFFSETS),
         }
     }
 
@@ -158,6 +177,7 @@ impl Params {
         match self {
             Params::Forward(params) => params.bytes(),
             Params::Backward(params) => params.bytes(),
+            Params::Sum(params) => params.bytes(),
         }
     }
 }

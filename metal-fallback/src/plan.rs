@@ -1,7 +1,7 @@
 //! What problems and plans are made of.
 
 use crate::params::Params;
-use crate::tiles::Tiles;
+use crate::source::PARAMS_SLOT;
 use cudnn_graph::DType;
 
 /// Extents (batch, head, seq, dim) and strides of an operand, in elements.
@@ -30,6 +30,21 @@ pub struct Band {
     pub prefix: Option<i64>,
 }
 
+/// Memory of a pass, f32: only its kernels write and read it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Scratch {
+    /// What it is for; no other memory of the pass has this name.
+    pub name: String,
+    /// How many elements.
+    pub elements: i64,
+}
+
+impl Scratch {
+    pub(crate) fn new(name: impl Into<String>, extents: &[i64]) -> Scratch {
+        Scratch { name: name.into(), elements: extents.iter().fold(1, |product: i64, &n| product.saturating_mul(n)) }
+    }
+}
+
 /// What a buffer holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operand {
@@ -49,9 +64,17 @@ pub enum Operand {
     DK,
     /// Gradient of the values; written.
     DV,
-    /// f32, (batch, heads_q, seq_q), dense: the sum of `o · d_o` along each row. One kernel of a backward pass writes it, and the
-    /// others read it.
-    Delta,
+    /// What one kernel of a pass leaves to another.
+    Scratch(Scratch),
+    /// Gradient of a declared parameter, dense; written.
+    Gradient {
+        /// The name of the parameter.
+        name: String,
+        /// Element type of the gradient.
+        dtype: DType,
+        /// How many elements: one of a scalar.
+        elements: i64,
+    },
     /// [`Plan::params`].
     Params,
     /// The natural logarithm of each row's sum of exponentials; written.
@@ -97,6 +120,11 @@ impl Binding {
         Binding { slot, ty: format!("device {element}*"), operand, written: true }
     }
 
+    /// The structure of parameters.
+    pub(crate) fn params(name: &str) -> Binding {
+        Binding::constant(PARAMS_SLOT, &format!("{name}&"), Operand::Params)
+    }
+
     /// Constants.
     pub(crate) fn constant(slot: u32, ty: &str, operand: Operand) -> Binding {
         Binding { slot, ty: format!("constant {ty}"), operand, written: false }
@@ -110,11 +138,9 @@ pub struct Plan {
     pub source: String,
     /// The kernel in it.
     pub entry: &'static str,
-    /// How the problem is cut.
-    pub tiles: Tiles,
     /// Threadgroups.
     pub grid: [u32; 3],
-    /// 32-bit registers of a lane that fragments take; counted from the tiles, not by a compiler.
+    /// 32-bit registers of a lane that the arrays of the kernel take, at most at a time; counted, not by a compiler.
     pub registers: u32,
     /// Threads of a threadgroup.
     pub threads: u32,
@@ -127,6 +153,24 @@ pub struct Plan {
     pub(crate) unit: f64,
 }
 
+/// What a plan has besides its source.
+#[derive(Debug)]
+pub(crate) struct Cut {
+    pub(crate) grid: [u32; 3],
+    pub(crate) threads: u32,
+    pub(crate) registers: u32,
+    pub(crate) buffers: Vec<Binding>,
+    pub(crate) threadgroup: Vec<(&'static str, usize)>,
+}
+
+impl Cut {
+    pub(crate) fn plan(self, source: String, entry: &'static str, params: Params, unit: f64) -> Plan {
+        let Cut { grid, threads, registers, mut buffers, threadgroup } = self;
+        buffers.sort_by_key(|b| b.slot);
+        Plan { source, entry, grid, registers, threads, buffers, threadgroup, params, unit }
+    }
+}
+
 impl Plan {
     /// The parameters of a call with this scale.
     pub fn params(&self, attn_scale: f32) -> Params {
@@ -134,6 +178,29 @@ impl Plan {
         match self.params {
             Params::Forward(params) => Params::Forward(crate::ForwardParams { scale, ..params }),
             Params::Backward(params) => Params::Backward(crate::BackwardParams { scale, ..params }),
+            Params::Sum(params) => Params::Sum(params),
         }
+    }
+}
+
+/// Everything that a pass runs: kernels in order, each after all of the one before.
+#[derive(Clone, Debug)]
+pub struct Pass {
+    /// The kernels.
+    pub plans: Vec<Plan>,
+}
+
+impl Pass {
+    /// The memory that kernels leave results in for others; nothing needs to be in it before.
+    pub fn scratch(&self) -> Vec<&Scratch> {
+        let mut all: Vec<&Scratch> = Vec::new();
+        for binding in self.plans.iter().flat_map(|plan| &plan.buffers) {
+            if let Operand::Scratch(scratch) = &binding.operand
+                && !all.contains(&scratch)
+            {
+                all.push(scratch);
+            }
+        }
+        all
     }
 }

@@ -2,7 +2,6 @@
 
 use crate::emit::Captured;
 use crate::forward::Forward;
-use crate::tiles::Tiles;
 use cudnn_graph::expr::Trace;
 use std::fmt::Write;
 
@@ -19,21 +18,46 @@ pub(crate) struct Piece {
     text: &'static str,
 }
 
-pub(crate) const FORWARD: Piece = piece!("forward");
-pub(crate) const DELTA: Piece = piece!("delta");
-pub(crate) const DQ: Piece = piece!("dq");
-pub(crate) const DKV: Piece = piece!("dkv");
-pub(crate) const WEIGHTS: Piece = piece!("weights");
-const FRAGMENT: Piece = piece!("fragment");
+/// A kernel: its name, what it is made of, and whether scores are computed in it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kernel {
+    pub(crate) entry: &'static str,
+    pieces: &'static [Piece],
+    scores: bool,
+}
+
+const SOFTMAX: Piece = piece!("softmax");
 const KEYS: Piece = piece!("keys");
+const SCORES: Piece = piece!("scores");
+const WEIGHTS: Piece = piece!("weights");
+const FRAGMENT: Piece = piece!("fragment");
+const ROWS: Piece = piece!("rows");
 const EXPRESSION: Piece = piece!("expression");
 
+macro_rules! kernels {
+    ($($constant:ident = $entry:literal, scores: $scores:literal, [$($piece:expr),*];)*) => {
+        $(pub(crate) const $constant: Kernel = Kernel { entry: $entry, pieces: &[$($piece),*], scores: $scores };)*
+    };
+}
+kernels! {
+    FORWARD = "attention_forward", scores: true, [SOFTMAX, FRAGMENT, KEYS, SCORES, piece!("forward")];
+    VECTOR = "attention_vector", scores: true, [SOFTMAX, ROWS, KEYS, SCORES, piece!("vector")];
+    MERGE = "attention_merge", scores: false, [SOFTMAX, piece!("merge")];
+    DELTA = "attention_delta", scores: false, [piece!("delta")];
+    DQ = "attention_dq", scores: true, [SOFTMAX, FRAGMENT, KEYS, WEIGHTS, piece!("dq")];
+    DKV = "attention_dkv", scores: true, [SOFTMAX, FRAGMENT, KEYS, WEIGHTS, piece!("dkv")];
+    VECTOR_DQ = "attention_vector_dq", scores: true, [SOFTMAX, ROWS, KEYS, WEIGHTS, piece!("vector_dq")];
+    VECTOR_DKV = "attention_vector_dkv", scores: true, [SOFTMAX, ROWS, KEYS, WEIGHTS, piece!("vector_dkv")];
+    PARAMETER = "attention_parameter", scores: true, [SOFTMAX, FRAGMENT, KEYS, WEIGHTS, piece!("parameter")];
+    SUM = "attention_sum", scores: false, [piece!("sum")];
+}
+
 /// Slots of the buffers that a problem may have, in all kernels.
+pub(crate) const PARAMS_SLOT: u32 = 4;
 pub(crate) const STATS_SLOT: u32 = 5;
 pub(crate) const SEQ_LEN_Q_SLOT: u32 = 6;
 pub(crate) const SEQ_LEN_KV_SLOT: u32 = 7;
 pub(crate) const SCALARS_SLOT: u32 = 8;
-pub(crate) const DELTA_SLOT: u32 = 9;
 pub(crate) const TENSORS_SLOT: u32 = 13;
 /// Buffers that Metal binds to a kernel.
 pub(crate) const SLOTS: u32 = 31;
@@ -42,60 +66,60 @@ pub(crate) const SLOTS: u32 = 31;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source<'a> {
     pub(crate) problem: &'a Forward,
+    /// MSL's type of elements.
     pub(crate) element: &'a str,
-    pub(crate) tiles: &'a Tiles,
     pub(crate) captured: &'a Captured,
-    /// The derivative of the score_mod.
-    pub(crate) gradient: Option<&'a Trace>,
+    /// What becomes of the gradient of a score: a trace, and which of its roots.
+    pub(crate) gradient: Option<(&'a Trace, usize)>,
+    /// MSL's type of a parameter's gradient, where one is written.
+    pub(crate) along: Option<&'a str>,
     /// The structure of parameters, in MSL.
     pub(crate) params: &'a str,
 }
 
 impl Source<'_> {
-    /// The text with these pieces at its end.
-    pub(crate) fn text(&self, kernel: &[Piece]) -> String {
-        let Source { problem, tiles, captured, .. } = *self;
+    /// The text of a kernel, which knows its cut by these constants.
+    pub(crate) fn text(&self, kernel: &Kernel, constants: &[(&str, u32)]) -> String {
+        let Source { problem, captured, .. } = *self;
         let mut text = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n".to_owned();
         // Full: accumulators are arrays that must be registers.
         text.push_str("#ifndef UNROLL\n#define UNROLL _Pragma(\"clang loop unroll(full)\")\n#endif\n\n");
         let _ = writeln!(text, "typedef {} Element;", self.element);
-        let constants = [
-            ("DIM_QK", problem.q.dims[3]),
-            ("DIM_V", problem.v.dims[3]),
-            ("PADDED_QK", tiles.padded_qk.into()),
-            ("PADDED_V", tiles.padded_v.into()),
-            ("PITCH_QK", tiles.pitch_qk.into()),
-            ("PITCH_V", tiles.pitch_v.into()),
-            ("OWN", tiles.own.into()),
-            ("PASSING", tiles.passing.into()),
-            ("THREADS", tiles.threads().into()),
-            ("SPLITS", tiles.splits().into()),
-            ("SLICE_QK", tiles.slice(tiles.padded_qk).into()),
-            ("SLICE_V", tiles.slice(tiles.padded_v).into()),
+        if let Some(along) = self.along {
+            let _ = writeln!(text, "typedef {along} Gradient;");
+        }
+        // Kernels that compute no scores are the same text whatever the masks and score_mods are.
+        let features = [
             ("WITH_STATS", problem.stats.into()),
             ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
             ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
             ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
+            ("WITH_GRADIENT", self.gradient.is_some().into()),
             ("WITH_KEEP", problem.keep.is_some().into()),
         ];
-        for (constant, value) in constants {
+        let features = if kernel.scores { &features[..] } else { &features[..1] };
+        for (constant, value) in constants.iter().chain(features) {
             let _ = writeln!(text, "#define {constant} {value}");
         }
         let _ = write!(text, "\n{}\n", self.params);
+        if kernel.scores {
+            self.traced(&mut text, captured);
+        }
+        kernel.pieces.iter().for_each(|piece| add(&mut text, piece));
+        text
+    }
+
+    fn traced(&self, text: &mut String, captured: &Captured) {
+        let Forward { score_mod, keep, .. } = self.problem;
         text.push_str(&captured.declaration(SCALARS_SLOT, TENSORS_SLOT));
-        let traces = [problem.score_mod.as_deref(), problem.keep.as_deref(), self.gradient];
-        if traces.iter().any(Option::is_some) {
+        if score_mod.is_some() || keep.is_some() || self.gradient.is_some() {
             text.push_str("\n// Where a score stands.\nstruct Place {\n    int batch;\n    int head;\n    int query;\n    int key;\n};\n");
-            add(&mut text, &EXPRESSION);
+            add(text, &EXPRESSION);
             text.push_str("\n#line 1 \"traced\"\n");
         }
-        text.extend(problem.score_mod.as_deref().map(|trace| captured.score_mod(trace)));
-        text.extend(self.gradient.map(|trace| captured.gradient(trace)));
-        text.extend(problem.keep.as_deref().map(|trace| captured.keep(trace)));
-        for piece in [FRAGMENT, KEYS].iter().chain(kernel) {
-            add(&mut text, piece);
-        }
-        text
+        text.extend(score_mod.as_deref().map(|trace| captured.score_mod(trace)));
+        text.extend(self.gradient.map(|(trace, root)| captured.gradient(trace, root)));
+        text.extend(keep.as_deref().map(|trace| captured.keep(trace)));
     }
 }
 

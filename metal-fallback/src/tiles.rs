@@ -9,6 +9,10 @@ pub const SIMD: u32 = 32;
 /// Rows of a fragment: the queries of a simdgroup.
 pub const FRAGMENT: u32 = 8;
 
+/// What the arrays of a kernel may take of the 32-bit registers of a lane; addresses, parameters and one pair of operands come on top.
+/// Chosen, not measured.
+pub const REGISTER_LIMIT: u32 = 80;
+
 /// Columns of two accumulators that the registers of a simdgroup hold.
 const SLICE_LIMIT: u32 = 128;
 
@@ -40,7 +44,7 @@ impl Tiles {
         let sizes = &SIZES[usize::from(dims[0].max(dims[1]) >= 128)..];
         let padding = [16 / element, 0];
         let all = padding.into_iter().flat_map(|padding| sizes.iter().map(move |&size| Tiles::new(size, dims, element, padding)));
-        all.into_iter().find(|tiles| bytes(tiles).iter().sum::<usize>() <= THREADGROUP_BYTES)
+        all.into_iter().find(|tiles| bytes(tiles).into_iter().chain(tiles.odd_bytes()).sum::<usize>() <= THREADGROUP_BYTES)
     }
 
     /// Tiles of a forward kernel.
@@ -61,6 +65,12 @@ impl Tiles {
 
     fn bytes(&self, rows: u32, pitch: u32) -> usize {
         (rows * pitch * self.element).next_multiple_of(16) as usize
+    }
+
+    /// Bytes of what the simdgroups tell one another of odd numbers; one alone knows them.
+    pub fn odd_bytes(&self) -> Option<usize> {
+        let simdgroups = self.threads() / SIMD;
+        (simdgroups > 1).then(|| ((simdgroups * 4) as usize).next_multiple_of(16))
     }
 
     /// Bytes of the queries, and of the keys which make place for the values.
@@ -100,9 +110,32 @@ impl Tiles {
         self.fragments(self.padded_qk, 2)
     }
 
+    /// Those of the kernel for the gradient of a parameter.
+    pub fn parameter_registers(&self) -> u32 {
+        self.fragments(0, 3)
+    }
+
     /// Those of the kernel for `dk` and `dv`.
     pub fn dkv_registers(&self) -> u32 {
         self.fragments(self.slice(self.padded_qk) + self.slice(self.padded_v), 2)
+    }
+
+    /// What the source is told, where operands have `dims` elements.
+    pub(crate) fn constants(&self, [dim_qk, dim_v]: [u32; 2]) -> Vec<(&'static str, u32)> {
+        vec![
+            ("DIM_QK", dim_qk),
+            ("DIM_V", dim_v),
+            ("PADDED_QK", self.padded_qk),
+            ("PADDED_V", self.padded_v),
+            ("PITCH_QK", self.pitch_qk),
+            ("PITCH_V", self.pitch_v),
+            ("OWN", self.own),
+            ("PASSING", self.passing),
+            ("THREADS", self.threads()),
+            ("SPLITS", self.splits()),
+            ("SLICE_QK", self.slice(self.padded_qk)),
+            ("SLICE_V", self.slice(self.padded_v)),
+        ]
     }
 
     /// Threads of a threadgroup.
@@ -115,9 +148,6 @@ impl Tiles {
 mod tests {
     use super::*;
 
-    /// What fragments may take of the registers of a lane; addresses, parameters and one pair of operands come on top.
-    const REGISTER_LIMIT: u32 = 80;
-
     #[test]
     fn every_dim_fits_and_is_whole_fragments() {
         for element in [2, 4] {
@@ -125,16 +155,19 @@ mod tests {
                 for dim_v in [1, 40, 64, 128, 192, 256, dim_qk] {
                     let (forward, backward) =
                         (Tiles::forward(dim_qk, dim_v, element).unwrap(), Tiles::backward(dim_qk, dim_v, element).unwrap());
-                    assert!(forward.forward_bytes().iter().sum::<usize>() <= THREADGROUP_BYTES);
+                    assert!(forward.forward_bytes().into_iter().chain(forward.odd_bytes()).sum::<usize>() <= THREADGROUP_BYTES);
                     for own_queries in [true, false] {
-                        assert!(backward.backward_bytes(own_queries).iter().sum::<usize>() <= THREADGROUP_BYTES);
+                        let bytes = backward.backward_bytes(own_queries).into_iter().chain(backward.odd_bytes());
+                        assert!(bytes.sum::<usize>() <= THREADGROUP_BYTES);
                     }
                     for (padded, dim) in [(backward.padded_qk, dim_qk), (backward.padded_v, dim_v)] {
                         assert!(padded >= dim && padded.is_multiple_of(FRAGMENT));
                         assert!(backward.slice(padded) <= SLICE_LIMIT && backward.slice(padded) * backward.splits() >= padded);
                     }
                     assert_eq!(forward.threads(), forward.own * 4);
-                    for registers in [forward.forward_registers(), backward.dq_registers(), backward.dkv_registers()] {
+                    let registers =
+                        [forward.forward_registers(), backward.dq_registers(), backward.dkv_registers(), backward.parameter_registers()];
+                    for registers in registers {
                         assert!(registers <= REGISTER_LIMIT, "{registers} for {dim_qk} and {dim_v}");
                     }
                 }

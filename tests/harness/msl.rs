@@ -8,7 +8,9 @@ mod cover;
 mod executor;
 pub mod mutations;
 pub mod nvidia;
+pub mod registers;
 pub mod table;
 
 pub use build::{Check, Job, Program, Toolchain};
 pub use executor::Emulated;
+pub use table::Row;

@@ -1,12 +1,13 @@
 //! Apple GPUs: problems as the kernels are told of them. Nothing runs yet, and [`MetalExecutor`] says so.
 
-use crate::backward::BackwardProblem;
+use crate::backward::{BackwardProblem, GradientSpec};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::mask::Region;
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
-use metal_fallback::{Backward, Band, Declined, Forward, Tensor};
+use cudnn_graph::expr::{Axes, ParamKind};
+use metal_fallback::{Along, Backward, Band, Declined, Forward, Tensor};
 use std::sync::Arc;
 
 /// Attention on an Apple GPU.
@@ -37,23 +38,21 @@ pub fn forward(problem: &Problem) -> Forward {
 }
 
 /// A backward problem as the kernels are told of it.
-///
-/// # Errors
-/// Gradients that no kernel computes.
-pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
-    let wrt: Vec<&str> = problem.wrt().iter().map(|g| g.name.as_str()).collect();
-    if !wrt.is_empty() {
-        let limit = "no kernel computes gradients of parameters yet".to_owned();
-        return Err(unsupported(vec![Declined::Limit { field: "wrt".to_owned(), value: wrt.join(", "), limit }]));
-    }
-    Ok(Backward {
+pub fn backward(problem: &BackwardProblem) -> Backward {
+    let axes = |name: &str| match problem.params().iter().find(|p| p.name == name).map(|p| p.kind) {
+        Some(ParamKind::Tensor { axes, dtype: _ }) => axes,
+        Some(ParamKind::Scalar) | None => Axes::NONE,
+    };
+    let along = |wanted: &GradientSpec| Along { name: wanted.name.clone(), dtype: wanted.dtype, axes: axes(&wanted.name) };
+    Backward {
         forward: forward(problem.forward()),
         d_o: tensor(problem.d_o()),
         dq: tensor(problem.dq()),
         dk: tensor(problem.dk()),
         dv: tensor(problem.dv()),
         gradient: problem.gradient().map(|gradient| Arc::new(gradient.trace.clone())),
-    })
+        along: problem.wrt().iter().map(along).collect(),
+    }
 }
 
 /// Reasons of the kernels, as every executor gives them.
@@ -83,10 +82,7 @@ impl Executor for MetalExecutor {
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
         let mut refused = unsupported(metal_fallback::supports().err().into_iter().collect());
-        match backward(problem) {
-            Ok(backward) => refused.reasons.extend(unsupported(backward.supports().err().unwrap_or_default()).reasons),
-            Err(e) => refused.reasons.extend(e.reasons),
-        }
+        refused.reasons.extend(unsupported(backward(problem).supports().err().unwrap_or_default()).reasons);
         if refused.reasons.is_empty() { Ok(()) } else { Err(refused) }
     }
 

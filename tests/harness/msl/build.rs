@@ -161,11 +161,11 @@ impl Toolchain {
         said.map(|_| ())
     }
 
-    /// The indices of the buffers and of the threadgroup memory that a plan's kernel declares, in its order.
+    /// The arguments and the body of a plan's kernel, with every macro replaced.
     ///
     /// # Errors
     /// What the compiler says; a kernel that is not there.
-    pub fn slots(&self, plan: &Plan) -> Result<[Vec<u32>; 2], String> {
+    pub fn kernel(&self, plan: &Plan) -> Result<[String; 2], String> {
         let text = plan.source.replace("[[threadgroup(", "[[threadgroup_memory(");
         let source = self.folder.join(format!("{}.cpp", unique()));
         std::fs::write(&source, text).map_err(|e| e.to_string())?;
@@ -173,12 +173,17 @@ impl Toolchain {
         let _ = std::fs::remove_file(&source);
         let text = text?;
         let (_, kernel) = text.split_once(&format!("void {}(", plan.entry)).ok_or("the kernel is not in its source")?;
-        let (arguments, _) = kernel.split_once('{').ok_or("the kernel has no body")?;
-        Ok(["buffer", "threadgroup_memory"].map(|attribute| {
+        let (arguments, body) = kernel.split_once('{').ok_or("the kernel has no body")?;
+        Ok([arguments.to_owned(), body.to_owned()])
+    }
+
+    /// The indices of the buffers and of the threadgroup memory that a kernel declares among its arguments, in its order.
+    pub fn slots(arguments: &str) -> [Vec<u32>; 2] {
+        ["buffer", "threadgroup_memory"].map(|attribute| {
             let opening = format!("[[{attribute}(");
             let found = arguments.split(opening.as_str()).skip(1);
             found.filter_map(|rest| rest.split(')').next()?.parse().ok()).collect()
-        }))
+        })
     }
 
     /// Compiles a text by itself, and runs it; what it prints.

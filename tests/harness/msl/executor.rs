@@ -2,15 +2,15 @@
 
 use super::build::{Job, Program, Toolchain};
 use super::mutations::Mutation;
-use metal_fallback::{Operand, Plan};
+use metal_fallback::{Kernels, Operand, Pass, Plan};
 use sdpa::exec::metal::{backward, forward, unsupported};
 use sdpa::exec::{Executor, Prepared, PreparedBackward};
 use sdpa::expr::Declared;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::params::bind;
 use sdpa::{
-    BackwardProblem, Elements, ElementsMut, Error, ExecutorName, HostBackward, HostForward, ParamValue, Problem, Report, SpecError,
-    SpecErrors, Unsupported,
+    BackwardProblem, Elements, ElementsMut, Error, ExecutorName, HostBackward, HostForward, HostGradient, ParamValue, Problem, Report,
+    SpecError, SpecErrors, Unsupported,
 };
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,12 +21,19 @@ pub struct Emulated {
     toolchain: Toolchain,
     seed: u64,
     mutation: Option<Mutation>,
+    kernels: Option<Kernels>,
 }
 
 impl Emulated {
     /// With a seed of the order in which threadgroups and simdgroups run.
     pub fn new(toolchain: Toolchain, seed: u64) -> Emulated {
-        Emulated { toolchain, seed, mutation: None }
+        Emulated { toolchain, seed, mutation: None, kernels: None }
+    }
+
+    /// The same with these kernels, whatever the planner would take.
+    #[must_use]
+    pub fn forced(self, kernels: Kernels) -> Emulated {
+        Emulated { kernels: Some(kernels), ..self }
     }
 
     /// The same with a fault in the kernels that it fits.
@@ -47,13 +54,12 @@ struct Kernel {
 #[derive(Debug)]
 struct EmulatedForward {
     problem: Problem,
-    kernel: Kernel,
+    kernels: Vec<Kernel>,
 }
 
 #[derive(Debug)]
 struct EmulatedBackward {
     problem: BackwardProblem,
-    delta: usize,
     kernels: Vec<Kernel>,
 }
 
@@ -70,6 +76,10 @@ impl Emulated {
         let program = self.toolchain.program(&plan).map_err(|e| fault(plan.entry, e))?;
         Ok(Kernel { plan, program, seed: self.seed })
     }
+
+    fn kernels(&self, pass: Pass) -> Result<Vec<Kernel>, Error> {
+        pass.plans.into_iter().map(|plan| self.kernel(plan)).collect()
+    }
 }
 
 impl Executor for Emulated {
@@ -82,18 +92,19 @@ impl Executor for Emulated {
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        let kernel = self.kernel(forward(problem).plan().map_err(unsupported)?)?;
-        Ok(Arc::new(EmulatedForward { problem: problem.clone(), kernel }))
+        let described = forward(problem);
+        let pass = self.kernels.map_or_else(|| described.plan(), |kernels| described.plan_with(kernels));
+        Ok(Arc::new(EmulatedForward { problem: problem.clone(), kernels: self.kernels(pass.map_err(unsupported)?)? }))
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        backward(problem)?.supports().map_err(unsupported)
+        backward(problem).supports().map_err(unsupported)
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        let described = backward(problem)?;
-        let kernels = described.plan().map_err(unsupported)?.into_iter().map(|plan| self.kernel(plan)).collect::<Result<_, _>>()?;
-        Ok(Arc::new(EmulatedBackward { problem: problem.clone(), delta: described.delta_elements() as usize, kernels }))
+        let described = backward(problem);
+        let pass = self.kernels.map_or_else(|| described.plan(), |kernels| described.plan_with(kernels));
+        Ok(Arc::new(EmulatedBackward { problem: problem.clone(), kernels: self.kernels(pass.map_err(unsupported)?)? }))
     }
 }
 
@@ -174,9 +185,11 @@ impl Contents {
             | Operand::DQ
             | Operand::DK
             | Operand::DV
-            | Operand::Delta
+            | Operand::Gradient { .. }
             | Operand::Params
             | Operand::Stats => self.operand(operand),
+            // What no kernel has written is NaN.
+            Operand::Scratch(scratch) => self.operand(operand).or_else(|| Some(vec![0xff; scratch.elements as usize * 4])),
         }
     }
 
@@ -200,14 +213,11 @@ impl Contents {
     }
 }
 
-fn report(started: Instant, kernel: Option<&Kernel>) -> Report {
-    let engine = kernel.map(|kernel| {
-        let tiles = kernel.plan.tiles;
-        let Plan { threads, registers, .. } = kernel.plan;
-        format!("emulated {} x {}, {threads} threads, {registers} registers of fragments", tiles.own, tiles.passing)
-    });
+fn report(started: Instant, kernels: &[Kernel]) -> Report {
+    let told = kernels.iter().map(|Kernel { plan: Plan { entry, threads, .. }, .. }| format!("{entry} of {threads} threads"));
     let compute_ms = started.elapsed().as_secs_f64() * 1e3;
-    Report { compute_ms, copied: Vec::new(), engine: engine.unwrap_or_default(), workspace_bytes: 0 }
+    let engine = format!("emulated {}", told.collect::<Vec<_>>().join(", "));
+    Report { compute_ms, copied: Vec::new(), engine, workspace_bytes: 0 }
 }
 
 impl Prepared for EmulatedForward {
@@ -224,10 +234,12 @@ impl Prepared for EmulatedForward {
         ];
         operands.extend(stats.as_deref().map(|stats| (Operand::Stats, bytes(stats, f32::to_le_bytes))));
         let mut contents = Contents::new(operands, self.problem.params(), &values);
-        contents.run(&self.kernel, scale)?;
+        for kernel in &self.kernels {
+            contents.run(kernel, scale)?;
+        }
         contents.take(&Operand::O, &mut o);
         stats.into_iter().for_each(|stats| contents.take(&Operand::Stats, &mut ElementsMut::F32(stats)));
-        Ok(report(started, Some(&self.kernel)))
+        Ok(report(started, &self.kernels))
     }
 }
 
@@ -236,27 +248,34 @@ impl PreparedBackward for EmulatedBackward {
         let started = Instant::now();
         let scale = call.check(&self.problem)?;
         let values = bind(self.problem.params(), self.problem.forward().extents(), call.params)?;
-        let HostBackward { q, k, v, o, d_o, stats, mut dq, mut dk, mut dv, .. } = call;
-        let operands = vec![
+        let HostBackward { q, k, v, o, d_o, stats, mut dq, mut dk, mut dv, gradients, .. } = call;
+        let mut operands = vec![
             (Operand::Q, element_bytes(&q)),
             (Operand::K, element_bytes(&k)),
             (Operand::V, element_bytes(&v)),
             (Operand::O, element_bytes(&o)),
             (Operand::DO, element_bytes(&d_o)),
             (Operand::Stats, bytes(stats, f32::to_le_bytes)),
-            // What no kernel has written is NaN.
-            (Operand::Delta, vec![0xff; self.delta * 4]),
             (Operand::DQ, contents(&dq)),
             (Operand::DK, contents(&dk)),
             (Operand::DV, contents(&dv)),
         ];
+        let along = |given: &HostGradient<'_>| Operand::Gradient {
+            name: given.name.to_owned(),
+            dtype: given.data.dtype(),
+            elements: given.data.len() as i64,
+        };
+        operands.extend(gradients.iter().map(|given| (along(given), contents(&given.data))));
         let mut contents = Contents::new(operands, self.problem.params(), &values);
         for kernel in &self.kernels {
             contents.run(kernel, scale)?;
         }
+        for mut given in gradients {
+            contents.take(&along(&given), &mut given.data);
+        }
         contents.take(&Operand::DQ, &mut dq);
         contents.take(&Operand::DK, &mut dk);
         contents.take(&Operand::DV, &mut dv);
-        Ok(report(started, self.kernels.last()))
+        Ok(report(started, &self.kernels))
     }
 }

@@ -34,8 +34,8 @@ pub const FORWARD: &[Mutation] = &[
     ),
     mutation(
         "values are read before they are there",
-        "threadgroup_barrier(mem_flags::mem_threadgroup);\n        UNROLL for (int j = 0; j < PASSING / 8; j++) {\n            UNROLL for (int d = 0; d < PADDED_V",
-        "UNROLL for (int j = 0; j < PASSING / 8; j++) {\n            UNROLL for (int d = 0; d < PADDED_V",
+        "threadgroup_barrier(mem_flags::mem_threadgroup);\n        if (any_odd",
+        "if (any_odd",
     ),
     mutation(
         "a barrier that orders nothing",
@@ -66,10 +66,10 @@ pub const FORWARD: &[Mutation] = &[
     mutation("the wrong key head", "head / params.group", "head % (params.heads_q / params.group)"),
     mutation("stats in powers of two", "(row_max + log2(row_sum)) * LN_2", "(row_max + log2(row_sum))"),
     mutation("a block past the end counts as whole", " && end_k <= bounds.keys", ""),
-    mutation("a tensor is read past its end", "min(key, params.seq_kv - 1)", "key"),
+    mutation("a tensor is read past its end", "min(place.w, params.seq_kv - 1)", "place.w"),
     mutation("an array that is too short", "float2 scores[PASSING / 8];", "float2 scores[PASSING / 8 - 1];"),
     mutation("every lane of a row writes its stats", "if (column == 0) {", "{"),
-    mutation("the softmax of a row without keys", "row_sum == 0.0f ? 0.0f : 1.0f / row_sum", "1.0f / row_sum"),
+    mutation("the softmax of a row without keys", "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
     mutation("an index that is too narrow", "const long place = (long(batch)", "const signed char place = (long(batch)"),
     mutation("an input is written", "device Element* out = o +", "device Element* out = (device Element*)q +"),
 ];
@@ -99,4 +99,117 @@ pub const BACKWARD: &[Mutation] = &[
     mutation("keys past the end are written", "if (key >= params.seq_kv) {\n        return;\n    }", ""),
     mutation("stats are read past their end", "if (!there)", "if (false)"),
     mutation("the gradient of the score_mod is left out", "slope = score_mod_gradient(raw, slope, at, captured);", ""),
+];
+
+/// Faults of the forward kernel for few queries.
+pub const VECTOR: &[Mutation] = &[
+    mutation(
+        "outputs of simdgroups are read before they are there",
+        "exp2(row_max[r] - total_max), simdgroup, lane);\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "exp2(row_max[r] - total_max), simdgroup, lane);",
+    ),
+    mutation(
+        "outputs replace some that are still read",
+        "the outputs of the row before have been read.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "the outputs of the row before have been read.",
+    ),
+    mutation("sums that are not cleared", "clear_row<LANE_V>(sums[r]);", ""),
+    mutation("the output is not rescaled", "sums[r][i] *= shrink;", ""),
+    mutation("outputs of simdgroups have maxima of their own", "exp2(row_max[r] - total_max), simdgroup", "1.0f, simdgroup"),
+    mutation("simdgroups take one another's keys", "start < end; start += THREADS", "start < end; start += 32"),
+    mutation("a score goes to the wrong lane", "int(lane) == j ? product", "int(lane) == j + 1 ? product"),
+    mutation("heads of another key head", "head_kv * group + there / seq_q", "head_kv + there / seq_q"),
+    mutation("rows past the last are read", "min(row, seq_q * group - 1)", "row"),
+    mutation("elements past the dim are read", "at < DIM ? float(from[at * step]) : 0.0f", "float(from[at * step])"),
+    mutation("elements past the dim are told", "if (at < DIM) {\n            rows[", "{\n            rows["),
+    mutation("the mark of what is dropped counts as its weight", "if (!(weight < 0.0f)) {", "{"),
+    mutation("every thread writes stats", "if (thread_index == 0) {\n                stats", "{\n                stats"),
+    mutation("every lane tells its maximum", "if (lane == 0) {\n        UNROLL", "{\n        UNROLL"),
+];
+
+/// Faults of kernels that share the keys, and of the one that merges.
+pub const PARTS: &[Mutation] = &[
+    mutation(
+        "outputs of parts have maxima of their own",
+        "own_outputs[part * DIM_V + d] * exp2(own_sums[part * 2] - row_max)",
+        "own_outputs[part * DIM_V + d]",
+    ),
+    mutation("the last part is left out", "part < PARTS; part++) {\n            sum", "part < PARTS - 1; part++) {\n            sum"),
+    mutation("a part begins at the first key", "max(visited.x, part * part_keys)", "visited.x"),
+    mutation("parts write the same place", "(place * PARTS + part) * DIM_V + d", "place * PARTS * DIM_V + d"),
+    mutation("lanes past the last key of a part", "int(lane) < present && in_bounds", "in_bounds"),
+    mutation("rows past the end are merged", "if (query >= params.seq_q) {\n        return;\n    }", ""),
+];
+
+/// Faults of the kernels of the backward pass for few queries.
+pub const VECTOR_BACKWARD: &[Mutation] = &[
+    mutation("delta is not written", "delta[place] = row_delta[r];", ""),
+    mutation("every thread writes delta", "thread_index == 0 && first + r", "first + r"),
+    mutation(
+        "sums of simdgroups are read before they are there",
+        "params.scale, simdgroup, lane);\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "params.scale, simdgroup, lane);",
+    ),
+    mutation(
+        "sums replace some that are still read",
+        "// The row before has been read.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "",
+    ),
+    mutation("dq without the scale", "sums[r], params.scale, simdgroup", "sums[r], 1.0f, simdgroup"),
+    mutation("a slope goes to the wrong lane", "int(lane) == j ? slope", "int(lane) == j + 1 ? slope"),
+    mutation("an accumulator that is not cleared", "clear_row<LANE_QK>(dk_sum);", ""),
+    mutation("one batch of queries", "start < rows; start += 32", "start < min(rows, 32); start += 32"),
+    mutation("keys past the end are written", "if (key_at >= params.seq_kv) {\n        return;\n    }", ""),
+    mutation("a query of the wrong lane", "int(lane) == j ? gradient", "int(lane) == j + 1 ? gradient"),
+    mutation(
+        "threadgroups write the same dk",
+        "dk + batch * params.dk_strides[0] + head_kv * params.dk_strides[1]",
+        "dk + batch * params.dk_strides[0]",
+    ),
+    mutation("elements past the dim are written", "if (at < DIM_QK) {\n            dk_row", "{\n            dk_row"),
+];
+
+/// Faults of the kernels for gradients of parameters.
+pub const PARAMETER: &[Mutation] = &[
+    mutation("sums that are not cleared", "sums[j] = float2(0.0f);", ""),
+    mutation("one batch entry", "int(group.z) + 1 : params.batch", "int(group.z) + 1 : 1"),
+    mutation(
+        "queries replace some that are still read",
+        "// The queries before have been read.\n                threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "",
+    ),
+    mutation(
+        "keys replace some that are still read",
+        "// The block before has been read, and the queries are there.\n                    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "",
+    ),
+    mutation(
+        "keys are read before they are there",
+        "threadgroup_barrier(mem_flags::mem_threadgroup);\n\n                    float2 weights",
+        "float2 weights",
+    ),
+    mutation("a column is summed with another's lanes", "x + simd_shuffle_xor(x, ushort(16))", "x + simd_shuffle_xor(x, ushort(8))"),
+    mutation("keys past the end are written", "at < params.seq_kv && at_row < rows", "at_row < rows"),
+    mutation("simdgroups leave their parts in the same place", "first_q / 8 + int(simdgroup)", "first_q / 8"),
+    mutation("a block that is visited is left out", "start + PASSING <= visited.x", "start <= visited.x"),
+    mutation("parts are left out", "part < n; part += 32", "part < n; part += 64"),
+    mutation("parts of another element", "rest % params.spanned[axis] * params.strides[axis]", "rest % params.spanned[axis]"),
+    mutation("every lane writes the sum", "if (lane == 0) {\n        gradient", "{\n        gradient"),
+    mutation("elements past the last are written", "if (element >= params.elements) {\n        return;\n    }", ""),
+];
+
+/// Faults that show only where operands that are dropped are infinite or not numbers: of the kernels with tiles.
+pub const ODD: &[Mutation] = &[
+    mutation("odd numbers are multiplied by weights of 0", "if (any_odd(ODD_TOLD, own_odd)) {", "if (false) {"),
+    mutation("infinities alone are odd", "(as_type<uint>(x) & 0x7f800000u)", "(as_type<uint>(x) & 0x7fffffffu)"),
+    mutation("a weight of another column", "((column & 4) << 1) + ((column >> 1) & 1)", "((column & 4) << 1)"),
+    mutation("what is dropped has a gradient", "gradient = kept ? slope : 0.0f;", "gradient = slope;"),
+    mutation("a row that attends to nothing has weights", "&& !(row.stats >= -(DROPPED))", ""),
+];
+
+/// The same of vector kernels.
+pub const ODD_VECTOR: &[Mutation] = &[
+    mutation("what is dropped has a score", "return kept ? score : DROPPED;", "return kept ? score : score + DROPPED;"),
+    mutation("what is dropped adds to dq", "if ((keeps >> r & 1u) != 0) {", "if (keeps != 0 || true) {"),
+    mutation("what is dropped adds to dk and dv", "if (simd_shuffle(kept, ushort(j)) != 0) {", "if (simd_shuffle(kept, ushort(j)) != 2) {"),
 ];

@@ -1,0 +1,46 @@
+// The output of queries whose keys PARTS threadgroups shared. A simdgroup to a row.
+
+kernel void attention_merge(
+    device Element* o [[buffer(3)]],
+    constant ForwardParams& params [[buffer(4)]],
+#if WITH_STATS
+    device float* stats [[buffer(5)]],
+#endif
+    const device float* part_sums [[buffer(9)]],
+    const device float* part_outputs [[buffer(10)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+    const int head = int(group.y);
+    const int batch = int(group.z);
+    const int query = int(group.x) * (THREADS / 32) + int(simdgroup);
+    if (query >= params.seq_q) {
+        return;
+    }
+    const long place = (long(batch) * params.heads_q + head) * params.seq_q + query;
+    const device float* own_sums = part_sums + place * PARTS * 2;
+    const device float* own_outputs = part_outputs + place * PARTS * DIM_V;
+    float row_max = LOWEST;
+    for (int part = 0; part < PARTS; part++) {
+        row_max = max(row_max, own_sums[part * 2]);
+    }
+    float row_sum = 0.0f;
+    for (int part = 0; part < PARTS; part++) {
+        row_sum += own_sums[part * 2 + 1] * exp2(own_sums[part * 2] - row_max);
+    }
+    const float inverse = inverse_of(row_sum);
+    device Element* out = o + batch * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
+    for (int d = int(lane); d < DIM_V; d += 32) {
+        float sum = 0.0f;
+        for (int part = 0; part < PARTS; part++) {
+            sum += own_outputs[part * DIM_V + d] * exp2(own_sums[part * 2] - row_max);
+        }
+        out[d] = Element(sum * inverse);
+    }
+#if WITH_STATS
+    if (lane == 0) {
+        stats[place] = stats_of(row_max, row_sum);
+    }
+#endif
+}

@@ -1,0 +1,18 @@
+// Numbers of a softmax that is kept in powers of two.
+
+// Stands for the score of a key that is dropped, and for the maximum of a row before its first key. 2^(DROPPED - LOWEST) is 0; both are
+// finite, so that nothing depends on how a compiler treats infinities.
+#define LOWEST -1e38f
+#define DROPPED -3.4e38f
+#define LOG2_E 1.44269504088896340736f
+#define LN_2 0.69314718055994530942f
+
+// One over the sum of a row's weights. Only a row without keys has the sum 0; one with a NaN keeps it.
+inline float inverse_of(float sum) {
+    return sum == 0.0f ? 0.0f : 1.0f / sum;
+}
+
+// The natural logarithm of a row's sum of exponentials, from its maximum and its sum in powers of two.
+inline float stats_of(float row_max, float row_sum) {
+    return row_sum == 0.0f ? as_type<float>(0xff800000u) : (row_max + log2(row_sum)) * LN_2;
+}

@@ -1,0 +1,147 @@
+// Forward attention for few queries. A threadgroup has ROWS queries of the heads that share a key head, and each of its simdgroups
+// every so many batches of 32 keys, a key to a lane where scores are computed. Nothing is shared before the end, where the
+// simdgroups' maxima, sums and outputs are merged.
+//
+// With many keys, PARTS threadgroups share the queries, each with its part of the keys, and merge.metal adds up what they leave.
+
+kernel void attention_vector(
+    const device Element* q [[buffer(0)]],
+    const device Element* k [[buffer(1)]],
+    const device Element* v [[buffer(2)]],
+#if PARTS == 1
+    device Element* o [[buffer(3)]],
+#endif
+    constant ForwardParams& params [[buffer(4)]],
+#if PARTS == 1 && WITH_STATS
+    device float* stats [[buffer(5)]],
+#endif
+    SEQ_LEN_Q_ARGUMENT
+    SEQ_LEN_KV_ARGUMENT
+    CAPTURED_SCALARS
+#if PARTS > 1
+    device float* part_sums [[buffer(9)]],
+    device float* part_outputs [[buffer(10)]],
+#endif
+    CAPTURED_TENSORS
+    threadgroup float* simd_sums [[threadgroup(0)]],
+    threadgroup float* simd_outputs [[threadgroup(1)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+    const int head_kv = int(group.y);
+    const int batch = int(group.z);
+    const int first = int(group.x) / PARTS * ROWS;
+    const int part = int(group.x) % PARTS;
+    const Bounds bounds = BOUNDS;
+    const int2 visited = keys_of(bounds, 0, params.seq_q);
+    const int part_keys = (params.seq_kv - 1) / PARTS + 1;
+    const int begin = max(visited.x, part * part_keys);
+    const int end = min(visited.y, (part + 1) * part_keys);
+
+    const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1];
+    const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1];
+    float queries[ROWS][LANE_QK];
+    float sums[ROWS][LANE_V];
+    float row_max[ROWS];
+    float row_sum[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+        load_row<DIM_QK, LANE_QK>(
+            queries[r], q + batch * params.q_strides[0] + own.head * params.q_strides[1] + own.query * params.q_strides[2], 1, lane);
+        clear_row<LANE_V>(sums[r]);
+        row_max[r] = LOWEST;
+        row_sum[r] = 0.0f;
+    }
+
+    for (int start = begin + int(simdgroup) * 32; start < end; start += THREADS) {
+        const int present = min(32, end - start);
+        float scores[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            scores[r] = 0.0f;
+        }
+        for (int j = 0; j < present; j++) {
+            float key[LANE_QK];
+            load_row<DIM_QK, LANE_QK>(key, k_rows + (start + j) * params.k_strides[2], 1, lane);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const float product = product_of<LANE_QK>(queries[r], key);
+                scores[r] = int(lane) == j ? product : scores[r];
+            }
+        }
+        const int key_at = start + int(lane);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+            const bool kept = int(lane) < present && in_bounds(bounds, own.query, key_at);
+            const float score = score_of(scores[r], kept, int4(batch, own.head, own.query, key_at), params, CAPTURED);
+            const float batch_max = max(row_max[r], simd_max(score));
+            const float shrink = exp2(row_max[r] - batch_max);
+            const bool dropped = score < LOWEST;
+            const float weight = dropped ? 0.0f : exp2(score - batch_max);
+            row_max[r] = batch_max;
+            row_sum[r] = row_sum[r] * shrink + simd_sum(weight);
+            UNROLL for (int i = 0; i < LANE_V; i++) {
+                sums[r][i] *= shrink;
+            }
+            // No weight is negative.
+            scores[r] = dropped ? -1.0f : weight;
+        }
+        for (int j = 0; j < present; j++) {
+            float value[LANE_V];
+            load_row<DIM_V, LANE_V>(value, v_rows + (start + j) * params.v_strides[2], 1, lane);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const float weight = simd_shuffle(scores[r], ushort(j));
+                // What is dropped adds nothing, not even NaN.
+                if (!(weight < 0.0f)) {
+                    add_row<LANE_V>(sums[r], weight, value);
+                }
+            }
+        }
+    }
+
+    if (lane == 0) {
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            simd_sums[(int(simdgroup) * ROWS + r) * 2] = row_max[r];
+            simd_sums[(int(simdgroup) * ROWS + r) * 2 + 1] = row_sum[r];
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        // The maxima and sums are there, and the outputs of the row before have been read.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        float total_max = LOWEST;
+        for (int s = 0; s < THREADS / 32; s++) {
+            total_max = max(total_max, simd_sums[(s * ROWS + r) * 2]);
+        }
+        float total = 0.0f;
+        for (int s = 0; s < THREADS / 32; s++) {
+            total += simd_sums[(s * ROWS + r) * 2 + 1] * exp2(simd_sums[(s * ROWS + r) * 2] - total_max);
+        }
+        tell_row<DIM_V, LANE_V>(simd_outputs, sums[r], exp2(row_max[r] - total_max), simdgroup, lane);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (first + r < params.seq_q * params.group) {
+            const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+#if PARTS > 1 || WITH_STATS
+            const long place = (long(batch) * params.heads_q + own.head) * params.seq_q + own.query;
+#endif
+#if PARTS == 1
+            device Element* out = o + batch * params.o_strides[0] + own.head * params.o_strides[1] + own.query * params.o_strides[2];
+            const float inverse = inverse_of(total);
+            for (int d = int(thread_index); d < DIM_V; d += THREADS) {
+                out[d] = Element(total_at<DIM_V>(simd_outputs, d) * inverse);
+            }
+#if WITH_STATS
+            if (thread_index == 0) {
+                stats[place] = stats_of(total_max, total);
+            }
+#endif
+#else
+            for (int d = int(thread_index); d < DIM_V; d += THREADS) {
+                part_outputs[(place * PARTS + part) * DIM_V + d] = total_at<DIM_V>(simd_outputs, d);
+            }
+            if (thread_index == 0) {
+                part_sums[(place * PARTS + part) * 2] = total_max;
+                part_sums[(place * PARTS + part) * 2 + 1] = total;
+            }
+#endif
+        }
+    }
+}

@@ -1,0 +1,110 @@
+// The gradient of few queries, and the sum of o d_o along each of their rows. Queries and keys are shared as in the forward kernel.
+
+kernel void attention_vector_dq(
+    const device Element* q [[buffer(0)]],
+    const device Element* k [[buffer(1)]],
+    const device Element* v [[buffer(2)]],
+    const device Element* d_o [[buffer(3)]],
+    constant BackwardParams& params [[buffer(4)]],
+    const device float* stats [[buffer(5)]],
+    SEQ_LEN_Q_ARGUMENT
+    SEQ_LEN_KV_ARGUMENT
+    CAPTURED_SCALARS
+    device float* delta [[buffer(9)]],
+    device Element* dq [[buffer(10)]],
+    const device Element* o [[buffer(12)]],
+    CAPTURED_TENSORS
+    threadgroup float* simd_outputs [[threadgroup(0)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+    const int head_kv = int(group.y);
+    const int batch = int(group.z);
+    const int first = int(group.x) * ROWS;
+    const Bounds bounds = BOUNDS;
+    const int2 visited = keys_of(bounds, 0, params.seq_q);
+
+    const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1];
+    const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1];
+    float queries[ROWS][LANE_QK];
+    float d_outputs[ROWS][LANE_V];
+    float sums[ROWS][LANE_QK];
+    float row_stats[ROWS];
+    float row_delta[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+        const long place = (long(batch) * params.heads_q + own.head) * params.seq_q + own.query;
+        load_row<DIM_QK, LANE_QK>(
+            queries[r], q + batch * params.q_strides[0] + own.head * params.q_strides[1] + own.query * params.q_strides[2], 1, lane);
+        load_row<DIM_V, LANE_V>(
+            d_outputs[r], d_o + batch * params.d_o_strides[0] + own.head * params.d_o_strides[1] + own.query * params.d_o_strides[2],
+            params.d_o_strides[3], lane);
+        float output[LANE_V];
+        load_row<DIM_V, LANE_V>(
+            output, o + batch * params.o_strides[0] + own.head * params.o_strides[1] + own.query * params.o_strides[2], 1, lane);
+        clear_row<LANE_QK>(sums[r]);
+        row_delta[r] = product_of<LANE_V>(output, d_outputs[r]);
+        row_stats[r] = stats[place];
+        if (thread_index == 0 && first + r < params.seq_q * params.group) {
+            delta[place] = row_delta[r];
+        }
+    }
+
+    for (int start = visited.x + int(simdgroup) * 32; start < visited.y; start += THREADS) {
+        const int present = min(32, visited.y - start);
+        float slopes[ROWS];
+        float products[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            products[r] = 0.0f;
+            slopes[r] = 0.0f;
+        }
+        for (int j = 0; j < present; j++) {
+            float key[LANE_QK];
+            float value[LANE_V];
+            load_row<DIM_QK, LANE_QK>(key, k_rows + (start + j) * params.k_strides[2], 1, lane);
+            load_row<DIM_V, LANE_V>(value, v_rows + (start + j) * params.v_strides[2], 1, lane);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const float product = product_of<LANE_QK>(queries[r], key);
+                const float slope = product_of<LANE_V>(d_outputs[r], value);
+                products[r] = int(lane) == j ? product : products[r];
+                slopes[r] = int(lane) == j ? slope : slopes[r];
+            }
+        }
+        const int key_at = start + int(lane);
+        uint kept = 0;
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+            const bool there = int(lane) < present && in_bounds(bounds, own.query, key_at);
+            const Row known = row_from(row_stats[r], row_delta[r]);
+            const bool counts =
+                to_weight(products[r], slopes[r], params.scale, known, there, int4(batch, own.head, own.query, key_at), params, CAPTURED);
+            kept |= uint(counts) << r;
+        }
+        for (int j = 0; j < present; j++) {
+            float key[LANE_QK];
+            load_row<DIM_QK, LANE_QK>(key, k_rows + (start + j) * params.k_strides[2], 1, lane);
+            const uint keeps = simd_shuffle(kept, ushort(j));
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const float slope = simd_shuffle(slopes[r], ushort(j));
+                if ((keeps >> r & 1u) != 0) {
+                    add_row<LANE_QK>(sums[r], slope, key);
+                }
+            }
+        }
+    }
+
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        // The row before has been read.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        tell_row<DIM_QK, LANE_QK>(simd_outputs, sums[r], params.scale, simdgroup, lane);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (first + r < params.seq_q * params.group) {
+            const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+            device Element* out = dq + batch * params.dq_strides[0] + own.head * params.dq_strides[1] + own.query * params.dq_strides[2];
+            for (int d = int(thread_index); d < DIM_QK; d += THREADS) {
+                out[d] = Element(total_at<DIM_QK>(simd_outputs, d));
+            }
+        }
+    }
+}

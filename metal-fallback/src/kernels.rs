@@ -1,0 +1,69 @@
+//! Which kernels a problem is given to.
+
+/// Which kernels a pass is made of. All of them take every problem; they differ in what they are good at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kernels {
+    /// Tiles in threadgroup memory, multiplied as matrices of eight by eight: many queries.
+    Tiled,
+    /// Rows in registers, a key at a time: few queries, which would leave most of a tile empty.
+    Vector,
+    /// The same with the keys shared by several threadgroups, whose outputs another kernel merges. A backward pass has no such
+    /// kernels and takes those of [`Kernels::Vector`].
+    Parts,
+}
+
+/// A row of a table of choices: at most so many queries, at least so many keys, and what they are given to.
+type Choice = (i64, i64, Kernels);
+
+/// Eight queries are one fragment of a tile, of which most threadgroups have four. From 1024 keys on, one threadgroup for each key head
+/// is taken to last longer than a second kernel; neither limit is measured.
+const FORWARD: [Choice; 3] = [(8, 1024, Kernels::Parts), (8, 0, Kernels::Vector), (i64::MAX, 0, Kernels::Tiled)];
+const BACKWARD: [Choice; 2] = [(8, 0, Kernels::Vector), (i64::MAX, 0, Kernels::Tiled)];
+
+/// Keys of a part, about.
+const PART_KEYS: i64 = 512;
+/// Parts at most: every lane of the merging kernel goes along them.
+const PARTS_LIMIT: i64 = 64;
+
+impl Kernels {
+    /// All of them.
+    pub const ALL: [Kernels; 3] = [Kernels::Tiled, Kernels::Vector, Kernels::Parts];
+
+    fn choose(table: &[Choice], seq_q: i64, seq_kv: i64) -> Kernels {
+        let fits = |&&(queries, keys, _): &&Choice| seq_q <= queries && seq_kv >= keys;
+        table.iter().find(fits).map_or(Kernels::Tiled, |&(_, _, kernels)| kernels)
+    }
+
+    /// Those for a forward pass of so many queries and keys.
+    pub fn forward(seq_q: i64, seq_kv: i64) -> Kernels {
+        Kernels::choose(&FORWARD, seq_q, seq_kv)
+    }
+
+    /// Those for a backward pass.
+    pub fn backward(seq_q: i64, seq_kv: i64) -> Kernels {
+        Kernels::choose(&BACKWARD, seq_q, seq_kv)
+    }
+
+    /// Threadgroups that share the keys.
+    pub(crate) fn parts(self, seq_kv: i64) -> u32 {
+        match self {
+            Kernels::Tiled | Kernels::Vector => 1,
+            Kernels::Parts => ((seq_kv - 1) / PART_KEYS + 1).clamp(2, PARTS_LIMIT) as u32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_queries_go_to_vector_kernels_and_many_keys_are_shared() {
+        let forward = [(1, 1), (8, 1023), (8, 1024), (1, 1 << 20), (9, 1), (9, 1 << 20)].map(|(q, k)| Kernels::forward(q, k));
+        assert_eq!(forward, [Kernels::Vector, Kernels::Vector, Kernels::Parts, Kernels::Parts, Kernels::Tiled, Kernels::Tiled]);
+        assert_eq!([(8, 5000), (9, 5)].map(|(q, k)| Kernels::backward(q, k)), [Kernels::Vector, Kernels::Tiled]);
+        let parts = [1, 512, 1024, 1025, 1 << 20].map(|keys| Kernels::Parts.parts(keys));
+        assert_eq!(parts, [2, 2, 2, 3, 64]);
+        assert_eq!(Kernels::Vector.parts(1 << 20), 1);
+    }
+}

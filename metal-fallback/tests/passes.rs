@@ -1,0 +1,101 @@
+//! Passes: which kernels they are made of, and what these leave to one another.
+
+use cudnn_graph::DType;
+use cudnn_graph::expr::{Axes, Axis, Builder, Trace};
+use metal_fallback::{Along, Backward, Band, Declined, Forward, Kernels, Operand, Pass, Tensor};
+use std::sync::Arc;
+
+fn tensor(dims: [i64; 4]) -> Tensor {
+    let [_, heads, seq, dim] = dims;
+    Tensor { dims, strides: [heads.saturating_mul(seq).saturating_mul(dim), seq.saturating_mul(dim), dim, 1] }
+}
+
+fn forward(seq_q: i64, seq_kv: i64) -> Forward {
+    let (q, k) = (tensor([2, 6, seq_q, 64]), tensor([2, 3, seq_kv, 64]));
+    let band = Band::default();
+    Forward { dtype: DType::F16, q, k, v: k, o: q, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: true }
+}
+
+/// A score_mod that adds a scalar and a table, and what its gradient comes to.
+fn with_bias(mut forward: Forward) -> Backward {
+    let trace = |gradient: bool| -> Arc<Trace> {
+        let mut b = Builder::new();
+        let score = b.score();
+        let upstream = if gradient { vec![b.upstream(); 3] } else { Vec::new() };
+        Arc::new(b.finish(&[vec![score], upstream].concat()).unwrap())
+    };
+    forward.score_mod = Some(trace(false));
+    let along = |name: &str, axes| Along { name: name.to_owned(), dtype: DType::F32, axes };
+    let (q, k, gradient) = (forward.q, forward.k, Some(trace(true)));
+    let along = vec![along("shift", Axes::NONE), along("table", Axes::from([Axis::Head, Axis::Q, Axis::K]))];
+    Backward { forward, d_o: q, dq: q, dk: k, dv: k, gradient, along }
+}
+
+fn entries(pass: &Pass) -> Vec<&'static str> {
+    pass.plans.iter().map(|plan| plan.entry).collect()
+}
+
+/// What is read was written before, and everything that is listed is used.
+fn check(pass: &Pass) {
+    let mut written: Vec<&Operand> = Vec::new();
+    for plan in &pass.plans {
+        assert!(plan.buffers.is_sorted_by(|a, b| a.slot < b.slot), "{}", plan.entry);
+        for binding in plan.buffers.iter().filter(|b| matches!(b.operand, Operand::Scratch(_))) {
+            assert!(binding.written || written.contains(&&binding.operand), "{}: {:?}", plan.entry, binding.operand);
+        }
+        written.extend(plan.buffers.iter().filter(|b| b.written).map(|b| &b.operand));
+    }
+    let scratch = pass.scratch();
+    assert_eq!(scratch.len(), written.iter().filter(|operand| matches!(operand, Operand::Scratch(_))).count());
+}
+
+#[test]
+fn a_pass_takes_the_kernels_that_suit_its_lengths() {
+    for (seq_q, seq_kv, kernels) in
+        [(9, 5000, &["attention_forward"][..]), (8, 1023, &["attention_vector"]), (1, 1024, &["attention_vector", "attention_merge"])]
+    {
+        let pass = forward(seq_q, seq_kv).plan().unwrap();
+        assert_eq!(entries(&pass), kernels, "{seq_q} and {seq_kv}");
+        check(&pass);
+    }
+    let parts = forward(1, 1024).plan().unwrap();
+    let scratch: Vec<(&str, i64)> = parts.scratch().into_iter().map(|s| (s.name.as_str(), s.elements)).collect();
+    assert_eq!(scratch, [("sums of parts", 2 * 6 * 2 * 2), ("outputs of parts", 2 * 6 * 2 * 64)]);
+}
+
+#[test]
+fn gradients_of_parameters_follow_those_of_operands() {
+    let along = ["attention_parameter", "attention_sum", "attention_parameter"];
+    for (seq_q, operands) in
+        [(9, &["attention_delta", "attention_dq", "attention_dkv"][..]), (8, &["attention_vector_dq", "attention_vector_dkv"])]
+    {
+        let problem = with_bias(forward(seq_q, 100));
+        let pass = problem.plan().unwrap();
+        assert_eq!(entries(&pass), [operands, &along].concat());
+        check(&pass);
+        let mut gradients = Vec::new();
+        for binding in pass.plans.iter().flat_map(|plan| &plan.buffers) {
+            if let Operand::Gradient { name, dtype: _, elements } = &binding.operand {
+                gradients.push((name.as_str(), *elements));
+            }
+        }
+        assert_eq!(gradients, [("shift", 1), ("table", 6 * seq_q * 100)]);
+        for kernels in Kernels::ALL {
+            check(&problem.plan_with(kernels).unwrap());
+        }
+    }
+}
+
+#[test]
+fn limits_are_declined_with_field_value_and_rule() {
+    let many = forward(1 << 20, 64);
+    let Err(declined) = many.plan_with(Kernels::Vector) else { panic!("taken") };
+    assert_eq!(declined[0].to_string(), "queries of a key head is 2097152: at most 1048576 in vector kernels");
+    assert_eq!(entries(&many.plan().unwrap()), ["attention_forward"]);
+    let declined = with_bias(forward(1 << 18, 1 << 18)).supports().unwrap_err();
+    let limit = |why: &Declined| why.to_string() == format!("elements of the gradient of table is {}: at most {}", 6i64 << 36, 1i64 << 34);
+    assert!(declined.iter().any(limit), "{declined:?}");
+    let mut without = with_bias(forward(4, 4));
+    without.gradient = None;
+    assert!(without.supports().unwrap_err()[0].to_string().starts_with("gradient is 0 roots: 4 of"), "no gradient");
+}

@@ -1,0 +1,90 @@
+//! What plans say of their sources, and what sources are checked for without running them.
+
+use super::{NAME, emulation, side_by_side, table_rows};
+use conformance::msl::{Job, Row, Toolchain, registers};
+use conformance::say::say;
+use metal_fallback::{Kernels, Plan, REGISTER_LIMIT, THREADGROUP_BYTES};
+use sdpa::exec::metal::{backward, forward};
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Mutex;
+
+/// The plans of every kernel of a row, forward and backward.
+pub(super) fn plans(row: &Row) -> Vec<Plan> {
+    let problem = row.case.spec().unwrap().validate().unwrap();
+    let gradient = row.case.backward_spec().unwrap().validate().unwrap();
+    let mut plans = forward(&problem).plan_with(row.kernels).unwrap().plans;
+    plans.extend(backward(&gradient).plan_with(row.kernels).unwrap().plans);
+    plans
+}
+
+/// The registers of arrays that each kernel takes at most, by type and the wider of its dims, as the sources have them.
+type Registers = BTreeMap<&'static str, BTreeMap<String, BTreeMap<i64, u32>>>;
+
+fn print(registers: &Registers) {
+    println!("registers of a lane that arrays take at most, by the wider dim; {REGISTER_LIMIT} is the limit");
+    for (entry, types) in registers {
+        for (dtype, dims) in types {
+            let line: Vec<String> = dims.iter().map(|(dim, n)| format!("{dim}: {n}")).collect();
+            println!("{entry:<22} {dtype:<5} {}", line.join(", "));
+        }
+    }
+}
+
+#[test]
+fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
+    let rows = table_rows(false);
+    let Some(toolchain) = emulation(&format!("address spaces of {} cases", rows.len())) else { return };
+    let checked = Mutex::new(HashSet::new());
+    let registers = Mutex::new(Registers::new());
+    side_by_side(&rows, |row| {
+        let name = &row.case.name;
+        for plan in plans(row) {
+            // Kernels without scores are the same for many rows.
+            if !checked.lock().unwrap().insert(plan.source.clone()) {
+                continue;
+            }
+            let [arguments, body] = toolchain.kernel(&plan).unwrap();
+            let counted = registers::peak(&body).unwrap();
+            assert_eq!(counted, plan.registers, "{} of {name}", plan.entry);
+            assert!(counted <= REGISTER_LIMIT, "{counted} registers: {} of {name}", plan.entry);
+            let dim = row.case.shape.dim_qk.max(row.case.shape.dim_v);
+            let mut all = registers.lock().unwrap();
+            let most = all.entry(plan.entry).or_default().entry(row.case.dtype.to_string()).or_default().entry(dim).or_default();
+            *most = counted.max(*most);
+            drop(all);
+            let [buffers, tiles] = Toolchain::slots(&arguments);
+            assert_eq!(buffers, plan.buffers.iter().map(|b| b.slot).collect::<Vec<_>>(), "{} of {name}", plan.entry);
+            assert_eq!(tiles, (0..plan.threadgroup.len() as u32).collect::<Vec<_>>(), "{} of {name}", plan.entry);
+            toolchain.check_spaces(&plan).unwrap_or_else(|e| panic!("{} of {name}: {e}", plan.entry));
+        }
+    });
+    print(&registers.into_inner().unwrap());
+    let tiled = Row { kernels: Kernels::Tiled, ..rows[0].clone() };
+    for (from, to) in [
+        ("const threadgroup Element* own_q = q_tile", "const device Element* own_q = q_tile"),
+        ("threadgroup Element* tile, const device Element* from", "threadgroup Element* tile, const threadgroup Element* from"),
+        ("const device Element* k_rows = k", "const Element* k_rows = k"),
+    ] {
+        let mut plan = plans(&tiled).remove(0);
+        plan.source = plan.source.replace("    threadgroup Element* tile, const", "(threadgroup Element* tile, const");
+        plan.source = plan.source.replace("(\n(threadgroup", "(threadgroup");
+        assert!(plan.source.contains(from), "{from}");
+        plan.source = plan.source.replacen(from, to, 1);
+        let said = toolchain.check_spaces(&plan).unwrap_err();
+        assert!(said.contains("address space"), "{said}");
+    }
+    say(&format!("address spaces {NAME}: {} sources hold", checked.into_inner().unwrap().len()));
+}
+
+#[test]
+fn threadgroup_memory_has_its_limit() {
+    let Some(toolchain) = emulation("the limit of threadgroup memory") else { return };
+    let rows = table_rows(false);
+    let mut plan = plans(&rows[0]).remove(0);
+    let program = toolchain.program(&plan).unwrap();
+    let others: usize = plan.threadgroup[1..].iter().map(|(_, bytes)| bytes).sum();
+    plan.threadgroup[0].1 = THREADGROUP_BYTES - others + 16;
+    let buffers = vec![vec![0; 1 << 16]; plan.buffers.len()];
+    let said = program.run(&Job { plan: &plan, buffers: &buffers, seed: 1 }).unwrap_err();
+    assert!(said.contains("threadgroup memory: 32768 is the limit"), "{said}");
+}
