@@ -15,6 +15,7 @@ const FENCES: [&str; 13] = [
     "metal-fallback/src/apple/",
     "tests/null-driver/src/",
     "tests/recording/src/",
+    "tests/harness/nvrtc.rs",
     "tests/harness/recorder.rs",
     "tests/harness/allocations.rs",
     "benches/src/device/",

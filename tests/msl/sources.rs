@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Mutex;
 
 /// The plans of every kernel of a row, forward and backward.
-fn plans(row: &Row) -> Vec<Plan> {
+pub(super) fn plans(row: &Row) -> Vec<Plan> {
     let problem = row.case.spec().unwrap().validate().unwrap();
     let gradient = row.case.backward_spec().unwrap().validate().unwrap();
     let mut plans = forward(&problem).plan_with(row.kernels).unwrap().plans;
