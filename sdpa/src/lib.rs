@@ -36,7 +36,7 @@
 //! | name | runs on | types | limits |
 //! |---|---|---|---|
 //! | [`cudnn`](exec::cudnn) | NVIDIA GPUs of compute capability 8.0 and newer, through cuDNN 9 found at run time | f16, bf16 | dims multiples of 8, at most 256; positive scale |
-//! | [`metal`](exec::metal) | Apple GPUs from M1 and A14, on macOS 14 or iOS 17; so far on an emulation of MSL alone | f32, f16, bf16 | dims at most 256; no gradients of parameters |
+//! | [`metal`](exec::metal) | Apple GPUs from M1 and A14, on macOS 14 or iOS 17; so far on an emulation of MSL alone | f32, f16, bf16 | dims at most 256 |
 //! | [`cpu`](exec::cpu) | every machine, all cores, SIMD chosen at run time | f32, f16, bf16 | none |
 //!
 //! An automatic choice keeps every reason against the executors it passed over; an executor that is named never falls back.
