@@ -117,10 +117,8 @@ impl GpuTask {
         let params = stream.clone_htod(&plan.params(scale).bytes()).map_err(exhausted("parameters"))?;
         let mut launch = stream.launch_builder(&self.functions[at]);
         for binding in &plan.buffers {
-            let bound = match &binding.operand {
-                Operand::Params => Some(&params),
-                operand => buffers.iter().find(|(o, _)| o == operand).map(|(_, buffer)| buffer),
-            };
+            let own = buffers.iter().find(|(operand, _)| *operand == binding.operand).map(|(_, buffer)| buffer);
+            let bound = if binding.operand == Operand::Params { Some(&params) } else { own };
             launch.arg(bound.ok_or_else(|| failed(plan.entry, format!("nothing is bound to {}", binding.operand.name())))?);
         }
         let [x, y, z] = plan.grid;
