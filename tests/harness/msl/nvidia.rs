@@ -28,11 +28,9 @@ pub fn source(plan: &Plan) -> String {
     let own = plan.source.replace("[[threadgroup(", "[[threadgroup_memory(");
     let own: String = own.lines().filter(|line| !line.starts_with("#include ")).map(|line| format!("{line}\n")).collect();
     let mut text = format!("{LIBRARY}\n{own}\n");
-    let (structure, size, offsets) = plan.params(1.0).layout();
+    // Where members begin, clang asserts: not every NVRTC can.
+    let (structure, size, _) = plan.params(1.0).layout();
     let _ = writeln!(text, "static_assert(sizeof({structure}) == {size}, \"\");");
-    for (field, offset) in offsets {
-        let _ = writeln!(text, "static_assert(__builtin_offsetof({structure}, {field}) == {offset}, \"\");");
-    }
     let mut parameters = Vec::new();
     let mut arguments = Vec::new();
     for (n, binding) in plan.buffers.iter().enumerate() {

@@ -98,7 +98,7 @@ impl CudnnExecutor {
     }
 
     fn record(&self, job: &Job, planned: &Planned) -> Result<Record, Error> {
-        let handle = self.library.handle(&self.device.stream()?)?;
+        let handle = self.library.handle(self.aside()?)?;
         let key = portable::key(self.library, &Target::Handle(&handle), job, &self.options)?;
         Ok(Record { key, label: crate::cache::CacheKey::label(job), payload: planned.to_bytes()? })
     }

@@ -29,9 +29,9 @@ use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::exec::{Executor, Prepared, PreparedBackward};
 use crate::lower::{Job, JobQuery};
 use crate::problem::Problem;
-use cudnn_graph::{Device, Driver, Library, Search, Target};
+use cudnn_graph::{Device, Driver, Library, Search, Stream, Target};
 use std::num::NonZeroUsize;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// How an executor is set up.
 #[derive(Clone, Debug)]
@@ -78,6 +78,8 @@ pub struct CudnnExecutor {
     forward: PlanCache<Job, Arc<Planned>>,
     backward: PlanCache<Job, Arc<Planned>>,
     files: files::Files,
+    /// What tables are uploaded on; made when it is first needed.
+    aside: OnceLock<Stream>,
     tune: bool,
     recheck: bool,
 }
@@ -98,6 +100,7 @@ impl CudnnExecutor {
             forward,
             backward,
             files: files::Files::default(),
+            aside: OnceLock::new(),
             tune: options.tune && std::env::var_os("SDPA_AUTOTUNE").is_none_or(|off| off != "off"),
             recheck: options.recheck,
         })
@@ -202,10 +205,19 @@ impl CudnnExecutor {
     /// A build in the middle of a capture, of this or another thread's stream, does not disturb it.
     fn build(&self, query: &JobQuery<'_>) -> Result<Arc<Planned>, Error> {
         self.device.relaxed(|| {
-            let stream = self.device.stream()?;
-            let handle = self.library.handle(&stream)?;
-            self.make(&Target::Handle(&handle), &query.to_key(), |planned| planned.upload_tables(&stream))
+            let stream = self.aside()?;
+            let handle = self.library.handle(stream)?;
+            self.make(&Target::Handle(&handle), &query.to_key(), |planned| planned.upload_tables(stream))
         })
+    }
+
+    pub(super) fn aside(&self) -> Result<&Stream, Error> {
+        if let Some(stream) = self.aside.get() {
+            return Ok(stream);
+        }
+        // Of two threads that are here at once, one made hers for nothing.
+        let made = self.device.stream()?;
+        Ok(self.aside.get_or_init(|| made))
     }
 
     fn see_to(&self, planned: &Planned, there: bool, query: &JobQuery<'_>) -> Result<(), Error> {
@@ -242,8 +254,7 @@ impl CudnnExecutor {
     fn asked(&self, job: &Job) -> Result<(), Unsupported> {
         let absent = |e: String| Unsupported { executor: ExecutorName::Cudnn, reasons: vec![Reason::Absent(e)] };
         let asked = || -> Result<(), Error> {
-            let stream = self.device.stream()?;
-            let handle = self.library.handle(&stream)?;
+            let handle = self.library.handle(self.aside()?)?;
             plan::supports(self.library, &Target::Handle(&handle), job, &self.options).map(|_| ())
         };
         match asked() {
