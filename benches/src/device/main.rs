@@ -13,6 +13,7 @@ mod gpus;
 mod graphs;
 mod host;
 mod memory;
+mod msl;
 mod plans;
 mod scaling;
 mod setup;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         Some("version") => files::version(),
         Some("files") => files::run(args.get(1).map(String::as_str)),
         Some("loads") => files::loads(),
+        Some("msl") => msl::run(args.get(1).map(String::as_str)),
         Some("scaling") => scaling::run(),
         Some("weight") => weight::run(),
         Some("tuned") => tuned::run(),
