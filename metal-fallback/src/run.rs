@@ -117,7 +117,7 @@ pub trait Ready: Debug + Send + Sync {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Band, Forward, Tensor};
+    use crate::{Band, Forward, Kernels, Tensor};
     use cudnn_graph::DType;
 
     #[test]
@@ -127,7 +127,7 @@ mod tests {
         let (q, k, v, o) = (tensor, tensor, tensor, tensor);
         let forward =
             Forward { dtype: DType::F32, q, k, v, o, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: false };
-        let task = forward.task(None).unwrap();
+        let task = forward.task(Some(Kernels::Tiled)).unwrap();
         let bytes = vec![0u8; 256];
         let check = |lengths: [usize; 3], written: usize, o_written: bool| {
             let mut out = vec![0u8; written];
