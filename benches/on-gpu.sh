@@ -21,9 +21,8 @@ for library in "${libraries[@]}"; do
   {
     date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; echo "$library" | sed 's|.*/nvidia/|…/nvidia/|; s|.*/cudnn-|…/cudnn-|' # names, not this machine's paths
     "$carry/device" suite "$random" || status=1
-    "$carry/device" cudarc || status=1
-    "$carry/device" plans || status=1
-    "$carry/device" buckets || status=1
+    for part in cudarc plans graphs buckets tuned weight; do "$carry/device" "$part" || status=1; done
+    [ "$(nvidia-smi --list-gpus | wc -l)" -lt 2 ] || "$carry/device" gpus || status=1
     plans=$carry/plans-$("$carry/device" version).bin; [ -e "$plans" ] || plans=
     "$carry/device" files ${plans:+"$plans"} || status=1
     [ ! -x "$carry/sdpa" ] || {
@@ -43,11 +42,22 @@ EOF
     }
     [ ! -x "$carry/matmul_bias_gelu" ] || "$carry/matmul_bias_gelu" || status=1
   } > "$out/$name-suite.txt" 2>&1
-  { date -u +%F; "$carry/device" speed || status=1; "$carry/device" host || status=1
-    for _ in 1 2 3; do "$carry/device" startup || status=1; done; } > "$out/$name-speed.txt" 2>&1
+  { date -u +%F; for part in speed host loads scaling; do "$carry/device" "$part" || status=1; done
+    one=$(mktemp -u); "$carry/device" startup "$one" || status=1
+    for _ in 1 2 3; do "$carry/device" startup || status=1; "$carry/device" startup "$one" || status=1; done
+    rm -f "$one"; } > "$out/$name-speed.txt" 2>&1
+  { date -u +%F; "$carry/device" soak || status=1; } > "$out/$name-soak.txt" 2>&1
   if [ "$seconds" -gt 0 ]; then { date -u +%F; "$carry/device" threads "$seconds" || status=1; } > "$out/$name-threads.txt" 2>&1; fi
 done
 unset CUDNN_GRAPH_LIBRARY
+# The Metal kernels, through the NVRTC of the active Python environment, or the system's.
+nvrtc=$(python3 -c 'import nvidia.cu13 as c; print(list(c.__path__)[0])' 2>/dev/null) && export SDPA_NVRTC=${SDPA_NVRTC:-$nvrtc/lib}
+{ date -u +%F; "$carry/device" msl || status=1; "$carry/device" msl long || status=1
+  for tool in racecheck memcheck initcheck synccheck; do
+    if command -v compute-sanitizer >/dev/null; then compute-sanitizer --tool $tool --error-exitcode 9 "$carry/device" msl few || status=1
+    else echo "SKIP $tool: there is no compute-sanitizer"; fi
+  done; } > "$out/msl.txt" 2>&1
+python3 "$here/frontend/host.py" > "$out/frontend-host.txt" 2>&1 || echo "the frontend's side did not run" >> "$out/frontend-host.txt"
 python3 "$here/torch_sdpa.py" > "$out/torch.txt" 2>&1 || echo "PyTorch's side did not run" >> "$out/torch.txt"
-grep -hE 'passed|FAIL|outputs are wrong|differ' "$out"/*-suite.txt "$out"/*-threads.txt 2>/dev/null
+grep -hE 'passed|FAIL|outputs are wrong|differ|SUMMARY|SKIP.*check' "$out"/*-suite.txt "$out"/*-threads.txt "$out"/msl.txt 2>/dev/null
 exit $status
