@@ -42,10 +42,9 @@ linker() {
   export CARGO_TARGET_AARCH64_APPLE_DARWIN_RUSTFLAGS="${flags[*]}" SDKROOT=$sdk
 }
 
-# What a Mac would run: the tests of the glue, the suite, the benchmark, the command line tool.
+# What calls Metal on a Mac: the tests of the glue, the benchmark, the command line tool.
 link() {
-  cargo test --no-run --profile apple --target "$triple" "$@" --package metal-fallback --package conformance --lib \
-    --test forward --test backward --test library
+  cargo test --no-run --profile apple --target "$triple" "$@" --package metal-fallback --lib
   cargo build --profile apple --target "$triple" "$@" --package bench-sdpa --bin metal --package sdpa-cli --bin sdpa
 }
 
@@ -56,7 +55,7 @@ linked() {
     n=$((n + 1))
     [ "$(od -An -tx4 -N8 "$file" | tr -d ' \n')" = feedfacf0100000c ] || { echo "$file is no arm64 binary of macOS"; exit 1; }
   done < <(find "$1/$triple/apple/deps" -type f -perm -u+x ! -name '*.*')
-  [ "$n" -ge 7 ] || { echo "only $n binaries were linked"; exit 1; }
+  [ "$n" -ge 3 ] || { echo "only $n binaries were linked"; exit 1; }
   echo "$n arm64 binaries for macOS are linked; none is run"
 }
 
