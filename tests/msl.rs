@@ -14,33 +14,19 @@ mod sources;
 use conformance::case::Case;
 use conformance::msl::{Check, Emulated, Row, Toolchain, table};
 use conformance::random::Random;
-use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_spec, run, run_backward, run_backward_case, run_case};
+use conformance::runner::{
+    Draw, Outcome, Source, Tally, random_backward, random_spec, run, run_backward, run_backward_case, run_case, side_by_side,
+};
 use conformance::say::{say, skip};
 use metal_fallback::Kernels;
 use sdpa::exec::metal::MetalExecutor;
 use sdpa::{AttentionSpec, DType, Executor, Layout, TensorSpec};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 const NAME: &str = "metal-emulated";
 
 fn emulation(what: &str) -> Option<Toolchain> {
     Toolchain::find().map_err(|why| skip("msl", &format!("{what}: {why}"))).ok()
-}
-
-/// Runs a list on a thread for each core.
-fn side_by_side<T: Sync>(list: &[T], run: impl Fn(&T) + Sync) {
-    let next = AtomicUsize::new(0);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some(item) = list.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    run(item);
-                }
-            });
-        }
-    });
 }
 
 /// A case, and the kernels that it is given to where those are not the planner's choice.

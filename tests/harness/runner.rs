@@ -4,6 +4,7 @@ mod backward;
 mod library;
 #[cfg(test)]
 mod naive;
+mod parallel;
 
 use crate::case::Case;
 use crate::compare::{Distance, Measured, Sizes, compare};
@@ -14,6 +15,7 @@ use crate::random::Random;
 use crate::say::say;
 pub use backward::{Draw, Source, backward_suite, random_backward, run_backward, run_backward_case, run_backward_with};
 pub use library::{Tree, library_suite, run_tree};
+pub use parallel::side_by_side;
 use sdpa::{Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Report, Shape, TensorSpec, Unsupported};
 
 /// What became of a case on an executor.

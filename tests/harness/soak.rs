@@ -105,7 +105,8 @@ fn job(n: usize) -> Result<Job, String> {
     spec.validate().map(Job::from).map_err(|e| e.to_string())
 }
 
-fn resident() -> u64 {
+/// Resident memory of the process in bytes; 0 where the system does not tell.
+pub fn resident() -> u64 {
     let pages = std::fs::read_to_string("/proc/self/statm").ok().and_then(|text| text.split(' ').nth(1)?.parse::<u64>().ok());
     pages.unwrap_or(0) * 4096
 }

@@ -2,27 +2,17 @@
 //! one to the next and from a thread each. Every device gives the same bits.
 #![allow(unsafe_code)]
 
+use crate::graphs::spec;
 use crate::memory::Memory;
 use crate::setup::Result;
 use cudnn_graph::{Driver, Stream};
+use sdpa::AttentionSpec;
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, Replay};
-use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::sync::Arc;
 
 const ROUNDS: usize = 25;
 
 fn specs() -> Result<Vec<AttentionSpec>> {
-    let spec = |seq, mods: &[&str], masks: &[&str]| -> Result<AttentionSpec> {
-        let shape = Shape { batch: 2, heads_q: 6, heads_kv: 2, seq_q: seq, seq_kv: seq + 30, dim_qk: 64, dim_v: 64 };
-        let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats();
-        for text in mods {
-            spec = spec.score_mod(text.parse()?);
-        }
-        for text in masks {
-            spec = spec.mask(text.parse::<Mask>()?);
-        }
-        Ok(spec)
-    };
     Ok(vec![spec(300, &[], &["causal"])?, spec(129, &["softcap:30"], &["causal"])?, spec(129, &["alibi"], &["sliding-window:50"])?])
 }
 

@@ -11,7 +11,8 @@ use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-fn spec(seq: i64, mods: &[&str], masks: &[&str]) -> Result<AttentionSpec> {
+/// A problem with heads in groups, more keys than queries, and stats.
+pub(crate) fn spec(seq: i64, mods: &[&str], masks: &[&str]) -> Result<AttentionSpec> {
     let shape = Shape { batch: 2, heads_q: 6, heads_kv: 2, seq_q: seq, seq_kv: seq + 30, dim_qk: 64, dim_v: 64 };
     let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats();
     for text in mods {

@@ -6,11 +6,10 @@ mod gpu;
 use crate::setup::Result;
 use conformance::case::Case;
 use conformance::msl::table;
-use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case};
+use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case, side_by_side};
 use gpu::Gpu;
 use metal_fallback::Kernels;
 use sdpa::exec::metal::MetalExecutor;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 const NAME: &str = "metal-on-nvidia";
@@ -80,19 +79,6 @@ score_mod = ["softcap:5"]
 fn executor(gpu: &Arc<Gpu>, kernels: Option<Kernels>) -> MetalExecutor {
     let executor = MetalExecutor::over(gpu.clone());
     kernels.map_or(executor.clone(), |kernels| executor.with_kernels(kernels))
-}
-
-fn side_by_side<T: Sync>(list: &[T], run: impl Fn(&T) + Sync) {
-    let next = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                while let Some(item) = list.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    run(item);
-                }
-            });
-        }
-    });
 }
 
 /// Both passes of all cases; how many failed.

@@ -6,6 +6,7 @@
 use crate::memory::{random, slice};
 use crate::setup::{Result, executor};
 use conformance::random::Random;
+use conformance::soak::resident;
 use cudnn_graph::{Buffer, DType, DeviceProfile, Handle, Stream, Target};
 use half::bf16;
 use sdpa::cache::{Limits, PlanCache};
@@ -183,11 +184,6 @@ impl Room {
         let difference = |(a, b): (&bf16, &bf16)| (a.to_f64() - b.to_f64()).abs();
         Ok(got.iter().zip(&want).map(difference).fold(0.0, |most, x| if x.is_nan() { f64::INFINITY } else { f64::max(most, x) }))
     }
-}
-
-fn resident() -> u64 {
-    let pages = std::fs::read_to_string("/proc/self/statm").ok().and_then(|text| text.split(' ').nth(1)?.parse::<u64>().ok());
-    pages.unwrap_or(0) * 4096
 }
 
 /// The result of a thread: the worst difference, and failures by their first words.
