@@ -32,14 +32,18 @@ import torch
 from safetensors.torch import save_file
 torch.manual_seed(3)
 size = {"q": (2, 8, 1025, 128), "k": (2, 2, 1300, 128), "v": (2, 2, 1300, 128)}
-save_file({n: torch.randn(s, dtype=torch.bfloat16) for n, s in size.items()}, "/tmp/q.safetensors")
+tensors = {n: torch.randn(s, dtype=torch.bfloat16) for n, s in size.items()}
+save_file(tensors, "/tmp/q.safetensors")
+save_file({**tensors, "do": torch.randn(size["q"], dtype=torch.bfloat16)}, "/tmp/do.safetensors")
 EOF
-      for how in '--mask causal-bottom-right' '--mask window:200,0:bottom-right' '--mask prefix-lm:77 --dtype f16'; do
-        echo "sdpa run --input q.safetensors $how --executor cudnn --check --output o.safetensors"
+      for how in "do --score-mod @$here/decay.txt --param cap=20 --mask causal --backward" 'q --mask causal-bottom-right' 'q --mask window:200,0:bottom-right' 'q --mask prefix-lm:77 --dtype f16'; do
+        input=${how%% *}.safetensors how=${how#* }
+        echo "sdpa run --input $input $how --executor cudnn --check --output o.safetensors"
         # shellcheck disable=SC2086
-        "$carry/sdpa" run --input /tmp/q.safetensors $how --executor cudnn --check --output /tmp/o.safetensors || status=1
+        "$carry/sdpa" run --input "/tmp/$input" $how --executor cudnn --check --output /tmp/o.safetensors || status=1
       done
     }
+    [ ! -x "$carry/score_mod" ] || "$carry/score_mod" cudnn || status=1
     [ ! -x "$carry/matmul_bias_gelu" ] || "$carry/matmul_bias_gelu" || status=1
   } > "$out/$name-suite.txt" 2>&1
   { date -u +%F; for part in speed host loads scaling; do "$carry/device" "$part" || status=1; done
