@@ -3,7 +3,7 @@
 // c++ -std=c++17 -O2 -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING -I FRONTEND/include -I CUDNN/include -I CUDA/include host.cpp -ldl -o host
 // CUDNN_GRAPH_LIBRARY=FOLDER LD_LIBRARY_PATH=FOLDER_OF_CUDART ./host
 //
-// The headers and libraries are those of the wheels nvidia-cudnn-frontend, nvidia-cudnn-jit-cu13, nvidia-cuda-runtime, -crt, -cccl.
+// The headers and libraries are those of the wheels nvidia-cudnn-frontend, nvidia-cudnn-jit-cu13, nvidia-cuda-runtime, -crt, -cccl, -nvrtc.
 #include <cudnn_frontend.h>
 
 #include <dlfcn.h>
