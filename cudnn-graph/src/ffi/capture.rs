@@ -161,16 +161,16 @@ impl Handle {
     }
 }
 
-/// A graph that was captured, for as long as what was made of it.
-struct Original {
+/// A graph that is destroyed.
+struct Graph {
     device: &'static Device,
     graph: Ptr,
 }
 
 // SAFETY: a graph may be destroyed from any thread.
-unsafe impl Send for Original {}
+unsafe impl Send for Graph {}
 
-impl Drop for Original {
+impl Drop for Graph {
     fn drop(&mut self) {
         if let Some(table) = self.device.graphs_if_any() {
             // SAFETY: it is ours; what was instantiated lives on by itself.
@@ -179,10 +179,10 @@ impl Drop for Original {
     }
 }
 
-impl Original {
+impl Graph {
     /// The same kernels in a row, in a graph that keeps nothing alive: what keeps its own things with a graph, as cuDNN 9.27 does, makes every
     /// launch 3 µs dearer. `None` where it holds anything but kernels one after another, and where the driver does not tell.
-    fn bare(&self, table: &GraphTable, count: usize) -> Option<Original> {
+    fn bare(&self, table: &GraphTable, count: usize) -> Option<Graph> {
         let mut nodes = vec![std::ptr::null_mut(); count];
         let (mut from, mut to) = (nodes.clone(), nodes.clone());
         let (mut found, mut edges) = (count, count);
@@ -197,7 +197,7 @@ impl Original {
         let mut graph = std::ptr::null_mut();
         // SAFETY: the pointer is to a live pointer.
         (unsafe { (table.create)(&mut graph, 0) } == 0).then_some(())?;
-        let bare = Original { device: self.device, graph };
+        let bare = Graph { device: self.device, graph };
         let mut at = *nodes.iter().find(|node| !to[..edges].contains(node))?;
         let mut before: Option<Ptr> = None;
         for n in 0..count {
@@ -255,7 +255,7 @@ impl Stream {
         let mut graph = std::ptr::null_mut();
         // SAFETY: as above, and the pointer is to a live pointer.
         let ended = device.check("cuStreamEndCapture", unsafe { (table.end)(self.raw().0, &mut graph) });
-        let original = (!graph.is_null()).then(|| Original { device, graph });
+        let original = (!graph.is_null()).then(|| Graph { device, graph });
         submitted?;
         ended?;
         let (mut exec, mut nodes) = (std::ptr::null_mut(), 0);
