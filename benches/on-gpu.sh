@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # on-gpu.sh CARRY OUT [SECONDS]: everything that needs a GPU, on a machine that has a driver, a cuDNN and nothing else of ours.
 # CARRY holds the binary `device` (cargo build --profile dist -p bench-sdpa --bin device) and, optionally, folders
-# cudnn-VERSION with that runtime's libraries, plain or packed with xz, and files plans-VERSION.bin made by `cargo sdpa compile` for
-# the device. The cuDNN of the active Python environment is used as well. Raw output goes to OUT; SECONDS go to the thread experiment, per runtime.
+# cudnn-VERSION with that runtime's libraries, plain or packed with xz, and files plans-VERSION.bin made for the device by
+# `cargo sdpa compile --problems benches/problems.toml`. The cuDNN of the active Python environment is used as well. Raw output goes to OUT; SECONDS go to the thread experiment, per runtime.
 set -u
 carry=$(cd "$1" && pwd); out=$2; seconds=${3:-0}; random=${RANDOM_CASES:-200}
 here=$(cd "$(dirname "$0")" && pwd); mkdir -p "$out"
@@ -40,7 +40,7 @@ EOF
         input=${how%% *}.safetensors how=${how#* }
         echo "sdpa run --input $input $how --executor cudnn --check --output o.safetensors"
         # shellcheck disable=SC2086
-        "$carry/sdpa" run --input "/tmp/$input" $how --executor cudnn --check --output /tmp/o.safetensors || status=1
+        "$carry/sdpa" run --input "/tmp/$input" $how ${plans:+--plans "$plans"} --executor cudnn --check --output /tmp/o.safetensors || status=1
       done
     }
     [ ! -x "$carry/score_mod" ] || "$carry/score_mod" cudnn || status=1

@@ -12,7 +12,8 @@ mod nvidia;
 mod sources;
 
 use conformance::case::Case;
-use conformance::msl::{Check, Emulated, Row, Toolchain, table};
+use conformance::msl::table::{self, Share};
+use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Outcome, Source, Tally, random_backward, random_spec, run, run_backward, run_backward_case, run_case, side_by_side,
@@ -36,14 +37,10 @@ fn all_wanted() -> bool {
     std::env::var("SDPA_MSL").is_ok_and(|what| what == "all")
 }
 
-/// The share of the product that is wanted instead of the covering table: the first row, and how many of them there are to each.
-fn share() -> Option<(usize, usize)> {
+/// The share of the product that is wanted instead of the covering table.
+fn share() -> Option<Share> {
     let what = std::env::var("SDPA_MSL").ok()?;
-    if what == "all" {
-        return Some((0, 1));
-    }
-    let share = what.split_once('/').and_then(|(n, of)| Some((n.parse::<usize>().ok()?.checked_sub(1)?, of.parse().ok()?)));
-    Some(share.filter(|(first, of)| first < of).unwrap_or_else(|| panic!("SDPA_MSL={what}: all, or a share as 3/40")))
+    Some(Share::parse(&what).unwrap_or_else(|why| panic!("SDPA_MSL={why}")))
 }
 
 /// Cases on the kernels that the planner takes; with few queries, which all kernels are for, on all of them, and so every case where
@@ -146,9 +143,9 @@ fn forced(rows: impl IntoIterator<Item = Row>) -> Vec<Forced> {
 fn wanted_rows(backward: bool) -> Vec<Forced> {
     match share() {
         None => forced(table_rows(false)),
-        Some((first, of)) => {
+        Some(share) => {
             let rows = table_rows(true).into_iter().filter(|row| !backward || row.kernels != Kernels::Parts);
-            forced(rows.skip(first).step_by(of))
+            forced(share.take(rows))
         }
     }
 }

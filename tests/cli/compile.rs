@@ -2,9 +2,12 @@
 
 use crate::tool::{Folder, binary, code, errors, json, sdpa, stdout, words};
 use conformance::offline::{RUNTIMES, Runtime};
+use conformance::recorder;
 use conformance::say::skip;
-use cudnn_graph::DeviceProfile;
+use cudnn_graph::{DeviceProfile, Search};
+use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
 use sdpa::planfile::PlanFile;
+use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::path::Path;
 use std::process::Command;
 
@@ -69,6 +72,44 @@ fn plans_are_compiled_into_a_file_and_what_is_there_stays() {
         let text = compile(&runtime, &line.replace(" --json", ""));
         assert!(stdout(&text).contains("declined: ") && stdout(&text).contains("2, 1 declined"), "{}", stdout(&text));
     }
+}
+
+/// Over the library that writes down what it is given: which plan is used does not depend on what it computes.
+#[test]
+fn plans_of_a_file_are_used_and_files_of_no_use_are_refused() {
+    let recording = match recorder::find() {
+        Ok(file) => file,
+        Err(why) => return skip("recording", &why),
+    };
+    let places = format!("--cudnn {0} --driver {0}", recording.display());
+    let folder = Folder::new();
+    let (plans, empty) = (folder.path("plans"), folder.path("empty"));
+    let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 130, seq_kv: 130, dim_qk: 64, dim_v: 64 };
+    let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal()).validate().unwrap();
+    let search = Search { library: Some(recording.clone()), driver: Some(recording) };
+    let executor = CudnnExecutor::new(CudnnOptions { search, ..CudnnOptions::default() }).unwrap();
+    executor.save_plan(&problem.into(), &plans).unwrap();
+    let run = |rest: &str| sdpa(words(&format!("run {places} --executor cudnn --shape 1,4,2,130,130,64 --json {rest}")));
+    let from_file = |rest: &str| {
+        let out = run(rest);
+        assert_eq!(code(&out), 0, "{}", stdout(&out));
+        let told = json(&out);
+        let passes = told["plans"].as_array().unwrap().iter();
+        passes.map(|p| (p["pass"].as_str().unwrap().to_owned(), p["from_file"].as_bool().unwrap())).collect::<Vec<_>>()
+    };
+    let told = |all: &[(&str, bool)]| all.iter().map(|(pass, from_file)| ((*pass).to_owned(), *from_file)).collect::<Vec<_>>();
+    assert_eq!(from_file(&format!("--mask causal --plans {plans}")), told(&[("forward", true)]));
+    assert_eq!(from_file("--mask causal"), told(&[("forward", false)]));
+    // Its forward pass has stats, which the file's has not; a backward pass is not in the file at all.
+    let backward = format!("--mask causal --backward --plans {plans}");
+    assert_eq!(from_file(&backward), told(&[("forward", false), ("backward", false)]));
+
+    std::fs::write(&empty, "").unwrap();
+    let out = run(&format!("--plans {empty} --plans {plans} --plans {}", folder.path("none")));
+    let lines = json(&out)["error"]["lines"].as_array().unwrap().len();
+    assert_eq!((code(&out), lines), (2, 2), "{}", stdout(&out));
+    let out = sdpa(words(&format!("run --executor cpu --plans {plans}")));
+    assert_eq!((code(&out), errors(&out)), (2, vec!["--plans: plans are cuDNN's, and the --executor is cpu".to_owned()]));
 }
 
 #[test]

@@ -35,7 +35,10 @@ pub struct Recorder {
 }
 
 /// Where the recording library is: beside this program or one folder above, as cargo lays them out.
-fn find() -> Result<PathBuf, String> {
+///
+/// # Errors
+/// That it is not built.
+pub fn find() -> Result<PathBuf, String> {
     let program = std::env::current_exe().map_err(|e| e.to_string())?;
     let file = program.ancestors().skip(1).take(2).map(|folder| folder.join(FILE)).find(|file| file.exists());
     file.ok_or_else(|| "the recording library is not built; cargo build --package recording builds it".to_owned())

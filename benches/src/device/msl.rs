@@ -1,11 +1,12 @@
 //! The Metal kernels on an NVIDIA GPU: their MSL through NVRTC, with threads that really run side by side. `device msl`: every case and the
-//! covering table; `device msl long`: up to 4096 queries and keys; `device msl few`: for compute-sanitizer.
+//! covering table; `device msl long`: up to 4096 queries and keys; `device msl few`: for compute-sanitizer; `device msl all`, or `3/40`: the
+//! product of types, dims, masks, score_mods and kernels, or a share of it.
 
 mod gpu;
 
 use crate::setup::Result;
 use conformance::case::Case;
-use conformance::msl::table;
+use conformance::msl::table::{self, Share};
 use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case, side_by_side};
 use gpu::Gpu;
 use metal_fallback::Kernels;
@@ -134,7 +135,11 @@ pub(crate) fn run(what: Option<&str>) -> Result<()> {
         }
         Some("long") => run_all("long", &gpu, &with_kernels(Case::parse(LONG)?), &[Source::Executor]),
         Some("few") => run_all("few", &gpu, &rows.step_by(9).collect::<Vec<_>>(), &[Source::Oracle]),
-        Some(other) => return Err(format!("device msl [long | few], not {other}").into()),
+        Some(share) => {
+            let share = Share::parse(share).map_err(|why| format!("device msl [long | few | all | 3/40], not {why}"))?;
+            let rows = share.take(table::rows(true)?).map(|row| (row.case, Some(row.kernels)));
+            run_all("product", &gpu, &rows.collect::<Vec<_>>(), &[Source::Oracle])
+        }
     };
     gpu.report();
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }

@@ -129,6 +129,9 @@ pub(crate) struct RunArgs {
     /// auto (the fastest that runs the problem), cpu, cudnn or metal
     #[arg(long)]
     pub(crate) executor: Option<String>,
+    /// Take cuDNN's plans out of this file, which `compile` or a service made; repeatable
+    #[arg(long, value_name = "PLANS")]
+    pub(crate) plans: Vec<PathBuf>,
     /// Write what is computed to this file
     #[arg(long, value_name = "O.safetensors")]
     pub(crate) output: Option<PathBuf>,

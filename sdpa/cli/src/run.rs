@@ -1,6 +1,7 @@
 //! `run`: compute, write, check, tell.
 
 mod choose;
+mod plans;
 mod tell;
 
 use crate::args::RunArgs;
@@ -12,6 +13,7 @@ use crate::progress::Progress;
 use crate::request::{Request, Wanted};
 use crate::save::{Destination, Saved, Tensor};
 use choose::{Chosen, choose};
+use plans::Plans;
 use sdpa::dispatch::{Dispatcher, Preference};
 use sdpa::expr::Declared;
 use sdpa::{Error, ExecutorName, Report};
@@ -21,6 +23,7 @@ use tell::{Checked, Told};
 struct Order {
     request: Request,
     preference: Preference,
+    plans: Plans,
     destination: Option<Destination>,
     check: bool,
     seed: u64,
@@ -37,6 +40,7 @@ impl Order {
             mistakes.take("memory", operands::fits(request, check));
         }
         let preference = mistakes.take("--executor", args.executor.as_deref().map_or(Ok(Preference::Auto), names::executor));
+        let plans = mistakes.take("--plans", Plans::read(&args.plans, preference));
         let seed = mistakes.take("--seed", args.seed.as_deref().map_or(Ok(0), names::seed));
         if args.seed.is_some() && args.problem.input.is_some() {
             mistakes.add("--seed", "the --input has numbers already");
@@ -45,9 +49,10 @@ impl Order {
             let input = args.problem.input.as_deref();
             mistakes.take(format!("--output {}", path.display()), Destination::new(path, input))
         });
-        let order = request.zip(preference).zip(seed).map(|((request, preference), seed)| Order {
+        let order = request.zip(preference).zip(plans).zip(seed).map(|(((request, preference), plans), seed)| Order {
             request,
             preference,
+            plans,
             destination: destination.flatten(),
             check,
             seed,
@@ -72,6 +77,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let dispatcher = Dispatcher::new(args.places.options());
     let chosen = {
         let _step = progress.spinner("preparing");
+        order.plans.attach(&dispatcher)?;
         choose(&dispatcher, request, order.preference)?
     };
     let mut operands = Operands::load(request, order.seed, progress)?;
@@ -92,7 +98,8 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
         Checked::new(forward.as_ref(), backward.as_ref())
     });
     let outcome = if checked.as_ref().is_none_or(|c| c.passed) { Outcome::Good } else { Outcome::PastTolerance };
-    let told = Told::new(&order, chosen, reports, checked, operands);
+    let plans = plans::told(&dispatcher, chosen.executor);
+    let told = Told::new(&order, chosen, plans, reports, checked, operands);
     Answer::new(json, &told, || told.text(), outcome)
 }
 

@@ -78,6 +78,35 @@ pub struct Row {
     pub kernels: Kernels,
 }
 
+/// A part of a list: the first entry, and how many there are to each that is taken.
+#[derive(Clone, Copy, Debug)]
+pub struct Share {
+    first: usize,
+    of: usize,
+}
+
+impl Share {
+    /// `all`, or `3/40`: the third of forty shares.
+    ///
+    /// # Errors
+    /// What else it is.
+    pub fn parse(text: &str) -> Result<Share, String> {
+        let share = match text.split_once('/') {
+            None => (text == "all").then_some(Share { first: 0, of: 1 }),
+            Some((nth, of)) => nth.parse().ok().zip(of.parse().ok()).and_then(|(nth, of)| {
+                let nth: usize = nth;
+                (1..=of).contains(&nth).then(|| Share { first: nth - 1, of })
+            }),
+        };
+        share.ok_or_else(|| format!("{text:?}: all, or a share as 3/40"))
+    }
+
+    /// The entries of this share.
+    pub fn take<T>(self, list: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+        list.into_iter().skip(self.first).step_by(self.of)
+    }
+}
+
 /// How many of the columns are multiplied where all of them are wanted: types, dims, masks, score_mods and kernels.
 const MULTIPLIED: usize = 5;
 

@@ -1,6 +1,6 @@
 //! What a run has to tell.
 
-use super::{Order, Reports, choose::Chosen};
+use super::{Order, Reports, choose::Chosen, plans::PlanTold};
 use crate::memory;
 use crate::operands::Operands;
 use crate::params::Planned;
@@ -117,6 +117,8 @@ pub(super) struct Told {
     stats: bool,
     input: Option<String>,
     seed: Option<u64>,
+    /// Of cuDNN.
+    plans: Vec<PlanTold>,
     engine: Option<String>,
     copied: Option<Vec<&'static str>>,
     workspace_bytes: Option<u64>,
@@ -129,7 +131,14 @@ pub(super) struct Told {
 }
 
 impl Told {
-    pub(super) fn new(order: &Order, chosen: Chosen, reports: Reports, check: Option<Checked>, operands: Operands) -> Told {
+    pub(super) fn new(
+        order: &Order,
+        chosen: Chosen,
+        plans: Vec<PlanTold>,
+        reports: Reports,
+        check: Option<Checked>,
+        operands: Operands,
+    ) -> Told {
         let request = &order.request;
         let (input, seed) = match &request.source {
             Source::File(header, ..) => (Some(header.path.display().to_string()), None),
@@ -154,6 +163,7 @@ impl Told {
             stats: request.spec.stats,
             input,
             seed,
+            plans,
             engine: forward.as_ref().map(|f| f.engine.clone()),
             copied: forward.as_ref().map(|f| f.copied.clone()),
             workspace_bytes: forward.as_ref().map(|f| f.workspace_bytes),
@@ -185,6 +195,7 @@ impl Told {
         table.row("scale", self.scale.to_string());
         table.rows("input", self.input.iter().cloned());
         table.rows("seed", self.seed.iter().map(u64::to_string));
+        table.rows("plans", self.plans.iter().map(PlanTold::text));
         table.rows("note", self.notes.iter().cloned());
         if let (Some(engine), Some(copied), Some(bytes), Some(ms), Some(tflops)) =
             (&self.engine, &self.copied, self.workspace_bytes, self.compute_ms, self.tflops)

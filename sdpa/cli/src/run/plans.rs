@@ -1,0 +1,72 @@
+//! Plan files of a run, and where its plans came from.
+
+use crate::exit::{Failure, Mistakes};
+use sdpa::cache::{CacheSnapshot, What};
+use sdpa::dispatch::{Dispatcher, Preference};
+use sdpa::exec::cudnn::AttachError;
+use sdpa::{Error, ExecutorName};
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Files whose plans are used. Whoever names files wants them read: one that is of no use here ends the run.
+#[derive(Debug)]
+pub(super) struct Plans(Vec<PathBuf>);
+
+/// The plan of a pass.
+#[derive(Serialize)]
+pub(super) struct PlanTold {
+    pass: String,
+    from_file: bool,
+    ms: f64,
+}
+
+impl PlanTold {
+    /// The last plan that a cache got.
+    fn last(cache: &CacheSnapshot) -> Option<PlanTold> {
+        let built = cache.events.iter().rev().find_map(|event| if let What::Built { time, .. } = &event.what { Some(time) } else { None });
+        built.map(|time| PlanTold { pass: cache.name.clone(), from_file: time.load > 0, ms: time.total as f64 / 1e3 })
+    }
+
+    pub(super) fn text(&self) -> String {
+        let how = if self.from_file { "loaded from a file" } else { "compiled" };
+        format!("{}: {how} in {:.1} ms", self.pass, self.ms)
+    }
+}
+
+impl Plans {
+    /// # Errors
+    /// Files for an executor that has no use for them.
+    pub(super) fn read(files: &[PathBuf], preference: Option<Preference>) -> Result<Plans, String> {
+        match preference {
+            Some(Preference::Named(name)) if name != ExecutorName::Cudnn && !files.is_empty() => {
+                Err(format!("plans are cuDNN's, and the --executor is {name}"))
+            }
+            Some(_) | None => Ok(Plans(files.to_vec())),
+        }
+    }
+
+    /// Has the files searched before a plan is built.
+    pub(super) fn attach(&self, dispatcher: &Dispatcher) -> Result<(), Failure> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        let cudnn = dispatcher.cudnn().map_err(|e| Failure::Executor(super::lines(ExecutorName::Cudnn, &Error::from(e))))?;
+        let mut mistakes = Mistakes::default();
+        for path in &self.0 {
+            let about = format!("--plans {}", path.display());
+            match cudnn.attach(path) {
+                Err(AttachError::Other(e)) => return Err(Failure::environment(about, e)),
+                attached => mistakes.take(about, attached),
+            };
+        }
+        mistakes.finish(Some(()))
+    }
+}
+
+/// Where cuDNN's plans came from.
+pub(super) fn told(dispatcher: &Dispatcher, executor: ExecutorName) -> Vec<PlanTold> {
+    match (executor, dispatcher.cudnn()) {
+        (ExecutorName::Cudnn, Ok(cudnn)) => cudnn.cache_trace().caches.iter().filter_map(PlanTold::last).collect(),
+        _ => Vec::new(),
+    }
+}
