@@ -55,6 +55,12 @@ pub fn roundoff(dtype: DType) -> f64 {
     }
 }
 
+/// How far a number moves, however small it is, when it is rounded to a type: half the distance between the smallest f16, and everything
+/// below the smallest normal number of other types.
+fn least(dtype: DType) -> f64 {
+    if dtype == DType::F16 { 1.0 / f64::from(1u32 << 25) } else { f64::from(f32::MIN_POSITIVE) }
+}
+
 /// How far results are from the oracle's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Distance {

@@ -30,6 +30,15 @@ fn roundoff(element: Element) -> f64 {
     }
 }
 
+/// How far a number moves, however small it is, when it is rounded: half the distance between the smallest f16, and everything below the
+/// smallest normal number of other types.
+fn least(element: Element) -> f64 {
+    match element {
+        Element::F16 => 1.0 / f64::from(1u32 << 25),
+        Element::BF16 | Element::F32 => f64::from(f32::MIN_POSITIVE),
+    }
+}
+
 /// The element that is furthest past, or nearest to, its tolerance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Worst {

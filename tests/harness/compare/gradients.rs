@@ -25,7 +25,7 @@
 //!
 //! The factor of 2 is there as in the forward pass. Where no query meets a key, all of it is 0: such a gradient is exactly 0.
 
-use super::{F32_ROUNDOFF, Measured, roundoff, sum_of, worst};
+use super::{F32_ROUNDOFF, Measured, least, roundoff, sum_of, worst};
 use crate::oracle::{Gradients, Rates};
 use sdpa::DType;
 
@@ -38,7 +38,6 @@ pub fn rates(dtype: DType, shape: [usize; 7], chained: bool) -> Rates {
     let group = heads_q / heads_kv;
     let heads_part = if group > 1 { u } else { 0.0 };
     let ln_n = (seq_kv as f64).ln();
-    let tiny = f64::from(f32::MIN_POSITIVE);
     let alone = Rates {
         weight: (8.0 + 3.0 * ln_n) * e,
         score: sum_of(dim_qk) + 6.0 * e,
@@ -53,8 +52,8 @@ pub fn rates(dtype: DType, shape: [usize; 7], chained: bool) -> Rates {
         over_keys: sum_of(seq_kv) + u,
         over_queries: sum_of(group * seq_q) + u + heads_part,
         over_scores: sum_of(batch * heads_q * seq_q * seq_kv),
-        tiny,
-        small: if dtype == DType::F16 { 1.0 / f64::from(1u32 << 25) } else { tiny },
+        tiny: f64::from(f32::MIN_POSITIVE),
+        small: least(dtype),
     };
     if !chained {
         return alone;
@@ -122,10 +121,10 @@ pub struct GotAlong {
 pub fn compare_gradients(want: &Gradients, got: [&[f64]; 3], along: &[GotAlong]) -> GradientDistance {
     let mut distance = GradientDistance::default();
     let GradientDistance { relative, dq, dk, dv, along: parameters, first } = &mut distance;
-    let mut all = vec![("dq", &want.dq, got[0], dq, 0.0), ("dk", &want.dk, got[1], dk, 0.0), ("dv", &want.dv, got[2], dv, 0.0)];
+    let mut all = vec![("dq", &want.dq, got[0], dq, None), ("dk", &want.dk, got[1], dk, None), ("dv", &want.dv, got[2], dv, None)];
     let mut ratios = vec![if along.len() == want.along.len() { 0.0 } else { f64::INFINITY }; along.len().max(1)];
     for ((want, got), ratio) in want.along.iter().zip(along).zip(&mut ratios) {
-        all.push(("a parameter", want, &got.value, ratio, roundoff(got.dtype)));
+        all.push(("a parameter", want, &got.value, ratio, Some(got.dtype)));
     }
     for (name, want, got, ratio, stored) in all {
         if got.len() != want.value.len() {
@@ -134,7 +133,9 @@ pub fn compare_gradients(want: &Gradients, got: [&[f64]; 3], along: &[GotAlong])
         }
         let (mut squares, mut norm, mut errors) = (0f64, 0f64, 0f64);
         for (n, ((&got, &expected), &error)) in got.iter().zip(&want.value).zip(&want.error).enumerate() {
-            let error = error + stored * expected.abs();
+            // An error of 0 is that of a gradient which is exactly 0.
+            let stored = stored.filter(|_| error > 0.0).map_or(0.0, |dtype| least(dtype).max(roundoff(dtype) * expected.abs()));
+            let error = error + stored;
             *ratio = worst(*ratio, got - expected, 2.0 * error);
             if *ratio > 1.0 && first.is_none() {
                 *first = Some(format!("element {n} of {name} is {got:e}, not {expected:e} to {:.1e}", 2.0 * error).into());
@@ -202,6 +203,24 @@ mod tests {
             assert!(passes(&got));
         }
         assert!(!compare_gradients(&want, [&right[0][..1], &right[1], &right[2]], &[]).passes());
+    }
+
+    #[test]
+    fn a_gradient_that_is_stored_in_a_small_type_is_rounded_as_that_type_rounds() {
+        let mut want = want(DType::F32, false);
+        let of = |value: [f64; 2], error: f64| crate::oracle::Gradient { value: value.to_vec(), error: vec![error, 0.0] };
+        let zeros = want.dq.value.clone();
+        let right = [zeros, want.dk.value.clone(), want.dv.value.clone()];
+        // Between two numbers of f16, whose distance there is 2⁻²⁴; 0 is exact.
+        let (value, half) = (1.5 / f64::from(1u32 << 24), 0.5 / f64::from(1u32 << 24));
+        want.along = vec![of([value, 0.0], 1e-12)];
+        let passes = |dtype, got: [f64; 2]| {
+            let along = [GotAlong { dtype, value: got.to_vec() }];
+            compare_gradients(&want, [&right[0], &right[1], &right[2]], &along).passes()
+        };
+        assert!(passes(DType::F16, [value + half, 0.0]) && passes(DType::F16, [value - half, 0.0]));
+        assert!(!passes(DType::F16, [value + 3.0 * half, 0.0]));
+        assert!(!passes(DType::F32, [value + half, 0.0]) && !passes(DType::F16, [value, half]));
     }
 
     #[test]

@@ -16,7 +16,7 @@
 //!
 //! Where `o` and stats were computed in the same run, they are off by what the forward pass allows, and so are the weights.
 
-use super::{F32_ROUNDOFF, Worst, roundoff, sum_of};
+use super::{F32_ROUNDOFF, Worst, least, roundoff, sum_of};
 use crate::data::{Data, Element};
 use serde::Serialize;
 
@@ -57,7 +57,6 @@ impl Rates {
         let (u, e) = (roundoff(element), F32_ROUNDOFF);
         let group = heads_q / heads_kv;
         let ln_n = (seq_kv as f64).ln();
-        let tiny = f64::from(f32::MIN_POSITIVE);
         let alone = Rates {
             weight: (8.0 + 3.0 * ln_n) * e,
             magnitude: 6.0 * e,
@@ -71,8 +70,8 @@ impl Rates {
             over_keys: sum_of(seq_kv) + u,
             over_queries: sum_of(group * seq_q) + u + if group > 1 { u } else { 0.0 },
             over_scores: sum_of(batch * heads_q * seq_q * seq_kv),
-            tiny,
-            small: if element == Element::F16 { 1.0 / f64::from(1u32 << 25) } else { tiny },
+            tiny: f64::from(f32::MIN_POSITIVE),
+            small: least(element),
         };
         if !chained {
             return alone;
@@ -140,11 +139,11 @@ pub(crate) struct Tally {
 impl Tally {
     /// Compares neighbours, `got` from an element on; `stored`: what they were rounded to.
     pub(crate) fn compare(&mut self, want: &Gradient, range: std::ops::Range<usize>, got: &Data, at: usize) {
-        let stored = roundoff(got.element());
+        let (stored, small) = (roundoff(got.element()), least(got.element()));
         for (n, place) in range.enumerate() {
             let (got, value) = (got.get(at + n), want.value[place]);
             let error = want.error[place];
-            let tolerance = 2.0 * (error + if error > 0.0 { stored * value.abs() } else { 0.0 });
+            let tolerance = 2.0 * (error + if error > 0.0 { small.max(stored * value.abs()) } else { 0.0 });
             self.worst = self.worst.worse(Worst::of(got, value, tolerance));
             if value.is_finite() {
                 self.squares += (got - value).powi(2);
