@@ -179,6 +179,10 @@ fn mistakes_in_rules_are_told_at_once() {
         "score > 0.0",
         "--mask",
         "natten:4",
+        "--mask",
+        "document",
+        "--param",
+        "of-what-could-not-be-read=1",
         "--bias",
     ]);
     for (what, n) in [
@@ -188,10 +192,12 @@ fn mistakes_in_rules_are_told_at_once() {
         ("a mask knows indices and tensors, not the score", 1),
         ("natten:N takes an odd number", 1),
         ("bias has the shape [5]: it must broadcast to [2, 2, 3, 4]", 1),
+        ("doc_q is of type F32, declared as i32", 1),
+        ("has no tensor doc_k, which is declared", 1),
     ] {
         assert_eq!(all.iter().filter(|line| line.contains(what)).count(), n, "{what} in {all:#?}");
     }
-    assert_eq!(all.len(), 6, "{all:#?}");
+    assert_eq!(all.len(), 8, "{all:#?}");
 
     let all =
         told(&["--score-mod", "alibi-slopes", "--score-mod", "softcap:3", "--mask", "document", "--param", "cap=x", "--param", "slopes=1"]);

@@ -61,8 +61,10 @@ fn read<T: FromStr<Err = ParseError>>(option: &str, text: &str) -> Result<T, Vec
     })
 }
 
-/// All of them, or `None` once one is wrong.
-fn all<T>(read: Vec<Result<T, Vec<Wrong>>>, mistakes: &mut Mistakes) -> Option<Vec<T>> {
+/// Those that could be read, and whether that is all of them.
+type AsFarAsRight<T> = (Vec<T>, bool);
+
+fn all<T>(read: Vec<Result<T, Vec<Wrong>>>, mistakes: &mut Mistakes) -> AsFarAsRight<T> {
     let mut values = Vec::new();
     let mut right = true;
     for one in read {
@@ -74,11 +76,11 @@ fn all<T>(read: Vec<Result<T, Vec<Wrong>>>, mistakes: &mut Mistakes) -> Option<V
             }
         }
     }
-    right.then_some(values)
+    (values, right)
 }
 
 /// The score_mods, in their order.
-pub(crate) fn score_mods(texts: &[String], mistakes: &mut Mistakes) -> Option<Vec<ScoreMod>> {
+pub(crate) fn score_mods(texts: &[String], mistakes: &mut Mistakes) -> AsFarAsRight<ScoreMod> {
     all(texts.iter().map(|text| read("--score-mod", text)).collect(), mistakes)
 }
 
@@ -103,9 +105,9 @@ fn mask(text: &str, axes: Option<Axes>) -> Result<Option<Mask>, Vec<Wrong>> {
 }
 
 /// The masks.
-pub(crate) fn masks(texts: &[String], axes: Option<Axes>, mistakes: &mut Mistakes) -> Option<Vec<Mask>> {
-    let read = all(texts.iter().map(|text| mask(text, axes)).collect(), mistakes)?;
-    Some(read.into_iter().flatten().collect())
+pub(crate) fn masks(texts: &[String], axes: Option<Axes>, mistakes: &mut Mistakes) -> AsFarAsRight<Mask> {
+    let (read, right) = all(texts.iter().map(|text| mask(text, axes)).collect(), mistakes);
+    (read.into_iter().flatten().collect(), right)
 }
 
 /// The addition of the tensor `bias`.

@@ -237,6 +237,8 @@ pub(crate) struct Sources<'a> {
     pub(crate) input: bool,
     /// Scalars that are given.
     pub(crate) given: &'a [(String, f32)],
+    /// Everything that is declared is known.
+    pub(crate) complete: bool,
 }
 
 impl Sources<'_> {
@@ -245,7 +247,8 @@ impl Sources<'_> {
         let names = || crate::table::list(&declared.iter().map(|d| d.name.as_str()).collect::<Vec<_>>());
         for (n, (name, _)) in self.given.iter().enumerate() {
             match declared.iter().find(|d| d.name == *name) {
-                None => mistakes.add("--param", format!("{name} is not declared; declared: {}", names())),
+                None if self.complete => mistakes.add("--param", format!("{name} is not declared; declared: {}", names())),
+                None => {}
                 Some(d) if d.kind != ParamKind::Scalar => {
                     mistakes.add("--param", format!("{name} is a tensor, which is read from the --input by its name"));
                 }

@@ -164,16 +164,14 @@ impl Request {
 
         // What does not depend on extents is judged where they are right.
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
-        let known = rules.clone().unwrap_or_default();
-        (any.score_mods, any.masks) = (known.score_mods, known.masks);
-        let judged = judge(&any, args, gradient, rules.is_some(), mistakes);
+        (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
+        let judged = judge(&any, args, gradient, rules.complete, mistakes);
         // What is wrong has been told.
         let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
-        let sources = Sources { extents: scores, header: header.as_ref(), input, given: &given };
+        let sources = Sources { extents: scores, header: header.as_ref(), input, given: &given, complete: rules.complete };
         let params = judged.as_ref().and_then(|judged| sources.plan(&judged.params, mistakes));
 
         let stats = wanted.stats || args.stats || gradient.is_some_and(|g| g.backward);
-        let rules = rules.unwrap_or_default();
         let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
         (spec.score_mods, spec.masks) = (rules.score_mods, rules.masks);
         let problem = valid(spec.validate(), |errors| {

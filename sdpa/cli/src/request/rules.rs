@@ -23,11 +23,13 @@ fn spanned(name: &str, header: Option<&Header>, input: bool, extents: Option<[i6
     axes.map_err(|rule| mistakes.add(header.path.display(), format!("{name} {rule}"))).ok()
 }
 
-/// Score_mods and masks of a request.
-#[derive(Clone, Debug, Default)]
+/// Score_mods and masks of a request, as far as they are right.
+#[derive(Clone, Debug)]
 pub(super) struct Rules {
     pub(super) score_mods: Vec<ScoreMod>,
     pub(super) masks: Vec<Mask>,
+    /// Nothing is missing: parameters may be declared by what could not be read.
+    pub(super) complete: bool,
 }
 
 impl Rules {
@@ -37,7 +39,7 @@ impl Rules {
         element: Option<Element>,
         extents: Option<[i64; 4]>,
         mistakes: &mut Mistakes,
-    ) -> Option<Rules> {
+    ) -> Rules {
         let input = args.input.is_some();
         let bias = args.bias.then(|| {
             let axes = spanned("bias", header, input, extents, mistakes)?;
@@ -52,14 +54,11 @@ impl Rules {
             };
             expression::bias(axes, dtype)
         });
-        let score_mods = expression::score_mods(&args.score_mod, mistakes);
+        let (score_mods, score_mods_right) = expression::score_mods(&args.score_mod, mistakes);
         let axes = if args.mask.iter().any(|m| m == "array") { spanned("mask", header, input, extents, mistakes) } else { None };
-        let masks = expression::masks(&args.mask, axes, mistakes);
-        let bias = match bias {
-            Some(added) => vec![added?],
-            None => Vec::new(),
-        };
-        Some(Rules { score_mods: [bias, score_mods?].concat(), masks: masks? })
+        let (masks, masks_right) = expression::masks(&args.mask, axes, mistakes);
+        let complete = score_mods_right && masks_right && bias != Some(None);
+        Rules { score_mods: bias.flatten().into_iter().chain(score_mods).collect(), masks, complete }
     }
 }
 
@@ -89,18 +88,17 @@ pub(super) fn judge(
         errors.0.iter().for_each(|e| mistakes.add(option(&e.field), e));
     })?;
     let none = Judged { params: problem.params().to_vec(), wrt: Vec::new(), right: true };
-    let Some(gradient) = gradient else { return complete.then_some(none) };
+    let Some(gradient) = gradient else { return Some(none) };
     if !gradient.backward {
         for (option, given) in [("--wrt", !gradient.wrt.is_empty()), ("--deterministic", gradient.deterministic)] {
             if given {
                 mistakes.add(option, "is for --backward");
             }
         }
-        return complete.then_some(none);
+        return Some(none);
     }
     if !complete {
-        // Parameters may be declared by what could not be read.
-        return None;
+        return Some(Judged { right: false, ..none });
     }
     let mut backward = any.backward();
     let bias = args.bias.then_some("bias").filter(|_| !gradient.wrt.iter().any(|w| w == "bias"));
