@@ -34,7 +34,7 @@ pub enum PlanFileError {
         known: u32,
     },
     /// The file ends too early.
-    #[error("{} has {has} bytes: its {what} needs {needs}", path.display())]
+    #[error("{} has {has} bytes, and needs {needs} for its {what}", path.display())]
     Truncated {
         /// The file.
         path: PathBuf,

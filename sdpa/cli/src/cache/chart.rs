@@ -169,7 +169,7 @@ fn building_time(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64) {
     let most = bins.iter().map(|bin| part(bin.building_us.total)).fold(0.0, f64::max);
     let y = Scale::up_to(most, [top + PANEL, top]);
     percents(svg, y, ["time spent", "building"]);
-    let mut paths: [String; 5] = Default::default();
+    let mut paths: [String; Phase::ALL.len()] = Default::default();
     for (n, bin) in bins.iter().enumerate() {
         let [left, _, w, _] = column(cache, x, n, top);
         let mut base = y.at(0.0);
@@ -202,7 +202,7 @@ fn longest(bars: &[Bar]) -> Vec<&Bar> {
 
 fn bars(svg: &mut Html, cache: &CacheFindings, x: Scale, top: f64, lanes: usize) {
     let bars = longest(&cache.timeline.bars);
-    let mut paths: [String; 5] = Default::default();
+    let mut paths: [String; Phase::ALL.len()] = Default::default();
     let mut failed = String::new();
     let mut hovers = Vec::new();
     for bar in bars {

@@ -1,6 +1,7 @@
 //! Traces made by hand, and what they come to.
 
 use super::advice::Kind;
+use super::attempt::Phase;
 use super::findings::{CacheFindings, Findings, analyse};
 use super::keys::Count;
 use super::page;
@@ -168,6 +169,19 @@ fn builds_at_the_same_time_have_lanes_of_their_own() {
     let found = hand.found();
     let lanes: Vec<usize> = found.timeline.bars.iter().map(|bar| bar.lane).collect();
     assert_eq!((lanes, found.timeline.at_once), (vec![0, 1, 0, 0], 2));
+}
+
+#[test]
+fn every_phase_is_drawn_over_time_and_in_the_bars() {
+    let ms = |n| n * MS;
+    let time = BuildTime { total: ms(210), lower: ms(10), heuristics: ms(20), compile: ms(30), tune: ms(40), load: ms(50) };
+    let mut hand = Hand::new();
+    hand.build("a", &[], None, time);
+    let page = page::render(&hand.findings());
+    for phase in Phase::ALL {
+        let drawn = page.matches(&format!("<path class=\"{}\"", phase.name())).count();
+        assert_eq!(drawn, 2, "{}", phase.name());
+    }
 }
 
 #[test]
