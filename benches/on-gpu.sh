@@ -46,7 +46,7 @@ EOF
     [ ! -x "$carry/score_mod" ] || "$carry/score_mod" cudnn || status=1
     [ ! -x "$carry/matmul_bias_gelu" ] || "$carry/matmul_bias_gelu" || status=1
   } > "$out/$name-suite.txt" 2>&1
-  { date -u +%F; for part in speed host loads scaling; do "$carry/device" "$part" || status=1; done
+  { date -u +%F; for part in speed host loads scaling growth; do "$carry/device" "$part" || status=1; done
     one=$(mktemp -u); "$carry/device" startup "$one" || status=1
     for _ in 1 2 3; do "$carry/device" startup || status=1; "$carry/device" startup "$one" || status=1; done
     rm -f "$one"; } > "$out/$name-speed.txt" 2>&1

@@ -110,7 +110,8 @@ pub struct SeqPolicy {
 pub struct Bucketed {
     /// To be validated and prepared in place of the exact one.
     pub spec: AttentionSpec,
-    /// Pairs of the bucket over pairs of the exact lengths: how much more a kernel may cost that skips nothing.
+    /// Pairs of the bucket over pairs of the exact lengths: how much more a kernel may cost that skips nothing. That lengths are data
+    /// costs something too, whatever they are: 3 to 10 µs a pass on an H200 under cuDNN 9.27, 14 under 9.19.
     pub cost: f64,
     seq_len_q: Vec<i32>,
     seq_len_kv: Vec<i32>,

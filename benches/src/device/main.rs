@@ -1,9 +1,4 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
-//!
-//! `device suite [RANDOM]`, `device speed`, `device speed-backward`, `device short`, `device host`, `device cudarc`, `device plans`, `device files [PLANS]`, `device loads`, `device graphs`, `device gpus`, `device tuned`, `device scaling`, `device weight`,
-//! `device buckets [CALLS]`, `device soak [CALLS [SHAPES]]`, `device startup [PLANS]`, `device time` (JSON lines in and out), `device tree SEED [COUNT [FORM]]`,
-//! `device stack BATCH SEQ`, `device threads
-//! SECONDS`, `device version` (of cuDNN).
 
 mod buckets;
 #[cfg(not(target_vendor = "apple"))]
@@ -11,6 +6,7 @@ mod cudarc;
 mod files;
 mod gpus;
 mod graphs;
+mod growth;
 mod host;
 mod memory;
 mod msl;
@@ -29,6 +25,13 @@ mod tuned;
 mod weight;
 
 use std::process::ExitCode;
+
+const USAGE: &str = "device, and one of
+  right:  suite [RANDOM] | cudarc | plans | files [PLANS] | graphs | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+          | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
+  fast:   speed | speed-backward | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
+          | time (JSON lines in and out)
+  said:   version (of cuDNN)";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -52,16 +55,14 @@ fn main() -> ExitCode {
         Some("gpus") => gpus::run(),
         Some("graphs") => graphs::run(),
         Some("buckets") => buckets::run(number(1, 60)),
+        Some("growth") => growth::run(),
         Some("startup") => startup::run(args.get(1).map(String::as_str)),
         Some("soak") => soak::run(number(1, 10_000), number(2, 1_000)),
         Some("stack") => stack::run(number(1, 4), number(2, 2048)),
         Some("tree") => tree::run(number(1, 0), number(2, 1), args.get(3).map(String::as_str)),
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
-        _ => {
-            Err("device suite [RANDOM] | speed | speed-backward | short | host | cudarc | plans | version | files [PLANS] | loads | graphs | gpus | tuned | scaling | weight | buckets [CALLS] | soak [CALLS [SHAPES]] | startup [PLANS] | time | tree SEED [COUNT [FORM]] | stack BATCH SEQ | threads [SECONDS]"
-                .into())
-        }
+        _ => Err(USAGE.into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

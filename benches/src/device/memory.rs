@@ -97,6 +97,17 @@ impl Memory {
         Ok(Memory { operands, stats, params, gradients, workspace })
     }
 
+    /// The same lengths, of queries and keys, for every batch entry, where they are parameters.
+    pub(crate) fn set_lengths(&mut self, stream: &Stream, [q, kv]: [i64; 2]) -> Result<()> {
+        for (name, length) in [("seq_len_q", q), ("seq_len_kv", kv)] {
+            for buffer in self.params.iter_mut().filter(|(p, _)| p.name == name).filter_map(|(_, buffer)| buffer.as_mut()) {
+                let values = vec![i32::try_from(length)?; buffer.bytes() / 4];
+                buffer.upload(stream, 0, &values)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Outputs and stats of the forward pass: not-a-number takes less power, and so less time.
     pub(crate) fn forward_first(&self, executor: &CudnnExecutor, stream: &Stream, spec: &AttentionSpec) -> Result<()> {
         let first = executor.attention(&spec.validate()?)?.0;
