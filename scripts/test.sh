@@ -19,7 +19,7 @@ cargo test --no-fail-fast "$@" 2>&1 | tee "$log" || status=1
 
 # The cache of plans in every order of steps that a model checker tries.
 if [ "$whole" ]; then
-  RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=$target/shuttle cargo test --package sdpa --lib cache::model 2>&1 | tee -a "$log" || status=1
+  scripts/model.sh 2>&1 | tee -a "$log" || status=1
 fi
 
 # The example that is not attention, planned by both runtimes.

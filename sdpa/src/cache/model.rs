@@ -1,5 +1,4 @@
-//! The promises of the cache under every order of steps that a model checker tries: `RUSTFLAGS="--cfg shuttle" cargo test -p sdpa
-//! --lib cache::model`.
+//! The promises of the cache under every order of steps that a model checker tries: `scripts/model.sh`.
 
 use super::*;
 use shuttle::sync::Barrier;

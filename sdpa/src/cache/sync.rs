@@ -1,6 +1,6 @@
 //! The primitives of the cache: those of the machine, or those of a model checker (`--cfg shuttle`).
 
-#[cfg(not(shuttle))]
+#[cfg(not(all(test, shuttle)))]
 mod primitives {
     pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,7 +20,7 @@ mod primitives {
     }
 }
 
-#[cfg(shuttle)]
+#[cfg(all(test, shuttle))]
 mod primitives {
     pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
