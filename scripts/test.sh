@@ -14,7 +14,10 @@ log=$target/test.log
 status=0
 whole=$([ $# -gt 0 ] || echo yes)
 # With counters: what they are told is tested, and that they cost no allocation.
-[ $# -gt 0 ] || set -- --workspace --features sdpa/metrics
+if [ "$whole" ]; then
+  export SDPA_TEST_FEATURES=sdpa/metrics
+  set -- --workspace --features "$SDPA_TEST_FEATURES"
+fi
 cargo test --no-fail-fast "$@" 2>&1 | tee "$log" || status=1
 
 # The cache of plans in every order of steps that a model checker tries.

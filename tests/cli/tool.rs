@@ -15,7 +15,12 @@ pub(crate) fn binary() -> &'static Path {
         let name = profile.file_name().unwrap().to_str().unwrap();
         let mut target = profile.parent().unwrap();
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into()));
-        cargo.args(["build", "--package", "sdpa-cli", "--message-format", "json", "--profile", if name == "debug" { "dev" } else { name }]);
+        // As a part of the workspace, whose tests have compiled all that it is made of.
+        cargo.args(["build", "--workspace", "--bin", "sdpa", "--message-format", "json"]);
+        cargo.args(["--profile", if name == "debug" { "dev" } else { name }]);
+        if let Some(features) = std::env::var_os("SDPA_TEST_FEATURES") {
+            cargo.arg("--features").arg(features);
+        }
         if !target.join("CACHEDIR.TAG").exists() {
             cargo.arg("--target").arg(target.file_name().unwrap());
             target = target.parent().unwrap();
