@@ -126,11 +126,33 @@ fn mistakes_are_told_at_once_and_nothing_is_written() {
     for what in ["\"h300\" is none of a100, l40s, h200, b200", "problem 1: --shape", "odd: --dtype", "odd: --mask"] {
         assert!(told.iter().any(|line| line.contains(what)), "{what} in {told:?}");
     }
+    let nowhere = folder.path("none/plans");
+    let told = errors(&sdpa(words(&format!("compile --problems {problems} --device h300 --out {nowhere}"))));
+    assert!(told.iter().any(|line| line.starts_with("--out: there is no folder")) && told.len() == 5, "{told:?}");
     for text in ["", "[[problem]]\nshap = [1]\n", "problem = 3"] {
         std::fs::write(&problems, text).unwrap();
         assert_eq!(code(&sdpa(words(&line("h200")))), 2, "{text}");
     }
     assert!(!Path::new(&plans).exists());
+}
+
+#[test]
+fn what_is_no_file_of_plans_for_the_device_is_left_alone() {
+    let Some(runtime) = runtime("9.27") else { return };
+    let folder = Folder::new();
+    let (problems, plans) = (folder.path("p.toml"), folder.path("plans"));
+    std::fs::write(&problems, "[[problem]]\nshape = [1, 2, 2, 8, 8, 64]\n").unwrap();
+    let line = |device: &str| format!("--problems {problems} --device {device} --out {plans}");
+    assert_eq!(code(&compile(&runtime, &line("a100"))), 0);
+    let before = std::fs::read(&plans).unwrap();
+    let out = compile(&runtime, &line("h200"));
+    let told = errors(&out);
+    assert!(code(&out) == 2 && told.len() == 1 && told[0].contains("name another file"), "{told:?}");
+    assert_eq!(std::fs::read(&plans).unwrap(), before);
+    std::fs::write(&plans, "a letter").unwrap();
+    let out = compile(&runtime, &line("a100"));
+    assert!(code(&out) == 2 && errors(&out)[0].contains("is not a file of plans"), "{:?}", errors(&out));
+    assert_eq!(std::fs::read(&plans).unwrap(), b"a letter");
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod problems;
 use crate::args::CompileArgs;
 use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
 use crate::progress::Progress;
+use crate::save::Destination;
 use crate::table::{Table, list};
 use cudnn_graph::{DeviceProfile, Library, Search, Target};
 use problems::Named;
@@ -12,7 +13,7 @@ use sdpa::cache::CacheKey;
 use sdpa::exec::cudnn::PlanOptions;
 use sdpa::exec::cudnn::{plan, portable};
 use sdpa::lower::Job;
-use sdpa::planfile::{self, Record};
+use sdpa::planfile::{self, Header, PlanFile, Record};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -94,16 +95,27 @@ fn stand_in() -> Option<PathBuf> {
     beside.exists().then_some(beside)
 }
 
+/// Whether a file may be added to: there is none, or one for this device and version. Another's plans are not thrown away.
+fn takes(path: &Path, header: &Header) -> Result<(), String> {
+    match PlanFile::open(path) {
+        Ok(there) => there.header().mismatch(header).map_or(Ok(()), |m| Err(format!("{m}; name another file, or remove this one"))),
+        Err(e) if e.is_replaceable() => Ok(()),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
 /// Runs the command.
 pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     let profile = mistakes.take("--device", device(&args.device));
     let problems = problems::read(&args.problems, &mut mistakes);
-    if args.out.is_dir() {
-        mistakes.add("--out", "is a folder");
-    }
+    mistakes.take("--out", Destination::new(&args.out, Some(&args.problems)));
     let (profile, problems) = mistakes.finish(profile.zip(problems))?;
     let library = Wanted::read(args.cudnn.as_deref()).load(args.driver.as_deref())?;
+    let header = portable::header(library, &profile);
+    mistakes = Mistakes::default();
+    mistakes.take(format!("--out {}", args.out.display()), takes(&args.out, &header));
+    mistakes.finish(Some(()))?;
     let target = Target::Profile(&profile);
     let (mut compiled, mut records) = (Vec::new(), Vec::new());
     let step = Progress::new(json).bar("compiling", problems.len() as u64);
@@ -132,7 +144,6 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     }
     drop(step);
     let plans = records.len();
-    let header = portable::header(library, &profile);
     if plans > 0 {
         planfile::add(&args.out, &header, records).map_err(|e| Failure::environment("--out", e))?;
     }

@@ -99,7 +99,7 @@ impl PlanFileError {
     }
 
     /// Whether nothing is lost by writing over the file: it is a file of plans that can no longer be read, or is not there.
-    pub(super) fn is_replaceable(&self) -> bool {
+    pub fn is_replaceable(&self) -> bool {
         match self {
             PlanFileError::Truncated { .. } | PlanFileError::Damaged { .. } | PlanFileError::Corrupt { .. } => true,
             PlanFileError::Io { source, .. } => source.kind() == io::ErrorKind::NotFound,
