@@ -7,7 +7,7 @@ mod products;
 mod sample;
 
 pub use features::AXES;
-pub use sample::{SAMPLE, UNIFIED_SAMPLE};
+pub use sample::{SAMPLE, UNIFIED_SAMPLE, is_compiled};
 
 use crate::case::Case;
 use sdpa::lower::Job;
