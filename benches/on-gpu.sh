@@ -38,7 +38,7 @@ save_file({**tensors, "do": torch.randn(size["q"], dtype=torch.bfloat16)}, "/tmp
 EOF
       for how in "do --score-mod @$here/decay.txt --param cap=20 --mask causal --backward" 'q --mask causal-bottom-right' 'q --mask window:200,0:bottom-right' 'q --mask prefix-lm:77 --dtype f16'; do
         input=${how%% *}.safetensors how=${how#* }
-        echo "sdpa run --input $input $how --executor cudnn --check --output o.safetensors"
+        echo "sdpa run --input $input $how ${plans:+--plans $(basename "$plans")} --executor cudnn --check --output o.safetensors"
         # shellcheck disable=SC2086
         "$carry/sdpa" run --input "/tmp/$input" $how ${plans:+--plans "$plans"} --executor cudnn --check --output /tmp/o.safetensors || status=1
       done

@@ -92,9 +92,7 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
             let here = plans.iter().filter(|p| p.profile == profile && p.wanted == Wanted::Any);
             let declined = here.clone().filter(|p| p.declined).count();
             let n = here.count();
-            let minor = runtime.split_once('.').and_then(|(_, minor)| minor.parse().ok()).expect("runtimes are named after their versions");
-            let sample = (0..SAMPLE.len()).filter(|place| all || matrix::is_compiled(*place, profile, minor)).count();
-            assert!(n >= sample && sample > 0, "cuDNN {runtime} was asked for {n} plans for {profile}");
+            assert!(n >= SAMPLE.len(), "cuDNN {runtime} was asked for {n} plans for {profile}");
             assert!(all || declined <= MAY_DECLINE, "cuDNN {runtime} declines {declined} rows of the sample for {profile}");
         }
         for (backward, pass) in [(false, "forward"), (true, "backward")] {

@@ -110,9 +110,7 @@ fn compile(names: &[String]) -> Result<(), String> {
     rows.retain(|row| names.iter().any(|name| name == "all" || *name == row.name));
     let all = names.iter().any(|name| name == "all");
     everywhere(&rows, |library, profile, target, row, wanted| {
-        let in_turn =
-            names.iter().position(|n| *n == row.name).is_none_or(|place| matrix::is_compiled(place, profile, library.version().minor));
-        if !all && (!in_turn || (wanted == Wanted::Unified && !matrix::UNIFIED_SAMPLE.contains(&row.name.as_str()))) {
+        if !all && wanted == Wanted::Unified && !matrix::UNIFIED_SAMPLE.contains(&row.name.as_str()) {
             return Ok(());
         }
         let mut compiled = Compiled {

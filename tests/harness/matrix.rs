@@ -7,7 +7,7 @@ mod products;
 mod sample;
 
 pub use features::AXES;
-pub use sample::{SAMPLE, UNIFIED_SAMPLE, is_compiled};
+pub use sample::{SAMPLE, UNIFIED_SAMPLE};
 
 use crate::case::Case;
 use sdpa::lower::Job;

@@ -97,18 +97,22 @@ fn misses(executor: &CudnnExecutor) -> [u64; 2] {
 fn measure(run: &Run) -> Result<()> {
     let executor = CudnnExecutor::new(CudnnOptions::default())?;
     let stream = executor.device().stream()?;
-    let (mut building, mut looking) = (0f64, 0f64);
+    let (mut building, mut looking, mut found) = (0f64, 0f64, 0usize);
     for &length in &run.lengths {
         let before = misses(&executor);
         let (_, ms) = run.plans(&executor, &run.bucketed(length)?.0)?;
-        *if misses(&executor) == before { &mut looking } else { &mut building } += ms;
+        if misses(&executor) == before {
+            (looking, found) = (looking + ms, found + 1);
+        } else {
+            building += ms;
+        }
     }
     let [forward, backward] = misses(&executor);
     println!(
         "{}: {} steps, {forward} forward and {backward} backward builds in {building:.0} ms, {:.1} us to find the plans of any other step",
         run.name,
         run.lengths.len(),
-        looking * 1e3 / run.lengths.len() as f64
+        looking * 1e3 / found.max(1) as f64
     );
     let mut builds = Vec::new();
     for &length in &run.timed {

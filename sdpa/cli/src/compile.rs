@@ -113,9 +113,7 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     let (profile, problems) = mistakes.finish(profile.zip(problems))?;
     let library = Wanted::read(args.cudnn.as_deref()).load(args.driver.as_deref())?;
     let header = portable::header(library, &profile);
-    mistakes = Mistakes::default();
-    mistakes.take(format!("--out {}", args.out.display()), takes(&args.out, &header));
-    mistakes.finish(Some(()))?;
+    takes(&args.out, &header).map_err(|why| Failure::Mistakes(vec![Line::new(format!("--out {}", args.out.display()), why)]))?;
     let target = Target::Profile(&profile);
     let (mut compiled, mut records) = (Vec::new(), Vec::new());
     let step = Progress::new(json).bar("compiling", problems.len() as u64);

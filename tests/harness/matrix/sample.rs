@@ -1,7 +1,5 @@
 //! Rows that are compiled on every run.
 
-use crate::offline::PROFILES;
-
 /// Rows that are compiled on every run, in whichever form is taken: every kind of mask, lengths, heads, dims, strides and score_mods
 /// that is lowered differently.
 pub const SAMPLE: [&str; 30] = [
@@ -36,15 +34,6 @@ pub const SAMPLE: [&str; 30] = [
     "no score_mod; array:bhqk; forward",
     "no score_mod; array:bhqk; backward",
 ];
-
-/// The device that every row is compiled for; each is compiled for one of the others besides, which take turns.
-const ALWAYS: &str = "h200";
-
-/// Whether a row, by its place in the sample, is compiled for a device by the runtime 9.`minor`: another takes another.
-pub fn is_compiled(place: usize, profile: &str, minor: u32) -> bool {
-    let others: Vec<&str> = PROFILES.iter().map(|(name, _)| *name).filter(|name| *name != ALWAYS).collect();
-    profile == ALWAYS || others[(place + minor as usize) % others.len()] == profile
-}
 
 /// Rows that are compiled in the unified form too.
 pub const UNIFIED_SAMPLE: [&str; 7] = [
