@@ -21,7 +21,7 @@ pub(crate) fn binary() -> &'static Path {
         if let Some(features) = std::env::var_os("SDPA_TEST_FEATURES") {
             cargo.arg("--features").arg(features);
         }
-        if !target.join("CACHEDIR.TAG").exists() {
+        if !target.join(".rustc_info.json").exists() {
             cargo.arg("--target").arg(target.file_name().unwrap());
             target = target.parent().unwrap();
         }
