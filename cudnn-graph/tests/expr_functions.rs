@@ -1,7 +1,9 @@
 //! Every function of expressions: its value against a plain function of Rust, its derivative against differences.
 
 use cudnn_graph::DType;
-use cudnn_graph::expr::{Axes, Binary, Builder, Const, Declared, Kind, NodeId, ParamKind, Place, Precision, Trace, Type, Unary};
+use cudnn_graph::expr::{
+    Axes, Binary, Builder, Const, Declared, Kind, NodeId, ParamKind, Place, Precision, Trace, Type, Unary, tanh_slope,
+};
 
 /// Zeros of both signs, infinities, not-a-number, subnormals, ties, what is large and what is small.
 const FLOATS: [f32; 25] = [
@@ -428,6 +430,11 @@ fn derivatives_at_ties_and_infinities() {
         assert_eq!((two(Binary::Min, x, x), two(Binary::Max, x, x)), ((1.0, 0.0), (1.0, 0.0)));
     }
     assert_eq!((two(Binary::Min, 1.0, -inf), two(Binary::Max, 1.0, -inf)), ((0.0, 1.0), (1.0, 0.0)));
+    for f in [Binary::Min, Binary::Max] {
+        for x in [0.0, -3.0, inf, -inf] {
+            assert_eq!((two(f, f64::NAN, x), two(f, x, f64::NAN)), ((0.0, 1.0), (1.0, 0.0)), "{f:?} of {x} and not-a-number");
+        }
+    }
     for x in [0.0, 1.0, 1.5, inf] {
         assert_eq!([one(Unary::Floor, x), one(Unary::Ceil, x), one(Unary::ToI32, x)], [0.0; 3]);
         assert_eq!(two(Binary::Lt, x, x), (0.0, 0.0));
@@ -459,6 +466,38 @@ fn what_a_select_does_not_take_has_no_gradient() {
     }
     let taken = at(&trace, -1.0, f64::NAN);
     assert_eq!(&taken[1..], [0.0, 1.0]);
+}
+
+/// The same of a minimum and a maximum, whose other operand may have an infinite slope.
+#[test]
+fn what_is_not_the_extreme_has_no_gradient() {
+    for (f, bound, at_zero) in [(Unary::Log, -10.0, -10.0), (Unary::Sqrt, 0.5, 0.5)] {
+        let (trace, _) = derived(|b, x, y| {
+            let steep = b.unary(f, x);
+            b.binary(Binary::Max, steep, y)
+        });
+        assert_eq!(at(&trace, 0.0, bound), [at_zero, 0.0, 1.0], "{f:?}");
+    }
+}
+
+/// What computes the slope of tanh otherwise finds it, in what `gradient` makes and in what is written by hand.
+#[test]
+fn slopes_of_tanh_are_found() {
+    let found = |text: &str| {
+        let trace: Trace = text.parse().unwrap();
+        let all: Vec<_> = trace.ids().filter_map(|id| tanh_slope(&trace, id)).collect();
+        let text = |id: NodeId| format!("{:?}", trace.node(id));
+        all.iter().map(|s| (text(s.upstream), text(s.of))).collect::<Vec<_>>()
+    };
+    let score = "Score".to_owned();
+    assert_eq!(found("let t = tanh(score); upstream - upstream * (t * t)"), [("Upstream".to_owned(), score.clone())]);
+    assert_eq!(found("let t = tanh(score); upstream - t * t * upstream"), [("Upstream".to_owned(), score.clone())]);
+    assert_eq!(found("let t = tanh(score); upstream * (1.0 - t * t)").len(), 1);
+    for other in ["let t = tanh(score); upstream - score * (t * t)", "let t = tanh(score); 2.0 - t * t", "1.0 - score * score"] {
+        assert_eq!(found(other), [], "{other}");
+    }
+    let product = "let t = tanh(score); upstream - upstream * (t * tanh(score * 2.0))";
+    assert_eq!(found(product), [], "{product}");
 }
 
 #[test]

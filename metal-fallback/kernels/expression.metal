@@ -42,6 +42,13 @@ inline int to_whole(float x) {
     return int(x);
 }
 
+// 1 - tanh(x)^2, of which the difference has no digit left at 9.
+inline float tanh_slope(float x) {
+    const float e = precise::exp(-2.0f * abs(x));
+    const float sum = 1.0f + e;
+    return 4.0f * e / (sum * sum);
+}
+
 // A series without cancellation: erf x = 2/sqrt(pi) e^(-x^2) x (1 + 2x^2/3 (1 + 2x^2/5 (...))).
 inline float error_function(float x) {
     const float size = abs(x);

@@ -1,7 +1,7 @@
 //! Traced expressions as MSL: one function for each, a statement for each value.
 
 use cudnn_graph::DType;
-use cudnn_graph::expr::{Axis, Binary, Const, Declared, Node, ParamKind, Trace, Type, Unary};
+use cudnn_graph::expr::{Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
 use std::fmt::Write;
 
 /// What score_mods and masks read: the declared parameters of all of them, each name once.
@@ -135,13 +135,20 @@ impl Captured {
         // Of the values, those that this root is made of.
         let mut needed = vec![false; trace.nodes().len()];
         root.into_iter().for_each(|root| needed[root.index()] = true);
-        for (n, node) in trace.nodes().iter().enumerate().rev() {
-            if needed[n] {
-                node.operands().for_each(|x| needed[x.index()] = true);
+        let ids: Vec<NodeId> = trace.ids().collect();
+        for &id in ids.iter().rev() {
+            if needed[id.index()] {
+                match tanh_slope(trace, id) {
+                    Some(slope) => [slope.upstream, slope.of].into_iter().for_each(|x| needed[x.index()] = true),
+                    None => trace.node(id).operands().for_each(|x| needed[x.index()] = true),
+                }
             }
         }
         for id in trace.ids().filter(|id| needed[id.index()]) {
-            let value = self.value(trace, trace.node(id));
+            let value = match tanh_slope(trace, id) {
+                Some(slope) => format!("v{} * tanh_slope(v{})", slope.upstream.index(), slope.of.index()),
+                None => self.value(trace, trace.node(id)),
+            };
             let _ = writeln!(text, "    const {} v{} = {value};", ty(trace.ty(id)), id.index());
         }
         let root = root.map_or(0, |root| root.index());

@@ -162,3 +162,31 @@ fn functions_mean_what_the_interpreter_says() {
     assert!(said.next().is_none());
     assert!(wrong.is_empty(), "{} wrong\n{}", wrong.len(), wrong[..wrong.len().min(30)].join("\n"));
 }
+
+/// The slope of tanh, which a trace spells as a difference that has no digit left for large numbers.
+#[test]
+fn the_slope_of_tanh_keeps_its_digits() {
+    let Some(toolchain) = emulation("the slope of tanh") else { return };
+    let mut b = Builder::new();
+    let (x, upstream) = (b.score(), b.upstream());
+    let t = b.unary(Unary::Tanh, x);
+    let slope = b.gradient(t, upstream, &[x])[0].unwrap();
+    let trace = b.finish(&[t, slope]).unwrap();
+    let pieces = std::fs::read_to_string(repository("metal-fallback/kernels/expression.metal")).unwrap();
+    let emitted = Captured::of([&trace], [1; 4]).gradient(&trace, 1);
+    let numbers: Vec<f32> = (-160..=160).map(|n| n as f32 * 0.25).collect();
+    let list = numbers.iter().map(|x| format!("{:#x}u", x.to_bits())).collect::<Vec<_>>().join(", ");
+    let text = format!(
+        "#include <stdio.h>\n#include <metal_stdlib>\nusing namespace metal;\nstruct Captured {{}};\n\
+         struct Place {{ int batch; int head; int query; int key; }};\nvoid machine::fail(const char*, ...) {{ __builtin_trap(); }}\n\
+         {pieces}\n{emitted}\nstatic const uint numbers[] = {{{list}}};\nint main() {{\n    for (uint x : numbers)\n\
+         \x20       printf(\"%x\\n\", as_type<uint>(score_mod_gradient(as_type<float>(x), 3.0f, Place{{0, 0, 0, 0}}, Captured{{}})));\n}}\n"
+    );
+    let said = toolchain.print(&text).unwrap();
+    assert_eq!(said.lines().count(), numbers.len());
+    for (x, line) in numbers.iter().zip(said.lines()) {
+        let got = f64::from(f32::from_bits(u32::from_str_radix(line, 16).unwrap()));
+        let want = 3.0 / f64::from(*x).cosh().powi(2);
+        assert!((got - want).abs() <= 2e-6 * want, "{x}: {got:e}, not {want:e}");
+    }
+}

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `\|x\|`, x = 0 | 0 |
 //! | `min`, `max`, equal operands | all of it the first operand's |
+//! | `min`, `max`, a number and not-a-number | all of it the number's |
 //! | `floor`, `ceil`, `i32(x)`, comparisons | 0 everywhere |
 //! | `sqrt(0)`, `log(0)`, `rsqrt(0)` | infinite, as the formula says |
 //! | `pow(0, y)` along y ≥ 0 | 0 |
@@ -11,10 +12,12 @@
 //! | `select` | that of what is taken; 0 for the other, whatever it is |
 //! | `x % y` | 1 along x, −trunc(x / y) along y |
 //!
-//! The derivative of tanh is spelled `g − g·t²`, which every engine takes.
+//! The derivative of tanh is spelled `g − g·t²`, which every engine takes. In f32 that has no digit left at |x| = 9; who computes it
+//! otherwise finds it by [`tanh_slope`].
 
 use super::build::Builder;
-use super::node::{Binary, Node, NodeId, Type, Unary};
+use super::node::{Binary, Const, Node, NodeId, Type, Unary};
+use super::trace::Trace;
 use std::collections::HashMap;
 use std::f32::consts::FRAC_2_SQRT_PI;
 
@@ -171,19 +174,48 @@ impl Adjoints<'_> {
                     b.select(flat, zero, part)
                 });
             }
-            Binary::Min => self.extreme(Binary::Lt, x, y, g),
-            Binary::Max => self.extreme(Binary::Gt, x, y, g),
+            Binary::Min => self.extreme(Binary::Le, [x, y], r, g),
+            Binary::Max => self.extreme(Binary::Ge, [x, y], r, g),
             // Truth values: nothing flows through them.
             Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => {}
         }
     }
 
-    fn extreme(&mut self, second_wins: Binary, x: NodeId, y: NodeId, g: NodeId) {
+    /// The first operand is compared with the result, not with the second: where one of the two is not a number, the other is the
+    /// result.
+    fn extreme(&mut self, first_wins: Binary, [x, y]: [NodeId; 2], r: NodeId, g: NodeId) {
         let zero = self.b.f32(0.0);
-        let second = self.b.binary(second_wins, y, x);
-        self.add(x, |b| b.select(second, zero, g));
-        self.add(y, |b| b.select(second, g, zero));
+        let first = self.b.binary(first_wins, x, r);
+        self.add(x, |b| b.select(first, g, zero));
+        self.add(y, |b| b.select(first, zero, g));
     }
+}
+
+/// A slope of tanh: `g − g·tanh²(x)`, or `1 − tanh²(x)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TanhSlope {
+    /// `g`, or the constant 1.
+    pub upstream: NodeId,
+    /// `x`.
+    pub of: NodeId,
+}
+
+/// The slope of tanh that a value of a trace is, if it is one: `g·sech²(x)`, of which the difference loses every digit for large
+/// `|x|`.
+pub fn tanh_slope(trace: &Trace, id: NodeId) -> Option<TanhSlope> {
+    let product = |id: NodeId| if let Node::Binary(Binary::Mul, x, y) = trace.node(id) { Some((x, y)) } else { None };
+    let square_of_tanh = |id: NodeId| {
+        let (t, _) = product(id).filter(|(x, y)| x == y)?;
+        if let Node::Unary(Unary::Tanh, x) = trace.node(t) { Some(x) } else { None }
+    };
+    let Node::Binary(Binary::Sub, upstream, taken) = trace.node(id) else { return None };
+    let of = if trace.node(upstream) == Node::Const(Const::f32(1.0)) {
+        square_of_tanh(taken)
+    } else {
+        let (x, y) = product(taken)?;
+        [(x, y), (y, x)].into_iter().filter(|(g, _)| *g == upstream).find_map(|(_, square)| square_of_tanh(square))
+    };
+    of.map(|of| TanhSlope { upstream, of })
 }
 
 /// Whether a change of an operand of this value changes it in proportion; steps and truth values do not.
@@ -218,7 +250,8 @@ impl Builder {
             let node = self.node(id);
             active[index] = wrt.contains(&id) || (is_smooth(self, node, id) && node.operands().any(|x| active[x.index()]));
         }
-        let chooses = (0..=root.index()).any(|n| active[n] && matches!(self.nodes()[n], Node::Select(..)));
+        let choice = |node: Node| matches!(node, Node::Select(..) | Node::Binary(Binary::Min | Binary::Max, ..));
+        let chooses = (0..=root.index()).any(|n| active[n] && choice(self.nodes()[n]));
         let mut adjoints = Adjoints { b: self, of: HashMap::new(), active, chooses };
         adjoints.add(root, |_| upstream);
         for index in (0..=root.index()).rev() {

@@ -16,6 +16,7 @@
 //! | file | what it has |
 //! |---|---|
 //! | `node` | functions, values |
+//! | `made` | functions that are made of others |
 //! | `params` | declared parameters |
 //! | `build` | values appended: equal ones are one, constants fold |
 //! | `typed` | what closures see |
@@ -27,6 +28,8 @@
 mod build;
 mod eval;
 mod grad;
+mod made;
+mod near;
 mod node;
 mod params;
 mod parse;
@@ -36,6 +39,9 @@ mod typed;
 
 pub use build::{Builder, Inputs};
 pub use eval::{Place, Precision, binary, unary};
+pub use grad::{TanhSlope, tanh_slope};
+pub use made::Made;
+pub use near::nearest;
 pub use node::{Axis, Binary, Const, Kind, Node, NodeId, ParamId, Spelling, Type, Unary};
 pub use params::{Axes, Declared, ParamKind};
 pub use trace::{Depends, ExprError, Trace};

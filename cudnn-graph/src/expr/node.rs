@@ -107,14 +107,19 @@ pub enum Kind {
 }
 
 macro_rules! functions {
-    ($(#[$top:meta])* $name:ident { $($(#[$doc:meta])* $variant:ident $spelling:expr, $kind:expr, $mode:ident;)* }) => {
+    ($(#[$top:meta])* $name:ident { $(#[doc = $doc:literal] $variant:ident $spelling:expr, $kind:expr, $mode:ident;)* }) => {
         $(#[$top])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub enum $name { $($(#[$doc])* $variant,)* }
+        pub enum $name { $(#[doc = $doc] $variant,)* }
 
         impl $name {
             /// Every one of them.
             pub const ALL: &'static [$name] = &[$($name::$variant,)*];
+
+            /// What it yields, in words.
+            pub fn about(self) -> &'static str {
+                match self { $($name::$variant => $doc.trim_ascii(),)* }
+            }
 
             /// How it is written.
             pub fn spelling(self) -> Spelling {

@@ -1,6 +1,8 @@
 //! Reads the text form of a trace.
 
 use super::build::Builder;
+use super::made::Made;
+use super::near::nearest;
 use super::node::{Axis, Binary, Const, Kind, NodeId, Spelling, Type, Unary};
 use super::params::{Axes, Declared, ParamKind};
 use super::text::PREFIX;
@@ -294,7 +296,11 @@ impl Reader {
             Token::Word(name) if self.is("(") => self.call(&name, token),
             Token::Word(name) => match self.names.get(&name) {
                 Some(&id) => Ok(id),
-                None => self.fail_at(token, format!("{name:?} is not declared")),
+                None => {
+                    let near = nearest(&name, self.names.keys().map(String::as_str));
+                    let near = near.map_or_else(String::new, |near| format!("; did you mean {near}?"));
+                    self.fail_at(token, format!("{name:?} is not declared{near}"))
+                }
             },
             other @ (Token::Sign(_) | Token::End) => self.fail_at(token, format!("expected a value, found {}", other.said())),
         }
@@ -333,7 +339,31 @@ impl Reader {
             let [x, y] = arguments[..] else { return self.fail_at(token, format!("{name} takes two values")) };
             return self.binary(f, x, y, token);
         }
-        self.fail_at(token, format!("there is no function {name:?}"))
+        if let Some(&f) = Made::ALL.iter().find(|f| f.name() == name) {
+            return self.made(f, arguments, token);
+        }
+        let names = Unary::ALL.iter().map(|f| f.spelling()).chain(Binary::ALL.iter().map(|f| f.spelling()));
+        let names = names.filter_map(|s| if let Spelling::Call(name) = s { Some(name) } else { None });
+        let names = names.chain(Made::ALL.iter().map(|f| f.name())).chain(["select"]);
+        let near = nearest(name, names).map_or_else(String::new, |near| format!("; did you mean {near}?"));
+        self.fail_at(token, format!("there is no function {name:?}{near}"))
+    }
+
+    /// A function that is made of others: of values of one type.
+    fn made(&mut self, f: Made, mut of: Vec<NodeId>, token: usize) -> Read<NodeId> {
+        let name = f.name();
+        if of.len() != f.arguments() {
+            let values = if f.arguments() == 1 { "one value".to_owned() } else { format!("{} values", f.arguments()) };
+            return self.fail_at(token, format!("{name} takes {values}"));
+        }
+        if f.kind() == Kind::Real || of.iter().any(|&x| self.builder.ty(x) == Type::F32) {
+            of = of.into_iter().map(|x| self.as_f32(x)).collect();
+        }
+        let types: Vec<String> = of.iter().map(|&x| self.builder.ty(x).to_string()).collect();
+        match f.make(&mut self.builder, &of) {
+            Some(id) => Ok(id),
+            None => self.fail_at(token, format!("{name} does not take {}", types.join(", "))),
+        }
     }
 
     fn as_f32(&mut self, id: NodeId) -> NodeId {

@@ -7,6 +7,7 @@
 //! On one line or on several; `#` begins a comment. Whole numbers are i32, numbers with a point or an exponent f32; a whole
 //! number beside an f32 is taken as one. From the loosest to the tightest: `|`, `&`, comparisons, `+ -`, `* / %`, `- !`.
 
+use super::made::Made;
 use super::node::{Axis, Binary, Const, Node, Spelling, Unary};
 use super::params::ParamKind;
 use super::trace::Trace;
@@ -30,6 +31,7 @@ pub(super) fn reserved(word: &str) -> bool {
         || Axis::ALL.iter().any(|a| a.name() == word || a.extent_name() == word)
         || Unary::ALL.iter().any(|f| called(f.spelling()))
         || Binary::ALL.iter().any(|f| called(f.spelling()))
+        || Made::ALL.iter().any(|f| f.name() == word)
 }
 
 /// A float as it is read back.
@@ -71,9 +73,12 @@ impl fmt::Display for Trace {
         let mut depths: Vec<usize> = Vec::with_capacity(uses.len());
         let mut lets = 0;
         for id in self.ids() {
-            let within = |x: super::NodeId, least: u8| {
-                let (text, binds) = &texts[x.index()];
-                if *binds < least { format!("({text})") } else { text.clone() }
+            let depth = self.depth(id, &texts, &depths);
+            // A text that stands in one place is moved there: in a row of operators each would hold all before it.
+            let mut within = |x: super::NodeId, least: u8| {
+                let (text, binds) = &mut texts[x.index()];
+                let text = if uses[x.index()] > 1 { text.clone() } else { std::mem::take(text) };
+                if *binds < least { format!("({text})") } else { text }
             };
             let (text, binds) = match self.node(id) {
                 Node::Score => ("score".to_owned(), ATOM),
@@ -93,13 +98,16 @@ impl fmt::Display for Trace {
                     Spelling::Infix(sign, binds) => (format!("{sign}{}", within(x, binds)), binds),
                 },
                 Node::Binary(g, x, y) => match g.spelling() {
-                    Spelling::Infix(sign, binds) => (format!("{} {sign} {}", within(x, binds), within(y, binds + 1)), binds),
+                    Spelling::Infix(sign, binds) => {
+                        let mut text = within(x, binds);
+                        text.extend([" ", sign, " ", &within(y, binds + 1)]);
+                        (text, binds)
+                    }
                     Spelling::Call(name) | Spelling::Prefix(name) => (format!("{name}({}, {})", within(x, 0), within(y, 0)), ATOM),
                 },
                 Node::Select(c, x, y) => (format!("select({}, {}, {})", within(c, 0), within(x, 0), within(y, 0)), ATOM),
             };
             let made = self.node(id).operands().next().is_some();
-            let depth = self.depth(id, &texts, &depths);
             if made && (uses[id.index()] > 1 || depth > NESTED) {
                 lets += 1;
                 let name = self.fresh(lets);

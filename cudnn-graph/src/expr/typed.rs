@@ -33,6 +33,7 @@
 //! ```
 
 use super::build::Builder;
+use super::made::Made;
 use super::node::{Axis, Binary, Const, NodeId, Type, Unary};
 use super::params::{Axes, Declared, ParamKind};
 use super::trace::{ExprError, Trace};
@@ -177,6 +178,11 @@ impl<'t, T> Expr<'t, T> {
         self.make(|b| b.unary(f, self.id))
     }
 
+    /// A function of values of this one's type, as many as it takes.
+    fn made(self, f: Made, of: &[NodeId]) -> Expr<'t, T> {
+        self.make(|b| f.make(b, of).unwrap_or(self.id))
+    }
+
     fn binary<U>(self, f: Binary, other: impl Operand<'t, T>) -> Expr<'t, U> {
         let other = other.expr(self);
         self.make(|b| b.binary(f, self.id, other.id))
@@ -286,23 +292,37 @@ impl<'t> Expr<'t, F32> {
     /// Between the two.
     #[must_use]
     pub fn clamp(self, low: impl Operand<'t, F32>, high: impl Operand<'t, F32>) -> Expr<'t, F32> {
-        self.max(low).min(high)
+        let (low, high) = (low.expr(self), high.expr(self));
+        self.made(Made::Clamp, &[self.id, low.id, high.id])
     }
 
     /// `x²`.
     #[must_use]
     pub fn square(self) -> Expr<'t, F32> {
-        self * self
+        self.made(Made::Square, &[self.id])
     }
 
     /// `1 / (1 + e⁻ˣ)`.
     #[must_use]
     pub fn sigmoid(self) -> Expr<'t, F32> {
-        (self * 0.5).tanh() * 0.5 + 0.5
+        self.made(Made::Sigmoid, &[self.id])
     }
 }
 
 impl<'t> Expr<'t, I32> {
+    /// Between the two.
+    #[must_use]
+    pub fn clamp(self, low: impl Operand<'t, I32>, high: impl Operand<'t, I32>) -> Expr<'t, I32> {
+        let (low, high) = (low.expr(self), high.expr(self));
+        self.made(Made::Clamp, &[self.id, low.id, high.id])
+    }
+
+    /// `x²`.
+    #[must_use]
+    pub fn square(self) -> Expr<'t, I32> {
+        self.made(Made::Square, &[self.id])
+    }
+
     /// As f32; exact up to 2²⁴.
     #[must_use]
     pub fn to_f32(self) -> Expr<'t, F32> {

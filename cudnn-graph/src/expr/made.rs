@@ -1,0 +1,82 @@
+//! Functions that are made of others: closures and texts have them alike, traces have what they are made of.
+
+use super::build::Builder;
+use super::node::{Binary, Kind, NodeId, Type, Unary};
+
+/// A function that is made of others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Made {
+    /// Between two bounds.
+    Clamp,
+    /// `x²`.
+    Square,
+    /// `1 / (1 + e⁻ˣ)`.
+    Sigmoid,
+}
+
+impl Made {
+    /// Every one of them.
+    pub const ALL: &'static [Made] = &[Made::Clamp, Made::Square, Made::Sigmoid];
+
+    /// The name in texts.
+    pub fn name(self) -> &'static str {
+        match self {
+            Made::Clamp => "clamp",
+            Made::Square => "square",
+            Made::Sigmoid => "sigmoid",
+        }
+    }
+
+    /// What it yields, in words.
+    pub fn about(self) -> &'static str {
+        match self {
+            Made::Clamp => "The first, but no less than the second and no more than the third.",
+            Made::Square => "`x * x`.",
+            Made::Sigmoid => "`1 / (1 + exp(-x))`.",
+        }
+    }
+
+    /// How many values it takes.
+    pub fn arguments(self) -> usize {
+        match self {
+            Made::Clamp => 3,
+            Made::Square | Made::Sigmoid => 1,
+        }
+    }
+
+    /// What it takes and yields.
+    pub fn kind(self) -> Kind {
+        match self {
+            Made::Clamp | Made::Square => Kind::Number,
+            Made::Sigmoid => Kind::Real,
+        }
+    }
+
+    /// The function of these values, which are as many as [`Made::arguments`] says and of one type; `None` where they are not.
+    pub fn make(self, b: &mut Builder, of: &[NodeId]) -> Option<NodeId> {
+        let ty = b.ty(*of.first()?);
+        let fits = match self.kind() {
+            Kind::Number => ty != Type::Bool,
+            Kind::Real => ty == Type::F32,
+            Kind::Compare | Kind::Logic | Kind::Cast(..) => false,
+        };
+        if !fits || of.iter().any(|&x| b.ty(x) != ty) {
+            return None;
+        }
+        match (self, of) {
+            (Made::Clamp, &[x, low, high]) => {
+                let above = b.binary(Binary::Max, x, low);
+                Some(b.binary(Binary::Min, above, high))
+            }
+            (Made::Square, &[x]) => Some(b.binary(Binary::Mul, x, x)),
+            (Made::Sigmoid, &[x]) => {
+                let half = b.f32(0.5);
+                let x = b.binary(Binary::Mul, x, half);
+                let t = b.unary(Unary::Tanh, x);
+                let t = b.binary(Binary::Mul, t, half);
+                Some(b.binary(Binary::Add, t, half))
+            }
+            (Made::Clamp | Made::Square | Made::Sigmoid, _) => None,
+        }
+    }
+}
