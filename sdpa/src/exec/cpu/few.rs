@@ -2,8 +2,9 @@
 
 use super::Call;
 use super::element::Element;
-use super::exp::exp2;
 use super::isa::{Isa, mul_add};
+use super::kernel::exp;
+use super::long::{Long, Outputs};
 use super::output::{Sink, Sums};
 use super::pack::{CopyRows, Head, Scratch, overlap, take_out_holes};
 use super::schedule::{Piece, Schedule};
@@ -41,6 +42,7 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
     max.fill(f32::NEG_INFINITY);
     sum.fill(0.0);
 
+    let mut long = Long::of(piece, n_rows, o.len());
     let keys_of_head = Head { batch, head_kv: head, group: 1 };
     let kept_by_all = extents.keys_of_all(&strip.rows);
     for first_key in piece.keys.clone().step_by(schedule.blocks.block_keys) {
@@ -72,8 +74,20 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
                 }
             }
         }
+        if let Some(long) = long.as_mut().filter(|long| long.is_due(keys.end)) {
+            long.take(keys.end, max, sum, by_row(o, dim_v));
+        }
+    }
+    if let Some(mut long) = long {
+        long.take(piece.keys.end, max, sum, by_row(o, dim_v));
+        long.finish(sum, by_row(o, dim_v));
     }
     sink.take(Sums { max, sum, o, stride: dim_v });
+}
+
+/// The outputs of each row.
+fn by_row(o: &mut [f32], dim_v: usize) -> impl Iterator<Item = Outputs<'_>> {
+    o.chunks_exact_mut(dim_v).enumerate().map(|(first, o)| Outputs { first, step: 0, o })
 }
 
 /// All rows against one block of keys. Rows of `q`, `k`, `v` and `o` are whole registers.
@@ -183,10 +197,10 @@ impl RowStep<'_> {
         }
         let new = simd.reduce_max_f32s(max);
         let shift = simd.splat_f32s(if new == f32::NEG_INFINITY { 0.0 } else { new });
-        let scale = exp2(simd, simd.sub_f32s(simd.splat_f32s(self.max[row]), shift));
+        let scale = exp(simd, simd.sub_f32s(simd.splat_f32s(self.max[row]), shift));
         let mut sum = simd.splat_f32s(0.0);
         for score in scores {
-            *score = exp2(simd, simd.sub_f32s(*score, shift));
+            *score = exp(simd, simd.sub_f32s(*score, shift));
             sum = simd.add_f32s(sum, *score);
         }
         let total = mul_add(simd, simd.splat_f32s(self.sum[row]), scale, simd.splat_f32s(simd.reduce_sum_f32s(sum)));

@@ -5,12 +5,14 @@
 //! runs across them; keys and values are read as they are, an element at a time, broadcast.
 //!
 //! The steps are apart so that whatever else is done to scores ([`program`](super::program)) has its place: a function of the
-//! score between [`Scores`] and [`DropOutside`], in natural units there and then times `log2(e)`; another mask next to
-//! [`DropOutside`], which says what a dropped score is: -inf.
+//! score between [`Scores`] and [`DropOutside`], another mask next to [`DropOutside`], which says what a dropped score is: -inf.
+//! Scores are in natural units throughout: only their distance to the maximum is turned to powers of two, as the largest of f32
+//! would be infinite in those units.
 
 use super::exp::exp2;
 use super::isa::{PANEL, mul_add};
 use pulp::{Simd, WithSimd};
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// Something done to a tile.
@@ -116,7 +118,16 @@ fn outside(keys: &Range<usize>, core: &Range<usize>) -> impl Iterator<Item = usi
     (keys.start..core.start).chain(core.end.max(core.start)..keys.end)
 }
 
-/// Scores become `2^(score - maximum)`; running maxima and sums move on.
+/// `e^x` for `x <= 0`: what [`exp2`] makes of it.
+#[inline(always)]
+pub(super) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    exp2(simd, simd.mul_f32s(x, simd.splat_f32s(LOG2_E)))
+}
+
+/// Sums that a block's weights of a row are added up in: a row of equal weights rounds alike at every step.
+const PARTS: usize = 4;
+
+/// Scores become `e^(score - maximum)`; running maxima and sums move on.
 #[derive(Debug)]
 pub(super) struct Softmax<'a> {
     pub(super) vectors: usize,
@@ -150,21 +161,27 @@ impl TileStep for Softmax<'_> {
             }
         }
         let mut shift = new;
-        let mut total = *sum;
         for i in 0..VECTORS {
             // A row with no key yet: -inf - 0, where -inf - -inf would be NaN.
             shift[i] = simd.select_f32s(simd.equal_f32s(new[i], lowest), simd.splat_f32s(0.0), new[i]);
-            scale[i] = exp2(simd, simd.sub_f32s(max[i], shift[i]));
-            total[i] = simd.mul_f32s(sum[i], scale[i]);
+            scale[i] = exp(simd, simd.sub_f32s(max[i], shift[i]));
         }
         *max = new;
-        for scores in scores {
-            for i in 0..VECTORS {
-                scores[i] = exp2(simd, simd.sub_f32s(scores[i], shift[i]));
-                total[i] = simd.add_f32s(total[i], scores[i]);
+        let mut parts = [[simd.splat_f32s(0.0); VECTORS]; PARTS];
+        for scores in scores.chunks_mut(PARTS) {
+            for (scores, part) in scores.iter_mut().zip(&mut parts) {
+                for i in 0..VECTORS {
+                    scores[i] = exp(simd, simd.sub_f32s(scores[i], shift[i]));
+                    part[i] = simd.add_f32s(part[i], scores[i]);
+                }
             }
         }
-        *sum = total;
+        const { assert!(PARTS == 4) };
+        let [a, b, c, d] = parts;
+        for i in 0..VECTORS {
+            let of_block = simd.add_f32s(simd.add_f32s(a[i], b[i]), simd.add_f32s(c[i], d[i]));
+            sum[i] = mul_add(simd, sum[i], scale[i], of_block);
+        }
     }
 }
 
@@ -257,12 +274,8 @@ fn value_panel<S: Simd, const VECTORS: usize, const N: usize>(
     scale: &[S::f32s; VECTORS],
     o: &mut [[S::f32s; VECTORS]; N],
 ) {
-    let mut sums = *o;
-    for sums in &mut sums {
-        for (sum, &scale) in sums.iter_mut().zip(scale) {
-            *sum = simd.mul_f32s(*sum, scale);
-        }
-    }
+    // What was there is added last: a sum over many blocks is one of few terms.
+    let mut sums = [[simd.splat_f32s(0.0); VECTORS]; N];
     for (p, v) in p.iter().zip(v.chunks_exact(dim_v)) {
         let Some(v) = v[column..].first_chunk::<N>() else { return };
         for (sums, &v) in sums.iter_mut().zip(v) {
@@ -272,5 +285,9 @@ fn value_panel<S: Simd, const VECTORS: usize, const N: usize>(
             }
         }
     }
-    *o = sums;
+    for (o, sums) in o.iter_mut().zip(sums) {
+        for ((o, sum), &scale) in o.iter_mut().zip(sums).zip(scale) {
+            *o = mul_add(simd, *o, scale, sum);
+        }
+    }
 }

@@ -12,6 +12,7 @@
 //! | `tiles`, `kernel` | many rows: a row to a lane |
 //! | `few` | few rows: a register along a row |
 //! | `exp` | two to the power of x |
+//! | `long` | sums over more keys than a sum in f32 is good for |
 //! | `program` | functions of scores, masks that are no bands |
 //! | `pack`, `element` | operands, scratch memory, f16 and bf16 |
 //! | `output` | rows of the output, merging |
@@ -27,11 +28,14 @@
 //! has weight and slope 0, and those take part in the products.
 
 mod backward;
+#[cfg(test)]
+mod digits;
 mod element;
 mod exp;
 mod few;
 mod isa;
 mod kernel;
+mod long;
 mod output;
 mod pack;
 mod program;
@@ -44,12 +48,13 @@ mod tiles;
 
 use super::{Executor, Prepared, PreparedBackward, Report};
 use crate::backward::BackwardProblem;
-use crate::error::{Error, ExecutorName, SpecError, SpecErrors, Unsupported};
+use crate::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
 use crate::problem::Problem;
 use crate::tensor::{ElementsMut, HostForward, Param};
 use backward::CpuBackward;
 use element::Element;
 use isa::Isa;
+use long::Long;
 use output::{Partial, Sink};
 use pack::{Scratch, View};
 use program::{Lengths, Rules, RulesOf};
@@ -67,6 +72,20 @@ impl CpuExecutor {
     /// Finds the instruction set.
     pub fn new() -> CpuExecutor {
         CpuExecutor { isa: Isa::detect() }
+    }
+
+    /// Bytes of scratch memory that a forward pass takes on the threads of the rayon pool that this is called from, at most: a
+    /// call needs them besides its operands.
+    pub fn workspace_bytes(&self, problem: &Problem) -> u64 {
+        let rules = Rules::new(problem);
+        let threads = rayon::current_num_threads();
+        let schedule = Schedule::new(problem, self.isa, threads, Lengths::default(), !rules.is_empty());
+        workspace(&schedule, self.isa, &rules) as u64
+    }
+
+    /// The same of a backward pass.
+    pub fn backward_workspace_bytes(&self, problem: &BackwardProblem) -> u64 {
+        CpuBackward::new(self.isa, problem).most_workspace() as u64
     }
 
     #[cfg(test)]
@@ -131,7 +150,7 @@ struct Call<'a, T> {
     q: View<'a, T>,
     k: View<'a, T>,
     v: View<'a, T>,
-    /// Multiplies queries: the scale of the call, and the step from powers of e to powers of two where scores are not modified.
+    /// Multiplies queries.
     scale: f32,
     rules: &'a RulesOf<'a>,
 }
@@ -154,23 +173,48 @@ impl CpuPrepared {
         let lengths = Lengths::new(problem, problem.params(), &values);
         let rules = self.rules.bind(problem, self.isa, problem.params(), &values);
         let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads(), lengths, !self.rules.is_empty());
+        let workspace = workspace(&schedule, self.isa, &self.rules);
+        is_there(workspace)?;
         let call = Call {
             schedule: &schedule,
             isa: self.isa,
             q: View::new(q, problem.q()),
             k: View::new(k, problem.k()),
             v: View::new(v, problem.v()),
-            scale: if rules.modify() { scale } else { log2_scale(scale) },
+            scale,
             rules: &rules,
         };
-        let workspace = call.run(output::targets(&schedule, problem.o(), o, stats));
+        call.run(output::targets(&schedule, problem.o(), o, stats));
         Ok(report(started, self.isa, schedule.threads, workspace))
     }
 }
 
-/// What multiplies queries so that scores are in units of log2.
-fn log2_scale(scale: f32) -> f32 {
-    ((f64::from(scale) * std::f64::consts::LOG2_E) as f32).clamp(f32::MIN, f32::MAX)
+/// Bytes of scratch memory of a forward pass.
+fn workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
+    let lens = scratch_lens(schedule, isa);
+    let long = Long::bytes(schedule, lens[0].max(lens[1]), lens[2]);
+    let of_worker = Scratch::bytes(&lens, 2 * lens[2]) + rules.bytes() + 4 * kept_len(schedule, rules.drop()) + long;
+    let parts = schedule.strips.iter().filter(|strip| strip.n_pieces > 1);
+    let partials: usize = parts.map(|strip| strip.n_pieces * Partial::bytes(strip.rows.len(), schedule.extents.dim_v)).sum();
+    schedule.threads.min(schedule.pieces.len()) * of_worker + partials
+}
+
+fn scratch_lens(schedule: &Schedule, isa: Isa) -> Vec<usize> {
+    if schedule.blocks.few_rows { few::scratch_lens(schedule, isa).to_vec() } else { tiles::scratch_lens(schedule, isa).to_vec() }
+}
+
+/// What a worker keeps of a mask: of a tile and a block.
+fn kept_len(schedule: &Schedule, drop: bool) -> usize {
+    if drop { schedule.blocks.block_keys * schedule.blocks.tile_rows } else { 0 }
+}
+
+/// Whether so much memory can be had: allocating it would end the process where it cannot.
+fn is_there(bytes: usize) -> Result<(), Error> {
+    let mut memory: Vec<u8> = Vec::new();
+    memory.try_reserve_exact(bytes).map_err(|_| {
+        let (field, value, limit) = ("workspace".to_owned(), format!("{bytes} bytes"), "memory that is there".to_owned());
+        Error::Unsupported(Unsupported { executor: ExecutorName::Cpu, reasons: vec![Reason::Limit { field, value, limit }] })
+    })
 }
 
 /// Operands differ in type, which the check of a call has ruled out.
@@ -188,8 +232,8 @@ fn report(started: Instant, isa: Isa, threads: usize, workspace: usize) -> Repor
 }
 
 impl<T: Element> Call<'_, T> {
-    /// Computes everything; the bytes of scratch memory used.
-    fn run(&self, targets: Vec<output::Target<'_, T>>) -> usize {
+    /// Computes everything.
+    fn run(&self, targets: Vec<output::Target<'_, T>>) {
         let schedule = self.schedule;
         let dim_v = schedule.extents.dim_v;
         let mut partials: Vec<Partial> = schedule
@@ -215,9 +259,8 @@ impl<T: Element> Call<'_, T> {
         work.sort_by_key(|(piece, _)| std::cmp::Reverse(piece.pairs));
 
         let few_rows = schedule.blocks.few_rows;
-        let lens = if few_rows { few::scratch_lens(schedule, self.isa).to_vec() } else { tiles::scratch_lens(schedule, self.isa).to_vec() };
-        let n_bounds = 2 * lens[2];
-        let n_kept = if self.rules.drop() { schedule.blocks.block_keys * schedule.blocks.tile_rows } else { 0 };
+        let lens = scratch_lens(schedule, self.isa);
+        let (n_bounds, n_kept) = (2 * lens[2], kept_len(schedule, self.rules.drop()));
         let workers = schedule.threads.min(work.len());
         schedule::share(
             workers,
@@ -228,8 +271,6 @@ impl<T: Element> Call<'_, T> {
             },
         );
 
-        let of_worker = Scratch::bytes(&lens, n_bounds) + self.rules.bytes() + 4 * n_kept;
-        let workspace = workers * of_worker + partials.iter().map(Partial::bytes).sum::<usize>();
         let mut rest = partials.as_mut_slice();
         let merges: Vec<_> = split
             .into_iter()
@@ -240,6 +281,5 @@ impl<T: Element> Call<'_, T> {
             })
             .collect();
         schedule::share(schedule.threads.min(merges.len()), merges.into_iter(), || (), |(), (target, parts)| output::merge(parts, target));
-        workspace
     }
 }

@@ -3,7 +3,6 @@
 use super::element::Element;
 use super::schedule::Schedule;
 use crate::spec::{Layout, TensorSpec};
-use std::f64::consts::LN_2;
 
 /// Rows of one head that follow one another in memory, with nothing of another strip between them.
 #[derive(Debug)]
@@ -28,12 +27,14 @@ impl<'a, T> Run<'a, T> {
 #[derive(Debug)]
 pub(super) struct Rows<'a, T>(Vec<Run<'a, T>>);
 
-impl<'a, T: Element> Rows<'a, T> {
+impl<'a, T> Rows<'a, T> {
     /// The rows, each with its place in the strip.
     fn each(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
         self.0.into_iter().flat_map(Run::rows)
     }
+}
 
+impl<T: Element> Rows<'_, T> {
     /// Writes zeros.
     pub(super) fn clear(&mut self) {
         for Run { stride, width, elements, .. } in &mut self.0 {
@@ -56,6 +57,8 @@ pub(super) struct Target<'a, T> {
     o: Rows<'a, T>,
     /// Empty where none are wanted.
     stats: Rows<'a, f32>,
+    /// Statistics in two parts, maximum and logarithm; likewise.
+    norms: Rows<'a, [f32; 2]>,
 }
 
 /// Sums over a part of a strip's keys, kept until the other parts are there; see [`Sums`].
@@ -72,8 +75,9 @@ impl Partial {
         Partial { max: vec![f32::NEG_INFINITY; n_rows], sum: vec![0.0; n_rows], o: vec![0.0; n_rows * dim_v], dim_v }
     }
 
-    pub(super) fn bytes(&self) -> usize {
-        4 * (self.max.len() + self.sum.len() + self.o.len())
+    /// Bytes that [`Partial::new`] takes.
+    pub(super) fn bytes(n_rows: usize, dim_v: usize) -> usize {
+        4 * n_rows * (2 + dim_v)
     }
 }
 
@@ -81,15 +85,25 @@ impl Partial {
 pub(super) fn targets<'a, T>(schedule: &Schedule, spec: &TensorSpec, o: &'a mut [T], stats: Option<&'a mut [f32]>) -> Vec<Target<'a, T>> {
     let (group, strip_rows) = (schedule.extents.group, schedule.blocks.strip_rows);
     let mut targets: Vec<Target<'a, T>> =
-        strips(spec, group, strip_rows, o).into_iter().map(|o| Target { o, stats: Rows(Vec::new()) }).collect();
+        strips(spec, group, strip_rows, o).into_iter().map(|o| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()) }).collect();
     if let Some(stats) = stats {
-        let [batch, heads, seq, _] = spec.dims;
-        let spec = TensorSpec::dense([batch, heads, seq, 1], Layout::Bhsd);
-        for (target, stats) in targets.iter_mut().zip(strips(&spec, group, strip_rows, stats)) {
+        for (target, stats) in targets.iter_mut().zip(strips(&one_per_row(spec), group, strip_rows, stats)) {
             target.stats = stats;
         }
     }
     targets
+}
+
+/// One target per strip of the schedule, for statistics in two parts alone.
+pub(super) fn norms<'a, T>(schedule: &Schedule, o: &TensorSpec, norms: &'a mut [[f32; 2]]) -> Vec<Target<'a, T>> {
+    let norms = strips(&one_per_row(o), schedule.extents.group, schedule.blocks.strip_rows, norms);
+    norms.into_iter().map(|norms| Target { o: Rows(Vec::new()), stats: Rows(Vec::new()), norms }).collect()
+}
+
+/// What has one element for each row of the output.
+fn one_per_row(o: &TensorSpec) -> TensorSpec {
+    let [batch, heads, seq, _] = o.dims;
+    TensorSpec::dense([batch, heads, seq, 1], Layout::Bhsd)
 }
 
 /// Cuts a tensor to strips, numbered by batch entry, by `group` of heads, and by `strip_rows` of the rows of a group.
@@ -138,7 +152,7 @@ pub(super) fn strips<'a, T>(spec: &TensorSpec, group: usize, strip_rows: usize, 
 /// What a strip comes to: sums of its rows over some or all of their keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sums<'a> {
-    /// Largest score of each row, in units of log2, as all weights are.
+    /// Largest score of each row.
     pub(super) max: &'a [f32],
     /// Sum of the weights, relative to the maximum.
     pub(super) sum: &'a [f32],
@@ -157,8 +171,11 @@ impl<T: Element> Target<'_, T> {
             T::narrow(&sums.o[place * sums.stride..][..row.len()], factor, row);
         }
         for (place, stat) in self.stats.each() {
-            let lse = (f64::from(sums.max[place]) + f64::from(sums.sum[place]).log2()) * LN_2;
+            let lse = f64::from(sums.max[place]) + f64::from(sums.sum[place]).ln();
             stat.fill(lse as f32);
+        }
+        for (place, norm) in self.norms.each() {
+            norm.fill([sums.max[place], f64::from(sums.sum[place]).ln() as f32]);
         }
     }
 }
@@ -196,14 +213,14 @@ pub(super) fn merge<T: Element>(partials: &mut [Partial], target: Target<'_, T>)
         let max = rest.iter().fold(first.max[place], |max, p| max.max(p.max[place]));
         let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
         // A maximum that is NaN, which f32::max passes over, makes its weight NaN.
-        let weight = (first.max[place] - shift).exp2();
+        let weight = (first.max[place] - shift).exp();
         let dim_v = first.dim_v;
         let o = &mut first.o[place * dim_v..][..dim_v];
         o.iter_mut().for_each(|x| *x *= weight);
         first.sum[place] *= weight;
         first.max[place] = max;
         for other in rest.iter() {
-            let weight = (other.max[place] - shift).exp2();
+            let weight = (other.max[place] - shift).exp();
             first.sum[place] += weight * other.sum[place];
             for (x, o) in o.iter_mut().zip(&other.o[place * dim_v..]) {
                 *x += weight * o;

@@ -187,6 +187,15 @@ impl Schedule {
         Schedule { extents, lengths, blocks, strips, pieces, threads }
     }
 
+    /// Takes strips out of the work; they stay numbered.
+    pub(super) fn leave_out(&mut self, which: impl Fn(&Strip) -> bool) {
+        for strip in &mut self.strips {
+            strip.n_pieces = if which(strip) { 0 } else { strip.n_pieces };
+        }
+        let strips = &self.strips;
+        self.pieces.retain(|piece| strips[piece.strip].n_pieces > 0);
+    }
+
     /// The extents of a batch entry.
     pub(super) fn extents_of(&self, batch: usize) -> Extents {
         self.extents.within(&self.lengths, batch)

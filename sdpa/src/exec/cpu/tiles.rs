@@ -4,10 +4,12 @@ use super::Call;
 use super::element::Element;
 use super::isa::{Isa, PANEL};
 use super::kernel::{DropOutside, Scores, Softmax, Tiled, Values};
+use super::long::{Long, Outputs};
 use super::output::{Sink, Sums};
 use super::pack::{CopyRows, Head, Scratch, Transpose, all_finite, overlap, take_out_holes};
 use super::program::{DropUnkept, Row, Worker};
 use super::schedule::{Piece, Schedule};
+use std::ops::Range;
 
 /// Lengths of the scratch slices: queries, output, maxima, sums, factors of the output, keys, values, scores, one row.
 /// Queries and output hold each other's rows before they are transposed, and after.
@@ -20,6 +22,16 @@ pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 9] {
     let padded = keys + PANEL;
     let tile = blocks.tile_rows.min(rows);
     [rows * row, rows * row, rows, rows, tile, padded * extents.dim_qk, keys * extents.dim_v, keys * tile, row]
+}
+
+/// The outputs of tiles, each column of a tile by itself.
+fn columns(tiles: impl Iterator<Item = (Range<usize>, usize, usize)>, o: &mut [f32], dim_v: usize) -> impl Iterator<Item = Outputs<'_>> {
+    let mut rest = o;
+    tiles.flat_map(move |(rows, _, width)| {
+        let (tile, tail) = std::mem::take(&mut rest).split_at_mut(width * dim_v);
+        rest = tail;
+        tile.chunks_exact_mut(width).map(move |o| Outputs { first: rows.start, step: 1, o })
+    })
 }
 
 /// Computes one piece.
@@ -71,6 +83,7 @@ pub(super) fn run<T: Element>(
     max.fill(f32::NEG_INFINITY);
     sum.fill(0.0);
 
+    let mut long = Long::of(piece, max.len(), o.len());
     let (batch, head) = (strip.batch, strip.head_kv);
     let keys_of_head = Head { batch, head_kv: head, group: 1 };
     let kept_by_all = if masked { 0..0 } else { extents.keys_of_all(&strip.rows) };
@@ -124,8 +137,15 @@ pub(super) fn run<T: Element>(
                 }
             }
         }
+        if let Some(long) = long.as_mut().filter(|long| long.is_due(keys.end)) {
+            long.take(keys.end, max, sum, columns(tiles(), o, dim_v));
+        }
     }
 
+    if let Some(mut long) = long {
+        long.take(piece.keys.end, max, sum, columns(tiles(), o, dim_v));
+        long.finish(sum, columns(tiles(), o, dim_v));
+    }
     for (rows, _, width) in tiles() {
         let tile = rows.start * dim_v..(rows.start + width) * dim_v;
         isa.run(Transpose { n_columns: width, factor: 1.0, from: &o[tile.clone()], to: &mut q[tile] });

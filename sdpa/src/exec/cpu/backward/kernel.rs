@@ -4,22 +4,23 @@
 //! after [`Slopes`], which overwrites the scores: see [`modified`](super::modified).
 
 use crate::exec::cpu::element::Element;
-use crate::exec::cpu::exp::exp2;
 use crate::exec::cpu::isa::{PANEL, mul_add};
-use crate::exec::cpu::kernel::{TileStep, tile, tile_mut};
+use crate::exec::cpu::kernel::{TileStep, exp, tile, tile_mut};
 use crate::exec::cpu::pack::{Head, View};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
-/// Scores become weights, gradients of weights become those of scores: `p = 2^(s - lse)`, `ds = p · (dp - delta)`.
+/// Scores become weights, gradients of weights become those of scores: `p = e^(s - lse)`, `ds = p · (dp - delta)`.
 ///
-/// Both are 0 where the score is -inf, whatever else is there.
+/// Both are 0 where the score is -inf, whatever else is there. No weight is above 1: a logarithm that was rounded to f32 may be
+/// less than a score by any number.
 #[derive(Debug)]
 pub(super) struct Slopes<'a> {
     pub(super) vectors: usize,
     pub(super) n_keys: usize,
-    /// Logarithm of the sum of each row, in units of log2.
+    /// Logarithm of the sum of each row, and what is to be added to that.
     pub(super) lse: &'a [f32],
+    pub(super) lse_rest: &'a [f32],
     /// `Σ d_o · o` of each row.
     pub(super) delta: &'a [f32],
     /// `[key][row]`: scores, then weights.
@@ -38,14 +39,19 @@ impl TileStep for Slopes<'_> {
         let p = tile_mut::<S, VECTORS>(self.p);
         let ds = tile_mut::<S, VECTORS>(self.ds);
         let [lse] = tile::<S, VECTORS>(self.lse) else { return };
+        let [lse_rest] = tile::<S, VECTORS>(self.lse_rest) else { return };
+        let zero = simd.splat_f32s(0.0);
         let [delta] = tile::<S, VECTORS>(self.delta) else { return };
         for (p, ds) in p.iter_mut().zip(ds).take(self.n_keys) {
             for i in 0..VECTORS {
                 let dropped = simd.equal_f32s(p[i], simd.splat_f32s(f32::NEG_INFINITY));
-                let weight = exp2(simd, simd.sub_f32s(p[i], lse[i]));
+                let distance = simd.sub_f32s(simd.sub_f32s(p[i], lse[i]), lse_rest[i]);
+                // Not min: what that does with NaN differs between instruction sets.
+                let distance = simd.select_f32s(simd.less_than_f32s(zero, distance), zero, distance);
+                let weight = exp(simd, distance);
                 let slope = simd.mul_f32s(weight, simd.sub_f32s(ds[i], delta[i]));
-                p[i] = simd.select_f32s(dropped, simd.splat_f32s(0.0), weight);
-                ds[i] = simd.select_f32s(dropped, simd.splat_f32s(0.0), slope);
+                p[i] = simd.select_f32s(dropped, zero, weight);
+                ds[i] = simd.select_f32s(dropped, zero, slope);
             }
         }
     }

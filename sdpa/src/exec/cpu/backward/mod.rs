@@ -18,6 +18,7 @@
 //! | `kernel` | steps that the forward pass does not have |
 //! | `modified` | the gradient behind a function of the score |
 //! | `params` | gradients of declared parameters |
+//! | `norms` | sums of weights once more, where stats are too large to tell them |
 //! | `by_hand` | gradients that are written by hand, compared in debug builds |
 //! | `sums` | sums of parts |
 
@@ -25,6 +26,7 @@ mod by_hand;
 mod cut;
 mod kernel;
 mod modified;
+mod norms;
 #[cfg(test)]
 mod oracle;
 mod params;
@@ -37,7 +39,7 @@ mod tile;
 use super::element::Element;
 use super::isa::Isa;
 use super::output::{Rows, strips};
-use super::pack::{Scratch, Transpose, View};
+use super::pack::{Aligned, Scratch, Transpose, View};
 use super::program::{Lengths, Rules, RulesOf, Worker};
 use super::schedule::share;
 use super::wrong_types;
@@ -47,6 +49,7 @@ use crate::exec::{PreparedBackward, Report};
 use crate::tensor::{Elements, ElementsMut, HostBackward, HostGradient, Param};
 use cut::{Cell, Cut};
 use modified::Rulings;
+use norms::Norms;
 use params::{Span, Total};
 use std::time::Instant;
 use sums::{Pool, Sum};
@@ -67,6 +70,18 @@ impl CpuBackward {
         }
         CpuBackward { isa, problem: problem.clone(), rules: Rules::with_gradient(problem) }
     }
+
+    /// Bytes of scratch memory at most, but for what rows with large statistics need.
+    pub(super) fn most_workspace(&self) -> usize {
+        let cut = Cut::new(self.problem.forward(), self.isa, rayon::current_num_threads());
+        // Sums of all strips of a head are under way, of as many heads as there are threads, and two more by every thread.
+        let sums = |parts: &[usize]| parts.len() * cut.heads.min(cut.threads + 1) + 2 * cut.threads;
+        let [dk_len, dv_len] = cut.key_sums();
+        let rows = sums(&cut.parts_of_rows) * Aligned::bytes(cut.row_sums());
+        let keys = sums(&cut.parts_of_keys) * Aligned::bytes(dk_len + dv_len);
+        let params: usize = self.problem.wrt().iter().map(|wanted| 8 * self.problem.gradient_elements(&wanted.name) as usize).sum();
+        cut.threads * of_worker(&cut, &self.rules) + rows + keys + 2 * params
+    }
 }
 
 impl PreparedBackward for CpuBackward {
@@ -83,6 +98,16 @@ impl PreparedBackward for CpuBackward {
     }
 }
 
+/// Bytes of scratch memory of one worker.
+fn of_worker(cut: &Cut, rules: &Rules) -> usize {
+    Scratch::bytes(&tile::scratch_lens(cut), 2 * cut.band_rows) + rules.bytes() + 4 * kept_len(cut, rules.drop())
+}
+
+/// What a worker keeps of a mask: of a band and a block.
+fn kept_len(cut: &Cut, drop: bool) -> usize {
+    if drop { cut.band_rows * cut.block_keys } else { 0 }
+}
+
 /// What every cell reads.
 #[derive(Debug)]
 struct Call<'a, T> {
@@ -94,6 +119,7 @@ struct Call<'a, T> {
     o: View<'a, T>,
     d_o: View<'a, T>,
     stats: &'a [f32],
+    norms: &'a Norms,
     /// Multiplies queries in front of scores: that of the forward pass.
     scale: f32,
     lengths: &'a Lengths,
@@ -119,6 +145,8 @@ impl CpuBackward {
         let rules = self.rules.bind(problem, self.isa, self.problem.params(), &values);
         let totals: Vec<Total<'_>> = self.problem.wrt().iter().filter_map(|wanted| self.total(&wanted.name, &mut gradients)).collect();
         let cut = Cut::new(problem, self.isa, rayon::current_num_threads());
+        super::is_there(self.most_workspace())?;
+        let norms = Norms::new(problem, self.isa, [q, k, v], stats, scale, (&lengths, &rules));
         let call = Call {
             cut: &cut,
             isa: self.isa,
@@ -128,14 +156,16 @@ impl CpuBackward {
             o: View::new(o, problem.o()),
             d_o: View::new(d_o, self.problem.d_o()),
             stats,
-            scale: if rules.modify() { scale } else { super::log2_scale(scale) },
+            scale,
+            norms: &norms,
             lengths: &lengths,
             rules: &rules,
         };
         let group = cut.extents.group;
         let rows = strips(self.problem.dq(), group, cut.strip_rows, dq);
         let keys = strips(self.problem.dk(), 1, cut.strip_keys, dk).into_iter().zip(strips(self.problem.dv(), 1, cut.strip_keys, dv));
-        let workspace = call.run(rows, keys.collect(), &totals, scale) + totals.iter().map(Total::bytes).sum::<usize>();
+        let pools = call.run(rows, keys.collect(), &totals, scale);
+        let workspace = cut.threads * of_worker(&cut, &self.rules) + pools + totals.iter().map(Total::bytes).sum::<usize>() + norms.bytes();
         totals.into_iter().for_each(Total::finish);
         Ok(super::report(started, self.isa, cut.threads, workspace))
     }
@@ -148,7 +178,7 @@ impl CpuBackward {
 }
 
 impl<T: Element> Call<'_, T> {
-    /// Computes everything; the bytes of scratch memory used. `scale` is that of the gradients, `totals` are those of parameters.
+    /// Computes everything; the bytes of sums that were under way. `scale` is that of the gradients, `totals` are those of parameters.
     fn run(&self, rows: Vec<Rows<'_, T>>, keys: Vec<(Rows<'_, T>, Rows<'_, T>)>, totals: &[Total<'_>], scale: f32) -> usize {
         let cut = self.cut;
         let rows = rows.into_iter().zip(cut.parts_of_rows.iter().cycle());
@@ -175,7 +205,7 @@ impl<T: Element> Call<'_, T> {
         let lens = tile::scratch_lens(cut);
         let n_bounds = 2 * cut.band_rows;
         let work = (0..cut.heads).flat_map(|head| cut.cells.iter().map(move |cell| (head, cell))).enumerate();
-        let n_kept = if self.rules.drop() { cut.band_rows * cut.block_keys } else { 0 };
+        let n_kept = kept_len(cut, self.rules.drop());
         let job = |(scratch, worker, kept): &mut (Scratch, Worker<'_>, Vec<u32>), (number, (head, cell)): (usize, (usize, &Cell))| {
             let (mut dq, mut dkv) = (row_pool.take(), key_pool.take());
             let (dk, dv) = dkv.get_mut().split_at_mut(dk_len);
@@ -198,8 +228,7 @@ impl<T: Element> Call<'_, T> {
             }
         };
         share(cut.threads, work, || (Scratch::new(&lens, n_bounds), self.rules.worker(), vec![0; n_kept]), job);
-        let of_worker = Scratch::bytes(&lens, n_bounds) + self.rules.bytes() + 4 * n_kept;
-        cut.threads * of_worker + row_pool.bytes() + key_pool.bytes()
+        row_pool.bytes() + key_pool.bytes()
     }
 
     fn span(&self, head: usize, cell: &Cell) -> Span {

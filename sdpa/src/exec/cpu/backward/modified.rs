@@ -5,7 +5,7 @@ use super::params::Part;
 use super::rows::{Band, Tile};
 use crate::exec::cpu::isa::Isa;
 use crate::exec::cpu::kernel::{DropOutside, Tiled};
-use crate::exec::cpu::program::{CHUNK, DropUnkept, Machine, ToLog2, Worker};
+use crate::exec::cpu::program::{CHUNK, DropUnkept, Machine, Worker};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
@@ -43,7 +43,7 @@ impl Modified<'_> {
         let (lanes, width) = (tile.lanes.clone(), tile.lanes.len());
         let step = Machine::keys_at_a_time(width);
         let (start, end) = (&band.start[lanes.clone()], &band.end[lanes.clone()]);
-        let (lse, delta) = (&band.lse[lanes.clone()], &band.delta[lanes]);
+        let (lse, lse_rest, delta) = (&band.lse[lanes.clone()], &band.lse_rest[lanes.clone()], &band.delta[lanes]);
         let mut dropped = [0; CHUNK];
         mods.tile(tile.index);
         for first in block.clone().step_by(step) {
@@ -51,13 +51,13 @@ impl Modified<'_> {
             let (n_keys, at) = (keys.len(), (first - block.start) * width..(first - block.start + keys.len()) * width);
             let (p, ds, dropped) = (&mut p[at.clone()], &mut ds[at.clone()], &mut dropped[..n_keys * width]);
             let from = mods.first(tile.index, &keys, p);
-            isa.run(ToLog2 { from, to: p });
+            from.iter().zip(&mut *p).for_each(|(from, to)| *to = f32::from_bits(*from));
             isa.run(Tiled(DropOutside { vectors: tile.vectors, keys: keys.clone(), core: tile.core.clone(), start, end, scores: p }));
             if !kept.is_empty() {
                 isa.run(DropUnkept { kept: &kept[at], scores: p });
             }
             isa.run(Dropped { scores: p, to: dropped });
-            isa.run(Tiled(Slopes { vectors: tile.vectors, n_keys, lse, delta, p, ds }));
+            isa.run(Tiled(Slopes { vectors: tile.vectors, n_keys, lse, lse_rest, delta, p, ds }));
             mods.others(tile.index, &keys, &[], ds);
             isa.run(Taken { from: mods.root(1, ds.len()), dropped, to: ds });
             for (n, part) in parts.iter_mut().enumerate() {

@@ -7,7 +7,6 @@ use crate::exec::cpu::element::Element;
 use crate::exec::cpu::isa::Isa;
 use crate::exec::cpu::pack::{CopyRows, Head, Transpose, View, all_finite};
 use crate::exec::cpu::schedule::Extents;
-use std::f64::consts::LOG2_E;
 use std::ops::Range;
 
 /// Rows of a key head, and which of their keys they attend to.
@@ -20,10 +19,19 @@ pub(super) struct Queries<'a, T> {
 }
 
 impl<T: Element> Queries<'_, T> {
-    fn stat(&self, row: usize) -> f32 {
+    /// The place of a row among the stats.
+    fn place(&self, row: usize) -> usize {
         let extents = &self.extents;
         let [batch, head, query] = self.head.index(row);
-        self.call.stats[(batch * extents.heads_kv * extents.group + head) * extents.seq_q + query]
+        (batch * extents.heads_kv * extents.group + head) * extents.seq_q + query
+    }
+
+    fn stat(&self, row: usize) -> f32 {
+        self.call.stats[self.place(row)]
+    }
+
+    fn norm(&self, row: usize) -> [f32; 2] {
+        self.call.norms.get(self.call.stats, self.place(row))
     }
 
     /// The keys that a row attends to; a row whose scores are all -inf attends to none.
@@ -102,8 +110,9 @@ pub(super) struct Band<'a> {
     /// By lanes as the forward pass scales them, by rows as they are.
     pub(super) q: Packed<'a>,
     pub(super) d_o: Packed<'a>,
-    /// Logarithm of the sum of each row, in units of log2.
+    /// Logarithm of the sum of each row, and what is to be added to that.
     pub(super) lse: &'a mut [f32],
+    pub(super) lse_rest: &'a mut [f32],
     /// `Σ d_o · o` of each row.
     pub(super) delta: &'a mut [f32],
     /// First and past-the-last key of each row.
@@ -130,7 +139,7 @@ impl Band<'_> {
                 let like = lane.min(tile.rows.end - 1);
                 let keys = of.keys_of_row(rows.start + like);
                 (self.start[lane], self.end[lane]) = (keys.start as u32, keys.end as u32);
-                self.lse[lane] = (f64::from(of.stat(rows.start + like)) * LOG2_E) as f32;
+                [self.lse[lane], self.lse_rest[lane]] = of.norm(rows.start + like);
                 self.delta[lane] = self.delta[like];
             }
         }

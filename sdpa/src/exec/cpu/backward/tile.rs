@@ -13,15 +13,15 @@ use crate::exec::cpu::program::{DropUnkept, Row};
 use std::ops::Range;
 
 /// Lengths of the scratch slices: queries by lanes and by rows, gradients of the output by lanes and by rows, keys,
-/// values, weights, gradients of scores, logarithms of sums, deltas, ones, one row.
-pub(super) fn scratch_lens(cut: &Cut) -> [usize; 12] {
+/// values, weights, gradients of scores, logarithms of sums in two parts, deltas, ones, one row.
+pub(super) fn scratch_lens(cut: &Cut) -> [usize; 13] {
     let rows = cut.band_rows;
     let (qk, v) = (rows * cut.columns_qk, rows * cut.columns_v);
     let scores = rows * cut.block_keys;
     // The last panel of scores reads rows past the last key.
     let keys = cut.strip_keys + PANEL;
     let row = cut.columns_qk.max(cut.columns_v);
-    [qk, qk, v, v, keys * cut.extents.dim_qk, keys * cut.extents.dim_v, scores, scores, rows, rows, cut.tile_rows, row]
+    [qk, qk, v, v, keys * cut.extents.dim_qk, keys * cut.extents.dim_v, scores, scores, rows, rows, rows, cut.tile_rows, row]
 }
 
 /// The keys of a cell.
@@ -74,7 +74,8 @@ pub(super) fn run<T: Element>(
     if overlap(&extents.keys_of_any(&strip), &range).is_empty() {
         return;
     }
-    let ([q_lanes, q_rows, d_o_lanes, d_o_rows, k, v, p, ds, lse, delta, ones, buffer], bounds, _) = scratch.split(scratch_lens(cut));
+    let ([q_lanes, q_rows, d_o_lanes, d_o_rows, k, v, p, ds, lse, lse_rest, delta, ones, buffer], bounds, _) =
+        scratch.split(scratch_lens(cut));
     let (start, end) = bounds.split_at_mut(cut.band_rows);
     ones.fill(1.0);
 
@@ -94,7 +95,7 @@ pub(super) fn run<T: Element>(
     let keys = Keys { holes: range.clone().filter(is_hole).collect(), range, k, v };
 
     let (q, d_o) = (Packed::new(q_lanes, q_rows, cut.columns_qk), Packed::new(d_o_lanes, d_o_rows, cut.columns_v));
-    let mut band = Band { rows: 0..0, tiles: Vec::new(), q, d_o, lse, delta, start, end, buffer };
+    let mut band = Band { rows: 0..0, tiles: Vec::new(), q, d_o, lse, lse_rest, delta, start, end, buffer };
     let mut weights = Weights { p, ds, ones, tile: cut.tile_rows * cut.block_keys, rulings };
     for (first, dq) in strip.clone().step_by(cut.band_rows).zip(dq.chunks_mut(cut.band_rows * dim_qk)) {
         let rows_of_band = first..(first + cut.band_rows).min(strip.end);
@@ -157,8 +158,8 @@ fn step<T: Element>(
             if !kept.is_empty() {
                 isa.run(DropUnkept { kept, scores: &mut p[..width * n_keys] });
             }
-            let (lse, delta) = (&band.lse[lanes.clone()], &band.delta[lanes.clone()]);
-            isa.run(Tiled(Slopes { vectors, n_keys, lse, delta, p, ds }));
+            let (lse, lse_rest, delta) = (&band.lse[lanes.clone()], &band.lse_rest[lanes.clone()], &band.delta[lanes.clone()]);
+            isa.run(Tiled(Slopes { vectors, n_keys, lse, lse_rest, delta, p, ds }));
         }
 
         let o = &mut to.dq[lanes.start * dim_qk..][..width * dim_qk];

@@ -86,6 +86,7 @@ impl Apply<'_> {
                     *to = if *c != 0 { *x } else { *y };
                 }
             }
+            Op::TanhSlope(g, x) => reals(&from[g], &from[x], to, |g, x| g * math::sech_squared::<FMA>(x)),
             // What goes into a program is put into registers by the machine.
             Op::Import(_) | Op::Score | Op::Upstream | Op::Index(_) | Op::Load(_) => {}
         }

@@ -1,6 +1,7 @@
 //! A trace as steps over registers.
 
-use crate::expr::{Axis, Binary, Depends, Node, Trace, Type, Unary};
+use super::machine::CHUNK;
+use crate::expr::{Axis, Binary, Depends, Node, TanhSlope, Trace, Type, Unary, tanh_slope};
 
 /// How often a value is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +41,8 @@ pub(super) enum Op {
     Unary(Unary, Type, usize),
     Binary(Binary, Type, usize, usize),
     Select(usize, usize, usize),
+    /// `g·sech²(x)`, which a trace spells as a difference.
+    TanhSlope(usize, usize),
 }
 
 /// One step.
@@ -78,9 +81,24 @@ impl Program {
     pub(in crate::exec::cpu) fn new(trace: &Trace) -> Program {
         let level: Vec<Level> = trace.depends().into_iter().map(Level::of).collect();
         let types: Vec<Type> = trace.ids().map(|id| trace.ty(id)).collect();
-        let mut compiler = Compiler { trace, types: &types, level: &level };
+        let slopes: Vec<Option<TanhSlope>> = trace.ids().map(|id| tanh_slope(trace, id)).collect();
+        let mut needed = vec![false; types.len()];
+        trace.roots().iter().for_each(|root| needed[root.index()] = true);
+        let mut compiler = Compiler { trace, types: &types, level: &level, slopes: &slopes, needed: &[] };
+        // The squares of slopes of tanh are computed no more.
+        for value in (0..needed.len()).rev() {
+            if needed[value] {
+                compiler.operands(value).for_each(|x| needed[x] = true);
+            }
+        }
+        compiler.needed = &needed;
         let (rows, keys, pairs) = (compiler.inner(Level::Rows), compiler.inner(Level::Keys), compiler.pairs());
         Program { trace: trace.clone(), types, level, rows, keys, pairs }
+    }
+
+    /// Bytes of the registers of one worker, but for what little is kept of rows and keys.
+    pub(super) fn bytes(&self) -> usize {
+        4 * CHUNK * self.pairs.n_registers
     }
 }
 
@@ -88,6 +106,10 @@ struct Compiler<'t> {
     trace: &'t Trace,
     types: &'t [Type],
     level: &'t [Level],
+    /// Values that are computed otherwise than they are spelled.
+    slopes: &'t [Option<TanhSlope>],
+    /// What roots are made of.
+    needed: &'t [bool],
 }
 
 /// Where a register that nobody uses again is free: never.
@@ -95,11 +117,13 @@ const END: usize = usize::MAX;
 
 impl Compiler<'_> {
     fn operands(&self, value: usize) -> impl Iterator<Item = usize> + use<> {
-        self.trace.nodes()[value].operands().map(|id| id.index())
+        let slope = self.slopes[value].map(|slope| [slope.upstream, slope.of]);
+        let spelled = self.trace.nodes()[value].operands().filter(move |_| slope.is_none());
+        slope.into_iter().flatten().chain(spelled).map(|id| id.index())
     }
 
     fn of(&self, level: Level) -> impl Iterator<Item = usize> {
-        (0..self.level.len()).filter(move |&value| self.level[value] == level)
+        (0..self.level.len()).filter(move |&value| self.level[value] == level && self.needed[value])
     }
 
     /// Rows or keys: every value that another level, or a root, asks for is there to the end.
@@ -128,11 +152,12 @@ impl Compiler<'_> {
             }
         }
         let mut sequence: Vec<usize> = Vec::new();
+        let mut there = vec![false; self.level.len()];
         let mut split = 0;
         for phase in [true, false] {
             // Values of keys are spread over pairs in front of their first use.
             let mut push = |value: usize| {
-                if !sequence.contains(&value) {
+                if !std::mem::replace(&mut there[value], true) {
                     sequence.push(value);
                 }
             };
@@ -160,13 +185,9 @@ impl Compiler<'_> {
 
     /// Operands of some levels.
     fn met(&self, values: &[usize], wanted: impl Fn(Level) -> bool) -> Vec<usize> {
-        let mut met = Vec::new();
-        for x in values.iter().flat_map(|&value| self.operands(value)) {
-            if wanted(self.level[x]) && !met.contains(&x) {
-                met.push(x);
-            }
-        }
-        met
+        let mut there = vec![false; self.level.len()];
+        let all = values.iter().flat_map(|&value| self.operands(value));
+        all.filter(|&x| wanted(self.level[x]) && !std::mem::replace(&mut there[x], true)).collect()
     }
 
     /// Gives registers out. `last` says which values are there to the end.
@@ -201,6 +222,9 @@ impl Compiler<'_> {
     }
 
     fn op(&self, value: usize, place: &[usize]) -> Op {
+        if let Some(TanhSlope { upstream, of }) = self.slopes[value] {
+            return Op::TanhSlope(place[upstream.index()], place[of.index()]);
+        }
         match self.trace.nodes()[value] {
             Node::Score => Op::Score,
             Node::Upstream => Op::Upstream,

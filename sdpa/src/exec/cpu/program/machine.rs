@@ -37,11 +37,6 @@ impl<'a> Bound<'a> {
         };
         Bound { program, isa, extents, tensors: program.trace.params().iter().map(tensor).collect() }
     }
-
-    /// Bytes of the registers of one worker, but for what little is kept of rows and keys.
-    pub(in crate::exec::cpu) fn bytes(&self) -> usize {
-        4 * CHUNK * self.program.pairs.n_registers
-    }
 }
 
 /// How far elements of a parameter are apart along (batch, head, q, k); 0 along axes that it does not span.
@@ -99,7 +94,9 @@ fn run(isa: Isa, steps: &[Step], registers: &mut [Vec<u32>], len: usize, mut inp
     for step in steps {
         let mut to = std::mem::take(&mut registers[step.to]);
         match step.op {
-            Op::Unary(..) | Op::Binary(..) | Op::Select(..) => isa.run(Apply { op: step.op, from: registers, to: &mut to[..len] }),
+            Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {
+                isa.run(Apply { op: step.op, from: registers, to: &mut to[..len] });
+            }
             Op::Import(_) | Op::Score | Op::Upstream | Op::Index(_) | Op::Load(_) => input(step.op, &mut to[..len]),
         }
         registers[step.to] = to;
@@ -162,7 +159,7 @@ impl<'a> Machine<'a> {
                 isa.run(Gather { value, rows: &[place], n_keys: keys.len(), step: strides[3], to });
             }
             Op::Index(_) => to.iter_mut().zip(keys.clone()).for_each(|(to, key)| *to = key as u32),
-            Op::Score | Op::Upstream | Op::Unary(..) | Op::Binary(..) | Op::Select(..) => {}
+            Op::Score | Op::Upstream | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
         };
         run(*isa, &code.lasting, to, keys.len(), input);
         run(*isa, &code.steps, to, keys.len(), input);
@@ -189,7 +186,7 @@ impl<'a> Machine<'a> {
             }
             Op::Index(Axis::Head) => to.iter_mut().zip(of_tile).for_each(|(to, row)| *to = row.head as u32),
             Op::Index(_) => to.iter_mut().zip(of_tile).for_each(|(to, row)| *to = row.query as u32),
-            Op::Score | Op::Upstream | Op::Unary(..) | Op::Binary(..) | Op::Select(..) => {}
+            Op::Score | Op::Upstream | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
         };
         run(*isa, &code.lasting, to, len, &mut input);
         run(*isa, &code.steps, to, len, &mut input);
@@ -250,7 +247,7 @@ impl<'a> Machine<'a> {
                 places.iter_mut().for_each(|place| *place += keys.start * strides[3]);
                 isa.run(Gather { value, rows: places, n_keys: keys.len(), step: strides[3], to });
             }
-            Op::Index(_) | Op::Unary(..) | Op::Binary(..) | Op::Select(..) => {}
+            Op::Index(_) | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
         });
     }
 }

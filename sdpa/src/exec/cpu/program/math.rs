@@ -58,6 +58,14 @@ pub(super) fn tanh<const FMA: bool>(x: f32) -> f32 {
     (-t / (t + 2.0)).copysign(x)
 }
 
+/// `1 − tanh²(x)`, right to the last bits wherever it is not 0.
+#[inline(always)]
+pub(super) fn sech_squared<const FMA: bool>(x: f32) -> f32 {
+    let e = exp::<FMA>(-2.0 * x.abs());
+    let d = 1.0 + e;
+    4.0 * e / (d * d)
+}
+
 #[inline(always)]
 pub(super) fn rsqrt(x: f32) -> f32 {
     (1.0 / f64::from(x).sqrt()) as f32

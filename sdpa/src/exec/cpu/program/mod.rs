@@ -25,4 +25,4 @@ mod tests;
 #[cfg(test)]
 use compile::Program;
 pub(super) use machine::{CHUNK, Machine, Row, strides};
-pub(super) use rules::{DropUnkept, Lengths, Rules, RulesOf, ToLog2, Worker};
+pub(super) use rules::{DropUnkept, Lengths, Rules, RulesOf, Worker};

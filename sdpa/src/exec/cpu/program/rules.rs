@@ -9,7 +9,6 @@ use crate::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use crate::problem::Problem;
 use crate::tensor::ParamValue;
 use pulp::{Simd, WithSimd};
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// The programs of a problem.
@@ -28,6 +27,16 @@ impl Rules {
     /// With gradients behind the function of the score.
     pub(in crate::exec::cpu) fn with_gradient(problem: &BackwardProblem) -> Rules {
         Rules { mods: problem.gradient().map(|gradient| Program::new(&gradient.trace)), ..Rules::new(problem.forward()) }
+    }
+
+    /// Bytes of memory of one worker.
+    pub(in crate::exec::cpu) fn bytes(&self) -> usize {
+        [&self.mods, &self.mask].into_iter().flatten().map(Program::bytes).sum()
+    }
+
+    /// Whether any key may be dropped for any row.
+    pub(in crate::exec::cpu) fn drop(&self) -> bool {
+        self.mask.is_some()
     }
 
     /// Whether scores are used as they are, for every key of a row's interval.
@@ -57,19 +66,9 @@ pub(in crate::exec::cpu) struct RulesOf<'a> {
 }
 
 impl RulesOf<'_> {
-    /// Whether a function is applied to scores, in natural units.
-    pub(in crate::exec::cpu) fn modify(&self) -> bool {
-        self.mods.is_some()
-    }
-
     /// Whether any key may be dropped for any row.
     pub(in crate::exec::cpu) fn drop(&self) -> bool {
         self.mask.is_some()
-    }
-
-    /// Bytes of memory of one worker.
-    pub(in crate::exec::cpu) fn bytes(&self) -> usize {
-        [&self.mods, &self.mask].into_iter().flatten().map(Bound::bytes).sum()
     }
 
     /// What one worker needs.
@@ -121,7 +120,7 @@ impl<'a> Worker<'a> {
         any != 0
     }
 
-    /// Modifies scores, `[key][row]`, which become those in units of log2.
+    /// Modifies scores, `[key][row]`.
     pub(in crate::exec::cpu) fn modify(&mut self, tile: usize, width: usize, keys: &Range<usize>, scores: &mut [f32]) {
         let Some(mods) = &mut self.mods else { return };
         mods.tile(tile);
@@ -130,7 +129,7 @@ impl<'a> Worker<'a> {
             let keys = first..(first + step).min(keys.end);
             let scores = &mut scores[..keys.len() * width];
             let from = mods.first(tile, &keys, scores);
-            self.isa.run(ToLog2 { from, to: scores });
+            from.iter().zip(scores).for_each(|(from, to)| *to = f32::from_bits(*from));
         }
     }
 }
@@ -153,26 +152,6 @@ impl WithSimd for Keep<'_> {
             any |= from;
         }
         any
-    }
-}
-
-/// Natural units become those of log2. What is finite stays finite.
-#[derive(Debug)]
-pub(in crate::exec::cpu) struct ToLog2<'a> {
-    pub(in crate::exec::cpu) from: &'a [u32],
-    pub(in crate::exec::cpu) to: &'a mut [f32],
-}
-
-impl WithSimd for ToLog2<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
-        for (to, from) in self.to.iter_mut().zip(self.from) {
-            let x = f32::from_bits(*from);
-            let y = x * LOG2_E;
-            *to = if y.is_infinite() & x.is_finite() { f32::MAX.copysign(x) } else { y };
-        }
     }
 }
 
