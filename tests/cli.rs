@@ -4,8 +4,12 @@
 mod backward;
 #[path = "cli/cache.rs"]
 mod cache;
+#[path = "cli/check.rs"]
+mod check;
 #[path = "cli/compile.rs"]
 mod compile;
+#[path = "cli/limits.rs"]
+mod limits;
 #[path = "cli/rules.rs"]
 mod rules;
 #[path = "cli/show.rs"]

@@ -6,7 +6,7 @@ use conformance::recorder;
 use conformance::say::skip;
 use cudnn_graph::{DeviceProfile, Search};
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::planfile::PlanFile;
+use sdpa::planfile::{self, PlanFile, Record};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::path::Path;
 use std::process::Command;
@@ -103,11 +103,33 @@ fn plans_of_a_file_are_used_and_files_of_no_use_are_refused() {
     // Its forward pass has stats, which the file's has not; a backward pass is not in the file at all.
     let backward = format!("--mask causal --backward --plans {plans}");
     assert_eq!(from_file(&backward), told(&[("forward", false), ("backward", false)]));
+    // Why is told, of each file.
+    let why = |rest: &str, pass: usize| json(&run(rest))["plans"][pass]["why"].clone();
+    let absent = serde_json::json!([format!("{plans} has no plan for this")]);
+    assert_eq!((why(&backward, 0), why(&backward, 1)), (absent.clone(), absent));
+    assert!(why(&format!("--mask causal --plans {plans}"), 0).is_null() && why("--mask causal", 0).is_null());
+    let (there, other) = (PlanFile::open(&plans).unwrap(), folder.path("other"));
+    let key = there.entries().next().unwrap().key;
+    let record = Record { key, label: "of another release".to_owned(), payload: b"nonsense".to_vec() };
+    planfile::add(&other, there.header(), [record]).unwrap();
+    let both = format!("--mask causal --backward --plans {other} --plans {plans}");
+    assert!(why(&both, 1).as_array().unwrap().len() == 2, "{}", why(&both, 1));
+    let of_no_use = format!("--mask causal --plans {other}");
+    assert_eq!(from_file(&of_no_use), told(&[("forward", false)]));
+    let said = why(&of_no_use, 0)[0].as_str().unwrap().to_owned();
+    assert!(said.starts_with(&format!("{other} has a plan for this that is not used: ")), "{said}");
+    let text = run(&of_no_use.replace("--json", ""));
+    assert!(stdout(&text).contains("that is not used"), "{}", stdout(&text));
 
     std::fs::write(&empty, "").unwrap();
     let out = run(&format!("--plans {empty} --plans {plans} --plans {}", folder.path("none")));
     let lines = json(&out)["error"]["lines"].as_array().unwrap().len();
     assert_eq!((code(&out), lines), (2, 2), "{}", stdout(&out));
+    // Where no cuDNN is, whoever leaves the choice gets another executor.
+    let none = format!("run --cudnn {0} --driver {0} --plans {plans} --shape 1,1,1,8,8,8 --json", folder.path("none"));
+    let out = sdpa(words(&none));
+    assert_eq!((code(&out), &json(&out)["executor"]), (0, &"cpu".into()), "{}", stdout(&out));
+    assert_eq!(code(&sdpa(words(&format!("{none} --executor cudnn")))), 3);
     let out = sdpa(words(&format!("run --executor cpu --plans {plans}")));
     assert_eq!((code(&out), errors(&out)), (2, vec!["--plans: plans are cuDNN's, and the --executor is cpu".to_owned()]));
 }
@@ -149,6 +171,17 @@ fn what_is_no_file_of_plans_for_the_device_is_left_alone() {
     let told = errors(&out);
     assert!(code(&out) == 2 && told.len() == 1 && told[0].contains("name another file"), "{told:?}");
     assert_eq!(std::fs::read(&plans).unwrap(), before);
+    // What is damaged may be repaired from somewhere else; it is not thrown away without a word.
+    for damage in [0, before.len() / 2, before.len() - 1] {
+        let mut damaged = before.clone();
+        damaged[damage] ^= 1;
+        for damaged in [damaged, before[..damage].to_vec()] {
+            std::fs::write(&plans, &damaged).unwrap();
+            let out = compile(&runtime, &line("a100"));
+            assert!(code(&out) == 2 && errors(&out).len() == 1, "{damage}: {}", stdout(&out));
+            assert_eq!(std::fs::read(&plans).unwrap(), damaged);
+        }
+    }
     std::fs::write(&plans, "a letter").unwrap();
     let out = compile(&runtime, &line("a100"));
     assert!(code(&out) == 2 && errors(&out)[0].contains("is not a file of plans"), "{:?}", errors(&out));

@@ -2,8 +2,9 @@
 
 mod problems;
 
-use crate::args::CompileArgs;
+use crate::args::{CompileArgs, PlaceArgs};
 use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
+use crate::file;
 use crate::progress::Progress;
 use crate::save::Destination;
 use crate::table::{Table, list};
@@ -13,8 +14,9 @@ use sdpa::cache::CacheKey;
 use sdpa::exec::cudnn::PlanOptions;
 use sdpa::exec::cudnn::{plan, portable};
 use sdpa::lower::Job;
-use sdpa::planfile::{self, Header, PlanFile, Record};
+use sdpa::planfile::{self, Header, PlanFile, PlanFileError, Record};
 use serde::Serialize;
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -42,6 +44,15 @@ struct Report {
     compiled: Vec<Compiled>,
 }
 
+/// Larger files hold something else than the description of a device.
+const LARGEST_PROFILE: u64 = 1 << 20;
+
+/// A device as a file describes it.
+pub(crate) fn profile(path: &Path) -> Result<DeviceProfile, String> {
+    let json = file::text(path, LARGEST_PROFILE)?;
+    DeviceProfile::from_json(&json).map_err(|e| e.to_string())
+}
+
 /// A device by name, or the file that describes one.
 fn device(text: &str) -> Result<DeviceProfile, String> {
     if DeviceProfile::NAMES.contains(&text) {
@@ -51,8 +62,7 @@ fn device(text: &str) -> Result<DeviceProfile, String> {
     if !path.exists() {
         return Err(format!("{text:?} is none of {}, and no file", list(&DeviceProfile::NAMES)));
     }
-    let json = std::fs::read_to_string(path).map_err(|e| format!("{text} cannot be read: {e}"))?;
-    DeviceProfile::from_json(&json).map_err(|e| format!("{text}: {e}"))
+    profile(path).map_err(|e| format!("{text}: {e}"))
 }
 
 /// Which cuDNN: a path, or a version that the one found must have.
@@ -95,11 +105,17 @@ fn stand_in() -> Option<PathBuf> {
     beside.exists().then_some(beside)
 }
 
-/// Whether a file may be added to: there is none, or one for this device and version. Another's plans are not thrown away.
+/// Whether a file may be added to: there is none, or one for this device and version that can be read. Another's plans are not thrown
+/// away, and neither is what is left in a damaged file.
 fn takes(path: &Path, header: &Header) -> Result<(), String> {
+    let refused = |why: &dyn Display| Err(format!("{why}; name another file, or remove this one"));
     match PlanFile::open(path) {
-        Ok(there) => there.header().mismatch(header).map_or(Ok(()), |m| Err(format!("{m}; name another file, or remove this one"))),
-        Err(e) if e.is_replaceable() => Ok(()),
+        Ok(there) => match there.header().mismatch(header) {
+            Some(mismatch) => refused(&mismatch),
+            None => there.entries().find_map(|entry| there.read(&entry.key).err()).map_or(Ok(()), |e| refused(&e)),
+        },
+        Err(PlanFileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(e) if e.is_replaceable() => refused(&e),
         Err(e) => Err(e.to_string()),
     }
 }
@@ -110,8 +126,10 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     let profile = mistakes.take("--device", device(&args.device));
     let problems = problems::read(&args.problems, &mut mistakes);
     mistakes.take("--out", Destination::new(&args.out, Some(&args.problems)));
+    let wanted = Wanted::read(args.cudnn.as_deref());
+    PlaceArgs { cudnn: wanted.library.clone(), driver: args.driver.clone() }.check(&mut mistakes);
     let (profile, problems) = mistakes.finish(profile.zip(problems))?;
-    let library = Wanted::read(args.cudnn.as_deref()).load(args.driver.as_deref())?;
+    let library = wanted.load(args.driver.as_deref())?;
     let header = portable::header(library, &profile);
     takes(&args.out, &header).map_err(|why| Failure::Mistakes(vec![Line::new(format!("--out {}", args.out.display()), why)]))?;
     let target = Target::Profile(&profile);

@@ -11,6 +11,8 @@ pub(crate) enum Outcome {
     Good,
     /// Computed, and past the tolerance.
     PastTolerance,
+    /// Computed, and the tolerance forgives anything.
+    Undecided,
     /// No executor works.
     NoExecutor,
 }
@@ -20,6 +22,7 @@ impl Outcome {
         match self {
             Outcome::Good => 0,
             Outcome::PastTolerance => 1,
+            Outcome::Undecided => 5,
             Outcome::NoExecutor => 3,
         }
     }
@@ -189,7 +192,8 @@ mod tests {
 
     #[test]
     fn exit_codes_are_those_of_the_help() {
-        assert_eq!([Outcome::Good, Outcome::PastTolerance, Outcome::NoExecutor].map(Outcome::code), [0, 1, 3]);
+        let all = [Outcome::Good, Outcome::PastTolerance, Outcome::NoExecutor, Outcome::Undecided];
+        assert_eq!(all.map(Outcome::code), [0, 1, 3, 5]);
         let codes = [Failure::Mistakes(Vec::new()), Failure::Executor(Vec::new()), Failure::environment("a", "b")].map(|f| f.code());
         assert_eq!(codes, [2, 3, 4]);
     }

@@ -1,6 +1,7 @@
 //! Score_mods and masks as they are written on the command line: a name of the library, an expression, or a file with one.
 
 use crate::exit::Mistakes;
+use crate::file;
 use sdpa::expr::{Axes, Axis, BF16, ExprError, ExprErrors, F16, F32, Trace};
 use sdpa::{AttentionSpec, DType, Layout, Mask, ParseError, ScoreMod, Shape, library};
 use std::fmt::Display;
@@ -8,6 +9,9 @@ use std::str::FromStr;
 
 /// A shape that breaks no rule, to judge masks by.
 const ANY: Shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 8, seq_kv: 8, dim_qk: 8, dim_v: 8 };
+
+/// Larger files hold something else.
+const LARGEST: u64 = 1 << 20;
 
 /// What is wrong with an option: what it is about, and why.
 type Wrong = (String, String);
@@ -47,8 +51,7 @@ fn read<T: FromStr<Err = ParseError>>(option: &str, text: &str) -> Result<T, Vec
         return text.parse().map_err(|e: T::Err| vec![(option.to_owned(), format!("{:?}: {}", e.text, e.rule))]);
     };
     let about = |why: &dyn Display| vec![(format!("{option} {text}"), why.to_string())];
-    let whole = std::fs::read(path).map_err(|e| about(&format!("cannot be read: {e}")))?;
-    let whole = String::from_utf8(whole).map_err(|e| about(&format!("is not a text: {e}")))?;
+    let whole = file::text(path.as_ref(), LARGEST).map_err(|e| about(&e))?;
     whole.trim().parse().map_err(|e: T::Err| {
         let name = whole.trim().chars().all(|c| c.is_ascii_alphanumeric() || "-_:,.".contains(c));
         match whole.parse::<Trace>() {

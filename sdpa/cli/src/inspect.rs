@@ -1,6 +1,7 @@
 //! `inspect`: any stage on the way from a specification to a plan.
 
 use crate::args::{InspectArgs, PlaceArgs};
+use crate::compile::profile;
 use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
 use crate::names::{self, Stage};
 use crate::plan;
@@ -14,7 +15,6 @@ use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Problem, Region, TensorSpec};
 use serde::Serialize;
 use std::io::Write;
-use std::path::Path;
 
 /// Assumed where no library is found.
 const ASSUMED: Version = Version::new(9, 27, 0);
@@ -50,6 +50,7 @@ impl Order {
                 mistakes.add(option, "has no bearing on this --stage");
             }
         }
+        args.places.check(&mut mistakes);
         let order = request.zip(stage).map(|(request, stage)| Order {
             request,
             stage,
@@ -59,11 +60,6 @@ impl Order {
         });
         mistakes.finish(order)
     }
-}
-
-fn profile(path: &Path) -> Result<DeviceProfile, String> {
-    let text = std::fs::read_to_string(path).map_err(|e| format!("cannot be read: {e}"))?;
-    DeviceProfile::from_json(&text).map_err(|e| e.to_string())
 }
 
 /// Runs the command.

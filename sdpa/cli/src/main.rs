@@ -8,6 +8,7 @@ mod data;
 mod doctor;
 mod exit;
 mod expression;
+mod file;
 mod header;
 mod inspect;
 mod memory;

@@ -264,8 +264,8 @@ impl Operands {
     }
 }
 
-/// Whether a problem fits into memory, before any is taken.
-pub(crate) fn fits(request: &Request, check: bool) -> Result<(), String> {
-    let need = bytes(&request.spec, request.element, &request.params, request.backward.as_ref(), check);
+/// Whether a problem fits into memory, before any is taken; `workspace` is what the executor needs besides.
+pub(crate) fn fits(request: &Request, check: bool, workspace: u64) -> Result<(), String> {
+    let need = bytes(&request.spec, request.element, &request.params, request.backward.as_ref(), check) + u128::from(workspace);
     memory::check(need, memory::available())
 }

@@ -6,7 +6,7 @@ pub(crate) mod rules;
 
 use crate::data::Data;
 use crate::params::Bound;
-use crate::tolerance::{Distance, F32_ROUNDOFF, Row, Sizes, compare};
+use crate::tolerance::{Distance, F32_ROUNDOFF, Row, Sizes, compare, weight_error};
 use rayon::prelude::*;
 use rules::{Function, Rough, Rule};
 use sdpa::{AttentionSpec, Problem, TensorSpec};
@@ -59,7 +59,7 @@ fn rows_together(seq_kv: usize) -> usize {
 /// Bytes of memory that a check takes.
 pub(crate) fn bytes(spec: &AttentionSpec) -> u128 {
     let seq_kv = usize::try_from(spec.k.dims[2]).unwrap_or(usize::MAX);
-    let scores = rows_together(seq_kv) as u128 * seq_kv as u128 * (size_of::<f64>() + size_of::<bool>()) as u128;
+    let scores = rows_together(seq_kv) as u128 * seq_kv as u128 * (2 * size_of::<f64>() + size_of::<bool>()) as u128;
     let [batch, heads, seq_q, _] = spec.q.dims.map(|n| u128::try_from(n).unwrap_or(0));
     let distances = batch * heads * seq_q.div_ceil(rows_together(seq_kv) as u128) * size_of::<Distance>() as u128;
     scores * rayon::current_num_threads() as u128 + distances
@@ -143,9 +143,12 @@ fn block(call: &Call<'_>, rules: &Rules<'_>, b: usize, h: usize, rows: std::ops:
     for (i, query) in rows.clone().zip(queries.chunks_exact_mut(dim_qk)) {
         read(call.q, &spec.q, [b, h, i], query);
     }
-    let mut answers: Vec<Row> =
-        rows.clone().map(|_| Row { o: vec![0.0; dim_v], o_magnitude: vec![0.0; dim_v], ..Row::default() }).collect();
+    let mut answers: Vec<Row> = rows
+        .clone()
+        .map(|_| Row { o: vec![0.0; dim_v], o_magnitude: vec![0.0; dim_v], o_error: vec![0.0; dim_v], ..Row::default() })
+        .collect();
     let mut scores = vec![f64::NEG_INFINITY; rows.len() * seq_kv];
+    let mut errors = vec![0f64; rows.len() * seq_kv];
     let mut key = vec![0f64; dim_qk];
     let mut scratch = Vec::new();
     for j in 0..seq_kv {
@@ -157,11 +160,12 @@ fn block(call: &Call<'_>, rules: &Rules<'_>, b: usize, h: usize, rows: std::ops:
                 score = modified(function, score, index(i, j), &mut scratch);
             }
             scores[r * seq_kv + j] = score.value;
-            answers[r].score_error = answers[r].score_error.max(score.error);
+            errors[r * seq_kv + j] = score.error;
         }
     }
-    // From here on `scores` are weights.
-    for (r, (answer, scores)) in answers.iter_mut().zip(scores.chunks_exact_mut(seq_kv)).enumerate() {
+    // From here on `scores` are weights, and `errors` theirs.
+    let of_rows = scores.chunks_exact_mut(seq_kv).zip(errors.chunks_exact_mut(seq_kv));
+    for (r, (answer, (scores, errors))) in answers.iter_mut().zip(of_rows).enumerate() {
         let of_kept = |s: &[f64]| (0..seq_kv).filter(|&j| kept[r * seq_kv + j]).map(|j| s[j]).collect::<Vec<f64>>();
         let max = largest(&of_kept(scores));
         let sum: f64 = of_kept(scores).into_iter().map(|s| (s - max).exp()).sum();
@@ -171,6 +175,10 @@ fn block(call: &Call<'_>, rules: &Rules<'_>, b: usize, h: usize, rows: std::ops:
         for s in scores.iter_mut() {
             *s = if empty { f64::NAN } else { (*s - max).exp() / sum };
         }
+        for (error, weight) in errors.iter_mut().zip(&*scores) {
+            *error = weight_error(*weight, *error);
+        }
+        answer.weight_error = if empty { 0.0 } else { of_kept(errors).into_iter().sum() };
     }
     let mut value = vec![0f64; dim_v];
     for j in 0..seq_kv {
@@ -180,10 +188,12 @@ fn block(call: &Call<'_>, rules: &Rules<'_>, b: usize, h: usize, rows: std::ops:
             if answer.stats == f64::NEG_INFINITY {
                 continue;
             }
-            let weight = scores[r * seq_kv + j];
-            for (v, (o, size)) in value.iter().zip(answer.o.iter_mut().zip(&mut answer.o_magnitude)) {
+            let (weight, error) = (scores[r * seq_kv + j], errors[r * seq_kv + j]);
+            let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
+            for (v, ((o, size), off)) in value.iter().zip(sums) {
                 *o += weight * v;
                 *size += weight * v.abs();
+                *off += error * v.abs();
             }
         }
     }

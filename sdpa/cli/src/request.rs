@@ -7,6 +7,7 @@ use crate::args::{BackwardArgs, PlaceArgs, ProblemArgs};
 use crate::convert::FileType;
 use crate::data::Element;
 use crate::exit::Mistakes;
+use crate::file;
 use crate::header::{Entry, Header};
 use crate::names;
 use crate::params::{Planned, Sources};
@@ -64,6 +65,15 @@ const EXAMPLE: Shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 256, se
 const ANY: Shape = Shape { batch: 2, heads_q: 2, heads_kv: 2, seq_q: 8, seq_kv: 8, dim_qk: 8, dim_v: 8 };
 
 impl PlaceArgs {
+    /// That libraries are files or folders.
+    pub(crate) fn check(&self, mistakes: &mut Mistakes) {
+        for (option, path) in [("--cudnn", &self.cudnn), ("--driver", &self.driver)] {
+            if let Some(path) = path {
+                mistakes.take(format!("{option} {}", path.display()), file::is_library(path));
+            }
+        }
+    }
+
     /// How cuDNN is set up.
     pub(crate) fn options(&self) -> CudnnOptions {
         let search = Search { library: self.cudnn.clone(), driver: self.driver.clone() };

@@ -15,6 +15,7 @@ use crate::save::{Destination, Saved, Tensor};
 use choose::{Chosen, choose};
 use plans::Plans;
 use sdpa::dispatch::{Dispatcher, Preference};
+use sdpa::exec::cpu::CpuExecutor;
 use sdpa::expr::Declared;
 use sdpa::{Error, ExecutorName, Report};
 use tell::{Checked, Told};
@@ -37,10 +38,11 @@ impl Order {
         let wanted = Wanted { gradient: Some(&args.backward), stats: args.output.is_some() || example, computes: true };
         let request = Request::read(&args.problem, &wanted, &mut mistakes);
         if let Some(request) = &request {
-            mistakes.take("memory", operands::fits(request, check));
+            mistakes.take("memory", operands::fits(request, check, 0));
         }
         let preference = mistakes.take("--executor", args.executor.as_deref().map_or(Ok(Preference::Auto), names::executor));
         let plans = mistakes.take("--plans", Plans::read(&args.plans, preference));
+        args.places.check(&mut mistakes);
         let seed = mistakes.take("--seed", args.seed.as_deref().map_or(Ok(0), names::seed));
         if args.seed.is_some() && args.problem.input.is_some() {
             mistakes.add("--seed", "the --input has numbers already");
@@ -77,9 +79,13 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let dispatcher = Dispatcher::new(args.places.options());
     let chosen = {
         let _step = progress.spinner("preparing");
-        order.plans.attach(&dispatcher)?;
+        order.plans.attach(&dispatcher, order.preference)?;
         choose(&dispatcher, request, order.preference)?
     };
+    if chosen.executor == ExecutorName::Cpu {
+        let workspace = workspace(dispatcher.cpu(), request);
+        operands::fits(request, order.check, workspace).map_err(|why| Failure::Mistakes(vec![Line::new("memory", why)]))?;
+    }
     let mut operands = Operands::load(request, order.seed, progress)?;
     let reports = {
         let _step = progress.spinner("computing");
@@ -97,10 +103,16 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
         let backward = request.backward.as_ref().and_then(|b| operands.check_backward(b, scale, progress));
         Checked::new(forward.as_ref(), backward.as_ref())
     });
-    let outcome = if checked.as_ref().is_none_or(|c| c.passed) { Outcome::Good } else { Outcome::PastTolerance };
-    let plans = plans::told(&dispatcher, chosen.executor);
+    let outcome = checked.as_ref().map_or(Outcome::Good, Checked::outcome);
+    let plans = order.plans.told(&dispatcher, chosen.executor, request);
     let told = Told::new(&order, chosen, plans, reports, checked, operands);
     Answer::new(json, &told, || told.text(), outcome)
+}
+
+/// Bytes that the passes take besides operands, one after the other.
+fn workspace(cpu: &CpuExecutor, request: &Request) -> u64 {
+    let forward = cpu.workspace_bytes(&request.problem);
+    request.backward.as_ref().map_or(forward, |backward| forward.max(cpu.backward_workspace_bytes(&backward.problem)))
 }
 
 /// Computes the passes. A first execution on a device loads its kernel, which takes longer than most attention: the time told is

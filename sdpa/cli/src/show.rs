@@ -60,7 +60,7 @@ impl Order {
         let mut mistakes = Mistakes::default();
         let request = Request::read(&args.problem, &Wanted::default(), &mut mistakes);
         if let Some(request) = &request {
-            mistakes.take("memory", operands::fits(request, false));
+            mistakes.take("memory", operands::fits(request, false, 0));
         }
         let extents = request.as_ref().map(|r| r.problem.extents());
         let head = mistakes.take("--head", below(args.head.as_deref(), extents.map(|e| e[1]), "query heads"));

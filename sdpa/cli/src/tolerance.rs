@@ -7,11 +7,15 @@
 //!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails), and a weight's relative error
 //!   is as much again, and twice `8·e` for the exponential;
 //! - a score that is modified is off by what its function makes of that, and by the roundings inside (`oracle/rules.rs`);
+//!   a score that is off by `x` has a weight that is off by up to `eˣ − 1` of itself, and all weights are off by what their sum is;
 //! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`);
 //! - that product and the sum of weights run over `seq_kv` terms in f32: `4·√seq_kv·e`.
 //!
 //! All of it is relative to `Σ p·|v|`, not to `|o|`, and a factor of 2 covers rescaling between blocks. Where the oracle
-//! itself is infinite or not a number (it is, for operands that are), a result must be the same.
+//! itself is infinite or not a number (it is, for operands that are), a result must be the same. What the type of the result has no
+//! finite number for is to be infinite.
+//!
+//! A tolerance that exceeds what was added up, `Σ p·|v|`, forgives any result: such an element is counted as *undecided*.
 
 pub(crate) mod gradients;
 
@@ -39,6 +43,27 @@ fn least(element: Element) -> f64 {
     }
 }
 
+/// From here on numbers are rounded to infinity.
+fn overflow(element: Element) -> f64 {
+    match element {
+        Element::F16 => 65_520.0,
+        Element::BF16 => (2.0 - 2f64.powi(-8)) * 2f64.powi(127),
+        Element::F32 => (2.0 - 2f64.powi(-24)) * 2f64.powi(127),
+    }
+}
+
+/// What an element should be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted {
+    pub(crate) value: f64,
+    /// How far a result may be from that.
+    pub(crate) tolerance: f64,
+    /// The sizes that were added up: a tolerance above them says nothing.
+    pub(crate) magnitude: f64,
+    /// The type of the result.
+    pub(crate) stored: Element,
+}
+
 /// The element that is furthest past, or nearest to, its tolerance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Worst {
@@ -48,11 +73,17 @@ pub(crate) struct Worst {
     pub(crate) tolerance: f64,
     /// The one over the other: above 1 fails.
     pub(crate) ratio: f64,
+    /// How many elements have a tolerance that forgives anything.
+    pub(crate) undecided: u64,
 }
 
 impl Worst {
-    pub(crate) fn of(got: f64, want: f64, tolerance: f64) -> Worst {
-        let same = got == want || (got.is_nan() && want.is_nan());
+    pub(crate) fn of(got: f64, wanted: Wanted) -> Worst {
+        let Wanted { value: want, tolerance, magnitude, stored } = wanted;
+        // What is not known at all may be anything.
+        let tolerance = if tolerance.is_nan() { f64::INFINITY } else { tolerance };
+        let overflows = got.is_infinite() && want.is_finite() && want.abs() + tolerance >= overflow(stored) && want * got > 0.0;
+        let same = got == want || (got.is_nan() && want.is_nan()) || overflows;
         let error = if same { 0.0 } else { (got - want).abs() };
         let ratio = if same { 0.0 } else { error / tolerance };
         // Infinite tolerances would forgive what is not a number.
@@ -61,12 +92,14 @@ impl Worst {
             error: if error.is_nan() { f64::INFINITY } else { error },
             tolerance,
             ratio: if comparable { ratio } else { f64::INFINITY },
+            undecided: u64::from(want.is_finite() && tolerance > 0.0 && (tolerance > magnitude || magnitude.is_nan())),
         }
     }
 
     pub(crate) fn worse(self, other: Worst) -> Worst {
         // Among equals the larger tolerance, so that perfect results have one to show.
-        if (other.ratio, other.tolerance) > (self.ratio, self.tolerance) { other } else { self }
+        let worst = if (other.ratio, other.tolerance) > (self.ratio, self.tolerance) { other } else { self };
+        Worst { undecided: self.undecided + other.undecided, ..worst }
     }
 }
 
@@ -84,6 +117,11 @@ impl Distance {
     /// Within every tolerance.
     pub(crate) fn passes(&self) -> bool {
         self.o.ratio <= 1.0 && self.stats.is_none_or(|s| s.ratio <= 1.0)
+    }
+
+    /// How many elements no result could be wrong in.
+    pub(crate) fn undecided(&self) -> u64 {
+        self.o.undecided + self.stats.map_or(0, |s| s.undecided)
     }
 
     /// ‖o − want‖ / ‖want‖, over finite elements.
@@ -119,34 +157,46 @@ pub(crate) struct Row {
     pub(crate) o: Vec<f64>,
     /// Σ p·|v|, for each element of `o`.
     pub(crate) o_magnitude: Vec<f64>,
+    /// How far `o` may be off by what the weights may be off by, each for itself.
+    pub(crate) o_error: Vec<f64>,
     /// −∞ where no key is kept.
     pub(crate) stats: f64,
-    /// How far a score of a kept key may be off, at most.
-    pub(crate) score_error: f64,
+    /// How far the sum of the weights may be off.
+    pub(crate) weight_error: f64,
+}
+
+/// How far a weight may be off whose score may be off.
+pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
+    // No weight is above 1; of one that is nothing at all nothing is left.
+    if weight == 0.0 { 0.0 } else { (weight * score_error.exp_m1()).min(1.0) }
 }
 
 /// Compares a row. One without keys must be exactly zeros and −∞.
 pub(crate) fn compare(sizes: Sizes, want: &Row, o: &[f64], stats: Option<f64>) -> Distance {
     let u = roundoff(sizes.element);
-    let score = want.score_error;
+    let score = want.weight_error;
     let sum = sum_of(sizes.seq_kv);
-    let relative = 2.0 * u + 2.0 * score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
+    let relative = 2.0 * u + score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
     // Below the smallest normal f16 there are no relative errors.
     let absolute = match sizes.element {
         Element::F16 => 6e-8,
         Element::F32 | Element::BF16 => 0.0,
     };
     let mut distance = Distance::default();
-    for ((&got, &expected), magnitude) in o.iter().zip(&want.o).zip(&want.o_magnitude) {
-        distance.o = distance.o.worse(Worst::of(got, expected, 2.0 * relative * magnitude + absolute));
-        if expected.is_finite() {
+    for (((&got, &expected), magnitude), error) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error) {
+        let tolerance = 2.0 * (relative * magnitude + error) + absolute;
+        let wanted = Wanted { value: expected, tolerance, magnitude: magnitude + 2.0 * absolute, stored: sizes.element };
+        distance.o = distance.o.worse(Worst::of(got, wanted));
+        if expected.is_finite() && got.is_finite() {
             distance.squares += (got - expected).powi(2);
             distance.norm += expected * expected;
         }
     }
     distance.stats = stats.map(|got| {
         let tolerance = 2.0 * (score + sum + 16.0 * F32_ROUNDOFF + 2.0 * F32_ROUNDOFF * want.stats.abs());
-        Worst::of(got, want.stats, if want.stats.is_finite() { tolerance } else { 0.0 })
+        // A logarithm that is off by 1 and a sum that is another one are the same.
+        let (value, magnitude) = (want.stats, want.stats.abs().max(1.0));
+        Worst::of(got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
     });
     distance
 }
@@ -159,7 +209,8 @@ mod tests {
     const INF: f64 = f64::INFINITY;
 
     fn row(o: f64, o_magnitude: f64, stats: f64) -> Row {
-        Row { o: vec![o], o_magnitude: vec![o_magnitude], stats, score_error: 32.0 * F32_ROUNDOFF }
+        let error = 32.0 * F32_ROUNDOFF;
+        Row { o: vec![o], o_magnitude: vec![o_magnitude], o_error: vec![error * o_magnitude], stats, weight_error: error }
     }
 
     fn passes(want: &Row, o: f64, stats: f64) -> bool {
@@ -185,6 +236,26 @@ mod tests {
         assert!(passes(&nan, f64::NAN, f64::NAN) && !passes(&nan, 1.0, f64::NAN) && !passes(&nan, f64::NAN, 0.0));
         let infinite = row(INF, INF, 1.0);
         assert!(passes(&infinite, INF, 1.0) && !passes(&infinite, -INF, 1.0) && !passes(&infinite, 3.0, 1.0));
+    }
+
+    #[test]
+    fn what_is_too_large_for_the_type_is_to_be_infinite() {
+        let sizes = Sizes { element: Element::F16, ..SIZES };
+        let passes = |want: f64, got: f64| compare(sizes, &row(want, want.abs(), 1.0), &[got], Some(1.0)).passes();
+        assert!(passes(70_000.0, INF) && passes(-70_000.0, -INF) && passes(65_510.0, INF) && passes(65_510.0, 65_504.0));
+        assert!(!passes(70_000.0, -INF) && !passes(70_000.0, 65_504.0) && !passes(60_000.0, INF) && !passes(70_000.0, f64::NAN));
+    }
+
+    #[test]
+    fn a_tolerance_that_forgives_anything_decides_nothing() {
+        let undecided = |score_error: f64| {
+            let off = weight_error(0.5, score_error);
+            let row = Row { o: vec![1.0], o_magnitude: vec![1.0], o_error: vec![off], stats: 2.0, weight_error: off };
+            compare(SIZES, &row, &[1.0], Some(2.0)).undecided()
+        };
+        assert_eq!((undecided(1e-5), undecided(0.1), undecided(60.0), undecided(INF)), (0, 0, 2, 2));
+        // What has no weight may be off by any number.
+        assert_eq!(weight_error(0.0, INF), 0.0);
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! The trace, out of its file.
 
+use crate::file;
 use sdpa::cache::CacheTrace;
 use serde::Deserialize;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 /// Bytes of a file at most. A journal of 4096 events is about a megabyte.
@@ -29,23 +28,8 @@ pub(super) fn read(path: &Path) -> Result<CacheTrace, Vec<String>> {
 }
 
 fn bytes(path: &Path) -> Result<Vec<u8>, String> {
-    let failed = |e: std::io::Error| format!("cannot be read: {e}");
-    let facts = std::fs::metadata(path).map_err(failed)?;
-    if !facts.is_file() {
-        return Err("is not a file".to_owned());
-    }
-    let large = || format!("is larger than {} MiB, the most that is read", MOST >> 20);
-    if facts.len() > MOST {
-        return Err(large());
-    }
-    let mut bytes = Vec::new();
-    // A file that is being written may have become longer since.
-    File::open(path).and_then(|file| file.take(MOST + 1).read_to_end(&mut bytes)).map_err(failed)?;
-    match bytes.len() as u64 {
-        0 => Err("is empty".to_owned()),
-        length if length > MOST => Err(large()),
-        _ => Ok(bytes),
-    }
+    let bytes = file::bytes(path, MOST)?;
+    if bytes.is_empty() { Err("is empty".to_owned()) } else { Ok(bytes) }
 }
 
 fn parse(bytes: &[u8]) -> Result<CacheTrace, Vec<String>> {

@@ -2,6 +2,7 @@
 
 use crate::args::{BackwardArgs, ProblemArgs};
 use crate::exit::Mistakes;
+use crate::file;
 use crate::request::{Request, Wanted};
 use sdpa::lower::Job;
 use serde::Deserialize;
@@ -50,7 +51,7 @@ const LARGEST: u64 = 16 << 20;
 /// Every pass of every problem of a file; what is wrong are mistakes.
 pub(super) fn read(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<Named>> {
     let about = path.display();
-    let file = mistakes.take(about, text(path).and_then(|text| toml::from_str::<File>(&text).map_err(|e| e.to_string())))?;
+    let file = mistakes.take(about, file::text(path, LARGEST).and_then(|text| toml::from_str::<File>(&text).map_err(|e| e.to_string())))?;
     if file.problem.is_empty() {
         mistakes.add(path.display(), "has no [[problem]]");
     }
@@ -68,14 +69,6 @@ pub(super) fn read(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<Named>> {
         }
     }
     Some(all)
-}
-
-fn text(path: &Path) -> Result<String, String> {
-    let size = std::fs::metadata(path).map_err(|e| format!("cannot be read: {e}"))?.len();
-    if size > LARGEST {
-        return Err(format!("has {size} bytes: at most {LARGEST}"));
-    }
-    std::fs::read_to_string(path).map_err(|e| format!("cannot be read: {e}"))
 }
 
 impl Problem {

@@ -8,7 +8,8 @@
 use super::rules::{Function, Rough};
 use super::{Rules, dot, extents, largest, modified, place, read, score_error};
 use crate::data::Data;
-use crate::tolerance::gradients::{Gradient, GradientDistance, Rates, Tally};
+use crate::tolerance::gradients::{ABSOLUTE, Gradient, GradientDistance, Rates, Tally, Term};
+use crate::tolerance::weight_error;
 use rayon::prelude::*;
 use sdpa::expr::ParamKind;
 use sdpa::{BackwardProblem, BackwardSpec, TensorSpec};
@@ -49,8 +50,8 @@ pub(crate) fn bytes(problem: &BackwardProblem) -> u128 {
     let local = n(p.group()) * ROWS as u128 * n(p.seq_kv());
     let wrt = wrt_dims(problem).into_iter().map(|d| d.into_iter().map(|n| n as u128).product::<u128>());
     let wrt: u128 = wrt.map(|all| all + threads * all.min(local)).sum();
-    // Keys and values, and two sums for each of their elements.
-    8 * (3 * threads + 2) * row + 16 * wrt
+    // Keys and values, and three sums for each of their elements.
+    8 * (4 * threads + 3) * row + 24 * wrt
 }
 
 /// What one thread makes of some rows.
@@ -92,10 +93,21 @@ impl Rows {
 /// A key that a row keeps.
 struct Kept {
     key: usize,
-    score: f64,
+    /// As it is modified, and as it goes into that.
+    score: Rough,
+    raw: f64,
+    /// Of the score.
+    magnitude: f64,
     weight: f64,
     slope: Rough,
     along: Vec<Rough>,
+}
+
+/// The keys of a row, the statistic, and how far the sum of the weights may be off.
+struct Weighed {
+    keys: Vec<Kept>,
+    stats: f64,
+    error: f64,
 }
 
 struct Worker<'a> {
@@ -143,10 +155,10 @@ impl Worker<'_> {
         part
     }
 
-    /// The keys of a row, the error of its scores and their magnitude.
-    fn keep(&self, at: &Rows, [h, i]: [usize; 2], q: &[f64], keys: &[f64], scratch: &mut Vec<Rough>) -> (Vec<Kept>, f64, f64) {
+    /// The keys of a row.
+    fn keep(&self, at: &Rows, [h, i]: [usize; 2], q: &[f64], keys: &[f64], scratch: &mut Vec<Rough>) -> Weighed {
         let scale = self.call.forward.scale;
-        let (mut all, mut error, mut magnitude) = (Vec::new(), 0f64, 0f64);
+        let mut all = Vec::new();
         for (key, k) in keys.chunks_exact(q.len()).enumerate() {
             let index = [at.batch, h, i, key].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
             if !self.rules.keeps(index) {
@@ -154,30 +166,40 @@ impl Worker<'_> {
             }
             let (sum, size) = dot(q, k);
             let raw = Rough { value: sum * scale, error: score_error(q.len(), size * scale.abs()) };
-            let mut kept = Kept { key, score: raw.value, weight: 0.0, slope: Rough::exact(1.0), along: Vec::new() };
-            let mut score = raw;
+            let (raw_value, slope) = (raw.value, Rough::exact(1.0));
+            let mut kept = Kept { key, score: raw, raw: raw_value, magnitude: 0.0, weight: 0.0, slope, along: Vec::new() };
             if let Some(gradient) = &self.gradient {
-                score = modified(gradient, raw, index, scratch);
-                kept.score = score.value;
+                kept.score = modified(gradient, raw, index, scratch);
                 let mut roots = gradient.rough(raw, index, scratch).skip(1);
                 kept.slope = roots.next().unwrap_or_default();
                 kept.along = roots.collect();
             }
-            error = error.max(score.error);
-            if score.value.is_finite() {
-                magnitude = magnitude.max(size * scale.abs() + score.value.abs());
+            if kept.score.value.is_finite() {
+                // A function may make a number of what is none.
+                let raw = if size.is_finite() { size * scale.abs() } else { 0.0 };
+                kept.magnitude = raw + kept.score.value.abs();
             }
             all.push(kept);
         }
-        let max = largest(&all.iter().map(|kept| kept.score).collect::<Vec<_>>());
+        let max = largest(&all.iter().map(|kept| kept.score.value).collect::<Vec<_>>());
         if max == f64::NEG_INFINITY {
-            return (Vec::new(), error, magnitude);
+            return Weighed { keys: Vec::new(), stats: max, error: 0.0 };
         }
-        let sum: f64 = all.iter().map(|kept| (kept.score - max).exp()).sum();
-        all.iter_mut().for_each(|kept| kept.weight = (kept.score - max).exp() / sum);
+        let sum: f64 = all.iter().map(|kept| (kept.score.value - max).exp()).sum();
+        all.iter_mut().for_each(|kept| kept.weight = (kept.score.value - max).exp() / sum);
         // What has no weight at all has no slope either.
-        all.retain(|kept| kept.score != f64::NEG_INFINITY);
-        (all, error, magnitude)
+        all.retain(|kept| kept.score.value != f64::NEG_INFINITY);
+        let error = all.iter().map(|kept| weight_error(kept.weight, kept.score.error)).sum();
+        Weighed { keys: all, stats: max + sum.ln(), error }
+    }
+
+    /// The gradients along the score and the parameters, where what comes from behind is no number, or a slope is none: what has no
+    /// slope there passes nothing on.
+    fn exact(&self, kept: &Kept, upstream: f64, index: [i64; 4]) -> Option<Vec<f64>> {
+        let gradient = self.gradient.as_ref()?;
+        let finite = |slope: &Rough| (upstream * slope.value).is_finite();
+        let plain = finite(&kept.slope) && kept.along.iter().all(finite);
+        (!plain).then(|| gradient.eval(kept.raw, upstream, index).split_off(1))
     }
 
     /// Adds one row to the gradients; that of its query.
@@ -192,7 +214,7 @@ impl Worker<'_> {
     ) -> Gradient {
         let (rates, scale) = (&self.rates, self.call.forward.scale);
         let (dim_qk, dim_v) = (q.len(), d_o.len());
-        let (all, error, magnitude) = self.keep(at, [h, i], q, keys, scratch);
+        let Weighed { keys: all, stats, error } = self.keep(at, [h, i], q, keys, scratch);
         let (mut o, mut o_size) = (vec![0f64; dim_v], vec![0f64; dim_v]);
         for kept in &all {
             for (v, (o, size)) in values[kept.key * dim_v..][..dim_v].iter().zip(o.iter_mut().zip(&mut o_size)) {
@@ -204,33 +226,48 @@ impl Worker<'_> {
         let computed: f64 = d_o.iter().zip(&o_size).map(|(x, y)| x.abs() * y).sum();
         let of_output = rates.computed_output + rates.computed_output_score * error;
         let delta_error = (rates.product + rates.output) * size + of_output * computed;
-        let relative = rates.weight + rates.score * error + rates.magnitude * magnitude;
+        let of_row = rates.weight + rates.sum * error + rates.magnitude * stats.abs();
 
         let mut dq = Gradient::zeros(dim_qk);
         for kept in &all {
             let (k_from, v_from) = (kept.key * dim_qk, kept.key * dim_v);
             let weight = kept.weight;
-            let weight_error = weight * relative + rates.tiny;
-            part.dv.add(v_from, d_o, weight, weight_error + rates.round * weight + rates.small, rates.over_queries);
+            let absolute = rates.tiny + rates.small;
+            let off = of_row + kept.score.error + rates.magnitude * kept.magnitude;
+            let weight_error = if weight.is_finite() { weight_error(weight, off) + rates.tiny } else { f64::NAN };
+            let error = weight_error + rates.round * weight + rates.small;
+            let magnitude = weight + ABSOLUTE * absolute;
+            part.dv.add(v_from, d_o, Term { value: weight, error, magnitude }, rates.over_queries);
 
             let (d_p, d_p_size) = dot(d_o, &values[v_from..][..dim_v]);
             let d_modified = weight * (d_p - delta);
             let modified_error = weight_error * (d_p - delta).abs() + weight * (rates.product * d_p_size + delta_error);
-            let carried = |slope: Rough| {
+            let size_of_modified = weight * (d_p_size + size);
+            let index = [at.batch, h, i, kept.key].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
+            let exact = self.exact(kept, d_modified, index);
+            let carried = |n: usize, slope: Rough| {
+                if let Some(value) = exact.as_ref().and_then(|exact| exact.get(n)) {
+                    return Term { value: *value, ..Term::default() };
+                }
                 let value = d_modified * slope.value;
                 let off = slope.error + rates.slope * (1.0 + slope.value.abs());
                 let off = if self.gradient.is_some() { off } else { 0.0 };
-                (value, modified_error * slope.value.abs() + d_modified.abs() * off + rates.round * value.abs())
+                let error = modified_error * slope.value.abs() + d_modified.abs() * off + rates.round * value.abs();
+                // What has no slope is off by the roundings of what it is made of, not by a part of itself.
+                Term { value, error, magnitude: size_of_modified * (1.0 + slope.value.abs()) + ABSOLUTE * absolute * (d_p - delta).abs() }
             };
-            let (d_score, score_error) = carried(kept.slope);
+            let d_score = carried(0, kept.slope);
             // Whether dS is rounded before it is scaled or after is the executor's choice.
-            let (factor, error) = (scale * d_score, scale.abs() * score_error + rates.small * scale.abs().max(1.0));
-            dq.add(0, &keys[k_from..][..dim_qk], factor, error, rates.over_keys);
-            part.dk.add(k_from, q, factor, error, rates.over_queries);
-            for ((&slope, gradient), &dims) in kept.along.iter().zip(&mut part.along).zip(&self.wrt) {
-                let (value, error) = carried(slope);
+            let small = rates.small * scale.abs().max(1.0);
+            let (error, magnitude) = (scale.abs() * d_score.error + small, scale.abs() * d_score.magnitude + ABSOLUTE * small);
+            let factor = Term { value: scale * d_score.value, error, magnitude };
+            dq.add(0, &keys[k_from..][..dim_qk], factor, rates.over_keys);
+            part.dk.add(k_from, q, factor, rates.over_queries);
+            for (n, ((&slope, gradient), &dims)) in kept.along.iter().zip(&mut part.along).zip(&self.wrt).enumerate() {
+                let Term { value, error, magnitude } = carried(1 + n, slope);
                 let error = error + rates.small + rates.over_scores * value.abs();
-                gradient.add_one(at.elements(dims, [h, i, kept.key]).0, value, error);
+                let term = Term { value, error, magnitude: magnitude + ABSOLUTE * rates.small };
+                gradient.add_one(at.elements(dims, [h, i, kept.key]).0, term);
             }
             part.used[kept.key] = true;
         }
@@ -335,7 +372,7 @@ fn add_part(to: &mut Gradient, from: &Gradient, at: &Rows, dims: [usize; 4]) {
         for i in 0..rows {
             for j in 0..keys {
                 let (local, whole) = at.elements(dims, [at.heads.start + h, at.rows.start + i, j]);
-                to.add_one(whole, from.value[local], from.error[local]);
+                to.add_one(whole, Term { value: from.value[local], error: from.error[local], magnitude: from.magnitude[local] });
             }
         }
     }

@@ -1,9 +1,11 @@
 //! Plan files of a run, and where its plans came from.
 
 use crate::exit::{Failure, Mistakes};
+use crate::request::Request;
 use sdpa::cache::{CacheSnapshot, What};
 use sdpa::dispatch::{Dispatcher, Preference};
 use sdpa::exec::cudnn::AttachError;
+use sdpa::lower::Job;
 use sdpa::{Error, ExecutorName};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -18,18 +20,22 @@ pub(super) struct PlanTold {
     pass: String,
     from_file: bool,
     ms: f64,
+    /// Why it is of none of the files that were named.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    why: Vec<String>,
 }
 
 impl PlanTold {
     /// The last plan that a cache got.
     fn last(cache: &CacheSnapshot) -> Option<PlanTold> {
         let built = cache.events.iter().rev().find_map(|event| if let What::Built { time, .. } = &event.what { Some(time) } else { None });
-        built.map(|time| PlanTold { pass: cache.name.clone(), from_file: time.load > 0, ms: time.total as f64 / 1e3 })
+        built.map(|time| PlanTold { pass: cache.name.clone(), from_file: time.load > 0, ms: time.total as f64 / 1e3, why: Vec::new() })
     }
 
     pub(super) fn text(&self) -> String {
         let how = if self.from_file { "loaded from a file" } else { "compiled" };
-        format!("{}: {how} in {:.1} ms", self.pass, self.ms)
+        let why: String = self.why.iter().map(|why| format!("; {why}")).collect();
+        format!("{}: {how} in {:.1} ms{why}", self.pass, self.ms)
     }
 }
 
@@ -45,12 +51,17 @@ impl Plans {
         }
     }
 
-    /// Has the files searched before a plan is built.
-    pub(super) fn attach(&self, dispatcher: &Dispatcher) -> Result<(), Failure> {
+    /// Has the files searched before a plan is built. Where cuDNN is not there and nobody asked for it, another executor runs, which
+    /// has no plans.
+    pub(super) fn attach(&self, dispatcher: &Dispatcher, preference: Preference) -> Result<(), Failure> {
         if self.0.is_empty() {
             return Ok(());
         }
-        let cudnn = dispatcher.cudnn().map_err(|e| Failure::Executor(super::lines(ExecutorName::Cudnn, &Error::from(e))))?;
+        let cudnn = match (dispatcher.cudnn(), preference) {
+            (Ok(cudnn), _) => cudnn,
+            (Err(_), Preference::Auto) => return Ok(()),
+            (Err(e), Preference::Named(_)) => return Err(Failure::Executor(super::lines(ExecutorName::Cudnn, &Error::from(e)))),
+        };
         let mut mistakes = Mistakes::default();
         for path in &self.0 {
             let about = format!("--plans {}", path.display());
@@ -61,12 +72,20 @@ impl Plans {
         }
         mistakes.finish(Some(()))
     }
-}
 
-/// Where cuDNN's plans came from.
-pub(super) fn told(dispatcher: &Dispatcher, executor: ExecutorName) -> Vec<PlanTold> {
-    match (executor, dispatcher.cudnn()) {
-        (ExecutorName::Cudnn, Ok(cudnn)) => cudnn.cache_trace().caches.iter().filter_map(PlanTold::last).collect(),
-        _ => Vec::new(),
+    /// Where cuDNN's plans came from.
+    pub(super) fn told(&self, dispatcher: &Dispatcher, executor: ExecutorName, request: &Request) -> Vec<PlanTold> {
+        let (ExecutorName::Cudnn, Ok(cudnn)) = (executor, dispatcher.cudnn()) else { return Vec::new() };
+        let mut told: Vec<PlanTold> = cudnn.cache_trace().caches.iter().filter_map(PlanTold::last).collect();
+        let backward = request.backward.as_ref().map(|backward| Job::from(backward.problem.clone()));
+        let jobs: Vec<Job> = [Some(request.problem.clone().into()), backward].into_iter().flatten().collect();
+        for plan in told.iter_mut().filter(|plan| !plan.from_file && !self.0.is_empty()) {
+            let Some(job) = jobs.iter().find(|job| job.name() == plan.pass) else { continue };
+            plan.why = match cudnn.without_plan(job) {
+                Ok(why) => self.0.iter().zip(why).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect(),
+                Err(e) => vec![e.to_string()],
+            };
+        }
+        told
     }
 }

@@ -1,6 +1,7 @@
 //! What a run has to tell.
 
 use super::{Order, Reports, choose::Chosen, plans::PlanTold};
+use crate::exit::Outcome;
 use crate::memory;
 use crate::operands::Operands;
 use crate::params::Planned;
@@ -29,7 +30,9 @@ impl Declined {
 /// How near the oracle's results are.
 #[derive(Serialize)]
 pub(super) struct Checked {
-    pub(super) passed: bool,
+    passed: bool,
+    /// How many elements have a tolerance that forgives anything.
+    undecided: u64,
     o_relative: Option<f64>,
     o: Option<Worst>,
     stats: Option<Worst>,
@@ -40,10 +43,30 @@ impl Checked {
     pub(super) fn new(forward: Option<&Distance>, backward: Option<&GradientDistance>) -> Checked {
         Checked {
             passed: forward.is_none_or(Distance::passes) && backward.is_none_or(GradientDistance::passes),
+            undecided: forward.map_or(0, Distance::undecided) + backward.map_or(0, GradientDistance::undecided),
             o_relative: forward.map(Distance::o_relative),
             o: forward.map(|f| f.o),
             stats: forward.and_then(|f| f.stats),
             gradients: backward.map(GradientDistance::told),
+        }
+    }
+
+    pub(super) fn outcome(&self) -> Outcome {
+        match (self.passed, self.undecided) {
+            (false, _) => Outcome::PastTolerance,
+            (true, 0) => Outcome::Good,
+            (true, _) => Outcome::Undecided,
+        }
+    }
+
+    /// In a word, or a sentence.
+    fn verdict(&self) -> String {
+        match self.outcome() {
+            Outcome::PastTolerance => "FAILED".to_owned(),
+            Outcome::Undecided => {
+                format!("UNDECIDED: the rounding of scores may change {} elements by more than their size", self.undecided)
+            }
+            Outcome::Good | Outcome::NoExecutor => "passed".to_owned(),
         }
     }
 }
@@ -212,7 +235,7 @@ impl Told {
         }
         table.rows("output", self.output.iter().cloned());
         if let Some(check) = &self.check {
-            table.row("check", if check.passed { "passed" } else { "FAILED" });
+            table.row("check", check.verdict());
             if let (Some(o), Some(relative)) = (&check.o, check.o_relative) {
                 table.row("", format!("{}; relative {relative:.1e}", worst("o", o)));
             }
@@ -232,5 +255,6 @@ fn pass(table: &mut Table, engine: &str, copied: &[&'static str], workspace: u64
 }
 
 fn worst(name: &str, worst: &Worst) -> String {
-    format!("{name}: error {:.1e}, tolerance {:.1e} ({:.0} % of it)", worst.error, worst.tolerance, worst.ratio * 100.0)
+    let undecided = if worst.undecided > 0 { format!("; {} elements undecided", worst.undecided) } else { String::new() };
+    format!("{name}: error {:.1e}, tolerance {:.1e} ({:.0} % of it){undecided}", worst.error, worst.tolerance, worst.ratio * 100.0)
 }

@@ -2,10 +2,10 @@
 //!
 //! Derived as those of the forward pass, as `tests/harness/compare/gradients.rs` has it. The oracle carries these errors through to
 //! each element of a gradient, to first order and as sums of magnitudes. With `Σ(n) = 4·√n·e`, `n` the number of keys and `M` the
-//! largest magnitude of a score in a row:
+//! magnitude of a score:
 //!
 //! - a weight is `exp(S − stats)`: `S` is off by what the forward pass allows, and scaling, stats and the difference round `|S| ≤ M`
-//!   and `|stats| ≤ M + ln n` three times each; the exponential is good to `8·e`;
+//!   and `|stats|` three times each; the exponential is good to `8·e`; what is off by `x` in all moves a weight by up to `eˣ − 1`;
 //! - `dP` and `δ` are sums of `dim_v` products, which are subtracted; `o`, which `δ` is made of, was rounded: `u`;
 //! - `P` and `dS` are rounded to the operands' type in front of their products: `u + 4·e`;
 //! - the slope of a modified score is off by what its own function makes of the error of the score, and by `8·e`;
@@ -16,26 +16,29 @@
 //!
 //! Where `o` and stats were computed in the same run, they are off by what the forward pass allows, and so are the weights.
 
-use super::{F32_ROUNDOFF, Worst, least, roundoff, sum_of};
+use super::{F32_ROUNDOFF, Wanted, Worst, least, roundoff, sum_of};
 use crate::data::{Data, Element};
 use serde::Serialize;
+
+/// Errors that do not grow with a number count this often in its magnitude, as they decide nothing about how right it is.
+pub(crate) const ABSOLUTE: f64 = 4.0;
 
 /// The errors of an executor's steps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rates {
     /// Of a weight, relative.
     pub(crate) weight: f64,
-    /// The same, for each unit of its row's score magnitude.
+    /// The same, for each unit of the magnitudes of its score and of the statistic.
     pub(crate) magnitude: f64,
-    /// How often the error of a score counts in a weight.
-    pub(crate) score: f64,
+    /// How often the error of the sum of weights counts in a weight: once where it was computed in the same run.
+    pub(crate) sum: f64,
     /// Of `dP` and `δ`.
     pub(crate) product: f64,
     /// Of `o`, relative to itself.
     pub(crate) output: f64,
     /// Of `o`, relative to Σ p·|v|.
     pub(crate) computed_output: f64,
-    /// The same, for each unit of a score's error.
+    /// The same, for each unit of the error of the sum of weights.
     pub(crate) computed_output_score: f64,
     /// Of `P` and `dS` in front of the second products.
     pub(crate) round: f64,
@@ -59,8 +62,8 @@ impl Rates {
         let ln_n = (seq_kv as f64).ln();
         let alone = Rates {
             weight: (8.0 + 3.0 * ln_n) * e,
-            magnitude: 6.0 * e,
-            score: 1.0,
+            magnitude: 3.0 * e,
+            sum: 0.0,
             product: sum_of(dim_v) + 2.0 * e,
             output: u,
             computed_output: 0.0,
@@ -79,8 +82,8 @@ impl Rates {
         // What `compare` allows of `o` and stats, less its factor of 2, which stands in front of everything here.
         Rates {
             weight: alone.weight + sum_of(seq_kv) + (16.0 + 2.0 * ln_n) * e,
-            magnitude: alone.magnitude + 2.0 * e,
-            score: 2.0,
+            magnitude: alone.magnitude + e,
+            sum: 1.0,
             output: 0.0,
             computed_output: 2.0 * u + 2.0 * sum_of(seq_kv) + 16.0 * e,
             computed_output_score: 2.0,
@@ -89,42 +92,65 @@ impl Rates {
     }
 }
 
+/// What is added to an element of a gradient, or multiplies what is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Term {
+    pub(crate) value: f64,
+    /// How far it may be off.
+    pub(crate) error: f64,
+    /// The sizes that it is a difference of, and what no number of its type is smaller than.
+    pub(crate) magnitude: f64,
+}
+
+impl Term {
+    /// With what a sum of such terms may be off by, relative to each.
+    fn in_sum(self, sum: f64) -> Term {
+        Term { error: self.error + sum * self.value.abs(), ..self }
+    }
+}
+
 /// A gradient of the oracle, and how far rounding may move each element; 0 where no query meets a key.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Gradient {
     pub(crate) value: Vec<f64>,
     pub(crate) error: Vec<f64>,
+    pub(crate) magnitude: Vec<f64>,
 }
 
 impl Gradient {
     pub(crate) fn zeros(len: usize) -> Gradient {
-        Gradient { value: vec![0.0; len], error: vec![0.0; len] }
+        Gradient { value: vec![0.0; len], error: vec![0.0; len], magnitude: vec![0.0; len] }
     }
 
-    /// Adds `factor` times `row`, where `factor` may be off by `error`, and the sum by `sum` of its terms.
-    pub(crate) fn add(&mut self, from: usize, row: &[f64], factor: f64, error: f64, sum: f64) {
-        let error = error + sum * factor.abs();
-        let (value, errors) = (&mut self.value[from..][..row.len()], &mut self.error[from..][..row.len()]);
-        for ((value, errors), x) in value.iter_mut().zip(errors).zip(row) {
-            *value += factor * x;
-            *errors += error * x.abs();
+    /// Adds `factor` times `row`, where the sum may be off by `sum` of its terms.
+    pub(crate) fn add(&mut self, from: usize, row: &[f64], factor: Term, sum: f64) {
+        let factor = factor.in_sum(sum);
+        let range = from..from + row.len();
+        let (value, errors, sizes) = (&mut self.value[range.clone()], &mut self.error[range.clone()], &mut self.magnitude[range]);
+        for (((value, errors), sizes), x) in value.iter_mut().zip(errors).zip(sizes).zip(row) {
+            *value += factor.value * x;
+            *errors += factor.error * x.abs();
+            *sizes += factor.magnitude * x.abs();
         }
     }
 
     /// Adds one number.
-    pub(crate) fn add_one(&mut self, at: usize, value: f64, error: f64) {
-        self.value[at] += value;
-        self.error[at] += error;
+    pub(crate) fn add_one(&mut self, at: usize, term: Term) {
+        self.value[at] += term.value;
+        self.error[at] += term.error;
+        self.magnitude[at] += term.magnitude;
     }
 
     /// Adds another of the same length.
     pub(crate) fn merge(&mut self, other: &Gradient) {
         self.value.iter_mut().zip(&other.value).for_each(|(to, x)| *to += x);
         self.error.iter_mut().zip(&other.error).for_each(|(to, x)| *to += x);
+        self.magnitude.iter_mut().zip(&other.magnitude).for_each(|(to, x)| *to += x);
     }
 
     pub(crate) fn may_be_small(&mut self, from: usize, dim: usize, small: f64) {
         self.error[from..][..dim].iter_mut().for_each(|error| *error += small);
+        self.magnitude[from..][..dim].iter_mut().for_each(|magnitude| *magnitude += ABSOLUTE * small);
     }
 }
 
@@ -139,13 +165,15 @@ pub(crate) struct Tally {
 impl Tally {
     /// Compares neighbours, `got` from an element on; `stored`: what they were rounded to.
     pub(crate) fn compare(&mut self, want: &Gradient, range: std::ops::Range<usize>, got: &Data, at: usize) {
-        let (stored, small) = (roundoff(got.element()), least(got.element()));
+        let element = got.element();
+        let (stored, small) = (roundoff(element), least(element));
         for (n, place) in range.enumerate() {
             let (got, value) = (got.get(at + n), want.value[place]);
             let error = want.error[place];
             let tolerance = 2.0 * (error + if error > 0.0 { small.max(stored * value.abs()) } else { 0.0 });
-            self.worst = self.worst.worse(Worst::of(got, value, tolerance));
-            if value.is_finite() {
+            let magnitude = want.magnitude[place] + ABSOLUTE * small;
+            self.worst = self.worst.worse(Worst::of(got, Wanted { value, tolerance, magnitude, stored: element }));
+            if value.is_finite() && got.is_finite() {
                 self.squares += (got - value).powi(2);
                 self.norm += value * value;
             }
@@ -180,6 +208,11 @@ impl GradientDistance {
     /// Within every tolerance.
     pub(crate) fn passes(&self) -> bool {
         self.0.iter().all(|(_, tally)| tally.worst.ratio <= 1.0)
+    }
+
+    /// How many elements no result could be wrong in.
+    pub(crate) fn undecided(&self) -> u64 {
+        self.0.iter().map(|(_, tally)| tally.worst.undecided).sum()
     }
 
     /// What is told.

@@ -90,6 +90,27 @@ impl CudnnExecutor {
         self.write(path.as_ref(), vec![record]).map(|_| ())
     }
 
+    /// Why each of the attached files is of no use for a pass, in their order: that it has no plan for it, or what is wrong with the
+    /// one that it has; `None` of one that has a plan of use.
+    ///
+    /// # Errors
+    /// The environment's; that nothing runs the pass.
+    pub fn without_plan(&self, job: &Job) -> Result<Vec<Option<String>>, Error> {
+        let handle = self.library.handle(self.aside()?)?;
+        let target = Target::Handle(&handle);
+        let key = portable::key(self.library, &target, job, &self.options)?;
+        let files = self.files.open.read().clone();
+        let against = |file: &Arc<PlanFile>| match file.read(&key) {
+            Ok(None) => Some("has no plan for this".to_owned()),
+            Ok(Some(bytes)) => {
+                let loaded = Planned::from_bytes(self.library, &target, job, &bytes);
+                loaded.err().map(|e: PayloadError| format!("has a plan for this that is not used: {e}"))
+            }
+            Err(e) => Some(format!("has a plan for this that is not used: {e}")),
+        };
+        Ok(files.iter().map(against).collect())
+    }
+
     fn write(&self, path: &Path, records: Vec<Record>) -> Result<usize, AttachError> {
         let here = portable::header(self.library, &DeviceProfile::of_device(self.library, self.device)?);
         let count = records.len();

@@ -1,0 +1,63 @@
+//! Files that are read whole: none that does not end, and none that is larger than what it is to hold.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+fn size(bytes: u64) -> String {
+    if bytes.is_multiple_of(1 << 20) { format!("{} MiB", bytes >> 20) } else { format!("{bytes} bytes") }
+}
+
+/// The bytes of a regular file that has at most so many.
+pub(crate) fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, String> {
+    let failed = |e: std::io::Error| format!("cannot be read: {e}");
+    // Before opening: a pipe would wait for a writer, and a device never ends.
+    let facts = std::fs::metadata(path).map_err(failed)?;
+    if !facts.is_file() {
+        return Err("is not a file".to_owned());
+    }
+    let large = || format!("is larger than {}, the most that is read", size(most));
+    if facts.len() > most {
+        return Err(large());
+    }
+    let mut bytes = Vec::new();
+    // A file that is being written may have become longer since.
+    File::open(path).and_then(|file| file.take(most + 1).read_to_end(&mut bytes)).map_err(failed)?;
+    if bytes.len() as u64 > most { Err(large()) } else { Ok(bytes) }
+}
+
+/// The same of a text.
+pub(crate) fn text(path: &Path, most: u64) -> Result<String, String> {
+    String::from_utf8(bytes(path, most)?).map_err(|e| format!("is not a text: {e}"))
+}
+
+/// That a library is a file or a folder: loading anything else may never end.
+pub(crate) fn is_library(path: &Path) -> Result<(), String> {
+    match std::fs::metadata(path) {
+        Ok(facts) if !facts.is_file() && !facts.is_dir() => Err("is neither a file nor a folder".to_owned()),
+        // What is not there is told of by who looks for it.
+        Ok(_) | Err(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_end_or_is_too_large_is_not_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("f");
+        std::fs::write(&path, "12345").unwrap();
+        assert_eq!(text(&path, 5).as_deref(), Ok("12345"));
+        assert_eq!(text(&path, 4), Err("is larger than 4 bytes, the most that is read".to_owned()));
+        assert_eq!(bytes(folder.path(), 5), Err("is not a file".to_owned()));
+        assert!(bytes(&folder.path().join("none"), 5).unwrap_err().starts_with("cannot be read"));
+        // Of no size, whatever it holds.
+        #[cfg(target_os = "linux")]
+        {
+            assert_eq!(bytes(Path::new("/dev/zero"), 5), Err("is not a file".to_owned()));
+            assert!(bytes(Path::new("/proc/self/maps"), 5).unwrap_err().starts_with("is larger"));
+        }
+    }
+}
