@@ -10,6 +10,8 @@ mod check;
 mod compile;
 #[path = "cli/limits.rs"]
 mod limits;
+#[path = "cli/newcomer.rs"]
+mod newcomer;
 #[path = "cli/rules.rs"]
 mod rules;
 #[path = "cli/show.rs"]

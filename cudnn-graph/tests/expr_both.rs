@@ -1,6 +1,6 @@
 //! Closures and texts have the same functions: each table, function by function, of each type that it takes.
 
-use cudnn_graph::expr::{Binary, Kind, Made, Spelling, Trace, Unary};
+use cudnn_graph::expr::{Axis, Binary, Kind, Made, Spelling, Trace, Unary};
 
 fn of_score(text: &str) -> Trace {
     text.parse().unwrap_or_else(|e| panic!("{text}: {e}"))
@@ -119,6 +119,22 @@ fn functions_that_are_made_of_others() {
     }
     assert_eq!(of_score("clamp(q, 0, 2) * 1"), of_score("min(max(q, 0), 2) * 1"));
     assert!("clamp(score, q, 2)".parse::<Trace>().is_err());
+}
+
+#[test]
+fn places_and_extents() {
+    let closures = [
+        whole!(at => at.batch),
+        whole!(at => at.head),
+        whole!(at => at.q),
+        whole!(at => at.k),
+        whole!(at => at.batches),
+        whole!(at => at.heads_q),
+        whole!(at => at.seq_q),
+        whole!(at => at.seq_kv),
+    ];
+    let names = Axis::ALL.iter().map(|axis| axis.name()).chain(Axis::ALL.iter().map(|axis| axis.extent_name()));
+    assert_eq!(closures.to_vec(), names.map(|name| of_score(&format!("f32({name})"))).collect::<Vec<_>>());
 }
 
 #[test]

@@ -11,8 +11,11 @@ fn run(words: &[&str]) -> (i32, Value) {
     (code(&out), json(&out))
 }
 
+/// A tensor whose numbers a function of their places gives.
+type Made<'a> = (&'a str, [usize; 4], &'a dyn Fn(usize) -> f64);
+
 /// A file with tensors of one shape, of numbers that a function of their places gives.
-fn tensors(dtype: Dtype, all: &[(&str, [usize; 4], &dyn Fn(usize) -> f64)]) -> Vec<u8> {
+fn tensors(dtype: Dtype, all: &[Made<'_>]) -> Vec<u8> {
     let all: Vec<_> = all
         .iter()
         .map(|(name, shape, number)| {
@@ -61,8 +64,7 @@ fn what_overflows_rightly_is_right() {
     let number = |size: f64| move |n: usize| size * ((n * 37 % 19) as f64 / 9.0 - 1.0);
     let (large, small) = (number(200.0), number(1e-3));
     let shape = [1, 1, 6, 8];
-    let all: [(&str, [usize; 4], &dyn Fn(usize) -> f64); 4] =
-        [("q", shape, &small), ("k", shape, &large), ("v", shape, &large), ("do", shape, &large)];
+    let all: [Made<'_>; 4] = [("q", shape, &small), ("k", shape, &large), ("v", shape, &large), ("do", shape, &large)];
     std::fs::write(&path, tensors(Dtype::F16, &all)).unwrap();
     let output = folder.path("out");
     let (code, told) = run(&["--input", &path, "--scale", "3", "--backward", "--output", &output]);

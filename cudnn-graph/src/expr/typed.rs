@@ -396,6 +396,8 @@ pub struct At<'t> {
     pub q: Expr<'t, I32>,
     /// Index of the key.
     pub k: Expr<'t, I32>,
+    /// How many batch entries there are.
+    pub batches: Expr<'t, I32>,
     /// How many query heads there are. Extents become constants of a problem: a program that uses one differs with it.
     pub heads_q: Expr<'t, I32>,
     /// How many queries there are.
@@ -453,6 +455,7 @@ where
             head: index(Axis::Head),
             q: index(Axis::Q),
             k: index(Axis::K),
+            batches: extent(Axis::Batch),
             heads_q: extent(Axis::Head),
             seq_q: extent(Axis::Q),
             seq_kv: extent(Axis::K),

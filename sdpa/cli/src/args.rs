@@ -49,6 +49,8 @@ pub(crate) enum Command {
     /// Compile plans for a device, which need not be there, into a plan file
     #[command(after_help = COMPILE_EXIT_CODES)]
     Compile(CompileArgs),
+    /// Say everything that may be written in a score_mod and a mask
+    Language,
     /// Look at the caches of plans of a program that ran
     Cache(CacheArgs),
     /// Say which executors work here, and what the others lack
@@ -71,13 +73,13 @@ pub(crate) struct ProblemArgs {
     /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd
     #[arg(long)]
     pub(crate) layout: Option<String>,
-    /// A function of the scaled scores: softcap:CAP, alibi, alibi-slopes, bias:AXES, bias16:AXES, sandwich:N, an expression, or
-    /// @FILE with one; may be repeated: one after the other
+    /// A function of the scaled scores: softcap:CAP, alibi, alibi-slopes, bias:AXES, bias16:AXES, sandwich:N, t5:BUCKETS,FAR[,both], an expression, or
+    /// @FILE with one (`language` says everything); may be repeated: one after the other
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
     pub(crate) score_mod: Vec<String>,
     /// none, causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right] (either side may be inf), sliding-window:N,
     /// prefix-lm:N, dilated:N, document, document-runs, shared-prefix:N, padding, global-local:W,G, natten:N, array[:AXES], an
-    /// expression, or @FILE with one; may be repeated: a key is kept where every mask keeps it
+    /// expression, several of these joined by |, & and !, or @FILE with one; may be repeated: a key is kept where every mask keeps it
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
     pub(crate) mask: Vec<String>,
     /// Add the input's tensor bias to the scores, before the score_mods; with --backward also its gradient

@@ -125,7 +125,15 @@ pub(crate) fn run(args: &CompileArgs, json: bool) -> Result<Answer, Failure> {
     let mut mistakes = Mistakes::default();
     let profile = mistakes.take("--device", device(&args.device));
     let problems = problems::read(&args.problems, &mut mistakes);
-    mistakes.take("--out", Destination::new(&args.out, Some(&args.problems)));
+    let destination = mistakes.take("--out", Destination::new(&args.out, Some(&args.problems)));
+    // Beside it will lie the file of its lock.
+    let mut lock = args.out.clone().into_os_string();
+    lock.push(".lock");
+    if let (Some(_), Err(e)) = (destination, std::fs::metadata(lock))
+        && e.kind() == std::io::ErrorKind::InvalidFilename
+    {
+        mistakes.add("--out", format!("cannot be written: with .lock at its end, {e}"));
+    }
     let wanted = Wanted::read(args.cudnn.as_deref());
     PlaceArgs { cudnn: wanted.library.clone(), driver: args.driver.clone() }.check(&mut mistakes);
     let (profile, problems) = mistakes.finish(profile.zip(problems))?;

@@ -5,7 +5,7 @@ use crate::data::Element;
 use crate::exit::{Answer, Failure, Mistakes, Outcome};
 use crate::memory;
 use crate::operands::Operands;
-use crate::progress::Progress;
+use crate::progress::{Progress, Step};
 use crate::run;
 use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
@@ -124,7 +124,7 @@ fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> 
     let mut operands = Operands::random(&spec, Element::BF16, 0)?;
     let scale = problem.default_scale();
     let report = operands.forward(choice.prepared.as_ref(), &[], scale).map_err(|e| e.to_string())?;
-    let distance = operands.check(&spec, &problem, scale, Progress::new(true));
+    let distance = operands.check(&spec, &problem, scale, &Step::hidden());
     if distance.passes() && distance.undecided() == 0 {
         Ok(report.engine)
     } else {

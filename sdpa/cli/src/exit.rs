@@ -1,5 +1,6 @@
 //! How the tool ends: answers, failures and exit codes.
 
+use crate::printable::{brief, printable, printable_json};
 use serde::Serialize;
 use std::fmt::Display;
 use std::io::Write;
@@ -39,9 +40,9 @@ impl Answer {
     /// An answer as text or as JSON.
     pub(crate) fn new(json: bool, value: &impl Serialize, text: impl FnOnce() -> String, outcome: Outcome) -> Result<Answer, Failure> {
         let rendered = if json {
-            serde_json::to_string_pretty(value).map_err(|e| Failure::environment("JSON", e))?
+            printable_json(&serde_json::to_string_pretty(value).map_err(|e| Failure::environment("JSON", e))?)
         } else {
-            text().trim_end().to_owned()
+            printable(text().trim_end())
         };
         Ok(Answer { rendered, outcome })
     }
@@ -58,7 +59,7 @@ pub(crate) struct Line {
 
 impl Line {
     pub(crate) fn new(about: impl Display, message: impl Display) -> Line {
-        let one_line = |text: String| text.trim().replace(['\n', '\r'], "; ");
+        let one_line = |text: String| printable(&brief(&text.trim().replace("\r\n", "\n").replace(['\n', '\r'], "; ")));
         Line { about: one_line(about.to_string()), message: one_line(message.to_string()) }
     }
 }
@@ -116,11 +117,21 @@ struct ErrorObject<'a> {
 
 /// Everything collected that is wrong with what the user gave.
 #[derive(Debug, Default)]
-pub(crate) struct Mistakes(Vec<Line>);
+pub(crate) struct Mistakes {
+    lines: Vec<Line>,
+    /// Those that are counted only.
+    more: usize,
+}
+
+/// Mistakes that are told one by one.
+const LINES: usize = 200;
 
 impl Mistakes {
     pub(crate) fn add(&mut self, about: impl Display, message: impl Display) {
-        self.0.push(Line::new(about, message));
+        self.more += usize::from(self.lines.len() >= LINES);
+        if self.lines.len() < LINES {
+            self.lines.push(Line::new(about, message));
+        }
     }
 
     /// The value, or `None` and one mistake more.
@@ -129,10 +140,15 @@ impl Mistakes {
     }
 
     /// The value if nothing at all is wrong.
-    pub(crate) fn finish<T>(self, value: Option<T>) -> Result<T, Failure> {
+    pub(crate) fn finish<T>(mut self, value: Option<T>) -> Result<T, Failure> {
         match value {
-            Some(value) if self.0.is_empty() => Ok(value),
-            Some(_) | None => Err(Failure::Mistakes(self.0)),
+            Some(value) if self.lines.is_empty() => Ok(value),
+            Some(_) | None => {
+                if self.more > 0 {
+                    self.lines.push(Line::new("and more", format!("{} mistakes besides these", self.more)));
+                }
+                Err(Failure::Mistakes(self.lines))
+            }
         }
     }
 }
@@ -153,7 +169,7 @@ fn print_failure(failure: &Failure, json: bool) -> u8 {
     let body = ErrorBody { exit_code: code, kind: failure.kind(), lines: failure.lines() };
     let printed = if json {
         let text = serde_json::to_string_pretty(&ErrorObject { error: body }).unwrap_or_default();
-        stdout(&text)
+        stdout(&printable_json(&text))
     } else {
         failure.lines().iter().try_for_each(|line| writeln!(std::io::stderr(), "error: {}: {}", line.about, line.message))
     };
@@ -173,8 +189,14 @@ pub(crate) fn print_usage(error: &clap::Error, json: bool) -> u8 {
         let line = Line::new("arguments", first.strip_prefix("error: ").unwrap_or(first));
         return print_failure(&Failure::Mistakes(vec![line]), true);
     }
-    error.print().ok();
+    // What was typed is in it, colours of its own are not.
+    writeln!(std::io::stderr(), "{}", printable(&brief_lines(&error.to_string()))).ok();
     Failure::Mistakes(Vec::new()).code()
+}
+
+/// The same text with no line that is too long.
+fn brief_lines(text: &str) -> String {
+    text.trim_end().lines().map(brief).collect::<Vec<_>>().join("\n")
 }
 
 /// A reader that has heard enough (`| head`) is not an error.
@@ -206,5 +228,9 @@ mod tests {
         let lines = vec![Line::new("--a", "two; lines"), Line::new("--b", "bad")];
         assert_eq!(mistakes.finish(Some(1)), Err(Failure::Mistakes(lines)));
         assert_eq!(Mistakes::default().finish(Some(1)), Ok(1));
+        let mut many = Mistakes::default();
+        (0..300).for_each(|n| many.add(n, "bad"));
+        let Err(Failure::Mistakes(lines)) = many.finish(Some(1)) else { panic!("300 mistakes") };
+        assert_eq!((lines.len(), lines[200].message.as_str()), (201, "100 mistakes besides these"));
     }
 }

@@ -3,6 +3,7 @@
 use crate::exit::Mistakes;
 use crate::file;
 use sdpa::expr::{Axes, Axis, BF16, ExprError, ExprErrors, F16, F32, Trace};
+use sdpa::library::T5;
 use sdpa::{AttentionSpec, DType, Layout, Mask, ParseError, ScoreMod, Shape, library};
 use std::fmt::Display;
 use std::str::FromStr;
@@ -33,6 +34,14 @@ fn last_value(text: &str) -> (usize, usize) {
     place.unwrap_or((line, column))
 }
 
+/// The place and the rest of a rule that begins with a place: `at 2:14: …`.
+fn place_of(rule: &str) -> Option<(String, String)> {
+    let (at, rule) = rule.strip_prefix("at ")?.split_once(": ")?;
+    let (line, column) = at.split_once(':')?;
+    let number = |text: &str| text.parse::<usize>().is_ok();
+    (number(line) && number(column) && !rule.contains('\n')).then(|| (at.to_owned(), rule.to_owned()))
+}
+
 /// `FILE:line:column` and the rule that is broken there.
 fn located(path: &str, error: &ExprError) -> Wrong {
     match error {
@@ -53,7 +62,12 @@ fn read<T: FromStr<Err = ParseError>>(option: &str, text: &str) -> Result<T, Vec
     let about = |why: &dyn Display| vec![(format!("{option} {text}"), why.to_string())];
     let whole = file::text(path.as_ref(), LARGEST).map_err(|e| about(&e))?;
     whole.trim().parse().map_err(|e: T::Err| {
-        let name = whole.trim().chars().all(|c| c.is_ascii_alphanumeric() || "-_:,.".contains(c));
+        // Masks that are joined are no trace: their place is in the rule.
+        let placed = whole.parse::<T>().err().and_then(|e| place_of(&e.rule).map(|(at, rule)| (format!("{path}:{at}"), rule)));
+        if let Some(placed) = placed {
+            return vec![placed];
+        }
+        let name = whole.trim().chars().all(is_of_name);
         match whole.parse::<Trace>() {
             Err(ExprErrors(errors)) if !name => errors.iter().map(|e| located(path, e)).collect(),
             Ok(_) | Err(_) => {
@@ -82,9 +96,79 @@ fn all<T>(read: Vec<Result<T, Vec<Wrong>>>, mistakes: &mut Mistakes) -> AsFarAsR
     (values, right)
 }
 
+/// A name of the library whose parameters have other names: `softcap:30[cap=outer_cap]`. `None`: something else.
+fn renamed(option: &str, text: &str) -> Option<Result<ScoreMod, Vec<Wrong>>> {
+    let (name, list) = text.trim().strip_suffix(']')?.split_once('[')?;
+    if !name.chars().all(is_of_name) {
+        return None;
+    }
+    let fail = |rule: String| vec![(option.to_owned(), format!("{text:?}: {rule}"))];
+    let read = || {
+        let mut score_mod: ScoreMod = name.parse().map_err(|e: ParseError| fail(e.rule))?;
+        for pair in list.split(',') {
+            let (from, to) = pair.split_once('=').ok_or_else(|| fail(format!("{pair:?} is not OLD=NEW")))?;
+            let (from, to) = (from.trim(), to.trim());
+            let names: Vec<&str> = score_mod.stages().iter().flat_map(|stage| stage.params()).map(|p| p.name.as_str()).collect();
+            if !names.contains(&from) {
+                return Err(fail(format!("{name} declares no {from}; it declares {}", crate::table::list(&names))));
+            }
+            score_mod = score_mod.rename(from, to).map_err(|e| fail(e.to_string()))?;
+        }
+        Ok(score_mod)
+    };
+    Some(read())
+}
+
+/// The name of the parameter of [`t5`], and of its table in the input.
+pub(crate) const T5_NAME: &str = "t5";
+
+/// The buckets of `t5:BUCKETS,FAR[,both]`; `None`: something else.
+pub(crate) fn t5(text: &str) -> Option<Result<T5, String>> {
+    let rest = text.trim().strip_prefix("t5")?;
+    let rule = || {
+        format!(
+            "{text:?}: t5:BUCKETS,FAR[,both] takes two whole numbers, up to {MOST_BUCKETS} buckets, FAR more than half of those of a direction"
+        )
+    };
+    if !rest.is_empty() && !rest.starts_with(':') {
+        return None;
+    }
+    let read = || {
+        let parts: Vec<&str> = rest.strip_prefix(':')?.split(',').collect();
+        let (buckets, far, both) = match parts[..] {
+            [buckets, far] => (buckets, far, false),
+            [buckets, far, "both"] => (buckets, far, true),
+            _ => return None,
+        };
+        let t5 = T5 { buckets: buckets.parse().ok()?, max_distance: far.parse().ok()?, bidirectional: both };
+        let own = t5.buckets / if both { 2 } else { 1 };
+        (t5.buckets <= MOST_BUCKETS && own >= 2 && t5.max_distance > own / 2).then_some(t5)
+    };
+    Some(read().ok_or_else(rule))
+}
+
+/// Buckets at most: no table has more.
+const MOST_BUCKETS: usize = 1 << 16;
+
+/// Adds the bias that is made of a table of relative positions.
+fn t5_bias() -> Result<ScoreMod, String> {
+    let axes = [Axis::Head, Axis::Q, Axis::K];
+    ScoreMod::new(T5_NAME, |score, _, p| score + p.tensor(T5_NAME, axes, F32)).map_err(|e| e.to_string())
+}
+
+/// Whether a letter may be in a name of the library and its numbers.
+fn is_of_name(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "-_:,.".contains(c)
+}
+
 /// The score_mods, in their order.
 pub(crate) fn score_mods(texts: &[String], mistakes: &mut Mistakes) -> AsFarAsRight<ScoreMod> {
-    all(texts.iter().map(|text| read("--score-mod", text)).collect(), mistakes)
+    const OPTION: &str = "--score-mod";
+    let one = |text: &String| match t5(text) {
+        Some(read) => read.and_then(|_| t5_bias()).map_err(|why| vec![(OPTION.to_owned(), why)]),
+        None => renamed(OPTION, text).unwrap_or_else(|| read(OPTION, text)),
+    };
+    all(texts.iter().map(one).collect(), mistakes)
 }
 
 /// One mask, or none. `array` spans `axes`; where they are not known, that has been told.

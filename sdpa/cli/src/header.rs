@@ -6,6 +6,8 @@ use crate::exit::Mistakes;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use sdpa::Layout;
+use serde::Deserialize;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -68,6 +70,41 @@ pub(crate) fn file_shape(dims: [i64; 4], layout: Layout) -> [i64; 4] {
     shape
 }
 
+/// A tensor of a header, before anything of it was judged.
+#[derive(Deserialize)]
+struct Claim {
+    dtype: Dtype,
+    shape: Vec<u64>,
+    data_offsets: [u64; 2],
+}
+
+/// The first tensor of a header that is wrong, and why: the library's error has no name in it.
+fn blame(header: &[u8]) -> Option<String> {
+    let all: BTreeMap<String, serde_json::Value> = serde_json::from_slice(header).ok()?;
+    let mut claims = Vec::new();
+    for (name, value) in all.into_iter().filter(|(name, _)| name != "__metadata__") {
+        match serde_json::from_value::<Claim>(value) {
+            Ok(claim) => claims.push((name, claim)),
+            Err(e) => return Some(format!("tensor {name}: {e}")),
+        }
+    }
+    claims.sort_by_key(|(_, claim)| claim.data_offsets);
+    let mut next = 0;
+    for (name, Claim { dtype, shape, data_offsets: [start, end] }) in claims {
+        let bits = shape.iter().try_fold(dtype.bitsize() as u64, |n, extent| n.checked_mul(*extent));
+        let said = end.checked_sub(start);
+        if bits.is_none_or(|bits| said != Some(bits / 8) || !bits.is_multiple_of(8)) {
+            let bytes = bits.map_or_else(|| "more bytes than can be counted".to_owned(), |bits| format!("{} bytes", bits.div_ceil(8)));
+            return Some(format!("tensor {name}: the shape {shape:?} of {dtype} has {bytes}, its data_offsets [{start}, {end}] differ"));
+        }
+        if start != next {
+            return Some(format!("tensor {name}: its data_offsets begin at {start}, not at {next}, where the tensor before it ends"));
+        }
+        next = end;
+    }
+    None
+}
+
 impl Header {
     /// Reads the header alone and compares what it says with the size of the file.
     pub(crate) fn read(path: &Path) -> Result<Header, String> {
@@ -87,7 +124,10 @@ impl Header {
         }
         let mut text = vec![0; usize::try_from(length).unwrap_or(0)];
         file.read_exact(&mut text).map_err(|e| format!("cannot be read: {e}"))?;
-        let metadata: Metadata = serde_json::from_slice(&text).map_err(|e| format!("has a broken safetensors header: {e}"))?;
+        let metadata: Metadata = serde_json::from_slice(&text).map_err(|e| match blame(&text) {
+            Some(tensor) => format!("has a broken safetensors header: {tensor}"),
+            None => format!("has a broken safetensors header: {e}"),
+        })?;
         let said = data.saturating_add(metadata.data_len() as u64);
         if said != size {
             return Err(format!("is broken: its header speaks of {said} bytes, it has {size}"));

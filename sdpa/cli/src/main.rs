@@ -11,12 +11,14 @@ mod expression;
 mod file;
 mod header;
 mod inspect;
+mod language;
 mod memory;
 mod names;
 mod operands;
 mod oracle;
 mod params;
 mod plan;
+mod printable;
 mod progress;
 mod random;
 mod request;
@@ -43,6 +45,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Show(args) => show::run(args, cli.json),
         Command::Compile(args) => compile::run(args, cli.json),
+        Command::Language => language::run(cli.json),
         Command::Cache(args) => cache::run(args, cli.json),
         Command::Doctor(args) => doctor::run(args, cli.json),
     };

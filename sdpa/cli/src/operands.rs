@@ -6,7 +6,7 @@ use crate::header::{Entry, Header};
 use crate::memory;
 use crate::oracle::{self, backward};
 use crate::params::{Bound, Planned};
-use crate::progress::Progress;
+use crate::progress::{Progress, Step};
 use crate::random;
 use crate::request::{Backward, Request, Source};
 use crate::tolerance::Distance;
@@ -45,7 +45,7 @@ fn elements(tensor: &TensorSpec) -> usize {
 }
 
 /// Rows of stats.
-fn rows(spec: &AttentionSpec) -> usize {
+pub(crate) fn rows(spec: &AttentionSpec) -> usize {
     spec.o.dims[..3].iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
 }
 
@@ -147,7 +147,10 @@ impl Operands {
                     if let Some((o, ty, stats)) = &from.forward {
                         operands.o = reader.read("o", &spec.o, o, |_| ())?;
                         let read = header.load_at(*stats, *ty, Element::F32, rows(spec), |_| ());
-                        if let (Data::F32(read), _) = read.map_err(|e| Failure::environment(header.path.display(), e))? {
+                        if let (Data::F32(read), overflows) = read.map_err(|e| Failure::environment(header.path.display(), e))? {
+                            if overflows > 0 {
+                                reader.notes.push(format!("stats: {overflows} finite numbers are infinite in f32"));
+                            }
                             operands.stats = Some(read);
                         }
                     }
@@ -165,7 +168,13 @@ impl Operands {
         let (mut params, mut wrong) = (Vec::new(), Vec::new());
         for planned in &request.params {
             match planned.load(request.header(), seed) {
-                Ok(bound) => params.push(bound),
+                Ok((bound, overflows)) => {
+                    let element = if let crate::params::Values::Float(data) = &bound.values { data.element() } else { Element::F32 };
+                    if overflows > 0 {
+                        self.notes.push(format!("{}: {overflows} finite numbers are infinite in {}", bound.name, element.dtype()));
+                    }
+                    params.push(bound);
+                }
                 Err(e) => wrong.push(Line::new(about(), e)),
             }
         }
@@ -241,15 +250,13 @@ impl Operands {
     }
 
     /// Compares what was computed with the oracle.
-    pub(crate) fn check(&self, spec: &AttentionSpec, problem: &sdpa::Problem, attn_scale: f32, progress: Progress) -> Distance {
-        let step = progress.bar("checking", rows(spec) as u64);
+    pub(crate) fn check(&self, spec: &AttentionSpec, problem: &sdpa::Problem, attn_scale: f32, step: &Step) -> Distance {
         oracle::check(&self.call(spec, problem, attn_scale), &|rows| step.advance(rows))
     }
 
     /// Compares gradients with the oracle's. `chained`: `o` and stats are those that were computed here.
-    pub(crate) fn check_backward(&self, backward: &Backward, attn_scale: f32, progress: Progress) -> Option<GradientDistance> {
+    pub(crate) fn check_backward(&self, backward: &Backward, attn_scale: f32, step: &Step) -> Option<GradientDistance> {
         let spec = &backward.spec.forward;
-        let step = progress.bar("checking gradients", rows(spec) as u64);
         let Gradients { d_o, dq, dk, dv, wrt } = self.gradients.as_ref()?;
         let call = backward::Call {
             forward: self.call(spec, backward.problem.forward(), attn_scale),

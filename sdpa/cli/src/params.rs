@@ -3,10 +3,12 @@
 use crate::convert::FileType;
 use crate::data::{Data, Element};
 use crate::exit::Mistakes;
+use crate::expression::T5_NAME;
 use crate::header::{Found, Header};
 use crate::random;
 use safetensors::Dtype;
 use sdpa::expr::{Axes, Axis, Declared, ParamKind};
+use sdpa::library::T5;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::{DType, Param, ParamValue, library};
 
@@ -74,6 +76,8 @@ enum From {
     Scalar(f32),
     File(Reading, u64),
     Random,
+    /// A table of relative positions, random where there is no file.
+    T5(T5, Option<(FileType, u64)>),
 }
 
 /// A declared parameter, and where its value comes from.
@@ -124,7 +128,7 @@ impl Planned {
     pub(crate) fn scalar(&self) -> Option<f32> {
         match self.from {
             From::Scalar(x) => Some(x),
-            From::File(..) | From::Random => None,
+            From::File(..) | From::Random | From::T5(..) => None,
         }
     }
 
@@ -142,14 +146,29 @@ impl Planned {
         self.elements() as u128 * each
     }
 
-    /// Reads or makes the value.
-    pub(crate) fn load(&self, header: Option<&Header>, seed: u64) -> Result<Bound, String> {
+    /// Reads or makes the value; also counts finite numbers that became infinite.
+    pub(crate) fn load(&self, header: Option<&Header>, seed: u64) -> Result<(Bound, u64), String> {
         let len = self.elements();
         let name = &self.declared.name;
+        let mut overflows = 0;
         let values = match (&self.from, header) {
             (From::Scalar(x), _) => Values::Scalar(*x),
             (From::File(Reading::Float(ty, element), offset), Some(header)) => {
-                Values::Float(header.load_at(*offset, *ty, *element, len, |_| ())?.0)
+                let (data, too_large) = header.load_at(*offset, *ty, *element, len, |_| ())?;
+                overflows = too_large;
+                Values::Float(data)
+            }
+            (From::T5(t5, place), header) => {
+                let [_, heads, seq_q, seq_kv] = [self.dims[0], self.dims[1], self.longest[0], self.longest[1]].map(|n| n as usize);
+                let mut table = Data::zeros(Element::F32, heads * t5.buckets)?;
+                match (place, header) {
+                    (Some((ty, offset)), Some(header)) => {
+                        (table, overflows) = header.load_at(*offset, *ty, Element::F32, heads * t5.buckets, |_| ())?;
+                    }
+                    _ => random::fill(&mut table, seed, stream(name)),
+                }
+                let Data::F32(table) = table else { return Err(format!("{name} is no table of f32")) };
+                Values::Float(Data::F32(library::t5_bias(&table, *t5, seq_q, seq_kv)))
             }
             (From::File(Reading::I32, offset), Some(header)) => {
                 Values::I32(header.load_whole::<4>(*offset, len)?.into_iter().map(i32::from_le_bytes).collect())
@@ -164,13 +183,13 @@ impl Planned {
             }
             (From::Random | From::File(..), _) => self.random(len, seed)?,
         };
-        Ok(Bound { name: name.clone(), dims: self.dims, values })
+        Ok((Bound { name: name.clone(), dims: self.dims, values }, overflows))
     }
 
     fn random(&self, len: usize, seed: u64) -> Result<Values, String> {
         let ParamKind::Tensor { axes, dtype } = self.declared.kind else { return Ok(Values::Scalar(0.0)) };
         let name = self.declared.name.as_str();
-        let stream = name.bytes().fold(FIRST_STREAM, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)));
+        let stream = stream(name);
         let draw = |n: usize, below: u64| random::draw(seed, stream, n as u64) % below.max(1);
         if let Some(element) = Element::of(dtype) {
             if (name, axes, dtype) == ("slopes", Axes::from([Axis::Head]), DType::F32) {
@@ -202,6 +221,11 @@ impl Planned {
 
 /// Streams of random numbers of parameters begin past those of operands.
 const FIRST_STREAM: u64 = 1 << 32;
+
+/// The stream of a parameter.
+fn stream(name: &str) -> u64 {
+    name.bytes().fold(FIRST_STREAM, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)))
+}
 
 /// Documents: runs of equal numbers in each row, about four of them; the same in rows of one length, whatever they are for.
 fn runs(len: usize, row: usize, seed: u64) -> Vec<i32> {
@@ -239,6 +263,8 @@ pub(crate) struct Sources<'a> {
     pub(crate) given: &'a [(String, f32)],
     /// Everything that is declared is known.
     pub(crate) complete: bool,
+    /// The buckets of the parameter that is made of a table.
+    pub(crate) t5: Option<T5>,
 }
 
 impl Sources<'_> {
@@ -270,7 +296,12 @@ impl Sources<'_> {
             let value = given.or(declared.default).unwrap_or(f32::NAN);
             return Some(Planned::new(declared, Vec::new(), extents, From::Scalar(value)));
         };
+        let t5 = self.t5.filter(|_| name == T5_NAME && dtype == DType::F32 && axes == Axes::from([Axis::Head, Axis::Q, Axis::K]));
+        let bias = spanned(axes, extents);
         let Some(header) = self.header else {
+            if let Some(t5) = t5 {
+                return (!self.input).then(|| Planned::new(declared, bias, extents, From::T5(t5, None)));
+            }
             // An input that could not be read has been told of.
             return (!self.input).then(|| Planned::new(declared, spanned(axes, extents), extents, From::Random));
         };
@@ -278,6 +309,18 @@ impl Sources<'_> {
             mistakes.add(header.path.display(), header.lacks(name, ", which is declared"));
             return None;
         };
+        if let Some(t5) = t5 {
+            let want = [extents[1], i64::try_from(t5.buckets).unwrap_or(i64::MAX)];
+            if self.extents.is_some() && shape != want {
+                mistakes.add(header.path.display(), format!("{name} has the shape {shape:?}: {want:?} (query heads, buckets)"));
+                return None;
+            }
+            let Some(ty) = FileType::of(stored) else {
+                mistakes.add(header.path.display(), format!("{name} is of type {stored}: F16, BF16, F32 and F64 are read"));
+                return None;
+            };
+            return Some(Planned::new(declared, bias, extents, From::T5(t5, Some((ty, offset)))));
+        }
         let right = self.extents.is_none() || fits(&shape, axes, extents);
         if !right {
             let names: Vec<&str> = axes.iter().map(Axis::name).collect();

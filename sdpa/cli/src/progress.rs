@@ -41,6 +41,11 @@ impl Progress {
 pub(crate) struct Step(ProgressBar);
 
 impl Step {
+    /// One that nobody sees.
+    pub(crate) fn hidden() -> Step {
+        Step(ProgressBar::hidden())
+    }
+
     pub(crate) fn advance(&self, by: u64) {
         self.0.inc(by);
     }

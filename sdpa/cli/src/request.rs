@@ -7,6 +7,7 @@ use crate::args::{BackwardArgs, PlaceArgs, ProblemArgs};
 use crate::convert::FileType;
 use crate::data::Element;
 use crate::exit::Mistakes;
+use crate::expression;
 use crate::file;
 use crate::header::{Entry, Header};
 use crate::names;
@@ -15,6 +16,7 @@ use cudnn_graph::Search;
 use extents::{extents, relevant, specification};
 use rules::{Rules, judge, valid};
 use sdpa::exec::cudnn::CudnnOptions;
+use sdpa::library::T5;
 use sdpa::lower::Job;
 use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Layout, Mask, Problem, ScoreMod, Shape};
 
@@ -178,7 +180,12 @@ impl Request {
         let judged = judge(&any, args, gradient, rules.complete, mistakes);
         // What is wrong has been told.
         let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
-        let sources = Sources { extents: scores, header: header.as_ref(), input, given: &given, complete: rules.complete };
+        let t5: Vec<T5> = args.score_mod.iter().filter_map(|text| expression::t5(text)?.ok()).collect();
+        if t5.iter().any(|other| *other != t5[0]) {
+            mistakes.add("--score-mod", "t5 is there twice, with other buckets: the input has one table");
+        }
+        let t5 = t5.first().copied();
+        let sources = Sources { extents: scores, header: header.as_ref(), input, given: &given, complete: rules.complete, t5 };
         let params = judged.as_ref().and_then(|judged| sources.plan(&judged.params, mistakes));
 
         let stats = wanted.stats || args.stats || gradient.is_some_and(|g| g.backward);

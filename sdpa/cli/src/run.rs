@@ -99,8 +99,11 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let bad: Vec<String> = results(&operands, request).iter().filter_map(Tensor::not_numbers).collect();
     operands.notes.extend(bad);
     let checked = order.check.then(|| {
-        let forward = reports.forward.is_some().then(|| operands.check(&request.spec, &request.problem, scale, progress));
-        let backward = request.backward.as_ref().and_then(|b| operands.check_backward(b, scale, progress));
+        // One step for both passes, so that its end is the end.
+        let passes = u64::from(reports.forward.is_some()) + u64::from(request.backward.is_some());
+        let step = progress.bar("checking", passes * operands::rows(&request.spec) as u64);
+        let forward = reports.forward.is_some().then(|| operands.check(&request.spec, &request.problem, scale, &step));
+        let backward = request.backward.as_ref().and_then(|b| operands.check_backward(b, scale, &step));
         Checked::new(forward.as_ref(), backward.as_ref())
     });
     let outcome = checked.as_ref().map_or(Outcome::Good, Checked::outcome);
@@ -171,6 +174,7 @@ mod tests {
     use crate::args::{Cli, Command};
     use crate::data::{Data, Element};
     use crate::operands::Gradients;
+    use crate::progress::Step;
     use clap::Parser;
     use sdpa::{AttentionSpec, Layout, Shape};
 
@@ -184,9 +188,9 @@ mod tests {
             let choice = Dispatcher::default().prepare(&problem, Preference::Named(ExecutorName::Cpu)).unwrap();
             let mut operands = Operands::random(&spec, element, 1).unwrap();
             operands.forward(choice.prepared.as_ref(), &[], 0.25).unwrap();
-            let passes = |operands: &Operands| operands.check(&spec, &problem, 0.25, Progress::new(true)).passes();
+            let passes = |operands: &Operands| operands.check(&spec, &problem, 0.25, &Step::hidden()).passes();
             assert!(passes(&operands));
-            assert!(!operands.check(&spec, &problem, 0.26, Progress::new(true)).passes());
+            assert!(!operands.check(&spec, &problem, 0.26, &Step::hidden()).passes());
             let stats = operands.stats.as_mut().unwrap();
             stats[77] += 0.01;
             assert!(!passes(&operands));
@@ -224,8 +228,7 @@ mod tests {
             let mut operands = Operands::load(request, 1, Progress::new(true)).unwrap();
             compute(&mut operands, request, &chosen).unwrap();
             let backward = request.backward.as_ref().unwrap();
-            let passes =
-                |operands: &Operands| operands.check_backward(backward, request.attn_scale(), Progress::new(true)).unwrap().passes();
+            let passes = |operands: &Operands| operands.check_backward(backward, request.attn_scale(), &Step::hidden()).unwrap().passes();
             assert!(passes(&operands), "{dtype}");
             // Query 7 of the first head, key 3 of the last one, and the score of query 9 and key 2.
             let elements = [7 * 16 + 3, (3 * 40 + 3) * 16, (3 * 40 + 3) * 8, 9 * 40 + 2, 0];

@@ -28,6 +28,12 @@ impl Destination {
         if there.as_ref().is_ok_and(|facts| !facts.is_file()) {
             return Err("is not a file".to_owned());
         }
+        // Found out only when the file gets its name, else.
+        if let Err(e) = &there
+            && e.kind() == std::io::ErrorKind::InvalidFilename
+        {
+            return Err(format!("cannot be written: {e}"));
+        }
         if path.file_name().is_none() {
             return Err("is not the name of a file".to_owned());
         }

@@ -16,7 +16,7 @@ use crate::progress::Progress;
 use crate::request::{Request, Wanted};
 use crate::save::Destination;
 use crate::table::{Table, list};
-use field::{Curve, Field, View, range};
+use field::{Curve, Field, Odd, View, range};
 use figure::{Titles, short};
 use scene::Scene;
 use serde::Serialize;
@@ -93,6 +93,32 @@ impl Range {
     }
 }
 
+/// Kept scores that are no finite numbers.
+#[derive(Serialize)]
+struct NotFinite {
+    not_a_number: u64,
+    infinite: u64,
+    minus_infinite: u64,
+    /// Pairs that were looked at.
+    of: u64,
+    /// Query and key.
+    first: [usize; 2],
+}
+
+impl NotFinite {
+    fn new(field: &Field) -> Option<NotFinite> {
+        let [not_a_number, infinite, minus_infinite] = field.odd_pairs;
+        Some(NotFinite { not_a_number, infinite, minus_infinite, of: field.looked, first: field.first_odd? })
+    }
+
+    fn text(&self) -> String {
+        let counts = [(Odd::NotANumber, self.not_a_number), (Odd::Infinite, self.infinite), (Odd::MinusInfinite, self.minus_infinite)];
+        let counts = counts.into_iter().filter(|(_, n)| *n > 0).map(|(odd, n)| format!("{n} {}", odd.said()));
+        let [q, k] = self.first;
+        format!("{} of the {} pairs that were looked at; the first at query {q}, key {k}", list(&counts.collect::<Vec<_>>()), self.of)
+    }
+}
+
 /// What there is to tell of a picture.
 #[derive(Serialize)]
 struct Told {
@@ -110,6 +136,8 @@ struct Told {
     /// The part of the pairs that masks keep.
     kept: f64,
     modified_score: Option<Range>,
+    /// Kept scores that are no finite numbers, of the pairs that were looked at.
+    not_finite: Option<NotFinite>,
     curve_value: Option<Range>,
     curve_derivative: Option<Range>,
     #[serde(skip)]
@@ -178,6 +206,7 @@ fn tell(order: &Order, field: &Field, curve: &Curve) -> Told {
         cells: [field.rows, field.columns],
         kept: field.kept.iter().sum::<f64>() / field.kept.len().max(1) as f64,
         modified_score: Range::of(field.values.iter().flatten().copied()),
+        not_finite: NotFinite::new(field),
         curve_value: Range::of(curve.values.iter().map(|p| p[1])),
         curve_derivative: Range::of(curve.slopes.iter().map(|p| p[1])),
         preview: format!("{}{}", preview::render(field), preview::legend(field)),
@@ -193,6 +222,7 @@ impl Told {
         table.row("masks", list(&self.masks));
         table.row("kept", format!("{:.1} % of {} x {}", self.kept * 100.0, self.queries, self.keys));
         table.rows("scores", line(&self.modified_score));
+        table.rows("not finite", self.not_finite.iter().map(NotFinite::text));
         table.rows("derivative", line(&self.curve_derivative));
         table.row("", self.preview.clone());
         table.render()

@@ -2,11 +2,22 @@
 
 /// Rows of a name and a value; a value may have several lines.
 #[derive(Debug, Default)]
-pub(crate) struct Table(Vec<(String, String)>);
+pub(crate) struct Table(Vec<Row>);
+
+#[derive(Debug)]
+enum Row {
+    Title(String),
+    Pair(String, String),
+}
 
 impl Table {
     pub(crate) fn row(&mut self, name: impl Into<String>, value: impl Into<String>) {
-        self.0.push((name.into(), value.into()));
+        self.0.push(Row::Pair(name.into(), value.into()));
+    }
+
+    /// A line by itself, in front of rows.
+    pub(crate) fn title(&mut self, text: impl Into<String>) {
+        self.0.push(Row::Title(text.into()));
     }
 
     /// A row for each value, the name in front of the first only.
@@ -17,9 +28,18 @@ impl Table {
     }
 
     pub(crate) fn render(&self) -> String {
-        let width = self.0.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+        let width = |row: &Row| if let Row::Pair(name, _) = row { name.chars().count() } else { 0 };
+        let width = self.0.iter().map(width).max().unwrap_or(0);
         let mut text = String::new();
-        for (name, value) in &self.0 {
+        for row in &self.0 {
+            let (name, value) = match row {
+                Row::Pair(name, value) => (name, value),
+                Row::Title(title) => {
+                    text.push_str(title);
+                    text.push('\n');
+                    continue;
+                }
+            };
             for (n, line) in value.lines().enumerate() {
                 let name = if n == 0 { name.as_str() } else { "" };
                 text.push_str(format!("{name:width$}  {line}").trim_end());

@@ -28,10 +28,13 @@
 
 mod masks;
 mod mods;
+mod names;
 mod t5;
 
 pub use masks::{array_mask, dilated, document, document_runs, global_local, natten, padding, shared_prefix, sliding_window};
 pub use mods::{alibi, alibi_slopes, alibi_with, bias, sandwich, softcap};
+pub(crate) use names::meant;
+pub use names::{MASKS, Named, SCORE_MODS};
 pub use t5::{T5, t5_bias, t5_bias_gradient, t5_bucket};
 
 use crate::mask::Mask;
@@ -56,16 +59,16 @@ impl ParseError {
     }
 }
 
-const MODS: &str = "softcap:CAP, alibi, alibi-slopes, bias:AXES, bias16:AXES, sandwich:N, or an expression";
-const MASKS: &str = "causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right], sliding-window:N, prefix-lm:N, dilated:N, document, document-runs, \
-                     shared-prefix:N, padding, global-local:W,G, natten:N, array:AXES, or an expression";
-
 /// Reads the text of a trace of a given type, with at most so many roots.
 pub(crate) fn trace(text: &str, what: &'static str, ty: Type, roots: usize) -> Result<Trace, ParseError> {
     let word = !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_:,.".contains(c)) && text.parse::<Trace>().is_err();
-    let names = if what == "mask" { MASKS } else { MODS };
     if word || text.trim().is_empty() {
-        return Err(ParseError::new(what, text, format!("one of {names}")));
+        let rule = if what == "mask" {
+            names::instead(text, &MASKS, "several of them joined by |, & and !, or an expression")
+        } else {
+            names::instead(text, &SCORE_MODS, "or an expression")
+        };
+        return Err(ParseError::new(what, text, rule));
     }
     let trace: Trace = text.parse().map_err(|e: ExprErrors| ParseError::new(what, text, e.to_string()))?;
     let wrong = trace.roots().iter().map(|&root| trace.ty(root)).find(|&t| t != ty);

@@ -6,12 +6,13 @@
 mod band;
 mod kept;
 mod region;
+mod text;
 
 pub use kept::{Kept, SEQ_LEN_KV, SEQ_LEN_Q};
 pub use region::Region;
 
 use crate::library::{self, ParseError};
-use cudnn_graph::expr::{At, Binary, Bool, Builder, Const, Expr, ExprErrors, Inputs, NodeId, Params, Trace, Type, Unary};
+use cudnn_graph::expr::{At, Binary, Bool, Builder, Const, Expr, ExprErrors, Inputs, NodeId, Params, Trace, Unary};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::{BitAnd, BitOr, Not};
@@ -227,15 +228,10 @@ impl fmt::Display for Mask {
 impl std::str::FromStr for Mask {
     type Err = ParseError;
 
-    /// A name of the library ([`crate::library`]), or the text of a trace.
+    /// A name of the library ([`crate::library`]), the text of a trace, or several of either joined by `|`, `&`, `!` and
+    /// parentheses: `causal & !(document | k < 4)`.
     fn from_str(text: &str) -> Result<Mask, ParseError> {
-        match library::mask(text) {
-            Some(mask) => mask,
-            None => {
-                let trace = library::trace(text, "mask", Type::Bool, 1)?;
-                Ok(Mask::Traced(Rule::new("text", trace)))
-            }
-        }
+        text::read(text)
     }
 }
 

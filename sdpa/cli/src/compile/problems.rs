@@ -51,7 +51,15 @@ const LARGEST: u64 = 16 << 20;
 /// Every pass of every problem of a file; what is wrong are mistakes.
 pub(super) fn read(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<Named>> {
     let about = path.display();
-    let file = mistakes.take(about, file::text(path, LARGEST).and_then(|text| toml::from_str::<File>(&text).map_err(|e| e.to_string())))?;
+    let text = mistakes.take(about, file::text(path, LARGEST))?;
+    let file: File = match toml::from_str(&text) {
+        Ok(file) => file,
+        Err(e) => {
+            let (line, column) = place(&text, e.span().map_or(0, |span| span.start));
+            mistakes.add(format!("{}:{line}:{column}", path.display()), shown(&text, line, column, e.message()));
+            return None;
+        }
+    };
     if file.problem.is_empty() {
         mistakes.add(path.display(), "has no [[problem]]");
     }
@@ -69,6 +77,21 @@ pub(super) fn read(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<Named>> {
         }
     }
     Some(all)
+}
+
+/// Line and column of a byte, counted from 1.
+fn place(text: &str, at: usize) -> (usize, usize) {
+    let before = text.get(..at).unwrap_or(text);
+    let line = before.rsplit('\n').next().unwrap_or_default();
+    (before.matches('\n').count() + 1, line.chars().count() + 1)
+}
+
+/// A rule, and the line that breaks it with a mark in front of the place.
+fn shown(text: &str, line: usize, column: usize, rule: &str) -> String {
+    let line: Vec<char> = text.lines().nth(line - 1).unwrap_or_default().chars().collect();
+    let (before, after) = line.split_at((column - 1).min(line.len()));
+    let part = |letters: &[char]| letters.iter().collect::<String>();
+    format!("{rule}: {}>>>{}", part(&before[before.len().saturating_sub(40)..]), part(&after[..after.len().min(40)]))
 }
 
 impl Problem {

@@ -85,7 +85,11 @@ pub(super) fn judge(
 ) -> Option<Judged> {
     let option = |field: &str| if field.contains("mask") { "--mask" } else { "--score-mod" };
     let problem = valid(any.validate(), |errors| {
-        errors.0.iter().for_each(|e| mistakes.add(option(&e.field), e));
+        for e in &errors.0 {
+            let twice = e.rule.contains("declared twice") || e.value.contains("declared twice");
+            let hint = if twice { "; NAME[OLD=NEW] gives a parameter of a named one another name" } else { "" };
+            mistakes.add(option(&e.field), format!("{e}{hint}"));
+        }
     })?;
     let none = Judged { params: problem.params().to_vec(), wrt: Vec::new(), right: true };
     let Some(gradient) = gradient else { return Some(none) };

@@ -44,7 +44,17 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
         match ready(dispatcher, request, name) {
             Ok(chosen) if against.is_empty() => return Ok(chosen),
             Ok(_) => {}
-            Err(e) => against.extend(lines(name, &e)),
+            Err(e) => {
+                against.extend(lines(name, &e));
+                let absent = match name {
+                    ExecutorName::Cpu => false,
+                    ExecutorName::Cudnn => dispatcher.cudnn().is_err(),
+                    ExecutorName::Metal => dispatcher.metal().facts().is_err(),
+                };
+                if let Some(last) = against.last_mut().filter(|_| absent) {
+                    last.message.push_str("; cargo sdpa doctor says what to do about it");
+                }
+            }
         }
         return Err(Failure::Executor(against));
     }

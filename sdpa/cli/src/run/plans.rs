@@ -21,20 +21,19 @@ pub(super) struct PlanTold {
     from_file: bool,
     ms: f64,
     /// Why it is of none of the files that were named.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    why: Vec<String>,
+    why: Option<Vec<String>>,
 }
 
 impl PlanTold {
     /// The last plan that a cache got.
     fn last(cache: &CacheSnapshot) -> Option<PlanTold> {
         let built = cache.events.iter().rev().find_map(|event| if let What::Built { time, .. } = &event.what { Some(time) } else { None });
-        built.map(|time| PlanTold { pass: cache.name.clone(), from_file: time.load > 0, ms: time.total as f64 / 1e3, why: Vec::new() })
+        built.map(|time| PlanTold { pass: cache.name.clone(), from_file: time.load > 0, ms: time.total as f64 / 1e3, why: None })
     }
 
     pub(super) fn text(&self) -> String {
         let how = if self.from_file { "loaded from a file" } else { "compiled" };
-        let why: String = self.why.iter().map(|why| format!("; {why}")).collect();
+        let why: String = self.why.iter().flatten().map(|why| format!("; {why}")).collect();
         format!("{}: {how} in {:.1} ms{why}", self.pass, self.ms)
     }
 }
@@ -81,10 +80,10 @@ impl Plans {
         let jobs: Vec<Job> = [Some(request.problem.clone().into()), backward].into_iter().flatten().collect();
         for plan in told.iter_mut().filter(|plan| !plan.from_file && !self.0.is_empty()) {
             let Some(job) = jobs.iter().find(|job| job.name() == plan.pass) else { continue };
-            plan.why = match cudnn.without_plan(job) {
+            plan.why = Some(match cudnn.without_plan(job) {
                 Ok(why) => self.0.iter().zip(why).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect(),
                 Err(e) => vec![e.to_string()],
-            };
+            });
         }
         told
     }

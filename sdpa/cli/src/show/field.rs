@@ -30,8 +30,46 @@ pub(super) struct Field {
     pub(super) columns: usize,
     /// The mean of the modified scores that are kept and finite, if any is.
     pub(super) values: Vec<Option<f64>>,
+    /// What is kept there and is no finite number, if anything is.
+    pub(super) odd: Vec<Option<Odd>>,
     /// The part of the keys that is kept.
     pub(super) kept: Vec<f64>,
+    /// How many of the pairs that were looked at are kept and of each kind, and the first of them.
+    pub(super) odd_pairs: [u64; 3],
+    pub(super) first_odd: Option<[usize; 2]>,
+    pub(super) looked: u64,
+}
+
+/// A kept score that is no finite number; of several in a cell, the first of these is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Odd {
+    NotANumber,
+    Infinite,
+    MinusInfinite,
+}
+
+impl Odd {
+    /// Every one of them.
+    pub(super) const ALL: [Odd; 3] = [Odd::NotANumber, Odd::Infinite, Odd::MinusInfinite];
+
+    fn of(x: f64) -> Option<Odd> {
+        if x.is_nan() {
+            Some(Odd::NotANumber)
+        } else if x.is_infinite() {
+            Some(if x > 0.0 { Odd::Infinite } else { Odd::MinusInfinite })
+        } else {
+            None
+        }
+    }
+
+    /// In words.
+    pub(super) fn said(self) -> &'static str {
+        match self {
+            Odd::NotANumber => "not a number",
+            Odd::Infinite => "inf",
+            Odd::MinusInfinite => "-inf",
+        }
+    }
 }
 
 /// The function along the score, at one place.
@@ -70,10 +108,20 @@ impl Field {
         let masks: Vec<Rule<'_>> = request.spec.masks.iter().map(|m| Rule::new(m, &operands.params, extents)).collect();
         let score = |q: usize, k: usize| view.score.unwrap_or_else(|| operands.score(request, [view.batch, view.head], [q, k]));
         let (tall, wide) = (rows.min(CELLS), columns.min(CELLS));
-        let mut field = Field { rows: tall, columns: wide, values: Vec::new(), kept: Vec::new() };
+        let mut field = Field {
+            rows: tall,
+            columns: wide,
+            values: Vec::new(),
+            odd: Vec::new(),
+            kept: Vec::new(),
+            odd_pairs: [0; 3],
+            first_odd: None,
+            looked: 0,
+        };
         for row in 0..tall {
             for column in 0..wide {
                 let (mut looked, mut kept, mut finite, mut sum) = (0u32, 0u32, 0u32, 0f64);
+                let mut odd: Option<Odd> = None;
                 for q in places(row, tall, rows) {
                     for k in places(column, wide, columns) {
                         let index = [view.batch, view.head, q as i64, k as i64];
@@ -88,8 +136,15 @@ impl Field {
                             finite += 1;
                             sum += value;
                         }
+                        if let Some(found) = Odd::of(value) {
+                            odd = Some(odd.map_or(found, |odd| odd.min(found)));
+                            field.odd_pairs[found as usize] += 1;
+                            field.first_odd.get_or_insert([q, k]);
+                        }
                     }
                 }
+                field.looked += u64::from(looked);
+                field.odd.push(odd);
                 field.kept.push(f64::from(kept) / f64::from(looked.max(1)));
                 field.values.push((finite > 0).then(|| sum / f64::from(finite)));
             }

@@ -1,7 +1,7 @@
 //! The picture: two maps and a line.
 
 use super::color::{BLUE, Color, DROPPED, GREY, GRID, INK, VERMILION, viridis};
-use super::field::{Curve, Field, REACH, range};
+use super::field::{Curve, Field, Odd, REACH, range};
 use super::scene::{Anchor, Item, Scene};
 
 /// The longer side of a map.
@@ -91,9 +91,18 @@ fn cell([x, y, w, h]: [f64; 4], field: &Field, row: usize, columns: std::ops::Ra
     [x + columns.start as f64 * wide, y + row as f64 * tall, columns.len() as f64 * wide, tall]
 }
 
+/// The colour of what is no finite number, none of the map's, and its name for whoever reads the file.
+fn of_odd(odd: Odd) -> (Color, &'static str) {
+    match odd {
+        Odd::NotANumber => (VERMILION, "nan"),
+        Odd::Infinite => (INK, "inf"),
+        Odd::MinusInfinite => (GREY, "minus-inf"),
+    }
+}
+
 fn scores(scene: &mut Scene, field: &Field, extents: [i64; 2]) {
     let map = area(LEFT[0], extents);
-    let [x, y, w, _] = map;
+    let [x, y, w, h] = map;
     scene.title([x, y - 24.0], "modified score");
     scene.items.push(Item::Hatch(map));
     let bounds = range(field.values.iter().flatten().copied());
@@ -104,12 +113,24 @@ fn scores(scene: &mut Scene, field: &Field, extents: [i64; 2]) {
             if let Some(value) = field.values[row * field.columns + column] {
                 scene.rect(cell(map, field, row, column..column + 1), color(value), Some("cell"));
             }
+            if let Some(odd) = field.odd[row * field.columns + column] {
+                let (color, name) = of_odd(odd);
+                scene.rect(cell(map, field, row, column..column + 1), color, Some(name));
+            }
         }
     }
     axes(scene, map, extents);
+    let mut at = x;
+    for odd in Odd::ALL.into_iter().filter(|odd| field.odd_pairs[*odd as usize] > 0) {
+        let (color, _) = of_odd(odd);
+        scene.rect([at, y + h + 42.0, 10.0, 10.0], color, None);
+        scene.text([at + 14.0, y + h + 51.0], Anchor::Start, INK, odd.said());
+        at += 24.0 + 7.0 * odd.said().len() as f64;
+    }
     let bar = [x + w + 16.0, y, 12.0, SIDE];
     if bounds.is_none() {
-        scene.text([bar[0], y + 12.0], Anchor::Start, GREY, "none is kept");
+        let said = if field.first_odd.is_some() { "none is finite" } else { "none is kept" };
+        scene.text([bar[0], y + 12.0], Anchor::Start, GREY, said);
         return;
     }
     if low == high {

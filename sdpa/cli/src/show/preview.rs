@@ -1,6 +1,6 @@
 //! A picture for a terminal.
 
-use super::field::{Field, range};
+use super::field::{Field, Odd, range};
 
 const COLUMNS: usize = 40;
 /// From the smallest to the largest.
@@ -14,8 +14,12 @@ pub(super) fn render(field: &Field) -> String {
     let [low, high] = range(field.values.iter().flatten().copied()).unwrap_or([0.0, 0.0]);
     let span = |n: usize, of: usize, all: usize| n * all / of..((n + 1) * all / of).max(n * all / of + 1);
     let letter = |row: usize, column: usize| {
-        let cells = span(row, rows, field.rows).flat_map(|r| span(column, columns, field.columns).map(move |c| r * field.columns + c));
-        let (count, sum) = cells.filter_map(|n| field.values[n]).fold((0u32, 0f64), |(count, sum), x| (count + 1, sum + x));
+        let cells = || span(row, rows, field.rows).flat_map(|r| span(column, columns, field.columns).map(move |c| r * field.columns + c));
+        // What one looks for, however little of it there is.
+        if let Some(odd) = cells().filter_map(|n| field.odd[n]).min() {
+            return of_odd(odd);
+        }
+        let (count, sum) = cells().filter_map(|n| field.values[n]).fold((0u32, 0f64), |(count, sum), x| (count + 1, sum + x));
         if count == 0 {
             return ' ';
         }
@@ -27,9 +31,24 @@ pub(super) fn render(field: &Field) -> String {
     edge.clone() + &(0..rows).map(line).collect::<String>() + &edge
 }
 
+fn of_odd(odd: Odd) -> char {
+    match odd {
+        Odd::NotANumber => 'N',
+        Odd::Infinite => '^',
+        Odd::MinusInfinite => 'v',
+    }
+}
+
 /// What the letters stand for.
 pub(super) fn legend(field: &Field) -> String {
+    let there = Odd::ALL.into_iter().filter(|odd| field.odd_pairs[*odd as usize] > 0);
+    let odd: String = there.map(|odd| format!("; {} is {}", of_odd(odd), odd.said())).collect();
+    format!("{}{odd}", of_numbers(field))
+}
+
+fn of_numbers(field: &Field) -> String {
     match range(field.values.iter().flatten().copied()) {
+        None if field.first_odd.is_some() => "no score that is kept is finite; blank is dropped".to_owned(),
         None => "no key is kept".to_owned(),
         Some([low, high]) if low == high => format!("{} is {}; blank is dropped", RAMP[RAMP.len() / 2], super::figure::short(low)),
         Some([low, high]) => {

@@ -85,7 +85,7 @@ impl CpuExecutor {
 
     /// The same of a backward pass.
     pub fn backward_workspace_bytes(&self, problem: &BackwardProblem) -> u64 {
-        CpuBackward::new(self.isa, problem).most_workspace() as u64
+        CpuBackward::unchecked(self.isa, problem).most_workspace() as u64
     }
 
     #[cfg(test)]

@@ -1,0 +1,140 @@
+//! `language`: everything that may be written in a score_mod and a mask.
+
+use crate::exit::{Answer, Failure, Outcome};
+use crate::table::Table;
+use sdpa::expr::{Axis, Binary, Kind, Made, Spelling, Type, Unary};
+use sdpa::library::{MASKS, Named, SCORE_MODS};
+use serde::Serialize;
+
+/// A word or sign, and what it is.
+#[derive(Serialize)]
+struct Word {
+    written: String,
+    about: String,
+}
+
+impl Word {
+    fn new(written: impl Into<String>, about: impl Into<String>) -> Word {
+        Word { written: written.into(), about: about.into() }
+    }
+}
+
+/// On the command line alone, as a table has no place in a trace.
+const T5: &str = "t5:BUCKETS,FAR[,both]";
+
+#[derive(Serialize)]
+struct Language {
+    statements: Vec<Word>,
+    values: Vec<Word>,
+    /// From the loosest to the tightest.
+    operators: Vec<Word>,
+    functions: Vec<Word>,
+    score_mods: Vec<Word>,
+    masks: Vec<Word>,
+}
+
+fn takes(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Number => "f32 or i32",
+        Kind::Real => "f32",
+        Kind::Compare => "f32 or i32, yields a bool",
+        Kind::Logic => "bool",
+        Kind::Cast(Type::I32, _) => "i32",
+        Kind::Cast(Type::F32 | Type::Bool, _) => "f32",
+    }
+}
+
+fn words(about: &str, kind: Kind) -> String {
+    format!("{} {}", about, takes(kind))
+}
+
+fn functions() -> Vec<Word> {
+    let call = |spelling, of: &str, about: &str, kind| match spelling {
+        Spelling::Call(name) => Some(Word::new(format!("{name}({of})"), words(about, kind))),
+        Spelling::Infix(..) | Spelling::Prefix(_) => None,
+    };
+    let unary = Unary::ALL.iter().filter_map(|f| call(f.spelling(), "x", f.about(), f.kind()));
+    let binary = Binary::ALL.iter().filter_map(|f| call(f.spelling(), "x, y", f.about(), f.kind()));
+    let made = Made::ALL.iter().map(|f| {
+        let of = if f.arguments() == 3 { "x, low, high" } else { "x" };
+        Word::new(format!("{}({of})", f.name()), words(f.about(), f.kind()))
+    });
+    let select = Word::new("select(c, x, y)", "x where c holds, else y. bool, and two of one type");
+    unary.chain(binary).chain(made).chain([select]).collect()
+}
+
+fn operators() -> Vec<Word> {
+    let mut infix: Vec<(u8, &str, String)> = Vec::new();
+    for f in Binary::ALL {
+        if let Spelling::Infix(sign, binds) = f.spelling() {
+            infix.push((binds, sign, words(f.about(), f.kind())));
+        }
+    }
+    infix.sort_by_key(|(binds, ..)| *binds);
+    let prefix = Unary::ALL.iter().filter_map(|f| match f.spelling() {
+        Spelling::Prefix(sign) => Some(Word::new(format!("{sign}x"), words(f.about(), f.kind()))),
+        Spelling::Call(_) | Spelling::Infix(..) => None,
+    });
+    infix.into_iter().map(|(_, sign, about)| Word::new(format!("x {sign} y"), about)).chain(prefix).collect()
+}
+
+fn named(names: &[Named]) -> Vec<Word> {
+    names.iter().map(|n| Word::new(n.spelling, n.about)).collect()
+}
+
+impl Language {
+    fn new() -> Language {
+        let indices = Axis::ALL.iter().map(|a| Word::new(a.name(), "where the score stands, from 0; i32"));
+        let extents = Axis::ALL.iter().map(|a| Word::new(a.extent_name(), "an extent of the problem; i32"));
+        let score = Word::new("score", "q.k * scale, or what the score_mod before this one yields; f32; not in masks");
+        let constants = [("true, false", "bool"), ("inf, nan", "f32")];
+        let constants = constants.into_iter().map(|(text, about)| Word::new(text, about));
+        let numbers = [Word::new("3", "i32; beside an f32 an f32"), Word::new("3.0, 1e-3", "f32")];
+        Language {
+            statements: vec![
+                Word::new("scalar NAME = NUMBER;", "an f32 that is bound at each call (--param NAME=VALUE), and its default"),
+                Word::new(
+                    "tensor NAME[AXES]: TYPE;",
+                    "read at the place of the score; AXES of batch, head, q, k; TYPE one of f32, f16, bf16, i32, bool",
+                ),
+                Word::new("let NAME = VALUE;", "a name for a value"),
+                Word::new("# ...", "a comment, to the end of the line"),
+                Word::new(
+                    "VALUE",
+                    "comes last: an f32 for a score_mod, a bool for a mask; VALUE, VALUE has the gradient by hand, in which upstream is what comes from behind",
+                ),
+            ],
+            values: [score].into_iter().chain(indices).chain(extents).chain(constants).chain(numbers).collect(),
+            operators: operators(),
+            functions: functions(),
+            score_mods: named(&SCORE_MODS)
+                .into_iter()
+                .chain([Word::new(T5, "score + a bias of relative positions: the tensor t5 is a table (HQ, BUCKETS)")])
+                .collect(),
+            masks: named(&MASKS),
+        }
+    }
+
+    fn text(&self) -> String {
+        let mut table = Table::default();
+        let parts = [
+            ("statements", &self.statements),
+            ("values", &self.values),
+            ("operators, from the loosest to the tightest", &self.operators),
+            ("functions", &self.functions),
+            ("score_mods by name; NAME[OLD=NEW] has a parameter under another name", &self.score_mods),
+            ("masks by name; they join with |, & and ! and with expressions", &self.masks),
+        ];
+        for (n, (title, words)) in parts.into_iter().enumerate() {
+            table.title(if n > 0 { format!("\n{title}") } else { title.to_owned() });
+            words.iter().for_each(|word| table.row(format!("  {}", word.written), word.about.clone()));
+        }
+        table.render()
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(json: bool) -> Result<Answer, Failure> {
+    let language = Language::new();
+    Answer::new(json, &language, || language.text(), Outcome::Good)
+}

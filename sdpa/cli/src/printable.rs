@@ -1,0 +1,59 @@
+//! Text of others on its way to a terminal or a log: nothing in it moves the cursor, and none of it is endless.
+
+/// Whether a letter is one for a terminal, or for the order of letters, and not for people.
+fn is_control(c: char) -> bool {
+    // The latter hide what a text says: marks, embeddings and isolates of bidirectional text.
+    c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// The same with escapes in place of control characters, but for the ends of lines.
+pub(crate) fn printable(text: &str) -> String {
+    escaped(text, |c| c.escape_default().to_string())
+}
+
+/// The same inside of JSON, where strings alone may have any.
+pub(crate) fn printable_json(text: &str) -> String {
+    escaped(text, |c| format!("\\u{:04x}", u32::from(c)))
+}
+
+fn escaped(text: &str, escape: impl Fn(char) -> String) -> String {
+    if !text.chars().any(|c| is_control(c) && c != '\n') {
+        return text.to_owned();
+    }
+    text.chars().map(|c| if is_control(c) && c != '\n' { escape(c) } else { c.to_string() }).collect()
+}
+
+/// Letters of a text that are shown at its beginning, and at its end, where rules stand.
+const SHOWN: [usize; 2] = [200, 400];
+
+/// The beginning and the end of a text that is too long for a line.
+pub(crate) fn brief(text: &str) -> String {
+    let [first, last] = SHOWN;
+    let count = text.chars().count();
+    if count <= first + last {
+        return text.to_owned();
+    }
+    let letters = |skip: usize, n: usize| text.chars().skip(skip).take(n).collect::<String>();
+    format!("{} [...{} characters...] {}", letters(0, first), count - first - last, letters(count - last, last))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_escaped_and_lines_stay() {
+        assert_eq!(printable("a\u{1b}[31mb\r\nc\u{7f}\u{9b}\u{202e}ä"), "a\\u{1b}[31mb\\r\nc\\u{7f}\\u{9b}\\u{202e}ä");
+        let json = serde_json::to_string("a\u{9b}\u{7f}\n").unwrap();
+        assert_eq!(printable_json(&json), "\"a\\u009b\\u007f\\n\"");
+        assert_eq!(serde_json::from_str::<String>(&printable_json(&json)).unwrap(), "a\u{9b}\u{7f}\n");
+    }
+
+    #[test]
+    fn long_texts_keep_their_ends() {
+        let long = format!("begin{}end", "x".repeat(1 << 20));
+        let brief = super::brief(&long);
+        assert!(brief.len() < 700 && brief.starts_with("begin") && brief.ends_with("end"), "{brief}");
+        assert_eq!(super::brief("short"), "short");
+    }
+}
