@@ -55,6 +55,7 @@ fn named_masks_join_with_operators() {
     assert!(graph(&["!document | k < 3"]).contains("doc_q == doc_k"));
     let out = small(&["--mask", "causal & !(document | k < 2)", "--check"]);
     assert_eq!(code(&out), 0, "{}", stdout(&out));
+    assert_eq!(graph(&["array & causal"]), graph(&["array", "causal"]));
     let folder = Folder::new();
     let path = folder.path("mask.txt");
     std::fs::write(&path, "# a comment | &\ntensor kind[k]: i32;\ncausal &\n  kind == nope\n").unwrap();

@@ -171,12 +171,42 @@ pub(crate) fn score_mods(texts: &[String], mistakes: &mut Mistakes) -> AsFarAsRi
     all(texts.iter().map(one).collect(), mistakes)
 }
 
+/// Places of the word `array`, which is a mask by the tensor of the input whose axes are its own; of none where something of that
+/// name is declared.
+fn arrays(text: &str) -> Vec<usize> {
+    let word = |&(at, _): &(usize, &str)| {
+        let part_of_more = |c: Option<char>| c.is_some_and(|c| is_of_name(c) || c == '_');
+        !part_of_more(text[..at].chars().next_back()) && !part_of_more(text[at + ARRAY.len()..].chars().next())
+    };
+    if text.starts_with('@') || text.contains("tensor") || text.contains("let") {
+        Vec::new()
+    } else {
+        text.match_indices(ARRAY).filter(word).map(|(at, _)| at).collect()
+    }
+}
+
+/// The mask whose axes are those of the input's tensor.
+const ARRAY: &str = "array";
+
+/// Whether a mask is one by the tensor of the input, or has one in it.
+pub(crate) fn uses_array(text: &str) -> bool {
+    !arrays(text).is_empty()
+}
+
+/// The same mask with its axes in it.
+fn with_axes(text: &str, axes: Axes) -> String {
+    let letters: String = axes.iter().filter_map(|axis| axis.name().chars().next()).collect();
+    let mut parts = text.to_owned();
+    arrays(text).into_iter().rev().for_each(|at| parts.insert_str(at + ARRAY.len(), &format!(":{letters}")));
+    parts
+}
+
 /// One mask, or none. `array` spans `axes`; where they are not known, that has been told.
 fn mask(text: &str, axes: Option<Axes>) -> Result<Option<Mask>, Vec<Wrong>> {
     const OPTION: &str = "--mask";
-    let mask: Mask = match text {
+    let text = &if uses_array(text) { with_axes(text, axes.ok_or_else(Vec::new)?) } else { text.to_owned() };
+    let mask: Mask = match text.as_str() {
         "none" => return Ok(None),
-        "array" => library::array_mask(axes.ok_or_else(Vec::new)?),
         // The library knows no `none`: there it is the absence of a mask.
         _ => read(OPTION, text).map_err(|wrong| {
             let names = |why: String| why.replace("one of causal", "one of none, causal").replace("array:AXES", "array[:AXES]");
@@ -255,6 +285,19 @@ mod tests {
             assert!(names(shape).is_err(), "{shape:?}");
         }
         assert_eq!(broadcast(&[1, 1], [1; 4]), Ok(Axes::NONE));
+    }
+
+    #[test]
+    fn arrays_get_their_axes() {
+        let axes = Axes::from([Axis::Q, Axis::K]);
+        for (text, want) in [
+            ("array", "array:qk"),
+            ("array & !(causal|array)", "array:qk & !(causal|array:qk)"),
+            ("array:k | an_array | arrays", "array:k | an_array | arrays"),
+        ] {
+            assert_eq!(with_axes(text, axes), want);
+        }
+        assert!(!uses_array("tensor array[q]: bool; array") && !uses_array("@array") && !uses_array("causal") && uses_array("!array"));
     }
 
     #[test]

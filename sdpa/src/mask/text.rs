@@ -201,7 +201,7 @@ mod tests {
             ("causal & score > 1.0", "not the score"),
         ] {
             let said = text.parse::<Mask>().unwrap_err();
-            assert!(said.rule.contains(rule) && said.text == text, "{text}: {said}");
+            assert!(said.rule.contains(rule) && text.contains(&said.text), "{text}: {said}");
         }
         let deep = format!("{}causal{}", "(".repeat(5000), ")".repeat(5000));
         assert!(deep.parse::<Mask>().is_err());

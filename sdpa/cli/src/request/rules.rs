@@ -55,7 +55,8 @@ impl Rules {
             expression::bias(axes, dtype)
         });
         let (score_mods, score_mods_right) = expression::score_mods(&args.score_mod, mistakes);
-        let axes = if args.mask.iter().any(|m| m == "array") { spanned("mask", header, input, extents, mistakes) } else { None };
+        let axes =
+            if args.mask.iter().any(|m| expression::uses_array(m)) { spanned("mask", header, input, extents, mistakes) } else { None };
         let (masks, masks_right) = expression::masks(&args.mask, axes, mistakes);
         let complete = score_mods_right && masks_right && bias != Some(None);
         Rules { score_mods: bias.flatten().into_iter().chain(score_mods).collect(), masks, complete }

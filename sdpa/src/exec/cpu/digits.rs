@@ -173,6 +173,24 @@ fn weights_are_right_where_one_number_per_row_is_not_enough() {
 }
 
 #[test]
+fn sums_that_are_computed_once_more_do_not_depend_on_threads() {
+    let (seq_q, seq_kv, dim) = (3, 5000, 4);
+    let [q, k, v, d_o] = [(seq_q, 1), (seq_kv, 2), (seq_kv, 3), (seq_q, 4)].map(|(n, seed)| numbers(n * dim, seed));
+    let problem = spec(shape(seq_q, seq_kv, dim, dim), "score + 600.0").backward().validate().unwrap();
+    let head = Head { q: &q, k: &k, v: &v, scale: 3.0 };
+    let isa = Isa::detect();
+    let (o, stats) = forward(isa, problem.forward(), &head);
+    assert!(stats.iter().all(|s| *s > 600.0));
+    let on = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let gradients = pool.install(|| backward(isa, &problem, &head, [&o, &stats, &d_o]));
+        gradients.map(|x| x.into_iter().map(f32::to_bits).collect::<Vec<u32>>())
+    };
+    let one = on(1);
+    assert!([2, 3, 7].into_iter().all(|threads| on(threads) == one));
+}
+
+#[test]
 fn statistics_of_other_keys_too_are_believed() {
     for isa in Isa::all() {
         let (seq_q, half, dim) = (5, 48, 4);

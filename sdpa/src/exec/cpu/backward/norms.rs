@@ -45,7 +45,9 @@ impl Norms {
             return Norms(None);
         }
         // With rules, rows are never few: scores are to be those of the backward pass, to the bit.
-        let mut schedule = Schedule::new(problem, isa, rayon::current_num_threads(), lengths.clone(), true);
+        // The cut is that of one thread, whatever their number: gradients are the same bits on any.
+        let mut schedule = Schedule::new(problem, isa, 1, lengths.clone(), true);
+        schedule.threads = rayon::current_num_threads();
         let [group, seq_q, heads_kv] = [schedule.extents.group, schedule.extents.seq_q, schedule.extents.heads_kv];
         let place = |batch: usize, head_kv: usize, row: usize| ((batch * heads_kv + head_kv) * group + row % group) * seq_q + row / group;
         schedule.leave_out(|strip| !strip.rows.clone().any(|row| is_large(stats[place(strip.batch, strip.head_kv, row)])));
