@@ -17,7 +17,8 @@ const DEPTH: usize = 100;
 
 /// Reads a mask.
 pub(super) fn read(text: &str) -> Result<Mask, ParseError> {
-    if let Some(mask) = library::mask(text.trim()) {
+    // A name may have numbers behind it, and no operators.
+    if let Some(mask) = library::mask(text.trim()).filter(|_| !text.contains(['|', '&', '!', '(', ';', '#'])) {
         return mask;
     }
     match expression(text) {
@@ -174,6 +175,9 @@ mod tests {
             ("(causal)", causal.clone()),
             ("causal | document & !window:64,0:bottom-right", causal.clone() | (document.clone() & !window.clone())),
             ("(causal | document) & !(window:64,0:bottom-right)", (causal.clone() | document.clone()) & !window),
+            ("window:64,0:bottom-right & document", mask("window:64,0:bottom-right") & document.clone()),
+            ("natten:5|!dilated:3&causal", mask("natten:5") | (!mask("dilated:3") & causal.clone())),
+            ("array:hk & (prefix-lm:3 | shared-prefix:2)", mask("array:hk") & (mask("prefix-lm:3") | mask("shared-prefix:2"))),
             ("causal & q - k < 4", causal.clone() & near()),
             ("causal & (q - k < 4 | k < 2)", causal.clone() & (near() | mask("k < 2"))),
             ("q - k < 4 # not: causal | &\n | document;", near() | document),
