@@ -1,5 +1,7 @@
-//! Many calls over many shapes through a small cache, with builds that fail at random: bounds hold, nothing is kept, and every value is
-//! the one of its key.
+//! Many calls over many shapes through a small cache, with builds that fail and calls that panic at random: bounds hold, nothing is kept,
+//! and every value is the one of its key.
+//!
+//! Every so many calls all threads rest, each with values at hand: then what lives is exactly what the cache has.
 
 use crate::random::Random;
 use sdpa::cache::{BuildError, CacheValue, Limits, PlanCache, Weight};
@@ -7,8 +9,9 @@ use sdpa::lower::Job;
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::fmt;
 use std::num::NonZeroUsize;
-use std::sync::Arc;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::Instant;
 
 /// How much.
@@ -39,6 +42,10 @@ pub struct Told {
     pub failures: u64,
     /// The most values that lived at one time.
     pub most_alive: usize,
+    /// Calls that panicked.
+    pub panics: u64,
+    /// How often all threads rested.
+    pub rests: u64,
     /// Resident memory after an eighth of the calls, and at the end, in bytes; 0 where the system does not tell.
     pub resident: [u64; 2],
     /// What was wrong.
@@ -111,78 +118,142 @@ pub fn resident() -> u64 {
     pages.unwrap_or(0) * 4096
 }
 
+/// How often all threads rest.
+const RESTS: u64 = 256;
+
+/// What memory the process may come to hold after the first eighth of the calls, besides as much again as the cache may: what the
+/// allocator keeps of what threads have freed.
+const SLACK: u64 = 8 << 20;
+
+/// What every thread works with.
+struct World {
+    size: Soak,
+    jobs: Vec<Job>,
+    cache: PlanCache<Job, Arc<Counted>, String>,
+    alive: Arc<AtomicUsize>,
+    most: AtomicUsize,
+    calls: AtomicU64,
+    told: Mutex<Told>,
+    rest: Barrier,
+}
+
+impl World {
+    fn wrong(&self, what: String) {
+        let mut told = self.told.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // One is enough to fail, and a few to see what it is.
+        if told.wrong.len() < 8 {
+            told.wrong.push(what);
+        }
+    }
+
+    fn note(&self, what: impl FnOnce(&mut Told)) {
+        what(&mut self.told.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+    }
+
+    /// A call of a random shape, which may fail and may panic.
+    fn call(&self, random: &mut Random) {
+        // Half of the calls are about a few shapes, as in a real run.
+        let last = self.size.shapes as i64 - 1;
+        let shape = if random.between(0, 1) == 0 { random.between(0, 15.min(last)) } else { random.between(0, last) } as usize;
+        let (fate, bytes, panics) = (random.between(0, 99), random.between(1 << 10, 64 << 10) as u64, random.between(0, 99) == 0);
+        let build = || match fate {
+            0..=2 => Err(Failure::Unsupported),
+            3..=5 => Err(Failure::Memory),
+            _ => {
+                let now = self.alive.fetch_add(1, Ordering::Relaxed) + 1;
+                self.most.fetch_max(now, Ordering::Relaxed);
+                Ok(Arc::new(Counted { shape, bytes, _ballast: vec![1; bytes as usize], alive: self.alive.clone() }))
+            }
+        };
+        // Without the hook of panics: nothing is printed.
+        let call = |value: &Arc<Counted>, _| if panics { resume_unwind(Box::new(())) } else { value.shape };
+        match catch_unwind(AssertUnwindSafe(|| self.cache.with(&self.jobs[shape], build, call))) {
+            Ok(Ok(got)) if got == shape => {}
+            Ok(Ok(got)) => self.wrong(format!("the value of shape {got} for {shape}")),
+            Ok(Err(_)) => self.note(|told| told.failures += 1),
+            Err(_) if panics => self.note(|told| told.panics += 1),
+            Err(_) => self.wrong("a call panicked by itself".to_owned()),
+        }
+    }
+
+    fn look(&self) {
+        let stats = self.cache.stats();
+        if stats.entries > self.size.entries || stats.weight.bytes() > self.size.bytes {
+            self.wrong(format!("a bound is broken: {stats:?}"));
+        }
+    }
+
+    /// No thread is in a call. What lives is counted before the cache is asked, which lets go of what it should not have.
+    fn rest(&self) {
+        let alive = self.alive.load(Ordering::Relaxed);
+        let entries = self.cache.stats().entries;
+        if alive != entries {
+            self.wrong(format!("{alive} values live while every thread rests, and {entries} are entries"));
+        }
+        self.note(|told| told.rests += 1);
+    }
+
+    fn work(&self, seed: u64) {
+        let mut random = Random::new(seed);
+        for round in 1..=RESTS {
+            // Half of the threads rest earlier, with values at hand that the others drop, and count, at the same time.
+            let early = if seed % 2 == round % 2 { self.size.calls / RESTS / 2 } else { 0 };
+            while self.calls.load(Ordering::Relaxed) + early < self.size.calls * round / RESTS {
+                let call = self.calls.fetch_add(1, Ordering::Relaxed);
+                self.call(&mut random);
+                self.look();
+                if call == self.size.calls / 8 {
+                    self.note(|told| told.resident[0] = resident());
+                }
+            }
+            if self.rest.wait().is_leader() {
+                self.rest();
+            }
+            self.rest.wait();
+        }
+    }
+}
+
 /// Runs it.
 ///
 /// # Errors
 /// A problem that cannot be made.
 pub fn soak(size: Soak) -> Result<Told, String> {
-    let jobs: Vec<Job> = (0..size.shapes).map(job).collect::<Result<_, _>>()?;
     let limits = Limits {
         bytes: size.bytes,
         refusals: std::time::Duration::from_millis(5),
         ..Limits::entries(NonZeroUsize::new(size.entries).unwrap_or(NonZeroUsize::MIN))
     };
-    let cache: PlanCache<Job, Arc<Counted>, String> = PlanCache::new("soak", limits);
-    let (alive, most, calls) = (Arc::new(AtomicUsize::new(0)), AtomicUsize::new(0), AtomicU64::new(0));
-    let (early, start) = (AtomicU64::new(0), Instant::now());
-    let work = |seed: u64| {
-        let (mut random, mut wrong, mut failures) = (Random::new(seed), Vec::new(), 0u64);
-        loop {
-            let call = calls.fetch_add(1, Ordering::Relaxed);
-            if call >= size.calls || wrong.len() > 8 {
-                return (wrong, failures);
-            }
-            // Half of the calls are about a few shapes, as in a real run.
-            let shape = if random.between(0, 1) == 0 { random.between(0, 15) } else { random.between(0, size.shapes as i64 - 1) } as usize;
-            let (fate, bytes) = (random.between(0, 99), random.between(1 << 10, 64 << 10) as u64);
-            let build = || match fate {
-                0..=2 => Err(Failure::Unsupported),
-                3..=5 => Err(Failure::Memory),
-                _ => {
-                    let now = alive.fetch_add(1, Ordering::Relaxed) + 1;
-                    most.fetch_max(now, Ordering::Relaxed);
-                    Ok(Arc::new(Counted { shape, bytes, _ballast: vec![1; bytes as usize], alive: alive.clone() }))
-                }
-            };
-            match cache.with(&jobs[shape], build, |value, _| value.shape) {
-                Ok(got) if got == shape => {}
-                Ok(got) => wrong.push(format!("the value of shape {got} for {shape}")),
-                Err(_) => failures += 1,
-            }
-            if call % 1024 == 0 {
-                let stats = cache.stats();
-                if stats.entries > size.entries || stats.weight.bytes() > size.bytes {
-                    wrong.push(format!("a bound is broken: {stats:?}"));
-                }
-            }
-            if call == size.calls / 8 {
-                early.store(resident(), Ordering::Relaxed);
-            }
-        }
+    let world = World {
+        size,
+        jobs: (0..size.shapes).map(job).collect::<Result<_, _>>()?,
+        cache: PlanCache::new("soak", limits),
+        alive: Arc::default(),
+        most: AtomicUsize::default(),
+        calls: AtomicU64::default(),
+        told: Mutex::default(),
+        rest: Barrier::new(size.threads),
     };
-    let results: Vec<(Vec<String>, u64)> = std::thread::scope(|s| {
-        let threads: Vec<_> = (0..size.threads).map(|n| s.spawn(move || work(n as u64 + 1))).collect();
-        threads.into_iter().map(|t| t.join().unwrap_or_else(|_| (vec!["a thread panicked".to_owned()], 0))).collect()
+    let start = Instant::now();
+    std::thread::scope(|s| {
+        (0..size.threads).for_each(|n| {
+            drop(s.spawn({
+                let world = &world;
+                move || world.work(n as u64 + 1)
+            }))
+        })
     });
-    let stats = cache.stats();
-    let mut told = Told {
-        seconds: start.elapsed().as_secs_f64(),
-        hits: stats.hits,
-        builds: stats.misses,
-        most_alive: most.load(Ordering::Relaxed),
-        resident: [early.load(Ordering::Relaxed), resident()],
-        ..Told::default()
-    };
-    for (wrong, failures) in results {
-        told.wrong.extend(wrong);
-        told.failures += failures;
-    }
-    // Besides, each thread builds one, and drops the few that had to go for the last one, outside of the lock.
-    if told.most_alive > size.entries + 6 * size.threads {
-        told.wrong.push(format!("{} values lived, of at most {}", told.most_alive, size.entries));
-    }
-    if alive.load(Ordering::Relaxed) != stats.entries {
-        told.wrong.push(format!("{} values live, {} are entries", alive.load(Ordering::Relaxed), stats.entries));
+    let stats = world.cache.stats();
+    let World { cache, alive, most, told, .. } = world;
+    let mut told = told.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    told.seconds = start.elapsed().as_secs_f64();
+    told.hits = stats.hits;
+    told.builds = stats.misses;
+    told.most_alive = most.load(Ordering::Relaxed);
+    told.resident[1] = resident();
+    let [early, end] = told.resident;
+    if end > early + size.bytes + SLACK {
+        told.wrong.push(format!("the process held {early} bytes after an eighth of the calls, and {end} after all of them"));
     }
     cache.clear();
     drop(cache);

@@ -46,6 +46,7 @@ pub(super) struct Entry<K, V> {
     pub(super) id: u64,
     pub(super) weight: Weight,
     pub(super) label: String,
+    pub(super) engine: String,
     pub(super) fields: Arc<Fields>,
     made: u64,
     built: BuildTime,
@@ -105,7 +106,7 @@ impl<K, V> Entry<K, V> {
 impl<K: CacheKey, V: CacheValue> Entry<K, V> {
     pub(super) fn new(Keyed { hash, key }: Keyed<'_, K>, value: V, made: u64, built: BuildTime) -> Entry<K, V> {
         let key = key.to_key();
-        let (weight, label, fields) = (value.weight(), key.label(), Arc::new(key.fields()));
+        let (weight, engine, label, fields) = (value.weight(), value.engine(), key.label(), Arc::new(key.fields()));
         let zero = || AtomicU64::new(0);
         Entry {
             hash,
@@ -114,6 +115,7 @@ impl<K: CacheKey, V: CacheValue> Entry<K, V> {
             id: 0,
             weight,
             label,
+            engine,
             fields,
             made,
             built,
@@ -137,7 +139,7 @@ impl<K: CacheKey, V: CacheValue> Entry<K, V> {
             built: self.built,
             hits: self.hits(),
             weight: self.weight,
-            engine: self.value.engine(),
+            engine: self.engine.clone(),
             pinned: self.is_pinned(),
         }
     }

@@ -1,11 +1,12 @@
 //! What a thread used last, so that a hit takes no lock that another thread wants and writes to no line that another reads.
 //!
-//! Each thread has a few entries of each cache behind a lock of its own, which others take only to drop an entry. An evictor does
-//! not wait for a front in use: it says that something is stale, and whoever uses the front sees to that afterwards.
+//! Each thread has a few entries of each cache behind a lock of its own, which others take only to drop an entry or to count. An evictor
+//! does not wait for a front in use: it says that something is stale, and whoever uses the front, for whatever, sees to that afterwards
+//! ([`Using`]), also where a call panics.
 
 use super::entry::{CacheValue, Entry};
 use super::store::Keyed;
-use super::sync::{AtomicBool, AtomicU64, Mutex, Ordering, lock, thread_local, try_lock};
+use super::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering, lock, thread_local, try_lock};
 use std::any::Any;
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -48,10 +49,15 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
         Front { inner: Mutex::new(inner), stale: AtomicBool::new(false), hits }
     }
 
+    /// The front's entries; `None` where they are in use: by this thread, which is inside a call, or by another, which drops or counts.
+    fn enter(&self) -> Option<Using<'_, K, V>> {
+        Some(Using { inner: Some(try_lock(&self.inner)?), front: self })
+    }
+
     /// Calls `call` with the value of a key, if it is at hand; it stays there until `call` is done. Else gives `call` back.
     pub(super) fn hit<R, F: FnOnce(&V, bool) -> R>(&self, Keyed { hash, key }: Keyed<'_, K>, clock: u64, call: F) -> Result<R, F> {
-        // Taken: this thread is inside a call already, or another is dropping an entry.
-        let Some(mut inner) = try_lock(&self.inner) else { return Err(call) };
+        let Some(mut using) = self.enter() else { return Err(call) };
+        let Some(inner) = using.inner.as_deref_mut() else { return Err(call) };
         let Some(at) = inner.near.iter().position(|n| n.hash == hash && key.is(&n.entry.key)) else { return Err(call) };
         if inner.clock != clock {
             (inner.clock, inner.count) = (clock, 1);
@@ -66,10 +72,7 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
         if near.hits == UNTOLD {
             self.tell(near);
         }
-        let result = call(&near.entry.value, true);
-        drop(inner);
-        self.sweep();
-        Ok(result)
+        Ok(call(&near.entry.value, true))
     }
 
     fn tell(&self, near: &mut Near<K, V>) {
@@ -80,7 +83,8 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
 
     /// Puts an entry at hand.
     pub(super) fn keep(&self, hash: u64, entry: Arc<Entry<K, V>>) {
-        let Some(mut inner) = try_lock(&self.inner) else { return };
+        let Some(mut using) = self.enter() else { return };
+        let Some(inner) = using.inner.as_deref_mut() else { return };
         let mut gone = None;
         if inner.near.iter().all(|n| !Arc::ptr_eq(&n.entry, &entry)) {
             if inner.near.len() == SLOTS {
@@ -90,28 +94,30 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
             inner.near.push(Near { hash, entry: entry.clone(), hits: 0 });
             inner.last = SLOTS;
         }
-        drop(inner);
-        if let Some(mut near) = gone {
-            self.tell(&mut near);
-        }
         // Dropped from the cache since it was found there: whoever did that may have looked here before.
         if entry.is_gone() {
             self.stale.store(true, Ordering::SeqCst);
         }
-        self.sweep();
+        drop(using);
+        if let Some(mut near) = gone {
+            self.tell(&mut near);
+        }
     }
 
-    /// Lets go of entries that are gone from the cache, at once or after the call that is using the front.
+    /// Lets go of entries that are gone from the cache, at once or after what is using the front.
     pub(super) fn drop_gone(&self) {
-        self.stale.store(true, Ordering::SeqCst);
+        self.stale.swap(true, Ordering::SeqCst);
         self.sweep();
     }
 
     /// Whoever finds the front in use leaves it to its user, who comes here when done.
+    ///
+    /// Each side writes to `stale` between its own step and a look at the other's (an evictor marks and then tries the lock, a user unlocks
+    /// and then looks for the mark), so that of two at once one sees the other; with a load in place of the write both may miss.
     fn sweep(&self) {
-        while self.stale.load(Ordering::SeqCst) {
+        while self.stale.fetch_or(false, Ordering::SeqCst) {
             let Some(mut inner) = try_lock(&self.inner) else { return };
-            self.stale.store(false, Ordering::SeqCst);
+            self.stale.swap(false, Ordering::SeqCst);
             let (gone, near): (Vec<_>, Vec<_>) = inner.near.drain(..).partition(|n| n.entry.is_gone());
             inner.near = near;
             inner.last = SLOTS;
@@ -125,9 +131,25 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
 
     /// Tells the hits that it has counted; not those of a front in use.
     pub(super) fn tell_all(&self) {
-        if let Some(mut inner) = try_lock(&self.inner) {
+        if let Some(mut using) = self.enter()
+            && let Some(inner) = using.inner.as_deref_mut()
+        {
             inner.near.iter_mut().for_each(|near| self.tell(near));
         }
+    }
+}
+
+/// A front in use. Afterwards, however that ends, what an evictor has left to its user is dropped.
+struct Using<'a, K: Eq, V: CacheValue> {
+    /// `None` only while it ends.
+    inner: Option<MutexGuard<'a, Inner<K, V>>>,
+    front: &'a Front<K, V>,
+}
+
+impl<K: Eq, V: CacheValue> Drop for Using<'_, K, V> {
+    fn drop(&mut self) {
+        self.inner = None;
+        self.front.sweep();
     }
 }
 

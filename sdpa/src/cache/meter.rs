@@ -10,20 +10,43 @@
 
 use super::facts::What;
 use metrics::{counter, histogram};
+use std::cell::Cell;
+
+std::thread_local! {
+    /// This thread is inside a recorder.
+    static TELLING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Ends what [`telling`] began, also by a panic.
+struct Telling;
+
+impl Drop for Telling {
+    fn drop(&mut self) {
+        let _ = TELLING.try_with(|telling| telling.set(false));
+    }
+}
+
+/// Runs `tell`, but not where a recorder asks the cache, which would then tell it for ever.
+fn telling(tell: impl FnOnce()) {
+    if TELLING.try_with(|telling| telling.replace(true)) == Ok(false) {
+        let _ends = Telling;
+        tell();
+    }
+}
 
 /// Counts an event.
 pub(super) fn event(cache: &str, what: &What) {
     let cache = cache.to_owned();
-    match what {
+    telling(|| match what {
         What::Missed { .. } => counter!("sdpa_cache_misses_total", "cache" => cache).increment(1),
         What::Built { time, .. } => histogram!("sdpa_cache_build_seconds", "cache" => cache).record(time.total as f64 / 1e6),
         What::Failed { .. } | What::Unsupported { .. } => counter!("sdpa_cache_failures_total", "cache" => cache).increment(1),
         What::Evicted { why, .. } => counter!("sdpa_cache_evictions_total", "cache" => cache, "why" => why.text()).increment(1),
         What::Thrashing { .. } | What::Resized { .. } => {}
-    }
+    });
 }
 
 /// Tells of hits up to now.
 pub(super) fn hits(cache: &str, hits: u64) {
-    counter!("sdpa_cache_hits_total", "cache" => cache.to_owned()).absolute(hits);
+    telling(|| counter!("sdpa_cache_hits_total", "cache" => cache.to_owned()).absolute(hits));
 }

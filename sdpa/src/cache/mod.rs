@@ -14,7 +14,8 @@
 //! | `front` | what a thread used last |
 //! | `entry` | a value and what is known of it |
 //! | `facts`, `journal`, `past`, `explain` | what it tells |
-//! | `meter` | the same as counters, with the feature `metrics` |
+//! | `news` | the same for subscribers, when the lock is free |
+//! | `meter` | and as counters, with the feature `metrics` |
 //! | `sync` | primitives, real or a model checker's |
 
 mod entry;
@@ -27,6 +28,7 @@ mod limits;
 mod meter;
 #[cfg(all(test, shuttle))]
 mod model;
+mod news;
 mod past;
 mod store;
 mod sync;
@@ -42,6 +44,7 @@ use crate::error::{Error, Unsupported};
 use entry::Entry;
 use front::{Fronts, TICK};
 use journal::Journal;
+use news::News;
 use past::Past;
 use std::fmt;
 use std::sync::Arc;
@@ -208,7 +211,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
                     }
                 }
                 Found::Claimed(ticket, around) => {
-                    let claim = Claim { cache: self, key, ticket, kept: false };
+                    let claim = Claim { cache: self, key, ticket, settled: false };
                     let owned = key.key.to_key();
                     self.tell_miss(&owned, &around);
                     drop(around);
@@ -219,7 +222,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
                     return match built {
                         Ok(value) => Ok((claim.keep(value, total), false)),
                         Err(error) => {
-                            claim.fail(error.refusal(), &error.to_string());
+                            claim.fail(error.refusal(), error.to_string());
                             Err(error)
                         }
                     };
@@ -262,43 +265,35 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     fn tell_miss(&self, key: &K, around: &[Arc<Fields>]) {
         let nearest = past::reasons(&key.fields(), around);
         let label = key.label();
+        let mut news = News::default();
         let mut guard = lock(&self.inner);
         let inner = &mut *guard;
         let evicted = inner.past.why_gone(key);
-        tracing::debug!(cache = self.name, key = label, differs = ?nearest, ?evicted, "miss");
         inner.stats.rebuilt += u64::from(evicted.is_some());
-        self.note(inner, label, What::Missed { nearest, evicted });
-        if let Some((rebuilt, of)) = inner.past.note_miss(evicted.is_some(), inner.store.limits().entries.get()) {
-            tracing::warn!(
-                cache = self.name,
-                rebuilt,
-                of,
-                entries = inner.store.limits().entries,
-                "plans are built again after they were dropped: the bounds are too small for what is used, or lengths want buckets"
-            );
-            self.note(inner, String::new(), What::Thrashing { rebuilt, of });
+        self.note(inner, &mut news, label, What::Missed { nearest, evicted });
+        let entries = inner.store.limits().entries;
+        if let Some((rebuilt, of)) = inner.past.note_miss(evicted.is_some(), entries.get()) {
+            self.note(inner, &mut news, String::new(), What::Thrashing { rebuilt, of });
         }
+        drop(guard);
+        news.tell(&self.name, entries);
     }
 
-    fn note(&self, inner: &mut Inner<K, V, U>, label: String, what: What) {
+    fn note(&self, inner: &mut Inner<K, V, U>, news: &mut News, label: String, what: What) {
         let at = self.since.elapsed().as_micros() as u64;
         let hits_so_far = inner.stats.hits + self.fronts.told();
-        #[cfg(feature = "metrics")]
-        {
-            meter::event(&self.name, &what);
-            meter::hits(&self.name, hits_so_far);
-        }
-        inner.journal.push(CacheEvent { at, label, hits_so_far, what });
+        let event = CacheEvent { at, label, hits_so_far, what };
+        news.push(event.clone());
+        inner.journal.push(event);
     }
 
     /// Writes down what was dropped, and lets the threads' fronts go of it. The values die with what is returned.
-    fn leave(&self, inner: &mut Inner<K, V, U>, dropped: &Dropped<K, V>) {
+    fn leave(&self, inner: &mut Inner<K, V, U>, news: &mut News, dropped: &Dropped<K, V>) {
+        dropped.iter().for_each(|(entry, _)| entry.leave());
         for (entry, why) in dropped {
-            entry.leave();
-            tracing::debug!(cache = self.name, key = entry.label, hits = entry.hits(), why = why.text(), "evicted");
             inner.stats.evictions += u64::from(matches!(why, Why::Entries | Why::Bytes));
             inner.past.push(entry, *why);
-            self.note(inner, entry.label.clone(), What::Evicted { id: entry.id, hits: entry.hits(), why: *why });
+            self.note(inner, news, entry.label.clone(), What::Evicted { id: entry.id, hits: entry.hits(), why: *why });
         }
     }
 
@@ -313,10 +308,11 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     /// What became of a key, and what is nearest to it. Changes nothing.
     pub fn explain(&self, key: &K) -> Explanation {
         self.fronts.hits();
+        let keyed = self.keyed(key);
         let mut guard = lock(&self.inner);
         let inner = &mut *guard;
         let life = inner.store.limits().refusals;
-        let state = match inner.store.peek(self.keyed(key)) {
+        let state = match inner.store.peek(keyed) {
             Some(Slot::Ready(entry)) => State::Hit(entry.facts()),
             Some(Slot::Building(_)) => State::Building,
             Some(Slot::Refused { why, since }) if since.elapsed() < life => {
@@ -350,9 +346,12 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     pub fn stats(&self) -> CacheStats {
         let near = self.fronts.hits();
         let inner = lock(&self.inner);
+        let hits = inner.stats.hits + near;
+        let stats = CacheStats { entries: inner.store.entries(), weight: inner.store.weight(), hits, ..inner.stats };
+        drop(inner);
         #[cfg(feature = "metrics")]
-        meter::hits(&self.name, inner.stats.hits + near);
-        CacheStats { entries: inner.store.entries(), weight: inner.store.weight(), hits: inner.stats.hits + near, ..inner.stats }
+        meter::hits(&self.name, hits);
+        stats
     }
 
     /// Everything that it knows of itself.
@@ -379,27 +378,33 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
 
     /// Sets new bounds. What does not fit goes at once, but for what is pinned.
     pub fn resize(&self, limits: Limits) {
+        let mut news = News::default();
         let mut inner = lock(&self.inner);
         let dropped = inner.store.resize(limits);
-        self.note(&mut inner, String::new(), What::Resized { limits });
-        self.leave(&mut inner, &dropped);
+        self.note(&mut inner, &mut news, String::new(), What::Resized { limits });
+        self.leave(&mut inner, &mut news, &dropped);
         drop(inner);
         self.bury(dropped);
+        news.tell(&self.name, limits.entries);
     }
 
     /// Forgets every entry that is not pinned, and every refusal; builds that are running go on.
     pub fn clear(&self) {
+        let mut news = News::default();
         let mut inner = lock(&self.inner);
         let dropped = inner.store.clear();
-        self.leave(&mut inner, &dropped);
+        self.leave(&mut inner, &mut news, &dropped);
+        let entries = inner.store.limits().entries;
         drop(inner);
         self.bury(dropped);
+        news.tell(&self.name, entries);
     }
 
     /// Keeps an entry until the pin is dropped; `None` where there is none.
     pub fn pin(&self, key: &K) -> Option<Pin<K, V>> {
+        let keyed = self.keyed(key);
         let inner = lock(&self.inner);
-        match inner.store.peek(self.keyed(key)) {
+        match inner.store.peek(keyed) {
             Some(Slot::Ready(entry)) => {
                 entry.pin();
                 Some(Pin { entry: entry.clone() })
@@ -410,7 +415,8 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
 
     /// Every value, the most recently used first.
     pub fn values(&self) -> Vec<(K, V)> {
-        lock(&self.inner).store.list().iter().map(|e| (e.key.clone(), e.value.clone())).collect()
+        let entries = lock(&self.inner).store.list();
+        entries.iter().map(|e| (e.key.clone(), e.value.clone())).collect()
     }
 }
 
@@ -422,64 +428,69 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static,
     }
 }
 
-/// The right to build a key. Dropped without a value, also by a panic, it takes the mark away and wakes the others.
+/// The right to build a key. Dropped, also by a panic, it takes the mark away, if that still stands, and wakes the others.
 struct Claim<'a, K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> {
     cache: &'a PlanCache<K, V, U>,
     key: Keyed<'a, K>,
     ticket: Arc<Ticket>,
-    kept: bool,
+    /// The mark is gone: there is a value or a refusal in its place, or nothing, or the mark of another thread by now.
+    settled: bool,
 }
 
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> Claim<'_, K, V, U> {
     fn keep(mut self, value: V, total: Duration) -> Arc<Entry<K, V>> {
-        self.kept = true;
         let cache = self.cache;
         let time = BuildTime { total: total.as_micros() as u64, ..value.build_time() };
         let made = cache.since.elapsed().as_micros() as u64;
+        // Keys and values are asked before the lock is taken: where one panics, the key is free again.
         let mut entry = Entry::new(self.key, value, made, time);
+        let mut news = News::default();
         let mut guard = lock(&cache.inner);
         let inner = &mut *guard;
         entry.id = inner.next;
         let entry = Arc::new(entry);
-        let label = entry.label.clone();
         entry.touch(cache.clock.fetch_add(TICK, Ordering::Relaxed) + TICK);
         let kept = inner.store.insert(entry.clone());
+        self.settled = true;
         let id = if kept.is_some() { inner.next } else { 0 };
         inner.next += u64::from(kept.is_some());
         if kept.is_none() {
             entry.leave();
             inner.stats.not_kept += 1;
-            tracing::warn!(
-                cache = cache.name,
-                key = label,
-                bytes = entry.weight.bytes(),
-                "not kept: it does not fit beside what is pinned"
-            );
         }
-        let engine = entry.value.engine();
-        tracing::debug!(cache = cache.name, key = label, engine, us = time.total, bytes = entry.weight.bytes(), "built");
-        cache.note(inner, label, What::Built { id, engine, time, weight: entry.weight });
+        let built = What::Built { id, engine: entry.engine.clone(), time, weight: entry.weight };
+        cache.note(inner, &mut news, entry.label.clone(), built);
         let dropped = kept.unwrap_or_default();
-        cache.leave(inner, &dropped);
+        cache.leave(inner, &mut news, &dropped);
+        let entries = inner.store.limits().entries;
         drop(guard);
+        // Those who wait go on, whatever becomes of this thread.
+        drop(self);
         cache.bury(dropped);
+        news.tell(&cache.name, entries);
         entry
     }
 
-    fn fail(mut self, refusal: Option<U>, error: &str) {
-        self.kept = refusal.is_some();
-        let mut guard = lock(&self.cache.inner);
+    fn fail(mut self, refusal: Option<U>, error: String) {
+        let cache = self.cache;
+        let label = self.key.key.to_key().label();
+        let mut news = News::default();
+        let mut guard = lock(&cache.inner);
         let inner = &mut *guard;
         inner.stats.failures += 1;
-        let error = error.to_owned();
         let what = match refusal {
             Some(why) => {
                 inner.store.put(self.key, Slot::Refused { why, since: Instant::now() });
+                self.settled = true;
                 What::Unsupported { error }
             }
             None => What::Failed { error },
         };
-        self.cache.note(inner, self.key.key.to_key().label(), what);
+        cache.note(inner, &mut news, label, what);
+        let entries = inner.store.limits().entries;
+        drop(guard);
+        drop(self);
+        news.tell(&cache.name, entries);
     }
 }
 
@@ -487,7 +498,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     for Claim<'_, K, V, U>
 {
     fn drop(&mut self) {
-        if !self.kept {
+        if !self.settled {
             lock(&self.cache.inner).store.remove(self.key);
         }
         *lock(&self.ticket.done) = true;

@@ -120,11 +120,12 @@ fn one_build_per_key() {
     });
 }
 
-/// Threads that live on have entries at hand; none of them may be one that was dropped.
+/// Threads that live on have entries at hand; none of them may be one that was dropped. Another thread counts meanwhile, for which it looks
+/// into every front.
 fn what_is_dropped_dies(entries: usize, keys: [[u32; 5]; 3]) {
     check(move || {
         let world = World::new(entries);
-        let (quiet, over) = (Arc::new(Barrier::new(4)), Arc::new(Barrier::new(4)));
+        let (quiet, over) = (Arc::new(Barrier::new(5)), Arc::new(Barrier::new(4)));
         let handles = keys.map(|keys| {
             let (world, quiet, over) = (world.clone(), quiet.clone(), over.clone());
             shuttle::thread::spawn(move || {
@@ -133,14 +134,79 @@ fn what_is_dropped_dies(entries: usize, keys: [[u32; 5]; 3]) {
                 over.wait();
             })
         });
+        let counts = {
+            let (world, quiet) = (world.clone(), quiet.clone());
+            shuttle::thread::spawn(move || {
+                for _ in 0..3 {
+                    assert!(world.cache.stats().entries <= entries);
+                }
+                quiet.wait();
+            })
+        };
         quiet.wait();
+        // Before `stats`, which looks into the fronts.
+        let live = world.live.load(StdOrdering::SeqCst);
         let there = world.cache.stats().entries;
         assert!(there <= entries);
-        assert_eq!(world.live.load(StdOrdering::SeqCst), there, "a front has kept what was dropped");
+        assert_eq!(live, there, "a front has kept what was dropped");
         world.cache.clear();
         assert_eq!(world.live.load(StdOrdering::SeqCst), 0);
         over.wait();
+        handles.into_iter().chain([counts]).for_each(|h| h.join().unwrap());
+    });
+}
+
+/// A thread whose builds fail puts nothing at hand, and so does not come by its front again.
+#[test]
+fn what_is_dropped_while_a_build_fails_dies() {
+    check(|| {
+        let world = World::new(1);
+        let (quiet, over) = (Arc::new(Barrier::new(3)), Arc::new(Barrier::new(3)));
+        let handles = [0, 1].map(|n| {
+            let (world, quiet, over) = (world.clone(), quiet.clone(), over.clone());
+            shuttle::thread::spawn(move || {
+                world.look(n);
+                assert!(world.cache.get_or_build(&(n + 2), || Err(Failure)).is_err());
+                quiet.wait();
+                over.wait();
+            })
+        });
+        quiet.wait();
+        assert_eq!(world.live.load(StdOrdering::SeqCst), 1, "a front has kept what was dropped");
+        over.wait();
         handles.into_iter().for_each(|h| h.join().unwrap());
+    });
+}
+
+/// Counting holds the front of a thread that rests, while another drops what it has.
+#[test]
+fn what_is_dropped_while_it_is_counted_dies() {
+    check(|| {
+        let world = World::new(1);
+        let (there, quiet, over) = (Arc::new(Barrier::new(3)), Arc::new(Barrier::new(4)), Arc::new(Barrier::new(2)));
+        let rests = {
+            let (world, there, quiet, over) = (world.clone(), there.clone(), quiet.clone(), over.clone());
+            shuttle::thread::spawn(move || {
+                world.look(0);
+                world.look(0);
+                there.wait();
+                quiet.wait();
+                over.wait();
+            })
+        };
+        let works: [fn(&World); 2] = [|world| world.look(1), |world| assert_eq!(world.cache.stats().entries, 1)];
+        let others = works.map(|work| {
+            let (world, there, quiet) = (world.clone(), there.clone(), quiet.clone());
+            shuttle::thread::spawn(move || {
+                there.wait();
+                work(&world);
+                quiet.wait();
+            })
+        });
+        quiet.wait();
+        assert_eq!(world.live.load(StdOrdering::SeqCst), 1, "a front has kept what was dropped");
+        over.wait();
+        others.into_iter().chain([rests]).for_each(|h| h.join().unwrap());
     });
 }
 

@@ -126,12 +126,13 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
     /// Puts a mark or a refusal in the place of a key.
     pub(super) fn put(&mut self, key: Keyed<'_, K>, slot: Slot<K, V, T, U>) {
         debug_assert!(entry(&slot).is_none(), "entries come in by `insert`");
+        let owned = key.key.to_key();
         self.remove(key);
         if matches!(slot, Slot::Refused { .. }) {
             self.refused += 1;
             self.forget_refusals(self.limits.entries.get());
         }
-        self.slots.put(self.place(key), (key.hash, key.key.to_key(), slot));
+        self.slots.put(self.place(key), (key.hash, owned, slot));
     }
 
     /// Takes a key out, whatever it stands for.
@@ -161,6 +162,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
 
     /// Puts an entry in, and drops others until the bounds hold; `None` where they cannot, and then the key stands for nothing.
     pub(super) fn insert(&mut self, entry: Arc<Entry<K, V>>) -> Option<Dropped<K, V>> {
+        let key = entry.key.clone();
         self.remove(entry.keyed());
         let bytes = entry.weight.bytes();
         let pinned: Vec<_> = self.slots.iter().filter_map(|(_, (.., s))| self::entry(s)).filter(|e| e.is_pinned()).collect();
@@ -171,7 +173,7 @@ impl<K: CacheKey, V: CacheValue, T, U> Store<K, V, T, U> {
         let dropped = self.trim(self.limits.entries.get() - 1, self.limits.bytes - bytes, None);
         self.entries += 1;
         self.weight += entry.weight;
-        self.slots.put(self.place(entry.keyed()), (entry.hash, entry.key.clone(), Slot::Ready(entry)));
+        self.slots.put(self.place(entry.keyed()), (entry.hash, key, Slot::Ready(entry)));
         Some(dropped)
     }
 

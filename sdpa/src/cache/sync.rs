@@ -43,4 +43,4 @@ mod primitives {
     }
 }
 
-pub(super) use primitives::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, lock, thread_local, try_lock, wait};
+pub(super) use primitives::{AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, lock, thread_local, try_lock, wait};

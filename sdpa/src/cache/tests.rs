@@ -1,5 +1,7 @@
 //! One thread against a model, many threads against the promises.
 
+mod foreign;
+
 use super::*;
 use proptest::prelude::*;
 use std::num::NonZeroUsize;

@@ -1,0 +1,53 @@
+//! What happens in a cache, told to subscribers of `tracing` and, with the feature `metrics`, to counters.
+//!
+//! Under the lock it is only written down. It is told when the lock is free and everything is in its place: a subscriber may ask the
+//! cache, take its time, or panic.
+
+use super::facts::{CacheEvent, What};
+use std::num::NonZeroUsize;
+
+/// Events that are still to be told.
+#[derive(Debug, Default)]
+#[must_use]
+pub(super) struct News(Vec<CacheEvent>);
+
+impl News {
+    pub(super) fn push(&mut self, event: CacheEvent) {
+        self.0.push(event);
+    }
+
+    /// Tells all, of a cache with this bound on entries. Not to be called under its lock.
+    pub(super) fn tell(self, cache: &str, entries: NonZeroUsize) {
+        for event in self.0 {
+            trace(cache, entries, &event);
+            #[cfg(feature = "metrics")]
+            {
+                super::meter::event(cache, &event.what);
+                super::meter::hits(cache, event.hits_so_far);
+            }
+        }
+    }
+}
+
+fn trace(cache: &str, entries: NonZeroUsize, event: &CacheEvent) {
+    let key = &event.label;
+    match &event.what {
+        What::Missed { nearest, evicted } => tracing::debug!(cache, key, differs = ?nearest, ?evicted, "miss"),
+        What::Built { id, engine, time, weight } => {
+            let bytes = weight.bytes();
+            if *id == 0 {
+                tracing::warn!(cache, key, bytes, "not kept: it does not fit beside what is pinned");
+            }
+            tracing::debug!(cache, key, engine, us = time.total, bytes, "built");
+        }
+        What::Evicted { id: _, hits, why } => tracing::debug!(cache, key, hits, why = why.text(), "evicted"),
+        What::Thrashing { rebuilt, of } => tracing::warn!(
+            cache,
+            rebuilt,
+            of,
+            entries,
+            "plans are built again after they were dropped: the bounds are too small for what is used, or lengths want buckets"
+        ),
+        What::Failed { .. } | What::Unsupported { .. } | What::Resized { .. } => {}
+    }
+}
