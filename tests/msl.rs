@@ -16,7 +16,7 @@ use conformance::msl::table::{self, Share};
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, random_backward, random_spec, run, run_backward, run_backward_case, run_case, side_by_side,
+    Draw, Outcome, Source, Tally, random_backward, random_spec, rounding, run, run_backward, run_backward_case, run_case, side_by_side,
 };
 use conformance::say::{say, skip};
 use metal_fallback::Kernels;
@@ -128,6 +128,32 @@ fn backward_score_mod_cases() {
     // What a forward pass leaves is the same kind of numbers with and without score_mods.
     let sources: &[Source] = if all_wanted() { &Source::ALL } else { &[Source::Oracle] };
     run_all_backward("backward score_mod", &planned_and_forced(Case::all_library().unwrap(), &BACKWARD_KERNELS), sources);
+}
+
+/// Every kernel on problems that are a step from one another.
+fn sweep(cases: Result<Vec<Case>, String>, kernels: &[Kernels]) -> Vec<Forced> {
+    cases.unwrap().iter().flat_map(|case| kernels.iter().map(move |k| (case.clone(), Some(*k)))).collect()
+}
+
+/// Longer than a block of a kernel.
+const BLOCK: i64 = 33;
+
+#[test]
+fn edges_scales_and_axes() {
+    run_all("edges", &sweep(Case::edges(BLOCK), &Kernels::ALL));
+    run_all_backward("edges backward", &sweep(Case::edges(BLOCK), &BACKWARD_KERNELS), &[Source::Oracle]);
+    run_all("scales", &sweep(Case::scales(), &Kernels::ALL));
+    run_all_backward("scales backward", &sweep(Case::scales(), &BACKWARD_KERNELS), &[Source::Oracle]);
+    run_all_backward("axes", &sweep(Case::axes(), &[Kernels::Tiled]), &[Source::Oracle]);
+}
+
+#[test]
+fn results_are_rounded_to_the_nearest() {
+    let Some(toolchain) = emulation("rounding") else { return };
+    for kernels in Kernels::ALL {
+        let emulated = Emulated::new(toolchain.clone(), 1).forced(kernels).executor();
+        rounding(&emulated).unwrap_or_else(|e| panic!("{kernels:?}: {e}"));
+    }
 }
 
 fn table_rows(all: bool) -> Vec<Row> {

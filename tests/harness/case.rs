@@ -1,6 +1,7 @@
 //! Cases as they stand in `cases/*.toml`.
 
 mod backward;
+mod sweep;
 
 use crate::library::Library;
 use crate::random::Random;

@@ -1,10 +1,12 @@
 //! Runs cases on executors and counts what became of them.
 
 mod backward;
+mod dropped;
 mod library;
 #[cfg(test)]
 mod naive;
 mod parallel;
+mod rounding;
 
 use crate::case::Case;
 use crate::compare::{Distance, Measured, Sizes, compare};
@@ -14,8 +16,10 @@ use crate::oracle;
 use crate::random::Random;
 use crate::say::say;
 pub use backward::{Draw, Source, backward_suite, random_backward, run_backward, run_backward_case, run_backward_with};
+pub use dropped::{Drops, dropped};
 pub use library::{Tree, library_suite, run_tree};
 pub use parallel::side_by_side;
+pub use rounding::rounding;
 use sdpa::{Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Report, Shape, TensorSpec, Unsupported};
 
 /// What became of a case on an executor.

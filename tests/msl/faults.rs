@@ -1,11 +1,13 @@
 //! Faults that are put into kernels: something has to find each.
 
-use super::dropped::spoiled;
 use super::{NAME, emulation, side_by_side};
 use conformance::case::Case;
-use conformance::msl::mutations::{BACKWARD, FORWARD, Mutation, ODD, ODD_VECTOR, PARAMETER, PARTS, VECTOR, VECTOR_BACKWARD};
+use conformance::msl::mutations::{
+    BACKWARD, CUT, CUT_PARTS, CUT_VECTOR, EDGES, FORWARD, LONG, Mutation, ODD, ODD_SCORES, ODD_VECTOR, PARAMETER, PARTS, PAST, SCALES,
+    VECTOR, VECTOR_BACKWARD,
+};
 use conformance::msl::{Check, Emulated, Toolchain};
-use conformance::runner::{Outcome, Source, run_backward_case, run_case};
+use conformance::runner::{Drops, Outcome, Source, dropped, rounding, run_backward_case, run_case};
 use conformance::say::say;
 use metal_fallback::Kernels;
 use std::sync::Mutex;
@@ -65,26 +67,88 @@ score_mod = ["bias:bk"]
 backward = { wrt = ["bias:f16"] }
 "#;
 
+/// A band whose edge is where a block begins; one of each kind.
+const ON_BLOCKS: &str = r#"
+[[case]]
+name = "causal from two keys less"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 66, seq_kv = 64, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+mask = ["causal-bottom-right"]
+stats = true
+
+[[case]]
+name = "a window of a block but one"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 66, seq_kv = 70, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+mask = ["window:31,inf"]
+stats = true
+
+[[case]]
+name = "a prefix of a block but one"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 66, seq_kv = 70, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+mask = ["prefix-lm:63"]
+stats = true
+"#;
+
+/// Few queries with a scale of their own.
+const SCALED: &str = r#"
+[[case]]
+name = "a negative scale"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 4, seq_kv = 70, dim_qk = 20, dim_v = 20 }
+dtype = "f32"
+attn_scale = -0.1
+"#;
+
+/// Lengths of many batch entries, some of them past the end.
+const LENGTHS: &str = r#"
+[[case]]
+name = "lengths past the end"
+shape = { batch = 40, heads_q = 2, heads_kv = 1, seq_q = 60, seq_kv = 37, dim_qk = 20, dim_v = 20 }
+dtype = "f32"
+mask = ["padding"]
+stats = true
+"#;
+
+/// More keys than the most parts have of a usual length.
+const MANY_KEYS: &str = r#"
+[[case]]
+name = "40000 keys"
+shape = { batch = 1, heads_q = 1, heads_kv = 1, seq_q = 1, seq_kv = 40000, dim_qk = 32, dim_v = 32 }
+dtype = "f32"
+stats = true
+"#;
+
 /// What a fault is looked for with.
 #[derive(Clone, Copy, Debug)]
 enum With {
     Forward(&'static str),
     Backward(&'static str),
     /// Operands that are dropped and odd.
-    Odd,
+    Odd(Drops),
+    /// Numbers between two of 16 bits.
+    Rounding,
 }
 
 type Faults = (&'static [Mutation], Kernels, With);
 
-const ALL: [Faults; 8] = [
+const ALL: [Faults; 16] = [
     (FORWARD, Kernels::Tiled, With::Forward(SMALL)),
     (BACKWARD, Kernels::Tiled, With::Backward(SMALL)),
     (VECTOR, Kernels::Vector, With::Forward(FEW)),
     (PARTS, Kernels::Parts, With::Forward(FEW)),
     (VECTOR_BACKWARD, Kernels::Vector, With::Backward(FEW)),
     (PARAMETER, Kernels::Tiled, With::Backward(ALONG)),
-    (ODD, Kernels::Tiled, With::Odd),
-    (ODD_VECTOR, Kernels::Vector, With::Odd),
+    (ODD, Kernels::Tiled, With::Odd(Drops::Mask)),
+    (ODD_VECTOR, Kernels::Vector, With::Odd(Drops::Mask)),
+    (ODD_SCORES, Kernels::Tiled, With::Odd(Drops::ScoreMod)),
+    (SCALES, Kernels::Vector, With::Backward(SCALED)),
+    (EDGES, Kernels::Tiled, With::Forward(ON_BLOCKS)),
+    (PAST, Kernels::Tiled, With::Backward(LENGTHS)),
+    (LONG, Kernels::Parts, With::Forward(MANY_KEYS)),
+    (CUT, Kernels::Tiled, With::Rounding),
+    (CUT_VECTOR, Kernels::Vector, With::Rounding),
+    (CUT_PARTS, Kernels::Parts, With::Rounding),
 ];
 
 fn failure<T>(outcome: Outcome<T>) -> Option<String> {
@@ -99,7 +163,8 @@ fn caught(toolchain: &Toolchain, mutation: Mutation, kernels: Kernels, with: Wit
     let emulated = |check, seed| Emulated::new(toolchain.with(check), seed).forced(kernels).mutated(mutation).executor();
     for check in Check::ALL {
         let how = match with {
-            With::Odd => spoiled(&emulated(check, 1)).err(),
+            With::Odd(drops) => dropped(drops, &emulated(check, 1)).err(),
+            With::Rounding => rounding(&emulated(check, 1)).err(),
             With::Forward(cases) => {
                 Case::parse(cases).unwrap().iter().find_map(|case| failure(run_case(case, &emulated(check, case.seed()))))
             }

@@ -1,9 +1,12 @@
 //! What plans say of their sources, and what sources are checked for without running them.
 
 use super::{NAME, emulation, side_by_side, table_rows};
-use conformance::msl::{Job, Row, Toolchain, registers};
+use conformance::case::Case;
+use conformance::msl::mutations::Mutation;
+use conformance::msl::{Emulated, Job, Row, Toolchain, registers};
 use conformance::say::say;
 use metal_fallback::{Kernels, Plan, REGISTER_LIMIT, THREADGROUP_BYTES};
+use sdpa::Executor;
 use sdpa::exec::metal::{backward, forward};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Mutex;
@@ -87,4 +90,22 @@ fn threadgroup_memory_has_its_limit() {
     let buffers = vec![vec![0; 1 << 16]; plan.buffers.len()];
     let said = program.run(&Job { plan: &plan, buffers: &buffers, seed: 1 }).unwrap_err();
     assert!(said.contains("threadgroup memory: 32768 is the limit"), "{said}");
+}
+
+/// Offsets need 64 bits, and no test has tensors so large that it shows.
+#[test]
+fn strides_that_are_too_narrow_do_not_compile() {
+    let Some(toolchain) = emulation("strides") else { return };
+    let forward = &Case::all().unwrap()[0];
+    let narrow = [
+        ("a stride", "const device Element* from, long stride", "const device Element* from, int stride"),
+        ("a row of stats", "const long place = (long(batch)", "const int place = (long(batch)"),
+    ];
+    for (name, from, to) in narrow {
+        let mutated = |from, to| Emulated::new(toolchain.clone(), 1).forced(Kernels::Tiled).mutated(Mutation { name, from, to }).executor();
+        let problem = forward.spec().unwrap().with_stats().validate().unwrap();
+        mutated(from, from).prepare(&problem).unwrap();
+        let said = mutated(from, to).prepare(&problem).err().map(|e| e.to_string());
+        assert!(said.as_ref().is_some_and(|said| said.contains("shorten-64-to-32")), "{name}: {said:?}");
+    }
 }

@@ -21,11 +21,14 @@ fn runs(random: &mut Random, elements: usize, batches: i64) -> Values {
     Values::I32(all)
 }
 
-/// A length for each batch entry: none, all, or between.
+/// A length for each batch entry: none, all, more than there is, about the end of a block, or between. What is past the extent is not
+/// there: it counts as all.
 fn lengths(random: &mut Random, entries: usize, extent: i64) -> Values {
-    let mut one = || match random.between(0, 4) {
+    let mut one = || match random.between(0, 6) {
         0 => 0,
         1 => extent,
+        2 => extent + random.between(1, 40),
+        3 => (random.between(0, extent / 8) * 8 + random.between(-1, 1)).clamp(0, extent),
         _ => random.between(1, extent),
     };
     Values::I32((0..entries).map(|_| one() as i32).collect())

@@ -213,3 +213,59 @@ pub const ODD_VECTOR: &[Mutation] = &[
     mutation("what is dropped adds to dq", "if ((keeps >> r & 1u) != 0) {", "if (keeps != 0 || true) {"),
     mutation("what is dropped adds to dk and dv", "if (simd_shuffle(kept, ushort(j)) != 0) {", "if (simd_shuffle(kept, ushort(j)) != 2) {"),
 ];
+
+/// A pair that a score_mod drops counts.
+pub const ODD_SCORES: &[Mutation] = &[mutation("a score of minus infinity is kept", "!(score < LOWEST) && ", "")];
+
+/// Scales other than the usual one.
+pub const SCALES: &[Mutation] = &[mutation("dk has the usual scale", "dk_sum[i] * params.scale", "dk_sum[i] * 0.2236068f")];
+
+/// Bands that end where blocks do.
+pub const EDGES: &[Mutation] = &[
+    mutation("a block counts as whole one key too early", "end_k - 1 - first_q <= bounds.upper", "end_k - 1 - first_q <= bounds.upper + 1"),
+    mutation("a block counts as whole one key too late", "first_k - (end_q - 1) > bounds.lower", "first_k - (end_q - 1) >= bounds.lower"),
+    mutation("a prefix counts as whole one key too early", "end_k <= bounds.prefix)", "end_k <= bounds.prefix + 1)"),
+];
+
+/// Lengths that are more than there is.
+pub const PAST: &[Mutation] = &[
+    mutation("more keys than there are", "clamp(seq_len_kv[batch], 0, params.seq_kv)", "max(seq_len_kv[batch], 0)"),
+    mutation("more queries than there are", "clamp(seq_len_q[batch], 0, params.seq_q)", "max(seq_len_q[batch], 0)"),
+];
+
+/// More keys than parts of a usual length.
+pub const LONG: &[Mutation] = &[mutation("parts of 512 keys", "(params.seq_kv - 1) / PARTS + 1", "512")];
+
+/// Results that are cut off and not rounded; of kernels with tiles.
+pub const CUT: &[Mutation] = &[
+    mutation(
+        "o is cut off",
+        "Element(sums[d / 8][e] * inverse)",
+        "Element(as_type<float>(as_type<uint>(sums[d / 8][e] * inverse) & 0xffff0000u))",
+    ),
+    mutation("dv is cut off", "Element(dv_sums[d / 8][e])", "Element(as_type<float>(as_type<uint>(dv_sums[d / 8][e]) & 0xffff0000u))"),
+    mutation(
+        "dq is cut off",
+        "Element(sums[d / 8][e] * params.scale)",
+        "Element(as_type<float>(as_type<uint>(sums[d / 8][e] * params.scale) & 0xffff0000u))",
+    ),
+];
+
+/// The same of vector kernels.
+pub const CUT_VECTOR: &[Mutation] = &[
+    mutation(
+        "o is cut off",
+        "Element(total_at<DIM_V>(simd_outputs, d) * inverse)",
+        "Element(as_type<float>(as_type<uint>(total_at<DIM_V>(simd_outputs, d) * inverse) & 0xffff0000u))",
+    ),
+    mutation("dv is cut off", "Element(dv_sum[i])", "Element(as_type<float>(as_type<uint>(dv_sum[i]) & 0xffff0000u))"),
+    mutation(
+        "dq is cut off",
+        "Element(total_at<DIM_QK>(simd_outputs, d))",
+        "Element(as_type<float>(as_type<uint>(total_at<DIM_QK>(simd_outputs, d)) & 0xffff0000u))",
+    ),
+];
+
+/// The same of the kernel that merges.
+pub const CUT_PARTS: &[Mutation] =
+    &[mutation("o is cut off", "Element(sum * inverse)", "Element(as_type<float>(as_type<uint>(sum * inverse) & 0xffff0000u))")];

@@ -1,0 +1,76 @@
+//! Cases that are made and not written down: each a step from the next, so that every place of an edge is met. For executors to which
+//! a problem costs little.
+
+use super::Case;
+
+/// Extents, as far as sweeps differ in them.
+struct Extents {
+    batch: i64,
+    seq_q: i64,
+    seq_kv: i64,
+}
+
+fn text(name: &str, Extents { batch, seq_q, seq_kv }: Extents, mask: &str, more: &str) -> String {
+    format!(
+        "[[case]]\nname = \"{name}\"\nshape = {{ batch = {batch}, heads_q = 2, heads_kv = 1, seq_q = {seq_q}, seq_kv = {seq_kv}, \
+         dim_qk = 8, dim_v = 8 }}\ndtype = \"f32\"\nstats = true\nmask = [{mask}]\n{more}\n"
+    )
+}
+
+impl Case {
+    /// Bands, prefixes and lengths that end at every place of a block of so many keys or queries, also where they leave rows without keys.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn edges(block: i64) -> Result<Vec<Case>, String> {
+        let mut all = String::new();
+        let mut add = |name: String, seq_q, seq_kv, mask: String| {
+            all.push_str(&text(&name, Extents { batch: 1, seq_q, seq_kv }, &format!("{mask:?}"), ""));
+        };
+        for n in 0..=block + 1 {
+            add(format!("causal, {n} queries more"), 2 * block + n, 2 * block, "causal-bottom-right".to_owned());
+            add(format!("causal, {n} keys more"), 2 * block, 2 * block + n, "causal-bottom-right".to_owned());
+            add(format!("the last {n} keys"), 2 * block + 2, 2 * block + 6, format!("window:{},inf", n + 1));
+            add(format!("the next {n} keys"), 2 * block + 2, 2 * block + 6, format!("window:inf,{n}"));
+            add(format!("the first {n} keys"), 2 * block + 2, block + 6, format!("prefix-lm:{n}"));
+        }
+        // Of many entries, some have each length.
+        let lengths =
+            |n: i64| text(&format!("lengths {n}"), Extents { batch: 40, seq_q: block + 3 + n, seq_kv: 2 * block - n }, "\"padding\"", "");
+        all.extend((0..4).map(lengths));
+        Case::parse(&all)
+    }
+
+    /// The gradient of a tensor over every set of axes.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn axes() -> Result<Vec<Case>, String> {
+        let one = |set: usize| {
+            let axes: String = "bhqk".chars().enumerate().filter(|(n, _)| set >> n & 1 == 1).map(|(_, axis)| axis).collect();
+            let more = format!("score_mod = [\"bias:{axes}\"]\nbackward = {{ wrt = [\"bias:f32\"] }}");
+            text(
+                &format!("bias over {axes:?}").replace('"', ""),
+                Extents { batch: 3, seq_q: 41, seq_kv: 39 },
+                "\"causal-bottom-right\"",
+                &more,
+            )
+        };
+        Case::parse(&(0..16).map(one).collect::<String>())
+    }
+
+    /// Scales that are not the usual one, for every number of queries that kernels differ in.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn scales() -> Result<Vec<Case>, String> {
+        let mut all = String::new();
+        for seq_q in [1, 4, 9, 40] {
+            for scale in ["-0.1", "0.0", "1.7"] {
+                let extents = Extents { batch: 2, seq_q, seq_kv: 70 };
+                all.push_str(&text(&format!("{seq_q} queries, scale {scale}"), extents, "", &format!("attn_scale = {scale}")));
+            }
+        }
+        Case::parse(&all)
+    }
+}

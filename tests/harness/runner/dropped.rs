@@ -1,0 +1,152 @@
+//! A pair of a query and a key that is dropped has no effect, whatever the two hold, in blocks that are visited too: by a mask, or by a
+//! score_mod that makes −∞ of its score.
+
+use crate::random::Random;
+use sdpa::{
+    AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Mask, ScoreMod, Shape,
+};
+
+const SHAPE: Shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 70, dim_qk: 20, dim_v: 44 };
+
+/// A row of stats that says: nothing is attended to.
+const EMPTY: usize = 2;
+
+/// Rows of dense heads, one after the other.
+struct Rows {
+    seq: usize,
+    dim: usize,
+    values: Vec<f32>,
+}
+
+impl Rows {
+    fn random(random: &mut Random, heads: i64, seq: i64, dim: i64) -> Rows {
+        let values = (0..heads * seq * dim).map(|_| random.normal() as f32).collect();
+        Rows { seq: seq as usize, dim: dim as usize, values }
+    }
+
+    fn is_odd(&self, at: usize) -> bool {
+        at / self.dim % self.seq % 2 == 1
+    }
+
+    fn spoil(&mut self, with: f32) {
+        (0..self.values.len()).filter(|&at| self.is_odd(at)).collect::<Vec<_>>().into_iter().for_each(|at| self.values[at] = with);
+    }
+
+    fn elements(&self) -> Elements<'_> {
+        Elements::F32(&self.values)
+    }
+
+    fn zeros(&self) -> Rows {
+        Rows { values: vec![0.0; self.values.len()], ..*self }
+    }
+}
+
+/// What drops a pair.
+#[derive(Clone, Copy, Debug)]
+pub enum Drops {
+    /// A mask.
+    Mask,
+    /// A score_mod that makes −∞ of its score; not on the CPU, where such a pair weighs 0 and takes part in the products.
+    ScoreMod,
+}
+
+impl Drops {
+    /// Both.
+    pub const ALL: [Drops; 2] = [Drops::Mask, Drops::ScoreMod];
+}
+
+/// Even queries keep even keys, odd ones odd ones.
+fn problem(drops: Drops) -> BackwardProblem {
+    let spec = AttentionSpec::dense(DType::F32, SHAPE, Layout::Bhsd);
+    let spec = match drops {
+        Drops::Mask => spec.mask("(q + k) % 2 == 0".parse::<Mask>().unwrap_or_else(|e| panic!("{e}"))),
+        Drops::ScoreMod => {
+            spec.score_mod("select((q + k) % 2 == 0, score * 1.5, -inf)".parse::<ScoreMod>().unwrap_or_else(|e| panic!("{e}")))
+        }
+    };
+    spec.with_stats().backward().validate().unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// What stands in the odd rows of some operands: of `q`, `k`, `v`, `d_o`.
+#[derive(Clone, Copy, Debug)]
+struct Spoil {
+    with: f32,
+    operands: [bool; 4],
+}
+
+const SPOILS: [Spoil; 6] = [
+    Spoil { with: f32::NAN, operands: [true; 4] },
+    Spoil { with: f32::INFINITY, operands: [true; 4] },
+    Spoil { with: f32::NAN, operands: [true, false, false, false] },
+    Spoil { with: f32::NAN, operands: [false, true, false, false] },
+    Spoil { with: f32::NAN, operands: [false, false, true, false] },
+    Spoil { with: f32::NAN, operands: [false, false, false, true] },
+];
+
+/// `o`, `dq`, `dk` and `dv`; nothing is spoiled without operands.
+fn results(executor: &dyn Executor, problem: &BackwardProblem, spoil: Spoil) -> Result<[Rows; 4], String> {
+    let Shape { heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v, .. } = SHAPE;
+    let mut random = Random::new(7);
+    let mut draw = |heads, seq, dim| Rows::random(&mut random, heads, seq, dim);
+    let (mut q, mut k) = (draw(heads_q, seq_q, dim_qk), draw(heads_kv, seq_kv, dim_qk));
+    let (mut v, mut d_o) = (draw(heads_kv, seq_kv, dim_v), draw(heads_q, seq_q, dim_v));
+    let drawn = [&mut q, &mut k, &mut v, &mut d_o].into_iter().zip(spoil.operands);
+    drawn.filter(|(_, spoiled)| *spoiled).for_each(|(rows, _)| rows.spoil(spoil.with));
+    if spoil.operands[3] {
+        d_o.values[EMPTY * d_o.dim..][..d_o.dim].fill(spoil.with);
+    }
+    let mut o = d_o.zeros();
+    let mut stats = vec![0.0; (heads_q * seq_q) as usize];
+    let prepared = executor.prepare(problem.forward()).map_err(|e| e.to_string())?;
+    let call = HostForward {
+        q: q.elements(),
+        k: k.elements(),
+        v: v.elements(),
+        o: ElementsMut::F32(&mut o.values),
+        stats: Some(&mut stats),
+        attn_scale: None,
+        params: &[],
+    };
+    prepared.forward(call).map_err(|e| e.to_string())?;
+    stats[EMPTY] = f32::NEG_INFINITY;
+    let prepared = executor.prepare_backward(problem).map_err(|e| e.to_string())?;
+    let [mut dq, mut dk, mut dv] = [q.zeros(), k.zeros(), v.zeros()];
+    let call = HostBackward {
+        q: q.elements(),
+        k: k.elements(),
+        v: v.elements(),
+        o: o.elements(),
+        d_o: d_o.elements(),
+        stats: &stats,
+        dq: ElementsMut::F32(&mut dq.values),
+        dk: ElementsMut::F32(&mut dk.values),
+        dv: ElementsMut::F32(&mut dv.values),
+        attn_scale: None,
+        params: &[],
+        gradients: Vec::new(),
+    };
+    prepared.backward(call).map_err(|e| e.to_string())?;
+    Ok([o, dq, dk, dv])
+}
+
+/// Whether what is dropped has an effect.
+///
+/// # Errors
+/// Which.
+pub fn dropped(drops: Drops, executor: &dyn Executor) -> Result<(), String> {
+    let problem = problem(drops);
+    let clean = results(executor, &problem, Spoil { with: 0.0, operands: [false; 4] })?;
+    for spoil in SPOILS {
+        let spoiled = results(executor, &problem, spoil)?;
+        for (name, (clean, spoiled)) in ["o", "dq", "dk", "dv"].iter().zip(clean.iter().zip(&spoiled)) {
+            for (at, (&x, &y)) in clean.values.iter().zip(&spoiled.values).enumerate() {
+                let (odd, all) = (spoiled.is_odd(at), spoil.operands == [true; 4]);
+                let near = (x - y).abs() <= 1e-5 * (1.0 + x.abs());
+                if (!odd && !near) || (odd && all && y.is_finite()) {
+                    return Err(format!("{name}[{at}] is {y}, and {x} where nothing is spoiled: {drops:?}, {spoil:?}"));
+                }
+            }
+        }
+    }
+    Ok(())
+}

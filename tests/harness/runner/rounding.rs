@@ -1,0 +1,148 @@
+//! Results in 16 bits are the nearest to what was computed. Tolerances cannot see it: a result that is cut off is off by less than two of
+//! their roundings.
+//!
+//! So the numbers are such that what is computed is exact, or nearly, in f32 and its rounding is not: scores are 0, all keys weigh the same,
+//! and what is averaged are small whole numbers.
+
+use crate::random::Random;
+use half::{bf16, f16};
+use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Shape};
+
+/// Keys, and queries that a gradient is summed over.
+const FOUR: i64 = 4;
+
+/// One of the types with 16 bits.
+trait Short: Copy + PartialEq {
+    const DTYPE: DType;
+    /// Steps from 1 to 2.
+    const STEPS: f64;
+    fn nearest(x: f64) -> Self;
+    fn value(self) -> f64;
+    fn elements(all: &[Self]) -> Elements<'_>;
+    fn elements_mut(all: &mut [Self]) -> ElementsMut<'_>;
+}
+
+macro_rules! short {
+    ($ty:ident, $variant:ident, $steps:literal) => {
+        impl Short for $ty {
+            const DTYPE: DType = DType::$variant;
+            const STEPS: f64 = $steps;
+            fn nearest(x: f64) -> Self {
+                $ty::from_f64(x)
+            }
+            fn value(self) -> f64 {
+                self.to_f64()
+            }
+            fn elements(all: &[Self]) -> Elements<'_> {
+                Elements::$variant(all)
+            }
+            fn elements_mut(all: &mut [Self]) -> ElementsMut<'_> {
+                ElementsMut::$variant(all)
+            }
+        }
+    };
+}
+short!(f16, F16, 1024.0);
+short!(bf16, BF16, 128.0);
+
+/// From 1 to 2, in steps of the type.
+fn draw<T: Short>(random: &mut Random, n: usize) -> Vec<T> {
+    (0..n).map(|_| T::nearest(1.0 + random.between(0, T::STEPS as i64 - 1) as f64 / T::STEPS)).collect()
+}
+
+/// Each result is the nearest to what it should be; where two are about as near, either.
+fn judge<T: Short>(what: &str, got: &[T], want: &[f64]) -> Result<usize, String> {
+    let mut rounded = 0;
+    for (at, (got, &want)) in got.iter().zip(want).enumerate() {
+        let nearest = T::nearest(want);
+        // What f32 may be off by on the way, and more.
+        let slack = want.abs() / f64::from(1 << 18);
+        let clear = T::nearest(want - slack) == nearest && T::nearest(want + slack) == nearest;
+        rounded += usize::from(clear && nearest.value() > want);
+        if clear && *got != nearest {
+            return Err(format!("{what}[{at}] of {:?} is {}, and {} is the nearest to {want}", T::DTYPE, got.value(), nearest.value()));
+        }
+    }
+    Ok(rounded)
+}
+
+fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), String> {
+    let shape = Shape { batch: 1, heads_q: FOUR / seq_q, heads_kv: 1, seq_q, seq_kv: FOUR, dim_qk: dim, dim_v: dim };
+    let spec = AttentionSpec::dense(T::DTYPE, shape, Layout::Bhsd).with_stats();
+    let problem = spec.backward().validate().map_err(|e| e.to_string())?;
+    let mut random = Random::new(11);
+    let n = (FOUR * dim) as usize;
+    let (zeros, k, v, d_o) = (vec![T::nearest(0.0); n], draw::<T>(&mut random, n), draw::<T>(&mut random, n), draw::<T>(&mut random, n));
+    let poison = || vec![T::nearest(f64::NAN); n];
+    let (mut o, mut stats) = (poison(), vec![f32::NAN; FOUR as usize]);
+    let call = HostForward {
+        q: T::elements(&zeros),
+        k: T::elements(&k),
+        v: T::elements(&v),
+        o: T::elements_mut(&mut o),
+        stats: Some(&mut stats),
+        attn_scale: None,
+        params: &[],
+    };
+    executor.prepare(problem.forward()).and_then(|made| made.forward(call)).map_err(|e| e.to_string())?;
+    // Every row of one matrix is averaged into every row of the other.
+    let dim = dim as usize;
+    let average =
+        |of: &[T]| -> Vec<f64> { (0..n).map(|at| (0..4).map(|row| of[row * dim + at % dim].value()).sum::<f64>() / 4.0).collect() };
+    let mut rounded = judge("o", &o, &average(&v))?;
+
+    let [mut dq, mut dk, mut dv] = [poison(), poison(), poison()];
+    let call = HostBackward {
+        q: T::elements(&zeros),
+        k: T::elements(&k),
+        v: T::elements(&v),
+        o: T::elements(&o),
+        d_o: T::elements(&d_o),
+        stats: &stats,
+        dq: T::elements_mut(&mut dq),
+        dk: T::elements_mut(&mut dk),
+        dv: T::elements_mut(&mut dv),
+        attn_scale: None,
+        params: &[],
+        gradients: Vec::new(),
+    };
+    executor.prepare_backward(&problem).and_then(|made| made.backward(call)).map_err(|e| e.to_string())?;
+    rounded += judge("dv", &dv, &average(&d_o))?;
+    // Of the queries' gradient the slopes are as they are computed, from the output that was rounded.
+    let scale = 1.0 / (dim as f64).sqrt();
+    let dot = |a: &[T], b: &[T]| a.iter().zip(b).map(|(a, b)| a.value() * b.value()).sum::<f64>();
+    let row = |of: &[T], n: usize| of[n * dim..][..dim].to_vec();
+    let mut want = Vec::new();
+    let mut sizes = Vec::new();
+    for query in 0..4 {
+        let delta = dot(&row(&d_o, query), &row(&o, query));
+        let slope = |key: usize| (dot(&row(&d_o, query), &row(&v, key)) - delta) / 4.0;
+        want.extend((0..dim).map(|d| (0..4).map(|key| slope(key) * k[key * dim + d].value()).sum::<f64>() * scale));
+        sizes.push(delta.abs());
+    }
+    // Slopes are differences: what f32 is off by is of the size of their terms.
+    let largest = sizes.into_iter().fold(0.0, f64::max);
+    let far = want.iter().zip(&dq).filter(|(want, got)| {
+        let step = |x: f64| x.abs().log2().floor().exp2() / T::STEPS;
+        (got.value() - **want).abs() > 0.5 * step(**want) + largest / f64::from(1 << 18)
+    });
+    if let Some((want, got)) = far.last() {
+        return Err(format!("dq of {:?} is {}, which is not the nearest to {want}", T::DTYPE, got.value()));
+    }
+    // Half of what is not exact is nearer to the number above.
+    if rounded < n / 4 { Err(format!("only {rounded} of {n} results show anything")) } else { Ok(()) }
+}
+
+/// Whether results are rounded to the nearest: of one query of four heads, and of four queries of one.
+///
+/// # Errors
+/// Which is not.
+pub fn rounding(executor: &dyn Executor) -> Result<(), String> {
+    for seq_q in [1, 4] {
+        for dim in [32, 40] {
+            of::<f16>(executor, seq_q, dim)?;
+            of::<bf16>(executor, seq_q, dim)?;
+        }
+    }
+    Ok(())
+}
