@@ -1,8 +1,12 @@
 //! The key of a plan changes exactly when what cuDNN is sent changes, and with no value of a call.
 
+use conformance::recorder::Recorder;
+use conformance::say::skip;
 use cudnn_graph::encode::encode;
-use cudnn_graph::{DType, Version};
+use cudnn_graph::{DType, Plan, Target, Version};
 use sdpa::cache::CacheKey;
+use sdpa::exec::cudnn::PlanOptions;
+use sdpa::exec::cudnn::plan::build;
 use sdpa::lower::{self, Form, Job, Supply};
 use sdpa::{AttentionSpec, BackwardSpec, Layout, Mask, ScoreMod, Shape};
 use std::collections::hash_map::DefaultHasher;
@@ -16,9 +20,25 @@ fn spec() -> AttentionSpec {
     AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod(softcap).mask(mask).with_stats()
 }
 
-/// Everything that is sent for a pass, in both forms and on two runtimes, and what is bound and copied around it.
-fn sent(job: &Job) -> String {
-    let mut all = format!("{:?} {}", job.tensors(), job.deterministic());
+/// What a library is sent for a pass, as the library that records has understood it: the attention, and what is copied, converted and
+/// summed around it; which engine is asked for. Nothing of it is read from the key.
+fn understood(recorder: &Recorder, job: &Job) -> String {
+    let (library, stream) = (recorder.executor().library(), recorder.stream());
+    let handle = library.handle(&stream).unwrap();
+    let planned = build(library, &Target::Handle(&handle), job, &PlanOptions::default()).unwrap_or_else(|e| panic!("{}: {e}", job.label()));
+    let told = |plan: &Plan| format!("{} by {}\n", plan.to_json().unwrap(), plan.engine().map(|engine| engine.tag()).unwrap_or_default());
+    let mut all = told(&planned.plan);
+    planned.copies.iter().for_each(|copy| all.push_str(&format!("{:?} {}", copy.operand, told(&copy.plan))));
+    planned.conversions.iter().for_each(|made| all.push_str(&format!("{:?} {}", made.names, told(&made.plan))));
+    for sums in &planned.sums {
+        sums.steps.iter().map(|(_, plan)| plan).chain([&sums.rounding.1]).for_each(|plan| all.push_str(&told(plan)));
+    }
+    all
+}
+
+/// Everything that is sent for a pass, in both forms and on two runtimes, and what is bound around it; and what a library makes of it.
+fn sent(recorder: &Recorder, job: &Job) -> String {
+    let mut all = understood(recorder, job);
     for runtime in [Version::new(9, 19, 0), Version::new(9, 27, 0)] {
         for form in [Form::Composite, Form::Unified] {
             match lower::lower(job, form, runtime) {
@@ -58,12 +78,17 @@ fn hash(job: &Job) -> u64 {
     hasher.finish()
 }
 
+/// The recorder, or a word about it.
+fn recorder() -> Option<Recorder> {
+    Recorder::load().map_err(|why| skip("recording", &format!("keys of plans: {why}"))).ok()
+}
+
 /// The jobs of both passes are equal exactly when what is sent is, and say by which field they differ.
-fn compare(what: &str, changes: bool, one: [Job; 2], two: [Job; 2]) {
+fn compare(recorder: &Recorder, what: &str, changes: bool, one: [Job; 2], two: [Job; 2]) {
     for (one, two) in one.iter().zip(&two) {
         let pass = one.name();
         assert_eq!(one != two, changes, "the {pass} key, {what}");
-        assert_eq!(sent(one) != sent(two), changes, "what is sent {pass}, {what}");
+        assert_eq!(sent(recorder, one) != sent(recorder, two), changes, "what is sent {pass}, {what}");
         assert_eq!(one.fields() != two.fields(), changes, "the fields {pass}, {what}: {:?}", one.fields());
         assert!(changes || hash(one) == hash(two), "the hash {pass}, {what}");
     }
@@ -131,29 +156,32 @@ const CHANGES: [Change; 36] = [
 
 #[test]
 fn the_key_changes_exactly_with_what_is_sent() {
+    let Some(recorder) = recorder() else { return };
     for (what, changes, change) in CHANGES {
         let mut other = spec();
         change(&mut other);
-        compare(what, changes, jobs(&spec()), jobs(&other));
+        compare(&recorder, what, changes, jobs(&spec()), jobs(&other));
     }
 }
 
 #[test]
 fn stats_are_of_the_forward_key() {
+    let Some(recorder) = recorder() else { return };
     let mut without = spec();
     without.stats = false;
     let [one, two] = [spec(), without].map(|spec| Job::from(spec.validate().unwrap()));
-    assert!(one != two && sent(&one) != sent(&two) && one.fields() != two.fields());
+    assert!(one != two && sent(&recorder, &one) != sent(&recorder, &two) && one.fields() != two.fields());
 }
 
 #[test]
 fn strides_of_an_axis_of_one_element_do_not_matter() {
+    let Some(recorder) = recorder() else { return };
     let one = Shape { seq_q: 1, batch: 1, ..SHAPE };
     let spec = AttentionSpec::dense(DType::BF16, one, Layout::Bhsd).with_stats();
     let mut other = spec.clone();
     other.q.strides[0] = 4096;
     other.q.strides[2] = 8;
-    compare("strides of axes of one element", false, jobs(&spec), jobs(&other));
+    compare(&recorder, "strides of axes of one element", false, jobs(&spec), jobs(&other));
 }
 
 type BackwardChange = (&'static str, bool, fn(&mut BackwardSpec));
@@ -172,6 +200,7 @@ const BACKWARD_CHANGES: [BackwardChange; 9] = [
 
 #[test]
 fn so_does_the_key_of_a_backward_pass() {
+    let Some(recorder) = recorder() else { return };
     let mut forward = spec();
     mods(&mut forward, &["bias:hqk", "softcap:30"]);
     let job = |b: &BackwardSpec| Job::from(b.validate().unwrap());
@@ -180,7 +209,7 @@ fn so_does_the_key_of_a_backward_pass() {
         change(&mut other);
         let [one, two] = [job(&forward.backward()), job(&other)];
         assert_eq!(one != two, changes, "the key, {what}");
-        assert_eq!(sent(&one) != sent(&two), changes, "what is sent, {what}");
+        assert_eq!(sent(&recorder, &one) != sent(&recorder, &two), changes, "what is sent, {what}");
         assert_eq!(one.fields() != two.fields(), changes, "the fields, {what}");
     }
 }
