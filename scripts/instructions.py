@@ -1,5 +1,6 @@
 """instructions.py HOT BASELINE [--bless]: counts what scripts/instructions.sh compares."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 # benches/src/bin/hot.rs says what they are.
 PATHS = ["prepared", "found", "functional", "validate", "addresses"]
+PATHS += ["softcap", "bias", "lengths", "backward", "backward-softcap", "cudarc", "cudarc-backward"]
 # Both numbers of calls are whole rounds of whatever a cache does only now and then; set-up is in both.
 CALLS = [1280, 3840]
 TOLERANCE = 0.03
@@ -50,8 +52,12 @@ def run(hot, path, calls):
     """Instructions in all, those of the recording library, and allocations of one run."""
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile"
+        # cudarc looks for the driver by itself.
+        for name in ["libcuda.so", "libcuda.so.1"]:
+            (Path(folder) / name).symlink_to(Path(hot).resolve().parent / RECORDER)
+        environment = os.environ | {"LD_LIBRARY_PATH": folder}
         command = ["valgrind", "--quiet", "--tool=callgrind", f"--callgrind-out-file={profile}", hot, path, str(calls)]
-        ended = subprocess.run(command, capture_output=True, text=True)
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
         if ended.returncode != 0:
             sys.exit(f"instructions: {' '.join(command)} ended with {ended.returncode}: {ended.stdout}{ended.stderr}")
         return *costs(profile), int(ended.stdout)
@@ -96,7 +102,7 @@ def main():
         was = want[path]
         off = counts["instructions"] / was["instructions"] - 1
         print(
-            f"  {path:10} {counts['instructions']:7} {counts['allocations']:5g} {was['instructions']:8} {off:+8.2%}"
+            f"  {path:16} {counts['instructions']:7} {counts['allocations']:5g} {was['instructions']:8} {off:+8.2%}"
             f"   + {counts['recorder']}"
         )
         if abs(off) > TOLERANCE:

@@ -8,8 +8,8 @@ pub mod entry;
 use cudnn_graph::ffi::codes::Kind;
 use cudnn_graph::{Buffer, DeviceSlice, Handle, Search, Stream};
 use entry::Entry;
-use sdpa::AttentionSpec;
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, Planned};
+use sdpa::{AttentionSpec, BackwardSpec};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -135,6 +135,15 @@ impl Recorder {
     pub fn functional(&self, stream: &Stream, spec: &AttentionSpec, call: &DeviceForward<'_>) -> Result<(), sdpa::Error> {
         // SAFETY: as above.
         unsafe { self.executor.sdpa(stream, spec, call) }
+    }
+
+    /// A functional backward call. Safe here: nobody follows an address, nor reads a size.
+    ///
+    /// # Errors
+    /// As [`CudnnExecutor::sdpa_backward`]; and what the recording library finds wrong.
+    pub fn functional_backward(&self, stream: &Stream, spec: &BackwardSpec, call: &DeviceBackward<'_>) -> Result<(), sdpa::Error> {
+        // SAFETY: as above.
+        unsafe { self.executor.sdpa_backward(stream, spec, call) }
     }
 
     /// A backward call. Safe here: nobody follows an address, nor reads a size.

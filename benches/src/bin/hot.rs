@@ -6,38 +6,88 @@
 //! the handle taken from the pool; `functional`: the specification is what is given, and the workspace is kept; `validate`: the
 //! specification is validated anew before the plan is looked up; `addresses`: plan in hand, forty sets of addresses in turn, more
 //! than the plan keeps packs for.
+//!
+//! The others are functional calls of more than plain attention: `softcap` (a scalar parameter), `bias` (a tensor), `lengths` (padding),
+//! `backward`, `backward-softcap`; and calls through cudarc's slices, plans in hand: `cudarc`, `cudarc-backward`.
 
 use conformance::allocations::{self, Counting};
 use conformance::recorder::{Recorder, whole};
-use cudnn_graph::Buffer;
-use sdpa::exec::cudnn::DeviceForward;
-use sdpa::{AttentionSpec, DType, Layout, Mask, Problem, Shape};
+use cudarc::driver::CudaContext;
+use cudnn_graph::{Buffer, Stream};
+use half::bf16;
+use sdpa::cudarc::{Attention, Backward, Forward};
+use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, DeviceParam, DeviceValue};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Problem, ScoreMod, Shape, TensorSpec};
 use std::hint::black_box;
 
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+/// One call, by its number.
+type Call<'a> = Box<dyn FnMut(u64) -> Result<()> + 'a>;
 
 /// Sets of operands; one is enough where addresses come back.
 const SETS: usize = 40;
 /// Calls before those that count: packs, the cache's front and the pool of handles fill up.
 const WARM: u64 = 80;
 
+const SHAPE: Shape = Shape { batch: 1, heads_q: 32, heads_kv: 8, seq_q: 2048, seq_kv: 2048, dim_qk: 128, dim_v: 128 };
+
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
     let (Some(path), Some(calls)) = (arguments.next(), arguments.next()) else { return Err("usage: hot PATH CALLS".into()) };
     let calls: u64 = calls.parse()?;
-
     let recorder = Recorder::load()?;
+    let plain = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).mask(Mask::causal());
+    let softcap = || Ok::<_, Box<dyn std::error::Error>>(plain.clone().score_mod("softcap:30".parse::<ScoreMod>()?));
+    match path.as_str() {
+        "prepared" | "found" | "functional" | "validate" | "addresses" => forward(&path, &recorder, &plain, calls),
+        "softcap" => functional(&recorder, &softcap()?, &[("cap", None)], calls),
+        "bias" => {
+            functional(&recorder, &plain.clone().score_mod("bias:qk".parse::<ScoreMod>()?), &[("bias", Some((DType::F32, 4 << 22)))], calls)
+        }
+        "lengths" => {
+            let lengths = [("seq_len_q", Some((DType::I32, 4))), ("seq_len_kv", Some((DType::I32, 4)))];
+            functional(&recorder, &plain.clone().mask(Mask::padding()), &lengths, calls)
+        }
+        "backward" => backward(&recorder, &plain, &[], calls),
+        "backward-softcap" => backward(&recorder, &softcap()?, &[("cap", None)], calls),
+        "cudarc" => cudarc_forward(&recorder, &plain, calls),
+        "cudarc-backward" => cudarc_backward(&recorder, &plain, calls),
+        _ => Err(format!(
+            "{path}: one of prepared, found, functional, validate, addresses, softcap, bias, lengths, backward, backward-softcap, cudarc, \
+             cudarc-backward"
+        )
+        .into()),
+    }
+}
+
+/// Makes the calls, and prints what they allocated.
+fn count(recorder: &Recorder, calls: u64, mut one: Call<'_>) -> Result<()> {
+    (0..WARM).try_for_each(&mut one)?;
+    let (before, executed) = (allocations::count(), recorder.written());
+    (0..calls).try_for_each(&mut one)?;
+    let (allocated, executed) = (allocations::count() - before, recorder.written() - executed);
+    // One execution, and with it what is copied or converted: the same in each.
+    if executed == 0 || executed % calls != 0 {
+        return Err(format!("{calls} calls submitted {executed} things").into());
+    }
+    println!("{allocated}");
+    Ok(())
+}
+
+fn bytes(tensor: &TensorSpec) -> u64 {
+    tensor.extent().unwrap_or(0).unsigned_abs() * 2
+}
+
+/// Plain attention by every way to call it.
+fn forward(path: &str, recorder: &Recorder, spec: &AttentionSpec, calls: u64) -> Result<()> {
     let executor = recorder.executor();
-    let shape = Shape { batch: 1, heads_q: 32, heads_kv: 8, seq_q: 2048, seq_kv: 2048, dim_qk: 128, dim_v: 128 };
-    let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
     let problem = spec.validate()?;
     let (planned, _) = executor.attention(&problem)?;
     let stream = recorder.stream();
     let workspace = recorder.buffer(planned.workspace_bytes());
-    let bytes = |tensor: &sdpa::TensorSpec| tensor.extent().unwrap_or(0).unsigned_abs() * 2;
     let sets: Vec<[Buffer; 4]> =
         (0..SETS).map(|_| [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)))).collect();
     let call = |set: &[Buffer; 4]| {
@@ -54,21 +104,97 @@ fn main() -> Result<()> {
         let handle = executor.library().handle(&stream)?;
         Ok(recorder.forward(&planned, &handle, black_box(&same))?)
     };
-    let mut one: Box<dyn FnMut(u64) -> Result<()>> = match path.as_str() {
+    let one: Call<'_> = match path {
         "prepared" => Box::new(|_| Ok(recorder.forward(&planned, &handle, black_box(&same))?)),
         "found" => Box::new(|_| found(black_box(&problem))),
-        "functional" => Box::new(|_| Ok(recorder.functional(&stream, black_box(&spec), black_box(&own))?)),
-        "validate" => Box::new(|_| found(&black_box(&spec).validate()?)),
-        "addresses" => Box::new(|n| Ok(recorder.forward(&planned, &handle, black_box(&calls_of_sets[(n % SETS as u64) as usize]))?)),
-        _ => return Err(format!("{path}: one of prepared, found, functional, validate, addresses").into()),
+        "functional" => Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&own))?)),
+        "validate" => Box::new(|_| found(&black_box(spec).validate()?)),
+        _ => Box::new(|n| Ok(recorder.forward(&planned, &handle, black_box(&calls_of_sets[(n % SETS as u64) as usize]))?)),
     };
-    (0..WARM).try_for_each(&mut one)?;
-    let (before, executed) = (allocations::count(), recorder.written());
-    (0..calls).try_for_each(&mut one)?;
-    let (allocated, executed) = (allocations::count() - before, recorder.written() - executed);
-    if executed != calls {
-        return Err(format!("{calls} calls submitted {executed} things").into());
-    }
-    println!("{allocated}");
-    Ok(())
+    count(recorder, calls, one)
+}
+
+/// A parameter: a scalar, or a tensor of a type and bytes.
+type Given = (&'static str, Option<(DType, u64)>);
+
+/// Values of parameters, and the memory of tensors among them.
+fn params(recorder: &Recorder, given: &[Given]) -> (Vec<Buffer>, Vec<DeviceParam<'static>>) {
+    let mut buffers = Vec::new();
+    let value = |given: &Option<(DType, u64)>| match given {
+        None => DeviceValue::Scalar(20.0),
+        Some((dtype, bytes)) => {
+            let buffer = recorder.buffer(*bytes);
+            let slice = whole(&buffer);
+            buffers.push(buffer);
+            DeviceValue::Tensor(*dtype, slice)
+        }
+    };
+    let mut value = value;
+    let params = given.iter().map(|(name, given)| DeviceParam { name, value: value(given) }).collect();
+    (buffers, params)
+}
+
+/// A functional call of a specification.
+fn functional(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls: u64) -> Result<()> {
+    let stream = recorder.stream();
+    let operands = [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)));
+    let [q, k, v, o] = operands.each_ref().map(whole);
+    let (_buffers, params) = params(recorder, given);
+    let call = DeviceForward { q, k, v, o, stats: None, attn_scale: None, params: &params, workspace: None };
+    count(recorder, calls, Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&call))?)))
+}
+
+/// The same of its backward pass.
+fn backward(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls: u64) -> Result<()> {
+    let stream: Stream = recorder.stream();
+    let backward = spec.backward();
+    let operands = [&spec.q, &spec.k, &spec.v, &spec.o, &backward.d_o, &backward.dq, &backward.dk, &backward.dv];
+    let operands = operands.map(|tensor| recorder.buffer(bytes(tensor)));
+    let stats = recorder.buffer((SHAPE.batch * SHAPE.heads_q * SHAPE.seq_q).unsigned_abs() * 4);
+    let [q, k, v, o, d_o, dq, dk, dv] = operands.each_ref().map(whole);
+    let (_buffers, params) = params(recorder, given);
+    let stats = whole(&stats);
+    let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &params, gradients: &[], workspace: None };
+    count(recorder, calls, Box::new(|_| Ok(recorder.functional_backward(&stream, black_box(&backward), black_box(&call))?)))
+}
+
+/// Plans in hand, through cudarc's slices.
+fn cudarc_forward(recorder: &Recorder, spec: &AttentionSpec, calls: u64) -> Result<()> {
+    let stream = CudaContext::new(0)?.new_stream()?;
+    let of = |tensor: &TensorSpec| stream.alloc_zeros::<bf16>((bytes(tensor) / 2) as usize);
+    let (q, k, v, mut o) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?, of(&spec.o)?);
+    let attention = Attention::new(recorder.executor(), spec)?;
+    let one = |_| {
+        let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, attn_scale: None, params: &[] };
+        Ok(attention.forward(&stream, black_box(call))?)
+    };
+    count(recorder, calls, Box::new(one))
+}
+
+/// The same of a backward pass.
+fn cudarc_backward(recorder: &Recorder, spec: &AttentionSpec, calls: u64) -> Result<()> {
+    let stream = CudaContext::new(0)?.new_stream()?;
+    let of = |tensor: &TensorSpec| stream.alloc_zeros::<bf16>((bytes(tensor) / 2) as usize);
+    let (q, k, v, o, d_o) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?, of(&spec.o)?, of(&spec.o)?);
+    let (mut dq, mut dk, mut dv) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?);
+    let stats = stream.alloc_zeros::<f32>((SHAPE.batch * SHAPE.heads_q * SHAPE.seq_q) as usize)?;
+    let attention = Attention::backward_of(recorder.executor(), &spec.backward())?;
+    let one = |_| {
+        let call = Backward {
+            q: &q,
+            k: &k,
+            v: &v,
+            o: &o,
+            stats: &stats,
+            d_o: &d_o,
+            dq: &mut dq,
+            dk: &mut dk,
+            dv: &mut dv,
+            attn_scale: None,
+            params: &[],
+            gradients: Vec::new(),
+        };
+        Ok(attention.backward(&stream, black_box(call))?)
+    };
+    count(recorder, calls, Box::new(one))
 }

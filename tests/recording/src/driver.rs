@@ -16,7 +16,8 @@ const CUDA_VERSION: c_int = 13000;
 const CONTEXT: usize = 0xc0de_0000;
 const NAME: &CStr = c"NVIDIA H200";
 /// Attributes of the device: multiprocessors, compute capability.
-const ATTRIBUTES: [(c_int, c_int); 3] = [(16, 132), (75, 9), (76, 0)];
+/// 115: no pools of memory, for cudarc, which asks.
+const ATTRIBUTES: [(c_int, c_int); 4] = [(16, 132), (75, 9), (76, 0), (115, 0)];
 
 thread_local! {
     static CURRENT: Cell<usize> = const { Cell::new(0) };
@@ -127,6 +128,9 @@ exported! {
         unsafe { store(context, std::ptr::without_provenance_mut(CONTEXT)) };
         0
     }
+
+    /// The context stays.
+    fn cuDevicePrimaryCtxRelease_v2(_device: c_int) -> c_int { 0 }
 
     /// That of this thread.
     fn cuCtxGetCurrent(context: *mut Ptr) -> c_int {
