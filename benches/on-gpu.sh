@@ -21,7 +21,7 @@ for library in "${libraries[@]}"; do
   {
     date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; echo "$library" | sed 's|.*/nvidia/|…/nvidia/|; s|.*/cudnn-|…/cudnn-|' # names, not this machine's paths
     "$carry/device" suite "$random" || status=1
-    for part in cudarc plans graphs buckets tuned weight; do "$carry/device" "$part" || status=1; done
+    for part in cudarc plans graphs lengths limits buckets tuned weight; do "$carry/device" "$part" || status=1; done
     [ "$(nvidia-smi --list-gpus | wc -l)" -lt 2 ] || "$carry/device" gpus || status=1
     plans=$carry/plans-$("$carry/device" version).bin; [ -e "$plans" ] || plans=
     "$carry/device" files ${plans:+"$plans"} || status=1

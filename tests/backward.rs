@@ -40,7 +40,7 @@ fn excused(executor: &dyn Executor, case: &Case) -> bool {
     let documented = |e: Unsupported| {
         e.reasons.iter().all(|reason| match reason {
             Reason::Limit { .. } | Reason::KnownBad { .. } => true,
-            Reason::Refused { .. } | Reason::Absent(_) => false,
+            Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => false,
         })
     };
     let problem = problem(case);

@@ -35,7 +35,7 @@ fn excused(executor: &dyn Executor, case: &Case) -> bool {
     let problem = case.spec().unwrap().validate().unwrap();
     let documented = |reason: &Reason| match reason {
         Reason::Limit { .. } | Reason::KnownBad { .. } => true,
-        Reason::Refused { .. } | Reason::Absent(_) => false,
+        Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => false,
     };
     executor.supports(&problem).is_err_and(|e| e.reasons.iter().all(documented))
 }

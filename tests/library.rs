@@ -21,7 +21,7 @@ fn documented(e: &Unsupported, case: &Case, executor: &dyn Executor) -> bool {
         Reason::Limit { .. } | Reason::KnownBad { .. } => true,
         // Gradients that engines do not sum are refused by name.
         Reason::Refused { text, .. } => case.backward.as_ref().is_some_and(|b| !b.wrt.is_empty()) && text.contains("the gradient of"),
-        Reason::Absent(_) => false,
+        Reason::Absent(_) | Reason::Failed(_) => false,
     };
     !required(executor.name().name()) || e.reasons.iter().all(known)
 }

@@ -8,7 +8,7 @@ use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::ir::interp::{self, Precision, Value};
 use sdpa::expr::{Place, Trace};
-use sdpa::lower::{self, Form, Guarded, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Vectors};
+use sdpa::lower::{self, Form, Guarded, LengthOf, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Vectors};
 use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, ScoreMod, Shape};
 use std::collections::BTreeMap;
 
@@ -101,10 +101,19 @@ impl Graph<'_> {
                     let spread = spread(&value(name), *dims, &self.dims(*id));
                     self.set(*id, spread);
                 }
-                Supply::Guarded(Guarded::Keys) => self.set(*id, value("seq_len_kv").into_iter().map(|x| x.max(1.0)).collect()),
-                Supply::Guarded(Guarded::Queries) => {
-                    let both = value("seq_len_q").into_iter().zip(value("seq_len_kv"));
-                    self.set(*id, both.map(|(q, kv)| if kv == 0.0 { 0.0 } else { q }).collect());
+                Supply::Guarded(Guarded { of, most, keyless }) => {
+                    let most = *most as f64;
+                    let guarded = match of {
+                        LengthOf::Keys => {
+                            let least = if *keyless { 1.0 } else { 0.0 };
+                            value("seq_len_kv").into_iter().map(|x| x.clamp(least, most)).collect()
+                        }
+                        LengthOf::Queries => {
+                            let both = value("seq_len_q").into_iter().zip(value("seq_len_kv"));
+                            both.map(|(q, kv)| if *keyless && kv <= 0.0 { 0.0 } else { q.clamp(0.0, most) }).collect()
+                        }
+                    };
+                    self.set(*id, guarded);
                 }
                 Supply::Table(Table::F32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
                 Supply::Table(Table::I32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),

@@ -1,9 +1,10 @@
 //! What a policy does to the real cuDNN's offers, and plans as JSON: 9.19 for an H200's profile, in this process.
 
+use conformance::code;
 use conformance::golden::repository;
 use conformance::offline::Runtime;
 use conformance::say::skip;
-use cudnn_graph::{DeviceProfile, Library, Outcome, Plan, Policy, Search, Target};
+use cudnn_graph::{DeviceProfile, Library, Outcome, Policy, Search, Target};
 use sdpa::exec::cudnn::PlanOptions;
 use sdpa::exec::cudnn::plan::{ask, build};
 use sdpa::lower::{Form, Job};
@@ -72,12 +73,12 @@ fn a_plan_comes_back_from_its_json_and_no_other_text_does() {
     let (forward, planner) = ask(library, &target, &problem(300, 400), Form::Composite, &Policy::default()).unwrap();
     let plan = planner.first(&target).unwrap();
     let json = plan.to_json().unwrap();
-    let back = Plan::from_json(library, &json, &forward.graph, &target).unwrap();
+    let back = code::plan(library, &json, &forward.graph, &target).unwrap();
     assert_eq!((back.workspace_bytes(), back.ports()), (plan.workspace_bytes(), plan.ports()));
     assert_eq!(back.to_json().unwrap(), json);
     let other = json.replacen("\"cudnnVersion\":91900", "\"cudnnVersion\":91800", 1);
     assert_ne!(other, json);
     for bad in [other.as_str(), "", "{}", &json[..json.len() / 2]] {
-        assert!(Plan::from_json(library, bad, &forward.graph, &target).is_err(), "{} characters were taken", bad.len());
+        assert!(code::plan(library, bad, &forward.graph, &target).is_err(), "{} characters were taken", bad.len());
     }
 }

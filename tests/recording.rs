@@ -87,7 +87,6 @@ struct Forward {
     planned: Arc<Planned>,
     spec: AttentionSpec,
     memory: Memory,
-    handle: Handle,
     stream: Stream,
 }
 
@@ -96,20 +95,23 @@ fn forward(spec: AttentionSpec) -> Option<Forward> {
     let (planned, _) = recorder.executor().attention(&spec.validate().unwrap()).unwrap();
     let memory = Memory::forward(&recorder, &spec, planned.workspace_bytes());
     let stream = recorder.stream();
-    let handle = recorder.executor().library().handle(&stream).unwrap();
-    Some(Forward { recorder, planned, spec, memory, handle, stream })
+    Some(Forward { recorder, planned, spec, memory, stream })
 }
 
 impl Forward {
+    fn handle(&self) -> Handle<'_> {
+        self.recorder.executor().library().handle(&self.stream).unwrap()
+    }
+
     fn run(&self, call: &DeviceForward<'_>) -> Vec<Entry> {
-        let (result, entries) = self.recorder.record(|| self.recorder.forward(&self.planned, &self.handle, call));
+        let (result, entries) = self.recorder.record(|| self.recorder.forward(&self.planned, &self.handle(), call));
         result.unwrap_or_else(|e| panic!("{e}"));
         entries
     }
 
     /// A call that has to be refused by this library, and not by what stands in for cuDNN.
     fn refused(&self, what: &str, call: &DeviceForward<'_>) {
-        let (result, entries) = self.recorder.record(|| self.recorder.forward(&self.planned, &self.handle, call));
+        let (result, entries) = self.recorder.record(|| self.recorder.forward(&self.planned, &self.handle(), call));
         is_refused(what, &result, &entries);
     }
 }
@@ -478,13 +480,14 @@ fn threads_on_one_plan_do_not_mix_their_numbers() {
     // Sixteen calls of each of four threads are what the record keeps. Two of the threads share their addresses.
     let other = Memory::forward(&f.recorder, &f.spec, f.planned.workspace_bytes());
     let (recorder, planned) = (&f.recorder, &f.planned);
+    // All at once: a stream may come to have the address of one that is gone.
+    let streams = [(); 4].map(|()| recorder.stream());
     let ((), entries) = recorder.record(|| {
         std::thread::scope(|scope| {
-            for thread in 0..4u8 {
+            for (thread, stream) in (0..4u8).zip(&streams) {
                 let memory = if thread < 2 { &f.memory } else { &other };
                 scope.spawn(move || {
-                    let stream = recorder.stream();
-                    let handle = recorder.executor().library().handle(&stream).unwrap();
+                    let handle = recorder.executor().library().handle(stream).unwrap();
                     for n in 0..16u8 {
                         let scale = f32::from(thread * 16 + n) + 1.0;
                         recorder.forward(planned, &handle, &memory.call(false, Some(scale))).unwrap();

@@ -182,7 +182,9 @@ impl Tally {
         self.taken += 1;
         // The attention itself once, whatever is copied around it.
         let attention = planned.lowered.attn_scale.uid();
-        let executed = entries.iter().filter(|e| e.what == EXECUTION && e.operations > 1 && e.number(attention).is_some()).count();
+        let operations = planned.lowered.graph.ops().len();
+        let is_attention = |e: &&Entry| e.what == EXECUTION && e.operations as usize == operations && e.number(attention).is_some();
+        let executed = entries.iter().filter(is_attention).count();
         if executed != 1 {
             self.wrong.push(format!("{name}: the attention was submitted {executed} times"));
         }

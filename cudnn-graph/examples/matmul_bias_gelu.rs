@@ -84,8 +84,8 @@ fn run(library: &'static Library, fused: &Fused) -> Result<(), Box<dyn Error>> {
     let mut y = Buffer::new(device, (M * N) as usize * 2)?;
     y.fill(&stream, 0xff)?;
     let y = Arc::new(y);
-    let workspace = Arc::new(Buffer::new(device, plan.workspace_bytes() as usize)?);
-    launch(&plan, &stream, bindings.buffer(fused.y, &y), &workspace)?.wait()?;
+    let workspace = Buffer::new(device, plan.workspace_bytes() as usize)?;
+    launch(&plan, &stream, bindings.buffer(fused.y, &y), workspace)?.wait()?;
     let mut got = vec![bf16::ZERO; (M * N) as usize];
     y.download(&stream, 0, &mut got)?;
 

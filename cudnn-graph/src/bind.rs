@@ -56,6 +56,12 @@ impl Bindings {
 /// What is wrong with the binding of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BindingError {
+    /// Its contents say where the plan reads and writes, and nobody answers for them.
+    #[error("{name}: its contents say where the plan reads and writes; launch_addressed is for those who answer for them")]
+    Addressing {
+        /// The tensor's name.
+        name: String,
+    },
     /// Nothing is bound to it.
     #[error("{name}: nothing is bound")]
     Missing {
@@ -134,6 +140,8 @@ pub struct DevicePort {
     pub bytes: u64,
     /// What its address is a multiple of.
     pub alignment: u32,
+    /// Whether its contents say where the plan reads and writes: lengths, offsets, pages.
+    pub addressing: bool,
 }
 
 /// A number that a plan reads from host memory.
@@ -169,6 +177,7 @@ impl Ports {
     /// The ports of a graph.
     pub fn of(graph: &Verified) -> Ports {
         let mut ports = Ports::default();
+        let addressing = graph.graph().addressing();
         for (id, tensor) in graph.ids().zip(graph.tensors()) {
             match tensor.storage {
                 Storage::Device => ports.device.push(DevicePort {
@@ -176,6 +185,7 @@ impl Ports {
                     name: tensor.name.clone(),
                     bytes: tensor.bytes().unwrap_or(u64::MAX),
                     alignment: tensor.alignment,
+                    addressing: addressing.contains(&id),
                 }),
                 Storage::ByValue(value) => {
                     ports.values.push(ValuePort { id, name: tensor.name.clone(), dtype: tensor.dtype, value });

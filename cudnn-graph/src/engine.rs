@@ -82,8 +82,15 @@ pub enum Outcome {
     Chosen,
     /// The policy passed over it.
     PassedOver(String),
-    /// cuDNN offered it and then refused to make a plan of it.
+    /// cuDNN offered it and then said that it does not support the graph with it.
     Refused {
+        /// What the call returned.
+        status: Status,
+        /// cuDNN's own last-error text.
+        text: String,
+    },
+    /// Making a plan of it failed, in compilation for one, which says nothing about what is supported.
+    Failed {
         /// What the call returned.
         status: Status,
         /// cuDNN's own last-error text.
@@ -160,6 +167,7 @@ impl fmt::Display for EngineReport {
                 Outcome::Chosen => "chosen".to_owned(),
                 Outcome::PassedOver(why) => format!("passed over: {why}"),
                 Outcome::Refused { status, text } => format!("refused: {status}, {text}"),
+                Outcome::Failed { status, text } => format!("failed: {status}, {text}"),
             };
             lines.push(format!("{} ({:?}): {what}", c.tag(), c.source));
         }
@@ -180,12 +188,32 @@ impl fmt::Display for EngineReport {
 pub(crate) struct Offers {
     pub(crate) report: EngineReport,
     pub(crate) configs: Vec<Descriptor>,
+    /// The first failure of a list that says nothing about what is supported.
+    pub(crate) failed: Option<Error>,
 }
 
 /// Asks every list in turn; an offer that two lists share is kept once.
-pub(crate) fn offers(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, policy: &Policy) -> Offers {
+///
+/// # Errors
+/// Out of memory, and what else no list would survive.
+pub(crate) fn offers(
+    library: &'static Library,
+    graph: &Descriptor,
+    profile: Option<&Descriptor>,
+    policy: &Policy,
+) -> Result<Offers, Error> {
     let mut found: Vec<(Candidate, Descriptor)> = Vec::new();
-    let mut lists_refused = Vec::new();
+    let (mut lists_refused, mut failed) = (Vec::new(), None);
+    let mut refused = |source: Source, e: Error| -> Result<(), Error> {
+        if e.is_fatal() {
+            return Err(e);
+        }
+        lists_refused.push((source, e.to_string()));
+        if !e.is_unsupported() {
+            failed.get_or_insert(e);
+        }
+        Ok(())
+    };
     type List = (Source, Result<Vec<Descriptor>, Error>);
     let (lists, log): (Vec<List>, _) = listen(|| match &policy.pin {
         Some(pin) => vec![(Source::Pinned, pinned(library, graph, profile, pin).map(|config| vec![config]))],
@@ -203,18 +231,18 @@ pub(crate) fn offers(library: &'static Library, graph: &Descriptor, profile: Opt
                             candidate.outcome = policy.verdict(&candidate);
                             found.push((candidate, config));
                         }
-                        Err(e) => lists_refused.push((source, e.to_string())),
+                        Err(e) => refused(source, e)?,
                     }
                 }
             }
-            Err(e) => lists_refused.push((source, e.to_string())),
+            Err(e) => refused(source, e)?,
         }
     }
     found.sort_by_key(|(candidate, _)| policy.rank(candidate));
     let (candidates, configs) = found.into_iter().unzip();
     let candidates: Vec<Candidate> = candidates;
     let said = if candidates.is_empty() { reasons(&log) } else { Vec::new() };
-    Offers { report: EngineReport { candidates, lists_refused, said }, configs }
+    Ok(Offers { report: EngineReport { candidates, lists_refused, said }, configs, failed })
 }
 
 fn list(library: &'static Library, graph: &Descriptor, profile: Option<&Descriptor>, mode: HeurMode) -> Result<Vec<Descriptor>, Error> {

@@ -92,6 +92,9 @@ pub enum Error {
     /// The graph uses what the runtime does not have yet.
     #[error(transparent)]
     TooNew(#[from] TooNew),
+    /// A program whose elements are not of the type that they are said to be: a bug of whoever made it.
+    #[error("program: {0}")]
+    Program(String),
     /// No engine takes the graph.
     #[error("no engine takes the graph:\n{0}")]
     NoEngine(Box<EngineReport>),
@@ -108,6 +111,14 @@ pub enum Error {
         field: String,
         /// What it must be.
         rule: String,
+    },
+    /// A plan, or a graph, was to be executed on another device than it was made for.
+    #[error("the plan is of {}, the handle of device {handle}", Of(*.plan))]
+    OtherDevice {
+        /// The plan's; none for a plan that was made of a profile.
+        plan: Option<u32>,
+        /// The handle's.
+        handle: u32,
     },
     /// Device memory ran out, or a workspace is over its limit.
     #[error("{what} needs {bytes} bytes; {limit}")]
@@ -136,7 +147,52 @@ impl Error {
             | Error::Verify(_)
             | Error::Bindings(_)
             | Error::PlanJson(_)
+            | Error::Program(_)
             | Error::Profile { .. }
+            | Error::OtherDevice { .. }
+            | Error::Memory { .. } => false,
+        }
+    }
+
+    /// True where memory ran out or the driver failed: no other engine, form or configuration would fare better.
+    pub fn is_fatal(&self) -> bool {
+        match self {
+            Error::Driver { .. } => true,
+            Error::Cudnn { status, .. } => status.is_out_of_memory() || status.is_execution(),
+            Error::NoEngine(_)
+            | Error::TooNew(_)
+            | Error::Library { .. }
+            | Error::TooOld { .. }
+            | Error::MissingSymbol { .. }
+            | Error::OtherLibrary { .. }
+            | Error::NoDevice { .. }
+            | Error::Verify(_)
+            | Error::Bindings(_)
+            | Error::PlanJson(_)
+            | Error::Program(_)
+            | Error::Profile { .. }
+            | Error::OtherDevice { .. }
+            | Error::Memory { .. } => false,
+        }
+    }
+
+    /// True where there is no cuDNN, no driver or no device, as opposed to one that fails.
+    pub fn is_absence(&self) -> bool {
+        /// `CUDA_ERROR_STUB_LIBRARY`, `CUDA_ERROR_NO_DEVICE`.
+        const NONE: [i32; 2] = [34, 100];
+        match self {
+            Error::Library { .. } | Error::TooOld { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } => true,
+            Error::Driver { code, .. } => NONE.contains(code),
+            Error::OtherLibrary { .. }
+            | Error::Cudnn { .. }
+            | Error::NoEngine(_)
+            | Error::TooNew(_)
+            | Error::Verify(_)
+            | Error::Bindings(_)
+            | Error::PlanJson(_)
+            | Error::Program(_)
+            | Error::Profile { .. }
+            | Error::OtherDevice { .. }
             | Error::Memory { .. } => false,
         }
     }
@@ -151,6 +207,17 @@ impl fmt::Display for Places<'_> {
             write!(f, "{} {} ({})", if i == 0 { "" } else { "," }, s.place, s.problem)?;
         }
         Ok(())
+    }
+}
+
+struct Of(Option<u32>);
+
+impl fmt::Display for Of {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(ordinal) => write!(f, "device {ordinal}"),
+            None => f.write_str("a device profile and no device: its JSON can be loaded for one"),
+        }
     }
 }
 

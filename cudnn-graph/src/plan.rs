@@ -6,6 +6,7 @@ use crate::engine::{Candidate, EngineReport, Offers, Outcome, Policy, offers};
 use crate::error::Error;
 use crate::ffi::codes::{Attribute, Kind};
 use crate::ffi::descriptor::{Descriptor, replay};
+use crate::ffi::device::Device;
 use crate::ffi::pack::Pack;
 use crate::ffi::{Handle, Library};
 use crate::ir::{Scalar, Verified};
@@ -42,6 +43,10 @@ impl Planner {
     /// [`Error::TooNew`] for a graph that the runtime is too old for; cuDNN's own when it rejects the graph as such;
     /// [`Error::NoEngine`] when it offers nothing that the policy lets pass, with every reason.
     pub fn new(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
+        target.within(|| Planner::asked(library, graph, target, policy))
+    }
+
+    fn asked(library: &'static Library, graph: Arc<Verified>, target: &Target<'_>, policy: &Policy) -> Result<Planner, Error> {
         let program = encode(&graph, library.version())?;
         let descriptors = replay(library, &program, target.handle())?;
         let profile = match target {
@@ -49,9 +54,9 @@ impl Planner {
             Target::Profile(profile) => Some(Arc::new(profile.descriptor(library)?)),
         };
         let operation_graph = descriptors.last().ok_or_else(|| Error::PlanJson("an empty program".to_owned()))?;
-        let Offers { report, configs } = offers(library, operation_graph, profile.as_deref(), policy);
+        let Offers { report, configs, failed } = offers(library, operation_graph, profile.as_deref(), policy)?;
         if !report.candidates.iter().any(|c| c.outcome == Outcome::NotTried) {
-            return Err(Error::NoEngine(Box::new(report)));
+            return Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))));
         }
         Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
     }
@@ -66,12 +71,13 @@ impl Planner {
         &self.program
     }
 
-    /// Makes a plan of the first offer that cuDNN does not take back.
+    /// Makes a plan of the first offer that holds.
     ///
     /// # Errors
-    /// [`Error::NoEngine`] with cuDNN's words on each offer; out of memory ends the search at once.
+    /// [`Error::NoEngine`] with cuDNN's words on each offer, where it supports none. Where one of them failed otherwise, in compilation for
+    /// one, that failure: it says nothing about what is supported. Out of memory ends the search at once.
     pub fn first(&self, target: &Target<'_>) -> Result<Plan, Error> {
-        let mut report = self.report.clone();
+        let (mut report, mut failed) = (self.report.clone(), None);
         for n in 0..report.candidates.len() {
             if report.candidates[n].outcome != Outcome::NotTried {
                 continue;
@@ -84,16 +90,22 @@ impl Planner {
                         continue;
                     }
                     report.candidates[n].outcome = Outcome::Chosen;
-                    return self.plan(descriptor, report);
+                    return self.plan(descriptor, report, target);
                 }
-                Err(Error::Cudnn { status, text, .. }) if !status.is_out_of_memory() => {
-                    tracing::debug!(engine = report.candidates[n].tag(), %status, text, "refused");
-                    report.candidates[n].outcome = Outcome::Refused { status, text };
+                Err(error) if error.is_fatal() => return Err(error),
+                Err(Error::Cudnn { status, text, call, subject }) => {
+                    tracing::debug!(engine = report.candidates[n].tag(), %status, text, "not taken");
+                    report.candidates[n].outcome = if status.is_unsupported() {
+                        Outcome::Refused { status, text }
+                    } else {
+                        failed.get_or_insert(Error::Cudnn { status, text: text.clone(), call, subject });
+                        Outcome::Failed { status, text }
+                    };
                 }
                 Err(other) => return Err(other),
             }
         }
-        Err(Error::NoEngine(Box::new(report)))
+        Err(failed.unwrap_or_else(|| Error::NoEngine(Box::new(report))))
     }
 
     /// Makes a plan of the `n`th offer, whatever the policy says, for comparing them.
@@ -104,20 +116,22 @@ impl Planner {
         let mut report = self.report.clone();
         let Some(candidate) = report.candidates.get_mut(n) else { return Err(Error::NoEngine(Box::new(report))) };
         candidate.outcome = Outcome::Chosen;
-        self.plan(self.finalize(n, target)?, report)
+        self.plan(self.finalize(n, target)?, report, target)
     }
 
     fn finalize(&self, n: usize, target: &Target<'_>) -> Result<Descriptor, Error> {
-        let mut plan = Descriptor::new(self.library, Kind::EXECUTION_PLAN)?;
-        bind_target(&mut plan, target, self.profile.as_deref())?;
-        plan.set_descriptor(Attribute::EXECUTION_PLAN_ENGINE_CONFIG, &self.configs[n])?;
-        plan.finalize(&self.report.candidates[n].tag())?;
-        Ok(plan)
+        target.within(|| {
+            let mut plan = Descriptor::new(self.library, Kind::EXECUTION_PLAN)?;
+            bind_target(&mut plan, target, self.profile.as_deref())?;
+            plan.set_descriptor(Attribute::EXECUTION_PLAN_ENGINE_CONFIG, &self.configs[n])?;
+            plan.finalize(&self.report.candidates[n].tag())?;
+            Ok(plan)
+        })
     }
 
-    fn plan(&self, descriptor: Descriptor, report: EngineReport) -> Result<Plan, Error> {
+    fn plan(&self, descriptor: Descriptor, report: EngineReport, target: &Target<'_>) -> Result<Plan, Error> {
         let needs = (Some(self.descriptors.clone()), self.profile.clone());
-        Plan::new(self.library, descriptor, needs, &self.graph, report)
+        Plan::new(self.library, target, descriptor, needs, &self.graph, report)
     }
 }
 
@@ -141,6 +155,7 @@ type Needs = (Option<Arc<Vec<Descriptor>>>, Option<Arc<Descriptor>>);
 #[derive(Debug)]
 pub struct Plan {
     library: &'static Library,
+    device: Option<&'static Device>,
     descriptor: Descriptor,
     _needs: Needs,
     ports: Ports,
@@ -180,10 +195,18 @@ impl Plan {
         Planner::new(library, graph, target, policy)?.first(target)
     }
 
-    fn new(library: &'static Library, descriptor: Descriptor, needs: Needs, graph: &Verified, report: EngineReport) -> Result<Plan, Error> {
+    fn new(
+        library: &'static Library,
+        target: &Target<'_>,
+        descriptor: Descriptor,
+        needs: Needs,
+        graph: &Verified,
+        report: EngineReport,
+    ) -> Result<Plan, Error> {
         let workspace = workspace_of(&descriptor)?;
         Ok(Plan {
             library,
+            device: target.device(),
             descriptor,
             _needs: needs,
             ports: Ports::of(graph),
@@ -196,24 +219,31 @@ impl Plan {
 
     /// A plan from its JSON, compiled kernels included, for the graph that it was made from.
     ///
+    /// # Safety
+    /// The text is what [`Plan::to_json`] gave for a plan of this very graph, unchanged. It contains machine code, which the device runs
+    /// with every address that is bound.
+    ///
     /// # Errors
     /// [`Error::PlanJson`] when the text is of another runtime; cuDNN's own when it does not take it.
-    pub fn from_json(library: &'static Library, json: &str, graph: &Verified, target: &Target<'_>) -> Result<Plan, Error> {
+    #[allow(unsafe_code, reason = "machine code from text: where it comes from is the caller's to know")]
+    pub unsafe fn from_json(library: &'static Library, json: &str, graph: &Verified, target: &Target<'_>) -> Result<Plan, Error> {
         let head: PlanHead = serde_json::from_str(json).map_err(|e| Error::PlanJson(e.to_string()))?;
         let runtime = library.version();
         let made_by = crate::version::Version::from_number(head.cudnn_version);
         if made_by != runtime {
             return Err(Error::PlanJson(format!("made by cuDNN {made_by}, this is {runtime}")));
         }
-        let profile = match target {
-            Target::Handle(_) => None,
-            Target::Profile(profile) => Some(Arc::new(DeviceProfile::descriptor(profile, library)?)),
-        };
-        let mut plan = Descriptor::new(library, Kind::EXECUTION_PLAN)?;
-        bind_target(&mut plan, target, profile.as_deref())?;
-        plan.set_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION, json)?;
-        plan.finalize("from JSON")?;
-        Plan::new(library, plan, (None, profile), graph, EngineReport::default())
+        target.within(|| {
+            let profile = match target {
+                Target::Handle(_) => None,
+                Target::Profile(profile) => Some(Arc::new(DeviceProfile::descriptor(profile, library)?)),
+            };
+            let mut plan = Descriptor::new(library, Kind::EXECUTION_PLAN)?;
+            bind_target(&mut plan, target, profile.as_deref())?;
+            plan.set_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION, json)?;
+            plan.finalize("from JSON")?;
+            Plan::new(library, target, plan, (None, profile), graph, EngineReport::default())
+        })
     }
 
     /// The plan as JSON: the operation graph, the device, the engine with its knobs, and the compiled kernels.
@@ -232,6 +262,20 @@ impl Plan {
     /// The library that runs it.
     pub fn library(&self) -> &'static Library {
         self.library
+    }
+
+    /// The device that it was made for; none if that was a profile.
+    pub fn device(&self) -> Option<&'static Device> {
+        self.device
+    }
+
+    /// Whether it can be executed through handles of a device: it holds code that was loaded into one.
+    ///
+    /// # Errors
+    /// [`Error::OtherDevice`].
+    pub fn check_device(&self, device: &Device) -> Result<(), Error> {
+        let plan = self.device.map(Device::ordinal);
+        if plan == Some(device.ordinal()) { Ok(()) } else { Err(Error::OtherDevice { plan, handle: device.ordinal() }) }
     }
 
     /// Bytes of device memory that an execution uses besides its tensors.
@@ -284,9 +328,10 @@ impl Plan {
     /// not dropped.
     ///
     /// # Errors
-    /// Everything that is wrong with the bindings, before anything runs; cuDNN's own.
+    /// [`Error::OtherDevice`]; everything that is wrong with the bindings, before anything runs; cuDNN's own.
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
-    pub unsafe fn execute(&self, handle: &Handle, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
+    pub unsafe fn execute(&self, handle: &Handle<'_>, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
+        self.check_device(handle.device())?;
         let bound = self.bound(bindings, workspace)?;
         let mut ready = self.ready(bound.addresses, workspace.address)?;
         for (n, value) in bound.values.iter().enumerate() {
@@ -296,8 +341,10 @@ impl Plan {
                 Scalar::I64(x) => ready.pack.set_value(n, &x.to_ne_bytes()),
             }
         }
+        let entered = handle.device().enter()?;
         // SAFETY: the caller's.
         let result = unsafe { ready.pack.execute(handle, &self.descriptor) };
+        drop(entered);
         if let Some(mut packs) = self.shelf() {
             let gone = if packs.len() == PACKS { packs.pop_front() } else { None };
             packs.push_back(ready);

@@ -3,7 +3,8 @@
 use crate::error::Error;
 use crate::ffi::codes::{Attribute, Kind};
 use crate::ffi::descriptor::Descriptor;
-use crate::ffi::driver::Device;
+use crate::ffi::device::Device;
+use crate::ffi::driver::relaxed;
 use crate::ffi::{Handle, Library};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -64,7 +65,7 @@ impl DeviceProfile {
     /// # Errors
     /// cuDNN's own; runtimes before 9.8 have no profiles.
     pub fn of_device(library: &'static Library, device: &'static Device) -> Result<DeviceProfile, Error> {
-        device.enter()?;
+        let _entered = device.enter()?;
         let mut descriptor = Descriptor::new(library, Kind::DEVICEPROP)?;
         descriptor.set_i32(Attribute::DEVICEPROP_DEVICE_ID, device.ordinal() as i32)?;
         descriptor.finalize(device.name())?;
@@ -125,7 +126,7 @@ impl fmt::Display for DeviceProfile {
 #[derive(Debug)]
 pub enum Target<'a> {
     /// The device of a handle.
-    Handle(&'a Handle),
+    Handle(&'a Handle<'a>),
     /// A device that need not be there.
     Profile(&'a DeviceProfile),
 }
@@ -147,7 +148,18 @@ impl Target<'_> {
         }
     }
 
-    pub(crate) fn handle(&self) -> Option<&Handle> {
+    /// The device that plans are loaded into; none for a profile.
+    pub(crate) fn device(&self) -> Option<&'static Device> {
+        self.handle().map(Handle::device)
+    }
+
+    /// Runs what asks cuDNN for plans: in the context of the device, and so that no capture is disturbed.
+    pub(crate) fn within<R>(&self, run: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
+        let _entered = self.device().map(Device::enter).transpose()?;
+        relaxed(run)
+    }
+
+    pub(crate) fn handle(&self) -> Option<&Handle<'_>> {
         match self {
             Target::Handle(handle) => Some(handle),
             Target::Profile(_) => None,

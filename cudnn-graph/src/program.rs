@@ -31,6 +31,32 @@ pub enum Values {
     Bytes(Vec<u8>),
 }
 
+impl Values {
+    /// Whether they are elements of a type, as the fence hands them over.
+    pub fn are(&self, ty: AttributeType) -> bool {
+        const PLAIN: [AttributeType; 8] = [
+            AttributeType::INT64,
+            AttributeType::INT32,
+            AttributeType::FLOAT,
+            AttributeType::DOUBLE,
+            AttributeType::BOOLEAN,
+            AttributeType::BACKEND_DESCRIPTOR,
+            AttributeType::VOID_PTR,
+            AttributeType::CHAR,
+        ];
+        match self {
+            Values::I64(_) => ty == AttributeType::INT64,
+            Values::I32(_) => ty == AttributeType::INT32,
+            Values::F32(_) => ty == AttributeType::FLOAT,
+            Values::F64(_) => ty == AttributeType::DOUBLE,
+            Values::Bool(_) => ty == AttributeType::BOOLEAN,
+            Values::Code(..) => !PLAIN.contains(&ty) && ty != AttributeType::HANDLE,
+            Values::Descriptors(_) => ty == AttributeType::BACKEND_DESCRIPTOR,
+            Values::Bytes(_) => ty == AttributeType::VOID_PTR,
+        }
+    }
+}
+
 /// One `cudnnBackendSetAttribute` call.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Setting {

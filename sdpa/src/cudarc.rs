@@ -283,7 +283,7 @@ impl Attention {
         &self,
         stream: &Arc<CudaStream>,
         slices: Slices<'_>,
-        submit: impl FnOnce(&Planned, &Handle) -> Result<(), Error>,
+        submit: impl FnOnce(&Planned, &Handle<'_>) -> Result<(), Error>,
     ) -> Result<(), CudarcError> {
         if !slices.errors.is_empty() {
             return Err(SpecErrors(slices.errors).into());

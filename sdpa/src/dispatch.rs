@@ -52,9 +52,16 @@ impl Dispatcher {
     /// The cuDNN executor, or what is missing for it.
     ///
     /// # Errors
-    /// The environment's, with the places searched. The first answer stays.
+    /// The environment's, with the places searched. That there is no cuDNN, no driver or no device is remembered; any other failure is not.
     pub fn cudnn(&self) -> Result<&Arc<CudnnExecutor>, cudnn_graph::Error> {
-        self.cudnn.get_or_init(|| CudnnExecutor::new(self.options.clone()).map(Arc::new)).as_ref().map_err(Clone::clone)
+        if let Some(known) = self.cudnn.get() {
+            return known.as_ref().map_err(Clone::clone);
+        }
+        match CudnnExecutor::new(self.options.clone()) {
+            Err(error) if !error.is_absence() => Err(error),
+            // Of two threads that are here at once, one looked for nothing.
+            answer => self.cudnn.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
+        }
     }
 
     /// The CPU executor.
@@ -111,7 +118,10 @@ impl Dispatcher {
         for name in ExecutorName::ALL {
             let asked = match self.executor(name) {
                 Ok(executor) => prepare(executor),
-                Err(absent) => Err(Unsupported { executor: name, reasons: vec![Reason::Absent(absent.to_string())] }.into()),
+                Err(absent) if absent.is_absence() => {
+                    Err(Unsupported { executor: name, reasons: vec![Reason::Absent(absent.to_string())] }.into())
+                }
+                Err(failed) => Err(failed.into()),
             };
             match asked {
                 Ok(prepared) => {

@@ -107,6 +107,10 @@ pub enum Reason {
     /// The executor is not there at all.
     #[error("{0}")]
     Absent(String),
+    /// It could not be asked: memory ran out, the driver or a compilation failed. Asked again, it may say something else; nothing is known
+    /// to be unsupported, and making the problem ready gives the error itself.
+    #[error("it could not be asked: {0}")]
+    Failed(String),
 }
 
 /// An executor's refusal, with every reason.

@@ -3,6 +3,7 @@
 //! `offline ask`: support of every row on every profile. `offline compile NAME...|all`: plans of rows. `offline load WHAT`:
 //! how loading goes. `offline twins`: which problems are one program.
 
+use conformance::code;
 use conformance::matrix::{self, Row, Spec};
 use conformance::offline::{Answer, Asked, Compiled, PROFILES, Wanted};
 use conformance::sent;
@@ -168,7 +169,7 @@ fn check_portable(
 ) -> Result<(), String> {
     let key = |job: &Job| portable::key(library, target, job, options).map_err(|e| e.to_string());
     let bytes = planned.to_bytes().map_err(|e| e.to_string())?;
-    let again = Planned::from_bytes(library, target, job, &bytes).map_err(|e| e.to_string())?;
+    let again = code::planned(library, target, job, &bytes).map_err(|e| e.to_string())?;
     let same = again.lowered.graph == planned.lowered.graph
         && again.lowered.supplies == planned.lowered.supplies
         && again.job == planned.job
@@ -185,18 +186,18 @@ fn check_portable(
         Job::Forward(_) => other.validate().map_err(|e| e.to_string())?.into(),
         Job::Backward(_) => other.backward().validate().map_err(|e| e.to_string())?.into(),
     };
-    match Planned::from_bytes(library, target, &other, &bytes) {
-        Err(PayloadError::Graph) if key(&other)? != key(job)? && planned.recheck(&other, library.version()).is_err() => {}
+    match code::planned(library, target, &other, &bytes) {
+        Err(PayloadError::Graph { .. }) if key(&other)? != key(job)? && planned.recheck(&other, library.version()).is_err() => {}
         Err(e) => return Err(format!("bytes of another pass: {e}")),
         Ok(_) => return Err("bytes of another pass were taken".to_owned()),
     }
     for cut in [0, 10, bytes.len() / 2, bytes.len() - 1] {
-        if Planned::from_bytes(library, target, job, &bytes[..cut]).is_ok() {
+        if code::planned(library, target, job, &bytes[..cut]).is_ok() {
             return Err(format!("{cut} of {} bytes were taken", bytes.len()));
         }
     }
     let longer = [&bytes[..], b" "].concat();
-    if Planned::from_bytes(library, target, job, &longer).is_ok() {
+    if code::planned(library, target, job, &longer).is_ok() {
         return Err("a byte too many was taken".to_owned());
     }
     Ok(())
@@ -223,7 +224,7 @@ fn twins() -> Result<(), String> {
         ("score * 2.5", "window:9,1"),
     ] {
         let other = job(score_mod, mask)?;
-        let taken = Planned::from_bytes(library, &target, &other, &bytes).is_ok_and(|planned| {
+        let taken = code::planned(library, &target, &other, &bytes).is_ok_and(|planned| {
             // Its own numbers, over the other's kernel.
             lower::lower(&other, planned.lowered.form, library.version()).is_ok_and(|own| own.graph == planned.lowered.graph)
         });

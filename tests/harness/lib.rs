@@ -4,6 +4,7 @@
 
 pub mod allocations;
 pub mod case;
+pub mod code;
 pub mod compare;
 pub mod golden;
 pub mod inputs;

@@ -6,9 +6,9 @@
 pub mod entry;
 
 use cudnn_graph::ffi::codes::Kind;
-use cudnn_graph::{Buffer, DeviceSlice, Handle, Search, Stream};
+use cudnn_graph::{Buffer, Captured, DeviceSlice, Handle, Search, Stream};
 use entry::Entry;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, Planned};
+use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, Planned, Replay};
 use sdpa::{AttentionSpec, BackwardSpec};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -21,6 +21,9 @@ static TURN: Mutex<()> = Mutex::new(());
 type Number = unsafe extern "C" fn() -> u64;
 type OfKind = unsafe extern "C" fn(i32) -> u64;
 type Read = unsafe extern "C" fn(u64, *mut Entry) -> i32;
+type Hold = unsafe extern "C" fn(*mut std::ffi::c_void, i32) -> i32;
+type Fail = unsafe extern "C" fn(i32, i32) -> i32;
+type Take = unsafe extern "C" fn(i32) -> i32;
 
 /// The recording library, loaded as cuDNN and as the driver of this process.
 #[derive(Debug)]
@@ -31,6 +34,13 @@ pub struct Recorder {
     created: OfKind,
     destroyed: OfKind,
     allocated: Number,
+    faults: Number,
+    captures: Number,
+    opened: Number,
+    current: Number,
+    hold: Hold,
+    fail: Fail,
+    take: Take,
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -53,10 +63,21 @@ impl Recorder {
     /// # Panics
     /// Where it is there and cannot be used: another cuDNN in this process.
     pub fn load() -> Result<Recorder, String> {
+        Recorder::with(CudnnOptions::default())
+    }
+
+    /// The same with an executor set up as told.
+    ///
+    /// # Errors
+    /// As [`Recorder::load`].
+    ///
+    /// # Panics
+    /// As [`Recorder::load`].
+    pub fn with(options: CudnnOptions) -> Result<Recorder, String> {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let file = find()?;
         let search = Search { library: Some(file.clone()), driver: Some(file.clone()) };
-        let executor = CudnnExecutor::new(CudnnOptions { search, ..CudnnOptions::default() }).unwrap_or_else(|e| panic!("{e}"));
+        let executor = CudnnExecutor::new(CudnnOptions { search, ..options }).unwrap_or_else(|e| panic!("{e}"));
         // Nothing here may submit to a real device.
         assert_eq!(executor.library().path(), file);
         Ok(Recorder::of(&file, executor, turn).unwrap_or_else(|e| panic!("{e}")))
@@ -73,6 +94,13 @@ impl Recorder {
                 created: *library.get::<OfKind>("recording_created")?,
                 destroyed: *library.get::<OfKind>("recording_destroyed")?,
                 allocated: *library.get::<Number>("recording_allocated")?,
+                faults: *library.get::<Number>("recording_faults")?,
+                captures: *library.get::<Number>("recording_captures")?,
+                opened: *library.get::<Number>("recording_opened")?,
+                current: *library.get::<Number>("recording_current")?,
+                hold: *library.get::<Hold>("recording_hold")?,
+                fail: *library.get::<Fail>("recording_fail_plans")?,
+                take: *library.get::<Take>("recording_take_device")?,
                 _turn: turn,
             })
         }
@@ -119,11 +147,82 @@ impl Recorder {
         unsafe { (self.allocated)() }
     }
 
+    /// How often something was freed, destroyed or executed that must not be; each is told on standard error.
+    pub fn faults(&self) -> u64 {
+        // SAFETY: no arguments to be wrong about.
+        unsafe { (self.faults)() }
+    }
+
+    /// Captures that go on.
+    pub fn captures(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { (self.captures)() }
+    }
+
+    /// Contexts of devices that were opened, a bit each.
+    pub fn opened(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { (self.opened)() }
+    }
+
+    /// The context that is current on this thread, as a number; 0: none.
+    pub fn current(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { (self.current)() }
+    }
+
+    /// Holds the work of a stream from now on, or lets all of it be done.
+    pub fn hold(&self, stream: &Stream, hold: bool) {
+        // SAFETY: the stream is live.
+        let code = unsafe { (self.hold)(stream.raw().0, i32::from(hold)) };
+        assert_eq!(code, 0);
+    }
+
+    /// So many finalizations of plans return this status from now on.
+    pub fn fail_plans(&self, status: i32, count: i32) {
+        // SAFETY: numbers are no pointers.
+        unsafe { (self.fail)(status, count) };
+    }
+
+    /// Another process takes a device for itself, or gives it back.
+    pub fn take_device(&self, device: Option<i32>) {
+        // SAFETY: as above.
+        unsafe { (self.take)(device.unwrap_or(-1)) };
+    }
+
+    /// Runs a capture by hand, as another library would: in the mode that prohibits most.
+    ///
+    /// # Panics
+    /// Where the driver stand-in refuses to begin or end it.
+    pub fn captured_by_hand<T>(&self, stream: &Stream, run: impl FnOnce() -> T) -> (T, Option<ByHand>) {
+        type Begin = unsafe extern "C" fn(*mut std::ffi::c_void, i32) -> i32;
+        type End = unsafe extern "C" fn(*mut std::ffi::c_void, *mut *mut std::ffi::c_void) -> i32;
+        /// # Safety
+        /// `F` is the type of the function.
+        unsafe fn found<F: Copy>(library: &libloading::Library, name: &str) -> F {
+            // SAFETY: the caller's.
+            unsafe { library.get::<F>(name) }.map_or_else(|e| panic!("{e}"), |f| *f)
+        }
+        // SAFETY: the library is loaded already and never closed; the types are those of the public header.
+        let (begin, end, destroy): (Begin, End, Destroy) = unsafe {
+            let path = self.executor.library().path();
+            let library = std::mem::ManuallyDrop::new(libloading::Library::new(path).unwrap_or_else(|e| panic!("{e}")));
+            (found(&library, "cuStreamBeginCapture_v2"), found(&library, "cuStreamEndCapture"), found(&library, "cuGraphDestroy"))
+        };
+        // SAFETY: the stream is live.
+        assert_eq!(unsafe { begin(stream.raw().0, 0) }, 0);
+        let result = run();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: as above, and the pointer is to a live pointer.
+        let code = unsafe { end(stream.raw().0, &mut graph) };
+        (result, (code == 0).then_some(ByHand { graph: graph.expose_provenance(), destroy }))
+    }
+
     /// A forward call. Safe here: nobody follows an address, nor reads a size.
     ///
     /// # Errors
     /// As [`Planned::forward`]; and what the recording library finds wrong.
-    pub fn forward(&self, planned: &Planned, handle: &Handle, call: &DeviceForward<'_>) -> Result<(), sdpa::Error> {
+    pub fn forward(&self, planned: &Planned, handle: &Handle<'_>, call: &DeviceForward<'_>) -> Result<(), sdpa::Error> {
         // SAFETY: the process's cuDNN is the recording library, which does not touch device memory.
         unsafe { planned.forward(handle, call) }
     }
@@ -150,9 +249,27 @@ impl Recorder {
     ///
     /// # Errors
     /// As [`Planned::backward`]; and what the recording library finds wrong.
-    pub fn backward(&self, planned: &Planned, handle: &Handle, call: &DeviceBackward<'_>) -> Result<(), sdpa::Error> {
+    pub fn backward(&self, planned: &Planned, handle: &Handle<'_>, call: &DeviceBackward<'_>) -> Result<(), sdpa::Error> {
         // SAFETY: as above.
         unsafe { planned.backward(handle, call) }
+    }
+
+    /// A forward call of a replay. Safe here: nobody follows an address, nor reads a size.
+    ///
+    /// # Errors
+    /// As [`Replay::forward`]; and what the recording library finds wrong.
+    pub fn replayed(&self, replay: &mut Replay, call: &DeviceForward<'_>) -> Result<(), sdpa::Error> {
+        // SAFETY: as above.
+        unsafe { replay.forward(call) }
+    }
+
+    /// Launches a captured graph. Safe here: nothing is computed.
+    ///
+    /// # Errors
+    /// As [`Captured::launch`].
+    pub fn launch(&self, captured: &Captured, stream: &Stream) -> Result<(), cudnn_graph::Error> {
+        // SAFETY: as above.
+        unsafe { captured.launch(stream) }
     }
 
     /// A stream.
@@ -163,6 +280,12 @@ impl Recorder {
         self.executor.device().stream().unwrap_or_else(|e| panic!("{e}"))
     }
 
+    /// The same stream as another library would hand it over.
+    pub fn borrowed(&self, stream: &Stream) -> Stream {
+        // SAFETY: tests keep the stream for longer.
+        unsafe { Stream::borrow(stream.device(), stream.raw()) }
+    }
+
     /// Device memory.
     ///
     /// # Panics
@@ -170,6 +293,22 @@ impl Recorder {
     pub fn buffer(&self, bytes: u64) -> Buffer {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         Buffer::new(self.executor.device(), bytes).unwrap_or_else(|e| panic!("{e}"))
+    }
+}
+
+type Destroy = unsafe extern "C" fn(*mut std::ffi::c_void) -> i32;
+
+/// A graph that was captured by hand.
+#[derive(Debug)]
+pub struct ByHand {
+    graph: usize,
+    destroy: Destroy,
+}
+
+impl Drop for ByHand {
+    fn drop(&mut self) {
+        // SAFETY: it is ours.
+        unsafe { (self.destroy)(std::ptr::with_exposed_provenance_mut(self.graph)) };
     }
 }
 

@@ -10,7 +10,7 @@ use conformance::random::Random;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use half::bf16;
-use sdpa::cudarc::Forward;
+use sdpa::cudarc::{Backward, Forward};
 use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 
@@ -64,7 +64,59 @@ pub(crate) fn run() -> Result<()> {
             return Err("an output that is too short was taken".into());
         }
     }
-    captured(&executor)
+    captured(&executor)?;
+    captures_leave_nothing(&executor)
+}
+
+/// Forty captures by cudarc, in the mode that prohibits most, made and destroyed: the workspace of one or two of them is held at any time.
+fn captures_leave_nothing(executor: &CudnnExecutor) -> Result<()> {
+    let context = CudaContext::new(0)?;
+    // SAFETY: as below.
+    unsafe { context.disable_event_tracking() };
+    let stream = context.new_stream()?;
+    let shape = Shape { batch: 2, heads_q: 16, heads_kv: 16, seq_q: 4096, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
+    let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(Mask::causal());
+    let attention = sdpa::cudarc::Attention::backward_of(executor, &spec.backward())?;
+    let workspace = attention.planned().workspace_bytes();
+    let elements = 2 * 16 * 4096 * 128;
+    let zeros = || stream.alloc_zeros::<bf16>(elements);
+    let (q, k, v, o, d_o) = (zeros()?, zeros()?, zeros()?, zeros()?, zeros()?);
+    let (mut dq, mut dk, mut dv) = (zeros()?, zeros()?, zeros()?);
+    let stats = stream.alloc_zeros::<f32>(2 * 16 * 4096)?;
+    stream.synchronize()?;
+    let before = executor.device().memory_free()?;
+    let mut most = 0;
+    for _ in 0..40 {
+        stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL)?;
+        let submitted = attention.backward(
+            &stream,
+            Backward {
+                q: &q,
+                k: &k,
+                v: &v,
+                o: &o,
+                stats: &stats,
+                d_o: &d_o,
+                dq: &mut dq,
+                dk: &mut dk,
+                dv: &mut dv,
+                attn_scale: None,
+                params: &[],
+                gradients: Vec::new(),
+            },
+        );
+        let graph = stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)?;
+        submitted?;
+        drop(graph.ok_or("nothing was captured")?);
+        most = most.max(before.saturating_sub(executor.device().memory_free()?));
+    }
+    executor.device().reap();
+    let left = before.saturating_sub(executor.device().memory_free()?);
+    println!("cudarc: 40 captures with {workspace} bytes of workspace each held at most {most} bytes, and {left} afterwards");
+    if most > 3 * workspace + (64 << 20) || left > 64 << 20 {
+        return Err("captures leave memory behind".into());
+    }
+    Ok(())
 }
 
 fn captured(executor: &CudnnExecutor) -> Result<()> {
@@ -94,7 +146,7 @@ fn captured(executor: &CudnnExecutor) -> Result<()> {
     let graph = graph.ok_or("nothing was captured")?;
     drop(attention);
     executor.forward_cache().clear();
-    executor.device().synchronize()?;
+    stream.synchronize()?;
     executor.device().reap();
     for _ in 0..3 {
         stream.memcpy_htod(&poison, &mut o)?;

@@ -52,12 +52,12 @@ impl Place {
 }
 
 pub(crate) fn run() -> Result<()> {
-    let count = Driver::load(None)?.devices()?.len();
+    let count = Driver::load(None)?.device_count()?;
     if count < 2 {
         return Err(format!("several GPUs are needed, and the driver sees {count}").into());
     }
     let specs = specs()?;
-    let mut places = (0..count as u32).map(|ordinal| Place::new(ordinal, &specs)).collect::<Result<Vec<_>>>()?;
+    let mut places = (0..count).map(|ordinal| Place::new(ordinal, &specs)).collect::<Result<Vec<_>>>()?;
     for place in &places {
         println!("{} on {}", place.executor.library().version(), place.executor.device().name());
     }

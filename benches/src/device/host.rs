@@ -21,6 +21,8 @@ fn least(best: &mut f64, mut call: impl FnMut() -> Result<()>) -> Result<()> {
 
 pub(crate) fn run() -> Result<()> {
     let executor = executor(PlanOptions::default())?;
+    // The bare calls need it; and a thread that calls often has it.
+    executor.device().make_current()?;
     let stream = Arc::new(executor.device().stream()?);
     // The smallest kernel, so that the queue never fills.
     let (name, spec) = problems().swap_remove(2);

@@ -8,6 +8,8 @@ mod gpus;
 mod graphs;
 mod growth;
 mod host;
+mod lengths;
+mod limits;
 mod memory;
 mod msl;
 mod plans;
@@ -27,7 +29,8 @@ mod weight;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
-  right:  suite [RANDOM] | cudarc | plans | files [PLANS] | graphs | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+  right:  suite [RANDOM] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+          | limits [strides | large] | lengths [right]
           | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   speed | speed-backward | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
           | time (JSON lines in and out)
@@ -53,8 +56,10 @@ fn main() -> ExitCode {
         Some("weight") => weight::run(),
         Some("tuned") => tuned::run(),
         Some("gpus") => gpus::run(),
-        Some("graphs") => graphs::run(),
+        Some("graphs") => graphs::run(args.get(1).map(String::as_str) == Some("alone")),
         Some("buckets") => buckets::run(number(1, 60)),
+        Some("lengths") => lengths::run(args.get(1).map(String::as_str) != Some("right")),
+        Some("limits") => limits::run(args.get(1).map_or("", String::as_str)),
         Some("growth") => growth::run(),
         Some("startup") => startup::run(args.get(1).map(String::as_str)),
         Some("soak") => soak::run(number(1, 10_000), number(2, 1_000)),

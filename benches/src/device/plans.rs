@@ -32,7 +32,8 @@ pub(crate) fn run() -> Result<()> {
         let json = planner.first(&Target::Profile(profile))?.to_json()?;
         let made = start.elapsed();
         let start = Instant::now();
-        let plan = Plan::from_json(library, &json, &lowered.graph, &Target::Handle(&handle))?;
+        // SAFETY: the text is that of a plan of this graph.
+        let plan = unsafe { Plan::from_json(library, &json, &lowered.graph, &Target::Handle(&handle)) }?;
         println!(
             "a plan for the profile {what}: made in {:.1} ms, {} bytes of JSON, loaded in {:.2} ms",
             made.as_secs_f64() * 1e3,
@@ -42,7 +43,8 @@ pub(crate) fn run() -> Result<()> {
         let planned = Planned::alone(here.job.clone(), lowered, plan);
         outputs.push(output(&stream, &handle, &planned, &spec)?);
         let other = json.replacen("\"cudnnVersion\":9", "\"cudnnVersion\":8", 1);
-        match Plan::from_json(library, &other, &planned.lowered.graph, &Target::Handle(&handle)) {
+        // SAFETY: as above, but for a number that is checked first.
+        match unsafe { Plan::from_json(library, &other, &planned.lowered.graph, &Target::Handle(&handle)) } {
             Err(e) => println!("    of another runtime: {e}"),
             Ok(_) => return Err("a plan of another runtime was taken".into()),
         }

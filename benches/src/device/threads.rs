@@ -55,8 +55,8 @@ fn specs() -> Vec<(&'static str, AttentionSpec)> {
 }
 
 /// Fills the output with NaN, runs the plan `times` times, and reads the output.
-fn output(
-    handle: &mut dyn FnMut() -> Result<Rc<Handle>>,
+fn output<'s>(
+    handle: &mut dyn FnMut() -> Result<Rc<Handle<'s>>>,
     stream: &Stream,
     planned: &Planned,
     tensors: &mut Tensors,
@@ -124,6 +124,7 @@ fn workers(executor: &CudnnExecutor, form: Form, spec: &AttentionSpec, sharing: 
         if workers.iter().any(|w| w.want == want) {
             return Err("two threads expect the same output".into());
         }
+        drop(handle);
         workers.push(Worker { stream, tensors, planned, scale, want });
     }
     Ok(workers)

@@ -1,9 +1,12 @@
 //! cuDNN itself: finding it, its functions, handles.
 
 use super::codes::Status;
-use super::driver::{Device, Driver, RawStream, Stream, absolute};
+use super::device::Device;
+use super::driver::{Driver, absolute};
+use super::lane::Lane;
 use super::load::{Opened, Place, open_file, open_first, table};
 use super::log::{self, SetCallback};
+use super::stream::Stream;
 use crate::bind::DeviceSlice;
 use crate::error::Error;
 use crate::version::Version;
@@ -158,26 +161,30 @@ impl Library {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn handle(&'static self, stream: &Stream) -> Result<Handle, Error> {
-        stream.device().enter()?;
+    pub fn handle<'s>(&'static self, stream: &'s Stream) -> Result<Handle<'s>, Error> {
+        let device = stream.device();
         let mut pooled = match near(stream).or_else(|| take(&mut self.pool.lock(), stream)) {
             Some(pooled) => pooled,
-            None => self.create(stream.device())?,
+            None => self.create(device)?,
         };
-        if pooled.stream != Some(stream.raw()) {
+        if stream.id().is_none() || pooled.stream != stream.id() {
+            let _entered = device.enter()?;
             // SAFETY: handle and stream are live and of one context.
             let status = unsafe { (self.table.set_stream)(pooled.raw, stream.raw().0) };
             self.check("cudnnSetStream", "a handle", status)?;
-            pooled.stream = Some(stream.raw());
+            pooled.stream = stream.id();
         }
-        Ok(Handle { library: self, device: stream.device(), pooled: Some(pooled) })
+        Ok(Handle { library: self, stream, pooled: Some(pooled) })
     }
 
+    /// Also in the middle of a capture, by this or another thread: cuDNN allocates here.
     fn create(&self, device: &'static Device) -> Result<Pooled, Error> {
+        let _entered = device.enter()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the pointer is to a live pointer.
-        self.check("cudnnCreate", device.name(), unsafe { (self.table.create)(&mut raw) })?;
-        Ok(Pooled { raw, device, stream: None })
+        let status = device.relaxed(|| unsafe { (self.table.create)(&mut raw) });
+        self.check("cudnnCreate", device.name(), status)?;
+        Ok(Pooled { raw, device, stream: None, lane: device.lanes().take() })
     }
 }
 
@@ -229,7 +236,9 @@ fn wheels() -> Vec<Place> {
 struct Pooled {
     raw: Ptr,
     device: &'static Device,
-    stream: Option<RawStream>,
+    /// By its number: another stream may come to have the same address.
+    stream: Option<u64>,
+    lane: &'static Lane,
 }
 
 // SAFETY: a handle may move between threads; it is used by one at a time because it is owned.
@@ -238,7 +247,7 @@ unsafe impl Send for Pooled {}
 /// One of the device of a stream; rather one that submits to the stream already.
 fn take(pool: &mut Vec<Pooled>, stream: &Stream) -> Option<Pooled> {
     let ordinal = stream.device().ordinal();
-    let same = pool.iter().rposition(|h| h.stream == Some(stream.raw()) && h.device.ordinal() == ordinal);
+    let same = pool.iter().rposition(|h| h.stream.is_some() && h.stream == stream.id() && h.device.ordinal() == ordinal);
     same.or_else(|| pool.iter().rposition(|h| h.device.ordinal() == ordinal)).map(|at| pool.swap_remove(at))
 }
 
@@ -284,14 +293,14 @@ fn keep_near(library: &'static Library, pooled: Pooled) -> Option<Pooled> {
 
 /// A cuDNN handle bound to a stream, for the use of one thread at a time.
 #[derive(Debug)]
-pub struct Handle {
+pub struct Handle<'s> {
     library: &'static Library,
-    device: &'static Device,
+    stream: &'s Stream,
     /// Empty only while it is dropped.
     pooled: Option<Pooled>,
 }
 
-impl Handle {
+impl<'s> Handle<'s> {
     pub(super) fn raw(&self) -> Ptr {
         self.pooled.as_ref().map_or(std::ptr::null_mut(), |p| p.raw)
     }
@@ -303,7 +312,21 @@ impl Handle {
 
     /// The device that it submits to.
     pub fn device(&self) -> &'static Device {
-        self.device
+        self.stream.device()
+    }
+
+    /// The stream that it submits to.
+    pub fn stream(&self) -> &'s Stream {
+        self.stream
+    }
+
+    /// Marks the present end of the stream as the end of what was submitted through this handle: what is retired from here on waits for it.
+    /// Not while the stream is captured: see [`Handle::keep_in_graph`].
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn mark(&self) -> Result<(), Error> {
+        self.pooled.as_ref().map_or(Ok(()), |p| p.lane.mark(p.device, self.stream.raw().0, self.stream.id()))
     }
 
     /// Sets a piece of device memory to zero, on the stream of this handle. Nothing waits.
@@ -315,11 +338,11 @@ impl Handle {
     /// # Errors
     /// The driver's own.
     pub unsafe fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
-        self.device.enter()?;
+        let _entered = self.device().enter()?;
         let bytes = usize::try_from(slice.bytes).unwrap_or(usize::MAX);
         // SAFETY: the caller's.
-        let code = unsafe { (self.device.table().fill_bytes)(slice.address, 0, bytes, self.stream()) };
-        self.device.check("cuMemsetD8Async", code)
+        let code = unsafe { (self.device().table.fill_bytes)(slice.address, 0, bytes, self.stream.raw().0) };
+        self.device().check("cuMemsetD8Async", code)
     }
 
     /// Copies one piece of device memory into another of the same size, on the stream of this handle. Nothing waits.
@@ -334,23 +357,15 @@ impl Handle {
         if from.bytes != to.bytes {
             return Err(Error::Memory { what: "a copy".to_owned(), bytes: from.bytes, limit: format!("{} bytes to copy to", to.bytes) });
         }
-        self.device.enter()?;
+        let _entered = self.device().enter()?;
         let bytes = usize::try_from(from.bytes).unwrap_or(usize::MAX);
         // SAFETY: the caller's.
-        let code = unsafe { (self.device.table().on_device)(to.address, from.address, bytes, self.stream()) };
-        self.device.check("cuMemcpyDtoDAsync_v2", code)
-    }
-
-    pub(super) fn stream_id(&self) -> u64 {
-        self.device.stream_id(self.stream())
-    }
-
-    pub(super) fn stream(&self) -> Ptr {
-        self.pooled.as_ref().and_then(|p| p.stream).map_or(std::ptr::null_mut(), |s| s.0)
+        let code = unsafe { (self.device().table.on_device)(to.address, from.address, bytes, self.stream.raw().0) };
+        self.device().check("cuMemcpyDtoDAsync_v2", code)
     }
 }
 
-impl Drop for Handle {
+impl Drop for Handle<'_> {
     fn drop(&mut self) {
         if let Some(pooled) = self.pooled.take()
             && let Some(pooled) = keep_near(self.library, pooled)

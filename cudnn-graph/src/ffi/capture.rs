@@ -1,8 +1,11 @@
 //! Streams that are being captured, and the graphs that come of it.
 
 use super::backend::Handle;
-use super::driver::{Device, Ptr, Stream};
+use super::device::Device;
+use super::driver::Ptr;
+use super::lane::Lane;
 use super::load::table;
+use super::stream::Stream;
 use crate::error::Error;
 use std::cell::RefCell;
 use std::ffi::{c_int, c_uint};
@@ -10,7 +13,6 @@ use std::ffi::{c_int, c_uint};
 table! {
     /// The driver functions for CUDA graphs.
     GraphTable {
-        is_capturing: "cuStreamIsCapturing" fn(Ptr, *mut c_int);
         begin: "cuStreamBeginCapture_v2" fn(Ptr, c_int);
         end: "cuStreamEndCapture" fn(Ptr, *mut Ptr);
         info: "cuStreamGetCaptureInfo_v2" fn(Ptr, *mut c_int, *mut u64, *mut Ptr, *mut *const Ptr, *mut usize);
@@ -21,7 +23,6 @@ table! {
         object_create: "cuUserObjectCreate" fn(*mut Ptr, Ptr, unsafe extern "C" fn(Ptr), c_uint, c_uint);
         object_release: "cuUserObjectRelease" fn(Ptr, c_uint);
         retain: "cuGraphRetainUserObject" fn(Ptr, Ptr, c_uint, c_uint);
-        exchange_mode: "cuThreadExchangeStreamCaptureMode" fn(*mut c_int);
         nodes: "cuGraphGetNodes" fn(Ptr, *mut Ptr, *mut usize);
         node_type: "cuGraphNodeGetType" fn(Ptr, *mut c_int);
         edges: "cuGraphGetEdges" fn(Ptr, *mut Ptr, *mut Ptr, *mut usize);
@@ -37,8 +38,6 @@ type KernelParams = [u64; 16];
 
 const KERNEL_NODE: c_int = 0;
 const THREAD_LOCAL: c_int = 1;
-const RELAXED: c_int = 2;
-const ACTIVE: c_int = 1;
 const NO_DESTRUCTOR_SYNC: c_uint = 1;
 const MOVE: c_uint = 1;
 
@@ -51,23 +50,41 @@ thread_local! {
     static CAPTURING: RefCell<Vec<(Ptr, Left)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A stream in [`CAPTURING`]; leaves it in a panic too.
-struct Capturing;
+/// A stream in [`CAPTURING`]. It leaves it, and is captured no longer, in a panic too: else the next who submits to it would add to a
+/// graph that nobody launches.
+struct Capturing<'a> {
+    stream: &'a Stream,
+    table: &'a GraphTable,
+    ended: bool,
+}
 
-impl Capturing {
-    fn begin(stream: Ptr) -> Capturing {
-        CAPTURING.with_borrow_mut(|all| all.push((stream, Left::new())));
-        Capturing
+impl<'a> Capturing<'a> {
+    fn begin(stream: &'a Stream, table: &'a GraphTable) -> Result<Capturing<'a>, Error> {
+        // SAFETY: the stream is live.
+        stream.device().check("cuStreamBeginCapture", unsafe { (table.begin)(stream.raw().0, THREAD_LOCAL) })?;
+        CAPTURING.with_borrow_mut(|all| all.push((stream.raw().0, Left::new())));
+        Ok(Capturing { stream, table, ended: false })
     }
 
-    fn end(self) -> Left {
-        CAPTURING.with_borrow_mut(|all| all.last_mut().map(|(_, left)| std::mem::take(left))).unwrap_or_default()
+    /// The graph, what it needs, and what the driver says.
+    fn end(&mut self) -> (Option<Graph>, Left, Result<(), Error>) {
+        self.ended = true;
+        let (_, left) = CAPTURING.with_borrow_mut(Vec::pop).unwrap_or((std::ptr::null_mut(), Left::new()));
+        let (device, mut graph) = (self.stream.device(), std::ptr::null_mut());
+        // SAFETY: the stream is live, and the pointer is to a live pointer.
+        let ended = device.check("cuStreamEndCapture", unsafe { (self.table.end)(self.stream.raw().0, &mut graph) });
+        ((!graph.is_null()).then(|| Graph { device, graph }), left, ended)
     }
 }
 
-impl Drop for Capturing {
+impl Drop for Capturing<'_> {
     fn drop(&mut self) {
-        drop(CAPTURING.with_borrow_mut(Vec::pop));
+        if !self.ended {
+            let (graph, left, _) = self.end();
+            // The graph first: it names what is left.
+            drop(graph);
+            self.stream.device().relaxed(|| drop(left));
+        }
     }
 }
 
@@ -85,33 +102,10 @@ struct Kept {
 unsafe extern "C" fn let_go(kept: Ptr) {
     // SAFETY: the caller's.
     let Kept { device, thing } = *unsafe { Box::from_raw(kept.cast::<Kept>()) };
-    device.yard().leave(thing);
+    device.waiting().leave(thing);
 }
 
 impl Device {
-    /// Runs something that allocates, loads or unloads, which would disturb a capture by another thread otherwise. Streams that
-    /// are being captured must not be touched inside.
-    pub fn relaxed<R>(&self, run: impl FnOnce() -> R) -> R {
-        let Some(table) = self.graphs_if_any() else { return run() };
-        let mut mode = RELAXED;
-        // SAFETY: the pointer is to a live integer.
-        let changed = unsafe { (table.exchange_mode)(&mut mode) } == 0;
-        let result = run();
-        if changed {
-            // SAFETY: as above; it holds the mode from before.
-            let _ = unsafe { (table.exchange_mode)(&mut mode) };
-        }
-        result
-    }
-
-    fn is_capturing(&self, stream: Ptr) -> bool {
-        let Some(table) = self.graphs_if_any() else { return false };
-        let mut status = 0;
-        // SAFETY: the stream is live, and the pointer is to a live integer.
-        let code = unsafe { (table.is_capturing)(stream, &mut status) };
-        code == 0 && status == ACTIVE
-    }
-
     /// Makes the graph that a stream is captured into keep something.
     fn keep(&'static self, stream: Ptr, thing: Box<dyn Send>) -> Result<(), Error> {
         let thing = CAPTURING.with_borrow_mut(|all| match all.iter_mut().find(|(captured, _)| *captured == stream) {
@@ -145,10 +139,10 @@ impl Device {
     }
 }
 
-impl Handle {
+impl Handle<'_> {
     /// Whether what is submitted now goes into a graph instead of to the device.
     pub fn is_capturing(&self) -> bool {
-        self.device().is_capturing(self.stream())
+        self.device().is_capturing(self.stream().raw().0)
     }
 
     /// Makes the graph that the handle's stream is captured into keep something, for as long as it or an executable graph made of it
@@ -157,7 +151,8 @@ impl Handle {
     /// # Errors
     /// The driver's own, also where nothing is being captured.
     pub fn keep_in_graph(&self, thing: Box<dyn Send>) -> Result<(), Error> {
-        self.device().keep(self.stream(), thing)
+        let _entered = self.device().enter()?;
+        self.device().keep(self.stream().raw().0, thing)
     }
 }
 
@@ -174,7 +169,7 @@ impl Drop for Graph {
     fn drop(&mut self) {
         if let Some(table) = self.device.graphs_if_any() {
             // SAFETY: it is ours; what was instantiated lives on by itself.
-            let _ = unsafe { (table.destroy)(self.graph) };
+            let _ = self.device.relaxed(|| unsafe { (table.destroy)(self.graph) });
         }
     }
 }
@@ -227,6 +222,8 @@ pub struct Captured {
     exec: Ptr,
     nodes: usize,
     left: Left,
+    /// Where its launches end.
+    lane: &'static Lane,
 }
 
 impl std::fmt::Debug for Captured {
@@ -245,29 +242,27 @@ impl Stream {
     /// What `submit` returned; the driver's own, as for work that cannot be captured.
     pub fn capture<E: From<Error>>(&self, submit: impl FnOnce() -> Result<(), E>) -> Result<Captured, E> {
         let device = self.device();
-        device.enter()?;
+        let _entered = device.enter()?;
         let table = device.graphs()?;
-        // SAFETY: the stream is live.
-        device.check("cuStreamBeginCapture", unsafe { (table.begin)(self.raw().0, THREAD_LOCAL) })?;
-        let capturing = Capturing::begin(self.raw().0);
+        let mut capturing = Capturing::begin(self, table)?;
         let submitted = submit();
-        let mut left = capturing.end();
-        let mut graph = std::ptr::null_mut();
-        // SAFETY: as above, and the pointer is to a live pointer.
-        let ended = device.check("cuStreamEndCapture", unsafe { (table.end)(self.raw().0, &mut graph) });
-        let original = (!graph.is_null()).then(|| Graph { device, graph });
+        let (original, mut left, ended) = capturing.end();
         submitted?;
         ended?;
+        let Some(original) = original else { return Err(device.no_graph().into()) };
+        let graph = original.graph;
         let (mut exec, mut nodes) = (std::ptr::null_mut(), 0);
         // SAFETY: the graph is live; without room for nodes, they are counted.
         device.check("cuGraphGetNodes", unsafe { (table.nodes)(graph, std::ptr::null_mut(), &mut nodes) })?;
-        let bare = original.as_ref().and_then(|original| original.bare(table, nodes));
+        let bare = original.bare(table, nodes);
         let launched = bare.as_ref().map_or(graph, |bare| bare.graph);
         // SAFETY: the graph is live, and the pointer is to a live pointer.
-        device.check("cuGraphInstantiate", unsafe { (table.instantiate)(&mut exec, launched, 0) })?;
-        // What the original keeps, the executable graph needs.
-        left.extend(original.filter(|_| bare.is_some()).map(|original| Box::new(original) as Box<dyn Send>));
-        Ok(Captured { device, exec, nodes, left })
+        device.check("cuGraphInstantiate", device.relaxed(|| unsafe { (table.instantiate)(&mut exec, launched, 0) }))?;
+        if bare.is_some() {
+            // What the original keeps, the executable graph needs.
+            left.push(Box::new(original));
+        }
+        Ok(Captured { device, exec, nodes, left, lane: device.lanes().take() })
     }
 }
 
@@ -285,17 +280,22 @@ impl Captured {
     /// # Errors
     /// The driver's own.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
-        self.device.enter()?;
+        let _entered = self.device.enter()?;
         // SAFETY: both are live; the rest is the caller's.
-        self.device.check("cuGraphLaunch", unsafe { (self.device.graphs()?.launch)(self.exec, stream.raw().0) })
+        self.device.check("cuGraphLaunch", unsafe { (self.device.graphs()?.launch)(self.exec, stream.raw().0) })?;
+        if self.device.is_capturing(stream.raw().0) {
+            // A part of another graph, which has a copy of this one but not of what this one keeps.
+            return Ok(());
+        }
+        self.lane.mark(self.device, stream.raw().0, stream.id())
     }
 }
 
 impl Drop for Captured {
     fn drop(&mut self) {
-        if let (Ok(()), Some(table)) = (self.device.enter(), self.device.graphs_if_any()) {
+        if let (Ok(_entered), Some(table)) = (self.device.enter(), self.device.graphs_if_any()) {
             // SAFETY: it is ours; the driver frees one that is running when it is done.
-            let code = unsafe { (table.exec_destroy)(self.exec) };
+            let code = self.device.relaxed(|| unsafe { (table.exec_destroy)(self.exec) });
             if code != 0 {
                 tracing::warn!(code, "cuGraphExecDestroy");
             }
@@ -304,5 +304,6 @@ impl Drop for Captured {
         if !self.left.is_empty() {
             self.device.retire(Box::new(std::mem::take(&mut self.left)));
         }
+        self.device.lanes().give_back(self.lane);
     }
 }

@@ -131,6 +131,11 @@ impl Status {
         (3000..4000).contains(&self.0)
     }
 
+    /// True where the device or its driver failed, which nothing recovers from.
+    pub fn is_execution(self) -> bool {
+        (5000..6000).contains(&self.0)
+    }
+
     /// True where memory ran out: no other engine would fare better.
     pub fn is_out_of_memory(self) -> bool {
         self == Status::INTERNAL_ERROR_HOST_ALLOCATION_FAILED || self == Status::INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED

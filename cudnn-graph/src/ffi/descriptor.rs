@@ -2,6 +2,7 @@
 
 use super::backend::{Handle, Library, Ptr};
 use super::codes::{Attribute, AttributeType, Kind};
+use super::driver::relaxed;
 use crate::error::Error;
 use crate::program::{DescriptorId, Program, Values};
 use std::ffi::c_void;
@@ -28,7 +29,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own: a kind that it does not know.
-    pub fn new(library: &'static Library, kind: Kind) -> Result<Descriptor, Error> {
+    pub(crate) fn new(library: &'static Library, kind: Kind) -> Result<Descriptor, Error> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the pointer is to a live pointer.
         let status = unsafe { (library.table.descriptor_create)(kind.0, &mut raw) };
@@ -57,7 +58,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn set_i64(&mut self, attribute: Attribute, values: &[i64]) -> Result<(), Error> {
+    pub(crate) fn set_i64(&mut self, attribute: Attribute, values: &[i64]) -> Result<(), Error> {
         // SAFETY: type and count are those of the slice.
         unsafe { self.set_raw(attribute, AttributeType::INT64, values.len(), values.as_ptr().cast()) }
     }
@@ -66,7 +67,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn set_i32(&mut self, attribute: Attribute, value: i32) -> Result<(), Error> {
+    pub(crate) fn set_i32(&mut self, attribute: Attribute, value: i32) -> Result<(), Error> {
         // SAFETY: one element of that type.
         unsafe { self.set_raw(attribute, AttributeType::INT32, 1, (&raw const value).cast()) }
     }
@@ -75,16 +76,16 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn set_code(&mut self, attribute: Attribute, ty: AttributeType, code: i32) -> Result<(), Error> {
+    pub(crate) fn set_code(&mut self, attribute: Attribute, ty: AttributeType, code: i32) -> Result<(), Error> {
         // SAFETY: every enumeration of the API is an int.
         unsafe { self.set_raw(attribute, ty, 1, (&raw const code).cast()) }
     }
 
-    /// Sets another descriptor.
+    /// Sets another descriptor, which outlives every use of this one.
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn set_descriptor(&mut self, attribute: Attribute, other: &Descriptor) -> Result<(), Error> {
+    pub(crate) fn set_descriptor(&mut self, attribute: Attribute, other: &Descriptor) -> Result<(), Error> {
         // SAFETY: one element of that type.
         unsafe { self.set_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, 1, (&raw const other.raw).cast()) }
     }
@@ -93,7 +94,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn set_and_keep(&mut self, attribute: Attribute, others: Vec<Descriptor>) -> Result<(), Error> {
+    pub(crate) fn set_and_keep(&mut self, attribute: Attribute, others: Vec<Descriptor>) -> Result<(), Error> {
         let raw: Vec<Ptr> = others.iter().map(|d| d.raw).collect();
         // SAFETY: type and count are those of the slice.
         unsafe { self.set_raw(attribute, AttributeType::BACKEND_DESCRIPTOR, raw.len(), raw.as_ptr().cast()) }?;
@@ -105,7 +106,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn set_handle(&mut self, attribute: Attribute, handle: &Handle) -> Result<(), Error> {
+    pub(crate) fn set_handle(&mut self, attribute: Attribute, handle: &Handle<'_>) -> Result<(), Error> {
         let raw = handle.raw();
         // SAFETY: one element of that type.
         unsafe { self.set_raw(attribute, AttributeType::HANDLE, 1, (&raw const raw).cast()) }
@@ -115,7 +116,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn set_text(&mut self, attribute: Attribute, text: &str) -> Result<(), Error> {
+    pub(crate) fn set_text(&mut self, attribute: Attribute, text: &str) -> Result<(), Error> {
         let mut bytes = text.as_bytes().to_vec();
         bytes.push(0);
         // SAFETY: there are that many characters, and a terminating zero behind them.
@@ -132,7 +133,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own, about `subject`.
-    pub fn finalize(&mut self, subject: &str) -> Result<(), Error> {
+    pub(crate) fn finalize(&mut self, subject: &str) -> Result<(), Error> {
         // SAFETY: the descriptor is live.
         let status = unsafe { (self.library.table.descriptor_finalize)(self.raw) };
         if status == 0 { Ok(()) } else { Err(self.library.error("cudnnBackendFinalize", &format!("{} {subject}", self.kind), status)) }
@@ -160,7 +161,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn get_i64(&self, attribute: Attribute) -> Result<i64, Error> {
+    pub(crate) fn get_i64(&self, attribute: Attribute) -> Result<i64, Error> {
         let mut value = 0i64;
         // SAFETY: room for one.
         unsafe { self.get_raw(attribute, AttributeType::INT64, 1, (&raw mut value).cast()) }?;
@@ -171,7 +172,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn get_i32(&self, attribute: Attribute) -> Result<i32, Error> {
+    pub(crate) fn get_i32(&self, attribute: Attribute) -> Result<i32, Error> {
         let mut value = 0i32;
         // SAFETY: room for one.
         unsafe { self.get_raw(attribute, AttributeType::INT32, 1, (&raw mut value).cast()) }?;
@@ -182,7 +183,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn get_codes(&self, attribute: Attribute, ty: AttributeType) -> Result<Vec<i32>, Error> {
+    pub(crate) fn get_codes(&self, attribute: Attribute, ty: AttributeType) -> Result<Vec<i32>, Error> {
         let mut values = vec![0i32; self.count(attribute, ty)?];
         if values.is_empty() {
             return Ok(values);
@@ -197,7 +198,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn get_text(&self, attribute: Attribute) -> Result<String, Error> {
+    pub(crate) fn get_text(&self, attribute: Attribute) -> Result<String, Error> {
         let mut bytes = vec![0u8; self.count(attribute, AttributeType::CHAR)?];
         // SAFETY: room for as many as are requested.
         let count = unsafe { self.get_raw(attribute, AttributeType::CHAR, bytes.len(), bytes.as_mut_ptr().cast()) }?;
@@ -210,7 +211,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub fn get_descriptors(&self, attribute: Attribute, kind: Kind, limit: Option<usize>) -> Result<Vec<Descriptor>, Error> {
+    pub(crate) fn get_descriptors(&self, attribute: Attribute, kind: Kind, limit: Option<usize>) -> Result<Vec<Descriptor>, Error> {
         let wanted = match limit {
             Some(limit) => limit,
             None => self.count(attribute, AttributeType::BACKEND_DESCRIPTOR)?,
@@ -230,7 +231,9 @@ impl Descriptor {
 impl Drop for Descriptor {
     fn drop(&mut self) {
         // SAFETY: the descriptor is ours and is not used again.
-        let status = unsafe { (self.library.table.descriptor_destroy)(self.raw) };
+        let destroy = || unsafe { (self.library.table.descriptor_destroy)(self.raw) };
+        // A plan unloads its kernels.
+        let status = if self.kind == Kind::EXECUTION_PLAN { relaxed(destroy) } else { destroy() };
         if status != 0 {
             tracing::warn!(status, kind = %self.kind, "cudnnBackendDestroyDescriptor");
         }
@@ -242,13 +245,17 @@ impl Drop for Descriptor {
 ///
 /// # Errors
 /// cuDNN's own, naming the descriptor.
-pub fn replay(library: &'static Library, program: &Program, handle: Option<&Handle>) -> Result<Vec<Descriptor>, Error> {
+pub(crate) fn replay(library: &'static Library, program: &Program, handle: Option<&Handle<'_>>) -> Result<Vec<Descriptor>, Error> {
     let mut made: Vec<Descriptor> = Vec::with_capacity(program.descriptors.len());
     for (n, plain) in program.descriptors.iter().enumerate() {
         let mut descriptor = Descriptor::new(library, plain.kind)?;
         // Behind the pointer of a constant; alive until the descriptor is finalized.
         let mut constants: Vec<Vec<u8>> = Vec::new();
         for s in &plain.settings {
+            if !s.values.are(s.ty) {
+                let text = format!("{} of {}: {:?} are no elements of type {}", s.attribute, plain.label, s.values, s.ty);
+                return Err(Error::Program(text));
+            }
             let raw_of = |id: &DescriptorId| made[id.0].raw;
             // SAFETY: in each arm, type and count are those of the data pointed to.
             unsafe {

@@ -1,9 +1,9 @@
 //! The safe tier: executions that own what they use until the device is done with it.
 
-use crate::bind::{Bindings, DeviceSlice};
+use crate::bind::{BindingError, BindingErrors, Bindings, DeviceSlice};
 use crate::error::Error;
-use crate::ffi::driver::{Event, Stream};
 use crate::ffi::memory::Buffer;
+use crate::ffi::stream::{Event, Stream};
 use crate::ir::{Scalar, TensorId};
 use crate::plan::Plan;
 use std::sync::Arc;
@@ -50,7 +50,8 @@ pub struct InFlight {
     event: Event,
     _plan: Arc<Plan>,
     _buffers: Vec<Arc<Buffer>>,
-    _workspace: Arc<Buffer>,
+    /// Empty only once it was waited for.
+    workspace: Option<Buffer>,
     _stream: Arc<Stream>,
 }
 
@@ -63,28 +64,58 @@ impl InFlight {
         self.event.passed()
     }
 
-    /// Waits until the device is done.
+    /// Waits until the device is done; the workspace, for the next execution.
     ///
     /// # Errors
     /// The driver's own: also that of a kernel which failed.
-    pub fn wait(self) -> Result<(), Error> {
-        self.event.synchronize()
+    pub fn wait(mut self) -> Result<Buffer, Error> {
+        self.event.synchronize()?;
+        match self.workspace.take() {
+            Some(workspace) => Ok(workspace),
+            None => Buffer::new(self._stream.device(), 0),
+        }
     }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        if let Err(error) = self.event.synchronize() {
+        if self.workspace.is_some()
+            && let Err(error) = self.event.synchronize()
+        {
             tracing::warn!(%error, "an execution failed and nobody waited for it");
         }
     }
 }
 
-/// Submits a plan to a stream.
+/// Submits a plan to a stream. The workspace is this execution's alone until it was waited for.
 ///
 /// # Errors
-/// Everything that is wrong with the bindings, also a buffer of another device, before anything runs; cuDNN's own.
-pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, workspace: &Arc<Buffer>) -> Result<InFlight, Error> {
+/// Everything that is wrong with the bindings, also a buffer of another device, before anything runs; [`BindingError::Addressing`] for a plan
+/// that takes lengths, offsets or pages, which [`launch_addressed`] is for; cuDNN's own.
+pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, workspace: Buffer) -> Result<InFlight, Error> {
+    let addressing: Vec<BindingError> =
+        plan.ports().device.iter().filter(|p| p.addressing).map(|p| BindingError::Addressing { name: p.name.clone() }).collect();
+    if !addressing.is_empty() {
+        return Err(BindingErrors(addressing).into());
+    }
+    // SAFETY: no tensor says where anything is.
+    unsafe { launch_addressed(plan, stream, bindings, workspace) }
+}
+
+/// [`launch`] for plans whose tensors say where they read and write.
+///
+/// # Safety
+/// Until the device is done, what such tensors ([`DevicePort::addressing`](crate::bind::DevicePort::addressing)) hold lies within the
+/// extents of what they speak of: lengths from 0 to the extent, offsets within the buffer, pages that are there.
+///
+/// # Errors
+/// As [`launch`].
+pub unsafe fn launch_addressed(
+    plan: &Arc<Plan>,
+    stream: &Arc<Stream>,
+    bindings: OwnedBindings,
+    workspace: Buffer,
+) -> Result<InFlight, Error> {
     let mut raw = Bindings::new();
     for (tensor, buffer, offset) in &bindings.buffers {
         same_device(stream, buffer)?;
@@ -94,20 +125,27 @@ pub fn launch(plan: &Arc<Plan>, stream: &Arc<Stream>, bindings: OwnedBindings, w
     for (tensor, value) in &bindings.values {
         raw = raw.value(*tensor, *value);
     }
-    same_device(stream, workspace)?;
+    same_device(stream, &workspace)?;
     let handle = plan.library().handle(stream)?;
     let scratch = DeviceSlice { address: workspace.address(), bytes: workspace.bytes() as u64 };
+    // Made before anything runs, so that nothing which the device uses is let go of where it cannot be had.
+    let event = Event::new(stream.device(), false)?;
     // SAFETY: every slice is inside an owned buffer of the stream's device; buffers, plan and workspace are kept by the
-    // result until the event has passed. Two executions that share a buffer race only on its contents.
-    unsafe { plan.execute(&handle, &raw, scratch) }?;
-    let event = stream.record(false)?;
-    Ok(InFlight {
+    // result until the event has passed. Two executions that share a buffer race only on its contents, which say where nothing is, or are
+    // the caller's to answer for.
+    let submitted = unsafe { plan.execute(&handle, &raw, scratch) };
+    let recorded = event.record(stream.raw().0);
+    drop(handle);
+    let running = InFlight {
         event,
         _plan: plan.clone(),
         _buffers: bindings.buffers.into_iter().map(|(_, buffer, _)| buffer).collect(),
-        _workspace: workspace.clone(),
+        workspace: Some(workspace),
         _stream: stream.clone(),
-    })
+    };
+    submitted?;
+    recorded?;
+    Ok(running)
 }
 
 fn same_device(stream: &Stream, buffer: &Buffer) -> Result<(), Error> {

@@ -1,6 +1,7 @@
 //! Owned device memory.
 
-use super::driver::{Device, Stream};
+use super::device::Device;
+use super::stream::Stream;
 use crate::error::Error;
 use std::ffi::c_void;
 
@@ -34,10 +35,10 @@ impl Buffer {
     /// # Errors
     /// [`Error::Driver`] with `CUDA_ERROR_OUT_OF_MEMORY`, or any other of the driver.
     pub fn new(device: &'static Device, bytes: usize) -> Result<Buffer, Error> {
-        device.enter()?;
+        let _entered = device.enter()?;
         let mut address = 0;
         // SAFETY: the pointer is to a live integer.
-        device.check("cuMemAlloc", unsafe { (device.table().alloc)(&mut address, bytes.max(1)) })?;
+        device.check("cuMemAlloc", device.relaxed(|| unsafe { (device.table().alloc)(&mut address, bytes.max(1)) }))?;
         Ok(Buffer { device, address, bytes })
     }
 
@@ -70,11 +71,11 @@ impl Buffer {
     /// Past the end of the buffer; the driver's own.
     pub fn upload<T: Element>(&mut self, stream: &Stream, offset: usize, data: &[T]) -> Result<(), Error> {
         self.check_range("an upload", offset, size_of_val(data))?;
-        self.device.enter()?;
+        let _entered = self.device.enter()?;
         // SAFETY: the range is inside the buffer, the source is live until the copy is done, and T is plain.
-        let code = unsafe {
+        let code = self.device.relaxed(|| unsafe {
             (self.device.table().to_device)(self.address + offset as u64, data.as_ptr().cast::<c_void>(), size_of_val(data), stream.raw().0)
-        };
+        });
         self.device.check("cuMemcpyHtoDAsync", code)?;
         stream.synchronize()
     }
@@ -85,16 +86,16 @@ impl Buffer {
     /// Past the end of the buffer; the driver's own.
     pub fn download<T: Element>(&self, stream: &Stream, offset: usize, data: &mut [T]) -> Result<(), Error> {
         self.check_range("a download", offset, size_of_val(data))?;
-        self.device.enter()?;
+        let _entered = self.device.enter()?;
         // SAFETY: the range is inside the buffer, the target is live until the copy is done, and T is plain.
-        let code = unsafe {
+        let code = self.device.relaxed(|| unsafe {
             (self.device.table().to_host)(
                 data.as_mut_ptr().cast::<c_void>(),
                 self.address + offset as u64,
                 size_of_val(data),
                 stream.raw().0,
             )
-        };
+        });
         self.device.check("cuMemcpyDtoHAsync", code)?;
         stream.synchronize()
     }
@@ -104,7 +105,7 @@ impl Buffer {
     /// # Errors
     /// The driver's own.
     pub fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), Error> {
-        self.device.enter()?;
+        let _entered = self.device.enter()?;
         // SAFETY: the range is the buffer.
         let code = unsafe { (self.device.table().fill_bytes)(self.address, byte, self.bytes, stream.raw().0) };
         self.device.check("cuMemsetD8Async", code)
@@ -113,9 +114,9 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if self.device.enter().is_ok() {
+        if let Ok(_entered) = self.device.enter() {
             // SAFETY: the memory is ours; the driver waits for work that uses it.
-            let code = unsafe { (self.device.table().free)(self.address) };
+            let code = self.device.relaxed(|| unsafe { (self.device.table().free)(self.address) });
             if code != 0 {
                 tracing::warn!(code, "cuMemFree");
             }

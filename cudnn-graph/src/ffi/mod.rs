@@ -9,7 +9,9 @@ pub mod backend;
 pub mod capture;
 pub mod codes;
 pub mod descriptor;
+pub mod device;
 pub mod driver;
+mod lane;
 pub mod launch;
 mod load;
 pub(crate) mod log;
@@ -17,6 +19,7 @@ pub mod memory;
 pub mod pack;
 mod retire;
 mod room;
+pub mod stream;
 
 pub use backend::{Handle, Library, Search};
 pub use driver::Driver;

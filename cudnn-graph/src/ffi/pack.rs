@@ -58,7 +58,7 @@ impl Pack {
     ///
     /// # Errors
     /// cuDNN's own.
-    pub unsafe fn execute(&mut self, handle: &Handle, plan: &Descriptor) -> Result<(), Error> {
+    pub unsafe fn execute(&mut self, handle: &Handle<'_>, plan: &Descriptor) -> Result<(), Error> {
         let library = handle.library();
         // SAFETY: handle, plan and pack are live; memory is the caller's.
         let status = unsafe { (library.table.execute)(handle.raw(), plan.raw(), self.descriptor.raw()) };

@@ -2,7 +2,7 @@
 //! follow one another there, so that they may use the same memory; those of two threads mix.
 
 use super::backend::Handle;
-use super::driver::Device;
+use super::device::Device;
 use super::memory::Buffer;
 use crate::bind::DeviceSlice;
 use crate::error::Error;
@@ -16,7 +16,8 @@ const GRAIN: u64 = 1 << 16;
 /// One buffer.
 struct Room {
     device: &'static Device,
-    stream: u64,
+    /// By its number; none may be any.
+    stream: Option<u64>,
     /// Empty only while it is dropped.
     buffer: Option<Buffer>,
 }
@@ -38,7 +39,7 @@ fn slice(buffer: &Buffer) -> DeviceSlice {
     DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
 }
 
-impl Handle {
+impl Handle<'_> {
     /// Device memory of at least this size for what this thread submits next to the handle's stream: that of its last call on this
     /// stream, if it is large enough. While the stream is captured, memory that the graph keeps.
     ///
@@ -49,15 +50,17 @@ impl Handle {
             return Ok(DeviceSlice { address: 0, bytes: 0 });
         }
         if self.is_capturing() {
-            let buffer = self.device().relaxed(|| Buffer::new(self.device(), usize::try_from(bytes).unwrap_or(usize::MAX)))?;
+            // What graphs that are gone have left is given back first: else a process that captures and does nothing else keeps all of it.
+            self.device().reap();
+            let buffer = Buffer::new(self.device(), usize::try_from(bytes).unwrap_or(usize::MAX))?;
             let found = slice(&buffer);
             self.keep_in_graph(Box::new(buffer))?;
             return Ok(found);
         }
-        let (device, stream) = (self.device(), self.stream_id());
+        let (device, stream) = (self.device(), self.stream().id());
         let found = ROOMS.try_with(|rooms| {
             let mut rooms = rooms.try_borrow_mut().ok()?;
-            let at = rooms.iter().rposition(|r| r.stream == stream && r.device.ordinal() == device.ordinal())?;
+            let at = rooms.iter().rposition(|r| stream.is_some() && r.stream == stream && r.device.ordinal() == device.ordinal())?;
             let found = rooms[at].buffer.as_ref().map(slice).filter(|s| s.bytes >= bytes);
             let last = rooms.len() - 1;
             if found.is_some() {
@@ -74,10 +77,11 @@ impl Handle {
     }
 
     #[cold]
-    fn make_room(&self, stream: u64, bytes: u64) -> Result<DeviceSlice, Error> {
+    fn make_room(&self, stream: Option<u64>, bytes: u64) -> Result<DeviceSlice, Error> {
         let device = self.device();
         let bytes = usize::try_from(bytes.next_multiple_of(GRAIN)).unwrap_or(usize::MAX);
-        let buffer = device.relaxed(|| Buffer::new(device, bytes))?;
+        device.reap();
+        let buffer = Buffer::new(device, bytes)?;
         let found = slice(&buffer);
         let mut room = Some(Room { device, stream, buffer: Some(buffer) });
         let gone = ROOMS.try_with(|rooms| {

@@ -49,6 +49,15 @@ impl Graph {
         &self.ops
     }
 
+    /// Tensors whose contents say where ops read and write, each once: see [`Op::addressing`], and offsets of ragged tensors.
+    pub fn addressing(&self) -> Vec<TensorId> {
+        let offsets = self.tensors.iter().filter_map(|t| t.ragged.map(|r| r.offsets));
+        let mut all: Vec<TensorId> = self.ops.iter().flat_map(Op::addressing).chain(offsets).collect();
+        all.sort();
+        all.dedup();
+        all
+    }
+
     /// The tensor behind an id, or `None` for an id of another graph.
     pub fn get(&self, id: TensorId) -> Option<&Tensor> {
         self.tensors.get(id.index())

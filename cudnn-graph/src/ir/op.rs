@@ -39,6 +39,32 @@ pub enum Op {
     SdpaBackward(Box<SdpaBackward>),
 }
 
+impl Op {
+    /// Tensors whose *contents* say where the op reads and writes: lengths, offsets, pages. What lies outside of the extents there leads
+    /// an engine outside of its operands.
+    pub fn addressing(&self) -> Vec<TensorId> {
+        let all = match self {
+            Op::Matmul(m) => vec![m.m_override, m.n_override, m.k_override],
+            Op::PagedLoad(p) => vec![Some(p.seq_len), Some(p.page_table)],
+            Op::SdpaForward(s) => {
+                vec![s.page_table_k, s.page_table_v, s.seq_len_q, s.seq_len_kv, s.cu_seq_len_q, s.cu_seq_len_kv]
+            }
+            Op::SdpaBackward(s) => vec![s.seq_len_q, s.seq_len_kv],
+            Op::BandMask(b) => vec![b.seq_q, b.seq_kv],
+            Op::Pointwise(_)
+            | Op::Reduction(_)
+            | Op::Reshape(_)
+            | Op::Transpose(_)
+            | Op::Slice(_)
+            | Op::Rng(_)
+            | Op::Softmax(_)
+            | Op::BlockScaleQuantize(_)
+            | Op::BlockScaleDequantize(_) => Vec::new(),
+        };
+        all.into_iter().flatten().collect()
+    }
+}
+
 /// `y = f(x, b, t)`, broadcasting axes of extent 1.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pointwise {

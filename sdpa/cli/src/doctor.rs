@@ -196,9 +196,17 @@ fn cudnn(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
     let cuda = driver.cuda_version().ok();
     let dotted = |v: i32| format!("{}.{}", v / 1000, v % 1000 / 10);
     finding.driver = Some(DriverFacts { path: driver.path().display().to_string(), cuda_version: cuda.map(dotted) });
-    match driver.devices() {
-        Ok([]) => finding.lacks("device", "the driver sees none", SHOW_DEVICE),
-        Ok(devices) => finding.devices = devices.iter().map(device).collect(),
+    match driver.device_count() {
+        Ok(0) => finding.lacks("device", "the driver sees none", SHOW_DEVICE),
+        Ok(count) => {
+            for ordinal in 0..count {
+                match driver.device(ordinal) {
+                    Ok(found) => finding.devices.push(device(found)),
+                    // The others may serve.
+                    Err(e) => finding.lacks("device", format!("number {ordinal}: {e}"), SHOW_DEVICE),
+                }
+            }
+        }
         Err(e) => finding.lacks("device", e, SHOW_DEVICE),
     }
     match Library::load(&args.places.options().search) {

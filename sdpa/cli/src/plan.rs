@@ -115,6 +115,7 @@ impl Offer {
             Outcome::Chosen => "chosen".to_owned(),
             Outcome::PassedOver(why) => format!("passed over: {why}"),
             Outcome::Refused { status, text } => format!("refused: {status}, {}", text.replace('\n', "; ")),
+            Outcome::Failed { status, text } => format!("failed: {status}, {}", text.replace('\n', "; ")),
         };
         let mut text = format!("{} ({source:?}): {became}", self.tag);
         if let Some(bytes) = workspace {

@@ -103,8 +103,10 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     };
     // Before the masks: stats of −∞ would make what they drop not-a-number.
     let shifted = to.graph.pointwise(Mode::Sub, &[modified, ports.stats]);
-    let inside = if emitter.is_some() {
-        // Where tiles reach past the last query or key, engines give score_mods −∞, of which many make what is no number.
+    let inside = if emitter.is_some() || p.seq_q() == 1 {
+        // Where tiles reach past the last query or key, engines give score_mods −∞, of which many make what is no number. And where there is one query,
+        // they count a score of 0 for the rest of its tile: dk and dv are not-a-number where stats are below −88.7 (cudnn-frontend #1072; seen on
+        // an H200 under 9.13 to 9.26).
         mask::fill_outside(to, shifted, p, mask::dropped(runtime))
     } else if runtime < TAIL_SINCE {
         mask::fill_past_keys(to, shifted, p, runtime)
@@ -154,7 +156,8 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
 
 /// Why padding is refused beside some score_mods.
 const NO_NUMBER: &str = "padding beside a score_mod that makes no number of −∞: past the lengths cuDNN's engines give that \
-                                    to score_mods, behind whatever is selected there";
+                                    to score_mods, behind whatever is selected there; the cpu executor runs it, and cuDNN where the \
+                                    lengths are a mask array";
 
 /// Whether a score_mod, and its derivative where the trace has it, are numbers for a score of −∞, at the ends of the indices.
 fn survives_padding(trace: &Trace, extents: [i64; 4]) -> bool {

@@ -5,7 +5,7 @@
 //! remain besides the last, the copy is made once per index of the outermost.
 
 use super::job::{Job, Operand};
-use super::lowered::Guarded;
+use super::lowered::{Guarded, LengthOf};
 use crate::spec::{Layout, TensorSpec};
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
@@ -134,26 +134,29 @@ pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result
     convert(dtypes, &from, &TensorSpec::dense(to, Layout::Bhsd))
 }
 
-/// Guarded lengths of so many batch entries. Engines compute these in f32 and in no whole numbers: lengths up to 2²⁴.
+/// Guarded lengths of so many batch entries. Engines compute these in f32 and in no whole numbers: extents up to 2²⁴. What is beyond that
+/// is rounded, and clamped all the same.
 pub(crate) fn guarded(which: Guarded, entries: i64) -> Result<Copy, cudnn_graph::Error> {
     let mut g = Graph::new();
     let dims = [1, 1, entries];
     let lengths = |g: &mut Graph, name: &str| g.tensor(Tensor::device(name, DType::I32, dims));
-    let number = |g: &mut Graph, x: f32| g.tensor(Tensor::by_value("number", DType::F32, Some(Scalar::F32(x)), dims.len()));
-    let x = lengths(&mut g, "from");
-    let (y, second) = match which {
-        Guarded::Keys => {
-            let one = number(&mut g, 1.0);
-            (g.pointwise_as(Mode::Max, &[x, one], DType::F32, DType::I32, Params::default()), None)
-        }
-        Guarded::Queries => {
-            let keys = lengths(&mut g, "second");
-            // No length is larger than one key counted so often.
-            let many = number(&mut g, (1 << 24) as f32);
-            let any = g.pointwise_as(Mode::Mul, &[keys, many], DType::F32, DType::F32, Params::default());
-            (g.pointwise_as(Mode::Min, &[x, any], DType::F32, DType::I32, Params::default()), Some(keys))
-        }
+    let with = |g: &mut Graph, mode: Mode, x: TensorId, number: f32, to: DType| {
+        let number = g.tensor(Tensor::by_value("number", DType::F32, Some(Scalar::F32(number)), dims.len()));
+        g.pointwise_as(mode, &[x, number], DType::F32, to, Params::default())
     };
+    let x = lengths(&mut g, "from");
+    let most = with(&mut g, Mode::Min, x, which.most as f32, DType::F32);
+    let (most, least, second) = match (which.of, which.keyless) {
+        (LengthOf::Queries, true) => {
+            let keys = lengths(&mut g, "second");
+            // No length is larger than one key counted so often; entries without keys have no queries.
+            let any = with(&mut g, Mode::Mul, keys, (1 << 24) as f32, DType::F32);
+            (g.pointwise_as(Mode::Min, &[most, any], DType::F32, DType::F32, Params::default()), 0.0, Some(keys))
+        }
+        (LengthOf::Queries, false) | (LengthOf::Keys, false) => (most, 0.0, None),
+        (LengthOf::Keys, true) => (most, 1.0, None),
+    };
+    let y = with(&mut g, Mode::Max, most, least, DType::I32);
     g.output(y, "to", DType::I32);
     Ok(Copy { graph: g.verify()?, from: x, second, to: y, zeros: None, repeats: 1, from_step: 0, to_step: 0 })
 }
@@ -245,17 +248,23 @@ mod tests {
     }
 
     #[test]
-    fn entries_without_keys_have_one_and_no_queries() {
+    fn lengths_stay_within_extents_and_entries_without_keys_have_one_and_no_queries() {
         use cudnn_graph::expr::Precision;
         use cudnn_graph::ir::interp;
-        let (queries, keys) = ([5.0, 9.0, 0.0, 7.0], [3.0, 0.0, 0.0, f64::from(1 << 24)]);
-        for (which, want) in [(Guarded::Queries, [5.0, 0.0, 0.0, 7.0]), (Guarded::Keys, [3.0, 1.0, 1.0, f64::from(1 << 24)])] {
-            let c = guarded(which, 4).unwrap();
-            let first = if which == Guarded::Keys { keys } else { queries };
+        let (queries, keys) = ([5.0, 9.0, 0.0, 131.0, -3.0, 2e9, 130.0], [3.0, 0.0, 0.0, f64::from(1 << 24), 7.0, -2e9, 300.0]);
+        for (of, keyless, want) in [
+            (LengthOf::Queries, true, [5.0, 0.0, 0.0, 130.0, 0.0, 0.0, 130.0]),
+            (LengthOf::Queries, false, [5.0, 9.0, 0.0, 130.0, 0.0, 130.0, 130.0]),
+            (LengthOf::Keys, true, [3.0, 1.0, 1.0, 257.0, 7.0, 1.0, 257.0]),
+            (LengthOf::Keys, false, [3.0, 0.0, 0.0, 257.0, 7.0, 0.0, 257.0]),
+        ] {
+            let most = if of == LengthOf::Queries { 130 } else { 257 };
+            let c = guarded(Guarded { of, most, keyless }, 7).unwrap();
+            let first = if of == LengthOf::Keys { keys } else { queries };
             let given = [Some((c.from, first)), c.second.map(|id| (id, keys))];
-            let inputs = given.into_iter().flatten().map(|(id, x)| (id, interp::Value::new(vec![1, 1, 4], x.to_vec()))).collect();
+            let inputs = given.into_iter().flatten().map(|(id, x)| (id, interp::Value::new(vec![1, 1, 7], x.to_vec()))).collect();
             let got = interp::run(&c.graph, &inputs, Precision::F32).unwrap();
-            assert_eq!(got[&c.to].data, want, "{which:?}");
+            assert_eq!(got[&c.to].data, want, "{of:?} {keyless}");
         }
     }
 

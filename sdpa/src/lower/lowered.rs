@@ -35,21 +35,34 @@ impl Table {
     }
 }
 
-/// Lengths of batch entries as engines that go wrong without keys can take them: an entry without keys has one, and no queries.
+/// What lengths of batch entries are of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Guarded {
-    /// `seq_len_q`, and 0 where `seq_len_kv` is 0.
+pub enum LengthOf {
+    /// `seq_len_q`.
     Queries,
-    /// `seq_len_kv`, and 1 where it is 0.
+    /// `seq_len_kv`.
     Keys,
+}
+
+/// Lengths of batch entries as engines can take them, whatever the caller's memory holds: engines write as many rows as lengths say, also
+/// past the end of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Guarded {
+    /// Of queries, or of keys.
+    pub of: LengthOf,
+    /// The extent: no length is more, and none is negative.
+    pub most: i64,
+    /// For engines that go wrong without keys: an entry without keys has one, and no queries.
+    pub keyless: bool,
 }
 
 impl Guarded {
     /// The declared tensors that it is computed of, in the order of the copy that computes it.
     pub fn params(self) -> &'static [&'static str] {
-        match self {
-            Guarded::Queries => &[SEQ_LEN_Q, SEQ_LEN_KV],
-            Guarded::Keys => &[SEQ_LEN_KV],
+        match (self.of, self.keyless) {
+            (LengthOf::Queries, true) => &[SEQ_LEN_Q, SEQ_LEN_KV],
+            (LengthOf::Queries, false) => &[SEQ_LEN_Q],
+            (LengthOf::Keys, _) => &[SEQ_LEN_KV],
         }
     }
 }
@@ -70,7 +83,7 @@ pub enum Supply {
         /// Its extents there.
         dims: [i64; 4],
     },
-    /// Lengths for an entry of a batch without keys to count as one without queries: see [`Guarded`].
+    /// Lengths that lead no engine past the end of a tensor: see [`Guarded`].
     Guarded(Guarded),
     /// A table that the executor keeps in device memory.
     Table(Table),

@@ -5,7 +5,7 @@
 
 use super::LowerError;
 use super::expr::{Emitter, Into, Pass};
-use super::lowered::{Guarded, Supply};
+use super::lowered::{Guarded, LengthOf, Supply};
 use crate::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
 use crate::problem::Problem;
 use cudnn_graph::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, ParamKind};
@@ -46,27 +46,9 @@ impl Lengths {
     /// What products of matrices take: of queries and of keys, where there are both as tensors.
     ///
     /// # Errors
-    /// More keys than f32 counts, where the lengths have to pass through it.
+    /// As [`guarded`].
     pub(super) fn overrides(self, to: &mut Into<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
-        let Some((q, kv)) = self.both() else { return Ok([None, None]) };
-        if runtime >= ZERO_KEYS_SINCE {
-            return Ok([Some(q), Some(kv)]);
-        }
-        if problem.seq_q().max(problem.seq_kv()) > F32_WHOLE {
-            let rule = format!("padding of more than {F32_WHOLE} queries or keys before cuDNN {ZERO_KEYS_SINCE}");
-            return Err(LowerError::Unsupported(rule));
-        }
-        let mut guarded = |name: &str, which| {
-            let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [problem.batch(), 1, 1, 1]));
-            to.supplies.push((tensor, Supply::Guarded(which)));
-            Some(tensor)
-        };
-        Ok([guarded("seq_len_q_guarded", Guarded::Queries), guarded("seq_len_kv_guarded", Guarded::Keys)])
-    }
-
-    /// Both, where there are both as tensors: what the unified op takes.
-    pub(super) fn both(self) -> Option<(TensorId, TensorId)> {
-        self.q.zip(self.kv)
+        if self.q.is_none() || self.kv.is_none() { Ok([None, None]) } else { guarded(to, problem, runtime) }
     }
 
     fn drops_q(self) -> bool {
@@ -82,9 +64,28 @@ impl Lengths {
     }
 }
 
-/// Before it, entries of a batch without keys get no numbers: not-a-number forward, nothing written backward (cudnn-frontend #943; seen
-/// on an H200 under 9.19). Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
-pub(super) const ZERO_KEYS_SINCE: Version = Version::new(9, 25, 0);
+/// Both lengths as engines take them for rows and columns of products: they are data that nobody has checked, so they are clamped on the
+/// device.
+///
+/// # Errors
+/// More queries or keys than f32 counts, which the lengths pass through.
+pub(super) fn guarded(to: &mut Into<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
+    if problem.seq_q().max(problem.seq_kv()) > F32_WHOLE {
+        return Err(LowerError::Unsupported(format!("padding of more than {F32_WHOLE} queries or keys")));
+    }
+    let keyless = runtime < ZERO_KEYS_SINCE;
+    let mut clamped = |name: &str, of, most| {
+        let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [problem.batch(), 1, 1, 1]));
+        to.supplies.push((tensor, Supply::Guarded(Guarded { of, most, keyless })));
+        Some(tensor)
+    };
+    let queries = clamped("seq_len_q_guarded", LengthOf::Queries, problem.seq_q());
+    Ok([queries, clamped("seq_len_kv_guarded", LengthOf::Keys, problem.seq_kv())])
+}
+
+/// Before it, entries of a batch without keys get no numbers: not-a-number forward, nothing written backward (cudnn-frontend #943, which
+/// has 9.25 for it; seen on an H200 under 9.19, and of dk and dv under 9.25.1). Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
+pub(super) const ZERO_KEYS_SINCE: Version = Version::new(9, 26, 0);
 
 /// Whether there is something to drop besides the lengths that the op takes by itself.
 pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {

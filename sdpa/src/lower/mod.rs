@@ -21,7 +21,7 @@ pub(crate) use copy::{densify, guarded, spread};
 pub use expr::Vectors;
 pub use job::{Job, Operand};
 pub(crate) use key::JobQuery;
-pub use lowered::{Guarded, Lowered, Supply, Table};
+pub use lowered::{Guarded, LengthOf, Lowered, Supply, Table};
 pub use sum::{Sum, Sums};
 
 use crate::backward::BackwardProblem;

@@ -15,20 +15,18 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let operands = Operands::new(&mut g, problem, |key| key);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
     let to = &mut Into { graph: &mut g, supplies: &mut supplies };
-    let lengths = Lengths::of(to, problem);
-    if lengths.both().is_some() && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
+    let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
+    if padded && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
         let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
         return Err(LowerError::Unsupported(rule.to_owned()));
     }
-    if lengths.both().is_some() && runtime < mask::ZERO_KEYS_SINCE {
+    if padded && runtime < mask::ZERO_KEYS_SINCE {
         let rule = format!("lengths before cuDNN {}: entries of a batch without keys get no numbers", mask::ZERO_KEYS_SINCE);
         return Err(LowerError::Unsupported(rule));
     }
     // The op pads by itself where it has both lengths.
-    let (native, inner) = match lengths.both() {
-        Some(both) => (Some(both), Lengths::default()),
-        None => (None, lengths),
-    };
+    let [seq_len_q, seq_len_kv] = if padded { mask::guarded(to, problem, runtime)? } else { [None, None] };
+    let inner = if padded { Lengths::default() } else { Lengths::of(to, problem) };
     let score = if !mask::drops(problem, inner) && problem.score_mod().is_none() {
         None
     } else {
@@ -41,7 +39,6 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         (output != input).then_some(ScoreGraph { input, output, ops })
     };
     let plain = SdpaForward::plain(q, k, v, o);
-    let (seq_len_q, seq_len_kv) = native.unzip();
     g.push(Op::SdpaForward(Box::new(SdpaForward { attn_scale: Some(attn_scale), score, stats, seq_len_q, seq_len_kv, ..plain })));
     Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands: operands.list(), attn_scale, stats, supplies })
 }

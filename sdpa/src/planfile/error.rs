@@ -73,6 +73,16 @@ pub enum PlanFileError {
         /// Permission bits.
         mode: u32,
     },
+    /// Somebody else may change the file, or put another one there.
+    #[error("{} belongs to user {owner}, who is neither this user ({user}) nor root, and plans are machine code", path.display())]
+    Owner {
+        /// The file, or a folder on the way to it.
+        path: PathBuf,
+        /// Whose it is.
+        owner: u32,
+        /// Who reads or writes.
+        user: u32,
+    },
     /// A folder, a device, a link to nothing.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
@@ -106,6 +116,7 @@ impl PlanFileError {
             PlanFileError::NotAPlanFile { .. }
             | PlanFileError::Newer { .. }
             | PlanFileError::Permissions { .. }
+            | PlanFileError::Owner { .. }
             | PlanFileError::NotAFile { .. }
             | PlanFileError::Refused { .. } => false,
         }

@@ -1,4 +1,5 @@
-//! What may be read and replaced: regular files that not everybody may write.
+//! What may be read and replaced: regular files of this user or root, which not everybody may write, in folders where nobody else may put
+//! another one in their place. A file that passes is as trustworthy as the program and the libraries that the same two users install.
 
 use super::error::PlanFileError;
 use std::fs::{File, Metadata};
@@ -21,6 +22,7 @@ pub(super) fn open(path: &Path) -> Result<File, PlanFileError> {
     if !facts.is_file() {
         return Err(PlanFileError::NotAFile { path: path.to_owned() });
     }
+    check_owner(path, &facts, user())?;
     match mode(&facts) {
         mode if mode & 0o002 != 0 => Err(PlanFileError::Permissions { path: path.to_owned(), mode }),
         _ => Ok(file),
@@ -72,13 +74,47 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
-/// Refuses folders in which everybody may replace the files of others; the sticky bit forbids that.
+/// Refuses a folder in which somebody else may replace the files of others, and one on the way to it; the sticky bit forbids that.
 fn check_folder(path: &Path) -> Result<(), PlanFileError> {
-    let facts = std::fs::metadata(path).map_err(PlanFileError::io(path, "asking about"))?;
-    match mode(&facts) {
-        mode if mode & 0o002 != 0 && mode & 0o1000 == 0 => Err(PlanFileError::Permissions { path: path.to_owned(), mode }),
-        _ => Ok(()),
+    let real = std::fs::canonicalize(path).map_err(PlanFileError::io(path, "following"))?;
+    for folder in real.ancestors() {
+        let facts = std::fs::metadata(folder).map_err(PlanFileError::io(folder, "asking about"))?;
+        check_owner(folder, &facts, user())?;
+        let mode = mode(&facts);
+        if mode & 0o002 != 0 && mode & 0o1000 == 0 {
+            return Err(PlanFileError::Permissions { path: folder.to_owned(), mode });
+        }
     }
+    Ok(())
+}
+
+const ROOT: u32 = 0;
+
+/// Refuses what belongs to somebody else than a user and root.
+fn check_owner(path: &Path, facts: &Metadata, user: u32) -> Result<(), PlanFileError> {
+    let owner = owner(facts);
+    if owner == user || owner == ROOT { Ok(()) } else { Err(PlanFileError::Owner { path: path.to_owned(), owner, user }) }
+}
+
+#[cfg(unix)]
+fn owner(facts: &Metadata) -> u32 {
+    std::os::unix::fs::MetadataExt::uid(facts)
+}
+
+/// There are no such numbers elsewhere.
+#[cfg(not(unix))]
+fn owner(_: &Metadata) -> u32 {
+    ROOT
+}
+
+#[cfg(unix)]
+fn user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+#[cfg(not(unix))]
+fn user() -> u32 {
+    ROOT
 }
 
 #[cfg(unix)]
@@ -90,4 +126,35 @@ fn mode(facts: &Metadata) -> u32 {
 #[cfg(not(unix))]
 fn mode(_: &Metadata) -> u32 {
     0
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_belongs_to_somebody_else_is_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let facts = file.as_file().metadata().unwrap();
+        let mine = owner(&facts);
+        assert_eq!(mine, user());
+        assert!(check_owner(file.path(), &facts, mine).is_ok());
+        if mine == ROOT {
+            // Root may give it to somebody else: then it is not read.
+            std::os::unix::fs::chown(file.path(), Some(4711), None).unwrap();
+            assert!(matches!(open(file.path()), Err(PlanFileError::Owner { owner: 4711, user: ROOT, .. })));
+            // Nor where a folder on the way is somebody else's.
+            let folder = tempfile::tempdir().unwrap();
+            let inner = folder.path().join("inner");
+            std::fs::create_dir(&inner).unwrap();
+            let path = inner.join("plans");
+            std::fs::write(&path, b"x").unwrap();
+            assert!(open(&path).is_ok());
+            std::os::unix::fs::chown(folder.path(), Some(4711), None).unwrap();
+            assert!(matches!(open(&path), Err(PlanFileError::Owner { owner: 4711, .. })));
+            assert!(matches!(Target::new(&path), Err(PlanFileError::Owner { owner: 4711, .. })));
+        } else {
+            assert!(matches!(check_owner(file.path(), &facts, mine + 1), Err(PlanFileError::Owner { .. })));
+        }
+    }
 }

@@ -1,8 +1,9 @@
 //! A container for compiled plans: one file, written as a whole, read plan by plan.
 //!
 //! **A plan contains machine code. Load only files that you trust.** What is checked is accident and permissions, not malice:
-//! a file that was cut off or damaged is an error and never a wrong plan, and a file that everybody may write is not read.
-//! Whoever may write a file can put any code into it, with checksums that hold.
+//! a file that was cut off or damaged is an error and never a wrong plan. A file is read only where it belongs to this user or root and not
+//! everybody may write it, and where no folder on the way to it lets anybody else put another one in its place: whoever may write a file can
+//! put any code into it, with checksums that hold.
 //!
 //! ```
 //! use sdpa::planfile::{self, Digest, Header, PlanFile, Record};

@@ -4,7 +4,9 @@ use crate::descriptor::{BAD_PARAM, NOT_FINALIZED, Node, State, attribute, kind, 
 use crate::entry::EXECUTION;
 use crate::graph::{VERSION, WORKSPACE};
 use crate::record::{self, refuse, said};
+use crate::timeline::{self, Work};
 use crate::{driver, memory, store};
+use parking_lot::Mutex;
 use std::ffi::{c_char, c_int, c_void};
 
 type Ptr = *mut c_void;
@@ -18,8 +20,14 @@ const H200: &[u8] = include_bytes!("../../../cudnn-graph/devprops/h200.json");
 
 /// What a handle points to.
 struct Stand {
+    context: usize,
     stream: u64,
+    /// The stream's own number: another may be at its address.
+    id: u64,
 }
+
+/// What the next finalizations of plans return in place of success, and how many of them.
+static FAULT: Mutex<(c_int, c_int)> = Mutex::new((0, 0));
 
 /// # Safety
 /// Null, or a pointer that was given out.
@@ -82,8 +90,12 @@ exported! {
         if !driver::entered() {
             return refuse(BAD_PARAM, "a handle without a context".to_owned());
         }
+        if timeline::disturb() != 0 {
+            return refuse(EXECUTION_FAILED, "a handle allocates while a stream is captured".to_owned());
+        }
+        let stand = Stand { context: driver::current(), stream: 0, id: 0 };
         // SAFETY: the header's contract.
-        unsafe { store(handle, Box::into_raw(Box::new(Stand { stream: 0 })).cast()) };
+        unsafe { store(handle, Box::into_raw(Box::new(stand)).cast()) };
         0
     }
 
@@ -91,7 +103,10 @@ exported! {
     fn cudnnSetStream(handle: Ptr, stream: Ptr) -> c_int {
         // SAFETY: handles are never freed.
         let Some(stand) = (unsafe { handle.cast::<Stand>().as_mut() }) else { return refuse(NULL, "no handle".to_owned()) };
-        stand.stream = stream.addr() as u64;
+        if timeline::stream_context(stream.addr()) != Some(stand.context) && !stream.is_null() {
+            return refuse(BAD_PARAM, "a stream of another device".to_owned());
+        }
+        (stand.stream, stand.id) = (stream.addr() as u64, timeline::stream_id(stream.addr()).unwrap_or(0));
         0
     }
 
@@ -104,10 +119,23 @@ exported! {
         0
     }
 
-    /// Once.
+    /// Once. A plan unloads its kernels.
     fn cudnnBackendDestroyDescriptor(descriptor: Ptr) -> c_int {
         // SAFETY: the header's contract.
-        unsafe { node(descriptor) }.map_or(NULL, Node::destroy)
+        let Some(node) = (unsafe { node(descriptor) }) else { return NULL };
+        if node.kind == kind::EXECUTION_PLAN {
+            if timeline::disturb() != 0 {
+                return refuse(EXECUTION_FAILED, "a plan is unloaded while a stream is captured".to_owned());
+            }
+            timeline::plan_destroyed(descriptor.addr());
+        }
+        Node::destroy(node)
+    }
+
+    /// So many finalizations of plans return this from now on.
+    fn recording_fail_plans(status: c_int, count: c_int) -> c_int {
+        *FAULT.lock() = (status, count);
+        0
     }
 
     /// Kept as it is.
@@ -153,10 +181,21 @@ exported! {
         }
     }
 
-    /// Checks what later calls rely on.
+    /// Checks what later calls rely on. A plan loads its kernels.
     fn cudnnBackendFinalize(descriptor: Ptr) -> c_int {
         // SAFETY: the header's contract.
-        unsafe { node(descriptor) }.map_or(NULL, Node::finalize)
+        let Some(node) = (unsafe { node(descriptor) }) else { return NULL };
+        if node.kind == kind::EXECUTION_PLAN {
+            if timeline::disturb() != 0 {
+                return refuse(EXECUTION_FAILED, "a plan is loaded while a stream is captured".to_owned());
+            }
+            let mut fault = FAULT.lock();
+            if fault.1 > 0 {
+                fault.1 -= 1;
+                return refuse(fault.0, "a failure that was asked for".to_owned());
+            }
+        }
+        Node::finalize(node)
     }
 
     /// Records what is submitted, once it is seen to fit.
@@ -175,6 +214,19 @@ exported! {
                 Ok(number_bytes) => (pack.number_bytes, pack.fits) = (number_bytes, sure),
                 Err(what) => return refuse(EXECUTION_FAILED, what),
             }
+        }
+        if driver::current() != stand.context {
+            return refuse(EXECUTION_FAILED, "the context of another device, or none, is current".to_owned());
+        }
+        if timeline::stream_id(stand.stream as usize) != Some(stand.id) {
+            return refuse(EXECUTION_FAILED, "the stream of the handle is gone, and another may be at its address".to_owned());
+        }
+        let devices = pack.pointers.iter().zip(&pack.number_bytes).filter(|(_, width)| **width == 0).map(|(&address, _)| address);
+        let work = Work { plan: std::ptr::from_ref(plan).addr(), memory: devices.chain([pack.workspace]).collect() };
+        match timeline::submit(stand.stream as usize, work) {
+            Ok(true) => {}
+            Ok(false) => return 0,
+            Err(code) => return refuse(EXECUTION_FAILED, format!("the driver says {code}")),
         }
         record::write(|entry| {
             let count = pack.uids.len();

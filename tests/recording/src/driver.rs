@@ -1,10 +1,11 @@
-//! The driver: one device, with memory that is made up. Whatever is submitted is done at once.
+//! The driver: two devices, with memory that is made up. Whatever is submitted is done at once, unless a test holds its stream.
 
 use crate::entry::{COPY, DOWNLOAD, FILL, UPLOAD};
+use crate::timeline::{self, Work};
 use crate::{memory, record, store};
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 
 type Ptr = *mut c_void;
 
@@ -13,6 +14,9 @@ const OUT_OF_MEMORY: c_int = 2;
 const INVALID_DEVICE: c_int = 101;
 const INVALID_CONTEXT: c_int = 201;
 const CUDA_VERSION: c_int = 13000;
+const DEVICE_UNAVAILABLE: c_int = 46;
+const DEVICES: c_int = 2;
+/// That of the first device; each has one.
 const CONTEXT: usize = 0xc0de_0000;
 const NAME: &CStr = c"NVIDIA H200";
 /// Attributes of the device: multiprocessors, compute capability.
@@ -23,20 +27,39 @@ thread_local! {
     static CURRENT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Streams and events, which are numbers.
-static NEXT: AtomicUsize = AtomicUsize::new(0x5_0000);
+/// The device that another process has for itself; −1: none.
+static TAKEN: AtomicI32 = AtomicI32::new(-1);
+/// Contexts that were opened, a bit each.
+static OPENED: AtomicU32 = AtomicU32::new(0);
 
 fn made_up() -> Ptr {
-    std::ptr::without_provenance_mut(NEXT.fetch_add(16, Ordering::Relaxed))
+    std::ptr::without_provenance_mut(timeline::made_up())
+}
+
+fn context(device: c_int) -> usize {
+    CONTEXT + device.unsigned_abs() as usize
+}
+
+/// The context of this thread; 0: it has none.
+pub(crate) fn current() -> usize {
+    CURRENT.get()
 }
 
 /// Whether this thread has a context: no call works without one.
 pub(crate) fn entered() -> bool {
-    CURRENT.get() == CONTEXT
+    (0..DEVICES).any(|device| current() == context(device))
 }
 
 fn in_context(done: impl FnOnce() -> c_int) -> c_int {
     if entered() { done() } else { INVALID_CONTEXT }
+}
+
+/// A call that would invalidate captures, were it not made in the relaxed mode.
+fn relaxed(done: impl FnOnce() -> c_int) -> c_int {
+    in_context(|| match timeline::disturb() {
+        0 => done(),
+        code => code,
+    })
 }
 
 /// Records a transfer whose ends on the device, if it has such, lie in allocations.
@@ -46,10 +69,14 @@ fn transfer(what: u32, device: &[u64], [to, from]: [u64; 2], bytes: usize, strea
         if !device.iter().all(|&address| memory::holds(address, bytes)) {
             return INVALID_VALUE;
         }
-        record::write(|entry| {
-            (entry.what, entry.stream, entry.tensors) = (what, stream.addr() as u64, 0);
-            (entry.to, entry.from, entry.bytes) = (to, from, bytes);
-        });
+        match timeline::submit(stream.addr(), Work { plan: 0, memory: device.to_vec() }) {
+            Ok(true) => record::write(|entry| {
+                (entry.what, entry.stream, entry.tensors) = (what, stream.addr() as u64, 0);
+                (entry.to, entry.from, entry.bytes) = (to, from, bytes);
+            }),
+            Ok(false) => {}
+            Err(code) => return code,
+        }
         0
     })
 }
@@ -79,20 +106,36 @@ exported! {
         0
     }
 
-    /// One.
-    fn cuDeviceGetCount(count: *mut c_int) -> c_int {
-        // SAFETY: the header's contract.
-        unsafe { store(count, 1) };
+    /// Another process takes a device for itself; −1: gives it back.
+    fn recording_take_device(device: c_int) -> c_int {
+        TAKEN.store(device, Ordering::Relaxed);
         0
     }
 
-    /// The first.
+    /// Contexts that were opened, a bit each.
+    fn recording_opened() -> u64 {
+        u64::from(OPENED.load(Ordering::Relaxed))
+    }
+
+    /// The context of this thread, as a number.
+    fn recording_current() -> u64 {
+        current() as u64
+    }
+
+    /// Two.
+    fn cuDeviceGetCount(count: *mut c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(count, DEVICES) };
+        0
+    }
+
+    /// By its number.
     fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> c_int {
-        if ordinal != 0 {
+        if !(0..DEVICES).contains(&ordinal) {
             return INVALID_DEVICE;
         }
         // SAFETY: the header's contract.
-        unsafe { store(device, 0) };
+        unsafe { store(device, ordinal) };
         0
     }
 
@@ -122,10 +165,14 @@ exported! {
         0
     }
 
-    /// The only one.
-    fn cuDevicePrimaryCtxRetain(context: *mut Ptr, _device: c_int) -> c_int {
+    /// The only one of the device.
+    fn cuDevicePrimaryCtxRetain(opened: *mut Ptr, device: c_int) -> c_int {
+        if TAKEN.load(Ordering::Relaxed) == device {
+            return DEVICE_UNAVAILABLE;
+        }
+        OPENED.fetch_or(1 << device, Ordering::Relaxed);
         // SAFETY: the header's contract.
-        unsafe { store(context, std::ptr::without_provenance_mut(CONTEXT)) };
+        unsafe { store(opened, std::ptr::without_provenance_mut(context(device))) };
         0
     }
 
@@ -145,9 +192,17 @@ exported! {
         0
     }
 
-    /// Nothing runs, so that there is nothing to wait for.
+    /// Nothing waits here; every capture is invalidated.
     fn cuCtxSynchronize() -> c_int {
-        in_context(|| 0)
+        in_context(timeline::disturb_all)
+    }
+
+    /// Every capture is invalidated.
+    fn cuCtxRecordEvent(_context: Ptr, event: Ptr) -> c_int {
+        match timeline::disturb_all() {
+            0 => timeline::record(event.addr(), 0),
+            code => code,
+        }
     }
 
     /// What is left of an H200's.
@@ -164,7 +219,7 @@ exported! {
 
     /// An address.
     fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
-        in_context(|| {
+        relaxed(|| {
             let Some(allocated) = memory::allocate(bytes as u64) else { return OUT_OF_MEMORY };
             // SAFETY: the header's contract.
             unsafe { store(address, allocated) };
@@ -174,7 +229,10 @@ exported! {
 
     /// Once.
     fn cuMemFree_v2(address: u64) -> c_int {
-        in_context(|| if memory::free(address) { 0 } else { INVALID_VALUE })
+        relaxed(|| {
+            timeline::freed(address);
+            if memory::free(address) { 0 } else { INVALID_VALUE }
+        })
     }
 
     /// Recorded.
@@ -197,20 +255,31 @@ exported! {
         transfer(FILL, &[to], [to, u64::from(byte)], bytes, stream)
     }
 
-    /// A number.
+    /// At an address that an earlier one may have had.
     fn cuStreamCreate(stream: *mut Ptr, _flags: c_uint) -> c_int {
         in_context(|| {
             // SAFETY: the header's contract.
-            unsafe { store(stream, made_up()) };
+            unsafe { store(stream, std::ptr::without_provenance_mut(timeline::create_stream(current()))) };
             0
         })
     }
 
-    /// Nothing to do.
-    fn cuStreamDestroy_v2(_stream: Ptr) -> c_int { in_context(|| 0) }
+    /// Its address is free.
+    fn cuStreamDestroy_v2(stream: Ptr) -> c_int { in_context(|| timeline::destroy_stream(stream.addr())) }
 
-    /// Everything is done at once.
-    fn cuStreamSynchronize(_stream: Ptr) -> c_int { in_context(|| 0) }
+    /// A number that no other stream has. A capture is invalidated by the question.
+    fn cuStreamGetId(stream: Ptr, id: *mut u64) -> c_int {
+        if timeline::invalidate(stream.addr()) {
+            return timeline::CAPTURE_UNSUPPORTED;
+        }
+        let Some(known) = timeline::stream_id(stream.addr()) else { return INVALID_VALUE };
+        // SAFETY: the header's contract.
+        unsafe { store(id, known) };
+        0
+    }
+
+    /// Everything is done at once, but for what is held, which nobody waits for.
+    fn cuStreamSynchronize(_stream: Ptr) -> c_int { relaxed(|| 0) }
 
     /// Everything is done at once.
     fn cuStreamWaitEvent(_stream: Ptr, _event: Ptr, _flags: c_uint) -> c_int { in_context(|| 0) }
@@ -227,14 +296,14 @@ exported! {
     /// Nothing to do.
     fn cuEventDestroy_v2(_event: Ptr) -> c_int { in_context(|| 0) }
 
-    /// Nothing to do.
-    fn cuEventRecord(_event: Ptr, _stream: Ptr) -> c_int { in_context(|| 0) }
+    /// Behind what was submitted.
+    fn cuEventRecord(event: Ptr, stream: Ptr) -> c_int { in_context(|| timeline::record(event.addr(), stream.addr())) }
+
+    /// Passed, unless work before it is held.
+    fn cuEventQuery(event: Ptr) -> c_int { in_context(|| timeline::query(event.addr())) }
 
     /// Passed.
-    fn cuEventQuery(_event: Ptr) -> c_int { in_context(|| 0) }
-
-    /// Passed.
-    fn cuEventSynchronize(_event: Ptr) -> c_int { in_context(|| 0) }
+    fn cuEventSynchronize(_event: Ptr) -> c_int { relaxed(|| 0) }
 
     /// Nothing takes time.
     fn cuEventElapsedTime(ms: *mut f32, _start: Ptr, _end: Ptr) -> c_int {

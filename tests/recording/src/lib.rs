@@ -5,6 +5,8 @@
 //! allocations, be aligned as the tensors of the graph say, and name exactly the tensors of the plan; the plan's workspace may overlap
 //! none of them. Descriptors are followed after their end, and calls of the driver need a current context.
 //!
+//! Captures are invalidated as by the real driver, failures can be asked for, and there are two devices.
+//!
 //! The functions whose names begin with `recording_` are for tests.
 #![allow(unsafe_code)]
 #![allow(non_snake_case, reason = "the names are NVIDIA's")]
@@ -29,6 +31,7 @@ pub mod entry;
 mod graph;
 mod memory;
 pub mod record;
+pub mod timeline;
 
 /// Writes through a pointer.
 ///

@@ -65,7 +65,7 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
             match ready(dispatcher, request, executor) {
                 Ok(chosen) => return Ok(Chosen { declined, ..chosen }),
                 Err(Error::Unsupported(unsupported)) => reasons = unsupported.reasons,
-                Err(absent) if executor == ExecutorName::Cudnn && dispatcher.cudnn().is_err() => {
+                Err(absent) if executor == ExecutorName::Cudnn && dispatcher.cudnn().is_err_and(|e| e.is_absence()) => {
                     reasons.push(Reason::Absent(absent.to_string()));
                 }
                 Err(e) => return Err(Failure::Environment(lines(executor, &e))),

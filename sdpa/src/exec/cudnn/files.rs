@@ -103,12 +103,21 @@ impl CudnnExecutor {
         let against = |file: &Arc<PlanFile>| match file.read(&key) {
             Ok(None) => Some("has no plan for this".to_owned()),
             Ok(Some(bytes)) => {
-                let loaded = Planned::from_bytes(self.library, &target, job, &bytes);
-                loaded.err().map(|e: PayloadError| format!("has a plan for this that is not used: {e}"))
+                self.loaded(&target, job, &bytes).err().map(|e| format!("has a plan for this that is not used: {e}"))
             }
             Err(e) => Some(format!("has a plan for this that is not used: {e}")),
         };
         Ok(files.iter().map(against).collect())
+    }
+
+    /// Plans from the bytes of a plan of this process, or of an attached file.
+    fn loaded(&self, target: &Target<'_>, job: &Job, bytes: &[u8]) -> Result<Planned, PayloadError> {
+        // SAFETY: nobody but this user and root could write an attached file, whose code is trusted as that of the libraries in the same
+        // hands.
+        #[allow(unsafe_code, reason = "machine code from files, as a loader of libraries has it")]
+        unsafe {
+            Planned::from_bytes(self.library, target, job, bytes)
+        }
     }
 
     fn write(&self, path: &Path, records: Vec<Record>) -> Result<usize, AttachError> {
@@ -171,7 +180,7 @@ impl CudnnExecutor {
         let files = files.iter().map(|file| ("a plan of a file", file.read(key).map_err(|e| e.to_string())));
         for (what, bytes) in twin.into_iter().chain(files) {
             let loaded = bytes.and_then(|bytes| {
-                let load = |bytes: Vec<u8>| Planned::from_bytes(self.library, target, job, &bytes).map_err(|e: PayloadError| e.to_string());
+                let load = |bytes: Vec<u8>| self.loaded(target, job, &bytes).map_err(|e| e.to_string());
                 bytes.map(load).transpose()
             });
             match loaded {

@@ -4,7 +4,7 @@
 //! regions: its refusals mark wrong answers, not only missing kernels.
 
 use crate::error::{Reason, SpecError, SpecErrors};
-use crate::lower::Job;
+use crate::lower::{self, Job, Operand};
 use crate::mask::Region;
 use crate::spec::TensorSpec;
 use cudnn_graph::{DType, Version};
@@ -49,7 +49,40 @@ fn is_backward(job: &Job) -> bool {
     }
 }
 
-const KNOWN_BAD: [Row; 8] = [
+/// Elements from the first to behind the last of an operand as the engines see it: dense, where it is copied first.
+fn reach(job: &Job, operand: Operand) -> i64 {
+    let (dense, _) = lower::densify(job);
+    dense.tensor(operand).and_then(|tensor| tensor.extent()).unwrap_or(0)
+}
+
+/// Lengths of batch entries, of queries and of keys.
+fn is_padded(job: &Job) -> bool {
+    let kept = job.problem().kept();
+    kept.seq_len_q && kept.seq_len_kv
+}
+
+const KNOWN_BAD: [Row; 11] = [
+    Row {
+        versions: (v(0, 0), v(99, 0)),
+        sm: ANY,
+        applies: |j| is_backward(j) && [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31),
+        what: "sums of rows of o and d_o are taken at 32-bit offsets: dq and dk are wrong where o or d_o reaches past 2³¹ elements",
+        source: "seen on an H200 under 9.19.0: benches, device limits",
+    },
+    Row {
+        versions: (v(0, 0), v(99, 0)),
+        sm: ANY,
+        applies: |j| is_backward(j) && reach(j, Operand::DQ) > 1 << 32,
+        what: "dq is written at 32-bit offsets: wrong where it reaches past 2³² elements",
+        source: "seen on an H200 under 9.19.0: benches, device limits",
+    },
+    Row {
+        versions: (v(0, 0), v(18, 99)),
+        sm: ANY,
+        applies: is_padded,
+        what: "entries of a batch without queries or keys get no numbers, also where their lengths are guarded, before 9.19",
+        source: "seen on an H200 under 9.13.1 and 9.16.0; cudnn-frontend #943",
+    },
     Row {
         versions: (v(10, 0), v(10, 1)),
         sm: ANY,
@@ -204,6 +237,28 @@ mod tests {
     }
 
     #[test]
+    fn a_backward_pass_over_tensors_past_32_bit_offsets_is_refused() {
+        let shape = |batch| Shape { batch, heads_q: 128, heads_kv: 128, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+        let spec = |batch| AttentionSpec::dense(DType::BF16, shape(batch), Layout::Bhsd).backward();
+        // 2²⁰ elements for each entry of the batch.
+        let refused = |spec: &crate::BackwardSpec| !reasons(&spec.validate().unwrap().into(), v(27, 0), 90, false).is_empty();
+        assert!(!refused(&spec(2048)) && refused(&spec(2049)));
+        let forward: Job = spec(4096).forward.validate().unwrap().into();
+        assert!(reasons(&forward, v(27, 0), 90, false).is_empty());
+        // What is read in place counts as it lies; what is copied first, as the copy does.
+        let mut far = spec(2);
+        far.d_o.strides[0] = 1 << 31;
+        assert!(refused(&far));
+        far.d_o.strides[0] = (1 << 31) - (1 << 20);
+        assert!(!refused(&far));
+        far.dq.strides[0] = 1 << 32;
+        assert!(refused(&far));
+        let mut repeated = spec(2049);
+        repeated.d_o.strides = [0, 0, 0, 1];
+        assert!(refused(&repeated));
+    }
+
+    #[test]
     fn each_row_refuses_its_versions_and_no_others() {
         let plain = problem(128, 128, &[]);
         let open = problem(2048, 2048, &[Mask::window(Some(64), Some(64), Align::TopLeft)]);
@@ -211,6 +266,12 @@ mod tests {
         let decode = problem(1, 4096, &[]);
         let chunk = problem(100, 228, &[Mask::causal_bottom_right()]);
         let refused = |p: &Job, minor, patch, sm| !reasons(p, v(minor, patch), sm, false).is_empty();
+        let padded = problem(128, 128, &["padding".parse().unwrap()]);
+        assert!(
+            refused(&padded, 18, 1, 90)
+                && !refused(&padded, 19, 0, 90)
+                && !refused(&problem(128, 128, &["causal".parse().unwrap()]), 18, 0, 90)
+        );
         assert!(refused(&plain, 10, 0, 90) && refused(&plain, 10, 1, 90) && !refused(&plain, 10, 2, 90) && !refused(&plain, 9, 0, 90));
         assert!(refused(&open, 9, 0, 90) && !refused(&open, 10, 2, 90) && !refused(&causal_window, 9, 0, 90));
         assert!(refused(&open, 14, 0, 90) && !refused(&open, 14, 1, 90) && !refused(&causal_window, 14, 0, 90));

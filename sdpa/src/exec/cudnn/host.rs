@@ -89,7 +89,7 @@ impl CudnnPrepared {
     }
 
     /// Runs what `submit` submits, and waits for it; the time between.
-    fn run(&self, submit: impl FnOnce(&Handle) -> Result<(), Error>) -> Result<f64, Error> {
+    fn run(&self, submit: impl FnOnce(&Handle<'_>) -> Result<(), Error>) -> Result<f64, Error> {
         let handle = self.library.handle(&self.stream)?;
         let start: Event = self.stream.record(true)?;
         let submitted = submit(&handle);

@@ -252,7 +252,7 @@ impl Executor for CudnnExecutor {
 impl CudnnExecutor {
     /// Whether there is an engine for a pass.
     fn asked(&self, job: &Job) -> Result<(), Unsupported> {
-        let absent = |e: String| Unsupported { executor: ExecutorName::Cudnn, reasons: vec![Reason::Absent(e)] };
+        let failed = |e: String| Unsupported { executor: ExecutorName::Cudnn, reasons: vec![Reason::Failed(e)] };
         let asked = || -> Result<(), Error> {
             let handle = self.library.handle(self.aside()?)?;
             plan::supports(self.library, &Target::Handle(&handle), job, &self.options).map(|_| ())
@@ -260,7 +260,7 @@ impl CudnnExecutor {
         match asked() {
             Ok(()) => Ok(()),
             Err(Error::Unsupported(reasons)) => Err(reasons),
-            Err(other) => Err(absent(other.to_string())),
+            Err(other) => Err(failed(other.to_string())),
         }
     }
 }

@@ -216,20 +216,21 @@ pub(super) fn spellings(
     Ok(if named.first { pinned.chain(usual).collect() } else { usual.chain(pinned).collect() })
 }
 
-/// The first result, or the last refusal.
+/// The first result; else the first failure that says nothing about what is supported, or the last refusal.
 fn first<T>(
     spellings: Vec<(Arc<Lowered>, Policy)>,
     mut make: impl FnMut(&Arc<Lowered>, &Policy) -> Result<T, cudnn_graph::Error>,
 ) -> Result<(Arc<Lowered>, T), Refusal> {
-    let mut refused = None;
+    let (mut refused, mut failed) = (None, None);
     for (lowered, policy) in spellings {
         match make(&lowered, &policy) {
             Ok(made) => return Ok((lowered, made)),
+            Err(e) if e.is_fatal() => return Err(e.into()),
             Err(e) if e.is_unsupported() => refused = Some(e),
-            Err(e) => return Err(e.into()),
+            Err(e) => failed = failed.or(Some(e)),
         }
     }
-    Err(refused.map_or_else(|| Refusal::NoSpelling("there is none".to_owned()), Refusal::from))
+    Err(failed.or(refused).map_or_else(|| Refusal::NoSpelling("there is none".to_owned()), Refusal::from))
 }
 
 fn try_ask(
@@ -291,7 +292,7 @@ fn first_form<T>(
     }
     let (dense, copied) = lower::densify(job);
     let forms = lower::forms(&dense, library.version()).iter().copied().filter(|f| options.form.is_none_or(|only| only == *f));
-    let mut reasons = Vec::new();
+    let (mut reasons, mut failed) = (Vec::new(), None);
     for form in forms {
         let refused = |text: String| Reason::Refused { form: form.name().to_owned(), text: text.replace('\n', "; ") };
         match make(&dense, form) {
@@ -301,8 +302,16 @@ fn first_form<T>(
                 tracing::debug!(%form, reason = %e, "refused");
                 reasons.push(refused(e.to_string()));
             }
+            // Another form may do, but nothing is known to be unsupported.
+            Err(Refusal::Other(Error::Backend(e))) if !e.is_fatal() => {
+                tracing::warn!(%form, error = %e, key = crate::cache::CacheKey::label(job), "failed");
+                failed = failed.or(Some(e));
+            }
             Err(Refusal::Other(other)) => return Err(other),
         }
+    }
+    if let Some(failed) = failed {
+        return Err(failed.into());
     }
     if reasons.is_empty() {
         let form = options.form.map_or("any", Form::name);
@@ -394,7 +403,7 @@ pub(super) fn offered(
         for (lowered, policy) in spellings {
             let planner = match Planner::new(library, Arc::new(lowered.graph.clone()), target, &policy) {
                 Ok(planner) => planner,
-                Err(e) if e.is_unsupported() => continue,
+                Err(e) if !e.is_fatal() => continue,
                 Err(e) => return Err(e.into()),
             };
             for (n, candidate) in planner.report().candidates.iter().enumerate() {
@@ -404,7 +413,7 @@ pub(super) fn offered(
                 match planner.nth(n, target) {
                     Ok(plan) if policy.max_workspace.is_some_and(|limit| plan.workspace_bytes() > limit) => {}
                     Ok(plan) => all.push((lowered.clone(), plan)),
-                    Err(e) if e.is_unsupported() => {}
+                    Err(e) if !e.is_fatal() => {}
                     Err(e) => return Err(e.into()),
                 }
             }

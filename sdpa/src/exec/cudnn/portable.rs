@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Of the bytes. Rules of lowering show in the digest of what is lowered.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Why bytes are no plan for a pass.
 #[derive(Debug, thiserror::Error)]
@@ -34,9 +34,12 @@ pub enum PayloadError {
         /// What this reads.
         known: u32,
     },
-    /// The pass is lowered to another graph than the plan was made of.
-    #[error("it was made of another graph: of another release, or for another pass")]
-    Graph,
+    /// The pass is lowered to another graph than one of its plans was made of.
+    #[error("{name} was made of another graph: of another release, or for another pass")]
+    Graph {
+        /// What that plan is for.
+        name: String,
+    },
     /// Not as many plans, or not as long, as the first line says.
     #[error("{0}")]
     Plans(String),
@@ -64,9 +67,19 @@ struct Head {
     form: Form,
     spelling: Option<Spelling>,
     engine: String,
-    lowered: Digest,
-    /// Bytes of each plan: the attention's, copies, conversions, sums.
-    plans: Vec<u64>,
+    /// Every plan: the attention's, copies, conversions, sums.
+    plans: Vec<Part>,
+}
+
+/// A plan among the bytes.
+#[derive(Serialize, Deserialize)]
+struct Part {
+    /// What it is for.
+    name: String,
+    /// Of the graph that it is of, and of what is bound to it.
+    graph: Digest,
+    /// Its length.
+    bytes: u64,
 }
 
 /// What a plan file must say to be of use here.
@@ -129,21 +142,75 @@ fn digest(lowered: &Lowered, runtime: Version) -> Result<Digest, Error> {
     Ok(parts.finish())
 }
 
+/// Of a graph beside the attention, and of which of its tensors is which.
+fn helper_digest(graph: &Verified, bound: &str, runtime: Version) -> Result<Digest, Error> {
+    let program = encode(graph, runtime).map_err(cudnn_graph::Error::from)?;
+    let program = serde_json::to_vec(&program).map_err(|e| bug(&e.to_string()))?;
+    Ok(Digest::parts().part(&program).part(bound.as_bytes()).finish())
+}
+
+fn copy_digest(copy: &lower::Copy, runtime: Version) -> Result<Digest, Error> {
+    let lower::Copy { graph, from, second, to, zeros, repeats, from_step, to_step } = copy;
+    helper_digest(graph, &format!("{from:?} {second:?} {to:?} {zeros:?} {repeats} {from_step} {to_step}"), runtime)
+}
+
+fn sum_digest(sum: &lower::Sum, runtime: Version) -> Result<Digest, Error> {
+    let lower::Sum { graph, from, ones, terms, dtype, to } = sum;
+    helper_digest(graph, &format!("{from:?} {ones:?} {terms} {dtype:?} {to:?}"), runtime)
+}
+
+/// A plan's name in a file, the digest of its graph, the plan.
+type NamedPlan<'a> = (String, Digest, &'a Arc<Plan>);
+
+/// The plans around the attention's have these names in a file.
+fn copy_name(operand: lower::Operand) -> String {
+    format!("copy of {operand}")
+}
+
+fn conversion_name(names: &[String]) -> String {
+    format!("conversion of {}", names.join(" and "))
+}
+
+fn sum_name(name: &str, step: usize) -> String {
+    format!("sum {step} of the gradient of {name}")
+}
+
+fn rounding_name(name: &str) -> String {
+    format!("rounding of the gradient of {name}")
+}
+
 impl Planned {
+    /// Every plan with its name and the digest of its graph, in the order of [`Planned::plans`].
+    fn parts(&self) -> Result<Vec<NamedPlan<'_>>, Error> {
+        let runtime = self.plan.library().version();
+        let mut all = vec![("attention".to_owned(), digest(&self.lowered, runtime)?, &self.plan)];
+        for copy in &self.copies {
+            all.push((copy_name(copy.operand), copy_digest(&copy.copy, runtime)?, &copy.plan));
+        }
+        for conversion in &self.conversions {
+            all.push((conversion_name(&conversion.names), copy_digest(&conversion.copy, runtime)?, &conversion.plan));
+        }
+        for sums in &self.sums {
+            for (n, (sum, plan)) in sums.steps.iter().enumerate() {
+                all.push((sum_name(&sums.name, n), sum_digest(sum, runtime)?, plan));
+            }
+            all.push((rounding_name(&sums.name), copy_digest(&sums.rounding.0, runtime)?, &sums.rounding.1));
+        }
+        Ok(all)
+    }
+
     /// Every plan in one piece of bytes, compiled kernels included.
     ///
     /// # Errors
     /// cuDNN's own: engines that were not compiled at run time have no JSON.
     pub fn to_bytes(&self) -> Result<Vec<u8>, Error> {
-        let texts: Vec<String> = self.plans().map(|plan| plan.to_json()).collect::<Result<_, _>>()?;
-        let head = Head {
-            version: VERSION,
-            form: self.lowered.form,
-            spelling: self.lowered.spelling,
-            engine: self.engine.clone(),
-            lowered: digest(&self.lowered, self.plan.library().version())?,
-            plans: texts.iter().map(|text| text.len() as u64).collect(),
-        };
+        let (mut plans, mut texts) = (Vec::new(), Vec::new());
+        for (name, graph, plan) in self.parts()? {
+            let text = plan.to_json()?;
+            plans.push(Part { name, graph, bytes: text.len() as u64 });
+            texts.push(text);
+        }
+        let head = Head { version: VERSION, form: self.lowered.form, spelling: self.lowered.spelling, engine: self.engine.clone(), plans };
         let mut bytes = serde_json::to_vec(&head).map_err(|e| bug(&e.to_string()))?;
         bytes.push(b'\n');
         texts.iter().for_each(|text| bytes.extend_from_slice(text.as_bytes()));
@@ -152,9 +219,13 @@ impl Planned {
 
     /// The plans of a pass from their bytes. Tables are not in device memory yet: see [`Planned::upload_tables`].
     ///
+    /// # Safety
+    /// The bytes are what [`Planned::to_bytes`] gave, unchanged: they contain machine code, which the device runs.
+    ///
     /// # Errors
     /// What makes the bytes no plans of this pass; cuDNN's own.
-    pub fn from_bytes(library: &'static Library, target: &Target<'_>, job: &Job, bytes: &[u8]) -> Result<Planned, PayloadError> {
+    #[allow(unsafe_code, reason = "machine code from bytes: where they come from is the caller's to know")]
+    pub unsafe fn from_bytes(library: &'static Library, target: &Target<'_>, job: &Job, bytes: &[u8]) -> Result<Planned, PayloadError> {
         let start = Instant::now();
         let runtime = library.version();
         let end = bytes.iter().position(|b| *b == b'\n').ok_or_else(|| PayloadError::Head("it has no end".to_owned()))?;
@@ -170,27 +241,34 @@ impl Planned {
         }
         let (dense, copied) = lower::densify(job);
         let lowered = spelled(&dense, head.form, head.spelling, runtime)?;
-        if digest(&lowered, runtime)? != head.lowered {
-            return Err(PayloadError::Graph);
-        }
-        let mut texts = Texts { rest: &bytes[end + 1..], lengths: head.plans.iter() };
-        let mut load =
-            |graph: &Verified| -> Result<Arc<Plan>, PayloadError> { Ok(Arc::new(Plan::from_json(library, texts.take()?, graph, target)?)) };
-        let plan = load(&lowered.graph)?;
+        let mut texts = Texts { rest: &bytes[end + 1..], parts: head.plans.iter() };
+        let mut load = |name: &str, made_of: Digest, graph: &Verified| -> Result<Arc<Plan>, PayloadError> {
+            let text = texts.take(name, made_of)?;
+            // SAFETY: the text is what was written for a plan of this graph: the caller answers for the bytes, and the digests are equal.
+            #[allow(unsafe_code, reason = "machine code from bytes: the caller's contract")]
+            let plan = unsafe { Plan::from_json(library, text, graph, target) }?;
+            Ok(Arc::new(plan))
+        };
+        let plan = load("attention", digest(&lowered, runtime)?, &lowered.graph)?;
         let mut copies = Vec::new();
         for operand in copied {
             let copy = copy_graph(job, &dense, operand)?;
-            copies.push(PlannedCopy { operand, plan: load(&copy.graph)?, copy });
+            let plan = load(&copy_name(operand), copy_digest(&copy, runtime)?, &copy.graph)?;
+            copies.push(PlannedCopy { operand, plan, copy });
         }
         let mut converted = Vec::new();
         for (tensor, names, copy) in conversions(&lowered)? {
-            converted.push(PlannedConversion { tensor, names, plan: load(&copy.graph)?, copy });
+            let plan = load(&conversion_name(&names), copy_digest(&copy, runtime)?, &copy.graph)?;
+            converted.push(PlannedConversion { tensor, names, plan, copy });
         }
         let mut summed = Vec::new();
         for sums in lowered.sums()? {
-            let step = |step: lower::Sum| load(&step.graph).map(|plan| (step, plan));
-            let steps = sums.steps.into_iter().map(step).collect::<Result<_, _>>()?;
-            let rounding = load(&sums.rounding.graph)?;
+            let mut steps = Vec::new();
+            for (n, step) in sums.steps.into_iter().enumerate() {
+                let plan = load(&sum_name(&sums.name, n), sum_digest(&step, runtime)?, &step.graph)?;
+                steps.push((step, plan));
+            }
+            let rounding = load(&rounding_name(&sums.name), copy_digest(&sums.rounding, runtime)?, &sums.rounding.graph)?;
             summed.push(PlannedSums { tensor: sums.tensor, name: sums.name, steps, rounding: (sums.rounding, rounding) });
         }
         texts.finish()?;
@@ -222,8 +300,9 @@ impl Planned {
             return wrong("problem");
         }
         let lowered = spelled(&dense, self.lowered.form, self.lowered.spelling, runtime).map_err(|e| Error::Bug(e.to_string()))?;
-        let supplies = lowered.supplies == self.lowered.supplies && lowered.operands == self.lowered.operands;
-        if lowered.graph == self.lowered.graph && supplies { Ok(()) } else { wrong("graph") }
+        // By their bits: tables and defaults may hold NaN.
+        let same = digest(&lowered, runtime).map_err(|e| Error::Bug(e.to_string()))? == digest(&self.lowered, runtime)?;
+        if same && lowered.operands == self.lowered.operands { Ok(()) } else { wrong("graph") }
     }
 }
 
@@ -238,21 +317,25 @@ fn spelled(job: &Job, form: Form, spelling: Option<Spelling>, runtime: Version) 
 /// Texts one after the other.
 struct Texts<'a> {
     rest: &'a [u8],
-    lengths: std::slice::Iter<'a, u64>,
+    parts: std::slice::Iter<'a, Part>,
 }
 
 impl<'a> Texts<'a> {
-    fn take(&mut self) -> Result<&'a str, PayloadError> {
+    /// The next, which is of this name and graph.
+    fn take(&mut self, name: &str, graph: Digest) -> Result<&'a str, PayloadError> {
         let wrong = |text: &str| PayloadError::Plans(text.to_owned());
-        let length = self.lengths.next().ok_or_else(|| wrong("there are too few plans"))?;
-        let length = usize::try_from(*length).unwrap_or(usize::MAX);
+        let part = self.parts.next().ok_or_else(|| wrong("there are too few plans"))?;
+        if part.name != name || part.graph != graph {
+            return Err(PayloadError::Graph { name: part.name.clone() });
+        }
+        let length = usize::try_from(part.bytes).unwrap_or(usize::MAX);
         let text = self.rest.get(..length).ok_or_else(|| wrong("a plan is cut off"))?;
         self.rest = &self.rest[length..];
         std::str::from_utf8(text).map_err(|_| wrong("a plan is no text"))
     }
 
     fn finish(self) -> Result<(), PayloadError> {
-        if self.rest.is_empty() && self.lengths.len() == 0 {
+        if self.rest.is_empty() && self.parts.len() == 0 {
             return Ok(());
         }
         Err(PayloadError::Plans("there are more plans than the pass has".to_owned()))

@@ -28,6 +28,27 @@ pub enum DeviceValue {
     Scalar(f32),
     /// For a tensor: dense, of this element type, 16-byte aligned. A truth value is a byte, 0 or 1.
     Tensor(DType, DeviceSlice),
+    /// The same of lengths (`seq_len_q`, `seq_len_kv`), of which the caller promises that each lies between 0 and the extent of its axis:
+    /// from cuDNN 9.26 on nothing is spent on clamping them. **A length that breaks the promise has results written past the end of `stats`
+    /// and of gradients.**
+    WithinExtent(DType, DeviceSlice),
+}
+
+impl DeviceValue {
+    /// The tensor, if it is one.
+    pub fn tensor(&self) -> Option<(DType, DeviceSlice)> {
+        match *self {
+            DeviceValue::Scalar(_) => None,
+            DeviceValue::Tensor(dtype, slice) | DeviceValue::WithinExtent(dtype, slice) => Some((dtype, slice)),
+        }
+    }
+
+    fn is_within_extent(&self) -> bool {
+        match self {
+            DeviceValue::Scalar(_) | DeviceValue::Tensor(..) => false,
+            DeviceValue::WithinExtent(..) => true,
+        }
+    }
 }
 
 /// The parameters of a call, with the defaults of the scalars that it does not name.
@@ -203,14 +224,14 @@ impl Planned {
     /// Submits one forward pass to the handle's stream. Nothing waits.
     ///
     /// # Safety
-    /// Until the stream has passed this call: every slice is device memory of the handle's device, really as large as said;
-    /// `o`, `stats` and the workspace are not used by anything else; `q`, `k`, `v` and parameters are not written. `self` may go:
+    /// Until the stream has passed this call: every slice is device memory of the handle's device, really as large as said; lengths are what
+    /// [`DeviceValue::WithinExtent`] says of them; `o`, `stats` and the workspace are not used by anything else; `q`, `k`, `v` and parameters are not written. `self` may go:
     /// what the device needs of it stays until it is done, and until a graph that this call was captured into is gone.
     ///
     /// # Errors
     /// A scale that is not positive, stats missing or too many, parameters missing, unknown, doubled or of another type, slices
     /// that are too short or misaligned, all before anything runs; cuDNN's own.
-    pub unsafe fn forward(&self, handle: &Handle, call: &DeviceForward<'_>) -> Result<(), Error> {
+    pub unsafe fn forward(&self, handle: &Handle<'_>, call: &DeviceForward<'_>) -> Result<(), Error> {
         match (call.stats, self.job.problem().stats()) {
             (Some(_), true) | (None, false) => {}
             (None, true) => return Err(one("stats", "absent", "the problem asks for stats")),
@@ -236,7 +257,7 @@ impl Planned {
     ///
     /// # Errors
     /// As [`Planned::forward`], and for gradients of parameters.
-    pub unsafe fn backward(&self, handle: &Handle, call: &DeviceBackward<'_>) -> Result<(), Error> {
+    pub unsafe fn backward(&self, handle: &Handle<'_>, call: &DeviceBackward<'_>) -> Result<(), Error> {
         let operands = [call.q, call.k, call.v, call.o, call.d_o, call.dq, call.dk, call.dv].map(Some);
         let call = Call {
             operands,
@@ -252,7 +273,8 @@ impl Planned {
 
     /// # Safety
     /// As [`Planned::forward`] and [`Planned::backward`].
-    unsafe fn submit(&self, handle: &Handle, call: &Call<'_>) -> Result<(), Error> {
+    unsafe fn submit(&self, handle: &Handle<'_>, call: &Call<'_>) -> Result<(), Error> {
+        self.plan.check_device(handle.device())?;
         let attn_scale = call.attn_scale.unwrap_or(self.job.problem().default_scale());
         guard::check_scale(attn_scale)?;
         if !call.workspace.address.is_multiple_of(PIECE) {
@@ -271,7 +293,7 @@ impl Planned {
         }
         if let Some(pieces) = &pieces {
             for (id, slice) in &pieces.scratch {
-                bindings.push_slice(*id, *slice);
+                bindings.push_slice(*id, self.promised(call, *id).unwrap_or(*slice));
             }
         }
         if !self.lowered.supplies.is_empty() || !call.params.is_empty() {
@@ -283,41 +305,58 @@ impl Planned {
         }
         let sums = pieces.as_ref().map_or_else(|| Ok(Vec::new()), |pieces| self.sum_calls(call, pieces))?;
         let copies = pieces.as_ref().map_or_else(|| Ok(Vec::new()), |pieces| self.copy_calls(call, pieces))?;
-        self.note_use(handle)?;
-        for copy in copies.iter().filter(|c| !c.after) {
-            // SAFETY: the caller's; the pieces of the workspace do not overlap.
-            unsafe { copy.run(handle, call.workspace) }?;
-        }
-        // SAFETY: the caller's.
-        unsafe { self.plan.execute(handle, &bindings, call.workspace) }?;
-        for sum in &sums {
-            for (plan, bindings) in &sum.plans {
+        self.noting_use(handle, || {
+            for copy in copies.iter().filter(|c| !c.after) {
                 // SAFETY: the caller's; the pieces of the workspace do not overlap.
-                unsafe { plan.execute(handle, bindings, call.workspace) }?;
+                unsafe { copy.run(handle, call.workspace) }?;
             }
-            // SAFETY: the caller's; the result lies in the workspace.
-            unsafe { handle.copy(sum.result, sum.gradient) }?;
-        }
-        for copy in copies.iter().filter(|c| c.after) {
             // SAFETY: the caller's.
-            unsafe { copy.run(handle, call.workspace) }?;
-        }
-        Ok(())
+            unsafe { self.plan.execute(handle, &bindings, call.workspace) }?;
+            for sum in &sums {
+                for (plan, bindings) in &sum.plans {
+                    // SAFETY: the caller's; the pieces of the workspace do not overlap.
+                    unsafe { plan.execute(handle, bindings, call.workspace) }?;
+                }
+                // SAFETY: the caller's; the result lies in the workspace.
+                unsafe { handle.copy(sum.result, sum.gradient) }?;
+            }
+            for copy in copies.iter().filter(|c| c.after) {
+                // SAFETY: the caller's.
+                unsafe { copy.run(handle, call.workspace) }?;
+            }
+            Ok(())
+        })
     }
 
     /// The caller's workspace, or that of the calls of this thread on the handle's stream.
-    fn workspace(&self, handle: &Handle, given: Option<DeviceSlice>) -> Result<DeviceSlice, Error> {
+    fn workspace(&self, handle: &Handle<'_>, given: Option<DeviceSlice>) -> Result<DeviceSlice, Error> {
         given.map_or_else(|| Ok(handle.workspace(self.workspace_bytes())?), Ok)
+    }
+
+    /// The caller's own lengths in place of clamped ones, where they are promised to need no clamping and engines nothing else.
+    fn promised(&self, call: &Call<'_>, tensor: TensorId) -> Option<DeviceSlice> {
+        let supply = self.lowered.supplies.iter().find(|(id, _)| *id == tensor).map(|(_, supply)| supply)?;
+        let guarded = match supply {
+            Supply::Guarded(guarded) if !guarded.keyless => guarded,
+            Supply::Guarded(_)
+            | Supply::Number(_)
+            | Supply::Param(_)
+            | Supply::Spread { .. }
+            | Supply::Table(_)
+            | Supply::Scratch
+            | Supply::Gradient(_)
+            | Supply::Terms { .. } => return None,
+        };
+        let [name] = guarded.params() else { return None };
+        let value = call.params.iter().find(|p| p.name == *name)?.value;
+        value.tensor().filter(|_| value.is_within_extent()).map(|(_, slice)| slice)
     }
 
     /// Conversions and copies, seen to fit, in the order of their submission but for the attention between them.
     fn copy_calls(&self, call: &Call<'_>, pieces: &Pieces) -> Result<Vec<CopyCall<'_>>, Error> {
         let mut all = Vec::with_capacity(self.conversions.len() + self.copies.len());
-        for conversion in &self.conversions {
-            let given = |name: &String| match call.params.iter().find(|p| p.name == *name)?.value {
-                DeviceValue::Tensor(_, slice) => Some(slice),
-                DeviceValue::Scalar(_) => None,
-            };
+        for conversion in self.conversions.iter().filter(|c| self.promised(call, c.tensor).is_none()) {
+            let given = |name: &String| Some(call.params.iter().find(|p| p.name == *name)?.value.tensor()?.1);
             let mut from = conversion.names.iter().filter_map(given);
             let to = pieces.scratch.iter().find(|(id, _)| *id == conversion.tensor).map(|(_, slice)| *slice);
             // Parameters have been checked.
@@ -371,11 +410,12 @@ impl Planned {
         for (id, supply) in &self.lowered.supplies {
             match supply {
                 Supply::Number(trace) => bindings.push_value(*id, number(trace, &values)),
-                Supply::Param(name) => match call.params.iter().find(|p| p.name == name).map(|p| p.value) {
-                    Some(DeviceValue::Tensor(_, slice)) => bindings.push_slice(*id, slice),
-                    // Said already.
-                    Some(DeviceValue::Scalar(_)) | None => {}
-                },
+                // What is not there was said already.
+                Supply::Param(name) => {
+                    if let Some((_, slice)) = call.params.iter().find(|p| p.name == name).and_then(|p| p.value.tensor()) {
+                        bindings.push_slice(*id, slice);
+                    }
+                }
                 Supply::Table(_) => match tables.next() {
                     Some(buffer) => bindings.push_slice(*id, slice_of(buffer)),
                     None => return Err(no_tables()),
@@ -395,7 +435,7 @@ impl Planned {
     fn check_params<'a>(&'a self, call: &Call<'_>) -> Result<Vec<(&'a str, f32)>, SpecErrors> {
         let given = call.params.iter().map(|p| match p.value {
             DeviceValue::Scalar(x) => (p.name, params::Given::Scalar(x)),
-            DeviceValue::Tensor(dtype, slice) => {
+            DeviceValue::Tensor(dtype, slice) | DeviceValue::WithinExtent(dtype, slice) => {
                 (p.name, params::Given::Tensor { dtype, elements: slice.bytes * 8 / u64::from(dtype.bits()) })
             }
         });
@@ -418,7 +458,7 @@ impl Planned {
         }
         let scalar = |p: &DeviceParam<'_>| match p.value {
             DeviceValue::Scalar(x) => Some(x),
-            DeviceValue::Tensor(..) => None,
+            DeviceValue::Tensor(..) | DeviceValue::WithinExtent(..) => None,
         };
         let value = |name: &str| call.params.iter().find(|p| p.name == name).and_then(scalar);
         Ok(self.job.params().iter().filter_map(|p| Some((p.name.as_str(), value(&p.name)?))).collect())
@@ -481,7 +521,7 @@ impl CopyCall<'_> {
 
     /// # Safety
     /// As [`Planned::forward`].
-    unsafe fn run(&self, handle: &Handle, workspace: DeviceSlice) -> Result<(), Error> {
+    unsafe fn run(&self, handle: &Handle<'_>, workspace: DeviceSlice) -> Result<(), Error> {
         for n in 0..self.copy.repeats {
             let (bindings, to) = self.bindings(n);
             if self.copy.zeros.is_some() {

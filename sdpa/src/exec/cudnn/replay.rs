@@ -92,7 +92,7 @@ impl Replay {
         given.or_else(|| self.workspace.as_ref().map(|b| DeviceSlice { address: b.address(), bytes: b.bytes() as u64 }))
     }
 
-    fn replay(&mut self, baked: Baked, submit: impl FnOnce(&Planned, &cudnn_graph::Handle) -> Result<(), Error>) -> Result<(), Error> {
+    fn replay(&mut self, baked: Baked, submit: impl FnOnce(&Planned, &cudnn_graph::Handle<'_>) -> Result<(), Error>) -> Result<(), Error> {
         let captured = match &self.captured {
             Some(captured) if baked == self.baked => captured,
             Some(_) | None => {
@@ -131,8 +131,8 @@ fn baked(slices: &[Option<DeviceSlice>], attn_scale: Option<f32>, params: &[Devi
         name(&mut all, p.name);
         match p.value {
             DeviceValue::Scalar(x) => all.push(u64::from(x.to_bits())),
-            DeviceValue::Tensor(dtype, given) => {
-                all.push(u64::MAX - 1 - dtype as u64);
+            DeviceValue::Tensor(dtype, given) | DeviceValue::WithinExtent(dtype, given) => {
+                all.push(u64::MAX - 1 - 2 * dtype as u64 - u64::from(matches!(p.value, DeviceValue::WithinExtent(..))));
                 slice(&mut all, given);
             }
         }

@@ -20,14 +20,17 @@ impl Planned {
         Box::new(Remains { _plans: self.plans().cloned().collect(), _tables: self.tables.clone() })
     }
 
-    /// Notes that work is about to be submitted: from here on these plans are dropped behind it. A graph that it is captured into
-    /// keeps them.
-    pub(super) fn note_use(&self, handle: &Handle) -> Result<(), Error> {
+    /// Submits work of these plans: from here on they are dropped behind it. A graph that it is captured into keeps them.
+    pub(super) fn noting_use<R>(&self, handle: &Handle<'_>, submit: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
         self.used.0.get_or_init(|| handle.device());
         if handle.is_capturing() {
             handle.keep_in_graph(self.remains())?;
+            return submit();
         }
-        Ok(())
+        let submitted = submit();
+        // Also where a part of it was refused.
+        handle.mark()?;
+        submitted
     }
 }
 

@@ -3,7 +3,7 @@
 //! Floats are random, lengths the longest that the problem allows, other whole numbers 0.
 
 use crate::error::Error;
-use crate::lower::{Guarded, Job, Lowered, Operand, Supply, Table};
+use crate::lower::{Job, Lowered, Operand, Supply, Table};
 use crate::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use cudnn_graph::ir::{Scalar, TensorId};
 use cudnn_graph::{Buffer, DType, OwnedBindings, Plan, Stream};
@@ -77,8 +77,7 @@ impl Memory<'_> {
         let dtype = lowered.graph.graph().get(id).map_or(DType::F32, |t| t.dtype);
         let problem = self.job.problem();
         let longest = match supply {
-            Some(Supply::Guarded(Guarded::Queries)) => Some(problem.seq_q()),
-            Some(Supply::Guarded(Guarded::Keys)) => Some(problem.seq_kv()),
+            Some(Supply::Guarded(guarded)) => Some(guarded.most),
             _ if name == SEQ_LEN_Q => Some(problem.seq_q()),
             _ if name == SEQ_LEN_KV => Some(problem.seq_kv()),
             _ => None,

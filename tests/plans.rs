@@ -1,0 +1,100 @@
+//! What a plan file says of each of its plans, what a recheck compares, and which plans the safe tier takes: over the recording library.
+
+use conformance::code;
+use conformance::recorder::Recorder;
+use conformance::say::skip;
+use cudnn_graph::ir::Scalar;
+use cudnn_graph::{Buffer, DType, OwnedBindings, Target};
+use sdpa::exec::cudnn::CudnnOptions;
+use sdpa::exec::cudnn::portable::PayloadError;
+use sdpa::lower::{Supply, Table};
+use sdpa::{AttentionSpec, Layout, Mask, Shape, TensorSpec, library};
+use std::sync::Arc;
+
+fn recorder(options: CudnnOptions) -> Option<Recorder> {
+    Recorder::with(options).map_err(|why| skip("recording", &why)).ok()
+}
+
+fn spec() -> AttentionSpec {
+    let shape = Shape { batch: 2, heads_q: 8, heads_kv: 2, seq_q: 64, seq_kv: 96, dim_qk: 64, dim_v: 128 };
+    AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal())
+}
+
+/// Rows with gaps of one element between them, which engines do not read in place.
+fn gapped(tensor: TensorSpec) -> TensorSpec {
+    let [b, h, s, d] = tensor.dims;
+    TensorSpec { strides: Layout::Bhsd.strides([b, h, s, d + 1]), alignment: 2, ..tensor }
+}
+
+/// The first line of a plan's bytes, and the rest.
+fn head(bytes: &[u8]) -> (serde_json::Value, &[u8]) {
+    let end = bytes.iter().position(|b| *b == b'\n').unwrap();
+    (serde_json::from_slice(&bytes[..end]).unwrap(), &bytes[end..])
+}
+
+#[test]
+fn every_plan_in_a_file_says_what_it_is_for_and_which_graph_it_is_of() {
+    let Some(recorder) = recorder(CudnnOptions::default()) else { return };
+    let mut padded = spec().score_mod(library::alibi()).mask(library::padding());
+    (padded.q, padded.o) = (gapped(padded.q), gapped(padded.o));
+    let job = padded.validate().unwrap().into();
+    let (planned, _) = recorder.executor().attention(&padded.validate().unwrap()).unwrap();
+    let stream = recorder.stream();
+    let handle = recorder.executor().library().handle(&stream).unwrap();
+    let load = |bytes: &[u8]| code::planned(recorder.executor().library(), &Target::Handle(&handle), &job, bytes);
+    let bytes = planned.to_bytes().unwrap();
+    assert!(load(&bytes).is_ok());
+    let (first, rest) = head(&bytes);
+    let plans = first["plans"].as_array().unwrap();
+    let names: Vec<&str> = plans.iter().map(|p| p["name"].as_str().unwrap()).collect();
+    let padding = ["conversion of seq_len_q and seq_len_kv", "conversion of seq_len_kv"];
+    assert_eq!(names, ["attention", "copy of q", "copy of o", padding[0], padding[1]]);
+    // What another release would have made of any of them is not taken for this one's: neither another graph, nor another's place.
+    for n in 0..names.len() {
+        let mut other = first.clone();
+        other["plans"][n]["graph"] = plans[(n + 1) % names.len()]["graph"].clone();
+        let mut renamed = first.clone();
+        renamed["plans"][n]["name"] = "copy of everything".into();
+        for head in [other, renamed] {
+            let bytes = [head.to_string().as_bytes(), rest].concat();
+            assert!(matches!(load(&bytes), Err(PayloadError::Graph { .. })), "{}", names[n]);
+        }
+    }
+}
+
+#[test]
+fn rechecks_compare_tables_by_their_bits() {
+    let Some(recorder) = recorder(CudnnOptions { recheck: true, ..CudnnOptions::default() }) else { return };
+    // Of the first head: a table holds what is no number.
+    let nan = spec().score_mod("score + sqrt(f32(head) - 1)".parse().unwrap());
+    let problem = nan.validate().unwrap();
+    let (planned, _) = recorder.executor().attention(&problem).unwrap();
+    let is_nan = |table: &Table| matches!(table, Table::F32(x) if x.iter().any(|x| x.is_nan()));
+    assert!(planned.lowered.supplies.iter().any(|(_, s)| matches!(s, Supply::Table(t) if is_nan(t))), "{:?}", planned.lowered.supplies);
+    let (_, there) = recorder.executor().attention(&problem).unwrap();
+    assert!(there);
+}
+
+#[test]
+fn the_safe_tier_takes_no_plan_whose_tensors_say_where_it_writes() {
+    let Some(recorder) = recorder(CudnnOptions::default()) else { return };
+    let padded = spec().mask(library::padding());
+    let (planned, _) = recorder.executor().attention(&padded.validate().unwrap()).unwrap();
+    let stream = Arc::new(recorder.stream());
+    let (result, entries) =
+        recorder.record(|| cudnn_graph::launch(&planned.plan, &stream, OwnedBindings::new(), recorder.buffer(1 << 20)).map(drop));
+    let Err(cudnn_graph::Error::Bindings(errors)) = result else { panic!("{result:?}") };
+    let text = errors.to_string();
+    assert!(text.contains("seq_len_q") && text.contains("seq_len_kv") && entries.is_empty(), "{text}");
+    // Each execution has a workspace of its own, and gives it back.
+    let (plain, _) = recorder.executor().attention(&spec().validate().unwrap()).unwrap();
+    let mut bindings = OwnedBindings::new().value(plain.lowered.attn_scale, Scalar::F32(0.5));
+    for (operand, tensor) in plain.job.tensors() {
+        let buffer: Buffer = recorder.buffer(tensor.extent().unwrap().unsigned_abs() * 2);
+        bindings = bindings.buffer(plain.lowered.operand(operand).unwrap(), &Arc::new(buffer));
+    }
+    let room = recorder.buffer(plain.workspace_bytes());
+    let address = room.address();
+    let running = cudnn_graph::launch(&plain.plan, &stream, bindings, room).unwrap();
+    assert_eq!(running.wait().unwrap().address(), address);
+}
