@@ -500,6 +500,61 @@ fn slopes_of_tanh_are_found() {
     assert_eq!(found(product), [], "{product}");
 }
 
+/// Not even where its slope is infinite: 0 times that would be no number.
+#[test]
+fn what_a_select_does_not_take_may_have_an_infinite_slope() {
+    type Make = fn(&mut Builder, NodeId) -> NodeId;
+    let steep: [(&str, f64, Make); 7] = [
+        ("sqrt", 0.0, |b, x| b.unary(Unary::Sqrt, x)),
+        ("rsqrt", 0.0, |b, x| b.unary(Unary::Rsqrt, x)),
+        ("log", 0.0, |b, x| b.unary(Unary::Log, x)),
+        ("exp", 1e5, |b, x| b.unary(Unary::Exp, x)),
+        ("division", 0.0, |b, x| {
+            let one = b.f32(1.0);
+            b.binary(Binary::Div, one, x)
+        }),
+        ("power", 0.0, |b, x| {
+            let half = b.f32(0.5);
+            b.binary(Binary::Pow, x, half)
+        }),
+        ("remainder", 0.0, |b, x| {
+            let one = b.f32(1.0);
+            b.binary(Binary::Mod, one, x)
+        }),
+    ];
+    for (name, x, make) in steep {
+        let (alone, _) = derived(|b, x, _| make(b, x));
+        assert!(!at(&alone, x, 0.0)[1].is_finite(), "the slope of {name} is to be infinite here");
+        let (chosen, _) = derived(|b, x, y| {
+            let zero = b.f32(0.0);
+            let there = b.binary(Binary::Gt, y, zero);
+            let steep = make(b, x);
+            b.select(there, steep, x)
+        });
+        assert_eq!(at(&chosen, x, -1.0)[1], 1.0, "{name} is not taken");
+        assert!(!at(&chosen, x, 1.0)[1].is_finite(), "{name} is taken");
+    }
+}
+
+/// Selects cost time in a kernel: they stand where a slope may be infinite, and nowhere else.
+#[test]
+fn finite_slopes_are_not_guarded() {
+    let text = |f: Unary| {
+        let mut b = Builder::new();
+        let x = b.score();
+        let zero = b.f32(0.0);
+        let below = b.binary(Binary::Lt, x, zero);
+        let y = b.unary(f, x);
+        let root = b.select(below, y, x);
+        let upstream = b.upstream();
+        let g = b.gradient(root, upstream, &[x])[0].unwrap();
+        b.finish(&[g]).unwrap().to_string()
+    };
+    let guards = |f: Unary| text(f).matches("== 0.0").count();
+    assert_eq!([Unary::Tanh, Unary::Sin, Unary::Cos, Unary::Erf, Unary::Neg].map(guards), [0; 5]);
+    assert_eq!([Unary::Sqrt, Unary::Rsqrt, Unary::Log, Unary::Exp].map(guards), [1; 4]);
+}
+
 #[test]
 fn the_derivative_of_tanh_is_spelled_as_engines_take_it() {
     let mut b = Builder::new();
