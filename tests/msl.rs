@@ -6,6 +6,8 @@ mod dropped;
 mod faults;
 #[path = "msl/functions.rs"]
 mod functions;
+#[path = "msl/generated.rs"]
+mod generated;
 #[path = "msl/nvidia.rs"]
 mod nvidia;
 #[path = "msl/sources.rs"]

@@ -54,7 +54,9 @@ fn metal_rounds_to_the_nearest() {
 
 #[test]
 fn cpu_takes_anything_where_it_is_dropped() {
-    dropped(Drops::Mask, &CpuExecutor::default()).unwrap();
+    for drops in [Drops::Mask, Drops::Blocks, Drops::One] {
+        dropped(drops, &CpuExecutor::default()).unwrap();
+    }
 }
 
 #[test]

@@ -41,7 +41,7 @@ pub struct Forward {
     pub seq_len_q: bool,
     /// Whether keys at and past a length of their batch entry are dropped.
     pub seq_len_kv: bool,
-    /// A function of the scaled score.
+    /// A function of the scaled score. Where it gives −∞ the pair is dropped as by [`Forward::keep`], whatever its operands hold.
     pub score_mod: Option<Arc<Trace>>,
     /// Keys are dropped where it does not hold.
     pub keep: Option<Arc<Trace>>,

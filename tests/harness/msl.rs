@@ -6,6 +6,7 @@
 mod build;
 mod cover;
 mod executor;
+pub mod generated;
 pub mod mutations;
 pub mod nvidia;
 pub mod registers;

@@ -13,7 +13,7 @@ use metal_fallback::Kernels;
 use std::sync::Mutex;
 
 /// Two key heads with two query heads each; rows without keys, lengths, a tensor, dims off the fragments.
-const SMALL: &str = r#"
+pub(super) const SMALL: &str = r#"
 [[case]]
 name = "rows without keys"
 shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 70, seq_kv = 41, dim_qk = 20, dim_v = 44 }
@@ -31,7 +31,7 @@ stats = true
 "#;
 
 /// Keys for every simdgroup, twice for some; more than one batch of queries for a key.
-const FEW: &str = r#"
+pub(super) const FEW: &str = r#"
 [[case]]
 name = "few queries"
 shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 3, seq_kv = 300, dim_qk = 20, dim_v = 44 }
@@ -49,7 +49,7 @@ stats = true
 "#;
 
 /// Elements that one threadgroup has, and sums of many parts.
-const ALONG: &str = r#"
+pub(super) const ALONG: &str = r#"
 [[case]]
 name = "a table and a scalar"
 shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 70, seq_kv = 41, dim_qk = 20, dim_v = 44 }
@@ -68,7 +68,7 @@ backward = { wrt = ["bias:f16"] }
 "#;
 
 /// A band whose edge is where a block begins; one of each kind.
-const ON_BLOCKS: &str = r#"
+pub(super) const ON_BLOCKS: &str = r#"
 [[case]]
 name = "causal from two keys less"
 shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 66, seq_kv = 64, dim_qk = 64, dim_v = 64 }
@@ -92,7 +92,7 @@ stats = true
 "#;
 
 /// Few queries with a scale of their own.
-const SCALED: &str = r#"
+pub(super) const SCALED: &str = r#"
 [[case]]
 name = "a negative scale"
 shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 4, seq_kv = 70, dim_qk = 20, dim_v = 20 }
@@ -101,7 +101,7 @@ attn_scale = -0.1
 "#;
 
 /// Lengths of many batch entries, some of them past the end.
-const LENGTHS: &str = r#"
+pub(super) const LENGTHS: &str = r#"
 [[case]]
 name = "lengths past the end"
 shape = { batch = 40, heads_q = 2, heads_kv = 1, seq_q = 60, seq_kv = 37, dim_qk = 20, dim_v = 20 }
@@ -111,7 +111,7 @@ stats = true
 "#;
 
 /// More keys than the most parts have of a usual length.
-const MANY_KEYS: &str = r#"
+pub(super) const MANY_KEYS: &str = r#"
 [[case]]
 name = "40000 keys"
 shape = { batch = 1, heads_q = 1, heads_kv = 1, seq_q = 1, seq_kv = 40000, dim_qk = 32, dim_v = 32 }
@@ -121,7 +121,7 @@ stats = true
 
 /// What a fault is looked for with.
 #[derive(Clone, Copy, Debug)]
-enum With {
+pub(super) enum With {
     Forward(&'static str),
     Backward(&'static str),
     /// Operands that are dropped and odd.
@@ -160,24 +160,22 @@ fn failure<T>(outcome: Outcome<T>) -> Option<String> {
 
 /// Which check finds a fault, and how.
 fn caught(toolchain: &Toolchain, mutation: Mutation, kernels: Kernels, with: With) -> Option<String> {
-    let emulated = |check, seed| Emulated::new(toolchain.with(check), seed).forced(kernels).mutated(mutation).executor();
-    for check in Check::ALL {
-        let how = match with {
-            With::Odd(drops) => dropped(drops, &emulated(check, 1)).err(),
-            With::Rounding => rounding(&emulated(check, 1)).err(),
-            With::Forward(cases) => {
-                Case::parse(cases).unwrap().iter().find_map(|case| failure(run_case(case, &emulated(check, case.seed()))))
-            }
-            With::Backward(cases) => {
-                let run = |case: &Case| run_backward_case(case, Source::Oracle, &emulated(check, case.seed()));
-                Case::parse(cases).unwrap().iter().find_map(|case| failure(run(case)))
-            }
-        };
-        if let Some(how) = how {
-            return Some(format!("{check:?}: {how}"));
-        }
-    }
-    None
+    Check::ALL.into_iter().find_map(|check| caught_by(&toolchain.with(check), [mutation.from, mutation.to], kernels, with))
+}
+
+/// How a text in place of another is found, if it is.
+pub(super) fn caught_by(toolchain: &Toolchain, [from, to]: [&str; 2], kernels: Kernels, with: With) -> Option<String> {
+    // One for all cases, that each source is compiled once.
+    let emulated = Emulated::new(toolchain.clone(), 7).forced(kernels).mutated(from, to).executor();
+    let forward = |cases: Vec<Case>| cases.iter().find_map(|case| failure(run_case(case, &emulated)));
+    let backward = |cases: Vec<Case>| cases.iter().find_map(|case| failure(run_backward_case(case, Source::Oracle, &emulated)));
+    let how = match with {
+        With::Odd(drops) => dropped(drops, &emulated).err(),
+        With::Rounding => rounding(&emulated).err(),
+        With::Forward(cases) => forward(Case::parse(cases).unwrap()),
+        With::Backward(cases) => backward(Case::parse(cases).unwrap()),
+    };
+    how.map(|how| format!("{:?}: {how}", toolchain.check()))
 }
 
 /// A fault must not be one for the compiler: that would show nothing of the checks.

@@ -2,7 +2,6 @@
 
 use super::{NAME, emulation, side_by_side, table_rows};
 use conformance::case::Case;
-use conformance::msl::mutations::Mutation;
 use conformance::msl::{Emulated, Job, Row, Toolchain, registers};
 use conformance::say::say;
 use metal_fallback::{Kernels, Plan, REGISTER_LIMIT, THREADGROUP_BYTES};
@@ -102,7 +101,7 @@ fn strides_that_are_too_narrow_do_not_compile() {
         ("a row of stats", "const long place = (long(batch)", "const int place = (long(batch)"),
     ];
     for (name, from, to) in narrow {
-        let mutated = |from, to| Emulated::new(toolchain.clone(), 1).forced(Kernels::Tiled).mutated(Mutation { name, from, to }).executor();
+        let mutated = |from, to| Emulated::new(toolchain.clone(), 1).forced(Kernels::Tiled).mutated(from, to).executor();
         let problem = forward.spec().unwrap().with_stats().validate().unwrap();
         mutated(from, from).prepare(&problem).unwrap();
         let said = mutated(from, to).prepare(&problem).err().map(|e| e.to_string());

@@ -67,6 +67,8 @@ pub struct Toolchain {
     check: Check,
     /// A faster linker, where there is one: a program is linked in half of the time.
     linker: Option<&'static str>,
+    /// Of sources that somebody has put faults into: warnings are none of the kernels', programs may run for ever and are not kept.
+    faulty: bool,
 }
 
 const KERNEL: &str = "kernel";
@@ -87,6 +89,16 @@ fn output(command: &mut Command) -> Result<String, String> {
     Err(format!("{}: {}", done.status, String::from_utf8_lossy(&done.stderr).trim()))
 }
 
+/// Runs a program; one with a fault for a while only.
+fn command(program: &Path, faulty: bool) -> Command {
+    if !faulty {
+        return Command::new(program);
+    }
+    let mut command = Command::new("timeout");
+    command.arg("20").arg(program);
+    command
+}
+
 impl Toolchain {
     /// Finds clang.
     ///
@@ -105,7 +117,7 @@ impl Toolchain {
         let folder = here.parent().unwrap_or(Path::new(".")).join("msl");
         std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
         let gold = output(Command::new(&compiler).args([GOLD, "-Wl,--version"]));
-        Ok(Toolchain { compiler, version, folder, check: Check::Plain, linker: gold.is_ok().then_some(GOLD) })
+        Ok(Toolchain { compiler, version, folder, check: Check::Plain, linker: gold.is_ok().then_some(GOLD), faulty: false })
     }
 
     /// The same, looking for something else.
@@ -114,9 +126,20 @@ impl Toolchain {
         Toolchain { check, ..self.clone() }
     }
 
+    /// What is looked for.
+    pub fn check(&self) -> Check {
+        self.check
+    }
+
+    /// The same for sources with faults.
+    #[must_use]
+    pub fn of_faults(&self) -> Toolchain {
+        Toolchain { faulty: true, ..self.clone() }
+    }
+
     /// Whether programs are there for the next run: those with sanitizers are a hundred times as large as the others.
     fn keeps(&self) -> bool {
-        self.check == Check::Plain
+        self.check == Check::Plain && !self.faulty
     }
 
     fn emulator(&self) -> PathBuf {
@@ -125,32 +148,42 @@ impl Toolchain {
 
     /// Runs the compiler where nothing else did with the same text. Programs are made beside their place and moved, so that processes
     /// side by side do not read halves.
-    fn made(&self, kind: &str, text: &str, make: impl FnOnce(&Path, &Path) -> Result<String, String>) -> Result<PathBuf, String> {
+    /// Whether the place is kept.
+    fn made(&self, kind: &str, text: &str, make: impl FnOnce(&Path, &Path) -> Result<String, String>) -> Result<(PathBuf, bool), String> {
         let mut hasher = DefaultHasher::new();
         (&self.compiler, &self.version, FLAGS, self.check.flags(), kind, text).hash(&mut hasher);
         for file in ["machine.h", "machine.cpp", "numbers.h", "metal_stdlib", "metal_simdgroup_matrix"] {
             std::fs::read_to_string(self.emulator().join(file)).map_err(|e| format!("{file}: {e}"))?.hash(&mut hasher);
         }
         let mut place = self.folder.join(format!("{kind}-{:016x}", hasher.finish()));
-        if kind == KERNEL && !self.keeps() {
-            place = self.folder.join(format!("{kind}-{}", unique()));
-        }
         if place.exists() {
-            return Ok(place);
+            return Ok((place, true));
+        }
+        let kept = kind != KERNEL || self.keeps();
+        if !kept {
+            place = self.folder.join(format!("{kind}-{}", unique()));
         }
         let source = self.folder.join(format!("{}.cpp", unique()));
         let part = self.folder.join(format!("{}.part", unique()));
         std::fs::write(&source, text).map_err(|e| e.to_string())?;
         let made = make(&source, &part);
         // Kept where it does not compile, to be looked at.
-        made.map_err(|e| format!("{}: {e}", source.display()))?;
+        if let Err(e) = made {
+            if self.faulty {
+                let _ = std::fs::remove_file(&source);
+            }
+            return Err(format!("{}: {e}", source.display()));
+        }
         std::fs::rename(&part, &place).map_err(|e| e.to_string())?;
         let _ = std::fs::remove_file(&source);
-        Ok(place)
+        Ok((place, kept))
     }
 
     fn compile(&self, from: &Path, to: &Path, flags: &[&str], more: &[&std::ffi::OsStr]) -> Result<String, String> {
-        output(Command::new(&self.compiler).args(FLAGS).args(flags).arg("-I").arg(self.emulator()).args(more).arg(from).arg("-o").arg(to))
+        // Compiled for each fault, and run a few times: without optimisation that is faster.
+        let faulty = self.faulty.then_some(["-Wno-error", "-O0"]).into_iter().flatten();
+        let include = [std::ffi::OsString::from("-I"), self.emulator().into_os_string()];
+        output(Command::new(&self.compiler).args(FLAGS).args(faulty).args(flags).args(include).args(more).arg(from).arg("-o").arg(to))
     }
 
     /// Parses the source of a plan with address spaces that are apart, as they are on a GPU.
@@ -198,8 +231,8 @@ impl Toolchain {
     /// # Errors
     /// What the compiler says, or how the program ended.
     pub fn print(&self, text: &str) -> Result<String, String> {
-        let path = self.made("text", text, |from, to| self.compile(from, to, &[], &[]))?;
-        output(&mut Command::new(path))
+        let (path, _) = self.made("text", text, |from, to| self.compile(from, to, &[], &[]))?;
+        output(&mut command(&path, self.faulty))
     }
 
     /// The program of a plan.
@@ -209,19 +242,19 @@ impl Toolchain {
     pub fn program(&self, plan: &Plan) -> Result<Program, String> {
         let [kernel_flags, machine_flags] = self.check.flags();
         let machine = std::fs::read_to_string(self.emulator().join("machine.cpp")).map_err(|e| e.to_string())?;
-        let object = self.made("machine", &machine, |from, to| self.compile(from, to, machine_flags, &["-c".as_ref()]))?;
+        let (object, _) = self.made("machine", &machine, |from, to| self.compile(from, to, machine_flags, &["-c".as_ref()]))?;
         // The address space is a macro, and here it would be replaced too.
         let source = plan.source.replace("[[threadgroup(", "[[threadgroup_memory(");
         let text = format!("{source}\n{}", call(plan));
         // An object between two sources: `-x` makes of both what they are.
-        let path = self.made(KERNEL, &text, |from, to| {
+        let (path, kept) = self.made(KERNEL, &text, |from, to| {
             let linked = ["-lm".as_ref(), "-x".as_ref(), "none".as_ref(), object.as_ref(), "-xc++".as_ref()];
             // Sanitizers bring libraries that are tried with the system's own linker.
             let linker = self.linker.filter(|_| self.check == Check::Plain).map(AsRef::as_ref);
             let more: Vec<&std::ffi::OsStr> = linker.into_iter().chain(linked).collect();
             self.compile(from, to, kernel_flags, &more)
         })?;
-        Ok(Program { path, folder: self.folder.clone(), kept: self.keeps() })
+        Ok(Program { path, folder: self.folder.clone(), kept, faulty: self.faulty })
     }
 }
 
@@ -260,6 +293,7 @@ pub struct Program {
     path: PathBuf,
     folder: PathBuf,
     kept: bool,
+    faulty: bool,
 }
 
 impl Drop for Program {
@@ -304,7 +338,7 @@ impl Program {
         let name = unique();
         let [from, to] = ["job", "result"].map(|kind| self.folder.join(format!("{name}.{kind}")));
         std::fs::write(&from, bytes).map_err(|e| e.to_string())?;
-        let ran = output(Command::new(&self.path).arg(&from).arg(&to));
+        let ran = output(command(&self.path, self.faulty).arg(&from).arg(&to));
         let result = ran.and_then(|_| std::fs::read(&to).map_err(|e| e.to_string()));
         for path in [from, to] {
             let _ = std::fs::remove_file(path);

@@ -1,7 +1,6 @@
 //! The emulation as what runs passes, so that the executor of Apple GPUs answers to the cases with everything but the GPU.
 
 use super::build::{Job, Program, Toolchain};
-use super::mutations::Mutation;
 use metal_fallback::{
     Cache, Call, Contents, Error, Facts, Kernels, Key, Math, Operand, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task, waits,
 };
@@ -15,7 +14,8 @@ use std::time::Instant;
 pub struct Emulated {
     toolchain: Toolchain,
     seed: u64,
-    mutation: Option<Mutation>,
+    /// A text, and what stands in its place.
+    mutation: Option<[Arc<str>; 2]>,
     kernels: Option<Kernels>,
     programs: Cache<Program>,
     facts: Facts,
@@ -44,8 +44,8 @@ impl Emulated {
 
     /// The same with a fault in the kernels that it fits.
     #[must_use]
-    pub fn mutated(self, mutation: Mutation) -> Emulated {
-        Emulated { mutation: Some(mutation), ..self }
+    pub fn mutated(self, from: &str, to: &str) -> Emulated {
+        Emulated { mutation: Some([from.into(), to.into()]), ..self }
     }
 
     /// The executor of Apple GPUs over it.
@@ -63,8 +63,8 @@ impl Runner for Emulated {
 
     fn prepare(&self, task: Task) -> Result<Arc<dyn Ready>, Error> {
         let task = task.map_plans(|mut plan| {
-            if let Some(Mutation { from, to, name: _ }) = self.mutation {
-                plan.source = plan.source.replacen(from, to, 1);
+            if let Some([from, to]) = &self.mutation {
+                plan.source = plan.source.replacen(&**from, to, 1);
             }
             plan
         });

@@ -6,8 +6,6 @@ use sdpa::{
     AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Mask, ScoreMod, Shape,
 };
 
-const SHAPE: Shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 70, dim_qk: 20, dim_v: 44 };
-
 /// A row of stats that says: nothing is attended to.
 const EMPTY: usize = 2;
 
@@ -15,17 +13,18 @@ const EMPTY: usize = 2;
 struct Rows {
     seq: usize,
     dim: usize,
+    drops: Drops,
     values: Vec<f32>,
 }
 
 impl Rows {
-    fn random(random: &mut Random, heads: i64, seq: i64, dim: i64) -> Rows {
+    fn random(random: &mut Random, drops: Drops, [heads, seq, dim]: [i64; 3]) -> Rows {
         let values = (0..heads * seq * dim).map(|_| random.normal() as f32).collect();
-        Rows { seq: seq as usize, dim: dim as usize, values }
+        Rows { seq: seq as usize, dim: dim as usize, drops, values }
     }
 
     fn is_odd(&self, at: usize) -> bool {
-        at / self.dim % self.seq % 2 == 1
+        self.drops.is_odd(at / self.dim % self.seq)
     }
 
     fn spoil(&mut self, with: f32) {
@@ -44,22 +43,45 @@ impl Rows {
 /// What drops a pair.
 #[derive(Clone, Copy, Debug)]
 pub enum Drops {
-    /// A mask.
+    /// A mask: even queries keep even keys, odd ones odd ones.
     Mask,
+    /// A mask of blocks: those of a kernel are odd in every element, or in none.
+    Blocks,
+    /// A mask of one row: few threads copy its elements, and all have to know.
+    One,
     /// A score_mod that makes −∞ of its score; not on the CPU, where such a pair weighs 0 and takes part in the products.
     ScoreMod,
 }
 
 impl Drops {
-    /// Both.
-    pub const ALL: [Drops; 2] = [Drops::Mask, Drops::ScoreMod];
+    /// All of them.
+    pub const ALL: [Drops; 4] = [Drops::Mask, Drops::Blocks, Drops::One, Drops::ScoreMod];
+
+    /// Off every tile; or whole ones, so that nothing beside the rows is put into a block.
+    fn shape(self) -> Shape {
+        let [seq_q, seq_kv, dim_qk, dim_v] = match self {
+            Drops::Mask | Drops::One | Drops::ScoreMod => [40, 70, 20, 44],
+            Drops::Blocks => [64, 96, 24, 40],
+        };
+        Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q, seq_kv, dim_qk, dim_v }
+    }
+
+    fn is_odd(self, row: usize) -> bool {
+        match self {
+            Drops::Mask | Drops::ScoreMod => row % 2 == 1,
+            Drops::Blocks => row / 32 % 2 == 1,
+            Drops::One => row == 5,
+        }
+    }
 }
 
-/// Even queries keep even keys, odd ones odd ones.
 fn problem(drops: Drops) -> BackwardProblem {
-    let spec = AttentionSpec::dense(DType::F32, SHAPE, Layout::Bhsd);
+    let spec = AttentionSpec::dense(DType::F32, drops.shape(), Layout::Bhsd);
+    let mask = |text: &str| text.parse::<Mask>().unwrap_or_else(|e| panic!("{e}"));
     let spec = match drops {
-        Drops::Mask => spec.mask("(q + k) % 2 == 0".parse::<Mask>().unwrap_or_else(|e| panic!("{e}"))),
+        Drops::Mask => spec.mask(mask("(q + k) % 2 == 0")),
+        Drops::Blocks => spec.mask(mask("(q / 32 + k / 32) % 2 == 0")),
+        Drops::One => spec.mask(mask("q != 5 & k != 5 | q == 5 & k == 5")),
         Drops::ScoreMod => {
             spec.score_mod("select((q + k) % 2 == 0, score * 1.5, -inf)".parse::<ScoreMod>().unwrap_or_else(|e| panic!("{e}")))
         }
@@ -84,10 +106,10 @@ const SPOILS: [Spoil; 6] = [
 ];
 
 /// `o`, `dq`, `dk` and `dv`; nothing is spoiled without operands.
-fn results(executor: &dyn Executor, problem: &BackwardProblem, spoil: Spoil) -> Result<[Rows; 4], String> {
-    let Shape { heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v, .. } = SHAPE;
+fn results(executor: &dyn Executor, drops: Drops, problem: &BackwardProblem, spoil: Spoil) -> Result<[Rows; 4], String> {
+    let Shape { heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v, .. } = drops.shape();
     let mut random = Random::new(7);
-    let mut draw = |heads, seq, dim| Rows::random(&mut random, heads, seq, dim);
+    let mut draw = |heads, seq, dim| Rows::random(&mut random, drops, [heads, seq, dim]);
     let (mut q, mut k) = (draw(heads_q, seq_q, dim_qk), draw(heads_kv, seq_kv, dim_qk));
     let (mut v, mut d_o) = (draw(heads_kv, seq_kv, dim_v), draw(heads_q, seq_q, dim_v));
     let drawn = [&mut q, &mut k, &mut v, &mut d_o].into_iter().zip(spoil.operands);
@@ -135,9 +157,9 @@ fn results(executor: &dyn Executor, problem: &BackwardProblem, spoil: Spoil) -> 
 /// Which.
 pub fn dropped(drops: Drops, executor: &dyn Executor) -> Result<(), String> {
     let problem = problem(drops);
-    let clean = results(executor, &problem, Spoil { with: 0.0, operands: [false; 4] })?;
+    let clean = results(executor, drops, &problem, Spoil { with: 0.0, operands: [false; 4] })?;
     for spoil in SPOILS {
-        let spoiled = results(executor, &problem, spoil)?;
+        let spoiled = results(executor, drops, &problem, spoil)?;
         for (name, (clean, spoiled)) in ["o", "dq", "dk", "dv"].iter().zip(clean.iter().zip(&spoiled)) {
             for (at, (&x, &y)) in clean.values.iter().zip(&spoiled.values).enumerate() {
                 let (odd, all) = (spoiled.is_odd(at), spoil.operands == [true; 4]);

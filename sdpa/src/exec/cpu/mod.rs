@@ -20,7 +20,8 @@
 //!
 //! What holds of inf and NaN: a score that a mask drops has no effect, whatever `q`, `k` and `v` hold; a NaN score
 //! that is kept makes its row NaN, in `o` and `stats`; so does a score of +inf, as inf - inf is NaN. A score of -inf
-//! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices. A row whose
+//! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices (Metal kernels drop
+//! such a pair as a mask does). A row whose
 //! scores are all -inf, or which keeps no key, is 0 with stats -inf.
 //!
 //! The same holds of gradients: a pair of a query and a key that a mask drops has no effect on any of them, whatever the
