@@ -54,7 +54,7 @@ fn metal_rounds_to_the_nearest() {
 
 #[test]
 fn cpu_takes_anything_where_it_is_dropped() {
-    for drops in [Drops::Mask, Drops::Blocks, Drops::One] {
+    for drops in [Drops::Mask, Drops::Blocks, Drops::One, Drops::Wide] {
         dropped(drops, &CpuExecutor::default()).unwrap();
     }
 }

@@ -134,6 +134,7 @@ const FORWARD: &[Trial] = &[
     (Tiled, With::Odd(Drops::Mask)),
     (Tiled, With::Odd(Drops::Blocks)),
     (Tiled, With::Odd(Drops::One)),
+    (Tiled, With::Odd(Drops::Wide)),
     (Tiled, With::Rounding),
     (Tiled, With::Forward(ON_BLOCKS)),
 ];
@@ -152,6 +153,7 @@ const BACKWARD: &[Trial] = &[
     (Tiled, With::Odd(Drops::Mask)),
     (Tiled, With::Odd(Drops::Blocks)),
     (Tiled, With::Odd(Drops::One)),
+    (Tiled, With::Odd(Drops::Wide)),
     (Tiled, With::Odd(Drops::ScoreMod)),
     (Tiled, With::Rounding),
 ];
@@ -218,7 +220,7 @@ fn fate(toolchain: &Toolchain, fault: &Generated) -> Fate {
     // Sanitizers take a few times as long, and see what the first cases of each kind of kernels show.
     let is_first = |n: usize| trials[..n].iter().all(|(kernels, _)| *kernels != trials[n].0);
     let firsts: Vec<Trial> = (0..trials.len()).filter(|n| is_first(*n)).map(|n| trials[n]).collect();
-    let few = [Check::Races, Check::Addresses].into_iter().flat_map(|check| firsts.iter().map(move |trial| (check, *trial)));
+    let few = [Check::Races, Check::Addresses, Check::Memory].into_iter().flat_map(|check| firsts.iter().map(move |trial| (check, *trial)));
     let all = trials.iter().map(|trial| (Check::Plain, *trial)).chain(few);
     all.into_iter()
         .find_map(|(check, (kernels, with))| caught_by(&toolchain.with(check), texts, kernels, with))

@@ -47,30 +47,33 @@ pub enum Drops {
     Mask,
     /// A mask of blocks: those of a kernel are odd in every element, or in none.
     Blocks,
-    /// A mask of one row: few threads copy its elements, and all have to know.
+    /// A mask of one row: one simdgroup, and not the last, copies its elements, and all have to know.
     One,
+    /// As the first, of heads so wide that their slices reach past the end.
+    Wide,
     /// A score_mod that makes −∞ of its score; not on the CPU, where such a pair weighs 0 and takes part in the products.
     ScoreMod,
 }
 
 impl Drops {
     /// All of them.
-    pub const ALL: [Drops; 4] = [Drops::Mask, Drops::Blocks, Drops::One, Drops::ScoreMod];
+    pub const ALL: [Drops; 5] = [Drops::Mask, Drops::Blocks, Drops::One, Drops::Wide, Drops::ScoreMod];
 
     /// Off every tile; or whole ones, so that nothing beside the rows is put into a block.
     fn shape(self) -> Shape {
         let [seq_q, seq_kv, dim_qk, dim_v] = match self {
             Drops::Mask | Drops::One | Drops::ScoreMod => [40, 70, 20, 44],
             Drops::Blocks => [64, 96, 24, 40],
+            Drops::Wide => [16, 24, 248, 248],
         };
         Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q, seq_kv, dim_qk, dim_v }
     }
 
     fn is_odd(self, row: usize) -> bool {
         match self {
-            Drops::Mask | Drops::ScoreMod => row % 2 == 1,
+            Drops::Mask | Drops::Wide | Drops::ScoreMod => row % 2 == 1,
             Drops::Blocks => row / 32 % 2 == 1,
-            Drops::One => row == 5,
+            Drops::One => row == 8,
         }
     }
 }
@@ -79,9 +82,9 @@ fn problem(drops: Drops) -> BackwardProblem {
     let spec = AttentionSpec::dense(DType::F32, drops.shape(), Layout::Bhsd);
     let mask = |text: &str| text.parse::<Mask>().unwrap_or_else(|e| panic!("{e}"));
     let spec = match drops {
-        Drops::Mask => spec.mask(mask("(q + k) % 2 == 0")),
+        Drops::Mask | Drops::Wide => spec.mask(mask("(q + k) % 2 == 0")),
         Drops::Blocks => spec.mask(mask("(q / 32 + k / 32) % 2 == 0")),
-        Drops::One => spec.mask(mask("q != 5 & k != 5 | q == 5 & k == 5")),
+        Drops::One => spec.mask(mask("q != 8 & k != 8 | q == 8 & k == 8")),
         Drops::ScoreMod => {
             spec.score_mod("select((q + k) % 2 == 0, score * 1.5, -inf)".parse::<ScoreMod>().unwrap_or_else(|e| panic!("{e}")))
         }
