@@ -12,10 +12,7 @@
 
 use conformance::allocations::{self, Counting};
 use conformance::recorder::{Recorder, whole};
-use cudarc::driver::CudaContext;
 use cudnn_graph::{Buffer, Stream};
-use half::bf16;
-use sdpa::cudarc::{Attention, Backward, Forward};
 use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, DeviceParam, DeviceValue};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Problem, ScoreMod, Shape, TensorSpec};
 use std::hint::black_box;
@@ -53,8 +50,10 @@ fn main() -> Result<()> {
         }
         "backward" => backward(&recorder, &plain, &[], calls),
         "backward-softcap" => backward(&recorder, &softcap()?, &[("cap", None)], calls),
-        "cudarc" => cudarc_forward(&recorder, &plain, calls),
-        "cudarc-backward" => cudarc_backward(&recorder, &plain, calls),
+        #[cfg(not(target_vendor = "apple"))]
+        "cudarc" => over_cudarc::forward(&recorder, &plain, calls),
+        #[cfg(not(target_vendor = "apple"))]
+        "cudarc-backward" => over_cudarc::backward(&recorder, &plain, calls),
         _ => Err(format!(
             "{path}: one of prepared, found, functional, validate, addresses, softcap, bias, lengths, backward, backward-softcap, cudarc, \
              cudarc-backward"
@@ -159,42 +158,54 @@ fn backward(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls: u
 }
 
 /// Plans in hand, through cudarc's slices.
-fn cudarc_forward(recorder: &Recorder, spec: &AttentionSpec, calls: u64) -> Result<()> {
-    let stream = CudaContext::new(0)?.new_stream()?;
-    let of = |tensor: &TensorSpec| stream.alloc_zeros::<bf16>((bytes(tensor) / 2) as usize);
-    let (q, k, v, mut o) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?, of(&spec.o)?);
-    let attention = Attention::new(recorder.executor(), spec)?;
-    let one = |_| {
-        let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, attn_scale: None, params: &[] };
-        Ok(attention.forward(&stream, black_box(call))?)
-    };
-    count(recorder, calls, Box::new(one))
-}
+#[cfg(not(target_vendor = "apple"))]
+mod over_cudarc {
+    use super::{Result, SHAPE, bytes, count};
+    use conformance::recorder::Recorder;
+    use cudarc::driver::CudaContext;
+    use half::bf16;
+    use sdpa::cudarc::{Attention, Backward, Forward};
+    use sdpa::{AttentionSpec, TensorSpec};
+    use std::hint::black_box;
 
-/// The same of a backward pass.
-fn cudarc_backward(recorder: &Recorder, spec: &AttentionSpec, calls: u64) -> Result<()> {
-    let stream = CudaContext::new(0)?.new_stream()?;
-    let of = |tensor: &TensorSpec| stream.alloc_zeros::<bf16>((bytes(tensor) / 2) as usize);
-    let (q, k, v, o, d_o) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?, of(&spec.o)?, of(&spec.o)?);
-    let (mut dq, mut dk, mut dv) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?);
-    let stats = stream.alloc_zeros::<f32>((SHAPE.batch * SHAPE.heads_q * SHAPE.seq_q) as usize)?;
-    let attention = Attention::backward_of(recorder.executor(), &spec.backward())?;
-    let one = |_| {
-        let call = Backward {
-            q: &q,
-            k: &k,
-            v: &v,
-            o: &o,
-            stats: &stats,
-            d_o: &d_o,
-            dq: &mut dq,
-            dk: &mut dk,
-            dv: &mut dv,
-            attn_scale: None,
-            params: &[],
-            gradients: Vec::new(),
+    /// A forward pass.
+    pub(super) fn forward(recorder: &Recorder, spec: &AttentionSpec, calls: u64) -> Result<()> {
+        let stream = CudaContext::new(0)?.new_stream()?;
+        let of = |tensor: &TensorSpec| stream.alloc_zeros::<bf16>((bytes(tensor) / 2) as usize);
+        let (q, k, v, mut o) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?, of(&spec.o)?);
+        let attention = Attention::new(recorder.executor(), spec)?;
+        let one = |_| {
+            let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, attn_scale: None, params: &[] };
+            Ok(attention.forward(&stream, black_box(call))?)
         };
-        Ok(attention.backward(&stream, black_box(call))?)
-    };
-    count(recorder, calls, Box::new(one))
+        count(recorder, calls, Box::new(one))
+    }
+
+    /// A backward pass.
+    pub(super) fn backward(recorder: &Recorder, spec: &AttentionSpec, calls: u64) -> Result<()> {
+        let stream = CudaContext::new(0)?.new_stream()?;
+        let of = |tensor: &TensorSpec| stream.alloc_zeros::<bf16>((bytes(tensor) / 2) as usize);
+        let (q, k, v, o, d_o) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?, of(&spec.o)?, of(&spec.o)?);
+        let (mut dq, mut dk, mut dv) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?);
+        let stats = stream.alloc_zeros::<f32>((SHAPE.batch * SHAPE.heads_q * SHAPE.seq_q) as usize)?;
+        let attention = Attention::backward_of(recorder.executor(), &spec.backward())?;
+        let one = |_| {
+            let call = Backward {
+                q: &q,
+                k: &k,
+                v: &v,
+                o: &o,
+                stats: &stats,
+                d_o: &d_o,
+                dq: &mut dq,
+                dk: &mut dk,
+                dv: &mut dv,
+                attn_scale: None,
+                params: &[],
+                gradients: Vec::new(),
+            };
+            Ok(attention.backward(&stream, black_box(call))?)
+        };
+        count(recorder, calls, Box::new(one))
+    }
 }
