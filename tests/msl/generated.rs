@@ -109,6 +109,13 @@ score_mod = ["bias:bqk"]
 backward = { wrt = ["bias:f32"] }
 
 [[case]]
+name = "over everything but heads"
+shape = { batch = 2, heads_q = 2, heads_kv = 1, seq_q = 41, seq_kv = 39, dim_qk = 8, dim_v = 8 }
+dtype = "f32"
+score_mod = ["alibi-slopes"]
+backward = { wrt = ["slopes:f32"] }
+
+[[case]]
 name = "over batch entries and queries"
 shape = { batch = 2, heads_q = 2, heads_kv = 1, seq_q = 41, seq_kv = 39, dim_qk = 8, dim_v = 8 }
 dtype = "f32"
@@ -222,9 +229,10 @@ fn fate(toolchain: &Toolchain, fault: &Generated) -> Fate {
     let firsts: Vec<Trial> = (0..trials.len()).filter(|n| is_first(*n)).map(|n| trials[n]).collect();
     let few = [Check::Races, Check::Addresses, Check::Memory].into_iter().flat_map(|check| firsts.iter().map(move |trial| (check, *trial)));
     let all = trials.iter().map(|trial| (Check::Plain, *trial)).chain(few);
-    all.into_iter()
-        .find_map(|(check, (kernels, with))| caught_by(&toolchain.with(check), texts, kernels, with))
-        .map_or(Fate::Survived, told)
+    // What runs for ever is found without a sanitizer; with one, on a machine that is busy, anything may take too long.
+    let shows = |check: Check, how: &String| check == Check::Plain || !how.contains("exit status: 124");
+    let find = |(check, (kernels, with))| caught_by(&toolchain.with(check), texts, kernels, with).filter(|how| shows(check, how));
+    all.into_iter().find_map(find).map_or(Fate::Survived, told)
 }
 
 /// Faults of one run where nothing is said: two minutes on two cores.
