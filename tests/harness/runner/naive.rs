@@ -309,7 +309,8 @@ fn the_runner_finds_faults_of_score_mods_and_masks() {
     type Shows<'c> = &'c dyn Fn(&Case) -> bool;
     let has: [(Fault, Shows<'_>); 7] = [
         (Fault::NoRest, &|case| masked(case, "array:hqk")),
-        (Fault::NoLengths, &|case| masked(case, "padding")),
+        // Of several entries the last has a length of 0; the length of a single one may drop nothing, or what another mask drops already.
+        (Fault::NoLengths, &|case| masked(case, "padding") && case.shape.batch > 1),
         (Fault::NoSlope, &|case| case.score_mod == ["softcap:2"]),
         (Fault::OnlyDefaults, &|case| case.library().unwrap().is_some_and(|l| l.bound.iter().any(|b| b.name == "cap"))),
         (Fault::OneElementForAll, &|case| case.score_mod == ["alibi-slopes"]),
