@@ -135,67 +135,53 @@ pub enum Error {
 impl Error {
     /// True where nothing is wrong with the environment: this graph is not supported, another may be.
     pub fn is_unsupported(&self) -> bool {
-        match self {
-            Error::NoEngine(_) | Error::TooNew(_) => true,
-            Error::Cudnn { status, .. } => status.is_unsupported(),
-            Error::Library { .. }
-            | Error::TooOld { .. }
-            | Error::MissingSymbol { .. }
-            | Error::OtherLibrary { .. }
-            | Error::NoDevice { .. }
-            | Error::Driver { .. }
-            | Error::Verify(_)
-            | Error::Bindings(_)
-            | Error::PlanJson(_)
-            | Error::Program(_)
-            | Error::Profile { .. }
-            | Error::OtherDevice { .. }
-            | Error::Memory { .. } => false,
-        }
+        self.class() == Class::Unsupported
     }
 
-    /// True where memory ran out or the driver failed: no other engine, form or configuration would fare better.
+    /// True where memory ran out, or the driver failed or is not there: no other engine, form or configuration would fare better.
     pub fn is_fatal(&self) -> bool {
-        match self {
-            Error::Driver { .. } => true,
-            Error::Cudnn { status, .. } => status.is_out_of_memory() || status.is_execution(),
-            Error::NoEngine(_)
-            | Error::TooNew(_)
-            | Error::Library { .. }
-            | Error::TooOld { .. }
-            | Error::MissingSymbol { .. }
-            | Error::OtherLibrary { .. }
-            | Error::NoDevice { .. }
-            | Error::Verify(_)
-            | Error::Bindings(_)
-            | Error::PlanJson(_)
-            | Error::Program(_)
-            | Error::Profile { .. }
-            | Error::OtherDevice { .. }
-            | Error::Memory { .. } => false,
-        }
+        matches!(self.class(), Class::Fatal | Class::Absent)
     }
 
     /// True where there is no cuDNN, no driver or no device, as opposed to one that fails.
     pub fn is_absence(&self) -> bool {
+        self.class() == Class::Absent
+    }
+
+    fn class(&self) -> Class {
         /// `CUDA_ERROR_STUB_LIBRARY`, `CUDA_ERROR_NO_DEVICE`.
-        const NONE: [i32; 2] = [34, 100];
+        const NO_DRIVER: [i32; 2] = [34, 100];
         match self {
-            Error::Library { .. } | Error::TooOld { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } => true,
-            Error::Driver { code, .. } => NONE.contains(code),
-            Error::OtherLibrary { .. }
-            | Error::Cudnn { .. }
-            | Error::NoEngine(_)
-            | Error::TooNew(_)
+            Error::NoEngine(_) | Error::TooNew(_) => Class::Unsupported,
+            Error::Cudnn { status, .. } if status.is_unsupported() => Class::Unsupported,
+            Error::Cudnn { status, .. } if status.is_out_of_memory() || status.is_execution() => Class::Fatal,
+            Error::Driver { code, .. } if NO_DRIVER.contains(code) => Class::Absent,
+            Error::Driver { .. } => Class::Fatal,
+            Error::Library { .. } | Error::TooOld { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } => Class::Absent,
+            Error::Cudnn { .. }
+            | Error::OtherLibrary { .. }
             | Error::Verify(_)
             | Error::Bindings(_)
             | Error::PlanJson(_)
             | Error::Program(_)
             | Error::Profile { .. }
             | Error::OtherDevice { .. }
-            | Error::Memory { .. } => false,
+            | Error::Memory { .. } => Class::Other,
         }
     }
+}
+
+/// What an error says to who might try something else.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Class {
+    /// Another graph, engine or executor may do.
+    Unsupported,
+    /// Nothing will do.
+    Fatal,
+    /// There is nothing to try it on.
+    Absent,
+    /// It says nothing about others.
+    Other,
 }
 
 struct Places<'a>(&'a [Searched]);

@@ -4,7 +4,7 @@ use crate::bind::{Bindings, Bound, DeviceSlice, Ports};
 use crate::encode::encode;
 use crate::engine::{Candidate, EngineReport, Offers, Outcome, Policy, offers};
 use crate::error::Error;
-use crate::ffi::codes::{Attribute, Kind};
+use crate::ffi::codes::Attribute;
 use crate::ffi::descriptor::{Descriptor, replay};
 use crate::ffi::device::Device;
 use crate::ffi::pack::Pack;
@@ -121,7 +121,7 @@ impl Planner {
 
     fn finalize(&self, n: usize, target: &Target<'_>) -> Result<Descriptor, Error> {
         target.within(|| {
-            let mut plan = Descriptor::new(self.library, Kind::EXECUTION_PLAN)?;
+            let mut plan = Descriptor::plan(self.library, target.device())?;
             bind_target(&mut plan, target, self.profile.as_deref())?;
             plan.set_descriptor(Attribute::EXECUTION_PLAN_ENGINE_CONFIG, &self.configs[n])?;
             plan.finalize(&self.report.candidates[n].tag())?;
@@ -238,7 +238,7 @@ impl Plan {
                 Target::Handle(_) => None,
                 Target::Profile(profile) => Some(Arc::new(DeviceProfile::descriptor(profile, library)?)),
             };
-            let mut plan = Descriptor::new(library, Kind::EXECUTION_PLAN)?;
+            let mut plan = Descriptor::plan(library, target.device())?;
             bind_target(&mut plan, target, profile.as_deref())?;
             plan.set_text(Attribute::EXECUTION_PLAN_JSON_REPRESENTATION, json)?;
             plan.finalize("from JSON")?;

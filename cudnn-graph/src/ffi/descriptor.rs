@@ -2,6 +2,7 @@
 
 use super::backend::{Handle, Library, Ptr};
 use super::codes::{Attribute, AttributeType, Kind};
+use super::device::Device;
 use super::driver::relaxed;
 use crate::error::Error;
 use crate::program::{DescriptorId, Program, Values};
@@ -15,6 +16,8 @@ pub struct Descriptor {
     kind: Kind,
     /// What its attributes refer to.
     kept: Vec<Descriptor>,
+    /// Of a plan: where its kernels are loaded.
+    device: Option<&'static Device>,
 }
 
 // SAFETY: descriptors have no tie to a thread.
@@ -34,7 +37,17 @@ impl Descriptor {
         // SAFETY: the pointer is to a live pointer.
         let status = unsafe { (library.table.descriptor_create)(kind.0, &mut raw) };
         library.check("cudnnBackendCreateDescriptor", &kind.to_string(), status)?;
-        Ok(Descriptor { library, raw, kind, kept: Vec::new() })
+        Ok(Descriptor { library, raw, kind, kept: Vec::new(), device: None })
+    }
+
+    /// A new plan, whose kernels are unloaded in the context that they are loaded in.
+    ///
+    /// # Errors
+    /// cuDNN's own.
+    pub(crate) fn plan(library: &'static Library, device: Option<&'static Device>) -> Result<Descriptor, Error> {
+        let mut plan = Descriptor::new(library, Kind::EXECUTION_PLAN)?;
+        plan.device = device;
+        Ok(plan)
     }
 
     pub(super) fn raw(&self) -> Ptr {
@@ -230,6 +243,7 @@ impl Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
+        let _entered = self.device.and_then(|device| device.enter().ok());
         // SAFETY: the descriptor is ours and is not used again.
         let destroy = || unsafe { (self.library.table.descriptor_destroy)(self.raw) };
         // A plan unloads its kernels.

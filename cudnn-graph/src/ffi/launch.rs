@@ -134,7 +134,8 @@ pub unsafe fn launch_addressed(
     // result until the event has passed. Two executions that share a buffer race only on its contents, which say where nothing is, or are
     // the caller's to answer for.
     let submitted = unsafe { plan.execute(&handle, &raw, scratch) };
-    let recorded = event.record(stream.raw().0);
+    // What has no mark is waited for, before anything of it goes.
+    let recorded = event.record(stream.raw().0).or_else(|error| stream.synchronize().and(Err(error)));
     drop(handle);
     let running = InFlight {
         event,

@@ -127,7 +127,7 @@ exported! {
             if timeline::disturb() != 0 {
                 return refuse(EXECUTION_FAILED, "a plan is unloaded while a stream is captured".to_owned());
             }
-            timeline::plan_destroyed(descriptor.addr());
+            timeline::plan_destroyed(descriptor.addr(), driver::entered());
         }
         Node::destroy(node)
     }

@@ -214,9 +214,12 @@ pub(crate) fn freed(address: u64) {
     });
 }
 
-/// Told on where work that waits needs it.
-pub(crate) fn plan_destroyed(plan: usize) {
+/// Told on where work that waits needs it, or there is no context to unload it from.
+pub(crate) fn plan_destroyed(plan: usize, entered: bool) {
     with(|all| {
+        if !entered {
+            all.faults.push(format!("the plan at {plan:#x} is destroyed without a context"));
+        }
         if all.needed(|work| work.plan == plan) {
             all.faults.push(format!("the plan at {plan:#x} is destroyed while work that waits needs it"));
         }
