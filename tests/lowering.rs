@@ -547,4 +547,22 @@ fn what_engines_get_wrong_is_declined() {
     for (text, masks) in [("score * 0.5", &["causal"][..]), ("", &["padding", "causal"])] {
         assert_eq!(lowered(text, masks, Form::Unified, false), Ok(()), "{text} {masks:?}");
     }
+    // One query's engine took values by head from another head.
+    let decode = |text: &str, masks: &[&str], form: Form, runtime: Version| {
+        let shape = Shape { batch: 1, heads_q: 8, heads_kv: 1, seq_q: 1, seq_kv: 257, dim_qk: 64, dim_v: 64 };
+        let masks: Vec<String> = masks.iter().map(|&m| m.to_owned()).collect();
+        let mut spec = spec(shape, Layout::Bhsd, &[], &masks);
+        spec.score_mods.extend((!text.is_empty()).then(|| text.parse::<ScoreMod>().unwrap()));
+        lower::lower(&spec.validate().unwrap().into(), form, runtime).map(|_| ()).map_err(|e| e.to_string())
+    };
+    let (wrong, right) = (Version::new(9, 25, 0), Version::new(9, 25, 1));
+    for (text, masks) in [("score + f32(head)", &[][..]), ("", &["dilated:3"])] {
+        assert!(
+            decode(text, masks, Form::Unified, wrong).is_err_and(|e| e.contains("on one query before cuDNN 9.25.1")),
+            "{text} {masks:?}"
+        );
+        assert_eq!(decode(text, masks, Form::Unified, right), Ok(()));
+        assert_eq!(decode(text, masks, Form::Composite, wrong), Ok(()));
+    }
+    assert_eq!(decode("", &["causal-bottom-right"], Form::Unified, wrong), Ok(()));
 }
