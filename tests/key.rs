@@ -27,13 +27,7 @@ fn understood(recorder: &Recorder, job: &Job) -> String {
     let handle = library.handle(&stream).unwrap();
     let planned = build(library, &Target::Handle(&handle), job, &PlanOptions::default()).unwrap_or_else(|e| panic!("{}: {e}", job.label()));
     let told = |plan: &Plan| format!("{} by {}\n", plan.to_json().unwrap(), plan.engine().map(|engine| engine.tag()).unwrap_or_default());
-    let mut all = told(&planned.plan);
-    planned.copies.iter().for_each(|copy| all.push_str(&format!("{:?} {}", copy.operand, told(&copy.plan))));
-    planned.conversions.iter().for_each(|made| all.push_str(&format!("{:?} {}", made.names, told(&made.plan))));
-    for sums in &planned.sums {
-        sums.steps.iter().map(|(_, plan)| plan).chain([&sums.rounding.1]).for_each(|plan| all.push_str(&told(plan)));
-    }
-    all
+    planned.schedule.runs().map(|run| format!("{} {}", run.role, told(&run.plan))).collect()
 }
 
 /// Everything that is sent for a pass, in both forms and on two runtimes, and what is bound around it; and what a library makes of it.

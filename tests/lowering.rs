@@ -1,6 +1,9 @@
 //! Graphs with score_mods and masks, computed op by op in f64, against textbook attention and its gradients in f64: what is
 //! sent to cuDNN means what it should, which needs no device to be seen.
 
+#[path = "lowering/declined.rs"]
+mod declined;
+
 use conformance::library::{Bound, Here, Library};
 use conformance::oracle::{self, Along, Closures, Gradients, Rates};
 use conformance::random::Random;
@@ -492,77 +495,4 @@ fn what_is_a_little_wrong_is_found() {
         let right = Case { params: &params, ..wrong };
         assert!(right.backward(&Closures { along: &elsewhere, ..*closures }, &asked, NEW).unwrap_err().contains("bias"));
     });
-}
-
-/// Gradients that engines do not sum are refused by name.
-#[test]
-fn gradients_that_engines_do_not_sum_are_refused() {
-    let asked = |mods: &[&str], name: &str, dtype| {
-        let mods: Vec<String> = mods.iter().map(|&m| m.to_owned()).collect();
-        let problem = spec(SHAPES[0], Layout::Bhsd, &mods, &[]).backward().wrt(name, dtype).validate().unwrap();
-        lower::lower(&problem.into(), Form::Composite, NEW).map(|_| ()).map_err(|e| e.to_string())
-    };
-    assert_eq!(asked(&["bias:hqk"], "bias", DType::F16), Ok(()));
-    assert_eq!(asked(&["bias:hqk", "softcap:2"], "bias", DType::BF16), Ok(()));
-    for (mods, name, dtype) in [
-        (&["bias:hqk"][..], "bias", DType::F32),
-        (&["softcap:2", "bias:hqk"], "bias", DType::BF16),
-        (&["softcap:2"], "cap", DType::BF16),
-        (&["alibi-slopes"], "slopes", DType::BF16),
-    ] {
-        assert!(
-            asked(mods, name, dtype).is_err_and(|e| e.contains(&format!("the gradient of parameter {name}")) || e.contains(name)),
-            "{mods:?}"
-        );
-    }
-}
-
-/// What engines get wrong without saying so is declined in words.
-#[test]
-fn what_engines_get_wrong_is_declined() {
-    let lowered = |text: &str, masks: &[&str], form, backward: bool| {
-        let masks: Vec<String> = masks.iter().map(|&m| m.to_owned()).collect();
-        let mut spec = spec(SHAPES[0], Layout::Bhsd, &[], &masks);
-        spec.score_mods.extend((!text.is_empty()).then(|| text.parse::<ScoreMod>().unwrap()));
-        let job = if backward { spec.backward().validate().unwrap().into() } else { spec.validate().unwrap().into() };
-        lower::lower(&job, form, NEW).map(|_| ()).map_err(|e| e.to_string())
-    };
-    // Past the lengths, tiles of the backward pass hold scores of −∞: 0 times that is no number.
-    let no_number = "makes no number of −∞";
-    for (text, survives) in
-        [("score * 0.5", true), ("tanh(score) * 3.0", true), ("tanh(score) * score", false), ("score % 2.0", false), ("sin(score)", false)]
-    {
-        let said = lowered(text, &["padding"], Form::Composite, true);
-        assert_eq!(said.is_ok(), survives, "{text}: {said:?}");
-        assert!(said.err().is_none_or(|e| e.contains(no_number)), "{text}");
-        for (masks, backward) in [(&["causal"][..], true), (&["padding"], false)] {
-            assert_eq!(lowered(text, masks, Form::Composite, backward), Ok(()), "{text} with {masks:?}");
-        }
-    }
-    // The unified op counts other lengths beside rules.
-    let lengths = "lengths beside a score_mod or a rule";
-    for (text, masks) in [("score * 0.5", &["padding"][..]), ("", &["padding", "dilated:2"])] {
-        assert!(lowered(text, masks, Form::Unified, false).is_err_and(|e| e.contains(lengths)), "{text} {masks:?}");
-    }
-    for (text, masks) in [("score * 0.5", &["causal"][..]), ("", &["padding", "causal"])] {
-        assert_eq!(lowered(text, masks, Form::Unified, false), Ok(()), "{text} {masks:?}");
-    }
-    // One query's engine took values by head from another head.
-    let decode = |text: &str, masks: &[&str], form: Form, runtime: Version| {
-        let shape = Shape { batch: 1, heads_q: 8, heads_kv: 1, seq_q: 1, seq_kv: 257, dim_qk: 64, dim_v: 64 };
-        let masks: Vec<String> = masks.iter().map(|&m| m.to_owned()).collect();
-        let mut spec = spec(shape, Layout::Bhsd, &[], &masks);
-        spec.score_mods.extend((!text.is_empty()).then(|| text.parse::<ScoreMod>().unwrap()));
-        lower::lower(&spec.validate().unwrap().into(), form, runtime).map(|_| ()).map_err(|e| e.to_string())
-    };
-    let (wrong, right) = (Version::new(9, 25, 0), Version::new(9, 25, 1));
-    for (text, masks) in [("score + f32(head)", &[][..]), ("", &["dilated:3"])] {
-        assert!(
-            decode(text, masks, Form::Unified, wrong).is_err_and(|e| e.contains("on one query before cuDNN 9.25.1")),
-            "{text} {masks:?}"
-        );
-        assert_eq!(decode(text, masks, Form::Unified, right), Ok(()));
-        assert_eq!(decode(text, masks, Form::Composite, wrong), Ok(()));
-    }
-    assert_eq!(decode("", &["causal-bottom-right"], Form::Unified, wrong), Ok(()));
 }

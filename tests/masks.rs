@@ -26,6 +26,17 @@ fn kept(masks: &[Mask]) -> Kept {
     Kept::of(masks, EXTENTS).unwrap()
 }
 
+#[test]
+fn a_rule_is_called_what_it_was_called_and_is_what_it_computes() {
+    let odd = |name| {
+        let mask = Mask::new(name, |at, _| (at.k % 2).eq(1)).unwrap();
+        let Mask::Traced(rule) = mask else { panic!("{mask:?}") };
+        rule
+    };
+    assert_eq!((odd("odd").name(), odd("uneven").name()), ("odd", "uneven"));
+    assert_eq!(odd("odd"), odd("uneven"));
+}
+
 /// Each spelling is recognised as what is there already.
 fn recognised(as_built_in: &[Mask], spellings: Vec<Mask>) {
     let want = kept(as_built_in);

@@ -2,14 +2,15 @@
 //! nothing. The library is strict about what it is given (see `tests/recording`), so that every call here is checked by it too.
 
 use conformance::recorder::entry::{COPY, DOWNLOAD, EXECUTION, Entry, FILL, UPLOAD};
-use conformance::recorder::{Recorder, whole};
+use conformance::recorder::{Recorder, run, tensor, whole};
 use conformance::say::skip;
 use cudnn_graph::ffi::codes::Kind;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{Buffer, DType, DeviceSlice, Handle, Stream};
 use half::bf16;
+use sdpa::exec::cudnn::schedule::Role;
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
-use sdpa::lower::Operand;
+use sdpa::lower::{Operand, Supply};
 use sdpa::{AttentionSpec, BackwardSpec, Elements, ElementsMut, Error, Executor, HostForward, Layout, Mask, Shape, TensorSpec, library};
 use std::sync::Arc;
 
@@ -284,12 +285,13 @@ fn operands_are_copied_before_and_results_after_the_attention() {
     assert_bound(&f.planned, attention, &[(Operand::K, f.memory.k.address())]);
     let mut pieces = Vec::new();
     for (n, (entry, given)) in [(q, &f.memory.q), (v, &f.memory.v), (o, &f.memory.o)].into_iter().enumerate() {
-        let planned = &f.planned.copies[n];
-        let piece = attention.address(uid(&f.planned, planned.operand)).unwrap();
-        let ends = [(planned.copy.from, given.address()), (planned.copy.to, piece)];
-        let back = [(planned.copy.from, piece), (planned.copy.to, given.address())];
-        assert_copy(entry, if planned.operand == Operand::O { back } else { ends });
-        let tensor = f.planned.job.tensor(planned.operand).unwrap();
+        let operand = [Operand::Q, Operand::V, Operand::O][n];
+        let copy = run(&f.planned, &Role::Copy(operand));
+        let piece = attention.address(uid(&f.planned, operand)).unwrap();
+        let ends = [(tensor(copy, "from"), given.address()), (tensor(copy, "to"), piece)];
+        let back = [(tensor(copy, "from"), piece), (tensor(copy, "to"), given.address())];
+        assert_copy(entry, if operand == Operand::O { back } else { ends });
+        let tensor = f.planned.job.tensor(operand).unwrap();
         pieces.push((piece, piece + bytes(&tensor)));
     }
     // Inside of the workspace, behind the plans' own scratch, apart from one another.
@@ -307,13 +309,14 @@ fn a_copy_over_three_axes_runs_once_per_index_of_the_outermost() {
     let (row, head) = (d + 1, (d + 1) * s + 3);
     strided.q = TensorSpec { strides: [head * h + 5, head, row, 1], alignment: 2, ..strided.q };
     let Some(f) = forward(strided) else { return };
-    let copy = &f.planned.copies[0].copy;
-    assert_eq!((copy.repeats, copy.from_step), (b.unsigned_abs(), (head * h + 5).unsigned_abs() * 2));
+    let copy = run(&f.planned, &Role::Copy(Operand::Q));
+    let step = |name| copy.ports.iter().find(|port| port.tensor == tensor(copy, name)).unwrap().step;
+    assert_eq!((copy.repeats, step("from")), (b.unsigned_abs(), (head * h + 5).unsigned_abs() * 2));
     let entries = f.run(&f.memory.call(false, None));
     assert_eq!(what(&entries), [EXECUTION; 3]);
     let piece = entries[2].address(uid(&f.planned, Operand::Q)).unwrap();
     for (n, entry) in (0..).zip(&entries[..2]) {
-        assert_copy(entry, [(copy.from, f.memory.q.address() + n * copy.from_step), (copy.to, piece + n * copy.to_step)]);
+        assert_copy(entry, [("from", f.memory.q.address()), ("to", piece)].map(|(name, at)| (tensor(copy, name), at + n * step(name))));
     }
 }
 
@@ -401,14 +404,15 @@ fn the_gradient_of_a_sum_is_added_to_zeros_in_the_workspace() {
     result.unwrap();
     assert_eq!(what(&entries), [FILL, EXECUTION, EXECUTION, EXECUTION]);
     let [fill, d_o, attention, dq] = &entries[..] else { panic!() };
-    let copy = &planned.copies[0].copy;
+    let copy = run(&planned, &Role::Copy(Operand::DO));
     let piece = attention.address(uid(&planned, Operand::DO)).unwrap();
     assert_eq!((fill.to, fill.from), (piece, 0));
     assert!(fill.bytes >= bytes(&planned.job.tensor(Operand::DO).unwrap()));
-    assert_copy(d_o, [(copy.from, call.d_o.address), (copy.to, piece)]);
-    assert_eq!(d_o.address(copy.zeros.unwrap().uid()), Some(piece));
-    let copy = &planned.copies[1].copy;
-    assert_copy(dq, [(copy.from, attention.address(uid(&planned, Operand::DQ)).unwrap()), (copy.to, call.dq.address)]);
+    assert_copy(d_o, [(tensor(copy, "from"), call.d_o.address), (tensor(copy, "to"), piece)]);
+    assert_eq!(d_o.address(tensor(copy, "zeros").uid()), Some(piece));
+    let copy = run(&planned, &Role::Copy(Operand::DQ));
+    let piece = attention.address(uid(&planned, Operand::DQ)).unwrap();
+    assert_copy(dq, [(tensor(copy, "from"), piece), (tensor(copy, "to"), call.dq.address)]);
     for (name, wrong) in [
         ("d_o", DeviceBackward { d_o: DeviceSlice { bytes: 0, ..call.d_o }, ..call }),
         ("dq", DeviceBackward { dq: DeviceSlice { bytes: call.dq.bytes - 1, ..call.dq }, ..call }),
@@ -431,19 +435,21 @@ fn the_gradient_of_a_bias_is_summed_after_the_attention() {
     let call = DeviceBackward { params: &params, gradients: &gradients, ..memory.backward_call() };
     let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, &call));
     result.unwrap();
-    let steps = &planned.sums[0].steps;
-    let conversions = planned.conversions.len();
+    let steps: Vec<_> = planned.schedule.runs().filter(|run| matches!(run.role, Role::Sum(..))).collect();
+    let conversions = planned.schedule.runs().take_while(|run| run.role != Role::Attention).count();
     let [attention, sums @ .., rounded, copy] = &entries[conversions..] else { panic!() };
     assert_bound(&planned, attention, &[(Operand::DQ, call.dq.address)]);
     assert_eq!((sums.len(), copy.what), (steps.len(), COPY));
-    let mut from = attention.address(planned.sums[0].tensor.uid()).unwrap();
-    for (entry, (sum, _)) in sums.iter().zip(steps) {
-        assert_eq!(entry.address(sum.from.uid()), Some(from));
-        from = entry.address(sum.to.uid()).unwrap();
+    let terms = planned.lowered.supplies.iter().find(|(_, supply)| matches!(supply, Supply::Terms { .. })).unwrap().0;
+    let mut from = attention.address(terms.uid()).unwrap();
+    for (entry, sum) in sums.iter().zip(steps) {
+        assert_eq!(entry.address(tensor(sum, "from").uid()), Some(from));
+        from = entry.address(tensor(sum, "to").uid()).unwrap();
     }
-    let (rounding, _) = &planned.sums[0].rounding;
-    assert_eq!(rounded.address(rounding.from.uid()), Some(from));
-    assert_eq!((Some(copy.from), copy.to, copy.bytes), (rounded.address(rounding.to.uid()), gradient.address(), 8 * 2));
+    let rounding = run(&planned, &Role::Rounding("bias".to_owned()));
+    assert_eq!(rounded.address(tensor(rounding, "from").uid()), Some(from));
+    let end = rounded.address(tensor(rounding, "to").uid());
+    assert_eq!((Some(copy.from), copy.to, copy.bytes), (end, gradient.address(), 8 * 2));
     let short = [DeviceGradient { name: "bias", slice: DeviceSlice { bytes: 8 * 2 - 1, ..whole(&gradient) } }];
     let off =
         [DeviceParam { name: "bias", value: DeviceValue::Tensor(DType::F32, DeviceSlice { address: bias.address() + 2, ..whole(&bias) }) }];

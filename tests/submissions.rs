@@ -189,7 +189,7 @@ impl Tally {
             self.wrong.push(format!("{name}: the attention was submitted {executed} times"));
         }
         // The same addresses again need no new pack, but where copies run more often than a plan keeps packs.
-        if planned.copies.iter().all(|c| c.copy.repeats <= 8) {
+        if planned.schedule.runs().all(|run| run.repeats <= 8) {
             let packs = recorder.created(Kind::VARIANT_PACK);
             let again = memory.call(recorder, &planned, &handle, Wrong::Nothing).1;
             if again.len() != entries.len() || recorder.created(Kind::VARIANT_PACK) != packs {

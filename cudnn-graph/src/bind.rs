@@ -82,6 +82,16 @@ pub enum BindingError {
         /// `device memory for` or `a number for`.
         what: &'static str,
     },
+    /// There are not as many as ports.
+    #[error("{given} {what} are given, the plan takes {need}")]
+    Count {
+        /// `addresses` or `numbers`.
+        what: &'static str,
+        /// How many are given.
+        given: usize,
+        /// How many ports there are.
+        need: usize,
+    },
     /// The memory ends before the tensor does.
     #[error("{name}: {bytes} bytes are bound, the tensor reaches {need}")]
     Short {
@@ -224,6 +234,33 @@ impl Ports {
             bound.values.push(given.or(port.value).filter(|value| value.dtype() == port.dtype)?);
         }
         (used == bindings.values.len()).then_some(bound)
+    }
+
+    /// Whether addresses and numbers are those of these ports, in their order, as far as they tell.
+    pub(crate) fn fit(&self, addresses: &[u64], values: &[Scalar]) -> Result<(), BindingErrors> {
+        let aligned = |(port, address): (&DevicePort, &u64)| *address != 0 && address & (u64::from(port.alignment) - 1) == 0;
+        let typed = |(port, value): (&ValuePort, &Scalar)| port.dtype == value.dtype();
+        let counted = addresses.len() == self.device.len() && values.len() == self.values.len();
+        let fits = counted && self.device.iter().zip(addresses).all(aligned) && self.values.iter().zip(values).all(typed);
+        if fits { Ok(()) } else { Err(self.misfits(addresses, values)) }
+    }
+
+    #[cold]
+    fn misfits(&self, addresses: &[u64], values: &[Scalar]) -> BindingErrors {
+        let counts = [("addresses", addresses.len(), self.device.len()), ("numbers", values.len(), self.values.len())];
+        let wrong = counts.into_iter().filter(|(_, given, need)| given != need);
+        let wrong: Vec<BindingError> = wrong.map(|(what, given, need)| BindingError::Count { what, given, need }).collect();
+        if !wrong.is_empty() {
+            return BindingErrors(wrong);
+        }
+        let mut bindings = Bindings::new();
+        for (port, &address) in self.device.iter().zip(addresses) {
+            bindings.push_slice(port.id, DeviceSlice { address, bytes: port.bytes });
+        }
+        for (port, &value) in self.values.iter().zip(values) {
+            bindings.push_value(port.id, value);
+        }
+        self.bind_or_say(&bindings).err().unwrap_or_else(|| BindingErrors(Vec::new()))
     }
 
     #[cold]

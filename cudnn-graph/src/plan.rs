@@ -13,7 +13,6 @@ use crate::ir::{Scalar, Verified};
 use crate::profile::{DeviceProfile, Target};
 use crate::program::Program;
 use parking_lot::{Mutex, MutexGuard};
-use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -181,7 +180,7 @@ fn mixed(numbers: impl Iterator<Item = u64>) -> u64 {
 #[derive(Debug)]
 struct Ready {
     hash: u64,
-    addresses: SmallVec<[u64; 8]>,
+    addresses: Box<[u64]>,
     workspace: u64,
     pack: Pack,
 }
@@ -313,11 +312,16 @@ impl Plan {
 
     fn bound(&self, bindings: &Bindings, workspace: DeviceSlice) -> Result<Bound, Error> {
         let bound = self.ports.bind(bindings)?;
+        self.holds(workspace)?;
+        Ok(bound)
+    }
+
+    fn holds(&self, workspace: DeviceSlice) -> Result<(), Error> {
         if workspace.bytes < self.workspace {
             let limit = format!("{} bytes were given", workspace.bytes);
             return Err(Error::Memory { what: "the plan's workspace".to_owned(), bytes: self.workspace, limit });
         }
-        Ok(bound)
+        Ok(())
     }
 
     /// Submits the plan to the handle's stream. Nothing waits.
@@ -331,10 +335,41 @@ impl Plan {
     /// [`Error::OtherDevice`]; everything that is wrong with the bindings, before anything runs; cuDNN's own.
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     pub unsafe fn execute(&self, handle: &Handle<'_>, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
-        self.check_device(handle.device())?;
         let bound = self.bound(bindings, workspace)?;
-        let mut ready = self.ready(bound.addresses, workspace.address)?;
-        for (n, value) in bound.values.iter().enumerate() {
+        // SAFETY: the caller's.
+        unsafe { self.submit(handle, &bound.addresses, &bound.values, workspace.address) }
+    }
+
+    /// [`Plan::execute`] for callers that know the order of [`Plan::ports`]: an address for each of `device`, a number for each of
+    /// `values`.
+    ///
+    /// # Safety
+    /// As [`Plan::execute`], and every address and the workspace have as much memory behind them as the port and the plan say.
+    ///
+    /// # Errors
+    /// [`Error::OtherDevice`]; another number of addresses or numbers than ports, an address that is 0 or not aligned, a number of
+    /// another type, before anything runs; cuDNN's own.
+    #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
+    pub unsafe fn execute_in_order(
+        &self,
+        handle: &Handle<'_>,
+        addresses: &[u64],
+        values: &[Scalar],
+        workspace: DeviceSlice,
+    ) -> Result<(), Error> {
+        self.ports.fit(addresses, values)?;
+        self.holds(workspace)?;
+        // SAFETY: the caller's.
+        unsafe { self.submit(handle, addresses, values, workspace.address) }
+    }
+
+    /// # Safety
+    /// As [`Plan::execute_in_order`], and addresses and numbers fit the ports.
+    #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
+    unsafe fn submit(&self, handle: &Handle<'_>, addresses: &[u64], values: &[Scalar], workspace: u64) -> Result<(), Error> {
+        self.check_device(handle.device())?;
+        let mut ready = self.ready(addresses, workspace)?;
+        for (n, value) in values.iter().enumerate() {
             match *value {
                 Scalar::F32(x) => ready.pack.set_value(n, &x.to_ne_bytes()),
                 Scalar::I32(x) => ready.pack.set_value(n, &x.to_ne_bytes()),
@@ -356,18 +391,18 @@ impl Plan {
 
     /// The pack for these addresses, kept from an earlier execution or made now. It is taken out: numbers in it are set
     /// for one execution at a time.
-    fn ready(&self, addresses: SmallVec<[u64; 8]>, workspace: u64) -> Result<Box<Ready>, Error> {
+    fn ready(&self, addresses: &[u64], workspace: u64) -> Result<Box<Ready>, Error> {
         let hash = mixed(addresses.iter().copied().chain([workspace]));
         if let Some(mut packs) = self.shelf()
-            && let Some(at) = packs.iter().rposition(|r| r.hash == hash && r.workspace == workspace && r.addresses == addresses)
+            && let Some(at) = packs.iter().rposition(|r| r.hash == hash && r.workspace == workspace && r.addresses[..] == *addresses)
             && let Some(ready) = packs.remove(at)
         {
             return Ok(ready);
         }
         let device: Vec<i64> = self.ports.device.iter().map(|p| p.id.uid()).collect();
         let values: Vec<i64> = self.ports.values.iter().map(|p| p.id.uid()).collect();
-        let pack = Pack::new(self.library, &device, &addresses, &values, workspace)?;
-        Ok(Box::new(Ready { hash, addresses, workspace, pack }))
+        let pack = Pack::new(self.library, &device, addresses, &values, workspace)?;
+        Ok(Box::new(Ready { hash, addresses: addresses.into(), workspace, pack }))
     }
 
     /// A shelf that nobody is at, this thread's if possible.

@@ -24,11 +24,13 @@
 
 use crate::backward::BackwardSpec;
 use crate::error::{Error, SpecError, SpecErrors};
-use crate::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, with_defaults};
+use crate::exec::cudnn::raw::defaults_added;
+use crate::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
 use crate::spec::AttentionSpec;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
 use cudnn_graph::expr::Declared;
 use cudnn_graph::{DType, DeviceSlice, Handle, Library, RawStream, Stream};
+use smallvec::SmallVec;
 use std::sync::Arc;
 
 /// An element type that attention over cudarc's slices takes.
@@ -157,7 +159,8 @@ pub struct Attention {
 /// Slices of one call: their addresses, with the guards that order them with other streams, and where they are.
 struct Slices<'a> {
     stream: &'a Arc<CudaStream>,
-    guards: Vec<SyncOnDrop<'a>>,
+    // Inline: a call that hits allocates nothing.
+    guards: SmallVec<[SyncOnDrop<'a>; 16]>,
     errors: Vec<SpecError>,
 }
 
@@ -185,7 +188,7 @@ impl<'a> Slices<'a> {
         DeviceSlice { address, bytes }
     }
 
-    fn params(&mut self, params: &'a [Param<'a>]) -> Vec<DeviceParam<'a>> {
+    fn params(&mut self, params: &'a [Param<'a>]) -> SmallVec<[DeviceParam<'a>; 8]> {
         let value = |p: &'a Param<'a>, slices: &mut Slices<'a>| match p.value {
             Value::Scalar(x) => DeviceValue::Scalar(x),
             Value::F32(x) => DeviceValue::Tensor(DType::F32, slices.read(p.name, x)),
@@ -235,7 +238,7 @@ impl Attention {
     /// before anything runs; cudarc's and cuDNN's own.
     pub fn forward<T: Element>(&self, stream: &Arc<CudaStream>, call: Forward<'_, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
-        let mut slices = Slices { stream, guards: Vec::new(), errors: Vec::new() };
+        let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
         let device = DeviceForward {
             q: slices.read("q", call.q),
             k: slices.read("k", call.k),
@@ -243,7 +246,7 @@ impl Attention {
             o: slices.write("o", call.o),
             stats: call.stats.map(|s| slices.write("stats", s)),
             attn_scale: call.attn_scale,
-            params: &with_defaults(&self.params, slices.params(call.params)),
+            params: &defaults_added(&self.params, slices.params(call.params)),
             workspace: None,
         };
         // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
@@ -257,8 +260,8 @@ impl Attention {
     /// As [`Attention::forward`].
     pub fn backward<T: Element>(&self, stream: &Arc<CudaStream>, call: Backward<'_, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
-        let mut slices = Slices { stream, guards: Vec::new(), errors: Vec::new() };
-        let gradients: Vec<DeviceGradient<'_>> =
+        let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
+        let gradients: SmallVec<[DeviceGradient<'_>; 4]> =
             call.gradients.into_iter().map(|(name, slice)| DeviceGradient { name, slice: slices.write(name, slice) }).collect();
         let device = DeviceBackward {
             q: slices.read("q", call.q),
@@ -271,7 +274,7 @@ impl Attention {
             dk: slices.write("dk", call.dk),
             dv: slices.write("dv", call.dv),
             attn_scale: call.attn_scale,
-            params: &with_defaults(&self.params, slices.params(call.params)),
+            params: &defaults_added(&self.params, slices.params(call.params)),
             gradients: &gradients,
             workspace: None,
         };

@@ -10,6 +10,7 @@ use conformance::sent;
 use cudnn_graph::{DeviceProfile, Library, Outcome, Search, Target, Version};
 use sdpa::exec::cudnn::plan::{self, PlanOptions, Planned};
 use sdpa::exec::cudnn::portable::{self, PayloadError};
+use sdpa::exec::cudnn::schedule::Role;
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
 use sdpa::lower::{self, Form, Job, UNIFIED_BACKWARD_SINCE, UNIFIED_SINCE};
 use sdpa::{AttentionSpec, DType, Error, Layout, Shape};
@@ -141,13 +142,10 @@ fn compile(names: &[String]) -> Result<(), String> {
 
 /// The first offers must have held, and each plan must record what was sent.
 fn check(planned: &Planned, compiled: &mut Compiled) {
-    compiled.copies = planned.copies.len();
-    compiled.conversions = planned.conversions.len();
-    let copies = planned.copies.iter().map(|c| (&c.copy.graph, &c.plan));
-    let conversions = planned.conversions.iter().map(|c| (&c.copy.graph, &c.plan));
-    let steps = planned.sums.iter().flat_map(|s| &s.steps).map(|(sum, plan)| (&sum.graph, plan));
-    let sums = steps.chain(planned.sums.iter().map(|s| (&s.rounding.0.graph, &s.rounding.1)));
-    for (graph, plan) in std::iter::once((&planned.lowered.graph, &planned.plan)).chain(copies).chain(conversions).chain(sums) {
+    compiled.copies = planned.copied().len();
+    compiled.conversions = planned.schedule.runs().filter(|run| matches!(run.role, Role::Conversion(_))).count();
+    for run in planned.schedule.runs() {
+        let (graph, plan) = (&run.graph, &run.plan);
         let first = plan.report().candidates.iter().find(|c| !matches!(c.outcome, Outcome::PassedOver(_)));
         if first.is_none_or(|c| c.outcome != Outcome::Chosen) {
             compiled.wrong.push(format!("the first offer fell through:\n{}", plan.report()));

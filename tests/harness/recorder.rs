@@ -6,12 +6,14 @@
 pub mod entry;
 
 use cudnn_graph::ffi::codes::Kind;
-use cudnn_graph::{Buffer, Captured, DeviceSlice, Handle, Search, Stream};
+use cudnn_graph::ir::TensorId;
+use cudnn_graph::{Buffer, Captured, DeviceSlice, Handle, Plan, Search, Stream};
 use entry::Entry;
+use sdpa::exec::cudnn::schedule::{Port, Role, Run};
 use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, Planned, Replay};
 use sdpa::{AttentionSpec, BackwardSpec};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const FILE: &str = "librecording.so";
 
@@ -310,6 +312,17 @@ impl Drop for ByHand {
         // SAFETY: it is ours.
         unsafe { (self.destroy)(std::ptr::with_exposed_provenance_mut(self.graph)) };
     }
+}
+
+/// The graph that runs for this.
+pub fn run<'a>(planned: &'a Planned, role: &Role) -> &'a Run<Arc<Plan>> {
+    planned.schedule.runs().find(|run| run.role == *role).unwrap_or_else(|| panic!("there is no {role}"))
+}
+
+/// The tensor of this name, of a graph that runs.
+pub fn tensor(run: &Run<Arc<Plan>>, name: &str) -> TensorId {
+    let named = |port: &&Port| run.graph.graph().get(port.tensor).is_some_and(|tensor| tensor.name == name);
+    run.ports.iter().find(named).unwrap_or_else(|| panic!("{} has no {name}", run.role)).tensor
 }
 
 /// All of a buffer.

@@ -8,13 +8,14 @@
 //! than the plan keeps packs for.
 //!
 //! The others are functional calls of more than plain attention: `softcap` (a scalar parameter), `bias` (a tensor), `lengths` (padding),
-//! `backward`, `backward-softcap`; and calls through cudarc's slices, plans in hand: `cudarc`, `cudarc-backward`.
+//! `copies` (operands that engines cannot use in place), `backward`, `backward-softcap`, `backward-bias` (with the gradient of a bias, which is
+//! summed); and calls through cudarc's slices, plans in hand: `cudarc`, `cudarc-backward`.
 
 use conformance::allocations::{self, Counting};
 use conformance::recorder::{Recorder, whole};
 use cudnn_graph::{Buffer, Stream};
-use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, DeviceParam, DeviceValue};
-use sdpa::{AttentionSpec, DType, Layout, Mask, Problem, ScoreMod, Shape, TensorSpec};
+use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Problem, ScoreMod, Shape, TensorSpec};
 use std::hint::black_box;
 
 #[global_allocator]
@@ -48,15 +49,26 @@ fn main() -> Result<()> {
             let lengths = [("seq_len_q", Some((DType::I32, 4))), ("seq_len_kv", Some((DType::I32, 4)))];
             functional(&recorder, &plain.clone().mask(Mask::padding()), &lengths, calls)
         }
-        "backward" => backward(&recorder, &plain, &[], calls),
-        "backward-softcap" => backward(&recorder, &softcap()?, &[("cap", None)], calls),
+        "copies" => {
+            let gapped =
+                |tensor: TensorSpec| TensorSpec { strides: tensor.strides.map(|s| if s == 1 { 1 } else { s / 128 * 129 }), ..tensor };
+            let mut strided = plain.clone();
+            (strided.q, strided.o) = (gapped(strided.q), gapped(strided.o));
+            functional(&recorder, &strided, &[], calls)
+        }
+        "backward" => backward(&recorder, &plain.backward(), &[], calls),
+        "backward-softcap" => backward(&recorder, &softcap()?.backward(), &[("cap", None)], calls),
+        "backward-bias" => {
+            let spec = plain.clone().score_mod("bias:h".parse::<ScoreMod>()?).backward().wrt("bias", DType::BF16);
+            backward(&recorder, &spec, &[("bias", Some((DType::F32, 4 * 32)))], calls)
+        }
         #[cfg(not(target_vendor = "apple"))]
         "cudarc" => over_cudarc::forward(&recorder, &plain, calls),
         #[cfg(not(target_vendor = "apple"))]
         "cudarc-backward" => over_cudarc::backward(&recorder, &plain, calls),
         _ => Err(format!(
-            "{path}: one of prepared, found, functional, validate, addresses, softcap, bias, lengths, backward, backward-softcap, cudarc, \
-             cudarc-backward"
+            "{path}: one of prepared, found, functional, validate, addresses, softcap, bias, lengths, copies, backward, backward-softcap, \
+             backward-bias, cudarc, cudarc-backward"
         )
         .into()),
     }
@@ -143,18 +155,22 @@ fn functional(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls:
     count(recorder, calls, Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&call))?)))
 }
 
-/// The same of its backward pass.
-fn backward(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls: u64) -> Result<()> {
+/// A functional call of a backward pass.
+fn backward(recorder: &Recorder, backward: &BackwardSpec, given: &[Given], calls: u64) -> Result<()> {
     let stream: Stream = recorder.stream();
-    let backward = spec.backward();
+    let spec = &backward.forward;
     let operands = [&spec.q, &spec.k, &spec.v, &spec.o, &backward.d_o, &backward.dq, &backward.dk, &backward.dv];
     let operands = operands.map(|tensor| recorder.buffer(bytes(tensor)));
     let stats = recorder.buffer((SHAPE.batch * SHAPE.heads_q * SHAPE.seq_q).unsigned_abs() * 4);
     let [q, k, v, o, d_o, dq, dk, dv] = operands.each_ref().map(whole);
     let (_buffers, params) = params(recorder, given);
     let stats = whole(&stats);
-    let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &params, gradients: &[], workspace: None };
-    count(recorder, calls, Box::new(|_| Ok(recorder.functional_backward(&stream, black_box(&backward), black_box(&call))?)))
+    let memory: Vec<Buffer> = backward.wrt.iter().map(|_| recorder.buffer(2 * 32)).collect();
+    let gradients: Vec<DeviceGradient<'_>> =
+        backward.wrt.iter().zip(&memory).map(|(asked, memory)| DeviceGradient { name: &asked.name, slice: whole(memory) }).collect();
+    let (params, gradients) = (&params[..], &gradients[..]);
+    let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params, gradients, workspace: None };
+    count(recorder, calls, Box::new(|_| Ok(recorder.functional_backward(&stream, black_box(backward), black_box(&call))?)))
 }
 
 /// Plans in hand, through cudarc's slices.

@@ -87,7 +87,7 @@ pub(crate) fn run(elsewhere: Option<&str>) -> Result<()> {
 
 /// Plans of cuDNN that one of ours is made of.
 fn parts(planned: &Planned) -> usize {
-    1 + planned.copies.len() + planned.conversions.len() + planned.sums.iter().map(|s| s.steps.len() + 1).sum::<usize>()
+    planned.schedule.runs().count()
 }
 
 pub(crate) fn loads() -> Result<()> {

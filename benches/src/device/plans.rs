@@ -40,7 +40,7 @@ pub(crate) fn run() -> Result<()> {
             json.len(),
             start.elapsed().as_secs_f64() * 1e3
         );
-        let planned = Planned::alone(here.job.clone(), lowered, plan);
+        let planned = Planned::of(library, &Target::Handle(&handle), &here.job, (lowered, plan.into()))?;
         outputs.push(output(&stream, &handle, &planned, &spec)?);
         let other = json.replacen("\"cudnnVersion\":9", "\"cudnnVersion\":8", 1);
         // SAFETY: as above, but for a number that is checked first.

@@ -50,7 +50,7 @@ fn measure(problems: Vec<(String, AttentionSpec)>, backward: bool) -> Result<()>
                 match planner.nth(n, &target) {
                     Ok(plan) => rivals.push((
                         format!("{form} {} {:?}", candidate.tag(), candidate.source),
-                        Planned::alone(job.clone(), lowered.clone(), plan),
+                        Planned::of(executor.library(), &target, &job, (lowered.clone(), plan.into()))?,
                     )),
                     Err(e) => println!("# {name}: {form} {} was offered and refused: {e}", candidate.tag()),
                 }

@@ -4,6 +4,7 @@ use super::node::{Binary, Kind, Node, Type, Unary};
 use super::trace::Trace;
 use crate::ir::interp::{Operand, pointwise};
 use crate::ir::pointwise::Params;
+use smallvec::SmallVec;
 
 pub use crate::ir::interp::Precision;
 
@@ -39,7 +40,18 @@ pub struct Place<'a> {
 impl Trace {
     /// Evaluates every value at one place, and gives the roots. Truth values are 0 and 1. Missing parameters are not-a-number.
     pub fn eval(&self, at: &Place<'_>, precision: Precision) -> Vec<f64> {
-        let mut values: Vec<f64> = Vec::with_capacity(self.nodes().len());
+        let values = self.values(at, precision);
+        self.roots().iter().map(|root| values[root.index()]).collect()
+    }
+
+    /// The first root alone. Allocates nothing for up to 32 values.
+    pub fn eval_first(&self, at: &Place<'_>, precision: Precision) -> f64 {
+        let values = self.values(at, precision);
+        self.roots().first().map_or(f64::NAN, |root| values[root.index()])
+    }
+
+    fn values(&self, at: &Place<'_>, precision: Precision) -> SmallVec<[f64; 32]> {
+        let mut values: SmallVec<[f64; 32]> = SmallVec::with_capacity(self.nodes().len());
         for id in self.ids() {
             let value = match self.node(id) {
                 Node::Score => at.score,
@@ -60,6 +72,6 @@ impl Trace {
             };
             values.push(value);
         }
-        self.roots().iter().map(|root| values[root.index()]).collect()
+        values
     }
 }

@@ -154,13 +154,13 @@ pub(crate) struct InspectArgs {
     pub(crate) backward: BackwardArgs,
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
-    /// spec, problem, trace, gradient, graph, program or plan. Else graph
+    /// spec, problem, trace, gradient, graph, program, schedule or plan. Else graph
     #[arg(long)]
     pub(crate) stage: Option<String>,
     /// composite or unified. Else the one that is asked first; for a plan, the other one after it
     #[arg(long)]
     pub(crate) form: Option<String>,
-    /// Version of cuDNN to lower for (graph, program). Else that of the library found, or 9.27.0
+    /// Version of cuDNN to lower for (graph, program, schedule). Else that of the library found, or 9.27.0
     #[arg(long, value_name = "9.19.0")]
     pub(crate) runtime: Option<String>,
     /// Make the plan for the device that this JSON file describes; no GPU is needed

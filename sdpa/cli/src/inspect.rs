@@ -10,6 +10,8 @@ use crate::request::{Request, Wanted};
 use crate::table::{Table, list};
 use cudnn_graph::encode::encode;
 use cudnn_graph::{DeviceProfile, Graph, Library, Program, Version};
+use sdpa::exec::cudnn::plan::schedule as schedule_of;
+use sdpa::exec::cudnn::schedule::Told;
 use sdpa::lower::{self, Form};
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Problem, Region, TensorSpec};
@@ -41,7 +43,7 @@ impl Order {
         let idle = match stage {
             None => [false; 3],
             Some(Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient) => [true; 3],
-            Some(Stage::Graph | Stage::Program) => [false, false, true],
+            Some(Stage::Graph | Stage::Program | Stage::Schedule) => [false, false, true],
             Some(Stage::Plan) => [false, true, false],
         };
         let options = [("--form", form.is_some()), ("--runtime", runtime.is_some()), ("--device-profile", profile.is_some())];
@@ -85,7 +87,7 @@ pub(crate) fn run(args: &InspectArgs, json: bool) -> Result<Answer, Failure> {
             let stage = GradientStage::new(request);
             Answer::new(json, &stage, || stage.text(), Outcome::Good)
         }
-        Stage::Graph | Stage::Program => lowered(&order, &args.places, json),
+        Stage::Graph | Stage::Program | Stage::Schedule => lowered(&order, &args.places, json),
         Stage::Plan => {
             let report = plan::make(&request.job(), order.form, order.profile.as_ref(), &args.places, Progress::new(json))?;
             Answer::new(json, &report, || report.text(), Outcome::Good)
@@ -181,7 +183,7 @@ impl GradientStage {
     }
 }
 
-/// A graph or a program, and what it was made for.
+/// A graph, a program or a schedule, and what it was made for.
 #[derive(Serialize)]
 struct Lowered<'a> {
     stage: &'static str,
@@ -193,6 +195,8 @@ struct Lowered<'a> {
     graph: Option<&'a Graph>,
     #[serde(skip_serializing_if = "Option::is_none")]
     program: Option<&'a Program>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    schedule: Option<&'a Told>,
 }
 
 fn runtime(given: Option<Version>, places: &PlaceArgs) -> Result<(Version, &'static str), Failure> {
@@ -213,17 +217,28 @@ fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Fail
     let form = order.form.or_else(|| lower::forms(&job, runtime).first().copied()).unwrap_or(Form::Composite);
     let refused = |e: &dyn std::fmt::Display| Failure::Executor(vec![Line::new(format!("{form} form"), e)]);
     let lowered = lower::lower(&job, form, runtime).map_err(|e| refused(&e))?;
-    let program = match order.stage {
-        Stage::Program => Some(encode(&lowered.graph, runtime).map_err(|e| refused(&e))?),
-        Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient | Stage::Graph | Stage::Plan => None,
-    };
+    let (mut program, mut schedule) = (None, None);
+    match order.stage {
+        Stage::Program => program = Some(encode(&lowered.graph, runtime).map_err(|e| refused(&e))?),
+        Stage::Schedule => schedule = Some(schedule_of(&job, form, runtime).map_err(|e| refused(&e))?.told(job.params())),
+        Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient | Stage::Graph | Stage::Plan => {}
+    }
     if !json {
         // The stage alone goes to stdout; a closed stderr is no reason to stop.
         writeln!(std::io::stderr(), "note: {form} form for cuDNN {runtime} ({runtime_from})").ok();
     }
-    let (stage, graph) = if program.is_some() { ("program", None) } else { ("graph", Some(lowered.graph.graph())) };
-    let value = Lowered { stage, pass: job.name(), form, runtime: runtime.to_string(), runtime_from, graph, program: program.as_ref() };
-    let text = || program.as_ref().map_or_else(|| lowered.graph.to_string(), Program::to_string);
+    let (stage, graph) = match (&program, &schedule) {
+        (Some(_), _) => ("program", None),
+        (None, Some(_)) => ("schedule", None),
+        (None, None) => ("graph", Some(lowered.graph.graph())),
+    };
+    let (program, schedule, runtime) = (program.as_ref(), schedule.as_ref(), runtime.to_string());
+    let value = Lowered { stage, pass: job.name(), form, runtime, runtime_from, graph, program, schedule };
+    let text = || match (program, schedule) {
+        (Some(program), _) => program.to_string(),
+        (None, Some(schedule)) => schedule.to_string(),
+        (None, None) => lowered.graph.to_string(),
+    };
     Answer::new(json, &value, text, Outcome::Good)
 }
 

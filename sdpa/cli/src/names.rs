@@ -39,6 +39,7 @@ pub(crate) enum Stage {
     Gradient,
     Graph,
     Program,
+    Schedule,
     Plan,
 }
 
@@ -50,6 +51,7 @@ pub(crate) fn stage(text: &str) -> Result<Stage, String> {
         ("gradient", Stage::Gradient),
         ("graph", Stage::Graph),
         ("program", Stage::Program),
+        ("schedule", Stage::Schedule),
         ("plan", Stage::Plan),
     ];
     one_of(text, &stages)

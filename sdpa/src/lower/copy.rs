@@ -268,6 +268,48 @@ mod tests {
         }
     }
 
+    /// Offsets of what is read for each element that is written, in the order of the latter.
+    fn reads(c: &Copy, element: i64) -> Vec<(i64, i64)> {
+        let graph = c.graph.graph();
+        let (x, y) = (graph.get(c.from).unwrap(), graph.get(c.to).unwrap());
+        let mut all = Vec::new();
+        for r in 0..c.repeats as i64 {
+            for place in 0..y.dims.0.iter().product::<i64>() {
+                let at = [place / (y.dims.0[1] * y.dims.0[2]), place / y.dims.0[2] % y.dims.0[1], place % y.dims.0[2]];
+                let of = |t: &Tensor| (0..3).map(|a| if t.dims.0[a] == 1 { 0 } else { at[a] * t.strides.0[a] }).sum::<i64>();
+                all.push((r * c.to_step as i64 / element + of(y), r * c.from_step as i64 / element + of(x)));
+            }
+        }
+        all.sort_unstable();
+        all
+    }
+
+    #[test]
+    fn what_is_spread_repeats_its_elements_along_the_axes_that_it_does_not_span() {
+        for to in [[2, 3, 5, 8], [2, 3, 5, 1], [1, 4, 6, 7]] {
+            for spanned in 0..16 {
+                let from: [i64; 4] = std::array::from_fn(|axis| if spanned >> axis & 1 == 1 { to[axis] } else { 1 });
+                let c = spread([DType::F32, DType::F32], from, to).unwrap();
+                let dense = Layout::Bhsd.strides(from);
+                let mut want = Vec::new();
+                for place in 0..to.iter().product::<i64>() {
+                    let at = [place / (to[1] * to[2] * to[3]), place / (to[2] * to[3]) % to[1], place / to[3] % to[2], place % to[3]];
+                    want.push((place, (0..4).map(|a| if from[a] == 1 { 0 } else { at[a] * dense[a] }).sum::<i64>()));
+                }
+                assert_eq!(reads(&c, 4), want, "{from:?} to {to:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn alignments_hold_for_the_base_and_every_step() {
+        assert_eq!(alignment(16, [], 2), 16);
+        assert_eq!(alignment(16, [0, 8], 2), 16);
+        assert_eq!(alignment(16, [0, 6], 2), 4);
+        assert_eq!(alignment(2, [0, 8], 2), 2);
+        assert_eq!(alignment(64, [64, 3], 1), 1);
+    }
+
     #[test]
     fn only_what_engines_cannot_read_is_copied() {
         let dense = TensorSpec::dense([2, 3, 5, 8], Layout::Bshd);

@@ -142,6 +142,19 @@ mod tests {
     use crate::{AttentionSpec, DType, Shape};
 
     #[test]
+    fn labels_tell_passes_apart_in_a_line() {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
+        let label = |job: Job| job.label();
+        assert_eq!(label(spec.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8)");
+        assert_eq!(label(spec.backward().validate().unwrap().into()), "backward bf16 (1,2,1,5,7,8)");
+        let wide = AttentionSpec::dense(DType::F16, Shape { dim_v: 16, ..shape }, Layout::Bhsd).mask(crate::Mask::causal());
+        assert_eq!(label(wide.validate().unwrap().into()), "forward f16 (1,2,1,5,7,8,16) causal");
+        let capped = spec.score_mod("softcap:30".parse().unwrap());
+        assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap = 30.0;\ntanh(score / cap) * cap");
+    }
+
+    #[test]
     fn a_borrowed_pass_is_found_as_its_job() {
         let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
         let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();

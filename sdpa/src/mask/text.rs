@@ -164,6 +164,13 @@ mod tests {
     }
 
     #[test]
+    fn parentheses_are_nested_as_deep_as_is_said() {
+        let nested = |depth| format!("{}causal{}", "(".repeat(depth), ")".repeat(depth)).parse::<Mask>();
+        assert_eq!(nested(DEPTH).unwrap(), Mask::causal());
+        assert!(nested(DEPTH + 1).unwrap_err().to_string().contains(&format!("at most {DEPTH} parentheses")));
+    }
+
+    #[test]
     fn names_and_expressions_are_joined_as_expressions_are() {
         let (causal, document, window) = (Mask::causal(), Mask::document(), mask("window:64,0:bottom-right"));
         let near = || mask("q - k < 4");

@@ -3,6 +3,7 @@
 //! [`CudnnExecutor`] has two doors. [`Executor::prepare`] takes host memory and is what the command line and the tests use;
 //! [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own.
 
+mod bind;
 mod call;
 mod files;
 pub mod guard;
@@ -13,13 +14,13 @@ pub mod plan;
 pub mod portable;
 pub mod raw;
 mod replay;
-mod sum;
+pub mod schedule;
 mod tune;
 mod used;
 
 pub use files::AttachError;
 pub use host::CudnnPrepared;
-pub use plan::{PlanOptions, Planned, PlannedConversion, PlannedCopy, PlannedSums};
+pub use plan::{PlanOptions, Planned};
 pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
 pub use replay::Replay;
 

@@ -1,14 +1,15 @@
 //! From a pass to compiled plans: which form, which engine, which operands are copied first.
 
+use super::bind::Takes;
 use super::guard;
 use super::named;
 use super::order;
+use super::schedule::{PIECE, Role, Run, Schedule, outline};
 use super::used::Used;
 use crate::cache::{BuildTime, CacheValue, Weight};
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
-use crate::lower::{self, Copy, Form, Job, LowerError, Lowered, Operand, Spelling, Sum, Supply, Vectors};
-use cudnn_graph::ir::TensorId;
-use cudnn_graph::{Library, Outcome, Plan, Planner, Policy, Target, Verified};
+use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling, Vectors};
+use cudnn_graph::{Buffer, Library, Outcome, Plan, Planner, Policy, Target, Version};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,46 +32,72 @@ pub struct Planned {
     pub lowered: Arc<Lowered>,
     /// The attention plan.
     pub plan: Arc<Plan>,
-    /// Copies, by operand; those of results come after the attention.
-    pub copies: Vec<PlannedCopy>,
-    /// Conversions of declared tensors that engines do not read as they are.
-    pub conversions: Vec<PlannedConversion>,
-    /// Sums of gradients that the attention plan writes over more axes than were asked for.
-    pub sums: Vec<PlannedSums>,
+    /// Everything that a call needs and does; the attention plan is one of its steps.
+    pub schedule: Schedule<Arc<Plan>>,
     /// The tag of the attention's engine.
     pub engine: String,
     /// Where the time of making it went.
     pub time: BuildTime,
-    /// Tables in device memory: one for each that the graph reads, in the order of its supplies, then the ones of each sum.
-    pub tables: Vec<Arc<cudnn_graph::Buffer>>,
+    /// What the schedule's tables hold, in device memory: see [`Planned::upload_tables`].
+    pub tables: Vec<Arc<Buffer>>,
+    /// What each declared parameter takes.
+    pub(super) takes: Vec<Takes>,
+    /// What plans need of the workspace for themselves.
+    pub(super) base: u64,
     pub(super) used: Used,
 }
 
 impl Planned {
-    /// Every plan: the attention's, of copies, conversions and sums.
-    pub(super) fn plans(&self) -> impl Iterator<Item = &Arc<Plan>> {
-        let copies = self.copies.iter().map(|c| &c.plan).chain(self.conversions.iter().map(|c| &c.plan));
-        let sums = self.sums.iter().flat_map(|s| s.steps.iter().map(|(_, plan)| plan).chain([&s.rounding.1]));
-        [&self.plan].into_iter().chain(copies).chain(sums)
+    /// Plans for every graph of a schedule around the attention's own.
+    ///
+    /// # Errors
+    /// Those of `make`, which is asked for every other plan.
+    pub(super) fn around<E>(
+        job: Job,
+        (lowered, plan): Attention,
+        schedule: Schedule<()>,
+        mut make: impl FnMut(&Run<()>) -> Result<Arc<Plan>, E>,
+    ) -> Result<Planned, E> {
+        let schedule = schedule.try_map(|run| if run.role == Role::Attention { Ok(plan.clone()) } else { make(run) })?;
+        let most = schedule.runs().map(|run| run.plan.workspace_bytes()).max().unwrap_or(0);
+        let base = if schedule.scratch() == 0 { most } else { most.next_multiple_of(PIECE) };
+        let extents = job.problem().extents();
+        let takes = job.params().iter().map(|p| Takes::of(p, extents)).collect();
+        let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
+        let (time, tables, used) = (BuildTime::default(), Vec::new(), Used::default());
+        Ok(Planned { job, lowered, plan, schedule, engine, time, tables, takes, base, used })
     }
 
-    /// A plan of the attention graph with nothing around it, for callers that plan by themselves: no operand is copied, and the graph
-    /// reads no tables and writes no gradients of parameters.
-    pub fn alone(job: Job, lowered: Arc<Lowered>, plan: impl Into<Arc<Plan>>) -> Planned {
-        let plan = plan.into();
-        let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
-        Planned {
-            job,
-            lowered,
-            plan,
-            copies: Vec::new(),
-            conversions: Vec::new(),
-            sums: Vec::new(),
-            engine,
-            time: BuildTime::default(),
-            tables: Vec::new(),
-            used: Used::default(),
-        }
+    /// A plan of the attention graph, for callers that plan by themselves; what has to happen around it is planned as usual.
+    ///
+    /// # Errors
+    /// As [`build`].
+    pub fn of(library: &'static Library, target: &Target<'_>, job: &Job, attention: Attention) -> Result<Planned, Error> {
+        let (dense, _) = lower::densify(job);
+        let schedule = outline(job, &dense, &attention.0)?;
+        Planned::around(dense, attention, schedule, |run| {
+            let plan = Plan::build(library, run.graph.clone(), target, &Policy::default());
+            plan.map(Arc::new).map_err(|e| refused(run.role.to_string(), e.into()))
+        })
+    }
+
+    /// Every plan, in the order of the steps.
+    pub(super) fn plans(&self) -> impl Iterator<Item = &Arc<Plan>> {
+        self.schedule.runs().map(|run| &run.plan)
+    }
+
+    /// Bytes of device memory that a call needs besides its operands: what plans need for themselves, and room for copied operands.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.base + self.schedule.scratch()
+    }
+
+    /// Names of the operands that are copied because the engines cannot use them in place.
+    pub fn copied(&self) -> Vec<&'static str> {
+        let copied = self.schedule.runs().filter_map(|run| match &run.role {
+            Role::Copy(operand) => Some(operand.name()),
+            Role::Attention | Role::Conversion(_) | Role::Sum(..) | Role::Rounding(_) => None,
+        });
+        copied.collect()
     }
 }
 
@@ -92,43 +119,6 @@ impl CacheValue for Planned {
 
 /// Host memory of a plan's descriptors, about.
 const DESCRIPTORS: u64 = 256 << 10;
-
-/// A copy of one operand.
-#[derive(Debug)]
-pub struct PlannedCopy {
-    /// Which operand.
-    pub operand: Operand,
-    /// The copy's graph.
-    pub copy: Copy,
-    /// The copy's plan.
-    pub plan: Arc<Plan>,
-}
-
-/// A conversion of declared tensors into one that the attention graph reads.
-#[derive(Debug)]
-pub struct PlannedConversion {
-    /// The tensor of the attention graph.
-    pub tensor: TensorId,
-    /// The names of the parameters that the copy reads.
-    pub names: Vec<String>,
-    /// The conversion's graph.
-    pub copy: Copy,
-    /// The conversion's plan.
-    pub plan: Arc<Plan>,
-}
-
-/// The sums that make one gradient.
-#[derive(Debug)]
-pub struct PlannedSums {
-    /// The tensor of the attention graph.
-    pub tensor: TensorId,
-    /// The parameter's name.
-    pub name: String,
-    /// Each sum's graph and plan.
-    pub steps: Vec<(Sum, Arc<Plan>)>,
-    /// What brings the last sum from f32 to the type of the gradient.
-    pub rounding: (Copy, Arc<Plan>),
-}
 
 fn unsupported(reasons: Vec<Reason>) -> Error {
     Error::Unsupported(Unsupported { executor: ExecutorName::Cudnn, reasons })
@@ -175,10 +165,24 @@ pub fn ask(
     form: Form,
     policy: &Policy,
 ) -> Result<(Arc<Lowered>, Planner), Error> {
-    try_ask(library, target, job, form, policy).map_err(|refusal| match refusal {
+    try_ask(library, target, job, form, policy).map_err(|refusal| told(form, refusal))
+}
+
+fn told(form: Form, refusal: Refusal) -> Error {
+    match refusal {
         Refusal::NoSpelling(text) => unsupported(vec![Reason::Refused { form: form.name().to_owned(), text }]),
         Refusal::Other(error) => error,
-    })
+    }
+}
+
+/// What a pass needs and does in one form, as it is spelled first, on a runtime of this version. Asks no library.
+///
+/// # Errors
+/// [`Error::Unsupported`] for what the form cannot express.
+pub fn schedule(job: &Job, form: Form, runtime: Version) -> Result<Schedule<()>, Error> {
+    let (dense, _) = lower::densify(job);
+    let lowered = spelled(lower::lower(&dense, form, runtime)).map_err(|refusal| told(form, refusal))?;
+    outline(job, &dense, &lowered)
 }
 
 /// The spellings of a pass in one form, the better one first: with an engine that has to be asked for by name, as it is usual, and
@@ -285,18 +289,18 @@ fn first_form<T>(
     job: &Job,
     options: &PlanOptions,
     mut make: impl FnMut(&Job, Form) -> Result<T, Refusal>,
-) -> Result<(Job, Vec<Operand>, T), Error> {
+) -> Result<(Job, T), Error> {
     let known = guard::reasons(job, library.version(), target.sm(), options.policy.deterministic || job.deterministic());
     if !known.is_empty() {
         return Err(unsupported(known));
     }
-    let (dense, copied) = lower::densify(job);
+    let (dense, _) = lower::densify(job);
     let forms = lower::forms(&dense, library.version()).iter().copied().filter(|f| options.form.is_none_or(|only| only == *f));
     let (mut reasons, mut failed) = (Vec::new(), None);
     for form in forms {
         let refused = |text: String| Reason::Refused { form: form.name().to_owned(), text: text.replace('\n', "; ") };
         match make(&dense, form) {
-            Ok(made) => return Ok((dense, copied, made)),
+            Ok(made) => return Ok((dense, made)),
             Err(Refusal::NoSpelling(text)) => reasons.push(refused(text)),
             Err(Refusal::Other(Error::Backend(e))) if e.is_unsupported() => {
                 tracing::debug!(%form, reason = %e, "refused");
@@ -326,35 +330,14 @@ fn first_form<T>(
 /// # Errors
 /// [`Error::Unsupported`] with every reason; the environment's.
 pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Form, Error> {
-    let (dense, copied, (form, lowered)) = first_form(library, target, job, options, |j, form| {
+    let (dense, (form, lowered)) = first_form(library, target, job, options, |j, form| {
         let (lowered, _) = try_ask(library, target, j, form, &options.policy)?;
         Ok((form, lowered))
     })?;
-    for (_, names, copy) in conversions(&lowered)? {
-        Planner::new(library, Arc::new(copy.graph), target, &Policy::default())
-            .map_err(|e| refused(format!("conversion of {}", names.join(" and ")), e.into()))?;
-    }
-    for sums in lowered.sums()? {
-        let steps = sums.steps.into_iter().map(|step| step.graph);
-        for graph in steps.chain([sums.rounding.graph]) {
-            Planner::new(library, Arc::new(graph), target, &Policy::default())
-                .map_err(|e| refused(format!("sum of the gradient of {}", sums.name), e.into()))?;
-        }
-    }
-    for operand in copied {
-        copy_graph(job, &dense, operand)
-            .and_then(|c| Ok(Planner::new(library, Arc::new(c.graph), target, &Policy::default())?))
-            .map_err(|e| refused(format!("copy of {operand}"), e))?;
+    for run in outline(job, &dense, &lowered)?.runs().filter(|run| run.role != Role::Attention) {
+        Planner::new(library, run.graph.clone(), target, &Policy::default()).map_err(|e| refused(run.role.to_string(), e.into()))?;
     }
     Ok(form)
-}
-
-pub(super) fn copy_graph(job: &Job, dense: &Job, operand: Operand) -> Result<Copy, Error> {
-    let (Some(given), Some(used)) = (job.tensor(operand), dense.tensor(operand)) else {
-        return Err(unsupported(vec![Reason::Absent(format!("the {} pass has no {operand}", job.name()))]));
-    };
-    let (from, to) = if job.writes(operand) { (used, given) } else { (given, used) };
-    Ok(lower::copy(job.problem().dtype(), &from, &to)?)
 }
 
 fn refused(form: String, error: Error) -> Error {
@@ -374,12 +357,12 @@ fn refused(form: String, error: Error) -> Error {
 pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Planned, Error> {
     let mut time = BuildTime::default();
     let made = first_form(library, target, job, options, |j, form| try_build(library, target, j, form, &options.policy, &mut time));
-    let (dense, copied, (lowered, plan)) = made?;
-    assemble(library, target, job, (dense, copied), (lowered, Arc::new(plan)), time)
+    let (_, (lowered, plan)) = made?;
+    with_attention(library, target, job, (lowered, Arc::new(plan)), time)
 }
 
 /// The graph of the attention itself, and a plan of it.
-pub(super) type Attention = (Arc<Lowered>, Arc<Plan>);
+pub type Attention = (Arc<Lowered>, Arc<Plan>);
 
 /// Every configuration that cuDNN offers and compiles for a pass, in every form and spelling that the options allow.
 ///
@@ -422,7 +405,7 @@ pub(super) fn offered(
     Ok(all)
 }
 
-/// The same plans with another configuration of the attention; of the same pass, so that helpers may differ with its spelling.
+/// The plans around an attention plan.
 ///
 /// # Errors
 /// As [`build`].
@@ -431,74 +414,11 @@ pub(super) fn with_attention(
     target: &Target<'_>,
     job: &Job,
     attention: Attention,
-    time: BuildTime,
-) -> Result<Planned, Error> {
-    assemble(library, target, job, lower::densify(job), attention, time)
-}
-
-/// The plans around the attention's.
-fn assemble(
-    library: &'static Library,
-    target: &Target<'_>,
-    job: &Job,
-    (dense, copied): (Job, Vec<Operand>),
-    (lowered, plan): Attention,
     mut time: BuildTime,
 ) -> Result<Planned, Error> {
     let helpers = Instant::now();
-    let copies = copied
-        .into_iter()
-        .map(|operand| {
-            let copy = copy_graph(job, &dense, operand)?;
-            let plan = Plan::build(library, Arc::new(copy.graph.clone()), target, &Policy::default())
-                .map_err(|e| refused(format!("copy of {operand}"), Error::Backend(e)))?;
-            Ok(PlannedCopy { operand, copy, plan: Arc::new(plan) })
-        })
-        .collect::<Result<_, Error>>()?;
-    let conversions = conversions(&lowered)?
-        .into_iter()
-        .map(|(tensor, names, copy)| {
-            let plan = Plan::build(library, Arc::new(copy.graph.clone()), target, &Policy::default())
-                .map_err(|e| refused(format!("conversion of {}", names.join(" and ")), Error::Backend(e)))?;
-            Ok(PlannedConversion { tensor, names, copy, plan: Arc::new(plan) })
-        })
-        .collect::<Result<_, Error>>()?;
-    let sums = lowered
-        .sums()?
-        .into_iter()
-        .map(|sums| {
-            let plan = |graph: &Verified| {
-                let plan = Plan::build(library, Arc::new(graph.clone()), target, &Policy::default());
-                let plan = plan.map_err(|e| refused(format!("sum of the gradient of {}", sums.name), Error::Backend(e)))?;
-                Ok::<_, Error>(Arc::new(plan))
-            };
-            let rounding = plan(&sums.rounding.graph)?;
-            let steps = sums.steps.into_iter().map(|step| plan(&step.graph).map(|plan| (step, plan))).collect::<Result<_, Error>>()?;
-            Ok(PlannedSums { tensor: sums.tensor, name: sums.name, steps, rounding: (sums.rounding, rounding) })
-        })
-        .collect::<Result<_, Error>>()?;
+    let mut planned = Planned::of(library, target, job, attention)?;
     time.compile += micros(helpers);
-    let mut planned = Planned::alone(dense, lowered, plan);
-    (planned.copies, planned.conversions, planned.sums, planned.time) = (copies, conversions, sums, time);
+    planned.time = time;
     Ok(planned)
-}
-
-/// The declared tensors that a graph reads in another form, with what makes it.
-pub(super) fn conversions(lowered: &Lowered) -> Result<Vec<(TensorId, Vec<String>, Copy)>, Error> {
-    let mut all = Vec::new();
-    for (id, supply) in &lowered.supplies {
-        let Some(tensor) = lowered.graph.graph().get(*id) else { continue };
-        let [batch, head, q, k] = tensor.dims.0[..] else { continue };
-        match supply {
-            Supply::Spread { name, dtype, dims } => {
-                all.push((*id, vec![name.clone()], lower::spread([*dtype, tensor.dtype], *dims, [batch, head, q, k])?));
-            }
-            Supply::Guarded(which) => {
-                let names = which.params().iter().map(|&name| name.to_owned()).collect();
-                all.push((*id, names, lower::guarded(*which, batch)?));
-            }
-            Supply::Number(_) | Supply::Param(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {}
-        }
-    }
-    Ok(all)
 }
