@@ -13,6 +13,7 @@ use crate::ir::{Scalar, Verified};
 use crate::profile::{DeviceProfile, Target};
 use crate::program::Program;
 use parking_lot::{Mutex, MutexGuard};
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -180,7 +181,7 @@ fn mixed(numbers: impl Iterator<Item = u64>) -> u64 {
 #[derive(Debug)]
 struct Ready {
     hash: u64,
-    addresses: Box<[u64]>,
+    addresses: SmallVec<[u64; 8]>,
     workspace: u64,
     pack: Pack,
 }
@@ -402,7 +403,7 @@ impl Plan {
         let device: Vec<i64> = self.ports.device.iter().map(|p| p.id.uid()).collect();
         let values: Vec<i64> = self.ports.values.iter().map(|p| p.id.uid()).collect();
         let pack = Pack::new(self.library, &device, addresses, &values, workspace)?;
-        Ok(Box::new(Ready { hash, addresses: addresses.into(), workspace, pack }))
+        Ok(Box::new(Ready { hash, addresses: SmallVec::from_slice(addresses), workspace, pack }))
     }
 
     /// A shelf that nobody is at, this thread's if possible.

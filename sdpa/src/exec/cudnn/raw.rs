@@ -230,7 +230,7 @@ impl Planned {
 /// As [`Planned::forward`].
 unsafe fn execute(handle: &Handle<'_>, run: &Run<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
     // Inline: a call that hits allocates nothing.
-    let numbers: SmallVec<[_; 16]> = run.numbers.iter().map(|(_, number)| bound.number(number)).collect();
+    let numbers: SmallVec<[_; 24]> = run.numbers.iter().map(|(_, number)| bound.number(number)).collect();
     for n in 0..run.repeats {
         let addresses: SmallVec<[u64; 32]> = run.ports.iter().map(|port| bound.address(port.slot) + n * port.step).collect();
         // SAFETY: the caller's.
