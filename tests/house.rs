@@ -1,6 +1,7 @@
 //! Rules of the house that no compiler checks.
 
-use conformance::golden::repository;
+use conformance::golden::{self, repository};
+use sdpa::quirks::Quirk;
 use std::path::{Path, PathBuf};
 
 /// Where unsafe code may be: the fence of each crate.
@@ -152,4 +153,26 @@ fn the_map_of_the_house_names_every_folder_and_crate() {
     let missing: Vec<String> =
         names.into_iter().filter(|name| !map.contains(&format!("{name}/")) && !map.contains(&format!("`{name}`"))).collect();
     assert!(missing.is_empty(), "docs/ARCHITECTURE.md does not mention {}", missing.join(", "));
+}
+
+/// The page of what engines get wrong is made from the table, and what each row says would find it is there.
+#[test]
+fn quirks_have_their_page_and_their_tests() {
+    let page = std::fs::read_to_string(repository("docs/lowering.md")).unwrap();
+    let (before, rest) = page.split_once("those that are named.\n\n").unwrap();
+    let (_, after) = rest.split_once("\n## What holds this page").unwrap();
+    let made = format!("{before}those that are named.\n\n{}\n## What holds this page{after}", Quirk::table());
+    golden::check("docs/lowering.md", &made).unwrap_or_else(|e| panic!("{e}"));
+    let mut all: String = sources().into_iter().map(|(_, text)| text).collect();
+    for case in ["forward", "backward", "score_mod"] {
+        all.push_str(&std::fs::read_to_string(repository(&format!("tests/cases/{case}.toml"))).unwrap());
+    }
+    for quirk in Quirk::ALL {
+        let test = quirk.row().test;
+        let there = match test.strip_prefix("device ") {
+            Some(part) => repository(&format!("benches/src/device/{part}.rs")).exists(),
+            None => all.contains(&format!("fn {test}()")) || all.contains(&format!("name = \"{test}\"")),
+        };
+        assert!(there, "{quirk:?}: there is no {test}");
+    }
 }

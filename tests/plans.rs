@@ -1,14 +1,14 @@
 //! What a plan file says of each of its plans, what a recheck compares, and which plans the safe tier takes: over the recording library.
 
 use conformance::code;
-use conformance::recorder::Recorder;
+use conformance::recorder::{Recorder, whole};
 use conformance::say::skip;
 use cudnn_graph::ir::Scalar;
-use cudnn_graph::{Buffer, DType, OwnedBindings, Target};
-use sdpa::exec::cudnn::CudnnOptions;
+use cudnn_graph::{Buffer, DType, DeviceSlice, OwnedBindings, Target};
 use sdpa::exec::cudnn::portable::PayloadError;
+use sdpa::exec::cudnn::{CudnnOptions, DeviceBackward, DeviceGradient, DeviceParam, DeviceValue};
 use sdpa::lower::{Supply, Table};
-use sdpa::{AttentionSpec, Layout, Mask, Shape, TensorSpec, library};
+use sdpa::{AttentionSpec, Error, Layout, Mask, Shape, TensorSpec, library};
 use std::sync::Arc;
 
 fn recorder(options: CudnnOptions) -> Option<Recorder> {
@@ -97,4 +97,47 @@ fn the_safe_tier_takes_no_plan_whose_tensors_say_where_it_writes() {
     let address = room.address();
     let running = cudnn_graph::launch(&plain.plan, &stream, bindings, room).unwrap();
     assert_eq!(running.wait().unwrap().address(), address);
+}
+
+/// Every mistake of a call, with its field, before anything is submitted.
+#[test]
+fn what_is_wrong_with_a_call_is_told_at_once() {
+    let Some(recorder) = recorder(CudnnOptions::default()) else { return };
+    let spec = spec().score_mod("bias:h".parse().unwrap()).score_mod("softcap:30".parse().unwrap()).backward().wrt("bias", DType::BF16);
+    let (planned, _) = recorder.executor().attention_backward(&spec.validate().unwrap()).unwrap();
+    let stream = recorder.stream();
+    let handle = recorder.executor().library().handle(&stream).unwrap();
+    let buffer = recorder.buffer(1 << 22);
+    let (all, workspace) = (whole(&buffer), recorder.buffer(planned.workspace_bytes()));
+    let scalar = |x| DeviceParam { name: "cap", value: DeviceValue::Scalar(x) };
+    let bias = |dtype| DeviceParam { name: "bias", value: DeviceValue::Tensor(dtype, all) };
+    let gradient = |name| DeviceGradient { name, slice: all };
+    let told = |change: &dyn Fn(&mut DeviceBackward<'_>), params: &[DeviceParam<'_>], gradients: &[DeviceGradient<'_>]| {
+        let (q, k, v, o, d_o, dq, dk, dv, stats, workspace) = (all, all, all, all, all, all, all, all, all, Some(whole(&workspace)));
+        let mut call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params, gradients, workspace };
+        change(&mut call);
+        let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, &call));
+        assert!(entries.is_empty() || result.is_ok(), "{entries:?}");
+        match result {
+            Ok(()) => Vec::new(),
+            Err(Error::Spec(errors)) => errors.0.into_iter().map(|e| e.field).collect::<Vec<_>>(),
+            Err(other) => panic!("{other}"),
+        }
+    };
+    let (right, wanted) = ([scalar(20.0), bias(DType::F32)], [gradient("bias")]);
+    assert_eq!(told(&|_| (), &right, &wanted), [""; 0]);
+    assert_eq!(told(&|_| (), &[bias(DType::F32), scalar(20.0)], &wanted), [""; 0]);
+    assert_eq!(told(&|_| (), &[scalar(f32::NAN), bias(DType::F32)], &wanted), ["parameter cap"]);
+    assert_eq!(told(&|_| (), &[scalar(20.0), bias(DType::F16)], &wanted), ["parameter bias"]);
+    assert_eq!(told(&|_| (), &[scalar(20.0), scalar(20.0)], &wanted), ["parameter cap", "parameter bias"]);
+    assert_eq!(told(&|_| (), &right, &[gradient("bias"), gradient("bias")]), ["gradient of bias"]);
+    assert_eq!(told(&|_| (), &right, &[gradient("cap")]), ["gradient of cap", "gradient of bias"]);
+    let much = |call: &mut DeviceBackward<'_>| {
+        call.attn_scale = Some(0.0);
+        call.q.bytes = 8;
+        call.dv.address += 2;
+        call.workspace = Some(DeviceSlice { address: whole(&workspace).address + 16, bytes: 0 });
+    };
+    let fields = ["attn_scale", "parameter bias", "gradient of bias", "q length", "dv address", "workspace", "workspace"];
+    assert_eq!(told(&much, &[scalar(20.0)], &[]), fields);
 }

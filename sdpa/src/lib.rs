@@ -59,6 +59,7 @@ pub mod mask;
 pub mod params;
 pub mod planfile;
 pub mod problem;
+pub mod quirks;
 pub mod score_mod;
 pub mod seq;
 pub mod spec;

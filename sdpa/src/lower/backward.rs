@@ -9,6 +9,7 @@ use super::mask::{self, Lengths};
 use super::{Form, LowerError, stats, tensor, transposed};
 use crate::backward::BackwardProblem;
 use crate::problem::Problem;
+use crate::quirks::Quirk;
 use cudnn_graph::expr::{Binary, Node, ParamKind, Place, Precision, Trace, Unary};
 use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
 use cudnn_graph::ir::ty::Dims;
@@ -104,11 +105,9 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     // Before the masks: stats of −∞ would make what they drop not-a-number.
     let shifted = to.graph.pointwise(Mode::Sub, &[modified, ports.stats]);
     let inside = if emitter.is_some() || p.seq_q() == 1 {
-        // Where tiles reach past the last query or key, engines give score_mods −∞, of which many make what is no number. And where there is one query,
-        // they count a score of 0 for the rest of its tile: dk and dv are not-a-number where stats are below −88.7 (cudnn-frontend #1072; seen on
-        // an H200 under 9.13 to 9.26).
+        // `Quirk::TilesPastTheEnd`, `Quirk::QueriesPastTheOnly`.
         mask::fill_outside(to, shifted, p, mask::dropped(runtime))
-    } else if runtime < TAIL_SINCE {
+    } else if Quirk::KeysPastTheLast.holds(runtime) {
         mask::fill_past_keys(to, shifted, p, runtime)
     } else {
         shifted
@@ -178,10 +177,6 @@ fn may_be_infinite(trace: &Trace) -> bool {
         Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Select(..) => false,
     })
 }
-
-/// Before it, engines count a score of 0 for keys past the last one in half a tile: where stats are below −88.7 the exponential of
-/// the difference is infinite, and dq not-a-number (pytorch #196678; seen with 192 keys and no mask under 9.19 on an H200).
-const TAIL_SINCE: Version = Version::new(9, 26, 0);
 
 /// Σ o·d_o of each row, in device memory. Engines tell it from the others by the multiplication by one.
 fn row_sum(to: &mut Into<'_>, p: &Problem, ports: &Ports) -> TensorId {

@@ -8,6 +8,7 @@ use super::expr::{Emitter, Into, Pass};
 use super::lowered::{Guarded, LengthOf, Supply};
 use crate::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
 use crate::problem::Problem;
+use crate::quirks::Quirk;
 use cudnn_graph::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, ParamKind};
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
@@ -73,7 +74,8 @@ pub(super) fn guarded(to: &mut Into<'_>, problem: &Problem, runtime: Version) ->
     if problem.seq_q().max(problem.seq_kv()) > F32_WHOLE {
         return Err(LowerError::Unsupported(format!("padding of more than {F32_WHOLE} queries or keys")));
     }
-    let keyless = runtime < ZERO_KEYS_SINCE;
+    // Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
+    let keyless = Quirk::EntriesWithoutKeys.holds(runtime);
     let mut clamped = |name: &str, of, most| {
         let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [problem.batch(), 1, 1, 1]));
         to.supplies.push((tensor, Supply::Guarded(Guarded { of, most, keyless })));
@@ -82,10 +84,6 @@ pub(super) fn guarded(to: &mut Into<'_>, problem: &Problem, runtime: Version) ->
     let queries = clamped("seq_len_q_guarded", LengthOf::Queries, problem.seq_q());
     Ok([queries, clamped("seq_len_kv_guarded", LengthOf::Keys, problem.seq_kv())])
 }
-
-/// Before it, entries of a batch without keys get no numbers: not-a-number forward, nothing written backward (cudnn-frontend #943, which
-/// has 9.25 for it; seen on an H200 under 9.19, and of dk and dv under 9.25.1). Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
-pub(super) const ZERO_KEYS_SINCE: Version = Version::new(9, 26, 0);
 
 /// Whether there is something to drop besides the lengths that the op takes by itself.
 pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {

@@ -5,14 +5,11 @@ use super::lowered::Lowered;
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Operands, modify};
 use crate::problem::Problem;
+use crate::quirks::Quirk;
 use cudnn_graph::ir::op::{Op, ScoreGraph, SdpaForward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, TensorId};
 use cudnn_graph::{DType, Graph, Version};
-
-/// The first version seen to compute score_mods that tell heads apart right for one query. 9.22.0 does not, with 8 heads on one head of keys
-/// (`biash_arrayk` and two more of `tests/cases/score_mod.toml`, on an H200); between them none was tried.
-const ONE_QUERY_SINCE: Version = Version::new(9, 25, 1);
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
@@ -24,13 +21,12 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
         return Err(LowerError::Unsupported(rule.to_owned()));
     }
-    if problem.seq_q() == 1 && runtime < ONE_QUERY_SINCE && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
-        let rule =
-            format!("a score_mod or a rule on one query before cuDNN {ONE_QUERY_SINCE}: the engine takes values by head from another head");
+    if problem.seq_q() == 1 && Quirk::HeadsOfOneQuery.holds(runtime) && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
+        let rule = "a score_mod or a rule on one query before cuDNN 9.25.1: the engine takes values by head from another head".to_owned();
         return Err(LowerError::Unsupported(rule));
     }
-    if padded && runtime < mask::ZERO_KEYS_SINCE {
-        let rule = format!("lengths before cuDNN {}: entries of a batch without keys get no numbers", mask::ZERO_KEYS_SINCE);
+    if padded && Quirk::EntriesWithoutKeys.holds(runtime) {
+        let rule = "lengths before cuDNN 9.26.0: entries of a batch without keys get no numbers".to_owned();
         return Err(LowerError::Unsupported(rule));
     }
     // The op pads by itself where it has both lengths.

@@ -1,33 +1,11 @@
-//! Runtimes that are known to compute some problems wrongly, and what the engines do not take at all.
-//!
-//! A row is added when a source says so or a test has seen it, and names that source. NVIDIA's frontend refuses the same
-//! regions: its refusals mark wrong answers, not only missing kernels.
+//! Which problems the quirks of a runtime make wrong, and what the engines do not take at all.
 
 use crate::error::{Reason, SpecError, SpecErrors};
 use crate::lower::{self, Job, Operand};
 use crate::mask::Region;
+use crate::quirks::{Passes, Quirk};
 use crate::spec::TensorSpec;
 use cudnn_graph::{DType, Version};
-
-/// One known-bad region.
-struct Row {
-    /// First and last version that has it.
-    versions: (Version, Version),
-    /// Compute capabilities that have it.
-    sm: std::ops::RangeInclusive<u32>,
-    /// Which problems.
-    applies: fn(&Job) -> bool,
-    /// What goes wrong.
-    what: &'static str,
-    /// Where that is written down.
-    source: &'static str,
-}
-
-const fn v(minor: u32, patch: u32) -> Version {
-    Version::new(9, minor, patch)
-}
-
-const ANY: std::ops::RangeInclusive<u32> = 0..=u32::MAX;
 
 /// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
 fn open_window(job: &Job) -> bool {
@@ -61,84 +39,21 @@ fn is_padded(job: &Job) -> bool {
     kept.seq_len_q && kept.seq_len_kv
 }
 
-const KNOWN_BAD: [Row; 11] = [
-    Row {
-        versions: (v(0, 0), v(99, 0)),
-        sm: ANY,
-        applies: |j| is_backward(j) && [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31),
-        what: "sums of rows of o and d_o are taken at 32-bit offsets: dq and dk are wrong where o or d_o reaches past 2³¹ elements",
-        source: "seen on an H200 under 9.19.0: benches, device limits",
-    },
-    Row {
-        versions: (v(0, 0), v(99, 0)),
-        sm: ANY,
-        applies: |j| is_backward(j) && reach(j, Operand::DQ) > 1 << 32,
-        what: "dq is written at 32-bit offsets: wrong where it reaches past 2³² elements",
-        source: "seen on an H200 under 9.19.0: benches, device limits",
-    },
-    Row {
-        versions: (v(0, 0), v(18, 99)),
-        sm: ANY,
-        applies: is_padded,
-        what: "entries of a batch without queries or keys get no numbers, also where their lengths are guarded, before 9.19",
-        source: "seen on an H200 under 9.13.1 and 9.16.0; cudnn-frontend #943",
-    },
-    Row {
-        versions: (v(10, 0), v(10, 1)),
-        sm: ANY,
-        applies: |_| true,
-        what: "attention is disabled by NVIDIA's frontend on these releases",
-        source: "cudnn-frontend 1.32, support surface of scaled dot product attention",
-    },
-    Row {
-        versions: (v(14, 0), v(14, 0)),
-        sm: ANY,
-        applies: |j| open_window(j) && j.problem().seq_kv() > 1024,
-        what: "a window that is not causal gives wrong results past 1024 keys; fixed in 9.14.1",
-        source: "cudnn-frontend 1.32; TransformerEngine #2344",
-    },
-    Row {
-        versions: (v(0, 0), v(10, 1)),
-        sm: ANY,
-        applies: open_window,
-        what: "a window must be causal before 9.10.2",
-        source: "cudnn-frontend 1.32, support surface of scaled dot product attention",
-    },
-    Row {
-        versions: (v(19, 0), v(25, 0)),
-        sm: 100..=129,
-        applies: |j| !is_backward(j) && j.problem().seq_q() == 1,
-        what: "decode corrupts silently with few key heads on Blackwell; fixed in 9.25.1",
-        source: "pytorch #193893, #194927",
-    },
-    Row {
-        versions: (v(0, 0), v(5, 99)),
-        sm: ANY,
-        applies: |j| off_diagonal_by(j, 64),
-        what: "masks off the main diagonal need lengths that are multiples of 64 before 9.6",
-        source: "cudnn-frontend 1.32, support surface of scaled dot product attention",
-    },
-    Row {
-        versions: (v(0, 0), v(5, 99)),
-        sm: ANY,
-        applies: is_backward,
-        what: "the library does not zero the accumulator of dq before 9.6",
-        source: "cudnn-frontend 1.32, backward node",
-    },
-    Row {
-        versions: (v(0, 0), v(15, 0)),
-        sm: ANY,
-        applies: |j| is_backward(j) && j.problem().seq_kv() % 128 != 0,
-        what: "the backward pass reads past the keys where their number is no multiple of 128; fixed after 9.15.0",
-        source: "cudnn-frontend 1.16 release notes",
-    },
-    Row {
-        versions: (v(26, 0), v(26, 0)),
-        sm: ANY,
-        applies: |j| is_backward(j) && j.problem().extents() == [1; 4],
-        what: "the planner crashes where batch, heads and lengths are all 1",
-        source: "cudnn-frontend #1071",
-    },
+/// What is declined, and for which problems.
+type Declined = (Quirk, fn(&Job) -> bool);
+
+const DECLINED: [Declined; 11] = [
+    (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
+    (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
+    (Quirk::PaddingWithoutNumbers, is_padded),
+    (Quirk::AttentionDisabled, |_| true),
+    (Quirk::OpenWindowLong, |j| open_window(j) && j.problem().seq_kv() > 1024),
+    (Quirk::OpenWindow, open_window),
+    (Quirk::DecodeOnBlackwell, |j| j.problem().seq_q() == 1),
+    (Quirk::MasksOffTheDiagonal, |j| off_diagonal_by(j, 64)),
+    (Quirk::AccumulatorOfQueryGradient, |_| true),
+    (Quirk::PastTheKeys, |j| j.problem().seq_kv() % 128 != 0),
+    (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
 
 /// Whether the numbers that rows repeat, if they do, lie without gaps: the engines that copy them read no other.
@@ -191,13 +106,16 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
             limit(field, dim.to_string(), "cuDNN's attention takes at most 256");
         }
     }
-    for row in &KNOWN_BAD {
-        if (row.versions.0..=row.versions.1).contains(&runtime) && row.sm.contains(&sm) && (row.applies)(job) {
-            reasons.push(Reason::KnownBad {
-                runtime: format!("cuDNN {runtime} on sm {sm}"),
-                what: row.what.to_owned(),
-                source_note: row.source.to_owned(),
-            });
+    for (quirk, applies) in DECLINED {
+        let row = quirk.row();
+        let of_this_pass = match row.passes {
+            Passes::Forward => !is_backward(job),
+            Passes::Backward => is_backward(job),
+            Passes::Both => true,
+        };
+        if of_this_pass && quirk.holds_on(runtime, sm) && applies(job) {
+            let (what, source_note) = (row.what.to_owned(), row.source.to_owned());
+            reasons.push(Reason::KnownBad { runtime: format!("cuDNN {runtime} on sm {sm}"), what, source_note });
         }
     }
     reasons
@@ -220,6 +138,10 @@ pub fn check_scale(attn_scale: f32) -> Result<(), SpecErrors> {
 mod tests {
     use super::*;
     use crate::{Align, AttentionSpec, Layout, Mask, Shape};
+
+    const fn v(minor: u32, patch: u32) -> Version {
+        Version::new(9, minor, patch)
+    }
 
     fn problem(seq_q: i64, seq_kv: i64, masks: &[Mask]) -> Job {
         let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };

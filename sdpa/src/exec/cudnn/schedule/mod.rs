@@ -47,16 +47,6 @@ pub enum Source {
     },
 }
 
-impl Source {
-    /// Where in the workspace, behind what plans need for themselves.
-    pub fn offset(self) -> Option<u64> {
-        match self {
-            Source::Scratch(offset) | Source::Lengths { offset, param: _ } => Some(offset),
-            Source::Operand(_) | Source::Stats | Source::Param(_) | Source::Gradient(_) | Source::Table(_) => None,
-        }
-    }
-}
-
 /// Device memory that steps read and write.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slot {

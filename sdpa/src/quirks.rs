@@ -1,0 +1,256 @@
+//! What cuDNN's engines get wrong without a word, and what is done about it: a row for each, asked by its name.
+//!
+//! NVIDIA's frontend refuses some of the same regions: its refusals mark wrong answers, not only missing kernels. A row is added when a source
+//! says so or a test has seen it, and names both. `docs/lowering.md` has the table, made from this one.
+
+use cudnn_graph::Version;
+use std::ops::RangeInclusive;
+
+/// Which passes of an attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Passes {
+    /// Forward passes.
+    Forward,
+    /// Backward passes.
+    Backward,
+    /// Both.
+    Both,
+}
+
+/// One row.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// First and last version of cuDNN that has it.
+    pub versions: (Version, Version),
+    /// Compute capabilities that have it, times ten.
+    pub sm: RangeInclusive<u32>,
+    /// Which passes.
+    pub passes: Passes,
+    /// What goes wrong.
+    pub what: &'static str,
+    /// What is done about it.
+    pub so: &'static str,
+    /// Where it is written down, or was seen.
+    pub source: &'static str,
+    /// What would find it: a test, a case of `tests/cases`, or a part of `device`.
+    pub test: &'static str,
+}
+
+const fn v(minor: u32, patch: u32) -> Version {
+    Version::new(9, minor, patch)
+}
+
+const EVERY: (Version, Version) = (Version::new(0, 0, 0), Version::new(u32::MAX, 0, 0));
+const ANY: RangeInclusive<u32> = 0..=u32::MAX;
+
+const fn to(minor: u32, patch: u32) -> (Version, Version) {
+    (EVERY.0, v(minor, patch))
+}
+
+macro_rules! quirks {
+    ($($name:ident { what: $what:literal, so: $so:literal, versions: $versions:expr, sm: $sm:expr, passes: $passes:ident, source: $source:literal, test: $test:literal, })*) => {
+        /// What some engines get wrong.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Quirk { $(#[doc = $what] $name,)* }
+
+        impl Quirk {
+            /// Every one.
+            pub const ALL: &'static [Quirk] = &[$(Quirk::$name),*];
+
+            /// What is known of it.
+            pub const fn row(self) -> Row {
+                match self {
+                    $(Quirk::$name => Row {
+                        versions: $versions, sm: $sm, passes: Passes::$passes, what: $what, so: $so, source: $source, test: $test,
+                    },)*
+                }
+            }
+        }
+    };
+}
+
+quirks! {
+    RowSumOffsets {
+        what: "sums of rows of o and d_o are taken at 32-bit offsets: dq and dk are wrong where o or d_o reaches past 2³¹ elements",
+        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0 and 9.28.0", test: "device limits",
+    }
+    QueryGradientOffsets {
+        what: "dq is written at 32-bit offsets: wrong where it reaches past 2³² elements",
+        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0 and 9.28.0", test: "device limits",
+    }
+    PaddingWithoutNumbers {
+        what: "entries of a batch without queries or keys get no numbers, also where their lengths are guarded, before 9.19",
+        so: "declined", versions: to(18, 99), sm: ANY, passes: Both,
+        source: "seen on an H200 under 9.13.1 and 9.16.0; cudnn-frontend #943", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    AttentionDisabled {
+        what: "attention is disabled by NVIDIA's frontend on these releases",
+        so: "declined", versions: (v(10, 0), v(10, 1)), sm: ANY, passes: Both,
+        source: "cudnn-frontend 1.32, support surface of scaled dot product attention", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    OpenWindowLong {
+        what: "a window that is not causal gives wrong results past 1024 keys; fixed in 9.14.1",
+        so: "declined", versions: (v(14, 0), v(14, 0)), sm: ANY, passes: Both,
+        source: "cudnn-frontend 1.32; TransformerEngine #2344", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    OpenWindow {
+        what: "a window must be causal before 9.10.2",
+        so: "declined", versions: to(10, 1), sm: ANY, passes: Both,
+        source: "cudnn-frontend 1.32, support surface of scaled dot product attention", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    DecodeOnBlackwell {
+        what: "decode corrupts silently with few key heads on Blackwell; fixed in 9.25.1",
+        so: "declined", versions: (v(19, 0), v(25, 0)), sm: 100..=129, passes: Forward,
+        source: "pytorch #193893, #194927", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    MasksOffTheDiagonal {
+        what: "masks off the main diagonal need lengths that are multiples of 64 before 9.6",
+        so: "declined", versions: to(5, 99), sm: ANY, passes: Both,
+        source: "cudnn-frontend 1.32, support surface of scaled dot product attention", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    AccumulatorOfQueryGradient {
+        what: "the library does not zero the accumulator of dq before 9.6",
+        so: "declined", versions: to(5, 99), sm: ANY, passes: Backward,
+        source: "cudnn-frontend 1.32, backward node", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    PastTheKeys {
+        what: "the backward pass reads past the keys where their number is no multiple of 128; fixed after 9.15.0",
+        so: "declined", versions: to(15, 0), sm: ANY, passes: Backward,
+        source: "cudnn-frontend 1.16 release notes", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    PlannerOfOnePair {
+        what: "the planner crashes where batch, heads and lengths are all 1",
+        so: "declined", versions: (v(26, 0), v(26, 0)), sm: ANY, passes: Backward,
+        source: "cudnn-frontend #1071", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    EntriesWithoutKeys {
+        what: "entries of a batch without keys (`seq_len_kv` 0) get not-a-number forward and nothing backward; 9.25.1 still not-a-number in dk and dv",
+        so: "products are told of one key and no query there: the lengths that they take come from small graphs that run before; lengths in the unified form are refused",
+        versions: to(25, 99), sm: ANY, passes: Both,
+        source: "cudnn-frontend #943; seen on an H200 under 9.19.0 and 9.25.1",
+        test: "lengths_stay_within_extents_and_entries_without_keys_have_one_and_no_queries",
+    }
+    HeadsOfOneQuery {
+        what: "unified form, one query: values by head are another head's, with 8 heads on one head of keys",
+        so: "refused before 9.25.1, where they are right", versions: to(25, 0), sm: ANY, passes: Forward,
+        source: "seen on an H200 under 9.22.0", test: "what_engines_get_wrong_is_declined",
+    }
+    KeysPastTheLast {
+        what: "a score of 0 is counted for keys past the last one in half a tile: dq is not-a-number for stats below −88.7 and seq_kv % 128 = 64",
+        so: "keys past the last one are dropped by a select", versions: to(25, 99), sm: ANY, passes: Backward,
+        source: "pytorch #196678; seen on an H200 under 9.19.0", test: "scores_of_minus_200_masked_64",
+    }
+    QueriesPastTheOnly {
+        what: "one query: a score of 0 is counted for the rest of its tile, and dk and dv are not-a-number for stats below −88.7",
+        so: "queries past the last one are dropped by a select", versions: EVERY, sm: ANY, passes: Backward,
+        source: "cudnn-frontend #1072; seen on an H200 under 9.13.1 to 9.20.0", test: "one_query_scores_of_minus_200_128_keys",
+    }
+    LengthsPastTheExtent {
+        what: "lengths above the extents have rows written past the end of `stats`; negative ones are not defined",
+        so: "small graphs clamp them, unless the caller promises that they need it not", versions: EVERY, sm: ANY, passes: Both,
+        source: "seen on an H200 under 9.19.0", test: "device lengths",
+    }
+    PaddingInTheUnifiedForm {
+        what: "unified form: lengths beside a score_mod or a rule give wrong numbers for some of them",
+        so: "refused; the composite form takes them", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H200 under 9.27.0", test: "what_engines_get_wrong_is_declined",
+    }
+    VectorsOverTheBatch {
+        what: "f32 tensors over batch entries, not over queries or keys, are read at the place of the head",
+        so: "spread over queries", versions: EVERY, sm: ANY, passes: Both,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "biasb_arrayhqk",
+    }
+    VectorsOverTheKeys {
+        what: "tensors over keys and not queries are read at the place of the query",
+        so: "spread over queries", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "biask_arrayhqk",
+    }
+    IndicesOfOneQuery {
+        what: "one query: the key index counts within the part of the keys that a block takes; bands and lengths are ignored beside rules",
+        so: "a table of indices, masks as rules", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "bands_of_one_query_are_rules_beside_whatever_else_there_is",
+    }
+    TilesPastTheEnd {
+        what: "tiles past the last query or key give score_mods −∞",
+        so: "selects after stats and after the derivative; beside lengths, score_mods that make no number of it are refused",
+        versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "what_engines_get_wrong_is_declined",
+    }
+    LengthsAsRules {
+        what: "lengths as rules beside score_mods are wrong, crash (9.19) or find no engine (9.27)",
+        so: "lengths as operands of the products", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "biasbk_padding-arrayqk",
+    }
+    SumsOfGradients {
+        what: "reductions of dS over queries or keys are wrong or rounded on the way",
+        so: "written whole, summed by a graph of its own", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "the_gradient_of_a_bias_is_summed_after_the_attention",
+    }
+    NumbersOfTwoBytes {
+        what: "a product of f32 whose result is one number of two bytes writes the four of an f32",
+        so: "sums of gradients are f32 in the workspace, and rounded by a graph of their own", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0, memcheck", test: "the_gradient_of_a_bias_is_summed_after_the_attention",
+    }
+    ScoresReadAgain {
+        what: "unified form: the score as another operand than the first of an op of the inner graph (`score + score * score`) is read from an address outside the kernel's memory",
+        so: "a copy of it, by `identity`, there", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H200 under 9.27.0, memcheck", test: "graphs_of_expressions_mean_the_expressions",
+    }
+    ChoicesOfOneElement {
+        what: "a select whose other value is a one-element device tensor crashes 9.27 and fails on 9.19",
+        so: "lifted out of the select", versions: EVERY, sm: ANY, passes: Both,
+        source: "asked of 9.19.0 and 9.27.0", test: "what_is_taken_compiles_and_is_what_was_sent",
+    }
+    VectorsOverTheQueries {
+        what: "more than 2 (engines for 8.0) or 4 (for 9.0) vectors along queries are refused",
+        so: "spread over keys, as a second spelling", versions: EVERY, sm: ANY, passes: Backward,
+        source: "asked of 9.19.0 and 9.27.0", test: "what_is_taken_compiles_and_is_what_was_sent",
+    }
+}
+
+impl Quirk {
+    /// Whether a version of cuDNN has it.
+    pub fn holds(self, runtime: Version) -> bool {
+        let (first, last) = self.row().versions;
+        (first..=last).contains(&runtime)
+    }
+
+    /// The same on an architecture: compute capability 9.0 is 90.
+    pub fn holds_on(self, runtime: Version, sm: u32) -> bool {
+        self.holds(runtime) && self.row().sm.contains(&sm)
+    }
+
+    /// The versions that have it, in words.
+    pub fn versions(self) -> String {
+        let (first, last) = self.row().versions;
+        match (first == EVERY.0, last == EVERY.1) {
+            (true, true) => "every".to_owned(),
+            (true, false) => format!("up to {last}"),
+            (false, true) => format!("from {first} on"),
+            (false, false) if first == last => first.to_string(),
+            (false, false) => format!("{first} to {last}"),
+        }
+    }
+
+    /// Every row as a table in Markdown.
+    pub fn table() -> String {
+        let mut text = "| quirk | cuDNN | compute capability | passes | engines do this without a word | so | source | test |\n|---|---|---|---|---|---|---|---|\n".to_owned();
+        for quirk in Quirk::ALL {
+            let Row { versions: _, sm, passes, what, so, source, test } = quirk.row();
+            let sm = if sm == ANY {
+                "every".to_owned()
+            } else {
+                format!("{}.{} to {}.{}", sm.start() / 10, sm.start() % 10, sm.end() / 10, sm.end() % 10)
+            };
+            let passes = match passes {
+                Passes::Forward => "forward",
+                Passes::Backward => "backward",
+                Passes::Both => "both",
+            };
+            text.push_str(&format!("| `{quirk:?}` | {} | {sm} | {passes} | {what} | {so} | {source} | `{test}` |\n", quirk.versions()));
+        }
+        text
+    }
+}
