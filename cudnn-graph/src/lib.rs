@@ -37,7 +37,7 @@
 //!   made for the device of a [`Handle`] or, without any GPU, for a [`DeviceProfile`].
 //! - [`Bindings`]: tensors by id; what is missing, too short or misaligned is an error before anything runs.
 //! - Two tiers of execution: [`Plan::execute`] over addresses that the caller answers for, and [`launch`] over owned buffers.
-//! - [`ffi`]: the fence, with all unsafe code but the signature of [`Plan::execute`].
+//! - [`ffi`]: the fence, with all unsafe code but the signatures of [`Plan::execute`], [`Plan::execute_in_order`] and [`Plan::from_json`].
 
 pub mod bind;
 pub mod encode;
@@ -69,3 +69,7 @@ pub use plan::{Plan, Planner};
 pub use profile::{DeviceProfile, Target};
 pub use program::Program;
 pub use version::Version;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -85,6 +85,7 @@ struct Guide;
 
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
+#[doc = include_str!("../README.md")]
 struct Readme;
 
 #[cfg(doctest)]

@@ -242,7 +242,7 @@ fn stages_of_rules_are_printed() {
     assert!(stdout(&plain).contains("score, upstream"));
     assert!(text("--stage graph --runtime 9.27.0").contains("tanh(x"));
     assert!(text("--stage spec --backward").contains("dq") && text("--stage problem --backward --deterministic").contains("yes"));
-    for stage in ["graph", "program"] {
+    for stage in ["graph", "program", "schedule"] {
         let value = json(&sdpa(words(&format!("{line} --backward --stage {stage} --runtime 9.27.0 --json"))));
         assert_eq!(value["pass"], "backward", "{value}");
     }
