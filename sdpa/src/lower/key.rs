@@ -151,7 +151,7 @@ mod tests {
         let wide = AttentionSpec::dense(DType::F16, Shape { dim_v: 16, ..shape }, Layout::Bhsd).mask(crate::Mask::causal());
         assert_eq!(label(wide.validate().unwrap().into()), "forward f16 (1,2,1,5,7,8,16) causal");
         let capped = spec.score_mod("softcap:30".parse().unwrap());
-        assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap = 30.0;\ntanh(score / cap) * cap");
+        assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap = 30.0; tanh(score / cap) * cap");
     }
 
     #[test]
