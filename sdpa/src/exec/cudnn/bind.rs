@@ -186,6 +186,7 @@ impl Planned {
             call.params.iter().find(|p| p.name == name).map(|p| p.value)
         };
         for slot in self.schedule.slots() {
+            // How long parameters are was said in elements.
             let is_param = matches!(slot.source, Source::Param(_));
             match self.of_caller(call, slot, named) {
                 Some(slice) => errors.extend(misfits(slot, slice).into_iter().filter(|e| !(is_param && e.field.ends_with("length")))),

@@ -56,7 +56,7 @@ impl CudnnExecutor {
     /// Attention in one call: finds the plans of a specification in the cache, or makes them, and submits one forward pass to a stream.
     /// Nothing waits, but for a build on the first call.
     ///
-    /// On a hit no lock is taken that another thread wants, and nothing is allocated, with up to eight parameters (`docs/cache.md`). What the
+    /// On a hit no lock is taken that another thread wants, and nothing is allocated, with up to eight parameters and addresses that come back (`docs/cache.md`). What the
     /// specification says of values (defaults of scalars) is not used: `call` has them all.
     ///
     /// ```no_run

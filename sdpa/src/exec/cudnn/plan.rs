@@ -68,7 +68,8 @@ impl Planned {
         Ok(Planned { job, lowered, plan, schedule, engine, time, tables, takes, base, used })
     }
 
-    /// A plan of the attention graph, for callers that plan by themselves; what has to happen around it is planned as usual.
+    /// A plan of the attention graph, for callers that plan by themselves; what has to happen around it is planned as usual. The graph is of
+    /// the pass with every operand as engines take it, dense where it lies otherwise.
     ///
     /// # Errors
     /// As [`build`].
