@@ -7,4 +7,4 @@ if [ $# -gt 0 ]; then
   # Called by cargo, in place of the compiler that it names first.
   exec "$@" --cfg shuttle
 fi
-RUSTC_WORKSPACE_WRAPPER=$PWD/scripts/model.sh cargo test --package sdpa --features sdpa/metrics --lib cache::model
+RUSTC_WORKSPACE_WRAPPER=$PWD/scripts/model.sh cargo test --package sdpa-cache --features metrics --lib model

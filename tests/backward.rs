@@ -3,9 +3,9 @@
 use conformance::case::Case;
 use conformance::runner::{Source, Tally, run_backward_case};
 use conformance::say::{required, say, skip};
-use sdpa::exec::cpu::CpuExecutor;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::exec::metal::MetalExecutor;
+use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::metal::MetalExecutor;
 use sdpa::{BackwardProblem, Executor, Reason, Unsupported};
 
 fn cases() -> Vec<Case> {
@@ -34,7 +34,7 @@ fn run_all(executor: &dyn Executor, excused: impl Fn(&Case) -> bool) {
 
 /// Where the case says so, or every reason is a documented limit or a known-bad runtime.
 fn excused(executor: &dyn Executor, case: &Case) -> bool {
-    if case.skip.contains_key(&executor.name()) || !required(executor.name().name()) {
+    if case.skip.contains_key(executor.name().name()) || !required(executor.name().name()) {
         return true;
     }
     let documented = |e: Unsupported| {
@@ -64,7 +64,7 @@ fn has_backward(executor: &dyn Executor) -> bool {
 #[test]
 fn cpu_runs_every_case() {
     let cpu = CpuExecutor::default();
-    run_all(&cpu, |case| case.skip.contains_key(&cpu.name()));
+    run_all(&cpu, |case| case.skip.contains_key(cpu.name().name()));
 }
 
 #[test]

@@ -6,8 +6,9 @@ use conformance::say::skip;
 use cudnn_graph::ffi::codes::Kind;
 use cudnn_graph::{Buffer, Driver, Stream};
 use sdpa::cache::Limits;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, Planned, Replay};
-use sdpa::{AttentionSpec, DType, Error, Executor, Layout, Mask, Shape};
+use sdpa::cudnn::Error;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, Planned, Replay};
+use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, Shape};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -348,9 +349,9 @@ fn an_automatic_choice_does_not_turn_a_failure_into_the_cpu() {
     recorder.fail_plans(4004, 20);
     let failed = dispatcher.prepare(&problem, sdpa::Preference::Auto).unwrap_err();
     recorder.fail_plans(0, 0);
-    assert!(matches!(failed, Error::Backend(cudnn_graph::Error::Cudnn { .. })), "{failed}");
+    assert!(matches!(failed.failure(), Some(cudnn_graph::Error::Cudnn { .. })), "{failed}");
     let chosen = dispatcher.prepare(&problem, sdpa::Preference::Auto).unwrap();
-    assert_eq!(chosen.executor, sdpa::ExecutorName::Cudnn);
+    assert_eq!(chosen.executor, sdpa::ExecutorName::CUDNN);
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use conformance::case::Case;
 use conformance::runner::{Tally, run_case};
 use conformance::say::{required, say, skip};
-use sdpa::exec::cpu::CpuExecutor;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::exec::metal::MetalExecutor;
+use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::metal::MetalExecutor;
 use sdpa::{Executor, Reason};
 
 /// Runs every case and counts; the skips that `excused` does not accept are failures.
@@ -24,12 +24,12 @@ fn run_all(executor: &dyn Executor, excused: impl Fn(&Case) -> bool) {
 #[test]
 fn cpu_runs_every_case() {
     let cpu = CpuExecutor::default();
-    run_all(&cpu, |case| case.skip.contains_key(&cpu.name()));
+    run_all(&cpu, |case| case.skip.contains_key(cpu.name().name()));
 }
 
 /// Where the case says so, or every reason is a documented limit or a known-bad runtime.
 fn excused(executor: &dyn Executor, case: &Case) -> bool {
-    if case.skip.contains_key(&executor.name()) || !required(executor.name().name()) {
+    if case.skip.contains_key(executor.name().name()) || !required(executor.name().name()) {
         return true;
     }
     let problem = case.spec().unwrap().validate().unwrap();

@@ -1,21 +1,22 @@
 //! Rules of the house that no compiler checks.
 
 use conformance::golden::{self, repository};
-use sdpa::quirks::Quirk;
+use sdpa::cudnn::quirks::Quirk;
+use sdpa::library::{MASKS, Named, SCORE_MODS};
 use std::path::{Path, PathBuf};
 
 /// Where unsafe code may be: the fence of each crate.
 const FENCES: [&str; 18] = [
     "cudnn-graph/src/ffi/",
     "cudnn-graph/src/plan.rs",
-    "sdpa/src/exec/cudnn/raw.rs",
-    "sdpa/src/exec/cudnn/host.rs",
-    "sdpa/src/exec/cudnn/call.rs",
-    "sdpa/src/exec/cudnn/replay.rs",
-    "sdpa/src/exec/cudnn/files.rs",
-    "sdpa/src/exec/cudnn/portable.rs",
-    "sdpa/src/exec/cudnn/tune.rs",
-    "sdpa/src/cudarc.rs",
+    "sdpa/cudnn/src/raw.rs",
+    "sdpa/cudnn/src/host.rs",
+    "sdpa/cudnn/src/call.rs",
+    "sdpa/cudnn/src/replay.rs",
+    "sdpa/cudnn/src/files.rs",
+    "sdpa/cudnn/src/portable.rs",
+    "sdpa/cudnn/src/tune.rs",
+    "sdpa/cudnn/src/cudarc.rs",
     "metal-fallback/src/apple/",
     "tests/null-driver/src/",
     "tests/recording/src/",
@@ -105,22 +106,31 @@ fn no_file_is_too_long_to_read_in_one_sitting() {
     assert!(long.is_empty(), "{}", long.join("\n"));
 }
 
+/// What each crate of the libraries may depend on among the others: a leaf knows no other leaf.
+const ARROWS: [(&str, &[&str]); 7] = [
+    ("cudnn-graph", &[]),
+    ("sdpa/core", &[]),
+    ("sdpa/cache", &[]),
+    ("sdpa/cpu", &["sdpa-core"]),
+    ("metal-fallback", &["sdpa-core"]),
+    ("sdpa/cudnn", &["cudnn-graph", "sdpa-cache", "sdpa-core"]),
+    ("sdpa", &["metal-fallback", "sdpa-cache", "sdpa-core", "sdpa-cpu", "sdpa-cudnn"]),
+];
+
 #[test]
-fn executors_do_not_know_one_another() {
-    let executors = ["cpu", "cudnn", "metal"];
-    let mut wrong = Vec::new();
-    let mut files = 0;
-    for (file, text) in sources() {
-        let Some(own) = executors.iter().find(|e| file.starts_with(&format!("sdpa/src/exec/{e}"))) else { continue };
-        files += 1;
-        for other in executors.iter().filter(|e| *e != own) {
-            if text.contains(&format!("exec::{other}")) || text.contains(&format!("super::{other}::")) {
-                wrong.push(format!("{file} knows {other}"));
-            }
-        }
+fn crates_hold_the_arrows() {
+    let manifest =
+        |folder: &str| -> toml::Table { toml::from_str(&std::fs::read_to_string(repository(folder).join("Cargo.toml")).unwrap()).unwrap() };
+    let names: Vec<String> = ARROWS.iter().map(|(folder, _)| manifest(folder)["package"]["name"].as_str().unwrap().to_owned()).collect();
+    for (folder, allowed) in ARROWS {
+        let mut have: Vec<String> = manifest(folder)["dependencies"].as_table().unwrap().keys().cloned().collect();
+        have.retain(|name| names.contains(name));
+        assert_eq!(have, allowed, "{folder}");
     }
-    assert!(files >= 3, "only {files} files of executors were found");
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    let members = manifest(".")["workspace"]["default-members"].as_array().unwrap().clone();
+    for member in members.iter().filter_map(|m| m.as_str()).filter(|m| *m != "sdpa/cli") {
+        assert!(ARROWS.iter().any(|(folder, _)| *folder == member), "{member} has no row");
+    }
 }
 
 #[test]
@@ -175,4 +185,20 @@ fn quirks_have_their_page_and_their_tests() {
         };
         assert!(there, "{quirk:?}: there is no {test}");
     }
+}
+
+fn rows<T>(names: &[Named<T>]) -> String {
+    names.iter().map(|named| format!("| `{}` | {} |\n", named.spelling, named.about.replace('|', "\\|"))).collect()
+}
+
+/// The page of the language has a row for everything in the library.
+#[test]
+fn the_library_has_its_page() {
+    let page = std::fs::read_to_string(repository("docs/expressions.md")).unwrap();
+    let (score_mods, masks) = ("| score_mod | a score becomes |\n|---|---|\n", "| mask | keeps |\n|---|---|\n");
+    let (before, rest) = page.split_once(score_mods).unwrap();
+    let (_, after) = rest.split_once("\nOn the command line and in problems").unwrap();
+    let (score_mods, masks) = (format!("{score_mods}{}", rows(SCORE_MODS)), format!("{masks}{}", rows(MASKS)));
+    let made = format!("{before}{score_mods}\n{masks}\nOn the command line and in problems{after}");
+    golden::check("docs/expressions.md", &made).unwrap_or_else(|e| panic!("{e}"));
 }

@@ -3,12 +3,12 @@
 use conformance::recorder::Recorder;
 use conformance::say::skip;
 use cudnn_graph::encode::encode;
-use cudnn_graph::{DType, Plan, Target, Version};
+use cudnn_graph::{Plan, Target, Version};
 use sdpa::cache::CacheKey;
-use sdpa::exec::cudnn::PlanOptions;
-use sdpa::exec::cudnn::plan::build;
-use sdpa::lower::{self, Form, Job, Supply};
-use sdpa::{AttentionSpec, BackwardSpec, Layout, Mask, ScoreMod, Shape};
+use sdpa::cudnn::PlanOptions;
+use sdpa::cudnn::lower::{self, Form, Job, Supply};
+use sdpa::cudnn::plan::build;
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, ScoreMod, Shape};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 

@@ -6,10 +6,10 @@ use conformance::library::Library;
 use conformance::random::Random;
 use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case, run_tree};
 use conformance::say::{required, say, skip};
-use sdpa::exec::cpu::CpuExecutor;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::exec::metal::MetalExecutor;
-use sdpa::library::softcap;
+use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::library::{MASKS, SCORE_MODS, softcap};
+use sdpa::metal::MetalExecutor;
 use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Param, ParamValue, Reason, Shape, Unsupported};
 
 fn cases() -> Vec<Case> {
@@ -93,25 +93,11 @@ fn every_name_has_a_case() {
         let of = |case: &Case| if mods { case.score_mod.clone() } else { case.mask.clone() };
         cases.iter().flat_map(of).any(|text| text == name || text.split_once(':').is_some_and(|(n, _)| n == name))
     };
-    for name in ["softcap", "alibi", "alibi-slopes", "bias", "bias16", "sandwich"] {
-        assert!(has(true, name), "{name}");
+    for named in SCORE_MODS {
+        assert!(has(true, named.name()), "{}", named.spelling);
     }
-    for name in [
-        "causal",
-        "causal-bottom-right",
-        "window",
-        "sliding-window",
-        "prefix-lm",
-        "dilated",
-        "document",
-        "document-runs",
-        "shared-prefix",
-        "padding",
-        "global-local",
-        "natten",
-        "array",
-    ] {
-        assert!(has(false, name), "{name}");
+    for named in MASKS {
+        assert!(has(false, named.name()), "{}", named.spelling);
     }
     for text in cases.iter().flat_map(|c| &c.score_mod) {
         assert_eq!(text.parse::<sdpa::ScoreMod>().unwrap().to_string(), *text, "it is a name of the library");

@@ -10,8 +10,8 @@ use conformance::random::Random;
 use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::ir::interp::{self, Precision, Value};
-use sdpa::expr::{Place, Trace};
-use sdpa::lower::{self, Form, Guarded, LengthOf, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Vectors};
+use sdpa::cudnn::lower::{self, Form, Guarded, LengthOf, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Vectors};
+use sdpa::expr::{self, Place, Trace};
 use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, ScoreMod, Shape};
 use std::collections::BTreeMap;
 
@@ -97,7 +97,7 @@ impl Graph<'_> {
                 Supply::Number(trace) => {
                     let scalars: Vec<f64> = trace.params().iter().map(|p| value(&p.name)[0]).collect();
                     let at = Place { score: f64::NAN, upstream: f64::NAN, index: [i64::MIN; 4], extents: [i64::MIN; 4], params: &scalars };
-                    self.set(*id, trace.eval(&at, Precision::F64));
+                    self.set(*id, trace.eval(&at, expr::Precision::F64));
                 }
                 Supply::Param(name) => self.set(*id, value(name)),
                 Supply::Spread { name, dtype: _, dims } => {
@@ -405,7 +405,7 @@ impl Told<'_> {
                 data[place as usize]
             })
             .collect();
-        trace.eval(&Place { score, upstream: 1.0, index, extents: self.extents, params: &params }, Precision::F64)
+        trace.eval(&Place { score, upstream: 1.0, index, extents: self.extents, params: &params }, expr::Precision::F64)
     }
 }
 

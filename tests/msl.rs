@@ -22,7 +22,7 @@ use conformance::runner::{
 };
 use conformance::say::{say, skip};
 use metal_fallback::Kernels;
-use sdpa::exec::metal::MetalExecutor;
+use sdpa::metal::MetalExecutor;
 use sdpa::{AttentionSpec, DType, Executor, Layout, TensorSpec};
 use std::sync::Mutex;
 

@@ -222,13 +222,13 @@ fn what_gradients_may_be_asked_for() {
     for (name, dtype, said) in [
         ("nobody", DType::F32, "a declared parameter"),
         ("doc_q", DType::F32, "a floating point parameter"),
-        ("bias", DType::F64, "one of f32, f16, bf16"),
+        ("bias", DType::I32, "one of f32, f16, bf16"),
         ("bias", DType::I32, "one of f32, f16, bf16"),
     ] {
         assert!(asked(name, dtype).is_err_and(|e| e.contains(said)), "{name} in {dtype}");
     }
     let twice = spec().backward().wrt("bias", DType::F32).wrt("bias", DType::F32).validate();
     assert!(twice.is_err_and(|e| e.to_string().contains("named once")));
-    let all = spec().backward().wrt("nobody", DType::F64).wrt("doc_q", DType::F32).wrt("doc_q", DType::F32);
+    let all = spec().backward().wrt("nobody", DType::I32).wrt("doc_q", DType::F32).wrt("doc_q", DType::F32);
     assert_eq!(fields(&all.validate().unwrap_err()), ["wrt[0].dtype", "wrt[0]", "wrt[1]", "wrt[2]", "wrt[2]"]);
 }

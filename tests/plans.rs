@@ -4,11 +4,12 @@ use conformance::code;
 use conformance::recorder::{Recorder, whole};
 use conformance::say::skip;
 use cudnn_graph::ir::Scalar;
-use cudnn_graph::{Buffer, DType, DeviceSlice, OwnedBindings, Target};
-use sdpa::exec::cudnn::portable::PayloadError;
-use sdpa::exec::cudnn::{CudnnOptions, DeviceBackward, DeviceGradient, DeviceParam, DeviceValue};
-use sdpa::lower::{Supply, Table};
-use sdpa::{AttentionSpec, Error, Layout, Mask, Shape, TensorSpec, library};
+use cudnn_graph::{Buffer, DeviceSlice, OwnedBindings, Target};
+use sdpa::cudnn::Error;
+use sdpa::cudnn::lower::{Supply, Table};
+use sdpa::cudnn::portable::PayloadError;
+use sdpa::cudnn::{CudnnOptions, DeviceBackward, DeviceGradient, DeviceParam, DeviceValue};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Shape, TensorSpec, library};
 use std::sync::Arc;
 
 fn recorder(options: CudnnOptions) -> Option<Recorder> {

@@ -5,9 +5,9 @@ use conformance::golden::repository;
 use conformance::offline::Runtime;
 use conformance::say::skip;
 use cudnn_graph::{DeviceProfile, Library, Outcome, Policy, Search, Target};
-use sdpa::exec::cudnn::PlanOptions;
-use sdpa::exec::cudnn::plan::{ask, build};
-use sdpa::lower::{Form, Job};
+use sdpa::cudnn::PlanOptions;
+use sdpa::cudnn::lower::{Form, Job};
+use sdpa::cudnn::plan::{ask, build};
 use sdpa::{AttentionSpec, DType, Layout, Shape};
 use std::path::Path;
 

@@ -6,12 +6,13 @@ use conformance::recorder::{Recorder, run, tensor, whole};
 use conformance::say::skip;
 use cudnn_graph::ffi::codes::Kind;
 use cudnn_graph::ir::TensorId;
-use cudnn_graph::{Buffer, DType, DeviceSlice, Handle, Stream};
+use cudnn_graph::{Buffer, DeviceSlice, Handle, Stream};
 use half::bf16;
-use sdpa::exec::cudnn::schedule::Role;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
-use sdpa::lower::{Operand, Supply};
-use sdpa::{AttentionSpec, BackwardSpec, Elements, ElementsMut, Error, Executor, HostForward, Layout, Mask, Shape, TensorSpec, library};
+use sdpa::cudnn::Error;
+use sdpa::cudnn::lower::{Operand, Supply};
+use sdpa::cudnn::schedule::Role;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Shape, TensorSpec, library};
 use std::sync::Arc;
 
 /// The recorder, or a word about it.
@@ -180,7 +181,7 @@ fn a_forward_call_is_one_execution_on_exactly_what_it_names() {
         // Numbers that are the graph's own.
         for port in &ports.values {
             if let Some(value) = port.value
-                && value.dtype() == DType::F32
+                && value.dtype() == cudnn_graph::DType::F32
             {
                 assert_eq!(entry.number(port.id.uid()).map(f64::from), Some(value.to_f64()), "{}", port.name);
             }

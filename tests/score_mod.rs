@@ -4,10 +4,10 @@
 //! addresses and by names; each of those findings has a test here that such a cache fails.
 
 use sdpa::cache::{CacheValue, Limits, PlanCache, Weight};
+use sdpa::cudnn::lower::Job;
 use sdpa::expr::{At, Axis, BF16, Expr, F16, F32, Params, Place, Precision, Trace};
-use sdpa::library::{alibi_with, bias, softcap};
-use sdpa::lower::Job;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Error, Layout, Mask, Problem, ScoreMod, Shape};
+use sdpa::library::{SCORE_MODS, alibi_with, bias, softcap};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Problem, ScoreMod, Shape};
 use std::num::NonZeroUsize;
 
 const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
@@ -32,7 +32,7 @@ impl CacheValue for Number {
 
 /// A cache that tells which problems share an entry.
 struct Entries {
-    cache: PlanCache<Job, Number>,
+    cache: PlanCache<Job, Number, sdpa::Unsupported>,
     made: u32,
 }
 
@@ -47,7 +47,7 @@ impl Entries {
 
     fn at(&mut self, problem: &Problem) -> u32 {
         let next = self.made + 1;
-        let (entry, there) = self.cache.get_or_build::<Error>(&Job::from(problem.clone()), || Ok(Number(next))).unwrap();
+        let (entry, there) = self.cache.get_or_build::<sdpa::cudnn::Error>(&Job::from(problem.clone()), || Ok(Number(next))).unwrap();
         self.made += u32::from(!there);
         entry.0
     }
@@ -181,7 +181,7 @@ fn extents_that_are_read_are_part_of_an_entry_and_others_are_constants_too() {
 
 #[test]
 fn texts_are_read_back() {
-    for text in ["softcap:30", "softcap:0.5", "alibi", "alibi-slopes", "bias:", "bias:bhqk", "bias16:hqk", "sandwich:8"] {
+    for text in SCORE_MODS.iter().flat_map(|named| named.cases).copied().chain(["softcap:0.5", "bias:", "sandwich:64"]) {
         let read: ScoreMod = text.parse().unwrap();
         assert_eq!((read.to_string().as_str(), read.name()), (text, text));
     }

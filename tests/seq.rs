@@ -2,12 +2,11 @@
 
 use conformance::random::Random;
 use sdpa::cache::{CacheValue, Limits, PlanCache, Weight};
-use sdpa::exec::cpu::CpuExecutor;
-use sdpa::lower::Job;
+use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::lower::Job;
 use sdpa::seq::{Buckets, SeqPolicy};
 use sdpa::{
-    AttentionSpec, DType, Elements, ElementsMut, Error, Executor, HostBackward, HostForward, Layout, Mask, Param, ScoreMod, Shape,
-    TensorSpec,
+    AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, Layout, Mask, Param, ScoreMod, Shape, TensorSpec,
 };
 use std::num::NonZeroUsize;
 
@@ -130,7 +129,8 @@ impl CacheValue for Nothing {
 
 /// Builds of both passes for a list of (seq_q, seq_kv).
 fn builds(policy: &SeqPolicy, lengths: impl Iterator<Item = (i64, i64)>, capacity: i64, mask: &str) -> [u64; 2] {
-    let caches = ["forward", "backward"].map(|name| PlanCache::<Job, Nothing>::new(name, Limits::entries(NonZeroUsize::new(64).unwrap())));
+    let caches = ["forward", "backward"]
+        .map(|name| PlanCache::<Job, Nothing, sdpa::Unsupported>::new(name, Limits::entries(NonZeroUsize::new(64).unwrap())));
     for (seq_q, seq_kv) in lengths {
         let shape = Shape { batch: 4, heads_q: 8, heads_kv: 2, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };
         let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats().mask(mask.parse().unwrap());
@@ -140,7 +140,7 @@ fn builds(policy: &SeqPolicy, lengths: impl Iterator<Item = (i64, i64)>, capacit
         let bucketed = policy.bucket(&spec).unwrap().spec;
         let jobs: [Job; 2] = [bucketed.validate().unwrap().into(), bucketed.backward().validate().unwrap().into()];
         for (cache, job) in caches.iter().zip(&jobs) {
-            cache.get_or_build::<Error>(job, || Ok(Nothing)).unwrap();
+            cache.get_or_build::<sdpa::cudnn::Error>(job, || Ok(Nothing)).unwrap();
         }
     }
     caches.map(|cache| cache.stats().misses)

@@ -2,9 +2,9 @@
 
 use conformance::golden;
 use cudnn_graph::encode::encode;
-use cudnn_graph::{DType, Verified, Version};
-use sdpa::lower::{self, Form, Job};
-use sdpa::{AttentionSpec, Layout, Shape, TensorSpec};
+use cudnn_graph::{Verified, Version};
+use sdpa::cudnn::lower::{self, Form, Job};
+use sdpa::{AttentionSpec, DType, Layout, Shape, TensorSpec};
 use std::collections::BTreeSet;
 
 const OLD: Version = Version::new(9, 19, 0);
@@ -104,11 +104,11 @@ fn graphs() -> Vec<(String, Verified, Version)> {
     }
     let dims = [2, 4, 65, 64];
     let gaps = TensorSpec { dims, strides: Layout::Bshd.strides([2, 4, 65, 67]), alignment: 2 };
-    let copy = lower::copy(DType::BF16, &gaps, &TensorSpec::dense(dims, Layout::Bshd)).unwrap();
+    let copy = lower::copy(cudnn_graph::DType::BF16, &gaps, &TensorSpec::dense(dims, Layout::Bshd)).unwrap();
     graphs.push(("copy.txt".to_owned(), copy.graph, Version::OLDEST));
     let mut one_number = gaps;
     one_number.strides = [0; 4];
-    let copy = lower::copy(DType::BF16, &one_number, &TensorSpec::dense(dims, Layout::Bshd)).unwrap();
+    let copy = lower::copy(cudnn_graph::DType::BF16, &one_number, &TensorSpec::dense(dims, Layout::Bshd)).unwrap();
     graphs.push(("copy_of_one_number.txt".to_owned(), copy.graph, Version::OLDEST));
     graphs
 }

@@ -8,10 +8,11 @@ use conformance::recorder::{Recorder, whole};
 use conformance::runner::random_spec;
 use conformance::say::{say, skip};
 use cudnn_graph::ffi::codes::Kind;
-use cudnn_graph::{Buffer, DType, DeviceSlice, Handle};
-use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, with_defaults};
+use cudnn_graph::{Buffer, DeviceSlice, Handle};
+use sdpa::cudnn::Error;
+use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, with_defaults};
 use sdpa::expr::ParamKind;
-use sdpa::{AttentionSpec, BackwardSpec, Error, TensorSpec, params};
+use sdpa::{AttentionSpec, BackwardSpec, DType, TensorSpec, params};
 use std::sync::Arc;
 
 /// Memory for so many bytes, and one more, for whoever shifts it.
@@ -206,9 +207,7 @@ impl Tally {
                     (Err(Error::Backend(e @ cudnn_graph::Error::Cudnn { .. })), _) => {
                         self.wrong.push(format!("{name}: {what}, {wrong:?}: reached cuDNN: {e}"));
                     }
-                    (Err(e @ (Error::Unsupported(_) | Error::Metal(_) | Error::Bug(_))), _) => {
-                        self.wrong.push(format!("{name}: {what}, {wrong:?}: {e}"))
-                    }
+                    (Err(e @ (Error::Unsupported(_) | Error::Bug(_))), _) => self.wrong.push(format!("{name}: {what}, {wrong:?}: {e}")),
                     (Err(_), entries) if entries.is_empty() => self.refused += 1,
                     // Bytes are read, and sums are copied to, at any address; what a graph is stricter about, the library sees.
                     (Ok(()), _) if wrong == Wrong::Misaligned(place) => {}

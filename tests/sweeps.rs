@@ -5,8 +5,8 @@ use conformance::case::Case;
 use conformance::runner::{Drops, Source, Tally, dropped, rounding, run_backward_case, run_case};
 use conformance::say::{say, skip};
 use sdpa::Executor;
-use sdpa::exec::cpu::CpuExecutor;
-use sdpa::exec::metal::MetalExecutor;
+use sdpa::cpu::CpuExecutor;
+use sdpa::metal::MetalExecutor;
 
 /// Longer than a block of keys or queries of any executor here.
 const BLOCK: i64 = 33;

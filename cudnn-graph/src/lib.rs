@@ -43,7 +43,6 @@ pub mod bind;
 pub mod encode;
 pub mod engine;
 pub mod error;
-pub mod expr;
 pub mod ffi;
 pub mod ir;
 pub mod plan;

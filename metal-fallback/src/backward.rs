@@ -10,8 +10,8 @@ use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch, Tensor};
 use crate::rows::{Rows, THREADS};
 use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECTOR_DQ};
 use crate::tiles::{SIMD, Tiles};
-use cudnn_graph::DType;
-use cudnn_graph::expr::{Axes, Trace};
+use sdpa_core::DType;
+use sdpa_core::expr::{Axes, Trace};
 use std::sync::Arc;
 
 /// Where the kernels of a backward pass have what one leaves to another.

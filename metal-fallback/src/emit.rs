@@ -1,7 +1,7 @@
 //! Traced expressions as MSL: one function for each, a statement for each value.
 
-use cudnn_graph::DType;
-use cudnn_graph::expr::{Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
+use sdpa_core::DType;
+use sdpa_core::expr::{Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
 use std::fmt::Write;
 
 /// What score_mods and masks read: the declared parameters of all of them, each name once.
@@ -12,16 +12,13 @@ pub struct Captured {
 }
 
 /// The MSL type of elements.
-///
-/// Of types that no kernel reads there is none.
-pub(crate) fn element(dtype: DType) -> Option<&'static str> {
+pub(crate) fn element(dtype: DType) -> &'static str {
     match dtype {
-        DType::F32 => Some("float"),
-        DType::F16 => Some("half"),
-        DType::BF16 => Some("bfloat"),
-        DType::I32 => Some("int"),
-        DType::Bool => Some("bool"),
-        DType::F64 | DType::I8 | DType::U8 | DType::I64 | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 | DType::F4E2M1 => None,
+        DType::F32 => "float",
+        DType::F16 => "half",
+        DType::BF16 => "bfloat",
+        DType::I32 => "int",
+        DType::Bool => "bool",
     }
 }
 
@@ -102,9 +99,7 @@ impl Captured {
         }
         let tensors = self.tensors().into_iter().enumerate();
         let tensors: String = tensors
-            .map(|(n, (_, dtype, _))| {
-                argument(format!("tensor_{n}"), "const device", element(dtype).unwrap_or("float"), tensors_slot + n as u32)
-            })
+            .map(|(n, (_, dtype, _))| argument(format!("tensor_{n}"), "const device", element(dtype), tensors_slot + n as u32))
             .collect();
         format!(
             "struct Captured {{\n{members}}};\n#define CAPTURED_SCALARS {scalars}\n#define CAPTURED_TENSORS {tensors}\n\
@@ -168,7 +163,7 @@ impl Captured {
             Node::Param(p) => {
                 let param = &trace.params()[p.index()];
                 let read = self.read(param);
-                if param.kind.ty() == Some(Type::F32) { format!("float({read})") } else { read }
+                if param.kind.ty() == Type::F32 { format!("float({read})") } else { read }
             }
             Node::Unary(f, x) => unary(f, trace.ty(x), &format!("v{}", x.index())),
             Node::Binary(f, x, y) => binary(f, trace.ty(x), &format!("v{}", x.index()), &format!("v{}", y.index())),

@@ -10,8 +10,8 @@ use crate::source::{
     FORWARD, Kernel, MERGE, SCALARS_SLOT, SEQ_LEN_KV_SLOT, SEQ_LEN_Q_SLOT, SLOTS, STATS_SLOT, Source, TENSORS_SLOT, VECTOR,
 };
 use crate::tiles::{SIMD, Tiles};
-use cudnn_graph::DType;
-use cudnn_graph::expr::Trace;
+use sdpa_core::DType;
+use sdpa_core::expr::Trace;
 use std::sync::Arc;
 
 /// Elements of a query, key or value at most.
@@ -99,9 +99,6 @@ impl Forward {
             tensors.len(),
             format!("at most {room}: Metal binds {SLOTS} buffers"),
         );
-        for (name, dtype, _) in tensors {
-            check.that(element(dtype).is_some(), name, dtype, "one of f32, f16, bf16, i32, bool");
-        }
     }
 
     /// The band as 32-bit numbers: lower, upper and prefix. A bound outside of these is met by every pair of indices, or by none, as
@@ -115,7 +112,7 @@ impl Forward {
 
     /// The MSL type of elements; `supports` takes no others.
     pub(crate) fn element(&self) -> &'static str {
-        element(self.dtype).unwrap_or("float")
+        element(self.dtype)
     }
 
     /// Elements of a query and of a value.
@@ -301,7 +298,7 @@ impl Forward {
         }
         for (n, (name, dtype, elements)) in captured.tensors().into_iter().enumerate() {
             let operand = Operand::Declared { name: name.to_owned(), dtype, elements };
-            buffers.push(Binding::read(TENSORS_SLOT + n as u32, element(dtype).unwrap_or("float"), operand));
+            buffers.push(Binding::read(TENSORS_SLOT + n as u32, element(dtype), operand));
         }
         buffers
     }

@@ -39,7 +39,7 @@ impl Limits {
 mod tests {
     use super::*;
     use crate::{Band, Forward, Tensor};
-    use cudnn_graph::DType;
+    use sdpa_core::DType;
 
     #[test]
     fn every_limit_is_told_with_what_the_plan_needs() {

@@ -24,7 +24,7 @@ mod tests {
     use super::*;
     use crate::plan::Binding;
     use crate::{Forward, Tensor};
-    use cudnn_graph::DType;
+    use sdpa_core::DType;
 
     fn plans(buffers: &[&[(Operand, bool)]]) -> Vec<Plan> {
         let tensor = Tensor { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1] };

@@ -2,7 +2,7 @@
 
 use crate::params::Params;
 use crate::source::PARAMS_SLOT;
-use cudnn_graph::DType;
+use sdpa_core::DType;
 
 /// Extents (batch, head, seq, dim) and strides of an operand, in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

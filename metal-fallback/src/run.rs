@@ -118,7 +118,7 @@ pub trait Ready: Debug + Send + Sync {
 mod tests {
     use super::*;
     use crate::{Band, Forward, Kernels, Tensor};
-    use cudnn_graph::DType;
+    use sdpa_core::DType;
 
     #[test]
     fn a_call_has_what_kernels_reach_before_anything_runs() {

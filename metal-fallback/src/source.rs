@@ -2,7 +2,7 @@
 
 use crate::emit::Captured;
 use crate::forward::Forward;
-use cudnn_graph::expr::Trace;
+use sdpa_core::expr::Trace;
 use std::fmt::Write;
 
 macro_rules! piece {

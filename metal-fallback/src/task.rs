@@ -5,7 +5,7 @@ use crate::declined::{Check, Declined};
 use crate::forward::Forward;
 use crate::kernels::Kernels;
 use crate::plan::{Operand, Pass, Plan, Scratch, Tensor};
-use cudnn_graph::DType;
+use sdpa_core::DType;
 
 /// A pass as a [`Runner`](crate::Runner) takes it: plans that run one after the other, and the bytes that they reach of each operand.
 #[derive(Clone, Debug)]

@@ -1,8 +1,8 @@
 //! Passes: which kernels they are made of, and what these leave to one another.
 
-use cudnn_graph::DType;
-use cudnn_graph::expr::{Axes, Axis, Builder, Trace};
 use metal_fallback::{Along, Backward, Band, Declined, Forward, Kernels, Operand, Pass, Tensor};
+use sdpa_core::DType;
+use sdpa_core::expr::{Axes, Axis, Builder, Trace};
 use std::sync::Arc;
 
 fn tensor(dims: [i64; 4]) -> Tensor {

@@ -64,8 +64,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let executor = std::env::args().nth(1);
     let preference = match executor.as_deref() {
         None => Preference::Auto,
-        Some("cpu") => Preference::Named(ExecutorName::Cpu),
-        Some("cudnn") => Preference::Named(ExecutorName::Cudnn),
+        Some("cpu") => Preference::Named(ExecutorName::CPU),
+        Some("cudnn") => Preference::Named(ExecutorName::CUDNN),
         Some(other) => return Err(format!("{other:?} is neither cpu nor cudnn").into()),
     };
 
@@ -80,7 +80,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let dispatcher = Dispatcher::default();
     let spec = |dtype| AttentionSpec::dense(dtype, SHAPE, Layout::Bshd).score_mod(decay.clone()).mask(Mask::causal()).with_stats();
     let (mut forward_spec, mut wrt) = (spec(DType::F32), vec!["rate"]);
-    if preference == Preference::Named(ExecutorName::Cudnn) {
+    if preference == Preference::Named(ExecutorName::CUDNN) {
         // cuDNN's engines have no place for the gradient of a rate, so it keeps its value there.
         (forward_spec, wrt) = (spec(DType::BF16), Vec::new());
     }

@@ -25,6 +25,11 @@
 //! # Ok::<(), sdpa::Error>(())
 //! ```
 //!
+//! # Features
+//!
+//! `cpu`, `cudnn` and `metal` are the executors, all on by default: what is not named is not compiled. `cudarc`, on by default: cudarc's streams
+//! and slices. `metrics`: counters of the caches of plans.
+//!
 //! # The data path
 //!
 //! [`AttentionSpec`] is plain data. [`AttentionSpec::validate`] makes a [`Problem`] of it or says everything that is wrong.
@@ -35,49 +40,30 @@
 //!
 //! | name | runs on | types | limits |
 //! |---|---|---|---|
-//! | [`cudnn`](exec::cudnn) | NVIDIA GPUs of compute capability 8.0 and newer, through cuDNN 9 found at run time | f16, bf16 | dims multiples of 8, at most 256; positive scale |
-//! | [`metal`](exec::metal) | Apple GPUs from M1 and A14, on macOS 14 or iOS 17; so far on an emulation of MSL alone | f32, f16, bf16 | dims at most 256 |
-//! | [`cpu`](exec::cpu) | every machine, all cores, SIMD chosen at run time | f32, f16, bf16 | none |
+//! | [`cudnn`] | NVIDIA GPUs of compute capability 8.0 and newer, through cuDNN 9 found at run time | f16, bf16 | dims multiples of 8, at most 256; positive scale |
+//! | [`metal`] | Apple GPUs from M1 and A14, on macOS 14 or iOS 17; so far on an emulation of MSL alone | f32, f16, bf16 | dims at most 256 |
+//! | [`cpu`] | every machine, all cores, SIMD chosen at run time | f32, f16, bf16 | none |
 //!
 //! An automatic choice keeps every reason against the executors it passed over; an executor that is named never falls back.
 //!
 //! # Device memory
 //!
-//! [`exec::cudnn::CudnnExecutor::attention`] gives the plans of a problem, kept in a bounded cache, to callers with device
+//! [`cudnn::CudnnExecutor::attention`] gives the plans of a problem, kept in a bounded cache, to callers with device
 //! memory of their own; `sdpa::cudarc` (feature `cudarc`, on by default) takes cudarc's streams and slices.
 
-pub mod backward;
-pub mod cache;
-#[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
-pub mod cudarc;
-pub mod dispatch;
-pub mod error;
-pub mod exec;
-pub mod library;
-pub mod lower;
-pub mod mask;
-pub mod params;
-pub mod planfile;
-pub mod problem;
-pub mod quirks;
-pub mod score_mod;
-pub mod seq;
-pub mod spec;
-pub mod tensor;
+mod dispatch;
 
-pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};
-pub use cache::CacheStats;
-pub use cudnn_graph::DType;
-pub use cudnn_graph::expr::{self, ExprErrors};
 pub use dispatch::{Choice, Dispatcher, Preference};
-pub use error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
-pub use exec::{Executor, Prepared, PreparedBackward, Report};
-pub use library::ParseError;
-pub use mask::{Align, Kept, Mask, Region};
-pub use problem::Problem;
-pub use score_mod::{Gradient, ScoreMod};
-pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
-pub use tensor::{Elements, ElementsMut, HostBackward, HostForward, HostGradient, Param, ParamValue};
+#[cfg(feature = "metal")]
+pub use metal_fallback as metal;
+pub use sdpa_cache as cache;
+pub use sdpa_core::*;
+#[cfg(feature = "cpu")]
+pub use sdpa_cpu as cpu;
+#[cfg(feature = "cudnn")]
+pub use sdpa_cudnn as cudnn;
+#[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
+pub use sdpa_cudnn::cudarc;
 
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/score_mods.md")]

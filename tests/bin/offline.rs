@@ -8,12 +8,13 @@ use conformance::matrix::{self, Row, Spec};
 use conformance::offline::{Answer, Asked, Compiled, PROFILES, Wanted};
 use conformance::sent;
 use cudnn_graph::{DeviceProfile, Library, Outcome, Search, Target, Version};
-use sdpa::exec::cudnn::plan::{self, PlanOptions, Planned};
-use sdpa::exec::cudnn::portable::{self, PayloadError};
-use sdpa::exec::cudnn::schedule::Role;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::lower::{self, Form, Job, UNIFIED_BACKWARD_SINCE, UNIFIED_SINCE};
-use sdpa::{AttentionSpec, DType, Error, Layout, Shape};
+use sdpa::cudnn::Error;
+use sdpa::cudnn::lower::{self, Form, Job, UNIFIED_BACKWARD_SINCE, UNIFIED_SINCE};
+use sdpa::cudnn::plan::{self, PlanOptions, Planned};
+use sdpa::cudnn::portable::{self, PayloadError};
+use sdpa::cudnn::schedule::Role;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::{AttentionSpec, DType, Layout, Shape};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {

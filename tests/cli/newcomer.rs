@@ -27,7 +27,12 @@ fn the_language_is_told_whole() {
             Spelling::Prefix(sign) => signs.push(format!("{sign}x")),
         }
     }
-    let names = SCORE_MODS.iter().chain(&MASKS).map(|n| n.spelling.to_owned()).chain(["t5:BUCKETS,FAR[,both]".to_owned()]);
+    let names = SCORE_MODS
+        .iter()
+        .map(|n| n.spelling)
+        .chain(MASKS.iter().map(|n| n.spelling))
+        .map(str::to_owned)
+        .chain(["t5:BUCKETS,FAR[,both]".to_owned()]);
     let written = |list: &str| told[list].as_array().unwrap().iter().map(|w| w["written"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
     let all = [written("operators"), written("functions"), written("score_mods"), written("masks")].concat();
     // T5 is a table in a file, of which the library makes a bias.

@@ -6,6 +6,7 @@ mod sweep;
 use crate::library::Library;
 use crate::random::Random;
 pub use backward::{Backward, Place};
+use sdpa::library::{MASKS, SCORE_MODS};
 use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -56,7 +57,7 @@ pub struct Case {
     pub spread: f64,
     /// Executors that do not run it, each with the reason.
     #[serde(default)]
-    pub skip: BTreeMap<ExecutorName, String>,
+    pub skip: BTreeMap<String, String>,
     /// What only a backward pass has.
     #[serde(default)]
     pub backward: Option<Backward>,
@@ -69,6 +70,8 @@ fn bhsd() -> Layout {
 fn one() -> f64 {
     1.0
 }
+
+const COMBINED: &str = include_str!("../cases/score_mod.toml");
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -114,12 +117,29 @@ impl Case {
         Case::parse(include_str!("../cases/backward.toml"))
     }
 
-    /// Every case with score_mods and masks of the library; each is for both passes.
+    /// The cases with score_mods and masks of the library that the file has.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn combined() -> Result<Vec<Case>, String> {
+        Case::parse(COMBINED)
+    }
+
+    /// Every case with score_mods and masks of the library, those of the file and one for each name; each is for both passes.
     ///
     /// # Errors
     /// As [`Case::parse`].
     pub fn all_library() -> Result<Vec<Case>, String> {
-        Case::parse(include_str!("../cases/score_mod.toml"))
+        let mut text = COMBINED.to_owned();
+        let score_mods = SCORE_MODS.iter().map(|named| ("score_mod", named.cases));
+        for (n, (field, cases)) in score_mods.chain(MASKS.iter().map(|named| ("mask", named.cases))).enumerate() {
+            let (of, dtype) = (cases.first().ok_or("a name of the library without a case")?, ["bf16", "f16", "f32"][n % 3]);
+            let shape = "{ batch = 2, heads_q = 4, heads_kv = 2, seq_q = 65, seq_kv = 67, dim_qk = 40, dim_v = 24 }";
+            text.push_str(&format!(
+                "\n[[case]]\nname = \"library {of}\"\nshape = {shape}\ndtype = \"{dtype}\"\n{field} = [\"{of}\"]\nstats = true\n"
+            ));
+        }
+        Case::parse(&text)
     }
 
     /// The closures and parameters of its score_mods and masks; none where the oracle reads its masks by itself.

@@ -2,9 +2,9 @@
 #![allow(unsafe_code)]
 
 use cudnn_graph::{Library, Plan, Target, Verified};
-use sdpa::exec::cudnn::Planned;
-use sdpa::exec::cudnn::portable::PayloadError;
-use sdpa::lower::Job;
+use sdpa::cudnn::Planned;
+use sdpa::cudnn::lower::Job;
+use sdpa::cudnn::portable::PayloadError;
 
 /// [`Planned::from_bytes`] of bytes that a test made.
 ///

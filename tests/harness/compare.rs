@@ -42,16 +42,7 @@ pub fn roundoff(dtype: DType) -> f64 {
         DType::F16 => 1.0 / 2048.0,
         DType::BF16 => 1.0 / 256.0,
         DType::F32 => F32_ROUNDOFF,
-        DType::F64
-        | DType::I8
-        | DType::U8
-        | DType::I32
-        | DType::I64
-        | DType::Bool
-        | DType::F8E4M3
-        | DType::F8E5M2
-        | DType::F8E8M0
-        | DType::F4E2M1 => 0.0,
+        DType::I32 | DType::Bool => 0.0,
     }
 }
 

@@ -21,17 +21,7 @@ impl Operand {
         match dtype {
             DType::F16 => Operand::F16(vec![f16::from_f32(value); len]),
             DType::BF16 => Operand::BF16(vec![bf16::from_f32(value); len]),
-            DType::F32
-            | DType::F64
-            | DType::I8
-            | DType::U8
-            | DType::I32
-            | DType::I64
-            | DType::Bool
-            | DType::F8E4M3
-            | DType::F8E5M2
-            | DType::F8E8M0
-            | DType::F4E2M1 => Operand::F32(vec![value; len]),
+            DType::F32 | DType::I32 | DType::Bool => Operand::F32(vec![value; len]),
         }
     }
 

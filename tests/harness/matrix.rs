@@ -10,7 +10,7 @@ pub use features::AXES;
 pub use sample::{SAMPLE, UNIFIED_SAMPLE};
 
 use crate::case::Case;
-use sdpa::lower::Job;
+use sdpa::cudnn::lower::Job;
 use sdpa::{AttentionSpec, BackwardSpec, DType, SpecErrors};
 
 /// A pass, as a caller asks for it.
@@ -129,7 +129,7 @@ pub fn rows() -> Result<Vec<Row>, String> {
         rows.push(Row::new(format!("backward case {}", case.name), Kind::General, case.backward_spec()?.into()));
     }
     rows.extend(library::rows()?);
-    for case in Case::all_library()?.into_iter().filter(narrow) {
+    for case in Case::combined()?.into_iter().filter(narrow) {
         rows.push(Row::new(format!("library case {}", case.name), Kind::LibraryCase, case.spec()?.into()));
         rows.push(Row::new(format!("backward library case {}", case.name), Kind::LibraryCase, case.backward_spec()?.into()));
     }

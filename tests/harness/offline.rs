@@ -3,7 +3,7 @@
 //! A process holds one cuDNN, so tests start the worker (`bin/offline.rs`) once per runtime and read its JSON lines.
 
 use sdpa::Reason;
-use sdpa::lower::Form;
+use sdpa::cudnn::lower::Form;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -9,8 +9,8 @@ use cudnn_graph::ffi::codes::Kind;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{Buffer, Captured, DeviceSlice, Handle, Plan, Search, Stream};
 use entry::Entry;
-use sdpa::exec::cudnn::schedule::{Port, Role, Run};
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, Planned, Replay};
+use sdpa::cudnn::schedule::{Port, Role, Run};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, Planned, Replay};
 use sdpa::{AttentionSpec, BackwardSpec};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -224,7 +224,7 @@ impl Recorder {
     ///
     /// # Errors
     /// As [`Planned::forward`]; and what the recording library finds wrong.
-    pub fn forward(&self, planned: &Planned, handle: &Handle<'_>, call: &DeviceForward<'_>) -> Result<(), sdpa::Error> {
+    pub fn forward(&self, planned: &Planned, handle: &Handle<'_>, call: &DeviceForward<'_>) -> Result<(), sdpa::cudnn::Error> {
         // SAFETY: the process's cuDNN is the recording library, which does not touch device memory.
         unsafe { planned.forward(handle, call) }
     }
@@ -233,7 +233,7 @@ impl Recorder {
     ///
     /// # Errors
     /// As [`CudnnExecutor::sdpa`]; and what the recording library finds wrong.
-    pub fn functional(&self, stream: &Stream, spec: &AttentionSpec, call: &DeviceForward<'_>) -> Result<(), sdpa::Error> {
+    pub fn functional(&self, stream: &Stream, spec: &AttentionSpec, call: &DeviceForward<'_>) -> Result<(), sdpa::cudnn::Error> {
         // SAFETY: as above.
         unsafe { self.executor.sdpa(stream, spec, call) }
     }
@@ -242,7 +242,7 @@ impl Recorder {
     ///
     /// # Errors
     /// As [`CudnnExecutor::sdpa_backward`]; and what the recording library finds wrong.
-    pub fn functional_backward(&self, stream: &Stream, spec: &BackwardSpec, call: &DeviceBackward<'_>) -> Result<(), sdpa::Error> {
+    pub fn functional_backward(&self, stream: &Stream, spec: &BackwardSpec, call: &DeviceBackward<'_>) -> Result<(), sdpa::cudnn::Error> {
         // SAFETY: as above.
         unsafe { self.executor.sdpa_backward(stream, spec, call) }
     }
@@ -251,7 +251,7 @@ impl Recorder {
     ///
     /// # Errors
     /// As [`Planned::backward`]; and what the recording library finds wrong.
-    pub fn backward(&self, planned: &Planned, handle: &Handle<'_>, call: &DeviceBackward<'_>) -> Result<(), sdpa::Error> {
+    pub fn backward(&self, planned: &Planned, handle: &Handle<'_>, call: &DeviceBackward<'_>) -> Result<(), sdpa::cudnn::Error> {
         // SAFETY: as above.
         unsafe { planned.backward(handle, call) }
     }
@@ -260,7 +260,7 @@ impl Recorder {
     ///
     /// # Errors
     /// As [`Replay::forward`]; and what the recording library finds wrong.
-    pub fn replayed(&self, replay: &mut Replay, call: &DeviceForward<'_>) -> Result<(), sdpa::Error> {
+    pub fn replayed(&self, replay: &mut Replay, call: &DeviceForward<'_>) -> Result<(), sdpa::cudnn::Error> {
         // SAFETY: as above.
         unsafe { replay.forward(call) }
     }

@@ -78,7 +78,7 @@ impl Tally {
 
 /// Runs one case on one executor.
 pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
-    if let Some(reason) = case.skip.get(&executor.name()) {
+    if let Some(reason) = case.skip.get(executor.name().name()) {
         return Outcome::Skip(reason.clone());
     }
     let spec = match case.spec() {
@@ -134,7 +134,7 @@ fn read_by_oracle<'a>(masks: &'a [Mask], library: Option<&Library>) -> &'a [Mask
 
 /// Keys and values that are padding may be anything on the CPU; what cuDNN reads of them must be a number.
 fn spoil_padding(executor: ExecutorName, library: Option<&Library>, tensors: [(&TensorSpec, &mut inputs::Operand); 2]) {
-    if let Some(lengths) = library.and_then(Library::key_lengths).filter(|_| executor == ExecutorName::Cpu) {
+    if let Some(lengths) = library.and_then(Library::key_lengths).filter(|_| executor == ExecutorName::CPU) {
         tensors.into_iter().for_each(|(tensor, operand)| inputs::spoil_rows(tensor, operand, lengths));
     }
 }

@@ -5,7 +5,7 @@
 
 use crate::random::Random;
 use sdpa::cache::{BuildError, CacheValue, Limits, PlanCache, Weight};
-use sdpa::lower::Job;
+use sdpa::cudnn::lower::Job;
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::fmt;
 use std::num::NonZeroUsize;

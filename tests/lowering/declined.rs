@@ -1,9 +1,9 @@
 //! What is asked of cuDNN in which form, what is spelled otherwise, and what is not asked at all.
 
 use super::{NEW, SHAPES, spec};
-use cudnn_graph::{DType, Version};
-use sdpa::lower::{self, Form, Job};
-use sdpa::{AttentionSpec, Layout, ScoreMod, Shape};
+use cudnn_graph::Version;
+use sdpa::cudnn::lower::{self, Form, Job};
+use sdpa::{AttentionSpec, DType, Layout, ScoreMod, Shape};
 
 #[test]
 fn bands_of_one_query_are_rules_beside_whatever_else_there_is() {

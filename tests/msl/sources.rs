@@ -4,9 +4,9 @@ use super::{NAME, emulation, side_by_side, table_rows};
 use conformance::case::Case;
 use conformance::msl::{Emulated, Job, Row, Toolchain, registers};
 use conformance::say::say;
+use metal_fallback::{Backward, Forward};
 use metal_fallback::{Kernels, Plan, REGISTER_LIMIT, THREADGROUP_BYTES};
 use sdpa::Executor;
-use sdpa::exec::metal::{backward, forward};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Mutex;
 
@@ -14,8 +14,8 @@ use std::sync::Mutex;
 pub(super) fn plans(row: &Row) -> Vec<Plan> {
     let problem = row.case.spec().unwrap().validate().unwrap();
     let gradient = row.case.backward_spec().unwrap().validate().unwrap();
-    let mut plans = forward(&problem).plan_with(row.kernels).unwrap().plans;
-    plans.extend(backward(&gradient).plan_with(row.kernels).unwrap().plans);
+    let mut plans = Forward::from(&problem).plan_with(row.kernels).unwrap().plans;
+    plans.extend(Backward::from(&gradient).plan_with(row.kernels).unwrap().plans);
     plans
 }
 

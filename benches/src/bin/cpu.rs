@@ -2,7 +2,7 @@
 //! can take turns with it; see `benches/cpu/compare.py`.
 
 use half::{bf16, f16};
-use sdpa::exec::cpu::CpuExecutor;
+use sdpa::cpu::CpuExecutor;
 use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Prepared, Shape};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;

@@ -14,7 +14,7 @@
 use conformance::allocations::{self, Counting};
 use conformance::recorder::{Recorder, whole};
 use cudnn_graph::{Buffer, Stream};
-use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
+use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Problem, ScoreMod, Shape, TensorSpec};
 use std::hint::black_box;
 

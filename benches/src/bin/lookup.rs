@@ -3,8 +3,9 @@
 //! *at hand*: a thread's last few passes in turn; *elsewhere*: every entry in turn, so that the thread has none of them at hand.
 
 use sdpa::cache::{CacheValue, Limits, PlanCache, Weight};
-use sdpa::lower::Job;
-use sdpa::{AttentionSpec, DType, Error, Layout, Mask, Shape};
+use sdpa::cudnn::Error;
+use sdpa::cudnn::lower::Job;
+use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::num::NonZeroUsize;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -19,7 +20,7 @@ impl CacheValue for Value {
     }
 }
 
-type Cache = PlanCache<Job, Value>;
+type Cache = PlanCache<Job, Value, sdpa::Unsupported>;
 
 fn job(seq: usize, score_mod: bool) -> Job {
     let seq = 64 + seq as i64;

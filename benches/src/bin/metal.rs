@@ -3,10 +3,10 @@
 
 use conformance::random::Random;
 use half::{bf16, f16};
-use sdpa::dispatch::{Dispatcher, Preference};
 use sdpa::{
     AttentionSpec, DType, Elements, ElementsMut, ExecutorName, HostBackward, HostForward, Layout, Prepared, PreparedBackward, Report, Shape,
 };
+use sdpa::{Dispatcher, Preference};
 use serde::Serialize;
 use std::error::Error;
 
@@ -153,14 +153,14 @@ fn time<T: Element>(shape: Shape, forward: &dyn Prepared, backward: &dyn Prepare
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let (mut name, mut divisor) = (ExecutorName::Metal, 1);
+    let (mut name, mut divisor) = (ExecutorName::METAL, 1);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--quick" => divisor = 16,
             "--executor" => {
                 let given = arguments.next().unwrap_or_default();
-                let found = ExecutorName::ALL.into_iter().find(|executor| executor.name() == given);
+                let found = Dispatcher::default().executors().into_iter().find(|executor| executor.name() == given);
                 name = found.ok_or_else(|| format!("--executor {given:?}: one of cudnn, metal, cpu"))?;
             }
             other => return Err(format!("{other:?} is not known: metal [--executor NAME] [--quick]").into()),
@@ -168,10 +168,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let dispatcher = Dispatcher::default();
     let told = match (name, dispatcher.metal().facts()) {
-        (ExecutorName::Metal, Ok(facts)) => Device { device: facts.name.clone(), system: facts.system.clone(), executor: name.name() },
-        (ExecutorName::Metal | ExecutorName::Cpu | ExecutorName::Cudnn, _) => {
-            Device { device: name.name().to_owned(), system: std::env::consts::OS.to_owned(), executor: name.name() }
-        }
+        (ExecutorName::METAL, Ok(facts)) => Device { device: facts.name.clone(), system: facts.system.clone(), executor: name.name() },
+        _ => Device { device: name.name().to_owned(), system: std::env::consts::OS.to_owned(), executor: name.name() },
     };
     println!("{}", serde_json::to_string(&told)?);
     for (mask, ty, [batch, heads_q, heads_kv, seq_q, seq_kv, dim]) in ROWS {

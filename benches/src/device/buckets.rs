@@ -5,8 +5,8 @@ use crate::setup::Result;
 use conformance::inputs;
 use conformance::random::Random;
 use half::bf16;
-use sdpa::exec::cpu::CpuExecutor;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
 use sdpa::seq::{Buckets, SeqPolicy};
 use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Param, Shape, TensorSpec};
 

@@ -11,7 +11,7 @@ use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use half::bf16;
 use sdpa::cudarc::{Backward, Forward};
-use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions};
+use sdpa::cudnn::{CudnnExecutor, PlanOptions};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 
 fn bf16s(operand: &Operand) -> Result<&[bf16]> {

@@ -7,7 +7,7 @@ use crate::memory::Memory;
 use crate::setup::Result;
 use cudnn_graph::{Driver, Stream};
 use sdpa::AttentionSpec;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, Replay};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, Replay};
 use std::sync::Arc;
 
 const ROUNDS: usize = 25;

@@ -6,7 +6,7 @@ use crate::memory::Memory;
 use crate::setup::{Result, executor};
 use cudnn_graph::Stream;
 use sdpa::cache::Limits;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions, Replay};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions, Replay};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::num::NonZeroUsize;
 use std::sync::Arc;

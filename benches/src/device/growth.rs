@@ -6,7 +6,7 @@ use crate::memory::Memory;
 use crate::setup::{Result, median};
 use conformance::random::Random;
 use cudnn_graph::Stream;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, Planned};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, Planned};
 use sdpa::seq::{Buckets, SeqPolicy};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::sync::Arc;

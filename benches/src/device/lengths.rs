@@ -4,11 +4,12 @@
 
 use crate::memory::random;
 use crate::setup::{Result, executor, median};
-use cudnn_graph::{Buffer, DType, DeviceSlice, Stream};
-use sdpa::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, PlanOptions, Planned};
+use cudnn_graph::{Buffer, DeviceSlice, Stream};
+use sdpa::cudnn::Error;
+use sdpa::cudnn::lower::{Job, Operand};
+use sdpa::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, PlanOptions, Planned};
 use sdpa::expr::ParamKind;
-use sdpa::lower::{Job, Operand};
-use sdpa::{AttentionSpec, DType as D, Error, Layout, Shape};
+use sdpa::{AttentionSpec, DType, DType as D, Layout, Shape};
 use std::time::Instant;
 
 /// Around everything, in bytes.

@@ -7,9 +7,10 @@ use crate::setup::{Result, executor};
 use conformance::random::Random;
 use cudnn_graph::{Buffer, Stream};
 use half::bf16;
-use sdpa::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, PlanOptions};
-use sdpa::lower::Operand;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Error, Layout, Mask, Shape, TensorSpec};
+use sdpa::cudnn::Error;
+use sdpa::cudnn::lower::Operand;
+use sdpa::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, PlanOptions};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Shape, TensorSpec};
 
 const INPUTS: [Operand; 3] = [Operand::Q, Operand::K, Operand::V];
 const GRADIENTS: [Operand; 3] = [Operand::DQ, Operand::DK, Operand::DV];

@@ -2,11 +2,12 @@
 #![allow(unsafe_code)]
 
 use crate::setup::Result;
-use cudnn_graph::{Buffer, DType, DeviceSlice, Handle, Stream};
+use cudnn_graph::{Buffer, DeviceSlice, Handle, Stream};
 use sdpa::AttentionSpec;
-use sdpa::exec::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, Replay};
+use sdpa::DType;
+use sdpa::cudnn::lower::{Job, Operand};
+use sdpa::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, Replay};
 use sdpa::expr::{Declared, ParamKind};
-use sdpa::lower::{Job, Operand};
 
 /// Packed documents of the document mask.
 const DOCUMENTS: i64 = 8;
@@ -122,7 +123,8 @@ impl Memory {
         self.operands.iter().find(|(o, _)| *o == operand).map_or(slice(&self.workspace), |(_, b)| slice(b))
     }
 
-    fn params(&self) -> Vec<DeviceParam<'_>> {
+    /// The values of parameters.
+    pub(crate) fn params(&self) -> Vec<DeviceParam<'_>> {
         let value = |(p, buffer): &'_ (Declared, Option<Buffer>)| match (p.kind, buffer) {
             (ParamKind::Tensor { axes: _, dtype }, Some(b)) => Some(DeviceValue::Tensor(dtype, slice(b))),
             (ParamKind::Scalar, _) => p.default.map(DeviceValue::Scalar),
@@ -131,7 +133,13 @@ impl Memory {
         self.params.iter().filter_map(|p| Some(DeviceParam { name: &p.0.name, value: value(p)? })).collect()
     }
 
-    fn forward_call<'a>(
+    /// The workspace that it was made with.
+    pub(crate) fn workspace(&self) -> DeviceSlice {
+        slice(&self.workspace)
+    }
+
+    /// A forward call over it.
+    pub(crate) fn forward_call<'a>(
         &self,
         params: &'a [DeviceParam<'a>],
         attn_scale: Option<f32>,
@@ -199,7 +207,8 @@ impl Memory {
         Ok(all)
     }
 
-    fn gradients(&self) -> Vec<DeviceGradient<'_>> {
+    /// Memory for gradients of parameters.
+    pub(crate) fn gradients(&self) -> Vec<DeviceGradient<'_>> {
         self.gradients.iter().map(|(name, b)| DeviceGradient { name, slice: slice(b) }).collect()
     }
 
@@ -222,7 +231,8 @@ impl Memory {
         Ok(unsafe { planned.backward(handle, &self.backward_call(&params, &self.gradients(), attn_scale)?) }?)
     }
 
-    fn backward_call<'a>(
+    /// A backward call over it.
+    pub(crate) fn backward_call<'a>(
         &self,
         params: &'a [DeviceParam<'a>],
         gradients: &'a [DeviceGradient<'a>],

@@ -10,7 +10,7 @@ use conformance::msl::table::{self, Share};
 use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case, side_by_side};
 use gpu::Gpu;
 use metal_fallback::Kernels;
-use sdpa::exec::metal::MetalExecutor;
+use sdpa::metal::MetalExecutor;
 use std::sync::{Arc, Mutex};
 
 const NAME: &str = "metal-on-nvidia";

@@ -5,8 +5,8 @@
 use crate::setup::{Result, Tensors, executor};
 use cudnn_graph::{DeviceProfile, Plan, Policy, Target};
 use half::bf16;
-use sdpa::exec::cudnn::plan::ask;
-use sdpa::exec::cudnn::{PlanOptions, Planned};
+use sdpa::cudnn::plan::ask;
+use sdpa::cudnn::{PlanOptions, Planned};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::time::Instant;
 

@@ -4,8 +4,8 @@
 
 use crate::setup::{Result, Tensors, bare_pack, executor, problems};
 use cudnn_graph::Stream;
-use sdpa::exec::cudnn::{CudnnExecutor, DeviceForward, PlanOptions};
-use sdpa::lower::Job;
+use sdpa::cudnn::lower::Job;
+use sdpa::cudnn::{CudnnExecutor, DeviceForward, PlanOptions};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -79,7 +79,7 @@ fn hits(executor: &CudnnExecutor, spec: &AttentionSpec, owns: &[Own], how: How) 
 
 /// A hit that does nothing.
 fn found(executor: &CudnnExecutor, job: &Job) -> Result<()> {
-    let missed = || Err(sdpa::Error::Bug("the plans are not there".to_owned()));
+    let missed = || Err(sdpa::cudnn::Error::Bug("the plans are not there".to_owned()));
     Ok(executor.forward_cache().with(job, missed, |planned, _| {
         std::hint::black_box(planned.lowered.form);
     })?)

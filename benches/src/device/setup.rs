@@ -4,7 +4,7 @@ use conformance::inputs;
 use conformance::random::Random;
 use cudnn_graph::ffi::pack::Pack;
 use cudnn_graph::{Buffer, DeviceSlice, Stream};
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, PlanOptions, Planned};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceForward, PlanOptions, Planned};
 use sdpa::{AttentionSpec, DType, Elements, Layout, Mask, Shape};
 
 /// Any error, for the last line of the output.

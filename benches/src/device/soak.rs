@@ -7,14 +7,15 @@ use crate::memory::{random, slice};
 use crate::setup::{Result, executor};
 use conformance::random::Random;
 use conformance::soak::resident;
-use cudnn_graph::{Buffer, DType, DeviceProfile, Handle, Stream, Target};
+use cudnn_graph::{Buffer, DeviceProfile, Handle, Stream, Target};
 use half::bf16;
-use sdpa::cache::{Limits, PlanCache};
-use sdpa::exec::cpu::CpuExecutor;
-use sdpa::exec::cudnn::{CudnnExecutor, DeviceForward, PlanOptions, Planned, plan, portable};
-use sdpa::lower::Job;
-use sdpa::planfile::{PlanFile, Record, write};
-use sdpa::{AttentionSpec, Elements, ElementsMut, Error, Executor, HostForward, Layout, Mask, Shape};
+use sdpa::cache::Limits;
+use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::Error;
+use sdpa::cudnn::lower::Job;
+use sdpa::cudnn::planfile::{PlanFile, Record, write};
+use sdpa::cudnn::{CudnnExecutor, DeviceForward, PlanOptions, Planned, Plans, plan, portable};
+use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Shape};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -203,7 +204,7 @@ pub(crate) fn run(calls: u64, shapes: u64) -> Result<()> {
         refusals: Duration::from_millis(5),
         ..Limits::entries(NonZeroUsize::new(ENTRIES).unwrap_or(NonZeroUsize::MIN))
     };
-    let cache: PlanCache<Job, Arc<Planned>> = PlanCache::new("soak", limits);
+    let cache = Plans::new("soak", limits);
     let (counts, next, memory) = (Counts::default(), AtomicU64::new(0), [const { AtomicU64::new(0) }; 2]);
     let folder = std::env::temp_dir().join(format!("soak-{}", std::process::id()));
     std::fs::create_dir_all(&folder)?;

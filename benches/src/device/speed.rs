@@ -5,9 +5,9 @@ use crate::memory::Memory;
 use crate::setup::{Result, executor, median, problems, short_problems};
 use cudnn_graph::{Policy, Target};
 use sdpa::AttentionSpec;
-use sdpa::exec::cudnn::plan::ask;
-use sdpa::exec::cudnn::{PlanOptions, Planned};
-use sdpa::lower::{self, Form, Job};
+use sdpa::cudnn::lower::{self, Form, Job};
+use sdpa::cudnn::plan::ask;
+use sdpa::cudnn::{PlanOptions, Planned};
 
 const WARM: usize = 5;
 const RUNS: usize = 20;

@@ -3,9 +3,9 @@
 
 use crate::memory::{random, slice};
 use crate::setup::{Result, executor};
-use cudnn_graph::{Buffer, DType, Stream};
-use sdpa::exec::cudnn::{DeviceBackward, DeviceForward, PlanOptions};
-use sdpa::{AttentionSpec, Layout, Mask, Shape};
+use cudnn_graph::{Buffer, Stream};
+use sdpa::cudnn::{DeviceBackward, DeviceForward, PlanOptions};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 
 const LAYERS: usize = 4;
 const HEADS: i64 = 32;

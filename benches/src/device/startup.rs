@@ -4,7 +4,7 @@
 
 use crate::setup::{Result, Tensors, problems};
 use cudnn_graph::{Driver, Library, Search};
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
 use std::time::Instant;
 
 pub(crate) fn run(plans: Option<&str>) -> Result<()> {

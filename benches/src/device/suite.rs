@@ -4,14 +4,14 @@ use crate::setup::{Result, executor};
 use conformance::runner::{self, Outcome, Tally};
 use conformance::{Case, random::Random};
 use sdpa::DType;
-use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions};
-use sdpa::lower::Form;
+use sdpa::cudnn::lower::Form;
+use sdpa::cudnn::{CudnnExecutor, PlanOptions};
 
 pub(crate) fn run(random: u64) -> Result<()> {
     let first = executor(PlanOptions::default())?;
     let mut failed = 0;
     let mut forms = vec![None];
-    if first.library().version() >= sdpa::lower::UNIFIED_PLAIN_SINCE {
+    if first.library().version() >= sdpa::cudnn::lower::UNIFIED_PLAIN_SINCE {
         forms.push(Some(Form::Unified));
     }
     for form in forms {

@@ -9,8 +9,8 @@
 use crate::setup::{Result, Tensors, executor};
 use cudnn_graph::{Handle, Stream, Target};
 use half::bf16;
-use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions, Planned, plan};
-use sdpa::lower::Form;
+use sdpa::cudnn::lower::Form;
+use sdpa::cudnn::{CudnnExecutor, PlanOptions, Planned, plan};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -77,7 +77,7 @@ fn output<'s>(
 pub(crate) fn run(seconds: u64) -> Result<()> {
     let first = executor(PlanOptions::default())?;
     let version = first.library().version();
-    let forms: &[Form] = if version >= sdpa::lower::UNIFIED_SINCE { &[Form::Composite, Form::Unified] } else { &[Form::Composite] };
+    let forms: &[Form] = if version >= sdpa::cudnn::lower::UNIFIED_SINCE { &[Form::Composite, Form::Unified] } else { &[Form::Composite] };
     let sharings = [Sharing::Alone, Sharing::Nothing, Sharing::Plan, Sharing::Handles, Sharing::PlanAndHandles];
     let each = Duration::from_secs(seconds) / (forms.len() * specs().len() * sharings.len()) as u32;
     let mut wrong = 0;

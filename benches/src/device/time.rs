@@ -4,10 +4,10 @@
 
 use crate::memory::Memory;
 use crate::setup::{Result, executor, median};
-use cudnn_graph::{DType, Event, Stream};
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions};
-use sdpa::lower::Form;
-use sdpa::{AttentionSpec, Layout, Shape};
+use cudnn_graph::{Event, Stream};
+use sdpa::cudnn::lower::Form;
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions};
+use sdpa::{AttentionSpec, DType, Layout, Shape};
 use serde::{Deserialize, Serialize};
 use std::io::BufRead;
 

@@ -3,8 +3,8 @@
 use crate::setup::{Result, executor};
 use conformance::runner::{self, Outcome, Tally};
 use sdpa::DType;
-use sdpa::exec::cudnn::PlanOptions;
-use sdpa::lower::Form;
+use sdpa::cudnn::PlanOptions;
+use sdpa::cudnn::lower::Form;
 
 /// `count` seeds from this one, in the better form if none is named.
 pub(crate) fn run(first: u64, count: u64, form: Option<&str>) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use crate::setup::{Result, problems};
 use conformance::runner;
-use sdpa::exec::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
 
 pub(crate) fn run() -> Result<()> {
     let timed = CudnnExecutor::new(CudnnOptions { tune: true, ..CudnnOptions::default() })?;
@@ -12,7 +12,7 @@ pub(crate) fn run() -> Result<()> {
     for (name, spec) in problems() {
         let problem = spec.validate()?;
         let (fastest, chosen) = (timed.attention(&problem)?.0, usual.attention(&problem)?.0);
-        let label = |p: &sdpa::exec::cudnn::Planned| format!("{} {}", p.lowered.form, p.plan.engine().map(|c| c.tag()).unwrap_or_default());
+        let label = |p: &sdpa::cudnn::Planned| format!("{} {}", p.lowered.form, p.plan.engine().map(|c| c.tag()).unwrap_or_default());
         println!("{name}: timed {} in {} ms, chosen {}", label(&fastest), fastest.time.tune / 1000, label(&chosen));
     }
     let [forward, backward] = runner::library_suite("timed", &timed)?;
@@ -22,8 +22,8 @@ pub(crate) fn run() -> Result<()> {
     let (mut same, mut other) = (0, 0);
     for (job, planned) in forward_cache.values().into_iter().chain(backward_cache.values()) {
         let chosen = match &job {
-            sdpa::lower::Job::Forward(problem) => usual.attention(problem)?.0,
-            sdpa::lower::Job::Backward(problem) => usual.attention_backward(problem)?.0,
+            sdpa::cudnn::lower::Job::Forward(problem) => usual.attention(problem)?.0,
+            sdpa::cudnn::lower::Job::Backward(problem) => usual.attention_backward(problem)?.0,
         };
         if chosen.plan.engine().map(|c| c.tag()) == planned.plan.engine().map(|c| c.tag()) && chosen.lowered.form == planned.lowered.form {
             same += 1;

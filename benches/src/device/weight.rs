@@ -4,7 +4,7 @@
 use crate::memory::Memory;
 use crate::setup::{Result, executor};
 use sdpa::cache::CacheValue;
-use sdpa::exec::cudnn::PlanOptions;
+use sdpa::cudnn::PlanOptions;
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 
 const PLANS: i64 = 40;

@@ -1,6 +1,7 @@
 //! What may be written on the command line. Values are texts here: [`crate::request`] reads them all, so that every mistake
 //! is told at once.
 
+use crate::language::{mask_help, score_mod_help};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 
@@ -73,14 +74,9 @@ pub(crate) struct ProblemArgs {
     /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd
     #[arg(long)]
     pub(crate) layout: Option<String>,
-    /// A function of the scaled scores: softcap:CAP, alibi, alibi-slopes, bias:AXES, bias16:AXES, sandwich:N, t5:BUCKETS,FAR[,both], an expression, or
-    /// @FILE with one (`language` says everything); may be repeated: one after the other
-    #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
+    #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = score_mod_help())]
     pub(crate) score_mod: Vec<String>,
-    /// none, causal, causal-bottom-right, window:LEFT,RIGHT[:bottom-right] (either side may be inf), sliding-window:N,
-    /// prefix-lm:N, dilated:N, document, document-runs, shared-prefix:N, padding, global-local:W,G, natten:N, array[:AXES], an
-    /// expression, several of these joined by |, & and !, or @FILE with one; may be repeated: a key is kept where every mask keeps it
-    #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
+    #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = mask_help())]
     pub(crate) mask: Vec<String>,
     /// Add the input's tensor bias to the scores, before the score_mods; with --backward also its gradient
     #[arg(long)]

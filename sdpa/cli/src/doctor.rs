@@ -10,8 +10,8 @@ use crate::run;
 use crate::table::Table;
 use cudnn_graph::{Device, Driver, Library};
 use metal_fallback::{Declined, Facts};
-use sdpa::dispatch::{Dispatcher, Preference};
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
+use sdpa::{Dispatcher, Preference};
 use serde::Serialize;
 
 /// Something that is not there or does not work.
@@ -133,13 +133,13 @@ fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> 
 }
 
 fn cpu(dispatcher: &Dispatcher) -> Finding {
-    let mut finding = Finding::new(ExecutorName::Cpu);
+    let mut finding = Finding::new(ExecutorName::CPU);
     finding.try_out(dispatcher, "nothing: this is a bug, please report it");
     finding
 }
 
 fn metal(dispatcher: &Dispatcher) -> Finding {
-    let mut finding = Finding::new(ExecutorName::Metal);
+    let mut finding = Finding::new(ExecutorName::METAL);
     match dispatcher.metal().facts() {
         Ok(facts) => {
             finding.gpu = Some(gpu(facts));
@@ -184,7 +184,7 @@ fn install_library(cuda: Option<i32>) -> String {
 }
 
 fn cudnn(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
-    let mut finding = Finding::new(ExecutorName::Cudnn);
+    let mut finding = Finding::new(ExecutorName::CUDNN);
     let driver = match Driver::load(args.places.driver.as_deref()) {
         Ok(driver) => driver,
         Err(e) => {
@@ -286,7 +286,7 @@ mod tests {
             working_set_bytes: 11 << 30,
             unified_memory: true,
         };
-        let finding = Finding { gpu: Some(gpu(&facts)), works: true, ..Finding::new(ExecutorName::Metal) };
+        let finding = Finding { gpu: Some(gpu(&facts)), works: true, ..Finding::new(ExecutorName::METAL) };
         let text = text(&Findings { executors: vec![finding] });
         for what in ["metal", "works", "Apple M1, Apple7, threadgroups of 1024 threads", "shared with the CPU", "Version 14.6"] {
             assert!(text.contains(what), "{what} in {text}");

@@ -46,11 +46,9 @@ fn place_of(rule: &str) -> Option<(String, String)> {
 fn located(path: &str, error: &ExprError) -> Wrong {
     match error {
         ExprError::Syntax { line, column, rule } => (format!("{path}:{line}:{column}"), rule.clone()),
-        ExprError::Redeclared { .. }
-        | ExprError::Name { .. }
-        | ExprError::ElementType { .. }
-        | ExprError::Default { .. }
-        | ExprError::NoDerivative { .. } => (format!("{path}:1:1"), error.to_string()),
+        ExprError::Redeclared { .. } | ExprError::Name { .. } | ExprError::Default { .. } | ExprError::NoDerivative { .. } => {
+            (format!("{path}:1:1"), error.to_string())
+        }
     }
 }
 
@@ -233,16 +231,7 @@ pub(crate) fn bias(axes: Axes, dtype: DType) -> Option<ScoreMod> {
         DType::F32 => Some(library::bias(axes, F32)),
         DType::F16 => Some(library::bias(axes, F16)),
         DType::BF16 => Some(library::bias(axes, BF16)),
-        DType::F64
-        | DType::I8
-        | DType::U8
-        | DType::I32
-        | DType::I64
-        | DType::Bool
-        | DType::F8E4M3
-        | DType::F8E5M2
-        | DType::F8E8M0
-        | DType::F4E2M1 => None,
+        DType::I32 | DType::Bool => None,
     }
 }
 

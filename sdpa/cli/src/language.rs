@@ -78,7 +78,7 @@ fn operators() -> Vec<Word> {
     infix.into_iter().map(|(_, sign, about)| Word::new(format!("x {sign} y"), about)).chain(prefix).collect()
 }
 
-fn named(names: &[Named]) -> Vec<Word> {
+fn named<T>(names: &[Named<T>]) -> Vec<Word> {
     names.iter().map(|n| Word::new(n.spelling, n.about)).collect()
 }
 
@@ -107,11 +107,11 @@ impl Language {
             values: [score].into_iter().chain(indices).chain(extents).chain(constants).chain(numbers).collect(),
             operators: operators(),
             functions: functions(),
-            score_mods: named(&SCORE_MODS)
+            score_mods: named(SCORE_MODS)
                 .into_iter()
                 .chain([Word::new(T5, "score + a bias of relative positions: the tensor t5 is a table (HQ, BUCKETS)")])
                 .collect(),
-            masks: named(&MASKS),
+            masks: named(MASKS),
         }
     }
 
@@ -131,6 +131,28 @@ impl Language {
         }
         table.render()
     }
+}
+
+/// What `--score-mod` takes, for the help.
+pub(crate) fn score_mod_help() -> String {
+    format!(
+        "A function of the scaled scores: {}, {T5}, an expression, or @FILE with one (`language` says everything); may be repeated: one after the \
+         other",
+        spellings(SCORE_MODS)
+    )
+}
+
+/// What `--mask` takes, for the help.
+pub(crate) fn mask_help() -> String {
+    format!(
+        "none, {}, an expression, several of these joined by |, & and !, or @FILE with one (`language` says everything; array alone takes the \
+         input's mask as it broadcasts); may be repeated: a key is kept where every mask keeps it",
+        spellings(MASKS)
+    )
+}
+
+fn spellings<T>(names: &[Named<T>]) -> String {
+    names.iter().map(|named| named.spelling).collect::<Vec<_>>().join(", ")
 }
 
 /// Runs the command.

@@ -1,9 +1,8 @@
 //! Names and numbers, as they are written on the command line.
 
 use cudnn_graph::Version;
-use sdpa::dispatch::Preference;
-use sdpa::lower::Form;
-use sdpa::{ExecutorName, Layout, Shape};
+use sdpa::cudnn::lower::Form;
+use sdpa::{ExecutorName, Layout, Preference, Shape};
 
 use crate::data::Element;
 
@@ -27,7 +26,7 @@ pub(crate) fn form(text: &str) -> Result<Form, String> {
 
 pub(crate) fn executor(text: &str) -> Result<Preference, String> {
     let named = |name: ExecutorName| (name.name(), Preference::Named(name));
-    one_of(text, &[("auto", Preference::Auto), named(ExecutorName::Cpu), named(ExecutorName::Cudnn), named(ExecutorName::Metal)])
+    one_of(text, &[("auto", Preference::Auto), named(ExecutorName::CPU), named(ExecutorName::CUDNN), named(ExecutorName::METAL)])
 }
 
 /// A stage on the way to a plan.

@@ -6,9 +6,9 @@ use crate::memory;
 use crate::progress::Progress;
 use crate::table::{Table, list};
 use cudnn_graph::{Candidate, DeviceProfile, Library, Outcome, Source, Target};
-use sdpa::Error;
-use sdpa::exec::cudnn::{CudnnExecutor, PlanOptions, Planned, plan};
-use sdpa::lower::{Form, Job};
+use sdpa::cudnn::lower::{Form, Job};
+use sdpa::cudnn::{CudnnExecutor, PlanOptions, Planned, plan};
+use sdpa::{Error, ExecutorName};
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -66,10 +66,10 @@ pub(crate) fn make(
     let _step = progress.spinner("asking cuDNN");
     let mut options = places.options();
     options.plan = PlanOptions { form, ..PlanOptions::default() };
-    let environment = |e: cudnn_graph::Error| failure(&Error::Backend(e));
+    let environment = |e: cudnn_graph::Error| failure(&Error::failed(ExecutorName::CUDNN, e));
     if let Some(profile) = profile {
         let library = Library::load(&options.search).map_err(environment)?;
-        let planned = plan::build(library, &Target::Profile(profile), job, &options.plan).map_err(|e| failure(&e))?;
+        let planned = plan::build(library, &Target::Profile(profile), job, &options.plan).map_err(|e| failure(&e.into()))?;
         return Ok(tell(library, (profile.name(), profile.sm()), job, &planned));
     }
     let executor = CudnnExecutor::new(options).map_err(environment)?;
@@ -77,7 +77,7 @@ pub(crate) fn make(
         Job::Forward(problem) => executor.attention(problem),
         Job::Backward(problem) => executor.attention_backward(problem),
     }
-    .map_err(|e| failure(&e))?;
+    .map_err(|e| failure(&e.into()))?;
     Ok(tell(executor.library(), (executor.device().name(), executor.device().sm()), job, &planned))
 }
 

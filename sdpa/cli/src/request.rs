@@ -15,9 +15,9 @@ use crate::params::{Planned, Sources};
 use cudnn_graph::Search;
 use extents::{extents, relevant, specification};
 use rules::{Rules, judge, valid};
-use sdpa::exec::cudnn::CudnnOptions;
+use sdpa::cudnn::CudnnOptions;
+use sdpa::cudnn::lower::Job;
 use sdpa::library::T5;
-use sdpa::lower::Job;
 use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Layout, Mask, Problem, ScoreMod, Shape};
 
 /// The problem of `run`, `inspect` and `show`.

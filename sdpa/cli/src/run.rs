@@ -14,9 +14,9 @@ use crate::request::{Request, Wanted};
 use crate::save::{Destination, Saved, Tensor};
 use choose::{Chosen, choose};
 use plans::Plans;
-use sdpa::dispatch::{Dispatcher, Preference};
-use sdpa::exec::cpu::CpuExecutor;
+use sdpa::cpu::CpuExecutor;
 use sdpa::expr::Declared;
+use sdpa::{Dispatcher, Preference};
 use sdpa::{Error, ExecutorName, Report};
 use tell::{Checked, Told};
 
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
         order.plans.attach(&dispatcher, order.preference)?;
         choose(&dispatcher, request, order.preference)?
     };
-    if chosen.executor == ExecutorName::Cpu {
+    if chosen.executor == ExecutorName::CPU {
         let workspace = workspace(dispatcher.cpu(), request);
         operands::fits(request, order.check, workspace).map_err(|why| Failure::Mistakes(vec![Line::new("memory", why)]))?;
     }
@@ -123,7 +123,7 @@ fn workspace(cpu: &CpuExecutor, request: &Request) -> u64 {
 fn compute(operands: &mut Operands, request: &Request, chosen: &Chosen) -> Result<Reports, Failure> {
     let failed = |e: Error| Failure::Environment(lines(chosen.executor, &e));
     let scale = request.attn_scale();
-    let times = if chosen.executor == ExecutorName::Cpu { 1 } else { 2 };
+    let times = if chosen.executor == ExecutorName::CPU { 1 } else { 2 };
     let names: Vec<&str> = request.problem.params().iter().map(|d: &Declared| d.name.as_str()).collect();
     let mut reports = Reports { forward: None, backward: None };
     for _ in 0..times {
@@ -185,7 +185,7 @@ mod tests {
         for (element, layout) in Element::ALL.into_iter().zip([Layout::Bhsd, Layout::Bshd, Layout::Sbhd]) {
             let spec = AttentionSpec::dense(element.dtype(), shape, layout).mask(sdpa::Mask::causal()).with_stats();
             let problem = spec.validate().unwrap();
-            let choice = Dispatcher::default().prepare(&problem, Preference::Named(ExecutorName::Cpu)).unwrap();
+            let choice = Dispatcher::default().prepare(&problem, Preference::Named(ExecutorName::CPU)).unwrap();
             let mut operands = Operands::random(&spec, element, 1).unwrap();
             operands.forward(choice.prepared.as_ref(), &[], 0.25).unwrap();
             let passes = |operands: &Operands| operands.check(&spec, &problem, 0.25, &Step::hidden()).passes();

@@ -1,59 +1,14 @@
 //! Score_mods and masks of the library at one size, and pairs of them.
 
 use super::{Kind, Row, Spec};
+use sdpa::library::{self, Named};
 use sdpa::{AttentionSpec, DType, Layout, Mask, ScoreMod, Shape};
 
-/// Every score_mod; the last one is no library's: a comparison of floats.
-const SCORE_MODS: [&str; 19] = [
-    "softcap:30",
-    "alibi",
-    "alibi-slopes",
-    "sandwich:4",
-    "bias:bhqk",
-    "bias:hqk",
-    "bias:qk",
-    "bias:bhk",
-    "bias:h",
-    "bias:b",
-    "bias16:bhqk",
-    "bias16:hqk",
-    "bias16:bqk",
-    "bias16:hq",
-    "bias16:q",
-    "bias16:k",
-    "bias16:bh",
-    "bias16:",
-    "select(score > 0.0, score, score * 0.5)",
-];
+/// No score_mod of the library: a comparison of floats.
+const COMPARISON: &str = "select(score > 0.0, score, score * 0.5)";
 
 /// What each score_mod meets.
 const FEW_MASKS: [&[&str]; 3] = [&[], &["causal"], &["padding"]];
-
-/// Every mask, alone and with a cap.
-const MASKS: [&str; 22] = [
-    "causal",
-    "causal-bottom-right",
-    "window:100,0",
-    "window:100,30:bottom-right",
-    "window:100,inf",
-    "sliding-window:128",
-    "prefix-lm:77",
-    "dilated:3",
-    "document",
-    "shared-prefix:16",
-    "padding",
-    "global-local:64,16",
-    "natten:31",
-    "array:bhqk",
-    "array:hqk",
-    "array:bqk",
-    "array:qk",
-    "array:bk",
-    "array:q",
-    "array:k",
-    "array:h",
-    "array:",
-];
 
 /// Several at once: score_mods, masks.
 const TOGETHER: [(&[&str], &[&str]); 9] = [
@@ -93,15 +48,19 @@ fn add(rows: &mut Vec<Row>, score_mods: &[&str], masks: &[&str]) -> Result<(), S
     Ok(())
 }
 
+fn cases<T>(names: &'static [Named<T>]) -> impl Iterator<Item = &'static str> {
+    names.iter().flat_map(|named| named.cases.iter().copied())
+}
+
 /// Every row, always in the same order.
 pub(super) fn rows() -> Result<Vec<Row>, String> {
     let mut rows = Vec::new();
-    for score_mod in SCORE_MODS {
+    for score_mod in cases(library::SCORE_MODS).chain([COMPARISON]) {
         for masks in FEW_MASKS {
             add(&mut rows, &[score_mod], masks)?;
         }
     }
-    for mask in MASKS {
+    for mask in cases(library::MASKS) {
         add(&mut rows, &[], &[mask])?;
         add(&mut rows, &["softcap:30"], &[mask])?;
     }

@@ -4,7 +4,7 @@ use super::build::{Job, Program, Toolchain};
 use metal_fallback::{
     Cache, Call, Contents, Error, Facts, Kernels, Key, Math, Operand, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task, waits,
 };
-use sdpa::exec::metal::MetalExecutor;
+use sdpa::metal::MetalExecutor;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Instant;

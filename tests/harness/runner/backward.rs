@@ -49,7 +49,7 @@ pub struct Draw {
 
 /// Runs one backward case on one executor.
 pub fn run_backward_case(case: &Case, source: Source, executor: &dyn Executor) -> Outcome<GradientDistance> {
-    if let Some(reason) = case.skip.get(&executor.name()) {
+    if let Some(reason) = case.skip.get(executor.name().name()) {
         return Outcome::Skip(reason.clone());
     }
     let spec = match case.backward_spec() {

@@ -2,7 +2,7 @@
 
 use crate::offline::Answer;
 use sdpa::Reason;
-use sdpa::lower::Form;
+use sdpa::cudnn::lower::Form;
 use std::collections::BTreeMap;
 
 /// Refusals in the order of their first appearance; a table names them by number.

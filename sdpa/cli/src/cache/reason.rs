@@ -2,7 +2,7 @@
 
 use super::attempt::{Attempt, Ended};
 use sdpa::cache::{CacheKey, Difference, Why};
-use sdpa::lower::Job;
+use sdpa::cudnn::lower::Job;
 use serde::Serialize;
 use std::collections::HashMap;
 

@@ -4,7 +4,7 @@ use crate::args::{BackwardArgs, ProblemArgs};
 use crate::exit::Mistakes;
 use crate::file;
 use crate::request::{Request, Wanted};
-use sdpa::lower::Job;
+use sdpa::cudnn::lower::Job;
 use serde::Deserialize;
 use std::path::Path;
 

@@ -3,8 +3,8 @@
 use super::lines;
 use crate::exit::{Failure, Line};
 use crate::request::Request;
-use sdpa::dispatch::{Dispatcher, Preference};
-use sdpa::exec::cudnn::guard;
+use sdpa::cudnn::guard;
+use sdpa::{Dispatcher, Preference};
 use sdpa::{Error, ExecutorName, Prepared, PreparedBackward, Reason, Unsupported};
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> 
 
 /// An executor for a request.
 pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Preference) -> Result<Chosen, Failure> {
-    let bad_scale = |name| if name == ExecutorName::Cudnn { against_scale(request) } else { Vec::new() };
+    let bad_scale = |name| if name == ExecutorName::CUDNN { against_scale(request) } else { Vec::new() };
     if let Preference::Named(name) = preference {
         let mut against: Vec<Line> = bad_scale(name).iter().map(|reason| Line::new(name, reason)).collect();
         match ready(dispatcher, request, name) {
@@ -46,11 +46,8 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
             Ok(_) => {}
             Err(e) => {
                 against.extend(lines(name, &e));
-                let absent = match name {
-                    ExecutorName::Cpu => false,
-                    ExecutorName::Cudnn => dispatcher.cudnn().is_err(),
-                    ExecutorName::Metal => dispatcher.metal().facts().is_err(),
-                };
+                let absent = (name == ExecutorName::CUDNN && dispatcher.cudnn().is_err())
+                    || (name == ExecutorName::METAL && dispatcher.metal().facts().is_err());
                 if let Some(last) = against.last_mut().filter(|_| absent) {
                     last.message.push_str("; cargo sdpa doctor says what to do about it");
                 }
@@ -59,13 +56,13 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
         return Err(Failure::Executor(against));
     }
     let mut declined = Vec::new();
-    for executor in ExecutorName::ALL {
+    for executor in dispatcher.executors() {
         let mut reasons = bad_scale(executor);
         if reasons.is_empty() {
             match ready(dispatcher, request, executor) {
                 Ok(chosen) => return Ok(Chosen { declined, ..chosen }),
                 Err(Error::Unsupported(unsupported)) => reasons = unsupported.reasons,
-                Err(absent) if executor == ExecutorName::Cudnn && dispatcher.cudnn().is_err_and(|e| e.is_absence()) => {
+                Err(absent) if executor == ExecutorName::CUDNN && dispatcher.cudnn().is_err_and(|e| e.is_absence()) => {
                     reasons.push(Reason::Absent(absent.to_string()));
                 }
                 Err(e) => return Err(Failure::Environment(lines(executor, &e))),

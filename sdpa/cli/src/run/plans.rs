@@ -3,9 +3,9 @@
 use crate::exit::{Failure, Mistakes};
 use crate::request::Request;
 use sdpa::cache::{CacheSnapshot, What};
-use sdpa::dispatch::{Dispatcher, Preference};
-use sdpa::exec::cudnn::AttachError;
-use sdpa::lower::Job;
+use sdpa::cudnn::AttachError;
+use sdpa::cudnn::lower::Job;
+use sdpa::{Dispatcher, Preference};
 use sdpa::{Error, ExecutorName};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -43,7 +43,7 @@ impl Plans {
     /// Files for an executor that has no use for them.
     pub(super) fn read(files: &[PathBuf], preference: Option<Preference>) -> Result<Plans, String> {
         match preference {
-            Some(Preference::Named(name)) if name != ExecutorName::Cudnn && !files.is_empty() => {
+            Some(Preference::Named(name)) if name != ExecutorName::CUDNN && !files.is_empty() => {
                 Err(format!("plans are cuDNN's, and the --executor is {name}"))
             }
             Some(_) | None => Ok(Plans(files.to_vec())),
@@ -59,7 +59,9 @@ impl Plans {
         let cudnn = match (dispatcher.cudnn(), preference) {
             (Ok(cudnn), _) => cudnn,
             (Err(_), Preference::Auto) => return Ok(()),
-            (Err(e), Preference::Named(_)) => return Err(Failure::Executor(super::lines(ExecutorName::Cudnn, &Error::from(e)))),
+            (Err(e), Preference::Named(_)) => {
+                return Err(Failure::Executor(super::lines(ExecutorName::CUDNN, &Error::failed(ExecutorName::CUDNN, e))));
+            }
         };
         let mut mistakes = Mistakes::default();
         for path in &self.0 {
@@ -74,7 +76,7 @@ impl Plans {
 
     /// Where cuDNN's plans came from.
     pub(super) fn told(&self, dispatcher: &Dispatcher, executor: ExecutorName, request: &Request) -> Vec<PlanTold> {
-        let (ExecutorName::Cudnn, Ok(cudnn)) = (executor, dispatcher.cudnn()) else { return Vec::new() };
+        let (ExecutorName::CUDNN, Ok(cudnn)) = (executor, dispatcher.cudnn()) else { return Vec::new() };
         let mut told: Vec<PlanTold> = cudnn.cache_trace().caches.iter().filter_map(PlanTold::last).collect();
         let backward = request.backward.as_ref().map(|backward| Job::from(backward.problem.clone()));
         let jobs: Vec<Job> = [Some(request.problem.clone().into()), backward].into_iter().flatten().collect();

@@ -5,7 +5,7 @@ use super::super::reason::{Reason, difference};
 use super::super::units::{many, time};
 use super::{Advice, Kind, Seen};
 use sdpa::cache::{CacheKey, Difference};
-use sdpa::lower::Job;
+use sdpa::cudnn::lower::Job;
 
 /// Misses of one kind that are not worth a word: so many buckets of lengths are a good answer already.
 const FEW: u64 = 16;

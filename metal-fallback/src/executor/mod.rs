@@ -1,0 +1,109 @@
+//! Apple GPUs.
+//!
+//! What is here runs on every platform: a problem becomes a pass, a call becomes bytes, and a [`Runner`] runs the one over the other. On Apple
+//! machines that is the GPU; the tests of the workspace bring an emulation, so that all of this answers to the cases without a Mac.
+
+mod call;
+mod problem;
+
+use crate::{Backward, Declined, Facts, Forward, Kernels, Ready, Runner, Task};
+use call::{MetalBackward, MetalForward};
+use problem::unsupported;
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::error::{Error, ExecutorName, Unsupported};
+use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
+use sdpa_core::problem::Problem;
+use std::sync::Arc;
+
+/// Attention on an Apple GPU.
+#[derive(Clone, Debug)]
+pub struct MetalExecutor {
+    runner: Result<Arc<dyn Runner>, Declined>,
+    kernels: Option<Kernels>,
+}
+
+impl Default for MetalExecutor {
+    fn default() -> MetalExecutor {
+        MetalExecutor::new()
+    }
+}
+
+impl MetalExecutor {
+    /// Over this machine's GPU; where there is none that the kernels run on, it declines every problem and says why.
+    pub fn new() -> MetalExecutor {
+        MetalExecutor { runner: crate::system(), kernels: None }
+    }
+
+    /// Over another runner: a device of the caller's, or something that stands in for one.
+    pub fn over(runner: Arc<dyn Runner>) -> MetalExecutor {
+        MetalExecutor { runner: Ok(runner), kernels: None }
+    }
+
+    /// The same with these kernels for every problem, whatever the planner would take.
+    #[must_use]
+    pub fn with_kernels(self, kernels: Kernels) -> MetalExecutor {
+        MetalExecutor { kernels: Some(kernels), ..self }
+    }
+
+    /// What the GPU says of itself.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn facts(&self) -> Result<&Facts, &Declined> {
+        self.runner.as_deref().map(Runner::facts)
+    }
+
+    fn ready(&self, task: Task) -> Result<Arc<dyn Ready>, Error> {
+        let runner = self.runner.as_ref().map_err(|why| unsupported(vec![why.clone()]))?;
+        runner.prepare(task).map_err(Error::from)
+    }
+
+    /// What the machine has against a problem, then what the kernels have.
+    fn reasons(&self, kernels: Result<(), Unsupported>) -> Result<(), Unsupported> {
+        let mut refused = unsupported(self.runner.as_ref().err().cloned().into_iter().collect());
+        refused.reasons.extend(kernels.err().map_or_else(Vec::new, |e| e.reasons));
+        if refused.reasons.is_empty() { Ok(()) } else { Err(refused) }
+    }
+
+    fn name(&self) -> String {
+        self.facts().map_or_else(|_| String::new(), |facts| facts.name.clone())
+    }
+}
+
+impl From<crate::Error> for Error {
+    fn from(error: crate::Error) -> Error {
+        match error {
+            crate::Error::Declined(reasons) => Error::Unsupported(unsupported(reasons)),
+            failed @ (crate::Error::Compile { .. }
+            | crate::Error::Operand { .. }
+            | crate::Error::Exhausted { .. }
+            | crate::Error::Execution { .. }) => Error::failed(ExecutorName::METAL, failed),
+        }
+    }
+}
+
+impl Executor for MetalExecutor {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::METAL
+    }
+
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        self.reasons(Forward::from(problem).supports().map_err(unsupported))
+    }
+
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        self.supports(problem)?;
+        let ready = self.ready(Forward::from(problem).task(self.kernels).map_err(unsupported)?)?;
+        Ok(Arc::new(MetalForward::new(problem.clone(), self.name(), ready)))
+    }
+
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        self.reasons(Backward::from(problem).supports().map_err(unsupported))
+    }
+
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        self.supports_backward(problem)?;
+        let ready = self.ready(Backward::from(problem).task(self.kernels).map_err(unsupported)?)?;
+        Ok(Arc::new(MetalBackward::new(problem.clone(), self.name(), ready)))
+    }
+}

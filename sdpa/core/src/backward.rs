@@ -1,0 +1,268 @@
+//! The gradient of an attention problem: what is asked for, and what has passed every rule.
+
+use crate::dtype::DType;
+use crate::error::SpecErrors;
+use crate::expr::{Declared, Type};
+use crate::operand::Operand;
+use crate::problem::{Check, Problem, normalise};
+use crate::score_mod::{self, Gradient, NoGradient};
+use crate::spec::{AttentionSpec, TensorSpec};
+use serde::{Deserialize, Serialize};
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+/// One backward problem: from `q`, `k`, `v`, `o`, `stats` and `d_o`, the gradients `dq`, `dk` and `dv`, and those of declared parameters.
+///
+/// `o` and `stats` are those of the forward pass of the same specification. A pass that is recomputed (activation checkpointing)
+/// serves as well as the first one.
+///
+/// ```
+/// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+/// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 129, seq_kv: 257, dim_qk: 64, dim_v: 64 };
+/// let forward = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
+/// let problem = forward.backward().validate()?;
+/// assert_eq!(problem.dq().dims, [1, 8, 129, 64]);
+/// # Ok::<(), sdpa_core::SpecErrors>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct BackwardSpec {
+    /// The attention whose gradient is asked for. Whether it asks for stats does not matter here: they are always read.
+    pub forward: AttentionSpec,
+    /// Gradient of the output, (batch, heads_q, seq_q, dim_v). Any stride may be 0, the last one too: the gradient of a sum is
+    /// one number.
+    pub d_o: TensorSpec,
+    /// Gradient of the queries.
+    pub dq: TensorSpec,
+    /// Gradient of the keys.
+    pub dk: TensorSpec,
+    /// Gradient of the values.
+    pub dv: TensorSpec,
+    /// Declared parameters of the score_mods whose gradients are asked for too.
+    #[serde(default)]
+    pub wrt: Vec<GradientSpec>,
+    /// Whether every run must give the same bits.
+    pub deterministic: bool,
+}
+
+/// A declared parameter whose gradient is asked for: a dense tensor over the axes of the parameter, one element for a scalar.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GradientSpec {
+    /// The parameter: a scalar, or a tensor of floats.
+    pub name: String,
+    /// Element type of the gradient: f32, f16 or bf16.
+    pub dtype: DType,
+}
+
+impl AttentionSpec {
+    /// The gradient of this attention, each gradient laid out as its operand and `d_o` as `o`.
+    pub fn backward(&self) -> BackwardSpec {
+        BackwardSpec {
+            forward: self.clone(),
+            d_o: self.o,
+            dq: own_elements(self.q),
+            dk: own_elements(self.k),
+            dv: own_elements(self.v),
+            wrt: Vec::new(),
+            deterministic: false,
+        }
+    }
+}
+
+/// The same tensor, or a dense one where elements share memory: a gradient has an element for each.
+fn own_elements(tensor: TensorSpec) -> TensorSpec {
+    let shares = (0..3).any(|axis| tensor.dims[axis] > 1 && tensor.strides[axis] == 0);
+    if shares { TensorSpec::dense(tensor.dims, crate::Layout::Bhsd) } else { tensor }
+}
+
+impl BackwardSpec {
+    /// Asks for the same bits on every run.
+    #[must_use]
+    pub fn deterministic(mut self) -> Self {
+        self.deterministic = true;
+        self
+    }
+
+    /// Asks for the gradient of a declared parameter too.
+    #[must_use]
+    pub fn wrt(mut self, name: &str, dtype: DType) -> Self {
+        self.wrt.push(GradientSpec { name: name.to_owned(), dtype });
+        self
+    }
+
+    /// Normalises the specification, or says everything that is wrong with it.
+    ///
+    /// # Errors
+    /// Every rule that a field breaks, each with the field, its value and the rule.
+    pub fn validate(&self) -> Result<BackwardProblem, SpecErrors> {
+        let mut forward = self.forward.clone();
+        forward.stats = true;
+        let mut check = Check::default();
+        let problem = match Problem::new(&forward) {
+            Ok(problem) => Some(problem),
+            Err(errors) => {
+                check.errors = errors.0;
+                None
+            }
+        };
+        let pairs = [
+            ("d_o", &self.d_o, "o", &self.forward.o),
+            ("dq", &self.dq, "q", &self.forward.q),
+            ("dk", &self.dk, "k", &self.forward.k),
+            ("dv", &self.dv, "v", &self.forward.v),
+        ];
+        for (name, tensor, like, operand) in pairs {
+            check.tensor_with(name, tensor, self.forward.dtype, name == "d_o");
+            for (axis, (&extent, &want)) in tensor.dims.iter().zip(&operand.dims).enumerate() {
+                check.equal(&format!("{name}.dims[{axis}]"), extent, &format!("{like}.dims[{axis}]"), want);
+            }
+            if name != "d_o" {
+                check.output(name, tensor);
+            }
+        }
+        let [batch, heads_q, seq_q, _] = self.forward.q.dims;
+        let extents = [batch, heads_q, seq_q, self.forward.k.dims[2]].map(|n| n.clamp(1, i64::from(i32::MAX)));
+        let names: Vec<String> = self.wrt.iter().map(|g| g.name.clone()).collect();
+        let gradient = match score_mod::gradient(&self.forward.score_mods, extents, &names) {
+            Ok(gradient) => Some(gradient),
+            // Said already.
+            Err(NoGradient::Expr(_)) if problem.is_none() => None,
+            Err(e) => {
+                check.fail("forward.score_mods", "without a gradient", e.to_string());
+                None
+            }
+        };
+        let mut params = problem.as_ref().map_or_else(Vec::new, |p| p.params().to_vec());
+        if let Some(gradient) = &gradient {
+            check.params("forward.score_mods", gradient.trace.params(), &mut params);
+        }
+        self.check_wrt(&mut check, &params);
+        match (problem, gradient) {
+            (Some(forward), Some(gradient)) if check.errors.is_empty() => Ok(BackwardProblem {
+                gradient: (forward.score_mod().is_some() || !self.wrt.is_empty()).then(|| Arc::new(gradient)),
+                wrt: self.wrt.clone(),
+                params,
+                forward,
+                d_o: normalise(self.d_o),
+                dq: normalise(self.dq),
+                dk: normalise(self.dk),
+                dv: normalise(self.dv),
+                deterministic: self.deterministic,
+            }),
+            _ => Err(SpecErrors(check.errors)),
+        }
+    }
+
+    fn check_wrt(&self, check: &mut Check, params: &[Declared]) {
+        for (n, g) in self.wrt.iter().enumerate() {
+            let field = format!("wrt[{n}]");
+            if self.wrt[..n].iter().any(|before| before.name == g.name) {
+                check.fail(field.clone(), &g.name, "named once");
+            }
+            if !matches!(g.dtype, DType::F32 | DType::F16 | DType::BF16) {
+                check.fail(format!("{field}.dtype"), g.dtype, "one of f32, f16, bf16");
+            }
+            match params.iter().find(|p| p.name == g.name).map(|p| p.kind) {
+                None => check.fail(field, &g.name, "a declared parameter"),
+                Some(kind) if kind.ty() != Type::F32 => {
+                    check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::problem::kind(kind)));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+}
+
+/// A backward problem that has passed every rule; only [`BackwardSpec::validate`] makes one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct BackwardProblem {
+    forward: Problem,
+    d_o: TensorSpec,
+    dq: TensorSpec,
+    dk: TensorSpec,
+    dv: TensorSpec,
+    gradient: Option<Arc<Gradient>>,
+    wrt: Vec<GradientSpec>,
+    #[serde(skip)]
+    params: Vec<Declared>,
+    deterministic: bool,
+}
+
+impl Hash for BackwardProblem {
+    /// Parameters are in the traces.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (&self.forward, [self.d_o, self.dq, self.dk, self.dv], &self.gradient, &self.wrt, self.deterministic).hash(state);
+    }
+}
+
+impl BackwardProblem {
+    /// The attention, with stats.
+    #[inline]
+    pub fn forward(&self) -> &Problem {
+        &self.forward
+    }
+    /// Gradient of the output; any stride may be 0.
+    #[inline]
+    pub fn d_o(&self) -> &TensorSpec {
+        &self.d_o
+    }
+    /// Gradient of the queries.
+    #[inline]
+    pub fn dq(&self) -> &TensorSpec {
+        &self.dq
+    }
+    /// Gradient of the keys.
+    #[inline]
+    pub fn dk(&self) -> &TensorSpec {
+        &self.dk
+    }
+    /// Gradient of the values.
+    #[inline]
+    pub fn dv(&self) -> &TensorSpec {
+        &self.dv
+    }
+    /// The score_mods with their gradients; `None` where there is no score_mod.
+    #[inline]
+    pub fn gradient(&self) -> Option<&Arc<Gradient>> {
+        self.gradient.as_ref()
+    }
+    /// The parameters whose gradients are asked for, in the order of the gradient's roots.
+    #[inline]
+    pub fn wrt(&self) -> &[GradientSpec] {
+        &self.wrt
+    }
+    /// Every declared parameter: those of the forward pass, then those that gradients by hand declare.
+    #[inline]
+    pub fn params(&self) -> &[Declared] {
+        &self.params
+    }
+    /// Elements of the gradient of a declared parameter, dense.
+    pub fn gradient_elements(&self, name: &str) -> i64 {
+        let declared = self.params.iter().find(|p| p.name == name);
+        declared.map_or(0, |p| crate::params::elements(p, self.forward.extents()))
+    }
+    /// Whether every run must give the same bits.
+    #[inline]
+    pub fn deterministic(&self) -> bool {
+        self.deterministic
+    }
+
+    /// The same problem with an operand made [dense](TensorSpec::densely), for executors that copy it first.
+    #[must_use]
+    pub fn densely(mut self, operand: Operand) -> BackwardProblem {
+        match operand {
+            Operand::Q | Operand::K | Operand::V | Operand::O => self.forward = self.forward.densely(operand),
+            Operand::DO => self.d_o = normalise(self.d_o.densely()),
+            Operand::DQ => self.dq = normalise(self.dq.densely()),
+            Operand::DK => self.dk = normalise(self.dk.densely()),
+            Operand::DV => self.dv = normalise(self.dv.densely()),
+        }
+        self
+    }
+
+    /// Multiplications and additions of the five matrix products over the pairs that the masks keep, for rates.
+    pub fn flops(&self) -> f64 {
+        let p = &self.forward;
+        let (qk, v) = (p.dim_qk() as f64, p.dim_v() as f64);
+        p.flops() / (qk + v) * (3.0 * qk + 2.0 * v)
+    }
+}

@@ -1,0 +1,70 @@
+//! Executors: what computes attention over host memory. Each is a crate of its own and knows none of the others.
+
+use crate::backward::BackwardProblem;
+use crate::error::{Error, ExecutorName, Unsupported};
+use crate::problem::Problem;
+use crate::tensor::{HostBackward, HostForward};
+use serde::Serialize;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// Something that computes attention.
+pub trait Executor: Debug + Send + Sync {
+    /// Its name.
+    fn name(&self) -> ExecutorName;
+
+    /// Whether it would run the problem; pure, no work is submitted.
+    ///
+    /// # Errors
+    /// Every reason against it.
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported>;
+
+    /// Makes, or takes from its cache, what runs the problem.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where another executor may serve; anything else is the environment's.
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error>;
+
+    /// Whether it would run the backward problem; pure, no work is submitted.
+    ///
+    /// # Errors
+    /// Every reason against it.
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported>;
+
+    /// Makes, or takes from its cache, what runs the backward problem.
+    ///
+    /// # Errors
+    /// As [`Executor::prepare`].
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error>;
+}
+
+/// A problem made ready on one executor.
+pub trait Prepared: Debug + Send + Sync {
+    /// Computes one forward pass over host memory, and waits for it.
+    ///
+    /// # Errors
+    /// What [`HostForward::check`] says, before anything runs; otherwise the environment's errors.
+    fn forward(&self, call: HostForward<'_>) -> Result<Report, Error>;
+}
+
+/// A backward problem made ready on one executor.
+pub trait PreparedBackward: Debug + Send + Sync {
+    /// Computes one backward pass over host memory, and waits for it.
+    ///
+    /// # Errors
+    /// What [`HostBackward::check`] says, before anything runs; otherwise the environment's errors.
+    fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error>;
+}
+
+/// What one call did.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Report {
+    /// Time in the kernels alone, in milliseconds.
+    pub compute_ms: f64,
+    /// Operands that were copied first because the engines cannot read them in place.
+    pub copied: Vec<&'static str>,
+    /// What ran: an engine with its knobs, or the instruction set.
+    pub engine: String,
+    /// Bytes of scratch memory that the call used.
+    pub workspace_bytes: u64,
+}

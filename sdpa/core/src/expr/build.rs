@@ -1,0 +1,247 @@
+//! Values appended to a trace in the making: equal values are one, and what is made of constants alone is a constant.
+
+use super::eval;
+use super::node::{Axis, Binary, Const, Kind, Node, NodeId, ParamId, Type, Unary};
+use super::params::{Declared, ParamKind};
+use super::trace::{ExprError, Trace};
+use std::collections::HashMap;
+
+/// Values and parameters of a trace in the making.
+#[derive(Clone, Debug, Default)]
+pub struct Builder {
+    nodes: Vec<Node>,
+    types: Vec<Type>,
+    places: HashMap<Node, NodeId>,
+    params: Vec<Declared>,
+    errors: Vec<ExprError>,
+}
+
+/// What stands for the inputs of a trace that is copied into another.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Inputs {
+    /// For [`Node::Score`]; absent: itself.
+    pub score: Option<NodeId>,
+    /// For [`Node::Upstream`]; absent: itself.
+    pub upstream: Option<NodeId>,
+    /// For [`Node::Extent`], in the order of the axes, and for indices along axes of extent 1; absent: themselves.
+    pub extents: Option<[i64; 4]>,
+}
+
+impl Builder {
+    /// Nothing yet.
+    pub fn new() -> Builder {
+        Builder::default()
+    }
+
+    /// The type of a value.
+    pub fn ty(&self, id: NodeId) -> Type {
+        self.types[id.index()]
+    }
+
+    /// The value itself.
+    pub fn node(&self, id: NodeId) -> Node {
+        self.nodes[id.index()]
+    }
+
+    /// Every value so far.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// The constant that a value is, if it is one.
+    pub fn constant(&self, id: NodeId) -> Option<Const> {
+        match self.node(id) {
+            Node::Const(c) => Some(c),
+            Node::Score
+            | Node::Upstream
+            | Node::Index(_)
+            | Node::Extent(_)
+            | Node::Param(_)
+            | Node::Unary(..)
+            | Node::Binary(..)
+            | Node::Select(..) => None,
+        }
+    }
+
+    fn push(&mut self, node: Node, ty: Type) -> NodeId {
+        if let Some(&id) = self.places.get(&node) {
+            return id;
+        }
+        let id = NodeId(self.nodes.len() as u32);
+        self.nodes.push(node);
+        self.types.push(ty);
+        self.places.insert(node, id);
+        id
+    }
+
+    /// The score.
+    pub fn score(&mut self) -> NodeId {
+        self.push(Node::Score, Type::F32)
+    }
+
+    /// The gradient from behind.
+    pub fn upstream(&mut self) -> NodeId {
+        self.push(Node::Upstream, Type::F32)
+    }
+
+    /// The index along an axis.
+    pub fn index(&mut self, axis: Axis) -> NodeId {
+        self.push(Node::Index(axis), Type::I32)
+    }
+
+    /// The extent of an axis.
+    pub fn extent(&mut self, axis: Axis) -> NodeId {
+        self.push(Node::Extent(axis), Type::I32)
+    }
+
+    /// A constant.
+    pub fn konst(&mut self, value: Const) -> NodeId {
+        self.push(Node::Const(value), value.ty())
+    }
+
+    /// A constant f32.
+    pub fn f32(&mut self, value: f32) -> NodeId {
+        self.konst(Const::f32(value))
+    }
+
+    /// Declares a parameter, or finds the one that is declared alike. A declaration that breaks a rule is kept as an error.
+    pub fn param(&mut self, declared: Declared) -> NodeId {
+        let ty = declared.kind.ty();
+        if let Err(error) = declared.check() {
+            self.errors.push(error);
+        }
+        let place = match self.params.iter().position(|p| p.name == declared.name) {
+            Some(place) => {
+                let before = &self.params[place];
+                if before.kind != declared.kind || before.default.map(f32::to_bits) != declared.default.map(f32::to_bits) {
+                    self.errors.push(ExprError::Redeclared { name: declared.name });
+                }
+                place
+            }
+            None => {
+                self.params.push(declared);
+                self.params.len() - 1
+            }
+        };
+        self.push(Node::Param(ParamId(place as u32)), ty)
+    }
+
+    /// A function of one value.
+    pub fn unary(&mut self, f: Unary, x: NodeId) -> NodeId {
+        let ty = match f.kind() {
+            Kind::Number | Kind::Real | Kind::Compare | Kind::Logic => self.ty(x),
+            Kind::Cast(_, to) => to,
+        };
+        if let Some(c) = self.constant(x) {
+            let value = eval::unary(f, self.ty(x), ty, c.to_f64(), eval::Precision::F32);
+            return self.konst(Const::from_f64(ty, value));
+        }
+        self.push(Node::Unary(f, x), ty)
+    }
+
+    /// A function of two values of one type.
+    pub fn binary(&mut self, f: Binary, x: NodeId, y: NodeId) -> NodeId {
+        let operands = self.ty(x);
+        let ty = match f.kind() {
+            Kind::Number | Kind::Real => operands,
+            Kind::Compare | Kind::Logic => Type::Bool,
+            Kind::Cast(_, to) => to,
+        };
+        if let (Some(a), Some(b)) = (self.constant(x), self.constant(y)) {
+            let value = eval::binary(f, operands, a.to_f64(), b.to_f64(), eval::Precision::F32);
+            return self.konst(Const::from_f64(ty, value));
+        }
+        match (f, self.constant(x), self.constant(y)) {
+            (Binary::And, Some(Const::Bool(true)), _) | (Binary::Or, Some(Const::Bool(false)), _) => y,
+            (Binary::And, _, Some(Const::Bool(true))) | (Binary::Or, _, Some(Const::Bool(false))) => x,
+            (Binary::And, Some(_), _) | (Binary::Or, Some(_), _) => x,
+            (Binary::And, _, Some(_)) | (Binary::Or, _, Some(_)) => y,
+            _ => self.push(Node::Binary(f, x, y), ty),
+        }
+    }
+
+    /// `x` where `condition` holds, else `y`.
+    pub fn select(&mut self, condition: NodeId, x: NodeId, y: NodeId) -> NodeId {
+        match self.constant(condition) {
+            Some(c) if c.to_f64() != 0.0 => x,
+            Some(_) => y,
+            None if x == y => x,
+            None => self.push(Node::Select(condition, x, y), self.ty(x)),
+        }
+    }
+
+    /// Copies a trace into this one; its roots here. Parameters of the same name must be declared alike.
+    pub fn inline(&mut self, trace: &Trace, inputs: Inputs) -> Vec<NodeId> {
+        let here = self.values(trace, inputs);
+        trace.roots().iter().map(|root| here[root.index()]).collect()
+    }
+
+    /// Copies a trace into this one; each of its values here.
+    pub fn copy(&mut self, trace: &Trace) -> Vec<NodeId> {
+        self.values(trace, Inputs::default())
+    }
+
+    fn values(&mut self, trace: &Trace, inputs: Inputs) -> Vec<NodeId> {
+        let mut here: Vec<NodeId> = Vec::with_capacity(trace.nodes().len());
+        for &node in trace.nodes() {
+            let id = match node {
+                Node::Score => inputs.score.unwrap_or_else(|| self.score()),
+                Node::Upstream => inputs.upstream.unwrap_or_else(|| self.upstream()),
+                // There is one index along an axis of extent 1.
+                Node::Index(axis) if inputs.extents.is_some_and(|extents| extents[axis.place()] == 1) => self.konst(Const::I32(0)),
+                Node::Index(axis) => self.index(axis),
+                Node::Extent(axis) => match inputs.extents {
+                    Some(extents) => self.konst(Const::I32(extents[axis.place()] as i32)),
+                    None => self.extent(axis),
+                },
+                Node::Const(c) => self.konst(c),
+                Node::Param(p) => self.param(trace.params()[p.index()].clone()),
+                Node::Unary(f, x) => self.unary(f, here[x.index()]),
+                Node::Binary(f, x, y) => self.binary(f, here[x.index()], here[y.index()]),
+                Node::Select(c, x, y) => self.select(here[c.index()], here[x.index()], here[y.index()]),
+            };
+            here.push(id);
+        }
+        here
+    }
+
+    /// The value of the `n`th declared parameter.
+    pub fn param_at(&mut self, n: usize) -> NodeId {
+        let ty = self.params[n].kind.ty();
+        self.push(Node::Param(ParamId(n as u32)), ty)
+    }
+
+    /// The parameters declared so far.
+    pub fn params(&self) -> &[Declared] {
+        &self.params
+    }
+
+    /// The trace of these values: what none of them needs is dropped, and the rest is put in the order in which it is met.
+    ///
+    /// # Errors
+    /// Every declaration that broke a rule.
+    pub fn finish(self, roots: &[NodeId]) -> Result<Trace, Vec<ExprError>> {
+        if self.errors.is_empty() { Ok(Trace::canonical(&self.nodes, &self.types, &self.params, roots)) } else { Err(self.errors) }
+    }
+}
+
+impl Declared {
+    /// A scalar with its default.
+    pub fn scalar(name: &str, default: f32) -> Declared {
+        Declared { name: name.to_owned(), kind: ParamKind::Scalar, default: Some(default) }
+    }
+
+    pub(super) fn check(&self) -> Result<(), ExprError> {
+        let mut letters = self.name.chars();
+        let word = letters.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
+            && letters.all(|c| c.is_ascii_alphanumeric() || c == '_')
+            && self.name.len() <= 64;
+        if !word || super::text::reserved(&self.name) {
+            return Err(ExprError::Name { name: self.name.clone() });
+        }
+        match self.kind {
+            ParamKind::Scalar if self.default.is_none_or(f32::is_nan) => Err(ExprError::Default { name: self.name.clone() }),
+            ParamKind::Tensor { .. } | ParamKind::Scalar => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! What an expression is made of: one table of functions.
+
+use crate::dtype::DType;
+use std::fmt;
+
+/// An axis of the scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Axis {
+    /// Batch entries.
+    Batch,
+    /// Query heads.
+    Head,
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+}
+
+impl Axis {
+    /// Every axis, outermost first.
+    pub const ALL: [Axis; 4] = [Axis::Batch, Axis::Head, Axis::Q, Axis::K];
+
+    /// The name of the index along it, in texts.
+    pub fn name(self) -> &'static str {
+        match self {
+            Axis::Batch => "batch",
+            Axis::Head => "head",
+            Axis::Q => "q",
+            Axis::K => "k",
+        }
+    }
+
+    /// The name of its extent, in texts.
+    pub fn extent_name(self) -> &'static str {
+        match self {
+            Axis::Batch => "batches",
+            Axis::Head => "heads_q",
+            Axis::Q => "seq_q",
+            Axis::K => "seq_kv",
+        }
+    }
+
+    /// Place among the axes (batch, head, q, k).
+    pub fn place(self) -> usize {
+        match self {
+            Axis::Batch => 0,
+            Axis::Head => 1,
+            Axis::Q => 2,
+            Axis::K => 3,
+        }
+    }
+}
+
+/// The type of a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Type {
+    /// binary32.
+    F32,
+    /// 32-bit integer; arithmetic wraps.
+    I32,
+    /// A truth value.
+    Bool,
+}
+
+impl Type {
+    /// The same as an element type.
+    pub fn dtype(self) -> DType {
+        match self {
+            Type::F32 => DType::F32,
+            Type::I32 => DType::I32,
+            Type::Bool => DType::Bool,
+        }
+    }
+}
+
+impl fmt::Display for Type {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.dtype().name())
+    }
+}
+
+/// How a function is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spelling {
+    /// `name(x)` or `name(x, y)`.
+    Call(&'static str),
+    /// `x name y`, and how tightly it binds.
+    Infix(&'static str, u8),
+    /// `name x`.
+    Prefix(&'static str),
+}
+
+/// What a function takes and yields.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Numbers of one type, to the same.
+    Number,
+    /// f32 to f32.
+    Real,
+    /// Numbers of one type, to a truth value.
+    Compare,
+    /// Truth values.
+    Logic,
+    /// To another type.
+    Cast(Type, Type),
+}
+
+macro_rules! functions {
+    ($(#[$top:meta])* $name:ident { $(#[doc = $doc:literal] $variant:ident $spelling:expr, $kind:expr;)* }) => {
+        $(#[$top])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum $name { $(#[doc = $doc] $variant,)* }
+
+        impl $name {
+            /// Every one of them.
+            pub const ALL: &'static [$name] = &[$($name::$variant,)*];
+
+            /// What it yields, in words.
+            pub fn about(self) -> &'static str {
+                match self { $($name::$variant => $doc.trim_ascii(),)* }
+            }
+
+            /// How it is written.
+            pub fn spelling(self) -> Spelling {
+                match self { $($name::$variant => $spelling,)* }
+            }
+
+            /// What it takes and yields.
+            pub fn kind(self) -> Kind {
+                match self { $($name::$variant => $kind,)* }
+            }
+        }
+    };
+}
+
+functions! {
+    /// A function of one value.
+    Unary {
+        /// `−x`.
+        Neg Spelling::Prefix("-"), Kind::Number;
+        /// `|x|`.
+        Abs Spelling::Call("abs"), Kind::Number;
+        /// `√x`.
+        Sqrt Spelling::Call("sqrt"), Kind::Real;
+        /// `1 / √x`.
+        Rsqrt Spelling::Call("rsqrt"), Kind::Real;
+        /// `eˣ`.
+        Exp Spelling::Call("exp"), Kind::Real;
+        /// Natural logarithm.
+        Log Spelling::Call("log"), Kind::Real;
+        /// Sine.
+        Sin Spelling::Call("sin"), Kind::Real;
+        /// Cosine.
+        Cos Spelling::Call("cos"), Kind::Real;
+        /// Hyperbolic tangent.
+        Tanh Spelling::Call("tanh"), Kind::Real;
+        /// The error function.
+        Erf Spelling::Call("erf"), Kind::Real;
+        /// The greatest whole number not above.
+        Floor Spelling::Call("floor"), Kind::Real;
+        /// The least whole number not below.
+        Ceil Spelling::Call("ceil"), Kind::Real;
+        /// Not.
+        Not Spelling::Prefix("!"), Kind::Logic;
+        /// A whole number as f32.
+        ToF32 Spelling::Call("f32"), Kind::Cast(Type::I32, Type::F32);
+        /// Toward zero; the nearest i32 of what is too large, 0 of what is not a number.
+        ToI32 Spelling::Call("i32"), Kind::Cast(Type::F32, Type::I32);
+    }
+}
+
+functions! {
+    /// A function of two values.
+    Binary {
+        /// Sum.
+        Add Spelling::Infix("+", 4), Kind::Number;
+        /// Difference.
+        Sub Spelling::Infix("-", 4), Kind::Number;
+        /// Product.
+        Mul Spelling::Infix("*", 5), Kind::Number;
+        /// Quotient; of integers toward zero, and 0 of a division by 0.
+        Div Spelling::Infix("/", 5), Kind::Number;
+        /// Remainder with the sign of the first; of integers 0 of a division by 0.
+        Mod Spelling::Infix("%", 5), Kind::Number;
+        /// Power.
+        Pow Spelling::Call("pow"), Kind::Real;
+        /// The smaller; a number wins over not-a-number.
+        Min Spelling::Call("min"), Kind::Number;
+        /// The larger; a number wins over not-a-number.
+        Max Spelling::Call("max"), Kind::Number;
+        /// Equal.
+        Eq Spelling::Infix("==", 3), Kind::Compare;
+        /// Not equal.
+        Ne Spelling::Infix("!=", 3), Kind::Compare;
+        /// Less.
+        Lt Spelling::Infix("<", 3), Kind::Compare;
+        /// Less or equal.
+        Le Spelling::Infix("<=", 3), Kind::Compare;
+        /// Greater.
+        Gt Spelling::Infix(">", 3), Kind::Compare;
+        /// Greater or equal.
+        Ge Spelling::Infix(">=", 3), Kind::Compare;
+        /// Both.
+        And Spelling::Infix("&", 2), Kind::Logic;
+        /// Either.
+        Or Spelling::Infix("|", 1), Kind::Logic;
+    }
+}
+
+/// A value of a trace, by its place in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(pub(super) u32);
+
+impl NodeId {
+    /// Place in [`super::Trace::nodes`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A declared parameter of a trace, by its place among them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ParamId(pub(super) u32);
+
+impl ParamId {
+    /// Place in [`super::Trace::params`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A constant. Floats are compared by their bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Const {
+    /// The bits of a binary32; of the many that are not a number there is one.
+    F32(u32),
+    /// A whole number.
+    I32(i32),
+    /// A truth value.
+    Bool(bool),
+}
+
+impl Const {
+    /// A float.
+    pub fn f32(x: f32) -> Const {
+        Const::F32(if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() })
+    }
+
+    /// Its type.
+    pub fn ty(self) -> Type {
+        match self {
+            Const::F32(_) => Type::F32,
+            Const::I32(_) => Type::I32,
+            Const::Bool(_) => Type::Bool,
+        }
+    }
+
+    /// The number, widened; a truth value is 0 or 1.
+    pub fn to_f64(self) -> f64 {
+        match self {
+            Const::F32(bits) => f64::from(f32::from_bits(bits)),
+            Const::I32(x) => f64::from(x),
+            Const::Bool(x) => f64::from(u8::from(x)),
+        }
+    }
+
+    pub(super) fn from_f64(ty: Type, x: f64) -> Const {
+        match ty {
+            Type::F32 => Const::f32(x as f32),
+            Type::I32 => Const::I32(x as i32),
+            Type::Bool => Const::Bool(x != 0.0),
+        }
+    }
+}
+
+/// One value: an input, a constant, or a function of earlier values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Node {
+    /// The score that is modified, f32.
+    Score,
+    /// The gradient that comes in from behind, f32; only in gradients.
+    Upstream,
+    /// The index along an axis, i32.
+    Index(Axis),
+    /// The extent of an axis, i32; a constant once the problem is known.
+    Extent(Axis),
+    /// A constant.
+    Const(Const),
+    /// A declared parameter: its number, or its element at this place.
+    Param(ParamId),
+    /// A function of one value.
+    Unary(Unary, NodeId),
+    /// A function of two values.
+    Binary(Binary, NodeId, NodeId),
+    /// The second where the first holds, else the third.
+    Select(NodeId, NodeId, NodeId),
+}
+
+impl Node {
+    /// The values that it is made of.
+    pub fn operands(self) -> impl Iterator<Item = NodeId> {
+        let of = match self {
+            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => [None; 3],
+            Node::Unary(_, x) => [Some(x), None, None],
+            Node::Binary(_, x, y) => [Some(x), Some(y), None],
+            Node::Select(c, x, y) => [Some(c), Some(x), Some(y)],
+        };
+        of.into_iter().flatten()
+    }
+
+    /// The same over other values.
+    pub fn map(self, mut to: impl FnMut(NodeId) -> NodeId) -> Node {
+        match self {
+            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => self,
+            Node::Unary(f, x) => Node::Unary(f, to(x)),
+            Node::Binary(f, x, y) => Node::Binary(f, to(x), to(y)),
+            Node::Select(c, x, y) => Node::Select(to(c), to(x), to(y)),
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Declared parameters: what is bound at execution, by name.
+
+use super::node::{Axis, Type};
+use crate::dtype::DType;
+
+/// The axes that a declared tensor spans, as a set. Along the others it has one element for all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Axes(u8);
+
+impl Axes {
+    /// No axis: one element.
+    pub const NONE: Axes = Axes(0);
+
+    /// Whether an axis is among them.
+    pub fn has(self, axis: Axis) -> bool {
+        self.0 & (1 << axis.place()) != 0
+    }
+
+    /// The axes, outermost first.
+    pub fn iter(self) -> impl Iterator<Item = Axis> {
+        Axis::ALL.into_iter().filter(move |&a| self.has(a))
+    }
+
+    /// With one axis more.
+    #[must_use]
+    pub fn with(self, axis: Axis) -> Axes {
+        Axes(self.0 | (1 << axis.place()))
+    }
+
+    /// The axes of both.
+    #[must_use]
+    pub fn union(self, other: Axes) -> Axes {
+        Axes(self.0 | other.0)
+    }
+
+    /// The extents of a tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
+    pub fn dims(self, extents: [i64; 4]) -> [i64; 4] {
+        let mut dims = [1; 4];
+        for axis in self.iter() {
+            dims[axis.place()] = extents[axis.place()];
+        }
+        dims
+    }
+}
+
+impl<const N: usize> From<[Axis; N]> for Axes {
+    fn from(axes: [Axis; N]) -> Axes {
+        axes.into_iter().collect()
+    }
+}
+
+impl FromIterator<Axis> for Axes {
+    fn from_iter<I: IntoIterator<Item = Axis>>(axes: I) -> Axes {
+        axes.into_iter().fold(Axes::NONE, Axes::with)
+    }
+}
+
+/// What a parameter is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ParamKind {
+    /// One f32 in host memory, read at each execution.
+    Scalar,
+    /// A tensor.
+    Tensor {
+        /// The axes that it spans.
+        axes: Axes,
+        /// f32, f16, bf16, i32 or bool.
+        dtype: DType,
+    },
+}
+
+impl ParamKind {
+    /// The type of its value in an expression.
+    pub fn ty(self) -> Type {
+        match self {
+            ParamKind::Scalar => Type::F32,
+            ParamKind::Tensor { dtype, axes: _ } => match dtype {
+                DType::F32 | DType::F16 | DType::BF16 => Type::F32,
+                DType::I32 => Type::I32,
+                DType::Bool => Type::Bool,
+            },
+        }
+    }
+}
+
+/// A declared parameter. Equal traces declare equal names and kinds; the default is a value and no part of that.
+#[derive(Clone, Debug)]
+pub struct Declared {
+    /// What it is bound by.
+    pub name: String,
+    /// What it is.
+    pub kind: ParamKind,
+    /// What a scalar is where nothing is bound.
+    pub default: Option<f32>,
+}
+
+impl PartialEq for Declared {
+    fn eq(&self, other: &Declared) -> bool {
+        (&self.name, self.kind) == (&other.name, other.kind)
+    }
+}
+
+impl Eq for Declared {}
+
+impl std::hash::Hash for Declared {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        (&self.name, self.kind).hash(state);
+    }
+}

@@ -1,0 +1,237 @@
+//! A finished trace: plain data, equal exactly when it computes alike from the same parameters.
+
+use super::node::{Axis, Node, NodeId, ParamId, Type};
+use super::params::{Axes, Declared, ParamKind};
+use super::typed::ExprErrors;
+use serde::{Deserialize, Serialize};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+/// What is wrong with an expression.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ExprError {
+    /// One name, two declarations.
+    #[error("parameter {name} is declared twice, and not alike")]
+    Redeclared {
+        /// The name.
+        name: String,
+    },
+    /// Not a name.
+    #[error("parameter {name:?}: a name is made of letters, digits and _, at most 64, begins with no digit and is no word of the language")]
+    Name {
+        /// What was given.
+        name: String,
+    },
+    /// A scalar without a number.
+    #[error("parameter {name}: the default of a scalar is a number")]
+    Default {
+        /// The parameter.
+        name: String,
+    },
+    /// A text that cannot be read.
+    #[error("at {line}:{column}: {rule}")]
+    Syntax {
+        /// Counted from 1.
+        line: usize,
+        /// Counted from 1.
+        column: usize,
+        /// What was expected, and what stands there.
+        rule: String,
+    },
+    /// A value that has no derivative along the score or a parameter.
+    #[error("{function} has no derivative: {rule}")]
+    NoDerivative {
+        /// The function.
+        function: String,
+        /// Why.
+        rule: String,
+    },
+}
+
+/// Values in topological order, with parameters in the order in which they are met. Made by [`super::Builder::finish`].
+///
+/// Equality and hashing are on everything but the defaults of scalars, which are values of a call. Texts are its serial form.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Trace {
+    /// Of all that is compared; computed once, as traces are looked up at every call.
+    hash: u64,
+    nodes: Vec<Node>,
+    types: Vec<Type>,
+    params: Vec<Declared>,
+    roots: Vec<NodeId>,
+}
+
+/// What a value depends on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Depends {
+    /// The score or the gradient from behind.
+    pub score: bool,
+    /// Indices along these axes, by themselves or as the place in a tensor.
+    pub axes: Axes,
+    /// A declared scalar.
+    pub scalar: bool,
+    /// A declared tensor.
+    pub tensor: bool,
+}
+
+impl Depends {
+    fn and(self, other: Depends) -> Depends {
+        Depends {
+            score: self.score || other.score,
+            axes: self.axes.union(other.axes),
+            scalar: self.scalar || other.scalar,
+            tensor: self.tensor || other.tensor,
+        }
+    }
+
+    /// One number for the whole call.
+    pub fn is_uniform(self) -> bool {
+        !self.score && !self.tensor && self.axes == Axes::NONE
+    }
+}
+
+impl PartialEq for Trace {
+    fn eq(&self, other: &Trace) -> bool {
+        self.hash == other.hash
+            && (&self.nodes, &self.types, &self.params, &self.roots) == (&other.nodes, &other.types, &other.params, &other.roots)
+    }
+}
+
+impl Eq for Trace {}
+
+impl Hash for Trace {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
+}
+
+impl Trace {
+    fn with_hash(mut self) -> Trace {
+        let mut hasher = DefaultHasher::new();
+        (&self.nodes, &self.types, &self.params, &self.roots).hash(&mut hasher);
+        self.hash = hasher.finish();
+        self
+    }
+
+    /// Drops what no root needs and numbers the rest as a walk from the roots meets it, operands first.
+    pub(super) fn canonical(nodes: &[Node], types: &[Type], params: &[Declared], roots: &[NodeId]) -> Trace {
+        let mut trace = Trace { hash: 0, nodes: Vec::new(), types: Vec::new(), params: Vec::new(), roots: Vec::new() };
+        let mut new: Vec<Option<NodeId>> = vec![None; nodes.len()];
+        let mut param: Vec<Option<ParamId>> = vec![None; params.len()];
+        for &root in roots {
+            let mut stack = vec![root];
+            while let Some(&id) = stack.last() {
+                if new[id.index()].is_some() {
+                    stack.pop();
+                    continue;
+                }
+                let node = nodes[id.index()];
+                let missing: Vec<NodeId> = node.operands().filter(|x| new[x.index()].is_none()).collect();
+                if !missing.is_empty() {
+                    stack.extend(missing.into_iter().rev());
+                    continue;
+                }
+                stack.pop();
+                let renumbered = match node.map(|x| new[x.index()].unwrap_or(x)) {
+                    Node::Param(p) => Node::Param(*param[p.index()].get_or_insert_with(|| {
+                        trace.params.push(params[p.index()].clone());
+                        ParamId(trace.params.len() as u32 - 1)
+                    })),
+                    other @ (Node::Score
+                    | Node::Upstream
+                    | Node::Index(_)
+                    | Node::Extent(_)
+                    | Node::Const(_)
+                    | Node::Unary(..)
+                    | Node::Binary(..)
+                    | Node::Select(..)) => other,
+                };
+                new[id.index()] = Some(NodeId(trace.nodes.len() as u32));
+                trace.nodes.push(renumbered);
+                trace.types.push(types[id.index()]);
+            }
+            trace.roots.extend(new[root.index()]);
+        }
+        trace.with_hash()
+    }
+
+    /// Every value, operands before what is made of them.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// The value behind an id.
+    pub fn node(&self, id: NodeId) -> Node {
+        self.nodes[id.index()]
+    }
+
+    /// The type of a value.
+    pub fn ty(&self, id: NodeId) -> Type {
+        self.types[id.index()]
+    }
+
+    /// Every declared parameter, in the order in which the values meet them.
+    pub fn params(&self) -> &[Declared] {
+        &self.params
+    }
+
+    /// The parameter of this name.
+    pub fn find(&self, name: &str) -> Option<ParamId> {
+        self.params.iter().position(|p| p.name == name).map(|n| ParamId(n as u32))
+    }
+
+    /// What the trace computes.
+    pub fn roots(&self) -> &[NodeId] {
+        &self.roots
+    }
+
+    /// Ids of all values, in order.
+    pub fn ids(&self) -> impl Iterator<Item = NodeId> + use<> {
+        (0..self.nodes.len() as u32).map(NodeId)
+    }
+
+    /// What each value depends on.
+    pub fn depends(&self) -> Vec<Depends> {
+        let mut all: Vec<Depends> = Vec::with_capacity(self.nodes.len());
+        for node in &self.nodes {
+            let own = match *node {
+                Node::Score | Node::Upstream => Depends { score: true, ..Depends::default() },
+                Node::Index(axis) => Depends { axes: Axes::from([axis]), ..Depends::default() },
+                Node::Param(p) => match self.params[p.index()].kind {
+                    ParamKind::Scalar => Depends { scalar: true, ..Depends::default() },
+                    ParamKind::Tensor { axes, dtype: _ } => Depends { axes, tensor: true, ..Depends::default() },
+                },
+                Node::Extent(_) | Node::Const(_) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => Depends::default(),
+            };
+            all.push(node.operands().fold(own, |d, x| d.and(all[x.index()])));
+        }
+        all
+    }
+
+    /// The same with 0 for every default of a scalar: equal traces have equal texts then.
+    #[must_use]
+    pub fn without_defaults(&self) -> Trace {
+        let mut trace = self.clone();
+        trace.params.iter_mut().for_each(|p| p.default = p.default.map(|_| 0.0));
+        trace
+    }
+
+    /// The same with a parameter under another name.
+    ///
+    /// # Errors
+    /// A name that is none, or that another parameter has.
+    pub fn rename(&self, from: &str, to: &str) -> Result<Trace, ExprErrors> {
+        let mut renamed = self.clone();
+        let clash = self.find(to).is_some() && self.find(from).is_some() && from != to;
+        for p in renamed.params.iter_mut().filter(|p| p.name == from) {
+            to.clone_into(&mut p.name);
+            p.check().map_err(|e| ExprErrors(vec![e]))?;
+        }
+        if clash { Err(ExprErrors(vec![ExprError::Redeclared { name: to.to_owned() }])) } else { Ok(renamed.with_hash()) }
+    }
+
+    /// Whether some value is the index along an axis.
+    pub fn uses_index(&self, axis: Axis) -> bool {
+        self.nodes.contains(&Node::Index(axis))
+    }
+}

@@ -1,0 +1,516 @@
+//! What closures see: traced values with the types of Rust's own arithmetic.
+//!
+//! A traced value cannot be branched on, as it is no `bool`, and values of two traces do not mix, as each trace has a lifetime
+//! of its own:
+//!
+//! ```compile_fail,E0369
+//! use sdpa_core::expr::Trace;
+//! Trace::of_score(|score, _, _| if score > 0.0 { score } else { -score });
+//! ```
+//! ```compile_fail
+//! use sdpa_core::expr::Trace;
+//! Trace::of_score(|outer, _, _| {
+//!     let _ = Trace::of_score(|inner, _, _| inner + outer);
+//!     outer
+//! });
+//! ```
+//! ```compile_fail,E0277
+//! use sdpa_core::expr::Trace;
+//! Trace::of_score(|score, at, _| score + at.q);
+//! ```
+//!
+//! What those meant:
+//!
+//! ```
+//! use sdpa_core::expr::Trace;
+//! Trace::of_score(|score, _, _| score.gt(0.0).select(score, -score))?;
+//! Trace::of_score(|outer, _, _| {
+//!     let _ = Trace::of_score(|inner, _, _| inner + inner);
+//!     outer
+//! })?;
+//! Trace::of_score(|score, at, _| score + at.q.to_f32())?;
+//! # Ok::<(), sdpa_core::expr::ExprErrors>(())
+//! ```
+
+use super::build::Builder;
+use super::made::Made;
+use super::node::{Axis, Binary, Const, NodeId, Type, Unary};
+use super::params::{Axes, Declared, ParamKind};
+use super::trace::{ExprError, Trace};
+use crate::dtype::DType;
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops;
+
+/// binary32, in expressions and in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct F32;
+/// 32-bit integers, in expressions and in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct I32;
+/// Truth values, in expressions and in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bool;
+/// binary16 in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct F16;
+/// bfloat16 in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BF16;
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::F32 {}
+    impl Sealed for super::I32 {}
+    impl Sealed for super::Bool {}
+    impl Sealed for super::F16 {}
+    impl Sealed for super::BF16 {}
+}
+
+/// The type of a traced value: [`F32`], [`I32`] or [`Bool`].
+pub trait Traced: sealed::Sealed + Copy {
+    /// The number type of Rust.
+    type Number: Copy;
+    /// Its name as data.
+    const TYPE: Type;
+    /// A constant.
+    fn constant(value: Self::Number) -> Const;
+}
+
+impl Traced for F32 {
+    type Number = f32;
+    const TYPE: Type = Type::F32;
+    fn constant(value: f32) -> Const {
+        Const::f32(value)
+    }
+}
+
+impl Traced for I32 {
+    type Number = i32;
+    const TYPE: Type = Type::I32;
+    fn constant(value: i32) -> Const {
+        Const::I32(value)
+    }
+}
+
+impl Traced for Bool {
+    type Number = bool;
+    const TYPE: Type = Type::Bool;
+    fn constant(value: bool) -> Const {
+        Const::Bool(value)
+    }
+}
+
+/// The element type of a declared tensor, and what its elements are in an expression.
+pub trait Stored: sealed::Sealed + Copy {
+    /// What an element is in an expression.
+    type Value: Traced;
+    /// Its name as data.
+    const DTYPE: DType;
+}
+
+macro_rules! stored {
+    ($($t:ident $value:ident;)*) => {
+        $(impl Stored for $t {
+            type Value = $value;
+            const DTYPE: DType = DType::$t;
+        })*
+    };
+}
+stored! { F32 F32; F16 F32; BF16 F32; I32 I32; Bool Bool; }
+
+/// The lifetime of one trace, equal to itself only.
+type Brand<'t> = PhantomData<Cell<&'t ()>>;
+
+/// One traced value.
+pub struct Expr<'t, T> {
+    trace: &'t RefCell<Builder>,
+    id: NodeId,
+    brand: Brand<'t>,
+    ty: PhantomData<T>,
+}
+
+impl<T> Clone for Expr<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Expr<'_, T> {}
+
+impl<T> fmt::Debug for Expr<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Expr({})", self.id.index())
+    }
+}
+
+/// What can stand as an operand: a traced value of the type, or a number.
+pub trait Operand<'t, T> {
+    /// The value in the trace of `like`.
+    fn expr<U>(self, like: Expr<'t, U>) -> Expr<'t, T>;
+}
+
+impl<'t, T> Operand<'t, T> for Expr<'t, T> {
+    fn expr<U>(self, _like: Expr<'t, U>) -> Expr<'t, T> {
+        self
+    }
+}
+
+macro_rules! number_operand {
+    ($($number:ident $t:ident;)*) => {
+        $(impl<'t> Operand<'t, $t> for $number {
+            fn expr<U>(self, like: Expr<'t, U>) -> Expr<'t, $t> {
+                like.make(|b| b.konst($t::constant(self)))
+            }
+        })*
+    };
+}
+number_operand! { f32 F32; i32 I32; bool Bool; }
+
+impl<'t, T> Expr<'t, T> {
+    fn make<U>(self, make: impl FnOnce(&mut Builder) -> NodeId) -> Expr<'t, U> {
+        let id = make(&mut self.trace.borrow_mut());
+        Expr { trace: self.trace, id, brand: PhantomData, ty: PhantomData }
+    }
+
+    fn unary<U>(self, f: Unary) -> Expr<'t, U> {
+        self.make(|b| b.unary(f, self.id))
+    }
+
+    /// A function of values of this one's type, as many as it takes.
+    fn made(self, f: Made, of: &[NodeId]) -> Expr<'t, T> {
+        self.make(|b| f.make(b, of).unwrap_or(self.id))
+    }
+
+    fn binary<U>(self, f: Binary, other: impl Operand<'t, T>) -> Expr<'t, U> {
+        let other = other.expr(self);
+        self.make(|b| b.binary(f, self.id, other.id))
+    }
+}
+
+macro_rules! methods {
+    ($t:ty: $($(#[$doc:meta])* $name:ident $shape:ident $f:ident;)*) => {
+        impl<'t> Expr<'t, $t> {
+            $(methods!(@ $t, $(#[$doc])* $name $shape $f);)*
+        }
+    };
+    (@ $t:ty, $(#[$doc:meta])* $name:ident unary $f:ident) => {
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(self) -> Expr<'t, $t> {
+            self.unary(Unary::$f)
+        }
+    };
+    (@ $t:ty, $(#[$doc:meta])* $name:ident binary $f:ident) => {
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(self, other: impl Operand<'t, $t>) -> Expr<'t, $t> {
+            self.binary(Binary::$f, other)
+        }
+    };
+    (@ $t:ty, $(#[$doc:meta])* $name:ident compare $f:ident) => {
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(self, other: impl Operand<'t, $t>) -> Expr<'t, Bool> {
+            self.binary(Binary::$f, other)
+        }
+    };
+}
+
+methods! { F32:
+    /// `|x|`.
+    abs unary Abs;
+    /// `√x`.
+    sqrt unary Sqrt;
+    /// `1 / √x`.
+    rsqrt unary Rsqrt;
+    /// `eˣ`.
+    exp unary Exp;
+    /// Natural logarithm.
+    log unary Log;
+    /// Sine.
+    sin unary Sin;
+    /// Cosine.
+    cos unary Cos;
+    /// Hyperbolic tangent.
+    tanh unary Tanh;
+    /// The error function.
+    erf unary Erf;
+    /// The greatest whole number not above.
+    floor unary Floor;
+    /// The least whole number not below.
+    ceil unary Ceil;
+    /// `x` to the power of `other`.
+    pow binary Pow;
+    /// The smaller.
+    min binary Min;
+    /// The larger.
+    max binary Max;
+    /// Equal.
+    eq compare Eq;
+    /// Not equal.
+    ne compare Ne;
+    /// Less.
+    lt compare Lt;
+    /// Less or equal.
+    le compare Le;
+    /// Greater.
+    gt compare Gt;
+    /// Greater or equal.
+    ge compare Ge;
+}
+
+methods! { I32:
+    /// `|x|`.
+    abs unary Abs;
+    /// The smaller.
+    min binary Min;
+    /// The larger.
+    max binary Max;
+    /// Equal.
+    eq compare Eq;
+    /// Not equal.
+    ne compare Ne;
+    /// Less.
+    lt compare Lt;
+    /// Less or equal.
+    le compare Le;
+    /// Greater.
+    gt compare Gt;
+    /// Greater or equal.
+    ge compare Ge;
+}
+
+impl<'t> Expr<'t, F32> {
+    /// Toward zero.
+    #[must_use]
+    pub fn to_i32(self) -> Expr<'t, I32> {
+        self.unary(Unary::ToI32)
+    }
+
+    /// Between the two.
+    #[must_use]
+    pub fn clamp(self, low: impl Operand<'t, F32>, high: impl Operand<'t, F32>) -> Expr<'t, F32> {
+        let (low, high) = (low.expr(self), high.expr(self));
+        self.made(Made::Clamp, &[self.id, low.id, high.id])
+    }
+
+    /// `x²`.
+    #[must_use]
+    pub fn square(self) -> Expr<'t, F32> {
+        self.made(Made::Square, &[self.id])
+    }
+
+    /// `1 / (1 + e⁻ˣ)`.
+    #[must_use]
+    pub fn sigmoid(self) -> Expr<'t, F32> {
+        self.made(Made::Sigmoid, &[self.id])
+    }
+}
+
+impl<'t> Expr<'t, I32> {
+    /// Between the two.
+    #[must_use]
+    pub fn clamp(self, low: impl Operand<'t, I32>, high: impl Operand<'t, I32>) -> Expr<'t, I32> {
+        let (low, high) = (low.expr(self), high.expr(self));
+        self.made(Made::Clamp, &[self.id, low.id, high.id])
+    }
+
+    /// `x²`.
+    #[must_use]
+    pub fn square(self) -> Expr<'t, I32> {
+        self.made(Made::Square, &[self.id])
+    }
+
+    /// As f32; exact up to 2²⁴.
+    #[must_use]
+    pub fn to_f32(self) -> Expr<'t, F32> {
+        self.unary(Unary::ToF32)
+    }
+}
+
+impl<'t> Expr<'t, Bool> {
+    /// `x` where this holds, else `y`. Numbers need one traced value among them, or [`Params::constant`].
+    #[must_use]
+    pub fn select<T: Traced>(self, x: impl Operand<'t, T>, y: impl Operand<'t, T>) -> Expr<'t, T> {
+        let (x, y) = (x.expr(self), y.expr(self));
+        self.make(|b| b.select(self.id, x.id, y.id))
+    }
+}
+
+macro_rules! operators {
+    ($($t:ident $number:ident: $($op:ident $method:ident $f:ident),*;)*) => {
+        $($(
+            impl<'t, O: Operand<'t, $t>> ops::$op<O> for Expr<'t, $t> {
+                type Output = Expr<'t, $t>;
+                fn $method(self, other: O) -> Expr<'t, $t> {
+                    self.binary(Binary::$f, other)
+                }
+            }
+
+            impl<'t> ops::$op<Expr<'t, $t>> for $number {
+                type Output = Expr<'t, $t>;
+                fn $method(self, other: Expr<'t, $t>) -> Expr<'t, $t> {
+                    self.expr(other).binary(Binary::$f, other)
+                }
+            }
+        )*)*
+    };
+}
+operators! {
+    F32 f32: Add add Add, Sub sub Sub, Mul mul Mul, Div div Div, Rem rem Mod;
+    I32 i32: Add add Add, Sub sub Sub, Mul mul Mul, Div div Div, Rem rem Mod;
+    Bool bool: BitAnd bitand And, BitOr bitor Or;
+}
+
+impl<'t> ops::Neg for Expr<'t, F32> {
+    type Output = Expr<'t, F32>;
+    fn neg(self) -> Expr<'t, F32> {
+        self.unary(Unary::Neg)
+    }
+}
+
+impl<'t> ops::Neg for Expr<'t, I32> {
+    type Output = Expr<'t, I32>;
+    fn neg(self) -> Expr<'t, I32> {
+        self.unary(Unary::Neg)
+    }
+}
+
+impl<'t> ops::Not for Expr<'t, Bool> {
+    type Output = Expr<'t, Bool>;
+    fn not(self) -> Expr<'t, Bool> {
+        self.unary(Unary::Not)
+    }
+}
+
+/// Where a score stands. `head` counts query heads.
+#[derive(Clone, Copy, Debug)]
+pub struct At<'t> {
+    /// Index of the batch entry.
+    pub batch: Expr<'t, I32>,
+    /// Index of the query head.
+    pub head: Expr<'t, I32>,
+    /// Index of the query.
+    pub q: Expr<'t, I32>,
+    /// Index of the key.
+    pub k: Expr<'t, I32>,
+    /// How many batch entries there are.
+    pub batches: Expr<'t, I32>,
+    /// How many query heads there are. Extents become constants of a problem: a program that uses one differs with it.
+    pub heads_q: Expr<'t, I32>,
+    /// How many queries there are.
+    pub seq_q: Expr<'t, I32>,
+    /// How many keys there are.
+    pub seq_kv: Expr<'t, I32>,
+}
+
+/// Declares parameters, which are bound at execution by name.
+#[derive(Clone, Copy, Debug)]
+pub struct Params<'t> {
+    trace: &'t RefCell<Builder>,
+    brand: Brand<'t>,
+}
+
+impl<'t> Params<'t> {
+    fn make<T>(self, make: impl FnOnce(&mut Builder) -> NodeId) -> Expr<'t, T> {
+        let id = make(&mut self.trace.borrow_mut());
+        Expr { trace: self.trace, id, brand: PhantomData, ty: PhantomData }
+    }
+
+    /// One f32, `default` where nothing is bound. Its value is no part of the program.
+    #[must_use]
+    pub fn scalar(self, name: &str, default: f32) -> Expr<'t, F32> {
+        self.make(|b| b.param(Declared::scalar(name, default)))
+    }
+
+    /// The element of a tensor at this score: a tensor spans some axes, and has one element for all along the others. Its
+    /// extents are the problem's, (batch | 1, heads_q | 1, seq_q | 1, seq_kv | 1).
+    #[must_use]
+    pub fn tensor<S: Stored>(self, name: &str, axes: impl Into<Axes>, _dtype: S) -> Expr<'t, S::Value> {
+        let kind = ParamKind::Tensor { axes: axes.into(), dtype: S::DTYPE };
+        self.make(|b| b.param(Declared { name: name.to_owned(), kind, default: None }))
+    }
+
+    /// A number as a traced value.
+    #[must_use]
+    pub fn constant(self, value: f32) -> Expr<'t, F32> {
+        self.make(|b| b.f32(value))
+    }
+}
+
+/// Runs a closure over a fresh trace.
+fn trace<T, F>(f: F) -> Result<Trace, Vec<ExprError>>
+where
+    F: for<'t> FnOnce([Expr<'t, F32>; 2], At<'t>, Params<'t>) -> Expr<'t, T>,
+{
+    let builder = RefCell::new(Builder::new());
+    let root = {
+        let p = Params { trace: &builder, brand: PhantomData };
+        let index = |axis| p.make(|b| b.index(axis));
+        let extent = |axis| p.make(|b| b.extent(axis));
+        let at = At {
+            batch: index(Axis::Batch),
+            head: index(Axis::Head),
+            q: index(Axis::Q),
+            k: index(Axis::K),
+            batches: extent(Axis::Batch),
+            heads_q: extent(Axis::Head),
+            seq_q: extent(Axis::Q),
+            seq_kv: extent(Axis::K),
+        };
+        f([p.make(Builder::score), p.make(Builder::upstream)], at, p).id
+    };
+    builder.into_inner().finish(&[root])
+}
+
+impl Trace {
+    /// The trace of a function of a score.
+    ///
+    /// # Errors
+    /// Every parameter that is declared against the rules.
+    pub fn of_score<F>(f: F) -> Result<Trace, ExprErrors>
+    where
+        F: for<'t> FnOnce(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
+    {
+        trace::<F32, _>(|[score, _], at, p| f(score, at, p)).map_err(ExprErrors)
+    }
+
+    /// The trace of a function of a gradient that comes in from behind and of the score that was modified.
+    ///
+    /// # Errors
+    /// As [`Trace::of_score`].
+    pub fn of_gradient<F>(f: F) -> Result<Trace, ExprErrors>
+    where
+        F: for<'t> FnOnce(Expr<'t, F32>, Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
+    {
+        trace::<F32, _>(|[score, upstream], at, p| f(upstream, score, at, p)).map_err(ExprErrors)
+    }
+
+    /// The trace of a rule that keeps or drops a key for a query.
+    ///
+    /// # Errors
+    /// As [`Trace::of_score`].
+    pub fn of_mask<F>(f: F) -> Result<Trace, ExprErrors>
+    where
+        F: for<'t> FnOnce(At<'t>, Params<'t>) -> Expr<'t, Bool>,
+    {
+        trace::<Bool, _>(|_, at, p| f(at, p)).map_err(ExprErrors)
+    }
+}
+
+/// Everything that is wrong with an expression.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExprErrors(pub Vec<ExprError>);
+
+impl fmt::Display for ExprErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, e) in self.0.iter().enumerate() {
+            write!(f, "{}{e}", if i == 0 { "" } else { "\n" })?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for ExprErrors {}

@@ -1,0 +1,45 @@
+//! What attention is, without anything that computes it: expressions and score_mods, masks, specifications and what they validate to,
+//! parameters, values of calls, reasons, and the traits of executors.
+//!
+//! No device code, no library that is loaded. Executors are crates over this one; the `sdpa` crate has them all, and everything here.
+//!
+//! ```
+//! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+//!
+//! let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+//! let problem = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).mask(Mask::causal_bottom_right()).validate()?;
+//! assert_eq!(problem.kept().to_string(), "k - q <= 2");
+//! # Ok::<(), sdpa_core::SpecErrors>(())
+//! ```
+
+pub mod backward;
+pub mod dtype;
+pub mod error;
+pub mod executor;
+pub mod expr;
+pub mod library;
+pub mod mask;
+pub mod operand;
+pub mod params;
+pub mod problem;
+pub mod score_mod;
+pub mod seq;
+pub mod spec;
+pub mod tensor;
+
+pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};
+pub use dtype::DType;
+pub use error::{Error, ExecutorName, Failure, Reason, SpecError, SpecErrors, Unsupported};
+pub use executor::{Executor, Prepared, PreparedBackward, Report};
+pub use expr::ExprErrors;
+pub use library::ParseError;
+pub use mask::{Align, Kept, Mask, Region};
+pub use operand::Operand;
+pub use problem::Problem;
+pub use score_mod::{Gradient, ScoreMod};
+pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
+pub use tensor::{Elements, ElementsMut, HostBackward, HostForward, HostGradient, Param, ParamValue};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

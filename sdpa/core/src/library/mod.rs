@@ -1,0 +1,75 @@
+//! Score_mods and masks that are used everywhere, by name.
+//!
+//! [`SCORE_MODS`] and [`MASKS`] are the tables of them: how each is written, what it is, how it is read and which texts the conformance suites run.
+//! The parser, the help and the pages of the command line and the suites go by the tables, so that a new one is a function in `mods` or `masks` and
+//! a row in `names`.
+//!
+//! ```
+//! for named in sdpa_core::library::MASKS {
+//!     println!("{}: {}", named.spelling, named.about);
+//! }
+//! ```
+//!
+//! Relative positions that need a table (T5) are materialised to a bias by [`t5_bias`].
+
+mod masks;
+mod mods;
+mod names;
+mod t5;
+mod written;
+
+pub use masks::{array_mask, dilated, document, document_runs, global_local, natten, padding, shared_prefix, sliding_window};
+pub use mods::{alibi, alibi_slopes, alibi_with, bias, sandwich, softcap};
+pub use names::{MASKS, SCORE_MODS};
+pub(crate) use names::{mask, meant, score_mod};
+pub use t5::{T5, t5_bias, t5_bias_gradient, t5_bucket};
+pub use written::{Named, Written};
+
+use crate::expr::{ExprErrors, Trace, Type};
+
+/// A score_mod or mask that could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what} {text:?}: {rule}")]
+pub struct ParseError {
+    /// `mask` or `score_mod`.
+    pub what: &'static str,
+    /// What was given.
+    pub text: String,
+    /// The rule that it breaks.
+    pub rule: String,
+}
+
+impl ParseError {
+    pub(crate) fn new(what: &'static str, text: &str, rule: impl Into<String>) -> ParseError {
+        ParseError { what, text: text.to_owned(), rule: rule.into() }
+    }
+}
+
+/// Reads the text of a trace of a given type, with at most so many roots.
+pub(crate) fn trace(text: &str, what: &'static str, ty: Type, roots: usize) -> Result<Trace, ParseError> {
+    let word = !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_:,.".contains(c)) && text.parse::<Trace>().is_err();
+    if word || text.trim().is_empty() {
+        let rule = if what == "mask" {
+            written::instead(text, MASKS, "several of them joined by |, & and !, or an expression")
+        } else {
+            written::instead(text, SCORE_MODS, "or an expression")
+        };
+        return Err(ParseError::new(what, text, rule));
+    }
+    let trace: Trace = text.parse().map_err(|e: ExprErrors| ParseError::new(what, text, e.to_string()))?;
+    let wrong = trace.roots().iter().map(|&root| trace.ty(root)).find(|&t| t != ty);
+    let uses = |node| trace.nodes().contains(&node);
+    if let Some(t) = wrong {
+        return Err(ParseError::new(what, text, format!("it yields {t}, a {what} yields {ty}")));
+    }
+    if trace.roots().len() > roots {
+        return Err(ParseError::new(what, text, format!("it yields {} values, at most {roots} are used", trace.roots().len())));
+    }
+    if what == "mask" && uses(crate::expr::Node::Score) {
+        return Err(ParseError::new(what, text, "a mask knows indices and tensors, not the score"));
+    }
+    if uses(crate::expr::Node::Upstream) && trace.roots().len() < 2 {
+        return Err(ParseError::new(what, text, "upstream is for the second value, the gradient by hand"));
+    }
+    Ok(trace)
+}

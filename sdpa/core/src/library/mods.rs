@@ -1,0 +1,81 @@
+//! Score_mods.
+
+use crate::dtype::DType;
+use crate::expr::{At, Axes, Axis, Expr, F32, Params, Stored, Trace};
+use crate::score_mod::ScoreMod;
+use std::f32::consts::LN_2;
+
+/// A closure of the library declares nothing against the rules, which a test of each sees.
+fn of<F>(name: &str, f: F) -> ScoreMod
+where
+    F: for<'t> FnOnce(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
+{
+    ScoreMod::of(name, Trace::of_score(f).unwrap_or_else(|e| unreachable!("{e}")))
+}
+
+/// `tanh(score / cap) · cap`: scores stay between −cap and cap (Gemma 2). The cap is the scalar `cap`.
+pub fn softcap(cap: f32) -> ScoreMod {
+    of(&format!("softcap:{cap}"), |score, _, p| {
+        let cap = p.scalar("cap", cap);
+        (score / cap).tanh() * cap
+    })
+}
+
+/// Two to the power of `x`.
+fn exp2(x: Expr<'_, F32>) -> Expr<'_, F32> {
+    (x * LN_2).exp()
+}
+
+/// The published slope of a head: `2^(−8(h + 1)/p)` for the first `p` heads, `p` the greatest power of two that is not above
+/// the number of heads, and for the rest every other slope of `2p` heads (Press et al., 2022).
+fn slope<'t>(at: At<'t>) -> Expr<'t, F32> {
+    let (head, heads) = (at.head.to_f32(), at.heads_q.to_f32());
+    let power = exp2(((heads + 0.5).log() / LN_2).floor());
+    // Whole powers of two, up to rounding in the exponential: put right.
+    let power = (power + 0.5).floor();
+    let first = exp2((head + 1.0) * -8.0 / power);
+    let rest = exp2(((head - power) * 2.0 + 1.0) * -4.0 / power);
+    head.lt(power).select(first, rest)
+}
+
+/// Adds `slope(head) · (k − q)`, the published slopes for any number of heads.
+pub fn alibi() -> ScoreMod {
+    of("alibi", |score, at, _| score + slope(at) * (at.k - at.q).to_f32())
+}
+
+/// Adds `slopes[head] · (k − q)`, slopes bound at execution.
+pub fn alibi_with() -> ScoreMod {
+    of("alibi-slopes", |score, at, p| score + p.tensor("slopes", [Axis::Head], F32) * (at.k - at.q).to_f32())
+}
+
+/// The slopes that [`alibi`] has, for [`alibi_with`].
+pub fn alibi_slopes(heads_q: usize) -> Vec<f32> {
+    let power = if heads_q == 0 { 1 } else { 1usize << heads_q.ilog2() };
+    let slope = |head: usize| {
+        if head < power { -8.0 * (head + 1) as f64 / power as f64 } else { -4.0 * (2 * (head - power) + 1) as f64 / power as f64 }
+    };
+    (0..heads_q).map(|head| slope(head).exp2() as f32).collect()
+}
+
+/// Adds the tensor `bias`, which spans these axes of the scores and is one number for all along the others.
+pub fn bias<S>(axes: impl Into<Axes>, dtype: S) -> ScoreMod
+where
+    S: Stored<Value = F32>,
+{
+    let axes = axes.into();
+    let letters: String = axes.iter().filter_map(|a| a.name().chars().next()).collect();
+    let name = if S::DTYPE == DType::BF16 { format!("bias16:{letters}") } else { format!("bias:{letters}") };
+    of(&name, |score, _, p| score + p.tensor("bias", axes, dtype))
+}
+
+/// Adds `slope(head) · Σ cos((k − q) / 10000^(i/terms))`: decays with the distance as sinusoidal positions do (Chi et al., 2023).
+pub fn sandwich(terms: i32) -> ScoreMod {
+    of(&format!("sandwich:{terms}"), |score, at, p| {
+        let distance = (at.k - at.q).to_f32();
+        let sum = (0..terms).fold(p.constant(0.0), |sum, i| {
+            let frequency = 10_000f64.powf(-f64::from(i) / f64::from(terms)) as f32;
+            sum + (distance * frequency).cos()
+        });
+        score + slope(at) * sum
+    })
+}

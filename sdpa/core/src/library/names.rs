@@ -1,0 +1,196 @@
+//! The tables of the library: every name, a row each.
+
+use super::ParseError;
+use super::masks::{
+    array_mask, dilated, document, document_runs, global_local, natten, padding, read_window, shared_prefix, sliding_window,
+};
+use super::mods::{alibi, alibi_with, bias, sandwich, softcap};
+use super::written::{self, Named};
+use crate::expr::{BF16, F32};
+use crate::mask::Mask;
+use crate::score_mod::ScoreMod;
+
+/// Every score_mod that has a name: what a score becomes.
+pub const SCORE_MODS: &[Named<ScoreMod>] = &[
+    Named {
+        spelling: "softcap:CAP",
+        about: "tanh(score / cap) * cap; the scalar cap is CAP",
+        cases: &["softcap:30"],
+        read: |w| {
+            w.with(|cap| {
+                let cap = cap.parse().ok().filter(|c: &f32| c.is_finite() && *c > 0.0);
+                cap.map(softcap).ok_or_else(|| w.fail("softcap:CAP takes a positive number"))
+            })
+        },
+    },
+    Named {
+        spelling: "alibi",
+        about: "score + slope(head) * (k - q), the published slopes for any number of heads",
+        cases: &["alibi"],
+        read: |w| w.alone(alibi),
+    },
+    Named {
+        spelling: "alibi-slopes",
+        about: "the same with the tensor slopes[head], f32",
+        cases: &["alibi-slopes"],
+        read: |w| w.alone(alibi_with),
+    },
+    Named {
+        spelling: "sandwich:N",
+        about: "score + slope(head) * the sum of cos((k - q) / 10000^(i/N)), N terms",
+        cases: &["sandwich:4"],
+        read: |w| {
+            w.with(|n| match w.number(n, 1)? {
+                n if n <= 64 => Ok(sandwich(n)),
+                _ => Err(w.fail("at most 64 terms")),
+            })
+        },
+    },
+    Named {
+        spelling: "bias:AXES",
+        about: "score + the tensor bias, f32; AXES of bhqk, those that it spans",
+        cases: &["bias:bhqk", "bias:hqk", "bias:qk", "bias:bhk", "bias:h", "bias:b"],
+        read: |w| w.axes(|axes| bias(axes, F32)),
+    },
+    Named {
+        spelling: "bias16:AXES",
+        about: "the same of a bias in bf16",
+        cases: &["bias16:bhqk", "bias16:hqk", "bias16:bqk", "bias16:hq", "bias16:q", "bias16:k", "bias16:bh", "bias16:"],
+        read: |w| w.axes(|axes| bias(axes, BF16)),
+    },
+];
+
+/// Every mask that has a name: the keys that a query keeps.
+pub const MASKS: &[Named<Mask>] = &[
+    Named { spelling: "causal", about: "k <= q", cases: &["causal"], read: |w| w.alone(Mask::causal) },
+    Named {
+        spelling: "causal-bottom-right",
+        about: "k <= q + seq_kv - seq_q",
+        cases: &["causal-bottom-right"],
+        read: |w| w.alone(Mask::causal_bottom_right),
+    },
+    Named {
+        spelling: "window:LEFT,RIGHT[:bottom-right]",
+        about: "q - LEFT < k <= q + RIGHT; LEFT at least 1, RIGHT at least 0, either may be inf",
+        cases: &["window:100,0", "window:100,30:bottom-right", "window:100,inf"],
+        read: |w| Some(w.rest().ok_or("window takes LEFT,RIGHT").and_then(read_window).map_err(|rule| w.fail(rule))),
+    },
+    Named {
+        spelling: "sliding-window:N",
+        about: "the last N keys up to the query",
+        cases: &["sliding-window:128"],
+        read: |w| w.whole(1, |n| sliding_window(n.into())),
+    },
+    Named {
+        spelling: "prefix-lm:N",
+        about: "k <= q | k < N",
+        cases: &["prefix-lm:77"],
+        read: |w| w.with(|n| n.parse().map(Mask::prefix_lm).map_err(|_| w.fail("prefix-lm:N takes a whole number"))),
+    },
+    Named { spelling: "dilated:N", about: "every Nth key, counted from the query", cases: &["dilated:3"], read: |w| w.whole(1, dilated) },
+    Named {
+        spelling: "document",
+        about: "keys of the query's document: tensors doc_q[batch, q] and doc_k[batch, k], i32",
+        cases: &["document"],
+        read: |w| w.alone(document),
+    },
+    Named {
+        spelling: "document-runs",
+        about: "keys from doc_start to doc_end of the query: tensors [batch, q], i32; costs less than document",
+        cases: &["document-runs"],
+        read: |w| w.alone(document_runs),
+    },
+    Named {
+        spelling: "shared-prefix:N",
+        about: "the first N keys, and those of the query's document",
+        cases: &["shared-prefix:16"],
+        read: |w| w.whole(0, shared_prefix),
+    },
+    Named {
+        spelling: "padding",
+        about: "queries and keys within the lengths of their batch entry: tensors seq_len_q[batch] and seq_len_kv[batch], i32",
+        cases: &["padding"],
+        read: |w| w.alone(padding),
+    },
+    Named {
+        spelling: "global-local:W,G",
+        about: "keys nearer than W, the first G keys, every key for the first G queries",
+        cases: &["global-local:64,16"],
+        read: |w| {
+            w.with(|rest| match rest.split_once(',') {
+                Some((near, globals)) => Ok(global_local(w.number(near, 1)?, w.number(globals, 0)?)),
+                None => Err(w.fail("global-local takes WINDOW,GLOBALS")),
+            })
+        },
+    },
+    Named {
+        spelling: "natten:N",
+        about: "the N keys around the query, moved inwards at both ends; N odd",
+        cases: &["natten:31"],
+        read: |w| {
+            w.with(|n| match w.number(n, 1)? {
+                n if n % 2 == 1 => Ok(natten(n)),
+                _ => Err(w.fail("natten:N takes an odd number")),
+            })
+        },
+    },
+    Named {
+        spelling: "array:AXES",
+        about: "where the tensor mask holds, bool; AXES of bhqk, those that it spans",
+        cases: &["array:bhqk", "array:hqk", "array:bqk", "array:qk", "array:bk", "array:q", "array:k", "array:h", "array:"],
+        read: |w| w.axes(array_mask),
+    },
+];
+
+/// The score_mod of this name, or `None` where the library has none.
+pub(crate) fn score_mod(text: &str) -> Option<Result<ScoreMod, ParseError>> {
+    written::read("score_mod", text, SCORE_MODS).map(|made| made.map(|m| m.named(text)))
+}
+
+/// The mask of this name, or `None` where the library has none.
+pub(crate) fn mask(text: &str) -> Option<Result<Mask, ParseError>> {
+    written::read("mask", text, MASKS)
+}
+
+/// The mask that somebody may have meant by a word, as the end of a sentence.
+pub(crate) fn meant(word: &str) -> String {
+    written::near(word, MASKS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Mask, ScoreMod};
+
+    #[test]
+    fn every_name_is_read_as_it_is_written() {
+        let of = |text: &str| text.split_once(':').map_or(text, |(name, _)| name).to_owned();
+        for named in SCORE_MODS {
+            assert!(!named.cases.is_empty(), "{}", named.spelling);
+            for text in named.cases {
+                assert_eq!((text.parse::<ScoreMod>().unwrap().to_string(), of(text)), ((*text).to_owned(), named.name().to_owned()));
+            }
+        }
+        for named in MASKS {
+            assert!(!named.cases.is_empty(), "{}", named.spelling);
+            for text in named.cases {
+                let mask: Mask = text.parse().unwrap();
+                assert_eq!(of(text), named.name());
+                // A sliding window is a window, and is printed as one.
+                let window = text.strip_prefix("sliding-window:").map(|n| format!("window:{n},0"));
+                assert_eq!(mask.to_string(), window.unwrap_or_else(|| (*text).to_owned()));
+            }
+        }
+    }
+
+    #[test]
+    fn names_that_are_nearly_right_are_told() {
+        let of_mask = |text: &str| text.parse::<Mask>().unwrap_err().rule;
+        let of_mod = |text: &str| text.parse::<ScoreMod>().unwrap_err().rule;
+        assert!(
+            of_mask("causl").ends_with("; did you mean causal?") && of_mask("slidng-window:3").ends_with("did you mean sliding-window?")
+        );
+        assert!(of_mask("wnidow:64,0").ends_with("did you mean window?") && of_mod("sofcap:30").ends_with("did you mean softcap?"));
+        assert!(!of_mask("everything").contains("did you mean") && !of_mod("gelu").contains("did you mean"));
+    }
+}

@@ -1,0 +1,307 @@
+//! What the masks of a problem keep, taken apart: a band, lengths, and the rest.
+//!
+//! The conjunction of all masks is one trace. Its terms that compare linear functions of the two indices are bounds of a
+//! [`Region`], in whichever way they are written; those that compare an index with a declared length are padding; what remains
+//! stays a trace.
+
+use super::{Mask, Region};
+use crate::dtype::DType;
+use crate::expr::{Axes, Axis, Binary, Builder, Const, ExprErrors, Inputs, Node, NodeId, ParamKind, Trace, Unary};
+use serde::Serialize;
+use std::fmt;
+use std::sync::Arc;
+
+/// The name of the tensor of query lengths, i32 over batch entries.
+pub const SEQ_LEN_Q: &str = "seq_len_q";
+/// The name of the tensor of key lengths, i32 over batch entries.
+pub const SEQ_LEN_KV: &str = "seq_len_kv";
+
+/// The keys that all masks of a problem keep together.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+pub struct Kept {
+    /// A band, with a prefix or without.
+    pub region: Region,
+    /// Queries at and past the `seq_len_q` of their batch entry keep no key.
+    pub seq_len_q: bool,
+    /// Keys at and past the `seq_len_kv` of their batch entry are dropped.
+    pub seq_len_kv: bool,
+    /// Everything else: keys are dropped where it does not hold. Extents are constants in it.
+    pub rest: Option<Arc<Trace>>,
+}
+
+impl fmt::Display for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Region { lower, upper, prefix } = self.region;
+        let mut terms: Vec<String> = Vec::new();
+        terms.extend(lower.map(|lower| format!("k - q > {lower}")));
+        terms.extend(upper.map(|upper| if upper == 0 { "causal".to_owned() } else { format!("k - q <= {upper}") }));
+        terms.extend(prefix.map(|prefix| format!("(k <= q | k < {prefix})")));
+        terms.extend(self.seq_len_q.then(|| format!("q < {SEQ_LEN_Q}")));
+        terms.extend(self.seq_len_kv.then(|| format!("k < {SEQ_LEN_KV}")));
+        terms.extend(self.rest.as_ref().map(ToString::to_string));
+        f.write_str(if terms.is_empty() { "everything" } else { "" })?;
+        f.write_str(&terms.join(" & "))
+    }
+}
+
+/// `q_part · q + k_part · k + constant ≥ 0`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Linear {
+    q: i64,
+    k: i64,
+    constant: i64,
+}
+
+/// Past this, arithmetic of 32 bits might wrap where that of 64 does not.
+const EXACT: i64 = 1 << 29;
+
+impl Linear {
+    fn combine(self, other: Linear, sign: i64) -> Linear {
+        Linear { q: self.q + sign * other.q, k: self.k + sign * other.k, constant: self.constant + sign * other.constant }
+    }
+
+    fn exact(self) -> Option<Linear> {
+        (self.q.abs() <= 1 && self.k.abs() <= 1 && self.constant.abs() <= EXACT).then_some(self)
+    }
+}
+
+/// The linear function of the indices that each i32 value is, where it is one.
+fn linear(trace: &Trace) -> Vec<Option<Linear>> {
+    let mut all: Vec<Option<Linear>> = Vec::with_capacity(trace.nodes().len());
+    for node in trace.nodes() {
+        let none = Linear { q: 0, k: 0, constant: 0 };
+        let value = match *node {
+            Node::Index(Axis::Q) => Some(Linear { q: 1, ..none }),
+            Node::Index(Axis::K) => Some(Linear { k: 1, ..none }),
+            Node::Const(Const::I32(n)) => Some(Linear { constant: i64::from(n), ..none }),
+            Node::Unary(Unary::Neg, x) => all[x.index()].map(|x| none.combine(x, -1)),
+            Node::Binary(Binary::Add, x, y) => all[x.index()].zip(all[y.index()]).map(|(x, y)| x.combine(y, 1)),
+            Node::Binary(Binary::Sub, x, y) => all[x.index()].zip(all[y.index()]).map(|(x, y)| x.combine(y, -1)),
+            Node::Score
+            | Node::Upstream
+            | Node::Index(Axis::Batch | Axis::Head)
+            | Node::Extent(_)
+            | Node::Const(Const::F32(_) | Const::Bool(_))
+            | Node::Param(_)
+            | Node::Unary(..)
+            | Node::Binary(..)
+            | Node::Select(..) => None,
+        };
+        // A constant is exact whatever it is.
+        all.push(if let Node::Const(_) = node { value } else { value.and_then(Linear::exact) });
+    }
+    all
+}
+
+/// A term of the conjunction, and whether it has to hold or not to.
+type Term = (NodeId, bool);
+
+/// Takes a conjunction apart.
+fn terms(trace: &Trace, root: NodeId) -> Vec<Term> {
+    let mut terms = Vec::new();
+    let mut stack = vec![(root, true)];
+    while let Some((id, holds)) = stack.pop() {
+        match (trace.node(id), holds) {
+            (Node::Binary(Binary::And, x, y), true) | (Node::Binary(Binary::Or, x, y), false) => stack.extend([(y, holds), (x, holds)]),
+            (Node::Unary(Unary::Not, x), _) => stack.push((x, !holds)),
+            (
+                Node::Score
+                | Node::Upstream
+                | Node::Index(_)
+                | Node::Extent(_)
+                | Node::Const(_)
+                | Node::Param(_)
+                | Node::Unary(..)
+                | Node::Binary(..)
+                | Node::Select(..),
+                _,
+            ) => terms.push((id, holds)),
+        }
+    }
+    terms
+}
+
+/// `x f y` as functions that must not be negative; `None` for what is no conjunction of such.
+fn bounds(f: Binary, holds: bool, x: Linear, y: Linear) -> Option<Vec<Linear>> {
+    let at_least = |x: Linear, y: Linear, more: i64| {
+        let mut d = x.combine(y, -1);
+        d.constant -= more;
+        d
+    };
+    match (f, holds) {
+        (Binary::Ge, true) | (Binary::Lt, false) => Some(vec![at_least(x, y, 0)]),
+        (Binary::Gt, true) | (Binary::Le, false) => Some(vec![at_least(x, y, 1)]),
+        (Binary::Le, true) | (Binary::Gt, false) => Some(vec![at_least(y, x, 0)]),
+        (Binary::Lt, true) | (Binary::Ge, false) => Some(vec![at_least(y, x, 1)]),
+        (Binary::Eq, true) | (Binary::Ne, false) => Some(vec![at_least(x, y, 0), at_least(y, x, 0)]),
+        (
+            Binary::Eq
+            | Binary::Ne
+            | Binary::Add
+            | Binary::Sub
+            | Binary::Mul
+            | Binary::Div
+            | Binary::Mod
+            | Binary::Pow
+            | Binary::Min
+            | Binary::Max
+            | Binary::And
+            | Binary::Or,
+            _,
+        ) => None,
+    }
+}
+
+struct Taker<'t> {
+    trace: &'t Trace,
+    linear: Vec<Option<Linear>>,
+    kept: Kept,
+    extents: [i64; 4],
+}
+
+impl Taker<'_> {
+    fn bounds_of(&self, (id, holds): Term) -> Option<Vec<Linear>> {
+        match self.trace.node(id) {
+            Node::Binary(f, x, y) => bounds(f, holds, self.linear[x.index()]?, self.linear[y.index()]?),
+            Node::Unary(Unary::Not, x) => self.bounds_of((x, !holds)),
+            Node::Score
+            | Node::Upstream
+            | Node::Index(_)
+            | Node::Extent(_)
+            | Node::Const(_)
+            | Node::Param(_)
+            | Node::Unary(..)
+            | Node::Select(..) => None,
+        }
+    }
+
+    /// An index is 0 on an axis of one element, and does not appear: beside the other one it may as well.
+    fn with_only_index(&self, l: Linear) -> Linear {
+        let [_, _, seq_q, seq_kv] = self.extents;
+        match (l.q, l.k) {
+            (0, k @ (1 | -1)) if seq_q == 1 => Linear { q: -k, ..l },
+            (q @ (1 | -1), 0) if seq_kv == 1 => Linear { k: -q, ..l },
+            _ => l,
+        }
+    }
+
+    /// Makes a term part of the band; false where it is none.
+    fn band(&mut self, term: Term) -> bool {
+        let Some(bounds) = self.bounds_of(term) else { return false };
+        let bounds: Vec<Linear> = bounds.into_iter().map(|l| self.with_only_index(l)).collect();
+        let fits = |l: &Linear| matches!((l.q, l.k), (1, -1) | (-1, 1) | (0, 0));
+        if !bounds.iter().all(fits) {
+            return false;
+        }
+        for l in bounds {
+            match (l.q, l.k) {
+                (1, -1) => self.kept.region.drop_past(Some(l.constant)),
+                (-1, 1) => self.kept.region.drop_through(Some(-l.constant - 1)),
+                _ if l.constant < 0 => self.kept.region.drop_all(self.extents[2]),
+                _ => {}
+            }
+        }
+        true
+    }
+
+    /// `k ≤ q` or `k < len`.
+    fn prefix(&mut self, (id, holds): Term) -> bool {
+        let (x, y) = match (self.trace.node(id), holds) {
+            (Node::Binary(Binary::Or, x, y), true) | (Node::Binary(Binary::And, x, y), false) => (x, y),
+            _ => return false,
+        };
+        let one = |id: NodeId| match self.bounds_of((id, holds)).as_deref() {
+            Some(&[l]) => Some(l),
+            Some(_) | None => None,
+        };
+        let (Some(a), Some(b)) = (one(x), one(y)) else { return false };
+        let causal = |l: Linear| {
+            let l = self.with_only_index(l);
+            (l.q, l.k, l.constant) == (1, -1, 0)
+        };
+        let len = |l: Linear| ((l.q, l.k) == (0, -1)).then_some(l.constant + 1);
+        let found = if causal(a) { len(b) } else { None }.or(if causal(b) { len(a) } else { None });
+        if let Some(len) = found {
+            self.kept.region.prefix_at_most(len);
+        }
+        found.is_some()
+    }
+
+    /// An index below the length of its batch entry.
+    fn padding(&mut self, (id, holds): Term) -> bool {
+        let (index, length) = match (self.trace.node(id), holds) {
+            (Node::Binary(Binary::Lt, x, y), true) | (Node::Binary(Binary::Ge, x, y), false) => (x, y),
+            (Node::Binary(Binary::Gt, x, y), true) | (Node::Binary(Binary::Le, x, y), false) => (y, x),
+            _ => return false,
+        };
+        let Node::Param(p) = self.trace.node(length) else { return false };
+        let p = &self.trace.params()[p.index()];
+        if p.kind != (ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 }) {
+            return false;
+        }
+        let [_, _, seq_q, seq_kv] = self.extents;
+        let index = self.trace.node(index);
+        let is = |axis: Axis, extent: i64| index == Node::Index(axis) || (extent == 1 && index == Node::Const(Const::I32(0)));
+        match p.name.as_str() {
+            SEQ_LEN_Q if is(Axis::Q, seq_q) => self.kept.seq_len_q = true,
+            SEQ_LEN_KV if is(Axis::K, seq_kv) => self.kept.seq_len_kv = true,
+            _ => return false,
+        }
+        true
+    }
+}
+
+impl Kept {
+    /// The conjunction of `masks` in a problem of these extents, (batch, heads_q, seq_q, seq_kv).
+    ///
+    /// # Errors
+    /// Parameters that masks declare under one name, and not alike.
+    pub fn of(masks: &[Mask], extents: [i64; 4]) -> Result<Kept, ExprErrors> {
+        let mut b = Builder::new();
+        let root = Mask::All(masks.to_vec()).build(&mut b);
+        let all = b.finish(&[root]).map_err(ExprErrors)?;
+        let mut b = Builder::new();
+        let roots = b.inline(&all, Inputs { extents: Some(extents), ..Inputs::default() });
+        let trace = b.finish(&roots).map_err(ExprErrors)?;
+        let root = trace.roots()[0];
+        let linear = linear(&trace);
+        let mut taker = Taker { trace: &trace, linear, kept: Kept::default(), extents };
+        let mut rest = Vec::new();
+        for (id, holds) in terms(&trace, root) {
+            let term = (id, holds);
+            if let Node::Const(c) = trace.node(id) {
+                if (c.to_f64() != 0.0) != holds {
+                    taker.kept.region.drop_all(extents[2]);
+                }
+            } else if !(taker.band(term) || taker.prefix(term) || taker.padding(term)) {
+                rest.push(term);
+            }
+        }
+        let mut kept = taker.kept;
+        kept.region = kept.region.normalise(extents[2], extents[3]);
+        if !rest.is_empty() {
+            kept.rest = Some(Arc::new(remaining(&trace, &rest)?));
+        }
+        Ok(kept)
+    }
+
+    /// True when every key is kept.
+    pub fn is_full(&self) -> bool {
+        self.region.is_full() && !self.seq_len_q && !self.seq_len_kv && self.rest.is_none()
+    }
+}
+
+/// The conjunction of these terms.
+fn remaining(trace: &Trace, terms: &[Term]) -> Result<Trace, ExprErrors> {
+    let mut b = Builder::new();
+    let here = b.copy(trace);
+    let parts: Vec<NodeId> = terms
+        .iter()
+        .map(|&(id, holds)| {
+            let part = here[id.index()];
+            if holds { part } else { b.unary(Unary::Not, part) }
+        })
+        .collect();
+    let root = parts.into_iter().reduce(|x, y| b.binary(Binary::And, x, y));
+    b.finish(root.as_slice()).map_err(ExprErrors)
+}

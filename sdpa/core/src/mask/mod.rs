@@ -1,0 +1,329 @@
+//! Which keys a query attends to.
+//!
+//! A [`Mask`] is a rule; several combine with `&`, `|` and `!`. What of them is a band, a prefix or a length per batch entry is
+//! recognised ([`Kept`]), however it was written, so that executors can use what they have for it.
+
+mod band;
+mod kept;
+mod region;
+mod text;
+
+pub use kept::{Kept, SEQ_LEN_KV, SEQ_LEN_Q};
+pub use region::Region;
+
+use crate::expr::{At, Binary, Bool, Builder, Const, Expr, ExprErrors, Inputs, NodeId, Params, Trace, Unary};
+use crate::library::{self, ParseError};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::ops::{BitAnd, BitOr, Not};
+use std::sync::Arc;
+
+/// The corner of the score matrix that a diagonal starts from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Align {
+    /// Query 0 stands at key 0 (PyTorch's `is_causal`).
+    TopLeft,
+    /// The last query stands at the last key (MLX's `"causal"`, chunked prefill, decode).
+    BottomRight,
+}
+
+/// A rule of one's own: the trace of a closure. The name is for people; identity is the trace.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Rule {
+    name: String,
+    trace: Arc<Trace>,
+}
+
+impl Rule {
+    pub(crate) fn new(name: &str, trace: Trace) -> Rule {
+        Rule { name: name.to_owned(), trace: Arc::new(trace) }
+    }
+
+    /// What it is called.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it is.
+    pub fn trace(&self) -> &Trace {
+        &self.trace
+    }
+}
+
+impl PartialEq for Rule {
+    fn eq(&self, other: &Rule) -> bool {
+        self.trace == other.trace
+    }
+}
+
+impl Eq for Rule {}
+
+impl std::hash::Hash for Rule {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.trace.hash(state);
+    }
+}
+
+/// A rule that keeps or drops a key for a query.
+///
+/// With `q` the query's place on the diagonal (its index, plus `seq_kv − seq_q` when aligned to the lower right
+/// corner) and `k` the key's index:
+///
+/// | mask | keeps |
+/// |---|---|
+/// | causal | `k ≤ q` |
+/// | window | `q − left < k ≤ q + right`, cuDNN's convention; `None` leaves a side open |
+/// | prefix_lm | `k ≤ q` or `k < len`, top left |
+/// | traced | whatever a closure says of the indices and of tensors |
+///
+/// ```
+/// use sdpa_core::Mask;
+/// // Every third key, up to the query, within each document.
+/// let mask = Mask::new("every third", |at, _| ((at.q - at.k) % 3).eq(0))? & Mask::causal() & Mask::document();
+/// # Ok::<(), sdpa_core::ExprErrors>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mask {
+    /// `q − left < k ≤ q + right`.
+    Window {
+        /// Keys kept up to and including the diagonal; at least 1. `None`: all of them.
+        left: Option<i64>,
+        /// Keys kept past the diagonal; at least 0. `None`: all of them.
+        right: Option<i64>,
+        /// Where the diagonal starts.
+        align: Align,
+    },
+    /// `k ≤ q` or `k < len`.
+    PrefixLm {
+        /// Keys that every query attends to; at least 0.
+        len: i64,
+    },
+    /// A rule of one's own.
+    Traced(Rule),
+    /// What every one of them keeps.
+    All(Vec<Mask>),
+    /// What some of them keeps.
+    Any(Vec<Mask>),
+    /// What the other drops.
+    Not(Box<Mask>),
+}
+
+impl Mask {
+    /// The rule that a closure writes down: true = attend. The closure runs once, here; what it did is the mask.
+    ///
+    /// # Errors
+    /// Every parameter that is declared against the rules.
+    pub fn new<F>(name: &str, f: F) -> Result<Mask, ExprErrors>
+    where
+        F: for<'t> FnOnce(At<'t>, Params<'t>) -> Expr<'t, Bool>,
+    {
+        Ok(Mask::Traced(Rule::new(name, Trace::of_mask(f)?)))
+    }
+
+    /// Keeps `k ≤ q`, query 0 standing at key 0.
+    pub fn causal() -> Mask {
+        Mask::Window { left: None, right: Some(0), align: Align::TopLeft }
+    }
+
+    /// Keeps `k ≤ q + seq_kv − seq_q`: the last query sees every key.
+    pub fn causal_bottom_right() -> Mask {
+        Mask::Window { left: None, right: Some(0), align: Align::BottomRight }
+    }
+
+    /// Keeps `q − left < k ≤ q + right`.
+    pub fn window(left: Option<i64>, right: Option<i64>, align: Align) -> Mask {
+        Mask::Window { left, right, align }
+    }
+
+    /// Keeps `k ≤ q` and the first `len` keys.
+    pub fn prefix_lm(len: i64) -> Mask {
+        Mask::PrefixLm { len }
+    }
+
+    /// The mask as the trace of a closure.
+    ///
+    /// # Errors
+    /// Parameters that parts of it declare under one name, and not alike.
+    pub fn trace(&self) -> Result<Trace, ExprErrors> {
+        let mut b = Builder::new();
+        let root = self.build(&mut b);
+        b.finish(&[root]).map_err(ExprErrors)
+    }
+
+    /// Appends the mask to a trace in the making.
+    pub(crate) fn build(&self, b: &mut Builder) -> NodeId {
+        let joined = |b: &mut Builder, masks: &[Mask], f: Binary| {
+            let empty = Const::Bool(f == Binary::And);
+            let parts: Vec<NodeId> = masks.iter().map(|m| m.build(b)).collect();
+            parts.into_iter().reduce(|x, y| b.binary(f, x, y)).unwrap_or_else(|| b.konst(empty))
+        };
+        match self {
+            Mask::Window { left, right, align } => band::window(b, *left, *right, *align),
+            Mask::PrefixLm { len } => band::prefix(b, *len),
+            Mask::Traced(rule) => b.inline(&rule.trace, Inputs::default())[0],
+            Mask::All(masks) => joined(b, masks, Binary::And),
+            Mask::Any(masks) => joined(b, masks, Binary::Or),
+            Mask::Not(mask) => {
+                let x = mask.build(b);
+                b.unary(Unary::Not, x)
+            }
+        }
+    }
+}
+
+impl BitAnd for Mask {
+    type Output = Mask;
+
+    /// Keeps what both keep.
+    fn bitand(self, other: Mask) -> Mask {
+        Mask::All(vec![self, other])
+    }
+}
+
+impl BitOr for Mask {
+    type Output = Mask;
+
+    /// Keeps what either keeps.
+    fn bitor(self, other: Mask) -> Mask {
+        Mask::Any(vec![self, other])
+    }
+}
+
+impl Not for Mask {
+    type Output = Mask;
+
+    /// Keeps what this drops.
+    fn not(self) -> Mask {
+        Mask::Not(Box::new(self))
+    }
+}
+
+impl fmt::Display for Mask {
+    /// The spelling that the command line reads.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let side = |v: &Option<i64>| v.map_or_else(|| "inf".to_owned(), |n| n.to_string());
+        match self {
+            Mask::Window { left: None, right: Some(0), align: Align::TopLeft } => f.write_str("causal"),
+            Mask::Window { left: None, right: Some(0), align: Align::BottomRight } => f.write_str("causal-bottom-right"),
+            Mask::Window { left, right, align } => {
+                write!(f, "window:{},{}", side(left), side(right))?;
+                match align {
+                    Align::TopLeft => Ok(()),
+                    Align::BottomRight => f.write_str(":bottom-right"),
+                }
+            }
+            Mask::PrefixLm { len } => write!(f, "prefix-lm:{len}"),
+            Mask::Traced(rule) if library::mask(&rule.name).is_some_and(|known| known.as_ref() == Ok(self)) => f.write_str(&rule.name),
+            Mask::Traced(rule) => write!(f, "{}", rule.trace),
+            Mask::All(_) | Mask::Any(_) | Mask::Not(_) => match self.trace() {
+                Ok(trace) => write!(f, "{trace}"),
+                Err(errors) => write!(f, "# {errors}"),
+            },
+        }
+    }
+}
+
+impl std::str::FromStr for Mask {
+    type Err = ParseError;
+
+    /// A name of the library ([`crate::library`]), the text of a trace, or several of either joined by `|`, `&`, `!` and
+    /// parentheses: `causal & !(document | k < 4)`.
+    fn from_str(text: &str) -> Result<Mask, ParseError> {
+        text::read(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table in the documentation of [`Mask`], word for word.
+    fn table(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
+        match *mask {
+            Mask::Window { left, right, align } => {
+                let q = if align == Align::BottomRight { q + seq_kv - seq_q } else { q };
+                left.is_none_or(|l| q - l < k) && right.is_none_or(|r| k <= q + r)
+            }
+            Mask::PrefixLm { len } => k <= q || k < len,
+            Mask::Traced(_) | Mask::All(_) | Mask::Any(_) | Mask::Not(_) => unreachable!("not in these tests"),
+        }
+    }
+
+    #[test]
+    fn a_region_keeps_what_every_mask_keeps() {
+        let sides = [None, Some(0), Some(1), Some(3), Some(100)];
+        let mut masks = vec![Mask::prefix_lm(0), Mask::prefix_lm(1), Mask::prefix_lm(3), Mask::prefix_lm(50)];
+        for left in [None, Some(1), Some(4), Some(100)] {
+            for right in sides {
+                for align in [Align::TopLeft, Align::BottomRight] {
+                    masks.push(Mask::window(left, right, align));
+                }
+            }
+        }
+        for (seq_q, seq_kv) in [(1, 1), (5, 7), (7, 5), (1, 9), (9, 1)] {
+            for a in &masks {
+                for b in &masks {
+                    let kept = Kept::of(&[a.clone(), b.clone()], [1, 1, seq_q, seq_kv]).unwrap();
+                    assert_eq!((kept.seq_len_q, kept.seq_len_kv, kept.rest), (false, false, None), "{a} and {b}");
+                    let region = kept.region;
+                    for q in 0..seq_q {
+                        let range = region.key_range(q, seq_kv);
+                        for k in 0..seq_kv {
+                            let want = table(a, q, k, seq_q, seq_kv) && table(b, q, k, seq_q, seq_kv);
+                            assert_eq!(region.keeps(q, k), want, "{a} and {b} at q {q}, k {k} of {seq_q} x {seq_kv}: {region:?}");
+                            assert!(!want || range.contains(&k), "{a} and {b}: {k} outside {range:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn masks_are_read_as_they_are_printed() {
+        for text in [
+            "causal",
+            "causal-bottom-right",
+            "window:4,0",
+            "window:inf,3",
+            "window:7,inf:bottom-right",
+            "prefix-lm:12",
+            "dilated:3",
+            "document",
+            "shared-prefix:5",
+            "padding",
+            "global-local:7,2",
+            "natten:9",
+            "tensor ids[batch, k]: i32; ids > 3 & q < k",
+        ] {
+            assert_eq!(text.parse::<Mask>().unwrap().to_string(), text);
+        }
+        for text in [
+            "",
+            "caussal",
+            "window:4",
+            "window:4,x",
+            "window:4,0:top",
+            "prefix-lm:",
+            "prefix-lm:1.5",
+            "dilated:0",
+            "natten:4",
+            "q + k",
+            "score > 0.0",
+        ] {
+            assert!(text.parse::<Mask>().is_err(), "{text:?} was read");
+        }
+    }
+
+    #[test]
+    fn rules_that_differ_have_other_hashes() {
+        let hash = |text: &str| {
+            use std::hash::BuildHasher;
+            std::hash::BuildHasherDefault::<std::hash::DefaultHasher>::default().hash_one(text.parse::<Mask>().unwrap())
+        };
+        assert_eq!(hash("dilated:3"), hash("dilated:3"));
+        assert_ne!(hash("dilated:3"), hash("dilated:4"));
+    }
+}

@@ -1,0 +1,118 @@
+//! The band of keys that the recognised masks of a problem keep.
+
+use serde::{Deserialize, Serialize};
+
+/// The conjunction of all masks of a problem, normalised: with `q` and `k` plain indices, a key is kept where
+/// `lower < k − q ≤ upper` and, if there is a prefix, `k ≤ q` or `k < prefix`.
+///
+/// A bound that no pair of indices violates is absent, so equal sets of kept keys have equal regions
+/// (up to bands that keep nothing).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Region {
+    /// Keys at `k − q ≤ lower` are dropped.
+    pub lower: Option<i64>,
+    /// Keys at `k − q > upper` are dropped.
+    pub upper: Option<i64>,
+    /// Keys at `k > q` and `k ≥ prefix` are dropped.
+    pub prefix: Option<i64>,
+}
+
+impl Region {
+    /// Keeps nothing.
+    pub(super) fn drop_all(&mut self, seq_q: i64) {
+        self.drop_past(Some(-seq_q));
+    }
+
+    /// Keeps also `k < len` where `k ≤ q` is asked for.
+    pub(super) fn prefix_at_most(&mut self, len: i64) {
+        self.prefix = Some(self.prefix.map_or(len, |p| p.min(len)));
+    }
+
+    /// Drops keys at `k − q > upper`.
+    pub(super) fn drop_past(&mut self, upper: Option<i64>) {
+        self.upper = [self.upper, upper].into_iter().flatten().min();
+    }
+
+    /// Drops keys at `k − q ≤ lower`.
+    pub(super) fn drop_through(&mut self, lower: Option<i64>) {
+        self.lower = [self.lower, lower].into_iter().flatten().max();
+    }
+
+    /// Drops bounds that no pair of indices violates, and clamps the others.
+    pub(super) fn normalise(mut self, seq_q: i64, seq_kv: i64) -> Region {
+        // The only query stands at key 0.
+        if let Some(len) = self.prefix.filter(|_| seq_q == 1) {
+            self.prefix = None;
+            self.drop_past(Some(len.max(1) - 1));
+        }
+        // A prefix of one key is causal: key 0 is never past a query.
+        if self.prefix.is_some_and(|n| n <= 1) {
+            self.prefix = None;
+            self.drop_past(Some(0));
+        }
+        if self.prefix.is_some_and(|n| n >= seq_kv) || self.upper.is_some_and(|u| u <= 0) {
+            self.prefix = None;
+        }
+        self.upper = self.upper.filter(|&u| u < seq_kv - 1);
+        self.lower = self.lower.filter(|&l| l >= 1 - seq_q);
+        // Past this, one bound keeps nothing as well as another; the clamp keeps index arithmetic inside i32.
+        self.upper = self.upper.map(|u| u.max(-seq_q));
+        self.lower = self.lower.map(|l| l.min(seq_kv - 1));
+        self
+    }
+
+    /// Whether query `q` attends to key `k`.
+    pub fn keeps(&self, q: i64, k: i64) -> bool {
+        self.lower.is_none_or(|l| k - q > l) && self.upper.is_none_or(|u| k - q <= u) && self.prefix.is_none_or(|n| k <= q || k < n)
+    }
+
+    /// The keys that query `q` may attend to, as a half-open range; with a prefix, keys inside it may be dropped too.
+    pub fn key_range(&self, q: i64, seq_kv: i64) -> std::ops::Range<i64> {
+        let start = self.lower.map_or(0, |l| q + l + 1).clamp(0, seq_kv);
+        let past_band = self.upper.map_or(seq_kv, |u| q + u + 1);
+        let past_prefix = self.prefix.map_or(seq_kv, |n| n.max(q + 1));
+        start..past_band.min(past_prefix).clamp(start, seq_kv)
+    }
+
+    /// True when every key is kept.
+    pub fn is_full(&self) -> bool {
+        *self == Region::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_of_keys_end_at_the_last_that_is_kept() {
+        for prefix in [None, Some(2), Some(5), Some(8)] {
+            for upper in [None, Some(0), Some(3), Some(-2)] {
+                for lower in [None, Some(-3), Some(1)] {
+                    let region = Region { lower, upper, prefix };
+                    for q in 0..7 {
+                        let kept: Vec<i64> = (0..9).filter(|&k| region.keeps(q, k)).collect();
+                        let range = region.key_range(q, 9);
+                        if let (Some(first), Some(last)) = (kept.first(), kept.last()) {
+                            assert_eq!((range.start, range.end), (*first, last + 1), "{region:?} {q}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn whatever_keeps_nothing_past_a_bound_is_one_region() {
+        let of = |lower: i64| Region { lower: Some(lower), ..Region::default() }.normalise(7, 9);
+        for far in [9, 10, 11, 1 << 40] {
+            assert_eq!(of(far), of(8), "{far}");
+        }
+        assert_ne!(of(7), of(8));
+        let of = |upper: i64| Region { upper: Some(upper), ..Region::default() }.normalise(7, 9);
+        for far in [-8, -9, -(1 << 40)] {
+            assert_eq!(of(far), of(-7), "{far}");
+        }
+        assert_ne!(of(-6), of(-7));
+    }
+}

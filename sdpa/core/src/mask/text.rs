@@ -1,0 +1,239 @@
+//! Masks as they are written: a name of the library, an expression, or several of either, joined by `|`, `&`, `!` and parentheses.
+//!
+//! ```text
+//! causal & !(document | k < 4)
+//! tensor kind[batch, k]: i32; sliding-window:64 | kind == 1
+//! ```
+//!
+//! Operators bind as in expressions. Declarations stand in front, for all of it.
+
+use super::{Mask, Rule};
+use crate::expr::Type;
+use crate::library::{self, ParseError};
+use std::ops::Range;
+
+/// Parentheses within one another, at most.
+const DEPTH: usize = 100;
+
+/// Reads a mask.
+pub(super) fn read(text: &str) -> Result<Mask, ParseError> {
+    // A name may have numbers behind it, and no operators.
+    if let Some(mask) = library::mask(text.trim()).filter(|_| !text.contains(['|', '&', '!', '(', ';', '#'])) {
+        return mask;
+    }
+    match expression(text) {
+        // A tensor may have the name of a mask.
+        Ok(mask) => Ok(mask),
+        Err(of_whole) => {
+            let last = last_value(text);
+            let reader = Reader { text, declared: 0..last.start };
+            if reader.names(last.clone()) { reader.any(last, 0) } else { Err(of_whole) }
+        }
+    }
+}
+
+fn expression(text: &str) -> Result<Mask, ParseError> {
+    Ok(Mask::Traced(Rule::new("text", library::trace(text, "mask", Type::Bool, 1)?)))
+}
+
+/// What is neither white space nor a comment, byte by byte, with the depth of parentheses in front of it.
+fn letters(text: &str) -> impl Iterator<Item = (usize, u8, usize)> {
+    let (mut comment, mut depth) = (false, 0usize);
+    text.bytes().enumerate().filter_map(move |(at, b)| {
+        comment = (comment || b == b'#') && b != b'\n';
+        if comment || b.is_ascii_whitespace() {
+            return None;
+        }
+        let before = depth;
+        match b {
+            b'(' | b'[' => depth += 1,
+            b')' | b']' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        Some((at, b, before))
+    })
+}
+
+/// The value after the last declaration.
+fn last_value(text: &str) -> Range<usize> {
+    let mut all = letters(text).peekable();
+    let mut start = 0;
+    while let Some((at, b, _)) = all.next() {
+        if b == b';' && all.peek().is_some() {
+            start = at + 1;
+        }
+    }
+    start..text.len()
+}
+
+struct Reader<'t> {
+    text: &'t str,
+    declared: Range<usize>,
+}
+
+impl Reader<'_> {
+    /// Without white space, comments and a semicolon at the ends.
+    fn trim(&self, range: Range<usize>) -> Range<usize> {
+        let own = &self.text[range.clone()];
+        let inside = letters(own).filter(|(_, b, _)| *b != b';').map(|(at, ..)| range.start + at);
+        let (first, last) = inside.fold((None, range.start), |(first, _), at| (first.or(Some(at)), at));
+        first.map_or(range.start..range.start, |first| first..last + 1)
+    }
+
+    /// The parts between the operators `sign` that are in no parentheses.
+    fn parts(&self, range: &Range<usize>, sign: u8) -> Vec<Range<usize>> {
+        let mut parts = Vec::new();
+        let mut start = range.start;
+        for (at, ..) in letters(&self.text[range.clone()]).filter(|(_, b, depth)| *b == sign && *depth == 0) {
+            parts.push(start..range.start + at);
+            start = range.start + at + 1;
+        }
+        parts.push(start..range.end);
+        parts
+    }
+
+    /// What is in parentheses, where all of a part is.
+    fn inner(&self, part: &Range<usize>) -> Option<Range<usize>> {
+        let own = &self.text[part.clone()];
+        let whole = own.starts_with('(') && own.ends_with(')') && letters(own).all(|(at, _, depth)| at == 0 || depth > 0);
+        whole.then(|| part.start + 1..part.end - 1)
+    }
+
+    /// Whether some part is a name of the library.
+    fn names(&self, range: Range<usize>) -> bool {
+        let words = self.text[range].split(|c: char| c.is_whitespace() || "|&!()#".contains(c));
+        words.into_iter().any(|word| library::mask(word).is_some())
+    }
+
+    fn any(&self, range: Range<usize>, depth: usize) -> Result<Mask, ParseError> {
+        if depth > DEPTH {
+            return Err(self.fail(&format!("at most {DEPTH} parentheses within one another")));
+        }
+        let all = |range| {
+            let parts = self.parts(&range, b'&').into_iter().map(|part| self.one(part, depth)).collect::<Result<Vec<_>, _>>()?;
+            Ok(joined(parts, Mask::All))
+        };
+        let parts = self.parts(&range, b'|').into_iter().map(all).collect::<Result<Vec<_>, ParseError>>()?;
+        Ok(joined(parts, Mask::Any))
+    }
+
+    fn one(&self, part: Range<usize>, depth: usize) -> Result<Mask, ParseError> {
+        let part = self.trim(part);
+        let own = &self.text[part.clone()];
+        if let Some(mask) = library::mask(own) {
+            return mask;
+        }
+        if own.starts_with('!') && depth <= DEPTH {
+            return Ok(!self.one(part.start + 1..part.end, depth + 1)?);
+        }
+        match self.inner(&part) {
+            Some(inner) => self.any(inner, depth + 1),
+            None if own.is_empty() => Err(self.fail("there is nothing beside an operator")),
+            // The rest is blank, so that places in it are those of the whole.
+            None => {
+                let blank = |(at, c): (usize, char)| if c == '\n' || self.declared.contains(&at) || part.contains(&at) { c } else { ' ' };
+                let alone: String = self
+                    .text
+                    .char_indices()
+                    .flat_map(|at| std::iter::repeat_n(blank(at), if blank(at) == at.1 { 1 } else { at.1.len_utf8() }))
+                    .collect();
+                expression(&alone)
+                    .map_err(|e| ParseError { rule: format!("{}{}", e.rule, library::meant(own)), ..e })
+                    .map_err(|e| ParseError { text: self.text.to_owned(), ..e })
+            }
+        }
+    }
+
+    fn fail(&self, rule: &str) -> ParseError {
+        ParseError { what: "mask", text: self.text.to_owned(), rule: rule.to_owned() }
+    }
+}
+
+/// Several by what joins them; one by itself.
+fn joined(mut parts: Vec<Mask>, join: impl FnOnce(Vec<Mask>) -> Mask) -> Mask {
+    if parts.len() == 1 { parts.remove(0) } else { join(parts) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::expr::Trace;
+
+    fn mask(text: &str) -> Mask {
+        text.parse().unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    #[test]
+    fn parentheses_are_nested_as_deep_as_is_said() {
+        let nested = |depth| format!("{}causal{}", "(".repeat(depth), ")".repeat(depth)).parse::<Mask>();
+        assert_eq!(nested(DEPTH).unwrap(), Mask::causal());
+        assert!(nested(DEPTH + 1).unwrap_err().to_string().contains(&format!("at most {DEPTH} parentheses")));
+    }
+
+    #[test]
+    fn names_and_expressions_are_joined_as_expressions_are() {
+        let (causal, document, window) = (Mask::causal(), Mask::document(), mask("window:64,0:bottom-right"));
+        let near = || mask("q - k < 4");
+        for (text, want) in [
+            ("causal|document", causal.clone() | document.clone()),
+            (" causal & document ", causal.clone() & document.clone()),
+            ("!causal", !causal.clone()),
+            ("!!causal", !!causal.clone()),
+            ("(causal)", causal.clone()),
+            ("causal | document & !window:64,0:bottom-right", causal.clone() | (document.clone() & !window.clone())),
+            ("(causal | document) & !(window:64,0:bottom-right)", (causal.clone() | document.clone()) & !window),
+            ("window:64,0:bottom-right & document", mask("window:64,0:bottom-right") & document.clone()),
+            ("natten:5|!dilated:3&causal", mask("natten:5") | (!mask("dilated:3") & causal.clone())),
+            ("array:hk & (prefix-lm:3 | shared-prefix:2)", mask("array:hk") & (mask("prefix-lm:3") | mask("shared-prefix:2"))),
+            ("causal & q - k < 4", causal.clone() & near()),
+            ("causal & (q - k < 4 | k < 2)", causal.clone() & (near() | mask("k < 2"))),
+            ("q - k < 4 # not: causal | &\n | document;", near() | document),
+            ("!(q - k < 4) & causal", !near() & causal.clone()),
+        ] {
+            assert_eq!(mask(text), want, "{text}");
+        }
+        let text = "tensor kind[k]: i32; let odd = k % 2 == 1; causal & kind == 1 | odd";
+        let kind = mask("tensor kind[k]: i32; kind == 1");
+        assert_eq!(mask(text), (causal & kind) | mask("k % 2 == 1"));
+        // What is declared has the name.
+        let own: Trace = "tensor document[k]: bool; document & q < k".parse().unwrap();
+        assert_eq!(mask("tensor document[k]: bool; document & q < k"), Mask::Traced(Rule::new("", own)));
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_its_place() {
+        for (text, rule) in [
+            ("causl & document", "at 1:1: \"causl\" is not declared"),
+            ("document &\n k < nope", "at 2:6: \"nope\" is not declared"),
+            ("causal &", "there is nothing beside an operator"),
+            ("causal | natten:4", "natten:N takes an odd number"),
+            ("causal & q + k", "it yields i32, a mask yields bool"),
+            ("causal & (k < 4", "at 1:"),
+            ("causal & score > 1.0", "not the score"),
+        ] {
+            let said = text.parse::<Mask>().unwrap_err();
+            assert!(said.rule.contains(rule) && text.contains(&said.text), "{text}: {said}");
+        }
+        let deep = format!("{}causal{}", "(".repeat(5000), ")".repeat(5000));
+        assert!(deep.parse::<Mask>().is_err());
+        assert!(format!("{}causal", "!".repeat(5000)).parse::<Mask>().is_err());
+    }
+
+    #[test]
+    fn parentheses_that_end_a_part_need_not_be_one_pair() {
+        let read = mask("causal & (q + 1) < (k + 2)");
+        let kept = |mask: &Mask| crate::Kept::of(std::slice::from_ref(mask), [1, 1, 7, 9]);
+        assert_eq!(kept(&read), kept(&(Mask::causal() & mask("q + 1 < k + 2"))));
+        assert_ne!(kept(&read), kept(&Mask::causal()));
+    }
+
+    #[test]
+    fn mistakes_are_told_where_they_are() {
+        let told = |text: &str| text.parse::<Mask>().unwrap_err().rule;
+        // A part of several lines, in front of which there are names.
+        assert!(told("causal &\n  q <\n < k").starts_with("at 3:2"), "{}", told("causal &\n  q <\n < k"));
+        // Without a name it is one expression.
+        assert!(told("q < k | k + 1").starts_with("at 1:"), "{}", told("q < k | k + 1"));
+        assert!(told("causal | k + 1").contains("it yields i32"), "{}", told("causal | k + 1"));
+    }
+}

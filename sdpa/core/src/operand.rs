@@ -1,0 +1,78 @@
+//! The strided operands of a pass.
+
+use serde::Serialize;
+use std::fmt;
+
+/// An operand of a pass that is strided as the problem says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Operand {
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// Output: written by the forward pass, read by the backward pass.
+    O,
+    /// Gradient of the output.
+    DO,
+    /// Gradient of the queries.
+    DQ,
+    /// Gradient of the keys.
+    DK,
+    /// Gradient of the values.
+    DV,
+}
+
+impl Operand {
+    /// Every operand, those of the forward pass first.
+    pub const ALL: [Operand; 8] = [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO, Operand::DQ, Operand::DK, Operand::DV];
+
+    /// The name used in reports and errors.
+    pub fn name(self) -> &'static str {
+        match self {
+            Operand::Q => "q",
+            Operand::K => "k",
+            Operand::V => "v",
+            Operand::O => "o",
+            Operand::DO => "d_o",
+            Operand::DQ => "dq",
+            Operand::DK => "dk",
+            Operand::DV => "dv",
+        }
+    }
+
+    /// The names of its layout and of its alignment among the fields of a key.
+    pub fn fields(self) -> [&'static str; 2] {
+        match self {
+            Operand::Q => ["layout of q", "alignment of q"],
+            Operand::K => ["layout of k", "alignment of k"],
+            Operand::V => ["layout of v", "alignment of v"],
+            Operand::O => ["layout of o", "alignment of o"],
+            Operand::DO => ["layout of d_o", "alignment of d_o"],
+            Operand::DQ => ["layout of dq", "alignment of dq"],
+            Operand::DK => ["layout of dk", "alignment of dk"],
+            Operand::DV => ["layout of dv", "alignment of dv"],
+        }
+    }
+}
+
+impl fmt::Display for Operand {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_fields_are_made_of_the_operands() {
+        for operand in Operand::ALL {
+            assert_eq!(operand.fields(), [format!("layout of {operand}"), format!("alignment of {operand}")]);
+            assert_eq!(operand.to_string(), operand.name());
+        }
+    }
+}

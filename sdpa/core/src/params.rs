@@ -1,0 +1,140 @@
+//! Values of declared parameters, checked against the declarations before anything runs.
+
+use crate::dtype::DType;
+use crate::error::{SpecError, SpecErrors};
+use crate::expr::{Declared, ParamKind};
+use crate::problem::{Problem, kind};
+use crate::tensor::{Param, ParamValue};
+
+impl ParamValue<'_> {
+    /// The element type; `None` of a scalar.
+    pub fn dtype(&self) -> Option<DType> {
+        match self {
+            ParamValue::Scalar(_) => None,
+            ParamValue::F32(_) => Some(DType::F32),
+            ParamValue::F16(_) => Some(DType::F16),
+            ParamValue::BF16(_) => Some(DType::BF16),
+            ParamValue::I32(_) => Some(DType::I32),
+            ParamValue::Bool(_) => Some(DType::Bool),
+        }
+    }
+
+    /// Number of elements; 1 of a scalar.
+    pub fn elements(&self) -> usize {
+        match self {
+            ParamValue::Scalar(_) => 1,
+            ParamValue::F32(x) => x.len(),
+            ParamValue::F16(x) => x.len(),
+            ParamValue::BF16(x) => x.len(),
+            ParamValue::I32(x) => x.len(),
+            ParamValue::Bool(x) => x.len(),
+        }
+    }
+
+    /// An element, widened; a truth value is 0 or 1.
+    pub fn get(&self, at: usize) -> f64 {
+        match self {
+            ParamValue::Scalar(x) => f64::from(*x),
+            ParamValue::F32(x) => f64::from(x[at]),
+            ParamValue::F16(x) => x[at].to_f64(),
+            ParamValue::BF16(x) => x[at].to_f64(),
+            ParamValue::I32(x) => f64::from(x[at]),
+            ParamValue::Bool(x) => f64::from(u8::from(x[at])),
+        }
+    }
+}
+
+/// How many elements the tensor of a parameter has in a problem of these extents, dense; 1 for a scalar.
+pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
+    match declared.kind {
+        ParamKind::Scalar => 1,
+        ParamKind::Tensor { axes, dtype: _ } => axes.dims(extents).iter().product(),
+    }
+}
+
+/// What is bound to a parameter, wherever it is.
+#[derive(Clone, Copy, Debug)]
+pub enum Given {
+    /// A number.
+    Scalar(f32),
+    /// A dense tensor, or memory that has room for it.
+    Tensor {
+        /// Of what.
+        dtype: DType,
+        /// How many.
+        elements: u64,
+    },
+}
+
+fn check_one(p: &Declared, given: Given, extents: [i64; 4], at_least: bool) -> Option<SpecError> {
+    let name = || format!("parameter {}", p.name);
+    let unlike = |said: String| Some(SpecError::new(name(), said, format!("declared as {}", kind(p.kind))));
+    match (p.kind, given) {
+        (ParamKind::Scalar, Given::Scalar(x)) => x.is_nan().then(|| SpecError::new(name(), x, "a number")),
+        (ParamKind::Scalar, Given::Tensor { dtype, elements: _ }) => unlike(format!("a tensor of {dtype}")),
+        (ParamKind::Tensor { .. }, Given::Scalar(_)) => unlike("a scalar".to_owned()),
+        (ParamKind::Tensor { axes: _, dtype }, Given::Tensor { dtype: given, elements: _ }) if dtype != given => {
+            unlike(format!("a tensor of {given}"))
+        }
+        (ParamKind::Tensor { .. }, Given::Tensor { dtype: _, elements: given }) => {
+            let need = elements(p, extents);
+            let short = i64::try_from(given).is_ok_and(|given| given < need);
+            let long = !at_least && i64::try_from(given).is_ok_and(|given| given > need);
+            let rule = || format!("{need} elements, dense: {} in this problem", kind(p.kind));
+            (short || long).then(|| SpecError::new(format!("{} length", name()), given, rule()))
+        }
+    }
+}
+
+/// Checks what is given against what is declared. With `at_least`, memory may be longer than the tensor.
+///
+/// # Errors
+/// Every name that is unknown, given twice or missing, every wrong type and every wrong length.
+pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Given)], at_least: bool) -> Result<(), SpecErrors> {
+    let mut errors = Vec::new();
+    for (n, (name, _)) in given.iter().enumerate() {
+        if !declared.iter().any(|d| d.name == *name) {
+            let names: Vec<&str> = declared.iter().map(|d| d.name.as_str()).collect();
+            let rule = if names.is_empty() { "nothing is declared".to_owned() } else { format!("declared are {}", names.join(", ")) };
+            errors.push(SpecError::new(format!("parameter {name}"), "given", rule));
+        } else if given[..n].iter().any(|(before, _)| before == name) {
+            errors.push(SpecError::new(format!("parameter {name}"), "given twice", "once"));
+        }
+    }
+    for p in declared {
+        match given.iter().find(|(name, _)| *name == p.name) {
+            Some((_, given)) => errors.extend(check_one(p, *given, extents, at_least)),
+            None if p.default.is_some() => {}
+            None => errors.push(SpecError::new(format!("parameter {}", p.name), "missing", format!("{} is declared", kind(p.kind)))),
+        }
+    }
+    if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
+}
+
+/// The value of each declared parameter, in their order; a scalar that is not given has its default.
+///
+/// # Errors
+/// Every name that is unknown, given twice or missing, every wrong type and every wrong length.
+pub fn bind<'a>(declared: &[Declared], extents: [i64; 4], given: &[Param<'a>]) -> Result<Vec<ParamValue<'a>>, SpecErrors> {
+    let said: Vec<(&str, Given)> = given
+        .iter()
+        .map(|p| match (p.value, p.value.dtype()) {
+            (ParamValue::Scalar(x), _) => (p.name, Given::Scalar(x)),
+            (_, Some(dtype)) => (p.name, Given::Tensor { dtype, elements: p.value.elements() as u64 }),
+            (_, None) => (p.name, Given::Scalar(f32::NAN)),
+        })
+        .collect();
+    check(declared, extents, &said, false)?;
+    let value = |p: &Declared| given.iter().find(|g| g.name == p.name).map(|g| g.value).or(p.default.map(ParamValue::Scalar));
+    Ok(declared.iter().filter_map(value).collect())
+}
+
+impl Problem {
+    /// The value of each of [`Problem::params`], in their order.
+    ///
+    /// # Errors
+    /// As [`bind`].
+    pub fn bind<'a>(&self, given: &[Param<'a>]) -> Result<Vec<ParamValue<'a>>, SpecErrors> {
+        bind(self.params(), self.extents(), given)
+    }
+}

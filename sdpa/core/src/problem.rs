@@ -1,0 +1,465 @@
+//! A validated, normalised specification.
+
+use crate::dtype::DType;
+use crate::error::{SpecError, SpecErrors};
+use crate::expr::{Declared, ExprErrors, Node, ParamKind, Trace};
+use crate::mask::{Kept, Mask, Region};
+use crate::operand::Operand;
+use crate::score_mod;
+use crate::spec::{AttentionSpec, TensorSpec};
+use serde::Serialize;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+/// The names of the operands, in the order that reports use.
+pub const OPERANDS: [&str; 4] = ["q", "k", "v", "o"];
+
+/// An attention problem that has passed every rule; only [`AttentionSpec::validate`] makes one.
+///
+/// Equal problems are computed by the same plan: strides of axes of extent 1 and masks are in normal form.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Problem {
+    dtype: DType,
+    batch: i64,
+    heads_q: i64,
+    heads_kv: i64,
+    seq_q: i64,
+    seq_kv: i64,
+    dim_qk: i64,
+    dim_v: i64,
+    tensors: [TensorSpec; 4],
+    score_mod: Option<Arc<Trace>>,
+    kept: Kept,
+    #[serde(skip)]
+    params: Vec<Declared>,
+    stats: bool,
+}
+
+impl Hash for Problem {
+    /// Extents are in the tensors, parameters in the traces.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.dtype, &self.tensors, &self.score_mod, &self.kept, self.stats).hash(state);
+    }
+}
+
+impl Problem {
+    pub(crate) fn new(spec: &AttentionSpec) -> Result<Problem, SpecErrors> {
+        let mut check = Check::default();
+        if !matches!(spec.dtype, DType::F32 | DType::F16 | DType::BF16) {
+            check.fail("dtype", spec.dtype, "one of f32, f16, bf16");
+        }
+        let tensors = [spec.q, spec.k, spec.v, spec.o];
+        for (name, tensor) in OPERANDS.into_iter().zip(&tensors) {
+            check.tensor(name, tensor, spec.dtype);
+        }
+        let [batch, heads_q, seq_q, dim_qk] = spec.q.dims;
+        let [_, heads_kv, seq_kv, _] = spec.k.dims;
+        let dim_v = spec.v.dims[3];
+        check.equal("k.dims[0] (batch)", spec.k.dims[0], "q.dims[0]", batch);
+        check.equal("k.dims[3] (dim_qk)", spec.k.dims[3], "q.dims[3]", dim_qk);
+        check.equal("v.dims[0] (batch)", spec.v.dims[0], "q.dims[0]", batch);
+        check.equal("v.dims[1] (heads_kv)", spec.v.dims[1], "k.dims[1]", heads_kv);
+        check.equal("v.dims[2] (seq_kv)", spec.v.dims[2], "k.dims[2]", seq_kv);
+        check.equal("o.dims[0] (batch)", spec.o.dims[0], "q.dims[0]", batch);
+        check.equal("o.dims[1] (heads_q)", spec.o.dims[1], "q.dims[1]", heads_q);
+        check.equal("o.dims[2] (seq_q)", spec.o.dims[2], "q.dims[2]", seq_q);
+        check.equal("o.dims[3] (dim_v)", spec.o.dims[3], "v.dims[3]", dim_v);
+        if heads_kv >= 1 && heads_q >= 1 && heads_q % heads_kv != 0 {
+            check.fail("q.dims[1] (heads_q)", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
+        }
+        check.output("o", &spec.o);
+        check.masks(&spec.masks);
+        // Extents that break a rule are told of above; expressions are looked at all the same.
+        let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
+        let score_mod = check.expression("score_mods", score_mod::compose(&spec.score_mods, extents));
+        let declared = check.expression("masks", Mask::All(spec.masks.clone()).trace());
+        let kept = check.expression("masks", Kept::of(&spec.masks, extents));
+        let mut params = Vec::new();
+        for (field, trace) in [("score_mods", &score_mod), ("masks", &declared)] {
+            check.params(field, trace.as_ref().map_or(&[], |t| t.params()), &mut params);
+        }
+        let (Some(score_mod), Some(kept), []) = (score_mod, kept, &check.errors[..]) else {
+            check.errors.dedup();
+            return Err(SpecErrors(check.errors));
+        };
+        Ok(Problem {
+            dtype: spec.dtype,
+            batch,
+            heads_q,
+            heads_kv,
+            seq_q,
+            seq_kv,
+            dim_qk,
+            dim_v,
+            tensors: tensors.map(normalise),
+            score_mod: Some(score_mod).filter(|t| t.node(t.roots()[0]) != Node::Score).map(Arc::new),
+            kept,
+            params,
+            stats: spec.stats,
+        })
+    }
+
+    /// Element type of `q`, `k`, `v`, `o`: f32, f16 or bf16.
+    #[inline]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+    /// Batch entries.
+    #[inline]
+    pub fn batch(&self) -> i64 {
+        self.batch
+    }
+    /// Query heads.
+    #[inline]
+    pub fn heads_q(&self) -> i64 {
+        self.heads_q
+    }
+    /// Key and value heads.
+    #[inline]
+    pub fn heads_kv(&self) -> i64 {
+        self.heads_kv
+    }
+    /// Query heads that share a key head.
+    #[inline]
+    pub fn group(&self) -> i64 {
+        self.heads_q / self.heads_kv
+    }
+    /// Queries per head.
+    #[inline]
+    pub fn seq_q(&self) -> i64 {
+        self.seq_q
+    }
+    /// Keys per head.
+    #[inline]
+    pub fn seq_kv(&self) -> i64 {
+        self.seq_kv
+    }
+    /// Elements of a query and of a key.
+    #[inline]
+    pub fn dim_qk(&self) -> i64 {
+        self.dim_qk
+    }
+    /// Elements of a value and of an output row.
+    #[inline]
+    pub fn dim_v(&self) -> i64 {
+        self.dim_v
+    }
+    /// Queries: extents, strides, alignment.
+    #[inline]
+    pub fn q(&self) -> &TensorSpec {
+        &self.tensors[0]
+    }
+    /// Keys: extents, strides, alignment.
+    #[inline]
+    pub fn k(&self) -> &TensorSpec {
+        &self.tensors[1]
+    }
+    /// Values: extents, strides, alignment.
+    #[inline]
+    pub fn v(&self) -> &TensorSpec {
+        &self.tensors[2]
+    }
+    /// Output: extents, strides, alignment.
+    #[inline]
+    pub fn o(&self) -> &TensorSpec {
+        &self.tensors[3]
+    }
+    /// `q`, `k`, `v`, `o`, in the order of [`OPERANDS`].
+    #[inline]
+    pub fn tensors(&self) -> &[TensorSpec; 4] {
+        &self.tensors
+    }
+    /// What the score_mods come to: one root, f32, of the scaled score. Extents are constants in it.
+    #[inline]
+    pub fn score_mod(&self) -> Option<&Arc<Trace>> {
+        self.score_mod.as_ref()
+    }
+    /// What all masks keep together.
+    #[inline]
+    pub fn kept(&self) -> &Kept {
+        &self.kept
+    }
+    /// The band that masks keep; other masks may drop more ([`Problem::kept`]).
+    #[inline]
+    pub fn region(&self) -> &Region {
+        &self.kept.region
+    }
+    /// (batch, heads_q, seq_q, seq_kv).
+    #[inline]
+    pub fn extents(&self) -> [i64; 4] {
+        [self.batch, self.heads_q, self.seq_q, self.seq_kv]
+    }
+    /// Every declared parameter: of the score_mods, and then of the masks.
+    #[inline]
+    pub fn params(&self) -> &[Declared] {
+        &self.params
+    }
+    /// Whether `stats` is computed: f32, (batch, heads_q, seq_q), dense.
+    #[inline]
+    pub fn stats(&self) -> bool {
+        self.stats
+    }
+    /// Elements of `stats`.
+    #[inline]
+    pub fn stats_elements(&self) -> i64 {
+        self.batch * self.heads_q * self.seq_q
+    }
+    /// The scale of a call that names none: `1 / √dim_qk`.
+    #[inline]
+    pub fn default_scale(&self) -> f32 {
+        (1.0 / (self.dim_qk as f64).sqrt()) as f32
+    }
+    /// Multiplications and additions of the two matrix products over the pairs that the masks keep, for rates.
+    pub fn flops(&self) -> f64 {
+        let pairs: f64 = (0..self.seq_q)
+            .map(|q| {
+                let range = self.kept.region.key_range(q, self.seq_kv);
+                (range.end - range.start) as f64
+            })
+            .sum();
+        2.0 * pairs * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64
+    }
+
+    /// The same problem with an operand made [dense](TensorSpec::densely), for executors that copy it first.
+    #[must_use]
+    pub fn densely(mut self, operand: Operand) -> Problem {
+        let place = match operand {
+            Operand::Q => 0,
+            Operand::K => 1,
+            Operand::V => 2,
+            Operand::O => 3,
+            // Not this problem's.
+            Operand::DO | Operand::DQ | Operand::DK | Operand::DV => return self,
+        };
+        self.tensors[place] = normalise(self.tensors[place].densely());
+        self
+    }
+}
+
+/// An axis of extent 1 is never stepped along: its stride is set to the extent of what lies inside it, so that
+/// tensors which differ only there are equal.
+pub(crate) fn normalise(mut tensor: TensorSpec) -> TensorSpec {
+    let dims = tensor.dims;
+    let mut order: Vec<usize> = (0..4).filter(|&a| dims[a] > 1).collect();
+    order.sort_by_key(|&a| tensor.strides[a]);
+    let span = order.last().map_or(dims[3], |&a| tensor.strides[a].saturating_mul(dims[a]));
+    for axis in 0..3 {
+        if dims[axis] == 1 {
+            tensor.strides[axis] = span.max(dims[3]);
+        }
+    }
+    if dims[3] == 1 {
+        tensor.strides[3] = 1;
+    }
+    tensor
+}
+
+/// Names that parameters may not have.
+const OPERAND_NAMES: [&str; 9] = ["v", "o", "d_o", "do", "dq", "dk", "dv", "stats", "attn_scale"];
+
+/// A kind of parameter in words.
+pub(crate) fn kind(kind: ParamKind) -> String {
+    match kind {
+        ParamKind::Scalar => "a scalar".to_owned(),
+        ParamKind::Tensor { axes, dtype } => {
+            let axes: Vec<&str> = axes.iter().map(|a| a.name()).collect();
+            format!("a tensor [{}] of {dtype}", axes.join(", "))
+        }
+    }
+}
+
+/// Collects what is wrong.
+#[derive(Debug, Default)]
+pub(crate) struct Check {
+    pub(crate) errors: Vec<SpecError>,
+}
+
+impl Check {
+    pub(crate) fn fail(&mut self, field: impl Into<String>, value: impl std::fmt::Display, rule: impl Into<String>) {
+        self.errors.push(SpecError::new(field, value, rule));
+    }
+
+    pub(crate) fn equal(&mut self, field: &str, value: i64, other: &str, want: i64) {
+        if value != want {
+            self.fail(field, value, format!("must equal {other}, which is {want}"));
+        }
+    }
+
+    fn tensor(&mut self, name: &str, t: &TensorSpec, dtype: DType) {
+        self.tensor_with(name, t, dtype, false);
+    }
+
+    /// With `spread`, the last axis may repeat one element.
+    pub(crate) fn tensor_with(&mut self, name: &str, t: &TensorSpec, dtype: DType, spread: bool) {
+        let axes = ["batch", "head", "seq", "dim"];
+        let limit = i64::from(i32::MAX);
+        for ((axis, what), &extent) in axes.iter().enumerate().zip(&t.dims) {
+            if extent < 1 || extent > limit {
+                self.fail(format!("{name}.dims[{axis}] ({what})"), extent, format!("between 1 and {limit}"));
+            }
+        }
+        for (axis, (&stride, &extent)) in t.strides.iter().zip(&t.dims).enumerate() {
+            if stride < 0 {
+                self.fail(format!("{name}.strides[{axis}]"), stride, "at least 0");
+            } else if axis == 3 && stride != 1 && extent > 1 && !(spread && stride == 0) {
+                self.fail(format!("{name}.strides[3]"), stride, "1: the last axis is dense");
+            }
+        }
+        let bytes = t.extent().and_then(|n| n.checked_mul(i64::from(dtype.bits() / 8)));
+        if t.dims.iter().all(|&d| d >= 1) && t.strides.iter().all(|&s| s >= 0) && bytes.is_none() {
+            self.fail(format!("{name}.strides"), format!("{:?}", t.strides), "the size in bytes must fit 63 bits");
+        }
+        let elements = t.dims.iter().try_fold(1i64, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_mul(8));
+        if elements.is_none() {
+            self.fail(format!("{name}.dims"), format!("{:?}", t.dims), "the number of elements must fit 60 bits");
+        }
+        if !t.alignment.is_power_of_two() {
+            self.fail(format!("{name}.alignment"), t.alignment, "a power of two, in bytes");
+        } else if t.alignment < dtype.bits() / 8 {
+            self.fail(format!("{name}.alignment"), t.alignment, format!("at least one element ({} bytes)", dtype.bits() / 8));
+        }
+    }
+
+    /// Two output elements must not share an address.
+    pub(crate) fn output(&mut self, name: &str, o: &TensorSpec) {
+        let mut axes: Vec<usize> = (0..4).filter(|&a| o.dims[a] > 1).collect();
+        axes.sort_by_key(|&a| (o.strides[a], std::cmp::Reverse(a)));
+        let mut reach = 1i64;
+        for a in axes {
+            if o.strides[a] < reach {
+                self.fail(format!("{name}.strides[{a}]"), o.strides[a], format!("at least {reach}: output elements must not overlap"));
+                return;
+            }
+            reach = o.strides[a].saturating_mul(o.dims[a] - 1).saturating_add(reach);
+        }
+    }
+
+    fn masks(&mut self, masks: &[Mask]) {
+        for (i, mask) in masks.iter().enumerate() {
+            self.mask(&format!("masks[{i}]"), mask);
+        }
+    }
+
+    fn mask(&mut self, field: &str, mask: &Mask) {
+        match mask {
+            Mask::Window { left, right, align: _ } => {
+                if let Some(left) = left.filter(|&l| l < 1) {
+                    self.fail(format!("{field}.left"), left, "at least 1 (the key on the diagonal), or inf");
+                }
+                if let Some(right) = right.filter(|&r| r < 0) {
+                    self.fail(format!("{field}.right"), right, "at least 0, or inf");
+                }
+            }
+            Mask::PrefixLm { len } => {
+                if *len < 0 {
+                    self.fail(format!("{field}.len"), len, "at least 0");
+                }
+            }
+            Mask::All(masks) | Mask::Any(masks) => {
+                for (i, mask) in masks.iter().enumerate() {
+                    self.mask(&format!("{field}[{i}]"), mask);
+                }
+            }
+            Mask::Not(mask) => self.mask(field, mask),
+            Mask::Traced(_) => {}
+        }
+    }
+
+    pub(crate) fn expression<T>(&mut self, field: &str, made: Result<T, ExprErrors>) -> Option<T> {
+        match made {
+            Ok(made) => Some(made),
+            Err(errors) => {
+                for error in errors.0 {
+                    self.fail(field, "an expression", error.to_string());
+                }
+                None
+            }
+        }
+    }
+
+    /// Adds parameters to those that are known already.
+    pub(crate) fn params(&mut self, field: &str, declared: &[Declared], known: &mut Vec<Declared>) {
+        for p in declared {
+            if OPERAND_NAMES.contains(&p.name.as_str()) {
+                self.fail(format!("{field}, parameter {}", p.name), "declared", "the name of an operand");
+            }
+            match known.iter().find(|k| k.name == p.name) {
+                Some(k) if k != p => {
+                    self.fail(
+                        format!("{field}, parameter {}", p.name),
+                        kind(p.kind),
+                        format!("{}, as it is declared before", kind(k.kind)),
+                    );
+                }
+                // Defaults are no identity of a trace, and yet there is one value for both.
+                Some(k) if k.default.map(f32::to_bits) != p.default.map(f32::to_bits) => {
+                    let number = |default: Option<f32>| format!("{:?} by default", default.unwrap_or(f32::NAN));
+                    self.fail(
+                        format!("{field}, parameter {}", p.name),
+                        number(p.default),
+                        format!("{}, as it is declared before", number(k.default)),
+                    );
+                }
+                Some(_) => {}
+                None => known.push(p.clone()),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{AttentionSpec, DType, Layout, Mask, Shape};
+
+    fn shape() -> Shape {
+        Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 11, dim_qk: 8, dim_v: 16 }
+    }
+
+    #[test]
+    fn every_mistake_is_reported_at_once() {
+        let mut spec = AttentionSpec::dense(DType::I32, shape(), Layout::Bhsd)
+            .mask(Mask::window(Some(0), Some(-1), crate::Align::TopLeft))
+            .mask(Mask::prefix_lm(-2));
+        spec.k.dims = [3, 3, 11, 7];
+        spec.v.strides[3] = 2;
+        spec.o.strides[2] = 1;
+        spec.q.alignment = 3;
+        let fields: Vec<String> = spec.validate().unwrap_err().0.into_iter().map(|e| e.field).collect();
+        assert_eq!(
+            fields,
+            [
+                "dtype",
+                "q.alignment",
+                "v.strides[3]",
+                "k.dims[0] (batch)",
+                "k.dims[3] (dim_qk)",
+                "v.dims[1] (heads_kv)",
+                "q.dims[1] (heads_q)",
+                "o.strides[2]",
+                "masks[0].left",
+                "masks[0].right",
+                "masks[1].len",
+            ]
+        );
+    }
+
+    #[test]
+    fn sizes_that_overflow_are_errors() {
+        let big = i64::from(i32::MAX);
+        let shape = Shape { batch: big, heads_q: big, heads_kv: big, seq_q: big, seq_kv: big, dim_qk: 8, dim_v: 8 };
+        assert!(AttentionSpec::dense(DType::F32, shape, Layout::Sbhd).validate().is_err());
+        for bad in [i64::MIN, -1, 0, i64::MAX] {
+            assert!(AttentionSpec::dense(DType::F32, Shape { seq_q: bad, ..shape }, Layout::Bhsd).validate().is_err());
+        }
+    }
+
+    #[test]
+    fn strides_of_single_axes_do_not_tell_problems_apart() {
+        let shape = Shape { batch: 1, seq_q: 1, ..shape() };
+        let one = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd).mask(Mask::window(None, Some(50), crate::Align::TopLeft));
+        let mut two = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd);
+        two.q.strides[0] = 12345;
+        two.q.strides[2] = 777;
+        assert_eq!(one.validate().unwrap(), two.validate().unwrap());
+    }
+}

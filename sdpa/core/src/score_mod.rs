@@ -1,0 +1,261 @@
+//! Functions that modify a score before the softmax.
+//!
+//! A closure is run once, when the [`ScoreMod`] is made; what it did is the score_mod. It is differentiated from that, runs on
+//! every executor, and combines with every mask and with others:
+//!
+//! ```
+//! use sdpa_core::{AttentionSpec, DType, Layout, Mask, ScoreMod, Shape};
+//! use sdpa_core::expr::{Axis, F32};
+//!
+//! // tanh(score / cap) · cap, with a bound that can be changed at every call.
+//! let softcap = ScoreMod::new("softcap", |score, _, p| {
+//!     let cap = p.scalar("cap", 30.0);
+//!     (score / cap).tanh() * cap
+//! })?;
+//! let decay = ScoreMod::new("decay", |score, at, p| score - p.tensor("rate", [Axis::Head], F32) * (at.q - at.k).abs().to_f32())?;
+//!
+//! let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+//! let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).score_mod(softcap.then(decay)).mask(Mask::causal());
+//! let names: Vec<String> = spec.validate()?.params().iter().map(|p| p.name.clone()).collect();
+//! assert_eq!(names, ["cap", "rate"]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # The order
+//!
+//! `q·kᵀ` → `attn_scale` → score_mods in the order in which they were given → masks → softmax. A mask is applied last, as −∞:
+//! no score_mod can undo one.
+
+use crate::expr::{At, Builder, Expr, ExprError, ExprErrors, F32, Inputs, NodeId, Params, Trace, Type};
+use crate::library::{self, ParseError};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// A function of a score, or several of them one after the other.
+///
+/// Two are equal when they compute alike: the name is for people, and values of scalars are values of a call.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ScoreMod {
+    name: String,
+    /// One root each, the score; or two, with the gradient written by hand.
+    stages: Vec<Arc<Trace>>,
+}
+
+impl PartialEq for ScoreMod {
+    fn eq(&self, other: &ScoreMod) -> bool {
+        self.stages == other.stages
+    }
+}
+
+impl Eq for ScoreMod {}
+
+impl std::hash::Hash for ScoreMod {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.stages.hash(state);
+    }
+}
+
+impl ScoreMod {
+    /// The function that a closure writes down: of the scaled score, of where it stands, and of declared parameters.
+    ///
+    /// # Errors
+    /// Every parameter that is declared against the rules.
+    pub fn new<F>(name: &str, f: F) -> Result<ScoreMod, ExprErrors>
+    where
+        F: for<'t> FnOnce(Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
+    {
+        Ok(ScoreMod::of(name, Trace::of_score(f)?))
+    }
+
+    pub(crate) fn of(name: &str, trace: Trace) -> ScoreMod {
+        ScoreMod { name: name.to_owned(), stages: vec![Arc::new(trace)] }
+    }
+
+    /// With a gradient written by hand in place of the derived one: a function of the gradient that comes in from behind, and
+    /// of the score that went in. It may declare parameters of its own. The CPU executor compares it with the derived one in
+    /// debug builds.
+    ///
+    /// ```
+    /// use sdpa_core::ScoreMod;
+    /// let double = ScoreMod::new("double", |score, _, _| score * 2.0)?.with_bprop(|grad, _score, _, _| grad * 2.0)?;
+    /// # Ok::<(), sdpa_core::ExprErrors>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Every parameter that is declared against the rules, or otherwise than the function does.
+    pub fn with_bprop<F>(self, f: F) -> Result<ScoreMod, ExprErrors>
+    where
+        F: for<'t> FnOnce(Expr<'t, F32>, Expr<'t, F32>, At<'t>, Params<'t>) -> Expr<'t, F32>,
+    {
+        let mut b = Builder::new();
+        let mut value = b.score();
+        for stage in &self.stages {
+            value = b.inline(stage, Inputs { score: Some(value), ..Inputs::default() })[0];
+        }
+        let gradient = b.inline(&Trace::of_gradient(f)?, Inputs::default())[0];
+        Ok(ScoreMod { name: self.name, stages: vec![Arc::new(b.finish(&[value, gradient]).map_err(ExprErrors)?)] })
+    }
+
+    /// This one, and then the other on what it yields.
+    #[must_use]
+    pub fn then(mut self, other: ScoreMod) -> ScoreMod {
+        self.name = format!("{}, {}", self.name, other.name);
+        self.stages.extend(other.stages);
+        self
+    }
+
+    /// The same with a parameter under another name, so that one function can be used twice with different values.
+    ///
+    /// # Errors
+    /// A name that is none, or that another parameter has.
+    pub fn rename(mut self, from: &str, to: &str) -> Result<ScoreMod, ExprErrors> {
+        let declares = |name: &str| self.stages.iter().any(|stage| stage.find(name).is_some());
+        if from != to && declares(from) && declares(to) {
+            return Err(ExprErrors(vec![ExprError::Redeclared { name: to.to_owned() }]));
+        }
+        self.stages = self.stages.iter().map(|stage| stage.rename(from, to).map(Arc::new)).collect::<Result<_, _>>()?;
+        Ok(self)
+    }
+
+    pub(crate) fn named(mut self, name: &str) -> ScoreMod {
+        name.clone_into(&mut self.name);
+        self
+    }
+
+    /// What it is called.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The traces, in the order in which they are applied. One with two roots has its gradient written by hand.
+    pub fn stages(&self) -> &[Arc<Trace>] {
+        &self.stages
+    }
+}
+
+impl fmt::Display for ScoreMod {
+    /// The spelling that is read back: a name of the library, or the text of each stage, with a line `then` between them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if library::score_mod(&self.name).is_some_and(|known| known.is_ok_and(|known| known.same_defaults(self))) {
+            return f.write_str(&self.name);
+        }
+        for (n, stage) in self.stages.iter().enumerate() {
+            write!(f, "{}{stage}", if n == 0 { "" } else { "\nthen\n" })?;
+        }
+        Ok(())
+    }
+}
+
+impl ScoreMod {
+    /// Equal, down to the values of scalars.
+    fn same_defaults(&self, other: &ScoreMod) -> bool {
+        let defaults = |m: &ScoreMod| m.stages.iter().flat_map(|s| s.params()).map(|p| p.default.map(f32::to_bits)).collect::<Vec<_>>();
+        self == other && defaults(self) == defaults(other)
+    }
+}
+
+impl FromStr for ScoreMod {
+    type Err = ParseError;
+
+    /// A name of the library ([`crate::library`]), or the text of a trace: one root, or two for a gradient by hand. A line
+    /// `then` stands between those that are applied one after the other.
+    fn from_str(text: &str) -> Result<ScoreMod, ParseError> {
+        let mut stages: Vec<String> = vec![String::new()];
+        for line in text.split_inclusive('\n') {
+            match stages.last_mut() {
+                Some(stage) if line.trim() != "then" => stage.push_str(line),
+                Some(_) | None => stages.push(String::new()),
+            }
+        }
+        let one = |text: &String| match library::score_mod(text.trim()) {
+            Some(known) => known,
+            None => Ok(ScoreMod::of("text", library::trace(text, "score_mod", Type::F32, 2)?)),
+        };
+        let mut read = stages.iter().map(one);
+        let first = read.next().unwrap_or_else(|| one(&String::new()))?;
+        read.try_fold(first, |mods, next| Ok(mods.then(next?)))
+    }
+}
+
+/// What the score_mods of a problem come to: one function of the scaled score.
+///
+/// # Errors
+/// Parameters that are declared under one name, and not alike.
+pub(crate) fn compose(mods: &[ScoreMod], extents: [i64; 4]) -> Result<Trace, ExprErrors> {
+    let mut b = Builder::new();
+    let values = forward(&mut b, mods, extents);
+    let last = values.last().copied().unwrap_or_else(|| b.score());
+    b.finish(&[last]).map_err(ExprErrors)
+}
+
+/// What goes into each stage, and what comes out of the last.
+fn forward(b: &mut Builder, mods: &[ScoreMod], extents: [i64; 4]) -> Vec<NodeId> {
+    let mut values = vec![b.score()];
+    for stage in mods.iter().flat_map(|m| &m.stages) {
+        let score = values.last().copied();
+        values.push(b.inline(stage, Inputs { score, extents: Some(extents), ..Inputs::default() })[0]);
+    }
+    values
+}
+
+/// The gradient of what the score_mods come to.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct Gradient {
+    /// Roots: the modified score; the gradient along the scaled score; one gradient for each of `wrt`. All of the score that
+    /// goes in and of the gradient that comes in from behind.
+    pub trace: Trace,
+    /// Names of the parameters whose gradients are asked for.
+    pub wrt: Vec<String>,
+}
+
+/// Why a gradient cannot be had.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NoGradient {
+    #[error(transparent)]
+    Expr(#[from] ExprErrors),
+    #[error("the gradient of {0} is written by hand and says nothing about parameters")]
+    ByHand(String),
+}
+
+/// Derives the gradient, along the score and along `wrt`, which are declared floating point parameters.
+pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> Result<Gradient, NoGradient> {
+    let mut b = Builder::new();
+    let values = forward(&mut b, mods, extents);
+    let names: Vec<String> = b.params().iter().map(|p| p.name.clone()).collect();
+    let params: Vec<Option<NodeId>> = wrt.iter().map(|name| names.iter().position(|n| n == name).map(|n| b.param_at(n))).collect();
+    let mut sums: Vec<Option<NodeId>> = vec![None; wrt.len()];
+    let mut upstream = b.upstream();
+    let stages: Vec<(&str, &Arc<Trace>)> = mods.iter().flat_map(|m| m.stages.iter().map(move |s| (m.name(), s))).collect();
+    for (n, (name, stage)) in stages.into_iter().enumerate().rev() {
+        let (before, after) = (values[n], values[n + 1]);
+        let by_hand = stage.roots().len() > 1;
+        let declares = |name: &String| stage.find(name).is_some();
+        if by_hand && wrt.iter().any(declares) {
+            return Err(NoGradient::ByHand(name.to_owned()));
+        }
+        if by_hand {
+            let inputs = Inputs { score: Some(before), upstream: Some(upstream), extents: Some(extents) };
+            upstream = b.inline(stage, inputs)[1];
+            continue;
+        }
+        let along: Vec<NodeId> = std::iter::once(before).chain(params.iter().flatten().copied()).collect();
+        let mut found = b.gradient(after, upstream, &along).into_iter();
+        let along_score = found.next().flatten();
+        for (sum, param) in sums.iter_mut().zip(&params) {
+            let Some(param) = param else { continue };
+            // What goes into this stage may be a parameter itself: the stages before have that part.
+            let own = found.next().flatten().filter(|_| *param != before);
+            *sum = match (*sum, own) {
+                (Some(sum), Some(more)) => Some(b.binary(crate::expr::Binary::Add, sum, more)),
+                (sum, more) => sum.or(more),
+            };
+        }
+        upstream = along_score.unwrap_or_else(|| b.f32(0.0));
+    }
+    let value = values.last().copied().unwrap_or_else(|| b.score());
+    let mut roots = vec![value, upstream];
+    roots.extend(sums.into_iter().map(|sum| sum.unwrap_or_else(|| b.f32(0.0))).collect::<Vec<_>>());
+    Ok(Gradient { trace: b.finish(&roots).map_err(ExprErrors)?, wrt: wrt.to_vec() })
+}

@@ -1,0 +1,261 @@
+//! Growing sequences without new plans: lengths are rounded up to buckets, and go to the kernel as data.
+//!
+//! A specification of some lengths becomes one of the bucket's lengths, over the same buffers, with the true lengths as padding. All
+//! lengths of a bucket are one plan.
+//!
+//! ```
+//! use sdpa_core::seq::{Buckets, SeqPolicy};
+//! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+//!
+//! let policy = SeqPolicy { q: None, kv: Some(Buckets::doubling(128, 4096)?) };
+//! let mut problems = std::collections::HashSet::new();
+//! for seq_kv in 1..=4096 {
+//!     // One query over a buffer of 4096 keys.
+//!     let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 1, seq_kv, dim_qk: 64, dim_v: 64 };
+//!     let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(Mask::causal_bottom_right());
+//!     spec.k.strides[0] = 4096 * 2 * 64;
+//!     spec.v.strides[0] = 4096 * 2 * 64;
+//!     let bucketed = policy.bucket(&spec)?;
+//!     assert!(bucketed.cost <= 128.0 && (seq_kv < 128 || bucketed.cost <= 2.0));
+//!     problems.insert(bucketed.spec.validate()?);
+//! }
+//! assert_eq!(problems.len(), 6);
+//! # Ok::<(), sdpa_core::SpecErrors>(())
+//! ```
+//!
+//! # What the caller has to see to
+//!
+//! - **Strides do not depend on the length**: rows of a batch entry lie at the same distances whatever the length is, as in a buffer of
+//!   fixed capacity, or in batch-seq-head-dim with one batch entry. [`SeqPolicy::bucket`] refuses strides over which rows of the bucket
+//!   would lie on one another.
+//! - **Buffers reach to the bucket's length**, also those of `o` and stats: rows past the length are written, zeros and −∞. A call
+//!   over buffers that are too short is refused before anything runs.
+//! - **Keys and values past the length are finite** within the last tile of 128: 0 times not-a-number is not-a-number. Nobody checks
+//!   that.
+//! - Stats are of the bucket's length; the backward pass takes the same bucket.
+
+use crate::error::{SpecError, SpecErrors};
+use crate::expr::{Axis, Node, Trace};
+use crate::mask::{Align, Mask, SEQ_LEN_KV, SEQ_LEN_Q};
+use crate::spec::{AttentionSpec, TensorSpec};
+use crate::tensor::{Param, ParamValue};
+use serde::{Deserialize, Serialize};
+
+/// The scalar by which a mask that is aligned to the lower right corner is moved.
+pub const SEQ_SHIFT: &str = "seq_shift";
+
+/// Lengths to round up to.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Buckets(Vec<i64>);
+
+impl Buckets {
+    /// These lengths.
+    ///
+    /// # Errors
+    /// None at all, one below 1, or one that is no longer than the one before.
+    pub fn new(lengths: impl Into<Vec<i64>>) -> Result<Buckets, SpecErrors> {
+        let lengths = lengths.into();
+        let rising = lengths.windows(2).all(|pair| pair[0] < pair[1]);
+        if lengths.first().is_none_or(|&first| first < 1) || !rising {
+            return Err(one("buckets", format!("{lengths:?}"), "rising lengths, the first at least 1"));
+        }
+        Ok(Buckets(lengths))
+    }
+
+    /// `first`, twice that, and so on, and `last`: a plan costs at most twice the rows.
+    ///
+    /// # Errors
+    /// As [`Buckets::new`].
+    pub fn doubling(first: i64, last: i64) -> Result<Buckets, SpecErrors> {
+        let mut lengths: Vec<i64> = std::iter::successors(Some(first.max(1)), |n| n.checked_mul(2)).take_while(|n| *n < last).collect();
+        lengths.push(last);
+        Buckets::new(if first < 1 { vec![first] } else { lengths })
+    }
+
+    /// Multiples of `step` up to `last`, and `last`.
+    ///
+    /// # Errors
+    /// As [`Buckets::new`].
+    pub fn multiples(step: i64, last: i64) -> Result<Buckets, SpecErrors> {
+        if step < 1 {
+            return Err(one("buckets", step, "a step of at least 1"));
+        }
+        let mut lengths: Vec<i64> = (1..).map(|n| n * step).take_while(|n| *n < last).collect();
+        lengths.push(last);
+        Buckets::new(lengths)
+    }
+
+    /// The lengths.
+    pub fn lengths(&self) -> &[i64] {
+        &self.0
+    }
+
+    /// The bucket of a length; `None` past the last.
+    pub fn up(&self, length: i64) -> Option<i64> {
+        self.0.get(self.0.partition_point(|&bucket| bucket < length)).copied()
+    }
+}
+
+/// Which lengths are rounded up. None of them: every length has its own plan.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct SeqPolicy {
+    /// For queries.
+    pub q: Option<Buckets>,
+    /// For keys.
+    pub kv: Option<Buckets>,
+}
+
+/// A specification whose lengths are those of buckets.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bucketed {
+    /// To be validated and prepared in place of the exact one.
+    pub spec: AttentionSpec,
+    /// Pairs of the bucket over pairs of the exact lengths: how much more a kernel may cost that skips nothing. That lengths are data
+    /// costs something too, whatever they are: 3 to 10 µs a pass on an H200 under cuDNN 9.27, 14 under 9.19.
+    pub cost: f64,
+    seq_len_q: Vec<i32>,
+    seq_len_kv: Vec<i32>,
+    /// Whether lengths are parameters of the specification: the caller's own are not here.
+    padded: bool,
+    shift: Option<f32>,
+}
+
+impl Bucketed {
+    /// What is bound beside the caller's own parameters: lengths by batch entry, and the shift of masks. Device memory for
+    /// the lengths is the caller's to fill: i32, one for each batch entry.
+    pub fn params(&self) -> Vec<Param<'_>> {
+        let lengths = [(SEQ_LEN_Q, &self.seq_len_q), (SEQ_LEN_KV, &self.seq_len_kv)];
+        let lengths = lengths.into_iter().filter(|_| self.padded).map(|(name, values)| Param { name, value: ParamValue::I32(values) });
+        lengths.chain(self.shift.map(|shift| Param { name: SEQ_SHIFT, value: ParamValue::Scalar(shift) })).collect()
+    }
+}
+
+impl SeqPolicy {
+    /// The specification of the bucket that the lengths of this one are in.
+    ///
+    /// # Errors
+    /// A length past the last bucket; strides over which rows of the bucket lie on one another; a mask or score_mod that reads the
+    /// lengths as extents. All of them at once.
+    pub fn bucket(&self, spec: &AttentionSpec) -> Result<Bucketed, SpecErrors> {
+        let mut errors = Vec::new();
+        let [batch, _, seq_q, _] = spec.q.dims;
+        let seq_kv = spec.k.dims[2];
+        let mut up = |buckets: &Option<Buckets>, name: &str, length: i64| match buckets {
+            None => length,
+            Some(buckets) => buckets.up(length).unwrap_or_else(|| {
+                let last = buckets.lengths().last().copied().unwrap_or(0);
+                errors.push(SpecError::new(name, length, format!("at most {last}, the last bucket")));
+                length
+            }),
+        };
+        let (q, kv) = (up(&self.q, "seq_q", seq_q), up(&self.kv, "seq_kv", seq_kv));
+        let own_lengths = spec.masks.iter().any(reads_lengths);
+        // Exactly a bucket is in it too: one plan, whether lengths are needed or not.
+        let padded = (self.q.is_some() || self.kv.is_some()) && !own_lengths;
+        let mut out = spec.clone();
+        for (name, tensor, length) in [("q", &mut out.q, q), ("k", &mut out.k, kv), ("v", &mut out.v, kv), ("o", &mut out.o, q)] {
+            lengthen(tensor, length)
+                .unwrap_or_else(|rule| errors.push(SpecError::new(format!("{name}.strides"), format!("{:?}", tensor.strides), rule)));
+        }
+        let mut shifts = false;
+        if padded || own_lengths {
+            for (n, mask) in out.masks.iter_mut().enumerate() {
+                match moved(mask, q == 1 && seq_q == 1, &mut shifts) {
+                    Ok(moved) => *mask = moved,
+                    Err(rule) => errors.push(SpecError::new(format!("masks[{n}]"), mask.to_string(), rule)),
+                }
+            }
+            if own_lengths && shifts {
+                let rule = "no mask that is aligned to the lower right corner beside lengths of one's own: leave lengths to the policy";
+                errors.push(SpecError::new("masks", SEQ_LEN_KV, rule));
+            }
+            for (n, score_mod) in spec.score_mods.iter().enumerate() {
+                if score_mod.stages().iter().any(|stage| reads_extents(stage)) {
+                    errors.push(SpecError::new(format!("score_mods[{n}]"), score_mod.name(), EXTENTS));
+                }
+            }
+        }
+        if padded {
+            out.masks.push(Mask::padding());
+        }
+        if !errors.is_empty() {
+            return Err(SpecErrors(errors));
+        }
+        let entries = |length: i64| vec![i32::try_from(length).unwrap_or(i32::MAX); usize::try_from(batch).unwrap_or(0)];
+        let cost = (q as f64 * kv as f64) / (seq_q.max(1) as f64 * seq_kv.max(1) as f64);
+        let shift = shifts.then_some((seq_kv - seq_q) as f32);
+        Ok(Bucketed { spec: out, cost, seq_len_q: entries(seq_q), seq_len_kv: entries(seq_kv), padded, shift })
+    }
+}
+
+const EXTENTS: &str = "it reads the number of queries or keys, which is the bucket's and not the true one";
+
+/// Gives a tensor more rows over the same strides.
+fn lengthen(tensor: &mut TensorSpec, length: i64) -> Result<(), String> {
+    let exact = tensor.dims[2];
+    tensor.dims[2] = length;
+    if length == exact {
+        return Ok(());
+    }
+    if exact == 1 && tensor.strides[2] < tensor.dims[3] {
+        return Err(format!("rows {} apart at least: with {length} rows they would lie on one another", tensor.dims[3]));
+    }
+    let reach = tensor.strides[2].saturating_mul(length);
+    for (axis, name) in [(0, "batch entries"), (1, "heads")] {
+        let stride = tensor.strides[axis];
+        // Outside of the rows, and not far enough.
+        if tensor.dims[axis] > 1 && stride > tensor.strides[2] && stride < reach {
+            return Err(format!("{name} {reach} apart at least, so that {length} rows fit between: a buffer of fixed capacity"));
+        }
+    }
+    Ok(())
+}
+
+fn reads_lengths(mask: &Mask) -> bool {
+    let declares = |trace: &Trace| trace.find(SEQ_LEN_Q).is_some() || trace.find(SEQ_LEN_KV).is_some();
+    match mask {
+        Mask::Window { .. } | Mask::PrefixLm { .. } => false,
+        Mask::Traced(rule) => declares(rule.trace()),
+        Mask::All(all) | Mask::Any(all) => all.iter().any(reads_lengths),
+        Mask::Not(mask) => reads_lengths(mask),
+    }
+}
+
+fn reads_extents(trace: &Trace) -> bool {
+    trace.nodes().iter().any(|node| matches!(node, Node::Extent(Axis::Q | Axis::K)))
+}
+
+/// The same mask with the lower right corner where the true lengths have it.
+fn moved(mask: &Mask, one_query: bool, shifts: &mut bool) -> Result<Mask, String> {
+    let all =
+        |masks: &[Mask], shifts: &mut bool| masks.iter().map(|mask| moved(mask, one_query, shifts)).collect::<Result<Vec<Mask>, String>>();
+    Ok(match mask {
+        // The only query sees up to the last key, and lengths end there.
+        Mask::Window { left: None, right: Some(_), align: Align::BottomRight } if one_query => Mask::All(Vec::new()),
+        Mask::Window { left, right, align: Align::BottomRight } => {
+            *shifts = true;
+            let (left, right) = (*left, *right);
+            let narrow = |n: i64| i32::try_from(n).unwrap_or(i32::MAX);
+            let rule = Mask::new("window, moved", move |at, p| {
+                let distance = at.k - at.q - p.scalar(SEQ_SHIFT, 0.0).to_i32();
+                let after = left.map(|left| distance.gt(-narrow(left)));
+                let before = right.map(|right| distance.le(narrow(right)));
+                match (after, before) {
+                    (Some(after), Some(before)) => after & before,
+                    (Some(one), None) | (None, Some(one)) => one,
+                    (None, None) => at.k.ge(0),
+                }
+            });
+            rule.map_err(|e| e.to_string())?
+        }
+        Mask::Traced(rule) if reads_extents(rule.trace()) => return Err(EXTENTS.to_owned()),
+        Mask::Window { .. } | Mask::PrefixLm { .. } | Mask::Traced(_) => mask.clone(),
+        Mask::All(masks) => Mask::All(all(masks, shifts)?),
+        Mask::Any(masks) => Mask::Any(all(masks, shifts)?),
+        Mask::Not(mask) => Mask::Not(Box::new(moved(mask, one_query, shifts)?)),
+    })
+}
+
+fn one(field: &str, value: impl std::fmt::Display, rule: &str) -> SpecErrors {
+    SpecErrors(vec![SpecError::new(field, value, rule)])
+}

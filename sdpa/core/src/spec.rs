@@ -1,0 +1,188 @@
+//! What the caller asks for: plain data, `Eq + Hash`, no pointers.
+
+use crate::dtype::DType;
+use crate::error::SpecErrors;
+use crate::mask::Mask;
+use crate::problem::Problem;
+use crate::score_mod::ScoreMod;
+use serde::{Deserialize, Serialize};
+
+/// Order of the axes in memory, outermost first. Logical extents are always (batch, head, seq, dim).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Layout {
+    /// Batch, head, sequence, dim.
+    Bhsd,
+    /// Batch, sequence, head, dim.
+    Bshd,
+    /// Sequence, batch, head, dim.
+    Sbhd,
+}
+
+impl Layout {
+    /// The name used in files and options.
+    pub fn name(self) -> &'static str {
+        match self {
+            Layout::Bhsd => "bhsd",
+            Layout::Bshd => "bshd",
+            Layout::Sbhd => "sbhd",
+        }
+    }
+
+    /// Dense strides, in elements, of a tensor of logical extents (batch, head, seq, dim) kept in this order.
+    /// Saturates where a product does not fit; [`AttentionSpec::validate`] reports that.
+    pub fn strides(self, dims: [i64; 4]) -> [i64; 4] {
+        let order = match self {
+            Layout::Bhsd => [0, 1, 2, 3],
+            Layout::Bshd => [0, 2, 1, 3],
+            Layout::Sbhd => [2, 0, 1, 3],
+        };
+        let mut strides = [1i64; 4];
+        let mut next = 1i64;
+        for &axis in order.iter().rev() {
+            strides[axis] = next;
+            next = next.saturating_mul(dims[axis].max(1));
+        }
+        strides
+    }
+}
+
+/// Logical extents and memory strides of one operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TensorSpec {
+    /// (batch, head, seq, dim), in elements.
+    pub dims: [i64; 4],
+    /// Distance between neighbours along each axis, in elements. The last must be 1.
+    pub strides: [i64; 4],
+    /// Bytes that the base address is a multiple of; a power of two. 16 where nothing else is known:
+    /// that is what every allocator gives and what the fused kernels read in place.
+    pub alignment: u32,
+}
+
+impl TensorSpec {
+    /// A dense tensor in the given order, its base 16-byte aligned.
+    pub fn dense(dims: [i64; 4], layout: Layout) -> TensorSpec {
+        TensorSpec { dims, strides: layout.strides(dims), alignment: 16 }
+    }
+
+    /// A dense tensor of the same extents, its base 16-byte aligned, its axes in the same order in memory.
+    #[must_use]
+    pub fn densely(&self) -> TensorSpec {
+        let mut order = [0usize, 1, 2];
+        // Axes that repeat one element go outwards, where they merge with one another.
+        order.sort_by_key(|&a| std::cmp::Reverse(if self.strides[a] == 0 { i64::MAX } else { self.strides[a] }));
+        let mut strides = [1i64; 4];
+        let mut next = self.dims[3];
+        for &axis in order.iter().rev() {
+            strides[axis] = next;
+            next = next.saturating_mul(self.dims[axis]);
+        }
+        TensorSpec { dims: self.dims, strides, alignment: 16 }
+    }
+
+    /// How many elements a buffer must hold: index of the last one plus one. `None` past `i64`.
+    pub fn extent(&self) -> Option<i64> {
+        self.dims.iter().zip(self.strides).try_fold(1i64, |n, (&d, s)| n.checked_add(s.checked_mul(d.checked_sub(1)?)?))
+    }
+}
+
+/// The extents of an attention problem, for [`AttentionSpec::dense`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Shape {
+    /// Batch entries.
+    pub batch: i64,
+    /// Query heads; a multiple of `heads_kv`.
+    pub heads_q: i64,
+    /// Key and value heads: equal to `heads_q` (MHA), a divisor (GQA) or 1 (MQA).
+    pub heads_kv: i64,
+    /// Queries per head.
+    pub seq_q: i64,
+    /// Keys per head.
+    pub seq_kv: i64,
+    /// Elements of a query and of a key.
+    pub dim_qk: i64,
+    /// Elements of a value and of an output row.
+    pub dim_v: i64,
+}
+
+/// One attention problem: `o = softmax(mask(score_mods(q·kᵀ · attn_scale))) · v`.
+///
+/// The scale is a value of the call, not of the specification: changing it rebuilds nothing.
+///
+/// ```
+/// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+/// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 129, seq_kv: 257, dim_qk: 64, dim_v: 64 };
+/// let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd)
+///     .mask(Mask::causal_bottom_right())
+///     .with_stats()
+///     .validate()?;
+/// assert_eq!(problem.group(), 4);
+/// # Ok::<(), sdpa_core::SpecErrors>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct AttentionSpec {
+    /// Element type of `q`, `k`, `v` and `o`: f16, bf16 or f32. Scores and stats are always f32.
+    pub dtype: DType,
+    /// Queries, (batch, heads_q, seq_q, dim_qk).
+    pub q: TensorSpec,
+    /// Keys, (batch, heads_kv, seq_kv, dim_qk).
+    pub k: TensorSpec,
+    /// Values, (batch, heads_kv, seq_kv, dim_v).
+    pub v: TensorSpec,
+    /// Output, (batch, heads_q, seq_q, dim_v).
+    pub o: TensorSpec,
+    /// Applied to the scaled scores, one after the other, before the masks.
+    #[serde(default)]
+    pub score_mods: Vec<ScoreMod>,
+    /// A key is kept where every mask keeps it; none keeps all.
+    pub masks: Vec<Mask>,
+    /// Whether `stats` is wanted: f32, (batch, heads_q, seq_q), dense, the natural logarithm of each row's
+    /// sum of exponentials; −inf where a row has no key.
+    pub stats: bool,
+}
+
+impl AttentionSpec {
+    /// A specification over dense tensors, all in one order, with no mask and no stats.
+    pub fn dense(dtype: DType, shape: Shape, layout: Layout) -> AttentionSpec {
+        let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = shape;
+        AttentionSpec {
+            dtype,
+            q: TensorSpec::dense([batch, heads_q, seq_q, dim_qk], layout),
+            k: TensorSpec::dense([batch, heads_kv, seq_kv, dim_qk], layout),
+            v: TensorSpec::dense([batch, heads_kv, seq_kv, dim_v], layout),
+            o: TensorSpec::dense([batch, heads_q, seq_q, dim_v], layout),
+            score_mods: Vec::new(),
+            masks: Vec::new(),
+            stats: false,
+        }
+    }
+
+    /// Adds a score_mod behind those that are there.
+    #[must_use]
+    pub fn score_mod(mut self, score_mod: ScoreMod) -> Self {
+        self.score_mods.push(score_mod);
+        self
+    }
+
+    /// Adds a mask. Masks combine: a key is kept where every one of them keeps it.
+    #[must_use]
+    pub fn mask(mut self, mask: Mask) -> Self {
+        self.masks.push(mask);
+        self
+    }
+
+    /// Asks for `stats`, which training needs and inference does not.
+    #[must_use]
+    pub fn with_stats(mut self) -> Self {
+        self.stats = true;
+        self
+    }
+
+    /// Normalises the specification, or says everything that is wrong with it.
+    ///
+    /// # Errors
+    /// Every rule that a field breaks, each with the field, its value and the rule.
+    pub fn validate(&self) -> Result<Problem, SpecErrors> {
+        Problem::new(self)
+    }
+}

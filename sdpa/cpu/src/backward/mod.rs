@@ -1,0 +1,256 @@
+//! The gradient: scores once more from `q`, `k` and the stats of the forward pass, and the four products that follow.
+//!
+//! With `s` the scores, `p = exp(s - stats)`, `dp = d_o · vᵀ` and `delta = Σ d_o · o`: `ds = p ∘ (dp - delta)`, and
+//! `dq = scale · ds · k`, `dk = scale · dsᵀ · q`, `dv = pᵀ · d_o`, the last two summed over the query heads that share a
+//! key head. Nothing of the size of the scores is kept. Behind a function of the score, `ds` goes through its gradient first,
+//! which also has what declared parameters get of it.
+//!
+//! A problem is cut into *cells*, rows of one key head against keys of it. A cell sums on its own; what it has is a part
+//! of the sums of its rows and of those of its keys, and parts are added in a fixed order. As the cut does not depend on
+//! threads either, results are the same bits on any number of them. Memory is bounded by the gradients of the heads
+//! under way, and by those of parameters in f64 where several pairs share an element.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `cut` | cells |
+//! | `tile` | one cell |
+//! | `rows` | its rows, packed |
+//! | `kernel` | steps that the forward pass does not have |
+//! | `modified` | the gradient behind a function of the score |
+//! | `params` | gradients of declared parameters |
+//! | `norms` | sums of weights once more, where stats are too large to tell them |
+//! | `by_hand` | gradients that are written by hand, compared in debug builds |
+//! | `sums` | sums of parts |
+
+mod by_hand;
+mod cut;
+mod kernel;
+mod modified;
+mod norms;
+#[cfg(test)]
+mod oracle;
+mod params;
+mod rows;
+mod sums;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+use super::element::Element;
+use super::isa::Isa;
+use super::output::{Rows, strips};
+use super::pack::{Aligned, Scratch, Transpose, View};
+use super::program::{Lengths, Rules, RulesOf, Worker};
+use super::schedule::share;
+use super::wrong_types;
+use cut::{Cell, Cut};
+use modified::Rulings;
+use norms::Norms;
+use params::{Span, Total};
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::error::Error;
+use sdpa_core::executor::{PreparedBackward, Report};
+use sdpa_core::tensor::{Elements, ElementsMut, HostBackward, HostGradient, Param};
+use std::time::Instant;
+use sums::{Pool, Sum};
+use tile::Gradients;
+
+/// A problem and the instruction set.
+#[derive(Debug)]
+pub(super) struct CpuBackward {
+    isa: Isa,
+    problem: BackwardProblem,
+    rules: Rules,
+}
+
+impl CpuBackward {
+    pub(super) fn new(isa: Isa, problem: &BackwardProblem) -> CpuBackward {
+        if cfg!(debug_assertions) {
+            by_hand::compare(problem);
+        }
+        CpuBackward::unchecked(isa, problem)
+    }
+
+    /// Without a look at gradients that are written by hand.
+    pub(super) fn unchecked(isa: Isa, problem: &BackwardProblem) -> CpuBackward {
+        CpuBackward { isa, problem: problem.clone(), rules: Rules::with_gradient(problem) }
+    }
+
+    /// Bytes of scratch memory at most, but for what rows with large statistics need.
+    pub(super) fn most_workspace(&self) -> usize {
+        let cut = Cut::new(self.problem.forward(), self.isa, rayon::current_num_threads());
+        // Sums of all strips of a head are under way, of as many heads as there are threads, and two more by every thread.
+        let sums = |parts: &[usize]| parts.len() * cut.heads.min(cut.threads + 1) + 2 * cut.threads;
+        let [dk_len, dv_len] = cut.key_sums();
+        let rows = sums(&cut.parts_of_rows) * Aligned::bytes(cut.row_sums());
+        let keys = sums(&cut.parts_of_keys) * Aligned::bytes(dk_len + dv_len);
+        let params: usize = self.problem.wrt().iter().map(|wanted| 8 * self.problem.gradient_elements(&wanted.name) as usize).sum();
+        cut.threads * of_worker(&cut, &self.rules) + rows + keys + 2 * params
+    }
+}
+
+impl PreparedBackward for CpuBackward {
+    fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error> {
+        let scale = call.check(&self.problem)?;
+        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients } = call;
+        let inputs = [q, k, v, o, d_o];
+        let params = (params, gradients);
+        match dq {
+            ElementsMut::F32(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
+            ElementsMut::F16(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
+            ElementsMut::BF16(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
+        }
+    }
+}
+
+/// Bytes of scratch memory of one worker.
+fn of_worker(cut: &Cut, rules: &Rules) -> usize {
+    Scratch::bytes(&tile::scratch_lens(cut), 2 * cut.band_rows) + rules.bytes() + 4 * kept_len(cut, rules.drop())
+}
+
+/// What a worker keeps of a mask: of a band and a block.
+fn kept_len(cut: &Cut, drop: bool) -> usize {
+    if drop { cut.band_rows * cut.block_keys } else { 0 }
+}
+
+/// What every cell reads.
+#[derive(Debug)]
+struct Call<'a, T> {
+    cut: &'a Cut,
+    isa: Isa,
+    q: View<'a, T>,
+    k: View<'a, T>,
+    v: View<'a, T>,
+    o: View<'a, T>,
+    d_o: View<'a, T>,
+    stats: &'a [f32],
+    norms: &'a Norms,
+    /// Multiplies queries in front of scores: that of the forward pass.
+    scale: f32,
+    lengths: &'a Lengths,
+    rules: &'a RulesOf<'a>,
+}
+
+impl CpuBackward {
+    fn run<T: Element>(
+        &self,
+        inputs: [Elements<'_>; 5],
+        stats: &[f32],
+        (dq, keys): (&mut [T], [ElementsMut<'_>; 2]),
+        scale: f32,
+        (params, mut gradients): (&[Param<'_>], Vec<HostGradient<'_>>),
+    ) -> Result<Report, Error> {
+        let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], [Some(dk), Some(dv)]) = (inputs.map(T::of), keys.map(T::of_mut)) else {
+            return Err(wrong_types());
+        };
+        let started = Instant::now();
+        let problem = self.problem.forward();
+        let values = sdpa_core::params::bind(self.problem.params(), problem.extents(), params)?;
+        let lengths = Lengths::new(problem, self.problem.params(), &values);
+        let rules = self.rules.bind(problem, self.isa, self.problem.params(), &values);
+        let totals: Vec<Total<'_>> = self.problem.wrt().iter().filter_map(|wanted| self.total(&wanted.name, &mut gradients)).collect();
+        let cut = Cut::new(problem, self.isa, rayon::current_num_threads());
+        super::is_there(self.most_workspace())?;
+        let norms = Norms::new(problem, self.isa, [q, k, v], stats, scale, (&lengths, &rules));
+        let call = Call {
+            cut: &cut,
+            isa: self.isa,
+            q: View::new(q, problem.q()),
+            k: View::new(k, problem.k()),
+            v: View::new(v, problem.v()),
+            o: View::new(o, problem.o()),
+            d_o: View::new(d_o, self.problem.d_o()),
+            stats,
+            scale,
+            norms: &norms,
+            lengths: &lengths,
+            rules: &rules,
+        };
+        let group = cut.extents.group;
+        let rows = strips(self.problem.dq(), group, cut.strip_rows, dq);
+        let keys = strips(self.problem.dk(), 1, cut.strip_keys, dk).into_iter().zip(strips(self.problem.dv(), 1, cut.strip_keys, dv));
+        let pools = call.run(rows, keys.collect(), &totals, scale);
+        let workspace = cut.threads * of_worker(&cut, &self.rules) + pools + totals.iter().map(Total::bytes).sum::<usize>() + norms.bytes();
+        totals.into_iter().for_each(Total::finish);
+        Ok(super::report(started, self.isa, cut.threads, workspace))
+    }
+
+    fn total<'a>(&self, name: &str, gradients: &mut Vec<HostGradient<'a>>) -> Option<Total<'a>> {
+        let declared = self.problem.params().iter().find(|p| p.name == name)?;
+        let given = gradients.iter().position(|gradient| gradient.name == name)?;
+        Some(Total::new(declared.kind, self.problem.forward().extents(), gradients.swap_remove(given).data))
+    }
+}
+
+impl<T: Element> Call<'_, T> {
+    /// Computes everything; the bytes of sums that were under way. `scale` is that of the gradients, `totals` are those of parameters.
+    fn run(&self, rows: Vec<Rows<'_, T>>, keys: Vec<(Rows<'_, T>, Rows<'_, T>)>, totals: &[Total<'_>], scale: f32) -> usize {
+        let cut = self.cut;
+        let rows = rows.into_iter().zip(cut.parts_of_rows.iter().cycle());
+        let sums_of_rows: Vec<_> = rows
+            .map(|(mut dq, &n_parts)| {
+                if n_parts == 0 {
+                    dq.clear();
+                }
+                Sum::new(n_parts, dq)
+            })
+            .collect();
+        let keys = keys.into_iter().zip(cut.parts_of_keys.iter().cycle());
+        let sums_of_keys: Vec<_> = keys
+            .map(|((mut dk, mut dv), &n_parts)| {
+                if n_parts == 0 {
+                    dk.clear();
+                    dv.clear();
+                }
+                Sum::new(n_parts, (dk, dv))
+            })
+            .collect();
+        let [dk_len, dv_len] = cut.key_sums();
+        let (row_pool, key_pool) = (Pool::new(cut.row_sums()), Pool::new(dk_len + dv_len));
+        let lens = tile::scratch_lens(cut);
+        let n_bounds = 2 * cut.band_rows;
+        let work = (0..cut.heads).flat_map(|head| cut.cells.iter().map(move |cell| (head, cell))).enumerate();
+        let n_kept = kept_len(cut, self.rules.drop());
+        let job = |(scratch, worker, kept): &mut (Scratch, Worker<'_>, Vec<u32>), (number, (head, cell)): (usize, (usize, &Cell))| {
+            let (mut dq, mut dkv) = (row_pool.take(), key_pool.take());
+            let (dk, dv) = dkv.get_mut().split_at_mut(dk_len);
+            let mut parts: Vec<_> = totals.iter().map(|total| total.part(&self.span(head, cell))).collect();
+            let mut rulings = Rulings { worker, kept, parts: &mut parts };
+            tile::run(self, scratch, &mut rulings, (head, cell), Gradients { dq: dq.get_mut(), dk, dv });
+            totals.iter().zip(parts).for_each(|(total, part)| total.add(number, part));
+            let sum = &sums_of_rows[head * cut.parts_of_rows.len() + cell.rows];
+            if let Some((target, sum)) = sum.add(self.isa, &row_pool, cell.part_of_rows, dq) {
+                let mut dense = row_pool.take();
+                self.write_rows(cell, target, sum.get(), dense.get_mut(), scale);
+                row_pool.give(sum);
+                row_pool.give(dense);
+            }
+            let sum = &sums_of_keys[head * cut.parts_of_keys.len() + cell.keys];
+            if let Some(((dk, dv), sum)) = sum.add(self.isa, &key_pool, cell.part_of_keys, dkv) {
+                dk.write(&sum.get()[..dk_len], cut.columns_qk, scale);
+                dv.write(&sum.get()[dk_len..], cut.columns_v, 1.0);
+                key_pool.give(sum);
+            }
+        };
+        share(cut.threads, work, || (Scratch::new(&lens, n_bounds), self.rules.worker(), vec![0; n_kept]), job);
+        row_pool.bytes() + key_pool.bytes()
+    }
+
+    fn span(&self, head: usize, cell: &Cell) -> Span {
+        let Cut { extents, .. } = self.cut;
+        let (batch, head_kv) = (head / extents.heads_kv, head % extents.heads_kv);
+        Span { batch, head_kv, group: extents.group, rows: self.cut.rows(cell.rows), keys: self.cut.keys(cell.keys) }
+    }
+
+    /// Writes the gradients of a strip of queries, `[tile][dim_qk][row]`.
+    fn write_rows(&self, cell: &Cell, target: Rows<'_, T>, sums: &[f32], dense: &mut [f32], scale: f32) {
+        let (dim, lanes, tile_rows) = (self.cut.extents.dim_qk, self.isa.lanes(), self.cut.tile_rows);
+        let n_rows = self.cut.rows(cell.rows).len();
+        for first in (0..n_rows).step_by(tile_rows) {
+            let width = tile_rows.min(n_rows - first).next_multiple_of(lanes);
+            let tile = first * dim..(first + width) * dim;
+            self.isa.run(Transpose { n_columns: width, factor: 1.0, from: &sums[tile.clone()], to: &mut dense[tile] });
+        }
+        target.write(dense, dim, scale);
+    }
+}

@@ -1,0 +1,105 @@
+//! The gradient behind a function of the score.
+
+use super::kernel::Slopes;
+use super::params::Part;
+use super::rows::{Band, Tile};
+use crate::isa::Isa;
+use crate::kernel::{DropOutside, Tiled};
+use crate::program::{CHUNK, DropUnkept, Machine, Worker};
+use pulp::{Simd, WithSimd};
+use std::ops::Range;
+
+/// The programs of a worker, and what they say of one band and block.
+#[derive(Debug)]
+pub(super) struct Rulings<'w, 'a> {
+    pub(super) worker: &'w mut Worker<'a>,
+    /// What a mask keeps, `[tile][key][row]`; empty where there is none.
+    pub(super) kept: &'w mut [u32],
+    /// Gradients of parameters, of this cell.
+    pub(super) parts: &'w mut [Part],
+}
+
+/// A tile, and its scores against a block of keys.
+#[derive(Debug)]
+pub(super) struct Modified<'s> {
+    pub(super) isa: Isa,
+    pub(super) tile: &'s Tile,
+    pub(super) band: &'s Band<'s>,
+    pub(super) block: &'s Range<usize>,
+    /// `[key][row]`: scores, then weights.
+    pub(super) p: &'s mut [f32],
+    /// `[key][row]`: gradients of the weights, then of the scaled scores.
+    pub(super) ds: &'s mut [f32],
+    /// `[key][row]`; empty where every key is kept.
+    pub(super) kept: &'s [u32],
+}
+
+impl Modified<'_> {
+    /// Scores become weights, gradients of weights become those of scores, and what parameters have of it is added up.
+    ///
+    /// A pair that is dropped, or whose modified score is -inf, has weight and slope 0, whatever the derivative is there.
+    pub(super) fn slopes(self, mods: &mut Machine<'_>, parts: &mut [Part]) {
+        let Modified { isa, tile, band, block, p, ds, kept } = self;
+        let (lanes, width) = (tile.lanes.clone(), tile.lanes.len());
+        let step = Machine::keys_at_a_time(width);
+        let (start, end) = (&band.start[lanes.clone()], &band.end[lanes.clone()]);
+        let (lse, lse_rest, delta) = (&band.lse[lanes.clone()], &band.lse_rest[lanes.clone()], &band.delta[lanes]);
+        let mut dropped = [0; CHUNK];
+        mods.tile(tile.index);
+        for first in block.clone().step_by(step) {
+            let keys = first..(first + step).min(block.end);
+            let (n_keys, at) = (keys.len(), (first - block.start) * width..(first - block.start + keys.len()) * width);
+            let (p, ds, dropped) = (&mut p[at.clone()], &mut ds[at.clone()], &mut dropped[..n_keys * width]);
+            let from = mods.first(tile.index, &keys, p);
+            from.iter().zip(&mut *p).for_each(|(from, to)| *to = f32::from_bits(*from));
+            isa.run(Tiled(DropOutside { vectors: tile.vectors, keys: keys.clone(), core: tile.core.clone(), start, end, scores: p }));
+            if !kept.is_empty() {
+                isa.run(DropUnkept { kept: &kept[at], scores: p });
+            }
+            isa.run(Dropped { scores: p, to: dropped });
+            isa.run(Tiled(Slopes { vectors: tile.vectors, n_keys, lse, lse_rest, delta, p, ds }));
+            mods.others(tile.index, &keys, &[], ds);
+            isa.run(Taken { from: mods.root(1, ds.len()), dropped, to: ds });
+            for (n, part) in parts.iter_mut().enumerate() {
+                part.add(isa, (band.rows.start + tile.rows.start, tile.rows.len(), width), &keys, mods.root(2 + n, dropped.len()), dropped);
+            }
+        }
+    }
+}
+
+/// Marks scores of -inf.
+#[derive(Debug)]
+struct Dropped<'a> {
+    scores: &'a [f32],
+    to: &'a mut [u32],
+}
+
+impl WithSimd for Dropped<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        for (to, score) in self.to.iter_mut().zip(self.scores) {
+            *to = u32::from(*score == f32::NEG_INFINITY);
+        }
+    }
+}
+
+/// Takes gradients; 0 where a score is dropped.
+#[derive(Debug)]
+struct Taken<'a> {
+    from: &'a [u32],
+    dropped: &'a [u32],
+    to: &'a mut [f32],
+}
+
+impl WithSimd for Taken<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        for ((to, from), dropped) in self.to.iter_mut().zip(self.from).zip(self.dropped) {
+            *to = if *dropped != 0 { 0.0 } else { f32::from_bits(*from) };
+        }
+    }
+}

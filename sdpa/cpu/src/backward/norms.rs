@@ -1,0 +1,77 @@
+//! What the weights of a row sum up to, where its statistic does not tell.
+//!
+//! One f32 per row has no room for the logarithm of the number of keys beside scores of a million: all weights would be 1. The
+//! scores of such rows are computed once more, as the forward pass computes them, and the logarithm is kept in two parts.
+
+use crate::Call;
+use crate::element::Element;
+use crate::isa::Isa;
+use crate::output;
+use crate::pack::View;
+use crate::program::{Lengths, RulesOf};
+use crate::schedule::Schedule;
+use sdpa_core::problem::Problem;
+
+/// Statistics from here on are looked at: up to it, rounding them moves weights by `2^-16` at most.
+const LARGE: f32 = 512.0;
+
+/// Neighbours of f32 that a statistic may be away from the sum of these keys. What is further away is of other keys too: a caller
+/// that has the keys in parts gives statistics of all of them.
+const NEAR: f64 = 4.0;
+
+/// Logarithms of sums in two parts, in the order of the stats; none where no statistic is large.
+#[derive(Debug)]
+pub(super) struct Norms(Option<Vec<[f32; 2]>>);
+
+fn is_large(stat: f32) -> bool {
+    stat.is_finite() && stat.abs() >= LARGE
+}
+
+/// The distance to the next f32.
+fn ulp(x: f32) -> f64 {
+    f64::from(x.abs().next_up()) - f64::from(x.abs())
+}
+
+impl Norms {
+    pub(super) fn new<T: Element>(
+        problem: &Problem,
+        isa: Isa,
+        [q, k, v]: [&[T]; 3],
+        stats: &[f32],
+        scale: f32,
+        (lengths, rules): (&Lengths, &RulesOf<'_>),
+    ) -> Norms {
+        if !stats.iter().any(|stat| is_large(*stat)) {
+            return Norms(None);
+        }
+        // With rules, rows are never few: scores are to be those of the backward pass, to the bit.
+        // The cut is that of one thread, whatever their number: gradients are the same bits on any.
+        let mut schedule = Schedule::new(problem, isa, 1, lengths.clone(), true);
+        schedule.threads = rayon::current_num_threads();
+        let [group, seq_q, heads_kv] = [schedule.extents.group, schedule.extents.seq_q, schedule.extents.heads_kv];
+        let place = |batch: usize, head_kv: usize, row: usize| ((batch * heads_kv + head_kv) * group + row % group) * seq_q + row / group;
+        schedule.leave_out(|strip| !strip.rows.clone().any(|row| is_large(stats[place(strip.batch, strip.head_kv, row)])));
+        let mut norms = vec![[f32::NEG_INFINITY, 0.0]; stats.len()];
+        let [q, k, v] = [View::new(q, problem.q()), View::new(k, problem.k()), View::new(v, problem.v())];
+        let call = Call { schedule: &schedule, isa, q, k, v, scale, rules };
+        call.run(output::norms(&schedule, problem.o(), &mut norms));
+        for (norm, stat) in norms.iter_mut().zip(stats) {
+            let [max, rest] = norm.map(f64::from);
+            let same = is_large(*stat) && (max + rest - f64::from(*stat)).abs() <= NEAR * ulp(*stat);
+            if !same {
+                *norm = [*stat, 0.0];
+            }
+        }
+        Norms(Some(norms))
+    }
+
+    /// The two parts of the logarithm of a row.
+    pub(super) fn get(&self, stats: &[f32], place: usize) -> [f32; 2] {
+        self.0.as_ref().map_or([stats[place], 0.0], |norms| norms[place])
+    }
+
+    /// Bytes of memory.
+    pub(super) fn bytes(&self) -> usize {
+        self.0.as_ref().map_or(0, |norms| 8 * norms.len())
+    }
+}

@@ -1,0 +1,341 @@
+//! Gradients of declared parameters: sums over everything that has the same element, in f64.
+//!
+//! A cell sums on its own; its sums are added to those of the whole problem in the order of the cells, whoever is first.
+
+use crate::isa::Isa;
+use crate::program::{CHUNK, strides};
+use half::{bf16, f16};
+use parking_lot::{Mutex, MutexGuard};
+use pulp::{Simd, WithSimd};
+use sdpa_core::expr::ParamKind;
+use sdpa_core::tensor::ElementsMut;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Sums of a cache line.
+const LINE: usize = 8;
+
+/// Where a cell stands: rows of a key head against keys of it.
+#[derive(Clone, Debug)]
+pub(super) struct Span {
+    pub(super) batch: usize,
+    pub(super) head_kv: usize,
+    pub(super) group: usize,
+    pub(super) rows: Range<usize>,
+    pub(super) keys: Range<usize>,
+}
+
+impl Span {
+    /// First query.
+    fn query(&self) -> usize {
+        self.rows.start / self.group
+    }
+
+    /// (heads, queries, keys).
+    fn extents(&self) -> [usize; 3] {
+        [self.group, self.rows.end.div_ceil(self.group) - self.query(), self.keys.len()]
+    }
+}
+
+/// What one cell adds to the gradient of a parameter.
+#[derive(Debug)]
+pub(super) struct Part {
+    span: Span,
+    /// How far sums are apart along (head, query, key); 0 where all have the same.
+    strides: [usize; 3],
+    sums: Vec<f64>,
+}
+
+impl Part {
+    /// Adds gradients, `[key][row]`, of some keys and the rows of a tile: the first one, how many, and in how many lanes.
+    pub(super) fn add(
+        &mut self,
+        isa: Isa,
+        (first, n_rows, width): (usize, usize, usize),
+        keys: &Range<usize>,
+        values: &[u32],
+        dropped: &[u32],
+    ) {
+        let [of_head, of_query, of_key] = self.strides;
+        let place = |lane: usize| {
+            let row = first + lane;
+            row % self.span.group * of_head + (row / self.span.group - self.span.query()) * of_query
+        };
+        let from = (keys.start - self.span.keys.start) * of_key;
+        let values = Values { values, dropped, width };
+        if of_key == 0 {
+            let mut sums = [0.0; CHUNK];
+            isa.run(OverKeys { values, sums: &mut sums[..width] });
+            for (lane, sum) in sums[..n_rows].iter().enumerate() {
+                self.sums[place(lane)] += sum;
+            }
+        } else if of_head == 0 && of_query == 0 {
+            isa.run(OverRows { values, n_rows, sums: &mut self.sums[from..][..keys.len()] });
+        } else {
+            let mut places = [0; CHUNK];
+            places[..n_rows].iter_mut().enumerate().for_each(|(lane, to)| *to = place(lane) + from);
+            isa.run(EachPair { values, places: &places[..n_rows], n_keys: keys.len(), sums: &mut self.sums });
+        }
+    }
+}
+
+/// Gradients, `[key][row]`.
+#[derive(Clone, Copy, Debug)]
+struct Values<'a> {
+    values: &'a [u32],
+    /// Not 0: nothing.
+    dropped: &'a [u32],
+    width: usize,
+}
+
+impl Values<'_> {
+    #[inline(always)]
+    fn get(&self, at: usize) -> f64 {
+        if self.dropped[at] != 0 { 0.0 } else { f32::from_bits(self.values[at]).into() }
+    }
+
+    #[inline(always)]
+    fn keys(&self) -> impl Iterator<Item = impl Iterator<Item = f64>> {
+        self.values.chunks_exact(self.width).zip(self.dropped.chunks_exact(self.width)).map(|(values, dropped)| {
+            values.iter().zip(dropped).map(|(x, dropped)| if *dropped != 0 { 0.0 } else { f64::from(f32::from_bits(*x)) })
+        })
+    }
+}
+
+/// Sums of each row.
+#[derive(Debug)]
+struct OverKeys<'a> {
+    values: Values<'a>,
+    sums: &'a mut [f64],
+}
+
+impl WithSimd for OverKeys<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        for key in self.values.keys() {
+            self.sums.iter_mut().zip(key).for_each(|(sum, x)| *sum += x);
+        }
+    }
+}
+
+/// Adds to the sum of each key.
+#[derive(Debug)]
+struct OverRows<'a> {
+    values: Values<'a>,
+    n_rows: usize,
+    sums: &'a mut [f64],
+}
+
+impl WithSimd for OverRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        for (sum, key) in self.sums.iter_mut().zip(self.values.keys()) {
+            *sum += key.take(self.n_rows).sum::<f64>();
+        }
+    }
+}
+
+/// Adds to `sums[places[row] + key]`.
+#[derive(Debug)]
+struct EachPair<'a> {
+    values: Values<'a>,
+    places: &'a [usize],
+    n_keys: usize,
+    sums: &'a mut [f64],
+}
+
+impl WithSimd for EachPair<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        let EachPair { values, places, n_keys, sums } = self;
+        let at = |key: usize, lane: usize| values.get(key * values.width + lane);
+        for first in (0..places.len()).step_by(LINE) {
+            for key in (0..n_keys).step_by(LINE) {
+                let places = &places[first..(first + LINE).min(places.len())];
+                if let (Some(places), true) = (places.first_chunk::<LINE>(), key + LINE <= n_keys) {
+                    let square: [[f64; LINE]; LINE] = std::array::from_fn(|j| std::array::from_fn(|lane| at(key + j, first + lane)));
+                    for (lane, place) in places.iter().enumerate() {
+                        let to = &mut sums[place + key..][..LINE];
+                        to.iter_mut().zip(&square).for_each(|(to, row)| *to += row[lane]);
+                    }
+                } else {
+                    for (lane, place) in places.iter().enumerate() {
+                        (key..(key + LINE).min(n_keys)).for_each(|key| sums[place + key] += at(key, first + lane));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The gradient of a parameter.
+#[derive(Debug)]
+pub(super) struct Total<'a> {
+    /// How far elements are apart along (batch, head, q, k).
+    strides: [usize; 4],
+    state: Mutex<State<'a>>,
+}
+
+#[derive(Debug)]
+struct State<'a> {
+    /// Not there while somebody is adding.
+    sums: Option<Sums<'a>>,
+    /// How many parts are in the sums, and those that are not yet.
+    added: usize,
+    waiting: BTreeMap<usize, Part>,
+    /// Memory of parts that are done.
+    spare: Vec<Vec<f64>>,
+}
+
+#[derive(Debug)]
+struct Sums<'a> {
+    target: ElementsMut<'a>,
+    /// Empty where each element belongs to one pair, and so is written but once.
+    sums: Vec<f64>,
+}
+
+impl<'a> Total<'a> {
+    pub(super) fn new(kind: ParamKind, extents: [i64; 4], mut target: ElementsMut<'a>) -> Total<'a> {
+        let strides = strides(kind, extents);
+        let of_one_pair = strides.iter().zip(extents).all(|(&stride, extent)| stride != 0 || extent == 1);
+        clear(&mut target);
+        let sums = vec![0.0; if of_one_pair { 0 } else { target.len() }];
+        let state = State { sums: Some(Sums { target, sums }), added: 0, waiting: BTreeMap::new(), spare: Vec::new() };
+        Total { strides, state: Mutex::new(state) }
+    }
+
+    /// What a cell is to add to.
+    pub(super) fn part(&self, span: &Span) -> Part {
+        let mut strides = [0; 3];
+        let mut next = 1;
+        for axis in (0..3).rev().filter(|axis| self.strides[axis + 1] != 0) {
+            strides[axis] = next;
+            next *= span.extents()[axis];
+            if axis == 2 {
+                // Rows a power of two apart would share a few lines of the cache.
+                next = (next.div_ceil(LINE) | 1) * LINE;
+            }
+        }
+        let mut sums = self.state.lock().spare.pop().unwrap_or_default();
+        sums.clear();
+        sums.resize(next, 0.0);
+        Part { span: span.clone(), strides, sums }
+    }
+
+    /// Takes the part of this number. Nobody waits for an earlier one: who finds it there adds what follows.
+    pub(super) fn add(&self, number: usize, part: Part) {
+        let mut state = self.state.lock();
+        state.waiting.insert(number, part);
+        while let State { waiting, added, sums, .. } = &mut *state
+            && sums.is_some()
+            && let Some(part) = waiting.remove(added)
+            && let Some(mut sums) = sums.take()
+        {
+            state.added += 1;
+            MutexGuard::unlocked(&mut state, || self.merge(&part, &mut sums));
+            state.sums = Some(sums);
+            state.spare.push(part.sums);
+        }
+    }
+
+    fn merge(&self, part: &Part, to: &mut Sums<'_>) {
+        let Part { span, strides: [of_head, of_query, of_key], sums: from } = part;
+        let [heads, queries, keys] = span.extents();
+        let of = |n: usize, stride: usize| if stride == 0 { 1 } else { n };
+        let [batch, head, query, key] = self.strides;
+        for h in 0..of(heads, *of_head) {
+            for q in 0..of(queries, *of_query) {
+                let at = span.batch * batch + (span.head_kv * span.group + h) * head + (span.query() + q) * query + span.keys.start * key;
+                let n = of(keys, *of_key);
+                let from = &from[h * of_head + q * of_query..][..n];
+                if to.sums.is_empty() {
+                    add(&mut to.target, at, from);
+                } else {
+                    to.sums[at..][..n].iter_mut().zip(from).for_each(|(to, x)| *to += x);
+                }
+            }
+        }
+    }
+
+    /// Bytes of all sums that were made.
+    pub(super) fn bytes(&self) -> usize {
+        let state = self.state.lock();
+        let own = state.sums.as_ref().map_or(0, |sums| sums.sums.len());
+        8 * (own + state.spare.iter().map(Vec::capacity).sum::<usize>())
+    }
+
+    /// Rounds the sums, once.
+    pub(super) fn finish(self) {
+        if let Some(Sums { mut target, sums }) = self.state.into_inner().sums {
+            add(&mut target, 0, &sums);
+        }
+    }
+}
+
+fn clear(to: &mut ElementsMut<'_>) {
+    match to {
+        ElementsMut::F32(to) => to.fill(0.0),
+        ElementsMut::F16(to) => to.fill(f16::ZERO),
+        ElementsMut::BF16(to) => to.fill(bf16::ZERO),
+    }
+}
+
+/// Adds, from an element on, to what is still 0, or adds 0: either is rounded once.
+fn add(to: &mut ElementsMut<'_>, at: usize, from: &[f64]) {
+    match to {
+        ElementsMut::F32(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += *x as f32),
+        ElementsMut::F16(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += f16::from_f32(to_odd(*x))),
+        ElementsMut::BF16(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += bf16::from_f32(to_odd(*x))),
+    }
+}
+
+/// f32 toward zero, its last bit set where that is not exact: rounding it again to fewer bits rounds once.
+fn to_odd(x: f64) -> f32 {
+    let y = x as f32;
+    if f64::from(y) == x || !y.is_finite() {
+        return y;
+    }
+    let below = if f64::from(y).abs() > x.abs() { y.to_bits() - 1 } else { y.to_bits() };
+    f32::from_bits(below | 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_are_rounded_once() {
+        // A tie in the bits of f16, decided by a bit that f32 does not have.
+        let x = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
+        for sign in [1.0, -1.0] {
+            assert_eq!(f16::from_f32(to_odd(sign * x)).to_f64(), sign * (1.0 + 2f64.powi(-10)));
+            assert_eq!(f16::from_f32(to_odd(sign * (x - 2f64.powi(-39)))).to_f64(), sign);
+            assert_eq!(to_odd(sign * 0.5), sign as f32 * 0.5);
+        }
+        assert!(to_odd(f64::NAN).is_nan());
+        assert_eq!(to_odd(1e300), f32::INFINITY);
+    }
+
+    #[test]
+    fn parts_are_added_in_their_order_whoever_is_first() {
+        let parts = [1.0, 1e17, -1e17, 3.0];
+        let want = parts.iter().sum::<f64>();
+        for order in [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]] {
+            let mut sum = [0.0];
+            let total = Total::new(ParamKind::Scalar, [1, 1, 8, 8], ElementsMut::F32(&mut sum));
+            for number in order {
+                let mut part = total.part(&Span { batch: 0, head_kv: 0, group: 1, rows: 0..8, keys: 0..8 });
+                part.sums[0] = parts[number];
+                total.add(number, part);
+            }
+            total.finish();
+            assert_eq!(f64::from(sum[0]), want);
+        }
+    }
+}

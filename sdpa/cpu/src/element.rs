@@ -1,0 +1,134 @@
+//! Element types, and the way to f32 and back.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use sdpa_core::tensor::{Elements, ElementsMut};
+
+/// What operands are made of.
+pub(super) trait Element: Copy + Send + Sync + 'static {
+    /// The elements, if they are of this type.
+    fn of(elements: Elements<'_>) -> Option<&[Self]>;
+
+    /// The same of elements to write.
+    fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [Self]>;
+
+    /// The same memory as f32, if it is.
+    fn as_f32(elements: &[Self]) -> Option<&[f32]>;
+
+    /// To f32, exactly. Both slices have the same length.
+    fn widen(from: &[Self], to: &mut [f32]);
+
+    /// From f32 times `factor`, rounding to nearest even. Both slices have the same length.
+    fn narrow(from: &[f32], factor: f32, to: &mut [Self]);
+}
+
+/// Elements that are converted at a time.
+const CHUNK: usize = 64;
+
+impl Element for f32 {
+    fn of(elements: Elements<'_>) -> Option<&[f32]> {
+        match elements {
+            Elements::F32(x) => Some(x),
+            Elements::F16(_) | Elements::BF16(_) => None,
+        }
+    }
+
+    fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [f32]> {
+        match elements {
+            ElementsMut::F32(x) => Some(x),
+            ElementsMut::F16(_) | ElementsMut::BF16(_) => None,
+        }
+    }
+
+    #[inline(always)]
+    fn as_f32(elements: &[f32]) -> Option<&[f32]> {
+        Some(elements)
+    }
+
+    #[inline(always)]
+    fn widen(from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+
+    #[inline(always)]
+    fn narrow(from: &[f32], factor: f32, to: &mut [f32]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = from * factor;
+        }
+    }
+}
+
+impl Element for f16 {
+    fn of(elements: Elements<'_>) -> Option<&[f16]> {
+        match elements {
+            Elements::F16(x) => Some(x),
+            Elements::F32(_) | Elements::BF16(_) => None,
+        }
+    }
+
+    fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [f16]> {
+        match elements {
+            ElementsMut::F16(x) => Some(x),
+            ElementsMut::F32(_) | ElementsMut::BF16(_) => None,
+        }
+    }
+
+    #[inline(always)]
+    fn as_f32(_: &[f16]) -> Option<&[f32]> {
+        None
+    }
+
+    #[inline(always)]
+    fn widen(from: &[f16], to: &mut [f32]) {
+        from.convert_to_f32_slice(to);
+    }
+
+    #[inline(always)]
+    fn narrow(from: &[f32], factor: f32, to: &mut [f16]) {
+        for (to, from) in to.chunks_mut(CHUNK).zip(from.chunks(CHUNK)) {
+            let mut scaled = [0.0; CHUNK];
+            let scaled = &mut scaled[..from.len()];
+            f32::narrow(from, factor, scaled);
+            to.convert_from_f32_slice(scaled);
+        }
+    }
+}
+
+impl Element for bf16 {
+    fn of(elements: Elements<'_>) -> Option<&[bf16]> {
+        match elements {
+            Elements::BF16(x) => Some(x),
+            Elements::F32(_) | Elements::F16(_) => None,
+        }
+    }
+
+    fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [bf16]> {
+        match elements {
+            ElementsMut::BF16(x) => Some(x),
+            ElementsMut::F32(_) | ElementsMut::F16(_) => None,
+        }
+    }
+
+    #[inline(always)]
+    fn as_f32(_: &[bf16]) -> Option<&[f32]> {
+        None
+    }
+
+    #[inline(always)]
+    fn widen(from: &[bf16], to: &mut [f32]) {
+        // Not half's own loop: it quiets NaN, and is not compiled for the instruction set at hand.
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = f32::from_bits(u32::from(from.to_bits()) << 16);
+        }
+    }
+
+    #[inline(always)]
+    fn narrow(from: &[f32], factor: f32, to: &mut [bf16]) {
+        for (to, from) in to.chunks_mut(CHUNK).zip(from.chunks(CHUNK)) {
+            let mut scaled = [0.0; CHUNK];
+            let scaled = &mut scaled[..from.len()];
+            f32::narrow(from, factor, scaled);
+            to.convert_from_f32_slice(scaled);
+        }
+    }
+}

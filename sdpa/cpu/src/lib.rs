@@ -1,0 +1,290 @@
+//! Every core of this machine: blocked attention with an online softmax, f32 inside.
+//!
+//! A problem is cut into *strips* (rows of one key head) and, where strips are too few to keep every thread busy,
+//! strips into *pieces* (parts of their keys) whose sums are merged. A thread takes pieces one by one, the largest
+//! first. Within a piece keys are taken in blocks; what is in memory at a time is bounded by the sizes of the blocks
+//! and by the two dims, never by the lengths.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `isa` | the instruction set, found at run time |
+//! | `schedule` | strips, pieces, block sizes, threads |
+//! | `tiles`, `kernel` | many rows: a row to a lane |
+//! | `few` | few rows: a register along a row |
+//! | `exp` | two to the power of x |
+//! | `long` | sums over more keys than a sum in f32 is good for |
+//! | `program` | functions of scores, masks that are no bands |
+//! | `pack`, `element` | operands, scratch memory, f16 and bf16 |
+//! | `output` | rows of the output, merging |
+//! | `backward` | the gradient |
+//!
+//! What holds of inf and NaN: a score that a mask drops has no effect, whatever `q`, `k` and `v` hold; a NaN score
+//! that is kept makes its row NaN, in `o` and `stats`; so does a score of +inf, as inf - inf is NaN. A score of -inf
+//! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices (Metal kernels drop
+//! such a pair as a mask does). A row whose
+//! scores are all -inf, or which keeps no key, is 0 with stats -inf.
+//!
+//! The same holds of gradients: a pair of a query and a key that a mask drops has no effect on any of them, whatever the
+//! two and their `v`, `o`, `d_o` and stats hold. A row with stats -inf attends to nothing. A score of -inf that is kept
+//! has weight and slope 0, and those take part in the products.
+
+mod backward;
+#[cfg(test)]
+mod digits;
+mod element;
+mod exp;
+mod few;
+mod isa;
+mod kernel;
+mod long;
+mod output;
+mod pack;
+mod program;
+#[cfg(test)]
+mod rule_tests;
+mod schedule;
+#[cfg(test)]
+mod tests;
+mod tiles;
+
+use backward::CpuBackward;
+use element::Element;
+use isa::Isa;
+use long::Long;
+use output::{Partial, Sink};
+use pack::{Scratch, View};
+use program::{Lengths, Rules, RulesOf};
+use schedule::Schedule;
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
+use sdpa_core::executor::{Executor, Prepared, PreparedBackward, Report};
+use sdpa_core::problem::Problem;
+use sdpa_core::tensor::{ElementsMut, HostForward, Param};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Runs on the threads of the rayon pool that it is called from.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuExecutor {
+    isa: Isa,
+}
+
+impl CpuExecutor {
+    /// Finds the instruction set.
+    pub fn new() -> CpuExecutor {
+        CpuExecutor { isa: Isa::detect() }
+    }
+
+    /// Bytes of scratch memory that a forward pass takes on the threads of the rayon pool that this is called from, at most: a
+    /// call needs them besides its operands.
+    pub fn workspace_bytes(&self, problem: &Problem) -> u64 {
+        let rules = Rules::new(problem);
+        let threads = rayon::current_num_threads();
+        let schedule = Schedule::new(problem, self.isa, threads, Lengths::default(), !rules.is_empty());
+        workspace(&schedule, self.isa, &rules) as u64
+    }
+
+    /// The same of a backward pass.
+    pub fn backward_workspace_bytes(&self, problem: &BackwardProblem) -> u64 {
+        CpuBackward::unchecked(self.isa, problem).most_workspace() as u64
+    }
+
+    #[cfg(test)]
+    fn with_isa(isa: Isa) -> CpuExecutor {
+        CpuExecutor { isa }
+    }
+}
+
+impl Default for CpuExecutor {
+    fn default() -> CpuExecutor {
+        CpuExecutor::new()
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::CPU
+    }
+
+    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
+        Ok(())
+    }
+
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        Ok(Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() }))
+    }
+
+    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
+        Ok(())
+    }
+
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        Ok(Arc::new(CpuBackward::new(self.isa, problem)))
+    }
+}
+
+/// A problem and the instruction set; the cut depends on the threads of a call.
+#[derive(Debug)]
+struct CpuPrepared {
+    isa: Isa,
+    problem: Problem,
+    rules: Rules,
+}
+
+impl Prepared for CpuPrepared {
+    fn forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
+        let scale = call.check(&self.problem)?;
+        let HostForward { q, k, v, o, stats, attn_scale: _, params } = call;
+        match o {
+            ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, stats, scale, params),
+            ElementsMut::F16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale, params),
+            ElementsMut::BF16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale, params),
+        }
+    }
+}
+
+/// What every piece reads.
+#[derive(Debug)]
+struct Call<'a, T> {
+    schedule: &'a Schedule,
+    isa: Isa,
+    q: View<'a, T>,
+    k: View<'a, T>,
+    v: View<'a, T>,
+    /// Multiplies queries.
+    scale: f32,
+    rules: &'a RulesOf<'a>,
+}
+
+impl CpuPrepared {
+    fn run<T: Element>(
+        &self,
+        inputs: [Option<&[T]>; 3],
+        o: &mut [T],
+        stats: Option<&mut [f32]>,
+        scale: f32,
+        params: &[Param<'_>],
+    ) -> Result<Report, Error> {
+        let [Some(q), Some(k), Some(v)] = inputs else {
+            return Err(wrong_types());
+        };
+        let started = Instant::now();
+        let problem = &self.problem;
+        let values = problem.bind(params)?;
+        let lengths = Lengths::new(problem, problem.params(), &values);
+        let rules = self.rules.bind(problem, self.isa, problem.params(), &values);
+        let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads(), lengths, !self.rules.is_empty());
+        let workspace = workspace(&schedule, self.isa, &self.rules);
+        is_there(workspace)?;
+        let call = Call {
+            schedule: &schedule,
+            isa: self.isa,
+            q: View::new(q, problem.q()),
+            k: View::new(k, problem.k()),
+            v: View::new(v, problem.v()),
+            scale,
+            rules: &rules,
+        };
+        call.run(output::targets(&schedule, problem.o(), o, stats));
+        Ok(report(started, self.isa, schedule.threads, workspace))
+    }
+}
+
+/// Bytes of scratch memory of a forward pass.
+fn workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
+    let lens = scratch_lens(schedule, isa);
+    let long = Long::bytes(schedule, lens[0].max(lens[1]), lens[2]);
+    let of_worker = Scratch::bytes(&lens, 2 * lens[2]) + rules.bytes() + 4 * kept_len(schedule, rules.drop()) + long;
+    let parts = schedule.strips.iter().filter(|strip| strip.n_pieces > 1);
+    let partials: usize = parts.map(|strip| strip.n_pieces * Partial::bytes(strip.rows.len(), schedule.extents.dim_v)).sum();
+    schedule.threads.min(schedule.pieces.len()) * of_worker + partials
+}
+
+fn scratch_lens(schedule: &Schedule, isa: Isa) -> Vec<usize> {
+    if schedule.blocks.few_rows { few::scratch_lens(schedule, isa).to_vec() } else { tiles::scratch_lens(schedule, isa).to_vec() }
+}
+
+/// What a worker keeps of a mask: of a tile and a block.
+fn kept_len(schedule: &Schedule, drop: bool) -> usize {
+    if drop { schedule.blocks.block_keys * schedule.blocks.tile_rows } else { 0 }
+}
+
+/// Whether so much memory can be had: allocating it would end the process where it cannot.
+fn is_there(bytes: usize) -> Result<(), Error> {
+    let mut memory: Vec<u8> = Vec::new();
+    memory.try_reserve_exact(bytes).map_err(|_| {
+        let (field, value, limit) = ("workspace".to_owned(), format!("{bytes} bytes"), "memory that is there".to_owned());
+        Error::Unsupported(Unsupported { executor: ExecutorName::CPU, reasons: vec![Reason::Limit { field, value, limit }] })
+    })
+}
+
+/// Operands differ in type, which the check of a call has ruled out.
+fn wrong_types() -> Error {
+    Error::Spec(SpecErrors(vec![SpecError::new("operands", "of several dtypes", "all of the problem's dtype")]))
+}
+
+fn report(started: Instant, isa: Isa, threads: usize, workspace: usize) -> Report {
+    Report {
+        compute_ms: started.elapsed().as_secs_f64() * 1e3,
+        copied: Vec::new(),
+        engine: format!("cpu {}, {threads} thread{}", isa.name(), if threads == 1 { "" } else { "s" }),
+        workspace_bytes: workspace as u64,
+    }
+}
+
+impl<T: Element> Call<'_, T> {
+    /// Computes everything.
+    fn run(&self, targets: Vec<output::Target<'_, T>>) {
+        let schedule = self.schedule;
+        let dim_v = schedule.extents.dim_v;
+        let mut partials: Vec<Partial> = schedule
+            .strips
+            .iter()
+            .filter(|strip| strip.n_pieces > 1)
+            .flat_map(|strip| (0..strip.n_pieces).map(|_| Partial::new(strip.rows.len(), dim_v)))
+            .collect();
+
+        let mut pieces = schedule.pieces.iter();
+        let mut spare = partials.iter_mut();
+        let mut work = Vec::with_capacity(schedule.pieces.len());
+        let mut split = Vec::new();
+        for (strip, target) in schedule.strips.iter().zip(targets) {
+            let pieces = pieces.by_ref().take(strip.n_pieces);
+            if strip.n_pieces == 1 {
+                work.extend(pieces.zip([Sink::Target(target)]));
+            } else {
+                work.extend(pieces.zip(spare.by_ref().map(Sink::Partial)));
+                split.push((target, strip.n_pieces));
+            }
+        }
+        work.sort_by_key(|(piece, _)| std::cmp::Reverse(piece.pairs));
+
+        let few_rows = schedule.blocks.few_rows;
+        let lens = scratch_lens(schedule, self.isa);
+        let (n_bounds, n_kept) = (2 * lens[2], kept_len(schedule, self.rules.drop()));
+        let workers = schedule.threads.min(work.len());
+        schedule::share(
+            workers,
+            work.into_iter(),
+            || (Scratch::new(&lens, n_bounds), self.rules.worker(), vec![0; n_kept]),
+            |(scratch, rules, kept), (piece, sink)| {
+                if few_rows { few::run(self, scratch, piece, sink) } else { tiles::run(self, scratch, (rules, kept), piece, sink) }
+            },
+        );
+
+        let mut rest = partials.as_mut_slice();
+        let merges: Vec<_> = split
+            .into_iter()
+            .map(|(target, n)| {
+                let (parts, tail) = std::mem::take(&mut rest).split_at_mut(n);
+                rest = tail;
+                (target, parts)
+            })
+            .collect();
+        schedule::share(schedule.threads.min(merges.len()), merges.into_iter(), || (), |(), (target, parts)| output::merge(parts, target));
+    }
+}
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

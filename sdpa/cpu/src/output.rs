@@ -1,0 +1,231 @@
+//! Where results go: rows of the output and stats, handed out so that no two pieces share an element.
+
+use super::element::Element;
+use super::schedule::Schedule;
+use sdpa_core::spec::{Layout, TensorSpec};
+
+/// Rows of one head that follow one another in memory, with nothing of another strip between them.
+#[derive(Debug)]
+struct Run<'a, T> {
+    /// Place of the first row in its strip, and the step to the next.
+    place: usize,
+    step: usize,
+    /// Distance between rows, and what of it is row.
+    stride: usize,
+    width: usize,
+    elements: &'a mut [T],
+}
+
+impl<'a, T> Run<'a, T> {
+    fn rows(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
+        let Run { place, step, stride, width, elements } = self;
+        elements.chunks_mut(stride).enumerate().map(move |(i, row)| (place + i * step, &mut row[..width]))
+    }
+}
+
+/// The rows of a strip in an output tensor.
+#[derive(Debug)]
+pub(super) struct Rows<'a, T>(Vec<Run<'a, T>>);
+
+impl<'a, T> Rows<'a, T> {
+    /// The rows, each with its place in the strip.
+    fn each(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
+        self.0.into_iter().flat_map(Run::rows)
+    }
+}
+
+impl<T: Element> Rows<'_, T> {
+    /// Writes zeros.
+    pub(super) fn clear(&mut self) {
+        for Run { stride, width, elements, .. } in &mut self.0 {
+            let zeros = vec![0.0; *width];
+            elements.chunks_mut(*stride).for_each(|row| T::narrow(&zeros, 0.0, &mut row[..*width]));
+        }
+    }
+
+    /// Writes every row: `factor` times what is in `from`, a row every `stride`.
+    pub(super) fn write(self, from: &[f32], stride: usize, factor: f32) {
+        for (place, row) in self.each() {
+            T::narrow(&from[place * stride..][..row.len()], factor, row);
+        }
+    }
+}
+
+/// What a strip writes to.
+#[derive(Debug)]
+pub(super) struct Target<'a, T> {
+    o: Rows<'a, T>,
+    /// Empty where none are wanted.
+    stats: Rows<'a, f32>,
+    /// Statistics in two parts, maximum and logarithm; likewise.
+    norms: Rows<'a, [f32; 2]>,
+}
+
+/// Sums over a part of a strip's keys, kept until the other parts are there; see [`Sums`].
+#[derive(Debug)]
+pub(super) struct Partial {
+    max: Vec<f32>,
+    sum: Vec<f32>,
+    o: Vec<f32>,
+    dim_v: usize,
+}
+
+impl Partial {
+    pub(super) fn new(n_rows: usize, dim_v: usize) -> Partial {
+        Partial { max: vec![f32::NEG_INFINITY; n_rows], sum: vec![0.0; n_rows], o: vec![0.0; n_rows * dim_v], dim_v }
+    }
+
+    /// Bytes that [`Partial::new`] takes.
+    pub(super) fn bytes(n_rows: usize, dim_v: usize) -> usize {
+        4 * n_rows * (2 + dim_v)
+    }
+}
+
+/// One target per strip of the schedule.
+pub(super) fn targets<'a, T>(schedule: &Schedule, spec: &TensorSpec, o: &'a mut [T], stats: Option<&'a mut [f32]>) -> Vec<Target<'a, T>> {
+    let (group, strip_rows) = (schedule.extents.group, schedule.blocks.strip_rows);
+    let mut targets: Vec<Target<'a, T>> =
+        strips(spec, group, strip_rows, o).into_iter().map(|o| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()) }).collect();
+    if let Some(stats) = stats {
+        for (target, stats) in targets.iter_mut().zip(strips(&one_per_row(spec), group, strip_rows, stats)) {
+            target.stats = stats;
+        }
+    }
+    targets
+}
+
+/// One target per strip of the schedule, for statistics in two parts alone.
+pub(super) fn norms<'a, T>(schedule: &Schedule, o: &TensorSpec, norms: &'a mut [[f32; 2]]) -> Vec<Target<'a, T>> {
+    let norms = strips(&one_per_row(o), schedule.extents.group, schedule.blocks.strip_rows, norms);
+    norms.into_iter().map(|norms| Target { o: Rows(Vec::new()), stats: Rows(Vec::new()), norms }).collect()
+}
+
+/// What has one element for each row of the output.
+fn one_per_row(o: &TensorSpec) -> TensorSpec {
+    let [batch, heads, seq, _] = o.dims;
+    TensorSpec::dense([batch, heads, seq, 1], Layout::Bhsd)
+}
+
+/// Cuts a tensor to strips, numbered by batch entry, by `group` of heads, and by `strip_rows` of the rows of a group.
+/// Rows of a group are numbered as those of [`Extents`](super::schedule::Extents).
+pub(super) fn strips<'a, T>(spec: &TensorSpec, group: usize, strip_rows: usize, mut rest: &'a mut [T]) -> Vec<Rows<'a, T>> {
+    let dims = spec.dims.map(|n| n as usize);
+    let (groups, strips_per_group) = (dims[1] / group, (dims[2] * group).div_ceil(strip_rows));
+    let mut strips: Vec<Rows<'a, T>> = (0..dims[0] * groups * strips_per_group).map(|_| Rows(Vec::new())).collect();
+    let strides = spec.strides.map(|n| n as usize);
+    let mut axes = [0, 1, 2];
+    // Validation has made sure that a longer stride spans all of the shorter ones. Axes of extent 1 may lie anywhere.
+    axes.sort_by_key(|&axis| std::cmp::Reverse(if dims[axis] == 1 { usize::MAX } else { strides[axis] }));
+    let mut index = [0; 3];
+    let mut taken = 0;
+    for a in 0..dims[axes[0]] {
+        for b in 0..dims[axes[1]] {
+            let mut c = 0;
+            while c < dims[axes[2]] {
+                for (axis, at) in axes.into_iter().zip([a, b, c]) {
+                    index[axis] = at;
+                }
+                let [batch, head, query] = index;
+                let row = query * group + head % group;
+                let strip = row / strip_rows;
+                let n_rows = if axes[2] == 2 {
+                    let past = ((strip + 1) * strip_rows - head % group).div_ceil(group);
+                    past.min(dims[2]) - query
+                } else {
+                    1
+                };
+                let offset = index.iter().zip(strides).map(|(i, stride)| i * stride).sum::<usize>();
+                let len = (n_rows - 1) * strides[2] + dims[3];
+                let (_gap, tail) = std::mem::take(&mut rest).split_at_mut(offset - taken);
+                let (elements, tail) = tail.split_at_mut(len);
+                rest = tail;
+                taken = offset + len;
+                c += n_rows;
+                let run = Run { place: row % strip_rows, step: group, stride: strides[2].max(dims[3]), width: dims[3], elements };
+                strips[(batch * groups + head / group) * strips_per_group + strip].0.push(run);
+            }
+        }
+    }
+    strips
+}
+
+/// What a strip comes to: sums of its rows over some or all of their keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sums<'a> {
+    /// Largest score of each row.
+    pub(super) max: &'a [f32],
+    /// Sum of the weights, relative to the maximum.
+    pub(super) sum: &'a [f32],
+    /// Values times weights, a row every `stride`.
+    pub(super) o: &'a [f32],
+    pub(super) stride: usize,
+}
+
+impl<T: Element> Target<'_, T> {
+    /// Writes every row.
+    pub(super) fn write(self, sums: Sums<'_>) {
+        for (place, row) in self.o.each() {
+            let sum = sums.sum[place];
+            // NaN is not equal to 0, and stays.
+            let factor = if sum == 0.0 { 0.0 } else { sum.recip() };
+            T::narrow(&sums.o[place * sums.stride..][..row.len()], factor, row);
+        }
+        for (place, stat) in self.stats.each() {
+            let lse = f64::from(sums.max[place]) + f64::from(sums.sum[place]).ln();
+            stat.fill(lse as f32);
+        }
+        for (place, norm) in self.norms.each() {
+            norm.fill([sums.max[place], f64::from(sums.sum[place]).ln() as f32]);
+        }
+    }
+}
+
+/// Where one piece leaves its sums.
+#[derive(Debug)]
+pub(super) enum Sink<'a, T> {
+    /// The piece is the whole of its strip.
+    Target(Target<'a, T>),
+    /// Other pieces have the rest of the keys.
+    Partial(&'a mut Partial),
+}
+
+impl<T: Element> Sink<'_, T> {
+    /// Takes every row.
+    pub(super) fn take(self, sums: Sums<'_>) {
+        match self {
+            Sink::Target(target) => target.write(sums),
+            Sink::Partial(Partial { max, sum, o, dim_v }) => {
+                let n_rows = max.len();
+                max.copy_from_slice(&sums.max[..n_rows]);
+                sum.copy_from_slice(&sums.sum[..n_rows]);
+                for (to, from) in o.chunks_exact_mut(*dim_v).zip(sums.o.chunks(sums.stride)) {
+                    to.copy_from_slice(&from[..*dim_v]);
+                }
+            }
+        }
+    }
+}
+
+/// Writes the strip whose pieces left `partials`, which are used up.
+pub(super) fn merge<T: Element>(partials: &mut [Partial], target: Target<'_, T>) {
+    let Some((first, rest)) = partials.split_first_mut() else { return };
+    for place in 0..first.max.len() {
+        let max = rest.iter().fold(first.max[place], |max, p| max.max(p.max[place]));
+        let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        // A maximum that is NaN, which f32::max passes over, makes its weight NaN.
+        let weight = (first.max[place] - shift).exp();
+        let dim_v = first.dim_v;
+        let o = &mut first.o[place * dim_v..][..dim_v];
+        o.iter_mut().for_each(|x| *x *= weight);
+        first.sum[place] *= weight;
+        first.max[place] = max;
+        for other in rest.iter() {
+            let weight = (other.max[place] - shift).exp();
+            first.sum[place] += weight * other.sum[place];
+            for (x, o) in o.iter_mut().zip(&other.o[place * dim_v..]) {
+                *x += weight * o;
+            }
+        }
+    }
+    target.write(Sums { max: &first.max, sum: &first.sum, o: &first.o, stride: first.dim_v });
+}

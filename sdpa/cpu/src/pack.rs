@@ -1,0 +1,231 @@
+//! Operands, and their way into scratch memory.
+
+use super::element::Element;
+use pulp::{Simd, WithSimd};
+use sdpa_core::spec::TensorSpec;
+use std::ops::Range;
+
+/// A strided operand.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct View<'a, T> {
+    data: &'a [T],
+    strides: [usize; 3],
+    pub(super) dim: usize,
+    /// A row is one element, `dim` times.
+    spread: bool,
+}
+
+impl<'a, T: Element> View<'a, T> {
+    pub(super) fn new(data: &'a [T], spec: &TensorSpec) -> View<'a, T> {
+        let [batch, head, seq, _] = spec.strides.map(|stride| stride as usize);
+        let dim = spec.dims[3] as usize;
+        View { data, strides: [batch, head, seq], dim, spread: spec.strides[3] == 0 && dim > 1 }
+    }
+
+    /// One row as f32; `to` has its length.
+    #[inline(always)]
+    pub(super) fn widen_row(&self, [batch, head, seq]: [usize; 3], to: &mut [f32]) {
+        if self.spread {
+            let mut one = [0.0];
+            T::widen(&self.data[batch * self.strides[0] + head * self.strides[1] + seq * self.strides[2]..][..1], &mut one);
+            to.fill(one[0]);
+        } else {
+            T::widen(self.row(batch, head, seq), to);
+        }
+    }
+
+    /// One row, of an operand whose last axis is dense.
+    #[inline(always)]
+    pub(super) fn row(&self, batch: usize, head: usize, seq: usize) -> &'a [T] {
+        &self.data[batch * self.strides[0] + head * self.strides[1] + seq * self.strides[2]..][..self.dim]
+    }
+
+    /// Rows as they lie in memory, with the distance between them, if they are f32, and there to be read.
+    pub(super) fn in_place(&self, batch: usize, head: usize, rows: &Range<usize>) -> Option<(&'a [f32], usize)> {
+        let start = batch * self.strides[0] + head * self.strides[1] + rows.start * self.strides[2];
+        let len = (rows.len().max(1) - 1) * self.strides[2] + self.dim;
+        Some((T::as_f32(self.data.get(start..start + len)?)?, self.strides[2]))
+    }
+
+    /// Rows that follow one another in memory without gaps, if they are f32, and there to be read.
+    pub(super) fn dense_in_place(&self, batch: usize, head: usize, rows: &Range<usize>) -> Option<&'a [f32]> {
+        self.in_place(batch, head, rows).filter(|(_, stride)| *stride == self.dim).map(|(rows, _)| rows)
+    }
+}
+
+/// A key head, and the heads of an operand that share it; their rows are numbered as those of
+/// [`Extents`](super::schedule::Extents).
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Head {
+    pub(super) batch: usize,
+    pub(super) head_kv: usize,
+    /// Heads that share the key head: 1 for keys and values.
+    pub(super) group: usize,
+}
+
+impl Head {
+    /// Batch entry, head and place in the sequence of a row.
+    #[inline(always)]
+    pub(super) fn index(&self, row: usize) -> [usize; 3] {
+        [self.batch, self.head_kv * self.group + row % self.group, row / self.group]
+    }
+}
+
+/// Copies rows of an operand, as f32, `width` apart; what is past the end of a row becomes 0.
+#[derive(Debug)]
+pub(super) struct CopyRows<'a, T> {
+    pub(super) from: &'a View<'a, T>,
+    pub(super) head: Head,
+    pub(super) rows: Range<usize>,
+    pub(super) width: usize,
+    pub(super) to: &'a mut [f32],
+}
+
+impl<T: Element> WithSimd for CopyRows<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        for (to, row) in self.to.chunks_exact_mut(self.width).zip(self.rows) {
+            let (to, rest) = to.split_at_mut(self.from.dim);
+            self.from.widen_row(self.head.index(row), to);
+            rest.fill(0.0);
+        }
+    }
+}
+
+/// `to[column][row] = from[row][column] · factor`. Both are dense.
+#[derive(Debug)]
+pub(super) struct Transpose<'a> {
+    pub(super) n_columns: usize,
+    pub(super) factor: f32,
+    pub(super) from: &'a [f32],
+    pub(super) to: &'a mut [f32],
+}
+
+impl WithSimd for Transpose<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        const SIDE: usize = 8;
+        let Transpose { n_columns, factor, .. } = self;
+        let n_rows = self.from.len() / n_columns;
+        for row in (0..n_rows).step_by(SIDE) {
+            for column in (0..n_columns).step_by(SIDE) {
+                if row + SIDE <= n_rows && column + SIDE <= n_columns {
+                    let mut block = [[0.0; SIDE]; SIDE];
+                    for (i, block) in block.iter_mut().enumerate() {
+                        block.copy_from_slice(&self.from[(row + i) * n_columns + column..][..SIDE]);
+                    }
+                    for j in 0..SIDE {
+                        let to = &mut self.to[(column + j) * n_rows + row..][..SIDE];
+                        for (to, row) in to.iter_mut().zip(&block) {
+                            *to = row[j] * factor;
+                        }
+                    }
+                } else {
+                    for i in row..(row + SIDE).min(n_rows) {
+                        for j in column..(column + SIDE).min(n_columns) {
+                            self.to[j * n_rows + i] = self.from[i * n_columns + j] * factor;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// f32 elements of a cache line.
+const LINE: usize = 16;
+
+/// Memory that starts at a cache line, as loads that cross one take twice as long.
+#[derive(Debug)]
+pub(super) struct Aligned(Vec<f32>);
+
+impl Aligned {
+    /// Zeros.
+    pub(super) fn new(len: usize) -> Aligned {
+        Aligned(vec![0.0; len + LINE])
+    }
+
+    /// Bytes that [`Aligned::new`] takes.
+    pub(super) fn bytes(len: usize) -> usize {
+        4 * (len + LINE)
+    }
+
+    fn offset(&self) -> usize {
+        self.0.as_ptr().align_offset(4 * LINE).min(LINE)
+    }
+
+    pub(super) fn get(&self) -> &[f32] {
+        &self.0[self.offset()..][..self.0.len() - LINE]
+    }
+
+    pub(super) fn get_mut(&mut self) -> &mut [f32] {
+        let (offset, len) = (self.offset(), self.0.len() - LINE);
+        &mut self.0[offset..][..len]
+    }
+}
+
+/// Scratch memory of one worker.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    memory: Aligned,
+    /// First and past-the-last keys of rows.
+    pub(super) bounds: Vec<u32>,
+    /// Keys whose values are taken apart from the rest.
+    pub(super) holes: Vec<usize>,
+}
+
+impl Scratch {
+    /// Memory for slices of these lengths.
+    pub(super) fn new(lens: &[usize], n_bounds: usize) -> Scratch {
+        Scratch { memory: Aligned::new(Scratch::floats(lens)), bounds: vec![0; n_bounds], holes: Vec::new() }
+    }
+
+    fn floats(lens: &[usize]) -> usize {
+        lens.iter().map(|len| len.next_multiple_of(LINE)).sum::<usize>()
+    }
+
+    /// Bytes that [`Scratch::new`] takes.
+    pub(super) fn bytes(lens: &[usize], n_bounds: usize) -> usize {
+        Aligned::bytes(Scratch::floats(lens)) + 4 * n_bounds
+    }
+
+    /// The slices, and the two lists.
+    pub(super) fn split<const N: usize>(&mut self, lens: [usize; N]) -> ([&mut [f32]; N], &mut [u32], &mut Vec<usize>) {
+        let mut rest = self.memory.get_mut();
+        let slices = lens.map(|len| {
+            let (slice, tail) = std::mem::take(&mut rest).split_at_mut(len.next_multiple_of(LINE));
+            rest = tail;
+            &mut slice[..len]
+        });
+        (slices, &mut self.bounds, &mut self.holes)
+    }
+}
+
+/// Whether a row holds neither inf nor NaN.
+pub(super) fn all_finite(row: &[f32]) -> bool {
+    row.iter().fold(true, |good, x| good & x.is_finite())
+}
+
+/// Sets rows of values that hold inf or NaN to 0, and lists them.
+///
+/// Only keys that some row of the strip drops are looked at: a probability of 0 times inf would be NaN in a row that
+/// does not attend to the key at all. The rows that do attend to it get it added apart.
+pub(super) fn take_out_holes(values: &mut [f32], width: usize, keys: &Range<usize>, kept_by_all: &Range<usize>, holes: &mut Vec<usize>) {
+    holes.clear();
+    for (key, row) in keys.clone().zip(values.chunks_exact_mut(width)) {
+        if !kept_by_all.contains(&key) && !all_finite(row) {
+            row.fill(0.0);
+            holes.push(key);
+        }
+    }
+}
+
+/// The keys in both.
+pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.max(b.start);
+    start..a.end.min(b.end).max(start)
+}

@@ -1,0 +1,240 @@
+//! A trace as steps over registers.
+
+use super::machine::CHUNK;
+use sdpa_core::expr::{Axis, Binary, Depends, Node, TanhSlope, Trace, Type, Unary, tanh_slope};
+
+/// How often a value is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Level {
+    /// Once per batch entry.
+    Entry,
+    /// For each row of a tile.
+    Rows,
+    /// For each key of a block.
+    Keys,
+    /// For each row and key.
+    Pairs,
+}
+
+impl Level {
+    fn of(depends: Depends) -> Level {
+        let rows = depends.axes.has(Axis::Head) || depends.axes.has(Axis::Q);
+        match (depends.score, rows, depends.axes.has(Axis::K)) {
+            (true, _, _) | (false, true, true) => Level::Pairs,
+            (false, true, false) => Level::Rows,
+            (false, false, true) => Level::Keys,
+            (false, false, false) => Level::Entry,
+        }
+    }
+}
+
+/// What a step computes. Operands are registers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Op {
+    /// A value of another level, by its place in the trace.
+    Import(usize),
+    Score,
+    Upstream,
+    Index(Axis),
+    /// The element of a tensor, by its place among the parameters.
+    Load(usize),
+    Unary(Unary, Type, usize),
+    Binary(Binary, Type, usize, usize),
+    Select(usize, usize, usize),
+    /// `g·sech²(x)`, which a trace spells as a difference.
+    TanhSlope(usize, usize),
+}
+
+/// One step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Step {
+    pub(super) op: Op,
+    /// A register that holds none of the operands.
+    pub(super) to: usize,
+}
+
+/// The steps of one level.
+#[derive(Clone, Debug)]
+pub(super) struct Code {
+    /// Run once, in front of any number of runs of the others: these registers are not written again.
+    pub(super) lasting: Vec<Step>,
+    pub(super) steps: Vec<Step>,
+    /// How many steps the first root needs.
+    pub(super) split: usize,
+    /// The register of each value, while it is there.
+    pub(super) place: Vec<usize>,
+    pub(super) n_registers: usize,
+}
+
+/// A compiled trace.
+#[derive(Clone, Debug)]
+pub(crate) struct Program {
+    pub(super) trace: Trace,
+    pub(super) types: Vec<Type>,
+    pub(super) level: Vec<Level>,
+    pub(super) rows: Code,
+    pub(super) keys: Code,
+    pub(super) pairs: Code,
+}
+
+impl Program {
+    pub(crate) fn new(trace: &Trace) -> Program {
+        let level: Vec<Level> = trace.depends().into_iter().map(Level::of).collect();
+        let types: Vec<Type> = trace.ids().map(|id| trace.ty(id)).collect();
+        let slopes: Vec<Option<TanhSlope>> = trace.ids().map(|id| tanh_slope(trace, id)).collect();
+        let mut needed = vec![false; types.len()];
+        trace.roots().iter().for_each(|root| needed[root.index()] = true);
+        let mut compiler = Compiler { trace, types: &types, level: &level, slopes: &slopes, needed: &[] };
+        // The squares of slopes of tanh are computed no more.
+        for value in (0..needed.len()).rev() {
+            if needed[value] {
+                compiler.operands(value).for_each(|x| needed[x] = true);
+            }
+        }
+        compiler.needed = &needed;
+        let (rows, keys, pairs) = (compiler.inner(Level::Rows), compiler.inner(Level::Keys), compiler.pairs());
+        Program { trace: trace.clone(), types, level, rows, keys, pairs }
+    }
+
+    /// Bytes of the registers of one worker, but for what little is kept of rows and keys.
+    pub(super) fn bytes(&self) -> usize {
+        4 * CHUNK * self.pairs.n_registers
+    }
+}
+
+struct Compiler<'t> {
+    trace: &'t Trace,
+    types: &'t [Type],
+    level: &'t [Level],
+    /// Values that are computed otherwise than they are spelled.
+    slopes: &'t [Option<TanhSlope>],
+    /// What roots are made of.
+    needed: &'t [bool],
+}
+
+/// Where a register that nobody uses again is free: never.
+const END: usize = usize::MAX;
+
+impl Compiler<'_> {
+    fn operands(&self, value: usize) -> impl Iterator<Item = usize> + use<> {
+        let slope = self.slopes[value].map(|slope| [slope.upstream, slope.of]);
+        let spelled = self.trace.nodes()[value].operands().filter(move |_| slope.is_none());
+        slope.into_iter().flatten().chain(spelled).map(|id| id.index())
+    }
+
+    fn of(&self, level: Level) -> impl Iterator<Item = usize> {
+        (0..self.level.len()).filter(move |&value| self.level[value] == level && self.needed[value])
+    }
+
+    /// Rows or keys: every value that another level, or a root, asks for is there to the end.
+    fn inner(&mut self, own: Level) -> Code {
+        let order: Vec<usize> = self.of(own).collect();
+        let mut last = vec![0; self.level.len()];
+        for pair in self.of(Level::Pairs) {
+            self.operands(pair).for_each(|x| last[x] = END);
+        }
+        self.trace.roots().iter().for_each(|root| last[root.index()] = END);
+        let lasting = self.met(&order, |level| level == Level::Entry);
+        let split = order.len();
+        self.code(own, &lasting, &order, split, last)
+    }
+
+    /// Pairs: what the first root needs comes first.
+    fn pairs(&mut self) -> Code {
+        let roots: Vec<usize> = self.trace.roots().iter().map(|root| root.index()).collect();
+        let mut early = vec![false; self.level.len()];
+        early[roots[0]] = true;
+        // Scores are overwritten in between.
+        self.trace.nodes().iter().zip(&mut early).for_each(|(node, early)| *early |= *node == Node::Score);
+        for value in (0..early.len()).rev().filter(|&value| self.level[value] == Level::Pairs) {
+            if early[value] {
+                self.operands(value).for_each(|x| early[x] = true);
+            }
+        }
+        let mut sequence: Vec<usize> = Vec::new();
+        let mut there = vec![false; self.level.len()];
+        let mut split = 0;
+        for phase in [true, false] {
+            // Values of keys are spread over pairs in front of their first use.
+            let mut push = |value: usize| {
+                if !std::mem::replace(&mut there[value], true) {
+                    sequence.push(value);
+                }
+            };
+            let keys = |value: &usize| self.level[*value] == Level::Keys;
+            roots.iter().copied().enumerate().filter(|(n, root)| (*n == 0) == phase && keys(root)).for_each(|(_, root)| push(root));
+            for value in self.of(Level::Pairs).filter(|&value| early[value] == phase) {
+                self.operands(value).filter(keys).for_each(&mut push);
+                push(value);
+            }
+            if phase {
+                split = sequence.len();
+            }
+        }
+        let outer = |level| matches!(level, Level::Entry | Level::Rows);
+        let mut lasting = self.met(&sequence, outer);
+        for &root in roots.iter().filter(|root| outer(self.level[**root])) {
+            if !lasting.contains(&root) {
+                lasting.push(root);
+            }
+        }
+        let mut last = vec![0; self.level.len()];
+        roots.iter().for_each(|&root| last[root] = END);
+        self.code(Level::Pairs, &lasting, &sequence, split, last)
+    }
+
+    /// Operands of some levels.
+    fn met(&self, values: &[usize], wanted: impl Fn(Level) -> bool) -> Vec<usize> {
+        let mut there = vec![false; self.level.len()];
+        let all = values.iter().flat_map(|&value| self.operands(value));
+        all.filter(|&x| wanted(self.level[x]) && !std::mem::replace(&mut there[x], true)).collect()
+    }
+
+    /// Gives registers out. `last` says which values are there to the end.
+    fn code(&self, own: Level, lasting: &[usize], sequence: &[usize], split: usize, mut last: Vec<usize>) -> Code {
+        let mut place = vec![END; self.level.len()];
+        let mut code = Code { lasting: Vec::new(), steps: Vec::new(), split, place: Vec::new(), n_registers: lasting.len() };
+        for (to, &value) in lasting.iter().enumerate() {
+            (place[value], last[value]) = (to, END);
+            code.lasting.push(Step { op: Op::Import(value), to });
+        }
+        let own = |value: usize| self.level[value] == own;
+        for (at, &value) in sequence.iter().enumerate().filter(|(_, value)| own(**value)) {
+            self.operands(value).for_each(|x| last[x] = last[x].max(at));
+        }
+        let mut free: Vec<usize> = Vec::new();
+        for (at, &value) in sequence.iter().enumerate() {
+            let to = free.pop().unwrap_or_else(|| {
+                code.n_registers += 1;
+                code.n_registers - 1
+            });
+            code.steps.push(Step { op: if own(value) { self.op(value, &place) } else { Op::Import(value) }, to });
+            place[value] = to;
+            if own(value) {
+                let mut done: Vec<usize> = self.operands(value).filter(|&x| last[x] == at).map(|x| place[x]).collect();
+                done.sort_unstable();
+                done.dedup();
+                free.extend(done);
+            }
+        }
+        code.place = place;
+        code
+    }
+
+    fn op(&self, value: usize, place: &[usize]) -> Op {
+        if let Some(TanhSlope { upstream, of }) = self.slopes[value] {
+            return Op::TanhSlope(place[upstream.index()], place[of.index()]);
+        }
+        match self.trace.nodes()[value] {
+            Node::Score => Op::Score,
+            Node::Upstream => Op::Upstream,
+            Node::Index(axis) => Op::Index(axis),
+            Node::Param(p) => Op::Load(p.index()),
+            Node::Unary(f, x) => Op::Unary(f, self.types[x.index()], place[x.index()]),
+            Node::Binary(f, x, y) => Op::Binary(f, self.types[x.index()], place[x.index()], place[y.index()]),
+            Node::Select(c, x, y) => Op::Select(place[c.index()], place[x.index()], place[y.index()]),
+            // Of the entry's level.
+            Node::Extent(_) | Node::Const(_) => Op::Import(value),
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! What a problem asks of its scores besides a band.
+
+use super::compile::Program;
+use super::machine::{Bound, Machine, Row};
+use crate::isa::Isa;
+use pulp::{Simd, WithSimd};
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::expr::Declared;
+use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::problem::Problem;
+use sdpa_core::tensor::ParamValue;
+use std::ops::Range;
+
+/// The programs of a problem.
+#[derive(Debug)]
+pub(crate) struct Rules {
+    mods: Option<Program>,
+    mask: Option<Program>,
+}
+
+impl Rules {
+    pub(crate) fn new(problem: &Problem) -> Rules {
+        let mods = problem.score_mod().map(|trace| Program::new(trace));
+        Rules { mods, mask: problem.kept().rest.as_ref().map(|trace| Program::new(trace)) }
+    }
+
+    /// With gradients behind the function of the score.
+    pub(crate) fn with_gradient(problem: &BackwardProblem) -> Rules {
+        Rules { mods: problem.gradient().map(|gradient| Program::new(&gradient.trace)), ..Rules::new(problem.forward()) }
+    }
+
+    /// Bytes of memory of one worker.
+    pub(crate) fn bytes(&self) -> usize {
+        [&self.mods, &self.mask].into_iter().flatten().map(Program::bytes).sum()
+    }
+
+    /// Whether any key may be dropped for any row.
+    pub(crate) fn drop(&self) -> bool {
+        self.mask.is_some()
+    }
+
+    /// Whether scores are used as they are, for every key of a row's interval.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.mods.is_none() && self.mask.is_none()
+    }
+
+    /// With the parameters of a call.
+    pub(crate) fn bind<'a>(&'a self, problem: &Problem, isa: Isa, declared: &[Declared], values: &[ParamValue<'a>]) -> RulesOf<'a> {
+        let bind = |program: &'a Option<Program>| program.as_ref().map(|p| Bound::new(p, isa, problem.extents(), declared, values));
+        RulesOf { isa, mods: bind(&self.mods), mask: bind(&self.mask) }
+    }
+}
+
+/// The programs of a problem, and the parameters of a call.
+#[derive(Debug)]
+pub(crate) struct RulesOf<'a> {
+    isa: Isa,
+    mods: Option<Bound<'a>>,
+    mask: Option<Bound<'a>>,
+}
+
+impl RulesOf<'_> {
+    /// Whether any key may be dropped for any row.
+    pub(crate) fn drop(&self) -> bool {
+        self.mask.is_some()
+    }
+
+    /// What one worker needs.
+    pub(crate) fn worker(&self) -> Worker<'_> {
+        Worker { isa: self.isa, mods: self.mods.as_ref().map(Machine::new), mask: self.mask.as_ref().map(Machine::new) }
+    }
+}
+
+/// The programs as one worker runs them.
+#[derive(Debug)]
+pub(crate) struct Worker<'a> {
+    isa: Isa,
+    pub(crate) mods: Option<Machine<'a>>,
+    mask: Option<Machine<'a>>,
+}
+
+impl<'a> Worker<'a> {
+    fn each(&mut self) -> impl Iterator<Item = &mut Machine<'a>> {
+        [&mut self.mods, &mut self.mask].into_iter().flatten()
+    }
+
+    /// Turns to a batch entry.
+    pub(crate) fn entry(&mut self, batch: usize) {
+        self.each().for_each(|machine| machine.entry(batch));
+    }
+
+    /// Turns to a block of keys.
+    pub(crate) fn keys(&mut self, keys: &Range<usize>) {
+        self.each().for_each(|machine| machine.keys(keys));
+    }
+
+    /// Takes the rows of a tile, one for each lane, under a number.
+    pub(crate) fn rows(&mut self, tile: usize, rows: impl Iterator<Item = Row> + Clone) {
+        self.each().for_each(|machine| machine.rows(tile, rows.clone()));
+    }
+
+    /// Which pairs of some keys with a tile of this width the mask keeps, `[key][row]`: what is kept is not 0. False where
+    /// that is none; all are kept, and nothing is said, where there is no mask.
+    pub(crate) fn keep(&mut self, tile: usize, width: usize, keys: &Range<usize>, kept: &mut [u32]) -> bool {
+        let Some(mask) = &mut self.mask else { return true };
+        mask.tile(tile);
+        let step = Machine::keys_at_a_time(width);
+        let mut any = 0;
+        for (first, kept) in keys.clone().step_by(step).zip(kept.chunks_mut(step * width)) {
+            let keys = first..(first + step).min(keys.end);
+            let from = mask.first(tile, &keys, &[]);
+            any |= self.isa.run(Keep { from, to: &mut kept[..from.len()] });
+        }
+        any != 0
+    }
+
+    /// Modifies scores, `[key][row]`.
+    pub(crate) fn modify(&mut self, tile: usize, width: usize, keys: &Range<usize>, scores: &mut [f32]) {
+        let Some(mods) = &mut self.mods else { return };
+        mods.tile(tile);
+        let step = Machine::keys_at_a_time(width);
+        for (first, scores) in keys.clone().step_by(step).zip(scores.chunks_mut(step * width)) {
+            let keys = first..(first + step).min(keys.end);
+            let scores = &mut scores[..keys.len() * width];
+            let from = mods.first(tile, &keys, scores);
+            from.iter().zip(scores).for_each(|(from, to)| *to = f32::from_bits(*from));
+        }
+    }
+}
+
+/// Copies what is kept; 0 where nothing is.
+#[derive(Debug)]
+struct Keep<'a> {
+    from: &'a [u32],
+    to: &'a mut [u32],
+}
+
+impl WithSimd for Keep<'_> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) -> u32 {
+        let mut any = 0;
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            *to = *from;
+            any |= from;
+        }
+        any
+    }
+}
+
+/// Scores that a mask drops become -inf.
+#[derive(Debug)]
+pub(crate) struct DropUnkept<'a> {
+    pub(crate) kept: &'a [u32],
+    pub(crate) scores: &'a mut [f32],
+}
+
+impl WithSimd for DropUnkept<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        for (score, kept) in self.scores.iter_mut().zip(self.kept) {
+            *score = if *kept != 0 { *score } else { f32::NEG_INFINITY };
+        }
+    }
+}
+
+/// Queries and keys of each batch entry that are not padding; none where nothing is.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Lengths(Vec<[usize; 2]>);
+
+impl Lengths {
+    /// `values` are those of `declared`.
+    pub(crate) fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Lengths {
+        let kept = problem.kept();
+        if !kept.seq_len_q && !kept.seq_len_kv {
+            return Lengths::default();
+        }
+        let of = |there: bool, name: &str, batch: usize, most: i64| {
+            let value = declared.iter().position(|p| p.name == name).filter(|_| there).map(|n| values[n].get(batch) as i64);
+            value.map_or(most, |len| len.clamp(0, most)) as usize
+        };
+        let entry = |batch| {
+            let queries = of(kept.seq_len_q, SEQ_LEN_Q, batch, problem.seq_q());
+            [queries, of(kept.seq_len_kv, SEQ_LEN_KV, batch, problem.seq_kv())]
+        };
+        Lengths((0..problem.batch() as usize).map(entry).collect())
+    }
+
+    /// Those of a batch entry.
+    pub(crate) fn get(&self, batch: usize) -> Option<[usize; 2]> {
+        self.0.get(batch).copied()
+    }
+}

@@ -1,0 +1,247 @@
+//! Functions of scores and masks on every instruction set of this machine, against closures in f64.
+
+mod case;
+mod dropped;
+mod oracle;
+
+use super::CpuExecutor;
+use super::element::Element;
+use super::isa::Isa;
+use super::tests::{LENGTHS, Random, Tensor, close, indices, narrowed, round, widened};
+use case::{MASKS, MODS, Masked, Modified, Values, mask, score_mod};
+use half::{bf16, f16};
+use oracle::{Book, Wanted};
+use sdpa_core::executor::Executor;
+use sdpa_core::tensor::{HostBackward, HostGradient};
+use sdpa_core::{AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, HostForward, Layout, Param, Shape};
+
+/// Elements of the three types in the enums of a call.
+trait Bound: Element + Default {
+    fn elements(x: &[Self]) -> Elements<'_>;
+    fn elements_mut(x: &mut [Self]) -> ElementsMut<'_>;
+}
+
+macro_rules! bound {
+    ($($ty:ty: $variant:ident),*) => {
+        $(impl Bound for $ty {
+            fn elements(x: &[Self]) -> Elements<'_> {
+                Elements::$variant(x)
+            }
+            fn elements_mut(x: &mut [Self]) -> ElementsMut<'_> {
+                ElementsMut::$variant(x)
+            }
+        })*
+    };
+}
+bound!(f32: F32, f16: F16, bf16: BF16);
+
+/// What a call reads.
+struct Given {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+}
+
+/// How the executor is run.
+#[derive(Clone, Copy, Debug)]
+struct How {
+    isa: Isa,
+    threads: usize,
+}
+
+impl How {
+    fn run<R: Send>(self, run: impl FnOnce() -> R + Send) -> R {
+        rayon::ThreadPoolBuilder::new().num_threads(self.threads).build().unwrap().install(run)
+    }
+
+    fn forward<T: Bound>(self, problem: &BackwardProblem, given: &Given, params: &[Param<'_>], scale: f32) -> (Tensor, Vec<f32>) {
+        let problem = problem.forward();
+        let mut o = Tensor::new(problem.o());
+        let mut stats = vec![f32::NAN; problem.stats_elements() as usize];
+        let [q, k, v] = [&given.q, &given.k, &given.v].map(|t| narrowed::<T>(&t.data));
+        let mut out = narrowed::<T>(&o.data);
+        let prepared = CpuExecutor::with_isa(self.isa).prepare(problem).unwrap();
+        let call = HostForward {
+            q: T::elements(&q),
+            k: T::elements(&k),
+            v: T::elements(&v),
+            o: T::elements_mut(&mut out),
+            stats: Some(&mut stats),
+            attn_scale: Some(scale),
+            params,
+        };
+        self.run(|| prepared.forward(call)).unwrap();
+        o.data = widened(&out);
+        (o, stats)
+    }
+
+    /// The gradients in row-major order: of `q`, `k`, `v` and parameters.
+    fn backward<T: Bound>(
+        self,
+        problem: &BackwardProblem,
+        given: &Given,
+        (o, stats): (&Tensor, &[f32]),
+        params: &[Param<'_>],
+        scale: f32,
+    ) -> Vec<Vec<f64>> {
+        let [q, k, v, o, d_o] = [&given.q, &given.k, &given.v, o, &given.d_o].map(|t| narrowed::<T>(&t.data));
+        let mut tensors = [problem.dq(), problem.dk(), problem.dv()].map(Tensor::new);
+        let mut written = tensors.each_ref().map(|t| narrowed::<T>(&t.data));
+        let sized = |name: &str| vec![T::default(); problem.gradient_elements(name) as usize];
+        let mut of_params: Vec<Vec<T>> = problem.wrt().iter().map(|wanted| sized(&wanted.name)).collect();
+        let prepared = CpuExecutor::with_isa(self.isa).prepare_backward(problem).unwrap();
+        let [dq, dk, dv] = written.each_mut().map(|x| T::elements_mut(x));
+        let named = problem.wrt().iter().zip(&mut of_params);
+        let gradients = named.map(|(wanted, data)| HostGradient { name: &wanted.name, data: T::elements_mut(data) }).collect();
+        let [q, k, v, o, d_o] = [&q, &k, &v, &o, &d_o].map(|x| T::elements(x));
+        let call = HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: Some(scale), params, gradients };
+        self.run(|| prepared.backward(call)).unwrap();
+        for (tensor, data) in tensors.iter_mut().zip(&written) {
+            tensor.data = widened(data);
+        }
+        let all = |t: &Tensor| indices(&t.spec).map(|index| t.get(index)).collect::<Vec<f64>>();
+        let of_params = of_params.iter().map(|x| widened(x).into_iter().map(f64::from).collect());
+        tensors.iter().map(all).chain(of_params).collect()
+    }
+}
+
+fn check(what: &str, got: &[f64], want: &Wanted, tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (n, (&got, &(want, size))) in got.iter().zip(want).enumerate() {
+        let bound = if size == 0.0 { 0.0 } else { tolerance * (size + 0.01) };
+        assert!(close(got, (want, bound)), "{what}[{n}] is {got}, want {want} of {size}");
+    }
+}
+
+/// One problem, forward and backward.
+fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, Masked), random: &mut Random, spoil: bool) {
+    let (modified, masked) = rules;
+    let layout = random.pick(&[Layout::Bhsd, Layout::Bshd]);
+    let mut spec = AttentionSpec::dense(dtype, shape, layout).with_stats();
+    spec.score_mods = modified.stages.clone();
+    spec.masks = masked.masks.clone();
+    let mut backward = spec.backward().deterministic();
+    for (name, _) in &modified.along {
+        backward = backward.wrt(name, dtype);
+    }
+    let problem = &backward.validate().unwrap();
+    let values = Values::random(problem.forward(), random);
+    let scale = random.pick(&[0.3, 0.11, -0.2]);
+    let book = Book { problem: problem.forward(), values: &values, modified: &modified, masked: &masked, scale: scale.into() };
+    let tensor = |spec: &sdpa_core::TensorSpec, random: &mut Random| Tensor::random(spec, dtype, random);
+    let mut given = Given {
+        q: tensor(problem.forward().q(), random),
+        k: tensor(problem.forward().k(), random),
+        v: tensor(problem.forward().v(), random),
+        d_o: tensor(problem.d_o(), random),
+    };
+    if spoil {
+        // In rows that keep it this spreads; in others it must not.
+        let key = random.below(shape.seq_kv as usize);
+        let bad = random.pick(&[f32::NAN, f32::INFINITY]);
+        if random.below(2) == 0 { given.k.set([0, 0, key, 0], bad) } else { given.v.set([0, 0, key, 0], bad) }
+    }
+    let (wanted_o, wanted_stats) = book.forward([&given.q, &given.k, &given.v]);
+    let mut o = Tensor::new(problem.forward().o());
+    indices(problem.forward().o()).zip(&wanted_o).for_each(|(index, x)| o.set(index, round(dtype, x.0 as f32)));
+    let stats: Vec<f32> = wanted_stats.iter().map(|x| *x as f32).collect();
+    let wanted = book.backward([&given.q, &given.k, &given.v, &o, &given.d_o], &stats);
+    let tolerance = if dtype == DType::F32 {
+        1e-4
+    } else if dtype == DType::F16 {
+        2e-3
+    } else {
+        1.2e-2
+    };
+    let params = values.bound();
+    for &isa in isas {
+        let mut first: Option<Vec<Vec<u64>>> = None;
+        for threads in [1, 3] {
+            let how = How { isa, threads };
+            let what = |name: &str| format!("{how:?} {dtype} {shape:?} {:?} {:?}: {name}", modified.stages, masked.masks);
+            let (out, lse) = how.forward::<T>(problem, &given, &params, scale);
+            let out: Vec<f64> = indices(&out.spec).map(|index| out.get(index)).collect();
+            check(&what("o"), &out, &wanted_o, tolerance);
+            let lse: Vec<f64> = lse.into_iter().map(f64::from).collect();
+            let sized: Wanted = wanted_stats.iter().map(|x| (*x, 1.0 + x.abs())).collect();
+            check(&what("stats"), &lse, &sized, 1e-4);
+            let got = how.backward::<T>(problem, &given, (&o, &stats), &params, scale);
+            for (n, (got, want)) in got.iter().zip(&wanted).enumerate() {
+                check(&what(&format!("gradient {n}")), got, want, tolerance);
+            }
+            let bits: Vec<Vec<u64>> = got.iter().map(|x| x.iter().map(|x| x.to_bits()).collect()).collect();
+            assert!(*first.get_or_insert_with(|| bits.clone()) == bits, "{}: {threads} threads give other bits", what(""));
+        }
+    }
+}
+
+fn any(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, Masked), random: &mut Random, spoil: bool) {
+    if dtype == DType::F16 {
+        verify::<f16>(isas, dtype, shape, rules, random, spoil);
+    } else if dtype == DType::BF16 {
+        verify::<bf16>(isas, dtype, shape, rules, random, spoil);
+    } else {
+        verify::<f32>(isas, dtype, shape, rules, random, spoil);
+    }
+}
+
+fn random_shape(random: &mut Random) -> Shape {
+    loop {
+        let heads_kv = random.pick(&[1, 1, 2]);
+        let shape = Shape {
+            batch: random.pick(&[1, 2, 3]),
+            heads_q: heads_kv * random.pick(&[1, 2, 3]),
+            heads_kv,
+            seq_q: random.pick(&LENGTHS),
+            seq_kv: random.pick(&LENGTHS).max(5),
+            dim_qk: random.pick(&[1, 5, 16, 40]),
+            dim_v: random.pick(&[3, 8, 33]),
+        };
+        if shape.batch * shape.heads_q * shape.seq_q * shape.seq_kv <= 60_000 {
+            return shape;
+        }
+    }
+}
+
+fn extents(shape: &Shape) -> [usize; 4] {
+    [shape.batch, shape.heads_q, shape.seq_q, shape.seq_kv].map(|n| n as usize)
+}
+
+#[test]
+fn every_score_mod_and_every_mask_agrees_with_its_closure() {
+    let random = &mut Random(17);
+    for n in 0..MODS.max(MASKS) * 2 {
+        let shape = random_shape(random);
+        let rules = (score_mod(n % MODS, shape.heads_q as usize), mask(n % MASKS, extents(&shape)));
+        any(&Isa::all(), DType::F32, shape, rules, random, false);
+        let shape = random_shape(random);
+        let plain = (score_mod(n % MODS, shape.heads_q as usize), mask(16, extents(&shape)));
+        any(&Isa::all(), DType::F32, shape, plain, random, false);
+    }
+}
+
+#[test]
+fn random_combinations_agree_with_their_closures() {
+    let random = &mut Random(99);
+    for n in 0..150 {
+        let shape = random_shape(random);
+        let dtype = random.pick(&[DType::F32, DType::F16, DType::BF16]);
+        let rules = (score_mod(random.below(MODS), shape.heads_q as usize), mask(random.below(MASKS), extents(&shape)));
+        any(&Isa::all(), dtype, shape, rules, random, n % 3 == 0);
+    }
+}
+
+#[test]
+fn sums_of_several_cells_agree_with_the_closures() {
+    let random = &mut Random(5);
+    for n in [3, 5, 11, 15, 16, 18, 20, 23] {
+        for m in [16, 17, 19, 20] {
+            let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 301, seq_kv: 390, dim_qk: 8, dim_v: 5 };
+            any(&[Isa::detect()], DType::F32, shape, (score_mod(n, 2), mask(m, extents(&shape))), random, false);
+            // So few rows that keys are cut for the threads.
+            let shape = Shape { seq_q: 3, seq_kv: 1203, ..shape };
+            any(&[Isa::detect()], DType::F32, shape, (score_mod(n, 2), mask(m, extents(&shape))), random, false);
+        }
+    }
+}

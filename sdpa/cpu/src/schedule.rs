@@ -1,0 +1,256 @@
+//! What is computed in one piece, and by whom.
+
+use super::isa::{Isa, PANEL};
+use super::program::Lengths;
+use parking_lot::Mutex;
+use sdpa_core::DType;
+use sdpa_core::mask::Region;
+use sdpa_core::problem::Problem;
+use std::ops::Range;
+
+/// Rows of a strip at most, before rounding to whole tiles. They share one copy of each block of keys.
+const STRIP_ROWS: usize = 256;
+
+/// Elements of a strip's queries at most, where that is more than one tile.
+const STRIP_ELEMENTS: usize = 65_536;
+
+/// Elements of a block of keys, about.
+const BLOCK_ELEMENTS: usize = 24_576;
+
+/// Pieces per thread that are enough to keep every thread busy to the end.
+const PIECES_PER_THREAD: usize = 4;
+
+/// Fewest keys that are worth a piece of their own.
+const MIN_SPLIT_KEYS: usize = 256;
+
+/// Multiplications and additions below which a second thread costs more than it brings.
+pub(super) const SERIAL_FLOPS: f64 = 1e6;
+
+/// Extents of a problem. A *row* is a query of a query head; the rows of a key head are numbered
+/// `query * group + head`, so that neighbours share keys and have nearly the same range of them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Extents {
+    pub(super) batch: usize,
+    pub(super) heads_kv: usize,
+    /// Query heads that share a key head.
+    pub(super) group: usize,
+    pub(super) seq_q: usize,
+    pub(super) seq_kv: usize,
+    pub(super) dim_qk: usize,
+    pub(super) dim_v: usize,
+    region: Region,
+    /// Queries and keys that are not padding: all, until [`Extents::within`] says otherwise.
+    len_q: usize,
+    len_kv: usize,
+}
+
+impl Extents {
+    pub(super) fn of(problem: &Problem) -> Extents {
+        Extents {
+            batch: problem.batch() as usize,
+            heads_kv: problem.heads_kv() as usize,
+            group: problem.group() as usize,
+            seq_q: problem.seq_q() as usize,
+            seq_kv: problem.seq_kv() as usize,
+            dim_qk: problem.dim_qk() as usize,
+            dim_v: problem.dim_v() as usize,
+            region: *problem.region(),
+            len_q: problem.seq_q() as usize,
+            len_kv: problem.seq_kv() as usize,
+        }
+    }
+
+    /// Those of one batch entry.
+    pub(super) fn within(mut self, lengths: &Lengths, batch: usize) -> Extents {
+        if let Some([queries, keys]) = lengths.get(batch) {
+            (self.len_q, self.len_kv) = (queries, keys);
+        }
+        self
+    }
+
+    /// The keys that a row attends to, as far as bands and lengths say: an interval. Neither end ever falls from one row to
+    /// the next, but that rows of padding attend to none.
+    pub(super) fn keys_of_row(&self, row: usize) -> Range<usize> {
+        if row >= self.len_q * self.group {
+            return 0..0;
+        }
+        let keys = self.region.key_range((row / self.group) as i64, self.seq_kv as i64);
+        (keys.start as usize).min(self.len_kv)..(keys.end as usize).min(self.len_kv)
+    }
+
+    /// The keys that some of the rows attend to.
+    pub(super) fn keys_of_any(&self, rows: &Range<usize>) -> Range<usize> {
+        let past = rows.end.min(self.len_q * self.group);
+        if past <= rows.start {
+            return 0..0;
+        }
+        let (first, last) = (self.keys_of_row(rows.start), self.keys_of_row(past - 1));
+        first.start..last.end.max(first.start)
+    }
+
+    /// The keys that all of the rows attend to.
+    pub(super) fn keys_of_all(&self, rows: &Range<usize>) -> Range<usize> {
+        if rows.end > self.len_q * self.group {
+            return 0..0;
+        }
+        let (first, last) = (self.keys_of_row(rows.start), self.keys_of_row(rows.end - 1));
+        last.start..first.end.max(last.start)
+    }
+}
+
+/// Which kernel runs, and the sizes of its blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Blocks {
+    /// Rows so few that lanes go along a row: decoding.
+    pub(super) few_rows: bool,
+    /// Rows of a tile.
+    pub(super) tile_rows: usize,
+    /// Rows of a strip: whole tiles, or all of them.
+    pub(super) strip_rows: usize,
+    /// Keys of a block.
+    pub(super) block_keys: usize,
+}
+
+/// The rows of one key head that are computed together.
+#[derive(Clone, Debug)]
+pub(super) struct Strip {
+    pub(super) batch: usize,
+    pub(super) head_kv: usize,
+    pub(super) rows: Range<usize>,
+    /// How many pieces its keys are cut into.
+    pub(super) n_pieces: usize,
+}
+
+/// A strip against a part of its keys.
+#[derive(Clone, Debug)]
+pub(super) struct Piece {
+    /// Which strip.
+    pub(super) strip: usize,
+    pub(super) keys: Range<usize>,
+    /// Pairs of a row and a key, to put large pieces first.
+    pub(super) pairs: usize,
+}
+
+/// A problem cut to pieces.
+#[derive(Debug)]
+pub(super) struct Schedule {
+    pub(super) extents: Extents,
+    lengths: Lengths,
+    pub(super) blocks: Blocks,
+    pub(super) strips: Vec<Strip>,
+    /// In the order of strips, and of keys within a strip.
+    pub(super) pieces: Vec<Piece>,
+    pub(super) threads: usize,
+}
+
+impl Schedule {
+    /// With `rules`, scores are more than products.
+    pub(super) fn new(problem: &Problem, isa: Isa, threads: usize, lengths: Lengths, rules: bool) -> Schedule {
+        let extents = Extents::of(problem);
+        let n_rows = extents.seq_q * extents.group;
+        let heads = extents.batch * extents.heads_kv;
+        let flops = 2.0 * (heads * n_rows) as f64 * extents.seq_kv as f64 * (extents.dim_qk + extents.dim_v) as f64;
+        let threads = if flops < SERIAL_FLOPS { 1 } else { threads };
+        let enough = if threads == 1 { 1 } else { threads * PIECES_PER_THREAD };
+        let blocks = Blocks::new(&extents, problem.dtype(), isa, enough, rules);
+
+        let spans: Vec<Range<usize>> =
+            (0..n_rows).step_by(blocks.strip_rows).map(|row| row..(row + blocks.strip_rows).min(n_rows)).collect();
+        let pairs_of = |extents: Extents| -> Vec<usize> {
+            let pairs = |rows: &Range<usize>| rows.clone().step_by(extents.group).map(|row| extents.keys_of_row(row).len()).sum::<usize>();
+            spans.iter().map(|rows| pairs(rows) * extents.group).collect()
+        };
+        // Without lengths every batch entry has the same.
+        let first = pairs_of(extents.within(&lengths, 0));
+        let entries: Vec<Vec<usize>> =
+            (1..extents.batch).map_while(|batch| lengths.get(batch).map(|_| pairs_of(extents.within(&lengths, batch)))).collect();
+        let pairs = |batch: usize| if batch == 0 { &first } else { entries.get(batch - 1).unwrap_or(&first) };
+        let all: usize = (0..extents.batch).map(|batch| pairs(batch).iter().sum::<usize>()).sum();
+        let fair = (all * extents.heads_kv).div_ceil(enough).max(1);
+        let mut strips = Vec::with_capacity(heads * spans.len());
+        let mut pieces = Vec::with_capacity(heads * spans.len());
+        for batch in 0..extents.batch {
+            let of_entry = extents.within(&lengths, batch);
+            for head_kv in 0..extents.heads_kv {
+                for (rows, &pairs) in spans.iter().zip(pairs(batch)) {
+                    let keys = of_entry.keys_of_any(rows);
+                    let wanted = if enough <= heads * spans.len() { 1 } else { pairs.div_ceil(fair) };
+                    let n_pieces = wanted.min(keys.len() / MIN_SPLIT_KEYS).max(1);
+                    for i in 0..n_pieces {
+                        let cut = |i: usize| keys.start + keys.len() * i / n_pieces;
+                        pieces.push(Piece { strip: strips.len(), keys: cut(i)..cut(i + 1), pairs: pairs / n_pieces });
+                    }
+                    strips.push(Strip { batch, head_kv, rows: rows.clone(), n_pieces });
+                }
+            }
+        }
+        Schedule { extents, lengths, blocks, strips, pieces, threads }
+    }
+
+    /// Takes strips out of the work; they stay numbered.
+    pub(super) fn leave_out(&mut self, which: impl Fn(&Strip) -> bool) {
+        for strip in &mut self.strips {
+            strip.n_pieces = if which(strip) { 0 } else { strip.n_pieces };
+        }
+        let strips = &self.strips;
+        self.pieces.retain(|piece| strips[piece.strip].n_pieces > 0);
+    }
+
+    /// The extents of a batch entry.
+    pub(super) fn extents_of(&self, batch: usize) -> Extents {
+        self.extents.within(&self.lengths, batch)
+    }
+
+    /// Rows of the longest strip.
+    pub(super) fn strip_rows_used(&self) -> usize {
+        self.blocks.strip_rows.min(self.extents.seq_q * self.extents.group)
+    }
+}
+
+impl Blocks {
+    fn new(extents: &Extents, dtype: DType, isa: Isa, enough: usize, rules: bool) -> Blocks {
+        let n_rows = extents.seq_q * extents.group;
+        let heads = extents.batch * extents.heads_kv;
+        let dim = extents.dim_qk.max(extents.dim_v);
+        if n_rows <= isa.lanes() / 2 && !rules {
+            let in_place = dtype == DType::F32 && extents.dim_qk.is_multiple_of(isa.lanes()) && extents.dim_v.is_multiple_of(isa.lanes());
+            // What is copied is best taken a page at a time: the next pages arrive while this one is worked on.
+            let page = 4096 / (dim * dtype.bits() as usize / 8);
+            let block_keys = if in_place { (16384 / dim).clamp(1, 128) } else { page.clamp(1, 128) }.min(extents.seq_kv);
+            return Blocks { few_rows: true, tile_rows: n_rows, strip_rows: n_rows, block_keys };
+        }
+        let tile_rows = isa.lanes() * isa.tile_vectors();
+        let n_tiles = n_rows.div_ceil(tile_rows);
+        let most = (STRIP_ELEMENTS / dim).clamp(1, STRIP_ROWS).div_ceil(tile_rows);
+        let per_strip = (n_tiles * heads / enough).clamp(1, most);
+        let n_strips = n_tiles.div_ceil(per_strip);
+        let strip_rows = n_tiles.div_ceil(n_strips) * tile_rows;
+        let block_keys = (BLOCK_ELEMENTS / dim).clamp(24, 192).min(extents.seq_kv).next_multiple_of(PANEL);
+        Blocks { few_rows: false, tile_rows, strip_rows, block_keys }
+    }
+}
+
+/// Hands every item of `work` to one of `workers`, in order; each makes its own state first.
+pub(super) fn share<W: Send, S>(
+    workers: usize,
+    work: impl Iterator<Item = W> + Send,
+    state: impl Fn() -> S + Sync,
+    job: impl Fn(&mut S, W) + Sync,
+) {
+    let queue = Mutex::new(work);
+    let worker = || {
+        let mut state = state();
+        let next = || queue.lock().next();
+        while let Some(item) = next() {
+            job(&mut state, item);
+        }
+    };
+    if workers <= 1 {
+        return worker();
+    }
+    rayon::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|_| worker());
+        }
+    });
+}

@@ -1,0 +1,260 @@
+//! What one call comes to: an address for each slot, and a number for each number.
+
+use super::guard;
+use super::plan::Planned;
+use super::raw::{DeviceGradient, DeviceParam, DeviceValue};
+use super::schedule::{Number, PIECE, Slot, SlotId, Source};
+use crate::error::Error;
+use crate::lower::Job;
+use cudnn_graph::DeviceSlice;
+use cudnn_graph::ir::Scalar;
+use sdpa_core::DType;
+use sdpa_core::error::{SpecError, SpecErrors};
+use sdpa_core::expr::{Declared, ParamKind, Place, Precision, Type};
+use sdpa_core::params;
+use smallvec::SmallVec;
+
+/// Either pass.
+pub(super) struct Call<'a> {
+    /// By [`Operand`](crate::lower::Operand).
+    pub(super) operands: [Option<DeviceSlice>; 8],
+    pub(super) stats: Option<DeviceSlice>,
+    pub(super) attn_scale: Option<f32>,
+    pub(super) params: &'a [DeviceParam<'a>],
+    pub(super) gradients: &'a [DeviceGradient<'a>],
+    pub(super) workspace: DeviceSlice,
+}
+
+/// What a declared parameter takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Takes {
+    Scalar,
+    /// So many bytes of this type.
+    Tensor(DType, u64),
+}
+
+impl Takes {
+    pub(super) fn of(declared: &Declared, extents: [i64; 4]) -> Takes {
+        match declared.kind {
+            ParamKind::Scalar => Takes::Scalar,
+            ParamKind::Tensor { axes: _, dtype } => Takes::Tensor(dtype, dtype.bytes(params::elements(declared, extents).unsigned_abs())),
+        }
+    }
+
+    fn takes(self, value: &DeviceValue) -> bool {
+        match (self, value) {
+            (Takes::Scalar, DeviceValue::Scalar(x)) => !x.is_nan(),
+            (Takes::Tensor(dtype, bytes), DeviceValue::Tensor(given, slice) | DeviceValue::WithinExtent(given, slice)) => {
+                dtype == *given && slice.bytes >= bytes
+            }
+            (Takes::Scalar, DeviceValue::Tensor(..) | DeviceValue::WithinExtent(..)) | (Takes::Tensor(..), DeviceValue::Scalar(_)) => false,
+        }
+    }
+}
+
+/// A call with nothing wrong about it.
+pub(super) struct Bound {
+    addresses: SmallVec<[u64; 32]>,
+    /// By the place of the parameter among the declared.
+    params: SmallVec<[DeviceValue; 8]>,
+    scale: f32,
+}
+
+impl Bound {
+    pub(super) fn address(&self, slot: SlotId) -> u64 {
+        self.addresses[slot.0]
+    }
+
+    /// Whether what is spared by a promise about this parameter is not needed.
+    pub(super) fn spares(&self, param: Option<usize>) -> bool {
+        param.is_some_and(|at| self.params[at].is_within_extent())
+    }
+
+    fn scalar(&self, param: usize) -> f32 {
+        match self.params[param] {
+            DeviceValue::Scalar(x) => x,
+            DeviceValue::Tensor(..) | DeviceValue::WithinExtent(..) => f32::NAN,
+        }
+    }
+
+    pub(super) fn number(&self, number: &Number) -> Scalar {
+        match number {
+            Number::Scale => Scalar::F32(self.scale),
+            Number::Fixed(value) => *value,
+            Number::Param(at) => Scalar::F32(self.scalar(*at)),
+            Number::Of(trace, params) => {
+                let values: SmallVec<[f64; 8]> = params.iter().map(|&at| f64::from(self.scalar(at))).collect();
+                let at = Place { score: 0.0, upstream: 0.0, index: [0; 4], extents: [0; 4], params: &values };
+                let x = trace.eval_first(&at, Precision::F32);
+                match trace.roots().first().map(|root| trace.ty(*root)) {
+                    Some(Type::I32 | Type::Bool) => Scalar::I32(x as i32),
+                    Some(Type::F32) | None => Scalar::F32(x as f32),
+                }
+            }
+        }
+    }
+}
+
+impl Planned {
+    /// # Errors
+    /// Everything that is wrong with the call.
+    pub(super) fn bind(&self, call: &Call<'_>) -> Result<Bound, Error> {
+        self.bind_right(call).ok_or_else(|| self.mistakes(call))
+    }
+
+    fn takes_stats(&self) -> bool {
+        match &self.job {
+            Job::Forward(problem) => problem.stats(),
+            Job::Backward(_) => true,
+        }
+    }
+
+    fn scale(&self, call: &Call<'_>) -> f32 {
+        call.attn_scale.unwrap_or_else(|| self.job.problem().default_scale())
+    }
+
+    /// Parameters are declared once, so as many as declared, each of them found, are all of them and no others.
+    fn bind_right(&self, call: &Call<'_>) -> Option<Bound> {
+        let scale = self.scale(call);
+        let complete = call.params.len() == self.takes.len()
+            && call.gradients.len() == self.schedule.gradients().len()
+            && self.tables.len() == self.schedule.tables().len()
+            && call.stats.is_some() == self.takes_stats();
+        let holds = call.workspace.address.is_multiple_of(PIECE) && call.workspace.bytes >= self.workspace_bytes();
+        if !complete || !holds || guard::check_scale(scale).is_err() {
+            return None;
+        }
+        let mut bound = Bound { addresses: SmallVec::new(), params: SmallVec::new(), scale };
+        for (n, (declared, takes)) in self.job.params().iter().zip(&self.takes).enumerate() {
+            let named = |p: &&DeviceParam<'_>| p.name == declared.name;
+            let given = call.params.get(n).filter(named).or_else(|| call.params.iter().find(named))?;
+            if !takes.takes(&given.value) {
+                return None;
+            }
+            bound.params.push(given.value);
+        }
+        for slot in self.schedule.slots() {
+            let (address, mine) = match self.of_caller(call, slot, |at| bound.params.get(at).copied()) {
+                Some(slice) => (slice.address, fits(slot, slice)),
+                None => (self.own(call, slot.source)?, true),
+            };
+            if !mine {
+                return None;
+            }
+            bound.addresses.push(address);
+        }
+        Some(bound)
+    }
+
+    /// The caller's memory for a slot, where it is the caller's and there is some.
+    fn of_caller(&self, call: &Call<'_>, slot: &Slot, param: impl Fn(usize) -> Option<DeviceValue>) -> Option<DeviceSlice> {
+        match slot.source {
+            Source::Operand(operand) => call.operands[operand as usize],
+            Source::Stats => call.stats,
+            Source::Param(at) => Some(param(at)?.tensor()?.1),
+            Source::Gradient(at) => {
+                let name = &self.schedule.gradients()[at];
+                call.gradients.iter().find(|g| g.name == name).map(|g| g.slice)
+            }
+            Source::Lengths { offset: _, param: at } => {
+                let value = param(at?)?;
+                value.tensor().filter(|_| value.is_within_extent()).map(|(_, slice)| slice)
+            }
+            Source::Table(_) | Source::Scratch(_) => None,
+        }
+    }
+
+    /// The address of memory that is not the caller's.
+    fn own(&self, call: &Call<'_>, source: Source) -> Option<u64> {
+        match source {
+            Source::Table(at) => Some(self.tables.get(at)?.address()),
+            Source::Scratch(offset) | Source::Lengths { offset, param: _ } => Some(call.workspace.address + self.base + offset),
+            Source::Operand(_) | Source::Stats | Source::Param(_) | Source::Gradient(_) => None,
+        }
+    }
+
+    #[cold]
+    fn mistakes(&self, call: &Call<'_>) -> Error {
+        let mut errors = guard::check_scale(self.scale(call)).err().map_or_else(Vec::new, |e| e.0);
+        match (call.stats, self.takes_stats()) {
+            (Some(_), true) | (None, false) => {}
+            (None, true) => errors.push(SpecError::new("stats", "absent", "the problem asks for stats")),
+            (Some(_), false) => errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
+        }
+        errors.extend(self.wrong_params(call));
+        errors.extend(self.wrong_gradients(call));
+        let named = |at: usize| {
+            let name = &self.job.params().get(at)?.name;
+            call.params.iter().find(|p| p.name == name).map(|p| p.value)
+        };
+        for slot in self.schedule.slots() {
+            // How long parameters are was said in elements.
+            let is_param = matches!(slot.source, Source::Param(_));
+            match self.of_caller(call, slot, named) {
+                Some(slice) => errors.extend(misfits(slot, slice).into_iter().filter(|e| !(is_param && e.field.ends_with("length")))),
+                None if matches!(slot.source, Source::Operand(_)) => {
+                    errors.push(SpecError::new(&slot.name, "absent", "an operand of the pass"));
+                }
+                None => {}
+            }
+        }
+        let (address, bytes, need) = (call.workspace.address, call.workspace.bytes, self.workspace_bytes());
+        if !address.is_multiple_of(PIECE) {
+            errors.push(SpecError::new("workspace", format!("{address:#x}"), format!("a multiple of {PIECE} bytes")));
+        }
+        if bytes < need {
+            errors.push(SpecError::new("workspace", format!("{bytes} bytes"), format!("at least {need} bytes")));
+        }
+        if self.tables.len() != self.schedule.tables().len() {
+            errors.push(SpecError::new("tables", "absent", "Planned::upload_tables puts them into device memory"));
+        }
+        if errors.is_empty() { Error::Bug("a call was refused for no reason".to_owned()) } else { Error::Spec(SpecErrors(errors)) }
+    }
+
+    fn wrong_params(&self, call: &Call<'_>) -> Vec<SpecError> {
+        let given = call.params.iter().map(|p| match p.value {
+            DeviceValue::Scalar(x) => (p.name, params::Given::Scalar(x)),
+            DeviceValue::Tensor(dtype, slice) | DeviceValue::WithinExtent(dtype, slice) => {
+                (p.name, params::Given::Tensor { dtype, elements: slice.bytes * 8 / u64::from(dtype.bits()) })
+            }
+        });
+        let given: Vec<_> = given.collect();
+        // Plans are shared by specifications that differ in defaults: no default is known here.
+        let declared: Vec<Declared> = self.job.params().iter().map(|p| Declared { default: None, ..p.clone() }).collect();
+        params::check(&declared, self.job.problem().extents(), &given, true).err().map_or_else(Vec::new, |e| e.0)
+    }
+
+    fn wrong_gradients(&self, call: &Call<'_>) -> Vec<SpecError> {
+        let (wanted, mut errors) = (self.schedule.gradients(), Vec::new());
+        for (n, g) in call.gradients.iter().enumerate() {
+            if wanted.iter().all(|name| name != g.name) || call.gradients[..n].iter().any(|before| before.name == g.name) {
+                errors.push(SpecError::new(format!("gradient of {}", g.name), "given", "once, and only where the problem asks for it"));
+            }
+        }
+        for name in wanted.iter().filter(|name| call.gradients.iter().all(|g| g.name != **name)) {
+            errors.push(SpecError::new(format!("gradient of {name}"), "absent", "the problem asks for it"));
+        }
+        errors
+    }
+}
+
+fn fits(slot: &Slot, slice: DeviceSlice) -> bool {
+    slice.bytes >= slot.bytes && slice.address != 0 && slice.address & (u64::from(slot.alignment) - 1) == 0
+}
+
+/// What is wrong with the caller's memory for a slot.
+fn misfits(slot: &Slot, slice: DeviceSlice) -> Vec<SpecError> {
+    let mut errors = Vec::new();
+    if slice.bytes < slot.bytes {
+        errors.push(SpecError::new(
+            format!("{} length", slot.name),
+            format!("{} bytes", slice.bytes),
+            format!("at least {} bytes", slot.bytes),
+        ));
+    }
+    if slice.address == 0 || !slice.address.is_multiple_of(u64::from(slot.alignment)) {
+        let rule = format!("a multiple of {} bytes, and not 0", slot.alignment);
+        errors.push(SpecError::new(format!("{} address", slot.name), format!("{:#x}", slice.address), rule));
+    }
+    errors
+}

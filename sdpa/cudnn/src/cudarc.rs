@@ -1,0 +1,313 @@
+//! cudarc's streams and slices for the raw tier.
+//!
+//! ```no_run
+//! use cudarc::driver::CudaContext;
+//! use sdpa_cudnn::cudarc::Forward;
+//! use sdpa_cudnn::{CudnnExecutor, CudnnOptions};
+//! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // Before cudarc is touched: it panics where there is no driver, this says so.
+//! let executor = CudnnExecutor::new(CudnnOptions::default())?;
+//! let stream = CudaContext::new(0)?.new_stream()?;
+//! let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+//! let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
+//! let (q, k) = (stream.alloc_zeros::<half::bf16>(8 * 128 * 64)?, stream.alloc_zeros::<half::bf16>(2 * 128 * 64)?);
+//! let (v, mut o) = (k.clone(), q.clone());
+//! let attention = sdpa_cudnn::cudarc::Attention::new(&executor, &spec)?;
+//! attention.forward(&stream, Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, attn_scale: None, params: &[] })?;
+//! stream.synchronize()?;
+//! # Ok(())
+//! # }
+//! ```
+#![allow(unsafe_code)]
+
+use crate::error::Error;
+use crate::raw::defaults_added;
+use crate::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
+use cudnn_graph::{DeviceSlice, Handle, Library, RawStream, Stream};
+use sdpa_core::DType;
+use sdpa_core::backward::BackwardSpec;
+use sdpa_core::error::{SpecError, SpecErrors};
+use sdpa_core::expr::Declared;
+use sdpa_core::spec::AttentionSpec;
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// An element type that attention over cudarc's slices takes.
+pub trait Element: DeviceRepr {
+    /// Its name here.
+    const DTYPE: DType;
+}
+
+impl Element for half::f16 {
+    const DTYPE: DType = DType::F16;
+}
+
+impl Element for half::bf16 {
+    const DTYPE: DType = DType::BF16;
+}
+
+/// What went wrong with attention over cudarc's slices.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudarcError {
+    /// The specification, the executor or the environment.
+    #[error(transparent)]
+    Sdpa(#[from] Error),
+    /// cudarc's own.
+    #[error("cudarc: {0}")]
+    Driver(#[from] DriverError),
+}
+
+impl From<SpecErrors> for CudarcError {
+    fn from(errors: SpecErrors) -> CudarcError {
+        CudarcError::Sdpa(errors.into())
+    }
+}
+
+impl From<cudnn_graph::Error> for CudarcError {
+    fn from(error: cudnn_graph::Error) -> CudarcError {
+        CudarcError::Sdpa(error.into())
+    }
+}
+
+/// A declared parameter over cudarc's slices.
+#[derive(Debug)]
+pub struct Param<'a> {
+    /// The name that it was declared by.
+    pub name: &'a str,
+    /// Its value.
+    pub value: Value<'a>,
+}
+
+/// The value of a parameter.
+#[derive(Debug)]
+pub enum Value<'a> {
+    /// For a scalar.
+    Scalar(f32),
+    /// For a tensor of f32, dense.
+    F32(&'a CudaSlice<f32>),
+    /// For a tensor of f16.
+    F16(&'a CudaSlice<half::f16>),
+    /// For a tensor of bf16.
+    BF16(&'a CudaSlice<half::bf16>),
+    /// For a tensor of i32.
+    I32(&'a CudaSlice<i32>),
+    /// For a tensor of truth values: bytes, 0 or 1.
+    Bool(&'a CudaSlice<u8>),
+}
+
+/// One forward call.
+#[derive(Debug)]
+pub struct Forward<'a, T> {
+    /// Queries, strided as the specification says.
+    pub q: &'a CudaSlice<T>,
+    /// Keys.
+    pub k: &'a CudaSlice<T>,
+    /// Values.
+    pub v: &'a CudaSlice<T>,
+    /// Output.
+    pub o: &'a mut CudaSlice<T>,
+    /// (batch, heads_q, seq_q); there exactly when the specification asks for stats.
+    pub stats: Option<&'a mut CudaSlice<f32>>,
+    /// Multiplies the scores. `None`: `1 / √dim_qk`.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters.
+    pub params: &'a [Param<'a>],
+}
+
+/// One backward call.
+#[derive(Debug)]
+pub struct Backward<'a, T> {
+    /// Queries, strided as the specification says.
+    pub q: &'a CudaSlice<T>,
+    /// Keys.
+    pub k: &'a CudaSlice<T>,
+    /// Values.
+    pub v: &'a CudaSlice<T>,
+    /// Output of the forward pass.
+    pub o: &'a CudaSlice<T>,
+    /// (batch, heads_q, seq_q): the forward pass's.
+    pub stats: &'a CudaSlice<f32>,
+    /// Gradient of the output.
+    pub d_o: &'a CudaSlice<T>,
+    /// Gradient of the queries.
+    pub dq: &'a mut CudaSlice<T>,
+    /// Gradient of the keys.
+    pub dk: &'a mut CudaSlice<T>,
+    /// Gradient of the values.
+    pub dv: &'a mut CudaSlice<T>,
+    /// The scale of the forward pass.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters, those of the forward pass.
+    pub params: &'a [Param<'a>],
+    /// Gradients of declared parameters, of the type of the operands: each that the specification asks for, once.
+    pub gradients: Vec<(&'a str, &'a mut CudaSlice<T>)>,
+}
+
+/// Plans of one specification, to be called with cudarc's slices.
+#[derive(Debug)]
+pub struct Attention {
+    library: &'static Library,
+    device: &'static cudnn_graph::Device,
+    dtype: DType,
+    /// With the defaults of this specification.
+    params: Vec<Declared>,
+    planned: Arc<Planned>,
+}
+
+/// Slices of one call: their addresses, with the guards that order them with other streams, and where they are.
+struct Slices<'a> {
+    stream: &'a Arc<CudaStream>,
+    // Inline: a call that hits allocates nothing.
+    guards: SmallVec<[SyncOnDrop<'a>; 16]>,
+    errors: Vec<SpecError>,
+}
+
+impl<'a> Slices<'a> {
+    fn place<T>(&mut self, name: &str, slice: &CudaSlice<T>) {
+        let (there, here) = (slice.context().ordinal(), self.stream.context().ordinal());
+        if there != here {
+            self.errors.push(SpecError::new(format!("{name} device"), there, format!("the stream's, {here}")));
+        }
+    }
+
+    fn read<T: DeviceRepr>(&mut self, name: &str, slice: &'a CudaSlice<T>) -> DeviceSlice {
+        self.place(name, slice);
+        let bytes = slice.num_bytes() as u64;
+        let (address, guard) = slice.device_ptr(self.stream);
+        self.guards.push(guard);
+        DeviceSlice { address, bytes }
+    }
+
+    fn write<T: DeviceRepr>(&mut self, name: &str, slice: &'a mut CudaSlice<T>) -> DeviceSlice {
+        self.place(name, slice);
+        let bytes = slice.num_bytes() as u64;
+        let (address, guard) = slice.device_ptr_mut(self.stream);
+        self.guards.push(guard);
+        DeviceSlice { address, bytes }
+    }
+
+    fn params(&mut self, params: &'a [Param<'a>]) -> SmallVec<[DeviceParam<'a>; 8]> {
+        let value = |p: &'a Param<'a>, slices: &mut Slices<'a>| match p.value {
+            Value::Scalar(x) => DeviceValue::Scalar(x),
+            Value::F32(x) => DeviceValue::Tensor(DType::F32, slices.read(p.name, x)),
+            Value::F16(x) => DeviceValue::Tensor(DType::F16, slices.read(p.name, x)),
+            Value::BF16(x) => DeviceValue::Tensor(DType::BF16, slices.read(p.name, x)),
+            Value::I32(x) => DeviceValue::Tensor(DType::I32, slices.read(p.name, x)),
+            Value::Bool(x) => DeviceValue::Tensor(DType::Bool, slices.read(p.name, x)),
+        };
+        params.iter().map(|p| DeviceParam { name: p.name, value: value(p, self) }).collect()
+    }
+}
+
+impl Attention {
+    /// Takes the plans of a forward pass from the executor's cache, or makes them.
+    ///
+    /// # Errors
+    /// Every rule that the specification breaks; every reason why cuDNN does not run it; the environment's.
+    pub fn new(executor: &CudnnExecutor, spec: &AttentionSpec) -> Result<Attention, Error> {
+        let problem = spec.validate()?;
+        Ok(Attention::of(executor, spec.dtype, problem.params(), executor.attention(&problem)?.0))
+    }
+
+    /// The same of a backward pass.
+    ///
+    /// # Errors
+    /// As [`Attention::new`].
+    pub fn backward_of(executor: &CudnnExecutor, spec: &BackwardSpec) -> Result<Attention, Error> {
+        let problem = spec.validate()?;
+        Ok(Attention::of(executor, spec.forward.dtype, problem.params(), executor.attention_backward(&problem)?.0))
+    }
+
+    fn of(executor: &CudnnExecutor, dtype: DType, params: &[Declared], planned: Arc<Planned>) -> Attention {
+        let params = params.to_vec();
+        Attention { library: executor.library(), device: executor.device(), dtype, params, planned }
+    }
+
+    /// The plans.
+    pub fn planned(&self) -> &Arc<Planned> {
+        &self.planned
+    }
+
+    /// Submits one forward pass to `stream`, which must be of the executor's device. Nothing waits; cudarc's events order it
+    /// with other streams.
+    ///
+    /// # Errors
+    /// Slices of another type or device, too short or misaligned, parameters that are missing or unlike their declaration, all
+    /// before anything runs; cudarc's and cuDNN's own.
+    pub fn forward<T: Element>(&self, stream: &Arc<CudaStream>, call: Forward<'_, T>) -> Result<(), CudarcError> {
+        self.check::<T>(stream)?;
+        let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
+        let device = DeviceForward {
+            q: slices.read("q", call.q),
+            k: slices.read("k", call.k),
+            v: slices.read("v", call.v),
+            o: slices.write("o", call.o),
+            stats: call.stats.map(|s| slices.write("stats", s)),
+            attn_scale: call.attn_scale,
+            params: &defaults_added(&self.params, slices.params(call.params)),
+            workspace: None,
+        };
+        // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
+        // events, recorded as the guards go, keep other streams off them.
+        self.submit(stream, slices, |planned, handle| unsafe { planned.forward(handle, &device) })
+    }
+
+    /// Submits one backward pass; see [`Attention::forward`].
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    pub fn backward<T: Element>(&self, stream: &Arc<CudaStream>, call: Backward<'_, T>) -> Result<(), CudarcError> {
+        self.check::<T>(stream)?;
+        let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
+        let gradients: SmallVec<[DeviceGradient<'_>; 4]> =
+            call.gradients.into_iter().map(|(name, slice)| DeviceGradient { name, slice: slices.write(name, slice) }).collect();
+        let device = DeviceBackward {
+            q: slices.read("q", call.q),
+            k: slices.read("k", call.k),
+            v: slices.read("v", call.v),
+            o: slices.read("o", call.o),
+            stats: slices.read("stats", call.stats),
+            d_o: slices.read("d_o", call.d_o),
+            dq: slices.write("dq", call.dq),
+            dk: slices.write("dk", call.dk),
+            dv: slices.write("dv", call.dv),
+            attn_scale: call.attn_scale,
+            params: &defaults_added(&self.params, slices.params(call.params)),
+            gradients: &gradients,
+            workspace: None,
+        };
+        // SAFETY: as in the forward pass.
+        self.submit(stream, slices, |planned, handle| unsafe { planned.backward(handle, &device) })
+    }
+
+    fn submit(
+        &self,
+        stream: &Arc<CudaStream>,
+        slices: Slices<'_>,
+        submit: impl FnOnce(&Planned, &Handle<'_>) -> Result<(), Error>,
+    ) -> Result<(), CudarcError> {
+        if !slices.errors.is_empty() {
+            return Err(SpecErrors(slices.errors).into());
+        }
+        // SAFETY: cudarc keeps the stream alive for as long as this borrow of it, and the device was checked.
+        let borrowed = unsafe { Stream::borrow(self.device, RawStream(stream.cu_stream().cast())) };
+        let handle = self.library.handle(&borrowed)?;
+        Ok(submit(&self.planned, &handle)?)
+    }
+
+    fn check<T: Element>(&self, stream: &Arc<CudaStream>) -> Result<(), SpecErrors> {
+        let mut errors = Vec::new();
+        if T::DTYPE != self.dtype {
+            errors.push(SpecError::new("slice dtype", T::DTYPE, format!("the specification's, {}", self.dtype)));
+        }
+        let ordinal = stream.context().ordinal();
+        if ordinal != self.device.ordinal() as usize {
+            errors.push(SpecError::new("stream device", ordinal, format!("the executor's, {}", self.device.ordinal())));
+        }
+        if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
+    }
+}

@@ -1,0 +1,54 @@
+//! Errors, by who must act.
+
+use sdpa_core::{ExecutorName, SpecErrors, Unsupported};
+
+/// Anything that can go wrong with attention on cuDNN.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The caller: the specification or the call breaks a rule.
+    #[error(transparent)]
+    Spec(#[from] SpecErrors),
+    /// Nobody, or another executor: cuDNN does not run the problem.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
+    /// The environment: a library, a driver, a device, memory.
+    #[error(transparent)]
+    Backend(#[from] cudnn_graph::Error),
+    /// Us.
+    #[error("a bug of sdpa: {0}")]
+    Bug(String),
+}
+
+impl Error {
+    /// True where another executor may still run the problem.
+    pub fn is_unsupported(&self) -> bool {
+        matches!(self, Error::Unsupported(_))
+    }
+}
+
+impl sdpa_cache::BuildError for Error {
+    type Refusal = Unsupported;
+
+    fn refusal(&self) -> Option<Unsupported> {
+        match self {
+            Error::Unsupported(why) => Some(why.clone()),
+            Error::Spec(_) | Error::Backend(_) | Error::Bug(_) => None,
+        }
+    }
+
+    fn again(refusal: Unsupported) -> Error {
+        Error::Unsupported(refusal)
+    }
+}
+
+impl From<Error> for sdpa_core::Error {
+    fn from(error: Error) -> sdpa_core::Error {
+        match error {
+            Error::Spec(errors) => sdpa_core::Error::Spec(errors),
+            Error::Unsupported(refusal) => sdpa_core::Error::Unsupported(refusal),
+            Error::Backend(error) => sdpa_core::Error::failed(ExecutorName::CUDNN, error),
+            Error::Bug(text) => sdpa_core::Error::Bug(text),
+        }
+    }
+}

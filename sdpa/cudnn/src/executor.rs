@@ -1,0 +1,253 @@
+//! The executor: one device, its caches of plans, and how both are set up.
+
+use crate::error::Error;
+use crate::files;
+use crate::host::CudnnPrepared;
+use crate::lower::{Job, JobQuery};
+use crate::plan::{self, PlanOptions, Planned};
+use cudnn_graph::{Device, Driver, Library, Search, Stream, Target};
+use sdpa_cache::{CacheStats, CacheTrace, Explanation, Limits, PlanCache, Query};
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::error::{ExecutorName, Reason, Unsupported};
+use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
+use sdpa_core::problem::Problem;
+use std::num::NonZeroUsize;
+use std::sync::{Arc, OnceLock};
+
+/// The plans of one pass.
+pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
+
+/// How an executor is set up.
+#[derive(Clone, Debug)]
+pub struct CudnnOptions {
+    /// Where to look for cuDNN and the driver.
+    pub search: Search,
+    /// Which device.
+    pub ordinal: u32,
+    /// What plans may look like.
+    pub plan: PlanOptions,
+    /// Bounds of the plans of forward passes that are kept.
+    pub forward: Limits,
+    /// The same of backward passes.
+    pub backward: Limits,
+    /// Run every configuration that cuDNN offers when plans are built on a device, and keep the fastest: builds take as many times as
+    /// long as there are configurations. Plans from files are taken as they are; plans that are saved are the fastest. The variable
+    /// `SDPA_AUTOTUNE=off` turns it off.
+    pub tune: bool,
+    /// Lower again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
+    pub recheck: bool,
+}
+
+impl Default for CudnnOptions {
+    fn default() -> CudnnOptions {
+        let backward = Limits::entries(NonZeroUsize::new(64).unwrap_or(NonZeroUsize::MIN));
+        CudnnOptions {
+            search: Search::default(),
+            ordinal: 0,
+            plan: PlanOptions::default(),
+            forward: Limits::default(),
+            backward,
+            tune: false,
+            recheck: false,
+        }
+    }
+}
+
+/// Attention on one NVIDIA GPU.
+#[derive(Debug)]
+pub struct CudnnExecutor {
+    pub(crate) library: &'static Library,
+    pub(crate) device: &'static Device,
+    pub(crate) options: PlanOptions,
+    pub(crate) forward: Plans,
+    pub(crate) backward: Plans,
+    pub(crate) files: files::Files,
+    /// What tables are uploaded on; made when it is first needed.
+    pub(crate) aside: OnceLock<Stream>,
+    pub(crate) tune: bool,
+    pub(crate) recheck: bool,
+}
+
+impl CudnnExecutor {
+    /// Finds the library, the driver and the device.
+    ///
+    /// # Errors
+    /// What is missing, with the places searched.
+    pub fn new(options: CudnnOptions) -> Result<CudnnExecutor, cudnn_graph::Error> {
+        let device = Driver::load(options.search.driver.as_deref())?.device(options.ordinal)?;
+        let library = Library::load(&options.search)?;
+        let (forward, backward) = (PlanCache::new("forward", options.forward), PlanCache::new("backward", options.backward));
+        Ok(CudnnExecutor {
+            library,
+            device,
+            options: options.plan,
+            forward,
+            backward,
+            files: files::Files::default(),
+            aside: OnceLock::new(),
+            tune: options.tune && std::env::var_os("SDPA_AUTOTUNE").is_none_or(|off| off != "off"),
+            recheck: options.recheck,
+        })
+    }
+
+    /// The library.
+    pub fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    /// The device.
+    pub fn device(&self) -> &'static Device {
+        self.device
+    }
+
+    /// The plans of forward passes.
+    pub fn forward_cache(&self) -> &Plans {
+        &self.forward
+    }
+
+    /// The plans of backward passes.
+    pub fn backward_cache(&self) -> &Plans {
+        &self.backward
+    }
+
+    fn cache(&self, job: &Job) -> &Plans {
+        match job {
+            Job::Forward(_) => &self.forward,
+            Job::Backward(_) => &self.backward,
+        }
+    }
+
+    /// Whether the plans of a pass are there, and if not, what is nearest to it and what differs. Changes nothing.
+    pub fn explain(&self, job: &Job) -> Explanation {
+        self.cache(job).explain(job)
+    }
+
+    /// How both caches have been used.
+    pub fn cache_stats(&self) -> [CacheStats; 2] {
+        [self.forward.stats(), self.backward.stats()]
+    }
+
+    /// Everything that both caches know of themselves: written as JSON, what `cargo sdpa cache report` reads.
+    pub fn cache_trace(&self) -> CacheTrace {
+        CacheTrace {
+            cudnn: self.library.version().to_string(),
+            device: self.device.name().to_owned(),
+            caches: vec![self.forward.snapshot(), self.backward.snapshot()],
+        }
+    }
+
+    /// The plans of a problem, from the cache or made now; the flag says whether they were there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with every reason; the environment's.
+    pub fn attention(&self, problem: &Problem) -> Result<(Arc<Planned>, bool), Error> {
+        self.find(&self.forward, &JobQuery::Forward(problem))
+    }
+
+    /// The plans of a backward problem, from the cache or made now; the flag says whether they were there.
+    ///
+    /// # Errors
+    /// As [`CudnnExecutor::attention`].
+    pub fn attention_backward(&self, problem: &BackwardProblem) -> Result<(Arc<Planned>, bool), Error> {
+        self.find(&self.backward, &JobQuery::Backward(problem))
+    }
+
+    /// Makes the plans of passes that will be asked for, or takes them out of files, without running anything; from several threads
+    /// at once they are made side by side. The flags say which were there already.
+    ///
+    /// # Errors
+    /// Of each pass, as [`CudnnExecutor::attention`]; one that has none does not keep the others from being made.
+    pub fn prefetch(&self, jobs: &[Job]) -> Vec<Result<bool, Error>> {
+        jobs.iter().map(|job| self.plans(job).map(|(_, there)| there)).collect()
+    }
+
+    pub(crate) fn plans(&self, job: &Job) -> Result<(Arc<Planned>, bool), Error> {
+        match job {
+            Job::Forward(problem) => self.attention(problem),
+            Job::Backward(problem) => self.attention_backward(problem),
+        }
+    }
+
+    fn find(&self, cache: &Plans, query: &JobQuery<'_>) -> Result<(Arc<Planned>, bool), Error> {
+        let (planned, there) = cache.get_or_build(query, || self.build(query))?;
+        self.see_to(&planned, there, query)?;
+        Ok((planned, there))
+    }
+
+    /// Calls `call` with the plans of a pass; nothing is counted up or down for it.
+    pub(crate) fn with<R>(&self, cache: &Plans, query: &JobQuery<'_>, call: impl FnOnce(&Planned) -> R) -> Result<R, Error> {
+        cache.with(
+            query,
+            || self.build(query),
+            |planned, there| {
+                self.see_to(planned, there, query)?;
+                Ok(call(planned))
+            },
+        )?
+    }
+
+    /// A build in the middle of a capture, of this or another thread's stream, does not disturb it.
+    fn build(&self, query: &JobQuery<'_>) -> Result<Arc<Planned>, Error> {
+        self.device.relaxed(|| {
+            let stream = self.aside()?;
+            let handle = self.library.handle(stream)?;
+            self.make(&Target::Handle(&handle), &query.to_key(), |planned| planned.upload_tables(stream))
+        })
+    }
+
+    pub(super) fn aside(&self) -> Result<&Stream, Error> {
+        if let Some(stream) = self.aside.get() {
+            return Ok(stream);
+        }
+        // Of two threads that are here at once, one made hers for nothing.
+        let made = self.device.stream()?;
+        Ok(self.aside.get_or_init(|| made))
+    }
+
+    fn see_to(&self, planned: &Planned, there: bool, query: &JobQuery<'_>) -> Result<(), Error> {
+        if there && self.recheck { planned.recheck(&query.to_key(), self.library.version()) } else { Ok(()) }
+    }
+}
+
+impl Executor for CudnnExecutor {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::CUDNN
+    }
+
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        self.asked(&Job::from(problem.clone()))
+    }
+
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, sdpa_core::Error> {
+        Ok(Arc::new(self.ready(problem.clone().into())?))
+    }
+
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        self.asked(&Job::from(problem.clone()))
+    }
+
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {
+        Ok(Arc::new(self.ready(problem.clone().into())?))
+    }
+}
+
+impl CudnnExecutor {
+    fn ready(&self, job: Job) -> Result<CudnnPrepared, Error> {
+        let (planned, _) = self.plans(&job)?;
+        Ok(CudnnPrepared::new(self.library, job, planned, self.device.stream()?))
+    }
+
+    /// Whether there is an engine for a pass.
+    fn asked(&self, job: &Job) -> Result<(), Unsupported> {
+        let failed = |e: String| Unsupported { executor: ExecutorName::CUDNN, reasons: vec![Reason::Failed(e)] };
+        let asked = || -> Result<(), Error> {
+            let handle = self.library.handle(self.aside()?)?;
+            plan::supports(self.library, &Target::Handle(&handle), job, &self.options).map(|_| ())
+        };
+        match asked() {
+            Ok(()) => Ok(()),
+            Err(Error::Unsupported(reasons)) => Err(reasons),
+            Err(other) => Err(failed(other.to_string())),
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Which problems the quirks of a runtime make wrong, and what the engines do not take at all.
+
+use crate::lower::{self, Job, Operand};
+use crate::quirks::{Passes, Quirk};
+use cudnn_graph::Version;
+use sdpa_core::DType;
+use sdpa_core::error::{Reason, SpecError, SpecErrors};
+use sdpa_core::mask::Region;
+use sdpa_core::spec::TensorSpec;
+
+/// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
+fn open_window(job: &Job) -> bool {
+    let Region { lower, upper, prefix } = *job.problem().region();
+    lower.is_some() && prefix.is_none() && upper.is_none_or(|u| u > 0)
+}
+
+fn off_diagonal_by(job: &Job, tile: i64) -> bool {
+    let p = job.problem();
+    let region = p.region();
+    let shifted = region.upper.is_some_and(|u| u != 0) || region.lower.is_some();
+    shifted && (p.seq_q() % tile != 0 || p.seq_kv() % tile != 0)
+}
+
+fn is_backward(job: &Job) -> bool {
+    match job {
+        Job::Forward(_) => false,
+        Job::Backward(_) => true,
+    }
+}
+
+/// Elements from the first to behind the last of an operand as the engines see it: dense, where it is copied first.
+fn reach(job: &Job, operand: Operand) -> i64 {
+    let (dense, _) = lower::densify(job);
+    dense.tensor(operand).and_then(|tensor| tensor.extent()).unwrap_or(0)
+}
+
+/// Lengths of batch entries, of queries and of keys.
+fn is_padded(job: &Job) -> bool {
+    let kept = job.problem().kept();
+    kept.seq_len_q && kept.seq_len_kv
+}
+
+/// What is declined, and for which problems.
+type Declined = (Quirk, fn(&Job) -> bool);
+
+const DECLINED: [Declined; 11] = [
+    (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
+    (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
+    (Quirk::PaddingWithoutNumbers, is_padded),
+    (Quirk::AttentionDisabled, |_| true),
+    (Quirk::OpenWindowLong, |j| open_window(j) && j.problem().seq_kv() > 1024),
+    (Quirk::OpenWindow, open_window),
+    (Quirk::DecodeOnBlackwell, |j| j.problem().seq_q() == 1),
+    (Quirk::MasksOffTheDiagonal, |j| off_diagonal_by(j, 64)),
+    (Quirk::AccumulatorOfQueryGradient, |_| true),
+    (Quirk::PastTheKeys, |j| j.problem().seq_kv() % 128 != 0),
+    (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
+];
+
+/// Whether the numbers that rows repeat, if they do, lie without gaps: the engines that copy them read no other.
+fn packed_numbers(tensor: &TensorSpec) -> bool {
+    if tensor.strides[3] != 0 || tensor.dims[3] == 1 {
+        return true;
+    }
+    let mut axes: Vec<usize> = (0..3).filter(|&a| tensor.dims[a] > 1 && tensor.strides[a] > 0).collect();
+    axes.sort_by_key(|&a| tensor.strides[a]);
+    let mut next = 1;
+    axes.into_iter().all(|a| {
+        let packed = tensor.strides[a] == next;
+        next *= tensor.dims[a];
+        packed
+    })
+}
+
+/// Every known reason against running a problem on a runtime and an architecture, before the library is asked.
+///
+/// With `deterministic`, decode is refused: its engines split the keys and combine the parts as they arrive, and although they
+/// do not say so in their notes, other work on the device changes the last bit (docs/threads.md).
+pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec<Reason> {
+    let problem = job.problem();
+    let mut reasons = Vec::new();
+    let mut limit = |field: &str, value: String, limit: &str| {
+        reasons.push(Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() });
+    };
+    if !matches!(problem.dtype(), DType::F16 | DType::BF16) {
+        limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16 and bf16");
+    }
+    if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
+        limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");
+    }
+    if let Job::Backward(backward) = job
+        && !packed_numbers(backward.d_o())
+    {
+        limit("d_o.strides", format!("{:?}", backward.d_o().strides), "where a row is one number repeated, the numbers lie without gaps");
+    }
+    if sm < 80 {
+        limit("device", format!("sm {sm}"), "cuDNN's attention needs compute capability 8.0 or newer");
+    }
+    if deterministic && problem.seq_q() == 1 && !is_backward(job) {
+        limit("policy.deterministic", "true".to_owned(), "cuDNN's decode engines (seq_q = 1) do not give the same bits on every run");
+    }
+    for (field, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
+        if dim % 8 != 0 {
+            limit(field, dim.to_string(), "cuDNN's attention takes multiples of 8");
+        }
+        if dim > 256 {
+            limit(field, dim.to_string(), "cuDNN's attention takes at most 256");
+        }
+    }
+    for (quirk, applies) in DECLINED {
+        let row = quirk.row();
+        let of_this_pass = match row.passes {
+            Passes::Forward => !is_backward(job),
+            Passes::Backward => is_backward(job),
+            Passes::Both => true,
+        };
+        if of_this_pass && quirk.holds_on(runtime, sm) && applies(job) {
+            let (what, source_note) = (row.what.to_owned(), row.source.to_owned());
+            reasons.push(Reason::KnownBad { runtime: format!("cuDNN {runtime} on sm {sm}"), what, source_note });
+        }
+    }
+    reasons
+}
+
+/// The scale is a value of the call, so it is checked there.
+///
+/// # Errors
+/// A scale that is not positive: the fused kernels keep the row maximum of unscaled scores, which starts at −∞, and give NaN
+/// (seen with 0 and −0.1 on an H200 under 9.19).
+pub fn check_scale(attn_scale: f32) -> Result<(), SpecErrors> {
+    if attn_scale > 0.0 {
+        return Ok(());
+    }
+    let rule = "positive: cuDNN's kernels give NaN otherwise; the cpu executor takes any finite scale";
+    Err(SpecErrors(vec![SpecError::new("attn_scale", attn_scale, rule)]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{Align, AttentionSpec, Layout, Mask, Shape};
+
+    const fn v(minor: u32, patch: u32) -> Version {
+        Version::new(9, minor, patch)
+    }
+
+    fn problem(seq_q: i64, seq_kv: i64, masks: &[Mask]) -> Job {
+        let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };
+        let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
+        spec.masks = masks.to_vec();
+        spec.validate().unwrap().into()
+    }
+
+    #[test]
+    fn a_scale_must_be_positive() {
+        assert!(check_scale(0.125).is_ok());
+        for bad in [0.0, -0.0, -0.1, f32::NAN] {
+            assert!(check_scale(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_backward_pass_over_tensors_past_32_bit_offsets_is_refused() {
+        let shape = |batch| Shape { batch, heads_q: 128, heads_kv: 128, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+        let spec = |batch| AttentionSpec::dense(DType::BF16, shape(batch), Layout::Bhsd).backward();
+        // 2²⁰ elements for each entry of the batch.
+        let refused = |spec: &sdpa_core::BackwardSpec| !reasons(&spec.validate().unwrap().into(), v(27, 0), 90, false).is_empty();
+        assert!(!refused(&spec(2048)) && refused(&spec(2049)));
+        let forward: Job = spec(4096).forward.validate().unwrap().into();
+        assert!(reasons(&forward, v(27, 0), 90, false).is_empty());
+        // What is read in place counts as it lies; what is copied first, as the copy does.
+        let mut far = spec(2);
+        far.d_o.strides[0] = 1 << 31;
+        assert!(refused(&far));
+        far.d_o.strides[0] = (1 << 31) - (1 << 20);
+        assert!(!refused(&far));
+        far.dq.strides[0] = 1 << 32;
+        assert!(refused(&far));
+        let mut repeated = spec(2049);
+        repeated.d_o.strides = [0, 0, 0, 1];
+        assert!(refused(&repeated));
+    }
+
+    #[test]
+    fn each_row_refuses_its_versions_and_no_others() {
+        let plain = problem(128, 128, &[]);
+        let open = problem(2048, 2048, &[Mask::window(Some(64), Some(64), Align::TopLeft)]);
+        let causal_window = problem(2048, 2048, &[Mask::window(Some(64), Some(0), Align::TopLeft)]);
+        let decode = problem(1, 4096, &[]);
+        let chunk = problem(100, 228, &[Mask::causal_bottom_right()]);
+        let refused = |p: &Job, minor, patch, sm| !reasons(p, v(minor, patch), sm, false).is_empty();
+        let padded = problem(128, 128, &["padding".parse().unwrap()]);
+        assert!(
+            refused(&padded, 18, 1, 90)
+                && !refused(&padded, 19, 0, 90)
+                && !refused(&problem(128, 128, &["causal".parse().unwrap()]), 18, 0, 90)
+        );
+        assert!(refused(&plain, 10, 0, 90) && refused(&plain, 10, 1, 90) && !refused(&plain, 10, 2, 90) && !refused(&plain, 9, 0, 90));
+        assert!(refused(&open, 9, 0, 90) && !refused(&open, 10, 2, 90) && !refused(&causal_window, 9, 0, 90));
+        assert!(refused(&open, 14, 0, 90) && !refused(&open, 14, 1, 90) && !refused(&causal_window, 14, 0, 90));
+        assert!(
+            refused(&decode, 19, 0, 100) && refused(&decode, 25, 0, 120) && !refused(&decode, 25, 1, 100) && !refused(&decode, 19, 0, 90)
+        );
+        assert!(refused(&chunk, 5, 0, 90) && !refused(&chunk, 6, 0, 90));
+        assert!(refused(&plain, 19, 0, 75));
+        assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
+    }
+}

@@ -1,0 +1,263 @@
+//! Attention over host memory: up, run, down.
+
+use super::guard;
+use super::plan::Planned;
+use super::raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
+use crate::error::Error;
+use crate::lower::Job;
+use cudnn_graph::{Buffer, DeviceSlice, Event, Handle, Library, Stream};
+use sdpa_core::DType;
+use sdpa_core::error::{SpecError, SpecErrors};
+use sdpa_core::executor::{Prepared, PreparedBackward, Report};
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::tensor::{Elements, ElementsMut, HostBackward, HostForward, Param, ParamValue};
+use std::sync::Arc;
+
+/// A pass made ready on a GPU.
+#[derive(Debug)]
+pub struct CudnnPrepared {
+    library: &'static Library,
+    job: Job,
+    planned: Arc<Planned>,
+    stream: Stream,
+}
+
+/// Declared tensors in device memory, in the order of the call; `None` for scalars.
+type Uploaded = Vec<Option<(DType, Buffer)>>;
+
+impl CudnnPrepared {
+    pub(crate) fn new(library: &'static Library, job: Job, planned: Arc<Planned>, stream: Stream) -> CudnnPrepared {
+        CudnnPrepared { library, job, planned, stream }
+    }
+
+    /// The plans.
+    pub fn planned(&self) -> &Arc<Planned> {
+        &self.planned
+    }
+
+    fn buffer(&self, bytes: u64) -> Result<Buffer, Error> {
+        Ok(Buffer::new(self.stream.device(), usize::try_from(bytes).unwrap_or(usize::MAX))?)
+    }
+
+    fn bytes(&self, tensor: &TensorSpec) -> u64 {
+        extent(tensor) as u64 * u64::from(self.job.problem().dtype().bits() / 8)
+    }
+
+    fn upload(&self, tensor: &TensorSpec, data: &Elements<'_>) -> Result<Buffer, Error> {
+        let mut buffer = self.buffer(self.bytes(tensor))?;
+        let elements = extent(tensor);
+        match data {
+            Elements::F32(x) => buffer.upload(&self.stream, 0, &x[..elements]),
+            Elements::F16(x) => buffer.upload(&self.stream, 0, &x[..elements]),
+            Elements::BF16(x) => buffer.upload(&self.stream, 0, &x[..elements]),
+        }?;
+        Ok(buffer)
+    }
+
+    /// A result, or workspace. All ones is NaN in every float type: an element that no kernel writes shows.
+    fn result(&self, bytes: u64) -> Result<Buffer, Error> {
+        let mut buffer = self.buffer(bytes)?;
+        buffer.fill(&self.stream, 0xff)?;
+        Ok(buffer)
+    }
+
+    fn upload_params(&self, params: &[Param<'_>]) -> Result<Uploaded, Error> {
+        let up = |p: &Param<'_>| {
+            let Some(dtype) = p.value.dtype() else { return Ok(None) };
+            let mut buffer = self.buffer(dtype.bytes(p.value.elements() as u64))?;
+            match p.value {
+                ParamValue::Scalar(_) => {}
+                ParamValue::F32(x) => buffer.upload(&self.stream, 0, x)?,
+                ParamValue::F16(x) => buffer.upload(&self.stream, 0, x)?,
+                ParamValue::BF16(x) => buffer.upload(&self.stream, 0, x)?,
+                ParamValue::I32(x) => buffer.upload(&self.stream, 0, x)?,
+                ParamValue::Bool(x) => {
+                    let bytes: Vec<u8> = x.iter().map(|&b| u8::from(b)).collect();
+                    buffer.upload(&self.stream, 0, &bytes)?;
+                }
+            }
+            Ok(Some((dtype, buffer)))
+        };
+        params.iter().map(up).collect()
+    }
+
+    fn download(&self, tensor: &TensorSpec, buffer: &Buffer, data: &mut ElementsMut<'_>) -> Result<(), Error> {
+        match data {
+            ElementsMut::F32(x) => scatter(tensor, x, |to| buffer.download(&self.stream, 0, to)),
+            ElementsMut::F16(x) => scatter(tensor, x, |to| buffer.download(&self.stream, 0, to)),
+            ElementsMut::BF16(x) => scatter(tensor, x, |to| buffer.download(&self.stream, 0, to)),
+        }?;
+        Ok(())
+    }
+
+    /// Runs what `submit` submits, and waits for it; the time between.
+    fn run(&self, submit: impl FnOnce(&Handle<'_>) -> Result<(), Error>) -> Result<f64, Error> {
+        let handle = self.library.handle(&self.stream)?;
+        let start: Event = self.stream.record(true)?;
+        let submitted = submit(&handle);
+        let end = self.stream.record(true)?;
+        self.stream.synchronize()?;
+        submitted?;
+        Ok(f64::from(end.since(&start)?))
+    }
+
+    fn report(&self, compute_ms: f64) -> Report {
+        let engine = &self.planned.engine;
+        Report {
+            compute_ms,
+            copied: self.planned.copied(),
+            engine: format!("{} {engine}", self.planned.lowered.form),
+            workspace_bytes: self.planned.workspace_bytes(),
+        }
+    }
+}
+
+fn extent(tensor: &TensorSpec) -> usize {
+    usize::try_from(tensor.extent().unwrap_or(0)).unwrap_or(0)
+}
+
+fn slice(buffer: &Buffer) -> DeviceSlice {
+    DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
+}
+
+fn device_params<'a>(params: &[Param<'a>], uploaded: &Uploaded) -> Vec<DeviceParam<'a>> {
+    let value = |(p, up): (&Param<'a>, &Option<(DType, Buffer)>)| match (p.value, up) {
+        (_, Some((dtype, buffer))) => DeviceParam { name: p.name, value: DeviceValue::Tensor(*dtype, slice(buffer)) },
+        (ParamValue::Scalar(x), None) => DeviceParam { name: p.name, value: DeviceValue::Scalar(x) },
+        (ParamValue::F32(_) | ParamValue::F16(_) | ParamValue::BF16(_) | ParamValue::I32(_) | ParamValue::Bool(_), None) => {
+            DeviceParam { name: p.name, value: DeviceValue::Scalar(f32::NAN) }
+        }
+    };
+    params.iter().zip(uploaded).map(value).collect()
+}
+
+/// Downloads a strided tensor and keeps what lies between its elements.
+fn scatter<T: Copy + Default>(
+    tensor: &TensorSpec,
+    to: &mut [T],
+    download: impl FnOnce(&mut [T]) -> Result<(), cudnn_graph::Error>,
+) -> Result<(), cudnn_graph::Error> {
+    let extent = extent(tensor);
+    let dims = tensor.dims.map(|d| usize::try_from(d).unwrap_or(0));
+    let strides = tensor.strides.map(|s| usize::try_from(s).unwrap_or(0));
+    if dims.iter().product::<usize>() == extent {
+        return download(&mut to[..extent]);
+    }
+    let mut all = vec![T::default(); extent];
+    download(&mut all)?;
+    for b in 0..dims[0] {
+        for h in 0..dims[1] {
+            for s in 0..dims[2] {
+                let at = b * strides[0] + h * strides[1] + s * strides[2];
+                to[at..at + dims[3]].copy_from_slice(&all[at..at + dims[3]]);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A plan of the other direction.
+fn other_pass() -> Error {
+    Error::Spec(SpecErrors(vec![SpecError::new("pass", "the other one", "what was prepared")]))
+}
+
+impl Prepared for CudnnPrepared {
+    fn forward(&self, call: HostForward<'_>) -> Result<Report, sdpa_core::Error> {
+        Ok(self.run_forward(call)?)
+    }
+}
+
+impl PreparedBackward for CudnnPrepared {
+    fn backward(&self, call: HostBackward<'_>) -> Result<Report, sdpa_core::Error> {
+        Ok(self.run_backward(call)?)
+    }
+}
+
+impl CudnnPrepared {
+    fn run_forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
+        let Job::Forward(problem) = &self.job else { return Err(other_pass()) };
+        let attn_scale = call.check(problem)?;
+        guard::check_scale(attn_scale)?;
+        let (q, k, v) = (self.upload(problem.q(), &call.q)?, self.upload(problem.k(), &call.k)?, self.upload(problem.v(), &call.v)?);
+        let uploaded = self.upload_params(call.params)?;
+        let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
+        let workspace = self.result(self.planned.workspace_bytes())?;
+        let o = self.result(self.bytes(problem.o()))?;
+        let stats_bytes = u64::try_from(problem.stats_elements()).unwrap_or(0) * size_of::<f32>() as u64;
+        let stats = if problem.stats() { Some(self.result(stats_bytes)?) } else { None };
+        let device = DeviceForward {
+            q: slice(&q),
+            k: slice(&k),
+            v: slice(&v),
+            o: slice(&o),
+            stats: stats.as_ref().map(slice),
+            attn_scale: Some(attn_scale),
+            params: &params,
+            workspace: Some(slice(&workspace)),
+        };
+        // SAFETY: every slice is a whole buffer of the stream's device that lives until the stream has been waited for, also
+        // where this returns early: freeing device memory waits for what uses it.
+        #[allow(unsafe_code, reason = "host memory in, host memory out: the raw tier's contract is kept here")]
+        let ms = self.run(|handle| unsafe { self.planned.forward(handle, &device) })?;
+        let mut out = call.o;
+        self.download(problem.o(), &o, &mut out)?;
+        if let (Some(buffer), Some(to)) = (stats, call.stats) {
+            buffer.download(&self.stream, 0, to)?;
+        }
+        Ok(self.report(ms))
+    }
+
+    fn run_backward(&self, call: HostBackward<'_>) -> Result<Report, Error> {
+        let Job::Backward(problem) = &self.job else { return Err(other_pass()) };
+        let attn_scale = call.check(problem)?;
+        guard::check_scale(attn_scale)?;
+        let p = problem.forward();
+        let (q, k, v) = (self.upload(p.q(), &call.q)?, self.upload(p.k(), &call.k)?, self.upload(p.v(), &call.v)?);
+        let (o, d_o) = (self.upload(p.o(), &call.o)?, self.upload(problem.d_o(), &call.d_o)?);
+        let mut stats = self.buffer(size_of_val(call.stats) as u64)?;
+        stats.upload(&self.stream, 0, call.stats)?;
+        let uploaded = self.upload_params(call.params)?;
+        let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
+        let workspace = self.result(self.planned.workspace_bytes())?;
+        let results = [problem.dq(), problem.dk(), problem.dv()];
+        let [dq, dk, dv] = results.map(|tensor| self.result(self.bytes(tensor)));
+        let (dq, dk, dv) = (dq?, dk?, dv?);
+        let mut gradients = Vec::new();
+        for g in &call.gradients {
+            gradients.push((g.name, self.result(g.data.dtype().bytes(g.data.len() as u64))?));
+        }
+        let device_gradients: Vec<DeviceGradient<'_>> =
+            gradients.iter().map(|(name, buffer)| DeviceGradient { name, slice: slice(buffer) }).collect();
+        let device = DeviceBackward {
+            q: slice(&q),
+            k: slice(&k),
+            v: slice(&v),
+            o: slice(&o),
+            stats: slice(&stats),
+            d_o: slice(&d_o),
+            dq: slice(&dq),
+            dk: slice(&dk),
+            dv: slice(&dv),
+            attn_scale: Some(attn_scale),
+            params: &params,
+            gradients: &device_gradients,
+            workspace: Some(slice(&workspace)),
+        };
+        // SAFETY: as in the forward pass.
+        #[allow(unsafe_code, reason = "host memory in, host memory out: the raw tier's contract is kept here")]
+        let ms = self.run(|handle| unsafe { self.planned.backward(handle, &device) })?;
+        for (tensor, buffer, mut data) in
+            results.into_iter().zip([dq, dk, dv]).zip([call.dq, call.dk, call.dv]).map(|((t, b), d)| (t, b, d))
+        {
+            self.download(tensor, &buffer, &mut data)?;
+        }
+        for ((_, buffer), given) in gradients.iter().zip(call.gradients) {
+            match given.data {
+                ElementsMut::F32(x) => buffer.download(&self.stream, 0, x),
+                ElementsMut::F16(x) => buffer.download(&self.stream, 0, x),
+                ElementsMut::BF16(x) => buffer.download(&self.stream, 0, x),
+            }?;
+        }
+        Ok(self.report(ms))
+    }
+}

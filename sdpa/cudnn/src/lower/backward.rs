@@ -1,0 +1,282 @@
+//! The backward pass. The composite form is that of NVIDIA's frontend, op by op: the multiplication by one, the order of the
+//! subtraction of stats and the masks, transpositions spelled as reshapes, and the f32 accumulator are what engines match.
+
+use super::composite::{product, product_into, scores_like};
+use super::expr::{Emitter, Into, Pass, Vectors};
+use super::lowered::{Lowered, Supply};
+use super::mask::{self, Lengths};
+use super::{Form, LowerError, dtype, stats, tensor, transposed};
+use crate::quirks::Quirk;
+use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
+use cudnn_graph::ir::ty::Dims;
+use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
+use cudnn_graph::{DType, Graph, Version};
+use sdpa_core::Operand;
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::expr::{Binary, Node, ParamKind, Place, Precision, Trace, Unary};
+use sdpa_core::problem::Problem;
+use serde::{Deserialize, Serialize};
+
+/// Operands of both forms, in the same order.
+struct Ports {
+    operands: Vec<(Operand, TensorId)>,
+    stats: TensorId,
+    attn_scale: TensorId,
+}
+
+impl Ports {
+    fn new(g: &mut Graph, b: &BackwardProblem, view: impl Fn(Tensor) -> Tensor) -> Ports {
+        let p = b.forward();
+        let mut operands = Vec::new();
+        let strided = [
+            (Operand::Q, p.q()),
+            (Operand::K, p.k()),
+            (Operand::V, p.v()),
+            (Operand::O, p.o()),
+            (Operand::DO, b.d_o()),
+            (Operand::DQ, b.dq()),
+            (Operand::DK, b.dk()),
+            (Operand::DV, b.dv()),
+        ];
+        for (operand, spec) in strided {
+            let plain = tensor(operand, dtype(p.dtype()), spec);
+            let tensor = if matches!(operand, Operand::K | Operand::V) { view(plain) } else { plain };
+            operands.push((operand, g.tensor(tensor)));
+        }
+        Ports { operands, stats: stats(g, p), attn_scale: g.parameter("attn_scale", DType::F32) }
+    }
+
+    fn at(&self, operand: Operand) -> TensorId {
+        self.operands.iter().find(|(o, _)| *o == operand).map_or(self.stats, |(_, id)| *id)
+    }
+}
+
+/// How the gradient of the queries comes about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QueryGradient {
+    /// In an f32 accumulator, part by part.
+    Summed,
+    /// At once, from dS in the workspace, which grows with the product of the lengths.
+    AtOnce,
+}
+
+/// What the composite form leaves open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Spelling {
+    /// How the gradient of the queries comes about.
+    pub query_gradient: QueryGradient,
+    /// How tensors along queries are read.
+    pub vectors: Vectors,
+}
+
+impl Spelling {
+    /// The one that is asked for first. Engines that sum gradients of parameters keep dS in the workspace, and so do those that give the same bits on every run,
+    /// but for one that has to be asked for by name.
+    pub fn usual(b: &BackwardProblem) -> Spelling {
+        let at_once = b.deterministic() || !b.wrt().is_empty();
+        let query_gradient = if at_once { QueryGradient::AtOnce } else { QueryGradient::Summed };
+        Spelling { query_gradient, vectors: Vectors::AlongQueries }
+    }
+}
+
+pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
+    let pass = Pass::Backward(spelling.vectors);
+    let padded = b.forward().kept().seq_len_q || b.forward().kept().seq_len_kv;
+    if padded && b.gradient().is_some_and(|gradient| !survives_padding(&gradient.trace, b.forward().extents())) {
+        return Err(LowerError::Unsupported(NO_NUMBER.to_owned()));
+    }
+    let (mut g, mut supplies) = (Graph::new(), Vec::new());
+    let ports = Ports::new(&mut g, b, transposed);
+    let p = b.forward();
+    let to = &mut Into { graph: &mut g, supplies: &mut supplies };
+    let lengths = Lengths::of(to, p);
+    let [rows, keys] = lengths.overrides(to, p, runtime)?;
+    let scale = ports.attn_scale;
+
+    let row_sum = row_sum(to, p, &ports);
+    let scores = product(to.graph, [ports.at(Operand::Q), ports.at(Operand::K)], scores_like(p), [rows, keys, None], None);
+    let scaled = to.graph.pointwise(Mode::Mul, &[scores, scale]);
+    let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), pass, scaled)));
+    let modified = match &mut emitter {
+        Some((gradient, emitter)) => emitter.emit_inside(to, gradient.trace.roots()[0]),
+        None => scaled,
+    };
+    // Before the masks: stats of −∞ would make what they drop not-a-number.
+    let shifted = to.graph.pointwise(Mode::Sub, &[modified, ports.stats]);
+    let inside = if emitter.is_some() || p.seq_q() == 1 {
+        // `Quirk::TilesPastTheEnd`, `Quirk::QueriesPastTheOnly`.
+        mask::fill_outside(to, shifted, p, mask::dropped(runtime))
+    } else if Quirk::KeysPastTheLast.holds(runtime) {
+        mask::fill_past_keys(to, shifted, p, runtime)
+    } else {
+        shifted
+    };
+    let masked = mask::apply(to, inside, p, lengths, runtime, pass);
+    let weights = to.graph.pointwise(Mode::Exp, &[masked]);
+    let turned = turn(to.graph, p, weights);
+    fold_heads(to, b, [turned, ports.at(Operand::DO)], ports.at(Operand::DV), [keys, None, rows]);
+
+    let d_weights = product(to.graph, [ports.at(Operand::DO), ports.at(Operand::V)], scores_like(p), [rows, keys, None], None);
+    let centred = to.graph.pointwise(Mode::Sub, &[d_weights, row_sum]);
+    let d_modified = to.graph.pointwise(Mode::Mul, &[centred, weights]);
+    let d_scaled = match &mut emitter {
+        Some((gradient, emitter)) => {
+            emitter.set_upstream(d_modified);
+            let d_scaled = emitter.emit_gradient(to, gradient.trace.roots()[1]);
+            let mut d_scaled = mask::fill_outside(to, d_scaled, p, 0.0);
+            if may_be_infinite(&gradient.trace) || p.kept().seq_len_q || p.kept().seq_len_kv {
+                d_scaled = mask::fill_dropped(to, d_scaled, p, lengths, (runtime, 0.0), pass);
+            }
+            parameters(to, b, d_scaled)?;
+            d_scaled
+        }
+        None => d_modified,
+    };
+    let d_scores = to.graph.pointwise(Mode::Mul, &[d_scaled, scale]);
+    let turned = turn(to.graph, p, d_scores);
+    fold_heads(to, b, [turned, ports.at(Operand::Q)], ports.at(Operand::DK), [keys, None, rows]);
+
+    let key = p.k();
+    let key = g.reshape(ports.at(Operand::K), key.dims, key.strides, None);
+    g.set_dtype(key, dtype(p.dtype()));
+    let dq = ports.at(Operand::DQ);
+    if spelling.query_gradient == QueryGradient::AtOnce {
+        product_into(&mut g, [d_scores, key], dq, [rows, None, keys], None);
+    } else {
+        let sum = g.input("dq_sum", DType::F32, [p.batch(), p.heads_q(), p.seq_q(), p.dim_qk()]);
+        supplies.push((sum, Supply::Scratch));
+        product_into(&mut g, [d_scores, key], sum, [rows, None, keys], None);
+        g.pointwise_into(Mode::Identity, &[sum], dq);
+    }
+    let Ports { operands, stats, attn_scale } = ports;
+    Ok(Lowered { graph: g.verify()?, form: Form::Composite, spelling: Some(spelling), operands, attn_scale, stats: Some(stats), supplies })
+}
+
+/// Why padding is refused beside some score_mods.
+const NO_NUMBER: &str = "padding beside a score_mod that makes no number of −∞: past the lengths cuDNN's engines give that \
+                                    to score_mods, behind whatever is selected there; the cpu executor runs it, and cuDNN where the \
+                                    lengths are a mask array";
+
+/// Whether a score_mod, and its derivative where the trace has it, are numbers for a score of −∞, at the ends of the indices.
+fn survives_padding(trace: &Trace, extents: [i64; 4]) -> bool {
+    let params = vec![1.0; trace.params().len()];
+    (0..16).all(|corner| {
+        let index = [0, 1, 2, 3].map(|axis| if corner >> axis & 1 == 0 { 0 } else { extents[axis] - 1 });
+        let place = Place { score: f64::NEG_INFINITY, upstream: 0.0, index, extents, params: &params };
+        trace.eval(&place, Precision::F32).iter().take(2).all(|x| !x.is_nan())
+    })
+}
+
+/// Whether a score that a mask drops may have a derivative that is no finite number, which 0 times would not undo. Past the lengths
+/// of a batch entry any may: engines put no number there.
+fn may_be_infinite(trace: &Trace) -> bool {
+    trace.nodes().iter().any(|node| match node {
+        Node::Unary(f, _) => matches!(f, Unary::Log | Unary::Sqrt | Unary::Rsqrt | Unary::Exp),
+        Node::Binary(f, _, _) => matches!(f, Binary::Div | Binary::Mod | Binary::Pow),
+        Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Select(..) => false,
+    })
+}
+
+/// Σ o·d_o of each row, in device memory. Engines tell it from the others by the multiplication by one.
+fn row_sum(to: &mut Into<'_>, p: &Problem, ports: &Ports) -> TensorId {
+    let row = [p.batch(), p.heads_q(), p.seq_q(), 1];
+    let g = &mut *to.graph;
+    let products = g.pointwise(Mode::Mul, &[ports.at(Operand::DO), ports.at(Operand::O)]);
+    let sums = g.reduce(ReductionMode::Add, products, row);
+    let one = g.scalar(Scalar::F32(1.0));
+    let sums = g.pointwise(Mode::Mul, &[sums, one]);
+    g.output(sums, "row_sum", DType::F32);
+    to.supplies.push((sums, Supply::Scratch));
+    sums
+}
+
+/// Transposes scores, in the type of the operands: a view with swapped extents and strides.
+fn turn(g: &mut Graph, p: &Problem, scores: TensorId) -> TensorId {
+    let [batch, heads, seq_q, seq_kv] = p.extents();
+    let strides = [heads * seq_q * seq_kv, seq_q * seq_kv, 1, seq_kv];
+    let turned = g.reshape(scores, [batch, heads, seq_kv, seq_q], strides, None);
+    g.set_dtype(turned, dtype(p.dtype()))
+}
+
+/// A product whose result has a head for each query head, summed over the query heads that share a key head.
+fn fold_heads(to: &mut Into<'_>, b: &BackwardProblem, factors: [TensorId; 2], into: TensorId, overrides: [Option<TensorId>; 3]) {
+    let p = b.forward();
+    let g = &mut *to.graph;
+    if p.group() == 1 {
+        product_into(g, factors, into, overrides, None);
+        return;
+    }
+    let dim = g.get(factors[1]).and_then(|t| t.dims.0.last().copied()).unwrap_or(1);
+    let full = product(g, factors, Dims::from([p.batch(), p.heads_q(), p.seq_kv(), dim]), overrides, None);
+    g.set_dtype(full, dtype(p.dtype()));
+    g.push(Op::Reduction(Reduction { mode: ReductionMode::Add, x: full, y: into, compute: DType::F32, deterministic: false }));
+}
+
+/// Gradients of declared parameters. Engines sum the gradient that is about to be multiplied by the scale, and no other: that of
+/// a tensor which is added to the score before everything else.
+fn parameters(to: &mut Into<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Result<(), LowerError> {
+    let Some(gradient) = b.gradient() else { return Ok(()) };
+    let roots = gradient.trace.roots();
+    for (n, wanted) in b.wrt().iter().enumerate() {
+        let name = &wanted.name;
+        if roots[2 + n] != roots[1] {
+            let rule = format!(
+                "the gradient of parameter {name}: cuDNN's engines sum only that of a tensor which is added to the score before other \
+                 score_mods; the cpu executor gives every one"
+            );
+            return Err(LowerError::Unsupported(rule));
+        }
+        if dtype(wanted.dtype) == DType::F32 {
+            let rule = format!("the gradient of parameter {name} is asked for in f32: cuDNN's engines sum it in f16 and bf16 only");
+            return Err(LowerError::Unsupported(rule));
+        }
+        let kind = b.params().iter().find(|p| p.name == *name).map(|p| p.kind);
+        let Some(ParamKind::Tensor { axes, dtype: _ }) = kind else {
+            return Err(LowerError::Unsupported(format!("the gradient of the scalar {name}: cuDNN's engines have no place for it")));
+        };
+        let extents = b.forward().extents();
+        let dims = axes.dims(extents);
+        // Engines sum over batch entries and heads; what they give where they would have to sum over queries or keys is wrong,
+        // or rounded on the way (H200, 9.19 and 9.27, every set of axes).
+        let written = [dims[0], dims[1], extents[2], extents[3]];
+        let tensor = to.graph.tensor(Tensor::device(format!("d_{name}"), dtype(wanted.dtype), written.to_vec()));
+        to.graph.push(Op::Reduction(Reduction {
+            mode: ReductionMode::Add,
+            x: d_scaled,
+            y: tensor,
+            compute: DType::F32,
+            deterministic: false,
+        }));
+        let name = name.clone();
+        to.supplies.push((tensor, if written == dims { Supply::Gradient(name) } else { Supply::Terms { name, dims } }));
+    }
+    Ok(())
+}
+
+pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
+    let p = b.forward();
+    if !p.kept().is_full() || b.gradient().is_some() {
+        return Err(LowerError::Unsupported("the unified backward op takes plain attention only".to_owned()));
+    }
+    let mut g = Graph::new();
+    let ports = Ports::new(&mut g, b, |tensor| tensor);
+    let at = |operand| ports.at(operand);
+    g.push(Op::SdpaBackward(Box::new(SdpaBackward {
+        q: at(Operand::Q),
+        k: at(Operand::K),
+        v: at(Operand::V),
+        o: at(Operand::O),
+        d_o: at(Operand::DO),
+        stats: ports.stats,
+        attn_scale: Some(ports.attn_scale),
+        dq: at(Operand::DQ),
+        dk: at(Operand::DK),
+        dv: at(Operand::DV),
+        seq_len_q: None,
+        seq_len_kv: None,
+        score: None,
+    })));
+    let Ports { operands, stats, attn_scale } = ports;
+    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands, attn_scale, stats: Some(stats), supplies: Vec::new() })
+}

@@ -1,0 +1,307 @@
+//! Copies on the device as small graphs, for operands that the attention engines cannot read or write in place.
+//!
+//! cuDNN's pointwise engines take three axes and no more, and an axis of stride 0 only as the first (asked of 9.19 and 9.27
+//! for compute capability 8.0, 9.0 and 10.0). So axes that lie behind one another in memory are merged, and where three
+//! remain besides the last, the copy is made once per index of the outermost.
+
+use super::job::Job;
+use super::lowered::{Guarded, LengthOf};
+use cudnn_graph::ir::pointwise::Params;
+use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
+use cudnn_graph::{DType, Graph, Verified};
+use sdpa_core::Operand;
+use sdpa_core::spec::{Layout, TensorSpec};
+
+/// A copy graph, the tensors that a caller binds, and how often to run it.
+#[derive(Clone, Debug)]
+pub struct Copy {
+    /// The graph.
+    pub graph: Verified,
+    /// What is read.
+    pub from: TensorId,
+    /// What is read besides, elements of the same places.
+    pub second: Option<TensorId>,
+    /// What is written.
+    pub to: TensorId,
+    /// Zeros that are read, as large as what is written: they may be the same memory.
+    pub zeros: Option<TensorId>,
+    /// How often it runs.
+    pub repeats: u64,
+    /// Bytes from one run to the next in what is read.
+    pub from_step: u64,
+    /// Bytes from one run to the next in what is written.
+    pub to_step: u64,
+}
+
+/// An axis of both tensors, with the strides in each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Axis {
+    extent: i64,
+    from: i64,
+    to: i64,
+}
+
+/// The outer axes that remain once those behind one another are merged, outermost first.
+fn outer_axes(from: &TensorSpec, to: &TensorSpec) -> Vec<Axis> {
+    let mut axes: Vec<Axis> =
+        (0..3).filter(|&a| from.dims[a] > 1).map(|a| Axis { extent: from.dims[a], from: from.strides[a], to: to.strides[a] }).collect();
+    axes.sort_by_key(|a| std::cmp::Reverse(a.to));
+    let mut merged: Vec<Axis> = Vec::new();
+    for axis in axes {
+        match merged.last_mut() {
+            Some(outer) if outer.from == axis.from * axis.extent && outer.to == axis.to * axis.extent => {
+                *outer = Axis { extent: outer.extent * axis.extent, ..axis };
+            }
+            _ => merged.push(axis),
+        }
+    }
+    merged
+}
+
+/// The largest power of two that divides an address and every step from it, in bytes, up to 16.
+fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u32 {
+    let steps = steps.into_iter().map(|s| (s * element).unsigned_abs()).filter(|&s| s > 0);
+    let bits = steps.map(u64::trailing_zeros).chain([base.trailing_zeros()]).min().unwrap_or(0);
+    1 << bits.min(4)
+}
+
+/// Copies a tensor of one description to another of the same extents.
+///
+/// # Errors
+/// What [`Graph::verify`] finds: a bug of the lowering.
+pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
+    convert([dtype, dtype], from, to)
+}
+
+/// Copies a tensor of one description and element type to others of the same extents.
+///
+/// # Errors
+/// As [`copy`].
+pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
+    let [from_element, to_element] = dtypes.map(|dtype| i64::from(dtype.bits() / 8));
+    let [from_dtype, to_dtype] = dtypes;
+    let row = from.dims[3];
+    let mut axes = outer_axes(from, to);
+    let repeated = if axes.len() > 2 { axes.remove(0) } else { Axis { extent: 1, from: 0, to: 0 } };
+    while axes.len() < 2 {
+        axes.insert(0, Axis { extent: 1, from: row, to: row });
+    }
+    axes.sort_by_key(|a| a.from != 0);
+    let dims = [axes[0].extent, axes[1].extent, row];
+    let mut g = Graph::new();
+    let step = |pick: fn(&Axis) -> i64| axes.iter().chain([&repeated]).map(pick).collect::<Vec<_>>();
+    let from_alignment = alignment(from.alignment, step(|a| a.from), from_element);
+    let to_alignment = alignment(to.alignment, step(|a| a.to), to_element);
+    let to_strides = [axes[0].to, axes[1].to, 1];
+    let (x, y, zeros) = if from.strides[3] == 0 {
+        // Engines do not repeat the elements of a row, but they broadcast what is added to a tensor: to zeros.
+        let one = |a: &Axis| if a.from == 0 { 1 } else { a.extent };
+        let x =
+            Tensor::device("from", from_dtype, [one(&axes[0]), one(&axes[1]), 1]).strides([axes[0].from.max(1), axes[1].from.max(1), 1]);
+        let x = g.tensor(x.alignment(from_alignment));
+        let zeros = g.tensor(Tensor::device("zeros", to_dtype, dims).strides(to_strides).alignment(to_alignment));
+        (x, g.pointwise_as(Mode::Add, &[zeros, x], DType::F32, to_dtype, Params::default()), Some(zeros))
+    } else {
+        let x = Tensor::device("from", from_dtype, dims).strides([axes[0].from, axes[1].from, 1]);
+        let x = g.tensor(x.alignment(from_alignment));
+        (x, g.pointwise_as(Mode::Identity, &[x], DType::F32, to_dtype, Params::default()), None)
+    };
+    g.output(y, "to", to_dtype);
+    g.set_strides(y, to_strides);
+    g.set_alignment(y, to_alignment);
+    let bytes = |elements: i64, element: i64| (elements * element).unsigned_abs();
+    Ok(Copy {
+        graph: g.verify()?,
+        from: x,
+        second: None,
+        to: y,
+        zeros,
+        repeats: repeated.extent.unsigned_abs(),
+        from_step: bytes(repeated.from, from_element),
+        to_step: bytes(repeated.to, to_element),
+    })
+}
+
+/// A dense declared tensor over some axes as one over more of them.
+pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result<Copy, cudnn_graph::Error> {
+    let dense = Layout::Bhsd.strides(from);
+    let strides = std::array::from_fn(|axis| if from[axis] == to[axis] { dense[axis] } else { 0 });
+    let alignment = 16;
+    let mut from = TensorSpec { dims: to, strides, alignment };
+    // The last axis is dense, or repeats one element.
+    if to[3] == 1 {
+        from.strides[3] = 1;
+    }
+    convert(dtypes, &from, &TensorSpec::dense(to, Layout::Bhsd))
+}
+
+/// Guarded lengths of so many batch entries. Engines compute these in f32 and in no whole numbers: extents up to 2²⁴. What is beyond that
+/// is rounded, and clamped all the same.
+pub(crate) fn guarded(which: Guarded, entries: i64) -> Result<Copy, cudnn_graph::Error> {
+    let mut g = Graph::new();
+    let dims = [1, 1, entries];
+    let lengths = |g: &mut Graph, name: &str| g.tensor(Tensor::device(name, DType::I32, dims));
+    let with = |g: &mut Graph, mode: Mode, x: TensorId, number: f32, to: DType| {
+        let number = g.tensor(Tensor::by_value("number", DType::F32, Some(Scalar::F32(number)), dims.len()));
+        g.pointwise_as(mode, &[x, number], DType::F32, to, Params::default())
+    };
+    let x = lengths(&mut g, "from");
+    let most = with(&mut g, Mode::Min, x, which.most as f32, DType::F32);
+    let (most, least, second) = match (which.of, which.keyless) {
+        (LengthOf::Queries, true) => {
+            let keys = lengths(&mut g, "second");
+            // No length is larger than one key counted so often; entries without keys have no queries.
+            let any = with(&mut g, Mode::Mul, keys, (1 << 24) as f32, DType::F32);
+            (g.pointwise_as(Mode::Min, &[most, any], DType::F32, DType::F32, Params::default()), 0.0, Some(keys))
+        }
+        (LengthOf::Queries, false) | (LengthOf::Keys, false) => (most, 0.0, None),
+        (LengthOf::Keys, true) => (most, 1.0, None),
+    };
+    let y = with(&mut g, Mode::Max, most, least, DType::I32);
+    g.output(y, "to", DType::I32);
+    Ok(Copy { graph: g.verify()?, from: x, second, to: y, zeros: None, repeats: 1, from_step: 0, to_step: 0 })
+}
+
+/// Bytes that engines read at once: base addresses and strides must be multiples.
+const VECTOR_BYTES: i64 = 16;
+
+/// Whether the engines can use a tensor where it is.
+pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
+    let element = i64::from(dtype.bits() / 8);
+    let steps = (0..3).filter(|&axis| tensor.dims[axis] > 1).map(|axis| tensor.strides[axis]);
+    let dense = tensor.dims[3] == 1 || tensor.strides[3] == 1;
+    dense && tensor.alignment >= VECTOR_BYTES as u32 && steps.into_iter().all(|s| s > 0 && s * element % VECTOR_BYTES == 0)
+}
+
+/// The same job with every operand that cannot be used in place made dense, and which those are.
+pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
+    let dtype = super::dtype(job.problem().dtype());
+    let given = job.tensors().into_iter().filter(|(_, tensor)| !in_place(tensor, dtype));
+    let copied: Vec<(Operand, TensorSpec)> = given.collect();
+    let dense = copied.iter().fold(job.clone(), |job, &(operand, _)| job.densely(operand));
+    (dense, copied.into_iter().map(|(operand, _)| operand).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(from: TensorSpec) -> Copy {
+        let to = from.densely();
+        let c = copy(DType::BF16, &from, &to).unwrap();
+        // Walk both tensors as the copy would, and see that every element is met once and lands where it belongs.
+        let graph = c.graph.graph();
+        let (x, y) = (graph.get(c.from).unwrap(), graph.get(c.to).unwrap());
+        let mut pairs = Vec::new();
+        for r in 0..c.repeats as i64 {
+            for i in 0..x.dims.0[0] {
+                for j in 0..x.dims.0[1] {
+                    let at = |s: &[i64], step: u64| r * step as i64 / 2 + i * s[0] + j * s[1];
+                    pairs.push((at(&x.strides.0, c.from_step), at(&y.strides.0, c.to_step)));
+                }
+            }
+        }
+        let mut want = Vec::new();
+        for b in 0..from.dims[0] {
+            for h in 0..from.dims[1] {
+                for s in 0..from.dims[2] {
+                    let at = |t: &TensorSpec| b * t.strides[0] + h * t.strides[1] + s * t.strides[2];
+                    want.push((at(&from), at(&to)));
+                }
+            }
+        }
+        pairs.sort_unstable();
+        want.sort_unstable();
+        assert_eq!(pairs, want, "{from:?}");
+        c
+    }
+
+    #[test]
+    fn copies_meet_every_row_once() {
+        let dims = [2, 3, 5, 8];
+        for layout in [Layout::Bhsd, Layout::Bshd, Layout::Sbhd] {
+            let gap = TensorSpec { dims, strides: layout.strides([2, 3, 5, 9]), alignment: 2 };
+            let c = check(gap);
+            assert_eq!(c.repeats, 1);
+            assert_eq!(c.graph.graph().get(c.from).unwrap().alignment, 2);
+        }
+        let nested_gaps = TensorSpec { dims, strides: [301, 60, 9, 1], alignment: 16 };
+        assert_eq!(check(nested_gaps).repeats, 2);
+        let broadcast_heads = TensorSpec { dims, strides: [45, 0, 9, 1], alignment: 16 };
+        check(broadcast_heads);
+        let broadcast_all = TensorSpec { dims, strides: [0, 0, 0, 1], alignment: 16 };
+        assert_eq!(check(broadcast_all).repeats, 1);
+        check(TensorSpec { dims: [1, 1, 1, 8], strides: [8, 8, 8, 1], alignment: 4 });
+    }
+
+    #[test]
+    fn lengths_stay_within_extents_and_entries_without_keys_have_one_and_no_queries() {
+        use cudnn_graph::ir::interp::{self, Precision};
+        let (queries, keys) = ([5.0, 9.0, 0.0, 131.0, -3.0, 2e9, 130.0], [3.0, 0.0, 0.0, f64::from(1 << 24), 7.0, -2e9, 300.0]);
+        for (of, keyless, want) in [
+            (LengthOf::Queries, true, [5.0, 0.0, 0.0, 130.0, 0.0, 0.0, 130.0]),
+            (LengthOf::Queries, false, [5.0, 9.0, 0.0, 130.0, 0.0, 130.0, 130.0]),
+            (LengthOf::Keys, true, [3.0, 1.0, 1.0, 257.0, 7.0, 1.0, 257.0]),
+            (LengthOf::Keys, false, [3.0, 0.0, 0.0, 257.0, 7.0, 0.0, 257.0]),
+        ] {
+            let most = if of == LengthOf::Queries { 130 } else { 257 };
+            let c = guarded(Guarded { of, most, keyless }, 7).unwrap();
+            let first = if of == LengthOf::Keys { keys } else { queries };
+            let given = [Some((c.from, first)), c.second.map(|id| (id, keys))];
+            let inputs = given.into_iter().flatten().map(|(id, x)| (id, interp::Value::new(vec![1, 1, 7], x.to_vec()))).collect();
+            let got = interp::run(&c.graph, &inputs, Precision::F32).unwrap();
+            assert_eq!(got[&c.to].data, want, "{of:?} {keyless}");
+        }
+    }
+
+    /// Offsets of what is read for each element that is written, in the order of the latter.
+    fn reads(c: &Copy, element: i64) -> Vec<(i64, i64)> {
+        let graph = c.graph.graph();
+        let (x, y) = (graph.get(c.from).unwrap(), graph.get(c.to).unwrap());
+        let mut all = Vec::new();
+        for r in 0..c.repeats as i64 {
+            for place in 0..y.dims.0.iter().product::<i64>() {
+                let at = [place / (y.dims.0[1] * y.dims.0[2]), place / y.dims.0[2] % y.dims.0[1], place % y.dims.0[2]];
+                let of = |t: &Tensor| (0..3).map(|a| if t.dims.0[a] == 1 { 0 } else { at[a] * t.strides.0[a] }).sum::<i64>();
+                all.push((r * c.to_step as i64 / element + of(y), r * c.from_step as i64 / element + of(x)));
+            }
+        }
+        all.sort_unstable();
+        all
+    }
+
+    #[test]
+    fn what_is_spread_repeats_its_elements_along_the_axes_that_it_does_not_span() {
+        for to in [[2, 3, 5, 8], [2, 3, 5, 1], [1, 4, 6, 7]] {
+            for spanned in 0..16 {
+                let from: [i64; 4] = std::array::from_fn(|axis| if spanned >> axis & 1 == 1 { to[axis] } else { 1 });
+                let c = spread([DType::F32, DType::F32], from, to).unwrap();
+                let dense = Layout::Bhsd.strides(from);
+                let mut want = Vec::new();
+                for place in 0..to.iter().product::<i64>() {
+                    let at = [place / (to[1] * to[2] * to[3]), place / (to[2] * to[3]) % to[1], place / to[3] % to[2], place % to[3]];
+                    want.push((place, (0..4).map(|a| if from[a] == 1 { 0 } else { at[a] * dense[a] }).sum::<i64>()));
+                }
+                assert_eq!(reads(&c, 4), want, "{from:?} to {to:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn alignments_hold_for_the_base_and_every_step() {
+        assert_eq!(alignment(16, [], 2), 16);
+        assert_eq!(alignment(16, [0, 8], 2), 16);
+        assert_eq!(alignment(16, [0, 6], 2), 4);
+        assert_eq!(alignment(2, [0, 8], 2), 2);
+        assert_eq!(alignment(64, [64, 3], 1), 1);
+    }
+
+    #[test]
+    fn only_what_engines_cannot_read_is_copied() {
+        let dense = TensorSpec::dense([2, 3, 5, 8], Layout::Bshd);
+        assert!(in_place(&dense, DType::BF16));
+        assert!(!in_place(&TensorSpec { alignment: 8, ..dense }, DType::BF16));
+        assert!(!in_place(&TensorSpec { strides: [200, 8, 12, 1], ..dense }, DType::BF16));
+        assert!(in_place(&TensorSpec { strides: [200, 8, 12, 1], dims: [2, 3, 1, 8], ..dense }, DType::BF16));
+    }
+}

@@ -1,0 +1,473 @@
+//! Traces as pointwise ops.
+//!
+//! What does not depend on the score, an index or a tensor is one number, computed on the host at each call. What depends on the
+//! batch entry and the head alone, and on no parameter, is a table in device memory: engines generate the indices of queries and
+//! keys only. Truth values never leave a comparison: `and`, `or` and `not` are nested selects, as no engine takes a logical *or*.
+
+use super::lowered::{Supply, Table};
+use super::{dtype, mode};
+use cudnn_graph::ir::pointwise::Params;
+use cudnn_graph::ir::{Mode, Scalar, Storage, Tensor, TensorId};
+use cudnn_graph::{DType, Graph};
+use sdpa_core::expr::{Axes, Axis, Binary, Builder, Const, Depends, Node, NodeId, ParamKind, Place, Precision, Trace, Type, Unary};
+use serde::{Deserialize, Serialize};
+
+/// Emits the values of one trace as ops of a graph; each value once.
+pub(super) struct Emitter<'a> {
+    trace: &'a Trace,
+    depends: Vec<Depends>,
+    extents: [i64; 4],
+    pass: Pass,
+    made: Vec<Option<TensorId>>,
+    score: TensorId,
+    upstream: Option<TensorId>,
+    /// i32 and f32.
+    zeros: [Option<TensorId>; 2],
+}
+
+/// The two values of a select.
+#[derive(Clone, Copy)]
+struct Choice {
+    x: TensorId,
+    y: TensorId,
+    dtype: DType,
+}
+
+/// Whether equal numbers count.
+#[derive(Clone, Copy, PartialEq)]
+enum Bound {
+    Strict,
+    Weak,
+}
+
+/// What truth values in memory are to the engines, none of which reads bytes: 0 and 1.
+pub(super) const TRUTH: DType = DType::BF16;
+
+/// What ops are appended to.
+pub(super) struct Into<'g> {
+    pub(super) graph: &'g mut Graph,
+    pub(super) supplies: &'g mut Vec<(TensorId, Supply)>,
+}
+
+impl<'a> Emitter<'a> {
+    /// Of a trace in a problem of these extents; `score` is what the trace is a function of, and gives the extents of indices.
+    pub(super) fn new(trace: &'a Trace, extents: [i64; 4], pass: Pass, score: TensorId) -> Emitter<'a> {
+        let made = vec![None; trace.nodes().len()];
+        Emitter { trace, depends: trace.depends(), extents, pass, made, score, upstream: None, zeros: [None; 2] }
+    }
+
+    /// From now on there is a gradient from behind.
+    pub(super) fn set_upstream(&mut self, upstream: TensorId) {
+        self.upstream = Some(upstream);
+    }
+
+    /// A value as a tensor.
+    pub(super) fn emit(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        if let Some(made) = self.made[id.index()] {
+            return made;
+        }
+        // In topological order, what is needed and not supplied from outside.
+        let mut needed = vec![false; self.trace.nodes().len()];
+        needed[id.index()] = true;
+        for index in (0..=id.index()).rev() {
+            let node = self.trace.nodes()[index];
+            if needed[index] && self.made[index].is_none() && !self.is_supplied(index) {
+                for x in node.operands() {
+                    needed[x.index()] = true;
+                }
+            }
+        }
+        let ids: Vec<NodeId> = self.trace.ids().take(id.index() + 1).filter(|n| needed[n.index()]).collect();
+        for n in ids {
+            if self.made[n.index()].is_none() && !self.is_choice(n) {
+                let tensor = self.value(to, n);
+                self.made[n.index()] = Some(tensor);
+            }
+        }
+        self.operand(id)
+    }
+
+    /// Truth values that are made inside the kernel are nested selects, and no tensors.
+    fn is_choice(&self, id: NodeId) -> bool {
+        let made = self.trace.node(id).operands().next().is_some();
+        made && self.trace.ty(id) == Type::Bool && !self.is_supplied(id.index())
+    }
+
+    /// Whether a value comes from outside of the kernel.
+    fn is_supplied(&self, index: usize) -> bool {
+        let d = self.depends[index];
+        d.is_uniform() || self.is_table(d)
+    }
+
+    fn is_table(&self, d: Depends) -> bool {
+        !d.score && !d.tensor && !d.scalar && !d.axes.has(Axis::Q) && !d.axes.has(Axis::K)
+    }
+
+    fn value(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        let d = self.depends[id.index()];
+        if d.is_uniform() {
+            return self.number(to, id);
+        }
+        if self.is_table(d) {
+            return self.table(to, id, d.axes);
+        }
+        let ty = self.trace.ty(id);
+        match self.trace.node(id) {
+            Node::Score => self.score,
+            Node::Upstream => self.upstream.unwrap_or(self.score),
+            // The engines of one query take the keys in parts, and count within each.
+            Node::Index(Axis::K) if self.extents[2] == 1 => self.keys(to),
+            Node::Index(axis) => to.graph.gen_index(self.score, axis.place() as i64),
+            Node::Param(p) => param(to, self.trace, p, self.extents, self.pass),
+            Node::Unary(f, x) => self.unary(to, f, self.operand(x), ty),
+            Node::Binary(f, x, y) => self.binary(to, f, [self.operand(x), self.operand(y)], ty),
+            Node::Select(c, x, y) => {
+                let (x, y) = (self.operand(x), self.operand(y));
+                self.select(to, c, x, y, dtype(ty.dtype()))
+            }
+            // Supplied: numbers.
+            Node::Extent(_) | Node::Const(_) => self.number(to, id),
+        }
+    }
+
+    /// A value that was made before: operands come first.
+    fn operand(&self, id: NodeId) -> TensorId {
+        self.made[id.index()].unwrap_or_else(|| unreachable!("value {} is not there yet", id.index()))
+    }
+
+    /// Zero, as large as the scores.
+    fn zero(&mut self, to: &mut Into<'_>, ty: Type) -> TensorId {
+        let whole = *self.zeros[0].get_or_insert_with(|| {
+            let row = to.graph.gen_index(self.score, Axis::Q.place() as i64);
+            op(to, Mode::Sub, &[row, row], Type::I32)
+        });
+        match ty {
+            Type::I32 | Type::Bool => whole,
+            Type::F32 => *self.zeros[1].get_or_insert_with(|| op(to, Mode::Identity, &[whole], Type::F32)),
+        }
+    }
+
+    /// The same number or tensor as a value inside the kernel.
+    fn lift(&mut self, to: &mut Into<'_>, x: TensorId, ty: Type) -> TensorId {
+        if is_inside(to, x) {
+            return x;
+        }
+        let zero = self.zero(to, ty);
+        op(to, Mode::Add, &[zero, x], ty)
+    }
+
+    fn unary(&mut self, to: &mut Into<'_>, f: Unary, x: TensorId, ty: Type) -> TensorId {
+        let from = match (f, ty) {
+            (Unary::ToF32, _) => Type::I32,
+            (Unary::ToI32, _) => Type::F32,
+            (_, ty) => ty,
+        };
+        let x = self.lift(to, x, from);
+        op(to, mode::unary(f), &[x], ty)
+    }
+
+    /// Engines want the first operand to be inside the kernel.
+    fn binary(&mut self, to: &mut Into<'_>, f: Binary, [x, y]: [TensorId; 2], ty: Type) -> TensorId {
+        let inside = |x| is_inside(to, x);
+        match f {
+            Binary::Add | Binary::Mul | Binary::Min | Binary::Max if !inside(x) && inside(y) => op(to, mode::binary(f), &[y, x], ty),
+            Binary::Add | Binary::Mul | Binary::Min | Binary::Max | Binary::Sub | Binary::Div | Binary::Mod | Binary::Pow => {
+                let x = self.lift(to, x, ty);
+                op(to, mode::binary(f), &[x, y], ty)
+            }
+            // Truth values are nested selects: see `select`.
+            Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => x,
+        }
+    }
+
+    /// `x` where the condition holds, else `y`.
+    pub(super) fn select(&mut self, to: &mut Into<'_>, condition: NodeId, x: TensorId, y: TensorId, dtype: DType) -> TensorId {
+        let choice = Choice { x, y, dtype };
+        if self.is_supplied(condition.index()) {
+            let holds = self.emit(to, condition);
+            let zero = to.graph.scalar(Scalar::I32(0));
+            return self.compare(to, Binary::Ne, [holds, zero], choice);
+        }
+        match self.trace.node(condition) {
+            Node::Binary(Binary::And, a, b) => {
+                let inner = self.select(to, b, x, y, dtype);
+                self.select(to, a, inner, y, dtype)
+            }
+            Node::Binary(Binary::Or, a, b) => {
+                let inner = self.select(to, b, x, y, dtype);
+                self.select(to, a, x, inner, dtype)
+            }
+            Node::Unary(Unary::Not, a) => self.select(to, a, y, x, dtype),
+            Node::Binary(f, a, b) => {
+                let ty = self.trace.ty(a);
+                let (a, b) = (self.emit(to, a), self.emit(to, b));
+                match ty {
+                    Type::F32 => self.compare_floats(to, f, [a, b], choice),
+                    Type::I32 | Type::Bool => self.compare(to, f, [a, b], choice),
+                }
+            }
+            Node::Select(c, a, b) => {
+                let (a, b) = (self.select(to, a, x, y, dtype), self.select(to, b, x, y, dtype));
+                self.select(to, c, a, b, dtype)
+            }
+            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Unary(..) => {
+                let mut holds = self.emit(to, condition);
+                if to.graph.get(holds).is_some_and(|t| t.dtype == TRUTH) {
+                    let inside = self.lift(to, holds, Type::F32);
+                    holds = op(to, Mode::Identity, &[inside], Type::I32);
+                }
+                let zero = to.graph.scalar(Scalar::I32(0));
+                self.compare(to, Binary::Ne, [holds, zero], choice)
+            }
+        }
+    }
+
+    /// Chooses by a comparison of whole numbers.
+    fn compare(&mut self, to: &mut Into<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
+        let (mut f, mut a, mut b) = (f, a, b);
+        if !is_inside(to, a) && is_inside(to, b) {
+            (f, a, b) = (mirrored(f), b, a);
+        }
+        a = self.lift(to, a, Type::I32);
+        let Choice { mut x, mut y, dtype } = choice;
+        if !is_inside(to, x) && is_inside(to, y) {
+            (f, x, y) = (opposite(f), y, x);
+        }
+        let ty = if dtype == DType::I32 { Type::I32 } else { Type::F32 };
+        x = self.lift(to, x, ty);
+        // A number may stand there, and a tensor may not.
+        if to.graph.get(y).is_some_and(Tensor::is_device) {
+            y = self.lift(to, y, ty);
+        }
+        let holds = to.graph.pointwise(mode::binary(f), &[a, b]);
+        to.graph.pointwise_as(Mode::BinarySelect, &[x, y, holds], dtype, dtype, Params::default())
+    }
+
+    /// Engines compare whole numbers only: `a > b` is `⌈min(max(a − b, 0), 1)⌉ > 0`, and `a ≥ b` is `⌊min(max(a − b, −1), 0)⌋ > −1`.
+    /// Of min and max the number wins, so that neither holds of not-a-number. The difference of two infinities of one sign is
+    /// none.
+    fn compare_floats(&mut self, to: &mut Into<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
+        let Choice { x, y, dtype } = choice;
+        match f {
+            Binary::Gt => self.above(to, [a, b], Bound::Strict, choice),
+            Binary::Lt => self.above(to, [b, a], Bound::Strict, choice),
+            Binary::Ge => self.above(to, [a, b], Bound::Weak, choice),
+            Binary::Le => self.above(to, [b, a], Bound::Weak, choice),
+            Binary::Eq | Binary::Ne => {
+                let (x, y) = if f == Binary::Eq { (x, y) } else { (y, x) };
+                let not_below = self.above(to, [a, b], Bound::Weak, Choice { x, y, dtype });
+                self.above(to, [b, a], Bound::Weak, Choice { x: not_below, y, dtype })
+            }
+            // No comparisons.
+            Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => x,
+            Binary::And | Binary::Or => x,
+        }
+    }
+
+    fn above(&mut self, to: &mut Into<'_>, [a, b]: [TensorId; 2], bound: Bound, choice: Choice) -> TensorId {
+        let (low, high, round) = match bound {
+            Bound::Strict => (0, 1, Mode::Ceil),
+            Bound::Weak => (-1, 0, Mode::Floor),
+        };
+        let more = self.binary(to, Binary::Sub, [a, b], Type::F32);
+        let least = to.graph.scalar(Scalar::F32(low as f32));
+        let most = to.graph.scalar(Scalar::F32(high as f32));
+        let more = op(to, Mode::Max, &[more, least], Type::F32);
+        let more = op(to, Mode::Min, &[more, most], Type::F32);
+        let more = op(to, round, &[more], Type::F32);
+        let more = op(to, Mode::Identity, &[more], Type::I32);
+        let low = to.graph.scalar(Scalar::I32(low));
+        self.compare(to, Binary::Gt, [more, low], choice)
+    }
+
+    /// A root as a value inside the kernel, made of the gradient from behind: engines find no kernel for one that is not.
+    pub(super) fn emit_gradient(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        let Some(upstream) = self.upstream.filter(|_| !self.depends[id.index()].score) else { return self.emit_inside(to, id) };
+        let zero = to.graph.scalar(Scalar::F32(0.0));
+        let zero = op(to, Mode::Mul, &[upstream, zero], Type::F32);
+        let value = self.emit(to, id);
+        op(to, Mode::Add, &[zero, value], Type::F32)
+    }
+
+    /// A root as a value inside the kernel.
+    pub(super) fn emit_inside(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        let value = self.emit(to, id);
+        self.lift(to, value, self.trace.ty(id))
+    }
+
+    /// The indices of the keys, in device memory.
+    fn keys(&self, to: &mut Into<'_>) -> TensorId {
+        let keys = self.extents[3];
+        let name = format!("table{}", to.graph.tensors().len());
+        let tensor = to.graph.input(&name, DType::I32, [1, 1, 1, keys]);
+        to.supplies.push((tensor, Supply::Table(Table::I32((0..keys as i32).collect()))));
+        tensor
+    }
+
+    /// One number from host memory.
+    fn number(&self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+        if let Node::Const(c) = self.trace.node(id) {
+            return to.graph.scalar(match c {
+                Const::F32(bits) => Scalar::F32(f32::from_bits(bits)),
+                Const::I32(x) => Scalar::I32(x),
+                Const::Bool(x) => Scalar::I32(i32::from(x)),
+            });
+        }
+        let name = format!("number{}", to.graph.tensors().len());
+        let dtype = match self.trace.ty(id) {
+            Type::F32 => DType::F32,
+            Type::I32 | Type::Bool => DType::I32,
+        };
+        let tensor = to.graph.parameter(&name, dtype);
+        to.supplies.push((tensor, Supply::Number(part(self.trace, id))));
+        tensor
+    }
+
+    /// A function of batch entry and head.
+    fn table(&self, to: &mut Into<'_>, id: NodeId, axes: Axes) -> TensorId {
+        let trace = part(self.trace, id);
+        let [batches, heads, ..] = axes.dims(self.extents);
+        let dims = read_right(axes, self.trace.ty(id), self.pass, self.extents).dims(self.extents);
+        let copies = (dims[2] * dims[3]) as usize;
+        let mut values = Vec::with_capacity((batches * heads) as usize * copies);
+        for batch in 0..batches {
+            for head in 0..heads {
+                let at = Place { score: 0.0, upstream: 0.0, index: [batch, head, 0, 0], extents: self.extents, params: &[] };
+                let value = trace.eval(&at, Precision::F32)[0];
+                values.extend(std::iter::repeat_n(value, copies));
+            }
+        }
+        let table = match self.trace.ty(id) {
+            Type::F32 => Table::F32(values.into_iter().map(|x| x as f32).collect()),
+            Type::I32 | Type::Bool => Table::I32(values.into_iter().map(|x| x as i32).collect()),
+        };
+        let name = format!("table{}", to.graph.tensors().len());
+        let tensor = to.graph.input(&name, table.dtype(), dims);
+        to.supplies.push((tensor, Supply::Table(table)));
+        tensor
+    }
+}
+
+/// Whether a value exists inside the kernel only.
+fn is_inside(to: &Into<'_>, x: TensorId) -> bool {
+    to.graph.get(x).is_some_and(|t| t.storage == Storage::Virtual)
+}
+
+fn op(to: &mut Into<'_>, mode: Mode, inputs: &[TensorId], ty: Type) -> TensorId {
+    to.graph.pointwise_as(mode, inputs, dtype(ty.dtype()), dtype(ty.dtype()), Params::default())
+}
+
+/// `y f x` for `x f y`.
+fn mirrored(f: Binary) -> Binary {
+    match f {
+        Binary::Lt => Binary::Gt,
+        Binary::Gt => Binary::Lt,
+        Binary::Le => Binary::Ge,
+        Binary::Ge => Binary::Le,
+        other @ (Binary::Eq
+        | Binary::Ne
+        | Binary::Add
+        | Binary::Sub
+        | Binary::Mul
+        | Binary::Div
+        | Binary::Mod
+        | Binary::Pow
+        | Binary::Min
+        | Binary::Max
+        | Binary::And
+        | Binary::Or) => other,
+    }
+}
+
+/// Holds where the other does not; of whole numbers.
+fn opposite(f: Binary) -> Binary {
+    match f {
+        Binary::Lt => Binary::Ge,
+        Binary::Ge => Binary::Lt,
+        Binary::Gt => Binary::Le,
+        Binary::Le => Binary::Gt,
+        Binary::Eq => Binary::Ne,
+        Binary::Ne => Binary::Eq,
+        other @ (Binary::Add
+        | Binary::Sub
+        | Binary::Mul
+        | Binary::Div
+        | Binary::Mod
+        | Binary::Pow
+        | Binary::Min
+        | Binary::Max
+        | Binary::And
+        | Binary::Or) => other,
+    }
+}
+
+/// One value of a trace as a trace of its own.
+fn part(trace: &Trace, id: NodeId) -> Trace {
+    let mut b = Builder::new();
+    let here = b.copy(trace);
+    // The declarations have passed once.
+    b.finish(&[here[id.index()]]).unwrap_or_else(|_| trace.clone())
+}
+
+/// Which pass a graph is of, as far as engines differ in what they read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pass {
+    Forward,
+    Backward(Vectors),
+}
+
+/// How the backward pass reads tensors along queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Vectors {
+    /// As they are. Stats and the row sum are two already; engines made for 8.0 take no more, those for 9.0 two more.
+    AlongQueries,
+    /// Spread over keys too: any number of them, for memory that grows with the product of the lengths.
+    Spread,
+}
+
+/// The extents of a tensor as engines read it right; found on an H200 under 9.19 and 9.27, where no engine says so.
+///
+/// - Floats that span the batch entries and neither queries nor keys are read at the place of the head alone.
+/// - In the backward pass, what spans keys and not queries is read at the place of the query.
+///
+/// Vectors along queries are spread where the pass says so.
+pub(super) fn read_right(axes: Axes, ty: Type, pass: Pass, extents: [i64; 4]) -> Axes {
+    let [_, _, seq_q, seq_kv] = extents;
+    let (q, k) = (axes.has(Axis::Q) && seq_q > 1, axes.has(Axis::K) && seq_kv > 1);
+    let per_batch = ty == Type::F32 && axes.has(Axis::Batch) && extents[0] > 1 && !q && !k;
+    let along_keys = pass != Pass::Forward && k && !q;
+    let right = match (per_batch || along_keys, seq_q > 1) {
+        (true, true) => axes.with(Axis::Q),
+        (true, false) if per_batch => axes.with(Axis::K),
+        (true, false) | (false, _) => axes,
+    };
+    let vector = right.has(Axis::Q) && seq_q > 1 && !k;
+    if vector && pass == Pass::Backward(Vectors::Spread) { right.with(Axis::K) } else { right }
+}
+
+/// A declared tensor; the one that is there already, if the graph has it.
+pub(super) fn param(to: &mut Into<'_>, trace: &Trace, p: sdpa_core::expr::ParamId, extents: [i64; 4], pass: Pass) -> TensorId {
+    let declared = &trace.params()[p.index()];
+    let before = to.supplies.iter().find(|(_, s)| match s {
+        Supply::Param(name) | Supply::Spread { name, .. } => *name == declared.name,
+        Supply::Number(_) | Supply::Guarded(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => false,
+    });
+    if let Some((tensor, _)) = before {
+        return *tensor;
+    }
+    let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
+    let name = declared.name.clone();
+    let dims = axes.dims(extents);
+    let read = read_right(axes, declared.kind.ty(), pass, extents).dims(extents);
+    let (stored, used) = match dtype {
+        sdpa_core::DType::Bool => (DType::I8, TRUTH),
+        sdpa_core::DType::F32 | sdpa_core::DType::F16 | sdpa_core::DType::BF16 | sdpa_core::DType::I32 => {
+            (self::dtype(dtype), self::dtype(dtype))
+        }
+    };
+    let supply = if stored == used && read == dims { Supply::Param(name) } else { Supply::Spread { name, dtype: stored, dims } };
+    let tensor = to.graph.tensor(Tensor::device(declared.name.clone(), used, read.to_vec()));
+    to.supplies.push((tensor, supply));
+    tensor
+}

@@ -1,0 +1,99 @@
+//! What is lowered: a pass over an attention problem, and the operands that it reads and writes.
+
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::expr::Declared;
+use sdpa_core::operand::Operand;
+use sdpa_core::problem::Problem;
+use sdpa_core::spec::TensorSpec;
+use serde::Serialize;
+
+/// One pass over one problem.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Job {
+    /// From `q`, `k` and `v` to `o` and stats.
+    Forward(Box<Problem>),
+    /// From those and `d_o` to gradients.
+    Backward(Box<BackwardProblem>),
+}
+
+impl From<Problem> for Job {
+    fn from(problem: Problem) -> Job {
+        Job::Forward(Box::new(problem))
+    }
+}
+
+impl From<BackwardProblem> for Job {
+    fn from(problem: BackwardProblem) -> Job {
+        Job::Backward(Box::new(problem))
+    }
+}
+
+impl Job {
+    /// The attention.
+    pub fn problem(&self) -> &Problem {
+        match self {
+            Job::Forward(problem) => problem,
+            Job::Backward(backward) => backward.forward(),
+        }
+    }
+
+    /// `forward` or `backward`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Job::Forward(_) => "forward",
+            Job::Backward(_) => "backward",
+        }
+    }
+
+    /// Every strided operand.
+    pub fn tensors(&self) -> Vec<(Operand, TensorSpec)> {
+        let p = self.problem();
+        let mut all = vec![(Operand::Q, *p.q()), (Operand::K, *p.k()), (Operand::V, *p.v()), (Operand::O, *p.o())];
+        match self {
+            Job::Forward(_) => {}
+            Job::Backward(b) => {
+                all.extend([(Operand::DO, *b.d_o()), (Operand::DQ, *b.dq()), (Operand::DK, *b.dk()), (Operand::DV, *b.dv())]);
+            }
+        }
+        all
+    }
+
+    /// One of them.
+    pub fn tensor(&self, operand: Operand) -> Option<TensorSpec> {
+        self.tensors().into_iter().find(|(o, _)| *o == operand).map(|(_, t)| t)
+    }
+
+    /// Whether the pass writes it.
+    pub fn writes(&self, operand: Operand) -> bool {
+        match (self, operand) {
+            (Job::Forward(_), Operand::O) | (Job::Backward(_), Operand::DQ | Operand::DK | Operand::DV) => true,
+            (Job::Forward(_), Operand::Q | Operand::K | Operand::V | Operand::DO | Operand::DQ | Operand::DK | Operand::DV)
+            | (Job::Backward(_), Operand::Q | Operand::K | Operand::V | Operand::O | Operand::DO) => false,
+        }
+    }
+
+    /// Every declared parameter.
+    pub fn params(&self) -> &[Declared] {
+        match self {
+            Job::Forward(problem) => problem.params(),
+            Job::Backward(backward) => backward.params(),
+        }
+    }
+
+    /// Whether the caller asked for the same bits on every run.
+    pub fn deterministic(&self) -> bool {
+        match self {
+            Job::Forward(_) => false,
+            Job::Backward(backward) => backward.deterministic(),
+        }
+    }
+
+    /// The same job with an operand made dense.
+    pub(crate) fn densely(self, operand: Operand) -> Job {
+        match self {
+            Job::Forward(problem) => Job::Forward(Box::new(problem.densely(operand))),
+            Job::Backward(backward) => Job::Backward(Box::new(backward.densely(operand))),
+        }
+    }
+}

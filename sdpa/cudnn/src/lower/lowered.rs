@@ -1,0 +1,136 @@
+//! A lowered pass: the graph, and what has to be bound to its tensors.
+
+use super::Form;
+use super::backward::Spelling;
+use cudnn_graph::ir::TensorId;
+use cudnn_graph::{DType, Verified};
+use sdpa_core::Operand;
+use sdpa_core::expr::Trace;
+use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+
+/// Numbers that a graph reads from device memory and that no caller knows of.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Table {
+    /// binary32.
+    F32(Vec<f32>),
+    /// 32-bit integers.
+    I32(Vec<i32>),
+}
+
+impl Table {
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Table::F32(_) => DType::F32,
+            Table::I32(_) => DType::I32,
+        }
+    }
+
+    /// Size in memory.
+    pub fn bytes(&self) -> u64 {
+        4 * match self {
+            Table::F32(x) => x.len() as u64,
+            Table::I32(x) => x.len() as u64,
+        }
+    }
+}
+
+/// What lengths of batch entries are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LengthOf {
+    /// `seq_len_q`.
+    Queries,
+    /// `seq_len_kv`.
+    Keys,
+}
+
+/// Lengths of batch entries as engines can take them, whatever the caller's memory holds: engines write as many rows as lengths say, also
+/// past the end of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Guarded {
+    /// Of queries, or of keys.
+    pub of: LengthOf,
+    /// The extent: no length is more, and none is negative.
+    pub most: i64,
+    /// For engines that go wrong without keys: an entry without keys has one, and no queries.
+    pub keyless: bool,
+}
+
+impl Guarded {
+    /// The declared tensors that it is computed of, in the order of the copy that computes it.
+    pub fn params(self) -> &'static [&'static str] {
+        match (self.of, self.keyless) {
+            (LengthOf::Queries, true) => &[SEQ_LEN_Q, SEQ_LEN_KV],
+            (LengthOf::Queries, false) => &[SEQ_LEN_Q],
+            (LengthOf::Keys, _) => &[SEQ_LEN_KV],
+        }
+    }
+}
+
+/// What is bound to a tensor besides operands.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Supply {
+    /// One number in host memory: a function of declared scalars, computed at each call.
+    Number(Trace),
+    /// A declared tensor, by name.
+    Param(String),
+    /// A declared tensor, by name, as engines read it: truth values as numbers, and over more axes than it spans.
+    Spread {
+        /// Its name.
+        name: String,
+        /// Its element type in the caller's memory; a truth value is a byte.
+        dtype: DType,
+        /// Its extents there.
+        dims: [i64; 4],
+    },
+    /// Lengths that lead no engine past the end of a tensor: see [`Guarded`].
+    Guarded(Guarded),
+    /// A table that the executor keeps in device memory.
+    Table(Table),
+    /// Device memory of the workspace, whose contents mean nothing to the caller.
+    Scratch,
+    /// The gradient of a declared parameter, by name.
+    Gradient(String),
+    /// The terms of such a gradient in the workspace, over queries and keys, one of which it does not span: see
+    /// [`Lowered::sums`].
+    Terms {
+        /// The name of the parameter.
+        name: String,
+        /// The extents of its gradient.
+        dims: [i64; 4],
+    },
+}
+
+/// A graph and the tensors that are bound at a call.
+#[derive(Clone, Debug)]
+pub struct Lowered {
+    /// The graph.
+    pub graph: Verified,
+    /// Its form.
+    pub form: Form,
+    /// How a backward pass in the composite form is spelled.
+    pub spelling: Option<Spelling>,
+    /// Strided operands.
+    pub operands: Vec<(Operand, TensorId)>,
+    /// By-value f32.
+    pub attn_scale: TensorId,
+    /// f32 (batch, heads_q, seq_q, 1).
+    pub stats: Option<TensorId>,
+    /// Everything else.
+    pub supplies: Vec<(TensorId, Supply)>,
+}
+
+impl Lowered {
+    /// The tensor of an operand.
+    pub fn operand(&self, operand: Operand) -> Option<TensorId> {
+        self.operands.iter().find(|(o, _)| *o == operand).map(|(_, id)| *id)
+    }
+
+    /// Bytes of device memory that a tensor's elements reach.
+    pub fn bytes(&self, id: TensorId) -> u64 {
+        self.graph.graph().get(id).map_or(0, |t| {
+            let elements = t.strides.extent(&t.dims).and_then(|n| u64::try_from(n).ok());
+            t.dtype.bytes(elements.unwrap_or(0))
+        })
+    }
+}

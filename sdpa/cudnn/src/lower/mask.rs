@@ -1,0 +1,281 @@
+//! The keys that are kept, as ops on scores.
+//!
+//! Dropped scores become −∞ in one select per bound, so that nothing before them can undo a mask; a row without a key then
+//! gives zeros and stats of −∞ on every engine that was measured.
+
+use super::LowerError;
+use super::expr::{Emitter, Into, Pass};
+use super::lowered::{Guarded, LengthOf, Supply};
+use crate::quirks::Quirk;
+use cudnn_graph::ir::pointwise::Params;
+use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
+use cudnn_graph::{DType, Graph, Version};
+use sdpa_core::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, ParamKind};
+use sdpa_core::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::problem::Problem;
+
+/// How the lengths of batch entries reach the kernel.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Lengths {
+    /// Of queries, as a tensor of one per batch entry, which engines recognise.
+    q: Option<TensorId>,
+    /// The same of keys.
+    kv: Option<TensorId>,
+    /// Of queries and of keys, as rules like any other.
+    ruled: [bool; 2],
+}
+
+impl Lengths {
+    /// Those that the masks of a problem read.
+    pub(super) fn of(to: &mut Into<'_>, problem: &Problem) -> Lengths {
+        let kept = problem.kept();
+        let mut tensor = |used: bool, name: &str| {
+            used.then(|| {
+                let tensor = to.graph.input(name, DType::I32, [problem.batch(), 1, 1, 1]);
+                to.supplies.push((tensor, Supply::Param(name.to_owned())));
+                tensor
+            })
+        };
+        Lengths { q: tensor(kept.seq_len_q, SEQ_LEN_Q), kv: tensor(kept.seq_len_kv, SEQ_LEN_KV), ruled: [false; 2] }
+    }
+
+    /// All of them as rules.
+    pub(super) fn as_rules(self) -> Lengths {
+        Lengths { q: None, kv: None, ruled: [self.drops_q(), self.drops_kv()] }
+    }
+
+    /// What products of matrices take: of queries and of keys, where there are both as tensors.
+    ///
+    /// # Errors
+    /// As [`guarded`].
+    pub(super) fn overrides(self, to: &mut Into<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
+        if self.q.is_none() || self.kv.is_none() { Ok([None, None]) } else { guarded(to, problem, runtime) }
+    }
+
+    fn drops_q(self) -> bool {
+        self.q.is_some() || self.ruled[0]
+    }
+
+    fn drops_kv(self) -> bool {
+        self.kv.is_some() || self.ruled[1]
+    }
+
+    fn drop_anything(self) -> bool {
+        self.drops_q() || self.drops_kv()
+    }
+}
+
+/// Both lengths as engines take them for rows and columns of products: they are data that nobody has checked, so they are clamped on the
+/// device.
+///
+/// # Errors
+/// More queries or keys than f32 counts, which the lengths pass through.
+pub(super) fn guarded(to: &mut Into<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
+    if problem.seq_q().max(problem.seq_kv()) > F32_WHOLE {
+        return Err(LowerError::Unsupported(format!("padding of more than {F32_WHOLE} queries or keys")));
+    }
+    // Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
+    let keyless = Quirk::EntriesWithoutKeys.holds(runtime);
+    let mut clamped = |name: &str, of, most| {
+        let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [problem.batch(), 1, 1, 1]));
+        to.supplies.push((tensor, Supply::Guarded(Guarded { of, most, keyless })));
+        Some(tensor)
+    };
+    let queries = clamped("seq_len_q_guarded", LengthOf::Queries, problem.seq_q());
+    Ok([queries, clamped("seq_len_kv_guarded", LengthOf::Keys, problem.seq_kv())])
+}
+
+/// Whether there is something to drop besides the lengths that the op takes by itself.
+pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
+    let kept = problem.kept();
+    !kept.region.is_full() || kept.rest.is_some() || lengths.drop_anything()
+}
+
+/// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
+pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version, pass: Pass) -> TensorId {
+    fill_dropped(to, scores, problem, lengths, (runtime, masked(runtime)), pass)
+}
+
+/// The same with another number for what is dropped.
+pub(super) fn fill_dropped(
+    to: &mut Into<'_>,
+    scores: TensorId,
+    problem: &Problem,
+    lengths: Lengths,
+    (runtime, fill): (Version, f32),
+    pass: Pass,
+) -> TensorId {
+    let kept = problem.kept();
+    if !drops(problem, lengths) {
+        return scores;
+    }
+    let fill = to.graph.scalar(Scalar::F32(fill));
+    // Engines recognise bands and lengths of one query in plain attention alone, and count keys within the parts that they take
+    // them in.
+    if problem.seq_q() == 1 && (problem.score_mod().is_some() || kept.rest.is_some() || lengths.drop_anything()) {
+        return rule(to, scores, problem, (lengths.as_rules(), kept.region), fill, pass);
+    }
+    let mut out = rule(to, scores, problem, (lengths, Region::default()), fill, pass);
+    let g = &mut *to.graph;
+    let within = [(2, lengths.q), (3, lengths.kv)].map(|(axis, length)| {
+        length.map(|length| {
+            let index = g.gen_index(out, axis);
+            (index, length)
+        })
+    });
+    let within = within.map(|pair| pair.map(|(index, length)| g.pointwise(Mode::CmpLt, &[index, length])));
+    let within = match within {
+        [Some(rows), Some(keys)] => Some(g.pointwise(Mode::LogicalAnd, &[rows, keys])),
+        [rows, keys] => rows.or(keys),
+    };
+    if let Some(within) = within {
+        out = g.pointwise(Mode::BinarySelect, &[out, fill, within]);
+    }
+    let Region { lower, upper, prefix } = kept.region;
+    let band_op = runtime >= super::UNIFIED_SINCE;
+    // Right before left: NVIDIA's frontend says that kernels are faster for it.
+    if let Some(upper) = upper {
+        out = if band_op { right_band(g, out, fill, upper) } else { right_ops(g, out, fill, upper) };
+    }
+    if let Some(prefix) = prefix {
+        out = prefix_ops(g, out, fill, prefix);
+    }
+    if let Some(lower) = lower {
+        let exact = lower.abs() <= F32_WHOLE;
+        out = if band_op && exact { left_band(g, out, fill, lower) } else { left_ops(g, out, fill, lower) };
+    }
+    out
+}
+
+/// The bounds for the only query, lengths that are rules, and what is no band and no length.
+fn rule(
+    to: &mut Into<'_>,
+    scores: TensorId,
+    problem: &Problem,
+    (lengths, Region { lower, upper, prefix: _ }): (Lengths, Region),
+    fill: TensorId,
+    pass: Pass,
+) -> TensorId {
+    let mut b = Builder::new();
+    let key = b.index(Axis::K);
+    let query = if problem.seq_q() == 1 { b.konst(Const::I32(0)) } else { b.index(Axis::Q) };
+    let mut terms = Vec::new();
+    for (bound, f) in [(lower, Binary::Gt), (upper, Binary::Le)] {
+        if let Some(bound) = bound {
+            let bound = b.konst(Const::I32(bound as i32));
+            terms.push(b.binary(f, key, bound));
+        }
+    }
+    let [rows, keys] = lengths.ruled;
+    for (used, name, index) in [(rows, SEQ_LEN_Q, query), (keys, SEQ_LEN_KV, key)] {
+        if used {
+            let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: sdpa_core::DType::I32 };
+            let length = b.param(Declared { name: name.to_owned(), kind, default: None });
+            terms.push(b.binary(Binary::Lt, index, length));
+        }
+    }
+    if let Some(rest) = &problem.kept().rest {
+        terms.extend(b.inline(rest, Inputs::default()));
+    }
+    let all = terms.into_iter().reduce(|x, y| b.binary(Binary::And, x, y));
+    // The declarations have passed in the masks.
+    let Ok(rule) = b.finish(all.as_slice()) else { return scores };
+    match rule.roots() {
+        [root] => Emitter::new(&rule, problem.extents(), pass, scores).select(to, *root, scores, fill, DType::F32),
+        _ => scores,
+    }
+}
+
+/// Queries and keys of a tile.
+const TILE: i64 = 128;
+
+/// Puts a number where a tile reaches past the last key, unless a mask drops that already.
+pub(super) fn fill_past_keys(to: &mut Into<'_>, scores: TensorId, problem: &Problem, runtime: Version) -> TensorId {
+    let (seq_q, seq_kv) = (problem.seq_q(), problem.seq_kv());
+    let covered = problem.kept().seq_len_kv || problem.region().upper.is_some_and(|upper| seq_q - 1 + upper < seq_kv);
+    if covered { scores } else { fill_past(to, scores, 3, seq_kv, masked(runtime)) }
+}
+
+/// Puts a number where a tile reaches past the last query or the last key.
+pub(super) fn fill_outside(to: &mut Into<'_>, scores: TensorId, problem: &Problem, fill: f32) -> TensorId {
+    let inside = fill_past(to, scores, 2, problem.seq_q(), fill);
+    fill_past(to, inside, 3, problem.seq_kv(), fill)
+}
+
+/// What stands for a dropped score.
+pub(super) fn dropped(runtime: Version) -> f32 {
+    masked(runtime)
+}
+
+fn fill_past(to: &mut Into<'_>, scores: TensorId, axis: i64, end: i64, fill: f32) -> TensorId {
+    if end % TILE == 0 {
+        return scores;
+    }
+    let g = &mut *to.graph;
+    let fill = g.scalar(Scalar::F32(fill));
+    let index = g.gen_index(scores, axis);
+    let end = bound(g, end);
+    let within = g.pointwise(Mode::CmpLt, &[index, end]);
+    g.pointwise(Mode::BinarySelect, &[scores, fill, within])
+}
+
+/// f32, in which the band op takes its left bound, has all whole numbers up to this one.
+const F32_WHOLE: i64 = 1 << 24;
+
+/// What a dropped score becomes. Runtimes before 9.10 are given the largest finite number, as NVIDIA's frontend does.
+fn masked(runtime: Version) -> f32 {
+    if runtime.at_least(9, 10) { f32::NEG_INFINITY } else { f32::MIN }
+}
+
+/// Bounds are clamped to the lengths, which are below 2³¹.
+fn bound(g: &mut Graph, value: i64) -> TensorId {
+    g.scalar(Scalar::I32(value as i32))
+}
+
+fn right_band(g: &mut Graph, scores: TensorId, fill: TensorId, upper: i64) -> TensorId {
+    let shift = (upper != 0).then(|| bound(g, upper));
+    g.band_mask_right(scores, fill, shift, None)
+}
+
+fn left_band(g: &mut Graph, scores: TensorId, fill: TensorId, lower: i64) -> TensorId {
+    let left = g.scalar(Scalar::F32(-(lower as f32)));
+    g.band_mask_left(scores, fill, left, None)
+}
+
+fn index(g: &mut Graph, scores: TensorId, axis: i64) -> TensorId {
+    g.gen_index(scores, axis)
+}
+
+fn shifted(g: &mut Graph, index: TensorId, by: i64) -> TensorId {
+    if by == 0 {
+        return index;
+    }
+    let by = bound(g, by);
+    g.pointwise_as(Mode::Add, &[index, by], DType::I32, DType::I32, Params::default())
+}
+
+fn right_ops(g: &mut Graph, scores: TensorId, fill: TensorId, upper: i64) -> TensorId {
+    let row = index(g, scores, 2);
+    let col = index(g, scores, 3);
+    let row = shifted(g, row, upper);
+    let keep = g.pointwise(Mode::CmpGe, &[row, col]);
+    g.pointwise(Mode::BinarySelect, &[scores, fill, keep])
+}
+
+fn left_ops(g: &mut Graph, scores: TensorId, fill: TensorId, lower: i64) -> TensorId {
+    let row = index(g, scores, 2);
+    let col = index(g, scores, 3);
+    let col = shifted(g, col, -lower);
+    let keep = g.pointwise(Mode::CmpGt, &[col, row]);
+    g.pointwise(Mode::BinarySelect, &[scores, fill, keep])
+}
+
+/// `k <= q or k < len` as `max(q, len - 1) >= k`.
+fn prefix_ops(g: &mut Graph, scores: TensorId, fill: TensorId, prefix: i64) -> TensorId {
+    let row = index(g, scores, 2);
+    let col = index(g, scores, 3);
+    let last = bound(g, prefix - 1);
+    let row = g.pointwise_as(Mode::Max, &[row, last], DType::I32, DType::I32, Params::default());
+    let keep = g.pointwise(Mode::CmpGe, &[row, col]);
+    g.pointwise(Mode::BinarySelect, &[scores, fill, keep])
+}

@@ -1,0 +1,186 @@
+//! Problem → graph, in either of the two forms that cuDNN knows.
+//!
+//! The *composite* form is some ten primitive ops that engines recognise by pattern (any cuDNN 9). The *unified* form is one
+//! op with the masks attached as an inner graph (from 9.21). Both compute the same; which one is asked first is
+//! [`forms`]' to say.
+
+mod backward;
+mod composite;
+mod copy;
+mod expr;
+mod job;
+mod key;
+mod lowered;
+mod mask;
+mod mode;
+mod sum;
+#[cfg(test)]
+mod tests;
+mod unified;
+
+pub use backward::{QueryGradient, Spelling};
+pub use copy::{Copy, convert, copy};
+pub(crate) use copy::{densify, guarded, spread};
+pub use expr::Vectors;
+pub use job::Job;
+pub(crate) use key::JobQuery;
+pub use lowered::{Guarded, LengthOf, Lowered, Supply, Table};
+pub use sdpa_core::Operand;
+pub use sum::{Sum, Sums};
+
+use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
+use cudnn_graph::{DType, Graph, Version};
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::problem::Problem;
+use sdpa_core::spec::TensorSpec;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// How a problem is spelled for cuDNN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Form {
+    /// Primitive ops.
+    Composite,
+    /// One op.
+    Unified,
+}
+
+impl Form {
+    /// The name used in reports and options.
+    pub fn name(self) -> &'static str {
+        match self {
+            Form::Composite => "composite",
+            Form::Unified => "unified",
+        }
+    }
+}
+
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// An element type as cuDNN knows it.
+pub fn dtype(dtype: sdpa_core::DType) -> DType {
+    match dtype {
+        sdpa_core::DType::F32 => DType::F32,
+        sdpa_core::DType::F16 => DType::F16,
+        sdpa_core::DType::BF16 => DType::BF16,
+        sdpa_core::DType::I32 => DType::I32,
+        sdpa_core::DType::Bool => DType::Bool,
+    }
+}
+
+/// The first runtime whose unified op takes masks.
+pub const UNIFIED_SINCE: Version = Version::new(9, 21, 0);
+
+/// The first runtime with a unified op at all: no masks.
+pub const UNIFIED_PLAIN_SINCE: Version = Version::new(9, 13, 1);
+
+/// The first runtime whose heuristics offer the unified backward op: plain attention only.
+pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
+
+/// The forms worth asking for a pass on a runtime, the better one first.
+///
+/// Composite comes first: measured on an H200 under 9.27 the two are equally fast where the mask is a plain band, and the
+/// unified form skips no blocks of a mask that is spelled as ops.
+pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
+    let problem = job.problem();
+    let plain = problem.kept().is_full() && problem.score_mod().is_none();
+    let unified = match job {
+        Job::Forward(_) => runtime >= if plain { UNIFIED_PLAIN_SINCE } else { UNIFIED_SINCE },
+        Job::Backward(b) => runtime >= UNIFIED_BACKWARD_SINCE && plain && b.gradient().is_none() && !b.deterministic(),
+    };
+    if unified { &[Form::Composite, Form::Unified] } else { &[Form::Composite] }
+}
+
+/// Lowers a pass to one form.
+///
+/// # Errors
+/// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`] finds is a bug of the lowering.
+pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
+    match (job, form) {
+        (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
+        (Job::Forward(problem), Form::Unified) => unified::lower(problem, runtime),
+        (Job::Backward(problem), Form::Composite) => backward::composite(problem, runtime, Spelling::usual(problem)),
+        (Job::Backward(problem), Form::Unified) => backward::unified(problem),
+    }
+}
+
+/// Lowers a backward pass to the composite form, spelled in this way.
+///
+/// # Errors
+/// As [`lower`].
+pub fn lower_backward(problem: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
+    backward::composite(problem, runtime, spelling)
+}
+
+/// Why a pass has no graph.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum LowerError {
+    /// The form has no spelling for it.
+    #[error("{0}")]
+    Unsupported(String),
+    /// A bug of the lowering.
+    #[error(transparent)]
+    Bug(#[from] cudnn_graph::Error),
+}
+
+impl From<VerifyErrors> for LowerError {
+    fn from(errors: VerifyErrors) -> LowerError {
+        LowerError::Bug(errors.into())
+    }
+}
+
+fn tensor(operand: Operand, dtype: DType, tensor: &TensorSpec) -> Tensor {
+    Tensor::device(operand.name(), dtype, tensor.dims.to_vec()).strides(tensor.strides.to_vec()).alignment(tensor.alignment.max(16))
+}
+
+/// The same with its last two axes swapped: a view of the descriptor, not an op.
+fn transposed(mut tensor: Tensor) -> Tensor {
+    tensor.dims.0.swap(2, 3);
+    tensor.strides.0.swap(2, 3);
+    tensor
+}
+
+/// The forward operands, in the same order in both forms, so that ids do not depend on the form.
+struct Operands {
+    q: TensorId,
+    k: TensorId,
+    v: TensorId,
+    attn_scale: TensorId,
+    o: TensorId,
+    stats: Option<TensorId>,
+}
+
+impl Operands {
+    fn new(g: &mut Graph, problem: &Problem, key: impl FnOnce(Tensor) -> Tensor) -> Operands {
+        let dtype = dtype(problem.dtype());
+        Operands {
+            q: g.tensor(tensor(Operand::Q, dtype, problem.q())),
+            k: g.tensor(key(tensor(Operand::K, dtype, problem.k()))),
+            v: g.tensor(tensor(Operand::V, dtype, problem.v())),
+            attn_scale: g.parameter("attn_scale", DType::F32),
+            o: g.tensor(tensor(Operand::O, dtype, problem.o())),
+            stats: problem.stats().then(|| stats(g, problem)),
+        }
+    }
+
+    fn list(&self) -> Vec<(Operand, TensorId)> {
+        vec![(Operand::Q, self.q), (Operand::K, self.k), (Operand::V, self.v), (Operand::O, self.o)]
+    }
+}
+
+fn stats(g: &mut Graph, problem: &Problem) -> TensorId {
+    g.input("stats", DType::F32, [problem.batch(), problem.heads_q(), problem.seq_q(), 1])
+}
+
+/// What the score_mods make of scores.
+fn modify(to: &mut expr::Into<'_>, scores: TensorId, problem: &Problem) -> TensorId {
+    match problem.score_mod() {
+        Some(trace) => expr::Emitter::new(trace, problem.extents(), expr::Pass::Forward, scores).emit_inside(to, trace.roots()[0]),
+        None => scores,
+    }
+}

@@ -1,0 +1,103 @@
+//! Sums over queries and keys on the device as graphs of one op, for gradients that the attention engines do not sum there.
+//!
+//! A sum is a product with ones: cuDNN has no engine for a reduction that stands alone (asked of 9.19 and 9.27 for compute
+//! capability 8.0, 8.9, 9.0 and 10.0), and takes every product of these types. Terms are in the type of the gradient; sums are
+//! f32 throughout, and rounded by a graph of their own: a product of f32 into a single number of two bytes writes the four of an f32
+//! (9.19 on an H200, under memcheck).
+
+use super::copy::{Copy, convert};
+use super::lowered::{Lowered, Supply};
+use cudnn_graph::ir::op::{Matmul, Op};
+use cudnn_graph::ir::{Tensor, TensorId};
+use cudnn_graph::{DType, Graph, Verified};
+use sdpa_core::spec::{Layout, TensorSpec};
+
+/// A graph that sums along one axis, and the tensors that a caller binds.
+#[derive(Clone, Debug)]
+pub struct Sum {
+    /// The graph.
+    pub graph: Verified,
+    /// What is read.
+    pub from: TensorId,
+    /// Ones, as many as terms.
+    pub ones: TensorId,
+    /// How many.
+    pub terms: i64,
+    /// Their type.
+    pub dtype: DType,
+    /// What is written.
+    pub to: TensorId,
+}
+
+/// The sums that make the gradient of a parameter of what the attention graph writes.
+#[derive(Clone, Debug)]
+pub struct Sums {
+    /// What the attention graph writes.
+    pub tensor: TensorId,
+    /// The name of the parameter.
+    pub name: String,
+    /// One or two sums; each reads what the one before it wrote.
+    pub steps: Vec<Sum>,
+    /// From f32 to the type of the gradient.
+    pub rounding: Copy,
+}
+
+/// The axis of the last two that a step sums along.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Along {
+    Queries,
+    Keys,
+}
+
+/// `matrices` of `rows` and `columns`, summed along one of the two.
+fn step([matrices, rows, columns]: [i64; 3], along: Along, [from, to]: [DType; 2]) -> Result<Sum, cudnn_graph::Error> {
+    let mut g = Graph::new();
+    let x = g.tensor(Tensor::device("from", from, vec![matrices, rows, columns]));
+    let (terms, ones, dims) = match along {
+        Along::Queries => (rows, [1, 1, rows], [matrices, 1, columns]),
+        Along::Keys => (columns, [1, columns, 1], [matrices, rows, 1]),
+    };
+    let ones = g.tensor(Tensor::device("ones", from, ones.to_vec()));
+    let y = g.tensor(Tensor::device("to", to, dims.to_vec()));
+    let (a, b) = if along == Along::Queries { (ones, x) } else { (x, ones) };
+    g.push(Op::Matmul(Matmul { a, b, c: y, m_override: None, n_override: None, k_override: None, padding: None, compute: DType::F32 }));
+    Ok(Sum { graph: g.verify()?, from: x, ones, terms, dtype: from, to: y })
+}
+
+/// From extents (batch, heads_q, seq_q, seq_kv) to others that differ in the last two.
+fn steps(dtype: DType, from: [i64; 4], to: [i64; 4]) -> Result<Vec<Sum>, cudnn_graph::Error> {
+    let [batch, heads, rows, columns] = from;
+    let matrices = batch * heads;
+    let [over_queries, over_keys] = [to[2] != rows, to[3] != columns];
+    Ok(match (over_queries, over_keys) {
+        (true, true) => vec![
+            step([matrices, rows, columns], Along::Queries, [dtype, DType::F32])?,
+            step([matrices, 1, columns], Along::Keys, [DType::F32, DType::F32])?,
+        ],
+        (true, false) => vec![step([matrices, rows, columns], Along::Queries, [dtype, DType::F32])?],
+        (false, true) => vec![step([matrices, rows, columns], Along::Keys, [dtype, DType::F32])?],
+        (false, false) => Vec::new(),
+    })
+}
+
+impl Lowered {
+    /// What sums the gradients that the graph writes over more axes than were asked for.
+    ///
+    /// # Errors
+    /// What [`Graph::verify`] finds: a bug of the lowering.
+    pub fn sums(&self) -> Result<Vec<Sums>, cudnn_graph::Error> {
+        let mut all = Vec::new();
+        for (id, supply) in &self.supplies {
+            if let Supply::Terms { name, dims } = supply
+                && let Some(tensor) = self.graph.graph().get(*id)
+                && let [batch, heads, rows, columns] = tensor.dims.0[..]
+            {
+                let flat = TensorSpec::dense([1, 1, 1, dims.iter().product()], Layout::Bhsd);
+                let rounding = convert([DType::F32, tensor.dtype], &flat, &flat)?;
+                let steps = steps(tensor.dtype, [batch, heads, rows, columns], *dims)?;
+                all.push(Sums { tensor: *id, name: name.clone(), steps, rounding });
+            }
+        }
+        Ok(all)
+    }
+}

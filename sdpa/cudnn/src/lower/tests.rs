@@ -1,0 +1,255 @@
+//! What graphs have in them: what stands against engines' faults computes nothing, so that no oracle misses it.
+
+use super::copy::densify;
+use super::expr::{Pass, Vectors, read_right};
+use super::{Form, Job, LowerError, Operand, Supply, convert, lower};
+use cudnn_graph::ir::Mode;
+use cudnn_graph::ir::op::Op;
+use cudnn_graph::{DType, Version};
+use sdpa_cache::{CacheKey, Difference};
+use sdpa_core::expr::{Axes, Axis, Type};
+use sdpa_core::{AttentionSpec, Layout, Shape, TensorSpec};
+
+/// Keys past the last one are counted: `Quirk::KeysPastTheLast`.
+const COUNTED: Version = Version::new(9, 19, 0);
+/// And no longer.
+const NEW: Version = Version::new(9, 27, 0);
+
+const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: 130, seq_kv: 132, dim_qk: 64, dim_v: 64 };
+
+fn spec(shape: Shape, mods: &[&str], masks: &[&str]) -> AttentionSpec {
+    let mut spec = AttentionSpec::dense(sdpa_core::DType::BF16, shape, Layout::Bhsd).with_stats();
+    spec.score_mods = mods.iter().map(|text| text.parse().unwrap()).collect();
+    spec.masks = masks.iter().map(|text| text.parse().unwrap()).collect();
+    spec
+}
+
+fn backward(shape: Shape, mods: &[&str], masks: &[&str]) -> Job {
+    spec(shape, mods, masks).backward().validate().unwrap().into()
+}
+
+fn forward(shape: Shape, mods: &[&str], masks: &[&str]) -> Job {
+    spec(shape, mods, masks).validate().unwrap().into()
+}
+
+/// How many selects a graph has.
+fn selects(job: &Job, runtime: Version) -> usize {
+    let lowered = lower(job, Form::Composite, runtime).unwrap();
+    let select = |op: &&Op| matches!(op, Op::Pointwise(p) if p.mode == Mode::BinarySelect);
+    lowered.graph.graph().ops().iter().filter(select).count()
+}
+
+fn refused(job: &Job, form: Form, runtime: Version) -> Option<String> {
+    match lower(job, form, runtime) {
+        Ok(_) => None,
+        Err(LowerError::Unsupported(why)) => Some(why),
+        Err(LowerError::Bug(e)) => panic!("{e}"),
+    }
+}
+
+#[test]
+fn tiles_past_the_end_are_selected_away_where_they_count() {
+    // Whole tiles have nothing past their end.
+    let whole = Shape { seq_q: 128, seq_kv: 256, ..SHAPE };
+    assert_eq!([selects(&backward(whole, &[], &[]), COUNTED), selects(&backward(SHAPE, &[], &[]), COUNTED)], [0, 1]);
+    assert_eq!(selects(&backward(SHAPE, &[], &[]), NEW), 0);
+    // A score_mod: queries and keys after stats, and again after the derivative.
+    assert_eq!([selects(&backward(whole, &["softcap:30"], &[]), NEW), selects(&backward(SHAPE, &["softcap:30"], &[]), NEW)], [0, 4]);
+    // One query: the rest of its tile, and keys.
+    let one = Shape { seq_q: 1, ..SHAPE };
+    assert_eq!([selects(&backward(one, &[], &[]), NEW), selects(&backward(Shape { seq_kv: 256, ..one }, &[], &[]), NEW)], [2, 1]);
+}
+
+#[test]
+fn a_band_that_ends_before_the_last_key_needs_no_select_for_it() {
+    // What the band itself takes is the same at every length of keys that are no whole tiles.
+    let of = |seq_q, seq_kv| selects(&backward(Shape { seq_q, seq_kv, ..SHAPE }, &[], &["window:inf,3"]), COUNTED);
+    // The last query, 9, keeps keys up to 12: of 13 the last, of 14 none past the end, and of 12 it would keep one more.
+    let [short, exact, long] = [of(10, 12), of(10, 13), of(10, 14)];
+    assert_eq!((exact, long), (short - 1, short - 1));
+    // A sum and no product or difference of the two.
+    assert_eq!([of(3, 7), of(3, 5)], [exact, short]);
+}
+
+#[test]
+fn what_is_masked_is_selected_a_second_time_where_nought_times_it_is_no_number() {
+    let ops = |score_mod: &str, masks: &[&str]| {
+        let lowered = lower(&backward(SHAPE, &[score_mod], masks), Form::Composite, NEW).unwrap();
+        lowered.graph.graph().ops().len()
+    };
+    // The ops that a mask is, as often as it is applied.
+    let of = |score_mod: &str, mask: &str| ops(score_mod, &[mask]) - ops(score_mod, &[]);
+    for infinite in ["exp(score)", "2.0 / score"] {
+        assert_eq!(of(infinite, "causal"), 2 * of("score * 2.0", "causal"), "{infinite}");
+    }
+    let rows = "tensor seq_len_q[batch]: i32; q < seq_len_q";
+    let keys = "tensor seq_len_kv[batch]: i32; k < seq_len_kv";
+    for mask in [rows, keys] {
+        assert_eq!(of("exp(score)", mask), of("score * 2.0", mask), "{mask}");
+    }
+}
+
+#[test]
+fn padding_beside_a_score_mod_without_a_number_at_any_corner_is_refused() {
+    let ends = [SHAPE.batch - 1, SHAPE.heads_q - 1, SHAPE.seq_q - 1, SHAPE.seq_kv - 1];
+    for corner in 0..16 {
+        let [batch, head, q, k] = [0, 1, 2, 3].map(|axis| if corner >> axis & 1 == 0 { 0 } else { ends[axis] });
+        let score_mod = format!("select((batch == {batch} & head == {head}) & (q == {q} & k == {k}), score - score, score)");
+        for mask in ["padding", "tensor seq_len_q[batch]: i32; q < seq_len_q", "tensor seq_len_kv[batch]: i32; k < seq_len_kv"] {
+            let why = refused(&backward(SHAPE, &[&score_mod], &[mask]), Form::Composite, NEW);
+            assert!(why.is_some_and(|why| why.contains("no number")), "{score_mod} {mask}");
+        }
+        assert_eq!(refused(&backward(SHAPE, &[&score_mod], &["causal"]), Form::Composite, NEW), None);
+    }
+}
+
+#[test]
+fn lengths_are_operands_of_the_products_where_there_are_both() {
+    let guarded = |mask: &str| {
+        let lowered = lower(&backward(SHAPE, &[], &[mask]), Form::Composite, NEW).unwrap();
+        lowered.supplies.iter().filter(|(_, supply)| matches!(supply, Supply::Guarded(_))).count()
+    };
+    let alone = ["tensor seq_len_q[batch]: i32; q < seq_len_q", "tensor seq_len_kv[batch]: i32; k < seq_len_kv"];
+    assert_eq!((guarded("padding"), alone.map(guarded)), (2, [0, 0]));
+}
+
+#[test]
+fn lengths_up_to_the_last_whole_number_of_f32_are_taken() {
+    let of = |seq_q, seq_kv| {
+        let shape = Shape { seq_q, seq_kv, batch: 1, heads_q: 1, heads_kv: 1, ..SHAPE };
+        refused(&backward(shape, &[], &["padding"]), Form::Composite, NEW)
+    };
+    let most = 1 << 24;
+    assert_eq!([of(most, 64), of(64, most)], [None, None]);
+    for why in [of(most + 1, 64), of(64, most + 1)] {
+        assert!(why.is_some_and(|why| why.contains("16777216")));
+    }
+}
+
+#[test]
+fn each_gradient_of_a_parameter_is_looked_at_by_itself() {
+    let spec = spec(SHAPE, &["bias:hqk", "tensor gain[head]: f32; score * gain"], &[]);
+    let asked = |names: &[&str]| {
+        let spec = names.iter().fold(spec.backward(), |spec, name| spec.wrt(name, sdpa_core::DType::BF16));
+        refused(&spec.validate().unwrap().into(), Form::Composite, NEW)
+    };
+    // The bias is added first, but to a score that is multiplied later: engines sum neither.
+    for names in [&["gain"][..], &["bias", "gain"], &["gain", "bias"]] {
+        assert!(asked(names).is_some_and(|why| why.contains("gain") || why.contains("bias")), "{names:?}");
+    }
+    let first = self::spec(SHAPE, &["bias:hqk", "tensor shift[k]: f32; select(shift > 0.0, score, score * 2.0)"], &[]);
+    let both = first.backward().wrt("bias", sdpa_core::DType::BF16).wrt("shift", sdpa_core::DType::BF16).validate().unwrap();
+    assert!(refused(&both.into(), Form::Composite, NEW).is_some_and(|why| why.contains("shift")));
+}
+
+#[test]
+fn the_unified_form_takes_what_its_engines_compute() {
+    let unified = |job: &Job| refused(job, Form::Unified, NEW);
+    assert_eq!(unified(&backward(SHAPE, &[], &[])), None);
+    for job in [backward(SHAPE, &[], &["causal"]), backward(SHAPE, &["softcap:30"], &[]), backward(SHAPE, &["softcap:30"], &["causal"])] {
+        assert!(unified(&job).is_some_and(|why| why.contains("plain attention only")));
+    }
+    // Lengths beside a score_mod: where there are both of them, which the op takes by itself.
+    assert!(unified(&forward(SHAPE, &["softcap:30"], &["padding"])).is_some_and(|why| why.contains("lengths beside")));
+    assert_eq!(unified(&forward(SHAPE, &["softcap:30"], &["tensor seq_len_kv[batch]: i32; k < seq_len_kv"])), None);
+}
+
+/// The rule of `read_right` in other words, over every set of axes, type, pass and which extents are 1.
+#[test]
+fn tensors_are_spread_where_engines_read_them_at_another_place() {
+    let mut spread = 0;
+    for set in 0..16 {
+        let axes: Axes = Axis::ALL.into_iter().filter(|axis| set >> axis.place() & 1 == 1).collect();
+        for ones in 0..16 {
+            let extents: [i64; 4] = std::array::from_fn(|axis| if ones >> axis & 1 == 1 { 1 } else { 5 });
+            for ty in [Type::F32, Type::I32, Type::Bool] {
+                for pass in [Pass::Forward, Pass::Backward(Vectors::AlongQueries), Pass::Backward(Vectors::Spread)] {
+                    // What there is more than one of.
+                    let spans = |axis: Axis| axes.has(axis) && extents[axis.place()] > 1;
+                    let mut want = axes;
+                    let floats_of_entries = ty == Type::F32 && spans(Axis::Batch) && !spans(Axis::Q) && !spans(Axis::K);
+                    let keys_backward = pass != Pass::Forward && spans(Axis::K) && !spans(Axis::Q);
+                    let queries = extents[Axis::Q.place()] > 1;
+                    if queries && (floats_of_entries || keys_backward) {
+                        want = want.with(Axis::Q);
+                    } else if floats_of_entries {
+                        want = want.with(Axis::K);
+                    }
+                    if pass == Pass::Backward(Vectors::Spread) && queries && want.has(Axis::Q) && !spans(Axis::K) {
+                        want = want.with(Axis::K);
+                    }
+                    let have = read_right(axes, ty, pass, extents);
+                    assert_eq!(have, want, "{set:04b} {extents:?} {ty} {pass:?}");
+                    spread += usize::from(have != axes);
+                }
+            }
+        }
+    }
+    assert!(spread > 100, "only {spread} are spread");
+}
+
+#[test]
+fn forms_have_names() {
+    assert_eq!([Form::Composite, Form::Unified].map(|form| form.to_string()), ["composite", "unified"]);
+}
+
+#[test]
+fn copies_run_once_where_two_strides_are_enough() {
+    let gapped = |dims: [i64; 4], strides: [i64; 4]| TensorSpec { dims, strides, alignment: 16 };
+    let repeats = |from: TensorSpec| convert([DType::BF16; 2], &from, &from.densely()).unwrap().repeats;
+    // An axis of one does not count, wherever its stride points.
+    assert_eq!(repeats(gapped([3, 1, 5, 8], [200, 7, 16, 1])), 1);
+    assert_eq!(repeats(gapped([3, 4, 5, 8], [1000, 200, 16, 1])), 3);
+    assert_eq!(repeats(gapped([3, 4, 5, 8], [640, 160, 16, 1])), 1);
+}
+
+#[test]
+fn what_engines_read_in_place_is_not_copied() {
+    let copied = |strides: [i64; 4], dims: [i64; 4]| {
+        let mut spec = spec(Shape { seq_q: dims[2], seq_kv: 5, dim_qk: dims[3], ..SHAPE }, &[], &[]);
+        spec.q = TensorSpec { dims, strides, alignment: 16 };
+        densify(&spec.validate().unwrap().into()).1
+    };
+    let dims = [2, 4, 6, 64];
+    assert_eq!(copied([4 * 6 * 64, 6 * 64, 64, 1], dims), []);
+    assert_eq!(copied([4 * 6 * 72, 6 * 72, 72, 1], dims), []);
+    // Not a multiple of 16 bytes, and one element for all heads.
+    assert_eq!(copied([4 * 6 * 65, 6 * 65, 65, 1], dims), [Operand::Q]);
+    assert_eq!(copied([6 * 64, 0, 64, 1], dims), [Operand::Q]);
+    // A gradient of the output that is one number for a whole row.
+    let mut repeated = spec(SHAPE, &[], &[]).backward();
+    repeated.d_o.strides[3] = 0;
+    assert_eq!(densify(&repeated.validate().unwrap().into()).1, [Operand::DO]);
+}
+
+#[test]
+fn keys_name_layouts_and_say_what_to_do_about_a_miss() {
+    let job: Job = {
+        let mut one = spec(Shape { seq_q: 1, ..SHAPE }, &[], &["causal"]).backward();
+        // Along an axis of one any stride is as good.
+        one.forward.q.strides = [4 * 64, 64, 12_345, 1];
+        one.deterministic = true;
+        one.validate().unwrap().into()
+    };
+    assert!(job.deterministic());
+    let fields = job.fields();
+    let field = |name: &str| fields.iter().find(|(n, _)| *n == name).map(|(_, value)| value.as_str());
+    assert_eq!((field("layout of q"), field("layout of k"), field("deterministic")), (Some("bhsd"), Some("bhsd"), Some("true")));
+    for operand in Operand::ALL {
+        assert!(field(&format!("layout of {operand}")).is_some() && field(&format!("alignment of {operand}")).is_some(), "{operand}");
+    }
+    let advice = |names: &[&str]| {
+        let differ = |field: &&str| Difference { field: (*field).to_owned(), asked: "1".to_owned(), there: "2".to_owned() };
+        Job::advice(&names.iter().map(differ).collect::<Vec<_>>())
+    };
+    assert_eq!((advice(&[]), advice(&["dtype"]), advice(&["mask", "dtype"])), (None, None, None));
+    for (names, said) in [
+        (&["batch"][..], "only the batch"),
+        (&["mask"], "only the mask"),
+        (&["seq_q", "mask"], "only lengths"),
+        (&["score_mod", "gradient"], "only the score_mod"),
+        (&["layout of dq", "alignment of d_o"], "only strides"),
+    ] {
+        assert!(advice(names).is_some_and(|advice| advice.contains(said)), "{names:?}");
+    }
+}

@@ -1,0 +1,69 @@
+//! The unified form of the forward pass: one op, score_mods and masks in an inner graph on the scaled score.
+
+use super::expr::{Into, Pass};
+use super::lowered::Lowered;
+use super::mask::{self, Lengths};
+use super::{Form, LowerError, Operands, modify};
+use crate::quirks::Quirk;
+use cudnn_graph::ir::op::{Op, ScoreGraph, SdpaForward};
+use cudnn_graph::ir::ty::Dims;
+use cudnn_graph::ir::{Mode, TensorId};
+use cudnn_graph::{DType, Graph, Version};
+use sdpa_core::problem::Problem;
+
+pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
+    let (mut g, mut supplies) = (Graph::new(), Vec::new());
+    let operands = Operands::new(&mut g, problem, |key| key);
+    let Operands { q, k, v, attn_scale, o, stats } = operands;
+    let to = &mut Into { graph: &mut g, supplies: &mut supplies };
+    let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
+    if padded && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
+        let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
+        return Err(LowerError::Unsupported(rule.to_owned()));
+    }
+    if problem.seq_q() == 1 && Quirk::HeadsOfOneQuery.holds(runtime) && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
+        let rule = "a score_mod or a rule on one query before cuDNN 9.25.1: the engine takes values by head from another head".to_owned();
+        return Err(LowerError::Unsupported(rule));
+    }
+    if padded && Quirk::EntriesWithoutKeys.holds(runtime) {
+        let rule = "lengths before cuDNN 9.26.0: entries of a batch without keys get no numbers".to_owned();
+        return Err(LowerError::Unsupported(rule));
+    }
+    // The op pads by itself where it has both lengths.
+    let [seq_len_q, seq_len_kv] = if padded { mask::guarded(to, problem, runtime)? } else { [None, None] };
+    let inner = if padded { Lengths::default() } else { Lengths::of(to, problem) };
+    let score = if !mask::drops(problem, inner) && problem.score_mod().is_none() {
+        None
+    } else {
+        let input = to.graph.result("score", DType::F32, Dims::from(problem.extents()));
+        let before = to.graph.ops().len();
+        let modified = modify(to, input, problem);
+        let output = mask::apply(to, modified, problem, inner, runtime, Pass::Forward);
+        let ops = to.graph.take_ops(before);
+        let ops = read_first(to.graph, input, ops);
+        (output != input).then_some(ScoreGraph { input, output, ops })
+    };
+    let plain = SdpaForward::plain(q, k, v, o);
+    g.push(Op::SdpaForward(Box::new(SdpaForward { attn_scale: Some(attn_scale), score, stats, seq_len_q, seq_len_kv, ..plain })));
+    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands: operands.list(), attn_scale, stats, supplies })
+}
+
+/// The ops of an inner graph with a copy of the score wherever an op reads it as another operand than the first: there the engine of
+/// 9.27 reads memory that is not the kernel's (an H200 under memcheck: `score + score * score`).
+fn read_first(g: &mut Graph, input: TensorId, mut ops: Vec<Op>) -> Vec<Op> {
+    let later = |op: &Op| matches!(op, Op::Pointwise(p) if p.b == Some(input) || p.t == Some(input));
+    if !ops.iter().any(later) {
+        return ops;
+    }
+    let before = g.ops().len();
+    let copy = g.pointwise(Mode::Identity, &[input]);
+    for op in &mut ops {
+        let Op::Pointwise(pointwise) = op else { continue };
+        for operand in [&mut pointwise.b, &mut pointwise.t] {
+            *operand = operand.map(|id| if id == input { copy } else { id });
+        }
+    }
+    let mut all = g.take_ops(before);
+    all.append(&mut ops);
+    all
+}

@@ -1,0 +1,426 @@
+//! From a pass to compiled plans: which form, which engine, which operands are copied first.
+
+use super::bind::Takes;
+use super::guard;
+use super::named;
+use super::order;
+use super::schedule::{PIECE, Role, Run, Schedule, outline};
+use super::used::Used;
+use crate::error::Error;
+use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling, Vectors};
+use cudnn_graph::{Buffer, Library, Outcome, Plan, Planner, Policy, Target, Version};
+use sdpa_cache::{BuildTime, CacheValue, Weight};
+use sdpa_core::error::{ExecutorName, Reason, Unsupported};
+use serde::Serialize;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What plans of attention may look like.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+pub struct PlanOptions {
+    /// Only this form; `None`: the better one first, then the other.
+    pub form: Option<Form>,
+    /// Which engines.
+    pub policy: Policy,
+}
+
+/// Compiled plans for a pass.
+#[derive(Debug)]
+pub struct Planned {
+    /// The pass as the attention plan sees it: operands that are copied first are dense.
+    pub job: Job,
+    /// The attention graph.
+    pub lowered: Arc<Lowered>,
+    /// The attention plan.
+    pub plan: Arc<Plan>,
+    /// Everything that a call needs and does; the attention plan is one of its steps.
+    pub schedule: Schedule<Arc<Plan>>,
+    /// The tag of the attention's engine.
+    pub engine: String,
+    /// Where the time of making it went.
+    pub time: BuildTime,
+    /// What the schedule's tables hold, in device memory: see [`Planned::upload_tables`].
+    pub tables: Vec<Arc<Buffer>>,
+    /// What each declared parameter takes.
+    pub(super) takes: Vec<Takes>,
+    /// What plans need of the workspace for themselves.
+    pub(super) base: u64,
+    pub(super) used: Used,
+}
+
+impl Planned {
+    /// Plans for every graph of a schedule around the attention's own.
+    ///
+    /// # Errors
+    /// Those of `make`, which is asked for every other plan.
+    pub(super) fn around<E>(
+        job: Job,
+        (lowered, plan): Attention,
+        schedule: Schedule<()>,
+        mut make: impl FnMut(&Run<()>) -> Result<Arc<Plan>, E>,
+    ) -> Result<Planned, E> {
+        let schedule = schedule.try_map(|run| if run.role == Role::Attention { Ok(plan.clone()) } else { make(run) })?;
+        let most = schedule.runs().map(|run| run.plan.workspace_bytes()).max().unwrap_or(0);
+        let base = if schedule.scratch() == 0 { most } else { most.next_multiple_of(PIECE) };
+        let extents = job.problem().extents();
+        let takes = job.params().iter().map(|p| Takes::of(p, extents)).collect();
+        let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
+        let (time, tables, used) = (BuildTime::default(), Vec::new(), Used::default());
+        Ok(Planned { job, lowered, plan, schedule, engine, time, tables, takes, base, used })
+    }
+
+    /// A plan of the attention graph, for callers that plan by themselves; what has to happen around it is planned as usual. The graph is of
+    /// the pass with every operand as engines take it, dense where it lies otherwise.
+    ///
+    /// # Errors
+    /// As [`build`].
+    pub fn of(library: &'static Library, target: &Target<'_>, job: &Job, attention: Attention) -> Result<Planned, Error> {
+        let (dense, _) = lower::densify(job);
+        let schedule = outline(job, &dense, &attention.0)?;
+        Planned::around(dense, attention, schedule, |run| {
+            let plan = Plan::build(library, run.graph.clone(), target, &Policy::default());
+            plan.map(Arc::new).map_err(|e| refused(run.role.to_string(), e.into()))
+        })
+    }
+
+    /// Every plan, in the order of the steps.
+    pub(super) fn plans(&self) -> impl Iterator<Item = &Arc<Plan>> {
+        self.schedule.runs().map(|run| &run.plan)
+    }
+
+    /// Bytes of device memory that a call needs besides its operands: what plans need for themselves, and room for copied operands.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.base + self.schedule.scratch()
+    }
+
+    /// Names of the operands that are copied because the engines cannot use them in place.
+    pub fn copied(&self) -> Vec<&'static str> {
+        let copied = self.schedule.runs().filter_map(|run| match &run.role {
+            Role::Copy(operand) => Some(operand.name()),
+            Role::Attention | Role::Conversion(_) | Role::Sum(..) | Role::Rounding(_) => None,
+        });
+        copied.collect()
+    }
+}
+
+impl CacheValue for Planned {
+    fn weight(&self) -> Weight {
+        let code: u64 = self.plans().map(|plan| plan.code_bytes()).sum();
+        let tables: u64 = self.tables.iter().map(|table| table.bytes() as u64).sum();
+        Weight { host: code + DESCRIPTORS, device: code + tables, workspace: self.workspace_bytes() }
+    }
+
+    fn engine(&self) -> String {
+        self.engine.clone()
+    }
+
+    fn build_time(&self) -> BuildTime {
+        self.time
+    }
+}
+
+/// Host memory of a plan's descriptors, about.
+const DESCRIPTORS: u64 = 256 << 10;
+
+fn unsupported(reasons: Vec<Reason>) -> Error {
+    Error::Unsupported(Unsupported { executor: ExecutorName::CUDNN, reasons })
+}
+
+/// Why one form was passed over.
+pub(super) enum Refusal {
+    /// The form has no spelling for it.
+    NoSpelling(String),
+    /// The library's, or the environment's.
+    Other(Error),
+}
+
+impl Refusal {
+    /// In words, where it is no error.
+    pub(super) fn text(self) -> Result<String, Error> {
+        match self {
+            Refusal::NoSpelling(text) => Ok(text),
+            Refusal::Other(error) => Err(error),
+        }
+    }
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Refusal {
+        Refusal::Other(error)
+    }
+}
+
+impl From<cudnn_graph::Error> for Refusal {
+    fn from(error: cudnn_graph::Error) -> Refusal {
+        Refusal::Other(error.into())
+    }
+}
+
+/// Asks cuDNN for the engines of a pass, in one form. Nothing is compiled.
+///
+/// # Errors
+/// [`Error::Unsupported`] with cuDNN's own words, or for what the form cannot express; the environment's.
+pub fn ask(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    form: Form,
+    policy: &Policy,
+) -> Result<(Arc<Lowered>, Planner), Error> {
+    try_ask(library, target, job, form, policy).map_err(|refusal| told(form, refusal))
+}
+
+fn told(form: Form, refusal: Refusal) -> Error {
+    match refusal {
+        Refusal::NoSpelling(text) => unsupported(vec![Reason::Refused { form: form.name().to_owned(), text }]),
+        Refusal::Other(error) => error,
+    }
+}
+
+/// What a pass needs and does in one form, as it is spelled first, on a runtime of this version. Asks no library.
+///
+/// # Errors
+/// [`Error::Unsupported`] for what the form cannot express.
+pub fn schedule(job: &Job, form: Form, runtime: Version) -> Result<Schedule<()>, Error> {
+    let (dense, _) = lower::densify(job);
+    let lowered = spelled(lower::lower(&dense, form, runtime)).map_err(|refusal| told(form, refusal))?;
+    outline(job, &dense, &lowered)
+}
+
+/// The spellings of a pass in one form, the better one first: with an engine that has to be asked for by name, as it is usual, and
+/// with fewer vectors along queries.
+pub(super) fn spellings(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    form: Form,
+    policy: &Policy,
+) -> Result<Vec<(Arc<Lowered>, Policy)>, Refusal> {
+    let runtime = library.version();
+    let mut usual = policy.clone();
+    usual.deterministic |= job.deterministic();
+    usual.prefer.extend(order::prefer(job, form, runtime, target));
+    let problem = match job {
+        Job::Backward(problem) if form == Form::Composite => problem,
+        Job::Backward(_) | Job::Forward(_) => return Ok(vec![(spelled(lower::lower(job, form, runtime))?, usual)]),
+    };
+    let spell = |query_gradient| -> Result<Vec<Arc<Lowered>>, Refusal> {
+        let with = |vectors| spelled(lower::lower_backward(problem, runtime, Spelling { query_gradient, vectors }));
+        let (vectors, spread) = (with(Vectors::AlongQueries)?, with(Vectors::Spread)?);
+        Ok(if vectors.graph == spread.graph { vec![vectors] } else { vec![vectors, spread] })
+    };
+    let offered = spell(Spelling::usual(problem).query_gradient)?;
+    let named = if policy.pin.is_none() { named::engine(problem, runtime, target.sm()) } else { None };
+    let Some(named) = named else { return Ok(offered.into_iter().map(|lowered| (lowered, usual.clone())).collect()) };
+    // The notes are those of the engine, not of this configuration of it.
+    let pinned = Policy { pin: Some(named.pin), deterministic: false, ..policy.clone() };
+    let pinned = spell(named.query_gradient)?.into_iter().map(|lowered| (lowered, pinned.clone()));
+    if !named.first {
+        usual.max_workspace.get_or_insert(named::LARGE_WORKSPACE);
+    }
+    let usual = offered.into_iter().map(|lowered| (lowered, usual.clone()));
+    Ok(if named.first { pinned.chain(usual).collect() } else { usual.chain(pinned).collect() })
+}
+
+/// The first result; else the first failure that says nothing about what is supported, or the last refusal.
+fn first<T>(
+    spellings: Vec<(Arc<Lowered>, Policy)>,
+    mut make: impl FnMut(&Arc<Lowered>, &Policy) -> Result<T, cudnn_graph::Error>,
+) -> Result<(Arc<Lowered>, T), Refusal> {
+    let (mut refused, mut failed) = (None, None);
+    for (lowered, policy) in spellings {
+        match make(&lowered, &policy) {
+            Ok(made) => return Ok((lowered, made)),
+            Err(e) if e.is_fatal() => return Err(e.into()),
+            Err(e) if e.is_unsupported() => refused = Some(e),
+            Err(e) => failed = failed.or(Some(e)),
+        }
+    }
+    Err(failed.or(refused).map_or_else(|| Refusal::NoSpelling("there is none".to_owned()), Refusal::from))
+}
+
+fn try_ask(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    form: Form,
+    policy: &Policy,
+) -> Result<(Arc<Lowered>, Planner), Refusal> {
+    let spellings = spellings(library, target, job, form, policy)?;
+    first(spellings, |lowered, policy| Planner::new(library, Arc::new(lowered.graph.clone()), target, policy))
+}
+
+fn spelled(lowered: Result<Lowered, LowerError>) -> Result<Arc<Lowered>, Refusal> {
+    match lowered {
+        Ok(lowered) => Ok(Arc::new(lowered)),
+        Err(LowerError::Unsupported(text)) => Err(Refusal::NoSpelling(text)),
+        Err(LowerError::Bug(e)) => Err(e.into()),
+    }
+}
+
+fn try_build(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    form: Form,
+    policy: &Policy,
+    time: &mut BuildTime,
+) -> Result<(Arc<Lowered>, Plan), Refusal> {
+    let start = Instant::now();
+    let spellings = spellings(library, target, job, form, policy)?;
+    time.lower += micros(start);
+    first(spellings, |lowered, policy| {
+        let start = Instant::now();
+        let planner = Planner::new(library, Arc::new(lowered.graph.clone()), target, policy);
+        time.heuristics += micros(start);
+        let start = Instant::now();
+        let plan = planner?.first(target);
+        time.compile += micros(start);
+        plan
+    })
+}
+
+fn micros(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Runs `make` over the forms that the options allow, in order, until one succeeds.
+fn first_form<T>(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    options: &PlanOptions,
+    mut make: impl FnMut(&Job, Form) -> Result<T, Refusal>,
+) -> Result<(Job, T), Error> {
+    let known = guard::reasons(job, library.version(), target.sm(), options.policy.deterministic || job.deterministic());
+    if !known.is_empty() {
+        return Err(unsupported(known));
+    }
+    let (dense, _) = lower::densify(job);
+    let forms = lower::forms(&dense, library.version()).iter().copied().filter(|f| options.form.is_none_or(|only| only == *f));
+    let (mut reasons, mut failed) = (Vec::new(), None);
+    for form in forms {
+        let refused = |text: String| Reason::Refused { form: form.name().to_owned(), text: text.replace('\n', "; ") };
+        match make(&dense, form) {
+            Ok(made) => return Ok((dense, made)),
+            Err(Refusal::NoSpelling(text)) => reasons.push(refused(text)),
+            Err(Refusal::Other(Error::Backend(e))) if e.is_unsupported() => {
+                tracing::debug!(%form, reason = %e, "refused");
+                reasons.push(refused(e.to_string()));
+            }
+            // Another form may do, but nothing is known to be unsupported.
+            Err(Refusal::Other(Error::Backend(e))) if !e.is_fatal() => {
+                tracing::warn!(%form, error = %e, key = sdpa_cache::CacheKey::label(job), "failed");
+                failed = failed.or(Some(e));
+            }
+            Err(Refusal::Other(other)) => return Err(other),
+        }
+    }
+    if let Some(failed) = failed {
+        return Err(failed.into());
+    }
+    if reasons.is_empty() {
+        let form = options.form.map_or("any", Form::name);
+        let limit = format!("the unified form does not have this {} pass on cuDNN {}", job.name(), library.version());
+        reasons.push(Reason::Limit { field: "form".to_owned(), value: form.to_owned(), limit });
+    }
+    Err(unsupported(reasons))
+}
+
+/// Whether cuDNN has an engine for a pass on a device, and in which form. Nothing is compiled or submitted.
+///
+/// # Errors
+/// [`Error::Unsupported`] with every reason; the environment's.
+pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Form, Error> {
+    let (dense, (form, lowered)) = first_form(library, target, job, options, |j, form| {
+        let (lowered, _) = try_ask(library, target, j, form, &options.policy)?;
+        Ok((form, lowered))
+    })?;
+    for run in outline(job, &dense, &lowered)?.runs().filter(|run| run.role != Role::Attention) {
+        Planner::new(library, run.graph.clone(), target, &Policy::default()).map_err(|e| refused(run.role.to_string(), e.into()))?;
+    }
+    Ok(form)
+}
+
+fn refused(form: String, error: Error) -> Error {
+    if let Error::Backend(e) = &error
+        && e.is_unsupported()
+    {
+        let text = e.to_string().replace('\n', "; ");
+        return unsupported(vec![Reason::Refused { form, text }]);
+    }
+    error
+}
+
+/// Makes the plans of a pass. Tables are not in device memory yet: see [`Planned::upload_tables`].
+///
+/// # Errors
+/// As [`supports`]; out of memory and a missing library are the environment's and never *unsupported*.
+pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Planned, Error> {
+    let mut time = BuildTime::default();
+    let made = first_form(library, target, job, options, |j, form| try_build(library, target, j, form, &options.policy, &mut time));
+    let (_, (lowered, plan)) = made?;
+    with_attention(library, target, job, (lowered, Arc::new(plan)), time)
+}
+
+/// The graph of the attention itself, and a plan of it.
+pub type Attention = (Arc<Lowered>, Arc<Plan>);
+
+/// Every configuration that cuDNN offers and compiles for a pass, in every form and spelling that the options allow.
+///
+/// # Errors
+/// The environment's.
+pub(super) fn offered(
+    library: &'static Library,
+    target: &Target<'_>,
+    dense: &Job,
+    options: &PlanOptions,
+) -> Result<Vec<(Arc<Lowered>, Plan)>, Error> {
+    let mut all = Vec::new();
+    for form in lower::forms(dense, library.version()).iter().filter(|form| options.form.is_none_or(|only| only == **form)) {
+        let spellings = match spellings(library, target, dense, *form, &options.policy) {
+            Ok(spellings) => spellings,
+            Err(refusal) => {
+                refusal.text()?;
+                continue;
+            }
+        };
+        for (lowered, policy) in spellings {
+            let planner = match Planner::new(library, Arc::new(lowered.graph.clone()), target, &policy) {
+                Ok(planner) => planner,
+                Err(e) if !e.is_fatal() => continue,
+                Err(e) => return Err(e.into()),
+            };
+            for (n, candidate) in planner.report().candidates.iter().enumerate() {
+                if candidate.outcome != Outcome::NotTried {
+                    continue;
+                }
+                match planner.nth(n, target) {
+                    Ok(plan) if policy.max_workspace.is_some_and(|limit| plan.workspace_bytes() > limit) => {}
+                    Ok(plan) => all.push((lowered.clone(), plan)),
+                    Err(e) if !e.is_fatal() => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// The plans around an attention plan.
+///
+/// # Errors
+/// As [`build`].
+pub(super) fn with_attention(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    attention: Attention,
+    mut time: BuildTime,
+) -> Result<Planned, Error> {
+    let helpers = Instant::now();
+    let mut planned = Planned::of(library, target, job, attention)?;
+    time.compile += micros(helpers);
+    planned.time = time;
+    Ok(planned)
+}

@@ -1,0 +1,241 @@
+//! Plans that outlive a process: their key among equal devices, and their bytes.
+//!
+//! The key is a digest of everything that decides what is built: the programs of every spelling that would be asked for, what is
+//! bound to them, strides that need copies, options, the runtime. The bytes are cuDNN's own JSON of each plan of a [`Planned`],
+//! behind a line that says what they are of. A plan is taken only for the very graph that it was made of.
+
+use super::guard;
+use super::plan::{PlanOptions, Planned, spellings};
+use super::schedule::{Role, outline, outline_digest};
+use crate::error::Error;
+use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling};
+use crate::planfile::{Digest, Header};
+use cudnn_graph::{DeviceProfile, Library, Plan, Target, Version};
+use sdpa_cache::BuildTime;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Of the bytes. Rules of lowering show in the digest of what is lowered.
+const VERSION: u32 = 4;
+
+/// Why bytes are no plan for a pass.
+#[derive(Debug, thiserror::Error)]
+pub enum PayloadError {
+    /// The first line cannot be read.
+    #[error("the first line cannot be read: {0}")]
+    Head(String),
+    /// Made by a newer or older release.
+    #[error("version {found}, this reads {known}")]
+    Version {
+        /// What it says.
+        found: u32,
+        /// What this reads.
+        known: u32,
+    },
+    /// The pass is lowered to another graph than one of its plans was made of.
+    #[error("{name} was made of another graph: of another release, or for another pass")]
+    Graph {
+        /// What that plan is for.
+        name: String,
+    },
+    /// Not as many plans, or not as long, as the first line says.
+    #[error("{0}")]
+    Plans(String),
+    /// cuDNN's own, or the lowering's.
+    #[error(transparent)]
+    Other(#[from] Error),
+}
+
+impl From<cudnn_graph::Error> for PayloadError {
+    fn from(error: cudnn_graph::Error) -> PayloadError {
+        PayloadError::Other(error.into())
+    }
+}
+
+impl From<LowerError> for PayloadError {
+    fn from(error: LowerError) -> PayloadError {
+        PayloadError::Plans(error.to_string())
+    }
+}
+
+/// The first line.
+#[derive(Serialize, Deserialize)]
+struct Head {
+    version: u32,
+    form: Form,
+    spelling: Option<Spelling>,
+    engine: String,
+    /// The plan of every graph of the schedule, in its order.
+    plans: Vec<Part>,
+}
+
+/// A plan among the bytes.
+#[derive(Serialize, Deserialize)]
+struct Part {
+    /// What it is for.
+    name: String,
+    /// Of the graph that it is of, and of what is bound to it.
+    graph: Digest,
+    /// Its length.
+    bytes: u64,
+}
+
+/// What a plan file must say to be of use here.
+pub fn header(library: &Library, profile: &DeviceProfile) -> Header {
+    Header { cudnn: library.version().to_string(), profile: profile.to_string(), lowering: VERSION }
+}
+
+/// The name of the plans of a pass among all devices with the same kernels.
+///
+/// # Errors
+/// A bug of the lowering, the environment's.
+pub fn key(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Digest, Error> {
+    let runtime = library.version();
+    let (dense, _) = lower::densify(job);
+    let text = serde_json::to_string(options).map_err(|e| bug(&e.to_string()))?;
+    let mut parts = Digest::parts().part(runtime.to_string().as_bytes()).part(text.as_bytes()).part(&[u8::from(job.deterministic())]);
+    for form in lower::forms(&dense, runtime).iter().filter(|form| options.form.is_none_or(|only| only == **form)) {
+        parts = parts.part(form.name().as_bytes());
+        match spellings(library, target, &dense, *form, &options.policy) {
+            Ok(all) => {
+                for (lowered, policy) in all {
+                    let policy = serde_json::to_string(&policy).map_err(|e| bug(&e.to_string()))?;
+                    let schedule = outline(job, &dense, &lowered)?;
+                    parts = parts.part(&outline_digest(&schedule, runtime)?.0).part(policy.as_bytes());
+                }
+            }
+            Err(refusal) => parts = parts.part(refusal.text()?.as_bytes()),
+        }
+    }
+    Ok(parts.finish())
+}
+
+fn bug(text: &str) -> Error {
+    Error::Backend(cudnn_graph::Error::PlanJson(text.to_owned()))
+}
+
+impl Planned {
+    /// Every plan in one piece of bytes, compiled kernels included.
+    ///
+    /// # Errors
+    /// cuDNN's own: engines that were not compiled at run time have no JSON.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, Error> {
+        let (mut plans, mut texts) = (Vec::new(), Vec::new());
+        for (run, graph) in self.schedule.digests(self.plan.library().version())? {
+            let text = run.plan.to_json()?;
+            plans.push(Part { name: run.role.to_string(), graph, bytes: text.len() as u64 });
+            texts.push(text);
+        }
+        let head = Head { version: VERSION, form: self.lowered.form, spelling: self.lowered.spelling, engine: self.engine.clone(), plans };
+        let mut bytes = serde_json::to_vec(&head).map_err(|e| bug(&e.to_string()))?;
+        bytes.push(b'\n');
+        texts.iter().for_each(|text| bytes.extend_from_slice(text.as_bytes()));
+        Ok(bytes)
+    }
+
+    /// The plans of a pass from their bytes. Tables are not in device memory yet: see [`Planned::upload_tables`].
+    ///
+    /// # Safety
+    /// The bytes are what [`Planned::to_bytes`] gave, unchanged: they contain machine code, which the device runs.
+    ///
+    /// # Errors
+    /// What makes the bytes no plans of this pass; cuDNN's own.
+    #[allow(unsafe_code, reason = "machine code from bytes: where they come from is the caller's to know")]
+    pub unsafe fn from_bytes(library: &'static Library, target: &Target<'_>, job: &Job, bytes: &[u8]) -> Result<Planned, PayloadError> {
+        let start = Instant::now();
+        let runtime = library.version();
+        let end = bytes.iter().position(|b| *b == b'\n').ok_or_else(|| PayloadError::Head("it has no end".to_owned()))?;
+        let head: Head = serde_json::from_slice(&bytes[..end]).map_err(|e| PayloadError::Head(e.to_string()))?;
+        if head.version != VERSION {
+            return Err(PayloadError::Version { found: head.version, known: VERSION });
+        }
+        let known = guard::reasons(job, runtime, target.sm(), job.deterministic());
+        if !known.is_empty() {
+            return Err(Error::Unsupported(sdpa_core::error::Unsupported {
+                executor: sdpa_core::error::ExecutorName::CUDNN,
+                reasons: known,
+            })
+            .into());
+        }
+        let (dense, _) = lower::densify(job);
+        let lowered = spelled(&dense, head.form, head.spelling, runtime)?;
+        let schedule = outline(job, &dense, &lowered)?;
+        let made_of: Vec<(String, Digest)> =
+            schedule.digests(runtime)?.into_iter().map(|(run, digest)| (run.role.to_string(), digest)).collect();
+        let mut texts = Texts { rest: &bytes[end + 1..], parts: head.plans.iter() };
+        let mut plans = Vec::with_capacity(made_of.len());
+        for (run, (name, digest)) in schedule.runs().zip(&made_of) {
+            let text = texts.take(name, *digest)?;
+            // SAFETY: the text is what was written for a plan of this graph: the caller answers for the bytes, and the digests are equal.
+            #[allow(unsafe_code, reason = "machine code from bytes: the caller's contract")]
+            let plan = unsafe { Plan::from_json(library, text, &run.graph, target) }?;
+            plans.push((run.role.clone(), Arc::new(plan)));
+        }
+        texts.finish()?;
+        let attention = plans.iter().find(|(role, _)| *role == Role::Attention).map(|(_, plan)| plan.clone());
+        let attention = attention.ok_or_else(|| PayloadError::Plans("there is no attention".to_owned()))?;
+        let mut plans = plans.into_iter().filter(|(role, _)| *role != Role::Attention).map(|(_, plan)| plan);
+        let mut planned = Planned::around(dense, (Arc::new(lowered), attention), schedule, |run| {
+            plans.next().ok_or_else(|| PayloadError::Plans(format!("there is no {}", run.role)))
+        })?;
+        let load = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
+        planned.engine = head.engine;
+        planned.time = BuildTime { total: load, load, ..BuildTime::default() };
+        Ok(planned)
+    }
+}
+
+impl Planned {
+    /// Lowers a pass again, and compares with what these plans are of: whether they may be called for it.
+    ///
+    /// # Errors
+    /// [`Error::Bug`], where they are of another graph.
+    pub fn recheck(&self, job: &Job, runtime: Version) -> Result<(), Error> {
+        let (dense, _) = lower::densify(job);
+        let wrong = |what: &str| Err(Error::Bug(format!("the plans for {} are of another {what}", sdpa_cache::CacheKey::label(job))));
+        if dense != self.job {
+            return wrong("problem");
+        }
+        let lowered = spelled(&dense, self.lowered.form, self.lowered.spelling, runtime).map_err(|e| Error::Bug(e.to_string()))?;
+        let again = outline(job, &dense, &lowered)?;
+        let same = outline_digest(&again, runtime)? == outline_digest(&self.schedule, runtime)?;
+        if same { Ok(()) } else { wrong("graph") }
+    }
+}
+
+/// A pass in one form and spelling.
+fn spelled(job: &Job, form: Form, spelling: Option<Spelling>, runtime: Version) -> Result<Lowered, LowerError> {
+    match (job, spelling) {
+        (Job::Backward(problem), Some(spelling)) => lower::lower_backward(problem, runtime, spelling),
+        (Job::Forward(_) | Job::Backward(_), _) => lower::lower(job, form, runtime),
+    }
+}
+
+/// Texts one after the other.
+struct Texts<'a> {
+    rest: &'a [u8],
+    parts: std::slice::Iter<'a, Part>,
+}
+
+impl<'a> Texts<'a> {
+    /// The next, which is of this name and graph.
+    fn take(&mut self, name: &str, graph: Digest) -> Result<&'a str, PayloadError> {
+        let wrong = |text: &str| PayloadError::Plans(text.to_owned());
+        let part = self.parts.next().ok_or_else(|| wrong("there are too few plans"))?;
+        if part.name != name || part.graph != graph {
+            return Err(PayloadError::Graph { name: part.name.clone() });
+        }
+        let length = usize::try_from(part.bytes).unwrap_or(usize::MAX);
+        let text = self.rest.get(..length).ok_or_else(|| wrong("a plan is cut off"))?;
+        self.rest = &self.rest[length..];
+        std::str::from_utf8(text).map_err(|_| wrong("a plan is no text"))
+    }
+
+    fn finish(self) -> Result<(), PayloadError> {
+        if self.rest.is_empty() && self.parts.len() == 0 {
+            return Ok(());
+        }
+        Err(PayloadError::Plans("there are more plans than the pass has".to_owned()))
+    }
+}

@@ -1,0 +1,184 @@
+//! A call that is captured into a CUDA graph and launched again and again, at the cost of one launch.
+#![allow(unsafe_code)]
+
+use super::plan::Planned;
+use super::raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
+use crate::error::Error;
+use cudnn_graph::{Buffer, Captured, DeviceSlice, Stream};
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// One pass on one stream, captured when it is first called and again whenever an address or a number has changed: a graph has both
+/// baked in, the numbers that cuDNN reads from host memory too.
+///
+/// Launches of a captured call follow one another on its stream; what it needs (plans, workspace) lives as long as they do, also where
+/// this value is dropped first.
+#[derive(Debug)]
+pub struct Replay {
+    planned: Arc<Planned>,
+    stream: Arc<Stream>,
+    /// Where calls are captured: the caller's stream may be one that cannot be.
+    aside: Stream,
+    /// Empty only while it is dropped.
+    workspace: Option<Buffer>,
+    captured: Option<Captured>,
+    /// What the captured call was made with.
+    baked: Baked,
+    captures: u64,
+}
+
+/// Everything of a call that a graph has baked in.
+type Baked = SmallVec<[u64; 32]>;
+
+impl Replay {
+    /// Of one of the cache's plans, for calls on `stream`.
+    ///
+    /// # Errors
+    /// The driver's own, out of memory for the workspace above all.
+    pub fn new(planned: Arc<Planned>, stream: Arc<Stream>) -> Result<Replay, Error> {
+        let device = stream.device();
+        let bytes = usize::try_from(planned.workspace_bytes()).unwrap_or(usize::MAX);
+        let (aside, workspace) = (device.stream()?, Some(Buffer::new(device, bytes)?));
+        Ok(Replay { planned, stream, aside, workspace, captured: None, baked: Baked::new(), captures: 0 })
+    }
+
+    /// The plans.
+    pub fn planned(&self) -> &Arc<Planned> {
+        &self.planned
+    }
+
+    /// How often a call was captured: once, and once more for each that differed from the one before it.
+    pub fn captures(&self) -> u64 {
+        self.captures
+    }
+
+    /// Kernels, copies and whatever else the captured call is made of.
+    pub fn captured_nodes(&self) -> Option<usize> {
+        self.captured.as_ref().map(Captured::nodes)
+    }
+
+    /// Submits one forward pass. `call.workspace` is the replay's own if it is `None`.
+    ///
+    /// # Safety
+    /// As [`Planned::forward`], on the stream of this replay.
+    ///
+    /// # Errors
+    /// As [`Planned::forward`]; the driver's own.
+    pub unsafe fn forward(&mut self, call: &DeviceForward<'_>) -> Result<(), Error> {
+        let DeviceForward { q, k, v, o, stats, attn_scale, params, workspace } = *call;
+        let baked = baked(&[Some(q), Some(k), Some(v), Some(o), stats, workspace], attn_scale, params, &[]);
+        let call = DeviceForward { workspace: self.room(workspace), ..*call };
+        // SAFETY: the caller's.
+        self.replay(baked, |planned, handle| unsafe { planned.forward(handle, &call) })
+    }
+
+    /// Submits one backward pass; see [`Replay::forward`].
+    ///
+    /// # Safety
+    /// As [`Planned::backward`], on the stream of this replay.
+    ///
+    /// # Errors
+    /// As [`Planned::backward`]; the driver's own.
+    pub unsafe fn backward(&mut self, call: &DeviceBackward<'_>) -> Result<(), Error> {
+        let DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale, params, gradients, workspace } = *call;
+        let slices = [Some(q), Some(k), Some(v), Some(o), Some(stats), Some(d_o), Some(dq), Some(dk), Some(dv), workspace];
+        let baked = baked(&slices, attn_scale, params, gradients);
+        let call = DeviceBackward { workspace: self.room(workspace), ..*call };
+        // SAFETY: the caller's.
+        self.replay(baked, |planned, handle| unsafe { planned.backward(handle, &call) })
+    }
+
+    fn room(&self, given: Option<DeviceSlice>) -> Option<DeviceSlice> {
+        given.or_else(|| self.workspace.as_ref().map(|b| DeviceSlice { address: b.address(), bytes: b.bytes() as u64 }))
+    }
+
+    fn replay(&mut self, baked: Baked, submit: impl FnOnce(&Planned, &cudnn_graph::Handle<'_>) -> Result<(), Error>) -> Result<(), Error> {
+        let captured = match &self.captured {
+            Some(captured) if baked == self.baked => captured,
+            Some(_) | None => {
+                let handle = self.planned.plan.library().handle(&self.aside)?;
+                let captured = self.aside.capture(|| submit(&self.planned, &handle))?;
+                self.captures += 1;
+                self.baked = baked;
+                self.captured.insert(captured)
+            }
+        };
+        // SAFETY: the call that was captured is the call that is asked for, and the caller answers for that.
+        Ok(unsafe { captured.launch(&self.stream) }?)
+    }
+}
+
+impl Drop for Replay {
+    fn drop(&mut self) {
+        if let Some(workspace) = self.workspace.take() {
+            self.stream.device().retire(Box::new(workspace));
+        }
+    }
+}
+
+/// Bits that tell calls apart.
+fn baked(slices: &[Option<DeviceSlice>], attn_scale: Option<f32>, params: &[DeviceParam<'_>], gradients: &[DeviceGradient<'_>]) -> Baked {
+    let mut all = Baked::new();
+    let slice = |all: &mut Baked, s: DeviceSlice| all.extend([s.address, s.bytes]);
+    for given in slices {
+        match given {
+            Some(given) => slice(&mut all, *given),
+            None => all.push(u64::MAX),
+        }
+    }
+    all.push(attn_scale.map_or(u64::MAX, |x| u64::from(x.to_bits())));
+    for p in params {
+        name(&mut all, p.name);
+        match p.value {
+            DeviceValue::Scalar(x) => all.push(u64::from(x.to_bits())),
+            DeviceValue::Tensor(dtype, given) | DeviceValue::WithinExtent(dtype, given) => {
+                all.push(u64::MAX - 1 - 2 * dtype as u64 - u64::from(matches!(p.value, DeviceValue::WithinExtent(..))));
+                slice(&mut all, given);
+            }
+        }
+    }
+    for g in gradients {
+        name(&mut all, g.name);
+        slice(&mut all, g.slice);
+    }
+    all
+}
+
+/// A name in full: two names must never be taken for one another.
+fn name(all: &mut Baked, name: &str) {
+    all.push(name.len() as u64);
+    all.extend(name.as_bytes().chunks(8).map(|bytes| bytes.iter().fold(0, |word, &b| word << 8 | u64::from(b))));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_that_differ_in_anything_differ_in_bits() {
+        let slice = |address| DeviceSlice { address, bytes: 64 };
+        let scalar = |name, x| DeviceParam { name, value: DeviceValue::Scalar(x) };
+        let given = [Some(slice(256)), Some(slice(512)), None];
+        let of = |slices: &[Option<DeviceSlice>], scale, params: &[DeviceParam<'_>]| baked(slices, scale, params, &[]);
+        let calls = [
+            of(&given, None, &[]),
+            of(&given, Some(0.5), &[]),
+            of(&given, Some(0.25), &[]),
+            of(&[Some(slice(256)), Some(slice(768)), None], None, &[]),
+            of(&[Some(slice(256)), Some(DeviceSlice { address: 512, bytes: 65 }), None], None, &[]),
+            of(&[Some(slice(256)), None, Some(slice(512))], None, &[]),
+            of(&given, None, &[scalar("cap", 1.0), scalar("pac", 2.0)]),
+            of(&given, None, &[scalar("pac", 1.0), scalar("cap", 2.0)]),
+            of(&given, None, &[scalar("cap", 2.0), scalar("pac", 1.0)]),
+            of(&given, None, &[DeviceParam { name: "cap", value: DeviceValue::Tensor(sdpa_core::DType::F32, slice(1024)) }]),
+            of(&given, None, &[DeviceParam { name: "cap", value: DeviceValue::Tensor(sdpa_core::DType::F16, slice(1024)) }]),
+            baked(&given, None, &[], &[DeviceGradient { name: "cap", slice: slice(1024) }]),
+            baked(&given, None, &[], &[DeviceGradient { name: "cup", slice: slice(1024) }]),
+        ];
+        for (n, a) in calls.iter().enumerate() {
+            for (m, b) in calls.iter().enumerate() {
+                assert_eq!(n == m, a == b, "{n} {m}");
+            }
+        }
+    }
+}

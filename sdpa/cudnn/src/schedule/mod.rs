@@ -1,0 +1,229 @@
+//! What a pass is on cuDNN: slots, which say where bytes come from, and steps, which say what runs on them.
+//!
+//! A schedule is made once for a pass. Its key, whether it is supported, building, loading, saving, workspace, calls, captures and reports are
+//! loops over it, the same for both passes. `P` is what a step's graph has become: nothing yet, or a plan.
+
+mod digest;
+mod outline;
+mod text;
+
+pub(super) use digest::outline as outline_digest;
+pub(super) use outline::PIECE;
+pub use outline::outline;
+pub use text::{Told, ToldSlot, ToldStep};
+
+use crate::lower::{Operand, Table};
+use cudnn_graph::ir::{Scalar, TensorId};
+use cudnn_graph::{DType, Verified};
+use sdpa_core::expr::Trace;
+use std::fmt;
+use std::sync::Arc;
+
+/// A slot of one schedule, by its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotId(pub(super) usize);
+
+impl SlotId {
+    /// Its place in [`Schedule::slots`].
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// Where the bytes of a slot come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// The caller's, strided as the problem says.
+    Operand(Operand),
+    /// The caller's, f32, (batch, heads_q, seq_q), dense.
+    Stats,
+    /// The tensor of a declared parameter, by its place among the declared.
+    Param(usize),
+    /// The caller's memory for the gradient of a parameter, by its place in [`Schedule::gradients`].
+    Gradient(usize),
+    /// A table in device memory, by its place in [`Schedule::tables`].
+    Table(usize),
+    /// The workspace, so many bytes behind what plans need for themselves.
+    Scratch(u64),
+    /// The same, of lengths that have been clamped; or the parameter's own tensor, where the caller promises that it needs no clamping.
+    Lengths {
+        /// As in [`Source::Scratch`].
+        offset: u64,
+        /// As in [`Source::Param`]; none where engines need more than clamped lengths.
+        param: Option<usize>,
+    },
+}
+
+/// Device memory that steps read and write.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Slot {
+    /// For reports and errors.
+    pub name: String,
+    /// Where it is.
+    pub source: Source,
+    /// How far steps reach into it.
+    pub bytes: u64,
+    /// What its address is a multiple of.
+    pub alignment: u32,
+}
+
+/// What a table in device memory holds.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Contents {
+    /// Numbers of a mask or a score_mod.
+    Numbers(Table),
+    /// So many ones, to sum by a product.
+    Ones(DType, u64),
+}
+
+/// A number that a plan reads from host memory at each call.
+#[derive(Clone, Debug)]
+pub enum Number {
+    /// What the scores are multiplied with.
+    Scale,
+    /// The graph's own.
+    Fixed(Scalar),
+    /// The value of a declared scalar, by its place among the declared.
+    Param(usize),
+    /// A function of declared scalars, each by its place among the declared.
+    Of(Trace, Vec<usize>),
+}
+
+/// What a graph is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The attention itself.
+    Attention,
+    /// Copies an operand that engines cannot read, or write, in place.
+    Copy(Operand),
+    /// Makes of parameters what engines read.
+    Conversion(Vec<String>),
+    /// A sum of what the attention writes for the gradient of a parameter, and the how manieth.
+    Sum(String, usize),
+    /// Brings such a sum to the type of the gradient.
+    Rounding(String),
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Role::Attention => f.write_str("attention"),
+            Role::Copy(operand) => write!(f, "copy of {operand}"),
+            Role::Conversion(names) => write!(f, "conversion of {}", names.join(" and ")),
+            Role::Sum(name, n) => write!(f, "sum {n} of the gradient of {name}"),
+            Role::Rounding(name) => write!(f, "rounding of the gradient of {name}"),
+        }
+    }
+}
+
+/// The memory of one tensor of a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// The tensor.
+    pub tensor: TensorId,
+    /// Its memory.
+    pub slot: SlotId,
+    /// Bytes from one repetition to the next.
+    pub step: u64,
+}
+
+/// A graph that runs.
+#[derive(Clone, Debug)]
+pub struct Run<P> {
+    /// What it is for.
+    pub role: Role,
+    /// The graph.
+    pub graph: Arc<Verified>,
+    /// Memory, in the order in which a plan takes it.
+    pub ports: Vec<Port>,
+    /// Numbers, in the order in which a plan takes them.
+    pub numbers: Vec<(TensorId, Number)>,
+    /// How often.
+    pub repeats: u64,
+    /// It is not needed where the caller promises that this parameter needs no clamping.
+    pub spared_by: Option<usize>,
+    /// What the graph has become.
+    pub plan: P,
+}
+
+/// What is done on a stream, one after the other.
+#[derive(Clone, Debug)]
+pub enum Step<P> {
+    /// A plan of a graph is executed.
+    Run(Box<Run<P>>),
+    /// A slot is filled with zeros.
+    Zero(SlotId),
+    /// The bytes of a slot are copied to the beginning of another.
+    Move(SlotId, SlotId),
+}
+
+/// A pass: what it needs and what it does.
+#[derive(Clone, Debug)]
+pub struct Schedule<P> {
+    slots: Vec<Slot>,
+    steps: Vec<Step<P>>,
+    tables: Vec<Contents>,
+    gradients: Vec<String>,
+    scratch: u64,
+}
+
+impl<P> Schedule<P> {
+    /// Every slot.
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// One of them.
+    pub fn slot(&self, id: SlotId) -> &Slot {
+        &self.slots[id.0]
+    }
+
+    /// Every step, in order.
+    pub fn steps(&self) -> &[Step<P>] {
+        &self.steps
+    }
+
+    /// What has to be in device memory before the first call.
+    pub fn tables(&self) -> &[Contents] {
+        &self.tables
+    }
+
+    /// The parameters whose gradients the caller has memory for.
+    pub fn gradients(&self) -> &[String] {
+        &self.gradients
+    }
+
+    /// Bytes of the workspace behind what plans need for themselves.
+    pub fn scratch(&self) -> u64 {
+        self.scratch
+    }
+
+    /// Every graph that runs, in order.
+    pub fn runs(&self) -> impl Iterator<Item = &Run<P>> {
+        self.steps.iter().filter_map(|step| match step {
+            Step::Run(run) => Some(&**run),
+            Step::Zero(_) | Step::Move(..) => None,
+        })
+    }
+
+    /// The same with something made of each graph.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn try_map<Q, E>(self, mut make: impl FnMut(&Run<P>) -> Result<Q, E>) -> Result<Schedule<Q>, E> {
+        let Schedule { slots, steps, tables, gradients, scratch } = self;
+        let mut mapped = Vec::with_capacity(steps.len());
+        for step in steps {
+            mapped.push(match step {
+                Step::Run(run) => {
+                    let plan = make(&run)?;
+                    let Run { role, graph, ports, numbers, repeats, spared_by, plan: _ } = *run;
+                    Step::Run(Box::new(Run { role, graph, ports, numbers, repeats, spared_by, plan }))
+                }
+                Step::Zero(slot) => Step::Zero(slot),
+                Step::Move(from, to) => Step::Move(from, to),
+            });
+        }
+        Ok(Schedule { slots, steps: mapped, tables, gradients, scratch })
+    }
+}

@@ -1,0 +1,140 @@
+//! A schedule in words: every slot, and every step with the slots that it uses.
+
+use super::{Contents, Number, Run, Schedule, Slot, SlotId, Source, Step};
+use cudnn_graph::ir::TensorId;
+use sdpa_core::expr::Declared;
+use serde::Serialize;
+use std::fmt;
+
+/// A schedule for people and programs.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Told {
+    /// By their places.
+    pub slots: Vec<ToldSlot>,
+    /// In order.
+    pub steps: Vec<ToldStep>,
+    /// Bytes of the workspace behind what plans need for themselves.
+    pub scratch: u64,
+}
+
+/// A slot.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ToldSlot {
+    /// Its name.
+    pub name: String,
+    /// Where its bytes come from.
+    pub source: String,
+    /// How far steps reach into it.
+    pub bytes: u64,
+    /// What its address is a multiple of.
+    pub alignment: u32,
+}
+
+/// A step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ToldStep {
+    /// What it does.
+    pub what: String,
+    /// Ops of its graph; 0 where it has none.
+    pub ops: usize,
+    /// How often.
+    pub repeats: u64,
+    /// The parameter that spares it, where the caller promises that it lies within its extent.
+    pub spared_by: Option<String>,
+    /// Tensors, or `from` and `to`, with the slot of each and the bytes from one repetition to the next.
+    pub memory: Vec<(String, usize, u64)>,
+    /// Numbers, with what each is.
+    pub numbers: Vec<(String, String)>,
+}
+
+impl<P> Schedule<P> {
+    /// For people and programs. `declared` are the parameters of the pass.
+    pub fn told(&self, declared: &[Declared]) -> Told {
+        let slots = self.slots.iter().map(|slot| self.told_slot(slot, declared)).collect();
+        let steps = self.steps.iter().map(|step| match step {
+            Step::Run(run) => told_run(run, declared),
+            Step::Zero(to) => moved("zeros", &[("to", *to)]),
+            Step::Move(from, to) => moved("bytes of one slot to another", &[("from", *from), ("to", *to)]),
+        });
+        Told { slots, steps: steps.collect(), scratch: self.scratch }
+    }
+
+    fn told_slot(&self, slot: &Slot, declared: &[Declared]) -> ToldSlot {
+        let source = match slot.source {
+            Source::Operand(_) => "operand".to_owned(),
+            Source::Stats => "stats".to_owned(),
+            Source::Param(_) => "parameter".to_owned(),
+            Source::Gradient(_) => "gradient of a parameter".to_owned(),
+            Source::Table(at) => match &self.tables[at] {
+                Contents::Numbers(table) => format!("table of {}", table.dtype()),
+                Contents::Ones(dtype, count) => format!("{count} ones of {dtype}"),
+            },
+            Source::Scratch(offset) | Source::Lengths { offset, param: None } => format!("workspace + {offset}"),
+            Source::Lengths { offset, param: Some(at) } => {
+                format!("workspace + {offset}, or {} where it is promised to lie within its extent", name(declared, at))
+            }
+        };
+        ToldSlot { name: slot.name.clone(), source, bytes: slot.bytes, alignment: slot.alignment }
+    }
+}
+
+fn name(declared: &[Declared], at: usize) -> String {
+    declared.get(at).map_or_else(|| format!("parameter {at}"), |p| p.name.clone())
+}
+
+fn moved(what: &str, slots: &[(&str, SlotId)]) -> ToldStep {
+    let memory = slots.iter().map(|(end, slot)| ((*end).to_owned(), slot.0, 0)).collect();
+    ToldStep { what: what.to_owned(), ops: 0, repeats: 1, spared_by: None, memory, numbers: Vec::new() }
+}
+
+fn told_run<P>(run: &Run<P>, declared: &[Declared]) -> ToldStep {
+    let tensor = |id: TensorId| run.graph.graph().get(id).map_or_else(|| id.to_string(), |t| t.name.clone());
+    let number = |number: &Number| match number {
+        Number::Scale => "attn_scale".to_owned(),
+        Number::Fixed(value) => value.to_f64().to_string(),
+        Number::Param(at) => name(declared, *at),
+        Number::Of(trace, _) => trace.to_string(),
+    };
+    ToldStep {
+        what: run.role.to_string(),
+        ops: run.graph.ops().len(),
+        repeats: run.repeats,
+        spared_by: run.spared_by.map(|at| name(declared, at)),
+        memory: run.ports.iter().map(|port| (tensor(port.tensor), port.slot.0, port.step)).collect(),
+        numbers: run.numbers.iter().map(|(id, value)| (tensor(*id), number(value))).collect(),
+    }
+}
+
+impl fmt::Display for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = self.slots.iter().map(|slot| slot.name.chars().count()).max().unwrap_or(0);
+        writeln!(f, "slots")?;
+        for (n, ToldSlot { name, source, bytes, alignment }) in self.slots.iter().enumerate() {
+            writeln!(f, "{n:>4}  {name:<width$}  {bytes:>12} bytes, aligned to {alignment:>2}  {source}")?;
+        }
+        writeln!(f, "steps")?;
+        for (n, step) in self.steps.iter().enumerate() {
+            write!(f, "{n:>4}  {}", step.what)?;
+            if step.ops > 0 {
+                write!(f, ", {} ops", step.ops)?;
+            }
+            if step.repeats > 1 {
+                write!(f, ", {} times", step.repeats)?;
+            }
+            if let Some(param) = &step.spared_by {
+                write!(f, ", spared where {param} is promised to lie within its extent")?;
+            }
+            writeln!(f)?;
+            let width = step.memory.iter().map(|(end, ..)| end).chain(step.numbers.iter().map(|(end, _)| end));
+            let width = width.map(|end| end.chars().count()).max().unwrap_or(0);
+            for (end, slot, bytes) in &step.memory {
+                let further = if *bytes == 0 { String::new() } else { format!(", {bytes} bytes further each time") };
+                writeln!(f, "        {end:<width$}  slot {slot}{further}")?;
+            }
+            for (end, value) in &step.numbers {
+                writeln!(f, "        {end:<width$}  {}", value.trim_end())?;
+            }
+        }
+        write!(f, "workspace: what plans need for themselves, and {} bytes", self.scratch)
+    }
+}

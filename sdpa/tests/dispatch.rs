@@ -1,0 +1,120 @@
+//! The choice among the executors of a build, whichever features it has.
+
+use sdpa::{
+    AttentionSpec, BackwardProblem, DType, Dispatcher, Error, Executor, ExecutorName, Layout, Preference, Prepared, PreparedBackward,
+    Problem, Reason, Shape, Unsupported,
+};
+use std::sync::Arc;
+
+/// Without a cuDNN, whatever there is on this machine.
+fn dispatcher() -> Dispatcher {
+    #[cfg(feature = "cudnn")]
+    {
+        let nowhere = |name: &str| Some(format!("/nowhere/{name}").into());
+        let search = sdpa::cudnn::Search { library: nowhere("libcudnn.so.9"), driver: nowhere("libcuda.so.1") };
+        Dispatcher::new(sdpa::cudnn::CudnnOptions { search, ..Default::default() })
+    }
+    #[cfg(not(feature = "cudnn"))]
+    Dispatcher::default()
+}
+
+fn problem() -> Problem {
+    let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 3, seq_kv: 5, dim_qk: 8, dim_v: 8 };
+    AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).validate().unwrap()
+}
+
+/// Declines everything under some name.
+#[derive(Debug)]
+struct Declines(&'static str);
+
+impl Declines {
+    fn no<T>(&self) -> Result<T, Unsupported> {
+        Err(Unsupported { executor: self.name(), reasons: vec![Reason::Absent(format!("{} declines", self.0))] })
+    }
+}
+
+impl Executor for Declines {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::new(self.0)
+    }
+
+    fn supports(&self, _: &Problem) -> Result<(), Unsupported> {
+        self.no()
+    }
+
+    fn prepare(&self, _: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        Ok(self.no()?)
+    }
+
+    fn supports_backward(&self, _: &BackwardProblem) -> Result<(), Unsupported> {
+        self.no()
+    }
+
+    fn prepare_backward(&self, _: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        Ok(self.no()?)
+    }
+}
+
+fn own() -> Vec<ExecutorName> {
+    let mut own = Vec::new();
+    if cfg!(feature = "cudnn") {
+        own.push(ExecutorName::CUDNN);
+    }
+    if cfg!(feature = "metal") {
+        own.push(ExecutorName::METAL);
+    }
+    if cfg!(feature = "cpu") {
+        own.push(ExecutorName::CPU);
+    }
+    own
+}
+
+#[test]
+fn executors_are_those_of_the_build_and_the_callers_come_first() {
+    assert_eq!(dispatcher().executors(), own());
+    let more = dispatcher().with(Arc::new(Declines("first"))).with(Arc::new(Declines("cpu"))).with(Arc::new(Declines("first")));
+    let names: Vec<&str> = more.executors().into_iter().map(ExecutorName::name).collect();
+    let others = own().into_iter().map(ExecutorName::name).filter(|name| *name != "cpu");
+    assert_eq!(names, ["first", "cpu"].into_iter().chain(others).collect::<Vec<_>>());
+}
+
+#[cfg(all(feature = "cpu", not(target_vendor = "apple")))]
+#[test]
+fn an_automatic_choice_keeps_every_reason() {
+    let choice = dispatcher().with(Arc::new(Declines("mine"))).prepare(&problem(), Preference::Auto).unwrap();
+    assert_eq!(choice.executor, ExecutorName::CPU);
+    let who: Vec<ExecutorName> = choice.declined.iter().map(|d| d.executor).collect();
+    let before = own().into_iter().filter(|name| *name != ExecutorName::CPU);
+    assert_eq!(who, [ExecutorName::new("mine")].into_iter().chain(before).collect::<Vec<_>>());
+    assert_eq!(choice.declined[0].to_string(), "mine: mine declines");
+    if cfg!(feature = "cudnn") {
+        assert!(choice.declined[1].to_string().contains("/nowhere/libcuda.so.1"), "{}", choice.declined[1]);
+    }
+}
+
+#[test]
+fn a_named_executor_never_falls_back() {
+    let named = |dispatcher: &Dispatcher, name| dispatcher.prepare(&problem(), Preference::Named(name)).map(|choice| choice.executor);
+    let usual = dispatcher();
+    #[cfg(feature = "cudnn")]
+    assert!(named(&usual, ExecutorName::CUDNN).is_err_and(|e| e.failure::<sdpa::cudnn::BackendError>().is_some()));
+    #[cfg(all(feature = "metal", not(target_vendor = "apple")))]
+    assert!(named(&usual, ExecutorName::METAL).is_err_and(|e| e.is_unsupported()));
+    assert_eq!(named(&usual, ExecutorName::CPU).is_ok(), cfg!(feature = "cpu"));
+    let unknown = named(&usual, ExecutorName::new("abacus")).unwrap_err();
+    assert!(unknown.is_unsupported() && unknown.to_string().contains("no such executor"), "{unknown}");
+    let replaced = usual.with(Arc::new(Declines("cpu")));
+    assert!(named(&replaced, ExecutorName::CPU).is_err_and(|e| e.to_string() == "cpu: cpu declines"));
+}
+
+#[cfg(not(feature = "cpu"))]
+#[cfg(not(target_vendor = "apple"))]
+#[test]
+fn where_nobody_takes_a_problem_every_reason_is_told() {
+    let refused = dispatcher().with(Arc::new(Declines("mine"))).prepare(&problem(), Preference::Auto).unwrap_err();
+    assert!(refused.is_unsupported() && refused.to_string().contains("mine declines"), "{refused}");
+    if own().is_empty() {
+        let nobody = dispatcher().prepare(&problem(), Preference::Auto).unwrap_err();
+        assert!(nobody.to_string().contains("no executor is compiled in"), "{nobody}");
+    }
+}
