@@ -6,9 +6,10 @@ use sdpa::library::{MASKS, Named, SCORE_MODS};
 use std::path::{Path, PathBuf};
 
 /// Where unsafe code may be: the fence of each crate.
-const FENCES: [&str; 18] = [
+const FENCES: [&str; 20] = [
     "cudnn-graph/src/ffi/",
     "cudnn-graph/src/plan.rs",
+    "sdpa/core/src/device.rs",
     "sdpa/cudnn/src/raw.rs",
     "sdpa/cudnn/src/host.rs",
     "sdpa/cudnn/src/call.rs",
@@ -17,6 +18,7 @@ const FENCES: [&str; 18] = [
     "sdpa/cudnn/src/portable.rs",
     "sdpa/cudnn/src/tune.rs",
     "sdpa/cudnn/src/cudarc.rs",
+    "sdpa/tests/device.rs",
     "metal-fallback/src/apple/",
     "tests/null-driver/src/",
     "tests/recording/src/",

@@ -8,7 +8,7 @@ use sdpa_core::expr::Declared;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::params::bind;
 use sdpa_core::problem::Problem;
-use sdpa_core::tensor::{Elements, ElementsMut, HostBackward, HostForward, HostGradient, ParamValue};
+use sdpa_core::{Elements, ElementsMut, HostBackward, HostForward, HostGradient, ParamValue};
 use std::borrow::Cow;
 use std::sync::Arc;
 use zerocopy::IntoBytes;

@@ -220,6 +220,19 @@ impl BackwardProblem {
     pub fn dv(&self) -> &TensorSpec {
         &self.dv
     }
+    /// An operand of the pass: extents, strides, alignment.
+    pub fn tensor(&self, operand: Operand) -> &TensorSpec {
+        match operand {
+            Operand::Q => self.forward.q(),
+            Operand::K => self.forward.k(),
+            Operand::V => self.forward.v(),
+            Operand::O => self.forward.o(),
+            Operand::DO => &self.d_o,
+            Operand::DQ => &self.dq,
+            Operand::DK => &self.dk,
+            Operand::DV => &self.dv,
+        }
+    }
     /// The score_mods with their gradients; `None` where there is no score_mod.
     #[inline]
     pub fn gradient(&self) -> Option<&Arc<Gradient>> {

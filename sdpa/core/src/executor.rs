@@ -2,8 +2,8 @@
 
 use crate::backward::BackwardProblem;
 use crate::error::{Error, ExecutorName, Unsupported};
+use crate::host::{HostBackward, HostForward};
 use crate::problem::Problem;
-use crate::tensor::{HostBackward, HostForward};
 use serde::Serialize;
 use std::fmt::Debug;
 use std::sync::Arc;

@@ -13,10 +13,12 @@
 //! ```
 
 pub mod backward;
+pub mod device;
 pub mod dtype;
 pub mod error;
 pub mod executor;
 pub mod expr;
+pub mod host;
 pub mod library;
 pub mod mask;
 pub mod operand;
@@ -28,17 +30,19 @@ pub mod spec;
 pub mod tensor;
 
 pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};
+pub use device::{DeviceExecutor, DevicePrepared};
 pub use dtype::DType;
 pub use error::{Error, ExecutorName, Failure, Reason, SpecError, SpecErrors, Unsupported};
 pub use executor::{Executor, Prepared, PreparedBackward, Report};
 pub use expr::ExprErrors;
+pub use host::{HostBackward, HostForward, HostGradient};
 pub use library::ParseError;
 pub use mask::{Align, Kept, Mask, Region};
-pub use operand::Operand;
+pub use operand::{Direction, Operand};
 pub use problem::Problem;
 pub use score_mod::{Gradient, ScoreMod};
 pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
-pub use tensor::{Elements, ElementsMut, HostBackward, HostForward, HostGradient, Param, ParamValue};
+pub use tensor::{Elements, ElementsMut, Param, ParamValue};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -1,7 +1,35 @@
-//! The strided operands of a pass.
+//! The strided operands of a pass: what they are called, who reads them, who writes them.
 
 use serde::Serialize;
 use std::fmt;
+
+/// Which way a pass goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Direction {
+    /// From `q`, `k` and `v` to `o` and `stats`.
+    Forward,
+    /// From those and `d_o` to gradients.
+    Backward,
+}
+
+impl Direction {
+    /// The name used in reports and errors.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Direction::Forward => "forward",
+            Direction::Backward => "backward",
+        }
+    }
+
+    /// The operands of a pass, in the order of [`Operand::ALL`].
+    pub const fn operands(self) -> &'static [Operand] {
+        match self {
+            Direction::Forward => &[Operand::Q, Operand::K, Operand::V, Operand::O],
+            Direction::Backward => &Operand::ALL,
+        }
+    }
+}
 
 /// An operand of a pass that is strided as the problem says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -43,6 +71,15 @@ impl Operand {
         }
     }
 
+    /// Whether a pass writes it; the others it reads. `None` where the pass has no such operand.
+    pub const fn written(self, direction: Direction) -> Option<bool> {
+        match (direction, self) {
+            (_, Operand::Q | Operand::K | Operand::V) | (Direction::Backward, Operand::O | Operand::DO) => Some(false),
+            (Direction::Forward, Operand::O) | (Direction::Backward, Operand::DQ | Operand::DK | Operand::DV) => Some(true),
+            (Direction::Forward, Operand::DO | Operand::DQ | Operand::DK | Operand::DV) => None,
+        }
+    }
+
     /// The names of its layout and of its alignment among the fields of a key.
     pub fn fields(self) -> [&'static str; 2] {
         match self {
@@ -74,5 +111,16 @@ mod tests {
             assert_eq!(operand.fields(), [format!("layout of {operand}"), format!("alignment of {operand}")]);
             assert_eq!(operand.to_string(), operand.name());
         }
+    }
+
+    #[test]
+    fn operands_of_a_pass_are_those_that_it_reads_or_writes() {
+        for direction in [Direction::Forward, Direction::Backward] {
+            let reached = Operand::ALL.into_iter().filter(|operand| operand.written(direction).is_some());
+            assert!(reached.eq(direction.operands().iter().copied()), "{}", direction.name());
+        }
+        let written = |direction: Direction| direction.operands().iter().filter(move |o| o.written(direction) == Some(true));
+        assert!(written(Direction::Forward).eq(&[Operand::O]));
+        assert!(written(Direction::Backward).eq(&[Operand::DQ, Operand::DK, Operand::DV]));
     }
 }

@@ -111,6 +111,22 @@ pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Given)], 
     if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
 }
 
+/// Checks which gradients of parameters a call has room for against those that the problem asks for, by name.
+pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given: &[&str]) -> Vec<SpecError> {
+    let field = |name: &str| format!("gradient of {name}");
+    let mut errors = Vec::new();
+    for (n, name) in given.iter().enumerate() {
+        if !wanted.clone().any(|wanted| wanted == *name) {
+            errors.push(SpecError::new(field(name), "given", "the problem does not ask for it"));
+        } else if given[..n].contains(name) {
+            errors.push(SpecError::new(field(name), "given twice", "once"));
+        }
+    }
+    let absent = wanted.filter(|name| !given.contains(name));
+    errors.extend(absent.map(|name| SpecError::new(field(name), "absent", "the problem asks for it")));
+    errors
+}
+
 /// The value of each declared parameter, in their order; a scalar that is not given has its default.
 ///
 /// # Errors

@@ -4,15 +4,12 @@ use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::{Declared, ExprErrors, Node, ParamKind, Trace};
 use crate::mask::{Kept, Mask, Region};
-use crate::operand::Operand;
+use crate::operand::{Direction, Operand};
 use crate::score_mod;
 use crate::spec::{AttentionSpec, TensorSpec};
 use serde::Serialize;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
-
-/// The names of the operands, in the order that reports use.
-pub const OPERANDS: [&str; 4] = ["q", "k", "v", "o"];
 
 /// An attention problem that has passed every rule; only [`AttentionSpec::validate`] makes one.
 ///
@@ -49,8 +46,8 @@ impl Problem {
             check.fail("dtype", spec.dtype, "one of f32, f16, bf16");
         }
         let tensors = [spec.q, spec.k, spec.v, spec.o];
-        for (name, tensor) in OPERANDS.into_iter().zip(&tensors) {
-            check.tensor(name, tensor, spec.dtype);
+        for (operand, tensor) in Direction::Forward.operands().iter().zip(&tensors) {
+            check.tensor(operand.name(), tensor, spec.dtype);
         }
         let [batch, heads_q, seq_q, dim_qk] = spec.q.dims;
         let [_, heads_kv, seq_kv, _] = spec.k.dims;
@@ -164,10 +161,15 @@ impl Problem {
     pub fn o(&self) -> &TensorSpec {
         &self.tensors[3]
     }
-    /// `q`, `k`, `v`, `o`, in the order of [`OPERANDS`].
+    /// `q`, `k`, `v`, `o`, in the order of [`Direction::operands`].
     #[inline]
     pub fn tensors(&self) -> &[TensorSpec; 4] {
         &self.tensors
+    }
+    /// An operand: extents, strides, alignment. `None` for gradients, which are [`BackwardProblem`](crate::BackwardProblem)'s.
+    #[inline]
+    pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
+        self.tensors.get(operand as usize)
     }
     /// What the score_mods come to: one root, f32, of the scaled score. Extents are constants in it.
     #[inline]
@@ -223,15 +225,9 @@ impl Problem {
     /// The same problem with an operand made [dense](TensorSpec::densely), for executors that copy it first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> Problem {
-        let place = match operand {
-            Operand::Q => 0,
-            Operand::K => 1,
-            Operand::V => 2,
-            Operand::O => 3,
-            // Not this problem's.
-            Operand::DO | Operand::DQ | Operand::DK | Operand::DV => return self,
-        };
-        self.tensors[place] = normalise(self.tensors[place].densely());
+        if let Some(tensor) = self.tensors.get_mut(operand as usize) {
+            *tensor = normalise(tensor.densely());
+        }
         self
     }
 }

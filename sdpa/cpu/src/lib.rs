@@ -59,7 +59,7 @@ use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward, Report};
 use sdpa_core::problem::Problem;
-use sdpa_core::tensor::{ElementsMut, HostForward, Param};
+use sdpa_core::{ElementsMut, HostForward, Param};
 use std::sync::Arc;
 use std::time::Instant;
 

@@ -2,7 +2,7 @@
 
 use super::guard;
 use super::plan::Planned;
-use super::raw::{DeviceGradient, DeviceParam, DeviceValue};
+use super::raw::{DeviceCall, DeviceParam, DeviceValue};
 use super::schedule::{Number, PIECE, Slot, SlotId, Source};
 use crate::error::Error;
 use crate::lower::Job;
@@ -11,19 +11,8 @@ use cudnn_graph::ir::Scalar;
 use sdpa_core::DType;
 use sdpa_core::error::{SpecError, SpecErrors};
 use sdpa_core::expr::{Declared, ParamKind, Place, Precision, Type};
-use sdpa_core::params;
+use sdpa_core::{Operand, params};
 use smallvec::SmallVec;
-
-/// Either pass.
-pub(super) struct Call<'a> {
-    /// By [`Operand`](crate::lower::Operand).
-    pub(super) operands: [Option<DeviceSlice>; 8],
-    pub(super) stats: Option<DeviceSlice>,
-    pub(super) attn_scale: Option<f32>,
-    pub(super) params: &'a [DeviceParam<'a>],
-    pub(super) gradients: &'a [DeviceGradient<'a>],
-    pub(super) workspace: DeviceSlice,
-}
 
 /// What a declared parameter takes.
 #[derive(Clone, Copy, Debug)]
@@ -98,8 +87,12 @@ impl Bound {
 impl Planned {
     /// # Errors
     /// Everything that is wrong with the call.
-    pub(super) fn bind(&self, call: &Call<'_>) -> Result<Bound, Error> {
-        self.bind_right(call).ok_or_else(|| self.mistakes(call))
+    pub(super) fn bind(&self, call: &DeviceCall<'_>, workspace: DeviceSlice) -> Result<Bound, Error> {
+        self.bind_right(call, workspace).ok_or_else(|| self.mistakes(call, workspace))
+    }
+
+    fn has(&self, operand: Operand) -> bool {
+        operand.written(self.job.direction()).is_some()
     }
 
     fn takes_stats(&self) -> bool {
@@ -109,18 +102,19 @@ impl Planned {
         }
     }
 
-    fn scale(&self, call: &Call<'_>) -> f32 {
+    fn scale(&self, call: &DeviceCall<'_>) -> f32 {
         call.attn_scale.unwrap_or_else(|| self.job.problem().default_scale())
     }
 
     /// Parameters are declared once, so as many as declared, each of them found, are all of them and no others.
-    fn bind_right(&self, call: &Call<'_>) -> Option<Bound> {
+    fn bind_right(&self, call: &DeviceCall<'_>, workspace: DeviceSlice) -> Option<Bound> {
         let scale = self.scale(call);
         let complete = call.params.len() == self.takes.len()
             && call.gradients.len() == self.schedule.gradients().len()
             && self.tables.len() == self.schedule.tables().len()
-            && call.stats.is_some() == self.takes_stats();
-        let holds = call.workspace.address.is_multiple_of(PIECE) && call.workspace.bytes >= self.workspace_bytes();
+            && call.stats.is_some() == self.takes_stats()
+            && Operand::ALL.into_iter().all(|operand| call.operand(operand).is_some() == self.has(operand));
+        let holds = workspace.address.is_multiple_of(PIECE) && workspace.bytes >= self.workspace_bytes();
         if !complete || !holds || guard::check_scale(scale).is_err() {
             return None;
         }
@@ -136,7 +130,7 @@ impl Planned {
         for slot in self.schedule.slots() {
             let (address, mine) = match self.of_caller(call, slot, |at| bound.params.get(at).copied()) {
                 Some(slice) => (slice.address, fits(slot, slice)),
-                None => (self.own(call, slot.source)?, true),
+                None => (self.own(workspace, slot.source)?, true),
             };
             if !mine {
                 return None;
@@ -147,9 +141,9 @@ impl Planned {
     }
 
     /// The caller's memory for a slot, where it is the caller's and there is some.
-    fn of_caller(&self, call: &Call<'_>, slot: &Slot, param: impl Fn(usize) -> Option<DeviceValue>) -> Option<DeviceSlice> {
+    fn of_caller(&self, call: &DeviceCall<'_>, slot: &Slot, param: impl Fn(usize) -> Option<DeviceValue>) -> Option<DeviceSlice> {
         match slot.source {
-            Source::Operand(operand) => call.operands[operand as usize],
+            Source::Operand(operand) => call.operand(operand),
             Source::Stats => call.stats,
             Source::Param(at) => Some(param(at)?.tensor()?.1),
             Source::Gradient(at) => {
@@ -165,16 +159,16 @@ impl Planned {
     }
 
     /// The address of memory that is not the caller's.
-    fn own(&self, call: &Call<'_>, source: Source) -> Option<u64> {
+    fn own(&self, workspace: DeviceSlice, source: Source) -> Option<u64> {
         match source {
             Source::Table(at) => Some(self.tables.get(at)?.address()),
-            Source::Scratch(offset) | Source::Lengths { offset, param: _ } => Some(call.workspace.address + self.base + offset),
+            Source::Scratch(offset) | Source::Lengths { offset, param: _ } => Some(workspace.address + self.base + offset),
             Source::Operand(_) | Source::Stats | Source::Param(_) | Source::Gradient(_) => None,
         }
     }
 
     #[cold]
-    fn mistakes(&self, call: &Call<'_>) -> Error {
+    fn mistakes(&self, call: &DeviceCall<'_>, workspace: DeviceSlice) -> Error {
         let mut errors = guard::check_scale(self.scale(call)).err().map_or_else(Vec::new, |e| e.0);
         match (call.stats, self.takes_stats()) {
             (Some(_), true) | (None, false) => {}
@@ -182,7 +176,17 @@ impl Planned {
             (Some(_), false) => errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
         }
         errors.extend(self.wrong_params(call));
-        errors.extend(self.wrong_gradients(call));
+        let gradients: Vec<&str> = call.gradients.iter().map(|g| g.name).collect();
+        errors.extend(params::check_gradients(self.schedule.gradients().iter().map(String::as_str), &gradients));
+        for operand in Operand::ALL {
+            match (call.operand(operand), self.has(operand)) {
+                (Some(_), true) | (None, false) => {}
+                (None, true) => errors.push(SpecError::new(operand.name(), "absent", "an operand of the pass")),
+                (Some(_), false) => {
+                    errors.push(SpecError::new(operand.name(), "given", format!("no operand of the {} pass", self.job.name())))
+                }
+            }
+        }
         let named = |at: usize| {
             let name = &self.job.params().get(at)?.name;
             call.params.iter().find(|p| p.name == name).map(|p| p.value)
@@ -190,15 +194,11 @@ impl Planned {
         for slot in self.schedule.slots() {
             // How long parameters are was said in elements.
             let is_param = matches!(slot.source, Source::Param(_));
-            match self.of_caller(call, slot, named) {
-                Some(slice) => errors.extend(misfits(slot, slice).into_iter().filter(|e| !(is_param && e.field.ends_with("length")))),
-                None if matches!(slot.source, Source::Operand(_)) => {
-                    errors.push(SpecError::new(&slot.name, "absent", "an operand of the pass"));
-                }
-                None => {}
+            if let Some(slice) = self.of_caller(call, slot, named) {
+                errors.extend(misfits(slot, slice).into_iter().filter(|e| !(is_param && e.field.ends_with("length"))));
             }
         }
-        let (address, bytes, need) = (call.workspace.address, call.workspace.bytes, self.workspace_bytes());
+        let (address, bytes, need) = (workspace.address, workspace.bytes, self.workspace_bytes());
         if !address.is_multiple_of(PIECE) {
             errors.push(SpecError::new("workspace", format!("{address:#x}"), format!("a multiple of {PIECE} bytes")));
         }
@@ -211,7 +211,7 @@ impl Planned {
         if errors.is_empty() { Error::Bug("a call was refused for no reason".to_owned()) } else { Error::Spec(SpecErrors(errors)) }
     }
 
-    fn wrong_params(&self, call: &Call<'_>) -> Vec<SpecError> {
+    fn wrong_params(&self, call: &DeviceCall<'_>) -> Vec<SpecError> {
         let given = call.params.iter().map(|p| match p.value {
             DeviceValue::Scalar(x) => (p.name, params::Given::Scalar(x)),
             DeviceValue::Tensor(dtype, slice) | DeviceValue::WithinExtent(dtype, slice) => {
@@ -222,19 +222,6 @@ impl Planned {
         // Plans are shared by specifications that differ in defaults: no default is known here.
         let declared: Vec<Declared> = self.job.params().iter().map(|p| Declared { default: None, ..p.clone() }).collect();
         params::check(&declared, self.job.problem().extents(), &given, true).err().map_or_else(Vec::new, |e| e.0)
-    }
-
-    fn wrong_gradients(&self, call: &Call<'_>) -> Vec<SpecError> {
-        let (wanted, mut errors) = (self.schedule.gradients(), Vec::new());
-        for (n, g) in call.gradients.iter().enumerate() {
-            if wanted.iter().all(|name| name != g.name) || call.gradients[..n].iter().any(|before| before.name == g.name) {
-                errors.push(SpecError::new(format!("gradient of {}", g.name), "given", "once, and only where the problem asks for it"));
-            }
-        }
-        for name in wanted.iter().filter(|name| call.gradients.iter().all(|g| g.name != **name)) {
-            errors.push(SpecError::new(format!("gradient of {name}"), "absent", "the problem asks for it"));
-        }
-        errors
     }
 }
 

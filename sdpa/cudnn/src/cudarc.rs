@@ -23,12 +23,12 @@
 #![allow(unsafe_code)]
 
 use crate::error::Error;
-use crate::raw::defaults_added;
 use crate::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
 use cudnn_graph::{DeviceSlice, Handle, Library, RawStream, Stream};
 use sdpa_core::DType;
 use sdpa_core::backward::BackwardSpec;
+use sdpa_core::device::{DeviceParams, with_defaults};
 use sdpa_core::error::{SpecError, SpecErrors};
 use sdpa_core::expr::Declared;
 use sdpa_core::spec::AttentionSpec;
@@ -190,7 +190,7 @@ impl<'a> Slices<'a> {
         DeviceSlice { address, bytes }
     }
 
-    fn params(&mut self, params: &'a [Param<'a>]) -> SmallVec<[DeviceParam<'a>; 8]> {
+    fn params(&mut self, params: &'a [Param<'a>]) -> DeviceParams<'a, DeviceSlice> {
         let value = |p: &'a Param<'a>, slices: &mut Slices<'a>| match p.value {
             Value::Scalar(x) => DeviceValue::Scalar(x),
             Value::F32(x) => DeviceValue::Tensor(DType::F32, slices.read(p.name, x)),
@@ -248,7 +248,7 @@ impl Attention {
             o: slices.write("o", call.o),
             stats: call.stats.map(|s| slices.write("stats", s)),
             attn_scale: call.attn_scale,
-            params: &defaults_added(&self.params, slices.params(call.params)),
+            params: &with_defaults(&self.params, slices.params(call.params)),
             workspace: None,
         };
         // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
@@ -276,7 +276,7 @@ impl Attention {
             dk: slices.write("dk", call.dk),
             dv: slices.write("dv", call.dv),
             attn_scale: call.attn_scale,
-            params: &defaults_added(&self.params, slices.params(call.params)),
+            params: &with_defaults(&self.params, slices.params(call.params)),
             gradients: &gradients,
             workspace: None,
         };

@@ -5,9 +5,10 @@ use crate::files;
 use crate::host::CudnnPrepared;
 use crate::lower::{Job, JobQuery};
 use crate::plan::{self, PlanOptions, Planned};
-use cudnn_graph::{Device, Driver, Library, Search, Stream, Target};
+use cudnn_graph::{Device, DeviceSlice, Driver, Library, Search, Stream, Target};
 use sdpa_cache::{CacheStats, CacheTrace, Explanation, Limits, PlanCache, Query};
 use sdpa_core::backward::BackwardProblem;
+use sdpa_core::device::{DeviceExecutor, OnDevice};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
@@ -228,6 +229,19 @@ impl Executor for CudnnExecutor {
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {
         Ok(Arc::new(self.ready(problem.clone().into())?))
+    }
+}
+
+impl DeviceExecutor for CudnnExecutor {
+    type Memory = DeviceSlice;
+    type Stream = Stream;
+
+    fn prepare_device(&self, problem: &Problem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
+        Ok(self.attention(problem)?.0)
+    }
+
+    fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
+        Ok(self.attention_backward(problem)?.0)
     }
 }
 

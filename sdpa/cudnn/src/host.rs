@@ -2,15 +2,17 @@
 
 use super::guard;
 use super::plan::Planned;
-use super::raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
+use super::raw::{DeviceCall, DeviceGradient, DeviceParam, DeviceValue};
 use crate::error::Error;
 use crate::lower::Job;
-use cudnn_graph::{Buffer, DeviceSlice, Event, Handle, Library, Stream};
-use sdpa_core::DType;
+use cudnn_graph::{Buffer, DeviceSlice, Event, Library, Stream};
+use sdpa_core::device::{DeviceParams, with_defaults};
 use sdpa_core::error::{SpecError, SpecErrors};
 use sdpa_core::executor::{Prepared, PreparedBackward, Report};
+use sdpa_core::host::{HostBackward, HostCall, HostForward, HostMemory, HostStats};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::tensor::{Elements, ElementsMut, HostBackward, HostForward, Param, ParamValue};
+use sdpa_core::tensor::{Elements, ElementsMut, Param, ParamValue};
+use sdpa_core::{DType, Operand};
 use std::sync::Arc;
 
 /// A pass made ready on a GPU.
@@ -90,11 +92,14 @@ impl CudnnPrepared {
         Ok(())
     }
 
-    /// Runs what `submit` submits, and waits for it; the time between.
-    fn run(&self, submit: impl FnOnce(&Handle<'_>) -> Result<(), Error>) -> Result<f64, Error> {
+    /// Submits a call over buffers of this device, and waits for it; the time between, in milliseconds.
+    fn submit(&self, call: &DeviceCall<'_>) -> Result<f64, Error> {
         let handle = self.library.handle(&self.stream)?;
         let start: Event = self.stream.record(true)?;
-        let submitted = submit(&handle);
+        // SAFETY: every slice is a whole buffer of the stream's device that lives until the stream has been waited for, also
+        // where this returns early: freeing device memory waits for what uses it.
+        #[allow(unsafe_code, reason = "host memory in, host memory out: the raw tier's contract is kept here")]
+        let submitted = unsafe { self.planned.submit(&handle, call) };
         let end = self.stream.record(true)?;
         self.stream.synchronize()?;
         submitted?;
@@ -120,7 +125,7 @@ fn slice(buffer: &Buffer) -> DeviceSlice {
     DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
 }
 
-fn device_params<'a>(params: &[Param<'a>], uploaded: &Uploaded) -> Vec<DeviceParam<'a>> {
+fn device_params<'a>(params: &[Param<'a>], uploaded: &Uploaded) -> DeviceParams<'a, DeviceSlice> {
     let value = |(p, up): (&Param<'a>, &Option<(DType, Buffer)>)| match (p.value, up) {
         (_, Some((dtype, buffer))) => DeviceParam { name: p.name, value: DeviceValue::Tensor(*dtype, slice(buffer)) },
         (ParamValue::Scalar(x), None) => DeviceParam { name: p.name, value: DeviceValue::Scalar(x) },
@@ -163,93 +168,67 @@ fn other_pass() -> Error {
 
 impl Prepared for CudnnPrepared {
     fn forward(&self, call: HostForward<'_>) -> Result<Report, sdpa_core::Error> {
-        Ok(self.run_forward(call)?)
+        let Job::Forward(problem) = &self.job else { return Err(other_pass().into()) };
+        let attn_scale = call.check(problem)?;
+        Ok(self.run(call.into(), attn_scale)?)
     }
 }
 
 impl PreparedBackward for CudnnPrepared {
     fn backward(&self, call: HostBackward<'_>) -> Result<Report, sdpa_core::Error> {
-        Ok(self.run_backward(call)?)
+        let Job::Backward(problem) = &self.job else { return Err(other_pass().into()) };
+        let attn_scale = call.check(problem)?;
+        Ok(self.run(call.into(), attn_scale)?)
     }
 }
 
 impl CudnnPrepared {
-    fn run_forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
-        let Job::Forward(problem) = &self.job else { return Err(other_pass()) };
-        let attn_scale = call.check(problem)?;
+    /// Either pass, of a call that was checked.
+    fn run(&self, call: HostCall<'_>, attn_scale: f32) -> Result<Report, Error> {
         guard::check_scale(attn_scale)?;
-        let (q, k, v) = (self.upload(problem.q(), &call.q)?, self.upload(problem.k(), &call.k)?, self.upload(problem.v(), &call.v)?);
-        let uploaded = self.upload_params(call.params)?;
-        let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
-        let workspace = self.result(self.planned.workspace_bytes())?;
-        let o = self.result(self.bytes(problem.o()))?;
-        let stats_bytes = u64::try_from(problem.stats_elements()).unwrap_or(0) * size_of::<f32>() as u64;
-        let stats = if problem.stats() { Some(self.result(stats_bytes)?) } else { None };
-        let device = DeviceForward {
-            q: slice(&q),
-            k: slice(&k),
-            v: slice(&v),
-            o: slice(&o),
-            stats: stats.as_ref().map(slice),
-            attn_scale: Some(attn_scale),
-            params: &params,
-            workspace: Some(slice(&workspace)),
-        };
-        // SAFETY: every slice is a whole buffer of the stream's device that lives until the stream has been waited for, also
-        // where this returns early: freeing device memory waits for what uses it.
-        #[allow(unsafe_code, reason = "host memory in, host memory out: the raw tier's contract is kept here")]
-        let ms = self.run(|handle| unsafe { self.planned.forward(handle, &device) })?;
-        let mut out = call.o;
-        self.download(problem.o(), &o, &mut out)?;
-        if let (Some(buffer), Some(to)) = (stats, call.stats) {
-            buffer.download(&self.stream, 0, to)?;
+        let mut operands: [Option<Buffer>; Operand::ALL.len()] = std::array::from_fn(|_| None);
+        for (operand, memory) in &call.operands {
+            let tensor = self.tensor(*operand)?;
+            let buffer = match memory {
+                HostMemory::Read(data) => self.upload(tensor, data)?,
+                HostMemory::Write(_) => self.result(self.bytes(tensor))?,
+            };
+            operands[*operand as usize] = Some(buffer);
         }
-        Ok(self.report(ms))
-    }
-
-    fn run_backward(&self, call: HostBackward<'_>) -> Result<Report, Error> {
-        let Job::Backward(problem) = &self.job else { return Err(other_pass()) };
-        let attn_scale = call.check(problem)?;
-        guard::check_scale(attn_scale)?;
-        let p = problem.forward();
-        let (q, k, v) = (self.upload(p.q(), &call.q)?, self.upload(p.k(), &call.k)?, self.upload(p.v(), &call.v)?);
-        let (o, d_o) = (self.upload(p.o(), &call.o)?, self.upload(problem.d_o(), &call.d_o)?);
-        let mut stats = self.buffer(size_of_val(call.stats) as u64)?;
-        stats.upload(&self.stream, 0, call.stats)?;
+        let stats = match &call.stats {
+            HostStats::None => None,
+            HostStats::Read(x) => {
+                let mut buffer = self.buffer(size_of_val(*x) as u64)?;
+                buffer.upload(&self.stream, 0, x)?;
+                Some(buffer)
+            }
+            HostStats::Write(x) => Some(self.result(size_of_val(*x) as u64)?),
+        };
         let uploaded = self.upload_params(call.params)?;
         let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
-        let workspace = self.result(self.planned.workspace_bytes())?;
-        let results = [problem.dq(), problem.dk(), problem.dv()];
-        let [dq, dk, dv] = results.map(|tensor| self.result(self.bytes(tensor)));
-        let (dq, dk, dv) = (dq?, dk?, dv?);
         let mut gradients = Vec::new();
         for g in &call.gradients {
             gradients.push((g.name, self.result(g.data.dtype().bytes(g.data.len() as u64))?));
         }
         let device_gradients: Vec<DeviceGradient<'_>> =
             gradients.iter().map(|(name, buffer)| DeviceGradient { name, slice: slice(buffer) }).collect();
-        let device = DeviceBackward {
-            q: slice(&q),
-            k: slice(&k),
-            v: slice(&v),
-            o: slice(&o),
-            stats: slice(&stats),
-            d_o: slice(&d_o),
-            dq: slice(&dq),
-            dk: slice(&dk),
-            dv: slice(&dv),
+        let workspace = self.result(self.planned.workspace_bytes())?;
+        let device = DeviceCall {
+            operands: operands.each_ref().map(|buffer| buffer.as_ref().map(slice)),
+            stats: stats.as_ref().map(slice),
             attn_scale: Some(attn_scale),
             params: &params,
             gradients: &device_gradients,
             workspace: Some(slice(&workspace)),
         };
-        // SAFETY: as in the forward pass.
-        #[allow(unsafe_code, reason = "host memory in, host memory out: the raw tier's contract is kept here")]
-        let ms = self.run(|handle| unsafe { self.planned.backward(handle, &device) })?;
-        for (tensor, buffer, mut data) in
-            results.into_iter().zip([dq, dk, dv]).zip([call.dq, call.dk, call.dv]).map(|((t, b), d)| (t, b, d))
-        {
-            self.download(tensor, &buffer, &mut data)?;
+        let compute_ms = self.submit(&device)?;
+        for (operand, memory) in call.operands {
+            if let (HostMemory::Write(mut data), Some(buffer)) = (memory, &operands[operand as usize]) {
+                self.download(self.tensor(operand)?, buffer, &mut data)?;
+            }
+        }
+        if let (HostStats::Write(to), Some(buffer)) = (call.stats, &stats) {
+            buffer.download(&self.stream, 0, to)?;
         }
         for ((_, buffer), given) in gradients.iter().zip(call.gradients) {
             match given.data {
@@ -258,6 +237,10 @@ impl CudnnPrepared {
                 ElementsMut::BF16(x) => buffer.download(&self.stream, 0, x),
             }?;
         }
-        Ok(self.report(ms))
+        Ok(self.report(compute_ms))
+    }
+
+    fn tensor(&self, operand: Operand) -> Result<&TensorSpec, Error> {
+        self.job.tensor(operand).ok_or_else(other_pass)
     }
 }

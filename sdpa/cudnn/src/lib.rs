@@ -34,8 +34,9 @@ pub use files::AttachError;
 pub use host::CudnnPrepared;
 pub use lower::dtype;
 pub use plan::{PlanOptions, Planned};
-pub use raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, with_defaults};
+pub use raw::{DeviceBackward, DeviceCall, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
 pub use replay::Replay;
+pub use sdpa_core::device::with_defaults;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

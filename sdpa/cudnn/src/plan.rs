@@ -75,9 +75,24 @@ impl Planned {
     /// # Errors
     /// As [`build`].
     pub fn of(library: &'static Library, target: &Target<'_>, job: &Job, attention: Attention) -> Result<Planned, Error> {
+        Planned::beside(library, target, job, attention, None)
+    }
+
+    /// As [`Planned::of`]; graphs around the attention that another has plans of are not compiled again.
+    pub(super) fn beside(
+        library: &'static Library,
+        target: &Target<'_>,
+        job: &Job,
+        attention: Attention,
+        other: Option<&Planned>,
+    ) -> Result<Planned, Error> {
         let (dense, _) = lower::densify(job);
         let schedule = outline(job, &dense, &attention.0)?;
         Planned::around(dense, attention, schedule, |run| {
+            let same = |there: &&Run<Arc<Plan>>| there.role == run.role && there.graph == run.graph;
+            if let Some(there) = other.and_then(|other| other.schedule.runs().find(same)) {
+                return Ok(there.plan.clone());
+            }
             let plan = Plan::build(library, run.graph.clone(), target, &Policy::default());
             plan.map(Arc::new).map_err(|e| refused(run.role.to_string(), e.into()))
         })
@@ -360,7 +375,11 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
     let mut time = BuildTime::default();
     let made = first_form(library, target, job, options, |j, form| try_build(library, target, j, form, &options.policy, &mut time));
     let (_, (lowered, plan)) = made?;
-    with_attention(library, target, job, (lowered, Arc::new(plan)), time)
+    let helpers = Instant::now();
+    let mut planned = Planned::of(library, target, job, (lowered, Arc::new(plan)))?;
+    time.compile += micros(helpers);
+    planned.time = time;
+    Ok(planned)
 }
 
 /// The graph of the attention itself, and a plan of it.
@@ -405,22 +424,4 @@ pub(super) fn offered(
         }
     }
     Ok(all)
-}
-
-/// The plans around an attention plan.
-///
-/// # Errors
-/// As [`build`].
-pub(super) fn with_attention(
-    library: &'static Library,
-    target: &Target<'_>,
-    job: &Job,
-    attention: Attention,
-    mut time: BuildTime,
-) -> Result<Planned, Error> {
-    let helpers = Instant::now();
-    let mut planned = Planned::of(library, target, job, attention)?;
-    time.compile += micros(helpers);
-    planned.time = time;
-    Ok(planned)
 }

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::plan::Planned;
-use super::raw::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
+use super::raw::{DeviceBackward, DeviceCall, DeviceForward, DeviceValue};
 use crate::error::Error;
 use cudnn_graph::{Buffer, Captured, DeviceSlice, Stream};
 use smallvec::SmallVec;
@@ -65,11 +65,8 @@ impl Replay {
     /// # Errors
     /// As [`Planned::forward`]; the driver's own.
     pub unsafe fn forward(&mut self, call: &DeviceForward<'_>) -> Result<(), Error> {
-        let DeviceForward { q, k, v, o, stats, attn_scale, params, workspace } = *call;
-        let baked = baked(&[Some(q), Some(k), Some(v), Some(o), stats, workspace], attn_scale, params, &[]);
-        let call = DeviceForward { workspace: self.room(workspace), ..*call };
         // SAFETY: the caller's.
-        self.replay(baked, |planned, handle| unsafe { planned.forward(handle, &call) })
+        unsafe { self.submit(call.into()) }
     }
 
     /// Submits one backward pass; see [`Replay::forward`].
@@ -80,12 +77,17 @@ impl Replay {
     /// # Errors
     /// As [`Planned::backward`]; the driver's own.
     pub unsafe fn backward(&mut self, call: &DeviceBackward<'_>) -> Result<(), Error> {
-        let DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale, params, gradients, workspace } = *call;
-        let slices = [Some(q), Some(k), Some(v), Some(o), Some(stats), Some(d_o), Some(dq), Some(dk), Some(dv), workspace];
-        let baked = baked(&slices, attn_scale, params, gradients);
-        let call = DeviceBackward { workspace: self.room(workspace), ..*call };
         // SAFETY: the caller's.
-        self.replay(baked, |planned, handle| unsafe { planned.backward(handle, &call) })
+        unsafe { self.submit(call.into()) }
+    }
+
+    /// # Safety
+    /// As [`Planned::submit`], on the stream of this replay.
+    unsafe fn submit(&mut self, call: DeviceCall<'_>) -> Result<(), Error> {
+        let baked = baked(&call);
+        let call = DeviceCall { workspace: self.room(call.workspace), ..call };
+        // SAFETY: the caller's.
+        self.replay(baked, |planned, handle| unsafe { planned.submit(handle, &call) })
     }
 
     fn room(&self, given: Option<DeviceSlice>) -> Option<DeviceSlice> {
@@ -117,27 +119,28 @@ impl Drop for Replay {
 }
 
 /// Bits that tell calls apart.
-fn baked(slices: &[Option<DeviceSlice>], attn_scale: Option<f32>, params: &[DeviceParam<'_>], gradients: &[DeviceGradient<'_>]) -> Baked {
+fn baked(call: &DeviceCall<'_>) -> Baked {
+    let DeviceCall { operands, stats, attn_scale, params, gradients, workspace } = call;
     let mut all = Baked::new();
     let slice = |all: &mut Baked, s: DeviceSlice| all.extend([s.address, s.bytes]);
-    for given in slices {
+    for given in operands.iter().chain([stats, workspace]) {
         match given {
             Some(given) => slice(&mut all, *given),
             None => all.push(u64::MAX),
         }
     }
     all.push(attn_scale.map_or(u64::MAX, |x| u64::from(x.to_bits())));
-    for p in params {
+    for p in *params {
         name(&mut all, p.name);
         match p.value {
             DeviceValue::Scalar(x) => all.push(u64::from(x.to_bits())),
             DeviceValue::Tensor(dtype, given) | DeviceValue::WithinExtent(dtype, given) => {
-                all.push(u64::MAX - 1 - 2 * dtype as u64 - u64::from(matches!(p.value, DeviceValue::WithinExtent(..))));
+                all.push(u64::MAX - 1 - 2 * dtype as u64 - u64::from(p.value.is_within_extent()));
                 slice(&mut all, given);
             }
         }
     }
-    for g in gradients {
+    for g in *gradients {
         name(&mut all, g.name);
         slice(&mut all, g.slice);
     }
@@ -152,28 +155,39 @@ fn name(all: &mut Baked, name: &str) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::raw::{DeviceGradient, DeviceParam};
     use super::*;
 
     #[test]
     fn calls_that_differ_in_anything_differ_in_bits() {
         let slice = |address| DeviceSlice { address, bytes: 64 };
         let scalar = |name, x| DeviceParam { name, value: DeviceValue::Scalar(x) };
-        let given = [Some(slice(256)), Some(slice(512)), None];
-        let of = |slices: &[Option<DeviceSlice>], scale, params: &[DeviceParam<'_>]| baked(slices, scale, params, &[]);
+        let call = DeviceCall { operands: [None; 8], stats: None, attn_scale: None, params: &[], gradients: &[], workspace: None };
+        let [q, k, other] = [256, 512, 768].map(slice).map(Some);
+        let operands = [q, k, None, None, None, None, None, None];
+        let of = |operands: [Option<DeviceSlice>; 8]| baked(&DeviceCall { operands, ..call });
+        let at = |place: usize, slice| of(std::array::from_fn(|n| if n == place { slice } else { operands[n] }));
+        let params = |params: &[DeviceParam<'_>]| baked(&DeviceCall { operands, params, ..call });
+        let gradient = |name| baked(&DeviceCall { operands, gradients: &[DeviceGradient { name, slice: slice(1024) }], ..call });
+        let tensor = |dtype| params(&[DeviceParam { name: "cap", value: DeviceValue::Tensor(dtype, slice(1024)) }]);
         let calls = [
-            of(&given, None, &[]),
-            of(&given, Some(0.5), &[]),
-            of(&given, Some(0.25), &[]),
-            of(&[Some(slice(256)), Some(slice(768)), None], None, &[]),
-            of(&[Some(slice(256)), Some(DeviceSlice { address: 512, bytes: 65 }), None], None, &[]),
-            of(&[Some(slice(256)), None, Some(slice(512))], None, &[]),
-            of(&given, None, &[scalar("cap", 1.0), scalar("pac", 2.0)]),
-            of(&given, None, &[scalar("pac", 1.0), scalar("cap", 2.0)]),
-            of(&given, None, &[scalar("cap", 2.0), scalar("pac", 1.0)]),
-            of(&given, None, &[DeviceParam { name: "cap", value: DeviceValue::Tensor(sdpa_core::DType::F32, slice(1024)) }]),
-            of(&given, None, &[DeviceParam { name: "cap", value: DeviceValue::Tensor(sdpa_core::DType::F16, slice(1024)) }]),
-            baked(&given, None, &[], &[DeviceGradient { name: "cap", slice: slice(1024) }]),
-            baked(&given, None, &[], &[DeviceGradient { name: "cup", slice: slice(1024) }]),
+            of(operands),
+            baked(&DeviceCall { operands, attn_scale: Some(0.5), ..call }),
+            baked(&DeviceCall { operands, attn_scale: Some(0.25), ..call }),
+            baked(&DeviceCall { operands, stats: other, ..call }),
+            baked(&DeviceCall { operands, workspace: other, ..call }),
+            at(1, other),
+            at(1, Some(DeviceSlice { address: 512, bytes: 65 })),
+            at(2, other),
+            of([q, None, k, None, None, None, None, None]),
+            params(&[scalar("cap", 1.0), scalar("pac", 2.0)]),
+            params(&[scalar("pac", 1.0), scalar("cap", 2.0)]),
+            params(&[scalar("cap", 2.0), scalar("pac", 1.0)]),
+            tensor(sdpa_core::DType::F32),
+            tensor(sdpa_core::DType::F16),
+            params(&[DeviceParam { name: "cap", value: DeviceValue::WithinExtent(sdpa_core::DType::F16, slice(1024)) }]),
+            gradient("cap"),
+            gradient("cup"),
         ];
         for (n, a) in calls.iter().enumerate() {
             for (m, b) in calls.iter().enumerate() {

@@ -8,10 +8,10 @@
 mod memory;
 mod results;
 
-use super::plan::{Attention, PlanOptions, Planned, offered};
+use super::plan::{PlanOptions, Planned, offered};
 use crate::error::Error;
-use crate::lower::Lowered;
-use cudnn_graph::{Buffer, Device, Library, Plan, Target, launch_addressed};
+use crate::lower::Job;
+use cudnn_graph::{Device, Library, Stream, Target};
 use memory::Memory;
 use std::sync::Arc;
 
@@ -20,26 +20,36 @@ const ROUNDS: usize = 7;
 /// Who takes this many times as long as the fastest in a round is out of the next.
 const HOPELESS: f32 = 1.5;
 
-/// A configuration that was compiled and timed.
-#[derive(Debug)]
-pub(super) struct Contender {
-    pub(super) lowered: Arc<Lowered>,
-    pub(super) plan: Arc<Plan>,
+/// A pass around a configuration that was compiled and timed.
+struct Contender {
+    planned: Planned,
     ms: Vec<f32>,
 }
 
 impl Contender {
     /// The form and the engine.
     fn name(&self) -> String {
-        format!("{} {}", self.lowered.form, self.plan.engine().map(|c| c.tag()).unwrap_or_default())
+        format!("{} {}", self.planned.lowered.form, self.planned.engine)
     }
 
     fn least(&self) -> f32 {
         self.ms.iter().copied().fold(f32::INFINITY, f32::min)
     }
+
+    /// Runs the whole pass once; the time that it took, in milliseconds.
+    fn run(&self, library: &'static Library, stream: &Stream, memory: &Memory<'_>) -> Result<f32, Error> {
+        let handle = library.handle(stream)?;
+        let start = stream.record(true)?;
+        // SAFETY: the memory is this device's, as large as it says, outlives the wait below, and nobody else has it.
+        let submitted = memory.call(|call| unsafe { self.planned.submit(&handle, call) });
+        let end = stream.record(true)?;
+        end.synchronize()?;
+        submitted?;
+        Ok(end.since(&start)?)
+    }
 }
 
-/// The fastest configuration of a pass whose operands are all used in place; `None` where that is the one that is there already.
+/// The pass around the fastest configuration; `None` where that is the one that is there already.
 ///
 /// # Errors
 /// The environment's: out of memory for the operands above all.
@@ -47,32 +57,34 @@ pub(super) fn fastest(
     library: &'static Library,
     device: &'static Device,
     options: &PlanOptions,
+    job: &Job,
     built: &Planned,
-) -> Result<Option<Attention>, Error> {
-    let job = &built.job;
-    let stream = Arc::new(device.stream()?);
+) -> Result<Option<Planned>, Error> {
+    let stream = device.stream()?;
     let target = Target::Handle(&library.handle(&stream)?);
-    let mut all = vec![Contender { lowered: built.lowered.clone(), plan: built.plan.clone(), ms: Vec::new() }];
-    for (lowered, plan) in offered(library, &target, job, options)? {
-        let contender = Contender { lowered, plan: Arc::new(plan), ms: Vec::new() };
-        if contender.name() != all[0].name() || contender.lowered.graph != all[0].lowered.graph {
+    let around = |attention| -> Result<Contender, Error> {
+        let mut planned = Planned::beside(library, &target, job, attention, Some(built))?;
+        planned.upload_tables(&stream)?;
+        Ok(Contender { planned, ms: Vec::new() })
+    };
+    let mut all = vec![around((built.lowered.clone(), built.plan.clone()))?];
+    for (lowered, plan) in offered(library, &target, &built.job, options)? {
+        let contender = around((lowered, Arc::new(plan)))?;
+        if contender.name() != all[0].name() || contender.planned.lowered.graph != all[0].planned.lowered.graph {
             all.push(contender);
         }
     }
     if all.len() == 1 {
         return Ok(None);
     }
-    let workspace = all.iter().map(|c| c.plan.workspace_bytes()).max().unwrap_or(0);
-    let mut workspace = Buffer::new(device, usize::try_from(workspace).unwrap_or(usize::MAX))?;
-    let mut memory = Memory::new(&stream, job);
+    let workspace = all.iter().map(|c| c.planned.workspace_bytes()).max().unwrap_or(0);
+    let mut memory = Memory::new(&stream, job, workspace)?;
     let mut want = None;
     let mut right = Vec::new();
     for contender in all {
         memory.poison()?;
-        let bindings = memory.bind(&contender.lowered, &contender.plan)?;
-        // SAFETY: the memory's lengths lie within the extents.
-        workspace = unsafe { launch_addressed(&contender.plan, &stream, bindings, workspace) }?.wait()?;
-        let results = memory.results()?;
+        contender.run(library, &stream, &memory)?;
+        let results = memory.read()?;
         let close = want.as_ref().is_none_or(|want| results::close(want, &results));
         want.get_or_insert(results);
         if close {
@@ -88,15 +100,9 @@ pub(super) fn fastest(
             if round > 1 && contender.least() > best * HOPELESS {
                 continue;
             }
-            let bindings = memory.bind(&contender.lowered, &contender.plan)?;
-            let start = stream.record(true)?;
-            // SAFETY: as above.
-            let running = unsafe { launch_addressed(&contender.plan, &stream, bindings, workspace) }?;
-            let end = stream.record(true)?;
-            end.synchronize()?;
-            workspace = running.wait()?;
+            let ms = contender.run(library, &stream, &memory)?;
             if round > 0 {
-                contender.ms.push(end.since(&start)?);
+                contender.ms.push(ms);
             }
         }
     }
@@ -104,6 +110,5 @@ pub(super) fn fastest(
         tracing::debug!(configuration = contender.name(), ms = contender.least(), "timed");
     }
     let best = (0..all.len()).min_by(|&a, &b| all[a].least().total_cmp(&all[b].least()));
-    let others = best.filter(|&best| best > 0).map(|best| all.swap_remove(best));
-    Ok(others.map(|c| (c.lowered, c.plan)))
+    Ok(best.filter(|&best| best > 0).map(|best| all.swap_remove(best).planned))
 }

@@ -305,3 +305,72 @@ fn remaining(trace: &Trace, terms: &[Term]) -> Result<Trace, ExprErrors> {
     let root = parts.into_iter().reduce(|x, y| b.binary(Binary::And, x, y));
     b.finish(root.as_slice()).map_err(ExprErrors)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(mask: &str, seq_q: i64, seq_kv: i64) -> Kept {
+        Kept::of(&[mask.parse().unwrap()], [2, 3, seq_q, seq_kv]).unwrap()
+    }
+
+    #[test]
+    fn an_index_below_the_length_of_its_axis_is_padding_and_nothing_else_is() {
+        let lengths = |mask: &str, seq_q, seq_kv| {
+            let kept = kept(mask, seq_q, seq_kv);
+            assert_eq!(kept.rest.is_none(), kept.seq_len_q || kept.seq_len_kv, "{mask}");
+            [kept.seq_len_q, kept.seq_len_kv]
+        };
+        let of = |declared: &str, rule: &str| format!("tensor {declared}: i32; {rule}");
+        for rule in ["q < seq_len_q", "seq_len_q > q", "!(q >= seq_len_q)", "!(seq_len_q <= q)"] {
+            assert_eq!(lengths(&of("seq_len_q[batch]", rule), 5, 7), [true, false], "{rule}");
+            // The only query is the number 0.
+            assert_eq!(lengths(&of("seq_len_q[batch]", rule), 1, 7), [true, false], "{rule}");
+        }
+        for rule in ["k < seq_len_kv", "seq_len_kv > k"] {
+            assert_eq!(lengths(&of("seq_len_kv[batch]", rule), 5, 7), [false, true], "{rule}");
+            assert_eq!(lengths(&of("seq_len_kv[batch]", rule), 5, 1), [false, true], "{rule}");
+        }
+        for (declared, rule) in [
+            ("seq_len_q[batch]", "k < seq_len_q"),
+            ("seq_len_kv[batch]", "q < seq_len_kv"),
+            ("seq_len_q[batch]", "0 < seq_len_q"),
+            ("seq_len_kv[batch]", "0 < seq_len_kv"),
+            ("seq_len_q[batch]", "1 < seq_len_q"),
+            ("seq_len_q[head]", "q < seq_len_q"),
+            ("length[batch]", "q < length"),
+            ("seq_len_q[batch]", "q <= seq_len_q"),
+        ] {
+            assert_eq!(lengths(&of(declared, rule), 5, 7), [false, false], "{declared} {rule}");
+        }
+        // One query, and a number that it is not.
+        assert_eq!(lengths(&of("seq_len_q[batch]", "1 < seq_len_q"), 1, 7), [false, false]);
+    }
+
+    #[test]
+    fn what_drops_anything_is_not_full() {
+        assert!(Kept::of(&[], [2, 3, 5, 7]).unwrap().is_full());
+        assert!(kept("window:5,6", 5, 7).is_full());
+        for mask in [
+            "causal",
+            "tensor seq_len_q[batch]: i32; q < seq_len_q",
+            "tensor seq_len_kv[batch]: i32; k < seq_len_kv",
+            "padding",
+            "k % 2 == 0",
+        ] {
+            assert!(!kept(mask, 5, 7).is_full(), "{mask}");
+        }
+    }
+
+    #[test]
+    fn a_term_that_never_holds_drops_every_key() {
+        for mask in ["1 > 2", "q < q", "q - k < q - k - 1"] {
+            for (seq_q, seq_kv) in [(1, 1), (5, 7), (7, 5)] {
+                let kept = kept(mask, seq_q, seq_kv);
+                assert_eq!(kept.rest, None, "{mask}");
+                let pairs = (0..seq_q).flat_map(|q| (0..seq_kv).map(move |k| (q, k)));
+                assert!(pairs.clone().all(|(q, k)| !kept.region.keeps(q, k)), "{mask} {seq_q} x {seq_kv}: {:?}", kept.region);
+            }
+        }
+    }
+}

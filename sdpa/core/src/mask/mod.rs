@@ -318,6 +318,17 @@ mod tests {
     }
 
     #[test]
+    fn a_rule_keeps_its_name_and_is_its_trace() {
+        let rule = |name: &str| match Mask::new(name, |at, _| ((at.q - at.k) % 3).eq(0)).unwrap() {
+            Mask::Traced(rule) => rule,
+            other => panic!("{other}"),
+        };
+        assert_eq!(rule("every third").name(), "every third");
+        assert_eq!(rule("every third"), rule("by another name"));
+        assert_eq!(rule("every third").trace().to_string(), "(q - k) % 3 == 0");
+    }
+
+    #[test]
     fn rules_that_differ_have_other_hashes() {
         let hash = |text: &str| {
             use std::hash::BuildHasher;

@@ -115,4 +115,24 @@ mod tests {
         }
         assert_ne!(of(-6), of(-7));
     }
+
+    #[test]
+    fn bounds_that_no_pair_of_indices_violates_are_gone_and_the_others_stay() {
+        let of = |lower, upper, prefix| {
+            let Region { lower, upper, prefix } = Region { lower, upper, prefix }.normalise(5, 7);
+            (lower, upper, prefix)
+        };
+        // The last key of 7 is 6 past the first query, the last query of 5 is 4 past the first key.
+        assert_eq!(of(None, Some(6), None), (None, None, None));
+        assert_eq!(of(None, Some(5), None), (None, Some(5), None));
+        assert_eq!(of(Some(-5), None, None), (None, None, None));
+        assert_eq!(of(Some(-4), None, None), (Some(-4), None, None));
+        // A prefix of all keys, of one key, and one beside a bound that is as strict as `k ≤ q` and one that is not.
+        assert_eq!(of(None, None, Some(7)), (None, None, None));
+        assert_eq!(of(None, None, Some(6)), (None, None, Some(6)));
+        assert_eq!(of(None, None, Some(1)), (None, Some(0), None));
+        assert_eq!(of(None, None, Some(2)), (None, None, Some(2)));
+        assert_eq!(of(None, Some(0), Some(3)), (None, Some(0), None));
+        assert_eq!(of(None, Some(1), Some(3)), (None, Some(1), Some(3)));
+    }
 }

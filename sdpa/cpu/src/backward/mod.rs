@@ -50,7 +50,7 @@ use params::{Span, Total};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::Error;
 use sdpa_core::executor::{PreparedBackward, Report};
-use sdpa_core::tensor::{Elements, ElementsMut, HostBackward, HostGradient, Param};
+use sdpa_core::{Elements, ElementsMut, HostBackward, HostGradient, Param};
 use std::time::Instant;
 use sums::{Pool, Sum};
 use tile::Gradients;

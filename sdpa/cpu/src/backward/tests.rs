@@ -9,8 +9,8 @@ use crate::element::Element;
 use crate::isa::Isa;
 use crate::tests::{DIMS, LENGTHS, Random, Tensor, close, indices, masks, narrowed, round, widened, with_gaps};
 use half::{bf16, f16};
+use sdpa_core::HostBackward;
 use sdpa_core::executor::{Executor, Report};
-use sdpa_core::tensor::HostBackward;
 use sdpa_core::{Align, AttentionSpec, BackwardProblem, BackwardSpec, DType, Elements, ElementsMut, Layout, Mask, Shape, TensorSpec};
 
 /// What a call reads.

@@ -12,8 +12,8 @@ use case::{MASKS, MODS, Masked, Modified, Values, mask, score_mod};
 use half::{bf16, f16};
 use oracle::{Book, Wanted};
 use sdpa_core::executor::Executor;
-use sdpa_core::tensor::{HostBackward, HostGradient};
 use sdpa_core::{AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, HostForward, Layout, Param, Shape};
+use sdpa_core::{HostBackward, HostGradient};
 
 /// Elements of the three types in the enums of a call.
 trait Bound: Element + Default {

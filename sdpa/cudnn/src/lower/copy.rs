@@ -176,7 +176,7 @@ pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
 /// The same job with every operand that cannot be used in place made dense, and which those are.
 pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
     let dtype = super::dtype(job.problem().dtype());
-    let given = job.tensors().into_iter().filter(|(_, tensor)| !in_place(tensor, dtype));
+    let given = job.tensors().filter(|(_, tensor)| !in_place(tensor, dtype));
     let copied: Vec<(Operand, TensorSpec)> = given.collect();
     let dense = copied.iter().fold(job.clone(), |job, &(operand, _)| job.densely(operand));
     (dense, copied.into_iter().map(|(operand, _)| operand).collect())

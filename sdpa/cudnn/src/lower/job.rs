@@ -2,7 +2,7 @@
 
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::expr::Declared;
-use sdpa_core::operand::Operand;
+use sdpa_core::operand::{Direction, Operand};
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
 use serde::Serialize;
@@ -38,39 +38,35 @@ impl Job {
         }
     }
 
+    /// Which pass it is.
+    pub fn direction(&self) -> Direction {
+        match self {
+            Job::Forward(_) => Direction::Forward,
+            Job::Backward(_) => Direction::Backward,
+        }
+    }
+
     /// `forward` or `backward`.
     pub fn name(&self) -> &'static str {
-        match self {
-            Job::Forward(_) => "forward",
-            Job::Backward(_) => "backward",
-        }
+        self.direction().name()
     }
 
     /// Every strided operand.
-    pub fn tensors(&self) -> Vec<(Operand, TensorSpec)> {
-        let p = self.problem();
-        let mut all = vec![(Operand::Q, *p.q()), (Operand::K, *p.k()), (Operand::V, *p.v()), (Operand::O, *p.o())];
-        match self {
-            Job::Forward(_) => {}
-            Job::Backward(b) => {
-                all.extend([(Operand::DO, *b.d_o()), (Operand::DQ, *b.dq()), (Operand::DK, *b.dk()), (Operand::DV, *b.dv())]);
-            }
-        }
-        all
+    pub fn tensors(&self) -> impl Iterator<Item = (Operand, TensorSpec)> {
+        self.direction().operands().iter().filter_map(|&operand| Some((operand, *self.tensor(operand)?)))
     }
 
     /// One of them.
-    pub fn tensor(&self, operand: Operand) -> Option<TensorSpec> {
-        self.tensors().into_iter().find(|(o, _)| *o == operand).map(|(_, t)| t)
+    pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
+        match self {
+            Job::Forward(problem) => problem.tensor(operand),
+            Job::Backward(backward) => Some(backward.tensor(operand)),
+        }
     }
 
     /// Whether the pass writes it.
     pub fn writes(&self, operand: Operand) -> bool {
-        match (self, operand) {
-            (Job::Forward(_), Operand::O) | (Job::Backward(_), Operand::DQ | Operand::DK | Operand::DV) => true,
-            (Job::Forward(_), Operand::Q | Operand::K | Operand::V | Operand::DO | Operand::DQ | Operand::DK | Operand::DV)
-            | (Job::Backward(_), Operand::Q | Operand::K | Operand::V | Operand::O | Operand::DO) => false,
-        }
+        operand.written(self.direction()) == Some(true)
     }
 
     /// Every declared parameter.

@@ -13,6 +13,8 @@ mod key;
 mod lowered;
 mod mask;
 mod mode;
+#[cfg(test)]
+mod spelled;
 mod sum;
 #[cfg(test)]
 mod tests;

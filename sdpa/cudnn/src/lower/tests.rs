@@ -13,22 +13,22 @@ use sdpa_core::{AttentionSpec, Layout, Shape, TensorSpec};
 /// Keys past the last one are counted: `Quirk::KeysPastTheLast`.
 const COUNTED: Version = Version::new(9, 19, 0);
 /// And no longer.
-const NEW: Version = Version::new(9, 27, 0);
+pub(super) const NEW: Version = Version::new(9, 27, 0);
 
-const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: 130, seq_kv: 132, dim_qk: 64, dim_v: 64 };
+pub(super) const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: 130, seq_kv: 132, dim_qk: 64, dim_v: 64 };
 
-fn spec(shape: Shape, mods: &[&str], masks: &[&str]) -> AttentionSpec {
+pub(super) fn spec(shape: Shape, mods: &[&str], masks: &[&str]) -> AttentionSpec {
     let mut spec = AttentionSpec::dense(sdpa_core::DType::BF16, shape, Layout::Bhsd).with_stats();
     spec.score_mods = mods.iter().map(|text| text.parse().unwrap()).collect();
     spec.masks = masks.iter().map(|text| text.parse().unwrap()).collect();
     spec
 }
 
-fn backward(shape: Shape, mods: &[&str], masks: &[&str]) -> Job {
+pub(super) fn backward(shape: Shape, mods: &[&str], masks: &[&str]) -> Job {
     spec(shape, mods, masks).backward().validate().unwrap().into()
 }
 
-fn forward(shape: Shape, mods: &[&str], masks: &[&str]) -> Job {
+pub(super) fn forward(shape: Shape, mods: &[&str], masks: &[&str]) -> Job {
     spec(shape, mods, masks).validate().unwrap().into()
 }
 

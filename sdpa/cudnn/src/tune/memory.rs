@@ -1,29 +1,32 @@
-//! Device memory for timing: operands by name, so that contenders read and write the same.
+//! Device memory for timing: one call of a pass, which every contender is given.
 //!
-//! Floats are random, lengths the longest that the problem allows, other whole numbers 0.
+//! Floats are random, lengths the longest that the problem allows, other whole numbers 0, declared scalars the default scale: small, and not 0.
 
 use crate::error::Error;
-use crate::lower::{Job, Lowered, Operand, Supply, Table};
-use cudnn_graph::ir::{Scalar, TensorId};
-use cudnn_graph::{Buffer, DType, OwnedBindings, Plan, Stream};
+use crate::lower::Job;
+use crate::raw::{DeviceCall, DeviceGradient, DeviceParam, DeviceValue};
+use cudnn_graph::{Buffer, DeviceSlice, Stream};
 use half::{bf16, f16};
+use sdpa_core::expr::ParamKind;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use std::sync::Arc;
+use sdpa_core::{DType, Operand, params};
 
-/// One tensor.
-struct Part {
-    name: String,
+/// A dense tensor, or all that a strided one spans.
+struct Tensor {
     dtype: DType,
-    /// What a pass writes for its caller.
-    result: bool,
-    buffer: Arc<Buffer>,
+    buffer: Buffer,
 }
 
-/// Everything that contenders read and write.
+/// Everything that a call reads and writes.
 pub(super) struct Memory<'a> {
     stream: &'a Stream,
     job: &'a Job,
-    parts: Vec<Part>,
+    operands: [Option<Tensor>; Operand::ALL.len()],
+    stats: Option<Tensor>,
+    /// By the place of the parameter among the declared; `None` for scalars.
+    params: Vec<Option<Tensor>>,
+    gradients: Vec<(&'a str, Tensor)>,
+    workspace: Buffer,
 }
 
 /// Numbers of a tensor, by name.
@@ -46,106 +49,142 @@ fn pattern(seed: u64) -> impl Iterator<Item = f32> + Clone {
     numbers.into_iter().cycle()
 }
 
-impl Memory<'_> {
-    pub(super) fn new<'a>(stream: &'a Stream, job: &'a Job) -> Memory<'a> {
-        Memory { stream, job, parts: Vec::new() }
+fn slice(buffer: &Buffer) -> DeviceSlice {
+    DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
+}
+
+impl Tensor {
+    fn new(stream: &Stream, dtype: DType, elements: i64) -> Result<Tensor, Error> {
+        let bytes = usize::try_from(dtype.bytes(elements.unsigned_abs())).unwrap_or(usize::MAX);
+        Ok(Tensor { dtype, buffer: Buffer::new(stream.device(), bytes)? })
     }
 
-    /// What a plan takes.
-    pub(super) fn bind(&mut self, lowered: &Lowered, plan: &Plan) -> Result<OwnedBindings, Error> {
-        let mut bindings = OwnedBindings::new();
-        for port in &plan.ports().device {
-            let bytes = usize::try_from(port.bytes).unwrap_or(usize::MAX);
-            let there = self.parts.iter().find(|part| part.name == port.name && part.buffer.bytes() >= bytes);
-            let buffer = match there {
-                Some(part) => part.buffer.clone(),
-                None => self.make(lowered, port.id, &port.name, bytes)?,
-            };
-            bindings = bindings.buffer(port.id, &buffer);
-        }
-        let scale = Scalar::F32(self.job.problem().default_scale());
-        for port in &plan.ports().values {
-            let value = port.value.unwrap_or(if port.dtype == DType::I32 { Scalar::I32(1) } else { scale });
-            bindings = bindings.value(port.id, value);
-        }
-        Ok(bindings)
+    fn elements(&self) -> usize {
+        self.buffer.bytes() * 8 / self.dtype.bits() as usize
     }
 
-    fn make(&mut self, lowered: &Lowered, id: TensorId, name: &str, bytes: usize) -> Result<Arc<Buffer>, Error> {
-        let mut buffer = Buffer::new(self.stream.device(), bytes)?;
-        let supply = lowered.supplies.iter().find(|(tensor, _)| *tensor == id).map(|(_, supply)| supply);
-        let dtype = lowered.graph.graph().get(id).map_or(DType::F32, |t| t.dtype);
-        let problem = self.job.problem();
-        let longest = match supply {
-            Some(Supply::Guarded(guarded)) => Some(guarded.most),
-            _ if name == SEQ_LEN_Q => Some(problem.seq_q()),
-            _ if name == SEQ_LEN_KV => Some(problem.seq_kv()),
-            _ => None,
-        };
-        match (supply, longest) {
-            (Some(Supply::Table(Table::F32(x))), _) => buffer.upload(self.stream, 0, x)?,
-            (Some(Supply::Table(Table::I32(x))), _) => buffer.upload(self.stream, 0, x)?,
-            (_, Some(longest)) => buffer.upload(self.stream, 0, &vec![longest as i32; bytes / 4])?,
-            (_, None) => self.random(&mut buffer, dtype)?,
-        }
-        let operand = lowered.operands.iter().find(|(_, tensor)| *tensor == id).map(|(operand, _)| *operand);
-        let stats = lowered.stats == Some(id) && matches!(self.job, Job::Forward(_));
-        let gradient = matches!(supply, Some(Supply::Gradient(_) | Supply::Terms { .. }));
-        let result = stats || gradient || operand.is_some_and(|operand: Operand| self.job.writes(operand));
-        if result {
-            buffer.fill(self.stream, 0xff)?;
-        }
-        let buffer = Arc::new(buffer);
-        self.parts.push(Part { name: name.to_owned(), dtype, result, buffer: buffer.clone() });
-        Ok(buffer)
-    }
-
-    fn random(&self, buffer: &mut Buffer, dtype: DType) -> Result<(), Error> {
-        let numbers = pattern(self.parts.len() as u64 + 1);
-        let elements = buffer.bytes() * 8 / dtype.bits() as usize;
-        if dtype == DType::BF16 {
-            buffer.upload(self.stream, 0, &numbers.map(bf16::from_f32).take(elements).collect::<Vec<_>>())?;
-        } else if dtype == DType::F16 {
-            buffer.upload(self.stream, 0, &numbers.map(f16::from_f32).take(elements).collect::<Vec<_>>())?;
-        } else if dtype == DType::F32 {
-            buffer.upload(self.stream, 0, &numbers.take(elements).collect::<Vec<_>>())?;
-        } else {
-            buffer.fill(self.stream, 0)?;
+    fn randomise(&mut self, stream: &Stream, seed: u64) -> Result<(), Error> {
+        let numbers = pattern(seed).take(self.elements());
+        match self.dtype {
+            DType::F32 => self.buffer.upload(stream, 0, &numbers.collect::<Vec<_>>())?,
+            DType::F16 => self.buffer.upload(stream, 0, &numbers.map(f16::from_f32).collect::<Vec<_>>())?,
+            DType::BF16 => self.buffer.upload(stream, 0, &numbers.map(bf16::from_f32).collect::<Vec<_>>())?,
+            DType::I32 | DType::Bool => self.buffer.fill(stream, 0)?,
         }
         Ok(())
     }
 
+    /// Its floats, widened.
+    fn numbers(&self, stream: &Stream) -> Result<Vec<f32>, Error> {
+        Ok(match self.dtype {
+            DType::F16 => {
+                let mut x = vec![f16::ZERO; self.elements()];
+                self.buffer.download(stream, 0, &mut x)?;
+                x.into_iter().map(f16::to_f32).collect()
+            }
+            DType::BF16 => {
+                let mut x = vec![bf16::ZERO; self.elements()];
+                self.buffer.download(stream, 0, &mut x)?;
+                x.into_iter().map(bf16::to_f32).collect()
+            }
+            // Results are floats.
+            DType::F32 | DType::I32 | DType::Bool => {
+                let mut x = vec![0f32; self.elements()];
+                self.buffer.download(stream, 0, &mut x)?;
+                x
+            }
+        })
+    }
+}
+
+impl<'a> Memory<'a> {
+    /// For calls of a pass with this much workspace.
+    pub(super) fn new(stream: &'a Stream, job: &'a Job, workspace_bytes: u64) -> Result<Memory<'a>, Error> {
+        let problem = job.problem();
+        let mut operands = [const { None }; Operand::ALL.len()];
+        let mut seed = 0;
+        let mut random = |mut tensor: Tensor| {
+            seed += 1;
+            tensor.randomise(stream, seed)?;
+            Ok::<_, Error>(tensor)
+        };
+        for (operand, tensor) in job.tensors() {
+            let elements = tensor.extent().unwrap_or(i64::MAX);
+            operands[operand as usize] = Some(random(Tensor::new(stream, problem.dtype(), elements)?)?);
+        }
+        let stats = matches!(job, Job::Backward(_)) || problem.stats();
+        let stats = if stats { Some(random(Tensor::new(stream, DType::F32, problem.stats_elements())?)?) } else { None };
+        let mut params = Vec::new();
+        for p in job.params() {
+            let ParamKind::Tensor { axes: _, dtype } = p.kind else {
+                params.push(None);
+                continue;
+            };
+            let mut tensor = random(Tensor::new(stream, dtype, params::elements(p, problem.extents()))?)?;
+            let longest = match p.name.as_str() {
+                SEQ_LEN_Q => Some(problem.seq_q()),
+                SEQ_LEN_KV => Some(problem.seq_kv()),
+                _ => None,
+            };
+            if let Some(longest) = longest.filter(|_| dtype == DType::I32) {
+                let lengths = vec![i32::try_from(longest).unwrap_or(i32::MAX); tensor.elements()];
+                tensor.buffer.upload(stream, 0, &lengths)?;
+            }
+            params.push(Some(tensor));
+        }
+        let mut gradients = Vec::new();
+        if let Job::Backward(backward) = job {
+            for wanted in backward.wrt() {
+                let elements = backward.gradient_elements(&wanted.name);
+                gradients.push((wanted.name.as_str(), Tensor::new(stream, wanted.dtype, elements)?));
+            }
+        }
+        let workspace = Buffer::new(stream.device(), usize::try_from(workspace_bytes).unwrap_or(usize::MAX))?;
+        Ok(Memory { stream, job, operands, stats, params, gradients, workspace })
+    }
+
+    /// Gives a call over this memory to `submit`.
+    pub(super) fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_>) -> R) -> R {
+        let scale = self.job.problem().default_scale();
+        let value = |tensor: &Option<Tensor>| match tensor {
+            Some(tensor) => DeviceValue::Tensor(tensor.dtype, slice(&tensor.buffer)),
+            None => DeviceValue::Scalar(scale),
+        };
+        let declared = self.job.params().iter().zip(&self.params);
+        let params: Vec<DeviceParam<'_>> = declared.map(|(p, tensor)| DeviceParam { name: &p.name, value: value(tensor) }).collect();
+        let gradients = self.gradients.iter().map(|(name, tensor)| DeviceGradient { name, slice: slice(&tensor.buffer) });
+        submit(&DeviceCall {
+            operands: self.operands.each_ref().map(|tensor| tensor.as_ref().map(|tensor| slice(&tensor.buffer))),
+            stats: self.stats.as_ref().map(|tensor| slice(&tensor.buffer)),
+            attn_scale: Some(scale),
+            params: &params,
+            gradients: &gradients.collect::<Vec<_>>(),
+            workspace: Some(slice(&self.workspace)),
+        })
+    }
+
+    /// What the pass writes, by name.
+    fn results(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        let written = Operand::ALL.into_iter().filter(|operand| self.job.writes(*operand));
+        let written = written.filter_map(|operand| Some((operand.name(), self.operands[operand as usize].as_ref()?)));
+        let stats = self.stats.iter().filter(|_| matches!(self.job, Job::Forward(_))).map(|tensor| ("stats", tensor));
+        written.chain(stats).chain(self.gradients.iter().map(|(name, tensor)| (*name, tensor)))
+    }
+
     /// Makes every result not-a-number.
     pub(super) fn poison(&mut self) -> Result<(), Error> {
-        let device = self.stream.device();
-        for part in self.parts.iter_mut().filter(|part| part.result) {
-            let mut buffer = Buffer::new(device, part.buffer.bytes())?;
-            buffer.fill(self.stream, 0xff)?;
-            part.buffer = Arc::new(buffer);
+        let (job, stream) = (self.job, self.stream);
+        let written = Operand::ALL.into_iter().zip(&mut self.operands).filter(|(operand, _)| job.writes(*operand));
+        let stats = self.stats.iter_mut().filter(|_| matches!(job, Job::Forward(_)));
+        let gradients = self.gradients.iter_mut().map(|(_, tensor)| tensor);
+        for tensor in written.filter_map(|(_, tensor)| tensor.as_mut()).chain(stats).chain(gradients) {
+            tensor.buffer.fill(stream, 0xff)?;
         }
         Ok(())
     }
 
     /// What the last contender wrote.
-    pub(super) fn results(&self) -> Result<Results, Error> {
-        let mut all = Vec::new();
-        for part in self.parts.iter().filter(|part| part.result) {
-            let elements = part.buffer.bytes() * 8 / part.dtype.bits() as usize;
-            let numbers: Vec<f32> = if part.dtype == DType::BF16 {
-                let mut x = vec![bf16::ZERO; elements];
-                part.buffer.download(self.stream, 0, &mut x)?;
-                x.into_iter().map(bf16::to_f32).collect()
-            } else if part.dtype == DType::F16 {
-                let mut x = vec![f16::ZERO; elements];
-                part.buffer.download(self.stream, 0, &mut x)?;
-                x.into_iter().map(f16::to_f32).collect()
-            } else {
-                let mut x = vec![0f32; elements];
-                part.buffer.download(self.stream, 0, &mut x)?;
-                x
-            };
-            all.push((part.name.clone(), numbers));
-        }
-        Ok(all)
+    pub(super) fn read(&self) -> Result<Results, Error> {
+        self.results().map(|(name, tensor)| Ok((name.to_owned(), tensor.numbers(self.stream)?))).collect()
     }
 }

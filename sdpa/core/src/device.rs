@@ -1,0 +1,252 @@
+//! Calls over device memory, and the trait of executors that take them.
+//!
+//! What a piece of device memory is, and what work is submitted to, is the executor's: an address with a length and a CUDA stream, or a buffer
+//! with an offset and a command queue. Everything else of a call is the same for all, and so are its names.
+#![allow(unsafe_code, reason = "the tier's contract is its callers': see DevicePrepared::submit")]
+
+use crate::backward::BackwardProblem;
+use crate::dtype::DType;
+use crate::error::Error;
+use crate::executor::Executor;
+use crate::expr::Declared;
+use crate::operand::Operand;
+use crate::problem::Problem;
+use smallvec::SmallVec;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// A declared parameter in one call.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceParam<'a, M> {
+    /// The name that it was declared by.
+    pub name: &'a str,
+    /// Its value.
+    pub value: DeviceValue<M>,
+}
+
+/// The value of a parameter.
+#[derive(Clone, Copy, Debug)]
+pub enum DeviceValue<M> {
+    /// For a scalar.
+    Scalar(f32),
+    /// For a tensor: dense, of this element type, 16-byte aligned. A truth value is a byte, 0 or 1.
+    Tensor(DType, M),
+    /// As [`DeviceValue::Tensor`], of lengths (`seq_len_q`, `seq_len_kv`), of which the caller promises that each lies between 0 and the extent
+    /// of its axis: executors that would spend something on clamping them spend nothing (cuDNN from 9.26 on). **A length that breaks the
+    /// promise has results written past the end of `stats` and of gradients.**
+    WithinExtent(DType, M),
+}
+
+impl<M: Copy> DeviceValue<M> {
+    /// The tensor, if it is one.
+    pub fn tensor(&self) -> Option<(DType, M)> {
+        match *self {
+            DeviceValue::Scalar(_) => None,
+            DeviceValue::Tensor(dtype, memory) | DeviceValue::WithinExtent(dtype, memory) => Some((dtype, memory)),
+        }
+    }
+
+    /// Whether the caller promises that lengths lie within their axis.
+    pub fn is_within_extent(&self) -> bool {
+        match self {
+            DeviceValue::Scalar(_) | DeviceValue::Tensor(..) => false,
+            DeviceValue::WithinExtent(..) => true,
+        }
+    }
+}
+
+/// As many parameters as most calls have, without an allocation.
+pub type DeviceParams<'a, M> = SmallVec<[DeviceParam<'a, M>; 8]>;
+
+/// The parameters of a call, with the defaults of the scalars that it does not name.
+pub fn with_defaults<'a, M: Copy>(declared: &'a [Declared], mut given: DeviceParams<'a, M>) -> DeviceParams<'a, M> {
+    for p in declared {
+        if let Some(default) = p.default.filter(|_| given.iter().all(|g| g.name != p.name)) {
+            given.push(DeviceParam { name: &p.name, value: DeviceValue::Scalar(default) });
+        }
+    }
+    given
+}
+
+/// Where the gradient of a declared parameter goes.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceGradient<'a, M> {
+    /// The name of the parameter.
+    pub name: &'a str,
+    /// Dense, of the element type that the problem asks for, 16-byte aligned.
+    pub slice: M,
+}
+
+/// Device memory and numbers of one forward call.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceForward<'a, M> {
+    /// Queries, strided as the problem says.
+    pub q: M,
+    /// Keys, strided as the problem says.
+    pub k: M,
+    /// Values, strided as the problem says.
+    pub v: M,
+    /// Output, strided as the problem says; only elements that belong to the tensor are written.
+    pub o: M,
+    /// f32, (batch, heads_q, seq_q), dense, 16-byte aligned; there exactly when the problem asks for stats.
+    pub stats: Option<M>,
+    /// Multiplies the scores; positive on cuDNN. `None`: `1 / √dim_qk`.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters, every one: plans are shared by specifications that differ in defaults alone. See
+    /// [`with_defaults`].
+    pub params: &'a [DeviceParam<'a, M>],
+    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
+    pub workspace: Option<M>,
+}
+
+/// Device memory and numbers of one backward call.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceBackward<'a, M> {
+    /// Queries, strided as the problem says.
+    pub q: M,
+    /// Keys, strided as the problem says.
+    pub k: M,
+    /// Values, strided as the problem says.
+    pub v: M,
+    /// Output of the forward pass.
+    pub o: M,
+    /// f32, (batch, heads_q, seq_q), dense, 16-byte aligned: the forward pass's.
+    pub stats: M,
+    /// Gradient of the output.
+    pub d_o: M,
+    /// Gradient of the queries; only elements that belong to the tensor are written.
+    pub dq: M,
+    /// Gradient of the keys; only elements that belong to the tensor are written.
+    pub dk: M,
+    /// Gradient of the values; only elements that belong to the tensor are written.
+    pub dv: M,
+    /// The scale of the forward pass.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters, every one, those of the forward pass.
+    pub params: &'a [DeviceParam<'a, M>],
+    /// Gradients of declared parameters: each that the problem asks for, once.
+    pub gradients: &'a [DeviceGradient<'a, M>],
+    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
+    pub workspace: Option<M>,
+}
+
+/// A call of either pass, its operands as a table. [`DeviceForward`] and [`DeviceBackward`] become one.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceCall<'a, M> {
+    /// By [`Operand`], in the order of [`Operand::ALL`]; `None` for those that the pass does not have.
+    pub operands: [Option<M>; Operand::ALL.len()],
+    /// f32, (batch, heads_q, seq_q), dense, 16-byte aligned: written by a forward pass that is asked for it, read by the backward pass.
+    pub stats: Option<M>,
+    /// Multiplies the scores. `None`: `1 / √dim_qk`.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters, every one.
+    pub params: &'a [DeviceParam<'a, M>],
+    /// Gradients of declared parameters: each that the problem asks for, once.
+    pub gradients: &'a [DeviceGradient<'a, M>],
+    /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
+    pub workspace: Option<M>,
+}
+
+impl<M: Copy> DeviceCall<'_, M> {
+    /// The memory of an operand.
+    pub fn operand(&self, operand: Operand) -> Option<M> {
+        self.operands[operand as usize]
+    }
+}
+
+impl<'a, M: Copy> From<&DeviceForward<'a, M>> for DeviceCall<'a, M> {
+    fn from(call: &DeviceForward<'a, M>) -> DeviceCall<'a, M> {
+        let DeviceForward { q, k, v, o, stats, attn_scale, params, workspace } = *call;
+        let operands = [Some(q), Some(k), Some(v), Some(o), None, None, None, None];
+        DeviceCall { operands, stats, attn_scale, params, gradients: &[], workspace }
+    }
+}
+
+impl<'a, M: Copy> From<&DeviceBackward<'a, M>> for DeviceCall<'a, M> {
+    fn from(call: &DeviceBackward<'a, M>) -> DeviceCall<'a, M> {
+        let DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale, params, gradients, workspace } = *call;
+        let operands = [q, k, v, o, d_o, dq, dk, dv].map(Some);
+        DeviceCall { operands, stats: Some(stats), attn_scale, params, gradients, workspace }
+    }
+}
+
+/// A pass made ready, whichever executor made it.
+pub type OnDevice<M, S> = Arc<dyn DevicePrepared<Memory = M, Stream = S>>;
+
+/// An executor whose callers have device memory of their own. Every one computes over host memory too.
+pub trait DeviceExecutor: Executor {
+    /// A piece of device memory, as calls name it.
+    type Memory: Copy + Debug;
+    /// What work is submitted to.
+    type Stream: ?Sized;
+
+    /// Makes, or takes from its cache, what runs the problem.
+    ///
+    /// # Errors
+    /// As [`Executor::prepare`].
+    fn prepare_device(&self, problem: &Problem) -> Result<OnDevice<Self::Memory, Self::Stream>, Error>;
+
+    /// Makes, or takes from its cache, what runs the backward problem.
+    ///
+    /// # Errors
+    /// As [`Executor::prepare`].
+    fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<Self::Memory, Self::Stream>, Error>;
+}
+
+/// A pass made ready on one executor, for device memory.
+pub trait DevicePrepared: Debug + Send + Sync {
+    /// A piece of device memory, as calls name it.
+    type Memory: Copy + Debug;
+    /// What work is submitted to.
+    type Stream: ?Sized;
+
+    /// Bytes of scratch memory that a call needs.
+    fn workspace_bytes(&self) -> u64;
+
+    /// Submits one pass. Nothing waits.
+    ///
+    /// # Safety
+    /// Until the stream has passed this call: every piece of memory is of the stream's device, and really as large as said; lengths are what
+    /// [`DeviceValue::WithinExtent`] says of them; what is written, the workspace with it, is not used by anything else; what is read is not
+    /// written. `self` may go: what the device needs of it stays until it is done, and until a graph that the call was captured into is gone.
+    ///
+    /// # Errors
+    /// Everything that is wrong with the call, before anything runs: operands of the other pass, a scale that the executor does not take, stats
+    /// missing or too many, parameters and gradients missing, unknown, doubled or of another type, memory that is too short or misaligned;
+    /// otherwise the environment's.
+    unsafe fn submit(&self, stream: &Self::Stream, call: &DeviceCall<'_, Self::Memory>) -> Result<(), Error>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operand::Direction;
+
+    #[test]
+    fn each_operand_comes_to_its_own_place() {
+        let params = [];
+        let forward = DeviceForward { q: 0, k: 1, v: 2, o: 3, stats: Some(9), attn_scale: None, params: &params, workspace: None };
+        let backward = DeviceBackward {
+            q: 0,
+            k: 1,
+            v: 2,
+            o: 3,
+            stats: 9,
+            d_o: 4,
+            dq: 5,
+            dk: 6,
+            dv: 7,
+            attn_scale: None,
+            params: &params,
+            gradients: &[],
+            workspace: None,
+        };
+        for (direction, call) in [(Direction::Forward, DeviceCall::from(&forward)), (Direction::Backward, DeviceCall::from(&backward))] {
+            assert_eq!(call.stats, Some(9));
+            for (place, operand) in Operand::ALL.into_iter().enumerate() {
+                let there = operand.written(direction).is_some().then_some(place);
+                assert_eq!(call.operand(operand), there, "{operand} of {}", direction.name());
+            }
+        }
+    }
+}

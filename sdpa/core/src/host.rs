@@ -1,0 +1,236 @@
+//! Calls over host memory: what one takes, and what is wrong with it.
+
+use crate::backward::BackwardProblem;
+use crate::dtype::DType;
+use crate::error::{SpecError, SpecErrors};
+use crate::operand::Operand;
+use crate::params;
+use crate::problem::Problem;
+use crate::spec::TensorSpec;
+use crate::tensor::{Elements, ElementsMut, Param};
+
+/// One forward call over host memory.
+#[derive(Debug)]
+pub struct HostForward<'a> {
+    /// Queries, strided as the problem says.
+    pub q: Elements<'a>,
+    /// Keys.
+    pub k: Elements<'a>,
+    /// Values.
+    pub v: Elements<'a>,
+    /// Output; only elements that belong to the tensor are written.
+    pub o: ElementsMut<'a>,
+    /// f32, (batch, heads_q, seq_q), dense; there exactly when the problem asks for stats.
+    pub stats: Option<&'a mut [f32]>,
+    /// Multiplies the scores; finite. `None`: `1 / √dim_qk`.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters; a scalar that is not named here has its default.
+    pub params: &'a [Param<'a>],
+}
+
+/// One backward call over host memory.
+#[derive(Debug)]
+pub struct HostBackward<'a> {
+    /// Queries, strided as the problem says.
+    pub q: Elements<'a>,
+    /// Keys.
+    pub k: Elements<'a>,
+    /// Values.
+    pub v: Elements<'a>,
+    /// Output of the forward pass.
+    pub o: Elements<'a>,
+    /// Gradient of the output.
+    pub d_o: Elements<'a>,
+    /// f32, (batch, heads_q, seq_q), dense: the forward pass's.
+    pub stats: &'a [f32],
+    /// Gradient of the queries; only elements that belong to the tensor are written.
+    pub dq: ElementsMut<'a>,
+    /// Gradient of the keys.
+    pub dk: ElementsMut<'a>,
+    /// Gradient of the values.
+    pub dv: ElementsMut<'a>,
+    /// The scale of the forward pass.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters, those of the forward pass.
+    pub params: &'a [Param<'a>],
+    /// Gradients of declared parameters: each that the problem asks for, once.
+    pub gradients: Vec<HostGradient<'a>>,
+}
+
+/// Where the gradient of a declared parameter goes.
+#[derive(Debug)]
+pub struct HostGradient<'a> {
+    /// The name of the parameter.
+    pub name: &'a str,
+    /// Dense, over the axes of the parameter; one element for a scalar.
+    pub data: ElementsMut<'a>,
+}
+
+/// Memory of an operand: read or written, as [`Operand::written`] says.
+#[derive(Debug)]
+pub enum HostMemory<'a> {
+    /// What the pass reads.
+    Read(Elements<'a>),
+    /// What it writes.
+    Write(ElementsMut<'a>),
+}
+
+/// Row statistics of a call.
+#[derive(Debug)]
+pub enum HostStats<'a> {
+    /// A forward pass that is not asked for them.
+    None,
+    /// A backward pass reads them.
+    Read(&'a [f32]),
+    /// A forward pass writes them.
+    Write(&'a mut [f32]),
+}
+
+/// A call of either pass, its operands as a table: for executors that do the same with each. [`HostForward`] and [`HostBackward`]
+/// become one.
+#[derive(Debug)]
+pub struct HostCall<'a> {
+    /// The operands of the pass, in the order of [`Direction::operands`](crate::operand::Direction::operands).
+    pub operands: Vec<(Operand, HostMemory<'a>)>,
+    /// f32, (batch, heads_q, seq_q), dense.
+    pub stats: HostStats<'a>,
+    /// Multiplies the scores. `None`: `1 / √dim_qk`.
+    pub attn_scale: Option<f32>,
+    /// Values of declared parameters; a scalar that is not named here has its default.
+    pub params: &'a [Param<'a>],
+    /// Gradients of declared parameters.
+    pub gradients: Vec<HostGradient<'a>>,
+}
+
+impl<'a> From<HostForward<'a>> for HostCall<'a> {
+    fn from(call: HostForward<'a>) -> HostCall<'a> {
+        let read = [(Operand::Q, call.q), (Operand::K, call.k), (Operand::V, call.v)].map(|(operand, x)| (operand, HostMemory::Read(x)));
+        HostCall {
+            operands: read.into_iter().chain([(Operand::O, HostMemory::Write(call.o))]).collect(),
+            stats: call.stats.map_or(HostStats::None, HostStats::Write),
+            attn_scale: call.attn_scale,
+            params: call.params,
+            gradients: Vec::new(),
+        }
+    }
+}
+
+impl<'a> From<HostBackward<'a>> for HostCall<'a> {
+    fn from(call: HostBackward<'a>) -> HostCall<'a> {
+        let read = [(Operand::Q, call.q), (Operand::K, call.k), (Operand::V, call.v), (Operand::O, call.o), (Operand::DO, call.d_o)];
+        let written = [(Operand::DQ, call.dq), (Operand::DK, call.dk), (Operand::DV, call.dv)];
+        let read = read.into_iter().map(|(operand, x)| (operand, HostMemory::Read(x)));
+        let written = written.into_iter().map(|(operand, x)| (operand, HostMemory::Write(x)));
+        HostCall {
+            operands: read.chain(written).collect(),
+            stats: HostStats::Read(call.stats),
+            attn_scale: call.attn_scale,
+            params: call.params,
+            gradients: call.gradients,
+        }
+    }
+}
+
+/// Collects what is wrong with a call.
+struct Check<'p> {
+    problem: &'p Problem,
+    errors: Vec<SpecError>,
+}
+
+impl Check<'_> {
+    fn operand(&mut self, operand: Operand, tensor: &TensorSpec, (dtype, len): (DType, usize)) {
+        if dtype != self.problem.dtype() {
+            self.errors.push(SpecError::new(format!("{operand} dtype"), dtype, format!("the problem's, {}", self.problem.dtype())));
+        }
+        let need = tensor.extent().unwrap_or(i64::MAX);
+        if i64::try_from(len).is_ok_and(|len| len < need) {
+            self.errors.push(SpecError::new(format!("{operand} length"), len, format!("at least {need} elements, by its strides")));
+        }
+    }
+
+    fn stats(&mut self, len: usize) {
+        let need = self.problem.stats_elements();
+        if len as i64 != need {
+            self.errors.push(SpecError::new("stats length", len, format!("batch x heads_q x seq_q = {need}")));
+        }
+    }
+
+    fn scale(mut self, scale: Option<f32>) -> Result<f32, SpecErrors> {
+        let scale = scale.unwrap_or(self.problem.default_scale());
+        if !scale.is_finite() {
+            self.errors.push(SpecError::new("attn_scale", scale, "a finite number"));
+        }
+        if self.errors.is_empty() { Ok(scale) } else { Err(SpecErrors(self.errors)) }
+    }
+}
+
+fn read((operand, x): (Operand, &Elements<'_>)) -> (Operand, (DType, usize)) {
+    (operand, (x.dtype(), x.len()))
+}
+
+fn written((operand, x): (Operand, &ElementsMut<'_>)) -> (Operand, (DType, usize)) {
+    (operand, (x.dtype(), x.len()))
+}
+
+impl HostForward<'_> {
+    /// Checks the call against the problem; the scale to use.
+    ///
+    /// # Errors
+    /// Every wrong dtype, every buffer that is too short, stats missing or too many, a scale that is not finite.
+    pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
+        let mut check = Check { problem, errors: Vec::new() };
+        let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v)].map(read);
+        for (operand, given) in given.into_iter().chain([written((Operand::O, &self.o))]) {
+            if let Some(tensor) = problem.tensor(operand) {
+                check.operand(operand, tensor, given);
+            }
+        }
+        match (&self.stats, problem.stats()) {
+            (Some(stats), true) => check.stats(stats.len()),
+            (None, true) => check.errors.push(SpecError::new("stats", "absent", "the problem asks for stats")),
+            (Some(_), false) => check.errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
+            (None, false) => {}
+        }
+        check.errors.extend(problem.bind(self.params).err().map_or_else(Vec::new, |e| e.0));
+        check.scale(self.attn_scale)
+    }
+}
+
+impl HostBackward<'_> {
+    /// Checks the call against the problem; the scale to use.
+    ///
+    /// # Errors
+    /// Every wrong dtype, every buffer that is too short, a scale that is not finite, parameters and gradients that are missing,
+    /// unknown, doubled or of another type or length.
+    pub fn check(&self, problem: &BackwardProblem) -> Result<f32, SpecErrors> {
+        let mut check = Check { problem: problem.forward(), errors: Vec::new() };
+        let forward = problem.forward();
+        let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v), (Operand::O, &self.o), (Operand::DO, &self.d_o)];
+        let results = [(Operand::DQ, &self.dq), (Operand::DK, &self.dk), (Operand::DV, &self.dv)];
+        for (operand, given) in given.into_iter().map(read).chain(results.map(written)) {
+            check.operand(operand, problem.tensor(operand), given);
+        }
+        check.stats(self.stats.len());
+        let values = params::bind(problem.params(), forward.extents(), self.params);
+        check.errors.extend(values.err().map_or_else(Vec::new, |e| e.0));
+        check.errors.extend(self.wrong_gradients(problem));
+        check.scale(self.attn_scale)
+    }
+
+    fn wrong_gradients(&self, problem: &BackwardProblem) -> Vec<SpecError> {
+        let given: Vec<&str> = self.gradients.iter().map(|g| g.name).collect();
+        let mut errors = params::check_gradients(problem.wrt().iter().map(|g| g.name.as_str()), &given);
+        for given in &self.gradients {
+            let Some(wanted) = problem.wrt().iter().find(|wanted| wanted.name == given.name) else { continue };
+            let field = format!("gradient of {}", wanted.name);
+            if given.data.dtype() != wanted.dtype {
+                errors.push(SpecError::new(&field, given.data.dtype(), format!("the problem's, {}", wanted.dtype)));
+            }
+            let need = problem.gradient_elements(&wanted.name);
+            if given.data.len() as i64 != need {
+                errors.push(SpecError::new(format!("{field} length"), given.data.len(), format!("{need} elements, dense")));
+            }
+        }
+        errors
+    }
+}
