@@ -40,9 +40,9 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         let dtype = lower::dtype(job.problem().dtype());
         let role = Role::Copy(operand);
         if job.writes(operand) {
-            after.push((role, lower::copy(dtype, &used, &given)?, vec![piece], caller));
+            after.push((role, lower::copy(dtype, used, given)?, vec![piece], caller));
         } else {
-            before.push((role, lower::copy(dtype, &given, &used)?, vec![caller], piece));
+            before.push((role, lower::copy(dtype, given, used)?, vec![caller], piece));
         }
     }
     if let Some(tensor) = lowered.stats {
