@@ -84,12 +84,9 @@ fn gradients_of_queries_come_at_once_for_equal_bits_and_for_gradients_of_paramet
 fn turned_scores_are_a_view_of_dense_ones() {
     let lowered = composite(&backward(SHAPE, &[], &[]));
     let graph = lowered.graph.graph();
-    let reshapes = graph.ops().iter().filter_map(|op| match op {
-        Op::Reshape(r) => Some(r),
-        _ => None,
-    });
     let mut turned = 0;
-    for reshape in reshapes {
+    for op in graph.ops() {
+        let Op::Reshape(reshape) = op else { continue };
         let (from, to) = (graph.get(reshape.x).unwrap(), graph.get(reshape.y).unwrap());
         if from.dims.0[2..] != [SHAPE.seq_q, SHAPE.seq_kv] {
             continue;
