@@ -79,7 +79,7 @@ impl Memory {
         let job = &planned.job;
         let problem = job.problem();
         let mut operands = Vec::new();
-        for (n, (operand, tensor)) in job.tensors().into_iter().enumerate() {
+        for (n, (operand, tensor)) in job.tensors().enumerate() {
             operands.push((operand, random(stream, problem.dtype(), tensor.extent().unwrap_or(0), seed * 16 + n as u64 + 1)?));
         }
         let stats = if planned.lowered.stats.is_some() { Some(random(stream, DType::F32, problem.stats_elements(), 7)?) } else { None };
