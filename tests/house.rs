@@ -114,7 +114,7 @@ const ARROWS: [(&str, &[&str]); 7] = [
     ("sdpa/core", &[]),
     ("sdpa/cache", &[]),
     ("sdpa/cpu", &["sdpa-core"]),
-    ("metal-fallback", &["sdpa-core"]),
+    ("metal-fallback", &["sdpa-cache", "sdpa-core"]),
     ("sdpa/cudnn", &["cudnn-graph", "sdpa-cache", "sdpa-core"]),
     ("sdpa", &["metal-fallback", "sdpa-cache", "sdpa-core", "sdpa-cpu", "sdpa-cudnn"]),
 ];

@@ -293,7 +293,7 @@ fn operands_are_copied_before_and_results_after_the_attention() {
         let back = [(tensor(copy, "from"), piece), (tensor(copy, "to"), given.address())];
         assert_copy(entry, if operand == Operand::O { back } else { ends });
         let tensor = f.planned.job.tensor(operand).unwrap();
-        pieces.push((piece, piece + bytes(&tensor)));
+        pieces.push((piece, piece + bytes(tensor)));
     }
     // Inside of the workspace, behind the plans' own scratch, apart from one another.
     let workspace = whole(&f.memory.workspace);
@@ -408,7 +408,7 @@ fn the_gradient_of_a_sum_is_added_to_zeros_in_the_workspace() {
     let copy = run(&planned, &Role::Copy(Operand::DO));
     let piece = attention.address(uid(&planned, Operand::DO)).unwrap();
     assert_eq!((fill.to, fill.from), (piece, 0));
-    assert!(fill.bytes >= bytes(&planned.job.tensor(Operand::DO).unwrap()));
+    assert!(fill.bytes >= bytes(planned.job.tensor(Operand::DO).unwrap()));
     assert_copy(d_o, [(tensor(copy, "from"), call.d_o.address), (tensor(copy, "to"), piece)]);
     assert_eq!(d_o.address(tensor(copy, "zeros").uid()), Some(piece));
     let copy = run(&planned, &Role::Copy(Operand::DQ));

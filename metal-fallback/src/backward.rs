@@ -1,17 +1,17 @@
 //! Backward problems and their plans.
 
-use crate::declined::{Check, Declined};
+use crate::declined::Check;
 use crate::emit::Captured;
 use crate::forward::Forward;
 use crate::kernels::Kernels;
 use crate::parameter;
 use crate::params::{BackwardParams, Params};
-use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch, Tensor};
+use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
 use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECTOR_DQ};
 use crate::tiles::{SIMD, Tiles};
-use sdpa_core::DType;
 use sdpa_core::expr::{Axes, Trace};
+use sdpa_core::{DType, Reason, TensorSpec};
 use std::sync::Arc;
 
 /// Where the kernels of a backward pass have what one leaves to another.
@@ -41,13 +41,13 @@ pub struct Backward {
     /// The attention; whether it asks for stats does not matter here.
     pub forward: Forward,
     /// Gradient of the output. Any stride may be 0.
-    pub d_o: Tensor,
+    pub d_o: TensorSpec,
     /// Gradient of the queries.
-    pub dq: Tensor,
+    pub dq: TensorSpec,
     /// Gradient of the keys.
-    pub dk: Tensor,
+    pub dk: TensorSpec,
     /// Gradient of the values.
-    pub dv: Tensor,
+    pub dv: TensorSpec,
     /// Of the score and of the gradient that comes in from behind: its second root is the gradient of the score, and further ones are
     /// those of [`Backward::along`]. There where the attention has a score_mod.
     pub gradient: Option<Arc<Trace>>,
@@ -60,7 +60,7 @@ impl Backward {
     ///
     /// # Errors
     /// Every limit that it breaks.
-    pub fn supports(&self) -> Result<(), Vec<Declined>> {
+    pub fn supports(&self) -> Result<(), Vec<Reason>> {
         let mut check = Check(self.forward.supports().err().unwrap_or_default());
         let Forward { q, k, v, o, .. } = &self.forward;
         for (field, tensor, like) in [("d_o", &self.d_o, o), ("dq", &self.dq, q), ("dk", &self.dk, k), ("dv", &self.dv, v)] {
@@ -111,7 +111,7 @@ impl Backward {
     ///
     /// # Errors
     /// As [`Backward::supports`].
-    pub fn plan(&self) -> Result<Pass, Vec<Declined>> {
+    pub fn plan(&self) -> Result<Pass, Vec<Reason>> {
         let forward = &self.forward;
         let chosen = Kernels::backward(forward.q.dims[2], forward.k.dims[2]);
         self.plan_with(if forward.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
@@ -121,7 +121,7 @@ impl Backward {
     ///
     /// # Errors
     /// As [`Backward::supports`], and limits of these kernels.
-    pub fn plan_with(&self, kernels: Kernels) -> Result<Pass, Vec<Declined>> {
+    pub fn plan_with(&self, kernels: Kernels) -> Result<Pass, Vec<Reason>> {
         self.supports()?;
         self.forward.takes(kernels)?;
         let mut plans = match kernels {
@@ -134,7 +134,7 @@ impl Backward {
         Ok(Pass { plans })
     }
 
-    fn tiled(&self) -> Result<Vec<Plan>, Vec<Declined>> {
+    fn tiled(&self) -> Result<Vec<Plan>, Vec<Reason>> {
         let tiles = self.forward.tiles(Tiles::backward)?;
         let [batch, heads_q, seq_q, _] = self.forward.q.dims.map(|n| n as u32);
         let [_, heads_kv, seq_kv, _] = self.forward.k.dims.map(|n| n as u32);

@@ -1,8 +1,9 @@
-//! Why a problem is not run here.
+//! Why nothing is run here: what a machine lacks, and limits that a problem breaks.
 
+use sdpa_core::Reason;
 use serde::{Deserialize, Serialize};
 
-/// Why a problem is not run here.
+/// What a machine lacks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Declined {
@@ -35,32 +36,27 @@ pub enum Declined {
         /// What the kernels need.
         limit: String,
     },
-    /// A limit of the kernels.
-    #[error("{field} is {value}: {limit}")]
-    Limit {
-        /// The field.
-        field: String,
-        /// What it holds.
-        value: String,
-        /// What the kernels take.
-        limit: String,
-    },
 }
 
-impl Declined {
-    pub(crate) fn limit(field: &str, value: impl std::fmt::Display, limit: impl std::fmt::Display) -> Declined {
-        Declined::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.to_string() }
+impl From<Declined> for Reason {
+    fn from(why: Declined) -> Reason {
+        Reason::Absent(why.to_string())
     }
+}
+
+/// That a problem breaks a limit of the kernels.
+pub(crate) fn limit(field: &str, value: impl std::fmt::Display, limit: impl std::fmt::Display) -> Reason {
+    Reason::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.to_string() }
 }
 
 /// Collects limits that a problem breaks.
 #[derive(Debug, Default)]
-pub(crate) struct Check(pub(crate) Vec<Declined>);
+pub(crate) struct Check(pub(crate) Vec<Reason>);
 
 impl Check {
     pub(crate) fn that(&mut self, holds: bool, field: &str, value: impl std::fmt::Display, limit: impl std::fmt::Display) {
         if !holds {
-            self.0.push(Declined::limit(field, value, limit));
+            self.0.push(self::limit(field, value, limit));
         }
     }
 }

@@ -1,14 +1,14 @@
 //! What goes wrong when plans run.
 
-use crate::declined::Declined;
+use sdpa_core::Reason;
 
 /// What goes wrong when plans run.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Nobody's fault: something else may run the problem. Only before anything ran.
-    #[error("{}", .0.iter().map(Declined::to_string).collect::<Vec<_>>().join("; "))]
-    Declined(Vec<Declined>),
+    #[error("{}", .0.iter().map(Reason::to_string).collect::<Vec<_>>().join("; "))]
+    Declined(Vec<Reason>),
     /// The compiler refuses a kernel: a bug of the kernels.
     #[error("{entry} does not compile: {text}")]
     Compile {

@@ -1,17 +1,17 @@
 //! Forward problems and their plans.
 
-use crate::declined::{Check, Declined};
+use crate::declined::{Check, limit};
 use crate::emit::{Captured, element};
 use crate::kernels::Kernels;
 use crate::params::{ForwardParams, Params};
-use crate::plan::{Band, Binding, Cut, Operand, Pass, Plan, Scratch, Tensor};
+use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
 use crate::source::{
     FORWARD, Kernel, MERGE, SCALARS_SLOT, SEQ_LEN_KV_SLOT, SEQ_LEN_Q_SLOT, SLOTS, STATS_SLOT, Source, TENSORS_SLOT, VECTOR,
 };
 use crate::tiles::{SIMD, Tiles};
-use sdpa_core::DType;
 use sdpa_core::expr::Trace;
+use sdpa_core::{DType, Reason, Region, TensorSpec};
 use std::sync::Arc;
 
 /// Elements of a query, key or value at most.
@@ -28,15 +28,15 @@ pub struct Forward {
     /// Element type of `q`, `k`, `v` and `o`: f32, f16 or bf16.
     pub dtype: DType,
     /// Queries, (batch, heads_q, seq_q, dim_qk).
-    pub q: Tensor,
+    pub q: TensorSpec,
     /// Keys, (batch, heads_kv, seq_kv, dim_qk).
-    pub k: Tensor,
+    pub k: TensorSpec,
     /// Values, (batch, heads_kv, seq_kv, dim_v).
-    pub v: Tensor,
+    pub v: TensorSpec,
     /// Output, (batch, heads_q, seq_q, dim_v).
-    pub o: Tensor,
+    pub o: TensorSpec,
     /// The band of keys that is kept.
-    pub band: Band,
+    pub band: Region,
     /// Whether queries at and past a length of their batch entry keep no key.
     pub seq_len_q: bool,
     /// Whether keys at and past a length of their batch entry are dropped.
@@ -64,7 +64,7 @@ impl Forward {
     ///
     /// # Errors
     /// Every limit that it breaks.
-    pub fn supports(&self) -> Result<(), Vec<Declined>> {
+    pub fn supports(&self) -> Result<(), Vec<Reason>> {
         let mut check = Check::default();
         check.that(matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16), "dtype", self.dtype, "one of f32, f16, bf16");
         let [batch, heads_q, seq_q, dim_qk] = self.q.dims;
@@ -126,20 +126,20 @@ impl Forward {
     }
 
     /// Tiles, or why there are none.
-    pub(crate) fn tiles(&self, choose: impl Fn(u32, u32, u32) -> Option<Tiles>) -> Result<Tiles, Vec<Declined>> {
+    pub(crate) fn tiles(&self, choose: impl Fn(u32, u32, u32) -> Option<Tiles>) -> Result<Tiles, Vec<Reason>> {
         let [dim_qk, dim_v] = self.dims();
         let tiles = choose(dim_qk, dim_v, self.dtype.bytes(1) as u32);
-        tiles.ok_or_else(|| vec![Declined::limit("dims", format!("{dim_qk} and {dim_v}"), "tiles that fit the threadgroup memory")])
+        tiles.ok_or_else(|| vec![limit("dims", format!("{dim_qk} and {dim_v}"), "tiles that fit the threadgroup memory")])
     }
 
     /// The rules of kernels that a caller asks for by name.
-    pub(crate) fn takes(&self, kernels: Kernels) -> Result<(), Vec<Declined>> {
+    pub(crate) fn takes(&self, kernels: Kernels) -> Result<(), Vec<Reason>> {
         match kernels {
             Kernels::Tiled => Ok(()),
             Kernels::Vector | Kernels::Parts if self.shared_queries() <= ROWS_LIMIT => Ok(()),
             Kernels::Vector | Kernels::Parts => {
-                let limit = format!("at most {ROWS_LIMIT} in vector kernels");
-                Err(vec![Declined::limit("queries of a key head", self.shared_queries(), limit)])
+                let most = format!("at most {ROWS_LIMIT} in vector kernels");
+                Err(vec![limit("queries of a key head", self.shared_queries(), most)])
             }
         }
     }
@@ -166,7 +166,7 @@ impl Forward {
     ///
     /// # Errors
     /// As [`Forward::supports`].
-    pub fn plan(&self) -> Result<Pass, Vec<Declined>> {
+    pub fn plan(&self) -> Result<Pass, Vec<Reason>> {
         let chosen = Kernels::forward(self.q.dims[2], self.k.dims[2]);
         self.plan_with(if self.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
@@ -175,7 +175,7 @@ impl Forward {
     ///
     /// # Errors
     /// As [`Forward::supports`], and limits of these kernels.
-    pub fn plan_with(&self, kernels: Kernels) -> Result<Pass, Vec<Declined>> {
+    pub fn plan_with(&self, kernels: Kernels) -> Result<Pass, Vec<Reason>> {
         self.supports()?;
         self.takes(kernels)?;
         let plans = match kernels {
@@ -189,7 +189,7 @@ impl Forward {
         Ok(Pass { plans })
     }
 
-    fn tiled(&self) -> Result<Plan, Vec<Declined>> {
+    fn tiled(&self) -> Result<Plan, Vec<Reason>> {
         let tiles = self.tiles(Tiles::forward)?;
         let name = self.element();
         let [batch, heads_q, seq_q, _] = self.q.dims.map(|n| n as u32);

@@ -12,12 +12,12 @@
 #[cfg(target_vendor = "apple")]
 pub mod apple;
 mod backward;
-mod cache;
 mod declined;
 mod emit;
 mod error;
 mod executor;
 mod forward;
+mod kernel;
 mod kernels;
 mod limits;
 mod order;
@@ -31,17 +31,17 @@ mod task;
 mod tiles;
 
 pub use backward::{Along, Backward};
-pub use cache::{Cache, CacheStats, Key, Math};
 pub use declined::Declined;
 pub use emit::Captured;
 pub use error::Error;
 pub use executor::MetalExecutor;
 pub use forward::Forward;
+pub use kernel::{Kernel, KernelCache, KernelKey, Math};
 pub use kernels::Kernels;
 pub use limits::Limits;
 pub use order::waits;
 pub use params::{BackwardParams, Field, ForwardParams, Params, SumParams};
-pub use plan::{Band, Binding, Operand, Pass, Plan, Scratch, Tensor};
+pub use plan::{Binding, Operand, Pass, Plan, Scratch};
 pub use run::{Call, Contents, Facts, Ran, Ready, Runner};
 pub use task::Task;
 pub use tiles::{FRAGMENT, REGISTER_LIMIT, SIMD, THREADGROUP_BYTES, Tiles};

@@ -1,8 +1,9 @@
 //! What a compiled kernel can be asked for, against what its plan asks.
 
-use crate::declined::{Check, Declined};
+use crate::declined::Check;
 use crate::plan::Plan;
 use crate::tiles::SIMD;
+use sdpa_core::Reason;
 
 /// What Metal says of a compiled kernel, which may be less than what it says of the device: registers decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +23,7 @@ impl Limits {
     ///
     /// # Errors
     /// Every limit that it breaks.
-    pub fn check(&self, plan: &Plan) -> Result<(), Vec<Declined>> {
+    pub fn check(&self, plan: &Plan) -> Result<(), Vec<Reason>> {
         let mut check = Check::default();
         let field = |what: &str| format!("{what} of {}", plan.entry);
         let most = self.threads;
@@ -38,13 +39,14 @@ impl Limits {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Band, Forward, Tensor};
+    use crate::Forward;
     use sdpa_core::DType;
+    use sdpa_core::{Region, TensorSpec};
 
     #[test]
     fn every_limit_is_told_with_what_the_plan_needs() {
-        let tensor = Tensor { dims: [1, 1, 64, 64], strides: [4096, 4096, 64, 1] };
-        let band = Band::default();
+        let tensor = TensorSpec { dims: [1, 1, 64, 64], strides: [4096, 4096, 64, 1], alignment: 16 };
+        let band = Region::default();
         let (q, k, v, o) = (tensor, tensor, tensor, tensor);
         let forward =
             Forward { dtype: DType::F16, q, k, v, o, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: false };

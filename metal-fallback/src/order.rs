@@ -22,19 +22,20 @@ pub fn waits(plans: &[Plan]) -> Vec<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Forward;
     use crate::plan::Binding;
-    use crate::{Forward, Tensor};
     use sdpa_core::DType;
+    use sdpa_core::{Region, TensorSpec};
 
     fn plans(buffers: &[&[(Operand, bool)]]) -> Vec<Plan> {
-        let tensor = Tensor { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1] };
+        let tensor = TensorSpec { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1], alignment: 16 };
         let forward = Forward {
             dtype: DType::F32,
             q: tensor,
             k: tensor,
             v: tensor,
             o: tensor,
-            band: crate::Band::default(),
+            band: Region::default(),
             seq_len_q: false,
             seq_len_kv: false,
             score_mod: None,

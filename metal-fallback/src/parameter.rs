@@ -1,18 +1,18 @@
 //! Gradients of declared parameters: how the pairs that read an element are shared, and what adds up the shares.
 
 use crate::backward::{ALONG_PARAMS, Backward, DELTA_SLOT};
-use crate::declined::Declined;
 use crate::emit::element;
 use crate::params::{Params, SumParams};
 use crate::plan::{Binding, Cut, Operand, Plan, Scratch};
 use crate::rows::THREADS;
 use crate::source::{PARAMETER, SUM, Source};
 use crate::tiles::{FRAGMENT, SIMD, Tiles};
+use sdpa_core::Reason;
 use sdpa_core::expr::Axis;
 
 /// The kernels for the gradient of a parameter, by its place in [`Backward::along`]: one that sums over blocks, and one that adds up
 /// its sums unless each is whole.
-pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Declined>> {
+pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Reason>> {
     let Some(along) = problem.along.get(n) else { return Ok(Vec::new()) };
     let forward = &problem.forward;
     let tiles = forward.tiles(Tiles::backward)?;

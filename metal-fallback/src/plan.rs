@@ -4,32 +4,6 @@ use crate::params::Params;
 use crate::source::PARAMS_SLOT;
 use sdpa_core::DType;
 
-/// Extents (batch, head, seq, dim) and strides of an operand, in elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Tensor {
-    /// Extents.
-    pub dims: [i64; 4],
-    /// Strides; the last is 1.
-    pub strides: [i64; 4],
-}
-
-impl Tensor {
-    pub(crate) fn outer(&self) -> [i64; 3] {
-        [self.strides[0], self.strides[1], self.strides[2]]
-    }
-}
-
-/// The keys that a query keeps, by their distance.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Band {
-    /// Keys at `k − q ≤ lower` are dropped.
-    pub lower: Option<i64>,
-    /// Keys at `k − q > upper` are dropped.
-    pub upper: Option<i64>,
-    /// Keys at `k > q` and `k ≥ prefix` are dropped.
-    pub prefix: Option<i64>,
-}
-
 /// Memory of a pass, f32: only its kernels write and read it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Scratch {

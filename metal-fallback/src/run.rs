@@ -117,13 +117,14 @@ pub trait Ready: Debug + Send + Sync {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Band, Forward, Kernels, Tensor};
+    use crate::{Forward, Kernels};
     use sdpa_core::DType;
+    use sdpa_core::{Region, TensorSpec};
 
     #[test]
     fn a_call_has_what_kernels_reach_before_anything_runs() {
-        let tensor = Tensor { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1] };
-        let band = Band::default();
+        let tensor = TensorSpec { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1], alignment: 16 };
+        let band = Region::default();
         let (q, k, v, o) = (tensor, tensor, tensor, tensor);
         let forward =
             Forward { dtype: DType::F32, q, k, v, o, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: false };

@@ -1,11 +1,11 @@
 //! A pass as a runner takes it: its plans, and how far they reach into each operand.
 
 use crate::backward::Backward;
-use crate::declined::{Check, Declined};
+use crate::declined::Check;
 use crate::forward::Forward;
 use crate::kernels::Kernels;
-use crate::plan::{Operand, Pass, Plan, Scratch, Tensor};
-use sdpa_core::DType;
+use crate::plan::{Operand, Pass, Plan, Scratch};
+use sdpa_core::{DType, Reason, TensorSpec};
 
 /// A pass as a [`Runner`](crate::Runner) takes it: plans that run one after the other, and the bytes that they reach of each operand.
 #[derive(Clone, Debug)]
@@ -60,14 +60,10 @@ impl Operand {
     }
 }
 
-/// Bytes from the first to the last element of a tensor.
-fn extent(tensor: &Tensor, dtype: DType) -> Option<u64> {
-    let mut last: u64 = 0;
-    for (dim, stride) in tensor.dims.into_iter().zip(tensor.strides) {
-        let steps = u64::try_from(dim).ok()?.checked_sub(1)?;
-        last = last.checked_add(steps.checked_mul(u64::try_from(stride).ok()?)?)?;
-    }
-    last.checked_add(1)?.checked_mul(dtype.bytes(1))
+/// Bytes from the first to the last element of a tensor; `None` where they are no number.
+fn bytes(tensor: &TensorSpec, dtype: DType) -> Option<u64> {
+    let forwards = tensor.strides.iter().all(|&stride| stride >= 0);
+    u64::try_from(tensor.extent().filter(|_| forwards)?).ok()?.checked_mul(dtype.bytes(1))
 }
 
 /// What the tensors of a problem are, for [`Task::new`].
@@ -83,7 +79,7 @@ impl Tensors<'_> {
         let Tensors { forward, backward } = *self;
         let element = forward.dtype;
         let [batch, heads_q, seq_q, _] = forward.q.dims;
-        let of = |tensor: &Tensor| extent(tensor, element);
+        let of = |tensor: &TensorSpec| bytes(tensor, element);
         let floats = |dims: &[i64]| dims.iter().try_fold(4u64, |n, &dim| n.checked_mul(u64::try_from(dim).ok()?));
         match operand {
             Operand::Q => of(&forward.q),
@@ -108,7 +104,7 @@ impl Tensors<'_> {
 }
 
 impl Task {
-    fn new(Pass { plans }: Pass, tensors: Tensors<'_>) -> Result<Task, Vec<Declined>> {
+    fn new(Pass { plans }: Pass, tensors: Tensors<'_>) -> Result<Task, Vec<Reason>> {
         let mut reach: Vec<(Operand, u64)> = Vec::new();
         let mut check = Check::default();
         for binding in plans.iter().flat_map(|plan| &plan.buffers) {
@@ -157,7 +153,7 @@ impl Forward {
     ///
     /// # Errors
     /// As [`Forward::supports`], and limits of these kernels.
-    pub fn task(&self, kernels: Option<Kernels>) -> Result<Task, Vec<Declined>> {
+    pub fn task(&self, kernels: Option<Kernels>) -> Result<Task, Vec<Reason>> {
         let pass = kernels.map_or_else(|| self.plan(), |kernels| self.plan_with(kernels))?;
         Task::new(pass, Tensors { forward: self, backward: None })
     }
@@ -168,7 +164,7 @@ impl Backward {
     ///
     /// # Errors
     /// As [`Backward::supports`], and limits of these kernels.
-    pub fn task(&self, kernels: Option<Kernels>) -> Result<Task, Vec<Declined>> {
+    pub fn task(&self, kernels: Option<Kernels>) -> Result<Task, Vec<Reason>> {
         let pass = kernels.map_or_else(|| self.plan(), |kernels| self.plan_with(kernels))?;
         Task::new(pass, Tensors { forward: &self.forward, backward: Some(self) })
     }
@@ -177,17 +173,17 @@ impl Backward {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Band;
+    use sdpa_core::Region;
 
     fn forward(strides: [i64; 4]) -> Forward {
-        let tensor = |heads, seq, dim| Tensor { dims: [2, heads, seq, dim], strides };
+        let tensor = |heads, seq, dim| TensorSpec { dims: [2, heads, seq, dim], strides, alignment: 16 };
         Forward {
             dtype: DType::F16,
             q: tensor(4, 10, 16),
             k: tensor(2, 6, 16),
             v: tensor(2, 6, 8),
             o: tensor(4, 10, 8),
-            band: Band::default(),
+            band: Region::default(),
             seq_len_q: false,
             seq_len_kv: true,
             score_mod: None,
@@ -221,7 +217,7 @@ mod tests {
     fn strides_without_a_reach_are_declined() {
         for strides in [[10_000, 1000, -20, 1], [i64::MAX, i64::MAX, 20, 1]] {
             let declined = forward(strides).task(None).unwrap_err();
-            assert!(matches!(&declined[0], Declined::Limit { field, .. } if field == "q"), "{declined:?}");
+            assert!(matches!(&declined[0], Reason::Limit { field, .. } if field == "q"), "{declined:?}");
         }
     }
 }

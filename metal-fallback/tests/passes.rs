@@ -1,18 +1,18 @@
 //! Passes: which kernels they are made of, and what these leave to one another.
 
-use metal_fallback::{Along, Backward, Band, Declined, Forward, Kernels, Operand, Pass, Tensor};
-use sdpa_core::DType;
+use metal_fallback::{Along, Backward, Forward, Kernels, Operand, Pass};
 use sdpa_core::expr::{Axes, Axis, Builder, Trace};
+use sdpa_core::{DType, Reason, Region, TensorSpec};
 use std::sync::Arc;
 
-fn tensor(dims: [i64; 4]) -> Tensor {
+fn tensor(dims: [i64; 4]) -> TensorSpec {
     let [_, heads, seq, dim] = dims;
-    Tensor { dims, strides: [heads.saturating_mul(seq).saturating_mul(dim), seq.saturating_mul(dim), dim, 1] }
+    TensorSpec { dims, strides: [heads.saturating_mul(seq).saturating_mul(dim), seq.saturating_mul(dim), dim, 1], alignment: 16 }
 }
 
 fn forward(seq_q: i64, seq_kv: i64) -> Forward {
     let (q, k) = (tensor([2, 6, seq_q, 64]), tensor([2, 3, seq_kv, 64]));
-    let band = Band::default();
+    let band = Region::default();
     Forward { dtype: DType::F16, q, k, v: k, o: q, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: true }
 }
 
@@ -93,7 +93,7 @@ fn limits_are_declined_with_field_value_and_rule() {
     assert_eq!(declined[0].to_string(), "queries of a key head is 2097152: at most 1048576 in vector kernels");
     assert_eq!(entries(&many.plan().unwrap()), ["attention_forward"]);
     let declined = with_bias(forward(1 << 18, 1 << 18)).supports().unwrap_err();
-    let limit = |why: &Declined| why.to_string() == format!("elements of the gradient of table is {}: at most {}", 6i64 << 36, 1i64 << 34);
+    let limit = |why: &Reason| why.to_string() == format!("elements of the gradient of table is {}: at most {}", 6i64 << 36, 1i64 << 34);
     assert!(declined.iter().any(limit), "{declined:?}");
     let mut without = with_bias(forward(4, 4));
     without.gradient = None;

@@ -5,6 +5,7 @@ use super::encode::Argument;
 use super::gpu::Gpu;
 use super::pipeline::Pipeline;
 use crate::error::Error;
+use crate::kernel::Kernel;
 use crate::plan::Operand;
 use crate::run::{Call, Ran, Ready};
 use crate::task::Task;
@@ -19,11 +20,11 @@ pub struct Built {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
     queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
     task: Task,
-    pipelines: Vec<Arc<Pipeline>>,
+    pipelines: Vec<Arc<Kernel<Pipeline>>>,
 }
 
 impl Built {
-    pub(super) fn new(gpu: &Gpu, task: Task, pipelines: Vec<Arc<Pipeline>>) -> Built {
+    pub(super) fn new(gpu: &Gpu, task: Task, pipelines: Vec<Arc<Kernel<Pipeline>>>) -> Built {
         Built { device: gpu.device.clone(), queue: gpu.queue.clone(), task, pipelines }
     }
 
@@ -32,7 +33,7 @@ impl Built {
     }
 
     /// Of each plan.
-    pub(super) fn pipelines(&self) -> &[Arc<Pipeline>] {
+    pub(super) fn pipelines(&self) -> &[Arc<Kernel<Pipeline>>] {
         &self.pipelines
     }
 

@@ -5,6 +5,7 @@ use super::buffer::{copy, private};
 use super::built::Built;
 use super::pipeline::Pipeline;
 use crate::error::Error;
+use crate::kernel::Kernel;
 use crate::order::waits;
 use crate::plan::{Operand, Plan};
 use crate::run::Ready;
@@ -38,7 +39,7 @@ pub enum Argument<'a> {
 #[derive(Debug)]
 #[must_use = "hold this until the command buffer has completed"]
 pub struct Kept {
-    _pipelines: Vec<Arc<Pipeline>>,
+    _pipelines: Vec<Arc<Kernel<Pipeline>>>,
     _buffers: Vec<Buffer>,
 }
 

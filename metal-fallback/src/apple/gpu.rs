@@ -2,9 +2,9 @@
 
 use super::built::Built;
 use super::pipeline::Pipeline;
-use crate::cache::{Cache, CacheStats, Key, Math};
 use crate::declined::Declined;
 use crate::error::Error;
+use crate::kernel::{Kernel, KernelCache, KernelKey, Math};
 use crate::run::{Facts, Ready, Runner};
 use crate::task::Task;
 use crate::tiles::THREADGROUP_BYTES;
@@ -12,6 +12,7 @@ use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::{NSOperatingSystemVersion, NSProcessInfo};
 use objc2_metal::{MTLCommandQueue, MTLCreateSystemDefaultDevice, MTLDevice, MTLGPUFamily};
+use sdpa_cache::{CacheSnapshot, CacheStats, Limits};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
@@ -43,7 +44,7 @@ const SYSTEMS: [(&str, isize); 4] = [("macos", 14), ("ios", 17), ("tvos", 17), (
 pub struct Gpu {
     pub(super) device: Retained<ProtocolObject<dyn MTLDevice>>,
     pub(super) queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
-    pipelines: Cache<Pipeline>,
+    pipelines: KernelCache<Pipeline>,
     facts: Arc<Facts>,
     math: Math,
 }
@@ -102,7 +103,7 @@ impl Gpu {
         let facts = facts(&device, &info);
         suits(&facts)?;
         let queue = device.newCommandQueue().ok_or(Declined::NoGpu)?;
-        Ok(Gpu { device, queue, pipelines: Cache::new(pipelines), facts: Arc::new(facts), math })
+        Ok(Gpu { device, queue, pipelines: KernelCache::new("metal", Limits::entries(pipelines)), facts: Arc::new(facts), math })
     }
 
     /// The device.
@@ -110,9 +111,14 @@ impl Gpu {
         &self.device
     }
 
-    /// What happened in the cache of kernels.
-    pub fn stats(&self) -> CacheStats {
+    /// How the cache of kernels has been used so far.
+    pub fn cache_stats(&self) -> CacheStats {
         self.pipelines.stats()
+    }
+
+    /// What became of each kernel, for `cargo sdpa cache`.
+    pub fn cache_snapshot(&self) -> CacheSnapshot {
+        self.pipelines.snapshot()
     }
 
     /// Builds the kernels of a pass, or finds them built.
@@ -122,8 +128,8 @@ impl Gpu {
     pub fn build(&self, task: Task) -> Result<Built, Error> {
         let mut pipelines = Vec::with_capacity(task.plans().len());
         for plan in task.plans() {
-            let key = Key { source: plan.source.clone(), entry: plan.entry, math: self.math };
-            let pipeline = self.pipelines.get_or_build(&key, || autoreleasepool(|_| Pipeline::build(&self.device, &key)))?;
+            let key = KernelKey::new(plan, self.math);
+            let pipeline = Kernel::of(&self.pipelines, &key, || autoreleasepool(|_| Pipeline::build(&self.device, &key)))?;
             pipeline.limits.check(plan).map_err(Error::Declined)?;
             pipelines.push(pipeline);
         }

@@ -1,7 +1,7 @@
 //! One compiled kernel.
 
-use crate::cache::{Key, Math};
 use crate::error::Error;
+use crate::kernel::{KernelKey, Math};
 use crate::limits::Limits;
 use objc2::rc::Retained;
 use objc2::runtime::{NSObjectProtocol, ProtocolObject};
@@ -36,7 +36,7 @@ fn options(math: Math) -> Retained<MTLCompileOptions> {
 }
 
 impl Pipeline {
-    pub(super) fn build(device: &ProtocolObject<dyn MTLDevice>, key: &Key) -> Result<Pipeline, Error> {
+    pub(super) fn build(device: &ProtocolObject<dyn MTLDevice>, key: &KernelKey) -> Result<Pipeline, Error> {
         let entry = key.entry;
         let refused = |e: Retained<NSError>| Error::Compile { entry, text: e.localizedDescription().to_string() };
         let source = NSString::from_str(&key.source);

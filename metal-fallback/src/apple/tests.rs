@@ -1,14 +1,14 @@
 //! What only a Mac can show of the glue. The kernels' numbers are the cases' of the workspace.
 
 use super::*;
-use crate::cache::{CacheStats, Math};
 use crate::declined::Declined;
 use crate::error::Error;
-use crate::plan::{Band, Operand, Tensor};
+use crate::kernel::Math;
+use crate::plan::Operand;
 use crate::run::{Call, Contents, Runner};
 use crate::{Forward, Task};
 use objc2_metal::{MTLCommandBuffer, MTLCommandQueue, MTLDevice, MTLResourceOptions};
-use sdpa_core::DType;
+use sdpa_core::{DType, Region, TensorSpec};
 use std::borrow::Cow;
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -56,8 +56,8 @@ fn gpu() -> Option<Gpu> {
 }
 
 fn task() -> Task {
-    let tensor = Tensor { dims: [1, 4, 64, 64], strides: [4 * 64 * 64, 64 * 64, 64, 1] };
-    let band = Band { upper: Some(0), ..Band::default() };
+    let tensor = TensorSpec { dims: [1, 4, 64, 64], strides: [4 * 64 * 64, 64 * 64, 64, 1], alignment: 16 };
+    let band = Region { upper: Some(0), ..Region::default() };
     let dtype = DType::F32;
     let forward = Forward {
         dtype,
@@ -108,7 +108,8 @@ fn whole_pages_are_not_copied_and_give_the_same() {
     let ran = run(&gpu, [q.bytes(), k.bytes(), v.bytes()], o.bytes());
     assert_eq!(ran.copied, []);
     assert!(o.bytes() == expected(&gpu));
-    assert_eq!(gpu.stats(), CacheStats { hits: 1, builds: 1, failures: 0, evictions: 0 });
+    let stats = gpu.cache_stats();
+    assert_eq!((stats.hits, stats.misses, stats.evictions), (1, 1, 0));
 }
 
 #[test]
@@ -155,7 +156,7 @@ fn a_source_that_does_not_compile_is_an_error_in_metals_words() {
     });
     let refused = gpu.prepare(broken).unwrap_err();
     assert!(matches!(&refused, Error::Compile { text, .. } if text.contains("error")), "{refused}");
-    assert_eq!(gpu.stats().failures, 1);
+    assert_eq!(gpu.cache_stats().failures, 1);
 }
 
 #[test]
@@ -169,5 +170,6 @@ fn a_bound_on_kernels_evicts() {
     for task in [task(), other, task()] {
         gpu.prepare(task).unwrap();
     }
-    assert_eq!(gpu.stats(), CacheStats { hits: 0, builds: 3, failures: 0, evictions: 2 });
+    let stats = gpu.cache_stats();
+    assert_eq!((stats.hits, stats.misses, stats.evictions), (0, 3, 2));
 }

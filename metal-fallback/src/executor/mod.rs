@@ -10,7 +10,7 @@ use crate::{Backward, Declined, Facts, Forward, Kernels, Ready, Runner, Task};
 use call::{MetalBackward, MetalForward};
 use problem::unsupported;
 use sdpa_core::backward::BackwardProblem;
-use sdpa_core::error::{Error, ExecutorName, Unsupported};
+use sdpa_core::error::{Error, ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
 use std::sync::Arc;
@@ -54,13 +54,13 @@ impl MetalExecutor {
     }
 
     fn ready(&self, task: Task) -> Result<Arc<dyn Ready>, Error> {
-        let runner = self.runner.as_ref().map_err(|why| unsupported(vec![why.clone()]))?;
+        let runner = self.runner.as_ref().map_err(|why| unsupported(vec![why.clone().into()]))?;
         runner.prepare(task).map_err(Error::from)
     }
 
     /// What the machine has against a problem, then what the kernels have.
     fn reasons(&self, kernels: Result<(), Unsupported>) -> Result<(), Unsupported> {
-        let mut refused = unsupported(self.runner.as_ref().err().cloned().into_iter().collect());
+        let mut refused = unsupported(self.runner.as_ref().err().cloned().into_iter().map(Reason::from).collect());
         refused.reasons.extend(kernels.err().map_or_else(Vec::new, |e| e.reasons));
         if refused.reasons.is_empty() { Ok(()) } else { Err(refused) }
     }

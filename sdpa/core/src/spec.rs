@@ -80,6 +80,11 @@ impl TensorSpec {
         TensorSpec { dims: self.dims, strides, alignment: 16 }
     }
 
+    /// Strides of batch entries, heads and rows, in elements.
+    pub fn outer(&self) -> [i64; 3] {
+        [self.strides[0], self.strides[1], self.strides[2]]
+    }
+
     /// How many elements a buffer must hold: index of the last one plus one. `None` past `i64`.
     pub fn extent(&self) -> Option<i64> {
         self.dims.iter().zip(self.strides).try_fold(1i64, |n, (&d, s)| n.checked_add(s.checked_mul(d.checked_sub(1)?)?))

@@ -2,8 +2,10 @@
 
 use super::build::{Job, Program, Toolchain};
 use metal_fallback::{
-    Cache, Call, Contents, Error, Facts, Kernels, Key, Math, Operand, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task, waits,
+    Call, Contents, Error, Facts, Kernel, KernelCache, KernelKey, Kernels, Math, Operand, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES,
+    Task, waits,
 };
+use sdpa::cache::Limits;
 use sdpa::metal::MetalExecutor;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -17,7 +19,7 @@ pub struct Emulated {
     /// A text, and what stands in its place.
     mutation: Option<[Arc<str>; 2]>,
     kernels: Option<Kernels>,
-    programs: Cache<Program>,
+    programs: KernelCache<Program>,
     facts: Facts,
 }
 
@@ -33,7 +35,14 @@ impl Emulated {
             unified_memory: true,
             ..Facts::default()
         };
-        Emulated { toolchain, seed, mutation: None, kernels: None, programs: Cache::new(PROGRAMS), facts }
+        Emulated {
+            toolchain,
+            seed,
+            mutation: None,
+            kernels: None,
+            programs: KernelCache::new("emulated kernels", Limits::entries(PROGRAMS)),
+            facts,
+        }
     }
 
     /// The same with these kernels, whatever the planner would take.
@@ -69,8 +78,8 @@ impl Runner for Emulated {
             plan
         });
         let programs = task.plans().iter().map(|plan| {
-            let key = Key { source: plan.source.clone(), entry: plan.entry, math: Math::Safe };
-            self.programs.get_or_build(&key, || self.toolchain.program(plan).map_err(|text| Error::Compile { entry: plan.entry, text }))
+            let build = || self.toolchain.program(plan).map_err(|text| Error::Compile { entry: plan.entry, text });
+            Kernel::of(&self.programs, &KernelKey::new(plan, Math::Safe), build)
         });
         let programs = programs.collect::<Result<_, _>>()?;
         Ok(Arc::new(EmulatedTask { task, programs, seed: self.seed }))
@@ -81,7 +90,7 @@ impl Runner for Emulated {
 #[derive(Debug)]
 struct EmulatedTask {
     task: Task,
-    programs: Vec<Arc<Program>>,
+    programs: Vec<Arc<Kernel<Program>>>,
     seed: u64,
 }
 

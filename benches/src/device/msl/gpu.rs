@@ -6,7 +6,10 @@ use conformance::nvrtc::Nvrtc;
 use cudarc::driver::sys::CUfunction_attribute_enum::{CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, CU_FUNC_ATTRIBUTE_NUM_REGS};
 use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::Ptx;
-use metal_fallback::{Cache, Call, Contents, Error, Facts, Key, Math, Operand, Plan, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task};
+use metal_fallback::{
+    Call, Contents, Error, Facts, Kernel, KernelCache, KernelKey, Math, Operand, Plan, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task,
+};
+use sdpa::cache::Limits;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::num::NonZeroUsize;
@@ -28,7 +31,7 @@ pub(super) struct Gpu {
     context: Arc<CudaContext>,
     architecture: String,
     nvrtc: Nvrtc,
-    kernels: Arc<Cache<CudaFunction>>,
+    kernels: KernelCache<CudaFunction>,
     most: Mutex<BTreeMap<&'static str, Most>>,
     facts: Facts,
 }
@@ -59,7 +62,7 @@ impl Gpu {
             context,
             architecture: format!("sm_{major}{minor}"),
             nvrtc: Nvrtc::find()?,
-            kernels: Arc::new(Cache::new(KERNELS)),
+            kernels: KernelCache::new("kernels of Metal, for CUDA", Limits::entries(KERNELS)),
             most,
             facts,
         })
@@ -91,10 +94,8 @@ impl Runner for Gpu {
     }
 
     fn prepare(&self, task: Task) -> Result<Arc<dyn Ready>, Error> {
-        let built = task.plans().iter().map(|plan| {
-            let key = Key { source: plan.source.clone(), entry: plan.entry, math: Math::Safe };
-            self.kernels.get_or_build(&key, || self.build(plan))
-        });
+        let kernel = |plan| Kernel::of(&self.kernels, &KernelKey::new(plan, Math::Safe), || self.build(plan));
+        let built = task.plans().iter().map(kernel);
         let functions = built.collect::<Result<_, _>>()?;
         Ok(Arc::new(GpuTask { context: self.context.clone(), task, functions }))
     }
@@ -105,7 +106,7 @@ impl Runner for Gpu {
 struct GpuTask {
     context: Arc<CudaContext>,
     task: Task,
-    functions: Vec<Arc<CudaFunction>>,
+    functions: Vec<Arc<Kernel<CudaFunction>>>,
 }
 
 /// Buffers of a run, each an allocation of the bytes that the pass says it reaches.

@@ -319,9 +319,9 @@ mod tests {
 
     #[test]
     fn a_rule_keeps_its_name_and_is_its_trace() {
-        let rule = |name: &str| match Mask::new(name, |at, _| ((at.q - at.k) % 3).eq(0)).unwrap() {
-            Mask::Traced(rule) => rule,
-            other => panic!("{other}"),
+        let rule = |name: &str| {
+            let Mask::Traced(rule) = Mask::new(name, |at, _| ((at.q - at.k) % 3).eq(0)).unwrap() else { panic!("{name}") };
+            rule
         };
         assert_eq!(rule("every third").name(), "every third");
         assert_eq!(rule("every third"), rule("by another name"));
