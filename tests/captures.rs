@@ -90,7 +90,7 @@ fn nothing_that_another_thread_does_disturbs_a_capture() {
                     drop(replay);
                     recorder.executor().supports(&spec.validate().unwrap()).unwrap();
                     recorder.executor().forward_cache().clear();
-                    recorder.executor().device().reap();
+                    recorder.executor().device().release_retired();
                     stream.synchronize().unwrap();
                 }
                 recorder.executor().device().retire(Box::new(recorder.buffer(1 << 20)));
@@ -163,7 +163,7 @@ fn captures_that_others_began_leave_no_workspace_behind() {
         drop(graph.expect("the capture was invalidated"));
         assert!(recorder.allocated() <= before + 2 * bytes.max(1 << 16), "{} bytes", recorder.allocated() - before);
     }
-    recorder.executor().device().reap();
+    recorder.executor().device().release_retired();
     assert_eq!(recorder.allocated(), before);
 }
 
@@ -194,7 +194,7 @@ fn plans_and_workspace_outlive_the_work_that_needs_them() {
     let alive = || recorder.alive(Kind::EXECUTION_PLAN);
     let specs = [spec(64), spec(96), spec(128)];
     let memories: Vec<Memory> = specs.iter().map(|spec| Memory::new(&recorder, spec)).collect();
-    device.reap();
+    device.release_retired();
     let before = alive();
     recorder.hold(&stream, true);
     for (spec, memory) in specs.iter().zip(&memories) {
@@ -205,10 +205,10 @@ fn plans_and_workspace_outlive_the_work_that_needs_them() {
     let other = recorder.stream();
     recorder.functional(&other, &specs[0], &memories[0].call()).unwrap();
     recorder.executor().forward_cache().clear();
-    assert_eq!((device.reap() >= 3, alive() >= before + 3), (true, true), "what was evicted is gone while its work waits");
+    assert_eq!((device.release_retired() >= 3, alive() >= before + 3), (true, true), "what was evicted is gone while its work waits");
     assert_eq!(recorder.faults(), 0);
     recorder.hold(&stream, false);
-    assert_eq!((device.reap(), alive()), (0, before));
+    assert_eq!((device.release_retired(), alive()), (0, before));
     assert_eq!(recorder.faults(), 0);
 }
 
@@ -227,7 +227,7 @@ fn a_stream_that_is_gone_still_holds_what_it_was_given() {
     assert_eq!(next.raw(), address);
     recorder.functional(&next, &spec, &memory.call()).unwrap();
     recorder.executor().forward_cache().clear();
-    assert_eq!((device.reap(), recorder.faults()), (0, 0));
+    assert_eq!((device.release_retired(), recorder.faults()), (0, 0));
 }
 
 #[test]
@@ -235,20 +235,20 @@ fn a_graph_keeps_its_plan_and_workspace_for_as_long_as_it_lives() {
     let Some(recorder) = narrow() else { return };
     let (stream, device, spec) = (recorder.stream(), recorder.executor().device(), spec(64));
     let memory = Memory::new(&recorder, &spec);
-    device.reap();
+    device.release_retired();
     let before = recorder.alive(Kind::EXECUTION_PLAN);
     let captured = stream.capture(|| recorder.functional(&stream, &spec, &memory.call())).unwrap();
     recorder.executor().forward_cache().clear();
-    device.reap();
+    device.release_retired();
     assert_eq!(recorder.alive(Kind::EXECUTION_PLAN), before + 1, "the plan is gone before its graph");
     recorder.launch(&captured, &stream).unwrap();
     recorder.hold(&stream, true);
     recorder.launch(&captured, &stream).unwrap();
     drop(captured);
-    device.reap();
+    device.release_retired();
     assert_eq!(recorder.alive(Kind::EXECUTION_PLAN), before + 1, "the plan is gone before the launch was done");
     recorder.hold(&stream, false);
-    device.reap();
+    device.release_retired();
     assert_eq!((recorder.alive(Kind::EXECUTION_PLAN), recorder.faults()), (before, 0));
 }
 
@@ -281,7 +281,7 @@ fn the_callers_context_is_as_it_was_after_every_call() {
         drop(stream.record(false).unwrap());
         stream.synchronize().unwrap();
         recorder.executor().forward_cache().clear();
-        first.reap();
+        first.release_retired();
         assert_eq!(recorder.current(), here);
         // On a thread of its own, which has no context.
         let (planned, on_second, recorder) = (&planned, &on_second, &recorder);
@@ -369,7 +369,7 @@ fn one_configuration_that_does_not_compile_is_passed_over() {
 fn retirement_from_many_threads_loses_nothing() {
     let Some(recorder) = narrow() else { return };
     let device = recorder.executor().device();
-    device.reap();
+    device.release_retired();
     let before = recorder.alive(Kind::EXECUTION_PLAN);
     let (recorder, stop) = (&recorder, &AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -400,5 +400,5 @@ fn retirement_from_many_threads_loses_nothing() {
         assert!(capturing.join().unwrap() >= 20);
     });
     recorder.executor().forward_cache().clear();
-    assert_eq!((device.reap(), recorder.alive(Kind::EXECUTION_PLAN), recorder.faults()), (0, before, 0));
+    assert_eq!((device.release_retired(), recorder.alive(Kind::EXECUTION_PLAN), recorder.faults()), (0, before, 0));
 }

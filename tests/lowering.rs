@@ -387,14 +387,14 @@ const EXPRESSIONS: [&str; 36] = [
 ];
 
 /// What a trace is at a place, with the derivative along the score, by the definition of each function.
-struct Told<'t> {
+struct ScheduleReport<'t> {
     value: &'t Trace,
     gradient: &'t Trace,
     tensors: Vec<(String, [i64; 4], Vec<f64>)>,
     extents: [i64; 4],
 }
 
-impl Told<'_> {
+impl ScheduleReport<'_> {
     fn at(&self, trace: &Trace, score: f64, index: Here) -> Vec<f64> {
         let params: Vec<f64> = trace
             .params()
@@ -438,7 +438,7 @@ fn graphs_of_expressions_mean_the_expressions() {
             }
             let params: Vec<(String, Vec<f64>)> = tensors.iter().map(|(name, _, data)| (name.clone(), data.clone())).collect();
             let (value, gradient) = (problem.score_mod().unwrap(), asked.gradient().unwrap());
-            let told = Told { value, gradient: &gradient.trace, tensors, extents };
+            let told = ScheduleReport { value, gradient: &gradient.trace, tensors, extents };
             let modify = |score: f64, here: Here| told.at(told.value, score, here)[0];
             let slope = |score: f64, here: Here| told.at(told.gradient, score, here)[1];
             let closures = Closures { modify: Some(&modify), slope: Some(&slope), ..Closures::default() };

@@ -8,7 +8,7 @@ use std::fmt;
 /// A piece of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceSlice {
-    /// Device address.
+    /// Device address of the first byte.
     pub address: u64,
     /// Size in bytes.
     pub bytes: u64,
@@ -23,7 +23,7 @@ pub struct Bindings {
 }
 
 impl Bindings {
-    /// None yet.
+    /// Bindings without any tensor.
     pub fn new() -> Bindings {
         Bindings::default()
     }
@@ -142,9 +142,9 @@ impl std::error::Error for BindingErrors {}
 /// A tensor that lives in device memory, as a plan takes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DevicePort {
-    /// The tensor.
+    /// The tensor of the graph that is bound here.
     pub id: TensorId,
-    /// Its name.
+    /// The tensor's name, for errors.
     pub name: String,
     /// Bytes that its memory must reach.
     pub bytes: u64,
@@ -157,11 +157,11 @@ pub struct DevicePort {
 /// A number that a plan reads from host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValuePort {
-    /// The tensor.
+    /// The tensor of the graph that is bound here.
     pub id: TensorId,
-    /// Its name.
+    /// The tensor's name, for errors.
     pub name: String,
-    /// Its type.
+    /// Element type of the number.
     pub dtype: DType,
     /// What the graph itself supplies; else the caller must.
     pub value: Option<Scalar>,
@@ -170,9 +170,9 @@ pub struct ValuePort {
 /// Everything that a plan takes, in the order of its pack.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ports {
-    /// Device memory.
+    /// Tensors in device memory, in the order of the plan.
     pub device: Vec<DevicePort>,
-    /// Numbers.
+    /// Numbers that are read from host memory at each execution, in the order of the plan.
     pub values: Vec<ValuePort>,
 }
 

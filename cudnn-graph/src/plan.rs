@@ -61,7 +61,7 @@ impl Planner {
         Ok(Planner { library, graph, program, descriptors: Arc::new(descriptors), profile, report, configs, policy: policy.clone() })
     }
 
-    /// Every offer.
+    /// Every configuration that the library offered, and what became of it.
     pub fn report(&self) -> &EngineReport {
         &self.report
     }
@@ -172,7 +172,7 @@ thread_local! {
     static SHELF: usize = THREADS.fetch_add(1, Ordering::Relaxed) % SHELVES;
 }
 
-/// A number of several, good enough to tell sets of addresses apart before they are compared.
+/// Hashes several numbers into one, well enough to tell sets of addresses apart before they are compared.
 fn mixed(numbers: impl Iterator<Item = u64>) -> u64 {
     numbers.fold(0, |hash, n| (hash ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29))
 }

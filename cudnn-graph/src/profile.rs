@@ -86,7 +86,7 @@ impl DeviceProfile {
         (self.number("deviceVer") / 10) as u32
     }
 
-    /// Multiprocessors.
+    /// Number of multiprocessors of the device.
     pub fn sm_count(&self) -> u32 {
         self.number("multiProcessorCount") as u32
     }
@@ -116,7 +116,7 @@ impl DeviceProfile {
 }
 
 impl fmt::Display for DeviceProfile {
-    /// The JSON.
+    /// Writes the profile as the JSON that cuDNN reads.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&serde_json::to_string(&self.json).map_err(|_| fmt::Error)?)
     }
@@ -140,7 +140,7 @@ impl Target<'_> {
         }
     }
 
-    /// Multiprocessors.
+    /// Number of multiprocessors of the device.
     pub fn sm_count(&self) -> u32 {
         match self {
             Target::Handle(handle) => handle.device().sm_count(),

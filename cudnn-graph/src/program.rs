@@ -60,11 +60,11 @@ impl Values {
 /// One `cudnnBackendSetAttribute` call.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Setting {
-    /// Which attribute.
+    /// The attribute that is set.
     pub attribute: Attribute,
     /// How its elements are stored.
     pub ty: AttributeType,
-    /// The elements.
+    /// The elements that it is set to.
     pub values: Values,
 }
 
@@ -75,7 +75,7 @@ pub struct Descriptor {
     pub kind: Kind,
     /// What it is for: a tensor's or an op's name, for messages.
     pub label: String,
-    /// Its attributes.
+    /// The attributes that are set, in order.
     pub settings: Vec<Setting>,
 }
 
@@ -83,7 +83,7 @@ pub struct Descriptor {
 /// to which whoever replays the program adds a handle if there is one.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Program {
-    /// In order.
+    /// Descriptors in the order in which they are made: each after those that it names.
     pub descriptors: Vec<Descriptor>,
 }
 

@@ -27,7 +27,7 @@ const GRADIENT_LIMIT: i64 = 1 << 34;
 /// A declared parameter whose gradient is asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Along {
-    /// Its name.
+    /// The name of the parameter.
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
@@ -117,7 +117,7 @@ impl Backward {
         self.plan_with(if forward.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
 
-    /// The same with these kernels. Gradients of parameters always have tiles.
+    /// The pass of these kernels, whatever the planner would take. Gradients of parameters always have tiles.
     ///
     /// # Errors
     /// As [`Backward::supports`], and limits of these kernels.

@@ -171,7 +171,7 @@ impl Forward {
         self.plan_with(if self.takes(chosen).is_ok() { chosen } else { Kernels::Tiled })
     }
 
-    /// The same with these kernels.
+    /// The pass of these kernels, whatever the planner would take.
     ///
     /// # Errors
     /// As [`Forward::supports`], and limits of these kernels.

@@ -26,7 +26,7 @@ const PART_KEYS: i64 = 512;
 const PARTS_LIMIT: i64 = 64;
 
 impl Kernels {
-    /// All of them.
+    /// Every set of kernels.
     pub const ALL: [Kernels; 3] = [Kernels::Tiled, Kernels::Vector, Kernels::Parts];
 
     fn choose(table: &[Choice], seq_q: i64, seq_kv: i64) -> Kernels {

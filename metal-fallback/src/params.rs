@@ -39,7 +39,7 @@ macro_rules! params {
         pub struct $name { $($(#[$doc])* pub $field: $ty,)* }
 
         impl $name {
-            /// Its name in MSL.
+            /// The name of the struct in MSL.
             pub const NAME: &'static str = stringify!($name);
 
             /// Names of the members and where they begin, in order.

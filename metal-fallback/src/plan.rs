@@ -28,7 +28,7 @@ pub enum Operand {
     K,
     /// Values.
     V,
-    /// Output; written.
+    /// Output; written by a forward pass, read by a backward pass.
     O,
     /// Gradient of the output.
     DO,
@@ -49,13 +49,13 @@ pub enum Operand {
         /// How many elements: one of a scalar.
         elements: i64,
     },
-    /// [`Plan::params`].
+    /// The numbers of a call: [`Plan::params`].
     Params,
     /// The natural logarithm of each row's sum of exponentials; written.
     Stats,
     /// i32, a length of each batch entry.
     SeqLenQ,
-    /// The same of keys.
+    /// i32, a length of each batch entry, of keys.
     SeqLenKv,
     /// f32, the scalars of these names in this order.
     Scalars(Vec<String>),
@@ -112,7 +112,7 @@ pub struct Plan {
     pub source: String,
     /// The kernel in it.
     pub entry: &'static str,
-    /// Threadgroups.
+    /// Threadgroups along each axis of the grid.
     pub grid: [u32; 3],
     /// 32-bit registers of a lane that the arrays of the kernel take, at most at a time; counted, not by a compiler.
     pub registers: u32,
@@ -160,7 +160,7 @@ impl Plan {
 /// Everything that a pass runs: kernels in order, each after all of the one before.
 #[derive(Clone, Debug)]
 pub struct Pass {
-    /// The kernels.
+    /// The kernels, in the order in which they run.
     pub plans: Vec<Plan>,
 }
 

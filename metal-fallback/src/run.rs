@@ -10,14 +10,14 @@ use std::sync::Arc;
 /// What an operand is in one call.
 #[derive(Debug)]
 pub enum Contents<'a> {
-    /// Read.
+    /// Bytes that are read.
     Read(Cow<'a, [u8]>),
     /// Written; what no kernel writes of it stays.
     Written(&'a mut [u8]),
 }
 
 impl Contents<'_> {
-    /// Its bytes.
+    /// The bytes, whichever they are.
     pub fn bytes(&self) -> &[u8] {
         match self {
             Contents::Read(bytes) => bytes,
@@ -65,7 +65,7 @@ impl Call<'_> {
 /// What a GPU says of itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// Its name.
+    /// What the system calls the GPU.
     pub name: String,
     /// The newest family of Apple GPUs that it belongs to: 7 is M1.
     pub family: Option<u32>,
@@ -104,7 +104,7 @@ pub trait Runner: Debug + Send + Sync {
 
 /// A pass whose kernels are built.
 pub trait Ready: Debug + Send + Sync {
-    /// The pass.
+    /// The pass whose kernels are built.
     fn task(&self) -> &Task;
 
     /// Runs it, and waits for its end.

@@ -141,7 +141,7 @@ impl Task {
         (entry, self.plans.iter().flat_map(|plan| &plan.buffers).any(|b| b.operand == *operand && b.written))
     }
 
-    /// The same pass with something changed in its plans, for who tries what a fault would do.
+    /// Changes something in each plan: for trying what a fault would do.
     #[must_use]
     pub fn map_plans(self, change: impl FnMut(Plan) -> Plan) -> Task {
         Task { plans: self.plans.into_iter().map(change).collect(), reach: self.reach }

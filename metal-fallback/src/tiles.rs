@@ -25,7 +25,7 @@ pub struct Tiles {
     pub passing: u32,
     /// Elements of a query and of a key, rounded up to whole fragments.
     pub padded_qk: u32,
-    /// The same of a value.
+    /// Elements of a value, rounded up to whole fragments.
     pub padded_v: u32,
     /// Elements between rows of queries and keys in threadgroup memory.
     pub pitch_qk: u32,

@@ -31,7 +31,7 @@ pub struct Soak {
 
 /// What came of it.
 #[derive(Clone, Debug, Default)]
-pub struct Told {
+pub struct ScheduleReport {
     /// Seconds that it took.
     pub seconds: f64,
     /// Lookups that found something.
@@ -133,7 +133,7 @@ struct World {
     alive: Arc<AtomicUsize>,
     most: AtomicUsize,
     calls: AtomicU64,
-    told: Mutex<Told>,
+    told: Mutex<ScheduleReport>,
     rest: Barrier,
 }
 
@@ -146,7 +146,7 @@ impl World {
         }
     }
 
-    fn note(&self, what: impl FnOnce(&mut Told)) {
+    fn note(&self, what: impl FnOnce(&mut ScheduleReport)) {
         what(&mut self.told.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
     }
 
@@ -218,7 +218,7 @@ impl World {
 ///
 /// # Errors
 /// A problem that cannot be made.
-pub fn soak(size: Soak) -> Result<Told, String> {
+pub fn soak(size: Soak) -> Result<ScheduleReport, String> {
     let limits = Limits {
         bytes: size.bytes,
         refusals: std::time::Duration::from_millis(5),

@@ -110,7 +110,7 @@ fn captures_leave_nothing(executor: &CudnnExecutor) -> Result<()> {
         drop(graph.ok_or("nothing was captured")?);
         most = most.max(before.saturating_sub(executor.device().memory_free()?));
     }
-    executor.device().reap();
+    executor.device().release_retired();
     let left = before.saturating_sub(executor.device().memory_free()?);
     println!("cudarc: 40 captures with {workspace} bytes of workspace each held at most {most} bytes, and {left} afterwards");
     if most > 3 * workspace + (64 << 20) || left > 64 << 20 {
@@ -147,7 +147,7 @@ fn captured(executor: &CudnnExecutor) -> Result<()> {
     drop(attention);
     executor.forward_cache().clear();
     stream.synchronize()?;
-    executor.device().reap();
+    executor.device().release_retired();
     for _ in 0..3 {
         stream.memcpy_htod(&poison, &mut o)?;
         graph.launch()?;

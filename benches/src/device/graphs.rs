@@ -109,7 +109,7 @@ fn captured_outlives_the_cache(executor: &CudnnExecutor, stream: &Arc<Stream>) -
     let graph =
         aside.capture(|| unsafe { memory.functional(executor, &aside, &spec) }.map_err(|e| cudnn_graph::Error::PlanJson(e.to_string())))?;
     executor.forward_cache().clear();
-    executor.device().reap();
+    executor.device().release_retired();
     let mut launches = 0;
     for _ in 0..3 {
         memory.poison(stream)?;
@@ -125,7 +125,7 @@ fn captured_outlives_the_cache(executor: &CudnnExecutor, stream: &Arc<Stream>) -
     }
     drop(graph);
     stream.synchronize()?;
-    if executor.device().reap() > 0 || plan.strong_count() > 0 {
+    if executor.device().release_retired() > 0 || plan.strong_count() > 0 {
         return Err("the plan has outlived its graph".into());
     }
     Ok(launches)
@@ -140,14 +140,14 @@ fn retired_behind_its_work() -> Result<()> {
     let plan = Arc::downgrade(&planned.plan);
     let memory = Memory::seeded(&stream, &planned, planned.workspace_bytes(), 9)?;
     drop(planned);
-    executor.device().reap();
+    executor.device().release_retired();
     for _ in 0..2000 {
         // SAFETY: whole buffers of this device, which outlive the synchronisation below.
         unsafe { memory.functional(&executor, &stream, &spec) }?;
     }
     executor.forward_cache().clear();
     let end = stream.record(false)?;
-    let (waiting, running, there) = (executor.device().reap(), !end.passed()?, plan.strong_count() > 0);
+    let (waiting, running, there) = (executor.device().release_retired(), !end.passed()?, plan.strong_count() > 0);
     if !running {
         return Err("the work was done too soon to show anything".into());
     }
@@ -155,7 +155,7 @@ fn retired_behind_its_work() -> Result<()> {
         return Err("a plan is gone while its work is queued".into());
     }
     stream.synchronize()?;
-    if executor.device().reap() > 0 || plan.strong_count() > 0 {
+    if executor.device().release_retired() > 0 || plan.strong_count() > 0 {
         return Err("a plan has outlived its work".into());
     }
     println!("graphs: a plan that left the cache over 2000 queued calls was there until they were done, and no longer");
@@ -283,7 +283,7 @@ fn evicted_while_in_flight() -> Result<usize> {
             }
         }
     }
-    let waiting = executor.device().reap();
+    let waiting = executor.device().release_retired();
     let stats = executor.cache_stats()[0];
     if stats.evictions < 10 || waiting > 0 {
         return Err(format!("{} evictions, {waiting} plans still wait after everything has passed", stats.evictions).into());

@@ -244,7 +244,7 @@ pub(crate) fn run(calls: u64, shapes: u64) -> Result<()> {
             }
             if call == calls / 8 {
                 room.stream.synchronize()?;
-                executor.device().reap();
+                executor.device().release_retired();
                 memory[0].store(resident(), Ordering::Relaxed);
                 memory[1].store(executor.device().memory_free()?, Ordering::Relaxed);
             }
@@ -263,7 +263,7 @@ pub(crate) fn run(calls: u64, shapes: u64) -> Result<()> {
         failures += more;
     }
     executor.device().synchronize()?;
-    let (waiting, stats) = (executor.device().reap(), cache.stats());
+    let (waiting, stats) = (executor.device().release_retired(), cache.stats());
     let count = |n: &AtomicU64| n.load(Ordering::Relaxed);
     println!(
         "{calls} calls over {shapes} shapes on {THREADS} threads in {:.0} s: {} hits, {} builds, {} of them through files, {} after damaged \

@@ -18,7 +18,7 @@ use std::fmt;
 /// What a graph needs and the runtime is too old for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TooNew {
-    /// The runtime.
+    /// The version that the program is for.
     pub runtime: Version,
     /// Name and first version of each thing that it lacks.
     pub needs: Vec<(String, Version)>,

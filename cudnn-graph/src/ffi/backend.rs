@@ -255,12 +255,12 @@ fn take(pool: &mut Vec<Pooled>, stream: &Stream) -> Option<Pooled> {
 const NEAR: usize = 4;
 
 /// A thread's handles. They go to the pool of all when it ends.
-struct Near {
+struct ThreadHandles {
     library: Option<&'static Library>,
     handles: Vec<Pooled>,
 }
 
-impl Drop for Near {
+impl Drop for ThreadHandles {
     fn drop(&mut self) {
         if let Some(library) = self.library {
             library.pool.lock().append(&mut self.handles);
@@ -269,7 +269,7 @@ impl Drop for Near {
 }
 
 thread_local! {
-    static HANDLES: RefCell<Near> = const { RefCell::new(Near { library: None, handles: Vec::new() }) };
+    static HANDLES: RefCell<ThreadHandles> = const { RefCell::new(ThreadHandles { library: None, handles: Vec::new() }) };
 }
 
 /// One of this thread's.

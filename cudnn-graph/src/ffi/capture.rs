@@ -102,7 +102,7 @@ struct Kept {
 unsafe extern "C" fn let_go(kept: Ptr) {
     // SAFETY: the caller's.
     let Kept { device, thing } = *unsafe { Box::from_raw(kept.cast::<Kept>()) };
-    device.waiting().leave(thing);
+    device.waiting().push(thing);
 }
 
 impl Device {

@@ -90,7 +90,7 @@ impl Device {
         })
     }
 
-    /// Its number.
+    /// The device's number, as the driver counts.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
@@ -122,7 +122,7 @@ impl Device {
         self.sm
     }
 
-    /// Multiprocessors.
+    /// Number of multiprocessors of the device.
     pub fn sm_count(&self) -> u32 {
         self.sm_count
     }

@@ -16,7 +16,7 @@ pub struct OwnedBindings {
 }
 
 impl OwnedBindings {
-    /// None yet.
+    /// Bindings without any tensor.
     pub fn new() -> OwnedBindings {
         OwnedBindings::default()
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// One place to try.
 #[derive(Clone, Debug)]
 pub(super) enum Place {
-    /// A file.
+    /// A file, by its path.
     File(PathBuf),
     /// A name that the system's loader resolves.
     System(&'static str),

@@ -42,12 +42,12 @@ impl Buffer {
         Ok(Buffer { device, address, bytes })
     }
 
-    /// Its device.
+    /// The device that the memory is on.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// Device address.
+    /// Device address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }

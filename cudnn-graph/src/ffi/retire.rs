@@ -9,11 +9,11 @@ use std::fmt;
 use std::sync::Arc;
 
 /// Anything that is dropped later.
-type Thing = Box<dyn Send>;
+type Retired = Box<dyn Send>;
 
 /// Things, each with what has to pass before it may go.
 #[derive(Default)]
-pub(super) struct Waiting(Mutex<Vec<(Vec<Arc<Event>>, Thing)>>);
+pub(super) struct Waiting(Mutex<Vec<(Vec<Arc<Event>>, Retired)>>);
 
 impl fmt::Debug for Waiting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -23,8 +23,8 @@ impl fmt::Debug for Waiting {
 
 impl Waiting {
     /// Puts something here that nothing uses any more, from where it must not be dropped.
-    pub(super) fn leave(&self, thing: Thing) {
-        self.0.lock().push((Vec::new(), thing));
+    pub(super) fn push(&self, retired: Retired) {
+        self.0.lock().push((Vec::new(), retired));
     }
 }
 
@@ -32,7 +32,7 @@ impl Device {
     /// Drops something once the device has passed everything that handles have marked and graphs have launched so far, on whichever
     /// stream, by whichever thread. Nothing waits, and captures go on.
     pub fn retire(&'static self, thing: Box<dyn Send>) {
-        self.reap();
+        self.release_retired();
         let ends = self.lanes().ends();
         if ends.is_empty() {
             return self.relaxed(|| drop(thing));
@@ -42,7 +42,7 @@ impl Device {
 
     /// Drops what was retired and has been passed; how many things still wait. Retirements, captures and allocations of workspace do this
     /// too.
-    pub fn reap(&'static self) -> usize {
+    pub fn release_retired(&'static self) -> usize {
         // Outside of the lock: dropping calls the driver, which may call back to leave something here.
         let waiting = std::mem::take(&mut *self.waiting().0.lock());
         if waiting.is_empty() {

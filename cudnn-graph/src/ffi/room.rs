@@ -51,7 +51,7 @@ impl Handle<'_> {
         }
         if self.is_capturing() {
             // What graphs that are gone have left is given back first: else a process that captures and does nothing else keeps all of it.
-            self.device().reap();
+            self.device().release_retired();
             let buffer = Buffer::new(self.device(), usize::try_from(bytes).unwrap_or(usize::MAX))?;
             let found = slice(&buffer);
             self.keep_in_graph(Box::new(buffer))?;
@@ -80,7 +80,7 @@ impl Handle<'_> {
     fn make_room(&self, stream: Option<u64>, bytes: u64) -> Result<DeviceSlice, Error> {
         let device = self.device();
         let bytes = usize::try_from(bytes.next_multiple_of(GRAIN)).unwrap_or(usize::MAX);
-        device.reap();
+        device.release_retired();
         let buffer = Buffer::new(device, bytes)?;
         let found = slice(&buffer);
         let mut room = Some(Room { device, stream, buffer: Some(buffer) });

@@ -51,12 +51,12 @@ impl Stream {
         Some(*self.id.get_or_init(|| id))
     }
 
-    /// Its device.
+    /// The device that the stream is of.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// The `CUstream`.
+    /// The stream as the driver names it, `CUstream`.
     pub fn raw(&self) -> RawStream {
         self.raw
     }

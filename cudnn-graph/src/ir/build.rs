@@ -97,7 +97,7 @@ impl Graph {
         self.pointwise_as(mode, inputs, compute, dtype, Params::default())
     }
 
-    /// The same in a given arithmetic, with a given type of result and constants.
+    /// As [`Graph::pointwise`], in a given arithmetic, with a given type of result and constants.
     pub fn pointwise_as(&mut self, mode: Mode, inputs: &[TensorId], compute: DType, dtype: DType, params: Params) -> TensorId {
         let dims = inputs.iter().map(|&id| self.dims(id)).reduce(|a, b| a.broadcast(&b).unwrap_or(a)).unwrap_or_else(|| Dims(vec![1]));
         let y = self.result(mode.name(), dtype, dims);

@@ -31,11 +31,11 @@ pub enum Op {
     PagedLoad(PagedLoad),
     /// Narrow elements with a scale per block (9.7).
     BlockScaleQuantize(BlockScaleQuantize),
-    /// Its inverse (9.7).
+    /// Widens narrow elements by the scale of their block (9.7).
     BlockScaleDequantize(BlockScaleDequantize),
     /// Attention in one op, the unified form (9.13).
     SdpaForward(Box<SdpaForward>),
-    /// Its gradient in one op (9.17).
+    /// The gradient of attention in one op (9.17).
     SdpaBackward(Box<SdpaBackward>),
 }
 
@@ -68,7 +68,7 @@ impl Op {
 /// `y = f(x, b, t)`, broadcasting axes of extent 1.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pointwise {
-    /// The function.
+    /// The function that is applied.
     pub mode: Mode,
     /// First operand; the forward input of backward modes.
     pub x: TensorId,
@@ -166,11 +166,11 @@ impl ReductionMode {
 /// Folds each axis of `x` to its extent in `y`, which divides it: to 1, or in groups of neighbours (head folding).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reduction {
-    /// How.
+    /// How elements are folded.
     pub mode: ReductionMode,
-    /// What.
+    /// The tensor that is read.
     pub x: TensorId,
-    /// Result.
+    /// The tensor that is written.
     pub y: TensorId,
     /// Type of the accumulation.
     pub compute: DType,
@@ -191,9 +191,9 @@ pub enum ReshapeMode {
 /// The elements of `x` under other extents or strides. Without a mode, a view.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reshape {
-    /// What.
+    /// The tensor that is read.
     pub x: TensorId,
-    /// Result.
+    /// The tensor that is written.
     pub y: TensorId,
     /// How; absent on runtimes that have no modes.
     pub mode: Option<ReshapeMode>,
@@ -202,9 +202,9 @@ pub struct Reshape {
 /// `y` with axis `i` taken from axis `permutation[i]` of `x`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Transpose {
-    /// What.
+    /// The tensor that is read.
     pub x: TensorId,
-    /// Result.
+    /// The tensor that is written.
     pub y: TensorId,
     /// For each axis of `y`, the axis of `x`.
     pub permutation: Vec<i64>,
@@ -213,9 +213,9 @@ pub struct Transpose {
 /// `x[start..limit]` with a step, per axis.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Slice {
-    /// What.
+    /// The tensor that is read.
     pub x: TensorId,
-    /// Result.
+    /// The tensor that is written.
     pub y: TensorId,
     /// First index of each axis.
     pub start: Vec<i64>,
@@ -241,7 +241,7 @@ pub enum Distribution {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Seed {
-    /// Compiled in.
+    /// A seed that is compiled into the kernel.
     Value(i64),
     /// One i64 in device or host memory.
     Tensor(TensorId),
@@ -250,11 +250,11 @@ pub enum Seed {
 /// Random numbers. Their bits are the library's own: [`crate::ir::interp`] takes them from the caller.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rng {
-    /// Result.
+    /// The tensor that is written.
     pub y: TensorId,
     /// What they look like.
     pub distribution: Distribution,
-    /// Seed.
+    /// Where the seed comes from.
     pub seed: Seed,
     /// Where in the stream to begin: one i64.
     pub offset: Option<TensorId>,
@@ -263,7 +263,7 @@ pub struct Rng {
 /// Softmax over the last axis: `y = exp(x − max) / sum_exp`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Softmax {
-    /// Scores.
+    /// Scores, (…, seq_q, seq_kv).
     pub x: TensorId,
     /// Probabilities; zeros in a row whose scores are all −∞.
     pub y: TensorId,
@@ -292,11 +292,11 @@ pub enum BandSide {
 /// Replaces scores on one side of a diagonal by `fill`. `align` is `seq_kv − seq_q` when both lengths are given, else 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BandMask {
-    /// Scores.
+    /// Scores, (…, seq_q, seq_kv).
     pub x: TensorId,
-    /// Result.
+    /// The tensor that is written.
     pub y: TensorId,
-    /// By-value f32.
+    /// What dropped scores become: one f32 by value.
     pub fill: TensorId,
     /// Which side goes.
     pub side: BandSide,
@@ -326,9 +326,9 @@ pub struct PagedLoad {
 /// `y = x / scale` with one scale per block of neighbours along the blocked axis.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockScaleQuantize {
-    /// What.
+    /// The tensor that is read.
     pub x: TensorId,
-    /// Narrow elements.
+    /// Narrow elements, written.
     pub y: TensorId,
     /// One scale per block, an output.
     pub scale: TensorId,
@@ -341,11 +341,11 @@ pub struct BlockScaleQuantize {
 /// `y = x · scale`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BlockScaleDequantize {
-    /// Narrow elements.
+    /// Narrow elements, read.
     pub x: TensorId,
     /// One scale per block.
     pub scale: TensorId,
-    /// Result.
+    /// The tensor that is written.
     pub y: TensorId,
     /// Elements per block along each blocked axis.
     pub block: Vec<i32>,
@@ -360,7 +360,7 @@ pub struct ScoreGraph {
     pub input: TensorId,
     /// What the softmax gets.
     pub output: TensorId,
-    /// In order.
+    /// The ops, each after those whose results it reads.
     pub ops: Vec<Op>,
 }
 
@@ -370,9 +370,9 @@ pub struct Dropout {
     /// Chance of dropping a probability, in [0, 1).
     #[serde(with = "super::float::f32")]
     pub probability: f32,
-    /// One i64.
+    /// Seed of the random numbers: one i64.
     pub seed: TensorId,
-    /// One i64.
+    /// How many random numbers are skipped: one i64.
     pub offset: TensorId,
     /// The random numbers, an output, for checks.
     pub rng_dump: Option<TensorId>,
@@ -381,11 +381,11 @@ pub struct Dropout {
 /// Scales of 8-bit attention (9.25).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fp8Scales {
-    /// Multiplies `q`.
+    /// Multiplies the elements of `q`: one f32.
     pub descale_q: TensorId,
-    /// Multiplies `k`.
+    /// Multiplies the elements of `k`: one f32.
     pub descale_k: TensorId,
-    /// Multiplies `v`.
+    /// Multiplies the elements of `v`: one f32.
     pub descale_v: TensorId,
     /// Multiplies the probabilities back.
     pub descale_s: TensorId,
@@ -436,7 +436,7 @@ pub struct SdpaForward {
     pub cu_seq_len_q: Option<TensorId>,
     /// Prefix sums of key lengths (9.24).
     pub cu_seq_len_kv: Option<TensorId>,
-    /// Dropout (9.21).
+    /// Dropout of weights (9.21).
     pub dropout: Option<Dropout>,
     /// 8-bit attention (9.25).
     pub fp8: Option<Fp8Scales>,
@@ -492,9 +492,9 @@ pub struct SdpaBackward {
     pub dk: TensorId,
     /// Gradient of `v`.
     pub dv: TensorId,
-    /// Query lengths.
+    /// Lengths of the queries, i32, (batch, 1, 1, 1).
     pub seq_len_q: Option<TensorId>,
-    /// Key lengths.
+    /// Lengths of the keys, i32, (batch, 1, 1, 1).
     pub seq_len_kv: Option<TensorId>,
     /// The forward score ops again; the library differentiates them (unpublished before 9.28).
     pub score: Option<ScoreGraph>,

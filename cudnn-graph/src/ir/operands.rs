@@ -8,16 +8,16 @@ use super::tensor::TensorId;
 pub struct Operand {
     /// The field's name.
     pub field: &'static str,
-    /// The tensor.
+    /// The tensor that the op reads or writes.
     pub tensor: TensorId,
 }
 
 /// The tensors that an op reads and writes, in field order. Ops of an inner [`ScoreGraph`] are not among them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Operands {
-    /// Read.
+    /// Tensors that the op reads.
     pub inputs: Vec<Operand>,
-    /// Written.
+    /// Tensors that the op writes.
     pub outputs: Vec<Operand>,
 }
 

@@ -116,7 +116,7 @@ pub struct Tensor {
     pub name: String,
     /// Element type.
     pub dtype: DType,
-    /// Extents.
+    /// Extents of the axes, outermost first.
     pub dims: Dims,
     /// Strides, in elements.
     pub strides: Strides,
@@ -153,21 +153,21 @@ impl Tensor {
         Tensor { name: name.into(), dtype, dims, strides, storage, alignment: 16, reordering: Reordering::None, ragged: None }
     }
 
-    /// The same tensor with these strides, in elements.
+    /// Sets the strides, in elements.
     #[must_use]
     pub fn strides(mut self, strides: impl Into<Strides>) -> Tensor {
         self.strides = strides.into();
         self
     }
 
-    /// The same tensor at a base address that is a multiple of `bytes`.
+    /// Sets what the base address is a multiple of, in bytes.
     #[must_use]
     pub fn alignment(mut self, bytes: u32) -> Tensor {
         self.alignment = bytes;
         self
     }
 
-    /// The same tensor with packed batch entries.
+    /// Packs batch entries of different lengths one behind the other.
     #[must_use]
     pub fn ragged(mut self, ragged: Ragged) -> Tensor {
         self.ragged = Some(ragged);

@@ -106,7 +106,7 @@ impl Gpu {
         Ok(Gpu { device, queue, pipelines: KernelCache::new("metal", Limits::entries(pipelines)), facts: Arc::new(facts), math })
     }
 
-    /// The device.
+    /// The device as Metal knows it.
     pub fn device(&self) -> &ProtocolObject<dyn MTLDevice> {
         &self.device
     }

@@ -39,7 +39,7 @@ impl MetalExecutor {
         MetalExecutor { runner: Ok(runner), kernels: None }
     }
 
-    /// The same with these kernels for every problem, whatever the planner would take.
+    /// Takes these kernels for every problem, whatever the planner would take.
     #[must_use]
     pub fn with_kernels(self, kernels: Kernels) -> MetalExecutor {
         MetalExecutor { kernels: Some(kernels), ..self }

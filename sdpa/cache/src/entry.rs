@@ -94,7 +94,7 @@ impl<K, V> Entry<K, V> {
     }
 
     /// It has left the cache.
-    pub(super) fn leave(&self) {
+    pub(super) fn mark_gone(&self) {
         self.gone.store(true, Ordering::SeqCst);
     }
 

@@ -13,7 +13,7 @@ pub trait Query<K> {
     /// Whether it is this key.
     fn is(&self, key: &K) -> bool;
 
-    /// The key.
+    /// Makes the key itself.
     fn to_key(&self) -> K;
 }
 
@@ -51,7 +51,7 @@ pub trait CacheKey: Clone + Eq + Hash {
 /// A field in which two keys differ.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Difference {
-    /// Its name.
+    /// The name of the field.
     pub field: String,
     /// What was asked for.
     pub asked: String,
@@ -68,7 +68,7 @@ impl fmt::Display for Difference {
 /// A key that is, or was, in the cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Nearest {
-    /// Its entry.
+    /// What is known of its entry.
     pub entry: EntryFacts,
     /// It went, for this reason.
     pub gone: Option<Why>,

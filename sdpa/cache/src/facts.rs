@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// How a cache has been used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheStats {
-    /// Entries now.
+    /// Entries that are there now.
     pub entries: usize,
     /// What they weigh.
     pub weight: Weight,
@@ -35,7 +35,7 @@ pub struct BuildTime {
     pub lower: u64,
     /// cuDNN's list of engines.
     pub heuristics: u64,
-    /// Compilation.
+    /// Compiling what the runtime chose.
     pub compile: u64,
     /// Timing of every configuration.
     #[serde(default)]
@@ -44,7 +44,7 @@ pub struct BuildTime {
     pub load: u64,
 }
 
-/// One entry.
+/// What is known of one entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EntryFacts {
     /// Counted from 1, in the order of builds.
@@ -59,7 +59,7 @@ pub struct EntryFacts {
     pub hits: u64,
     /// What it weighs.
     pub weight: Weight,
-    /// Which engine.
+    /// What runs the entry, in a word.
     pub engine: String,
     /// Held by somebody who does not want it dropped.
     pub pinned: bool,
@@ -80,7 +80,7 @@ pub enum Why {
 }
 
 impl Why {
-    /// In words.
+    /// The reason in words.
     pub fn text(self) -> &'static str {
         match self {
             Why::Entries => "the bound on entries",
@@ -91,7 +91,7 @@ impl Why {
     }
 }
 
-/// What happened.
+/// What happened to a cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
@@ -139,7 +139,7 @@ pub enum What {
         /// of the last so many.
         of: u64,
     },
-    /// New bounds.
+    /// The cache was given new bounds.
     Resized {
         /// They.
         limits: Limits,
@@ -155,7 +155,7 @@ pub struct CacheEvent {
     pub label: String,
     /// Hits of the whole cache until then, as far as threads have told of them.
     pub hits_so_far: u64,
-    /// What.
+    /// What happened.
     #[serde(flatten)]
     pub what: What,
 }
@@ -169,9 +169,9 @@ pub struct CacheSnapshot {
     pub name: String,
     /// Microseconds since the cache was made.
     pub at: u64,
-    /// Its bounds.
+    /// The bounds of the cache.
     pub limits: Limits,
-    /// Counters.
+    /// How it has been used so far.
     pub stats: CacheStats,
     /// Entries, the most recently used first.
     pub entries: Vec<EntryFacts>,
@@ -188,6 +188,6 @@ pub struct CacheTrace {
     pub cudnn: String,
     /// The device that it was built for.
     pub device: String,
-    /// Each cache.
+    /// A snapshot of each cache.
     pub caches: Vec<CacheSnapshot>,
 }

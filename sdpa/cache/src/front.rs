@@ -14,13 +14,13 @@ use std::sync::{Arc, Weak};
 /// Entries of one cache that a thread keeps at hand.
 const SLOTS: usize = 8;
 /// Hits that a thread counts by itself before it tells the entry.
-const UNTOLD: u64 = 1024;
+const HITS_AT_ONCE: u64 = 1024;
 /// Steps of the cache's clock: hits of a thread between two of them are ordered by the thread's own count.
 pub(super) const TICK: u64 = 1 << 20;
 
 /// One entry at hand.
 #[derive(Debug)]
-struct Near<K, V> {
+struct Recent<K, V> {
     hash: u64,
     entry: Arc<Entry<K, V>>,
     hits: u64,
@@ -28,7 +28,7 @@ struct Near<K, V> {
 
 #[derive(Debug)]
 struct Inner<K, V> {
-    near: Vec<Near<K, V>>,
+    near: Vec<Recent<K, V>>,
     /// The one that was used last.
     last: usize,
     clock: u64,
@@ -69,13 +69,13 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
         let near = &mut inner.near[at];
         near.hits += 1;
         near.entry.touch(used);
-        if near.hits == UNTOLD {
+        if near.hits == HITS_AT_ONCE {
             self.tell(near);
         }
         Ok(call(&near.entry.value, true))
     }
 
-    fn tell(&self, near: &mut Near<K, V>) {
+    fn tell(&self, near: &mut Recent<K, V>) {
         let hits = std::mem::take(&mut near.hits);
         near.entry.hit(hits);
         self.hits.fetch_add(hits, Ordering::Relaxed);
@@ -91,7 +91,7 @@ impl<K: Eq, V: CacheValue> Front<K, V> {
                 let oldest = (0..SLOTS).min_by_key(|&n| inner.near[n].entry.used()).unwrap_or(0);
                 gone = Some(inner.near.swap_remove(oldest));
             }
-            inner.near.push(Near { hash, entry: entry.clone(), hits: 0 });
+            inner.near.push(Recent { hash, entry: entry.clone(), hits: 0 });
             inner.last = SLOTS;
         }
         // Dropped from the cache since it was found there: whoever did that may have looked here before.

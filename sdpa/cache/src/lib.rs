@@ -150,7 +150,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         self.with(key, build, |value, there| (value.clone(), there))
     }
 
-    /// The same, and calls `call` with the value, which stays alive until that is done.
+    /// As [`PlanCache::get_or_build`]; calls `call` with the value, which stays alive until that is done.
     ///
     /// # Errors
     /// As [`PlanCache::get_or_build`].
@@ -272,8 +272,8 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     }
 
     /// Writes down what was dropped, and lets the threads' fronts go of it. The values die with what is returned.
-    fn leave(&self, inner: &mut Inner<K, V, U>, news: &mut News, dropped: &Dropped<K, V>) {
-        dropped.iter().for_each(|(entry, _)| entry.leave());
+    fn note_dropped(&self, inner: &mut Inner<K, V, U>, news: &mut News, dropped: &Dropped<K, V>) {
+        dropped.iter().for_each(|(entry, _)| entry.mark_gone());
         for (entry, why) in dropped {
             inner.stats.evictions += u64::from(matches!(why, Why::Entries | Why::Bytes));
             inner.past.push(entry, *why);
@@ -282,7 +282,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     }
 
     /// Drops entries outside of the lock: unloading a kernel takes its time.
-    fn bury(&self, dropped: Dropped<K, V>) {
+    fn drop_unlocked(&self, dropped: Dropped<K, V>) {
         if !dropped.is_empty() {
             self.fronts.drop_gone();
         }
@@ -355,7 +355,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         }
     }
 
-    /// Its bounds.
+    /// The bounds of the cache.
     pub fn limits(&self) -> Limits {
         lock(&self.inner).store.limits()
     }
@@ -366,9 +366,9 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let mut inner = lock(&self.inner);
         let dropped = inner.store.resize(limits);
         self.note(&mut inner, &mut news, String::new(), What::Resized { limits });
-        self.leave(&mut inner, &mut news, &dropped);
+        self.note_dropped(&mut inner, &mut news, &dropped);
         drop(inner);
-        self.bury(dropped);
+        self.drop_unlocked(dropped);
         news.tell(&self.name, limits.entries);
     }
 
@@ -377,10 +377,10 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let mut news = News::default();
         let mut inner = lock(&self.inner);
         let dropped = inner.store.clear();
-        self.leave(&mut inner, &mut news, &dropped);
+        self.note_dropped(&mut inner, &mut news, &dropped);
         let entries = inner.store.limits().entries;
         drop(inner);
-        self.bury(dropped);
+        self.drop_unlocked(dropped);
         news.tell(&self.name, entries);
     }
 
@@ -407,7 +407,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static, U> Drop for PlanCache<K, V, U> {
     fn drop(&mut self) {
         // Threads that live on have entries at hand.
-        lock(&self.inner).store.list().iter().for_each(|entry| entry.leave());
+        lock(&self.inner).store.list().iter().for_each(|entry| entry.mark_gone());
         self.fronts.drop_gone();
     }
 }
@@ -439,18 +439,18 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         let id = if kept.is_some() { inner.next } else { 0 };
         inner.next += u64::from(kept.is_some());
         if kept.is_none() {
-            entry.leave();
+            entry.mark_gone();
             inner.stats.not_kept += 1;
         }
         let built = What::Built { id, engine: entry.engine.clone(), time, weight: entry.weight };
         cache.note(inner, &mut news, entry.label.clone(), built);
         let dropped = kept.unwrap_or_default();
-        cache.leave(inner, &mut news, &dropped);
+        cache.note_dropped(inner, &mut news, &dropped);
         let entries = inner.store.limits().entries;
         drop(guard);
         // Those who wait go on, whatever becomes of this thread.
         drop(self);
-        cache.bury(dropped);
+        cache.drop_unlocked(dropped);
         news.tell(&cache.name, entries);
         entry
     }

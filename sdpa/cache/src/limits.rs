@@ -34,7 +34,7 @@ impl AddAssign for Weight {
 /// The bounds of a cache. Both hold at any time: what would break one is not kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Limits {
-    /// Entries.
+    /// Number of entries.
     pub entries: NonZeroUsize,
     /// Sum of [`Weight::bytes`].
     pub bytes: u64,
@@ -50,7 +50,7 @@ impl Limits {
 }
 
 impl Default for Limits {
-    /// 256 entries.
+    /// Bounds of 256 entries and 16 GiB.
     fn default() -> Limits {
         Limits::entries(NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN))
     }

@@ -12,7 +12,7 @@ use cudnn_graph::encode::encode;
 use cudnn_graph::{DeviceProfile, Graph, Library, Program, Version};
 use sdpa::cudnn::lower::{self, Form};
 use sdpa::cudnn::plan::schedule as schedule_of;
-use sdpa::cudnn::schedule::Told;
+use sdpa::cudnn::schedule::ScheduleReport;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Problem, Region, TensorSpec};
 use serde::Serialize;
@@ -196,7 +196,7 @@ struct Lowered<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     program: Option<&'a Program>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    schedule: Option<&'a Told>,
+    schedule: Option<&'a ScheduleReport>,
 }
 
 fn runtime(given: Option<Version>, places: &PlaceArgs) -> Result<(Version, &'static str), Failure> {

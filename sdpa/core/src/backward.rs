@@ -259,7 +259,7 @@ impl BackwardProblem {
         self.deterministic
     }
 
-    /// The same problem with an operand made [dense](TensorSpec::densely), for executors that copy it first.
+    /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> BackwardProblem {
         match operand {

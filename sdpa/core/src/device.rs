@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub struct DeviceParam<'a, M> {
     /// The name that it was declared by.
     pub name: &'a str,
-    /// Its value.
+    /// What it is in this call.
     pub value: DeviceValue<M>,
 }
 

@@ -11,7 +11,7 @@ pub struct SpecError {
     pub field: String,
     /// What it holds.
     pub value: String,
-    /// The rule.
+    /// The rule that it breaks.
     pub rule: String,
 }
 
@@ -114,9 +114,9 @@ pub enum Reason {
 /// An executor's refusal, with every reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Unsupported {
-    /// Who refuses.
+    /// The executor that refuses.
     pub executor: ExecutorName,
-    /// Why.
+    /// Every reason, in the order of asking.
     pub reasons: Vec<Reason>,
 }
 
@@ -137,7 +137,7 @@ impl std::error::Error for Unsupported {}
 /// A failure of what an executor runs on: a library, a driver, a device, memory.
 #[derive(Debug)]
 pub struct Failure {
-    /// Whose.
+    /// The executor that failed.
     pub executor: ExecutorName,
     /// The executor's own error, of the type that its page names.
     pub source: Box<dyn std::error::Error + Send + Sync>,
@@ -168,7 +168,7 @@ pub enum Error {
     /// The environment of an executor.
     #[error(transparent)]
     Failed(#[from] Failure),
-    /// Us.
+    /// A bug of this library: please report it.
     #[error("a bug of sdpa: {0}")]
     Bug(String),
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// Something that computes attention.
 pub trait Executor: Debug + Send + Sync {
-    /// Its name.
+    /// The name that callers ask for it by.
     fn name(&self) -> ExecutorName;
 
     /// Whether it would run the problem; pure, no work is submitted.

@@ -14,9 +14,9 @@ use crate::tensor::{Elements, ElementsMut, Param};
 pub struct HostForward<'a> {
     /// Queries, strided as the problem says.
     pub q: Elements<'a>,
-    /// Keys.
+    /// Keys, strided as the problem says.
     pub k: Elements<'a>,
-    /// Values.
+    /// Values, strided as the problem says.
     pub v: Elements<'a>,
     /// Output; only elements that belong to the tensor are written.
     pub o: ElementsMut<'a>,
@@ -33,9 +33,9 @@ pub struct HostForward<'a> {
 pub struct HostBackward<'a> {
     /// Queries, strided as the problem says.
     pub q: Elements<'a>,
-    /// Keys.
+    /// Keys, strided as the problem says.
     pub k: Elements<'a>,
-    /// Values.
+    /// Values, strided as the problem says.
     pub v: Elements<'a>,
     /// Output of the forward pass.
     pub o: Elements<'a>,

@@ -54,8 +54,8 @@ pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
 
 /// What is bound to a parameter, wherever it is.
 #[derive(Clone, Copy, Debug)]
-pub enum Given {
-    /// A number.
+pub enum Supplied {
+    /// The value of a scalar.
     Scalar(f32),
     /// A dense tensor, or memory that has room for it.
     Tensor {
@@ -66,17 +66,17 @@ pub enum Given {
     },
 }
 
-fn check_one(p: &Declared, given: Given, extents: [i64; 4], at_least: bool) -> Option<SpecError> {
+fn check_one(p: &Declared, given: Supplied, extents: [i64; 4], at_least: bool) -> Option<SpecError> {
     let name = || format!("parameter {}", p.name);
     let unlike = |said: String| Some(SpecError::new(name(), said, format!("declared as {}", kind(p.kind))));
     match (p.kind, given) {
-        (ParamKind::Scalar, Given::Scalar(x)) => x.is_nan().then(|| SpecError::new(name(), x, "a number")),
-        (ParamKind::Scalar, Given::Tensor { dtype, elements: _ }) => unlike(format!("a tensor of {dtype}")),
-        (ParamKind::Tensor { .. }, Given::Scalar(_)) => unlike("a scalar".to_owned()),
-        (ParamKind::Tensor { axes: _, dtype }, Given::Tensor { dtype: given, elements: _ }) if dtype != given => {
+        (ParamKind::Scalar, Supplied::Scalar(x)) => x.is_nan().then(|| SpecError::new(name(), x, "a number")),
+        (ParamKind::Scalar, Supplied::Tensor { dtype, elements: _ }) => unlike(format!("a tensor of {dtype}")),
+        (ParamKind::Tensor { .. }, Supplied::Scalar(_)) => unlike("a scalar".to_owned()),
+        (ParamKind::Tensor { axes: _, dtype }, Supplied::Tensor { dtype: given, elements: _ }) if dtype != given => {
             unlike(format!("a tensor of {given}"))
         }
-        (ParamKind::Tensor { .. }, Given::Tensor { dtype: _, elements: given }) => {
+        (ParamKind::Tensor { .. }, Supplied::Tensor { dtype: _, elements: given }) => {
             let need = elements(p, extents);
             let short = i64::try_from(given).is_ok_and(|given| given < need);
             let long = !at_least && i64::try_from(given).is_ok_and(|given| given > need);
@@ -90,7 +90,7 @@ fn check_one(p: &Declared, given: Given, extents: [i64; 4], at_least: bool) -> O
 ///
 /// # Errors
 /// Every name that is unknown, given twice or missing, every wrong type and every wrong length.
-pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Given)], at_least: bool) -> Result<(), SpecErrors> {
+pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Supplied)], at_least: bool) -> Result<(), SpecErrors> {
     let mut errors = Vec::new();
     for (n, (name, _)) in given.iter().enumerate() {
         if !declared.iter().any(|d| d.name == *name) {
@@ -132,12 +132,12 @@ pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given:
 /// # Errors
 /// Every name that is unknown, given twice or missing, every wrong type and every wrong length.
 pub fn bind<'a>(declared: &[Declared], extents: [i64; 4], given: &[Param<'a>]) -> Result<Vec<ParamValue<'a>>, SpecErrors> {
-    let said: Vec<(&str, Given)> = given
+    let said: Vec<(&str, Supplied)> = given
         .iter()
         .map(|p| match (p.value, p.value.dtype()) {
-            (ParamValue::Scalar(x), _) => (p.name, Given::Scalar(x)),
-            (_, Some(dtype)) => (p.name, Given::Tensor { dtype, elements: p.value.elements() as u64 }),
-            (_, None) => (p.name, Given::Scalar(f32::NAN)),
+            (ParamValue::Scalar(x), _) => (p.name, Supplied::Scalar(x)),
+            (_, Some(dtype)) => (p.name, Supplied::Tensor { dtype, elements: p.value.elements() as u64 }),
+            (_, None) => (p.name, Supplied::Scalar(f32::NAN)),
         })
         .collect();
     check(declared, extents, &said, false)?;

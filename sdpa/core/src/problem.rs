@@ -101,12 +101,12 @@ impl Problem {
     pub fn dtype(&self) -> DType {
         self.dtype
     }
-    /// Batch entries.
+    /// Number of batch entries.
     #[inline]
     pub fn batch(&self) -> i64 {
         self.batch
     }
-    /// Query heads.
+    /// Number of query heads.
     #[inline]
     pub fn heads_q(&self) -> i64 {
         self.heads_q
@@ -222,7 +222,7 @@ impl Problem {
         2.0 * pairs * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64
     }
 
-    /// The same problem with an operand made [dense](TensorSpec::densely), for executors that copy it first.
+    /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> Problem {
         if let Some(tensor) = self.tensors.get_mut(operand as usize) {

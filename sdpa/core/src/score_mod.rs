@@ -106,7 +106,7 @@ impl ScoreMod {
         self
     }
 
-    /// The same with a parameter under another name, so that one function can be used twice with different values.
+    /// Gives a parameter another name, so that one function can be used twice with different values.
     ///
     /// # Errors
     /// A name that is none, or that another parameter has.

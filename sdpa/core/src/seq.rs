@@ -49,7 +49,7 @@ pub const SEQ_SHIFT: &str = "seq_shift";
 pub struct Buckets(Vec<i64>);
 
 impl Buckets {
-    /// These lengths.
+    /// Buckets of these lengths.
     ///
     /// # Errors
     /// None at all, one below 1, or one that is no longer than the one before.
@@ -85,7 +85,7 @@ impl Buckets {
         Buckets::new(lengths)
     }
 
-    /// The lengths.
+    /// The lengths that problems are rounded up to, ascending.
     pub fn lengths(&self) -> &[i64] {
         &self.0
     }
@@ -99,9 +99,9 @@ impl Buckets {
 /// Which lengths are rounded up. None of them: every length has its own plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SeqPolicy {
-    /// For queries.
+    /// Buckets of `seq_q`; `None` leaves it as it is.
     pub q: Option<Buckets>,
-    /// For keys.
+    /// Buckets of `seq_kv`; `None` leaves it as it is.
     pub kv: Option<Buckets>,
 }
 

@@ -94,7 +94,7 @@ impl TensorSpec {
 /// The extents of an attention problem, for [`AttentionSpec::dense`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Shape {
-    /// Batch entries.
+    /// Number of batch entries.
     pub batch: i64,
     /// Query heads; a multiple of `heads_kv`.
     pub heads_q: i64,

@@ -28,7 +28,7 @@ pub enum ElementsMut<'a> {
 macro_rules! facts {
     ($t:ident) => {
         impl $t<'_> {
-            /// Element type.
+            /// Element type of the memory.
             pub fn dtype(&self) -> DType {
                 match self {
                     $t::F32(_) => DType::F32,
@@ -78,6 +78,6 @@ pub enum ParamValue<'a> {
 pub struct Param<'a> {
     /// The name that it was declared by.
     pub name: &'a str,
-    /// Its value.
+    /// What it is in this call.
     pub value: ParamValue<'a>,
 }

@@ -84,7 +84,7 @@ impl CpuExecutor {
         workspace(&schedule, self.isa, &rules) as u64
     }
 
-    /// The same of a backward pass.
+    /// Bytes of scratch memory that a backward pass takes.
     pub fn backward_workspace_bytes(&self, problem: &BackwardProblem) -> u64 {
         CpuBackward::unchecked(self.isa, problem).most_workspace() as u64
     }

@@ -213,9 +213,9 @@ impl Planned {
 
     fn wrong_params(&self, call: &DeviceCall<'_>) -> Vec<SpecError> {
         let given = call.params.iter().map(|p| match p.value {
-            DeviceValue::Scalar(x) => (p.name, params::Given::Scalar(x)),
+            DeviceValue::Scalar(x) => (p.name, params::Supplied::Scalar(x)),
             DeviceValue::Tensor(dtype, slice) | DeviceValue::WithinExtent(dtype, slice) => {
-                (p.name, params::Given::Tensor { dtype, elements: slice.bytes * 8 / u64::from(dtype.bits()) })
+                (p.name, params::Supplied::Tensor { dtype, elements: slice.bytes * 8 / u64::from(dtype.bits()) })
             }
         });
         let given: Vec<_> = given.collect();

@@ -92,7 +92,7 @@ impl CudnnExecutor {
         self.with(&self.forward, &JobQuery::Forward(&problem), |planned| unsafe { planned.forward(&handle, call) })?
     }
 
-    /// The same for one backward pass.
+    /// The backward pass of [`CudnnExecutor::sdpa`]: finds the plans of a specification, or makes them, and submits one pass.
     ///
     /// # Safety
     /// As [`Planned::backward`](super::Planned::backward), for the device of `stream`.

@@ -37,7 +37,7 @@ use std::sync::Arc;
 
 /// An element type that attention over cudarc's slices takes.
 pub trait Element: DeviceRepr {
-    /// Its name here.
+    /// The element type as data.
     const DTYPE: DType;
 }
 
@@ -56,7 +56,7 @@ pub enum CudarcError {
     /// The specification, the executor or the environment.
     #[error(transparent)]
     Sdpa(#[from] Error),
-    /// cudarc's own.
+    /// An error of the driver that cudarc tells.
     #[error("cudarc: {0}")]
     Driver(#[from] DriverError),
 }
@@ -78,7 +78,7 @@ impl From<cudnn_graph::Error> for CudarcError {
 pub struct Param<'a> {
     /// The name that it was declared by.
     pub name: &'a str,
-    /// Its value.
+    /// What it is in this call.
     pub value: Value<'a>,
 }
 
@@ -104,11 +104,11 @@ pub enum Value<'a> {
 pub struct Forward<'a, T> {
     /// Queries, strided as the specification says.
     pub q: &'a CudaSlice<T>,
-    /// Keys.
+    /// Keys, strided as the specification says.
     pub k: &'a CudaSlice<T>,
-    /// Values.
+    /// Values, strided as the specification says.
     pub v: &'a CudaSlice<T>,
-    /// Output.
+    /// Output, strided as the specification says.
     pub o: &'a mut CudaSlice<T>,
     /// (batch, heads_q, seq_q); there exactly when the specification asks for stats.
     pub stats: Option<&'a mut CudaSlice<f32>>,
@@ -123,9 +123,9 @@ pub struct Forward<'a, T> {
 pub struct Backward<'a, T> {
     /// Queries, strided as the specification says.
     pub q: &'a CudaSlice<T>,
-    /// Keys.
+    /// Keys, strided as the specification says.
     pub k: &'a CudaSlice<T>,
-    /// Values.
+    /// Values, strided as the specification says.
     pub v: &'a CudaSlice<T>,
     /// Output of the forward pass.
     pub o: &'a CudaSlice<T>,
@@ -213,7 +213,7 @@ impl Attention {
         Ok(Attention::of(executor, spec.dtype, problem.params(), executor.attention(&problem)?.0))
     }
 
-    /// The same of a backward pass.
+    /// Takes the plans of a backward pass from the executor's cache, or makes them.
     ///
     /// # Errors
     /// As [`Attention::new`].
@@ -227,7 +227,7 @@ impl Attention {
         Attention { library: executor.library(), device: executor.device(), dtype, params, planned }
     }
 
-    /// The plans.
+    /// The plans that calls run.
     pub fn planned(&self) -> &Arc<Planned> {
         &self.planned
     }

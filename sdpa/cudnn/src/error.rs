@@ -15,7 +15,7 @@ pub enum Error {
     /// The environment: a library, a driver, a device, memory.
     #[error(transparent)]
     Backend(#[from] cudnn_graph::Error),
-    /// Us.
+    /// A bug of this library: please report it.
     #[error("a bug of sdpa: {0}")]
     Bug(String),
 }

@@ -23,13 +23,13 @@ pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 pub struct CudnnOptions {
     /// Where to look for cuDNN and the driver.
     pub search: Search,
-    /// Which device.
+    /// The device's number, as the driver counts.
     pub ordinal: u32,
     /// What plans may look like.
     pub plan: PlanOptions,
     /// Bounds of the plans of forward passes that are kept.
     pub forward: Limits,
-    /// The same of backward passes.
+    /// Bounds of the cache of backward passes.
     pub backward: Limits,
     /// Run every configuration that cuDNN offers when plans are built on a device, and keep the fastest: builds take as many times as
     /// long as there are configurations. Plans from files are taken as they are; plans that are saved are the fastest. The variable
@@ -64,7 +64,7 @@ pub struct CudnnExecutor {
     pub(crate) backward: Plans,
     pub(crate) files: files::Files,
     /// What tables are uploaded on; made when it is first needed.
-    pub(crate) aside: OnceLock<Stream>,
+    pub(crate) setup_stream: OnceLock<Stream>,
     pub(crate) tune: bool,
     pub(crate) recheck: bool,
 }
@@ -85,18 +85,18 @@ impl CudnnExecutor {
             forward,
             backward,
             files: files::Files::default(),
-            aside: OnceLock::new(),
+            setup_stream: OnceLock::new(),
             tune: options.tune && std::env::var_os("SDPA_AUTOTUNE").is_none_or(|off| off != "off"),
             recheck: options.recheck,
         })
     }
 
-    /// The library.
+    /// The cuDNN that was loaded.
     pub fn library(&self) -> &'static Library {
         self.library
     }
 
-    /// The device.
+    /// The device that everything runs on.
     pub fn device(&self) -> &'static Device {
         self.device
     }
@@ -171,7 +171,7 @@ impl CudnnExecutor {
 
     fn find(&self, cache: &Plans, query: &JobQuery<'_>) -> Result<(Arc<Planned>, bool), Error> {
         let (planned, there) = cache.get_or_build(query, || self.build(query))?;
-        self.see_to(&planned, there, query)?;
+        self.recheck_if_asked(&planned, there, query)?;
         Ok((planned, there))
     }
 
@@ -181,7 +181,7 @@ impl CudnnExecutor {
             query,
             || self.build(query),
             |planned, there| {
-                self.see_to(planned, there, query)?;
+                self.recheck_if_asked(planned, there, query)?;
                 Ok(call(planned))
             },
         )?
@@ -190,22 +190,22 @@ impl CudnnExecutor {
     /// A build in the middle of a capture, of this or another thread's stream, does not disturb it.
     fn build(&self, query: &JobQuery<'_>) -> Result<Arc<Planned>, Error> {
         self.device.relaxed(|| {
-            let stream = self.aside()?;
+            let stream = self.setup_stream()?;
             let handle = self.library.handle(stream)?;
             self.make(&Target::Handle(&handle), &query.to_key(), |planned| planned.upload_tables(stream))
         })
     }
 
-    pub(super) fn aside(&self) -> Result<&Stream, Error> {
-        if let Some(stream) = self.aside.get() {
+    pub(super) fn setup_stream(&self) -> Result<&Stream, Error> {
+        if let Some(stream) = self.setup_stream.get() {
             return Ok(stream);
         }
         // Of two threads that are here at once, one made hers for nothing.
         let made = self.device.stream()?;
-        Ok(self.aside.get_or_init(|| made))
+        Ok(self.setup_stream.get_or_init(|| made))
     }
 
-    fn see_to(&self, planned: &Planned, there: bool, query: &JobQuery<'_>) -> Result<(), Error> {
+    fn recheck_if_asked(&self, planned: &Planned, there: bool, query: &JobQuery<'_>) -> Result<(), Error> {
         if there && self.recheck { planned.recheck(&query.to_key(), self.library.version()) } else { Ok(()) }
     }
 }
@@ -255,7 +255,7 @@ impl CudnnExecutor {
     fn asked(&self, job: &Job) -> Result<(), Unsupported> {
         let failed = |e: String| Unsupported { executor: ExecutorName::CUDNN, reasons: vec![Reason::Failed(e)] };
         let asked = || -> Result<(), Error> {
-            let handle = self.library.handle(self.aside()?)?;
+            let handle = self.library.handle(self.setup_stream()?)?;
             plan::supports(self.library, &Target::Handle(&handle), job, &self.options).map(|_| ())
         };
         match asked() {

@@ -96,7 +96,7 @@ impl CudnnExecutor {
     /// # Errors
     /// The environment's; that nothing runs the pass.
     pub fn without_plan(&self, job: &Job) -> Result<Vec<Option<String>>, Error> {
-        let handle = self.library.handle(self.aside()?)?;
+        let handle = self.library.handle(self.setup_stream()?)?;
         let target = Target::Handle(&handle);
         let key = portable::key(self.library, &target, job, &self.options)?;
         let files = self.files.open.read().clone();
@@ -126,7 +126,7 @@ impl CudnnExecutor {
     }
 
     fn record(&self, job: &Job, planned: &Planned) -> Result<Record, Error> {
-        let handle = self.library.handle(self.aside()?)?;
+        let handle = self.library.handle(self.setup_stream()?)?;
         let key = portable::key(self.library, &Target::Handle(&handle), job, &self.options)?;
         Ok(Record { key, label: sdpa_cache::CacheKey::label(job), payload: planned.to_bytes()? })
     }

@@ -32,7 +32,7 @@ impl CudnnPrepared {
         CudnnPrepared { library, job, planned, stream }
     }
 
-    /// The plans.
+    /// The plans that calls run.
     pub fn planned(&self) -> &Arc<Planned> {
         &self.planned
     }

@@ -20,7 +20,7 @@ use std::time::Instant;
 pub struct PlanOptions {
     /// Only this form; `None`: the better one first, then the other.
     pub form: Option<Form>,
-    /// Which engines.
+    /// Which engines are asked for.
     pub policy: Policy,
 }
 

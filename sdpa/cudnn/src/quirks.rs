@@ -9,22 +9,22 @@ use std::ops::RangeInclusive;
 /// Which passes of an attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passes {
-    /// Forward passes.
+    /// Forward passes alone.
     Forward,
-    /// Backward passes.
+    /// Backward passes alone.
     Backward,
-    /// Both.
+    /// Passes of either direction.
     Both,
 }
 
-/// One row.
+/// What runtimes get wrong: one row of the table.
 #[derive(Clone, Debug)]
 pub struct Row {
     /// First and last version of cuDNN that has it.
     pub versions: (Version, Version),
     /// Compute capabilities that have it, times ten.
     pub sm: RangeInclusive<u32>,
-    /// Which passes.
+    /// Which passes it concerns.
     pub passes: Passes,
     /// What goes wrong.
     pub what: &'static str,
@@ -54,7 +54,7 @@ macro_rules! quirks {
         pub enum Quirk { $(#[doc = $what] $name,)* }
 
         impl Quirk {
-            /// Every one.
+            /// Every row of the table.
             pub const ALL: &'static [Quirk] = &[$(Quirk::$name),*];
 
             /// What is known of it.
@@ -217,7 +217,7 @@ impl Quirk {
         (first..=last).contains(&runtime)
     }
 
-    /// The same on an architecture: compute capability 9.0 is 90.
+    /// Whether it holds on a runtime and an architecture: compute capability 9.0 is 90.
     pub fn holds_on(self, runtime: Version, sm: u32) -> bool {
         self.holds(runtime) && self.row().sm.contains(&sm)
     }

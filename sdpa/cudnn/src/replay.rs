@@ -18,7 +18,7 @@ pub struct Replay {
     planned: Arc<Planned>,
     stream: Arc<Stream>,
     /// Where calls are captured: the caller's stream may be one that cannot be.
-    aside: Stream,
+    capture_stream: Stream,
     /// Empty only while it is dropped.
     workspace: Option<Buffer>,
     captured: Option<Captured>,
@@ -38,11 +38,11 @@ impl Replay {
     pub fn new(planned: Arc<Planned>, stream: Arc<Stream>) -> Result<Replay, Error> {
         let device = stream.device();
         let bytes = usize::try_from(planned.workspace_bytes()).unwrap_or(usize::MAX);
-        let (aside, workspace) = (device.stream()?, Some(Buffer::new(device, bytes)?));
-        Ok(Replay { planned, stream, aside, workspace, captured: None, baked: Baked::new(), captures: 0 })
+        let (capture_stream, workspace) = (device.stream()?, Some(Buffer::new(device, bytes)?));
+        Ok(Replay { planned, stream, capture_stream, workspace, captured: None, baked: Baked::new(), captures: 0 })
     }
 
-    /// The plans.
+    /// The plans that calls run.
     pub fn planned(&self) -> &Arc<Planned> {
         &self.planned
     }
@@ -98,8 +98,8 @@ impl Replay {
         let captured = match &self.captured {
             Some(captured) if baked == self.baked => captured,
             Some(_) | None => {
-                let handle = self.planned.plan.library().handle(&self.aside)?;
-                let captured = self.aside.capture(|| submit(&self.planned, &handle))?;
+                let handle = self.planned.plan.library().handle(&self.capture_stream)?;
+                let captured = self.capture_stream.capture(|| submit(&self.planned, &handle))?;
                 self.captures += 1;
                 self.baked = baked;
                 self.captured.insert(captured)

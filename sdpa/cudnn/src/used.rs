@@ -10,21 +10,21 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct Used(OnceLock<&'static Device>);
 
 /// What a device may still read of plans.
-struct Remains {
+struct KeptAlive {
     _plans: Vec<Arc<Plan>>,
     _tables: Vec<Arc<Buffer>>,
 }
 
 impl Planned {
-    fn remains(&self) -> Box<Remains> {
-        Box::new(Remains { _plans: self.plans().cloned().collect(), _tables: self.tables.clone() })
+    fn kept_alive(&self) -> Box<KeptAlive> {
+        Box::new(KeptAlive { _plans: self.plans().cloned().collect(), _tables: self.tables.clone() })
     }
 
     /// Submits work of these plans: from here on they are dropped behind it. A graph that it is captured into keeps them.
     pub(super) fn noting_use<R>(&self, handle: &Handle<'_>, submit: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
         self.used.0.get_or_init(|| handle.device());
         if handle.is_capturing() {
-            handle.keep_in_graph(self.remains())?;
+            handle.keep_in_graph(self.kept_alive())?;
             return submit();
         }
         let submitted = submit();
@@ -37,7 +37,7 @@ impl Planned {
 impl Drop for Planned {
     fn drop(&mut self) {
         if let Some(device) = self.used.0.get() {
-            device.retire(self.remains());
+            device.retire(self.kept_alive());
         }
     }
 }

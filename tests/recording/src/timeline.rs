@@ -205,7 +205,7 @@ pub(crate) fn submit(stream: usize, work: Work) -> Result<bool, c_int> {
     })
 }
 
-/// Told on where work that waits needs it.
+/// ScheduleReport on where work that waits needs it.
 pub(crate) fn freed(address: u64) {
     with(|all| {
         if all.needed(|work| work.memory.iter().any(|&used| memory::start(used) == Some(address))) {
@@ -214,7 +214,7 @@ pub(crate) fn freed(address: u64) {
     });
 }
 
-/// Told on where work that waits needs it, or there is no context to unload it from.
+/// ScheduleReport on where work that waits needs it, or there is no context to unload it from.
 pub(crate) fn plan_destroyed(plan: usize, entered: bool) {
     with(|all| {
         if !entered {

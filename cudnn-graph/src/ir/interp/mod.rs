@@ -51,7 +51,7 @@ use std::collections::BTreeMap;
 /// The elements of one tensor, row-major. Bools are 0 and 1, integers are exact below 2⁵³.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Value {
-    /// Extents.
+    /// Extents of the axes, outermost first.
     pub dims: Vec<i64>,
     /// As many elements as the extents multiply to.
     pub data: Vec<f64>,

@@ -76,7 +76,7 @@ use std::fmt;
 pub struct Verified(Graph);
 
 impl Verified {
-    /// The graph.
+    /// The graph that passed every rule.
     pub fn graph(&self) -> &Graph {
         &self.0
     }
@@ -100,7 +100,7 @@ impl std::ops::Deref for Verified {
 pub struct VerifyError {
     /// The op or tensor, as printed.
     pub at: String,
-    /// The rule.
+    /// The rule that is broken, and by what.
     pub message: String,
 }
 

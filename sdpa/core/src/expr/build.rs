@@ -28,7 +28,7 @@ pub struct Inputs {
 }
 
 impl Builder {
-    /// Nothing yet.
+    /// A builder without any value.
     pub fn new() -> Builder {
         Builder::default()
     }
@@ -74,7 +74,7 @@ impl Builder {
         id
     }
 
-    /// The score.
+    /// The score that is modified, f32.
     pub fn score(&mut self) -> NodeId {
         self.push(Node::Score, Type::F32)
     }
@@ -94,7 +94,7 @@ impl Builder {
         self.push(Node::Extent(axis), Type::I32)
     }
 
-    /// A constant.
+    /// The value of a constant.
     pub fn konst(&mut self, value: Const) -> NodeId {
         self.push(Node::Const(value), value.ty())
     }

@@ -126,7 +126,7 @@ fn whole(f: Binary, x: i32, y: i32) -> Option<i32> {
 /// Where and of what a trace is evaluated.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
-    /// The score.
+    /// The score that is modified.
     pub score: f64,
     /// The gradient from behind.
     pub upstream: f64,

@@ -63,7 +63,7 @@ pub enum Type {
 }
 
 impl Type {
-    /// The same as an element type.
+    /// The element type of such values.
     pub fn dtype(self) -> DType {
         match self {
             Type::F32 => DType::F32,
@@ -246,7 +246,7 @@ impl Const {
         Const::F32(if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() })
     }
 
-    /// Its type.
+    /// The type of the constant.
     pub fn ty(self) -> Type {
         match self {
             Const::F32(_) => Type::F32,
@@ -284,7 +284,7 @@ pub enum Node {
     Index(Axis),
     /// The extent of an axis, i32; a constant once the problem is known.
     Extent(Axis),
-    /// A constant.
+    /// A constant, in the node itself.
     Const(Const),
     /// A declared parameter: its number, or its element at this place.
     Param(ParamId),
@@ -308,7 +308,7 @@ impl Node {
         of.into_iter().flatten()
     }
 
-    /// The same over other values.
+    /// The same function of other values.
     pub fn map(self, mut to: impl FnMut(NodeId) -> NodeId) -> Node {
         match self {
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => self,

@@ -60,7 +60,7 @@ impl FromIterator<Axis> for Axes {
 pub enum ParamKind {
     /// One f32 in host memory, read at each execution.
     Scalar,
-    /// A tensor.
+    /// A dense tensor over some of the axes.
     Tensor {
         /// The axes that it spans.
         axes: Axes,

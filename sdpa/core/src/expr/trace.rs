@@ -208,7 +208,7 @@ impl Trace {
         all
     }
 
-    /// The same with 0 for every default of a scalar: equal traces have equal texts then.
+    /// Sets every default of a scalar to 0: equal traces have equal texts then.
     #[must_use]
     pub fn without_defaults(&self) -> Trace {
         let mut trace = self.clone();
@@ -216,7 +216,7 @@ impl Trace {
         trace
     }
 
-    /// The same with a parameter under another name.
+    /// Gives a parameter another name.
     ///
     /// # Errors
     /// A name that is none, or that another parameter has.

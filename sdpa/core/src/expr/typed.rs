@@ -72,9 +72,9 @@ mod sealed {
 pub trait Traced: sealed::Sealed + Copy {
     /// The number type of Rust.
     type Number: Copy;
-    /// Its name as data.
+    /// The type as data.
     const TYPE: Type;
-    /// A constant.
+    /// A constant of this type.
     fn constant(value: Self::Number) -> Const;
 }
 
@@ -106,7 +106,7 @@ impl Traced for Bool {
 pub trait Stored: sealed::Sealed + Copy {
     /// What an element is in an expression.
     type Value: Traced;
-    /// Its name as data.
+    /// The element type as data.
     const DTYPE: DType;
 }
 
@@ -283,7 +283,7 @@ methods! { I32:
 }
 
 impl<'t> Expr<'t, F32> {
-    /// Toward zero.
+    /// The whole number toward zero; the nearest i32 of what is too large, 0 of what is not a number.
     #[must_use]
     pub fn to_i32(self) -> Expr<'t, I32> {
         self.unary(Unary::ToI32)
@@ -296,7 +296,7 @@ impl<'t> Expr<'t, F32> {
         self.made(Made::Clamp, &[self.id, low.id, high.id])
     }
 
-    /// `x²`.
+    /// The square, `x²`.
     #[must_use]
     pub fn square(self) -> Expr<'t, F32> {
         self.made(Made::Square, &[self.id])
@@ -317,7 +317,7 @@ impl<'t> Expr<'t, I32> {
         self.made(Made::Clamp, &[self.id, low.id, high.id])
     }
 
-    /// `x²`.
+    /// The square, `x²`.
     #[must_use]
     pub fn square(self) -> Expr<'t, I32> {
         self.made(Made::Square, &[self.id])

@@ -94,12 +94,12 @@ pub fn array_mask(axes: impl Into<Axes>) -> Mask {
 }
 
 impl Mask {
-    /// [`document`].
+    /// Keeps the keys of the query's document: see [`document`].
     pub fn document() -> Mask {
         document()
     }
 
-    /// [`padding`].
+    /// Keeps what lies within the lengths of a batch entry: see [`padding`].
     pub fn padding() -> Mask {
         padding()
     }

@@ -152,14 +152,14 @@ fn bounds(f: Binary, holds: bool, x: Linear, y: Linear) -> Option<Vec<Linear>> {
     }
 }
 
-struct Taker<'t> {
+struct Splitter<'t> {
     trace: &'t Trace,
     linear: Vec<Option<Linear>>,
     kept: Kept,
     extents: [i64; 4],
 }
 
-impl Taker<'_> {
+impl Splitter<'_> {
     fn bounds_of(&self, (id, holds): Term) -> Option<Vec<Linear>> {
         match self.trace.node(id) {
             Node::Binary(f, x, y) => bounds(f, holds, self.linear[x.index()]?, self.linear[y.index()]?),
@@ -265,19 +265,19 @@ impl Kept {
         let trace = b.finish(&roots).map_err(ExprErrors)?;
         let root = trace.roots()[0];
         let linear = linear(&trace);
-        let mut taker = Taker { trace: &trace, linear, kept: Kept::default(), extents };
+        let mut splitter = Splitter { trace: &trace, linear, kept: Kept::default(), extents };
         let mut rest = Vec::new();
         for (id, holds) in terms(&trace, root) {
             let term = (id, holds);
             if let Node::Const(c) = trace.node(id) {
                 if (c.to_f64() != 0.0) != holds {
-                    taker.kept.region.drop_all(extents[2]);
+                    splitter.kept.region.drop_all(extents[2]);
                 }
-            } else if !(taker.band(term) || taker.prefix(term) || taker.padding(term)) {
+            } else if !(splitter.band(term) || splitter.prefix(term) || splitter.padding(term)) {
                 rest.push(term);
             }
         }
-        let mut kept = taker.kept;
+        let mut kept = splitter.kept;
         kept.region = kept.region.normalise(extents[2], extents[3]);
         if !rest.is_empty() {
             kept.rest = Some(Arc::new(remaining(&trace, &rest)?));

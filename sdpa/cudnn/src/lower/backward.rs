@@ -2,7 +2,7 @@
 //! subtraction of stats and the masks, transpositions spelled as reshapes, and the f32 accumulator are what engines match.
 
 use super::composite::{product, product_into, scores_like};
-use super::expr::{Emitter, Into, Pass, Vectors};
+use super::expr::{Draft, Emitter, Pass, Vectors};
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, dtype, stats, tensor, transposed};
@@ -89,7 +89,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let ports = Ports::new(&mut g, b, transposed);
     let p = b.forward();
-    let to = &mut Into { graph: &mut g, supplies: &mut supplies };
+    let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let lengths = Lengths::of(to, p);
     let [rows, keys] = lengths.overrides(to, p, runtime)?;
     let scale = ports.attn_scale;
@@ -179,7 +179,7 @@ fn may_be_infinite(trace: &Trace) -> bool {
 }
 
 /// Σ o·d_o of each row, in device memory. Engines tell it from the others by the multiplication by one.
-fn row_sum(to: &mut Into<'_>, p: &Problem, ports: &Ports) -> TensorId {
+fn row_sum(to: &mut Draft<'_>, p: &Problem, ports: &Ports) -> TensorId {
     let row = [p.batch(), p.heads_q(), p.seq_q(), 1];
     let g = &mut *to.graph;
     let products = g.pointwise(Mode::Mul, &[ports.at(Operand::DO), ports.at(Operand::O)]);
@@ -200,7 +200,7 @@ fn turn(g: &mut Graph, p: &Problem, scores: TensorId) -> TensorId {
 }
 
 /// A product whose result has a head for each query head, summed over the query heads that share a key head.
-fn fold_heads(to: &mut Into<'_>, b: &BackwardProblem, factors: [TensorId; 2], into: TensorId, overrides: [Option<TensorId>; 3]) {
+fn fold_heads(to: &mut Draft<'_>, b: &BackwardProblem, factors: [TensorId; 2], into: TensorId, overrides: [Option<TensorId>; 3]) {
     let p = b.forward();
     let g = &mut *to.graph;
     if p.group() == 1 {
@@ -215,7 +215,7 @@ fn fold_heads(to: &mut Into<'_>, b: &BackwardProblem, factors: [TensorId; 2], in
 
 /// Gradients of declared parameters. Engines sum the gradient that is about to be multiplied by the scale, and no other: that of
 /// a tensor which is added to the score before everything else.
-fn parameters(to: &mut Into<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Result<(), LowerError> {
+fn parameters(to: &mut Draft<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Result<(), LowerError> {
     let Some(gradient) = b.gradient() else { return Ok(()) };
     let roots = gradient.trace.roots();
     for (n, wanted) in b.wrt().iter().enumerate() {

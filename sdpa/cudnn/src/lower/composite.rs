@@ -1,7 +1,7 @@
 //! The composite form of the forward pass: the primitive ops that NVIDIA's frontend emits, in its order, which is what engines
 //! match.
 
-use super::expr::{Into, Pass};
+use super::expr::{Draft, Pass};
 use super::lowered::Lowered;
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Operands, dtype, modify, transposed};
@@ -15,7 +15,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let operands = Operands::new(&mut g, problem, transposed);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
-    let to = &mut Into { graph: &mut g, supplies: &mut supplies };
+    let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let lengths = Lengths::of(to, problem);
     let [rows, keys] = lengths.overrides(to, problem, runtime)?;
     let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));

@@ -14,8 +14,8 @@ use sdpa_core::spec::{Layout, TensorSpec};
 
 /// A copy graph, the tensors that a caller binds, and how often to run it.
 #[derive(Clone, Debug)]
-pub struct Copy {
-    /// The graph.
+pub struct CopyGraph {
+    /// The graph that copies.
     pub graph: Verified,
     /// What is read.
     pub from: TensorId,
@@ -69,7 +69,7 @@ fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u
 ///
 /// # Errors
 /// What [`Graph::verify`] finds: a bug of the lowering.
-pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
+pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<CopyGraph, cudnn_graph::Error> {
     convert([dtype, dtype], from, to)
 }
 
@@ -77,7 +77,7 @@ pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cu
 ///
 /// # Errors
 /// As [`copy`].
-pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result<Copy, cudnn_graph::Error> {
+pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result<CopyGraph, cudnn_graph::Error> {
     let [from_element, to_element] = dtypes.map(|dtype| i64::from(dtype.bits() / 8));
     let [from_dtype, to_dtype] = dtypes;
     let row = from.dims[3];
@@ -110,7 +110,7 @@ pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result
     g.set_strides(y, to_strides);
     g.set_alignment(y, to_alignment);
     let bytes = |elements: i64, element: i64| (elements * element).unsigned_abs();
-    Ok(Copy {
+    Ok(CopyGraph {
         graph: g.verify()?,
         from: x,
         second: None,
@@ -123,7 +123,7 @@ pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result
 }
 
 /// A dense declared tensor over some axes as one over more of them.
-pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result<Copy, cudnn_graph::Error> {
+pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result<CopyGraph, cudnn_graph::Error> {
     let dense = Layout::Bhsd.strides(from);
     let strides = std::array::from_fn(|axis| if from[axis] == to[axis] { dense[axis] } else { 0 });
     let alignment = 16;
@@ -137,7 +137,7 @@ pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result
 
 /// Guarded lengths of so many batch entries. Engines compute these in f32 and in no whole numbers: extents up to 2²⁴. What is beyond that
 /// is rounded, and clamped all the same.
-pub(crate) fn guarded(which: Guarded, entries: i64) -> Result<Copy, cudnn_graph::Error> {
+pub(crate) fn guarded(which: Guarded, entries: i64) -> Result<CopyGraph, cudnn_graph::Error> {
     let mut g = Graph::new();
     let dims = [1, 1, entries];
     let lengths = |g: &mut Graph, name: &str| g.tensor(Tensor::device(name, DType::I32, dims));
@@ -159,7 +159,7 @@ pub(crate) fn guarded(which: Guarded, entries: i64) -> Result<Copy, cudnn_graph:
     };
     let y = with(&mut g, Mode::Max, most, least, DType::I32);
     g.output(y, "to", DType::I32);
-    Ok(Copy { graph: g.verify()?, from: x, second, to: y, zeros: None, repeats: 1, from_step: 0, to_step: 0 })
+    Ok(CopyGraph { graph: g.verify()?, from: x, second, to: y, zeros: None, repeats: 1, from_step: 0, to_step: 0 })
 }
 
 /// Bytes that engines read at once: base addresses and strides must be multiples.
@@ -186,7 +186,7 @@ pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
 mod tests {
     use super::*;
 
-    fn check(from: TensorSpec) -> Copy {
+    fn check(from: TensorSpec) -> CopyGraph {
         let to = from.densely();
         let c = copy(DType::BF16, &from, &to).unwrap();
         // Walk both tensors as the copy would, and see that every element is met once and lands where it belongs.
@@ -255,7 +255,7 @@ mod tests {
     }
 
     /// Offsets of what is read for each element that is written, in the order of the latter.
-    fn reads(c: &Copy, element: i64) -> Vec<(i64, i64)> {
+    fn reads(c: &CopyGraph, element: i64) -> Vec<(i64, i64)> {
         let graph = c.graph.graph();
         let (x, y) = (graph.get(c.from).unwrap(), graph.get(c.to).unwrap());
         let mut all = Vec::new();

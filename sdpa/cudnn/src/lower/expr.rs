@@ -35,7 +35,7 @@ struct Choice {
 
 /// Whether equal numbers count.
 #[derive(Clone, Copy, PartialEq)]
-enum Bound {
+enum Strictness {
     Strict,
     Weak,
 }
@@ -44,7 +44,7 @@ enum Bound {
 pub(super) const TRUTH: DType = DType::BF16;
 
 /// What ops are appended to.
-pub(super) struct Into<'g> {
+pub(super) struct Draft<'g> {
     pub(super) graph: &'g mut Graph,
     pub(super) supplies: &'g mut Vec<(TensorId, Supply)>,
 }
@@ -62,7 +62,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// A value as a tensor.
-    pub(super) fn emit(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+    pub(super) fn emit(&mut self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         if let Some(made) = self.made[id.index()] {
             return made;
         }
@@ -103,7 +103,7 @@ impl<'a> Emitter<'a> {
         !d.score && !d.tensor && !d.scalar && !d.axes.has(Axis::Q) && !d.axes.has(Axis::K)
     }
 
-    fn value(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+    fn value(&mut self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         let d = self.depends[id.index()];
         if d.is_uniform() {
             return self.number(to, id);
@@ -136,7 +136,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// Zero, as large as the scores.
-    fn zero(&mut self, to: &mut Into<'_>, ty: Type) -> TensorId {
+    fn zero(&mut self, to: &mut Draft<'_>, ty: Type) -> TensorId {
         let whole = *self.zeros[0].get_or_insert_with(|| {
             let row = to.graph.gen_index(self.score, Axis::Q.place() as i64);
             op(to, Mode::Sub, &[row, row], Type::I32)
@@ -148,7 +148,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// The same number or tensor as a value inside the kernel.
-    fn lift(&mut self, to: &mut Into<'_>, x: TensorId, ty: Type) -> TensorId {
+    fn lift(&mut self, to: &mut Draft<'_>, x: TensorId, ty: Type) -> TensorId {
         if is_inside(to, x) {
             return x;
         }
@@ -156,7 +156,7 @@ impl<'a> Emitter<'a> {
         op(to, Mode::Add, &[zero, x], ty)
     }
 
-    fn unary(&mut self, to: &mut Into<'_>, f: Unary, x: TensorId, ty: Type) -> TensorId {
+    fn unary(&mut self, to: &mut Draft<'_>, f: Unary, x: TensorId, ty: Type) -> TensorId {
         let from = match (f, ty) {
             (Unary::ToF32, _) => Type::I32,
             (Unary::ToI32, _) => Type::F32,
@@ -167,7 +167,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// Engines want the first operand to be inside the kernel.
-    fn binary(&mut self, to: &mut Into<'_>, f: Binary, [x, y]: [TensorId; 2], ty: Type) -> TensorId {
+    fn binary(&mut self, to: &mut Draft<'_>, f: Binary, [x, y]: [TensorId; 2], ty: Type) -> TensorId {
         let inside = |x| is_inside(to, x);
         match f {
             Binary::Add | Binary::Mul | Binary::Min | Binary::Max if !inside(x) && inside(y) => op(to, mode::binary(f), &[y, x], ty),
@@ -181,7 +181,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// `x` where the condition holds, else `y`.
-    pub(super) fn select(&mut self, to: &mut Into<'_>, condition: NodeId, x: TensorId, y: TensorId, dtype: DType) -> TensorId {
+    pub(super) fn select(&mut self, to: &mut Draft<'_>, condition: NodeId, x: TensorId, y: TensorId, dtype: DType) -> TensorId {
         let choice = Choice { x, y, dtype };
         if self.is_supplied(condition.index()) {
             let holds = self.emit(to, condition);
@@ -223,7 +223,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// Chooses by a comparison of whole numbers.
-    fn compare(&mut self, to: &mut Into<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
+    fn compare(&mut self, to: &mut Draft<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
         let (mut f, mut a, mut b) = (f, a, b);
         if !is_inside(to, a) && is_inside(to, b) {
             (f, a, b) = (mirrored(f), b, a);
@@ -246,17 +246,17 @@ impl<'a> Emitter<'a> {
     /// Engines compare whole numbers only: `a > b` is `⌈min(max(a − b, 0), 1)⌉ > 0`, and `a ≥ b` is `⌊min(max(a − b, −1), 0)⌋ > −1`.
     /// Of min and max the number wins, so that neither holds of not-a-number. The difference of two infinities of one sign is
     /// none.
-    fn compare_floats(&mut self, to: &mut Into<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
+    fn compare_floats(&mut self, to: &mut Draft<'_>, f: Binary, [a, b]: [TensorId; 2], choice: Choice) -> TensorId {
         let Choice { x, y, dtype } = choice;
         match f {
-            Binary::Gt => self.above(to, [a, b], Bound::Strict, choice),
-            Binary::Lt => self.above(to, [b, a], Bound::Strict, choice),
-            Binary::Ge => self.above(to, [a, b], Bound::Weak, choice),
-            Binary::Le => self.above(to, [b, a], Bound::Weak, choice),
+            Binary::Gt => self.above(to, [a, b], Strictness::Strict, choice),
+            Binary::Lt => self.above(to, [b, a], Strictness::Strict, choice),
+            Binary::Ge => self.above(to, [a, b], Strictness::Weak, choice),
+            Binary::Le => self.above(to, [b, a], Strictness::Weak, choice),
             Binary::Eq | Binary::Ne => {
                 let (x, y) = if f == Binary::Eq { (x, y) } else { (y, x) };
-                let not_below = self.above(to, [a, b], Bound::Weak, Choice { x, y, dtype });
-                self.above(to, [b, a], Bound::Weak, Choice { x: not_below, y, dtype })
+                let not_below = self.above(to, [a, b], Strictness::Weak, Choice { x, y, dtype });
+                self.above(to, [b, a], Strictness::Weak, Choice { x: not_below, y, dtype })
             }
             // No comparisons.
             Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => x,
@@ -264,10 +264,10 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    fn above(&mut self, to: &mut Into<'_>, [a, b]: [TensorId; 2], bound: Bound, choice: Choice) -> TensorId {
+    fn above(&mut self, to: &mut Draft<'_>, [a, b]: [TensorId; 2], bound: Strictness, choice: Choice) -> TensorId {
         let (low, high, round) = match bound {
-            Bound::Strict => (0, 1, Mode::Ceil),
-            Bound::Weak => (-1, 0, Mode::Floor),
+            Strictness::Strict => (0, 1, Mode::Ceil),
+            Strictness::Weak => (-1, 0, Mode::Floor),
         };
         let more = self.binary(to, Binary::Sub, [a, b], Type::F32);
         let least = to.graph.scalar(Scalar::F32(low as f32));
@@ -281,7 +281,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// A root as a value inside the kernel, made of the gradient from behind: engines find no kernel for one that is not.
-    pub(super) fn emit_gradient(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+    pub(super) fn emit_gradient(&mut self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         let Some(upstream) = self.upstream.filter(|_| !self.depends[id.index()].score) else { return self.emit_inside(to, id) };
         let zero = to.graph.scalar(Scalar::F32(0.0));
         let zero = op(to, Mode::Mul, &[upstream, zero], Type::F32);
@@ -290,13 +290,13 @@ impl<'a> Emitter<'a> {
     }
 
     /// A root as a value inside the kernel.
-    pub(super) fn emit_inside(&mut self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+    pub(super) fn emit_inside(&mut self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         let value = self.emit(to, id);
         self.lift(to, value, self.trace.ty(id))
     }
 
     /// The indices of the keys, in device memory.
-    fn keys(&self, to: &mut Into<'_>) -> TensorId {
+    fn keys(&self, to: &mut Draft<'_>) -> TensorId {
         let keys = self.extents[3];
         let name = format!("table{}", to.graph.tensors().len());
         let tensor = to.graph.input(&name, DType::I32, [1, 1, 1, keys]);
@@ -305,7 +305,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// One number from host memory.
-    fn number(&self, to: &mut Into<'_>, id: NodeId) -> TensorId {
+    fn number(&self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
         if let Node::Const(c) = self.trace.node(id) {
             return to.graph.scalar(match c {
                 Const::F32(bits) => Scalar::F32(f32::from_bits(bits)),
@@ -324,7 +324,7 @@ impl<'a> Emitter<'a> {
     }
 
     /// A function of batch entry and head.
-    fn table(&self, to: &mut Into<'_>, id: NodeId, axes: Axes) -> TensorId {
+    fn table(&self, to: &mut Draft<'_>, id: NodeId, axes: Axes) -> TensorId {
         let trace = part(self.trace, id);
         let [batches, heads, ..] = axes.dims(self.extents);
         let dims = read_right(axes, self.trace.ty(id), self.pass, self.extents).dims(self.extents);
@@ -349,11 +349,11 @@ impl<'a> Emitter<'a> {
 }
 
 /// Whether a value exists inside the kernel only.
-fn is_inside(to: &Into<'_>, x: TensorId) -> bool {
+fn is_inside(to: &Draft<'_>, x: TensorId) -> bool {
     to.graph.get(x).is_some_and(|t| t.storage == Storage::Virtual)
 }
 
-fn op(to: &mut Into<'_>, mode: Mode, inputs: &[TensorId], ty: Type) -> TensorId {
+fn op(to: &mut Draft<'_>, mode: Mode, inputs: &[TensorId], ty: Type) -> TensorId {
     to.graph.pointwise_as(mode, inputs, dtype(ty.dtype()), dtype(ty.dtype()), Params::default())
 }
 
@@ -447,7 +447,7 @@ pub(super) fn read_right(axes: Axes, ty: Type, pass: Pass, extents: [i64; 4]) ->
 }
 
 /// A declared tensor; the one that is there already, if the graph has it.
-pub(super) fn param(to: &mut Into<'_>, trace: &Trace, p: sdpa_core::expr::ParamId, extents: [i64; 4], pass: Pass) -> TensorId {
+pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::ParamId, extents: [i64; 4], pass: Pass) -> TensorId {
     let declared = &trace.params()[p.index()];
     let before = to.supplies.iter().find(|(_, s)| match s {
         Supply::Param(name) | Supply::Spread { name, .. } => *name == declared.name,

@@ -30,7 +30,7 @@ impl From<BackwardProblem> for Job {
 }
 
 impl Job {
-    /// The attention.
+    /// The attention problem of either pass.
     pub fn problem(&self) -> &Problem {
         match self {
             Job::Forward(problem) => problem,
@@ -56,7 +56,7 @@ impl Job {
         self.direction().operands().iter().filter_map(|&operand| Some((operand, *self.tensor(operand)?)))
     }
 
-    /// One of them.
+    /// A strided operand; `None` where the pass has no such.
     pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
         match self {
             Job::Forward(problem) => problem.tensor(operand),

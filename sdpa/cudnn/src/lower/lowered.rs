@@ -18,7 +18,7 @@ pub enum Table {
 }
 
 impl Table {
-    /// Element type.
+    /// Element type of the table.
     pub fn dtype(&self) -> DType {
         match self {
             Table::F32(_) => DType::F32,
@@ -38,9 +38,9 @@ impl Table {
 /// What lengths of batch entries are of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LengthOf {
-    /// `seq_len_q`.
+    /// Lengths of queries, `seq_len_q`.
     Queries,
-    /// `seq_len_kv`.
+    /// Lengths of keys, `seq_len_kv`.
     Keys,
 }
 
@@ -104,19 +104,19 @@ pub enum Supply {
 /// A graph and the tensors that are bound at a call.
 #[derive(Clone, Debug)]
 pub struct Lowered {
-    /// The graph.
+    /// The graph of the attention itself.
     pub graph: Verified,
-    /// Its form.
+    /// How it is spelled.
     pub form: Form,
     /// How a backward pass in the composite form is spelled.
     pub spelling: Option<Spelling>,
-    /// Strided operands.
+    /// The tensor of each strided operand.
     pub operands: Vec<(Operand, TensorId)>,
-    /// By-value f32.
+    /// What the scores are multiplied with: one f32 by value.
     pub attn_scale: TensorId,
     /// f32 (batch, heads_q, seq_q, 1).
     pub stats: Option<TensorId>,
-    /// Everything else.
+    /// Every other tensor that has to be bound, and what is bound to it.
     pub supplies: Vec<(TensorId, Supply)>,
 }
 

@@ -4,7 +4,7 @@
 //! gives zeros and stats of −∞ on every engine that was measured.
 
 use super::LowerError;
-use super::expr::{Emitter, Into, Pass};
+use super::expr::{Draft, Emitter, Pass};
 use super::lowered::{Guarded, LengthOf, Supply};
 use crate::quirks::Quirk;
 use cudnn_graph::ir::pointwise::Params;
@@ -27,7 +27,7 @@ pub(super) struct Lengths {
 
 impl Lengths {
     /// Those that the masks of a problem read.
-    pub(super) fn of(to: &mut Into<'_>, problem: &Problem) -> Lengths {
+    pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Lengths {
         let kept = problem.kept();
         let mut tensor = |used: bool, name: &str| {
             used.then(|| {
@@ -48,7 +48,7 @@ impl Lengths {
     ///
     /// # Errors
     /// As [`guarded`].
-    pub(super) fn overrides(self, to: &mut Into<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
+    pub(super) fn overrides(self, to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
         if self.q.is_none() || self.kv.is_none() { Ok([None, None]) } else { guarded(to, problem, runtime) }
     }
 
@@ -70,7 +70,7 @@ impl Lengths {
 ///
 /// # Errors
 /// More queries or keys than f32 counts, which the lengths pass through.
-pub(super) fn guarded(to: &mut Into<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
+pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
     if problem.seq_q().max(problem.seq_kv()) > F32_WHOLE {
         return Err(LowerError::Unsupported(format!("padding of more than {F32_WHOLE} queries or keys")));
     }
@@ -92,13 +92,13 @@ pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
 }
 
 /// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
-pub(super) fn apply(to: &mut Into<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version, pass: Pass) -> TensorId {
+pub(super) fn apply(to: &mut Draft<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version, pass: Pass) -> TensorId {
     fill_dropped(to, scores, problem, lengths, (runtime, masked(runtime)), pass)
 }
 
 /// The same with another number for what is dropped.
 pub(super) fn fill_dropped(
-    to: &mut Into<'_>,
+    to: &mut Draft<'_>,
     scores: TensorId,
     problem: &Problem,
     lengths: Lengths,
@@ -149,7 +149,7 @@ pub(super) fn fill_dropped(
 
 /// The bounds for the only query, lengths that are rules, and what is no band and no length.
 fn rule(
-    to: &mut Into<'_>,
+    to: &mut Draft<'_>,
     scores: TensorId,
     problem: &Problem,
     (lengths, Region { lower, upper, prefix: _ }): (Lengths, Region),
@@ -190,14 +190,14 @@ fn rule(
 const TILE: i64 = 128;
 
 /// Puts a number where a tile reaches past the last key, unless a mask drops that already.
-pub(super) fn fill_past_keys(to: &mut Into<'_>, scores: TensorId, problem: &Problem, runtime: Version) -> TensorId {
+pub(super) fn fill_past_keys(to: &mut Draft<'_>, scores: TensorId, problem: &Problem, runtime: Version) -> TensorId {
     let (seq_q, seq_kv) = (problem.seq_q(), problem.seq_kv());
     let covered = problem.kept().seq_len_kv || problem.region().upper.is_some_and(|upper| seq_q - 1 + upper < seq_kv);
     if covered { scores } else { fill_past(to, scores, 3, seq_kv, masked(runtime)) }
 }
 
 /// Puts a number where a tile reaches past the last query or the last key.
-pub(super) fn fill_outside(to: &mut Into<'_>, scores: TensorId, problem: &Problem, fill: f32) -> TensorId {
+pub(super) fn fill_outside(to: &mut Draft<'_>, scores: TensorId, problem: &Problem, fill: f32) -> TensorId {
     let inside = fill_past(to, scores, 2, problem.seq_q(), fill);
     fill_past(to, inside, 3, problem.seq_kv(), fill)
 }
@@ -207,7 +207,7 @@ pub(super) fn dropped(runtime: Version) -> f32 {
     masked(runtime)
 }
 
-fn fill_past(to: &mut Into<'_>, scores: TensorId, axis: i64, end: i64, fill: f32) -> TensorId {
+fn fill_past(to: &mut Draft<'_>, scores: TensorId, axis: i64, end: i64, fill: f32) -> TensorId {
     if end % TILE == 0 {
         return scores;
     }

@@ -21,7 +21,7 @@ mod tests;
 mod unified;
 
 pub use backward::{QueryGradient, Spelling};
-pub use copy::{Copy, convert, copy};
+pub use copy::{CopyGraph, convert, copy};
 pub(crate) use copy::{densify, guarded, spread};
 pub use expr::Vectors;
 pub use job::Job;
@@ -42,9 +42,9 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
-    /// Primitive ops.
+    /// Attention spelled in primitive ops.
     Composite,
-    /// One op.
+    /// Attention as one op, with a score_mod and masks as its subgraph.
     Unified,
 }
 
@@ -180,7 +180,7 @@ fn stats(g: &mut Graph, problem: &Problem) -> TensorId {
 }
 
 /// What the score_mods make of scores.
-fn modify(to: &mut expr::Into<'_>, scores: TensorId, problem: &Problem) -> TensorId {
+fn modify(to: &mut expr::Draft<'_>, scores: TensorId, problem: &Problem) -> TensorId {
     match problem.score_mod() {
         Some(trace) => expr::Emitter::new(trace, problem.extents(), expr::Pass::Forward, scores).emit_inside(to, trace.roots()[0]),
         None => scores,

@@ -5,7 +5,7 @@
 //! f32 throughout, and rounded by a graph of their own: a product of f32 into a single number of two bytes writes the four of an f32
 //! (9.19 on an H200, under memcheck).
 
-use super::copy::{Copy, convert};
+use super::copy::{CopyGraph, convert};
 use super::lowered::{Lowered, Supply};
 use cudnn_graph::ir::op::{Matmul, Op};
 use cudnn_graph::ir::{Tensor, TensorId};
@@ -15,15 +15,15 @@ use sdpa_core::spec::{Layout, TensorSpec};
 /// A graph that sums along one axis, and the tensors that a caller binds.
 #[derive(Clone, Debug)]
 pub struct Sum {
-    /// The graph.
+    /// The graph that sums.
     pub graph: Verified,
     /// What is read.
     pub from: TensorId,
     /// Ones, as many as terms.
     pub ones: TensorId,
-    /// How many.
+    /// How many terms are summed.
     pub terms: i64,
-    /// Their type.
+    /// Element type of the terms.
     pub dtype: DType,
     /// What is written.
     pub to: TensorId,
@@ -39,7 +39,7 @@ pub struct Sums {
     /// One or two sums; each reads what the one before it wrote.
     pub steps: Vec<Sum>,
     /// From f32 to the type of the gradient.
-    pub rounding: Copy,
+    pub rounding: CopyGraph,
 }
 
 /// The axis of the last two that a step sums along.

@@ -1,6 +1,6 @@
 //! The unified form of the forward pass: one op, score_mods and masks in an inner graph on the scaled score.
 
-use super::expr::{Into, Pass};
+use super::expr::{Draft, Pass};
 use super::lowered::Lowered;
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Operands, modify};
@@ -15,7 +15,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let operands = Operands::new(&mut g, problem, |key| key);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
-    let to = &mut Into { graph: &mut g, supplies: &mut supplies };
+    let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
     if padded && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
         let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";

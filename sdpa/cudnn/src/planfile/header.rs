@@ -20,7 +20,7 @@ pub struct Header {
 /// Why plans of a file are no plans here.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Mismatch {
-    /// Another cuDNN.
+    /// The file was written by another cuDNN.
     #[error("cudnn: the file has {file}, here is {here}")]
     Cudnn {
         /// The version in the file.

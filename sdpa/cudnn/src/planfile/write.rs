@@ -19,7 +19,7 @@ pub struct Record {
     pub key: Digest,
     /// A name for people.
     pub label: String,
-    /// The plan.
+    /// The plan as bytes.
     pub payload: Vec<u8>,
 }
 

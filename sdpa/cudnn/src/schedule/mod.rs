@@ -10,7 +10,7 @@ mod text;
 pub(super) use digest::outline as outline_digest;
 pub(super) use outline::PIECE;
 pub use outline::outline;
-pub use text::{Told, ToldSlot, ToldStep};
+pub use text::{ScheduleReport, SlotReport, StepReport};
 
 use crate::lower::{Operand, Table};
 use cudnn_graph::ir::{Scalar, TensorId};
@@ -24,7 +24,7 @@ use std::sync::Arc;
 pub struct SlotId(pub(super) usize);
 
 impl SlotId {
-    /// Its place in [`Schedule::slots`].
+    /// The slot's place in [`Schedule::slots`].
     pub fn index(self) -> usize {
         self.0
     }
@@ -45,7 +45,7 @@ pub enum Source {
     Table(usize),
     /// The workspace, so many bytes behind what plans need for themselves.
     Scratch(u64),
-    /// The same, of lengths that have been clamped; or the parameter's own tensor, where the caller promises that it needs no clamping.
+    /// The workspace, of lengths that have been clamped; or the parameter's own tensor, where the caller promises that it needs no clamping.
     Lengths {
         /// As in [`Source::Scratch`].
         offset: u64,
@@ -119,9 +119,9 @@ impl fmt::Display for Role {
 /// The memory of one tensor of a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
-    /// The tensor.
+    /// The tensor of the graph.
     pub tensor: TensorId,
-    /// Its memory.
+    /// Where its memory is.
     pub slot: SlotId,
     /// Bytes from one repetition to the next.
     pub step: u64,
@@ -132,13 +132,13 @@ pub struct Port {
 pub struct Run<P> {
     /// What it is for.
     pub role: Role,
-    /// The graph.
+    /// The graph that runs.
     pub graph: Arc<Verified>,
     /// Memory, in the order in which a plan takes it.
     pub ports: Vec<Port>,
     /// Numbers, in the order in which a plan takes them.
     pub numbers: Vec<(TensorId, Number)>,
-    /// How often.
+    /// How often it runs in one call.
     pub repeats: u64,
     /// It is not needed where the caller promises that this parameter needs no clamping.
     pub spared_by: Option<usize>,
@@ -168,12 +168,12 @@ pub struct Schedule<P> {
 }
 
 impl<P> Schedule<P> {
-    /// Every slot.
+    /// Every slot of the pass.
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }
 
-    /// One of them.
+    /// The slot of an id.
     pub fn slot(&self, id: SlotId) -> &Slot {
         &self.slots[id.0]
     }
@@ -206,7 +206,7 @@ impl<P> Schedule<P> {
         })
     }
 
-    /// The same with something made of each graph.
+    /// Makes something of each graph, a plan above all.
     ///
     /// # Errors
     /// Those of `make`.

@@ -2,7 +2,7 @@
 
 use super::{Contents, Number, Port, Role, Run, Schedule, Slot, SlotId, Source, Step};
 use crate::error::Error;
-use crate::lower::{self, Copy, Guarded, Job, Lowered, Supply};
+use crate::lower::{self, CopyGraph, Guarded, Job, Lowered, Supply};
 use cudnn_graph::bind::Ports;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{DType, Verified};
@@ -174,8 +174,8 @@ impl Outline<'_> {
         Ok((tensor.dtype, dims))
     }
 
-    fn copy(&mut self, role: Role, copy: Copy, from: &[SlotId], to: SlotId) -> Result<(), Error> {
-        let Copy { graph, from: first, second, to: written, zeros, repeats, from_step, to_step } = copy;
+    fn copy(&mut self, role: Role, copy: CopyGraph, from: &[SlotId], to: SlotId) -> Result<(), Error> {
+        let CopyGraph { graph, from: first, second, to: written, zeros, repeats, from_step, to_step } = copy;
         let spared_by = match self.all.slot(to).source {
             Source::Lengths { offset: _, param } => param,
             Source::Operand(_) | Source::Stats | Source::Param(_) | Source::Gradient(_) | Source::Table(_) | Source::Scratch(_) => None,

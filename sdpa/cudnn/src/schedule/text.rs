@@ -8,19 +8,19 @@ use std::fmt;
 
 /// A schedule for people and programs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Told {
+pub struct ScheduleReport {
     /// By their places.
-    pub slots: Vec<ToldSlot>,
-    /// In order.
-    pub steps: Vec<ToldStep>,
+    pub slots: Vec<SlotReport>,
+    /// The steps, in the order in which they run.
+    pub steps: Vec<StepReport>,
     /// Bytes of the workspace behind what plans need for themselves.
     pub scratch: u64,
 }
 
-/// A slot.
+/// What is told of a slot.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct ToldSlot {
-    /// Its name.
+pub struct SlotReport {
+    /// The slot's name.
     pub name: String,
     /// Where its bytes come from.
     pub source: String,
@@ -30,14 +30,14 @@ pub struct ToldSlot {
     pub alignment: u32,
 }
 
-/// A step.
+/// What is told of a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct ToldStep {
+pub struct StepReport {
     /// What it does.
     pub what: String,
     /// Ops of its graph; 0 where it has none.
     pub ops: usize,
-    /// How often.
+    /// How often the step runs in one call.
     pub repeats: u64,
     /// The parameter that spares it, where the caller promises that it lies within its extent.
     pub spared_by: Option<String>,
@@ -49,17 +49,17 @@ pub struct ToldStep {
 
 impl<P> Schedule<P> {
     /// For people and programs. `declared` are the parameters of the pass.
-    pub fn told(&self, declared: &[Declared]) -> Told {
+    pub fn told(&self, declared: &[Declared]) -> ScheduleReport {
         let slots = self.slots.iter().map(|slot| self.told_slot(slot, declared)).collect();
         let steps = self.steps.iter().map(|step| match step {
             Step::Run(run) => told_run(run, declared),
             Step::Zero(to) => moved("zeros", &[("to", *to)]),
             Step::Move(from, to) => moved("bytes of one slot to another", &[("from", *from), ("to", *to)]),
         });
-        Told { slots, steps: steps.collect(), scratch: self.scratch }
+        ScheduleReport { slots, steps: steps.collect(), scratch: self.scratch }
     }
 
-    fn told_slot(&self, slot: &Slot, declared: &[Declared]) -> ToldSlot {
+    fn told_slot(&self, slot: &Slot, declared: &[Declared]) -> SlotReport {
         let source = match slot.source {
             Source::Operand(_) => "operand".to_owned(),
             Source::Stats => "stats".to_owned(),
@@ -74,7 +74,7 @@ impl<P> Schedule<P> {
                 format!("workspace + {offset}, or {} where it is promised to lie within its extent", name(declared, at))
             }
         };
-        ToldSlot { name: slot.name.clone(), source, bytes: slot.bytes, alignment: slot.alignment }
+        SlotReport { name: slot.name.clone(), source, bytes: slot.bytes, alignment: slot.alignment }
     }
 }
 
@@ -82,12 +82,12 @@ fn name(declared: &[Declared], at: usize) -> String {
     declared.get(at).map_or_else(|| format!("parameter {at}"), |p| p.name.clone())
 }
 
-fn moved(what: &str, slots: &[(&str, SlotId)]) -> ToldStep {
+fn moved(what: &str, slots: &[(&str, SlotId)]) -> StepReport {
     let memory = slots.iter().map(|(end, slot)| ((*end).to_owned(), slot.0, 0)).collect();
-    ToldStep { what: what.to_owned(), ops: 0, repeats: 1, spared_by: None, memory, numbers: Vec::new() }
+    StepReport { what: what.to_owned(), ops: 0, repeats: 1, spared_by: None, memory, numbers: Vec::new() }
 }
 
-fn told_run<P>(run: &Run<P>, declared: &[Declared]) -> ToldStep {
+fn told_run<P>(run: &Run<P>, declared: &[Declared]) -> StepReport {
     let tensor = |id: TensorId| run.graph.graph().get(id).map_or_else(|| id.to_string(), |t| t.name.clone());
     let number = |number: &Number| match number {
         Number::Scale => "attn_scale".to_owned(),
@@ -95,7 +95,7 @@ fn told_run<P>(run: &Run<P>, declared: &[Declared]) -> ToldStep {
         Number::Param(at) => name(declared, *at),
         Number::Of(trace, _) => trace.to_string(),
     };
-    ToldStep {
+    StepReport {
         what: run.role.to_string(),
         ops: run.graph.ops().len(),
         repeats: run.repeats,
@@ -105,11 +105,11 @@ fn told_run<P>(run: &Run<P>, declared: &[Declared]) -> ToldStep {
     }
 }
 
-impl fmt::Display for Told {
+impl fmt::Display for ScheduleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = self.slots.iter().map(|slot| slot.name.chars().count()).max().unwrap_or(0);
         writeln!(f, "slots")?;
-        for (n, ToldSlot { name, source, bytes, alignment }) in self.slots.iter().enumerate() {
+        for (n, SlotReport { name, source, bytes, alignment }) in self.slots.iter().enumerate() {
             writeln!(f, "{n:>4}  {name:<width$}  {bytes:>12} bytes, aligned to {alignment:>2}  {source}")?;
         }
         writeln!(f, "steps")?;
