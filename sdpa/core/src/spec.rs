@@ -20,6 +20,9 @@ pub enum Layout {
 }
 
 impl Layout {
+    /// Every order.
+    pub const ALL: [Layout; 3] = [Layout::Bhsd, Layout::Bshd, Layout::Sbhd];
+
     /// The name used in files and options.
     pub fn name(self) -> &'static str {
         match self {

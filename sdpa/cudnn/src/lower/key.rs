@@ -6,16 +6,13 @@ use sdpa_core::backward::BackwardProblem;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::{Layout, TensorSpec};
 
-/// Layouts by name.
-const LAYOUTS: [(Layout, &str); 3] = [(Layout::Bhsd, "bhsd"), (Layout::Bshd, "bshd"), (Layout::Sbhd, "sbhd")];
-
 /// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does.
 fn strides(tensor: &TensorSpec) -> String {
-    let dense = LAYOUTS.iter().find(|(layout, _)| {
+    let dense = Layout::ALL.into_iter().find(|layout| {
         let strides = layout.strides(tensor.dims);
         (0..4).all(|axis| tensor.dims[axis] == 1 || strides[axis] == tensor.strides[axis])
     });
-    dense.map_or_else(|| format!("{:?}", tensor.strides), |(_, name)| (*name).to_owned())
+    dense.map_or_else(|| format!("{:?}", tensor.strides), |layout| layout.name().to_owned())
 }
 
 /// A pass that is looked up without being a [`Job`] yet.
