@@ -5,7 +5,7 @@
 mod declined;
 
 use conformance::library::{Bound, Here, Library};
-use conformance::oracle::{self, Along, Closures, Gradients, Rates};
+use conformance::oracle::{self, Along, Closures, Gradients};
 use conformance::random::Random;
 use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
@@ -45,7 +45,7 @@ impl Numbers {
         let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
         let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
         let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v];
-        oracle::Problem { shape, q: &self.q, k: &self.k, v: &self.v, scale: self.scale, masks: &[] }
+        oracle::Problem { shape, q: &self.q, k: &self.k, v: &self.v, dtype: DType::F32, scale: self.scale, masks: &[] }
     }
 }
 
@@ -181,7 +181,7 @@ impl Case<'_> {
         graph.set(lowered.attn_scale, vec![n.scale]);
         graph.supply(self.params);
         let got = graph.run()?;
-        let want = oracle::attention_with(&n.textbook(spec), closures);
+        let want = oracle::attention(&n.textbook(spec), closures);
         // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they show.
         let undefined = |row: usize| want.stats[row] == f64::NEG_INFINITY && form == Form::Composite && runtime < lower::UNIFIED_SINCE;
         let dim_v = spec.o.dims[3] as usize;
@@ -205,7 +205,7 @@ impl Case<'_> {
     fn backward_as(&self, closures: &Closures<'_>, asked: &BackwardProblem, lowered: &Lowered) -> Result<(), String> {
         let mut graph = Graph { lowered, inputs: BTreeMap::new() };
         let (spec, n) = (self.spec, self.numbers);
-        let answer = oracle::attention_with(&n.textbook(spec), closures);
+        let answer = oracle::attention(&n.textbook(spec), closures);
         for (operand, dims, data) in [
             (Operand::Q, spec.q.dims, &n.q),
             (Operand::K, spec.k.dims, &n.k),
@@ -219,16 +219,14 @@ impl Case<'_> {
         graph.set(lowered.attn_scale, vec![n.scale]);
         graph.supply(self.params);
         let got = graph.run()?;
-        // As large as the terms that each is a sum of.
-        let rates = Rates { over_keys: 1.0, over_queries: 1.0, over_scores: 1.0, product: 1.0, weight: 1.0, ..Rates::default() };
-        let Gradients { dq, dk, dv, along } = oracle::gradients(&n.textbook(spec), closures, &n.d_o, &rates);
+        let Gradients { dq, dk, dv, along } = oracle::gradients(&n.textbook(spec), closures, &n.d_o);
         for (operand, want) in [(Operand::DQ, &dq), (Operand::DK, &dk), (Operand::DV, &dv)] {
             let got = &got[&lowered.operand(operand).unwrap()].data;
-            near(operand.name(), got, &want.value, &want.error, self.tolerance, |_| false)?;
+            near(operand.name(), got, &want.value, &want.magnitude, self.tolerance, |_| false)?;
         }
         for (wanted, want) in asked.wrt().iter().zip(&along) {
             let got = gradient(lowered, &got, &wanted.name)?;
-            near(&wanted.name, &got, &want.value, &want.error, self.tolerance, |_| false)?;
+            near(&wanted.name, &got, &want.value, &want.magnitude, self.tolerance, |_| false)?;
         }
         Ok(())
     }
@@ -491,7 +489,7 @@ fn what_is_a_little_wrong_is_found() {
         let wrong = Case { params: &off, ..case };
         assert!(wrong.forward(closures, Form::Unified, NEW).is_err() && wrong.backward(closures, &asked, NEW).is_err());
         let one = |_: f64, _: Here| 1.0;
-        let elsewhere = [Along { slope: &one, place: &|_| 0, elements: 4 * 5 * 7 }];
+        let elsewhere = [Along { slope: &one, dims: [1, 1, 1, 4 * 5 * 7] }];
         let right = Case { params: &params, ..wrong };
         assert!(right.backward(&Closures { along: &elsewhere, ..*closures }, &asked, NEW).unwrap_err().contains("bias"));
     });

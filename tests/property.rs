@@ -199,14 +199,16 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
     let results = interp::run(&forward.graph, &inputs.into(), Precision::F64).map_err(|e| format!("{form} {runtime}: {e}"))?;
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
-    let want = oracle::attention(&oracle::Problem {
+    let textbook = oracle::Problem {
         shape: [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v],
         q: &q,
         k: &k,
         v: &v,
+        dtype: spec.dtype,
         scale,
         masks: &spec.masks,
-    });
+    };
+    let want = oracle::attention(&textbook, &oracle::Closures::default());
     // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they can show.
     let undefined = |row: usize| want.stats[row] == f64::NEG_INFINITY && form == Form::Composite && runtime < lower::UNIFIED_SINCE;
     for (n, (&got, &expected)) in results[&at(Operand::O)].data.iter().zip(&want.o).enumerate() {

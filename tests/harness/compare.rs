@@ -1,187 +1,129 @@
-//! The only place with tolerances.
-//!
-//! They are derived, not tuned. With `u` the unit roundoff of the operands' type and `e` that of f32 (2⁻²⁴):
-//!
-//! - a score is a sum of `dim_qk` products in f32: its error is at most about `4·√dim_qk·e` of the sum of magnitudes
-//!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails), and a weight's relative error
-//!   is as much again, and twice `8·e` for the exponential;
-//! - a score that is modified is off by as much times the slope, by the rounding of its own size, and by what the modification
-//!   rounds inside (`library` knows for each how much that is, in units of `e`: the angle of a cosine, the power of a slope);
-//! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`);
-//! - that product and the sum of weights run over `seq_kv` terms in f32: `4·√seq_kv·e`.
-//!
-//! All of it is relative to `Σ p·|v|`, not to `|o|`: cancellation in `o` is not the executor's fault. A factor of 2 covers what
-//! this leaves out (rescaling between blocks).
-//!
-//! The tolerances of gradients are derived in `gradients`, in the same way.
+//! How near an executor is to the oracle. Tolerances are the oracle's: `sdpa/oracle/src/tolerance.rs`.
 
-mod gradients;
-
-use crate::oracle::Answer;
-pub use gradients::{GotAlong, GradientDistance, compare_gradients, rates};
+use crate::oracle::{Closures, Problem, element};
 use sdpa::DType;
-
-const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
+pub use sdpa_oracle::{Distance, GradientDistance};
+use sdpa_oracle::{Numbers, Tally, Tensor};
 
 /// What a tally needs to know of a distance.
 pub trait Measured {
     /// The largest error over its tolerance: above 1 fails.
     fn worst(&self) -> f64;
+    /// How many elements any result would be right in.
+    fn undecided(&self) -> u64;
     /// How near it is, in words.
     fn told(&self) -> String;
-}
 
-/// Error of a sum of `n` terms in f32, relative to the sum of magnitudes.
-fn sum_of(n: usize) -> f64 {
-    4.0 * (n as f64).sqrt() * F32_ROUNDOFF
-}
-
-/// Unit roundoff: half the distance from 1 to the next number.
-pub fn roundoff(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => 1.0 / 2048.0,
-        DType::BF16 => 1.0 / 256.0,
-        DType::F32 => F32_ROUNDOFF,
-        DType::I32 | DType::Bool => 0.0,
+    /// Within every tolerance, each of which decides something.
+    fn holds(&self) -> bool {
+        self.worst() <= 1.0 && self.undecided() == 0
     }
 }
 
-/// How far a number moves, however small it is, when it is rounded to a type: half the distance between the smallest f16, and everything
-/// below the smallest normal number of other types.
-fn least(dtype: DType) -> f64 {
-    if dtype == DType::F16 { 1.0 / f64::from(1u32 << 25) } else { f64::from(f32::MIN_POSITIVE) }
-}
-
-/// How far results are from the oracle's.
-#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
-pub struct Distance {
-    /// ‖o − want‖ / ‖want‖.
-    pub o_relative: f64,
-    /// The largest |o − want| over its tolerance: above 1 fails.
-    pub o_worst: f64,
-    /// The largest |stats − want| over its tolerance.
-    pub stats_worst: f64,
-}
-
-impl Distance {
-    /// Within every tolerance; NaN is not.
-    pub fn passes(&self) -> bool {
-        self.o_worst <= 1.0 && self.stats_worst <= 1.0
-    }
+fn undecided(elements: u64) -> String {
+    if elements > 0 { format!(", {elements} elements undecided") } else { String::new() }
 }
 
 impl Measured for Distance {
     fn worst(&self) -> f64 {
-        self.o_worst.max(self.stats_worst)
+        self.o.ratio.max(self.stats.map_or(0.0, |stats| stats.ratio))
+    }
+
+    fn undecided(&self) -> u64 {
+        Distance::undecided(self)
     }
 
     fn told(&self) -> String {
-        format!("{:.1e} relative, {:.2} and {:.2} of the tolerance", self.o_relative, self.o_worst, self.stats_worst)
+        let stats = self.stats.map_or(0.0, |stats| stats.ratio);
+        let undecided = undecided(Distance::undecided(self));
+        format!("{:.1e} relative, {:.2} and {stats:.2} of the tolerance{undecided}", self.o_relative(), self.o.ratio)
     }
 }
 
-/// The sizes that tolerances depend on.
-#[derive(Clone, Copy, Debug)]
-pub struct Sizes {
-    /// Of the operands.
+impl Measured for GradientDistance {
+    fn worst(&self) -> f64 {
+        self.all().map(|tally| tally.worst.ratio).fold(0.0, f64::max)
+    }
+
+    fn undecided(&self) -> u64 {
+        GradientDistance::undecided(self)
+    }
+
+    fn told(&self) -> String {
+        let [dq, dk, dv] = self.operands.map(|tally| tally.worst.ratio);
+        let relative = self.operands.iter().filter(|tally| tally.is_known()).map(Tally::relative).fold(0.0, f64::max);
+        let along = self.along.iter().map(|tally| tally.worst.ratio).fold(0.0, f64::max);
+        let along = if along > 0.0 { format!(", parameters {along:.2}") } else { String::new() };
+        let names = ["dq", "dk", "dv"].into_iter().chain(std::iter::repeat("a parameter"));
+        let first = names.zip(self.all()).find_map(|(name, tally)| {
+            let first = tally.first?;
+            Some(format!("; element {} of {name} is {:e}, not {:e} to {:.1e}", first.at, first.got, first.want, first.tolerance))
+        });
+        let undecided = undecided(GradientDistance::undecided(self));
+        format!(
+            "{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2}{along} of the tolerance{undecided}{}",
+            first.unwrap_or_default()
+        )
+    }
+}
+
+/// The gradient of a parameter.
+#[derive(Clone, Debug)]
+pub struct GotAlong {
+    /// The type in which it was asked for.
     pub dtype: DType,
-    /// Terms of a score.
-    pub dim_qk: usize,
-    /// Terms of an output element.
-    pub seq_kv: usize,
-    /// Elements of an output row.
-    pub dim_v: usize,
+    /// What came.
+    pub value: Vec<f64>,
 }
 
-/// Compares outputs, in the oracle's order, with the oracle's. A row without keys must be exactly zeros and −∞.
-pub fn compare(sizes: Sizes, want: &Answer, o: &[f64], stats: Option<&[f64]>) -> Distance {
-    let u = roundoff(sizes.dtype);
-    let score = |row: usize| sum_of(sizes.dim_qk) * want.score_magnitude[row] + F32_ROUNDOFF * want.rounding[row];
-    let sum = sum_of(sizes.seq_kv);
-    let mut distance = Distance::default();
-    let (mut squares, mut norm) = (0f64, 0f64);
-    for (n, (&got, &expected)) in o.iter().zip(&want.o).enumerate() {
-        let row = n / sizes.dim_v;
-        let relative = 2.0 * u + 2.0 * score(row) + 2.0 * sum + 16.0 * F32_ROUNDOFF;
-        // Below the smallest normal f16 there are no relative errors.
-        // A tolerance of all that was added up forgives anything: such a case tests nothing.
-        if 2.0 * relative > 1.0 {
-            distance.o_worst = f64::INFINITY;
-        }
-        let tolerance = 2.0 * relative * want.o_magnitude[n] + if sizes.dtype == DType::F16 { 6e-8 } else { 0.0 };
-        distance.o_worst = worst(distance.o_worst, got - expected, tolerance);
-        squares += (got - expected).powi(2);
-        norm += expected * expected;
-    }
-    if o.len() != want.o.len() {
-        distance.o_worst = f64::INFINITY;
-    }
-    distance.o_relative = if norm > 0.0 { (squares / norm).sqrt() } else { squares.sqrt() };
-    if let Some(stats) = stats {
-        for (row, (&got, &expected)) in stats.iter().zip(&want.stats).enumerate() {
-            if expected == f64::NEG_INFINITY {
-                distance.stats_worst = worst(distance.stats_worst, if got == expected { 0.0 } else { 1.0 }, 0.0);
-                continue;
-            }
-            let tolerance = 2.0 * (score(row) + sum + 16.0 * F32_ROUNDOFF + 2.0 * F32_ROUNDOFF * expected.abs());
-            distance.stats_worst = worst(distance.stats_worst, got - expected, tolerance);
-        }
-        if stats.len() != want.stats.len() {
-            distance.stats_worst = f64::INFINITY;
-        }
-    }
-    distance
+/// Operands are finite, and what they make is a number, also where the oracle says it is none.
+fn numbers<'a>(all: impl IntoIterator<Item = &'a Vec<f64>>) -> Result<(), String> {
+    let wrong = all.into_iter().flatten().filter(|x| x.is_nan()).count();
+    if wrong == 0 { Ok(()) } else { Err(format!("{wrong} elements are no numbers")) }
 }
 
-/// The larger of two ratios of error and tolerance; NaN counts as infinite.
-fn worst(before: f64, error: f64, tolerance: f64) -> f64 {
-    let ratio = if error == 0.0 { 0.0 } else { error.abs() / tolerance };
-    if ratio.is_nan() { f64::INFINITY } else { before.max(ratio) }
+/// Compares `o` and stats, in row-major order, with the oracle's.
+///
+/// # Errors
+/// In words: what is not a number.
+pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, o: &Vec<f64>, stats: Option<&Vec<f64>>) -> Result<Distance, String> {
+    let told = stats.map(|stats| stats as &dyn Numbers);
+    let distance = p.with(closures, |problem| sdpa_oracle::check(problem, Tensor::dense(o, p.o_dims()), told, &|_| ()));
+    if distance.holds() {
+        numbers([o].into_iter().chain(stats))?
+    }
+    Ok(distance)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn answer() -> Answer {
-        Answer {
-            o: vec![1.0, -0.5, 0.0],
-            o_magnitude: vec![1.0, 1.0, 0.0],
-            stats: vec![2.0, 3.0, f64::NEG_INFINITY],
-            score_magnitude: vec![1.0; 3],
-            rounding: vec![0.0; 3],
-        }
+/// Compares `dq`, `dk` and `dv`, and the gradients of parameters, all in row-major order, with the oracle's. `chained`: the executor was
+/// given its own `o` and stats.
+///
+/// # Errors
+/// In words: what is not a number, and gradients of parameters of another length than the oracle's.
+pub fn compare_gradients(
+    p: &Problem<'_>,
+    closures: &Closures<'_>,
+    d_o: &Vec<f64>,
+    chained: bool,
+    got: &[Vec<f64>; 3],
+    along: &[GotAlong],
+) -> Result<GradientDistance, String> {
+    let lengths: Vec<usize> = closures.along.iter().map(|a| a.dims.iter().product()).collect();
+    if along.iter().map(|a| a.value.len()).ne(lengths.iter().copied()) {
+        return Err(format!("gradients of parameters have {lengths:?} elements"));
     }
-
-    const SIZES: Sizes = Sizes { dtype: DType::BF16, dim_qk: 64, seq_kv: 128, dim_v: 1 };
-
-    fn passes(o: [f64; 3], stats: [f64; 3]) -> bool {
-        compare(SIZES, &answer(), &o, Some(&stats)).passes()
+    let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = p.shape;
+    let [dq, dk, dv] = got;
+    let tensors = [
+        Tensor::dense(dq, [batch, heads_q, seq_q, dim_qk]),
+        Tensor::dense(dk, [batch, heads_kv, seq_kv, dim_qk]),
+        Tensor::dense(dv, [batch, heads_kv, seq_kv, dim_v]),
+    ];
+    let parameters: Vec<_> = along.iter().map(|a| (Tensor::dense(&a.value, [1, 1, 1, a.value.len()]), element(a.dtype))).collect();
+    let d_o = Tensor::dense(d_o, p.o_dims());
+    let distance = p.with(closures, |told| sdpa_oracle::check_gradients(told, d_o, chained, &tensors, &parameters, &|_| ()));
+    if distance.holds() {
+        numbers(got.iter().chain(along.iter().map(|a| &a.value)))?
     }
-
-    #[test]
-    fn errors_of_either_sign_nan_and_wrong_empty_rows_fail() {
-        let inf = f64::NEG_INFINITY;
-        let (o, s) = ([1.0, -0.5, 0.0], [2.0, 3.0, inf]);
-        assert!(passes(o, s));
-        assert!(passes([1.004, -0.504, 0.0], s));
-        for (o, s) in [
-            ([1.03, -0.5, 0.0], s),
-            ([0.97, -0.5, 0.0], s),
-            ([1.0, -0.5, 1e-30], s),
-            ([f64::NAN, -0.5, 0.0], s),
-            ([1.0, -0.5, f64::NAN], s),
-            (o, [2.001, 3.0, inf]),
-            (o, [1.999, 3.0, inf]),
-            (o, [2.0, f64::NAN, inf]),
-            (o, [2.0, 3.0, -1e38]),
-            (o, [2.0, 3.0, f64::NAN]),
-        ] {
-            assert!(!passes(o, s), "{o:?} {s:?}");
-        }
-        assert!(!compare(SIZES, &answer(), &o[..2], None).passes());
-        // Scores so large that any weight is right.
-        let vague = Answer { score_magnitude: vec![1e6; 3], ..answer() };
-        assert!(!compare(SIZES, &vague, &o, Some(&s)).passes());
-    }
+    Ok(distance)
 }

@@ -1,6 +1,6 @@
 //! Cases, an oracle, tolerances and a runner: what every executor answers to.
 //!
-//! The oracle shares no code with the libraries: it reads masks word for word and computes textbook attention in f64.
+//! The oracle, `sdpa-oracle`, shares no code with the libraries: it reads masks word for word and computes textbook attention in f64.
 
 pub mod allocations;
 pub mod case;

@@ -10,12 +10,12 @@ use crate::oracle::{Along, Closures};
 use crate::random::Random;
 use half::{bf16, f16};
 use sdpa::{Param, ParamValue};
-use std::rc::Rc;
+use std::sync::Arc;
 
 /// A place among the scores: (batch, query head, query, key).
 pub type Here = [i64; 4];
 
-type Real = Box<dyn Fn(f64, Here) -> f64>;
+type Real = Box<dyn Fn(f64, Here) -> f64 + Send + Sync>;
 
 /// What is bound to a parameter.
 #[derive(Clone, Debug)]
@@ -44,7 +44,7 @@ pub struct Bound {
     /// Its value.
     pub values: Values,
     /// The same, widened.
-    pub widened: Rc<[f64]>,
+    pub widened: Arc<[f64]>,
 }
 
 impl Bound {
@@ -66,7 +66,7 @@ impl Bound {
 #[derive(Clone)]
 struct Tensor {
     dims: [i64; 4],
-    data: Rc<[f64]>,
+    data: Arc<[f64]>,
 }
 
 /// The element of a tensor of these extents at a place.
@@ -99,8 +99,8 @@ impl Drawing<'_> {
         }
         let dims = std::array::from_fn(|axis| if axes.contains(&axis) { self.extents[axis] } else { 1 });
         let values = make(self.random, dims.iter().product::<i64>() as usize);
-        let data: Rc<[f64]> = match &values {
-            Values::Scalar(x) => Rc::new([f64::from(*x)]),
+        let data: Arc<[f64]> = match &values {
+            Values::Scalar(x) => Arc::new([f64::from(*x)]),
             Values::F32(x) => x.iter().map(|x| f64::from(*x)).collect(),
             Values::F16(x) => x.iter().map(|x| x.to_f64()).collect(),
             Values::BF16(x) => x.iter().map(|x| x.to_f64()).collect(),
@@ -125,7 +125,7 @@ struct Stage {
 /// Score_mods and masks with drawn parameters.
 pub struct Library {
     stages: Vec<Stage>,
-    keeps: Vec<Box<dyn Fn(Here) -> bool>>,
+    keeps: Vec<Box<dyn Fn(Here) -> bool + Send + Sync>>,
     /// What is bound; a scalar that is not here has its default.
     pub bound: Vec<Bound>,
     pads: bool,
@@ -183,18 +183,16 @@ impl Library {
             let of = |stage: &Stage, x| stage.partials.iter().filter(|(n, _)| *n == name).map(|(_, d)| d(x, here)).sum();
             self.carried(score, here, of, |slope| slope)
         };
-        type Partial<'c> = (Box<dyn Fn(f64, Here) -> f64 + 'c>, Box<dyn Fn(Here) -> usize>, usize);
+        type Partial<'c> = (Box<dyn Fn(f64, Here) -> f64 + Sync + 'c>, [usize; 4]);
         let partials: Vec<Partial<'_>> = along
             .iter()
             .map(|&name| {
                 let dims = self.bound.iter().find(|b| b.name == name).map_or([1; 4], |b| b.dims);
-                let slope: Box<dyn Fn(f64, Here) -> f64> = Box::new(move |score, here| partial(name, score, here));
-                let place: Box<dyn Fn(Here) -> usize> = Box::new(move |here| element(dims, here));
-                (slope, place, dims.iter().product::<i64>() as usize)
+                let slope: Box<dyn Fn(f64, Here) -> f64 + Sync> = Box::new(move |score, here| partial(name, score, here));
+                (slope, dims.map(|n| n as usize))
             })
             .collect();
-        let along: Vec<Along<'_>> =
-            partials.iter().map(|(slope, place, elements)| Along { slope: &**slope, place: &**place, elements: *elements }).collect();
+        let along: Vec<Along<'_>> = partials.iter().map(|(slope, dims)| Along { slope: &**slope, dims: *dims }).collect();
         let closures = Closures { keep: Some(&keep), along: &along, ..Closures::default() };
         if self.stages.is_empty() {
             return call(&closures);

@@ -9,10 +9,10 @@ mod parallel;
 mod rounding;
 
 use crate::case::Case;
-use crate::compare::{Distance, Measured, Sizes, compare};
+use crate::compare::{Distance, Measured, compare};
 use crate::inputs;
 use crate::library::Library;
-use crate::oracle;
+use crate::oracle::{self, Closures};
 use crate::random::Random;
 use crate::say::say;
 pub use backward::{Draw, Source, backward_suite, random_backward, run_backward, run_backward_case, run_backward_with};
@@ -180,17 +180,24 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         k: &inputs::gather(&spec.k, &k),
         v: &inputs::gather(&spec.v, &v),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.default_scale())),
+        dtype: spec.dtype,
         masks: read_by_oracle(&spec.masks, library),
-    };
-    let want = match library {
-        Some(library) => library.with(&[], |closures| oracle::attention_with(&textbook, closures)),
-        None => oracle::attention(&textbook),
     };
     let got = inputs::gather(&spec.o, &o);
     let stats: Option<Vec<f64>> = stats.map(|s| s.into_iter().map(f64::from).collect());
-    let sizes = Sizes { dtype: spec.dtype, dim_qk, seq_kv, dim_v };
-    let distance = compare(sizes, &want, &got, stats.as_deref());
-    if distance.passes() { Outcome::Pass(distance, report) } else { Outcome::Fail(format!("{distance:?}, {}", report.engine)) }
+    match with(library, &[], |closures| compare(&textbook, closures, &got, stats.as_ref())) {
+        Ok(distance) if distance.holds() => Outcome::Pass(distance, report),
+        Ok(distance) => Outcome::Fail(format!("{}, {}", distance.told(), report.engine)),
+        Err(how) => Outcome::Fail(format!("{how}, {}", report.engine)),
+    }
+}
+
+/// Calls with the closures of the library, or with none.
+fn with<T>(library: Option<&Library>, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
+    match library {
+        Some(library) => library.with(along, call),
+        None => call(&Closures::default()),
+    }
 }
 
 /// A random specification: lengths off every tile, GQA, odd strides, every mask. Small enough for the oracle.

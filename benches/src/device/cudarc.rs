@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::setup::{Result, executor};
-use conformance::compare::{Sizes, compare};
+use conformance::compare::{Measured, compare};
 use conformance::inputs::{self, Operand};
 use conformance::oracle;
 use conformance::random::Random;
@@ -41,21 +41,21 @@ pub(crate) fn run() -> Result<()> {
         let call = Forward { q: &dq, k: &dk, v: &dv, o: &mut o, stats: Some(&mut stats), attn_scale: None, params: &[] };
         attention.forward(&compute, call)?;
         let (o, stats) = (uploads.clone_dtoh(&o)?, uploads.clone_dtoh(&stats)?);
-        let want = oracle::attention(&oracle::Problem {
+        let textbook = oracle::Problem {
             shape: [2, 4, 2, 129, 200, 64, 64],
             q: &inputs::gather(&spec.q, &q),
             k: &inputs::gather(&spec.k, &k),
             v: &inputs::gather(&spec.v, &v),
+            dtype: DType::BF16,
             scale: f64::from(spec.validate()?.default_scale()),
             masks: &spec.masks,
-        });
+        };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();
-        let sizes = Sizes { dtype: DType::BF16, dim_qk: 64, seq_kv: 200, dim_v: 64 };
-        let distance = compare(sizes, &want, &got, Some(&stats));
-        let verdict = if distance.passes() { "passed" } else { "FAIL" };
+        let distance = compare(&textbook, &oracle::Closures::default(), &got, Some(&stats))?;
+        let verdict = if distance.holds() { "passed" } else { "FAIL" };
         println!("{verdict} cudarc {} copied {:?}: {distance:?}", layout.name(), attention.planned().copied());
-        if !distance.passes() {
+        if !distance.holds() {
             return Err("the adapter for cudarc is wrong".into());
         }
         let mut short = uploads.clone_htod(&[bf16::NAN; 4])?;

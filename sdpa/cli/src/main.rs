@@ -26,7 +26,6 @@ mod run;
 mod save;
 mod show;
 mod table;
-mod tolerance;
 
 use args::{Cli, Command};
 use clap::Parser;

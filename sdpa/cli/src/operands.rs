@@ -4,16 +4,15 @@ use crate::data::{Data, Element};
 use crate::exit::{Failure, Line};
 use crate::header::{Entry, Header};
 use crate::memory;
-use crate::oracle::{self, backward};
+use crate::oracle;
 use crate::params::{Bound, Planned};
 use crate::progress::{Progress, Step};
 use crate::random;
 use crate::request::{Backward, Request, Source};
-use crate::tolerance::Distance;
-use crate::tolerance::gradients::GradientDistance;
 use sdpa::{
     AttentionSpec, BackwardProblem, Error, HostBackward, HostForward, HostGradient, Param, Prepared, PreparedBackward, Report, TensorSpec,
 };
+use sdpa_oracle::{Distance, GradientDistance};
 
 /// Operands and room for the results.
 #[derive(Debug)]
@@ -64,7 +63,7 @@ pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], 
     let stats = if spec.stats { rows(spec) as u128 * size_of::<f32>() as u128 } else { 0 };
     let gradients = backward.map_or(0, |b| {
         let wrt: u128 = wrt_elements(&b.problem).iter().map(|(_, element, len)| *len as u128 * element.bytes() as u128).sum();
-        of(&[b.spec.d_o, b.spec.dq, b.spec.dk, b.spec.dv]) + wrt + if check { backward::bytes(&b.problem) } else { 0 }
+        of(&[b.spec.d_o, b.spec.dq, b.spec.dk, b.spec.dv]) + wrt + if check { oracle::gradient_bytes(&b.problem, spec) } else { 0 }
     });
     let params: u128 = params.iter().map(Planned::bytes).sum();
     of(&[spec.q, spec.k, spec.v, spec.o]) + stats + params + gradients + if check { oracle::bytes(spec) } else { 0 }
@@ -258,7 +257,7 @@ impl Operands {
     pub(crate) fn check_backward(&self, backward: &Backward, attn_scale: f32, step: &Step) -> Option<GradientDistance> {
         let spec = &backward.spec.forward;
         let Gradients { d_o, dq, dk, dv, wrt } = self.gradients.as_ref()?;
-        let call = backward::Call {
+        let call = oracle::BackwardCall {
             forward: self.call(spec, backward.problem.forward(), attn_scale),
             problem: &backward.problem,
             spec: &backward.spec,
@@ -267,7 +266,7 @@ impl Operands {
             wrt,
             chained: !backward.given,
         };
-        Some(backward::check(&call, &|rows| step.advance(rows)))
+        Some(oracle::check_gradients(&call, &|rows| step.advance(rows)))
     }
 }
 

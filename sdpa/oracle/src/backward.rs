@@ -2,61 +2,34 @@
 //!
 //! With `P` the weights of a row, `dP = d_o·vᵀ` and `δ = Σ d_o·o`: `dS = P ∘ (dP − δ)` times the slope of a modified score,
 //! `dq = scale·dS·k`, `dk = scale·dSᵀ·q`, `dv = Pᵀ·d_o`, the last two summed over the query heads that share a key head; the
-//! gradient of a parameter is the sum of `P ∘ (dP − δ)` times the derivative along it. Slopes and derivatives are those of the
-//! derived gradient.
+//! gradient of a parameter is the sum of `P ∘ (dP − δ)` times the derivative along it.
 
-use super::rules::{Function, Rough};
-use super::{Rules, dot, extents, largest, modified, place, read, score_error};
-use crate::data::Data;
-use crate::tolerance::gradients::{ABSOLUTE, Gradient, GradientDistance, Rates, Tally, Term};
+use crate::forward::{modified, score_error};
+use crate::tolerance::gradients::{ABSOLUTE, Gradient, GradientDistance, Piece, Rates, Tally, Term};
 use crate::tolerance::weight_error;
+use crate::{Element, Place, Problem, Rough, Tensor, dot, largest, place};
 use rayon::prelude::*;
-use sdpa::expr::ParamKind;
-use sdpa::{BackwardProblem, BackwardSpec, TensorSpec};
 use std::ops::Range;
-
-/// A backward pass and the gradients to check.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Call<'a> {
-    pub(crate) forward: super::Call<'a>,
-    pub(crate) problem: &'a BackwardProblem,
-    pub(crate) spec: &'a BackwardSpec,
-    pub(crate) d_o: &'a Data,
-    /// `dq`, `dk`, `dv`.
-    pub(crate) got: [&'a Data; 3],
-    pub(crate) wrt: &'a [(String, Data)],
-    /// `o` and stats were computed in the same run.
-    pub(crate) chained: bool,
-}
 
 /// Queries of a group of heads that are done together by a thread.
 const ROWS: usize = 64;
 
-/// The extents of the gradient of each parameter.
-fn wrt_dims(problem: &BackwardProblem) -> Vec<[usize; 4]> {
-    let dims = |name: &str| match problem.params().iter().find(|p| p.name == name).map(|p| p.kind) {
-        Some(ParamKind::Tensor { axes, dtype: _ }) => axes.dims(problem.forward().extents()).map(|n| usize::try_from(n).unwrap_or(1)),
-        Some(ParamKind::Scalar) | None => [1; 4],
-    };
-    problem.wrt().iter().map(|g| dims(&g.name)).collect()
-}
-
-/// Bytes of memory that a check takes.
-pub(crate) fn bytes(problem: &BackwardProblem) -> u128 {
-    let p = problem.forward();
-    let n = |n: i64| u128::try_from(n).unwrap_or(0);
-    let row = n(p.seq_kv()) * (n(p.dim_qk()) + n(p.dim_v()));
+/// Bytes of memory that [`check_gradients`] takes for these extents, and gradients of parameters of those.
+#[must_use]
+pub fn gradient_bytes(shape: [usize; 7], along: &[[usize; 4]]) -> u128 {
+    let [_, heads_q, heads_kv, _, seq_kv, dim_qk, dim_v] = shape.map(|n| n as u128);
+    let group = heads_q / heads_kv.max(1);
     let threads = rayon::current_num_threads() as u128;
-    let local = n(p.group()) * ROWS as u128 * n(p.seq_kv());
-    let wrt = wrt_dims(problem).into_iter().map(|d| d.into_iter().map(|n| n as u128).product::<u128>());
-    let wrt: u128 = wrt.map(|all| all + threads * all.min(local)).sum();
-    // Keys and values, and three sums for each of their elements.
-    8 * (4 * threads + 3) * row + 24 * wrt
+    let local = group * ROWS as u128 * seq_kv;
+    let along = along.iter().map(|dims| dims.iter().map(|&n| n as u128).product::<u128>());
+    let along: u128 = along.map(|all| all + threads * all.min(local)).sum();
+    // Keys and values, three sums for each of their elements, and three for the queries of a part.
+    8 * (4 * threads + 3) * seq_kv * (dim_qk + dim_v) + 24 * (along + threads * group * ROWS as u128 * dim_qk)
 }
 
 /// What one thread makes of some rows.
 struct Part {
-    dq: Tally,
+    dq: Gradient,
     dk: Gradient,
     dv: Gradient,
     /// Keys that a query meets.
@@ -88,6 +61,12 @@ impl Rows {
         let local = at(self.part(dims), [0, h - self.heads.start, i - self.rows.start, j]);
         (local, at(dims, [self.batch, h, i, j]))
     }
+
+    /// The queries, in the order of a part.
+    fn queries(&self) -> impl Iterator<Item = [usize; 2]> + use<> {
+        let rows = self.rows.clone();
+        self.heads.clone().flat_map(move |h| rows.clone().map(move |i| [h, i]))
+    }
 }
 
 /// A key that a row keeps.
@@ -99,6 +78,7 @@ struct Kept {
     /// Of the score.
     magnitude: f64,
     weight: f64,
+    /// By the score, and by each parameter.
     slope: Rough,
     along: Vec<Rough>,
 }
@@ -111,77 +91,74 @@ struct Weighed {
 }
 
 struct Worker<'a> {
-    call: &'a Call<'a>,
-    rules: Rules<'a>,
-    gradient: Option<Function<'a>>,
+    p: &'a Problem<'a>,
+    d_o: Tensor<'a>,
     rates: Rates,
-    wrt: Vec<[usize; 4]>,
+    /// Extents of parameters' gradients.
+    along: Vec<[usize; 4]>,
 }
 
-/// Rows of a head, in f64.
-fn rows_of(data: &Data, tensor: &TensorSpec, b: usize, h: usize) -> Vec<f64> {
-    let [_, _, seq, dim] = extents(tensor);
-    let mut all = vec![0f64; seq * dim];
+/// Rows of a head.
+fn rows_of(tensor: &Tensor<'_>, [b, h]: [usize; 2], [rows, dim]: [usize; 2]) -> Vec<f64> {
+    let mut all = vec![0f64; rows * dim];
     for (s, row) in all.chunks_exact_mut(dim).enumerate() {
-        read(data, tensor, [b, h, s], row);
+        tensor.read([b, h, s], row);
     }
     all
 }
 
 impl Worker<'_> {
     fn part(&self, at: &Rows) -> Part {
-        let call = self.call;
-        let spec = call.forward.spec;
-        let [_, _, seq_kv, dim_qk] = extents(&spec.k);
-        let dim_v = extents(&spec.v)[3];
-        let keys = rows_of(call.forward.k, &spec.k, at.batch, at.head_kv);
-        let values = rows_of(call.forward.v, &spec.v, at.batch, at.head_kv);
+        let p = self.p;
+        let [.., seq_kv, dim_qk, dim_v] = p.shape;
+        let keys = rows_of(&p.k, [at.batch, at.head_kv], [seq_kv, dim_qk]);
+        let values = rows_of(&p.v, [at.batch, at.head_kv], [seq_kv, dim_v]);
         let mut part = Part {
-            dq: Tally::default(),
+            dq: Gradient::zeros(at.heads.len() * at.rows.len() * dim_qk),
             dk: Gradient::zeros(keys.len()),
             dv: Gradient::zeros(values.len()),
             used: vec![false; seq_kv],
-            along: self.wrt.iter().map(|&dims| Gradient::zeros(at.part(dims).iter().product())).collect(),
+            along: self.along.iter().map(|&dims| Gradient::zeros(at.part(dims).iter().product())).collect(),
         };
         let (mut q, mut d_o, mut scratch) = (vec![0f64; dim_qk], vec![0f64; dim_v], Vec::new());
-        for h in at.heads.clone() {
-            for i in at.rows.clone() {
-                read(call.forward.q, &spec.q, [at.batch, h, i], &mut q);
-                read(call.d_o, &call.spec.d_o, [at.batch, h, i], &mut d_o);
-                let dq = self.row(at, [h, i], (&q, &d_o), (&keys, &values), &mut part, &mut scratch);
-                part.dq.compare(&dq, 0..dim_qk, call.got[0], place(&call.spec.dq, at.batch, h, i));
-            }
+        for (n, [h, i]) in at.queries().enumerate() {
+            p.q.read([at.batch, h, i], &mut q);
+            self.d_o.read([at.batch, h, i], &mut d_o);
+            self.row(at, [n, h, i], (&q, &d_o), (&keys, &values), &mut part, &mut scratch);
         }
         part
     }
 
     /// The keys of a row.
     fn keep(&self, at: &Rows, [h, i]: [usize; 2], q: &[f64], keys: &[f64], scratch: &mut Vec<Rough>) -> Weighed {
-        let scale = self.call.forward.scale;
+        let scale = self.p.scale;
         let mut all = Vec::new();
         for (key, k) in keys.chunks_exact(q.len()).enumerate() {
-            let index = [at.batch, h, i, key].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
-            if !self.rules.keeps(index) {
+            let index = place([at.batch, h, i, key]);
+            if !self.p.keeps(index) {
                 continue;
             }
             let (sum, size) = dot(q, k);
-            let raw = Rough { value: sum * scale, error: score_error(q.len(), size * scale.abs()) };
-            let (raw_value, slope) = (raw.value, Rough::exact(1.0));
-            let mut kept = Kept { key, score: raw, raw: raw_value, magnitude: 0.0, weight: 0.0, slope, along: Vec::new() };
-            if let Some(gradient) = &self.gradient {
-                kept.score = modified(gradient, raw, index, scratch);
-                let mut roots = gradient.rough(raw, index, scratch).skip(1);
-                kept.slope = roots.next().unwrap_or_default();
-                kept.along = roots.collect();
+            let size = size * scale.abs();
+            let raw = Rough { value: sum * scale, error: score_error(q.len(), size) };
+            let mut kept =
+                Kept { key, score: raw, raw: raw.value, magnitude: 0.0, weight: 0.0, slope: Rough::exact(1.0), along: Vec::new() };
+            let mut own = 0.0;
+            if let Some(function) = self.p.modify {
+                kept.score = modified(function, raw, index, scratch);
+                let mut slopes = function.slopes(raw, index, scratch).into_iter();
+                kept.slope = slopes.next().unwrap_or_default();
+                kept.along = slopes.collect();
+                own = kept.score.value.abs();
             }
             if kept.score.value.is_finite() {
                 // A function may make a number of what is none.
-                let raw = if size.is_finite() { size * scale.abs() } else { 0.0 };
-                kept.magnitude = raw + kept.score.value.abs();
+                let raw = size * kept.slope.value.abs();
+                kept.magnitude = own + if raw.is_finite() { raw } else { 0.0 };
             }
             all.push(kept);
         }
-        let max = largest(&all.iter().map(|kept| kept.score.value).collect::<Vec<_>>());
+        let max = largest(all.iter().map(|kept| kept.score.value));
         if max == f64::NEG_INFINITY {
             return Weighed { keys: Vec::new(), stats: max, error: 0.0 };
         }
@@ -195,24 +172,24 @@ impl Worker<'_> {
 
     /// The gradients along the score and the parameters, where what comes from behind is no number, or a slope is none: what has no
     /// slope there passes nothing on.
-    fn exact(&self, kept: &Kept, upstream: f64, index: [i64; 4]) -> Option<Vec<f64>> {
-        let gradient = self.gradient.as_ref()?;
+    fn exact(&self, kept: &Kept, upstream: f64, index: Place) -> Option<Vec<f64>> {
+        let function = self.p.modify?;
         let finite = |slope: &Rough| (upstream * slope.value).is_finite();
         let plain = finite(&kept.slope) && kept.along.iter().all(finite);
-        (!plain).then(|| gradient.eval(kept.raw, upstream, index).split_off(1))
+        (!plain).then(|| function.passed_on(kept.raw, upstream, index))
     }
 
-    /// Adds one row to the gradients; that of its query.
+    /// Adds one row to the gradients, the `n`th of its part.
     fn row(
         &self,
         at: &Rows,
-        [h, i]: [usize; 2],
+        [n, h, i]: [usize; 3],
         (q, d_o): (&[f64], &[f64]),
         (keys, values): (&[f64], &[f64]),
         part: &mut Part,
         scratch: &mut Vec<Rough>,
-    ) -> Gradient {
-        let (rates, scale) = (&self.rates, self.call.forward.scale);
+    ) {
+        let (rates, scale) = (&self.rates, self.p.scale);
         let (dim_qk, dim_v) = (q.len(), d_o.len());
         let Weighed { keys: all, stats, error } = self.keep(at, [h, i], q, keys, scratch);
         let (mut o, mut o_size) = (vec![0f64; dim_v], vec![0f64; dim_v]);
@@ -226,14 +203,13 @@ impl Worker<'_> {
         let computed: f64 = d_o.iter().zip(&o_size).map(|(x, y)| x.abs() * y).sum();
         let of_output = rates.computed_output + rates.computed_output_score * error;
         let delta_error = (rates.product + rates.output) * size + of_output * computed;
-        let of_row = rates.weight + rates.sum * error + rates.magnitude * stats.abs();
+        let of_row = rates.weight + rates.sum * error + rates.stats * stats.abs();
 
-        let mut dq = Gradient::zeros(dim_qk);
         for kept in &all {
             let (k_from, v_from) = (kept.key * dim_qk, kept.key * dim_v);
             let weight = kept.weight;
             let absolute = rates.tiny + rates.small;
-            let off = of_row + kept.score.error + rates.magnitude * kept.magnitude;
+            let off = of_row + kept.score.error + rates.score * kept.magnitude;
             let weight_error = if weight.is_finite() { weight_error(weight, off) + rates.tiny } else { f64::NAN };
             let error = weight_error + rates.round * weight + rates.small;
             let magnitude = weight + ABSOLUTE * absolute;
@@ -243,15 +219,14 @@ impl Worker<'_> {
             let d_modified = weight * (d_p - delta);
             let modified_error = weight_error * (d_p - delta).abs() + weight * (rates.product * d_p_size + delta_error);
             let size_of_modified = weight * (d_p_size + size);
-            let index = [at.batch, h, i, kept.key].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
-            let exact = self.exact(kept, d_modified, index);
+            let exact = self.exact(kept, d_modified, place([at.batch, h, i, kept.key]));
             let carried = |n: usize, slope: Rough| {
                 if let Some(value) = exact.as_ref().and_then(|exact| exact.get(n)) {
                     return Term { value: *value, ..Term::default() };
                 }
                 let value = d_modified * slope.value;
                 let off = slope.error + rates.slope * (1.0 + slope.value.abs());
-                let off = if self.gradient.is_some() { off } else { 0.0 };
+                let off = if self.p.modify.is_some() { off } else { 0.0 };
                 let error = modified_error * slope.value.abs() + d_modified.abs() * off + rates.round * value.abs();
                 // What has no slope is off by the roundings of what it is made of, not by a part of itself.
                 Term { value, error, magnitude: size_of_modified * (1.0 + slope.value.abs()) + ABSOLUTE * absolute * (d_p - delta).abs() }
@@ -261,9 +236,9 @@ impl Worker<'_> {
             let small = rates.small * scale.abs().max(1.0);
             let (error, magnitude) = (scale.abs() * d_score.error + small, scale.abs() * d_score.magnitude + ABSOLUTE * small);
             let factor = Term { value: scale * d_score.value, error, magnitude };
-            dq.add(0, &keys[k_from..][..dim_qk], factor, rates.over_keys);
+            part.dq.add(n * dim_qk, &keys[k_from..][..dim_qk], factor, rates.over_keys);
             part.dk.add(k_from, q, factor, rates.over_queries);
-            for (n, ((&slope, gradient), &dims)) in kept.along.iter().zip(&mut part.along).zip(&self.wrt).enumerate() {
+            for (n, ((&slope, gradient), &dims)) in kept.along.iter().zip(&mut part.along).zip(&self.along).enumerate() {
                 let Term { value, error, magnitude } = carried(1 + n, slope);
                 let error = error + rates.small + rates.over_scores * value.abs();
                 let term = Term { value, error, magnitude: magnitude + ABSOLUTE * rates.small };
@@ -272,9 +247,8 @@ impl Worker<'_> {
             part.used[kept.key] = true;
         }
         if !all.is_empty() {
-            dq.may_be_small(0, dim_qk, rates.small);
+            part.dq.may_be_small(n * dim_qk, dim_qk, rates.small);
         }
-        dq
     }
 }
 
@@ -287,36 +261,27 @@ struct Open {
     used: Vec<bool>,
 }
 
+/// Is told rows that are complete: of which of dq, dk and dv, (batch, head, sequence), and where in which sums they are.
+type Sink<'s> = dyn FnMut(usize, [usize; 3], &Gradient, Range<usize>) + 's;
+
 impl Open {
-    /// Compares what is complete now.
-    fn close(mut self, call: &Call<'_>, small: f64, to: &mut [Tally; 2]) {
-        let spec = call.spec;
-        let tensors = [(&mut self.dk, &spec.dk, call.got[1]), (&mut self.dv, &spec.dv, call.got[2])];
-        for ((gradient, tensor, got), tally) in tensors.into_iter().zip(to) {
-            let dim = extents(tensor)[3];
-            for (key, _) in self.used.iter().enumerate() {
-                if self.used[key] {
+    /// What is complete now.
+    fn close(mut self, small: f64, [dim_qk, dim_v]: [usize; 2], to: &mut Sink<'_>) {
+        for (which, gradient, dim) in [(1, &mut self.dk, dim_qk), (2, &mut self.dv, dim_v)] {
+            for (key, &used) in self.used.iter().enumerate() {
+                if used {
                     gradient.may_be_small(key * dim, dim, small);
                 }
-                tally.compare(gradient, key * dim..(key + 1) * dim, got, place(tensor, self.batch, self.head, key));
+                to(which, [self.batch, self.head, key], gradient, key * dim..(key + 1) * dim);
             }
         }
     }
 }
 
-/// Computes the gradients of `Σ o∘d_o` on all threads and compares them; `done` is told how many rows are.
-pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> GradientDistance {
-    let spec = call.forward.spec;
-    let [batch, heads_q, seq_q, _] = extents(&spec.q);
-    let [_, heads_kv, seq_kv, dim_v] = extents(&spec.v);
-    let group = heads_q / heads_kv;
-    let worker = Worker {
-        call,
-        rules: Rules::new(&call.forward),
-        gradient: call.problem.gradient().map(|g| Function::new(&g.trace, call.forward.params, call.problem.forward().extents())),
-        rates: Rates::new(call.forward.o.element(), [batch, heads_q, heads_kv, seq_q, seq_kv, dim_v], call.chained),
-        wrt: wrt_dims(call.problem),
-    };
+/// Computes everything on all threads, tells rows of dq, dk and dv, and returns the gradients of parameters; `done` is told how many rows are.
+fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) -> Vec<Gradient> {
+    let [batch, _, heads_kv, seq_q, _, dim_qk, dim_v] = worker.p.shape;
+    let group = worker.p.group();
     let blocks = seq_q.div_ceil(ROWS);
     let work: Vec<Rows> = (0..batch * heads_kv * blocks)
         .map(|n| {
@@ -324,16 +289,17 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> GradientDis
             Rows { batch, head_kv, heads: head_kv * group..(head_kv + 1) * group, rows: first..(first + ROWS).min(seq_q) }
         })
         .collect();
-    let mut dq = Tally::default();
-    let mut of_keys = [Tally::default(); 2];
-    let mut along: Vec<Gradient> = worker.wrt.iter().map(|dims| Gradient::zeros(dims.iter().product())).collect();
+    let mut along: Vec<Gradient> = worker.along.iter().map(|dims| Gradient::zeros(dims.iter().product())).collect();
     let mut open: Option<Open> = None;
+    let small = worker.rates.small;
     // As many at a time as there are threads bounds the memory; their order is that of the rows.
     for some in work.chunks(rayon::current_num_threads()) {
         let parts: Vec<Part> = some.par_iter().map(|at| worker.part(at)).collect();
         for (at, part) in some.iter().zip(parts) {
-            dq = dq.and(part.dq);
-            for ((to, from), &dims) in along.iter_mut().zip(&part.along).zip(&worker.wrt) {
+            for (n, [h, i]) in at.queries().enumerate() {
+                to(0, [at.batch, h, i], &part.dq, n * dim_qk..(n + 1) * dim_qk);
+            }
+            for ((to, from), &dims) in along.iter_mut().zip(&part.along).zip(&worker.along) {
                 add_part(to, from, at, dims);
             }
             match &mut open {
@@ -345,7 +311,7 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> GradientDis
                 Some(_) | None => {
                     let next = Open { batch: at.batch, head: at.head_kv, dk: part.dk, dv: part.dv, used: part.used };
                     if let Some(complete) = open.replace(next) {
-                        complete.close(call, worker.rates.small, &mut of_keys);
+                        complete.close(small, [dim_qk, dim_v], to);
                     }
                 }
             }
@@ -353,16 +319,9 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> GradientDis
         }
     }
     if let Some(complete) = open {
-        complete.close(call, worker.rates.small, &mut of_keys);
+        complete.close(small, [dim_qk, dim_v], to);
     }
-    let [dk, dv] = of_keys;
-    let mut all = vec![("dq".to_owned(), dq), ("dk".to_owned(), dk), ("dv".to_owned(), dv)];
-    for ((name, got), want) in call.wrt.iter().zip(&along) {
-        let mut tally = Tally::default();
-        tally.compare(want, 0..want.value.len(), got, 0);
-        all.push((format!("d{name}"), tally));
-    }
-    GradientDistance(all)
+    along
 }
 
 /// Adds the part that some rows make of a parameter's gradient.
@@ -377,3 +336,76 @@ fn add_part(to: &mut Gradient, from: &Gradient, at: &Rows, dims: [usize; 4]) {
         }
     }
 }
+
+fn worker<'a>(p: &'a Problem<'a>, d_o: Tensor<'a>, rates: Rates) -> Worker<'a> {
+    Worker { p, d_o, rates, along: p.modify.map_or_else(Vec::new, |function| function.along()) }
+}
+
+/// (batch, heads, sequence, dim) of dq, dk and dv.
+fn dims(p: &Problem<'_>) -> [[usize; 4]; 3] {
+    let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = p.shape;
+    [[batch, heads_q, seq_q, dim_qk], [batch, heads_kv, seq_kv, dim_qk], [batch, heads_kv, seq_kv, dim_v]]
+}
+
+/// Where a row begins in row-major order.
+fn dense([_, heads, rows, dim]: [usize; 4], [b, h, s]: [usize; 3]) -> usize {
+    ((b * heads + h) * rows + s) * dim
+}
+
+/// The gradients by `q`, `k` and `v`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Gradients {
+    /// (batch, heads_q, seq_q, dim_qk).
+    pub dq: Gradient,
+    /// (batch, heads_kv, seq_kv, dim_qk).
+    pub dk: Gradient,
+    /// (batch, heads_kv, seq_kv, dim_v).
+    pub dv: Gradient,
+    /// Of the parameters that are asked for.
+    pub along: Vec<Gradient>,
+}
+
+/// Computes the gradients of `Σ o∘d_o`. `chained`: what they are compared with is made of an executor's own `o` and stats.
+#[must_use]
+pub fn gradients(p: &Problem<'_>, d_o: Tensor<'_>, chained: bool) -> Gradients {
+    gradients_with(p, d_o, Rates::new(p.element, p.shape, chained))
+}
+
+fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, rates: Rates) -> Gradients {
+    let dims = dims(p);
+    let mut all = dims.map(|dims| Gradient::zeros(dims.iter().product()));
+    let along = compute(&worker(p, d_o, rates), &|_| (), &mut |which, row, from, range| {
+        all[which].place(dense(dims[which], row), from, range);
+    });
+    let [dq, dk, dv] = all;
+    Gradients { dq, dk, dv, along }
+}
+
+/// Computes the same on all threads and compares an executor's `dq`, `dk` and `dv`, and the gradients of parameters, each with the type
+/// that it was rounded to; `done` is told how many rows are. Less memory is taken than for [`gradients`].
+pub fn check_gradients(
+    p: &Problem<'_>,
+    d_o: Tensor<'_>,
+    chained: bool,
+    got: &[Tensor<'_>; 3],
+    along: &[(Tensor<'_>, Element)],
+    done: &(dyn Fn(u64) + Sync),
+) -> GradientDistance {
+    let dims = dims(p);
+    let mut distance = GradientDistance::default();
+    let worker = worker(p, d_o, Rates::new(p.element, p.shape, chained));
+    let want = compute(&worker, done, &mut |which, row, want, range| {
+        let piece = Piece { want, range, first: dense(dims[which], row) };
+        distance.operands[which].compare(&piece, (&got[which], row), p.element, false);
+    });
+    for (want, (got, element)) in want.iter().zip(along) {
+        let mut tally = Tally::default();
+        tally.compare(&Piece { want, range: 0..want.value.len(), first: 0 }, (got, [0; 3]), *element, true);
+        distance.along.push(tally);
+    }
+    distance
+}
+
+#[cfg(test)]
+#[path = "backward/tests.rs"]
+mod tests;

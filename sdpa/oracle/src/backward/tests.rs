@@ -1,0 +1,310 @@
+use super::*;
+use crate::{Align, Along, Closures, Mask, attention};
+
+const PLAIN: Closures<'static> = Closures { modify: None, slope: None, keep: None, rounding: None, along: &[] };
+
+fn window<'a>(left: Option<i64>, right: Option<i64>, align: Align) -> Mask<'a> {
+    Mask::Window { left, right, align }
+}
+
+fn causal<'a>() -> Mask<'a> {
+    window(None, Some(0), Align::TopLeft)
+}
+
+/// Operands in row-major order, `d_o` last.
+struct Numbers([Vec<f64>; 4]);
+
+impl Numbers {
+    fn of(q: &[f64], k: &[f64], v: &[f64], d_o: &[f64]) -> Numbers {
+        Numbers([q.to_vec(), k.to_vec(), v.to_vec(), d_o.to_vec()])
+    }
+
+    fn with<T>(&self, shape: [usize; 7], scale: f64, masks: &[Mask<'_>], call: impl FnOnce(&Problem<'_>, Tensor<'_>) -> T) -> T {
+        let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = shape;
+        let Numbers([q, k, v, d_o]) = self;
+        let p = Problem {
+            shape,
+            q: Tensor::dense(q, [batch, heads_q, seq_q, dim_qk]),
+            k: Tensor::dense(k, [batch, heads_kv, seq_kv, dim_qk]),
+            v: Tensor::dense(v, [batch, heads_kv, seq_kv, dim_v]),
+            element: Element::F32,
+            scale,
+            masks,
+            modify: None,
+        };
+        call(&p, Tensor::dense(d_o, [batch, heads_q, seq_q, dim_v]))
+    }
+}
+
+/// Numbers that look random, about as large as normal ones.
+fn draws(seed: u64) -> impl FnMut(usize) -> Vec<f64> {
+    let mut n = seed as f64;
+    move |len| {
+        (0..len)
+            .map(|_| {
+                n += 1.0;
+                ((n * 12.9898).sin() * 43758.5453).fract() * 1.7
+            })
+            .collect()
+    }
+}
+
+const NONE: Rates = Rates {
+    weight: 0.0,
+    score: 0.0,
+    stats: 0.0,
+    sum: 0.0,
+    product: 0.0,
+    output: 0.0,
+    computed_output: 0.0,
+    computed_output_score: 0.0,
+    round: 0.0,
+    slope: 0.0,
+    over_keys: 0.0,
+    over_queries: 0.0,
+    over_scores: 0.0,
+    tiny: 0.0,
+    small: 0.0,
+};
+
+/// Two keys with weights 1/4 and 3/4: dP is (1, 5), δ is 4, and dS is (−3/4, 3/4).
+#[test]
+fn a_row_that_can_be_done_by_hand() {
+    let ln3 = 3f64.ln();
+    let numbers = Numbers::of(&[2.0], &[0.0, ln3], &[1.0, -2.0, 5.0, 6.0], &[1.0, 0.0]);
+    let got = numbers.with([1, 1, 1, 1, 2, 1, 2], 0.5, &[], |p, d_o| gradients(p, d_o, false));
+    for (gradient, want) in [(&got.dq, vec![0.375 * ln3]), (&got.dk, vec![-0.75, 0.75]), (&got.dv, vec![0.25, 0.0, 0.75, 0.0])] {
+        assert!(gradient.value.iter().zip(&want).all(|(x, y)| (x - y).abs() < 1e-14), "{got:?}");
+    }
+}
+
+/// Each kind of error, alone, in the gradients of the same row: so large that the roundings of the scores do not count, so small that
+/// what they do is linear.
+#[test]
+fn errors_are_carried_through() {
+    const ONE: f64 = 1e-4;
+    let numbers = Numbers::of(&[2.0], &[0.0, 3f64.ln()], &[1.0, 5.0], &[1.0]);
+    let errors = |rates: Rates| {
+        let got = numbers.with([1, 1, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| gradients_with(p, d_o, rates));
+        [got.dq.error[0], got.dk.error[0], got.dk.error[1], got.dv.error[0], got.dv.error[1]].map(|error| error / ONE)
+    };
+    let (half_ln3, ln4) = (0.5 * 3f64.ln(), 4f64.ln());
+    for (rates, want) in [
+        (Rates { weight: ONE, ..NONE }, [0.75 * half_ln3, 0.75, 0.75, 0.25, 0.75]),
+        // The scores are 0 and ln 3.
+        (Rates { score: ONE, ..NONE }, [1.5 * half_ln3 * half_ln3, 0.0, 1.5 * half_ln3, 0.0, 1.5 * half_ln3]),
+        (Rates { stats: ONE, ..NONE }, [0.75 * half_ln3, 0.75, 0.75, 0.25, 0.75].map(|x| x * ln4)),
+        // |dP| and |δ| are (1, 5) and 4.
+        (Rates { product: ONE, ..NONE }, [6.75 * half_ln3, 1.25, 6.75, 0.0, 0.0]),
+        (Rates { output: ONE, ..NONE }, [3.0 * half_ln3, 1.0, 3.0, 0.0, 0.0]),
+        (Rates { computed_output: ONE, ..NONE }, [3.0 * half_ln3, 1.0, 3.0, 0.0, 0.0]),
+        (Rates { round: ONE, ..NONE }, [0.75 * half_ln3, 0.75, 0.75, 0.25, 0.75]),
+        (Rates { over_keys: ONE, ..NONE }, [0.75 * half_ln3, 0.0, 0.0, 0.0, 0.0]),
+        (Rates { over_queries: ONE, ..NONE }, [0.0, 0.75, 0.75, 0.25, 0.75]),
+        (Rates { tiny: ONE, ..NONE }, [half_ln3, 3.0, 1.0, 1.0, 1.0]),
+        (Rates { small: ONE, ..NONE }, [2.0 * half_ln3 + 1.0, 3.0, 3.0, 2.0, 2.0]),
+    ] {
+        let got = errors(rates);
+        assert!(got.iter().zip(&want).all(|(x, y)| (x - y).abs() < 0.01 * (0.5 + y)), "{rates:?}: {got:?}, not {want:?}");
+    }
+}
+
+/// The derivative of `Σ o∘d_o` by one element of an operand.
+fn difference(numbers: &Numbers, shape: [usize; 7], masks: &[Mask<'_>], closures: &Closures<'_>, operand: usize, at: usize) -> f64 {
+    const STEP: f64 = 1e-6;
+    let moved = |step: f64| {
+        let mut numbers = Numbers(numbers.0.clone());
+        numbers.0[operand][at] += step;
+        let o = numbers.with(shape, 0.7, masks, |p, _| closures.with(p, attention)).o;
+        o.iter().zip(&numbers.0[3]).map(|(x, y)| x * y).sum::<f64>()
+    };
+    (moved(STEP) - moved(-STEP)) / (2.0 * STEP)
+}
+
+fn agrees_with_differences(shape: [usize; 7], masks: &[Mask<'_>], closures: &Closures<'_>, seed: u64) -> Gradients {
+    let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = shape;
+    let mut draw = draws(seed);
+    let of_keys = batch * heads_kv * seq_kv;
+    let numbers = [batch * heads_q * seq_q * dim_qk, of_keys * dim_qk, of_keys * dim_v, batch * heads_q * seq_q * dim_v].map(|n| draw(n));
+    let numbers = Numbers(numbers);
+    let got = numbers.with(shape, 0.7, masks, |p, d_o| closures.with(p, |p| gradients(p, d_o, false)));
+    for (operand, gradient) in [&got.dq, &got.dk, &got.dv].into_iter().enumerate() {
+        assert_eq!(gradient.value.len(), numbers.0[operand].len());
+        for (at, &value) in gradient.value.iter().enumerate() {
+            let want = difference(&numbers, shape, masks, closures, operand, at);
+            assert!((value - want).abs() < 1e-7, "{shape:?}: element {at} of operand {operand} is {value}, not {want}");
+        }
+    }
+    got
+}
+
+#[test]
+fn gradients_are_limits_of_differences() {
+    let bottom = || window(None, Some(0), Align::BottomRight);
+    agrees_with_differences([1, 1, 1, 1, 1, 1, 1], &[], &PLAIN, 1);
+    agrees_with_differences([2, 2, 2, 3, 5, 4, 3], &[], &PLAIN, 2);
+    agrees_with_differences([1, 6, 2, 3, 4, 3, 5], &[], &PLAIN, 3);
+    agrees_with_differences([1, 4, 1, 5, 5, 3, 2], &[causal()], &PLAIN, 4);
+    agrees_with_differences([1, 2, 1, 4, 7, 3, 2], &[bottom(), Mask::Prefix { len: 2 }], &PLAIN, 5);
+    agrees_with_differences([1, 2, 2, 7, 6, 2, 3], &[window(Some(2), Some(1), Align::BottomRight)], &PLAIN, 6);
+}
+
+#[test]
+fn rows_without_keys_and_keys_without_queries_have_gradients_of_zero() {
+    // Queries 0 and 1 see nothing.
+    let got = agrees_with_differences([1, 2, 1, 5, 3, 2, 2], &[window(None, Some(0), Align::BottomRight)], &PLAIN, 7);
+    assert!(got.dq.value[..4].iter().all(|x| *x == 0.0) && got.dq.value[4..10].iter().any(|x| *x != 0.0));
+    // Keys 2 and later are not seen.
+    let numbers = Numbers::of(&[1.0; 2], &[1.0; 4], &[1.0; 4], &[1.0; 2]);
+    let got = numbers.with([1, 1, 1, 2, 4, 1, 1], 1.0, &[causal()], |p, d_o| gradients(p, d_o, true));
+    for gradient in [&got.dk, &got.dv] {
+        assert_eq!((&gradient.value[2..], &gradient.error[2..]), (&[0.0; 2][..], &[0.0; 2][..]));
+        assert!(gradient.error[..2].iter().all(|e| *e > 0.0));
+    }
+}
+
+#[test]
+fn modified_scores_have_the_slope_of_their_function() {
+    // A cap, and something that depends on every index.
+    let cap = |score: f64, _: Place| 1.5 * (score / 1.5).tanh();
+    let cap_slope = |score: f64, _: Place| 1.0 - (score / 1.5).tanh().powi(2);
+    let bias = |score: f64, [b, h, q, k]: Place| score * score * 0.1 * (h + 1) as f64 + (b + q - k) as f64 * 0.3;
+    let bias_slope = |score: f64, [_, h, ..]: Place| 0.2 * score * (h + 1) as f64;
+    let keep = |[b, h, q, k]: Place| (b + h + q + 2 * k) % 3 != 0;
+    let capped = Closures { modify: Some(&cap), slope: Some(&cap_slope), ..PLAIN };
+    agrees_with_differences([2, 4, 2, 3, 4, 3, 2], &[], &capped, 8);
+    agrees_with_differences([1, 2, 1, 4, 4, 3, 2], &[causal()], &Closures { keep: Some(&keep), ..capped }, 9);
+    let biased = Closures { modify: Some(&bias), slope: Some(&bias_slope), keep: Some(&keep), ..PLAIN };
+    agrees_with_differences([2, 2, 1, 3, 4, 3, 2], &[], &biased, 10);
+}
+
+/// A factor for each head and an addend for each pair of a query and a key; more rows than a part has.
+#[test]
+fn gradients_of_parameters_are_limits_of_differences() {
+    let shape = [2, 4, 2, 66, 4, 3, 2];
+    let mut draw = draws(11);
+    let numbers = Numbers([2 * 4 * 66 * 3, 2 * 2 * 4 * 3, 2 * 2 * 4 * 2, 2 * 4 * 66 * 2].map(|n| draw(n)));
+    let (factors, addends) = (draw(4), draw(66 * 4));
+    let place = |[_, _, q, k]: Place| (q * 4 + k) as usize;
+    let head = |at: Place| at[1] as usize;
+    let masks = [causal()];
+    let sum = |factors: &[f64], addends: &[f64]| {
+        let modify = |score: f64, at: Place| score * factors[head(at)] + addends[place(at)];
+        let closures = Closures { modify: Some(&modify), ..PLAIN };
+        let o = numbers.with(shape, 0.7, &masks, |p, _| closures.with(p, attention)).o;
+        o.iter().zip(&numbers.0[3]).map(|(x, y)| x * y).sum::<f64>()
+    };
+    let modify = |score: f64, at: Place| score * factors[head(at)] + addends[place(at)];
+    let along = [Along { slope: &|score, _| score, dims: [1, 4, 1, 1] }, Along { slope: &|_, _| 1.0, dims: [1, 1, 66, 4] }];
+    let slope = |_: f64, at: Place| factors[head(at)];
+    let closures = Closures { modify: Some(&modify), slope: Some(&slope), along: &along, ..PLAIN };
+    let got = numbers.with(shape, 0.7, &masks, |p, d_o| closures.with(p, |p| gradients(p, d_o, false)));
+    const STEP: f64 = 1e-6;
+    for (which, places) in [(0, vec![0, 1, 2, 3]), (1, vec![0, 1, 5, 11, 64 * 4 + 1, 65 * 4 + 3])] {
+        assert_eq!(got.along[which].value.len(), [4, 66 * 4][which]);
+        for at in places {
+            let moved = |step: f64| {
+                let mut all = [factors.clone(), addends.clone()];
+                all[which][at] += step;
+                sum(&all[0], &all[1])
+            };
+            let want = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
+            let value = got.along[which].value[at];
+            assert!((value - want).abs() < 1e-7, "element {at} of parameter {which} is {value}, not {want}");
+            // Where no query meets a key there is nothing, and nothing that it may be off by.
+            if which == 1 && at % 4 > at / 4 {
+                assert_eq!((value, got.along[which].error[at]), (0.0, 0.0));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_slope_may_be_off_where_its_score_is() {
+    let numbers = Numbers::of(&[2.0], &[0.0, 1.0], &[1.0, 5.0], &[1.0]);
+    let closures = Closures { modify: Some(&|s, _| s * s), slope: Some(&|s, _| 2.0 * s), ..PLAIN };
+    let of = |rates| numbers.with([1, 1, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| closures.with(p, |p| gradients_with(p, d_o, rates))).dk;
+    let got = of(NONE);
+    // Key 1 has score 1, off by 4 roundoffs, and slope 2, off by 8; its own rounding is 4: 4·2 + 4.
+    let (e, d_s) = (crate::F32_ROUNDOFF, got.value[1] / (0.5 * 2.0) / 2.0);
+    let want = d_s * (8.0 + 2.0 * 12.0) * e;
+    assert!((got.error[1] - want).abs() < 1e-5 * want, "{} {want}", got.error[1]);
+    assert!((of(Rates { slope: 1.0, ..NONE }).error[1] - 3.0 * d_s).abs() < 1e-5);
+}
+
+/// Query 1 has weights 1/4 and 3/4, and nobody sees key 2.
+fn judged<T>(element: Element, call: impl FnOnce(&Problem<'_>, Tensor<'_>) -> T) -> T {
+    let numbers = Numbers::of(&[2.0, 2.0], &[1.0, 1.0 + 3f64.ln(), 1.0], &[1.0, 5.0, 3.0], &[1.0, 1.0]);
+    numbers.with([1, 1, 1, 2, 3, 1, 1], 0.5, &[causal()], |p, d_o| call(&Problem { element, ..*p }, d_o))
+}
+
+fn distance(element: Element, got: &[Vec<f64>; 3]) -> GradientDistance {
+    let [dq, dk, dv] = got;
+    let (dq, dk, dv) = (Tensor::dense(dq, [1, 1, 2, 1]), Tensor::dense(dk, [1, 1, 3, 1]), Tensor::dense(dv, [1, 1, 3, 1]));
+    judged(element, |p, d_o| check_gradients(p, d_o, false, &[dq, dk, dv], &[], &|_| ()))
+}
+
+#[test]
+fn errors_of_either_sign_nan_and_gradients_of_nothing_fail() {
+    let want = judged(Element::BF16, |p, d_o| gradients(p, d_o, false));
+    let right = [want.dq.value, want.dk.value, want.dv.value];
+    let passes = |got: &[Vec<f64>; 3]| distance(Element::BF16, got).passes();
+    assert!(passes(&right) && distance(Element::BF16, &right).undecided() == 0);
+    for (gradient, at) in [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1)] {
+        for sign in [-1.0, 1.0] {
+            let off_by = |units: f64| {
+                let mut got = right.clone();
+                got[gradient][at] += sign * units / 256.0;
+                passes(&got)
+            };
+            assert!(off_by(2.0) && !off_by(12.0), "element {at} of {gradient}");
+        }
+        let mut got = right.clone();
+        got[gradient][at] = f64::NAN;
+        assert!(!passes(&got));
+        let first = distance(Element::BF16, &got).operands[gradient].first.unwrap();
+        assert_eq!((first.at, first.want), (at, right[gradient][at]));
+    }
+    for gradient in [1, 2] {
+        for wrong in [1e-30, -1e-45, f64::NAN] {
+            let mut got = right.clone();
+            got[gradient][2] = wrong;
+            assert!(!passes(&got), "{wrong} where no query meets a key");
+        }
+        let mut got = right.clone();
+        got[gradient][2] = -0.0;
+        assert!(passes(&got));
+    }
+}
+
+#[test]
+fn a_gradient_that_is_stored_in_a_small_type_is_rounded_as_that_type_rounds() {
+    // Between two numbers of f16, whose distance there is 2⁻²⁴; 0 is exact.
+    let (value, half) = (1.5 / f64::from(1u32 << 24), 0.5 / f64::from(1u32 << 24));
+    let want = Gradient { value: vec![value, 0.0], error: vec![1e-12, 0.0], magnitude: vec![1.0, 0.0] };
+    let passes = |element, got: [f64; 2]| {
+        let (mut tally, got) = (Tally::default(), got.to_vec());
+        let piece = Piece { want: &want, range: 0..2, first: 0 };
+        tally.compare(&piece, (&Tensor::dense(&got, [1, 1, 1, 2]), [0; 3]), element, true);
+        tally.worst.ratio <= 1.0
+    };
+    assert!(passes(Element::F16, [value + half, 0.0]) && passes(Element::F16, [value - half, 0.0]));
+    assert!(!passes(Element::F16, [value + 3.0 * half, 0.0]));
+    assert!(!passes(Element::F32, [value + half, 0.0]) && !passes(Element::F16, [value, half]));
+}
+
+#[test]
+fn a_narrower_type_and_a_chained_pass_are_allowed_more() {
+    let all = |element, chained| {
+        let g = judged(element, |p, d_o| gradients(p, d_o, chained));
+        [g.dq.error, g.dk.error, g.dv.error].concat()
+    };
+    let (f16, bf16) = (all(Element::F16, false), all(Element::BF16, false));
+    for (less, more, factor) in
+        [(all(Element::F32, false), f16.clone(), 50.0), (f16, bf16.clone(), 6.0), (bf16, all(Element::BF16, true), 1.0)]
+    {
+        for (less, more) in less.iter().zip(&more) {
+            assert!((*less == 0.0 && *more == 0.0) || factor * less <= *more, "{less} {more}");
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Attention, a row at a time.
+
+use crate::tolerance::{Distance, Row, compare, sum_of, weight_error};
+use crate::{Modify, Numbers, Place, Problem, Rough, Tensor, dot, largest, place};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Rows that share keys and are done together, so that a key is converted once for all of them.
+const ROWS: usize = 16;
+/// Scores kept at a time by a thread, if a row has fewer.
+const SCORES: usize = 1 << 21;
+
+fn rows_together(seq_kv: usize) -> usize {
+    (SCORES / seq_kv.max(1)).clamp(1, ROWS)
+}
+
+/// Bytes of memory that [`check`] takes for these extents.
+#[must_use]
+pub fn bytes([batch, heads_q, _, seq_q, seq_kv, ..]: [usize; 7]) -> u128 {
+    let scores = rows_together(seq_kv) as u128 * seq_kv as u128 * (2 * size_of::<f64>() + size_of::<bool>()) as u128;
+    let blocks = seq_q.div_ceil(rows_together(seq_kv));
+    let distances = [batch, heads_q, blocks, size_of::<Distance>()].map(|n| n as u128).into_iter().product::<u128>();
+    scores * rayon::current_num_threads() as u128 + distances
+}
+
+/// The rows of one head that are done together.
+struct Block {
+    batch: usize,
+    head: usize,
+    rows: Range<usize>,
+}
+
+/// All blocks in the order of the rows, so that sums do not depend on threads.
+fn blocks<'p, T: Send>(p: &'p Problem<'_>, of: impl Fn(Block) -> T + Sync + Send + 'p) -> Vec<T> {
+    let [batch, heads_q, _, seq_q, seq_kv, ..] = p.shape;
+    let together = rows_together(seq_kv);
+    let blocks = seq_q.div_ceil(together);
+    let at = move |n: usize| {
+        let first = n % blocks * together;
+        of(Block { batch: n / (heads_q * blocks), head: n / blocks % heads_q, rows: first..(first + together).min(seq_q) })
+    };
+    (0..batch * heads_q * blocks).into_par_iter().map(at).collect()
+}
+
+/// Results, and the sizes that rounding errors are proportional to.
+#[derive(Clone, Debug, Default)]
+pub struct Answer {
+    /// (batch, heads_q, seq_q, dim_v), row-major.
+    pub o: Vec<f64>,
+    /// Σ p·|v|, for each element of `o`.
+    pub o_magnitude: Vec<f64>,
+    /// (batch, heads_q, seq_q): natural logarithms, −∞ where no key is kept.
+    pub stats: Vec<f64>,
+    /// The largest of Σ |q·k|·|scale| over a row's kept keys; of a modified score its own size added.
+    pub score_magnitude: Vec<f64>,
+}
+
+/// Computes everything.
+#[must_use]
+pub fn attention(p: &Problem<'_>) -> Answer {
+    let mut answer = Answer::default();
+    for row in blocks(p, |at| block(p, &at)).into_iter().flatten() {
+        answer.o.extend(row.o);
+        answer.o_magnitude.extend(row.o_magnitude);
+        answer.stats.push(row.stats);
+        answer.score_magnitude.push(row.score_magnitude);
+    }
+    answer
+}
+
+/// Computes every row on all threads and compares an executor's `o` and stats with it, these in row-major (batch, heads_q, seq_q); `done`
+/// is told how many rows are.
+pub fn check(p: &Problem<'_>, o: Tensor<'_>, stats: Option<&dyn Numbers>, done: &(dyn Fn(u64) + Sync)) -> Distance {
+    let [_, heads_q, _, seq_q, seq_kv, _, dim_v] = p.shape;
+    let distances = blocks(p, |at| {
+        let mut got = vec![0f64; dim_v];
+        let answers = block(p, &at);
+        let compared = at.rows.clone().zip(&answers).map(|(i, answer)| {
+            o.read([at.batch, at.head, i], &mut got);
+            let stats = stats.map(|stats| stats.get((at.batch * heads_q + at.head) * seq_q + i));
+            compare(p.element, seq_kv, answer, &got, stats)
+        });
+        let distance = compared.fold(Distance::default(), Distance::and);
+        done(at.rows.len() as u64);
+        distance
+    });
+    distances.into_iter().fold(Distance::default(), Distance::and)
+}
+
+/// Error of a score that is a sum of products in f32, from the sum of their magnitudes.
+pub(crate) fn score_error(dim_qk: usize, size: f64) -> f64 {
+    sum_of(dim_qk) * size
+}
+
+/// A modified score. What is infinite is exact.
+pub(crate) fn modified(function: &dyn Modify, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Rough {
+    let value = function.value(score, at, scratch);
+    let error = if value.value.is_finite() { value.error } else { 0.0 };
+    Rough { error, ..value }
+}
+
+fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
+    let [.., seq_kv, dim_qk, dim_v] = p.shape;
+    let Block { batch, head, ref rows } = *at;
+    let key_head = head / p.group();
+    let index = |i: usize, j: usize| place([batch, head, i, j]);
+    let kept: Vec<bool> = rows.clone().flat_map(|i| (0..seq_kv).map(move |j| (i, j))).map(|(i, j)| p.keeps(index(i, j))).collect();
+
+    let mut queries = vec![0f64; rows.len() * dim_qk];
+    for (i, query) in rows.clone().zip(queries.chunks_exact_mut(dim_qk)) {
+        p.q.read([batch, head, i], query);
+    }
+    let empty = Row { o: vec![0.0; dim_v], o_magnitude: vec![0.0; dim_v], o_error: vec![0.0; dim_v], ..Row::default() };
+    let mut answers: Vec<Row> = vec![empty; rows.len()];
+    let mut scores = vec![f64::NEG_INFINITY; rows.len() * seq_kv];
+    let mut errors = vec![0f64; rows.len() * seq_kv];
+    let mut key = vec![0f64; dim_qk];
+    let mut scratch = Vec::new();
+    for j in 0..seq_kv {
+        p.k.read([batch, key_head, j], &mut key);
+        for (r, i) in rows.clone().enumerate().filter(|&(r, _)| kept[r * seq_kv + j]) {
+            let (sum, size) = dot(&queries[r * dim_qk..][..dim_qk], &key);
+            let size = size * p.scale.abs();
+            let mut score = Rough { value: sum * p.scale, error: score_error(dim_qk, size) };
+            let mut magnitude = size;
+            if let Some(function) = p.modify {
+                score = modified(function, score, index(i, j), &mut scratch);
+                magnitude += score.value.abs();
+            }
+            answers[r].score_magnitude = answers[r].score_magnitude.max(magnitude);
+            scores[r * seq_kv + j] = score.value;
+            errors[r * seq_kv + j] = score.error;
+        }
+    }
+    // From here on `scores` are weights, and `errors` theirs.
+    let of_rows = scores.chunks_exact_mut(seq_kv).zip(errors.chunks_exact_mut(seq_kv));
+    for (answer, ((scores, errors), kept)) in answers.iter_mut().zip(of_rows.zip(kept.chunks_exact(seq_kv))) {
+        let of_kept = |numbers: &[f64]| numbers.iter().zip(kept).filter(|(_, kept)| **kept).map(|(x, _)| *x).collect::<Vec<f64>>();
+        let max = largest(of_kept(scores).into_iter());
+        let sum: f64 = of_kept(scores).into_iter().map(|s| (s - max).exp()).sum();
+        // Nothing is kept, or only scores of -inf.
+        let empty = max == f64::NEG_INFINITY;
+        answer.stats = if empty { max } else { max + sum.ln() };
+        for s in scores.iter_mut() {
+            *s = if empty { f64::NAN } else { (*s - max).exp() / sum };
+        }
+        for (error, weight) in errors.iter_mut().zip(&*scores) {
+            *error = weight_error(*weight, *error);
+        }
+        answer.weight_error = if empty { 0.0 } else { of_kept(errors).into_iter().sum() };
+    }
+    let mut value = vec![0f64; dim_v];
+    for j in 0..seq_kv {
+        p.v.read([batch, key_head, j], &mut value);
+        for (r, answer) in answers.iter_mut().enumerate() {
+            if !kept[r * seq_kv + j] || answer.stats == f64::NEG_INFINITY {
+                continue;
+            }
+            let (weight, error) = (scores[r * seq_kv + j], errors[r * seq_kv + j]);
+            let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
+            for (v, ((o, size), off)) in value.iter().zip(sums) {
+                *o += weight * v;
+                *size += weight * v.abs();
+                *off += error * v.abs();
+            }
+        }
+    }
+    answers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Align, Closures, Element, Mask};
+
+    const CAUSAL: Mask<'static> = Mask::Window { left: None, right: Some(0), align: Align::TopLeft };
+    const LAST: Mask<'static> = Mask::Window { left: Some(1), right: Some(0), align: Align::BottomRight };
+
+    /// One query, scale 0.5.
+    fn with<T>(keys: &[f64], values: &[f64], masks: &[Mask<'_>], call: impl FnOnce(&Problem<'_>) -> T) -> T {
+        let (seq_kv, dim_v) = (keys.len(), values.len() / keys.len());
+        call(&Problem {
+            shape: [1, 1, 1, 1, seq_kv, 1, dim_v],
+            q: Tensor::dense(&vec![2.0], [1, 1, 1, 1]),
+            k: Tensor::dense(&keys, [1, 1, seq_kv, 1]),
+            v: Tensor::dense(&values, [1, 1, seq_kv, dim_v]),
+            element: Element::F32,
+            scale: 0.5,
+            masks,
+            modify: None,
+        })
+    }
+
+    /// Two keys with scores 0 and ln 3: weights 1/4 and 3/4.
+    #[test]
+    fn a_row_that_can_be_done_by_hand() {
+        let (keys, values) = ([0.0, 3f64.ln()], [1.0, -2.0, 5.0, 6.0]);
+        let a = with(&keys, &values, &[], attention);
+        assert!((a.o[0] - 4.0).abs() < 1e-14 && (a.o[1] - 4.0).abs() < 1e-14, "{a:?}");
+        assert!((a.o_magnitude[1] - 5.0).abs() < 1e-14 && (a.score_magnitude[0] - 3f64.ln()).abs() < 1e-14);
+        assert!((a.stats[0] - 4f64.ln()).abs() < 1e-14);
+        let first = with(&keys, &values, &[CAUSAL], attention);
+        assert_eq!((first.o, first.stats), (vec![1.0, -2.0], vec![0.0]));
+
+        let passes = |masks: &[Mask<'_>], closures: Closures<'_>, o: [f32; 2], stats: f32| {
+            let o = o.to_vec();
+            let judged = |p: &Problem<'_>| check(p, Tensor::dense(&o, [1, 1, 1, 2]), Some(&vec![stats]), &|_| ()).passes();
+            with(&keys, &values, masks, |p| closures.with(p, judged))
+        };
+        let (plain, ln4) = (Closures::default(), 4f32.ln());
+        assert!(passes(&[], plain, [4.0, 4.0], ln4));
+        assert!(!passes(&[], plain, [4.0001, 4.0], ln4) && !passes(&[], plain, [4.0, 3.9999], ln4));
+        assert!(!passes(&[], plain, [4.0, 4.0], 1.387));
+        assert!(passes(&[CAUSAL], plain, [1.0, -2.0], 0.0) && !passes(&[CAUSAL], plain, [4.0, 4.0], ln4));
+        // Scores become ln 3 and 0.
+        let turned = Closures { modify: Some(&|score, _| 3f64.ln() - score), slope: Some(&|_, _| -1.0), ..plain };
+        assert!(passes(&[], turned, [2.0, 0.0], ln4) && !passes(&[], turned, [4.0, 4.0], ln4));
+        let nothing = [CAUSAL, LAST];
+        assert!(passes(&nothing, plain, [0.0, 0.0], f32::NEG_INFINITY) && !passes(&nothing, plain, [0.0, 1e-9], f32::NEG_INFINITY));
+    }
+
+    #[test]
+    fn functions_of_a_caller_come_after_the_scale_and_before_the_softmax() {
+        // Scores 0.5, 1 and 7 become 0, ln 3 and whatever: the last key is dropped.
+        let modify = |score: f64, [.., key]: Place| if key == 0 { score - 0.5 } else { score * 3f64.ln() };
+        let dropped = |score: f64, at: Place| if at[3] == 2 { f64::NEG_INFINITY } else { modify(score, at) };
+        let keep = |[.., key]: Place| key < 2;
+        let of = |closures: Closures<'_>| with(&[0.5, 1.0, 7.0], &[1.0, 5.0, 100.0], &[], |p| closures.with(p, attention));
+        for closures in [
+            Closures { modify: Some(&modify), keep: Some(&keep), ..Closures::default() },
+            Closures { modify: Some(&dropped), ..Closures::default() },
+        ] {
+            let a = of(closures);
+            assert!((a.o[0] - 4.0).abs() < 1e-14 && (a.stats[0] - 4f64.ln()).abs() < 1e-14, "{a:?}");
+        }
+        let nothing = of(Closures { keep: Some(&|_| false), ..Closures::default() });
+        assert_eq!((nothing.o, nothing.stats), (vec![0.0], vec![f64::NEG_INFINITY]));
+    }
+
+    /// A closure's keys are dropped besides what masks drop.
+    #[test]
+    fn closures_and_masks_both_drop() {
+        let keep = |[.., key]: Place| key == 0;
+        let closures = Closures { keep: Some(&keep), ..Closures::default() };
+        let a = with(&[1.0, 2.0], &[3.0, 4.0], &[LAST], |p| closures.with(p, attention));
+        assert_eq!((a.o, a.stats), (vec![0.0], vec![f64::NEG_INFINITY]));
+    }
+}

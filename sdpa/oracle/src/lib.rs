@@ -1,0 +1,177 @@
+//! Textbook attention in f64, its gradients, and how far from them an executor's results may be.
+//!
+//! It shares no code with what it judges: it depends on no other crate of the project, reads named masks word for word, and is given
+//! everything else as closures and as numbers in memory. The command line's `--check` and the tests compare with it.
+//!
+//! A score is the scaled product of a query and a key; it is modified, then masked, and a row's weights are the softmax of what is
+//! kept. Neighbouring query heads share a key head. Extents are always (batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v), and a
+//! place among the scores is (batch, query head, query, key).
+
+mod backward;
+mod forward;
+mod mask;
+mod score;
+mod tolerance;
+
+pub use backward::{Gradients, check_gradients, gradient_bytes, gradients};
+pub use forward::{Answer, attention, bytes, check};
+pub use mask::{Align, Mask};
+pub use score::{Along, Closures, Modify, Real, Rough};
+pub use tolerance::gradients::{First, Gradient, GradientDistance, Tally};
+pub use tolerance::{Distance, Element, F32_ROUNDOFF, Worst, sum_of};
+
+/// (batch, query head, query, key).
+pub type Place = [i64; 4];
+
+/// Numbers in memory, widened when they are read.
+pub trait Numbers: Sync {
+    /// The number at an offset, exactly. Offsets that a [`Tensor`] asks for are within what its strides and the extents say.
+    fn get(&self, at: usize) -> f64;
+
+    /// As many neighbours as `to` holds.
+    fn row(&self, at: usize, to: &mut [f64]) {
+        to.iter_mut().enumerate().for_each(|(n, to)| *to = self.get(at + n));
+    }
+}
+
+macro_rules! numbers {
+    ($($ty:ty),*) => {
+        $(impl Numbers for $ty {
+            fn get(&self, at: usize) -> f64 {
+                self[at].into()
+            }
+        })*
+    };
+}
+numbers!(Vec<f64>, &[f64], Vec<f32>, &[f32]);
+
+/// An operand or a result.
+#[derive(Clone, Copy)]
+pub struct Tensor<'a> {
+    /// Where its numbers are.
+    pub numbers: &'a dyn Numbers,
+    /// Along (batch, head, sequence, dim), in elements.
+    pub strides: [usize; 4],
+}
+
+impl<'a> Tensor<'a> {
+    /// In row-major order of these extents: (batch, head, sequence, dim).
+    #[must_use]
+    pub fn dense(numbers: &'a dyn Numbers, [_, heads, rows, dim]: [usize; 4]) -> Tensor<'a> {
+        Tensor { numbers, strides: [heads * rows * dim, rows * dim, dim, 1] }
+    }
+
+    /// Where a row begins.
+    fn place(&self, row: [usize; 3]) -> usize {
+        row.iter().zip(self.strides).map(|(at, stride)| at * stride).sum()
+    }
+
+    fn read(&self, row: [usize; 3], to: &mut [f64]) {
+        let from = self.place(row);
+        match self.strides[3] {
+            1 => self.numbers.row(from, to),
+            stride => to.iter_mut().enumerate().for_each(|(n, to)| *to = self.numbers.get(from + n * stride)),
+        }
+    }
+}
+
+/// A problem and its operands.
+#[derive(Clone, Copy)]
+pub struct Problem<'a> {
+    /// batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v.
+    pub shape: [usize; 7],
+    /// Queries.
+    pub q: Tensor<'a>,
+    /// Keys.
+    pub k: Tensor<'a>,
+    /// Values.
+    pub v: Tensor<'a>,
+    /// The type that operands and results have where attention is judged: they are read from wherever they are.
+    pub element: Element,
+    /// Multiplies the scores.
+    pub scale: f64,
+    /// All must keep a key.
+    pub masks: &'a [Mask<'a>],
+    /// What becomes of a scaled score.
+    pub modify: Option<&'a dyn Modify>,
+}
+
+impl Problem<'_> {
+    /// (batch, heads_q, seq_q, seq_kv).
+    fn extents(&self) -> Place {
+        let [batch, heads_q, _, seq_q, seq_kv, ..] = self.shape;
+        place([batch, heads_q, seq_q, seq_kv])
+    }
+
+    /// Query heads that share a key head.
+    fn group(&self) -> usize {
+        self.shape[1] / self.shape[2]
+    }
+
+    fn keeps(&self, at: Place) -> bool {
+        self.masks.iter().all(|mask| mask.keeps(at, self.extents()))
+    }
+}
+
+fn place(at: [usize; 4]) -> Place {
+    at.map(|n| i64::try_from(n).unwrap_or(i64::MAX))
+}
+
+/// Σ x·y and Σ |x·y|, in eight partial sums.
+fn dot(x: &[f64], y: &[f64]) -> (f64, f64) {
+    const LANES: usize = 8;
+    let (mut sums, mut sizes) = ([0f64; LANES], [0f64; LANES]);
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    for (x, y) in x.iter().zip(y) {
+        for lane in 0..LANES {
+            sums[lane] += x[lane] * y[lane];
+            sizes[lane] += (x[lane] * y[lane]).abs();
+        }
+    }
+    for ((x, y), (sum, size)) in x_rest.iter().zip(y_rest).zip(sums.iter_mut().zip(&mut sizes)) {
+        *sum += x * y;
+        *size += (x * y).abs();
+    }
+    (sums.iter().sum(), sizes.iter().sum())
+}
+
+/// Not-a-number where one of them is; −∞ of none.
+fn largest(scores: impl Iterator<Item = f64>) -> f64 {
+    scores.fold(f64::NEG_INFINITY, |a, b| {
+        if b.is_nan() {
+            b
+        } else if a.is_nan() {
+            a
+        } else {
+            a.max(b)
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_in_lanes_are_sums() {
+        for n in [0usize, 1, 7, 8, 9, 31] {
+            let x: Vec<f64> = (0..n).map(|i| i as f64 - 3.0).collect();
+            let y: Vec<f64> = (0..n).map(|i| 2.0 * i as f64 - 9.0).collect();
+            let want: (f64, f64) = x.iter().zip(&y).fold((0.0, 0.0), |(a, b), (x, y)| (a + x * y, b + (x * y).abs()));
+            assert_eq!(dot(&x, &y), want, "{n}");
+        }
+    }
+
+    #[test]
+    fn strides_say_where_rows_are() {
+        let numbers: Vec<f64> = (0..24).map(f64::from).collect();
+        let read = |tensor: Tensor<'_>, at| {
+            let mut row = [0.0; 2];
+            tensor.read(at, &mut row);
+            row
+        };
+        assert_eq!(read(Tensor::dense(&numbers, [2, 3, 2, 2]), [1, 2, 1]), [22.0, 23.0]);
+        assert_eq!(read(Tensor { numbers: &numbers, strides: [12, 2, 6, 3] }, [1, 1, 0]), [14.0, 17.0]);
+        assert_eq!(read(Tensor { numbers: &&numbers[3..], strides: [0; 4] }, [1, 2, 3]), [3.0, 3.0]);
+    }
+}

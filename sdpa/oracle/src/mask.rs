@@ -1,0 +1,86 @@
+//! Masks, read word for word.
+
+use crate::Place;
+
+/// Which corner a window's diagonal ends in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Align {
+    /// Query 0 and key 0.
+    TopLeft,
+    /// The last query and the last key.
+    BottomRight,
+}
+
+/// Which keys a query keeps.
+pub enum Mask<'a> {
+    /// Fewer than `left` keys before the diagonal and itself, at most `right` after it; absent: any number.
+    Window {
+        /// How many keys up to the diagonal.
+        left: Option<i64>,
+        /// How many behind it.
+        right: Option<i64>,
+        /// Where it lies.
+        align: Align,
+    },
+    /// The first `len` keys, and those that are not after the query.
+    Prefix {
+        /// How many.
+        len: i64,
+    },
+    /// What a function says.
+    Rule(Box<dyn Fn(Place) -> bool + Sync + 'a>),
+    /// All of them keep it.
+    All(Vec<Mask<'a>>),
+    /// One of them keeps it.
+    Any(Vec<Mask<'a>>),
+    /// The other drops it.
+    Not(Box<Mask<'a>>),
+}
+
+impl Mask<'_> {
+    /// Whether the key of a place is kept for its query; `extents` are (batch, heads_q, seq_q, seq_kv).
+    #[must_use]
+    pub fn keeps(&self, at: Place, extents: Place) -> bool {
+        let ([.., q, k], [.., seq_q, seq_kv]) = (at, extents);
+        match self {
+            Mask::Window { left, right, align } => {
+                let q = match align {
+                    Align::TopLeft => q,
+                    Align::BottomRight => q + seq_kv - seq_q,
+                };
+                // In i128, as bounds may be any i64.
+                let (q, k) = (i128::from(q), i128::from(k));
+                left.is_none_or(|left| k > q - i128::from(left)) && right.is_none_or(|right| k <= q + i128::from(right))
+            }
+            Mask::Prefix { len } => k <= q || k < *len,
+            Mask::Rule(keeps) => keeps(at),
+            Mask::All(masks) => masks.iter().all(|m| m.keeps(at, extents)),
+            Mask::Any(masks) => masks.iter().any(|m| m.keeps(at, extents)),
+            Mask::Not(mask) => !mask.keeps(at, extents),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(mask: &Mask<'_>, q: i64, seq_q: i64) -> Vec<i64> {
+        (0..6).filter(|&k| mask.keeps([0, 0, q, k], [1, 1, seq_q, 6])).collect()
+    }
+
+    #[test]
+    fn masks_are_read_word_for_word() {
+        let window = |left, right, align| Mask::Window { left, right, align };
+        let causal = || window(None, Some(0), Align::TopLeft);
+        let dilated = || Mask::Rule(Box::new(|[.., q, k]: Place| (q - k) % 3 == 0));
+        assert_eq!(kept(&causal(), 2, 6), [0, 1, 2]);
+        assert_eq!(kept(&window(Some(2), Some(1), Align::TopLeft), 3, 6), [2, 3, 4]);
+        assert_eq!(kept(&window(Some(1), Some(0), Align::BottomRight), 0, 2), [4]);
+        assert_eq!(kept(&Mask::Prefix { len: 3 }, 1, 6), [0, 1, 2]);
+        assert_eq!(kept(&window(Some(i64::MAX), Some(i64::MAX), Align::BottomRight), 5, 6).len(), 6);
+        assert_eq!(kept(&dilated(), 4, 6), [1, 4]);
+        assert_eq!(kept(&Mask::All(vec![Mask::Not(Box::new(dilated())), causal()]), 4, 6), [0, 2, 3]);
+        assert_eq!(kept(&Mask::Any(vec![dilated(), Mask::Prefix { len: 1 }]), 1, 6), [0, 1, 4]);
+    }
+}

@@ -1,0 +1,114 @@
+//! What becomes of a score, and how far f32 may be from it.
+
+use crate::tolerance::{F32_ROUNDOFF, sum_of};
+use crate::{Place, Problem};
+
+/// A number and how far f32 may be from it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Rough {
+    /// The number.
+    pub value: f64,
+    /// How far f32 may be from it, to first order.
+    pub error: f64,
+}
+
+impl Rough {
+    /// A number that is known.
+    #[must_use]
+    pub fn exact(value: f64) -> Rough {
+        Rough { value, error: 0.0 }
+    }
+}
+
+/// A function of scores.
+pub trait Modify: Sync {
+    /// The modified score, of one that may be off: by what that makes of it, and by the function's own roundings. `scratch` is memory.
+    fn value(&self, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Rough;
+
+    /// Its derivatives, in the same way: by the score, and by each parameter whose gradient is wanted.
+    fn slopes(&self, score: Rough, at: Place, scratch: &mut Vec<Rough>) -> Vec<Rough>;
+
+    /// Those derivatives times what comes in from behind, where a product is no finite number: what a function does not look at passes
+    /// nothing on.
+    fn passed_on(&self, score: f64, upstream: f64, at: Place) -> Vec<f64> {
+        self.slopes(Rough::exact(score), at, &mut Vec::new()).iter().map(|slope| slope.value * upstream).collect()
+    }
+
+    /// The extents (batch, heads_q, seq_q, seq_kv) of each parameter whose gradient is wanted, 1 along axes that it does not span.
+    fn along(&self) -> Vec<[usize; 4]> {
+        Vec::new()
+    }
+}
+
+/// A function of a score and its place.
+pub type Real<'a> = &'a (dyn Fn(f64, Place) -> f64 + Sync);
+
+/// What a caller's own functions do with a score. Absent: nothing.
+#[derive(Clone, Copy, Default)]
+pub struct Closures<'a> {
+    /// The modified score.
+    pub modify: Option<Real<'a>>,
+    /// Its derivative by the score.
+    pub slope: Option<Real<'a>>,
+    /// What an executor's own roundings may move the modified score by, besides those of its size, in units of a roundoff.
+    pub rounding: Option<Real<'a>>,
+    /// Whether the key is kept, besides what the masks say.
+    pub keep: Option<&'a (dyn Fn(Place) -> bool + Sync)>,
+    /// Parameters of the modification whose gradients are wanted.
+    pub along: &'a [Along<'a>],
+}
+
+/// A parameter of a modification.
+#[derive(Clone, Copy)]
+pub struct Along<'a> {
+    /// The derivative of the modified score by the element that it is made with.
+    pub slope: Real<'a>,
+    /// Its extents (batch, heads_q, seq_q, seq_kv), 1 along axes that it does not span.
+    pub dims: [usize; 4],
+}
+
+impl Closures<'_> {
+    /// Calls with a problem whose scores these functions modify and whose keys they drop, besides what it says.
+    pub fn with<T>(&self, problem: &Problem<'_>, call: impl FnOnce(&Problem<'_>) -> T) -> T {
+        let modified = Modified { closures: self, relative: sum_of(problem.shape[5]) };
+        let modify = self.modify.is_some().then_some(&modified as &dyn Modify).or(problem.modify);
+        let Some(keep) = self.keep else { return call(&Problem { modify, ..*problem }) };
+        let masks = [crate::Mask::Rule(Box::new(|at| keep(at) && problem.keeps(at)))];
+        call(&Problem { modify, masks: &masks, ..*problem })
+    }
+}
+
+/// Closures, for scores that are sums of so many products that they are off by a part of their size.
+struct Modified<'a> {
+    closures: &'a Closures<'a>,
+    relative: f64,
+}
+
+impl Modified<'_> {
+    fn rounding(&self, score: f64, at: Place) -> f64 {
+        self.closures.rounding.map_or(0.0, |rounding| F32_ROUNDOFF * rounding(score, at))
+    }
+}
+
+impl Modify for Modified<'_> {
+    fn value(&self, score: Rough, at: Place, _: &mut Vec<Rough>) -> Rough {
+        let value = self.closures.modify.map_or(score.value, |modify| modify(score.value, at));
+        let slope = self.closures.slope.map_or(1.0, |slope| slope(score.value, at));
+        Rough { value, error: score.error * slope.abs() + self.relative * value.abs() + self.rounding(score.value, at) }
+    }
+
+    fn slopes(&self, score: Rough, at: Place, _: &mut Vec<Rough>) -> Vec<Rough> {
+        let off = score.error + self.rounding(score.value, at);
+        let one = |slope: Real<'_>| {
+            let value = slope(score.value, at);
+            let bend = [score.value - off, score.value + off].map(|score| (slope(score, at) - value).abs());
+            Rough { value, error: bend[0].max(bend[1]) }
+        };
+        let own = self.closures.slope.map_or(Rough::exact(1.0), one);
+        std::iter::once(own).chain(self.closures.along.iter().map(|along| one(along.slope))).collect()
+    }
+
+    fn along(&self) -> Vec<[usize; 4]> {
+        self.closures.along.iter().map(|along| along.dims).collect()
+    }
+}
