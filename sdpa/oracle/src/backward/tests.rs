@@ -125,7 +125,7 @@ fn agrees_with_differences(shape: [usize; 7], masks: &[Mask<'_>], closures: &Clo
     let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = shape;
     let mut draw = draws(seed);
     let of_keys = batch * heads_kv * seq_kv;
-    let numbers = [batch * heads_q * seq_q * dim_qk, of_keys * dim_qk, of_keys * dim_v, batch * heads_q * seq_q * dim_v].map(|n| draw(n));
+    let numbers = [batch * heads_q * seq_q * dim_qk, of_keys * dim_qk, of_keys * dim_v, batch * heads_q * seq_q * dim_v].map(&mut draw);
     let numbers = Numbers(numbers);
     let got = numbers.with(shape, 0.7, masks, |p, d_o| closures.with(p, |p| gradients(p, d_o, false)));
     for (operand, gradient) in [&got.dq, &got.dk, &got.dv].into_iter().enumerate() {
