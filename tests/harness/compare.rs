@@ -1,6 +1,6 @@
 //! How near an executor is to the oracle. Tolerances are the oracle's: `sdpa/oracle/src/tolerance.rs`.
 
-use crate::oracle::{Closures, Problem, element};
+use crate::oracle::{Closures, Given, Problem, element};
 use sdpa::DType;
 pub use sdpa_oracle::{Distance, GradientDistance};
 use sdpa_oracle::{Numbers, Tally, Tensor};
@@ -95,8 +95,7 @@ pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, o: &Vec<f64>, stats: Op
     Ok(distance)
 }
 
-/// Compares `dq`, `dk` and `dv`, and the gradients of parameters, all in row-major order, with the oracle's. `chained`: the executor was
-/// given its own `o` and stats.
+/// Compares `dq`, `dk` and `dv`, and the gradients of parameters, all in row-major order, with the oracle's.
 ///
 /// # Errors
 /// In words: what is not a number, and gradients of parameters of another length than the oracle's.
@@ -104,7 +103,7 @@ pub fn compare_gradients(
     p: &Problem<'_>,
     closures: &Closures<'_>,
     d_o: &Vec<f64>,
-    chained: bool,
+    given: Given<'_>,
     got: &[Vec<f64>; 3],
     along: &[GotAlong],
 ) -> Result<GradientDistance, String> {
@@ -121,7 +120,7 @@ pub fn compare_gradients(
     ];
     let parameters: Vec<_> = along.iter().map(|a| (Tensor::dense(&a.value, [1, 1, 1, a.value.len()]), element(a.dtype))).collect();
     let d_o = Tensor::dense(d_o, p.o_dims());
-    let distance = p.with(closures, |told| sdpa_oracle::check_gradients(told, d_o, chained, &tensors, &parameters, &|_| ()));
+    let distance = p.with(closures, |told| sdpa_oracle::check_gradients(told, d_o, given, &tensors, &parameters, &|_| ()));
     if distance.holds() {
         numbers(got.iter().chain(along.iter().map(|a| &a.value)))?
     }

@@ -2,7 +2,7 @@
 
 use sdpa::{Align, DType, Mask};
 use sdpa_oracle::{Align as Corner, Element, Mask as Rule, Tensor};
-pub use sdpa_oracle::{Along, Answer, Closures, Gradient, Gradients};
+pub use sdpa_oracle::{Along, Answer, Closures, Given, Gradient, Gradients};
 
 /// A problem's numbers, in row-major (batch, head, seq, dim).
 #[derive(Clone, Debug)]
@@ -63,6 +63,7 @@ impl Problem<'_> {
             k: Tensor::dense(&self.k, [batch, heads_kv, seq_kv, dim_qk]),
             v: Tensor::dense(&self.v, [batch, heads_kv, seq_kv, dim_v]),
             element: element(self.dtype),
+            stored: element(self.dtype),
             scale: self.scale,
             masks: &masks,
             modify: None,
@@ -84,5 +85,5 @@ pub fn attention(p: &Problem<'_>, closures: &Closures<'_>) -> Answer {
 
 /// Computes the gradients of `Σ o∘d_o`; `d_o` in row-major order.
 pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64]) -> Gradients {
-    p.with(closures, |told| sdpa_oracle::gradients(told, Tensor::dense(&d_o, p.o_dims()), false))
+    p.with(closures, |told| sdpa_oracle::gradients(told, Tensor::dense(&d_o, p.o_dims()), Given::Rounded))
 }

@@ -7,7 +7,7 @@ use crate::params::Bound;
 use rules::{Function, Gradient};
 use sdpa::expr::ParamKind;
 use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Problem, TensorSpec};
-use sdpa_oracle::{Distance, GradientDistance, Mask, Modify, Numbers, Tensor};
+use sdpa_oracle::{Distance, Given, GradientDistance, Mask, Modify, Numbers, Tensor};
 
 impl Numbers for Data {
     fn get(&self, at: usize) -> f64 {
@@ -96,6 +96,7 @@ impl Call<'_> {
             k: tensor(self.k, &spec.k),
             v: tensor(self.v, &spec.v),
             element: self.o.element().into(),
+            stored: self.o.element().into(),
             scale: self.scale,
             masks: &masks,
             modify,
@@ -121,5 +122,7 @@ pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Syn
     let got = [tensor(dq, &spec.dq), tensor(dk, &spec.dk), tensor(dv, &spec.dv)];
     // In row-major order, which is one row.
     let along: Vec<_> = wrt.iter().map(|(_, data)| (Tensor { numbers: data, strides: [0, 0, 0, 1] }, data.element().into())).collect();
-    forward.told(modify, |p| sdpa_oracle::check_gradients(p, tensor(d_o, &spec.d_o), *chained, &got, &along, done))
+    forward.told(modify, |p| {
+        sdpa_oracle::check_gradients(p, tensor(d_o, &spec.d_o), if *chained { Given::Own } else { Given::Rounded }, &got, &along, done)
+    })
 }

@@ -1,10 +1,6 @@
 //! Every instruction set of this machine against textbook attention in f64.
 //!
-//! Bounds, with `u = 2^-24`, `D = dim_qk`, `n` the keys of a row, `a` the largest `scale · Σ|q||k|` of the row:
-//! a score is off by `(D + 3)ua` (its sum, the scaled query and the scale), a difference of scores by `2ua` more;
-//! that is the relative error of a weight, with 4u for `exp2`. Numerator and denominator each sum `n` weights, and
-//! are rescaled once per block, of 16 keys or more, at 8u. So `o` is off by `Σp|v| · u(2(D + 5)a + 3n + 32)` and a
-//! rounding to its type, and the logarithm of the sum by `u((D + 5)a + 2n + 16)` and two roundings of its own.
+//! Scores, weights and sums are f32 here whatever the operands are: of 16 bits is the rounding of results alone.
 
 use super::CpuExecutor;
 use super::element::Element;
@@ -12,8 +8,6 @@ use super::isa::Isa;
 use half::{bf16, f16};
 use sdpa_core::executor::{Executor, Report};
 use sdpa_core::{Align, AttentionSpec, DType, Elements, ElementsMut, HostForward, Layout, Mask, Problem, Shape, TensorSpec};
-
-pub(super) const U: f64 = 1.0 / (1 << 24) as f64;
 
 /// A linear congruential generator.
 pub(super) struct Random(pub(super) u64);
@@ -65,6 +59,16 @@ impl Tensor {
         let at = self.at(index);
         self.data[at] = x;
     }
+
+    /// For the oracle.
+    pub(super) fn told(&self) -> sdpa_oracle::Tensor<'_> {
+        sdpa_oracle::Tensor { numbers: &self.data, strides: self.spec.strides.map(|n| n as usize) }
+    }
+
+    /// Takes every element out, so that what is left was written between rows.
+    pub(super) fn clear(&mut self) {
+        indices(&self.spec.clone()).for_each(|index| self.set(index, f32::NAN));
+    }
 }
 
 pub(super) fn indices(spec: &TensorSpec) -> impl Iterator<Item = [usize; 4]> + use<> {
@@ -82,65 +86,50 @@ pub(super) fn round(dtype: DType, x: f32) -> f32 {
     }
 }
 
-/// Half the distance between neighbours at 1, and the smallest such distance anywhere.
-pub(super) fn rounding(dtype: DType) -> (f64, f64) {
+/// Calls with what the oracle is told of a problem under these masks.
+pub(super) fn told<T>(
+    problem: &Problem,
+    [q, k, v]: [&Tensor; 3],
+    scale: f64,
+    masks: &[sdpa_oracle::Mask<'_>],
+    call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T,
+) -> T {
+    let extents = [
+        problem.batch(),
+        problem.heads_q(),
+        problem.heads_q() / problem.group(),
+        problem.seq_q(),
+        problem.seq_kv(),
+        problem.dim_qk(),
+        problem.dim_v(),
+    ];
+    call(&sdpa_oracle::Problem {
+        shape: extents.map(|n| n as usize),
+        q: q.told(),
+        k: k.told(),
+        v: v.told(),
+        element: sdpa_oracle::Element::F32,
+        stored: stored(problem.dtype()),
+        scale,
+        masks,
+        modify: None,
+    })
+}
+
+/// The type of a result.
+pub(super) fn stored(dtype: DType) -> sdpa_oracle::Element {
     if dtype == DType::F16 {
-        (2f64.powi(-11), 2f64.powi(-25))
+        sdpa_oracle::Element::F16
     } else if dtype == DType::BF16 {
-        (2f64.powi(-8), f64::from(f32::MIN_POSITIVE))
+        sdpa_oracle::Element::BF16
     } else {
-        (U, f64::from(f32::MIN_POSITIVE))
+        sdpa_oracle::Element::F32
     }
 }
 
-/// What a row should be, and how far from that it may be.
-struct Row {
-    o: Vec<(f64, f64)>,
-    lse: (f64, f64),
-}
-
-/// Attention by the book, for one query of one head.
-fn oracle(problem: &Problem, [q, k, v]: [&Tensor; 3], scale: f64, [b, h, s]: [usize; 3]) -> Row {
-    let (dim_qk, dim_v) = (problem.dim_qk() as usize, problem.dim_v() as usize);
-    let head_kv = h / problem.group() as usize;
-    let kept: Vec<usize> = (0..problem.seq_kv() as usize).filter(|&key| problem.region().keeps(s as i64, key as i64)).collect();
-    let (mut scores, mut a) = (Vec::new(), 0.0f64);
-    for &key in &kept {
-        let products = (0..dim_qk).map(|d| q.get([b, h, s, d]) * k.get([b, head_kv, key, d]));
-        scores.push(scale * products.clone().sum::<f64>());
-        // An infinite score is exact.
-        a = a.max(Some(scale.abs() * products.map(f64::abs).sum::<f64>()).filter(|a| a.is_finite()).unwrap_or(0.0));
-    }
-    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let shift = if max == f64::NEG_INFINITY { 0.0 } else { max };
-    let weights: Vec<f64> = scores.iter().map(|s| (s - shift).exp()).collect();
-    let sum: f64 = weights.iter().sum();
-    let n = kept.len() as f64;
-    let (relative, smallest) = rounding(problem.dtype());
-    let column = |c: usize| {
-        let values = || kept.iter().zip(&weights).map(|(&key, w)| w * v.get([b, head_kv, key, c]));
-        let o = if sum == 0.0 { 0.0 } else { values().sum::<f64>() / sum };
-        let size = if sum == 0.0 { 0.0 } else { values().map(f64::abs).sum::<f64>() / sum };
-        let bound = size * U * (2.0 * (dim_qk as f64 + 5.0) * a + 3.0 * n + 32.0);
-        (o, bound + relative * (o.abs() + bound) + if sum == 0.0 { 0.0 } else { smallest })
-    };
-    let lse = shift + sum.ln();
-    let lse = if sum == 0.0 { f64::NEG_INFINITY } else { lse };
-    Row {
-        o: (0..dim_v).map(column).collect(),
-        lse: (lse, U * ((dim_qk as f64 + 5.0) * a + 2.0 * n + 16.0 + 2.0 * lse.abs() + 2.0 * shift.abs())),
-    }
-}
-
-/// Equal within the bound; infinities must be the same, and NaN matches NaN alone.
-pub(super) fn close(got: f64, (want, bound): (f64, f64)) -> bool {
-    if want.is_nan() || got.is_nan() {
-        want.is_nan() && got.is_nan()
-    } else if want.is_infinite() || got.is_infinite() {
-        want == got
-    } else {
-        (got - want).abs() <= bound
-    }
+/// What the normalised masks keep.
+pub(super) fn kept(problem: &Problem) -> [sdpa_oracle::Mask<'_>; 1] {
+    [sdpa_oracle::Mask::Rule(Box::new(|[.., q, k]| problem.region().keeps(q, k)))]
 }
 
 /// Elements of another type.
@@ -197,20 +186,10 @@ fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], sc
 fn verify(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], scale: Option<f32>) -> Report {
     let (mut o, stats, report) = forward(isa, threads, problem, inputs, scale);
     let factor = f64::from(scale.unwrap_or(problem.default_scale()));
-    let (heads, seq) = (problem.heads_q() as usize, problem.seq_q() as usize);
-    let mut stats = stats.into_iter();
-    for row in 0..problem.stats_elements() as usize {
-        let index @ [b, h, s] = [row / seq / heads, row / seq % heads, row % seq];
-        let want = oracle(problem, inputs, factor, index);
-        for (c, &want) in want.o.iter().enumerate() {
-            let got = o.get([b, h, s, c]);
-            assert!(close(got, want), "{isa:?}, {threads} threads, {problem:?}: o[{b}, {h}, {s}, {c}] is {got}, want {want:?}");
-            o.set([b, h, s, c], f32::NAN);
-        }
-        if let Some(got) = stats.next().map(f64::from) {
-            assert!(close(got, want.lse), "{isa:?}, {threads} threads, {problem:?}: stats[{b}, {h}, {s}] is {got}, want {:?}", want.lse);
-        }
-    }
+    let of_rows = problem.stats().then_some(&stats as &dyn sdpa_oracle::Numbers);
+    let distance = told(problem, inputs, factor, &kept(problem), |p| sdpa_oracle::check(p, o.told(), of_rows, &|_| ()));
+    assert!(distance.passes(), "{isa:?}, {threads} threads, {problem:?}: {distance:?}");
+    o.clear();
     assert!(o.data.iter().all(|x| x.is_nan()), "{isa:?}, {problem:?}: something was written between rows");
     report
 }
@@ -413,14 +392,4 @@ fn scratch_does_not_grow_with_the_lengths() {
     assert_eq!(short, bytes(12_000, 3000));
     assert_eq!(short, bytes(3000, 12_000));
     assert!(short > 0 && short < 2 << 20, "{short}");
-}
-
-#[test]
-fn the_comparison_can_fail() {
-    assert!(close(1.0, (1.0, 0.0)));
-    assert!(close(f64::NAN, (f64::NAN, 0.0)));
-    for (got, want) in [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::INFINITY, f64::NEG_INFINITY), (1.1, 1.0), (0.9, 1.0), (f64::INFINITY, 1.0)]
-    {
-        assert!(!close(got, (want, 0.01)), "{got} passes for {want}");
-    }
 }

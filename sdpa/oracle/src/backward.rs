@@ -7,7 +7,7 @@
 use crate::forward::{modified, score_error};
 use crate::tolerance::gradients::{ABSOLUTE, Gradient, GradientDistance, Piece, Rates, Tally, Term};
 use crate::tolerance::weight_error;
-use crate::{Element, Place, Problem, Rough, Tensor, dot, largest, place};
+use crate::{Element, Given, Place, Problem, Rough, Tensor, dot, largest, place};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -93,6 +93,7 @@ struct Weighed {
 struct Worker<'a> {
     p: &'a Problem<'a>,
     d_o: Tensor<'a>,
+    given: Given<'a>,
     rates: Rates,
     /// Extents of parameters' gradients.
     along: Vec<[usize; 4]>,
@@ -159,13 +160,20 @@ impl Worker<'_> {
             all.push(kept);
         }
         let max = largest(all.iter().map(|kept| kept.score.value));
-        if max == f64::NEG_INFINITY {
-            return Weighed { keys: Vec::new(), stats: max, error: 0.0 };
+        let [_, heads_q, _, seq_q, ..] = self.p.shape;
+        let given = match self.given {
+            Given::These { stats, .. } => Some(stats.get((at.batch * heads_q + h) * seq_q + i)),
+            Given::Rounded | Given::Own => None,
+        };
+        if max == f64::NEG_INFINITY || given == Some(f64::NEG_INFINITY) {
+            return Weighed { keys: Vec::new(), stats: f64::NEG_INFINITY, error: 0.0 };
+        }
+        if let Some(stats) = given {
+            all.iter_mut().for_each(|kept| kept.weight = (kept.score.value - stats).exp());
+            return Weighed { keys: all, stats, error: 0.0 };
         }
         let sum: f64 = all.iter().map(|kept| (kept.score.value - max).exp()).sum();
         all.iter_mut().for_each(|kept| kept.weight = (kept.score.value - max).exp() / sum);
-        // What has no weight at all has no slope either.
-        all.retain(|kept| kept.score.value != f64::NEG_INFINITY);
         let error = all.iter().map(|kept| weight_error(kept.weight, kept.score.error)).sum();
         Weighed { keys: all, stats: max + sum.ln(), error }
     }
@@ -199,6 +207,9 @@ impl Worker<'_> {
                 *size += kept.weight * v.abs();
             }
         }
+        if let Given::These { o: given, .. } = self.given {
+            given.read([at.batch, h, i], &mut o);
+        }
         let (delta, size) = dot(d_o, &o);
         let computed: f64 = d_o.iter().zip(&o_size).map(|(x, y)| x.abs() * y).sum();
         let of_output = rates.computed_output + rates.computed_output_score * error;
@@ -207,6 +218,13 @@ impl Worker<'_> {
 
         for kept in &all {
             let (k_from, v_from) = (kept.key * dim_qk, kept.key * dim_v);
+            if kept.score.value == f64::NEG_INFINITY {
+                // What has no weight at all has no slope either: exactly nothing, times what may be no number.
+                part.dv.add(v_from, d_o, Term::default(), 0.0);
+                part.dq.add(n * dim_qk, &keys[k_from..][..dim_qk], Term::default(), 0.0);
+                part.dk.add(k_from, q, Term::default(), 0.0);
+                continue;
+            }
             let weight = kept.weight;
             let absolute = rates.tiny + rates.small;
             let off = of_row + kept.score.error + rates.score * kept.magnitude;
@@ -337,8 +355,8 @@ fn add_part(to: &mut Gradient, from: &Gradient, at: &Rows, dims: [usize; 4]) {
     }
 }
 
-fn worker<'a>(p: &'a Problem<'a>, d_o: Tensor<'a>, rates: Rates) -> Worker<'a> {
-    Worker { p, d_o, rates, along: p.modify.map_or_else(Vec::new, |function| function.along()) }
+fn worker<'a>(p: &'a Problem<'a>, d_o: Tensor<'a>, given: Given<'a>, rates: Rates) -> Worker<'a> {
+    Worker { p, d_o, given, rates, along: p.modify.map_or_else(Vec::new, |function| function.along()) }
 }
 
 /// (batch, heads, sequence, dim) of dq, dk and dv.
@@ -365,16 +383,16 @@ pub struct Gradients {
     pub along: Vec<Gradient>,
 }
 
-/// Computes the gradients of `Σ o∘d_o`. `chained`: what they are compared with is made of an executor's own `o` and stats.
+/// Computes the gradients of `Σ o∘d_o`.
 #[must_use]
-pub fn gradients(p: &Problem<'_>, d_o: Tensor<'_>, chained: bool) -> Gradients {
-    gradients_with(p, d_o, Rates::new(p.element, p.shape, chained))
+pub fn gradients(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>) -> Gradients {
+    gradients_with(p, d_o, given, Rates::new(p, &given))
 }
 
-fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, rates: Rates) -> Gradients {
+fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rates) -> Gradients {
     let dims = dims(p);
     let mut all = dims.map(|dims| Gradient::zeros(dims.iter().product()));
-    let along = compute(&worker(p, d_o, rates), &|_| (), &mut |which, row, from, range| {
+    let along = compute(&worker(p, d_o, given, rates), &|_| (), &mut |which, row, from, range| {
         all[which].place(dense(dims[which], row), from, range);
     });
     let [dq, dk, dv] = all;
@@ -386,17 +404,17 @@ fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, rates: Rates) -> Gradients {
 pub fn check_gradients(
     p: &Problem<'_>,
     d_o: Tensor<'_>,
-    chained: bool,
+    given: Given<'_>,
     got: &[Tensor<'_>; 3],
     along: &[(Tensor<'_>, Element)],
     done: &(dyn Fn(u64) + Sync),
 ) -> GradientDistance {
     let dims = dims(p);
     let mut distance = GradientDistance::default();
-    let worker = worker(p, d_o, Rates::new(p.element, p.shape, chained));
+    let worker = worker(p, d_o, given, Rates::new(p, &given));
     let want = compute(&worker, done, &mut |which, row, want, range| {
         let piece = Piece { want, range, first: dense(dims[which], row) };
-        distance.operands[which].compare(&piece, (&got[which], row), p.element, false);
+        distance.operands[which].compare(&piece, (&got[which], row), p.stored, p.stored != p.element);
     });
     for (want, (got, element)) in want.iter().zip(along) {
         let mut tally = Tally::default();

@@ -78,7 +78,7 @@ pub fn check(p: &Problem<'_>, o: Tensor<'_>, stats: Option<&dyn Numbers>, done: 
         let compared = at.rows.clone().zip(&answers).map(|(i, answer)| {
             o.read([at.batch, at.head, i], &mut got);
             let stats = stats.map(|stats| stats.get((at.batch * heads_q + at.head) * seq_q + i));
-            compare(p.element, seq_kv, answer, &got, stats)
+            compare([p.element, p.stored], seq_kv, answer, &got, stats)
         });
         let distance = compared.fold(Distance::default(), Distance::and);
         done(at.rows.len() as u64);
@@ -185,6 +185,7 @@ mod tests {
             k: Tensor::dense(&keys, [1, 1, seq_kv, 1]),
             v: Tensor::dense(&values, [1, 1, seq_kv, dim_v]),
             element: Element::F32,
+            stored: Element::F32,
             scale: 0.5,
             masks,
             modify: None,

@@ -86,14 +86,32 @@ pub struct Problem<'a> {
     pub k: Tensor<'a>,
     /// Values.
     pub v: Tensor<'a>,
-    /// The type that operands and results have where attention is judged: they are read from wherever they are.
+    /// The type that weights and `dS` are rounded to in front of the second products.
     pub element: Element,
+    /// The type that results are rounded to.
+    pub stored: Element,
     /// Multiplies the scores.
     pub scale: f64,
     /// All must keep a key.
     pub masks: &'a [Mask<'a>],
     /// What becomes of a scaled score.
     pub modify: Option<&'a dyn Modify>,
+}
+
+/// What an executor's backward pass was given, besides operands.
+#[derive(Clone, Copy)]
+pub enum Given<'a> {
+    /// `o` and stats of an exact forward pass, rounded.
+    Rounded,
+    /// Its own.
+    Own,
+    /// These, whatever they are: the gradient is that of a pass with them. Stats in row-major (batch, heads_q, seq_q).
+    These {
+        /// The output.
+        o: Tensor<'a>,
+        /// Natural logarithms.
+        stats: &'a dyn Numbers,
+    },
 }
 
 impl Problem<'_> {

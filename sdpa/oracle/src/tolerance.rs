@@ -183,21 +183,23 @@ pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
     if weight == 0.0 { 0.0 } else { (weight * score_error.exp_m1()).min(1.0) }
 }
 
-/// Compares a row over so many keys. One that keeps none must be exactly zeros and −∞.
-pub(crate) fn compare(element: Element, seq_kv: usize, want: &Row, o: &[f64], stats: Option<f64>) -> Distance {
+/// Compares a row over so many keys, of operands and of a result of these types. One that keeps none must be exactly zeros and −∞.
+pub(crate) fn compare([element, stored]: [Element; 2], seq_kv: usize, want: &Row, o: &[f64], stats: Option<f64>) -> Distance {
     let u = element.roundoff();
     let score = want.weight_error;
     let sum = sum_of(seq_kv);
     let relative = 2.0 * u + score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
     // Below the smallest normal f16 there are no relative errors.
-    let absolute = match element {
+    let absolute = match stored {
         Element::F16 => 6e-8,
         Element::F32 | Element::BF16 => 0.0,
     };
     let mut distance = Distance::default();
     for (((&got, &expected), magnitude), error) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error) {
         let tolerance = 2.0 * (relative * magnitude + error) + absolute;
-        let wanted = Wanted { value: expected, tolerance, magnitude: magnitude + 2.0 * absolute, stored: element };
+        // A result in another type is rounded once more.
+        let rounded = if stored == element { 0.0 } else { stored.roundoff() * (expected.abs() + tolerance) };
+        let wanted = Wanted { value: expected, tolerance: tolerance + rounded, magnitude: magnitude + 2.0 * absolute, stored };
         distance.o = distance.o.worse(Worst::of(got, wanted));
         if expected.is_finite() && got.is_finite() {
             distance.squares += (got - expected).powi(2);
@@ -225,7 +227,7 @@ mod tests {
     }
 
     fn passes(want: &Row, o: f64, stats: f64) -> bool {
-        compare(Element::BF16, 128, want, &[o], Some(stats)).passes()
+        compare([Element::BF16; 2], 128, want, &[o], Some(stats)).passes()
     }
 
     #[test]
@@ -251,7 +253,7 @@ mod tests {
 
     #[test]
     fn what_is_too_large_for_the_type_is_to_be_infinite() {
-        let passes = |want: f64, got: f64| compare(Element::F16, 128, &row(want, want.abs(), 1.0), &[got], Some(1.0)).passes();
+        let passes = |want: f64, got: f64| compare([Element::F16; 2], 128, &row(want, want.abs(), 1.0), &[got], Some(1.0)).passes();
         assert!(passes(70_000.0, INF) && passes(-70_000.0, -INF) && passes(65_510.0, INF) && passes(65_510.0, 65_504.0));
         assert!(!passes(70_000.0, -INF) && !passes(70_000.0, 65_504.0) && !passes(60_000.0, INF) && !passes(70_000.0, f64::NAN));
     }
@@ -261,7 +263,7 @@ mod tests {
         let undecided = |score_error: f64| {
             let off = weight_error(0.5, score_error);
             let row = Row { o: vec![1.0], o_magnitude: vec![1.0], o_error: vec![off], stats: 2.0, weight_error: off, ..Row::default() };
-            compare(Element::BF16, 128, &row, &[1.0], Some(2.0)).undecided()
+            compare([Element::BF16; 2], 128, &row, &[1.0], Some(2.0)).undecided()
         };
         assert_eq!((undecided(1e-5), undecided(0.1), undecided(60.0), undecided(INF)), (0, 0, 2, 2));
         // What has no weight may be off by any number.
@@ -270,8 +272,8 @@ mod tests {
 
     #[test]
     fn the_worst_of_two_rows_is_kept() {
-        let good = compare(Element::BF16, 128, &row(1.0, 1.0, 2.0), &[1.0], None);
-        let bad = compare(Element::BF16, 128, &row(1.0, 1.0, 2.0), &[2.0], None);
+        let good = compare([Element::BF16; 2], 128, &row(1.0, 1.0, 2.0), &[1.0], None);
+        let bad = compare([Element::BF16; 2], 128, &row(1.0, 1.0, 2.0), &[2.0], None);
         assert!(good.passes() && !good.and(bad).passes() && !bad.and(good).passes());
         assert_eq!(good.and(bad).o.error, 1.0);
         assert!((good.and(bad).o_relative() - 0.5f64.sqrt()).abs() < 1e-12);

@@ -5,7 +5,7 @@ use crate::case::Case;
 use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
 use crate::inputs::{self, Operand};
 use crate::library::Library;
-use crate::oracle;
+use crate::oracle::{self, Given as Whose};
 use crate::random::Random;
 use sdpa::{
     BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Param, PreparedBackward, Report,
@@ -165,8 +165,8 @@ fn attempt(
     }
     let along: Vec<&str> = spec.wrt.iter().map(|g| g.name.as_str()).collect();
     let d_o = inputs::gather(&spec.d_o, &read.d_o);
-    let chained = source == Source::Executor;
-    let compared = with(library, &along, |closures| compare_gradients(&textbook, closures, &d_o, chained, &got.operands, &got.along));
+    let whose = if source == Source::Executor { Whose::Own } else { Whose::Rounded };
+    let compared = with(library, &along, |closures| compare_gradients(&textbook, closures, &d_o, whose, &got.operands, &got.along));
     match compared {
         Ok(distance) => Ok((distance, report)),
         Err(how) => Err(Outcome::Fail(format!("{how}, {}", report.engine))),

@@ -27,8 +27,6 @@ mod cut;
 mod kernel;
 mod modified;
 mod norms;
-#[cfg(test)]
-mod oracle;
 mod params;
 mod rows;
 mod sums;

@@ -73,6 +73,10 @@ impl Values {
         at.iter().zip(dims).fold(0, |place, (&at, &dim)| place * dim + if dim == 1 { 0 } else { at })
     }
 
+    pub(super) fn dims(&self, name: &str) -> [usize; 4] {
+        self.0.iter().find(|(n, ..)| n == name).unwrap().1
+    }
+
     pub(super) fn get(&self, name: &str, at: At) -> f64 {
         let (_, _, value) = self.0.iter().find(|(n, ..)| n == name).unwrap();
         value.bound().get(self.place(name, at))
@@ -92,7 +96,7 @@ fn whole_numbers(name: &str, n: usize, problem: &Problem, random: &mut Random) -
     (0..n).map(|_| random.pick(&[0, -3, most, most + 5, most / 2, most / 2, 1, (most - 1).max(0)])).collect()
 }
 
-type Function = Box<dyn Fn(f64, At, &Values) -> f64>;
+type Function = Box<dyn Fn(f64, At, &Values) -> f64 + Send + Sync>;
 
 /// A function of the score, its derivative, and those along parameters.
 pub(super) struct Modified {
@@ -104,14 +108,14 @@ pub(super) struct Modified {
 
 fn modified(
     stages: Vec<ScoreMod>,
-    value: impl Fn(f64, At, &Values) -> f64 + 'static,
-    slope: impl Fn(f64, At, &Values) -> f64 + 'static,
+    value: impl Fn(f64, At, &Values) -> f64 + Send + Sync + 'static,
+    slope: impl Fn(f64, At, &Values) -> f64 + Send + Sync + 'static,
 ) -> Modified {
     Modified { stages, value: Box::new(value), slope: Box::new(slope), along: Vec::new() }
 }
 
 impl Modified {
-    fn along(mut self, name: &'static str, slope: impl Fn(f64, At, &Values) -> f64 + 'static) -> Modified {
+    fn along(mut self, name: &'static str, slope: impl Fn(f64, At, &Values) -> f64 + Send + Sync + 'static) -> Modified {
         self.along.push((name, Box::new(slope)));
         self
     }
@@ -213,7 +217,7 @@ pub(super) fn score_mod(n: usize, heads: usize) -> Modified {
     }
 }
 
-type Keeps = Box<dyn Fn(At, &Values) -> bool>;
+type Keeps = Box<dyn Fn(At, &Values) -> bool + Send + Sync>;
 
 /// A rule, and what it keeps.
 pub(super) struct Masked {
@@ -221,7 +225,7 @@ pub(super) struct Masked {
     pub(super) keep: Keeps,
 }
 
-fn masked(masks: Vec<Mask>, keep: impl Fn(At, &Values) -> bool + 'static) -> Masked {
+fn masked(masks: Vec<Mask>, keep: impl Fn(At, &Values) -> bool + Send + Sync + 'static) -> Masked {
     Masked { masks, keep: Box::new(keep) }
 }
 

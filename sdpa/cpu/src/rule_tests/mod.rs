@@ -2,18 +2,17 @@
 
 mod case;
 mod dropped;
-mod oracle;
 
 use super::CpuExecutor;
 use super::element::Element;
 use super::isa::Isa;
-use super::tests::{LENGTHS, Random, Tensor, close, indices, narrowed, round, widened};
+use super::tests::{LENGTHS, Random, Tensor, indices, narrowed, round, stored, told, widened};
 use case::{MASKS, MODS, Masked, Modified, Values, mask, score_mod};
 use half::{bf16, f16};
-use oracle::{Book, Wanted};
 use sdpa_core::executor::Executor;
 use sdpa_core::{AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, HostForward, Layout, Param, Shape};
 use sdpa_core::{HostBackward, HostGradient};
+use sdpa_oracle::{Along, Closures};
 
 /// Elements of the three types in the enums of a call.
 trait Bound: Element + Default {
@@ -106,12 +105,20 @@ impl How {
     }
 }
 
-fn check(what: &str, got: &[f64], want: &Wanted, tolerance: f64) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    for (n, (&got, &(want, size))) in got.iter().zip(want).enumerate() {
-        let bound = if size == 0.0 { 0.0 } else { tolerance * (size + 0.01) };
-        assert!(close(got, (want, bound)), "{what}[{n}] is {got}, want {want} of {size}");
-    }
+/// What a call's functions round, in units of a roundoff: so often what goes in and what comes out.
+const ROUNDINGS: f64 = 16.0;
+
+/// Calls with everything as closures.
+fn closures<T>(modified: &Modified, masked: &Masked, values: &Values, call: impl FnOnce(&Closures<'_>) -> T) -> T {
+    let at = |place: [i64; 4]| place.map(|n| n as usize);
+    let modify = |score, place| (modified.value)(score, at(place), values);
+    let slope = |score, place| (modified.slope)(score, at(place), values);
+    let rounding = |score: f64, place| ROUNDINGS * (score.abs() + modify(score, place).abs());
+    let keep = |place| (masked.keep)(at(place), values);
+    let partials: Vec<_> = modified.along.iter().map(|(_, slope)| move |score, place| slope(score, at(place), values)).collect();
+    let dims = modified.along.iter().map(|(name, _)| values.dims(name));
+    let along: Vec<Along<'_>> = partials.iter().zip(dims).map(|(slope, dims)| Along { slope, dims }).collect();
+    call(&Closures { modify: Some(&modify), slope: Some(&slope), rounding: Some(&rounding), keep: Some(&keep), along: &along })
 }
 
 /// One problem, forward and backward.
@@ -128,7 +135,6 @@ fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, 
     let problem = &backward.validate().unwrap();
     let values = Values::random(problem.forward(), random);
     let scale = random.pick(&[0.3, 0.11, -0.2]);
-    let book = Book { problem: problem.forward(), values: &values, modified: &modified, masked: &masked, scale: scale.into() };
     let tensor = |spec: &sdpa_core::TensorSpec, random: &mut Random| Tensor::random(spec, dtype, random);
     let mut given = Given {
         q: tensor(problem.forward().q(), random),
@@ -142,34 +148,43 @@ fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, 
         let bad = random.pick(&[f32::NAN, f32::INFINITY]);
         if random.below(2) == 0 { given.k.set([0, 0, key, 0], bad) } else { given.v.set([0, 0, key, 0], bad) }
     }
-    let (wanted_o, wanted_stats) = book.forward([&given.q, &given.k, &given.v]);
+    // Calls with what the oracle is told.
+    fn judge<T>(
+        (problem, given, scale): (&BackwardProblem, &Given, f32),
+        closures: &Closures<'_>,
+        call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T,
+    ) -> T {
+        let Given { q, k, v, .. } = given;
+        told(problem.forward(), [q, k, v], scale.into(), &[], |p| closures.with(p, call))
+    }
+    let asked = (problem, &given, scale);
+    let answer = closures(&modified, &masked, &values, |closures| judge(asked, closures, sdpa_oracle::attention));
     let mut o = Tensor::new(problem.forward().o());
-    indices(problem.forward().o()).zip(&wanted_o).for_each(|(index, x)| o.set(index, round(dtype, x.0 as f32)));
-    let stats: Vec<f32> = wanted_stats.iter().map(|x| *x as f32).collect();
-    let wanted = book.backward([&given.q, &given.k, &given.v, &o, &given.d_o], &stats);
-    let tolerance = if dtype == DType::F32 {
-        1e-4
-    } else if dtype == DType::F16 {
-        2e-3
-    } else {
-        1.2e-2
-    };
+    indices(problem.forward().o()).zip(&answer.o).for_each(|(index, x)| o.set(index, round(dtype, *x as f32)));
+    let stats: Vec<f32> = answer.stats.iter().map(|x| *x as f32).collect();
     let params = values.bound();
+    let tensors = [problem.dq(), problem.dk(), problem.dv()].map(|t| t.dims.map(|n| n as usize));
     for &isa in isas {
         let mut first: Option<Vec<Vec<u64>>> = None;
         for threads in [1, 3] {
             let how = How { isa, threads };
             let what = |name: &str| format!("{how:?} {dtype} {shape:?} {:?} {:?}: {name}", modified.stages, masked.masks);
             let (out, lse) = how.forward::<T>(problem, &given, &params, scale);
-            let out: Vec<f64> = indices(&out.spec).map(|index| out.get(index)).collect();
-            check(&what("o"), &out, &wanted_o, tolerance);
-            let lse: Vec<f64> = lse.into_iter().map(f64::from).collect();
-            let sized: Wanted = wanted_stats.iter().map(|x| (*x, 1.0 + x.abs())).collect();
-            check(&what("stats"), &lse, &sized, 1e-4);
+            let distance = closures(&modified, &masked, &values, |closures| {
+                judge(asked, closures, |p| sdpa_oracle::check(p, out.told(), Some(&lse), &|_| ()))
+            });
+            assert!(distance.passes(), "{}: {distance:?}", what("forward"));
             let got = how.backward::<T>(problem, &given, (&o, &stats), &params, scale);
-            for (n, (got, want)) in got.iter().zip(&wanted).enumerate() {
-                check(&what(&format!("gradient {n}")), got, want, tolerance);
-            }
+            let dense = |n: usize| sdpa_oracle::Tensor::dense(&got[n], tensors[n]);
+            let along: Vec<_> =
+                (3..got.len()).map(|n| (sdpa_oracle::Tensor::dense(&got[n], [1, 1, 1, got[n].len()]), stored(dtype))).collect();
+            let whose = sdpa_oracle::Given::These { o: o.told(), stats: &stats };
+            let distance = closures(&modified, &masked, &values, |closures| {
+                judge(asked, closures, |p| {
+                    sdpa_oracle::check_gradients(p, given.d_o.told(), whose, &[dense(0), dense(1), dense(2)], &along, &|_| ())
+                })
+            });
+            assert!(distance.passes(), "{}: {distance:?}", what("backward"));
             let bits: Vec<Vec<u64>> = got.iter().map(|x| x.iter().map(|x| x.to_bits()).collect()).collect();
             assert!(*first.get_or_insert_with(|| bits.clone()) == bits, "{}: {threads} threads give other bits", what(""));
         }

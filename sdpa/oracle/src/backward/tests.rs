@@ -28,6 +28,7 @@ impl Numbers {
             k: Tensor::dense(k, [batch, heads_kv, seq_kv, dim_qk]),
             v: Tensor::dense(v, [batch, heads_kv, seq_kv, dim_v]),
             element: Element::F32,
+            stored: Element::F32,
             scale,
             masks,
             modify: None,
@@ -72,10 +73,25 @@ const NONE: Rates = Rates {
 fn a_row_that_can_be_done_by_hand() {
     let ln3 = 3f64.ln();
     let numbers = Numbers::of(&[2.0], &[0.0, ln3], &[1.0, -2.0, 5.0, 6.0], &[1.0, 0.0]);
-    let got = numbers.with([1, 1, 1, 1, 2, 1, 2], 0.5, &[], |p, d_o| gradients(p, d_o, false));
+    let got = numbers.with([1, 1, 1, 1, 2, 1, 2], 0.5, &[], |p, d_o| gradients(p, d_o, Given::Rounded));
     for (gradient, want) in [(&got.dq, vec![0.375 * ln3]), (&got.dk, vec![-0.75, 0.75]), (&got.dv, vec![0.25, 0.0, 0.75, 0.0])] {
         assert!(gradient.value.iter().zip(&want).all(|(x, y)| (x - y).abs() < 1e-14), "{got:?}");
     }
+}
+
+/// The same row, told that its statistic is ln 8 and its output (2, 9): weights 1/8 and 3/8, δ is 2, and dS is (−1/8, 9/8).
+#[test]
+fn what_is_given_is_taken_for_what_it_is() {
+    let (o, stats) = (vec![2.0, 9.0], vec![8f64.ln()]);
+    let given = Given::These { o: Tensor::dense(&o, [1, 1, 1, 2]), stats: &stats };
+    let numbers = Numbers::of(&[2.0], &[0.0, 3f64.ln()], &[1.0, -2.0, 5.0, 6.0], &[1.0, 0.0]);
+    let got = numbers.with([1, 1, 1, 1, 2, 1, 2], 0.5, &[], |p, d_o| gradients(p, d_o, given));
+    for (gradient, want) in [(&got.dq, vec![0.5625 * 3f64.ln()]), (&got.dk, vec![-0.125, 1.125]), (&got.dv, vec![0.125, 0.0, 0.375, 0.0])] {
+        assert!(gradient.value.iter().zip(&want).all(|(x, y)| (x - y).abs() < 1e-14), "{got:?}");
+    }
+    let nothing = Given::These { o: Tensor::dense(&o, [1, 1, 1, 2]), stats: &vec![f64::NEG_INFINITY] };
+    let got = numbers.with([1, 1, 1, 1, 2, 1, 2], 0.5, &[], |p, d_o| gradients(p, d_o, nothing));
+    assert!([got.dq, got.dk, got.dv].iter().all(|g| g.value.iter().chain(&g.error).all(|x| *x == 0.0)));
 }
 
 /// Each kind of error, alone, in the gradients of the same row: so large that the roundings of the scores do not count, so small that
@@ -85,7 +101,7 @@ fn errors_are_carried_through() {
     const ONE: f64 = 1e-4;
     let numbers = Numbers::of(&[2.0], &[0.0, 3f64.ln()], &[1.0, 5.0], &[1.0]);
     let errors = |rates: Rates| {
-        let got = numbers.with([1, 1, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| gradients_with(p, d_o, rates));
+        let got = numbers.with([1, 1, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| gradients_with(p, d_o, Given::Rounded, rates));
         [got.dq.error[0], got.dk.error[0], got.dk.error[1], got.dv.error[0], got.dv.error[1]].map(|error| error / ONE)
     };
     let (half_ln3, ln4) = (0.5 * 3f64.ln(), 4f64.ln());
@@ -127,7 +143,7 @@ fn agrees_with_differences(shape: [usize; 7], masks: &[Mask<'_>], closures: &Clo
     let of_keys = batch * heads_kv * seq_kv;
     let numbers = [batch * heads_q * seq_q * dim_qk, of_keys * dim_qk, of_keys * dim_v, batch * heads_q * seq_q * dim_v].map(&mut draw);
     let numbers = Numbers(numbers);
-    let got = numbers.with(shape, 0.7, masks, |p, d_o| closures.with(p, |p| gradients(p, d_o, false)));
+    let got = numbers.with(shape, 0.7, masks, |p, d_o| closures.with(p, |p| gradients(p, d_o, Given::Rounded)));
     for (operand, gradient) in [&got.dq, &got.dk, &got.dv].into_iter().enumerate() {
         assert_eq!(gradient.value.len(), numbers.0[operand].len());
         for (at, &value) in gradient.value.iter().enumerate() {
@@ -156,7 +172,7 @@ fn rows_without_keys_and_keys_without_queries_have_gradients_of_zero() {
     assert!(got.dq.value[..4].iter().all(|x| *x == 0.0) && got.dq.value[4..10].iter().any(|x| *x != 0.0));
     // Keys 2 and later are not seen.
     let numbers = Numbers::of(&[1.0; 2], &[1.0; 4], &[1.0; 4], &[1.0; 2]);
-    let got = numbers.with([1, 1, 1, 2, 4, 1, 1], 1.0, &[causal()], |p, d_o| gradients(p, d_o, true));
+    let got = numbers.with([1, 1, 1, 2, 4, 1, 1], 1.0, &[causal()], |p, d_o| gradients(p, d_o, Given::Own));
     for gradient in [&got.dk, &got.dv] {
         assert_eq!((&gradient.value[2..], &gradient.error[2..]), (&[0.0; 2][..], &[0.0; 2][..]));
         assert!(gradient.error[..2].iter().all(|e| *e > 0.0));
@@ -183,7 +199,7 @@ fn modified_scores_have_the_slope_of_their_function() {
 fn gradients_of_parameters_are_limits_of_differences() {
     let shape = [2, 4, 2, 66, 4, 3, 2];
     let mut draw = draws(11);
-    let numbers = Numbers([2 * 4 * 66 * 3, 2 * 2 * 4 * 3, 2 * 2 * 4 * 2, 2 * 4 * 66 * 2].map(|n| draw(n)));
+    let numbers = Numbers([2 * 4 * 66 * 3, 2 * 2 * 4 * 3, 2 * 2 * 4 * 2, 2 * 4 * 66 * 2].map(&mut draw));
     let (factors, addends) = (draw(4), draw(66 * 4));
     let place = |[_, _, q, k]: Place| (q * 4 + k) as usize;
     let head = |at: Place| at[1] as usize;
@@ -198,7 +214,7 @@ fn gradients_of_parameters_are_limits_of_differences() {
     let along = [Along { slope: &|score, _| score, dims: [1, 4, 1, 1] }, Along { slope: &|_, _| 1.0, dims: [1, 1, 66, 4] }];
     let slope = |_: f64, at: Place| factors[head(at)];
     let closures = Closures { modify: Some(&modify), slope: Some(&slope), along: &along, ..PLAIN };
-    let got = numbers.with(shape, 0.7, &masks, |p, d_o| closures.with(p, |p| gradients(p, d_o, false)));
+    let got = numbers.with(shape, 0.7, &masks, |p, d_o| closures.with(p, |p| gradients(p, d_o, Given::Rounded)));
     const STEP: f64 = 1e-6;
     for (which, places) in [(0, vec![0, 1, 2, 3]), (1, vec![0, 1, 5, 11, 64 * 4 + 1, 65 * 4 + 3])] {
         assert_eq!(got.along[which].value.len(), [4, 66 * 4][which]);
@@ -223,7 +239,9 @@ fn gradients_of_parameters_are_limits_of_differences() {
 fn a_slope_may_be_off_where_its_score_is() {
     let numbers = Numbers::of(&[2.0], &[0.0, 1.0], &[1.0, 5.0], &[1.0]);
     let closures = Closures { modify: Some(&|s, _| s * s), slope: Some(&|s, _| 2.0 * s), ..PLAIN };
-    let of = |rates| numbers.with([1, 1, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| closures.with(p, |p| gradients_with(p, d_o, rates))).dk;
+    let of = |rates| {
+        numbers.with([1, 1, 1, 1, 2, 1, 1], 0.5, &[], |p, d_o| closures.with(p, |p| gradients_with(p, d_o, Given::Rounded, rates))).dk
+    };
     let got = of(NONE);
     // Key 1 has score 1, off by 4 roundoffs, and slope 2, off by 8; its own rounding is 4: 4·2 + 4.
     let (e, d_s) = (crate::F32_ROUNDOFF, got.value[1] / (0.5 * 2.0) / 2.0);
@@ -235,18 +253,18 @@ fn a_slope_may_be_off_where_its_score_is() {
 /// Query 1 has weights 1/4 and 3/4, and nobody sees key 2.
 fn judged<T>(element: Element, call: impl FnOnce(&Problem<'_>, Tensor<'_>) -> T) -> T {
     let numbers = Numbers::of(&[2.0, 2.0], &[1.0, 1.0 + 3f64.ln(), 1.0], &[1.0, 5.0, 3.0], &[1.0, 1.0]);
-    numbers.with([1, 1, 1, 2, 3, 1, 1], 0.5, &[causal()], |p, d_o| call(&Problem { element, ..*p }, d_o))
+    numbers.with([1, 1, 1, 2, 3, 1, 1], 0.5, &[causal()], |p, d_o| call(&Problem { element, stored: element, ..*p }, d_o))
 }
 
 fn distance(element: Element, got: &[Vec<f64>; 3]) -> GradientDistance {
     let [dq, dk, dv] = got;
     let (dq, dk, dv) = (Tensor::dense(dq, [1, 1, 2, 1]), Tensor::dense(dk, [1, 1, 3, 1]), Tensor::dense(dv, [1, 1, 3, 1]));
-    judged(element, |p, d_o| check_gradients(p, d_o, false, &[dq, dk, dv], &[], &|_| ()))
+    judged(element, |p, d_o| check_gradients(p, d_o, Given::Rounded, &[dq, dk, dv], &[], &|_| ()))
 }
 
 #[test]
 fn errors_of_either_sign_nan_and_gradients_of_nothing_fail() {
-    let want = judged(Element::BF16, |p, d_o| gradients(p, d_o, false));
+    let want = judged(Element::BF16, |p, d_o| gradients(p, d_o, Given::Rounded));
     let right = [want.dq.value, want.dk.value, want.dv.value];
     let passes = |got: &[Vec<f64>; 3]| distance(Element::BF16, got).passes();
     assert!(passes(&right) && distance(Element::BF16, &right).undecided() == 0);
@@ -296,7 +314,7 @@ fn a_gradient_that_is_stored_in_a_small_type_is_rounded_as_that_type_rounds() {
 #[test]
 fn a_narrower_type_and_a_chained_pass_are_allowed_more() {
     let all = |element, chained| {
-        let g = judged(element, |p, d_o| gradients(p, d_o, chained));
+        let g = judged(element, |p, d_o| gradients(p, d_o, if chained { Given::Own } else { Given::Rounded }));
         [g.dq.error, g.dk.error, g.dv.error].concat()
     };
     let (f16, bf16) = (all(Element::F16, false), all(Element::BF16, false));

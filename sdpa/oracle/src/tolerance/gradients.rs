@@ -17,13 +17,13 @@
 //! - small numbers have no relative errors: a weight below the smallest normal f32 may be 0 (`2⁻¹²⁶`), what is rounded to f16 is off by
 //!   up to `2⁻²⁵`, what is rounded to another type by up to `2⁻¹²⁶`.
 //!
-//! Where `o` and stats were computed in the same run (a chained pass), `o` is off by what the forward pass allows, of `Σ p·|v|`, in place
+//! Where `o` and stats are the executor's own (a chained pass), `o` is off by what the forward pass allows, of `Σ p·|v|`, in place
 //! of `u` of `|o|`; and so are stats, which the weights take over.
 //!
 //! The factor of 2 is there as in the forward pass. Where no query meets a key, all of it is 0: such a gradient is exactly 0.
 
 use super::{Element, F32_ROUNDOFF, Wanted, Worst, sum_of};
-use crate::Tensor;
+use crate::{Given, Problem, Tensor};
 use std::ops::Range;
 
 /// Errors that do not grow with a number count this often in its magnitude, as they decide nothing about how right it is.
@@ -65,10 +65,10 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
-    /// For extents as everywhere. `chained`: `o` and stats were computed in the same run.
-    pub(crate) fn new(element: Element, shape: [usize; 7], chained: bool) -> Rates {
-        let [batch, heads_q, heads_kv, seq_q, seq_kv, _, dim_v] = shape;
-        let (u, e) = (element.roundoff(), F32_ROUNDOFF);
+    /// For the extents and types of a problem.
+    pub(crate) fn new(p: &Problem<'_>, given: &Given<'_>) -> Rates {
+        let [batch, heads_q, heads_kv, seq_q, seq_kv, _, dim_v] = p.shape;
+        let (element, u, e) = (p.element, p.element.roundoff(), F32_ROUNDOFF);
         let group = heads_q / heads_kv;
         let alone = Rates {
             weight: 8.0 * e,
@@ -76,7 +76,7 @@ impl Rates {
             stats: 3.0 * e,
             sum: 0.0,
             product: sum_of(dim_v) + 2.0 * e,
-            output: u,
+            output: p.stored.roundoff(),
             computed_output: 0.0,
             computed_output_score: 0.0,
             round: u + 4.0 * e,
@@ -87,18 +87,20 @@ impl Rates {
             tiny: f64::from(f32::MIN_POSITIVE),
             small: element.least(),
         };
-        if !chained {
-            return alone;
-        }
-        // What `compare` allows of `o` and stats, less its factor of 2, which stands in front of everything here.
-        Rates {
-            weight: alone.weight + sum_of(seq_kv) + 16.0 * e,
-            stats: alone.stats + 2.0 * e,
-            sum: 1.0,
-            output: 0.0,
-            computed_output: 2.0 * u + 2.0 * sum_of(seq_kv) + 16.0 * e,
-            computed_output_score: 2.0,
-            ..alone
+        match given {
+            Given::Rounded => alone,
+            // They are what they are, and a statistic is rounded twice on its way into a weight.
+            Given::These { .. } => Rates { output: 0.0, stats: 2.0 * e, ..alone },
+            // What `compare` allows of `o` and stats, less its factor of 2, which stands in front of everything here.
+            Given::Own => Rates {
+                weight: alone.weight + sum_of(seq_kv) + 16.0 * e,
+                stats: alone.stats + 2.0 * e,
+                sum: 1.0,
+                output: 0.0,
+                computed_output: 2.0 * u + 2.0 * sum_of(seq_kv) + 16.0 * e,
+                computed_output_score: 2.0,
+                ..alone
+            },
         }
     }
 }
