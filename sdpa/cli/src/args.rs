@@ -2,6 +2,7 @@
 //! is told at once.
 
 use crate::language::{mask_help, score_mod_help};
+use crate::names::Named;
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 
@@ -57,6 +58,9 @@ pub(crate) enum Command {
     /// Say which executors work here, and what the others lack
     #[command(after_help = EXIT_CODES)]
     Doctor(DoctorArgs),
+    /// Print a script that completes these arguments in a shell
+    #[command(after_help = EXIT_CODES)]
+    Completions(CompletionsArgs),
 }
 
 /// An attention problem.
@@ -69,10 +73,10 @@ pub(crate) struct ProblemArgs {
     #[arg(long, value_name = "B,HQ,HKV,SQ,SKV,D[,DV]", allow_hyphen_values = true)]
     pub(crate) shape: Option<String>,
     /// f32, f16 or bf16; converts the input. Else the file's, or bf16
-    #[arg(long)]
+    #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
     pub(crate) dtype: Option<String>,
     /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd
-    #[arg(long)]
+    #[arg(long, value_parser = Named::layouts(), hide_possible_values = true)]
     pub(crate) layout: Option<String>,
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = score_mod_help())]
     pub(crate) score_mod: Vec<String>,
@@ -126,7 +130,7 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
     /// auto (the fastest that runs the problem), cpu, cudnn or metal
-    #[arg(long)]
+    #[arg(long, value_parser = Named::executors(), hide_possible_values = true)]
     pub(crate) executor: Option<String>,
     /// Take cuDNN's plans out of this file, which `compile` or a service made; repeatable
     #[arg(long, value_name = "PLANS")]
@@ -151,10 +155,10 @@ pub(crate) struct InspectArgs {
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
     /// spec, problem, trace, gradient, graph, program, schedule or plan. Else graph
-    #[arg(long)]
+    #[arg(long, value_parser = Named::stages(), hide_possible_values = true)]
     pub(crate) stage: Option<String>,
     /// composite or unified. Else the one that is asked first; for a plan, the other one after it
-    #[arg(long)]
+    #[arg(long, value_parser = Named::forms(), hide_possible_values = true)]
     pub(crate) form: Option<String>,
     /// Version of cuDNN to lower for (graph, program, schedule). Else that of the library found, or 9.27.0
     #[arg(long, value_name = "9.19.0")]
@@ -230,4 +234,10 @@ pub(crate) struct CacheReportArgs {
 pub(crate) struct DoctorArgs {
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CompletionsArgs {
+    /// The shell
+    pub(crate) shell: clap_complete::Shell,
 }

@@ -3,6 +3,7 @@
 mod args;
 mod cache;
 mod compile;
+mod completions;
 mod convert;
 mod data;
 mod doctor;
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
         Command::Language => language::run(cli.json),
         Command::Cache(args) => cache::run(args, cli.json),
         Command::Doctor(args) => doctor::run(args, cli.json),
+        Command::Completions(args) => completions::run(args, cli.json),
     };
     exit::print(result, cli.json).into()
 }

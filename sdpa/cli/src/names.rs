@@ -1,36 +1,107 @@
 //! Names and numbers, as they are written on the command line.
 
+use clap::ValueEnum;
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use cudnn_graph::Version;
 use sdpa::cudnn::lower::Form;
 use sdpa::{ExecutorName, Layout, Preference, Shape};
 
 use crate::data::Element;
 
+/// A list of named things.
+type Names<T> = Vec<(PossibleValue, T)>;
+
 /// One of a list of named things.
-fn one_of<T: Copy>(text: &str, list: &[(&str, T)]) -> Result<T, String> {
-    let names = || list.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-    list.iter().find(|(name, _)| *name == text).map(|(_, thing)| *thing).ok_or_else(|| format!("{text:?} is not one of {}", names()))
+fn one_of<T: Copy>(text: &str, list: &Names<T>) -> Result<T, String> {
+    let names = || list.iter().map(|(name, _)| name.get_name()).collect::<Vec<_>>().join(", ");
+    list.iter()
+        .find(|(name, _)| name.get_name() == text)
+        .map(|(_, thing)| *thing)
+        .ok_or_else(|| format!("{text:?} is not one of {}", names()))
+}
+
+/// An option that takes a name. It stays the text that it is, so that a wrong name is told with every other mistake; shells are told the names.
+#[derive(Clone)]
+pub(crate) struct Named(Vec<PossibleValue>);
+
+impl Named {
+    fn of<T>(list: Names<T>) -> Named {
+        Named(list.into_iter().map(|(name, _)| name).collect())
+    }
+
+    pub(crate) fn elements() -> Named {
+        Named::of(elements())
+    }
+
+    pub(crate) fn layouts() -> Named {
+        Named::of(layouts())
+    }
+
+    pub(crate) fn forms() -> Named {
+        Named::of(forms())
+    }
+
+    pub(crate) fn executors() -> Named {
+        Named::of(executors())
+    }
+
+    pub(crate) fn stages() -> Named {
+        Named::of(stages())
+    }
+}
+
+impl TypedValueParser for Named {
+    type Value = String;
+
+    fn parse_ref(&self, cmd: &clap::Command, arg: Option<&clap::Arg>, value: &std::ffi::OsStr) -> Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(cmd, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(self.0.iter().cloned()))
+    }
+}
+
+fn elements() -> Names<Element> {
+    Element::ALL.map(|e| (PossibleValue::new(e.dtype().name()), e)).to_vec()
+}
+
+fn layouts() -> Names<Layout> {
+    [Layout::Bhsd, Layout::Bshd, Layout::Sbhd].map(|l| (PossibleValue::new(l.name()), l)).to_vec()
+}
+
+fn forms() -> Names<Form> {
+    [Form::Composite, Form::Unified].map(|f| (PossibleValue::new(f.name()), f)).to_vec()
+}
+
+fn executors() -> Names<Preference> {
+    let named = [ExecutorName::CPU, ExecutorName::CUDNN, ExecutorName::METAL]
+        .map(|name| (PossibleValue::new(name.name()), Preference::Named(name)));
+    std::iter::once((PossibleValue::new("auto"), Preference::Auto)).chain(named).collect()
+}
+
+fn stages() -> Names<Stage> {
+    Stage::value_variants().iter().filter_map(|stage| Some((stage.to_possible_value()?, *stage))).collect()
 }
 
 pub(crate) fn element(text: &str) -> Result<Element, String> {
-    one_of(text, &Element::ALL.map(|e| (e.dtype().name(), e)))
+    one_of(text, &elements())
 }
 
 pub(crate) fn layout(text: &str) -> Result<Layout, String> {
-    one_of(text, &[Layout::Bhsd, Layout::Bshd, Layout::Sbhd].map(|l| (l.name(), l)))
+    one_of(text, &layouts())
 }
 
 pub(crate) fn form(text: &str) -> Result<Form, String> {
-    one_of(text, &[Form::Composite, Form::Unified].map(|f| (f.name(), f)))
+    one_of(text, &forms())
 }
 
 pub(crate) fn executor(text: &str) -> Result<Preference, String> {
-    let named = |name: ExecutorName| (name.name(), Preference::Named(name));
-    one_of(text, &[("auto", Preference::Auto), named(ExecutorName::CPU), named(ExecutorName::CUDNN), named(ExecutorName::METAL)])
+    one_of(text, &executors())
 }
 
 /// A stage on the way to a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Stage {
     Spec,
     Problem,
@@ -43,17 +114,7 @@ pub(crate) enum Stage {
 }
 
 pub(crate) fn stage(text: &str) -> Result<Stage, String> {
-    let stages = [
-        ("spec", Stage::Spec),
-        ("problem", Stage::Problem),
-        ("trace", Stage::Trace),
-        ("gradient", Stage::Gradient),
-        ("graph", Stage::Graph),
-        ("program", Stage::Program),
-        ("schedule", Stage::Schedule),
-        ("plan", Stage::Plan),
-    ];
-    one_of(text, &stages)
+    one_of(text, &stages())
 }
 
 /// A value for a declared scalar.
