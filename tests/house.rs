@@ -3,6 +3,7 @@
 use conformance::golden::{self, repository};
 use sdpa::cudnn::quirks::Quirk;
 use sdpa::library::{MASKS, Named, SCORE_MODS};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Where unsafe code may be: the fence of each crate.
@@ -193,6 +194,42 @@ fn quirks_have_their_page_and_their_tests() {
         };
         assert!(there, "{quirk:?}: there is no {test}");
     }
+}
+
+/// Every page: Markdown files outside of folders that are ignored.
+fn pages(folder: &Path, found: &mut Vec<String>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir() && !name.starts_with('.') && !ignored().contains(&name) {
+            pages(&path, found);
+        } else if name.ends_with(".md") {
+            found.push(std::fs::read_to_string(&path).unwrap());
+        }
+    }
+}
+
+/// What a name with alternatives in braces stands for.
+fn alternatives(name: &str) -> Vec<String> {
+    let parts = name.split_once('{').and_then(|(before, rest)| rest.split_once('}').map(|(inside, after)| (before, inside, after)));
+    match parts {
+        None => vec![name.to_owned()],
+        Some((before, inside, after)) => inside.split(',').flat_map(|one| alternatives(&format!("{before}{one}{after}"))).collect(),
+    }
+}
+
+#[test]
+fn every_result_is_named_by_a_page_and_every_name_is_a_result() {
+    assert_eq!(alternatives("a-{b,c}-{d,e}"), ["a-b-d", "a-b-e", "a-c-d", "a-c-e"]);
+    let mut texts = Vec::new();
+    pages(&repository("."), &mut texts);
+    let words = texts.iter().flat_map(|text| text.split('`')).map(|word| word.strip_prefix("benches/results/").unwrap_or(word));
+    let results = |word: &&str| word.ends_with(".txt") && (word.starts_with("20") || *word == "metal-faults.txt");
+    let named: BTreeSet<String> = words.filter(results).flat_map(alternatives).collect();
+    let files = std::fs::read_dir(repository("benches/results")).unwrap();
+    let files: BTreeSet<String> = files.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    assert_eq!(files.difference(&named).collect::<Vec<_>>(), [""; 0], "results that no page names");
+    assert_eq!(named.difference(&files).collect::<Vec<_>>(), [""; 0], "results that are not there");
 }
 
 fn rows<T>(names: &[Named<T>]) -> String {
