@@ -61,7 +61,7 @@ linked() {
 
 with_rustup() {
   rustup target list --installed 2>/dev/null | grep -qx "$triple" || rustup target add "$triple" || return
-  rm -rf "$built/$triple/apple/deps/"{metal,forward,backward,library,conformance,sdpa}*-????????????????
+  rm -rf "$built/$triple/apple/deps/"{metal,sdpa}*-????????????????
   cargo clippy --workspace --all-targets --target "$triple" -- -D warnings || exit
   RUSTDOCFLAGS="-D warnings" cargo doc --quiet --package metal-fallback --package sdpa --no-deps --target "$triple" || exit
   linker

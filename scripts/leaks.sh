@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# leaks.sh [TEST…]: test binaries under valgrind, without a GPU: nothing that was allocated is lost at the end. `recording` alone if
-# nothing is said: calls of the raw tier, plans that are made, loaded, evicted and dropped, over the recording library. `soak` and `submissions` take
-# minutes.
+# leaks.sh [BINARY[/MODULE]…]: tests under valgrind, without a GPU: nothing that was allocated is lost at the end. `recorded/calls` alone if
+# nothing is said: calls of the raw tier, plans that are made, loaded, evicted and dropped, over the recording library. All of `recorded`
+# and `soak` take minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- recording
+[ $# -gt 0 ] || set -- recorded/calls
 scripts/setup-valgrind.sh
 cargo build --quiet --package recording
-# The features of test.sh, so that nothing is compiled again.
-named=("${@/#/--test=}")
-mapfile -t binaries < <(cargo test --no-run --workspace --features sdpa/metrics "${named[@]}" 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
-[ ${#binaries[@]} -eq $# ] || { echo "leaks: ${#binaries[@]} test binaries of $#: ${binaries[*]}" >&2; exit 1; }
 suppressions=$PWD/tests/recording/leaks.supp
-for binary in "${binaries[@]}"; do
+for name in "$@"; do
+  module=${name#"${name%%/*}"}
+  # The features of test.sh, so that nothing is compiled again.
+  binary=$(cargo test --no-run --workspace --features sdpa/metrics --test="${name%%/*}" 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
+  [ -n "$binary" ] || { echo "leaks: there is no test binary ${name%%/*}" >&2; exit 1; }
   binary=$(realpath "$binary")
   (cd tests && SDPA_REQUIRE=recording valgrind --quiet --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite \
-    --error-exitcode=9 --suppressions="$suppressions" "$binary" --test-threads=1) | tail -3
+    --error-exitcode=9 --suppressions="$suppressions" "$binary" --test-threads=1 ${module:+"${module#/}::"}) | tail -3
 done
 echo "leaks: nothing is lost by $*"

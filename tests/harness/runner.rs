@@ -47,23 +47,28 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Counts and prints one outcome.
-    pub fn add<D: Measured>(&mut self, executor: &str, name: &str, outcome: &Outcome<D>) {
+    /// Counts one outcome.
+    pub fn count<D: Measured>(&mut self, outcome: &Outcome<D>) {
         match outcome {
-            Outcome::Pass(distance, report) => {
+            Outcome::Pass(distance, _) => {
                 self.passed += 1;
                 self.worst = self.worst.max(distance.worst());
+            }
+            Outcome::Skip(_) => self.skipped += 1,
+            Outcome::Fail(_) => self.failed += 1,
+        }
+    }
+
+    /// Counts and prints one outcome.
+    pub fn add<D: Measured>(&mut self, executor: &str, name: &str, outcome: &Outcome<D>) {
+        self.count(outcome);
+        match outcome {
+            Outcome::Pass(distance, report) => {
                 let copied = if report.copied.is_empty() { String::new() } else { format!(", copied {}", report.copied.join(" ")) };
                 println!("pass {executor} {name}: {}, {}{copied}", distance.told(), report.engine);
             }
-            Outcome::Skip(why) => {
-                self.skipped += 1;
-                say(&format!("SKIP {executor} {name}: {}", why.replace('\n', "; ")));
-            }
-            Outcome::Fail(how) => {
-                self.failed += 1;
-                say(&format!("FAIL {executor} {name}: {how}"));
-            }
+            Outcome::Skip(why) => say(&format!("SKIP {executor} {name}: {}", why.replace('\n', "; "))),
+            Outcome::Fail(how) => say(&format!("FAIL {executor} {name}: {how}")),
         }
     }
 

@@ -44,7 +44,7 @@ fn groups<'r>(rows: &[&'r Row], axis: usize) -> Vec<(&'r str, Vec<&'r Row>)> {
 
 const HEAD: &str = "# What cuDNN takes
 
-Made by `tests/offline.rs` from the answers of two runtimes on machines without a GPU, compared on every run; `scripts/support-table.sh`
+Made by `tests/offline/asked.rs` from the answers of two runtimes on machines without a GPU, compared on every run; `scripts/support-table.sh`
 rewrites it and compiles every problem that is taken. What is taken has been asked for, not run: numbers need a GPU.
 
 A line stands for all problems that share a feature, in as many combinations with the other features as its count says. A cell

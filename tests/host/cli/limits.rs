@@ -1,7 +1,7 @@
 //! Files that do not end, texts that are long, problems that are large: told of, in little time and memory.
 #![cfg(target_os = "linux")]
 
-use crate::tool::{Folder, binary, code};
+use super::tool::{Folder, binary, code};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 

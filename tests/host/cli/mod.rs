@@ -1,24 +1,14 @@
 //! The command line tool, from outside: arguments and files in, text, JSON, files and exit codes out.
 
-#[path = "cli/backward.rs"]
 mod backward;
-#[path = "cli/cache.rs"]
 mod cache;
-#[path = "cli/check.rs"]
 mod check;
-#[path = "cli/compile.rs"]
 mod compile;
-#[path = "cli/limits.rs"]
 mod limits;
-#[path = "cli/newcomer.rs"]
 mod newcomer;
-#[path = "cli/rules.rs"]
 mod rules;
-#[path = "cli/show.rs"]
 mod show;
-#[path = "cli/tensors.rs"]
 mod tensors;
-#[path = "cli/tool.rs"]
 mod tool;
 
 use conformance::random::Random;

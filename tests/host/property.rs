@@ -26,7 +26,7 @@ fn seeds(test: &str, n: u64, mut each: impl FnMut(u64) -> Result<(), String>) {
     let (first, n) = (number("SDPA_SEED", 1), number("SDPA_CASES", n));
     let failures: Vec<String> = (first..first.saturating_add(n))
         .filter_map(|seed| each(seed).err().map(|e| (seed, e)))
-        .map(|(seed, e)| format!("{e}\n  SDPA_SEED={seed} SDPA_CASES=1 cargo test --package conformance --test property {test}"))
+        .map(|(seed, e)| format!("{e}\n  SDPA_SEED={seed} SDPA_CASES=1 cargo test --package conformance --test host property::{test}"))
         .take(5)
         .collect();
     assert!(failures.is_empty(), "{}", failures.join("\n"));

@@ -1,7 +1,7 @@
 //! The backward pass, from outside.
 
-use crate::tensors::{file_of, from_bytes, numbers};
-use crate::tool::{Folder, code, errors, json, sdpa, stdout, words};
+use super::tensors::{file_of, from_bytes, numbers};
+use super::tool::{Folder, code, errors, json, sdpa, stdout, words};
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 

@@ -1,16 +1,10 @@
 //! Metal kernels, emulated, against the oracle.
 
-#[path = "msl/dropped.rs"]
 mod dropped;
-#[path = "msl/faults.rs"]
 mod faults;
-#[path = "msl/functions.rs"]
 mod functions;
-#[path = "msl/generated.rs"]
 mod generated;
-#[path = "msl/nvidia.rs"]
 mod nvidia;
-#[path = "msl/sources.rs"]
 mod sources;
 
 use conformance::case::Case;

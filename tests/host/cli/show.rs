@@ -1,6 +1,6 @@
 //! Pictures, from outside.
 
-use crate::tool::{Folder, code, errors, json, sdpa, stdout, words};
+use super::tool::{Folder, code, errors, json, sdpa, stdout, words};
 
 /// Elements of a file that is well-formed: names in the order in which they begin.
 pub(crate) fn elements(svg: &str) -> Vec<String> {

@@ -3,15 +3,13 @@
 
 use conformance::case::Case;
 use conformance::runner::{Drops, Source, Tally, dropped, rounding, run_backward_case, run_case};
-use conformance::say::{say, skip};
-use sdpa::Executor;
-use sdpa::cpu::CpuExecutor;
-use sdpa::metal::MetalExecutor;
+use conformance::say::say;
+use sdpa::{Executor, ExecutorName};
 
 /// Longer than a block of keys or queries of any executor here.
 const BLOCK: i64 = 33;
 
-fn run_all(executor: &dyn Executor) {
+pub(crate) fn edges(executor: &dyn Executor) {
     let name = executor.name();
     let mut tally = Tally::default();
     let unexcused = || false;
@@ -26,40 +24,12 @@ fn run_all(executor: &dyn Executor) {
     assert!(tally.passed > 300, "only {} cases ran on {name}", tally.passed);
 }
 
-fn metal() -> Option<MetalExecutor> {
-    let metal = MetalExecutor::new();
-    let problem = Case::scales().unwrap()[0].spec().unwrap().validate().unwrap();
-    metal.supports(&problem).map_err(|e| skip("metal", &format!("sweeps: {e}"))).ok().map(|()| metal)
+pub(crate) fn rounds_to_the_nearest(executor: &dyn Executor) {
+    rounding(executor).unwrap();
 }
 
-#[test]
-fn cpu_meets_every_edge() {
-    run_all(&CpuExecutor::default());
-}
-
-#[test]
-fn metal_meets_every_edge() {
-    metal().iter().for_each(|metal| run_all(metal));
-}
-
-#[test]
-fn cpu_rounds_to_the_nearest() {
-    rounding(&CpuExecutor::default()).unwrap();
-}
-
-#[test]
-fn metal_rounds_to_the_nearest() {
-    metal().iter().for_each(|metal| rounding(metal).unwrap());
-}
-
-#[test]
-fn cpu_takes_anything_where_it_is_dropped() {
-    for drops in [Drops::Mask, Drops::Blocks, Drops::One, Drops::Wide] {
-        dropped(drops, &CpuExecutor::default()).unwrap();
-    }
-}
-
-#[test]
-fn metal_takes_anything_where_it_is_dropped() {
-    metal().iter().for_each(|metal| Drops::ALL.into_iter().for_each(|drops| dropped(drops, metal).unwrap()));
+pub(crate) fn takes_anything_where_it_is_dropped(executor: &dyn Executor) {
+    let cpu = [Drops::Mask, Drops::Blocks, Drops::One, Drops::Wide];
+    let all: &[Drops] = if executor.name() == ExecutorName::CPU { &cpu } else { &Drops::ALL };
+    all.iter().for_each(|drops| dropped(*drops, executor).unwrap());
 }

@@ -1,6 +1,6 @@
 //! Plan files made on a machine without a GPU, with the real cuDNN.
 
-use crate::tool::{Folder, binary, code, errors, json, sdpa, stdout, words};
+use super::tool::{Folder, binary, code, errors, json, sdpa, stdout, words};
 use conformance::offline::{RUNTIMES, Runtime};
 use conformance::recorder;
 use conformance::say::skip;

@@ -1,7 +1,7 @@
 //! What `--check` says: passed, failed, or that it cannot tell.
 
-use crate::tensors::{file_of, to_bytes};
-use crate::tool::{Folder, code, json, sdpa, stdout};
+use super::tensors::{file_of, to_bytes};
+use super::tool::{Folder, code, json, sdpa, stdout};
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
@@ -70,7 +70,7 @@ fn what_overflows_rightly_is_right() {
     let (code, told) = run(&["--input", &path, "--scale", "3", "--backward", "--output", &output]);
     let file = std::fs::read(&output).unwrap();
     let file = safetensors::SafeTensors::deserialize(&file).unwrap();
-    let infinite = crate::tensors::from_bytes(file.tensor("dq").unwrap().data(), Dtype::F16).iter().filter(|x| x.is_infinite()).count();
+    let infinite = super::tensors::from_bytes(file.tensor("dq").unwrap().data(), Dtype::F16).iter().filter(|x| x.is_infinite()).count();
     assert!(infinite > 5, "{infinite}");
     assert_eq!(code, 0, "{}", told["check"]);
 }

@@ -1,7 +1,7 @@
 //! What somebody meets who does not know the tool: names, hints, mistakes, and texts of others.
 
-use crate::tensors::{file_of, numbers};
-use crate::tool::{Folder, binary, code, errors, json, sdpa, stdout, words};
+use super::tensors::{file_of, numbers};
+use super::tool::{Folder, binary, code, errors, json, sdpa, stdout, words};
 use safetensors::tensor::Dtype;
 use sdpa::expr::{Binary, Made, Spelling, Unary};
 use sdpa::library::{MASKS, SCORE_MODS, T5, t5_bias};

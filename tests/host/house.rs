@@ -209,6 +209,28 @@ fn pages(folder: &Path, found: &mut Vec<String>) {
     }
 }
 
+/// Pages, scripts and workflows name test binaries that are there, and files that are there.
+#[test]
+fn tests_are_where_texts_say() {
+    let mut texts = Vec::new();
+    pages(&repository("."), &mut texts);
+    for folder in ["scripts", ".ci", ".github/workflows"] {
+        texts.extend(std::fs::read_dir(repository(folder)).unwrap().map(|entry| std::fs::read_to_string(entry.unwrap().path()).unwrap()));
+    }
+    let path = |folder: &str| repository("tests").join(folder);
+    // Those of other packages.
+    let there = |name: &str| path(name).join("main.rs").exists() || name == "dispatch";
+    let (mut asked, mut wrong) = (0, Vec::new());
+    for text in &texts {
+        let words: Vec<&str> = text.split(|c: char| c.is_whitespace() || c == '`').collect();
+        let binaries = words.windows(2).filter(|pair| pair[0] == "--test" && pair[1].starts_with(char::is_alphabetic)).map(|pair| pair[1]);
+        wrong.extend(binaries.inspect(|_| asked += 1).filter(|name| !there(name)).map(str::to_owned));
+        let files = words.iter().filter(|word| word.starts_with("tests/") && word.ends_with(".rs"));
+        wrong.extend(files.filter(|file| !repository(file).exists()).map(|file| (*file).to_owned()));
+    }
+    assert!(asked > 10 && wrong.is_empty(), "there is no {}", wrong.join(", "));
+}
+
 /// What a name with alternatives in braces stands for.
 fn alternatives(name: &str) -> Vec<String> {
     let parts = name.split_once('{').and_then(|(before, rest)| rest.split_once('}').map(|(inside, after)| (before, inside, after)));

@@ -1,7 +1,7 @@
 //! Reports of caches, from outside: of a cache that was really used, and of files that are no traces.
 
-use crate::show::elements;
-use crate::tool::{Folder, code, errors, json, sdpa, stdout, words};
+use super::show::elements;
+use super::tool::{Folder, code, errors, json, sdpa, stdout, words};
 use sdpa::cache::{BuildError, BuildTime, CacheKey, CacheTrace, CacheValue, Fields, Limits, PlanCache, Weight};
 use std::fmt;
 use std::num::NonZeroUsize;

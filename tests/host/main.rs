@@ -1,0 +1,12 @@
+//! Everything that loads neither cuDNN nor a driver into its process.
+
+mod cli;
+mod house;
+mod library;
+mod lowering;
+mod masks;
+mod params;
+mod property;
+mod score_mod;
+mod seq;
+mod snapshots;

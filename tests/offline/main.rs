@@ -1,0 +1,5 @@
+//! The real cuDNN on a machine without a GPU. Both runtimes answer in workers; this process loads 9.19 for what policies do.
+
+mod absent;
+mod asked;
+mod policy;

@@ -1,0 +1,8 @@
+//! The raw tier, plan files and the cache over the library `recording`, which is this process's cuDNN and driver: whoever reads its record
+//! waits for the others (`conformance::recorder`).
+
+mod calls;
+mod captures;
+mod key;
+mod plans;
+mod submissions;
