@@ -30,7 +30,7 @@ if [ "$whole" ] && [ "$(uname -s)" = Linux ]; then
   for runtime in 9.19 9.27; do
     echo "example matmul_bias_gelu on cuDNN $runtime, for an H200's profile"
     CUDNN_GRAPH_LIBRARY=$target/cudnn/$runtime/nvidia/cudnn_jit/lib CUDNN_GRAPH_DRIVER=$target/debug/libnull_driver.so \
-      cargo run --quiet --package cudnn-graph --example matmul_bias_gelu -- cudnn-graph/devprops/h200.json | tail -4 || status=1
+      "$target/debug/examples/matmul_bias_gelu" cudnn-graph/devprops/h200.json | tail -4 || status=1
   done
 fi
 

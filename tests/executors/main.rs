@@ -114,10 +114,12 @@ const CHECKS: [(&str, Check); 4] = [
     ("a_call_has_the_values_of_its_problem", values::keeps_values_apart),
 ];
 
+type Run = Box<dyn FnOnce(&Subject) -> Result<(), Failed> + Send>;
+
 /// The tests of an executor.
 fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
     let name = subject.name().name();
-    let trial = |kind: &str, what: &str, run: Box<dyn FnOnce(&Subject) -> Result<(), Failed> + Send>| {
+    let trial = |kind: &str, what: &str, run: Run| {
         let subject = Arc::clone(subject);
         let what = what.replace(", ", "_").replace(' ', "_");
         Trial::test(format!("{name}::{kind}{what}"), move || {

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# quick.sh CRATE: what a change to one crate has to pass before anybody waits for `.ci/run`: its own tests, and those of the conformance
+# suites that look at it. CONTRIBUTING.md says how long each takes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# One set of features, so that nothing is compiled for one suite and again for the next.
+suite() { scripts/test.sh --package conformance --features sdpa/metrics --test "$@"; }
+export SDPA_TEST_FEATURES=sdpa/metrics
+
+own=${1:-}
+case $own in
+  sdpa-core) suites=("host -- --skip cli::" "executors -- cpu::") ;;
+  sdpa-cpu) suites=("executors -- cpu::" "host -- property::") ;;
+  cudnn-graph | sdpa-cudnn) suites=("host -- lowering:: snapshots:: property:: house::" recorded) ;;
+  sdpa-cache) suites=(soak "recorded -- key::") ;;
+  metal-fallback) suites=("msl -- forward_cases sources functions") ;;
+  sdpa) suites=("host -- house:: params:: seq::") ;;
+  sdpa-cli) suites=("host -- cli::") ;;
+  *)
+    echo "quick.sh sdpa-core | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa | sdpa-cli | cudnn-graph | metal-fallback" >&2
+    exit 2
+    ;;
+esac
+cargo test --package "$own"
+if [ "$own" = sdpa-cache ]; then scripts/model.sh; fi
+for arguments in "${suites[@]}"; do
+  # Words of a line above.
+  # shellcheck disable=SC2086
+  suite $arguments
+done
