@@ -42,10 +42,12 @@ linker() {
   export CARGO_TARGET_AARCH64_APPLE_DARWIN_RUSTFLAGS="${flags[*]}" SDKROOT=$sdk
 }
 
-# What calls Metal on a Mac: the tests of the glue, the benchmark, the command line tool.
+# What calls Metal on a Mac: the tests of the glue, the benchmark, the command line tool. It does not run here, so nothing is optimised; what
+# runs in the compiler is that of every other step.
 link() {
-  cargo test --no-run --profile apple --target "$triple" "$@" --package metal-fallback --lib
-  cargo build --profile apple --target "$triple" "$@" --package bench-sdpa --bin metal --package sdpa-cli --bin sdpa
+  export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=false CARGO_PROFILE_DEV_STRIP=none
+  cargo test --no-run --target "$triple" "$@" --package metal-fallback --lib
+  cargo build --target "$triple" "$@" --package bench-sdpa --bin metal --package sdpa-cli --bin sdpa
 }
 
 # Nothing is an Apple binary that does not say so.
@@ -54,14 +56,14 @@ linked() {
   while read -r file; do
     n=$((n + 1))
     [ "$(od -An -tx4 -N8 "$file" | tr -d ' \n')" = feedfacf0100000c ] || { echo "$file is no arm64 binary of macOS"; exit 1; }
-  done < <(find "$1/$triple/apple/deps" -type f -perm -u+x ! -name '*.*')
+  done < <(find "$1/$triple/debug/deps" -type f -perm -u+x ! -name '*.*')
   [ "$n" -ge 3 ] || { echo "only $n binaries were linked"; exit 1; }
   echo "$n arm64 binaries for macOS are linked; none is run"
 }
 
 with_rustup() {
   rustup target list --installed 2>/dev/null | grep -qx "$triple" || rustup target add "$triple" || return
-  rm -rf "$built/$triple/apple/deps/"{metal,sdpa}*-????????????????
+  rm -rf "$built/$triple/debug/deps/"{metal,sdpa}*-????????????????
   cargo clippy --workspace --all-targets --target "$triple" -- -D warnings || exit
   RUSTDOCFLAGS="-D warnings" cargo doc --quiet --package metal-fallback --package sdpa --no-deps --target "$triple" || exit
   linker

@@ -7,6 +7,6 @@ cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}
 
 scripts/setup-valgrind.sh
-cargo build --quiet --release --package recording
-cargo build --quiet --release --package bench-sdpa --bin hot
-exec python3 scripts/instructions.py "$target/release/hot" benches/instructions.toml "$@"
+# Together, so that what both are made of is compiled once.
+cargo build --quiet --profile counted --package recording --package bench-sdpa --lib --bin hot
+exec python3 scripts/instructions.py "$target/counted/hot" benches/instructions.toml "$@"
