@@ -209,7 +209,7 @@ fn gradients_are_checked_in_the_same_way() {
         HostGradient { name: "cap", data: ElementsMut::F32(&mut d_cap) },
         HostGradient { name: "bias", data: ElementsMut::F16(&mut wide) },
     ];
-    let want = ["parameter slopes", "gradient of slopes", "gradient of cap", "gradient of bias", "gradient of cap length"];
+    let want = ["parameter slopes", "gradient of slopes", "gradient of cap", "gradient of cap length", "gradient of bias"];
     assert_eq!(check(wrong, &params[1..]), want);
 }
 
