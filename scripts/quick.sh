@@ -16,8 +16,9 @@ case $own in
   metal-fallback) suites=("msl -- forward_cases sources functions") ;;
   sdpa) suites=("host -- house:: params:: seq::") ;;
   sdpa-cli) suites=("host -- cli::") ;;
+  sdpa-oracle) suites=("executors -- cpu::" "host -- cli::check") ;;
   *)
-    echo "quick.sh sdpa-core | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa | sdpa-cli | cudnn-graph | metal-fallback" >&2
+    echo "quick.sh sdpa-core | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa | sdpa-cli | cudnn-graph | metal-fallback" >&2
     exit 2
     ;;
 esac
