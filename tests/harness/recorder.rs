@@ -10,8 +10,8 @@ use cudnn_graph::ir::TensorId;
 use cudnn_graph::{Buffer, Captured, DeviceSlice, Handle, Plan, Search, Stream};
 use entry::Entry;
 use sdpa::cudnn::schedule::{Port, Role, Run};
-use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceForward, Planned, Replay};
-use sdpa::{AttentionSpec, BackwardSpec};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, DeviceBackward, DeviceCall, DeviceForward, Planned, Replay};
+use sdpa::{AttentionSpec, BackwardSpec, DevicePrepared};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -254,6 +254,17 @@ impl Recorder {
     pub fn backward(&self, planned: &Planned, handle: &Handle<'_>, call: &DeviceBackward<'_>) -> Result<(), sdpa::cudnn::Error> {
         // SAFETY: as above.
         unsafe { planned.backward(handle, call) }
+    }
+
+    /// Submits a call through the trait of the device tier.
+    pub fn through_the_trait(
+        &self,
+        prepared: &dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>,
+        stream: &Stream,
+        call: &DeviceCall<'_>,
+    ) -> Result<(), sdpa::Error> {
+        // SAFETY: the library reads and writes nothing.
+        unsafe { prepared.submit(stream, call) }
     }
 
     /// A forward call of a replay. Safe here: nobody follows an address, nor reads a size.

@@ -1,6 +1,8 @@
 //! The raw tier over the recording library: what a call submits, in which order, on what; and that a call which is refused submits
 //! nothing. The library is strict about what it is given (see `tests/recording`), so that every call here is checked by it too.
 
+mod tier;
+
 use conformance::recorder::entry::{COPY, DOWNLOAD, EXECUTION, Entry, FILL, UPLOAD};
 use conformance::recorder::{Recorder, run, tensor, whole};
 use conformance::say::skip;
