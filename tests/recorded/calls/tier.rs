@@ -2,9 +2,9 @@
 
 use super::{backward, recorder, spec, uid, what};
 use conformance::recorder::entry::Entry;
+use sdpa::DeviceExecutor;
 use sdpa::cudnn::DeviceCall;
 use sdpa::cudnn::lower::Operand;
-use sdpa::DeviceExecutor;
 
 /// The trait is a door to the same plans: what is submitted through it is what the raw tier submits, and as much is refused.
 #[test]
