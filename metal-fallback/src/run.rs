@@ -6,6 +6,7 @@ use crate::task::Task;
 use std::borrow::Cow;
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What an operand is in one call.
 #[derive(Debug)]
@@ -84,8 +85,8 @@ pub struct Facts {
 /// What a run took.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ran {
-    /// In the kernels, in milliseconds: the GPU's own clock.
-    pub kernel_ms: f64,
+    /// Time in the kernels, by the GPU's own clock.
+    pub kernels: Duration,
     /// Operands that went through a copy, as they do not lie on whole pages.
     pub copied: Vec<Operand>,
 }

@@ -13,6 +13,7 @@ use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_metal::{MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue, MTLDevice};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A pass whose kernels are built.
 #[derive(Debug)]
@@ -58,10 +59,10 @@ impl Built {
             let text = commands.error().map_or_else(|| format!("{:?}", commands.status()), |e| e.localizedDescription().to_string());
             return Err(Error::Execution { entry: entries.join(", "), text });
         }
-        let kernel_ms = (commands.GPUEndTime() - commands.GPUStartTime()) * 1e3;
+        let kernels = Duration::try_from_secs_f64(commands.GPUEndTime() - commands.GPUStartTime()).unwrap_or_default();
         let copied = operands.iter().filter(|(_, host)| host.copied).map(|(operand, _)| operand.clone()).collect();
         operands.into_iter().for_each(|(_, host)| host.finish());
-        Ok(Ran { kernel_ms, copied })
+        Ok(Ran { kernels, copied })
     }
 }
 

@@ -118,7 +118,7 @@ fn run(device: &str, ready: &dyn Ready, call: Call<'_>) -> Result<Report, Error>
     let kernels = ready.task().plans().iter().map(|plan| format!("{} of {} threads", plan.entry, plan.threads));
     let engine = format!("{device}: {}", kernels.collect::<Vec<_>>().join(", "));
     Ok(Report {
-        compute_ms: ran.kernel_ms,
+        compute: ran.kernels,
         copied: ran.copied.iter().map(Operand::name).collect(),
         engine,
         workspace_bytes: ready.task().scratch_bytes(),

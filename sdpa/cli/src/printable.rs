@@ -23,6 +23,23 @@ fn escaped(text: &str, escape: impl Fn(char) -> String) -> String {
     text.chars().map(|c| if is_control(c) && c != '\n' { escape(c) } else { c.to_string() }).collect()
 }
 
+/// Text inside of HTML and SVG, its attributes too; control characters, which neither may have, are shown as such.
+pub(crate) fn markup(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\n' | '\t' => escaped.push(c),
+            c if c.is_control() => escaped.push('\u{fffd}'),
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
 /// Letters of a text that are shown at its beginning, and at its end, where rules stand.
 const SHOWN: [usize; 2] = [200, 400];
 
@@ -47,6 +64,11 @@ mod tests {
         let json = serde_json::to_string("a\u{9b}\u{7f}\n").unwrap();
         assert_eq!(printable_json(&json), "\"a\\u009b\\u007f\\n\"");
         assert_eq!(serde_json::from_str::<String>(&printable_json(&json)).unwrap(), "a\u{9b}\u{7f}\n");
+    }
+
+    #[test]
+    fn texts_in_markup_are_what_xml_takes() {
+        assert_eq!(markup("a < b & \"c\" > d\u{1b}\n"), "a &lt; b &amp; &quot;c&quot; &gt; d\u{fffd}\n");
     }
 
     #[test]

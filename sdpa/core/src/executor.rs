@@ -7,6 +7,7 @@ use crate::problem::Problem;
 use serde::Serialize;
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Something that computes attention.
 pub trait Executor: Debug + Send + Sync {
@@ -59,8 +60,8 @@ pub trait PreparedBackward: Debug + Send + Sync {
 /// What one call did.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
-    /// Time in the kernels alone, in milliseconds.
-    pub compute_ms: f64,
+    /// Time in the kernels alone.
+    pub compute: Duration,
     /// Operands that were copied first because the engines cannot read them in place.
     pub copied: Vec<&'static str>,
     /// What ran: an engine with its knobs, or the instruction set.

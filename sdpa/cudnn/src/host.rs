@@ -14,6 +14,7 @@ use sdpa_core::spec::TensorSpec;
 use sdpa_core::tensor::{Elements, ElementsMut, Param, ParamValue};
 use sdpa_core::{DType, Operand};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A pass made ready on a GPU.
 #[derive(Debug)]
@@ -92,8 +93,8 @@ impl CudnnPrepared {
         Ok(())
     }
 
-    /// Submits a call over buffers of this device, and waits for it; the time between, in milliseconds.
-    fn submit(&self, call: &DeviceCall<'_>) -> Result<f64, Error> {
+    /// Submits a call over buffers of this device, and waits for it; the time between.
+    fn submit(&self, call: &DeviceCall<'_>) -> Result<Duration, Error> {
         let handle = self.library.handle(&self.stream)?;
         let start: Event = self.stream.record(true)?;
         // SAFETY: every slice is a whole buffer of the stream's device that lives until the stream has been waited for, also
@@ -103,13 +104,13 @@ impl CudnnPrepared {
         let end = self.stream.record(true)?;
         self.stream.synchronize()?;
         submitted?;
-        Ok(f64::from(end.since(&start)?))
+        Ok(Duration::from_secs_f32(end.since(&start)? / 1e3))
     }
 
-    fn report(&self, compute_ms: f64) -> Report {
+    fn report(&self, compute: Duration) -> Report {
         let engine = &self.planned.engine;
         Report {
-            compute_ms,
+            compute,
             copied: self.planned.copied(),
             engine: format!("{} {engine}", self.planned.lowered.form),
             workspace_bytes: self.planned.workspace_bytes(),
@@ -221,7 +222,7 @@ impl CudnnPrepared {
             gradients: &device_gradients,
             workspace: Some(slice(&workspace)),
         };
-        let compute_ms = self.submit(&device)?;
+        let compute = self.submit(&device)?;
         for (operand, memory) in call.operands {
             if let (HostMemory::Write(mut data), Some(buffer)) = (memory, &operands[operand as usize]) {
                 self.download(self.tensor(operand)?, buffer, &mut data)?;
@@ -237,7 +238,7 @@ impl CudnnPrepared {
                 ElementsMut::BF16(x) => buffer.download(&self.stream, 0, x),
             }?;
         }
-        Ok(self.report(compute_ms))
+        Ok(self.report(compute))
     }
 
     fn tensor(&self, operand: Operand) -> Result<&TensorSpec, Error> {

@@ -147,6 +147,6 @@ impl Ready for EmulatedTask {
                 self.dispatch(at, &mut call, &mut scratch)?;
             }
         }
-        Ok(Ran { kernel_ms: started.elapsed().as_secs_f64() * 1e3, copied: Vec::new() })
+        Ok(Ran { kernels: started.elapsed(), copied: Vec::new() })
     }
 }

@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 const KERNELS: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
@@ -162,7 +163,8 @@ impl Ready for GpuTask {
             }
         }
         stream.synchronize().map_err(end)?;
-        Ok(Ran { kernel_ms: begun.elapsed_ms(&ended).map_err(end)?.into(), copied: Vec::new() })
+        let kernels = Duration::from_secs_f32(begun.elapsed_ms(&ended).map_err(end)? / 1e3);
+        Ok(Ran { kernels, copied: Vec::new() })
     }
 }
 

@@ -1,5 +1,6 @@
 //! HTML whose tags balance and whose texts are escaped, by the way it is written.
 
+use crate::printable::markup;
 use std::fmt::Display;
 
 /// Names and values.
@@ -33,7 +34,7 @@ impl Html {
 
     /// A text.
     pub(super) fn text(&mut self, text: impl Display) {
-        self.0.push_str(&escape(&text.to_string()));
+        self.0.push_str(&markup(&text.to_string()));
     }
 
     /// A style sheet, which is this program's own and has nothing to escape.
@@ -52,7 +53,7 @@ impl Html {
         self.0.push('<');
         self.0.push_str(name);
         for (attribute, value) in attributes {
-            self.0.push_str(&format!(" {attribute}=\"{}\"", escape(&value.to_string())));
+            self.0.push_str(&format!(" {attribute}=\"{}\"", markup(&value.to_string())));
         }
     }
 
@@ -64,23 +65,6 @@ impl Html {
     fn close(&mut self, name: &str) {
         self.0.push_str(&format!("</{name}>"));
     }
-}
-
-/// Characters that mean something, or that no page may have, as others.
-fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            '\n' | '\t' => escaped.push(c),
-            c if c.is_control() => escaped.push('\u{fffd}'),
-            c => escaped.push(c),
-        }
-    }
-    escaped
 }
 
 #[cfg(test)]

@@ -2,11 +2,8 @@
 
 use super::color::{DROPPED, HATCH};
 use super::scene::{Anchor, Item, Scene, Size};
+use crate::printable::markup;
 use std::fmt::Write;
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
 
 /// Two digits are finer than any screen.
 fn number(x: f64) -> String {
@@ -69,7 +66,7 @@ pub(super) fn render(scene: &Scene) -> Result<String, std::fmt::Error> {
                     number(*x),
                     number(*y),
                     color.hex(),
-                    escape(text)
+                    markup(text)
                 )?;
             }
         }
@@ -83,8 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_and_numbers_are_what_xml_takes() {
-        assert_eq!(escape("a < b & \"c\" > d"), "a &lt; b &amp; &quot;c&quot; &gt; d");
+    fn numbers_are_short() {
         assert_eq!([number(1.0), number(0.126), number(-0.5), number(100.0)], ["1", "0.13", "-0.5", "100"]);
     }
 }
