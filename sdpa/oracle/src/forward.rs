@@ -141,6 +141,15 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         // Nothing is kept, or only scores of -inf.
         let empty = max == f64::NEG_INFINITY;
         answer.stats = if empty { max } else { max + sum.ln() };
+        if !empty {
+            // All scores off in the same way: nothing moves the logarithm of the sum further. Weights end at 1, and this does not.
+            let moved = |sign: f64| {
+                let moved: Vec<f64> = of_kept(scores).iter().zip(of_kept(errors)).map(|(score, error)| score + sign * error).collect();
+                let max = largest(moved.iter().copied());
+                (max + moved.iter().map(|s| (s - max).exp()).sum::<f64>().ln() - answer.stats).abs()
+            };
+            answer.stats_error = moved(1.0).max(moved(-1.0));
+        }
         for s in scores.iter_mut() {
             *s = if empty { f64::NAN } else { (*s - max).exp() / sum };
         }
@@ -218,6 +227,18 @@ mod tests {
         assert!(passes(&[], turned, [2.0, 0.0], ln4) && !passes(&[], turned, [4.0, 4.0], ln4));
         let nothing = [CAUSAL, LAST];
         assert!(passes(&nothing, plain, [0.0, 0.0], f32::NEG_INFINITY) && !passes(&nothing, plain, [0.0, 1e-9], f32::NEG_INFINITY));
+    }
+
+    #[test]
+    fn stats_are_off_by_as_much_as_scores_however_large_these_are() {
+        let passes = |stats: f32| {
+            let o = vec![1f32, -2.0];
+            let judged = |p: &Problem<'_>| check(p, Tensor::dense(&o, [1, 1, 1, 2]), Some(&vec![stats]), &|_| ()).passes();
+            with(&[1e9, 0.0], &[1.0, -2.0, 5.0, 6.0], &[], judged)
+        };
+        // Half a unit of the last place of 1e9 is 32.
+        assert!(passes(1e9) && passes(1e9 + 256.0) && passes(1e9 - 256.0));
+        assert!(!passes(1e9 + 2048.0) && !passes(1e9 - 2048.0));
     }
 
     #[test]

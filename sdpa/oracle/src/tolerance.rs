@@ -175,6 +175,8 @@ pub(crate) struct Row {
     pub(crate) score_magnitude: f64,
     /// How far the sum of the weights may be off.
     pub(crate) weight_error: f64,
+    /// How far stats may be off by what the scores may be off.
+    pub(crate) stats_error: f64,
 }
 
 /// How far a weight may be off whose score may be off.
@@ -207,7 +209,7 @@ pub(crate) fn compare([element, stored]: [Element; 2], seq_kv: usize, want: &Row
         }
     }
     distance.stats = stats.map(|got| {
-        let tolerance = 2.0 * (score + sum + 16.0 * F32_ROUNDOFF + 2.0 * F32_ROUNDOFF * want.stats.abs());
+        let tolerance = 2.0 * (want.stats_error + sum + 16.0 * F32_ROUNDOFF + 2.0 * F32_ROUNDOFF * want.stats.abs());
         // A logarithm that is off by 1 and a sum that is another one are the same.
         let (value, magnitude) = (want.stats, want.stats.abs().max(1.0));
         Worst::of(got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
@@ -223,7 +225,15 @@ mod tests {
 
     fn row(o: f64, o_magnitude: f64, stats: f64) -> Row {
         let error = 32.0 * F32_ROUNDOFF;
-        Row { o: vec![o], o_magnitude: vec![o_magnitude], o_error: vec![error * o_magnitude], stats, weight_error: error, ..Row::default() }
+        Row {
+            o: vec![o],
+            o_magnitude: vec![o_magnitude],
+            o_error: vec![error * o_magnitude],
+            stats,
+            weight_error: error,
+            stats_error: error,
+            ..Row::default()
+        }
     }
 
     fn passes(want: &Row, o: f64, stats: f64) -> bool {
@@ -262,7 +272,15 @@ mod tests {
     fn a_tolerance_that_forgives_anything_decides_nothing() {
         let undecided = |score_error: f64| {
             let off = weight_error(0.5, score_error);
-            let row = Row { o: vec![1.0], o_magnitude: vec![1.0], o_error: vec![off], stats: 2.0, weight_error: off, ..Row::default() };
+            let row = Row {
+                o: vec![1.0],
+                o_magnitude: vec![1.0],
+                o_error: vec![off],
+                stats: 2.0,
+                weight_error: off,
+                stats_error: score_error,
+                ..Row::default()
+            };
             compare([Element::BF16; 2], 128, &row, &[1.0], Some(2.0)).undecided()
         };
         assert_eq!((undecided(1e-5), undecided(0.1), undecided(60.0), undecided(INF)), (0, 0, 2, 2));
