@@ -24,8 +24,8 @@ fn the_trait_of_the_device_tier_submits_what_the_raw_tier_does() {
     let addresses = |entries: &[Entry]| Operand::ALL.map(|operand| entries.iter().find_map(|e| e.address(uid(&planned, operand))));
     assert_eq!(addresses(&entries), addresses(&raw));
     assert!(addresses(&entries).iter().all(Option::is_some));
-    // A call of the other pass: every operand too many by name.
-    let forward = recorder.executor().prepare_device(&spec.forward.validate().unwrap()).unwrap();
+    // A call of the other pass, with stats as that one has them: every operand too many by name.
+    let forward = recorder.executor().prepare_device(&spec.forward.with_stats().validate().unwrap()).unwrap();
     let (result, entries) = recorder.record(|| recorder.through_the_trait(&*forward, &stream, &table));
     let refused = result.unwrap_err().to_string();
     assert!(entries.is_empty() && ["d_o", "dq", "dk", "dv"].iter().all(|name| refused.contains(name)), "{refused}");
