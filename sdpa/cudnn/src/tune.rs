@@ -69,7 +69,12 @@ pub(super) fn fastest(
     };
     let mut all = vec![around((built.lowered.clone(), built.plan.clone()))?];
     for (lowered, plan) in offered(library, &target, &built.job, options)? {
-        let contender = around((lowered, Arc::new(plan)))?;
+        let contender = match around((lowered, Arc::new(plan))) {
+            Ok(contender) => contender,
+            // What this one needs around it is not to be had; the others may do without.
+            Err(Error::Unsupported(_)) => continue,
+            Err(other) => return Err(other),
+        };
         if contender.name() != all[0].name() || contender.planned.lowered.graph != all[0].planned.lowered.graph {
             all.push(contender);
         }
