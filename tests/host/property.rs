@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cudnn::lower::{self, Form, Operand};
-use sdpa::{Align, AttentionSpec, BackwardSpec, DType, Layout, Mask, Problem, Shape, TensorSpec};
+use sdpa::{Align, AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Problem, Shape, TensorSpec};
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -332,9 +332,11 @@ proptest! {
         tensors in [garbage_tensor(), garbage_tensor(), garbage_tensor(), garbage_tensor()],
         masks in proptest::collection::vec(garbage_mask(), 0..3),
         stats: bool,
+        packed: Option<(bool, Option<i64>, Option<i64>)>,
     ) {
         let [q, k, v, o] = tensors;
-        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), masks, stats }).validate() {
+        let packed = packed.map(|(cross, total_q, total_kv)| Packed { cross, total_q, total_kv });
+        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, masks, stats }).validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }
     }

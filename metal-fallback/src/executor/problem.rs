@@ -49,3 +49,11 @@ impl From<&BackwardProblem> for Backward {
 pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
     Unsupported { executor: ExecutorName::METAL, reasons }
 }
+
+/// What the kernels do not do, whatever the device.
+pub(super) fn unpacked(problem: &Problem) -> Result<(), Vec<Reason>> {
+    match problem.packed() {
+        Some(_) => Err(vec![crate::declined::limit("packed", "documents", "the kernels take batch entries of one length apart")]),
+        None => Ok(()),
+    }
+}

@@ -2,11 +2,11 @@
 
 use crate::dtype::DType;
 use crate::error::SpecErrors;
-use crate::expr::{Declared, Type};
+use crate::expr::{Declared, ParamKind, Type};
 use crate::operand::Operand;
-use crate::problem::{Check, Problem, normalise};
+use crate::problem::{Check, Problem, normalise, unplaced};
 use crate::score_mod::{self, Gradient, NoGradient};
-use crate::spec::{AttentionSpec, TensorSpec};
+use crate::spec::{AttentionSpec, Layout, TensorSpec};
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -59,19 +59,21 @@ impl AttentionSpec {
         BackwardSpec {
             forward: self.clone(),
             d_o: self.o,
-            dq: own_elements(self.q),
-            dk: own_elements(self.k),
-            dv: own_elements(self.v),
+            dq: self.own_elements(self.q),
+            dk: self.own_elements(self.k),
+            dv: self.own_elements(self.v),
             wrt: Vec::new(),
             deterministic: false,
         }
     }
-}
 
-/// The same tensor, or a dense one where elements share memory: a gradient has an element for each.
-fn own_elements(tensor: TensorSpec) -> TensorSpec {
-    let shares = (0..3).any(|axis| tensor.dims[axis] > 1 && tensor.strides[axis] == 0);
-    if shares { TensorSpec::dense(tensor.dims, crate::Layout::Bhsd) } else { tensor }
+    /// The same tensor, or a dense one where elements share memory: a gradient has an element for each.
+    fn own_elements(&self, tensor: TensorSpec) -> TensorSpec {
+        let first = if self.packed.is_some() { 1 } else { 0 };
+        let shares = (first..3).any(|axis| tensor.dims[axis] > 1 && tensor.strides[axis] == 0);
+        let layout = if self.packed.is_some() { Layout::Bshd } else { Layout::Bhsd };
+        if shares { TensorSpec::dense(tensor.dims, layout) } else { tensor }
+    }
 }
 
 impl BackwardSpec {
@@ -110,7 +112,9 @@ impl BackwardSpec {
             ("dk", &self.dk, "k", &self.forward.k),
             ("dv", &self.dv, "v", &self.forward.v),
         ];
+        let place = |tensor: TensorSpec| if forward.packed.is_some() { unplaced(tensor) } else { tensor };
         for (name, tensor, like, operand) in pairs {
+            let tensor = &place(*tensor);
             check.tensor_with(name, tensor, self.forward.dtype, name == "d_o");
             for (axis, (&extent, &want)) in tensor.dims.iter().zip(&operand.dims).enumerate() {
                 check.equal(&format!("{name}.dims[{axis}]"), extent, &format!("{like}.dims[{axis}]"), want);
@@ -142,10 +146,10 @@ impl BackwardSpec {
                 wrt: self.wrt.clone(),
                 params,
                 forward,
-                d_o: normalise(self.d_o),
-                dq: normalise(self.dq),
-                dk: normalise(self.dk),
-                dv: normalise(self.dv),
+                d_o: normalise(place(self.d_o)),
+                dq: normalise(place(self.dq)),
+                dk: normalise(place(self.dk)),
+                dv: normalise(place(self.dv)),
                 deterministic: self.deterministic,
             }),
             _ => Err(SpecErrors(check.errors)),
@@ -163,6 +167,9 @@ impl BackwardSpec {
             }
             match params.iter().find(|p| p.name == g.name).map(|p| p.kind) {
                 None => check.fail(field, &g.name, "a declared parameter"),
+                Some(ParamKind::Tensor { axes, dtype: _ }) if axes.has_end() => {
+                    check.fail(field, &g.name, "a parameter over axes; boundaries have no gradient");
+                }
                 Some(kind) if kind.ty() != Type::F32 => {
                     check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::problem::kind(kind)));
                 }

@@ -88,7 +88,7 @@ pub struct DeviceForward<'a, M> {
     pub v: M,
     /// Output, strided as the problem says; only elements that belong to the tensor are written.
     pub o: M,
-    /// f32, (batch, heads_q, seq_q), dense, 16-byte aligned; there exactly when the problem asks for stats.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned; there exactly when the problem asks for stats.
     pub stats: Option<M>,
     /// Multiplies the scores; positive on cuDNN. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
@@ -110,7 +110,7 @@ pub struct DeviceBackward<'a, M> {
     pub v: M,
     /// Output of the forward pass.
     pub o: M,
-    /// f32, (batch, heads_q, seq_q), dense, 16-byte aligned: the forward pass's.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned: the forward pass's.
     pub stats: M,
     /// Gradient of the output.
     pub d_o: M,
@@ -135,7 +135,7 @@ pub struct DeviceBackward<'a, M> {
 pub struct DeviceCall<'a, M> {
     /// By [`Operand`], in the order of [`Operand::ALL`]; `None` for those that the pass does not have.
     pub operands: [Option<M>; Operand::ALL.len()],
-    /// f32, (batch, heads_q, seq_q), dense, 16-byte aligned: written by a forward pass that is asked for it, read by the backward pass.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned: written by a forward pass that is asked for it, read by the backward pass.
     pub stats: Option<M>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,

@@ -3,11 +3,12 @@
 use crate::backward::BackwardProblem;
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
+use crate::expr::Declared;
 use crate::operand::Operand;
-use crate::params;
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
 use crate::tensor::{Elements, ElementsMut, Param};
+use crate::{packed, params};
 
 /// One forward call over host memory.
 #[derive(Debug)]
@@ -20,7 +21,7 @@ pub struct HostForward<'a> {
     pub v: Elements<'a>,
     /// Output; only elements that belong to the tensor are written.
     pub o: ElementsMut<'a>,
-    /// f32, (batch, heads_q, seq_q), dense; there exactly when the problem asks for stats.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; there exactly when the problem asks for stats.
     pub stats: Option<&'a mut [f32]>,
     /// Multiplies the scores; finite. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
@@ -41,7 +42,7 @@ pub struct HostBackward<'a> {
     pub o: Elements<'a>,
     /// Gradient of the output.
     pub d_o: Elements<'a>,
-    /// f32, (batch, heads_q, seq_q), dense: the forward pass's.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense: the forward pass's.
     pub stats: &'a [f32],
     /// Gradient of the queries; only elements that belong to the tensor are written.
     pub dq: ElementsMut<'a>,
@@ -92,7 +93,7 @@ pub enum HostStats<'a> {
 pub struct HostCall<'a> {
     /// The operands of the pass, in the order of [`Direction::operands`](crate::operand::Direction::operands).
     pub operands: Vec<(Operand, HostMemory<'a>)>,
-    /// f32, (batch, heads_q, seq_q), dense.
+    /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense.
     pub stats: HostStats<'a>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
@@ -135,23 +136,34 @@ impl<'a> From<HostBackward<'a>> for HostCall<'a> {
 struct Check<'p> {
     problem: &'p Problem,
     errors: Vec<SpecError>,
+    lengths: Vec<(Operand, TensorSpec, usize)>,
 }
 
 impl Check<'_> {
+    /// Packed documents need as much as their boundaries say, which [`Check::memory`] looks at.
     fn operand(&mut self, operand: Operand, tensor: &TensorSpec, (dtype, len): (DType, usize)) {
         if dtype != self.problem.dtype() {
             self.errors.push(SpecError::new(format!("{operand} dtype"), dtype, format!("the problem's, {}", self.problem.dtype())));
         }
+        self.lengths.push((operand, *tensor, len));
         let need = tensor.extent().unwrap_or(i64::MAX);
-        if i64::try_from(len).is_ok_and(|len| len < need) {
+        if self.problem.packed().is_none() && i64::try_from(len).is_ok_and(|len| len < need) {
             self.errors.push(SpecError::new(format!("{operand} length"), len, format!("at least {need} elements, by its strides")));
         }
     }
 
     fn stats(&mut self, len: usize) {
         let need = self.problem.stats_elements();
-        if len as i64 != need {
+        if self.problem.packed().is_none() && len as i64 != need {
             self.errors.push(SpecError::new("stats length", len, format!("batch x heads_q x seq_q = {need}")));
+        }
+    }
+
+    /// What parameters are, and what packed documents need.
+    fn values(&mut self, declared: &[Declared], given: &[Param<'_>], stats: Option<usize>) {
+        match params::bind(declared, self.problem.extents(), given) {
+            Ok(values) => self.errors.extend(packed::check_memory(self.problem, (declared, &values), &self.lengths, stats)),
+            Err(errors) => self.errors.extend(errors.0),
         }
     }
 
@@ -178,7 +190,7 @@ impl HostForward<'_> {
     /// # Errors
     /// Every wrong dtype, every buffer that is too short, stats missing or too many, a scale that is not finite.
     pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
-        let mut check = Check { problem, errors: Vec::new() };
+        let mut check = Check { problem, errors: Vec::new(), lengths: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v)].map(read);
         for (operand, given) in given.into_iter().chain([written((Operand::O, &self.o))]) {
             if let Some(tensor) = problem.tensor(operand) {
@@ -191,7 +203,7 @@ impl HostForward<'_> {
             (Some(_), false) => check.errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
             (None, false) => {}
         }
-        check.errors.extend(problem.bind(self.params).err().map_or_else(Vec::new, |e| e.0));
+        check.values(problem.params(), self.params, self.stats.as_ref().map(|stats| stats.len()));
         check.scale(self.attn_scale)
     }
 }
@@ -203,16 +215,14 @@ impl HostBackward<'_> {
     /// Every wrong dtype, every buffer that is too short, a scale that is not finite, parameters and gradients that are missing,
     /// unknown, doubled or of another type or length.
     pub fn check(&self, problem: &BackwardProblem) -> Result<f32, SpecErrors> {
-        let mut check = Check { problem: problem.forward(), errors: Vec::new() };
-        let forward = problem.forward();
+        let mut check = Check { problem: problem.forward(), errors: Vec::new(), lengths: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v), (Operand::O, &self.o), (Operand::DO, &self.d_o)];
         let results = [(Operand::DQ, &self.dq), (Operand::DK, &self.dk), (Operand::DV, &self.dv)];
         for (operand, given) in given.into_iter().map(read).chain(results.map(written)) {
             check.operand(operand, problem.tensor(operand), given);
         }
         check.stats(self.stats.len());
-        let values = params::bind(problem.params(), forward.extents(), self.params);
-        check.errors.extend(values.err().map_or_else(Vec::new, |e| e.0));
+        check.values(problem.params(), self.params, Some(self.stats.len()));
         check.errors.extend(self.wrong_gradients(problem));
         check.scale(self.attn_scale)
     }

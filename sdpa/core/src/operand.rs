@@ -95,6 +95,39 @@ impl Operand {
     }
 }
 
+/// Which of the two sequences an operand, a length or a boundary is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Side {
+    /// That of queries, outputs and their gradients.
+    Queries,
+    /// That of keys, values and their gradients.
+    Keys,
+}
+
+impl Side {
+    /// Both.
+    pub const ALL: [Side; 2] = [Side::Queries, Side::Keys];
+
+    /// The field of [`Packed`](crate::Packed) that bounds its tokens.
+    pub const fn total(self) -> &'static str {
+        match self {
+            Side::Queries => "total_q",
+            Side::Keys => "total_kv",
+        }
+    }
+}
+
+impl Operand {
+    /// The sequence that its rows are of.
+    pub const fn side(self) -> Side {
+        match self {
+            Operand::Q | Operand::O | Operand::DO | Operand::DQ => Side::Queries,
+            Operand::K | Operand::V | Operand::DK | Operand::DV => Side::Keys,
+        }
+    }
+}
+
 impl fmt::Display for Operand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

@@ -48,7 +48,7 @@ impl ParamValue<'_> {
 pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
     match declared.kind {
         ParamKind::Scalar => 1,
-        ParamKind::Tensor { axes, dtype: _ } => axes.dims(extents).iter().product(),
+        ParamKind::Tensor { axes, dtype: _ } => axes.elements(extents),
     }
 }
 

@@ -3,10 +3,11 @@
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::{Declared, ExprErrors, Node, ParamKind, Trace};
-use crate::mask::{Kept, Mask, Region};
-use crate::operand::{Direction, Operand};
+use crate::mask::{Align, Kept, Mask, Region};
+use crate::operand::{Direction, Operand, Side};
+use crate::packed::Packed;
 use crate::score_mod;
-use crate::spec::{AttentionSpec, TensorSpec};
+use crate::spec::{AttentionSpec, Layout, TensorSpec};
 use serde::Serialize;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -25,6 +26,7 @@ pub struct Problem {
     dim_qk: i64,
     dim_v: i64,
     tensors: [TensorSpec; 4],
+    packed: Option<Packed>,
     score_mod: Option<Arc<Trace>>,
     kept: Kept,
     #[serde(skip)]
@@ -35,7 +37,7 @@ pub struct Problem {
 impl Hash for Problem {
     /// Extents are in the tensors, parameters in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.dtype, &self.tensors, &self.score_mod, &self.kept, self.stats).hash(state);
+        (self.dtype, &self.tensors, self.packed, &self.score_mod, &self.kept, self.stats).hash(state);
     }
 }
 
@@ -45,7 +47,8 @@ impl Problem {
         if !matches!(spec.dtype, DType::F32 | DType::F16 | DType::BF16) {
             check.fail("dtype", spec.dtype, "one of f32, f16, bf16");
         }
-        let tensors = [spec.q, spec.k, spec.v, spec.o];
+        // Where documents lie, boundaries say.
+        let tensors = [spec.q, spec.k, spec.v, spec.o].map(|t| if spec.packed.is_some() { unplaced(t) } else { t });
         for (operand, tensor) in Direction::Forward.operands().iter().zip(&tensors) {
             check.tensor(operand.name(), tensor, spec.dtype);
         }
@@ -64,17 +67,25 @@ impl Problem {
         if heads_kv >= 1 && heads_q >= 1 && heads_q % heads_kv != 0 {
             check.fail("q.dims[1] (heads_q)", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
         }
-        check.output("o", &spec.o);
-        check.masks(&spec.masks);
+        check.output("o", &tensors[3]);
+        if let Some(packed) = &spec.packed {
+            check.packed(packed, spec);
+        }
+        check.masks(&spec.masks, spec.packed.is_some_and(|packed| packed.cross));
         // Extents that break a rule are told of above; expressions are looked at all the same.
         let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
         let score_mod = check.expression("score_mods", score_mod::compose(&spec.score_mods, extents));
         let declared = check.expression("masks", Mask::All(spec.masks.clone()).trace());
         let kept = check.expression("masks", Kept::of(&spec.masks, extents));
+        if spec.packed.is_some() && kept.as_ref().is_some_and(|kept| kept.seq_len_q || kept.seq_len_kv) {
+            check.fail("masks", "lengths of batch entries", "none beside packed documents, which have their own");
+        }
         let mut params = Vec::new();
+        let boundaries = spec.packed.map_or_else(Vec::new, |packed| packed.declared());
         for (field, trace) in [("score_mods", &score_mod), ("masks", &declared)] {
             check.params(field, trace.as_ref().map_or(&[], |t| t.params()), &mut params);
         }
+        check.params("packed", &boundaries, &mut params);
         let (Some(score_mod), Some(kept), []) = (score_mod, kept, &check.errors[..]) else {
             check.errors.dedup();
             return Err(SpecErrors(check.errors));
@@ -89,6 +100,7 @@ impl Problem {
             dim_qk,
             dim_v,
             tensors: tensors.map(normalise),
+            packed: spec.packed,
             score_mod: Some(score_mod).filter(|t| t.node(t.roots()[0]) != Node::Score).map(Arc::new),
             kept,
             params,
@@ -171,6 +183,24 @@ impl Problem {
     pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
         self.tensors.get(operand as usize)
     }
+    /// How documents are packed, where batch entries are such.
+    #[inline]
+    pub fn packed(&self) -> Option<&Packed> {
+        self.packed.as_ref()
+    }
+    /// Queries or keys per head; of a packed batch, of the longest document there may be.
+    #[inline]
+    pub fn seq(&self, side: Side) -> i64 {
+        match side {
+            Side::Queries => self.seq_q,
+            Side::Keys => self.seq_kv,
+        }
+    }
+    /// Tokens of a side that a packed call has at most, all documents together.
+    pub fn total(&self, side: Side) -> i64 {
+        let most = self.batch.saturating_mul(self.seq(side));
+        self.packed.and_then(|packed| packed.total(side)).map_or(most, |total| total.min(most))
+    }
     /// What the score_mods come to: one root, f32, of the scaled score. Extents are constants in it.
     #[inline]
     pub fn score_mod(&self) -> Option<&Arc<Trace>> {
@@ -196,15 +226,20 @@ impl Problem {
     pub fn params(&self) -> &[Declared] {
         &self.params
     }
-    /// Whether `stats` is computed: f32, (batch, heads_q, seq_q), dense.
+    /// Whether `stats` is computed: f32, (batch, heads_q, seq_q), dense, or (total, heads_q).
     #[inline]
     pub fn stats(&self) -> bool {
         self.stats
     }
-    /// Elements of `stats`.
+    /// Elements of `stats`; of a packed batch, at most.
     #[inline]
     pub fn stats_elements(&self) -> i64 {
-        self.batch * self.heads_q * self.seq_q
+        if self.packed.is_some() { self.total(Side::Queries) * self.heads_q } else { self.batch * self.heads_q * self.seq_q }
+    }
+    /// `stats` as a tensor of one element in each row.
+    pub fn stats_tensor(&self) -> TensorSpec {
+        let dims = [self.batch, self.heads_q, self.seq_q, 1];
+        TensorSpec::dense(dims, if self.packed.is_some() { Layout::Bshd } else { Layout::Bhsd })
     }
     /// The scale of a call that names none: `1 / √dim_qk`.
     #[inline]
@@ -230,6 +265,13 @@ impl Problem {
         }
         self
     }
+}
+
+/// A tensor of packed documents as if each were of the longest: what its rules and its key are made of.
+pub(crate) fn unplaced(mut tensor: TensorSpec) -> TensorSpec {
+    let reach = |axis: usize| tensor.strides[axis].saturating_mul(tensor.dims[axis]);
+    tensor.strides[0] = reach(1).max(reach(2)).max(tensor.dims[3]);
+    tensor
 }
 
 /// An axis of extent 1 is never stepped along: its stride is set to the extent of what lies inside it, so that
@@ -258,8 +300,7 @@ pub(crate) fn kind(kind: ParamKind) -> String {
     match kind {
         ParamKind::Scalar => "a scalar".to_owned(),
         ParamKind::Tensor { axes, dtype } => {
-            let axes: Vec<&str> = axes.iter().map(|a| a.name()).collect();
-            format!("a tensor [{}] of {dtype}", axes.join(", "))
+            format!("a tensor [{axes}] of {dtype}")
         }
     }
 }
@@ -330,15 +371,35 @@ impl Check {
         }
     }
 
-    fn masks(&mut self, masks: &[Mask]) {
-        for (i, mask) in masks.iter().enumerate() {
-            self.mask(&format!("masks[{i}]"), mask);
+    fn packed(&mut self, packed: &Packed, spec: &AttentionSpec) {
+        if !packed.cross {
+            self.equal("k.dims[2] (seq_kv)", spec.k.dims[2], "q.dims[2], as boundaries are the same,", spec.q.dims[2]);
+            if packed.total_kv != packed.total_q {
+                let total = |n: Option<i64>| n.map_or_else(|| "none".to_owned(), |n| n.to_string());
+                let rule = format!("total_q, which is {}, as boundaries are the same", total(packed.total_q));
+                self.fail("packed.total_kv", total(packed.total_kv), rule);
+            }
+        }
+        for side in Side::ALL {
+            if let Some(total) = packed.total(side).filter(|total| !(1..=i64::from(i32::MAX)).contains(total)) {
+                self.fail(format!("packed.{}", side.total()), total, format!("between 1 and {}", i32::MAX));
+            }
         }
     }
 
-    fn mask(&mut self, field: &str, mask: &Mask) {
+    fn masks(&mut self, masks: &[Mask], cross: bool) {
+        for (i, mask) in masks.iter().enumerate() {
+            self.mask(&format!("masks[{i}]"), mask, cross);
+        }
+    }
+
+    fn mask(&mut self, field: &str, mask: &Mask, cross: bool) {
         match mask {
-            Mask::Window { left, right, align: _ } => {
+            Mask::Window { left, right, align } => {
+                if cross && *align == Align::BottomRight {
+                    let rule = "top-left: documents have corners of their own where keys have their own boundaries";
+                    self.fail(format!("{field}.align"), "bottom-right", rule);
+                }
                 if let Some(left) = left.filter(|&l| l < 1) {
                     self.fail(format!("{field}.left"), left, "at least 1 (the key on the diagonal), or inf");
                 }
@@ -353,10 +414,10 @@ impl Check {
             }
             Mask::All(masks) | Mask::Any(masks) => {
                 for (i, mask) in masks.iter().enumerate() {
-                    self.mask(&format!("{field}[{i}]"), mask);
+                    self.mask(&format!("{field}[{i}]"), mask, cross);
                 }
             }
-            Mask::Not(mask) => self.mask(field, mask),
+            Mask::Not(mask) => self.mask(field, mask, cross),
             Mask::Traced(_) => {}
         }
     }

@@ -3,6 +3,7 @@
 use crate::dtype::DType;
 use crate::error::SpecErrors;
 use crate::mask::Mask;
+use crate::packed::Packed;
 use crate::problem::Problem;
 use crate::score_mod::ScoreMod;
 use serde::{Deserialize, Serialize};
@@ -142,10 +143,13 @@ pub struct AttentionSpec {
     /// Applied to the scaled scores, one after the other, before the masks.
     #[serde(default)]
     pub score_mods: Vec<ScoreMod>,
+    /// Batch entries are documents that lie one behind the other, without padding.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub packed: Option<Packed>,
     /// A key is kept where every mask keeps it; none keeps all.
     pub masks: Vec<Mask>,
-    /// Whether `stats` is wanted: f32, (batch, heads_q, seq_q), dense, the natural logarithm of each row's
-    /// sum of exponentials; −inf where a row has no key.
+    /// Whether `stats` is wanted: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch: the natural logarithm of each
+    /// row's sum of exponentials; −inf where a row has no key.
     pub stats: bool,
 }
 
@@ -160,9 +164,25 @@ impl AttentionSpec {
             v: TensorSpec::dense([batch, heads_kv, seq_kv, dim_v], layout),
             o: TensorSpec::dense([batch, heads_q, seq_q, dim_v], layout),
             score_mods: Vec::new(),
+            packed: None,
             masks: Vec::new(),
             stats: false,
         }
+    }
+
+    /// A specification over packed tensors, (total, heads, dim): `shape.batch` documents, the longest of `shape.seq_q` queries and
+    /// `shape.seq_kv` keys.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Mask, Packed, Shape};
+    /// // Eight documents of 2,048 tokens at most, 9,000 together.
+    /// let shape = Shape { batch: 8, heads_q: 32, heads_kv: 8, seq_q: 2048, seq_kv: 2048, dim_qk: 128, dim_v: 128 };
+    /// let problem = AttentionSpec::packed(DType::BF16, shape, Packed::of(9000)).mask(Mask::causal()).validate()?;
+    /// assert_eq!(problem.params()[0].name, "cu_seqlens");
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    pub fn packed(dtype: DType, shape: Shape, packed: Packed) -> AttentionSpec {
+        AttentionSpec { packed: Some(packed), ..AttentionSpec::dense(dtype, shape, Layout::Bshd) }
     }
 
     /// Adds a score_mod behind those that are there.

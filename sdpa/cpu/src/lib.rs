@@ -106,21 +106,28 @@ impl Executor for CpuExecutor {
         ExecutorName::CPU
     }
 
-    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
-        Ok(())
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        unpacked(problem)
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        unpacked(problem)?;
         Ok(Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() }))
     }
 
-    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
-        Ok(())
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        unpacked(problem.forward())
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        unpacked(problem.forward())?;
         Ok(Arc::new(CpuBackward::new(self.isa, problem)))
     }
+}
+
+fn unpacked(problem: &Problem) -> Result<(), Unsupported> {
+    let limit = || Reason::Limit { field: "packed".to_owned(), value: "documents".to_owned(), limit: "not yet".to_owned() };
+    problem.packed().map_or(Ok(()), |_| Err(Unsupported { executor: ExecutorName::CPU, reasons: vec![limit()] }))
 }
 
 /// A problem and the instruction set; the cut depends on the threads of a call.

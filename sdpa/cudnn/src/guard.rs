@@ -85,6 +85,9 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if !matches!(problem.dtype(), DType::F16 | DType::BF16) {
         limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16 and bf16");
     }
+    if problem.packed().is_some() {
+        limit("packed", "documents".to_owned(), "cuDNN's plans are made for batch entries of one length apart");
+    }
     if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
         limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");
     }

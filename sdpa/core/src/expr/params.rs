@@ -2,6 +2,7 @@
 
 use super::node::{Axis, Type};
 use crate::dtype::DType;
+use std::fmt;
 
 /// The axes that a declared tensor spans, as a set. Along the others it has one element for all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -10,6 +11,14 @@ pub struct Axes(u8);
 impl Axes {
     /// No axis: one element.
     pub const NONE: Axes = Axes(0);
+
+    /// Batch entries, with one element more behind the last: where each begins, and where the last one ends. An expression reads the begin.
+    pub const BOUNDARIES: Axes = Axes(1 << 4 | 1);
+
+    /// Whether there is one element more than batch entries.
+    pub fn has_end(self) -> bool {
+        self.0 & 1 << 4 != 0
+    }
 
     /// Whether an axis is among them.
     pub fn has(self, axis: Axis) -> bool {
@@ -33,13 +42,28 @@ impl Axes {
         Axes(self.0 | other.0)
     }
 
-    /// The extents of a tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// Elements of a dense tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
+    pub fn elements(self, extents: [i64; 4]) -> i64 {
+        self.dims(extents).iter().product::<i64>() + i64::from(self.has_end())
+    }
+
+    /// The extents of what expressions read of a tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
     pub fn dims(self, extents: [i64; 4]) -> [i64; 4] {
         let mut dims = [1; 4];
         for axis in self.iter() {
             dims[axis.place()] = extents[axis.place()];
         }
         dims
+    }
+}
+
+impl fmt::Display for Axes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (n, axis) in self.iter().enumerate() {
+            let end = if axis == Axis::Batch && self.has_end() { " + 1" } else { "" };
+            write!(f, "{}{}{end}", if n == 0 { "" } else { ", " }, axis.name())?;
+        }
+        Ok(())
     }
 }
 

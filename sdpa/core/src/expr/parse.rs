@@ -201,6 +201,14 @@ impl Reader {
                 return self.fail_at(at, format!("{word:?} is no axis: one of batch, head, q, k"));
             };
             axes = axes.with(axis);
+            if axis == Axis::Batch && self.is("+") {
+                self.at += 1;
+                if *self.peek() != Token::Int(1) {
+                    return self.fail("an axis of boundaries is batch + 1");
+                }
+                self.at += 1;
+                axes = axes.union(Axes::BOUNDARIES);
+            }
             if !self.is("]") {
                 self.expect(",")?;
             }

@@ -59,8 +59,7 @@ impl fmt::Display for Trace {
             match p.kind {
                 ParamKind::Scalar => write!(f, "scalar {} = {}; ", p.name, float(p.default.unwrap_or(f32::NAN)))?,
                 ParamKind::Tensor { axes, dtype } => {
-                    let axes: Vec<&str> = axes.iter().map(Axis::name).collect();
-                    write!(f, "tensor {}[{}]: {dtype}; ", p.name, axes.join(", "))?;
+                    write!(f, "tensor {}[{axes}]: {dtype}; ", p.name)?;
                 }
             }
         }

@@ -56,6 +56,9 @@ impl CacheKey for Job {
         }
         text.push(')');
         let short = |text: String| if text.chars().count() > 60 { text.chars().take(57).chain("...".chars()).collect() } else { text };
+        if p.packed().is_some() {
+            text.push_str(" packed");
+        }
         if let Some(score_mod) = p.score_mod() {
             text.push_str(&format!(" {}", short(score_mod.to_string())));
         }
@@ -83,6 +86,12 @@ impl CacheKey for Job {
             fields.push((layout, strides(&tensor)));
             fields.push((alignment, tensor.alignment.to_string()));
         }
+        let total = |total: Option<i64>| total.map_or_else(|| "any".to_owned(), |n| n.to_string());
+        let packed = p.packed().map(|packed| {
+            let names = packed.declared().into_iter().map(|p| p.name).collect::<Vec<_>>();
+            format!("by {}, {} and {} tokens", names.join(" and "), total(packed.total_q), total(packed.total_kv))
+        });
+        fields.push(("packed", packed.unwrap_or_else(|| "no".to_owned())));
         fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
         fields.push(("mask", p.kept().to_string()));
         fields.push(("stats", p.stats().to_string()));
@@ -102,8 +111,9 @@ impl CacheKey for Job {
 }
 
 /// What to do where only these fields differ: the first row that has them all.
-const ADVICE: [(&[&str], &str); 5] = [
+const ADVICE: [(&[&str], &str); 6] = [
     (&["batch"], "only the batch differs: pad it to a few sizes, or split it"),
+    (&["packed"], "only the tokens of packed documents differ: say the most that a step has"),
     (&["mask"], "only the mask differs: lengths and documents that change from call to call belong in tensors"),
     (&["seq_q", "seq_kv", "mask"], "only lengths differ: a bucket of lengths lets one plan serve many"),
     (

@@ -1,0 +1,270 @@
+//! Documents that lie one behind the other in memory, without padding.
+
+use crate::error::{SpecError, SpecErrors};
+use crate::expr::{Axes, Declared, ParamKind};
+use crate::operand::{Operand, Side};
+use crate::problem::Problem;
+use crate::spec::TensorSpec;
+use crate::tensor::ParamValue;
+use crate::{DType, params};
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// Where documents of both sides begin and end, where these are the same: i32 `[batch + 1]`, in tokens.
+pub const CU_SEQLENS: &str = "cu_seqlens";
+/// The same of queries alone.
+pub const CU_SEQLENS_Q: &str = "cu_seqlens_q";
+/// The same of keys alone.
+pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
+
+/// Entries of a batch that are documents of their own lengths, one behind the other in `(total, heads, dim)`.
+///
+/// Extents of a packed specification are `batch`, the number of documents, and `seq_q` and `seq_kv`, the longest there may be; the stride of the
+/// batch axis means nothing. Where documents begin and end is a declared parameter of the problem, [`CU_SEQLENS`], or with [`Packed::cross`]
+/// [`CU_SEQLENS_Q`] and [`CU_SEQLENS_KV`]: i32 of `batch + 1` tokens that never fall, as FlashAttention's variable length functions take them.
+/// Document `n` has the tokens from the `n`th number to the one after it; a document may be empty, and tokens before the first and behind the last
+/// number belong to none: what is written there is left alone.
+///
+/// Masks and score_mods see places within the document, and its number as the batch entry. `stats` is `(total, heads_q)`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Packed {
+    /// Keys have boundaries of their own.
+    #[serde(default)]
+    pub cross: bool,
+    /// Tokens of queries that a call has at most; `None`: `batch · seq_q`. Memory of backward passes grows with it.
+    #[serde(default)]
+    pub total_q: Option<i64>,
+    /// Tokens of keys that a call has at most; `None`: `batch · seq_kv`.
+    #[serde(default)]
+    pub total_kv: Option<i64>,
+}
+
+impl Packed {
+    /// Queries and keys are of the same documents, whose tokens are at most so many in a call.
+    pub fn of(total: i64) -> Packed {
+        Packed { cross: false, total_q: Some(total), total_kv: Some(total) }
+    }
+
+    /// The name of the boundaries of one side.
+    pub fn boundaries(&self, side: Side) -> &'static str {
+        match (self.cross, side) {
+            (false, _) => CU_SEQLENS,
+            (true, Side::Queries) => CU_SEQLENS_Q,
+            (true, Side::Keys) => CU_SEQLENS_KV,
+        }
+    }
+
+    /// What a packed problem declares: its boundaries.
+    pub fn declared(&self) -> Vec<Declared> {
+        let mut names = vec![self.boundaries(Side::Queries), self.boundaries(Side::Keys)];
+        names.dedup();
+        let kind = ParamKind::Tensor { axes: Axes::BOUNDARIES, dtype: DType::I32 };
+        names.into_iter().map(|name| Declared { name: name.to_owned(), kind, default: None }).collect()
+    }
+
+    /// Tokens of a side that a call has at most, where this is said.
+    pub fn total(&self, side: Side) -> Option<i64> {
+        match side {
+            Side::Queries => self.total_q,
+            Side::Keys => self.total_kv,
+        }
+    }
+}
+
+/// Tokens that so many elements of a packed operand hold.
+pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
+    let elements = i64::try_from(elements).unwrap_or(i64::MAX);
+    let [_, heads, _, dim] = tensor.dims;
+    let [_, head, token, _] = tensor.strides;
+    let last_row = head.saturating_mul(heads - 1).saturating_add(dim);
+    if elements < last_row {
+        return 0;
+    }
+    // Where heads are farther apart than tokens, one's tokens end where the next one begins.
+    let most = if head > token && token > 0 && heads > 1 { head / token } else { i64::MAX };
+    (elements - last_row).checked_div(token).map_or(most, |n| (n + 1).min(most))
+}
+
+/// What an operand of this specification takes of memory with so many tokens of its side.
+pub fn memory(tensor: &TensorSpec, tokens: i64) -> TensorSpec {
+    let [_, heads, _, dim] = tensor.dims;
+    let mut all = TensorSpec { dims: [1, heads, tokens, dim], ..*tensor };
+    all.strides[0] = 0;
+    all
+}
+
+/// The tokens of each document, of queries and of keys.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Documents {
+    of: [Vec<Range<usize>>; 2],
+}
+
+impl Documents {
+    /// Those of a call, or what is wrong with its boundaries. `None` for a problem that is not packed.
+    ///
+    /// # Errors
+    /// Boundaries that are negative or fall, and documents that are longer than the problem says; with the first of each kind.
+    pub fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Result<Option<Documents>, SpecErrors> {
+        let Some(packed) = problem.packed() else { return Ok(None) };
+        let mut errors = Vec::new();
+        let of = Side::ALL.map(|side| {
+            let name = packed.boundaries(side);
+            let given = declared.iter().position(|p| p.name == name).and_then(|n| values.get(n));
+            let most = problem.seq(side);
+            let at = |n: i64| given.map_or(0, |value| value.get(n as usize) as i64);
+            let mut documents = Vec::new();
+            for n in 0..problem.batch() {
+                let (start, end) = (at(n), at(n + 1));
+                let field = |n: i64| format!("parameter {name}[{n}]");
+                if n == 0 && start < 0 {
+                    errors.push(SpecError::new(field(0), start, "at least 0"));
+                } else if end < start {
+                    errors.push(SpecError::new(field(n + 1), end, format!("boundaries never fall, and the one before is {start}")));
+                    break;
+                } else if end - start > most {
+                    let rule = format!("at most {most} tokens of document {n}, which is the longest of the problem");
+                    errors.push(SpecError::new(field(n + 1), format!("{} behind the one before", end - start), rule));
+                    break;
+                }
+                documents.push(start.max(0) as usize..end.max(0) as usize);
+            }
+            documents
+        });
+        errors.dedup();
+        if errors.is_empty() { Ok(Some(Documents { of })) } else { Err(SpecErrors(errors)) }
+    }
+
+    /// The tokens of each document, of one side.
+    pub fn of(&self, side: Side) -> &[Range<usize>] {
+        &self.of[side as usize]
+    }
+
+    /// Tokens up to the end of the last document.
+    pub fn end(&self, side: Side) -> usize {
+        self.of(side).last().map_or(0, |document| document.end)
+    }
+}
+
+/// What is wrong with memory that does not hold what the boundaries say.
+pub(crate) fn check_memory(
+    problem: &Problem,
+    values: (&[Declared], &[ParamValue<'_>]),
+    operands: &[(Operand, TensorSpec, usize)],
+    stats: Option<usize>,
+) -> Vec<SpecError> {
+    let (Some(packed), (declared, values)) = (problem.packed(), values) else { return Vec::new() };
+    let documents = match Documents::new(problem, declared, values) {
+        Ok(Some(documents)) => documents,
+        Ok(None) => return Vec::new(),
+        Err(errors) => return errors.0,
+    };
+    let mut errors = Vec::new();
+    for side in Side::ALL {
+        let end = documents.end(side) as i64;
+        if let Some(total) = packed.total(side).filter(|total| end > *total) {
+            let field = format!("parameter {}[{}]", packed.boundaries(side), problem.batch());
+            errors.push(SpecError::new(field, end, format!("at most {total} tokens: the problem's {}", side.total())));
+        }
+        for (operand, tensor, len) in operands.iter().filter(|(operand, ..)| operand.side() == side) {
+            let have = tokens(tensor, *len as u64);
+            if have < end {
+                let rule = format!("room for {end} tokens, where {} ends; there is room for {have}", packed.boundaries(side));
+                errors.push(SpecError::new(format!("{operand} length"), len, rule));
+            }
+        }
+    }
+    let need = documents.end(Side::Queries) as i64 * problem.heads_q();
+    if let Some(len) = stats.filter(|&len| (len as i64) < need) {
+        errors.push(SpecError::new("stats length", len, format!("at least total x heads_q = {need}")));
+    }
+    errors.dedup();
+    errors
+}
+
+impl Problem {
+    /// The documents of a call over host memory; `None` for a problem that is not packed.
+    ///
+    /// # Errors
+    /// As [`Documents::new`], and as [`params::bind`].
+    pub fn documents(&self, given: &[crate::Param<'_>]) -> Result<Option<Documents>, SpecErrors> {
+        if self.packed().is_none() {
+            return Ok(None);
+        }
+        let boundaries: Vec<Declared> = self.packed().map_or_else(Vec::new, |packed| packed.declared());
+        let given: Vec<crate::Param<'_>> = given.iter().filter(|p| boundaries.iter().any(|d| d.name == p.name)).copied().collect();
+        let values = params::bind(&boundaries, self.extents(), &given)?;
+        Documents::new(self, &boundaries, &values)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Align, AttentionSpec, Layout, Mask, Param, Shape};
+
+    fn shape() -> Shape {
+        Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 8, dim_v: 16 }
+    }
+
+    fn problem(packed: Packed) -> Problem {
+        AttentionSpec::packed(DType::F16, shape(), packed).validate().unwrap()
+    }
+
+    #[test]
+    fn memory_holds_the_tokens_that_it_was_made_for_and_not_one_more() {
+        for layout in Layout::ALL {
+            let dense = TensorSpec::dense([1, 4, 23, 8], layout);
+            let spec = TensorSpec { dims: [3, 4, 9, 8], ..dense };
+            let elements = dense.extent().unwrap();
+            assert_eq!(tokens(&spec, elements as u64), 23, "{layout:?}");
+            assert_eq!(memory(&spec, 23).extent(), Some(elements));
+            if layout != Layout::Bhsd {
+                assert_eq!(tokens(&spec, elements as u64 - 1), 22, "{layout:?}");
+                assert_eq!(tokens(&spec, elements as u64 + 31), 23, "{layout:?}");
+                assert_eq!(tokens(&spec, elements as u64 + 32), 24, "{layout:?}");
+            }
+            assert_eq!(tokens(&spec, 7), 0);
+        }
+    }
+
+    #[test]
+    fn boundaries_are_declared_once_where_they_are_the_same() {
+        let names = |packed: Packed| packed.declared().into_iter().map(|p| p.name).collect::<Vec<_>>();
+        assert_eq!(names(Packed::default()), [CU_SEQLENS]);
+        assert_eq!(names(Packed { cross: true, ..Packed::default() }), [CU_SEQLENS_Q, CU_SEQLENS_KV]);
+        let declared = problem(Packed::default()).params().to_vec();
+        assert_eq!(params::elements(&declared[0], [3, 4, 9, 9]), 4);
+    }
+
+    #[test]
+    fn boundaries_that_contradict_the_problem_are_told() {
+        let problem = problem(Packed::of(23));
+        let documents = |cu: &[i32]| problem.documents(&[Param { name: CU_SEQLENS, value: ParamValue::I32(cu) }]);
+        let found = documents(&[0, 9, 9, 14]).unwrap().unwrap();
+        assert_eq!(found.of(Side::Keys), [0..9, 9..9, 9..14]);
+        let told = |cu: &[i32]| documents(cu).unwrap_err().0.into_iter().map(|e| e.to_string()).collect::<Vec<_>>().join("; ");
+        for (cu, what) in [
+            ([-1, 0, 2, 4], "parameter cu_seqlens[0] is -1: at least 0"),
+            ([0, 5, 4, 4], "parameter cu_seqlens[2] is 4: boundaries never fall"),
+            ([0, 10, 14, 15], "at most 9 tokens of document 0"),
+        ] {
+            assert!(told(&cu).contains(what), "{}", told(&cu));
+        }
+        assert!(told(&[0, 1, 2]).contains("4 elements"), "{}", told(&[0, 1, 2]));
+    }
+
+    #[test]
+    fn what_a_packed_problem_cannot_be_is_told_at_once() {
+        let packed = Packed { cross: true, total_q: Some(0), total_kv: None };
+        let spec = AttentionSpec::packed(DType::F16, Shape { seq_kv: 11, ..shape() }, packed).mask(Mask::padding()).mask(Mask::window(
+            Some(2),
+            Some(0),
+            Align::BottomRight,
+        ));
+        let fields: Vec<String> = spec.validate().unwrap_err().0.into_iter().map(|e| e.field).collect();
+        assert_eq!(fields, ["packed.total_q", "masks[1].align", "masks"]);
+        let spec = AttentionSpec::packed(DType::F16, Shape { seq_kv: 11, ..shape() }, Packed { total_kv: Some(40), ..Packed::of(30) });
+        let fields: Vec<String> = spec.validate().unwrap_err().0.into_iter().map(|e| e.field).collect();
+        assert_eq!(fields, ["k.dims[2] (seq_kv)", "packed.total_kv"]);
+    }
+}
