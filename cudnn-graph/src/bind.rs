@@ -193,7 +193,7 @@ impl Ports {
                 Storage::Device => ports.device.push(DevicePort {
                     id,
                     name: tensor.name.clone(),
-                    bytes: tensor.bytes().unwrap_or(u64::MAX),
+                    bytes: if tensor.ragged.is_some() { 0 } else { tensor.bytes().unwrap_or(u64::MAX) },
                     alignment: tensor.alignment,
                     addressing: addressing.contains(&id),
                 }),

@@ -58,6 +58,7 @@ pub use ffi::capture::Captured;
 pub use ffi::codes::KnobType;
 pub use ffi::device::{Device, Entered};
 pub use ffi::driver::Driver;
+pub use ffi::kernel::Kernel;
 pub use ffi::launch::{InFlight, OwnedBindings, launch, launch_addressed};
 pub use ffi::memory::Buffer;
 pub use ffi::stream::{Event, RawStream, Stream};

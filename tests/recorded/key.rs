@@ -57,6 +57,7 @@ fn bound(supply: &Supply) -> String {
         Supply::Param(_)
         | Supply::Spread { .. }
         | Supply::Guarded(_)
+        | Supply::Documents(_)
         | Supply::Table(_)
         | Supply::Scratch
         | Supply::Gradient(_)

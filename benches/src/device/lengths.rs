@@ -2,68 +2,16 @@
 //! them is what comes of the nearest ones that mean something. And what it costs that lengths are clamped.
 #![allow(unsafe_code)]
 
+use crate::arena::Arena;
 use crate::memory::random;
 use crate::setup::{Result, executor, median};
-use cudnn_graph::{Buffer, DeviceSlice, Stream};
+use cudnn_graph::{Buffer, Stream};
 use sdpa::cudnn::Error;
 use sdpa::cudnn::lower::{Job, Operand};
 use sdpa::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, PlanOptions, Planned};
 use sdpa::expr::ParamKind;
 use sdpa::{AttentionSpec, DType, DType as D, Layout, Shape};
 use std::time::Instant;
-
-/// Around everything, in bytes.
-const GAP: u64 = 64 << 10;
-const CANARY: u8 = 0xa5;
-
-/// Device memory for one pass in one buffer, with canaries around every part.
-struct Arena {
-    buffer: Buffer,
-    parts: Vec<(String, DeviceSlice)>,
-}
-
-impl Arena {
-    fn new(stream: &Stream, sizes: &[(String, u64)]) -> Result<Arena> {
-        let total: u64 = sizes.iter().map(|(_, bytes)| bytes.next_multiple_of(256) + GAP).sum::<u64>() + GAP;
-        let mut buffer = Buffer::new(stream.device(), usize::try_from(total)?)?;
-        buffer.fill(stream, CANARY)?;
-        let (mut parts, mut at) = (Vec::new(), buffer.address() + GAP);
-        for (name, bytes) in sizes {
-            parts.push((name.clone(), DeviceSlice { address: at, bytes: *bytes }));
-            at += bytes.next_multiple_of(256) + GAP;
-        }
-        Ok(Arena { buffer, parts })
-    }
-
-    fn at(&self, name: &str) -> Result<DeviceSlice> {
-        Ok(self.parts.iter().find(|(known, _)| known == name).ok_or_else(|| format!("no {name}"))?.1)
-    }
-
-    fn offset(&self, name: &str) -> Result<usize> {
-        Ok(usize::try_from(self.at(name)?.address - self.buffer.address())?)
-    }
-
-    fn bytes(&self, stream: &Stream) -> Result<Vec<u8>> {
-        let mut all = vec![0u8; self.buffer.bytes()];
-        self.buffer.download(stream, 0, &mut all)?;
-        Ok(all)
-    }
-
-    /// How many bytes outside of every part are no longer what they were, and the first of them.
-    fn strayed(&self, all: &[u8]) -> Option<(usize, String)> {
-        let inside = |n: usize| {
-            let address = self.buffer.address() + n as u64;
-            self.parts.iter().any(|(_, s)| (s.address..s.address + s.bytes).contains(&address))
-        };
-        let wrong: Vec<usize> = (0..all.len()).filter(|&n| all[n] != CANARY && !inside(n)).collect();
-        let first = *wrong.first()?;
-        let address = self.buffer.address() + first as u64;
-        let before = self.parts.iter().rev().find(|(_, s)| s.address <= address);
-        let name = before.map_or("the beginning", |(name, _)| name);
-        let off = before.map_or(0, |(_, s)| address - s.address - s.bytes);
-        Some((wrong.len(), format!("{off} bytes past {name}")))
-    }
-}
 
 /// A pass with its memory.
 struct Case<'a> {

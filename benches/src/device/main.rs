@@ -1,5 +1,6 @@
 //! Everything that needs a GPU, in one binary that travels: it needs a driver and a cuDNN, nothing else.
 
+mod arena;
 mod buckets;
 #[cfg(not(target_vendor = "apple"))]
 mod cudarc;
@@ -12,6 +13,7 @@ mod lengths;
 mod limits;
 mod memory;
 mod msl;
+mod packed;
 mod plans;
 mod scaling;
 mod setup;
@@ -31,7 +33,7 @@ use std::process::ExitCode;
 const USAGE: &str = "device, and one of
   right:  suite [RANDOM] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large] | lengths [right]
-          | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
+          | packed [PROBLEMS] | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   speed | speed-backward | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
           | time (JSON lines in and out)
   said:   version (of cuDNN)";
@@ -60,6 +62,7 @@ fn main() -> ExitCode {
         Some("buckets") => buckets::run(number(1, 60)),
         Some("lengths") => lengths::run(args.get(1).map(String::as_str) != Some("right")),
         Some("limits") => limits::run(args.get(1).map_or("", String::as_str)),
+        Some("packed") => packed::run(number(1, 40)),
         Some("growth") => growth::run(),
         Some("startup") => startup::run(args.get(1).map(String::as_str)),
         Some("soak") => soak::run(number(1, 10_000), number(2, 1_000)),

@@ -4,10 +4,10 @@
 use crate::setup::Result;
 use cudnn_graph::{Buffer, DeviceSlice, Handle, Stream};
 use sdpa::AttentionSpec;
-use sdpa::DType;
 use sdpa::cudnn::lower::{Job, Operand};
 use sdpa::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, Replay};
 use sdpa::expr::{Declared, ParamKind};
+use sdpa::{DType, packed};
 
 /// Packed documents of the document mask.
 const DOCUMENTS: i64 = 8;
@@ -44,13 +44,15 @@ pub(crate) fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) ->
 /// Lengths and documents that mean something; anything else is random.
 fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buffer>> {
     let ParamKind::Tensor { axes, dtype } = p.kind else { return Ok(None) };
-    let elements: i64 = axes.dims(extents).iter().product();
+    let elements = axes.elements(extents);
     if dtype == DType::I32 {
         let last = axes.dims(extents)[2].max(axes.dims(extents)[3]);
         let starts = |document: i64| (document * last + DOCUMENTS - 1) / DOCUMENTS;
         let value = |n: i64| match p.name.as_str() {
             "seq_len_q" => extents[2],
             "seq_len_kv" => extents[3],
+            "cu_seqlens" | "cu_seqlens_q" => n * extents[2],
+            "cu_seqlens_kv" => n * extents[3],
             "doc_start" => starts(n % last * DOCUMENTS / last),
             "doc_end" => starts(n % last * DOCUMENTS / last + 1),
             _ => n % last * DOCUMENTS / last,
@@ -80,6 +82,7 @@ impl Memory {
         let problem = job.problem();
         let mut operands = Vec::new();
         for (n, (operand, tensor)) in job.tensors().enumerate() {
+            let tensor = if problem.packed().is_some() { packed::memory(&tensor, problem.total(operand.side())) } else { tensor };
             operands.push((operand, random(stream, problem.dtype(), tensor.extent().unwrap_or(0), seed * 16 + n as u64 + 1)?));
         }
         let stats = if planned.lowered.stats.is_some() { Some(random(stream, DType::F32, problem.stats_elements(), 7)?) } else { None };
@@ -105,6 +108,19 @@ impl Memory {
                 let values = vec![i32::try_from(length)?; buffer.bytes() / 4];
                 buffer.upload(stream, 0, &values)?;
             }
+        }
+        Ok(())
+    }
+
+    /// How long packed documents are, one behind the other from the first token on.
+    pub(crate) fn set_documents(&mut self, stream: &Stream, lengths: &[i32]) -> Result<()> {
+        let mut boundaries = vec![0];
+        boundaries.extend(lengths.iter().scan(0, |at, length| {
+            *at += length;
+            Some(*at)
+        }));
+        for buffer in self.params.iter_mut().filter(|(p, _)| p.name.starts_with("cu_seqlens")).filter_map(|(_, buffer)| buffer.as_mut()) {
+            buffer.upload(stream, 0, &boundaries)?;
         }
         Ok(())
     }

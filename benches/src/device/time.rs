@@ -7,7 +7,7 @@ use crate::setup::{Result, executor, median};
 use cudnn_graph::{Event, Stream};
 use sdpa::cudnn::lower::Form;
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions};
-use sdpa::{AttentionSpec, DType, Layout, Shape};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Packed, Shape};
 use serde::{Deserialize, Serialize};
 use std::io::BufRead;
 
@@ -30,6 +30,9 @@ struct Question {
     deterministic: bool,
     #[serde(default)]
     wrt: Vec<String>,
+    /// Tokens of packed documents; `shape` has their number and the longest.
+    #[serde(default)]
+    documents: Option<Vec<i32>>,
     /// `composite` or `unified`; else the better one.
     #[serde(default)]
     form: Option<Form>,
@@ -66,12 +69,31 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
+/// Of the pass; of documents, those of each by itself.
+fn flops(backward: &BackwardSpec, question: &Question) -> Result<f64> {
+    let one = |spec: &BackwardSpec| -> Result<f64> {
+        Ok(if question.backward { spec.validate()?.flops() } else { spec.forward.validate()?.flops() })
+    };
+    let Some(documents) = &question.documents else { return one(backward) };
+    let mut all = 0.0;
+    for &length in documents.iter().filter(|&&length| length > 0) {
+        let shape = Shape { batch: 1, seq_q: length.into(), seq_kv: length.into(), ..question.shape };
+        let alone = AttentionSpec::dense(question.dtype, shape, question.layout);
+        all += one(&AttentionSpec { masks: backward.forward.masks.clone(), ..alone }.backward())?;
+    }
+    Ok(all)
+}
+
 fn options(form: Form) -> CudnnOptions {
     CudnnOptions { plan: PlanOptions { form: Some(form), ..PlanOptions::default() }, ..CudnnOptions::default() }
 }
 
 fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Result<Answer> {
     let mut spec = AttentionSpec::dense(question.dtype, question.shape, question.layout);
+    if let Some(documents) = &question.documents {
+        let total = documents.iter().map(|&n| i64::from(n)).sum();
+        spec = AttentionSpec::packed(question.dtype, question.shape, Packed::of(total));
+    }
     for text in &question.score_mod {
         spec = spec.score_mod(text.parse()?);
     }
@@ -85,13 +107,12 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
         backward = backward.wrt(name, question.dtype);
     }
     let forward = spec.validate()?;
-    let (planned, flops) = if question.backward {
-        let problem = backward.validate()?;
-        (executor.attention_backward(&problem)?.0, problem.flops())
-    } else {
-        (executor.attention(&forward)?.0, forward.flops())
-    };
-    let call = Memory::new(stream, &planned, planned.workspace_bytes())?;
+    let planned = if question.backward { executor.attention_backward(&backward.validate()?)?.0 } else { executor.attention(&forward)?.0 };
+    let flops = flops(&backward, question)?;
+    let mut call = Memory::new(stream, &planned, planned.workspace_bytes())?;
+    if let Some(documents) = &question.documents {
+        call.set_documents(stream, documents)?;
+    }
     let handle = executor.library().handle(stream)?;
     if question.backward {
         call.forward_first(executor, stream, &spec)?;

@@ -39,6 +39,9 @@ table! {
         to_host: "cuMemcpyDtoHAsync_v2" fn(*mut c_void, u64, usize, Ptr);
         on_device: "cuMemcpyDtoDAsync_v2" fn(u64, u64, usize, Ptr);
         fill_bytes: "cuMemsetD8Async" fn(u64, u8, usize, Ptr);
+        module_load: "cuModuleLoadData" fn(*mut Ptr, *const c_void);
+        module_function: "cuModuleGetFunction" fn(*mut Ptr, Ptr, *const c_char);
+        launch: "cuLaunchKernel" fn(Ptr, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Ptr, *mut Ptr, *mut Ptr);
         stream_create: "cuStreamCreate" fn(*mut Ptr, c_uint);
         stream_destroy: "cuStreamDestroy_v2" fn(Ptr);
         stream_synchronize: "cuStreamSynchronize" fn(Ptr);

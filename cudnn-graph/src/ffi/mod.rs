@@ -11,6 +11,7 @@ pub mod codes;
 pub mod descriptor;
 pub mod device;
 pub mod driver;
+pub mod kernel;
 mod lane;
 pub mod launch;
 mod load;

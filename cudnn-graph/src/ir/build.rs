@@ -4,7 +4,7 @@
 use super::Graph;
 use super::op::{BandMask, BandSide, Matmul, Op, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, Slice, Softmax, Transpose};
 use super::pointwise::{Mode, Params, Signature};
-use super::tensor::{Scalar, Storage, Tensor, TensorId};
+use super::tensor::{Ragged, Scalar, Storage, Tensor, TensorId};
 use super::ty::{DType, Dims, Strides};
 
 impl Graph {
@@ -57,6 +57,14 @@ impl Graph {
     pub fn set_strides(&mut self, id: TensorId, strides: impl Into<Strides>) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.strides = strides.into();
+        }
+        id
+    }
+
+    /// Packs batch entries of a result one behind the other; `None`: as the strides say.
+    pub fn set_ragged(&mut self, id: TensorId, ragged: Option<Ragged>) -> TensorId {
+        if let Some(tensor) = self.tensors.get_mut(id.index()) {
+            tensor.ragged = ragged;
         }
         id
     }

@@ -196,6 +196,14 @@ impl Problem {
             Side::Keys => self.seq_kv,
         }
     }
+    /// Whether a batch entry may be shorter than the extent: by a mask, or as a packed document.
+    pub fn has_lengths(&self, side: Side) -> bool {
+        let masked = match side {
+            Side::Queries => self.kept.seq_len_q,
+            Side::Keys => self.kept.seq_len_kv,
+        };
+        masked || self.packed.is_some()
+    }
     /// Tokens of a side that a packed call has at most, all documents together.
     pub fn total(&self, side: Side) -> i64 {
         let most = self.batch.saturating_mul(self.seq(side));

@@ -3,7 +3,7 @@
 use super::guard;
 use super::plan::Planned;
 use super::raw::{DeviceCall, DeviceParam, DeviceValue};
-use super::schedule::{Number, PIECE, Slot, SlotId, Source};
+use super::schedule::{Argument, Number, PIECE, Slot, SlotId, Source};
 use crate::error::Error;
 use crate::lower::Job;
 use cudnn_graph::DeviceSlice;
@@ -11,7 +11,7 @@ use cudnn_graph::ir::Scalar;
 use sdpa_core::DType;
 use sdpa_core::error::{SpecError, SpecErrors};
 use sdpa_core::expr::{Declared, ParamKind, Place, Precision, Type};
-use sdpa_core::{Operand, params};
+use sdpa_core::{Operand, Side, TensorSpec, packed, params};
 use smallvec::SmallVec;
 
 /// What a declared parameter takes.
@@ -47,6 +47,8 @@ pub(super) struct Bound {
     /// By the place of the parameter among the declared.
     params: SmallVec<[DeviceValue; 8]>,
     scale: f32,
+    /// Tokens of queries and of keys that the memory of a packed call holds.
+    tokens: [i64; 2],
 }
 
 impl Bound {
@@ -57,6 +59,14 @@ impl Bound {
     /// Whether what is spared by a promise about this parameter is not needed.
     pub(super) fn spares(&self, param: Option<usize>) -> bool {
         param.is_some_and(|at| self.params[at].is_within_extent())
+    }
+
+    pub(super) fn argument(&self, argument: Argument) -> u64 {
+        match argument {
+            Argument::Slot(slot) => self.address(slot),
+            Argument::Tokens(side) => self.tokens[side as usize].unsigned_abs(),
+            Argument::Fixed(x) => x as u64,
+        }
     }
 
     fn scalar(&self, param: usize) -> f32 {
@@ -112,13 +122,14 @@ impl Planned {
         let complete = call.params.len() == self.takes.len()
             && call.gradients.len() == self.schedule.gradients().len()
             && self.tables.len() == self.schedule.tables().len()
+            && (self.kernels.is_some() || !self.schedule.launches())
             && call.stats.is_some() == self.takes_stats()
             && Operand::ALL.into_iter().all(|operand| call.operand(operand).is_some() == self.has(operand));
         let holds = workspace.address.is_multiple_of(PIECE) && workspace.bytes >= self.workspace_bytes();
         if !complete || !holds || guard::check_scale(scale).is_err() {
             return None;
         }
-        let mut bound = Bound { addresses: SmallVec::new(), params: SmallVec::new(), scale };
+        let mut bound = Bound { addresses: SmallVec::new(), params: SmallVec::new(), scale, tokens: self.tokens(call) };
         for (n, (declared, takes)) in self.job.params().iter().zip(&self.takes).enumerate() {
             let named = |p: &&DeviceParam<'_>| p.name == declared.name;
             let given = call.params.get(n).filter(named).or_else(|| call.params.iter().find(named))?;
@@ -138,6 +149,26 @@ impl Planned {
             bound.addresses.push(address);
         }
         Some(bound)
+    }
+
+    /// Tokens that every operand and stats of a packed call have room for, of queries and of keys.
+    fn tokens(&self, call: &DeviceCall<'_>) -> [i64; 2] {
+        let problem = self.job.problem();
+        let Some(packed) = problem.packed() else { return [0; 2] };
+        let mut tokens = Side::ALL.map(|side| problem.total(side));
+        let hold =
+            |tensor: &TensorSpec, dtype: DType, slice: DeviceSlice| packed::tokens(tensor, slice.bytes * 8 / u64::from(dtype.bits()));
+        for (operand, tensor) in self.job.tensors() {
+            if let Some(slice) = call.operand(operand) {
+                let least = &mut tokens[operand.side() as usize];
+                *least = hold(&tensor, problem.dtype(), slice).min(*least);
+            }
+        }
+        if let Some(slice) = call.stats {
+            tokens[0] = hold(&problem.stats_tensor(), DType::F32, slice).min(tokens[0]);
+        }
+        let least = tokens[0].min(tokens[1]);
+        if packed.cross { tokens } else { [least; 2] }
     }
 
     /// The caller's memory for a slot, where it is the caller's and there is some.
@@ -205,8 +236,8 @@ impl Planned {
         if bytes < need {
             errors.push(SpecError::new("workspace", format!("{bytes} bytes"), format!("at least {need} bytes")));
         }
-        if self.tables.len() != self.schedule.tables().len() {
-            errors.push(SpecError::new("tables", "absent", "Planned::upload_tables puts them into device memory"));
+        if self.tables.len() != self.schedule.tables().len() || (self.kernels.is_none() && self.schedule.launches()) {
+            errors.push(SpecError::new("tables", "absent", "Planned::upload_tables puts them, and kernels, into device memory"));
         }
         if errors.is_empty() { Error::Bug("a call was refused for no reason".to_owned()) } else { Error::Spec(SpecErrors(errors)) }
     }

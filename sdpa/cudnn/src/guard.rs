@@ -3,10 +3,10 @@
 use crate::lower::{self, Job, Operand};
 use crate::quirks::{Passes, Quirk};
 use cudnn_graph::Version;
-use sdpa_core::DType;
 use sdpa_core::error::{Reason, SpecError, SpecErrors};
 use sdpa_core::mask::Region;
 use sdpa_core::spec::TensorSpec;
+use sdpa_core::{DType, Side, packed};
 
 /// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
 fn open_window(job: &Job) -> bool {
@@ -31,13 +31,17 @@ fn is_backward(job: &Job) -> bool {
 /// Elements from the first to behind the last of an operand as the engines see it: dense, where it is copied first.
 fn reach(job: &Job, operand: Operand) -> i64 {
     let (dense, _) = lower::densify(job);
-    dense.tensor(operand).and_then(|tensor| tensor.extent()).unwrap_or(0)
+    let problem = job.problem();
+    let all = |tensor: &TensorSpec| match problem.packed() {
+        Some(_) => packed::memory(tensor, problem.total(operand.side())),
+        None => *tensor,
+    };
+    dense.tensor(operand).and_then(|tensor| all(tensor).extent()).unwrap_or(0)
 }
 
 /// Lengths of batch entries, of queries and of keys.
 fn is_padded(job: &Job) -> bool {
-    let kept = job.problem().kept();
-    kept.seq_len_q && kept.seq_len_kv
+    Side::ALL.iter().all(|&side| job.problem().has_lengths(side))
 }
 
 /// What is declined, and for which problems.
@@ -86,7 +90,16 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16 and bf16");
     }
     if problem.packed().is_some() {
-        limit("packed", "documents".to_owned(), "cuDNN's plans are made for batch entries of one length apart");
+        for operand in lower::densify(job).1 {
+            let rule = "packed documents are read and written in place: 16-byte alignment, strides in multiples of 16 bytes";
+            limit(&format!("{operand}.strides"), format!("{:?}", job.tensor(operand).map(|t| t.strides)), rule);
+        }
+        if problem.seq_q() == 1 {
+            limit("seq_q", "1".to_owned(), "one query for each document is no packed batch: (batch, heads, 1, dim), with lengths of keys");
+        }
+        if is_backward(job) && !(90..120).contains(&sm) {
+            limit("device", format!("sm {sm}"), "packed stats are read by engines for compute capability 9.0 to 11.x");
+        }
     }
     if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
         limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");

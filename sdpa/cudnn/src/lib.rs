@@ -13,6 +13,7 @@ mod executor;
 mod files;
 pub mod guard;
 mod host;
+pub mod kernels;
 pub mod lower;
 mod named;
 mod order;

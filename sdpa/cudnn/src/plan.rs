@@ -7,6 +7,7 @@ use super::order;
 use super::schedule::{PIECE, Role, Run, Schedule, outline};
 use super::used::Used;
 use crate::error::Error;
+use crate::kernels::Loaded;
 use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling, Vectors};
 use cudnn_graph::{Buffer, Library, Outcome, Plan, Planner, Policy, Target, Version};
 use sdpa_cache::{BuildTime, CacheValue, Weight};
@@ -41,6 +42,8 @@ pub struct Planned {
     pub time: BuildTime,
     /// What the schedule's tables hold, in device memory: see [`Planned::upload_tables`].
     pub tables: Vec<Arc<Buffer>>,
+    /// The kernels of this crate, where the schedule has some.
+    pub(super) kernels: Option<&'static Loaded>,
     /// What each declared parameter takes.
     pub(super) takes: Vec<Takes>,
     /// What plans need of the workspace for themselves.
@@ -66,7 +69,7 @@ impl Planned {
         let takes = job.params().iter().map(|p| Takes::of(p, extents)).collect();
         let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
         let (time, tables, used) = (BuildTime::default(), Vec::new(), Used::default());
-        Ok(Planned { job, lowered, plan, schedule, engine, time, tables, takes, base, used })
+        Ok(Planned { job, lowered, plan, schedule, engine, time, tables, kernels: None, takes, base, used })
     }
 
     /// A plan of the attention graph, for callers that plan by themselves; what has to happen around it is planned as usual. The graph is of
@@ -112,7 +115,7 @@ impl Planned {
     pub fn copied(&self) -> Vec<&'static str> {
         let copied = self.schedule.runs().filter_map(|run| match &run.role {
             Role::Copy(operand) => Some(operand.name()),
-            Role::Attention | Role::Conversion(_) | Role::Sum(..) | Role::Rounding(_) => None,
+            Role::Attention | Role::Conversion(_) | Role::Sum(..) | Role::Rounding(_) | Role::Documents | Role::Unpaired(_) => None,
         });
         copied.collect()
     }

@@ -5,6 +5,7 @@ use super::bind::Bound;
 use super::plan::Planned;
 use super::schedule::{Contents, Run, Step};
 use crate::error::Error;
+use crate::kernels::Loaded;
 use crate::lower::Table;
 use cudnn_graph::{Buffer, DeviceSlice, Handle, Plan, Stream};
 use half::{bf16, f16};
@@ -26,13 +27,16 @@ pub type DeviceBackward<'a> = device::DeviceBackward<'a, DeviceSlice>;
 pub type DeviceCall<'a> = device::DeviceCall<'a, DeviceSlice>;
 
 impl Planned {
-    /// Puts the tables of the graphs into device memory, and waits for that.
+    /// Puts the tables of the graphs into device memory, and the kernels around them, and waits for that.
     ///
     /// # Errors
     /// The environment's.
     pub fn upload_tables(&mut self, stream: &Stream) -> Result<(), Error> {
         for contents in self.schedule.tables() {
             self.tables.push(Arc::new(uploaded(contents, stream)?));
+        }
+        if self.schedule.launches() {
+            self.kernels = Some(Loaded::on(stream.device())?);
         }
         stream.synchronize()?;
         Ok(())
@@ -90,6 +94,12 @@ impl Planned {
             Step::Run(run) if bound.spares(run.spared_by) => Ok(()),
             // SAFETY: the caller's.
             Step::Run(run) => unsafe { execute(handle, run, bound, workspace) },
+            Step::Launch(launch) => {
+                let arguments: SmallVec<[u64; 32]> = launch.arguments.iter().map(|argument| bound.argument(*argument)).collect();
+                let kernels = self.kernels.ok_or_else(|| Error::Bug("a call was bound without its kernels".to_owned()))?;
+                // SAFETY: the caller's; a kernel reaches what slots hold, and of packed documents what the memory of the call has tokens for.
+                Ok(unsafe { handle.launch(kernels.get(launch.kernel), launch.grid, &arguments) }?)
+            }
             Step::Zero(to) => {
                 let to = DeviceSlice { address: bound.address(*to), bytes: self.schedule.slot(*to).bytes };
                 // SAFETY: the caller's.

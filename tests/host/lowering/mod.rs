@@ -9,9 +9,9 @@ use conformance::random::Random;
 use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::ir::interp::{self, Precision, Value};
-use sdpa::cudnn::lower::{self, Form, Guarded, LengthOf, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Vectors};
+use sdpa::cudnn::lower::{self, Form, Guarded, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Told, Vectors};
 use sdpa::expr::{self, Place, Trace};
-use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, ScoreMod, Shape};
+use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, ScoreMod, Shape, Side};
 use std::collections::BTreeMap;
 
 const OLD: Version = Version::new(9, 19, 0);
@@ -106,17 +106,25 @@ impl Graph<'_> {
                 Supply::Guarded(Guarded { of, most, keyless }) => {
                     let most = *most as f64;
                     let guarded = match of {
-                        LengthOf::Keys => {
+                        Side::Keys => {
                             let least = if *keyless { 1.0 } else { 0.0 };
                             value("seq_len_kv").into_iter().map(|x| x.clamp(least, most)).collect()
                         }
-                        LengthOf::Queries => {
+                        Side::Queries => {
                             let both = value("seq_len_q").into_iter().zip(value("seq_len_kv"));
                             both.map(|(q, kv)| if *keyless && kv <= 0.0 { 0.0 } else { q.clamp(0.0, most) }).collect()
                         }
                     };
                     self.set(*id, guarded);
                 }
+                Supply::Documents(Told::Lengths(side)) => {
+                    let boundaries = ["cu_seqlens", ["cu_seqlens_q", "cu_seqlens_kv"][*side as usize]];
+                    let given = params.iter().find(|(name, _)| boundaries.contains(&name.as_str())).map(|(_, v)| v.clone());
+                    let given = given.unwrap_or_else(|| panic!("no boundaries are declared"));
+                    self.set(*id, given.windows(2).map(|pair| pair[1] - pair[0]).collect());
+                }
+                // The interpreter reads packed tensors as if each document were of the longest.
+                Supply::Documents(Told::Offsets(..)) => {}
                 Supply::Table(Table::F32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
                 Supply::Table(Table::I32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
                 Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {}

@@ -50,12 +50,12 @@ pub(crate) fn entered() -> bool {
     (0..DEVICES).any(|device| current() == context(device))
 }
 
-fn in_context(done: impl FnOnce() -> c_int) -> c_int {
+pub(crate) fn in_context(done: impl FnOnce() -> c_int) -> c_int {
     if entered() { done() } else { INVALID_CONTEXT }
 }
 
 /// A call that would invalidate captures, were it not made in the relaxed mode.
-fn relaxed(done: impl FnOnce() -> c_int) -> c_int {
+pub(crate) fn relaxed(done: impl FnOnce() -> c_int) -> c_int {
     in_context(|| match timeline::disturb() {
         0 => done(),
         code => code,

@@ -13,6 +13,8 @@ pub const COPY: u32 = 3;
 pub const UPLOAD: u32 = 4;
 /// Device memory was copied to host memory.
 pub const DOWNLOAD: u32 = 5;
+/// A kernel was launched: its blocks are `from`, its threads `bytes`, its arguments `pointers`.
+pub const LAUNCH: u32 = 6;
 
 /// One thing that was submitted.
 #[repr(C)]

@@ -29,6 +29,7 @@ mod descriptor;
 pub mod driver;
 pub mod entry;
 mod graph;
+pub mod kernel;
 mod memory;
 pub mod record;
 pub mod timeline;

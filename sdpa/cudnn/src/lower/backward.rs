@@ -9,12 +9,12 @@ use super::{Form, LowerError, dtype, stats, tensor, transposed};
 use crate::quirks::Quirk;
 use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
 use cudnn_graph::ir::ty::Dims;
-use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
+use cudnn_graph::ir::{Mode, Ragged, Scalar, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
-use sdpa_core::Operand;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::expr::{Binary, Node, ParamKind, Place, Precision, Trace, Unary};
 use sdpa_core::problem::Problem;
+use sdpa_core::{Operand, Side};
 use serde::{Deserialize, Serialize};
 
 /// Operands of both forms, in the same order.
@@ -25,7 +25,7 @@ struct Ports {
 }
 
 impl Ports {
-    fn new(g: &mut Graph, b: &BackwardProblem, view: impl Fn(Tensor) -> Tensor) -> Ports {
+    fn new(to: &mut Draft<'_>, b: &BackwardProblem, view: impl Fn(Tensor) -> Tensor) -> Ports {
         let p = b.forward();
         let mut operands = Vec::new();
         let strided = [
@@ -41,9 +41,9 @@ impl Ports {
         for (operand, spec) in strided {
             let plain = tensor(operand, dtype(p.dtype()), spec);
             let tensor = if matches!(operand, Operand::K | Operand::V) { view(plain) } else { plain };
-            operands.push((operand, g.tensor(tensor)));
+            operands.push((operand, super::operand(to, p, tensor, operand)));
         }
-        Ports { operands, stats: stats(g, p), attn_scale: g.parameter("attn_scale", DType::F32) }
+        Ports { operands, stats: stats(to, p), attn_scale: to.graph.parameter("attn_scale", DType::F32) }
     }
 
     fn at(&self, operand: Operand) -> TensorId {
@@ -82,14 +82,14 @@ impl Spelling {
 
 pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
     let pass = Pass::Backward(spelling.vectors);
-    let padded = b.forward().kept().seq_len_q || b.forward().kept().seq_len_kv;
+    let padded = Side::ALL.iter().any(|&side| b.forward().has_lengths(side));
     if padded && b.gradient().is_some_and(|gradient| !survives_padding(&gradient.trace, b.forward().extents())) {
         return Err(LowerError::Unsupported(NO_NUMBER.to_owned()));
     }
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
-    let ports = Ports::new(&mut g, b, transposed);
     let p = b.forward();
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
+    let ports = Ports::new(to, b, transposed);
     let lengths = Lengths::of(to, p);
     let [rows, keys] = lengths.overrides(to, p, runtime)?;
     let scale = ports.attn_scale;
@@ -125,7 +125,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
             emitter.set_upstream(d_modified);
             let d_scaled = emitter.emit_gradient(to, gradient.trace.roots()[1]);
             let mut d_scaled = mask::fill_outside(to, d_scaled, p, 0.0);
-            if may_be_infinite(&gradient.trace) || p.kept().seq_len_q || p.kept().seq_len_kv {
+            if may_be_infinite(&gradient.trace) || padded {
                 d_scaled = mask::fill_dropped(to, d_scaled, p, lengths, (runtime, 0.0), pass);
             }
             parameters(to, b, d_scaled)?;
@@ -138,19 +138,28 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     fold_heads(to, b, [turned, ports.at(Operand::Q)], ports.at(Operand::DK), [keys, None, rows]);
 
     let key = p.k();
+    let packed = g.get(ports.at(Operand::K)).and_then(|k| k.ragged);
     let key = g.reshape(ports.at(Operand::K), key.dims, key.strides, None);
+    g.set_ragged(key, packed);
     g.set_dtype(key, dtype(p.dtype()));
     let dq = ports.at(Operand::DQ);
     if spelling.query_gradient == QueryGradient::AtOnce {
         product_into(&mut g, [d_scores, key], dq, [rows, None, keys], None);
     } else {
-        let sum = g.input("dq_sum", DType::F32, [p.batch(), p.heads_q(), p.seq_q(), p.dim_qk()]);
+        let mut sum = Tensor::device("dq_sum", DType::F32, [p.batch(), p.heads_q(), p.seq_q(), p.dim_qk()]);
+        if sums_are_packed(p)
+            && let Some(dq) = g.get(dq)
+        {
+            (sum.strides, sum.ragged) = (dq.strides.clone(), dq.ragged);
+        }
+        let sum = g.tensor(sum);
         supplies.push((sum, Supply::Scratch));
         product_into(&mut g, [d_scores, key], sum, [rows, None, keys], None);
         g.pointwise_into(Mode::Identity, &[sum], dq);
     }
     let Ports { operands, stats, attn_scale } = ports;
-    Ok(Lowered { graph: g.verify()?, form: Form::Composite, spelling: Some(spelling), operands, attn_scale, stats: Some(stats), supplies })
+    let (stats, totals) = (Some(stats), Side::ALL.map(|side| p.total(side)));
+    Ok(Lowered { graph: g.verify()?, form: Form::Composite, spelling: Some(spelling), operands, attn_scale, stats, totals, supplies })
 }
 
 /// Why padding is refused beside some score_mods.
@@ -178,6 +187,12 @@ fn may_be_infinite(trace: &Trace) -> bool {
     })
 }
 
+/// Whether sums in the workspace lie as packed documents do: where that takes less than a place for each query of the longest document. With
+/// 72 elements to a query dq is wrong then (H200, 9.19); NVIDIA's frontend has the same rule.
+fn sums_are_packed(p: &Problem) -> bool {
+    p.packed().is_some() && p.dim_qk() % 16 == 0 && p.total(Side::Queries) < p.batch() * p.seq_q()
+}
+
 /// Σ o·d_o of each row, in device memory. Engines tell it from the others by the multiplication by one.
 fn row_sum(to: &mut Draft<'_>, p: &Problem, ports: &Ports) -> TensorId {
     let row = [p.batch(), p.heads_q(), p.seq_q(), 1];
@@ -187,6 +202,12 @@ fn row_sum(to: &mut Draft<'_>, p: &Problem, ports: &Ports) -> TensorId {
     let one = g.scalar(Scalar::F32(1.0));
     let sums = g.pointwise(Mode::Mul, &[sums, one]);
     g.output(sums, "row_sum", DType::F32);
+    if sums_are_packed(p)
+        && let Some((strides, packed)) = g.get(ports.stats).map(|stats| (stats.strides.clone(), stats.ragged))
+    {
+        g.set_strides(sums, strides);
+        g.set_ragged(sums, packed);
+    }
     to.supplies.push((sums, Supply::Scratch));
     sums
 }
@@ -210,7 +231,26 @@ fn fold_heads(to: &mut Draft<'_>, b: &BackwardProblem, factors: [TensorId; 2], i
     let dim = g.get(factors[1]).and_then(|t| t.dims.0.last().copied()).unwrap_or(1);
     let full = product(g, factors, Dims::from([p.batch(), p.heads_q(), p.seq_kv(), dim]), overrides, None);
     g.set_dtype(full, dtype(p.dtype()));
+    if let Some((strides, packed)) = heads_in_workspace(g, p, into) {
+        let name = format!("{}_of_heads_q", g.get(into).map_or("gradient", |t| &t.name));
+        g.output(full, &name, dtype(p.dtype()));
+        g.set_strides(full, strides);
+        g.set_ragged(full, packed);
+        to.supplies.push((full, Supply::Scratch));
+    }
     g.push(Op::Reduction(Reduction { mode: ReductionMode::Add, x: full, y: into, compute: DType::F32, deterministic: false }));
+}
+
+/// Strides of a gradient with a head for each query head, and where its documents begin, in units of as many elements more as there are heads
+/// more: where it is given memory that lies as packed documents do. Engines take as much for themselves then, and otherwise keep a place for
+/// each key of the longest document.
+fn heads_in_workspace(g: &Graph, p: &Problem, gradient: TensorId) -> Option<([i64; 4], Option<Ragged>)> {
+    let tensor = g.get(gradient)?;
+    let [batch, head, token, dim] = tensor.strides.0[..] else { return None };
+    let dense = tensor.dims.0.last() == Some(&head) && token == p.heads_kv() * head;
+    let saves = 2 * p.total(Side::Keys) < p.batch() * p.seq_kv();
+    (p.packed().is_some() && p.dim_qk() % 16 == 0 && p.dim_v() % 16 == 0 && dense && saves)
+        .then_some(([batch * p.group(), head, token * p.group(), dim], tensor.ragged))
 }
 
 /// Gradients of declared parameters. Engines sum the gradient that is about to be multiplied by the scale, and no other: that of
@@ -260,7 +300,8 @@ pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
         return Err(LowerError::Unsupported("the unified backward op takes plain attention only".to_owned()));
     }
     let mut g = Graph::new();
-    let ports = Ports::new(&mut g, b, |tensor| tensor);
+    let mut supplies = Vec::new();
+    let ports = Ports::new(&mut Draft { graph: &mut g, supplies: &mut supplies }, b, |tensor| tensor);
     let at = |operand| ports.at(operand);
     g.push(Op::SdpaBackward(Box::new(SdpaBackward {
         q: at(Operand::Q),
@@ -278,5 +319,6 @@ pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
         score: None,
     })));
     let Ports { operands, stats, attn_scale } = ports;
-    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands, attn_scale, stats: Some(stats), supplies: Vec::new() })
+    let (stats, totals) = (Some(stats), Side::ALL.map(|side| p.total(side)));
+    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands, attn_scale, stats, totals, supplies })
 }

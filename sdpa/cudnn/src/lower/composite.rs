@@ -9,13 +9,14 @@ use cudnn_graph::ir::op::{Matmul, Op, ReductionMode};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, TensorId};
 use cudnn_graph::{DType, Graph, Version};
+use sdpa_core::Side;
 use sdpa_core::problem::Problem;
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
-    let operands = Operands::new(&mut g, problem, transposed);
-    let Operands { q, k, v, attn_scale, o, stats } = operands;
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
+    let operands = Operands::new(to, problem, transposed);
+    let Operands { q, k, v, attn_scale, o, stats } = operands;
     let lengths = Lengths::of(to, problem);
     let [rows, keys] = lengths.overrides(to, problem, runtime)?;
     let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));
@@ -28,7 +29,16 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     product_into(&mut g, [weights, v], o, [rows, None, keys], None);
 
     let graph = g.verify()?;
-    Ok(Lowered { graph, form: Form::Composite, spelling: None, operands: operands.list(), attn_scale, stats, supplies })
+    Ok(Lowered {
+        graph,
+        form: Form::Composite,
+        spelling: None,
+        operands: operands.list(),
+        attn_scale,
+        stats,
+        totals: Side::ALL.map(|side| problem.total(side)),
+        supplies,
+    })
 }
 
 /// Extents of the scores.

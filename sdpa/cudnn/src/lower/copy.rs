@@ -5,11 +5,12 @@
 //! remain besides the last, the copy is made once per index of the outermost.
 
 use super::job::Job;
-use super::lowered::{Guarded, LengthOf};
+use super::lowered::Guarded;
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
 use sdpa_core::Operand;
+use sdpa_core::Side;
 use sdpa_core::spec::{Layout, TensorSpec};
 
 /// A copy graph, the tensors that a caller binds, and how often to run it.
@@ -148,14 +149,14 @@ pub(crate) fn guarded(which: Guarded, entries: i64) -> Result<CopyGraph, cudnn_g
     let x = lengths(&mut g, "from");
     let most = with(&mut g, Mode::Min, x, which.most as f32, DType::F32);
     let (most, least, second) = match (which.of, which.keyless) {
-        (LengthOf::Queries, true) => {
+        (Side::Queries, true) => {
             let keys = lengths(&mut g, "second");
             // No length is larger than one key counted so often; entries without keys have no queries.
             let any = with(&mut g, Mode::Mul, keys, (1 << 24) as f32, DType::F32);
             (g.pointwise_as(Mode::Min, &[most, any], DType::F32, DType::F32, Params::default()), 0.0, Some(keys))
         }
-        (LengthOf::Queries, false) | (LengthOf::Keys, false) => (most, 0.0, None),
-        (LengthOf::Keys, true) => (most, 1.0, None),
+        (Side::Queries, false) | (Side::Keys, false) => (most, 0.0, None),
+        (Side::Keys, true) => (most, 1.0, None),
     };
     let y = with(&mut g, Mode::Max, most, least, DType::I32);
     g.output(y, "to", DType::I32);
@@ -239,14 +240,14 @@ mod tests {
         use cudnn_graph::ir::interp::{self, Precision};
         let (queries, keys) = ([5.0, 9.0, 0.0, 131.0, -3.0, 2e9, 130.0], [3.0, 0.0, 0.0, f64::from(1 << 24), 7.0, -2e9, 300.0]);
         for (of, keyless, want) in [
-            (LengthOf::Queries, true, [5.0, 0.0, 0.0, 130.0, 0.0, 0.0, 130.0]),
-            (LengthOf::Queries, false, [5.0, 9.0, 0.0, 130.0, 0.0, 130.0, 130.0]),
-            (LengthOf::Keys, true, [3.0, 1.0, 1.0, 257.0, 7.0, 1.0, 257.0]),
-            (LengthOf::Keys, false, [3.0, 0.0, 0.0, 257.0, 7.0, 0.0, 257.0]),
+            (Side::Queries, true, [5.0, 0.0, 0.0, 130.0, 0.0, 0.0, 130.0]),
+            (Side::Queries, false, [5.0, 9.0, 0.0, 130.0, 0.0, 130.0, 130.0]),
+            (Side::Keys, true, [3.0, 1.0, 1.0, 257.0, 7.0, 1.0, 257.0]),
+            (Side::Keys, false, [3.0, 0.0, 0.0, 257.0, 7.0, 0.0, 257.0]),
         ] {
-            let most = if of == LengthOf::Queries { 130 } else { 257 };
+            let most = if of == Side::Queries { 130 } else { 257 };
             let c = guarded(Guarded { of, most, keyless }, 7).unwrap();
-            let first = if of == LengthOf::Keys { keys } else { queries };
+            let first = if of == Side::Keys { keys } else { queries };
             let given = [Some((c.from, first)), c.second.map(|id| (id, keys))];
             let inputs = given.into_iter().flatten().map(|(id, x)| (id, interp::Value::new(vec![1, 1, 7], x.to_vec()))).collect();
             let got = interp::run(&c.graph, &inputs, Precision::F32).unwrap();

@@ -451,7 +451,13 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
     let declared = &trace.params()[p.index()];
     let before = to.supplies.iter().find(|(_, s)| match s {
         Supply::Param(name) | Supply::Spread { name, .. } => *name == declared.name,
-        Supply::Number(_) | Supply::Guarded(_) | Supply::Table(_) | Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => false,
+        Supply::Number(_)
+        | Supply::Guarded(_)
+        | Supply::Documents(_)
+        | Supply::Table(_)
+        | Supply::Scratch
+        | Supply::Gradient(_)
+        | Supply::Terms { .. } => false,
     });
     if let Some((tensor, _)) = before {
         return *tensor;

@@ -4,9 +4,9 @@ use super::Form;
 use super::backward::Spelling;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{DType, Verified};
-use sdpa_core::Operand;
 use sdpa_core::expr::Trace;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::{Operand, Side};
 
 /// Numbers that a graph reads from device memory and that no caller knows of.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,13 +35,22 @@ impl Table {
     }
 }
 
-/// What lengths of batch entries are of.
+/// What engines are told of packed documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LengthOf {
-    /// Lengths of queries, `seq_len_q`.
-    Queries,
-    /// Lengths of keys, `seq_len_kv`.
-    Keys,
+pub enum Told {
+    /// Tokens of each, i32.
+    Lengths(Side),
+    /// Where each begins in tensors of so many elements to a token, i64, with one number more.
+    Offsets(Side, i64),
+}
+
+impl Told {
+    /// Which sequence it is of.
+    pub fn side(self) -> Side {
+        match self {
+            Told::Lengths(side) | Told::Offsets(side, _) => side,
+        }
+    }
 }
 
 /// Lengths of batch entries as engines can take them, whatever the caller's memory holds: engines write as many rows as lengths say, also
@@ -49,7 +58,7 @@ pub enum LengthOf {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guarded {
     /// Of queries, or of keys.
-    pub of: LengthOf,
+    pub of: Side,
     /// The extent: no length is more, and none is negative.
     pub most: i64,
     /// For engines that go wrong without keys: an entry without keys has one, and no queries.
@@ -60,9 +69,9 @@ impl Guarded {
     /// The declared tensors that it is computed of, in the order of the copy that computes it.
     pub fn params(self) -> &'static [&'static str] {
         match (self.of, self.keyless) {
-            (LengthOf::Queries, true) => &[SEQ_LEN_Q, SEQ_LEN_KV],
-            (LengthOf::Queries, false) => &[SEQ_LEN_Q],
-            (LengthOf::Keys, _) => &[SEQ_LEN_KV],
+            (Side::Queries, true) => &[SEQ_LEN_Q, SEQ_LEN_KV],
+            (Side::Queries, false) => &[SEQ_LEN_Q],
+            (Side::Keys, _) => &[SEQ_LEN_KV],
         }
     }
 }
@@ -85,6 +94,8 @@ pub enum Supply {
     },
     /// Lengths that lead no engine past the end of a tensor: see [`Guarded`].
     Guarded(Guarded),
+    /// What engines are told of packed documents, computed on the device from their boundaries.
+    Documents(Told),
     /// A table that the executor keeps in device memory.
     Table(Table),
     /// Device memory of the workspace, whose contents mean nothing to the caller.
@@ -116,6 +127,8 @@ pub struct Lowered {
     pub attn_scale: TensorId,
     /// f32 (batch, heads_q, seq_q, 1).
     pub stats: Option<TensorId>,
+    /// Tokens of queries and of keys that a packed call has at most: what tensors in the workspace have room for.
+    pub totals: [i64; 2],
     /// Every other tensor that has to be bound, and what is bound to it.
     pub supplies: Vec<(TensorId, Supply)>,
 }
@@ -126,10 +139,30 @@ impl Lowered {
         self.operands.iter().find(|(o, _)| *o == operand).map(|(_, id)| *id)
     }
 
-    /// Bytes of device memory that a tensor's elements reach.
+    /// Which documents' offsets a tensor has.
+    fn side(&self, offsets: TensorId) -> Option<Side> {
+        self.supplies.iter().find_map(|(id, supply)| match supply {
+            Supply::Documents(told) if *id == offsets => Some(told.side()),
+            Supply::Documents(_)
+            | Supply::Number(_)
+            | Supply::Param(_)
+            | Supply::Spread { .. }
+            | Supply::Guarded(_)
+            | Supply::Table(_)
+            | Supply::Scratch
+            | Supply::Gradient(_)
+            | Supply::Terms { .. } => None,
+        })
+    }
+
+    /// Bytes of device memory that a tensor's elements reach; of packed documents, with all the tokens that a call has at most.
     pub fn bytes(&self, id: TensorId) -> u64 {
         self.graph.graph().get(id).map_or(0, |t| {
-            let elements = t.strides.extent(&t.dims).and_then(|n| u64::try_from(n).ok());
+            let mut dims = t.dims.0.clone();
+            if let (Some(side), [batch, _, seq, _]) = (t.ragged.and_then(|ragged| self.side(ragged.offsets)), &mut dims[..]) {
+                (*batch, *seq) = (1, self.totals[side as usize]);
+            }
+            let elements = t.strides.extent(&dims.into()).and_then(|n| u64::try_from(n).ok());
             t.dtype.bytes(elements.unwrap_or(0))
         })
     }

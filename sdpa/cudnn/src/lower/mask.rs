@@ -5,11 +5,13 @@
 
 use super::LowerError;
 use super::expr::{Draft, Emitter, Pass};
-use super::lowered::{Guarded, LengthOf, Supply};
+use super::lowered::{Guarded, Supply};
+use super::packed;
 use crate::quirks::Quirk;
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
+use sdpa_core::Side;
 use sdpa_core::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, ParamKind};
 use sdpa_core::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;
@@ -23,11 +25,17 @@ pub(super) struct Lengths {
     kv: Option<TensorId>,
     /// Of queries and of keys, as rules like any other.
     ruled: [bool; 2],
+    /// They are those of packed documents, which lead past no end.
+    packed: bool,
 }
 
 impl Lengths {
     /// Those that the masks of a problem read.
     pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Lengths {
+        if problem.packed().is_some() {
+            let [q, kv] = Side::ALL.map(|side| Some(packed::lengths(to, problem, side)));
+            return Lengths { q, kv, ruled: [false; 2], packed: true };
+        }
         let kept = problem.kept();
         let mut tensor = |used: bool, name: &str| {
             used.then(|| {
@@ -36,12 +44,12 @@ impl Lengths {
                 tensor
             })
         };
-        Lengths { q: tensor(kept.seq_len_q, SEQ_LEN_Q), kv: tensor(kept.seq_len_kv, SEQ_LEN_KV), ruled: [false; 2] }
+        Lengths { q: tensor(kept.seq_len_q, SEQ_LEN_Q), kv: tensor(kept.seq_len_kv, SEQ_LEN_KV), ruled: [false; 2], packed: false }
     }
 
     /// All of them as rules.
     pub(super) fn as_rules(self) -> Lengths {
-        Lengths { q: None, kv: None, ruled: [self.drops_q(), self.drops_kv()] }
+        Lengths { q: None, kv: None, ruled: [self.drops_q(), self.drops_kv()], packed: false }
     }
 
     /// What products of matrices take: of queries and of keys, where there are both as tensors.
@@ -49,7 +57,11 @@ impl Lengths {
     /// # Errors
     /// As [`guarded`].
     pub(super) fn overrides(self, to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
-        if self.q.is_none() || self.kv.is_none() { Ok([None, None]) } else { guarded(to, problem, runtime) }
+        match (self.q, self.kv) {
+            (Some(_), Some(_)) if self.packed => Ok([self.q, self.kv]),
+            (Some(_), Some(_)) => guarded(to, problem, runtime),
+            (None, _) | (_, None) => Ok([None, None]),
+        }
     }
 
     fn drops_q(self) -> bool {
@@ -81,8 +93,8 @@ pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -
         to.supplies.push((tensor, Supply::Guarded(Guarded { of, most, keyless })));
         Some(tensor)
     };
-    let queries = clamped("seq_len_q_guarded", LengthOf::Queries, problem.seq_q());
-    Ok([queries, clamped("seq_len_kv_guarded", LengthOf::Keys, problem.seq_kv())])
+    let queries = clamped("seq_len_q_guarded", Side::Queries, problem.seq_q());
+    Ok([queries, clamped("seq_len_kv_guarded", Side::Keys, problem.seq_kv())])
 }
 
 /// Whether there is something to drop besides the lengths that the op takes by itself.
@@ -192,7 +204,7 @@ const TILE: i64 = 128;
 /// Puts a number where a tile reaches past the last key, unless a mask drops that already.
 pub(super) fn fill_past_keys(to: &mut Draft<'_>, scores: TensorId, problem: &Problem, runtime: Version) -> TensorId {
     let (seq_q, seq_kv) = (problem.seq_q(), problem.seq_kv());
-    let covered = problem.kept().seq_len_kv || problem.region().upper.is_some_and(|upper| seq_q - 1 + upper < seq_kv);
+    let covered = problem.has_lengths(Side::Keys) || problem.region().upper.is_some_and(|upper| seq_q - 1 + upper < seq_kv);
     if covered { scores } else { fill_past(to, scores, 3, seq_kv, masked(runtime)) }
 }
 

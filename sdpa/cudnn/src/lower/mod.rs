@@ -13,6 +13,7 @@ mod key;
 mod lowered;
 mod mask;
 mod mode;
+mod packed;
 #[cfg(test)]
 mod spelled;
 mod sum;
@@ -26,12 +27,12 @@ pub(crate) use copy::{densify, guarded, spread};
 pub use expr::Vectors;
 pub use job::Job;
 pub(crate) use key::JobQuery;
-pub use lowered::{Guarded, LengthOf, Lowered, Supply, Table};
-pub use sdpa_core::Operand;
+pub use lowered::{Guarded, Lowered, Supply, Table, Told};
+pub use sdpa_core::{Operand, Side};
 pub use sum::{Sum, Sums};
 
 use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
-use cudnn_graph::{DType, Graph, Version};
+use cudnn_graph::{DType, Version};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
@@ -90,6 +91,9 @@ pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
 /// unified form skips no blocks of a mask that is spelled as ops.
 pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
     let problem = job.problem();
+    if problem.packed().is_some() {
+        return &[Form::Composite];
+    }
     let plain = problem.kept().is_full() && problem.score_mod().is_none();
     let unified = match job {
         Job::Forward(_) => runtime >= if plain { UNIFIED_PLAIN_SINCE } else { UNIFIED_SINCE },
@@ -158,15 +162,15 @@ struct Operands {
 }
 
 impl Operands {
-    fn new(g: &mut Graph, problem: &Problem, key: impl FnOnce(Tensor) -> Tensor) -> Operands {
+    fn new(to: &mut expr::Draft<'_>, problem: &Problem, key: impl FnOnce(Tensor) -> Tensor) -> Operands {
         let dtype = dtype(problem.dtype());
         Operands {
-            q: g.tensor(tensor(Operand::Q, dtype, problem.q())),
-            k: g.tensor(key(tensor(Operand::K, dtype, problem.k()))),
-            v: g.tensor(tensor(Operand::V, dtype, problem.v())),
-            attn_scale: g.parameter("attn_scale", DType::F32),
-            o: g.tensor(tensor(Operand::O, dtype, problem.o())),
-            stats: problem.stats().then(|| stats(g, problem)),
+            q: operand(to, problem, tensor(Operand::Q, dtype, problem.q()), Operand::Q),
+            k: operand(to, problem, key(tensor(Operand::K, dtype, problem.k())), Operand::K),
+            v: operand(to, problem, tensor(Operand::V, dtype, problem.v()), Operand::V),
+            attn_scale: to.graph.parameter("attn_scale", DType::F32),
+            o: operand(to, problem, tensor(Operand::O, dtype, problem.o()), Operand::O),
+            stats: problem.stats().then(|| stats(to, problem)),
         }
     }
 
@@ -175,8 +179,15 @@ impl Operands {
     }
 }
 
-fn stats(g: &mut Graph, problem: &Problem) -> TensorId {
-    g.input("stats", DType::F32, [problem.batch(), problem.heads_q(), problem.seq_q(), 1])
+fn operand(to: &mut expr::Draft<'_>, problem: &Problem, tensor: Tensor, operand: Operand) -> TensorId {
+    let tensor = packed::placed(to, problem, operand.side(), tensor);
+    to.graph.tensor(tensor)
+}
+
+fn stats(to: &mut expr::Draft<'_>, problem: &Problem) -> TensorId {
+    let TensorSpec { dims, strides, .. } = problem.stats_tensor();
+    let tensor = packed::placed(to, problem, Side::Queries, Tensor::device("stats", DType::F32, dims).strides(strides));
+    to.graph.tensor(tensor)
 }
 
 /// What the score_mods make of scores.

@@ -9,13 +9,14 @@ use cudnn_graph::ir::op::{Op, ScoreGraph, SdpaForward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, TensorId};
 use cudnn_graph::{DType, Graph, Version};
+use sdpa_core::Side;
 use sdpa_core::problem::Problem;
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
-    let operands = Operands::new(&mut g, problem, |key| key);
-    let Operands { q, k, v, attn_scale, o, stats } = operands;
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
+    let operands = Operands::new(to, problem, |key| key);
+    let Operands { q, k, v, attn_scale, o, stats } = operands;
     let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
     if padded && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
         let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
@@ -45,7 +46,16 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     };
     let plain = SdpaForward::plain(q, k, v, o);
     g.push(Op::SdpaForward(Box::new(SdpaForward { attn_scale: Some(attn_scale), score, stats, seq_len_q, seq_len_kv, ..plain })));
-    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands: operands.list(), attn_scale, stats, supplies })
+    Ok(Lowered {
+        graph: g.verify()?,
+        form: Form::Unified,
+        spelling: None,
+        operands: operands.list(),
+        attn_scale,
+        stats,
+        totals: Side::ALL.map(|side| problem.total(side)),
+        supplies,
+    })
 }
 
 /// The ops of an inner graph with a copy of the score wherever an op reads it as another operand than the first: there the engine of

@@ -1,9 +1,9 @@
 //! What tells one schedule's steps from another's: graphs as they are sent, memory and numbers as they are bound.
 
-use super::{Contents, Number, Run, Schedule, Slot, SlotId, Source, Step};
+use super::{Argument, Contents, Launch, Number, Run, Schedule, Slot, SlotId, Source, Step};
 use crate::error::Error;
 use crate::lower::Table;
-use crate::planfile::Digest;
+use crate::planfile::{Digest, Parts};
 use cudnn_graph::Version;
 use cudnn_graph::encode::encode;
 
@@ -39,6 +39,16 @@ impl<P> Schedule<P> {
         Ok(parts.finish())
     }
 
+    fn launched(&self, parts: Parts, launch: &Launch) -> Parts {
+        let Launch { role, kernel, grid, arguments } = launch;
+        let parts = parts.part(role.to_string().as_bytes()).part(kernel.name().to_bytes()).part(kernel.ptx().as_bytes());
+        arguments.iter().fold(parts.part(format!("{grid:?}").as_bytes()), |parts, argument| match *argument {
+            Argument::Slot(slot) => parts.part(&self.slot_parts(slot).concat()),
+            Argument::Tokens(side) => parts.part(format!("tokens of {side:?}").as_bytes()),
+            Argument::Fixed(x) => parts.part(&x.to_le_bytes()),
+        })
+    }
+
     fn slot_parts(&self, id: SlotId) -> Vec<Vec<u8>> {
         let Slot { name, source, bytes, alignment } = self.slot(id);
         let mut parts = vec![format!("{name} {source:?} {bytes} {alignment}").into_bytes()];
@@ -63,6 +73,7 @@ pub(in super::super) fn outline<P>(schedule: &Schedule<P>, runtime: Version) -> 
     for step in schedule.steps() {
         parts = match step {
             Step::Run(run) => parts.part(&schedule.digest(run, runtime)?.0),
+            Step::Launch(launch) => schedule.launched(parts, launch),
             Step::Zero(slot) => parts.part(b"zero").part(&schedule.slot_parts(*slot).concat()),
             Step::Move(from, to) => parts.part(b"move").part(&schedule.slot_parts(*from).concat()).part(&schedule.slot_parts(*to).concat()),
         };

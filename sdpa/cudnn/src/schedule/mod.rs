@@ -4,6 +4,7 @@
 //! loops over it, the same for both passes. `P` is what a step's graph has become: nothing yet, or a plan.
 
 mod digest;
+mod documents;
 mod outline;
 mod text;
 
@@ -12,7 +13,8 @@ pub(super) use outline::PIECE;
 pub use outline::outline;
 pub use text::{ScheduleReport, SlotReport, StepReport};
 
-use crate::lower::{Operand, Table};
+use crate::kernels::Own;
+use crate::lower::{Operand, Side, Table};
 use cudnn_graph::ir::{Scalar, TensorId};
 use cudnn_graph::{DType, Verified};
 use sdpa_core::expr::Trace;
@@ -102,6 +104,10 @@ pub enum Role {
     Sum(String, usize),
     /// Brings such a sum to the type of the gradient.
     Rounding(String),
+    /// What engines are told of packed documents.
+    Documents,
+    /// Fills the rows of a result that belong to documents without tokens on the other side.
+    Unpaired(String),
 }
 
 impl fmt::Display for Role {
@@ -112,6 +118,8 @@ impl fmt::Display for Role {
             Role::Conversion(names) => write!(f, "conversion of {}", names.join(" and ")),
             Role::Sum(name, n) => write!(f, "sum {n} of the gradient of {name}"),
             Role::Rounding(name) => write!(f, "rounding of the gradient of {name}"),
+            Role::Documents => f.write_str("lengths and offsets of documents"),
+            Role::Unpaired(name) => write!(f, "rows of {name} without the other side"),
         }
     }
 }
@@ -146,11 +154,37 @@ pub struct Run<P> {
     pub plan: P,
 }
 
+/// A number that a kernel of this crate takes, of 64 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Argument {
+    /// The address of a slot.
+    Slot(SlotId),
+    /// Tokens of a side that the memory of the call holds.
+    Tokens(Side),
+    /// The same at each call.
+    Fixed(i64),
+}
+
+/// A kernel of this crate that runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// What it is for.
+    pub role: Role,
+    /// Which kernel.
+    pub kernel: Own,
+    /// Blocks, and threads of each.
+    pub grid: [u32; 2],
+    /// One for each parameter of the kernel.
+    pub arguments: Vec<Argument>,
+}
+
 /// What is done on a stream, one after the other.
 #[derive(Clone, Debug)]
 pub enum Step<P> {
     /// A plan of a graph is executed.
     Run(Box<Run<P>>),
+    /// A kernel of this crate is launched.
+    Launch(Launch),
     /// A slot is filled with zeros.
     Zero(SlotId),
     /// The bytes of a slot are copied to the beginning of another.
@@ -202,7 +236,15 @@ impl<P> Schedule<P> {
     pub fn runs(&self) -> impl Iterator<Item = &Run<P>> {
         self.steps.iter().filter_map(|step| match step {
             Step::Run(run) => Some(&**run),
-            Step::Zero(_) | Step::Move(..) => None,
+            Step::Launch(_) | Step::Zero(_) | Step::Move(..) => None,
+        })
+    }
+
+    /// Whether kernels of this crate run.
+    pub fn launches(&self) -> bool {
+        self.steps.iter().any(|step| match step {
+            Step::Launch(_) => true,
+            Step::Run(_) | Step::Zero(_) | Step::Move(..) => false,
         })
     }
 
@@ -220,6 +262,7 @@ impl<P> Schedule<P> {
                     let Run { role, graph, ports, numbers, repeats, spared_by, plan: _ } = *run;
                     Step::Run(Box::new(Run { role, graph, ports, numbers, repeats, spared_by, plan }))
                 }
+                Step::Launch(launch) => Step::Launch(launch),
                 Step::Zero(slot) => Step::Zero(slot),
                 Step::Move(from, to) => Step::Move(from, to),
             });

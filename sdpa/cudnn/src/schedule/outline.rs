@@ -1,5 +1,6 @@
 //! From a lowered pass to its schedule: the attention, and what has to happen around it.
 
+use super::documents;
 use super::{Contents, Number, Port, Role, Run, Schedule, Slot, SlotId, Source, Step};
 use crate::error::Error;
 use crate::lower::{self, CopyGraph, Guarded, Job, Lowered, Supply};
@@ -48,7 +49,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
     if let Some(tensor) = lowered.stats {
         bound.push((tensor, made.slot("stats".to_owned(), Source::Stats)));
     }
-    let mut conversions = Vec::new();
+    let (mut conversions, mut told) = (Vec::new(), Vec::new());
     for (tensor, supply) in &lowered.supplies {
         let slot = match supply {
             Supply::Number(trace) => {
@@ -56,6 +57,10 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
                 continue;
             }
             Supply::Param(name) => made.param(name)?,
+            Supply::Documents(what) => {
+                told.push((*tensor, *what));
+                continue;
+            }
             Supply::Table(table) => made.table(Contents::Numbers(table.clone()), table.bytes()),
             Supply::Scratch => made.scratch("scratch".to_owned(), lowered.bytes(*tensor)),
             Supply::Gradient(name) => made.gradient(name),
@@ -79,6 +84,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         };
         bound.push((*tensor, slot));
     }
+    bound.extend(documents::tell(&mut made, job, lowered, &told)?);
     for (role, copy, from, to) in conversions.into_iter().chain(before) {
         made.copy(role, copy, &from, to)?;
     }
@@ -89,16 +95,17 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
     for (role, copy, from, to) in after {
         made.copy(role, copy, &from, to)?;
     }
+    documents::fill_unpaired(&mut made, job)?;
     Ok(made.all)
 }
 
 /// A schedule in the making.
-struct Outline<'a> {
+pub(super) struct Outline<'a> {
     declared: &'a [Declared],
     all: Schedule<()>,
 }
 
-fn bug(text: String) -> Error {
+pub(super) fn bug(text: String) -> Error {
     Error::Bug(text)
 }
 
@@ -112,6 +119,25 @@ impl Outline<'_> {
         SlotId(self.all.slots.len() - 1)
     }
 
+    /// The slot of this source, where there is one.
+    pub(super) fn known(&self, source: Source) -> Option<SlotId> {
+        self.all.slots.iter().position(|slot| slot.source == source).map(SlotId)
+    }
+
+    /// Makes sure that so much of a slot is there.
+    pub(super) fn holds(&mut self, slot: SlotId, bytes: u64, alignment: u32) {
+        let held = &mut self.all.slots[slot.0];
+        (held.bytes, held.alignment) = (held.bytes.max(bytes), held.alignment.max(alignment));
+    }
+
+    pub(super) fn name(&self, slot: SlotId) -> String {
+        self.all.slots[slot.0].name.clone()
+    }
+
+    pub(super) fn step(&mut self, step: Step<()>) {
+        self.all.steps.push(step);
+    }
+
     fn take(&mut self, bytes: u64) -> u64 {
         let offset = self.all.scratch;
         self.all.scratch += bytes.next_multiple_of(PIECE);
@@ -123,7 +149,7 @@ impl Outline<'_> {
         SlotId(self.all.slots.len() - 1)
     }
 
-    fn scratch(&mut self, name: String, bytes: u64) -> SlotId {
+    pub(super) fn scratch(&mut self, name: String, bytes: u64) -> SlotId {
         let offset = self.take(bytes);
         self.push(name, Source::Scratch(offset), bytes)
     }
@@ -141,7 +167,7 @@ impl Outline<'_> {
         self.declared.iter().position(|p| p.name == name).ok_or_else(|| bug(format!("{name} is not declared")))
     }
 
-    fn param(&mut self, name: &str) -> Result<SlotId, Error> {
+    pub(super) fn param(&mut self, name: &str) -> Result<SlotId, Error> {
         let at = self.declared(name)?;
         Ok(self.slot(format!("parameter {name}"), Source::Param(at)))
     }

@@ -1,6 +1,7 @@
 //! A schedule in words: every slot, and every step with the slots that it uses.
 
-use super::{Contents, Number, Run, Schedule, Slot, SlotId, Source, Step};
+use super::{Argument, Contents, Launch, Number, Run, Schedule, Slot, SlotId, Source, Step};
+use crate::lower::Side;
 use cudnn_graph::ir::TensorId;
 use sdpa_core::expr::Declared;
 use serde::Serialize;
@@ -53,6 +54,7 @@ impl<P> Schedule<P> {
         let slots = self.slots.iter().map(|slot| self.told_slot(slot, declared)).collect();
         let steps = self.steps.iter().map(|step| match step {
             Step::Run(run) => told_run(run, declared),
+            Step::Launch(launch) => told_launch(launch),
             Step::Zero(to) => moved("zeros", &[("to", *to)]),
             Step::Move(from, to) => moved("bytes of one slot to another", &[("from", *from), ("to", *to)]),
         });
@@ -85,6 +87,26 @@ fn name(declared: &[Declared], at: usize) -> String {
 fn moved(what: &str, slots: &[(&str, SlotId)]) -> StepReport {
     let memory = slots.iter().map(|(end, slot)| ((*end).to_owned(), slot.0, 0)).collect();
     StepReport { what: what.to_owned(), ops: 0, repeats: 1, spared_by: None, memory, numbers: Vec::new() }
+}
+
+fn told_launch(launch: &Launch) -> StepReport {
+    let Launch { role, kernel, grid: [blocks, threads], arguments } = launch;
+    let (mut memory, mut numbers) = (Vec::new(), Vec::new());
+    for (n, argument) in arguments.iter().enumerate() {
+        match argument {
+            Argument::Slot(slot) => memory.push((format!("argument {n}"), slot.0, 0)),
+            Argument::Tokens(side) => {
+                let of = match side {
+                    Side::Queries => "queries",
+                    Side::Keys => "keys",
+                };
+                numbers.push((format!("argument {n}"), format!("tokens of {of} that there is memory for")));
+            }
+            Argument::Fixed(x) => numbers.push((format!("argument {n}"), x.to_string())),
+        }
+    }
+    let what = format!("{role}: kernel {}, {blocks} x {threads}", kernel.name().to_string_lossy());
+    StepReport { what, ops: 0, repeats: 1, spared_by: None, memory, numbers }
 }
 
 fn told_run<P>(run: &Run<P>, declared: &[Declared]) -> StepReport {

@@ -1,0 +1,57 @@
+// What engines are told of packed documents. Boundaries are data that nobody has checked: whatever they hold, no document begins or ends
+// outside the tokens that there is memory for, and none is longer than the plan was made for.
+
+typedef long long number;
+
+struct Side {
+    const int *boundaries;
+    number total;
+    number longest;
+};
+
+static __device__ number clamp(number x, number most) { return x < 0 ? 0 : x > most ? most : x; }
+
+static __device__ number begin(Side side, number n) { return clamp(side.boundaries[n], side.total); }
+
+static __device__ number length(Side side, number n) {
+    number end = clamp(side.boundaries[n + 1], side.total);
+    return clamp(end - begin(side, n), side.longest);
+}
+
+// Lengths of one side, and where each of its documents begins in up to nine tensors, in elements. A document without a token on the other
+// side has no length: engines go wrong there.
+extern "C" __global__ void documents(const int *boundaries, number total, number longest, const int *others, number other_total,
+                                     number other_longest, number count, int *lengths, number *to_0, number per_0, number *to_1,
+                                     number per_1, number *to_2, number per_2, number *to_3, number per_3, number *to_4, number per_4,
+                                     number *to_5, number per_5, number *to_6, number per_6, number *to_7, number per_7, number *to_8,
+                                     number per_8) {
+    number n = (number)blockIdx.x * blockDim.x + threadIdx.x;
+    if (n > count) return;
+    Side side = {boundaries, total, longest}, other = {others, other_total, other_longest};
+    if (n < count) lengths[n] = length(other, n) == 0 ? 0 : (int)length(side, n);
+    number first = begin(side, n);
+    if (to_0) to_0[n] = first * per_0;
+    if (to_1) to_1[n] = first * per_1;
+    if (to_2) to_2[n] = first * per_2;
+    if (to_3) to_3[n] = first * per_3;
+    if (to_4) to_4[n] = first * per_4;
+    if (to_5) to_5[n] = first * per_5;
+    if (to_6) to_6[n] = first * per_6;
+    if (to_7) to_7[n] = first * per_7;
+    if (to_8) to_8[n] = first * per_8;
+}
+
+// Fills the rows of documents that have no token on the other side, which engines leave alone. A block for each document.
+extern "C" __global__ void unpaired(const int *boundaries, number total, number longest, const int *others, number other_total,
+                                    number other_longest, char *to, number bytes, number bits, number heads, number head, number token,
+                                    number width) {
+    number n = blockIdx.x;
+    Side side = {boundaries, total, longest}, other = {others, other_total, other_longest};
+    if (length(other, n) != 0) return;
+    number first = begin(side, n), all = length(side, n) * heads * width;
+    for (number i = threadIdx.x; i < all; i += blockDim.x) {
+        number at = (first + i / width / heads) * token + i / width % heads * head + i % width;
+        if (bytes == 2) ((unsigned short *)to)[at] = (unsigned short)bits;
+        else ((unsigned int *)to)[at] = (unsigned int)bits;
+    }
+}
