@@ -18,6 +18,7 @@ pub(crate) fn element(dtype: DType) -> &'static str {
         DType::F16 => "half",
         DType::BF16 => "bfloat",
         DType::I32 => "int",
+        DType::I64 => "long",
         DType::Bool => "bool",
     }
 }

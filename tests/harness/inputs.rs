@@ -21,7 +21,7 @@ impl Operand {
         match dtype {
             DType::F16 => Operand::F16(vec![f16::from_f32(value); len]),
             DType::BF16 => Operand::BF16(vec![bf16::from_f32(value); len]),
-            DType::F32 | DType::I32 | DType::Bool => Operand::F32(vec![value; len]),
+            DType::F32 | DType::I32 | DType::I64 | DType::Bool => Operand::F32(vec![value; len]),
         }
     }
 

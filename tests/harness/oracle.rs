@@ -48,7 +48,7 @@ pub fn element(dtype: DType) -> Element {
         DType::F16 => Element::F16,
         DType::BF16 => Element::BF16,
         DType::F32 => Element::F32,
-        DType::I32 | DType::Bool => panic!("attention has no results in {dtype}"),
+        DType::I32 | DType::I64 | DType::Bool => panic!("attention has no results in {dtype}"),
     }
 }
 

@@ -332,10 +332,10 @@ proptest! {
         tensors in [garbage_tensor(), garbage_tensor(), garbage_tensor(), garbage_tensor()],
         masks in proptest::collection::vec(garbage_mask(), 0..3),
         stats: bool,
-        packed: Option<(bool, Option<i64>, Option<i64>)>,
+        packed: Option<([bool; 2], Option<i64>, Option<i64>)>,
     ) {
         let [q, k, v, o] = tensors;
-        let packed = packed.map(|(cross, total_q, total_kv)| Packed { cross, total_q, total_kv });
+        let packed = packed.map(|([cross, wide], total_q, total_kv)| Packed { cross, wide, total_q, total_kv });
         if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, masks, stats }).validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }

@@ -55,7 +55,8 @@ impl Case {
         let totals = [&boundaries[0], &boundaries[1]].map(|b| i64::from(b.last().copied().unwrap_or(0)) + after);
         let bounded = draw.between(0, 1) == 0;
         let total = |n: usize| bounded.then(|| totals[n].max(1));
-        let packed = Packed { cross, total_q: total(0), total_kv: total(if cross { 1 } else { 0 }) };
+        let wide = draw.between(0, 2) == 0;
+        let packed = Packed { cross, wide, total_q: total(0), total_kv: total(if cross { 1 } else { 0 }) };
         let shape = Shape { batch: documents, heads_q: heads_kv * group, heads_kv, seq_q, seq_kv, dim_qk, dim_v };
         let mut spec = AttentionSpec::packed(dtype, shape, packed).with_stats();
         let mask = pick(draw, &["", "causal", "window:33,0", "window:17,9", "prefix-lm:20", "k % 3 != 1"]);
@@ -84,7 +85,7 @@ impl Case {
         // By itself, a document's stats are (heads, queries).
         sizes.push(("stats by itself".to_owned(), (rows[0] * shape.heads_q * 4).unsigned_abs()));
         for name in ["queries", "keys"] {
-            sizes.push((name.to_owned(), 4 * (documents.unsigned_abs() + 1)));
+            sizes.push((name.to_owned(), if wide { 8 } else { 4 } * (documents.unsigned_abs() + 1)));
         }
         let mut arena = Arena::new(stream, &sizes)?;
         for (n, name) in ["q", "k", "v", "d_o"].into_iter().enumerate() {
@@ -112,9 +113,17 @@ impl Case {
     fn put(&mut self, stream: &Stream, boundaries: [&[i32]; 2]) -> Result<()> {
         for (name, values) in ["queries", "keys"].into_iter().zip(boundaries) {
             let at = self.arena.offset(name)?;
-            self.arena.buffer.upload(stream, at, values)?;
+            if self.wide() {
+                self.arena.buffer.upload(stream, at, &values.iter().map(|&x| i64::from(x)).collect::<Vec<_>>())?;
+            } else {
+                self.arena.buffer.upload(stream, at, values)?;
+            }
         }
         Ok(())
+    }
+
+    fn wide(&self) -> bool {
+        self.spec.packed.is_some_and(|packed| packed.wide)
     }
 
     /// Tokens of a document.
@@ -150,7 +159,7 @@ impl Case {
                 _ => None,
             };
             let value = match name {
-                Some(name) => DeviceValue::Tensor(DType::I32, self.arena.at(name)?),
+                Some(name) => DeviceValue::Tensor(if self.wide() { DType::I64 } else { DType::I32 }, self.arena.at(name)?),
                 None => DeviceValue::Scalar(p.default.unwrap_or(1.0)),
             };
             params.push(DeviceParam { name: &p.name, value });

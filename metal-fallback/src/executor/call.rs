@@ -64,6 +64,7 @@ fn value<'a>(value: &ParamValue<'a>) -> Cow<'a, [u8]> {
         ParamValue::F16(x) => Cow::Borrowed(x.as_bytes()),
         ParamValue::BF16(x) => Cow::Borrowed(x.as_bytes()),
         ParamValue::I32(x) => Cow::Borrowed(x.as_bytes()),
+        ParamValue::I64(x) => Cow::Borrowed(x.as_bytes()),
         ParamValue::Bool(x) => Cow::Borrowed(x.as_bytes()),
     }
 }

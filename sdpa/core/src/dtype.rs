@@ -15,13 +15,15 @@ pub enum DType {
     BF16,
     /// Signed 32-bit integer.
     I32,
+    /// Signed 64-bit integer: boundaries of packed documents alone.
+    I64,
     /// A truth value: a byte, 0 or 1.
     Bool,
 }
 
 impl DType {
     /// Every element type, in declaration order.
-    pub const ALL: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::Bool];
+    pub const ALL: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool];
 
     /// The name used in reports, files and options.
     pub fn name(self) -> &'static str {
@@ -30,6 +32,7 @@ impl DType {
             DType::F16 => "f16",
             DType::BF16 => "bf16",
             DType::I32 => "i32",
+            DType::I64 => "i64",
             DType::Bool => "bool",
         }
     }
@@ -37,6 +40,7 @@ impl DType {
     /// Bits of one element in memory.
     pub fn bits(self) -> u32 {
         match self {
+            DType::I64 => 64,
             DType::F32 | DType::I32 => 32,
             DType::F16 | DType::BF16 => 16,
             DType::Bool => 8,
@@ -52,7 +56,7 @@ impl DType {
     pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F16 | DType::BF16 => true,
-            DType::I32 | DType::Bool => false,
+            DType::I32 | DType::I64 | DType::Bool => false,
         }
     }
 }

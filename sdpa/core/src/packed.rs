@@ -10,7 +10,7 @@ use crate::{DType, params};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// Where documents of both sides begin and end, where these are the same: i32 `[batch + 1]`, in tokens.
+/// Where documents of both sides begin and end, where these are the same: i32 or i64 `[batch + 1]`, in tokens.
 pub const CU_SEQLENS: &str = "cu_seqlens";
 /// The same of queries alone.
 pub const CU_SEQLENS_Q: &str = "cu_seqlens_q";
@@ -21,7 +21,7 @@ pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
 ///
 /// Extents of a packed specification are `batch`, the number of documents, and `seq_q` and `seq_kv`, the longest there may be; the stride of the
 /// batch axis means nothing. Where documents begin and end is a declared parameter of the problem, [`CU_SEQLENS`], or with [`Packed::cross`]
-/// [`CU_SEQLENS_Q`] and [`CU_SEQLENS_KV`]: i32 of `batch + 1` tokens that never fall, as FlashAttention's variable length functions take them.
+/// [`CU_SEQLENS_Q`] and [`CU_SEQLENS_KV`]: i32 or i64 of `batch + 1` tokens that never fall, as FlashAttention's variable length functions take them.
 /// Document `n` has the tokens from the `n`th number to the one after it; a document may be empty, and tokens before the first and behind the last
 /// number belong to none: what is written there is left alone.
 ///
@@ -31,6 +31,9 @@ pub struct Packed {
     /// Keys have boundaries of their own.
     #[serde(default)]
     pub cross: bool,
+    /// Boundaries are i64, not i32. Expressions read boundaries of i32 alone.
+    #[serde(default)]
+    pub wide: bool,
     /// Tokens of queries that a call has at most; `None`: `batch · seq_q`. Memory of backward passes grows with it.
     #[serde(default)]
     pub total_q: Option<i64>,
@@ -42,7 +45,7 @@ pub struct Packed {
 impl Packed {
     /// Queries and keys are of the same documents, whose tokens are at most so many in a call.
     pub fn of(total: i64) -> Packed {
-        Packed { cross: false, total_q: Some(total), total_kv: Some(total) }
+        Packed { total_q: Some(total), total_kv: Some(total), ..Packed::default() }
     }
 
     /// The name of the boundaries of one side.
@@ -58,7 +61,8 @@ impl Packed {
     pub fn declared(&self) -> Vec<Declared> {
         let mut names = vec![self.boundaries(Side::Queries), self.boundaries(Side::Keys)];
         names.dedup();
-        let kind = ParamKind::Tensor { axes: Axes::BOUNDARIES, dtype: DType::I32 };
+        let dtype = if self.wide { DType::I64 } else { DType::I32 };
+        let kind = ParamKind::Tensor { axes: Axes::BOUNDARIES, dtype };
         names.into_iter().map(|name| Declared { name: name.to_owned(), kind, default: None }).collect()
     }
 
@@ -255,7 +259,7 @@ mod tests {
 
     #[test]
     fn what_a_packed_problem_cannot_be_is_told_at_once() {
-        let packed = Packed { cross: true, total_q: Some(0), total_kv: None };
+        let packed = Packed { cross: true, total_q: Some(0), ..Packed::default() };
         let spec = AttentionSpec::packed(DType::F16, Shape { seq_kv: 11, ..shape() }, packed).mask(Mask::padding()).mask(Mask::window(
             Some(2),
             Some(0),

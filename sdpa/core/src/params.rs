@@ -15,6 +15,7 @@ impl ParamValue<'_> {
             ParamValue::F16(_) => Some(DType::F16),
             ParamValue::BF16(_) => Some(DType::BF16),
             ParamValue::I32(_) => Some(DType::I32),
+            ParamValue::I64(_) => Some(DType::I64),
             ParamValue::Bool(_) => Some(DType::Bool),
         }
     }
@@ -27,6 +28,7 @@ impl ParamValue<'_> {
             ParamValue::F16(x) => x.len(),
             ParamValue::BF16(x) => x.len(),
             ParamValue::I32(x) => x.len(),
+            ParamValue::I64(x) => x.len(),
             ParamValue::Bool(x) => x.len(),
         }
     }
@@ -39,6 +41,7 @@ impl ParamValue<'_> {
             ParamValue::F16(x) => x[at].to_f64(),
             ParamValue::BF16(x) => x[at].to_f64(),
             ParamValue::I32(x) => f64::from(x[at]),
+            ParamValue::I64(x) => x[at] as f64,
             ParamValue::Bool(x) => f64::from(u8::from(x[at])),
         }
     }

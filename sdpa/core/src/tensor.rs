@@ -69,6 +69,8 @@ pub enum ParamValue<'a> {
     BF16(&'a [bf16]),
     /// For a tensor of i32.
     I32(&'a [i32]),
+    /// For boundaries of packed documents of i64.
+    I64(&'a [i64]),
     /// For a tensor of truth values.
     Bool(&'a [bool]),
 }

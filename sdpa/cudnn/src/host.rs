@@ -12,7 +12,8 @@ use sdpa_core::executor::{Prepared, PreparedBackward, Report};
 use sdpa_core::host::{HostBackward, HostCall, HostForward, HostMemory, HostStats};
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::tensor::{Elements, ElementsMut, Param, ParamValue};
-use sdpa_core::{DType, Operand};
+use sdpa_core::{DType, Operand, Side, packed};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -42,13 +43,14 @@ impl CudnnPrepared {
         Ok(Buffer::new(self.stream.device(), usize::try_from(bytes).unwrap_or(usize::MAX))?)
     }
 
-    fn bytes(&self, tensor: &TensorSpec) -> u64 {
-        extent(tensor) as u64 * u64::from(self.job.problem().dtype().bits() / 8)
+    fn bytes(&self, place: &Place) -> u64 {
+        // A tensor without elements has an address too.
+        place.elements().max(1) as u64 * u64::from(self.job.problem().dtype().bits() / 8)
     }
 
-    fn upload(&self, tensor: &TensorSpec, data: &Elements<'_>) -> Result<Buffer, Error> {
-        let mut buffer = self.buffer(self.bytes(tensor))?;
-        let elements = extent(tensor);
+    fn upload(&self, place: &Place, data: &Elements<'_>) -> Result<Buffer, Error> {
+        let mut buffer = self.buffer(self.bytes(place))?;
+        let elements = place.elements();
         match data {
             Elements::F32(x) => buffer.upload(&self.stream, 0, &x[..elements]),
             Elements::F16(x) => buffer.upload(&self.stream, 0, &x[..elements]),
@@ -74,6 +76,7 @@ impl CudnnPrepared {
                 ParamValue::F16(x) => buffer.upload(&self.stream, 0, x)?,
                 ParamValue::BF16(x) => buffer.upload(&self.stream, 0, x)?,
                 ParamValue::I32(x) => buffer.upload(&self.stream, 0, x)?,
+                ParamValue::I64(x) => buffer.upload(&self.stream, 0, x)?,
                 ParamValue::Bool(x) => {
                     let bytes: Vec<u8> = x.iter().map(|&b| u8::from(b)).collect();
                     buffer.upload(&self.stream, 0, &bytes)?;
@@ -84,11 +87,11 @@ impl CudnnPrepared {
         params.iter().map(up).collect()
     }
 
-    fn download(&self, tensor: &TensorSpec, buffer: &Buffer, data: &mut ElementsMut<'_>) -> Result<(), Error> {
+    fn download(&self, place: &Place, buffer: &Buffer, data: &mut ElementsMut<'_>) -> Result<(), Error> {
         match data {
-            ElementsMut::F32(x) => scatter(tensor, x, |to| buffer.download(&self.stream, 0, to)),
-            ElementsMut::F16(x) => scatter(tensor, x, |to| buffer.download(&self.stream, 0, to)),
-            ElementsMut::BF16(x) => scatter(tensor, x, |to| buffer.download(&self.stream, 0, to)),
+            ElementsMut::F32(x) => place.scatter(x, |to| buffer.download(&self.stream, 0, to)),
+            ElementsMut::F16(x) => place.scatter(x, |to| buffer.download(&self.stream, 0, to)),
+            ElementsMut::BF16(x) => place.scatter(x, |to| buffer.download(&self.stream, 0, to)),
         }?;
         Ok(())
     }
@@ -118,10 +121,6 @@ impl CudnnPrepared {
     }
 }
 
-fn extent(tensor: &TensorSpec) -> usize {
-    usize::try_from(tensor.extent().unwrap_or(0)).unwrap_or(0)
-}
-
 fn slice(buffer: &Buffer) -> DeviceSlice {
     DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
 }
@@ -130,36 +129,59 @@ fn device_params<'a>(params: &[Param<'a>], uploaded: &Uploaded) -> DeviceParams<
     let value = |(p, up): (&Param<'a>, &Option<(DType, Buffer)>)| match (p.value, up) {
         (_, Some((dtype, buffer))) => DeviceParam { name: p.name, value: DeviceValue::Tensor(*dtype, slice(buffer)) },
         (ParamValue::Scalar(x), None) => DeviceParam { name: p.name, value: DeviceValue::Scalar(x) },
-        (ParamValue::F32(_) | ParamValue::F16(_) | ParamValue::BF16(_) | ParamValue::I32(_) | ParamValue::Bool(_), None) => {
-            DeviceParam { name: p.name, value: DeviceValue::Scalar(f32::NAN) }
-        }
+        (
+            ParamValue::F32(_) | ParamValue::F16(_) | ParamValue::BF16(_) | ParamValue::I32(_) | ParamValue::I64(_) | ParamValue::Bool(_),
+            None,
+        ) => DeviceParam { name: p.name, value: DeviceValue::Scalar(f32::NAN) },
     };
     params.iter().zip(uploaded).map(value).collect()
 }
 
-/// Downloads a strided tensor and keeps what lies between its elements.
-fn scatter<T: Copy + Default>(
-    tensor: &TensorSpec,
-    to: &mut [T],
-    download: impl FnOnce(&mut [T]) -> Result<(), cudnn_graph::Error>,
-) -> Result<(), cudnn_graph::Error> {
-    let extent = extent(tensor);
-    let dims = tensor.dims.map(|d| usize::try_from(d).unwrap_or(0));
-    let strides = tensor.strides.map(|s| usize::try_from(s).unwrap_or(0));
-    if dims.iter().product::<usize>() == extent {
-        return download(&mut to[..extent]);
-    }
-    let mut all = vec![T::default(); extent];
-    download(&mut all)?;
-    for b in 0..dims[0] {
-        for h in 0..dims[1] {
-            for s in 0..dims[2] {
-                let at = b * strides[0] + h * strides[1] + s * strides[2];
-                to[at..at + dims[3]].copy_from_slice(&all[at..at + dims[3]]);
+/// Where a tensor lies in host memory, and which of its rows are there.
+struct Place {
+    tensor: TensorSpec,
+    rows: Vec<Range<usize>>,
+}
+
+impl Place {
+    /// Of packed documents, all of them as one batch entry.
+    fn new(tensor: &TensorSpec, documents: Option<&[Range<usize>]>) -> Place {
+        match documents {
+            Some(documents) => {
+                let end = documents.last().map_or(0, |last| last.end);
+                Place { tensor: packed::memory(tensor, end as i64), rows: documents.to_vec() }
             }
+            None => Place { tensor: *tensor, rows: std::iter::once(0..tensor.dims[2] as usize).collect() },
         }
     }
-    Ok(())
+
+    fn elements(&self) -> usize {
+        if self.tensor.dims[2] == 0 { 0 } else { usize::try_from(self.tensor.extent().unwrap_or(0)).unwrap_or(0) }
+    }
+
+    /// Downloads it and keeps what lies between its elements.
+    fn scatter<T: Copy + Default>(
+        &self,
+        to: &mut [T],
+        download: impl FnOnce(&mut [T]) -> Result<(), cudnn_graph::Error>,
+    ) -> Result<(), cudnn_graph::Error> {
+        let (elements, [batches, heads, seq, dim]) = (self.elements(), self.tensor.dims.map(|d| d as usize));
+        let strides = self.tensor.strides.map(|s| s as usize);
+        if batches * heads * seq * dim == elements && self.rows.iter().map(Range::len).sum::<usize>() == seq {
+            return download(&mut to[..elements]);
+        }
+        let mut all = vec![T::default(); elements];
+        download(&mut all)?;
+        for b in 0..batches {
+            for h in 0..heads {
+                for s in self.rows.iter().cloned().flatten() {
+                    let at = b * strides[0] + h * strides[1] + s * strides[2];
+                    to[at..at + dim].copy_from_slice(&all[at..at + dim]);
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A plan of the other direction.
@@ -187,23 +209,27 @@ impl CudnnPrepared {
     /// Either pass, of a call that was checked.
     fn run(&self, call: HostCall<'_>, attn_scale: f32) -> Result<Report, Error> {
         guard::check_scale(attn_scale)?;
+        let problem = self.job.problem();
+        let documents = problem.documents(call.params)?;
+        let of = |side: Side| documents.as_ref().map(|documents| documents.of(side));
+        let place = |operand: Operand| Ok::<_, Error>(Place::new(self.tensor(operand)?, of(operand.side())));
         let mut operands: [Option<Buffer>; Operand::ALL.len()] = std::array::from_fn(|_| None);
         for (operand, memory) in &call.operands {
-            let tensor = self.tensor(*operand)?;
+            let place = place(*operand)?;
             let buffer = match memory {
-                HostMemory::Read(data) => self.upload(tensor, data)?,
-                HostMemory::Write(_) => self.result(self.bytes(tensor))?,
+                HostMemory::Read(data) => self.upload(&place, data)?,
+                HostMemory::Write(_) => self.result(self.bytes(&place))?,
             };
             operands[*operand as usize] = Some(buffer);
         }
         let stats = match &call.stats {
             HostStats::None => None,
             HostStats::Read(x) => {
-                let mut buffer = self.buffer(size_of_val(*x) as u64)?;
+                let mut buffer = self.buffer(size_of_val(*x).max(4) as u64)?;
                 buffer.upload(&self.stream, 0, x)?;
                 Some(buffer)
             }
-            HostStats::Write(x) => Some(self.result(size_of_val(*x) as u64)?),
+            HostStats::Write(x) => Some(self.result(size_of_val(*x).max(4) as u64)?),
         };
         let uploaded = self.upload_params(call.params)?;
         let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
@@ -225,11 +251,12 @@ impl CudnnPrepared {
         let compute = self.submit(&device)?;
         for (operand, memory) in call.operands {
             if let (HostMemory::Write(mut data), Some(buffer)) = (memory, &operands[operand as usize]) {
-                self.download(self.tensor(operand)?, buffer, &mut data)?;
+                self.download(&place(operand)?, buffer, &mut data)?;
             }
         }
         if let (HostStats::Write(to), Some(buffer)) = (call.stats, &stats) {
-            buffer.download(&self.stream, 0, to)?;
+            let place = Place::new(&problem.stats_tensor(), of(Side::Queries));
+            place.scatter(to, |to| buffer.download(&self.stream, 0, to))?;
         }
         for ((_, buffer), given) in gradients.iter().zip(call.gradients) {
             match given.data {

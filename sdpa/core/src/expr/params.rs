@@ -88,7 +88,7 @@ pub enum ParamKind {
     Tensor {
         /// The axes that it spans.
         axes: Axes,
-        /// f32, f16, bf16, i32 or bool.
+        /// f32, f16, bf16, i32 or bool; i64 of boundaries that no expression reads.
         dtype: DType,
     },
 }
@@ -100,7 +100,7 @@ impl ParamKind {
             ParamKind::Scalar => Type::F32,
             ParamKind::Tensor { dtype, axes: _ } => match dtype {
                 DType::F32 | DType::F16 | DType::BF16 => Type::F32,
-                DType::I32 => Type::I32,
+                DType::I32 | DType::I64 => Type::I32,
                 DType::Bool => Type::Bool,
             },
         }

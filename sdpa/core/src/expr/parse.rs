@@ -217,7 +217,7 @@ impl Reader {
         self.expect(":")?;
         let at = self.at;
         let word = self.word("an element type")?;
-        let kind = DType::ALL.into_iter().find(|d| d.name() == word).map(|dtype| ParamKind::Tensor { axes, dtype });
+        let kind = DType::ALL.into_iter().find(|d| d.name() == word && *d != DType::I64).map(|dtype| ParamKind::Tensor { axes, dtype });
         let Some(kind) = kind else {
             return self.fail_at(at, format!("{word:?} is no element type: one of f32, f16, bf16, i32, bool"));
         };

@@ -32,6 +32,7 @@ impl WithSimd for Gather<'_> {
             ParamValue::F16(x) => self.gather(x, widen_f16),
             ParamValue::BF16(x) => self.gather(x, |x: bf16| u32::from(x.to_bits()) << 16),
             ParamValue::I32(x) => self.gather(x, |x| x as u32),
+            ParamValue::I64(x) => self.gather(x, |x| x as u32),
             ParamValue::Bool(x) => self.gather(x, u32::from),
         }
     }

@@ -4,30 +4,33 @@
 typedef long long number;
 
 struct Side {
-    const int *boundaries;
+    const void *boundaries;
     number total;
     number longest;
+    number wide;
 };
 
 static __device__ number clamp(number x, number most) { return x < 0 ? 0 : x > most ? most : x; }
 
-static __device__ number begin(Side side, number n) { return clamp(side.boundaries[n], side.total); }
+static __device__ number begin(Side side, number n) {
+    number token = side.wide ? ((const number *)side.boundaries)[n] : ((const int *)side.boundaries)[n];
+    return clamp(token, side.total);
+}
 
 static __device__ number length(Side side, number n) {
-    number end = clamp(side.boundaries[n + 1], side.total);
-    return clamp(end - begin(side, n), side.longest);
+    return clamp(begin(side, n + 1) - begin(side, n), side.longest);
 }
 
 // Lengths of one side, and where each of its documents begins in up to nine tensors, in elements. A document without a token on the other
 // side has no length: engines go wrong there.
-extern "C" __global__ void documents(const int *boundaries, number total, number longest, const int *others, number other_total,
-                                     number other_longest, number count, int *lengths, number *to_0, number per_0, number *to_1,
+extern "C" __global__ void documents(number wide, const void *boundaries, number total, number longest, const void *others,
+                                     number other_total, number other_longest, number count, int *lengths, number *to_0, number per_0, number *to_1,
                                      number per_1, number *to_2, number per_2, number *to_3, number per_3, number *to_4, number per_4,
                                      number *to_5, number per_5, number *to_6, number per_6, number *to_7, number per_7, number *to_8,
                                      number per_8) {
     number n = (number)blockIdx.x * blockDim.x + threadIdx.x;
     if (n > count) return;
-    Side side = {boundaries, total, longest}, other = {others, other_total, other_longest};
+    Side side = {boundaries, total, longest, wide}, other = {others, other_total, other_longest, wide};
     if (n < count) lengths[n] = length(other, n) == 0 ? 0 : (int)length(side, n);
     number first = begin(side, n);
     if (to_0) to_0[n] = first * per_0;
@@ -42,11 +45,11 @@ extern "C" __global__ void documents(const int *boundaries, number total, number
 }
 
 // Fills the rows of documents that have no token on the other side, which engines leave alone. A block for each document.
-extern "C" __global__ void unpaired(const int *boundaries, number total, number longest, const int *others, number other_total,
-                                    number other_longest, char *to, number bytes, number bits, number heads, number head, number token,
+extern "C" __global__ void unpaired(number wide, const void *boundaries, number total, number longest, const void *others,
+                                    number other_total, number other_longest, char *to, number bytes, number bits, number heads, number head, number token,
                                     number width) {
     number n = blockIdx.x;
-    Side side = {boundaries, total, longest}, other = {others, other_total, other_longest};
+    Side side = {boundaries, total, longest, wide}, other = {others, other_total, other_longest, wide};
     if (length(other, n) != 0) return;
     number first = begin(side, n), all = length(side, n) * heads * width;
     for (number i = threadIdx.x; i < all; i += blockDim.x) {

@@ -80,6 +80,6 @@ mod tests {
             assert!(own.ptx().contains(&format!(".visible .entry {name}(")), "{name}");
         }
         let offsets = DOCUMENTS.split(".entry documents(").nth(1).and_then(|text| text.split_once(')')).unwrap().0;
-        assert_eq!(offsets.matches(".param").count(), 8 + 2 * OFFSETS);
+        assert_eq!(offsets.matches(".param").count(), 9 + 2 * OFFSETS);
     }
 }

@@ -468,7 +468,7 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
     let read = read_right(axes, declared.kind.ty(), pass, extents).dims(extents);
     let (stored, used) = match dtype {
         sdpa_core::DType::Bool => (DType::I8, TRUTH),
-        sdpa_core::DType::F32 | sdpa_core::DType::F16 | sdpa_core::DType::BF16 | sdpa_core::DType::I32 => {
+        sdpa_core::DType::F32 | sdpa_core::DType::F16 | sdpa_core::DType::BF16 | sdpa_core::DType::I32 | sdpa_core::DType::I64 => {
             (self::dtype(dtype), self::dtype(dtype))
         }
     };

@@ -72,6 +72,7 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
         sdpa_core::DType::F16 => DType::F16,
         sdpa_core::DType::BF16 => DType::BF16,
         sdpa_core::DType::I32 => DType::I32,
+        sdpa_core::DType::I64 => DType::I64,
         sdpa_core::DType::Bool => DType::Bool,
     }
 }

@@ -22,10 +22,11 @@ fn other(side: Side) -> Side {
 
 /// What both kernels begin with: boundaries of one side, and of the other.
 fn boundaries(made: &mut Outline<'_>, problem: &Problem, packed: &Packed, side: Side) -> Result<Vec<Argument>, Error> {
-    let mut arguments = Vec::new();
+    let mut arguments = vec![Argument::Fixed(i64::from(packed.wide))];
+    let bytes = if packed.wide { 8 } else { 4 };
     for side in [side, other(side)] {
         let slot = made.param(packed.boundaries(side))?;
-        made.holds(slot, 4 * (problem.batch().unsigned_abs() + 1), 4);
+        made.holds(slot, u64::from(bytes) * (problem.batch().unsigned_abs() + 1), bytes);
         arguments.extend([Argument::Slot(slot), Argument::Tokens(side), Argument::Fixed(problem.seq(side))]);
     }
     Ok(arguments)
@@ -65,7 +66,7 @@ pub(super) fn tell(
         arguments.extend([Argument::Fixed(problem.batch()), Argument::Slot(lengths)]);
         let offsets = slots.iter().filter_map(|&(token, slot)| token.map(|token| [Argument::Slot(slot), Argument::Fixed(token)]));
         arguments.extend(offsets.flatten());
-        let parameters = 8 + 2 * OFFSETS;
+        let parameters = 9 + 2 * OFFSETS;
         if arguments.len() > parameters {
             return Err(bug(format!("more strides by {of} than {OFFSETS}")));
         }

@@ -7,9 +7,10 @@ use crate::lower::Job;
 use crate::raw::{DeviceCall, DeviceGradient, DeviceParam, DeviceValue};
 use cudnn_graph::{Buffer, DeviceSlice, Stream};
 use half::{bf16, f16};
-use sdpa_core::expr::ParamKind;
+use sdpa_core::expr::{Declared, ParamKind};
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use sdpa_core::{DType, Operand, params};
+use sdpa_core::problem::Problem;
+use sdpa_core::{DType, Operand, Packed, Side, packed, params};
 
 /// A dense tensor, or all that a strided one spans.
 struct Tensor {
@@ -69,7 +70,19 @@ impl Tensor {
             DType::F32 => self.buffer.upload(stream, 0, &numbers.collect::<Vec<_>>())?,
             DType::F16 => self.buffer.upload(stream, 0, &numbers.map(f16::from_f32).collect::<Vec<_>>())?,
             DType::BF16 => self.buffer.upload(stream, 0, &numbers.map(bf16::from_f32).collect::<Vec<_>>())?,
-            DType::I32 | DType::Bool => self.buffer.fill(stream, 0)?,
+            DType::I32 | DType::I64 | DType::Bool => self.buffer.fill(stream, 0)?,
+        }
+        Ok(())
+    }
+
+    /// Documents that are as long as one another, where it has boundaries.
+    fn boundaries(&mut self, stream: &Stream, packed: &Packed, declared: &Declared, problem: &Problem) -> Result<(), Error> {
+        let Some(side) = Side::ALL.into_iter().find(|&side| packed.boundaries(side) == declared.name) else { return Ok(()) };
+        let all: Vec<i64> = (0..=problem.batch()).map(|n| n * (problem.total(side) / problem.batch())).collect();
+        if packed.wide {
+            self.buffer.upload(stream, 0, &all)?;
+        } else {
+            self.buffer.upload(stream, 0, &all.iter().map(|&n| n as i32).collect::<Vec<_>>())?;
         }
         Ok(())
     }
@@ -88,7 +101,7 @@ impl Tensor {
                 x.into_iter().map(bf16::to_f32).collect()
             }
             // Results are floats.
-            DType::F32 | DType::I32 | DType::Bool => {
+            DType::F32 | DType::I32 | DType::I64 | DType::Bool => {
                 let mut x = vec![0f32; self.elements()];
                 self.buffer.download(stream, 0, &mut x)?;
                 x
@@ -109,7 +122,8 @@ impl<'a> Memory<'a> {
             Ok::<_, Error>(tensor)
         };
         for (operand, tensor) in job.tensors() {
-            let elements = tensor.extent().unwrap_or(i64::MAX);
+            let all = if problem.packed().is_some() { packed::memory(&tensor, problem.total(operand.side())) } else { tensor };
+            let elements = all.extent().unwrap_or(i64::MAX);
             operands[operand as usize] = Some(random(Tensor::new(stream, problem.dtype(), elements)?)?);
         }
         let stats = matches!(job, Job::Backward(_)) || problem.stats();
@@ -121,6 +135,9 @@ impl<'a> Memory<'a> {
                 continue;
             };
             let mut tensor = random(Tensor::new(stream, dtype, params::elements(p, problem.extents()))?)?;
+            if let Some(packed) = problem.packed() {
+                tensor.boundaries(stream, packed, p, problem)?;
+            }
             let longest = match p.name.as_str() {
                 SEQ_LEN_Q => Some(problem.seq_q()),
                 SEQ_LEN_KV => Some(problem.seq_kv()),
