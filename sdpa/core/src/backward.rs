@@ -69,9 +69,10 @@ impl AttentionSpec {
 
     /// The same tensor, or a dense one where elements share memory: a gradient has an element for each.
     fn own_elements(&self, tensor: TensorSpec) -> TensorSpec {
-        let first = if self.packed.is_some() { 1 } else { 0 };
-        let shares = (first..3).any(|axis| tensor.dims[axis] > 1 && tensor.strides[axis] == 0);
-        let layout = if self.packed.is_some() { Layout::Bshd } else { Layout::Bhsd };
+        let packed = self.packed.is_some();
+        let several = [!packed && tensor.dims[0] > 1, tensor.dims[1] > 1, packed || tensor.dims[2] > 1];
+        let shares = several.iter().zip(tensor.strides).any(|(several, stride)| *several && stride == 0);
+        let layout = if packed { Layout::Bshd } else { Layout::Bhsd };
         if shares { TensorSpec::dense(tensor.dims, layout) } else { tensor }
     }
 }
@@ -112,7 +113,8 @@ impl BackwardSpec {
             ("dk", &self.dk, "k", &self.forward.k),
             ("dv", &self.dv, "v", &self.forward.v),
         ];
-        let place = |tensor: TensorSpec| if forward.packed.is_some() { unplaced(tensor) } else { tensor };
+        let packed = forward.packed.is_some();
+        let place = |tensor: TensorSpec| if packed { unplaced(tensor) } else { tensor };
         for (name, tensor, like, operand) in pairs {
             let tensor = &place(*tensor);
             check.tensor_with(name, tensor, self.forward.dtype, name == "d_o");
@@ -120,7 +122,7 @@ impl BackwardSpec {
                 check.equal(&format!("{name}.dims[{axis}]"), extent, &format!("{like}.dims[{axis}]"), want);
             }
             if name != "d_o" {
-                check.output(name, tensor);
+                check.output(name, tensor, packed);
             }
         }
         let [batch, heads_q, seq_q, _] = self.forward.q.dims;
@@ -146,10 +148,10 @@ impl BackwardSpec {
                 wrt: self.wrt.clone(),
                 params,
                 forward,
-                d_o: normalise(place(self.d_o)),
-                dq: normalise(place(self.dq)),
-                dk: normalise(place(self.dk)),
-                dv: normalise(place(self.dv)),
+                d_o: normalise(place(self.d_o), packed),
+                dq: normalise(place(self.dq), packed),
+                dk: normalise(place(self.dk), packed),
+                dv: normalise(place(self.dv), packed),
                 deterministic: self.deterministic,
             }),
             _ => Err(SpecErrors(check.errors)),
@@ -269,12 +271,13 @@ impl BackwardProblem {
     /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> BackwardProblem {
+        let packed = self.forward.packed().is_some();
         match operand {
             Operand::Q | Operand::K | Operand::V | Operand::O => self.forward = self.forward.densely(operand),
-            Operand::DO => self.d_o = normalise(self.d_o.densely()),
-            Operand::DQ => self.dq = normalise(self.dq.densely()),
-            Operand::DK => self.dk = normalise(self.dk.densely()),
-            Operand::DV => self.dv = normalise(self.dv.densely()),
+            Operand::DO => self.d_o = normalise(self.d_o.densely(), packed),
+            Operand::DQ => self.dq = normalise(self.dq.densely(), packed),
+            Operand::DK => self.dk = normalise(self.dk.densely(), packed),
+            Operand::DV => self.dv = normalise(self.dv.densely(), packed),
         }
         self
     }

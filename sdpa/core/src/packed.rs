@@ -232,6 +232,21 @@ mod tests {
     }
 
     #[test]
+    fn tokens_have_their_own_places_where_every_document_is_of_one() {
+        let shape = Shape { seq_q: 1, seq_kv: 1, ..shape() };
+        let spec = AttentionSpec::packed(DType::F16, shape, Packed::of(3));
+        let problem = spec.validate().unwrap();
+        assert_eq!(problem.tensors().map(|t| t.strides[2]), [32, 16, 32, 64]);
+        let backward = spec.backward().validate().unwrap().densely(Operand::DQ);
+        assert_eq!([backward.dq(), backward.dk()].map(|t| t.strides[2]), [32, 16]);
+        let mut overlapping = spec.backward();
+        overlapping.forward.o.strides[2] = 63;
+        overlapping.dk.strides[2] = 0;
+        let fields: Vec<String> = overlapping.validate().unwrap_err().0.into_iter().map(|e| e.field).collect();
+        assert_eq!(fields, ["o.strides[2]", "dk.strides[2]"]);
+    }
+
+    #[test]
     fn boundaries_are_declared_once_where_they_are_the_same() {
         let names = |packed: Packed| packed.declared().into_iter().map(|p| p.name).collect::<Vec<_>>();
         assert_eq!(names(Packed::default()), [CU_SEQLENS]);

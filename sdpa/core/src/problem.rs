@@ -67,7 +67,7 @@ impl Problem {
         if heads_kv >= 1 && heads_q >= 1 && heads_q % heads_kv != 0 {
             check.fail("q.dims[1] (heads_q)", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
         }
-        check.output("o", &tensors[3]);
+        check.output("o", &tensors[3], spec.packed.is_some());
         if let Some(packed) = &spec.packed {
             check.packed(packed, spec);
         }
@@ -99,7 +99,7 @@ impl Problem {
             seq_kv,
             dim_qk,
             dim_v,
-            tensors: tensors.map(normalise),
+            tensors: tensors.map(|tensor| normalise(tensor, spec.packed.is_some())),
             packed: spec.packed,
             score_mod: Some(score_mod).filter(|t| t.node(t.roots()[0]) != Node::Score).map(Arc::new),
             kept,
@@ -269,7 +269,7 @@ impl Problem {
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> Problem {
         if let Some(tensor) = self.tensors.get_mut(operand as usize) {
-            *tensor = normalise(tensor.densely());
+            *tensor = normalise(tensor.densely(), self.packed.is_some());
         }
         self
     }
@@ -283,9 +283,12 @@ pub(crate) fn unplaced(mut tensor: TensorSpec) -> TensorSpec {
 }
 
 /// An axis of extent 1 is never stepped along: its stride is set to the extent of what lies inside it, so that
-/// tensors which differ only there are equal.
-pub(crate) fn normalise(mut tensor: TensorSpec) -> TensorSpec {
-    let dims = tensor.dims;
+/// tensors which differ only there are equal. Packed tokens are stepped along however long the longest document is.
+pub(crate) fn normalise(mut tensor: TensorSpec, packed: bool) -> TensorSpec {
+    let mut dims = tensor.dims;
+    if packed {
+        dims[2] = dims[2].max(2);
+    }
     let mut order: Vec<usize> = (0..4).filter(|&a| dims[a] > 1).collect();
     order.sort_by_key(|&a| tensor.strides[a]);
     let span = order.last().map_or(dims[3], |&a| tensor.strides[a].saturating_mul(dims[a]));
@@ -365,8 +368,12 @@ impl Check {
         }
     }
 
-    /// Two output elements must not share an address.
-    pub(crate) fn output(&mut self, name: &str, o: &TensorSpec) {
+    /// Two output elements must not share an address; two tokens of packed documents neither, be they of one document or not.
+    pub(crate) fn output(&mut self, name: &str, o: &TensorSpec, packed: bool) {
+        let mut o = *o;
+        if packed {
+            (o.dims[0], o.dims[2]) = (1, o.dims[2].max(2));
+        }
         let mut axes: Vec<usize> = (0..4).filter(|&a| o.dims[a] > 1).collect();
         axes.sort_by_key(|&a| (o.strides[a], std::cmp::Reverse(a)));
         let mut reach = 1i64;
