@@ -31,6 +31,8 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
     let n_rows = strip.rows.len();
     let ([q, o, max, sum, k, v, scores, buffer], bounds, holes) = scratch.split(scratch_lens(schedule, *isa));
     let (start, end) = bounds.split_at_mut(n_rows);
+    let (q, o) = (&mut q[..n_rows * dim_qk], &mut o[..n_rows * dim_v]);
+    let (max, sum) = (&mut max[..n_rows], &mut sum[..n_rows]);
 
     q.fill(0.0);
     for (row, q) in strip.rows.clone().zip(q.chunks_exact_mut(dim_qk)) {

@@ -58,6 +58,8 @@ use schedule::Schedule;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward, Report};
+use sdpa_core::operand::Side;
+use sdpa_core::packed::Documents;
 use sdpa_core::problem::Problem;
 use sdpa_core::{ElementsMut, HostForward, Param};
 use std::sync::Arc;
@@ -81,7 +83,8 @@ impl CpuExecutor {
         let rules = Rules::new(problem);
         let threads = rayon::current_num_threads();
         let schedule = Schedule::new(problem, self.isa, threads, Lengths::default(), !rules.is_empty());
-        workspace(&schedule, self.isa, &rules) as u64
+        let of = if problem.packed().is_some() { most_workspace } else { workspace };
+        of(&schedule, self.isa, &rules) as u64
     }
 
     /// Bytes of scratch memory that a backward pass takes.
@@ -106,28 +109,21 @@ impl Executor for CpuExecutor {
         ExecutorName::CPU
     }
 
-    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        unpacked(problem)
+    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
+        Ok(())
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        unpacked(problem)?;
         Ok(Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() }))
     }
 
-    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        unpacked(problem.forward())
+    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
+        Ok(())
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        unpacked(problem.forward())?;
         Ok(Arc::new(CpuBackward::new(self.isa, problem)))
     }
-}
-
-fn unpacked(problem: &Problem) -> Result<(), Unsupported> {
-    let limit = || Reason::Limit { field: "packed".to_owned(), value: "documents".to_owned(), limit: "not yet".to_owned() };
-    problem.packed().map_or(Ok(()), |_| Err(Unsupported { executor: ExecutorName::CPU, reasons: vec![limit()] }))
 }
 
 /// A problem and the instruction set; the cut depends on the threads of a call.
@@ -178,33 +174,45 @@ impl CpuPrepared {
         let started = Instant::now();
         let problem = &self.problem;
         let values = problem.bind(params)?;
-        let lengths = Lengths::new(problem, problem.params(), &values);
+        let documents = Documents::new(problem, problem.params(), &values)?;
+        let lengths = Lengths::new(problem, problem.params(), &values, documents.as_ref());
         let rules = self.rules.bind(problem, self.isa, problem.params(), &values);
         let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads(), lengths, !self.rules.is_empty());
         let workspace = workspace(&schedule, self.isa, &self.rules);
         is_there(workspace)?;
+        let of = |side| documents.as_ref().map(|documents| documents.of(side));
         let call = Call {
             schedule: &schedule,
             isa: self.isa,
-            q: View::new(q, problem.q()),
-            k: View::new(k, problem.k()),
-            v: View::new(v, problem.v()),
+            q: View::new(q, problem.q(), of(Side::Queries)),
+            k: View::new(k, problem.k(), of(Side::Keys)),
+            v: View::new(v, problem.v(), of(Side::Keys)),
             scale,
             rules: &rules,
         };
-        call.run(output::targets(&schedule, problem.o(), o, stats));
+        call.run(output::targets(&schedule, (problem, documents.as_ref()), o, stats));
         Ok(report(started, self.isa, schedule.threads, workspace))
     }
 }
 
 /// Bytes of scratch memory of a forward pass.
 fn workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
-    let lens = scratch_lens(schedule, isa);
-    let long = Long::bytes(schedule, lens[0].max(lens[1]), lens[2]);
-    let of_worker = Scratch::bytes(&lens, 2 * lens[2]) + rules.bytes() + 4 * kept_len(schedule, rules.drop()) + long;
     let parts = schedule.strips.iter().filter(|strip| strip.n_pieces > 1);
     let partials: usize = parts.map(|strip| strip.n_pieces * Partial::bytes(strip.rows.len(), schedule.extents.dim_v)).sum();
-    schedule.threads.min(schedule.pieces.len()) * of_worker + partials
+    schedule.threads.min(schedule.pieces.len()) * of_worker(schedule, isa, rules, Long::bytes) + partials
+}
+
+/// The same at most, whatever the lengths of documents. The schedule is that of the longest ones.
+fn most_workspace(schedule: &Schedule, isa: Isa, rules: &Rules) -> usize {
+    let partial = Partial::bytes(schedule.strip_rows_used(), schedule.extents.dim_v);
+    schedule.threads * of_worker(schedule, isa, rules, Long::most_bytes) + schedule.most_parts() * partial
+}
+
+/// Bytes of scratch memory of one worker, with those of `long` for so many elements and rows.
+fn of_worker(schedule: &Schedule, isa: Isa, rules: &Rules, long: fn(&Schedule, usize, usize) -> usize) -> usize {
+    let lens = scratch_lens(schedule, isa);
+    let kept = 4 * kept_len(schedule, rules.drop());
+    Scratch::bytes(&lens, 2 * lens[2]) + rules.bytes() + kept + long(schedule, lens[0].max(lens[1]), lens[2])
 }
 
 fn scratch_lens(schedule: &Schedule, isa: Isa) -> Vec<usize> {

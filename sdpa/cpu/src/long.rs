@@ -50,6 +50,11 @@ impl Long {
         if any { 8 * n_elements + 12 * n_rows } else { 0 }
     }
 
+    /// The same where pieces may have any number of the keys.
+    pub(super) fn most_bytes(schedule: &Schedule, n_elements: usize, n_rows: usize) -> usize {
+        if schedule.extents.seq_kv > KEYS { 8 * n_elements + 12 * n_rows } else { 0 }
+    }
+
     /// Whether the keys before this one are worth being added.
     pub(super) fn is_due(&self, key: usize) -> bool {
         key - self.from >= KEYS

@@ -2,7 +2,11 @@
 
 use super::element::Element;
 use super::schedule::Schedule;
-use sdpa_core::spec::{Layout, TensorSpec};
+use sdpa_core::operand::Side;
+use sdpa_core::packed::Documents;
+use sdpa_core::problem::Problem;
+use sdpa_core::spec::TensorSpec;
+use std::ops::Range;
 
 /// Rows of one head that follow one another in memory, with nothing of another strip between them.
 #[derive(Debug)]
@@ -82,12 +86,19 @@ impl Partial {
 }
 
 /// One target per strip of the schedule.
-pub(super) fn targets<'a, T>(schedule: &Schedule, spec: &TensorSpec, o: &'a mut [T], stats: Option<&'a mut [f32]>) -> Vec<Target<'a, T>> {
+pub(super) fn targets<'a, T>(
+    schedule: &Schedule,
+    (problem, documents): (&Problem, Option<&Documents>),
+    o: &'a mut [T],
+    stats: Option<&'a mut [f32]>,
+) -> Vec<Target<'a, T>> {
     let (group, strip_rows) = (schedule.extents.group, schedule.blocks.strip_rows);
+    let tokens = documents.map(|documents| documents.of(Side::Queries));
+    let o = strips((problem.o(), tokens), group, strip_rows, o);
     let mut targets: Vec<Target<'a, T>> =
-        strips(spec, group, strip_rows, o).into_iter().map(|o| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()) }).collect();
+        o.into_iter().map(|o| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()) }).collect();
     if let Some(stats) = stats {
-        for (target, stats) in targets.iter_mut().zip(strips(&one_per_row(spec), group, strip_rows, stats)) {
+        for (target, stats) in targets.iter_mut().zip(strips((&problem.stats_tensor(), tokens), group, strip_rows, stats)) {
             target.stats = stats;
         }
     }
@@ -95,46 +106,75 @@ pub(super) fn targets<'a, T>(schedule: &Schedule, spec: &TensorSpec, o: &'a mut 
 }
 
 /// One target per strip of the schedule, for statistics in two parts alone.
-pub(super) fn norms<'a, T>(schedule: &Schedule, o: &TensorSpec, norms: &'a mut [[f32; 2]]) -> Vec<Target<'a, T>> {
-    let norms = strips(&one_per_row(o), schedule.extents.group, schedule.blocks.strip_rows, norms);
+pub(super) fn norms<'a, T>(
+    schedule: &Schedule,
+    (problem, documents): (&Problem, Option<&Documents>),
+    norms: &'a mut [[f32; 2]],
+) -> Vec<Target<'a, T>> {
+    let tokens = documents.map(|documents| documents.of(Side::Queries));
+    let norms = strips((&problem.stats_tensor(), tokens), schedule.extents.group, schedule.blocks.strip_rows, norms);
     norms.into_iter().map(|norms| Target { o: Rows(Vec::new()), stats: Rows(Vec::new()), norms }).collect()
 }
 
-/// What has one element for each row of the output.
-fn one_per_row(o: &TensorSpec) -> TensorSpec {
-    let [batch, heads, seq, _] = o.dims;
-    TensorSpec::dense([batch, heads, seq, 1], Layout::Bhsd)
+/// (batch, head, seq) as they lie in memory, outermost first.
+fn axes(spec: &TensorSpec, packed: bool) -> [usize; 3] {
+    let [_, heads, ..] = spec.dims;
+    let [_, head, token, _] = spec.strides;
+    if packed {
+        return if heads == 1 || head > token { [1, 0, 2] } else { [0, 2, 1] };
+    }
+    let mut axes = [0, 1, 2];
+    // Validation has made sure that a longer stride spans all of the shorter ones. Axes of extent 1 may lie anywhere.
+    axes.sort_by_key(|&axis| std::cmp::Reverse(if spec.dims[axis] == 1 { i64::MAX } else { spec.strides[axis] }));
+    axes
 }
 
 /// Cuts a tensor to strips, numbered by batch entry, by `group` of heads, and by `strip_rows` of the rows of a group.
-/// Rows of a group are numbered as those of [`Extents`](super::schedule::Extents).
-pub(super) fn strips<'a, T>(spec: &TensorSpec, group: usize, strip_rows: usize, mut rest: &'a mut [T]) -> Vec<Rows<'a, T>> {
+/// Rows of a group are numbered as those of [`Extents`](super::schedule::Extents). Of a packed batch, what is outside of documents
+/// belongs to no strip.
+pub(super) fn strips<'a, T>(
+    (spec, documents): (&TensorSpec, Option<&[Range<usize>]>),
+    group: usize,
+    strip_rows: usize,
+    mut rest: &'a mut [T],
+) -> Vec<Rows<'a, T>> {
     let dims = spec.dims.map(|n| n as usize);
-    let (groups, strips_per_group) = (dims[1] / group, (dims[2] * group).div_ceil(strip_rows));
-    let mut strips: Vec<Rows<'a, T>> = (0..dims[0] * groups * strips_per_group).map(|_| Rows(Vec::new())).collect();
+    let groups = dims[1] / group;
+    let seq = |batch: usize| documents.map_or(dims[2], |documents| documents[batch].len());
+    let mut n_strips = 0;
+    // The first strip of each batch entry, and how many a group has there.
+    let entries: Vec<[usize; 2]> = (0..dims[0])
+        .map(|batch| {
+            let (first, per_group) = (n_strips, (seq(batch) * group).div_ceil(strip_rows));
+            n_strips += groups * per_group;
+            [first, per_group]
+        })
+        .collect();
+    let mut strips: Vec<Rows<'a, T>> = (0..n_strips).map(|_| Rows(Vec::new())).collect();
     let strides = spec.strides.map(|n| n as usize);
-    let mut axes = [0, 1, 2];
-    // Validation has made sure that a longer stride spans all of the shorter ones. Axes of extent 1 may lie anywhere.
-    axes.sort_by_key(|&axis| std::cmp::Reverse(if dims[axis] == 1 { usize::MAX } else { strides[axis] }));
+    let axes = axes(spec, documents.is_some());
+    // Documents come before their tokens.
+    let extent = |axis: usize, index: [usize; 3]| if axis == 2 { seq(index[0]) } else { dims[axis] };
     let mut index = [0; 3];
     let mut taken = 0;
-    for a in 0..dims[axes[0]] {
-        for b in 0..dims[axes[1]] {
+    for a in 0..extent(axes[0], index) {
+        index[axes[0]] = a;
+        for b in 0..extent(axes[1], index) {
+            index[axes[1]] = b;
             let mut c = 0;
-            while c < dims[axes[2]] {
-                for (axis, at) in axes.into_iter().zip([a, b, c]) {
-                    index[axis] = at;
-                }
+            while c < extent(axes[2], index) {
+                index[axes[2]] = c;
                 let [batch, head, query] = index;
                 let row = query * group + head % group;
                 let strip = row / strip_rows;
                 let n_rows = if axes[2] == 2 {
                     let past = ((strip + 1) * strip_rows - head % group).div_ceil(group);
-                    past.min(dims[2]) - query
+                    past.min(seq(batch)) - query
                 } else {
                     1
                 };
-                let offset = index.iter().zip(strides).map(|(i, stride)| i * stride).sum::<usize>();
+                let entry = documents.map_or(batch * strides[0], |documents| documents[batch].start * strides[2]);
+                let offset = entry + head * strides[1] + query * strides[2];
                 let len = (n_rows - 1) * strides[2] + dims[3];
                 let (_gap, tail) = std::mem::take(&mut rest).split_at_mut(offset - taken);
                 let (elements, tail) = tail.split_at_mut(len);
@@ -142,7 +182,8 @@ pub(super) fn strips<'a, T>(spec: &TensorSpec, group: usize, strip_rows: usize, 
                 taken = offset + len;
                 c += n_rows;
                 let run = Run { place: row % strip_rows, step: group, stride: strides[2].max(dims[3]), width: dims[3], elements };
-                strips[(batch * groups + head / group) * strips_per_group + strip].0.push(run);
+                let [first, per_group] = entries[batch];
+                strips[first + head / group * per_group + strip].0.push(run);
             }
         }
     }

@@ -8,18 +8,27 @@ use std::ops::Range;
 /// A strided operand.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View<'a, T> {
-    data: &'a [T],
+    pub(super) data: &'a [T],
     strides: [usize; 3],
+    /// The tokens of each batch entry, where such are packed.
+    documents: Option<&'a [Range<usize>]>,
     pub(super) dim: usize,
     /// A row is one element, `dim` times.
     spread: bool,
 }
 
 impl<'a, T: Element> View<'a, T> {
-    pub(super) fn new(data: &'a [T], spec: &TensorSpec) -> View<'a, T> {
+    pub(super) fn new(data: &'a [T], spec: &TensorSpec, documents: Option<&'a [Range<usize>]>) -> View<'a, T> {
         let [batch, head, seq, _] = spec.strides.map(|stride| stride as usize);
         let dim = spec.dims[3] as usize;
-        View { data, strides: [batch, head, seq], dim, spread: spec.strides[3] == 0 && dim > 1 }
+        View { data, strides: [batch, head, seq], documents, dim, spread: spec.strides[3] == 0 && dim > 1 }
+    }
+
+    /// Where a row begins.
+    #[inline(always)]
+    pub(super) fn place(&self, [batch, head, seq]: [usize; 3]) -> usize {
+        let entry = self.documents.map_or(batch * self.strides[0], |documents| documents[batch].start * self.strides[2]);
+        entry + head * self.strides[1] + seq * self.strides[2]
     }
 
     /// One row as f32; `to` has its length.
@@ -27,7 +36,7 @@ impl<'a, T: Element> View<'a, T> {
     pub(super) fn widen_row(&self, [batch, head, seq]: [usize; 3], to: &mut [f32]) {
         if self.spread {
             let mut one = [0.0];
-            T::widen(&self.data[batch * self.strides[0] + head * self.strides[1] + seq * self.strides[2]..][..1], &mut one);
+            T::widen(&self.data[self.place([batch, head, seq])..][..1], &mut one);
             to.fill(one[0]);
         } else {
             T::widen(self.row(batch, head, seq), to);
@@ -37,12 +46,12 @@ impl<'a, T: Element> View<'a, T> {
     /// One row, of an operand whose last axis is dense.
     #[inline(always)]
     pub(super) fn row(&self, batch: usize, head: usize, seq: usize) -> &'a [T] {
-        &self.data[batch * self.strides[0] + head * self.strides[1] + seq * self.strides[2]..][..self.dim]
+        &self.data[self.place([batch, head, seq])..][..self.dim]
     }
 
     /// Rows as they lie in memory, with the distance between them, if they are f32, and there to be read.
     pub(super) fn in_place(&self, batch: usize, head: usize, rows: &Range<usize>) -> Option<(&'a [f32], usize)> {
-        let start = batch * self.strides[0] + head * self.strides[1] + rows.start * self.strides[2];
+        let start = self.place([batch, head, rows.start]);
         let len = (rows.len().max(1) - 1) * self.strides[2] + self.dim;
         Some((T::as_f32(self.data.get(start..start + len)?)?, self.strides[2]))
     }

@@ -64,8 +64,16 @@ impl Extents {
     pub(super) fn within(mut self, lengths: &Lengths, batch: usize) -> Extents {
         if let Some([queries, keys]) = lengths.get(batch) {
             (self.len_q, self.len_kv) = (queries, keys);
+            if lengths.packed() {
+                (self.seq_q, self.seq_kv) = (queries, keys);
+            }
         }
         self
+    }
+
+    /// Pairs of a query and a key of each head, those of all batch entries together.
+    pub(super) fn pairs(&self, lengths: &Lengths) -> f64 {
+        (0..self.batch).map(|batch| self.within(lengths, batch)).map(|entry| entry.seq_q as f64 * entry.seq_kv as f64).sum()
     }
 
     /// The keys that a row attends to, as far as bands and lengths say: an interval. Neither end ever falls from one row to
@@ -147,34 +155,35 @@ impl Schedule {
     /// With `rules`, scores are more than products.
     pub(super) fn new(problem: &Problem, isa: Isa, threads: usize, lengths: Lengths, rules: bool) -> Schedule {
         let extents = Extents::of(problem);
-        let n_rows = extents.seq_q * extents.group;
-        let heads = extents.batch * extents.heads_kv;
-        let flops = 2.0 * (heads * n_rows) as f64 * extents.seq_kv as f64 * (extents.dim_qk + extents.dim_v) as f64;
+        let heads_q = (extents.heads_kv * extents.group) as f64;
+        let flops = 2.0 * heads_q * extents.pairs(&lengths) * (extents.dim_qk + extents.dim_v) as f64;
         let threads = if flops < SERIAL_FLOPS { 1 } else { threads };
         let enough = if threads == 1 { 1 } else { threads * PIECES_PER_THREAD };
         let blocks = Blocks::new(&extents, problem.dtype(), isa, enough, rules);
 
-        let spans: Vec<Range<usize>> =
-            (0..n_rows).step_by(blocks.strip_rows).map(|row| row..(row + blocks.strip_rows).min(n_rows)).collect();
-        let pairs_of = |extents: Extents| -> Vec<usize> {
+        // Rows, and their pairs with keys.
+        let spans_of = |extents: Extents| -> Vec<(Range<usize>, usize)> {
+            let n_rows = extents.seq_q * extents.group;
+            let spans = (0..n_rows).step_by(blocks.strip_rows).map(|row| row..(row + blocks.strip_rows).min(n_rows));
             let pairs = |rows: &Range<usize>| rows.clone().step_by(extents.group).map(|row| extents.keys_of_row(row).len()).sum::<usize>();
-            spans.iter().map(|rows| pairs(rows) * extents.group).collect()
+            spans.map(|rows| (rows.clone(), pairs(&rows) * extents.group)).collect()
         };
         // Without lengths every batch entry has the same.
-        let first = pairs_of(extents.within(&lengths, 0));
-        let entries: Vec<Vec<usize>> =
-            (1..extents.batch).map_while(|batch| lengths.get(batch).map(|_| pairs_of(extents.within(&lengths, batch)))).collect();
-        let pairs = |batch: usize| if batch == 0 { &first } else { entries.get(batch - 1).unwrap_or(&first) };
-        let all: usize = (0..extents.batch).map(|batch| pairs(batch).iter().sum::<usize>()).sum();
+        let first = spans_of(extents.within(&lengths, 0));
+        let entries: Vec<Vec<(Range<usize>, usize)>> =
+            (1..extents.batch).map_while(|batch| lengths.get(batch).map(|_| spans_of(extents.within(&lengths, batch)))).collect();
+        let spans = |batch: usize| if batch == 0 { &first } else { entries.get(batch - 1).unwrap_or(&first) };
+        let all: usize = (0..extents.batch).flat_map(spans).map(|(_, pairs)| pairs).sum();
+        let n_strips = (0..extents.batch).map(|batch| spans(batch).len()).sum::<usize>() * extents.heads_kv;
         let fair = (all * extents.heads_kv).div_ceil(enough).max(1);
-        let mut strips = Vec::with_capacity(heads * spans.len());
-        let mut pieces = Vec::with_capacity(heads * spans.len());
+        let mut strips = Vec::with_capacity(n_strips);
+        let mut pieces = Vec::with_capacity(n_strips);
         for batch in 0..extents.batch {
             let of_entry = extents.within(&lengths, batch);
             for head_kv in 0..extents.heads_kv {
-                for (rows, &pairs) in spans.iter().zip(pairs(batch)) {
+                for (rows, pairs) in spans(batch) {
                     let keys = of_entry.keys_of_any(rows);
-                    let wanted = if enough <= heads * spans.len() { 1 } else { pairs.div_ceil(fair) };
+                    let wanted = if enough <= n_strips { 1 } else { pairs.div_ceil(fair) };
                     let n_pieces = wanted.min(keys.len() / MIN_SPLIT_KEYS).max(1);
                     for i in 0..n_pieces {
                         let cut = |i: usize| keys.start + keys.len() * i / n_pieces;
@@ -199,6 +208,11 @@ impl Schedule {
     /// The extents of a batch entry.
     pub(super) fn extents_of(&self, batch: usize) -> Extents {
         self.extents.within(&self.lengths, batch)
+    }
+
+    /// Pieces of strips that have more than one, at most, whatever the lengths of documents: two for each share of the work.
+    pub(super) fn most_parts(&self) -> usize {
+        if self.threads == 1 || self.extents.seq_kv < 2 * MIN_SPLIT_KEYS { 0 } else { 2 * self.threads * PIECES_PER_THREAD }
     }
 
     /// Rows of the longest strip.

@@ -53,6 +53,8 @@ pub(super) fn run<T: Element>(
 
     // Tiles follow one another; the last one may have fewer registers.
     let n_rows = strip.rows.len();
+    let used = n_rows.next_multiple_of(lanes);
+    let (o, max, sum) = (&mut o[..used * dim_qk.max(dim_v)], &mut max[..used], &mut sum[..used]);
     let tiles = || {
         (0..n_rows).step_by(tile_rows).map(|first| {
             let rows = first..(first + tile_rows).min(n_rows);

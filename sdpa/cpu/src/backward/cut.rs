@@ -4,6 +4,7 @@
 
 use crate::isa::{Isa, PANEL};
 use crate::pack::overlap;
+use crate::program::Lengths;
 use crate::schedule::{Extents, SERIAL_FLOPS};
 use sdpa_core::problem::Problem;
 use std::ops::Range;
@@ -40,6 +41,15 @@ pub(super) struct Cell {
     pub(super) part_of_keys: usize,
 }
 
+/// The cells of a key head that are not masked out, in the order to start them.
+#[derive(Debug)]
+pub(super) struct Grid {
+    pub(super) cells: Vec<Cell>,
+    /// How many parts the sum of each strip of rows has, and of each strip of keys.
+    pub(super) parts_of_rows: Vec<usize>,
+    pub(super) parts_of_keys: Vec<usize>,
+}
+
 /// A problem cut to cells.
 #[derive(Debug)]
 pub(super) struct Cut {
@@ -56,16 +66,16 @@ pub(super) struct Cut {
     /// Columns of packed rows: whole registers.
     pub(super) columns_qk: usize,
     pub(super) columns_v: usize,
-    /// The cells of one head that are not masked out, in the order to start them.
-    pub(super) cells: Vec<Cell>,
-    /// How many parts the sum of each strip of rows has, and of each strip of keys.
-    pub(super) parts_of_rows: Vec<usize>,
-    pub(super) parts_of_keys: Vec<usize>,
+    /// One for all batch entries, or one for each document.
+    grids: Vec<Grid>,
+    /// Strips of rows and of keys in front of each batch entry.
+    before: Vec<[usize; 2]>,
+    lengths: Lengths,
     pub(super) threads: usize,
 }
 
 impl Cut {
-    pub(super) fn new(problem: &Problem, isa: Isa, threads: usize) -> Cut {
+    pub(super) fn new(problem: &Problem, isa: Isa, threads: usize, lengths: Lengths) -> Cut {
         let extents = Extents::of(problem);
         let heads = extents.batch * extents.heads_kv;
         let (n_rows, n_keys) = (extents.seq_q * extents.group, extents.seq_kv);
@@ -84,6 +94,81 @@ impl Cut {
         let even = |n: usize, most: usize, unit: usize| n.div_ceil(n.div_ceil(most)).next_multiple_of(unit);
         let (strip_rows, strip_keys) = (even(n_rows, rows, tile_rows), even(n_keys, keys, PANEL));
 
+        let grids: Vec<Grid> = if lengths.packed() {
+            (0..extents.batch).map(|batch| Grid::new(&extents.within(&lengths, batch), [strip_rows, strip_keys])).collect()
+        } else {
+            vec![Grid::new(&extents, [strip_rows, strip_keys])]
+        };
+        let (mut n_cells, mut n_strips) = (0, [0; 2]);
+        let before = (0..extents.batch).map(|batch| {
+            let Grid { cells, parts_of_rows, parts_of_keys } = grids.get(batch).unwrap_or(&grids[0]);
+            n_cells += extents.heads_kv * cells.len();
+            let [rows, keys] = n_strips;
+            n_strips = [rows + extents.heads_kv * parts_of_rows.len(), keys + extents.heads_kv * parts_of_keys.len()];
+            [rows, keys]
+        });
+        let before = before.collect();
+        let heads_q = (extents.heads_kv * extents.group) as f64;
+        let flops = 2.0 * heads_q * extents.pairs(&lengths) * (3 * extents.dim_qk + 2 * extents.dim_v) as f64;
+        let threads = if flops < SERIAL_FLOPS { 1 } else { threads.min(n_cells).max(1) };
+        Cut {
+            extents,
+            heads,
+            tile_rows,
+            band_rows: BAND_ROWS.next_multiple_of(tile_rows),
+            strip_rows,
+            block_keys: BLOCK_KEYS.min(strip_keys),
+            strip_keys,
+            columns_qk: extents.dim_qk.next_multiple_of(isa.lanes()),
+            columns_v: extents.dim_v.next_multiple_of(isa.lanes()),
+            grids,
+            before,
+            lengths,
+            threads,
+        }
+    }
+
+    /// The extents of a batch entry.
+    pub(super) fn extents_of(&self, batch: usize) -> Extents {
+        self.extents.within(&self.lengths, batch)
+    }
+
+    /// The cells of a head.
+    pub(super) fn grid(&self, head: usize) -> &Grid {
+        self.grids.get(head / self.extents.heads_kv).unwrap_or(&self.grids[0])
+    }
+
+    /// The numbers of a cell's strips of rows and of keys among those of all heads.
+    pub(super) fn strips(&self, head: usize, cell: &Cell) -> [usize; 2] {
+        let ([rows, keys], of_entry) = (self.before[head / self.extents.heads_kv], head % self.extents.heads_kv);
+        let Grid { parts_of_rows, parts_of_keys, .. } = self.grid(head);
+        [rows + of_entry * parts_of_rows.len() + cell.rows, keys + of_entry * parts_of_keys.len() + cell.keys]
+    }
+
+    /// The rows of a cell.
+    pub(super) fn rows(&self, extents: &Extents, cell: &Cell) -> Range<usize> {
+        span(cell.rows, self.strip_rows, extents.seq_q * extents.group)
+    }
+
+    /// The keys of a cell.
+    pub(super) fn keys(&self, extents: &Extents, cell: &Cell) -> Range<usize> {
+        span(cell.keys, self.strip_keys, extents.seq_kv)
+    }
+
+    /// Elements of the sums of a strip of rows, `[tile][dim_qk][row]`.
+    pub(super) fn row_sums(&self) -> usize {
+        self.strip_rows * self.extents.dim_qk
+    }
+
+    /// Elements of the sums of a strip of keys by `k`, `[key][columns_qk]`; those by `v` follow, `[key][columns_v]`.
+    pub(super) fn key_sums(&self) -> [usize; 2] {
+        [self.strip_keys * self.columns_qk, self.strip_keys * self.columns_v]
+    }
+}
+
+impl Grid {
+    fn new(extents: &Extents, [strip_rows, strip_keys]: [usize; 2]) -> Grid {
+        let (n_rows, n_keys) = (extents.seq_q * extents.group, extents.seq_kv);
         let mut parts_of_rows = vec![0; n_rows.div_ceil(strip_rows)];
         let mut parts_of_keys = vec![0; n_keys.div_ceil(strip_keys)];
         let mut cells = Vec::new();
@@ -101,43 +186,7 @@ impl Cut {
         if n_rows * extents.dim_qk < n_keys * (extents.dim_qk + extents.dim_v) {
             cells.sort_by_key(|cell| (cell.keys, cell.rows));
         }
-        let flops = 2.0 * heads as f64 * n_rows as f64 * n_keys as f64 * (3 * extents.dim_qk + 2 * extents.dim_v) as f64;
-        let threads = if flops < SERIAL_FLOPS { 1 } else { threads.min(heads * cells.len()).max(1) };
-        Cut {
-            extents,
-            heads,
-            tile_rows,
-            band_rows: BAND_ROWS.next_multiple_of(tile_rows),
-            strip_rows,
-            block_keys: BLOCK_KEYS.min(strip_keys),
-            strip_keys,
-            columns_qk: extents.dim_qk.next_multiple_of(isa.lanes()),
-            columns_v: extents.dim_v.next_multiple_of(isa.lanes()),
-            cells,
-            parts_of_rows,
-            parts_of_keys,
-            threads,
-        }
-    }
-
-    /// The rows of a strip.
-    pub(super) fn rows(&self, strip: usize) -> Range<usize> {
-        span(strip, self.strip_rows, self.extents.seq_q * self.extents.group)
-    }
-
-    /// The keys of a strip.
-    pub(super) fn keys(&self, strip: usize) -> Range<usize> {
-        span(strip, self.strip_keys, self.extents.seq_kv)
-    }
-
-    /// Elements of the sums of a strip of rows, `[tile][dim_qk][row]`.
-    pub(super) fn row_sums(&self) -> usize {
-        self.strip_rows * self.extents.dim_qk
-    }
-
-    /// Elements of the sums of a strip of keys by `k`, `[key][columns_qk]`; those by `v` follow, `[key][columns_v]`.
-    pub(super) fn key_sums(&self) -> [usize; 2] {
-        [self.strip_keys * self.columns_qk, self.strip_keys * self.columns_v]
+        Grid { cells, parts_of_rows, parts_of_keys }
     }
 }
 

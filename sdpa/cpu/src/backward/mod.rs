@@ -41,14 +41,17 @@ use super::pack::{Aligned, Scratch, Transpose, View};
 use super::program::{Lengths, Rules, RulesOf, Worker};
 use super::schedule::share;
 use super::wrong_types;
-use cut::{Cell, Cut};
+use cut::{Cell, Cut, Grid};
 use modified::Rulings;
 use norms::Norms;
 use params::{Span, Total};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::Error;
 use sdpa_core::executor::{PreparedBackward, Report};
+use sdpa_core::operand::Side;
+use sdpa_core::packed::Documents;
 use sdpa_core::{Elements, ElementsMut, HostBackward, HostGradient, Param};
+use std::ops::Range;
 use std::time::Instant;
 use sums::{Pool, Sum};
 use tile::Gradients;
@@ -76,12 +79,13 @@ impl CpuBackward {
 
     /// Bytes of scratch memory at most, but for what rows with large statistics need.
     pub(super) fn most_workspace(&self) -> usize {
-        let cut = Cut::new(self.problem.forward(), self.isa, rayon::current_num_threads());
+        let cut = Cut::new(self.problem.forward(), self.isa, rayon::current_num_threads(), Lengths::default());
         // Sums of all strips of a head are under way, of as many heads as there are threads, and two more by every thread.
+        let Grid { parts_of_rows, parts_of_keys, .. } = cut.grid(0);
         let sums = |parts: &[usize]| parts.len() * cut.heads.min(cut.threads + 1) + 2 * cut.threads;
         let [dk_len, dv_len] = cut.key_sums();
-        let rows = sums(&cut.parts_of_rows) * Aligned::bytes(cut.row_sums());
-        let keys = sums(&cut.parts_of_keys) * Aligned::bytes(dk_len + dv_len);
+        let rows = sums(parts_of_rows) * Aligned::bytes(cut.row_sums());
+        let keys = sums(parts_of_keys) * Aligned::bytes(dk_len + dv_len);
         let params: usize = self.problem.wrt().iter().map(|wanted| 8 * self.problem.gradient_elements(&wanted.name) as usize).sum();
         cut.threads * of_worker(&cut, &self.rules) + rows + keys + 2 * params
     }
@@ -121,11 +125,10 @@ struct Call<'a, T> {
     v: View<'a, T>,
     o: View<'a, T>,
     d_o: View<'a, T>,
-    stats: &'a [f32],
+    stats: View<'a, f32>,
     norms: &'a Norms,
     /// Multiplies queries in front of scores: that of the forward pass.
     scale: f32,
-    lengths: &'a Lengths,
     rules: &'a RulesOf<'a>,
 }
 
@@ -134,40 +137,44 @@ impl CpuBackward {
         &self,
         inputs: [Elements<'_>; 5],
         stats: &[f32],
-        (dq, keys): (&mut [T], [ElementsMut<'_>; 2]),
+        (dq, gradients_of_keys): (&mut [T], [ElementsMut<'_>; 2]),
         scale: f32,
         (params, mut gradients): (&[Param<'_>], Vec<HostGradient<'_>>),
     ) -> Result<Report, Error> {
-        let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], [Some(dk), Some(dv)]) = (inputs.map(T::of), keys.map(T::of_mut)) else {
+        let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], [Some(dk), Some(dv)]) = (inputs.map(T::of), gradients_of_keys.map(T::of_mut)) else {
             return Err(wrong_types());
         };
         let started = Instant::now();
         let problem = self.problem.forward();
         let values = sdpa_core::params::bind(self.problem.params(), problem.extents(), params)?;
-        let lengths = Lengths::new(problem, self.problem.params(), &values);
+        let documents = Documents::new(problem, self.problem.params(), &values)?;
+        let lengths = Lengths::new(problem, self.problem.params(), &values, documents.as_ref());
         let rules = self.rules.bind(problem, self.isa, self.problem.params(), &values);
         let totals: Vec<Total<'_>> = self.problem.wrt().iter().filter_map(|wanted| self.total(&wanted.name, &mut gradients)).collect();
-        let cut = Cut::new(problem, self.isa, rayon::current_num_threads());
         super::is_there(self.most_workspace())?;
-        let norms = Norms::new(problem, self.isa, [q, k, v], stats, scale, (&lengths, &rules));
+        let [queries, keys] = Side::ALL.map(|side| documents.as_ref().map(|documents| documents.of(side)));
+        let [q, k, v] = [View::new(q, problem.q(), queries), View::new(k, problem.k(), keys), View::new(v, problem.v(), keys)];
+        let stats = View::new(stats, &problem.stats_tensor(), queries);
+        let norms = Norms::new(problem, self.isa, [q, k, v], &stats, scale, (&lengths, documents.as_ref(), &rules));
+        let cut = Cut::new(problem, self.isa, rayon::current_num_threads(), lengths);
         let call = Call {
             cut: &cut,
             isa: self.isa,
-            q: View::new(q, problem.q()),
-            k: View::new(k, problem.k()),
-            v: View::new(v, problem.v()),
-            o: View::new(o, problem.o()),
-            d_o: View::new(d_o, self.problem.d_o()),
+            q,
+            k,
+            v,
+            o: View::new(o, problem.o(), queries),
+            d_o: View::new(d_o, self.problem.d_o(), queries),
             stats,
             scale,
             norms: &norms,
-            lengths: &lengths,
             rules: &rules,
         };
         let group = cut.extents.group;
-        let rows = strips(self.problem.dq(), group, cut.strip_rows, dq);
-        let keys = strips(self.problem.dk(), 1, cut.strip_keys, dk).into_iter().zip(strips(self.problem.dv(), 1, cut.strip_keys, dv));
-        let pools = call.run(rows, keys.collect(), &totals, scale);
+        let rows = strips((self.problem.dq(), queries), group, cut.strip_rows, dq);
+        let dk = strips((self.problem.dk(), keys), 1, cut.strip_keys, dk);
+        let dv = strips((self.problem.dv(), keys), 1, cut.strip_keys, dv);
+        let pools = call.run(rows, dk.into_iter().zip(dv).collect(), &totals, scale);
         let workspace = cut.threads * of_worker(&cut, &self.rules) + pools + totals.iter().map(Total::bytes).sum::<usize>() + norms.bytes();
         totals.into_iter().for_each(Total::finish);
         Ok(super::report(started, self.isa, cut.threads, workspace))
@@ -184,7 +191,7 @@ impl<T: Element> Call<'_, T> {
     /// Computes everything; the bytes of sums that were under way. `scale` is that of the gradients, `totals` are those of parameters.
     fn run(&self, rows: Vec<Rows<'_, T>>, keys: Vec<(Rows<'_, T>, Rows<'_, T>)>, totals: &[Total<'_>], scale: f32) -> usize {
         let cut = self.cut;
-        let rows = rows.into_iter().zip(cut.parts_of_rows.iter().cycle());
+        let rows = rows.into_iter().zip((0..cut.heads).flat_map(|head| &cut.grid(head).parts_of_rows));
         let sums_of_rows: Vec<_> = rows
             .map(|(mut dq, &n_parts)| {
                 if n_parts == 0 {
@@ -193,7 +200,7 @@ impl<T: Element> Call<'_, T> {
                 Sum::new(n_parts, dq)
             })
             .collect();
-        let keys = keys.into_iter().zip(cut.parts_of_keys.iter().cycle());
+        let keys = keys.into_iter().zip((0..cut.heads).flat_map(|head| &cut.grid(head).parts_of_keys));
         let sums_of_keys: Vec<_> = keys
             .map(|((mut dk, mut dv), &n_parts)| {
                 if n_parts == 0 {
@@ -207,7 +214,7 @@ impl<T: Element> Call<'_, T> {
         let (row_pool, key_pool) = (Pool::new(cut.row_sums()), Pool::new(dk_len + dv_len));
         let lens = tile::scratch_lens(cut);
         let n_bounds = 2 * cut.band_rows;
-        let work = (0..cut.heads).flat_map(|head| cut.cells.iter().map(move |cell| (head, cell))).enumerate();
+        let work = (0..cut.heads).flat_map(|head| cut.grid(head).cells.iter().map(move |cell| (head, cell))).enumerate();
         let n_kept = kept_len(cut, self.rules.drop());
         let job = |(scratch, worker, kept): &mut (Scratch, Worker<'_>, Vec<u32>), (number, (head, cell)): (usize, (usize, &Cell))| {
             let (mut dq, mut dkv) = (row_pool.take(), key_pool.take());
@@ -216,14 +223,15 @@ impl<T: Element> Call<'_, T> {
             let mut rulings = Rulings { worker, kept, parts: &mut parts };
             tile::run(self, scratch, &mut rulings, (head, cell), Gradients { dq: dq.get_mut(), dk, dv });
             totals.iter().zip(parts).for_each(|(total, part)| total.add(number, part));
-            let sum = &sums_of_rows[head * cut.parts_of_rows.len() + cell.rows];
+            let [rows, keys] = cut.strips(head, cell);
+            let sum = &sums_of_rows[rows];
             if let Some((target, sum)) = sum.add(self.isa, &row_pool, cell.part_of_rows, dq) {
                 let mut dense = row_pool.take();
-                self.write_rows(cell, target, sum.get(), dense.get_mut(), scale);
+                self.write_rows(self.span(head, cell).rows, target, sum.get(), dense.get_mut(), scale);
                 row_pool.give(sum);
                 row_pool.give(dense);
             }
-            let sum = &sums_of_keys[head * cut.parts_of_keys.len() + cell.keys];
+            let sum = &sums_of_keys[keys];
             if let Some(((dk, dv), sum)) = sum.add(self.isa, &key_pool, cell.part_of_keys, dkv) {
                 dk.write(&sum.get()[..dk_len], cut.columns_qk, scale);
                 dv.write(&sum.get()[dk_len..], cut.columns_v, 1.0);
@@ -235,15 +243,15 @@ impl<T: Element> Call<'_, T> {
     }
 
     fn span(&self, head: usize, cell: &Cell) -> Span {
-        let Cut { extents, .. } = self.cut;
-        let (batch, head_kv) = (head / extents.heads_kv, head % extents.heads_kv);
-        Span { batch, head_kv, group: extents.group, rows: self.cut.rows(cell.rows), keys: self.cut.keys(cell.keys) }
+        let (batch, head_kv) = (head / self.cut.extents.heads_kv, head % self.cut.extents.heads_kv);
+        let extents = &self.cut.extents_of(batch);
+        Span { batch, head_kv, group: extents.group, rows: self.cut.rows(extents, cell), keys: self.cut.keys(extents, cell) }
     }
 
     /// Writes the gradients of a strip of queries, `[tile][dim_qk][row]`.
-    fn write_rows(&self, cell: &Cell, target: Rows<'_, T>, sums: &[f32], dense: &mut [f32], scale: f32) {
+    fn write_rows(&self, rows: Range<usize>, target: Rows<'_, T>, sums: &[f32], dense: &mut [f32], scale: f32) {
         let (dim, lanes, tile_rows) = (self.cut.extents.dim_qk, self.isa.lanes(), self.cut.tile_rows);
-        let n_rows = self.cut.rows(cell.rows).len();
+        let n_rows = rows.len();
         for first in (0..n_rows).step_by(tile_rows) {
             let width = tile_rows.min(n_rows - first).next_multiple_of(lanes);
             let tile = first * dim..(first + width) * dim;

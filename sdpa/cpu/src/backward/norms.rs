@@ -7,9 +7,10 @@ use crate::Call;
 use crate::element::Element;
 use crate::isa::Isa;
 use crate::output;
-use crate::pack::View;
+use crate::pack::{Head, View};
 use crate::program::{Lengths, RulesOf};
 use crate::schedule::Schedule;
+use sdpa_core::packed::Documents;
 use sdpa_core::problem::Problem;
 
 /// Statistics from here on are looked at: up to it, rounding them moves weights by `2^-16` at most.
@@ -36,26 +37,27 @@ impl Norms {
     pub(super) fn new<T: Element>(
         problem: &Problem,
         isa: Isa,
-        [q, k, v]: [&[T]; 3],
-        stats: &[f32],
+        [q, k, v]: [View<'_, T>; 3],
+        stats: &View<'_, f32>,
         scale: f32,
-        (lengths, rules): (&Lengths, &RulesOf<'_>),
+        (lengths, documents, rules): (&Lengths, Option<&Documents>, &RulesOf<'_>),
     ) -> Norms {
-        if !stats.iter().any(|stat| is_large(*stat)) {
+        if !stats.data.iter().any(|stat| is_large(*stat)) {
             return Norms(None);
         }
         // With rules, rows are never few: scores are to be those of the backward pass, to the bit.
         // The cut is that of one thread, whatever their number: gradients are the same bits on any.
         let mut schedule = Schedule::new(problem, isa, 1, lengths.clone(), true);
         schedule.threads = rayon::current_num_threads();
-        let [group, seq_q, heads_kv] = [schedule.extents.group, schedule.extents.seq_q, schedule.extents.heads_kv];
-        let place = |batch: usize, head_kv: usize, row: usize| ((batch * heads_kv + head_kv) * group + row % group) * seq_q + row / group;
-        schedule.leave_out(|strip| !strip.rows.clone().any(|row| is_large(stats[place(strip.batch, strip.head_kv, row)])));
-        let mut norms = vec![[f32::NEG_INFINITY, 0.0]; stats.len()];
-        let [q, k, v] = [View::new(q, problem.q()), View::new(k, problem.k()), View::new(v, problem.v())];
+        let group = schedule.extents.group;
+        schedule.leave_out(|strip| {
+            let head = Head { batch: strip.batch, head_kv: strip.head_kv, group };
+            !strip.rows.clone().any(|row| is_large(stats.data[stats.place(head.index(row))]))
+        });
+        let mut norms = vec![[f32::NEG_INFINITY, 0.0]; stats.data.len()];
         let call = Call { schedule: &schedule, isa, q, k, v, scale, rules };
-        call.run(output::norms(&schedule, problem.o(), &mut norms));
-        for (norm, stat) in norms.iter_mut().zip(stats) {
+        call.run(output::norms(&schedule, (problem, documents), &mut norms));
+        for (norm, stat) in norms.iter_mut().zip(stats.data) {
             let [max, rest] = norm.map(f64::from);
             let same = is_large(*stat) && (max + rest - f64::from(*stat)).abs() <= NEAR * ulp(*stat);
             if !same {
@@ -66,8 +68,8 @@ impl Norms {
     }
 
     /// The two parts of the logarithm of a row.
-    pub(super) fn get(&self, stats: &[f32], place: usize) -> [f32; 2] {
-        self.0.as_ref().map_or([stats[place], 0.0], |norms| norms[place])
+    pub(super) fn get(&self, stats: &View<'_, f32>, place: usize) -> [f32; 2] {
+        self.0.as_ref().map_or([stats.data[place], 0.0], |norms| norms[place])
     }
 
     /// Bytes of memory.

@@ -21,17 +21,15 @@ pub(super) struct Queries<'a, T> {
 impl<T: Element> Queries<'_, T> {
     /// The place of a row among the stats.
     fn place(&self, row: usize) -> usize {
-        let extents = &self.extents;
-        let [batch, head, query] = self.head.index(row);
-        (batch * extents.heads_kv * extents.group + head) * extents.seq_q + query
+        self.call.stats.place(self.head.index(row))
     }
 
     fn stat(&self, row: usize) -> f32 {
-        self.call.stats[self.place(row)]
+        self.call.stats.data[self.place(row)]
     }
 
     fn norm(&self, row: usize) -> [f32; 2] {
-        self.call.norms.get(self.call.stats, self.place(row))
+        self.call.norms.get(&self.call.stats, self.place(row))
     }
 
     /// The keys that a row attends to; a row whose scores are all -inf attends to none.

@@ -64,10 +64,13 @@ pub(super) fn run<T: Element>(
 ) {
     let Call { cut, isa, k: keys_view, v: values_view, .. } = call;
     let (batch, head_kv) = (head / cut.extents.heads_kv, head % cut.extents.heads_kv);
-    let extents = &cut.extents.within(call.lengths, batch);
+    let extents = &cut.extents_of(batch);
     let (dim_qk, dim_v) = (extents.dim_qk, extents.dim_v);
-    let (strip, range) = (cut.rows(cell.rows), cut.keys(cell.keys));
-    let Gradients { dq, dk, dv } = to;
+    let (strip, range) = (cut.rows(extents, cell), cut.keys(extents, cell));
+    // Whole tiles and panels; what is behind them is of no strip.
+    let (n_rows, n_keys) = (strip.len().next_multiple_of(cut.tile_rows), range.len().next_multiple_of(PANEL));
+    let dq = &mut to.dq[..n_rows * dim_qk];
+    let (dk, dv) = (&mut to.dk[..n_keys * cut.columns_qk], &mut to.dv[..n_keys * cut.columns_v]);
     dq.fill(0.0);
     dk.fill(0.0);
     dv.fill(0.0);

@@ -7,6 +7,8 @@ use pulp::{Simd, WithSimd};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::expr::Declared;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::operand::Side;
+use sdpa_core::packed::Documents;
 use sdpa_core::problem::Problem;
 use sdpa_core::tensor::ParamValue;
 use std::ops::Range;
@@ -169,11 +171,18 @@ impl WithSimd for DropUnkept<'_> {
 
 /// Queries and keys of each batch entry that are not padding; none where nothing is.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Lengths(Vec<[usize; 2]>);
+pub(crate) struct Lengths {
+    of: Vec<[usize; 2]>,
+    packed: bool,
+}
 
 impl Lengths {
-    /// `values` are those of `declared`.
-    pub(crate) fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Lengths {
+    /// `values` are those of `declared`, and `documents` what they say.
+    pub(crate) fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>], documents: Option<&Documents>) -> Lengths {
+        if let Some(documents) = documents {
+            let [queries, keys] = Side::ALL.map(|side| documents.of(side));
+            return Lengths { of: queries.iter().zip(keys).map(|(queries, keys)| [queries.len(), keys.len()]).collect(), packed: true };
+        }
         let kept = problem.kept();
         if !kept.seq_len_q && !kept.seq_len_kv {
             return Lengths::default();
@@ -186,11 +195,16 @@ impl Lengths {
             let queries = of(kept.seq_len_q, SEQ_LEN_Q, batch, problem.seq_q());
             [queries, of(kept.seq_len_kv, SEQ_LEN_KV, batch, problem.seq_kv())]
         };
-        Lengths((0..problem.batch() as usize).map(entry).collect())
+        Lengths { of: (0..problem.batch() as usize).map(entry).collect(), packed: false }
     }
 
     /// Those of a batch entry.
     pub(crate) fn get(&self, batch: usize) -> Option<[usize; 2]> {
-        self.0.get(batch).copied()
+        self.of.get(batch).copied()
+    }
+
+    /// Whether entries are documents: what is behind them is not there at all.
+    pub(crate) fn packed(&self) -> bool {
+        self.packed
     }
 }
