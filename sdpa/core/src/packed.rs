@@ -79,8 +79,8 @@ impl Packed {
 pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
     let elements = i64::try_from(elements).unwrap_or(i64::MAX);
     let [_, heads, _, dim] = tensor.dims;
-    let [_, head, token, _] = tensor.strides;
-    let last_row = head.saturating_mul(heads - 1).saturating_add(dim);
+    let [_, head, token, element] = tensor.strides;
+    let last_row = head.saturating_mul(heads - 1).saturating_add(element.saturating_mul(dim - 1)).saturating_add(1);
     if elements < last_row {
         return 0;
     }
@@ -229,6 +229,8 @@ mod tests {
             }
             assert_eq!(tokens(&spec, 7), 0);
         }
+        let one_number = TensorSpec { strides: [0; 4], ..TensorSpec::dense([3, 4, 9, 8], Layout::Bshd) };
+        assert_eq!([tokens(&one_number, 0), tokens(&one_number, 1)], [0, i64::MAX]);
     }
 
     #[test]
