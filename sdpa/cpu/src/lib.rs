@@ -39,6 +39,8 @@ mod kernel;
 mod long;
 mod output;
 mod pack;
+#[cfg(test)]
+mod packed_tests;
 mod program;
 #[cfg(test)]
 mod rule_tests;

@@ -95,8 +95,7 @@ pub(super) fn targets<'a, T>(
     let (group, strip_rows) = (schedule.extents.group, schedule.blocks.strip_rows);
     let tokens = documents.map(|documents| documents.of(Side::Queries));
     let o = strips((problem.o(), tokens), group, strip_rows, o);
-    let mut targets: Vec<Target<'a, T>> =
-        o.into_iter().map(|o| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()) }).collect();
+    let mut targets: Vec<Target<'a, T>> = o.into_iter().map(|o| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()) }).collect();
     if let Some(stats) = stats {
         for (target, stats) in targets.iter_mut().zip(strips((&problem.stats_tensor(), tokens), group, strip_rows, stats)) {
             target.stats = stats;

@@ -141,7 +141,8 @@ impl CpuBackward {
         scale: f32,
         (params, mut gradients): (&[Param<'_>], Vec<HostGradient<'_>>),
     ) -> Result<Report, Error> {
-        let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], [Some(dk), Some(dv)]) = (inputs.map(T::of), gradients_of_keys.map(T::of_mut)) else {
+        let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], [Some(dk), Some(dv)]) = (inputs.map(T::of), gradients_of_keys.map(T::of_mut))
+        else {
             return Err(wrong_types());
         };
         let started = Instant::now();
