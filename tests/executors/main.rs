@@ -127,12 +127,12 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
             run(&subject)
         })
     };
-    let library = Case::all_library().unwrap();
+    let both: Vec<Case> = Case::all_library().unwrap().into_iter().chain(Case::all_packed().unwrap()).collect();
     let mut trials = Vec::new();
-    for case in Case::all().unwrap().into_iter().chain(library.clone()) {
+    for case in Case::all().unwrap().into_iter().chain(both.clone()) {
         trials.push(trial("forward::", &case.name.clone(), Box::new(move |subject| subject.forward(&case))));
     }
-    for case in Case::all_backward().unwrap().into_iter().chain(library) {
+    for case in Case::all_backward().unwrap().into_iter().chain(both) {
         for source in Source::ALL {
             let (what, case) = (format!("{}{}", case.name, source.suffix()), case.clone());
             trials.push(trial("backward::", &what, Box::new(move |subject| subject.backward(&case, source))));

@@ -3,11 +3,12 @@
 mod backward;
 mod sweep;
 
-use crate::library::Library;
+use crate::library::{Library, own};
+use crate::packing::Packing;
 use crate::random::Random;
 pub use backward::{Backward, Place};
 use sdpa::library::{MASKS, SCORE_MODS};
-use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape};
+use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape, Side};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -52,6 +53,9 @@ pub struct Case {
     /// `q`, `k` and `v` are views of one (batch, seq, 3, head, dim) tensor.
     #[serde(default)]
     pub packed_qkv: bool,
+    /// Batch entries are these documents, packed; `layout` is that of `(total, heads, dim)`: head-major where it is `bhsd`.
+    #[serde(default)]
+    pub packed: Option<Packing>,
     /// Standard deviation of the inputs.
     #[serde(default = "one")]
     pub spread: f64,
@@ -69,6 +73,10 @@ fn bhsd() -> Layout {
 
 fn one() -> f64 {
     1.0
+}
+
+fn listed(numbers: &[f64]) -> String {
+    numbers.iter().map(f64::to_string).collect::<Vec<_>>().join(",")
 }
 
 const COMBINED: &str = include_str!("../cases/score_mod.toml");
@@ -117,6 +125,14 @@ impl Case {
         Case::parse(include_str!("../cases/backward.toml"))
     }
 
+    /// Every case of packed documents; each is for both passes.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_packed() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/packed.toml"))
+    }
+
     /// The cases with score_mods and masks of the library that the file has.
     ///
     /// # Errors
@@ -148,6 +164,11 @@ impl Case {
     /// A name that the library has not.
     pub fn library(&self) -> Result<Option<Library>, String> {
         let Shape { batch, heads_q, seq_q, seq_kv, .. } = self.shape;
+        if let Some(packing) = &self.packed {
+            let mut random = Random::new(self.seed() ^ 0x5eed);
+            return Library::draw_packed(&self.score_mod, &self.mask, [batch, heads_q, seq_q, seq_kv], Some(packing), &mut random)
+                .map(Some);
+        }
         let plain = |name: &String| ["causal", "window", "prefix-lm"].iter().any(|known| name.starts_with(known));
         if self.score_mod.is_empty() && self.mask.iter().all(plain) {
             return Ok(None);
@@ -171,7 +192,7 @@ impl Case {
             spec.masks.push(mask.parse::<Mask>().map_err(|e| e.to_string())?);
         }
         for score_mod in &self.score_mod {
-            spec.score_mods.push(score_mod.parse::<ScoreMod>().map_err(|e| e.to_string())?);
+            spec.score_mods.push(own(score_mod).parse::<ScoreMod>().map_err(|e| e.to_string())?);
         }
         spec.stats = self.stats;
         for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
@@ -180,6 +201,15 @@ impl Case {
                 // Rows as if each were longer by the gap.
                 let [b, h, s, d] = tensor.dims;
                 tensor.strides = self.layout.strides([b, h, s, d + gap]);
+            }
+        }
+        if let Some(packing) = &self.packed {
+            spec.packed = Some(packing.packed());
+            let sides = [(&mut spec.q, Side::Queries, self.q_gap), (&mut spec.o, Side::Queries, self.o_gap)];
+            let keys = [(&mut spec.k, Side::Keys, self.kv_gap), (&mut spec.v, Side::Keys, self.kv_gap)];
+            for (tensor, side, gap) in sides.into_iter().chain(keys) {
+                let [_, h, _, d] = tensor.dims;
+                tensor.strides = self.layout.strides([1, h, packing.tokens(side), d + gap]);
             }
         }
         if self.packed_qkv {
@@ -197,8 +227,10 @@ impl Case {
         let mods: String = self.score_mod.iter().map(|m| format!(" --score-mod {m}")).collect();
         let masks: String = self.mask.iter().map(|m| format!(" --mask {m}")).collect();
         let scale = self.attn_scale.map_or_else(String::new, |s| format!(" --scale {s}"));
+        let bound = self.packed.as_ref().map_or_else(Vec::new, Packing::bound);
+        let packed: String = bound.iter().map(|b| format!(" --{} {}", b.name.replace('_', "-"), listed(&b.widened))).collect();
         format!(
-            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{mods}{masks}{scale} --executor {executor} --check",
+            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{mods}{masks}{scale} --executor {executor} --check",
             self.dtype,
             self.layout.name()
         )

@@ -1,5 +1,6 @@
 //! Strided operands with random contents, in the operands' own type.
 
+use crate::packing::Laid;
 use crate::random::Random;
 use half::{bf16, f16};
 use sdpa::{DType, Elements, ElementsMut, TensorSpec};
@@ -43,6 +44,22 @@ impl Operand {
         }
     }
 
+    /// Memory of f32.
+    pub fn numbers_mut(&mut self) -> Option<&mut [f32]> {
+        match self {
+            Operand::F32(x) => Some(x),
+            Operand::F16(_) | Operand::BF16(_) => None,
+        }
+    }
+
+    /// The same to read; nothing of other types.
+    pub fn numbers(&self) -> &[f32] {
+        match self {
+            Operand::F32(x) => x,
+            Operand::F16(_) | Operand::BF16(_) => &[],
+        }
+    }
+
     fn set(&mut self, at: usize, value: f64) {
         match self {
             Operand::F32(x) => x[at] = value as f32,
@@ -61,52 +78,40 @@ impl Operand {
     }
 }
 
-/// Where each element of a strided tensor is, in row-major order of its extents.
-pub fn places(tensor: &TensorSpec) -> Vec<usize> {
-    let [b, h, s, d] = tensor.dims;
-    let mut places = Vec::with_capacity((b * h * s * d) as usize);
-    for i in 0..b {
-        for j in 0..h {
-            for k in 0..s {
-                let row = i * tensor.strides[0] + j * tensor.strides[1] + k * tensor.strides[2];
-                places.extend((0..d).map(|e| (row + e * tensor.strides[3]) as usize));
-            }
-        }
-    }
-    places
-}
-
 /// Random elements where the tensor has some, NaN between them: whoever reads a gap shows it.
-pub fn random(tensor: &TensorSpec, dtype: DType, spread: f64, random: &mut Random) -> Operand {
+pub fn random(tensor: impl Into<Laid>, dtype: DType, spread: f64, random: &mut Random) -> Operand {
     random_about(0.0, tensor, dtype, spread, random)
 }
 
 /// The same about a mean.
-pub fn random_about(mean: f64, tensor: &TensorSpec, dtype: DType, spread: f64, random: &mut Random) -> Operand {
-    fill(tensor, dtype, || f64::from((mean + random.normal() * spread) as f32))
+pub fn random_about(mean: f64, tensor: impl Into<Laid>, dtype: DType, spread: f64, random: &mut Random) -> Operand {
+    fill(&tensor.into(), dtype, || f64::from((mean + random.normal() * spread) as f32))
 }
 
 /// Makes rows past a length of their batch entry NaN.
 pub fn spoil_rows(tensor: &TensorSpec, operand: &mut Operand, lengths: &[f64]) {
     let [_, heads, rows, dim] = tensor.dims.map(|d| d as usize);
-    for (n, place) in places(tensor).into_iter().enumerate() {
+    for (n, place) in Laid::from(tensor).places().into_iter().enumerate() {
         let row = n / dim % rows;
         if lengths.get(n / (dim * rows * heads)).is_some_and(|length| row as f64 >= *length) {
-            operand.set(place, f64::NAN);
+            place.into_iter().for_each(|place| operand.set(place, f64::NAN));
         }
     }
 }
 
 /// Elements in row-major order, rounded; NaN between them.
-pub fn scatter(tensor: &TensorSpec, dtype: DType, elements: &[f64]) -> Operand {
-    let mut elements = elements.iter().copied();
-    fill(tensor, dtype, || elements.next().unwrap_or(f64::NAN))
+pub fn scatter(tensor: impl Into<Laid>, dtype: DType, elements: &[f64]) -> Operand {
+    let laid = tensor.into();
+    let mut operand = Operand::filled(dtype, laid.elements(), f32::NAN);
+    for (place, x) in laid.places().into_iter().zip(elements) {
+        place.into_iter().for_each(|place| operand.set(place, *x));
+    }
+    operand
 }
 
-fn fill(tensor: &TensorSpec, dtype: DType, mut next: impl FnMut() -> f64) -> Operand {
-    let len = tensor.extent().unwrap_or(0) as usize;
-    let mut operand = Operand::filled(dtype, len, f32::NAN);
-    for place in places(tensor) {
+fn fill(laid: &Laid, dtype: DType, mut next: impl FnMut() -> f64) -> Operand {
+    let mut operand = Operand::filled(dtype, laid.elements(), f32::NAN);
+    for place in laid.places().into_iter().flatten() {
         operand.set(place, next());
     }
     operand
@@ -116,23 +121,29 @@ fn fill(tensor: &TensorSpec, dtype: DType, mut next: impl FnMut() -> f64) -> Ope
 const GAP: f32 = 12352.0;
 
 /// Memory for a result: NaN where it has elements, so that none is left out or added to, and a number between them.
-pub fn poisoned(tensor: &TensorSpec, dtype: DType) -> Operand {
-    let len = tensor.extent().unwrap_or(0) as usize;
-    let mut operand = Operand::filled(dtype, len, GAP);
-    for place in places(tensor) {
+pub fn poisoned(tensor: impl Into<Laid>, dtype: DType) -> Operand {
+    let laid = tensor.into();
+    let mut operand = Operand::filled(dtype, laid.elements(), GAP);
+    for place in laid.places().into_iter().flatten() {
         operand.set(place, f64::NAN);
     }
     operand
 }
 
 /// A place between the elements of a result that was [`poisoned`], and was written.
-pub fn written_gap(tensor: &TensorSpec, operand: &Operand) -> Option<usize> {
-    let mut belongs = vec![false; tensor.extent().unwrap_or(0) as usize];
-    places(tensor).into_iter().for_each(|at| belongs[at] = true);
+pub fn written_gap(tensor: impl Into<Laid>, operand: &Operand) -> Option<usize> {
+    let laid = tensor.into();
+    let mut belongs = vec![false; laid.elements()];
+    laid.places().into_iter().flatten().for_each(|at| belongs[at] = true);
     (0..belongs.len()).find(|&at| !belongs[at] && operand.get(at) != f64::from(GAP))
 }
 
-/// The elements in row-major order, exactly.
-pub fn gather(tensor: &TensorSpec, operand: &Operand) -> Vec<f64> {
-    places(tensor).into_iter().map(|at| operand.get(at)).collect()
+/// The elements in row-major order, exactly; 0 behind the end of a document.
+pub fn gather(tensor: impl Into<Laid>, operand: &Operand) -> Vec<f64> {
+    gather_or(0.0, tensor, operand)
+}
+
+/// The same with another number behind the end of a document.
+pub fn gather_or(rest: f64, tensor: impl Into<Laid>, operand: &Operand) -> Vec<f64> {
+    tensor.into().places().into_iter().map(|at| at.map_or(rest, |at| operand.get(at))).collect()
 }

@@ -14,6 +14,7 @@ pub mod msl;
 pub mod nvrtc;
 pub mod offline;
 pub mod oracle;
+pub mod packing;
 pub mod random;
 pub mod recorder;
 pub mod runner;

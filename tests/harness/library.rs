@@ -6,10 +6,13 @@ mod masks;
 mod mods;
 mod trees;
 
+pub use mods::own;
+
 use crate::oracle::{Along, Closures};
+use crate::packing::{Laid, Packing};
 use crate::random::Random;
 use half::{bf16, f16};
-use sdpa::{Param, ParamValue};
+use sdpa::{Mask, Param, ParamValue, Side, TensorSpec};
 use std::sync::Arc;
 
 /// A place among the scores: (batch, query head, query, key).
@@ -129,6 +132,9 @@ pub struct Library {
     /// What is bound; a scalar that is not here has its default.
     pub bound: Vec<Bound>,
     pads: bool,
+    /// Whether the oracle reads masks by itself.
+    beside_masks: bool,
+    packing: Option<Packing>,
 }
 
 impl Library {
@@ -137,10 +143,41 @@ impl Library {
     /// # Errors
     /// A name that the library has not.
     pub fn draw(mods: &[String], masks: &[String], extents: [i64; 4], random: &mut Random) -> Result<Library, String> {
-        let mut drawing = Drawing { extents, random, bound: Vec::new() };
+        Library::draw_packed(mods, masks, extents, None, random)
+    }
+
+    /// The same over packed documents.
+    ///
+    /// # Errors
+    /// A name that the library has not.
+    pub fn draw_packed(
+        mods: &[String],
+        masks: &[String],
+        extents: [i64; 4],
+        packing: Option<&Packing>,
+        random: &mut Random,
+    ) -> Result<Library, String> {
+        let mut drawing = Drawing { extents, random, bound: packing.map_or_else(Vec::new, Packing::bound) };
         let stages = mods.iter().map(|text| mods::stage(text, &mut drawing)).collect::<Result<_, _>>()?;
         let keeps = masks.iter().map(|text| masks::keep(text, &mut drawing)).collect::<Result<_, _>>()?;
-        Ok(Library { stages, keeps, bound: drawing.bound, pads: masks.iter().any(|m| m == "padding") })
+        let pads = masks.iter().any(|m| m == "padding");
+        Ok(Library { stages, keeps, bound: drawing.bound, pads, beside_masks: false, packing: packing.cloned() })
+    }
+
+    /// Documents, beside masks that the oracle reads by itself.
+    pub fn of_documents(packing: Packing) -> Library {
+        let bound = packing.bound();
+        Library { stages: Vec::new(), keeps: Vec::new(), bound, pads: false, beside_masks: true, packing: Some(packing) }
+    }
+
+    /// The masks that the oracle reads by itself.
+    pub fn word_for_word<'a>(&self, masks: &'a [Mask]) -> &'a [Mask] {
+        if self.beside_masks { masks } else { &[] }
+    }
+
+    /// Where an operand's elements are.
+    pub fn laid(&self, tensor: &TensorSpec, side: Side) -> Laid {
+        Laid::of(tensor, side, self.packing.as_ref())
     }
 
     /// For a call.
@@ -178,7 +215,8 @@ impl Library {
         let modify = |score, here| *self.values(score, here).last().unwrap_or(&score);
         let slope = |score, here| self.slopes(&self.values(score, here), here).iter().product();
         let rounding = |score, here| self.carried(score, here, |stage, x| (stage.rounding)(x, here), f64::abs);
-        let keep = |here| self.keeps.iter().all(|keep| keep(here));
+        let there = |here| self.packing.as_ref().is_none_or(|packing| packing.has(here));
+        let keep = |here| there(here) && self.keeps.iter().all(|keep| keep(here));
         let partial = |name: &str, score, here| {
             let of = |stage: &Stage, x| stage.partials.iter().filter(|(n, _)| *n == name).map(|(_, d)| d(x, here)).sum();
             self.carried(score, here, of, |slope| slope)

@@ -13,14 +13,20 @@ use crate::compare::{Distance, Measured, compare};
 use crate::inputs;
 use crate::library::Library;
 use crate::oracle::{self, Closures};
+use crate::packing::{Laid, Packing};
 use crate::random::Random;
 use crate::say::say;
-pub use backward::{Draw, Source, backward_suite, random_backward, run_backward, run_backward_case, run_backward_with};
+pub use backward::{
+    Draw, Source, backward_suite, random_backward, random_padded_backward, run_backward, run_backward_case, run_backward_with,
+};
 pub use dropped::{Drops, dropped};
 pub use library::{Tree, library_suite, run_tree};
 pub use parallel::side_by_side;
 pub use rounding::rounding;
-use sdpa::{Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Report, Shape, TensorSpec, Unsupported};
+use sdpa::{
+    Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Packed, Report, Shape, Side, TensorSpec,
+    Unsupported,
+};
 
 /// What became of a case on an executor.
 #[derive(Clone, Debug)]
@@ -134,7 +140,18 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
 
 /// The masks that the oracle reads by itself: those that no closure is there for.
 fn read_by_oracle<'a>(masks: &'a [Mask], library: Option<&Library>) -> &'a [Mask] {
-    if library.is_some() { &[] } else { masks }
+    library.map_or(masks, |library| library.word_for_word(masks))
+}
+
+/// Documents of a packed specification that a case says nothing of.
+fn drawn_documents(spec: &AttentionSpec, seed: u64) -> Option<Library> {
+    let mut random = Random::new(seed ^ 0xd0c5);
+    spec.packed.map(|packed| Library::of_documents(Packing::draw(spec, &packed, &mut random)))
+}
+
+/// Where the elements of a side's tensor are.
+fn laid(tensor: &TensorSpec, side: Side, library: Option<&Library>) -> Laid {
+    library.map_or_else(|| tensor.into(), |library| library.laid(tensor, side))
 }
 
 /// Keys and values that are padding may be anything on the CPU; what cuDNN reads of them must be a number.
@@ -154,19 +171,23 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         Ok(prepared) => prepared,
         Err(outcome) => return outcome,
     };
+    let drawn = drawn_documents(spec, draw.seed);
+    let library = library.or(drawn.as_ref());
+    let [of_q, of_o, of_stats] = [&spec.q, &spec.o, &problem.stats_tensor()].map(|tensor| laid(tensor, Side::Queries, library));
+    let [of_k, of_v] = [&spec.k, &spec.v].map(|tensor| laid(tensor, Side::Keys, library));
     let mut random = Random::new(draw.seed);
-    let q = inputs::random_about(draw.shift, &spec.q, spec.dtype, draw.spread, &mut random);
-    let mut k = inputs::random_about(-draw.shift, &spec.k, spec.dtype, draw.spread, &mut random);
-    let mut v = inputs::random(&spec.v, spec.dtype, draw.spread, &mut random);
+    let q = inputs::random_about(draw.shift, of_q.clone(), spec.dtype, draw.spread, &mut random);
+    let mut k = inputs::random_about(-draw.shift, of_k.clone(), spec.dtype, draw.spread, &mut random);
+    let mut v = inputs::random(of_v.clone(), spec.dtype, draw.spread, &mut random);
     spoil_padding(executor.name(), library, [(&spec.k, &mut k), (&spec.v, &mut v)]);
-    let mut o = inputs::poisoned(&spec.o, spec.dtype);
-    let mut stats = spec.stats.then(|| vec![f32::NAN; problem.stats_elements() as usize]);
+    let mut o = inputs::poisoned(of_o.clone(), spec.dtype);
+    let mut stats = inputs::poisoned(of_stats.clone(), DType::F32);
     let call = HostForward {
         q: q.elements(),
         k: k.elements(),
         v: v.elements(),
         o: o.elements_mut(),
-        stats: stats.as_deref_mut(),
+        stats: stats.numbers_mut().filter(|_| spec.stats),
         attn_scale: draw.attn_scale,
         params: &library.map_or_else(Vec::new, Library::params),
     };
@@ -174,22 +195,24 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         Ok(report) => report,
         Err(e) => return Outcome::Fail(format!("forward: {e}")),
     };
-    if let Some(at) = inputs::written_gap(&spec.o, &o) {
-        return Outcome::Fail(format!("element {at} between the rows of the output was written"));
+    for (name, of, written) in [("the output", &of_o, &o), ("the stats", &of_stats, &stats)] {
+        if let Some(at) = inputs::written_gap(of.clone(), written) {
+            return Outcome::Fail(format!("element {at} between the rows of {name} was written"));
+        }
     }
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
     let textbook = oracle::Problem {
         shape: [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v],
-        q: &inputs::gather(&spec.q, &q),
-        k: &inputs::gather(&spec.k, &k),
-        v: &inputs::gather(&spec.v, &v),
+        q: &inputs::gather(of_q, &q),
+        k: &inputs::gather(of_k, &k),
+        v: &inputs::gather(of_v, &v),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.default_scale())),
         dtype: spec.dtype,
         masks: read_by_oracle(&spec.masks, library),
     };
-    let got = inputs::gather(&spec.o, &o);
-    let stats: Option<Vec<f64>> = stats.map(|s| s.into_iter().map(f64::from).collect());
+    let got = inputs::gather(of_o, &o);
+    let stats = spec.stats.then(|| inputs::gather_or(f64::NEG_INFINITY, of_stats, &stats));
     match with(library, &[], |closures| compare(&textbook, closures, &got, stats.as_ref())) {
         Ok(distance) if distance.holds() => Outcome::Pass(distance, report),
         Ok(distance) => Outcome::Fail(format!("{}, {}", distance.told(), report.engine)),
@@ -205,8 +228,53 @@ fn with<T>(library: Option<&Library>, along: &[&str], call: impl FnOnce(&Closure
     }
 }
 
-/// A random specification: lengths off every tile, GQA, odd strides, every mask. Small enough for the oracle.
+/// A random specification: lengths off every tile, GQA, odd strides, every mask, a fifth of packed documents. Small enough for the oracle.
 pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
+    let mut spec = random_padded(random, dtypes);
+    if random.between(0, 4) == 0 {
+        pack(&mut spec, random);
+    }
+    spec
+}
+
+/// Makes documents of batch entries, together about as long.
+fn pack(spec: &mut AttentionSpec, random: &mut Random) {
+    let batch = random.between(1, 7);
+    let longest = |n: i64| n.min(700 / batch);
+    let (longest_q, longest_kv) = (longest(spec.q.dims[2]), longest(spec.k.dims[2]));
+    let cross = random.between(0, 1) == 0;
+    let longest_q = if cross { longest_q } else { longest_kv };
+    let total = |longest: i64, random: &mut Random| random.between(longest, batch * longest);
+    let total_q = total(longest_q, random);
+    let total_kv = if cross { total(longest_kv, random) } else { total_q };
+    let sides = [(&mut spec.q, longest_q, total_q), (&mut spec.o, longest_q, total_q)];
+    let keys = [(&mut spec.k, longest_kv, total_kv), (&mut spec.v, longest_kv, total_kv)];
+    for (tensor, longest, total) in sides.into_iter().chain(keys) {
+        let [_, heads, _, dim] = tensor.dims;
+        tensor.dims = [batch, heads, longest, dim];
+        place_packed(tensor, total, random);
+    }
+    for mask in &mut spec.masks {
+        if let Mask::Window { align, .. } = mask
+            && cross
+        {
+            *align = Align::TopLeft;
+        }
+    }
+    let said = random.between(0, 3) > 0;
+    let batch_of = |total: i64| said.then_some(total);
+    spec.packed = Some(Packed { cross, wide: false, total_q: batch_of(total_q), total_kv: batch_of(total_kv) });
+}
+
+/// Strides of so many packed tokens, token-major or head-major, with gaps or without.
+fn place_packed(tensor: &mut TensorSpec, total: i64, random: &mut Random) {
+    let [_, heads, _, dim] = tensor.dims;
+    let row = dim + random.pick(&[0, 0, 0, 8, 3]);
+    tensor.strides = random.pick(&[Layout::Bhsd, Layout::Bshd]).strides([1, heads, total, row]);
+}
+
+/// The same of batch entries that are no documents.
+pub fn random_padded(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let heads_kv = random.pick(&[1, 1, 2, 3]);
     let lengths = |random: &mut Random| match random.between(0, 5) {
         0 => 1,

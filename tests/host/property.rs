@@ -4,7 +4,7 @@
 
 use conformance::oracle;
 use conformance::random::Random;
-use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_spec, run, run_backward};
+use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_padded, random_spec, run, run_backward};
 use conformance::say::say;
 use cudnn_graph::encode::encode;
 use cudnn_graph::ffi::codes::{AttributeType, DataType, PointwiseMode, ReductionOperator, Reordering, ReshapeMode, RngDistribution};
@@ -48,7 +48,7 @@ fn odd_strides(random: &mut Random, tensor: &mut TensorSpec, repeats: bool) {
 
 /// An f32 problem with extents and strides that no kernel was tuned for.
 fn odd_spec(random: &mut Random) -> AttentionSpec {
-    let mut spec = random_spec(random, &[DType::F32]);
+    let mut spec = random_padded(random, &[DType::F32]);
     let heads_kv = random.between(1, 3);
     let shape = Shape {
         batch: random.between(1, 3),
@@ -129,7 +129,7 @@ fn cpu_gradients_agree_with_the_oracle() {
 
 /// A problem that is small enough to be interpreted.
 fn small_spec(random: &mut Random) -> AttentionSpec {
-    let mut spec = random_spec(random, &[DType::F16, DType::BF16]);
+    let mut spec = random_padded(random, &[DType::F16, DType::BF16]);
     let heads_kv = random.between(1, 2);
     let dim_qk = 8 * random.between(1, 3);
     let shape = Shape {
@@ -275,7 +275,7 @@ fn too_new(program: &Program, runtime: Version) -> Vec<String> {
 #[test]
 fn nothing_newer_than_the_runtime_is_sent() {
     seeds("nothing_newer", 60, |seed| {
-        let spec = random_spec(&mut Random::new(seed), &[DType::F16, DType::BF16]);
+        let spec = random_padded(&mut Random::new(seed), &[DType::F16, DType::BF16]);
         let problem = spec.validate().map_err(|e| e.to_string())?;
         for minor in 0..=30 {
             let runtime = Version::new(9, minor, 0);

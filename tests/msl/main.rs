@@ -12,7 +12,8 @@ use conformance::msl::table::{self, Share};
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, random_backward, random_spec, rounding, run, run_backward, run_backward_case, run_case, side_by_side,
+    Draw, Outcome, Source, Tally, random_backward, random_padded, random_spec, rounding, run, run_backward, run_backward_case, run_case,
+    side_by_side,
 };
 use conformance::say::{say, skip};
 use metal_fallback::Kernels;
@@ -233,7 +234,7 @@ fn random_problems() {
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let outcome = run_backward(&random_backward(&mut random, &dtypes), &draw, Source::Oracle, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, backward"), &outcome);
-        let few = few_queries(random_spec(&mut random, &dtypes), &mut random);
+        let few = few_queries(random_padded(&mut random, &dtypes), &mut random);
         let outcome = run(&few, None, 1.0, seed, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, few queries"), &outcome);
         let outcome = run_backward(&few.backward(), &draw, Source::Oracle, &emulated);

@@ -1,7 +1,7 @@
 //! What a backward case has besides a forward one.
 
 use super::Case;
-use sdpa::{BackwardSpec, DType, ExecutorName, Layout, TensorSpec};
+use sdpa::{BackwardSpec, DType, ExecutorName, Layout, Side, TensorSpec};
 use serde::Deserialize;
 
 /// The `backward` table of a case. Without it each gradient lies as its operand, and `d_o` as `o`.
@@ -42,8 +42,9 @@ pub struct Place {
 }
 
 impl Place {
-    fn of(&self, tensor: &mut TensorSpec, layout: Layout) -> Result<(), String> {
+    fn of(&self, tensor: &mut TensorSpec, layout: Layout, tokens: Option<i64>) -> Result<(), String> {
         let [b, h, s, d] = tensor.dims;
+        let (b, s) = tokens.map_or((b, s), |tokens| (1, tokens));
         let mut extents = [b, h, s, d + self.gap];
         for &axis in &self.repeats {
             *extents.get_mut(axis).ok_or_else(|| format!("axis {axis} is not one of 0 to 3"))? = 1;
@@ -75,11 +76,11 @@ impl Case {
             spec = spec.wrt(name, dtype);
         }
         spec.deterministic = options.deterministic;
-        let tensors =
-            [(&options.d_o, &mut spec.d_o), (&options.dq, &mut spec.dq), (&options.dk, &mut spec.dk), (&options.dv, &mut spec.dv)];
-        for (place, tensor) in tensors {
+        let queries = [(&options.d_o, &mut spec.d_o, Side::Queries), (&options.dq, &mut spec.dq, Side::Queries)];
+        let keys = [(&options.dk, &mut spec.dk, Side::Keys), (&options.dv, &mut spec.dv, Side::Keys)];
+        for (place, tensor, side) in queries.into_iter().chain(keys) {
             if let Some(place) = place {
-                place.of(tensor, self.layout)?;
+                place.of(tensor, self.layout, self.packed.as_ref().map(|packing| packing.tokens(side)))?;
             }
         }
         Ok(spec)

@@ -1,6 +1,6 @@
 //! Score_mods.
 
-use super::{Drawing, Here, Stage, Values, axes};
+use super::{Drawing, Here, Stage, Tensor, Values, axes};
 use half::bf16;
 
 /// `k − q`.
@@ -49,6 +49,24 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
     })
 }
 
+/// Score_mods of packed documents that the library has no name for: what is told by the place in the row of all, and by the document.
+const OWN: [(&str, &str); 3] = [
+    ("row-place", "tensor cu_seqlens[batch + 1]: i32; score + f32((cu_seqlens + k) % 3) * 0.25"),
+    ("row-place-of-keys", "tensor cu_seqlens_kv[batch + 1]: i32; score + f32((cu_seqlens_kv + k) % 3) * 0.25"),
+    ("temperature", "tensor temperature[batch]: f32; score * temperature"),
+];
+
+/// The text of a score_mod of the harness; any other as it is.
+pub fn own(text: &str) -> &str {
+    OWN.iter().find(|(name, _)| *name == text).map_or(text, |(_, text)| text)
+}
+
+fn row_place(boundaries: &str, drawing: &Drawing<'_>) -> Result<Stage, String> {
+    let bound = drawing.bound.iter().find(|b| b.name == boundaries).ok_or_else(|| format!("there is no {boundaries}"))?;
+    let start = Tensor { dims: bound.dims, data: bound.widened.clone() };
+    Ok(adds(move |here| (start.at(here) + here[3] as f64) % 3.0 * 0.25, |_| 0.0))
+}
+
 /// The score_mod of a name.
 pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
     let (name, rest) = text.split_once(':').unwrap_or((text, ""));
@@ -79,6 +97,19 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             // A cosine is off by what its angle is off by, which is rounded twice.
             let own = move |here| (0..terms).map(|i| 4.0 + 2.0 * angle(here, i).abs()).sum::<f64>() + SLOPE * sum(here).abs();
             Ok(adds(move |here| slope(here) * sum(here), move |here| slope(here) * own(here)))
+        }
+        "row-place" => row_place("cu_seqlens", drawing),
+        "row-place-of-keys" => row_place("cu_seqlens_kv", drawing),
+        "temperature" => {
+            let temperature =
+                drawing.bind("temperature", &[0], |random, n| Values::F32((0..n).map(|_| 0.5 + random.unit() as f32).collect()));
+            let (slope, rounding) = (temperature.clone(), temperature.clone());
+            Ok(Stage {
+                value: Box::new(move |score, here| score * temperature.at(here)),
+                slope: Box::new(move |_, here| slope.at(here)),
+                rounding: Box::new(move |score, here| (score * rounding.at(here)).abs()),
+                partials: vec![("temperature", Box::new(|score, _| score))],
+            })
         }
         _ => Err(format!("{text:?}: there is no closure for it")),
     }

@@ -215,7 +215,8 @@ impl Library {
         };
         let mut drawing = Drawing { extents, random, bound: Vec::new() };
         let keeps = masks.iter().map(|text| masks::keep(text, &mut drawing)).collect::<Result<_, _>>()?;
-        Ok((text, Library { stages: vec![stage], keeps, bound: drawing.bound, pads: masks.iter().any(|m| m == "padding") }))
+        let pads = masks.iter().any(|m| m == "padding");
+        Ok((text, Library { stages: vec![stage], keeps, bound: drawing.bound, pads, beside_masks: false, packing: None }))
     }
 }
 

@@ -1,15 +1,16 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
-use super::{Outcome, Tally, random_spec, read_by_oracle, ready, spoil_padding, with};
+use super::{Outcome, Tally, drawn_documents, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, with};
 use crate::case::Case;
 use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
 use crate::inputs::{self, Operand};
 use crate::library::Library;
 use crate::oracle::{self, Given as Whose};
+use crate::packing::Laid;
 use crate::random::Random;
 use sdpa::{
-    BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Param, PreparedBackward, Report,
-    TensorSpec,
+    AttentionSpec, BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Operand as Name, Param,
+    PreparedBackward, Report, Side, TensorSpec,
 };
 
 /// Whose forward pass a backward pass is given.
@@ -92,7 +93,7 @@ struct Read {
     v: Operand,
     o: Operand,
     d_o: Operand,
-    stats: Vec<f32>,
+    stats: Operand,
 }
 
 /// The scale and the parameters of a call.
@@ -126,21 +127,25 @@ fn attempt(
     let prepared = ready(executor.supports_backward(&problem), executor.prepare_backward(&problem))?;
     let forward = &spec.forward;
     let dtype = forward.dtype;
+    let drawn = drawn_documents(forward, draw.seed);
+    let library = library.or(drawn.as_ref());
+    let of = |operand: Name| laid(tensor(spec, operand), operand.side(), library);
+    let of_stats = laid(&problem.forward().stats_tensor(), Side::Queries, library);
     let mut random = Random::new(draw.seed);
-    let q = inputs::random_about(draw.shift, &forward.q, dtype, draw.spread, &mut random);
-    let mut k = inputs::random_about(-draw.shift, &forward.k, dtype, draw.spread, &mut random);
-    let mut v = inputs::random(&forward.v, dtype, draw.spread, &mut random);
+    let q = inputs::random_about(draw.shift, of(Name::Q), dtype, draw.spread, &mut random);
+    let mut k = inputs::random_about(-draw.shift, of(Name::K), dtype, draw.spread, &mut random);
+    let mut v = inputs::random(of(Name::V), dtype, draw.spread, &mut random);
     spoil_padding(executor.name(), library, [(&forward.k, &mut k), (&forward.v, &mut v)]);
-    let d_o = inputs::random(&spec.d_o, dtype, 1.0, &mut random);
+    let d_o = inputs::random(of(Name::DO), dtype, 1.0, &mut random);
 
     let [batch, heads_q, seq_q, dim_qk] = forward.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = forward.v.dims.map(|d| d as usize);
     let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v];
     let textbook = oracle::Problem {
         shape,
-        q: &inputs::gather(&forward.q, &q),
-        k: &inputs::gather(&forward.k, &k),
-        v: &inputs::gather(&forward.v, &v),
+        q: &inputs::gather(of(Name::Q), &q),
+        k: &inputs::gather(of(Name::K), &k),
+        v: &inputs::gather(of(Name::V), &v),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.forward().default_scale())),
         dtype,
         masks: read_by_oracle(&forward.masks, library),
@@ -150,21 +155,21 @@ fn attempt(
     let (o, stats) = match source {
         Source::Oracle => {
             let answer = with(library, &[], |closures| oracle::attention(&textbook, closures));
-            (inputs::scatter(&forward.o, dtype, &answer.o), answer.stats.iter().map(|s| *s as f32).collect())
+            (inputs::scatter(of(Name::O), dtype, &answer.o), inputs::scatter(of_stats, DType::F32, &answer.stats))
         }
-        Source::Executor => own_forward(&problem, [&q, &k, &v], given, executor)?,
+        Source::Executor => own_forward(&problem, [&q, &k, &v], [&of(Name::O), &of_stats], given, executor)?,
     };
     let read = Read { q, k, v, o, d_o, stats };
 
-    let (got, report) = backward(&problem, spec, &*prepared, &read, given)?;
+    let (got, report) = backward(&problem, spec, &of, &*prepared, &read, given)?;
     if spec.deterministic {
-        let (again, _) = backward(&problem, spec, &*prepared, &read, given)?;
+        let (again, _) = backward(&problem, spec, &of, &*prepared, &read, given)?;
         if got.bits() != again.bits() {
             return Err(Outcome::Fail(format!("a second run gave other bits, {}", report.engine)));
         }
     }
     let along: Vec<&str> = spec.wrt.iter().map(|g| g.name.as_str()).collect();
-    let d_o = inputs::gather(&spec.d_o, &read.d_o);
+    let d_o = inputs::gather(of(Name::DO), &read.d_o);
     let whose = if source == Source::Executor { Whose::Own } else { Whose::Rounded };
     let compared = with(library, &along, |closures| compare_gradients(&textbook, closures, &d_o, whose, &got.operands, &got.along));
     match compared {
@@ -177,16 +182,17 @@ fn attempt(
 fn own_forward(
     problem: &BackwardProblem,
     [q, k, v]: [&Operand; 3],
+    [of_o, of_stats]: [&Laid; 2],
     Given { attn_scale, params }: Given<'_>,
     executor: &dyn Executor,
-) -> Result<(Operand, Vec<f32>), Outcome<GradientDistance>> {
+) -> Result<(Operand, Operand), Outcome<GradientDistance>> {
     let forward = problem.forward();
     let prepared = ready(executor.supports(forward), executor.prepare(forward))?;
     // NaN in the gaps too: the backward pass must not read them.
-    let mut o = Operand::filled(forward.dtype(), forward.o().extent().unwrap_or(0) as usize, f32::NAN);
-    let mut stats = vec![f32::NAN; forward.stats_elements() as usize];
-    let call =
-        HostForward { q: q.elements(), k: k.elements(), v: v.elements(), o: o.elements_mut(), stats: Some(&mut stats), attn_scale, params };
+    let mut o = Operand::filled(forward.dtype(), of_o.elements(), f32::NAN);
+    let mut stats = Operand::filled(DType::F32, of_stats.elements(), f32::NAN);
+    let (q, k, v) = (q.elements(), k.elements(), v.elements());
+    let call = HostForward { q, k, v, o: o.elements_mut(), stats: stats.numbers_mut(), attn_scale, params };
     prepared.forward(call).map_err(|e| Outcome::Fail(format!("forward: {e}")))?;
     Ok((o, stats))
 }
@@ -195,12 +201,13 @@ fn own_forward(
 fn backward(
     problem: &BackwardProblem,
     spec: &BackwardSpec,
+    of: &dyn Fn(Name) -> Laid,
     prepared: &dyn PreparedBackward,
     read: &Read,
     Given { attn_scale, params }: Given<'_>,
 ) -> Result<(Got, Report), Outcome<GradientDistance>> {
-    let places = [("dq", &spec.dq), ("dk", &spec.dk), ("dv", &spec.dv)];
-    let mut written = places.map(|(_, tensor)| inputs::poisoned(tensor, spec.forward.dtype));
+    let results = [Name::DQ, Name::DK, Name::DV];
+    let mut written = results.map(|operand| inputs::poisoned(of(operand), spec.forward.dtype));
     let elements = |name: &str| problem.gradient_elements(name) as usize;
     let mut along: Vec<Operand> = spec.wrt.iter().map(|g| Operand::filled(g.dtype, elements(&g.name), f32::NAN)).collect();
     let [dq, dk, dv] = &mut written;
@@ -210,7 +217,7 @@ fn backward(
         v: read.v.elements(),
         o: read.o.elements(),
         d_o: read.d_o.elements(),
-        stats: &read.stats,
+        stats: read.stats.numbers(),
         dq: dq.elements_mut(),
         dk: dk.elements_mut(),
         dv: dv.elements_mut(),
@@ -219,27 +226,57 @@ fn backward(
         gradients: spec.wrt.iter().zip(&mut along).map(|(g, to)| HostGradient { name: &g.name, data: to.elements_mut() }).collect(),
     };
     let report = prepared.backward(call).map_err(|e| Outcome::Fail(format!("backward: {e}")))?;
-    for ((name, tensor), operand) in places.iter().zip(&written) {
-        if let Some(at) = inputs::written_gap(tensor, operand) {
+    for (name, operand) in results.iter().zip(&written) {
+        if let Some(at) = inputs::written_gap(of(*name), operand) {
             return Err(Outcome::Fail(format!("element {at} between the rows of {name} was written")));
         }
     }
-    let [dq, dk, dv] = &written;
+    let operands = std::array::from_fn(|n| inputs::gather(of(results[n]), &written[n]));
     let all = |operand: &Operand| (0..operand.elements().len()).map(|at| operand.get(at)).collect();
     let along = spec.wrt.iter().zip(&along).map(|(g, operand)| GotAlong { dtype: g.dtype, value: all(operand) }).collect();
-    Ok((Got { operands: [inputs::gather(&spec.dq, dq), inputs::gather(&spec.dk, dk), inputs::gather(&spec.dv, dv)], along }, report))
+    Ok((Got { operands, along }, report))
+}
+
+fn tensor(spec: &BackwardSpec, operand: Name) -> &TensorSpec {
+    match operand {
+        Name::Q => &spec.forward.q,
+        Name::K => &spec.forward.k,
+        Name::V => &spec.forward.v,
+        Name::O => &spec.forward.o,
+        Name::DO => &spec.d_o,
+        Name::DQ => &spec.dq,
+        Name::DK => &spec.dk,
+        Name::DV => &spec.dv,
+    }
 }
 
 /// A random backward specification: what [`random_spec`] gives, gradients that lie elsewhere, `d_o` repeated. Small enough for the
 /// oracle.
 pub fn random_backward(random: &mut Random, dtypes: &[DType]) -> BackwardSpec {
-    let mut forward = random_spec(random, dtypes);
+    let forward = random_spec(random, dtypes);
+    gradients_elsewhere(forward, random)
+}
+
+/// The same of batch entries that are no documents.
+pub fn random_padded_backward(random: &mut Random, dtypes: &[DType]) -> BackwardSpec {
+    let forward = random_padded(random, dtypes);
+    gradients_elsewhere(forward, random)
+}
+
+fn gradients_elsewhere(mut forward: AttentionSpec, random: &mut Random) -> BackwardSpec {
+    let packed = forward.packed;
     if random.between(0, 9) == 0 {
         (forward.k.strides[1], forward.v.strides[1]) = (0, 0);
     }
     let mut spec = forward.backward();
-    for tensor in [&mut spec.d_o, &mut spec.dq, &mut spec.dk, &mut spec.dv] {
-        if random.between(0, 3) == 0 {
+    let tensors = [(&mut spec.d_o, Side::Queries), (&mut spec.dq, Side::Queries), (&mut spec.dk, Side::Keys), (&mut spec.dv, Side::Keys)];
+    for (tensor, side) in tensors {
+        if random.between(0, 3) > 0 {
+            continue;
+        }
+        if let Some(packed) = packed {
+            place_packed(tensor, packed.total(side).unwrap_or(tensor.dims[0] * tensor.dims[2]), random);
+        } else {
             let [b, h, s, d] = tensor.dims;
             let gap = random.pick(&[0, 8, 64, 1, 3]);
             *tensor = TensorSpec::dense([b, h, s, d + gap], random.pick(&[Layout::Bhsd, Layout::Bshd, Layout::Sbhd]));

@@ -8,13 +8,13 @@ use crate::library::Library;
 use crate::random::Random;
 use sdpa::{AttentionSpec, DType, Executor, Layout, Mask, ScoreMod, Shape};
 
-/// Every case with score_mods and masks of the library, forward, and backward alone and chained.
+/// Every case with score_mods and masks of the library, and every one of packed documents, forward, and backward alone and chained.
 ///
 /// # Errors
 /// Cases that cannot be read.
 pub fn library_suite(label: &str, executor: &dyn Executor) -> Result<[Tally; 2], String> {
     let (mut forward, mut backward) = (Tally::default(), Tally::default());
-    for case in Case::all_library()? {
+    for case in Case::all_library()?.into_iter().chain(Case::all_packed()?) {
         forward.add(label, &case.name, &run_case(&case, executor));
         for source in Source::ALL {
             backward.add(label, &format!("backward {}{}", case.name, source.suffix()), &run_backward_case(&case, source, executor));

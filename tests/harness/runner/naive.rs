@@ -2,10 +2,10 @@
 
 mod rules;
 
-use super::{Draw, Outcome, Source, random_backward, run_backward, run_backward_case, run_case};
+use super::{Draw, Outcome, Source, random_padded_backward, run_backward, run_backward_case, run_case};
 use crate::case::Case;
 use crate::compare::Measured;
-use crate::inputs;
+use crate::packing::Laid;
 use crate::random::Random;
 use half::{bf16, f16};
 use rules::Rules;
@@ -103,7 +103,7 @@ impl Dense {
             Elements::BF16(x) => x[at].to_f32(),
         };
         let [_, heads, seq, dim] = tensor.dims.map(|n| n as usize);
-        Dense(heads, seq, dim, inputs::places(tensor).into_iter().map(get).collect())
+        Dense(heads, seq, dim, Laid::from(tensor).places().into_iter().flatten().map(get).collect())
     }
 
     fn row(&self, [b, h, i]: [usize; 3]) -> &[f32] {
@@ -386,7 +386,7 @@ fn tolerances_hold_and_are_not_loose() {
         }
     }
     for seed in 0..40 {
-        let spec = random_backward(&mut Random::new(seed), &[DType::F16, DType::BF16, DType::F32]);
+        let spec = random_padded_backward(&mut Random::new(seed), &[DType::F16, DType::BF16, DType::F32]);
         let source = Source::ALL[(seed % 2) as usize];
         check(&format!("seed {seed}"), source, run_backward(&spec, &DRAW, source, &Naive(Fault::None)));
     }

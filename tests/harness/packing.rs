@@ -1,0 +1,165 @@
+//! Packed documents of a case: how long they are, and what lies around them.
+
+use crate::library::{Bound, Values};
+use crate::random::Random;
+use sdpa::packed::memory;
+use sdpa::{AttentionSpec, Packed, Side, TensorSpec};
+use serde::Deserialize;
+use std::ops::Range;
+
+/// The documents of a packed case.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Packing {
+    /// Tokens of each document, of queries; of keys too where these have no lengths of their own.
+    pub lengths_q: Vec<i64>,
+    /// Tokens of each document, of keys.
+    #[serde(default)]
+    pub lengths_kv: Option<Vec<i64>>,
+    /// Tokens in front of the first document.
+    #[serde(default)]
+    pub before: i64,
+    /// Tokens behind the last one.
+    #[serde(default)]
+    pub slack: i64,
+    /// Whether the problem leaves unsaid how many tokens there are at most.
+    #[serde(default)]
+    pub unbounded: bool,
+}
+
+impl Packing {
+    /// Draws documents that a packed specification has room for: empty ones, the longest, and others.
+    pub fn draw(spec: &AttentionSpec, packed: &Packed, random: &mut Random) -> Packing {
+        let of = |tensor: &TensorSpec, total: Option<i64>, random: &mut Random| {
+            let [batch, _, longest, _] = tensor.dims;
+            let mut left = total.unwrap_or(batch * longest);
+            let lengths: Vec<i64> = (0..batch)
+                .map(|_| {
+                    let most = longest.min(left);
+                    let length = [0, most, random.between(0, most), random.between(0, most)][random.between(0, 3) as usize];
+                    left -= length;
+                    length
+                })
+                .collect();
+            (lengths, left)
+        };
+        let (lengths_q, left_q) = of(&spec.q, packed.total_q, random);
+        let (lengths_kv, left_kv) = of(&spec.k, packed.total_kv, random);
+        let left = if packed.cross { left_q.min(left_kv) } else { left_q };
+        let before = random.between(0, left.min(4));
+        let slack = random.between(0, (left - before).min(5));
+        Packing { lengths_q, lengths_kv: packed.cross.then_some(lengths_kv), before, slack, unbounded: packed.total_q.is_none() }
+    }
+
+    /// Tokens of each document, of one side.
+    pub fn lengths(&self, side: Side) -> &[i64] {
+        match side {
+            Side::Queries => &self.lengths_q,
+            Side::Keys => self.lengths_kv.as_ref().unwrap_or(&self.lengths_q),
+        }
+    }
+
+    /// Where each document begins, and where the last one ends.
+    pub fn boundaries(&self, side: Side) -> Vec<i32> {
+        let mut at = self.before;
+        let ends = self.lengths(side).iter().map(|length| {
+            at += length;
+            at
+        });
+        [self.before].into_iter().chain(ends).map(|n| n as i32).collect()
+    }
+
+    fn documents(&self, side: Side) -> Vec<Range<i64>> {
+        self.boundaries(side).windows(2).map(|pair| i64::from(pair[0])..i64::from(pair[1])).collect()
+    }
+
+    /// Tokens in memory, those of no document too.
+    pub fn tokens(&self, side: Side) -> i64 {
+        self.before + self.lengths(side).iter().sum::<i64>() + self.slack
+    }
+
+    /// What a specification says of them.
+    pub fn packed(&self) -> Packed {
+        let total = |side| (!self.unbounded).then(|| self.before + self.lengths(side).iter().sum::<i64>());
+        Packed { cross: self.lengths_kv.is_some(), wide: false, total_q: total(Side::Queries), total_kv: total(Side::Keys) }
+    }
+
+    /// The boundaries as parameters.
+    pub fn bound(&self) -> Vec<Bound> {
+        let mut sides = Side::ALL.map(|side| (self.packed().boundaries(side), side)).to_vec();
+        sides.dedup_by_key(|(name, _)| *name);
+        let bind = |(name, side)| {
+            let boundaries = self.boundaries(side);
+            let widened = boundaries.iter().map(|n| f64::from(*n)).collect();
+            Bound { name, dims: [self.lengths_q.len() as i64, 1, 1, 1], values: Values::I32(boundaries), widened }
+        };
+        sides.into_iter().map(bind).collect()
+    }
+
+    /// Whether a place among the scores is of a document.
+    pub fn has(&self, [b, _, q, k]: [i64; 4]) -> bool {
+        q < self.lengths(Side::Queries)[b as usize] && k < self.lengths(Side::Keys)[b as usize]
+    }
+}
+
+/// A tensor, and the documents that it holds where it is packed.
+#[derive(Clone, Debug)]
+pub struct Laid {
+    tensor: TensorSpec,
+    packed: Option<(Vec<Range<i64>>, i64)>,
+}
+
+impl From<&TensorSpec> for Laid {
+    fn from(tensor: &TensorSpec) -> Laid {
+        Laid { tensor: *tensor, packed: None }
+    }
+}
+
+impl Laid {
+    /// A tensor of one side.
+    pub fn of(tensor: &TensorSpec, side: Side, packing: Option<&Packing>) -> Laid {
+        Laid { tensor: *tensor, packed: packing.map(|packing| (packing.documents(side), packing.tokens(side))) }
+    }
+
+    /// Elements of its memory.
+    pub fn elements(&self) -> usize {
+        let whole = self.packed.as_ref().map_or(self.tensor, |(_, tokens)| memory(&self.tensor, (*tokens).max(1)));
+        whole.extent().unwrap_or(0) as usize
+    }
+
+    /// Where each element is, in row-major order of (batch, head, seq, dim); nowhere behind the end of a document.
+    pub fn places(&self) -> Vec<Option<usize>> {
+        let ([b, h, s, d], [of_b, of_h, of_s, of_d]) = (self.tensor.dims, self.tensor.strides);
+        let mut places = Vec::with_capacity((b * h * s * d) as usize);
+        for i in 0..b {
+            let (start, len) = self.packed.as_ref().map_or((i * of_b, s), |(documents, _)| {
+                let document = &documents[i as usize];
+                (document.start * of_s, document.end - document.start)
+            });
+            for j in 0..h {
+                for k in 0..s {
+                    let row = start + j * of_h + k * of_s;
+                    places.extend((0..d).map(|e| (k < len).then_some((row + e * of_d) as usize)));
+                }
+            }
+        }
+        places
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa::Layout;
+
+    #[test]
+    fn places_are_those_of_documents_alone() {
+        let packing = Packing { lengths_q: vec![2, 0, 1], lengths_kv: None, before: 1, slack: 2, unbounded: false };
+        assert_eq!(packing.boundaries(Side::Keys), [1, 3, 3, 4]);
+        let tensor = TensorSpec::dense([3, 2, 2, 1], Layout::Bshd);
+        let laid = Laid::of(&tensor, Side::Queries, Some(&packing));
+        let there = [Some(2), Some(4), Some(3), Some(5), None, None, None, None, Some(6), None, Some(7), None];
+        assert_eq!((laid.elements(), laid.places()), (12, there.to_vec()));
+        assert!(packing.has([0, 0, 1, 1]) && !packing.has([1, 0, 0, 0]) && !packing.has([2, 0, 0, 1]));
+    }
+}
