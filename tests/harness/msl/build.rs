@@ -2,12 +2,14 @@
 
 use crate::golden::repository;
 use metal_fallback::{Operand, Plan};
+use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
 use std::fmt::Write;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Every warning is one of the kernels': attributes and pragmas of MSL are all that clang does not know.
 const FLAGS: [&str; 12] = [
@@ -47,7 +49,8 @@ impl Check {
     /// Flags for the kernel, and those for the machine that runs it.
     fn flags(self) -> [&'static [&'static str]; 2] {
         match self {
-            Check::Plain => [&["-ftrivial-auto-var-init=pattern", "-s"], &[]],
+            // Nothing of C++'s library is used, and a program that does not load it begins sooner.
+            Check::Plain => [&["-ftrivial-auto-var-init=pattern", "-s", "-nostdlib++"], &["-O2"]],
             // The machine stands between the threads and must not be taken for one of them.
             Check::Races => [&["-fsanitize=thread", "-g1"], &["-DCHECK_RACES"]],
             Check::Addresses => {
@@ -76,6 +79,9 @@ const KERNEL: &str = "kernel";
 const GOLD: &str = "-fuse-ld=gold";
 
 static UNIQUE: AtomicU64 = AtomicU64::new(0);
+
+/// Places that somebody in this process makes something for: the same case often runs twice side by side, and each would compile it.
+static MADE: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
 
 fn unique() -> String {
     format!("{}-{}", std::process::id(), UNIQUE.fetch_add(1, Ordering::Relaxed))
@@ -159,10 +165,12 @@ impl Toolchain {
             std::fs::read_to_string(self.emulator().join(file)).map_err(|e| format!("{file}: {e}"))?.hash(&mut hasher);
         }
         let mut place = self.folder.join(format!("{kind}-{:016x}", hasher.finish()));
+        let kept = kind != KERNEL || self.keeps();
+        let turn = kept.then(|| MADE.lock().unwrap_or_else(PoisonError::into_inner).entry(place.clone()).or_default().clone());
+        let _turn = turn.as_ref().map(|turn| turn.lock().unwrap_or_else(PoisonError::into_inner));
         if place.exists() {
             return Ok((place, true));
         }
-        let kept = kind != KERNEL || self.keeps();
         if !kept {
             place = self.folder.join(format!("{kind}-{}", unique()));
         }

@@ -176,9 +176,12 @@ const char* where(const Fiber& fiber) {
     return to;
 }
 
+// Texts are mostly at one place.
+bool same(const char* x, const char* y) { return x == y || strcmp(x, y) == 0; }
+
 bool same(const Fiber& x, const Fiber& y) {
     return x.stop == y.stop
-        && (x.stop == Stop::END || (x.site.line == y.site.line && strcmp(x.site.what, y.site.what) == 0 && strcmp(x.site.file, y.site.file) == 0));
+        && (x.stop == Stop::END || (x.site.line == y.site.line && same(x.site.what, y.site.what) && same(x.site.file, y.site.file)));
 }
 
 // What is done by the one that leaves is not known to the other; only the first switch to a fiber tells it what was before.
@@ -212,10 +215,10 @@ void from_scheduler(int next) {
 }
 
 // This lane has come to a stop: the next one's turn, or the next step when it is the last.
-void come(Stop stop, const machine::Site& site) {
+void come(Stop stop, const char* what, const char* file, int line) {
     Fiber& self = fibers[now];
     self.stop = stop;
-    self.site = site;
+    self.site = {what, file, line};
     const int first = now / machine::SIMD * machine::SIMD;
     if (now != first + machine::SIMD - 1) {
         turn_to(now + 1);
@@ -240,7 +243,7 @@ void begin_fiber() {
 #if defined(CHECK_RACES)
     __tsan_release(&dispatched);
 #endif
-    come(Stop::END, {"", "", 0});
+    come(Stop::END, "", "", 0);
     machine::fail("a thread went on after its end");
 }
 
@@ -374,8 +377,9 @@ void fail(const char* format, ...) {
     _exit(2);
 }
 
-void meet(const Site& site) { come(Stop::MEETING, site); }
-void barrier(const Site& site, bool orders) {
+void meet(const char* what, const char* file, int line) { come(Stop::MEETING, what, file, line); }
+void barrier(const char* file, int line, bool orders) {
+    const char* what = "threadgroup_barrier";
 #if defined(CHECK_RACES)
     // Two in turn: whoever has passed one may come to the next before others have passed the first.
     static char barriers[2];
@@ -384,13 +388,13 @@ void barrier(const Site& site, bool orders) {
     if (orders) {
         __tsan_release(at);
     }
-    come(Stop::BARRIER, site);
+    come(Stop::BARRIER, what, file, line);
     if (orders) {
         __tsan_acquire(at);
     }
 #else
     (void)orders;
-    come(Stop::BARRIER, site);
+    come(Stop::BARRIER, what, file, line);
 #endif
 }
 int lane() { return now % SIMD; }

@@ -12,10 +12,10 @@ struct Site {
 
 constexpr int SIMD = 32;
 
-// Waits for all lanes of the simdgroup.
-void meet(const Site& site);
+// Waits for all lanes of the simdgroup. The place in registers: what is read back wider than it was written stalls, and lanes meet a lot.
+void meet(const char* what, const char* file, int line);
 // Waits for all threads of the threadgroup; with `orders`, what they did before is done for all of them after.
-void barrier(const Site& site, bool orders);
+void barrier(const char* file, int line, bool orders);
 // This lane in its simdgroup.
 int lane();
 // Memory of the simdgroup for what its lanes tell one another at a meeting: `advance` turns to the other half, so that what was told

@@ -18,9 +18,12 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
+// A function that is called: where it stands in every place that converts, kernels are slow to compile and no faster.
+#define CALLED __attribute__((noinline)) inline
+
 // A number of EXPONENT and MANTISSA bits, and a sign.
 template <int EXPONENT, int MANTISSA>
-inline uint16_t narrow(float x) {
+CALLED uint16_t narrow(float x) {
     const uint32_t bits = bits_of(x);
     const uint32_t sign = bits >> 31 << 15;
     const uint32_t size = bits & 0x7fffffffu;
@@ -54,7 +57,7 @@ inline uint16_t narrow(float x) {
 }
 
 template <int EXPONENT, int MANTISSA>
-inline float widen(uint16_t narrow) {
+CALLED float widen(uint16_t narrow) {
     const uint32_t sign = uint32_t(narrow >> 15) << 31;
     const uint32_t exponent = narrow >> MANTISSA & ((1u << EXPONENT) - 1);
     const uint32_t mantissa = narrow & ((1u << MANTISSA) - 1);
@@ -95,6 +98,7 @@ EMULATE_OPERATOR(-)
 EMULATE_OPERATOR(*)
 EMULATE_OPERATOR(/)
 #undef EMULATE_OPERATOR
+#undef CALLED
 
 }  // namespace metal
 
