@@ -62,6 +62,7 @@ pub use ffi::kernel::Kernel;
 pub use ffi::launch::{InFlight, OwnedBindings, launch, launch_addressed};
 pub use ffi::memory::Buffer;
 pub use ffi::stream::{Event, RawStream, Stream};
+pub use ffi::submission::Submission;
 pub use ffi::{Handle, Library, Search};
 pub use ir::ty::DType;
 pub use ir::{Graph, Verified};

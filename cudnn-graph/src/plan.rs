@@ -8,6 +8,7 @@ use crate::ffi::codes::Attribute;
 use crate::ffi::descriptor::{Descriptor, replay};
 use crate::ffi::device::Device;
 use crate::ffi::pack::Pack;
+use crate::ffi::submission::Submission;
 use crate::ffi::{Handle, Library};
 use crate::ir::{Scalar, Verified};
 use crate::profile::{DeviceProfile, Target};
@@ -337,11 +338,12 @@ impl Plan {
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     pub unsafe fn execute(&self, handle: &Handle<'_>, bindings: &Bindings, workspace: DeviceSlice) -> Result<(), Error> {
         let bound = self.bound(bindings, workspace)?;
+        let _entered = handle.device().enter()?;
         // SAFETY: the caller's.
         unsafe { self.submit(handle, &bound.addresses, &bound.values, workspace.address) }
     }
 
-    /// [`Plan::execute`] for callers that know the order of [`Plan::ports`]: an address for each of `device`, a number for each of
+    /// [`Plan::execute`] as a part of a call, for callers that know the order of [`Plan::ports`]: an address for each of `device`, a number for each of
     /// `values`.
     ///
     /// # Safety
@@ -353,7 +355,7 @@ impl Plan {
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     pub unsafe fn execute_in_order(
         &self,
-        handle: &Handle<'_>,
+        submission: &Submission<'_>,
         addresses: &[u64],
         values: &[Scalar],
         workspace: DeviceSlice,
@@ -361,11 +363,11 @@ impl Plan {
         self.ports.fit(addresses, values)?;
         self.holds(workspace)?;
         // SAFETY: the caller's.
-        unsafe { self.submit(handle, addresses, values, workspace.address) }
+        unsafe { self.submit(submission.handle(), addresses, values, workspace.address) }
     }
 
     /// # Safety
-    /// As [`Plan::execute_in_order`], and addresses and numbers fit the ports.
+    /// As [`Plan::execute_in_order`], addresses and numbers fit the ports, and the thread is in the context of the handle's device.
     #[allow(unsafe_code, reason = "the raw tier: its contract is the caller's")]
     unsafe fn submit(&self, handle: &Handle<'_>, addresses: &[u64], values: &[Scalar], workspace: u64) -> Result<(), Error> {
         self.check_device(handle.device())?;
@@ -377,10 +379,8 @@ impl Plan {
                 Scalar::I64(x) => ready.pack.set_value(n, &x.to_ne_bytes()),
             }
         }
-        let entered = handle.device().enter()?;
         // SAFETY: the caller's.
         let result = unsafe { ready.pack.execute(handle, &self.descriptor) };
-        drop(entered);
         if let Some(mut packs) = self.shelf() {
             let gone = if packs.len() == PACKS { packs.pop_front() } else { None };
             packs.push_back(ready);

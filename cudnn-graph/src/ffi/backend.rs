@@ -7,7 +7,6 @@ use super::lane::Lane;
 use super::load::{Opened, Place, open_file, open_first, table};
 use super::log::{self, SetCallback};
 use super::stream::Stream;
-use crate::bind::DeviceSlice;
 use crate::error::Error;
 use crate::version::Version;
 use parking_lot::Mutex;
@@ -162,17 +161,18 @@ impl Library {
     /// # Errors
     /// cuDNN's own.
     pub fn handle<'s>(&'static self, stream: &'s Stream) -> Result<Handle<'s>, Error> {
-        let device = stream.device();
-        let mut pooled = match near(stream).or_else(|| take(&mut self.pool.lock(), stream)) {
+        // Of a stream that is captured, asked for each time.
+        let (device, id) = (stream.device(), stream.id());
+        let mut pooled = match near(device, id).or_else(|| take(&mut self.pool.lock(), device, id)) {
             Some(pooled) => pooled,
             None => self.create(device)?,
         };
-        if stream.id().is_none() || pooled.stream != stream.id() {
+        if id.is_none() || pooled.stream != id {
             let _entered = device.enter()?;
             // SAFETY: handle and stream are live and of one context.
             let status = unsafe { (self.table.set_stream)(pooled.raw, stream.raw().0) };
             self.check("cudnnSetStream", "a handle", status)?;
-            pooled.stream = stream.id();
+            pooled.stream = id;
         }
         Ok(Handle { library: self, stream, pooled: Some(pooled) })
     }
@@ -245,9 +245,9 @@ struct Pooled {
 unsafe impl Send for Pooled {}
 
 /// One of the device of a stream; rather one that submits to the stream already.
-fn take(pool: &mut Vec<Pooled>, stream: &Stream) -> Option<Pooled> {
-    let ordinal = stream.device().ordinal();
-    let same = pool.iter().rposition(|h| h.stream.is_some() && h.stream == stream.id() && h.device.ordinal() == ordinal);
+fn take(pool: &mut Vec<Pooled>, device: &Device, stream: Option<u64>) -> Option<Pooled> {
+    let ordinal = device.ordinal();
+    let same = pool.iter().rposition(|h| stream.is_some() && h.stream == stream && h.device.ordinal() == ordinal);
     same.or_else(|| pool.iter().rposition(|h| h.device.ordinal() == ordinal)).map(|at| pool.swap_remove(at))
 }
 
@@ -273,8 +273,8 @@ thread_local! {
 }
 
 /// One of this thread's.
-fn near(stream: &Stream) -> Option<Pooled> {
-    HANDLES.try_with(|near| take(&mut near.try_borrow_mut().ok()?.handles, stream)).ok().flatten()
+fn near(device: &Device, stream: Option<u64>) -> Option<Pooled> {
+    HANDLES.try_with(|near| take(&mut near.try_borrow_mut().ok()?.handles, device, stream)).ok().flatten()
 }
 
 /// Gives a handle to this thread; back, if it has enough or is ending.
@@ -320,48 +320,9 @@ impl<'s> Handle<'s> {
         self.stream
     }
 
-    /// Marks the present end of the stream as the end of what was submitted through this handle: what is retired from here on waits for it.
-    /// Not while the stream is captured: see [`Handle::keep_in_graph`].
-    ///
-    /// # Errors
-    /// The driver's own.
-    pub fn mark(&self) -> Result<(), Error> {
-        self.pooled.as_ref().map_or(Ok(()), |p| p.lane.mark(p.device, self.stream.raw().0, self.stream.id()))
-    }
-
-    /// Sets a piece of device memory to zero, on the stream of this handle. Nothing waits.
-    ///
-    /// # Safety
-    /// The slice is device memory of the handle's device, really as large as said, and nothing else uses it until the stream
-    /// has passed this call.
-    ///
-    /// # Errors
-    /// The driver's own.
-    pub unsafe fn zero(&self, slice: DeviceSlice) -> Result<(), Error> {
-        let _entered = self.device().enter()?;
-        let bytes = usize::try_from(slice.bytes).unwrap_or(usize::MAX);
-        // SAFETY: the caller's.
-        let code = unsafe { (self.device().table.fill_bytes)(slice.address, 0, bytes, self.stream.raw().0) };
-        self.device().check("cuMemsetD8Async", code)
-    }
-
-    /// Copies one piece of device memory into another of the same size, on the stream of this handle. Nothing waits.
-    ///
-    /// # Safety
-    /// Both slices are device memory of the handle's device, really as large as said; until the stream has passed this call nothing
-    /// else uses `to` and nothing writes `from`.
-    ///
-    /// # Errors
-    /// [`Error::Memory`] for slices of different sizes; the driver's own.
-    pub unsafe fn copy(&self, from: DeviceSlice, to: DeviceSlice) -> Result<(), Error> {
-        if from.bytes != to.bytes {
-            return Err(Error::Memory { what: "a copy".to_owned(), bytes: from.bytes, limit: format!("{} bytes to copy to", to.bytes) });
-        }
-        let _entered = self.device().enter()?;
-        let bytes = usize::try_from(from.bytes).unwrap_or(usize::MAX);
-        // SAFETY: the caller's.
-        let code = unsafe { (self.device().table.on_device)(to.address, from.address, bytes, self.stream.raw().0) };
-        self.device().check("cuMemcpyDtoDAsync_v2", code)
+    /// Empty only while it is dropped.
+    pub(super) fn lane(&self) -> Option<&'static Lane> {
+        self.pooled.as_ref().map(|p| p.lane)
     }
 }
 

@@ -1,6 +1,5 @@
 //! Streams that are being captured, and the graphs that come of it.
 
-use super::backend::Handle;
 use super::device::Device;
 use super::driver::Ptr;
 use super::lane::Lane;
@@ -107,7 +106,7 @@ unsafe extern "C" fn let_go(kept: Ptr) {
 
 impl Device {
     /// Makes the graph that a stream is captured into keep something.
-    fn keep(&'static self, stream: Ptr, thing: Box<dyn Send>) -> Result<(), Error> {
+    pub(super) fn keep(&'static self, stream: Ptr, thing: Box<dyn Send>) -> Result<(), Error> {
         let thing = CAPTURING.with_borrow_mut(|all| match all.iter_mut().find(|(captured, _)| *captured == stream) {
             Some((_, left)) => {
                 left.push(thing);
@@ -136,23 +135,6 @@ impl Device {
             // SAFETY: the reference was not taken over.
             let _ = unsafe { (table.object_release)(object, 1) };
         })
-    }
-}
-
-impl Handle<'_> {
-    /// Whether what is submitted now goes into a graph instead of to the device.
-    pub fn is_capturing(&self) -> bool {
-        self.device().is_capturing(self.stream().raw().0)
-    }
-
-    /// Makes the graph that the handle's stream is captured into keep something, for as long as it or an executable graph made of it
-    /// lives.
-    ///
-    /// # Errors
-    /// The driver's own, also where nothing is being captured.
-    pub fn keep_in_graph(&self, thing: Box<dyn Send>) -> Result<(), Error> {
-        let _entered = self.device().enter()?;
-        self.device().keep(self.stream().raw().0, thing)
     }
 }
 
@@ -280,14 +262,14 @@ impl Captured {
     /// # Errors
     /// The driver's own.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
-        let _entered = self.device.enter()?;
+        let entered = self.device.enter()?;
         // SAFETY: both are live; the rest is the caller's.
         self.device.check("cuGraphLaunch", unsafe { (self.device.graphs()?.launch)(self.exec, stream.raw().0) })?;
         if self.device.is_capturing(stream.raw().0) {
             // A part of another graph, which has a copy of this one but not of what this one keeps.
             return Ok(());
         }
-        self.lane.mark(self.device, stream.raw().0, stream.id())
+        self.lane.mark(&entered, self.device, stream.raw().0, stream.id())
     }
 }
 

@@ -1,8 +1,8 @@
 //! Kernels beside cuDNN's: PTX, which the driver compiles for its device.
 
-use super::backend::Handle;
 use super::device::Device;
 use super::driver::Ptr;
+use super::submission::Submission;
 use crate::error::Error;
 use std::ffi::{CStr, c_uint, c_void};
 
@@ -39,8 +39,8 @@ impl Device {
     }
 }
 
-impl Handle<'_> {
-    /// Launches a kernel whose parameters are all of 64 bits, on the stream of this handle. Nothing waits.
+impl Submission<'_> {
+    /// Launches a kernel whose parameters are all of 64 bits, on the stream of the handle. Nothing waits.
     ///
     /// # Safety
     /// There are as many arguments as the kernel has parameters, and the kernel reads and writes only device memory of the handle's device
@@ -65,7 +65,6 @@ impl Handle<'_> {
         for (pointer, argument) in pointers.iter_mut().zip(arguments) {
             *pointer = std::ptr::from_ref(argument).cast_mut().cast();
         }
-        let _entered = device.enter()?;
         let one: c_uint = 1;
         // SAFETY: the caller's; the driver copies the arguments before it returns.
         let code = unsafe {
@@ -78,7 +77,7 @@ impl Handle<'_> {
                 one,
                 one,
                 0,
-                self.stream().raw().0,
+                self.stream(),
                 pointers.as_mut_ptr(),
                 std::ptr::null_mut(),
             )

@@ -2,7 +2,7 @@
 //! submission, while the stream is certainly there; recording takes about 0.1 µs (H200, driver 580). Nothing asks a stream later, which may
 //! be captured by then, or gone, and nothing asks the whole context, which would invalidate every capture that runs in it.
 
-use super::device::Device;
+use super::device::{Device, Entered};
 use super::driver::Ptr;
 use super::stream::Event;
 use crate::error::Error;
@@ -67,7 +67,7 @@ pub(super) fn passed(event: &Event) -> bool {
 
 impl Lane {
     /// Marks the present end of a live stream that is not being captured, as the end of what was submitted on this lane.
-    pub(super) fn mark(&self, device: &'static Device, stream: Ptr, id: Option<u64>) -> Result<(), Error> {
+    pub(super) fn mark(&self, entered: &Entered<'_>, device: &'static Device, stream: Ptr, id: Option<u64>) -> Result<(), Error> {
         let mut ends = self.ends.lock();
         // Of streams that have no numbers, every one may be another.
         if id.is_none() || ends.stream != id {
@@ -78,10 +78,10 @@ impl Lane {
         }
         match &ends.last {
             // Whoever waits for an end waits for that one, not for later ones.
-            Some(last) if Arc::strong_count(last) == 1 => last.record(stream),
+            Some(last) if Arc::strong_count(last) == 1 => last.record(entered, stream),
             Some(_) | None => {
                 let event = Event::new(device, false)?;
-                event.record(stream)?;
+                event.record(entered, stream)?;
                 ends.last = Some(Arc::new(event));
                 Ok(())
             }

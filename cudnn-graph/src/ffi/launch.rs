@@ -135,7 +135,11 @@ pub unsafe fn launch_addressed(
     // the caller's to answer for.
     let submitted = unsafe { plan.execute(&handle, &raw, scratch) };
     // What has no mark is waited for, before anything of it goes.
-    let recorded = event.record(stream.raw().0).or_else(|error| stream.synchronize().and(Err(error)));
+    let recorded = stream
+        .device()
+        .enter()
+        .and_then(|entered| event.record(&entered, stream.raw().0))
+        .or_else(|error| stream.synchronize().and(Err(error)));
     drop(handle);
     let running = InFlight {
         event,

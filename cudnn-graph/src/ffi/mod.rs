@@ -21,6 +21,7 @@ pub mod pack;
 mod retire;
 mod room;
 pub mod stream;
+pub mod submission;
 
 pub use backend::{Handle, Library, Search};
 pub use driver::Driver;

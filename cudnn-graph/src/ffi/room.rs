@@ -1,9 +1,9 @@
 //! Workspace for callers that bring none: a buffer for each thread and stream, which grows as needed. A thread's calls on a stream
 //! follow one another there, so that they may use the same memory; those of two threads mix.
 
-use super::backend::Handle;
 use super::device::Device;
 use super::memory::Buffer;
+use super::submission::Submission;
 use crate::bind::DeviceSlice;
 use crate::error::Error;
 use std::cell::RefCell;
@@ -39,7 +39,7 @@ fn slice(buffer: &Buffer) -> DeviceSlice {
     DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
 }
 
-impl Handle<'_> {
+impl Submission<'_> {
     /// Device memory of at least this size for what this thread submits next to the handle's stream: that of its last call on this
     /// stream, if it is large enough. While the stream is captured, memory that the graph keeps.
     ///
@@ -57,7 +57,7 @@ impl Handle<'_> {
             self.keep_in_graph(Box::new(buffer))?;
             return Ok(found);
         }
-        let (device, stream) = (self.device(), self.stream().id());
+        let (device, stream) = (self.device(), self.handle().stream().id());
         let found = ROOMS.try_with(|rooms| {
             let mut rooms = rooms.try_borrow_mut().ok()?;
             let at = rooms.iter().rposition(|r| stream.is_some() && r.stream == stream && r.device.ordinal() == device.ordinal())?;

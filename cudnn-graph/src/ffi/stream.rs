@@ -1,6 +1,6 @@
 //! Streams and points on them.
 
-use super::device::Device;
+use super::device::{Device, Entered};
 use super::driver::Ptr;
 use crate::error::Error;
 use std::ffi::{c_int, c_uint, c_void};
@@ -76,8 +76,9 @@ impl Stream {
     /// # Errors
     /// The driver's own.
     pub fn record(&self, timing: bool) -> Result<Event, Error> {
+        let entered = self.device.enter()?;
         let event = Event::new(self.device, timing)?;
-        event.record(self.raw.0)?;
+        event.record(&entered, self.raw.0)?;
         Ok(event)
     }
 
@@ -127,9 +128,8 @@ impl Event {
         Ok(Event { device, raw })
     }
 
-    /// Moves it to the present end of a live stream of its device.
-    pub(super) fn record(&self, stream: Ptr) -> Result<(), Error> {
-        let _entered = self.device.enter()?;
+    /// Moves it to the present end of a live stream of its device, which somebody is in.
+    pub(super) fn record(&self, _: &Entered<'_>, stream: Ptr) -> Result<(), Error> {
         // SAFETY: both are live and of one context.
         self.device.check("cuEventRecord", unsafe { (self.device.table.event_record)(self.raw, stream) })
     }

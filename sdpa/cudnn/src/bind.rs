@@ -52,6 +52,10 @@ pub(super) struct Bound {
 }
 
 impl Bound {
+    pub(super) fn new(scale: f32) -> Bound {
+        Bound { addresses: SmallVec::new(), params: SmallVec::new(), scale, tokens: [0; 2] }
+    }
+
     pub(super) fn address(&self, slot: SlotId) -> u64 {
         self.addresses[slot.0]
     }
@@ -95,10 +99,12 @@ impl Bound {
 }
 
 impl Planned {
+    /// Fills what is empty, in place: it is too large to be handed on.
+    ///
     /// # Errors
     /// Everything that is wrong with the call.
-    pub(super) fn bind(&self, call: &DeviceCall<'_>, workspace: DeviceSlice) -> Result<Bound, Error> {
-        self.bind_right(call, workspace).ok_or_else(|| self.mistakes(call, workspace))
+    pub(super) fn bind(&self, call: &DeviceCall<'_>, workspace: DeviceSlice, bound: &mut Bound) -> Result<(), Error> {
+        self.bind_right(call, workspace, bound).ok_or_else(|| self.mistakes(call, workspace))
     }
 
     fn has(&self, operand: Operand) -> bool {
@@ -112,13 +118,12 @@ impl Planned {
         }
     }
 
-    fn scale(&self, call: &DeviceCall<'_>) -> f32 {
+    pub(super) fn scale(&self, call: &DeviceCall<'_>) -> f32 {
         call.attn_scale.unwrap_or_else(|| self.job.problem().default_scale())
     }
 
     /// Parameters are declared once, so as many as declared, each of them found, are all of them and no others.
-    fn bind_right(&self, call: &DeviceCall<'_>, workspace: DeviceSlice) -> Option<Bound> {
-        let scale = self.scale(call);
+    fn bind_right(&self, call: &DeviceCall<'_>, workspace: DeviceSlice, bound: &mut Bound) -> Option<()> {
         let complete = call.params.len() == self.takes.len()
             && call.gradients.len() == self.schedule.gradients().len()
             && self.tables.len() == self.schedule.tables().len()
@@ -126,10 +131,10 @@ impl Planned {
             && call.stats.is_some() == self.takes_stats()
             && Operand::ALL.into_iter().all(|operand| call.operand(operand).is_some() == self.has(operand));
         let holds = workspace.address.is_multiple_of(PIECE) && workspace.bytes >= self.workspace_bytes();
-        if !complete || !holds || guard::check_scale(scale).is_err() {
+        if !complete || !holds || guard::check_scale(bound.scale).is_err() {
             return None;
         }
-        let mut bound = Bound { addresses: SmallVec::new(), params: SmallVec::new(), scale, tokens: self.tokens(call) };
+        bound.tokens = self.tokens(call);
         for (n, (declared, takes)) in self.job.params().iter().zip(&self.takes).enumerate() {
             let named = |p: &&DeviceParam<'_>| p.name == declared.name;
             let given = call.params.get(n).filter(named).or_else(|| call.params.iter().find(named))?;
@@ -148,7 +153,7 @@ impl Planned {
             }
             bound.addresses.push(address);
         }
-        Some(bound)
+        Some(())
     }
 
     /// Tokens that every operand and stats of a packed call have room for, of queries and of keys.

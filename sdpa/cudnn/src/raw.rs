@@ -7,7 +7,7 @@ use super::schedule::{Contents, Run, Step};
 use crate::error::Error;
 use crate::kernels::Loaded;
 use crate::lower::Table;
-use cudnn_graph::{Buffer, DeviceSlice, Handle, Plan, Stream};
+use cudnn_graph::{Buffer, DeviceSlice, Handle, Plan, Stream, Submission};
 use half::{bf16, f16};
 use sdpa_core::device::{self, DevicePrepared};
 use smallvec::SmallVec;
@@ -76,12 +76,14 @@ impl Planned {
     /// too many, parameters and gradients missing, unknown, doubled or of another type, slices that are too short or misaligned; cuDNN's own.
     pub unsafe fn submit(&self, handle: &Handle<'_>, call: &DeviceCall<'_>) -> Result<(), Error> {
         self.plan.check_device(handle.device())?;
-        let workspace = self.workspace(handle, call.workspace)?;
-        let bound = self.bind(call, workspace)?;
-        self.noting_use(handle, || {
+        let submission = &handle.begin()?;
+        let workspace = self.workspace(submission, call.workspace)?;
+        let bound = &mut Bound::new(self.scale(call));
+        self.bind(call, workspace, bound)?;
+        self.noting_use(submission, || {
             for step in self.schedule.steps() {
                 // SAFETY: the caller's; memory has been seen to hold what steps reach of it, and pieces of the workspace do not overlap.
-                unsafe { self.step(handle, step, &bound, workspace) }?;
+                unsafe { self.step(submission, step, bound, workspace) }?;
             }
             Ok(())
         })
@@ -89,46 +91,46 @@ impl Planned {
 
     /// # Safety
     /// As [`Planned::submit`].
-    unsafe fn step(&self, handle: &Handle<'_>, step: &Step<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
+    unsafe fn step(&self, submission: &Submission<'_>, step: &Step<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
         match step {
             Step::Run(run) if bound.spares(run.spared_by) => Ok(()),
             // SAFETY: the caller's.
-            Step::Run(run) => unsafe { execute(handle, run, bound, workspace) },
+            Step::Run(run) => unsafe { execute(submission, run, bound, workspace) },
             Step::Launch(launch) => {
                 let arguments: SmallVec<[u64; 32]> = launch.arguments.iter().map(|argument| bound.argument(*argument)).collect();
                 let kernels = self.kernels.ok_or_else(|| Error::Bug("a call was bound without its kernels".to_owned()))?;
                 // SAFETY: the caller's; a kernel reaches what slots hold, and of packed documents what the memory of the call has tokens for.
-                Ok(unsafe { handle.launch(kernels.get(launch.kernel), launch.grid, &arguments) }?)
+                Ok(unsafe { submission.launch(kernels.get(launch.kernel), launch.grid, &arguments) }?)
             }
             Step::Zero(to) => {
                 let to = DeviceSlice { address: bound.address(*to), bytes: self.schedule.slot(*to).bytes };
                 // SAFETY: the caller's.
-                Ok(unsafe { handle.zero(to) }?)
+                Ok(unsafe { submission.zero(to) }?)
             }
             Step::Move(from, to) => {
                 let bytes = self.schedule.slot(*from).bytes;
                 let [from, to] = [from, to].map(|&slot| DeviceSlice { address: bound.address(slot), bytes });
                 // SAFETY: the caller's.
-                Ok(unsafe { handle.copy(from, to) }?)
+                Ok(unsafe { submission.copy(from, to) }?)
             }
         }
     }
 
     /// The caller's workspace, or that of the calls of this thread on the handle's stream.
-    fn workspace(&self, handle: &Handle<'_>, given: Option<DeviceSlice>) -> Result<DeviceSlice, Error> {
-        given.map_or_else(|| Ok(handle.workspace(self.workspace_bytes())?), Ok)
+    fn workspace(&self, submission: &Submission<'_>, given: Option<DeviceSlice>) -> Result<DeviceSlice, Error> {
+        given.map_or_else(|| Ok(submission.workspace(self.workspace_bytes())?), Ok)
     }
 }
 
 /// # Safety
 /// As [`Planned::submit`].
-unsafe fn execute(handle: &Handle<'_>, run: &Run<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
+unsafe fn execute(submission: &Submission<'_>, run: &Run<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
     // Inline: a call that hits allocates nothing.
     let numbers: SmallVec<[_; 24]> = run.numbers.iter().map(|(_, number)| bound.number(number)).collect();
     for n in 0..run.repeats {
         let addresses: SmallVec<[u64; 32]> = run.ports.iter().map(|port| bound.address(port.slot) + n * port.step).collect();
         // SAFETY: the caller's.
-        unsafe { run.plan.execute_in_order(handle, &addresses, &numbers, workspace) }?;
+        unsafe { run.plan.execute_in_order(submission, &addresses, &numbers, workspace) }?;
     }
     Ok(())
 }

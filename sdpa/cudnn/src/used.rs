@@ -2,7 +2,7 @@
 
 use super::plan::Planned;
 use crate::error::Error;
-use cudnn_graph::{Buffer, Device, Handle, Plan};
+use cudnn_graph::{Buffer, Device, Plan, Submission};
 use std::sync::{Arc, OnceLock};
 
 /// The device that was given work of some plans.
@@ -21,15 +21,15 @@ impl Planned {
     }
 
     /// Submits work of these plans: from here on they are dropped behind it. A graph that it is captured into keeps them.
-    pub(super) fn noting_use<R>(&self, handle: &Handle<'_>, submit: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
-        self.used.0.get_or_init(|| handle.device());
-        if handle.is_capturing() {
-            handle.keep_in_graph(self.kept_alive())?;
+    pub(super) fn noting_use<R>(&self, submission: &Submission<'_>, submit: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
+        self.used.0.get_or_init(|| submission.device());
+        if submission.is_capturing() {
+            submission.keep_in_graph(self.kept_alive())?;
             return submit();
         }
         let submitted = submit();
         // Also where a part of it was refused.
-        handle.mark()?;
+        submission.mark()?;
         submitted
     }
 }

@@ -56,10 +56,10 @@ impl Bare {
 
     /// With what the driver is asked at each call: the context, whether the stream is captured, and to mark the end.
     fn execute_marked(&mut self, handle: &Handle<'_>) -> Result<()> {
-        let _entered = handle.device().enter()?;
-        std::hint::black_box(handle.is_capturing());
+        let submission = handle.begin()?;
+        std::hint::black_box(submission.is_capturing());
         self.execute(handle)?;
-        Ok(handle.mark()?)
+        Ok(submission.mark()?)
     }
 
     fn execute(&mut self, handle: &Handle<'_>) -> Result<()> {
