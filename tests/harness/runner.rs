@@ -244,7 +244,8 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
     let (longest_q, longest_kv) = (longest(spec.q.dims[2]), longest(spec.k.dims[2]));
     let cross = random.between(0, 1) == 0;
     let longest_q = if cross { longest_q } else { longest_kv };
-    let total = |longest: i64, random: &mut Random| random.between(longest, batch * longest);
+    // Heads are apart by more than one token, whatever there is of them.
+    let total = |longest: i64, random: &mut Random| random.between(longest, batch * longest).max(2);
     let total_q = total(longest_q, random);
     let total_kv = if cross { total(longest_kv, random) } else { total_q };
     let sides = [(&mut spec.q, longest_q, total_q), (&mut spec.o, longest_q, total_q)];

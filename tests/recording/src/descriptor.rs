@@ -42,6 +42,7 @@ pub(crate) mod attribute {
     pub(crate) const TENSOR_UNIQUE_ID: i32 = 906;
     pub(crate) const TENSOR_IS_VIRTUAL: i32 = 907;
     pub(crate) const TENSOR_IS_BY_VALUE: i32 = 908;
+    pub(crate) const TENSOR_RAGGED_OFFSET: i32 = 913;
     pub(crate) const PACK_UNIQUE_IDS: i32 = 1000;
     pub(crate) const PACK_DATA_POINTERS: i32 = 1001;
     pub(crate) const PACK_WORKSPACE: i32 = 1003;
@@ -213,6 +214,8 @@ impl Node {
         let (is_virtual, by_value) = (flag(attribute::TENSOR_IS_VIRTUAL), flag(attribute::TENSOR_IS_BY_VALUE));
         let uid = self.number(attribute::TENSOR_UNIQUE_ID);
         let alignment = self.number(attribute::TENSOR_BYTE_ALIGNMENT);
+        // Where packed entries begin and end, offsets say.
+        let dims = if self.is_set(attribute::TENSOR_RAGGED_OFFSET) { vec![1; dims.len()] } else { dims };
         match Tensor::new(uid, code, [&dims, &strides], alignment, is_virtual, by_value) {
             Ok(tensor) => {
                 self.tensor = Some(tensor);
@@ -227,10 +230,8 @@ impl Node {
         let mut tensors = Vec::new();
         let mut left = operations.clone();
         while let Some(node) = left.pop() {
-            match node.tensor {
-                Some(tensor) => tensors.push(tensor),
-                None => left.extend(node.all_others()),
-            }
+            tensors.extend(node.tensor);
+            left.extend(node.all_others());
         }
         let count = operations.len();
         match Graph::new(count, tensors) {
