@@ -4,6 +4,7 @@
 use crate::language::{mask_help, score_mod_help};
 use crate::names::Named;
 use clap::{Args, Parser, Subcommand};
+use sdpa::Packed;
 use std::path::PathBuf;
 
 const EXIT_CODES: &str = "\
@@ -72,10 +73,23 @@ pub(crate) struct ProblemArgs {
     /// Extents: batch, query heads, key heads, queries, keys, dim of q and k, dim of v (else the same)
     #[arg(long, value_name = "B,HQ,HKV,SQ,SKV,D[,DV]", allow_hyphen_values = true)]
     pub(crate) shape: Option<String>,
+    /// Batch entries are packed documents, (total, heads, dim), the longest of SQ = SKV: where each begins and where the last one ends, in
+    /// tokens; or input, for the --input's tensor cu_seqlens
+    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true)]
+    pub(crate) cu_seqlens: Option<String>,
+    /// The same of queries, where keys have boundaries of their own
+    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true)]
+    pub(crate) cu_seqlens_q: Option<String>,
+    /// The same of keys
+    #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true)]
+    pub(crate) cu_seqlens_kv: Option<String>,
+    /// Documents whose boundaries nobody needs
+    #[arg(skip)]
+    pub(crate) packed: Option<Packed>,
     /// f32, f16 or bf16; converts the input. Else the file's, or bf16
     #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
     pub(crate) dtype: Option<String>,
-    /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd
+    /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd; of packed documents bshd or bhsd, without batch
     #[arg(long, value_parser = Named::layouts(), hide_possible_values = true)]
     pub(crate) layout: Option<String>,
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = score_mod_help())]
@@ -189,7 +203,7 @@ pub(crate) struct ShowArgs {
 #[derive(Debug, Args)]
 pub(crate) struct CompileArgs {
     /// TOML file with a table [[problem]] for each problem: shape = [B, HQ, HKV, SQ, SKV, D], and name, dtype, layout, score_mod,
-    /// mask, bias, stats, backward, wrt and deterministic as the options of run
+    /// mask, bias, stats, backward, wrt and deterministic as the options of run, and packed = { total_q = N, cross = BOOL, total_kv = N }
     #[arg(long, value_name = "FILE.toml")]
     pub(crate) problems: PathBuf,
     /// a100, l40s, h200, b200, or a JSON file that describes a device

@@ -143,7 +143,14 @@ impl Header {
     }
 
     /// An operand, which has four axes; what is wrong with it is a mistake. `why` it is needed, where that is not plain.
-    pub(crate) fn operand(&self, name: &str, why: &str, layout: Option<Layout>, mistakes: &mut Mistakes) -> Option<Entry> {
+    /// One of packed documents has three, and one batch entry of all tokens.
+    pub(crate) fn operand(
+        &self,
+        name: &str,
+        why: &str,
+        (layout, packed): (Option<Layout>, bool),
+        mistakes: &mut Mistakes,
+    ) -> Option<Entry> {
         let about = self.path.display();
         let Some(found) = self.find(name) else {
             mistakes.add(about, self.lacks(name, why));
@@ -153,8 +160,12 @@ impl Header {
         if ty.is_none() {
             mistakes.add(&about, format!("{name} is of type {}: F16, BF16, F32 and F64 are read", found.dtype));
         }
-        let shape = <[i64; 4]>::try_from(found.shape.as_slice()).ok();
-        if shape.is_none() {
+        let entries: &[i64] = if packed { &[1] } else { &[] };
+        let shape = <[i64; 4]>::try_from([entries, &found.shape].concat()).ok();
+        if shape.is_none() && packed {
+            let axes = if layout == Some(Layout::Bhsd) { "heads, total, dim" } else { "total, heads, dim" };
+            mistakes.add(&about, format!("{name} has the shape {:?}: it must have three axes ({axes})", found.shape));
+        } else if shape.is_none() {
             let axes = match layout {
                 Some(Layout::Bhsd) | None => "batch, head, seq, dim",
                 Some(Layout::Bshd) => "batch, seq, head, dim",
@@ -163,6 +174,21 @@ impl Header {
             mistakes.add(&about, format!("{name} has the shape {:?}: it must have four axes ({axes})", found.shape));
         }
         Some(Entry { ty: ty?, shape: shape?, offset: found.offset })
+    }
+
+    /// Boundaries of documents: integers along one axis.
+    pub(crate) fn boundaries(&self, name: &str, option: &str) -> Result<Vec<i32>, String> {
+        let found = self.find(name).ok_or_else(|| self.lacks(name, &format!(", which {option} reads")))?;
+        let len = match found.shape[..] {
+            [len] if len >= 2 => usize::try_from(len).unwrap_or(usize::MAX),
+            _ => return Err(format!("{name} has the shape {:?}: one axis, of documents and one more", found.shape)),
+        };
+        let narrow = |n: i64| i32::try_from(n).map_err(|_| format!("{name} holds {n}, which is no number of 32 bits"));
+        match found.dtype {
+            Dtype::I32 => Ok(self.load_whole::<4>(found.offset, len)?.into_iter().map(i32::from_le_bytes).collect()),
+            Dtype::I64 => self.load_whole::<8>(found.offset, len)?.into_iter().map(|n| narrow(i64::from_le_bytes(n))).collect(),
+            other => Err(format!("{name} is of type {other}: I32 and I64 are read")),
+        }
     }
 
     /// The element types of those tensors that are there and of a type that is read, whatever else is wrong with them.

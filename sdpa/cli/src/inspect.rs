@@ -14,7 +14,7 @@ use sdpa::cudnn::lower::{self, Form};
 use sdpa::cudnn::plan::schedule as schedule_of;
 use sdpa::cudnn::schedule::ScheduleReport;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Problem, Region, TensorSpec};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Problem, Region, Side, TensorSpec};
 use serde::Serialize;
 use std::io::Write;
 
@@ -261,11 +261,21 @@ fn wrt_text(table: &mut Table, wrt: &[GradientSpec], deterministic: bool) {
     table.row("deterministic", yes(deterministic));
 }
 
+/// Whose boundaries there are, and how many tokens.
+fn packed_text(packed: Option<&Packed>) -> Option<String> {
+    let packed = packed?;
+    let side =
+        |side: Side| format!("{}, {}", packed.boundaries(side), packed.total(side).map_or("any number".to_owned(), |n| n.to_string()));
+    let sides = if packed.cross { &Side::ALL[..] } else { &Side::ALL[..1] };
+    Some(format!("{} tokens at most", sides.iter().map(|s| side(*s)).collect::<Vec<_>>().join("; ")))
+}
+
 fn spec_text(request: &Request) -> String {
     let spec = &request.spec;
     let mut table = Table::default();
     table.row("dtype", spec.dtype.name());
     tensors(&mut table, FORWARD, [&spec.q, &spec.k, &spec.v, &spec.o]);
+    table.rows("packed", packed_text(spec.packed.as_ref()));
     table.rows("score_mod", request.score_mods());
     table.row("masks", list(&spec.masks.iter().map(ToString::to_string).collect::<Vec<_>>()));
     table.row("stats", yes(spec.stats));
@@ -297,6 +307,7 @@ fn problem_text(request: &Request) -> String {
     table.row("dims", format!("{} and {}", p.dim_qk(), p.dim_v()));
     let [q, k, v, o] = p.tensors();
     tensors(&mut table, FORWARD, [q, k, v, o]);
+    table.rows("packed", packed_text(p.packed()));
     table.rows("score_mod", p.score_mod().map(lines));
     table.row("keeps", region_text(p.region()));
     table.rows("and", p.kept().rest.iter().map(lines));

@@ -8,9 +8,10 @@ use crate::oracle;
 use crate::params::{Bound, Planned};
 use crate::progress::{Progress, Step};
 use crate::random;
-use crate::request::{Backward, Request, Source};
+use crate::request::{Backward, Request, Source, elements};
 use sdpa::{
-    AttentionSpec, BackwardProblem, Error, HostBackward, HostForward, HostGradient, Param, Prepared, PreparedBackward, Report, TensorSpec,
+    AttentionSpec, BackwardProblem, Error, HostBackward, HostForward, HostGradient, Param, Prepared, PreparedBackward, Report, Side,
+    TensorSpec,
 };
 use sdpa_oracle::{Distance, GradientDistance};
 
@@ -39,13 +40,16 @@ pub(crate) struct Gradients {
     pub(crate) wrt: Vec<(String, Data)>,
 }
 
-fn elements(tensor: &TensorSpec) -> usize {
-    tensor.extent().and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX)
-}
-
-/// Rows of stats.
+/// Rows of the output, those behind the end of documents too.
 pub(crate) fn rows(spec: &AttentionSpec) -> usize {
     spec.o.dims[..3].iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
+}
+
+/// Elements of stats.
+fn stats(spec: &AttentionSpec) -> usize {
+    let [_, heads, ..] = spec.o.dims;
+    let one = TensorSpec { dims: [spec.o.dims[0], heads, spec.o.dims[2], 1], strides: [0, 1, heads, 1], ..spec.o };
+    if spec.packed.is_some() { elements(spec, &one, Side::Queries) } else { rows(spec) }
 }
 
 /// The elements of each gradient of a parameter.
@@ -59,14 +63,22 @@ fn wrt_elements(problem: &BackwardProblem) -> Vec<(String, Element, usize)> {
 
 /// Bytes that a problem takes in host memory.
 pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], backward: Option<&Backward>, check: bool) -> u128 {
-    let of = |tensors: &[TensorSpec]| tensors.iter().map(|t| elements(t) as u128 * element.bytes() as u128).sum::<u128>();
-    let stats = if spec.stats { rows(spec) as u128 * size_of::<f32>() as u128 } else { 0 };
+    let of = |tensors: &[(TensorSpec, Side)]| {
+        tensors.iter().map(|(t, side)| elements(spec, t, *side) as u128 * element.bytes() as u128).sum::<u128>()
+    };
+    let stats = if spec.stats { stats(spec) as u128 * size_of::<f32>() as u128 } else { 0 };
     let gradients = backward.map_or(0, |b| {
         let wrt: u128 = wrt_elements(&b.problem).iter().map(|(_, element, len)| *len as u128 * element.bytes() as u128).sum();
-        of(&[b.spec.d_o, b.spec.dq, b.spec.dk, b.spec.dv]) + wrt + if check { oracle::gradient_bytes(&b.problem, spec) } else { 0 }
+        of(&[(b.spec.d_o, Side::Queries), (b.spec.dq, Side::Queries), (b.spec.dk, Side::Keys), (b.spec.dv, Side::Keys)])
+            + wrt
+            + if check { oracle::gradient_bytes(&b.problem, spec) } else { 0 }
     });
     let params: u128 = params.iter().map(Planned::bytes).sum();
-    of(&[spec.q, spec.k, spec.v, spec.o]) + stats + params + gradients + if check { oracle::bytes(spec) } else { 0 }
+    of(&[(spec.q, Side::Queries), (spec.k, Side::Keys), (spec.v, Side::Keys), (spec.o, Side::Queries)])
+        + stats
+        + params
+        + gradients
+        + if check { oracle::bytes(spec) } else { 0 }
 }
 
 /// Reads tensors, and keeps what the user should know of them.
@@ -77,9 +89,9 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn read(&mut self, name: &str, tensor: &TensorSpec, entry: &Entry, done: impl Fn(u64)) -> Result<Data, Failure> {
+    fn read(&mut self, name: &str, len: usize, entry: &Entry, done: impl Fn(u64)) -> Result<Data, Failure> {
         let failed = |e: String| Failure::environment(self.header.path.display(), e);
-        let (data, overflows) = self.header.load(entry, self.element, elements(tensor), done).map_err(failed)?;
+        let (data, overflows) = self.header.load(entry, self.element, len, done).map_err(failed)?;
         if overflows > 0 {
             self.notes.push(format!("{name}: {overflows} finite numbers are infinite in {}", self.element.dtype()));
         }
@@ -89,27 +101,39 @@ impl Reader<'_> {
 
 impl Gradients {
     fn new(backward: &Backward, element: Element, d_o: Data) -> Result<Gradients, String> {
-        let zeros = |t: &TensorSpec| Data::zeros(element, elements(t));
+        let forward = &backward.spec.forward;
+        let zeros = |t: &TensorSpec, side| Data::zeros(element, elements(forward, t, side));
         let wrt = wrt_elements(&backward.problem).into_iter().map(|(name, element, len)| Ok((name, Data::zeros(element, len)?)));
         let wrt = wrt.collect::<Result<_, String>>()?;
-        Ok(Gradients { d_o, dq: zeros(&backward.spec.dq)?, dk: zeros(&backward.spec.dk)?, dv: zeros(&backward.spec.dv)?, wrt })
+        Ok(Gradients {
+            d_o,
+            dq: zeros(&backward.spec.dq, Side::Queries)?,
+            dk: zeros(&backward.spec.dk, Side::Keys)?,
+            dv: zeros(&backward.spec.dv, Side::Keys)?,
+            wrt,
+        })
     }
 }
 
 impl Operands {
     /// Random numbers, for problems that are known to be small, without parameters and gradients.
     pub(crate) fn random(spec: &AttentionSpec, element: Element, seed: u64) -> Result<Operands, String> {
-        let make = |which: u64, tensor: &TensorSpec| {
-            let mut data = Data::zeros(element, elements(tensor))?;
+        let make = |which: u64, tensor: &TensorSpec, side| {
+            let mut data = Data::zeros(element, elements(spec, tensor, side))?;
             random::fill(&mut data, seed, which);
             Ok::<Data, String>(data)
         };
-        Operands::with([make(0, &spec.q)?, make(1, &spec.k)?, make(2, &spec.v)?], spec, element, Vec::new())
+        Operands::with(
+            [make(0, &spec.q, Side::Queries)?, make(1, &spec.k, Side::Keys)?, make(2, &spec.v, Side::Keys)?],
+            spec,
+            element,
+            Vec::new(),
+        )
     }
 
     fn with([q, k, v]: [Data; 3], spec: &AttentionSpec, element: Element, notes: Vec<String>) -> Result<Operands, String> {
-        let o = Data::zeros(element, elements(&spec.o))?;
-        let stats = match spec.stats.then(|| Data::zeros(Element::F32, rows(spec))).transpose()? {
+        let o = Data::zeros(element, elements(spec, &spec.o, Side::Queries))?;
+        let stats = match spec.stats.then(|| Data::zeros(Element::F32, stats(spec))).transpose()? {
             Some(Data::F32(stats)) => Some(stats),
             Some(Data::F16(_) | Data::BF16(_)) | None => None,
         };
@@ -125,27 +149,27 @@ impl Operands {
                 let _step = progress.spinner("making random numbers");
                 let mut operands = Operands::random(spec, *element, seed).map_err(memory)?;
                 if let Some(backward) = backward {
-                    let mut d_o = Data::zeros(*element, elements(&backward.spec.d_o)).map_err(memory)?;
+                    let mut d_o = Data::zeros(*element, elements(spec, &backward.spec.d_o, Side::Queries)).map_err(memory)?;
                     random::fill(&mut d_o, seed, 3);
                     operands.gradients = Some(Gradients::new(backward, *element, d_o).map_err(memory)?);
                 }
                 operands
             }
             Source::File(header, entries, gradient) => {
-                let tensors = [("q", &spec.q), ("k", &spec.k), ("v", &spec.v)];
-                let total =
-                    tensors.iter().zip(entries.iter()).map(|((_, tensor), entry)| (elements(tensor) * entry.ty.bytes()) as u64).sum();
+                let len = |tensor: &TensorSpec, side| elements(spec, tensor, side);
+                let tensors = [("q", len(&spec.q, Side::Queries)), ("k", len(&spec.k, Side::Keys)), ("v", len(&spec.v, Side::Keys))];
+                let total = tensors.iter().zip(entries.iter()).map(|((_, len), entry)| (len * entry.ty.bytes()) as u64).sum();
                 let step = progress.bar("reading", total);
                 let mut reader = Reader { header, element: *element, notes: Vec::new() };
                 let mut read = |n: usize| reader.read(tensors[n].0, tensors[n].1, &entries[n], |n| step.advance(n));
                 let qkv = [read(0)?, read(1)?, read(2)?];
                 let mut operands = Operands::with(qkv, spec, *element, Vec::new()).map_err(memory)?;
                 if let Some((backward, from)) = backward.as_ref().zip(gradient.as_ref()) {
-                    let d_o = reader.read("do", &backward.spec.d_o, &from.d_o, |_| ())?;
+                    let d_o = reader.read("do", len(&backward.spec.d_o, Side::Queries), &from.d_o, |_| ())?;
                     operands.gradients = Some(Gradients::new(backward, *element, d_o).map_err(memory)?);
                     if let Some((o, ty, stats)) = &from.forward {
-                        operands.o = reader.read("o", &spec.o, o, |_| ())?;
-                        let read = header.load_at(*stats, *ty, Element::F32, rows(spec), |_| ());
+                        operands.o = reader.read("o", len(&spec.o, Side::Queries), o, |_| ())?;
+                        let read = header.load_at(*stats, *ty, Element::F32, self::stats(spec), |_| ());
                         if let (Data::F32(read), overflows) = read.map_err(|e| Failure::environment(header.path.display(), e))? {
                             if overflows > 0 {
                                 reader.notes.push(format!("stats: {overflows} finite numbers are infinite in f32"));
@@ -189,13 +213,16 @@ impl Operands {
     pub(crate) fn score(&self, request: &Request, [b, h]: [i64; 2], [q, k]: [usize; 2]) -> f64 {
         let p = &request.problem;
         let dim = usize::try_from(p.dim_qk()).unwrap_or(0);
-        let row = |data: &Data, tensor: &TensorSpec, h: i64, s: usize| {
-            let at = b * tensor.strides[0] + h * tensor.strides[1] + s as i64 * tensor.strides[2];
+        let row = |data: &Data, tensor: &TensorSpec, side: Side, h: i64, s: usize| {
+            let boundaries = request.packing.as_ref().and_then(|packing| packing.of(side));
+            let start = boundaries.map_or(b * tensor.strides[0], |all| i64::from(all[b as usize]) * tensor.strides[2]);
+            let at = start + h * tensor.strides[1] + s as i64 * tensor.strides[2];
             let mut row = vec![0f64; dim];
             data.row(usize::try_from(at).unwrap_or(0), &mut row);
             row
         };
-        let (query, key) = (row(&self.q, &request.spec.q, h, q), row(&self.k, &request.spec.k, h / p.group(), k));
+        let (query, key) =
+            (row(&self.q, &request.spec.q, Side::Queries, h, q), row(&self.k, &request.spec.k, Side::Keys, h / p.group(), k));
         query.iter().zip(&key).map(|(x, y)| x * y).sum::<f64>() * f64::from(request.attn_scale())
     }
 

@@ -6,8 +6,9 @@ use crate::data::{Data, Element};
 use crate::params::Bound;
 use rules::{Function, Gradient};
 use sdpa::expr::ParamKind;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Problem, TensorSpec};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Documents, Param, Problem, Side, TensorSpec};
 use sdpa_oracle::{Distance, Given, GradientDistance, Mask, Modify, Numbers, Tensor};
+use std::ops::Range;
 
 impl Numbers for Data {
     fn get(&self, at: usize) -> f64 {
@@ -57,12 +58,58 @@ pub(crate) struct BackwardCall<'a> {
     pub(crate) chained: bool,
 }
 
+/// Packed documents as the oracle is told of them: batch entries of the longest, in row-major order, with nothing behind the end of each.
+struct Padded<'a> {
+    data: &'a dyn Numbers,
+    dims: [usize; 4],
+    strides: [usize; 4],
+    documents: &'a [Range<usize>],
+    /// What is behind the end.
+    rest: f64,
+}
+
+impl Padded<'_> {
+    /// Where an element is, if it is anywhere.
+    fn place(&self, at: usize) -> Option<usize> {
+        let [_, heads, seq, dim] = self.dims;
+        let (batch, head, row, element) = (at / dim / seq / heads, at / dim / seq % heads, at / dim % seq, at % dim);
+        let tokens = self.documents.get(batch).filter(|tokens| row < tokens.len())?;
+        Some((tokens.start + row) * self.strides[2] + head * self.strides[1] + element * self.strides[3])
+    }
+}
+
+impl Numbers for Padded<'_> {
+    fn get(&self, at: usize) -> f64 {
+        self.place(at).map_or(self.rest, |at| self.data.get(at))
+    }
+
+    fn row(&self, at: usize, to: &mut [f64]) {
+        match self.place(at) {
+            Some(at) => self.data.row(at, to),
+            None => to.fill(self.rest),
+        }
+    }
+}
+
+fn n(n: i64) -> usize {
+    usize::try_from(n).unwrap_or(0)
+}
+
+fn padded<'a>(data: &'a dyn Numbers, spec: &TensorSpec, side: Side, documents: Option<&'a Documents>, rest: f64) -> Padded<'a> {
+    let documents = documents.map_or(&[][..], |documents| documents.of(side));
+    Padded { data, dims: spec.dims.map(n), strides: spec.strides.map(n), documents, rest }
+}
+
+/// An operand, packed or not.
+fn told<'a>(data: &'a Data, spec: &TensorSpec, padded: &'a Padded<'_>) -> Tensor<'a> {
+    if padded.documents.is_empty() { tensor(data, spec) } else { Tensor::dense(padded, padded.dims) }
+}
+
 fn tensor<'a>(data: &'a Data, spec: &TensorSpec) -> Tensor<'a> {
-    Tensor { numbers: data, strides: spec.strides.map(|n| usize::try_from(n).unwrap_or(0)) }
+    Tensor { numbers: data, strides: spec.strides.map(n) }
 }
 
 fn shape(spec: &AttentionSpec) -> [usize; 7] {
-    let n = |n: i64| usize::try_from(n).unwrap_or(0);
     let ([batch, heads_q, seq_q, dim_qk], [_, heads_kv, seq_kv, dim_v]) = (spec.q.dims.map(n), spec.v.dims.map(n));
     [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v]
 }
@@ -87,14 +134,26 @@ pub(crate) fn gradient_bytes(problem: &BackwardProblem, spec: &AttentionSpec) ->
 }
 
 impl Call<'_> {
-    fn told<T>(&self, modify: Option<&dyn Modify>, call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T) -> T {
+    /// The documents of a packed call, which its boundaries were judged to be.
+    fn documents(&self) -> Option<Documents> {
+        let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
+        self.problem.documents(&params).ok().flatten()
+    }
+
+    fn told<T>(&self, documents: Option<&Documents>, modify: Option<&dyn Modify>, call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T) -> T {
         let spec = self.spec;
-        let masks: Vec<Mask<'_>> = spec.masks.iter().map(|m| rules::mask(m, self.params, self.problem.extents())).collect();
+        let mut masks: Vec<Mask<'_>> = spec.masks.iter().map(|m| rules::mask(m, self.params, self.problem.extents())).collect();
+        if let Some(documents) = documents {
+            let there = |side: Side, b: i64, at: i64| documents.of(side).get(n(b)).is_some_and(|tokens| n(at) < tokens.len());
+            masks.push(Mask::Rule(Box::new(move |[b, _, q, k]| there(Side::Queries, b, q) && there(Side::Keys, b, k))));
+        }
+        let q = padded(self.q, &spec.q, Side::Queries, documents, 0.0);
+        let [k, v] = [(self.k, &spec.k), (self.v, &spec.v)].map(|(data, spec)| padded(data, spec, Side::Keys, documents, 0.0));
         call(&sdpa_oracle::Problem {
             shape: shape(spec),
-            q: tensor(self.q, &spec.q),
-            k: tensor(self.k, &spec.k),
-            v: tensor(self.v, &spec.v),
+            q: told(self.q, &spec.q, &q),
+            k: told(self.k, &spec.k, &k),
+            v: told(self.v, &spec.v, &v),
             element: self.o.element().into(),
             stored: self.o.element().into(),
             scale: self.scale,
@@ -108,8 +167,14 @@ impl Call<'_> {
 pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let function = call.problem.score_mod().map(|trace| Function::new(trace, call.params, call.problem.extents()));
     let modify = function.as_ref().map(|function| function as &dyn Modify);
-    let stats = call.stats.as_ref().map(|stats| stats as &dyn Numbers);
-    call.told(modify, |p| sdpa_oracle::check(p, tensor(call.o, &call.spec.o), stats, done))
+    let documents = call.documents();
+    let documents = documents.as_ref();
+    let o = padded(call.o, &call.spec.o, Side::Queries, documents, 0.0);
+    let (rows, given) = (call.problem.stats_tensor(), call.stats.unwrap_or_default());
+    let of_documents = padded(&given, &rows, Side::Queries, documents, f64::NEG_INFINITY);
+    let stats: &dyn Numbers = if documents.is_some() { &of_documents } else { &given };
+    let stats = call.stats.map(|_| stats);
+    call.told(documents, modify, |p| sdpa_oracle::check(p, told(call.o, &call.spec.o, &o), stats, done))
 }
 
 /// Computes the gradients of `Σ o∘d_o` and compares them.
@@ -119,10 +184,22 @@ pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Syn
         .gradient()
         .map(|g| Gradient { function: Function::new(&g.trace, forward.params, problem.forward().extents()), along: wrt_dims(problem) });
     let modify = gradient.as_ref().map(|gradient| gradient as &dyn Modify);
-    let got = [tensor(dq, &spec.dq), tensor(dk, &spec.dk), tensor(dv, &spec.dv)];
+    let documents = forward.documents();
+    let documents = documents.as_ref();
+    let results = [(*dq, &spec.dq, Side::Queries), (*dk, &spec.dk, Side::Keys), (*dv, &spec.dv, Side::Keys)];
+    let of_results = results.map(|(data, spec, side)| padded(data, spec, side, documents, 0.0));
+    let of_d_o = padded(*d_o, &spec.d_o, Side::Queries, documents, 0.0);
+    let got = std::array::from_fn(|n| told(results[n].0, results[n].1, &of_results[n]));
     // In row-major order, which is one row.
     let along: Vec<_> = wrt.iter().map(|(_, data)| (Tensor { numbers: data, strides: [0, 0, 0, 1] }, data.element().into())).collect();
-    forward.told(modify, |p| {
-        sdpa_oracle::check_gradients(p, tensor(d_o, &spec.d_o), if *chained { Given::Own } else { Given::Rounded }, &got, &along, done)
+    forward.told(documents, modify, |p| {
+        sdpa_oracle::check_gradients(
+            p,
+            told(d_o, &spec.d_o, &of_d_o),
+            if *chained { Given::Own } else { Given::Rounded },
+            &got,
+            &along,
+            done,
+        )
     })
 }

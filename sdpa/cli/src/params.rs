@@ -6,6 +6,7 @@ use crate::exit::Mistakes;
 use crate::expression::T5_NAME;
 use crate::header::{Found, Header};
 use crate::random;
+use crate::request::Packing;
 use safetensors::Dtype;
 use sdpa::expr::{Axes, Axis, Declared, ParamKind};
 use sdpa::library::T5;
@@ -76,6 +77,8 @@ enum From {
     Scalar(f32),
     File(Reading, u64),
     Random,
+    /// Boundaries of documents, which are given.
+    Given(Vec<i32>),
     /// A table of relative positions, random where there is no file.
     T5(T5, Option<(FileType, u64)>),
 }
@@ -103,13 +106,16 @@ fn reading(declared: DType, file: Dtype) -> Result<Reading, &'static str> {
 
 /// The extents that a tensor has along the axes that it spans.
 fn spanned(axes: Axes, extents: [i64; 4]) -> Vec<i64> {
+    if axes.has_end() {
+        return vec![axes.elements(extents)];
+    }
     axes.iter().map(|a| extents[a.place()]).collect()
 }
 
 /// Whether a tensor has its axes: those that it spans, or all four but for leading ones.
 fn fits(shape: &[i64], axes: Axes, extents: [i64; 4]) -> bool {
     let without_ones = |shape: &[i64]| shape.iter().copied().skip_while(|&n| n == 1).collect::<Vec<_>>();
-    shape == spanned(axes, extents) || (shape.len() <= 4 && without_ones(shape) == without_ones(&axes.dims(extents)))
+    shape == spanned(axes, extents) || (!axes.has_end() && shape.len() <= 4 && without_ones(shape) == without_ones(&axes.dims(extents)))
 }
 
 impl Planned {
@@ -117,10 +123,7 @@ impl Planned {
     pub(crate) fn kind(&self) -> String {
         match self.declared.kind {
             ParamKind::Scalar => "a scalar".to_owned(),
-            ParamKind::Tensor { axes, dtype } => {
-                let axes: Vec<&str> = axes.iter().map(Axis::name).collect();
-                format!("a tensor [{}] of {dtype}", axes.join(", "))
-            }
+            ParamKind::Tensor { axes, dtype } => format!("a tensor [{axes}] of {dtype}"),
         }
     }
 
@@ -128,13 +131,17 @@ impl Planned {
     pub(crate) fn scalar(&self) -> Option<f32> {
         match self.from {
             From::Scalar(x) => Some(x),
-            From::File(..) | From::Random | From::T5(..) => None,
+            From::File(..) | From::Random | From::Given(_) | From::T5(..) => None,
         }
     }
 
     /// Number of elements.
     pub(crate) fn elements(&self) -> usize {
-        self.dims.iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
+        let ends = match self.declared.kind {
+            ParamKind::Scalar => 0,
+            ParamKind::Tensor { axes, dtype: _ } => usize::from(axes.has_end()),
+        };
+        self.dims.iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul).saturating_add(ends)
     }
 
     /// Bytes that its value takes.
@@ -153,6 +160,7 @@ impl Planned {
         let mut overflows = 0;
         let values = match (&self.from, header) {
             (From::Scalar(x), _) => Values::Scalar(*x),
+            (From::Given(boundaries), _) => Values::I32(boundaries.clone()),
             (From::File(Reading::Float(ty, element), offset), Some(header)) => {
                 let (data, too_large) = header.load_at(*offset, *ty, *element, len, |_| ())?;
                 overflows = too_large;
@@ -265,6 +273,8 @@ pub(crate) struct Sources<'a> {
     pub(crate) complete: bool,
     /// The buckets of the parameter that is made of a table.
     pub(crate) t5: Option<T5>,
+    /// Documents, where batch entries are such.
+    pub(crate) packing: Option<&'a Packing>,
 }
 
 impl Sources<'_> {
@@ -296,6 +306,10 @@ impl Sources<'_> {
             let value = given.or(declared.default).unwrap_or(f32::NAN);
             return Some(Planned::new(declared, Vec::new(), extents, From::Scalar(value)));
         };
+        if let Some(boundaries) = self.packing.and_then(|packing| packing.named(name)) {
+            let from = boundaries.map_or(From::Random, |boundaries| From::Given(boundaries.to_vec()));
+            return Some(Planned::new(declared, spanned(axes, extents), extents, from));
+        }
         let t5 = self.t5.filter(|_| name == T5_NAME && dtype == DType::F32 && axes == Axes::from([Axis::Head, Axis::Q, Axis::K]));
         let bias = spanned(axes, extents);
         let Some(header) = self.header else {

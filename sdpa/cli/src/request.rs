@@ -1,6 +1,7 @@
 //! What was asked for: every option and the header of the input, read in one place, so that all mistakes are told at once.
 
 mod extents;
+mod packing;
 mod rules;
 
 use crate::args::{BackwardArgs, PlaceArgs, ProblemArgs};
@@ -14,11 +15,12 @@ use crate::names;
 use crate::params::{Planned, Sources};
 use cudnn_graph::Search;
 use extents::{extents, relevant, specification};
+pub(crate) use packing::{Packing, elements};
 use rules::{Rules, judge, valid};
 use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::lower::Job;
 use sdpa::library::T5;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Layout, Mask, Problem, ScoreMod, Shape};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Layout, Mask, Packed, Problem, ScoreMod, Shape, Side};
 
 /// The problem of `run`, `inspect` and `show`.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub(crate) struct Request {
     pub(crate) scale: Option<f32>,
     pub(crate) spec: AttentionSpec,
     pub(crate) problem: Problem,
+    /// Documents, where batch entries are such.
+    pub(crate) packing: Option<Packing>,
     /// Values of declared parameters: those of the problem, then those that only gradients declare.
     pub(crate) params: Vec<Planned>,
     pub(crate) backward: Option<Backward>,
@@ -102,14 +106,21 @@ struct Operands {
 }
 
 impl Operands {
-    fn find(header: &Header, layout: Option<Layout>, backward: bool, mistakes: &mut Mistakes) -> Operands {
-        let qkv = ["q", "k", "v"].map(|name| header.operand(name, "", layout, mistakes));
-        let d_o = if backward { header.operand("do", ", which --backward reads", layout, mistakes) } else { None };
+    fn find(header: &Header, layout: Option<Layout>, packed: bool, backward: bool, mistakes: &mut Mistakes) -> Operands {
+        let place = (layout, packed);
+        let qkv = ["q", "k", "v"].map(|name| header.operand(name, "", place, mistakes));
+        let d_o = if backward { header.operand("do", ", which --backward reads", place, mistakes) } else { None };
         let stats = header.find("stats").and_then(|found| Some((FileType::of(found.dtype)?, found)));
         let forward = match (backward && header.find("o").is_some(), stats) {
             (true, Some((ty, stats))) => {
-                let o = header.operand("o", "", layout, mistakes);
-                if let (Some(layout), Some(o)) = (layout, &o) {
+                let o = header.operand("o", "", place, mistakes);
+                if let (Some(layout), Some(o), true) = (layout, &o, packed) {
+                    let [_, heads, total, _] = o.dims(layout);
+                    if stats.shape != [total, heads] {
+                        let rule = format!("{:?} (total, query heads), as o has", [total, heads]);
+                        mistakes.add(header.path.display(), format!("stats has the shape {:?}: {rule}", stats.shape));
+                    }
+                } else if let (Some(layout), Some(o)) = (layout, &o) {
                     let rows = &o.dims(layout)[..3];
                     if stats.shape != rows && (stats.shape.len() != 4 || stats.shape[..3] != *rows || stats.shape[3] != 1) {
                         let rule = format!("{rows:?} (batch, query heads, queries), as o has");
@@ -133,7 +144,12 @@ impl Request {
     /// Reads the options of a problem.
     pub(crate) fn read(args: &ProblemArgs, wanted: &Wanted<'_>, mistakes: &mut Mistakes) -> Option<Request> {
         let gradient = wanted.gradient;
-        let layout = mistakes.take("--layout", args.layout.as_deref().map_or(Ok(Layout::Bhsd), names::layout));
+        let packed = args.cu_seqlens.is_some() || args.cu_seqlens_q.is_some() || args.cu_seqlens_kv.is_some() || args.packed.is_some();
+        let usual = if packed { Layout::Bshd } else { Layout::Bhsd };
+        let layout = mistakes.take("--layout", args.layout.as_deref().map_or(Ok(usual), names::layout));
+        if packed && layout == Some(Layout::Sbhd) {
+            mistakes.add("--layout", "packed documents are bshd, (total, heads, dim), or bhsd, (heads, total, dim)");
+        }
         let dtype = args.dtype.as_deref().map(|text| mistakes.take("--dtype", names::element(text)));
         let scale = args.scale.as_deref().map(|text| mistakes.take("--scale", names::scale(text)));
         let given: Vec<Option<(String, f32)>> = args
@@ -148,8 +164,10 @@ impl Request {
             mistakes.add("--shape", "the shape is that of the --input: give one of the two");
         }
         let header = args.input.as_deref().and_then(|path| mistakes.take(path.display(), Header::read(path)));
-        let operands =
-            header.as_ref().map(|header| Operands::find(header, layout, wanted.computes && gradient.is_some_and(|g| g.backward), mistakes));
+        let operands = header
+            .as_ref()
+            .map(|header| Operands::find(header, layout, packed, wanted.computes && gradient.is_some_and(|g| g.backward), mistakes));
+        let packing = Packing::read(args, header.as_ref(), mistakes);
         let element = match (dtype, &header) {
             (Some(dtype), _) => dtype,
             (None, Some(header)) => {
@@ -170,6 +188,20 @@ impl Request {
             (_, _, None) if !input => ("the example".to_owned(), extents(EXAMPLE).map(Some)),
             (_, _, _) => (String::new(), [None; 3]),
         };
+        // Of an input of packed documents, these are extents of memory.
+        let tokens = if packed && input { [dims[0], dims[1].or(dims[2])].map(|dims| dims.map(|dims| dims[2])) } else { [None; 2] };
+        if let ([_, Some(k), Some(v)], Some(_), true) = (dims, tokens[1], packed)
+            && k[2] != v[2]
+        {
+            mistakes.add(&about, format!("v has {} tokens: {}, as k has", v[2], k[2]));
+        }
+        let dims = match &packing {
+            Some(packing) if input => {
+                let sides = [Side::Queries, Side::Keys, Side::Keys];
+                std::array::from_fn(|n| dims[n].and_then(|dims| packing.dims(dims, sides[n])))
+            }
+            Some(_) | None => dims,
+        };
         let scores = dims[0].zip(dims[1].or(dims[2])).map(|(q, k)| [q[0], q[1], q[2], k[2]]);
         let rules = Rules::read(args, header.as_ref(), element, scores, mistakes);
         let dtype = element.unwrap_or(Element::F32).dtype();
@@ -177,6 +209,9 @@ impl Request {
         // What does not depend on extents is judged where they are right.
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
+        any.packed = packing.as_ref().map(|packing| Packed { total_q: None, total_kv: None, ..packing.packed });
+        let right =
+            packing.as_ref().is_none_or(|packing| packing.judge(scores.filter(|_| input || args.shape.is_some()), tokens, mistakes));
         let judged = judge(&any, args, gradient, rules.complete, mistakes);
         // What is wrong has been told.
         let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
@@ -185,12 +220,23 @@ impl Request {
             mistakes.add("--score-mod", "t5 is there twice, with other buckets: the input has one table");
         }
         let t5 = t5.first().copied();
-        let sources = Sources { extents: scores, header: header.as_ref(), input, given: &given, complete: rules.complete, t5 };
+        let sources = Sources {
+            extents: scores,
+            header: header.as_ref(),
+            input,
+            given: &given,
+            complete: rules.complete,
+            t5,
+            packing: packing.as_ref(),
+        };
         let params = judged.as_ref().and_then(|judged| sources.plan(&judged.params, mistakes));
 
         let stats = wanted.stats || args.stats || gradient.is_some_and(|g| g.backward);
         let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
         (spec.score_mods, spec.masks) = (rules.score_mods, rules.masks);
+        if let Some(packing) = &packing {
+            packing.place(&mut spec, layout.unwrap_or(Layout::Bshd), tokens);
+        }
         let problem = valid(spec.validate(), |errors| {
             relevant(errors.0, dims).iter().for_each(|e| mistakes.add(&about, e));
         });
@@ -199,8 +245,10 @@ impl Request {
             (Some(_), Some(_)) => {
                 if let Some((header, operands)) = header.as_ref().zip(operands.as_ref()) {
                     let forward = operands.forward.as_ref().map(|(o, ..)| o);
+                    let [batch, heads, seq, dim] = spec.o.dims;
+                    let want = tokens[0].map_or([batch, heads, seq, dim], |tokens| [1, heads, tokens, dim]);
                     for (name, entry) in [("do", operands.d_o.as_ref()), ("o", forward)] {
-                        entry.into_iter().for_each(|entry| fits(header, name, entry, spec.o.dims, layout, mistakes));
+                        entry.into_iter().for_each(|entry| fits(header, name, entry, want, layout, mistakes));
                     }
                 }
                 let mut backward = BackwardSpec { wrt: judged.wrt, ..spec.backward() };
@@ -225,7 +273,8 @@ impl Request {
             layout: layout?,
             scale: scale.map_or(Some(None), |s| s.map(Some))?,
             spec,
-            problem: problem?,
+            problem: problem.filter(|_| right)?,
+            packing,
             params: params?,
             backward,
         })

@@ -17,7 +17,7 @@ use plans::Plans;
 use sdpa::cpu::CpuExecutor;
 use sdpa::expr::Declared;
 use sdpa::{Dispatcher, Preference};
-use sdpa::{Error, ExecutorName, Report};
+use sdpa::{Error, ExecutorName, Report, Side};
 use tell::{Checked, Told};
 
 /// Everything that was asked for.
@@ -143,15 +143,20 @@ fn compute(operands: &mut Operands, request: &Request, chosen: &Chosen) -> Resul
 fn results<'a>(operands: &'a Operands, request: &'a Request) -> Vec<Tensor<'a>> {
     let spec = &request.spec;
     let mut tensors = Vec::new();
-    let strided = |name: &str, dims: [i64; 4], data| Tensor::new(name, &file_shape(dims, request.layout), Saved::Data(data));
+    let total = |side: Side| spec.packed.map(|packed| packed.total(side).unwrap_or(0));
+    let strided = |name: &str, side: Side, dims: [i64; 4], data| match total(side) {
+        Some(total) => Tensor::new(name, &file_shape([1, dims[1], total, dims[3]], request.layout)[1..], Saved::Data(data)),
+        None => Tensor::new(name, &file_shape(dims, request.layout), Saved::Data(data)),
+    };
+    let rows = total(Side::Queries).map_or_else(|| spec.o.dims[..3].to_vec(), |total| vec![total, spec.o.dims[1]]);
     if !request.backward.as_ref().is_some_and(|b| b.given) {
-        tensors.extend(operands.stats.as_deref().map(|stats| Tensor::new("stats", &spec.o.dims[..3], Saved::F32(stats))));
-        tensors.push(strided("o", spec.o.dims, &operands.o));
+        tensors.extend(operands.stats.as_deref().map(|stats| Tensor::new("stats", &rows, Saved::F32(stats))));
+        tensors.push(strided("o", Side::Queries, spec.o.dims, &operands.o));
     }
     if let Some(gradients) = &operands.gradients {
-        tensors.push(strided("dq", spec.q.dims, &gradients.dq));
-        tensors.push(strided("dk", spec.k.dims, &gradients.dk));
-        tensors.push(strided("dv", spec.v.dims, &gradients.dv));
+        tensors.push(strided("dq", Side::Queries, spec.q.dims, &gradients.dq));
+        tensors.push(strided("dk", Side::Keys, spec.k.dims, &gradients.dk));
+        tensors.push(strided("dv", Side::Keys, spec.v.dims, &gradients.dv));
         for (name, data) in &gradients.wrt {
             let shape = request.params.iter().find(|p| p.declared.name == *name).map_or(&[][..], |p| &p.shape);
             tensors.push(Tensor::new(&format!("d{name}"), shape, Saved::Data(data)));

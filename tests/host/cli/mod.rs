@@ -6,6 +6,7 @@ mod check;
 mod compile;
 mod limits;
 mod newcomer;
+mod packed;
 mod rules;
 mod show;
 mod tensors;

@@ -4,6 +4,7 @@ use crate::args::{BackwardArgs, ProblemArgs};
 use crate::exit::Mistakes;
 use crate::file;
 use crate::request::{Request, Wanted};
+use sdpa::Packed;
 use sdpa::cudnn::lower::Job;
 use serde::Deserialize;
 use std::path::Path;
@@ -43,6 +44,25 @@ struct Problem {
     wrt: Vec<String>,
     #[serde(default)]
     deterministic: bool,
+    /// Batch entries are packed documents.
+    packed: Option<Documents>,
+}
+
+/// What is to be known of documents for a plan.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Documents {
+    #[serde(default)]
+    cross: bool,
+    total_q: Option<i64>,
+    total_kv: Option<i64>,
+}
+
+impl Documents {
+    fn packed(&self) -> Packed {
+        let Documents { cross, total_q, total_kv } = *self;
+        Packed { cross, total_q, total_kv: if cross { total_kv } else { total_kv.or(total_q) } }
+    }
 }
 
 /// Larger files hold something else.
@@ -100,6 +120,10 @@ impl Problem {
         let args = ProblemArgs {
             input: None,
             shape: Some(shape),
+            cu_seqlens: None,
+            cu_seqlens_q: None,
+            cu_seqlens_kv: None,
+            packed: self.packed.as_ref().map(Documents::packed),
             dtype: self.dtype,
             layout: self.layout,
             score_mod: self.score_mod,
