@@ -33,6 +33,8 @@ pub enum Values {
     BF16(Vec<bf16>),
     /// A tensor of i32.
     I32(Vec<i32>),
+    /// Boundaries of i64.
+    I64(Vec<i64>),
     /// A tensor of truth values.
     Bool(Vec<bool>),
 }
@@ -59,6 +61,7 @@ impl Bound {
             Values::F16(x) => ParamValue::F16(x),
             Values::BF16(x) => ParamValue::BF16(x),
             Values::I32(x) => ParamValue::I32(x),
+            Values::I64(x) => ParamValue::I64(x),
             Values::Bool(x) => ParamValue::Bool(x),
         };
         Param { name: self.name, value }
@@ -108,6 +111,7 @@ impl Drawing<'_> {
             Values::F16(x) => x.iter().map(|x| x.to_f64()).collect(),
             Values::BF16(x) => x.iter().map(|x| x.to_f64()).collect(),
             Values::I32(x) => x.iter().map(|x| f64::from(*x)).collect(),
+            Values::I64(x) => x.iter().map(|x| *x as f64).collect(),
             Values::Bool(x) => x.iter().map(|x| f64::from(u8::from(*x))).collect(),
         };
         self.bound.push(Bound { name, dims, values, widened: data.clone() });

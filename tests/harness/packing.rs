@@ -25,6 +25,9 @@ pub struct Packing {
     /// Whether the problem leaves unsaid how many tokens there are at most.
     #[serde(default)]
     pub unbounded: bool,
+    /// Whether boundaries are i64.
+    #[serde(default)]
+    pub wide: bool,
 }
 
 impl Packing {
@@ -48,7 +51,14 @@ impl Packing {
         let left = if packed.cross { left_q.min(left_kv) } else { left_q };
         let before = random.between(0, left.min(4));
         let slack = random.between(0, (left - before).min(5));
-        Packing { lengths_q, lengths_kv: packed.cross.then_some(lengths_kv), before, slack, unbounded: packed.total_q.is_none() }
+        Packing {
+            lengths_q,
+            lengths_kv: packed.cross.then_some(lengths_kv),
+            before,
+            slack,
+            unbounded: packed.total_q.is_none(),
+            wide: packed.wide,
+        }
     }
 
     /// Tokens of each document, of one side.
@@ -81,7 +91,7 @@ impl Packing {
     /// What a specification says of them.
     pub fn packed(&self) -> Packed {
         let total = |side| (!self.unbounded).then(|| self.before + self.lengths(side).iter().sum::<i64>());
-        Packed { cross: self.lengths_kv.is_some(), wide: false, total_q: total(Side::Queries), total_kv: total(Side::Keys) }
+        Packed { cross: self.lengths_kv.is_some(), wide: self.wide, total_q: total(Side::Queries), total_kv: total(Side::Keys) }
     }
 
     /// The boundaries as parameters.
@@ -91,7 +101,9 @@ impl Packing {
         let bind = |(name, side)| {
             let boundaries = self.boundaries(side);
             let widened = boundaries.iter().map(|n| f64::from(*n)).collect();
-            Bound { name, dims: [self.lengths_q.len() as i64, 1, 1, 1], values: Values::I32(boundaries), widened }
+            let dims = [self.lengths_q.len() as i64, 1, 1, 1];
+            let wide = || Values::I64(boundaries.iter().map(|n| i64::from(*n)).collect());
+            Bound { name, dims, values: if self.wide { wide() } else { Values::I32(boundaries) }, widened }
         };
         sides.into_iter().map(bind).collect()
     }
@@ -154,7 +166,7 @@ mod tests {
 
     #[test]
     fn places_are_those_of_documents_alone() {
-        let packing = Packing { lengths_q: vec![2, 0, 1], lengths_kv: None, before: 1, slack: 2, unbounded: false };
+        let packing = Packing { lengths_q: vec![2, 0, 1], lengths_kv: None, before: 1, slack: 2, unbounded: false, wide: false };
         assert_eq!(packing.boundaries(Side::Keys), [1, 3, 3, 4]);
         let tensor = TensorSpec::dense([3, 2, 2, 1], Layout::Bshd);
         let laid = Laid::of(&tensor, Side::Queries, Some(&packing));

@@ -262,9 +262,9 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
             *align = Align::TopLeft;
         }
     }
-    let said = random.between(0, 3) > 0;
+    let (said, wide) = (random.between(0, 3) > 0, random.between(0, 3) == 0);
     let batch_of = |total: i64| said.then_some(total);
-    spec.packed = Some(Packed { cross, wide: false, total_q: batch_of(total_q), total_kv: batch_of(total_kv) });
+    spec.packed = Some(Packed { cross, wide, total_q: batch_of(total_q), total_kv: batch_of(total_kv) });
 }
 
 /// Strides of so many packed tokens, token-major or head-major, with gaps or without.

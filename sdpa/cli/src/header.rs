@@ -184,10 +184,12 @@ impl Header {
             _ => return Err(format!("{name} has the shape {:?}: one axis, of documents and one more", found.shape)),
         };
         let narrow = |n: i64| i32::try_from(n).map_err(|_| format!("{name} holds {n}, which is no number of 32 bits"));
-        match found.dtype {
-            Dtype::I32 => Ok(self.load_whole::<4>(found.offset, len)?.into_iter().map(i32::from_le_bytes).collect()),
-            Dtype::I64 => self.load_whole::<8>(found.offset, len)?.into_iter().map(|n| narrow(i64::from_le_bytes(n))).collect(),
-            other => Err(format!("{name} is of type {other}: I32 and I64 are read")),
+        if found.dtype == Dtype::I32 {
+            Ok(self.load_whole::<4>(found.offset, len)?.into_iter().map(i32::from_le_bytes).collect())
+        } else if found.dtype == Dtype::I64 {
+            self.load_whole::<8>(found.offset, len)?.into_iter().map(|n| narrow(i64::from_le_bytes(n))).collect()
+        } else {
+            Err(format!("{name} is of type {}: I32 and I64 are read", found.dtype))
         }
     }
 

@@ -125,9 +125,9 @@ impl Documents {
                 } else if end < start {
                     errors.push(SpecError::new(field(n + 1), end, format!("boundaries never fall, and the one before is {start}")));
                     break;
-                } else if end - start > most {
+                } else if end.saturating_sub(start) > most {
                     let rule = format!("at most {most} tokens of document {n}, which is the longest of the problem");
-                    errors.push(SpecError::new(field(n + 1), format!("{} behind the one before", end - start), rule));
+                    errors.push(SpecError::new(field(n + 1), format!("{} behind the one before", end.saturating_sub(start)), rule));
                     break;
                 }
                 documents.push(start.max(0) as usize..end.max(0) as usize);
@@ -272,6 +272,10 @@ mod tests {
             assert!(told(&cu).contains(what), "{}", told(&cu));
         }
         assert!(told(&[0, 1, 2]).contains("4 elements"), "{}", told(&[0, 1, 2]));
+        let wide = self::problem(Packed { wide: true, ..Packed::of(23) });
+        let cu: &[i64] = &[-1, i64::MIN, i64::MAX, i64::MAX];
+        let told = wide.documents(&[Param { name: CU_SEQLENS, value: ParamValue::I64(cu) }]).unwrap_err().to_string();
+        assert!(told.contains("at least 0") && told.contains("at most 9 tokens of document 1"), "{told}");
     }
 
     #[test]

@@ -54,14 +54,17 @@ struct Problem {
 struct Documents {
     #[serde(default)]
     cross: bool,
+    /// Boundaries are i64.
+    #[serde(default)]
+    wide: bool,
     total_q: Option<i64>,
     total_kv: Option<i64>,
 }
 
 impl Documents {
     fn packed(&self) -> Packed {
-        let Documents { cross, total_q, total_kv } = *self;
-        Packed { cross, total_q, total_kv: if cross { total_kv } else { total_kv.or(total_q) } }
+        let Documents { cross, wide, total_q, total_kv } = *self;
+        Packed { cross, wide, total_q, total_kv: if cross { total_kv } else { total_kv.or(total_q) } }
     }
 }
 

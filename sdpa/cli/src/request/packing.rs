@@ -57,7 +57,7 @@ impl Packing {
             let option = given.iter().find(|(_, text)| text.is_some()).map_or(given[0].0, |(option, _)| option);
             mistakes.add(option, "needs --shape, whose batch is the number of documents, or --input");
         }
-        let packed = Packed { cross, total_q: None, total_kv: None };
+        let packed = Packed { cross, ..Packed::default() };
         let options = if cross { [given[1].0, given[2].0] } else { [given[0].0; 2] };
         let mut read = |text: Option<&str>, option: &str, side: Side| match text? {
             OF_INPUT => of_input(packed.boundaries(side), option, header, args.input.is_some(), mistakes),
