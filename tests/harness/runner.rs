@@ -244,8 +244,9 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
     let (longest_q, longest_kv) = (longest(spec.q.dims[2]), longest(spec.k.dims[2]));
     let cross = random.between(0, 1) == 0;
     let longest_q = if cross { longest_q } else { longest_kv };
+    let (said, wide) = (random.between(0, 3) > 0, random.between(0, 3) == 0);
     // Heads are apart by more than one token, whatever there is of them.
-    let total = |longest: i64, random: &mut Random| random.between(longest, batch * longest).max(2);
+    let total = |longest: i64, random: &mut Random| random.between(if said { longest } else { batch * longest }, batch * longest).max(2);
     let total_q = total(longest_q, random);
     let total_kv = if cross { total(longest_kv, random) } else { total_q };
     let sides = [(&mut spec.q, longest_q, total_q), (&mut spec.o, longest_q, total_q)];
@@ -262,16 +263,14 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
             *align = Align::TopLeft;
         }
     }
-    let (said, wide) = (random.between(0, 3) > 0, random.between(0, 3) == 0);
-    let batch_of = |total: i64| said.then_some(total);
-    spec.packed = Some(Packed { cross, wide, total_q: batch_of(total_q), total_kv: batch_of(total_kv) });
+    spec.packed = Some(Packed { cross, wide, total_q: said.then_some(total_q), total_kv: said.then_some(total_kv) });
 }
 
 /// Strides of so many packed tokens, token-major or head-major, with gaps or without.
 fn place_packed(tensor: &mut TensorSpec, total: i64, random: &mut Random) {
     let [_, heads, _, dim] = tensor.dims;
     let row = dim + random.pick(&[0, 0, 0, 8, 3]);
-    tensor.strides = random.pick(&[Layout::Bhsd, Layout::Bshd]).strides([1, heads, total, row]);
+    tensor.strides = random.pick(&[Layout::Bhsd, Layout::Bshd]).strides([1, heads, total.max(2), row]);
 }
 
 /// The same of batch entries that are no documents.
