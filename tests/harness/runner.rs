@@ -17,7 +17,8 @@ use crate::packing::{Laid, Packing};
 use crate::random::Random;
 use crate::say::say;
 pub use backward::{
-    Draw, Source, backward_suite, random_backward, random_padded_backward, run_backward, run_backward_case, run_backward_with,
+    Draw, Source, backward_suite, gradients_elsewhere, random_backward, random_padded_backward, run_backward, run_backward_case,
+    run_backward_with,
 };
 pub use dropped::{Drops, dropped};
 pub use library::{Tree, library_suite, run_tree};
@@ -234,6 +235,13 @@ pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     if random.between(0, 4) == 0 {
         pack(&mut spec, random);
     }
+    spec
+}
+
+/// The same of packed documents alone.
+pub fn random_packed(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
+    let mut spec = random_padded(random, dtypes);
+    pack(&mut spec, random);
     spec
 }
 

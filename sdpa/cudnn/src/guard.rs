@@ -90,9 +90,10 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16 and bf16");
     }
     if problem.packed().is_some() {
-        for operand in lower::densify(job).1 {
+        let copied = lower::densify(job).1;
+        for (operand, tensor) in job.tensors().filter(|(operand, _)| copied.contains(operand)) {
             let rule = "packed documents are read and written in place: 16-byte alignment, strides in multiples of 16 bytes";
-            limit(&format!("{operand}.strides"), format!("{:?}", job.tensor(operand).map(|t| t.strides)), rule);
+            limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule);
         }
         if problem.seq_q() == 1 {
             limit("seq_q", "1".to_owned(), "one query for each document is no packed batch: (batch, heads, 1, dim), with lengths of keys");

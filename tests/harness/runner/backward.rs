@@ -263,7 +263,8 @@ pub fn random_padded_backward(random: &mut Random, dtypes: &[DType]) -> Backward
     gradients_elsewhere(forward, random)
 }
 
-fn gradients_elsewhere(mut forward: AttentionSpec, random: &mut Random) -> BackwardSpec {
+/// The gradient of an attention, some of it laid out in another way.
+pub fn gradients_elsewhere(mut forward: AttentionSpec, random: &mut Random) -> BackwardSpec {
     let packed = forward.packed;
     if random.between(0, 9) == 0 {
         (forward.k.strides[1], forward.v.strides[1]) = (0, 0);
