@@ -37,7 +37,7 @@ def theirs(lengths, hq, hkv, d):
     try:
         from torch.nn.attention.varlen import varlen_attn
         wide = [x if hq == hkv else x.detach().repeat_interleave(hq // hkv, 1).requires_grad_() for x in (k, v)]
-        tried("varlen", found, lambda: varlen_attn(q, *wide, bounds, bounds, longest, longest, is_causal=True), (q, *wide), grad)
+        tried("varlen", found, lambda: varlen_attn(q, *wide, bounds, bounds, longest, longest, window_size=(-1, 0)), (q, *wide), grad)
     except ImportError as e:
         found["varlen"] = str(e)
     ids = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), torch.tensor(lengths, device="cuda"))

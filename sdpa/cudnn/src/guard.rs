@@ -95,8 +95,11 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
             let rule = "packed documents are read and written in place: 16-byte alignment, strides in multiples of 16 bytes";
             limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule);
         }
-        if problem.seq_q() == 1 {
-            limit("seq_q", "1".to_owned(), "one query for each document is no packed batch: (batch, heads, 1, dim), with lengths of keys");
+        for (field, longest) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
+            if longest == 1 {
+                let rule = "documents of one token at most are no packed batch for cuDNN's engines: (batch, heads, 1, dim) is";
+                limit(field, "1".to_owned(), rule);
+            }
         }
         if is_backward(job) && !(90..120).contains(&sm) {
             limit("device", format!("sm {sm}"), "packed stats are read by engines for compute capability 9.0 to 11.x");

@@ -94,7 +94,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     let [rows, keys] = lengths.overrides(to, p, runtime)?;
     let scale = ports.attn_scale;
 
-    let row_sum = row_sum(to, p, &ports);
+    let row_sum = row_sum(to, b, &ports);
     let scores = product(to.graph, [ports.at(Operand::Q), ports.at(Operand::K)], scores_like(p), [rows, keys, None], None);
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, scale]);
     let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), pass, scaled)));
@@ -147,7 +147,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
         product_into(&mut g, [d_scores, key], dq, [rows, None, keys], None);
     } else {
         let mut sum = Tensor::device("dq_sum", DType::F32, [p.batch(), p.heads_q(), p.seq_q(), p.dim_qk()]);
-        if sums_are_packed(p)
+        if sums_are_packed(b)
             && let Some(dq) = g.get(dq)
         {
             (sum.strides, sum.ragged) = (dq.strides.clone(), dq.ragged);
@@ -188,13 +188,15 @@ fn may_be_infinite(trace: &Trace) -> bool {
 }
 
 /// Whether sums in the workspace lie as packed documents do: where that takes less than a place for each query of the longest document. With
-/// 72 elements to a query dq is wrong then (H200, 9.19); NVIDIA's frontend has the same rule.
-fn sums_are_packed(p: &Problem) -> bool {
-    p.packed().is_some() && p.dim_qk() % 16 == 0 && p.total(Side::Queries) < p.batch() * p.seq_q()
+/// 72 elements to a query dq is wrong then (H200, 9.19), as NVIDIA's frontend knows, and where heads are farther apart than tokens.
+fn sums_are_packed(b: &BackwardProblem) -> bool {
+    let (p, [_, head, token, _]) = (b.forward(), b.dq().strides);
+    p.packed().is_some() && p.dim_qk() % 16 == 0 && head < token && p.total(Side::Queries) < p.batch() * p.seq_q()
 }
 
 /// Σ o·d_o of each row, in device memory. Engines tell it from the others by the multiplication by one.
-fn row_sum(to: &mut Draft<'_>, p: &Problem, ports: &Ports) -> TensorId {
+fn row_sum(to: &mut Draft<'_>, b: &BackwardProblem, ports: &Ports) -> TensorId {
+    let p = b.forward();
     let row = [p.batch(), p.heads_q(), p.seq_q(), 1];
     let g = &mut *to.graph;
     let products = g.pointwise(Mode::Mul, &[ports.at(Operand::DO), ports.at(Operand::O)]);
@@ -202,7 +204,7 @@ fn row_sum(to: &mut Draft<'_>, p: &Problem, ports: &Ports) -> TensorId {
     let one = g.scalar(Scalar::F32(1.0));
     let sums = g.pointwise(Mode::Mul, &[sums, one]);
     g.output(sums, "row_sum", DType::F32);
-    if sums_are_packed(p)
+    if sums_are_packed(b)
         && let Some((strides, packed)) = g.get(ports.stats).map(|stats| (stats.strides.clone(), stats.ragged))
     {
         g.set_strides(sums, strides);

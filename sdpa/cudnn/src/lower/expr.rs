@@ -327,7 +327,7 @@ impl<'a> Emitter<'a> {
     fn table(&self, to: &mut Draft<'_>, id: NodeId, axes: Axes) -> TensorId {
         let trace = part(self.trace, id);
         let [batches, heads, ..] = axes.dims(self.extents);
-        let dims = read_right(axes, self.trace.ty(id), self.pass, self.extents).dims(self.extents);
+        let dims = read_right(axes, read_as(to, self.trace.ty(id)), self.pass, self.extents).dims(self.extents);
         let copies = (dims[2] * dims[3]) as usize;
         let mut values = Vec::with_capacity((batches * heads) as usize * copies);
         for batch in 0..batches {
@@ -446,6 +446,21 @@ pub(super) fn read_right(axes: Axes, ty: Type, pass: Pass, extents: [i64; 4]) ->
     if vector && pass == Pass::Backward(Vectors::Spread) { right.with(Axis::K) } else { right }
 }
 
+/// Beside lengths of batch entries, whole numbers of batch entries are read as wrongly as floats are.
+fn read_as(to: &Draft<'_>, ty: Type) -> Type {
+    let lengths = to.supplies.iter().any(|(_, supply)| match supply {
+        Supply::Guarded(_) | Supply::Documents(_) => true,
+        Supply::Number(_)
+        | Supply::Param(_)
+        | Supply::Spread { .. }
+        | Supply::Table(_)
+        | Supply::Scratch
+        | Supply::Gradient(_)
+        | Supply::Terms { .. } => false,
+    });
+    if lengths && ty == Type::I32 { Type::F32 } else { ty }
+}
+
 /// A declared tensor; the one that is there already, if the graph has it.
 pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::ParamId, extents: [i64; 4], pass: Pass) -> TensorId {
     let declared = &trace.params()[p.index()];
@@ -465,7 +480,7 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
     let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
     let name = declared.name.clone();
     let dims = axes.dims(extents);
-    let read = read_right(axes, declared.kind.ty(), pass, extents).dims(extents);
+    let read = read_right(axes, read_as(to, declared.kind.ty()), pass, extents).dims(extents);
     let (stored, used) = match dtype {
         sdpa_core::DType::Bool => (DType::I8, TRUTH),
         sdpa_core::DType::F32 | sdpa_core::DType::F16 | sdpa_core::DType::BF16 | sdpa_core::DType::I32 | sdpa_core::DType::I64 => {
