@@ -58,6 +58,21 @@ impl Nvrtc {
     /// # Errors
     /// What the compiler says.
     pub fn compile(&self, text: &str, architecture: &str, options: &[&str]) -> Result<Vec<u8>, String> {
+        self.made(text, architecture, options)?.bytes(c"nvrtcGetCUBINSize", c"nvrtcGetCUBIN")
+    }
+
+    /// Compiles a text to PTX for an architecture, such as `compute_80`, and those after it.
+    ///
+    /// # Errors
+    /// What the compiler says.
+    pub fn ptx(&self, text: &str, architecture: &str, options: &[&str]) -> Result<String, String> {
+        let mut ptx = self.made(text, architecture, options)?.bytes(c"nvrtcGetPTXSize", c"nvrtcGetPTX")?;
+        // The size counts the zero at the end.
+        ptx.pop();
+        String::from_utf8(ptx).map_err(|e| e.to_string())
+    }
+
+    fn made(&self, text: &str, architecture: &str, options: &[&str]) -> Result<Made<'_>, String> {
         let text = CString::new(text).map_err(|e| e.to_string())?;
         let mut program = ptr::null_mut();
         // SAFETY: the signatures are those of nvrtc.h of CUDA 13; every pointer is to something live, and arrays have the lengths said.
@@ -90,13 +105,13 @@ impl Nvrtc {
             let log = made.bytes(c"nvrtcGetProgramLogSize", c"nvrtcGetProgramLog")?;
             return Err(format!("nvrtcCompileProgram returned {code}: {}", String::from_utf8_lossy(&log).trim_end_matches('\0')));
         }
-        made.bytes(c"nvrtcGetCUBINSize", c"nvrtcGetCUBIN")
+        Ok(made)
     }
 }
 
 impl Made<'_> {
     fn bytes(&self, size: &CStr, get: &CStr) -> Result<Vec<u8>, String> {
-        // SAFETY: as in `compile`; the buffer is as long as the library said.
+        // SAFETY: as in `made`; the buffer is as long as the library said.
         unsafe {
             let size: unsafe extern "C" fn(Program, *mut usize) -> c_int = self.compiler.function(size)?;
             let get: unsafe extern "C" fn(Program, *mut c_char) -> c_int = self.compiler.function(get)?;

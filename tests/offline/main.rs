@@ -2,4 +2,5 @@
 
 mod absent;
 mod asked;
+mod kernels;
 mod policy;

@@ -242,7 +242,8 @@ impl Toolchain {
     /// # Errors
     /// What the compiler says, or how the program ended.
     pub fn print(&self, text: &str) -> Result<String, String> {
-        let (path, _) = self.made("text", text, |from, to| self.compile(from, to, &[], &[]))?;
+        let [flags, _] = if self.check == Check::Plain { [&[] as &[&str]; 2] } else { self.check.flags() };
+        let (path, _) = self.made("text", text, |from, to| self.compile(from, to, flags, &[]))?;
         output(&mut command(&path, self.faulty))
     }
 
