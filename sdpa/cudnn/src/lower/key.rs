@@ -2,6 +2,7 @@
 
 use super::job::Job;
 use sdpa_cache::{CacheKey, Difference, Fields, Query};
+use sdpa_core::DType;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::{Layout, TensorSpec};
@@ -89,7 +90,8 @@ impl CacheKey for Job {
         let total = |total: Option<i64>| total.map_or_else(|| "any".to_owned(), |n| n.to_string());
         let packed = p.packed().map(|packed| {
             let names = packed.declared().into_iter().map(|p| p.name).collect::<Vec<_>>();
-            format!("by {}, {} and {} tokens", names.join(" and "), total(packed.total_q), total(packed.total_kv))
+            let ty = if packed.wide { DType::I64 } else { DType::I32 };
+            format!("by {} in {ty}, {} and {} tokens", names.join(" and "), total(packed.total_q), total(packed.total_kv))
         });
         fields.push(("packed", packed.unwrap_or_else(|| "no".to_owned())));
         fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
@@ -113,7 +115,7 @@ impl CacheKey for Job {
 /// What to do where only these fields differ: the first row that has them all.
 const ADVICE: [(&[&str], &str); 6] = [
     (&["batch"], "only the batch differs: pad it to a few sizes, or split it"),
-    (&["packed"], "only the tokens of packed documents differ: say the most that a step has"),
+    (&["packed"], "only how documents are packed differs: say the most tokens that a step has, and keep to one type of boundaries"),
     (&["mask"], "only the mask differs: lengths and documents that change from call to call belong in tensors"),
     (&["seq_q", "seq_kv", "mask"], "only lengths differ: a bucket of lengths lets one plan serve many"),
     (
@@ -146,7 +148,7 @@ const LAYOUTS_AND_ALIGNMENTS: [&str; 16] = [
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::{AttentionSpec, DType, Shape};
+    use sdpa_core::{AttentionSpec, Shape};
 
     #[test]
     fn labels_tell_passes_apart_in_a_line() {
