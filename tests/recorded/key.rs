@@ -8,9 +8,11 @@ use sdpa::cache::CacheKey;
 use sdpa::cudnn::PlanOptions;
 use sdpa::cudnn::lower::{self, Form, Job, Supply};
 use sdpa::cudnn::plan::build;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, ScoreMod, Shape};
+use sdpa::cudnn::schedule::Step;
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, ScoreMod, Shape};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
+use std::sync::Arc;
 
 const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 56, dim_qk: 64, dim_v: 32 };
 
@@ -27,7 +29,13 @@ fn understood(recorder: &Recorder, job: &Job) -> String {
     let handle = library.handle(&stream).unwrap();
     let planned = build(library, &Target::Handle(&handle), job, &PlanOptions::default()).unwrap_or_else(|e| panic!("{}: {e}", job.label()));
     let told = |plan: &Plan| format!("{} by {}\n", plan.to_json().unwrap(), plan.engine().map(|engine| engine.tag()).unwrap_or_default());
-    planned.schedule.runs().map(|run| format!("{} {}", run.role, told(&run.plan))).collect()
+    let runs: String = planned.schedule.runs().map(|run| format!("{} {}", run.role, told(&run.plan))).collect();
+    // Tokens are sent as no more than there are at most.
+    let launch = |step: &Step<Arc<Plan>>| match step {
+        Step::Launch(launch) => Some(format!("{launch:?} of {:?}", planned.lowered.totals)),
+        Step::Run(_) | Step::Zero(_) | Step::Move(..) => None,
+    };
+    runs + &planned.schedule.steps().iter().filter_map(launch).collect::<String>()
 }
 
 /// Everything that is sent for a pass, in both forms and on two runtimes, and what is bound around it; and what a library makes of it.
@@ -206,5 +214,38 @@ fn so_does_the_key_of_a_backward_pass() {
         assert_eq!(one != two, changes, "the key, {what}");
         assert_eq!(sent(&recorder, &one) != sent(&recorder, &two), changes, "what is sent, {what}");
         assert_eq!(one.fields() != two.fields(), changes, "the fields, {what}");
+    }
+}
+
+const PACKED_CHANGES: [Change; 10] = [
+    ("nothing", false, |_| ()),
+    ("whether it is packed", true, |s| s.packed = None),
+    ("boundaries of i64", true, |s| packed(s, |p| p.wide = true)),
+    ("boundaries of each side", true, |s| packed(s, |p| p.cross = true)),
+    ("more tokens", true, |s| packed(s, |p| (p.total_q, p.total_kv) = (Some(71), Some(71)))),
+    ("as many tokens as there may be", true, |s| packed(s, |p| (p.total_q, p.total_kv) = (None, None))),
+    ("the stride of the batch axis", false, |s| s.q.strides[0] += 64),
+    ("tokens farther apart in k", true, |s| s.k.strides[2] += 64),
+    ("the longest document", true, |s| {
+        let other = AttentionSpec::packed(s.dtype, Shape { seq_q: 41, seq_kv: 41, ..PACKED }, Packed::of(70));
+        (s.q, s.k, s.v, s.o) = (other.q, other.k, other.v, other.o);
+    }),
+    ("a window", true, |s| masks(s, &["window:9,3"])),
+];
+
+const PACKED: Shape = Shape { seq_kv: SHAPE.seq_q, ..SHAPE };
+
+fn packed(spec: &mut AttentionSpec, change: impl Fn(&mut Packed)) {
+    change(spec.packed.as_mut().unwrap());
+}
+
+#[test]
+fn so_it_does_with_how_documents_are_packed() {
+    let Some(recorder) = recorder() else { return };
+    let spec = AttentionSpec::packed(DType::BF16, PACKED, Packed::of(70)).mask(Mask::causal()).with_stats();
+    for (what, changes, change) in PACKED_CHANGES {
+        let mut other = spec.clone();
+        change(&mut other);
+        compare(&recorder, what, changes, jobs(&spec), jobs(&other));
     }
 }

@@ -4,5 +4,6 @@
 mod calls;
 mod captures;
 mod key;
+mod packed;
 mod plans;
 mod submissions;

@@ -239,7 +239,7 @@ fn recorder() -> Option<Recorder> {
 fn every_forward_case_stays_within_its_memory() {
     let Some(recorder) = recorder() else { return };
     let mut tally = Tally::default();
-    for case in Case::all().unwrap().iter().chain(&Case::all_library().unwrap()) {
+    for case in Case::all().unwrap().iter().chain(&Case::all_library().unwrap()).chain(&Case::all_packed().unwrap()) {
         tally.forward(&recorder, &case.name, &case.spec().unwrap());
     }
     tally.done("submissions of forward cases");
@@ -249,7 +249,7 @@ fn every_forward_case_stays_within_its_memory() {
 fn every_backward_case_stays_within_its_memory() {
     let Some(recorder) = recorder() else { return };
     let mut tally = Tally::default();
-    for case in Case::all_backward().unwrap().iter().chain(&Case::all_library().unwrap()) {
+    for case in Case::all_backward().unwrap().iter().chain(&Case::all_library().unwrap()).chain(&Case::all_packed().unwrap()) {
         tally.backward(&recorder, &case.name, &case.backward_spec().unwrap());
     }
     tally.done("submissions of backward cases");
