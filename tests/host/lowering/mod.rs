@@ -2,9 +2,11 @@
 //! sent to cuDNN means what it should, which needs no device to be seen.
 
 mod declined;
+mod packed;
 
 use conformance::library::{Bound, Here, Library};
 use conformance::oracle::{self, Along, Closures, Gradients};
+use conformance::packing::Packing;
 use conformance::random::Random;
 use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
@@ -98,7 +100,14 @@ impl Graph<'_> {
                     let at = Place { score: f64::NAN, upstream: f64::NAN, index: [i64::MIN; 4], extents: [i64::MIN; 4], params: &scalars };
                     self.set(*id, trace.eval(&at, expr::Precision::F64));
                 }
-                Supply::Param(name) => self.set(*id, value(name)),
+                Supply::Param(name) => {
+                    let mut all = value(name);
+                    // Of boundaries, expressions read where documents begin.
+                    if name.starts_with("cu_seqlens") {
+                        all.pop();
+                    }
+                    self.set(*id, all);
+                }
                 Supply::Spread { name, dtype: _, dims } => {
                     let spread = spread(&value(name), *dims, &self.dims(*id));
                     self.set(*id, spread);
@@ -118,10 +127,16 @@ impl Graph<'_> {
                     self.set(*id, guarded);
                 }
                 Supply::Documents(Told::Lengths(side)) => {
-                    let boundaries = ["cu_seqlens", ["cu_seqlens_q", "cu_seqlens_kv"][*side as usize]];
-                    let given = params.iter().find(|(name, _)| boundaries.contains(&name.as_str())).map(|(_, v)| v.clone());
-                    let given = given.unwrap_or_else(|| panic!("no boundaries are declared"));
-                    self.set(*id, given.windows(2).map(|pair| pair[1] - pair[0]).collect());
+                    let lengths = |side: Side| {
+                        let boundaries = ["cu_seqlens", ["cu_seqlens_q", "cu_seqlens_kv"][side as usize]];
+                        let given = params.iter().find(|(name, _)| boundaries.contains(&name.as_str())).map(|(_, v)| v);
+                        let given = given.unwrap_or_else(|| panic!("no boundaries are declared"));
+                        given.windows(2).map(|pair| pair[1] - pair[0]).collect::<Vec<f64>>()
+                    };
+                    // As the kernel has it: none where the other side has none.
+                    let both = lengths(Side::Queries).into_iter().zip(lengths(Side::Keys));
+                    let own = both.map(|(q, kv)| if q == 0.0 || kv == 0.0 { 0.0 } else { [q, kv][*side as usize] });
+                    self.set(*id, own.collect());
                 }
                 // The interpreter reads packed tensors as if each document were of the longest.
                 Supply::Documents(Told::Offsets(..)) => {}
@@ -159,6 +174,7 @@ struct Case<'a> {
     spec: &'a AttentionSpec,
     numbers: &'a Numbers,
     params: &'a [(String, Vec<f64>)],
+    packing: Option<&'a Packing>,
     tolerance: f64,
 }
 
@@ -177,6 +193,15 @@ fn near(what: &str, got: &[f64], want: &[f64], sizes: &[f64], tolerance: f64, sk
 }
 
 impl Case<'_> {
+    /// Whether a row of a tensor belongs to no document that has both sides.
+    fn behind(&self, side: Side, dims: [i64; 4], row: usize) -> bool {
+        let [_, heads, seq, _] = dims.map(|n| n as usize);
+        self.packing.is_some_and(|packing| {
+            let [q, kv] = Side::ALL.map(|side| packing.lengths(side)[row / seq / heads] as usize);
+            q == 0 || kv == 0 || row % seq >= [q, kv][side as usize]
+        })
+    }
+
     fn forward(&self, closures: &Closures<'_>, form: Form, runtime: Version) -> Result<(), String> {
         let problem = self.spec.validate().map_err(|e| e.to_string())?;
         let lowered = lower::lower(&problem.into(), form, runtime).map_err(|e| e.to_string())?;
@@ -190,7 +215,10 @@ impl Case<'_> {
         let got = graph.run()?;
         let want = oracle::attention(&n.textbook(spec), closures);
         // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they show.
-        let undefined = |row: usize| want.stats[row] == f64::NEG_INFINITY && form == Form::Composite && runtime < lower::UNIFIED_SINCE;
+        let undefined = |row: usize| {
+            let keyless = want.stats[row] == f64::NEG_INFINITY && form == Form::Composite && runtime < lower::UNIFIED_SINCE;
+            keyless || self.behind(Side::Queries, spec.o.dims, row)
+        };
         let dim_v = spec.o.dims[3] as usize;
         let o = &got[&lowered.operand(Operand::O).unwrap()].data;
         near("o", o, &want.o, &want.o_magnitude, self.tolerance, |n| undefined(n / dim_v))?;
@@ -227,9 +255,10 @@ impl Case<'_> {
         graph.supply(self.params);
         let got = graph.run()?;
         let Gradients { dq, dk, dv, along } = oracle::gradients(&n.textbook(spec), closures, &n.d_o);
-        for (operand, want) in [(Operand::DQ, &dq), (Operand::DK, &dk), (Operand::DV, &dv)] {
+        for (operand, dims, want) in [(Operand::DQ, spec.q.dims, &dq), (Operand::DK, spec.k.dims, &dk), (Operand::DV, spec.v.dims, &dv)] {
             let got = &got[&lowered.operand(operand).unwrap()].data;
-            near(operand.name(), got, &want.value, &want.magnitude, self.tolerance, |_| false)?;
+            let behind = |n: usize| self.behind(operand.side(), dims, n / dims[3] as usize);
+            near(operand.name(), got, &want.value, &want.magnitude, self.tolerance, behind)?;
         }
         for (wanted, want) in asked.wrt().iter().zip(&along) {
             let got = gradient(lowered, &got, &wanted.name)?;
@@ -322,7 +351,8 @@ fn graphs_of_the_library_mean_what_is_published() {
             let numbers = Numbers::draw(&spec, &mut random);
             let params = values(&spec, &library.bound);
             let inexact = mods.iter().any(|m| m == "alibi" || m.starts_with("sandwich"));
-            let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: if inexact { CONSTANTS } else { EXACT } };
+            let case =
+                Case { spec: &spec, numbers: &numbers, params: &params, packing: None, tolerance: if inexact { CONSTANTS } else { EXACT } };
             let mut backward = spec.backward();
             backward.deterministic = m % 2 == 0;
             // The one gradient that engines sum.
@@ -448,7 +478,7 @@ fn graphs_of_expressions_mean_the_expressions() {
             let slope = |score: f64, here: Here| told.at(told.gradient, score, here)[1];
             let closures = Closures { modify: Some(&modify), slope: Some(&slope), ..Closures::default() };
             let numbers = Numbers::draw(&spec, &mut random);
-            let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: EXACT };
+            let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, tolerance: EXACT };
             let results = [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)]
                 .map(|(form, runtime)| (format!("{form} {runtime}"), case.forward(&closures, form, runtime)))
                 .into_iter()
@@ -471,7 +501,7 @@ fn gradients_by_hand_are_lowered() {
     let slope = |s: f64, [.., k]: Here| 2.0 + 0.25 * s * k as f64;
     let keep = |[.., q, k]: Here| k <= q;
     let closures = Closures { modify: Some(&modify), slope: Some(&slope), keep: Some(&keep), ..Closures::default() };
-    let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: EXACT };
+    let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, tolerance: EXACT };
     case.backward(&closures, &spec.backward().validate().unwrap(), NEW).unwrap();
     let wrong = Closures { slope: Some(&|_, _| 2.0), ..closures };
     assert!(case.backward(&wrong, &spec.backward().validate().unwrap(), NEW).is_err());
@@ -489,7 +519,7 @@ fn what_is_a_little_wrong_is_found() {
     let params = values(&spec, &library.bound);
     let asked = spec.backward().wrt("bias", DType::F16).validate().unwrap();
     library.with(&["bias"], |closures| {
-        let case = Case { spec: &spec, numbers: &numbers, params: &params, tolerance: EXACT };
+        let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, tolerance: EXACT };
         assert!(case.forward(closures, Form::Composite, NEW).is_ok() && case.backward(closures, &asked, NEW).is_ok());
         let mut off = params.clone();
         off[0].1[0] += 1e-6;
