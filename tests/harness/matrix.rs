@@ -1,8 +1,9 @@
 //! The problems that support is asked for: every case; for each pass a product of masks and lengths with everything else in turn;
-//! every score_mod and mask of the library at one size.
+//! packed documents; every score_mod and mask of the library at one size.
 
 mod features;
 mod library;
+mod packed;
 mod products;
 mod sample;
 
@@ -78,6 +79,8 @@ impl Spec {
 pub enum Kind {
     /// A case of one pass, or of its product.
     General,
+    /// Packed documents.
+    Packed,
     /// Score_mods and masks of the library at one size, each as it was asked for.
     Library {
         /// With commas.
@@ -128,6 +131,7 @@ pub fn rows() -> Result<Vec<Row>, String> {
     for case in Case::all_backward()?.into_iter().filter(narrow) {
         rows.push(Row::new(format!("backward case {}", case.name), Kind::General, case.backward_spec()?.into()));
     }
+    rows.extend(packed::rows()?);
     rows.extend(library::rows()?);
     for case in Case::combined()?.into_iter().filter(narrow) {
         rows.push(Row::new(format!("library case {}", case.name), Kind::LibraryCase, case.spec()?.into()));

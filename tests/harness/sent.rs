@@ -6,6 +6,7 @@
 //! - a pointwise op has `alpha1` and `alpha2`, a reduction `isDeterministic`, a reshape `mode` from 9.22 on, a tensor `vectCount`,
 //!   `vectDim` and `reordering`: defaults of attributes that are not set;
 //! - values of by-value tensors are not in it: they are given at execution;
+//! - offsets of packed documents are inside of each tensor that has them, and are not listed;
 //! - tensors that only an inner graph uses are listed with it; two virtual ones that carry an inner softmax are the encoder's.
 
 mod meant;
@@ -86,6 +87,10 @@ impl Record {
                 "vectCount" if value == 1 => {}
                 "vectDim" if value == -1 => {}
                 "reordering" if value == "CUDNN_TENSOR_REORDERING_NONE" => {}
+                "isRagged" => match value.as_array().map(Vec::as_slice) {
+                    Some([Value::Object(offsets)]) => fields.push(("isRagged", self.tensor(offsets))),
+                    Some(_) | None => self.problems.push(format!("offsets are no list of one tensor: {value}")),
+                },
                 _ => fields.push((name.as_str(), text(value))),
             }
         }
@@ -136,7 +141,7 @@ fn text(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cudnn_graph::ir::Mode;
+    use cudnn_graph::ir::{Mode, Ragged, Tensor};
     use cudnn_graph::{DType, Graph};
 
     const RECORD: &str = r#"{"operationGraph": {"tensors": [
@@ -174,6 +179,32 @@ mod tests {
             let changed = RECORD.replacen(from, to, 1);
             assert_ne!(changed, RECORD, "{from}");
             assert!(!differences(&g, &changed).is_empty(), "{to}");
+        }
+    }
+    #[test]
+    fn offsets_are_part_of_the_tensors_that_have_them() {
+        let mut g = Graph::new();
+        let offsets = g.tensor(Tensor::device("offsets", DType::I64, [3, 1, 1, 1]));
+        let x = g.tensor(Tensor::device("x", DType::F16, [2, 4, 8, 16]).ragged(Ragged { offsets, multiplier: None }));
+        let y = g.pointwise(Mode::Exp, &[x]);
+        g.output(y, "y", DType::F16);
+        let g = g.verify().unwrap();
+        let tensor = |name: &str, ty: &str, dims: &str, strides: &str, more: &str| {
+            format!(
+                r#"{{"name": "{name}", "dataType": "CUDNN_DATA_{ty}", "dim": [{dims}], "stride": [{strides}], "isVirtual": false,
+                "isByValue": false, "vectCount": 1, "vectDim": -1, "ptrAlignment": 16{more}}}"#
+            )
+        };
+        let record = |offsets: &str| {
+            let [x, y] = [("2", offsets), ("3", "")].map(|(name, more)| tensor(name, "HALF", "2,4,8,16", "512,128,16,1", more));
+            let node = r#"{"operation": "CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR", "pointwiseMode": "CUDNN_POINTWISE_EXP",
+                "mathPrec": "CUDNN_DATA_FLOAT", "X": "2", "Y": "3"}"#;
+            format!(r#"{{"operationGraph": {{"tensors": [{x}, {y}], "nodes": [{node}]}}}}"#)
+        };
+        let ragged = |ty: &str, dims: &str| format!(r#", "isRagged": [{}]"#, tensor("1", ty, dims, "1,1,1,1", ""));
+        assert_eq!(differences(&g, &record(&ragged("INT64", "3,1,1,1"))), Vec::<String>::new());
+        for other in ["", r#", "isRagged": []"#, &ragged("INT32", "3,1,1,1"), &ragged("INT64", "2,1,1,1")] {
+            assert!(!differences(&g, &record(other)).is_empty(), "{other}");
         }
     }
 }

@@ -49,26 +49,29 @@ rewrites it and compiles every problem that is taken. What is taken has been ask
 
 A line stands for all problems that share a feature, in as many combinations with the other features as its count says. A cell
 has the form that is taken and the engines that cuDNN offers first for those problems, then what is declined, and why. Where rows
-are not multiples of 16 bytes apart, operands are copied first, and engines are not named. Score_mods and masks that are no bands
-have [tables of their own](#score_mods-and-masks); [what is declined](#why) stands at the end, in cuDNN's own words where it was asked.
+are not multiples of 16 bytes apart, operands are copied first, and engines are not named. Packed documents have
+tables of their own, and so have [score_mods and masks that are no bands](#score_mods-and-masks); [what is declined](#why) stands at the
+end, in cuDNN's own words where it was asked.
 ";
 
 /// The tables of `docs/support.md`.
 pub fn table(rows: &[Row], runtimes: &[(&str, Vec<Asked>)]) -> String {
     let mut text = HEAD.to_owned();
     let mut notes = Notes::default();
-    for (runtime, asked) in runtimes {
-        let answers = index(asked);
-        for (backward, pass) in [(false, "forward"), (true, "backward")] {
-            let rows: Vec<&Row> = rows.iter().filter(|row| row.kind == Kind::General && row.spec.is_backward() == backward).collect();
-            for wanted in Wanted::ALL {
-                let which = match wanted {
-                    Wanted::Any => "",
-                    Wanted::Unified => ", the unified form only",
-                };
-                let body = features(&rows, wanted, &answers, &mut notes);
-                if !body.is_empty() {
-                    let _ = write!(text, "\n## cuDNN {runtime}, {pass}{which}\n\n{body}");
+    for (kind, packed) in [(Kind::General, ""), (Kind::Packed, ", packed documents")] {
+        for (runtime, asked) in runtimes {
+            let answers = index(asked);
+            for (backward, pass) in [(false, "forward"), (true, "backward")] {
+                let rows: Vec<&Row> = rows.iter().filter(|row| row.kind == kind && row.spec.is_backward() == backward).collect();
+                for wanted in Wanted::ALL {
+                    let which = match wanted {
+                        Wanted::Any => "",
+                        Wanted::Unified => ", the unified form only",
+                    };
+                    let body = features(&rows, wanted, &answers, &mut notes);
+                    if !body.is_empty() {
+                        let _ = write!(text, "\n## cuDNN {runtime}{packed}, {pass}{which}\n\n{body}");
+                    }
                 }
             }
         }

@@ -1,10 +1,10 @@
 //! What is special about a problem, read off it.
 
 use super::Spec;
-use sdpa::{AttentionSpec, Mask, TensorSpec};
+use sdpa::{AttentionSpec, Mask, Packed, TensorSpec};
 
 /// What problems differ in.
-pub const AXES: [&str; 10] = ["pass", "score_mod", "mask", "lengths", "heads", "dims", "layout", "stats", "type", "strides"];
+pub const AXES: [&str; 11] = ["pass", "score_mod", "mask", "boundaries", "lengths", "heads", "dims", "layout", "stats", "type", "strides"];
 
 /// One value for each of [`AXES`].
 pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
@@ -33,6 +33,7 @@ pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
         pass_feature(spec),
         score_mod_feature(forward),
         mask_feature(&forward.masks),
+        boundary_feature(forward).to_owned(),
         length_feature(seq_q, seq_kv).to_owned(),
         heads.to_owned(),
         if dim_qk == dim_v { dim_qk.to_string() } else { format!("{dim_qk} and {dim_v}") },
@@ -81,6 +82,14 @@ pub(super) fn mask_feature(masks: &[Mask]) -> String {
             | Mask::Not(_),
             ..,
         ] => "several masks".to_owned(),
+    }
+}
+
+fn boundary_feature(spec: &AttentionSpec) -> &'static str {
+    match spec.packed {
+        None => "none",
+        Some(Packed { cross: false, .. }) => "of both sides",
+        Some(Packed { cross: true, .. }) => "of each side",
     }
 }
 

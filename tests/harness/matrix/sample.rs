@@ -2,7 +2,7 @@
 
 /// Rows that are compiled on every run, in whichever form is taken: every kind of mask, lengths, heads, dims, strides and score_mods
 /// that is lowered differently.
-pub const SAMPLE: [&str; 30] = [
+pub const SAMPLE: [&str; 33] = [
     "case plain",
     "case gqa_causal",
     "case gqa_chunked_prefill",
@@ -24,6 +24,9 @@ pub const SAMPLE: [&str; 30] = [
     "backward case dims_256",
     "backward case deterministic",
     "backward case d_o_is_one_number",
+    "packed, boundaries of both sides; causal; equal, whole tiles; GQA; dims 64; with stats; f16",
+    "packed, boundaries of each side; window; more keys than queries; MHA; dims 128; with stats; bf16",
+    "backward: packed, boundaries of both sides; causal; equal, whole tiles; GQA; dims 64; any order; f16",
     "softcap:30; causal; forward",
     "softcap:30; causal; backward",
     "alibi; causal; backward",

@@ -32,25 +32,32 @@ impl Meant<'_> {
     }
 
     fn describe(&mut self, uid: i64, tensor: &Tensor) -> String {
+        let line = self.line(uid, tensor);
+        self.tensors.insert(line, 1);
+        uid.to_string()
+    }
+
+    fn line(&self, uid: i64, tensor: &Tensor) -> String {
         let list = |v: &[i64]| format!("[{}]", v.iter().map(i64::to_string).collect::<Vec<_>>().join(","));
         let by_value = match tensor.storage {
             Storage::ByValue(_) | Storage::Constant(_) => true,
             Storage::Device | Storage::Virtual => false,
         };
-        let line = op_line(
-            "tensor",
-            vec![
-                ("name", uid.to_string()),
-                ("dataType", data_type(tensor.dtype).to_owned()),
-                ("dim", list(&tensor.dims.0)),
-                ("stride", list(&tensor.strides.0)),
-                ("isVirtual", tensor.is_virtual().to_string()),
-                ("isByValue", by_value.to_string()),
-                ("ptrAlignment", tensor.alignment.to_string()),
-            ],
-        );
-        self.tensors.insert(line, 1);
-        uid.to_string()
+        let mut fields = vec![
+            ("name", uid.to_string()),
+            ("dataType", data_type(tensor.dtype).to_owned()),
+            ("dim", list(&tensor.dims.0)),
+            ("stride", list(&tensor.strides.0)),
+            ("isVirtual", tensor.is_virtual().to_string()),
+            ("isByValue", by_value.to_string()),
+            ("ptrAlignment", tensor.alignment.to_string()),
+        ];
+        // Offsets are on record with each tensor that has them, and nowhere else.
+        if let Some(ragged) = tensor.ragged {
+            fields.push(("isRagged", self.line(ragged.offsets.uid(), &self.graph.tensors()[ragged.offsets.index()])));
+            fields.extend(ragged.multiplier.map(|_| ("multiplier", "no plan had one when this comparison was written".to_owned())));
+        }
+        op_line("tensor", fields)
     }
 
     fn fields<'n>(&mut self, operands: &[(&'n str, Option<TensorId>)]) -> Vec<(&'n str, String)> {
