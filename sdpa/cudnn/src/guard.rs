@@ -47,7 +47,7 @@ fn is_padded(job: &Job) -> bool {
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 11] = [
+const DECLINED: [Declined; 12] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::PaddingWithoutNumbers, is_padded),
@@ -58,6 +58,7 @@ const DECLINED: [Declined; 11] = [
     (Quirk::MasksOffTheDiagonal, |j| off_diagonal_by(j, 64)),
     (Quirk::AccumulatorOfQueryGradient, |_| true),
     (Quirk::PastTheKeys, |j| j.problem().seq_kv() % 128 != 0),
+    (Quirk::PackedWideKeys, |j| j.problem().packed().is_some() && j.problem().dim_qk() > 192 && j.problem().dim_v() <= 128),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
 
@@ -201,6 +202,12 @@ mod tests {
         assert!(refused(&repeated));
     }
 
+    fn packed(longest: i64, [dim_qk, dim_v]: [i64; 2], backward: bool) -> Job {
+        let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: longest, seq_kv: longest, dim_qk, dim_v };
+        let spec = AttentionSpec::packed(DType::BF16, shape, sdpa_core::Packed::of(20));
+        if backward { spec.backward().validate().unwrap().into() } else { spec.validate().unwrap().into() }
+    }
+
     #[test]
     fn each_row_refuses_its_versions_and_no_others() {
         let plain = problem(128, 128, &[]);
@@ -223,6 +230,16 @@ mod tests {
         );
         assert!(refused(&chunk, 5, 0, 90) && !refused(&chunk, 6, 0, 90));
         assert!(refused(&plain, 19, 0, 75));
+        for (dims, declined) in [([216, 112], true), ([200, 128], true), ([192, 128], false), ([216, 136], false), ([128, 128], false)] {
+            assert_eq!(refused(&packed(9, dims, true), 19, 0, 90), declined, "{dims:?}");
+            assert!(!refused(&packed(9, dims, false), 19, 0, 90), "{dims:?}");
+        }
+        // Packed stats, documents of a token, and lengths that go wrong without numbers.
+        let usual = |backward| packed(9, [64, 64], backward);
+        assert!(refused(&usual(true), 27, 0, 80) && !refused(&usual(false), 27, 0, 80) && refused(&usual(true), 27, 0, 120));
+        assert!(
+            refused(&packed(1, [64, 64], false), 27, 0, 90) && refused(&usual(false), 18, 99, 90) && !refused(&usual(true), 19, 0, 100)
+        );
         assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
     }
 }

@@ -125,6 +125,11 @@ quirks! {
         so: "declined", versions: (v(26, 0), v(26, 0)), sm: ANY, passes: Backward,
         source: "cudnn-frontend #1071", test: "each_row_refuses_its_versions_and_no_others",
     }
+    PackedWideKeys {
+        what: "packed documents whose dim_qk is above 192 beside a dim_v of at most 128: dq and dk are wrong (216 and 112, three heads, documents without tokens)",
+        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
+    }
     EntriesWithoutKeys {
         what: "entries of a batch without keys (`seq_len_kv` 0) get not-a-number forward and nothing backward; 9.25.1 still not-a-number in dk and dv",
         so: "products are told of one key and no query there: the lengths that they take come from small graphs that run before; lengths in the unified form are refused",

@@ -22,6 +22,32 @@ fn random_documents_are_right_in_both_layouts_and_passes() {
     }
 }
 
+#[test]
+fn documents_of_a_mask_are_told_what_packed_ones_would_cost() {
+    let folder = Folder::new();
+    let path = folder.path("documents.safetensors");
+    let numbers = vec![0.5; 24 * 4 * DIM];
+    let with = |ids: [i32; 24]| {
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let floats: Vec<u8> = numbers.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
+        let mut tensors: Vec<(&str, Dtype, &[usize], Vec<u8>)> =
+            ["q", "k", "v"].map(|name| (name, Dtype::F32, &[1usize, 4, 24, DIM][..], floats.clone())).to_vec();
+        tensors.extend(["doc_q", "doc_k"].map(|name| (name, Dtype::I32, &[1usize, 24][..], bytes.clone())));
+        std::fs::write(&path, file_of(&tensors)).unwrap();
+        let out = sdpa(words(&format!("run --input {path} --mask document --json --executor cpu")));
+        assert_eq!(code(&out), 0, "{}", String::from_utf8_lossy(&out.stderr));
+        json(&out)["notes"].to_string()
+    };
+    let of = |number: fn(usize) -> i32| with(std::array::from_fn(number));
+    // Three of eight: 576 pairs of 192.
+    let told = of(|at| at as i32 / 8);
+    assert!(told.contains("3 documents") && told.contains("3.0 times fewer"), "{told}");
+    // One document, and one that comes in two parts.
+    for number in [|_| 7, |at: usize| at as i32 / 8 % 2] {
+        assert_eq!(of(number), "[]");
+    }
+}
+
 /// Rows of tokens of (total, heads, dim).
 fn cut(all: &[f64], heads: usize, tokens: std::ops::Range<usize>) -> &[f64] {
     &all[tokens.start * heads * DIM..tokens.end * heads * DIM]
