@@ -23,7 +23,8 @@ pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
 /// batch axis means nothing. Where documents begin and end is a declared parameter of the problem, [`CU_SEQLENS`], or with [`Packed::cross`]
 /// [`CU_SEQLENS_Q`] and [`CU_SEQLENS_KV`]: i32 or i64 of `batch + 1` tokens that never fall, as FlashAttention's variable length functions take them.
 /// Document `n` has the tokens from the `n`th number to the one after it; a document may be empty, and tokens before the first and behind the last
-/// number belong to none: what is written there is left alone.
+/// number belong to none: what is there is left alone. In device memory nobody looks at boundaries: whatever they hold, what is read and written lies
+/// within the memory of the call and the first `total` tokens of it.
 ///
 /// Masks and score_mods see places within the document, and its number as the batch entry. `stats` is `(total, heads_q)`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -34,7 +35,8 @@ pub struct Packed {
     /// Boundaries are i64, not i32. Expressions read boundaries of i32 alone.
     #[serde(default)]
     pub wide: bool,
-    /// Tokens of queries that a call has at most; `None`: `batch · seq_q`. Memory of backward passes grows with it.
+    /// Tokens of queries that a call has at most, those before the first document too; `None`: `batch · seq_q`. Memory of backward passes grows
+    /// with it.
     #[serde(default)]
     pub total_q: Option<i64>,
     /// Tokens of keys that a call has at most; `None`: `batch · seq_kv`.
@@ -164,8 +166,8 @@ pub(crate) fn check_memory(
     };
     let mut errors = Vec::new();
     for side in Side::ALL {
-        let end = documents.end(side) as i64;
-        if let Some(total) = packed.total(side).filter(|total| end > *total) {
+        let (end, total) = (documents.end(side) as i64, problem.total(side));
+        if end > total {
             let field = format!("parameter {}[{}]", packed.boundaries(side), problem.batch());
             errors.push(SpecError::new(field, end, format!("at most {total} tokens: the problem's {}", side.total())));
         }

@@ -206,8 +206,8 @@ impl Problem {
     }
     /// Tokens of a side that a packed call has at most, all documents together.
     pub fn total(&self, side: Side) -> i64 {
-        let most = self.batch.saturating_mul(self.seq(side));
-        self.packed.and_then(|packed| packed.total(side)).map_or(most, |total| total.min(most))
+        let all = || self.batch.saturating_mul(self.seq(side));
+        self.packed.and_then(|packed| packed.total(side)).unwrap_or_else(all)
     }
     /// What the score_mods come to: one root, f32, of the scaled score. Extents are constants in it.
     #[inline]

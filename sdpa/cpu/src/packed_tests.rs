@@ -41,19 +41,20 @@ fn random_spec(random: &mut Random) -> (AttentionSpec, Boundaries, [i64; 2]) {
         dim_qk: random.pick(&[5, 8, 40, 64]),
         dim_v: random.pick(&[1, 8, 24, 72]),
     };
-    let mut spec = AttentionSpec::packed(DType::F32, shape, Packed { cross: true, ..Packed::default() }).with_stats();
+    let (of_queries, queries) = drawn(random, shape.batch, shape.seq_q);
+    let (of_keys, keys) = drawn(random, shape.batch, shape.seq_kv);
+    let packed = Packed { cross: true, wide: false, total_q: Some(queries), total_kv: Some(keys) };
+    let mut spec = AttentionSpec::packed(DType::F32, shape, packed).with_stats();
     spec.masks = masks(random, shape.seq_kv);
     spec.masks.iter_mut().for_each(|mask| {
         if let Mask::Window { align, .. } = mask {
             *align = sdpa_core::Align::TopLeft;
         }
     });
-    let (of_queries, queries) = drawn(random, shape.batch, shape.seq_q);
-    let (of_keys, keys) = drawn(random, shape.batch, shape.seq_kv);
     for (tensor, tokens) in [(&mut spec.q, queries), (&mut spec.k, keys), (&mut spec.v, keys), (&mut spec.o, queries)] {
         let [_, heads, longest, dim] = tensor.dims;
         let row = dim + random.pick(&[0, 3]);
-        tensor.strides = random.pick(&[Layout::Bhsd, Layout::Bshd]).strides([1, heads, tokens.max(longest), row]);
+        tensor.strides = random.pick(&[Layout::Bhsd, Layout::Bshd]).strides([1, heads, tokens.max(longest).max(2), row]);
     }
     (spec, [of_queries, of_keys], [queries, keys])
 }

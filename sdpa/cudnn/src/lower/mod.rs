@@ -106,7 +106,7 @@ pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
 /// Lowers a pass to one form.
 ///
 /// # Errors
-/// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`] finds is a bug of the lowering.
+/// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`](cudnn_graph::Graph::verify) finds is a bug of the lowering.
 pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
