@@ -40,14 +40,15 @@ fn same_document<'t>(p: Params<'t>) -> Expr<'t, Bool> {
     p.tensor("doc_q", [Axis::Batch, Axis::Q], I32).eq(p.tensor("doc_k", [Axis::Batch, Axis::K], I32))
 }
 
-/// Keeps the keys of the query's document: where the i32 tensors `doc_q` (batch, seq_q) and `doc_k` (batch, seq_kv) are equal.
+/// Keeps the keys of the query's document: where the i32 tensors `doc_q` (batch, seq_q) and `doc_k` (batch, seq_kv) are equal. Every tile is
+/// computed; documents one behind the other cost what they hold as [`Packed`](crate::Packed) ones.
 pub fn document() -> Mask {
     of("document", |_, p| same_document(p))
 }
 
 /// Keeps the keys from `doc_start` up to, and without, `doc_end` of the query, i32 tensors (batch, seq_q): [`document`] where
 /// documents lie one after the other. cuDNN's backward engines read tensors along queries in place, and tensors along keys only
-/// written out for every pair: this one is three times as fast there.
+/// written out for every pair: this one is three times as fast there. [`Packed`](crate::Packed) documents are faster still.
 pub fn document_runs() -> Mask {
     of("document-runs", |at, p| {
         let (start, end) = (p.tensor("doc_start", [Axis::Batch, Axis::Q], I32), p.tensor("doc_end", [Axis::Batch, Axis::Q], I32));
