@@ -127,14 +127,16 @@ impl Planned {
         let complete = call.params.len() == self.takes.len()
             && call.gradients.len() == self.schedule.gradients().len()
             && self.tables.len() == self.schedule.tables().len()
-            && (self.kernels.is_some() || !self.schedule.launches())
+            && self.kernels.is_some() == self.launches
             && call.stats.is_some() == self.takes_stats()
             && Operand::ALL.into_iter().all(|operand| call.operand(operand).is_some() == self.has(operand));
         let holds = workspace.address.is_multiple_of(PIECE) && workspace.bytes >= self.workspace_bytes();
         if !complete || !holds || guard::check_scale(bound.scale).is_err() {
             return None;
         }
-        bound.tokens = self.tokens(call);
+        if self.launches {
+            bound.tokens = self.tokens(call);
+        }
         for (n, (declared, takes)) in self.job.params().iter().zip(&self.takes).enumerate() {
             let named = |p: &&DeviceParam<'_>| p.name == declared.name;
             let given = call.params.get(n).filter(named).or_else(|| call.params.iter().find(named))?;
@@ -157,6 +159,7 @@ impl Planned {
     }
 
     /// Tokens that every operand and stats of a packed call have room for, of queries and of keys.
+    #[inline(never)]
     fn tokens(&self, call: &DeviceCall<'_>) -> [i64; 2] {
         let problem = self.job.problem();
         let Some(packed) = problem.packed() else { return [0; 2] };
@@ -241,7 +244,7 @@ impl Planned {
         if bytes < need {
             errors.push(SpecError::new("workspace", format!("{bytes} bytes"), format!("at least {need} bytes")));
         }
-        if self.tables.len() != self.schedule.tables().len() || (self.kernels.is_none() && self.schedule.launches()) {
+        if self.tables.len() != self.schedule.tables().len() || self.kernels.is_some() != self.launches {
             errors.push(SpecError::new("tables", "absent", "Planned::upload_tables puts them, and kernels, into device memory"));
         }
         if errors.is_empty() { Error::Bug("a call was refused for no reason".to_owned()) } else { Error::Spec(SpecErrors(errors)) }

@@ -95,6 +95,8 @@ pub enum Value<'a> {
     BF16(&'a CudaSlice<half::bf16>),
     /// For a tensor of i32.
     I32(&'a CudaSlice<i32>),
+    /// For boundaries of packed documents of i64.
+    I64(&'a CudaSlice<i64>),
     /// For a tensor of truth values: bytes, 0 or 1.
     Bool(&'a CudaSlice<u8>),
 }
@@ -197,6 +199,7 @@ impl<'a> Slices<'a> {
             Value::F16(x) => DeviceValue::Tensor(DType::F16, slices.read(p.name, x)),
             Value::BF16(x) => DeviceValue::Tensor(DType::BF16, slices.read(p.name, x)),
             Value::I32(x) => DeviceValue::Tensor(DType::I32, slices.read(p.name, x)),
+            Value::I64(x) => DeviceValue::Tensor(DType::I64, slices.read(p.name, x)),
             Value::Bool(x) => DeviceValue::Tensor(DType::Bool, slices.read(p.name, x)),
         };
         params.iter().map(|p| DeviceParam { name: p.name, value: value(p, self) }).collect()

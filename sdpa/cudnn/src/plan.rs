@@ -42,7 +42,9 @@ pub struct Planned {
     pub time: BuildTime,
     /// What the schedule's tables hold, in device memory: see [`Planned::upload_tables`].
     pub tables: Vec<Arc<Buffer>>,
-    /// The kernels of this crate, where the schedule has some.
+    /// Whether kernels of this crate run.
+    pub(super) launches: bool,
+    /// Those, on the device that tables were put on.
     pub(super) kernels: Option<&'static Loaded>,
     /// What each declared parameter takes.
     pub(super) takes: Vec<Takes>,
@@ -68,8 +70,9 @@ impl Planned {
         let extents = job.problem().extents();
         let takes = job.params().iter().map(|p| Takes::of(p, extents)).collect();
         let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
+        let launches = schedule.launches();
         let (time, tables, used) = (BuildTime::default(), Vec::new(), Used::default());
-        Ok(Planned { job, lowered, plan, schedule, engine, time, tables, kernels: None, takes, base, used })
+        Ok(Planned { job, lowered, plan, schedule, engine, time, tables, launches, kernels: None, takes, base, used })
     }
 
     /// A plan of the attention graph, for callers that plan by themselves; what has to happen around it is planned as usual. The graph is of

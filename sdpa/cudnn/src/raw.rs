@@ -3,7 +3,7 @@
 
 use super::bind::Bound;
 use super::plan::Planned;
-use super::schedule::{Contents, Run, Step};
+use super::schedule::{Contents, Launch, Run, Step};
 use crate::error::Error;
 use crate::kernels::Loaded;
 use crate::lower::Table;
@@ -35,7 +35,7 @@ impl Planned {
         for contents in self.schedule.tables() {
             self.tables.push(Arc::new(uploaded(contents, stream)?));
         }
-        if self.schedule.launches() {
+        if self.launches {
             self.kernels = Some(Loaded::on(stream.device())?);
         }
         stream.synchronize()?;
@@ -96,12 +96,8 @@ impl Planned {
             Step::Run(run) if bound.spares(run.spared_by) => Ok(()),
             // SAFETY: the caller's.
             Step::Run(run) => unsafe { execute(submission, run, bound, workspace) },
-            Step::Launch(launch) => {
-                let arguments: SmallVec<[u64; 32]> = launch.arguments.iter().map(|argument| bound.argument(*argument)).collect();
-                let kernels = self.kernels.ok_or_else(|| Error::Bug("a call was bound without its kernels".to_owned()))?;
-                // SAFETY: the caller's; a kernel reaches what slots hold, and of packed documents what the memory of the call has tokens for.
-                Ok(unsafe { submission.launch(kernels.get(launch.kernel), launch.grid, &arguments) }?)
-            }
+            // SAFETY: the caller's.
+            Step::Launch(launch) => unsafe { self.launch(submission, launch, bound) },
             Step::Zero(to) => {
                 let to = DeviceSlice { address: bound.address(*to), bytes: self.schedule.slot(*to).bytes };
                 // SAFETY: the caller's.
@@ -114,6 +110,18 @@ impl Planned {
                 Ok(unsafe { submission.copy(from, to) }?)
             }
         }
+    }
+
+    /// Apart, so that steps without it keep a small frame.
+    ///
+    /// # Safety
+    /// As [`Planned::submit`].
+    #[inline(never)]
+    unsafe fn launch(&self, submission: &Submission<'_>, launch: &Launch, bound: &Bound) -> Result<(), Error> {
+        let arguments: SmallVec<[u64; 32]> = launch.arguments.iter().map(|argument| bound.argument(*argument)).collect();
+        let kernels = self.kernels.ok_or_else(|| Error::Bug("a call was bound without its kernels".to_owned()))?;
+        // SAFETY: the caller's; a kernel reaches what slots hold, and of packed documents what the memory of the call has tokens for.
+        Ok(unsafe { submission.launch(kernels.get(launch.kernel), launch.grid, &arguments) }?)
     }
 
     /// The caller's workspace, or that of the calls of this thread on the handle's stream.
