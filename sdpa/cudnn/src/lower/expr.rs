@@ -448,16 +448,7 @@ pub(super) fn read_right(axes: Axes, ty: Type, pass: Pass, extents: [i64; 4]) ->
 
 /// Beside lengths of batch entries, whole numbers of batch entries are read as wrongly as floats are.
 fn read_as(to: &Draft<'_>, ty: Type) -> Type {
-    let lengths = to.supplies.iter().any(|(_, supply)| match supply {
-        Supply::Guarded(_) | Supply::Documents(_) => true,
-        Supply::Number(_)
-        | Supply::Param(_)
-        | Supply::Spread { .. }
-        | Supply::Table(_)
-        | Supply::Scratch
-        | Supply::Gradient(_)
-        | Supply::Terms { .. } => false,
-    });
+    let lengths = to.supplies.iter().any(|(_, supply)| matches!(supply, Supply::Guarded(_) | Supply::Documents(_)));
     if lengths && ty == Type::I32 { Type::F32 } else { ty }
 }
 

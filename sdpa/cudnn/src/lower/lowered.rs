@@ -141,17 +141,9 @@ impl Lowered {
 
     /// Which documents' offsets a tensor has.
     fn side(&self, offsets: TensorId) -> Option<Side> {
-        self.supplies.iter().find_map(|(id, supply)| match supply {
-            Supply::Documents(told) if *id == offsets => Some(told.side()),
-            Supply::Documents(_)
-            | Supply::Number(_)
-            | Supply::Param(_)
-            | Supply::Spread { .. }
-            | Supply::Guarded(_)
-            | Supply::Table(_)
-            | Supply::Scratch
-            | Supply::Gradient(_)
-            | Supply::Terms { .. } => None,
+        self.supplies.iter().find(|(id, _)| *id == offsets).and_then(|(_, supply)| {
+            let Supply::Documents(told) = supply else { return None };
+            Some(told.side())
         })
     }
 
