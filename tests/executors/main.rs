@@ -127,7 +127,8 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
             run(&subject)
         })
     };
-    let both: Vec<Case> = Case::all_library().unwrap().into_iter().chain(Case::all_packed().unwrap()).collect();
+    let both = [Case::all_library(), Case::all_packed(), Case::all_sinks()];
+    let both: Vec<Case> = both.into_iter().flat_map(Result::unwrap).collect();
     let mut trials = Vec::new();
     for case in Case::all().unwrap().into_iter().chain(both.clone()) {
         trials.push(trial("forward::", &case.name.clone(), Box::new(move |subject| subject.forward(&case))));

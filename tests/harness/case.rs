@@ -35,6 +35,9 @@ pub struct Case {
     /// Score_mods, by their names in the library.
     #[serde(default)]
     pub score_mod: Vec<String>,
+    /// Whether query heads have numbers in the softmax's denominator.
+    #[serde(default)]
+    pub sink: bool,
     /// Whether stats are wanted.
     #[serde(default)]
     pub stats: bool,
@@ -125,6 +128,14 @@ impl Case {
         Case::parse(include_str!("../cases/backward.toml"))
     }
 
+    /// Every case with sinks; each is for both passes.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_sinks() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/sink.toml"))
+    }
+
     /// Every case of packed documents; each is for both passes.
     ///
     /// # Errors
@@ -194,7 +205,7 @@ impl Case {
         for score_mod in &self.score_mod {
             spec.score_mods.push(own(score_mod).parse::<ScoreMod>().map_err(|e| e.to_string())?);
         }
-        spec.stats = self.stats;
+        (spec.stats, spec.sink) = (self.stats, self.sink);
         for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
         {
             if gap > 0 {
@@ -229,8 +240,9 @@ impl Case {
         let scale = self.attn_scale.map_or_else(String::new, |s| format!(" --scale {s}"));
         let bound = self.packed.as_ref().map_or_else(Vec::new, Packing::bound);
         let packed: String = bound.iter().map(|b| format!(" --{} {}", b.name.replace('_', "-"), listed(&b.widened))).collect();
+        let sink = if self.sink { " --sink" } else { "" };
         format!(
-            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{mods}{masks}{scale} --executor {executor} --check",
+            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{mods}{masks}{sink}{scale} --executor {executor} --check",
             self.dtype,
             self.layout.name()
         )

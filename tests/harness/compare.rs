@@ -95,7 +95,7 @@ pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, o: &Vec<f64>, stats: Op
     Ok(distance)
 }
 
-/// Compares `dq`, `dk` and `dv`, and the gradients of parameters, all in row-major order, with the oracle's.
+/// Compares `dq`, `dk` and `dv`, and the gradients of parameters, that of the sink last if there is one, all in row-major order, with the oracle's.
 ///
 /// # Errors
 /// In words: what is not a number, and gradients of parameters of another length than the oracle's.
@@ -107,8 +107,10 @@ pub fn compare_gradients(
     got: &[Vec<f64>; 3],
     along: &[GotAlong],
 ) -> Result<GradientDistance, String> {
-    let lengths: Vec<usize> = closures.along.iter().map(|a| a.dims.iter().product()).collect();
-    if along.iter().map(|a| a.value.len()).ne(lengths.iter().copied()) {
+    let of_scores = closures.along.iter().map(|a| a.dims.iter().product());
+    let lengths: Vec<usize> = of_scores.chain(p.sink.map(<[f64]>::len)).collect();
+    let given_lengths = along.iter().map(|a| a.value.len());
+    if !given_lengths.clone().eq(lengths.iter().copied()) && !given_lengths.eq(lengths[..closures.along.len()].iter().copied()) {
         return Err(format!("gradients of parameters have {lengths:?} elements"));
     }
     let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = p.shape;

@@ -21,6 +21,8 @@ pub struct Problem<'a> {
     pub scale: f64,
     /// All must keep a key; traced ones are given as closures.
     pub masks: &'a [Mask],
+    /// A number of each query head that stands in its denominators.
+    pub sink: Option<&'a [f64]>,
 }
 
 fn word_for_word(mask: &Mask) -> Rule<'static> {
@@ -67,6 +69,7 @@ impl Problem<'_> {
             scale: self.scale,
             masks: &masks,
             modify: None,
+            sink: self.sink.as_ref().map(|sink| sink as &dyn sdpa_oracle::Numbers),
         };
         closures.with(&problem, call)
     }

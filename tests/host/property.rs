@@ -207,6 +207,7 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
         dtype: spec.dtype,
         scale,
         masks: &spec.masks,
+        sink: None,
     };
     let want = oracle::attention(&textbook, &oracle::Closures::default());
     // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they can show.

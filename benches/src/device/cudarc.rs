@@ -49,6 +49,7 @@ pub(crate) fn run() -> Result<()> {
             dtype: DType::BF16,
             scale: f64::from(spec.validate()?.default_scale()),
             masks: &spec.masks,
+            sink: None,
         };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();

@@ -8,7 +8,7 @@ mod problem;
 
 use crate::{Backward, Declined, Facts, Forward, Kernels, Ready, Runner, Task};
 use call::{MetalBackward, MetalForward};
-use problem::{unpacked, unsupported};
+use problem::{taken, unsupported};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Error, ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
@@ -88,7 +88,7 @@ impl Executor for MetalExecutor {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        unpacked(problem).map_err(unsupported)?;
+        taken(problem).map_err(unsupported)?;
         self.reasons(Forward::from(problem).supports().map_err(unsupported))
     }
 
@@ -99,7 +99,7 @@ impl Executor for MetalExecutor {
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        unpacked(problem.forward()).map_err(unsupported)?;
+        taken(problem.forward()).map_err(unsupported)?;
         self.reasons(Backward::from(problem).supports().map_err(unsupported))
     }
 

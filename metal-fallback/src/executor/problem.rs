@@ -1,5 +1,6 @@
 //! Problems as the kernels are told of them, and their reasons as everyone is told of them.
 
+use crate::declined::Check;
 use crate::{Along, Backward, Forward};
 use sdpa_core::backward::{BackwardProblem, GradientSpec};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
@@ -51,9 +52,9 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
 }
 
 /// What the kernels do not do, whatever the device.
-pub(super) fn unpacked(problem: &Problem) -> Result<(), Vec<Reason>> {
-    match problem.packed() {
-        Some(_) => Err(vec![crate::declined::limit("packed", "documents", "the kernels take batch entries of one length apart")]),
-        None => Ok(()),
-    }
+pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
+    let mut check = Check::default();
+    check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length apart");
+    check.that(!problem.sink(), "sink", "true", "the kernels have no place for it");
+    if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }

@@ -6,7 +6,7 @@ use crate::data::{Data, Element};
 use crate::params::Bound;
 use rules::{Function, Gradient};
 use sdpa::expr::ParamKind;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Documents, Param, Problem, Side, TensorSpec};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Documents, Param, Problem, SINK, Side, TensorSpec};
 use sdpa_oracle::{Distance, Given, GradientDistance, Mask, Modify, Numbers, Tensor};
 use std::ops::Range;
 
@@ -17,6 +17,12 @@ impl Numbers for Data {
 
     fn row(&self, at: usize, to: &mut [f64]) {
         Data::row(self, at, to);
+    }
+}
+
+impl Numbers for Bound {
+    fn get(&self, at: usize) -> f64 {
+        self.param().value.get(at)
     }
 }
 
@@ -114,13 +120,13 @@ fn shape(spec: &AttentionSpec) -> [usize; 7] {
     [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v]
 }
 
-/// The extents of the gradient of each parameter.
+/// The extents of the gradient of each parameter that score_mods declare.
 fn wrt_dims(problem: &BackwardProblem) -> Vec<[usize; 4]> {
     let dims = |name: &str| match problem.params().iter().find(|p| p.name == name).map(|p| p.kind) {
         Some(ParamKind::Tensor { axes, dtype: _ }) => axes.dims(problem.forward().extents()).map(|n| usize::try_from(n).unwrap_or(1)),
         Some(ParamKind::Scalar) | None => [1; 4],
     };
-    problem.wrt().iter().map(|g| dims(&g.name)).collect()
+    problem.wrt_scores().map(|g| dims(&g.name)).collect()
 }
 
 /// Bytes of memory that a check takes.
@@ -149,6 +155,7 @@ impl Call<'_> {
         }
         let q = padded(self.q, &spec.q, Side::Queries, documents, 0.0);
         let [k, v] = [(self.k, &spec.k), (self.v, &spec.v)].map(|(data, spec)| padded(data, spec, Side::Keys, documents, 0.0));
+        let sink = self.params.iter().find(|bound| self.problem.sink() && bound.param().name == SINK);
         call(&sdpa_oracle::Problem {
             shape: shape(spec),
             q: told(self.q, &spec.q, &q),
@@ -159,6 +166,7 @@ impl Call<'_> {
             scale: self.scale,
             masks: &masks,
             modify,
+            sink: sink.map(|sink| sink as &dyn Numbers),
         })
     }
 }

@@ -6,6 +6,7 @@ use crate::expr::{Declared, ParamKind, Type};
 use crate::operand::Operand;
 use crate::problem::{Check, Problem, normalise, unplaced};
 use crate::score_mod::{self, Gradient, NoGradient};
+use crate::sink::SINK;
 use crate::spec::{AttentionSpec, Layout, TensorSpec};
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
@@ -127,7 +128,7 @@ impl BackwardSpec {
         }
         let [batch, heads_q, seq_q, _] = self.forward.q.dims;
         let extents = [batch, heads_q, seq_q, self.forward.k.dims[2]].map(|n| n.clamp(1, i64::from(i32::MAX)));
-        let names: Vec<String> = self.wrt.iter().map(|g| g.name.clone()).collect();
+        let names: Vec<String> = of_scores(&self.wrt, self.forward.sink).map(|g| g.name.clone()).collect();
         let gradient = match score_mod::gradient(&self.forward.score_mods, extents, &names) {
             Ok(gradient) => Some(gradient),
             // Said already.
@@ -144,8 +145,8 @@ impl BackwardSpec {
         self.check_wrt(&mut check, &params);
         match (problem, gradient) {
             (Some(forward), Some(gradient)) if check.errors.is_empty() => Ok(BackwardProblem {
-                gradient: (forward.score_mod().is_some() || !self.wrt.is_empty()).then(|| Arc::new(gradient)),
-                wrt: self.wrt.clone(),
+                gradient: (forward.score_mod().is_some() || !names.is_empty()).then(|| Arc::new(gradient)),
+                wrt: of_scores(&self.wrt, self.forward.sink).chain(self.wrt.iter().filter(|g| self.forward.sink && g.name == SINK)).cloned().collect(),
                 params,
                 forward,
                 d_o: normalise(place(self.d_o), packed),
@@ -179,6 +180,11 @@ impl BackwardSpec {
             }
         }
     }
+}
+
+/// Those that score_mods declare.
+fn of_scores(wrt: &[GradientSpec], sink: bool) -> impl Iterator<Item = &GradientSpec> + Clone {
+    wrt.iter().filter(move |g| !(sink && g.name == SINK))
 }
 
 /// A backward problem that has passed every rule; only [`BackwardSpec::validate`] makes one.
@@ -247,10 +253,18 @@ impl BackwardProblem {
     pub fn gradient(&self) -> Option<&Arc<Gradient>> {
         self.gradient.as_ref()
     }
-    /// The parameters whose gradients are asked for, in the order of the gradient's roots.
+    /// The parameters whose gradients are asked for, the sink last.
     #[inline]
     pub fn wrt(&self) -> &[GradientSpec] {
         &self.wrt
+    }
+    /// Those of them that score_mods declare, in the order of the gradient's roots: all but the sink.
+    pub fn wrt_scores(&self) -> impl Iterator<Item = &GradientSpec> + Clone {
+        of_scores(&self.wrt, self.forward.sink())
+    }
+    /// The element type of the sink's gradient, where that is asked for.
+    pub fn sink_gradient(&self) -> Option<DType> {
+        self.wrt.iter().find(|g| self.forward.sink() && g.name == SINK).map(|g| g.dtype)
     }
     /// Every declared parameter: those of the forward pass, then those that gradients by hand declare.
     #[inline]

@@ -27,6 +27,7 @@ pub mod params;
 pub mod problem;
 pub mod score_mod;
 pub mod seq;
+mod sink;
 pub mod spec;
 pub mod tensor;
 
@@ -43,6 +44,7 @@ pub use operand::{Direction, Operand, Side};
 pub use packed::{Documents, Packed};
 pub use problem::Problem;
 pub use score_mod::{Gradient, ScoreMod};
+pub use sink::SINK;
 pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
 pub use tensor::{Elements, ElementsMut, Param, ParamValue};
 

@@ -7,6 +7,7 @@ use crate::mask::{Align, Kept, Mask, Region};
 use crate::operand::{Direction, Operand, Side};
 use crate::packed::Packed;
 use crate::score_mod;
+use crate::sink;
 use crate::spec::{AttentionSpec, Layout, TensorSpec};
 use serde::Serialize;
 use std::hash::{Hash, Hasher};
@@ -29,6 +30,7 @@ pub struct Problem {
     packed: Option<Packed>,
     score_mod: Option<Arc<Trace>>,
     kept: Kept,
+    sink: bool,
     #[serde(skip)]
     params: Vec<Declared>,
     stats: bool,
@@ -37,7 +39,7 @@ pub struct Problem {
 impl Hash for Problem {
     /// Extents are in the tensors, parameters in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.dtype, &self.tensors, self.packed, &self.score_mod, &self.kept, self.stats).hash(state);
+        (self.dtype, &self.tensors, self.packed, &self.score_mod, &self.kept, self.sink, self.stats).hash(state);
     }
 }
 
@@ -86,6 +88,9 @@ impl Problem {
             check.params(field, trace.as_ref().map_or(&[], |t| t.params()), &mut params);
         }
         check.params("packed", &boundaries, &mut params);
+        if spec.sink {
+            check.sink(&mut params);
+        }
         let (Some(score_mod), Some(kept), []) = (score_mod, kept, &check.errors[..]) else {
             check.errors.dedup();
             return Err(SpecErrors(check.errors));
@@ -103,6 +108,7 @@ impl Problem {
             packed: spec.packed,
             score_mod: Some(score_mod).filter(|t| t.node(t.roots()[0]) != Node::Score).map(Arc::new),
             kept,
+            sink: spec.sink,
             params,
             stats: spec.stats,
         })
@@ -224,12 +230,17 @@ impl Problem {
     pub fn region(&self) -> &Region {
         &self.kept.region
     }
+    /// Whether each query head has a number in the softmax's denominator: the parameter [`SINK`](crate::SINK).
+    #[inline]
+    pub fn sink(&self) -> bool {
+        self.sink
+    }
     /// (batch, heads_q, seq_q, seq_kv).
     #[inline]
     pub fn extents(&self) -> [i64; 4] {
         [self.batch, self.heads_q, self.seq_q, self.seq_kv]
     }
-    /// Every declared parameter: of the score_mods, and then of the masks.
+    /// Every declared parameter: of the score_mods, of the masks, boundaries, and the sink.
     #[inline]
     pub fn params(&self) -> &[Declared] {
         &self.params
@@ -399,6 +410,14 @@ impl Check {
             if let Some(total) = packed.total(side).filter(|total| !(1..=i64::from(i32::MAX)).contains(total)) {
                 self.fail(format!("packed.{}", side.total()), total, format!("between 1 and {}", i32::MAX));
             }
+        }
+    }
+
+    fn sink(&mut self, known: &mut Vec<Declared>) {
+        let sink = sink::declared();
+        match known.iter().any(|p| p.name == sink.name) {
+            true => self.fail("score_mods, parameter sink", "declared", "another name: it is the specification's own"),
+            false => known.push(sink),
         }
     }
 

@@ -148,8 +148,12 @@ pub struct AttentionSpec {
     pub packed: Option<Packed>,
     /// A key is kept where every mask keeps it; none keeps all.
     pub masks: Vec<Mask>,
+    /// Whether each query head has a number in the softmax's denominator that belongs to no key: the declared parameter
+    /// [`SINK`](crate::SINK).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub sink: bool,
     /// Whether `stats` is wanted: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch: the natural logarithm of each
-    /// row's sum of exponentials; −inf where a row has no key.
+    /// row's sum of exponentials; −inf where a row has no key. Beside a sink that is the sink or −inf.
     pub stats: bool,
 }
 
@@ -166,6 +170,7 @@ impl AttentionSpec {
             score_mods: Vec::new(),
             packed: None,
             masks: Vec::new(),
+            sink: false,
             stats: false,
         }
     }
@@ -196,6 +201,26 @@ impl AttentionSpec {
     #[must_use]
     pub fn mask(mut self, mask: Mask) -> Self {
         self.masks.push(mask);
+        self
+    }
+
+    /// Adds a sink: a score of each query head that stands in the softmax's denominator and has no value, as in gpt-oss.
+    ///
+    /// Its numbers are the declared parameter [`SINK`](crate::SINK). `o = Σ exp(sᵢ)·vᵢ / (Σ exp(sᵢ) + exp(sink))`, and `stats` is the logarithm
+    /// of that denominator. What scale, score_mods and masks do to scores they do not do to it.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 64, heads_kv: 8, seq_q: 4096, seq_kv: 4096, dim_qk: 64, dim_v: 64 };
+    /// let window = Mask::window(Some(128), Some(0), sdpa_core::Align::TopLeft);
+    /// let forward = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(window).with_sink();
+    /// let problem = forward.backward().wrt("sink", DType::F32).validate()?;
+    /// assert_eq!(problem.gradient_elements("sink"), 64);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    #[must_use]
+    pub fn with_sink(mut self) -> Self {
+        self.sink = true;
         self
     }
 

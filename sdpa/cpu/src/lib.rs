@@ -192,7 +192,8 @@ impl CpuPrepared {
             scale,
             rules: &rules,
         };
-        call.run(output::targets(&schedule, (problem, documents.as_ref()), o, stats));
+        let sinks = problem.sinks(problem.params(), &values);
+        call.run(output::targets(&schedule, (problem, documents.as_ref()), sinks, o, stats));
         Ok(report(started, self.isa, schedule.threads, workspace))
     }
 }

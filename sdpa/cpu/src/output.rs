@@ -63,6 +63,22 @@ pub(super) struct Target<'a, T> {
     stats: Rows<'a, f32>,
     /// Statistics in two parts, maximum and logarithm; likewise.
     norms: Rows<'a, [f32; 2]>,
+    sinks: Option<Sinks<'a>>,
+}
+
+/// What stands in the denominator of the rows of a strip besides their keys.
+#[derive(Clone, Copy, Debug)]
+struct Sinks<'a> {
+    /// One for each head of the group.
+    of_group: &'a [f32],
+    /// The first row, as rows of a group are numbered.
+    first: usize,
+}
+
+impl Sinks<'_> {
+    fn of(&self, place: usize) -> f32 {
+        self.of_group[(self.first + place) % self.of_group.len()]
+    }
 }
 
 /// Sums over a part of a strip's keys, kept until the other parts are there; see [`Sums`].
@@ -89,13 +105,16 @@ impl Partial {
 pub(super) fn targets<'a, T>(
     schedule: &Schedule,
     (problem, documents): (&Problem, Option<&Documents>),
+    sinks: Option<&'a [f32]>,
     o: &'a mut [T],
     stats: Option<&'a mut [f32]>,
 ) -> Vec<Target<'a, T>> {
     let (group, strip_rows) = (schedule.extents.group, schedule.blocks.strip_rows);
     let tokens = documents.map(|documents| documents.of(Side::Queries));
     let o = strips((problem.o(), tokens), group, strip_rows, o);
-    let mut targets: Vec<Target<'a, T>> = o.into_iter().map(|o| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()) }).collect();
+    let sinks = sinks_of_strips(schedule, sinks);
+    let target = |(o, sinks)| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()), sinks };
+    let mut targets: Vec<Target<'a, T>> = o.into_iter().zip(sinks).map(target).collect();
     if let Some(stats) = stats {
         for (target, stats) in targets.iter_mut().zip(strips((&problem.stats_tensor(), tokens), group, strip_rows, stats)) {
             target.stats = stats;
@@ -108,11 +127,21 @@ pub(super) fn targets<'a, T>(
 pub(super) fn norms<'a, T>(
     schedule: &Schedule,
     (problem, documents): (&Problem, Option<&Documents>),
+    sinks: Option<&'a [f32]>,
     norms: &'a mut [[f32; 2]],
 ) -> Vec<Target<'a, T>> {
     let tokens = documents.map(|documents| documents.of(Side::Queries));
     let norms = strips((&problem.stats_tensor(), tokens), schedule.extents.group, schedule.blocks.strip_rows, norms);
-    norms.into_iter().map(|norms| Target { o: Rows(Vec::new()), stats: Rows(Vec::new()), norms }).collect()
+    let sinks = sinks_of_strips(schedule, sinks);
+    norms.into_iter().zip(sinks).map(|(norms, sinks)| Target { o: Rows(Vec::new()), stats: Rows(Vec::new()), norms, sinks }).collect()
+}
+
+/// Those of each strip of the schedule.
+fn sinks_of_strips<'a>(schedule: &Schedule, sinks: Option<&'a [f32]>) -> impl Iterator<Item = Option<Sinks<'a>>> {
+    let group = schedule.extents.group;
+    schedule.strips.iter().map(move |strip| {
+        sinks.map(|sinks| Sinks { of_group: &sinks[strip.head_kv * group..][..group], first: strip.rows.start })
+    })
 }
 
 /// (batch, head, seq) as they lie in memory, outermost first.
@@ -201,21 +230,45 @@ pub(super) struct Sums<'a> {
     pub(super) stride: usize,
 }
 
+/// The denominator of a row.
+#[derive(Clone, Copy, Debug)]
+struct Denominator {
+    /// Largest score.
+    max: f32,
+    /// Logarithm of the sum of weights, relative to that.
+    log: f64,
+    /// What values times weights are to be multiplied with.
+    factor: f32,
+}
+
+impl Denominator {
+    fn new(max: f32, sum: f32, sink: Option<f32>) -> Denominator {
+        // NaN is not equal to 0, and stays.
+        let factor = if sum == 0.0 { 0.0 } else { sum.recip() };
+        let without = Denominator { max, log: f64::from(sum).ln(), factor };
+        let Some(sink) = sink.filter(|&sink| sink != f32::NEG_INFINITY) else { return without };
+        let largest = if max.is_nan() { max } else { max.max(sink) };
+        let [keys, own] = [max, sink].map(|score| (f64::from(score) - f64::from(largest)).exp());
+        let all = f64::from(sum) * keys + own;
+        Denominator { max: largest, log: all.ln(), factor: (keys / all) as f32 }
+    }
+}
+
 impl<T: Element> Target<'_, T> {
     /// Writes every row.
     pub(super) fn write(self, sums: Sums<'_>) {
-        for (place, row) in self.o.each() {
-            let sum = sums.sum[place];
-            // NaN is not equal to 0, and stays.
-            let factor = if sum == 0.0 { 0.0 } else { sum.recip() };
-            T::narrow(&sums.o[place * sums.stride..][..row.len()], factor, row);
+        let Target { o, stats, norms, sinks } = self;
+        let of = |place: usize| Denominator::new(sums.max[place], sums.sum[place], sinks.map(|sinks| sinks.of(place)));
+        for (place, row) in o.each() {
+            T::narrow(&sums.o[place * sums.stride..][..row.len()], of(place).factor, row);
         }
-        for (place, stat) in self.stats.each() {
-            let lse = f64::from(sums.max[place]) + f64::from(sums.sum[place]).ln();
-            stat.fill(lse as f32);
+        for (place, stat) in stats.each() {
+            let Denominator { max, log, .. } = of(place);
+            stat.fill((f64::from(max) + log) as f32);
         }
-        for (place, norm) in self.norms.each() {
-            norm.fill([sums.max[place], f64::from(sums.sum[place]).ln() as f32]);
+        for (place, norm) in norms.each() {
+            let Denominator { max, log, .. } = of(place);
+            norm.fill([max, log as f32]);
         }
     }
 }

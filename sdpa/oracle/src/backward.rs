@@ -95,7 +95,7 @@ struct Worker<'a> {
     d_o: Tensor<'a>,
     given: Given<'a>,
     rates: Rates,
-    /// Extents of parameters' gradients.
+    /// Extents of parameters' gradients, that of the sink behind the others.
     along: Vec<[usize; 4]>,
 }
 
@@ -159,20 +159,22 @@ impl Worker<'_> {
             }
             all.push(kept);
         }
-        let max = largest(all.iter().map(|kept| kept.score.value));
+        let keyless = largest(all.iter().map(|kept| kept.score.value)) == f64::NEG_INFINITY;
         let [_, heads_q, _, seq_q, ..] = self.p.shape;
         let given = match self.given {
             Given::These { stats, .. } => Some(stats.get((at.batch * heads_q + h) * seq_q + i)),
             Given::Rounded | Given::Own => None,
         };
-        if max == f64::NEG_INFINITY || given == Some(f64::NEG_INFINITY) {
+        if keyless || given == Some(f64::NEG_INFINITY) {
             return Weighed { keys: Vec::new(), stats: f64::NEG_INFINITY, error: 0.0 };
         }
         if let Some(stats) = given {
             all.iter_mut().for_each(|kept| kept.weight = (kept.score.value - stats).exp());
             return Weighed { keys: all, stats, error: 0.0 };
         }
-        let sum: f64 = all.iter().map(|kept| (kept.score.value - max).exp()).sum();
+        let sink = self.p.sink.map(|_| self.p.sink_of(h)).filter(|&sink| sink != f64::NEG_INFINITY);
+        let max = largest(all.iter().map(|kept| kept.score.value).chain(sink));
+        let sum: f64 = all.iter().map(|kept| kept.score.value).chain(sink).map(|score| (score - max).exp()).sum();
         all.iter_mut().for_each(|kept| kept.weight = (kept.score.value - max).exp() / sum);
         let error = all.iter().map(|kept| weight_error(kept.weight, kept.score.error)).sum();
         Weighed { keys: all, stats: max + sum.ln(), error }
@@ -215,6 +217,16 @@ impl Worker<'_> {
         let of_output = rates.computed_output + rates.computed_output_score * error;
         let delta_error = (rates.product + rates.output) * size + of_output * computed;
         let of_row = rates.weight + rates.sum * error + rates.stats * stats.abs();
+        if self.p.sink.is_some()
+            && !all.is_empty()
+            && let Some((gradient, &dims)) = part.along.last_mut().zip(self.along.last())
+        {
+            // This weight is rounded to no other type.
+            let weight = (self.p.sink_of(h) - stats).exp();
+            let value = -weight * delta;
+            let error = weight_error(weight, of_row) * delta.abs() + weight * delta_error + rates.over_scores * value.abs();
+            gradient.add_one(at.elements(dims, [h, i, 0]).0, Term { value, error, magnitude: weight * size });
+        }
 
         for kept in &all {
             let (k_from, v_from) = (kept.key * dim_qk, kept.key * dim_v);
@@ -356,7 +368,9 @@ fn add_part(to: &mut Gradient, from: &Gradient, at: &Rows, dims: [usize; 4]) {
 }
 
 fn worker<'a>(p: &'a Problem<'a>, d_o: Tensor<'a>, given: Given<'a>, rates: Rates) -> Worker<'a> {
-    Worker { p, d_o, given, rates, along: p.modify.map_or_else(Vec::new, |function| function.along()) }
+    let mut along = p.modify.map_or_else(Vec::new, |function| function.along());
+    along.extend(p.sink.map(|_| [1, p.shape[1], 1, 1]));
+    Worker { p, d_o, given, rates, along }
 }
 
 /// (batch, heads, sequence, dim) of dq, dk and dv.
@@ -379,7 +393,7 @@ pub struct Gradients {
     pub dk: Gradient,
     /// (batch, heads_kv, seq_kv, dim_v).
     pub dv: Gradient,
-    /// Of the parameters that are asked for.
+    /// Of the parameters that are asked for; behind them that of the sink, of a problem with one.
     pub along: Vec<Gradient>,
 }
 
@@ -399,8 +413,8 @@ fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rat
     Gradients { dq, dk, dv, along }
 }
 
-/// Computes the same on all threads and compares an executor's `dq`, `dk` and `dv`, and the gradients of parameters, each with the type
-/// that it was rounded to; `done` is told how many rows are. Less memory is taken than for [`gradients`].
+/// Computes the same on all threads and compares an executor's `dq`, `dk` and `dv`, and the gradients of parameters, that of the sink
+/// last, each with the type that it was rounded to; `done` is told how many rows are. Less memory is taken than for [`gradients`].
 pub fn check_gradients(
     p: &Problem<'_>,
     d_o: Tensor<'_>,

@@ -49,7 +49,7 @@ pub struct Answer {
     pub o: Vec<f64>,
     /// Σ p·|v|, for each element of `o`.
     pub o_magnitude: Vec<f64>,
-    /// (batch, heads_q, seq_q): natural logarithms, −∞ where no key is kept.
+    /// (batch, heads_q, seq_q): natural logarithms, −∞ where no key is kept, or the sink.
     pub stats: Vec<f64>,
     /// The largest of Σ |q·k|·|scale| over a row's kept keys; of a modified score its own size added.
     pub score_magnitude: Vec<f64>,
@@ -102,7 +102,7 @@ pub(crate) fn modified(function: &dyn Modify, score: Rough, at: Place, scratch: 
 fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
     let [.., seq_kv, dim_qk, dim_v] = p.shape;
     let Block { batch, head, ref rows } = *at;
-    let key_head = head / p.group();
+    let (key_head, sink) = (head / p.group(), p.sink_of(head));
     let index = |i: usize, j: usize| place([batch, head, i, j]);
     let kept: Vec<bool> = rows.clone().flat_map(|i| (0..seq_kv).map(move |j| (i, j))).map(|(i, j)| p.keeps(index(i, j))).collect();
 
@@ -136,15 +136,18 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
     let of_rows = scores.chunks_exact_mut(seq_kv).zip(errors.chunks_exact_mut(seq_kv));
     for (answer, ((scores, errors), kept)) in answers.iter_mut().zip(of_rows.zip(kept.chunks_exact(seq_kv))) {
         let of_kept = |numbers: &[f64]| numbers.iter().zip(kept).filter(|(_, kept)| **kept).map(|(x, _)| *x).collect::<Vec<f64>>();
-        let max = largest(of_kept(scores).into_iter());
-        let sum: f64 = of_kept(scores).into_iter().map(|s| (s - max).exp()).sum();
         // Nothing is kept, or only scores of -inf.
-        let empty = max == f64::NEG_INFINITY;
-        answer.stats = if empty { max } else { max + sum.ln() };
+        let empty = largest(of_kept(scores).into_iter()) == f64::NEG_INFINITY;
+        let in_sum = |scores: Vec<f64>| scores.into_iter().chain((sink != f64::NEG_INFINITY).then_some(sink));
+        let max = largest(in_sum(of_kept(scores)));
+        let sum: f64 = in_sum(of_kept(scores)).map(|s| (s - max).exp()).sum();
+        answer.keyless = empty;
+        answer.stats = if max == f64::NEG_INFINITY { max } else { max + sum.ln() };
         if !empty {
             // All scores off in the same way: nothing moves the logarithm of the sum further. Weights end at 1, and this does not.
             let moved = |sign: f64| {
-                let moved: Vec<f64> = of_kept(scores).iter().zip(of_kept(errors)).map(|(score, error)| score + sign * error).collect();
+                let moved = of_kept(scores).iter().zip(of_kept(errors)).map(|(score, error)| score + sign * error).collect();
+                let moved: Vec<f64> = in_sum(moved).collect();
                 let max = largest(moved.iter().copied());
                 (max + moved.iter().map(|s| (s - max).exp()).sum::<f64>().ln() - answer.stats).abs()
             };
@@ -162,7 +165,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
     for j in 0..seq_kv {
         p.v.read([batch, key_head, j], &mut value);
         for (r, answer) in answers.iter_mut().enumerate() {
-            if !kept[r * seq_kv + j] || answer.stats == f64::NEG_INFINITY {
+            if !kept[r * seq_kv + j] || answer.keyless {
                 continue;
             }
             let (weight, error) = (scores[r * seq_kv + j], errors[r * seq_kv + j]);
@@ -198,6 +201,7 @@ mod tests {
             scale: 0.5,
             masks,
             modify: None,
+            sink: None,
         })
     }
 
@@ -227,6 +231,29 @@ mod tests {
         assert!(passes(&[], turned, [2.0, 0.0], ln4) && !passes(&[], turned, [4.0, 4.0], ln4));
         let nothing = [CAUSAL, LAST];
         assert!(passes(&nothing, plain, [0.0, 0.0], f32::NEG_INFINITY) && !passes(&nothing, plain, [0.0, 1e-9], f32::NEG_INFINITY));
+    }
+
+    /// Scores 0 and ln 3, and ln 4 that has no value: weights 1/8 and 3/8.
+    #[test]
+    fn a_sink_is_a_key_without_a_value() {
+        let (keys, values) = ([0.0, 3f64.ln()], [1.0, -2.0, 5.0, 6.0]);
+        let sink = vec![4f64.ln()];
+        let of = |masks: &[Mask<'_>], sink: &Vec<f64>| with(&keys, &values, masks, |p| attention(&Problem { sink: Some(sink), ..*p }));
+        let a = of(&[], &sink);
+        assert!((a.o[0] - 2.0).abs() < 1e-14 && (a.o[1] - 2.0).abs() < 1e-14 && (a.stats[0] - 8f64.ln()).abs() < 1e-14, "{a:?}");
+        let large = of(&[], &vec![600.0]);
+        assert!(large.o[0] > 0.0 && large.o[0] < 1e-300 && large.stats == [600.0], "{large:?}");
+        let none = of(&[], &vec![f64::NEG_INFINITY]);
+        assert_eq!((none.o, none.stats), with(&keys, &values, &[], |p| (attention(p).o, attention(p).stats)));
+        let nothing = [CAUSAL, LAST];
+        assert_eq!((of(&nothing, &sink).o, of(&nothing, &sink).stats), (vec![0.0; 2], sink.clone()));
+        for (o, stats, right) in [(0f32, 4f32.ln(), true), (0.0, f32::NEG_INFINITY, true), (0.0, 0.0, false), (1e-9, 4f32.ln(), false)] {
+            let o = vec![o; 2];
+            let judged = |p: &Problem<'_>| {
+                check(&Problem { sink: Some(&sink), ..*p }, Tensor::dense(&o, [1, 1, 1, 2]), Some(&vec![stats]), &|_| ()).passes()
+            };
+            assert_eq!(with(&keys, &values, &nothing, judged), right, "{o:?} {stats}");
+        }
     }
 
     #[test]

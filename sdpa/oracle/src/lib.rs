@@ -96,6 +96,8 @@ pub struct Problem<'a> {
     pub masks: &'a [Mask<'a>],
     /// What becomes of a scaled score.
     pub modify: Option<&'a dyn Modify>,
+    /// A score of each query head that has no key and no value, and stands in the denominators of its rows.
+    pub sink: Option<&'a dyn Numbers>,
 }
 
 /// What an executor's backward pass was given, besides operands.
@@ -124,6 +126,11 @@ impl Problem<'_> {
     /// Query heads that share a key head.
     fn group(&self) -> usize {
         self.shape[1] / self.shape[2]
+    }
+
+    /// The score of a head that has no key.
+    fn sink_of(&self, head: usize) -> f64 {
+        self.sink.map_or(f64::NEG_INFINITY, |sink| sink.get(head))
     }
 
     fn keeps(&self, at: Place) -> bool {

@@ -169,8 +169,10 @@ pub(crate) struct Row {
     pub(crate) o_magnitude: Vec<f64>,
     /// How far `o` may be off by what the weights may be off by, each for itself.
     pub(crate) o_error: Vec<f64>,
-    /// −∞ where no key is kept.
+    /// −∞ where no key is kept, or the sink.
     pub(crate) stats: f64,
+    /// No key is kept: −∞ is as good.
+    pub(crate) keyless: bool,
     /// As in an [`Answer`](crate::Answer).
     pub(crate) score_magnitude: f64,
     /// How far the sum of the weights may be off.
@@ -185,7 +187,7 @@ pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
     if weight == 0.0 { 0.0 } else { (weight * score_error.exp_m1()).min(1.0) }
 }
 
-/// Compares a row over so many keys, of operands and of a result of these types. One that keeps none must be exactly zeros and −∞.
+/// Compares a row over so many keys, of operands and of a result of these types. One that keeps none must be exactly zeros, and −∞ or the sink.
 pub(crate) fn compare([element, stored]: [Element; 2], seq_kv: usize, want: &Row, o: &[f64], stats: Option<f64>) -> Distance {
     let u = element.roundoff();
     let score = want.weight_error;
@@ -211,7 +213,10 @@ pub(crate) fn compare([element, stored]: [Element; 2], seq_kv: usize, want: &Row
     distance.stats = stats.map(|got| {
         let tolerance = 2.0 * (want.stats_error + sum + 16.0 * F32_ROUNDOFF + 2.0 * F32_ROUNDOFF * want.stats.abs());
         // A logarithm that is off by 1 and a sum that is another one are the same.
-        let (value, magnitude) = (want.stats, want.stats.abs().max(1.0));
+        let (mut value, magnitude) = (want.stats, want.stats.abs().max(1.0));
+        if want.keyless && got == f64::NEG_INFINITY {
+            value = got;
+        }
         Worst::of(got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
     });
     distance

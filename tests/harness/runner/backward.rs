@@ -1,6 +1,9 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
-use super::{Outcome, Tally, drawn_documents, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, with};
+use super::{
+    Outcome, Tally, drawn_documents, drawn_sinks, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, widened,
+    with, with_sinks,
+};
 use crate::case::Case;
 use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
 use crate::inputs::{self, Operand};
@@ -138,9 +141,11 @@ fn attempt(
     spoil_padding(executor.name(), library, [(&forward.k, &mut k), (&forward.v, &mut v)]);
     let d_o = inputs::random(of(Name::DO), dtype, 1.0, &mut random);
 
+    let sinks = drawn_sinks(forward, draw.seed);
     let [batch, heads_q, seq_q, dim_qk] = forward.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = forward.v.dims.map(|d| d as usize);
     let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v];
+    let told_sinks = widened(sinks.as_ref());
     let textbook = oracle::Problem {
         shape,
         q: &inputs::gather(of(Name::Q), &q),
@@ -149,8 +154,9 @@ fn attempt(
         scale: f64::from(draw.attn_scale.unwrap_or(problem.forward().default_scale())),
         dtype,
         masks: read_by_oracle(&forward.masks, library),
+        sink: told_sinks.as_deref(),
     };
-    let params = library.map_or_else(Vec::new, Library::params);
+    let params = with_sinks(library.map_or_else(Vec::new, Library::params), sinks.as_ref());
     let given = Given { attn_scale: draw.attn_scale, params: &params };
     let (o, stats) = match source {
         Source::Oracle => {
@@ -168,7 +174,7 @@ fn attempt(
             return Err(Outcome::Fail(format!("a second run gave other bits, {}", report.engine)));
         }
     }
-    let along: Vec<&str> = spec.wrt.iter().map(|g| g.name.as_str()).collect();
+    let along: Vec<&str> = problem.wrt_scores().map(|g| g.name.as_str()).collect();
     let d_o = inputs::gather(of(Name::DO), &read.d_o);
     let whose = if source == Source::Executor { Whose::Own } else { Whose::Rounded };
     let compared = with(library, &along, |closures| compare_gradients(&textbook, closures, &d_o, whose, &got.operands, &got.along));
@@ -209,7 +215,7 @@ fn backward(
     let results = [Name::DQ, Name::DK, Name::DV];
     let mut written = results.map(|operand| inputs::poisoned(of(operand), spec.forward.dtype));
     let elements = |name: &str| problem.gradient_elements(name) as usize;
-    let mut along: Vec<Operand> = spec.wrt.iter().map(|g| Operand::filled(g.dtype, elements(&g.name), f32::NAN)).collect();
+    let mut along: Vec<Operand> = problem.wrt().iter().map(|g| Operand::filled(g.dtype, elements(&g.name), f32::NAN)).collect();
     let [dq, dk, dv] = &mut written;
     let call = HostBackward {
         q: read.q.elements(),
@@ -223,7 +229,7 @@ fn backward(
         dv: dv.elements_mut(),
         attn_scale,
         params,
-        gradients: spec.wrt.iter().zip(&mut along).map(|(g, to)| HostGradient { name: &g.name, data: to.elements_mut() }).collect(),
+        gradients: problem.wrt().iter().zip(&mut along).map(|(g, to)| HostGradient { name: &g.name, data: to.elements_mut() }).collect(),
     };
     let report = prepared.backward(call).map_err(|e| Outcome::Fail(format!("backward: {e}")))?;
     for (name, operand) in results.iter().zip(&written) {
@@ -233,7 +239,7 @@ fn backward(
     }
     let operands = std::array::from_fn(|n| inputs::gather(of(results[n]), &written[n]));
     let all = |operand: &Operand| (0..operand.elements().len()).map(|at| operand.get(at)).collect();
-    let along = spec.wrt.iter().zip(&along).map(|(g, operand)| GotAlong { dtype: g.dtype, value: all(operand) }).collect();
+    let along = problem.wrt().iter().zip(&along).map(|(g, operand)| GotAlong { dtype: g.dtype, value: all(operand) }).collect();
     Ok((Got { operands, along }, report))
 }
 

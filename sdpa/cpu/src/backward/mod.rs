@@ -18,6 +18,7 @@
 //! | `kernel` | steps that the forward pass does not have |
 //! | `modified` | the gradient behind a function of the score |
 //! | `params` | gradients of declared parameters |
+//! | `sink` | the gradient of numbers in the denominator |
 //! | `norms` | sums of weights once more, where stats are too large to tell them |
 //! | `by_hand` | gradients that are written by hand, compared in debug builds |
 //! | `sums` | sums of parts |
@@ -29,6 +30,7 @@ mod modified;
 mod norms;
 mod params;
 mod rows;
+mod sink;
 mod sums;
 #[cfg(test)]
 mod tests;
@@ -50,7 +52,7 @@ use sdpa_core::error::Error;
 use sdpa_core::executor::{PreparedBackward, Report};
 use sdpa_core::operand::Side;
 use sdpa_core::packed::Documents;
-use sdpa_core::{Elements, ElementsMut, HostBackward, HostGradient, Param};
+use sdpa_core::{Elements, ElementsMut, HostBackward, HostGradient, Param, SINK};
 use std::ops::Range;
 use std::time::Instant;
 use sums::{Pool, Sum};
@@ -148,15 +150,16 @@ impl CpuBackward {
         let started = Instant::now();
         let problem = self.problem.forward();
         let values = sdpa_core::params::bind(self.problem.params(), problem.extents(), params)?;
+        let sinks = problem.sinks(self.problem.params(), &values);
         let documents = Documents::new(problem, self.problem.params(), &values)?;
         let lengths = Lengths::new(problem, self.problem.params(), &values, documents.as_ref());
         let rules = self.rules.bind(problem, self.isa, self.problem.params(), &values);
-        let totals: Vec<Total<'_>> = self.problem.wrt().iter().filter_map(|wanted| self.total(&wanted.name, &mut gradients)).collect();
+        let totals: Vec<Total<'_>> = self.problem.wrt_scores().filter_map(|wanted| self.total(&wanted.name, &mut gradients)).collect();
         super::is_there(self.most_workspace())?;
         let [queries, keys] = Side::ALL.map(|side| documents.as_ref().map(|documents| documents.of(side)));
         let [q, k, v] = [View::new(q, problem.q(), queries), View::new(k, problem.k(), keys), View::new(v, problem.v(), keys)];
         let stats = View::new(stats, &problem.stats_tensor(), queries);
-        let norms = Norms::new(problem, self.isa, [q, k, v], &stats, scale, (&lengths, documents.as_ref(), &rules));
+        let norms = Norms::new(problem, self.isa, [q, k, v], &stats, scale, (&lengths, documents.as_ref(), &rules, sinks));
         let cut = Cut::new(problem, self.isa, rayon::current_num_threads(), lengths);
         let call = Call {
             cut: &cut,
@@ -176,6 +179,9 @@ impl CpuBackward {
         let dk = strips((self.problem.dk(), keys), 1, cut.strip_keys, dk);
         let dv = strips((self.problem.dv(), keys), 1, cut.strip_keys, dv);
         let pools = call.run(rows, dk.into_iter().zip(dv).collect(), &totals, scale);
+        if let (Some(sinks), Some(n)) = (sinks, gradients.iter().position(|gradient| gradient.name == SINK)) {
+            sink::gradient(&call, sinks, gradients.swap_remove(n).data);
+        }
         let workspace = cut.threads * of_worker(&cut, &self.rules) + pools + totals.iter().map(Total::bytes).sum::<usize>() + norms.bytes();
         totals.into_iter().for_each(Total::finish);
         Ok(super::report(started, self.isa, cut.threads, workspace))

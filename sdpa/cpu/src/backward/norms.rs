@@ -40,7 +40,7 @@ impl Norms {
         [q, k, v]: [View<'_, T>; 3],
         stats: &View<'_, f32>,
         scale: f32,
-        (lengths, documents, rules): (&Lengths, Option<&Documents>, &RulesOf<'_>),
+        (lengths, documents, rules, sinks): (&Lengths, Option<&Documents>, &RulesOf<'_>, Option<&[f32]>),
     ) -> Norms {
         if !stats.data.iter().any(|stat| is_large(*stat)) {
             return Norms(None);
@@ -56,7 +56,7 @@ impl Norms {
         });
         let mut norms = vec![[f32::NEG_INFINITY, 0.0]; stats.data.len()];
         let call = Call { schedule: &schedule, isa, q, k, v, scale, rules };
-        call.run(output::norms(&schedule, (problem, documents), &mut norms));
+        call.run(output::norms(&schedule, (problem, documents), sinks, &mut norms));
         for (norm, stat) in norms.iter_mut().zip(stats.data) {
             let [max, rest] = norm.map(f64::from);
             let same = is_large(*stat) && (max + rest - f64::from(*stat)).abs() <= NEAR * ulp(*stat);

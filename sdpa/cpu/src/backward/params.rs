@@ -286,6 +286,12 @@ fn clear(to: &mut ElementsMut<'_>) {
     }
 }
 
+/// Writes sums, each rounded once.
+pub(super) fn store(to: &mut ElementsMut<'_>, sums: &[f64]) {
+    clear(to);
+    add(to, 0, sums);
+}
+
 /// Adds, from an element on, to what is still 0, or adds 0: either is rounded once.
 fn add(to: &mut ElementsMut<'_>, at: usize, from: &[f64]) {
     match to {

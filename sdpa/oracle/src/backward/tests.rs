@@ -32,6 +32,7 @@ impl Numbers {
             scale,
             masks,
             modify: None,
+            sink: None,
         };
         call(&p, Tensor::dense(d_o, [batch, heads_q, seq_q, dim_v]))
     }
@@ -325,4 +326,43 @@ fn a_narrower_type_and_a_chained_pass_are_allowed_more() {
             assert!((*less == 0.0 && *more == 0.0) || factor * less <= *more, "{less} {more}");
         }
     }
+}
+
+#[test]
+fn a_sink_has_the_gradient_of_differences_and_moves_those_of_others() {
+    const STEP: f64 = 1e-6;
+    let (shape, masks) = ([2, 4, 2, 5, 6, 3, 2], [window(Some(3), Some(0), Align::BottomRight)]);
+    let mut draw = draws(11);
+    let numbers = Numbers([2 * 4 * 5 * 3, 2 * 2 * 6 * 3, 2 * 2 * 6 * 2, 2 * 4 * 5 * 2].map(&mut draw));
+    let sink = draw(4);
+    let loss = |sink: &Vec<f64>| {
+        let o = numbers.with(shape, 0.7, &masks, |p, _| attention(&Problem { sink: Some(sink), ..*p })).o;
+        o.iter().zip(&numbers.0[3]).map(|(x, y)| x * y).sum::<f64>()
+    };
+    let with = |given: Given<'_>| numbers.with(shape, 0.7, &masks, |p, d_o| gradients(&Problem { sink: Some(&sink), ..*p }, d_o, given));
+    let got = with(Given::Rounded);
+    let [gradient] = &got.along[..] else { panic!("{} gradients", got.along.len()) };
+    for (head, &value) in gradient.value.iter().enumerate() {
+        let moved = |step: f64| {
+            let mut sink = sink.clone();
+            sink[head] += step;
+            loss(&sink)
+        };
+        let want = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
+        assert!((value - want).abs() < 1e-7 && want.abs() > 1e-3, "{head}: {value}, not {want}");
+        assert!(gradient.error[head] > 0.0 && gradient.error[head] < 1e-3 * gradient.magnitude[head]);
+    }
+    // That of a query.
+    let moved = |step: f64| {
+        let mut numbers = Numbers(numbers.0.clone());
+        numbers.0[0][7] += step;
+        let o = numbers.with(shape, 0.7, &masks, |p, _| attention(&Problem { sink: Some(&sink), ..*p })).o;
+        o.iter().zip(&numbers.0[3]).map(|(x, y)| x * y).sum::<f64>()
+    };
+    assert!(((moved(STEP) - moved(-STEP)) / (2.0 * STEP) - got.dq.value[7]).abs() < 1e-7);
+    // With the output and stats that were computed, it is the same.
+    let answer = numbers.with(shape, 0.7, &masks, |p, _| attention(&Problem { sink: Some(&sink), ..*p }));
+    let (o, stats) = (Tensor::dense(&answer.o, [2, 4, 5, 2]), &answer.stats);
+    let again = with(Given::These { o, stats });
+    assert!(again.along[0].value.iter().zip(&gradient.value).all(|(x, y)| (x - y).abs() < 1e-12));
 }
