@@ -242,7 +242,7 @@ mod tests {
         let a = of(&[], &sink);
         assert!((a.o[0] - 2.0).abs() < 1e-14 && (a.o[1] - 2.0).abs() < 1e-14 && (a.stats[0] - 8f64.ln()).abs() < 1e-14, "{a:?}");
         let large = of(&[], &vec![600.0]);
-        assert!(large.o[0] > 0.0 && large.o[0] < 1e-300 && large.stats == [600.0], "{large:?}");
+        assert!(large.o[0] > 0.0 && large.o[0] < 1e-250 && large.stats == [600.0], "{large:?}");
         let none = of(&[], &vec![f64::NEG_INFINITY]);
         assert_eq!((none.o, none.stats), with(&keys, &values, &[], |p| (attention(p).o, attention(p).stats)));
         let nothing = [CAUSAL, LAST];
