@@ -205,7 +205,7 @@ fn composite(dtype: DType, mods: Mods) -> (Io, [TensorId; 2]) {
     }
     s = bands(g, s, mods, lengths);
     let stats = g.input("stats", F32, dims([B, HQ, SQ, 1]));
-    let p = g.softmax(s, Some(stats));
+    let p = g.softmax(s, Some(stats), None);
     g.set_dtype(p, dtype);
     let o = g.matmul(p, io.v);
     g.output(o, "o", dtype);

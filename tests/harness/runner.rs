@@ -339,6 +339,7 @@ pub fn random_padded(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
         spec.masks.push(random_mask(random, shape.seq_kv));
     }
     spec.stats = random.between(0, 1) == 0;
+    spec.sink = random.between(0, 4) == 0;
     spec
 }
 

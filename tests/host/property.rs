@@ -14,8 +14,8 @@ use cudnn_graph::{Program, Version};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use sdpa::cpu::CpuExecutor;
-use sdpa::cudnn::lower::{self, Form, Operand};
-use sdpa::{Align, AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Problem, Shape, TensorSpec};
+use sdpa::cudnn::lower::{self, Form, Operand, Supply};
+use sdpa::{Align, AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Problem, SINK, Shape, TensorSpec};
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -196,7 +196,14 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
         (at(Operand::V), Value::new(spec.v.dims, v.clone())),
         (forward.attn_scale, Value::scalar(scale)),
     ];
-    let results = interp::run(&forward.graph, &inputs.into(), Precision::F64).map_err(|e| format!("{form} {runtime}: {e}"))?;
+    let in_graph = forward.supplies.iter().find(|(_, supply)| *supply == Supply::Param(SINK.to_owned())).map(|(tensor, _)| *tensor);
+    if in_graph.is_some() != (spec.sink && form == Form::Composite && problem.seq_q() > 1) {
+        return Err(format!("{form} {runtime}: the sink is not where it belongs"));
+    }
+    let sink = numbers(&mut random, [1, problem.heads_q(), 1, 1]);
+    let given = in_graph.map(|tensor| (tensor, Value::new([1, problem.heads_q(), 1, 1], sink.clone())));
+    let inputs = inputs.into_iter().chain(given).collect();
+    let results = interp::run(&forward.graph, &inputs, Precision::F64).map_err(|e| format!("{form} {runtime}: {e}"))?;
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
     let textbook = oracle::Problem {
@@ -207,7 +214,7 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
         dtype: spec.dtype,
         scale,
         masks: &spec.masks,
-        sink: None,
+        sink: in_graph.map(|_| &sink[..]),
     };
     let want = oracle::attention(&textbook, &oracle::Closures::default());
     // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they can show.
@@ -337,7 +344,7 @@ proptest! {
     ) {
         let [q, k, v, o] = tensors;
         let packed = packed.map(|([cross, wide], total_q, total_kv)| Packed { cross, wide, total_q, total_kv });
-        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, masks, stats }).validate() {
+        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, masks, sink: stats, stats }).validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }
     }

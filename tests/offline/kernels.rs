@@ -9,7 +9,12 @@ use conformance::say::{say, skip};
 use std::fmt::Write;
 
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/documents.cu");
-const PTX: &str = "sdpa/cudnn/src/kernels/documents.ptx";
+
+/// The sources, and the PTX of each.
+const TEXTS: [(&str, &str); 2] = [
+    (SOURCE, "sdpa/cudnn/src/kernels/documents.ptx"),
+    (include_str!("../../sdpa/cudnn/src/kernels/sinks.cu"), "sdpa/cudnn/src/kernels/sinks.ptx"),
+];
 
 /// The version that drivers are asked for is the first that knows the architecture: what the compiler writes is the newest.
 const VERSION: &str = ".version 7.1";
@@ -35,11 +40,13 @@ fn the_ptx_is_what_the_compiler_makes_of_the_source() {
         Ok(nvrtc) => nvrtc,
         Err(why) => return skip("offline", &format!("PTX of kernels: {why}")),
     };
-    let made = nvrtc.ptx(SOURCE, "compute_80", &[]).unwrap();
-    golden::check(PTX, &plain(&made)).unwrap_or_else(|e| panic!("{e}"));
+    let made = |source: &str| plain(&nvrtc.ptx(source, "compute_80", &[]).unwrap());
+    for (source, ptx) in TEXTS {
+        golden::check(ptx, &made(source)).unwrap_or_else(|e| panic!("{e}"));
+    }
     // Another source is another text.
     let other = SOURCE.replace("return x < 0 ? 0 : ", "return ");
-    assert!(other != SOURCE && plain(&nvrtc.ptx(&other, "compute_80", &[]).unwrap()) != plain(&made));
+    assert!(other != SOURCE && made(&other) != made(SOURCE));
 }
 
 /// A grid of the kernels for a CPU, thread by thread: none waits for another. Each job is numbers, each answer a line for each buffer, with

@@ -4,3 +4,4 @@ mod absent;
 mod asked;
 mod kernels;
 mod policy;
+mod sinks;

@@ -6,4 +6,5 @@ mod captures;
 mod key;
 mod packed;
 mod plans;
+mod sinks;
 mod submissions;

@@ -190,11 +190,11 @@ impl Graph {
         y
     }
 
-    /// Softmax over the last axis (cuDNN 9.20), virtual f32; `stats` is its natural-log sum of exponentials.
-    pub fn softmax(&mut self, x: TensorId, stats: Option<TensorId>) -> TensorId {
+    /// Softmax over the last axis (cuDNN 9.20), virtual f32; `stats` is its natural-log sum of exponentials, with those of `sink`.
+    pub fn softmax(&mut self, x: TensorId, stats: Option<TensorId>, sink: Option<TensorId>) -> TensorId {
         let dims = self.dims(x);
         let y = self.result("softmax", DType::F32, dims);
-        self.push(Op::Softmax(Softmax { x, y, stats, max: None, sum_exp: None, sink: None, stats_log2: false }));
+        self.push(Op::Softmax(Softmax { x, y, stats, max: None, sum_exp: None, sink, stats_log2: false }));
         y
     }
 

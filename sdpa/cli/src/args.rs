@@ -99,6 +99,9 @@ pub(crate) struct ProblemArgs {
     /// Add the input's tensor bias to the scores, before the score_mods; with --backward also its gradient
     #[arg(long)]
     pub(crate) bias: bool,
+    /// Put a number of each query head into the softmax's denominator, the input's tensor sink; with --backward also its gradient
+    #[arg(long)]
+    pub(crate) sink: bool,
     /// Value of a declared scalar; may be repeated. Declared tensors are read from the --input by their names
     #[arg(long, value_name = "NAME=VALUE", allow_hyphen_values = true)]
     pub(crate) param: Vec<String>,

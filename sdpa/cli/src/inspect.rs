@@ -277,6 +277,7 @@ fn spec_text(request: &Request) -> String {
     tensors(&mut table, FORWARD, [&spec.q, &spec.k, &spec.v, &spec.o]);
     table.rows("packed", packed_text(spec.packed.as_ref()));
     table.rows("score_mod", request.score_mods());
+    table.rows("sink", spec.sink.then(|| "in the denominator of each query head".to_owned()));
     table.row("masks", list(&spec.masks.iter().map(ToString::to_string).collect::<Vec<_>>()));
     table.row("stats", yes(spec.stats));
     if let Some(b) = request.backward.as_ref().map(|b| &b.spec) {
@@ -309,6 +310,7 @@ fn problem_text(request: &Request) -> String {
     tensors(&mut table, FORWARD, [q, k, v, o]);
     table.rows("packed", packed_text(p.packed()));
     table.rows("score_mod", p.score_mod().map(lines));
+    table.rows("sink", p.sink().then(|| "in the denominator of each query head".to_owned()));
     table.row("keeps", region_text(p.region()));
     table.rows("and", p.kept().rest.iter().map(lines));
     table.rows("params", declared(request));

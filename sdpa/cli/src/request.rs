@@ -209,6 +209,7 @@ impl Request {
         // What does not depend on extents is judged where they are right.
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
+        any.sink = args.sink;
         any.packed = packing.as_ref().map(|packing| Packed { total_q: None, total_kv: None, ..packing.packed });
         let right =
             packing.as_ref().is_none_or(|packing| packing.judge(scores.filter(|_| input || args.shape.is_some()), tokens, mistakes));
@@ -233,7 +234,7 @@ impl Request {
 
         let stats = wanted.stats || args.stats || gradient.is_some_and(|g| g.backward);
         let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
-        (spec.score_mods, spec.masks) = (rules.score_mods, rules.masks);
+        (spec.score_mods, spec.masks, spec.sink) = (rules.score_mods, rules.masks, args.sink);
         if let Some(packing) = &packing {
             packing.place(&mut spec, layout.unwrap_or(Layout::Bshd), tokens);
         }

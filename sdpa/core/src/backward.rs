@@ -146,7 +146,10 @@ impl BackwardSpec {
         match (problem, gradient) {
             (Some(forward), Some(gradient)) if check.errors.is_empty() => Ok(BackwardProblem {
                 gradient: (forward.score_mod().is_some() || !names.is_empty()).then(|| Arc::new(gradient)),
-                wrt: of_scores(&self.wrt, self.forward.sink).chain(self.wrt.iter().filter(|g| self.forward.sink && g.name == SINK)).cloned().collect(),
+                wrt: of_scores(&self.wrt, self.forward.sink)
+                    .chain(self.wrt.iter().filter(|g| self.forward.sink && g.name == SINK))
+                    .cloned()
+                    .collect(),
                 params,
                 forward,
                 d_o: normalise(place(self.d_o), packed),

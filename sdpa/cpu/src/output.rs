@@ -139,9 +139,10 @@ pub(super) fn norms<'a, T>(
 /// Those of each strip of the schedule.
 fn sinks_of_strips<'a>(schedule: &Schedule, sinks: Option<&'a [f32]>) -> impl Iterator<Item = Option<Sinks<'a>>> {
     let group = schedule.extents.group;
-    schedule.strips.iter().map(move |strip| {
-        sinks.map(|sinks| Sinks { of_group: &sinks[strip.head_kv * group..][..group], first: strip.rows.start })
-    })
+    schedule
+        .strips
+        .iter()
+        .map(move |strip| sinks.map(|sinks| Sinks { of_group: &sinks[strip.head_kv * group..][..group], first: strip.rows.start }))
 }
 
 /// (batch, head, seq) as they lie in memory, outermost first.

@@ -106,9 +106,6 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
             limit("device", format!("sm {sm}"), "packed stats are read by engines for compute capability 9.0 to 11.x");
         }
     }
-    if problem.sink() {
-        limit("sink", "true".to_owned(), "not yet");
-    }
     if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
         limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");
     }

@@ -67,7 +67,7 @@ pub(super) const LARGE_WORKSPACE: u64 = 4 << 30;
 /// The engine for a problem, if there is one.
 pub(super) fn engine(problem: &BackwardProblem, runtime: Version, sm: u32) -> Option<Named> {
     let row = ROWS.iter().find(|row| row.sm.contains(&sm) && runtime >= row.since)?;
-    if !problem.wrt().is_empty() || !(problem.deterministic() || (row.only_one)(problem)) {
+    if problem.wrt_scores().next().is_some() || !(problem.deterministic() || (row.only_one)(problem)) {
         return None;
     }
     let [tile_m, tile_n] = row.tile;

@@ -118,7 +118,14 @@ impl Planned {
     pub fn copied(&self) -> Vec<&'static str> {
         let copied = self.schedule.runs().filter_map(|run| match &run.role {
             Role::Copy(operand) => Some(operand.name()),
-            Role::Attention | Role::Conversion(_) | Role::Sum(..) | Role::Rounding(_) | Role::Documents | Role::Unpaired(_) => None,
+            Role::Attention
+            | Role::Conversion(_)
+            | Role::Sum(..)
+            | Role::Rounding(_)
+            | Role::Documents
+            | Role::Sink
+            | Role::SinkGradient
+            | Role::Unpaired(_) => None,
         });
         copied.collect()
     }

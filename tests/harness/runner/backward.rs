@@ -1,8 +1,8 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
 use super::{
-    Outcome, Tally, drawn_documents, drawn_sinks, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, widened,
-    with, with_sinks,
+    Outcome, Tally, drawn_documents, drawn_sinks, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding,
+    widened, with, with_sinks,
 };
 use crate::case::Case;
 use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
@@ -13,7 +13,7 @@ use crate::packing::Laid;
 use crate::random::Random;
 use sdpa::{
     AttentionSpec, BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Operand as Name, Param,
-    PreparedBackward, Report, Side, TensorSpec,
+    PreparedBackward, Report, SINK, Side, TensorSpec,
 };
 
 /// Whose forward pass a backward pass is given.
@@ -296,6 +296,9 @@ pub fn gradients_elsewhere(mut forward: AttentionSpec, random: &mut Random) -> B
         }
     }
     spec.deterministic = random.between(0, 4) == 0;
+    if spec.forward.sink && random.between(0, 3) > 0 {
+        spec = spec.wrt(SINK, random.pick(&[DType::F32, DType::F32, DType::F16, DType::BF16]));
+    }
     spec
 }
 

@@ -36,6 +36,8 @@ struct Problem {
     #[serde(default)]
     bias: bool,
     #[serde(default)]
+    sink: bool,
+    #[serde(default)]
     stats: bool,
     /// The forward pass with stats, and the backward pass.
     #[serde(default)]
@@ -132,6 +134,7 @@ impl Problem {
             score_mod: self.score_mod,
             mask: self.mask,
             bias: self.bias,
+            sink: self.sink,
             param: Vec::new(),
             scale: None,
             stats: self.stats || self.backward,

@@ -7,7 +7,7 @@ use crate::exit::Mistakes;
 use crate::expression;
 use crate::header::Header;
 use sdpa::expr::{Axes, Axis, Declared, ParamKind};
-use sdpa::{AttentionSpec, DType, GradientSpec, Mask, ScoreMod, SpecErrors};
+use sdpa::{AttentionSpec, DType, GradientSpec, Mask, SINK, ScoreMod, SpecErrors};
 
 /// The axes that a tensor of the input spans; all of them where there is no input. `None`: told, or not known.
 fn spanned(name: &str, header: Option<&Header>, input: bool, extents: Option<[i64; 4]>, mistakes: &mut Mistakes) -> Option<Axes> {
@@ -106,10 +106,11 @@ pub(super) fn judge(
         return Some(Judged { right: false, ..none });
     }
     let mut backward = any.backward();
-    let bias = args.bias.then_some("bias").filter(|_| !gradient.wrt.iter().any(|w| w == "bias"));
-    for name in bias.into_iter().chain(gradient.wrt.iter().map(String::as_str)) {
+    let by_options = [args.bias.then_some("bias"), args.sink.then_some(SINK)].into_iter().flatten();
+    let by_options = by_options.filter(|name| !gradient.wrt.iter().any(|w| w == name));
+    for name in by_options.chain(gradient.wrt.iter().map(String::as_str)) {
         let scalar = problem.params().iter().any(|p| p.name == name && p.kind == ParamKind::Scalar);
-        backward = backward.wrt(name, if scalar { DType::F32 } else { any.dtype });
+        backward = backward.wrt(name, if scalar || args.sink && name == SINK { DType::F32 } else { any.dtype });
     }
     let validated = valid(backward.validate(), |errors| {
         for e in errors.0 {

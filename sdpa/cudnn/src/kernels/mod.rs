@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 use std::ffi::CStr;
 
 const DOCUMENTS: &str = concat!(include_str!("documents.ptx"), "\0");
+const SINKS: &str = concat!(include_str!("sinks.ptx"), "\0");
 
 /// Offsets of packed documents that one launch can compute.
 pub const OFFSETS: usize = 9;
@@ -17,14 +18,26 @@ pub enum Own {
     Documents,
     /// Fills the rows of documents that have nothing on the other side.
     Unpaired,
+    /// Adds sinks to the denominators of rows that were computed without.
+    SinkRows,
+    /// What rows add to the gradients of sinks, in parts.
+    SinkParts,
+    /// The sums of these parts.
+    SinkGradient,
 }
 
 impl Own {
+    /// Every kernel, those of a text one behind the other.
+    pub const ALL: [Own; 5] = [Own::Documents, Own::Unpaired, Own::SinkRows, Own::SinkParts, Own::SinkGradient];
+
     /// Its name in the PTX.
     pub const fn name(self) -> &'static CStr {
         match self {
             Own::Documents => c"documents",
             Own::Unpaired => c"unpaired",
+            Own::SinkRows => c"sink_rows",
+            Own::SinkParts => c"sink_parts",
+            Own::SinkGradient => c"sink_gradient",
         }
     }
 
@@ -32,6 +45,7 @@ impl Own {
     pub const fn ptx(self) -> &'static str {
         match self {
             Own::Documents | Own::Unpaired => DOCUMENTS,
+            Own::SinkRows | Own::SinkParts | Own::SinkGradient => SINKS,
         }
     }
 }
@@ -40,12 +54,16 @@ impl Own {
 #[derive(Debug)]
 pub(crate) struct Loaded {
     device: u32,
-    documents: Kernel,
-    unpaired: Kernel,
+    kernels: [Kernel; 5],
 }
 
 /// Those of each device that needed some.
 static LOADED: Mutex<Vec<&'static Loaded>> = Mutex::new(Vec::new());
+
+fn load<const N: usize>(device: &'static Device, kernels: [Own; N]) -> Result<[Kernel; N], cudnn_graph::Error> {
+    let ptx = kernels.first().map_or("\0", |kernel| kernel.ptx());
+    device.load_kernels(CStr::from_bytes_with_nul(ptx.as_bytes()).unwrap_or_default(), kernels.map(Own::name))
+}
 
 impl Loaded {
     /// Those of a device, loaded once in the life of the process.
@@ -54,18 +72,17 @@ impl Loaded {
         if let Some(loaded) = all.iter().find(|loaded| loaded.device == device.ordinal()) {
             return Ok(loaded);
         }
-        let ptx = CStr::from_bytes_with_nul(DOCUMENTS.as_bytes()).unwrap_or_default();
-        let [documents, unpaired] = device.load_kernels(ptx, [Own::Documents.name(), Own::Unpaired.name()])?;
-        let loaded: &'static Loaded = Box::leak(Box::new(Loaded { device: device.ordinal(), documents, unpaired }));
+        let [documents, unpaired, sink_rows, sink_parts, sink_gradient] = Own::ALL;
+        let [documents, unpaired] = load(device, [documents, unpaired])?;
+        let [sink_rows, sink_parts, sink_gradient] = load(device, [sink_rows, sink_parts, sink_gradient])?;
+        let kernels = [documents, unpaired, sink_rows, sink_parts, sink_gradient];
+        let loaded: &'static Loaded = Box::leak(Box::new(Loaded { device: device.ordinal(), kernels }));
         all.push(loaded);
         Ok(loaded)
     }
 
     pub(crate) fn get(&self, which: Own) -> &Kernel {
-        match which {
-            Own::Documents => &self.documents,
-            Own::Unpaired => &self.unpaired,
-        }
+        &self.kernels[which as usize]
     }
 }
 
@@ -75,9 +92,9 @@ mod tests {
 
     #[test]
     fn every_kernel_is_in_its_text() {
-        for own in [Own::Documents, Own::Unpaired] {
+        for (place, own) in Own::ALL.into_iter().enumerate() {
             let name = own.name().to_str().unwrap();
-            assert!(own.ptx().contains(&format!(".visible .entry {name}(")), "{name}");
+            assert!(own as usize == place && own.ptx().contains(&format!(".visible .entry {name}(")), "{name}");
         }
         let offsets = DOCUMENTS.split(".entry documents(").nth(1).and_then(|text| text.split_once(')')).unwrap().0;
         assert_eq!(offsets.matches(".param").count(), 9 + 2 * OFFSETS);

@@ -74,7 +74,7 @@ impl Spelling {
     /// The one that is asked for first. Engines that sum gradients of parameters keep dS in the workspace, and so do those that give the same bits on every run,
     /// but for one that has to be asked for by name.
     pub fn usual(b: &BackwardProblem) -> Spelling {
-        let at_once = b.deterministic() || !b.wrt().is_empty();
+        let at_once = b.deterministic() || b.wrt_scores().next().is_some();
         let query_gradient = if at_once { QueryGradient::AtOnce } else { QueryGradient::Summed };
         Spelling { query_gradient, vectors: Vectors::AlongQueries }
     }
@@ -158,8 +158,18 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
         g.pointwise_into(Mode::Identity, &[sum], dq);
     }
     let Ports { operands, stats, attn_scale } = ports;
-    let (stats, totals) = (Some(stats), Side::ALL.map(|side| p.total(side)));
-    Ok(Lowered { graph: g.verify()?, form: Form::Composite, spelling: Some(spelling), operands, attn_scale, stats, totals, supplies })
+    let (stats, row_sum, totals) = (Some(stats), Some(row_sum), Side::ALL.map(|side| p.total(side)));
+    Ok(Lowered {
+        graph: g.verify()?,
+        form: Form::Composite,
+        spelling: Some(spelling),
+        operands,
+        attn_scale,
+        stats,
+        row_sum,
+        totals,
+        supplies,
+    })
 }
 
 /// Why padding is refused beside some score_mods.
@@ -260,7 +270,7 @@ fn heads_in_workspace(g: &Graph, p: &Problem, gradient: TensorId) -> Option<([i6
 fn parameters(to: &mut Draft<'_>, b: &BackwardProblem, d_scaled: TensorId) -> Result<(), LowerError> {
     let Some(gradient) = b.gradient() else { return Ok(()) };
     let roots = gradient.trace.roots();
-    for (n, wanted) in b.wrt().iter().enumerate() {
+    for (n, wanted) in b.wrt_scores().enumerate() {
         let name = &wanted.name;
         if roots[2 + n] != roots[1] {
             let rule = format!(
@@ -301,6 +311,9 @@ pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
     if !p.kept().is_full() || b.gradient().is_some() {
         return Err(LowerError::Unsupported("the unified backward op takes plain attention only".to_owned()));
     }
+    if b.sink_gradient().is_some() {
+        return Err(LowerError::Unsupported("the unified backward op leaves no sums of rows for the gradient of the sink".to_owned()));
+    }
     let mut g = Graph::new();
     let mut supplies = Vec::new();
     let ports = Ports::new(&mut Draft { graph: &mut g, supplies: &mut supplies }, b, |tensor| tensor);
@@ -322,5 +335,5 @@ pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
     })));
     let Ports { operands, stats, attn_scale } = ports;
     let (stats, totals) = (Some(stats), Side::ALL.map(|side| p.total(side)));
-    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands, attn_scale, stats, totals, supplies })
+    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands, attn_scale, stats, row_sum: None, totals, supplies })
 }

@@ -2,20 +2,21 @@
 //! match.
 
 use super::expr::{Draft, Pass};
-use super::lowered::Lowered;
+use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Operands, dtype, modify, transposed};
 use cudnn_graph::ir::op::{Matmul, Op, ReductionMode};
 use cudnn_graph::ir::ty::Dims;
-use cudnn_graph::ir::{Mode, TensorId};
+use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
-use sdpa_core::Side;
 use sdpa_core::problem::Problem;
+use sdpa_core::{SINK, Side};
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
-    let operands = Operands::new(to, problem, transposed);
+    let in_graph = super::sink_in_graph(problem, runtime);
+    let operands = Operands::new(to, problem, in_graph, transposed);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
     let lengths = Lengths::of(to, problem);
     let [rows, keys] = lengths.overrides(to, problem, runtime)?;
@@ -23,7 +24,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, attn_scale]);
     let modified = modify(to, scaled, problem);
     let masked = mask::apply(to, modified, problem, lengths, runtime, Pass::Forward);
-    let weights = if runtime >= super::UNIFIED_SINCE { g.softmax(masked, stats) } else { softmax(&mut g, masked, stats) };
+    let sink = in_graph.then(|| sink(to, problem));
+    let weights = if runtime >= super::UNIFIED_SINCE { g.softmax(masked, stats, sink) } else { softmax(&mut g, masked, stats, sink) };
     // The second matrix product reads the weights in the type of the operands.
     g.set_dtype(weights, dtype(problem.dtype()));
     product_into(&mut g, [weights, v], o, [rows, None, keys], None);
@@ -36,6 +38,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         operands: operands.list(),
         attn_scale,
         stats,
+        row_sum: None,
         totals: Side::ALL.map(|side| problem.total(side)),
         supplies,
     })
@@ -67,16 +70,29 @@ pub(super) fn product_into(g: &mut Graph, [a, b]: [TensorId; 2], c: TensorId, ov
     g.push(Op::Matmul(Matmul { a, b, c, m_override, n_override, k_override, padding, compute: DType::F32 }));
 }
 
+/// One number for each query head.
+fn sink(to: &mut Draft<'_>, problem: &Problem) -> TensorId {
+    let tensor = to.graph.tensor(Tensor::device(SINK, DType::F32, [1, problem.heads_q(), 1, 1]));
+    to.supplies.push((tensor, Supply::Param(SINK.to_owned())));
+    tensor
+}
+
 /// The softmax of runtimes that have no op for it. Engines match the logarithm of the sum even where nobody reads it.
-fn softmax(g: &mut Graph, scores: TensorId, stats: Option<TensorId>) -> TensorId {
+fn softmax(g: &mut Graph, scores: TensorId, stats: Option<TensorId>, sink: Option<TensorId>) -> TensorId {
     let mut row = g.get(scores).map(|t| t.dims.0.clone()).unwrap_or_default();
     if let Some(last) = row.last_mut() {
         *last = 1;
     }
-    let max = g.reduce(ReductionMode::Max, scores, row.clone());
+    let of_keys = g.reduce(ReductionMode::Max, scores, row.clone());
+    let max = sink.map_or(of_keys, |sink| g.pointwise(Mode::Max, &[of_keys, sink]));
+    let own = sink.map(|sink| {
+        let shifted = g.pointwise(Mode::Sub, &[sink, max]);
+        g.pointwise(Mode::Exp, &[shifted])
+    });
     let shifted = g.pointwise(Mode::Sub, &[scores, max]);
     let exp = g.pointwise(Mode::Exp, &[shifted]);
-    let sum = g.reduce(ReductionMode::Add, exp, row);
+    let of_keys = g.reduce(ReductionMode::Add, exp, row);
+    let sum = own.map_or(of_keys, |own| g.pointwise(Mode::Add, &[of_keys, own]));
     let log = g.pointwise(Mode::Log, &[sum]);
     match stats {
         Some(stats) => g.pointwise_into(Mode::Add, &[max, log], stats),

@@ -60,6 +60,9 @@ impl CacheKey for Job {
         if p.packed().is_some() {
             text.push_str(" packed");
         }
+        if p.sink() {
+            text.push_str(" sink");
+        }
         if let Some(score_mod) = p.score_mod() {
             text.push_str(&format!(" {}", short(score_mod.to_string())));
         }
@@ -96,6 +99,7 @@ impl CacheKey for Job {
         fields.push(("packed", packed.unwrap_or_else(|| "no".to_owned())));
         fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
         fields.push(("mask", p.kept().to_string()));
+        fields.push(("sink", p.sink().to_string()));
         fields.push(("stats", p.stats().to_string()));
         if let Job::Backward(b) = self {
             let wrt: Vec<String> = b.wrt().iter().map(|g| format!("{} {}", g.name, g.dtype)).collect();

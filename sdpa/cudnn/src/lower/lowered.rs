@@ -127,6 +127,8 @@ pub struct Lowered {
     pub attn_scale: TensorId,
     /// f32 (batch, heads_q, seq_q, 1).
     pub stats: Option<TensorId>,
+    /// Sums of each row of `o` times its gradient, in the workspace of a backward pass in the composite form.
+    pub row_sum: Option<TensorId>,
     /// Tokens of queries and of keys that a packed call has at most: what tensors in the workspace have room for.
     pub totals: [i64; 2],
     /// Every other tensor that has to be bound, and what is bound to it.

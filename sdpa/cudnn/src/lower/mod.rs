@@ -80,6 +80,15 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
 /// The first runtime whose unified op takes masks.
 pub const UNIFIED_SINCE: Version = Version::new(9, 21, 0);
 
+/// The first runtime whose softmax takes a sink.
+pub const SINK_SINCE: Version = Version::new(9, 13, 0);
+
+/// Whether a graph computes sinks. Otherwise rows get theirs after the attention: before runtimes know them, and of one query, which
+/// NVIDIA's frontend refuses.
+fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
+    problem.sink() && runtime >= SINK_SINCE && problem.seq_q() > 1
+}
+
 /// The first runtime with a unified op at all: no masks.
 pub const UNIFIED_PLAIN_SINCE: Version = Version::new(9, 13, 1);
 
@@ -92,7 +101,7 @@ pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
 /// unified form skips no blocks of a mask that is spelled as ops.
 pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
     let problem = job.problem();
-    if problem.packed().is_some() {
+    if problem.packed().is_some() || sink_in_graph(problem, runtime) {
         return &[Form::Composite];
     }
     let plain = problem.kept().is_full() && problem.score_mod().is_none();
@@ -163,7 +172,7 @@ struct Operands {
 }
 
 impl Operands {
-    fn new(to: &mut expr::Draft<'_>, problem: &Problem, key: impl FnOnce(Tensor) -> Tensor) -> Operands {
+    fn new(to: &mut expr::Draft<'_>, problem: &Problem, sink_in_graph: bool, key: impl FnOnce(Tensor) -> Tensor) -> Operands {
         let dtype = dtype(problem.dtype());
         Operands {
             q: operand(to, problem, tensor(Operand::Q, dtype, problem.q()), Operand::Q),
@@ -171,7 +180,7 @@ impl Operands {
             v: operand(to, problem, tensor(Operand::V, dtype, problem.v()), Operand::V),
             attn_scale: to.graph.parameter("attn_scale", DType::F32),
             o: operand(to, problem, tensor(Operand::O, dtype, problem.o()), Operand::O),
-            stats: problem.stats().then(|| stats(to, problem)),
+            stats: (problem.stats() || problem.sink() && !sink_in_graph).then(|| stats(to, problem)),
         }
     }
 

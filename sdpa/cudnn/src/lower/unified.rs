@@ -15,7 +15,7 @@ use sdpa_core::problem::Problem;
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
-    let operands = Operands::new(to, problem, |key| key);
+    let operands = Operands::new(to, problem, false, |key| key);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
     let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
     if padded && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
@@ -53,6 +53,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         operands: operands.list(),
         attn_scale,
         stats,
+        row_sum: None,
         totals: Side::ALL.map(|side| problem.total(side)),
         supplies,
     })

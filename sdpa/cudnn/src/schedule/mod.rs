@@ -6,6 +6,7 @@
 mod digest;
 mod documents;
 mod outline;
+mod sink;
 mod text;
 
 pub(super) use digest::outline as outline_digest;
@@ -106,6 +107,10 @@ pub enum Role {
     Rounding(String),
     /// What engines are told of packed documents.
     Documents,
+    /// Adds sinks to rows that were computed without.
+    Sink,
+    /// The gradient of sinks.
+    SinkGradient,
     /// Fills the rows of a result that belong to documents without tokens on the other side.
     Unpaired(String),
 }
@@ -119,6 +124,8 @@ impl fmt::Display for Role {
             Role::Sum(name, n) => write!(f, "sum {n} of the gradient of {name}"),
             Role::Rounding(name) => write!(f, "rounding of the gradient of {name}"),
             Role::Documents => f.write_str("lengths and offsets of documents"),
+            Role::Sink => f.write_str("sinks of rows"),
+            Role::SinkGradient => f.write_str("gradient of sinks"),
             Role::Unpaired(name) => write!(f, "rows of {name} without the other side"),
         }
     }

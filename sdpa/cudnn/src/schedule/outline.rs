@@ -1,7 +1,7 @@
 //! From a lowered pass to its schedule: the attention, and what has to happen around it.
 
-use super::documents;
 use super::{Contents, Number, Port, Role, Run, Schedule, Slot, SlotId, Source, Step};
+use super::{documents, sink};
 use crate::error::Error;
 use crate::lower::{self, CopyGraph, Guarded, Job, Lowered, Supply};
 use cudnn_graph::bind::Ports;
@@ -47,7 +47,8 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         }
     }
     if let Some(tensor) = lowered.stats {
-        bound.push((tensor, made.slot("stats".to_owned(), Source::Stats)));
+        let slot = sink::stats(&mut made, job, lowered, tensor);
+        bound.push((tensor, slot));
     }
     let (mut conversions, mut told) = (Vec::new(), Vec::new());
     for (tensor, supply) in &lowered.supplies {
@@ -89,8 +90,12 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         made.copy(role, copy, &from, to)?;
     }
     made.run(Role::Attention, Arc::new(lowered.graph.clone()), &bound, numbers)?;
+    sink::add(&mut made, dense, lowered, &bound)?;
     for sums in lowered.sums()? {
         made.sums(sums, &bound)?;
+    }
+    if let Job::Backward(problem) = dense {
+        sink::differentiate(&mut made, problem, lowered, &bound)?;
     }
     for (role, copy, from, to) in after {
         made.copy(role, copy, &from, to)?;
@@ -111,7 +116,7 @@ pub(super) fn bug(text: String) -> Error {
 
 impl Outline<'_> {
     /// The slot of this source, which is made where it is not there.
-    fn slot(&mut self, name: String, source: Source) -> SlotId {
+    pub(super) fn slot(&mut self, name: String, source: Source) -> SlotId {
         if let Some(at) = self.all.slots.iter().position(|slot| slot.source == source) {
             return SlotId(at);
         }
@@ -172,7 +177,7 @@ impl Outline<'_> {
         Ok(self.slot(format!("parameter {name}"), Source::Param(at)))
     }
 
-    fn gradient(&mut self, name: &str) -> SlotId {
+    pub(super) fn gradient(&mut self, name: &str) -> SlotId {
         let at = self.all.gradients.len();
         self.all.gradients.push(name.to_owned());
         self.slot(format!("gradient of {name}"), Source::Gradient(at))

@@ -1,0 +1,121 @@
+//! Steps of sinks where engines do not know them: rows computed without get theirs, and the gradient is summed of what the backward pass leaves.
+
+use super::outline::{Outline, bug};
+use super::{Argument, Launch, Role, SlotId, Source, Step};
+use crate::error::Error;
+use crate::kernels::Own;
+use crate::lower::{Job, Lowered, Operand, Side, Supply, Told};
+use cudnn_graph::ir::TensorId;
+use sdpa_core::problem::Problem;
+use sdpa_core::{BackwardProblem, DType, SINK};
+
+const THREADS: u32 = 256;
+const WARP: i64 = 32;
+
+/// Elements as the kernels know them.
+fn number(dtype: DType) -> i64 {
+    match dtype {
+        DType::F32 | DType::I32 | DType::I64 | DType::Bool => 0,
+        DType::F16 => 1,
+        DType::BF16 => 2,
+    }
+}
+
+fn blocks(threads: i64) -> u32 {
+    u32::try_from(threads.unsigned_abs().div_ceil(u64::from(THREADS))).unwrap_or(u32::MAX)
+}
+
+fn slot_of(bound: &[(TensorId, SlotId)], tensor: TensorId) -> Result<SlotId, Error> {
+    bound.iter().find(|(id, _)| *id == tensor).map(|(_, slot)| *slot).ok_or_else(|| bug(format!("{tensor} has no memory")))
+}
+
+fn sinks(made: &mut Outline<'_>, problem: &Problem) -> Result<Argument, Error> {
+    let sink = made.param(SINK)?;
+    made.holds(sink, 4 * problem.heads_q().unsigned_abs(), 4);
+    Ok(Argument::Slot(sink))
+}
+
+/// Adds sinks to rows whose graph knows nothing of them. `dense` is the problem as the graph is told it.
+pub(super) fn add(made: &mut Outline<'_>, dense: &Job, lowered: &Lowered, bound: &[(TensorId, SlotId)]) -> Result<(), Error> {
+    let Job::Forward(problem) = dense else { return Ok(()) };
+    let known = lowered.supplies.iter().any(|(_, supply)| *supply == Supply::Param(SINK.to_owned()));
+    if !problem.sink() || known {
+        return Ok(());
+    }
+    let [Some(o), Some(stats)] = [lowered.operand(Operand::O), lowered.stats] else {
+        return Err(bug("rows without a statistic".to_owned()));
+    };
+    let [o, stats] = [slot_of(bound, o)?, slot_of(bound, stats)?];
+    let [batch, heads, rows, width] = problem.o().dims;
+    let count = batch * heads * rows;
+    let mut arguments = [count, heads, rows].map(Argument::Fixed).to_vec();
+    arguments.extend([sinks(made, problem)?, Argument::Slot(stats), Argument::Fixed(problem.stats().into()), Argument::Slot(o)]);
+    let [entry, head, row] = problem.o().outer();
+    arguments.extend([number(problem.dtype()), width, entry, head, row].map(Argument::Fixed));
+    let grid = [blocks(count * WARP), THREADS];
+    made.step(Step::Launch(Launch { role: Role::Sink, kernel: Own::SinkRows, grid, arguments }));
+    Ok(())
+}
+
+/// Sums the gradient of sinks, of stats and the row sums that the backward pass leaves in the workspace.
+pub(super) fn differentiate(
+    made: &mut Outline<'_>,
+    problem: &BackwardProblem,
+    lowered: &Lowered,
+    bound: &[(TensorId, SlotId)],
+) -> Result<(), Error> {
+    let Some(dtype) = problem.sink_gradient() else { return Ok(()) };
+    let forward = problem.forward();
+    let [Some(stats), Some(sums)] = [lowered.stats, lowered.row_sum] else { return Err(bug("no sums of rows are left".to_owned())) };
+    let graph = lowered.graph.graph();
+    let alike = match (graph.get(stats), graph.get(sums)) {
+        (Some(stats), Some(sums)) => stats.ragged.is_some() && sums.ragged.is_some(),
+        (_, _) => false,
+    };
+    let told = |wanted: &dyn Fn(&Supply) -> bool| lowered.supplies.iter().find(|(_, supply)| wanted(supply)).map(|(id, _)| *id);
+    let heads = forward.heads_q();
+    let lengths = told(&|supply| match supply {
+        Supply::Guarded(which) => which.of == Side::Queries,
+        Supply::Documents(told) => *told == Told::Lengths(Side::Queries),
+        Supply::Number(_)
+        | Supply::Param(_)
+        | Supply::Spread { .. }
+        | Supply::Table(_)
+        | Supply::Scratch
+        | Supply::Gradient(_)
+        | Supply::Terms { .. } => false,
+    });
+    let begins = told(&|supply| *supply == Supply::Documents(Told::Offsets(Side::Queries, heads)));
+    if forward.packed().is_some() != (begins.is_some() && lengths.is_some()) {
+        return Err(bug("it is not told where rows are".to_owned()));
+    }
+    let place = |tensor: Option<TensorId>| tensor.map_or(Ok(Argument::Fixed(0)), |tensor| slot_of(bound, tensor).map(Argument::Slot));
+    let parts = made.scratch("parts of the gradient of sink".to_owned(), 4 * heads.unsigned_abs() * u64::from(THREADS));
+    let [entry, head, row] = forward.stats_tensor().outer();
+    let mut arguments = [forward.batch(), heads, forward.seq_q()].map(Argument::Fixed).to_vec();
+    arguments.extend([place(lengths)?, place(begins)?, sinks(made, forward)?, Argument::Slot(slot_of(bound, stats)?)]);
+    arguments.extend([entry, head, row].map(Argument::Fixed));
+    arguments.extend([Argument::Slot(slot_of(bound, sums)?), Argument::Fixed(alike.into()), Argument::Slot(parts)]);
+    let grid = [u32::try_from(heads).unwrap_or(u32::MAX), THREADS];
+    made.step(Step::Launch(Launch { role: Role::SinkGradient, kernel: Own::SinkParts, grid, arguments }));
+
+    let gradient = made.gradient(SINK);
+    made.holds(gradient, u64::from(dtype.bits() / 8) * heads.unsigned_abs(), dtype.bits() / 8);
+    let arguments = vec![
+        Argument::Fixed(heads),
+        Argument::Slot(parts),
+        Argument::Fixed(THREADS.into()),
+        Argument::Slot(gradient),
+        Argument::Fixed(number(dtype)),
+    ];
+    made.step(Step::Launch(Launch { role: Role::SinkGradient, kernel: Own::SinkGradient, grid: [blocks(heads), THREADS], arguments }));
+    Ok(())
+}
+
+/// The slot that stats are written to: the caller's, or of the workspace where nobody asked for them.
+pub(super) fn stats(made: &mut Outline<'_>, job: &Job, lowered: &Lowered, tensor: TensorId) -> SlotId {
+    match job {
+        Job::Forward(problem) if !problem.stats() => made.scratch("stats".to_owned(), lowered.bytes(tensor)),
+        Job::Forward(_) | Job::Backward(_) => made.slot("stats".to_owned(), Source::Stats),
+    }
+}
