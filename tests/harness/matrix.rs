@@ -1,11 +1,12 @@
 //! The problems that support is asked for: every case; for each pass a product of masks and lengths with everything else in turn;
-//! packed documents; every score_mod and mask of the library at one size.
+//! packed documents; sinks; every score_mod and mask of the library at one size.
 
 mod features;
 mod library;
 mod packed;
 mod products;
 mod sample;
+mod sinks;
 
 pub use features::AXES;
 pub use sample::{SAMPLE, UNIFIED_SAMPLE};
@@ -81,6 +82,8 @@ pub enum Kind {
     General,
     /// Packed documents.
     Packed,
+    /// Numbers in the softmax's denominator.
+    Sink,
     /// Score_mods and masks of the library at one size, each as it was asked for.
     Library {
         /// With commas.
@@ -132,6 +135,7 @@ pub fn rows() -> Result<Vec<Row>, String> {
         rows.push(Row::new(format!("backward case {}", case.name), Kind::General, case.backward_spec()?.into()));
     }
     rows.extend(packed::rows()?);
+    rows.extend(sinks::rows()?);
     rows.extend(library::rows()?);
     for case in Case::combined()?.into_iter().filter(narrow) {
         rows.push(Row::new(format!("library case {}", case.name), Kind::LibraryCase, case.spec()?.into()));
