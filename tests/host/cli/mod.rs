@@ -9,6 +9,7 @@ mod newcomer;
 mod packed;
 mod rules;
 mod show;
+mod sink;
 mod tensors;
 mod tool;
 
