@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cudnn::lower::{self, Form, Operand, Supply};
-use sdpa::{Align, AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Problem, SINK, Shape, TensorSpec};
+use sdpa::{Align, AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Paged, Problem, SINK, Shape, TensorSpec};
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -340,11 +340,14 @@ proptest! {
         tensors in [garbage_tensor(), garbage_tensor(), garbage_tensor(), garbage_tensor()],
         masks in proptest::collection::vec(garbage_mask(), 0..3),
         stats: bool,
+        sink: bool,
         packed: Option<([bool; 2], Option<i64>, Option<i64>)>,
+        paged in proptest::option::weighted(0.3, [garbage(), garbage()]),
     ) {
         let [q, k, v, o] = tensors;
         let packed = packed.map(|([cross, wide], total_q, total_kv)| Packed { cross, wide, total_q, total_kv });
-        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, masks, sink: stats, stats }).validate() {
+        let paged = paged.map(|[page_size, pages]| Paged { page_size, pages });
+        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, stats }).validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }
     }

@@ -55,6 +55,7 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
 pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length apart");
+    check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
     check.that(!problem.sink(), "sink", "true", "the kernels have no place for it");
     if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }

@@ -61,11 +61,16 @@ impl AttentionSpec {
             forward: self.clone(),
             d_o: self.o,
             dq: self.own_elements(self.q),
-            dk: self.own_elements(self.k),
-            dv: self.own_elements(self.v),
+            dk: self.own_elements(self.of_entries(self.k)),
+            dv: self.own_elements(self.of_entries(self.v)),
             wrt: Vec::new(),
             deterministic: false,
         }
+    }
+
+    /// Keys or values, or a dense tensor where those lie in pages.
+    fn of_entries(&self, tensor: TensorSpec) -> TensorSpec {
+        self.paged.map_or(tensor, |_| TensorSpec::dense(tensor.dims, Layout::Bshd))
     }
 
     /// The same tensor, or a dense one where elements share memory: a gradient has an element for each.
@@ -114,11 +119,15 @@ impl BackwardSpec {
             ("dk", &self.dk, "k", &self.forward.k),
             ("dv", &self.dv, "v", &self.forward.v),
         ];
+        if let Some(paged) = &forward.paged {
+            check.fail("forward.paged", format!("{} pages", paged.pages), "none in a backward pass: a cache is read, not trained");
+        }
         let packed = forward.packed.is_some();
         let place = |tensor: TensorSpec| if packed { unplaced(tensor) } else { tensor };
         for (name, tensor, like, operand) in pairs {
             let tensor = &place(*tensor);
-            check.tensor_with(name, tensor, self.forward.dtype, name == "d_o");
+            check.extents(name, tensor);
+            check.memory(name, tensor, self.forward.dtype, name == "d_o");
             for (axis, (&extent, &want)) in tensor.dims.iter().zip(&operand.dims).enumerate() {
                 check.equal(&format!("{name}.dims[{axis}]"), extent, &format!("{like}.dims[{axis}]"), want);
             }

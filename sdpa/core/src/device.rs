@@ -82,9 +82,9 @@ pub struct DeviceGradient<'a, M> {
 pub struct DeviceForward<'a, M> {
     /// Queries, strided as the problem says.
     pub q: M,
-    /// Keys, strided as the problem says.
+    /// Keys, strided as the problem says; of a paged problem, the container of their pages.
     pub k: M,
-    /// Values, strided as the problem says.
+    /// Values, likewise.
     pub v: M,
     /// Output, strided as the problem says; only elements that belong to the tensor are written.
     pub o: M,

@@ -4,20 +4,20 @@ use crate::backward::BackwardProblem;
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::Declared;
-use crate::operand::Operand;
+use crate::operand::{Operand, Side};
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
 use crate::tensor::{Elements, ElementsMut, Param};
-use crate::{packed, params};
+use crate::{Pages, packed, params};
 
 /// One forward call over host memory.
 #[derive(Debug)]
 pub struct HostForward<'a> {
     /// Queries, strided as the problem says.
     pub q: Elements<'a>,
-    /// Keys, strided as the problem says.
+    /// Keys, strided as the problem says; of a paged problem, the container of their pages.
     pub k: Elements<'a>,
-    /// Values, strided as the problem says.
+    /// Values, likewise.
     pub v: Elements<'a>,
     /// Output; only elements that belong to the tensor are written.
     pub o: ElementsMut<'a>,
@@ -148,7 +148,9 @@ impl Check<'_> {
         self.lengths.push((operand, *tensor, len));
         let need = tensor.extent().unwrap_or(i64::MAX);
         if self.problem.packed().is_none() && i64::try_from(len).is_ok_and(|len| len < need) {
-            self.errors.push(SpecError::new(format!("{operand} length"), len, format!("at least {need} elements, by its strides")));
+            let pages = self.problem.paged().filter(|_| operand.side() == Side::Keys).map(|paged| format!(", for {} pages", paged.pages));
+            let rule = format!("at least {need} elements{}, by its strides", pages.unwrap_or_default());
+            self.errors.push(SpecError::new(format!("{operand} length"), len, rule));
         }
     }
 
@@ -159,10 +161,13 @@ impl Check<'_> {
         }
     }
 
-    /// What parameters are, and what packed documents need.
+    /// What parameters are, what packed documents need, and that pages are there.
     fn values(&mut self, declared: &[Declared], given: &[Param<'_>], stats: Option<usize>) {
         match params::bind(declared, self.problem.extents(), given) {
-            Ok(values) => self.errors.extend(packed::check_memory(self.problem, (declared, &values), &self.lengths, stats)),
+            Ok(values) => {
+                self.errors.extend(packed::check_memory(self.problem, (declared, &values), &self.lengths, stats));
+                self.errors.extend(Pages::new(self.problem, declared, &values).err().into_iter().flat_map(|errors| errors.0));
+            }
             Err(errors) => self.errors.extend(errors.0),
         }
     }
@@ -188,13 +193,14 @@ impl HostForward<'_> {
     /// Checks the call against the problem; the scale to use.
     ///
     /// # Errors
-    /// Every wrong dtype, every buffer that is too short, stats missing or too many, a scale that is not finite.
+    /// Every wrong dtype, every buffer that is too short, stats missing or too many, parameters that are missing, unknown, doubled or of another
+    /// type or length, boundaries and pages that are none, a scale that is not finite.
     pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem, errors: Vec::new(), lengths: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v)].map(read);
         for (operand, given) in given.into_iter().chain([written((Operand::O, &self.o))]) {
-            if let Some(tensor) = problem.tensor(operand) {
-                check.operand(operand, tensor, given);
+            if let Some(tensor) = problem.in_memory(operand) {
+                check.operand(operand, &tensor, given);
             }
         }
         match (&self.stats, problem.stats()) {

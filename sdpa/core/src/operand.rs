@@ -25,7 +25,7 @@ impl Direction {
     /// The operands of a pass, in the order of [`Operand::ALL`].
     pub const fn operands(self) -> &'static [Operand] {
         match self {
-            Direction::Forward => &[Operand::Q, Operand::K, Operand::V, Operand::O],
+            Direction::Forward => &Operand::FORWARD,
             Direction::Backward => &Operand::ALL,
         }
     }
@@ -56,6 +56,9 @@ pub enum Operand {
 impl Operand {
     /// Every operand, those of the forward pass first.
     pub const ALL: [Operand; 8] = [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO, Operand::DQ, Operand::DK, Operand::DV];
+
+    /// Those of the forward pass.
+    pub(crate) const FORWARD: [Operand; 4] = [Operand::Q, Operand::K, Operand::V, Operand::O];
 
     /// The name used in reports and errors.
     pub fn name(self) -> &'static str {

@@ -6,6 +6,7 @@ use crate::expr::{Declared, ExprErrors, Node, ParamKind, Trace};
 use crate::mask::{Align, Kept, Mask, Region};
 use crate::operand::{Direction, Operand, Side};
 use crate::packed::Packed;
+use crate::paged::Paged;
 use crate::score_mod;
 use crate::sink;
 use crate::spec::{AttentionSpec, Layout, TensorSpec};
@@ -28,6 +29,8 @@ pub struct Problem {
     dim_v: i64,
     tensors: [TensorSpec; 4],
     packed: Option<Packed>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    paged: Option<Paged>,
     score_mod: Option<Arc<Trace>>,
     kept: Kept,
     sink: bool,
@@ -39,7 +42,7 @@ pub struct Problem {
 impl Hash for Problem {
     /// Extents are in the tensors, parameters in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.dtype, &self.tensors, self.packed, &self.score_mod, &self.kept, self.sink, self.stats).hash(state);
+        (self.dtype, &self.tensors, self.packed, self.paged, &self.score_mod, &self.kept, self.sink, self.stats).hash(state);
     }
 }
 
@@ -51,8 +54,11 @@ impl Problem {
         }
         // Where documents lie, boundaries say.
         let tensors = [spec.q, spec.k, spec.v, spec.o].map(|t| if spec.packed.is_some() { unplaced(t) } else { t });
+        // Packed documents have no pages, which is told of below.
+        let paged = spec.paged.filter(|_| spec.packed.is_none()).map(|paged| paged.clamped());
         for (operand, tensor) in Direction::Forward.operands().iter().zip(&tensors) {
-            check.tensor(operand.name(), tensor, spec.dtype);
+            check.extents(operand.name(), tensor);
+            check.memory(operand.name(), &lies(*operand, *tensor, paged), spec.dtype, false);
         }
         let [batch, heads_q, seq_q, dim_qk] = spec.q.dims;
         let [_, heads_kv, seq_kv, _] = spec.k.dims;
@@ -73,6 +79,9 @@ impl Problem {
         if let Some(packed) = &spec.packed {
             check.packed(packed, spec);
         }
+        if let Some(paged) = &spec.paged {
+            check.paged(paged, spec);
+        }
         check.masks(&spec.masks, spec.packed.is_some_and(|packed| packed.cross));
         // Extents that break a rule are told of above; expressions are looked at all the same.
         let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
@@ -88,9 +97,8 @@ impl Problem {
             check.params(field, trace.as_ref().map_or(&[], |t| t.params()), &mut params);
         }
         check.params("packed", &boundaries, &mut params);
-        if spec.sink {
-            check.sink(&mut params);
-        }
+        let own = [spec.paged.map(|paged| paged.declared()), spec.sink.then(sink::declared)];
+        own.into_iter().flatten().for_each(|own| check.own(own, &mut params));
         let (Some(score_mod), Some(kept), []) = (score_mod, kept, &check.errors[..]) else {
             check.errors.dedup();
             return Err(SpecErrors(check.errors));
@@ -104,8 +112,12 @@ impl Problem {
             seq_kv,
             dim_qk,
             dim_v,
-            tensors: tensors.map(|tensor| normalise(tensor, spec.packed.is_some())),
+            tensors: Operand::FORWARD.map(|operand| {
+                let tensor = tensors[operand as usize];
+                TensorSpec { dims: tensor.dims, ..normalise(lies(operand, tensor, paged), spec.packed.is_some()) }
+            }),
             packed: spec.packed,
+            paged: spec.paged,
             score_mod: Some(score_mod).filter(|t| t.node(t.roots()[0]) != Node::Score).map(Arc::new),
             kept,
             sink: spec.sink,
@@ -194,6 +206,11 @@ impl Problem {
     pub fn packed(&self) -> Option<&Packed> {
         self.packed.as_ref()
     }
+    /// In which pages keys and values lie, where they do.
+    #[inline]
+    pub fn paged(&self) -> Option<&Paged> {
+        self.paged.as_ref()
+    }
     /// Queries or keys per head; of a packed batch, of the longest document there may be.
     #[inline]
     pub fn seq(&self, side: Side) -> i64 {
@@ -240,7 +257,7 @@ impl Problem {
     pub fn extents(&self) -> [i64; 4] {
         [self.batch, self.heads_q, self.seq_q, self.seq_kv]
     }
-    /// Every declared parameter: of the score_mods, of the masks, boundaries, and the sink.
+    /// Every declared parameter: of the score_mods, of the masks, boundaries, the page table, and the sink.
     #[inline]
     pub fn params(&self) -> &[Declared] {
         &self.params
@@ -279,11 +296,17 @@ impl Problem {
     /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> Problem {
+        let (packed, paged) = (self.packed.is_some(), self.paged);
         if let Some(tensor) = self.tensors.get_mut(operand as usize) {
-            *tensor = normalise(tensor.densely(), self.packed.is_some());
+            *tensor = TensorSpec { dims: tensor.dims, ..normalise(lies(operand, *tensor, paged).densely(), packed) };
         }
         self
     }
+}
+
+/// An operand as it lies in memory.
+fn lies(operand: Operand, tensor: TensorSpec, paged: Option<Paged>) -> TensorSpec {
+    paged.filter(|_| operand.side() == Side::Keys).map_or(tensor, |paged| paged.container(&tensor))
 }
 
 /// A tensor of packed documents as if each were of the longest: what its rules and its key are made of.
@@ -344,12 +367,8 @@ impl Check {
         }
     }
 
-    fn tensor(&mut self, name: &str, t: &TensorSpec, dtype: DType) {
-        self.tensor_with(name, t, dtype, false);
-    }
-
-    /// With `spread`, the last axis may repeat one element.
-    pub(crate) fn tensor_with(&mut self, name: &str, t: &TensorSpec, dtype: DType, spread: bool) {
+    /// What a tensor says of itself.
+    pub(crate) fn extents(&mut self, name: &str, t: &TensorSpec) {
         let axes = ["batch", "head", "seq", "dim"];
         let limit = i64::from(i32::MAX);
         for ((axis, what), &extent) in axes.iter().enumerate().zip(&t.dims) {
@@ -357,6 +376,14 @@ impl Check {
                 self.fail(format!("{name}.dims[{axis}] ({what})"), extent, format!("between 1 and {limit}"));
             }
         }
+        let elements = t.dims.iter().try_fold(1i64, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_mul(8));
+        if elements.is_none() {
+            self.fail(format!("{name}.dims"), format!("{:?}", t.dims), "the number of elements must fit 60 bits");
+        }
+    }
+
+    /// A tensor as it lies in memory. With `spread`, the last axis may repeat one element.
+    pub(crate) fn memory(&mut self, name: &str, t: &TensorSpec, dtype: DType, spread: bool) {
         for (axis, (&stride, &extent)) in t.strides.iter().zip(&t.dims).enumerate() {
             if stride < 0 {
                 self.fail(format!("{name}.strides[{axis}]"), stride, "at least 0");
@@ -367,10 +394,6 @@ impl Check {
         let bytes = t.extent().and_then(|n| n.checked_mul(i64::from(dtype.bits() / 8)));
         if t.dims.iter().all(|&d| d >= 1) && t.strides.iter().all(|&s| s >= 0) && bytes.is_none() {
             self.fail(format!("{name}.strides"), format!("{:?}", t.strides), "the size in bytes must fit 63 bits");
-        }
-        let elements = t.dims.iter().try_fold(1i64, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_mul(8));
-        if elements.is_none() {
-            self.fail(format!("{name}.dims"), format!("{:?}", t.dims), "the number of elements must fit 60 bits");
         }
         if !t.alignment.is_power_of_two() {
             self.fail(format!("{name}.alignment"), t.alignment, "a power of two, in bytes");
@@ -413,11 +436,18 @@ impl Check {
         }
     }
 
-    fn sink(&mut self, known: &mut Vec<Declared>) {
-        let sink = sink::declared();
-        match known.iter().any(|p| p.name == sink.name) {
-            true => self.fail("score_mods, parameter sink", "declared", "another name: it is the specification's own"),
-            false => known.push(sink),
+    fn paged(&mut self, paged: &Paged, spec: &AttentionSpec) {
+        self.errors.extend(paged.mistakes());
+        if spec.packed.is_some() {
+            self.fail("paged", "beside packed", "none beside packed documents: their keys lie one behind the other");
+        }
+    }
+
+    /// A parameter that expressions may not have.
+    fn own(&mut self, own: Declared, known: &mut Vec<Declared>) {
+        match known.iter().any(|p| p.name == own.name) {
+            true => self.fail(format!("score_mods, parameter {}", own.name), "declared", "another name: it is the specification's own"),
+            false => known.push(own),
         }
     }
 
@@ -473,6 +503,11 @@ impl Check {
         for p in declared {
             if OPERAND_NAMES.contains(&p.name.as_str()) {
                 self.fail(format!("{field}, parameter {}", p.name), "declared", "the name of an operand");
+            }
+            if let ParamKind::Tensor { axes, dtype: _ } = p.kind
+                && axes.page_size().is_some()
+            {
+                self.fail(format!("{field}, parameter {}", p.name), kind(p.kind), "a tensor over axes: expressions read no pages");
             }
             match known.iter().find(|k| k.name == p.name) {
                 Some(k) if k != p => {

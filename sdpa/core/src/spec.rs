@@ -4,6 +4,7 @@ use crate::dtype::DType;
 use crate::error::SpecErrors;
 use crate::mask::Mask;
 use crate::packed::Packed;
+use crate::paged::Paged;
 use crate::problem::Problem;
 use crate::score_mod::ScoreMod;
 use serde::{Deserialize, Serialize};
@@ -146,6 +147,9 @@ pub struct AttentionSpec {
     /// Batch entries are documents that lie one behind the other, without padding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<Packed>,
+    /// Keys and values lie in pages of containers: strides of `k` and `v` are those of containers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paged: Option<Paged>,
     /// A key is kept where every mask keeps it; none keeps all.
     pub masks: Vec<Mask>,
     /// Whether each query head has a number in the softmax's denominator that belongs to no key: the declared parameter
@@ -169,6 +173,7 @@ impl AttentionSpec {
             o: TensorSpec::dense([batch, heads_q, seq_q, dim_v], layout),
             score_mods: Vec::new(),
             packed: None,
+            paged: None,
             masks: Vec::new(),
             sink: false,
             stats: false,

@@ -111,11 +111,15 @@ impl Executor for CpuExecutor {
         ExecutorName::CPU
     }
 
-    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
-        Ok(())
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        let Some(paged) = problem.paged() else { return Ok(()) };
+        let (field, value, limit) =
+            ("paged".to_owned(), format!("{} pages", paged.pages), "keys and values lie one behind the other".to_owned());
+        Err(Unsupported { executor: ExecutorName::CPU, reasons: vec![Reason::Limit { field, value, limit }] })
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        self.supports(problem)?;
         Ok(Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() }))
     }
 

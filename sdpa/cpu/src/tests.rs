@@ -113,6 +113,7 @@ pub(super) fn told<T>(
         scale,
         masks,
         modify: None,
+        sink: None,
     })
 }
 

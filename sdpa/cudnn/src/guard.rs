@@ -106,6 +106,9 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
             limit("device", format!("sm {sm}"), "packed stats are read by engines for compute capability 9.0 to 11.x");
         }
     }
+    if let Some(paged) = problem.paged() {
+        limit("paged", format!("{} pages of {} tokens", paged.pages, paged.page_size), "keys and values lie one behind the other");
+    }
     if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
         limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");
     }

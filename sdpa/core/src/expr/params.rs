@@ -6,23 +6,38 @@ use std::fmt;
 
 /// The axes that a declared tensor spans, as a set. Along the others it has one element for all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Axes(u8);
+pub struct Axes {
+    /// A bit for each axis, and one for the end of boundaries.
+    set: u8,
+    /// Keys that share an element: those of a page. 0 where each has its own.
+    page: u32,
+}
 
 impl Axes {
     /// No axis: one element.
-    pub const NONE: Axes = Axes(0);
+    pub const NONE: Axes = Axes { set: 0, page: 0 };
 
     /// Batch entries, with one element more behind the last: where each begins, and where the last one ends. An expression reads the begin.
-    pub const BOUNDARIES: Axes = Axes(1 << 4 | 1);
+    pub const BOUNDARIES: Axes = Axes { set: 1 << 4 | 1, page: 0 };
+
+    /// Batch entries and pages of so many keys: one element for each page of an entry. No expression reads them.
+    pub(crate) fn pages(page_size: i64) -> Axes {
+        Axes { page: page_size.clamp(1, i64::from(i32::MAX)) as u32, ..Axes::from([Axis::Batch, Axis::K]) }
+    }
+
+    /// The keys of a page, where there is one element for each page.
+    pub fn page_size(self) -> Option<i64> {
+        (self.page > 0).then_some(i64::from(self.page))
+    }
 
     /// Whether there is one element more than batch entries.
     pub fn has_end(self) -> bool {
-        self.0 & 1 << 4 != 0
+        self.set & 1 << 4 != 0
     }
 
     /// Whether an axis is among them.
     pub fn has(self, axis: Axis) -> bool {
-        self.0 & (1 << axis.place()) != 0
+        self.set & (1 << axis.place()) != 0
     }
 
     /// The axes, outermost first.
@@ -33,13 +48,13 @@ impl Axes {
     /// With one axis more.
     #[must_use]
     pub fn with(self, axis: Axis) -> Axes {
-        Axes(self.0 | (1 << axis.place()))
+        Axes { set: self.set | (1 << axis.place()), ..self }
     }
 
     /// The axes of both.
     #[must_use]
     pub fn union(self, other: Axes) -> Axes {
-        Axes(self.0 | other.0)
+        Axes { set: self.set | other.set, page: self.page.max(other.page) }
     }
 
     /// Elements of a dense tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
@@ -47,11 +62,15 @@ impl Axes {
         self.dims(extents).iter().product::<i64>() + i64::from(self.has_end())
     }
 
-    /// The extents of what expressions read of a tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
+    /// The extents of what expressions read of a tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv); along keys
+    /// the number of pages, where there is one element for each.
     pub fn dims(self, extents: [i64; 4]) -> [i64; 4] {
         let mut dims = [1; 4];
         for axis in self.iter() {
-            dims[axis.place()] = extents[axis.place()];
+            dims[axis.place()] = match (axis, self.page_size()) {
+                (Axis::K, Some(page)) => (extents[axis.place()] + page - 1) / page,
+                (Axis::Batch | Axis::Head | Axis::Q | Axis::K, _) => extents[axis.place()],
+            };
         }
         dims
     }
@@ -60,8 +79,12 @@ impl Axes {
 impl fmt::Display for Axes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (n, axis) in self.iter().enumerate() {
-            let end = if axis == Axis::Batch && self.has_end() { " + 1" } else { "" };
-            write!(f, "{}{}{end}", if n == 0 { "" } else { ", " }, axis.name())?;
+            f.write_str(if n == 0 { "" } else { ", " })?;
+            match (axis, self.page_size()) {
+                (Axis::Batch, _) if self.has_end() => write!(f, "{} + 1", axis.name())?,
+                (Axis::K, Some(page)) => write!(f, "ceil({} / {page})", axis.name())?,
+                (Axis::Batch | Axis::Head | Axis::Q | Axis::K, _) => f.write_str(axis.name())?,
+            }
         }
         Ok(())
     }
@@ -88,7 +111,7 @@ pub enum ParamKind {
     Tensor {
         /// The axes that it spans.
         axes: Axes,
-        /// f32, f16, bf16, i32 or bool; i64 of boundaries that no expression reads.
+        /// f32, f16, bf16, i32 or bool; i64 of boundaries that no expression reads; i32 of pages.
         dtype: DType,
     },
 }

@@ -7,7 +7,7 @@ use sdpa_core::backward::BackwardProblem;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::{Layout, TensorSpec};
 
-/// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does.
+/// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does. Tensors are as they lie in memory.
 fn strides(tensor: &TensorSpec) -> String {
     let dense = Layout::ALL.into_iter().find(|layout| {
         let strides = layout.strides(tensor.dims);
@@ -63,6 +63,9 @@ impl CacheKey for Job {
         if p.sink() {
             text.push_str(" sink");
         }
+        if let Some(paged) = p.paged() {
+            text.push_str(&format!(" paged by {}", paged.page_size));
+        }
         if let Some(score_mod) = p.score_mod() {
             text.push_str(&format!(" {}", short(score_mod.to_string())));
         }
@@ -87,7 +90,7 @@ impl CacheKey for Job {
         fields.extend(extents.map(|(name, extent)| (name, extent.to_string())));
         for (operand, tensor) in self.tensors() {
             let [layout, alignment] = operand.fields();
-            fields.push((layout, strides(&tensor)));
+            fields.push((layout, strides(&p.in_memory(operand).unwrap_or(tensor))));
             fields.push((alignment, tensor.alignment.to_string()));
         }
         let total = |total: Option<i64>| total.map_or_else(|| "any".to_owned(), |n| n.to_string());
@@ -97,6 +100,8 @@ impl CacheKey for Job {
             format!("by {} in {ty}, {} and {} tokens", names.join(" and "), total(packed.total_q), total(packed.total_kv))
         });
         fields.push(("packed", packed.unwrap_or_else(|| "no".to_owned())));
+        let paged = p.paged().map(|paged| format!("{} pages of {} tokens", paged.pages, paged.page_size));
+        fields.push(("paged", paged.unwrap_or_else(|| "no".to_owned())));
         fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
         fields.push(("mask", p.kept().to_string()));
         fields.push(("sink", p.sink().to_string()));
@@ -117,9 +122,10 @@ impl CacheKey for Job {
 }
 
 /// What to do where only these fields differ: the first row that has them all.
-const ADVICE: [(&[&str], &str); 6] = [
+const ADVICE: [(&[&str], &str); 7] = [
     (&["batch"], "only the batch differs: pad it to a few sizes, or split it"),
     (&["packed"], "only how documents are packed differs: say the most tokens that a step has, and keep to one type of boundaries"),
+    (&["paged"], "only the pages differ: keep one cache, of one page size, with all the pages that there may be"),
     (&["mask"], "only the mask differs: lengths and documents that change from call to call belong in tensors"),
     (&["seq_q", "seq_kv", "mask"], "only lengths differ: a bucket of lengths lets one plan serve many"),
     (

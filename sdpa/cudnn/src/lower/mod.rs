@@ -117,6 +117,9 @@ pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
 /// # Errors
 /// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`](cudnn_graph::Graph::verify) finds is a bug of the lowering.
 pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
+    if job.problem().paged().is_some() {
+        return Err(LowerError::Unsupported("keys and values lie in pages, which this form has no spelling for".to_owned()));
+    }
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
         (Job::Forward(problem), Form::Unified) => unified::lower(problem, runtime),

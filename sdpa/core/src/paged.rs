@@ -1,0 +1,311 @@
+//! Keys and values that lie in pages, which a table finds: a paged KV cache.
+
+use crate::dtype::DType;
+use crate::error::{SpecError, SpecErrors};
+use crate::expr::{Axes, Declared, ParamKind};
+use crate::mask::SEQ_LEN_KV;
+use crate::operand::{Operand, Side};
+use crate::params;
+use crate::problem::Problem;
+use crate::spec::{AttentionSpec, Layout, Shape, TensorSpec};
+use crate::tensor::{Param, ParamValue};
+use serde::{Deserialize, Serialize};
+
+/// Where the keys of each batch entry are: i32 `[batch, ceil(seq_kv / page_size)]`, in pages.
+pub const PAGE_TABLE: &str = "page_table";
+
+/// Keys and values of all batch entries share pages of as many tokens, in containers (pages, page_size, heads_kv, dim).
+///
+/// `k` and `v` of a paged specification have the extents that they have without pages, `seq_kv` being the most keys that a batch entry may have. Their
+/// strides are those of the containers: from page to page, from head to head, from token to token within a page. Any are legal, so pages may be
+/// head-major too. Which pages an entry has is the declared parameter [`PAGE_TABLE`], the same for `k` and `v`: key `n` of entry `b` is token
+/// `n % page_size` of page `page_table[b][n / page_size]`. Entries may share pages, and pages may be nobody's.
+///
+/// An entry has as many keys as the mask [`padding`](crate::Mask::padding) says; without it, all `seq_kv`. What the table holds behind them is not
+/// looked at. In device memory nobody looks at what is before either: it is the caller's that pages lie within the containers.
+///
+/// Masks and score_mods see places in the sequence, not in the containers. There is no backward pass: a cache is read, not trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Paged {
+    /// Tokens of a page, at least 1.
+    pub page_size: i64,
+    /// Pages that each container has, at least 1.
+    pub pages: i64,
+}
+
+impl Paged {
+    /// The fields, each with its name.
+    fn fields(&self) -> [(&'static str, i64); 2] {
+        [("page_size", self.page_size), ("pages", self.pages)]
+    }
+
+    /// What is wrong with it by itself.
+    pub(crate) fn mistakes(&self) -> Vec<SpecError> {
+        let most = i64::from(i32::MAX);
+        let wrong = self.fields().into_iter().filter(|(_, n)| !(1..=most).contains(n));
+        wrong.map(|(field, n)| SpecError::new(format!("paged.{field}"), n, format!("between 1 and {most}"))).collect()
+    }
+
+    /// The same with numbers that break no rule.
+    pub(crate) fn clamped(&self) -> Paged {
+        let [page_size, pages] = [self.page_size, self.pages].map(|n| n.clamp(1, i64::from(i32::MAX)));
+        Paged { page_size, pages }
+    }
+
+    /// Pages that so many keys of one batch entry take.
+    pub fn pages_of(&self, keys: i64) -> i64 {
+        keys.max(0).unsigned_abs().div_ceil(self.page_size.max(1).unsigned_abs()) as i64
+    }
+
+    /// The container of a paged `k` or `v` as a tensor: (pages, heads_kv, page_size, dim), with the strides that it has.
+    pub fn container(&self, tensor: &TensorSpec) -> TensorSpec {
+        let [_, heads, _, dim] = tensor.dims;
+        TensorSpec { dims: [self.pages, heads, self.page_size, dim], ..*tensor }
+    }
+
+    /// A paged `k` or `v` of logical extents (batch, heads_kv, seq_kv, dim) in a dense container: `bshd` is (pages, page_size, heads_kv, dim), `bhsd`
+    /// has pages that are head-major.
+    pub fn dense(&self, dims: [i64; 4], layout: Layout) -> TensorSpec {
+        let [_, heads, _, dim] = dims;
+        TensorSpec { dims, ..TensorSpec::dense([self.pages, heads, self.page_size, dim], layout) }
+    }
+
+    /// What a paged problem declares: its page table.
+    pub fn declared(&self) -> Declared {
+        let kind = ParamKind::Tensor { axes: Axes::pages(self.page_size), dtype: DType::I32 };
+        Declared { name: PAGE_TABLE.to_owned(), kind, default: None }
+    }
+}
+
+impl AttentionSpec {
+    /// A specification over a paged KV cache: `q` and `o` are dense (batch, seq_q, heads_q, dim), `k` and `v` dense containers
+    /// (pages, page_size, heads_kv, dim); a batch entry has at most `shape.seq_kv` keys.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Mask, Paged, Shape};
+    /// // One query each for 32 sequences of at most 4,096 tokens, whose cache has room for 40,000 tokens in all.
+    /// let shape = Shape { batch: 32, heads_q: 32, heads_kv: 8, seq_q: 1, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
+    /// let cache = Paged { page_size: 16, pages: 2500 };
+    /// let problem = AttentionSpec::paged(DType::BF16, shape, cache).mask(Mask::padding()).validate()?;
+    /// assert_eq!(problem.params().last().map(|p| p.name.as_str()), Some("page_table"));
+    /// assert_eq!(problem.k().strides, [16 * 8 * 128, 128, 8 * 128, 1]);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    pub fn paged(dtype: DType, shape: Shape, paged: Paged) -> AttentionSpec {
+        let spec = AttentionSpec::dense(dtype, shape, Layout::Bshd);
+        let [k, v] = [spec.k, spec.v].map(|tensor| paged.dense(tensor.dims, Layout::Bshd));
+        AttentionSpec { k, v, paged: Some(paged), ..spec }
+    }
+}
+
+/// The pages of each batch entry of a call. Those that hold keys lie within the containers.
+#[derive(Clone, Copy, Debug)]
+pub struct Pages<'a> {
+    table: &'a [i32],
+    /// Entries of the table for each batch entry.
+    per_entry: usize,
+    page_size: usize,
+}
+
+impl<'a> Pages<'a> {
+    /// Those of a call, or what is wrong with its table. `None` for a problem that is not paged.
+    ///
+    /// # Errors
+    /// Pages that hold keys of an entry and are none of the containers; the first of each batch entry.
+    pub fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'a>]) -> Result<Option<Pages<'a>>, SpecErrors> {
+        let Some((paged, table)) = problem.paged().zip(table(declared, values)) else { return Ok(None) };
+        let per_entry = paged.pages_of(problem.seq_kv()) as usize;
+        let mut errors = Vec::new();
+        for (batch, row) in table.chunks(per_entry.max(1)).enumerate() {
+            let keys = keys(problem, declared, values, batch);
+            let used = row.iter().take(paged.pages_of(keys) as usize);
+            if let Some((n, page)) = used.enumerate().find(|(_, page)| !(0..paged.pages).contains(&i64::from(**page))) {
+                let rule =
+                    format!("between 0 and {}, as the containers have {} pages, and {keys} keys are there", paged.pages - 1, paged.pages);
+                errors.push(SpecError::new(format!("parameter {PAGE_TABLE}[{batch}][{n}]"), page, rule));
+            }
+        }
+        if errors.is_empty() { Ok(Some(Pages { table, per_entry, page_size: paged.page_size as usize })) } else { Err(SpecErrors(errors)) }
+    }
+
+    /// The pages of a batch entry, in the order of its keys; behind the last key they may be anything.
+    pub fn of(&self, batch: usize) -> &'a [i32] {
+        self.table.get(batch * self.per_entry..(batch + 1) * self.per_entry).unwrap_or_default()
+    }
+
+    /// Tokens of a page.
+    pub fn page_size(&self) -> usize {
+        self.page_size
+    }
+
+    /// The page of a key, and which token it is there; `None` where the table has no page for it.
+    pub fn place(&self, batch: usize, key: usize) -> Option<[usize; 2]> {
+        let page = usize::try_from(*self.of(batch).get(key / self.page_size)?).ok()?;
+        Some([page, key % self.page_size])
+    }
+}
+
+/// The page table among the values of what is declared.
+fn table<'a>(declared: &[Declared], values: &[ParamValue<'a>]) -> Option<&'a [i32]> {
+    match values.get(declared.iter().position(|p| p.name == PAGE_TABLE)?)? {
+        ParamValue::I32(table) => Some(table),
+        ParamValue::Scalar(_)
+        | ParamValue::F32(_)
+        | ParamValue::F16(_)
+        | ParamValue::BF16(_)
+        | ParamValue::I64(_)
+        | ParamValue::Bool(_) => None,
+    }
+}
+
+/// Keys that a batch entry has.
+fn keys(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>], batch: usize) -> i64 {
+    let lengths = declared.iter().position(|p| problem.kept().seq_len_kv && p.name == SEQ_LEN_KV).and_then(|n| values.get(n));
+    let length = lengths.filter(|lengths| batch < lengths.elements()).map(|lengths| lengths.get(batch) as i64);
+    length.map_or(problem.seq_kv(), |length| length.clamp(0, problem.seq_kv()))
+}
+
+impl Problem {
+    /// An operand as it lies in memory: of a paged problem, `k` and `v` are their [containers](Paged::container); everything else is as
+    /// [`Problem::tensor`] says.
+    pub fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
+        let tensor = self.tensor(operand)?;
+        let paged = self.paged().filter(|_| operand.side() == Side::Keys);
+        Some(paged.map_or(*tensor, |paged| paged.container(tensor)))
+    }
+
+    /// The pages of a call over host memory; `None` for a problem that is not paged.
+    ///
+    /// # Errors
+    /// As [`Pages::new`], and as [`params::bind`].
+    pub fn pages<'a>(&self, given: &[Param<'a>]) -> Result<Option<Pages<'a>>, SpecErrors> {
+        if self.paged().is_none() {
+            return Ok(None);
+        }
+        let read = |name: &str| name == PAGE_TABLE || name == SEQ_LEN_KV;
+        let declared: Vec<Declared> = self.params().iter().filter(|p| read(&p.name)).cloned().collect();
+        let given: Vec<Param<'a>> = given.iter().filter(|p| read(p.name)).copied().collect();
+        let values = params::bind(&declared, self.extents(), &given)?;
+        Pages::new(self, &declared, &values)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Mask, Packed, ScoreMod};
+
+    const CACHE: Paged = Paged { page_size: 4, pages: 7 };
+
+    fn shape() -> Shape {
+        Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 2, seq_kv: 9, dim_qk: 8, dim_v: 16 }
+    }
+
+    fn spec() -> AttentionSpec {
+        AttentionSpec::paged(DType::F16, shape(), CACHE)
+    }
+
+    fn fields(spec: &AttentionSpec) -> Vec<String> {
+        spec.validate().map_or_else(|errors| errors.0.into_iter().map(|e| e.field).collect(), |_| Vec::new())
+    }
+
+    #[test]
+    fn the_table_is_declared_and_what_it_says_is_part_of_the_problem() {
+        let problem = spec().validate().unwrap();
+        assert_eq!(problem.params(), [CACHE.declared()]);
+        assert_eq!(crate::problem::kind(problem.params()[0].kind), "a tensor [batch, ceil(k / 4)] of i32");
+        assert_eq!(params::elements(&problem.params()[0], problem.extents()), 9);
+        for other in [Paged { page_size: 5, ..CACHE }, Paged { pages: 8, ..CACHE }] {
+            let mut changed = spec();
+            changed.paged = Some(other);
+            assert_ne!(changed.validate().unwrap(), problem, "{other:?}");
+        }
+        let whole = AttentionSpec::paged(DType::F16, shape(), Paged { page_size: 64, pages: 3 }).validate().unwrap();
+        assert_eq!(params::elements(&whole.params()[0], whole.extents()), 3);
+    }
+
+    #[test]
+    fn keys_have_their_extents_and_the_strides_of_containers() {
+        let problem = spec().validate().unwrap();
+        assert_eq!((problem.k().dims, problem.v().dims), ([3, 2, 9, 8], [3, 2, 9, 16]));
+        assert_eq!(problem.v().strides, [4 * 2 * 16, 16, 2 * 16, 1]);
+        assert_eq!(problem.in_memory(Operand::V).unwrap().extent(), Some(7 * 4 * 2 * 16));
+        assert_eq!(problem.in_memory(Operand::Q), Some(*problem.q()));
+        let mut other = spec();
+        other.k = CACHE.dense(other.k.dims, Layout::Bhsd);
+        let other = other.validate().unwrap();
+        assert_eq!(other.k().strides, [2 * 4 * 8, 4 * 8, 8, 1]);
+        assert_ne!(other, problem);
+        assert_eq!(other.densely(Operand::K).k().strides, [64, 32, 8, 1]);
+        let text = serde_json::to_string(&spec()).unwrap();
+        assert_eq!(serde_json::from_str::<AttentionSpec>(&text).unwrap(), spec());
+    }
+
+    #[test]
+    fn strides_that_nothing_steps_along_tell_no_problems_apart() {
+        let one = |strides: [i64; 4]| {
+            let mut spec = AttentionSpec::paged(DType::F16, Shape { batch: 1, ..shape() }, Paged { page_size: 1, pages: 7 });
+            spec.k.strides = strides;
+            spec.validate().unwrap()
+        };
+        assert_eq!(one([16, 8, 1000, 1]), one([16, 8, 0, 1]));
+        // One batch entry has several pages all the same.
+        assert_ne!(one([16, 8, 16, 1]), one([32, 8, 16, 1]));
+    }
+
+    #[test]
+    fn what_a_paged_problem_cannot_be_is_told_at_once() {
+        let mut wrong = spec();
+        wrong.paged = Some(Paged { page_size: 0, pages: i64::from(i32::MAX) + 1 });
+        wrong.packed = Some(Packed::default());
+        wrong.k.strides[3] = 2;
+        assert_eq!(fields(&wrong), ["k.strides[3]", "k.dims[2] (seq_kv)", "paged.page_size", "paged.pages", "paged"]);
+        let mut far = spec();
+        far.paged = Some(Paged { pages: i64::from(i32::MAX), ..CACHE });
+        far.v.strides[0] = 1 << 32;
+        assert_eq!(fields(&far), ["v.strides"]);
+        // Memory has pages, not batch entries.
+        far.paged = Some(Paged { pages: 1, ..CACHE });
+        far.v.strides[0] = 1 << 62;
+        assert_eq!(fields(&far), Vec::<String>::new());
+        let own: ScoreMod = "tensor page_table[batch]: i32;\nscore + f32(page_table)".parse().unwrap();
+        let told = spec().score_mod(own).validate().unwrap_err().to_string();
+        assert!(told.contains("parameter page_table") && told.contains("the specification's own"), "{told}");
+    }
+
+    #[test]
+    fn there_is_no_backward_pass() {
+        let told = spec().backward().validate().unwrap_err();
+        assert_eq!(told.0.iter().map(|e| e.field.as_str()).collect::<Vec<_>>(), ["forward.paged"], "{told}");
+        assert!(told.to_string().contains("a cache is read, not trained"), "{told}");
+    }
+
+    #[test]
+    fn pages_that_hold_keys_lie_within_the_containers() {
+        let problem = spec().mask(Mask::padding()).validate().unwrap();
+        let pages = |problem: &Problem, table: &[i32], lengths: &[i32]| {
+            let given = [(PAGE_TABLE, table), (SEQ_LEN_KV, lengths)].map(|(name, x)| Param { name, value: ParamValue::I32(x) });
+            problem.pages(&given).map(|pages| {
+                let pages = pages.unwrap();
+                [[0, 0], [0, 5], [2, 8]].map(|[batch, key]| pages.place(batch, key))
+            })
+        };
+        // What is behind the length may be anything, and so may all of an entry without keys.
+        let found = pages(&problem, &[6, 0, -1, i32::MAX, -1, -1, 3, 3, 1], &[8, 0, 100]).unwrap();
+        assert_eq!(found, [Some([6, 0]), Some([0, 1]), Some([1, 0])]);
+        let told = pages(&problem, &[6, -1, -1, 7, 0, 0, 3, 3, 7], &[5, 1, 8]).unwrap_err();
+        let told: Vec<String> = told.0.iter().map(ToString::to_string).collect();
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(told[0].starts_with("parameter page_table[0][1] is -1: between 0 and 6") && told[0].contains("5 keys"), "{told:?}");
+        assert!(told[1].starts_with("parameter page_table[1][0] is 7"), "{told:?}");
+        // Without lengths all keys are there.
+        let whole = spec().validate().unwrap();
+        let table = [0, 1, 2, 3, 4, 5, 6, 6, 9];
+        let told = whole.pages(&[Param { name: PAGE_TABLE, value: ParamValue::I32(&table) }]).unwrap_err().to_string();
+        assert!(told.starts_with("parameter page_table[2][2] is 9") && told.contains("9 keys"), "{told}");
+        let short = whole.pages(&[Param { name: PAGE_TABLE, value: ParamValue::I32(&table[1..]) }]).unwrap_err().to_string();
+        assert!(short.contains("page_table length is 8: 9 elements"), "{short}");
+        assert!(spec().mask(Mask::causal()).validate().unwrap().pages(&[]).is_err());
+    }
+}
