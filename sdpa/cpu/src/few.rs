@@ -54,12 +54,12 @@ pub(super) fn run<T: Element>(call: &Call<'_, T>, scratch: &mut Scratch, piece: 
             (*start, *end) = ((kept.start - keys.start) as u32, (kept.end - keys.start) as u32);
         }
         let full = overlap(&kept_by_all, &keys) == keys;
-        let (k, k_stride) = keys_view.in_place(batch, head, &keys).filter(|_| extents.dim_qk == dim_qk).unwrap_or_else(|| {
+        let (k, k_stride) = keys_view.in_place(batch, head, &keys, 0).filter(|_| extents.dim_qk == dim_qk).unwrap_or_else(|| {
             isa.run(CopyRows { from: keys_view, head: keys_of_head, rows: keys.clone(), width: dim_qk, to: &mut *k });
             (&*k, dim_qk)
         });
         holes.clear();
-        let (v, v_stride) = values_view.in_place(batch, head, &keys).filter(|_| full && extents.dim_v == dim_v).unwrap_or_else(|| {
+        let (v, v_stride) = values_view.in_place(batch, head, &keys, 0).filter(|_| full && extents.dim_v == dim_v).unwrap_or_else(|| {
             isa.run(CopyRows { from: values_view, head: keys_of_head, rows: keys.clone(), width: dim_v, to: &mut *v });
             take_out_holes(v, dim_v, &keys, &kept_by_all, holes);
             (&*v, dim_v)

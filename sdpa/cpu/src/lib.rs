@@ -14,7 +14,7 @@
 //! | `exp` | two to the power of x |
 //! | `long` | sums over more keys than a sum in f32 is good for |
 //! | `program` | functions of scores, masks that are no bands |
-//! | `pack`, `element` | operands, scratch memory, f16 and bf16 |
+//! | `pack`, `element` | operands, documents and pages, scratch memory, f16 and bf16 |
 //! | `output` | rows of the output, merging |
 //! | `backward` | the gradient |
 //!
@@ -41,6 +41,8 @@ mod output;
 mod pack;
 #[cfg(test)]
 mod packed_tests;
+#[cfg(test)]
+mod paged_tests;
 mod program;
 #[cfg(test)]
 mod rule_tests;
@@ -54,7 +56,7 @@ use element::Element;
 use isa::Isa;
 use long::Long;
 use output::{Partial, Sink};
-use pack::{Scratch, View};
+use pack::{Entries, Scratch, View};
 use program::{Lengths, Rules, RulesOf};
 use schedule::Schedule;
 use sdpa_core::backward::BackwardProblem;
@@ -62,6 +64,7 @@ use sdpa_core::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsup
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward, Report};
 use sdpa_core::operand::Side;
 use sdpa_core::packed::Documents;
+use sdpa_core::paged::Pages;
 use sdpa_core::problem::Problem;
 use sdpa_core::{ElementsMut, HostForward, Param};
 use std::sync::Arc;
@@ -111,15 +114,11 @@ impl Executor for CpuExecutor {
         ExecutorName::CPU
     }
 
-    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        let Some(paged) = problem.paged() else { return Ok(()) };
-        let (field, value, limit) =
-            ("paged".to_owned(), format!("{} pages", paged.pages), "keys and values lie one behind the other".to_owned());
-        Err(Unsupported { executor: ExecutorName::CPU, reasons: vec![Reason::Limit { field, value, limit }] })
+    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
+        Ok(())
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        self.supports(problem)?;
         Ok(Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() }))
     }
 
@@ -181,18 +180,20 @@ impl CpuPrepared {
         let problem = &self.problem;
         let values = problem.bind(params)?;
         let documents = Documents::new(problem, problem.params(), &values)?;
+        let pages = Pages::new(problem, problem.params(), &values)?;
         let lengths = Lengths::new(problem, problem.params(), &values, documents.as_ref());
         let rules = self.rules.bind(problem, self.isa, problem.params(), &values);
         let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads(), lengths, !self.rules.is_empty());
         let workspace = workspace(&schedule, self.isa, &self.rules);
         is_there(workspace)?;
         let of = |side| documents.as_ref().map(|documents| documents.of(side));
+        let keys = pages.map_or_else(|| of(Side::Keys).into(), Entries::Paged);
         let call = Call {
             schedule: &schedule,
             isa: self.isa,
             q: View::new(q, problem.q(), of(Side::Queries)),
-            k: View::new(k, problem.k(), of(Side::Keys)),
-            v: View::new(v, problem.v(), of(Side::Keys)),
+            k: View::new(k, problem.k(), keys),
+            v: View::new(v, problem.v(), keys),
             scale,
             rules: &rules,
         };

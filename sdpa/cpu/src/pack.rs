@@ -2,33 +2,70 @@
 
 use super::element::Element;
 use pulp::{Simd, WithSimd};
+use sdpa_core::paged::Pages;
 use sdpa_core::spec::TensorSpec;
 use std::ops::Range;
+
+/// Where the rows of batch entries are, besides strides.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Entries<'a> {
+    /// A stride apart.
+    Apart,
+    /// The tokens of each, where such are packed.
+    Packed(&'a [Range<usize>]),
+    /// In pages, which the strides are of.
+    Paged(Pages<'a>),
+}
+
+impl<'a> From<Option<&'a [Range<usize>]>> for Entries<'a> {
+    fn from(documents: Option<&'a [Range<usize>]>) -> Entries<'a> {
+        documents.map_or(Entries::Apart, Entries::Packed)
+    }
+}
 
 /// A strided operand.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View<'a, T> {
     pub(super) data: &'a [T],
     strides: [usize; 3],
-    /// The tokens of each batch entry, where such are packed.
-    documents: Option<&'a [Range<usize>]>,
+    entries: Entries<'a>,
     pub(super) dim: usize,
     /// A row is one element, `dim` times.
     spread: bool,
 }
 
 impl<'a, T: Element> View<'a, T> {
-    pub(super) fn new(data: &'a [T], spec: &TensorSpec, documents: Option<&'a [Range<usize>]>) -> View<'a, T> {
+    pub(super) fn new(data: &'a [T], spec: &TensorSpec, entries: impl Into<Entries<'a>>) -> View<'a, T> {
         let [batch, head, seq, _] = spec.strides.map(|stride| stride as usize);
         let dim = spec.dims[3] as usize;
-        View { data, strides: [batch, head, seq], documents, dim, spread: spec.strides[3] == 0 && dim > 1 }
+        View { data, strides: [batch, head, seq], entries: entries.into(), dim, spread: spec.strides[3] == 0 && dim > 1 }
     }
 
     /// Where a row begins.
     #[inline(always)]
     pub(super) fn place(&self, [batch, head, seq]: [usize; 3]) -> usize {
-        let entry = self.documents.map_or(batch * self.strides[0], |documents| documents[batch].start * self.strides[2]);
-        entry + head * self.strides[1] + seq * self.strides[2]
+        let [of_entry, of_head, of_row] = self.strides;
+        let (entry, row) = match self.entries {
+            Entries::Apart => (batch * of_entry, seq),
+            Entries::Packed(documents) => (documents[batch].start * of_row, seq),
+            Entries::Paged(pages) => {
+                let size = pages.page_size();
+                (pages.of(batch)[seq / size] as usize * of_entry, seq % size)
+            }
+        };
+        entry + head * of_head + row * of_row
+    }
+
+    /// How many of some rows, from the first on, are one row stride apart: those of a page, and of pages behind it that are neighbours in memory too.
+    fn run(&self, batch: usize, rows: &Range<usize>) -> usize {
+        let Entries::Paged(pages) = self.entries else { return rows.len() };
+        let (size, table) = (pages.page_size(), pages.of(batch));
+        let adjoin = self.strides[0] == size * self.strides[2];
+        let mut end = (rows.start / size + 1) * size;
+        while adjoin && end < rows.end && table[end / size] == table[end / size - 1] + 1 {
+            end += size;
+        }
+        end.min(rows.end) - rows.start
     }
 
     /// One row as f32; `to` has its length.
@@ -49,16 +86,20 @@ impl<'a, T: Element> View<'a, T> {
         &self.data[self.place([batch, head, seq])..][..self.dim]
     }
 
-    /// Rows as they lie in memory, with the distance between them, if they are f32, and there to be read.
-    pub(super) fn in_place(&self, batch: usize, head: usize, rows: &Range<usize>) -> Option<(&'a [f32], usize)> {
+    /// Rows as they lie in memory, with the distance between them, if they are f32, and there to be read. As many rows `beyond` them are there too, of
+    /// which nothing is known.
+    pub(super) fn in_place(&self, batch: usize, head: usize, rows: &Range<usize>, beyond: usize) -> Option<(&'a [f32], usize)> {
+        if self.run(batch, rows) < rows.len() {
+            return None;
+        }
         let start = self.place([batch, head, rows.start]);
-        let len = (rows.len().max(1) - 1) * self.strides[2] + self.dim;
+        let len = ((rows.len() + beyond).max(1) - 1) * self.strides[2] + self.dim;
         Some((T::as_f32(self.data.get(start..start + len)?)?, self.strides[2]))
     }
 
-    /// Rows that follow one another in memory without gaps, if they are f32, and there to be read.
-    pub(super) fn dense_in_place(&self, batch: usize, head: usize, rows: &Range<usize>) -> Option<&'a [f32]> {
-        self.in_place(batch, head, rows).filter(|(_, stride)| *stride == self.dim).map(|(rows, _)| rows)
+    /// Rows that follow one another in memory without gaps, if they are f32, and there to be read; with others `beyond` them.
+    pub(super) fn dense_in_place(&self, batch: usize, head: usize, rows: &Range<usize>, beyond: usize) -> Option<&'a [f32]> {
+        self.in_place(batch, head, rows, beyond).filter(|(_, stride)| *stride == self.dim).map(|(rows, _)| rows)
     }
 }
 
@@ -95,9 +136,25 @@ impl<T: Element> WithSimd for CopyRows<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        for (to, row) in self.to.chunks_exact_mut(self.width).zip(self.rows) {
-            let (to, rest) = to.split_at_mut(self.from.dim);
-            self.from.widen_row(self.head.index(row), to);
+        let CopyRows { from, head, mut rows, width, to } = self;
+        let mut to = to.chunks_exact_mut(width);
+        if let Entries::Paged(_) = from.entries {
+            // A page at a time: keys and values alone are in pages, so rows are those of one head.
+            while !rows.is_empty() {
+                let run = from.run(head.batch, &rows);
+                let start = from.place(head.index(rows.start));
+                for (n, to) in (0..run).zip(&mut to) {
+                    let (to, rest) = to.split_at_mut(from.dim);
+                    T::widen(&from.data[start + n * from.strides[2]..][..from.dim], to);
+                    rest.fill(0.0);
+                }
+                rows.start += run;
+            }
+            return;
+        }
+        for (to, row) in to.zip(rows) {
+            let (to, rest) = to.split_at_mut(from.dim);
+            from.widen_row(head.index(row), to);
             rest.fill(0.0);
         }
     }

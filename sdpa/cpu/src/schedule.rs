@@ -159,7 +159,8 @@ impl Schedule {
         let flops = 2.0 * heads_q * extents.pairs(&lengths) * (extents.dim_qk + extents.dim_v) as f64;
         let threads = if flops < SERIAL_FLOPS { 1 } else { threads };
         let enough = if threads == 1 { 1 } else { threads * PIECES_PER_THREAD };
-        let blocks = Blocks::new(&extents, problem.dtype(), isa, enough, rules);
+        let page = problem.paged().map_or(usize::MAX, |paged| paged.page_size as usize);
+        let blocks = Blocks::new(&extents, (problem.dtype(), page), isa, enough, rules);
 
         // Rows, and their pairs with keys.
         let spans_of = |extents: Extents| -> Vec<(Range<usize>, usize)> {
@@ -222,15 +223,18 @@ impl Schedule {
 }
 
 impl Blocks {
-    fn new(extents: &Extents, dtype: DType, isa: Isa, enough: usize, rules: bool) -> Blocks {
+    /// With pages, `page` keys follow one another in memory.
+    fn new(extents: &Extents, (dtype, page): (DType, usize), isa: Isa, enough: usize, rules: bool) -> Blocks {
         let n_rows = extents.seq_q * extents.group;
         let heads = extents.batch * extents.heads_kv;
         let dim = extents.dim_qk.max(extents.dim_v);
         if n_rows <= isa.lanes() / 2 && !rules {
-            let in_place = dtype == DType::F32 && extents.dim_qk.is_multiple_of(isa.lanes()) && extents.dim_v.is_multiple_of(isa.lanes());
-            // What is copied is best taken a page at a time: the next pages arrive while this one is worked on.
-            let page = 4096 / (dim * dtype.bits() as usize / 8);
-            let block_keys = if in_place { (16384 / dim).clamp(1, 128) } else { page.clamp(1, 128) }.min(extents.seq_kv);
+            let whole = extents.dim_qk.is_multiple_of(isa.lanes()) && extents.dim_v.is_multiple_of(isa.lanes());
+            let many = (16384 / dim).clamp(1, 128);
+            let in_place = dtype == DType::F32 && whole && page >= many;
+            // What is copied is best taken a page of the machine at a time: the next pages arrive while this one is worked on.
+            let few = (4096 / (dim * dtype.bits() as usize / 8)).clamp(1, 128);
+            let block_keys = if in_place { many } else { few }.min(extents.seq_kv);
             return Blocks { few_rows: true, tile_rows: n_rows, strip_rows: n_rows, block_keys };
         }
         let tile_rows = isa.lanes() * isa.tile_vectors();

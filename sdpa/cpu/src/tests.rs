@@ -7,7 +7,7 @@ use super::element::Element;
 use super::isa::Isa;
 use half::{bf16, f16};
 use sdpa_core::executor::{Executor, Report};
-use sdpa_core::{Align, AttentionSpec, DType, Elements, ElementsMut, HostForward, Layout, Mask, Problem, Shape, TensorSpec};
+use sdpa_core::{Align, AttentionSpec, DType, Elements, ElementsMut, HostForward, Layout, Mask, Param, Problem, Shape, TensorSpec};
 
 /// A linear congruential generator.
 pub(super) struct Random(pub(super) u64);
@@ -149,6 +149,17 @@ pub(super) fn widened<T: Element>(from: &[T]) -> Vec<f32> {
 
 /// Runs the executor over f32 copies, in a pool of `threads`; the output with gaps, and stats.
 fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], scale: Option<f32>) -> (Tensor, Vec<f32>, Report) {
+    forward_with(isa, threads, problem, inputs, (scale, &[]))
+}
+
+/// The same with values of declared parameters.
+pub(super) fn forward_with(
+    isa: Isa,
+    threads: usize,
+    problem: &Problem,
+    inputs: [&Tensor; 3],
+    (scale, params): (Option<f32>, &[Param<'_>]),
+) -> (Tensor, Vec<f32>, Report) {
     let mut o = Tensor::new(problem.o());
     let mut stats = vec![f32::NAN; if problem.stats() { problem.stats_elements() as usize } else { 0 }];
     let given = if problem.stats() { Some(stats.as_mut_slice()) } else { None };
@@ -166,7 +177,7 @@ fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], sc
                     o: ElementsMut::$variant(&mut out),
                     stats: given,
                     attn_scale: scale,
-                    params: &[],
+                    params,
                 })
             });
             o.data = widened(&out);

@@ -91,15 +91,14 @@ pub(super) fn run<T: Element>(
     let kept_by_all = if masked { 0..0 } else { extents.keys_of_all(&strip.rows) };
     for first_key in piece.keys.clone().step_by(schedule.blocks.block_keys) {
         let keys = first_key..(first_key + schedule.blocks.block_keys).min(piece.keys.end);
-        let padded = keys.start..keys.end + PANEL;
-        let k = keys_view.dense_in_place(batch, head, &padded).unwrap_or_else(|| {
+        let k = keys_view.dense_in_place(batch, head, &keys, PANEL).unwrap_or_else(|| {
             isa.run(CopyRows { from: keys_view, head: keys_of_head, rows: keys.clone(), width: dim_qk, to: &mut *k });
             &*k
         });
         rules.keys(&keys);
         holes.clear();
         let all = overlap(&kept_by_all, &keys) == keys;
-        let v = values_view.dense_in_place(batch, head, &keys).filter(|v| all || masked && all_finite(v)).unwrap_or_else(|| {
+        let v = values_view.dense_in_place(batch, head, &keys, 0).filter(|v| all || masked && all_finite(v)).unwrap_or_else(|| {
             isa.run(CopyRows { from: values_view, head: keys_of_head, rows: keys.clone(), width: dim_v, to: &mut *v });
             take_out_holes(v, dim_v, &keys, &kept_by_all, holes);
             &*v

@@ -82,12 +82,12 @@ pub(super) fn run<T: Element>(
     let (start, end) = bounds.split_at_mut(cut.band_rows);
     ones.fill(1.0);
 
-    let (head, padded) = (Head { batch, head_kv, group: 1 }, range.start..range.end + PANEL);
-    let k = keys_view.dense_in_place(batch, head_kv, &padded).unwrap_or_else(|| {
+    let head = Head { batch, head_kv, group: 1 };
+    let k = keys_view.dense_in_place(batch, head_kv, &range, PANEL).unwrap_or_else(|| {
         isa.run(CopyRows { from: keys_view, head, rows: range.clone(), width: dim_qk, to: &mut *k });
         k
     });
-    let v = values_view.dense_in_place(batch, head_kv, &padded).unwrap_or_else(|| {
+    let v = values_view.dense_in_place(batch, head_kv, &range, PANEL).unwrap_or_else(|| {
         isa.run(CopyRows { from: values_view, head, rows: range.clone(), width: dim_v, to: &mut *v });
         v
     });
