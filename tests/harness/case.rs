@@ -5,6 +5,7 @@ mod sweep;
 
 use crate::library::{Library, own};
 use crate::packing::Packing;
+use crate::paging::Paging;
 use crate::random::Random;
 pub use backward::{Backward, Place};
 use sdpa::library::{MASKS, SCORE_MODS};
@@ -59,6 +60,9 @@ pub struct Case {
     /// Batch entries are these documents, packed; `layout` is that of `(total, heads, dim)`: head-major where it is `bhsd`.
     #[serde(default)]
     pub packed: Option<Packing>,
+    /// Keys and values lie in these pages; `layout` is that of `q` and `o`.
+    #[serde(default)]
+    pub paged: Option<Paging>,
     /// Standard deviation of the inputs.
     #[serde(default = "one")]
     pub spread: f64,
@@ -144,6 +148,14 @@ impl Case {
         Case::parse(include_str!("../cases/packed.toml"))
     }
 
+    /// Every case of a paged cache; each is for a forward pass alone.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_paged() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/paged.toml"))
+    }
+
     /// The cases with score_mods and masks of the library that the file has.
     ///
     /// # Errors
@@ -179,6 +191,10 @@ impl Case {
             let mut random = Random::new(self.seed() ^ 0x5eed);
             return Library::draw_packed(&self.score_mod, &self.mask, [batch, heads_q, seq_q, seq_kv], Some(packing), &mut random)
                 .map(Some);
+        }
+        if let Some(paging) = &self.paged {
+            let mut random = Random::new(self.seed() ^ 0x5eed);
+            return Library::draw_paged(&self.score_mod, &self.mask, [batch, heads_q, seq_q, seq_kv], paging, &mut random).map(Some);
         }
         let plain = |name: &String| ["causal", "window", "prefix-lm"].iter().any(|known| name.starts_with(known));
         if self.score_mod.is_empty() && self.mask.iter().all(plain) {
@@ -223,6 +239,12 @@ impl Case {
                 tensor.strides = self.layout.strides([1, h, packing.tokens(side), d + gap]);
             }
         }
+        if let Some(paging) = &self.paged {
+            spec.paged = Some(paging.paged(self.shape.batch, self.shape.seq_kv));
+            for tensor in [&mut spec.k, &mut spec.v] {
+                tensor.strides = paging.strides(tensor.dims, self.kv_gap);
+            }
+        }
         if self.packed_qkv {
             for tensor in [&mut spec.q, &mut spec.k, &mut spec.v] {
                 let [_, h, s, d] = tensor.dims;
@@ -240,9 +262,11 @@ impl Case {
         let scale = self.attn_scale.map_or_else(String::new, |s| format!(" --scale {s}"));
         let bound = self.packed.as_ref().map_or_else(Vec::new, Packing::bound);
         let packed: String = bound.iter().map(|b| format!(" --{} {}", b.name.replace('_', "-"), listed(&b.widened))).collect();
+        let paged = self.paged.as_ref().map(|paging| paging.paged(batch, seq_kv));
+        let paged = paged.map_or_else(String::new, |paged| format!(" --paged {} --pages {}", paged.page_size, paged.pages));
         let sink = if self.sink { " --sink" } else { "" };
         format!(
-            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{mods}{masks}{sink}{scale} --executor {executor} --check",
+            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{paged}{mods}{masks}{sink}{scale} --executor {executor} --check",
             self.dtype,
             self.layout.name()
         )

@@ -99,6 +99,15 @@ pub fn spoil_rows(tensor: &TensorSpec, operand: &mut Operand, lengths: &[f64]) {
     }
 }
 
+/// Makes numbers of what is NaN of a tensor.
+pub fn number_gaps(tensor: &TensorSpec, operand: &mut Operand) {
+    for place in Laid::from(tensor).places().into_iter().flatten() {
+        if operand.get(place).is_nan() {
+            operand.set(place, 0.5);
+        }
+    }
+}
+
 /// Elements in row-major order, rounded; NaN between them.
 pub fn scatter(tensor: impl Into<Laid>, dtype: DType, elements: &[f64]) -> Operand {
     let laid = tensor.into();

@@ -15,6 +15,7 @@ pub mod nvrtc;
 pub mod offline;
 pub mod oracle;
 pub mod packing;
+pub mod paging;
 pub mod random;
 pub mod recorder;
 pub mod runner;

@@ -10,6 +10,7 @@ pub use mods::own;
 
 use crate::oracle::{Along, Closures};
 use crate::packing::{Laid, Packing};
+use crate::paging::{Cache, Paging};
 use crate::random::Random;
 use half::{bf16, f16};
 use sdpa::{Mask, Param, ParamValue, Side, TensorSpec};
@@ -139,6 +140,7 @@ pub struct Library {
     /// Whether the oracle reads masks by itself.
     beside_masks: bool,
     packing: Option<Packing>,
+    cache: Option<Cache>,
 }
 
 impl Library {
@@ -161,27 +163,81 @@ impl Library {
         packing: Option<&Packing>,
         random: &mut Random,
     ) -> Result<Library, String> {
-        let mut drawing = Drawing { extents, random, bound: packing.map_or_else(Vec::new, Packing::bound) };
+        let library = Library::over(mods, masks, extents, packing.map_or_else(Vec::new, Packing::bound), random)?;
+        Ok(Library { packing: packing.cloned(), ..library })
+    }
+
+    /// The same over a paged cache.
+    ///
+    /// # Errors
+    /// A name that the library has not.
+    pub fn draw_paged(
+        mods: &[String],
+        masks: &[String],
+        extents: [i64; 4],
+        paging: &Paging,
+        random: &mut Random,
+    ) -> Result<Library, String> {
+        let mut library = Library::over(mods, masks, extents, paging.lengths(), random)?;
+        let cache = paging.cache(extents, library.key_lengths(), random);
+        library.bound.push(cache.bound());
+        Ok(Library { cache: Some(cache), ..library })
+    }
+
+    /// The same beside parameters that are there.
+    fn over(mods: &[String], masks: &[String], extents: [i64; 4], bound: Vec<Bound>, random: &mut Random) -> Result<Library, String> {
+        let mut drawing = Drawing { extents, random, bound };
         let stages = mods.iter().map(|text| mods::stage(text, &mut drawing)).collect::<Result<_, _>>()?;
         let keeps = masks.iter().map(|text| masks::keep(text, &mut drawing)).collect::<Result<_, _>>()?;
         let pads = masks.iter().any(|m| m == "padding");
-        Ok(Library { stages, keeps, bound: drawing.bound, pads, beside_masks: false, packing: packing.cloned() })
+        Ok(Library { stages, keeps, bound: drawing.bound, pads, beside_masks: false, packing: None, cache: None })
     }
 
     /// Documents, beside masks that the oracle reads by itself.
     pub fn of_documents(packing: Packing) -> Library {
         let bound = packing.bound();
-        Library { stages: Vec::new(), keeps: Vec::new(), bound, pads: false, beside_masks: true, packing: Some(packing) }
+        Library { stages: Vec::new(), keeps: Vec::new(), bound, pads: false, beside_masks: true, packing: Some(packing), cache: None }
     }
 
-    /// The masks that the oracle reads by itself.
-    pub fn word_for_word<'a>(&self, masks: &'a [Mask]) -> &'a [Mask] {
-        if self.beside_masks { masks } else { &[] }
+    /// A paged cache, beside masks that the oracle reads by itself, of a problem of extents (batch, heads_q, seq_q, seq_kv).
+    pub fn of_cache(paging: &Paging, extents: [i64; 4], random: &mut Random) -> Library {
+        let mut bound = paging.lengths();
+        let queries = paging.lengths_q.clone();
+        let there = move |[b, _, q, _]: Here| queries.as_ref().is_none_or(|queries| q < queries[b as usize]);
+        let keys: Option<Vec<f64>> = paging.lengths_kv.as_ref().map(|keys| keys.iter().map(|n| *n as f64).collect());
+        let cache = paging.cache(extents, keys.as_deref(), random);
+        bound.push(cache.bound());
+        Library {
+            stages: Vec::new(),
+            keeps: vec![Box::new(there)],
+            bound,
+            pads: false,
+            beside_masks: true,
+            packing: None,
+            cache: Some(cache),
+        }
+    }
+
+    /// The masks that the oracle reads by itself: none that is a closure.
+    pub fn word_for_word(&self, masks: &[Mask]) -> Vec<Mask> {
+        let read = |mask: &&Mask| match mask {
+            Mask::Window { .. } | Mask::PrefixLm { .. } | Mask::All(_) | Mask::Any(_) | Mask::Not(_) => self.beside_masks,
+            Mask::Traced(_) => false,
+        };
+        masks.iter().filter(read).cloned().collect()
     }
 
     /// Where an operand's elements are.
     pub fn laid(&self, tensor: &TensorSpec, side: Side) -> Laid {
-        Laid::of(tensor, side, self.packing.as_ref())
+        match (&self.cache, side) {
+            (Some(cache), Side::Keys) => Laid::paged(tensor, cache),
+            (Some(_), Side::Queries) | (None, _) => Laid::of(tensor, side, self.packing.as_ref()),
+        }
+    }
+
+    /// The paged cache, where keys are in such.
+    pub fn cache(&self) -> Option<&Cache> {
+        self.cache.as_ref()
     }
 
     /// For a call.
@@ -219,7 +275,8 @@ impl Library {
         let modify = |score, here| *self.values(score, here).last().unwrap_or(&score);
         let slope = |score, here| self.slopes(&self.values(score, here), here).iter().product();
         let rounding = |score, here| self.carried(score, here, |stage, x| (stage.rounding)(x, here), f64::abs);
-        let there = |here| self.packing.as_ref().is_none_or(|packing| packing.has(here));
+        let there =
+            |here| self.packing.as_ref().is_none_or(|packing| packing.has(here)) && self.cache.as_ref().is_none_or(|cache| cache.has(here));
         let keep = |here| there(here) && self.keeps.iter().all(|keep| keep(here));
         let partial = |name: &str, score, here| {
             let of = |stage: &Stage, x| stage.partials.iter().filter(|(n, _)| *n == name).map(|(_, d)| d(x, here)).sum();

@@ -1,6 +1,7 @@
 //! Packed documents of a case: how long they are, and what lies around them.
 
 use crate::library::{Bound, Values};
+use crate::paging::Cache;
 use crate::random::Random;
 use sdpa::packed::memory;
 use sdpa::{AttentionSpec, Packed, Side, TensorSpec};
@@ -114,44 +115,68 @@ impl Packing {
     }
 }
 
-/// A tensor, and the documents that it holds where it is packed.
+/// A tensor, and where its batch entries lie.
 #[derive(Clone, Debug)]
 pub struct Laid {
     tensor: TensorSpec,
-    packed: Option<(Vec<Range<i64>>, i64)>,
+    entries: Entries,
+}
+
+#[derive(Clone, Debug)]
+enum Entries {
+    /// A stride apart.
+    Apart,
+    /// Documents, and all tokens.
+    Packed(Vec<Range<i64>>, i64),
+    /// In pages.
+    Paged(Cache),
 }
 
 impl From<&TensorSpec> for Laid {
     fn from(tensor: &TensorSpec) -> Laid {
-        Laid { tensor: *tensor, packed: None }
+        Laid { tensor: *tensor, entries: Entries::Apart }
     }
 }
 
 impl Laid {
     /// A tensor of one side.
     pub fn of(tensor: &TensorSpec, side: Side, packing: Option<&Packing>) -> Laid {
-        Laid { tensor: *tensor, packed: packing.map(|packing| (packing.documents(side), packing.tokens(side))) }
+        let packed = |packing: &Packing| Entries::Packed(packing.documents(side), packing.tokens(side));
+        Laid { tensor: *tensor, entries: packing.map_or(Entries::Apart, packed) }
+    }
+
+    /// Keys or values in pages.
+    pub fn paged(tensor: &TensorSpec, cache: &Cache) -> Laid {
+        Laid { tensor: *tensor, entries: Entries::Paged(cache.clone()) }
     }
 
     /// Elements of its memory.
     pub fn elements(&self) -> usize {
-        let whole = self.packed.as_ref().map_or(self.tensor, |(_, tokens)| memory(&self.tensor, (*tokens).max(1)));
+        let whole = match &self.entries {
+            Entries::Apart => self.tensor,
+            Entries::Packed(_, tokens) => memory(&self.tensor, (*tokens).max(1)),
+            Entries::Paged(cache) => cache.container(&self.tensor),
+        };
         whole.extent().unwrap_or(0) as usize
     }
 
-    /// Where each element is, in row-major order of (batch, head, seq, dim); nowhere behind the end of a document.
+    /// Where each element is, in row-major order of (batch, head, seq, dim); nowhere behind the end of a document, and behind the keys of a page
+    /// table.
     pub fn places(&self) -> Vec<Option<usize>> {
         let ([b, h, s, d], [of_b, of_h, of_s, of_d]) = (self.tensor.dims, self.tensor.strides);
         let mut places = Vec::with_capacity((b * h * s * d) as usize);
         for i in 0..b {
-            let (start, len) = self.packed.as_ref().map_or((i * of_b, s), |(documents, _)| {
-                let document = &documents[i as usize];
-                (document.start * of_s, document.end - document.start)
-            });
             for j in 0..h {
                 for k in 0..s {
-                    let row = start + j * of_h + k * of_s;
-                    places.extend((0..d).map(|e| (k < len).then_some((row + e * of_d) as usize)));
+                    let start = match &self.entries {
+                        Entries::Apart => Some(i * of_b + k * of_s),
+                        Entries::Packed(documents, _) => {
+                            let document = &documents[i as usize];
+                            (k < document.end - document.start).then(|| (document.start + k) * of_s)
+                        }
+                        Entries::Paged(cache) => cache.place(i, k).map(|[page, token]| page * of_b + token * of_s),
+                    };
+                    places.extend((0..d).map(|e| start.map(|start| (start + j * of_h + e * of_d) as usize)));
                 }
             }
         }

@@ -14,6 +14,7 @@ use crate::inputs;
 use crate::library::Library;
 use crate::oracle::{self, Closures};
 use crate::packing::{Laid, Packing};
+use crate::paging::Paging;
 use crate::random::Random;
 use crate::say::say;
 pub use backward::{
@@ -25,8 +26,8 @@ pub use library::{Tree, library_suite, run_tree};
 pub use parallel::side_by_side;
 pub use rounding::rounding;
 use sdpa::{
-    Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Packed, Param, ParamValue, Report, SINK, Shape,
-    Side, TensorSpec, Unsupported,
+    Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Packed, Paged, Param, ParamValue, Report, SINK,
+    Shape, Side, TensorSpec, Unsupported,
 };
 
 /// What became of a case on an executor.
@@ -140,14 +141,17 @@ pub fn run(spec: &AttentionSpec, attn_scale: Option<f32>, spread: f64, seed: u64
 }
 
 /// The masks that the oracle reads by itself: those that no closure is there for.
-fn read_by_oracle<'a>(masks: &'a [Mask], library: Option<&Library>) -> &'a [Mask] {
-    library.map_or(masks, |library| library.word_for_word(masks))
+fn read_by_oracle(masks: &[Mask], library: Option<&Library>) -> Vec<Mask> {
+    library.map_or_else(|| masks.to_vec(), |library| library.word_for_word(masks))
 }
 
-/// Documents of a packed specification that a case says nothing of.
-fn drawn_documents(spec: &AttentionSpec, seed: u64) -> Option<Library> {
+/// Documents or pages of a specification that a case says nothing of.
+fn drawn_entries(spec: &AttentionSpec, seed: u64) -> Option<Library> {
     let mut random = Random::new(seed ^ 0xd0c5);
-    spec.packed.map(|packed| Library::of_documents(Packing::draw(spec, &packed, &mut random)))
+    let [batch, heads_q, seq_q, _] = spec.q.dims;
+    let extents = [batch, heads_q, seq_q, spec.k.dims[2]];
+    let documents = spec.packed.map(|packed| Library::of_documents(Packing::draw(spec, &packed, &mut random)));
+    documents.or_else(|| spec.paged.map(|paged| Library::of_cache(&Paging::draw(spec, &paged, &mut random), extents, &mut random)))
 }
 
 /// Sinks of a specification that has such: of the size of scores, far below them, or none.
@@ -179,8 +183,16 @@ fn laid(tensor: &TensorSpec, side: Side, library: Option<&Library>) -> Laid {
 
 /// Keys and values that are padding may be anything on the CPU; what cuDNN reads of them must be a number.
 fn spoil_padding(executor: ExecutorName, library: Option<&Library>, tensors: [(&TensorSpec, &mut inputs::Operand); 2]) {
-    if let Some(lengths) = library.and_then(Library::key_lengths).filter(|_| executor == ExecutorName::CPU) {
-        tensors.into_iter().for_each(|(tensor, operand)| inputs::spoil_rows(tensor, operand, lengths));
+    let anything = executor == ExecutorName::CPU;
+    match library.map(|library| (library.cache(), library.key_lengths())) {
+        // Of pages, what is no key is NaN as it is.
+        Some((Some(cache), _)) if !anything => {
+            tensors.into_iter().for_each(|(tensor, operand)| inputs::number_gaps(&cache.container(tensor), operand));
+        }
+        Some((None, Some(lengths))) if anything => {
+            tensors.into_iter().for_each(|(tensor, operand)| inputs::spoil_rows(tensor, operand, lengths));
+        }
+        Some((Some(_) | None, _)) | None => {}
     }
 }
 
@@ -194,7 +206,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         Ok(prepared) => prepared,
         Err(outcome) => return outcome,
     };
-    let drawn = drawn_documents(spec, draw.seed);
+    let drawn = drawn_entries(spec, draw.seed);
     let library = library.or(drawn.as_ref());
     let [of_q, of_o, of_stats] = [&spec.q, &spec.o, &problem.stats_tensor()].map(|tensor| laid(tensor, Side::Queries, library));
     let [of_k, of_v] = [&spec.k, &spec.v].map(|tensor| laid(tensor, Side::Keys, library));
@@ -226,7 +238,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     }
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
-    let told_sinks = widened(sinks.as_ref());
+    let (told_sinks, masks) = (widened(sinks.as_ref()), read_by_oracle(&spec.masks, library));
     let textbook = oracle::Problem {
         shape: [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v],
         q: &inputs::gather(of_q, &q),
@@ -234,7 +246,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         v: &inputs::gather(of_v, &v),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.default_scale())),
         dtype: spec.dtype,
-        masks: read_by_oracle(&spec.masks, library),
+        masks: &masks,
         sink: told_sinks.as_deref(),
     };
     let got = inputs::gather(of_o, &o);
@@ -297,6 +309,24 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
         }
     }
     spec.packed = Some(Packed { cross, wide, total_q: said.then_some(total_q), total_kv: said.then_some(total_kv) });
+}
+
+/// The same in a paged cache alone: pages of any size, in any order of their axes, with lengths or without. For forward passes.
+pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
+    let mut spec = random_padded(random, dtypes);
+    let [batch, _, seq_kv, _] = spec.k.dims;
+    let page_size = random.pick(&[1, 7, 16, 16, 64, 128, 400]);
+    let pages = batch * ((seq_kv + page_size - 1) / page_size) + random.between(0, 4);
+    for tensor in [&mut spec.k, &mut spec.v] {
+        let [_, heads, _, dim] = tensor.dims;
+        let gap = random.pick(&[0, 0, 0, 8, 3]);
+        tensor.strides = random.pick(&Layout::ALL).strides([pages, heads, page_size, dim + gap]);
+    }
+    if random.between(0, 2) > 0 {
+        spec.masks.push(Mask::padding());
+    }
+    spec.paged = Some(Paged { page_size, pages });
+    spec
 }
 
 /// Strides of so many packed tokens, token-major or head-major, with gaps or without.

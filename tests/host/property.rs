@@ -4,7 +4,7 @@
 
 use conformance::oracle;
 use conformance::random::Random;
-use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_padded, random_spec, run, run_backward};
+use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_padded, random_paged, random_spec, run, run_backward};
 use conformance::say::say;
 use cudnn_graph::encode::encode;
 use cudnn_graph::ffi::codes::{AttributeType, DataType, PointwiseMode, ReductionOperator, Reordering, ReshapeMode, RngDistribution};
@@ -74,7 +74,12 @@ fn cpu_agrees_with_the_oracle() {
     let mut tally = Tally::default();
     seeds("cpu_agrees", 150, |seed| {
         let mut random = Random::new(seed);
-        let spec = if seed % 3 == 0 { odd_spec(&mut random) } else { random_spec(&mut random, &[DType::F16, DType::BF16, DType::F32]) };
+        let dtypes = [DType::F16, DType::BF16, DType::F32];
+        let spec = match seed % 6 {
+            0 | 3 => odd_spec(&mut random),
+            1 => random_paged(&mut random, &dtypes),
+            _ => random_spec(&mut random, &dtypes),
+        };
         let scale = random.pick(&[None, None, Some(0.3), Some(-0.1)]);
         let outcome = run(&spec, scale, random.pick(&[1.0, 1.0, 4.0]), seed, &cpu);
         tally.add("cpu", &format!("seed {seed}"), &outcome);

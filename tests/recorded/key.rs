@@ -9,7 +9,7 @@ use sdpa::cudnn::PlanOptions;
 use sdpa::cudnn::lower::{self, Form, Job, Supply};
 use sdpa::cudnn::plan::build;
 use sdpa::cudnn::schedule::Step;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, ScoreMod, Shape};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Paged, ScoreMod, Shape};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -247,5 +247,46 @@ fn so_it_does_with_how_documents_are_packed() {
         let mut other = spec.clone();
         change(&mut other);
         compare(&recorder, what, changes, jobs(&spec), jobs(&other));
+    }
+}
+
+const PAGED_CHANGES: [Change; 8] = [
+    ("nothing", false, |_| ()),
+    ("whether it is paged", true, |s| s.paged = None),
+    ("longer pages", true, |s| paged(s, Paged { page_size: 32, ..CACHE })),
+    ("more pages", true, |s| paged(s, Paged { pages: 11, ..CACHE })),
+    ("head-major pages of keys", true, |s| s.k = CACHE.dense(s.k.dims, Layout::Bhsd)),
+    ("pages of values farther apart", true, |s| s.v.strides[0] += 64),
+    ("the most keys of an entry", true, |s| {
+        let other = AttentionSpec::paged(s.dtype, Shape { seq_kv: 57, ..SHAPE }, CACHE);
+        (s.k, s.v) = (other.k, other.v);
+    }),
+    ("lengths", true, |s| masks(s, &["causal", "padding"])),
+];
+
+const CACHE: Paged = Paged { page_size: 16, pages: 9 };
+
+/// Pages in place of those that are there.
+fn paged(spec: &mut AttentionSpec, paged: Paged) {
+    spec.paged = Some(paged);
+    (spec.k, spec.v) = (paged.dense(spec.k.dims, Layout::Bshd), paged.dense(spec.v.dims, Layout::Bshd));
+}
+
+/// Of pages nothing is sent; there is no backward pass.
+#[test]
+fn pages_are_part_of_the_key_and_a_field_of_their_own() {
+    let spec = AttentionSpec::paged(DType::BF16, SHAPE, CACHE).mask(Mask::causal()).with_stats();
+    let one = Job::from(spec.validate().unwrap());
+    for (what, changes, change) in PAGED_CHANGES {
+        let mut other = spec.clone();
+        change(&mut other);
+        let two = Job::from(other.validate().unwrap());
+        assert_eq!(one != two, changes, "the key, {what}");
+        let differ: Vec<&str> = one.fields().into_iter().zip(two.fields()).filter(|(a, b)| a != b).map(|(field, _)| field.0).collect();
+        assert_eq!(!differ.is_empty(), changes, "the fields, {what}");
+        assert!(changes || hash(&one) == hash(&two), "the hash, {what}");
+        if other.paged != spec.paged && other.paged.is_some() {
+            assert_eq!(differ, ["paged"], "{what}");
+        }
     }
 }

@@ -216,7 +216,7 @@ impl Library {
         let mut drawing = Drawing { extents, random, bound: Vec::new() };
         let keeps = masks.iter().map(|text| masks::keep(text, &mut drawing)).collect::<Result<_, _>>()?;
         let pads = masks.iter().any(|m| m == "padding");
-        Ok((text, Library { stages: vec![stage], keeps, bound: drawing.bound, pads, beside_masks: false, packing: None }))
+        Ok((text, Library { stages: vec![stage], keeps, bound: drawing.bound, pads, beside_masks: false, packing: None, cache: None }))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
 use super::{
-    Outcome, Tally, drawn_documents, drawn_sinks, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding,
+    Outcome, Tally, drawn_entries, drawn_sinks, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding,
     widened, with, with_sinks,
 };
 use crate::case::Case;
@@ -130,7 +130,7 @@ fn attempt(
     let prepared = ready(executor.supports_backward(&problem), executor.prepare_backward(&problem))?;
     let forward = &spec.forward;
     let dtype = forward.dtype;
-    let drawn = drawn_documents(forward, draw.seed);
+    let drawn = drawn_entries(forward, draw.seed);
     let library = library.or(drawn.as_ref());
     let of = |operand: Name| laid(tensor(spec, operand), operand.side(), library);
     let of_stats = laid(&problem.forward().stats_tensor(), Side::Queries, library);
@@ -145,7 +145,7 @@ fn attempt(
     let [batch, heads_q, seq_q, dim_qk] = forward.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = forward.v.dims.map(|d| d as usize);
     let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v];
-    let told_sinks = widened(sinks.as_ref());
+    let (told_sinks, masks) = (widened(sinks.as_ref()), read_by_oracle(&forward.masks, library));
     let textbook = oracle::Problem {
         shape,
         q: &inputs::gather(of(Name::Q), &q),
@@ -153,7 +153,7 @@ fn attempt(
         v: &inputs::gather(of(Name::V), &v),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.forward().default_scale())),
         dtype,
-        masks: read_by_oracle(&forward.masks, library),
+        masks: &masks,
         sink: told_sinks.as_deref(),
     };
     let params = with_sinks(library.map_or_else(Vec::new, Library::params), sinks.as_ref());

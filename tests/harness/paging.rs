@@ -1,0 +1,166 @@
+//! The paged KV cache of a case: which pages each batch entry has, and what the rest of the page table and of the containers holds.
+
+use crate::library::{Bound, Values};
+use crate::random::Random;
+use sdpa::paged::PAGE_TABLE;
+use sdpa::{AttentionSpec, Layout, Mask, Paged, TensorSpec};
+use serde::Deserialize;
+use std::sync::Arc;
+
+/// The cache of a paged case.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Paging {
+    /// Tokens of a page.
+    pub page_size: i64,
+    /// Order of (pages, heads, tokens of a page, dim) in memory: page-major, or `bhsd` with heads in front of tokens.
+    #[serde(default = "page_major")]
+    pub layout: Layout,
+    /// Queries of each batch entry, beside the mask `padding`; absent: drawn.
+    #[serde(default)]
+    pub lengths_q: Option<Vec<i64>>,
+    /// Keys of each batch entry, likewise.
+    #[serde(default)]
+    pub lengths_kv: Option<Vec<i64>>,
+    /// Whether pages lie in the order of the keys.
+    #[serde(default)]
+    pub in_order: bool,
+    /// Pages that every entry begins with.
+    #[serde(default)]
+    pub shared: i64,
+    /// Pages that nobody has, besides those of keys that are not there.
+    #[serde(default)]
+    pub spare: i64,
+}
+
+fn page_major() -> Layout {
+    Layout::Bshd
+}
+
+/// A page table, and how many keys it is for.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    page_size: i64,
+    pages: i64,
+    keys: Vec<i64>,
+    /// One row for each batch entry.
+    table: Vec<Vec<i32>>,
+}
+
+impl Paging {
+    /// Draws the cache of a paged specification; with lengths, where a mask says that there are such.
+    pub fn draw(spec: &AttentionSpec, paged: &Paged, random: &mut Random) -> Paging {
+        let padded = spec.masks.iter().any(|mask| matches!(mask, Mask::Traced(_)));
+        let mut lengths = |most: i64| {
+            let batch = 0..spec.q.dims[0];
+            padded.then(|| {
+                batch.map(|_| [0, most, random.between(0, most), random.between(0, most)][random.between(0, 3) as usize]).collect()
+            })
+        };
+        let (lengths_q, lengths_kv) = (lengths(spec.q.dims[2]), lengths(spec.k.dims[2]));
+        let (in_order, spare) = (random.between(0, 3) == 0, paged.pages - spec.q.dims[0] * pages_of(spec.k.dims[2], paged.page_size));
+        let shared = if spare > 0 { random.between(0, spare) } else { 0 };
+        Paging { page_size: paged.page_size, layout: page_major(), lengths_q, lengths_kv, in_order, shared, spare: spare - shared }
+    }
+
+    /// What a specification says of a cache for so many batch entries of so many keys.
+    pub fn paged(&self, batch: i64, seq_kv: i64) -> Paged {
+        Paged { page_size: self.page_size, pages: batch * pages_of(seq_kv, self.page_size) + self.shared + self.spare }
+    }
+
+    /// Strides of keys or values, with so many elements between rows.
+    pub fn strides(&self, [batch, heads, seq_kv, dim]: [i64; 4], gap: i64) -> [i64; 4] {
+        self.layout.strides([self.paged(batch, seq_kv).pages, heads, self.page_size, dim + gap])
+    }
+
+    /// The lengths that are not drawn.
+    pub fn lengths(&self) -> Vec<Bound> {
+        let given = [("seq_len_q", &self.lengths_q), ("seq_len_kv", &self.lengths_kv)];
+        given.into_iter().filter_map(|(name, lengths)| Some(bound(name, lengths.as_ref()?.iter().map(|n| *n as i32), 1))).collect()
+    }
+
+    /// Draws the page table of a problem of extents (batch, heads_q, seq_q, seq_kv), whose entries have so many keys.
+    pub fn cache(&self, [batch, _, _, seq_kv]: [i64; 4], lengths: Option<&[f64]>, random: &mut Random) -> Cache {
+        let pages = self.paged(batch, seq_kv).pages;
+        let mut order: Vec<i32> = (0..pages as i32).collect();
+        if !self.in_order {
+            (1..order.len()).for_each(|n| order.swap(n, random.between(0, n as i64) as usize));
+        }
+        let mut own = order.split_off(self.shared as usize).into_iter();
+        let keys: Vec<i64> = (0..batch as usize).map(|b| lengths.map_or(seq_kv, |lengths| (lengths[b] as i64).clamp(0, seq_kv))).collect();
+        let row = |keys: i64| {
+            let there = (0..pages_of(keys, self.page_size)).map(|n| order.get(n as usize).copied().or_else(|| own.next()).unwrap_or(-1));
+            let mut row: Vec<i32> = there.collect();
+            let behind = pages_of(seq_kv, self.page_size) - row.len() as i64;
+            row.extend((0..behind).map(|_| random.pick(&[-1, pages as i32, i32::MAX, i32::MIN, 0])));
+            row
+        };
+        let table = keys.iter().copied().map(row).collect();
+        Cache { page_size: self.page_size, pages, keys, table }
+    }
+}
+
+fn pages_of(keys: i64, page_size: i64) -> i64 {
+    (keys + page_size - 1) / page_size
+}
+
+fn bound(name: &'static str, values: impl Iterator<Item = i32>, per_entry: i64) -> Bound {
+    let values: Vec<i32> = values.collect();
+    let widened: Arc<[f64]> = values.iter().map(|x| f64::from(*x)).collect();
+    Bound { name, dims: [values.len() as i64 / per_entry, 1, 1, per_entry], values: Values::I32(values), widened }
+}
+
+impl Cache {
+    /// The page table as a parameter.
+    pub fn bound(&self) -> Bound {
+        bound(PAGE_TABLE, self.table.iter().flatten().copied(), self.table[0].len() as i64)
+    }
+
+    /// The page and the token of a key that is there.
+    pub fn place(&self, batch: i64, key: i64) -> Option<[i64; 2]> {
+        let page = |key: i64| i64::from(self.table[batch as usize][(key / self.page_size) as usize]);
+        (key < self.keys[batch as usize]).then(|| [page(key), key % self.page_size])
+    }
+
+    /// Whether a place among the scores has a key.
+    pub fn has(&self, [b, _, _, k]: [i64; 4]) -> bool {
+        k < self.keys[b as usize]
+    }
+
+    /// All pages of a tensor.
+    pub fn container(&self, tensor: &TensorSpec) -> TensorSpec {
+        let [_, heads, _, dim] = tensor.dims;
+        TensorSpec { dims: [self.pages, heads, self.page_size, dim], ..*tensor }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::packing::Laid;
+
+    #[test]
+    fn keys_are_where_the_table_says_and_nothing_is_behind_them() {
+        let paging = Paging {
+            page_size: 2,
+            layout: Layout::Bhsd,
+            lengths_q: None,
+            lengths_kv: Some(vec![3, 0, 5]),
+            in_order: true,
+            shared: 1,
+            spare: 1,
+        };
+        assert_eq!(paging.paged(3, 5), Paged { page_size: 2, pages: 11 });
+        let cache = paging.cache([3, 4, 1, 5], Some(&[3.0, 0.0, 5.0]), &mut Random::new(1));
+        assert_eq!(([&cache.table[0][..2], &cache.table[2]]), [&[0, 1][..], &[0, 2, 3]]);
+        assert_eq!(cache.bound().dims, [3, 1, 1, 3]);
+        assert_eq!([cache.place(0, 2), cache.place(0, 3), cache.place(1, 0), cache.place(2, 4)], [Some([1, 0]), None, None, Some([3, 0])]);
+        let tensor = TensorSpec { dims: [3, 2, 5, 1], strides: paging.strides([3, 2, 5, 1], 0), alignment: 16 };
+        let laid = Laid::paged(&tensor, &cache);
+        // Head-major pages of two tokens and two heads: four elements each.
+        let of_first = [Some(0), Some(1), Some(4), None, None, Some(2), Some(3), Some(6), None, None];
+        assert_eq!((laid.elements(), &laid.places()[..10]), (44, &of_first[..]));
+        assert!(laid.places()[10..20].iter().all(Option::is_none));
+        assert_eq!(laid.places()[24], Some(12));
+    }
+}
