@@ -11,8 +11,9 @@ use std::fmt::Write;
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/documents.cu");
 
 /// The sources, and the PTX of each.
-const TEXTS: [(&str, &str); 2] = [
+const TEXTS: [(&str, &str); 3] = [
     (SOURCE, "sdpa/cudnn/src/kernels/documents.ptx"),
+    (include_str!("../../sdpa/cudnn/src/kernels/pages.cu"), "sdpa/cudnn/src/kernels/pages.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/sinks.cu"), "sdpa/cudnn/src/kernels/sinks.ptx"),
 ];
 

@@ -66,6 +66,7 @@ fn bound(supply: &Supply) -> String {
         | Supply::Spread { .. }
         | Supply::Guarded(_)
         | Supply::Documents(_)
+        | Supply::Pages(_)
         | Supply::Table(_)
         | Supply::Scratch
         | Supply::Gradient(_)

@@ -107,7 +107,25 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         }
     }
     if let Some(paged) = problem.paged() {
-        limit("paged", format!("{} pages of {} tokens", paged.pages, paged.page_size), "keys and values lie one behind the other");
+        let copied = lower::densify(job).1;
+        for (operand, tensor) in job.tensors().filter(|(operand, _)| operand.side() == Side::Keys && copied.contains(operand)) {
+            let rule = "pages are read in place: 16-byte alignment, strides in multiples of 16 bytes";
+            limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule);
+        }
+        let pages = lower::Pages::of(problem);
+        if pages.is_none() {
+            limit("paged.page_size", paged.page_size.to_string(), lower::UNEVEN);
+        }
+        if pages.is_some_and(|pages| paged.pages.saturating_mul(pages.parts) > i64::from(i32::MAX)) {
+            limit("paged.pages", paged.pages.to_string(), "cuDNN counts pages, or the parts that they are taken as, in 32 bits");
+        }
+        if runtime < lower::PAGED_SINCE {
+            limit("cudnn", runtime.to_string(), "pages are taken from 9.5 on");
+        }
+        let kept = problem.kept();
+        if kept.seq_len_q != kept.seq_len_kv {
+            limit("masks", kept.to_string(), "beside pages cuDNN takes the lengths of queries and of keys together, or none");
+        }
     }
     if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
         limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");

@@ -123,6 +123,7 @@ impl Planned {
             | Role::Sum(..)
             | Role::Rounding(_)
             | Role::Documents
+            | Role::Pages
             | Role::Sink
             | Role::SinkGradient
             | Role::Unpaired(_) => None,

@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 use std::ffi::CStr;
 
 const DOCUMENTS: &str = concat!(include_str!("documents.ptx"), "\0");
+const PAGES: &str = concat!(include_str!("pages.ptx"), "\0");
 const SINKS: &str = concat!(include_str!("sinks.ptx"), "\0");
 
 /// Offsets of packed documents that one launch can compute.
@@ -24,11 +25,13 @@ pub enum Own {
     SinkParts,
     /// The sums of these parts.
     SinkGradient,
+    /// A page table as engines may be given it.
+    Pages,
 }
 
 impl Own {
     /// Every kernel, those of a text one behind the other.
-    pub const ALL: [Own; 5] = [Own::Documents, Own::Unpaired, Own::SinkRows, Own::SinkParts, Own::SinkGradient];
+    pub const ALL: [Own; 6] = [Own::Documents, Own::Unpaired, Own::SinkRows, Own::SinkParts, Own::SinkGradient, Own::Pages];
 
     /// Its name in the PTX.
     pub const fn name(self) -> &'static CStr {
@@ -38,6 +41,7 @@ impl Own {
             Own::SinkRows => c"sink_rows",
             Own::SinkParts => c"sink_parts",
             Own::SinkGradient => c"sink_gradient",
+            Own::Pages => c"pages",
         }
     }
 
@@ -46,6 +50,7 @@ impl Own {
         match self {
             Own::Documents | Own::Unpaired => DOCUMENTS,
             Own::SinkRows | Own::SinkParts | Own::SinkGradient => SINKS,
+            Own::Pages => PAGES,
         }
     }
 }
@@ -54,7 +59,7 @@ impl Own {
 #[derive(Debug)]
 pub(crate) struct Loaded {
     device: u32,
-    kernels: [Kernel; 5],
+    kernels: [Kernel; 6],
 }
 
 /// Those of each device that needed some.
@@ -72,10 +77,11 @@ impl Loaded {
         if let Some(loaded) = all.iter().find(|loaded| loaded.device == device.ordinal()) {
             return Ok(loaded);
         }
-        let [documents, unpaired, sink_rows, sink_parts, sink_gradient] = Own::ALL;
+        let [documents, unpaired, sink_rows, sink_parts, sink_gradient, pages] = Own::ALL;
         let [documents, unpaired] = load(device, [documents, unpaired])?;
         let [sink_rows, sink_parts, sink_gradient] = load(device, [sink_rows, sink_parts, sink_gradient])?;
-        let kernels = [documents, unpaired, sink_rows, sink_parts, sink_gradient];
+        let [pages] = load(device, [pages])?;
+        let kernels = [documents, unpaired, sink_rows, sink_parts, sink_gradient, pages];
         let loaded: &'static Loaded = Box::leak(Box::new(Loaded { device: device.ordinal(), kernels }));
         all.push(loaded);
         Ok(loaded)

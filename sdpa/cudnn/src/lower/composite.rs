@@ -4,22 +4,25 @@
 use super::expr::{Draft, Pass};
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
-use super::{Form, LowerError, Operands, dtype, modify, transposed};
+use super::{Form, LowerError, Operands, dtype, modify, paged, transposed};
 use cudnn_graph::ir::op::{Matmul, Op, ReductionMode};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 use sdpa_core::problem::Problem;
-use sdpa_core::{SINK, Side};
+use sdpa_core::{Operand, SINK, Side};
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let in_graph = super::sink_in_graph(problem, runtime);
-    let operands = Operands::new(to, problem, in_graph, transposed);
-    let Operands { q, k, v, attn_scale, o, stats } = operands;
+    let operands = Operands::new(to, problem, in_graph, |key| if problem.paged().is_some() { key } else { transposed(key) });
+    let Operands { q, mut k, mut v, attn_scale, o, stats } = operands;
     let lengths = Lengths::of(to, problem);
     let [rows, keys] = lengths.overrides(to, problem, runtime)?;
+    if let Some(table) = paged::table(to, problem, keys)? {
+        (k, v) = (paged::load(to, problem, table, k, Operand::K), paged::load(to, problem, table, v, Operand::V));
+    }
     let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, attn_scale]);
     let modified = modify(to, scaled, problem);

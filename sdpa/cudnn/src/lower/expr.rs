@@ -460,6 +460,7 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
         Supply::Number(_)
         | Supply::Guarded(_)
         | Supply::Documents(_)
+        | Supply::Pages(_)
         | Supply::Table(_)
         | Supply::Scratch
         | Supply::Gradient(_)

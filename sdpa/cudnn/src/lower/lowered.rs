@@ -2,6 +2,7 @@
 
 use super::Form;
 use super::backward::Spelling;
+use super::paged::Pages;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{DType, Verified};
 use sdpa_core::expr::Trace;
@@ -96,6 +97,8 @@ pub enum Supply {
     Guarded(Guarded),
     /// What engines are told of packed documents, computed on the device from their boundaries.
     Documents(Told),
+    /// The page table of a cache, in pages as engines take them, none of which is outside of the containers.
+    Pages(Pages),
     /// A table that the executor keeps in device memory.
     Table(Table),
     /// Device memory of the workspace, whose contents mean nothing to the caller.

@@ -14,6 +14,7 @@ mod lowered;
 mod mask;
 mod mode;
 mod packed;
+mod paged;
 #[cfg(test)]
 mod spelled;
 mod sum;
@@ -28,6 +29,8 @@ pub use expr::Vectors;
 pub use job::Job;
 pub(crate) use key::JobQuery;
 pub use lowered::{Guarded, Lowered, Supply, Table, Told};
+pub(crate) use paged::UNEVEN;
+pub use paged::{PAGED_SINCE, Pages, UNIFIED_PAGED_SINCE};
 pub use sdpa_core::{Operand, Side};
 pub use sum::{Sum, Sums};
 
@@ -105,6 +108,15 @@ pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
         return &[Form::Composite];
     }
     let plain = problem.kept().is_full() && problem.score_mod().is_none();
+    if problem.paged().is_some() {
+        // Engines for one query know pages in the unified op alone.
+        let decode = problem.seq_q() == 1;
+        return match runtime >= if plain { UNIFIED_PAGED_SINCE } else { UNIFIED_SINCE } {
+            true if decode => &[Form::Unified, Form::Composite],
+            true => &[Form::Composite, Form::Unified],
+            false => &[Form::Composite],
+        };
+    }
     let unified = match job {
         Job::Forward(_) => runtime >= if plain { UNIFIED_PLAIN_SINCE } else { UNIFIED_SINCE },
         Job::Backward(b) => runtime >= UNIFIED_BACKWARD_SINCE && plain && b.gradient().is_none() && !b.deterministic(),
@@ -117,9 +129,6 @@ pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
 /// # Errors
 /// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`](cudnn_graph::Graph::verify) finds is a bug of the lowering.
 pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
-    if job.problem().paged().is_some() {
-        return Err(LowerError::Unsupported("keys and values lie in pages, which this form has no spelling for".to_owned()));
-    }
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
         (Job::Forward(problem), Form::Unified) => unified::lower(problem, runtime),
@@ -179,8 +188,8 @@ impl Operands {
         let dtype = dtype(problem.dtype());
         Operands {
             q: operand(to, problem, tensor(Operand::Q, dtype, problem.q()), Operand::Q),
-            k: operand(to, problem, key(tensor(Operand::K, dtype, problem.k())), Operand::K),
-            v: operand(to, problem, tensor(Operand::V, dtype, problem.v()), Operand::V),
+            k: operand(to, problem, key(tensor(Operand::K, dtype, &paged::container(problem, Operand::K, problem.k()))), Operand::K),
+            v: operand(to, problem, tensor(Operand::V, dtype, &paged::container(problem, Operand::V, problem.v())), Operand::V),
             attn_scale: to.graph.parameter("attn_scale", DType::F32),
             o: operand(to, problem, tensor(Operand::O, dtype, problem.o()), Operand::O),
             stats: (problem.stats() || problem.sink() && !sink_in_graph).then(|| stats(to, problem)),

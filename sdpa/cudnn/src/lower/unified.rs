@@ -3,7 +3,7 @@
 use super::expr::{Draft, Pass};
 use super::lowered::Lowered;
 use super::mask::{self, Lengths};
-use super::{Form, LowerError, Operands, modify};
+use super::{Form, LowerError, Operands, modify, paged};
 use crate::quirks::Quirk;
 use cudnn_graph::ir::op::{Op, ScoreGraph, SdpaForward};
 use cudnn_graph::ir::ty::Dims;
@@ -31,7 +31,13 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         return Err(LowerError::Unsupported(rule));
     }
     // The op pads by itself where it has both lengths.
-    let [seq_len_q, seq_len_kv] = if padded { mask::guarded(to, problem, runtime)? } else { [None, None] };
+    let [mut seq_len_q, mut seq_len_kv] = if padded { mask::guarded(to, problem, runtime)? } else { [None, None] };
+    let table = paged::table(to, problem, seq_len_kv)?;
+    if let Some(table) = table {
+        seq_len_kv = Some(table.lengths);
+        seq_len_q = seq_len_q.or_else(|| Some(paged::all(to, "seq_len_q_all", problem.batch(), problem.seq_q())));
+    }
+    let entries = table.map(|table| table.entries);
     let inner = if padded { Lengths::default() } else { Lengths::of(to, problem) };
     let score = if !mask::drops(problem, inner) && problem.score_mod().is_none() {
         None
@@ -45,7 +51,16 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         (output != input).then_some(ScoreGraph { input, output, ops })
     };
     let plain = SdpaForward::plain(q, k, v, o);
-    g.push(Op::SdpaForward(Box::new(SdpaForward { attn_scale: Some(attn_scale), score, stats, seq_len_q, seq_len_kv, ..plain })));
+    g.push(Op::SdpaForward(Box::new(SdpaForward {
+        attn_scale: Some(attn_scale),
+        score,
+        stats,
+        seq_len_q,
+        seq_len_kv,
+        page_table_k: entries,
+        page_table_v: entries,
+        ..plain
+    })));
     Ok(Lowered {
         graph: g.verify()?,
         form: Form::Unified,

@@ -6,6 +6,7 @@
 mod digest;
 mod documents;
 mod outline;
+mod paged;
 mod sink;
 mod text;
 
@@ -107,6 +108,8 @@ pub enum Role {
     Rounding(String),
     /// What engines are told of packed documents.
     Documents,
+    /// The page table of a cache.
+    Pages,
     /// Adds sinks to rows that were computed without.
     Sink,
     /// The gradient of sinks.
@@ -124,6 +127,7 @@ impl fmt::Display for Role {
             Role::Sum(name, n) => write!(f, "sum {n} of the gradient of {name}"),
             Role::Rounding(name) => write!(f, "rounding of the gradient of {name}"),
             Role::Documents => f.write_str("lengths and offsets of documents"),
+            Role::Pages => f.write_str("check of the page table"),
             Role::Sink => f.write_str("sinks of rows"),
             Role::SinkGradient => f.write_str("gradient of sinks"),
             Role::Unpaired(name) => write!(f, "rows of {name} without the other side"),

@@ -1,7 +1,7 @@
 //! From a lowered pass to its schedule: the attention, and what has to happen around it.
 
 use super::{Contents, Number, Port, Role, Run, Schedule, Slot, SlotId, Source, Step};
-use super::{documents, sink};
+use super::{documents, paged, sink};
 use crate::error::Error;
 use crate::lower::{self, CopyGraph, Guarded, Job, Lowered, Supply};
 use cudnn_graph::bind::Ports;
@@ -50,7 +50,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         let slot = sink::stats(&mut made, job, lowered, tensor);
         bound.push((tensor, slot));
     }
-    let (mut conversions, mut told) = (Vec::new(), Vec::new());
+    let (mut conversions, mut told, mut checked) = (Vec::new(), Vec::new(), None);
     for (tensor, supply) in &lowered.supplies {
         let slot = match supply {
             Supply::Number(trace) => {
@@ -61,6 +61,11 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
             Supply::Documents(what) => {
                 told.push((*tensor, *what));
                 continue;
+            }
+            Supply::Pages(pages) => {
+                let to = made.scratch("page table, checked".to_owned(), lowered.bytes(*tensor));
+                checked = Some((*pages, to));
+                to
             }
             Supply::Table(table) => made.table(Contents::Numbers(table.clone()), table.bytes()),
             Supply::Scratch => made.scratch("scratch".to_owned(), lowered.bytes(*tensor)),
@@ -88,6 +93,9 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
     bound.extend(documents::tell(&mut made, job, lowered, &told)?);
     for (role, copy, from, to) in conversions.into_iter().chain(before) {
         made.copy(role, copy, &from, to)?;
+    }
+    if let Some((pages, to)) = checked {
+        paged::check(&mut made, job.problem(), lowered, (pages, to), &bound)?;
     }
     made.run(Role::Attention, Arc::new(lowered.graph.clone()), &bound, numbers)?;
     sink::add(&mut made, dense, lowered, &bound)?;

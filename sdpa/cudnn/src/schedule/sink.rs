@@ -25,7 +25,7 @@ fn blocks(threads: i64) -> u32 {
     u32::try_from(threads.unsigned_abs().div_ceil(u64::from(THREADS))).unwrap_or(u32::MAX)
 }
 
-fn slot_of(bound: &[(TensorId, SlotId)], tensor: TensorId) -> Result<SlotId, Error> {
+pub(super) fn slot_of(bound: &[(TensorId, SlotId)], tensor: TensorId) -> Result<SlotId, Error> {
     bound.iter().find(|(id, _)| *id == tensor).map(|(_, slot)| *slot).ok_or_else(|| bug(format!("{tensor} has no memory")))
 }
 
@@ -80,6 +80,7 @@ pub(super) fn differentiate(
         Supply::Number(_)
         | Supply::Param(_)
         | Supply::Spread { .. }
+        | Supply::Pages(_)
         | Supply::Table(_)
         | Supply::Scratch
         | Supply::Gradient(_)

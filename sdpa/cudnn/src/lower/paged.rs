@@ -1,0 +1,99 @@
+//! A paged cache: containers, and the page table that engines find keys and values by.
+
+use super::expr::Draft;
+use super::lowered::Supply;
+use super::{LowerError, transposed};
+use cudnn_graph::ir::op::{Op, PagedLoad};
+use cudnn_graph::ir::{Tensor, TensorId};
+use cudnn_graph::{DType, Version};
+use sdpa_core::problem::Problem;
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::{Operand, Paged};
+
+/// The first runtime whose composite form takes pages.
+pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
+
+/// The first runtime whose unified op takes them.
+pub const UNIFIED_PAGED_SINCE: Version = Version::new(9, 15, 0);
+
+/// Pages as engines take them: a power of two of tokens. A page of another number is several of theirs, one behind the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pages {
+    /// Tokens of one of theirs.
+    pub tokens: i64,
+    /// How many of theirs a page is.
+    pub parts: i64,
+}
+
+impl Pages {
+    /// Those of a problem; none where pages of another number of tokens do not lie so that they can be cut.
+    pub fn of(problem: &Problem) -> Option<Pages> {
+        let paged = problem.paged()?;
+        let tokens = 1 << paged.page_size.trailing_zeros();
+        let parts = paged.page_size / tokens;
+        let even = |tensor: &TensorSpec| tensor.strides[0] == paged.page_size * tensor.strides[2];
+        (parts == 1 || even(problem.k()) && even(problem.v())).then_some(Pages { tokens, parts })
+    }
+
+    /// Theirs that an entry of the batch has at most.
+    pub fn per_entry(self, seq_kv: i64) -> i64 {
+        seq_kv.unsigned_abs().div_ceil(self.tokens.unsigned_abs()) as i64
+    }
+
+    fn container(self, paged: &Paged, tensor: &TensorSpec) -> TensorSpec {
+        let [page, head, token, element] = tensor.strides;
+        let dims = [paged.pages * self.parts, tensor.dims[1], self.tokens, tensor.dims[3]];
+        TensorSpec { dims, strides: [page / self.parts, head, token, element], alignment: tensor.alignment }
+    }
+}
+
+/// What reads pages: the table, and the lengths of keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Table {
+    pub(super) entries: TensorId,
+    pub(super) lengths: TensorId,
+}
+
+/// Why pages are refused.
+pub(crate) const UNEVEN: &str =
+    "pages whose tokens are no power of two lie one behind the other: (pages, page_size, heads_kv, dim) without gaps";
+
+/// An operand as it lies in its container.
+pub(super) fn container(problem: &Problem, operand: Operand, tensor: &TensorSpec) -> TensorSpec {
+    match (problem.paged(), Pages::of(problem), operand) {
+        (Some(paged), Some(pages), Operand::K | Operand::V) => pages.container(paged, tensor),
+        (_, _, _) => *tensor,
+    }
+}
+
+/// The page table as engines take it, and the lengths of keys beside it, which are those of the masks if there are some.
+pub(super) fn table(to: &mut Draft<'_>, problem: &Problem, lengths: Option<TensorId>) -> Result<Option<Table>, LowerError> {
+    if problem.paged().is_none() {
+        return Ok(None);
+    }
+    let pages = Pages::of(problem).ok_or_else(|| LowerError::Unsupported(UNEVEN.to_owned()))?;
+    let dims = [problem.batch(), 1, pages.per_entry(problem.seq_kv()), 1];
+    let entries = to.graph.tensor(Tensor::device("page_table", DType::I32, dims));
+    to.supplies.push((entries, Supply::Pages(pages)));
+    let lengths = lengths.unwrap_or_else(|| all(to, "seq_len_kv_all", problem.batch(), problem.seq_kv()));
+    Ok(Some(Table { entries, lengths }))
+}
+
+/// As many for each entry of the batch.
+pub(super) fn all(to: &mut Draft<'_>, name: &str, batch: i64, length: i64) -> TensorId {
+    let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [batch, 1, 1, 1]));
+    let length = i32::try_from(length).unwrap_or(i32::MAX);
+    to.supplies.push((tensor, Supply::Table(super::Table::I32(vec![length; batch as usize]))));
+    tensor
+}
+
+/// Keys or values in their order; keys as columns.
+pub(super) fn load(to: &mut Draft<'_>, problem: &Problem, table: Table, container: TensorId, operand: Operand) -> TensorId {
+    let [batch, heads, seq_kv] = [problem.batch(), problem.heads_kv(), problem.seq_kv()];
+    let dim = if operand == Operand::K { problem.dim_qk() } else { problem.dim_v() };
+    let (dims, strides) = ([batch, heads, seq_kv, dim], [heads * seq_kv * dim, seq_kv * dim, dim, 1]);
+    let ordered = Tensor::virtual_(format!("{operand}_in_order"), super::dtype(problem.dtype()), dims).strides(strides);
+    let y = to.graph.tensor(if operand == Operand::K { transposed(ordered) } else { ordered });
+    to.graph.push(Op::PagedLoad(PagedLoad { container, seq_len: table.lengths, page_table: table.entries, y }));
+    y
+}
