@@ -86,10 +86,21 @@ pub(crate) struct ProblemArgs {
     /// Documents whose boundaries nobody needs
     #[arg(skip)]
     pub(crate) packed: Option<Packed>,
+    /// Keys and values lie in pages of so many tokens, (pages, tokens, heads, dim), as those of the --input do; which pages a batch entry has
+    /// says its tensor page_table, [batch, pages of an entry], or --page-table. Over random numbers they are in any order
+    #[arg(long, value_name = "PAGE_SIZE", allow_hyphen_values = true)]
+    pub(crate) paged: Option<String>,
+    /// How many pages there are for random numbers. Else as many as all keys take
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    pub(crate) pages: Option<String>,
+    /// The pages of each batch entry: a text with a line of numbers for each
+    #[arg(long, value_name = "F.txt")]
+    pub(crate) page_table: Option<PathBuf>,
     /// f32, f16 or bf16; converts the input. Else the file's, or bf16
     #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
     pub(crate) dtype: Option<String>,
-    /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd; of packed documents bshd or bhsd, without batch
+    /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd; of packed documents bshd or bhsd, without batch; of
+    /// pages bshd where nothing is said
     #[arg(long, value_parser = Named::layouts(), hide_possible_values = true)]
     pub(crate) layout: Option<String>,
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true, help = score_mod_help())]

@@ -14,7 +14,8 @@ use sdpa::cudnn::lower::{self, Form};
 use sdpa::cudnn::plan::schedule as schedule_of;
 use sdpa::cudnn::schedule::ScheduleReport;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Problem, Region, Side, TensorSpec};
+use sdpa::paged::PAGE_TABLE;
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Paged, Problem, Region, Side, TensorSpec};
 use serde::Serialize;
 use std::io::Write;
 
@@ -270,12 +271,18 @@ fn packed_text(packed: Option<&Packed>) -> Option<String> {
     Some(format!("{} tokens at most", sides.iter().map(|s| side(*s)).collect::<Vec<_>>().join("; ")))
 }
 
+/// How many pages there are, and how long.
+fn paged_text(paged: Option<&Paged>) -> Option<String> {
+    paged.map(|paged| format!("{} pages of {} tokens, by {PAGE_TABLE}", paged.pages, paged.page_size))
+}
+
 fn spec_text(request: &Request) -> String {
     let spec = &request.spec;
     let mut table = Table::default();
     table.row("dtype", spec.dtype.name());
     tensors(&mut table, FORWARD, [&spec.q, &spec.k, &spec.v, &spec.o]);
     table.rows("packed", packed_text(spec.packed.as_ref()));
+    table.rows("paged", paged_text(spec.paged.as_ref()));
     table.rows("score_mod", request.score_mods());
     table.rows("sink", spec.sink.then(|| "in the denominator of each query head".to_owned()));
     table.row("masks", list(&spec.masks.iter().map(ToString::to_string).collect::<Vec<_>>()));
@@ -309,6 +316,7 @@ fn problem_text(request: &Request) -> String {
     let [q, k, v, o] = p.tensors();
     tensors(&mut table, FORWARD, [q, k, v, o]);
     table.rows("packed", packed_text(p.packed()));
+    table.rows("paged", paged_text(p.paged()));
     table.rows("score_mod", p.score_mod().map(lines));
     table.rows("sink", p.sink().then(|| "in the denominator of each query head".to_owned()));
     table.row("keeps", region_text(p.region()));

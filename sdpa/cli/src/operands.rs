@@ -9,6 +9,7 @@ use crate::params::{Bound, Planned};
 use crate::progress::{Progress, Step};
 use crate::random;
 use crate::request::{Backward, Request, Source, elements};
+use sdpa::paged::PAGE_TABLE;
 use sdpa::{
     AttentionSpec, BackwardProblem, Error, HostBackward, HostForward, HostGradient, Param, Prepared, PreparedBackward, Report, Side,
     TensorSpec,
@@ -183,7 +184,16 @@ impl Operands {
             }
         };
         operands.load_params(request, seed)?;
+        operands.judge_pages(request)?;
         Ok(operands)
+    }
+
+    /// That keys which are there have pages of the containers; lengths are known now.
+    fn judge_pages(&self, request: &Request) -> Result<(), Failure> {
+        let Some(paging) = &request.paging else { return Ok(()) };
+        let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
+        let wrong = |errors: sdpa::SpecErrors| errors.0.iter().map(|e| Line::new(paging.about(), e)).collect();
+        request.problem.pages(&params).map(|_| ()).map_err(|errors| Failure::Mistakes(wrong(errors)))
     }
 
     fn load_params(&mut self, request: &Request, seed: u64) -> Result<(), Failure> {
@@ -209,16 +219,30 @@ impl Operands {
         }
     }
 
+    /// Where a row of a batch entry and head begins; `None` of a key that has no page.
+    fn place(&self, request: &Request, tensor: &TensorSpec, side: Side, [b, h, s]: [i64; 3]) -> Option<i64> {
+        let boundaries = request.packing.as_ref().and_then(|packing| packing.of(side));
+        let entry = match (boundaries, request.spec.paged.filter(|_| side == Side::Keys)) {
+            (Some(all), _) => i64::from(all[b as usize]) * tensor.strides[2] + s * tensor.strides[2],
+            (None, Some(paged)) => {
+                let table = self.params.iter().find(|bound| bound.name == PAGE_TABLE)?;
+                let page = table.at([b, 0, 0, s / paged.page_size]) as i64;
+                (0..paged.pages).contains(&page).then(|| page * tensor.strides[0] + s % paged.page_size * tensor.strides[2])?
+            }
+            (None, None) => b * tensor.strides[0] + s * tensor.strides[2],
+        };
+        Some(entry + h * tensor.strides[1])
+    }
+
     /// The scaled score of one query and key of a batch entry and head.
     pub(crate) fn score(&self, request: &Request, [b, h]: [i64; 2], [q, k]: [usize; 2]) -> f64 {
         let p = &request.problem;
         let dim = usize::try_from(p.dim_qk()).unwrap_or(0);
         let row = |data: &Data, tensor: &TensorSpec, side: Side, h: i64, s: usize| {
-            let boundaries = request.packing.as_ref().and_then(|packing| packing.of(side));
-            let start = boundaries.map_or(b * tensor.strides[0], |all| i64::from(all[b as usize]) * tensor.strides[2]);
-            let at = start + h * tensor.strides[1] + s as i64 * tensor.strides[2];
             let mut row = vec![0f64; dim];
-            data.row(usize::try_from(at).unwrap_or(0), &mut row);
+            if let Some(at) = self.place(request, tensor, side, [b, h, s as i64]) {
+                data.row(usize::try_from(at).unwrap_or(0), &mut row);
+            }
             row
         };
         let (query, key) =

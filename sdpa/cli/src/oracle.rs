@@ -6,7 +6,7 @@ use crate::data::{Data, Element};
 use crate::params::Bound;
 use rules::{Function, Gradient};
 use sdpa::expr::ParamKind;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Documents, Param, Problem, SINK, Side, TensorSpec};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Documents, Pages, Param, Problem, SINK, Side, TensorSpec};
 use sdpa_oracle::{Distance, Given, GradientDistance, Mask, Modify, Numbers, Tensor};
 use std::ops::Range;
 
@@ -64,12 +64,30 @@ pub(crate) struct BackwardCall<'a> {
     pub(crate) chained: bool,
 }
 
-/// Packed documents as the oracle is told of them: batch entries of the longest, in row-major order, with nothing behind the end of each.
+/// Where batch entries are, besides strides.
+#[derive(Clone, Copy)]
+enum Entries<'a> {
+    /// A stride apart.
+    Apart,
+    /// Documents, one behind the other.
+    Documents(&'a [Range<usize>]),
+    /// Keys in pages, of which there are so many.
+    Pages(Pages<'a>, usize),
+}
+
+impl<'a> Entries<'a> {
+    fn of(side: Side, documents: Option<&'a Documents>) -> Entries<'a> {
+        documents.map_or(Entries::Apart, |documents| Entries::Documents(documents.of(side)))
+    }
+}
+
+/// Packed documents and keys in pages as the oracle is told of them: batch entries of the longest, in row-major order, with nothing behind the end of
+/// each.
 struct Padded<'a> {
     data: &'a dyn Numbers,
     dims: [usize; 4],
     strides: [usize; 4],
-    documents: &'a [Range<usize>],
+    entries: Entries<'a>,
     /// What is behind the end.
     rest: f64,
 }
@@ -79,8 +97,19 @@ impl Padded<'_> {
     fn place(&self, at: usize) -> Option<usize> {
         let [_, heads, seq, dim] = self.dims;
         let (batch, head, row, element) = (at / dim / seq / heads, at / dim / seq % heads, at / dim % seq, at % dim);
-        let tokens = self.documents.get(batch).filter(|tokens| row < tokens.len())?;
-        Some((tokens.start + row) * self.strides[2] + head * self.strides[1] + element * self.strides[3])
+        let entry = match self.entries {
+            Entries::Apart => batch * self.strides[0] + row * self.strides[2],
+            Entries::Documents(documents) => {
+                let tokens = documents.get(batch).filter(|tokens| row < tokens.len())?;
+                (tokens.start + row) * self.strides[2]
+            }
+            // What the table holds behind the keys that are there may be no page.
+            Entries::Pages(pages, count) => {
+                let [page, token] = pages.place(batch, row).filter(|[page, _]| *page < count)?;
+                page * self.strides[0] + token * self.strides[2]
+            }
+        };
+        Some(entry + head * self.strides[1] + element * self.strides[3])
     }
 }
 
@@ -101,14 +130,16 @@ fn n(n: i64) -> usize {
     usize::try_from(n).unwrap_or(0)
 }
 
-fn padded<'a>(data: &'a dyn Numbers, spec: &TensorSpec, side: Side, documents: Option<&'a Documents>, rest: f64) -> Padded<'a> {
-    let documents = documents.map_or(&[][..], |documents| documents.of(side));
-    Padded { data, dims: spec.dims.map(n), strides: spec.strides.map(n), documents, rest }
+fn padded<'a>(data: &'a dyn Numbers, spec: &TensorSpec, entries: Entries<'a>, rest: f64) -> Padded<'a> {
+    Padded { data, dims: spec.dims.map(n), strides: spec.strides.map(n), entries, rest }
 }
 
-/// An operand, packed or not.
+/// An operand, packed, in pages, or neither.
 fn told<'a>(data: &'a Data, spec: &TensorSpec, padded: &'a Padded<'_>) -> Tensor<'a> {
-    if padded.documents.is_empty() { tensor(data, spec) } else { Tensor::dense(padded, padded.dims) }
+    match padded.entries {
+        Entries::Apart => tensor(data, spec),
+        Entries::Documents(_) | Entries::Pages(..) => Tensor::dense(padded, padded.dims),
+    }
 }
 
 fn tensor<'a>(data: &'a Data, spec: &TensorSpec) -> Tensor<'a> {
@@ -153,8 +184,12 @@ impl Call<'_> {
             let there = |side: Side, b: i64, at: i64| documents.of(side).get(n(b)).is_some_and(|tokens| n(at) < tokens.len());
             masks.push(Mask::Rule(Box::new(move |[b, _, q, k]| there(Side::Queries, b, q) && there(Side::Keys, b, k))));
         }
-        let q = padded(self.q, &spec.q, Side::Queries, documents, 0.0);
-        let [k, v] = [(self.k, &spec.k), (self.v, &spec.v)].map(|(data, spec)| padded(data, spec, Side::Keys, documents, 0.0));
+        let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
+        // Which were judged to be pages.
+        let pages = self.problem.pages(&params).ok().flatten().zip(spec.paged).map(|(pages, paged)| Entries::Pages(pages, n(paged.pages)));
+        let keys = pages.unwrap_or_else(|| Entries::of(Side::Keys, documents));
+        let q = padded(self.q, &spec.q, Entries::of(Side::Queries, documents), 0.0);
+        let [k, v] = [(self.k, &spec.k), (self.v, &spec.v)].map(|(data, spec)| padded(data, spec, keys, 0.0));
         let sink = self.params.iter().find(|bound| self.problem.sink() && bound.param().name == SINK);
         call(&sdpa_oracle::Problem {
             shape: shape(spec),
@@ -177,9 +212,10 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let modify = function.as_ref().map(|function| function as &dyn Modify);
     let documents = call.documents();
     let documents = documents.as_ref();
-    let o = padded(call.o, &call.spec.o, Side::Queries, documents, 0.0);
+    let queries = Entries::of(Side::Queries, documents);
+    let o = padded(call.o, &call.spec.o, queries, 0.0);
     let (rows, given) = (call.problem.stats_tensor(), call.stats.unwrap_or_default());
-    let of_documents = padded(&given, &rows, Side::Queries, documents, f64::NEG_INFINITY);
+    let of_documents = padded(&given, &rows, queries, f64::NEG_INFINITY);
     let stats: &dyn Numbers = if documents.is_some() { &of_documents } else { &given };
     let stats = call.stats.map(|_| stats);
     call.told(documents, modify, |p| sdpa_oracle::check(p, told(call.o, &call.spec.o, &o), stats, done))
@@ -195,8 +231,8 @@ pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Syn
     let documents = forward.documents();
     let documents = documents.as_ref();
     let results = [(*dq, &spec.dq, Side::Queries), (*dk, &spec.dk, Side::Keys), (*dv, &spec.dv, Side::Keys)];
-    let of_results = results.map(|(data, spec, side)| padded(data, spec, side, documents, 0.0));
-    let of_d_o = padded(*d_o, &spec.d_o, Side::Queries, documents, 0.0);
+    let of_results = results.map(|(data, spec, side)| padded(data, spec, Entries::of(side, documents), 0.0));
+    let of_d_o = padded(*d_o, &spec.d_o, Entries::of(Side::Queries, documents), 0.0);
     let got = std::array::from_fn(|n| told(results[n].0, results[n].1, &of_results[n]));
     // In row-major order, which is one row.
     let along: Vec<_> = wrt.iter().map(|(_, data)| (Tensor { numbers: data, strides: [0, 0, 0, 1] }, data.element().into())).collect();

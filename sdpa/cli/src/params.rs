@@ -6,11 +6,12 @@ use crate::exit::Mistakes;
 use crate::expression::T5_NAME;
 use crate::header::{Found, Header};
 use crate::random;
-use crate::request::Packing;
+use crate::request::{Packing, Paging, TableSource};
 use safetensors::Dtype;
 use sdpa::expr::{Axes, Axis, Declared, ParamKind};
 use sdpa::library::T5;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa::paged::PAGE_TABLE;
 use sdpa::{DType, Param, ParamValue, library};
 
 /// What is bound to a parameter.
@@ -79,6 +80,10 @@ enum From {
     Random,
     /// Boundaries of documents, which are given.
     Given(Vec<i32>),
+    /// Rows that are given, as far as they are said.
+    Rows(Vec<Vec<i32>>),
+    /// So many pages, in an order that looks random.
+    Pages(i64),
     /// A table of relative positions, random where there is no file.
     T5(T5, Option<(FileType, u64)>),
 }
@@ -109,7 +114,7 @@ fn spanned(axes: Axes, extents: [i64; 4]) -> Vec<i64> {
     if axes.has_end() {
         return vec![axes.elements(extents)];
     }
-    axes.iter().map(|a| extents[a.place()]).collect()
+    axes.iter().map(|a| axes.dims(extents)[a.place()]).collect()
 }
 
 /// Whether a tensor has its axes: those that it spans, or all four but for leading ones.
@@ -131,7 +136,7 @@ impl Planned {
     pub(crate) fn scalar(&self) -> Option<f32> {
         match self.from {
             From::Scalar(x) => Some(x),
-            From::File(..) | From::Random | From::Given(_) | From::T5(..) => None,
+            From::File(..) | From::Random | From::Given(_) | From::Rows(_) | From::Pages(_) | From::T5(..) => None,
         }
     }
 
@@ -161,6 +166,12 @@ impl Planned {
         let values = match (&self.from, header) {
             (From::Scalar(x), _) => Values::Scalar(*x),
             (From::Given(boundaries), _) => Values::I32(boundaries.clone()),
+            (From::Rows(rows), _) => {
+                let columns = usize::try_from(self.dims[3]).unwrap_or(0);
+                let whole = |row: &Vec<i32>| row.clone().into_iter().chain(std::iter::repeat(NO_PAGE)).take(columns);
+                Values::I32(rows.iter().flat_map(whole).collect())
+            }
+            (From::Pages(pages), _) => Values::I32(shuffled(*pages, len, seed)?),
             (From::File(Reading::Float(ty, element), offset), Some(header)) => {
                 let (data, too_large) = header.load_at(*offset, *ty, *element, len, |_| ())?;
                 overflows = too_large;
@@ -235,6 +246,21 @@ fn stream(name: &str) -> u64 {
     name.bytes().fold(FIRST_STREAM, |n, b| n.wrapping_mul(31).wrapping_add(u64::from(b)))
 }
 
+/// What a page table holds for keys that are not there.
+const NO_PAGE: i32 = -1;
+
+/// A page table of so many elements: each page once, in an order that looks random, and then again.
+fn shuffled(pages: i64, len: usize, seed: u64) -> Result<Vec<i32>, String> {
+    let pages = usize::try_from(pages).unwrap_or(usize::MAX).max(1);
+    let mut order: Vec<i32> = Vec::new();
+    order.try_reserve_exact(pages).map_err(|e| format!("no memory for the numbers of {pages} pages: {e}"))?;
+    order.extend((0..pages).map(|page| i32::try_from(page).unwrap_or(i32::MAX)));
+    for n in (1..pages).rev() {
+        order.swap(n, (random::draw(seed, stream(PAGE_TABLE), n as u64) % (n as u64 + 1)) as usize);
+    }
+    Ok((0..len).map(|n| order[n % pages]).collect())
+}
+
 /// Documents: runs of equal numbers in each row, about four of them; the same in rows of one length, whatever they are for.
 fn runs(len: usize, row: usize, seed: u64) -> Vec<i32> {
     let mut all = Vec::with_capacity(len);
@@ -275,6 +301,8 @@ pub(crate) struct Sources<'a> {
     pub(crate) t5: Option<T5>,
     /// Documents, where batch entries are such.
     pub(crate) packing: Option<&'a Packing>,
+    /// Pages, where keys lie in such.
+    pub(crate) paging: Option<&'a Paging>,
 }
 
 impl Sources<'_> {
@@ -310,6 +338,16 @@ impl Sources<'_> {
             let from = boundaries.map_or(From::Random, |boundaries| From::Given(boundaries.to_vec()));
             return Some(Planned::new(declared, spanned(axes, extents), extents, from));
         }
+        if let Some(paging) = self.paging.filter(|_| name == PAGE_TABLE) {
+            let from = match paging.source(extents) {
+                TableSource::Random(pages) => Some(From::Pages(pages)),
+                TableSource::Given(rows) => Some(rows.map_or(From::Random, From::Rows)),
+                TableSource::Input => None,
+            };
+            if let Some(from) = from {
+                return Some(Planned::new(declared, spanned(axes, extents), extents, from));
+            }
+        }
         let t5 = self.t5.filter(|_| name == T5_NAME && dtype == DType::F32 && axes == Axes::from([Axis::Head, Axis::Q, Axis::K]));
         let bias = spanned(axes, extents);
         let Some(header) = self.header else {
@@ -337,9 +375,8 @@ impl Sources<'_> {
         }
         let right = self.extents.is_none() || fits(&shape, axes, extents);
         if !right {
-            let names: Vec<&str> = axes.iter().map(Axis::name).collect();
             let (own, all) = (spanned(axes, extents), axes.dims(extents));
-            let rule = format!("{own:?} ({}), or {all:?}", names.join(", "));
+            let rule = format!("{own:?} ({axes}), or {all:?}");
             mistakes.add(header.path.display(), format!("{name} has the shape {shape:?}: {rule}"));
         }
         let reading = reading(dtype, stored)

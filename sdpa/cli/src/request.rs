@@ -2,6 +2,7 @@
 
 mod extents;
 mod packing;
+mod paging;
 mod rules;
 
 use crate::args::{BackwardArgs, PlaceArgs, ProblemArgs};
@@ -16,6 +17,7 @@ use crate::params::{Planned, Sources};
 use cudnn_graph::Search;
 use extents::{extents, relevant, specification};
 pub(crate) use packing::{Packing, elements};
+pub(crate) use paging::{Paging, Source as TableSource};
 use rules::{Rules, judge, valid};
 use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::lower::Job;
@@ -33,6 +35,8 @@ pub(crate) struct Request {
     pub(crate) problem: Problem,
     /// Documents, where batch entries are such.
     pub(crate) packing: Option<Packing>,
+    /// Pages, where keys lie in such.
+    pub(crate) paging: Option<Paging>,
     /// Values of declared parameters: those of the problem, then those that only gradients declare.
     pub(crate) params: Vec<Planned>,
     pub(crate) backward: Option<Backward>,
@@ -145,7 +149,7 @@ impl Request {
     pub(crate) fn read(args: &ProblemArgs, wanted: &Wanted<'_>, mistakes: &mut Mistakes) -> Option<Request> {
         let gradient = wanted.gradient;
         let packed = args.cu_seqlens.is_some() || args.cu_seqlens_q.is_some() || args.cu_seqlens_kv.is_some() || args.packed.is_some();
-        let usual = if packed { Layout::Bshd } else { Layout::Bhsd };
+        let usual = if packed || args.paged.is_some() { Layout::Bshd } else { Layout::Bhsd };
         let layout = mistakes.take("--layout", args.layout.as_deref().map_or(Ok(usual), names::layout));
         if packed && layout == Some(Layout::Sbhd) {
             mistakes.add("--layout", "packed documents are bshd, (total, heads, dim), or bhsd, (heads, total, dim)");
@@ -168,6 +172,7 @@ impl Request {
             .as_ref()
             .map(|header| Operands::find(header, layout, packed, wanted.computes && gradient.is_some_and(|g| g.backward), mistakes));
         let packing = Packing::read(args, header.as_ref(), mistakes);
+        let paging = Paging::read(args, packed, header.as_ref(), mistakes);
         let element = match (dtype, &header) {
             (Some(dtype), _) => dtype,
             (None, Some(header)) => {
@@ -195,12 +200,19 @@ impl Request {
         {
             mistakes.add(&about, format!("v has {} tokens: {}, as k has", v[2], k[2]));
         }
-        let dims = match &packing {
-            Some(packing) if input => {
+        // Of an input of pages, those of keys are of containers.
+        let container = if paging.is_some() && input { dims[1].or(dims[2]) } else { None };
+        let dims = match (&packing, &paging) {
+            (Some(packing), _) if input => {
                 let sides = [Side::Queries, Side::Keys, Side::Keys];
                 std::array::from_fn(|n| dims[n].and_then(|dims| packing.dims(dims, sides[n])))
             }
-            Some(_) | None => dims,
+            (None, Some(paging)) if input => {
+                paging.judge([dims[1], dims[2]], &about, mistakes);
+                let of_entries = |container: Option<[i64; 4]>| paging.dims(container?, dims[0].map(|q| q[0]));
+                [dims[0], of_entries(dims[1]), of_entries(dims[2])]
+            }
+            (Some(_) | None, _) => dims,
         };
         let scores = dims[0].zip(dims[1].or(dims[2])).map(|(q, k)| [q[0], q[1], q[2], k[2]]);
         let rules = Rules::read(args, header.as_ref(), element, scores, mistakes);
@@ -210,9 +222,13 @@ impl Request {
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
         any.sink = args.sink;
+        any.paged = paging.as_ref().map(Paging::any);
         any.packed = packing.as_ref().map(|packing| Packed { total_q: None, total_kv: None, ..packing.packed });
         let right =
             packing.as_ref().is_none_or(|packing| packing.judge(scores.filter(|_| input || args.shape.is_some()), tokens, mistakes));
+        if let (Some(paging), Some(scores)) = (&paging, scores) {
+            paging.judge_rows(scores, mistakes);
+        }
         let judged = judge(&any, args, gradient, rules.complete, mistakes);
         // What is wrong has been told.
         let given: Vec<(String, f32)> = given.into_iter().flatten().collect();
@@ -229,6 +245,7 @@ impl Request {
             complete: rules.complete,
             t5,
             packing: packing.as_ref(),
+            paging: paging.as_ref(),
         };
         let params = judged.as_ref().and_then(|judged| sources.plan(&judged.params, mistakes));
 
@@ -237,6 +254,9 @@ impl Request {
         (spec.score_mods, spec.masks, spec.sink) = (rules.score_mods, rules.masks, args.sink);
         if let Some(packing) = &packing {
             packing.place(&mut spec, layout.unwrap_or(Layout::Bshd), tokens);
+        }
+        if let Some(paging) = &paging {
+            paging.place(&mut spec, layout.unwrap_or(Layout::Bshd), container);
         }
         let problem = valid(spec.validate(), |errors| {
             relevant(errors.0, dims).iter().for_each(|e| mistakes.add(&about, e));
@@ -276,6 +296,7 @@ impl Request {
             spec,
             problem: problem.filter(|_| right)?,
             packing,
+            paging,
             params: params?,
             backward,
         })

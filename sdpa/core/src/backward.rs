@@ -119,8 +119,8 @@ impl BackwardSpec {
             ("dk", &self.dk, "k", &self.forward.k),
             ("dv", &self.dv, "v", &self.forward.v),
         ];
-        if let Some(paged) = &forward.paged {
-            check.fail("forward.paged", format!("{} pages", paged.pages), "none in a backward pass: a cache is read, not trained");
+        if forward.paged.is_some() {
+            check.fail("forward.paged", "a cache in pages", "none in a backward pass: a cache is read, not trained");
         }
         let packed = forward.packed.is_some();
         let place = |tensor: TensorSpec| if packed { unplaced(tensor) } else { tensor };

@@ -7,6 +7,7 @@ mod compile;
 mod limits;
 mod newcomer;
 mod packed;
+mod paged;
 mod rules;
 mod show;
 mod sink;

@@ -48,6 +48,10 @@ struct Problem {
     deterministic: bool,
     /// Batch entries are packed documents.
     packed: Option<Documents>,
+    /// Keys and values lie in pages of so many tokens.
+    paged: Option<i64>,
+    /// How many there are.
+    pages: Option<i64>,
 }
 
 /// What is to be known of documents for a plan.
@@ -129,6 +133,9 @@ impl Problem {
             cu_seqlens_q: None,
             cu_seqlens_kv: None,
             packed: self.packed.as_ref().map(Documents::packed),
+            paged: self.paged.map(|n| n.to_string()),
+            pages: self.pages.map(|n| n.to_string()),
+            page_table: None,
             dtype: self.dtype,
             layout: self.layout,
             score_mod: self.score_mod,

@@ -149,6 +149,7 @@ fn wrong(boundaries: &[i32], batch: i64, most: i64) -> Vec<SpecError> {
 /// Elements of the memory of an operand.
 pub(crate) fn elements(spec: &AttentionSpec, tensor: &sdpa::TensorSpec, side: Side) -> usize {
     let [batch, _, longest, _] = tensor.dims;
-    let whole = spec.packed.map(|p| packed::memory(tensor, p.total(side).unwrap_or(batch.saturating_mul(longest))));
+    let documents = spec.packed.map(|p| packed::memory(tensor, p.total(side).unwrap_or(batch.saturating_mul(longest))));
+    let whole = documents.or_else(|| spec.paged.filter(|_| side == Side::Keys).map(|paged| paged.container(tensor)));
     whole.unwrap_or(*tensor).extent().and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX)
 }

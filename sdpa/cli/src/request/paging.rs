@@ -1,0 +1,187 @@
+//! A paged cache of a request: how long pages are, how many there are, and which of them each batch entry has.
+
+use crate::args::ProblemArgs;
+use crate::exit::Mistakes;
+use crate::file;
+use crate::header::Header;
+use sdpa::paged::PAGE_TABLE;
+use sdpa::{AttentionSpec, Layout, Paged};
+use std::path::Path;
+
+/// What is known of a paged cache.
+#[derive(Clone, Debug)]
+pub(crate) struct Paging {
+    /// `None` where it could not be read.
+    page_size: Option<i64>,
+    pages: Option<i64>,
+    table: Table,
+    /// What mistakes in the table are of.
+    about: String,
+}
+
+/// Where the page table comes from.
+#[derive(Clone, Debug)]
+enum Table {
+    /// It is made: pages in an order that looks random.
+    Random,
+    /// It is the input's tensor, of so many pages for each batch entry.
+    Input(Option<i64>),
+    /// It is a file's: the pages of each batch entry, where they could be read.
+    File(Option<Vec<Vec<i32>>>),
+}
+
+/// What a page table holds for one batch entry, as far as it is known.
+pub(crate) enum Source {
+    /// So many pages in an order that looks random.
+    Random(i64),
+    /// The input's tensor.
+    Input,
+    /// These, entry by entry, as far as they are said; `None` where they could not be read.
+    Given(Option<Vec<Vec<i32>>>),
+}
+
+/// Larger files hold something else.
+const LARGEST: u64 = 256 << 20;
+
+fn number(text: &str) -> Result<i64, String> {
+    text.trim().parse().map_err(|_| format!("{text:?} is no whole number"))
+}
+
+/// The rows of a file: a line for each batch entry, numbers between blanks or commas.
+fn rows(path: &Path) -> Result<Vec<Vec<i32>>, String> {
+    let text = file::text(path, LARGEST)?;
+    let words = |line: &'_ str| -> Vec<String> {
+        line.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty()).map(str::to_owned).collect()
+    };
+    let rows: Vec<Vec<String>> = text.lines().map(words).filter(|row| !row.is_empty()).collect();
+    let wrong: Vec<String> = rows.iter().flatten().filter(|word| word.parse::<i32>().is_err()).map(|word| format!("{word:?}")).collect();
+    if !wrong.is_empty() {
+        let (shown, more) = wrong.split_at(wrong.len().min(8));
+        let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+        let verb = if wrong.len() == 1 { "is no i32" } else { "are no i32" };
+        return Err(format!("{}{more} {verb}: numbers of pages, a line for each batch entry", crate::table::list(shown)));
+    }
+    if rows.is_empty() {
+        return Err("has no line with numbers of pages, a line for each batch entry".to_owned());
+    }
+    Ok(rows.iter().map(|row| row.iter().filter_map(|word| word.parse().ok()).collect()).collect())
+}
+
+impl Paging {
+    /// Reads the options; `None` where keys are in no pages.
+    pub(super) fn read(args: &ProblemArgs, packed: bool, header: Option<&Header>, mistakes: &mut Mistakes) -> Option<Paging> {
+        let Some(text) = &args.paged else {
+            for (option, given) in [("--pages", args.pages.is_some()), ("--page-table", args.page_table.is_some())] {
+                if given {
+                    mistakes.add(option, "is for --paged");
+                }
+            }
+            return None;
+        };
+        let page_size = mistakes.take("--paged", number(text));
+        let pages = args.pages.as_deref().and_then(|text| mistakes.take("--pages", number(text)));
+        if packed {
+            mistakes.add("--paged", "is not for packed documents, whose keys lie one behind the other");
+        }
+        if args.pages.is_some() && args.input.is_some() {
+            mistakes.add("--pages", "the pages are those of the --input");
+        }
+        let (table, about) = match &args.page_table {
+            Some(path) => {
+                let about = format!("--page-table {}", path.display());
+                (Table::File(mistakes.take(&about, rows(path))), about)
+            }
+            None if args.input.is_some() => {
+                let columns = header.and_then(|header| header.find(PAGE_TABLE)?.shape.last().copied());
+                (Table::Input(columns), header.map_or_else(String::new, |header| header.path.display().to_string()))
+            }
+            None => (Table::Random, "--pages".to_owned()),
+        };
+        (!packed).then_some(Paging { page_size, pages, table, about })
+    }
+
+    /// What mistakes in the page table are told of.
+    pub(crate) fn about(&self) -> &str {
+        &self.about
+    }
+
+    /// Pages for each batch entry, where the table says how many.
+    fn columns(&self) -> Option<i64> {
+        match &self.table {
+            Table::Random | Table::File(None) => None,
+            Table::Input(columns) => *columns,
+            Table::File(Some(rows)) => rows.iter().map(|row| row.len() as i64).max(),
+        }
+    }
+
+    /// Extents of keys or values of so many batch entries, from those of their container.
+    pub(super) fn dims(&self, [_, heads, _, dim]: [i64; 4], batch: Option<i64>) -> Option<[i64; 4]> {
+        Some([batch?, heads, self.columns()?.checked_mul(self.page_size.filter(|size| *size >= 1)?)?, dim])
+    }
+
+    /// Judges the containers of an input.
+    pub(super) fn judge(&self, [k, v]: [Option<[i64; 4]>; 2], about: &str, mistakes: &mut Mistakes) {
+        for (name, container) in [("k", k), ("v", v)] {
+            if let (Some(container), Some(page_size)) = (container, self.page_size)
+                && container[2] != page_size
+            {
+                mistakes.add(about, format!("{name} has pages of {} tokens: {page_size}, by --paged", container[2]));
+            }
+        }
+        if let (Some(k), Some(v)) = (k, v)
+            && k[0] != v[0]
+        {
+            mistakes.add(about, format!("v has {} pages: {}, as k has", v[0], k[0]));
+        }
+    }
+
+    /// Judges the rows of a table for a problem of these extents (batch, heads_q, seq_q, seq_kv).
+    pub(super) fn judge_rows(&self, [batch, _, _, seq_kv]: [i64; 4], mistakes: &mut Mistakes) {
+        let Table::File(Some(rows)) = &self.table else { return };
+        if rows.len() as i64 != batch {
+            mistakes.add(&self.about, format!("has {} lines with pages: {batch}, one for each batch entry", rows.len()));
+        }
+        let most = self.per_entry(seq_kv);
+        if let Some((n, row)) = rows.iter().enumerate().find(|(_, row)| row.len() as i64 > most) {
+            mistakes.add(&self.about, format!("line {} has {} pages: at most {most}, which {seq_kv} keys take", n + 1, row.len()));
+        }
+    }
+
+    fn per_entry(&self, seq_kv: i64) -> i64 {
+        self.paged(1).pages_of(seq_kv)
+    }
+
+    fn paged(&self, pages: i64) -> Paged {
+        Paged { page_size: self.page_size.unwrap_or(1), pages }
+    }
+
+    /// A cache that breaks no rule, for what does not depend on its extents.
+    pub(super) fn any(&self) -> Paged {
+        let Paged { page_size, .. } = self.paged(1);
+        Paged { page_size: page_size.clamp(1, i64::from(i32::MAX)), pages: 1 }
+    }
+
+    /// Pages of the containers: as many as there are, or as are said, or as all keys take.
+    fn pages(&self, [batch, seq_kv]: [i64; 2], container: Option<[i64; 4]>) -> i64 {
+        container.map(|container| container[0]).or(self.pages).unwrap_or_else(|| batch.saturating_mul(self.per_entry(seq_kv)))
+    }
+
+    /// What the page table of a problem of these extents (batch, heads_q, seq_q, seq_kv) holds.
+    pub(crate) fn source(&self, [batch, _, _, seq_kv]: [i64; 4]) -> Source {
+        match &self.table {
+            Table::Random => Source::Random(self.pages([batch, seq_kv], None)),
+            Table::Input(_) => Source::Input,
+            Table::File(rows) => Source::Given(rows.clone()),
+        }
+    }
+
+    /// Makes a specification a paged one; `container` is that of the input's keys.
+    pub(super) fn place(&self, spec: &mut AttentionSpec, layout: Layout, container: Option<[i64; 4]>) {
+        let [batch, _, seq_kv, _] = spec.k.dims;
+        let paged = self.paged(self.pages([batch, seq_kv], container));
+        for tensor in [&mut spec.k, &mut spec.v] {
+            *tensor = paged.dense(tensor.dims, layout);
+        }
+        spec.paged = Some(paged);
+    }
+}
