@@ -153,12 +153,15 @@ fn keys_of_one_entry_are_shared_between_threads_wherever_pages_are_cut() {
     }
 }
 
+/// A page table, keys of the entries, elements of the containers, and what is told.
+type Wrong<'a> = (&'a [i32], [i32; 2], usize, &'a [&'a str]);
+
 #[test]
 fn a_wrong_page_table_is_told_and_nothing_is_written() {
     let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 3, seq_kv: 9, dim_qk: 8, dim_v: 8 };
     let problem = AttentionSpec::paged(DType::F32, shape, Paged { page_size: 4, pages: 5 }).mask(Mask::padding()).validate().unwrap();
     let container = 5 * 4 * 8;
-    let cases: [(&[i32], [i32; 2], usize, &[&str]); 6] = [
+    let cases: [Wrong<'_>; 6] = [
         (&[0, 1, -1, 2, 3, 4], [9, 9], container, &["parameter page_table[0][2] is -1: between 0 and 4"]),
         (&[5, -1, 0, i32::MAX, 3, i32::MIN], [9, 9], container, &["page_table[0][0] is 5", "page_table[1][0] is 2147483647"]),
         (&[0, 1, 2, -1, 3, 4], [9, 1], container, &["page_table[1][0] is -1"]),

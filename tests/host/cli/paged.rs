@@ -37,9 +37,11 @@ fn write(path: &str, floats: &[(&str, &[usize], &[f64])], integers: &[(&str, &[u
     let of = |values: &[f64]| values.iter().flat_map(|x| to_bytes(*x, Dtype::F32)).collect::<Vec<u8>>();
     let mut all: Vec<(&str, Dtype, &[usize], Vec<u8>)> =
         floats.iter().map(|(name, shape, values)| (*name, Dtype::F32, *shape, of(values))).collect();
-    all.extend(integers.iter().map(|(name, shape, values)| {
-        (*name, Dtype::I32, *shape, values.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())
-    }));
+    all.extend(
+        integers
+            .iter()
+            .map(|(name, shape, values)| (*name, Dtype::I32, *shape, values.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())),
+    );
     if let Some(table) = table {
         all.push(("page_table", Dtype::I64, &[BATCH, 3], table.iter().flat_map(|n| n.to_le_bytes()).collect()));
     }

@@ -68,7 +68,7 @@ impl Axes {
         let mut dims = [1; 4];
         for axis in self.iter() {
             dims[axis.place()] = match (axis, self.page_size()) {
-                (Axis::K, Some(page)) => (extents[axis.place()] + page - 1) / page,
+                (Axis::K, Some(page)) => extents[axis.place()].max(0).unsigned_abs().div_ceil(page.unsigned_abs()) as i64,
                 (Axis::Batch | Axis::Head | Axis::Q | Axis::K, _) => extents[axis.place()],
             };
         }
