@@ -15,6 +15,9 @@ kernel void attention_forward(
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
+#if WITH_SINK
+    const device float* sinks [[buffer(11)]],
+#endif
     CAPTURED_TENSORS
     threadgroup Element* q_tile [[threadgroup(0)]],
     threadgroup Element* kv_tile [[threadgroup(1)]],
@@ -110,7 +113,12 @@ kernel void attention_forward(
     if (query >= params.seq_q) {
         return;
     }
+#if WITH_SINK
+    const float shrink = add_sink(row_max, row_sum, sinks[head]);
+    const float inverse = shrink * inverse_of(row_sum);
+#else
     const float inverse = inverse_of(row_sum);
+#endif
     device Element* out = o + batch * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
     for (int d = 0; d < PADDED_V; d += 8) {
         for (int e = 0; e < 2; e++) {

@@ -44,11 +44,6 @@ inline float column_total(float x) {
     return x + simd_shuffle_xor(x, ushort(16));
 }
 
-// Whether a number is an infinity or not-a-number; by its bits, as a compiler may take every float for finite.
-inline bool is_odd(float x) {
-    return (as_type<uint>(x) & 0x7f800000u) == 0x7f800000u;
-}
-
 // Copies rows into threadgroup memory, all threads together; `stride` is between rows, `step` between elements. Rows from `present`
 // on, and columns from DIM to PADDED, are 0: what lies there in device memory may be anything. Whether this thread copied an odd
 // number.

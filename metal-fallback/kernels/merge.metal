@@ -8,6 +8,9 @@ kernel void attention_merge(
 #endif
     const device float* part_sums [[buffer(9)]],
     const device float* part_outputs [[buffer(10)]],
+#if WITH_SINK
+    const device float* sinks [[buffer(11)]],
+#endif
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -29,6 +32,10 @@ kernel void attention_merge(
     for (int part = 0; part < PARTS; part++) {
         row_sum += own_sums[part * 2 + 1] * exp2(own_sums[part * 2] - row_max);
     }
+#if WITH_SINK
+    // Outputs are relative to the maximum with it, from here on.
+    add_sink(row_max, row_sum, sinks[head]);
+#endif
     const float inverse = inverse_of(row_sum);
     device Element* out = o + batch * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
     for (int d = int(lane); d < DIM_V; d += 32) {

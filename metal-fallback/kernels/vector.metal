@@ -22,6 +22,9 @@ kernel void attention_vector(
     device float* part_sums [[buffer(9)]],
     device float* part_outputs [[buffer(10)]],
 #endif
+#if PARTS == 1 && WITH_SINK
+    const device float* sinks [[buffer(11)]],
+#endif
     CAPTURED_TENSORS
     threadgroup float* simd_sums [[threadgroup(0)]],
     threadgroup float* simd_outputs [[threadgroup(1)]],
@@ -115,6 +118,10 @@ kernel void attention_vector(
         for (int s = 0; s < THREADS / 32; s++) {
             total += simd_sums[(s * ROWS + r) * 2 + 1] * exp2(simd_sums[(s * ROWS + r) * 2] - total_max);
         }
+#if PARTS == 1 && WITH_SINK
+        // Outputs are relative to the maximum with it, from here on.
+        add_sink(total_max, total, sinks[query_at(first + r, head_kv, params.seq_q, params.group).head]);
+#endif
         tell_row<DIM_V, LANE_V>(simd_outputs, sums[r], exp2(row_max[r] - total_max), simdgroup, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (first + r < params.seq_q * params.group) {

@@ -8,6 +8,7 @@ use crate::parameter;
 use crate::params::{BackwardParams, Params};
 use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
+use crate::sink;
 use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECTOR_DQ};
 use crate::tiles::{SIMD, Tiles};
 use sdpa_core::expr::{Axes, Trace};
@@ -18,7 +19,7 @@ use std::sync::Arc;
 pub(crate) const DELTA_SLOT: u32 = 9;
 
 /// Roots of a gradient: the score, its gradient, and one for each parameter.
-const ALONG_SCORE: usize = 1;
+pub(crate) const ALONG_SCORE: usize = 1;
 pub(crate) const ALONG_PARAMS: usize = 2;
 
 /// Elements of the gradient of a parameter at most: with those threadgroups are counted.
@@ -53,6 +54,8 @@ pub struct Backward {
     pub gradient: Option<Arc<Trace>>,
     /// Parameters whose gradients are asked for, in the order of the roots.
     pub along: Vec<Along>,
+    /// Element type of the gradient of the sinks, where that is asked for: f32, f16 or bf16.
+    pub sink_gradient: Option<DType>,
 }
 
 impl Backward {
@@ -77,6 +80,11 @@ impl Backward {
             let elements = along.axes.dims(self.forward.extents()).into_iter().fold(1, i64::saturating_mul);
             let few = elements <= GRADIENT_LIMIT;
             check.that(few, &format!("elements of the gradient of {}", along.name), elements, format!("at most {GRADIENT_LIMIT}"));
+        }
+        if let Some(dtype) = self.sink_gradient {
+            let float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+            check.that(float, "gradient of sink", dtype, "one of f32, f16, bf16");
+            check.that(self.forward.sink, "gradient of sink", "asked for", "of attention with a sink");
         }
         self.forward.check_captured(&mut check, self.gradient.as_deref());
         check.0.dedup();
@@ -131,6 +139,7 @@ impl Backward {
         for n in 0..self.along.len() {
             plans.extend(parameter::plans(self, n)?);
         }
+        plans.extend(self.sink_gradient.map(|dtype| sink::plan(self, dtype)));
         Ok(Pass { plans })
     }
 
@@ -205,6 +214,11 @@ impl Backward {
         Operand::Scratch(Scratch::new("delta", &self.forward.q.dims[..3]))
     }
 
+    /// The same where it is read.
+    pub(crate) fn delta_read(&self) -> Binding {
+        Binding::read(DELTA_SLOT, "float", self.delta_memory())
+    }
+
     fn dq(&self) -> Binding {
         Binding::written(10, self.forward.element(), Operand::DQ)
     }
@@ -224,7 +238,7 @@ impl Backward {
         buffers.extend([
             Binding::read(3, self.forward.element(), Operand::DO),
             Binding::read(STATS_SLOT, "float", Operand::Stats),
-            Binding::read(DELTA_SLOT, "float", self.delta_memory()),
+            self.delta_read(),
         ]);
         buffers.extend_from_slice(more);
         buffers

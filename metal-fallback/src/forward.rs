@@ -6,6 +6,7 @@ use crate::kernels::Kernels;
 use crate::params::{ForwardParams, Params};
 use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
+use crate::sink;
 use crate::source::{
     FORWARD, Kernel, MERGE, SCALARS_SLOT, SEQ_LEN_KV_SLOT, SEQ_LEN_Q_SLOT, SLOTS, STATS_SLOT, Source, TENSORS_SLOT, VECTOR,
 };
@@ -45,6 +46,8 @@ pub struct Forward {
     pub score_mod: Option<Arc<Trace>>,
     /// Keys are dropped where it does not hold.
     pub keep: Option<Arc<Trace>>,
+    /// Whether each query head has a number in the softmax's denominator that belongs to no key: [`SINK`](sdpa_core::SINK).
+    pub sink: bool,
     /// Whether stats are written: f32, (batch, heads_q, seq_q), dense; −∞ where a row has no key.
     pub stats: bool,
 }
@@ -195,7 +198,7 @@ impl Forward {
         let [batch, heads_q, seq_q, _] = self.q.dims.map(|n| n as u32);
         let mut buffers = self.operands();
         buffers.push(Binding::written(3, name, Operand::O));
-        buffers.extend(self.stats.then(|| Binding::written(STATS_SLOT, "float", Operand::Stats)));
+        buffers.extend(self.of_rows());
         let mut threadgroup: Vec<_> = tiles.forward_bytes().into_iter().map(|bytes| (name, bytes)).collect();
         threadgroup.extend(tiles.odd_bytes().map(|bytes| ("uint", bytes)));
         Ok(self.one(
@@ -216,7 +219,7 @@ impl Forward {
         let mut buffers = self.operands();
         if parts == 1 {
             buffers.push(Binding::written(3, self.element(), Operand::O));
-            buffers.extend(self.stats.then(|| Binding::written(STATS_SLOT, "float", Operand::Stats)));
+            buffers.extend(self.of_rows());
         } else {
             buffers.extend(self.parts(parts).map(|(slot, scratch)| Binding::written(slot, "float", Operand::Scratch(scratch))));
         }
@@ -239,7 +242,7 @@ impl Forward {
     fn merge(&self, parts: u32) -> Plan {
         let [batch, heads_q, seq_q, _] = self.q.dims.map(|n| n as u32);
         let mut buffers = vec![Binding::written(3, self.element(), Operand::O), Binding::params(ForwardParams::NAME)];
-        buffers.extend(self.stats.then(|| Binding::written(STATS_SLOT, "float", Operand::Stats)));
+        buffers.extend(self.of_rows());
         buffers.extend(self.parts(parts).map(|(slot, scratch)| Binding::read(slot, "float", Operand::Scratch(scratch))));
         self.one(
             &MERGE,
@@ -254,6 +257,12 @@ impl Forward {
         )
     }
 
+    /// What the kernel that finishes rows has besides their output.
+    fn of_rows(&self) -> impl Iterator<Item = Binding> {
+        let stats = self.stats.then(|| Binding::written(STATS_SLOT, "float", Operand::Stats));
+        stats.into_iter().chain(self.sink.then(|| sink::binding(self)))
+    }
+
     /// What the parts leave of each query: maximum and sum, and the output.
     fn parts(&self, parts: u32) -> [(u32, Scratch); 2] {
         let [batch, heads_q, seq_q, _] = self.q.dims;
@@ -263,6 +272,8 @@ impl Forward {
 
     fn one(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut) -> Plan {
         let captured = self.captured(None);
+        // Kernels of a backward pass know of sinks by the stats.
+        let constants = [constants, &[("WITH_SINK", self.sink.into())]].concat();
         let source = Source {
             problem: self,
             element: self.element(),
@@ -273,7 +284,13 @@ impl Forward {
         };
         // Scores that nothing modifies are wanted in powers of two at once.
         let unit = if self.score_mod.is_some() { 1.0 } else { std::f64::consts::LOG2_E };
-        cut.plan(source.text(kernel, constants), kernel.entry, Params::Forward(self.params()), unit)
+        cut.plan(source.text(kernel, &constants), kernel.entry, Params::Forward(self.params()), unit)
+    }
+
+    /// Lengths of batch entries.
+    pub(crate) fn lengths(&self) -> impl Iterator<Item = Binding> {
+        let queries = self.seq_len_q.then(|| Binding::read(SEQ_LEN_Q_SLOT, "int", Operand::SeqLenQ));
+        queries.into_iter().chain(self.seq_len_kv.then(|| Binding::read(SEQ_LEN_KV_SLOT, "int", Operand::SeqLenKv)))
     }
 
     /// What every kernel that computes scores reads.
@@ -290,8 +307,7 @@ impl Forward {
             Binding::read(2, name, Operand::V),
             Binding::params(params),
         ];
-        buffers.extend(self.seq_len_q.then(|| Binding::read(SEQ_LEN_Q_SLOT, "int", Operand::SeqLenQ)));
-        buffers.extend(self.seq_len_kv.then(|| Binding::read(SEQ_LEN_KV_SLOT, "int", Operand::SeqLenKv)));
+        buffers.extend(self.lengths());
         let scalars: Vec<String> = captured.scalars().into_iter().map(str::to_owned).collect();
         if !scalars.is_empty() {
             buffers.push(Binding::constant(SCALARS_SLOT, "float*", Operand::Scalars(scalars)));

@@ -26,6 +26,7 @@ mod params;
 mod plan;
 mod rows;
 mod run;
+mod sink;
 mod source;
 mod task;
 mod tiles;

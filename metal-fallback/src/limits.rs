@@ -48,8 +48,20 @@ mod tests {
         let tensor = TensorSpec { dims: [1, 1, 64, 64], strides: [4096, 4096, 64, 1], alignment: 16 };
         let band = Region::default();
         let (q, k, v, o) = (tensor, tensor, tensor, tensor);
-        let forward =
-            Forward { dtype: DType::F16, q, k, v, o, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: false };
+        let forward = Forward {
+            dtype: DType::F16,
+            q,
+            k,
+            v,
+            o,
+            band,
+            seq_len_q: false,
+            seq_len_kv: false,
+            score_mod: None,
+            keep: None,
+            sink: false,
+            stats: false,
+        };
         let task = forward.task(None).unwrap();
         let plan = &task.plans()[0];
         let bytes = plan.threadgroup.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();

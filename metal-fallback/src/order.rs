@@ -40,6 +40,7 @@ mod tests {
             seq_len_kv: false,
             score_mod: None,
             keep: None,
+            sink: false,
             stats: false,
         };
         let plan = forward.plan().unwrap().plans.remove(0);

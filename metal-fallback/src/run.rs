@@ -127,8 +127,20 @@ mod tests {
         let tensor = TensorSpec { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1], alignment: 16 };
         let band = Region::default();
         let (q, k, v, o) = (tensor, tensor, tensor, tensor);
-        let forward =
-            Forward { dtype: DType::F32, q, k, v, o, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: false };
+        let forward = Forward {
+            dtype: DType::F32,
+            q,
+            k,
+            v,
+            o,
+            band,
+            seq_len_q: false,
+            seq_len_kv: false,
+            score_mod: None,
+            keep: None,
+            sink: false,
+            stats: false,
+        };
         let task = forward.task(Some(Kernels::Tiled)).unwrap();
         let bytes = vec![0u8; 256];
         let check = |lengths: [usize; 3], written: usize, o_written: bool| {

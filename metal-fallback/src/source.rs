@@ -50,6 +50,7 @@ kernels! {
     VECTOR_DKV = "attention_vector_dkv", scores: true, [SOFTMAX, ROWS, KEYS, WEIGHTS, piece!("vector_dkv")];
     PARAMETER = "attention_parameter", scores: true, [SOFTMAX, FRAGMENT, KEYS, WEIGHTS, piece!("parameter")];
     SUM = "attention_sum", scores: false, [piece!("sum")];
+    SINK = "attention_sink", scores: false, [SOFTMAX, KEYS, piece!("sink")];
 }
 
 /// Slots of the buffers that a problem may have, in all kernels.
@@ -58,6 +59,7 @@ pub(crate) const STATS_SLOT: u32 = 5;
 pub(crate) const SEQ_LEN_Q_SLOT: u32 = 6;
 pub(crate) const SEQ_LEN_KV_SLOT: u32 = 7;
 pub(crate) const SCALARS_SLOT: u32 = 8;
+pub(crate) const SINK_SLOT: u32 = 11;
 pub(crate) const TENSORS_SLOT: u32 = 13;
 /// Buffers that Metal binds to a kernel.
 pub(crate) const SLOTS: u32 = 31;

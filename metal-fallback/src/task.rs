@@ -188,6 +188,7 @@ mod tests {
             seq_len_kv: true,
             score_mod: None,
             keep: None,
+            sink: false,
             stats: true,
         }
     }
@@ -207,7 +208,7 @@ mod tests {
     fn scratch_counts_once() {
         let forward = forward([10_000, 1000, 20, 1]);
         let Forward { q, k, v, o, .. } = forward;
-        let backward = Backward { forward, d_o: o, dq: q, dk: k, dv: v, gradient: None, along: Vec::new() };
+        let backward = Backward { forward, d_o: o, dq: q, dk: k, dv: v, gradient: None, along: Vec::new(), sink_gradient: None };
         let task = backward.task(None).unwrap();
         assert_eq!((task.plans().len(), task.scratch_bytes()), (3, 4 * 2 * 4 * 10));
         assert_eq!(task.user(&Operand::DK), ("attention_dkv", true));

@@ -2,7 +2,7 @@
 
 use metal_fallback::{Along, Backward, Forward, Kernels, Operand, Pass};
 use sdpa_core::expr::{Axes, Axis, Builder, Trace};
-use sdpa_core::{DType, Reason, Region, TensorSpec};
+use sdpa_core::{DType, Reason, Region, SINK, TensorSpec};
 use std::sync::Arc;
 
 fn tensor(dims: [i64; 4]) -> TensorSpec {
@@ -13,7 +13,20 @@ fn tensor(dims: [i64; 4]) -> TensorSpec {
 fn forward(seq_q: i64, seq_kv: i64) -> Forward {
     let (q, k) = (tensor([2, 6, seq_q, 64]), tensor([2, 3, seq_kv, 64]));
     let band = Region::default();
-    Forward { dtype: DType::F16, q, k, v: k, o: q, band, seq_len_q: false, seq_len_kv: false, score_mod: None, keep: None, stats: true }
+    Forward {
+        dtype: DType::F16,
+        q,
+        k,
+        v: k,
+        o: q,
+        band,
+        seq_len_q: false,
+        seq_len_kv: false,
+        score_mod: None,
+        keep: None,
+        sink: false,
+        stats: true,
+    }
 }
 
 /// A score_mod that adds a scalar and a table, and what its gradient comes to.
@@ -28,7 +41,7 @@ fn with_bias(mut forward: Forward) -> Backward {
     let along = |name: &str, axes| Along { name: name.to_owned(), dtype: DType::F32, axes };
     let (q, k, gradient) = (forward.q, forward.k, Some(trace(true)));
     let along = vec![along("shift", Axes::NONE), along("table", Axes::from([Axis::Head, Axis::Q, Axis::K]))];
-    Backward { forward, d_o: q, dq: q, dk: k, dv: k, gradient, along }
+    Backward { forward, d_o: q, dq: q, dk: k, dv: k, gradient, along, sink_gradient: None }
 }
 
 fn entries(pass: &Pass) -> Vec<&'static str> {
@@ -83,6 +96,41 @@ fn gradients_of_parameters_follow_those_of_operands() {
         for kernels in Kernels::ALL {
             check(&problem.plan_with(kernels).unwrap());
         }
+    }
+}
+
+/// The kernels that have a sink among their operands.
+fn with_sinks(pass: &Pass) -> Vec<&'static str> {
+    let is_sink = |operand: &Operand| matches!(operand, Operand::Declared { name, elements: 6, .. } if name == SINK);
+    pass.plans.iter().filter(|plan| plan.buffers.iter().any(|b| is_sink(&b.operand))).map(|plan| plan.entry).collect()
+}
+
+#[test]
+fn sinks_are_where_rows_are_finished_and_their_gradient_is_last() {
+    let sink = |seq_q, seq_kv| Forward { sink: true, ..forward(seq_q, seq_kv) };
+    for (seq_q, seq_kv, kernels) in [(9, 5000, ["attention_forward"]), (8, 1023, ["attention_vector"]), (1, 1024, ["attention_merge"])] {
+        let pass = sink(seq_q, seq_kv).plan().unwrap();
+        assert_eq!(with_sinks(&pass), kernels, "{seq_q} and {seq_kv}");
+        check(&pass);
+        assert!(with_sinks(&forward(seq_q, seq_kv).plan().unwrap()).is_empty());
+    }
+    for seq_q in [9, 8] {
+        let without = with_bias(sink(seq_q, 100));
+        assert!(with_sinks(&without.plan().unwrap()).is_empty(), "the stats have it");
+        let problem = Backward { sink_gradient: Some(DType::BF16), ..without.clone() };
+        let pass = problem.plan().unwrap();
+        check(&pass);
+        assert_eq!(with_sinks(&pass), ["attention_sink"]);
+        assert_eq!(entries(&pass), [entries(&without.plan().unwrap()), vec!["attention_sink"]].concat());
+        let gradient = Operand::Gradient { name: SINK.to_owned(), dtype: DType::BF16, elements: 6 };
+        assert!(pass.plans.last().unwrap().buffers.iter().any(|b| b.written && b.operand == gradient));
+    }
+    for (sink, dtype, said) in [
+        (false, DType::F32, "gradient of sink is asked for: of attention with a sink"),
+        (true, DType::I32, "gradient of sink is i32: one of f32, f16, bf16"),
+    ] {
+        let declined = Backward { sink_gradient: Some(dtype), ..with_bias(Forward { sink, ..forward(9, 9) }) }.supports().unwrap_err();
+        assert_eq!(declined.iter().map(ToString::to_string).collect::<Vec<_>>(), [said]);
     }
 }
 

@@ -5,6 +5,7 @@ mod faults;
 mod functions;
 mod generated;
 mod nvidia;
+mod sink;
 mod sources;
 
 use conformance::case::Case;
@@ -105,9 +106,15 @@ fn judge(what: &str, tally: Mutex<Tally>) {
 /// Kernels of a backward pass.
 const BACKWARD_KERNELS: [Kernels; 2] = [Kernels::Tiled, Kernels::Vector];
 
+/// Cases with sinks, but for those of packed documents, which the kernels do not take.
+fn sinks() -> Vec<Case> {
+    Case::all_sinks().unwrap().into_iter().filter(|case| case.packed.is_none()).collect()
+}
+
 #[test]
 fn forward_cases() {
     run_all("forward", &planned_and_forced(Case::all().unwrap(), &Kernels::ALL));
+    run_all("sinks", &planned_and_forced(sinks(), &Kernels::ALL));
 }
 
 #[test]
@@ -118,6 +125,7 @@ fn score_mod_cases() {
 #[test]
 fn backward_cases() {
     run_all_backward("backward", &planned_and_forced(Case::all_backward().unwrap(), &BACKWARD_KERNELS), &Source::ALL);
+    run_all_backward("sinks backward", &planned_and_forced(sinks(), &BACKWARD_KERNELS), &Source::ALL);
 }
 
 #[test]

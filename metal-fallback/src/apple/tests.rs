@@ -70,6 +70,7 @@ fn task() -> Task {
         seq_len_kv: false,
         score_mod: None,
         keep: None,
+        sink: false,
         stats: false,
     };
     forward.task(None).unwrap()

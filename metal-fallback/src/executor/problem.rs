@@ -22,6 +22,7 @@ impl From<&Problem> for Forward {
             seq_len_kv: kept.seq_len_kv,
             score_mod: problem.score_mod().cloned(),
             keep: kept.rest.clone(),
+            sink: problem.sink(),
             stats: problem.stats(),
         }
     }
@@ -41,7 +42,8 @@ impl From<&BackwardProblem> for Backward {
             dk: *problem.dk(),
             dv: *problem.dv(),
             gradient: problem.gradient().map(|gradient| Arc::new(gradient.trace.clone())),
-            along: problem.wrt().iter().map(along).collect(),
+            along: problem.wrt_scores().map(along).collect(),
+            sink_gradient: problem.sink_gradient(),
         }
     }
 }
@@ -56,6 +58,5 @@ pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length apart");
     check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
-    check.that(!problem.sink(), "sink", "true", "the kernels have no place for it");
     if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }

@@ -1,0 +1,62 @@
+// The gradient of sinks: for each query head, minus the sum over its rows, in all batch entries, of the sink's weight times the sum of
+// o d_o. A threadgroup to a head; threads and simdgroups add in the same order in every run.
+
+// Whether an output is nothing but zeros.
+inline bool is_zeros(const device Element* row) {
+    for (int d = 0; d < DIM_V; d++) {
+        if (float(row[d]) != 0.0f) {
+            return false;
+        }
+    }
+    return true;
+}
+
+kernel void attention_sink(
+    constant BackwardParams& params [[buffer(4)]],
+    const device float* stats [[buffer(5)]],
+    SEQ_LEN_Q_ARGUMENT
+    SEQ_LEN_KV_ARGUMENT
+    const device float* delta [[buffer(9)]],
+    device Gradient* gradient [[buffer(10)]],
+    const device float* sinks [[buffer(11)]],
+    const device Element* o [[buffer(12)]],
+    threadgroup float* simd_sums [[threadgroup(0)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+    const int head = int(group.x);
+    const float sink = sinks[head];
+    const long rows = long(params.batch) * params.seq_q;
+    float sum = 0.0f;
+    for (long at = long(thread_index); at < rows; at += THREADS) {
+        const int batch = int(at / params.seq_q);
+        const int query = int(at % params.seq_q);
+        const Bounds bounds = BOUNDS;
+        const int2 visited = keys_of(bounds, query, query + 1);
+        const long place = (long(batch) * params.heads_q + head) * params.seq_q + query;
+        const float natural = stats[place];
+        // A row that attends to nothing adds nothing, whatever is there.
+        if (visited.x >= visited.y || natural < LOWEST) {
+            continue;
+        }
+        // Where stats do not tell, such a row's output does: it is 0, which only an odd gradient makes odd.
+        const float its_delta = delta[place];
+        if (is_odd(its_delta) && is_zeros(o + batch * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2])) {
+            continue;
+        }
+        sum += (sink < LOWEST ? 0.0f : exp2((sink - natural) * LOG2_E)) * its_delta;
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) {
+        simd_sums[simdgroup] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (thread_index == 0) {
+        float total = 0.0f;
+        for (int s = 0; s < THREADS / 32; s++) {
+            total += simd_sums[s];
+        }
+        gradient[head] = Gradient(-total);
+    }
+}

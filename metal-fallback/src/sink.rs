@@ -1,0 +1,46 @@
+//! Sinks: where kernels read them, and the plan of their gradient.
+
+use crate::backward::{ALONG_SCORE, Backward};
+use crate::emit::element;
+use crate::forward::Forward;
+use crate::params::BackwardParams;
+use crate::plan::{Binding, Cut, Operand, Plan};
+use crate::rows::THREADS;
+use crate::source::{self, SINK_SLOT, STATS_SLOT};
+use crate::tiles::SIMD;
+use sdpa_core::{DType, SINK};
+
+/// The numbers, one for each query head.
+pub(crate) fn binding(problem: &Forward) -> Binding {
+    Binding::read(SINK_SLOT, "float", Operand::Declared { name: SINK.to_owned(), dtype: DType::F32, elements: problem.q.dims[1] })
+}
+
+/// The kernel for their gradient, behind those that leave the sums of `o · d_o`.
+pub(crate) fn plan(problem: &Backward, dtype: DType) -> Plan {
+    let forward = &problem.forward;
+    let heads = forward.q.dims[1];
+    let (name, ty) = (forward.element(), element(dtype));
+    let mut buffers = vec![
+        Binding::params(BackwardParams::NAME),
+        Binding::read(STATS_SLOT, "float", Operand::Stats),
+        problem.delta_read(),
+        Binding::written(10, ty, Operand::Gradient { name: SINK.to_owned(), dtype, elements: heads }),
+        binding(forward),
+        Binding::read(12, name, Operand::O),
+    ];
+    buffers.extend(forward.lengths());
+    let constants = [
+        ("DIM_V", forward.dims()[1]),
+        ("THREADS", THREADS),
+        ("WITH_SEQ_LEN_Q", forward.seq_len_q.into()),
+        ("WITH_SEQ_LEN_KV", forward.seq_len_kv.into()),
+    ];
+    let cut = Cut {
+        grid: [heads as u32, 1, 1],
+        threads: THREADS,
+        registers: 0,
+        buffers,
+        threadgroup: vec![("float", (THREADS / SIMD * 4) as usize)],
+    };
+    problem.kernel(&source::SINK, &constants, cut, (ALONG_SCORE, Some(ty)))
+}
