@@ -1,10 +1,10 @@
 //! Faults that are put into kernels: something has to find each.
 
-use super::{NAME, emulation, side_by_side};
+use super::{NAME, emulation, side_by_side, sink};
 use conformance::case::Case;
 use conformance::msl::mutations::{
     BACKWARD, CUT, CUT_PARTS, CUT_VECTOR, EDGES, FORWARD, LONG, Mutation, ODD, ODD_SCORES, ODD_VECTOR, PARAMETER, PARTS, PAST, SCALES,
-    VECTOR, VECTOR_BACKWARD,
+    SINK, SINK_GRADIENT, SINK_PARTS, SINK_VECTOR, VECTOR, VECTOR_BACKWARD,
 };
 use conformance::msl::{Check, Emulated, Toolchain};
 use conformance::runner::{Drops, Outcome, Source, dropped, rounding, run_backward_case, run_case};
@@ -128,11 +128,14 @@ pub(super) enum With {
     Odd(Drops),
     /// Numbers between two of 16 bits.
     Rounding,
+    /// Sinks of every size, and rows that their gradient leaves out.
+    Sinks,
+    SinkGradient,
 }
 
 type Faults = (&'static [Mutation], Kernels, With);
 
-const ALL: [Faults; 16] = [
+const ALL: [Faults; 20] = [
     (FORWARD, Kernels::Tiled, With::Forward(SMALL)),
     (BACKWARD, Kernels::Tiled, With::Backward(SMALL)),
     (VECTOR, Kernels::Vector, With::Forward(FEW)),
@@ -149,6 +152,10 @@ const ALL: [Faults; 16] = [
     (CUT, Kernels::Tiled, With::Rounding),
     (CUT_VECTOR, Kernels::Vector, With::Rounding),
     (CUT_PARTS, Kernels::Parts, With::Rounding),
+    (SINK, Kernels::Tiled, With::Sinks),
+    (SINK_VECTOR, Kernels::Vector, With::Sinks),
+    (SINK_PARTS, Kernels::Parts, With::Sinks),
+    (SINK_GRADIENT, Kernels::Tiled, With::SinkGradient),
 ];
 
 fn failure<T>(outcome: Outcome<T>) -> Option<String> {
@@ -172,6 +179,8 @@ pub(super) fn caught_by(toolchain: &Toolchain, [from, to]: [&str; 2], kernels: K
     let how = match with {
         With::Odd(drops) => dropped(drops, &emulated).err(),
         With::Rounding => rounding(&emulated).err(),
+        With::Sinks => sink::denominators(&emulated, 7).and_then(|()| sink::denominators(&emulated, 90)).err(),
+        With::SinkGradient => sink::gradients(&emulated).err(),
         With::Forward(cases) => forward(Case::parse(cases).unwrap()),
         With::Backward(cases) => backward(Case::parse(cases).unwrap()),
     };

@@ -144,6 +144,7 @@ const FORWARD: &[Trial] = &[
     (Tiled, With::Odd(Drops::Wide)),
     (Tiled, With::Rounding),
     (Tiled, With::Forward(ON_BLOCKS)),
+    (Tiled, With::Sinks),
 ];
 const VECTOR: &[Trial] = &[
     (Vector, With::Forward(FEW)),
@@ -153,6 +154,8 @@ const VECTOR: &[Trial] = &[
     (Vector, With::Odd(Drops::Mask)),
     (Vector, With::Rounding),
     (Parts, With::Rounding),
+    (Vector, With::Sinks),
+    (Parts, With::Sinks),
 ];
 const BACKWARD: &[Trial] = &[
     (Tiled, With::Backward(SMALL)),
@@ -173,6 +176,7 @@ const VECTOR_BACKWARD: &[Trial] = &[
     (Vector, With::Rounding),
 ];
 const PARAMETER: &[Trial] = &[(Tiled, With::Backward(ALONG)), (Tiled, With::Backward(AXES))];
+const SINK: &[Trial] = &[(Tiled, With::SinkGradient), (Vector, With::SinkGradient)];
 const BANDS: &[Trial] = &[
     (Tiled, With::Forward(ON_BLOCKS)),
     (Tiled, With::Forward(LENGTHS)),
@@ -194,6 +198,7 @@ fn trials(file: &str) -> Vec<Trial> {
         "delta" => &[BACKWARD],
         "vector_dq" | "vector_dkv" => &[VECTOR_BACKWARD],
         "parameter" | "sum" => &[PARAMETER],
+        "sink" => &[SINK],
         "keys" => &[BANDS],
         "scores" => &[FORWARD, VECTOR],
         "weights" => &[BACKWARD, VECTOR_BACKWARD],

@@ -19,7 +19,7 @@ use conformance::runner::{
 use conformance::say::{say, skip};
 use metal_fallback::Kernels;
 use sdpa::metal::MetalExecutor;
-use sdpa::{AttentionSpec, DType, Executor, Layout, TensorSpec};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, TensorSpec};
 use std::sync::Mutex;
 
 const NAME: &str = "metal-emulated";
@@ -109,6 +109,12 @@ const BACKWARD_KERNELS: [Kernels; 2] = [Kernels::Tiled, Kernels::Vector];
 /// Cases with sinks, but for those of packed documents, which the kernels do not take.
 fn sinks() -> Vec<Case> {
     Case::all_sinks().unwrap().into_iter().filter(|case| case.packed.is_none()).collect()
+}
+
+/// The same on every kernel.
+fn sink_rows() -> Vec<Row> {
+    let forced = |case: Case| Kernels::ALL.map(|kernels| Row { case: case.clone(), kernels });
+    sinks().into_iter().flat_map(forced).collect()
 }
 
 #[test]
@@ -202,7 +208,9 @@ fn sanitizers_find_nothing() {
     let rows = |backward| {
         let all = wanted_rows(backward);
         let every = if share().is_none() { all.len() / FEW } else { 1 };
-        all.into_iter().step_by(every).collect::<Vec<_>>()
+        // Sinks of few and of many queries, on kernels of each kind.
+        let with_sinks = forced(sink_rows().into_iter().step_by(7));
+        all.into_iter().step_by(every).chain(with_sinks).collect::<Vec<_>>()
     };
     let [forward, backward] = [rows(false), rows(true)];
     let Some(toolchain) = emulation(&format!("{} cases with sanitizers", forward.len())) else { return };
@@ -224,7 +232,13 @@ fn few_queries(mut spec: AttentionSpec, random: &mut Random) -> AttentionSpec {
     spec
 }
 
-/// Random strides, lengths, heads and masks.
+/// The same attention with a sink, whose gradient is asked for too, or without.
+fn with_sink(sink: bool, mut backward: BackwardSpec) -> BackwardSpec {
+    backward.forward.sink = sink;
+    if sink { backward.wrt(SINK, DType::F32) } else { backward }
+}
+
+/// Random strides, lengths, heads, masks and sinks.
 #[test]
 fn random_problems() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
@@ -237,15 +251,16 @@ fn random_problems() {
         let emulated = Emulated::new(toolchain.clone(), seed).executor();
         let dtypes = [DType::F32, DType::F16, DType::BF16];
         let name = format!("SDPA_SEED={seed}");
-        let outcome = run(&random_spec(&mut random, &dtypes), None, 1.0, seed, &emulated);
+        let sink = seed % 3 == 0;
+        let outcome = run(&AttentionSpec { sink, ..random_spec(&mut random, &dtypes) }, None, 1.0, seed, &emulated);
         tally.lock().unwrap().add(NAME, &name, &outcome);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
-        let outcome = run_backward(&random_backward(&mut random, &dtypes), &draw, Source::Oracle, &emulated);
+        let outcome = run_backward(&with_sink(sink, random_backward(&mut random, &dtypes)), &draw, Source::Oracle, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, backward"), &outcome);
-        let few = few_queries(random_padded(&mut random, &dtypes), &mut random);
+        let few = AttentionSpec { sink, ..few_queries(random_padded(&mut random, &dtypes), &mut random) };
         let outcome = run(&few, None, 1.0, seed, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, few queries"), &outcome);
-        let outcome = run_backward(&few.backward(), &draw, Source::Oracle, &emulated);
+        let outcome = run_backward(&with_sink(sink, few.backward()), &draw, Source::Oracle, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, few queries, backward"), &outcome);
     });
     judge("random", tally);

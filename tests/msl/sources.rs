@@ -1,6 +1,6 @@
 //! What plans say of their sources, and what sources are checked for without running them.
 
-use super::{NAME, emulation, side_by_side, table_rows};
+use super::{NAME, emulation, side_by_side, sink_rows, table_rows};
 use conformance::case::Case;
 use conformance::msl::{Emulated, Job, Row, Toolchain, registers};
 use conformance::say::say;
@@ -34,7 +34,7 @@ fn print(registers: &Registers) {
 
 #[test]
 fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
-    let rows = table_rows(false);
+    let rows: Vec<Row> = table_rows(false).into_iter().chain(sink_rows()).collect();
     let Some(toolchain) = emulation(&format!("address spaces of {} cases", rows.len())) else { return };
     let checked = Mutex::new(HashSet::new());
     let registers = Mutex::new(Registers::new());

@@ -130,6 +130,7 @@ pub(crate) fn run(what: Option<&str>) -> Result<()> {
         None => {
             run_all("cases", &gpu, &with_kernels(Case::all()?), &[])
                 + run_all("cases with score_mods", &gpu, &with_kernels(Case::all_library()?), &Source::ALL)
+                + run_all("cases with sinks", &gpu, &with_kernels(Case::all_sinks()?), &Source::ALL)
                 + run_all("backward cases", &gpu, &with_kernels(Case::all_backward()?), &Source::ALL)
                 + run_all("table", &gpu, &rows.collect::<Vec<_>>(), &[Source::Oracle])
         }

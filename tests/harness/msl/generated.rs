@@ -6,7 +6,7 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 
 /// The files of kernels and what they are made of.
-pub const FILES: [&str; 17] = [
+pub const FILES: [&str; 18] = [
     "softmax",
     "keys",
     "scores",
@@ -24,6 +24,7 @@ pub const FILES: [&str; 17] = [
     "vector_dkv",
     "parameter",
     "sum",
+    "sink",
 ];
 
 /// What a rule replaces, and by what. Operators stand between spaces, as templates and pointers do not.

@@ -61,7 +61,7 @@ pub const FORWARD: &[Mutation] = &[
         "if (x > 1.0f) {\n        x += simd_shuffle_xor(x, ushort(8));\n    }\n    return x;",
     ),
     mutation("the output is not rescaled", "sums[d] *= shrink;", ""),
-    mutation("the sum is not rescaled", "row_sum * shrink", "row_sum"),
+    mutation("the sum is not rescaled", "row_sum * shrink + row_total", "row_sum + row_total"),
     mutation("the last keys are not visited", "end_q + bounds.upper)", "end_q + bounds.upper - PASSING)"),
     mutation("the wrong key head", "head / params.group", "head % (params.heads_q / params.group)"),
     mutation("stats in powers of two", "(row_max + log2(row_sum)) * LN_2", "(row_max + log2(row_sum))"),
@@ -269,3 +269,62 @@ pub const CUT_VECTOR: &[Mutation] = &[
 /// The same of the kernel that merges.
 pub const CUT_PARTS: &[Mutation] =
     &[mutation("o is cut off", "Element(sum * inverse)", "Element(as_type<float>(as_type<uint>(sum * inverse) & 0xffff0000u))")];
+
+/// Sinks in the wrong place: of the kernel with tiles.
+pub const SINK: &[Mutation] = &[
+    mutation("the sink of another head", "sinks[head]", "sinks[head_kv]"),
+    mutation("a sink in another unit than scores", "const float sink = natural * LOG2_E;", "const float sink = natural;"),
+    mutation("outputs keep the maximum without the sink", "shrink * inverse_of(row_sum)", "max(shrink, 1.0f) * inverse_of(row_sum)"),
+    mutation("a maximum without the sink", "const float largest = max(row_max, sink);", "const float largest = row_max;"),
+    mutation(
+        "a sink for each block of keys",
+        "row_sum = row_sum * shrink + row_total(block_sum);",
+        "row_sum = row_sum * shrink + row_total(block_sum) + exp2(sinks[head] * LOG2_E - row_max);",
+    ),
+];
+
+/// The same of the vector kernel.
+pub const SINK_VECTOR: &[Mutation] = &[
+    mutation("the sink of another head", "sinks[query_at(first + r, head_kv, params.seq_q, params.group).head]", "sinks[head_kv]"),
+    mutation("no sink", "add_sink(total_max, total, ", "max(total, "),
+    mutation(
+        "a sink for each simdgroup",
+        "total += simd_sums[",
+        "total += exp2(sinks[query_at(first + r, head_kv, params.seq_q, params.group).head] * LOG2_E - total_max) + simd_sums[",
+    ),
+];
+
+/// The same of the kernel that merges.
+pub const SINK_PARTS: &[Mutation] = &[
+    mutation("the sink of another head", "sinks[head]", "sinks[head / params.group]"),
+    mutation(
+        "a sink for each part",
+        "    add_sink(row_max, row_sum, sinks[head]);",
+        "    for (int part = 0; part < PARTS; part++) {\n        add_sink(row_max, row_sum, sinks[head]);\n    }",
+    ),
+    mutation(
+        "outputs keep the maximum without the sink",
+        "    add_sink(row_max, row_sum, sinks[head]);",
+        "    float other_max = row_max;\n    add_sink(other_max, row_sum, sinks[head]);",
+    ),
+];
+
+/// Faults of the kernel for the gradient of sinks.
+pub const SINK_GRADIENT: &[Mutation] = &[
+    mutation("one batch entry", "const long rows = long(params.batch) * params.seq_q;", "const long rows = params.seq_q;"),
+    mutation("rows of the first simdgroup", "total += simd_sums[s];", "total += simd_sums[0];"),
+    mutation("the wrong sign", "Gradient(-total)", "Gradient(total)"),
+    mutation("a weight in another unit than stats", "exp2((sink - natural) * LOG2_E)", "exp2(sink - natural)"),
+    mutation("the sink of another head", "sinks[head]", "sinks[head / params.group]"),
+    mutation("rows that the band leaves no key", "visited.x >= visited.y ||", "visited.x > visited.y ||"),
+    mutation("rows that stats leave no key", "visited.y || natural < LOWEST) {", "visited.y) {"),
+    mutation("rows without an output", "is_odd(its_delta) && is_zeros(", "is_odd(its_delta) && !is_zeros("),
+    mutation("every odd row is left out", "is_odd(its_delta) && is_zeros(", "is_odd(its_delta) || is_zeros("),
+    mutation(
+        "sums are read before they are there",
+        "simd_sums[simdgroup] = sum;\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "simd_sums[simdgroup] = sum;\n    }",
+    ),
+    mutation("every lane tells its sum", "if (lane == 0) {\n        simd_sums", "{\n        simd_sums"),
+    mutation("every thread writes the gradient", "if (thread_index == 0) {\n        float total", "{\n        float total"),
+];
