@@ -126,6 +126,16 @@ impl Graph<'_> {
                     };
                     self.set(*id, guarded);
                 }
+                Supply::Pages(pages) => {
+                    let (dims, table) = (self.dims(*id), value("page_table"));
+                    let (batch, each) = (dims[0], dims[2]);
+                    let given = table.len() as i64 / batch;
+                    let of = |b: i64, n: i64| {
+                        (table[(b * given + n / pages.parts) as usize] * pages.parts as f64).max(0.0) + (n % pages.parts) as f64
+                    };
+                    let all: Vec<f64> = (0..batch).flat_map(|b| (0..each).map(move |n| (b, n))).map(|(b, n)| of(b, n)).collect();
+                    self.set(*id, all);
+                }
                 Supply::Documents(Told::Lengths(side)) => {
                     let lengths = |side: Side| {
                         let boundaries = ["cu_seqlens", ["cu_seqlens_q", "cu_seqlens_kv"][side as usize]];
