@@ -114,6 +114,18 @@ fn pages_of_a_file_are_the_keys_that_the_table_says() {
     }
     let told = wrong(&format!("--input {bare} --paged 4"));
     assert!(told.contains("has no tensor page_table, which is declared"), "{told}");
+    let odd = folder.path("odd");
+    for (shape, table, rule) in [
+        (&[][..], &[0][..], "page_table has the shape []: (batch, pages of an entry)"),
+        (&[BATCH, 0], &[], "page_table has the shape [2, 0]"),
+        (&[0, usize::MAX], &[], "page_table has the shape [0, 9223372036854775807]"),
+        (&[3, 1], &[0, 1, 2], "page_table has the shape [3, 1]: [2, 1] (batch, ceil(k / 4))"),
+    ] {
+        let tables = [("page_table", shape, table.to_vec())];
+        write(&odd, &[("q", &of_q, &q), ("k", &container, &k), ("v", &container, &v)], &tables, None);
+        let told = wrong(&format!("--input {odd} --paged 4"));
+        assert!(told.contains(rule), "{told}");
+    }
 }
 
 #[test]

@@ -67,6 +67,16 @@ fn rows(path: &Path) -> Result<Vec<Vec<i32>>, String> {
     Ok(rows.iter().map(|row| row.iter().filter_map(|word| word.parse().ok()).collect()).collect())
 }
 
+/// Pages of an entry in the input's table; one that is not there is told of with the other parameters.
+fn columns(header: &Header, mistakes: &mut Mistakes) -> Option<i64> {
+    let shape = header.find(PAGE_TABLE)?.shape;
+    let columns = shape.last().copied().filter(|columns| (1..=i64::from(i32::MAX)).contains(columns));
+    if columns.is_none() {
+        mistakes.add(header.path.display(), format!("{PAGE_TABLE} has the shape {shape:?}: (batch, pages of an entry)"));
+    }
+    columns
+}
+
 impl Paging {
     /// Reads the options; `None` where keys are in no pages.
     pub(super) fn read(args: &ProblemArgs, packed: bool, header: Option<&Header>, mistakes: &mut Mistakes) -> Option<Paging> {
@@ -91,10 +101,10 @@ impl Paging {
                 let about = format!("--page-table {}", path.display());
                 (Table::File(mistakes.take(&about, rows(path))), about)
             }
-            None if args.input.is_some() => {
-                let columns = header.and_then(|header| header.find(PAGE_TABLE)?.shape.last().copied());
-                (Table::Input(columns), header.map_or_else(String::new, |header| header.path.display().to_string()))
-            }
+            None if args.input.is_some() => (
+                Table::Input(header.and_then(|header| columns(header, mistakes))),
+                header.map_or_else(String::new, |header| header.path.display().to_string()),
+            ),
             None => (Table::Random, "--pages".to_owned()),
         };
         (!packed).then_some(Paging { page_size, pages, table, about })
