@@ -60,3 +60,29 @@ pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
     if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, DType, Layout, Packed, Paged, Shape};
+
+    #[test]
+    fn what_the_kernels_do_not_do_is_told_by_its_field() {
+        let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 8, dim_v: 8 };
+        let dense = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd);
+        let paged = AttentionSpec::paged(DType::F16, shape, Paged { page_size: 4, pages: 6 });
+        let cases = [
+            (dense.clone(), &[][..]),
+            (AttentionSpec::packed(DType::F16, shape, Packed::default()), &["packed"]),
+            (paged.with_sink(), &["paged", "sink"]),
+        ];
+        for (spec, fields) in cases {
+            let told = taken(&spec.validate().unwrap()).err().unwrap_or_default();
+            let field = |reason: &Reason| match reason {
+                Reason::Limit { field, .. } => field.clone(),
+                Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => format!("{reason:?}"),
+            };
+            assert_eq!(told.iter().map(field).collect::<Vec<_>>(), fields);
+        }
+    }
+}
