@@ -74,7 +74,7 @@ mod tests {
         let cases = [
             (dense.clone(), &[][..]),
             (AttentionSpec::packed(DType::F16, shape, Packed::default()), &["packed"]),
-            (paged.with_sink(), &["paged", "sink"]),
+            (paged.with_sink(), &["paged"]),
         ];
         for (spec, fields) in cases {
             let told = taken(&spec.validate().unwrap()).err().unwrap_or_default();
