@@ -52,6 +52,9 @@ pub(crate) enum Command {
     /// Compile plans for a device, which need not be there, into a plan file
     #[command(after_help = COMPILE_EXIT_CODES)]
     Compile(CompileArgs),
+    /// Say who takes a problem, on which devices; else why not, and what would allow it
+    #[command(after_help = EXIT_CODES)]
+    Support(SupportArgs),
     /// Say everything that may be written in a score_mod and a mask
     Language,
     /// Look at the caches of plans of a program that ran
@@ -212,6 +215,24 @@ pub(crate) struct ShowArgs {
     /// The picture. Else score_mod.svg
     #[arg(long, value_name = "F.svg|F.png")]
     pub(crate) output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SupportArgs {
+    #[command(flatten)]
+    pub(crate) problem: ProblemArgs,
+    #[command(flatten)]
+    pub(crate) backward: BackwardArgs,
+    /// a100, l40s, h200, b200, or a JSON file that describes a device; repeatable. Else these four
+    #[arg(long, value_name = "NAME|FILE.json")]
+    pub(crate) device: Vec<String>,
+    /// libcudnn.so.9 or its folder; or a version, as in 9.13, of which only rules are asked where another is found. Else CUDNN_GRAPH_LIBRARY,
+    /// the active Python environment, the system
+    #[arg(long, value_name = "PATH|VERSION")]
+    pub(crate) cudnn: Option<String>,
+    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in libnull_driver.so beside this program
+    #[arg(long, value_name = "PATH")]
+    pub(crate) driver: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

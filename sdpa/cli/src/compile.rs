@@ -54,7 +54,7 @@ pub(crate) fn profile(path: &Path) -> Result<DeviceProfile, String> {
 }
 
 /// A device by name, or the file that describes one.
-fn device(text: &str) -> Result<DeviceProfile, String> {
+pub(crate) fn device(text: &str) -> Result<DeviceProfile, String> {
     if DeviceProfile::NAMES.contains(&text) {
         return DeviceProfile::named(text).map_err(|e| e.to_string());
     }
@@ -66,13 +66,13 @@ fn device(text: &str) -> Result<DeviceProfile, String> {
 }
 
 /// Which cuDNN: a path, or a version that the one found must have.
-struct Wanted {
-    library: Option<PathBuf>,
-    version: Option<String>,
+pub(crate) struct Wanted {
+    pub(crate) library: Option<PathBuf>,
+    pub(crate) version: Option<String>,
 }
 
 impl Wanted {
-    fn read(text: Option<&str>) -> Wanted {
+    pub(crate) fn read(text: Option<&str>) -> Wanted {
         let version =
             |text: &str| !text.is_empty() && text.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()));
         match text {
@@ -82,7 +82,7 @@ impl Wanted {
         }
     }
 
-    fn load(&self, driver: Option<&Path>) -> Result<&'static Library, Failure> {
+    pub(crate) fn load(&self, driver: Option<&Path>) -> Result<&'static Library, Failure> {
         let failure = |message: String| Failure::Executor(vec![Line::new("cudnn", message)]);
         let search = Search { library: self.library.clone(), driver: driver.map(Path::to_owned).or_else(stand_in) };
         let library = Library::load(&search).map_err(|e| failure(e.to_string()))?;

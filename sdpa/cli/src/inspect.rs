@@ -20,7 +20,7 @@ use serde::Serialize;
 use std::io::Write;
 
 /// Assumed where no library is found.
-const ASSUMED: Version = Version::new(9, 27, 0);
+pub(crate) const ASSUMED: Version = Version::new(9, 27, 0);
 
 /// Everything that was asked for.
 struct Order {

@@ -26,6 +26,7 @@ mod request;
 mod run;
 mod save;
 mod show;
+mod support;
 mod table;
 
 use args::{Cli, Command};
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Show(args) => show::run(args, cli.json),
         Command::Compile(args) => compile::run(args, cli.json),
+        Command::Support(args) => support::run(args, cli.json),
         Command::Language => language::run(cli.json),
         Command::Cache(args) => cache::run(args, cli.json),
         Command::Doctor(args) => doctor::run(args, cli.json),

@@ -11,6 +11,7 @@ mod paged;
 mod rules;
 mod show;
 mod sink;
+mod support;
 mod tensors;
 mod tool;
 

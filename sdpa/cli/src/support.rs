@@ -1,0 +1,197 @@
+//! `support`: who takes a problem, on which devices; who declines it, why, and what would allow it.
+
+mod changes;
+
+use crate::args::{PlaceArgs, SupportArgs};
+use crate::compile::{Wanted as Named, device};
+use crate::exit::{Answer, Failure, Mistakes, Outcome};
+use crate::inspect::ASSUMED;
+use crate::progress::Progress;
+use crate::request::{Request, Wanted};
+use crate::table::Table;
+use cudnn_graph::{DeviceProfile, Library, Target, Version};
+use sdpa::cache::CacheKey;
+use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::guard;
+use sdpa::cudnn::lower::{self, Job};
+use sdpa::cudnn::{PlanOptions, plan};
+use sdpa::metal::MetalExecutor;
+use sdpa::{Error, Executor, Reason, Unsupported};
+use serde::Serialize;
+
+/// What is asked of cuDNN: the library itself, or the rules that are known of a version that is not here.
+enum Asked {
+    Library(&'static Library),
+    Rules(Version),
+}
+
+impl Asked {
+    fn version(&self) -> Version {
+        match self {
+            Asked::Library(library) => library.version(),
+            Asked::Rules(version) => *version,
+        }
+    }
+
+    /// The form in which a pass is taken.
+    fn form(&self, job: &Job, profile: &DeviceProfile) -> Result<&'static str, Vec<Reason>> {
+        match self {
+            Asked::Library(library) => match plan::supports(library, &Target::Profile(profile), job, &PlanOptions::default()) {
+                Ok(form) => Ok(form.name()),
+                Err(e) => Err(reasons(e)),
+            },
+            Asked::Rules(version) => {
+                let known = guard::reasons(job, *version, profile.sm(), job.deterministic());
+                if !known.is_empty() {
+                    return Err(known);
+                }
+                let mut refused = Vec::new();
+                for &form in lower::forms(job, *version) {
+                    match plan::schedule(job, form, *version) {
+                        Ok(_) => return Ok(form.name()),
+                        Err(e) => refused.extend(reasons(e)),
+                    }
+                }
+                Err(refused)
+            }
+        }
+    }
+}
+
+/// Why a problem is declined; an environment that fails is told as one.
+fn reasons(error: sdpa::cudnn::Error) -> Vec<Reason> {
+    match Error::from(error) {
+        Error::Unsupported(unsupported) => unsupported.reasons,
+        other => vec![Reason::Absent(other.to_string())],
+    }
+}
+
+/// What became of a problem on one device.
+#[derive(Serialize)]
+struct OnDevice {
+    device: String,
+    sm: u32,
+    /// `None`: declined.
+    form: Option<&'static str>,
+    reasons: Vec<String>,
+    /// What would be taken instead: after one change, else after two.
+    allowed: Vec<String>,
+}
+
+/// What became of it elsewhere.
+#[derive(Serialize)]
+struct Elsewhere {
+    taken: bool,
+    reasons: Vec<String>,
+}
+
+impl Elsewhere {
+    /// That a machine lacks the device is no reason against a problem.
+    fn new(said: Result<(), Unsupported>) -> Elsewhere {
+        let of_problem = |reason: &Reason| match reason {
+            Reason::Absent(_) | Reason::Failed(_) => false,
+            Reason::Limit { .. } | Reason::KnownBad { .. } | Reason::Refused { .. } => true,
+        };
+        let reasons: Vec<Reason> = said.err().map_or_else(Vec::new, |e| e.reasons).into_iter().filter(of_problem).collect();
+        Elsewhere { taken: reasons.is_empty(), reasons: reasons.iter().map(ToString::to_string).collect() }
+    }
+
+    fn of(executor: &dyn Executor, job: &Job) -> Elsewhere {
+        Elsewhere::new(match job {
+            Job::Forward(problem) => executor.supports(problem),
+            Job::Backward(problem) => executor.supports_backward(problem),
+        })
+    }
+
+    fn text(&self) -> String {
+        if self.taken { "taken".to_owned() } else { format!("declined: {}", self.reasons.join("\n")) }
+    }
+}
+
+#[derive(Serialize)]
+struct Report {
+    problem: String,
+    /// The library's, or the one that rules were asked for.
+    cudnn: String,
+    /// `None`: rules were asked, no engines.
+    library: Option<String>,
+    devices: Vec<OnDevice>,
+    cpu: Elsewhere,
+    metal: Elsewhere,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &SupportArgs, json: bool) -> Result<Answer, Failure> {
+    let mut mistakes = Mistakes::default();
+    let request = Request::read(&args.problem, &Wanted { gradient: Some(&args.backward), ..Wanted::default() }, &mut mistakes);
+    let names: Vec<&str> = match &args.device[..] {
+        [] => DeviceProfile::NAMES.to_vec(),
+        given => given.iter().map(String::as_str).collect(),
+    };
+    let profiles: Vec<Option<DeviceProfile>> = names.iter().map(|name| mistakes.take("--device", device(name))).collect();
+    let wanted = Named::read(args.cudnn.as_deref());
+    PlaceArgs { cudnn: wanted.library.clone(), driver: args.driver.clone() }.check(&mut mistakes);
+    let rules = wanted.version.as_deref().map(|text| mistakes.take("--cudnn", crate::names::runtime(text)));
+    let profiles: Option<Vec<DeviceProfile>> = profiles.into_iter().collect();
+    let (request, profiles) = mistakes.finish(request.zip(profiles))?;
+    let asked = match (wanted.load(args.driver.as_deref()), rules.flatten()) {
+        (Ok(library), _) => Asked::Library(library),
+        (Err(_), Some(version)) => Asked::Rules(version),
+        (Err(_), None) if args.cudnn.is_none() => Asked::Rules(ASSUMED),
+        (Err(failure), None) => return Err(failure),
+    };
+    let job = request.job();
+    let step = Progress::new(json).bar("asking", profiles.len() as u64);
+    let devices = names.iter().zip(&profiles).map(|(name, profile)| {
+        let answer = on_device(&asked, &job, &request, name, profile);
+        step.advance(1);
+        answer
+    });
+    let devices = devices.collect();
+    drop(step);
+    let report = Report {
+        problem: job.label(),
+        cudnn: asked.version().to_string(),
+        library: match &asked {
+            Asked::Library(library) => Some(library.path().display().to_string()),
+            Asked::Rules(_) => None,
+        },
+        devices,
+        cpu: Elsewhere::of(&CpuExecutor::default(), &job),
+        metal: Elsewhere::of(&MetalExecutor::new(), &job),
+    };
+    Answer::new(json, &report, || report.text(), Outcome::Good)
+}
+
+fn on_device(asked: &Asked, job: &Job, request: &Request, name: &str, profile: &DeviceProfile) -> OnDevice {
+    let (device, sm) = (name.to_owned(), profile.sm());
+    let reasons = match asked.form(job, profile) {
+        Ok(form) => return OnDevice { device, sm, form: Some(form), reasons: Vec::new(), allowed: Vec::new() },
+        Err(reasons) => reasons,
+    };
+    let mut allowed = changes::taken(request, |job| asked.form(job, profile).ok());
+    allowed.extend(changes::newer(job, asked.version(), sm).map(|version| format!("cuDNN {version}, as far as rules say")));
+    OnDevice { device, sm, form: None, reasons: reasons.iter().map(ToString::to_string).collect(), allowed }
+}
+
+impl Report {
+    fn text(&self) -> String {
+        let mut table = Table::default();
+        table.row("problem", &self.problem);
+        let library = self.library.clone().unwrap_or_else(|| "which is not here: these are rules, engines were not asked".to_owned());
+        table.row("cudnn", format!("{}, {library}", self.cudnn));
+        for on in &self.devices {
+            let text = match on.form {
+                Some(form) => format!("taken, {form}"),
+                None => {
+                    let reasons = on.reasons.iter().map(|reason| format!("declined: {reason}"));
+                    reasons.chain(on.allowed.iter().map(|what| format!("taken {what}"))).collect::<Vec<_>>().join("\n")
+                }
+            };
+            table.row(&on.device, text);
+        }
+        table.row("cpu", self.cpu.text());
+        table.row("metal", self.metal.text());
+        table.render()
+    }
+}

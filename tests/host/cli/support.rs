@@ -1,0 +1,59 @@
+//! Who takes a problem, from outside: by the rules of a version that is not here. With engines asked, `tests/offline` has the answers.
+
+use super::tool::{code, errors, json, sdpa, stdout, words};
+
+/// No runtime of this version was ever released, so none is found.
+const NOWHERE: &str = "--cudnn 9.26.77";
+
+#[test]
+fn what_is_taken_is_told_for_each_device() {
+    let out = sdpa(words(&format!("support --shape 2,8,2,300,300,64 --mask causal --sink {NOWHERE}")));
+    assert_eq!(code(&out), 0, "{}", String::from_utf8_lossy(&out.stderr));
+    let told = stdout(&out);
+    for device in ["a100", "l40s", "h200", "b200"] {
+        assert!(told.lines().any(|line| line.starts_with(device) && line.ends_with("taken, composite")), "{told}");
+    }
+    assert!(told.contains("9.26.77, which is not here") && told.contains("forward bf16 (2,8,2,300,300,64) sink causal"), "{told}");
+    assert!(told.lines().any(|line| line.starts_with("cpu") && line.ends_with("taken")), "{told}");
+}
+
+#[test]
+fn what_is_declined_is_told_with_what_would_allow_it() {
+    let of = |line: &str| {
+        let out = sdpa(words(&format!("support {line} --json")));
+        assert_eq!(code(&out), 0, "{line}: {}", String::from_utf8_lossy(&out.stderr));
+        json(&out)
+    };
+    let allowed = |told: &serde_json::Value| told["devices"][0]["allowed"].to_string();
+    let dims = of(&format!("--shape 1,2,2,5,5,7 --device b200 {NOWHERE}"));
+    assert!(dims["devices"][0]["form"].is_null() && dims["devices"][0]["reasons"].as_array().is_some_and(|r| r.len() == 2), "{dims}");
+    assert_eq!(dims["devices"][0]["allowed"], serde_json::json!(["with dims of 8 and 8: composite"]));
+    assert_eq!((&dims["cpu"]["taken"], &dims["metal"]["taken"]), (&true.into(), &true.into()));
+
+    // Two things at once.
+    let both = of(&format!("--shape 1,2,2,5,5,7 --dtype f32 --device h200 {NOWHERE}"));
+    assert!(allowed(&both).contains("with dims of 8 and 8 and in bf16: composite"), "{both}");
+
+    // Lengths go wrong before 9.19: without them, or on a newer version.
+    let lengths = of("--shape 4,8,2,100,100,64 --mask causal --mask padding --device h200 --cudnn 9.16.77");
+    assert!(allowed(&lengths).contains("without --mask padding: composite"), "{lengths}");
+    assert!(allowed(&lengths).contains("cuDNN 9.19.0, as far as rules say"), "{lengths}");
+    assert!(!allowed(&lengths).contains("without --mask causal"), "{lengths}");
+
+    let documents = of(&format!("--shape 4,8,2,100,100,64 --cu-seqlens 0,100,200,300,380 --backward --device a100 {NOWHERE}"));
+    assert!(
+        allowed(&documents).contains("with batch entries that are padded") && allowed(&documents).contains("forward alone"),
+        "{documents}"
+    );
+    assert_eq!(documents["metal"]["taken"], false);
+}
+
+#[test]
+fn mistakes_are_told_at_once() {
+    let out = sdpa(words("support --shape 2,8,3,10,10,64 --device b201 --device h200 --cudnn 8"));
+    assert_eq!(code(&out), 2);
+    let told = errors(&out).join("\n");
+    for what in ["heads_kv", "\"b201\" is none of a100, l40s, h200, b200", "\"8\" is not a version"] {
+        assert!(told.contains(what), "{what}: {told}");
+    }
+}
