@@ -31,7 +31,7 @@ mod weight;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
-  right:  suite [RANDOM [packed]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+  right:  suite [RANDOM [packed|paged|sinks]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large] | lengths [right]
           | packed [PROBLEMS] | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   speed | speed-backward | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let number = |n: usize, default: u64| args.get(n).and_then(|a| a.parse().ok()).unwrap_or(default);
     let result = match args.first().map(String::as_str) {
-        Some("suite") if args.get(2).map(String::as_str) == Some("packed") => suite::documents(number(1, 200)),
+        Some("suite") if let Some(part) = args.get(2).and_then(|name| suite::Part::named(name)) => suite::part(part, number(1, 200)),
         Some("suite") => suite::run(number(1, 200)),
         Some("speed") => speed::run(),
         Some("speed-backward") => speed::backward(),

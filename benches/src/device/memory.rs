@@ -53,6 +53,8 @@ fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buff
             "seq_len_kv" => extents[3],
             "cu_seqlens" | "cu_seqlens_q" => n * extents[2],
             "cu_seqlens_kv" => n * extents[3],
+            // A prime away from one another, as pages of a cache that has been in use are.
+            "page_table" => n * 7919 % elements,
             "doc_start" => starts(n % last * DOCUMENTS / last),
             "doc_end" => starts(n % last * DOCUMENTS / last + 1),
             _ => n % last * DOCUMENTS / last,
@@ -82,10 +84,14 @@ impl Memory {
         let problem = job.problem();
         let mut operands = Vec::new();
         for (n, (operand, tensor)) in job.tensors().enumerate() {
-            let tensor = if problem.packed().is_some() { packed::memory(&tensor, problem.total(operand.side())) } else { tensor };
+            let tensor = match (problem.packed(), problem.paged(), operand) {
+                (Some(_), _, _) => packed::memory(&tensor, problem.total(operand.side())),
+                (None, Some(paged), Operand::K | Operand::V) => paged.container(&tensor),
+                (None, _, _) => tensor,
+            };
             operands.push((operand, random(stream, problem.dtype(), tensor.extent().unwrap_or(0), seed * 16 + n as u64 + 1)?));
         }
-        let stats = if planned.lowered.stats.is_some() { Some(random(stream, DType::F32, problem.stats_elements(), 7)?) } else { None };
+        let stats = if problem.stats() { Some(random(stream, DType::F32, problem.stats_elements(), 7)?) } else { None };
         let mut params = Vec::new();
         for p in job.params() {
             params.push((p.clone(), param(stream, p, problem.extents())?));

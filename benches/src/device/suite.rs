@@ -3,9 +3,9 @@
 use crate::setup::{Result, executor};
 use conformance::runner::{self, Draw, Outcome, Source, Tally};
 use conformance::{Case, random::Random};
-use sdpa::DType;
 use sdpa::cudnn::lower::Form;
 use sdpa::cudnn::{CudnnExecutor, PlanOptions};
+use sdpa::{AttentionSpec, DType};
 
 pub(crate) fn run(random: u64) -> Result<()> {
     let first = executor(PlanOptions::default())?;
@@ -39,7 +39,9 @@ pub(crate) fn run(random: u64) -> Result<()> {
         println!("{}", others.summary(&format!("{label}, backward random")));
         failed += cases.failed + others.failed;
         if form.is_none() {
-            failed += packed(label, random, &executor)?;
+            for part in Part::ALL {
+                failed += part.run(label, random, &executor)?;
+            }
         }
         failed += score_mods(label, random, &executor)?;
         println!("{label}, cache: {:?}", executor.cache_stats());
@@ -47,38 +49,91 @@ pub(crate) fn run(random: u64) -> Result<()> {
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
 }
 
-/// Packed documents alone.
-pub(crate) fn documents(random: u64) -> Result<()> {
-    match packed("cudnn", random, &executor(PlanOptions::default())?)? {
-        0 => Ok(()),
-        failed => Err(format!("{failed} failed").into()),
+/// Cases of their own, and random problems.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Part {
+    /// Packed documents.
+    Packed,
+    /// Paged caches: there is no backward pass.
+    Paged,
+    /// Sinks.
+    Sinks,
+}
+
+impl Part {
+    pub(crate) const ALL: [Part; 3] = [Part::Packed, Part::Paged, Part::Sinks];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Part::Packed => "packed",
+            Part::Paged => "paged",
+            Part::Sinks => "sinks",
+        }
+    }
+
+    pub(crate) fn named(name: &str) -> Option<Part> {
+        Part::ALL.into_iter().find(|part| part.name() == name)
+    }
+
+    fn cases(self) -> std::result::Result<Vec<Case>, String> {
+        match self {
+            Part::Packed => Case::all_packed(),
+            Part::Paged => Case::all_paged(),
+            Part::Sinks => Case::all_sinks(),
+        }
+    }
+
+    fn draw(self, random: &mut Random) -> AttentionSpec {
+        let narrow = [DType::BF16, DType::F16];
+        match self {
+            Part::Packed => runner::random_packed(random, &narrow),
+            Part::Paged => runner::random_paged(random, &narrow),
+            Part::Sinks => runner::random_padded(random, &narrow).with_sink(),
+        }
+    }
+
+    /// Both passes of every case and of random problems; how many failed.
+    fn run(self, label: &str, random: u64, executor: &CudnnExecutor) -> Result<usize> {
+        let (mut cases, mut others) = (Tally::default(), Tally::default());
+        let trains = !matches!(self, Part::Paged);
+        let name = self.name();
+        for case in self.cases()? {
+            cases.add(label, &case.name, &runner::run_case(&case, executor));
+            for source in Source::ALL.into_iter().filter(|_| trains) {
+                let outcome = runner::run_backward_case(&case, source, executor);
+                cases.add(label, &format!("{}{}, backward", case.name, source.suffix()), &outcome);
+            }
+        }
+        for seed in 0..random {
+            let mut stream = Random::new(seed * 7919 + 29);
+            let spec = self.draw(&mut stream);
+            let outcome = runner::run(&spec, None, 1.0, seed, executor);
+            if matches!(outcome, Outcome::Fail(_)) {
+                println!("{spec:?}");
+            }
+            others.add(label, &format!("{name} {seed}"), &outcome);
+            if trains {
+                let source = if seed % 2 == 0 { Source::Oracle } else { Source::Executor };
+                let backward = runner::gradients_elsewhere(spec, &mut stream);
+                let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
+                let outcome = runner::run_backward(&backward, &draw, source, executor);
+                others.add(label, &format!("{name} backward {seed}{}", source.suffix()), &outcome);
+            }
+        }
+        println!("{}", cases.summary(&format!("{label}, {name} cases")));
+        println!("{}", others.summary(&format!("{label}, {name} random")));
+        Ok(cases.failed + others.failed)
     }
 }
 
-/// Packed documents: every case, and random ones, both passes of each; how many failed.
-fn packed(label: &str, random: u64, executor: &CudnnExecutor) -> Result<usize> {
-    let (mut cases, mut others) = (Tally::default(), Tally::default());
-    for case in Case::all_packed()? {
-        cases.add(label, &case.name, &runner::run_case(&case, executor));
-        for source in Source::ALL {
-            let outcome = runner::run_backward_case(&case, source, executor);
-            cases.add(label, &format!("{}{}, backward", case.name, source.suffix()), &outcome);
-        }
+/// One part alone, in every form that a runtime may be asked for.
+pub(crate) fn part(part: Part, random: u64) -> Result<()> {
+    let mut failed = 0;
+    for form in [None, Some(Form::Unified)] {
+        let label = form.map_or("cudnn", Form::name);
+        failed += part.run(label, random, &executor(PlanOptions { form, ..PlanOptions::default() })?)?;
     }
-    let narrow = [DType::BF16, DType::F16];
-    for seed in 0..random {
-        let mut stream = Random::new(seed * 7919 + 29);
-        let spec = runner::random_packed(&mut stream, &narrow);
-        others.add(label, &format!("packed {seed}"), &runner::run(&spec, None, 1.0, seed, executor));
-        let source = if seed % 2 == 0 { Source::Oracle } else { Source::Executor };
-        let backward = runner::gradients_elsewhere(spec, &mut stream);
-        let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
-        let outcome = runner::run_backward(&backward, &draw, source, executor);
-        others.add(label, &format!("packed backward {seed}{}", source.suffix()), &outcome);
-    }
-    println!("{}", cases.summary(&format!("{label}, packed cases")));
-    println!("{}", others.summary(&format!("{label}, packed random")));
-    Ok(cases.failed + others.failed)
+    if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
 }
 
 /// Score_mods and masks of the library, and random ones; how many failed.

@@ -7,7 +7,7 @@ use crate::setup::{Result, executor, median};
 use cudnn_graph::{Event, Stream};
 use sdpa::cudnn::lower::Form;
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Packed, Shape};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Packed, Paged, SINK, Shape};
 use serde::{Deserialize, Serialize};
 use std::io::BufRead;
 
@@ -33,6 +33,12 @@ struct Question {
     /// Tokens of packed documents; `shape` has their number and the longest.
     #[serde(default)]
     documents: Option<Vec<i32>>,
+    /// Tokens of a page: keys lie in a cache of as many pages as they take, in no order.
+    #[serde(default)]
+    paged: Option<i64>,
+    /// Query heads have numbers in the denominator.
+    #[serde(default)]
+    sink: bool,
     /// `composite` or `unified`; else the better one.
     #[serde(default)]
     form: Option<Form>,
@@ -94,6 +100,11 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
         let total = documents.iter().map(|&n| i64::from(n)).sum();
         spec = AttentionSpec::packed(question.dtype, question.shape, Packed::of(total));
     }
+    if let Some(page_size) = question.paged {
+        let per_entry = Paged { page_size, pages: 1 }.pages_of(question.shape.seq_kv);
+        spec = AttentionSpec::paged(question.dtype, question.shape, Paged { page_size, pages: per_entry * question.shape.batch });
+    }
+    spec.sink = question.sink;
     for text in &question.score_mod {
         spec = spec.score_mod(text.parse()?);
     }
@@ -104,7 +115,7 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
     let mut backward = spec.backward();
     backward.deterministic = question.deterministic;
     for name in &question.wrt {
-        backward = backward.wrt(name, question.dtype);
+        backward = backward.wrt(name, if name == SINK { DType::F32 } else { question.dtype });
     }
     let forward = spec.validate()?;
     let planned = if question.backward { executor.attention_backward(&backward.validate()?)?.0 } else { executor.attention(&forward)?.0 };
