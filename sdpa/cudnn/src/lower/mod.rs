@@ -15,6 +15,7 @@ mod mask;
 mod mode;
 mod packed;
 mod paged;
+mod since;
 #[cfg(test)]
 mod spelled;
 mod sum;
@@ -29,9 +30,10 @@ pub use expr::Vectors;
 pub use job::Job;
 pub(crate) use key::JobQuery;
 pub use lowered::{Guarded, Lowered, Supply, Table, Told};
+pub use paged::Pages;
 pub(crate) use paged::UNEVEN;
-pub use paged::{PAGED_SINCE, Pages, UNIFIED_PAGED_SINCE};
 pub use sdpa_core::{Operand, Side};
+pub use since::{PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE, forms};
 pub use sum::{Sum, Sums};
 
 use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
@@ -80,48 +82,10 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
     }
 }
 
-/// The first runtime whose unified op takes masks.
-pub const UNIFIED_SINCE: Version = Version::new(9, 21, 0);
-
-/// The first runtime whose softmax takes a sink.
-pub const SINK_SINCE: Version = Version::new(9, 13, 0);
-
 /// Whether a graph computes sinks. Otherwise rows get theirs after the attention: before runtimes know them, and of one query, which
 /// NVIDIA's frontend refuses.
 fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
     problem.sink() && runtime >= SINK_SINCE && problem.seq_q() > 1
-}
-
-/// The first runtime with a unified op at all: no masks.
-pub const UNIFIED_PLAIN_SINCE: Version = Version::new(9, 13, 1);
-
-/// The first runtime whose heuristics offer the unified backward op: plain attention only.
-pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
-
-/// The forms worth asking for a pass on a runtime, the better one first.
-///
-/// Composite comes first: measured on an H200 under 9.27 the two are equally fast where the mask is a plain band, and the
-/// unified form skips no blocks of a mask that is spelled as ops.
-pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
-    let problem = job.problem();
-    if problem.packed().is_some() || sink_in_graph(problem, runtime) {
-        return &[Form::Composite];
-    }
-    let plain = problem.kept().is_full() && problem.score_mod().is_none();
-    if problem.paged().is_some() {
-        // Engines for one query know pages in the unified op alone.
-        let decode = problem.seq_q() == 1;
-        return match runtime >= if plain { UNIFIED_PAGED_SINCE } else { UNIFIED_SINCE } {
-            true if decode => &[Form::Unified, Form::Composite],
-            true => &[Form::Composite, Form::Unified],
-            false => &[Form::Composite],
-        };
-    }
-    let unified = match job {
-        Job::Forward(_) => runtime >= if plain { UNIFIED_PLAIN_SINCE } else { UNIFIED_SINCE },
-        Job::Backward(b) => runtime >= UNIFIED_BACKWARD_SINCE && plain && b.gradient().is_none() && !b.deterministic(),
-    };
-    if unified { &[Form::Composite, Form::Unified] } else { &[Form::Composite] }
 }
 
 /// Lowers a pass to one form.

@@ -3,18 +3,12 @@
 use super::expr::Draft;
 use super::lowered::Supply;
 use super::{LowerError, transposed};
+use cudnn_graph::DType;
 use cudnn_graph::ir::op::{Op, PagedLoad};
 use cudnn_graph::ir::{Tensor, TensorId};
-use cudnn_graph::{DType, Version};
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, Paged};
-
-/// The first runtime whose composite form takes pages.
-pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
-
-/// The first runtime whose unified op takes them.
-pub const UNIFIED_PAGED_SINCE: Version = Version::new(9, 15, 0);
 
 /// Pages as engines take them: a power of two of tokens. A page of another number is several of theirs, one behind the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,84 @@
+//! What each form takes, and since which runtime.
+
+use super::{Form, Job};
+use crate::quirks::Passes;
+use cudnn_graph::Version;
+
+/// What a form has to know for some problems.
+struct Row {
+    form: Form,
+    passes: Passes,
+    /// Which problems need it.
+    needs: fn(&Job) -> bool,
+    /// The first runtime that knows it; none: the form is not asked for it.
+    since: Option<Version>,
+}
+
+const fn v(minor: u32, patch: u32) -> Option<Version> {
+    Some(Version::new(9, minor, patch))
+}
+
+/// The first runtime whose unified op takes masks, and whose composite form has a softmax and band masks as ops.
+pub const UNIFIED_SINCE: Version = Version::new(9, 21, 0);
+
+/// The first runtime with a unified op at all: no masks.
+pub const UNIFIED_PLAIN_SINCE: Version = Version::new(9, 13, 1);
+
+/// The first runtime whose heuristics offer the unified backward op: plain attention only.
+pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
+
+/// The first runtime whose softmax takes a sink.
+pub const SINK_SINCE: Version = Version::new(9, 13, 0);
+
+/// The first runtime whose composite form takes pages.
+pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
+
+const ROWS: [Row; 9] = [
+    Row { form: Form::Unified, passes: Passes::Forward, needs: |_| true, since: Some(UNIFIED_PLAIN_SINCE) },
+    Row { form: Form::Unified, passes: Passes::Forward, needs: is_modified, since: Some(UNIFIED_SINCE) },
+    Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
+    // Rows of one query get their sinks behind the attention, in whichever form.
+    Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().sink() && j.problem().seq_q() > 1, since: None },
+    Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().packed().is_some(), since: None },
+    Row { form: Form::Unified, passes: Passes::Backward, needs: |_| true, since: Some(UNIFIED_BACKWARD_SINCE) },
+    Row { form: Form::Unified, passes: Passes::Backward, needs: |j| is_modified(j) || asks_for_more(j), since: None },
+    Row { form: Form::Composite, passes: Passes::Both, needs: |_| true, since: v(0, 0) },
+    Row { form: Form::Composite, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: Some(PAGED_SINCE) },
+];
+
+fn is_modified(job: &Job) -> bool {
+    !job.problem().kept().is_full() || job.problem().score_mod().is_some()
+}
+
+/// Gradients of parameters, or the same bits on every run.
+fn asks_for_more(job: &Job) -> bool {
+    match job {
+        Job::Forward(_) => false,
+        Job::Backward(b) => !b.wrt().is_empty() || b.deterministic(),
+    }
+}
+
+fn takes(job: &Job, form: Form, runtime: Version) -> bool {
+    let of_pass = |row: &&Row| match (row.passes, job) {
+        (Passes::Both, _) | (Passes::Forward, Job::Forward(_)) | (Passes::Backward, Job::Backward(_)) => true,
+        (Passes::Forward, Job::Backward(_)) | (Passes::Backward, Job::Forward(_)) => false,
+    };
+    let needed = ROWS.iter().filter(|row| row.form == form).filter(of_pass).filter(|row| (row.needs)(job));
+    needed.map(|row| row.since).all(|since| since.is_some_and(|since| runtime >= since))
+}
+
+/// The forms worth asking for a pass on a runtime, the better one first.
+///
+/// Composite comes first: measured on an H200 under 9.27 the two are equally fast where the mask is a plain band, and the
+/// unified form skips no blocks of a mask that is spelled as ops. Of one query over pages it is the unified one, which takes lengths by itself where
+/// the other has them as a rule on scores.
+pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
+    let unified_first = job.problem().paged().is_some() && job.problem().seq_q() == 1;
+    match [Form::Composite, Form::Unified].map(|form| takes(job, form, runtime)) {
+        [true, true] if unified_first => &[Form::Unified, Form::Composite],
+        [true, true] => &[Form::Composite, Form::Unified],
+        [true, false] => &[Form::Composite],
+        [false, true] => &[Form::Unified],
+        [false, false] => &[],
+    }
+}
