@@ -70,7 +70,7 @@ impl Planned {
         let extents = job.problem().extents();
         let takes = job.params().iter().map(|p| Takes::of(p, extents)).collect();
         let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
-        let launches = schedule.launches();
+        let launches = schedule.kernels().next().is_some();
         let (time, tables, used) = (BuildTime::default(), Vec::new(), Used::default());
         Ok(Planned { job, lowered, plan, schedule, engine, time, tables, launches, kernels: None, takes, base, used })
     }

@@ -36,7 +36,7 @@ impl Planned {
             self.tables.push(Arc::new(uploaded(contents, stream)?));
         }
         if self.launches {
-            self.kernels = Some(Loaded::on(stream.device())?);
+            self.kernels = Some(Loaded::on(stream.device(), self.schedule.kernels())?);
         }
         stream.synchronize()?;
         Ok(())
@@ -119,9 +119,10 @@ impl Planned {
     #[inline(never)]
     unsafe fn launch(&self, submission: &Submission<'_>, launch: &Launch, bound: &Bound) -> Result<(), Error> {
         let arguments: SmallVec<[u64; 32]> = launch.arguments.iter().map(|argument| bound.argument(*argument)).collect();
-        let kernels = self.kernels.ok_or_else(|| Error::Bug("a call was bound without its kernels".to_owned()))?;
+        let kernel = self.kernels.and_then(|kernels| kernels.get(launch.kernel));
+        let kernel = kernel.ok_or_else(|| Error::Bug("a call was bound without its kernels".to_owned()))?;
         // SAFETY: the caller's; a kernel reaches what slots hold, and of packed documents what the memory of the call has tokens for.
-        Ok(unsafe { submission.launch(kernels.get(launch.kernel), launch.grid, &arguments) }?)
+        Ok(unsafe { submission.launch(kernel, launch.grid, &arguments) }?)
     }
 
     /// The caller's workspace, or that of the calls of this thread on the handle's stream.

@@ -4,6 +4,7 @@
 use cudnn_graph::{Device, Kernel};
 use parking_lot::Mutex;
 use std::ffi::CStr;
+use std::sync::OnceLock;
 
 const DOCUMENTS: &str = concat!(include_str!("documents.ptx"), "\0");
 const PAGES: &str = concat!(include_str!("pages.ptx"), "\0");
@@ -55,40 +56,39 @@ impl Own {
     }
 }
 
-/// Every kernel, on one device.
+/// Kernels on one device, as far as schedules have asked for them.
 #[derive(Debug)]
 pub(crate) struct Loaded {
     device: u32,
-    kernels: [Kernel; 6],
+    kernels: [OnceLock<Kernel>; Own::ALL.len()],
 }
 
 /// Those of each device that needed some.
 static LOADED: Mutex<Vec<&'static Loaded>> = Mutex::new(Vec::new());
 
-fn load<const N: usize>(device: &'static Device, kernels: [Own; N]) -> Result<[Kernel; N], cudnn_graph::Error> {
-    let ptx = kernels.first().map_or("\0", |kernel| kernel.ptx());
-    device.load_kernels(CStr::from_bytes_with_nul(ptx.as_bytes()).unwrap_or_default(), kernels.map(Own::name))
-}
-
 impl Loaded {
-    /// Those of a device, loaded once in the life of the process.
-    pub(crate) fn on(device: &'static Device) -> Result<&'static Loaded, cudnn_graph::Error> {
+    /// Those of a device, with these among them, each loaded once in the life of the process.
+    pub(crate) fn on(device: &'static Device, needed: impl Iterator<Item = Own>) -> Result<&'static Loaded, cudnn_graph::Error> {
         let mut all = LOADED.lock();
-        if let Some(loaded) = all.iter().find(|loaded| loaded.device == device.ordinal()) {
-            return Ok(loaded);
+        let known = all.iter().find(|loaded| loaded.device == device.ordinal()).copied();
+        let loaded = known.unwrap_or_else(|| {
+            let made: &'static Loaded = Box::leak(Box::new(Loaded { device: device.ordinal(), kernels: Default::default() }));
+            all.push(made);
+            made
+        });
+        for own in needed {
+            let place = &loaded.kernels[own as usize];
+            if place.get().is_none() {
+                let ptx = CStr::from_bytes_with_nul(own.ptx().as_bytes()).unwrap_or_default();
+                let [kernel] = device.load_kernels(ptx, [own.name()])?;
+                place.get_or_init(|| kernel);
+            }
         }
-        let [documents, unpaired, sink_rows, sink_parts, sink_gradient, pages] = Own::ALL;
-        let [documents, unpaired] = load(device, [documents, unpaired])?;
-        let [sink_rows, sink_parts, sink_gradient] = load(device, [sink_rows, sink_parts, sink_gradient])?;
-        let [pages] = load(device, [pages])?;
-        let kernels = [documents, unpaired, sink_rows, sink_parts, sink_gradient, pages];
-        let loaded: &'static Loaded = Box::leak(Box::new(Loaded { device: device.ordinal(), kernels }));
-        all.push(loaded);
         Ok(loaded)
     }
 
-    pub(crate) fn get(&self, which: Own) -> &Kernel {
-        &self.kernels[which as usize]
+    pub(crate) fn get(&self, which: Own) -> Option<&Kernel> {
+        self.kernels[which as usize].get()
     }
 }
 

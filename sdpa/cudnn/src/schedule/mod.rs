@@ -251,11 +251,11 @@ impl<P> Schedule<P> {
         })
     }
 
-    /// Whether kernels of this crate run.
-    pub fn launches(&self) -> bool {
-        self.steps.iter().any(|step| match step {
-            Step::Launch(_) => true,
-            Step::Run(_) | Step::Zero(_) | Step::Move(..) => false,
+    /// The kernels of this crate that run, in order.
+    pub fn kernels(&self) -> impl Iterator<Item = Own> {
+        self.steps.iter().filter_map(|step| match step {
+            Step::Launch(launch) => Some(launch.kernel),
+            Step::Run(_) | Step::Zero(_) | Step::Move(..) => None,
         })
     }
 
