@@ -188,8 +188,11 @@ impl Library {
     fn over(mods: &[String], masks: &[String], extents: [i64; 4], bound: Vec<Bound>, random: &mut Random) -> Result<Library, String> {
         let mut drawing = Drawing { extents, random, bound };
         let stages = mods.iter().map(|text| mods::stage(text, &mut drawing)).collect::<Result<_, _>>()?;
-        let keeps = masks.iter().map(|text| masks::keep(text, &mut drawing)).collect::<Result<_, _>>()?;
         let pads = masks.iter().any(|m| m == "padding");
+        if pads {
+            masks::lengths_of_entries(&mut drawing);
+        }
+        let keeps = masks.iter().map(|text| masks::keep(text, &mut drawing)).collect::<Result<_, _>>()?;
         Ok(Library { stages, keeps, bound: drawing.bound, pads, beside_masks: false, packing: None, cache: None })
     }
 
@@ -248,6 +251,11 @@ impl Library {
     /// Keys of each batch entry, where keys past them are padding.
     pub fn key_lengths(&self) -> Option<&[f64]> {
         self.bound.iter().find(|b| b.name == "seq_len_kv" && self.pads).map(|b| &*b.widened)
+    }
+
+    /// Queries and keys that each batch entry has, of a problem of extents (batch, heads_q, seq_q, seq_kv).
+    pub fn lengths(&self, extents: [i64; 4]) -> Vec<[i64; 2]> {
+        masks::entries(&self.bound, extents)
     }
 
     /// What goes into each stage, and what comes out of the last.

@@ -21,24 +21,27 @@ pub struct Problem<'a> {
     pub scale: f64,
     /// All must keep a key; traced ones are given as closures.
     pub masks: &'a [Mask],
+    /// Queries and keys that each batch entry has; none: all of them.
+    pub lengths: &'a [[i64; 2]],
     /// A number of each query head that stands in its denominators.
     pub sink: Option<&'a [f64]>,
 }
 
-fn word_for_word(mask: &Mask) -> Rule<'static> {
-    let each = |masks: &[Mask]| masks.iter().map(word_for_word).collect();
+fn word_for_word<'a>(mask: &Mask, lengths: &'a (dyn Fn(i64) -> [i64; 2] + Sync)) -> Rule<'a> {
+    let each = |masks: &[Mask]| masks.iter().map(|mask| word_for_word(mask, lengths)).collect();
     match mask {
         Mask::Window { left, right, align } => {
-            let align = match align {
-                Align::TopLeft => Corner::TopLeft,
-                Align::BottomRight => Corner::BottomRight,
-            };
-            Rule::Window { left: *left, right: *right, align }
+            let (left, right) = (*left, *right);
+            match align {
+                Align::TopLeft => Rule::Window { left, right, align: Corner::TopLeft },
+                Align::BottomRight => Rule::Window { left, right, align: Corner::BottomRight },
+                Align::Ends => Rule::Ends { left, right, lengths: Box::new(lengths) },
+            }
         }
         Mask::PrefixLm { len } => Rule::Prefix { len: *len },
         Mask::All(masks) => Rule::All(each(masks)),
         Mask::Any(masks) => Rule::Any(each(masks)),
-        Mask::Not(mask) => Rule::Not(Box::new(word_for_word(mask))),
+        Mask::Not(mask) => Rule::Not(Box::new(word_for_word(mask, lengths))),
         // The oracle does not read traces: it would share their meaning with what it checks.
         Mask::Traced(rule) => panic!("{} is given to the oracle as a closure", rule.name()),
     }
@@ -58,7 +61,8 @@ impl Problem<'_> {
     /// Calls with what the oracle reads.
     pub fn with<T>(&self, closures: &Closures<'_>, call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T) -> T {
         let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = self.shape;
-        let masks: Vec<Rule<'_>> = self.masks.iter().map(word_for_word).collect();
+        let lengths = |b: i64| self.lengths.get(b as usize).copied().unwrap_or([seq_q as i64, seq_kv as i64]);
+        let masks: Vec<Rule<'_>> = self.masks.iter().map(|mask| word_for_word(mask, &lengths)).collect();
         let problem = sdpa_oracle::Problem {
             shape: self.shape,
             q: Tensor::dense(&self.q, [batch, heads_q, seq_q, dim_qk]),

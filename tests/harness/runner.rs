@@ -145,6 +145,12 @@ fn read_by_oracle(masks: &[Mask], library: Option<&Library>) -> Vec<Mask> {
     library.map_or_else(|| masks.to_vec(), |library| library.word_for_word(masks))
 }
 
+/// Queries and keys that each batch entry has, where some have not all.
+fn entries(library: Option<&Library>, spec: &AttentionSpec) -> Vec<[i64; 2]> {
+    let [batch, heads_q, seq_q, _] = spec.q.dims;
+    library.map_or_else(Vec::new, |library| library.lengths([batch, heads_q, seq_q, spec.k.dims[2]]))
+}
+
 /// Documents or pages of a specification that a case says nothing of.
 fn drawn_entries(spec: &AttentionSpec, seed: u64) -> Option<Library> {
     let mut random = Random::new(seed ^ 0xd0c5);
@@ -247,6 +253,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         scale: f64::from(draw.attn_scale.unwrap_or(problem.default_scale())),
         dtype: spec.dtype,
         masks: &masks,
+        lengths: &entries(library, spec),
         sink: told_sinks.as_deref(),
     };
     let got = inputs::gather(of_o, &o);

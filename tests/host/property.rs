@@ -219,6 +219,7 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
         dtype: spec.dtype,
         scale,
         masks: &spec.masks,
+        lengths: &[],
         sink: in_graph.map(|_| &sink[..]),
     };
     let want = oracle::attention(&textbook, &oracle::Closures::default());
@@ -325,7 +326,7 @@ fn garbage_tensor() -> BoxedStrategy<TensorSpec> {
 
 fn garbage_mask() -> impl Strategy<Value = Mask> {
     let side = || proptest::option::of(garbage());
-    let align = prop_oneof![Just(Align::TopLeft), Just(Align::BottomRight)];
+    let align = prop_oneof![Just(Align::TopLeft), Just(Align::BottomRight), Just(Align::Ends)];
     prop_oneof![
         garbage().prop_map(Mask::prefix_lm),
         (side(), side(), align).prop_map(|(left, right, align)| Mask::window(left, right, align)),

@@ -49,6 +49,7 @@ pub(crate) fn run() -> Result<()> {
             dtype: DType::BF16,
             scale: f64::from(spec.validate()?.default_scale()),
             masks: &spec.masks,
+            lengths: &[],
             sink: None,
         };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));

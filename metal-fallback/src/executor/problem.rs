@@ -58,13 +58,14 @@ pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length apart");
     check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
+    check.that(problem.ends().is_none(), "masks", problem.kept(), "the kernels know no windows about the ends of batch entries");
     if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::{AttentionSpec, DType, Layout, Packed, Paged, Shape};
+    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Shape};
 
     #[test]
     fn what_the_kernels_do_not_do_is_told_by_its_field() {
@@ -75,6 +76,8 @@ mod tests {
             (dense.clone(), &[][..]),
             (AttentionSpec::packed(DType::F16, shape, Packed::default()), &["packed"]),
             (paged.with_sink(), &["paged"]),
+            (dense.clone().mask(Mask::causal_ends()), &[]),
+            (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &["masks"]),
         ];
         for (spec, fields) in cases {
             let told = taken(&spec.validate().unwrap()).err().unwrap_or_default();

@@ -15,7 +15,7 @@ use sdpa::cudnn::plan::schedule as schedule_of;
 use sdpa::cudnn::schedule::ScheduleReport;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::paged::PAGE_TABLE;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Paged, Problem, Region, Side, TensorSpec};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Paged, Problem, Side, TensorSpec};
 use serde::Serialize;
 use std::io::Write;
 
@@ -148,7 +148,7 @@ impl TraceStage<'_> {
     fn text(&self, request: &Request) -> String {
         let mut table = Table::default();
         table.row("score_mod", self.score_mod.as_ref().map_or_else(|| "none".to_owned(), lines));
-        table.row("keeps", region_text(request.problem.region()));
+        table.row("keeps", bands_text(request.problem.kept()));
         let lengths = [(self.kept.seq_len_q, SEQ_LEN_Q), (self.kept.seq_len_kv, SEQ_LEN_KV)];
         table.row("lengths", list(&lengths.iter().filter(|(there, _)| *there).map(|(_, name)| *name).collect::<Vec<_>>()));
         table.row("rest", self.kept.rest.as_ref().map_or_else(|| "none".to_owned(), lines));
@@ -295,11 +295,14 @@ fn spec_text(request: &Request) -> String {
 }
 
 /// The conjunction of all masks, as a rule on the indices of a query and a key.
-fn region_text(region: &Region) -> String {
+fn bands_text(kept: &Kept) -> String {
+    let Kept { region, ends, seq_len_q: _, seq_len_kv: _, rest: _ } = kept;
     let rules = [
         region.lower.map(|n| format!("k - q > {n}")),
         region.upper.map(|n| format!("k - q <= {n}")),
         region.prefix.map(|n| format!("k <= q or k < {n}")),
+        ends.lower.map(|n| format!("(k - q) - (len_kv - len_q) > {n}")),
+        ends.upper.map(|n| format!("(k - q) - (len_kv - len_q) <= {n}")),
     ];
     let rules: Vec<String> = rules.into_iter().flatten().collect();
     if rules.is_empty() { "every key".to_owned() } else { rules.join(" and ") }
@@ -319,7 +322,7 @@ fn problem_text(request: &Request) -> String {
     table.rows("paged", paged_text(p.paged()));
     table.rows("score_mod", p.score_mod().map(lines));
     table.rows("sink", p.sink().then(|| "in the denominator of each query head".to_owned()));
-    table.row("keeps", region_text(p.region()));
+    table.row("keeps", bands_text(p.kept()));
     table.rows("and", p.kept().rest.iter().map(lines));
     table.rows("params", declared(request));
     table.row("stats", yes(p.stats()));

@@ -179,7 +179,8 @@ impl Call<'_> {
 
     fn told<T>(&self, documents: Option<&Documents>, modify: Option<&dyn Modify>, call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T) -> T {
         let spec = self.spec;
-        let mut masks: Vec<Mask<'_>> = spec.masks.iter().map(|m| rules::mask(m, self.params, self.problem.extents())).collect();
+        let mut masks: Vec<Mask<'_>> =
+            spec.masks.iter().map(|m| rules::mask(m, self.params, self.problem.extents(), has_lengths(self.problem))).collect();
         if let Some(documents) = documents {
             let there = |side: Side, b: i64, at: i64| documents.of(side).get(n(b)).is_some_and(|tokens| n(at) < tokens.len());
             masks.push(Mask::Rule(Box::new(move |[b, _, q, k]| there(Side::Queries, b, q) && there(Side::Keys, b, k))));
@@ -204,6 +205,11 @@ impl Call<'_> {
             sink: sink.map(|sink| sink as &dyn Numbers),
         })
     }
+}
+
+/// Whether lengths of queries and of keys are declared by masks.
+pub(crate) fn has_lengths(problem: &Problem) -> [bool; 2] {
+    [problem.kept().seq_len_q, problem.kept().seq_len_kv]
 }
 
 /// Computes every row and compares it; `done` is told how many rows are.

@@ -40,7 +40,7 @@ pub use executor::{Executor, Prepared, PreparedBackward, Report};
 pub use expr::ExprErrors;
 pub use host::{HostBackward, HostForward, HostGradient};
 pub use library::ParseError;
-pub use mask::{Align, Kept, Mask, Region};
+pub use mask::{Align, Ends, Kept, Mask, Region};
 pub use operand::{Direction, Operand, Side};
 pub use packed::{Documents, Packed};
 pub use paged::{Paged, Pages};

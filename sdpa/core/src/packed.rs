@@ -281,6 +281,30 @@ mod tests {
     }
 
     #[test]
+    fn ends_of_documents_are_corners_of_their_own_where_keys_have_boundaries() {
+        let of = |cross: bool, masks: &[&str]| {
+            let packed = if cross { Packed { cross, ..Packed::default() } } else { Packed::of(30) };
+            let mut spec = AttentionSpec::packed(DType::F16, shape(), packed);
+            spec.masks = masks.iter().map(|mask| mask.parse().unwrap()).collect();
+            spec.validate()
+        };
+        // One length for both sides.
+        for (ends, corner) in [("causal-ends", "causal"), ("window:3,1:ends", "window:3,1"), ("!causal-ends | k < 3", "!causal | k < 3")] {
+            assert_eq!(of(false, &[ends]).unwrap(), of(false, &[corner]).unwrap());
+        }
+        let problem = of(true, &["causal-ends & k % 2 == 0", "window:3,inf:ends"]).unwrap();
+        assert_eq!(problem.ends(), Some(&crate::Ends { lower: Some(-3), upper: Some(0) }));
+        assert!(problem.region().is_full() && problem.kept().rest.is_some() && problem.flops() > 0.0);
+        assert_ne!(problem, of(true, &["causal & k % 2 == 0", "window:3,inf"]).unwrap());
+        assert_eq!(of(true, &["window:inf,8:ends"]).unwrap(), of(true, &[]).unwrap());
+        for mask in ["causal-ends | k < 2", "!causal-ends", "document & !(causal & causal-ends)"] {
+            let told = of(true, &["causal", mask]).unwrap_err().0;
+            assert_eq!(told.iter().map(|e| &*e.field).collect::<Vec<_>>(), ["masks[1]"], "{mask}");
+            assert!(told[0].rule.contains("joined by & alone") && told[0].value.contains("causal-ends"), "{}", told[0]);
+        }
+    }
+
+    #[test]
     fn what_a_packed_problem_cannot_be_is_told_at_once() {
         let packed = Packed { cross: true, total_q: Some(0), ..Packed::default() };
         let spec = AttentionSpec::packed(DType::F16, Shape { seq_kv: 11, ..shape() }, packed).mask(Mask::padding()).mask(Mask::window(

@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::{Declared, ExprErrors, Node, ParamKind, Trace};
-use crate::mask::{Align, Kept, Mask, Region};
+use crate::mask::{Align, Ends, Kept, Mask, Region, ends};
 use crate::operand::{Direction, Operand, Side};
 use crate::packed::Packed;
 use crate::paged::Paged;
@@ -87,7 +87,8 @@ impl Problem {
         let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
         let score_mod = check.expression("score_mods", score_mod::compose(&spec.score_mods, extents));
         let declared = check.expression("masks", Mask::All(spec.masks.clone()).trace());
-        let kept = check.expression("masks", Kept::of(&spec.masks, extents));
+        let kept = spec.packed.map_or_else(|| Kept::of(&spec.masks, extents), |p| Kept::of_documents(&spec.masks, extents, &p));
+        let kept = check.expression("masks", kept);
         if spec.packed.is_some() && kept.as_ref().is_some_and(|kept| kept.seq_len_q || kept.seq_len_kv) {
             check.fail("masks", "lengths of batch entries", "none beside packed documents, which have their own");
         }
@@ -247,6 +248,11 @@ impl Problem {
     pub fn region(&self) -> &Region {
         &self.kept.region
     }
+    /// The band about the ends of batch entries, where masks ask for one that is not in [`Problem::region`].
+    #[inline]
+    pub fn ends(&self) -> Option<&Ends> {
+        Some(&self.kept.ends).filter(|ends| !ends.is_full())
+    }
     /// Whether each query head has a number in the softmax's denominator: the parameter [`SINK`](crate::SINK).
     #[inline]
     pub fn sink(&self) -> bool {
@@ -284,12 +290,7 @@ impl Problem {
     }
     /// Multiplications and additions of the two matrix products over the pairs that the masks keep, for rates.
     pub fn flops(&self) -> f64 {
-        let pairs: f64 = (0..self.seq_q)
-            .map(|q| {
-                let range = self.kept.region.key_range(q, self.seq_kv);
-                (range.end - range.start) as f64
-            })
-            .sum();
+        let pairs: f64 = (0..self.seq_q).map(|q| self.kept.key_range(q, [self.seq_q, self.seq_kv]).count() as f64).sum();
         2.0 * pairs * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64
     }
 
@@ -453,7 +454,11 @@ impl Check {
 
     fn masks(&mut self, masks: &[Mask], cross: bool) {
         for (i, mask) in masks.iter().enumerate() {
-            self.mask(&format!("masks[{i}]"), mask, cross);
+            let field = format!("masks[{i}]");
+            self.mask(&field, mask, cross);
+            if cross && ends::are_mixed(mask) {
+                self.fail(field, mask, ends::UNMIXED);
+            }
         }
     }
 
@@ -461,7 +466,7 @@ impl Check {
         match mask {
             Mask::Window { left, right, align } => {
                 if cross && *align == Align::BottomRight {
-                    let rule = "top-left: documents have corners of their own where keys have their own boundaries";
+                    let rule = "top-left or ends: documents have corners of their own where keys have their own boundaries";
                     self.fail(format!("{field}.align"), "bottom-right", rule);
                 }
                 if let Some(left) = left.filter(|&l| l < 1) {

@@ -36,7 +36,7 @@
 
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::{Axis, Node, Trace};
-use crate::mask::{Align, Mask, SEQ_LEN_KV, SEQ_LEN_Q};
+use crate::mask::{Align, Kept, Mask, SEQ_LEN_KV, SEQ_LEN_Q, ends};
 use crate::spec::{AttentionSpec, TensorSpec};
 use crate::tensor::{Param, ParamValue};
 use serde::{Deserialize, Serialize};
@@ -169,6 +169,11 @@ impl SeqPolicy {
                 let rule = "no mask that is aligned to the lower right corner beside lengths of one's own: leave lengths to the policy";
                 errors.push(SpecError::new("masks", SEQ_LEN_KV, rule));
             }
+            if own_lengths && spec.masks.iter().any(ends::reads) && !has_both_lengths(spec) {
+                let rule =
+                    "no mask that is aligned to the ends beside lengths of one side, or of some masks alone: those of padding, or none";
+                errors.push(SpecError::new("masks", Mask::All(spec.masks.clone()), rule));
+            }
             for (n, score_mod) in spec.score_mods.iter().enumerate() {
                 if score_mod.stages().iter().any(|stage| reads_extents(stage)) {
                     errors.push(SpecError::new(format!("score_mods[{n}]"), score_mod.name(), EXTENTS));
@@ -221,11 +226,17 @@ fn reads_lengths(mask: &Mask) -> bool {
     }
 }
 
+/// Whether every entry ends where its lengths say, whatever the extents are.
+fn has_both_lengths(spec: &AttentionSpec) -> bool {
+    let [batch, heads_q, seq_q, _] = spec.q.dims;
+    Kept::of(&spec.masks, [batch, heads_q, seq_q, spec.k.dims[2]]).is_ok_and(|kept| kept.seq_len_q && kept.seq_len_kv)
+}
+
 fn reads_extents(trace: &Trace) -> bool {
     trace.nodes().iter().any(|node| matches!(node, Node::Extent(Axis::Q | Axis::K)))
 }
 
-/// The same mask with the lower right corner where the true lengths have it.
+/// The same mask with the lower right corner where the true lengths have it. The ends are where lengths say as they are.
 fn moved(mask: &Mask, one_query: bool, shifts: &mut bool) -> Result<Mask, String> {
     let all =
         |masks: &[Mask], shifts: &mut bool| masks.iter().map(|mask| moved(mask, one_query, shifts)).collect::<Result<Vec<Mask>, String>>();
@@ -249,7 +260,7 @@ fn moved(mask: &Mask, one_query: bool, shifts: &mut bool) -> Result<Mask, String
             rule.map_err(|e| e.to_string())?
         }
         Mask::Traced(rule) if reads_extents(rule.trace()) => return Err(EXTENTS.to_owned()),
-        Mask::Window { .. } | Mask::PrefixLm { .. } | Mask::Traced(_) => mask.clone(),
+        Mask::Window { left: _, right: _, align: Align::TopLeft | Align::Ends } | Mask::PrefixLm { .. } | Mask::Traced(_) => mask.clone(),
         Mask::All(masks) => Mask::All(all(masks, shifts)?),
         Mask::Any(masks) => Mask::Any(all(masks, shifts)?),
         Mask::Not(mask) => Mask::Not(Box::new(moved(mask, one_query, shifts)?)),

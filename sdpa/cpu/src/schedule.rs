@@ -4,7 +4,7 @@ use super::isa::{Isa, PANEL};
 use super::program::Lengths;
 use parking_lot::Mutex;
 use sdpa_core::DType;
-use sdpa_core::mask::Region;
+use sdpa_core::mask::{Ends, Region};
 use sdpa_core::problem::Problem;
 use std::ops::Range;
 
@@ -39,6 +39,7 @@ pub(super) struct Extents {
     pub(super) dim_qk: usize,
     pub(super) dim_v: usize,
     region: Region,
+    ends: Ends,
     /// Queries and keys that are not padding: all, until [`Extents::within`] says otherwise.
     len_q: usize,
     len_kv: usize,
@@ -55,6 +56,7 @@ impl Extents {
             dim_qk: problem.dim_qk() as usize,
             dim_v: problem.dim_v() as usize,
             region: *problem.region(),
+            ends: problem.kept().ends,
             len_q: problem.seq_q() as usize,
             len_kv: problem.seq_kv() as usize,
         }
@@ -82,8 +84,11 @@ impl Extents {
         if row >= self.len_q * self.group {
             return 0..0;
         }
-        let keys = self.region.key_range((row / self.group) as i64, self.seq_kv as i64);
-        (keys.start as usize).min(self.len_kv)..(keys.end as usize).min(self.len_kv)
+        let query = (row / self.group) as i64;
+        let band = self.region.key_range(query, self.seq_kv as i64);
+        let ends = self.ends.key_range(query, [self.len_q as i64, self.len_kv as i64]);
+        let start = (band.start.max(ends.start) as usize).min(self.len_kv);
+        start..(band.end.min(ends.end) as usize).clamp(start, self.len_kv)
     }
 
     /// The keys that some of the rows attend to.

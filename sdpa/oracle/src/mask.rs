@@ -22,6 +22,15 @@ pub enum Mask<'a> {
         /// Where it lies.
         align: Align,
     },
+    /// The same about the diagonal through the last query and the last key that a batch entry has.
+    Ends {
+        /// How many keys up to the diagonal.
+        left: Option<i64>,
+        /// How many behind it.
+        right: Option<i64>,
+        /// How many queries and keys a batch entry has.
+        lengths: Box<dyn Fn(i64) -> [i64; 2] + Sync + 'a>,
+    },
     /// The first `len` keys, and those that are not after the query.
     Prefix {
         /// How many.
@@ -41,7 +50,7 @@ impl Mask<'_> {
     /// Whether the key of a place is kept for its query; `extents` are (batch, heads_q, seq_q, seq_kv).
     #[must_use]
     pub fn keeps(&self, at: Place, extents: Place) -> bool {
-        let ([.., q, k], [.., seq_q, seq_kv]) = (at, extents);
+        let ([b, .., q, k], [.., seq_q, seq_kv]) = (at, extents);
         match self {
             Mask::Window { left, right, align } => {
                 let q = match align {
@@ -51,6 +60,13 @@ impl Mask<'_> {
                 // In i128, as bounds may be any i64.
                 let (q, k) = (i128::from(q), i128::from(k));
                 left.is_none_or(|left| k > q - i128::from(left)) && right.is_none_or(|right| k <= q + i128::from(right))
+            }
+            Mask::Ends { left, right, lengths } => {
+                let [queries, keys] = lengths(b);
+                // How far the key is from the last one, and the query from the last one.
+                let (of_key, of_query) = (i128::from(keys - 1 - k), i128::from(queries - 1 - q));
+                left.is_none_or(|left| of_key - of_query < i128::from(left))
+                    && right.is_none_or(|right| of_query - of_key <= i128::from(right))
             }
             Mask::Prefix { len } => k <= q || k < *len,
             Mask::Rule(keeps) => keeps(at),
@@ -77,6 +93,12 @@ mod tests {
         assert_eq!(kept(&causal(), 2, 6), [0, 1, 2]);
         assert_eq!(kept(&window(Some(2), Some(1), Align::TopLeft), 3, 6), [2, 3, 4]);
         assert_eq!(kept(&window(Some(1), Some(0), Align::BottomRight), 0, 2), [4]);
+        let ends = |left, right, lengths: [i64; 2]| Mask::Ends { left, right, lengths: Box::new(move |_| lengths) };
+        // Of 3 queries and 5 keys the last meets the last; of 4 queries and 2 keys the first two meet none.
+        assert_eq!(kept(&ends(None, Some(0), [3, 5]), 2, 6), [0, 1, 2, 3, 4]);
+        assert_eq!(kept(&ends(Some(2), Some(1), [3, 5]), 1, 6), [2, 3, 4]);
+        assert_eq!(kept(&ends(None, Some(0), [4, 2]), 1, 6), [] as [i64; 0]);
+        assert_eq!(kept(&ends(None, Some(0), [4, 2]), 2, 6), [0]);
         assert_eq!(kept(&Mask::Prefix { len: 3 }, 1, 6), [0, 1, 2]);
         assert_eq!(kept(&window(Some(i64::MAX), Some(i64::MAX), Align::BottomRight), 5, 6).len(), 6);
         assert_eq!(kept(&dilated(), 4, 6), [1, 4]);

@@ -1,6 +1,6 @@
 //! Masks.
 
-use super::{Drawing, Here, Tensor, Values, axes};
+use super::{Bound, Drawing, Here, Tensor, Values, axes};
 use crate::random::Random;
 
 type Keep = Box<dyn Fn(Here) -> bool + Send + Sync>;
@@ -52,7 +52,35 @@ fn window(left: Option<i64>, right: Option<i64>, shift: i64) -> Keep {
     Box::new(move |[_, _, q, k]| left.is_none_or(|left| k > q + shift - left) && right.is_none_or(|right| k <= q + shift + right))
 }
 
-/// The mask of a name.
+/// What the mask `padding` reads: lengths of queries and of keys.
+pub(super) fn lengths_of_entries(drawing: &mut Drawing<'_>) -> [Tensor; 2] {
+    let [_, _, seq_q, seq_kv] = drawing.extents;
+    let rows = drawing.bind("seq_len_q", &[0], |random, n| lengths(random, n, seq_q));
+    [rows, drawing.bind("seq_len_kv", &[0], |random, n| with_an_empty_one(lengths(random, n, seq_kv)))]
+}
+
+/// Queries and keys that each batch entry has, by the boundaries or the lengths that are bound.
+pub(super) fn entries(bound: &[Bound], [batch, _, seq_q, seq_kv]: [i64; 4]) -> Vec<[i64; 2]> {
+    let of = |name: &str| bound.iter().find(|b| b.name == name).map(|b| &*b.widened);
+    let side = |b: usize, boundaries: &str, length: &str, extent: i64| match (of("cu_seqlens").or_else(|| of(boundaries)), of(length)) {
+        (Some(at), _) => (at[b + 1] - at[b]) as i64,
+        (None, Some(lengths)) => (lengths[b] as i64).clamp(0, extent),
+        (None, None) => extent,
+    };
+    let entry = |b| [side(b, "cu_seqlens_q", "seq_len_q", seq_q), side(b, "cu_seqlens_kv", "seq_len_kv", seq_kv)];
+    (0..batch as usize).map(entry).collect()
+}
+
+/// A window about the last query and the last key of each entry.
+fn at_ends(left: Option<i64>, right: Option<i64>, drawing: &Drawing<'_>) -> Keep {
+    let entries = entries(&drawing.bound, drawing.extents);
+    Box::new(move |here| {
+        let [queries, keys] = entries[here[0] as usize];
+        window(left, right, keys - queries)(here)
+    })
+}
+
+/// The mask of a name. What `padding` reads is bound before, where there is such a mask.
 pub(super) fn keep(text: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String> {
     let wrong = || format!("{text:?}: there is no closure for it");
     let (name, rest) = text.split_once(':').unwrap_or((text, ""));
@@ -62,12 +90,19 @@ pub(super) fn keep(text: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String
     Ok(match name {
         "causal" => window(None, Some(0), 0),
         "causal-bottom-right" => window(None, Some(0), bottom_right),
+        "causal-ends" => at_ends(None, Some(0), drawing),
         "sliding-window" => window(Some(number(rest)?), Some(0), 0),
         "window" => {
-            let (sides, shift) = rest.strip_suffix(":bottom-right").map_or((rest, 0), |sides| (sides, bottom_right));
+            let (sides, corner) = rest.split_once(':').unwrap_or((rest, ""));
             let (left, right) = sides.split_once(',').ok_or_else(wrong)?;
             let side = |n: &str| if n == "inf" { Ok(None) } else { number(n).map(Some) };
-            window(side(left)?, side(right)?, shift)
+            let (left, right) = (side(left)?, side(right)?);
+            match corner {
+                "" => window(left, right, 0),
+                "bottom-right" => window(left, right, bottom_right),
+                "ends" => at_ends(left, right, drawing),
+                _ => return Err(wrong()),
+            }
         }
         "prefix-lm" => {
             let len = number(rest)?;
@@ -92,8 +127,7 @@ pub(super) fn keep(text: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String
             Box::new(move |here| here[3] < len || of_q.at(here) == of_k.at(here))
         }
         "padding" => {
-            let rows = drawing.bind("seq_len_q", &[0], |random, n| lengths(random, n, seq_q));
-            let keys = drawing.bind("seq_len_kv", &[0], |random, n| with_an_empty_one(lengths(random, n, seq_kv)));
+            let [rows, keys] = lengths_of_entries(drawing);
             Box::new(move |here| (here[2] as f64) < rows.at(here) && (here[3] as f64) < keys.at(here))
         }
         "global-local" => {

@@ -61,8 +61,12 @@ fn score_mod_feature(spec: &AttentionSpec) -> String {
 }
 
 pub(super) fn mask_feature(masks: &[Mask]) -> String {
-    use sdpa::Align::{BottomRight, TopLeft};
-    let at = |align| if align == BottomRight { ", bottom right" } else { "" };
+    use sdpa::Align::{BottomRight, Ends, TopLeft};
+    let at = |align| match align {
+        TopLeft => "",
+        BottomRight => ", bottom right",
+        Ends => ", at the ends",
+    };
     match *masks {
         [] => "no mask".to_owned(),
         [Mask::PrefixLm { .. }] => "prefix".to_owned(),
@@ -74,7 +78,7 @@ pub(super) fn mask_feature(masks: &[Mask]) -> String {
         [Mask::PrefixLm { .. }, Mask::Window { align, .. }] => format!("prefix and window{}", at(align)),
         [ref mask @ (Mask::Traced(_) | Mask::All(_) | Mask::Any(_) | Mask::Not(_))] => mask.to_string(),
         [
-            Mask::Window { align: TopLeft | BottomRight, .. }
+            Mask::Window { align: TopLeft | BottomRight | Ends, .. }
             | Mask::PrefixLm { .. }
             | Mask::Traced(_)
             | Mask::All(_)

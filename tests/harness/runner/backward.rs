@@ -1,8 +1,8 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
 use super::{
-    Outcome, Tally, drawn_entries, drawn_sinks, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding,
-    widened, with, with_sinks,
+    Outcome, Tally, drawn_entries, drawn_sinks, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready,
+    spoil_padding, widened, with, with_sinks,
 };
 use crate::case::Case;
 use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
@@ -154,6 +154,7 @@ fn attempt(
         scale: f64::from(draw.attn_scale.unwrap_or(problem.forward().default_scale())),
         dtype,
         masks: &masks,
+        lengths: &entries(library, forward),
         sink: told_sinks.as_deref(),
     };
     let params = with_sinks(library.map_or_else(Vec::new, Library::params), sinks.as_ref());

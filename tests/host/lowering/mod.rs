@@ -46,7 +46,17 @@ impl Numbers {
         let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
         let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
         let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v];
-        oracle::Problem { shape, q: &self.q, k: &self.k, v: &self.v, dtype: DType::F32, scale: self.scale, masks: &[], sink: None }
+        oracle::Problem {
+            shape,
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            dtype: DType::F32,
+            scale: self.scale,
+            masks: &[],
+            lengths: &[],
+            sink: None,
+        }
     }
 }
 

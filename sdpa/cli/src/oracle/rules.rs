@@ -6,6 +6,8 @@
 
 use crate::params::Bound;
 use sdpa::expr::{self, Binary, Node, NodeId, Place, Precision, Trace, Type, Unary};
+use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q};
 use sdpa::{Align, Mask};
 use sdpa_oracle::{Align as Corner, F32_ROUNDOFF, Mask as Rule, Modify, Rough};
 
@@ -161,16 +163,32 @@ impl Modify for Gradient<'_> {
     }
 }
 
-/// A mask as the oracle reads it: word for word, a traced one as what its trace says of each place.
-pub(crate) fn mask<'a>(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4]) -> Rule<'a> {
-    let each = |masks: &'a [Mask]| masks.iter().map(|m| self::mask(m, params, extents)).collect();
+/// Queries and keys that a batch entry has, by the boundaries of documents or the lengths that are bound.
+fn entry(params: &[Bound], batch: i64, [_, _, seq_q, seq_kv]: [i64; 4], padded: [bool; 2]) -> [i64; 2] {
+    let value = |name: &str| params.iter().map(Bound::param).find(|param| param.name == name).map(|param| param.value);
+    let side = |boundaries: &str, length: &str, extent: i64, padded: bool| match (
+        value(CU_SEQLENS).or_else(|| value(boundaries)),
+        value(length).filter(|_| padded),
+    ) {
+        (Some(at), _) => at.get(batch as usize + 1) as i64 - at.get(batch as usize) as i64,
+        (None, Some(lengths)) => (lengths.get(batch as usize) as i64).clamp(0, extent),
+        (None, None) => extent,
+    };
+    [side(CU_SEQLENS_Q, SEQ_LEN_Q, seq_q, padded[0]), side(CU_SEQLENS_KV, SEQ_LEN_KV, seq_kv, padded[1])]
+}
+
+/// A mask as the oracle reads it: word for word, a traced one as what its trace says of each place. `padded`: whether lengths of queries and of keys
+/// are declared as such.
+pub(crate) fn mask<'a>(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4], padded: [bool; 2]) -> Rule<'a> {
+    let each = |masks: &'a [Mask]| masks.iter().map(|m| self::mask(m, params, extents, padded)).collect();
     match mask {
         Mask::Window { left, right, align } => {
-            let align = match align {
-                Align::TopLeft => Corner::TopLeft,
-                Align::BottomRight => Corner::BottomRight,
-            };
-            Rule::Window { left: *left, right: *right, align }
+            let (left, right) = (*left, *right);
+            match align {
+                Align::TopLeft => Rule::Window { left, right, align: Corner::TopLeft },
+                Align::BottomRight => Rule::Window { left, right, align: Corner::BottomRight },
+                Align::Ends => Rule::Ends { left, right, lengths: Box::new(move |batch| entry(params, batch, extents, padded)) },
+            }
         }
         Mask::PrefixLm { len } => Rule::Prefix { len: *len },
         Mask::Traced(rule) => {
@@ -179,7 +197,7 @@ pub(crate) fn mask<'a>(mask: &'a Mask, params: &'a [Bound], extents: [i64; 4]) -
         }
         Mask::All(masks) => Rule::All(each(masks)),
         Mask::Any(masks) => Rule::Any(each(masks)),
-        Mask::Not(mask) => Rule::Not(Box::new(self::mask(mask, params, extents))),
+        Mask::Not(mask) => Rule::Not(Box::new(self::mask(mask, params, extents, padded))),
     }
 }
 
@@ -191,11 +209,12 @@ mod tests {
     fn masks_are_told_word_for_word() {
         let kept = |mask: &Mask, q: i64, seq_q: i64| -> Vec<i64> {
             let extents = [1, 1, seq_q, 6];
-            let rule = super::mask(mask, &[], extents);
+            let rule = super::mask(mask, &[], extents, [false; 2]);
             (0..6).filter(|&k| rule.keeps([0, 0, q, k], extents)).collect()
         };
         assert_eq!(kept(&Mask::window(Some(2), Some(1), Align::TopLeft), 3, 6), [2, 3, 4]);
         assert_eq!(kept(&Mask::window(Some(1), Some(0), Align::BottomRight), 0, 2), [4]);
+        assert_eq!(kept(&Mask::window(Some(1), Some(0), Align::Ends), 0, 2), [4]);
         assert_eq!(kept(&Mask::prefix_lm(3), 1, 6), [0, 1, 2]);
         let dilated: Mask = "dilated:3".parse().unwrap();
         assert_eq!(kept(&(!dilated.clone() & Mask::causal()), 4, 6), [0, 2, 3]);

@@ -1,6 +1,7 @@
 //! The numbers of a picture: modified scores and kept keys in cells, and the function along a line.
 
 use crate::operands::Operands;
+use crate::oracle::has_lengths;
 use crate::oracle::rules::{self, Function};
 use crate::request::Request;
 use sdpa::ScoreMod;
@@ -106,7 +107,7 @@ impl Field {
         let extents = p.extents();
         let [rows, columns] = [extents[2], extents[3]].map(|n| usize::try_from(n).unwrap_or(1));
         let modify = p.score_mod().map(|trace| Function::new(trace, &operands.params, extents));
-        let masks: Vec<Mask<'_>> = request.spec.masks.iter().map(|m| rules::mask(m, &operands.params, extents)).collect();
+        let masks: Vec<Mask<'_>> = request.spec.masks.iter().map(|m| rules::mask(m, &operands.params, extents, has_lengths(p))).collect();
         let score = |q: usize, k: usize| view.score.unwrap_or_else(|| operands.score(request, [view.batch, view.head], [q, k]));
         let (tall, wide) = (rows.min(CELLS), columns.min(CELLS));
         let mut field = Field {

@@ -11,12 +11,13 @@ where
     Mask::Traced(Rule::new(name, Trace::of_mask(f).unwrap_or_else(|e| unreachable!("{e}"))))
 }
 
-/// `LEFT,RIGHT[:bottom-right]`.
+/// `LEFT,RIGHT[:bottom-right|:ends]`.
 pub(super) fn read_window(text: &str) -> Result<Mask, &'static str> {
     let (sides, align) = match text.split_once(':') {
         None => (text, Align::TopLeft),
         Some((sides, "bottom-right")) => (sides, Align::BottomRight),
-        Some(_) => return Err("the only suffix of a window is :bottom-right"),
+        Some((sides, "ends")) => (sides, Align::Ends),
+        Some(_) => return Err("a window has no suffix, or :bottom-right, or :ends"),
     };
     let side = |s: &str| match s {
         "inf" => Ok(None),

@@ -70,7 +70,13 @@ pub const MASKS: &[Named<Mask>] = &[
         read: |w| w.alone(Mask::causal_bottom_right),
     },
     Named {
-        spelling: "window:LEFT,RIGHT[:bottom-right]",
+        spelling: "causal-ends",
+        about: "k <= q + len_kv - len_q, the lengths of the batch entry: of padding, or of packed documents; without any, the extents",
+        cases: &["causal-ends"],
+        read: |w| w.alone(Mask::causal_ends),
+    },
+    Named {
+        spelling: "window:LEFT,RIGHT[:bottom-right|:ends]",
         about: "q - LEFT < k <= q + RIGHT; LEFT at least 1, RIGHT at least 0, either may be inf",
         cases: &["window:100,0", "window:100,30:bottom-right", "window:100,inf"],
         read: |w| Some(w.rest().ok_or("window takes LEFT,RIGHT").and_then(read_window).map_err(|rule| w.fail(rule))),

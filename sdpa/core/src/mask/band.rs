@@ -1,24 +1,37 @@
 //! Windows and prefixes as values of a trace.
 
-use super::Align;
-use crate::expr::{Axis, Binary, Builder, Const, NodeId, Unary};
+use super::{SEQ_LEN_KV, SEQ_LEN_Q};
+use crate::dtype::DType;
+use crate::expr::{Axes, Axis, Binary, Builder, Const, Declared, NodeId, ParamKind, Unary};
+
+/// What a diagonal goes through, in a trace.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Corner {
+    /// Query 0 and key 0.
+    Origin,
+    /// The last query and the last key.
+    Extents,
+    /// The last of each batch entry: by the declared lengths of queries and of keys, where it has them, and else by the extent.
+    Lengths([bool; 2]),
+}
 
 /// Bounds past what 32-bit indices reach keep as much as these.
 fn bound(b: &mut Builder, value: i64) -> NodeId {
     b.konst(Const::I32(value.clamp(-i64::from(i32::MAX), i64::from(i32::MAX)) as i32))
 }
 
-pub(super) fn window(b: &mut Builder, left: Option<i64>, right: Option<i64>, align: Align) -> NodeId {
+pub(super) fn window(b: &mut Builder, left: Option<i64>, right: Option<i64>, corner: Corner) -> NodeId {
     let (q, k) = (b.index(Axis::Q), b.index(Axis::K));
     let distance = b.binary(Binary::Sub, k, q);
-    let distance = match align {
-        Align::TopLeft => distance,
-        Align::BottomRight => {
-            let (rows, keys) = (b.extent(Axis::Q), b.extent(Axis::K));
-            let shift = b.binary(Binary::Sub, keys, rows);
-            b.binary(Binary::Sub, distance, shift)
-        }
+    let ends = match corner {
+        Corner::Origin => None,
+        Corner::Extents => Some([b.extent(Axis::Q), b.extent(Axis::K)]),
+        Corner::Lengths([of_q, of_kv]) => Some([end(b, Axis::Q, of_q.then_some(SEQ_LEN_Q)), end(b, Axis::K, of_kv.then_some(SEQ_LEN_KV))]),
     };
+    let distance = ends.map_or(distance, |[rows, keys]| {
+        let shift = b.binary(Binary::Sub, keys, rows);
+        b.binary(Binary::Sub, distance, shift)
+    });
     let right = right.map(|right| {
         let right = bound(b, right);
         b.binary(Binary::Le, distance, right)
@@ -30,6 +43,17 @@ pub(super) fn window(b: &mut Builder, left: Option<i64>, right: Option<i64>, ali
     });
     let both = [right, left].into_iter().flatten().reduce(|x, y| b.binary(Binary::And, x, y));
     both.unwrap_or_else(|| b.konst(Const::Bool(true)))
+}
+
+/// How much of an axis a batch entry has: its length within the extent, or all of it.
+fn end(b: &mut Builder, axis: Axis, length: Option<&str>) -> NodeId {
+    let extent = b.extent(axis);
+    let Some(name) = length else { return extent };
+    let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
+    let length = b.param(Declared { name: name.to_owned(), kind, default: None });
+    let none = b.konst(Const::I32(0));
+    let length = b.binary(Binary::Max, length, none);
+    b.binary(Binary::Min, length, extent)
 }
 
 pub(super) fn prefix(b: &mut Builder, len: i64) -> NodeId {

@@ -4,9 +4,12 @@
 //! [`Region`], in whichever way they are written; those that compare an index with a declared length are padding; what remains
 //! stays a trace.
 
+use super::band::Corner;
+use super::ends::{self, Ends};
 use super::{Mask, Region};
 use crate::dtype::DType;
 use crate::expr::{Axes, Axis, Binary, Builder, Const, ExprErrors, Inputs, Node, NodeId, ParamKind, Trace, Unary};
+use crate::packed::Packed;
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -21,6 +24,9 @@ pub const SEQ_LEN_KV: &str = "seq_len_kv";
 pub struct Kept {
     /// A band, with a prefix or without.
     pub region: Region,
+    /// A band beside it that is measured from the ends of batch entries: only where these have lengths.
+    #[serde(skip_serializing_if = "Ends::is_full")]
+    pub ends: Ends,
     /// Queries at and past the `seq_len_q` of their batch entry keep no key.
     pub seq_len_q: bool,
     /// Keys at and past the `seq_len_kv` of their batch entry are dropped.
@@ -36,6 +42,9 @@ impl fmt::Display for Kept {
         terms.extend(lower.map(|lower| format!("k - q > {lower}")));
         terms.extend(upper.map(|upper| if upper == 0 { "causal".to_owned() } else { format!("k - q <= {upper}") }));
         terms.extend(prefix.map(|prefix| format!("(k <= q | k < {prefix})")));
+        let Ends { lower, upper } = self.ends;
+        terms.extend(lower.map(|lower| format!("k - q > {lower} + len_kv - len_q")));
+        terms.extend(upper.map(|upper| if upper == 0 { "causal-ends".to_owned() } else { format!("k - q <= {upper} + len_kv - len_q") }));
         terms.extend(self.seq_len_q.then(|| format!("q < {SEQ_LEN_Q}")));
         terms.extend(self.seq_len_kv.then(|| format!("k < {SEQ_LEN_KV}")));
         terms.extend(self.rest.as_ref().map(ToString::to_string));
@@ -252,13 +261,34 @@ impl Splitter<'_> {
 }
 
 impl Kept {
-    /// The conjunction of `masks` in a problem of these extents, (batch, heads_q, seq_q, seq_kv).
+    /// The conjunction of `masks` in a problem of these extents, (batch, heads_q, seq_q, seq_kv), whose batch entries are no packed documents.
     ///
     /// # Errors
     /// Parameters that masks declare under one name, and not alike.
     pub fn of(masks: &[Mask], extents: [i64; 4]) -> Result<Kept, ExprErrors> {
+        let kept = Kept::conjunction(masks, extents, Corner::Extents)?;
+        let lengths = [kept.seq_len_q, kept.seq_len_kv];
+        if lengths == [false; 2] || !masks.iter().any(ends::reads) {
+            return Ok(kept);
+        }
+        let (ends, others) = ends::split(masks, [extents[2], extents[3]]);
+        Ok(Kept { ends, ..Kept::conjunction(&others, extents, Corner::Lengths(lengths))? })
+    }
+
+    /// The same of packed documents: those whose keys have no boundaries of their own end where they begin, by one length. With boundaries of their
+    /// own, windows that are aligned to the ends are terms of the conjunction.
+    pub(crate) fn of_documents(masks: &[Mask], extents: [i64; 4], packed: &Packed) -> Result<Kept, ExprErrors> {
+        if !packed.cross || !masks.iter().any(ends::reads) {
+            return Kept::conjunction(masks, extents, Corner::Origin);
+        }
+        let (ends, others) = ends::split(masks, [extents[2], extents[3]]);
+        Ok(Kept { ends, ..Kept::conjunction(&others, extents, Corner::Origin)? })
+    }
+
+    /// A conjunction; windows that are aligned to the ends go through this corner.
+    fn conjunction(masks: &[Mask], extents: [i64; 4], corner: Corner) -> Result<Kept, ExprErrors> {
         let mut b = Builder::new();
-        let root = Mask::All(masks.to_vec()).build(&mut b);
+        let root = Mask::All(masks.to_vec()).build(&mut b, corner);
         let all = b.finish(&[root]).map_err(ExprErrors)?;
         let mut b = Builder::new();
         let roots = b.inline(&all, Inputs { extents: Some(extents), ..Inputs::default() });
@@ -285,9 +315,17 @@ impl Kept {
         Ok(kept)
     }
 
+    /// The keys that query `q` of a batch entry of these lengths of queries and of keys may attend to, by the bands, as a half-open range within
+    /// the keys that it has. Neither end falls from one query to the next.
+    pub fn key_range(&self, q: i64, lengths: [i64; 2]) -> std::ops::Range<i64> {
+        let (band, ends) = (self.region.key_range(q, lengths[1]), self.ends.key_range(q, lengths));
+        let start = band.start.max(ends.start);
+        start..band.end.min(ends.end).max(start)
+    }
+
     /// True when every key is kept.
     pub fn is_full(&self) -> bool {
-        self.region.is_full() && !self.seq_len_q && !self.seq_len_kv && self.rest.is_none()
+        self.region.is_full() && self.ends.is_full() && !self.seq_len_q && !self.seq_len_kv && self.rest.is_none()
     }
 }
 

@@ -4,28 +4,33 @@
 //! recognised ([`Kept`]), however it was written, so that executors can use what they have for it.
 
 mod band;
+pub(crate) mod ends;
 mod kept;
 mod region;
 mod text;
 
+pub use ends::Ends;
 pub use kept::{Kept, SEQ_LEN_KV, SEQ_LEN_Q};
 pub use region::Region;
 
 use crate::expr::{At, Binary, Bool, Builder, Const, Expr, ExprErrors, Inputs, NodeId, Params, Trace, Unary};
 use crate::library::{self, ParseError};
+use band::Corner;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::{BitAnd, BitOr, Not};
 use std::sync::Arc;
 
-/// The corner of the score matrix that a diagonal starts from.
+/// The corner of the score matrix that a diagonal goes through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Align {
     /// Query 0 stands at key 0 (PyTorch's `is_causal`).
     TopLeft,
-    /// The last query stands at the last key (MLX's `"causal"`, chunked prefill, decode).
+    /// The last query stands at the last key (MLX's `"causal"`, chunked prefill, decode), both of the extents.
     BottomRight,
+    /// The last query that a batch entry has stands at the last key that it has, by its lengths ([`Ends`]); without lengths, [`Align::BottomRight`].
+    Ends,
 }
 
 /// A rule of one's own: the trace of a closure. The name is for people; identity is the trace.
@@ -68,7 +73,7 @@ impl std::hash::Hash for Rule {
 /// A rule that keeps or drops a key for a query.
 ///
 /// With `q` the query's place on the diagonal (its index, plus `seq_kv − seq_q` when aligned to the lower right
-/// corner) and `k` the key's index:
+/// corner, plus `len_kv − len_q` of its batch entry when aligned to the ends) and `k` the key's index:
 ///
 /// | mask | keeps |
 /// |---|---|
@@ -132,6 +137,13 @@ impl Mask {
         Mask::Window { left: None, right: Some(0), align: Align::BottomRight }
     }
 
+    /// Keeps `k ≤ q + len_kv − len_q`: the last query that a batch entry has sees every key that it has.
+    ///
+    /// Lengths are those of [`Mask::padding`] beside it, or of packed documents; without such, the extents.
+    pub fn causal_ends() -> Mask {
+        Mask::Window { left: None, right: Some(0), align: Align::Ends }
+    }
+
     /// Keeps `q − left < k ≤ q + right`.
     pub fn window(left: Option<i64>, right: Option<i64>, align: Align) -> Mask {
         Mask::Window { left, right, align }
@@ -142,31 +154,38 @@ impl Mask {
         Mask::PrefixLm { len }
     }
 
-    /// The mask as the trace of a closure.
+    /// The mask as the trace of a closure. It knows no lengths of batch entries: windows that are aligned to the ends are by the extents in it.
     ///
     /// # Errors
     /// Parameters that parts of it declare under one name, and not alike.
     pub fn trace(&self) -> Result<Trace, ExprErrors> {
         let mut b = Builder::new();
-        let root = self.build(&mut b);
+        let root = self.build(&mut b, Corner::Extents);
         b.finish(&[root]).map_err(ExprErrors)
     }
 
     /// Appends the mask to a trace in the making.
-    pub(crate) fn build(&self, b: &mut Builder) -> NodeId {
+    fn build(&self, b: &mut Builder, ends: Corner) -> NodeId {
         let joined = |b: &mut Builder, masks: &[Mask], f: Binary| {
             let empty = Const::Bool(f == Binary::And);
-            let parts: Vec<NodeId> = masks.iter().map(|m| m.build(b)).collect();
+            let parts: Vec<NodeId> = masks.iter().map(|m| m.build(b, ends)).collect();
             parts.into_iter().reduce(|x, y| b.binary(f, x, y)).unwrap_or_else(|| b.konst(empty))
         };
         match self {
-            Mask::Window { left, right, align } => band::window(b, *left, *right, *align),
+            Mask::Window { left, right, align } => {
+                let corner = match align {
+                    Align::TopLeft => Corner::Origin,
+                    Align::BottomRight => Corner::Extents,
+                    Align::Ends => ends,
+                };
+                band::window(b, *left, *right, corner)
+            }
             Mask::PrefixLm { len } => band::prefix(b, *len),
             Mask::Traced(rule) => b.inline(&rule.trace, Inputs::default())[0],
             Mask::All(masks) => joined(b, masks, Binary::And),
             Mask::Any(masks) => joined(b, masks, Binary::Or),
             Mask::Not(mask) => {
-                let x = mask.build(b);
+                let x = mask.build(b, ends);
                 b.unary(Unary::Not, x)
             }
         }
@@ -207,16 +226,19 @@ impl fmt::Display for Mask {
         match self {
             Mask::Window { left: None, right: Some(0), align: Align::TopLeft } => f.write_str("causal"),
             Mask::Window { left: None, right: Some(0), align: Align::BottomRight } => f.write_str("causal-bottom-right"),
+            Mask::Window { left: None, right: Some(0), align: Align::Ends } => f.write_str("causal-ends"),
             Mask::Window { left, right, align } => {
                 write!(f, "window:{},{}", side(left), side(right))?;
                 match align {
                     Align::TopLeft => Ok(()),
                     Align::BottomRight => f.write_str(":bottom-right"),
+                    Align::Ends => f.write_str(":ends"),
                 }
             }
             Mask::PrefixLm { len } => write!(f, "prefix-lm:{len}"),
             Mask::Traced(rule) if library::mask(&rule.name).is_some_and(|known| known.as_ref() == Ok(self)) => f.write_str(&rule.name),
             Mask::Traced(rule) => write!(f, "{}", rule.trace),
+            Mask::All(_) | Mask::Any(_) | Mask::Not(_) if ends::reads(self) => f.write_str(&text::joined_by_names(self)),
             Mask::All(_) | Mask::Any(_) | Mask::Not(_) => match self.trace() {
                 Ok(trace) => write!(f, "{trace}"),
                 Err(errors) => write!(f, "# {errors}"),
@@ -243,7 +265,10 @@ mod tests {
     fn table(mask: &Mask, q: i64, k: i64, seq_q: i64, seq_kv: i64) -> bool {
         match *mask {
             Mask::Window { left, right, align } => {
-                let q = if align == Align::BottomRight { q + seq_kv - seq_q } else { q };
+                let q = match align {
+                    Align::TopLeft => q,
+                    Align::BottomRight | Align::Ends => q + seq_kv - seq_q,
+                };
                 left.is_none_or(|l| q - l < k) && right.is_none_or(|r| k <= q + r)
             }
             Mask::PrefixLm { len } => k <= q || k < len,
@@ -257,7 +282,7 @@ mod tests {
         let mut masks = vec![Mask::prefix_lm(0), Mask::prefix_lm(1), Mask::prefix_lm(3), Mask::prefix_lm(50)];
         for left in [None, Some(1), Some(4), Some(100)] {
             for right in sides {
-                for align in [Align::TopLeft, Align::BottomRight] {
+                for align in [Align::TopLeft, Align::BottomRight, Align::Ends] {
                     masks.push(Mask::window(left, right, align));
                 }
             }
@@ -289,6 +314,8 @@ mod tests {
             "window:4,0",
             "window:inf,3",
             "window:7,inf:bottom-right",
+            "causal-ends",
+            "window:7,inf:ends",
             "prefix-lm:12",
             "dilated:3",
             "document",

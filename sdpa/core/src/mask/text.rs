@@ -7,8 +7,9 @@
 //!
 //! Operators bind as in expressions. Declarations stand in front, for all of it.
 
-use super::{Mask, Rule};
-use crate::expr::Type;
+use super::band::Corner;
+use super::{Mask, Rule, ends};
+use crate::expr::{Builder, ExprErrors, NodeId, Type};
 use crate::library::{self, ParseError};
 use std::ops::Range;
 
@@ -154,6 +155,57 @@ fn joined(mut parts: Vec<Mask>, join: impl FnOnce(Vec<Mask>) -> Mask) -> Mask {
     if parts.len() == 1 { parts.remove(0) } else { join(parts) }
 }
 
+/// Several masks in words, some of which no expression says: windows that are aligned to the ends. All others are values of one trace, so that what
+/// they declare stands in front once.
+pub(super) fn joined_by_names(mask: &Mask) -> String {
+    fn values(mask: &Mask, b: &mut Builder, all: &mut Vec<NodeId>) {
+        if !ends::reads(mask) {
+            return all.push(mask.build(b, Corner::Extents));
+        }
+        match mask {
+            Mask::All(masks) | Mask::Any(masks) => masks.iter().for_each(|mask| values(mask, b, all)),
+            Mask::Not(mask) => values(mask, b, all),
+            Mask::Window { .. } | Mask::PrefixLm { .. } | Mask::Traced(_) => {}
+        }
+    }
+    fn words<'t>(mask: &Mask, values: &mut impl Iterator<Item = &'t str>) -> String {
+        if !ends::reads(mask) {
+            return format!("({})", values.next().unwrap_or_default());
+        }
+        let mut each = |masks: &[Mask], sign: &str| {
+            let parts: Vec<String> = masks.iter().map(|mask| words(mask, values)).collect();
+            parts.join(sign)
+        };
+        match mask {
+            Mask::All(masks) => format!("({})", each(masks, " & ")),
+            Mask::Any(masks) => format!("({})", each(masks, " | ")),
+            Mask::Not(mask) => format!("!{}", words(mask, values)),
+            Mask::Window { .. } | Mask::PrefixLm { .. } | Mask::Traced(_) => mask.to_string(),
+        }
+    }
+    let (mut b, mut all) = (Builder::new(), Vec::new());
+    values(mask, &mut b, &mut all);
+    let trace = match b.finish(&all).map_err(ExprErrors) {
+        Ok(trace) => trace.to_string(),
+        Err(errors) => return format!("# {errors}"),
+    };
+    let last = last_value(&trace);
+    let text = trace[last.clone()].trim();
+    let mut cuts: Vec<usize> = letters(text).filter(|(_, b, depth)| *b == b',' && *depth == 0).map(|(at, ..)| at).collect();
+    cuts.push(text.len());
+    let mut start = 0;
+    let mut parts = cuts.into_iter().map(|cut| {
+        let part = text[start..cut].trim();
+        start = cut + 1;
+        part
+    });
+    let words = words(mask, &mut parts);
+    // Nothing is around all of it.
+    let words = words.strip_prefix('(').and_then(|words| words.strip_suffix(')')).unwrap_or(&words);
+    let declared = trace[..last.start].trim_end();
+    format!("{declared}{}{words}", if declared.is_empty() { "" } else { " " })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -198,6 +250,20 @@ mod tests {
         // What is declared has the name.
         let own: Trace = "tensor document[k]: bool; document & q < k".parse().unwrap();
         assert_eq!(mask("tensor document[k]: bool; document & q < k"), Mask::Traced(Rule::new("", own)));
+    }
+
+    #[test]
+    fn windows_at_the_ends_are_printed_by_name_among_others() {
+        for (text, printed) in [
+            ("causal-ends & k < 3", "causal-ends & (k < 3)"),
+            ("!(causal-ends | document)", "tensor doc_q[batch, q]: i32; tensor doc_k[batch, k]: i32; !(causal-ends | (doc_q == doc_k))"),
+            ("min(q, 3) < k & !window:3,0:ends | causal-ends", "((min(q, 3) < k) & !window:3,0:ends) | causal-ends"),
+        ] {
+            let read = mask(text);
+            assert_eq!(read.to_string(), printed);
+            let kept = |mask: &Mask| crate::Kept::of(&[Mask::padding(), mask.clone()], [2, 1, 7, 9]).unwrap();
+            assert_eq!(kept(&mask(printed)), kept(&read), "{text}");
+        }
     }
 
     #[test]
