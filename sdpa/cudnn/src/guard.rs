@@ -90,13 +90,6 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if !matches!(problem.dtype(), DType::F16 | DType::BF16) {
         limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16 and bf16");
     }
-    if problem.ends().is_some() {
-        limit(
-            "masks",
-            problem.kept().to_string(),
-            "no graph has windows about the ends of batch entries yet (causal-ends, window:L,R:ends)",
-        );
-    }
     if problem.packed().is_some() {
         let copied = lower::densify(job).1;
         for (operand, tensor) in job.tensors().filter(|(operand, _)| copied.contains(operand)) {

@@ -3,6 +3,8 @@
 //! Dropped scores become −∞ in one select per bound, so that nothing before them can undo a mask; a row without a key then
 //! gives zeros and stats of −∞ on every engine that was measured.
 
+mod ends;
+
 use super::LowerError;
 use super::expr::{Draft, Emitter, Pass};
 use super::lowered::{Guarded, Supply};
@@ -12,7 +14,7 @@ use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 use sdpa_core::Side;
-use sdpa_core::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, ParamKind};
+use sdpa_core::expr::{Axes, Axis, Binary, Builder, Const, Declared, Inputs, NodeId, ParamKind};
 use sdpa_core::mask::{Region, SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;
 
@@ -100,7 +102,7 @@ pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -
 /// Whether there is something to drop besides the lengths that the op takes by itself.
 pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
     let kept = problem.kept();
-    !kept.region.is_full() || kept.rest.is_some() || lengths.drop_anything()
+    !kept.region.is_full() || !kept.ends.is_full() || kept.rest.is_some() || lengths.drop_anything()
 }
 
 /// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
@@ -128,6 +130,7 @@ pub(super) fn fill_dropped(
         return rule(to, scores, problem, (lengths.as_rules(), kept.region), fill, pass);
     }
     let mut out = rule(to, scores, problem, (lengths, Region::default()), fill, pass);
+    let ends = ends::lengths(to, [lengths.q, lengths.kv]);
     let g = &mut *to.graph;
     let within = [(2, lengths.q), (3, lengths.kv)].map(|(axis, length)| {
         length.map(|length| {
@@ -145,6 +148,7 @@ pub(super) fn fill_dropped(
     }
     let Region { lower, upper, prefix } = kept.region;
     let band_op = runtime >= super::UNIFIED_SINCE;
+    out = ends::apply(g, out, fill, problem, ends, band_op);
     // Right before left: NVIDIA's frontend says that kernels are faster for it.
     if let Some(upper) = upper {
         out = if band_op { right_band(g, out, fill, upper) } else { right_ops(g, out, fill, upper) };
@@ -171,7 +175,7 @@ fn rule(
     let mut b = Builder::new();
     let key = b.index(Axis::K);
     let query = if problem.seq_q() == 1 { b.konst(Const::I32(0)) } else { b.index(Axis::Q) };
-    let mut terms = Vec::new();
+    let mut terms = if problem.seq_q() == 1 { ends::terms(&mut b, problem, key) } else { Vec::new() };
     for (bound, f) in [(lower, Binary::Gt), (upper, Binary::Le)] {
         if let Some(bound) = bound {
             let bound = b.konst(Const::I32(bound as i32));
@@ -181,8 +185,7 @@ fn rule(
     let [rows, keys] = lengths.ruled;
     for (used, name, index) in [(rows, SEQ_LEN_Q, query), (keys, SEQ_LEN_KV, key)] {
         if used {
-            let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: sdpa_core::DType::I32 };
-            let length = b.param(Declared { name: name.to_owned(), kind, default: None });
+            let length = declared_length(&mut b, name);
             terms.push(b.binary(Binary::Lt, index, length));
         }
     }
@@ -196,6 +199,12 @@ fn rule(
         [root] => Emitter::new(&rule, problem.extents(), pass, scores).select(to, *root, scores, fill, DType::F32),
         _ => scores,
     }
+}
+
+/// The length of the batch entry, as a declared parameter.
+fn declared_length(b: &mut Builder, name: &str) -> NodeId {
+    let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: sdpa_core::DType::I32 };
+    b.param(Declared { name: name.to_owned(), kind, default: None })
 }
 
 /// Queries and keys of a tile.
