@@ -313,7 +313,7 @@ const MODS: [&[&str]; 16] = [
     &["alibi", "bias:bhqk", "softcap:4"],
 ];
 
-const MASKS: [&[&str]; 22] = [
+const MASKS: [&[&str]; 25] = [
     &[],
     &["causal"],
     &["causal-bottom-right"],
@@ -336,6 +336,9 @@ const MASKS: [&[&str]; 22] = [
     &["document", "sliding-window:3"],
     &["array:hqk", "prefix-lm:2", "dilated:3"],
     &["padding", "window:2,1", "array:qk"],
+    &["padding", "causal-ends"],
+    &["padding", "window:2,1:ends"],
+    &["padding", "window:3,inf:ends", "causal-bottom-right"],
 ];
 
 /// The values of all declared parameters: those that are bound, defaults for the others.

@@ -39,12 +39,7 @@ const ROWS: [Row; 9] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
     // Rows of one query get their sinks behind the attention, in whichever form.
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().sink() && j.problem().seq_q() > 1, since: None },
-    Row {
-        form: Form::Unified,
-        passes: Passes::Both,
-        needs: |j| j.problem().packed().is_some() || j.problem().ends().is_some(),
-        since: None,
-    },
+    Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().packed().is_some(), since: None },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |_| true, since: Some(UNIFIED_BACKWARD_SINCE) },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |j| is_modified(j) || asks_for_more(j), since: None },
     Row { form: Form::Composite, passes: Passes::Both, needs: |_| true, since: v(0, 0) },
