@@ -40,6 +40,8 @@ pub(super) struct Extents {
     pub(super) dim_v: usize,
     region: Region,
     ends: Ends,
+    /// Whether these are those of one batch entry. Before it is chosen its ends are anywhere, and its keys may be any.
+    of_entry: bool,
     /// Queries and keys that are not padding: all, until [`Extents::within`] says otherwise.
     len_q: usize,
     len_kv: usize,
@@ -57,6 +59,7 @@ impl Extents {
             dim_v: problem.dim_v() as usize,
             region: *problem.region(),
             ends: problem.kept().ends,
+            of_entry: false,
             len_q: problem.seq_q() as usize,
             len_kv: problem.seq_kv() as usize,
         }
@@ -65,7 +68,7 @@ impl Extents {
     /// Those of one batch entry.
     pub(super) fn within(mut self, lengths: &Lengths, batch: usize) -> Extents {
         if let Some([queries, keys]) = lengths.get(batch) {
-            (self.len_q, self.len_kv) = (queries, keys);
+            (self.len_q, self.len_kv, self.of_entry) = (queries, keys, true);
             if lengths.packed() {
                 (self.seq_q, self.seq_kv) = (queries, keys);
             }
@@ -86,9 +89,15 @@ impl Extents {
         }
         let query = (row / self.group) as i64;
         let band = self.region.key_range(query, self.seq_kv as i64);
-        let ends = self.ends.key_range(query, [self.len_q as i64, self.len_kv as i64]);
+        let ends = if self.of_entry { self.ends } else { Ends::default() };
+        let ends = ends.key_range(query, [self.len_q as i64, self.len_kv as i64]);
         let start = (band.start.max(ends.start) as usize).min(self.len_kv);
         start..(band.end.min(ends.end) as usize).clamp(start, self.len_kv)
+    }
+
+    /// Whether entries of other lengths reach other keys than those of the whole extents, cut at the lengths.
+    pub(super) fn moves(&self) -> bool {
+        !self.ends.is_full()
     }
 
     /// The keys that some of the rows attend to.

@@ -66,7 +66,7 @@ pub(super) struct Cut {
     /// Columns of packed rows: whole registers.
     pub(super) columns_qk: usize,
     pub(super) columns_v: usize,
-    /// One for all batch entries, or one for each document.
+    /// One for all batch entries, or one for each document, and for each entry whose keys are by its ends.
     grids: Vec<Grid>,
     /// Strips of rows and of keys in front of each batch entry.
     before: Vec<[usize; 2]>,
@@ -94,7 +94,7 @@ impl Cut {
         let even = |n: usize, most: usize, unit: usize| n.div_ceil(n.div_ceil(most)).next_multiple_of(unit);
         let (strip_rows, strip_keys) = (even(n_rows, rows, tile_rows), even(n_keys, keys, PANEL));
 
-        let grids: Vec<Grid> = if lengths.packed() {
+        let grids: Vec<Grid> = if lengths.packed() || extents.moves() {
             (0..extents.batch).map(|batch| Grid::new(&extents.within(&lengths, batch), [strip_rows, strip_keys])).collect()
         } else {
             vec![Grid::new(&extents, [strip_rows, strip_keys])]
