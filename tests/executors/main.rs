@@ -127,7 +127,7 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
             run(&subject)
         })
     };
-    let both = [Case::all_library(), Case::all_packed(), Case::all_sinks()];
+    let both = [Case::all_library(), Case::all_packed(), Case::all_ends(), Case::all_sinks()];
     let both: Vec<Case> = both.into_iter().flat_map(Result::unwrap).collect();
     let mut trials = Vec::new();
     for case in Case::all().unwrap().into_iter().chain(Case::all_paged().unwrap()).chain(both.clone()) {

@@ -148,6 +148,14 @@ impl Case {
         Case::parse(include_str!("../cases/packed.toml"))
     }
 
+    /// Every case of windows about the ends of batch entries; each is for both passes.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_ends() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/ends.toml"))
+    }
+
     /// Every case of a paged cache; each is for a forward pass alone.
     ///
     /// # Errors

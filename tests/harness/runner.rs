@@ -312,7 +312,7 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
         if let Mask::Window { align, .. } = mask
             && cross
         {
-            *align = Align::TopLeft;
+            *align = if *align == Align::BottomRight { Align::Ends } else { Align::TopLeft };
         }
     }
     spec.packed = Some(Packed { cross, wide, total_q: said.then_some(total_q), total_kv: said.then_some(total_kv) });
@@ -331,6 +331,13 @@ pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     }
     if random.between(0, 2) > 0 {
         spec.masks.push(Mask::padding());
+    }
+    if random.between(0, 1) == 0 {
+        for mask in &mut spec.masks {
+            if let Mask::Window { align: align @ Align::BottomRight, .. } = mask {
+                *align = Align::Ends;
+            }
+        }
     }
     spec.paged = Some(Paged { page_size, pages });
     spec

@@ -74,10 +74,12 @@ fn same(what: &str, exact: &TensorSpec, longer: &TensorSpec, want: &[f32], got: 
     }
 }
 
-const MASKS: [&[&str]; 9] = [
+const MASKS: [&[&str]; 11] = [
     &[],
     &["causal"],
     &["causal-bottom-right"],
+    &["causal-ends"],
+    &["window:9,2:ends", "window:30,inf:bottom-right"],
     &["window:9,2"],
     &["window:20,inf:bottom-right"],
     &["window:7,3:bottom-right", "dilated:2"],
@@ -90,7 +92,7 @@ const MASKS: [&[&str]; 9] = [
 fn a_bucket_computes_what_the_exact_length_does() {
     let mut random = Random::new(11);
     let policy = SeqPolicy { q: Some(Buckets::new([1, 8, 40, 96]).unwrap()), kv: Some(Buckets::multiples(24, 96).unwrap()) };
-    for round in 0..54 {
+    for round in 0..66 {
         let seq_q = if round % 6 == 0 { 1 } else { random.between(1, 90) };
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q, seq_kv: random.between(1, 90), dim_qk: 16, dim_v: 8 };
         let mut exact = spec(shape, if round % 2 == 0 { Layout::Bshd } else { Layout::Bhsd });
@@ -178,6 +180,13 @@ fn what_a_bucket_cannot_be_is_told_at_once() {
     padded.masks = vec![Mask::padding(), Mask::causal_bottom_right()];
     let wide = SeqPolicy { q: None, kv: Some(Buckets::new([64]).unwrap()) };
     assert_eq!(wide.bucket(&padded).unwrap_err().0[0].field, "masks");
+    // The ends are by one's own lengths, if these are of both sides.
+    padded.masks[1] = Mask::causal_ends();
+    assert_eq!(wide.bucket(&padded).unwrap().spec.masks, padded.masks);
+    let one_side = "tensor seq_len_q[batch]: i32; q < seq_len_q".parse().unwrap();
+    let both = std::mem::replace(&mut padded.masks[0], one_side);
+    assert!(wide.bucket(&padded).unwrap_err().to_string().contains("aligned to the ends"));
+    padded.masks[0] = both;
     padded.masks.pop();
     let own = wide.bucket(&padded).unwrap();
     assert!(own.params().is_empty() && own.spec.masks.len() == 1);

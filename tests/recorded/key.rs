@@ -119,7 +119,7 @@ fn mods(spec: &mut AttentionSpec, mods: &[&str]) {
     spec.score_mods = mods.iter().map(|text| text.parse().unwrap()).collect();
 }
 
-const CHANGES: [Change; 36] = [
+const CHANGES: [Change; 37] = [
     ("nothing", false, |_| ()),
     ("dtype", true, |s| s.dtype = DType::F16),
     ("batch", true, |s| shape(s, |x| x.batch = 3)),
@@ -155,6 +155,7 @@ const CHANGES: [Change; 36] = [
     ("an array", true, |s| masks(s, &["window:9,3", "array:hk"])),
     ("another array", true, |s| masks(s, &["window:9,3", "array:qk"])),
     ("causal, aligned to the corner", true, |s| masks(s, &["causal-bottom-right"])),
+    ("causal, by the ends", true, |s| masks(s, &["causal-ends"])),
     ("a prefix", true, |s| masks(s, &["prefix-lm:7"])),
 ];
 
@@ -166,6 +167,21 @@ fn the_key_changes_exactly_with_what_is_sent() {
         change(&mut other);
         compare(&recorder, what, changes, jobs(&spec()), jobs(&other));
     }
+}
+
+#[test]
+fn windows_about_the_ends_are_of_the_key() {
+    let fields = |text: &[&str]| {
+        let mut one = spec();
+        masks(&mut one, text);
+        Job::from(one.validate().unwrap()).fields()
+    };
+    let ends = fields(&["padding", "window:9,3:ends"]);
+    for other in [&["padding", "window:9,3"][..], &["padding", "window:9,3:bottom-right"], &["padding", "window:10,3:ends"], &["padding"]] {
+        assert_ne!(ends, fields(other), "{other:?}");
+    }
+    // Without lengths they are at the corner.
+    assert_eq!(fields(&["window:9,3:ends"]), fields(&["window:9,3:bottom-right"]));
 }
 
 #[test]

@@ -2,12 +2,12 @@
 
 use super::CpuExecutor;
 use super::isa::Isa;
-use crate::tests::{Random, Tensor, kept, masks, told};
+use crate::tests::{Random, Tensor, at_ends, masks, told};
 use sdpa_core::executor::Executor;
 use sdpa_core::packed::{CU_SEQLENS_KV, CU_SEQLENS_Q, memory};
 use sdpa_core::{
-    AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Error, HostBackward, HostForward, Layout, Mask, Packed, Param,
-    ParamValue, Shape, Side, TensorSpec,
+    AttentionSpec, BackwardProblem, DType, Elements, ElementsMut, Error, HostBackward, HostForward, Layout, Packed, Param, ParamValue,
+    Shape, Side, TensorSpec,
 };
 use std::ops::Range;
 
@@ -46,11 +46,7 @@ fn random_spec(random: &mut Random) -> (AttentionSpec, Boundaries, [i64; 2]) {
     let packed = Packed { cross: true, wide: false, total_q: Some(queries), total_kv: Some(keys) };
     let mut spec = AttentionSpec::packed(DType::F32, shape, packed).with_stats();
     spec.masks = masks(random, shape.seq_kv);
-    spec.masks.iter_mut().for_each(|mask| {
-        if let Mask::Window { align, .. } = mask {
-            *align = sdpa_core::Align::TopLeft;
-        }
-    });
+    at_ends(&mut spec.masks);
     for (tensor, tokens) in [(&mut spec.q, queries), (&mut spec.k, keys), (&mut spec.v, keys), (&mut spec.o, queries)] {
         let [_, heads, longest, dim] = tensor.dims;
         let row = dim + random.pick(&[0, 3]);
@@ -168,7 +164,10 @@ fn verify(problem: &BackwardProblem, boundaries: &Boundaries, run: &Run) {
             dim_v: forward.dim_v(),
         };
         let own = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).validate().unwrap();
-        let (forward_distance, backward_distance) = told(&own, [&q, &k, &v], scale, &kept(forward), |p| {
+        let lengths = [shape.seq_q, shape.seq_kv];
+        let keeps = |[.., q, k]: [i64; 4]| forward.region().keeps(q, k) && forward.kept().ends.keeps(q, k, lengths);
+        let keeps = sdpa_oracle::Mask::Rule(Box::new(keeps));
+        let (forward_distance, backward_distance) = told(&own, [&q, &k, &v], scale, &[keeps], |p| {
             let forward = sdpa_oracle::check(p, o.told(), Some(&of_rows), &|_| ());
             let given = sdpa_oracle::Given::Own;
             let got = [dq.told(), dk.told(), dv.told()];

@@ -2,7 +2,7 @@
 
 use super::CpuExecutor;
 use super::isa::Isa;
-use crate::tests::{Random, Tensor, forward_with, indices, masks, round, told, with_gaps};
+use crate::tests::{Random, Tensor, at_ends, forward_with, indices, masks, round, told, with_gaps};
 use sdpa_core::executor::Executor;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
@@ -95,6 +95,9 @@ fn random_case(isa: Isa, seed: u64) {
     let (cache, paged) = Cache::draw(shape, random.pick(&[1, 3, 7, 16, 64, 128, 1000]), padded, random);
     let mut spec = AttentionSpec::paged(dtype, shape, paged).with_stats();
     spec.masks = masks(random, shape.seq_kv);
+    if random.below(2) == 0 {
+        at_ends(&mut spec.masks);
+    }
     if padded {
         spec.masks.push(Mask::padding());
     }
@@ -116,7 +119,13 @@ fn verify(isa: Isa, problem: &Problem, cache: &Cache, q: &Tensor, [[k, of_k], [v
     for threads in [1, 3] {
         let (mut o, stats, report) = forward_with(isa, threads, problem, [q, k, v], (None, &params));
         let there = |[b, _, q, k]: [i64; 4]| q < i64::from(cache.queries[b as usize]) && k < i64::from(cache.keys[b as usize]);
-        let keep = sdpa_oracle::Mask::Rule(Box::new(move |at| there(at) && problem.region().keeps(at[2], at[3])));
+        let lengths = |b: i64| {
+            let [queries, keys] = [&cache.queries, &cache.keys].map(|all| i64::from(all[b as usize]));
+            if problem.kept().seq_len_kv { [queries, keys] } else { [problem.seq_q(), problem.seq_kv()] }
+        };
+        let ends = problem.kept().ends;
+        let near = |[b, _, q, k]: [i64; 4]| problem.region().keeps(q, k) && ends.keeps(q, k, lengths(b));
+        let keep = sdpa_oracle::Mask::Rule(Box::new(move |at| there(at) && near(at)));
         let distance = told(problem, [q, of_k, of_v], scale, &[keep], |p| sdpa_oracle::check(p, o.told(), Some(&stats), &|_| ()));
         assert!(distance.passes(), "{isa:?}, {threads} threads, {problem:?}, {:?} of {:?}: {distance:?}", cache.table, cache.keys);
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();

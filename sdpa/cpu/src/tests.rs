@@ -238,6 +238,15 @@ pub(super) fn masks(random: &mut Random, seq_kv: i64) -> Vec<Mask> {
     }
 }
 
+/// Windows at the lower right corner are about the ends of entries.
+pub(super) fn at_ends(masks: &mut [Mask]) {
+    for mask in masks {
+        if let Mask::Window { align: align @ Align::BottomRight, .. } = mask {
+            *align = Align::Ends;
+        }
+    }
+}
+
 pub(super) const LENGTHS: [i64; 13] = [1, 2, 3, 7, 31, 63, 64, 65, 127, 128, 129, 130, 257];
 pub(super) const DIMS: [i64; 9] = [1, 5, 8, 40, 64, 72, 128, 129, 256];
 

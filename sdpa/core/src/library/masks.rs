@@ -11,7 +11,7 @@ where
     Mask::Traced(Rule::new(name, Trace::of_mask(f).unwrap_or_else(|e| unreachable!("{e}"))))
 }
 
-/// `LEFT,RIGHT[:bottom-right|:ends]`.
+/// `LEFT,RIGHT`, with `:bottom-right`, `:ends` or nothing behind it.
 pub(super) fn read_window(text: &str) -> Result<Mask, &'static str> {
     let (sides, align) = match text.split_once(':') {
         None => (text, Align::TopLeft),

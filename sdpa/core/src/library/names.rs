@@ -76,8 +76,8 @@ pub const MASKS: &[Named<Mask>] = &[
         read: |w| w.alone(Mask::causal_ends),
     },
     Named {
-        spelling: "window:LEFT,RIGHT[:bottom-right|:ends]",
-        about: "q - LEFT < k <= q + RIGHT; LEFT at least 1, RIGHT at least 0, either may be inf",
+        spelling: "window:LEFT,RIGHT[:CORNER]",
+        about: "q - LEFT < k <= q + RIGHT; LEFT at least 1, RIGHT at least 0, either may be inf; CORNER is bottom-right or ends",
         cases: &["window:100,0", "window:100,30:bottom-right", "window:100,inf"],
         read: |w| Some(w.rest().ok_or("window takes LEFT,RIGHT").and_then(read_window).map_err(|rule| w.fail(rule))),
     },
