@@ -3,6 +3,7 @@
 use super::Encoder;
 use crate::ffi::codes::{Attribute, AttributeType, Kind};
 use crate::ir::op::{ScoreGraph, SdpaBackward, SdpaForward};
+use crate::ir::shape::attention_shape;
 use crate::ir::ty::{DType, Dims};
 use crate::ir::{Tensor, TensorId};
 use crate::program::{DescriptorId, Values};
@@ -21,10 +22,8 @@ impl Encoder<'_> {
         if s.stats.is_none() && s.max.is_none() && s.sum_exp.is_none() && s.sink.is_none() {
             return None;
         }
-        let graph = self.graph;
-        let dims_of = |id: TensorId| graph.tensors()[id.index()].dims.0.clone();
-        let (q, k) = (dims_of(s.q), dims_of(s.k));
-        let scores = Dims(vec![q[0], q[1], q[2], k[2]]);
+        // Of a paged cache `k` is a container, whose third extent is that of a page.
+        let scores = attention_shape(self.graph, s).map_or(Dims(Vec::new()), |shape| Dims::from(shape.scores()));
         let mut stand_in = |name: &str| {
             let uid = self.next_uid;
             self.next_uid += 1;

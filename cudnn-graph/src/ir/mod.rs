@@ -14,7 +14,7 @@ pub mod op;
 pub mod operands;
 pub mod pointwise;
 mod print;
-mod shape;
+pub(crate) mod shape;
 pub mod tensor;
 pub mod ty;
 pub mod verify;

@@ -3,17 +3,19 @@
 
 mod declined;
 mod packed;
+mod paged;
 
 use conformance::library::{Bound, Here, Library};
 use conformance::oracle::{self, Along, Closures, Gradients};
-use conformance::packing::Packing;
+use conformance::packing::{Laid, Packing};
+use conformance::paging::Cache;
 use conformance::random::Random;
 use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::ir::interp::{self, Precision, Value};
-use sdpa::cudnn::lower::{self, Form, Guarded, Lowered, Operand, QueryGradient, Spelling, Supply, Table, Told, Vectors};
-use sdpa::expr::{self, Place, Trace};
-use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, ScoreMod, Shape, Side};
+use sdpa::cudnn::lower::{self, Form, Guarded, Lowered, Operand, Pages, QueryGradient, Spelling, Supply, Table, Told, Vectors};
+use sdpa::expr::{self, Declared, Place, Trace};
+use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, SINK, ScoreMod, Shape, Side, TensorSpec};
 use std::collections::BTreeMap;
 
 const OLD: Version = Version::new(9, 19, 0);
@@ -82,6 +84,34 @@ fn spread(data: &[f64], from: [i64; 4], to: &[i64]) -> Vec<f64> {
     all
 }
 
+/// Lengths as engines are given them.
+fn guarded(Guarded { of, most, keyless }: Guarded, value: impl Fn(&str) -> Vec<f64>) -> Vec<f64> {
+    let most = most as f64;
+    match of {
+        Side::Keys => value("seq_len_kv").into_iter().map(|x| x.clamp(if keyless { 1.0 } else { 0.0 }, most)).collect(),
+        Side::Queries => {
+            let both = value("seq_len_q").into_iter().zip(value("seq_len_kv"));
+            both.map(|(q, kv)| if keyless && kv <= 0.0 { 0.0 } else { q.clamp(0.0, most) }).collect()
+        }
+    }
+}
+
+/// Those of keys, where this is them.
+fn key_lengths(supply: &Supply, value: impl Fn(&str) -> Vec<f64>) -> Option<Vec<f64>> {
+    match supply {
+        Supply::Guarded(which) => (which.of == Side::Keys).then(|| guarded(*which, value)),
+        Supply::Number(_)
+        | Supply::Param(_)
+        | Supply::Spread { .. }
+        | Supply::Documents(_)
+        | Supply::Pages(_)
+        | Supply::Table(_)
+        | Supply::Scratch
+        | Supply::Gradient(_)
+        | Supply::Terms { .. } => None,
+    }
+}
+
 impl Graph<'_> {
     fn dims(&self, id: TensorId) -> Vec<i64> {
         self.lowered.graph.get(id).unwrap().dims.0.to_vec()
@@ -97,6 +127,21 @@ impl Graph<'_> {
         let turned = self.dims(id) != dims;
         assert!(!turned || self.dims(id) == [dims[0], dims[1], dims[3], dims[2]], "{operand}");
         self.set(id, if turned { transposed(data, dims) } else { data.to_vec() });
+    }
+
+    /// Keys or values in a container: laid as the caller's strides say, read as the graph's do. What is no key is far from every number.
+    fn paged(&mut self, operand: Operand, tensor: &TensorSpec, cache: &Cache, data: &[f64]) {
+        let laid = Laid::paged(tensor, cache);
+        let mut memory: Vec<f64> = (0..laid.elements()).map(|n| 1e4 + n as f64).collect();
+        for (place, value) in laid.places().into_iter().zip(data) {
+            place.into_iter().for_each(|place| memory[place] = *value);
+        }
+        let id = self.lowered.operand(operand).unwrap();
+        let container = self.lowered.graph.get(id).unwrap();
+        let (dims, strides) = (&container.dims.0, &container.strides.0);
+        let place = |n: i64| (0..4).map(|axis| n / dims[axis + 1..].iter().product::<i64>() % dims[axis] * strides[axis]).sum::<i64>();
+        let read = (0..dims.iter().product::<i64>()).map(|n| memory[place(n) as usize]).collect();
+        self.set(id, read);
     }
 
     /// What no operand is: parameters, numbers, tables.
@@ -122,29 +167,11 @@ impl Graph<'_> {
                     let spread = spread(&value(name), *dims, &self.dims(*id));
                     self.set(*id, spread);
                 }
-                Supply::Guarded(Guarded { of, most, keyless }) => {
-                    let most = *most as f64;
-                    let guarded = match of {
-                        Side::Keys => {
-                            let least = if *keyless { 1.0 } else { 0.0 };
-                            value("seq_len_kv").into_iter().map(|x| x.clamp(least, most)).collect()
-                        }
-                        Side::Queries => {
-                            let both = value("seq_len_q").into_iter().zip(value("seq_len_kv"));
-                            both.map(|(q, kv)| if *keyless && kv <= 0.0 { 0.0 } else { q.clamp(0.0, most) }).collect()
-                        }
-                    };
-                    self.set(*id, guarded);
-                }
+                Supply::Guarded(which) => self.set(*id, guarded(*which, value)),
                 Supply::Pages(pages) => {
-                    let (dims, table) = (self.dims(*id), value("page_table"));
-                    let (batch, each) = (dims[0], dims[2]);
-                    let given = table.len() as i64 / batch;
-                    let of = |b: i64, n: i64| {
-                        (table[(b * given + n / pages.parts) as usize] * pages.parts as f64).max(0.0) + (n % pages.parts) as f64
-                    };
-                    let all: Vec<f64> = (0..batch).flat_map(|b| (0..each).map(move |n| (b, n))).map(|(b, n)| of(b, n)).collect();
-                    self.set(*id, all);
+                    let lengths = self.lowered.supplies.iter().find_map(|(_, supply)| key_lengths(supply, value));
+                    let table = self.page_table(*id, *pages, &value("page_table"), lengths.as_deref());
+                    self.set(*id, table);
                 }
                 Supply::Documents(Told::Lengths(side)) => {
                     let lengths = |side: Side| {
@@ -165,6 +192,18 @@ impl Graph<'_> {
                 Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {}
             }
         }
+    }
+
+    /// A page table as the kernel has it for engines: of no page outside of the containers, whatever it holds, and of the first behind the keys.
+    fn page_table(&self, id: TensorId, pages: Pages, table: &[f64], lengths: Option<&[f64]>) -> Vec<f64> {
+        let [batch, _, each, _] = self.dims(id)[..] else { panic!("a page table has four axes") };
+        let (given, all) = (table.len() as i64 / batch, self.dims(self.lowered.operand(Operand::K).unwrap())[0] / pages.parts);
+        let entry = |b: i64, n: i64| {
+            let there = lengths.is_none_or(|lengths| ((n * pages.tokens) as f64) < lengths[b as usize]);
+            let page = if there { table[(b * given + n / pages.parts) as usize].clamp(0.0, (all - 1) as f64) } else { 0.0 };
+            page * pages.parts as f64 + (n % pages.parts) as f64
+        };
+        (0..batch).flat_map(|b| (0..each).map(move |n| (b, n))).map(|(b, n)| entry(b, n)).collect()
     }
 
     fn run(&self) -> Result<BTreeMap<TensorId, Value>, String> {
@@ -195,6 +234,7 @@ struct Case<'a> {
     numbers: &'a Numbers,
     params: &'a [(String, Vec<f64>)],
     packing: Option<&'a Packing>,
+    cache: Option<&'a Cache>,
     tolerance: f64,
 }
 
@@ -227,13 +267,19 @@ impl Case<'_> {
         let lowered = lower::lower(&problem.into(), form, runtime).map_err(|e| e.to_string())?;
         let mut graph = Graph { lowered: &lowered, inputs: BTreeMap::new() };
         let (spec, n) = (self.spec, self.numbers);
-        for (operand, dims, data) in [(Operand::Q, spec.q.dims, &n.q), (Operand::K, spec.k.dims, &n.k), (Operand::V, spec.v.dims, &n.v)] {
-            graph.operand(operand, dims, data);
+        for (operand, tensor, data) in [(Operand::Q, &spec.q, &n.q), (Operand::K, &spec.k, &n.k), (Operand::V, &spec.v, &n.v)] {
+            match (self.cache, operand.side()) {
+                (Some(cache), Side::Keys) => graph.paged(operand, tensor, cache, data),
+                (Some(_), Side::Queries) | (None, _) => graph.operand(operand, tensor.dims, data),
+            }
         }
         graph.set(lowered.attn_scale, vec![n.scale]);
         graph.supply(self.params);
         let got = graph.run()?;
-        let want = oracle::attention(&n.textbook(spec), closures);
+        // Where the graph knows of no sinks, rows get theirs behind it.
+        let reads_sink = |(_, supply): &(TensorId, Supply)| *supply == Supply::Param(SINK.to_owned());
+        let sink = lowered.supplies.iter().any(reads_sink).then(|| self.params.iter().find(|(name, _)| name == SINK)).flatten();
+        let want = oracle::attention(&oracle::Problem { sink: sink.map(|(_, sink)| &sink[..]), ..n.textbook(spec) }, closures);
         // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they show.
         let undefined = |row: usize| {
             let keyless = want.stats[row] == f64::NEG_INFINITY && form == Form::Composite && runtime < lower::UNIFIED_SINCE;
@@ -343,12 +389,15 @@ const MASKS: [&[&str]; 25] = [
 
 /// The values of all declared parameters: those that are bound, defaults for the others.
 fn values(spec: &AttentionSpec, bound: &[Bound]) -> Vec<(String, Vec<f64>)> {
-    let problem = spec.clone().backward().validate().unwrap();
+    values_of(spec.clone().backward().validate().unwrap().params(), bound)
+}
+
+fn values_of(declared: &[Declared], bound: &[Bound]) -> Vec<(String, Vec<f64>)> {
     let value = |name: &str, default: Option<f32>| match bound.iter().find(|b| b.name == name) {
         Some(bound) => bound.widened.to_vec(),
         None => vec![f64::from(default.unwrap_or_else(|| panic!("{name} is not drawn")))],
     };
-    problem.params().iter().map(|p| (p.name.clone(), value(&p.name, p.default))).collect()
+    declared.iter().map(|p| (p.name.clone(), value(&p.name, p.default))).collect()
 }
 
 fn spec(shape: Shape, layout: Layout, mods: &[String], masks: &[String]) -> AttentionSpec {
@@ -374,8 +423,14 @@ fn graphs_of_the_library_mean_what_is_published() {
             let numbers = Numbers::draw(&spec, &mut random);
             let params = values(&spec, &library.bound);
             let inexact = mods.iter().any(|m| m == "alibi" || m.starts_with("sandwich"));
-            let case =
-                Case { spec: &spec, numbers: &numbers, params: &params, packing: None, tolerance: if inexact { CONSTANTS } else { EXACT } };
+            let case = Case {
+                spec: &spec,
+                numbers: &numbers,
+                params: &params,
+                packing: None,
+                cache: None,
+                tolerance: if inexact { CONSTANTS } else { EXACT },
+            };
             let mut backward = spec.backward();
             backward.deterministic = m % 2 == 0;
             // The one gradient that engines sum.
@@ -501,7 +556,7 @@ fn graphs_of_expressions_mean_the_expressions() {
             let slope = |score: f64, here: Here| told.at(told.gradient, score, here)[1];
             let closures = Closures { modify: Some(&modify), slope: Some(&slope), ..Closures::default() };
             let numbers = Numbers::draw(&spec, &mut random);
-            let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, tolerance: EXACT };
+            let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, cache: None, tolerance: EXACT };
             let results = [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)]
                 .map(|(form, runtime)| (format!("{form} {runtime}"), case.forward(&closures, form, runtime)))
                 .into_iter()
@@ -524,7 +579,7 @@ fn gradients_by_hand_are_lowered() {
     let slope = |s: f64, [.., k]: Here| 2.0 + 0.25 * s * k as f64;
     let keep = |[.., q, k]: Here| k <= q;
     let closures = Closures { modify: Some(&modify), slope: Some(&slope), keep: Some(&keep), ..Closures::default() };
-    let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, tolerance: EXACT };
+    let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, cache: None, tolerance: EXACT };
     case.backward(&closures, &spec.backward().validate().unwrap(), NEW).unwrap();
     let wrong = Closures { slope: Some(&|_, _| 2.0), ..closures };
     assert!(case.backward(&wrong, &spec.backward().validate().unwrap(), NEW).is_err());
@@ -542,7 +597,7 @@ fn what_is_a_little_wrong_is_found() {
     let params = values(&spec, &library.bound);
     let asked = spec.backward().wrt("bias", DType::F16).validate().unwrap();
     library.with(&["bias"], |closures| {
-        let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, tolerance: EXACT };
+        let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, cache: None, tolerance: EXACT };
         assert!(case.forward(closures, Form::Composite, NEW).is_ok() && case.backward(closures, &asked, NEW).is_ok());
         let mut off = params.clone();
         off[0].1[0] += 1e-6;

@@ -92,7 +92,7 @@ fn graphs_of_packed_documents_mean_each_document_by_itself() {
                 let numbers = Numbers::draw(&spec, &mut random);
                 let params = values(&spec, &library.bound);
                 let tolerance = if mods.iter().any(|m| m == "alibi") { CONSTANTS } else { EXACT };
-                let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: Some(&packing), tolerance };
+                let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: Some(&packing), cache: None, tolerance };
                 let mut backward = spec.backward();
                 backward.deterministic = m % 2 == 0;
                 let biased = mods.first().is_some_and(|first| first.starts_with("bias"));
@@ -133,7 +133,7 @@ fn a_token_too_many_is_found() {
             let mut params = right.clone();
             let keys = params.iter_mut().find(|(name, _)| name == "cu_seqlens_kv").unwrap();
             keys.1.last_mut().into_iter().for_each(|end| *end += by);
-            let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: Some(&packing), tolerance: EXACT };
+            let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: Some(&packing), cache: None, tolerance: EXACT };
             for form in [Form::Composite, Form::Unified] {
                 // None has more than the longest.
                 assert_eq!(case.forward(closures, form, NEW).is_ok(), by >= 0.0, "{form}, {by}");

@@ -19,8 +19,11 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let operands = Operands::new(to, problem, in_graph, |key| if problem.paged().is_some() { key } else { transposed(key) });
     let Operands { q, mut k, mut v, attn_scale, o, stats } = operands;
     let lengths = Lengths::of(to, problem);
-    let [rows, keys] = lengths.overrides(to, problem, runtime)?;
+    let [mut rows, mut keys] = lengths.overrides(to, problem, runtime)?;
     if let Some(table) = paged::table(to, problem, keys)? {
+        // Engines take no pages where the products are not told of lengths.
+        rows = rows.or_else(|| Some(paged::all(to, "seq_len_q_all", problem.batch(), problem.seq_q())));
+        keys = Some(table.lengths);
         (k, v) = (paged::load(to, problem, table, k, Operand::K), paged::load(to, problem, table, v, Operand::V));
     }
     let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));
