@@ -4,6 +4,8 @@ use super::{Kind, Row, Spec};
 use sdpa::{AttentionSpec, DType, Packed, Shape};
 
 const MASKS: [&[&str]; 3] = [&[], &["causal"], &["window:33,0"]];
+/// Where keys have boundaries of their own.
+const ENDS: [&[&str]; 2] = [&["causal-ends"], &["window:33,0:ends"]];
 const DIMS: [(i64, i64); 4] = [(64, 64), (128, 128), (72, 72), (256, 256)];
 const HEADS: [(i64, i64); 3] = [(4, 4), (8, 2), (4, 1)];
 /// The longest documents: of both sides, and of each side.
@@ -36,7 +38,8 @@ pub(super) fn rows() -> Result<Vec<Row>, String> {
     let decode = [(true, MASKS[0], DIMS[1], Some(DECODE))];
     let product = [false, true].into_iter().flat_map(|cross| MASKS.into_iter().map(move |masks| (cross, masks)));
     let product = product.flat_map(|(cross, masks)| DIMS.into_iter().map(move |dims| (cross, masks, dims, None)));
-    for (n, (cross, masks, (dim_qk, dim_v), longest)) in product.chain(decode).enumerate() {
+    let ends = ENDS.into_iter().flat_map(|masks| DIMS[..2].iter().map(move |&dims| (true, masks, dims, None)));
+    for (n, (cross, masks, (dim_qk, dim_v), longest)) in product.chain(decode).chain(ends).enumerate() {
         let same = SELF[n / 2 % SELF.len()];
         let (seq_q, seq_kv) = longest.unwrap_or(if cross { CROSS[n % CROSS.len()] } else { (same, same) });
         let (heads_q, heads_kv) = HEADS[(n + n / 6) % HEADS.len()];

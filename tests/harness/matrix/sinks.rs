@@ -3,7 +3,8 @@
 use super::{Kind, Row, Spec};
 use sdpa::{AttentionSpec, DType, Layout, SINK, Shape};
 
-const MASKS: [&str; 5] = ["", "causal", "window:128,0", "causal-bottom-right", "padding"];
+const MASKS: [&[&str]; 6] =
+    [&[], &["causal"], &["window:128,0"], &["causal-bottom-right"], &["padding"], &["padding", "window:128,0:ends"]];
 const SCORE_MODS: [&str; 2] = ["", "softcap:30"];
 const DIMS: [i64; 4] = [64, 128, 72, 256];
 const HEADS: [(i64, i64); 3] = [(8, 1), (8, 2), (4, 4)];
@@ -36,7 +37,7 @@ pub(super) fn rows() -> Result<Vec<Row>, String> {
         let shape = Shape { batch: 2, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
         let layout = [Layout::Bshd, Layout::Bhsd][n / 2 % 2];
         let mut spec = AttentionSpec::dense([DType::BF16, DType::F16][(n + n / 4) % 2], shape, layout).with_sink();
-        if !mask.is_empty() {
+        for mask in *mask {
             spec.masks.push(mask.parse().map_err(|e| format!("{e}"))?);
         }
         let score_mod = SCORE_MODS[n / 3 % 2];

@@ -21,7 +21,7 @@ const MODS: [&[&str]; 10] = [
     &["row-place-of-keys"],
 ];
 
-const MASKS: [&[&str]; 8] = [
+const MASKS: [&[&str]; 10] = [
     &[],
     &["causal"],
     &["window:3,1"],
@@ -30,6 +30,8 @@ const MASKS: [&[&str]; 8] = [
     &["array:bqk"],
     &["document", "causal"],
     &["causal-bottom-right", "window:2,inf:bottom-right"],
+    &["causal-ends"],
+    &["window:3,1:ends", "dilated:2"],
 ];
 
 /// Lengths of queries, those of keys where they are others, and heads.
