@@ -5,6 +5,7 @@ mod calls;
 mod captures;
 mod key;
 mod packed;
+mod paged;
 mod plans;
 mod sinks;
 mod submissions;

@@ -5,7 +5,7 @@ use conformance::case::Case;
 use conformance::random::Random;
 use conformance::recorder::entry::{EXECUTION, Entry};
 use conformance::recorder::{Recorder, whole};
-use conformance::runner::random_spec;
+use conformance::runner::{random_paged, random_spec};
 use conformance::say::{say, skip};
 use cudnn_graph::ffi::codes::Kind;
 use cudnn_graph::{Buffer, DeviceSlice, Handle};
@@ -54,7 +54,7 @@ impl Wrong {
 }
 
 impl Memory {
-    fn new(recorder: &Recorder, planned: &Planned, tensors: &[(&'static str, &TensorSpec)], wrt: &[(String, DType)]) -> Memory {
+    fn new(recorder: &Recorder, planned: &Planned, tensors: &[(&'static str, TensorSpec)], wrt: &[(String, DType)]) -> Memory {
         let problem = planned.job.problem();
         let element = u64::from(problem.dtype().bits() / 8);
         let declared = planned.job.params();
@@ -140,14 +140,16 @@ struct Tally {
 impl Tally {
     fn forward(&mut self, recorder: &Recorder, name: &str, spec: &AttentionSpec) {
         let made = recorder.executor().attention(&spec.validate().unwrap_or_else(|e| panic!("{name}: {e}")));
-        self.pass(recorder, name, made, &[("q", &spec.q), ("k", &spec.k), ("v", &spec.v), ("o", &spec.o)], &[]);
+        // Keys of a paged cache are in containers.
+        let [k, v] = [spec.k, spec.v].map(|tensor| spec.paged.map_or(tensor, |paged| paged.container(&tensor)));
+        self.pass(recorder, name, made, &[("q", spec.q), ("k", k), ("v", v), ("o", spec.o)], &[]);
     }
 
     fn backward(&mut self, recorder: &Recorder, name: &str, spec: &BackwardSpec) {
         let made = recorder.executor().attention_backward(&spec.validate().unwrap_or_else(|e| panic!("{name}: {e}")));
         let f = &spec.forward;
-        let tensors = [("q", &f.q), ("k", &f.k), ("v", &f.v), ("o", &f.o)];
-        let gradients = [("d_o", &spec.d_o), ("dq", &spec.dq), ("dk", &spec.dk), ("dv", &spec.dv)];
+        let tensors = [("q", f.q), ("k", f.k), ("v", f.v), ("o", f.o)];
+        let gradients = [("d_o", spec.d_o), ("dq", spec.dq), ("dk", spec.dk), ("dv", spec.dv)];
         let all: Vec<_> = tensors.into_iter().chain(gradients).collect();
         let wrt: Vec<_> = spec.wrt.iter().map(|g| (g.name.clone(), g.dtype)).collect();
         self.pass(recorder, &format!("{name}, backward"), made, &all, &wrt);
@@ -158,7 +160,7 @@ impl Tally {
         recorder: &Recorder,
         name: &str,
         made: Result<(Arc<Planned>, bool), Error>,
-        tensors: &[(&'static str, &TensorSpec)],
+        tensors: &[(&'static str, TensorSpec)],
         wrt: &[(String, DType)],
     ) {
         let planned = match made {
@@ -243,6 +245,20 @@ fn every_forward_case_stays_within_its_memory() {
         tally.forward(&recorder, &case.name, &case.spec().unwrap());
     }
     tally.done("submissions of forward cases");
+}
+
+#[test]
+fn every_paged_case_stays_within_its_containers() {
+    let Some(recorder) = recorder() else { return };
+    let mut tally = Tally::default();
+    for case in Case::all_paged().unwrap() {
+        tally.forward(&recorder, &case.name, &case.spec().unwrap());
+    }
+    for seed in 0..150 {
+        let spec = random_paged(&mut Random::new(seed * 7919 + 11), &[DType::BF16, DType::F16]);
+        tally.forward(&recorder, &format!("seed {seed}"), &spec);
+    }
+    tally.done("submissions of paged passes");
 }
 
 #[test]

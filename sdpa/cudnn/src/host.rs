@@ -212,7 +212,7 @@ impl CudnnPrepared {
         let problem = self.job.problem();
         let documents = problem.documents(call.params)?;
         let of = |side: Side| documents.as_ref().map(|documents| documents.of(side));
-        let place = |operand: Operand| Ok::<_, Error>(Place::new(self.tensor(operand)?, of(operand.side())));
+        let place = |operand: Operand| Ok::<_, Error>(Place::new(&self.tensor(operand)?, of(operand.side())));
         let mut operands: [Option<Buffer>; Operand::ALL.len()] = std::array::from_fn(|_| None);
         for (operand, memory) in &call.operands {
             let place = place(*operand)?;
@@ -268,7 +268,7 @@ impl CudnnPrepared {
         Ok(self.report(compute))
     }
 
-    fn tensor(&self, operand: Operand) -> Result<&TensorSpec, Error> {
-        self.job.tensor(operand).ok_or_else(other_pass)
+    fn tensor(&self, operand: Operand) -> Result<TensorSpec, Error> {
+        self.job.in_memory(operand).ok_or_else(other_pass)
     }
 }

@@ -64,6 +64,14 @@ impl Job {
         }
     }
 
+    /// The same as it lies in memory: see [`Problem::in_memory`].
+    pub fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
+        match self {
+            Job::Forward(problem) => problem.in_memory(operand),
+            Job::Backward(backward) => Some(*backward.tensor(operand)),
+        }
+    }
+
     /// Whether the pass writes it.
     pub fn writes(&self, operand: Operand) -> bool {
         operand.written(self.direction()) == Some(true)

@@ -1,6 +1,7 @@
 //! Device memory for timing: one call of a pass, which every contender is given.
 //!
-//! Floats are random, lengths the longest that the problem allows, other whole numbers 0, declared scalars the default scale: small, and not 0.
+//! Floats are random, lengths the longest that the problem allows, pages one behind the other, other whole numbers 0, declared scalars the
+//! default scale: small, and not 0.
 
 use crate::error::Error;
 use crate::lower::Job;
@@ -9,6 +10,7 @@ use cudnn_graph::{Buffer, DeviceSlice, Stream};
 use half::{bf16, f16};
 use sdpa_core::expr::{Declared, ParamKind};
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::problem::Problem;
 use sdpa_core::{DType, Operand, Packed, Side, packed, params};
 
@@ -121,7 +123,7 @@ impl<'a> Memory<'a> {
             tensor.randomise(stream, seed)?;
             Ok::<_, Error>(tensor)
         };
-        for (operand, tensor) in job.tensors() {
+        for (operand, tensor) in Operand::ALL.into_iter().filter_map(|operand| Some((operand, job.in_memory(operand)?))) {
             let all = if problem.packed().is_some() { packed::memory(&tensor, problem.total(operand.side())) } else { tensor };
             let elements = all.extent().unwrap_or(i64::MAX);
             operands[operand as usize] = Some(random(Tensor::new(stream, problem.dtype(), elements)?)?);
@@ -143,6 +145,11 @@ impl<'a> Memory<'a> {
                 SEQ_LEN_KV => Some(problem.seq_kv()),
                 _ => None,
             };
+            // Pages of an entry are its own, as far as there are so many.
+            if let Some(paged) = problem.paged().filter(|_| p.name == PAGE_TABLE) {
+                let table: Vec<i32> = (0..tensor.elements() as i64).map(|n| (n % paged.pages) as i32).collect();
+                tensor.buffer.upload(stream, 0, &table)?;
+            }
             if let Some(longest) = longest.filter(|_| dtype == DType::I32) {
                 let lengths = vec![i32::try_from(longest).unwrap_or(i32::MAX); tensor.elements()];
                 tensor.buffer.upload(stream, 0, &lengths)?;

@@ -1,0 +1,287 @@
+//! Paged caches over the recording library: the page table is checked by a kernel before the attention that reads it, and containers stay where
+//! they are. What the kernel computes is for `tests/offline/pages.rs`.
+
+use conformance::code;
+use conformance::recorder::entry::{EXECUTION, Entry, LAUNCH, UPLOAD};
+use conformance::recorder::{Recorder, whole};
+use conformance::say::skip;
+use cudnn_graph::{Buffer, DeviceSlice, Handle, Stream, Target};
+use half::bf16;
+use sdpa::cudnn::lower::{Form, Guarded, Job, Operand, Side, Supply};
+use sdpa::cudnn::schedule::Step;
+use sdpa::cudnn::{CudnnOptions, DeviceForward, DeviceParam, DeviceValue, Planned, Replay};
+use sdpa::paged::PAGE_TABLE;
+use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Paged, Param, ParamValue, Shape};
+use std::sync::Arc;
+
+const SHAPE: Shape = Shape { batch: 3, heads_q: 8, heads_kv: 2, seq_q: 66, seq_kv: 333, dim_qk: 64, dim_v: 128 };
+/// Of the plan itself, before what the schedule keeps in the workspace.
+const OF_PLAN: u64 = 4096;
+
+fn cache(page_size: i64) -> Paged {
+    Paged { page_size, pages: 50 }
+}
+
+fn spec(page_size: i64) -> AttentionSpec {
+    AttentionSpec::paged(DType::BF16, SHAPE, cache(page_size)).mask(Mask::causal_bottom_right()).with_stats()
+}
+
+fn decode(page_size: i64) -> AttentionSpec {
+    AttentionSpec::paged(DType::F16, Shape { seq_q: 1, ..SHAPE }, cache(page_size))
+}
+
+/// A call of one problem, on memory of exactly the size that it needs.
+struct Calls {
+    recorder: Recorder,
+    planned: Arc<Planned>,
+    stream: Stream,
+    operands: Vec<(Operand, Buffer)>,
+    stats: Buffer,
+    workspace: Buffer,
+    params: Vec<(String, Buffer)>,
+}
+
+impl Calls {
+    fn new(spec: &AttentionSpec) -> Option<Calls> {
+        Calls::with(spec, CudnnOptions::default())
+    }
+
+    fn with(spec: &AttentionSpec, options: CudnnOptions) -> Option<Calls> {
+        let recorder = Recorder::with(options).map_err(|why| skip("recording", &why)).ok()?;
+        let problem = spec.validate().unwrap();
+        let (planned, _) = recorder.executor().attention(&problem).unwrap_or_else(|e| panic!("{e}"));
+        let bytes = |operand: Operand| problem.in_memory(operand).and_then(|t| t.extent()).unwrap().unsigned_abs() * 2;
+        let operands = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| (operand, recorder.buffer(bytes(operand)))).into();
+        let stats = recorder.buffer(problem.stats_elements().unsigned_abs() * 4);
+        let elements = |p| sdpa::params::elements(p, problem.extents()).unsigned_abs();
+        let params = problem.params().iter().map(|p| (p.name.clone(), recorder.buffer(4 * elements(p)))).collect();
+        let (workspace, stream) = (recorder.buffer(planned.workspace_bytes()), recorder.stream());
+        Some(Calls { planned, stream, operands, stats, workspace, params, recorder })
+    }
+
+    fn slice(&self, operand: Operand) -> DeviceSlice {
+        whole(&self.operands.iter().find(|(o, _)| *o == operand).unwrap().1)
+    }
+
+    fn given(&self, name: &str) -> u64 {
+        self.params.iter().find(|(n, _)| n == name).unwrap().1.address()
+    }
+
+    fn params(&self) -> Vec<DeviceParam<'_>> {
+        let value = |buffer: &Buffer| DeviceValue::Tensor(DType::I32, whole(buffer));
+        self.params.iter().map(|(name, buffer)| DeviceParam { name, value: value(buffer) }).collect()
+    }
+
+    fn call<'a>(&self, params: &'a [DeviceParam<'a>]) -> DeviceForward<'a> {
+        let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.slice(operand));
+        let stats = self.planned.job.problem().stats().then(|| whole(&self.stats));
+        DeviceForward { q, k, v, o, stats, attn_scale: None, params, workspace: Some(whole(&self.workspace)) }
+    }
+
+    fn handle(&self) -> Handle<'_> {
+        self.recorder.executor().library().handle(&self.stream).unwrap()
+    }
+
+    fn run(&self, planned: &Planned, call: &DeviceForward<'_>) -> Vec<Entry> {
+        let (result, entries) = self.recorder.record(|| self.recorder.forward(planned, &self.handle(), call));
+        result.unwrap_or_else(|e| panic!("{e}"));
+        entries
+    }
+
+    fn refused(&self, call: &DeviceForward<'_>) -> String {
+        let (result, entries) = self.recorder.record(|| self.recorder.forward(&self.planned, &self.handle(), call));
+        assert!(entries.is_empty(), "{} submissions", entries.len());
+        result.unwrap_err().to_string()
+    }
+
+    /// What the attention has been given for the tensor that is supplied so.
+    fn supplied(&self, attention: &Entry, wanted: impl Fn(&Supply) -> bool) -> Option<u64> {
+        let (id, _) = self.planned.lowered.supplies.iter().find(|(_, supply)| wanted(supply))?;
+        Some(attention.address(id.uid()).unwrap())
+    }
+
+    /// The launch checks the caller's table into the one that the attention reads, in pieces of so many tokens; and the attention reads
+    /// containers where they are.
+    fn assert_checks(&self, launch: &Entry, attention: &Entry, [tokens, parts]: [u64; 2], lengths: u64) {
+        assert_eq!((launch.what, attention.what, launch.stream), (LAUNCH, EXECUTION, attention.stream));
+        let problem = self.planned.job.problem();
+        let [batch, seq_kv] = [problem.batch(), problem.seq_kv()].map(i64::unsigned_abs);
+        let paged = problem.paged().unwrap();
+        let (each, given) = (seq_kv.div_ceil(tokens), seq_kv.div_ceil(tokens * parts));
+        let to = self.supplied(attention, |supply| matches!(supply, Supply::Pages(_))).unwrap();
+        let want = [batch, each, parts, tokens, paged.pages.unsigned_abs(), seq_kv, lengths, self.given(PAGE_TABLE), given, to];
+        assert_eq!(launch.pointers[..launch.tensors as usize], want);
+        assert_eq!((launch.from, launch.bytes), ((batch * each).div_ceil(128), 128));
+        let all = whole(&self.workspace);
+        assert!(to >= all.address + OF_PLAN && to + 4 * batch * each <= all.address + all.bytes, "{to:x}");
+        for operand in [Operand::K, Operand::V] {
+            let tensor = self.planned.lowered.operand(operand).unwrap();
+            assert_eq!(attention.address(tensor.uid()), Some(self.slice(operand).address), "{operand}");
+        }
+    }
+}
+
+/// Page sizes, with the tokens and parts of each as engines take them.
+const PAGES: [(i64, [u64; 2]); 5] = [(1, [1, 1]), (16, [16, 1]), (48, [16, 3]), (7, [1, 7]), (512, [512, 1])];
+
+#[test]
+fn the_table_is_checked_before_the_attention_that_reads_it() {
+    for (page_size, pieces) in PAGES {
+        for spec in [spec(page_size), decode(page_size)] {
+            let Some(calls) = Calls::new(&spec) else { return };
+            let params = calls.params();
+            let entries = calls.run(&calls.planned, &calls.call(&params));
+            let [launch, attention] = &entries[..] else { panic!("{} submissions", entries.len()) };
+            // No lengths: all keys are there.
+            calls.assert_checks(launch, attention, pieces, 0);
+            // Engines for one query know pages in the unified op.
+            let form = if spec.q.dims[2] == 1 { Form::Unified } else { Form::Composite };
+            assert_eq!(calls.planned.lowered.form, form, "{page_size}");
+        }
+    }
+}
+
+#[test]
+fn lengths_are_clamped_before_the_table_is_checked_by_them() {
+    for (page_size, pieces) in PAGES {
+        for spec in [spec(page_size).mask(Mask::padding()), decode(page_size).mask(Mask::padding())] {
+            let Some(calls) = Calls::new(&spec) else { return };
+            let params = calls.params();
+            let entries = calls.run(&calls.planned, &calls.call(&params));
+            let [clamps @ .., launch, attention] = &entries[..] else { panic!("{} submissions", entries.len()) };
+            let clamped = |side: Side| {
+                calls.supplied(attention, |supply| matches!(supply, Supply::Guarded(Guarded { of, .. }) if *of == side)).unwrap()
+            };
+            calls.assert_checks(launch, attention, pieces, clamped(Side::Keys));
+            assert!(clamps.len() == 2 && clamps.iter().all(|entry| entry.what == EXECUTION), "{} in front", clamps.len());
+            for (side, name) in [(Side::Queries, "seq_len_q"), (Side::Keys, "seq_len_kv")] {
+                let moved = |entry: &Entry| [calls.given(name), clamped(side)].iter().all(|address| entry.pointers.contains(address));
+                assert!(clamps.iter().any(moved), "{name}");
+            }
+        }
+    }
+}
+
+/// Queries that are copied first are so before the check; containers never are.
+#[test]
+fn a_copy_of_queries_leaves_the_check_beside_the_attention() {
+    let mut spec = spec(16).mask(Mask::padding());
+    spec.q.strides = Layout::Bshd.strides([3, 8, 66, 64 + 3]);
+    let Some(calls) = Calls::new(&spec) else { return };
+    let params = calls.params();
+    let entries = calls.run(&calls.planned, &calls.call(&params));
+    let at = entries.iter().position(|entry| entry.what == LAUNCH).unwrap();
+    assert!(at > 2 && entries[..at].iter().all(|entry| entry.what == EXECUTION) && at + 2 == entries.len(), "{at} of {}", entries.len());
+    assert!(entries[..at].iter().any(|entry| entry.pointers.contains(&calls.slice(Operand::Q).address)));
+    assert_ne!(entries[at + 1].address(calls.planned.lowered.operand(Operand::Q).unwrap().uid()), Some(calls.slice(Operand::Q).address));
+}
+
+#[test]
+fn a_table_or_a_container_that_is_too_short_is_refused() {
+    for page_size in [16, 7] {
+        let Some(calls) = Calls::new(&spec(page_size).mask(Mask::padding())) else { return };
+        let params = calls.params();
+        let call = calls.call(&params);
+        let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
+        assert!(calls.refused(&DeviceForward { k: short(call.k), ..call }).contains("k length"));
+        assert!(calls.refused(&DeviceForward { v: short(call.v), ..call }).contains("v length"));
+        let slice = whole(&calls.params.iter().find(|(name, _)| name == PAGE_TABLE).unwrap().1);
+        for value in [
+            DeviceValue::Tensor(DType::I32, DeviceSlice { bytes: slice.bytes - 4, ..slice }),
+            DeviceValue::Tensor(DType::I32, DeviceSlice { address: slice.address + 2, ..slice }),
+            DeviceValue::Tensor(DType::I64, slice),
+            DeviceValue::Scalar(1.0),
+        ] {
+            let mut wrong = calls.params();
+            wrong.iter_mut().filter(|param| param.name == PAGE_TABLE).for_each(|param| param.value = value);
+            assert!(calls.refused(&calls.call(&wrong)).contains(PAGE_TABLE), "{value:?}");
+        }
+        let without: Vec<_> = calls.params().into_iter().filter(|param| param.name != PAGE_TABLE).collect();
+        assert!(calls.refused(&calls.call(&without)).contains(PAGE_TABLE));
+    }
+}
+
+#[test]
+fn the_functional_call_plans_from_bytes_and_replays_launch_the_same() {
+    let spec = spec(48).mask(Mask::padding());
+    let Some(calls) = Calls::new(&spec) else { return };
+    let recorder = &calls.recorder;
+    let params = calls.params();
+    let call = calls.call(&params);
+    let usual = calls.run(&calls.planned, &call);
+    // Tables of other plans and numbers in host memory are elsewhere; launches know of neither.
+    let launched = |entries: &[Entry]| {
+        let launches = entries.iter().filter(|entry| entry.what == LAUNCH);
+        let all: Vec<u32> = entries.iter().map(|entry| entry.what).collect();
+        (all, launches.map(|entry| (entry.pointers, entry.from, entry.bytes)).collect::<Vec<_>>())
+    };
+    let (result, entries) = recorder.record(|| recorder.functional(&calls.stream, &spec, &call));
+    result.unwrap();
+    assert_eq!(launched(&entries), launched(&usual));
+
+    let bytes = calls.planned.to_bytes().unwrap();
+    let library = recorder.executor().library();
+    let mut loaded = code::planned(library, &Target::Handle(&calls.handle()), &calls.planned.job, &bytes).unwrap();
+    let launches = |planned: &Planned| {
+        let steps = planned.schedule.steps().iter();
+        steps.filter_map(|step| if let Step::Launch(launch) = step { Some(launch.clone()) } else { None }).collect::<Vec<_>>()
+    };
+    assert_eq!((launches(&loaded).len(), launches(&loaded)), (1, launches(&calls.planned)));
+    // The kernel is put on the device with the tables.
+    let (early, entries) = recorder.record(|| recorder.forward(&loaded, &calls.handle(), &call));
+    assert!(early.is_err() && entries.is_empty());
+    loaded.upload_tables(&calls.stream).unwrap();
+    assert_eq!(launched(&calls.run(&loaded, &call)), launched(&usual));
+
+    let mut replay = Replay::new(calls.planned.clone(), Arc::new(recorder.stream())).unwrap();
+    for n in 0..3 {
+        recorder.replayed(&mut replay, &call).unwrap();
+        assert_eq!((replay.captures(), replay.captured_nodes()), (1, Some(usual.len())), "call {n}");
+    }
+    let elsewhere = recorder.buffer(whole(&calls.params.iter().find(|(name, _)| name == PAGE_TABLE).unwrap().1).bytes);
+    let mut others = params.clone();
+    let table = others.iter_mut().find(|param| param.name == PAGE_TABLE).unwrap();
+    table.value = DeviceValue::Tensor(DType::I32, whole(&elsewhere));
+    recorder.replayed(&mut replay, &calls.call(&others)).unwrap();
+    assert_eq!((replay.captures(), recorder.faults()), (2, 0));
+}
+
+/// Containers have pages, and may have fewer or more tokens than all entries together.
+#[test]
+fn host_memory_goes_up_as_containers() {
+    for pages in [2, 400] {
+        let spec = AttentionSpec::paged(DType::BF16, SHAPE, Paged { page_size: 16, pages });
+        let problem = spec.validate().unwrap();
+        let Some(recorder) = Recorder::load().map_err(|why| skip("recording", &why)).ok() else { return };
+        let prepared = recorder.executor().prepare(&problem).unwrap();
+        let elements = |operand| problem.in_memory(operand).and_then(|t| t.extent()).unwrap() as usize;
+        let [q, k, v, mut o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| vec![bf16::ZERO; elements(operand)]);
+        let table: Vec<i32> = (0..3 * 21).map(|n| n % 2).collect();
+        let call = HostForward {
+            q: Elements::BF16(&q),
+            k: Elements::BF16(&k),
+            v: Elements::BF16(&v),
+            o: ElementsMut::BF16(&mut o),
+            stats: None,
+            attn_scale: None,
+            params: &[Param { name: PAGE_TABLE, value: ParamValue::I32(&table) }],
+        };
+        let (result, entries) = recorder.record(|| prepared.forward(call));
+        result.unwrap();
+        let uploads: Vec<u64> = entries.iter().filter(|entry| entry.what == UPLOAD).map(|entry| entry.bytes).collect();
+        let dense = [pages * 16 * 2 * 64 * 2, pages * 16 * 2 * 128 * 2].map(i64::unsigned_abs);
+        assert_eq!(uploads, [q.len() as u64 * 2, dense[0], dense[1], 4 * table.len() as u64], "{pages} pages");
+    }
+}
+
+/// Timing calls each form on memory of its own, which is as long as containers are.
+#[test]
+fn forms_are_timed_over_whole_containers() {
+    for pages in [2, 400] {
+        let spec = AttentionSpec::paged(DType::F16, Shape { seq_q: 1, ..SHAPE }, Paged { page_size: 16, pages });
+        let Some(calls) = Calls::with(&spec, CudnnOptions { tune: true, ..CudnnOptions::default() }) else { return };
+        assert_eq!(calls.planned.job, Job::from(spec.validate().unwrap()));
+        let params = calls.params();
+        assert_eq!(calls.run(&calls.planned, &calls.call(&params)).len(), 2, "{pages} pages");
+    }
+}
