@@ -3,5 +3,6 @@
 mod absent;
 mod asked;
 mod kernels;
+mod pages;
 mod policy;
 mod sinks;
