@@ -1,9 +1,10 @@
 //! The problems that support is asked for: every case; for each pass a product of masks and lengths with everything else in turn;
-//! packed documents; sinks; every score_mod and mask of the library at one size.
+//! packed documents; sinks; paged caches; every score_mod and mask of the library at one size.
 
 mod features;
 mod library;
 mod packed;
+mod paged;
 mod products;
 mod sample;
 mod sinks;
@@ -84,6 +85,8 @@ pub enum Kind {
     Packed,
     /// Numbers in the softmax's denominator.
     Sink,
+    /// Keys and values in pages.
+    Paged,
     /// Score_mods and masks of the library at one size, each as it was asked for.
     Library {
         /// With commas.
@@ -136,6 +139,7 @@ pub fn rows() -> Result<Vec<Row>, String> {
     }
     rows.extend(packed::rows()?);
     rows.extend(sinks::rows()?);
+    rows.extend(paged::rows()?);
     rows.extend(library::rows()?);
     for case in Case::combined()?.into_iter().filter(narrow) {
         rows.push(Row::new(format!("library case {}", case.name), Kind::LibraryCase, case.spec()?.into()));

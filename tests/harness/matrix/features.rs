@@ -4,7 +4,8 @@ use super::Spec;
 use sdpa::{AttentionSpec, Mask, Packed, TensorSpec};
 
 /// What problems differ in.
-pub const AXES: [&str; 11] = ["pass", "score_mod", "mask", "boundaries", "lengths", "heads", "dims", "layout", "stats", "type", "strides"];
+pub const AXES: [&str; 13] =
+    ["pass", "score_mod", "mask", "boundaries", "lengths", "heads", "dims", "layout", "stats", "type", "strides", "pages", "sink"];
 
 /// One value for each of [`AXES`].
 pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
@@ -32,7 +33,7 @@ pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
     [
         pass_feature(spec),
         score_mod_feature(forward),
-        mask_feature(&forward.masks),
+        masks_feature(forward),
         boundary_feature(forward).to_owned(),
         length_feature(seq_q, seq_kv).to_owned(),
         heads.to_owned(),
@@ -41,7 +42,25 @@ pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
         stats.to_owned(),
         forward.dtype.to_string(),
         strides.to_owned(),
+        page_feature(forward),
+        if forward.sink { "with a sink" } else { "without a sink" }.to_owned(),
     ]
+}
+
+fn page_feature(spec: &AttentionSpec) -> String {
+    let Some(paged) = spec.paged else { return "none".to_owned() };
+    let [_, head, token, _] = spec.k.strides;
+    format!("of {}{}", paged.page_size, if head > token { ", head-major" } else { "" })
+}
+
+/// Of a paged cache, what there is beside lengths of entries, and whether there are such.
+fn masks_feature(spec: &AttentionSpec) -> String {
+    let padding = Mask::padding();
+    if spec.paged.is_none() || spec.masks.len() < 2 || !spec.masks.contains(&padding) {
+        return mask_feature(&spec.masks);
+    }
+    let others: Vec<Mask> = spec.masks.iter().filter(|mask| **mask != padding).cloned().collect();
+    format!("{}, beside lengths", mask_feature(&others))
 }
 
 fn pass_feature(spec: &Spec) -> String {
@@ -124,7 +143,10 @@ pub(super) fn order(spec: &AttentionSpec) -> &'static str {
 
 /// Every strided operand of a pass.
 fn tensors(spec: &Spec) -> Vec<TensorSpec> {
-    let of = |f: &AttentionSpec| vec![f.q, f.k, f.v, f.o];
+    let of = |f: &AttentionSpec| {
+        let in_memory = |tensor: TensorSpec| f.paged.map_or(tensor, |paged| paged.container(&tensor));
+        vec![f.q, in_memory(f.k), in_memory(f.v), f.o]
+    };
     match spec {
         Spec::Forward(forward) => of(forward),
         Spec::Backward(b) => {

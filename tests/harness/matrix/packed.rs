@@ -16,7 +16,7 @@ const BATCH: i64 = 5;
 
 /// Features that tell the rows apart.
 fn name(row: &Row) -> String {
-    let [_, _, mask, boundaries, lengths, heads, dims, _, stats, dtype, _] = &row.features;
+    let [_, _, mask, boundaries, lengths, heads, dims, _, stats, dtype, ..] = &row.features;
     let what = match &row.spec {
         Spec::Forward(_) => stats.as_str(),
         Spec::Backward(b) if b.deterministic => "deterministic",

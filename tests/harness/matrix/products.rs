@@ -25,7 +25,7 @@ const LAYOUTS: [Layout; 3] = [Layout::Bshd, Layout::Bhsd, Layout::Sbhd];
 
 /// Features that tell the rows of a product apart.
 fn name(row: &Row) -> String {
-    let [_, _, mask, _, _, heads, dims, _, stats, dtype, _] = &row.features;
+    let [_, _, mask, _, _, heads, dims, _, stats, dtype, ..] = &row.features;
     let forward = row.spec.forward();
     let layout: String = order(forward).split(", ").filter_map(|word| word.chars().next()).collect();
     let lengths = format!("{}x{}", forward.q.dims[2], forward.k.dims[2]);

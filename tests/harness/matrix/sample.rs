@@ -2,7 +2,7 @@
 
 /// Rows that are compiled on every run, in whichever form is taken: every kind of mask, lengths, heads, dims, strides and score_mods
 /// that is lowered differently.
-pub const SAMPLE: [&str; 33] = [
+pub const SAMPLE: [&str; 36] = [
     "case plain",
     "case gqa_causal",
     "case gqa_chunked_prefill",
@@ -27,6 +27,9 @@ pub const SAMPLE: [&str; 33] = [
     "packed, boundaries of both sides; causal; equal, whole tiles; GQA; dims 64; with stats; f16",
     "packed, boundaries of each side; window; more keys than queries; MHA; dims 128; with stats; bf16",
     "backward: packed, boundaries of both sides; causal; equal, whole tiles; GQA; dims 64; any order; f16",
+    "paged, of 16; score_mod none; causal, bottom right, beside lengths; more keys than queries; MQA; dims 128; without a sink; with stats; f16",
+    "paged, of 48; score_mod none; padding; more keys than queries; GQA; dims 128; without a sink; with stats; f16",
+    "paged, of 48; score_mod none; causal, bottom right, beside lengths; decode; GQA; dims 128; without a sink; with stats; bf16",
     "softcap:30; causal; forward",
     "softcap:30; causal; backward",
     "alibi; causal; backward",
@@ -39,12 +42,14 @@ pub const SAMPLE: [&str; 33] = [
 ];
 
 /// Rows that are compiled in the unified form too.
-pub const UNIFIED_SAMPLE: [&str; 7] = [
+pub const UNIFIED_SAMPLE: [&str; 9] = [
     "case plain",
     "case gqa_causal",
     "case sliding_window_bottom_right",
     "case prefix_and_open_window_bottom_right",
     "case dims_differ",
     "case one_query_many_keys",
+    "paged, of 16; score_mod none; causal, bottom right, beside lengths; more keys than queries; MQA; dims 128; without a sink; with stats; f16",
+    "paged, of 48; score_mod none; causal, bottom right, beside lengths; decode; GQA; dims 128; without a sink; with stats; bf16",
     "softcap:30; causal; forward",
 ];

@@ -11,7 +11,7 @@ const HEADS: [(i64, i64); 3] = [(8, 1), (8, 2), (4, 4)];
 const LENGTHS: [(i64, i64); 4] = [(333, 333), (1, 1025), (257, 500), (500, 257)];
 
 fn name(row: &Row) -> String {
-    let [_, score_mod, mask, _, lengths, heads, dims, _, stats, dtype, _] = &row.features;
+    let [_, score_mod, mask, _, lengths, heads, dims, _, stats, dtype, ..] = &row.features;
     let what = match &row.spec {
         Spec::Forward(_) => stats.as_str(),
         Spec::Backward(b) if b.deterministic => "deterministic",

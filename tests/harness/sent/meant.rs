@@ -2,7 +2,7 @@
 
 use super::{Counts, op_line};
 use cudnn_graph::ir::op::{
-    BandMask, BandSide, Matmul, Op, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, ScoreGraph, SdpaForward, Softmax,
+    BandMask, BandSide, Matmul, Op, PagedLoad, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, ScoreGraph, SdpaForward, Softmax,
 };
 use cudnn_graph::ir::pointwise::Signature;
 use cudnn_graph::ir::{Mode, Storage, Tensor, TensorId};
@@ -73,10 +73,10 @@ impl Meant<'_> {
             Op::BandMask(m) => self.band_mask(m),
             Op::SdpaForward(s) => self.sdpa_forward(s),
             Op::Reshape(r) => self.reshape(r),
+            Op::PagedLoad(p) => self.paged_load(p),
             Op::Transpose(_)
             | Op::Slice(_)
             | Op::Rng(_)
-            | Op::PagedLoad(_)
             | Op::BlockScaleQuantize(_)
             | Op::BlockScaleDequantize(_)
             | Op::SdpaBackward(_) => format!("{}: no plan had one when this comparison was written", op.name()),
@@ -145,6 +145,11 @@ impl Meant<'_> {
         op_line("SOFTMAX", fields)
     }
 
+    fn paged_load(&mut self, p: &PagedLoad) -> String {
+        let fields = [("container", Some(p.container)), ("pageTable", Some(p.page_table)), ("sequence", Some(p.seq_len)), ("Y", Some(p.y))];
+        op_line("PAGED_CACHE_LOAD", self.fields(&fields))
+    }
+
     fn band_mask(&mut self, m: &BandMask) -> String {
         let mut fields = self.fields(&[
             ("X", Some(m.x)),
@@ -164,11 +169,24 @@ impl Meant<'_> {
     }
 
     fn sdpa_forward(&mut self, s: &SdpaForward) -> String {
-        let mut fields = self.fields(&[("Q", Some(s.q)), ("K", Some(s.k)), ("V", Some(s.v)), ("O", Some(s.o)), ("scale", s.attn_scale)]);
+        let mut fields = self.fields(&[
+            ("Q", Some(s.q)),
+            ("K", Some(s.k)),
+            ("V", Some(s.v)),
+            ("O", Some(s.o)),
+            ("scale", s.attn_scale),
+            ("pageTableK", s.page_table_k),
+            ("pageTableV", s.page_table_v),
+            ("seqLenQ", s.seq_len_q),
+            ("seqLenKV", s.seq_len_kv),
+        ]);
         if let Some(stats) = s.stats {
             let dims = |id: TensorId| self.graph.tensors()[id.index()].dims.0.clone();
             let (q, k) = (dims(s.q), dims(s.k));
-            let stand_in = Tensor::virtual_("", DType::F32, vec![q[0], q[1], q[2], k[2]]);
+            // Keys of a cache are as many as the score says, or else what the table reaches.
+            let reached = s.page_table_k.map_or(k[2], |table| k[2] * dims(table)[2]);
+            let seq_kv = s.score.as_ref().map_or(reached, |score| dims(score.input)[3]);
+            let stand_in = Tensor::virtual_("", DType::F32, vec![q[0], q[1], q[2], seq_kv]);
             let (x, y) = (self.describe(self.next_uid, &stand_in), self.describe(self.next_uid + 1, &stand_in));
             self.next_uid += 2;
             let inner = vec![("X", x), ("Y", y), ("statsDesc", self.tensor(stats))];
