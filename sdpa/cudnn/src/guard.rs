@@ -230,17 +230,6 @@ mod tests {
     }
 
     #[test]
-    fn windows_about_the_ends_are_refused_by_their_field() {
-        let told = |masks: &[Mask]| reasons(&problem(128, 256, masks), v(27, 0), 90, false);
-        // Without lengths they are windows at the corner.
-        assert_eq!(told(&[Mask::causal_ends()]), []);
-        match &told(&[Mask::padding(), Mask::causal_ends()])[..] {
-            [Reason::Limit { field, value, limit }] => assert!(field == "masks" && value.contains("causal-ends") && limit.contains("ends")),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
     fn each_row_refuses_its_versions_and_no_others() {
         let plain = problem(128, 128, &[]);
         let open = problem(2048, 2048, &[Mask::window(Some(64), Some(64), Align::TopLeft)]);

@@ -349,6 +349,21 @@ fn every_stage_is_printed() {
 }
 
 #[test]
+fn windows_at_ends_are_told_and_never_left_out_of_a_graph() {
+    let inspect = |options: &str| sdpa(words(&format!("inspect --shape 2,4,2,64,96,16 --dtype f16 --mask window:9,0:ends {options}")));
+    let told = "(k - q) - (len_kv - len_q) > -9 and (k - q) - (len_kv - len_q) <= 0";
+    assert!(stdout(&inspect("--stage problem --mask padding")).contains(told));
+    let kept = &json(&inspect("--stage trace --mask padding --json"))["kept"];
+    assert_eq!((&kept["ends"]["lower"], &kept["ends"]["upper"]), (&(-9).into(), &0.into()));
+    assert!(stdout(&inspect("--stage problem")).contains("k - q > 23 and k - q <= 32"));
+    for options in ["", "--backward", "--form unified"] {
+        let out = inspect(&format!("--stage graph --runtime 9.27.0 --mask padding {options}"));
+        assert!(code(&out) != 0 && errors(&out).join(" ").contains("the ends of batch entries"), "{options}: {:?}", errors(&out));
+    }
+    assert_eq!(code(&inspect("--stage graph --runtime 9.27.0")), 0);
+}
+
+#[test]
 fn mistakes_of_inspect_are_told_at_once() {
     let out = sdpa(words("inspect --stage plna --form fused --runtime 8.9 --device-profile /nowhere.json --shape 1 --dtype i8"));
     assert_eq!(code(&out), 2);

@@ -150,6 +150,31 @@ fn everything_in_the_library_runs_and_is_right() {
     }
 }
 
+/// Both passes: by lengths, by documents, within a rule, and by the extents where there is nothing else.
+#[test]
+fn windows_at_ends_are_checked() {
+    let documents = "--cu-seqlens-q 0,9,9,30 --cu-seqlens-kv 0,26,31,40";
+    for (n, options) in [
+        "--mask padding --mask causal-ends",
+        "--mask window:5,2:ends --mask padding --score-mod softcap:5 --sink",
+        "--mask padding&(window:4,0:ends|k<3)",
+        "--mask padding --mask !window:7,inf:ends",
+        "--mask window:5,2:ends --mask causal",
+        &format!("{documents} --mask causal-ends --mask dilated:2"),
+        "--cu-seqlens 0,9,9,21 --mask window:5,0:ends",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let seq_kv = if options.contains("--cu-seqlens ") { 21 } else { 26 };
+        let line = format!("run --shape 3,4,2,21,{seq_kv},16 --dtype f32 --backward --check --json --executor cpu --seed {n} {options}");
+        let out = sdpa(words(&line));
+        assert_eq!(code(&out), 0, "{options}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
+    }
+    let out = sdpa(words(&format!("run --shape 3,4,2,21,26,16 {documents} --mask causal-ends|k<3 --executor cpu")));
+    assert_eq!((code(&out), errors(&out).join(" ").contains("joined by & alone")), (2, true), "{:?}", errors(&out));
+}
+
 #[test]
 fn mistakes_in_rules_are_told_at_once() {
     let folder = Folder::new();
