@@ -263,4 +263,62 @@ mod tests {
         );
         assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
     }
+
+    /// What is refused of a cache, by field.
+    fn paged(page_size: i64, change: impl Fn(&mut AttentionSpec)) -> Vec<String> {
+        let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 33, seq_kv: 333, dim_qk: 64, dim_v: 64 };
+        let mut spec = AttentionSpec::paged(DType::BF16, shape, sdpa_core::Paged { page_size, pages: 70 });
+        change(&mut spec);
+        let all = reasons(&spec.validate().unwrap().into(), v(27, 0), 90, false);
+        let field = |reason: Reason| match reason {
+            Reason::Limit { field, value: _, limit: _ } => field,
+            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => reason.to_string(),
+        };
+        all.into_iter().map(field).collect()
+    }
+
+    #[test]
+    fn pages_are_taken_in_place_in_powers_of_two_or_one_behind_the_other() {
+        let head_major = |s: &mut AttentionSpec| {
+            let cache = s.paged.unwrap();
+            (s.k, s.v) = (cache.dense(s.k.dims, Layout::Bhsd), cache.dense(s.v.dims, Layout::Bhsd));
+        };
+        for page_size in [1, 2, 7, 16, 48, 400] {
+            assert!(paged(page_size, |_| ()).is_empty(), "{page_size}");
+            let refused = paged(page_size, head_major);
+            assert_eq!(refused, ["paged.page_size"][..usize::from([7, 48, 400].contains(&page_size))], "{page_size}");
+            // Of several parts, pages may not be apart either.
+            let apart = paged(page_size, |s| s.v.strides[0] += 64);
+            assert_eq!(apart.is_empty(), [1, 2, 16].contains(&page_size), "{page_size}");
+        }
+        // Containers are not copied.
+        assert_eq!(paged(16, |s| s.k.alignment = 2), ["k.strides"]);
+        assert_eq!(paged(16, |s| s.v.strides = Layout::Bshd.strides([70, 2, 16, 64 + 3])), ["v.strides"]);
+        assert!(paged(16, |s| s.q.alignment = 2).is_empty());
+    }
+
+    #[test]
+    fn beside_pages_lengths_are_of_both_sides() {
+        let masked = |text: &str| paged(16, |s| s.masks = vec![text.parse().unwrap()]);
+        assert!(masked("padding").is_empty() && masked("causal").is_empty());
+        for one in ["tensor seq_len_kv[batch]: i32; k < seq_len_kv", "tensor seq_len_q[batch]: i32; q < seq_len_q"] {
+            assert_eq!(masked(one), ["masks"], "{one}");
+        }
+    }
+
+    #[test]
+    fn parts_of_pages_are_counted_in_32_bits() {
+        let many = |pages: i64| paged(7, |s| s.paged = Some(sdpa_core::Paged { page_size: 7, pages }));
+        let most = i64::from(i32::MAX) / 7;
+        assert!(many(most).is_empty());
+        assert_eq!(many(most + 1), ["paged.pages"]);
+    }
+
+    #[test]
+    fn pages_are_asked_for_where_runtimes_know_them() {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 2, seq_q: 64, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+        let job: Job = AttentionSpec::paged(DType::F16, shape, sdpa_core::Paged { page_size: 16, pages: 9 }).validate().unwrap().into();
+        let refused = |minor| reasons(&job, v(minor, 0), 90, false).iter().any(|reason| reason.to_string().contains("9.5 on"));
+        assert!(refused(4) && !refused(5));
+    }
 }

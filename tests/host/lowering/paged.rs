@@ -63,7 +63,7 @@ impl Drawn {
         let mut random = Random::new(seed);
         let [shared, spare] = [random.between(0, 1), random.between(0, 3)];
         let paging = Paging { page_size, layout, lengths_q: None, lengths_kv: None, in_order: false, shared, spare };
-        Drawn::of(shape, &paging, names, seed % 3 == 0, &mut random)
+        Drawn::of(shape, &paging, names, seed.is_multiple_of(3), &mut random)
     }
 
     fn of(shape: Shape, paging: &Paging, [mods, masks]: [&[&str]; 2], sink: bool, random: &mut Random) -> Drawn {
