@@ -177,7 +177,13 @@ fn windows_about_the_ends_are_of_the_key() {
         Job::from(one.validate().unwrap()).fields()
     };
     let ends = fields(&["padding", "window:9,3:ends"]);
-    for other in [&["padding", "window:9,3"][..], &["padding", "window:9,3:bottom-right"], &["padding", "window:10,3:ends"], &["padding"]] {
+    for other in [
+        &["padding", "window:9,3"][..],
+        &["padding", "window:9,3:bottom-right"],
+        &["padding", "window:10,3:ends"],
+        &["padding", "window:9,2:ends"],
+        &["padding"],
+    ] {
         assert_ne!(ends, fields(other), "{other:?}");
     }
     // Without lengths they are at the corner.

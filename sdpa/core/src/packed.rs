@@ -26,7 +26,8 @@ pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
 /// number belong to none: what is there is left alone. In device memory nobody looks at boundaries: whatever they hold, what is read and written lies
 /// within the memory of the call and the first `total` tokens of it.
 ///
-/// Masks and score_mods see places within the document, and its number as the batch entry. `stats` is `(total, heads_q)`.
+/// Masks and score_mods see places within the document, and its number as the batch entry. Where keys have boundaries of their own, windows are aligned
+/// to the first query and key of a document, or to its last ones ([`Align::Ends`](crate::Align::Ends)). `stats` is `(total, heads_q)`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Packed {
     /// Keys have boundaries of their own.

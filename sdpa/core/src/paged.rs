@@ -24,7 +24,8 @@ pub const PAGE_TABLE: &str = "page_table";
 /// An entry has as many keys as the mask [`padding`](crate::Mask::padding) says; without it, all `seq_kv`. What the table holds behind them is not
 /// looked at. In device memory nobody looks at what is before either: it is the caller's that pages lie within the containers.
 ///
-/// Masks and score_mods see places in the sequence, not in the containers. There is no backward pass: a cache is read, not trained.
+/// Masks and score_mods see places in the sequence, not in the containers; [`Mask::causal_ends`](crate::Mask::causal_ends) beside the lengths is what
+/// decoding and chunked prefill mean by causal. There is no backward pass: a cache is read, not trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Paged {
