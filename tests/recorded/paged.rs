@@ -7,7 +7,7 @@ use conformance::recorder::{Recorder, whole};
 use conformance::say::skip;
 use cudnn_graph::{Buffer, DeviceSlice, Handle, Stream, Target};
 use half::bf16;
-use sdpa::cudnn::lower::{Form, Guarded, Job, Operand, Side, Supply};
+use sdpa::cudnn::lower::{Form, Guarded, Operand, Side, Supply};
 use sdpa::cudnn::schedule::Step;
 use sdpa::cudnn::{CudnnOptions, DeviceForward, DeviceParam, DeviceValue, Planned, Replay};
 use sdpa::paged::PAGE_TABLE;
@@ -43,11 +43,7 @@ struct Calls {
 
 impl Calls {
     fn new(spec: &AttentionSpec) -> Option<Calls> {
-        Calls::with(spec, CudnnOptions::default())
-    }
-
-    fn with(spec: &AttentionSpec, options: CudnnOptions) -> Option<Calls> {
-        let recorder = Recorder::with(options).map_err(|why| skip("recording", &why)).ok()?;
+        let recorder = Recorder::load().map_err(|why| skip("recording", &why)).ok()?;
         let problem = spec.validate().unwrap();
         let (planned, _) = recorder.executor().attention(&problem).unwrap_or_else(|e| panic!("{e}"));
         let bytes = |operand: Operand| problem.in_memory(operand).and_then(|t| t.extent()).unwrap().unsigned_abs() * 2;
@@ -278,10 +274,14 @@ fn host_memory_goes_up_as_containers() {
 #[test]
 fn forms_are_timed_over_whole_containers() {
     for pages in [2, 400] {
-        let spec = AttentionSpec::paged(DType::F16, Shape { seq_q: 1, ..SHAPE }, Paged { page_size: 16, pages });
-        let Some(calls) = Calls::with(&spec, CudnnOptions { tune: true, ..CudnnOptions::default() }) else { return };
-        assert_eq!(calls.planned.job, Job::from(spec.validate().unwrap()));
-        let params = calls.params();
-        assert_eq!(calls.run(&calls.planned, &calls.call(&params)).len(), 2, "{pages} pages");
+        let problem = AttentionSpec::paged(DType::F16, Shape { seq_q: 1, ..SHAPE }, Paged { page_size: 16, pages }).validate().unwrap();
+        let options = CudnnOptions { tune: true, ..CudnnOptions::default() };
+        let Some(recorder) = Recorder::with(options).map_err(|why| skip("recording", &why)).ok() else { return };
+        let (built, entries) = recorder.record(|| recorder.executor().attention(&problem).map(|_| ()));
+        built.unwrap();
+        for operand in [Operand::K, Operand::V] {
+            let bytes = problem.in_memory(operand).and_then(|t| t.extent()).unwrap().unsigned_abs() * 2;
+            assert!(entries.iter().any(|entry| entry.what == UPLOAD && entry.bytes == bytes), "{operand} of {pages} pages");
+        }
     }
 }
