@@ -58,10 +58,17 @@ impl<'a> Rules<'a> {
             let counts = used && self.fault != Fault::NoLengths;
             !counts || (at as f64) < self.param(name, index)
         };
+        // Of entries that are no documents, which it is not given.
+        let entry = |used: bool, name: &str, extent: i64| if used { (self.param(name, index) as i64).clamp(0, extent) } else { extent };
+        let ends = || {
+            let lengths = [(kept.seq_len_q, SEQ_LEN_Q, self.problem.seq_q()), (kept.seq_len_kv, SEQ_LEN_KV, self.problem.seq_kv())];
+            kept.ends.keeps(q, k, lengths.map(|(used, name, extent)| entry(used, name, extent)))
+        };
         let rest = || kept.rest.as_ref().is_none_or(|rest| self.eval(rest, 0.0, 0.0, index)[0] != 0.0);
         (kept.region.keeps(q, k) || self.fault == Fault::NoMask)
             && length(kept.seq_len_q, SEQ_LEN_Q, q)
             && length(kept.seq_len_kv, SEQ_LEN_KV, k)
+            && (self.fault == Fault::NoMask || kept.ends.is_full() || ends())
             && (self.fault == Fault::NoRest || rest())
     }
 }
