@@ -147,8 +147,11 @@ fn floats(values: &[f64]) -> impl Iterator<Item = i64> {
 /// A launch as numbers, and the buffers that come out: their types, and each element with how far it may be off; none for what is not written.
 struct Job {
     numbers: Vec<i64>,
-    want: Vec<(Type, Vec<Option<(f64, f64)>>)>,
+    want: Vec<(Type, Vec<Wanted>)>,
 }
+
+/// An element, and how far it may be off; none where anything may stand.
+type Wanted = Option<(f64, f64)>;
 
 /// A sink, or none at all.
 fn sink(random: &mut Random) -> f64 {
@@ -243,9 +246,9 @@ fn gradient(random: &mut Random) -> Job {
 /// A number that is narrowed, of every size.
 fn narrowed(random: &mut Random) -> Job {
     let bits = random.between(0, i64::from(u32::MAX));
-    let near = |by: i64| i64::from(f32::from(f16::from_bits(bits as u16)).to_bits()) + by & 0xffff_ffff;
+    let near = |by: i64| i64::from(f32::from(f16::from_bits(bits as u16)).to_bits()).wrapping_add(by) & 0xffff_ffff;
     // In the middle between two of 16 bits, and nearly.
-    let all = [bits, near(random.between(-4097, 4097)), near(4096), bits & 0xffff_0000 | 0x8000];
+    let all = [bits, near(random.between(-4097, 4097)), near(4096), (bits & 0xffff_0000) | 0x8000];
     Job { numbers: vec![2, random.pick(&all)], want: Vec::new() }
 }
 
@@ -253,7 +256,7 @@ fn read(line: &str) -> Vec<i64> {
     line.split_whitespace().map(|word| i64::from_str_radix(word, 16).unwrap()).collect()
 }
 
-fn buffer(line: &str, ty: Type, want: &[Option<(f64, f64)>]) -> Result<(), String> {
+fn buffer(line: &str, ty: Type, want: &[Wanted]) -> Result<(), String> {
     let got = read(line);
     if got.len() != want.len() + 2 * GUARD {
         return Err(format!("{} elements", got.len()));
@@ -267,7 +270,8 @@ fn buffer(line: &str, ty: Type, want: &[Option<(f64, f64)>]) -> Result<(), Strin
         };
         let Some((want, tolerance)) = wanted else { continue };
         let value = ty.value(bits);
-        if value != want && !((value - want).abs() <= tolerance) {
+        let off = (value - want).abs();
+        if value != want && (off.is_nan() || off > tolerance) {
             return Err(format!("element {} is {value}, not {want} to {tolerance:e}", n - GUARD));
         }
     }

@@ -60,10 +60,8 @@ impl Asked {
 
 /// Why a problem is declined; an environment that fails is told as one.
 fn reasons(error: sdpa::cudnn::Error) -> Vec<Reason> {
-    match Error::from(error) {
-        Error::Unsupported(unsupported) => unsupported.reasons,
-        other => vec![Reason::Absent(other.to_string())],
-    }
+    let error = Error::from(error);
+    if let Error::Unsupported(unsupported) = error { unsupported.reasons } else { vec![Reason::Absent(error.to_string())] }
 }
 
 /// What became of a problem on one device.

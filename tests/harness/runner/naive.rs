@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use rules::Rules;
 use sdpa::{
     AttentionSpec, BackwardProblem, BackwardSpec, DType, Elements, ElementsMut, Error, Executor, ExecutorName, HostBackward, HostForward,
-    Layout, Mask, Prepared, PreparedBackward, Problem, Reason, Report, Shape, TensorSpec, Unsupported,
+    Layout, Mask, Param, Prepared, PreparedBackward, Problem, Reason, Report, SINK, Shape, TensorSpec, Unsupported,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -131,6 +131,12 @@ fn add(to: &mut [f32], factor: f32, row: &[f32]) {
     to.iter_mut().zip(row).for_each(|(to, x)| *to += factor * x);
 }
 
+/// The number of a head in the denominator; −∞ is none.
+fn sink_of(problem: &Problem, params: &[Param<'_>], head: usize) -> f32 {
+    let given = params.iter().find(|p| problem.sink() && p.name == SINK);
+    given.map_or(f32::NEG_INFINITY, |sink| sink.value.get(head) as f32)
+}
+
 impl Prepared for Ready<Problem> {
     fn forward(&self, mut call: HostForward<'_>) -> Result<Report, Error> {
         let p = &self.problem;
@@ -145,8 +151,10 @@ impl Prepared for Ready<Problem> {
             let index = |j: usize| [b, h, i, j].map(|n| n as i64);
             let keys: Vec<usize> = (0..p.seq_kv() as usize).filter(|&j| rules.keeps(index(j))).collect();
             let scores: Vec<f32> = keys.iter().map(|&j| rules.modified(dot(query, k.row([b, kv, j])) * scale, index(j))).collect();
-            let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let sum: f32 = scores.iter().map(|s| (s - max).exp()).sum();
+            let sink = sink_of(p, call.params, h);
+            let max = scores.iter().copied().fold(sink, f32::max);
+            let own = if sink == f32::NEG_INFINITY { 0.0 } else { (sink - max).exp() };
+            let sum: f32 = scores.iter().map(|s| (s - max).exp()).sum::<f32>() + own;
             let mut o = vec![0f32; p.dim_v() as usize];
             for (&j, score) in keys.iter().zip(&scores) {
                 add(&mut o, narrow(p.dtype(), (score - max).exp()) / sum, v.row([b, kv, j]));
@@ -180,6 +188,11 @@ impl Ready<BackwardProblem> {
             let (query, d_out) = (q.row([b, h, i]), d_o.row([b, h, i]));
             let delta = if self.fault == Fault::NoDelta { 0.0 } else { dot(d_out, o.row([b, h, i])) };
             let stats = if self.fault == Fault::NoStats { 4.0 } else { call.stats[n] };
+            let of_sink = problem.wrt().iter().position(|g| p.sink() && g.name == SINK);
+            let meets = (0..seq_kv).any(|j| rules.keeps([b, h, i, j].map(|n| n as i64)));
+            if let (Some(at), true) = (of_sink, meets && stats != f32::NEG_INFINITY) {
+                along[at][h] -= (sink_of(p, call.params, h) - stats).exp() * delta;
+            }
             let lost = self.fault == Fault::OneHeadOfAGroup && (h + 1) % p.group() as usize != 0;
             for j in 0..seq_kv {
                 let index = [b, h, i, j].map(|n| n as i64);
