@@ -22,7 +22,7 @@ pub const PAGE_TABLE: &str = "page_table";
 /// `n % page_size` of page `page_table[b][n / page_size]`. Entries may share pages, and pages may be nobody's.
 ///
 /// An entry has as many keys as the mask [`padding`](crate::Mask::padding) says; without it, all `seq_kv`. What the table holds behind them is not
-/// looked at. In device memory nobody looks at what is before either: it is the caller's that pages lie within the containers.
+/// looked at. What it holds before is judged in host memory; in device memory, what is no page of the containers stands for one that is.
 ///
 /// Masks and score_mods see places in the sequence, not in the containers; [`Mask::causal_ends`](crate::Mask::causal_ends) beside the lengths is what
 /// decoding and chunked prefill mean by causal. There is no backward pass: a cache is read, not trained.
