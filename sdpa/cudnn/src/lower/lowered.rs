@@ -115,6 +115,11 @@ pub enum Supply {
     },
 }
 
+/// The clamped lengths of a side, where a graph reads such.
+pub(crate) fn guarded(supplies: &[(TensorId, Supply)], side: Side) -> Option<TensorId> {
+    supplies.iter().find(|(_, supply)| matches!(supply, Supply::Guarded(which) if which.of == side)).map(|(tensor, _)| *tensor)
+}
+
 /// A graph and the tensors that are bound at a call.
 #[derive(Clone, Debug)]
 pub struct Lowered {

@@ -29,6 +29,7 @@ pub(crate) use copy::{densify, guarded, spread};
 pub use expr::Vectors;
 pub use job::Job;
 pub(crate) use key::JobQuery;
+pub(crate) use lowered::guarded as guarded_lengths;
 pub use lowered::{Guarded, Lowered, Supply, Table, Told};
 pub use paged::Pages;
 pub(crate) use paged::UNEVEN;

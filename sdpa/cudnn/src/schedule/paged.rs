@@ -5,7 +5,7 @@ use super::sink::slot_of;
 use super::{Argument, Launch, Role, SlotId, Step};
 use crate::error::Error;
 use crate::kernels::Own;
-use crate::lower::{Lowered, Pages, Side, Supply};
+use crate::lower::{self, Lowered, Pages, Side};
 use cudnn_graph::ir::TensorId;
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::problem::Problem;
@@ -21,19 +21,8 @@ pub(super) fn check(
     bound: &[(TensorId, SlotId)],
 ) -> Result<(), Error> {
     let Some(paged) = problem.paged() else { return Ok(()) };
-    let guarded = lowered.supplies.iter().find(|(_, supply)| match supply {
-        Supply::Guarded(which) => which.of == Side::Keys,
-        Supply::Number(_)
-        | Supply::Param(_)
-        | Supply::Spread { .. }
-        | Supply::Documents(_)
-        | Supply::Pages(_)
-        | Supply::Table(_)
-        | Supply::Scratch
-        | Supply::Gradient(_)
-        | Supply::Terms { .. } => false,
-    });
-    let lengths = guarded.map_or(Ok(Argument::Fixed(0)), |(id, _)| slot_of(bound, *id).map(Argument::Slot))?;
+    let lengths = lower::guarded_lengths(&lowered.supplies, Side::Keys);
+    let lengths = lengths.map_or(Ok(Argument::Fixed(0)), |id| slot_of(bound, id).map(Argument::Slot))?;
     let (table, given, each) = (made.param(PAGE_TABLE)?, paged.pages_of(problem.seq_kv()), pages.per_entry(problem.seq_kv()));
     made.holds(table, 4 * (problem.batch() * given).unsigned_abs(), 4);
     let mut arguments = [problem.batch(), each, pages.parts, pages.tokens, paged.pages, problem.seq_kv()].map(Argument::Fixed).to_vec();

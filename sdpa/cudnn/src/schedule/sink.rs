@@ -4,7 +4,7 @@ use super::outline::{Outline, bug};
 use super::{Argument, Launch, Role, SlotId, Source, Step};
 use crate::error::Error;
 use crate::kernels::Own;
-use crate::lower::{Job, Lowered, Operand, Side, Supply, Told};
+use crate::lower::{self, Job, Lowered, Operand, Side, Supply, Told};
 use cudnn_graph::ir::TensorId;
 use sdpa_core::problem::Problem;
 use sdpa_core::{BackwardProblem, DType, SINK};
@@ -72,21 +72,10 @@ pub(super) fn differentiate(
         (Some(stats), Some(sums)) => stats.ragged.is_some() && sums.ragged.is_some(),
         (_, _) => false,
     };
-    let told = |wanted: &dyn Fn(&Supply) -> bool| lowered.supplies.iter().find(|(_, supply)| wanted(supply)).map(|(id, _)| *id);
+    let told = |wanted: Told| lowered.supplies.iter().find(|(_, supply)| *supply == Supply::Documents(wanted)).map(|(id, _)| *id);
     let heads = forward.heads_q();
-    let lengths = told(&|supply| match supply {
-        Supply::Guarded(which) => which.of == Side::Queries,
-        Supply::Documents(told) => *told == Told::Lengths(Side::Queries),
-        Supply::Number(_)
-        | Supply::Param(_)
-        | Supply::Spread { .. }
-        | Supply::Pages(_)
-        | Supply::Table(_)
-        | Supply::Scratch
-        | Supply::Gradient(_)
-        | Supply::Terms { .. } => false,
-    });
-    let begins = told(&|supply| *supply == Supply::Documents(Told::Offsets(Side::Queries, heads)));
+    let lengths = lower::guarded_lengths(&lowered.supplies, Side::Queries).or_else(|| told(Told::Lengths(Side::Queries)));
+    let begins = told(Told::Offsets(Side::Queries, heads));
     if forward.packed().is_some() != (begins.is_some() && lengths.is_some()) {
         return Err(bug("it is not told where rows are".to_owned()));
     }
