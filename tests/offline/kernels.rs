@@ -1,6 +1,7 @@
 //! Kernels of this project that run beside cuDNN's: the PTX is what the compiler makes of the source, and the source, compiled for a CPU,
 //! computes what it should of any boundaries.
 
+use crate::grid::{BEFORE, TOOLS};
 use conformance::golden;
 use conformance::msl::{Check, Toolchain};
 use conformance::nvrtc::Nvrtc;
@@ -50,21 +51,7 @@ fn the_ptx_is_what_the_compiler_makes_of_the_source() {
     assert!(other != SOURCE && made(&other) != made(SOURCE));
 }
 
-/// A grid of the kernels for a CPU, thread by thread: none waits for another. Each job is numbers, each answer a line for each buffer, with
-/// what lies around it.
-const BEFORE: &str = "#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#define __device__
-#define __global__
-struct Place { unsigned x; };
-static Place blockIdx, blockDim, threadIdx;
-";
-
 const AFTER: &str = "
-static const number *next = jobs;
-static const number guard = 9;
-
 static void *boundaries(number wide, number count) {
     void *made = malloc(static_cast<size_t>(count + 1) * (wide ? 8 : 4));
     for (number n = 0; n <= count; n++) {
@@ -72,13 +59,6 @@ static void *boundaries(number wide, number count) {
         else static_cast<int *>(made)[n] = static_cast<int>(*next++);
     }
     return made;
-}
-
-static char *buffer(number count, number bytes) {
-    size_t all = static_cast<size_t>((count + 2 * guard) * bytes);
-    char *made = static_cast<char *>(malloc(all));
-    memset(made, 0x5a, all);
-    return made + guard * bytes;
 }
 
 static void print(char *made, number count, number bytes) {
@@ -89,12 +69,6 @@ static void print(char *made, number count, number bytes) {
     }
     printf(\"\\n\");
     free(made - guard * bytes);
-}
-
-template <typename Run> static void launch(number blocks, unsigned threads, Run run) {
-    blockDim.x = threads;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) run();
 }
 
 int main() {
@@ -285,7 +259,7 @@ fn check(toolchain: &Toolchain, source: &str, jobs: &[Job]) -> Result<(), String
     // The smallest number has no literal.
     let text = numbers.map(|n| if n == i64::MIN { "-9223372036854775807 - 1".to_owned() } else { n.to_string() });
     let text = text.collect::<Vec<_>>().join(",\n");
-    let printed = toolchain.print(&format!("{BEFORE}{source}\nstatic const number jobs[] = {{{text}}};\n{AFTER}"))?;
+    let printed = toolchain.print(&format!("{BEFORE}{source}\nstatic const number jobs[] = {{{text}}};\n{TOOLS}{AFTER}"))?;
     let mut lines = printed.lines();
     for (n, job) in jobs.iter().enumerate() {
         for (buffer, want) in job.want().iter().enumerate() {

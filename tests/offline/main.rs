@@ -2,6 +2,7 @@
 
 mod absent;
 mod asked;
+mod grid;
 mod kernels;
 mod pages;
 mod policy;

@@ -1,26 +1,15 @@
 //! The kernel of page tables, compiled for a CPU: of any table and any lengths, a page of the containers for every entry, and that of the keys
 //! where there are some.
 
+use crate::grid::{BEFORE, TOOLS};
 use conformance::msl::{Check, Toolchain};
 use conformance::random::Random;
 use conformance::say::{say, skip};
 
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/pages.cu");
 
-const BEFORE: &str = "#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#define __device__
-#define __global__
-struct Place { unsigned x; };
-static Place blockIdx, blockDim, threadIdx;
-";
-
 /// What is read ends where its memory does.
 const AFTER: &str = "
-static const number *next = jobs;
-static const number guard = 9;
-
 static int *given_numbers(number count) {
     int *made = static_cast<int *>(malloc(static_cast<size_t>(count) * 4));
     for (number n = 0; n < count; n++) made[n] = static_cast<int>(*next++);
@@ -31,16 +20,11 @@ int main() {
     while (next != jobs + sizeof(jobs) / sizeof(number)) {
         number batch = *next++, each = *next++, parts = *next++, tokens = *next++, count = *next++, longest = *next++, given = *next++;
         int *lengths = *next++ ? given_numbers(batch) : nullptr, *table = given_numbers(batch * given);
-        number all = batch * each + 2 * guard;
-        int *to = static_cast<int *>(malloc(static_cast<size_t>(all) * 4));
-        memset(to, 0x5a, static_cast<size_t>(all) * 4);
-        blockDim.x = 128;
-        for (blockIdx.x = 0; blockIdx.x < (batch * each + 127) / 128; blockIdx.x++)
-            for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
-                pages(batch, each, parts, tokens, count, longest, lengths, table, given, to + guard);
-        for (number n = 0; n < all; n++) printf(\"%d \", to[n]);
+        int *to = reinterpret_cast<int *>(buffer(batch * each, 4));
+        launch((batch * each + 127) / 128, 128, [&] { pages(batch, each, parts, tokens, count, longest, lengths, table, given, to); });
+        for (number n = -guard; n < batch * each + guard; n++) printf(\"%d \", to[n]);
         printf(\"\\n\");
-        free(to);
+        free(to - guard);
         free(table);
         free(lengths);
     }
@@ -116,7 +100,7 @@ impl Job {
 /// Runs every job; the first that gives something else than it should.
 fn check(toolchain: &Toolchain, source: &str, jobs: &[Job]) -> Result<(), String> {
     let text: Vec<String> = jobs.iter().flat_map(Job::numbers).map(|n| n.to_string()).collect();
-    let printed = toolchain.print(&format!("{BEFORE}{source}\nstatic const number jobs[] = {{{}}};\n{AFTER}", text.join(",\n")))?;
+    let printed = toolchain.print(&format!("{BEFORE}{source}\nstatic const number jobs[] = {{{}}};\n{TOOLS}{AFTER}", text.join(",\n")))?;
     let mut lines = printed.lines();
     for (n, job) in jobs.iter().enumerate() {
         let got: Vec<i64> = lines.next().unwrap_or_default().split_whitespace().map(|word| word.parse().unwrap()).collect();

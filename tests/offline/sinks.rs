@@ -1,5 +1,6 @@
 //! Kernels of sinks, compiled for a CPU: what they make of rows and of sums, in every element type, and nothing beside it.
 
+use crate::grid::{BEFORE, TOOLS};
 use conformance::msl::{Check, Toolchain};
 use conformance::random::Random;
 use conformance::say::skip;
@@ -7,29 +8,7 @@ use half::{bf16, f16};
 
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/sinks.cu");
 
-/// A grid for a CPU, thread by thread; where a warp waits for its lanes, the last one comes last.
-const BEFORE: &str = "#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#define __device__
-#define __global__
-#define __syncwarp()
-struct Place { unsigned x; };
-static Place blockIdx, blockDim, threadIdx;
-";
-
 const AFTER: &str = "
-static const number *next = jobs;
-static const number guard = 9;
-
-static char *buffer(number count, number bytes) {
-    size_t all = static_cast<size_t>((count + 2 * guard) * bytes);
-    char *made = static_cast<char *>(malloc(all));
-    memset(made, 0x5a, all);
-    return made + guard * bytes;
-}
-
 static char *filled(number count, number bytes) {
     char *made = buffer(count, bytes);
     for (number n = 0; n < count; n++) memcpy(made + n * bytes, next++, static_cast<size_t>(bytes));
@@ -44,12 +23,6 @@ static void done(char *made, number count, number bytes, bool print) {
     }
     if (print) printf(\"\\n\");
     free(made - guard * bytes);
-}
-
-template <typename Run> static void launch(number blocks, unsigned threads, Run run) {
-    blockDim.x = threads;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) run();
 }
 
 static void rows() {
@@ -280,7 +253,7 @@ fn buffer(line: &str, ty: Type, want: &[Wanted]) -> Result<(), String> {
 
 fn check(toolchain: &Toolchain, source: &str, jobs: &[Job]) -> Result<(), String> {
     let text: Vec<String> = jobs.iter().flat_map(|job| &job.numbers).map(i64::to_string).collect();
-    let printed = toolchain.print(&format!("{BEFORE}{source}\nstatic const number jobs[] = {{{}}};\n{AFTER}", text.join(",\n")))?;
+    let printed = toolchain.print(&format!("{BEFORE}{source}\nstatic const number jobs[] = {{{}}};\n{TOOLS}{AFTER}", text.join(",\n")))?;
     let mut lines = printed.lines();
     let widened = read(lines.next().unwrap_or_default());
     for (bits, got) in widened.iter().enumerate() {

@@ -1,5 +1,5 @@
 // A page table as engines may be given it. It is data that nobody has checked: whatever it holds, no page is outside of the container, and what is
-// behind the keys of an entry is its first page.
+// behind the keys of an entry is the first page of all.
 
 typedef long long number;
 
