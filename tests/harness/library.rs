@@ -221,6 +221,15 @@ impl Library {
         }
     }
 
+    /// Drawn lengths of batch entries, beside masks that the oracle reads by itself, of a problem of extents (batch, heads_q, seq_q, seq_kv).
+    ///
+    /// # Errors
+    /// None: the library has lengths.
+    pub fn of_lengths(extents: [i64; 4], random: &mut Random) -> Result<Library, String> {
+        let library = Library::over(&[], &["padding".to_owned()], extents, Vec::new(), random)?;
+        Ok(Library { beside_masks: true, ..library })
+    }
+
     /// The masks that the oracle reads by itself: none that is a closure.
     pub fn word_for_word(&self, masks: &[Mask]) -> Vec<Mask> {
         let read = |mask: &&Mask| match mask {

@@ -151,13 +151,19 @@ fn entries(library: Option<&Library>, spec: &AttentionSpec) -> Vec<[i64; 2]> {
     library.map_or_else(Vec::new, |library| library.lengths([batch, heads_q, seq_q, spec.k.dims[2]]))
 }
 
-/// Documents or pages of a specification that a case says nothing of.
+/// Documents, pages or lengths of a specification that a case says nothing of.
 fn drawn_entries(spec: &AttentionSpec, seed: u64) -> Option<Library> {
     let mut random = Random::new(seed ^ 0xd0c5);
     let [batch, heads_q, seq_q, _] = spec.q.dims;
     let extents = [batch, heads_q, seq_q, spec.k.dims[2]];
-    let documents = spec.packed.map(|packed| Library::of_documents(Packing::draw(spec, &packed, &mut random)));
-    documents.or_else(|| spec.paged.map(|paged| Library::of_cache(&Paging::draw(spec, &paged, &mut random), extents, &mut random)))
+    if let Some(packed) = spec.packed {
+        return Some(Library::of_documents(Packing::draw(spec, &packed, &mut random)));
+    }
+    if let Some(paged) = spec.paged {
+        return Some(Library::of_cache(&Paging::draw(spec, &paged, &mut random), extents, &mut random));
+    }
+    let padded = spec.masks.iter().any(|mask| matches!(mask, Mask::Traced(_)));
+    Library::of_lengths(extents, &mut random).ok().filter(|_| padded)
 }
 
 /// Sinks of a specification that has such: of the size of scores, far below them, or none.
@@ -340,6 +346,17 @@ pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
         }
     }
     spec.paged = Some(Paged { page_size, pages });
+    spec
+}
+
+/// The same of windows about the ends of entries, beside their lengths.
+pub fn random_ends(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
+    let mut spec = random_padded(random, dtypes);
+    let [seq_q, seq_kv] = [spec.q.dims[2], spec.k.dims[2]];
+    let side = |most: i64, random: &mut Random| (random.between(0, 3) > 0).then(|| random.between(0, most));
+    let (left, right) = (side(seq_kv, random).map(|left| left.max(1)), side(seq_q, random));
+    spec.masks.push(Mask::window(left, right, Align::Ends));
+    spec.masks.push(Mask::padding());
     spec
 }
 

@@ -183,7 +183,7 @@ fn quirks_have_their_page_and_their_tests() {
     let made = format!("{before}those that are named.\n\n{}\n## What holds this page{after}", Quirk::table());
     golden::check("docs/lowering.md", &made).unwrap_or_else(|e| panic!("{e}"));
     let mut all: String = sources().into_iter().map(|(_, text)| text).collect();
-    for case in ["forward", "backward", "score_mod"] {
+    for case in ["forward", "backward", "score_mod", "packed", "paged", "sink", "ends"] {
         all.push_str(&std::fs::read_to_string(repository(&format!("tests/cases/{case}.toml"))).unwrap());
     }
     for quirk in Quirk::ALL {

@@ -58,16 +58,19 @@ pub(crate) enum Part {
     Paged,
     /// Sinks.
     Sinks,
+    /// Windows about the ends of entries.
+    Ends,
 }
 
 impl Part {
-    pub(crate) const ALL: [Part; 3] = [Part::Packed, Part::Paged, Part::Sinks];
+    pub(crate) const ALL: [Part; 4] = [Part::Packed, Part::Paged, Part::Sinks, Part::Ends];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
             Part::Packed => "packed",
             Part::Paged => "paged",
             Part::Sinks => "sinks",
+            Part::Ends => "ends",
         }
     }
 
@@ -80,6 +83,7 @@ impl Part {
             Part::Packed => Case::all_packed(),
             Part::Paged => Case::all_paged(),
             Part::Sinks => Case::all_sinks(),
+            Part::Ends => Case::all_ends(),
         }
     }
 
@@ -89,6 +93,7 @@ impl Part {
             Part::Packed => runner::random_packed(random, &narrow),
             Part::Paged => runner::random_paged(random, &narrow),
             Part::Sinks => runner::random_padded(random, &narrow).with_sink(),
+            Part::Ends => runner::random_ends(random, &narrow),
         }
     }
 

@@ -23,6 +23,8 @@ pub const PAGE_TABLE: &str = "page_table";
 ///
 /// An entry has as many keys as the mask [`padding`](crate::Mask::padding) says; without it, all `seq_kv`. What the table holds behind them is not
 /// looked at. What it holds before is judged in host memory; in device memory, what is no page of the containers stands for one that is.
+/// On cuDNN, tokens of an entry's last page that are behind its last key must be finite numbers, as padding must be: engines multiply what is there by 0.
+/// A container that begins as zeros is enough. Pages that no entry has may be anything.
 ///
 /// Masks and score_mods see places in the sequence, not in the containers; [`Mask::causal_ends`](crate::Mask::causal_ends) beside the lengths is what
 /// decoding and chunked prefill mean by causal. There is no backward pass: a cache is read, not trained.

@@ -44,10 +44,16 @@ fn is_padded(job: &Job) -> bool {
     Side::ALL.iter().all(|&side| job.problem().has_lengths(side))
 }
 
+/// Dims of the engine that adds up dq in any order, also where the same bits are asked for.
+fn wide_keys(job: &Job) -> bool {
+    let dims = [job.problem().dim_qk(), job.problem().dim_v()];
+    (129..=192).contains(&dims[0]) && (65..=128).contains(&dims[1]) && dims != [192, 128]
+}
+
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 12] = [
+const DECLINED: [Declined; 13] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::PaddingWithoutNumbers, is_padded),
@@ -59,6 +65,7 @@ const DECLINED: [Declined; 12] = [
     (Quirk::AccumulatorOfQueryGradient, |_| true),
     (Quirk::PastTheKeys, |j| j.problem().seq_kv() % 128 != 0),
     (Quirk::PackedWideKeys, |j| j.problem().packed().is_some() && j.problem().dim_qk() > 192 && j.problem().dim_v() <= 128),
+    (Quirk::OrderOfWideKeys, |j| j.deterministic() && wide_keys(j)),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
 
@@ -255,6 +262,19 @@ mod tests {
             assert_eq!(refused(&packed(9, dims, true), 19, 0, 90), declined, "{dims:?}");
             assert!(!refused(&packed(9, dims, false), 19, 0, 90), "{dims:?}");
         }
+        let ordered = |[dim_qk, dim_v]: [i64; 2], deterministic: bool| {
+            let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 130, seq_kv: 300, dim_qk, dim_v };
+            let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).backward();
+            spec.deterministic = deterministic;
+            spec.validate().unwrap().into()
+        };
+        // As measured, 16 pairs of dims.
+        for dims in [[136, 80], [136, 128], [144, 128], [152, 104], [176, 72], [184, 128], [192, 72], [192, 120]] {
+            assert!(refused(&ordered(dims, true), 19, 0, 90) && !refused(&ordered(dims, false), 19, 0, 90), "{dims:?}");
+        }
+        for dims in [[192, 128], [128, 120], [136, 64], [184, 64], [136, 136], [160, 144], [200, 128], [208, 120]] {
+            assert!(!refused(&ordered(dims, true), 19, 0, 90), "{dims:?}");
+        }
         // Packed stats, documents of a token, and lengths that go wrong without numbers.
         let usual = |backward| packed(9, [64, 64], backward);
         assert!(refused(&usual(true), 27, 0, 80) && !refused(&usual(false), 27, 0, 80) && refused(&usual(true), 27, 0, 120));
@@ -283,6 +303,12 @@ mod tests {
             let cache = s.paged.unwrap();
             (s.k, s.v) = (cache.dense(s.k.dims, Layout::Bhsd), cache.dense(s.v.dims, Layout::Bhsd));
         };
+        // Tokens of a page are apart, of however few keys.
+        let odd = |s: &mut AttentionSpec| {
+            (s.k.dims[2], s.v.dims[2]) = (1, 1);
+            s.v.strides = Layout::Bshd.strides([70, 2, 16, 67]);
+        };
+        assert_eq!(paged(16, odd), ["v.strides"]);
         for page_size in [1, 2, 7, 16, 48, 400] {
             assert!(paged(page_size, |_| ()).is_empty(), "{page_size}");
             let refused = paged(page_size, head_major);

@@ -130,6 +130,26 @@ quirks! {
         so: "declined", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
+    OrderOfWideKeys {
+        what: "deterministic: dq has other bits on every run where 128 < dim_qk ≤ 192 and 64 < dim_v ≤ 128, other than 192 and 128",
+        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    BandsOfTwoCorners {
+        what: "a band about the ends of entries beside one about the first query and key: both are taken to be about the same corner",
+        so: "the one about the ends is a band, the other a rule", versions: EVERY, sm: ANY, passes: Both,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "a_band_about_the_ends_is_the_only_band",
+    }
+    OrderOfEnds {
+        what: "a left bound about the ends of entries, the length of queries added to the key before that of keys is subtracted, is taken to be about the first query and key",
+        so: "spelled in the order of NVIDIA's frontend", versions: to(20, 99), sm: ANY, passes: Both,
+        source: "seen on an H200 under 9.19.0", test: "bounds_about_the_ends_are_moved_as_the_frontend_moves_them",
+    }
+    HeadsOverPages {
+        what: "one query over pages: values by head are another head's where heads share keys",
+        so: "spread over keys", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "paged_decode_score_mod",
+    }
     EntriesWithoutKeys {
         what: "entries of a batch without keys (`seq_len_kv` 0) get not-a-number forward and nothing backward; 9.25.1 still not-a-number in dk and dv",
         so: "products are told of one key and no query there: the lengths that they take come from small graphs that run before; lengths in the unified form are refused",

@@ -177,10 +177,9 @@ pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
 /// The same job with every operand that cannot be used in place made dense, and which those are.
 pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
     let dtype = super::dtype(job.problem().dtype());
-    let given = job.tensors().filter(|(_, tensor)| !in_place(tensor, dtype));
-    let copied: Vec<(Operand, TensorSpec)> = given.collect();
-    let dense = copied.iter().fold(job.clone(), |job, &(operand, _)| job.densely(operand));
-    (dense, copied.into_iter().map(|(operand, _)| operand).collect())
+    let in_place = |operand: Operand| job.in_memory(operand).is_none_or(|tensor| in_place(&tensor, dtype));
+    let copied: Vec<Operand> = job.tensors().map(|(operand, _)| operand).filter(|&operand| !in_place(operand)).collect();
+    (copied.iter().fold(job.clone(), |job, &operand| job.densely(operand)), copied)
 }
 
 #[cfg(test)]

@@ -327,6 +327,7 @@ impl<'a> Emitter<'a> {
     fn table(&self, to: &mut Draft<'_>, id: NodeId, axes: Axes) -> TensorId {
         let trace = part(self.trace, id);
         let [batches, heads, ..] = axes.dims(self.extents);
+        let axes = apart_over_pages(to, axes, self.extents);
         let dims = read_right(axes, read_as(to, self.trace.ty(id)), self.pass, self.extents).dims(self.extents);
         let copies = (dims[2] * dims[3]) as usize;
         let mut values = Vec::with_capacity((batches * heads) as usize * copies);
@@ -452,6 +453,12 @@ fn read_as(to: &Draft<'_>, ty: Type) -> Type {
     if lengths && ty == Type::I32 { Type::F32 } else { ty }
 }
 
+/// Of one query over pages, what spans heads and not keys is read at another head (`Quirk::HeadsOverPages`).
+fn apart_over_pages(to: &Draft<'_>, axes: Axes, [_, heads, seq_q, _]: [i64; 4]) -> Axes {
+    let pages = seq_q == 1 && to.supplies.iter().any(|(_, supply)| matches!(supply, Supply::Pages(_)));
+    if pages && axes.has(Axis::Head) && heads > 1 { axes.with(Axis::K) } else { axes }
+}
+
 /// A declared tensor; the one that is there already, if the graph has it.
 pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::ParamId, extents: [i64; 4], pass: Pass) -> TensorId {
     let declared = &trace.params()[p.index()];
@@ -472,7 +479,7 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
     let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
     let name = declared.name.clone();
     let dims = axes.dims(extents);
-    let read = read_right(axes, read_as(to, declared.kind.ty()), pass, extents).dims(extents);
+    let read = read_right(apart_over_pages(to, axes, extents), read_as(to, declared.kind.ty()), pass, extents).dims(extents);
     let (stored, used) = match dtype {
         sdpa_core::DType::Bool => (DType::I8, TRUTH),
         sdpa_core::DType::F32 | sdpa_core::DType::F16 | sdpa_core::DType::BF16 | sdpa_core::DType::I32 | sdpa_core::DType::I64 => {

@@ -105,6 +105,13 @@ pub(super) fn drops(problem: &Problem, lengths: Lengths) -> bool {
     !kept.region.is_full() || !kept.ends.is_full() || kept.rest.is_some() || lengths.drop_anything()
 }
 
+/// Whether something of the masks is neither a band nor a length to engines. Beside a band about the ends no other is: they take both for one
+/// (`Quirk::BandsOfTwoCorners`).
+pub(super) fn has_rules(problem: &Problem) -> bool {
+    let kept = problem.kept();
+    kept.rest.is_some() || !kept.ends.is_full() && !kept.region.is_full()
+}
+
 /// Drops what any mask drops. The order is that of NVIDIA's frontend, with rules of one's own in front.
 pub(super) fn apply(to: &mut Draft<'_>, scores: TensorId, problem: &Problem, lengths: Lengths, runtime: Version, pass: Pass) -> TensorId {
     fill_dropped(to, scores, problem, lengths, (runtime, masked(runtime)), pass)
@@ -129,7 +136,8 @@ pub(super) fn fill_dropped(
     if problem.seq_q() == 1 && (problem.score_mod().is_some() || kept.rest.is_some() || lengths.drop_anything()) {
         return rule(to, scores, problem, (lengths.as_rules(), kept.region), fill, pass);
     }
-    let mut out = rule(to, scores, problem, (lengths, Region::default()), fill, pass);
+    let (bands, ruled) = if kept.ends.is_full() { (kept.region, Region::default()) } else { (Region::default(), kept.region) };
+    let mut out = rule(to, scores, problem, (lengths, ruled), fill, pass);
     let ends = ends::lengths(to, [lengths.q, lengths.kv]);
     let g = &mut *to.graph;
     let within = [(2, lengths.q), (3, lengths.kv)].map(|(axis, length)| {
@@ -146,7 +154,7 @@ pub(super) fn fill_dropped(
     if let Some(within) = within {
         out = g.pointwise(Mode::BinarySelect, &[out, fill, within]);
     }
-    let Region { lower, upper, prefix } = kept.region;
+    let Region { lower, upper, prefix } = bands;
     let band_op = runtime >= super::UNIFIED_SINCE;
     out = ends::apply(g, out, fill, problem, ends, band_op);
     // Right before left: NVIDIA's frontend says that kernels are faster for it.
@@ -163,12 +171,12 @@ pub(super) fn fill_dropped(
     out
 }
 
-/// The bounds for the only query, lengths that are rules, and what is no band and no length.
+/// Bounds that are no band, lengths that are rules, and what is neither.
 fn rule(
     to: &mut Draft<'_>,
     scores: TensorId,
     problem: &Problem,
-    (lengths, Region { lower, upper, prefix: _ }): (Lengths, Region),
+    (lengths, region): (Lengths, Region),
     fill: TensorId,
     pass: Pass,
 ) -> TensorId {
@@ -176,12 +184,7 @@ fn rule(
     let key = b.index(Axis::K);
     let query = if problem.seq_q() == 1 { b.konst(Const::I32(0)) } else { b.index(Axis::Q) };
     let mut terms = if problem.seq_q() == 1 { ends::terms(&mut b, problem, key) } else { Vec::new() };
-    for (bound, f) in [(lower, Binary::Gt), (upper, Binary::Le)] {
-        if let Some(bound) = bound {
-            let bound = b.konst(Const::I32(bound as i32));
-            terms.push(b.binary(f, key, bound));
-        }
-    }
+    terms.extend(bounds(&mut b, problem, region, [query, key]));
     let [rows, keys] = lengths.ruled;
     for (used, name, index) in [(rows, SEQ_LEN_Q, query), (keys, SEQ_LEN_KV, key)] {
         if used {
@@ -199,6 +202,23 @@ fn rule(
         [root] => Emitter::new(&rule, problem.extents(), pass, scores).select(to, *root, scores, fill, DType::F32),
         _ => scores,
     }
+}
+
+/// A region as terms of a rule, spelled as engines know no band.
+fn bounds(b: &mut Builder, problem: &Problem, Region { lower, upper, prefix }: Region, [query, key]: [NodeId; 2]) -> Vec<NodeId> {
+    let past = if problem.seq_q() == 1 { key } else { b.binary(Binary::Sub, key, query) };
+    let within = [(lower, Binary::Gt), (upper, Binary::Le)].into_iter().filter_map(|(bound, f)| Some((bound?, f)));
+    let mut terms = Vec::new();
+    for (bound, f) in within {
+        let bound = b.konst(Const::I32(bound as i32));
+        terms.push(b.binary(f, past, bound));
+    }
+    if let Some(prefix) = prefix {
+        let last = b.konst(Const::I32(prefix as i32 - 1));
+        let last = b.binary(Binary::Max, query, last);
+        terms.push(b.binary(Binary::Le, key, last));
+    }
+    terms
 }
 
 /// The length of the batch entry, as a declared parameter.

@@ -18,11 +18,11 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let operands = Operands::new(to, problem, false, |key| key);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
     let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
-    if padded && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
+    if padded && (problem.score_mod().is_some() || mask::has_rules(problem)) {
         let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
         return Err(LowerError::Unsupported(rule.to_owned()));
     }
-    if problem.seq_q() == 1 && Quirk::HeadsOfOneQuery.holds(runtime) && (problem.score_mod().is_some() || problem.kept().rest.is_some()) {
+    if problem.seq_q() == 1 && Quirk::HeadsOfOneQuery.holds(runtime) && (problem.score_mod().is_some() || mask::has_rules(problem)) {
         let rule = "a score_mod or a rule on one query before cuDNN 9.25.1: the engine takes values by head from another head".to_owned();
         return Err(LowerError::Unsupported(rule));
     }

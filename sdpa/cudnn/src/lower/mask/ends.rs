@@ -38,7 +38,7 @@ pub(super) fn apply(
             g.band_mask_right(out, fill, shift, Some((q, kv)))
         } else {
             let (row, col) = (index(g, out, 2), index(g, out, 3));
-            let row = moved(g, row, [kv, q]);
+            let row = moved(g, row, [Mode::Add, Mode::Sub], [kv, q]);
             let row = shifted(g, row, upper);
             let keep = g.pointwise(Mode::CmpGe, &[row, col]);
             g.pointwise(Mode::BinarySelect, &[out, fill, keep])
@@ -51,7 +51,8 @@ pub(super) fn apply(
         } else {
             let col = index(g, out, 3);
             let col = shifted(g, col, -lower);
-            let col = moved(g, col, [q, kv]);
+            // In this order: the other one is read as a band about the first query and the first key.
+            let col = moved(g, col, [Mode::Sub, Mode::Add], [kv, q]);
             let row = index(g, out, 2);
             let keep = g.pointwise(Mode::CmpGt, &[col, row]);
             g.pointwise(Mode::BinarySelect, &[out, fill, keep])
@@ -61,9 +62,9 @@ pub(super) fn apply(
 }
 
 /// A place, further by one length and back by another.
-fn moved(g: &mut Graph, place: TensorId, [by, back]: [TensorId; 2]) -> TensorId {
-    let further = g.pointwise_as(Mode::Add, &[place, by], DType::I32, DType::I32, Params::default());
-    g.pointwise_as(Mode::Sub, &[further, back], DType::I32, DType::I32, Params::default())
+fn moved(g: &mut Graph, place: TensorId, modes: [Mode; 2], lengths: [TensorId; 2]) -> TensorId {
+    let step = |place: TensorId, (mode, length)| g.pointwise_as(mode, &[place, length], DType::I32, DType::I32, Params::default());
+    modes.into_iter().zip(lengths).fold(place, step)
 }
 
 /// The same of the only query, as terms of a rule.
@@ -88,4 +89,62 @@ pub(super) fn terms(b: &mut Builder, problem: &Problem, key: NodeId) -> Vec<Node
             Some(b.binary(f, key, end))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::tests::{NEW, SHAPE, backward, forward};
+    use super::super::super::{Form, Job, Lowered, lower};
+    use cudnn_graph::Version;
+    use cudnn_graph::ir::op::Op;
+    use cudnn_graph::ir::{Mode, TensorId};
+
+    const OPS: Version = Version::new(9, 19, 0);
+
+    fn lowered(job: &Job, runtime: Version) -> Lowered {
+        lower(job, Form::Composite, runtime).unwrap()
+    }
+
+    /// The mode and the other operand's name of each op on the way back from a comparison to an index.
+    fn steps(lowered: &Lowered, from: TensorId) -> Vec<(Mode, String)> {
+        let graph = lowered.graph.graph();
+        let made = |id| graph.ops().iter().find_map(|op| if let Op::Pointwise(p) = op { (p.y == id).then_some(p) } else { None });
+        let (mut steps, mut at) = (Vec::new(), from);
+        while let Some(op) = made(at).filter(|op| op.mode != Mode::GenIndex) {
+            steps.insert(0, (op.mode, op.b.and_then(|b| graph.get(b)).map_or(String::new(), |t| t.name.clone())));
+            at = op.x;
+        }
+        steps
+    }
+
+    #[test]
+    fn bounds_about_the_ends_are_moved_as_the_frontend_moves_them() {
+        for job in [forward(SHAPE, &[], &["padding", "window:9,0:ends"]), backward(SHAPE, &[], &["padding", "window:9,0:ends"])] {
+            let lowered = lowered(&job, OPS);
+            let compared = |mode: Mode| {
+                let ops = lowered.graph.graph().ops().iter();
+                let mut found = ops.filter_map(|op| if let Op::Pointwise(p) = op { (p.mode == mode).then_some(p.x) } else { None });
+                found.next().map(|x| steps(&lowered, x)).unwrap()
+            };
+            let name = |step: &(Mode, String)| (step.0, step.1.trim_end_matches("_guarded").to_owned());
+            let right: Vec<_> = compared(Mode::CmpGe).iter().map(name).collect();
+            assert_eq!(right, [(Mode::Add, "seq_len_kv".to_owned()), (Mode::Sub, "seq_len_q".to_owned())]);
+            let left: Vec<_> = compared(Mode::CmpGt)[1..].iter().map(name).collect();
+            assert_eq!(left, [(Mode::Sub, "seq_len_kv".to_owned()), (Mode::Add, "seq_len_q".to_owned())]);
+        }
+    }
+
+    #[test]
+    fn a_band_about_the_ends_is_the_only_band() {
+        let bands = |masks: &[&str]| {
+            [forward(SHAPE, &[], masks), backward(SHAPE, &[], masks)].map(|job| {
+                let lowered = lowered(&job, NEW);
+                lowered.graph.graph().ops().iter().filter(|op| matches!(op, Op::BandMask(_))).count()
+            })
+        };
+        assert_eq!(bands(&["padding", "window:9,3"]), [2, 2]);
+        assert_eq!(bands(&["padding", "window:9,3:ends"]), [2, 2]);
+        assert_eq!(bands(&["padding", "window:9,3:ends", "window:20,30"]), [2, 2]);
+        assert_eq!(bands(&["padding", "causal-ends", "window:20,0", "prefix-lm:7"]), [1, 1]);
+    }
 }
