@@ -107,10 +107,11 @@ fn executors() -> Executors {
 type Check = fn(&dyn Executor);
 
 /// What is asked of an executor besides cases.
-const CHECKS: [(&str, Check); 4] = [
+const CHECKS: [(&str, Check); 5] = [
     ("meets_every_edge", sweeps::edges),
     ("rounds_to_the_nearest", sweeps::rounds_to_the_nearest),
     ("takes_anything_where_it_is_dropped", sweeps::takes_anything_where_it_is_dropped),
+    ("drops_the_weights_that_the_generator_says", sweeps::drops_the_weights_that_the_generator_says),
     ("a_call_has_the_values_of_its_problem", values::keeps_values_apart),
 ];
 
@@ -127,7 +128,7 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
             run(&subject)
         })
     };
-    let both = [Case::all_library(), Case::all_packed(), Case::all_ends(), Case::all_sinks()];
+    let both = [Case::all_library(), Case::all_packed(), Case::all_ends(), Case::all_sinks(), Case::all_dropout()];
     let both: Vec<Case> = both.into_iter().flat_map(Result::unwrap).collect();
     let mut trials = Vec::new();
     for case in Case::all().unwrap().into_iter().chain(Case::all_paged().unwrap()).chain(both.clone()) {

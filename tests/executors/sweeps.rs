@@ -2,7 +2,7 @@
 //! apart, operands that nobody should read. On executors to which a problem costs little; the kernels of Metal are in `msl`.
 
 use conformance::case::Case;
-use conformance::runner::{Drops, Source, Tally, dropped, rounding, run_backward_case, run_case};
+use conformance::runner::{Drops, Source, Tally, dropped, rounding, run_backward_case, run_case, stays};
 use conformance::say::say;
 use sdpa::{Executor, ExecutorName};
 
@@ -32,4 +32,18 @@ pub(crate) fn takes_anything_where_it_is_dropped(executor: &dyn Executor) {
     let cpu = [Drops::Mask, Drops::Blocks, Drops::One, Drops::Wide];
     let all: &[Drops] = if executor.name() == ExecutorName::CPU { &cpu } else { &Drops::ALL };
     all.iter().for_each(|drops| dropped(*drops, executor).unwrap());
+}
+
+pub(crate) fn drops_the_weights_that_the_generator_says(executor: &dyn Executor) {
+    if executor.name() == ExecutorName::METAL {
+        return say("SKIP metal drops_the_weights_that_the_generator_says: the kernels drop no weights");
+    }
+    let compared = stays(executor).unwrap();
+    say(&format!(
+        "dropout {}: {} bits forward and {} backward, each as the generator says",
+        executor.name(),
+        compared.forward,
+        compared.backward
+    ));
+    assert!(compared.forward > 500_000 && compared.backward > 500_000, "{compared:?}");
 }

@@ -9,7 +9,7 @@ use crate::paging::Paging;
 use crate::random::Random;
 pub use backward::{Backward, Place};
 use sdpa::library::{MASKS, SCORE_MODS};
-use sdpa::{AttentionSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape, Side};
+use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, ScoreMod, Shape, Side};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -39,6 +39,9 @@ pub struct Case {
     /// Whether query heads have numbers in the softmax's denominator.
     #[serde(default)]
     pub sink: bool,
+    /// The part of the weights that is dropped at random.
+    #[serde(default)]
+    pub dropout: Option<f32>,
     /// Whether stats are wanted.
     #[serde(default)]
     pub stats: bool,
@@ -140,6 +143,14 @@ impl Case {
         Case::parse(include_str!("../cases/sink.toml"))
     }
 
+    /// Every case with dropout; each is for both passes.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_dropout() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/dropout.toml"))
+    }
+
     /// Every case of packed documents; each is for both passes.
     ///
     /// # Errors
@@ -229,7 +240,7 @@ impl Case {
         for score_mod in &self.score_mod {
             spec.score_mods.push(own(score_mod).parse::<ScoreMod>().map_err(|e| e.to_string())?);
         }
-        (spec.stats, spec.sink) = (self.stats, self.sink);
+        (spec.stats, spec.sink, spec.dropout) = (self.stats, self.sink, self.dropout.map(Dropout::new));
         for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
         {
             if gap > 0 {
@@ -273,8 +284,9 @@ impl Case {
         let paged = self.paged.as_ref().map(|paging| paging.paged(batch, seq_kv));
         let paged = paged.map_or_else(String::new, |paged| format!(" --paged {} --pages {}", paged.page_size, paged.pages));
         let sink = if self.sink { " --sink" } else { "" };
+        let dropout = self.dropout.map_or_else(String::new, |p| format!(" --dropout {p}"));
         format!(
-            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{paged}{mods}{masks}{sink}{scale} --executor {executor} --check",
+            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{paged}{mods}{masks}{sink}{dropout}{scale} --executor {executor} --check",
             self.dtype,
             self.layout.name()
         )

@@ -1,6 +1,7 @@
 //! The problems that support is asked for: every case; for each pass a product of masks and lengths with everything else in turn;
-//! packed documents; sinks; paged caches; every score_mod and mask of the library at one size.
+//! packed documents; sinks; dropout; paged caches; every score_mod and mask of the library at one size.
 
+mod dropout;
 mod features;
 mod library;
 mod packed;
@@ -85,6 +86,8 @@ pub enum Kind {
     Packed,
     /// Numbers in the softmax's denominator.
     Sink,
+    /// Weights that are dropped at random.
+    Dropout,
     /// Keys and values in pages.
     Paged,
     /// Score_mods and masks of the library at one size, each as it was asked for.
@@ -139,6 +142,7 @@ pub fn rows() -> Result<Vec<Row>, String> {
     }
     rows.extend(packed::rows()?);
     rows.extend(sinks::rows()?);
+    rows.extend(dropout::rows()?);
     rows.extend(paged::rows()?);
     rows.extend(library::rows()?);
     for case in Case::combined()?.into_iter().filter(narrow) {

@@ -2,7 +2,7 @@
 
 use sdpa::{Align, DType, Mask};
 use sdpa_oracle::{Align as Corner, Element, Mask as Rule, Tensor};
-pub use sdpa_oracle::{Along, Answer, Closures, Given, Gradient, Gradients};
+pub use sdpa_oracle::{Along, Answer, Closures, Dropout, Given, Gradient, Gradients};
 
 /// A problem's numbers, in row-major (batch, head, seq, dim).
 #[derive(Clone, Debug)]
@@ -25,6 +25,8 @@ pub struct Problem<'a> {
     pub lengths: &'a [[i64; 2]],
     /// A number of each query head that stands in its denominators.
     pub sink: Option<&'a [f64]>,
+    /// Weights that are dropped at random.
+    pub dropout: Option<Dropout>,
 }
 
 fn word_for_word<'a>(mask: &Mask, lengths: &'a (dyn Fn(i64) -> [i64; 2] + Sync)) -> Rule<'a> {
@@ -74,6 +76,7 @@ impl Problem<'_> {
             masks: &masks,
             modify: None,
             sink: self.sink.as_ref().map(|sink| sink as &dyn sdpa_oracle::Numbers),
+            dropout: self.dropout,
         };
         closures.with(&problem, call)
     }

@@ -5,8 +5,10 @@ mod dropped;
 mod library;
 #[cfg(test)]
 mod naive;
+mod own;
 mod parallel;
 mod rounding;
+mod stays;
 
 use crate::case::Case;
 use crate::compare::{Distance, Measured, compare};
@@ -23,12 +25,14 @@ pub use backward::{
 };
 pub use dropped::{Drops, dropped};
 pub use library::{Tree, library_suite, run_tree};
+use own::Own;
 pub use parallel::side_by_side;
 pub use rounding::rounding;
 use sdpa::{
-    Align, AttentionSpec, DType, Error, Executor, ExecutorName, HostForward, Layout, Mask, Packed, Paged, Param, ParamValue, Report, SINK,
-    Shape, Side, TensorSpec, Unsupported,
+    Align, AttentionSpec, DType, Dropout, Error, Executor, ExecutorName, HostForward, Layout, Mask, Packed, Paged, Report, Shape, Side,
+    TensorSpec, Unsupported,
 };
+pub use stays::{Stays, stays};
 
 /// What became of a case on an executor.
 #[derive(Clone, Debug)]
@@ -166,28 +170,6 @@ fn drawn_entries(spec: &AttentionSpec, seed: u64) -> Option<Library> {
     Library::of_lengths(extents, &mut random).ok().filter(|_| padded)
 }
 
-/// Sinks of a specification that has such: of the size of scores, far below them, or none.
-fn drawn_sinks(spec: &AttentionSpec, seed: u64) -> Option<Vec<f32>> {
-    let mut random = Random::new(seed ^ 0x51_4e6b);
-    let one = |random: &mut Random| match random.between(0, 7) {
-        0 => f32::NEG_INFINITY,
-        1 => -30.0,
-        _ => (2.0 * random.normal()) as f32,
-    };
-    spec.sink.then(|| (0..spec.q.dims[1]).map(|_| one(&mut random)).collect())
-}
-
-/// Sinks as a call is given them.
-fn with_sinks<'a>(mut params: Vec<Param<'a>>, sinks: Option<&'a Vec<f32>>) -> Vec<Param<'a>> {
-    params.extend(sinks.map(|sinks| Param { name: SINK, value: ParamValue::F32(sinks) }));
-    params
-}
-
-/// Sinks as the oracle is told of them.
-fn widened(sinks: Option<&Vec<f32>>) -> Option<Vec<f64>> {
-    sinks.map(|sinks| sinks.iter().map(|&x| f64::from(x)).collect())
-}
-
 /// Where the elements of a side's tensor are.
 fn laid(tensor: &TensorSpec, side: Side, library: Option<&Library>) -> Laid {
     library.map_or_else(|| tensor.into(), |library| library.laid(tensor, side))
@@ -227,7 +209,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     let mut k = inputs::random_about(-draw.shift, of_k.clone(), spec.dtype, draw.spread, &mut random);
     let mut v = inputs::random(of_v.clone(), spec.dtype, draw.spread, &mut random);
     spoil_padding(executor.name(), library, [(&spec.k, &mut k), (&spec.v, &mut v)]);
-    let sinks = drawn_sinks(spec, draw.seed);
+    let own = Own::draw(spec, draw.seed);
     let mut o = inputs::poisoned(of_o.clone(), spec.dtype);
     let mut stats = inputs::poisoned(of_stats.clone(), DType::F32);
     let call = HostForward {
@@ -237,7 +219,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         o: o.elements_mut(),
         stats: stats.numbers_mut().filter(|_| spec.stats),
         attn_scale: draw.attn_scale,
-        params: &with_sinks(library.map_or_else(Vec::new, Library::params), sinks.as_ref()),
+        params: &own.params(library.map_or_else(Vec::new, Library::params)),
     };
     let report = match prepared.forward(call) {
         Ok(report) => report,
@@ -250,7 +232,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     }
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
-    let (told_sinks, masks) = (widened(sinks.as_ref()), read_by_oracle(&spec.masks, library));
+    let masks = read_by_oracle(&spec.masks, library);
     let textbook = oracle::Problem {
         shape: [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v],
         q: &inputs::gather(of_q, &q),
@@ -260,7 +242,8 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         dtype: spec.dtype,
         masks: &masks,
         lengths: &entries(library, spec),
-        sink: told_sinks.as_deref(),
+        sink: own.sink(),
+        dropout: own.dropout(),
     };
     let got = inputs::gather(of_o, &o);
     let stats = spec.stats.then(|| inputs::gather_or(f64::NEG_INFINITY, of_stats, &stats));
@@ -401,6 +384,7 @@ pub fn random_padded(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     }
     spec.stats = random.between(0, 1) == 0;
     spec.sink = random.between(0, 4) == 0;
+    spec.dropout = (random.between(0, 5) == 0).then(|| Dropout::new(random.pick(&[0.003, 0.1, 0.5, 0.9])));
     spec
 }
 

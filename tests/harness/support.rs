@@ -50,7 +50,7 @@ rewrites it and compiles every problem that is taken. What is taken has been ask
 A line stands for all problems that share a feature, in as many combinations with the other features as its count says. A cell
 has the form that is taken and the engines that cuDNN offers first for those problems, then what is declined, and why. Where rows
 are not multiples of 16 bytes apart, operands are copied first, and engines are not named. Packed documents,
-sinks and paged caches have tables of their own, and so have [score_mods and masks that are no bands](#score_mods-and-masks); [what is declined](#why) stands at the
+sinks, dropout and paged caches have tables of their own, and so have [score_mods and masks that are no bands](#score_mods-and-masks); [what is declined](#why) stands at the
 end, in cuDNN's own words where it was asked.
 ";
 
@@ -58,9 +58,13 @@ end, in cuDNN's own words where it was asked.
 pub fn table(rows: &[Row], runtimes: &[(&str, Vec<Asked>)]) -> String {
     let mut text = HEAD.to_owned();
     let mut notes = Notes::default();
-    for (kind, what) in
-        [(Kind::General, ""), (Kind::Packed, ", packed documents"), (Kind::Sink, ", sinks"), (Kind::Paged, ", paged caches")]
-    {
+    for (kind, what) in [
+        (Kind::General, ""),
+        (Kind::Packed, ", packed documents"),
+        (Kind::Sink, ", sinks"),
+        (Kind::Dropout, ", dropout"),
+        (Kind::Paged, ", paged caches"),
+    ] {
         for (runtime, asked) in runtimes {
             let answers = index(asked);
             for (backward, pass) in [(false, "forward"), (true, "backward")] {

@@ -2,20 +2,24 @@
 //!
 //! `SDPA_SEED` sets the first seed, `SDPA_CASES` how many there are; a failure prints the line that runs it again.
 
-use conformance::oracle;
+use conformance::oracle::{self, Dropout};
 use conformance::random::Random;
 use conformance::runner::{Draw, Outcome, Source, Tally, random_backward, random_padded, random_paged, random_spec, run, run_backward};
 use conformance::say::say;
 use cudnn_graph::encode::encode;
 use cudnn_graph::ffi::codes::{AttributeType, DataType, PointwiseMode, ReductionOperator, Reordering, ReshapeMode, RngDistribution};
+use cudnn_graph::ir::TensorId;
 use cudnn_graph::ir::interp::{self, Precision, Value};
+use cudnn_graph::ir::op::Op;
 use cudnn_graph::program::Values;
 use cudnn_graph::{Program, Version};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use sdpa::cpu::CpuExecutor;
-use sdpa::cudnn::lower::{self, Form, Operand, Supply};
-use sdpa::{Align, AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Paged, Problem, SINK, Shape, TensorSpec};
+use sdpa::cudnn::lower::{self, Form, Lowered, Operand, Supply};
+use sdpa::{
+    Align, AttentionSpec, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Layout, Mask, Packed, Paged, Problem, SINK, Shape, TensorSpec,
+};
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -149,6 +153,8 @@ fn small_spec(random: &mut Random) -> AttentionSpec {
     let layout = random.pick(&[Layout::Bhsd, Layout::Bshd, Layout::Sbhd]);
     let small = AttentionSpec::dense(spec.dtype, shape, layout);
     (spec.q, spec.k, spec.v, spec.o) = (small.q, small.k, small.v, small.o);
+    // Weights that stay are multiplied by an f32, which is exact of these.
+    spec.dropout = spec.dropout.map(|_| sdpa::Dropout::new(random.pick(&[0.5, 0.75])));
     // Masks as long as the lengths, or most would keep everything.
     for mask in &mut spec.masks {
         match mask {
@@ -180,6 +186,22 @@ fn near(got: f64, want: f64, magnitude: f64) -> bool {
     got == want || (got - want).abs() <= 1e-11 * (magnitude + want.abs())
 }
 
+/// The numbers of dropout, and where weights stay.
+fn of_dropout(forward: &Lowered, extents: [i64; 4], dropout: Dropout) -> Vec<(TensorId, Value)> {
+    let named =
+        |name: &str| forward.supplies.iter().find(|(_, supply)| *supply == Supply::Param(name.to_owned())).map(|(tensor, _)| *tensor);
+    let numbers = [(DROPOUT_SEED, dropout.seed), (DROPOUT_OFFSET, dropout.offset)];
+    let numbers = numbers.map(|(name, number)| (named(name).unwrap(), Value::new([1; 4], [number as f64])));
+    let written = forward.graph.graph().ops().iter().find_map(|op| match op {
+        Op::Rng(rng) => Some(rng.y),
+        _ => None,
+    });
+    let axis = |n: i64, axis: usize| n / extents[axis + 1..].iter().product::<i64>() % extents[axis];
+    let places = (0..extents.iter().product::<i64>()).map(|n| [0, 1, 2, 3].map(|a| axis(n, a)));
+    let stay: Vec<f64> = places.map(|at| f64::from(u8::from(dropout.factor(at, extents) > 0.0))).collect();
+    numbers.into_iter().chain([(written.unwrap(), Value::new(extents, stay))]).collect()
+}
+
 /// The graph of one form, computed op by op in f64, against the oracle.
 fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime: Version, seed: u64) -> Result<(), String> {
     let forward = lower::lower(&problem.clone().into(), form, runtime).map_err(|e| e.to_string())?;
@@ -207,7 +229,9 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
     }
     let sink = numbers(&mut random, [1, problem.heads_q(), 1, 1]);
     let given = in_graph.map(|tensor| (tensor, Value::new([1, problem.heads_q(), 1, 1], sink.clone())));
-    let inputs = inputs.into_iter().chain(given).collect();
+    let dropout = spec.dropout.map(|dropout| Dropout { p: dropout.p().into(), seed: seed as i64, offset: 3 });
+    let dropped = dropout.map_or_else(Vec::new, |dropout| of_dropout(&forward, problem.extents(), dropout));
+    let inputs = inputs.into_iter().chain(given).chain(dropped).collect();
     let results = interp::run(&forward.graph, &inputs, Precision::F64).map_err(|e| format!("{form} {runtime}: {e}"))?;
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = spec.v.dims.map(|d| d as usize);
@@ -221,6 +245,7 @@ fn means_attention(spec: &AttentionSpec, problem: &Problem, form: Form, runtime:
         masks: &spec.masks,
         lengths: &[],
         sink: in_graph.map(|_| &sink[..]),
+        dropout,
     };
     let want = oracle::attention(&textbook, &oracle::Closures::default());
     // In the mathematics of the primitive ops a row without a key is not a number; engines give zeros, which only they can show.
@@ -248,7 +273,8 @@ fn graphs_of_both_forms_mean_attention() {
     seeds("graphs_of_both", 120, |seed| {
         let spec = small_spec(&mut Random::new(seed));
         let problem = spec.validate().map_err(|e| format!("{e}; {spec:?}"))?;
-        for (form, runtime) in [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)] {
+        let forms = [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)];
+        for (form, runtime) in forms.into_iter().filter(|(form, _)| *form == Form::Composite || spec.dropout.is_none()) {
             means_attention(&spec, &problem, form, runtime, seed).map_err(|e| format!("{e}; {spec:?}"))?;
         }
         Ok(())
@@ -295,6 +321,9 @@ fn nothing_newer_than_the_runtime_is_sent() {
             let runtime = Version::new(9, minor, 0);
             let offered = lower::forms(&problem.clone().into(), runtime);
             for form in [Form::Composite, Form::Unified] {
+                if form == Form::Unified && spec.dropout.is_some() {
+                    continue;
+                }
                 let graph = lower::lower(&problem.clone().into(), form, runtime).map_err(|e| e.to_string())?.graph;
                 match encode(&graph, runtime) {
                     Ok(program) => {
@@ -347,13 +376,14 @@ proptest! {
         masks in proptest::collection::vec(garbage_mask(), 0..3),
         stats: bool,
         sink: bool,
+        dropout in proptest::option::weighted(0.3, proptest::num::f32::ANY),
         packed: Option<([bool; 2], Option<i64>, Option<i64>)>,
         paged in proptest::option::weighted(0.3, [garbage(), garbage()]),
     ) {
         let [q, k, v, o] = tensors;
         let packed = packed.map(|([cross, wide], total_q, total_kv)| Packed { cross, wide, total_q, total_kv });
         let paged = paged.map(|[page_size, pages]| Paged { page_size, pages });
-        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, stats }).validate() {
+        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, dropout: dropout.map(sdpa::Dropout::new), stats }).validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }
     }

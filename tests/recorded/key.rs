@@ -119,7 +119,7 @@ fn mods(spec: &mut AttentionSpec, mods: &[&str]) {
     spec.score_mods = mods.iter().map(|text| text.parse().unwrap()).collect();
 }
 
-const CHANGES: [Change; 37] = [
+const CHANGES: [Change; 38] = [
     ("nothing", false, |_| ()),
     ("dtype", true, |s| s.dtype = DType::F16),
     ("batch", true, |s| shape(s, |x| x.batch = 3)),
@@ -156,6 +156,7 @@ const CHANGES: [Change; 37] = [
     ("another array", true, |s| masks(s, &["window:9,3", "array:qk"])),
     ("causal, aligned to the corner", true, |s| masks(s, &["causal-bottom-right"])),
     ("causal, by the ends", true, |s| masks(s, &["causal-ends"])),
+    ("dropout", true, |s| s.dropout = Some(sdpa::Dropout::new(0.5))),
     ("a prefix", true, |s| masks(s, &["prefix-lm:7"])),
 ];
 

@@ -51,6 +51,7 @@ pub(crate) fn run() -> Result<()> {
             masks: &spec.masks,
             lengths: &[],
             sink: None,
+            dropout: None,
         };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();

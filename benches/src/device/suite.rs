@@ -60,10 +60,12 @@ pub(crate) enum Part {
     Sinks,
     /// Windows about the ends of entries.
     Ends,
+    /// Dropout.
+    Dropout,
 }
 
 impl Part {
-    pub(crate) const ALL: [Part; 4] = [Part::Packed, Part::Paged, Part::Sinks, Part::Ends];
+    pub(crate) const ALL: [Part; 5] = [Part::Packed, Part::Paged, Part::Sinks, Part::Ends, Part::Dropout];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -71,6 +73,7 @@ impl Part {
             Part::Paged => "paged",
             Part::Sinks => "sinks",
             Part::Ends => "ends",
+            Part::Dropout => "dropout",
         }
     }
 
@@ -84,6 +87,7 @@ impl Part {
             Part::Paged => Case::all_paged(),
             Part::Sinks => Case::all_sinks(),
             Part::Ends => Case::all_ends(),
+            Part::Dropout => Case::all_dropout(),
         }
     }
 
@@ -94,6 +98,7 @@ impl Part {
             Part::Paged => runner::random_paged(random, &narrow),
             Part::Sinks => runner::random_padded(random, &narrow).with_sink(),
             Part::Ends => runner::random_ends(random, &narrow),
+            Part::Dropout => runner::random_spec(random, &narrow).with_dropout(random.pick(&[0.003, 0.1, 0.5, 0.9])),
         }
     }
 
@@ -125,6 +130,15 @@ impl Part {
                 others.add(label, &format!("{name} backward {seed}{}", source.suffix()), &outcome);
             }
         }
+        if matches!(self, Part::Dropout) {
+            match runner::stays(executor) {
+                Ok(bits) => println!("{label}, {bits:?}: each as the generator says"),
+                Err(e) => {
+                    println!("FAIL {label} bits of dropout: {e}");
+                    cases.failed += 1;
+                }
+            }
+        }
         println!("{}", cases.summary(&format!("{label}, {name} cases")));
         println!("{}", others.summary(&format!("{label}, {name} random")));
         Ok(cases.failed + others.failed)
@@ -134,7 +148,9 @@ impl Part {
 /// One part alone, in every form that a runtime may be asked for.
 pub(crate) fn part(part: Part, random: u64) -> Result<()> {
     let mut failed = 0;
-    for form in [None, Some(Form::Unified)] {
+    // The other form drops no weights.
+    let forms: &[Option<Form>] = if matches!(part, Part::Dropout) { &[None] } else { &[None, Some(Form::Unified)] };
+    for &form in forms {
         let label = form.map_or("cudnn", Form::name);
         failed += part.run(label, random, &executor(PlanOptions { form, ..PlanOptions::default() })?)?;
     }

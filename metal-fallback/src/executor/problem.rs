@@ -58,6 +58,8 @@ pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length apart");
     check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
+    let dropped = problem.dropout().map_or(0.0, |dropout| dropout.p());
+    check.that(problem.dropout().is_none(), "dropout", dropped, "the kernels drop no weights");
     check.that(problem.ends().is_none(), "masks", problem.kept(), "the kernels know no windows about the ends of batch entries");
     if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }
@@ -76,6 +78,7 @@ mod tests {
             (dense.clone(), &[][..]),
             (AttentionSpec::packed(DType::F16, shape, Packed::default()), &["packed"]),
             (paged.with_sink(), &["paged"]),
+            (dense.clone().with_dropout(0.5), &["dropout"]),
             (dense.clone().mask(Mask::causal_ends()), &[]),
             (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &["masks"]),
         ];

@@ -116,6 +116,15 @@ pub(crate) struct ProblemArgs {
     /// Put a number of each query head into the softmax's denominator, the input's tensor sink; with --backward also its gradient
     #[arg(long)]
     pub(crate) sink: bool,
+    /// Drop weights at random with this probability, more than 0 and less than 1
+    #[arg(long, value_name = "P", allow_hyphen_values = true)]
+    pub(crate) dropout: Option<String>,
+    /// What the random numbers of --dropout begin with; else 0
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    pub(crate) dropout_seed: Option<String>,
+    /// Where in their sequence they begin; else 0
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    pub(crate) dropout_offset: Option<String>,
     /// Value of a declared scalar; may be repeated. Declared tensors are read from the --input by their names
     #[arg(long, value_name = "NAME=VALUE", allow_hyphen_values = true)]
     pub(crate) param: Vec<String>,

@@ -285,6 +285,7 @@ fn spec_text(request: &Request) -> String {
     table.rows("paged", paged_text(spec.paged.as_ref()));
     table.rows("score_mod", request.score_mods());
     table.rows("sink", spec.sink.then(|| "in the denominator of each query head".to_owned()));
+    table.rows("dropout", spec.dropout.map(|dropout| format!("{} of the weights", dropout.p())));
     table.row("masks", list(&spec.masks.iter().map(ToString::to_string).collect::<Vec<_>>()));
     table.row("stats", yes(spec.stats));
     if let Some(b) = request.backward.as_ref().map(|b| &b.spec) {
@@ -322,6 +323,7 @@ fn problem_text(request: &Request) -> String {
     table.rows("paged", paged_text(p.paged()));
     table.rows("score_mod", p.score_mod().map(lines));
     table.rows("sink", p.sink().then(|| "in the denominator of each query head".to_owned()));
+    table.rows("dropout", p.dropout().map(|dropout| format!("{} of the weights", dropout.p())));
     table.row("keeps", bands_text(p.kept()));
     table.rows("and", p.kept().rest.iter().map(lines));
     table.rows("params", declared(request));

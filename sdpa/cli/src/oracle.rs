@@ -6,7 +6,9 @@ use crate::data::{Data, Element};
 use crate::params::Bound;
 use rules::{Function, Gradient};
 use sdpa::expr::ParamKind;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Documents, Pages, Param, Problem, SINK, Side, TensorSpec};
+use sdpa::{
+    AttentionSpec, BackwardProblem, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, Documents, Pages, Param, Problem, SINK, Side, TensorSpec,
+};
 use sdpa_oracle::{Distance, Given, GradientDistance, Mask, Modify, Numbers, Tensor};
 use std::ops::Range;
 
@@ -192,6 +194,8 @@ impl Call<'_> {
         let q = padded(self.q, &spec.q, Entries::of(Side::Queries, documents), 0.0);
         let [k, v] = [(self.k, &spec.k), (self.v, &spec.v)].map(|(data, spec)| padded(data, spec, keys, 0.0));
         let sink = self.params.iter().find(|bound| self.problem.sink() && bound.param().name == SINK);
+        let number = |name: &str| self.params.iter().find_map(|bound| bound.number(name));
+        let dropout = spec.dropout.zip(number(DROPOUT_SEED).zip(number(DROPOUT_OFFSET)));
         call(&sdpa_oracle::Problem {
             shape: shape(spec),
             q: told(self.q, &spec.q, &q),
@@ -203,6 +207,7 @@ impl Call<'_> {
             masks: &masks,
             modify,
             sink: sink.map(|sink| sink as &dyn Numbers),
+            dropout: dropout.map(|(dropout, (seed, offset))| sdpa_oracle::Dropout { p: dropout.p().into(), seed, offset }),
         })
     }
 }

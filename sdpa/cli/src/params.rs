@@ -6,7 +6,7 @@ use crate::exit::Mistakes;
 use crate::expression::T5_NAME;
 use crate::header::{Found, Header};
 use crate::random;
-use crate::request::{Packing, Paging, TableSource};
+use crate::request::{Dropping, Packing, Paging, TableSource};
 use safetensors::Dtype;
 use sdpa::expr::{Axes, Axis, Declared, ParamKind};
 use sdpa::library::T5;
@@ -20,6 +20,8 @@ pub(crate) enum Values {
     Scalar(f32),
     Float(Data),
     I32(Vec<i32>),
+    /// One number that is wide.
+    I64([i64; 1]),
     Bool(Vec<bool>),
 }
 
@@ -41,9 +43,18 @@ impl Bound {
             Values::Float(Data::F16(x)) => ParamValue::F16(x),
             Values::Float(Data::BF16(x)) => ParamValue::BF16(x),
             Values::I32(x) => ParamValue::I32(x),
+            Values::I64(x) => ParamValue::I64(x),
             Values::Bool(x) => ParamValue::Bool(x),
         };
         Param { name: &self.name, value }
+    }
+
+    /// The number that it is, under its name.
+    pub(crate) fn number(&self, name: &str) -> Option<i64> {
+        match &self.values {
+            Values::I64([number]) if self.name == name => Some(*number),
+            Values::Scalar(_) | Values::Float(_) | Values::I32(_) | Values::I64(_) | Values::Bool(_) => None,
+        }
     }
 
     /// Which element belongs to a place (batch, head, q, k).
@@ -58,6 +69,7 @@ impl Bound {
             Values::Scalar(x) => f64::from(*x),
             Values::Float(x) => x.get(self.element(place)),
             Values::I32(x) => f64::from(x[self.element(place)]),
+            Values::I64([x]) => *x as f64,
             Values::Bool(x) => f64::from(u8::from(x[self.element(place)])),
         }
     }
@@ -77,6 +89,7 @@ enum Reading {
 enum From {
     Scalar(f32),
     File(Reading, u64),
+    Number(i64),
     Random,
     /// Boundaries of documents, which are given.
     Given(Vec<i32>),
@@ -136,7 +149,7 @@ impl Planned {
     pub(crate) fn scalar(&self) -> Option<f32> {
         match self.from {
             From::Scalar(x) => Some(x),
-            From::File(..) | From::Random | From::Given(_) | From::Rows(_) | From::Pages(_) | From::T5(..) => None,
+            From::File(..) | From::Number(_) | From::Random | From::Given(_) | From::Rows(_) | From::Pages(_) | From::T5(..) => None,
         }
     }
 
@@ -165,6 +178,7 @@ impl Planned {
         let mut overflows = 0;
         let values = match (&self.from, header) {
             (From::Scalar(x), _) => Values::Scalar(*x),
+            (From::Number(number), _) => Values::I64([*number]),
             (From::Given(boundaries), _) => Values::I32(boundaries.clone()),
             (From::Rows(rows), _) => {
                 let columns = usize::try_from(self.dims[3]).unwrap_or(0);
@@ -303,6 +317,8 @@ pub(crate) struct Sources<'a> {
     pub(crate) packing: Option<&'a Packing>,
     /// Pages, where keys lie in such.
     pub(crate) paging: Option<&'a Paging>,
+    /// What is dropped at random.
+    pub(crate) dropping: Dropping,
 }
 
 impl Sources<'_> {
@@ -334,6 +350,9 @@ impl Sources<'_> {
             let value = given.or(declared.default).unwrap_or(f32::NAN);
             return Some(Planned::new(declared, Vec::new(), extents, From::Scalar(value)));
         };
+        if let Some(number) = self.dropping.named(name) {
+            return Some(Planned::new(declared, Vec::new(), extents, From::Number(number)));
+        }
         if let Some(boundaries) = self.packing.and_then(|packing| packing.named(name)) {
             let from = boundaries.map_or(From::Random, |boundaries| From::Given(boundaries.to_vec()));
             return Some(Planned::new(declared, spanned(axes, extents), extents, from));

@@ -1,5 +1,6 @@
 //! What was asked for: every option and the header of the input, read in one place, so that all mistakes are told at once.
 
+mod dropping;
 mod extents;
 mod packing;
 mod paging;
@@ -15,6 +16,7 @@ use crate::header::{Entry, Header};
 use crate::names;
 use crate::params::{Planned, Sources};
 use cudnn_graph::Search;
+pub(crate) use dropping::Dropping;
 use extents::{extents, relevant, specification};
 pub(crate) use packing::{Packing, elements};
 pub(crate) use paging::{Paging, Source as TableSource};
@@ -156,6 +158,7 @@ impl Request {
         }
         let dtype = args.dtype.as_deref().map(|text| mistakes.take("--dtype", names::element(text)));
         let scale = args.scale.as_deref().map(|text| mistakes.take("--scale", names::scale(text)));
+        let dropping = Dropping::read(args, mistakes);
         let given: Vec<Option<(String, f32)>> = args
             .param
             .iter()
@@ -221,7 +224,7 @@ impl Request {
         // What does not depend on extents is judged where they are right.
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
-        any.sink = args.sink;
+        (any.sink, any.dropout) = (args.sink, dropping.dropout);
         any.paged = paging.as_ref().map(Paging::any);
         any.packed = packing.as_ref().map(|packing| Packed { total_q: None, total_kv: None, ..packing.packed });
         let right =
@@ -246,12 +249,14 @@ impl Request {
             t5,
             packing: packing.as_ref(),
             paging: paging.as_ref(),
+            dropping,
         };
         let params = judged.as_ref().and_then(|judged| sources.plan(&judged.params, mistakes));
 
         let stats = wanted.stats || args.stats || gradient.is_some_and(|g| g.backward);
         let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
         (spec.score_mods, spec.masks, spec.sink) = (rules.score_mods, rules.masks, args.sink);
+        spec.dropout = dropping.dropout;
         if let Some(packing) = &packing {
             packing.place(&mut spec, layout.unwrap_or(Layout::Bshd), tokens);
         }

@@ -1,10 +1,11 @@
 //! The gradient of an attention problem: what is asked for, and what has passed every rule.
 
+use crate::check::Check;
 use crate::dtype::DType;
 use crate::error::SpecErrors;
 use crate::expr::{Declared, ParamKind, Type};
 use crate::operand::Operand;
-use crate::problem::{Check, Problem, normalise, unplaced};
+use crate::problem::{Problem, normalise, unplaced};
 use crate::score_mod::{self, Gradient, NoGradient};
 use crate::sink::SINK;
 use crate::spec::{AttentionSpec, Layout, TensorSpec};
@@ -186,7 +187,7 @@ impl BackwardSpec {
                     check.fail(field, &g.name, "a parameter over axes; boundaries have no gradient");
                 }
                 Some(kind) if kind.ty() != Type::F32 => {
-                    check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::problem::kind(kind)));
+                    check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::check::kind(kind)));
                 }
                 Some(_) => {}
             }

@@ -13,7 +13,9 @@
 //! ```
 
 pub mod backward;
+mod check;
 pub mod device;
+mod dropout;
 pub mod dtype;
 pub mod error;
 pub mod executor;
@@ -34,6 +36,7 @@ pub mod tensor;
 
 pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};
 pub use device::{DeviceExecutor, DevicePrepared};
+pub use dropout::{DROPOUT_OFFSET, DROPOUT_SEED, Dropout, DropoutMask, SQUARE};
 pub use dtype::DType;
 pub use error::{Error, ExecutorName, Failure, Reason, SpecError, SpecErrors, Unsupported};
 pub use executor::{Executor, Prepared, PreparedBackward, Report};

@@ -217,7 +217,7 @@ mod tests {
     fn the_table_is_declared_and_what_it_says_is_part_of_the_problem() {
         let problem = spec().validate().unwrap();
         assert_eq!(problem.params(), [CACHE.declared()]);
-        assert_eq!(crate::problem::kind(problem.params()[0].kind), "a tensor [batch, ceil(k / 4)] of i32");
+        assert_eq!(crate::check::kind(problem.params()[0].kind), "a tensor [batch, ceil(k / 4)] of i32");
         assert_eq!(params::elements(&problem.params()[0], problem.extents()), 9);
         for other in [Paged { page_size: 5, ..CACHE }, Paged { pages: 8, ..CACHE }] {
             let mut changed = spec();

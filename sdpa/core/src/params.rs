@@ -1,9 +1,10 @@
 //! Values of declared parameters, checked against the declarations before anything runs.
 
+use crate::check::kind;
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::{Declared, ParamKind};
-use crate::problem::{Problem, kind};
+use crate::problem::Problem;
 use crate::tensor::{Param, ParamValue};
 
 impl ParamValue<'_> {

@@ -1,5 +1,6 @@
 //! What the caller asks for: plain data, `Eq + Hash`, no pointers.
 
+use crate::dropout::Dropout;
 use crate::dtype::DType;
 use crate::error::SpecErrors;
 use crate::mask::Mask;
@@ -156,6 +157,10 @@ pub struct AttentionSpec {
     /// [`SINK`](crate::SINK).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub sink: bool,
+    /// Which part of the weights is dropped at random, by the declared parameters [`DROPOUT_SEED`](crate::DROPOUT_SEED) and
+    /// [`DROPOUT_OFFSET`](crate::DROPOUT_OFFSET).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropout: Option<Dropout>,
     /// Whether `stats` is wanted: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch: the natural logarithm of each
     /// row's sum of exponentials; −inf where a row has no key. Beside a sink that is the sink or −inf.
     pub stats: bool,
@@ -176,6 +181,7 @@ impl AttentionSpec {
             paged: None,
             masks: Vec::new(),
             sink: false,
+            dropout: None,
             stats: false,
         }
     }
@@ -226,6 +232,27 @@ impl AttentionSpec {
     #[must_use]
     pub fn with_sink(mut self) -> Self {
         self.sink = true;
+        self
+    }
+
+    /// Drops weights at random with this probability, more than 0 and less than 1, and multiplies the others by `1 / (1 − p)`.
+    ///
+    /// Which ones is said by the declared parameters [`DROPOUT_SEED`](crate::DROPOUT_SEED) and [`DROPOUT_OFFSET`](crate::DROPOUT_OFFSET), one i64
+    /// each, in device memory for a device call: a captured graph takes new ones at every replay. They are the same on every executor
+    /// ([`DropoutMask`](crate::DropoutMask)). A backward pass is given those of its forward pass. The probability is part of the problem, as it is of
+    /// cuDNN's plans; without dropout (in evaluation) leave it out.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+    /// let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_dropout(0.1).validate()?;
+    /// let names: Vec<&str> = problem.params().iter().map(|p| p.name.as_str()).collect();
+    /// assert_eq!(names, ["dropout_seed", "dropout_offset"]);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    #[must_use]
+    pub fn with_dropout(mut self, p: f32) -> Self {
+        self.dropout = Some(Dropout::new(p));
         self
     }
 

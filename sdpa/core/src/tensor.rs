@@ -69,7 +69,7 @@ pub enum ParamValue<'a> {
     BF16(&'a [bf16]),
     /// For a tensor of i32.
     I32(&'a [i32]),
-    /// For boundaries of packed documents of i64.
+    /// For a tensor of i64: boundaries of packed documents, the numbers of dropout.
     I64(&'a [i64]),
     /// For a tensor of truth values.
     Bool(&'a [bool]),

@@ -14,6 +14,7 @@
 //! | `exp` | two to the power of x |
 //! | `long` | sums over more keys than a sum in f32 is good for |
 //! | `program` | functions of scores, masks that are no bands |
+//! | `dropout` | weights that are dropped at random |
 //! | `pack`, `element` | operands, documents and pages, scratch memory, f16 and bf16 |
 //! | `output` | rows of the output, merging |
 //! | `backward` | the gradient |
@@ -22,7 +23,7 @@
 //! that is kept makes its row NaN, in `o` and `stats`; so does a score of +inf, as inf - inf is NaN. A score of -inf
 //! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices (Metal kernels drop
 //! such a pair as a mask does). A row whose
-//! scores are all -inf, or which keeps no key, is 0 with stats -inf.
+//! scores are all -inf, or which keeps no key, is 0 with stats -inf. A weight that dropout takes is 0, and takes part in the products.
 //!
 //! The same holds of gradients: a pair of a query and a key that a mask drops has no effect on any of them, whatever the
 //! two and their `v`, `o`, `d_o` and stats hold. A row with stats -inf attends to nothing. A score of -inf that is kept
@@ -31,6 +32,7 @@
 mod backward;
 #[cfg(test)]
 mod digits;
+mod dropout;
 mod element;
 mod exp;
 mod few;

@@ -124,6 +124,7 @@ pub(super) fn run<T: Element>(
             }
             let (max, sum) = (&mut max[lanes.clone()], &mut sum[lanes]);
             isa.run(Tiled(Softmax { vectors, n_keys, scores, max, sum, scale }));
+            rules.drop_out(tile, &taken, scores);
             isa.run(Tiled(Values { vectors, dim: dim_v, n_keys, p: scores, v: &v[skipped * dim_v..], scale, o }));
             for &key in holes.iter().filter(|key| taken.contains(key)) {
                 T::widen(values_view.row(batch, head, key), &mut buffer[..dim_v]);

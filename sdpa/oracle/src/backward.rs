@@ -78,6 +78,8 @@ struct Kept {
     /// Of the score.
     magnitude: f64,
     weight: f64,
+    /// What dropout makes of the weight.
+    factor: f64,
     /// By the score, and by each parameter.
     slope: Rough,
     along: Vec<Rough>,
@@ -142,8 +144,8 @@ impl Worker<'_> {
             let (sum, size) = dot(q, k);
             let size = size * scale.abs();
             let raw = Rough { value: sum * scale, error: score_error(q.len(), size) };
-            let mut kept =
-                Kept { key, score: raw, raw: raw.value, magnitude: 0.0, weight: 0.0, slope: Rough::exact(1.0), along: Vec::new() };
+            let (factor, slope) = (self.p.factor(index), Rough::exact(1.0));
+            let mut kept = Kept { key, score: raw, raw: raw.value, magnitude: 0.0, weight: 0.0, factor, slope, along: Vec::new() };
             let mut own = 0.0;
             if let Some(function) = self.p.modify {
                 kept.score = modified(function, raw, index, scratch);
@@ -205,8 +207,8 @@ impl Worker<'_> {
         let (mut o, mut o_size) = (vec![0f64; dim_v], vec![0f64; dim_v]);
         for kept in &all {
             for (v, (o, size)) in values[kept.key * dim_v..][..dim_v].iter().zip(o.iter_mut().zip(&mut o_size)) {
-                *o += kept.weight * v;
-                *size += kept.weight * v.abs();
+                *o += kept.factor * kept.weight * v;
+                *size += kept.factor * kept.weight * v.abs();
             }
         }
         if let Given::These { o: given, .. } = self.given {
@@ -243,9 +245,12 @@ impl Worker<'_> {
             let weight_error = if weight.is_finite() { weight_error(weight, off) + rates.tiny } else { f64::NAN };
             let error = weight_error + rates.round * weight + rates.small;
             let magnitude = weight + ABSOLUTE * absolute;
-            part.dv.add(v_from, d_o, Term { value: weight, error, magnitude }, rates.over_queries);
+            let factor = kept.factor;
+            let left = Term { value: factor * weight, error: factor * error, magnitude: factor * magnitude };
+            part.dv.add(v_from, d_o, left, rates.over_queries);
 
             let (d_p, d_p_size) = dot(d_o, &values[v_from..][..dim_v]);
+            let (d_p, d_p_size) = (factor * d_p, factor * d_p_size);
             let d_modified = weight * (d_p - delta);
             let modified_error = weight_error * (d_p - delta).abs() + weight * (rates.product * d_p_size + delta_error);
             let size_of_modified = weight * (d_p_size + size);

@@ -168,7 +168,8 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
             if !kept[r * seq_kv + j] || answer.keyless {
                 continue;
             }
-            let (weight, error) = (scores[r * seq_kv + j], errors[r * seq_kv + j]);
+            let factor = p.factor(index(rows.start + r, j));
+            let (weight, error) = (factor * scores[r * seq_kv + j], factor * errors[r * seq_kv + j]);
             let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
             for (v, ((o, size), off)) in value.iter().zip(sums) {
                 *o += weight * v;
@@ -202,6 +203,7 @@ mod tests {
             masks,
             modify: None,
             sink: None,
+            dropout: None,
         })
     }
 

@@ -8,12 +8,14 @@
 //! place among the scores is (batch, query head, query, key).
 
 mod backward;
+mod dropout;
 mod forward;
 mod mask;
 mod score;
 mod tolerance;
 
 pub use backward::{Gradients, check_gradients, gradient_bytes, gradients};
+pub use dropout::Dropout;
 pub use forward::{Answer, attention, bytes, check};
 pub use mask::{Align, Mask};
 pub use score::{Along, Closures, Modify, Real, Rough};
@@ -98,6 +100,8 @@ pub struct Problem<'a> {
     pub modify: Option<&'a dyn Modify>,
     /// A score of each query head that has no key and no value, and stands in the denominators of its rows.
     pub sink: Option<&'a dyn Numbers>,
+    /// Weights that are dropped at random, behind the softmax.
+    pub dropout: Option<Dropout>,
 }
 
 /// What an executor's backward pass was given, besides operands.
@@ -131,6 +135,11 @@ impl Problem<'_> {
     /// The score of a head that has no key.
     fn sink_of(&self, head: usize) -> f64 {
         self.sink.map_or(f64::NEG_INFINITY, |sink| sink.get(head))
+    }
+
+    /// What the weight of a place is multiplied by.
+    fn factor(&self, at: Place) -> f64 {
+        self.dropout.map_or(1.0, |dropout| dropout.factor(at, self.extents()))
     }
 
     fn keeps(&self, at: Place) -> bool {

@@ -193,13 +193,15 @@ pub(crate) fn compare([element, stored]: [Element; 2], seq_kv: usize, want: &Row
     let score = want.weight_error;
     let sum = sum_of(seq_kv);
     let relative = 2.0 * u + score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
-    // Below the smallest normal f16 there are no relative errors.
+    // Below the smallest normal number there are no relative errors.
     let absolute = match stored {
         Element::F16 => 6e-8,
-        Element::F32 | Element::BF16 => 0.0,
+        Element::F32 | Element::BF16 => stored.least(),
     };
     let mut distance = Distance::default();
     for (((&got, &expected), magnitude), error) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error) {
+        // Where nothing is added up there is nothing to be rounded.
+        let absolute = if *magnitude == 0.0 { 0.0 } else { absolute };
         let tolerance = 2.0 * (relative * magnitude + error) + absolute;
         // A result in another type is rounded once more.
         let rounded = if stored == element { 0.0 } else { stored.roundoff() * (expected.abs() + tolerance) };

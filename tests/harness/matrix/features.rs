@@ -4,8 +4,22 @@ use super::Spec;
 use sdpa::{AttentionSpec, Mask, Packed, TensorSpec};
 
 /// What problems differ in.
-pub const AXES: [&str; 13] =
-    ["pass", "score_mod", "mask", "boundaries", "lengths", "heads", "dims", "layout", "stats", "type", "strides", "pages", "sink"];
+pub const AXES: [&str; 14] = [
+    "pass",
+    "score_mod",
+    "mask",
+    "boundaries",
+    "lengths",
+    "heads",
+    "dims",
+    "layout",
+    "stats",
+    "type",
+    "strides",
+    "pages",
+    "sink",
+    "dropout",
+];
 
 /// One value for each of [`AXES`].
 pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
@@ -44,6 +58,7 @@ pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
         strides.to_owned(),
         page_feature(forward),
         if forward.sink { "with a sink" } else { "without a sink" }.to_owned(),
+        if forward.dropout.is_some() { "with dropout" } else { "without dropout" }.to_owned(),
     ]
 }
 

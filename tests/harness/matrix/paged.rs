@@ -14,7 +14,7 @@ const HEADS: [(i64, i64); 3] = [(8, 1), (8, 2), (4, 4)];
 const BATCH: i64 = 3;
 
 fn name(row: &Row) -> String {
-    let [_, score_mod, mask, _, lengths, heads, dims, _, stats, dtype, _, pages, sink] = &row.features;
+    let [_, score_mod, mask, _, lengths, heads, dims, _, stats, dtype, _, pages, sink, _] = &row.features;
     format!("paged, {pages}; score_mod {score_mod}; {mask}; {lengths}; {heads}; dims {dims}; {sink}; {stats}; {dtype}")
 }
 

@@ -1,8 +1,7 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
 use super::{
-    Outcome, Tally, drawn_entries, drawn_sinks, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready,
-    spoil_padding, widened, with, with_sinks,
+    Outcome, Own, Tally, drawn_entries, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, with,
 };
 use crate::case::Case;
 use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
@@ -141,11 +140,11 @@ fn attempt(
     spoil_padding(executor.name(), library, [(&forward.k, &mut k), (&forward.v, &mut v)]);
     let d_o = inputs::random(of(Name::DO), dtype, 1.0, &mut random);
 
-    let sinks = drawn_sinks(forward, draw.seed);
+    let own = Own::draw(forward, draw.seed);
     let [batch, heads_q, seq_q, dim_qk] = forward.q.dims.map(|d| d as usize);
     let [_, heads_kv, seq_kv, dim_v] = forward.v.dims.map(|d| d as usize);
     let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v];
-    let (told_sinks, masks) = (widened(sinks.as_ref()), read_by_oracle(&forward.masks, library));
+    let masks = read_by_oracle(&forward.masks, library);
     let textbook = oracle::Problem {
         shape,
         q: &inputs::gather(of(Name::Q), &q),
@@ -155,9 +154,10 @@ fn attempt(
         dtype,
         masks: &masks,
         lengths: &entries(library, forward),
-        sink: told_sinks.as_deref(),
+        sink: own.sink(),
+        dropout: own.dropout(),
     };
-    let params = with_sinks(library.map_or_else(Vec::new, Library::params), sinks.as_ref());
+    let params = own.params(library.map_or_else(Vec::new, Library::params));
     let given = Given { attn_scale: draw.attn_scale, params: &params };
     let (o, stats) = match source {
         Source::Oracle => {

@@ -10,8 +10,9 @@ use crate::random::Random;
 use half::{bf16, f16};
 use rules::Rules;
 use sdpa::{
-    AttentionSpec, BackwardProblem, BackwardSpec, DType, Elements, ElementsMut, Error, Executor, ExecutorName, HostBackward, HostForward,
-    Layout, Mask, Param, Prepared, PreparedBackward, Problem, Reason, Report, SINK, Shape, TensorSpec, Unsupported,
+    AttentionSpec, BackwardProblem, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Elements, ElementsMut, Error, Executor,
+    ExecutorName, HostBackward, HostForward, Layout, Mask, Param, ParamValue, Prepared, PreparedBackward, Problem, Reason, Report, SINK,
+    Shape, TensorSpec, Unsupported,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -137,6 +138,16 @@ fn sink_of(problem: &Problem, params: &[Param<'_>], head: usize) -> f32 {
     given.map_or(f32::NEG_INFINITY, |sink| sink.value.get(head) as f32)
 }
 
+/// What the weight of a place is multiplied by.
+fn left(problem: &Problem, params: &[Param<'_>], [b, h, q, k]: [usize; 4]) -> f32 {
+    let number = |name: &str| match params.iter().find(|p| p.name == name).map(|p| p.value) {
+        Some(ParamValue::I64(number)) => number[0],
+        _ => 0,
+    };
+    let mask = problem.dropout_mask(number(DROPOUT_SEED), number(DROPOUT_OFFSET)).zip(problem.dropout());
+    mask.map_or(1.0, |(mask, dropout)| if mask.keeps([b, h, q, k]) { dropout.scale() } else { 0.0 })
+}
+
 impl Prepared for Ready<Problem> {
     fn forward(&self, mut call: HostForward<'_>) -> Result<Report, Error> {
         let p = &self.problem;
@@ -157,7 +168,8 @@ impl Prepared for Ready<Problem> {
             let sum: f32 = scores.iter().map(|s| (s - max).exp()).sum::<f32>() + own;
             let mut o = vec![0f32; p.dim_v() as usize];
             for (&j, score) in keys.iter().zip(&scores) {
-                add(&mut o, narrow(p.dtype(), (score - max).exp()) / sum, v.row([b, kv, j]));
+                let left = left(p, call.params, [b, h, i, j]);
+                add(&mut o, left * narrow(p.dtype(), (score - max).exp()) / sum, v.row([b, kv, j]));
             }
             for (d, &x) in o.iter().enumerate() {
                 set(&mut call.o, place(p.o(), [b, h, i, d]), x, false);
@@ -205,7 +217,9 @@ impl Ready<BackwardProblem> {
                 let key = k.row([b, kv, j]);
                 let score = dot(query, key) * scale;
                 let weight = (rules.modified(score, index) - stats).exp();
-                let d_modified = weight * (dot(d_out, v.row([b, kv, j])) - delta);
+                let left = left(p, call.params, [b, h, i, j]);
+                let d_modified = weight * (left * dot(d_out, v.row([b, kv, j])) - delta);
+                let weight = left * weight;
                 let d_s = match problem.gradient() {
                     Some(gradient) => {
                         let roots = rules.eval(&gradient.trace, score, d_modified, index);

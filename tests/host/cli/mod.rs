@@ -4,6 +4,7 @@ mod backward;
 mod cache;
 mod check;
 mod compile;
+mod dropout;
 mod limits;
 mod newcomer;
 mod packed;

@@ -7,20 +7,25 @@ mod packed;
 mod paged;
 
 use conformance::library::{Bound, Here, Library};
-use conformance::oracle::{self, Along, Closures, Gradients};
+use conformance::oracle::{self, Along, Closures, Dropout, Gradients};
 use conformance::packing::{Laid, Packing};
 use conformance::paging::Cache;
 use conformance::random::Random;
 use cudnn_graph::Version;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::ir::interp::{self, Precision, Value};
+use cudnn_graph::ir::op::Op;
 use sdpa::cudnn::lower::{self, Form, Guarded, Lowered, Operand, Pages, QueryGradient, Spelling, Supply, Table, Told, Vectors};
 use sdpa::expr::{self, Declared, Place, Trace};
-use sdpa::{AttentionSpec, BackwardProblem, DType, Layout, SINK, ScoreMod, Shape, Side, TensorSpec};
+use sdpa::{AttentionSpec, BackwardProblem, DROPOUT_OFFSET, DROPOUT_SEED, DType, Layout, SINK, ScoreMod, Shape, Side, TensorSpec};
 use std::collections::BTreeMap;
 
 const OLD: Version = Version::new(9, 19, 0);
 const NEW: Version = Version::new(9, 27, 0);
+
+/// The numbers of dropout.
+const SEED: i64 = 77;
+const OFFSET: i64 = 9;
 
 /// Of sums of magnitudes; roundings of f64 are ten thousand times smaller.
 const EXACT: f64 = 1e-10;
@@ -34,6 +39,7 @@ struct Numbers {
     v: Vec<f64>,
     d_o: Vec<f64>,
     scale: f64,
+    dropout: Option<Dropout>,
 }
 
 impl Numbers {
@@ -42,7 +48,8 @@ impl Numbers {
             .map(|dims| (0..dims.iter().product::<i64>()).map(|_| random.normal()).collect::<Vec<f64>>())
             .into_iter();
         let mut next = || all.next().unwrap_or_default();
-        Numbers { q: next(), k: next(), v: next(), d_o: next(), scale: 0.5 }
+        let dropout = spec.dropout.map(|dropout| Dropout { p: dropout.p().into(), seed: SEED, offset: OFFSET });
+        Numbers { q: next(), k: next(), v: next(), d_o: next(), scale: 0.5, dropout }
     }
 
     fn textbook<'a>(&'a self, spec: &AttentionSpec) -> oracle::Problem<'a> {
@@ -59,6 +66,7 @@ impl Numbers {
             masks: &[],
             lengths: &[],
             sink: None,
+            dropout: self.dropout,
         }
     }
 }
@@ -195,6 +203,20 @@ impl Graph<'_> {
         }
     }
 
+    /// The random numbers of an op that has such: where weights stay.
+    fn stay(&mut self, dropout: Option<Dropout>, extents: [i64; 4]) {
+        let written = self.lowered.graph.graph().ops().iter().find_map(|op| match op {
+            Op::Rng(rng) => Some(rng.y),
+            _ => None,
+        });
+        assert_eq!(written.is_some(), dropout.is_some(), "weights are dropped where that is asked for");
+        if let Some((id, dropout)) = written.zip(dropout) {
+            let axis = |n: i64, axis: usize| n / extents[axis + 1..].iter().product::<i64>() % extents[axis];
+            let places = (0..extents.iter().product::<i64>()).map(|n| [0, 1, 2, 3].map(|a| axis(n, a)));
+            self.set(id, places.map(|at| f64::from(u8::from(dropout.factor(at, extents) > 0.0))).collect());
+        }
+    }
+
     /// A page table as the kernel has it for engines: of no page outside of the containers, whatever it holds, and of the first behind the keys.
     fn page_table(&self, id: TensorId, pages: Pages, table: &[f64], lengths: Option<&[f64]>) -> Vec<f64> {
         let [batch, _, each, _] = self.dims(id)[..] else { panic!("a page table has four axes") };
@@ -276,6 +298,7 @@ impl Case<'_> {
         }
         graph.set(lowered.attn_scale, vec![n.scale]);
         graph.supply(self.params);
+        graph.stay(n.dropout, [spec.q.dims[0], spec.q.dims[1], spec.q.dims[2], spec.k.dims[2]]);
         let got = graph.run()?;
         // Where the graph knows of no sinks, rows get theirs behind it.
         let reads_sink = |(_, supply): &(TensorId, Supply)| *supply == Supply::Param(SINK.to_owned());
@@ -320,6 +343,7 @@ impl Case<'_> {
         graph.set(lowered.stats.unwrap(), answer.stats.clone());
         graph.set(lowered.attn_scale, vec![n.scale]);
         graph.supply(self.params);
+        graph.stay(n.dropout, [spec.q.dims[0], spec.q.dims[1], spec.q.dims[2], spec.k.dims[2]]);
         let got = graph.run()?;
         let Gradients { dq, dk, dv, along } = oracle::gradients(&n.textbook(spec), closures, &n.d_o);
         for (operand, dims, want) in [(Operand::DQ, spec.q.dims, &dq), (Operand::DK, spec.k.dims, &dk), (Operand::DV, spec.v.dims, &dv)] {
@@ -396,6 +420,8 @@ fn values(spec: &AttentionSpec, bound: &[Bound]) -> Vec<(String, Vec<f64>)> {
 fn values_of(declared: &[Declared], bound: &[Bound]) -> Vec<(String, Vec<f64>)> {
     let value = |name: &str, default: Option<f32>| match bound.iter().find(|b| b.name == name) {
         Some(bound) => bound.widened.to_vec(),
+        None if name == DROPOUT_SEED => vec![SEED as f64],
+        None if name == DROPOUT_OFFSET => vec![OFFSET as f64],
         None => vec![f64::from(default.unwrap_or_else(|| panic!("{name} is not drawn")))],
     };
     declared.iter().map(|p| (p.name.clone(), value(&p.name, p.default))).collect()
@@ -418,7 +444,10 @@ fn graphs_of_the_library_mean_what_is_published() {
             let shape = SHAPES[(n + m) % SHAPES.len()];
             let layout = [Layout::Bhsd, Layout::Bshd, Layout::Sbhd][(n + m / 3) % 3];
             let [mods, masks] = [*mods, *masks].map(|names| names.iter().map(|&name| name.to_owned()).collect::<Vec<String>>());
-            let spec = spec(shape, layout, &mods, &masks);
+            let mut spec = spec(shape, layout, &mods, &masks);
+            if (n + 2 * m) % 3 == 0 {
+                spec = spec.with_dropout(0.75);
+            }
             let mut random = Random::new((n * 100 + m) as u64);
             let library = Library::draw(&mods, &masks, [shape.batch, shape.heads_q, shape.seq_q, shape.seq_kv], &mut random).unwrap();
             let numbers = Numbers::draw(&spec, &mut random);
@@ -447,6 +476,11 @@ fn graphs_of_the_library_mean_what_is_published() {
                     let result = case.forward(closures, form, runtime);
                     let told_why = result.as_ref().err().is_some_and(|e| e.contains("lengths beside a score_mod or a rule"));
                     if form == Form::Unified && told_why && masks.iter().any(|m| m == "padding") {
+                        continue;
+                    }
+                    if form == Form::Unified && spec.dropout.is_some() {
+                        let refused = result.as_ref().err().is_some_and(|e| e.contains("drops no weights"));
+                        told(format!("{form} {runtime}"), if refused { Ok(()) } else { Err(format!("not refused: {result:?}")) });
                         continue;
                     }
                     told(format!("{form} {runtime}"), result);

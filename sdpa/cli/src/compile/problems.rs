@@ -37,6 +37,8 @@ struct Problem {
     bias: bool,
     #[serde(default)]
     sink: bool,
+    /// The probability that a weight is dropped.
+    dropout: Option<f32>,
     #[serde(default)]
     stats: bool,
     /// The forward pass with stats, and the backward pass.
@@ -142,6 +144,9 @@ impl Problem {
             mask: self.mask,
             bias: self.bias,
             sink: self.sink,
+            dropout: self.dropout.map(|p| p.to_string()),
+            dropout_seed: None,
+            dropout_offset: None,
             param: Vec::new(),
             scale: None,
             stats: self.stats || self.backward,

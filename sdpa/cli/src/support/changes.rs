@@ -75,6 +75,9 @@ fn of(wanted: &Wanted) -> Vec<Change> {
     if spec.sink {
         all.push(Change::new("without --sink", |w| w.forward.sink = false));
     }
+    if spec.dropout.is_some() {
+        all.push(Change::new("without --dropout", |w| w.forward.dropout = None));
+    }
     all.extend(spec.paged.map_or_else(Vec::new, |paged| of_pages(&paged)));
     if spec.packed.is_some() {
         all.push(Change::new("with batch entries that are padded", |w| {

@@ -111,7 +111,7 @@ pub enum ParamKind {
     Tensor {
         /// The axes that it spans.
         axes: Axes,
-        /// f32, f16, bf16, i32 or bool; i64 of boundaries that no expression reads; i32 of pages.
+        /// f32, f16, bf16, i32 or bool; i64 of boundaries, and of one number, that no expression reads; i32 of pages.
         dtype: DType,
     },
 }

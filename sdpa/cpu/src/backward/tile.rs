@@ -153,6 +153,7 @@ fn step<T: Element>(
         isa.run(Tiled(Scores { vectors, dim: dim_qk, n_keys, q, k, scores: p }));
         let q = &band.d_o.lanes[lanes.start * band.d_o.columns..][..width * dim_v];
         isa.run(Tiled(Scores { vectors, dim: dim_v, n_keys, q, k: v, scores: ds }));
+        worker.drop_out(tile.index, block, ds);
         if let Some(mods) = &mut worker.mods {
             Modified { isa: *isa, tile, band, block, p, ds, kept }.slopes(mods, parts);
         } else {
@@ -164,6 +165,7 @@ fn step<T: Element>(
             let (lse, lse_rest, delta) = (&band.lse[lanes.clone()], &band.lse_rest[lanes.clone()], &band.delta[lanes.clone()]);
             isa.run(Tiled(Slopes { vectors, n_keys, lse, lse_rest, delta, p, ds }));
         }
+        worker.drop_out(tile.index, block, p);
 
         let o = &mut to.dq[lanes.start * dim_qk..][..width * dim_qk];
         let mut first = block.start;

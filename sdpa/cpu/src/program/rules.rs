@@ -2,6 +2,7 @@
 
 use super::compile::Program;
 use super::machine::{Bound, Machine, Row};
+use crate::dropout::{Dropper, Left};
 use crate::isa::Isa;
 use pulp::{Simd, WithSimd};
 use sdpa_core::backward::BackwardProblem;
@@ -18,12 +19,13 @@ use std::ops::Range;
 pub(crate) struct Rules {
     mods: Option<Program>,
     mask: Option<Program>,
+    dropout: bool,
 }
 
 impl Rules {
     pub(crate) fn new(problem: &Problem) -> Rules {
         let mods = problem.score_mod().map(|trace| Program::new(trace));
-        Rules { mods, mask: problem.kept().rest.as_ref().map(|trace| Program::new(trace)) }
+        Rules { mods, mask: problem.kept().rest.as_ref().map(|trace| Program::new(trace)), dropout: problem.dropout().is_some() }
     }
 
     /// With gradients behind the function of the score.
@@ -41,15 +43,17 @@ impl Rules {
         self.mask.is_some()
     }
 
-    /// Whether scores are used as they are, for every key of a row's interval.
+    /// Whether scores are used as they are, for every key of a row's interval, and weights too.
     pub(crate) fn is_empty(&self) -> bool {
-        self.mods.is_none() && self.mask.is_none()
+        self.mods.is_none() && self.mask.is_none() && !self.dropout
     }
 
     /// With the parameters of a call.
     pub(crate) fn bind<'a>(&'a self, problem: &Problem, isa: Isa, declared: &[Declared], values: &[ParamValue<'a>]) -> RulesOf<'a> {
         let bind = |program: &'a Option<Program>| program.as_ref().map(|p| Bound::new(p, isa, problem.extents(), declared, values));
-        RulesOf { isa, mods: bind(&self.mods), mask: bind(&self.mask) }
+        let left = problem.dropout().zip(problem.dropout_of(declared, values));
+        let left = left.map(|(dropout, mask)| Left { mask, scale: dropout.scale() });
+        RulesOf { isa, mods: bind(&self.mods), mask: bind(&self.mask), dropout: left.map(|left| (left, problem.group() as usize)) }
     }
 }
 
@@ -59,6 +63,8 @@ pub(crate) struct RulesOf<'a> {
     isa: Isa,
     mods: Option<Bound<'a>>,
     mask: Option<Bound<'a>>,
+    /// And how many heads share keys.
+    dropout: Option<(Left, usize)>,
 }
 
 impl RulesOf<'_> {
@@ -69,7 +75,8 @@ impl RulesOf<'_> {
 
     /// What one worker needs.
     pub(crate) fn worker(&self) -> Worker<'_> {
-        Worker { isa: self.isa, mods: self.mods.as_ref().map(Machine::new), mask: self.mask.as_ref().map(Machine::new) }
+        let dropper = self.dropout.map(|(left, group)| Dropper::new(left, group));
+        Worker { isa: self.isa, mods: self.mods.as_ref().map(Machine::new), mask: self.mask.as_ref().map(Machine::new), dropper }
     }
 }
 
@@ -79,6 +86,7 @@ pub(crate) struct Worker<'a> {
     isa: Isa,
     pub(crate) mods: Option<Machine<'a>>,
     mask: Option<Machine<'a>>,
+    dropper: Option<Dropper>,
 }
 
 impl<'a> Worker<'a> {
@@ -89,6 +97,7 @@ impl<'a> Worker<'a> {
     /// Turns to a batch entry.
     pub(crate) fn entry(&mut self, batch: usize) {
         self.each().for_each(|machine| machine.entry(batch));
+        self.dropper.iter_mut().for_each(|dropper| dropper.entry(batch));
     }
 
     /// Turns to a block of keys.
@@ -99,6 +108,7 @@ impl<'a> Worker<'a> {
     /// Takes the rows of a tile, one for each lane, under a number.
     pub(crate) fn rows(&mut self, tile: usize, rows: impl Iterator<Item = Row> + Clone) {
         self.each().for_each(|machine| machine.rows(tile, rows.clone()));
+        self.dropper.iter_mut().for_each(|dropper| dropper.rows(tile, rows.clone()));
     }
 
     /// Which pairs of some keys with a tile of this width the mask keeps, `[key][row]`: what is kept is not 0. False where
@@ -114,6 +124,11 @@ impl<'a> Worker<'a> {
             any |= self.isa.run(Keep { from, to: &mut kept[..from.len()] });
         }
         any != 0
+    }
+
+    /// Drops weights of some keys at random, `[key][row]`, and makes up for it in the others; gradients of weights are treated alike.
+    pub(crate) fn drop_out(&mut self, tile: usize, keys: &Range<usize>, weights: &mut [f32]) {
+        self.dropper.iter_mut().for_each(|dropper| dropper.multiply(tile, keys, weights));
     }
 
     /// Modifies scores, `[key][row]`.

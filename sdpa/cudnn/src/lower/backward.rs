@@ -2,6 +2,7 @@
 //! subtraction of stats and the masks, transpositions spelled as reshapes, and the f32 accumulator are what engines match.
 
 use super::composite::{product, product_into, scores_like};
+use super::dropout::Dropout;
 use super::expr::{Draft, Emitter, Pass, Vectors};
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
@@ -94,7 +95,8 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     let [rows, keys] = lengths.overrides(to, p, runtime)?;
     let scale = ports.attn_scale;
 
-    let row_sum = row_sum(to, b, &ports);
+    let dropout = Dropout::of(to, p);
+    let row_sum = row_sum(to, b, &ports, dropout.map_or(1.0, Dropout::unscaled));
     let scores = product(to.graph, [ports.at(Operand::Q), ports.at(Operand::K)], scores_like(p), [rows, keys, None], None);
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, scale]);
     let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), pass, scaled)));
@@ -114,12 +116,18 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     };
     let masked = mask::apply(to, inside, p, lengths, runtime, pass);
     let weights = to.graph.pointwise(Mode::Exp, &[masked]);
-    let turned = turn(to.graph, p, weights);
+    let left = dropout.map_or(weights, |dropout| {
+        let left = dropout.drop(to.graph, weights);
+        dropout.scale(to.graph, left)
+    });
+    let turned = turn(to.graph, p, left);
     fold_heads(to, b, [turned, ports.at(Operand::DO)], ports.at(Operand::DV), [keys, None, rows]);
 
     let d_weights = product(to.graph, [ports.at(Operand::DO), ports.at(Operand::V)], scores_like(p), [rows, keys, None], None);
+    let d_weights = dropout.map_or(d_weights, |dropout| dropout.drop(to.graph, d_weights));
     let centred = to.graph.pointwise(Mode::Sub, &[d_weights, row_sum]);
     let d_modified = to.graph.pointwise(Mode::Mul, &[centred, weights]);
+    let d_modified = dropout.map_or(d_modified, |dropout| dropout.scale(to.graph, d_modified));
     let d_scaled = match &mut emitter {
         Some((gradient, emitter)) => {
             emitter.set_upstream(d_modified);
@@ -204,15 +212,15 @@ fn sums_are_packed(b: &BackwardProblem) -> bool {
     p.packed().is_some() && p.dim_qk() % 16 == 0 && head < token && p.total(Side::Queries) < p.batch() * p.seq_q()
 }
 
-/// Σ o·d_o of each row, in device memory. Engines tell it from the others by the multiplication by one.
-fn row_sum(to: &mut Draft<'_>, b: &BackwardProblem, ports: &Ports) -> TensorId {
+/// Σ o·d_o of each row, times a number, in device memory. Engines tell it from the others by the multiplication, be it by one.
+fn row_sum(to: &mut Draft<'_>, b: &BackwardProblem, ports: &Ports, factor: f32) -> TensorId {
     let p = b.forward();
     let row = [p.batch(), p.heads_q(), p.seq_q(), 1];
     let g = &mut *to.graph;
     let products = g.pointwise(Mode::Mul, &[ports.at(Operand::DO), ports.at(Operand::O)]);
     let sums = g.reduce(ReductionMode::Add, products, row);
-    let one = g.scalar(Scalar::F32(1.0));
-    let sums = g.pointwise(Mode::Mul, &[sums, one]);
+    let factor = g.scalar(Scalar::F32(factor));
+    let sums = g.pointwise(Mode::Mul, &[sums, factor]);
     g.output(sums, "row_sum", DType::F32);
     if sums_are_packed(b)
         && let Some((strides, packed)) = g.get(ports.stats).map(|stats| (stats.strides.clone(), stats.ragged))
@@ -310,6 +318,9 @@ pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
     let p = b.forward();
     if !p.kept().is_full() || b.gradient().is_some() {
         return Err(LowerError::Unsupported("the unified backward op takes plain attention only".to_owned()));
+    }
+    if p.dropout().is_some() {
+        return Err(LowerError::Unsupported(super::unified::DROPS_NOTHING.to_owned()));
     }
     if b.sink_gradient().is_some() {
         return Err(LowerError::Unsupported("the unified backward op leaves no sums of rows for the gradient of the sink".to_owned()));

@@ -1,6 +1,7 @@
 //! The composite form of the forward pass: the primitive ops that NVIDIA's frontend emits, in its order, which is what engines
 //! match.
 
+use super::dropout::Dropout;
 use super::expr::{Draft, Pass};
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
@@ -31,7 +32,12 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let modified = modify(to, scaled, problem);
     let masked = mask::apply(to, modified, problem, lengths, runtime, Pass::Forward);
     let sink = in_graph.then(|| sink(to, problem));
+    let dropout = Dropout::of(to, problem);
     let weights = if runtime >= super::UNIFIED_SINCE { g.softmax(masked, stats, sink) } else { softmax(&mut g, masked, stats, sink) };
+    let weights = dropout.map_or(weights, |dropout| {
+        let left = dropout.drop(&mut g, weights);
+        dropout.scale(&mut g, left)
+    });
     // The second matrix product reads the weights in the type of the operands.
     g.set_dtype(weights, dtype(problem.dtype()));
     product_into(&mut g, [weights, v], o, [rows, None, keys], None);

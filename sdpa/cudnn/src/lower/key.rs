@@ -63,6 +63,9 @@ impl CacheKey for Job {
         if p.sink() {
             text.push_str(" sink");
         }
+        if let Some(dropout) = p.dropout() {
+            text.push_str(&format!(" dropout {}", dropout.p()));
+        }
         if let Some(paged) = p.paged() {
             text.push_str(&format!(" paged by {}", paged.page_size));
         }
@@ -105,6 +108,7 @@ impl CacheKey for Job {
         fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
         fields.push(("mask", p.kept().to_string()));
         fields.push(("sink", p.sink().to_string()));
+        fields.push(("dropout", p.dropout().map_or_else(|| "none".to_owned(), |dropout| dropout.p().to_string())));
         fields.push(("stats", p.stats().to_string()));
         if let Job::Backward(b) = self {
             let wrt: Vec<String> = b.wrt().iter().map(|g| format!("{} {}", g.name, g.dtype)).collect();
@@ -122,10 +126,14 @@ impl CacheKey for Job {
 }
 
 /// What to do where only these fields differ: the first row that has them all.
-const ADVICE: [(&[&str], &str); 7] = [
+const ADVICE: [(&[&str], &str); 8] = [
     (&["batch"], "only the batch differs: pad it to a few sizes, or split it"),
     (&["packed"], "only how documents are packed differs: say the most tokens that a step has, and keep to one type of boundaries"),
     (&["paged"], "only the pages differ: keep one cache, of one page size, with all the pages that there may be"),
+    (
+        &["dropout"],
+        "only the probability of dropout differs: it is compiled into plans; what changes from call to call are the seed and the offset",
+    ),
     (&["mask"], "only the mask differs: lengths and documents that change from call to call belong in tensors"),
     (&["seq_q", "seq_kv", "mask"], "only lengths differ: a bucket of lengths lets one plan serve many"),
     (

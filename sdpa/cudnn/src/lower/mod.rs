@@ -7,6 +7,7 @@
 mod backward;
 mod composite;
 mod copy;
+mod dropout;
 mod expr;
 mod job;
 mod key;

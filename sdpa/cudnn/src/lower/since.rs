@@ -33,12 +33,14 @@ pub const SINK_SINCE: Version = Version::new(9, 13, 0);
 /// The first runtime whose composite form takes pages.
 pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
 
-const ROWS: [Row; 9] = [
+const ROWS: [Row; 10] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |_| true, since: Some(UNIFIED_PLAIN_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: is_modified, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
     // Rows of one query get their sinks behind the attention, in whichever form.
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().sink() && j.problem().seq_q() > 1, since: None },
+    // From 9.22 on it drops weights, but only where nobody asks for stats: for inference.
+    Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dropout().is_some(), since: None },
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().packed().is_some(), since: None },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |_| true, since: Some(UNIFIED_BACKWARD_SINCE) },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |j| is_modified(j) || asks_for_more(j), since: None },

@@ -12,11 +12,17 @@ use cudnn_graph::{DType, Graph, Version};
 use sdpa_core::Side;
 use sdpa_core::problem::Problem;
 
+/// Why dropout is refused.
+pub(super) const DROPS_NOTHING: &str = "the unified form drops no weights: its op does only where nobody asks for stats";
+
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let operands = Operands::new(to, problem, false, |key| key);
     let Operands { q, k, v, attn_scale, o, stats } = operands;
+    if problem.dropout().is_some() {
+        return Err(LowerError::Unsupported(DROPS_NOTHING.to_owned()));
+    }
     let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
     if padded && (problem.score_mod().is_some() || mask::has_rules(problem)) {
         let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";

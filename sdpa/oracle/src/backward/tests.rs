@@ -33,6 +33,7 @@ impl Numbers {
             masks,
             modify: None,
             sink: None,
+            dropout: None,
         };
         call(&p, Tensor::dense(d_o, [batch, heads_q, seq_q, dim_v]))
     }
@@ -365,4 +366,35 @@ fn a_sink_has_the_gradient_of_differences_and_moves_those_of_others() {
     let (o, stats) = (Tensor::dense(&answer.o, [2, 4, 5, 2]), &answer.stats);
     let again = with(Given::These { o, stats });
     assert!(again.along[0].value.iter().zip(&gradient.value).all(|(x, y)| (x - y).abs() < 1e-12));
+}
+
+#[test]
+fn what_dropout_leaves_has_the_gradient_of_differences() {
+    const STEP: f64 = 1e-6;
+    let (shape, masks) = ([2, 4, 2, 5, 19, 3, 2], [window(Some(9), Some(3), Align::BottomRight)]);
+    let mut draw = draws(12);
+    let numbers = Numbers([2 * 4 * 5 * 3, 2 * 2 * 19 * 3, 2 * 2 * 19 * 2, 2 * 4 * 5 * 2].map(&mut draw));
+    let sink = draw(4);
+    let dropout = Some(crate::Dropout { p: 0.4, seed: -7, offset: 11 });
+    let dropped = |p: &Problem<'_>, dropout| attention(&Problem { sink: Some(&sink), dropout, ..*p });
+    let loss = |numbers: &Numbers| {
+        let o = numbers.with(shape, 0.7, &masks, |p, _| dropped(p, dropout)).o;
+        o.iter().zip(&numbers.0[3]).map(|(x, y)| x * y).sum::<f64>()
+    };
+    let got = numbers.with(shape, 0.7, &masks, |p, d_o| gradients(&Problem { sink: Some(&sink), dropout, ..*p }, d_o, Given::Rounded));
+    for (operand, gradient) in [&got.dq, &got.dk, &got.dv].into_iter().enumerate() {
+        for (n, &value) in gradient.value.iter().enumerate() {
+            let moved = |step: f64| {
+                let mut numbers = Numbers(numbers.0.clone());
+                numbers.0[operand][n] += step;
+                loss(&numbers)
+            };
+            let want = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
+            assert!((value - want).abs() < 1e-7, "{operand} {n}: {value}, not {want}");
+        }
+    }
+    // Statistics are those without, and outputs are not.
+    let [with, without] = [dropout, None].map(|dropout| numbers.with(shape, 0.7, &masks, |p, _| dropped(p, dropout)));
+    assert_eq!(with.stats, without.stats);
+    assert!(with.o.iter().zip(&without.o).filter(|(x, y)| x != y).count() > 60);
 }

@@ -1,0 +1,39 @@
+//! Dropout of a request: how much is dropped, and the numbers that say which.
+
+use crate::args::ProblemArgs;
+use crate::exit::Mistakes;
+use sdpa::{DROPOUT_OFFSET, DROPOUT_SEED, Dropout};
+
+/// What is known of dropout, as far as it is right.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Dropping {
+    pub(super) dropout: Option<Dropout>,
+    seed: i64,
+    offset: i64,
+}
+
+impl Dropping {
+    pub(super) fn read(args: &ProblemArgs, mistakes: &mut Mistakes) -> Dropping {
+        let p = args.dropout.as_deref().map(|text| {
+            let p = text.trim().parse::<f32>().ok().filter(|&p| p > 0.0 && p < 1.0);
+            mistakes.take("--dropout", p.ok_or_else(|| format!("{text:?} is no probability: more than 0 and less than 1")))
+        });
+        let mut number = |option: &str, text: Option<&str>| {
+            if text.is_some() && args.dropout.is_none() {
+                mistakes.add(option, "is for --dropout");
+            }
+            let number =
+                text.map_or(Ok(0), |text| text.trim().parse::<i64>().map_err(|_| format!("{text:?} is no whole number of 64 bits")));
+            mistakes.take(option, number).unwrap_or(0)
+        };
+        let seed = number("--dropout-seed", args.dropout_seed.as_deref());
+        let offset = number("--dropout-offset", args.dropout_offset.as_deref());
+        Dropping { dropout: p.flatten().map(Dropout::new), seed, offset }
+    }
+
+    /// The value of a parameter that is one of the numbers.
+    pub(crate) fn named(self, name: &str) -> Option<i64> {
+        self.dropout?;
+        [(DROPOUT_SEED, self.seed), (DROPOUT_OFFSET, self.offset)].into_iter().find(|(own, _)| *own == name).map(|(_, number)| number)
+    }
+}

@@ -1,0 +1,218 @@
+//! The rules of a specification, and what breaks them: every mistake at once.
+
+use crate::dropout::Dropout;
+use crate::dtype::DType;
+use crate::error::SpecError;
+use crate::expr::{Declared, ExprErrors, ParamKind};
+use crate::mask::{Align, Mask, ends};
+use crate::operand::Side;
+use crate::packed::Packed;
+use crate::paged::Paged;
+use crate::spec::{AttentionSpec, TensorSpec};
+
+/// Names that parameters may not have.
+const OPERAND_NAMES: [&str; 9] = ["v", "o", "d_o", "do", "dq", "dk", "dv", "stats", "attn_scale"];
+
+/// A kind of parameter in words.
+pub(crate) fn kind(kind: ParamKind) -> String {
+    match kind {
+        ParamKind::Scalar => "a scalar".to_owned(),
+        ParamKind::Tensor { axes, dtype } => {
+            format!("a tensor [{axes}] of {dtype}")
+        }
+    }
+}
+
+/// Collects what is wrong.
+#[derive(Debug, Default)]
+pub(crate) struct Check {
+    pub(crate) errors: Vec<SpecError>,
+}
+
+impl Check {
+    pub(crate) fn fail(&mut self, field: impl Into<String>, value: impl std::fmt::Display, rule: impl Into<String>) {
+        self.errors.push(SpecError::new(field, value, rule));
+    }
+
+    pub(crate) fn equal(&mut self, field: &str, value: i64, other: &str, want: i64) {
+        if value != want {
+            self.fail(field, value, format!("must equal {other}, which is {want}"));
+        }
+    }
+
+    /// What a tensor says of itself.
+    pub(crate) fn extents(&mut self, name: &str, t: &TensorSpec) {
+        let axes = ["batch", "head", "seq", "dim"];
+        let limit = i64::from(i32::MAX);
+        for ((axis, what), &extent) in axes.iter().enumerate().zip(&t.dims) {
+            if extent < 1 || extent > limit {
+                self.fail(format!("{name}.dims[{axis}] ({what})"), extent, format!("between 1 and {limit}"));
+            }
+        }
+        let elements = t.dims.iter().try_fold(1i64, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_mul(8));
+        if elements.is_none() {
+            self.fail(format!("{name}.dims"), format!("{:?}", t.dims), "the number of elements must fit 60 bits");
+        }
+    }
+
+    /// A tensor as it lies in memory. With `spread`, the last axis may repeat one element.
+    pub(crate) fn memory(&mut self, name: &str, t: &TensorSpec, dtype: DType, spread: bool) {
+        for (axis, (&stride, &extent)) in t.strides.iter().zip(&t.dims).enumerate() {
+            if stride < 0 {
+                self.fail(format!("{name}.strides[{axis}]"), stride, "at least 0");
+            } else if axis == 3 && stride != 1 && extent > 1 && !(spread && stride == 0) {
+                self.fail(format!("{name}.strides[3]"), stride, "1: the last axis is dense");
+            }
+        }
+        let bytes = t.extent().and_then(|n| n.checked_mul(i64::from(dtype.bits() / 8)));
+        if t.dims.iter().all(|&d| d >= 1) && t.strides.iter().all(|&s| s >= 0) && bytes.is_none() {
+            self.fail(format!("{name}.strides"), format!("{:?}", t.strides), "the size in bytes must fit 63 bits");
+        }
+        if !t.alignment.is_power_of_two() {
+            self.fail(format!("{name}.alignment"), t.alignment, "a power of two, in bytes");
+        } else if t.alignment < dtype.bits() / 8 {
+            self.fail(format!("{name}.alignment"), t.alignment, format!("at least one element ({} bytes)", dtype.bits() / 8));
+        }
+    }
+
+    /// Two output elements must not share an address; two tokens of packed documents neither, be they of one document or not.
+    pub(crate) fn output(&mut self, name: &str, o: &TensorSpec, packed: bool) {
+        let mut o = *o;
+        if packed {
+            (o.dims[0], o.dims[2]) = (1, o.dims[2].max(2));
+        }
+        let mut axes: Vec<usize> = (0..4).filter(|&a| o.dims[a] > 1).collect();
+        axes.sort_by_key(|&a| (o.strides[a], std::cmp::Reverse(a)));
+        let mut reach = 1i64;
+        for a in axes {
+            if o.strides[a] < reach {
+                self.fail(format!("{name}.strides[{a}]"), o.strides[a], format!("at least {reach}: output elements must not overlap"));
+                return;
+            }
+            reach = o.strides[a].saturating_mul(o.dims[a] - 1).saturating_add(reach);
+        }
+    }
+
+    pub(crate) fn packed(&mut self, packed: &Packed, spec: &AttentionSpec) {
+        if !packed.cross {
+            self.equal("k.dims[2] (seq_kv)", spec.k.dims[2], "q.dims[2], as boundaries are the same,", spec.q.dims[2]);
+            if packed.total_kv != packed.total_q {
+                let total = |n: Option<i64>| n.map_or_else(|| "none".to_owned(), |n| n.to_string());
+                let rule = format!("total_q, which is {}, as boundaries are the same", total(packed.total_q));
+                self.fail("packed.total_kv", total(packed.total_kv), rule);
+            }
+        }
+        for side in Side::ALL {
+            if let Some(total) = packed.total(side).filter(|total| !(1..=i64::from(i32::MAX)).contains(total)) {
+                self.fail(format!("packed.{}", side.total()), total, format!("between 1 and {}", i32::MAX));
+            }
+        }
+    }
+
+    /// A probability.
+    pub(crate) fn dropout(&mut self, dropout: Option<Dropout>) {
+        if let Some(p) = dropout.map(Dropout::p).filter(|&p| !(p > 0.0 && p < 1.0)) {
+            self.fail("dropout", p, "more than 0 and less than 1; left out for none");
+        }
+    }
+
+    pub(crate) fn paged(&mut self, paged: &Paged, spec: &AttentionSpec) {
+        self.errors.extend(paged.mistakes());
+        if spec.packed.is_some() {
+            self.fail("paged", "beside packed", "none beside packed documents: their keys lie one behind the other");
+        }
+    }
+
+    /// A parameter that expressions may not have.
+    pub(crate) fn own(&mut self, own: Declared, known: &mut Vec<Declared>) {
+        match known.iter().any(|p| p.name == own.name) {
+            true => self.fail(format!("score_mods, parameter {}", own.name), "declared", "another name: it is the specification's own"),
+            false => known.push(own),
+        }
+    }
+
+    pub(crate) fn masks(&mut self, masks: &[Mask], cross: bool) {
+        for (i, mask) in masks.iter().enumerate() {
+            let field = format!("masks[{i}]");
+            self.mask(&field, mask, cross);
+            if cross && ends::are_mixed(mask) {
+                self.fail(field, mask, ends::UNMIXED);
+            }
+        }
+    }
+
+    fn mask(&mut self, field: &str, mask: &Mask, cross: bool) {
+        match mask {
+            Mask::Window { left, right, align } => {
+                if cross && *align == Align::BottomRight {
+                    let rule = "top-left or ends: documents have corners of their own where keys have their own boundaries";
+                    self.fail(format!("{field}.align"), "bottom-right", rule);
+                }
+                if let Some(left) = left.filter(|&l| l < 1) {
+                    self.fail(format!("{field}.left"), left, "at least 1 (the key on the diagonal), or inf");
+                }
+                if let Some(right) = right.filter(|&r| r < 0) {
+                    self.fail(format!("{field}.right"), right, "at least 0, or inf");
+                }
+            }
+            Mask::PrefixLm { len } => {
+                if *len < 0 {
+                    self.fail(format!("{field}.len"), len, "at least 0");
+                }
+            }
+            Mask::All(masks) | Mask::Any(masks) => {
+                for (i, mask) in masks.iter().enumerate() {
+                    self.mask(&format!("{field}[{i}]"), mask, cross);
+                }
+            }
+            Mask::Not(mask) => self.mask(field, mask, cross),
+            Mask::Traced(_) => {}
+        }
+    }
+
+    pub(crate) fn expression<T>(&mut self, field: &str, made: Result<T, ExprErrors>) -> Option<T> {
+        match made {
+            Ok(made) => Some(made),
+            Err(errors) => {
+                for error in errors.0 {
+                    self.fail(field, "an expression", error.to_string());
+                }
+                None
+            }
+        }
+    }
+
+    /// Adds parameters to those that are known already.
+    pub(crate) fn params(&mut self, field: &str, declared: &[Declared], known: &mut Vec<Declared>) {
+        for p in declared {
+            if OPERAND_NAMES.contains(&p.name.as_str()) {
+                self.fail(format!("{field}, parameter {}", p.name), "declared", "the name of an operand");
+            }
+            if let ParamKind::Tensor { axes, dtype: _ } = p.kind
+                && axes.page_size().is_some()
+            {
+                self.fail(format!("{field}, parameter {}", p.name), kind(p.kind), "a tensor over axes: expressions read no pages");
+            }
+            match known.iter().find(|k| k.name == p.name) {
+                Some(k) if k != p => {
+                    self.fail(
+                        format!("{field}, parameter {}", p.name),
+                        kind(p.kind),
+                        format!("{}, as it is declared before", kind(k.kind)),
+                    );
+                }
+                // Defaults are no identity of a trace, and yet there is one value for both.
+                Some(k) if k.default.map(f32::to_bits) != p.default.map(f32::to_bits) => {
+                    let number = |default: Option<f32>| format!("{:?} by default", default.unwrap_or(f32::NAN));
+                    self.fail(
+                        format!("{field}, parameter {}", p.name),
+                        number(p.default),
+                        format!("{}, as it is declared before", number(k.default)),
+                    );
+                }
+                Some(_) => {}
+                None => known.push(p.clone()),
+            }
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! Weights that are dropped at random, and which: one generator, the same on every executor.
+
+use crate::dtype::DType;
+use crate::expr::{Axes, Declared, ParamKind};
+use crate::problem::Problem;
+use crate::tensor::ParamValue;
+use serde::{Deserialize, Serialize};
+use std::hash::{Hash, Hasher};
+
+/// What the random numbers of a call begin with: one i64.
+pub const DROPOUT_SEED: &str = "dropout_seed";
+/// Where in their sequence a call begins: one i64. A call that is [`Problem::dropout_span`] farther on has others everywhere.
+pub const DROPOUT_OFFSET: &str = "dropout_offset";
+
+/// Dropout of attention weights: a weight is dropped with this probability, and those that stay are multiplied by `1 / (1 − p)`.
+///
+/// Statistics are those of the weights before. Which weights are dropped is said by two numbers of each call, the declared parameters
+/// [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`], and by the place of the weight, never by the executor, the layout or the masks: a backward pass that
+/// is given the numbers of its forward pass drops the same ones. See [`DropoutMask`] for which.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Dropout {
+    p: f32,
+}
+
+impl Dropout {
+    /// With this probability; [`AttentionSpec::validate`](crate::AttentionSpec::validate) says whether it is one.
+    pub fn new(p: f32) -> Dropout {
+        Dropout { p }
+    }
+
+    /// The probability that a weight is dropped.
+    pub fn p(self) -> f32 {
+        self.p
+    }
+
+    /// The probability that it stays, `1 − p`.
+    pub fn keep(self) -> f64 {
+        1.0 - f64::from(self.p)
+    }
+
+    /// What weights that stay are multiplied by.
+    pub fn scale(self) -> f32 {
+        (1.0 - self.p).recip()
+    }
+
+    /// The largest of the 65,536 random numbers with which a weight stays.
+    fn most(self) -> u32 {
+        (self.keep() * 65536.0).floor() as u32
+    }
+}
+
+impl PartialEq for Dropout {
+    fn eq(&self, other: &Dropout) -> bool {
+        self.p.to_bits() == other.p.to_bits()
+    }
+}
+
+impl Eq for Dropout {}
+
+impl Hash for Dropout {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.p.to_bits().hash(state);
+    }
+}
+
+/// Rows and columns of the squares that the generator works in.
+pub const SQUARE: usize = 16;
+
+/// Which weights of a call stay.
+///
+/// The generator is that of cuDNN's engines, read off what they write: Philox4x32 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*,
+/// SC 2011) with seven rounds. For a query `q` and a key `k` of a head `h` of a batch entry `b`:
+///
+/// ```text
+/// n       = offset + 4·((b·heads_q + h)·8 + k mod 8) + (q mod 8) div 2                 64 bits
+/// counter = (low, high of n div 4, (k div 16)·ceil(seq_q / 16) + q div 16, 0)
+/// key     = (low, high of seed)
+/// half    = (q mod 2) + 2·((k div 8) mod 2) + 4·((q div 8) mod 2)                       of eight, 16 bits each, the low one of a word first
+/// stays where philox(counter, key)[half] ≤ floor((1 − p)·65536)
+/// ```
+///
+/// So the probability to stay is `(floor((1 − p)·65536) + 1) / 65536`. With an offset that is a multiple of four, queries `q`, `q + 2`, `q + 4` and
+/// `q + 6` of every eight share their mask: that is cuDNN's doing. With packed documents, `b` is the document, and `q` and `k` are places in it.
+///
+/// ```
+/// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+/// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+/// let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_dropout(0.1).validate()?;
+/// let mask = problem.dropout_mask(42, 0).unwrap();
+/// let kept = (0..128).flat_map(|q| (0..128).map(move |k| (q, k))).filter(|&(q, k)| mask.keeps([0, 3, q, k])).count();
+/// assert!((14_400..15_100).contains(&kept), "{kept} of 16,384");
+/// # Ok::<(), sdpa_core::SpecErrors>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DropoutMask {
+    key: [u32; 2],
+    offset: u64,
+    heads: u64,
+    squares_q: u32,
+    most: u32,
+}
+
+impl DropoutMask {
+    fn new(dropout: Dropout, [_, heads, seq_q, _]: [i64; 4], seed: i64, offset: i64) -> DropoutMask {
+        let [seed, offset, heads] = [seed, offset, heads].map(i64::cast_unsigned);
+        let squares_q = seq_q.unsigned_abs().div_ceil(SQUARE as u64) as u32;
+        DropoutMask { key: [seed as u32, (seed >> 32) as u32], offset, heads, squares_q, most: dropout.most() }
+    }
+
+    /// Whether the weight of (batch, head, query, key) stays.
+    pub fn keeps(&self, [batch, head, q, k]: [usize; 4]) -> bool {
+        let square = self.square([batch, head, q / SQUARE, k / SQUARE]);
+        square[q % SQUARE] >> (k % SQUARE) & 1 == 1
+    }
+
+    /// A square of 16 queries and 16 keys, the `q`th and `k`th of them: a number for each query, a bit for each key, the first the lowest.
+    pub fn square(&self, [batch, head, q, k]: [usize; 4]) -> [u16; SQUARE] {
+        let first = self.offset.wrapping_add(32u64.wrapping_mul((batch as u64).wrapping_mul(self.heads).wrapping_add(head as u64)));
+        let place = (k as u32).wrapping_mul(self.squares_q).wrapping_add(q as u32);
+        let mut kept = [0; SQUARE];
+        let mut before = None;
+        for pair in 0..4 {
+            // Pairs of rows whose counters are the same have the same numbers.
+            let counters: [u64; 8] = std::array::from_fn(|k| first.wrapping_add(4 * k as u64 + pair as u64) >> 2);
+            let words = match before {
+                Some((same, words)) if same == counters => words,
+                _ => philox(counters, place, self.key),
+            };
+            before = Some((counters, words));
+            for (word, numbers) in words.iter().enumerate() {
+                let (column, row) = (8 * (word % 2), 8 * (word / 2) + 2 * pair);
+                for (k, number) in numbers.iter().enumerate() {
+                    let stays = |half: u32| u16::from(half <= self.most) << (column + k);
+                    kept[row] |= stays(number & 0xffff);
+                    kept[row + 1] |= stays(number >> 16);
+                }
+            }
+        }
+        kept
+    }
+}
+
+const ROUNDS: u32 = 7;
+const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
+const STEPS: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
+
+/// Four words for each of eight counters, which differ in their lower half.
+fn philox(counters: [u64; 8], place: u32, key: [u32; 2]) -> [[u32; 8]; 4] {
+    let mut state = [counters.map(|n| n as u32), counters.map(|n| (n >> 32) as u32), [place; 8], [0; 8]];
+    for round in 0..ROUNDS {
+        let key = [0, 1].map(|n| key[n].wrapping_add(STEPS[n].wrapping_mul(round)));
+        let mut next = [[0; 8]; 4];
+        for lane in 0..8 {
+            let product = |n: usize| u64::from(MULTIPLIERS[n]) * u64::from(state[2 * n][lane]);
+            let (one, two) = (product(0), product(1));
+            next[0][lane] = (two >> 32) as u32 ^ state[1][lane] ^ key[0];
+            next[1][lane] = two as u32;
+            next[2][lane] = (one >> 32) as u32 ^ state[3][lane] ^ key[1];
+            next[3][lane] = one as u32;
+        }
+        state = next;
+    }
+    state
+}
+
+/// What a problem with dropout declares.
+pub(crate) fn declared() -> [Declared; 2] {
+    let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: DType::I64 };
+    [DROPOUT_SEED, DROPOUT_OFFSET].map(|name| Declared { name: name.to_owned(), kind, default: None })
+}
+
+impl Problem {
+    /// Which weights stay in a call with these numbers; `None` for a problem without dropout.
+    pub fn dropout_mask(&self, seed: i64, offset: i64) -> Option<DropoutMask> {
+        self.dropout().map(|dropout| DropoutMask::new(dropout, self.extents(), seed, offset))
+    }
+
+    /// The same, the numbers among the values of what is declared.
+    pub fn dropout_of(&self, declared: &[Declared], values: &[ParamValue<'_>]) -> Option<DropoutMask> {
+        let number = |name: &str| match values.get(declared.iter().position(|p| p.name == name)?)? {
+            ParamValue::I64(numbers) => numbers.first().copied(),
+            ParamValue::Scalar(_)
+            | ParamValue::F32(_)
+            | ParamValue::F16(_)
+            | ParamValue::BF16(_)
+            | ParamValue::I32(_)
+            | ParamValue::Bool(_) => None,
+        };
+        self.dropout_mask(number(DROPOUT_SEED)?, number(DROPOUT_OFFSET)?)
+    }
+
+    /// How far the offsets of two calls with one seed have to be apart for none of their numbers to be the same.
+    pub fn dropout_span(&self) -> i64 {
+        self.batch().saturating_mul(self.heads_q()).saturating_mul(32).saturating_add(4)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AttentionSpec, Layout, ScoreMod, Shape};
+
+    fn spec() -> AttentionSpec {
+        let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 50, dim_qk: 8, dim_v: 16 };
+        AttentionSpec::dense(DType::F16, shape, Layout::Bhsd)
+    }
+
+    #[test]
+    fn philox_is_that_of_its_authors() {
+        // Known answers of Random123 1.14, philox4x32 with 7 rounds.
+        let zeros = philox([0; 8], 0, [0; 2]).map(|word| word[3]);
+        assert_eq!(zeros, [0x5f6f_b709, 0x0d89_3f64, 0x4f12_1f81, 0x4f73_0a48]);
+    }
+
+    #[test]
+    fn dropout_is_part_of_the_problem_and_declares_its_numbers() {
+        let (plain, dropped) = (spec().validate().unwrap(), spec().with_dropout(0.25).validate().unwrap());
+        assert_ne!(plain, dropped);
+        assert_ne!(dropped, spec().with_dropout(0.5).validate().unwrap());
+        assert_eq!(dropped.params(), declared());
+        assert_eq!(dropped.dropout().map(Dropout::p), Some(0.25));
+        assert!(plain.dropout_mask(1, 2).is_none() && dropped.dropout_mask(1, 2).is_some());
+        let values = [ParamValue::I64(&[7]), ParamValue::I64(&[9])];
+        assert_eq!(dropped.dropout_of(dropped.params(), &values), dropped.dropout_mask(7, 9));
+    }
+
+    #[test]
+    fn a_probability_is_more_than_none_and_less_than_all() {
+        for p in [0.0, -0.1, 1.0, 2.0, f32::NAN, f32::INFINITY] {
+            let told = spec().with_dropout(p).validate().unwrap_err().to_string();
+            assert!(told.contains("dropout") && told.contains("more than 0 and less than 1"), "{told}");
+        }
+        for p in [f32::MIN_POSITIVE, 0.5, 1.0f32.next_down()] {
+            assert!(spec().with_dropout(p).validate().is_ok(), "{p}");
+        }
+        let own: ScoreMod = "tensor dropout_seed[head]: f32;\nscore + dropout_seed".parse().unwrap();
+        let told = spec().score_mod(own).with_dropout(0.5).validate().unwrap_err().to_string();
+        assert!(told.contains("parameter dropout_seed") && told.contains("the specification's own"), "{told}");
+        let told = spec().with_dropout(0.5).backward().wrt(DROPOUT_SEED, DType::F32).validate().unwrap_err().to_string();
+        assert!(told.contains("a floating point parameter"), "{told}");
+    }
+
+    /// Word for word.
+    fn written(mask: &DropoutMask, [b, h, q, k]: [usize; 4]) -> bool {
+        let n = mask.offset.wrapping_add(4 * ((b as u64 * mask.heads + h as u64) * 8 + k as u64 % 8) + (q as u64 % 8) / 2);
+        let words = philox([n / 4; 8], (k / 16) as u32 * mask.squares_q + (q / 16) as u32, mask.key).map(|word| word[0]);
+        let half = q % 2 + 2 * (k / 8 % 2) + 4 * (q / 8 % 2);
+        words[half / 2] >> (16 * (half % 2)) & 0xffff <= mask.most
+    }
+
+    #[test]
+    fn squares_are_what_the_words_say() {
+        let problem = spec().with_dropout(0.4).validate().unwrap();
+        for (seed, offset) in [(0, 0), (-1, 3), (1 << 40, 1 << 50), (77, -6), (12345, i64::MAX)] {
+            let mask = problem.dropout_mask(seed, offset).unwrap();
+            for at in (0..50).flat_map(|k| (0..40).map(move |q| [(q + k) % 2, (3 * q + k) % 4, q, k])) {
+                assert_eq!(mask.keeps(at), written(&mask, at), "{seed} {offset} {at:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn as_many_stay_as_are_said_to_and_calls_apart_have_nothing_in_common() {
+        let shape = Shape { batch: 2, heads_q: 8, heads_kv: 8, seq_q: 256, seq_kv: 256, dim_qk: 8, dim_v: 8 };
+        for p in [0.1, 0.5, 0.9] {
+            let problem = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd).with_dropout(p).validate().unwrap();
+            let bits = |offset: i64| -> Vec<u16> {
+                let mask = problem.dropout_mask(5, offset).unwrap();
+                let squares = (0..16).flat_map(|bh| (0..256).map(move |at| [bh / 8, bh % 8, at / 16, at % 16]));
+                squares.flat_map(|at| mask.square(at)).collect()
+            };
+            let (one, other) = (bits(1), bits(1 + problem.dropout_span()));
+            let kept = one.iter().map(|row| row.count_ones()).sum::<u32>();
+            let all = 16.0 * one.len() as f64;
+            // Groups of up to four rows share their numbers, so four times the variance of as many throws.
+            let deviation = (4.0 * all * f64::from(p) * f64::from(1.0 - p)).sqrt();
+            assert!((f64::from(kept) - all * f64::from(1.0 - p)).abs() < 5.0 * deviation, "{p}: {kept} of {all}");
+            let agree = one.iter().zip(&other).map(|(one, other)| (!(one ^ other)).count_ones()).sum::<u32>();
+            let by_chance = f64::from(p * p + (1.0 - p) * (1.0 - p));
+            assert!((f64::from(agree) / all - by_chance).abs() < 0.01, "{p}: {agree} of {all} agree");
+        }
+    }
+}

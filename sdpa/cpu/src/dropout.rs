@@ -1,0 +1,76 @@
+//! Weights that dropout leaves, tile by tile.
+
+use super::program::Row;
+use sdpa_core::{DropoutMask, SQUARE};
+use std::ops::Range;
+
+/// Which weights of a call stay, and what those are multiplied by.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Left {
+    pub(super) mask: DropoutMask,
+    pub(super) scale: f32,
+}
+
+/// A square of the generator, and where it is: head, and the numbers of its queries and keys.
+type Square = ([usize; 3], [u16; SQUARE]);
+
+/// The same as one worker looks it up.
+#[derive(Debug)]
+pub(super) struct Dropper {
+    left: Left,
+    batch: usize,
+    /// The rows of each tile.
+    rows: Vec<Vec<Row>>,
+    /// What was looked up last for each head of a group: neighbours in a tile are in the same squares.
+    squares: Vec<Option<Square>>,
+    /// Of each lane, for the keys of a square.
+    bits: Vec<u16>,
+}
+
+impl Dropper {
+    pub(super) fn new(left: Left, group: usize) -> Dropper {
+        Dropper { left, batch: 0, rows: Vec::new(), squares: vec![None; group], bits: Vec::new() }
+    }
+
+    /// Turns to a batch entry.
+    pub(super) fn entry(&mut self, batch: usize) {
+        self.batch = batch;
+        self.squares.fill(None);
+    }
+
+    /// Takes the rows of a tile, one for each lane, under a number.
+    pub(super) fn rows(&mut self, tile: usize, rows: impl Iterator<Item = Row>) {
+        if self.rows.len() <= tile {
+            self.rows.resize_with(tile + 1, Vec::new);
+        }
+        self.rows[tile].clear();
+        self.rows[tile].extend(rows);
+    }
+
+    /// Multiplies numbers, `[key][row]`, by what becomes of their weights.
+    pub(super) fn multiply(&mut self, tile: usize, keys: &Range<usize>, numbers: &mut [f32]) {
+        let Dropper { left: Left { mask, scale }, batch, rows, squares, bits } = self;
+        let (rows, group) = (&rows[tile], squares.len());
+        let mut first = keys.start;
+        while first < keys.end {
+            let end = (first / SQUARE * SQUARE + SQUARE).min(keys.end);
+            bits.clear();
+            bits.extend(rows.iter().map(|row| {
+                let at = [row.head, row.query / SQUARE, first / SQUARE];
+                let slot = &mut squares[row.head % group];
+                let square = match slot {
+                    Some((known, square)) if *known == at => square,
+                    _ => &mut slot.insert((at, mask.square([*batch, at[0], at[1], at[2]]))).1,
+                };
+                square[row.query % SQUARE]
+            }));
+            let of_keys = numbers[(first - keys.start) * rows.len()..(end - keys.start) * rows.len()].chunks_exact_mut(rows.len());
+            for (key, of_key) in (first % SQUARE..).zip(of_keys) {
+                for (number, bits) in of_key.iter_mut().zip(&*bits) {
+                    *number *= if bits >> key & 1 == 1 { *scale } else { 0.0 };
+                }
+            }
+            first = end;
+        }
+    }
+}
