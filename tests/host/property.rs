@@ -192,10 +192,7 @@ fn of_dropout(forward: &Lowered, extents: [i64; 4], dropout: Dropout) -> Vec<(Te
         |name: &str| forward.supplies.iter().find(|(_, supply)| *supply == Supply::Param(name.to_owned())).map(|(tensor, _)| *tensor);
     let numbers = [(DROPOUT_SEED, dropout.seed), (DROPOUT_OFFSET, dropout.offset)];
     let numbers = numbers.map(|(name, number)| (named(name).unwrap(), Value::new([1; 4], [number as f64])));
-    let written = forward.graph.graph().ops().iter().find_map(|op| match op {
-        Op::Rng(rng) => Some(rng.y),
-        _ => None,
-    });
+    let written = forward.graph.graph().ops().iter().find_map(|op| if let Op::Rng(rng) = op { Some(rng.y) } else { None });
     let axis = |n: i64, axis: usize| n / extents[axis + 1..].iter().product::<i64>() % extents[axis];
     let places = (0..extents.iter().product::<i64>()).map(|n| [0, 1, 2, 3].map(|a| axis(n, a)));
     let stay: Vec<f64> = places.map(|at| f64::from(u8::from(dropout.factor(at, extents) > 0.0))).collect();

@@ -114,6 +114,7 @@ pub(super) fn told<T>(
         masks,
         modify: None,
         sink: None,
+        dropout: None,
     })
 }
 

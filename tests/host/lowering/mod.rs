@@ -205,10 +205,7 @@ impl Graph<'_> {
 
     /// The random numbers of an op that has such: where weights stay.
     fn stay(&mut self, dropout: Option<Dropout>, extents: [i64; 4]) {
-        let written = self.lowered.graph.graph().ops().iter().find_map(|op| match op {
-            Op::Rng(rng) => Some(rng.y),
-            _ => None,
-        });
+        let written = self.lowered.graph.graph().ops().iter().find_map(|op| if let Op::Rng(rng) = op { Some(rng.y) } else { None });
         assert_eq!(written.is_some(), dropout.is_some(), "weights are dropped where that is asked for");
         if let Some((id, dropout)) = written.zip(dropout) {
             let axis = |n: i64, axis: usize| n / extents[axis + 1..].iter().product::<i64>() % extents[axis];
