@@ -14,7 +14,7 @@ const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/documents.cu");
 /// The sources, and the PTX of each.
 const TEXTS: [(&str, &str); 3] = [
     (SOURCE, "sdpa/cudnn/src/kernels/documents.ptx"),
-    (include_str!("../../sdpa/cudnn/src/kernels/pages.cu"), "sdpa/cudnn/src/kernels/pages.ptx"),
+    (include_str!("../../sdpa/cudnn/src/kernels/entries.cu"), "sdpa/cudnn/src/kernels/entries.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/sinks.cu"), "sdpa/cudnn/src/kernels/sinks.ptx"),
 ];
 

@@ -2,8 +2,8 @@
 
 mod absent;
 mod asked;
+mod entries;
 mod grid;
 mod kernels;
-mod pages;
 mod policy;
 mod sinks;

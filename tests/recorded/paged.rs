@@ -98,14 +98,21 @@ impl Calls {
 
     /// The launch checks the caller's table into the one that the attention reads, in pieces of so many tokens; and the attention reads
     /// containers where they are.
-    fn assert_checks(&self, launch: &Entry, attention: &Entry, [tokens, parts]: [u64; 2], lengths: u64) {
+    fn assert_checks(&self, launch: &Entry, attention: &Entry, [tokens, parts]: [u64; 2], padded: bool) {
         assert_eq!((launch.what, attention.what, launch.stream), (LAUNCH, EXECUTION, attention.stream));
         let problem = self.planned.job.problem();
         let [batch, seq_kv] = [problem.batch(), problem.seq_kv()].map(i64::unsigned_abs);
         let paged = problem.paged().unwrap();
         let (each, given) = (seq_kv.div_ceil(tokens), seq_kv.div_ceil(tokens * parts));
         let to = self.supplied(attention, |supply| matches!(supply, Supply::Pages(_))).unwrap();
-        let want = [batch, each, parts, tokens, paged.pages.unsigned_abs(), seq_kv, lengths, self.given(PAGE_TABLE), given, to];
+        let mut want = vec![batch];
+        for (side, name) in [(Side::Queries, "seq_len_q"), (Side::Keys, "seq_len_kv")] {
+            let clamped = self.supplied(attention, |supply| matches!(supply, Supply::Guarded(Guarded { of, .. }) if *of == side));
+            assert_eq!(clamped.is_some(), padded, "{name}");
+            let [from, to] = clamped.map_or([0; 2], |to| [self.given(name), to]);
+            want.extend([from, problem.seq(side).unsigned_abs(), to]);
+        }
+        want.extend([u64::from(padded), each, parts, tokens, paged.pages.unsigned_abs(), self.given(PAGE_TABLE), given, to]);
         assert_eq!(launch.pointers[..launch.tensors as usize], want);
         assert_eq!((launch.from, launch.bytes), ((batch * each).div_ceil(128), 128));
         let all = whole(&self.workspace);
@@ -129,7 +136,7 @@ fn the_table_is_checked_before_the_attention_that_reads_it() {
             let entries = calls.run(&calls.planned, &calls.call(&params));
             let [launch, attention] = &entries[..] else { panic!("{} submissions", entries.len()) };
             // No lengths: all keys are there.
-            calls.assert_checks(launch, attention, pieces, 0);
+            calls.assert_checks(launch, attention, pieces, false);
             // Engines for one query know pages in the unified op.
             let form = if spec.q.dims[2] == 1 { Form::Unified } else { Form::Composite };
             assert_eq!(calls.planned.lowered.form, form, "{page_size}");
@@ -138,22 +145,14 @@ fn the_table_is_checked_before_the_attention_that_reads_it() {
 }
 
 #[test]
-fn lengths_are_clamped_before_the_table_is_checked_by_them() {
+fn lengths_are_clamped_and_the_table_is_checked_by_one_launch() {
     for (page_size, pieces) in PAGES {
         for spec in [spec(page_size).mask(Mask::padding()), decode(page_size).mask(Mask::padding())] {
             let Some(calls) = Calls::new(&spec) else { return };
             let params = calls.params();
             let entries = calls.run(&calls.planned, &calls.call(&params));
-            let [clamps @ .., launch, attention] = &entries[..] else { panic!("{} submissions", entries.len()) };
-            let clamped = |side: Side| {
-                calls.supplied(attention, |supply| matches!(supply, Supply::Guarded(Guarded { of, .. }) if *of == side)).unwrap()
-            };
-            calls.assert_checks(launch, attention, pieces, clamped(Side::Keys));
-            assert!(clamps.len() == 2 && clamps.iter().all(|entry| entry.what == EXECUTION), "{} in front", clamps.len());
-            for (side, name) in [(Side::Queries, "seq_len_q"), (Side::Keys, "seq_len_kv")] {
-                let moved = |entry: &Entry| [calls.given(name), clamped(side)].iter().all(|address| entry.pointers.contains(address));
-                assert!(clamps.iter().any(moved), "{name}");
-            }
+            let [launch, attention] = &entries[..] else { panic!("{} submissions", entries.len()) };
+            calls.assert_checks(launch, attention, pieces, true);
         }
     }
 }
@@ -167,7 +166,7 @@ fn a_copy_of_queries_leaves_the_check_beside_the_attention() {
     let params = calls.params();
     let entries = calls.run(&calls.planned, &calls.call(&params));
     let at = entries.iter().position(|entry| entry.what == LAUNCH).unwrap();
-    assert!(at > 2 && entries[..at].iter().all(|entry| entry.what == EXECUTION) && at + 2 == entries.len(), "{at} of {}", entries.len());
+    assert!(at == 1 && entries[0].what == EXECUTION && entries.len() == 3, "{at} of {}", entries.len());
     assert!(entries[..at].iter().any(|entry| entry.pointers.contains(&calls.slice(Operand::Q).address)));
     assert_ne!(entries[at + 1].address(calls.planned.lowered.operand(Operand::Q).unwrap().uid()), Some(calls.slice(Operand::Q).address));
 }

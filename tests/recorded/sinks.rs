@@ -166,7 +166,7 @@ fn rows_past_a_length_and_outside_of_documents_are_left_out() {
     let Some(calls) = Calls::new(padded.into()) else { return };
     let entries = calls.run(true);
     let attention = entries.iter().rfind(|entry| entry.what == EXECUTION).unwrap();
-    let parts = launched(entries.iter().find(|entry| entry.what == LAUNCH).unwrap());
+    let [_, parts, _] = entries.iter().filter(|entry| entry.what == LAUNCH).map(launched).collect::<Vec<_>>()[..] else { panic!() };
     let guarded = |supply: &&Supply| matches!(supply, Supply::Guarded(Guarded { of: Side::Queries, .. }));
     let lengths = calls.planned.lowered.supplies.iter().map(|(_, supply)| supply).find(guarded).unwrap();
     assert_eq!(parts[3..5], [calls.given(attention, lengths), 0]);

@@ -60,9 +60,9 @@ impl Bound {
         self.addresses[slot.0]
     }
 
-    /// Whether what is spared by a promise about this parameter is not needed.
-    pub(super) fn spares(&self, param: Option<usize>) -> bool {
-        param.is_some_and(|at| self.params[at].is_within_extent())
+    /// Whether what is spared by promises about all of these parameters is not needed.
+    pub(super) fn spares(&self, params: &[usize]) -> bool {
+        !params.is_empty() && params.iter().all(|&at| self.params[at].is_within_extent())
     }
 
     pub(super) fn argument(&self, argument: Argument) -> u64 {

@@ -123,7 +123,7 @@ impl Planned {
             | Role::Sum(..)
             | Role::Rounding(_)
             | Role::Documents
-            | Role::Pages
+            | Role::Entries(_)
             | Role::Sink
             | Role::SinkGradient
             | Role::Unpaired(_) => None,

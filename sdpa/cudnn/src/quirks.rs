@@ -152,10 +152,10 @@ quirks! {
     }
     EntriesWithoutKeys {
         what: "entries of a batch without keys (`seq_len_kv` 0) get not-a-number forward and nothing backward; 9.25.1 still not-a-number in dk and dv",
-        so: "products are told of one key and no query there: the lengths that they take come from small graphs that run before; lengths in the unified form are refused",
+        so: "products are told of one key and no query there: the lengths that they take come from a kernel that runs before; lengths in the unified form are refused",
         versions: to(25, 99), sm: ANY, passes: Both,
         source: "cudnn-frontend #943; seen on an H200 under 9.19.0 and 9.25.1",
-        test: "lengths_stay_within_extents_and_entries_without_keys_have_one_and_no_queries",
+        test: "engines_are_told_of_lengths_within_extents_and_of_pages_that_are_there",
     }
     HeadsOfOneQuery {
         what: "unified form, one query: values by head are another head's, with 8 heads on one head of keys",
@@ -174,7 +174,7 @@ quirks! {
     }
     LengthsPastTheExtent {
         what: "lengths above the extents have rows written past the end of `stats`; negative ones are not defined",
-        so: "small graphs clamp them, unless the caller promises that they need it not", versions: EVERY, sm: ANY, passes: Both,
+        so: "a kernel clamps them, unless the caller promises that they need it not", versions: EVERY, sm: ANY, passes: Both,
         source: "seen on an H200 under 9.19.0", test: "device lengths",
     }
     PaddingInTheUnifiedForm {

@@ -93,9 +93,9 @@ impl Planned {
     /// As [`Planned::submit`].
     unsafe fn step(&self, submission: &Submission<'_>, step: &Step<Arc<Plan>>, bound: &Bound, workspace: DeviceSlice) -> Result<(), Error> {
         match step {
-            Step::Run(run) if bound.spares(run.spared_by) => Ok(()),
             // SAFETY: the caller's.
             Step::Run(run) => unsafe { execute(submission, run, bound, workspace) },
+            Step::Launch(launch) if bound.spares(&launch.spared_by) => Ok(()),
             // SAFETY: the caller's.
             Step::Launch(launch) => unsafe { self.launch(submission, launch, bound) },
             Step::Zero(to) => {

@@ -7,7 +7,7 @@ use std::ffi::CStr;
 use std::sync::OnceLock;
 
 const DOCUMENTS: &str = concat!(include_str!("documents.ptx"), "\0");
-const PAGES: &str = concat!(include_str!("pages.ptx"), "\0");
+const ENTRIES: &str = concat!(include_str!("entries.ptx"), "\0");
 const SINKS: &str = concat!(include_str!("sinks.ptx"), "\0");
 
 /// Offsets of packed documents that one launch can compute.
@@ -26,13 +26,13 @@ pub enum Own {
     SinkParts,
     /// The sums of these parts.
     SinkGradient,
-    /// A page table as engines may be given it.
-    Pages,
+    /// Lengths of batch entries and a page table as engines may be given them.
+    Entries,
 }
 
 impl Own {
     /// Every kernel, those of a text one behind the other.
-    pub const ALL: [Own; 6] = [Own::Documents, Own::Unpaired, Own::SinkRows, Own::SinkParts, Own::SinkGradient, Own::Pages];
+    pub const ALL: [Own; 6] = [Own::Documents, Own::Unpaired, Own::SinkRows, Own::SinkParts, Own::SinkGradient, Own::Entries];
 
     /// Its name in the PTX.
     pub const fn name(self) -> &'static CStr {
@@ -42,7 +42,7 @@ impl Own {
             Own::SinkRows => c"sink_rows",
             Own::SinkParts => c"sink_parts",
             Own::SinkGradient => c"sink_gradient",
-            Own::Pages => c"pages",
+            Own::Entries => c"entries",
         }
     }
 
@@ -51,7 +51,7 @@ impl Own {
         match self {
             Own::Documents | Own::Unpaired => DOCUMENTS,
             Own::SinkRows | Own::SinkParts | Own::SinkGradient => SINKS,
-            Own::Pages => PAGES,
+            Own::Entries => ENTRIES,
         }
     }
 }

@@ -92,7 +92,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let ports = Ports::new(to, b, transposed);
     let lengths = Lengths::of(to, p);
-    let [rows, keys] = lengths.overrides(to, p, runtime)?;
+    let [rows, keys] = lengths.overrides(to, p, runtime);
     let scale = ports.attn_scale;
 
     let dropout = Dropout::of(to, p);

@@ -20,7 +20,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let operands = Operands::new(to, problem, in_graph, |key| if problem.paged().is_some() { key } else { transposed(key) });
     let Operands { q, mut k, mut v, attn_scale, o, stats } = operands;
     let lengths = Lengths::of(to, problem);
-    let [mut rows, mut keys] = lengths.overrides(to, problem, runtime)?;
+    let [mut rows, mut keys] = lengths.overrides(to, problem, runtime);
     if let Some(table) = paged::table(to, problem, keys)? {
         // Engines take no pages where the products are not told of lengths.
         rows = rows.or_else(|| Some(paged::all(to, "seq_len_q_all", problem.batch(), problem.seq_q())));

@@ -5,12 +5,10 @@
 //! remain besides the last, the copy is made once per index of the outermost.
 
 use super::job::Job;
-use super::lowered::Guarded;
 use cudnn_graph::ir::pointwise::Params;
-use cudnn_graph::ir::{Mode, Scalar, Tensor, TensorId};
+use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
 use sdpa_core::Operand;
-use sdpa_core::Side;
 use sdpa_core::spec::{Layout, TensorSpec};
 
 /// A copy graph, the tensors that a caller binds, and how often to run it.
@@ -20,8 +18,6 @@ pub struct CopyGraph {
     pub graph: Verified,
     /// What is read.
     pub from: TensorId,
-    /// What is read besides, elements of the same places.
-    pub second: Option<TensorId>,
     /// What is written.
     pub to: TensorId,
     /// Zeros that are read, as large as what is written: they may be the same memory.
@@ -114,7 +110,6 @@ pub fn convert(dtypes: [DType; 2], from: &TensorSpec, to: &TensorSpec) -> Result
     Ok(CopyGraph {
         graph: g.verify()?,
         from: x,
-        second: None,
         to: y,
         zeros,
         repeats: repeated.extent.unsigned_abs(),
@@ -134,33 +129,6 @@ pub(crate) fn spread(dtypes: [DType; 2], from: [i64; 4], to: [i64; 4]) -> Result
         from.strides[3] = 1;
     }
     convert(dtypes, &from, &TensorSpec::dense(to, Layout::Bhsd))
-}
-
-/// Guarded lengths of so many batch entries. Engines compute these in f32 and in no whole numbers: extents up to 2²⁴. What is beyond that
-/// is rounded, and clamped all the same.
-pub(crate) fn guarded(which: Guarded, entries: i64) -> Result<CopyGraph, cudnn_graph::Error> {
-    let mut g = Graph::new();
-    let dims = [1, 1, entries];
-    let lengths = |g: &mut Graph, name: &str| g.tensor(Tensor::device(name, DType::I32, dims));
-    let with = |g: &mut Graph, mode: Mode, x: TensorId, number: f32, to: DType| {
-        let number = g.tensor(Tensor::by_value("number", DType::F32, Some(Scalar::F32(number)), dims.len()));
-        g.pointwise_as(mode, &[x, number], DType::F32, to, Params::default())
-    };
-    let x = lengths(&mut g, "from");
-    let most = with(&mut g, Mode::Min, x, which.most as f32, DType::F32);
-    let (most, least, second) = match (which.of, which.keyless) {
-        (Side::Queries, true) => {
-            let keys = lengths(&mut g, "second");
-            // No length is larger than one key counted so often; entries without keys have no queries.
-            let any = with(&mut g, Mode::Mul, keys, (1 << 24) as f32, DType::F32);
-            (g.pointwise_as(Mode::Min, &[most, any], DType::F32, DType::F32, Params::default()), 0.0, Some(keys))
-        }
-        (Side::Queries, false) | (Side::Keys, false) => (most, 0.0, None),
-        (Side::Keys, true) => (most, 1.0, None),
-    };
-    let y = with(&mut g, Mode::Max, most, least, DType::I32);
-    g.output(y, "to", DType::I32);
-    Ok(CopyGraph { graph: g.verify()?, from: x, second, to: y, zeros: None, repeats: 1, from_step: 0, to_step: 0 })
 }
 
 /// Bytes that engines read at once: base addresses and strides must be multiples.
@@ -232,26 +200,6 @@ mod tests {
         let broadcast_all = TensorSpec { dims, strides: [0, 0, 0, 1], alignment: 16 };
         assert_eq!(check(broadcast_all).repeats, 1);
         check(TensorSpec { dims: [1, 1, 1, 8], strides: [8, 8, 8, 1], alignment: 4 });
-    }
-
-    #[test]
-    fn lengths_stay_within_extents_and_entries_without_keys_have_one_and_no_queries() {
-        use cudnn_graph::ir::interp::{self, Precision};
-        let (queries, keys) = ([5.0, 9.0, 0.0, 131.0, -3.0, 2e9, 130.0], [3.0, 0.0, 0.0, f64::from(1 << 24), 7.0, -2e9, 300.0]);
-        for (of, keyless, want) in [
-            (Side::Queries, true, [5.0, 0.0, 0.0, 130.0, 0.0, 0.0, 130.0]),
-            (Side::Queries, false, [5.0, 9.0, 0.0, 130.0, 0.0, 130.0, 130.0]),
-            (Side::Keys, true, [3.0, 1.0, 1.0, 257.0, 7.0, 1.0, 257.0]),
-            (Side::Keys, false, [3.0, 0.0, 0.0, 257.0, 7.0, 0.0, 257.0]),
-        ] {
-            let most = if of == Side::Queries { 130 } else { 257 };
-            let c = guarded(Guarded { of, most, keyless }, 7).unwrap();
-            let first = if of == Side::Keys { keys } else { queries };
-            let given = [Some((c.from, first)), c.second.map(|id| (id, keys))];
-            let inputs = given.into_iter().flatten().map(|(id, x)| (id, interp::Value::new(vec![1, 1, 7], x.to_vec()))).collect();
-            let got = interp::run(&c.graph, &inputs, Precision::F32).unwrap();
-            assert_eq!(got[&c.to].data, want, "{of:?} {keyless}");
-        }
     }
 
     /// Offsets of what is read for each element that is written, in the order of the latter.

@@ -67,12 +67,11 @@ pub struct Guarded {
 }
 
 impl Guarded {
-    /// The declared tensors that it is computed of, in the order of the copy that computes it.
-    pub fn params(self) -> &'static [&'static str] {
-        match (self.of, self.keyless) {
-            (Side::Queries, true) => &[SEQ_LEN_Q, SEQ_LEN_KV],
-            (Side::Queries, false) => &[SEQ_LEN_Q],
-            (Side::Keys, _) => &[SEQ_LEN_KV],
+    /// The declared tensor of the lengths.
+    pub fn param(self) -> &'static str {
+        match self.of {
+            Side::Queries => SEQ_LEN_Q,
+            Side::Keys => SEQ_LEN_KV,
         }
     }
 }

@@ -5,7 +5,6 @@
 
 mod ends;
 
-use super::LowerError;
 use super::expr::{Draft, Emitter, Pass};
 use super::lowered::{Guarded, Supply};
 use super::packed;
@@ -55,14 +54,11 @@ impl Lengths {
     }
 
     /// What products of matrices take: of queries and of keys, where there are both as tensors.
-    ///
-    /// # Errors
-    /// As [`guarded`].
-    pub(super) fn overrides(self, to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
+    pub(super) fn overrides(self, to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
         match (self.q, self.kv) {
-            (Some(_), Some(_)) if self.packed => Ok([self.q, self.kv]),
+            (Some(_), Some(_)) if self.packed => [self.q, self.kv],
             (Some(_), Some(_)) => guarded(to, problem, runtime),
-            (None, _) | (_, None) => Ok([None, None]),
+            (None, _) | (_, None) => [None, None],
         }
     }
 
@@ -81,13 +77,7 @@ impl Lengths {
 
 /// Both lengths as engines take them for rows and columns of products: they are data that nobody has checked, so they are clamped on the
 /// device.
-///
-/// # Errors
-/// More queries or keys than f32 counts, which the lengths pass through.
-pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> Result<[Option<TensorId>; 2], LowerError> {
-    if problem.seq_q().max(problem.seq_kv()) > F32_WHOLE {
-        return Err(LowerError::Unsupported(format!("padding of more than {F32_WHOLE} queries or keys")));
-    }
+pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
     // Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
     let keyless = Quirk::EntriesWithoutKeys.holds(runtime);
     let mut clamped = |name: &str, of, most| {
@@ -96,7 +86,7 @@ pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -
         Some(tensor)
     };
     let queries = clamped("seq_len_q_guarded", Side::Queries, problem.seq_q());
-    Ok([queries, clamped("seq_len_kv_guarded", Side::Keys, problem.seq_kv())])
+    [queries, clamped("seq_len_kv_guarded", Side::Keys, problem.seq_kv())]
 }
 
 /// Whether there is something to drop besides the lengths that the op takes by itself.

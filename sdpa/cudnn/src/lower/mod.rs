@@ -26,7 +26,7 @@ mod unified;
 
 pub use backward::{QueryGradient, Spelling};
 pub use copy::{CopyGraph, convert, copy};
-pub(crate) use copy::{densify, guarded, spread};
+pub(crate) use copy::{densify, spread};
 pub use expr::Vectors;
 pub use job::Job;
 pub(crate) use key::JobQuery;

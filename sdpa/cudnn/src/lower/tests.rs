@@ -114,19 +114,6 @@ fn lengths_are_operands_of_the_products_where_there_are_both() {
 }
 
 #[test]
-fn lengths_up_to_the_last_whole_number_of_f32_are_taken() {
-    let of = |seq_q, seq_kv| {
-        let shape = Shape { seq_q, seq_kv, batch: 1, heads_q: 1, heads_kv: 1, ..SHAPE };
-        refused(&backward(shape, &[], &["padding"]), Form::Composite, NEW)
-    };
-    let most = 1 << 24;
-    assert_eq!([of(most, 64), of(64, most)], [None, None]);
-    for why in [of(most + 1, 64), of(64, most + 1)] {
-        assert!(why.is_some_and(|why| why.contains("16777216")));
-    }
-}
-
-#[test]
 fn each_gradient_of_a_parameter_is_looked_at_by_itself() {
     let spec = spec(SHAPE, &["bias:hqk", "tensor gain[head]: f32; score * gain"], &[]);
     let asked = |names: &[&str]| {

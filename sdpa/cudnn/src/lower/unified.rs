@@ -37,7 +37,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         return Err(LowerError::Unsupported(rule));
     }
     // The op pads by itself where it has both lengths.
-    let [mut seq_len_q, mut seq_len_kv] = if padded { mask::guarded(to, problem, runtime)? } else { [None, None] };
+    let [mut seq_len_q, mut seq_len_kv] = if padded { mask::guarded(to, problem, runtime) } else { [None, None] };
     let table = paged::table(to, problem, seq_len_kv)?;
     if let Some(table) = table {
         seq_len_kv = Some(table.lengths);

@@ -20,7 +20,7 @@ impl<P> Schedule<P> {
         let program = encode(&run.graph, runtime).map_err(cudnn_graph::Error::from)?;
         let program = serde_json::to_vec(&program).map_err(|e| Error::Bug(e.to_string()))?;
         let mut parts = Digest::parts().part(run.role.to_string().as_bytes()).part(&program);
-        parts = parts.part(format!("{} {:?}", run.repeats, run.spared_by).as_bytes());
+        parts = parts.part(run.repeats.to_string().as_bytes());
         for port in &run.ports {
             parts = parts.part(format!("{:?} {}", port.tensor, port.step).as_bytes());
             parts = self.slot_parts(port.slot).iter().fold(parts, |parts, part| parts.part(part));
@@ -40,9 +40,9 @@ impl<P> Schedule<P> {
     }
 
     fn launched(&self, parts: Parts, launch: &Launch) -> Parts {
-        let Launch { role, kernel, grid, arguments } = launch;
+        let Launch { role, kernel, grid, arguments, spared_by } = launch;
         let parts = parts.part(role.to_string().as_bytes()).part(kernel.name().to_bytes()).part(kernel.ptx().as_bytes());
-        arguments.iter().fold(parts.part(format!("{grid:?}").as_bytes()), |parts, argument| match *argument {
+        arguments.iter().fold(parts.part(format!("{grid:?} {spared_by:?}").as_bytes()), |parts, argument| match *argument {
             Argument::Slot(slot) => parts.part(&self.slot_parts(slot).concat()),
             Argument::Tokens(side) => parts.part(format!("tokens of {side:?}").as_bytes()),
             Argument::Fixed(x) => parts.part(&x.to_le_bytes()),

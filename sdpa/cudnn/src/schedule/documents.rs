@@ -72,7 +72,13 @@ pub(super) fn tell(
         }
         arguments.resize(parameters, Argument::Fixed(0));
         let blocks = blocks(problem.batch() + 1).div_ceil(THREADS);
-        made.step(Step::Launch(Launch { role: Role::Documents, kernel: Own::Documents, grid: [blocks, THREADS], arguments }));
+        made.step(Step::Launch(Launch {
+            role: Role::Documents,
+            kernel: Own::Documents,
+            grid: [blocks, THREADS],
+            arguments,
+            spared_by: Vec::new(),
+        }));
     }
     Ok(bound)
 }
@@ -100,7 +106,13 @@ pub(super) fn fill_unpaired(made: &mut Outline<'_>, job: &Job) -> Result<(), Err
         arguments.push(Argument::Slot(to));
         arguments.extend([bytes, bits, heads, head, token, width].map(Argument::Fixed));
         let grid = [blocks(problem.batch()), THREADS];
-        made.step(Step::Launch(Launch { role: Role::Unpaired(made.name(to)), kernel: Own::Unpaired, grid, arguments }));
+        made.step(Step::Launch(Launch {
+            role: Role::Unpaired(made.name(to)),
+            kernel: Own::Unpaired,
+            grid,
+            arguments,
+            spared_by: Vec::new(),
+        }));
     }
     Ok(())
 }

@@ -5,8 +5,8 @@
 
 mod digest;
 mod documents;
+mod entries;
 mod outline;
-mod paged;
 mod sink;
 mod text;
 
@@ -108,8 +108,8 @@ pub enum Role {
     Rounding(String),
     /// What engines are told of packed documents.
     Documents,
-    /// The page table of a cache.
-    Pages,
+    /// Brings lengths and the page table of batch entries, by their names, to what engines may be given.
+    Entries(Vec<String>),
     /// Adds sinks to rows that were computed without.
     Sink,
     /// The gradient of sinks.
@@ -127,7 +127,7 @@ impl fmt::Display for Role {
             Role::Sum(name, n) => write!(f, "sum {n} of the gradient of {name}"),
             Role::Rounding(name) => write!(f, "rounding of the gradient of {name}"),
             Role::Documents => f.write_str("lengths and offsets of documents"),
-            Role::Pages => f.write_str("check of the page table"),
+            Role::Entries(names) => write!(f, "check of {}", names.join(" and ")),
             Role::Sink => f.write_str("sinks of rows"),
             Role::SinkGradient => f.write_str("gradient of sinks"),
             Role::Unpaired(name) => write!(f, "rows of {name} without the other side"),
@@ -159,8 +159,6 @@ pub struct Run<P> {
     pub numbers: Vec<(TensorId, Number)>,
     /// How often it runs in one call.
     pub repeats: u64,
-    /// It is not needed where the caller promises that this parameter needs no clamping.
-    pub spared_by: Option<usize>,
     /// What the graph has become.
     pub plan: P,
 }
@@ -187,6 +185,8 @@ pub struct Launch {
     pub grid: [u32; 2],
     /// One for each parameter of the kernel.
     pub arguments: Vec<Argument>,
+    /// It is not needed where the caller promises that these parameters need no clamping; none: it always is.
+    pub spared_by: Vec<usize>,
 }
 
 /// What is done on a stream, one after the other.
@@ -270,8 +270,8 @@ impl<P> Schedule<P> {
             mapped.push(match step {
                 Step::Run(run) => {
                     let plan = make(&run)?;
-                    let Run { role, graph, ports, numbers, repeats, spared_by, plan: _ } = *run;
-                    Step::Run(Box::new(Run { role, graph, ports, numbers, repeats, spared_by, plan }))
+                    let Run { role, graph, ports, numbers, repeats, plan: _ } = *run;
+                    Step::Run(Box::new(Run { role, graph, ports, numbers, repeats, plan }))
                 }
                 Step::Launch(launch) => Step::Launch(launch),
                 Step::Zero(slot) => Step::Zero(slot),

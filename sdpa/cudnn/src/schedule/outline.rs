@@ -1,7 +1,7 @@
 //! From a lowered pass to its schedule: the attention, and what has to happen around it.
 
 use super::{Contents, Number, Port, Role, Run, Schedule, Slot, SlotId, Source, Step};
-use super::{documents, paged, sink};
+use super::{documents, entries, sink};
 use crate::error::Error;
 use crate::lower::{self, CopyGraph, Guarded, Job, Lowered, Supply};
 use cudnn_graph::bind::Ports;
@@ -41,16 +41,16 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         let dtype = lower::dtype(job.problem().dtype());
         let role = Role::Copy(operand);
         if job.writes(operand) {
-            after.push((role, lower::copy(dtype, used, given)?, vec![piece], caller));
+            after.push((role, lower::copy(dtype, used, given)?, piece, caller));
         } else {
-            before.push((role, lower::copy(dtype, given, used)?, vec![caller], piece));
+            before.push((role, lower::copy(dtype, given, used)?, caller, piece));
         }
     }
     if let Some(tensor) = lowered.stats {
         let slot = sink::stats(&mut made, job, lowered, tensor);
         bound.push((tensor, slot));
     }
-    let (mut conversions, mut told, mut checked) = (Vec::new(), Vec::new(), None);
+    let (mut conversions, mut told, mut checked) = (Vec::new(), Vec::new(), entries::Told::default());
     for (tensor, supply) in &lowered.supplies {
         let slot = match supply {
             Supply::Number(trace) => {
@@ -64,7 +64,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
             }
             Supply::Pages(pages) => {
                 let to = made.scratch("page table, checked".to_owned(), lowered.bytes(*tensor));
-                checked = Some((*pages, to));
+                checked.pages = Some((*pages, to));
                 to
             }
             Supply::Table(table) => made.table(Contents::Numbers(table.clone()), table.bytes()),
@@ -76,15 +76,12 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
                 let (like, extents) = made.tensor(lowered, *tensor)?;
                 let from = made.param(name)?;
                 let copy = lower::spread([*dtype, like], *dims, extents)?;
-                conversions.push((Role::Conversion(vec![name.clone()]), copy, vec![from], to));
+                conversions.push((Role::Conversion(vec![name.clone()]), copy, from, to));
                 to
             }
             Supply::Guarded(which) => {
-                let (_, [entries, ..]) = made.tensor(lowered, *tensor)?;
                 let to = made.lengths(*which, lowered.bytes(*tensor))?;
-                let from = which.params().iter().map(|name| made.param(name)).collect::<Result<_, _>>()?;
-                let names = which.params().iter().map(|&name| name.to_owned()).collect();
-                conversions.push((Role::Conversion(names), lower::guarded(*which, entries)?, from, to));
+                checked.lengths[which.of as usize] = Some((*which, to));
                 to
             }
         };
@@ -92,11 +89,9 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
     }
     bound.extend(documents::tell(&mut made, job, lowered, &told)?);
     for (role, copy, from, to) in conversions.into_iter().chain(before) {
-        made.copy(role, copy, &from, to)?;
+        made.copy(role, copy, from, to)?;
     }
-    if let Some((pages, to)) = checked {
-        paged::check(&mut made, job.problem(), lowered, (pages, to), &bound)?;
-    }
+    entries::check(&mut made, job.problem(), &checked)?;
     made.run(Role::Attention, Arc::new(lowered.graph.clone()), &bound, numbers)?;
     sink::add(&mut made, dense, lowered, &bound)?;
     for sums in lowered.sums()? {
@@ -106,7 +101,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         sink::differentiate(&mut made, problem, lowered, &bound)?;
     }
     for (role, copy, from, to) in after {
-        made.copy(role, copy, &from, to)?;
+        made.copy(role, copy, from, to)?;
     }
     documents::fill_unpaired(&mut made, job)?;
     Ok(made.all)
@@ -143,6 +138,10 @@ impl Outline<'_> {
         (held.bytes, held.alignment) = (held.bytes.max(bytes), held.alignment.max(alignment));
     }
 
+    pub(super) fn source(&self, slot: SlotId) -> Source {
+        self.all.slots[slot.0].source
+    }
+
     pub(super) fn name(&self, slot: SlotId) -> String {
         self.all.slots[slot.0].name.clone()
     }
@@ -168,12 +167,9 @@ impl Outline<'_> {
     }
 
     fn lengths(&mut self, which: Guarded, bytes: u64) -> Result<SlotId, Error> {
-        let param = match (which.keyless, which.params()) {
-            (false, [name]) => Some(self.declared(name)?),
-            (_, _) => None,
-        };
+        let param = if which.keyless { None } else { Some(self.declared(which.param())?) };
         let offset = self.take(bytes);
-        Ok(self.push(format!("{}, clamped", which.params().join(" and ")), Source::Lengths { offset, param }, bytes))
+        Ok(self.push(format!("{}, clamped", which.param()), Source::Lengths { offset, param }, bytes))
     }
 
     fn declared(&self, name: &str) -> Result<usize, Error> {
@@ -213,21 +209,15 @@ impl Outline<'_> {
         Ok((tensor.dtype, dims))
     }
 
-    fn copy(&mut self, role: Role, copy: CopyGraph, from: &[SlotId], to: SlotId) -> Result<(), Error> {
-        let CopyGraph { graph, from: first, second, to: written, zeros, repeats, from_step, to_step } = copy;
-        let spared_by = match self.all.slot(to).source {
-            Source::Lengths { offset: _, param } => param,
-            Source::Operand(_) | Source::Stats | Source::Param(_) | Source::Gradient(_) | Source::Table(_) | Source::Scratch(_) => None,
-        };
-        let mut bound = vec![(written, to, to_step)];
-        let read = [Some((first, from_step)), second.map(|second| (second, 0))];
-        bound.extend(read.into_iter().flatten().zip(from).map(|((tensor, step), &slot)| (tensor, slot, step)));
+    fn copy(&mut self, role: Role, copy: CopyGraph, from: SlotId, to: SlotId) -> Result<(), Error> {
+        let CopyGraph { graph, from: first, to: written, zeros, repeats, from_step, to_step } = copy;
+        let mut bound = vec![(written, to, to_step), (first, from, from_step)];
         if let Some(zeros) = zeros {
             // What is written here is written once more by the copy.
             bound.push((zeros, to, to_step));
             self.all.steps.push(Step::Zero(to));
         }
-        self.stepped(role, Arc::new(graph), &bound, Vec::new(), repeats, spared_by)
+        self.stepped(role, Arc::new(graph), &bound, Vec::new(), repeats)
     }
 
     fn sums(&mut self, sums: lower::Sums, bound: &[(TensorId, SlotId)]) -> Result<(), Error> {
@@ -249,7 +239,7 @@ impl Outline<'_> {
             self.run(Role::Sum(name.clone(), n), Arc::new(step.graph), &bound, Vec::new())?;
             from = to;
         }
-        self.copy(Role::Rounding(name.clone()), rounding, &[from], rounded)?;
+        self.copy(Role::Rounding(name.clone()), rounding, from, rounded)?;
         let gradient = self.gradient(&name);
         let bytes = self.all.slot(rounded).bytes;
         self.all.slots[gradient.0].bytes = bytes;
@@ -265,7 +255,7 @@ impl Outline<'_> {
         numbers: Vec<(TensorId, Number)>,
     ) -> Result<(), Error> {
         let bound: Vec<_> = bound.iter().map(|&(tensor, slot)| (tensor, slot, 0)).collect();
-        self.stepped(role, graph, &bound, numbers, 1, None)
+        self.stepped(role, graph, &bound, numbers, 1)
     }
 
     fn stepped(
@@ -275,7 +265,6 @@ impl Outline<'_> {
         bound: &[(TensorId, SlotId, u64)],
         numbers: Vec<(TensorId, Number)>,
         repeats: u64,
-        spared_by: Option<usize>,
     ) -> Result<(), Error> {
         let order = Ports::of(&graph);
         let mut ports = Vec::with_capacity(order.device.len());
@@ -297,7 +286,7 @@ impl Outline<'_> {
             let number = number.or(port.value.map(Number::Fixed));
             numbers.push((port.id, number.ok_or_else(|| bug(format!("{role}: {} has no number", port.name)))?));
         }
-        self.all.steps.push(Step::Run(Box::new(Run { role, graph, ports, numbers, repeats, spared_by, plan: () })));
+        self.all.steps.push(Step::Run(Box::new(Run { role, graph, ports, numbers, repeats, plan: () })));
         Ok(())
     }
 }

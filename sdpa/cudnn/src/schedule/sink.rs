@@ -53,7 +53,7 @@ pub(super) fn add(made: &mut Outline<'_>, dense: &Job, lowered: &Lowered, bound:
     let [entry, head, row] = problem.o().outer();
     arguments.extend([number(problem.dtype()), width, entry, head, row].map(Argument::Fixed));
     let grid = [blocks(count * WARP), THREADS];
-    made.step(Step::Launch(Launch { role: Role::Sink, kernel: Own::SinkRows, grid, arguments }));
+    made.step(Step::Launch(Launch { role: Role::Sink, kernel: Own::SinkRows, grid, arguments, spared_by: Vec::new() }));
     Ok(())
 }
 
@@ -87,7 +87,7 @@ pub(super) fn differentiate(
     arguments.extend([entry, head, row].map(Argument::Fixed));
     arguments.extend([Argument::Slot(slot_of(bound, sums)?), Argument::Fixed(alike.into()), Argument::Slot(parts)]);
     let grid = [u32::try_from(heads).unwrap_or(u32::MAX), THREADS];
-    made.step(Step::Launch(Launch { role: Role::SinkGradient, kernel: Own::SinkParts, grid, arguments }));
+    made.step(Step::Launch(Launch { role: Role::SinkGradient, kernel: Own::SinkParts, grid, arguments, spared_by: Vec::new() }));
 
     let gradient = made.gradient(SINK);
     made.holds(gradient, u64::from(dtype.bits() / 8) * heads.unsigned_abs(), dtype.bits() / 8);
@@ -98,7 +98,13 @@ pub(super) fn differentiate(
         Argument::Slot(gradient),
         Argument::Fixed(number(dtype)),
     ];
-    made.step(Step::Launch(Launch { role: Role::SinkGradient, kernel: Own::SinkGradient, grid: [blocks(heads), THREADS], arguments }));
+    made.step(Step::Launch(Launch {
+        role: Role::SinkGradient,
+        kernel: Own::SinkGradient,
+        grid: [blocks(heads), THREADS],
+        arguments,
+        spared_by: Vec::new(),
+    }));
     Ok(())
 }
 

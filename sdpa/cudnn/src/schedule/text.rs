@@ -40,8 +40,8 @@ pub struct StepReport {
     pub ops: usize,
     /// How often the step runs in one call.
     pub repeats: u64,
-    /// The parameter that spares it, where the caller promises that it lies within its extent.
-    pub spared_by: Option<String>,
+    /// The parameters that spare it, where the caller promises of all of them that they lie within their extents.
+    pub spared_by: Vec<String>,
     /// Tensors, or `from` and `to`, with the slot of each and the bytes from one repetition to the next.
     pub memory: Vec<(String, usize, u64)>,
     /// Numbers, with what each is.
@@ -54,7 +54,7 @@ impl<P> Schedule<P> {
         let slots = self.slots.iter().map(|slot| self.told_slot(slot, declared)).collect();
         let steps = self.steps.iter().map(|step| match step {
             Step::Run(run) => told_run(run, declared),
-            Step::Launch(launch) => told_launch(launch),
+            Step::Launch(launch) => told_launch(launch, declared),
             Step::Zero(to) => moved("zeros", &[("to", *to)]),
             Step::Move(from, to) => moved("bytes of one slot to another", &[("from", *from), ("to", *to)]),
         });
@@ -86,11 +86,11 @@ fn name(declared: &[Declared], at: usize) -> String {
 
 fn moved(what: &str, slots: &[(&str, SlotId)]) -> StepReport {
     let memory = slots.iter().map(|(end, slot)| ((*end).to_owned(), slot.0, 0)).collect();
-    StepReport { what: what.to_owned(), ops: 0, repeats: 1, spared_by: None, memory, numbers: Vec::new() }
+    StepReport { what: what.to_owned(), ops: 0, repeats: 1, spared_by: Vec::new(), memory, numbers: Vec::new() }
 }
 
-fn told_launch(launch: &Launch) -> StepReport {
-    let Launch { role, kernel, grid: [blocks, threads], arguments } = launch;
+fn told_launch(launch: &Launch, declared: &[Declared]) -> StepReport {
+    let Launch { role, kernel, grid: [blocks, threads], arguments, spared_by } = launch;
     let (mut memory, mut numbers) = (Vec::new(), Vec::new());
     for (n, argument) in arguments.iter().enumerate() {
         match argument {
@@ -106,7 +106,8 @@ fn told_launch(launch: &Launch) -> StepReport {
         }
     }
     let what = format!("{role}: kernel {}, {blocks} x {threads}", kernel.name().to_string_lossy());
-    StepReport { what, ops: 0, repeats: 1, spared_by: None, memory, numbers }
+    let spared_by = spared_by.iter().map(|&at| name(declared, at)).collect();
+    StepReport { what, ops: 0, repeats: 1, spared_by, memory, numbers }
 }
 
 fn told_run<P>(run: &Run<P>, declared: &[Declared]) -> StepReport {
@@ -121,7 +122,7 @@ fn told_run<P>(run: &Run<P>, declared: &[Declared]) -> StepReport {
         what: run.role.to_string(),
         ops: run.graph.ops().len(),
         repeats: run.repeats,
-        spared_by: run.spared_by.map(|at| name(declared, at)),
+        spared_by: Vec::new(),
         memory: run.ports.iter().map(|port| (tensor(port.tensor), port.slot.0, port.step)).collect(),
         numbers: run.numbers.iter().map(|(id, value)| (tensor(*id), number(value))).collect(),
     }
@@ -143,8 +144,8 @@ impl fmt::Display for ScheduleReport {
             if step.repeats > 1 {
                 write!(f, ", {} times", step.repeats)?;
             }
-            if let Some(param) = &step.spared_by {
-                write!(f, ", spared where {param} is promised to lie within its extent")?;
+            if !step.spared_by.is_empty() {
+                write!(f, ", spared where {} are promised to lie within their extents", step.spared_by.join(" and "))?;
             }
             writeln!(f)?;
             let width = step.memory.iter().map(|(end, ..)| end).chain(step.numbers.iter().map(|(end, _)| end));
