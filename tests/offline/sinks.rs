@@ -39,7 +39,7 @@ static void rows() {
 
 static void gradient() {
     number batch = *next++, heads = *next++, longest = *next++, bounded = *next++, placed = *next++, entry = *next++, head = *next++, row = *next++;
-    number alike = *next++, type = *next++, n_stats = *next++, n_sums = *next++, bytes = type ? 2 : 4, threads = 8;
+    number alike = *next++, factor = *next++, type = *next++, n_stats = *next++, n_sums = *next++, bytes = type ? 2 : 4, threads = 8;
     char *lengths = filled(bounded ? batch : 0, 4), *begins = filled(placed ? batch : 0, 8);
     char *sink = filled(heads, 4), *stats = filled(n_stats, 4), *sums = filled(n_sums, 4);
     char *parts = buffer(heads * threads, 4), *to = buffer(heads, bytes);
@@ -47,7 +47,7 @@ static void gradient() {
         sink_parts(batch, heads, longest, bounded ? (int *)lengths : nullptr, placed ? (number *)begins : nullptr, (float *)sink, (float *)stats,
                    entry, head, row, (float *)sums, alike, (float *)parts);
     });
-    launch(1, 64, [&] { sink_gradient(heads, (float *)parts, threads, to, type); });
+    launch(1, 64, [&] { sink_gradient(heads, (float *)parts, threads, to, type, factor); });
     done(to, heads, bytes, true);
     done(parts, heads * threads, 4, true);
     done(lengths, 0, 4, false);
@@ -186,6 +186,7 @@ fn gradient(random: &mut Random) -> Job {
     let n_stats = if packed { (first + lengths.iter().sum::<i64>()) * heads } else { batch * heads * longest };
     let n_sums = if alike { n_stats } else { batch * heads * longest };
     let ty = random.pick(&[Type::F32, Type::F16, Type::BF16]);
+    let factor = random.pick(&[1.0, 1.0, 1.25, 10.0]);
     let sinks: Vec<f64> = (0..heads).map(|_| sink(random).min(3.0)).collect();
     // What no row has must not be read: it is not a number.
     let (mut stats, mut sums) = (vec![f64::NAN; n_stats as usize], vec![f64::NAN; n_sums as usize]);
@@ -206,13 +207,15 @@ fn gradient(random: &mut Random) -> Job {
             }
         }
     }
-    let mut numbers = vec![1, batch, heads, longest, i64::from(bounded), i64::from(packed), entry, head, row, i64::from(alike)];
+    let mut numbers =
+        vec![1, batch, heads, longest, i64::from(bounded), i64::from(packed), entry, head, row, i64::from(alike), Type::F32.bits(factor)];
     numbers.extend([[Type::F32, Type::F16, Type::BF16].iter().position(|t| *t == ty).unwrap() as i64, n_stats, n_sums]);
     // Longer than the longest, where lengths may be.
     numbers.extend(lengths.iter().filter(|_| bounded).map(|&n| if n == longest { n + 1000 } else { n }));
     numbers.extend(tokens.iter().filter(|_| packed).map(|token| token * heads));
     numbers.extend(floats(&sinks).chain(floats(&stats)).chain(floats(&sums)));
-    let wanted = want.iter().zip(&size).map(|(&x, &size)| Some((x, 1e-5 * size + 2.0 * ty.roundoff(x)))).collect();
+    let scaled = want.iter().zip(&size).map(|(&x, &size)| (factor * x, factor * size));
+    let wanted = scaled.map(|(x, size)| Some((x, 1e-5 * size + 2.0 * ty.roundoff(x)))).collect();
     Job { numbers, want: vec![(ty, wanted), (Type::F32, vec![None; heads as usize * 8])] }
 }
 
@@ -283,7 +286,7 @@ fn check(toolchain: &Toolchain, source: &str, jobs: &[Job]) -> Result<(), String
 }
 
 /// Mistakes that the comparison has to find.
-const FAULTS: [[&str; 2]; 18] = [
+const FAULTS: [[&str; 2]; 20] = [
     ["n / rows % heads;", "n % heads;"],
     ["if (own == none()) return;", ""],
     ["expf(own - before)", "expf(before - own)"],
@@ -300,6 +303,8 @@ const FAULTS: [[&str; 2]; 18] = [
     ["alike ? first + q * row : ", ""],
     ["n < each", "n < each - 1"],
     ["h >= heads", "false"],
+    ["sum * (double)of_bits((unsigned)factor)", "sum"],
+    ["sum * (double)of_bits((unsigned)factor)", "sum * (double)factor"],
     ["0xfffu + (size >> 13 & 1u)", "0x1000u"],
     ["0x7fffu + (bits >> 16 & 1u)", "0x8000u"],
 ];

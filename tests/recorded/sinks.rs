@@ -8,6 +8,7 @@ use cudnn_graph::{Buffer, DeviceSlice, Handle, Stream};
 use sdpa::cache::CacheKey;
 use sdpa::cudnn::lower::{Guarded, Job, Operand, Side, Supply, Told};
 use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use sdpa::expr::ParamKind;
 use sdpa::packed::{CU_SEQLENS, memory};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Packed, SINK, Shape, TensorSpec};
 use std::sync::Arc;
@@ -50,9 +51,9 @@ impl Calls {
         let operands = job.tensors().map(|(operand, t)| (operand, recorder.buffer(elements(operand, &t).unsigned_abs() * 2))).collect();
         let stats = recorder.buffer(problem.stats_elements().unsigned_abs() * 4);
         let params = problem.params().iter().map(|p| {
-            let dtype = if p.name == SINK { DType::F32 } else { DType::I32 };
-            let elements = sdpa::params::elements(p, problem.extents()).unsigned_abs();
-            (p.name.clone(), dtype, recorder.buffer(4 * elements))
+            let ParamKind::Tensor { axes, dtype } = p.kind else { panic!("{} is a scalar", p.name) };
+            let elements = axes.elements(problem.extents()).unsigned_abs();
+            (p.name.clone(), dtype, recorder.buffer(dtype.bytes(elements)))
         });
         let params = params.collect();
         let (workspace, stream) = (recorder.buffer(planned.workspace_bytes()), recorder.stream());
@@ -139,7 +140,9 @@ fn rows_of_one_query_get_theirs_behind_the_attention() {
 #[test]
 fn the_gradient_is_summed_of_what_the_backward_pass_leaves() {
     for (dtype, number) in [(DType::F32, 0), (DType::F16, 1), (DType::BF16, 2)] {
-        let problem = spec().backward().wrt(SINK, dtype).validate().unwrap();
+        // Row sums are those of what dropout leaves, times what it leaves.
+        let (spec, factor) = if dtype == DType::F16 { (spec().with_dropout(0.75), 4f32) } else { (spec(), 1.0) };
+        let problem = spec.backward().wrt(SINK, dtype).validate().unwrap();
         let Some(calls) = Calls::new(problem.into()) else { return };
         let entries = calls.run(true);
         let at = entries.iter().position(|entry| entry.what == LAUNCH).unwrap();
@@ -151,7 +154,7 @@ fn the_gradient_is_summed_of_what_the_backward_pass_leaves() {
         let (given, place) = launched(parts).split_at(12);
         assert_eq!(given, want);
         assert_eq!((parts.from, parts.bytes), (heads, 256));
-        assert_eq!(launched(sums), [heads, place[0], 256, calls.gradient.address(), number]);
+        assert_eq!(launched(sums), [heads, place[0], 256, calls.gradient.address(), number, u64::from(factor.to_bits())]);
         let inside = place[0] >= calls.workspace.address()
             && place[0] + 4 * 256 * heads <= calls.workspace.address() + whole(&calls.workspace).bytes;
         assert!(inside && place[0] != row_sum);

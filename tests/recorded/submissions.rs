@@ -241,7 +241,13 @@ fn recorder() -> Option<Recorder> {
 fn every_forward_case_stays_within_its_memory() {
     let Some(recorder) = recorder() else { return };
     let mut tally = Tally::default();
-    for case in Case::all().unwrap().iter().chain(&Case::all_library().unwrap()).chain(&Case::all_packed().unwrap()) {
+    for case in Case::all()
+        .unwrap()
+        .iter()
+        .chain(&Case::all_library().unwrap())
+        .chain(&Case::all_packed().unwrap())
+        .chain(&Case::all_dropout().unwrap())
+    {
         tally.forward(&recorder, &case.name, &case.spec().unwrap());
     }
     tally.done("submissions of forward cases");
@@ -265,7 +271,13 @@ fn every_paged_case_stays_within_its_containers() {
 fn every_backward_case_stays_within_its_memory() {
     let Some(recorder) = recorder() else { return };
     let mut tally = Tally::default();
-    for case in Case::all_backward().unwrap().iter().chain(&Case::all_library().unwrap()).chain(&Case::all_packed().unwrap()) {
+    for case in Case::all_backward()
+        .unwrap()
+        .iter()
+        .chain(&Case::all_library().unwrap())
+        .chain(&Case::all_packed().unwrap())
+        .chain(&Case::all_dropout().unwrap())
+    {
         tally.backward(&recorder, &case.name, &case.backward_spec().unwrap());
     }
     tally.done("submissions of backward cases");

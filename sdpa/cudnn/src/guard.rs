@@ -138,12 +138,6 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         let rule = "false beside dropout: cuDNN's engines for compute capability 10 give the same bits without it only";
         limit("deterministic", "true".to_owned(), rule);
     }
-    if let (Job::Backward(backward), Some(dropout)) = (job, problem.dropout())
-        && backward.sink_gradient().is_some()
-    {
-        let rule = "none beside the gradient of sinks, which is summed of what the backward pass leaves of rows without dropout; the cpu executor takes both";
-        limit("dropout", dropout.p().to_string(), rule);
-    }
     if is_backward(job) && problem.seq_q() == 1 && problem.seq_kv() == 1 {
         limit("seq_q and seq_kv", "1".to_owned(), "cuDNN's backward pass takes more than one pair of a query and a key");
     }

@@ -88,11 +88,11 @@ extern "C" __global__ void sink_parts(number batch, number heads, number longest
     parts[h * blockDim.x + threadIdx.x] = part;
 }
 
-// Adds the parts of each head, a thread for each.
-extern "C" __global__ void sink_gradient(number heads, const float *parts, number each, char *to, number type) {
+// Adds the parts of each head, a thread for each, and multiplies them by an f32, which is given as its bits.
+extern "C" __global__ void sink_gradient(number heads, const float *parts, number each, char *to, number type, number factor) {
     number h = (number)blockIdx.x * blockDim.x + threadIdx.x;
     if (h >= heads) return;
     double sum = 0.0;
     for (number n = 0; n < each; n++) sum += (double)parts[h * each + n];
-    store(to, type, h, (float)sum);
+    store(to, type, h, (float)(sum * (double)of_bits((unsigned)factor)));
 }

@@ -7,7 +7,7 @@ use crate::kernels::Own;
 use crate::lower::{self, Job, Lowered, Operand, Side, Supply, Told};
 use cudnn_graph::ir::TensorId;
 use sdpa_core::problem::Problem;
-use sdpa_core::{BackwardProblem, DType, SINK};
+use sdpa_core::{BackwardProblem, DType, Dropout, SINK};
 
 const THREADS: u32 = 256;
 const WARP: i64 = 32;
@@ -91,12 +91,15 @@ pub(super) fn differentiate(
 
     let gradient = made.gradient(SINK);
     made.holds(gradient, u64::from(dtype.bits() / 8) * heads.unsigned_abs(), dtype.bits() / 8);
+    // What dropout leaves of sums of rows.
+    let factor = forward.dropout().map_or(1.0, Dropout::scale).to_bits();
     let arguments = vec![
         Argument::Fixed(heads),
         Argument::Slot(parts),
         Argument::Fixed(THREADS.into()),
         Argument::Slot(gradient),
         Argument::Fixed(number(dtype)),
+        Argument::Fixed(factor.into()),
     ];
     made.step(Step::Launch(Launch {
         role: Role::SinkGradient,
