@@ -300,7 +300,8 @@ impl Problem {
     pub fn default_scale(&self) -> f32 {
         (1.0 / (self.dim_qk as f64).sqrt()) as f32
     }
-    /// Multiplications and additions of the two matrix products over the pairs that the masks keep, for rates.
+    /// Multiplications and additions of the two matrix products over the pairs that the bands of the masks keep, for rates; batch entries count as if
+    /// each had all queries and keys.
     pub fn flops(&self) -> f64 {
         let pairs: f64 = (0..self.seq_q).map(|q| self.kept.key_range(q, [self.seq_q, self.seq_kv]).count() as f64).sum();
         2.0 * pairs * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64

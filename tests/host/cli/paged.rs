@@ -134,10 +134,11 @@ fn every_mistake_in_pages_is_told_with_the_others() {
     let text = folder.path("table.txt");
     let to = folder.path("out");
     for (table, options, told) in [
-        ("", "--paged 0 --scale nan", &["paged.page_size is 0: between 1", "--scale"][..]),
+        ("", "--paged 0 --scale nan", &["--paged: 0: between 1", "--scale"][..]),
         ("", "--paged x --pages 0 --mask nothing", &["--paged: \"x\" is no whole number", "--mask"]),
-        ("", "--paged 16 --pages 99999999999", &["paged.pages is 99999999999"]),
-        ("", "--paged 9223372036854775807 --pages 9223372036854775807", &["paged.page_size", "paged.pages", "k.strides", "v.strides"]),
+        ("", "--paged 16 --pages 99999999999", &["--pages: 99999999999: between"]),
+        ("", "--paged 9223372036854775807 --pages 9223372036854775807", &["--paged: 9223372036854775807", "--pages: 9223372036854775807"]),
+        ("", "--paged 2147483647 --pages 2147483647", &["k.strides", "v.strides"]),
         ("", "--pages 3 --page-table T", &["--pages: is for --paged", "--page-table: is for --paged"]),
         ("", "--paged 16 --cu-seqlens 0,5,7", &["--paged: is not for packed documents"]),
         ("", "--paged 16 --page-table T", &["has no line with numbers of pages"]),
@@ -170,7 +171,7 @@ fn a_paged_problem_is_inspected_and_read_from_toml() {
     let (problems, plans) = (folder.path("p.toml"), folder.path("plans"));
     for (pages, want, rule) in [
         ("paged = 16\npages = 40", 3, "cudnn"),
-        ("paged = 0", 2, "cache: --shape: paged.page_size is 0"),
+        ("paged = 0", 2, "cache: --paged: 0: between 1"),
         ("pages = 40", 2, "cache: --pages: is for --paged"),
         ("paged = 16\nbackward = true", 2, "a cache is read, not trained"),
         ("paged = \"16\"", 2, "invalid type"),

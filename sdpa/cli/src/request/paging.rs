@@ -43,8 +43,10 @@ pub(crate) enum Source {
 /// Larger files hold something else.
 const LARGEST: u64 = 256 << 20;
 
+/// How many tokens or pages.
 fn number(text: &str) -> Result<i64, String> {
-    text.trim().parse().map_err(|_| format!("{text:?} is no whole number"))
+    let number: i64 = text.trim().parse().map_err(|_| format!("{text:?} is no whole number"))?;
+    if (1..=i64::from(i32::MAX)).contains(&number) { Ok(number) } else { Err(format!("{number}: between 1 and {}", i32::MAX)) }
 }
 
 /// The rows of a file: a line for each batch entry, numbers between blanks or commas.
