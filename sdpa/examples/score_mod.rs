@@ -107,6 +107,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 v: Elements::BF16(&v),
                 o: ElementsMut::BF16(&mut out),
                 stats: Some(&mut stats),
+                row_max: None,
+                sum_exp: None,
                 attn_scale: None,
                 params: &params,
             })?;
@@ -118,6 +120,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 v: Elements::F32(&v),
                 o: ElementsMut::F32(&mut o),
                 stats: Some(&mut stats),
+                row_max: None,
+                sum_exp: None,
                 attn_scale: None,
                 params: &params,
             })?;

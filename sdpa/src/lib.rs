@@ -18,6 +18,8 @@
 //!     v: Elements::F32(&v),
 //!     o: ElementsMut::F32(&mut o),
 //!     stats: None,
+//!     row_max: None,
+//!     sum_exp: None,
 //!     attn_scale: None,
 //!     params: &[],
 //! })?;
@@ -73,6 +75,10 @@ struct Guide;
 #[doc = include_str!("../../README.md")]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/merging.md")]
+struct Merging;
 
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/cache.md")]

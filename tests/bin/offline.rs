@@ -1,6 +1,6 @@
 //! The worker of the offline tests: one cuDNN, over a stand-in driver, answering in JSON lines.
 //!
-//! `offline ask`: support of every row on every profile. `offline compile NAME...|all`: plans of rows. `offline load WHAT`:
+//! `offline ask`: support of every row on every profile. `offline ask-statistics`: of cases of row statistics. `offline compile NAME...|all`: plans of rows. `offline load WHAT`:
 //! how loading goes. `offline twins`: which problems are one program.
 
 use conformance::code;
@@ -20,11 +20,12 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let result = match arguments.first().map(String::as_str) {
-        Some("ask") => ask(),
+        Some("ask") => matrix::rows().and_then(|rows| ask(&rows)),
+        Some("ask-statistics") => matrix::statistics().and_then(|rows| ask(&rows)),
         Some("compile") => compile(&arguments[1..]),
         Some("load") => load(arguments.get(1).map(String::as_str)),
         Some("twins") => twins(),
-        _ => Err("offline ask | compile NAME...|all | load WHAT | twins".to_owned()),
+        _ => Err("offline ask | ask-statistics | compile NAME...|all | load WHAT | twins".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -75,8 +76,8 @@ fn options(wanted: Wanted) -> PlanOptions {
     PlanOptions { form, ..PlanOptions::default() }
 }
 
-fn ask() -> Result<(), String> {
-    everywhere(&matrix::rows()?, |library, profile, target, row, wanted| {
+fn ask(rows: &[Row]) -> Result<(), String> {
+    everywhere(rows, |library, profile, target, row, wanted| {
         let answer = answer(library, target, row, wanted);
         print(&Asked { profile: profile.to_owned(), row: row.name.clone(), wanted, answer })
     })
@@ -110,6 +111,7 @@ fn answer(library: &'static Library, target: &Target<'_>, row: &Row, wanted: Wan
 
 fn compile(names: &[String]) -> Result<(), String> {
     let mut rows = matrix::rows()?;
+    rows.extend(matrix::statistics()?);
     rows.retain(|row| names.iter().any(|name| name == "all" || *name == row.name));
     let all = names.iter().any(|name| name == "all");
     everywhere(&rows, |library, profile, target, row, wanted| {

@@ -131,7 +131,8 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
     let both = [Case::all_library(), Case::all_packed(), Case::all_ends(), Case::all_sinks(), Case::all_dropout()];
     let both: Vec<Case> = both.into_iter().flat_map(Result::unwrap).collect();
     let mut trials = Vec::new();
-    for case in Case::all().unwrap().into_iter().chain(Case::all_paged().unwrap()).chain(both.clone()) {
+    let forward = [Case::all(), Case::all_paged(), Case::all_statistics()].into_iter().flat_map(Result::unwrap);
+    for case in forward.chain(both.clone()) {
         trials.push(trial("forward::", &case.name.clone(), Box::new(move |subject| subject.forward(&case))));
     }
     for case in Case::all_backward().unwrap().into_iter().chain(both) {

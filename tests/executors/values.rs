@@ -27,6 +27,8 @@ pub(crate) fn keeps_values_apart(executor: &dyn Executor) {
             v: Elements::F16(&v),
             o: ElementsMut::F16(&mut o),
             stats: None,
+            row_max: None,
+            sum_exp: None,
             attn_scale: Some(1.0),
             params: &params,
         };

@@ -9,7 +9,7 @@ use crate::paging::Paging;
 use crate::random::Random;
 pub use backward::{Backward, Place};
 use sdpa::library::{MASKS, SCORE_MODS};
-use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, ScoreMod, Shape, Side};
+use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, ScoreMod, Shape, Side, StatsBase};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -45,6 +45,15 @@ pub struct Case {
     /// Whether stats are wanted.
     #[serde(default)]
     pub stats: bool,
+    /// The base of stats.
+    #[serde(default)]
+    pub stats_base: StatsBase,
+    /// Whether the largest score of each row is wanted.
+    #[serde(default)]
+    pub row_max: bool,
+    /// Whether the sum of exponentials of each row is wanted.
+    #[serde(default)]
+    pub sum_exp: bool,
     /// The scale; absent: the default.
     #[serde(default)]
     pub attn_scale: Option<f32>,
@@ -151,6 +160,14 @@ impl Case {
         Case::parse(include_str!("../cases/dropout.toml"))
     }
 
+    /// Every case of row statistics besides stats; each is for a forward pass alone.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_statistics() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/statistics.toml"))
+    }
+
     /// Every case of packed documents; each is for both passes.
     ///
     /// # Errors
@@ -241,6 +258,7 @@ impl Case {
             spec.score_mods.push(own(score_mod).parse::<ScoreMod>().map_err(|e| e.to_string())?);
         }
         (spec.stats, spec.sink, spec.dropout) = (self.stats, self.sink, self.dropout.map(Dropout::new));
+        (spec.row_max, spec.sum_exp, spec.stats_base) = (self.row_max, self.sum_exp, self.stats_base);
         for (tensor, gap) in [(&mut spec.q, self.q_gap), (&mut spec.k, self.kv_gap), (&mut spec.v, self.kv_gap), (&mut spec.o, self.o_gap)]
         {
             if gap > 0 {
@@ -283,10 +301,16 @@ impl Case {
         let packed: String = bound.iter().map(|b| format!(" --{} {}", b.name.replace('_', "-"), listed(&b.widened))).collect();
         let paged = self.paged.as_ref().map(|paging| paging.paged(batch, seq_kv));
         let paged = paged.map_or_else(String::new, |paged| format!(" --paged {} --pages {}", paged.page_size, paged.pages));
-        let sink = if self.sink { " --sink" } else { "" };
+        let flags = [
+            (self.sink, " --sink"),
+            (self.row_max, " --row-max"),
+            (self.sum_exp, " --sum-exp"),
+            (self.stats_base == StatsBase::Two, " --stats-base-2"),
+        ];
+        let flags: String = flags.into_iter().filter(|(there, _)| *there).map(|(_, flag)| flag).collect();
         let dropout = self.dropout.map_or_else(String::new, |p| format!(" --dropout {p}"));
         format!(
-            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{paged}{mods}{masks}{sink}{dropout}{scale} --executor {executor} --check",
+            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{paged}{mods}{masks}{flags}{dropout}{scale} --executor {executor} --check",
             self.dtype,
             self.layout.name()
         )

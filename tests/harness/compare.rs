@@ -3,7 +3,7 @@
 use crate::oracle::{Closures, Given, Problem, element};
 use sdpa::DType;
 pub use sdpa_oracle::{Distance, GradientDistance};
-use sdpa_oracle::{Numbers, Tally, Tensor};
+use sdpa_oracle::{Numbers, Statistics, Tally, Tensor};
 
 /// What a tally needs to know of a distance.
 pub trait Measured {
@@ -26,7 +26,7 @@ fn undecided(elements: u64) -> String {
 
 impl Measured for Distance {
     fn worst(&self) -> f64 {
-        self.o.ratio.max(self.stats.map_or(0.0, |stats| stats.ratio))
+        self.statistics().iter().flatten().fold(self.o.ratio, |worst, of_rows| worst.max(of_rows.ratio))
     }
 
     fn undecided(&self) -> u64 {
@@ -34,9 +34,12 @@ impl Measured for Distance {
     }
 
     fn told(&self) -> String {
-        let stats = self.stats.map_or(0.0, |stats| stats.ratio);
+        let [stats, row_max, sum_exp] = self.statistics();
+        let more = [("row_max", row_max), ("sum_exp", sum_exp)].into_iter().filter_map(|(name, of_rows)| Some((name, of_rows?.ratio)));
+        let more: String = more.map(|(name, ratio)| format!(", {name} {ratio:.2}")).collect();
+        let stats = stats.map_or(0.0, |stats| stats.ratio);
         let undecided = undecided(Distance::undecided(self));
-        format!("{:.1e} relative, {:.2} and {stats:.2} of the tolerance{undecided}", self.o_relative(), self.o.ratio)
+        format!("{:.1e} relative, {:.2} and {stats:.2} of the tolerance{more}{undecided}", self.o_relative(), self.o.ratio)
     }
 }
 
@@ -82,15 +85,16 @@ fn numbers<'a>(all: impl IntoIterator<Item = &'a Vec<f64>>) -> Result<(), String
     if wrong == 0 { Ok(()) } else { Err(format!("{wrong} elements are no numbers")) }
 }
 
-/// Compares `o` and stats, in row-major order, with the oracle's.
+/// Compares `o` and row statistics (in the order of `sdpa::Statistic::ALL`), in row-major order, with the oracle's.
 ///
 /// # Errors
 /// In words: what is not a number.
-pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, o: &Vec<f64>, stats: Option<&Vec<f64>>) -> Result<Distance, String> {
-    let told = stats.map(|stats| stats as &dyn Numbers);
+pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, o: &Vec<f64>, of_rows: [Option<&Vec<f64>>; 3]) -> Result<Distance, String> {
+    let [stats, row_max, sum_exp] = of_rows.map(|x| x.map(|x| x as &dyn Numbers));
+    let told = Statistics { stats, row_max, sum_exp };
     let distance = p.with(closures, |problem| sdpa_oracle::check(problem, Tensor::dense(o, p.o_dims()), told, &|_| ()));
     if distance.holds() {
-        numbers([o].into_iter().chain(stats))?
+        numbers([o].into_iter().chain(of_rows.into_iter().flatten()))?
     }
     Ok(distance)
 }

@@ -152,6 +152,15 @@ pub fn rows() -> Result<Vec<Row>, String> {
     Ok(rows)
 }
 
+/// Cases of row statistics, which the page of support has no rows of.
+///
+/// # Errors
+/// What [`Case::all_statistics`] says.
+pub fn statistics() -> Result<Vec<Row>, String> {
+    let narrow = Case::all_statistics()?.into_iter().filter(|case| matches!(case.dtype, DType::F16 | DType::BF16));
+    narrow.map(|case| Ok(Row::new(case.name.clone(), Kind::General, case.spec()?.into()))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -30,9 +30,10 @@ pub use parallel::side_by_side;
 pub use rounding::rounding;
 use sdpa::{
     Align, AttentionSpec, DType, Dropout, Error, Executor, ExecutorName, HostForward, Layout, Mask, Packed, Paged, Report, Shape, Side,
-    TensorSpec, Unsupported,
+    Statistic, StatsBase, TensorSpec, Unsupported,
 };
 pub use stays::{Stays, stays};
+use std::f64::consts::LN_2;
 
 /// What became of a case on an executor.
 #[derive(Clone, Debug)]
@@ -211,13 +212,16 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     spoil_padding(executor.name(), library, [(&spec.k, &mut k), (&spec.v, &mut v)]);
     let own = Own::draw(spec, draw.seed);
     let mut o = inputs::poisoned(of_o.clone(), spec.dtype);
-    let mut stats = inputs::poisoned(of_stats.clone(), DType::F32);
+    let mut of_rows = Statistic::ALL.map(|_| inputs::poisoned(of_stats.clone(), DType::F32));
+    let [stats, row_max, sum_exp] = of_rows.each_mut();
     let call = HostForward {
         q: q.elements(),
         k: k.elements(),
         v: v.elements(),
         o: o.elements_mut(),
         stats: stats.numbers_mut().filter(|_| spec.stats),
+        row_max: row_max.numbers_mut().filter(|_| spec.row_max),
+        sum_exp: sum_exp.numbers_mut().filter(|_| spec.sum_exp),
         attn_scale: draw.attn_scale,
         params: &own.params(library.map_or_else(Vec::new, Library::params)),
     };
@@ -225,7 +229,8 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         Ok(report) => report,
         Err(e) => return Outcome::Fail(format!("forward: {e}")),
     };
-    for (name, of, written) in [("the output", &of_o, &o), ("the stats", &of_stats, &stats)] {
+    let written = Statistic::ALL.into_iter().zip(&of_rows).map(|(statistic, written)| (statistic.name(), &of_stats, written));
+    for (name, of, written) in written.chain([("the output", &of_o, &o)]) {
         if let Some(at) = inputs::written_gap(of.clone(), written) {
             return Outcome::Fail(format!("element {at} between the rows of {name} was written"));
         }
@@ -246,11 +251,29 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         dropout: own.dropout(),
     };
     let got = inputs::gather(of_o, &o);
-    let stats = spec.stats.then(|| inputs::gather_or(f64::NEG_INFINITY, of_stats, &stats));
-    match with(library, &[], |closures| compare(&textbook, closures, &got, stats.as_ref())) {
+    let of_rows: Vec<Option<Vec<f64>>> = Statistic::ALL
+        .into_iter()
+        .zip(&of_rows)
+        .map(|(statistic, written)| problem.computes(statistic).then(|| inputs::gather_or(of_no_key(statistic), of_stats.clone(), written)))
+        .collect();
+    let [stats, row_max, sum_exp] = std::array::from_fn(|n| of_rows[n].clone());
+    let stats = match problem.stats_base() {
+        StatsBase::Natural => stats,
+        StatsBase::Two => stats.map(|stats| stats.into_iter().map(|x| x * LN_2).collect()),
+    };
+    let of_rows = [&stats, &row_max, &sum_exp].map(Option::as_ref);
+    match with(library, &[], |closures| compare(&textbook, closures, &got, of_rows)) {
         Ok(distance) if distance.holds() => Outcome::Pass(distance, report),
         Ok(distance) => Outcome::Fail(format!("{}, {}", distance.told(), report.engine)),
         Err(how) => Outcome::Fail(format!("{how}, {}", report.engine)),
+    }
+}
+
+/// What a row without keys has.
+fn of_no_key(statistic: Statistic) -> f64 {
+    match statistic {
+        Statistic::Stats | Statistic::RowMax => f64::NEG_INFINITY,
+        Statistic::SumExp => 0.0,
     }
 }
 
@@ -385,6 +408,7 @@ pub fn random_padded(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec.stats = random.between(0, 1) == 0;
     spec.sink = random.between(0, 4) == 0;
     spec.dropout = (random.between(0, 5) == 0).then(|| Dropout::new(random.pick(&[0.003, 0.1, 0.5, 0.9])));
+    [spec.row_max, spec.sum_exp] = [(); 2].map(|()| random.between(0, 4) == 0);
     spec
 }
 

@@ -45,6 +45,8 @@ impl Memory {
             v: Elements::F32(&self.kv),
             o: ElementsMut::F32(&mut self.o),
             stats: None,
+            row_max: None,
+            sum_exp: None,
             attn_scale: None,
             params,
         };

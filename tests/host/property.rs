@@ -18,7 +18,8 @@ use proptest::test_runner::RngSeed;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cudnn::lower::{self, Form, Lowered, Operand, Supply};
 use sdpa::{
-    Align, AttentionSpec, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Layout, Mask, Packed, Paged, Problem, SINK, Shape, TensorSpec,
+    Align, AttentionSpec, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Layout, Mask, Packed, Paged, Problem, SINK, Shape, StatsBase,
+    TensorSpec,
 };
 
 fn number(name: &str, default: u64) -> u64 {
@@ -371,7 +372,7 @@ proptest! {
         dtype in dtype(),
         tensors in [garbage_tensor(), garbage_tensor(), garbage_tensor(), garbage_tensor()],
         masks in proptest::collection::vec(garbage_mask(), 0..3),
-        stats: bool,
+        [stats, row_max, sum_exp]: [bool; 3],
         sink: bool,
         dropout in proptest::option::weighted(0.3, proptest::num::f32::ANY),
         packed: Option<([bool; 2], Option<i64>, Option<i64>)>,
@@ -380,7 +381,10 @@ proptest! {
         let [q, k, v, o] = tensors;
         let packed = packed.map(|([cross, wide], total_q, total_kv)| Packed { cross, wide, total_q, total_kv });
         let paged = paged.map(|[page_size, pages]| Paged { page_size, pages });
-        if let Err(e) = (AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, dropout: dropout.map(sdpa::Dropout::new), stats }).validate() {
+        let stats_base = if row_max { StatsBase::Two } else { StatsBase::Natural };
+        let dropout = dropout.map(sdpa::Dropout::new);
+        let spec = AttentionSpec { dtype, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, dropout, stats, stats_base, row_max, sum_exp };
+        if let Err(e) = spec.validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }
     }

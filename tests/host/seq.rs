@@ -40,7 +40,17 @@ fn compute(spec: &AttentionSpec, [q, k, v, d_o]: [&[f32]; 4], params: &[Param<'_
     let problem = spec.validate().unwrap();
     let (mut o, mut stats) = (vec![f32::NAN; room(&spec.o)], vec![f32::NAN; problem.stats_elements() as usize]);
     let [q, k, v] = [q, k, v].map(Elements::F32);
-    let call = HostForward { q, k, v, o: ElementsMut::F32(&mut o), stats: Some(&mut stats), attn_scale: None, params };
+    let call = HostForward {
+        q,
+        k,
+        v,
+        o: ElementsMut::F32(&mut o),
+        stats: Some(&mut stats),
+        row_max: None,
+        sum_exp: None,
+        attn_scale: None,
+        params,
+    };
     cpu.prepare(&problem).unwrap().forward(call).unwrap();
     let mut gradients = [&spec.q, &spec.k, &spec.v].map(|tensor| vec![f32::NAN; room(tensor)]);
     let [dq, dk, dv] = &mut gradients;

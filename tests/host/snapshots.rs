@@ -89,6 +89,9 @@ fn jobs() -> Vec<Lowering> {
         spec.deterministic = deterministic;
         jobs.push((format!("backward_{name}"), spec.validate().unwrap().into(), &BACKWARD));
     }
+    let of_rows = attention(&[], &["causal"], (128, 128), 2).with_row_max().with_sum_exp();
+    jobs.push(("row_statistics".to_owned(), of_rows.clone().with_stats().validate().unwrap().into(), &FORWARD));
+    jobs.push(("row_statistics_sink".to_owned(), of_rows.with_sink().validate().unwrap().into(), &FORWARD[..2]));
     let plain = attention(&[], &[], (128, 128), 4).backward().validate().unwrap();
     jobs.push(("backward_plain".to_owned(), plain.into(), &[(Form::Unified, NEW)]));
     for (name, score_mods, masks, lengths, wrt) in MODIFIED {
@@ -141,7 +144,7 @@ fn graphs_are_what_they_were() {
 
 /// Graphs whose programs are kept word for word. Encoding is op by op, so that these stand for all: between them they have every form of a
 /// descriptor, which the next test asks for.
-const PROGRAMS: [&str; 15] = [
+const PROGRAMS: [&str; 17] = [
     "backward_compare_floats.composite-9.19.txt",
     "backward_functions.composite-9.27.txt",
     "backward_plain.composite-9.19.txt",
@@ -155,6 +158,8 @@ const PROGRAMS: [&str; 15] = [
     "plain.composite-9.27.txt",
     "plain.unified-9.27.txt",
     "prefix.unified-9.27.txt",
+    "row_statistics.composite-9.27.txt",
+    "row_statistics_sink.composite-9.27.txt",
     "softcap_causal.unified-9.27.txt",
     "window_bottom_right.unified-9.27.txt",
 ];

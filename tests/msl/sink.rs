@@ -37,6 +37,8 @@ fn forward(executor: &dyn Executor, shape: Shape, sinks: &[f32]) -> Result<[Vec<
         v: Elements::F32(&v),
         o: ElementsMut::F32(&mut o),
         stats: Some(&mut stats),
+        row_max: None,
+        sum_exp: None,
         attn_scale: None,
         params: &[param(SINK, ParamValue::F32(sinks))],
     };

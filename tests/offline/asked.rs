@@ -12,7 +12,7 @@ fn worker() -> &'static Path {
 }
 
 /// Every runtime, or none and a word about it.
-fn runtimes() -> Vec<Runtime> {
+pub(super) fn runtimes() -> Vec<Runtime> {
     let found: Result<Vec<Runtime>, String> = RUNTIMES.iter().map(|name| Runtime::find(name, worker())).collect();
     found.unwrap_or_else(|why| {
         skip("offline", &why);
@@ -21,7 +21,7 @@ fn runtimes() -> Vec<Runtime> {
 }
 
 /// One worker per runtime, side by side.
-fn on_each<T: Send + for<'a> serde::Deserialize<'a>>(runtimes: &[Runtime], arguments: &[&str]) -> Vec<(&'static str, Vec<T>)> {
+pub(super) fn on_each<T: Send + for<'a> serde::Deserialize<'a>>(runtimes: &[Runtime], arguments: &[&str]) -> Vec<(&'static str, Vec<T>)> {
     let run = |runtime: &Runtime| (runtime.name, runtime.worker(worker(), arguments));
     let results: Vec<(&'static str, Result<Vec<T>, String>)> = std::thread::scope(|scope| {
         let threads: Vec<_> = runtimes.iter().map(|runtime| scope.spawn(move || run(runtime))).collect();

@@ -7,3 +7,4 @@ mod grid;
 mod kernels;
 mod policy;
 mod sinks;
+mod statistics;

@@ -1,6 +1,7 @@
 //! The raw tier over the recording library: what a call submits, in which order, on what; and that a call which is refused submits
 //! nothing. The library is strict about what it is given (see `tests/recording`), so that every call here is checked by it too.
 
+mod statistics;
 mod tier;
 
 use conformance::recorder::entry::{COPY, DOWNLOAD, EXECUTION, Entry, FILL, UPLOAD};
@@ -65,16 +66,8 @@ impl Memory {
 
     fn call(&self, stats: bool, attn_scale: Option<f32>) -> DeviceForward<'_> {
         let [q, k, v, o] = [&self.q, &self.k, &self.v, &self.o].map(whole);
-        DeviceForward {
-            q,
-            k,
-            v,
-            o,
-            stats: stats.then(|| whole(&self.stats)),
-            attn_scale,
-            params: &[],
-            workspace: Some(whole(&self.workspace)),
-        }
+        let (stats, workspace) = (stats.then(|| whole(&self.stats)), Some(whole(&self.workspace)));
+        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale, params: &[], workspace }
     }
 
     fn backward_call(&self) -> DeviceBackward<'_> {
@@ -531,6 +524,8 @@ fn host_memory_goes_up_and_comes_down_and_nothing_of_it_stays() {
         v: Elements::BF16(&v),
         o: ElementsMut::BF16(&mut o),
         stats: None,
+        row_max: None,
+        sum_exp: None,
         attn_scale: None,
         params: &[],
     };

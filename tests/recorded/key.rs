@@ -9,7 +9,7 @@ use sdpa::cudnn::PlanOptions;
 use sdpa::cudnn::lower::{self, Form, Job, Supply};
 use sdpa::cudnn::plan::build;
 use sdpa::cudnn::schedule::Step;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Paged, ScoreMod, Shape};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Paged, ScoreMod, Shape, StatsBase};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -192,12 +192,25 @@ fn windows_about_the_ends_are_of_the_key() {
 }
 
 #[test]
-fn stats_are_of_the_forward_key() {
+fn row_statistics_are_of_the_forward_key_alone() {
     let Some(recorder) = recorder() else { return };
-    let mut without = spec();
-    without.stats = false;
-    let [one, two] = [spec(), without].map(|spec| Job::from(spec.validate().unwrap()));
-    assert!(one != two && sent(&recorder, &one) != sent(&recorder, &two) && one.fields() != two.fields());
+    let changes: [Change; 3] =
+        [("stats", true, |s| s.stats = false), ("row_max", true, |s| s.row_max = true), ("sum_exp", true, |s| s.sum_exp = true)];
+    // Which the recording library is too old for.
+    let two = Job::from(spec().with_stats_in(StatsBase::Two).validate().unwrap());
+    let natural = Job::from(spec().validate().unwrap());
+    let differ = two.fields().into_iter().zip(natural.fields()).filter(|(a, b)| a != b).map(|(a, _)| a.0);
+    assert!(two != natural && differ.eq(["stats_base"]));
+    for (what, _, change) in changes {
+        let mut other = spec();
+        change(&mut other);
+        let [one, two] = [&spec(), &other].map(|spec| Job::from(spec.validate().unwrap()));
+        assert!(one != two && sent(&recorder, &one) != sent(&recorder, &two), "{what}");
+        let differ: Vec<&str> = one.fields().into_iter().zip(two.fields()).filter(|(a, b)| a != b).map(|(a, _)| a.0).collect();
+        assert_eq!(differ, [what]);
+        let [one, two] = [spec(), other].map(|spec| Job::from(spec.backward().validate().unwrap()));
+        assert!(one == two && one.fields() == two.fields(), "{what}");
+    }
 }
 
 #[test]

@@ -81,7 +81,7 @@ impl Calls {
     fn forward<'a>(&self, params: &'a [DeviceParam<'a>]) -> DeviceForward<'a> {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.slice(operand));
         let (stats, workspace) = (Some(whole(&self.stats)), Some(whole(&self.workspace)));
-        DeviceForward { q, k, v, o, stats, attn_scale: None, params, workspace }
+        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params, workspace }
     }
 
     fn handle(&self) -> Handle<'_> {
@@ -246,6 +246,26 @@ fn results_without_the_other_side_are_filled_behind_the_attention() {
     calls.assert_fills(o, (calls.slice(Operand::O).address, Side::Queries), of_o, [2, 0], CROSS_TOKENS);
     let of_stats = calls.planned.job.problem().stats_tensor();
     calls.assert_fills(stats, (calls.stats.address(), Side::Queries), &of_stats, [4, NO_KEY], CROSS_TOKENS);
+}
+
+#[test]
+fn every_row_statistic_is_filled_and_has_room_for_so_many_tokens() {
+    let Some(calls) = Calls::new(spec(true).with_row_max().with_sum_exp().validate().unwrap().into()) else { return };
+    let params = calls.params();
+    let rows = calls.planned.job.problem().stats_tensor();
+    let [row_max, sum_exp] = [(); 2].map(|()| calls.recorder.buffer(calls.stats.bytes() as u64));
+    let call = DeviceForward { row_max: Some(whole(&row_max)), sum_exp: Some(whole(&sum_exp)), ..calls.forward(&params) };
+    let entries = calls.run(&calls.planned, &call);
+    let [.., stats_fill, max_fill, sum_fill] = &entries[..] else { panic!("{:?}", what(&entries)) };
+    for (fill, of, bits) in [(stats_fill, &calls.stats, NO_KEY), (max_fill, &row_max, NO_KEY), (sum_fill, &sum_exp, 0)] {
+        calls.assert_fills(fill, (of.address(), Side::Queries), &rows, [4, bits], CROSS_TOKENS);
+    }
+    let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
+    let fewer = [CROSS_TOKENS[0] - 1, CROSS_TOKENS[1]];
+    for call in [DeviceForward { row_max: call.row_max.map(short), ..call }, DeviceForward { sum_exp: call.sum_exp.map(short), ..call }] {
+        let entries = calls.run(&calls.planned, &call);
+        calls.assert_fills(entries.last().unwrap(), (sum_exp.address(), Side::Queries), &rows, [4, 0], fewer);
+    }
 }
 
 #[test]

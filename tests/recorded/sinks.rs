@@ -83,7 +83,7 @@ impl Calls {
         let (result, entries) = match &self.planned.job {
             Job::Forward(problem) => {
                 let stats = problem.stats().then(|| whole(&self.stats));
-                let call = DeviceForward { q, k, v, o, stats, attn_scale: None, params: &params, workspace };
+                let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params: &params, workspace };
                 self.recorder.record(|| self.recorder.forward(&self.planned, &self.handle(), &call))
             }
             Job::Backward(_) => {

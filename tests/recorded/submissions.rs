@@ -12,7 +12,7 @@ use cudnn_graph::{Buffer, DeviceSlice, Handle};
 use sdpa::cudnn::Error;
 use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, with_defaults};
 use sdpa::expr::ParamKind;
-use sdpa::{AttentionSpec, BackwardSpec, DType, TensorSpec, params};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Statistic, TensorSpec, params};
 use std::sync::Arc;
 
 /// Memory for so many bytes, and one more, for whoever shifts it.
@@ -31,7 +31,8 @@ struct Memory {
     tensors: Vec<(&'static str, Buffer)>,
     params: Vec<(String, Option<(DType, Buffer)>)>,
     gradients: Vec<(String, Buffer)>,
-    stats: Buffer,
+    /// In the order of `Statistic::ALL`.
+    statistics: [Buffer; 3],
     workspace: Buffer,
 }
 
@@ -72,14 +73,14 @@ impl Memory {
                 })
                 .collect(),
             gradients: wrt.iter().map(|(name, dtype)| (name.clone(), room(recorder, dtype.bytes(elements(name))))).collect(),
-            stats: room(recorder, problem.stats_elements().unsigned_abs() * 4),
+            statistics: Statistic::ALL.map(|_| room(recorder, problem.stats_elements().unsigned_abs() * 4)),
             workspace: room(recorder, planned.workspace_bytes()),
         }
     }
 
     /// How many things there are to be wrong.
     fn places(&self) -> usize {
-        self.tensors.len() + self.params.len() + self.gradients.len() + 2
+        self.tensors.len() + self.params.len() + self.gradients.len() + self.statistics.len() + 1
     }
 
     /// What is at a place, and whether it is memory.
@@ -87,7 +88,8 @@ impl Memory {
         let tensors = self.tensors.iter().map(|(name, _)| ((*name).to_owned(), true));
         let params = self.params.iter().map(|(name, tensor)| (name.clone(), tensor.is_some()));
         let gradients = self.gradients.iter().map(|(name, _)| (format!("the gradient of {name}"), true));
-        let rest = [("stats".to_owned(), true), ("the workspace".to_owned(), true)];
+        let statistics = Statistic::ALL.map(|statistic| (statistic.name().to_owned(), true));
+        let rest = statistics.into_iter().chain([("the workspace".to_owned(), true)]);
         tensors.chain(params).chain(gradients).chain(rest).nth(place).unwrap()
     }
 
@@ -113,17 +115,19 @@ impl Memory {
         let gradients: Vec<_> =
             gradients.map(|(n, (name, buffer))| DeviceGradient { name, slice: wrong.bend(first + n, exact(buffer)) }).collect();
         let last = first + self.gradients.len();
-        let (stats, workspace) = (wrong.bend(last, exact(&self.stats)), Some(wrong.bend(last + 1, exact(&self.workspace))));
+        let of_rows: [DeviceSlice; 3] = std::array::from_fn(|n| wrong.bend(last + n, exact(&self.statistics[n])));
+        let workspace = Some(wrong.bend(last + of_rows.len(), exact(&self.workspace)));
         let [q, k, v, o] = ["q", "k", "v", "o"].map(|name| self.tensor(wrong, name));
         let params = &params[..];
         if self.tensors.len() == 4 {
-            let stats = planned.job.problem().stats().then_some(stats);
-            let call = DeviceForward { q, k, v, o, stats, attn_scale: None, params, workspace };
+            let asked = |statistic: Statistic| planned.job.problem().computes(statistic).then_some(of_rows[statistic as usize]);
+            let [stats, row_max, sum_exp] = Statistic::ALL.map(asked);
+            let call = DeviceForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: None, params, workspace };
             return recorder.record(|| recorder.forward(planned, handle, &call));
         }
         let [d_o, dq, dk, dv] = ["d_o", "dq", "dk", "dv"].map(|name| self.tensor(wrong, name));
         let gradients = &gradients[..];
-        let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params, gradients, workspace };
+        let call = DeviceBackward { q, k, v, o, stats: of_rows[0], d_o, dq, dk, dv, attn_scale: None, params, gradients, workspace };
         recorder.record(|| recorder.backward(planned, handle, &call))
     }
 }
@@ -201,11 +205,12 @@ impl Tally {
         }
         for place in 0..memory.places() {
             let (what, is_memory) = memory.name(place);
-            if !is_memory || (what == "stats" && !planned.job.problem().stats()) {
+            let statistic = Statistic::ALL.into_iter().find(|statistic| statistic.name() == what);
+            if !is_memory || statistic.is_some_and(|statistic| !planned.job.problem().computes(statistic)) {
                 continue;
             }
             // Of packed documents memory is as long as it is: fewer tokens fit.
-            let packed = planned.job.problem().packed().is_some() && (place < tensors.len() || what == "stats");
+            let packed = planned.job.problem().packed().is_some() && (place < tensors.len() || statistic.is_some());
             for wrong in [Wrong::Short(place), Wrong::Misaligned(place)] {
                 if packed && wrong == Wrong::Short(place) {
                     continue;
@@ -251,6 +256,16 @@ fn every_forward_case_stays_within_its_memory() {
         tally.forward(&recorder, &case.name, &case.spec().unwrap());
     }
     tally.done("submissions of forward cases");
+}
+
+#[test]
+fn row_statistics_stay_within_their_memory() {
+    let Some(recorder) = recorder() else { return };
+    let mut tally = Tally::default();
+    for case in Case::all_statistics().unwrap() {
+        tally.forward(&recorder, &case.name, &case.spec().unwrap());
+    }
+    tally.done("submissions of row statistics");
 }
 
 #[test]

@@ -87,6 +87,8 @@ impl Ready {
                     v: Elements::$variant(v),
                     o: ElementsMut::$variant(o),
                     stats: None,
+                    row_max: None,
+                    sum_exp: None,
                     attn_scale: None,
                     params: &[],
                 }

@@ -103,7 +103,18 @@ fn forward(path: &str, recorder: &Recorder, spec: &AttentionSpec, calls: u64) ->
         (0..SETS).map(|_| [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)))).collect();
     let call = |set: &[Buffer; 4]| {
         let [q, k, v, o] = set.each_ref().map(whole);
-        DeviceForward { q, k, v, o, stats: None, attn_scale: None, params: &[], workspace: Some(whole(&workspace)) }
+        DeviceForward {
+            q,
+            k,
+            v,
+            o,
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params: &[],
+            workspace: Some(whole(&workspace)),
+        }
     };
     let calls_of_sets: Vec<DeviceForward<'_>> = sets.iter().map(call).collect();
     let same = calls_of_sets[0];
@@ -151,7 +162,7 @@ fn functional(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls:
     let operands = [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)));
     let [q, k, v, o] = operands.each_ref().map(whole);
     let (_buffers, params) = params(recorder, given);
-    let call = DeviceForward { q, k, v, o, stats: None, attn_scale: None, params: &params, workspace: None };
+    let call = DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &params, workspace: None };
     count(recorder, calls, Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&call))?)))
 }
 
@@ -191,7 +202,7 @@ mod over_cudarc {
         let (q, k, v, mut o) = (of(&spec.q)?, of(&spec.k)?, of(&spec.v)?, of(&spec.o)?);
         let attention = Attention::new(recorder.executor(), spec)?;
         let one = |_| {
-            let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, attn_scale: None, params: &[] };
+            let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] };
             Ok(attention.forward(&stream, black_box(call))?)
         };
         count(recorder, calls, Box::new(one))

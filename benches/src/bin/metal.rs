@@ -128,6 +128,8 @@ fn time<T: Element>(shape: Shape, forward: &dyn Prepared, backward: &dyn Prepare
             v: T::read(&v),
             o: T::written(&mut o),
             stats: Some(&mut stats),
+            row_max: None,
+            sum_exp: None,
             attn_scale: None,
             params: &[],
         })

@@ -38,7 +38,17 @@ pub(crate) fn run() -> Result<()> {
         let (dq, dk, dv) = (uploads.clone_htod(bf16s(&q)?)?, uploads.clone_htod(bf16s(&k)?)?, uploads.clone_htod(bf16s(&v)?)?);
         let mut o = uploads.clone_htod(&vec![bf16::NAN; 2 * 4 * 129 * 64])?;
         let mut stats = uploads.clone_htod(&vec![f32::NAN; 2 * 4 * 129])?;
-        let call = Forward { q: &dq, k: &dk, v: &dv, o: &mut o, stats: Some(&mut stats), attn_scale: None, params: &[] };
+        let call = Forward {
+            q: &dq,
+            k: &dk,
+            v: &dv,
+            o: &mut o,
+            stats: Some(&mut stats),
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params: &[],
+        };
         attention.forward(&compute, call)?;
         let (o, stats) = (uploads.clone_dtoh(&o)?, uploads.clone_dtoh(&stats)?);
         let textbook = oracle::Problem {
@@ -55,14 +65,15 @@ pub(crate) fn run() -> Result<()> {
         };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();
-        let distance = compare(&textbook, &oracle::Closures::default(), &got, Some(&stats))?;
+        let distance = compare(&textbook, &oracle::Closures::default(), &got, [Some(&stats), None, None])?;
         let verdict = if distance.holds() { "passed" } else { "FAIL" };
         println!("{verdict} cudarc {} copied {:?}: {distance:?}", layout.name(), attention.planned().copied());
         if !distance.holds() {
             return Err("the adapter for cudarc is wrong".into());
         }
         let mut short = uploads.clone_htod(&[bf16::NAN; 4])?;
-        let call = Forward { q: &dq, k: &dk, v: &dv, o: &mut short, stats: None, attn_scale: None, params: &[] };
+        let call =
+            Forward { q: &dq, k: &dk, v: &dv, o: &mut short, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] };
         if attention.forward(&compute, call).is_ok() {
             return Err("an output that is too short was taken".into());
         }
@@ -137,7 +148,10 @@ fn captured(executor: &CudnnExecutor) -> Result<()> {
     let attention = sdpa::cudarc::Attention::new(executor, &spec)?;
     macro_rules! call {
         () => {
-            attention.forward(&stream, Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, attn_scale: None, params: &[] })
+            attention.forward(
+                &stream,
+                Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] },
+            )
         };
     }
     call!()?;

@@ -120,7 +120,7 @@ impl<'a> Case<'a> {
         let handle = self.executor.library().handle(self.stream)?;
         if let Job::Forward(_) = self.planned.job {
             let stats = if self.stats { Some(at("stats")?) } else { None };
-            let call = DeviceForward { q, k, v, o, stats, attn_scale: None, params: &params, workspace };
+            let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params: &params, workspace };
             // SAFETY: every slice is a part of a buffer of this device, which outlives the synchronisation; the promise is kept where made.
             unsafe { self.planned.forward(&handle, &call) }?;
         } else {

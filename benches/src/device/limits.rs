@@ -184,7 +184,7 @@ fn pass(executor: &CudnnExecutor, stream: &Stream, spec: &BackwardSpec, backward
     } else {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| at(&places, operand));
         let (stats, workspace) = (Some(slice(&stats)), Some(slice(&workspace)));
-        let call = DeviceForward { q, k, v, o, stats, attn_scale: None, params: &[], workspace };
+        let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params: &[], workspace };
         // SAFETY: as above.
         unsafe { planned.forward(&handle, &call) }?;
     }
@@ -224,7 +224,18 @@ fn small(executor: &CudnnExecutor, stream: &Stream, shape: Shape, causal: bool) 
     let stats = Buffer::new(stream.device(), usize::try_from(shape.seq_q * 4)?)?;
     let workspace = Buffer::new(stream.device(), usize::try_from(planned.workspace_bytes())?)?;
     let [q, k, v, o] = [0, 1, 2, 3].map(|n: usize| slice(&places[n].buffer));
-    let call = DeviceForward { q, k, v, o, stats: Some(slice(&stats)), attn_scale: None, params: &[], workspace: Some(slice(&workspace)) };
+    let call = DeviceForward {
+        q,
+        k,
+        v,
+        o,
+        stats: Some(slice(&stats)),
+        row_max: None,
+        sum_exp: None,
+        attn_scale: None,
+        params: &[],
+        workspace: Some(slice(&workspace)),
+    };
     let handle = executor.library().handle(stream)?;
     // SAFETY: whole buffers of this device, which outlive the synchronisation.
     unsafe { planned.forward(&handle, &call) }?;

@@ -168,7 +168,7 @@ impl Memory {
         workspace: Option<DeviceSlice>,
     ) -> DeviceForward<'a> {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.at(operand));
-        DeviceForward { q, k, v, o, stats: self.stats.as_ref().map(slice), attn_scale, params, workspace }
+        DeviceForward { q, k, v, o, stats: self.stats.as_ref().map(slice), row_max: None, sum_exp: None, attn_scale, params, workspace }
     }
 
     /// # Safety

@@ -168,7 +168,18 @@ impl Case {
         let (q_slice, k, v, o) = (at("q", &spec.q, q)?, at("k", &spec.k, kv)?, at("v", &spec.v, kv)?, at("o", &spec.o, q)?);
         let stats = self.arena.at(if tokens.is_some() { "stats by itself" } else { "stats" })?;
         if let Some(forward) = planned[0] {
-            let call = DeviceForward { q: q_slice, k, v, o, stats: Some(stats), attn_scale: None, params: &params, workspace: None };
+            let call = DeviceForward {
+                q: q_slice,
+                k,
+                v,
+                o,
+                stats: Some(stats),
+                row_max: None,
+                sum_exp: None,
+                attn_scale: None,
+                params: &params,
+                workspace: None,
+            };
             // SAFETY: every slice is a part of a buffer of this device, which outlives the synchronisation.
             unsafe { forward.forward(&handle, &call) }?;
         }

@@ -111,7 +111,7 @@ impl Tensors {
         let slice = |b: &Buffer| DeviceSlice { address: b.address(), bytes: b.bytes() as u64 };
         let [q, k, v, o] = [0, 1, 2, 3].map(|n| slice(&self.buffers[n]));
         let stats = self.stats.then(|| slice(&self.buffers[4]));
-        DeviceForward { q, k, v, o, stats, attn_scale, params: &[], workspace: Some(slice(&self.workspace)) }
+        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale, params: &[], workspace: Some(slice(&self.workspace)) }
     }
 }
 

@@ -170,7 +170,18 @@ impl Room {
         }
         self.buffers[3].fill(&self.stream, 0xff)?;
         let [q, k, v, o] = [0, 1, 2, 3].map(|n| slice(&self.buffers[n]));
-        let call = DeviceForward { q, k, v, o, stats: None, attn_scale: None, params: &[], workspace: Some(slice(&self.workspace)) };
+        let call = DeviceForward {
+            q,
+            k,
+            v,
+            o,
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params: &[],
+            workspace: Some(slice(&self.workspace)),
+        };
         // SAFETY: whole buffers of this device that outlive the stream's work, which nobody else uses.
         Ok(unsafe { planned.forward(handle, &call) }?)
     }
@@ -182,7 +193,17 @@ impl Room {
         let (mut got, mut want) = (vec![bf16::NAN; count], vec![bf16::NAN; count]);
         self.buffers[3].download(&self.stream, 0, &mut got)?;
         let [q, k, v] = [0, 1, 2].map(|n: usize| Elements::BF16(&self.host[n]));
-        let call = HostForward { q, k, v, o: ElementsMut::BF16(&mut want), stats: None, attn_scale: None, params: &[] };
+        let call = HostForward {
+            q,
+            k,
+            v,
+            o: ElementsMut::BF16(&mut want),
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params: &[],
+        };
         cpu.prepare(&spec.validate()?)?.forward(call)?;
         let difference = |(a, b): (&bf16, &bf16)| (a.to_f64() - b.to_f64()).abs();
         Ok(got.iter().zip(&want).map(difference).fold(0.0, |most, x| if x.is_nan() { f64::INFINITY } else { f64::max(most, x) }))

@@ -61,6 +61,8 @@ pub(crate) fn run(batch: u64, seq: u64) -> Result<()> {
                 v: slice(&layer.v),
                 o: slice(&layer.o),
                 stats: Some(slice(&layer.stats)),
+                row_max: None,
+                sum_exp: None,
                 attn_scale: None,
                 params: &[],
                 workspace: Some(slice(&workspace)),

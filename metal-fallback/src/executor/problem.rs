@@ -6,6 +6,7 @@ use sdpa_core::backward::{BackwardProblem, GradientSpec};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind};
 use sdpa_core::problem::Problem;
+use sdpa_core::{Statistic, StatsBase};
 use std::sync::Arc;
 
 impl From<&Problem> for Forward {
@@ -61,6 +62,10 @@ pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let dropped = problem.dropout().map_or(0.0, |dropout| dropout.p());
     check.that(problem.dropout().is_none(), "dropout", dropped, "the kernels drop no weights");
     check.that(problem.ends().is_none(), "masks", problem.kept(), "the kernels know no windows about the ends of batch entries");
+    check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
+    for statistic in [Statistic::RowMax, Statistic::SumExp] {
+        check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
+    }
     if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }
 
@@ -80,6 +85,8 @@ mod tests {
             (paged.with_sink(), &["paged"]),
             (dense.clone().with_dropout(0.5), &["dropout"]),
             (dense.clone().mask(Mask::causal_ends()), &[]),
+            (dense.clone().with_stats_in(StatsBase::Two), &["stats_base"]),
+            (dense.clone().with_stats().with_row_max().with_sum_exp(), &["row_max", "sum_exp"]),
             (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &["masks"]),
         ];
         for (spec, fields) in cases {

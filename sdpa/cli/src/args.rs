@@ -134,6 +134,15 @@ pub(crate) struct ProblemArgs {
     /// Also compute stats, the logarithm of each row's sum of exponentials; --output implies it
     #[arg(long)]
     pub(crate) stats: bool,
+    /// Compute stats as logarithms to base two, not natural ones; not for --backward
+    #[arg(long)]
+    pub(crate) stats_base_2: bool,
+    /// Also compute row_max, the largest score of each row
+    #[arg(long)]
+    pub(crate) row_max: bool,
+    /// Also compute sum_exp, the sum of exponentials of each row, relative to its largest score
+    #[arg(long)]
+    pub(crate) sum_exp: bool,
 }
 
 /// The gradient of an attention problem.

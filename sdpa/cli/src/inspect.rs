@@ -15,7 +15,7 @@ use sdpa::cudnn::plan::schedule as schedule_of;
 use sdpa::cudnn::schedule::ScheduleReport;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::paged::PAGE_TABLE;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Paged, Problem, Side, TensorSpec};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Paged, Problem, Side, StatsBase, TensorSpec};
 use serde::Serialize;
 use std::io::Write;
 
@@ -288,6 +288,9 @@ fn spec_text(request: &Request) -> String {
     table.rows("dropout", spec.dropout.map(|dropout| format!("{} of the weights", dropout.p())));
     table.row("masks", list(&spec.masks.iter().map(ToString::to_string).collect::<Vec<_>>()));
     table.row("stats", yes(spec.stats));
+    table.rows("stats_base", (spec.stats_base != StatsBase::Natural).then(|| spec.stats_base.to_string()));
+    table.rows("row_max", spec.row_max.then(|| yes(true).to_owned()));
+    table.rows("sum_exp", spec.sum_exp.then(|| yes(true).to_owned()));
     if let Some(b) = request.backward.as_ref().map(|b| &b.spec) {
         tensors(&mut table, BACKWARD, [&b.d_o, &b.dq, &b.dk, &b.dv]);
         wrt_text(&mut table, &b.wrt, b.deterministic);
@@ -328,6 +331,9 @@ fn problem_text(request: &Request) -> String {
     table.rows("and", p.kept().rest.iter().map(lines));
     table.rows("params", declared(request));
     table.row("stats", yes(p.stats()));
+    table.rows("stats_base", (p.stats_base() != StatsBase::Natural).then(|| p.stats_base().to_string()));
+    table.rows("row_max", p.row_max().then(|| yes(true).to_owned()));
+    table.rows("sum_exp", p.sum_exp().then(|| yes(true).to_owned()));
     table.row("scale", request.attn_scale().to_string());
     if let Some(b) = request.backward.as_ref().map(|b| &b.problem) {
         tensors(&mut table, BACKWARD, [b.d_o(), b.dq(), b.dk(), b.dv()]);

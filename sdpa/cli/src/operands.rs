@@ -24,6 +24,8 @@ pub(crate) struct Operands {
     v: Data,
     pub(crate) o: Data,
     pub(crate) stats: Option<Vec<f32>>,
+    pub(crate) row_max: Option<Vec<f32>>,
+    pub(crate) sum_exp: Option<Vec<f32>>,
     pub(crate) params: Vec<Bound>,
     pub(crate) gradients: Option<Gradients>,
     /// What the user should know of the input.
@@ -46,7 +48,7 @@ pub(crate) fn rows(spec: &AttentionSpec) -> usize {
     spec.o.dims[..3].iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
 }
 
-/// Elements of stats.
+/// Elements of stats, and of any other row statistic.
 fn stats(spec: &AttentionSpec) -> usize {
     let [_, heads, ..] = spec.o.dims;
     let one = TensorSpec { dims: [spec.o.dims[0], heads, spec.o.dims[2], 1], strides: [0, 1, heads, 1], ..spec.o };
@@ -67,7 +69,8 @@ pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], 
     let of = |tensors: &[(TensorSpec, Side)]| {
         tensors.iter().map(|(t, side)| elements(spec, t, *side) as u128 * element.bytes() as u128).sum::<u128>()
     };
-    let stats = if spec.stats { stats(spec) as u128 * size_of::<f32>() as u128 } else { 0 };
+    let statistics = [spec.stats, spec.row_max, spec.sum_exp].into_iter().filter(|asked| *asked).count();
+    let statistics = (statistics * stats(spec)) as u128 * size_of::<f32>() as u128;
     let gradients = backward.map_or(0, |b| {
         let wrt: u128 = wrt_elements(&b.problem).iter().map(|(_, element, len)| *len as u128 * element.bytes() as u128).sum();
         of(&[(b.spec.d_o, Side::Queries), (b.spec.dq, Side::Queries), (b.spec.dk, Side::Keys), (b.spec.dv, Side::Keys)])
@@ -76,7 +79,7 @@ pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], 
     });
     let params: u128 = params.iter().map(Planned::bytes).sum();
     of(&[(spec.q, Side::Queries), (spec.k, Side::Keys), (spec.v, Side::Keys), (spec.o, Side::Queries)])
-        + stats
+        + statistics
         + params
         + gradients
         + if check { oracle::bytes(spec) } else { 0 }
@@ -134,11 +137,12 @@ impl Operands {
 
     fn with([q, k, v]: [Data; 3], spec: &AttentionSpec, element: Element, notes: Vec<String>) -> Result<Operands, String> {
         let o = Data::zeros(element, elements(spec, &spec.o, Side::Queries))?;
-        let stats = match spec.stats.then(|| Data::zeros(Element::F32, stats(spec))).transpose()? {
-            Some(Data::F32(stats)) => Some(stats),
-            Some(Data::F16(_) | Data::BF16(_)) | None => None,
+        let statistic = |asked: bool| match asked.then(|| Data::zeros(Element::F32, stats(spec))).transpose()? {
+            Some(Data::F32(numbers)) => Ok::<_, String>(Some(numbers)),
+            Some(Data::F16(_) | Data::BF16(_)) | None => Ok(None),
         };
-        Ok(Operands { q, k, v, o, stats, params: Vec::new(), gradients: None, notes })
+        let (stats, row_max, sum_exp) = (statistic(spec.stats)?, statistic(spec.row_max)?, statistic(spec.sum_exp)?);
+        Ok(Operands { q, k, v, o, stats, row_max, sum_exp, params: Vec::new(), gradients: None, notes })
     }
 
     /// Reads or makes what a request names.
@@ -259,6 +263,8 @@ impl Operands {
             v: self.v.elements(),
             o: self.o.elements_mut(),
             stats: self.stats.as_deref_mut(),
+            row_max: self.row_max.as_deref_mut(),
+            sum_exp: self.sum_exp.as_deref_mut(),
             attn_scale: Some(attn_scale),
             params: &params,
         })
@@ -295,6 +301,8 @@ impl Operands {
             v: &self.v,
             o: &self.o,
             stats: self.stats.as_deref(),
+            row_max: self.row_max.as_deref(),
+            sum_exp: self.sum_exp.as_deref(),
             scale: f64::from(attn_scale),
         }
     }

@@ -7,9 +7,11 @@ use crate::params::Bound;
 use rules::{Function, Gradient};
 use sdpa::expr::ParamKind;
 use sdpa::{
-    AttentionSpec, BackwardProblem, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, Documents, Pages, Param, Problem, SINK, Side, TensorSpec,
+    AttentionSpec, BackwardProblem, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, Documents, Pages, Param, Problem, SINK, Side, StatsBase,
+    TensorSpec,
 };
-use sdpa_oracle::{Distance, Given, GradientDistance, Mask, Modify, Numbers, Tensor};
+use sdpa_oracle::{Distance, Given, GradientDistance, Mask, Modify, Numbers, Statistics, Tensor};
+use std::f64::consts::LN_2;
 use std::ops::Range;
 
 impl Numbers for Data {
@@ -49,6 +51,8 @@ pub(crate) struct Call<'a> {
     pub(crate) v: &'a Data,
     pub(crate) o: &'a Data,
     pub(crate) stats: Option<&'a [f32]>,
+    pub(crate) row_max: Option<&'a [f32]>,
+    pub(crate) sum_exp: Option<&'a [f32]>,
     pub(crate) scale: f64,
 }
 
@@ -225,11 +229,22 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let documents = documents.as_ref();
     let queries = Entries::of(Side::Queries, documents);
     let o = padded(call.o, &call.spec.o, queries, 0.0);
-    let (rows, given) = (call.problem.stats_tensor(), call.stats.unwrap_or_default());
-    let of_documents = padded(&given, &rows, queries, f64::NEG_INFINITY);
-    let stats: &dyn Numbers = if documents.is_some() { &of_documents } else { &given };
-    let stats = call.stats.map(|_| stats);
-    call.told(documents, modify, |p| sdpa_oracle::check(p, told(call.o, &call.spec.o, &o), stats, done))
+    let rows = call.problem.stats_tensor();
+    // What a row without keys has.
+    let natural: Option<Vec<f32>> = match call.problem.stats_base() {
+        StatsBase::Natural => None,
+        StatsBase::Two => call.stats.map(|stats| stats.iter().map(|x| (f64::from(*x) * LN_2) as f32).collect()),
+    };
+    let given = [(natural.as_deref().or(call.stats), f64::NEG_INFINITY), (call.row_max, f64::NEG_INFINITY), (call.sum_exp, 0.0)];
+    let given = given.map(|(given, none)| (given.is_some(), given.unwrap_or_default(), none));
+    let of_documents = given.each_ref().map(|(_, given, none)| padded(given, &rows, queries, *none));
+    let statistic = |n: usize| {
+        let (there, given, _) = &given[n];
+        let numbers: &dyn Numbers = if documents.is_some() { &of_documents[n] } else { given };
+        there.then_some(numbers)
+    };
+    let statistics = Statistics { stats: statistic(0), row_max: statistic(1), sum_exp: statistic(2) };
+    call.told(documents, modify, |p| sdpa_oracle::check(p, told(call.o, &call.spec.o, &o), statistics, done))
 }
 
 /// Computes the gradients of `Σ o∘d_o` and compares them.

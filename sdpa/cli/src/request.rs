@@ -24,7 +24,7 @@ use rules::{Rules, judge, valid};
 use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::lower::Job;
 use sdpa::library::T5;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Layout, Mask, Packed, Problem, ScoreMod, Shape, Side};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Layout, Mask, Packed, Problem, ScoreMod, Shape, Side, StatsBase};
 
 /// The problem of `run`, `inspect` and `show`.
 #[derive(Debug)]
@@ -221,10 +221,11 @@ impl Request {
         let rules = Rules::read(args, header.as_ref(), element, scores, mistakes);
         let dtype = element.unwrap_or(Element::F32).dtype();
 
+        let base = if args.stats_base_2 { StatsBase::Two } else { StatsBase::Natural };
         // What does not depend on extents is judged where they are right.
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
-        (any.sink, any.dropout) = (args.sink, dropping.dropout);
+        (any.sink, any.dropout, any.stats_base) = (args.sink, dropping.dropout, base);
         any.paged = paging.as_ref().map(Paging::any);
         any.packed = packing.as_ref().map(|packing| Packed { total_q: None, total_kv: None, ..packing.packed });
         let right =
@@ -253,10 +254,11 @@ impl Request {
         };
         let params = judged.as_ref().and_then(|judged| sources.plan(&judged.params, mistakes));
 
-        let stats = wanted.stats || args.stats || gradient.is_some_and(|g| g.backward);
+        let stats = wanted.stats || args.stats || args.stats_base_2 || gradient.is_some_and(|g| g.backward);
         let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
         (spec.score_mods, spec.masks, spec.sink) = (rules.score_mods, rules.masks, args.sink);
         spec.dropout = dropping.dropout;
+        (spec.row_max, spec.sum_exp, spec.stats_base) = (args.row_max, args.sum_exp, base);
         if let Some(packing) = &packing {
             packing.place(&mut spec, layout.unwrap_or(Layout::Bshd), tokens);
         }

@@ -152,7 +152,9 @@ fn results<'a>(operands: &'a Operands, request: &'a Request) -> Vec<Tensor<'a>> 
     };
     let rows = total(Side::Queries).map_or_else(|| spec.o.dims[..3].to_vec(), |total| vec![total, spec.o.dims[1]]);
     if !request.backward.as_ref().is_some_and(|b| b.given) {
-        tensors.extend(operands.stats.as_deref().map(|stats| Tensor::new("stats", &rows, Saved::F32(stats))));
+        let statistics = [("stats", &operands.stats), ("row_max", &operands.row_max), ("sum_exp", &operands.sum_exp)];
+        let there = statistics.into_iter().filter_map(|(name, numbers)| Some((name, numbers.as_deref()?)));
+        tensors.extend(there.map(|(name, numbers)| Tensor::new(name, &rows, Saved::F32(numbers))));
         tensors.push(strided("o", Side::Queries, spec.o.dims, &operands.o));
     }
     if let Some(gradients) = &operands.gradients {

@@ -9,6 +9,7 @@ use crate::problem::{Problem, normalise, unplaced};
 use crate::score_mod::{self, Gradient, NoGradient};
 use crate::sink::SINK;
 use crate::spec::{AttentionSpec, Layout, TensorSpec};
+use crate::statistic::StatsBase;
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -28,7 +29,7 @@ use std::sync::Arc;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct BackwardSpec {
-    /// The attention whose gradient is asked for. Whether it asks for stats does not matter here: they are always read.
+    /// The attention whose gradient is asked for. Which row statistics it asks for does not matter here: stats are always read, the others never.
     pub forward: AttentionSpec,
     /// Gradient of the output, (batch, heads_q, seq_q, dim_v). Any stride may be 0, the last one too: the gradient of a sum is
     /// one number.
@@ -105,7 +106,8 @@ impl BackwardSpec {
     /// Every rule that a field breaks, each with the field, its value and the rule.
     pub fn validate(&self) -> Result<BackwardProblem, SpecErrors> {
         let mut forward = self.forward.clone();
-        forward.stats = true;
+        // A backward pass reads stats and no other statistic.
+        (forward.stats, forward.row_max, forward.sum_exp) = (true, false, false);
         let mut check = Check::default();
         let problem = match Problem::new(&forward) {
             Ok(problem) => Some(problem),
@@ -120,6 +122,9 @@ impl BackwardSpec {
             ("dk", &self.dk, "k", &self.forward.k),
             ("dv", &self.dv, "v", &self.forward.v),
         ];
+        if forward.stats_base != StatsBase::Natural {
+            check.fail("forward.stats_base", forward.stats_base, "natural: backward passes read natural logarithms");
+        }
         if forward.paged.is_some() {
             check.fail("forward.paged", "a cache in pages", "none in a backward pass: a cache is read, not trained");
         }

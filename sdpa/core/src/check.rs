@@ -11,7 +11,7 @@ use crate::paged::Paged;
 use crate::spec::{AttentionSpec, TensorSpec};
 
 /// Names that parameters may not have.
-const OPERAND_NAMES: [&str; 9] = ["v", "o", "d_o", "do", "dq", "dk", "dv", "stats", "attn_scale"];
+const OPERAND_NAMES: [&str; 11] = ["v", "o", "d_o", "do", "dq", "dk", "dv", "stats", "row_max", "sum_exp", "attn_scale"];
 
 /// A kind of parameter in words.
 pub(crate) fn kind(kind: ParamKind) -> String {

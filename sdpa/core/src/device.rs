@@ -11,6 +11,7 @@ use crate::executor::Executor;
 use crate::expr::Declared;
 use crate::operand::Operand;
 use crate::problem::Problem;
+use crate::statistic::Statistic;
 use smallvec::SmallVec;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -90,6 +91,10 @@ pub struct DeviceForward<'a, M> {
     pub o: M,
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned; there exactly when the problem asks for stats.
     pub stats: Option<M>,
+    /// As `stats`, the largest score of each row; there exactly when the problem asks for [`row_max`](crate::AttentionSpec::row_max).
+    pub row_max: Option<M>,
+    /// As `stats`, the sum of exponentials of each row; there exactly when the problem asks for [`sum_exp`](crate::AttentionSpec::sum_exp).
+    pub sum_exp: Option<M>,
     /// Multiplies the scores; positive on cuDNN. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters, every one: plans are shared by specifications that differ in defaults alone. See
@@ -137,6 +142,10 @@ pub struct DeviceCall<'a, M> {
     pub operands: [Option<M>; Operand::ALL.len()],
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned: written by a forward pass that is asked for it, read by the backward pass.
     pub stats: Option<M>,
+    /// Likewise, the largest score of each row: written by a forward pass that is asked for it.
+    pub row_max: Option<M>,
+    /// Likewise, the sum of exponentials of each row.
+    pub sum_exp: Option<M>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters, every one.
@@ -152,13 +161,22 @@ impl<M: Copy> DeviceCall<'_, M> {
     pub fn operand(&self, operand: Operand) -> Option<M> {
         self.operands[operand as usize]
     }
+
+    /// The memory of a row statistic.
+    pub fn statistic(&self, statistic: Statistic) -> Option<M> {
+        match statistic {
+            Statistic::Stats => self.stats,
+            Statistic::RowMax => self.row_max,
+            Statistic::SumExp => self.sum_exp,
+        }
+    }
 }
 
 impl<'a, M: Copy> From<&DeviceForward<'a, M>> for DeviceCall<'a, M> {
     fn from(call: &DeviceForward<'a, M>) -> DeviceCall<'a, M> {
-        let DeviceForward { q, k, v, o, stats, attn_scale, params, workspace } = *call;
+        let DeviceForward { q, k, v, o, stats, row_max, sum_exp, attn_scale, params, workspace } = *call;
         let operands = [Some(q), Some(k), Some(v), Some(o), None, None, None, None];
-        DeviceCall { operands, stats, attn_scale, params, gradients: &[], workspace }
+        DeviceCall { operands, stats, row_max, sum_exp, attn_scale, params, gradients: &[], workspace }
     }
 }
 
@@ -166,7 +184,7 @@ impl<'a, M: Copy> From<&DeviceBackward<'a, M>> for DeviceCall<'a, M> {
     fn from(call: &DeviceBackward<'a, M>) -> DeviceCall<'a, M> {
         let DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale, params, gradients, workspace } = *call;
         let operands = [q, k, v, o, d_o, dq, dk, dv].map(Some);
-        DeviceCall { operands, stats: Some(stats), attn_scale, params, gradients, workspace }
+        DeviceCall { operands, stats: Some(stats), row_max: None, sum_exp: None, attn_scale, params, gradients, workspace }
     }
 }
 
@@ -211,7 +229,7 @@ pub trait DevicePrepared: Debug + Send + Sync {
     /// written. `self` may go: what the device needs of it stays until it is done, and until a graph that the call was captured into is gone.
     ///
     /// # Errors
-    /// Everything that is wrong with the call, before anything runs: operands of the other pass, a scale that the executor does not take, stats
+    /// Everything that is wrong with the call, before anything runs: operands of the other pass, a scale that the executor does not take, row statistics
     /// missing or too many, parameters and gradients missing, unknown, doubled or of another type, memory that is too short or misaligned;
     /// otherwise the environment's.
     unsafe fn submit(&self, stream: &Self::Stream, call: &DeviceCall<'_, Self::Memory>) -> Result<(), Error>;
@@ -225,7 +243,18 @@ mod tests {
     #[test]
     fn each_operand_comes_to_its_own_place() {
         let params = [];
-        let forward = DeviceForward { q: 0, k: 1, v: 2, o: 3, stats: Some(9), attn_scale: None, params: &params, workspace: None };
+        let forward = DeviceForward {
+            q: 0,
+            k: 1,
+            v: 2,
+            o: 3,
+            stats: Some(9),
+            row_max: Some(10),
+            sum_exp: Some(11),
+            attn_scale: None,
+            params: &params,
+            workspace: None,
+        };
         let backward = DeviceBackward {
             q: 0,
             k: 1,
@@ -242,7 +271,9 @@ mod tests {
             workspace: None,
         };
         for (direction, call) in [(Direction::Forward, DeviceCall::from(&forward)), (Direction::Backward, DeviceCall::from(&backward))] {
-            assert_eq!(call.stats, Some(9));
+            let forward = direction == Direction::Forward;
+            let statistics = Statistic::ALL.map(|statistic| call.statistic(statistic));
+            assert_eq!(statistics, [Some(9), forward.then_some(10), forward.then_some(11)]);
             for (place, operand) in Operand::ALL.into_iter().enumerate() {
                 let there = operand.written(direction).is_some().then_some(place);
                 assert_eq!(call.operand(operand), there, "{operand} of {}", direction.name());

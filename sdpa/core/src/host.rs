@@ -7,6 +7,7 @@ use crate::expr::Declared;
 use crate::operand::{Operand, Side};
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
+use crate::statistic::Statistic;
 use crate::tensor::{Elements, ElementsMut, Param};
 use crate::{Pages, packed, params};
 
@@ -23,6 +24,10 @@ pub struct HostForward<'a> {
     pub o: ElementsMut<'a>,
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; there exactly when the problem asks for stats.
     pub stats: Option<&'a mut [f32]>,
+    /// As `stats`, the largest score of each row; there exactly when the problem asks for [`row_max`](crate::AttentionSpec::row_max).
+    pub row_max: Option<&'a mut [f32]>,
+    /// As `stats`, the sum of exponentials of each row; there exactly when the problem asks for [`sum_exp`](crate::AttentionSpec::sum_exp).
+    pub sum_exp: Option<&'a mut [f32]>,
     /// Multiplies the scores; finite. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters; a scalar that is not named here has its default.
@@ -95,6 +100,10 @@ pub struct HostCall<'a> {
     pub operands: Vec<(Operand, HostMemory<'a>)>,
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense.
     pub stats: HostStats<'a>,
+    /// Where a forward pass writes the largest score of each row.
+    pub row_max: Option<&'a mut [f32]>,
+    /// Where it writes the sum of exponentials of each row.
+    pub sum_exp: Option<&'a mut [f32]>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters; a scalar that is not named here has its default.
@@ -109,6 +118,8 @@ impl<'a> From<HostForward<'a>> for HostCall<'a> {
         HostCall {
             operands: read.into_iter().chain([(Operand::O, HostMemory::Write(call.o))]).collect(),
             stats: call.stats.map_or(HostStats::None, HostStats::Write),
+            row_max: call.row_max,
+            sum_exp: call.sum_exp,
             attn_scale: call.attn_scale,
             params: call.params,
             gradients: Vec::new(),
@@ -125,6 +136,8 @@ impl<'a> From<HostBackward<'a>> for HostCall<'a> {
         HostCall {
             operands: read.chain(written).collect(),
             stats: HostStats::Read(call.stats),
+            row_max: None,
+            sum_exp: None,
             attn_scale: call.attn_scale,
             params: call.params,
             gradients: call.gradients,
@@ -137,6 +150,7 @@ struct Check<'p> {
     problem: &'p Problem,
     errors: Vec<SpecError>,
     lengths: Vec<(Operand, TensorSpec, usize)>,
+    statistics: Vec<(Statistic, usize)>,
 }
 
 impl Check<'_> {
@@ -154,18 +168,19 @@ impl Check<'_> {
         }
     }
 
-    fn stats(&mut self, len: usize) {
+    fn statistic(&mut self, statistic: Statistic, len: usize) {
+        self.statistics.push((statistic, len));
         let need = self.problem.stats_elements();
         if self.problem.packed().is_none() && len as i64 != need {
-            self.errors.push(SpecError::new("stats length", len, format!("batch x heads_q x seq_q = {need}")));
+            self.errors.push(SpecError::new(format!("{statistic} length"), len, format!("batch x heads_q x seq_q = {need}")));
         }
     }
 
     /// What parameters are, what packed documents need, and that pages are there.
-    fn values(&mut self, declared: &[Declared], given: &[Param<'_>], stats: Option<usize>) {
+    fn values(&mut self, declared: &[Declared], given: &[Param<'_>]) {
         match params::bind(declared, self.problem.extents(), given) {
             Ok(values) => {
-                self.errors.extend(packed::check_memory(self.problem, (declared, &values), &self.lengths, stats));
+                self.errors.extend(packed::check_memory(self.problem, (declared, &values), &self.lengths, &self.statistics));
                 self.errors.extend(Pages::new(self.problem, declared, &values).err().into_iter().flat_map(|errors| errors.0));
             }
             Err(errors) => self.errors.extend(errors.0),
@@ -193,23 +208,28 @@ impl HostForward<'_> {
     /// Checks the call against the problem; the scale to use.
     ///
     /// # Errors
-    /// Every wrong dtype, every buffer that is too short, stats missing or too many, parameters that are missing, unknown, doubled or of another
+    /// Every wrong dtype, every buffer that is too short, row statistics missing or too many, parameters that are missing, unknown, doubled or of another
     /// type or length, boundaries and pages that are none, a scale that is not finite.
     pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
-        let mut check = Check { problem, errors: Vec::new(), lengths: Vec::new() };
+        let mut check = Check { problem, errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v)].map(read);
         for (operand, given) in given.into_iter().chain([written((Operand::O, &self.o))]) {
             if let Some(tensor) = problem.in_memory(operand) {
                 check.operand(operand, &tensor, given);
             }
         }
-        match (&self.stats, problem.stats()) {
-            (Some(stats), true) => check.stats(stats.len()),
-            (None, true) => check.errors.push(SpecError::new("stats", "absent", "the problem asks for stats")),
-            (Some(_), false) => check.errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
-            (None, false) => {}
+        for statistic in Statistic::ALL {
+            let given = match statistic {
+                Statistic::Stats => &self.stats,
+                Statistic::RowMax => &self.row_max,
+                Statistic::SumExp => &self.sum_exp,
+            };
+            match given {
+                Some(given) if problem.computes(statistic) => check.statistic(statistic, given.len()),
+                given => check.errors.extend(statistic.unlike(given.is_some(), problem.computes(statistic))),
+            }
         }
-        check.values(problem.params(), self.params, self.stats.as_ref().map(|stats| stats.len()));
+        check.values(problem.params(), self.params);
         check.scale(self.attn_scale)
     }
 }
@@ -221,14 +241,14 @@ impl HostBackward<'_> {
     /// Every wrong dtype, every buffer that is too short, a scale that is not finite, parameters and gradients that are missing,
     /// unknown, doubled or of another type or length.
     pub fn check(&self, problem: &BackwardProblem) -> Result<f32, SpecErrors> {
-        let mut check = Check { problem: problem.forward(), errors: Vec::new(), lengths: Vec::new() };
+        let mut check = Check { problem: problem.forward(), errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v), (Operand::O, &self.o), (Operand::DO, &self.d_o)];
         let results = [(Operand::DQ, &self.dq), (Operand::DK, &self.dk), (Operand::DV, &self.dv)];
         for (operand, given) in given.into_iter().map(read).chain(results.map(written)) {
             check.operand(operand, problem.tensor(operand), given);
         }
-        check.stats(self.stats.len());
-        check.values(problem.params(), self.params, Some(self.stats.len()));
+        check.statistic(Statistic::Stats, self.stats.len());
+        check.values(problem.params(), self.params);
         check.errors.extend(self.wrong_gradients(problem));
         check.scale(self.attn_scale)
     }

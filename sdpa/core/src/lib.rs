@@ -32,6 +32,7 @@ pub mod score_mod;
 pub mod seq;
 mod sink;
 pub mod spec;
+mod statistic;
 pub mod tensor;
 
 pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};
@@ -51,6 +52,7 @@ pub use problem::Problem;
 pub use score_mod::{Gradient, ScoreMod};
 pub use sink::SINK;
 pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
+pub use statistic::{Statistic, StatsBase};
 pub use tensor::{Elements, ElementsMut, Param, ParamValue};
 
 #[cfg(doctest)]

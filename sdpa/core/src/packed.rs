@@ -5,6 +5,7 @@ use crate::expr::{Axes, Declared, ParamKind};
 use crate::operand::{Operand, Side};
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
+use crate::statistic::Statistic;
 use crate::tensor::ParamValue;
 use crate::{DType, params};
 use serde::{Deserialize, Serialize};
@@ -157,7 +158,7 @@ pub(crate) fn check_memory(
     problem: &Problem,
     values: (&[Declared], &[ParamValue<'_>]),
     operands: &[(Operand, TensorSpec, usize)],
-    stats: Option<usize>,
+    statistics: &[(Statistic, usize)],
 ) -> Vec<SpecError> {
     let (Some(packed), (declared, values)) = (problem.packed(), values) else { return Vec::new() };
     let documents = match Documents::new(problem, declared, values) {
@@ -181,8 +182,8 @@ pub(crate) fn check_memory(
         }
     }
     let need = documents.end(Side::Queries) as i64 * problem.heads_q();
-    if let Some(len) = stats.filter(|&len| (len as i64) < need) {
-        errors.push(SpecError::new("stats length", len, format!("at least total x heads_q = {need}")));
+    for (statistic, len) in statistics.iter().filter(|(_, len)| (*len as i64) < need) {
+        errors.push(SpecError::new(format!("{statistic} length"), len, format!("at least total x heads_q = {need}")));
     }
     errors.dedup();
     errors

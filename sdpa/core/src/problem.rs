@@ -11,7 +11,8 @@ use crate::packed::Packed;
 use crate::paged::Paged;
 use crate::score_mod;
 use crate::sink;
-use crate::spec::{AttentionSpec, Layout, TensorSpec};
+use crate::spec::{AttentionSpec, TensorSpec};
+use crate::statistic::StatsBase;
 use serde::Serialize;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -40,13 +41,20 @@ pub struct Problem {
     dropout: Option<Dropout>,
     #[serde(skip)]
     params: Vec<Declared>,
-    stats: bool,
+    pub(crate) stats: bool,
+    #[serde(skip_serializing_if = "StatsBase::is_natural")]
+    pub(crate) stats_base: StatsBase,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) row_max: bool,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) sum_exp: bool,
 }
 
 impl Hash for Problem {
     /// Extents are in the tensors, parameters in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.dtype, &self.tensors, self.packed, self.paged, &self.score_mod, &self.kept, self.sink, self.dropout, self.stats).hash(state);
+        (self.dtype, &self.tensors, self.packed, self.paged, &self.score_mod, &self.kept, self.sink, self.dropout).hash(state);
+        (self.stats_base, [self.stats, self.row_max, self.sum_exp]).hash(state);
     }
 }
 
@@ -131,6 +139,9 @@ impl Problem {
             dropout: spec.dropout,
             params,
             stats: spec.stats,
+            stats_base: if spec.stats { spec.stats_base } else { StatsBase::Natural },
+            row_max: spec.row_max,
+            sum_exp: spec.sum_exp,
         })
     }
 
@@ -279,21 +290,6 @@ impl Problem {
     #[inline]
     pub fn params(&self) -> &[Declared] {
         &self.params
-    }
-    /// Whether `stats` is computed: f32, (batch, heads_q, seq_q), dense, or (total, heads_q).
-    #[inline]
-    pub fn stats(&self) -> bool {
-        self.stats
-    }
-    /// Elements of `stats`; of a packed batch, at most.
-    #[inline]
-    pub fn stats_elements(&self) -> i64 {
-        if self.packed.is_some() { self.total(Side::Queries) * self.heads_q } else { self.batch * self.heads_q * self.seq_q }
-    }
-    /// `stats` as a tensor of one element in each row.
-    pub fn stats_tensor(&self) -> TensorSpec {
-        let dims = [self.batch, self.heads_q, self.seq_q, 1];
-        TensorSpec::dense(dims, if self.packed.is_some() { Layout::Bshd } else { Layout::Bhsd })
     }
     /// The scale of a call that names none: `1 / √dim_qk`.
     #[inline]

@@ -8,6 +8,7 @@ use crate::packed::Packed;
 use crate::paged::Paged;
 use crate::problem::Problem;
 use crate::score_mod::ScoreMod;
+use crate::statistic::StatsBase;
 use serde::{Deserialize, Serialize};
 
 /// Order of the axes in memory, outermost first. Logical extents are always (batch, head, seq, dim).
@@ -164,6 +165,17 @@ pub struct AttentionSpec {
     /// Whether `stats` is wanted: f32, (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch: the natural logarithm of each
     /// row's sum of exponentials; −inf where a row has no key. Beside a sink that is the sink or −inf.
     pub stats: bool,
+    /// The base of `stats`, where they are wanted. Backward passes read natural ones.
+    #[serde(default, skip_serializing_if = "StatsBase::is_natural")]
+    pub stats_base: StatsBase,
+    /// Whether `row_max` is wanted, laid out as stats: the largest kept score of each row, scaled and modified, in natural units; −inf where a row has no
+    /// key. Beside a sink, the larger of that and the sink; without a key, the sink or −inf.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub row_max: bool,
+    /// Whether `sum_exp` is wanted, laid out as stats: `Σ exp(score − row_max)` over the kept keys; 0 where a row has no key. Beside a sink, with
+    /// `exp(sink − row_max)` in it; without a key, 1 or 0, as `row_max` is the sink or −inf.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub sum_exp: bool,
 }
 
 impl AttentionSpec {
@@ -183,6 +195,9 @@ impl AttentionSpec {
             sink: false,
             dropout: None,
             stats: false,
+            stats_base: StatsBase::Natural,
+            row_max: false,
+            sum_exp: false,
         }
     }
 
@@ -260,6 +275,28 @@ impl AttentionSpec {
     #[must_use]
     pub fn with_stats(mut self) -> Self {
         self.stats = true;
+        self
+    }
+
+    /// Asks for `stats` as logarithms to this base.
+    #[must_use]
+    pub fn with_stats_in(mut self, base: StatsBase) -> Self {
+        (self.stats, self.stats_base) = (true, base);
+        self
+    }
+
+    /// Asks for [`row_max`](AttentionSpec::row_max), the largest score of each row. With [`sum_exp`](AttentionSpec::with_sum_exp) it is what merging
+    /// results over different keys needs, and `stats` is `row_max + ln(sum_exp)`.
+    #[must_use]
+    pub fn with_row_max(mut self) -> Self {
+        self.row_max = true;
+        self
+    }
+
+    /// Asks for [`sum_exp`](AttentionSpec::sum_exp), the sum of exponentials of each row, relative to its largest score.
+    #[must_use]
+    pub fn with_sum_exp(mut self) -> Self {
+        self.sum_exp = true;
         self
     }
 

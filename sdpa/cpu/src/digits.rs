@@ -35,6 +35,8 @@ fn forward(isa: Isa, problem: &Problem, head: &Head<'_>) -> (Vec<f32>, Vec<f32>)
         v: Elements::F32(head.v),
         o: ElementsMut::F32(&mut o),
         stats: Some(&mut stats),
+        row_max: None,
+        sum_exp: None,
         attn_scale: Some(head.scale),
         params: &[],
     };

@@ -39,6 +39,8 @@ mod few;
 mod isa;
 mod kernel;
 mod long;
+#[cfg(test)]
+mod merge_tests;
 mod output;
 mod pack;
 #[cfg(test)]
@@ -144,11 +146,13 @@ struct CpuPrepared {
 impl Prepared for CpuPrepared {
     fn forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
         let scale = call.check(&self.problem)?;
-        let HostForward { q, k, v, o, stats, attn_scale: _, params } = call;
+        let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params } = call;
+        // In the order of `Statistic::ALL`.
+        let statistics = [stats, row_max, sum_exp];
         match o {
-            ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, stats, scale, params),
-            ElementsMut::F16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale, params),
-            ElementsMut::BF16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, stats, scale, params),
+            ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, statistics, scale, params),
+            ElementsMut::F16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, statistics, scale, params),
+            ElementsMut::BF16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, statistics, scale, params),
         }
     }
 }
@@ -171,7 +175,7 @@ impl CpuPrepared {
         &self,
         inputs: [Option<&[T]>; 3],
         o: &mut [T],
-        stats: Option<&mut [f32]>,
+        statistics: output::Statistics<'_>,
         scale: f32,
         params: &[Param<'_>],
     ) -> Result<Report, Error> {
@@ -200,7 +204,7 @@ impl CpuPrepared {
             rules: &rules,
         };
         let sinks = problem.sinks(problem.params(), &values);
-        call.run(output::targets(&schedule, (problem, documents.as_ref()), sinks, o, stats));
+        call.run(output::targets(&schedule, (problem, documents.as_ref()), sinks, o, statistics));
         Ok(report(started, self.isa, schedule.threads, workspace))
     }
 }

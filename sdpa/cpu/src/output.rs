@@ -6,6 +6,8 @@ use sdpa_core::operand::Side;
 use sdpa_core::packed::Documents;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
+use sdpa_core::{Statistic, StatsBase};
+use std::f64::consts::LOG2_E;
 use std::ops::Range;
 
 /// Rows of one head that follow one another in memory, with nothing of another strip between them.
@@ -59,11 +61,19 @@ impl<T: Element> Rows<'_, T> {
 #[derive(Debug)]
 pub(super) struct Target<'a, T> {
     o: Rows<'a, T>,
-    /// Empty where none are wanted.
-    stats: Rows<'a, f32>,
+    /// By [`Statistic`]; empty where none are wanted.
+    statistics: [Rows<'a, f32>; Statistic::ALL.len()],
+    base: StatsBase,
     /// Statistics in two parts, maximum and logarithm; likewise.
     norms: Rows<'a, [f32; 2]>,
     sinks: Option<Sinks<'a>>,
+}
+
+/// Where the statistics of rows go, by [`Statistic`].
+pub(super) type Statistics<'a> = [Option<&'a mut [f32]>; Statistic::ALL.len()];
+
+fn unwanted<'a>() -> [Rows<'a, f32>; Statistic::ALL.len()] {
+    [const { Rows(Vec::new()) }; Statistic::ALL.len()]
 }
 
 /// What stands in the denominator of the rows of a strip besides their keys.
@@ -107,17 +117,18 @@ pub(super) fn targets<'a, T>(
     (problem, documents): (&Problem, Option<&Documents>),
     sinks: Option<&'a [f32]>,
     o: &'a mut [T],
-    stats: Option<&'a mut [f32]>,
+    statistics: Statistics<'a>,
 ) -> Vec<Target<'a, T>> {
     let (group, strip_rows) = (schedule.extents.group, schedule.blocks.strip_rows);
     let tokens = documents.map(|documents| documents.of(Side::Queries));
     let o = strips((problem.o(), tokens), group, strip_rows, o);
     let sinks = sinks_of_strips(schedule, sinks);
-    let target = |(o, sinks)| Target { o, stats: Rows(Vec::new()), norms: Rows(Vec::new()), sinks };
+    let target = |(o, sinks)| Target { o, statistics: unwanted(), base: problem.stats_base(), norms: Rows(Vec::new()), sinks };
     let mut targets: Vec<Target<'a, T>> = o.into_iter().zip(sinks).map(target).collect();
-    if let Some(stats) = stats {
-        for (target, stats) in targets.iter_mut().zip(strips((&problem.stats_tensor(), tokens), group, strip_rows, stats)) {
-            target.stats = stats;
+    for (which, memory) in statistics.into_iter().enumerate() {
+        let Some(memory) = memory else { continue };
+        for (target, rows) in targets.iter_mut().zip(strips((&problem.stats_tensor(), tokens), group, strip_rows, memory)) {
+            target.statistics[which] = rows;
         }
     }
     targets
@@ -133,7 +144,11 @@ pub(super) fn norms<'a, T>(
     let tokens = documents.map(|documents| documents.of(Side::Queries));
     let norms = strips((&problem.stats_tensor(), tokens), schedule.extents.group, schedule.blocks.strip_rows, norms);
     let sinks = sinks_of_strips(schedule, sinks);
-    norms.into_iter().zip(sinks).map(|(norms, sinks)| Target { o: Rows(Vec::new()), stats: Rows(Vec::new()), norms, sinks }).collect()
+    norms
+        .into_iter()
+        .zip(sinks)
+        .map(|(norms, sinks)| Target { o: Rows(Vec::new()), statistics: unwanted(), base: problem.stats_base(), norms, sinks })
+        .collect()
 }
 
 /// Those of each strip of the schedule.
@@ -240,32 +255,49 @@ struct Denominator {
     log: f64,
     /// What values times weights are to be multiplied with.
     factor: f32,
+    /// Sum of weights, relative to the largest score.
+    sum: f32,
 }
 
 impl Denominator {
     fn new(max: f32, sum: f32, sink: Option<f32>) -> Denominator {
         // NaN is not equal to 0, and stays.
         let factor = if sum == 0.0 { 0.0 } else { sum.recip() };
-        let without = Denominator { max, log: f64::from(sum).ln(), factor };
+        let without = Denominator { max, log: f64::from(sum).ln(), factor, sum };
         let Some(sink) = sink.filter(|&sink| sink != f32::NEG_INFINITY) else { return without };
         let largest = if max.is_nan() { max } else { max.max(sink) };
         let [keys, own] = [max, sink].map(|score| (f64::from(score) - f64::from(largest)).exp());
         let all = f64::from(sum) * keys + own;
-        Denominator { max: largest, log: all.ln(), factor: (keys / all) as f32 }
+        Denominator { max: largest, log: all.ln(), factor: (keys / all) as f32, sum: all as f32 }
+    }
+
+    fn statistic(&self, statistic: Statistic, base: StatsBase) -> f32 {
+        match statistic {
+            Statistic::Stats => {
+                let natural = f64::from(self.max) + self.log;
+                match base {
+                    StatsBase::Natural => natural as f32,
+                    StatsBase::Two => (natural * LOG2_E) as f32,
+                }
+            }
+            // A score that is NaN need not be the one that was found largest.
+            Statistic::RowMax if self.sum.is_nan() => f32::NAN,
+            Statistic::RowMax => self.max,
+            Statistic::SumExp => self.sum,
+        }
     }
 }
 
 impl<T: Element> Target<'_, T> {
     /// Writes every row.
     pub(super) fn write(self, sums: Sums<'_>) {
-        let Target { o, stats, norms, sinks } = self;
+        let Target { o, statistics, base, norms, sinks } = self;
         let of = |place: usize| Denominator::new(sums.max[place], sums.sum[place], sinks.map(|sinks| sinks.of(place)));
         for (place, row) in o.each() {
             T::narrow(&sums.o[place * sums.stride..][..row.len()], of(place).factor, row);
         }
-        for (place, stat) in stats.each() {
-            let Denominator { max, log, .. } = of(place);
-            stat.fill((f64::from(max) + log) as f32);
+        for (statistic, rows) in Statistic::ALL.into_iter().zip(statistics) {
+            rows.each().for_each(|(place, row)| row.fill(of(place).statistic(statistic, base)));
         }
         for (place, norm) in norms.each() {
             let Denominator { max, log, .. } = of(place);

@@ -108,7 +108,7 @@ fn run(isa: Isa, threads: usize, problem: &BackwardProblem, [of_q, of_k]: &Bound
     pool.install(|| {
         let (q, k, v) = (Elements::F32(&q.data), Elements::F32(&k.data), Elements::F32(&v.data));
         let o = ElementsMut::F32(&mut o.data);
-        let call = HostForward { q, k, v, o, stats: Some(&mut stats.data), attn_scale: None, params };
+        let call = HostForward { q, k, v, o, stats: Some(&mut stats.data), row_max: None, sum_exp: None, attn_scale: None, params };
         let report = executor.prepare(forward).unwrap().forward(call).unwrap();
         assert!(report.workspace_bytes <= executor.workspace_bytes(forward), "{forward:?}");
     });
@@ -168,7 +168,7 @@ fn verify(problem: &BackwardProblem, boundaries: &Boundaries, run: &Run) {
         let keeps = |[.., q, k]: [i64; 4]| forward.region().keeps(q, k) && forward.kept().ends.keeps(q, k, lengths);
         let keeps = sdpa_oracle::Mask::Rule(Box::new(keeps));
         let (forward_distance, backward_distance) = told(&own, [&q, &k, &v], scale, &[keeps], |p| {
-            let forward = sdpa_oracle::check(p, o.told(), Some(&of_rows), &|_| ());
+            let forward = sdpa_oracle::check(p, o.told(), sdpa_oracle::Statistics::of(Some(&of_rows)), &|_| ());
             let given = sdpa_oracle::Given::Own;
             let got = [dq.told(), dk.told(), dv.told()];
             (forward, sdpa_oracle::check_gradients(p, d_o.told(), given, &got, &[], &|_| ()))
@@ -219,8 +219,17 @@ fn wrong_boundaries_are_told_and_nothing_is_written() {
         let poison = |side: Side| memory(side).into_iter().map(|_| f32::NAN).collect::<Vec<f32>>();
         let (q, k, mut o, mut stats) = (memory(Side::Queries), memory(Side::Keys), poison(Side::Queries), vec![f32::NAN; 2 * tokens]);
         let (of_q, of_k) = (Elements::F32(&q), Elements::F32(&k));
-        let call =
-            HostForward { q: of_q, k: of_k, v: of_k, o: ElementsMut::F32(&mut o), stats: Some(&mut stats), attn_scale: None, params };
+        let call = HostForward {
+            q: of_q,
+            k: of_k,
+            v: of_k,
+            o: ElementsMut::F32(&mut o),
+            stats: Some(&mut stats),
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params,
+        };
         let told = executor.prepare(&problem).unwrap().forward(call).unwrap_err();
         assert!(matches!(&told, Error::Spec(errors) if errors.to_string().contains(rule)), "{cu:?}: {told}");
         assert!(o.iter().chain(&stats).all(|x| x.is_nan()), "{cu:?}");

@@ -2,7 +2,7 @@
 
 use super::CpuExecutor;
 use super::isa::Isa;
-use crate::tests::{Random, Tensor, at_ends, forward_with, indices, masks, round, told, with_gaps};
+use crate::tests::{Random, Tensor, at_ends, forward_with, indices, masks, of_rows, round, told, with_gaps};
 use sdpa_core::executor::Executor;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
@@ -93,7 +93,7 @@ fn random_case(isa: Isa, seed: u64) {
     };
     let (dtype, padded) = (random.pick(&[DType::F32, DType::F32, DType::F16, DType::BF16]), random.below(4) > 0);
     let (cache, paged) = Cache::draw(shape, random.pick(&[1, 3, 7, 16, 64, 128, 1000]), padded, random);
-    let mut spec = AttentionSpec::paged(dtype, shape, paged).with_stats();
+    let mut spec = AttentionSpec::paged(dtype, shape, paged).with_stats().with_row_max().with_sum_exp();
     spec.masks = masks(random, shape.seq_kv);
     if random.below(2) == 0 {
         at_ends(&mut spec.masks);
@@ -117,7 +117,7 @@ fn verify(isa: Isa, problem: &Problem, cache: &Cache, q: &Tensor, [[k, of_k], [v
     let params: Vec<Param<'_>> = cache.params().into_iter().filter(|p| problem.params().iter().any(|d| d.name == p.name)).collect();
     let scale = f64::from(problem.default_scale());
     for threads in [1, 3] {
-        let (mut o, stats, report) = forward_with(isa, threads, problem, [q, k, v], (None, &params));
+        let (mut o, statistics, report) = forward_with(isa, threads, problem, [q, k, v], (None, &params));
         let there = |[b, _, q, k]: [i64; 4]| q < i64::from(cache.queries[b as usize]) && k < i64::from(cache.keys[b as usize]);
         let lengths = |b: i64| {
             let [queries, keys] = [&cache.queries, &cache.keys].map(|all| i64::from(all[b as usize]));
@@ -126,7 +126,8 @@ fn verify(isa: Isa, problem: &Problem, cache: &Cache, q: &Tensor, [[k, of_k], [v
         let ends = problem.kept().ends;
         let near = |[b, _, q, k]: [i64; 4]| problem.region().keeps(q, k) && ends.keeps(q, k, lengths(b));
         let keep = sdpa_oracle::Mask::Rule(Box::new(move |at| there(at) && near(at)));
-        let distance = told(problem, [q, of_k, of_v], scale, &[keep], |p| sdpa_oracle::check(p, o.told(), Some(&stats), &|_| ()));
+        let distance =
+            told(problem, [q, of_k, of_v], scale, &[keep], |p| sdpa_oracle::check(p, o.told(), of_rows(problem, &statistics), &|_| ()));
         assert!(distance.passes(), "{isa:?}, {threads} threads, {problem:?}, {:?} of {:?}: {distance:?}", cache.table, cache.keys);
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let most = pool.install(|| CpuExecutor::with_isa(isa).workspace_bytes(problem));
@@ -183,7 +184,17 @@ fn a_wrong_page_table_is_told_and_nothing_is_written() {
         let params = params.map(|(name, x)| Param { name, value: ParamValue::I32(x) });
         let (q, k, mut o) = (vec![1.0; 96], vec![1.0; len], vec![f32::NAN; 96]);
         let [q, k] = [&q, &k].map(|x| Elements::F32(x));
-        let call = HostForward { q, k, v: k, o: ElementsMut::F32(&mut o), stats: None, attn_scale: None, params: &params };
+        let call = HostForward {
+            q,
+            k,
+            v: k,
+            o: ElementsMut::F32(&mut o),
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params: &params,
+        };
         let told = CpuExecutor::new().prepare(&problem).unwrap().forward(call).unwrap_err();
         let right = |errors: &str| errors.lines().count() == rules.len() && rules.iter().all(|rule| errors.contains(rule));
         assert!(matches!(&told, Error::Spec(errors) if right(&errors.to_string())), "{table:?}: {told}");

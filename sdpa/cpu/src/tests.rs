@@ -7,7 +7,9 @@ use super::element::Element;
 use super::isa::Isa;
 use half::{bf16, f16};
 use sdpa_core::executor::{Executor, Report};
-use sdpa_core::{Align, AttentionSpec, DType, Elements, ElementsMut, HostForward, Layout, Mask, Param, Problem, Shape, TensorSpec};
+use sdpa_core::{
+    Align, AttentionSpec, DType, Elements, ElementsMut, HostForward, Layout, Mask, Param, Problem, Shape, Statistic, TensorSpec,
+};
 
 /// A linear congruential generator.
 pub(super) struct Random(pub(super) u64);
@@ -148,8 +150,21 @@ pub(super) fn widened<T: Element>(from: &[T]) -> Vec<f32> {
     to
 }
 
-/// Runs the executor over f32 copies, in a pool of `threads`; the output with gaps, and stats.
-fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], scale: Option<f32>) -> (Tensor, Vec<f32>, Report) {
+/// Row statistics in the order of [`Statistic::ALL`]; nothing where none were asked for.
+pub(super) type OfRows = [Vec<f32>; 3];
+
+/// The same for the oracle.
+pub(super) fn of_rows<'a>(problem: &Problem, [stats, row_max, sum_exp]: &'a OfRows) -> sdpa_oracle::Statistics<'a> {
+    let told = |statistic: Statistic, x: &'a Vec<f32>| problem.computes(statistic).then_some(x as &dyn sdpa_oracle::Numbers);
+    sdpa_oracle::Statistics {
+        stats: told(Statistic::Stats, stats),
+        row_max: told(Statistic::RowMax, row_max),
+        sum_exp: told(Statistic::SumExp, sum_exp),
+    }
+}
+
+/// Runs the executor over f32 copies, in a pool of `threads`; the output with gaps, and row statistics.
+fn forward(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], scale: Option<f32>) -> (Tensor, OfRows, Report) {
     forward_with(isa, threads, problem, inputs, (scale, &[]))
 }
 
@@ -160,10 +175,11 @@ pub(super) fn forward_with(
     problem: &Problem,
     inputs: [&Tensor; 3],
     (scale, params): (Option<f32>, &[Param<'_>]),
-) -> (Tensor, Vec<f32>, Report) {
+) -> (Tensor, OfRows, Report) {
     let mut o = Tensor::new(problem.o());
-    let mut stats = vec![f32::NAN; if problem.stats() { problem.stats_elements() as usize } else { 0 }];
-    let given = if problem.stats() { Some(stats.as_mut_slice()) } else { None };
+    let elements = |statistic: Statistic| if problem.computes(statistic) { problem.stats_elements() as usize } else { 0 };
+    let mut of_rows = Statistic::ALL.map(|statistic| vec![f32::NAN; elements(statistic)]);
+    let [stats, row_max, sum_exp] = of_rows.each_mut().map(|x| Some(x.as_mut_slice()).filter(|x| !x.is_empty()));
     let prepared = CpuExecutor::with_isa(isa).prepare(problem).unwrap();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     macro_rules! call {
@@ -176,7 +192,9 @@ pub(super) fn forward_with(
                     k: Elements::$variant(&k),
                     v: Elements::$variant(&v),
                     o: ElementsMut::$variant(&mut out),
-                    stats: given,
+                    stats,
+                    row_max,
+                    sum_exp,
                     attn_scale: scale,
                     params,
                 })
@@ -192,14 +210,14 @@ pub(super) fn forward_with(
     } else {
         call!(F32, f32)
     };
-    (o, stats, report.unwrap())
+    (o, of_rows, report.unwrap())
 }
 
 /// Compares a run with the oracle, element by element.
 fn verify(isa: Isa, threads: usize, problem: &Problem, inputs: [&Tensor; 3], scale: Option<f32>) -> Report {
-    let (mut o, stats, report) = forward(isa, threads, problem, inputs, scale);
+    let (mut o, statistics, report) = forward(isa, threads, problem, inputs, scale);
     let factor = f64::from(scale.unwrap_or(problem.default_scale()));
-    let of_rows = problem.stats().then_some(&stats as &dyn sdpa_oracle::Numbers);
+    let of_rows = of_rows(problem, &statistics);
     let distance = told(problem, inputs, factor, &kept(problem), |p| sdpa_oracle::check(p, o.told(), of_rows, &|_| ()));
     assert!(distance.passes(), "{isa:?}, {threads} threads, {problem:?}: {distance:?}");
     o.clear();
@@ -269,7 +287,7 @@ fn random_case(isa: Isa, seed: u64) {
     let dtype = random.pick(&[DType::F32, DType::F32, DType::F16, DType::BF16]);
     let mut spec = AttentionSpec::dense(dtype, shape, Layout::Bhsd);
     spec.masks = masks(random, shape.seq_kv);
-    spec.stats = random.below(2) == 0;
+    [spec.stats, spec.row_max, spec.sum_exp] = [2, 3, 3].map(|n| random.below(n) == 0);
     for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
         let layout = random.pick(&[Layout::Bhsd, Layout::Bshd, Layout::Sbhd]);
         if random.below(2) == 0 {
@@ -341,7 +359,7 @@ fn rows_without_a_key_are_zero_with_stats_of_minus_infinity() {
                 let problem = spec.validate().unwrap();
                 let inputs = inputs(&problem);
                 verify(isa, 2, &problem, inputs.each_ref(), None);
-                let (o, stats, _) = forward(isa, 2, &problem, inputs.each_ref(), None);
+                let (o, [stats, ..], _) = forward(isa, 2, &problem, inputs.each_ref(), None);
                 let empty = (seq_q - seq_kv) as usize;
                 for [b, h, s, c] in indices(problem.o()).filter(|index| index[2] < empty) {
                     assert_eq!(o.data[o.at([b, h, s, c])].to_bits(), 0, "{isa:?}");

@@ -11,7 +11,7 @@ use cudnn_graph::ir::Scalar;
 use sdpa_core::DType;
 use sdpa_core::error::{SpecError, SpecErrors};
 use sdpa_core::expr::{Declared, ParamKind, Place, Precision, Type};
-use sdpa_core::{Operand, Side, TensorSpec, packed, params};
+use sdpa_core::{Operand, Side, Statistic, TensorSpec, packed, params};
 use smallvec::SmallVec;
 
 /// What a declared parameter takes.
@@ -111,10 +111,10 @@ impl Planned {
         operand.written(self.job.direction()).is_some()
     }
 
-    fn takes_stats(&self) -> bool {
+    fn takes(&self, statistic: Statistic) -> bool {
         match &self.job {
-            Job::Forward(problem) => problem.stats(),
-            Job::Backward(_) => true,
+            Job::Forward(problem) => problem.computes(statistic),
+            Job::Backward(_) => statistic == Statistic::Stats,
         }
     }
 
@@ -128,7 +128,7 @@ impl Planned {
             && call.gradients.len() == self.schedule.gradients().len()
             && self.tables.len() == self.schedule.tables().len()
             && self.kernels.is_some() == self.launches
-            && call.stats.is_some() == self.takes_stats()
+            && Statistic::ALL.into_iter().all(|statistic| call.statistic(statistic).is_some() == self.takes(statistic))
             && Operand::ALL.into_iter().all(|operand| call.operand(operand).is_some() == self.has(operand));
         let holds = workspace.address.is_multiple_of(PIECE) && workspace.bytes >= self.workspace_bytes();
         if !complete || !holds || guard::check_scale(bound.scale).is_err() {
@@ -158,7 +158,7 @@ impl Planned {
         Some(())
     }
 
-    /// Tokens that every operand and stats of a packed call have room for, of queries and of keys.
+    /// Tokens that every operand and row statistic of a packed call have room for, of queries and of keys.
     #[inline(never)]
     fn tokens(&self, call: &DeviceCall<'_>) -> [i64; 2] {
         let problem = self.job.problem();
@@ -172,7 +172,7 @@ impl Planned {
                 *least = hold(&tensor, problem.dtype(), slice).min(*least);
             }
         }
-        if let Some(slice) = call.stats {
+        for slice in Statistic::ALL.into_iter().filter_map(|statistic| call.statistic(statistic)) {
             tokens[0] = hold(&problem.stats_tensor(), DType::F32, slice).min(tokens[0]);
         }
         let least = tokens[0].min(tokens[1]);
@@ -183,7 +183,7 @@ impl Planned {
     fn of_caller(&self, call: &DeviceCall<'_>, slot: &Slot, param: impl Fn(usize) -> Option<DeviceValue>) -> Option<DeviceSlice> {
         match slot.source {
             Source::Operand(operand) => call.operand(operand),
-            Source::Stats => call.stats,
+            Source::Statistic(statistic) => call.statistic(statistic),
             Source::Param(at) => Some(param(at)?.tensor()?.1),
             Source::Gradient(at) => {
                 let name = &self.schedule.gradients()[at];
@@ -202,18 +202,15 @@ impl Planned {
         match source {
             Source::Table(at) => Some(self.tables.get(at)?.address()),
             Source::Scratch(offset) | Source::Lengths { offset, param: _ } => Some(workspace.address + self.base + offset),
-            Source::Operand(_) | Source::Stats | Source::Param(_) | Source::Gradient(_) => None,
+            Source::Operand(_) | Source::Statistic(_) | Source::Param(_) | Source::Gradient(_) => None,
         }
     }
 
     #[cold]
     fn mistakes(&self, call: &DeviceCall<'_>, workspace: DeviceSlice) -> Error {
         let mut errors = guard::check_scale(self.scale(call)).err().map_or_else(Vec::new, |e| e.0);
-        match (call.stats, self.takes_stats()) {
-            (Some(_), true) | (None, false) => {}
-            (None, true) => errors.push(SpecError::new("stats", "absent", "the problem asks for stats")),
-            (Some(_), false) => errors.push(SpecError::new("stats", "given", "the problem does not ask for stats")),
-        }
+        let unlike = |statistic: Statistic| statistic.unlike(call.statistic(statistic).is_some(), self.takes(statistic));
+        errors.extend(Statistic::ALL.into_iter().filter_map(unlike));
         errors.extend(self.wrong_params(call));
         let gradients: Vec<&str> = call.gradients.iter().map(|g| g.name).collect();
         errors.extend(params::check_gradients(self.schedule.gradients().iter().map(String::as_str), &gradients));

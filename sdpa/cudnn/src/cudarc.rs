@@ -15,7 +15,7 @@
 //! let (q, k) = (stream.alloc_zeros::<half::bf16>(8 * 128 * 64)?, stream.alloc_zeros::<half::bf16>(2 * 128 * 64)?);
 //! let (v, mut o) = (k.clone(), q.clone());
 //! let attention = sdpa_cudnn::cudarc::Attention::new(&executor, &spec)?;
-//! attention.forward(&stream, Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, attn_scale: None, params: &[] })?;
+//! attention.forward(&stream, Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] })?;
 //! stream.synchronize()?;
 //! # Ok(())
 //! # }
@@ -114,6 +114,10 @@ pub struct Forward<'a, T> {
     pub o: &'a mut CudaSlice<T>,
     /// (batch, heads_q, seq_q); there exactly when the specification asks for stats.
     pub stats: Option<&'a mut CudaSlice<f32>>,
+    /// As stats, the largest score of each row; there exactly when the specification asks for it.
+    pub row_max: Option<&'a mut CudaSlice<f32>>,
+    /// As stats, the sum of exponentials of each row; there exactly when the specification asks for it.
+    pub sum_exp: Option<&'a mut CudaSlice<f32>>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters.
@@ -250,6 +254,8 @@ impl Attention {
             v: slices.read("v", call.v),
             o: slices.write("o", call.o),
             stats: call.stats.map(|s| slices.write("stats", s)),
+            row_max: call.row_max.map(|s| slices.write("row_max", s)),
+            sum_exp: call.sum_exp.map(|s| slices.write("sum_exp", s)),
             attn_scale: call.attn_scale,
             params: &with_defaults(&self.params, slices.params(call.params)),
             workspace: None,

@@ -6,7 +6,7 @@ use cudnn_graph::Version;
 use sdpa_core::error::{Reason, SpecError, SpecErrors};
 use sdpa_core::mask::Region;
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Side, packed};
+use sdpa_core::{DType, Side, Statistic, StatsBase, packed};
 
 /// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
 fn open_window(job: &Job) -> bool {
@@ -145,6 +145,23 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         && !packed_numbers(backward.d_o())
     {
         limit("d_o.strides", format!("{:?}", backward.d_o().strides), "where a row is one number repeated, the numbers lie without gaps");
+    }
+    let behind = problem.sink() && !lower::sink_in_graph(problem, runtime);
+    for statistic in [Statistic::RowMax, Statistic::SumExp].into_iter().filter(|statistic| behind && problem.computes(*statistic)) {
+        let rule = "beside a sink cuDNN tells it from 9.13 on, of more than one query: other rows get their sinks behind the attention";
+        limit(statistic.name(), "asked for".to_owned(), rule);
+    }
+    if problem.stats_base() == StatsBase::Two {
+        if runtime < lower::BASE_TWO_SINCE {
+            limit(
+                "stats_base",
+                StatsBase::Two.to_string(),
+                "cuDNN has stats in base two from 9.27 on; natural ones times log2(e) are those",
+            );
+        }
+        if behind {
+            limit("stats_base", StatsBase::Two.to_string(), "rows that get their sinks behind the attention have natural stats");
+        }
     }
     if sm < 80 {
         limit("device", format!("sm {sm}"), "cuDNN's attention needs compute capability 8.0 or newer");

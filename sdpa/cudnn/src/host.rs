@@ -231,6 +231,8 @@ impl CudnnPrepared {
             }
             HostStats::Write(x) => Some(self.result(size_of_val(*x).max(4) as u64)?),
         };
+        let written = |x: &Option<&mut [f32]>| x.as_ref().map(|x| self.result(size_of_val(*x).max(4) as u64)).transpose();
+        let [row_max, sum_exp] = [written(&call.row_max)?, written(&call.sum_exp)?];
         let uploaded = self.upload_params(call.params)?;
         let params = with_defaults(self.job.params(), device_params(call.params, &uploaded));
         let mut gradients = Vec::new();
@@ -243,6 +245,8 @@ impl CudnnPrepared {
         let device = DeviceCall {
             operands: operands.each_ref().map(|buffer| buffer.as_ref().map(slice)),
             stats: stats.as_ref().map(slice),
+            row_max: row_max.as_ref().map(slice),
+            sum_exp: sum_exp.as_ref().map(slice),
             attn_scale: Some(attn_scale),
             params: &params,
             gradients: &device_gradients,
@@ -254,9 +258,14 @@ impl CudnnPrepared {
                 self.download(&place(operand)?, buffer, &mut data)?;
             }
         }
-        if let (HostStats::Write(to), Some(buffer)) = (call.stats, &stats) {
-            let place = Place::new(&problem.stats_tensor(), of(Side::Queries));
-            place.scatter(to, |to| buffer.download(&self.stream, 0, to))?;
+        let of_rows = Place::new(&problem.stats_tensor(), of(Side::Queries));
+        let stats_to = match call.stats {
+            HostStats::Write(to) => Some(to),
+            HostStats::None | HostStats::Read(_) => None,
+        };
+        for pair in [(stats_to, &stats), (call.row_max, &row_max), (call.sum_exp, &sum_exp)] {
+            let (Some(to), Some(buffer)) = pair else { continue };
+            of_rows.scatter(to, |to| buffer.download(&self.stream, 0, to))?;
         }
         for ((_, buffer), given) in gradients.iter().zip(call.gradients) {
             match given.data {

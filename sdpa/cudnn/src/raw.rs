@@ -72,7 +72,7 @@ impl Planned {
     /// As [`DevicePrepared::submit`]: every slice is device memory of the handle's device.
     ///
     /// # Errors
-    /// Everything that is wrong with the call, before anything runs: operands of the other pass, a scale that is not positive, stats missing or
+    /// Everything that is wrong with the call, before anything runs: operands of the other pass, a scale that is not positive, row statistics missing or
     /// too many, parameters and gradients missing, unknown, doubled or of another type, slices that are too short or misaligned; cuDNN's own.
     pub unsafe fn submit(&self, handle: &Handle<'_>, call: &DeviceCall<'_>) -> Result<(), Error> {
         self.plan.check_device(handle.device())?;

@@ -120,10 +120,10 @@ impl Drop for Replay {
 
 /// Bits that tell calls apart.
 fn baked(call: &DeviceCall<'_>) -> Baked {
-    let DeviceCall { operands, stats, attn_scale, params, gradients, workspace } = call;
+    let DeviceCall { operands, stats, row_max, sum_exp, attn_scale, params, gradients, workspace } = call;
     let mut all = Baked::new();
     let slice = |all: &mut Baked, s: DeviceSlice| all.extend([s.address, s.bytes]);
-    for given in operands.iter().chain([stats, workspace]) {
+    for given in operands.iter().chain([stats, row_max, sum_exp, workspace]) {
         match given {
             Some(given) => slice(&mut all, *given),
             None => all.push(u64::MAX),
@@ -162,7 +162,9 @@ mod tests {
     fn calls_that_differ_in_anything_differ_in_bits() {
         let slice = |address| DeviceSlice { address, bytes: 64 };
         let scalar = |name, x| DeviceParam { name, value: DeviceValue::Scalar(x) };
-        let call = DeviceCall { operands: [None; 8], stats: None, attn_scale: None, params: &[], gradients: &[], workspace: None };
+        let (stats, row_max, sum_exp) = (None, None, None);
+        let call =
+            DeviceCall { operands: [None; 8], stats, row_max, sum_exp, attn_scale: None, params: &[], gradients: &[], workspace: None };
         let [q, k, other] = [256, 512, 768].map(slice).map(Some);
         let operands = [q, k, None, None, None, None, None, None];
         let of = |operands: [Option<DeviceSlice>; 8]| baked(&DeviceCall { operands, ..call });
@@ -175,6 +177,8 @@ mod tests {
             baked(&DeviceCall { operands, attn_scale: Some(0.5), ..call }),
             baked(&DeviceCall { operands, attn_scale: Some(0.25), ..call }),
             baked(&DeviceCall { operands, stats: other, ..call }),
+            baked(&DeviceCall { operands, row_max: other, ..call }),
+            baked(&DeviceCall { operands, sum_exp: other, ..call }),
             baked(&DeviceCall { operands, workspace: other, ..call }),
             at(1, other),
             at(1, Some(DeviceSlice { address: 512, bytes: 65 })),

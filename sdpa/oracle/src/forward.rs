@@ -51,6 +51,10 @@ pub struct Answer {
     pub o_magnitude: Vec<f64>,
     /// (batch, heads_q, seq_q): natural logarithms, −∞ where no key is kept, or the sink.
     pub stats: Vec<f64>,
+    /// Likewise the largest kept score, or the sink where that is larger; −∞ where there is neither.
+    pub row_max: Vec<f64>,
+    /// Likewise Σ exp(score − row_max) over the kept keys and the sink; 0 where there is neither.
+    pub sum_exp: Vec<f64>,
     /// The largest of Σ |q·k|·|scale| over a row's kept keys; of a modified score its own size added.
     pub score_magnitude: Vec<f64>,
 }
@@ -63,22 +67,43 @@ pub fn attention(p: &Problem<'_>) -> Answer {
         answer.o.extend(row.o);
         answer.o_magnitude.extend(row.o_magnitude);
         answer.stats.push(row.stats);
+        answer.row_max.push(row.max);
+        answer.sum_exp.push(row.sum);
         answer.score_magnitude.push(row.score_magnitude);
     }
     answer
 }
 
-/// Computes every row on all threads and compares an executor's `o` and stats with it, these in row-major (batch, heads_q, seq_q); `done`
-/// is told how many rows are.
-pub fn check(p: &Problem<'_>, o: Tensor<'_>, stats: Option<&dyn Numbers>, done: &(dyn Fn(u64) + Sync)) -> Distance {
+/// Row statistics of an executor, in row-major (batch, heads_q, seq_q).
+#[derive(Clone, Copy, Default)]
+pub struct Statistics<'a> {
+    /// Natural logarithms of the rows' sums of exponentials.
+    pub stats: Option<&'a dyn Numbers>,
+    /// The rows' largest scores.
+    pub row_max: Option<&'a dyn Numbers>,
+    /// The rows' sums of exponentials, relative to those.
+    pub sum_exp: Option<&'a dyn Numbers>,
+}
+
+impl<'a> Statistics<'a> {
+    /// Stats alone, where there are such.
+    #[must_use]
+    pub fn of(stats: Option<&'a dyn Numbers>) -> Statistics<'a> {
+        Statistics { stats, ..Statistics::default() }
+    }
+}
+
+/// Computes every row on all threads and compares an executor's `o` and statistics with it; `done` is told how many rows are.
+pub fn check(p: &Problem<'_>, o: Tensor<'_>, statistics: Statistics<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
     let [_, heads_q, _, seq_q, seq_kv, _, dim_v] = p.shape;
     let distances = blocks(p, |at| {
         let mut got = vec![0f64; dim_v];
         let answers = block(p, &at);
         let compared = at.rows.clone().zip(&answers).map(|(i, answer)| {
             o.read([at.batch, at.head, i], &mut got);
-            let stats = stats.map(|stats| stats.get((at.batch * heads_q + at.head) * seq_q + i));
-            compare([p.element, p.stored], seq_kv, answer, &got, stats)
+            let of_row = |all: Option<&dyn Numbers>| all.map(|all| all.get((at.batch * heads_q + at.head) * seq_q + i));
+            let Statistics { stats, row_max, sum_exp } = statistics;
+            compare([p.element, p.stored], seq_kv, answer, &got, [stats, row_max, sum_exp].map(of_row))
         });
         let distance = compared.fold(Distance::default(), Distance::and);
         done(at.rows.len() as u64);
@@ -97,6 +122,13 @@ pub(crate) fn modified(function: &dyn Modify, score: Rough, at: Place, scratch: 
     let value = function.value(score, at, scratch);
     let error = if value.value.is_finite() { value.error } else { 0.0 };
     Rough { error, ..value }
+}
+
+/// How far the largest of scores may be off: by what the one may be off that it is found to be.
+fn of_largest(scores: &[f64], errors: &[f64], sink: f64) -> f64 {
+    let reach = |sign: f64| largest(scores.iter().zip(errors).map(|(score, error)| score + sign * error).chain([sink]));
+    let max = largest(scores.iter().copied().chain([sink]));
+    (reach(1.0) - max).max(max - reach(-1.0))
 }
 
 fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
@@ -142,6 +174,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         let max = largest(in_sum(of_kept(scores)));
         let sum: f64 = in_sum(of_kept(scores)).map(|s| (s - max).exp()).sum();
         answer.keyless = empty;
+        (answer.max, answer.sum) = (max, if max == f64::NEG_INFINITY { 0.0 } else { sum });
         answer.stats = if max == f64::NEG_INFINITY { max } else { max + sum.ln() };
         if !empty {
             // All scores off in the same way: nothing moves the logarithm of the sum further. Weights end at 1, and this does not.
@@ -152,6 +185,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
                 (max + moved.iter().map(|s| (s - max).exp()).sum::<f64>().ln() - answer.stats).abs()
             };
             answer.stats_error = moved(1.0).max(moved(-1.0));
+            answer.max_error = of_largest(&of_kept(scores), &of_kept(errors), sink);
         }
         for s in scores.iter_mut() {
             *s = if empty { f64::NAN } else { (*s - max).exp() / sum };
@@ -220,7 +254,7 @@ mod tests {
 
         let passes = |masks: &[Mask<'_>], closures: Closures<'_>, o: [f32; 2], stats: f32| {
             let o = o.to_vec();
-            let judged = |p: &Problem<'_>| check(p, Tensor::dense(&o, [1, 1, 1, 2]), Some(&vec![stats]), &|_| ()).passes();
+            let judged = |p: &Problem<'_>| check(p, Tensor::dense(&o, [1, 1, 1, 2]), Statistics::of(Some(&vec![stats])), &|_| ()).passes();
             with(&keys, &values, masks, |p| closures.with(p, judged))
         };
         let (plain, ln4) = (Closures::default(), 4f32.ln());
@@ -252,7 +286,8 @@ mod tests {
         for (o, stats, right) in [(0f32, 4f32.ln(), true), (0.0, f32::NEG_INFINITY, true), (0.0, 0.0, false), (1e-9, 4f32.ln(), false)] {
             let o = vec![o; 2];
             let judged = |p: &Problem<'_>| {
-                check(&Problem { sink: Some(&sink), ..*p }, Tensor::dense(&o, [1, 1, 1, 2]), Some(&vec![stats]), &|_| ()).passes()
+                check(&Problem { sink: Some(&sink), ..*p }, Tensor::dense(&o, [1, 1, 1, 2]), Statistics::of(Some(&vec![stats])), &|_| ())
+                    .passes()
             };
             assert_eq!(with(&keys, &values, &nothing, judged), right, "{o:?} {stats}");
         }
@@ -262,7 +297,7 @@ mod tests {
     fn stats_are_off_by_as_much_as_scores_however_large_these_are() {
         let passes = |stats: f32| {
             let o = vec![1f32, -2.0];
-            let judged = |p: &Problem<'_>| check(p, Tensor::dense(&o, [1, 1, 1, 2]), Some(&vec![stats]), &|_| ()).passes();
+            let judged = |p: &Problem<'_>| check(p, Tensor::dense(&o, [1, 1, 1, 2]), Statistics::of(Some(&vec![stats])), &|_| ()).passes();
             with(&[1e9, 0.0], &[1.0, -2.0, 5.0, 6.0], &[], judged)
         };
         // Half a unit of the last place of 1e9 is 32.

@@ -16,7 +16,7 @@ mod tolerance;
 
 pub use backward::{Gradients, check_gradients, gradient_bytes, gradients};
 pub use dropout::Dropout;
-pub use forward::{Answer, attention, bytes, check};
+pub use forward::{Answer, Statistics, attention, bytes, check};
 pub use mask::{Align, Mask};
 pub use score::{Along, Closures, Modify, Real, Rough};
 pub use tolerance::gradients::{First, Gradient, GradientDistance, Tally};

@@ -121,6 +121,10 @@ pub struct Distance {
     pub o: Worst,
     /// There if stats were compared.
     pub stats: Option<Worst>,
+    /// There if row maxima were compared.
+    pub row_max: Option<Worst>,
+    /// There if sums of exponentials were compared.
+    pub sum_exp: Option<Worst>,
     squares: f64,
     norm: f64,
 }
@@ -129,13 +133,19 @@ impl Distance {
     /// Within every tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
-        self.o.ratio <= 1.0 && self.stats.is_none_or(|s| s.ratio <= 1.0)
+        self.o.ratio <= 1.0 && self.statistics().iter().flatten().all(|s| s.ratio <= 1.0)
+    }
+
+    /// Of every row statistic: stats, `row_max`, `sum_exp`.
+    #[must_use]
+    pub fn statistics(&self) -> [Option<Worst>; 3] {
+        [self.stats, self.row_max, self.sum_exp]
     }
 
     /// How many elements no result could be wrong in.
     #[must_use]
     pub fn undecided(&self) -> u64 {
-        self.o.undecided + self.stats.map_or(0, |s| s.undecided)
+        self.o.undecided + self.statistics().iter().flatten().map(|s| s.undecided).sum::<u64>()
     }
 
     /// ‖o − want‖ / ‖want‖, over finite elements.
@@ -147,11 +157,13 @@ impl Distance {
     /// Both together.
     #[must_use]
     pub fn and(self, other: Distance) -> Distance {
-        let stats = match (self.stats, other.stats) {
+        let worse = |a: Option<Worst>, b: Option<Worst>| match (a, b) {
             (Some(a), Some(b)) => Some(a.worse(b)),
             (a, b) => a.or(b),
         };
-        Distance { o: self.o.worse(other.o), stats, squares: self.squares + other.squares, norm: self.norm + other.norm }
+        let stats = worse(self.stats, other.stats);
+        let [row_max, sum_exp] = [worse(self.row_max, other.row_max), worse(self.sum_exp, other.sum_exp)];
+        Distance { o: self.o.worse(other.o), stats, row_max, sum_exp, squares: self.squares + other.squares, norm: self.norm + other.norm }
     }
 }
 
@@ -179,6 +191,11 @@ pub(crate) struct Row {
     pub(crate) weight_error: f64,
     /// How far stats may be off by what the scores may be off.
     pub(crate) stats_error: f64,
+    /// The largest score, and the sum of exponentials relative to it.
+    pub(crate) max: f64,
+    pub(crate) sum: f64,
+    /// How far the largest score may be off by what the scores may be off.
+    pub(crate) max_error: f64,
 }
 
 /// How far a weight may be off whose score may be off.
@@ -187,8 +204,15 @@ pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
     if weight == 0.0 { 0.0 } else { (weight * score_error.exp_m1()).min(1.0) }
 }
 
-/// Compares a row over so many keys, of operands and of a result of these types. One that keeps none must be exactly zeros, and −∞ or the sink.
-pub(crate) fn compare([element, stored]: [Element; 2], seq_kv: usize, want: &Row, o: &[f64], stats: Option<f64>) -> Distance {
+/// Compares a row over so many keys, of operands and of a result of these types, and its statistics: stats, largest score, sum of exponentials.
+/// One that keeps none must be exactly zeros, and −∞ or the sink.
+pub(crate) fn compare(
+    [element, stored]: [Element; 2],
+    seq_kv: usize,
+    want: &Row,
+    o: &[f64],
+    [stats, max, sum_exp]: [Option<f64>; 3],
+) -> Distance {
     let u = element.roundoff();
     let score = want.weight_error;
     let sum = sum_of(seq_kv);
@@ -221,6 +245,29 @@ pub(crate) fn compare([element, stored]: [Element; 2], seq_kv: usize, want: &Row
         }
         Worst::of(got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
     });
+    // As good of a row without keys: that the sink is not there either.
+    let none = want.keyless && max.or(stats).unwrap_or(want.max) == f64::NEG_INFINITY && sum_exp.is_none_or(|sum| sum == 0.0);
+    distance.row_max = max.map(|got| {
+        // A row that is not a number has a largest score that is found or is not.
+        let lost = |max: f64| max.is_nan() || max == f64::INFINITY;
+        let value = if none {
+            f64::NEG_INFINITY
+        } else if lost(want.max) && lost(got) {
+            got
+        } else {
+            want.max
+        };
+        let tolerance = 2.0 * (want.max_error + 2.0 * F32_ROUNDOFF * want.max.abs());
+        let magnitude = want.max.abs().max(1.0);
+        Worst::of(got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
+    });
+    distance.sum_exp = sum_exp.map(|got| {
+        // Whoever finds other scores than the oracle does finds another largest one: what the sum loses by that, stats do not.
+        let off = want.stats_error + want.max_error;
+        let value = if none || want.keyless && got == 0.0 && max.is_none() { 0.0 } else { want.sum };
+        let tolerance = 2.0 * value * (off.exp_m1() + sum + 16.0 * F32_ROUNDOFF);
+        Worst::of(got, Wanted { value, tolerance, magnitude: value, stored: Element::F32 })
+    });
     distance
 }
 
@@ -244,7 +291,7 @@ mod tests {
     }
 
     fn passes(want: &Row, o: f64, stats: f64) -> bool {
-        compare([Element::BF16; 2], 128, want, &[o], Some(stats)).passes()
+        compare([Element::BF16; 2], 128, want, &[o], [Some(stats), None, None]).passes()
     }
 
     #[test]
@@ -270,7 +317,8 @@ mod tests {
 
     #[test]
     fn what_is_too_large_for_the_type_is_to_be_infinite() {
-        let passes = |want: f64, got: f64| compare([Element::F16; 2], 128, &row(want, want.abs(), 1.0), &[got], Some(1.0)).passes();
+        let passes =
+            |want: f64, got: f64| compare([Element::F16; 2], 128, &row(want, want.abs(), 1.0), &[got], [Some(1.0), None, None]).passes();
         assert!(passes(70_000.0, INF) && passes(-70_000.0, -INF) && passes(65_510.0, INF) && passes(65_510.0, 65_504.0));
         assert!(!passes(70_000.0, -INF) && !passes(70_000.0, 65_504.0) && !passes(60_000.0, INF) && !passes(70_000.0, f64::NAN));
     }
@@ -288,7 +336,7 @@ mod tests {
                 stats_error: score_error,
                 ..Row::default()
             };
-            compare([Element::BF16; 2], 128, &row, &[1.0], Some(2.0)).undecided()
+            compare([Element::BF16; 2], 128, &row, &[1.0], [Some(2.0), None, None]).undecided()
         };
         assert_eq!((undecided(1e-5), undecided(0.1), undecided(60.0), undecided(INF)), (0, 0, 2, 2));
         // What has no weight may be off by any number.
@@ -297,8 +345,8 @@ mod tests {
 
     #[test]
     fn the_worst_of_two_rows_is_kept() {
-        let good = compare([Element::BF16; 2], 128, &row(1.0, 1.0, 2.0), &[1.0], None);
-        let bad = compare([Element::BF16; 2], 128, &row(1.0, 1.0, 2.0), &[2.0], None);
+        let good = compare([Element::BF16; 2], 128, &row(1.0, 1.0, 2.0), &[1.0], [None; 3]);
+        let bad = compare([Element::BF16; 2], 128, &row(1.0, 1.0, 2.0), &[2.0], [None; 3]);
         assert!(good.passes() && !good.and(bad).passes() && !bad.and(good).passes());
         assert_eq!(good.and(bad).o.error, 1.0);
         assert!((good.and(bad).o_relative() - 0.5f64.sqrt()).abs() < 1e-12);

@@ -199,7 +199,7 @@ fn own_forward(
     let mut o = Operand::filled(forward.dtype(), of_o.elements(), f32::NAN);
     let mut stats = Operand::filled(DType::F32, of_stats.elements(), f32::NAN);
     let (q, k, v) = (q.elements(), k.elements(), v.elements());
-    let call = HostForward { q, k, v, o: o.elements_mut(), stats: stats.numbers_mut(), attn_scale, params };
+    let call = HostForward { q, k, v, o: o.elements_mut(), stats: stats.numbers_mut(), row_max: None, sum_exp: None, attn_scale, params };
     prepared.forward(call).map_err(|e| Outcome::Fail(format!("forward: {e}")))?;
     Ok((o, stats))
 }

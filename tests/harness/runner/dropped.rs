@@ -129,6 +129,8 @@ fn results(executor: &dyn Executor, drops: Drops, problem: &BackwardProblem, spo
         v: v.elements(),
         o: ElementsMut::F32(&mut o.values),
         stats: Some(&mut stats),
+        row_max: None,
+        sum_exp: None,
         attn_scale: None,
         params: &[],
     };

@@ -12,8 +12,9 @@ use rules::Rules;
 use sdpa::{
     AttentionSpec, BackwardProblem, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Elements, ElementsMut, Error, Executor,
     ExecutorName, HostBackward, HostForward, Layout, Mask, Param, ParamValue, Prepared, PreparedBackward, Problem, Reason, Report, SINK,
-    Shape, TensorSpec, Unsupported,
+    Shape, StatsBase, TensorSpec, Unsupported,
 };
+use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -175,7 +176,14 @@ impl Prepared for Ready<Problem> {
                 set(&mut call.o, place(p.o(), [b, h, i, d]), x, false);
             }
             if let Some(stats) = call.stats.as_deref_mut() {
-                stats[n] = if keys.is_empty() { max } else { max + sum.ln() };
+                let natural = if keys.is_empty() { max } else { max + sum.ln() };
+                stats[n] = if p.stats_base() == StatsBase::Two { natural * LOG2_E } else { natural };
+            }
+            if let Some(row_max) = call.row_max.as_deref_mut() {
+                row_max[n] = max;
+            }
+            if let Some(sum_exp) = call.sum_exp.as_deref_mut() {
+                sum_exp[n] = sum;
             }
         }
         Ok(Report::default())

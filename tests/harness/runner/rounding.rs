@@ -81,6 +81,8 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
         v: T::elements(&v),
         o: T::elements_mut(&mut o),
         stats: Some(&mut stats),
+        row_max: None,
+        sum_exp: None,
         attn_scale: None,
         params: &[],
     };

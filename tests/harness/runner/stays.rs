@@ -82,8 +82,17 @@ fn forward(spec: &AttentionSpec, shape: Shape, dropout: Dropout, params: &[Param
     for first in (0..seq_kv).step_by(dim as usize) {
         let v = ones(batch * heads_q * seq_kv * dim, |n| n / dim % seq_kv == first + n % dim);
         let mut o = Operand::filled(DType::F16, (batch * heads_q * seq_q * dim) as usize, f32::NAN);
-        let call =
-            HostForward { q: q.elements(), k: k.elements(), v: v.elements(), o: o.elements_mut(), stats: None, attn_scale: None, params };
+        let call = HostForward {
+            q: q.elements(),
+            k: k.elements(),
+            v: v.elements(),
+            o: o.elements_mut(),
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params,
+        };
         prepared.forward(call).map_err(|e| e.to_string())?;
         let Operand::F16(o) = o else { return Err("the output has another type".to_owned()) };
         for (at, o) in (0..).zip(o).filter(|(at, _)| first + at % dim < seq_kv) {

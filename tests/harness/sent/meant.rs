@@ -134,7 +134,7 @@ impl Meant<'_> {
     }
 
     fn softmax(&mut self, s: &Softmax) -> String {
-        let fields = self.fields(&[
+        let mut fields = self.fields(&[
             ("X", Some(s.x)),
             ("Y", Some(s.y)),
             ("statsDesc", s.stats),
@@ -142,6 +142,9 @@ impl Meant<'_> {
             ("sumExpDesc", s.sum_exp),
             ("sinkDesc", s.sink),
         ]);
+        if s.stats_log2 {
+            fields.push(("statsLog2", "true".to_owned()));
+        }
         op_line("SOFTMAX", fields)
     }
 
@@ -180,7 +183,7 @@ impl Meant<'_> {
             ("seqLenQ", s.seq_len_q),
             ("seqLenKV", s.seq_len_kv),
         ]);
-        if let Some(stats) = s.stats {
+        if s.stats.or(s.max).or(s.sum_exp).is_some() {
             let dims = |id: TensorId| self.graph.tensors()[id.index()].dims.0.clone();
             let (q, k) = (dims(s.q), dims(s.k));
             // Keys of a cache are as many as the score says, or else what the table reaches.
@@ -189,7 +192,8 @@ impl Meant<'_> {
             let stand_in = Tensor::virtual_("", DType::F32, vec![q[0], q[1], q[2], seq_kv]);
             let (x, y) = (self.describe(self.next_uid, &stand_in), self.describe(self.next_uid + 1, &stand_in));
             self.next_uid += 2;
-            let inner = vec![("X", x), ("Y", y), ("statsDesc", self.tensor(stats))];
+            let results = self.fields(&[("statsDesc", s.stats), ("maxDesc", s.max), ("sumExpDesc", s.sum_exp)]);
+            let inner = [("X", x), ("Y", y)].into_iter().chain(results).collect();
             fields.push(("softmax", op_line("SOFTMAX", inner)));
         }
         if let Some(ScoreGraph { input, output, ops }) = &s.score {

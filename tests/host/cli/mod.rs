@@ -12,6 +12,7 @@ mod paged;
 mod rules;
 mod show;
 mod sink;
+mod statistics;
 mod support;
 mod tensors;
 mod tool;

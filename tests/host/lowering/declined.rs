@@ -38,6 +38,12 @@ fn forms_are_asked_where_a_version_has_them() {
     for more in rules.iter().chain([&capped]) {
         assert!(both(forward(more), 21, 0) && !both(forward(more), 20, 9));
     }
+    for more in [spec.clone().with_row_max(), spec.clone().with_sum_exp()] {
+        assert!(both(forward(&more), 21, 0) && !both(forward(&more), 20, 9));
+    }
+    let two = forward(&spec.clone().with_stats_in(sdpa::StatsBase::Two));
+    let asked = |minor| lower::forms(&two, Version::new(9, minor, 0));
+    assert!(asked(26).is_empty() && asked(27) == [Form::Composite]);
     let backward = |spec: &sdpa::BackwardSpec| Job::from(spec.validate().unwrap());
     let mut deterministic = spec.backward();
     deterministic.deterministic = true;

@@ -17,7 +17,9 @@ use cudnn_graph::ir::interp::{self, Precision, Value};
 use cudnn_graph::ir::op::Op;
 use sdpa::cudnn::lower::{self, Form, Guarded, Lowered, Operand, Pages, QueryGradient, Spelling, Supply, Table, Told, Vectors};
 use sdpa::expr::{self, Declared, Place, Trace};
-use sdpa::{AttentionSpec, BackwardProblem, DROPOUT_OFFSET, DROPOUT_SEED, DType, Layout, SINK, ScoreMod, Shape, Side, TensorSpec};
+use sdpa::{
+    AttentionSpec, BackwardProblem, DROPOUT_OFFSET, DROPOUT_SEED, DType, Layout, SINK, ScoreMod, Shape, Side, StatsBase, TensorSpec,
+};
 use std::collections::BTreeMap;
 
 const OLD: Version = Version::new(9, 19, 0);
@@ -310,7 +312,17 @@ impl Case<'_> {
         let o = &got[&lowered.operand(Operand::O).unwrap()].data;
         near("o", o, &want.o, &want.o_magnitude, self.tolerance, |n| undefined(n / dim_v))?;
         let stats = &got[&lowered.stats.unwrap()].data;
-        near("stats", stats, &want.stats, &want.score_magnitude, self.tolerance, undefined)
+        let natural: Vec<f64> = match self.spec.stats_base {
+            StatsBase::Natural => stats.clone(),
+            StatsBase::Two => stats.iter().map(|x| x * std::f64::consts::LN_2).collect(),
+        };
+        near("stats", &natural, &want.stats, &want.score_magnitude, self.tolerance, undefined)?;
+        if let Some(row_max) = lowered.row_max {
+            near("row_max", &got[&row_max].data, &want.row_max, &want.score_magnitude, self.tolerance, undefined)?;
+        }
+        let Some(sum_exp) = lowered.sum_exp else { return Ok(()) };
+        let sizes: Vec<f64> = want.sum_exp.iter().zip(&want.score_magnitude).map(|(sum, score)| sum * score).collect();
+        near("sum_exp", &got[&sum_exp].data, &want.sum_exp, &sizes, self.tolerance, undefined)
     }
 
     /// In every spelling.
@@ -441,7 +453,7 @@ fn graphs_of_the_library_mean_what_is_published() {
             let shape = SHAPES[(n + m) % SHAPES.len()];
             let layout = [Layout::Bhsd, Layout::Bshd, Layout::Sbhd][(n + m / 3) % 3];
             let [mods, masks] = [*mods, *masks].map(|names| names.iter().map(|&name| name.to_owned()).collect::<Vec<String>>());
-            let mut spec = spec(shape, layout, &mods, &masks);
+            let mut spec = spec(shape, layout, &mods, &masks).with_row_max().with_sum_exp();
             if (n + 2 * m) % 3 == 0 {
                 spec = spec.with_dropout(0.75);
             }
@@ -489,6 +501,31 @@ fn graphs_of_the_library_mean_what_is_published() {
         }
     }
     assert!(failures.is_empty(), "{} of {runs}\n{}", failures.len(), failures[..failures.len().min(12)].join("\n"));
+}
+
+/// Sinks are in the maxima and in the sums, and each statistic comes whatever others are asked for.
+#[test]
+fn row_statistics_come_alone_and_with_sinks() {
+    for n in 0..8 {
+        let mut spec = AttentionSpec::dense(DType::BF16, SHAPES[0], Layout::Bhsd).with_stats().mask(sdpa::Mask::causal());
+        [spec.row_max, spec.sum_exp, spec.sink] = [1, 2, 4].map(|bit| n & bit != 0);
+        let numbers = Numbers::draw(&spec, &mut Random::new(5));
+        // Above all scores of some rows, and below all of others.
+        let sinks = [0.5, 3.0, -4.0, f64::NEG_INFINITY];
+        let params: Vec<(String, Vec<f64>)> = spec.sink.then(|| (SINK.to_owned(), sinks.to_vec())).into_iter().collect();
+        let keep = |[.., q, k]: [i64; 4]| k <= q;
+        let closures = Closures { keep: Some(&keep), ..Closures::default() };
+        let case = Case { spec: &spec, numbers: &numbers, params: &params, packing: None, cache: None, tolerance: EXACT };
+        for (form, runtime) in [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)] {
+            let lowered = lower::lower(&spec.validate().unwrap().into(), form, runtime).unwrap();
+            assert_eq!([lowered.row_max, lowered.sum_exp].map(|tensor| tensor.is_some()), [spec.row_max, spec.sum_exp]);
+            case.forward(&closures, form, runtime).unwrap_or_else(|e| panic!("{n}, {form} {runtime}: {e}"));
+        }
+        let two = AttentionSpec { stats_base: StatsBase::Two, ..spec.clone() };
+        let case = Case { spec: &two, ..case };
+        case.forward(&closures, Form::Composite, NEW).unwrap_or_else(|e| panic!("{n}, base two: {e}"));
+        assert!(case.forward(&closures, Form::Unified, NEW).unwrap_err().contains("base two"));
+    }
 }
 
 /// A gradient by hand is used in place of the derived one, with parameters of its own.

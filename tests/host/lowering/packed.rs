@@ -66,7 +66,7 @@ fn spec(packing: &Packing, [heads_q, heads_kv]: [i64; 2], layout: Layout, mods: 
     let seq_q = most(&packing.lengths_q);
     let seq_kv = packing.lengths_kv.as_deref().map_or(seq_q, most);
     let shape = Shape { batch: packing.lengths_q.len() as i64, heads_q, heads_kv, seq_q, seq_kv, dim_qk: 8, dim_v: 16 };
-    let mut spec = AttentionSpec::dense(DType::BF16, shape, layout).with_stats();
+    let mut spec = AttentionSpec::dense(DType::BF16, shape, layout).with_stats().with_row_max().with_sum_exp();
     spec.packed = Some(packing.packed());
     let parsed = mods.iter().map(|text| conformance::library::own(text).parse::<ScoreMod>().unwrap_or_else(|e| panic!("{text}: {e}")));
     spec.score_mods = parsed.collect();

@@ -68,7 +68,7 @@ impl Drawn {
 
     fn of(shape: Shape, paging: &Paging, [mods, masks]: [&[&str]; 2], sink: bool, random: &mut Random) -> Drawn {
         let gap = random.pick(&[0, 0, 8]);
-        let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats();
+        let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats().with_row_max().with_sum_exp();
         spec.paged = Some(paging.paged(shape.batch, shape.seq_kv));
         for tensor in [&mut spec.k, &mut spec.v] {
             tensor.strides = paging.strides(tensor.dims, gap);

@@ -41,6 +41,12 @@ struct Problem {
     dropout: Option<f32>,
     #[serde(default)]
     stats: bool,
+    #[serde(default)]
+    stats_base_2: bool,
+    #[serde(default)]
+    row_max: bool,
+    #[serde(default)]
+    sum_exp: bool,
     /// The forward pass with stats, and the backward pass.
     #[serde(default)]
     backward: bool,
@@ -150,6 +156,9 @@ impl Problem {
             param: Vec::new(),
             scale: None,
             stats: self.stats || self.backward,
+            stats_base_2: self.stats_base_2,
+            row_max: self.row_max,
+            sum_exp: self.sum_exp,
         };
         let gradient = BackwardArgs { backward: self.backward, wrt: self.wrt, deterministic: self.deterministic };
         Request::read(&args, &Wanted { gradient: Some(&gradient), stats: self.backward, ..Wanted::default() }, mistakes)

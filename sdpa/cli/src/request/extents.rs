@@ -34,6 +34,9 @@ pub(super) fn specification(dims: [Option<[i64; 4]>; 3], dtype: DType, layout: L
         sink: false,
         dropout: None,
         stats,
+        stats_base: sdpa::StatsBase::Natural,
+        row_max: false,
+        sum_exp: false,
     })
 }
 

@@ -62,6 +62,10 @@ pub(super) struct Checked {
     o_relative: Option<f64>,
     o: Option<Worst>,
     stats: Option<Worst>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    row_max: Option<Worst>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sum_exp: Option<Worst>,
     gradients: Option<Vec<GradientCheck>>,
 }
 
@@ -76,6 +80,8 @@ impl Checked {
             o_relative: forward.map(Distance::o_relative),
             o: forward.map(|f| f.o.into()),
             stats: forward.and_then(|f| f.stats).map(Worst::from),
+            row_max: forward.and_then(|f| f.row_max).map(Worst::from),
+            sum_exp: forward.and_then(|f| f.sum_exp).map(Worst::from),
             gradients: backward.map(|backward| names.zip(backward.all()).map(one).collect()),
         }
     }
@@ -168,6 +174,10 @@ pub(super) struct Told {
     dtype: &'static str,
     scale: f32,
     stats: bool,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    row_max: bool,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    sum_exp: bool,
     input: Option<String>,
     seed: Option<u64>,
     /// Of cuDNN.
@@ -214,6 +224,8 @@ impl Told {
             dtype: request.element.dtype().name(),
             scale: request.attn_scale(),
             stats: request.spec.stats,
+            row_max: request.spec.row_max,
+            sum_exp: request.spec.sum_exp,
             input,
             seed,
             plans,
@@ -269,7 +281,8 @@ impl Told {
             if let (Some(o), Some(relative)) = (&check.o, check.o_relative) {
                 table.row("", format!("{}; relative {relative:.1e}", worst("o", o)));
             }
-            table.rows("", check.stats.iter().map(|s| worst("stats", s)));
+            let statistics = [("stats", &check.stats), ("row_max", &check.row_max), ("sum_exp", &check.sum_exp)];
+            table.rows("", statistics.iter().filter_map(|(name, of_rows)| of_rows.as_ref().map(|s| worst(name, s))));
             let gradients = check.gradients.iter().flatten();
             table.rows("", gradients.map(|g| format!("{}; relative {:.1e}", worst(&g.name, &g.worst), g.relative)));
         }

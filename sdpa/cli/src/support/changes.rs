@@ -4,7 +4,7 @@ use crate::request::Request;
 use cudnn_graph::Version;
 use sdpa::cudnn::guard;
 use sdpa::cudnn::lower::Job;
-use sdpa::{AttentionSpec, DType, GradientSpec, Layout, Mask, Paged, SINK, TensorSpec};
+use sdpa::{AttentionSpec, DType, GradientSpec, Layout, Mask, Paged, SINK, StatsBase, TensorSpec};
 
 /// What is asked for.
 #[derive(Clone)]
@@ -77,6 +77,15 @@ fn of(wanted: &Wanted) -> Vec<Change> {
     }
     if spec.dropout.is_some() {
         all.push(Change::new("without --dropout", |w| w.forward.dropout = None));
+    }
+    if spec.stats_base != StatsBase::Natural {
+        all.push(Change::new("without --stats-base-2", |w| w.forward.stats_base = StatsBase::Natural));
+    }
+    if spec.row_max {
+        all.push(Change::new("without --row-max", |w| w.forward.row_max = false));
+    }
+    if spec.sum_exp {
+        all.push(Change::new("without --sum-exp", |w| w.forward.sum_exp = false));
     }
     all.extend(spec.paged.map_or_else(Vec::new, |paged| of_pages(&paged)));
     if spec.packed.is_some() {

@@ -67,6 +67,8 @@ impl How {
             v: T::elements(&v),
             o: T::elements_mut(&mut out),
             stats: Some(&mut stats),
+            row_max: None,
+            sum_exp: None,
             attn_scale: Some(scale),
             params,
         };
@@ -171,7 +173,7 @@ fn verify<T: Bound>(isas: &[Isa], dtype: DType, shape: Shape, rules: (Modified, 
             let what = |name: &str| format!("{how:?} {dtype} {shape:?} {:?} {:?}: {name}", modified.stages, masked.masks);
             let (out, lse) = how.forward::<T>(problem, &given, &params, scale);
             let distance = closures(&modified, &masked, &values, |closures| {
-                judge(asked, closures, |p| sdpa_oracle::check(p, out.told(), Some(&lse), &|_| ()))
+                judge(asked, closures, |p| sdpa_oracle::check(p, out.told(), sdpa_oracle::Statistics::of(Some(&lse)), &|_| ()))
             });
             assert!(distance.passes(), "{}: {distance:?}", what("forward"));
             let got = how.backward::<T>(problem, &given, (&o, &stats), &params, scale);

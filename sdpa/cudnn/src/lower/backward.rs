@@ -6,7 +6,7 @@ use super::dropout::Dropout;
 use super::expr::{Draft, Emitter, Pass, Vectors};
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
-use super::{Form, LowerError, dtype, stats, tensor, transposed};
+use super::{Form, LowerError, Statistic, dtype, statistic, tensor, transposed};
 use crate::quirks::Quirk;
 use cudnn_graph::ir::op::{Op, Reduction, ReductionMode, SdpaBackward};
 use cudnn_graph::ir::ty::Dims;
@@ -44,7 +44,7 @@ impl Ports {
             let tensor = if matches!(operand, Operand::K | Operand::V) { view(plain) } else { plain };
             operands.push((operand, super::operand(to, p, tensor, operand)));
         }
-        Ports { operands, stats: stats(to, p), attn_scale: to.graph.parameter("attn_scale", DType::F32) }
+        Ports { operands, stats: statistic(to, p, Statistic::Stats), attn_scale: to.graph.parameter("attn_scale", DType::F32) }
     }
 
     fn at(&self, operand: Operand) -> TensorId {
@@ -174,6 +174,8 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
         operands,
         attn_scale,
         stats,
+        row_max: None,
+        sum_exp: None,
         row_sum,
         totals,
         supplies,
@@ -346,5 +348,17 @@ pub(super) fn unified(b: &BackwardProblem) -> Result<Lowered, LowerError> {
     })));
     let Ports { operands, stats, attn_scale } = ports;
     let (stats, totals) = (Some(stats), Side::ALL.map(|side| p.total(side)));
-    Ok(Lowered { graph: g.verify()?, form: Form::Unified, spelling: None, operands, attn_scale, stats, row_sum: None, totals, supplies })
+    Ok(Lowered {
+        graph: g.verify()?,
+        form: Form::Unified,
+        spelling: None,
+        operands,
+        attn_scale,
+        stats,
+        row_max: None,
+        sum_exp: None,
+        row_sum: None,
+        totals,
+        supplies,
+    })
 }

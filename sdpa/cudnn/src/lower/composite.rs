@@ -6,19 +6,19 @@ use super::expr::{Draft, Pass};
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Operands, dtype, modify, paged, transposed};
-use cudnn_graph::ir::op::{Matmul, Op, ReductionMode};
+use cudnn_graph::ir::op::{Matmul, Op, Reduction, ReductionMode, Softmax};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 use sdpa_core::problem::Problem;
-use sdpa_core::{Operand, SINK, Side};
+use sdpa_core::{Operand, SINK, Side, StatsBase};
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let in_graph = super::sink_in_graph(problem, runtime);
     let operands = Operands::new(to, problem, in_graph, |key| if problem.paged().is_some() { key } else { transposed(key) });
-    let Operands { q, mut k, mut v, attn_scale, o, stats } = operands;
+    let Operands { q, mut k, mut v, attn_scale, o, stats, row_max, sum_exp } = operands;
     let lengths = Lengths::of(to, problem);
     let [mut rows, mut keys] = lengths.overrides(to, problem, runtime);
     if let Some(table) = paged::table(to, problem, keys)? {
@@ -33,7 +33,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let masked = mask::apply(to, modified, problem, lengths, runtime, Pass::Forward);
     let sink = in_graph.then(|| sink(to, problem));
     let dropout = Dropout::of(to, problem);
-    let weights = if runtime >= super::UNIFIED_SINCE { g.softmax(masked, stats, sink) } else { softmax(&mut g, masked, stats, sink) };
+    let row = Rows { stats, max: row_max, sum_exp, sink, log2: problem.stats_base() == StatsBase::Two };
+    let weights = if runtime >= super::UNIFIED_SINCE { row.softmax(&mut g, masked) } else { row.spelled(&mut g, masked) };
     let weights = dropout.map_or(weights, |dropout| {
         let left = dropout.drop(&mut g, weights);
         dropout.scale(&mut g, left)
@@ -50,6 +51,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         operands: operands.list(),
         attn_scale,
         stats,
+        row_max,
+        sum_exp,
         row_sum: None,
         totals: Side::ALL.map(|side| problem.total(side)),
         supplies,
@@ -89,28 +92,61 @@ fn sink(to: &mut Draft<'_>, problem: &Problem) -> TensorId {
     tensor
 }
 
-/// The softmax of runtimes that have no op for it. Engines match the logarithm of the sum even where nobody reads it.
-fn softmax(g: &mut Graph, scores: TensorId, stats: Option<TensorId>, sink: Option<TensorId>) -> TensorId {
-    let mut row = g.get(scores).map(|t| t.dims.0.clone()).unwrap_or_default();
-    if let Some(last) = row.last_mut() {
-        *last = 1;
+/// What a softmax has of its rows besides their scores: results, where they are asked for, and what stands beside the keys.
+struct Rows {
+    stats: Option<TensorId>,
+    max: Option<TensorId>,
+    sum_exp: Option<TensorId>,
+    sink: Option<TensorId>,
+    /// Stats are logarithms to base two, which the op alone knows.
+    log2: bool,
+}
+
+impl Rows {
+    /// The op of runtimes that have one.
+    fn softmax(self, g: &mut Graph, x: TensorId) -> TensorId {
+        let dims = g.get(x).map(|t| t.dims.clone()).unwrap_or(Dims(Vec::new()));
+        let y = g.result("softmax", DType::F32, dims);
+        let Rows { stats, max, sum_exp, sink, log2: stats_log2 } = self;
+        g.push(Op::Softmax(Softmax { x, y, stats, max, sum_exp, sink, stats_log2 }));
+        y
     }
-    let of_keys = g.reduce(ReductionMode::Max, scores, row.clone());
-    let max = sink.map_or(of_keys, |sink| g.pointwise(Mode::Max, &[of_keys, sink]));
-    let own = sink.map(|sink| {
-        let shifted = g.pointwise(Mode::Sub, &[sink, max]);
-        g.pointwise(Mode::Exp, &[shifted])
-    });
-    let shifted = g.pointwise(Mode::Sub, &[scores, max]);
-    let exp = g.pointwise(Mode::Exp, &[shifted]);
-    let of_keys = g.reduce(ReductionMode::Add, exp, row);
-    let sum = own.map_or(of_keys, |own| g.pointwise(Mode::Add, &[of_keys, own]));
-    let log = g.pointwise(Mode::Log, &[sum]);
-    match stats {
-        Some(stats) => g.pointwise_into(Mode::Add, &[max, log], stats),
-        None => {
-            g.pointwise(Mode::Add, &[max, log]);
+
+    /// The softmax of runtimes that have no op for it. Engines match the logarithm of the sum even where nobody reads it: NVIDIA's frontend leaves it
+    /// out beside the maximum or the sum, and then 9.19 takes neither sinks nor the sum alone.
+    fn spelled(self, g: &mut Graph, scores: TensorId) -> TensorId {
+        let Rows { stats, max, sum_exp, sink, log2: _ } = self;
+        let mut row = g.get(scores).map(|t| t.dims.0.clone()).unwrap_or_default();
+        if let Some(last) = row.last_mut() {
+            *last = 1;
         }
+        // A result is written by the op that computes it whole, which is the one behind the sink.
+        let keys_alone = |result: Option<TensorId>| result.filter(|_| sink.is_none());
+        let of_keys = reduce(g, ReductionMode::Max, scores, &row, keys_alone(max));
+        let max = sink.map_or(of_keys, |sink| pointwise(g, Mode::Max, [of_keys, sink], max));
+        let own = sink.map(|sink| {
+            let shifted = g.pointwise(Mode::Sub, &[sink, max]);
+            g.pointwise(Mode::Exp, &[shifted])
+        });
+        let shifted = g.pointwise(Mode::Sub, &[scores, max]);
+        let exp = g.pointwise(Mode::Exp, &[shifted]);
+        let of_keys = reduce(g, ReductionMode::Add, exp, &row, keys_alone(sum_exp));
+        let sum = own.map_or(of_keys, |own| pointwise(g, Mode::Add, [of_keys, own], sum_exp));
+        let log = g.pointwise(Mode::Log, &[sum]);
+        pointwise(g, Mode::Add, [max, log], stats);
+        g.pointwise(Mode::Div, &[exp, sum])
     }
-    g.pointwise(Mode::Div, &[exp, sum])
+}
+
+/// A fold to `row`, into a tensor that is there already or a new one.
+fn reduce(g: &mut Graph, mode: ReductionMode, x: TensorId, row: &[i64], into: Option<TensorId>) -> TensorId {
+    let Some(y) = into else { return g.reduce(mode, x, row.to_vec()) };
+    g.push(Op::Reduction(Reduction { mode, x, y, compute: DType::F32, deterministic: false }));
+    y
+}
+
+fn pointwise(g: &mut Graph, mode: Mode, inputs: [TensorId; 2], into: Option<TensorId>) -> TensorId {
+    let Some(y) = into else { return g.pointwise(mode, &inputs) };
+    g.pointwise_into(mode, &inputs, y);
+    y
 }

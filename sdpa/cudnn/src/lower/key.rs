@@ -2,10 +2,10 @@
 
 use super::job::Job;
 use sdpa_cache::{CacheKey, Difference, Fields, Query};
-use sdpa_core::DType;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::{Layout, TensorSpec};
+use sdpa_core::{DType, Statistic};
 
 /// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does. Tensors are as they lie in memory.
 fn strides(tensor: &TensorSpec) -> String {
@@ -109,7 +109,8 @@ impl CacheKey for Job {
         fields.push(("mask", p.kept().to_string()));
         fields.push(("sink", p.sink().to_string()));
         fields.push(("dropout", p.dropout().map_or_else(|| "none".to_owned(), |dropout| dropout.p().to_string())));
-        fields.push(("stats", p.stats().to_string()));
+        fields.extend(Statistic::ALL.map(|statistic| (statistic.name(), p.computes(statistic).to_string())));
+        fields.push(("stats_base", p.stats_base().to_string()));
         if let Job::Backward(b) = self {
             let wrt: Vec<String> = b.wrt().iter().map(|g| format!("{} {}", g.name, g.dtype)).collect();
             fields.push(("gradient", b.gradient().map_or_else(|| "none".to_owned(), |g| g.trace.without_defaults().to_string())));

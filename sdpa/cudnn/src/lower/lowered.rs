@@ -7,7 +7,7 @@ use cudnn_graph::ir::TensorId;
 use cudnn_graph::{DType, Verified};
 use sdpa_core::expr::Trace;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use sdpa_core::{Operand, Side};
+use sdpa_core::{Operand, Side, Statistic};
 
 /// Numbers that a graph reads from device memory and that no caller knows of.
 #[derive(Clone, Debug, PartialEq)]
@@ -134,6 +134,10 @@ pub struct Lowered {
     pub attn_scale: TensorId,
     /// f32 (batch, heads_q, seq_q, 1).
     pub stats: Option<TensorId>,
+    /// Likewise, the largest score of each row.
+    pub row_max: Option<TensorId>,
+    /// Likewise, the sum of exponentials of each row.
+    pub sum_exp: Option<TensorId>,
     /// Sums of each row of `o` times its gradient, in the workspace of a backward pass in the composite form.
     pub row_sum: Option<TensorId>,
     /// Tokens of queries and of keys that a packed call has at most: what tensors in the workspace have room for.
@@ -146,6 +150,15 @@ impl Lowered {
     /// The tensor of an operand.
     pub fn operand(&self, operand: Operand) -> Option<TensorId> {
         self.operands.iter().find(|(o, _)| *o == operand).map(|(_, id)| *id)
+    }
+
+    /// The tensor of a row statistic.
+    pub fn statistic(&self, statistic: Statistic) -> Option<TensorId> {
+        match statistic {
+            Statistic::Stats => self.stats,
+            Statistic::RowMax => self.row_max,
+            Statistic::SumExp => self.sum_exp,
+        }
     }
 
     /// Which documents' offsets a tensor has.

@@ -34,8 +34,8 @@ pub(crate) use lowered::guarded as guarded_lengths;
 pub use lowered::{Guarded, Lowered, Supply, Table, Told};
 pub use paged::Pages;
 pub(crate) use paged::UNEVEN;
-pub use sdpa_core::{Operand, Side};
-pub use since::{PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE, forms};
+pub use sdpa_core::{Operand, Side, Statistic};
+pub use since::{BASE_TWO_SINCE, PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE, forms};
 pub use sum::{Sum, Sums};
 
 use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
@@ -86,7 +86,7 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
 
 /// Whether a graph computes sinks. Otherwise rows get theirs after the attention: before runtimes know them, and of one query, which
 /// NVIDIA's frontend refuses.
-fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
+pub(crate) fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
     problem.sink() && runtime >= SINK_SINCE && problem.seq_q() > 1
 }
 
@@ -147,6 +147,8 @@ struct Operands {
     attn_scale: TensorId,
     o: TensorId,
     stats: Option<TensorId>,
+    row_max: Option<TensorId>,
+    sum_exp: Option<TensorId>,
 }
 
 impl Operands {
@@ -158,7 +160,9 @@ impl Operands {
             v: operand(to, problem, tensor(Operand::V, dtype, &paged::container(problem, Operand::V, problem.v())), Operand::V),
             attn_scale: to.graph.parameter("attn_scale", DType::F32),
             o: operand(to, problem, tensor(Operand::O, dtype, problem.o()), Operand::O),
-            stats: (problem.stats() || problem.sink() && !sink_in_graph).then(|| stats(to, problem)),
+            stats: (problem.stats() || problem.sink() && !sink_in_graph).then(|| statistic(to, problem, Statistic::Stats)),
+            row_max: problem.row_max().then(|| statistic(to, problem, Statistic::RowMax)),
+            sum_exp: problem.sum_exp().then(|| statistic(to, problem, Statistic::SumExp)),
         }
     }
 
@@ -172,9 +176,9 @@ fn operand(to: &mut expr::Draft<'_>, problem: &Problem, tensor: Tensor, operand:
     to.graph.tensor(tensor)
 }
 
-fn stats(to: &mut expr::Draft<'_>, problem: &Problem) -> TensorId {
+fn statistic(to: &mut expr::Draft<'_>, problem: &Problem, statistic: Statistic) -> TensorId {
     let TensorSpec { dims, strides, .. } = problem.stats_tensor();
-    let tensor = packed::placed(to, problem, Side::Queries, Tensor::device("stats", DType::F32, dims).strides(strides));
+    let tensor = packed::placed(to, problem, Side::Queries, Tensor::device(statistic.name(), DType::F32, dims).strides(strides));
     to.graph.tensor(tensor)
 }
 

@@ -3,6 +3,7 @@
 use super::{Form, Job};
 use crate::quirks::Passes;
 use cudnn_graph::Version;
+use sdpa_core::StatsBase;
 
 /// What a form has to know for some problems.
 struct Row {
@@ -30,13 +31,25 @@ pub const UNIFIED_BACKWARD_SINCE: Version = Version::new(9, 27, 0);
 /// The first runtime whose softmax takes a sink.
 pub const SINK_SINCE: Version = Version::new(9, 13, 0);
 
+/// The first runtime whose softmax has stats in base two.
+pub const BASE_TWO_SINCE: Version = Version::new(9, 27, 0);
+
 /// The first runtime whose composite form takes pages.
 pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
 
-const ROWS: [Row; 10] = [
+const ROWS: [Row; 13] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |_| true, since: Some(UNIFIED_PLAIN_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: is_modified, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
+    // They are of its inner softmax, which earlier ones do not have.
+    Row { form: Form::Unified, passes: Passes::Forward, needs: splits_stats, since: Some(UNIFIED_SINCE) },
+    Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().stats_base() == StatsBase::Two, since: None },
+    Row {
+        form: Form::Composite,
+        passes: Passes::Forward,
+        needs: |j| j.problem().stats_base() == StatsBase::Two,
+        since: Some(BASE_TWO_SINCE),
+    },
     // Rows of one query get their sinks behind the attention, in whichever form.
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().sink() && j.problem().seq_q() > 1, since: None },
     // From 9.22 on it drops weights, but only where nobody asks for stats: for inference.
@@ -50,6 +63,11 @@ const ROWS: [Row; 10] = [
 
 fn is_modified(job: &Job) -> bool {
     !job.problem().kept().is_full() || job.problem().score_mod().is_some()
+}
+
+/// Row maxima or sums of exponentials are asked for.
+fn splits_stats(job: &Job) -> bool {
+    job.problem().row_max() || job.problem().sum_exp()
 }
 
 /// Gradients of parameters, or the same bits on every run.

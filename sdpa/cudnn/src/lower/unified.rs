@@ -9,8 +9,8 @@ use cudnn_graph::ir::op::{Op, ScoreGraph, SdpaForward};
 use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, TensorId};
 use cudnn_graph::{DType, Graph, Version};
-use sdpa_core::Side;
 use sdpa_core::problem::Problem;
+use sdpa_core::{Side, StatsBase};
 
 /// Why dropout is refused.
 pub(super) const DROPS_NOTHING: &str = "the unified form drops no weights: its op does only where nobody asks for stats";
@@ -19,9 +19,12 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let operands = Operands::new(to, problem, false, |key| key);
-    let Operands { q, k, v, attn_scale, o, stats } = operands;
+    let Operands { q, k, v, attn_scale, o, stats, row_max, sum_exp } = operands;
     if problem.dropout().is_some() {
         return Err(LowerError::Unsupported(DROPS_NOTHING.to_owned()));
+    }
+    if problem.stats_base() == StatsBase::Two {
+        return Err(LowerError::Unsupported("stats in base two: the composite form has them".to_owned()));
     }
     let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
     if padded && (problem.score_mod().is_some() || mask::has_rules(problem)) {
@@ -61,6 +64,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         attn_scale: Some(attn_scale),
         score,
         stats,
+        max: row_max,
+        sum_exp,
         seq_len_q,
         seq_len_kv,
         page_table_k: entries,
@@ -74,6 +79,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         operands: operands.list(),
         attn_scale,
         stats,
+        row_max,
+        sum_exp,
         row_sum: None,
         totals: Side::ALL.map(|side| problem.total(side)),
         supplies,

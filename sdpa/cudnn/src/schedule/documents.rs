@@ -4,7 +4,7 @@ use super::outline::{Outline, bug};
 use super::{Argument, Launch, Role, SlotId, Source, Step};
 use crate::error::Error;
 use crate::kernels::{OFFSETS, Own};
-use crate::lower::{Job, Lowered, Operand, Side, Told};
+use crate::lower::{Job, Lowered, Operand, Side, Statistic, Told};
 use cudnn_graph::ir::TensorId;
 use sdpa_core::problem::Problem;
 use sdpa_core::{Packed, TensorSpec};
@@ -95,10 +95,15 @@ pub(super) fn fill_unpaired(made: &mut Outline<'_>, job: &Job) -> Result<(), Err
     let operands: Vec<(Operand, TensorSpec)> = job.tensors().filter(|(operand, _)| job.writes(*operand)).collect();
     let mut filled: Vec<(Source, Side, TensorSpec, [i64; 2])> =
         operands.into_iter().map(|(operand, tensor)| (Source::Operand(operand), operand.side(), tensor, [bytes, 0])).collect();
-    match job {
-        Job::Forward(problem) if problem.stats() => filled.push((Source::Stats, Side::Queries, problem.stats_tensor(), [4, NO_KEY])),
-        Job::Forward(_) | Job::Backward(_) => {}
-    }
+    let bits = |statistic: Statistic| match statistic {
+        Statistic::Stats | Statistic::RowMax => NO_KEY,
+        Statistic::SumExp => 0,
+    };
+    let written = Statistic::ALL.into_iter().filter(|statistic| match job {
+        Job::Forward(problem) => problem.computes(*statistic),
+        Job::Backward(_) => false,
+    });
+    filled.extend(written.map(|s| (Source::Statistic(s), Side::Queries, problem.stats_tensor(), [4, bits(s)])));
     for (source, side, tensor, [bytes, bits]) in filled {
         let to = made.known(source).ok_or_else(|| bug("a result has no slot".to_owned()))?;
         let ([_, heads, _, width], [_, head, token, _]) = (tensor.dims, tensor.strides);

@@ -16,7 +16,7 @@ pub use outline::outline;
 pub use text::{ScheduleReport, SlotReport, StepReport};
 
 use crate::kernels::Own;
-use crate::lower::{Operand, Side, Table};
+use crate::lower::{Operand, Side, Statistic, Table};
 use cudnn_graph::ir::{Scalar, TensorId};
 use cudnn_graph::{DType, Verified};
 use sdpa_core::expr::Trace;
@@ -40,7 +40,7 @@ pub enum Source {
     /// The caller's, strided as the problem says.
     Operand(Operand),
     /// The caller's, f32, (batch, heads_q, seq_q), dense.
-    Stats,
+    Statistic(Statistic),
     /// The tensor of a declared parameter, by its place among the declared.
     Param(usize),
     /// The caller's memory for the gradient of a parameter, by its place in [`Schedule::gradients`].

@@ -3,7 +3,7 @@
 use super::{Contents, Number, Port, Role, Run, Schedule, Slot, SlotId, Source, Step};
 use super::{documents, entries, sink};
 use crate::error::Error;
-use crate::lower::{self, CopyGraph, Guarded, Job, Lowered, Supply};
+use crate::lower::{self, CopyGraph, Guarded, Job, Lowered, Statistic, Supply};
 use cudnn_graph::bind::Ports;
 use cudnn_graph::ir::TensorId;
 use cudnn_graph::{DType, Verified};
@@ -46,9 +46,10 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
             before.push((role, lower::copy(dtype, given, used)?, caller, piece));
         }
     }
-    if let Some(tensor) = lowered.stats {
-        let slot = sink::stats(&mut made, job, lowered, tensor);
-        bound.push((tensor, slot));
+    for statistic in Statistic::ALL {
+        if let Some(tensor) = lowered.statistic(statistic) {
+            bound.push((tensor, sink::statistic(&mut made, job, lowered, (statistic, tensor))));
+        }
     }
     let (mut conversions, mut told, mut checked) = (Vec::new(), Vec::new(), entries::Told::default());
     for (tensor, supply) in &lowered.supplies {

@@ -4,7 +4,7 @@ use super::outline::{Outline, bug};
 use super::{Argument, Launch, Role, SlotId, Source, Step};
 use crate::error::Error;
 use crate::kernels::Own;
-use crate::lower::{self, Job, Lowered, Operand, Side, Supply, Told};
+use crate::lower::{self, Job, Lowered, Operand, Side, Statistic, Supply, Told};
 use cudnn_graph::ir::TensorId;
 use sdpa_core::problem::Problem;
 use sdpa_core::{BackwardProblem, DType, Dropout, SINK};
@@ -111,10 +111,10 @@ pub(super) fn differentiate(
     Ok(())
 }
 
-/// The slot that stats are written to: the caller's, or of the workspace where nobody asked for them.
-pub(super) fn stats(made: &mut Outline<'_>, job: &Job, lowered: &Lowered, tensor: TensorId) -> SlotId {
+/// The slot that a row statistic is written to or read from: the caller's, or of the workspace where nobody asked for stats.
+pub(super) fn statistic(made: &mut Outline<'_>, job: &Job, lowered: &Lowered, (statistic, tensor): (Statistic, TensorId)) -> SlotId {
     match job {
-        Job::Forward(problem) if !problem.stats() => made.scratch("stats".to_owned(), lowered.bytes(tensor)),
-        Job::Forward(_) | Job::Backward(_) => made.slot("stats".to_owned(), Source::Stats),
+        Job::Forward(problem) if !problem.computes(statistic) => made.scratch(statistic.name().to_owned(), lowered.bytes(tensor)),
+        Job::Forward(_) | Job::Backward(_) => made.slot(statistic.name().to_owned(), Source::Statistic(statistic)),
     }
 }

@@ -12,7 +12,7 @@ use sdpa_core::expr::{Declared, ParamKind};
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::problem::Problem;
-use sdpa_core::{DType, Operand, Packed, Side, packed, params};
+use sdpa_core::{DType, Operand, Packed, Side, Statistic, packed, params};
 
 /// A dense tensor, or all that a strided one spans.
 struct Tensor {
@@ -25,7 +25,7 @@ pub(super) struct Memory<'a> {
     stream: &'a Stream,
     job: &'a Job,
     operands: [Option<Tensor>; Operand::ALL.len()],
-    stats: Option<Tensor>,
+    statistics: [Option<Tensor>; Statistic::ALL.len()],
     /// By the place of the parameter among the declared; `None` for scalars.
     params: Vec<Option<Tensor>>,
     gradients: Vec<(&'a str, Tensor)>,
@@ -128,8 +128,11 @@ impl<'a> Memory<'a> {
             let elements = all.extent().unwrap_or(i64::MAX);
             operands[operand as usize] = Some(random(Tensor::new(stream, problem.dtype(), elements)?)?);
         }
-        let stats = matches!(job, Job::Backward(_)) || problem.stats();
-        let stats = if stats { Some(random(Tensor::new(stream, DType::F32, problem.stats_elements())?)?) } else { None };
+        let mut statistics = [const { None }; Statistic::ALL.len()];
+        // A backward problem has stats and no other.
+        for statistic in Statistic::ALL.into_iter().filter(|statistic| problem.computes(*statistic)) {
+            statistics[statistic as usize] = Some(random(Tensor::new(stream, DType::F32, problem.stats_elements())?)?);
+        }
         let mut params = Vec::new();
         for p in job.params() {
             let ParamKind::Tensor { axes: _, dtype } = p.kind else {
@@ -164,7 +167,7 @@ impl<'a> Memory<'a> {
             }
         }
         let workspace = Buffer::new(stream.device(), usize::try_from(workspace_bytes).unwrap_or(usize::MAX))?;
-        Ok(Memory { stream, job, operands, stats, params, gradients, workspace })
+        Ok(Memory { stream, job, operands, statistics, params, gradients, workspace })
     }
 
     /// Gives a call over this memory to `submit`.
@@ -179,7 +182,9 @@ impl<'a> Memory<'a> {
         let gradients = self.gradients.iter().map(|(name, tensor)| DeviceGradient { name, slice: slice(&tensor.buffer) });
         submit(&DeviceCall {
             operands: self.operands.each_ref().map(|tensor| tensor.as_ref().map(|tensor| slice(&tensor.buffer))),
-            stats: self.stats.as_ref().map(|tensor| slice(&tensor.buffer)),
+            stats: self.statistic(Statistic::Stats),
+            row_max: self.statistic(Statistic::RowMax),
+            sum_exp: self.statistic(Statistic::SumExp),
             attn_scale: Some(scale),
             params: &params,
             gradients: &gradients.collect::<Vec<_>>(),
@@ -187,21 +192,26 @@ impl<'a> Memory<'a> {
         })
     }
 
+    fn statistic(&self, statistic: Statistic) -> Option<DeviceSlice> {
+        self.statistics[statistic as usize].as_ref().map(|tensor| slice(&tensor.buffer))
+    }
+
     /// What the pass writes, by name.
     fn results(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         let written = Operand::ALL.into_iter().filter(|operand| self.job.writes(*operand));
         let written = written.filter_map(|operand| Some((operand.name(), self.operands[operand as usize].as_ref()?)));
-        let stats = self.stats.iter().filter(|_| matches!(self.job, Job::Forward(_))).map(|tensor| ("stats", tensor));
-        written.chain(stats).chain(self.gradients.iter().map(|(name, tensor)| (*name, tensor)))
+        let statistics = Statistic::ALL.into_iter().zip(&self.statistics).filter(|_| matches!(self.job, Job::Forward(_)));
+        let statistics = statistics.filter_map(|(statistic, tensor)| Some((statistic.name(), tensor.as_ref()?)));
+        written.chain(statistics).chain(self.gradients.iter().map(|(name, tensor)| (*name, tensor)))
     }
 
     /// Makes every result not-a-number.
     pub(super) fn poison(&mut self) -> Result<(), Error> {
         let (job, stream) = (self.job, self.stream);
         let written = Operand::ALL.into_iter().zip(&mut self.operands).filter(|(operand, _)| job.writes(*operand));
-        let stats = self.stats.iter_mut().filter(|_| matches!(job, Job::Forward(_)));
+        let statistics = self.statistics.iter_mut().flatten().filter(|_| matches!(job, Job::Forward(_)));
         let gradients = self.gradients.iter_mut().map(|(_, tensor)| tensor);
-        for tensor in written.filter_map(|(_, tensor)| tensor.as_mut()).chain(stats).chain(gradients) {
+        for tensor in written.filter_map(|(_, tensor)| tensor.as_mut()).chain(statistics).chain(gradients) {
             tensor.buffer.fill(stream, 0xff)?;
         }
         Ok(())

@@ -1,0 +1,83 @@
+//! Row maxima and sums of exponentials.
+
+use super::{forward, recorder, spec, what};
+use conformance::recorder::entry::{DOWNLOAD, EXECUTION, FILL, UPLOAD};
+use conformance::recorder::whole;
+use cudnn_graph::DeviceSlice;
+use half::bf16;
+use sdpa::cudnn::DeviceForward;
+use sdpa::{Elements, ElementsMut, Executor, HostForward, Statistic};
+
+/// Each goes to its own tensor of the graph, and is there exactly when it is asked for.
+#[test]
+fn each_statistic_is_bound_where_it_is_asked_for() {
+    for n in 0..8 {
+        let mut asked = spec();
+        [asked.stats, asked.row_max, asked.sum_exp] = [1, 2, 4].map(|bit| n & bit != 0);
+        let Some(f) = forward(asked) else { return };
+        let memory = [(); 3].map(|()| f.recorder.buffer(2 * 8 * 64 * 4));
+        let there = Statistic::ALL.map(|s| f.planned.job.problem().computes(s).then(|| whole(&memory[s as usize])));
+        let [stats, row_max, sum_exp] = there;
+        let call = DeviceForward { stats, row_max, sum_exp, ..f.memory.call(false, None) };
+        let entries = f.run(&call);
+        assert_eq!(what(&entries), [EXECUTION]);
+        for statistic in Statistic::ALL {
+            let bound = f.planned.lowered.statistic(statistic).map(|tensor| entries[0].address(tensor.uid()));
+            assert_eq!(bound, there[statistic as usize].map(|slice| Some(slice.address)), "{n}: {statistic}");
+        }
+        let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
+        let off = |slice: DeviceSlice| DeviceSlice { address: slice.address + 8, ..slice };
+        for (how, wrong) in [("short", &short as &dyn Fn(DeviceSlice) -> DeviceSlice), ("misaligned", &off)] {
+            for (statistic, wrong) in [
+                (Statistic::Stats, DeviceForward { stats: stats.map(wrong), ..call }),
+                (Statistic::RowMax, DeviceForward { row_max: row_max.map(wrong), ..call }),
+                (Statistic::SumExp, DeviceForward { sum_exp: sum_exp.map(wrong), ..call }),
+            ] {
+                if there[statistic as usize].is_some() {
+                    f.refused(&format!("{n}: {statistic} {how}"), &wrong);
+                }
+            }
+        }
+        let other = |statistic: Statistic| match there[statistic as usize] {
+            Some(_) => None,
+            None => Some(whole(&memory[statistic as usize])),
+        };
+        f.refused("stats", &DeviceForward { stats: other(Statistic::Stats), ..call });
+        f.refused("row_max", &DeviceForward { row_max: other(Statistic::RowMax), ..call });
+        f.refused("sum_exp", &DeviceForward { sum_exp: other(Statistic::SumExp), ..call });
+    }
+}
+
+#[test]
+fn what_is_missing_or_too_many_is_told_by_name() {
+    let Some(f) = forward(spec().with_row_max()) else { return };
+    let memory = f.recorder.buffer(2 * 8 * 64 * 4);
+    let wrong = DeviceForward { sum_exp: Some(whole(&memory)), ..f.memory.call(false, None) };
+    let told = f.recorder.record(|| f.recorder.forward(&f.planned, &f.handle(), &wrong)).0.unwrap_err().to_string();
+    assert!(told.contains("row_max is absent") && told.contains("sum_exp is given"), "{told}");
+}
+
+#[test]
+fn they_come_down_to_host_memory() {
+    let Some(recorder) = recorder() else { return };
+    let spec = spec().with_row_max().with_sum_exp();
+    let prepared = recorder.executor().prepare(&spec.validate().unwrap()).unwrap();
+    let [q, k, v, mut o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|t| vec![bf16::ZERO; t.extent().unwrap() as usize]);
+    let [mut row_max, mut sum_exp] = [(); 2].map(|()| vec![0f32; 2 * 8 * 64]);
+    let call = HostForward {
+        q: Elements::BF16(&q),
+        k: Elements::BF16(&k),
+        v: Elements::BF16(&v),
+        o: ElementsMut::BF16(&mut o),
+        stats: None,
+        row_max: Some(&mut row_max),
+        sum_exp: Some(&mut sum_exp),
+        attn_scale: None,
+        params: &[],
+    };
+    let (result, entries) = recorder.record(|| prepared.forward(call));
+    result.unwrap();
+    assert_eq!(what(&entries), [UPLOAD, UPLOAD, UPLOAD, FILL, FILL, FILL, FILL, EXECUTION, DOWNLOAD, DOWNLOAD, DOWNLOAD]);
+    let to: Vec<u64> = entries[8..].iter().map(|e| e.to).collect();
+    assert_eq!(to, [o.as_ptr().addr() as u64, row_max.as_ptr().addr() as u64, sum_exp.as_ptr().addr() as u64]);
+}
