@@ -10,6 +10,8 @@ kernel void attention_dkv(
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
     const device float* stats [[buffer(5)]],
+    QUERY_SPAN_ARGUMENT
+    KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
@@ -31,16 +33,18 @@ kernel void attention_dkv(
     const int first = int(group.x) / SPLITS * OWN;
     const int slice_qk = int(group.x) % SPLITS * SLICE_QK;
     const int slice_v = int(group.x) % SPLITS * SLICE_V;
+    const Span span_q = QUERY_SPAN;
+    const Span span_k = KEY_SPAN;
     const Bounds bounds = BOUNDS;
-    const int2 visited = queries_of(bounds, first, min(first + OWN, params.seq_kv));
+    const int2 visited = queries_of(bounds, first, min(first + OWN, span_k.rows));
 
     const int row = fragment_row(lane);
     const int column = fragment_column(lane);
     const int own = int(simdgroup) * 8 + row;
     const int key = first + own;
 
-    const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1] + first * params.k_strides[2];
-    const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1] + first * params.v_strides[2];
+    const device Element* k_rows = k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1] + first * params.k_strides[2];
+    const device Element* v_rows = v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1] + first * params.v_strides[2];
     const int left = bounds.keys - first;
     load_tile<OWN, DIM_QK, PADDED_QK, PITCH_QK>(k_tile, k_rows, params.k_strides[2], 1, left, int(thread_index));
     load_tile<OWN, DIM_V, PADDED_V, PITCH_V>(v_tile, v_rows, params.v_strides[2], 1, left, int(thread_index));
@@ -55,9 +59,8 @@ kernel void attention_dkv(
     }
     for (int member = 0; member < params.group; member++) {
         const int head = head_kv * params.group + member;
-        const device Element* q_rows = q + batch * params.q_strides[0] + head * params.q_strides[1];
-        const device Element* d_o_rows = d_o + batch * params.d_o_strides[0] + head * params.d_o_strides[1];
-        const long rows = (long(batch) * params.heads_q + head) * params.seq_q;
+        const device Element* q_rows = q + span_q.begin * params.q_strides[0] + head * params.q_strides[1];
+        const device Element* d_o_rows = d_o + span_q.begin * params.d_o_strides[0] + head * params.d_o_strides[1];
         for (int start = visited.x - visited.x % PASSING; start < visited.y; start += PASSING) {
             const int present = bounds.queries - start;
             // The block before has been read, and the keys are there.
@@ -86,7 +89,7 @@ kernel void attention_dkv(
             UNROLL for (int j = 0; j < PASSING / 8; j++) {
                 UNROLL for (int e = 0; e < 2; e++) {
                     const int query = start + j * 8 + column + e;
-                    const Row known = row_of(stats, delta, rows + query, query < bounds.queries);
+                    const Row known = row_of(stats, delta, stats_place(params, span_q, head, query), query < bounds.queries);
                     float weight = weights[j][e];
                     float slope = slopes[j][e];
                     const bool counts = to_weight(
@@ -107,11 +110,11 @@ kernel void attention_dkv(
         }
     }
 
-    if (key >= params.seq_kv) {
+    if (key >= span_k.rows) {
         return;
     }
-    device Element* dk_row = dk + batch * params.dk_strides[0] + head_kv * params.dk_strides[1] + key * params.dk_strides[2];
-    device Element* dv_row = dv + batch * params.dv_strides[0] + head_kv * params.dv_strides[1] + key * params.dv_strides[2];
+    device Element* dk_row = dk + span_k.begin * params.dk_strides[0] + head_kv * params.dk_strides[1] + key * params.dk_strides[2];
+    device Element* dv_row = dv + span_k.begin * params.dv_strides[0] + head_kv * params.dv_strides[1] + key * params.dv_strides[2];
     for (int d = 0; d < SLICE_QK; d += 8) {
         for (int e = 0; e < 2; e++) {
             const int at = slice_qk + d + column + e;

@@ -7,6 +7,8 @@ kernel void attention_dq(
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
     const device float* stats [[buffer(5)]],
+    QUERY_SPAN_ARGUMENT
+    KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
@@ -26,19 +28,22 @@ kernel void attention_dq(
     const int batch = int(group.z);
     const int head_kv = head / params.group;
     const int first = int(group.x) * OWN;
+    const Span span_q = QUERY_SPAN;
+    const Span span_k = KEY_SPAN;
     const Bounds bounds = BOUNDS;
-    const int2 visited = keys_of(bounds, first, min(first + OWN, params.seq_q));
+    const int2 visited = keys_of(bounds, first, min(first + OWN, span_q.rows));
 
     const int row = fragment_row(lane);
     const int column = fragment_column(lane);
     const int own = int(simdgroup) * 8 + row;
     const int query = first + own;
-    const Row known = row_of(stats, delta, (long(batch) * params.heads_q + head) * params.seq_q + query, query < bounds.queries);
+    const Row known = row_of(stats, delta, stats_place(params, span_q, head, query), query < bounds.queries);
 
-    const device Element* q_rows = q + batch * params.q_strides[0] + head * params.q_strides[1] + first * params.q_strides[2];
-    const device Element* d_o_rows = d_o + batch * params.d_o_strides[0] + head * params.d_o_strides[1] + first * params.d_o_strides[2];
-    const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1];
-    const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1];
+    const device Element* q_rows = q + span_q.begin * params.q_strides[0] + head * params.q_strides[1] + first * params.q_strides[2];
+    const device Element* d_o_rows =
+        d_o + span_q.begin * params.d_o_strides[0] + head * params.d_o_strides[1] + first * params.d_o_strides[2];
+    const device Element* k_rows = k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1];
+    const device Element* v_rows = v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1];
     const int left = bounds.queries - first;
     load_tile<OWN, DIM_QK, PADDED_QK, PITCH_QK>(q_tile, q_rows, params.q_strides[2], 1, left, int(thread_index));
     load_tile<OWN, DIM_V, PADDED_V, PITCH_V>(
@@ -89,10 +94,10 @@ kernel void attention_dq(
         }
     }
 
-    if (query >= params.seq_q) {
+    if (query >= span_q.rows) {
         return;
     }
-    device Element* out = dq + batch * params.dq_strides[0] + head * params.dq_strides[1] + query * params.dq_strides[2];
+    device Element* out = dq + span_q.begin * params.dq_strides[0] + head * params.dq_strides[1] + query * params.dq_strides[2];
     for (int d = 0; d < PADDED_QK; d += 8) {
         for (int e = 0; e < 2; e++) {
             if (d + column + e < DIM_QK) {

@@ -12,6 +12,8 @@ kernel void attention_forward(
 #if WITH_STATS
     device float* stats [[buffer(5)]],
 #endif
+    QUERY_SPAN_ARGUMENT
+    KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
@@ -30,18 +32,19 @@ kernel void attention_forward(
     const int batch = int(group.z);
     const int head_kv = head / params.group;
     const int first = int(group.x) * OWN;
-    const int last = min(first + OWN, params.seq_q) - 1;
-
+    const Span span_q = QUERY_SPAN;
+    const Span span_k = KEY_SPAN;
     const Bounds bounds = BOUNDS;
+    const int last = min(first + OWN, span_q.rows) - 1;
     const int2 visited = keys_of(bounds, first, last + 1);
 
     const int row = fragment_row(lane);
     const int column = fragment_column(lane);
     const int query = first + int(simdgroup) * 8 + row;
 
-    const device Element* q_rows = q + batch * params.q_strides[0] + head * params.q_strides[1] + first * params.q_strides[2];
-    const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1];
-    const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1];
+    const device Element* q_rows = q + span_q.begin * params.q_strides[0] + head * params.q_strides[1] + first * params.q_strides[2];
+    const device Element* k_rows = k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1];
+    const device Element* v_rows = v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1];
     load_tile<OWN, DIM_QK, PADDED_QK, PITCH_QK>(q_tile, q_rows, params.q_strides[2], 1, last + 1 - first, int(thread_index));
     const threadgroup Element* own_q = q_tile + (int(simdgroup) * 8 + row) * PITCH_QK + column;
 
@@ -110,7 +113,7 @@ kernel void attention_forward(
         }
     }
 
-    if (query >= params.seq_q) {
+    if (query >= span_q.rows) {
         return;
     }
 #if WITH_SINK
@@ -119,7 +122,7 @@ kernel void attention_forward(
 #else
     const float inverse = inverse_of(row_sum);
 #endif
-    device Element* out = o + batch * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
+    device Element* out = o + span_q.begin * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
     for (int d = 0; d < PADDED_V; d += 8) {
         for (int e = 0; e < 2; e++) {
             if (d + column + e < DIM_V) {
@@ -129,7 +132,7 @@ kernel void attention_forward(
     }
 #if WITH_STATS
     if (column == 0) {
-        const long place = (long(batch) * params.heads_q + head) * params.seq_q + query;
+        const long place = stats_place(params, span_q, head, query);
         stats[place] = stats_of(row_max, row_sum);
     }
 #endif

@@ -9,6 +9,14 @@ struct Bounds {
     int keys;
 };
 
+// A band besides, about the last query and the last key that are left: beside the first ones it lies so much further on.
+inline Bounds about_ends(Bounds bounds, int lower, int upper) {
+    const int further = bounds.keys - bounds.queries;
+    bounds.lower = max(bounds.lower, lower + further);
+    bounds.upper = min(bounds.upper, upper + further);
+    return bounds;
+}
+
 inline bool in_bounds(Bounds bounds, int query, int key) {
     const int distance = key - query;
     return distance > bounds.lower && distance <= bounds.upper && (distance <= 0 || key < bounds.prefix) && key < bounds.keys
@@ -40,16 +48,21 @@ inline int2 queries_of(Bounds bounds, int first_k, int end_k) {
 
 // What a kernel knows of its batch entry.
 #if WITH_SEQ_LEN_Q
-#define QUERIES_LEFT clamp(seq_len_q[batch], 0, params.seq_q)
+#define QUERIES_LEFT clamp(seq_len_q[batch], 0, span_q.rows)
 #else
-#define QUERIES_LEFT params.seq_q
+#define QUERIES_LEFT span_q.rows
 #endif
 #if WITH_SEQ_LEN_KV
-#define KEYS_LEFT clamp(seq_len_kv[batch], 0, params.seq_kv)
+#define KEYS_LEFT clamp(seq_len_kv[batch], 0, span_k.rows)
 #else
-#define KEYS_LEFT params.seq_kv
+#define KEYS_LEFT span_k.rows
 #endif
-#define BOUNDS Bounds{params.lower, params.upper, params.prefix, QUERIES_LEFT, KEYS_LEFT}
+#define LEFT Bounds{params.lower, params.upper, params.prefix, QUERIES_LEFT, KEYS_LEFT}
+#if WITH_ENDS
+#define BOUNDS about_ends(LEFT, params.ends_lower, params.ends_upper)
+#else
+#define BOUNDS LEFT
+#endif
 
 // The arguments that not every kernel has.
 #if WITH_SEQ_LEN_Q

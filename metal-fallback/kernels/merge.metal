@@ -6,6 +6,7 @@ kernel void attention_merge(
 #if WITH_STATS
     device float* stats [[buffer(5)]],
 #endif
+    QUERY_SPAN_ARGUMENT
     const device float* part_sums [[buffer(9)]],
     const device float* part_outputs [[buffer(10)]],
 #if WITH_SINK
@@ -18,10 +19,11 @@ kernel void attention_merge(
     const int head = int(group.y);
     const int batch = int(group.z);
     const int query = int(group.x) * (THREADS / 32) + int(simdgroup);
-    if (query >= params.seq_q) {
+    const Span span_q = QUERY_SPAN;
+    if (query >= span_q.rows) {
         return;
     }
-    const long place = (long(batch) * params.heads_q + head) * params.seq_q + query;
+    const long place = stats_place(params, span_q, head, query);
     const device float* own_sums = part_sums + place * PARTS * 2;
     const device float* own_outputs = part_outputs + place * PARTS * DIM_V;
     float row_max = LOWEST;
@@ -37,7 +39,7 @@ kernel void attention_merge(
     add_sink(row_max, row_sum, sinks[head]);
 #endif
     const float inverse = inverse_of(row_sum);
-    device Element* out = o + batch * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
+    device Element* out = o + span_q.begin * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
     for (int d = int(lane); d < DIM_V; d += 32) {
         float sum = 0.0f;
         for (int part = 0; part < PARTS; part++) {

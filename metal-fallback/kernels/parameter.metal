@@ -20,6 +20,8 @@ kernel void attention_parameter(
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
     const device float* stats [[buffer(5)]],
+    QUERY_SPAN_ARGUMENT
+    KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
@@ -66,20 +68,22 @@ kernel void attention_parameter(
         sums[j] = float2(0.0f);
     }
     for (int batch = first_batch; batch < end_batch; batch++) {
+        const Span span_q = QUERY_SPAN;
+        const Span span_k = KEY_SPAN;
         const Bounds bounds = BOUNDS;
         for (int head = first_head; head < end_head; head++) {
             const int head_kv = head / params.group;
-            const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1];
-            const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1];
+            const device Element* k_rows = k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1];
+            const device Element* v_rows = v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1];
             for (int from = first_q; from < end_q; from += OWN) {
-                const int2 visited = keys_of(bounds, from, min(from + OWN, params.seq_q));
+                const int2 visited = keys_of(bounds, from, min(from + OWN, span_q.rows));
                 const int query = from + own;
                 const Row known =
-                    row_of(stats, delta, (long(batch) * params.heads_q + head) * params.seq_q + query, query < bounds.queries);
+                    row_of(stats, delta, stats_place(params, span_q, head, query), query < bounds.queries);
                 const device Element* q_rows =
-                    q + batch * params.q_strides[0] + head * params.q_strides[1] + from * params.q_strides[2];
+                    q + span_q.begin * params.q_strides[0] + head * params.q_strides[1] + from * params.q_strides[2];
                 const device Element* d_o_rows =
-                    d_o + batch * params.d_o_strides[0] + head * params.d_o_strides[1] + from * params.d_o_strides[2];
+                    d_o + span_q.begin * params.d_o_strides[0] + head * params.d_o_strides[1] + from * params.d_o_strides[2];
                 // The queries before have been read.
                 threadgroup_barrier(mem_flags::mem_threadgroup);
                 load_tile<OWN, DIM_QK, PADDED_QK, PITCH_QK>(

@@ -14,6 +14,8 @@ inline bool is_zeros(const device Element* row) {
 kernel void attention_sink(
     constant BackwardParams& params [[buffer(4)]],
     const device float* stats [[buffer(5)]],
+    QUERY_SPAN_ARGUMENT
+    KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     const device float* delta [[buffer(9)]],
@@ -32,17 +34,20 @@ kernel void attention_sink(
     for (long at = long(thread_index); at < rows; at += THREADS) {
         const int batch = int(at / params.seq_q);
         const int query = int(at % params.seq_q);
+        const Span span_q = QUERY_SPAN;
+        const Span span_k = KEY_SPAN;
         const Bounds bounds = BOUNDS;
         const int2 visited = keys_of(bounds, query, query + 1);
-        const long place = (long(batch) * params.heads_q + head) * params.seq_q + query;
-        const float natural = stats[place];
-        // A row that attends to nothing adds nothing, whatever is there.
-        if (visited.x >= visited.y || natural < LOWEST) {
+        const long place = stats_place(params, span_q, head, query);
+        // A row that attends to nothing adds nothing, whatever is there; one behind the end of a document is not there.
+        if (visited.x >= visited.y || stats[place] < LOWEST) {
             continue;
         }
+        const float natural = stats[place];
         // Where stats do not tell, such a row's output does: it is 0, which only an odd gradient makes odd.
         const float its_delta = delta[place];
-        if (is_odd(its_delta) && is_zeros(o + batch * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2])) {
+        const device Element* row = o + span_q.begin * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
+        if (is_odd(its_delta) && is_zeros(row)) {
             continue;
         }
         sum += (sink < LOWEST ? 0.0f : exp2((sink - natural) * LOG2_E)) * its_delta;

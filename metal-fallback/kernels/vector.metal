@@ -15,6 +15,8 @@ kernel void attention_vector(
 #if PARTS == 1 && WITH_STATS
     device float* stats [[buffer(5)]],
 #endif
+    QUERY_SPAN_ARGUMENT
+    KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
@@ -36,22 +38,29 @@ kernel void attention_vector(
     const int batch = int(group.z);
     const int first = int(group.x) / PARTS * ROWS;
     const int part = int(group.x) % PARTS;
+    const Span span_q = QUERY_SPAN;
+    const Span span_k = KEY_SPAN;
+    // Of a shorter document than the longest, with none of whose rows anything is read.
+    if (first >= span_q.rows * params.group) {
+        return;
+    }
     const Bounds bounds = BOUNDS;
-    const int2 visited = keys_of(bounds, 0, params.seq_q);
-    const int part_keys = (params.seq_kv - 1) / PARTS + 1;
+    const int2 visited = keys_of(bounds, 0, span_q.rows);
+    const int part_keys = (span_k.rows - 1) / PARTS + 1;
     const int begin = max(visited.x, part * part_keys);
     const int end = min(visited.y, (part + 1) * part_keys);
 
-    const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1];
-    const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1];
+    const device Element* k_rows = k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1];
+    const device Element* v_rows = v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1];
     float queries[ROWS][LANE_QK];
     float sums[ROWS][LANE_V];
     float row_max[ROWS];
     float row_sum[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) {
-        const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+        const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
         load_row<DIM_QK, LANE_QK>(
-            queries[r], q + batch * params.q_strides[0] + own.head * params.q_strides[1] + own.query * params.q_strides[2], 1, lane);
+            queries[r], q + span_q.begin * params.q_strides[0] + own.head * params.q_strides[1] + own.query * params.q_strides[2], 1,
+            lane);
         clear_row<LANE_V>(sums[r]);
         row_max[r] = LOWEST;
         row_sum[r] = 0.0f;
@@ -73,7 +82,7 @@ kernel void attention_vector(
         }
         const int key_at = start + int(lane);
         UNROLL for (int r = 0; r < ROWS; r++) {
-            const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+            const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
             const bool kept = int(lane) < present && in_bounds(bounds, own.query, key_at);
             const float score = score_of(scores[r], kept, int4(batch, own.head, own.query, key_at), params, CAPTURED);
             const float batch_max = max(row_max[r], simd_max(score));
@@ -120,17 +129,18 @@ kernel void attention_vector(
         }
 #if PARTS == 1 && WITH_SINK
         // Outputs are relative to the maximum with it, from here on.
-        add_sink(total_max, total, sinks[query_at(first + r, head_kv, params.seq_q, params.group).head]);
+        add_sink(total_max, total, sinks[query_at(first + r, head_kv, span_q.rows, params.group).head]);
 #endif
         tell_row<DIM_V, LANE_V>(simd_outputs, sums[r], exp2(row_max[r] - total_max), simdgroup, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (first + r < params.seq_q * params.group) {
-            const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+        if (first + r < span_q.rows * params.group) {
+            const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
 #if PARTS > 1 || WITH_STATS
-            const long place = (long(batch) * params.heads_q + own.head) * params.seq_q + own.query;
+            const long place = stats_place(params, span_q, own.head, own.query);
 #endif
 #if PARTS == 1
-            device Element* out = o + batch * params.o_strides[0] + own.head * params.o_strides[1] + own.query * params.o_strides[2];
+            device Element* out =
+                o + span_q.begin * params.o_strides[0] + own.head * params.o_strides[1] + own.query * params.o_strides[2];
             const float inverse = inverse_of(total);
             for (int d = int(thread_index); d < DIM_V; d += THREADS) {
                 out[d] = Element(total_at<DIM_V>(simd_outputs, d) * inverse);

@@ -8,6 +8,8 @@ kernel void attention_vector_dkv(
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
     const device float* stats [[buffer(5)]],
+    QUERY_SPAN_ARGUMENT
+    KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
@@ -22,30 +24,32 @@ kernel void attention_vector_dkv(
     const int head_kv = int(group.y);
     const int batch = int(group.z);
     const int key_at = int(group.x) * (THREADS / 32) + int(simdgroup);
-    if (key_at >= params.seq_kv) {
+    const Span span_q = QUERY_SPAN;
+    const Span span_k = KEY_SPAN;
+    if (key_at >= span_k.rows) {
         return;
     }
     const Bounds bounds = BOUNDS;
-    const device Element* q_rows = q + batch * params.q_strides[0];
-    const device Element* d_o_rows = d_o + batch * params.d_o_strides[0];
+    const device Element* q_rows = q + span_q.begin * params.q_strides[0];
+    const device Element* d_o_rows = d_o + span_q.begin * params.d_o_strides[0];
     float key[LANE_QK];
     float value[LANE_V];
     float dk_sum[LANE_QK];
     float dv_sum[LANE_V];
     load_row<DIM_QK, LANE_QK>(
-        key, k + batch * params.k_strides[0] + head_kv * params.k_strides[1] + key_at * params.k_strides[2], 1, lane);
+        key, k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1] + key_at * params.k_strides[2], 1, lane);
     load_row<DIM_V, LANE_V>(
-        value, v + batch * params.v_strides[0] + head_kv * params.v_strides[1] + key_at * params.v_strides[2], 1, lane);
+        value, v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1] + key_at * params.v_strides[2], 1, lane);
     clear_row<LANE_QK>(dk_sum);
     clear_row<LANE_V>(dv_sum);
 
-    const int rows = params.seq_q * params.group;
+    const int rows = span_q.rows * params.group;
     for (int start = 0; start < rows; start += 32) {
         const int present = min(32, rows - start);
         float weight = 0.0f;
         float slope = 0.0f;
         for (int j = 0; j < present; j++) {
-            const Query its = query_at(start + j, head_kv, params.seq_q, params.group);
+            const Query its = query_at(start + j, head_kv, span_q.rows, params.group);
             if (in_bounds(bounds, its.query, key_at)) {
                 float query[LANE_QK];
                 float d_output[LANE_V];
@@ -59,13 +63,13 @@ kernel void attention_vector_dkv(
                 slope = int(lane) == j ? gradient : slope;
             }
         }
-        const Query own = query_at(start + int(lane), head_kv, params.seq_q, params.group);
+        const Query own = query_at(start + int(lane), head_kv, span_q.rows, params.group);
         const bool there = int(lane) < present && in_bounds(bounds, own.query, key_at);
-        const Row known = row_of(stats, delta, (long(batch) * params.heads_q + own.head) * params.seq_q + own.query, there);
+        const Row known = row_of(stats, delta, stats_place(params, span_q, own.head, own.query), there);
         const uint kept =
             uint(to_weight(weight, slope, params.scale, known, there, int4(batch, own.head, own.query, key_at), params, CAPTURED));
         for (int j = 0; j < present; j++) {
-            const Query its = query_at(start + j, head_kv, params.seq_q, params.group);
+            const Query its = query_at(start + j, head_kv, span_q.rows, params.group);
             const float its_weight = simd_shuffle(weight, ushort(j));
             const float its_slope = simd_shuffle(slope, ushort(j));
             // What is dropped adds nothing, not even NaN.
@@ -82,8 +86,8 @@ kernel void attention_vector_dkv(
         }
     }
 
-    device Element* dk_row = dk + batch * params.dk_strides[0] + head_kv * params.dk_strides[1] + key_at * params.dk_strides[2];
-    device Element* dv_row = dv + batch * params.dv_strides[0] + head_kv * params.dv_strides[1] + key_at * params.dv_strides[2];
+    device Element* dk_row = dk + span_k.begin * params.dk_strides[0] + head_kv * params.dk_strides[1] + key_at * params.dk_strides[2];
+    device Element* dv_row = dv + span_k.begin * params.dv_strides[0] + head_kv * params.dv_strides[1] + key_at * params.dv_strides[2];
     UNROLL for (int i = 0; i < LANE_QK; i++) {
         const int at = i * 32 + int(lane);
         if (at < DIM_QK) {

@@ -7,6 +7,8 @@ kernel void attention_vector_dq(
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
     const device float* stats [[buffer(5)]],
+    QUERY_SPAN_ARGUMENT
+    KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
@@ -22,31 +24,39 @@ kernel void attention_vector_dq(
     const int head_kv = int(group.y);
     const int batch = int(group.z);
     const int first = int(group.x) * ROWS;
+    const Span span_q = QUERY_SPAN;
+    const Span span_k = KEY_SPAN;
+    // Of a shorter document than the longest, with none of whose rows anything is read.
+    if (first >= span_q.rows * params.group) {
+        return;
+    }
     const Bounds bounds = BOUNDS;
-    const int2 visited = keys_of(bounds, 0, params.seq_q);
+    const int2 visited = keys_of(bounds, 0, span_q.rows);
 
-    const device Element* k_rows = k + batch * params.k_strides[0] + head_kv * params.k_strides[1];
-    const device Element* v_rows = v + batch * params.v_strides[0] + head_kv * params.v_strides[1];
+    const device Element* k_rows = k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1];
+    const device Element* v_rows = v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1];
     float queries[ROWS][LANE_QK];
     float d_outputs[ROWS][LANE_V];
     float sums[ROWS][LANE_QK];
     float row_stats[ROWS];
     float row_delta[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) {
-        const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
-        const long place = (long(batch) * params.heads_q + own.head) * params.seq_q + own.query;
+        const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
+        const long place = stats_place(params, span_q, own.head, own.query);
         load_row<DIM_QK, LANE_QK>(
-            queries[r], q + batch * params.q_strides[0] + own.head * params.q_strides[1] + own.query * params.q_strides[2], 1, lane);
+            queries[r], q + span_q.begin * params.q_strides[0] + own.head * params.q_strides[1] + own.query * params.q_strides[2], 1,
+            lane);
         load_row<DIM_V, LANE_V>(
-            d_outputs[r], d_o + batch * params.d_o_strides[0] + own.head * params.d_o_strides[1] + own.query * params.d_o_strides[2],
+            d_outputs[r],
+            d_o + span_q.begin * params.d_o_strides[0] + own.head * params.d_o_strides[1] + own.query * params.d_o_strides[2],
             params.d_o_strides[3], lane);
         float output[LANE_V];
         load_row<DIM_V, LANE_V>(
-            output, o + batch * params.o_strides[0] + own.head * params.o_strides[1] + own.query * params.o_strides[2], 1, lane);
+            output, o + span_q.begin * params.o_strides[0] + own.head * params.o_strides[1] + own.query * params.o_strides[2], 1, lane);
         clear_row<LANE_QK>(sums[r]);
         row_delta[r] = product_of<LANE_V>(output, d_outputs[r]);
         row_stats[r] = stats[place];
-        if (thread_index == 0 && first + r < params.seq_q * params.group) {
+        if (thread_index == 0 && first + r < span_q.rows * params.group) {
             delta[place] = row_delta[r];
         }
     }
@@ -74,7 +84,7 @@ kernel void attention_vector_dq(
         const int key_at = start + int(lane);
         uint kept = 0;
         UNROLL for (int r = 0; r < ROWS; r++) {
-            const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
+            const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
             const bool there = int(lane) < present && in_bounds(bounds, own.query, key_at);
             const Row known = row_from(row_stats[r], row_delta[r]);
             const bool counts =
@@ -99,9 +109,10 @@ kernel void attention_vector_dq(
         threadgroup_barrier(mem_flags::mem_threadgroup);
         tell_row<DIM_QK, LANE_QK>(simd_outputs, sums[r], params.scale, simdgroup, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (first + r < params.seq_q * params.group) {
-            const Query own = query_at(first + r, head_kv, params.seq_q, params.group);
-            device Element* out = dq + batch * params.dq_strides[0] + own.head * params.dq_strides[1] + own.query * params.dq_strides[2];
+        if (first + r < span_q.rows * params.group) {
+            const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
+            device Element* out =
+                dq + span_q.begin * params.dq_strides[0] + own.head * params.dq_strides[1] + own.query * params.dq_strides[2];
             for (int d = int(thread_index); d < DIM_QK; d += THREADS) {
                 out[d] = Element(total_at<DIM_QK>(simd_outputs, d));
             }

@@ -4,6 +4,7 @@ use crate::declined::Check;
 use crate::emit::Captured;
 use crate::forward::Forward;
 use crate::kernels::Kernels;
+use crate::packed::Tokens;
 use crate::parameter;
 use crate::params::{BackwardParams, Params};
 use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
@@ -12,7 +13,7 @@ use crate::sink;
 use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECTOR_DQ};
 use crate::tiles::{SIMD, Tiles};
 use sdpa_core::expr::{Axes, Trace};
-use sdpa_core::{DType, Reason, TensorSpec};
+use sdpa_core::{DType, Reason, Side, TensorSpec};
 use std::sync::Arc;
 
 /// Where the kernels of a backward pass have what one leaves to another.
@@ -94,15 +95,22 @@ impl Backward {
     fn params(&self) -> BackwardParams {
         let Forward { q, k, v, o, .. } = &self.forward;
         let [lower, upper, prefix] = self.forward.bounds();
+        let [ends_lower, ends_upper] = self.forward.ends_bounds();
+        let tokens = self.forward.tokens().unwrap_or(Tokens { queries: 0, keys: 0 });
+        let outer = |tensor: &TensorSpec| self.forward.outer(tensor);
+        let [entry, head, row] = outer(&self.d_o);
         BackwardParams {
-            q_strides: q.outer(),
-            k_strides: k.outer(),
-            v_strides: v.outer(),
-            o_strides: o.outer(),
-            d_o_strides: self.d_o.strides,
-            dq_strides: self.dq.outer(),
-            dk_strides: self.dk.outer(),
-            dv_strides: self.dv.outer(),
+            q_strides: outer(q),
+            k_strides: outer(k),
+            v_strides: outer(v),
+            o_strides: outer(o),
+            d_o_strides: [entry, head, row, self.d_o.strides[3]],
+            dq_strides: outer(&self.dq),
+            dk_strides: outer(&self.dk),
+            dv_strides: outer(&self.dv),
+            stats_strides: self.forward.row_memory().1,
+            tokens_q: tokens.queries,
+            tokens_kv: tokens.keys,
             batch: q.dims[0] as i32,
             heads_q: q.dims[1] as i32,
             group: (q.dims[1] / k.dims[1]) as i32,
@@ -111,6 +119,8 @@ impl Backward {
             lower,
             upper,
             prefix,
+            ends_lower,
+            ends_upper,
             scale: 1.0,
         }
     }
@@ -194,24 +204,26 @@ impl Backward {
     fn delta(&self) -> Plan {
         let [batch, heads_q, seq_q, _] = self.forward.q.dims.map(|n| n as u32);
         let name = self.forward.element();
+        let mut buffers = vec![
+            Binding::read(3, name, Operand::DO),
+            Binding::params(BackwardParams::NAME),
+            Binding::written(DELTA_SLOT, "float", self.delta_memory()),
+            Binding::read(12, name, Operand::O),
+        ];
+        buffers.extend(self.forward.boundaries(&[Side::Queries]));
         let cut = Cut {
             grid: [seq_q.div_ceil(THREADS / SIMD), heads_q, batch],
             threads: THREADS,
             registers: 0,
-            buffers: vec![
-                Binding::read(3, name, Operand::DO),
-                Binding::params(BackwardParams::NAME),
-                Binding::written(DELTA_SLOT, "float", self.delta_memory()),
-                Binding::read(12, name, Operand::O),
-            ],
+            buffers,
             threadgroup: Vec::new(),
         };
         self.one(&DELTA, &[("DIM_V", self.forward.dims()[1]), ("THREADS", THREADS)], cut)
     }
 
-    /// The sum of `o · d_o` along each row, (batch, heads_q, seq_q), dense.
+    /// The sum of `o · d_o` along each row, as stats lie.
     fn delta_memory(&self) -> Operand {
-        Operand::Scratch(Scratch::new("delta", &self.forward.q.dims[..3]))
+        Operand::Scratch(Scratch::new("delta", &self.forward.row_memory().0))
     }
 
     /// The same where it is read.

@@ -3,6 +3,7 @@
 use crate::declined::{Check, limit};
 use crate::emit::{Captured, element};
 use crate::kernels::Kernels;
+use crate::packed::Tokens;
 use crate::params::{ForwardParams, Params};
 use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
@@ -12,13 +13,15 @@ use crate::source::{
 };
 use crate::tiles::{SIMD, Tiles};
 use sdpa_core::expr::Trace;
-use sdpa_core::{DType, Reason, Region, TensorSpec};
+use sdpa_core::{DType, Ends, Packed, Reason, Region, Side, TensorSpec};
 use std::sync::Arc;
 
 /// Elements of a query, key or value at most.
 const DIM_LIMIT: i64 = 256;
 /// Extents at most: sums of two are 32-bit numbers in the kernels.
 const EXTENT_LIMIT: i64 = 1 << 30;
+/// Queries and keys at most where a band moves with lengths: a bound is then two extents away from an index.
+const ENDS_LIMIT: i64 = 1 << 29;
 
 /// Queries of the heads that share a key head at most, in vector kernels: with those and the parts of the keys threadgroups are counted.
 const ROWS_LIMIT: u64 = 1 << 20;
@@ -38,10 +41,14 @@ pub struct Forward {
     pub o: TensorSpec,
     /// The band of keys that is kept.
     pub band: Region,
+    /// A band beside it, about the last query and the last key that each batch entry has.
+    pub ends: Ends,
     /// Whether queries at and past a length of their batch entry keep no key.
     pub seq_len_q: bool,
     /// Whether keys at and past a length of their batch entry are dropped.
     pub seq_len_kv: bool,
+    /// Batch entries are documents that lie one behind the other: extents are those of the longest, and the stride of the batch axis means nothing.
+    pub packed: Option<Packed>,
     /// A function of the scaled score. Where it gives −∞ the pair is dropped as by [`Forward::keep`], whatever its operands hold.
     pub score_mod: Option<Arc<Trace>>,
     /// Keys are dropped where it does not hold.
@@ -78,6 +85,10 @@ impl Forward {
         for (field, extent) in [("batch", batch), ("heads_q", heads_q), ("heads_kv", heads_kv), ("seq_q", seq_q), ("seq_kv", seq_kv)] {
             check.that((1..=EXTENT_LIMIT).contains(&extent), field, extent, format!("between 1 and {EXTENT_LIMIT}"));
         }
+        for (field, extent) in [("seq_q", seq_q), ("seq_kv", seq_kv)] {
+            let few = self.ends.is_full() || !(ENDS_LIMIT + 1..=EXTENT_LIMIT).contains(&extent);
+            check.that(few, field, extent, format!("at most {ENDS_LIMIT} beside a window about the ends"));
+        }
         let whole = heads_kv >= 1 && heads_q % heads_kv == 0;
         check.that(whole, "heads_q", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
         let agree =
@@ -87,6 +98,7 @@ impl Forward {
             let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
             check.that(dense, &format!("{field}.strides[3]"), tensor.strides[3], "1: the last axis is dense");
         }
+        self.check_packed(&mut check);
         self.check_captured(&mut check, None);
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }
@@ -111,6 +123,13 @@ impl Forward {
         let bound = |x: Option<i64>, vacuous: i64| x.unwrap_or(vacuous).clamp(-seq_q, seq_kv) as i32;
         let prefix = self.band.prefix.unwrap_or(seq_kv).clamp(0, seq_kv) as i32;
         [bound(self.band.lower, -seq_q), bound(self.band.upper, seq_kv), prefix]
+    }
+
+    /// The band about the ends likewise: lower and upper. One that is absent is met by every pair within lengths.
+    pub(crate) fn ends_bounds(&self) -> [i32; 2] {
+        let (seq_q, seq_kv) = (self.q.dims[2], self.k.dims[2]);
+        let bound = |x: Option<i64>, vacuous: i64| x.unwrap_or(vacuous).clamp(-seq_kv, seq_q) as i32;
+        [bound(self.ends.lower, -seq_kv), bound(self.ends.upper, seq_q)]
     }
 
     /// The MSL type of elements; `supports` takes no others.
@@ -149,11 +168,16 @@ impl Forward {
 
     fn params(&self) -> ForwardParams {
         let [lower, upper, prefix] = self.bounds();
+        let [ends_lower, ends_upper] = self.ends_bounds();
+        let tokens = self.tokens().unwrap_or(Tokens { queries: 0, keys: 0 });
         ForwardParams {
-            q_strides: self.q.outer(),
-            k_strides: self.k.outer(),
-            v_strides: self.v.outer(),
-            o_strides: self.o.outer(),
+            q_strides: self.outer(&self.q),
+            k_strides: self.outer(&self.k),
+            v_strides: self.outer(&self.v),
+            o_strides: self.outer(&self.o),
+            stats_strides: self.row_memory().1,
+            tokens_q: tokens.queries,
+            tokens_kv: tokens.keys,
             heads_q: self.q.dims[1] as i32,
             group: (self.q.dims[1] / self.k.dims[1]) as i32,
             seq_q: self.q.dims[2] as i32,
@@ -161,6 +185,8 @@ impl Forward {
             lower,
             upper,
             prefix,
+            ends_lower,
+            ends_upper,
             scale: 1.0,
         }
     }
@@ -242,6 +268,7 @@ impl Forward {
     fn merge(&self, parts: u32) -> Plan {
         let [batch, heads_q, seq_q, _] = self.q.dims.map(|n| n as u32);
         let mut buffers = vec![Binding::written(3, self.element(), Operand::O), Binding::params(ForwardParams::NAME)];
+        buffers.extend(self.boundaries(&[Side::Queries]));
         buffers.extend(self.of_rows());
         buffers.extend(self.parts(parts).map(|(slot, scratch)| Binding::read(slot, "float", Operand::Scratch(scratch))));
         self.one(
@@ -265,8 +292,8 @@ impl Forward {
 
     /// What the parts leave of each query: maximum and sum, and the output.
     fn parts(&self, parts: u32) -> [(u32, Scratch); 2] {
-        let [batch, heads_q, seq_q, _] = self.q.dims;
-        let scratch = |name, each| Scratch::new(name, &[batch, heads_q, seq_q, parts.into(), each]);
+        let (rows, _) = self.row_memory();
+        let scratch = |name, each| Scratch::new(name, &[&rows[..], &[parts.into(), each]].concat());
         [(9, scratch("sums of parts", 2)), (10, scratch("outputs of parts", self.v.dims[3]))]
     }
 
@@ -308,6 +335,7 @@ impl Forward {
             Binding::params(params),
         ];
         buffers.extend(self.lengths());
+        buffers.extend(self.boundaries(&Side::ALL));
         let scalars: Vec<String> = captured.scalars().into_iter().map(str::to_owned).collect();
         if !scalars.is_empty() {
             buffers.push(Binding::constant(SCALARS_SLOT, "float*", Operand::Scalars(scalars)));

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
     use crate::Forward;
     use sdpa_core::DType;
-    use sdpa_core::{Region, TensorSpec};
+    use sdpa_core::{Ends, Region, TensorSpec};
 
     #[test]
     fn every_limit_is_told_with_what_the_plan_needs() {
@@ -55,8 +55,10 @@ mod tests {
             v,
             o,
             band,
+            ends: Ends::default(),
             seq_len_q: false,
             seq_len_kv: false,
+            packed: None,
             score_mod: None,
             keep: None,
             sink: false,

@@ -25,7 +25,7 @@ mod tests {
     use crate::Forward;
     use crate::plan::Binding;
     use sdpa_core::DType;
-    use sdpa_core::{Region, TensorSpec};
+    use sdpa_core::{Ends, Region, TensorSpec};
 
     fn plans(buffers: &[&[(Operand, bool)]]) -> Vec<Plan> {
         let tensor = TensorSpec { dims: [1, 1, 8, 8], strides: [64, 64, 8, 1], alignment: 16 };
@@ -36,8 +36,10 @@ mod tests {
             v: tensor,
             o: tensor,
             band: Region::default(),
+            ends: Ends::default(),
             seq_len_q: false,
             seq_len_kv: false,
+            packed: None,
             score_mod: None,
             keep: None,
             sink: false,

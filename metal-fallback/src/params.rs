@@ -78,6 +78,12 @@ params! {
         v_strides: [i64; 3],
         /// The same of `o`.
         o_strides: [i64; 3],
+        /// The same of statistics, of each query one.
+        stats_strides: [i64; 3],
+        /// Tokens of queries in all documents, where batch entries are such.
+        tokens_q: i64,
+        /// The same of keys.
+        tokens_kv: i64,
         /// Query heads.
         heads_q: i32,
         /// Query heads that share a key head.
@@ -92,6 +98,10 @@ params! {
         upper: i32,
         /// Keys at `k > q` and `k >= prefix` are dropped.
         prefix: i32,
+        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are dropped, where a batch entry has so many.
+        ends_lower: i32,
+        /// Keys at `(k - q) - (keys - queries) > ends_upper` are dropped.
+        ends_upper: i32,
         /// Multiplies a product of a query and a key. Times log2(e) where scores are not modified.
         scale: f32,
     }
@@ -116,6 +126,12 @@ params! {
         dk_strides: [i64; 3],
         /// The same of `dv`.
         dv_strides: [i64; 3],
+        /// The same of statistics, of each query one.
+        stats_strides: [i64; 3],
+        /// Tokens of queries in all documents, where batch entries are such.
+        tokens_q: i64,
+        /// The same of keys.
+        tokens_kv: i64,
         /// Batch entries.
         batch: i32,
         /// Query heads.
@@ -132,6 +148,10 @@ params! {
         upper: i32,
         /// Keys at `k > q` and `k >= prefix` are dropped.
         prefix: i32,
+        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are dropped, where a batch entry has so many.
+        ends_lower: i32,
+        /// Keys at `(k - q) - (keys - queries) > ends_upper` are dropped.
+        ends_upper: i32,
         /// Multiplies a product of a query and a key.
         scale: f32,
     }
@@ -193,6 +213,9 @@ mod tests {
             k_strides: [4, 5, 6],
             v_strides: [7, 8, 9],
             o_strides: [10, 11, -12],
+            stats_strides: [22, 23, 24],
+            tokens_q: 25,
+            tokens_kv: 26,
             heads_q: 13,
             group: 14,
             seq_q: 15,
@@ -200,6 +223,8 @@ mod tests {
             lower: -17,
             upper: 18,
             prefix: 19,
+            ends_lower: -20,
+            ends_upper: 21,
             scale: 0.5,
         };
         let bytes = params.bytes();

@@ -1,5 +1,6 @@
 //! What problems and plans are made of.
 
+use crate::packed::Tokens;
 use crate::params::Params;
 use crate::source::PARAMS_SLOT;
 use sdpa_core::DType;
@@ -146,12 +147,18 @@ impl Cut {
 }
 
 impl Plan {
-    /// The parameters of a call with this scale.
-    pub fn params(&self, attn_scale: f32) -> Params {
+    /// The parameters of a call with this scale; of packed documents, with so many tokens, or as many as there may be.
+    pub fn params(&self, attn_scale: f32, said: Option<Tokens>) -> Params {
         let scale = (f64::from(attn_scale) * self.unit).clamp(f64::from(f32::MIN), f64::from(f32::MAX)) as f32;
         match self.params {
-            Params::Forward(params) => Params::Forward(crate::ForwardParams { scale, ..params }),
-            Params::Backward(params) => Params::Backward(crate::BackwardParams { scale, ..params }),
+            Params::Forward(params) => {
+                let Tokens { queries, keys } = Tokens { queries: params.tokens_q, keys: params.tokens_kv }.up_to(said);
+                Params::Forward(crate::ForwardParams { scale, tokens_q: queries, tokens_kv: keys, ..params })
+            }
+            Params::Backward(params) => {
+                let Tokens { queries, keys } = Tokens { queries: params.tokens_q, keys: params.tokens_kv }.up_to(said);
+                Params::Backward(crate::BackwardParams { scale, tokens_q: queries, tokens_kv: keys, ..params })
+            }
             Params::Sum(params) => Params::Sum(params),
         }
     }

@@ -1,6 +1,7 @@
 //! What runs passes: an Apple GPU, or something that stands in for one.
 
 use crate::error::Error;
+use crate::packed::Tokens;
 use crate::plan::Operand;
 use crate::task::Task;
 use std::borrow::Cow;
@@ -32,6 +33,8 @@ impl Contents<'_> {
 pub struct Call<'a> {
     /// Multiplies the scores.
     pub attn_scale: f32,
+    /// Of packed documents: kernels touch so many tokens. `None`: as many as the problem has at most.
+    pub tokens: Option<Tokens>,
     /// Operands of the caller; scratch is not among them.
     pub operands: Vec<(Operand, Contents<'a>)>,
 }
@@ -47,13 +50,14 @@ impl Call<'_> {
     /// # Errors
     /// The first operand that is missing, too short, or read only where a kernel writes.
     pub fn check(&self, task: &Task) -> Result<(), Error> {
-        for (operand, need) in task.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
+        for (operand, _) in task.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
+            let need = task.reach(operand, self.tokens);
             let (entry, written) = task.user(operand);
             let wrong = |given: String, rule: String| Err(Error::Operand { entry, operand: operand.name().to_owned(), given, rule });
             match (self.get(operand), written) {
                 (None, _) => return wrong("absent".to_owned(), "the kernel uses it".to_owned()),
                 (Some(Contents::Read(_)), true) => return wrong("read only".to_owned(), "the kernel writes it".to_owned()),
-                (Some(contents), _) if (contents.bytes().len() as u64) < *need => {
+                (Some(contents), _) if (contents.bytes().len() as u64) < need => {
                     return wrong(format!("{} bytes", contents.bytes().len()), format!("the kernel reaches {need}"));
                 }
                 (Some(_), _) => {}
@@ -120,7 +124,7 @@ mod tests {
     use super::*;
     use crate::{Forward, Kernels};
     use sdpa_core::DType;
-    use sdpa_core::{Region, TensorSpec};
+    use sdpa_core::{Ends, Region, TensorSpec};
 
     #[test]
     fn a_call_has_what_kernels_reach_before_anything_runs() {
@@ -134,8 +138,10 @@ mod tests {
             v,
             o,
             band,
+            ends: Ends::default(),
             seq_len_q: false,
             seq_len_kv: false,
+            packed: None,
             score_mod: None,
             keep: None,
             sink: false,
@@ -150,7 +156,7 @@ mod tests {
             let named = [Operand::Q, Operand::K, Operand::V].into_iter().zip(lengths);
             let mut operands: Vec<(Operand, Contents<'_>)> = named.filter(|(_, n)| *n > 0).map(|(operand, n)| (operand, read(n))).collect();
             operands.push((Operand::O, o));
-            Call { attn_scale: 1.0, operands }.check(&task).map_err(|e| e.to_string())
+            Call { attn_scale: 1.0, tokens: None, operands }.check(&task).map_err(|e| e.to_string())
         };
         assert_eq!(check([256; 3], 256, true), Ok(()));
         for (said, got) in [

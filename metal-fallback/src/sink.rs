@@ -8,7 +8,7 @@ use crate::plan::{Binding, Cut, Operand, Plan};
 use crate::rows::THREADS;
 use crate::source::{self, SINK_SLOT, STATS_SLOT};
 use crate::tiles::SIMD;
-use sdpa_core::{DType, SINK};
+use sdpa_core::{DType, SINK, Side};
 
 /// The numbers, one for each query head.
 pub(crate) fn binding(problem: &Forward) -> Binding {
@@ -29,11 +29,13 @@ pub(crate) fn plan(problem: &Backward, dtype: DType) -> Plan {
         Binding::read(12, name, Operand::O),
     ];
     buffers.extend(forward.lengths());
+    buffers.extend(forward.boundaries(&Side::ALL));
     let constants = [
         ("DIM_V", forward.dims()[1]),
         ("THREADS", THREADS),
         ("WITH_SEQ_LEN_Q", forward.seq_len_q.into()),
         ("WITH_SEQ_LEN_KV", forward.seq_len_kv.into()),
+        ("WITH_ENDS", (!forward.ends.is_full()).into()),
     ];
     let cut = Cut {
         grid: [heads as u32, 1, 1],

@@ -2,6 +2,7 @@
 
 use crate::emit::Captured;
 use crate::forward::Forward;
+use crate::packed::boundary;
 use sdpa_core::expr::Trace;
 use std::fmt::Write;
 
@@ -27,6 +28,7 @@ pub(crate) struct Kernel {
 }
 
 const SOFTMAX: Piece = piece!("softmax");
+const SPAN: Piece = piece!("span");
 const KEYS: Piece = piece!("keys");
 const SCORES: Piece = piece!("scores");
 const WEIGHTS: Piece = piece!("weights");
@@ -40,17 +42,17 @@ macro_rules! kernels {
     };
 }
 kernels! {
-    FORWARD = "attention_forward", scores: true, [SOFTMAX, FRAGMENT, KEYS, SCORES, piece!("forward")];
-    VECTOR = "attention_vector", scores: true, [SOFTMAX, ROWS, KEYS, SCORES, piece!("vector")];
-    MERGE = "attention_merge", scores: false, [SOFTMAX, piece!("merge")];
-    DELTA = "attention_delta", scores: false, [piece!("delta")];
-    DQ = "attention_dq", scores: true, [SOFTMAX, FRAGMENT, KEYS, WEIGHTS, piece!("dq")];
-    DKV = "attention_dkv", scores: true, [SOFTMAX, FRAGMENT, KEYS, WEIGHTS, piece!("dkv")];
-    VECTOR_DQ = "attention_vector_dq", scores: true, [SOFTMAX, ROWS, KEYS, WEIGHTS, piece!("vector_dq")];
-    VECTOR_DKV = "attention_vector_dkv", scores: true, [SOFTMAX, ROWS, KEYS, WEIGHTS, piece!("vector_dkv")];
-    PARAMETER = "attention_parameter", scores: true, [SOFTMAX, FRAGMENT, KEYS, WEIGHTS, piece!("parameter")];
+    FORWARD = "attention_forward", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, SCORES, piece!("forward")];
+    VECTOR = "attention_vector", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, SCORES, piece!("vector")];
+    MERGE = "attention_merge", scores: false, [SOFTMAX, SPAN, piece!("merge")];
+    DELTA = "attention_delta", scores: false, [SPAN, piece!("delta")];
+    DQ = "attention_dq", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, WEIGHTS, piece!("dq")];
+    DKV = "attention_dkv", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, WEIGHTS, piece!("dkv")];
+    VECTOR_DQ = "attention_vector_dq", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, WEIGHTS, piece!("vector_dq")];
+    VECTOR_DKV = "attention_vector_dkv", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, WEIGHTS, piece!("vector_dkv")];
+    PARAMETER = "attention_parameter", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, WEIGHTS, piece!("parameter")];
     SUM = "attention_sum", scores: false, [piece!("sum")];
-    SINK = "attention_sink", scores: false, [SOFTMAX, KEYS, piece!("sink")];
+    SINK = "attention_sink", scores: false, [SOFTMAX, SPAN, KEYS, piece!("sink")];
 }
 
 /// Slots of the buffers that a problem may have, in all kernels.
@@ -58,6 +60,9 @@ pub(crate) const PARAMS_SLOT: u32 = 4;
 pub(crate) const STATS_SLOT: u32 = 5;
 pub(crate) const SEQ_LEN_Q_SLOT: u32 = 6;
 pub(crate) const SEQ_LEN_KV_SLOT: u32 = 7;
+/// Documents have boundaries in place of lengths.
+pub(crate) const BOUNDARIES_Q_SLOT: u32 = SEQ_LEN_Q_SLOT;
+pub(crate) const BOUNDARIES_KV_SLOT: u32 = SEQ_LEN_KV_SLOT;
 pub(crate) const SCALARS_SLOT: u32 = 8;
 pub(crate) const SINK_SLOT: u32 = 11;
 pub(crate) const TENSORS_SLOT: u32 = 13;
@@ -90,16 +95,21 @@ impl Source<'_> {
         if let Some(along) = self.along {
             let _ = writeln!(text, "typedef {along} Gradient;");
         }
+        if let Some(packed) = &problem.packed {
+            let _ = writeln!(text, "typedef {} Boundary;", boundary(packed));
+        }
         // Kernels that compute no scores are the same text whatever the masks and score_mods are.
         let features = [
             ("WITH_STATS", problem.stats.into()),
+            ("WITH_PACKED", problem.packed.is_some().into()),
             ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
             ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
+            ("WITH_ENDS", (!problem.ends.is_full()).into()),
             ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
             ("WITH_GRADIENT", self.gradient.is_some().into()),
             ("WITH_KEEP", problem.keep.is_some().into()),
         ];
-        let features = if kernel.scores { &features[..] } else { &features[..1] };
+        let features = if kernel.scores { &features[..] } else { &features[..2] };
         for (constant, value) in constants.iter().chain(features) {
             let _ = writeln!(text, "#define {constant} {value}");
         }

@@ -4,14 +4,24 @@ use crate::backward::Backward;
 use crate::declined::Check;
 use crate::forward::Forward;
 use crate::kernels::Kernels;
+use crate::packed::Tokens;
 use crate::plan::{Operand, Pass, Plan, Scratch};
-use sdpa_core::{DType, Reason, TensorSpec};
+use sdpa_core::{DType, Reason, Side, TensorSpec};
 
 /// A pass as a [`Runner`](crate::Runner) takes it: plans that run one after the other, and the bytes that they reach of each operand.
 #[derive(Clone, Debug)]
 pub struct Task {
     plans: Vec<Plan>,
     reach: Vec<(Operand, u64)>,
+    packed: Option<Packed>,
+}
+
+/// What a pass over packed documents reaches in one with fewer tokens than there may be.
+#[derive(Clone, Debug)]
+struct Packed {
+    most: Tokens,
+    /// Bytes from one token to the next, of operands that have some.
+    steps: Vec<(Operand, Side, u64)>,
 }
 
 impl Operand {
@@ -74,23 +84,41 @@ struct Tensors<'p> {
 }
 
 impl Tensors<'_> {
+    /// A strided operand, and the side whose tokens it has.
+    fn strided(&self, operand: &Operand) -> Option<(&TensorSpec, Side)> {
+        let Tensors { forward, backward } = *self;
+        match operand {
+            Operand::Q => Some((&forward.q, Side::Queries)),
+            Operand::K => Some((&forward.k, Side::Keys)),
+            Operand::V => Some((&forward.v, Side::Keys)),
+            Operand::O => Some((&forward.o, Side::Queries)),
+            Operand::DO => Some((&backward?.d_o, Side::Queries)),
+            Operand::DQ => Some((&backward?.dq, Side::Queries)),
+            Operand::DK => Some((&backward?.dk, Side::Keys)),
+            Operand::DV => Some((&backward?.dv, Side::Keys)),
+            Operand::Scratch(_)
+            | Operand::Gradient { .. }
+            | Operand::Params
+            | Operand::Stats
+            | Operand::SeqLenQ
+            | Operand::SeqLenKv
+            | Operand::Scalars(_)
+            | Operand::Declared { .. } => None,
+        }
+    }
+
     /// The bytes of an operand that a kernel may touch; `None` where they are no number.
     fn reach(&self, operand: &Operand) -> Option<u64> {
-        let Tensors { forward, backward } = *self;
-        let element = forward.dtype;
-        let [batch, heads_q, seq_q, _] = forward.q.dims;
-        let of = |tensor: &TensorSpec| bytes(tensor, element);
+        let forward = self.forward;
+        let batch = forward.q.dims[0];
         let floats = |dims: &[i64]| dims.iter().try_fold(4u64, |n, &dim| n.checked_mul(u64::try_from(dim).ok()?));
         match operand {
-            Operand::Q => of(&forward.q),
-            Operand::K => of(&forward.k),
-            Operand::V => of(&forward.v),
-            Operand::O => of(&forward.o),
-            Operand::DO => of(&backward?.d_o),
-            Operand::DQ => of(&backward?.dq),
-            Operand::DK => of(&backward?.dk),
-            Operand::DV => of(&backward?.dv),
-            Operand::Stats => floats(&[batch, heads_q, seq_q]),
+            Operand::Q | Operand::K | Operand::V | Operand::O | Operand::DO | Operand::DQ | Operand::DK | Operand::DV => {
+                let (tensor, side) = self.strided(operand)?;
+                let memory = forward.memory(tensor, side);
+                if memory.dims[2] == 0 { Some(0) } else { bytes(&memory, forward.dtype) }
+            }
+            Operand::Stats => floats(&forward.row_memory().0),
             Operand::Scratch(Scratch { name: _, elements }) => floats(&[*elements]),
             Operand::SeqLenQ | Operand::SeqLenKv => floats(&[batch]),
             Operand::Scalars(names) => floats(&[names.len() as i64]),
@@ -100,6 +128,15 @@ impl Tensors<'_> {
             // Of each plan its own.
             Operand::Params => Some(0),
         }
+    }
+
+    /// Bytes from one token of a packed operand to the next.
+    fn step(&self, operand: &Operand) -> Option<(Side, u64)> {
+        if *operand == Operand::Stats {
+            return Some((Side::Queries, 4 * self.forward.q.dims[1].unsigned_abs()));
+        }
+        let (tensor, side) = self.strided(operand)?;
+        Some((side, tensor.strides[2].unsigned_abs().saturating_mul(self.forward.dtype.bytes(1))))
     }
 }
 
@@ -116,7 +153,9 @@ impl Task {
             check.that(bytes.is_some(), operand.name(), "strides that are negative, or too far", "tensors of at most 2^64 bytes");
             reach.extend(bytes.map(|bytes| (operand.clone(), bytes)));
         }
-        if check.0.is_empty() { Ok(Task { plans, reach }) } else { Err(check.0) }
+        let steps = reach.iter().filter_map(|(operand, _)| tensors.step(operand).map(|(side, bytes)| (operand.clone(), side, bytes)));
+        let packed = tensors.forward.tokens().map(|most| Packed { most, steps: steps.collect() });
+        if check.0.is_empty() { Ok(Task { plans, reach, packed }) } else { Err(check.0) }
     }
 
     /// The plans, in the order in which they run.
@@ -124,9 +163,19 @@ impl Task {
         &self.plans
     }
 
-    /// Every operand but [`Operand::Params`], once, and the bytes that kernels may touch of it.
+    /// Every operand but [`Operand::Params`], once, and the bytes that kernels may touch of it; of packed documents with as many tokens as there may
+    /// be.
     pub fn operands(&self) -> &[(Operand, u64)] {
         &self.reach
+    }
+
+    /// The bytes that kernels may touch of an operand, in a call of packed documents with so many tokens.
+    pub fn reach(&self, operand: &Operand, tokens: Option<Tokens>) -> u64 {
+        let most = self.reach.iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes);
+        let Some(packed) = &self.packed else { return most };
+        let Some((_, side, step)) = packed.steps.iter().find(|(o, ..)| o == operand) else { return most };
+        let (all, there) = (packed.most.of(*side), packed.most.up_to(tokens).of(*side));
+        if there == 0 { 0 } else { most - (all - there).unsigned_abs() * step }
     }
 
     /// Bytes of all scratch operands.
@@ -144,7 +193,7 @@ impl Task {
     /// Changes something in each plan: for trying what a fault would do.
     #[must_use]
     pub fn map_plans(self, change: impl FnMut(Plan) -> Plan) -> Task {
-        Task { plans: self.plans.into_iter().map(change).collect(), reach: self.reach }
+        Task { plans: self.plans.into_iter().map(change).collect(), ..self }
     }
 }
 
@@ -173,7 +222,7 @@ impl Backward {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::Region;
+    use sdpa_core::{Ends, Region};
 
     fn forward(strides: [i64; 4]) -> Forward {
         let tensor = |heads, seq, dim| TensorSpec { dims: [2, heads, seq, dim], strides, alignment: 16 };
@@ -184,8 +233,10 @@ mod tests {
             v: tensor(2, 6, 8),
             o: tensor(4, 10, 8),
             band: Region::default(),
+            ends: Ends::default(),
             seq_len_q: false,
             seq_len_kv: true,
+            packed: None,
             score_mod: None,
             keep: None,
             sink: false,
@@ -202,6 +253,30 @@ mod tests {
         assert_eq!(reach(&Operand::Stats), Some(4 * 2 * 4 * 10));
         assert_eq!(reach(&Operand::SeqLenKv), Some(8));
         assert_eq!((reach(&Operand::SeqLenQ), reach(&Operand::Params), task.scratch_bytes()), (None, None, 0));
+    }
+
+    #[test]
+    fn documents_reach_as_far_as_their_tokens() {
+        let mut forward = forward([-3, 1000, 20, 1]);
+        (forward.seq_len_kv, forward.packed) = (false, Some(sdpa_core::Packed { cross: true, wide: true, ..sdpa_core::Packed::default() }));
+        let task = forward.task(None).unwrap();
+        let reach = |operand: &Operand, said: Option<[i64; 2]>| task.reach(operand, said.map(|[queries, keys]| Tokens { queries, keys }));
+        // As many as the documents would have if each were the longest.
+        for most in [None, Some([20, 12]), Some([21, 1000])] {
+            assert_eq!(reach(&Operand::Q, most), 2 * (3 * 1000 + 19 * 20 + 15 + 1));
+            assert_eq!(reach(&Operand::V, most), 2 * (1000 + 11 * 20 + 7 + 1));
+            assert_eq!(reach(&Operand::Stats, most), 4 * 4 * 20);
+        }
+        let few = Some([7, 1]);
+        assert_eq!(reach(&Operand::O, few), 2 * (3 * 1000 + 6 * 20 + 7 + 1));
+        assert_eq!((reach(&Operand::K, few), reach(&Operand::Stats, few)), (2 * (1000 + 15 + 1), 4 * 4 * 7));
+        for none in [Some([0, 0]), Some([-1, i64::MIN])] {
+            assert_eq!([Operand::Q, Operand::K, Operand::Stats].map(|operand| reach(&operand, none)), [0; 3]);
+        }
+        let boundaries = Operand::Declared { name: "cu_seqlens_kv".to_owned(), dtype: DType::I64, elements: 3 };
+        assert_eq!((reach(&boundaries, None), reach(&boundaries, few)), (24, 24));
+        let beside_lengths = Forward { seq_len_q: true, ..forward }.supports().unwrap_err();
+        assert!(matches!(&beside_lengths[..], [Reason::Limit { field, .. }] if field == "masks"), "{beside_lengths:?}");
     }
 
     #[test]

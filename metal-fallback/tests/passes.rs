@@ -2,7 +2,7 @@
 
 use metal_fallback::{Along, Backward, Forward, Kernels, Operand, Pass};
 use sdpa_core::expr::{Axes, Axis, Builder, Trace};
-use sdpa_core::{DType, Reason, Region, SINK, TensorSpec};
+use sdpa_core::{DType, Ends, Reason, Region, SINK, TensorSpec};
 use std::sync::Arc;
 
 fn tensor(dims: [i64; 4]) -> TensorSpec {
@@ -20,8 +20,10 @@ fn forward(seq_q: i64, seq_kv: i64) -> Forward {
         v: k,
         o: q,
         band,
+        ends: Ends::default(),
         seq_len_q: false,
         seq_len_kv: false,
+        packed: None,
         score_mod: None,
         keep: None,
         sink: false,

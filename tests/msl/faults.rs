@@ -1,10 +1,11 @@
 //! Faults that are put into kernels: something has to find each.
 
-use super::{NAME, emulation, side_by_side, sink};
+use super::{NAME, boundaries, emulation, side_by_side, sink};
 use conformance::case::Case;
 use conformance::msl::mutations::{
-    BACKWARD, CUT, CUT_PARTS, CUT_VECTOR, EDGES, FORWARD, LONG, Mutation, ODD, ODD_SCORES, ODD_VECTOR, PARAMETER, PARTS, PAST, SCALES,
-    SINK, SINK_GRADIENT, SINK_PARTS, SINK_VECTOR, VECTOR, VECTOR_BACKWARD,
+    BACKWARD, BOUNDARIES, CUT, CUT_PARTS, CUT_VECTOR, EDGES, ENDS, FORWARD, LONG, Mutation, ODD, ODD_SCORES, ODD_VECTOR, PACKED,
+    PACKED_BACKWARD, PACKED_FORWARD, PACKED_PARTS, PACKED_TILED, PACKED_TILED_BACKWARD, PACKED_VECTOR, PACKED_VECTOR_BACKWARD, PARAMETER,
+    PARTS, PAST, SCALES, SINK, SINK_GRADIENT, SINK_PARTS, SINK_VECTOR, VECTOR, VECTOR_BACKWARD,
 };
 use conformance::msl::{Check, Emulated, Toolchain};
 use conformance::runner::{Drops, Outcome, Source, dropped, rounding, run_backward_case, run_case};
@@ -110,6 +111,62 @@ mask = ["padding"]
 stats = true
 "#;
 
+/// Two bands, of which lengths move one; entries with more queries than keys, and with fewer.
+pub(super) const ABOUT_ENDS: &str = r#"
+[[case]]
+name = "bands about both corners"
+shape = { batch = 12, heads_q = 2, heads_kv = 1, seq_q = 41, seq_kv = 70, dim_qk = 20, dim_v = 20 }
+dtype = "f32"
+mask = ["padding", "window:13,5:ends", "window:20,11"]
+stats = true
+"#;
+
+/// The same of few queries.
+pub(super) const FEW_ABOUT_ENDS: &str = r#"
+[[case]]
+name = "bands about both corners"
+shape = { batch = 12, heads_q = 4, heads_kv = 2, seq_q = 7, seq_kv = 70, dim_qk = 20, dim_v = 20 }
+dtype = "f32"
+mask = ["padding", "window:19,3:ends", "window:inf,30"]
+stats = true
+
+[[case]]
+name = "a band about the first ones that is narrower on the left"
+shape = { batch = 12, heads_q = 2, heads_kv = 1, seq_q = 8, seq_kv = 41, dim_qk = 20, dim_v = 20 }
+dtype = "f32"
+mask = ["padding", "window:13,5:ends", "window:2,inf"]
+stats = true
+"#;
+
+/// Documents whose keys have boundaries of their own, some of no queries, some of no keys; tokens of none in front and behind.
+pub(super) const DOCUMENTS: &str = r#"
+[[case]]
+name = "documents"
+shape = { batch = 5, heads_q = 4, heads_kv = 2, seq_q = 41, seq_kv = 70, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+layout = "bshd"
+stats = true
+sink = true
+mask = ["window:31,9"]
+score_mod = ["bias:hqk"]
+packed = { lengths_q = [33, 0, 41, 9, 20], lengths_kv = [70, 20, 0, 37, 41], before = 2, slack = 30 }
+backward = { wrt = ["bias:f32", "sink:f32"] }
+"#;
+
+/// The same of few queries.
+pub(super) const FEW_DOCUMENTS: &str = r#"
+[[case]]
+name = "few queries of documents"
+shape = { batch = 5, heads_q = 4, heads_kv = 2, seq_q = 7, seq_kv = 300, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+layout = "bshd"
+stats = true
+sink = true
+mask = ["causal-ends"]
+packed = { lengths_q = [5, 0, 7, 1, 4], lengths_kv = [290, 20, 0, 300, 37], before = 2, slack = 30, wide = true }
+backward = { wrt = ["sink:f32"] }
+"#;
+
 /// More keys than the most parts have of a usual length.
 pub(super) const MANY_KEYS: &str = r#"
 [[case]]
@@ -131,11 +188,13 @@ pub(super) enum With {
     /// Sinks of every size, and rows that their gradient leaves out.
     Sinks,
     SinkGradient,
+    /// Boundaries of documents that hold anything.
+    Boundaries,
 }
 
 type Faults = (&'static [Mutation], Kernels, With);
 
-const ALL: [Faults; 20] = [
+const ALL: [Faults; 41] = [
     (FORWARD, Kernels::Tiled, With::Forward(SMALL)),
     (BACKWARD, Kernels::Tiled, With::Backward(SMALL)),
     (VECTOR, Kernels::Vector, With::Forward(FEW)),
@@ -147,6 +206,27 @@ const ALL: [Faults; 20] = [
     (ODD_SCORES, Kernels::Tiled, With::Odd(Drops::ScoreMod)),
     (SCALES, Kernels::Vector, With::Backward(SCALED)),
     (EDGES, Kernels::Tiled, With::Forward(ON_BLOCKS)),
+    (ENDS, Kernels::Tiled, With::Forward(ABOUT_ENDS)),
+    (ENDS, Kernels::Tiled, With::Backward(ABOUT_ENDS)),
+    (ENDS, Kernels::Vector, With::Forward(FEW_ABOUT_ENDS)),
+    (ENDS, Kernels::Vector, With::Backward(FEW_ABOUT_ENDS)),
+    (PACKED, Kernels::Tiled, With::Forward(DOCUMENTS)),
+    (PACKED, Kernels::Tiled, With::Backward(DOCUMENTS)),
+    (PACKED, Kernels::Vector, With::Forward(FEW_DOCUMENTS)),
+    (PACKED, Kernels::Vector, With::Backward(FEW_DOCUMENTS)),
+    (PACKED_FORWARD, Kernels::Tiled, With::Forward(DOCUMENTS)),
+    (PACKED_FORWARD, Kernels::Vector, With::Forward(FEW_DOCUMENTS)),
+    (PACKED_FORWARD, Kernels::Parts, With::Forward(FEW_DOCUMENTS)),
+    (PACKED_TILED, Kernels::Tiled, With::Forward(DOCUMENTS)),
+    (PACKED_VECTOR, Kernels::Vector, With::Forward(FEW_DOCUMENTS)),
+    (PACKED_VECTOR, Kernels::Vector, With::Backward(FEW_DOCUMENTS)),
+    (PACKED_PARTS, Kernels::Parts, With::Forward(FEW_DOCUMENTS)),
+    (PACKED_BACKWARD, Kernels::Tiled, With::Backward(DOCUMENTS)),
+    (PACKED_BACKWARD, Kernels::Vector, With::Backward(FEW_DOCUMENTS)),
+    (PACKED_TILED_BACKWARD, Kernels::Tiled, With::Backward(DOCUMENTS)),
+    (PACKED_VECTOR_BACKWARD, Kernels::Vector, With::Backward(FEW_DOCUMENTS)),
+    (BOUNDARIES, Kernels::Tiled, With::Boundaries),
+    (BOUNDARIES, Kernels::Vector, With::Boundaries),
     (PAST, Kernels::Tiled, With::Backward(LENGTHS)),
     (LONG, Kernels::Parts, With::Forward(MANY_KEYS)),
     (CUT, Kernels::Tiled, With::Rounding),
@@ -176,7 +256,9 @@ pub(super) fn caught_by(toolchain: &Toolchain, [from, to]: [&str; 2], kernels: K
     let emulated = Emulated::new(toolchain.clone(), 7).forced(kernels).mutated(from, to).executor();
     let forward = |cases: Vec<Case>| cases.iter().find_map(|case| failure(run_case(case, &emulated)));
     let backward = |cases: Vec<Case>| cases.iter().find_map(|case| failure(run_backward_case(case, Source::Oracle, &emulated)));
+    let boundaries = || boundaries::hold(&Emulated::new(toolchain.clone(), 7).mutated(from, to), kernels);
     let how = match with {
+        With::Boundaries => boundaries().err(),
         With::Odd(drops) => dropped(drops, &emulated).err(),
         With::Rounding => rounding(&emulated).err(),
         With::Sinks => sink::denominators(&emulated, 7).and_then(|()| sink::denominators(&emulated, 90)).err(),

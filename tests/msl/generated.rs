@@ -3,7 +3,7 @@
 //! A share of them on every run, another each day; `SDPA_FAULTS=3/40` runs the third of forty, `keys` those of a file, `all` everything:
 //! `scripts/faults.sh`.
 
-use super::faults::{ALONG, FEW, LENGTHS, ON_BLOCKS, SCALED, SMALL, With, caught_by};
+use super::faults::{ABOUT_ENDS, ALONG, DOCUMENTS, FEW, FEW_ABOUT_ENDS, FEW_DOCUMENTS, LENGTHS, ON_BLOCKS, SCALED, SMALL, With, caught_by};
 use super::functions::functions_with;
 use super::{emulation, side_by_side};
 use conformance::msl::generated::{self, Equivalent, Generated};
@@ -145,6 +145,7 @@ const FORWARD: &[Trial] = &[
     (Tiled, With::Rounding),
     (Tiled, With::Forward(ON_BLOCKS)),
     (Tiled, With::Sinks),
+    (Tiled, With::Forward(DOCUMENTS)),
 ];
 const VECTOR: &[Trial] = &[
     (Vector, With::Forward(FEW)),
@@ -156,6 +157,8 @@ const VECTOR: &[Trial] = &[
     (Parts, With::Rounding),
     (Vector, With::Sinks),
     (Parts, With::Sinks),
+    (Vector, With::Forward(FEW_DOCUMENTS)),
+    (Parts, With::Forward(FEW_DOCUMENTS)),
 ];
 const BACKWARD: &[Trial] = &[
     (Tiled, With::Backward(SMALL)),
@@ -166,6 +169,7 @@ const BACKWARD: &[Trial] = &[
     (Tiled, With::Odd(Drops::Wide)),
     (Tiled, With::Odd(Drops::ScoreMod)),
     (Tiled, With::Rounding),
+    (Tiled, With::Backward(DOCUMENTS)),
 ];
 const VECTOR_BACKWARD: &[Trial] = &[
     (Vector, With::Backward(FEW)),
@@ -174,17 +178,29 @@ const VECTOR_BACKWARD: &[Trial] = &[
     (Vector, With::Odd(Drops::Mask)),
     (Vector, With::Odd(Drops::ScoreMod)),
     (Vector, With::Rounding),
+    (Vector, With::Backward(FEW_DOCUMENTS)),
 ];
-const PARAMETER: &[Trial] = &[(Tiled, With::Backward(ALONG)), (Tiled, With::Backward(AXES))];
-const SINK: &[Trial] = &[(Tiled, With::SinkGradient), (Vector, With::SinkGradient)];
+const PARAMETER: &[Trial] = &[(Tiled, With::Backward(ALONG)), (Tiled, With::Backward(AXES)), (Tiled, With::Backward(DOCUMENTS))];
+const SINK: &[Trial] = &[(Tiled, With::SinkGradient), (Vector, With::SinkGradient), (Tiled, With::Backward(DOCUMENTS))];
+const SPANS: &[Trial] = &[
+    (Tiled, With::Forward(DOCUMENTS)),
+    (Vector, With::Forward(FEW_DOCUMENTS)),
+    (Tiled, With::Backward(DOCUMENTS)),
+    (Tiled, With::Boundaries),
+    (Vector, With::Boundaries),
+];
 const BANDS: &[Trial] = &[
     (Tiled, With::Forward(ON_BLOCKS)),
     (Tiled, With::Forward(LENGTHS)),
     (Tiled, With::Backward(ON_BLOCKS)),
     (Tiled, With::Backward(LENGTHS)),
     (Tiled, With::Backward(SMALL)),
+    (Tiled, With::Forward(ABOUT_ENDS)),
+    // A row behind the end of a document is one of the next, of which the gradient of sinks knows by the keys that it visits alone.
+    (Tiled, With::Backward(DOCUMENTS)),
     (Vector, With::Forward(FEW)),
     (Vector, With::Backward(FEW)),
+    (Vector, With::Forward(FEW_ABOUT_ENDS)),
     (Vector, With::Forward(FEW_WIDE)),
     (Vector, With::Backward(FEW_WIDE)),
 ];
@@ -200,6 +216,7 @@ fn trials(file: &str) -> Vec<Trial> {
         "parameter" | "sum" => &[PARAMETER],
         "sink" => &[SINK],
         "keys" => &[BANDS],
+        "span" => &[SPANS],
         "scores" => &[FORWARD, VECTOR],
         "weights" => &[BACKWARD, VECTOR_BACKWARD],
         "fragment" => &[FORWARD, BACKWARD, PARAMETER],

@@ -1,5 +1,6 @@
 //! Metal kernels, emulated, against the oracle.
 
+mod boundaries;
 mod dropped;
 mod faults;
 mod functions;
@@ -13,8 +14,8 @@ use conformance::msl::table::{self, Share};
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, random_backward, random_padded, random_spec, rounding, run, run_backward, run_backward_case, run_case,
-    side_by_side,
+    Draw, Outcome, Source, Tally, random_backward, random_ends, random_packed, random_padded, random_spec, rounding, run, run_backward,
+    run_backward_case, run_case, side_by_side,
 };
 use conformance::say::{say, skip};
 use metal_fallback::Kernels;
@@ -106,21 +107,36 @@ fn judge(what: &str, tally: Mutex<Tally>) {
 /// Kernels of a backward pass.
 const BACKWARD_KERNELS: [Kernels; 2] = [Kernels::Tiled, Kernels::Vector];
 
-/// Cases with sinks, but for those of packed documents, which the kernels do not take.
 fn sinks() -> Vec<Case> {
-    Case::all_sinks().unwrap().into_iter().filter(|case| case.packed.is_none()).collect()
+    Case::all_sinks().unwrap()
 }
 
-/// The same on every kernel.
-fn sink_rows() -> Vec<Row> {
+fn ends() -> Vec<Case> {
+    Case::all_ends().unwrap()
+}
+
+fn packed() -> Vec<Case> {
+    Case::all_packed().unwrap()
+}
+
+/// Sinks, windows about the ends and packed documents on every kernel.
+fn option_rows() -> Vec<Row> {
     let forced = |case: Case| Kernels::ALL.map(|kernels| Row { case: case.clone(), kernels });
-    sinks().into_iter().flat_map(forced).collect()
+    [sinks(), ends(), packed()].concat().into_iter().flat_map(forced).collect()
 }
 
 #[test]
 fn forward_cases() {
     run_all("forward", &planned_and_forced(Case::all().unwrap(), &Kernels::ALL));
     run_all("sinks", &planned_and_forced(sinks(), &Kernels::ALL));
+    run_all("ends", &sweep(Ok(ends()), &Kernels::ALL));
+}
+
+#[test]
+fn packed_cases() {
+    run_all("packed", &sweep(Ok(packed()), &Kernels::ALL));
+    run_all_backward("packed backward", &planned_and_forced(packed(), &BACKWARD_KERNELS), &Source::ALL);
+    run_all_backward("packed backward", &sweep(Ok(packed()), &[Kernels::Vector]), &[Source::Oracle]);
 }
 
 #[test]
@@ -132,6 +148,7 @@ fn score_mod_cases() {
 fn backward_cases() {
     run_all_backward("backward", &planned_and_forced(Case::all_backward().unwrap(), &BACKWARD_KERNELS), &Source::ALL);
     run_all_backward("sinks backward", &planned_and_forced(sinks(), &BACKWARD_KERNELS), &Source::ALL);
+    run_all_backward("ends backward", &planned_and_forced(ends(), &BACKWARD_KERNELS), &Source::ALL);
 }
 
 #[test]
@@ -208,9 +225,10 @@ fn sanitizers_find_nothing() {
     let rows = |backward| {
         let all = wanted_rows(backward);
         let every = if share().is_none() { all.len() / FEW } else { 1 };
-        // Sinks of few and of many queries, on kernels of each kind.
-        let with_sinks = forced(sink_rows().into_iter().step_by(7));
-        all.into_iter().step_by(every).chain(with_sinks).collect::<Vec<_>>()
+        // Of few and of many queries, on kernels of each kind; the long ones take minutes.
+        let short = |row: &Row| row.case.shape.seq_q * row.case.shape.seq_kv < 8_000;
+        let with_options = forced(option_rows().into_iter().filter(short).step_by(9));
+        all.into_iter().step_by(every).chain(with_options).collect::<Vec<_>>()
     };
     let [forward, backward] = [rows(false), rows(true)];
     let Some(toolchain) = emulation(&format!("{} cases with sanitizers", forward.len())) else { return };
@@ -237,7 +255,7 @@ fn backward_of(spec: &AttentionSpec) -> BackwardSpec {
     if spec.sink { spec.backward().wrt(SINK, DType::F32) } else { spec.backward() }
 }
 
-/// Random strides, lengths, heads, masks and sinks.
+/// Random strides, lengths, heads, masks, windows about the ends, sinks and packed documents.
 #[test]
 fn random_problems() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
@@ -260,6 +278,20 @@ fn random_problems() {
         tally.lock().unwrap().add(NAME, &format!("{name}, few queries"), &outcome);
         let outcome = run_backward(&backward_of(&few), &draw, Source::Oracle, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, few queries, backward"), &outcome);
+        let mut ends = random_ends(&mut random, &dtypes);
+        if seed % 2 == 0 {
+            ends = few_queries(ends, &mut random);
+        }
+        let outcome = run(&ends, None, 1.0, seed, &emulated);
+        tally.lock().unwrap().add(NAME, &format!("{name}, ends"), &outcome);
+        let outcome = run_backward(&backward_of(&ends), &draw, Source::Oracle, &emulated);
+        tally.lock().unwrap().add(NAME, &format!("{name}, ends, backward"), &outcome);
+        let emulated = emulated.with_kernels(Kernels::ALL[seed as usize % Kernels::ALL.len()]);
+        let documents = random_packed(&mut random, &dtypes);
+        let outcome = run(&documents, None, 1.0, seed, &emulated);
+        tally.lock().unwrap().add(NAME, &format!("{name}, packed"), &outcome);
+        let outcome = run_backward(&backward_of(&documents), &draw, Source::Oracle, &emulated);
+        tally.lock().unwrap().add(NAME, &format!("{name}, packed, backward"), &outcome);
     });
     judge("random", tally);
 }

@@ -1,7 +1,7 @@
 //! Kernels as those of NVIDIA GPUs: `device msl` runs them there; here a second compiler reads their sources.
 
 use super::sources::plans;
-use super::{side_by_side, sink_rows, table_rows};
+use super::{option_rows, side_by_side, table_rows};
 use conformance::msl::nvidia;
 use conformance::nvrtc::Nvrtc;
 use conformance::say::{say, skip};
@@ -19,7 +19,7 @@ fn another_compiler_takes_the_sources() {
     };
     // With and without a sink.
     let mut sources: HashMap<(&str, bool), Vec<_>> = HashMap::new();
-    for plan in table_rows(false).iter().step_by(7).chain(&sink_rows()).flat_map(plans) {
+    for plan in table_rows(false).iter().step_by(7).chain(&option_rows()).flat_map(plans) {
         let of = sources.entry((plan.entry, plan.source.contains("#define WITH_SINK 1"))).or_default();
         if of.len() < EACH && of.iter().all(|p: &metal_fallback::Plan| p.source != plan.source) {
             of.push(plan);

@@ -1,6 +1,6 @@
 //! What plans say of their sources, and what sources are checked for without running them.
 
-use super::{NAME, emulation, side_by_side, sink_rows, table_rows};
+use super::{NAME, emulation, option_rows, side_by_side, table_rows};
 use conformance::case::Case;
 use conformance::msl::{Emulated, Job, Row, Toolchain, registers};
 use conformance::say::say;
@@ -34,7 +34,7 @@ fn print(registers: &Registers) {
 
 #[test]
 fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
-    let rows: Vec<Row> = table_rows(false).into_iter().chain(sink_rows()).collect();
+    let rows: Vec<Row> = table_rows(false).into_iter().chain(option_rows()).collect();
     let Some(toolchain) = emulation(&format!("address spaces of {} cases", rows.len())) else { return };
     let checked = Mutex::new(HashSet::new());
     let registers = Mutex::new(Registers::new());
@@ -98,7 +98,7 @@ fn strides_that_are_too_narrow_do_not_compile() {
     let forward = &Case::all().unwrap()[0];
     let narrow = [
         ("a stride", "const device Element* from, long stride", "const device Element* from, int stride"),
-        ("a row of stats", "const long place = (long(batch)", "const int place = (long(batch)"),
+        ("a row of stats", "const long place = stats_place(", "const int place = stats_place("),
     ];
     for (name, from, to) in narrow {
         let mutated = |from, to| Emulated::new(toolchain.clone(), 1).forced(Kernels::Tiled).mutated(from, to).executor();

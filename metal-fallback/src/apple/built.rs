@@ -39,7 +39,7 @@ impl Built {
     }
 
     fn submit(&self, call: Call<'_>) -> Result<Ran, Error> {
-        let attn_scale = call.attn_scale;
+        let (attn_scale, tokens) = (call.attn_scale, call.tokens);
         let operands = call.operands.into_iter().map(|(operand, contents)| Ok((operand, Host::new(&self.device, contents)?)));
         let operands = operands.collect::<Result<Vec<_>, Error>>()?;
         let exhausted = || Error::Exhausted { what: "a command buffer".to_owned() };
@@ -50,7 +50,7 @@ impl Built {
         };
         // SAFETY: a new command buffer of this GPU's queue. Buffers are of memory that the call borrows, written ones of what it borrows
         // alone, and both they and what is kept live until the wait below has ended.
-        let kept = unsafe { self.encode(&commands, attn_scale, &argument)? };
+        let kept = unsafe { self.encode(&commands, attn_scale, tokens, &argument)? };
         commands.commit();
         commands.waitUntilCompleted();
         drop(kept);

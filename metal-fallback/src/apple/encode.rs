@@ -7,6 +7,7 @@ use super::pipeline::Pipeline;
 use crate::error::Error;
 use crate::kernel::Kernel;
 use crate::order::waits;
+use crate::packed::Tokens;
 use crate::plan::{Operand, Plan};
 use crate::run::Ready;
 use objc2::runtime::ProtocolObject;
@@ -57,7 +58,8 @@ fn size([width, height, depth]: [u32; 3]) -> MTLSize {
 
 impl Built {
     /// Adds the dispatches of the pass to a command buffer, in an encoder of their own. `argument` says what each operand of the call is;
-    /// scratch and parameters are found here. Neither commits nor waits.
+    /// scratch and parameters are found here. Of packed documents, kernels touch so many tokens of an operand, or as many as the problem has at
+    /// most, whatever boundaries hold. Neither commits nor waits.
     ///
     /// # Errors
     /// An operand that is missing, too short or misaligned, before anything is encoded; no memory for scratch.
@@ -70,6 +72,7 @@ impl Built {
         &self,
         commands: &ProtocolObject<dyn MTLCommandBuffer>,
         attn_scale: f32,
+        tokens: Option<Tokens>,
         argument: &dyn Fn(&Operand) -> Option<Argument<'a>>,
     ) -> Result<Kept, Error> {
         let task = self.task();
@@ -80,11 +83,11 @@ impl Built {
             let bound = plan.buffers.iter().map(|binding| {
                 let operand = &binding.operand;
                 if *operand == Operand::Params {
-                    return Ok(Bound::Inline(plan.params(attn_scale).bytes().into()));
+                    return Ok(Bound::Inline(plan.params(attn_scale, tokens).bytes().into()));
                 }
                 match scratch.iter().find(|(own, _)| *own == operand) {
                     Some((_, buffer)) => Ok(Bound::Own(buffer.clone())),
-                    None => self.checked(plan, operand, argument(operand)),
+                    None => self.checked(plan, (operand, tokens), argument(operand)),
                 }
             });
             bound.collect::<Result<Vec<_>, Error>>()
@@ -115,8 +118,13 @@ impl Built {
         Ok(Kept { _buffers: own.collect(), _pipelines: self.pipelines().to_vec() })
     }
 
-    fn checked<'a>(&self, plan: &Plan, operand: &Operand, given: Option<Argument<'a>>) -> Result<Bound<'a>, Error> {
-        let need = self.task().operands().iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes);
+    fn checked<'a>(
+        &self,
+        plan: &Plan,
+        (operand, tokens): (&Operand, Option<Tokens>),
+        given: Option<Argument<'a>>,
+    ) -> Result<Bound<'a>, Error> {
+        let need = self.task().reach(operand, tokens);
         let wrong = |given: String, rule: String| Error::Operand { entry: plan.entry, operand: operand.name().to_owned(), given, rule };
         let argument = given.ok_or_else(|| wrong("absent".to_owned(), "the kernel uses it".to_owned()))?;
         let room = match argument {

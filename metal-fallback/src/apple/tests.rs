@@ -8,7 +8,7 @@ use crate::plan::Operand;
 use crate::run::{Call, Contents, Runner};
 use crate::{Forward, Task};
 use objc2_metal::{MTLCommandBuffer, MTLCommandQueue, MTLDevice, MTLResourceOptions};
-use sdpa_core::{DType, Region, TensorSpec};
+use sdpa_core::{DType, Ends, Region, TensorSpec};
 use std::borrow::Cow;
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -66,8 +66,10 @@ fn task() -> Task {
         v: tensor,
         o: tensor,
         band,
+        ends: Ends::default(),
         seq_len_q: false,
         seq_len_kv: false,
+        packed: None,
         score_mod: None,
         keep: None,
         sink: false,
@@ -83,7 +85,7 @@ fn operands() -> [Pages; 3] {
 fn run(gpu: &Gpu, [q, k, v]: [&[u8]; 3], o: &mut [u8]) -> crate::Ran {
     let read = |bytes| Contents::Read(Cow::Borrowed(bytes));
     let operands = vec![(Operand::Q, read(q)), (Operand::K, read(k)), (Operand::V, read(v)), (Operand::O, Contents::Written(o))];
-    gpu.prepare(task()).unwrap().run(Call { attn_scale: 0.125, operands }).unwrap()
+    gpu.prepare(task()).unwrap().run(Call { attn_scale: 0.125, tokens: None, operands }).unwrap()
 }
 
 /// The output for copies of the operands.
@@ -133,7 +135,7 @@ fn a_command_buffer_of_the_callers_gives_the_same() {
     let queue = gpu.device().newCommandQueue().unwrap();
     let commands = queue.commandBufferWithUnretainedReferences().unwrap();
     // SAFETY: a new command buffer of this GPU; everything is held until the wait below.
-    let kept = unsafe { built.encode(&commands, 0.125, &argument) }.unwrap();
+    let kept = unsafe { built.encode(&commands, 0.125, None, &argument) }.unwrap();
     commands.commit();
     commands.waitUntilCompleted();
     drop(kept);
@@ -144,7 +146,7 @@ fn a_command_buffer_of_the_callers_gives_the_same() {
     let short = |operand: &Operand| argument(operand).filter(|_| *operand != Operand::V);
     let commands = queue.commandBuffer().unwrap();
     // SAFETY: as above; nothing is encoded.
-    let refused = unsafe { built.encode(&commands, 0.125, &short) }.unwrap_err();
+    let refused = unsafe { built.encode(&commands, 0.125, None, &short) }.unwrap_err();
     assert!(matches!(&refused, Error::Operand { operand, .. } if operand == "v"), "{refused}");
 }
 

@@ -1,11 +1,12 @@
 //! Calls over host memory as bytes for the kernels.
 
-use crate::{Call, Contents, Operand, Ready, Task};
+use crate::{Call, Contents, Operand, Ready, Task, Tokens};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::Error;
 use sdpa_core::executor::{Prepared, PreparedBackward, Report};
 use sdpa_core::expr::Declared;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::packed::Documents;
 use sdpa_core::params::bind;
 use sdpa_core::problem::Problem;
 use sdpa_core::{Elements, ElementsMut, HostBackward, HostForward, HostGradient, ParamValue};
@@ -107,11 +108,21 @@ impl<'a> Values<'_, 'a> {
     }
 }
 
+/// Where the last of the documents end.
+fn tokens(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Result<Option<Tokens>, Error> {
+    Ok(Documents::new(problem, declared, values)?.as_ref().map(Tokens::from))
+}
+
 /// The call: its tensors, and what the pass reads of the parameters.
-fn call<'a>(task: &Task, attn_scale: f32, mut operands: Vec<(Operand, Contents<'a>)>, values: &Values<'_, 'a>) -> Call<'a> {
+fn call<'a>(
+    task: &Task,
+    (attn_scale, tokens): (f32, Option<Tokens>),
+    mut operands: Vec<(Operand, Contents<'a>)>,
+    values: &Values<'_, 'a>,
+) -> Call<'a> {
     let captured = task.operands().iter().filter_map(|(operand, _)| Some((operand.clone(), Contents::Read(values.of(operand)?))));
     operands.extend(captured);
-    Call { attn_scale, operands }
+    Call { attn_scale, tokens, operands }
 }
 
 fn run(device: &str, ready: &dyn Ready, call: Call<'_>) -> Result<Report, Error> {
@@ -130,11 +141,12 @@ impl Prepared for MetalForward {
     fn forward(&self, host: HostForward<'_>) -> Result<Report, Error> {
         let attn_scale = host.check(&self.problem)?;
         let values = self.problem.bind(host.params)?;
+        let tokens = tokens(&self.problem, self.problem.params(), &values)?;
         let HostForward { q, k, v, o, stats, .. } = host;
         let mut operands = vec![(Operand::Q, read(q)), (Operand::K, read(k)), (Operand::V, read(v)), (Operand::O, written(o))];
         operands.extend(stats.map(|stats| (Operand::Stats, written(ElementsMut::F32(stats)))));
         let values = Values { declared: self.problem.params(), values: &values };
-        run(&self.device, &*self.ready, call(self.ready.task(), attn_scale, operands, &values))
+        run(&self.device, &*self.ready, call(self.ready.task(), (attn_scale, tokens), operands, &values))
     }
 }
 
@@ -142,6 +154,7 @@ impl PreparedBackward for MetalBackward {
     fn backward(&self, host: HostBackward<'_>) -> Result<Report, Error> {
         let attn_scale = host.check(&self.problem)?;
         let values = bind(self.problem.params(), self.problem.forward().extents(), host.params)?;
+        let tokens = tokens(self.problem.forward(), self.problem.params(), &values)?;
         let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, gradients, .. } = host;
         let mut operands = vec![
             (Operand::Q, read(q)),
@@ -159,6 +172,6 @@ impl PreparedBackward for MetalBackward {
             (operand, written(data))
         }));
         let values = Values { declared: self.problem.params(), values: &values };
-        run(&self.device, &*self.ready, call(self.ready.task(), attn_scale, operands, &values))
+        run(&self.device, &*self.ready, call(self.ready.task(), (attn_scale, tokens), operands, &values))
     }
 }

@@ -19,8 +19,10 @@ impl From<&Problem> for Forward {
             v: *problem.v(),
             o: *problem.o(),
             band: kept.region,
+            ends: kept.ends,
             seq_len_q: kept.seq_len_q,
             seq_len_kv: kept.seq_len_kv,
+            packed: problem.packed().copied(),
             score_mod: problem.score_mod().cloned(),
             keep: kept.rest.clone(),
             sink: problem.sink(),
@@ -57,11 +59,9 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
 /// What the kernels do not do, whatever the device.
 pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
-    check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length apart");
     check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
     let dropped = problem.dropout().map_or(0.0, |dropout| dropout.p());
     check.that(problem.dropout().is_none(), "dropout", dropped, "the kernels drop no weights");
-    check.that(problem.ends().is_none(), "masks", problem.kept(), "the kernels know no windows about the ends of batch entries");
     check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
     for statistic in [Statistic::RowMax, Statistic::SumExp] {
         check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
@@ -81,13 +81,13 @@ mod tests {
         let paged = AttentionSpec::paged(DType::F16, shape, Paged { page_size: 4, pages: 6 });
         let cases = [
             (dense.clone(), &[][..]),
-            (AttentionSpec::packed(DType::F16, shape, Packed::default()), &["packed"]),
+            (AttentionSpec::packed(DType::F16, shape, Packed::default()), &[]),
             (paged.with_sink(), &["paged"]),
             (dense.clone().with_dropout(0.5), &["dropout"]),
             (dense.clone().mask(Mask::causal_ends()), &[]),
             (dense.clone().with_stats_in(StatsBase::Two), &["stats_base"]),
             (dense.clone().with_stats().with_row_max().with_sum_exp(), &["row_max", "sum_exp"]),
-            (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &["masks"]),
+            (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &[]),
         ];
         for (spec, fields) in cases {
             let told = taken(&spec.validate().unwrap()).err().unwrap_or_default();

@@ -285,7 +285,7 @@ fn call(plan: &Plan) -> String {
     }
     arguments.push("uint3{self.group[0], self.group[1], self.group[2]}".to_owned());
     arguments.extend(["self.index", "self.simdgroup", "self.lane"].map(str::to_owned));
-    let (structure, size, offsets) = plan.params(1.0).layout();
+    let (structure, size, offsets) = plan.params(1.0, None).layout();
     let mut text = format!("static_assert(sizeof({structure}) == {size}, \"\");\n");
     for (field, offset) in offsets {
         let _ = writeln!(text, "static_assert(__builtin_offsetof({structure}, {field}) == {offset}, \"\");");

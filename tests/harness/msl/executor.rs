@@ -105,9 +105,9 @@ impl EmulatedTask {
         let buffers = plan.buffers.iter().map(|binding| {
             let operand = &binding.operand;
             if *operand == Operand::Params {
-                return plan.params(call.attn_scale).bytes();
+                return plan.params(call.attn_scale, call.tokens).bytes();
             }
-            let reach = self.task.operands().iter().find(|(o, _)| o == operand).map_or(0, |(_, bytes)| *bytes as usize);
+            let reach = self.task.reach(operand, call.tokens) as usize;
             let own = scratch.iter().find(|(o, _)| o == operand).map(|(_, bytes)| bytes.as_slice());
             let bytes = own.or_else(|| call.get(operand).map(Contents::bytes)).unwrap_or_default();
             bytes[..reach].to_vec()

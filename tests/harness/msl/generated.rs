@@ -6,8 +6,9 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 
 /// The files of kernels and what they are made of.
-pub const FILES: [&str; 18] = [
+pub const FILES: [&str; 19] = [
     "softmax",
+    "span",
     "keys",
     "scores",
     "weights",

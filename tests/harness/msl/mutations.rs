@@ -51,7 +51,7 @@ pub const FORWARD: &[Mutation] = &[
     mutation("scores that are not cleared", "scores[j] = float2(0.0f);", ""),
     mutation("a band that is one key too narrow", "distance <= bounds.upper", "distance < bounds.upper"),
     mutation("columns past the dim are written", "if (d + column + e < DIM_V)", "if (true)"),
-    mutation("rows past the end are written", "if (query >= params.seq_q) {\n        return;\n    }", ""),
+    mutation("rows past the end are written", "if (query >= span_q.rows) {\n        return;\n    }", ""),
     mutation("rows past the end are read", "row < present && column < DIM", "column < DIM"),
     mutation("columns past the dim are read", "row < present && column < DIM", "row < present"),
     mutation("a row is reduced with another's lanes", "x + simd_shuffle_xor(x, ushort(8))", "x + simd_shuffle_xor(x, ushort(4))"),
@@ -70,7 +70,7 @@ pub const FORWARD: &[Mutation] = &[
     mutation("an array that is too short", "float2 scores[PASSING / 8];", "float2 scores[PASSING / 8 - 1];"),
     mutation("every lane of a row writes its stats", "if (column == 0) {", "{"),
     mutation("the softmax of a row without keys", "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
-    mutation("an index that is too narrow", "const long place = (long(batch)", "const signed char place = (long(batch)"),
+    mutation("an index that is too narrow", "const long place = stats_place(", "const signed char place = stats_place("),
     mutation("an input is written", "device Element* out = o +", "device Element* out = (device Element*)q +"),
 ];
 
@@ -93,10 +93,10 @@ pub const BACKWARD: &[Mutation] = &[
     mutation("one head of a group", "member < params.group", "member < 1"),
     mutation(
         "threadgroups write the same dk",
-        "dk + batch * params.dk_strides[0] + head_kv * params.dk_strides[1]",
-        "dk + batch * params.dk_strides[0]",
+        "dk + span_k.begin * params.dk_strides[0] + head_kv * params.dk_strides[1]",
+        "dk + span_k.begin * params.dk_strides[0]",
     ),
-    mutation("keys past the end are written", "if (key >= params.seq_kv) {\n        return;\n    }", ""),
+    mutation("keys past the end are written", "if (key >= span_k.rows) {\n        return;\n    }", ""),
     mutation("stats are read past their end", "if (!there)", "if (false)"),
     mutation("the gradient of the score_mod is left out", "slope = score_mod_gradient(raw, slope, at, captured);", ""),
 ];
@@ -138,7 +138,7 @@ pub const PARTS: &[Mutation] = &[
     mutation("a part begins at the first key", "max(visited.x, part * part_keys)", "visited.x"),
     mutation("parts write the same place", "(place * PARTS + part) * DIM_V + d", "place * PARTS * DIM_V + d"),
     mutation("lanes past the last key of a part", "int(lane) < present && in_bounds", "in_bounds"),
-    mutation("rows past the end are merged", "if (query >= params.seq_q) {\n        return;\n    }", ""),
+    mutation("rows past the end are merged", "if (query >= span_q.rows) {\n        return;\n    }", ""),
 ];
 
 /// Faults of the kernels of the backward pass for few queries.
@@ -159,12 +159,12 @@ pub const VECTOR_BACKWARD: &[Mutation] = &[
     mutation("a slope goes to the wrong lane", "int(lane) == j ? slope", "int(lane) == j + 1 ? slope"),
     mutation("an accumulator that is not cleared", "clear_row<LANE_QK>(dk_sum);", ""),
     mutation("one batch of queries", "start < rows; start += 32", "start < min(rows, 32); start += 32"),
-    mutation("keys past the end are written", "if (key_at >= params.seq_kv) {\n        return;\n    }", ""),
+    mutation("keys past the end are written", "if (key_at >= span_k.rows) {\n        return;\n    }", ""),
     mutation("a query of the wrong lane", "int(lane) == j ? gradient", "int(lane) == j + 1 ? gradient"),
     mutation(
         "threadgroups write the same dk",
-        "dk + batch * params.dk_strides[0] + head_kv * params.dk_strides[1]",
-        "dk + batch * params.dk_strides[0]",
+        "dk + span_k.begin * params.dk_strides[0] + head_kv * params.dk_strides[1]",
+        "dk + span_k.begin * params.dk_strides[0]",
     ),
     mutation("elements past the dim are written", "if (at < DIM_QK) {\n            dk_row", "{\n            dk_row"),
 ];
@@ -227,14 +227,101 @@ pub const EDGES: &[Mutation] = &[
     mutation("a prefix counts as whole one key too early", "end_k <= bounds.prefix)", "end_k <= bounds.prefix + 1)"),
 ];
 
+/// Windows about the ends of batch entries, of any kernel.
+pub const ENDS: &[Mutation] = &[
+    mutation("a band about the ends that no length moves", "further = bounds.keys - bounds.queries", "further = 0"),
+    mutation("lengths of the other side", "further = bounds.keys - bounds.queries", "further = bounds.queries - bounds.keys"),
+    mutation("a left side that is one key too far", "lower + further);", "lower + further - 1);"),
+    mutation("a right side that is one key too far", "upper + further);", "upper + further + 1);"),
+    mutation("the left side about the first ones is lost", "max(bounds.lower, lower + further)", "lower + further"),
+    mutation("the right side about the first ones is lost", "min(bounds.upper, upper + further)", "upper + further"),
+    mutation(
+        "sides are swapped",
+        "about_ends(LEFT, params.ends_lower, params.ends_upper)",
+        "about_ends(LEFT, params.ends_upper, params.ends_lower)",
+    ),
+];
+
+/// Documents, of any kernel.
+pub const PACKED: &[Mutation] = &[
+    mutation("every document begins at the first token", "return Span{begin, int(", "return Span{0, int("),
+    mutation("a document begins a token late", "return Span{begin, int(", "return Span{begin + 1, int("),
+    mutation("the boundary behind the document is its first", "first = boundaries[document]", "first = boundaries[document + 1]"),
+    mutation("the first token of the next document", "int(min(end - begin,", "int(min(end - begin + 1,"),
+    mutation("all but the last token", "int(min(end - begin,", "int(min(max(end - begin - 1, 0L),"),
+    mutation("boundaries of the other side", "span_of(cu_seqlens_kv, batch", "span_of(cu_seqlens_q, batch"),
+    mutation("tokens of the other side", "params.tokens_kv, params.seq_kv)", "params.tokens_q, params.seq_kv)"),
+    mutation("keys of the longest document", "#define KEYS_LEFT span_k.rows", "#define KEYS_LEFT max(span_k.rows, params.seq_kv)"),
+    mutation("stats of the first document", "span_q.begin * params.stats_strides[0] + ", ""),
+    mutation("stats in the place of a batch entry", "+ query * params.stats_strides[2]", "+ query"),
+    mutation("keys where queries begin", "k + span_k.begin * params.k_strides[0]", "k + span_q.begin * params.k_strides[0]"),
+    mutation("values where queries begin", "v + span_k.begin * params.v_strides[0]", "v + span_q.begin * params.v_strides[0]"),
+    mutation("queries where keys begin", "q + span_q.begin * params.q_strides[0]", "q + span_k.begin * params.q_strides[0]"),
+];
+
+/// The same of those of a forward pass.
+pub const PACKED_FORWARD: &[Mutation] =
+    &[mutation("outputs at the document's number", "o + span_q.begin * params.o_strides[0]", "o + batch * params.o_strides[0]")];
+
+/// Of the kernel with tiles.
+pub const PACKED_TILED: &[Mutation] = &[
+    mutation("rows past the document are written", "if (query >= span_q.rows) {", "if (query >= params.seq_q) {"),
+    mutation("rows past the document are read", "min(first + OWN, span_q.rows) - 1", "min(first + OWN, params.seq_q) - 1"),
+];
+
+/// Of vector kernels of either pass.
+pub const PACKED_VECTOR: &[Mutation] =
+    &[mutation("a document of no queries", "if (first >= span_q.rows * params.group) {\n        return;\n    }", "")];
+
+/// Of the kernel that merges.
+pub const PACKED_PARTS: &[Mutation] = &[
+    mutation("rows past the document are merged", "if (query >= span_q.rows) {", "if (query >= params.seq_q) {"),
+    mutation("parts of the longest document", "(span_k.rows - 1) / PARTS + 1", "(span_k.rows - 2) / PARTS"),
+];
+
+/// Of a backward pass.
+pub const PACKED_BACKWARD: &[Mutation] = &[
+    mutation("dq at the document's number", "dq + span_q.begin * params.dq_strides[0]", "dq + batch * params.dq_strides[0]"),
+    mutation("dk where queries begin", "dk + span_k.begin * params.dk_strides[0]", "dk + span_q.begin * params.dk_strides[0]"),
+    mutation("dv where queries begin", "dv + span_k.begin * params.dv_strides[0]", "dv + span_q.begin * params.dv_strides[0]"),
+    mutation(
+        "gradients of outputs at the document's number",
+        "d_o + span_q.begin * params.d_o_strides[0]",
+        "d_o + batch * params.d_o_strides[0]",
+    ),
+    mutation("outputs at the document's number", "o + span_q.begin * params.o_strides[0]", "o + batch * params.o_strides[0]"),
+    mutation("queries of the longest document", "#define QUERIES_LEFT span_q.rows", "#define QUERIES_LEFT params.seq_q"),
+];
+
+/// Of a backward pass with tiles.
+pub const PACKED_TILED_BACKWARD: &[Mutation] = &[
+    mutation("keys past the document are written", "if (key >= span_k.rows) {", "if (key >= params.seq_kv) {"),
+    mutation("rows past the document are written", "if (query >= span_q.rows) {", "if (query >= params.seq_q) {"),
+];
+
+/// Of one with vector kernels.
+pub const PACKED_VECTOR_BACKWARD: &[Mutation] = &[
+    mutation("keys past the document are written", "if (key_at >= span_k.rows) {", "if (key_at >= params.seq_kv) {"),
+    mutation("queries past the document", "const int rows = span_q.rows * params.group;", "const int rows = params.seq_q * params.group;"),
+];
+
+/// What boundaries may hold that nobody has looked at.
+pub const BOUNDARIES: &[Mutation] = &[
+    mutation("a document before the first token", "clamp(first, 0L, tokens)", "min(first, tokens)"),
+    mutation("a document that begins behind the last token", "clamp(first, 0L, tokens)", "max(first, 0L)"),
+    mutation("a document that ends behind the last token", "clamp(last, begin, tokens)", "max(last, begin)"),
+    mutation("a document that ends before it begins", "clamp(last, begin, tokens)", "min(last, tokens)"),
+    mutation("a document that is longer than the longest", "min(end - begin, long(longest))", "end - begin"),
+];
+
 /// Lengths that are more than there is.
 pub const PAST: &[Mutation] = &[
-    mutation("more keys than there are", "clamp(seq_len_kv[batch], 0, params.seq_kv)", "max(seq_len_kv[batch], 0)"),
-    mutation("more queries than there are", "clamp(seq_len_q[batch], 0, params.seq_q)", "max(seq_len_q[batch], 0)"),
+    mutation("more keys than there are", "clamp(seq_len_kv[batch], 0, span_k.rows)", "max(seq_len_kv[batch], 0)"),
+    mutation("more queries than there are", "clamp(seq_len_q[batch], 0, span_q.rows)", "max(seq_len_q[batch], 0)"),
 ];
 
 /// More keys than parts of a usual length.
-pub const LONG: &[Mutation] = &[mutation("parts of 512 keys", "(params.seq_kv - 1) / PARTS + 1", "512")];
+pub const LONG: &[Mutation] = &[mutation("parts of 512 keys", "(span_k.rows - 1) / PARTS + 1", "512")];
 
 /// Results that are cut off and not rounded; of kernels with tiles.
 pub const CUT: &[Mutation] = &[
@@ -285,12 +372,12 @@ pub const SINK: &[Mutation] = &[
 
 /// The same of the vector kernel.
 pub const SINK_VECTOR: &[Mutation] = &[
-    mutation("the sink of another head", "sinks[query_at(first + r, head_kv, params.seq_q, params.group).head]", "sinks[head_kv]"),
+    mutation("the sink of another head", "sinks[query_at(first + r, head_kv, span_q.rows, params.group).head]", "sinks[head_kv]"),
     mutation("no sink", "add_sink(total_max, total, ", "max(total, "),
     mutation(
         "a sink for each simdgroup",
         "total += simd_sums[",
-        "total += exp2(sinks[query_at(first + r, head_kv, params.seq_q, params.group).head] * LOG2_E - total_max) + simd_sums[",
+        "total += exp2(sinks[query_at(first + r, head_kv, span_q.rows, params.group).head] * LOG2_E - total_max) + simd_sums[",
     ),
 ];
 
@@ -317,7 +404,7 @@ pub const SINK_GRADIENT: &[Mutation] = &[
     mutation("a weight in another unit than stats", "exp2((sink - natural) * LOG2_E)", "exp2(sink - natural)"),
     mutation("the sink of another head", "sinks[head]", "sinks[head / params.group]"),
     mutation("rows that the band leaves no key", "visited.x >= visited.y ||", "visited.x > visited.y ||"),
-    mutation("rows that stats leave no key", "visited.y || natural < LOWEST) {", "visited.y) {"),
+    mutation("rows that stats leave no key", "visited.y || stats[place] < LOWEST) {", "visited.y) {"),
     mutation("rows without an output", "is_odd(its_delta) && is_zeros(", "is_odd(its_delta) && !is_zeros("),
     mutation("every odd row is left out", "is_odd(its_delta) && is_zeros(", "is_odd(its_delta) || is_zeros("),
     mutation(

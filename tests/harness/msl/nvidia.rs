@@ -29,7 +29,7 @@ pub fn source(plan: &Plan) -> String {
     let own: String = own.lines().filter(|line| !line.starts_with("#include ")).map(|line| format!("{line}\n")).collect();
     let mut text = format!("{LIBRARY}\n{own}\n");
     // Where members begin, clang asserts: not every NVRTC can.
-    let (structure, size, _) = plan.params(1.0).layout();
+    let (structure, size, _) = plan.params(1.0, None).layout();
     let _ = writeln!(text, "static_assert(sizeof({structure}) == {size}, \"\");");
     let mut parameters = Vec::new();
     let mut arguments = Vec::new();

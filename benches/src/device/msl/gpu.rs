@@ -114,9 +114,9 @@ struct GpuTask {
 type Buffers = Vec<(Operand, CudaSlice<u8>)>;
 
 impl GpuTask {
-    fn launch(&self, at: usize, scale: f32, stream: &Arc<CudaStream>, buffers: &Buffers) -> Result<CudaSlice<u8>, Error> {
+    fn launch(&self, at: usize, call: &Call<'_>, stream: &Arc<CudaStream>, buffers: &Buffers) -> Result<CudaSlice<u8>, Error> {
         let plan = &self.task.plans()[at];
-        let params = stream.clone_htod(&plan.params(scale).bytes()).map_err(exhausted("parameters"))?;
+        let params = stream.clone_htod(&plan.params(call.attn_scale, call.tokens).bytes()).map_err(exhausted("parameters"))?;
         let mut launch = stream.launch_builder(&self.functions[at]);
         for binding in &plan.buffers {
             let own = buffers.iter().find(|(operand, _)| *operand == binding.operand).map(|(_, buffer)| buffer);
@@ -141,8 +141,8 @@ impl Ready for GpuTask {
         call.check(&self.task)?;
         let stream = self.context.new_stream().map_err(exhausted("a stream"))?;
         let mut buffers = Buffers::new();
-        for (operand, reach) in self.task.operands() {
-            let reach = *reach as usize;
+        for (operand, _) in self.task.operands() {
+            let reach = self.task.reach(operand, call.tokens) as usize;
             // What no kernel has written is NaN.
             let bytes = call.get(operand).map_or_else(|| vec![0xff; reach], |contents| contents.bytes()[..reach].to_vec());
             buffers.push((operand.clone(), stream.clone_htod(&bytes).map_err(exhausted("a buffer"))?));
@@ -152,7 +152,7 @@ impl Ready for GpuTask {
         let begun = stream.record_event(timing).map_err(end)?;
         let mut params = Vec::new();
         for at in 0..self.functions.len() {
-            params.push(self.launch(at, call.attn_scale, &stream, &buffers)?);
+            params.push(self.launch(at, &call, &stream, &buffers)?);
         }
         let ended = stream.record_event(timing).map_err(end)?;
         stream.synchronize().map_err(end)?;

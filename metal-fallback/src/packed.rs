@@ -1,0 +1,102 @@
+//! Documents that lie one behind the other in memory: what the kernels are told of them, and how far they reach.
+
+use crate::declined::Check;
+use crate::emit::element;
+use crate::forward::Forward;
+use crate::plan::{Binding, Operand};
+use crate::source::{BOUNDARIES_KV_SLOT, BOUNDARIES_Q_SLOT};
+use sdpa_core::packed::{self, Documents};
+use sdpa_core::{DType, Packed, Side, TensorSpec};
+
+/// Tokens of a packed call, of queries and of keys: whatever its boundaries hold, kernels touch none behind them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tokens {
+    /// Of queries, and of what lies as they do.
+    pub queries: i64,
+    /// Of keys and values.
+    pub keys: i64,
+}
+
+impl Tokens {
+    /// Of one side.
+    pub fn of(&self, side: Side) -> i64 {
+        match side {
+            Side::Queries => self.queries,
+            Side::Keys => self.keys,
+        }
+    }
+
+    /// As many as a call says, of these at most.
+    pub(crate) fn up_to(self, said: Option<Tokens>) -> Tokens {
+        let least = |most: i64, said: i64| said.clamp(0, most);
+        said.map_or(self, |said| Tokens { queries: least(self.queries, said.queries), keys: least(self.keys, said.keys) })
+    }
+}
+
+impl From<&Documents> for Tokens {
+    fn from(documents: &Documents) -> Tokens {
+        let [queries, keys] = Side::ALL.map(|side| documents.end(side) as i64);
+        Tokens { queries, keys }
+    }
+}
+
+/// The element type of boundaries.
+pub(crate) fn boundary(packed: &Packed) -> &'static str {
+    element(if packed.wide { DType::I64 } else { DType::I32 })
+}
+
+impl Forward {
+    /// Tokens that a packed call has at most.
+    pub(crate) fn tokens(&self) -> Option<Tokens> {
+        let packed = self.packed?;
+        let [batch, _, seq_q, seq_kv] = self.extents();
+        let total = |side: Side, longest: i64| packed.total(side).unwrap_or_else(|| batch.saturating_mul(longest));
+        Some(Tokens { queries: total(Side::Queries, seq_q), keys: total(Side::Keys, seq_kv) })
+    }
+
+    /// The rules of packed documents.
+    pub(crate) fn check_packed(&self, check: &mut Check) {
+        let Some(tokens) = self.tokens() else { return };
+        let lengths = self.seq_len_q || self.seq_len_kv;
+        check.that(!lengths, "masks", "lengths of batch entries", "none beside packed documents, which have their own");
+        for (field, total) in [("packed.total_q", tokens.queries), ("packed.total_kv", tokens.keys)] {
+            check.that(total >= 0, field, total, "at least 0");
+        }
+    }
+
+    /// What an operand of one side takes of memory.
+    pub(crate) fn memory(&self, tensor: &TensorSpec, side: Side) -> TensorSpec {
+        self.tokens().map_or(*tensor, |tokens| packed::memory(tensor, tokens.of(side)))
+    }
+
+    /// Between neighbouring batch entries, heads and rows. Where entries are documents, they are counted in tokens.
+    pub(crate) fn outer(&self, tensor: &TensorSpec) -> [i64; 3] {
+        let [entry, head, row] = tensor.outer();
+        [if self.packed.is_some() { row } else { entry }, head, row]
+    }
+
+    /// Extents and strides of what each row has one of, dense: (batch, heads_q, seq_q), and of documents (tokens, heads_q).
+    pub(crate) fn row_memory(&self) -> (Vec<i64>, [i64; 3]) {
+        let [batch, heads_q, seq_q, _] = self.extents();
+        match self.tokens() {
+            None => (vec![batch, heads_q, seq_q], [heads_q.saturating_mul(seq_q), seq_q, 1]),
+            Some(tokens) => (vec![tokens.queries, heads_q], [heads_q, 1, heads_q]),
+        }
+    }
+
+    /// Where documents begin and end, of some sides.
+    pub(crate) fn boundaries(&self, sides: &[Side]) -> Vec<Binding> {
+        let Some(packed) = self.packed else { return Vec::new() };
+        let elements = self.q.dims[0].saturating_add(1);
+        let dtype = if packed.wide { DType::I64 } else { DType::I32 };
+        let binding = |side: &Side| {
+            let slot = match side {
+                Side::Queries => BOUNDARIES_Q_SLOT,
+                Side::Keys => BOUNDARIES_KV_SLOT,
+            };
+            let operand = Operand::Declared { name: packed.boundaries(*side).to_owned(), dtype, elements };
+            Binding::read(slot, boundary(&packed), operand)
+        };
+        sides.iter().map(binding).collect()
+    }
+}

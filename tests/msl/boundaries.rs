@@ -1,0 +1,142 @@
+//! Boundaries of documents that no call over host memory gets to the kernels with: whatever they hold, nothing outside of the call's tokens is touched.
+
+use super::emulation;
+use conformance::msl::Emulated;
+use conformance::random::Random;
+use metal_fallback::{Backward, Call, Contents, Forward, Kernels, Operand, Runner, Task, Tokens};
+use sdpa::{
+    AttentionSpec, DType, Elements, ElementsMut, Error, Executor, HostForward, Mask, Packed, Param, ParamValue, SINK, ScoreMod, Shape,
+};
+use std::borrow::Cow;
+
+/// Longest documents off every block.
+const SHAPE: Shape = Shape { batch: 4, heads_q: 4, heads_kv: 2, seq_q: 20, seq_kv: 41, dim_qk: 20, dim_v: 12 };
+/// More than a call has.
+const MOST: Packed = Packed { cross: true, wide: false, total_q: Some(90), total_kv: Some(110) };
+const TOKENS: Tokens = Tokens { queries: 50, keys: 61 };
+
+/// Boundaries of queries and of keys.
+type Both = [[i64; 5]; 2];
+
+const LEAST: i64 = i32::MIN as i64;
+const GREATEST: i64 = i32::MAX as i64;
+
+/// What boundaries come to within the tokens and the longest documents, where sound ones can say so.
+const SAME: [[Both; 2]; 4] = [
+    [[[-7, 5, 12, 12, 999], [-1, 0, 20, 20, 70]], [[0, 5, 12, 12, 32], [0, 0, 20, 20, 61]]],
+    [[[LEAST; 5], [LEAST, LEAST, 3, 9, GREATEST]], [[0; 5], [0, 0, 3, 9, 50]]],
+    [[[3, 7, 7, 30, GREATEST], [GREATEST; 5]], [[3, 7, 7, 30, 50], [61; 5]]],
+    [[[LEAST, 20, 31, 31, 51], [5, 9, 9, 21, 62]], [[0, 20, 31, 31, 50], [5, 9, 9, 21, 61]]],
+];
+
+/// Those that fall: documents are what is left of them, some of nothing.
+const FALLING: [Both; 2] = [[[30, 10, 20, 5, 40], [0, 61, 0, 61, 0]], [[GREATEST, LEAST, GREATEST, LEAST, 50], [-1, -2, -3, GREATEST, -4]]];
+
+fn spec(wide: bool) -> AttentionSpec {
+    let bias: ScoreMod = "tensor bias[head, q, k]: f32; score + bias".parse().unwrap();
+    AttentionSpec::packed(DType::F32, SHAPE, Packed { wide, ..MOST }).mask(Mask::causal_ends()).score_mod(bias).with_sink().with_stats()
+}
+
+/// Everything that a pass writes.
+fn written(emulated: &Emulated, task: &Task, [of_q, of_k]: Both, wide: bool) -> Result<Vec<Vec<u8>>, String> {
+    let mut random = Random::new(3);
+    let users = |operand: &Operand| task.plans().iter().flat_map(|plan| &plan.buffers).any(|b| b.operand == *operand && b.written);
+    let mut contents: Vec<(Operand, bool, Vec<u8>)> = Vec::new();
+    for (operand, _) in task.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
+        let bytes = task.reach(operand, Some(TOKENS)) as usize;
+        let is = |wanted: &str| matches!(operand, Operand::Declared { name, .. } if name == wanted);
+        let boundaries = is("cu_seqlens_q").then_some(of_q).or(is("cu_seqlens_kv").then_some(of_k));
+        let bytes = match boundaries {
+            Some(of) if wide => of.into_iter().flat_map(i64::to_le_bytes).collect(),
+            Some(of) => of.into_iter().flat_map(|n| (n as i32).to_le_bytes()).collect(),
+            None if users(operand) => vec![0xff; bytes],
+            None => (0..bytes / 4).flat_map(|_| (random.normal() as f32).to_le_bytes()).collect(),
+        };
+        contents.push((operand.clone(), users(operand), bytes));
+    }
+    let operands = contents.iter_mut().map(|(operand, written, bytes)| {
+        let contents = if *written { Contents::Written(bytes) } else { Contents::Read(Cow::Borrowed(&*bytes)) };
+        (operand.clone(), contents)
+    });
+    let call = Call { attn_scale: 0.3, tokens: Some(TOKENS), operands: operands.collect() };
+    let ready = emulated.prepare(task.clone()).map_err(|e| e.to_string())?;
+    ready.run(call).map_err(|e| e.to_string())?;
+    Ok(contents.into_iter().filter(|(_, written, _)| *written).map(|(.., bytes)| bytes).collect())
+}
+
+/// Whether kernels stay within the tokens, and take boundaries for what is left of them.
+///
+/// # Errors
+/// Which do not.
+pub(super) fn hold(emulated: &Emulated, kernels: Kernels) -> Result<(), String> {
+    for wide in [false, true] {
+        let gradient = spec(wide).backward().wrt(SINK, DType::F32).wrt("bias", DType::F32);
+        let (problem, gradient) = (spec(wide).validate().unwrap(), gradient.validate().unwrap());
+        let tasks = [Forward::from(&problem).task(Some(kernels)).unwrap(), Backward::from(&gradient).task(Some(kernels)).unwrap()];
+        for task in &tasks {
+            for [wrong, sound] in SAME {
+                // In 64 bits there is room for what no 32 can say.
+                let far = |n: i64| if wide && n.abs() >= GREATEST { n.saturating_mul(1 << 40) } else { n };
+                let got = written(emulated, task, wrong.map(|of| of.map(far)), wide)?;
+                if got != written(emulated, task, sound, wide)? {
+                    return Err(format!("{}: {wrong:?} are not {sound:?}", task.plans()[0].entry));
+                }
+            }
+            for falling in FALLING {
+                written(emulated, task, falling, wide)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn kernels_stay_within_the_tokens_whatever_boundaries_hold() {
+    let Some(toolchain) = emulation("wrong boundaries") else { return };
+    for kernels in Kernels::ALL {
+        hold(&Emulated::new(toolchain.clone(), 1), kernels).unwrap_or_else(|e| panic!("{kernels:?}: {e}"));
+    }
+}
+
+#[test]
+fn calls_with_wrong_boundaries_are_refused_before_anything_runs() {
+    let Some(toolchain) = emulation("calls with wrong boundaries") else { return };
+    let spec = AttentionSpec::packed(DType::F32, SHAPE, MOST);
+    let prepared = Emulated::new(toolchain, 1).executor().prepare(&spec.validate().unwrap()).unwrap();
+    let of = |rows: i64, heads: i64, dim: i64| vec![0.5f32; (rows * heads * dim) as usize];
+    let q = of(50, SHAPE.heads_q, SHAPE.dim_qk);
+    let (k, v) = (of(61, SHAPE.heads_kv, SHAPE.dim_qk), of(61, SHAPE.heads_kv, SHAPE.dim_v));
+    let call = |of_q: &[i32], of_k: &[i32]| {
+        let mut o = of(50, SHAPE.heads_q, SHAPE.dim_v);
+        let params = [("cu_seqlens_q", of_q), ("cu_seqlens_kv", of_k)].map(|(name, of)| Param { name, value: ParamValue::I32(of) });
+        let call = HostForward {
+            q: Elements::F32(&q),
+            k: Elements::F32(&k),
+            v: Elements::F32(&v),
+            o: ElementsMut::F32(&mut o),
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            attn_scale: None,
+            params: &params,
+        };
+        let told = match prepared.forward(call) {
+            Ok(_) => return Ok(()),
+            Err(Error::Spec(e)) => e.to_string(),
+            Err(e) => panic!("{e}"),
+        };
+        assert!(o.iter().all(|x| *x == 0.5), "{told}");
+        Err(told)
+    };
+    call(&[0, 20, 20, 33, 50], &[0, 20, 20, 33, 61]).unwrap();
+    for (of_q, of_k, told) in [
+        ([-1, 20, 20, 33, 50], [0, 20, 20, 33, 61], "parameter cu_seqlens_q[0] is -1: at least 0"),
+        ([0, 20, 20, 33, 50], [0, 20, 19, 33, 61], "parameter cu_seqlens_kv[2] is 19: boundaries never fall"),
+        ([0, 20, 20, 41, 50], [0, 20, 20, 33, 61], "at most 20 tokens of document 2"),
+        ([0, 20, 20, 33, 51], [0, 20, 20, 33, 61], "room for 51 tokens"),
+        ([0, 20, 20, 33, 50], [0, 20, 20, 33, 62], "room for 62 tokens"),
+    ] {
+        let said = call(&of_q, &of_k).unwrap_err();
+        assert!(said.contains(told), "{said}");
+    }
+}
