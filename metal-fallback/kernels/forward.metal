@@ -96,6 +96,13 @@ kernel void attention_forward(
             block_sum += scores[j][0] + scores[j][1];
         }
         row_sum = row_sum * shrink + row_total(block_sum);
+#if WITH_DROPOUT
+        UNROLL for (int j = 0; j < PASSING / 8; j++) {
+            UNROLL for (int e = 0; e < 2; e++) {
+                scores[j][e] *= left_of(int4(batch, head, query, start + j * 8 + column + e), params.heads_q, params.seq_q, CAPTURED);
+            }
+        }
+#endif
         UNROLL for (int d = 0; d < PADDED_V / 8; d++) {
             sums[d] *= shrink;
         }

@@ -94,8 +94,13 @@ kernel void attention_vector(
             UNROLL for (int i = 0; i < LANE_V; i++) {
                 sums[r][i] *= shrink;
             }
+#if WITH_DROPOUT
+            const float left = left_of(int4(batch, own.head, own.query, key_at), params.heads_q, params.seq_q, CAPTURED);
+#else
+            const float left = 1.0f;
+#endif
             // No weight is negative.
-            scores[r] = dropped ? -1.0f : weight;
+            scores[r] = dropped ? -1.0f : weight * left;
         }
         for (int j = 0; j < present; j++) {
             float value[LANE_V];

@@ -18,7 +18,7 @@ inline Row row_of(const device float* stats, const device float* delta, long at,
     return row_from(stats[at], delta[at]);
 }
 
-// A product of a query and a key becomes its weight; the gradient of the weight that of the product, but for the scale, or that of a
+// A product of a query and a key becomes its weight, as dropout leaves it; the gradient of the weight that of the product, but for the scale, or that of a
 // declared parameter. What is dropped weighs 0 and has no gradient, whatever its operands are. Whether the pair is kept.
 inline bool to_weight(
     thread float& product, thread float& gradient, float scale, Row row, bool kept, int4 place, constant BackwardParams& params,
@@ -37,11 +37,17 @@ inline bool to_weight(
 #endif
     kept = kept && !(score < LOWEST) && !(row.stats >= -(DROPPED));
     const float weight = kept ? exp2(score * LOG2_E - row.stats) : 0.0f;
+#if WITH_DROPOUT
+    const float left = left_of(place, params.heads_q, params.seq_q, captured);
+    float slope = weight * (gradient * left - row.delta);
+    product = weight * left;
+#else
     float slope = weight * (gradient - row.delta);
+    product = weight;
+#endif
 #if WITH_GRADIENT
     slope = score_mod_gradient(raw, slope, at, captured);
 #endif
-    product = weight;
     gradient = kept ? slope : 0.0f;
     return kept;
 }

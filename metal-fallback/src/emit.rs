@@ -1,7 +1,7 @@
 //! Traced expressions as MSL: one function for each, a statement for each value.
 
 use sdpa_core::DType;
-use sdpa_core::expr::{Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
+use sdpa_core::expr::{Axes, Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
 use std::fmt::Write;
 
 /// What score_mods and masks read: the declared parameters of all of them, each name once.
@@ -50,6 +50,19 @@ impl Captured {
             }
         }
         Captured { params, extents }
+    }
+
+    /// With one number of i64 more for each of these names.
+    #[must_use]
+    pub(crate) fn with_numbers<'n>(mut self, names: impl IntoIterator<Item = &'n str>) -> Captured {
+        let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: DType::I64 };
+        self.params.extend(names.into_iter().map(|name| Declared { name: name.to_owned(), kind, default: None }));
+        self
+    }
+
+    /// Where such a number is read.
+    pub(crate) fn number(&self, name: &str) -> String {
+        self.params.iter().find(|param| param.name == name).map_or_else(String::new, |param| self.read(param))
     }
 
     /// The names of scalars, as they lie in their buffer.

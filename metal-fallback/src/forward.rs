@@ -13,7 +13,7 @@ use crate::source::{
 };
 use crate::tiles::{SIMD, Tiles};
 use sdpa_core::expr::Trace;
-use sdpa_core::{DType, Ends, Packed, Reason, Region, Side, TensorSpec};
+use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, DType, Dropout, Ends, Packed, Reason, Region, Side, TensorSpec};
 use std::sync::Arc;
 
 /// Elements of a query, key or value at most.
@@ -55,6 +55,8 @@ pub struct Forward {
     pub keep: Option<Arc<Trace>>,
     /// Whether each query head has a number in the softmax's denominator that belongs to no key: [`SINK`](sdpa_core::SINK).
     pub sink: bool,
+    /// Which part of the weights is dropped at random, by [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`].
+    pub dropout: Option<Dropout>,
     /// Whether stats are written: f32, (batch, heads_q, seq_q), dense; −∞ where a row has no key.
     pub stats: bool,
 }
@@ -67,7 +69,9 @@ impl Forward {
 
     /// What traces read, that of a derivative too.
     pub(crate) fn captured(&self, gradient: Option<&Trace>) -> Captured {
-        Captured::of([self.score_mod.as_deref(), self.keep.as_deref(), gradient].into_iter().flatten(), self.extents())
+        let captured = Captured::of([self.score_mod.as_deref(), self.keep.as_deref(), gradient].into_iter().flatten(), self.extents());
+        let numbers = self.dropout.map(|_| [DROPOUT_SEED, DROPOUT_OFFSET]);
+        captured.with_numbers(numbers.into_iter().flatten())
     }
 
     /// Whether the kernels take the problem.

@@ -62,6 +62,7 @@ mod tests {
             score_mod: None,
             keep: None,
             sink: false,
+            dropout: None,
             stats: false,
         };
         let task = forward.task(None).unwrap();

@@ -43,6 +43,7 @@ mod tests {
             score_mod: None,
             keep: None,
             sink: false,
+            dropout: None,
             stats: false,
         };
         let plan = forward.plan().unwrap().plans.remove(0);

@@ -145,6 +145,7 @@ mod tests {
             score_mod: None,
             keep: None,
             sink: false,
+            dropout: None,
             stats: false,
         };
         let task = forward.task(Some(Kernels::Tiled)).unwrap();

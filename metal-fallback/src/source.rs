@@ -4,6 +4,7 @@ use crate::emit::Captured;
 use crate::forward::Forward;
 use crate::packed::boundary;
 use sdpa_core::expr::Trace;
+use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED};
 use std::fmt::Write;
 
 macro_rules! piece {
@@ -31,6 +32,7 @@ const SOFTMAX: Piece = piece!("softmax");
 const SPAN: Piece = piece!("span");
 const KEYS: Piece = piece!("keys");
 const SCORES: Piece = piece!("scores");
+const DROPOUT: Piece = piece!("dropout");
 const WEIGHTS: Piece = piece!("weights");
 const FRAGMENT: Piece = piece!("fragment");
 const ROWS: Piece = piece!("rows");
@@ -42,15 +44,15 @@ macro_rules! kernels {
     };
 }
 kernels! {
-    FORWARD = "attention_forward", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, SCORES, piece!("forward")];
-    VECTOR = "attention_vector", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, SCORES, piece!("vector")];
+    FORWARD = "attention_forward", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, SCORES, DROPOUT, piece!("forward")];
+    VECTOR = "attention_vector", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, SCORES, DROPOUT, piece!("vector")];
     MERGE = "attention_merge", scores: false, [SOFTMAX, SPAN, piece!("merge")];
     DELTA = "attention_delta", scores: false, [SPAN, piece!("delta")];
-    DQ = "attention_dq", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, WEIGHTS, piece!("dq")];
-    DKV = "attention_dkv", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, WEIGHTS, piece!("dkv")];
-    VECTOR_DQ = "attention_vector_dq", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, WEIGHTS, piece!("vector_dq")];
-    VECTOR_DKV = "attention_vector_dkv", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, WEIGHTS, piece!("vector_dkv")];
-    PARAMETER = "attention_parameter", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, WEIGHTS, piece!("parameter")];
+    DQ = "attention_dq", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("dq")];
+    DKV = "attention_dkv", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("dkv")];
+    VECTOR_DQ = "attention_vector_dq", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("vector_dq")];
+    VECTOR_DKV = "attention_vector_dkv", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("vector_dkv")];
+    PARAMETER = "attention_parameter", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("parameter")];
     SUM = "attention_sum", scores: false, [piece!("sum")];
     SINK = "attention_sink", scores: false, [SOFTMAX, SPAN, KEYS, piece!("sink")];
 }
@@ -108,10 +110,16 @@ impl Source<'_> {
             ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
             ("WITH_GRADIENT", self.gradient.is_some().into()),
             ("WITH_KEEP", problem.keep.is_some().into()),
+            ("WITH_DROPOUT", problem.dropout.is_some().into()),
         ];
         let features = if kernel.scores { &features[..] } else { &features[..2] };
         for (constant, value) in constants.iter().chain(features) {
             let _ = writeln!(text, "#define {constant} {value}");
+        }
+        if let Some(dropout) = problem.dropout.filter(|_| kernel.scores) {
+            let [seed, offset] = [DROPOUT_SEED, DROPOUT_OFFSET].map(|name| captured.number(name));
+            let _ = writeln!(text, "#define DROPOUT_SEED {seed}\n#define DROPOUT_OFFSET {offset}");
+            let _ = writeln!(text, "#define DROPOUT_MOST {}u\n#define DROPOUT_SCALE {}u", dropout.most(), dropout.scale().to_bits());
         }
         let _ = write!(text, "\n{}\n", self.params);
         if kernel.scores {

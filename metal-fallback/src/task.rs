@@ -240,6 +240,7 @@ mod tests {
             score_mod: None,
             keep: None,
             sink: false,
+            dropout: None,
             stats: true,
         }
     }

@@ -27,6 +27,7 @@ fn forward(seq_q: i64, seq_kv: i64) -> Forward {
         score_mod: None,
         keep: None,
         sink: false,
+        dropout: None,
         stats: true,
     }
 }

@@ -35,9 +35,6 @@ pub(crate) fn takes_anything_where_it_is_dropped(executor: &dyn Executor) {
 }
 
 pub(crate) fn drops_the_weights_that_the_generator_says(executor: &dyn Executor) {
-    if executor.name() == ExecutorName::METAL {
-        return say("SKIP metal drops_the_weights_that_the_generator_says: the kernels drop no weights");
-    }
     let compared = stays(executor).unwrap();
     say(&format!(
         "dropout {}: {} bits forward and {} backward, each as the generator says",

@@ -97,3 +97,10 @@ pub fn attention(p: &Problem<'_>, closures: &Closures<'_>) -> Answer {
 pub fn gradients(p: &Problem<'_>, closures: &Closures<'_>, d_o: &[f64]) -> Gradients {
     p.with(closures, |told| sdpa_oracle::gradients(told, Tensor::dense(&d_o, p.o_dims()), Given::Rounded))
 }
+
+/// Where weights stay: 1 or 0 for each place among (batch, heads_q, seq_q, seq_kv), in row-major order.
+pub fn stays(dropout: &Dropout, extents: [i64; 4]) -> Vec<f64> {
+    let axis = |n: i64, axis: usize| n / extents[axis + 1..].iter().product::<i64>() % extents[axis];
+    let places = (0..extents.iter().product::<i64>()).map(|n| [0, 1, 2, 3].map(|a| axis(n, a)));
+    places.map(|at| f64::from(u8::from(dropout.factor(at, extents) > 0.0))).collect()
+}

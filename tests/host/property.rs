@@ -194,10 +194,7 @@ fn of_dropout(forward: &Lowered, extents: [i64; 4], dropout: Dropout) -> Vec<(Te
     let numbers = [(DROPOUT_SEED, dropout.seed), (DROPOUT_OFFSET, dropout.offset)];
     let numbers = numbers.map(|(name, number)| (named(name).unwrap(), Value::new([1; 4], [number as f64])));
     let written = forward.graph.graph().ops().iter().find_map(|op| if let Op::Rng(rng) = op { Some(rng.y) } else { None });
-    let axis = |n: i64, axis: usize| n / extents[axis + 1..].iter().product::<i64>() % extents[axis];
-    let places = (0..extents.iter().product::<i64>()).map(|n| [0, 1, 2, 3].map(|a| axis(n, a)));
-    let stay: Vec<f64> = places.map(|at| f64::from(u8::from(dropout.factor(at, extents) > 0.0))).collect();
-    numbers.into_iter().chain([(written.unwrap(), Value::new(extents, stay))]).collect()
+    numbers.into_iter().chain([(written.unwrap(), Value::new(extents, oracle::stays(&dropout, extents)))]).collect()
 }
 
 /// The graph of one form, computed op by op in f64, against the oracle.

@@ -3,9 +3,9 @@
 use super::{NAME, boundaries, emulation, side_by_side, sink};
 use conformance::case::Case;
 use conformance::msl::mutations::{
-    BACKWARD, BOUNDARIES, CUT, CUT_PARTS, CUT_VECTOR, EDGES, ENDS, FORWARD, LONG, Mutation, ODD, ODD_SCORES, ODD_VECTOR, PACKED,
-    PACKED_BACKWARD, PACKED_FORWARD, PACKED_PARTS, PACKED_TILED, PACKED_TILED_BACKWARD, PACKED_VECTOR, PACKED_VECTOR_BACKWARD, PARAMETER,
-    PARTS, PAST, SCALES, SINK, SINK_GRADIENT, SINK_PARTS, SINK_VECTOR, VECTOR, VECTOR_BACKWARD,
+    BACKWARD, BOUNDARIES, CUT, CUT_PARTS, CUT_VECTOR, DROPOUT, DROPOUT_BACKWARD, EDGES, ENDS, FORWARD, LONG, Mutation, ODD, ODD_SCORES,
+    ODD_VECTOR, PACKED, PACKED_BACKWARD, PACKED_FORWARD, PACKED_PARTS, PACKED_TILED, PACKED_TILED_BACKWARD, PACKED_VECTOR,
+    PACKED_VECTOR_BACKWARD, PARAMETER, PARTS, PAST, SCALES, SINK, SINK_GRADIENT, SINK_PARTS, SINK_VECTOR, VECTOR, VECTOR_BACKWARD,
 };
 use conformance::msl::{Check, Emulated, Toolchain};
 use conformance::runner::{Drops, Outcome, Source, dropped, rounding, run_backward_case, run_case};
@@ -138,6 +138,30 @@ mask = ["padding", "window:13,5:ends", "window:2,inf"]
 stats = true
 "#;
 
+/// More than a square of queries and of keys, by large numbers.
+pub(super) const DROPPED: &str = r#"
+[[case]]
+name = "dropped weights 7"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 25, seq_kv = 70, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+stats = true
+dropout = 0.4
+
+[[case]]
+name = "dropped weights 11"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 25, seq_kv = 70, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+stats = true
+dropout = 0.4
+
+[[case]]
+name = "dropped weights 13"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 25, seq_kv = 70, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+stats = true
+dropout = 0.4
+"#;
+
 /// Documents whose keys have boundaries of their own, some of no queries, some of no keys; tokens of none in front and behind.
 pub(super) const DOCUMENTS: &str = r#"
 [[case]]
@@ -194,7 +218,7 @@ pub(super) enum With {
 
 type Faults = (&'static [Mutation], Kernels, With);
 
-const ALL: [Faults; 41] = [
+const ALL: [Faults; 47] = [
     (FORWARD, Kernels::Tiled, With::Forward(SMALL)),
     (BACKWARD, Kernels::Tiled, With::Backward(SMALL)),
     (VECTOR, Kernels::Vector, With::Forward(FEW)),
@@ -210,6 +234,12 @@ const ALL: [Faults; 41] = [
     (ENDS, Kernels::Tiled, With::Backward(ABOUT_ENDS)),
     (ENDS, Kernels::Vector, With::Forward(FEW_ABOUT_ENDS)),
     (ENDS, Kernels::Vector, With::Backward(FEW_ABOUT_ENDS)),
+    (DROPOUT, Kernels::Tiled, With::Forward(DROPPED)),
+    (DROPOUT, Kernels::Tiled, With::Backward(DROPPED)),
+    (DROPOUT, Kernels::Vector, With::Forward(DROPPED)),
+    (DROPOUT, Kernels::Vector, With::Backward(DROPPED)),
+    (DROPOUT_BACKWARD, Kernels::Tiled, With::Backward(DROPPED)),
+    (DROPOUT_BACKWARD, Kernels::Vector, With::Backward(DROPPED)),
     (PACKED, Kernels::Tiled, With::Forward(DOCUMENTS)),
     (PACKED, Kernels::Tiled, With::Backward(DOCUMENTS)),
     (PACKED, Kernels::Vector, With::Forward(FEW_DOCUMENTS)),

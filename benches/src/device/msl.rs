@@ -131,6 +131,7 @@ pub(crate) fn run(what: Option<&str>) -> Result<()> {
             run_all("cases", &gpu, &with_kernels(Case::all()?), &[])
                 + run_all("cases with score_mods", &gpu, &with_kernels(Case::all_library()?), &Source::ALL)
                 + run_all("cases with sinks", &gpu, &with_kernels(Case::all_sinks()?), &Source::ALL)
+                + run_all("cases with dropout", &gpu, &with_kernels(Case::all_dropout()?), &Source::ALL)
                 + run_all("cases with windows about the ends", &gpu, &with_kernels(Case::all_ends()?), &Source::ALL)
                 + run_all("cases with packed documents", &gpu, &with_kernels(Case::all_packed()?), &Source::ALL)
                 + run_all("backward cases", &gpu, &with_kernels(Case::all_backward()?), &Source::ALL)

@@ -73,6 +73,7 @@ fn task() -> Task {
         score_mod: None,
         keep: None,
         sink: false,
+        dropout: None,
         stats: false,
     };
     forward.task(None).unwrap()

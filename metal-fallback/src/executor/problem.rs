@@ -26,6 +26,7 @@ impl From<&Problem> for Forward {
             score_mod: problem.score_mod().cloned(),
             keep: kept.rest.clone(),
             sink: problem.sink(),
+            dropout: problem.dropout(),
             stats: problem.stats(),
         }
     }
@@ -60,8 +61,6 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
 pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
-    let dropped = problem.dropout().map_or(0.0, |dropout| dropout.p());
-    check.that(problem.dropout().is_none(), "dropout", dropped, "the kernels drop no weights");
     check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
     for statistic in [Statistic::RowMax, Statistic::SumExp] {
         check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
@@ -83,7 +82,7 @@ mod tests {
             (dense.clone(), &[][..]),
             (AttentionSpec::packed(DType::F16, shape, Packed::default()), &[]),
             (paged.with_sink(), &["paged"]),
-            (dense.clone().with_dropout(0.5), &["dropout"]),
+            (dense.clone().with_dropout(0.5), &[]),
             (dense.clone().mask(Mask::causal_ends()), &[]),
             (dense.clone().with_stats_in(StatsBase::Two), &["stats_base"]),
             (dense.clone().with_stats().with_row_max().with_sum_exp(), &["row_max", "sum_exp"]),

@@ -44,8 +44,8 @@ impl Dropout {
         (1.0 - self.p).recip()
     }
 
-    /// The largest of the 65,536 random numbers with which a weight stays.
-    fn most(self) -> u32 {
+    /// The largest of the 65,536 random numbers with which a weight stays; 65,536 where all do.
+    pub fn most(self) -> u32 {
         (self.keep() * 65536.0).floor() as u32
     }
 }

@@ -242,6 +242,37 @@ pub const ENDS: &[Mutation] = &[
     ),
 ];
 
+/// Dropout, of any kernel.
+pub const DROPOUT: &[Mutation] = &[
+    mutation("a round too few", "round < 7", "round < 6"),
+    mutation("the key stays as it is", "key_low += 0x9e3779b9u;", ""),
+    mutation("the upper half of the key stays as it is", "key_high += 0xbb67ae85u;", ""),
+    mutation("multipliers are swapped", "ulong(0xd2511f53u) * counter.word[0]", "ulong(0xd2511f53u) * counter.word[2]"),
+    mutation("the offset is left out", "ulong(DROPOUT_OFFSET) + 4", "4"),
+    mutation("the upper half of the seed is left out", "uint(seed >> 32)", "0u"),
+    mutation("every batch entry drops the same", "ulong(place.x) * ulong(heads) + ", ""),
+    mutation("every head drops the same", "+ ulong(place.y);", ";"),
+    mutation("keys of eight drop the same", "row * 8 + key % 8", "row * 8"),
+    mutation("pairs of queries drop the same", "+ query % 8 / 2;", ";"),
+    mutation(
+        "squares count keys first",
+        "key / 16 * ((uint(seq_q) + 15) / 16) + query / 16",
+        "query / 16 * ((uint(seq_q) + 15) / 16) + key / 16",
+    ),
+    mutation("squares are not rounded up", "(uint(seq_q) + 15) / 16", "uint(seq_q) / 16"),
+    mutation("the halves of a square are swapped", "key / 8 % 2 + query / 8 % 2 * 2", "query / 8 % 2 + key / 8 % 2 * 2"),
+    mutation("the upper half of a word comes first", "query % 2 == 0 ? word & 0xffffu", "query % 2 == 1 ? word & 0xffffu"),
+    mutation("the counter is cut off", "uint(n >> 34)", "0u"),
+    mutation("nothing makes up for what is dropped", "as_type<float>(DROPOUT_SCALE)", "1.0f"),
+];
+
+/// The same of those of a backward pass.
+pub const DROPOUT_BACKWARD: &[Mutation] = &[
+    mutation("gradients of weights that were dropped", "gradient * left - row.delta", "gradient - row.delta"),
+    mutation("values of weights that were dropped", "product = weight * left;", "product = weight;"),
+    mutation("nothing of a row whose weight was dropped", "gradient * left - row.delta", "(gradient - row.delta) * left"),
+];
+
 /// Documents, of any kernel.
 pub const PACKED: &[Mutation] = &[
     mutation("every document begins at the first token", "return Span{begin, int(", "return Span{0, int("),

@@ -210,9 +210,7 @@ impl Graph<'_> {
         let written = self.lowered.graph.graph().ops().iter().find_map(|op| if let Op::Rng(rng) = op { Some(rng.y) } else { None });
         assert_eq!(written.is_some(), dropout.is_some(), "weights are dropped where that is asked for");
         if let Some((id, dropout)) = written.zip(dropout) {
-            let axis = |n: i64, axis: usize| n / extents[axis + 1..].iter().product::<i64>() % extents[axis];
-            let places = (0..extents.iter().product::<i64>()).map(|n| [0, 1, 2, 3].map(|a| axis(n, a)));
-            self.set(id, places.map(|at| f64::from(u8::from(dropout.factor(at, extents) > 0.0))).collect());
+            self.set(id, oracle::stays(&dropout, extents));
         }
     }
 
