@@ -45,7 +45,9 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
         allowed(&documents).contains("with batch entries that are padded") && allowed(&documents).contains("forward alone"),
         "{documents}"
     );
-    assert_eq!(documents["metal"]["taken"], false);
+    assert_eq!(documents["metal"]["taken"], true);
+    let pages = of(&format!("--shape 4,8,2,100,100,64 --paged 16 --device a100 {NOWHERE}"));
+    assert_eq!((&pages["cpu"]["taken"], &pages["metal"]["taken"]), (&true.into(), &false.into()));
 }
 
 #[test]
