@@ -69,7 +69,7 @@ pub const SQUARE: usize = 16;
 
 /// Which weights of a call stay.
 ///
-/// The generator is that of cuDNN's engines, read off what they write: Philox4x32 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*,
+/// The generator is that of cuDNN's engines, read off what they write on an H200: Philox4x32 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*,
 /// SC 2011) with seven rounds. For a query `q` and a key `k` of a head `h` of a batch entry `b`:
 ///
 /// ```text

@@ -25,12 +25,12 @@ pub(super) fn check(made: &mut Outline<'_>, problem: &Problem, told: &Told) -> R
     if lengths.iter().all(Option::is_none) && pages.is_none() {
         return Ok(());
     }
-    let (batch, none) = (problem.batch(), [Argument::Fixed(0); 3]);
+    let (batch, none) = (problem.batch(), Argument::Fixed(0));
     let (mut arguments, mut spared_by, mut names) = (vec![Argument::Fixed(batch)], Vec::new(), Vec::new());
     for side in Side::ALL {
         let Some((which, to)) = lengths[side as usize] else {
             // Keys that nobody counts are as many as there may be.
-            arguments.extend([none[0], Argument::Fixed(problem.seq(side)), none[0]]);
+            arguments.extend([none, Argument::Fixed(problem.seq(side)), none]);
             continue;
         };
         let name = which.param();
@@ -55,12 +55,11 @@ pub(super) fn check(made: &mut Outline<'_>, problem: &Problem, told: &Told) -> R
             arguments.extend([Argument::Slot(table), Argument::Fixed(given), Argument::Slot(*to)]);
             threads = batch * each;
             names.push(PAGE_TABLE);
-            spared_by.clear();
         }
-        (_, _) => arguments.extend([Argument::Fixed(0); 7]),
+        (_, _) => arguments.extend([none; 7]),
     }
-    // Where lengths are not all promised, those that are lie where they are read.
-    if spared_by.len() < lengths.iter().flatten().count() {
+    // No promise spares the check of a table.
+    if pages.is_some() {
         spared_by.clear();
     }
     let blocks = threads.unsigned_abs().div_ceil(THREADS.into());
