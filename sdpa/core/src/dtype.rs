@@ -15,7 +15,7 @@ pub enum DType {
     BF16,
     /// Signed 32-bit integer.
     I32,
-    /// Signed 64-bit integer: boundaries of packed documents alone.
+    /// Signed 64-bit integer: boundaries of packed documents, and the numbers of dropout, alone.
     I64,
     /// A truth value: a byte, 0 or 1.
     Bool,

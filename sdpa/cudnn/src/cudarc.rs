@@ -95,7 +95,7 @@ pub enum Value<'a> {
     BF16(&'a CudaSlice<half::bf16>),
     /// For a tensor of i32.
     I32(&'a CudaSlice<i32>),
-    /// For boundaries of packed documents of i64.
+    /// For a tensor of i64: boundaries of packed documents, the numbers of dropout.
     I64(&'a CudaSlice<i64>),
     /// For a tensor of truth values: bytes, 0 or 1.
     Bool(&'a CudaSlice<u8>),
