@@ -37,9 +37,12 @@ impl Measured for Distance {
         let [stats, row_max, sum_exp] = self.statistics();
         let more = [("row_max", row_max), ("sum_exp", sum_exp)].into_iter().filter_map(|(name, of_rows)| Some((name, of_rows?.ratio)));
         let more: String = more.map(|(name, ratio)| format!(", {name} {ratio:.2}")).collect();
+        let named = [("o", Some(self.o)), ("stats", stats), ("row_max", row_max), ("sum_exp", sum_exp)];
+        let wrong = named.into_iter().filter_map(|(name, worst)| Some((name, worst.filter(|worst| worst.ratio > 1.0)?)));
+        let wrong: String = wrong.map(|(name, w)| format!("; {name} is {:e}, not {:e} to {:.1e}", w.got, w.want, w.tolerance)).collect();
         let stats = stats.map_or(0.0, |stats| stats.ratio);
         let undecided = undecided(Distance::undecided(self));
-        format!("{:.1e} relative, {:.2} and {stats:.2} of the tolerance{more}{undecided}", self.o_relative(), self.o.ratio)
+        format!("{:.1e} relative, {:.2} and {stats:.2} of the tolerance{more}{undecided}{wrong}", self.o_relative(), self.o.ratio)
     }
 }
 

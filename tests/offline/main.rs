@@ -8,3 +8,4 @@ mod kernels;
 mod policy;
 mod sinks;
 mod statistics;
+mod sums;

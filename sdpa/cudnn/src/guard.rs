@@ -53,7 +53,7 @@ fn wide_keys(job: &Job) -> bool {
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 13] = [
+const DECLINED: [Declined; 14] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::PaddingWithoutNumbers, is_padded),
@@ -66,6 +66,7 @@ const DECLINED: [Declined; 13] = [
     (Quirk::PastTheKeys, |j| j.problem().seq_kv() % 128 != 0),
     (Quirk::PackedWideKeys, |j| j.problem().packed().is_some() && j.problem().dim_qk() > 192 && j.problem().dim_v() <= 128),
     (Quirk::OrderOfWideKeys, |j| j.deterministic() && wide_keys(j)),
+    (Quirk::RowsUntold, |j| !is_backward(j) && (j.problem().row_max() || j.problem().sum_exp())),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
 

@@ -126,6 +126,7 @@ impl Planned {
             | Role::Entries(_)
             | Role::Sink
             | Role::SinkGradient
+            | Role::RowSums
             | Role::Unpaired(_) => None,
         });
         copied.collect()

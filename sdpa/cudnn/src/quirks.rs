@@ -177,6 +177,16 @@ quirks! {
         so: "a kernel clamps them, unless the caller promises that they need it not", versions: EVERY, sm: ANY, passes: Both,
         source: "seen on an H200 under 9.19.0", test: "device lengths",
     }
+    RowsUntold {
+        what: "row maxima and sums of exponentials beside a softmax that is spelled in ops are not written",
+        so: "declined", versions: to(20, 99), sm: ANY, passes: Forward,
+        source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    SumsOfNoKeys {
+        what: "rows past the lengths of their batch entries get −∞ for a sum of exponentials, as if it were stats",
+        so: "a kernel makes 0 of it", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H200 under 9.27.0", test: "sums_of_nothing_are_nothing",
+    }
     PaddingInTheUnifiedForm {
         what: "unified form: lengths beside a score_mod or a rule give wrong numbers for some of them",
         so: "refused; the composite form takes them", versions: EVERY, sm: ANY, passes: Forward,

@@ -78,7 +78,11 @@ pub(crate) struct Wanted {
 /// The element that is furthest past, or nearest to, its tolerance.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Worst {
-    /// Its distance from the oracle's.
+    /// What it is.
+    pub got: f64,
+    /// What it should be.
+    pub want: f64,
+    /// The distance between the two.
     pub error: f64,
     /// How large that may be.
     pub tolerance: f64,
@@ -100,6 +104,8 @@ impl Worst {
         // Infinite tolerances would forgive what is not a number.
         let comparable = same || (want.is_finite() && got.is_finite() && !ratio.is_nan());
         Worst {
+            got,
+            want,
             error: if error.is_nan() { f64::INFINITY } else { error },
             tolerance,
             ratio: if comparable { ratio } else { f64::INFINITY },

@@ -1,16 +1,21 @@
 //! Row maxima and sums of exponentials.
 
 use super::{forward, recorder, spec, what};
+use crate::is_newer;
 use conformance::recorder::entry::{DOWNLOAD, EXECUTION, FILL, UPLOAD};
 use conformance::recorder::whole;
 use cudnn_graph::DeviceSlice;
 use half::bf16;
 use sdpa::cudnn::DeviceForward;
-use sdpa::{Elements, ElementsMut, Executor, HostForward, Statistic};
+use sdpa::cudnn::schedule::{Role, Step};
+use sdpa::{Elements, ElementsMut, Executor, HostForward, Mask, Statistic};
 
 /// Each goes to its own tensor of the graph, and is there exactly when it is asked for.
 #[test]
 fn each_statistic_is_bound_where_it_is_asked_for() {
+    if !is_newer("calls::statistics::each_statistic_is_bound_where_it_is_asked_for") {
+        return;
+    }
     for n in 0..8 {
         let mut asked = spec();
         [asked.stats, asked.row_max, asked.sum_exp] = [1, 2, 4].map(|bit| n & bit != 0);
@@ -50,6 +55,9 @@ fn each_statistic_is_bound_where_it_is_asked_for() {
 
 #[test]
 fn what_is_missing_or_too_many_is_told_by_name() {
+    if !is_newer("calls::statistics::what_is_missing_or_too_many_is_told_by_name") {
+        return;
+    }
     let Some(f) = forward(spec().with_row_max()) else { return };
     let memory = f.recorder.buffer(2 * 8 * 64 * 4);
     let wrong = DeviceForward { sum_exp: Some(whole(&memory)), ..f.memory.call(false, None) };
@@ -59,6 +67,9 @@ fn what_is_missing_or_too_many_is_told_by_name() {
 
 #[test]
 fn they_come_down_to_host_memory() {
+    if !is_newer("calls::statistics::they_come_down_to_host_memory") {
+        return;
+    }
     let Some(recorder) = recorder() else { return };
     let spec = spec().with_row_max().with_sum_exp();
     let prepared = recorder.executor().prepare(&spec.validate().unwrap()).unwrap();
@@ -80,4 +91,25 @@ fn they_come_down_to_host_memory() {
     assert_eq!(what(&entries), [UPLOAD, UPLOAD, UPLOAD, FILL, FILL, FILL, FILL, EXECUTION, DOWNLOAD, DOWNLOAD, DOWNLOAD]);
     let to: Vec<u64> = entries[8..].iter().map(|e| e.to).collect();
     assert_eq!(to, [o.as_ptr().addr() as u64, row_max.as_ptr().addr() as u64, sum_exp.as_ptr().addr() as u64]);
+}
+
+/// Of whom engines say that the sum is −∞.
+#[test]
+fn sums_are_mended_where_entries_have_lengths() {
+    if !is_newer("calls::statistics::sums_are_mended_where_entries_have_lengths") {
+        return;
+    }
+    let padded = || spec().mask(Mask::padding());
+    for (spec, mended) in [
+        (padded().with_sum_exp(), true),
+        (padded().with_row_max().with_stats(), false),
+        (spec().with_sum_exp(), false),
+        (padded().with_sum_exp().with_row_max(), true),
+    ] {
+        let Some(recorder) = recorder() else { return };
+        let (planned, _) = recorder.executor().attention(&spec.validate().unwrap()).unwrap();
+        let place = |step: &Step<_>| matches!(step, Step::Launch(launch) if launch.role == Role::RowSums);
+        let last = planned.schedule.steps().last().is_some_and(place);
+        assert_eq!((planned.schedule.steps().iter().filter(|step| place(step)).count(), last), (usize::from(mended), mended));
+    }
 }

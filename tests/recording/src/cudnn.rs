@@ -2,7 +2,7 @@
 
 use crate::descriptor::{BAD_PARAM, NOT_FINALIZED, Node, State, attribute, kind, ty, unreadable};
 use crate::entry::EXECUTION;
-use crate::graph::{VERSION, WORKSPACE};
+use crate::graph::{WORKSPACE, version};
 use crate::record::{self, refuse, said};
 use crate::timeline::{self, Work};
 use crate::{driver, memory, store};
@@ -69,8 +69,8 @@ unsafe fn fill(from: &Node, requested: i64, count: *mut i64, elements: Ptr) -> c
 }
 
 exported! {
-    /// 9.19.0.
-    fn cudnnGetVersion() -> usize { VERSION }
+    /// 9.19.0, or what the environment says.
+    fn cudnnGetVersion() -> usize { version() }
 
     /// Why the last call of this thread was refused.
     fn cudnnGetLastErrorString(text: *mut c_char, length: usize) -> () {

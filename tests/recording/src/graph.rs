@@ -3,11 +3,15 @@
 use crate::descriptor::Pack;
 use crate::entry::TENSORS;
 use crate::memory;
+use std::sync::OnceLock;
 
 /// Workspace of every plan.
 pub(crate) const WORKSPACE: u64 = 4096;
-/// The version that is said, as cuDNN counts it.
-pub(crate) const VERSION: usize = 91900;
+/// The version that is said, as cuDNN counts it: that of the environment's `RECORDING_CUDNN` in a process that has one.
+pub(crate) fn version() -> usize {
+    static SAID: OnceLock<usize> = OnceLock::new();
+    *SAID.get_or_init(|| std::env::var("RECORDING_CUDNN").ok().and_then(|text| text.parse().ok()).unwrap_or(91900))
+}
 
 /// A tensor of a graph.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -80,7 +84,8 @@ impl Graph {
     pub(crate) fn to_json(&self) -> String {
         let row = |t: &Tensor| format!("{} {} {} {}", t.uid, t.bytes, t.alignment, u8::from(t.by_value));
         let rows: Vec<String> = self.tensors.iter().map(row).collect();
-        format!("{{\"cudnnVersion\":{VERSION},\"recorded\":\"{};{}\"}}", self.operations, rows.join(";"))
+        let version = version();
+        format!("{{\"cudnnVersion\":{version},\"recorded\":\"{};{}\"}}", self.operations, rows.join(";"))
     }
 
     pub(crate) fn from_json(json: &str) -> Option<Graph> {

@@ -39,7 +39,7 @@ struct Worst {
 
 impl From<sdpa_oracle::Worst> for Worst {
     fn from(worst: sdpa_oracle::Worst) -> Worst {
-        let sdpa_oracle::Worst { error, tolerance, ratio, undecided } = worst;
+        let sdpa_oracle::Worst { got: _, want: _, error, tolerance, ratio, undecided } = worst;
         Worst { error, tolerance, ratio, undecided }
     }
 }

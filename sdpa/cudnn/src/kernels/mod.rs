@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 const DOCUMENTS: &str = concat!(include_str!("documents.ptx"), "\0");
 const ENTRIES: &str = concat!(include_str!("entries.ptx"), "\0");
 const SINKS: &str = concat!(include_str!("sinks.ptx"), "\0");
+const SUMS: &str = concat!(include_str!("sums.ptx"), "\0");
 
 /// Offsets of packed documents that one launch can compute.
 pub const OFFSETS: usize = 9;
@@ -28,11 +29,13 @@ pub enum Own {
     SinkGradient,
     /// Lengths of batch entries and a page table as engines may be given them.
     Entries,
+    /// Sums of exponentials of rows without keys.
+    RowSums,
 }
 
 impl Own {
     /// Every kernel, those of a text one behind the other.
-    pub const ALL: [Own; 6] = [Own::Documents, Own::Unpaired, Own::SinkRows, Own::SinkParts, Own::SinkGradient, Own::Entries];
+    pub const ALL: [Own; 7] = [Own::Documents, Own::Unpaired, Own::SinkRows, Own::SinkParts, Own::SinkGradient, Own::Entries, Own::RowSums];
 
     /// Its name in the PTX.
     pub const fn name(self) -> &'static CStr {
@@ -43,6 +46,7 @@ impl Own {
             Own::SinkParts => c"sink_parts",
             Own::SinkGradient => c"sink_gradient",
             Own::Entries => c"entries",
+            Own::RowSums => c"row_sums",
         }
     }
 
@@ -52,6 +56,7 @@ impl Own {
             Own::Documents | Own::Unpaired => DOCUMENTS,
             Own::SinkRows | Own::SinkParts | Own::SinkGradient => SINKS,
             Own::Entries => ENTRIES,
+            Own::RowSums => SUMS,
         }
     }
 }

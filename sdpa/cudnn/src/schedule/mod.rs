@@ -8,6 +8,7 @@ mod documents;
 mod entries;
 mod outline;
 mod sink;
+mod sums;
 mod text;
 
 pub(super) use digest::outline as outline_digest;
@@ -114,6 +115,8 @@ pub enum Role {
     Sink,
     /// The gradient of sinks.
     SinkGradient,
+    /// Makes 0 of the sums of exponentials of rows without keys.
+    RowSums,
     /// Fills the rows of a result that belong to documents without tokens on the other side.
     Unpaired(String),
 }
@@ -130,6 +133,7 @@ impl fmt::Display for Role {
             Role::Entries(names) => write!(f, "check of {}", names.join(" and ")),
             Role::Sink => f.write_str("sinks of rows"),
             Role::SinkGradient => f.write_str("gradient of sinks"),
+            Role::RowSums => f.write_str("sums of rows without keys"),
             Role::Unpaired(name) => write!(f, "rows of {name} without the other side"),
         }
     }

@@ -1,7 +1,7 @@
 //! From a lowered pass to its schedule: the attention, and what has to happen around it.
 
 use super::{Contents, Number, Port, Role, Run, Schedule, Slot, SlotId, Source, Step};
-use super::{documents, entries, sink};
+use super::{documents, entries, sink, sums};
 use crate::error::Error;
 use crate::lower::{self, CopyGraph, Guarded, Job, Lowered, Statistic, Supply};
 use cudnn_graph::bind::Ports;
@@ -95,6 +95,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
     entries::check(&mut made, job.problem(), &checked)?;
     made.run(Role::Attention, Arc::new(lowered.graph.clone()), &bound, numbers)?;
     sink::add(&mut made, dense, lowered, &bound)?;
+    sums::mend(&mut made, dense, lowered, &bound)?;
     for sums in lowered.sums()? {
         made.sums(sums, &bound)?;
     }

@@ -9,7 +9,7 @@ use cudnn_graph::ir::TensorId;
 use sdpa_core::problem::Problem;
 use sdpa_core::{BackwardProblem, DType, Dropout, SINK};
 
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 const WARP: i64 = 32;
 
 /// Elements as the kernels know them.
@@ -21,7 +21,7 @@ fn number(dtype: DType) -> i64 {
     }
 }
 
-fn blocks(threads: i64) -> u32 {
+pub(super) fn blocks(threads: i64) -> u32 {
     u32::try_from(threads.unsigned_abs().div_ceil(u64::from(THREADS))).unwrap_or(u32::MAX)
 }
 

@@ -1,0 +1,31 @@
+//! A step behind the attention for the sums of rows without keys.
+
+use super::outline::Outline;
+use super::sink::{THREADS, blocks, slot_of};
+use super::{Argument, Launch, Role, Step};
+use crate::error::Error;
+use crate::kernels::Own;
+use crate::lower::{Job, Lowered, Statistic};
+use crate::schedule::SlotId;
+use cudnn_graph::ir::TensorId;
+use sdpa_core::Side;
+
+/// Makes 0 of the sums of rows that batch entries do not have ([`Quirk::SumsOfNoKeys`](crate::Quirk::SumsOfNoKeys)).
+pub(super) fn mend(made: &mut Outline<'_>, job: &Job, lowered: &Lowered, bound: &[(TensorId, SlotId)]) -> Result<(), Error> {
+    let Job::Forward(problem) = job else { return Ok(()) };
+    let Some(sums) = lowered.statistic(Statistic::SumExp) else { return Ok(()) };
+    // Packed documents have no such rows.
+    if problem.packed().is_some() || !Side::ALL.into_iter().any(|side| problem.has_lengths(side)) {
+        return Ok(());
+    }
+    let count = problem.stats_elements();
+    let arguments = vec![Argument::Fixed(count), Argument::Slot(slot_of(bound, sums)?)];
+    made.step(Step::Launch(Launch {
+        role: Role::RowSums,
+        kernel: Own::RowSums,
+        grid: [blocks(count), THREADS],
+        arguments,
+        spared_by: Vec::new(),
+    }));
+    Ok(())
+}
