@@ -41,7 +41,7 @@ pub(crate) fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) ->
     Ok(buffer)
 }
 
-/// Lengths and documents that mean something; anything else is random.
+/// Lengths and documents that mean something, seed and offset of dropout; anything else is random.
 fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buffer>> {
     let ParamKind::Tensor { axes, dtype } = p.kind else { return Ok(None) };
     let elements = axes.elements(extents);
@@ -62,6 +62,11 @@ fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buff
         let values: Vec<i32> = (0..elements).map(|n| value(n) as i32).collect();
         let mut buffer = Buffer::new(stream.device(), values.len() * 4)?;
         buffer.upload(stream, 0, &values)?;
+        return Ok(Some(buffer));
+    }
+    if dtype == DType::I64 {
+        let mut buffer = Buffer::new(stream.device(), 8 * elements as usize)?;
+        buffer.upload(stream, 0, &vec![5i64; elements as usize])?;
         return Ok(Some(buffer));
     }
     if dtype == DType::Bool {

@@ -39,6 +39,9 @@ struct Question {
     /// Query heads have numbers in the denominator.
     #[serde(default)]
     sink: bool,
+    /// Part of the weights that is dropped.
+    #[serde(default)]
+    dropout: Option<f32>,
     /// `composite` or `unified`; else the better one.
     #[serde(default)]
     form: Option<Form>,
@@ -105,6 +108,9 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
         spec = AttentionSpec::paged(question.dtype, question.shape, Paged { page_size, pages: per_entry * question.shape.batch });
     }
     spec.sink = question.sink;
+    if let Some(p) = question.dropout {
+        spec = spec.with_dropout(p);
+    }
     for text in &question.score_mod {
         spec = spec.score_mod(text.parse()?);
     }
