@@ -1,4 +1,4 @@
-//! cudarc's streams and slices for the raw tier.
+//! cudarc's streams and slices for the raw tier. Slices may be views of a part (`CudaView`), which begin wherever they do.
 //!
 //! ```no_run
 //! use cudarc::driver::CudaContext;
@@ -24,10 +24,10 @@
 
 use crate::error::Error;
 use crate::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
 use cudnn_graph::{DeviceSlice, Handle, Library, RawStream, Stream};
 use sdpa_core::DType;
-use sdpa_core::backward::BackwardSpec;
+use sdpa_core::backward::{BackwardSpec, GradientSpec};
 use sdpa_core::device::{DeviceParams, with_defaults};
 use sdpa_core::error::{SpecError, SpecErrors};
 use sdpa_core::expr::Declared;
@@ -39,6 +39,10 @@ use std::sync::Arc;
 pub trait Element: DeviceRepr {
     /// The element type as data.
     const DTYPE: DType;
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
 }
 
 impl Element for half::f16 {
@@ -74,7 +78,7 @@ impl From<cudnn_graph::Error> for CudarcError {
 }
 
 /// A declared parameter over cudarc's slices.
-#[derive(Debug)]
+#[derive(Clone, Copy)]
 pub struct Param<'a> {
     /// The name that it was declared by.
     pub name: &'a str,
@@ -83,41 +87,42 @@ pub struct Param<'a> {
 }
 
 /// The value of a parameter.
-#[derive(Debug)]
+#[derive(Clone, Copy)]
 pub enum Value<'a> {
     /// For a scalar.
     Scalar(f32),
     /// For a tensor of f32, dense.
-    F32(&'a CudaSlice<f32>),
+    F32(&'a dyn DevicePtr<f32>),
     /// For a tensor of f16.
-    F16(&'a CudaSlice<half::f16>),
+    F16(&'a dyn DevicePtr<half::f16>),
     /// For a tensor of bf16.
-    BF16(&'a CudaSlice<half::bf16>),
+    BF16(&'a dyn DevicePtr<half::bf16>),
     /// For a tensor of i32.
-    I32(&'a CudaSlice<i32>),
+    I32(&'a dyn DevicePtr<i32>),
+    /// For a tensor of i32: numbers below 2³¹, of the same bits.
+    U32(&'a dyn DevicePtr<u32>),
     /// For a tensor of i64: boundaries of packed documents, the numbers of dropout.
-    I64(&'a CudaSlice<i64>),
+    I64(&'a dyn DevicePtr<i64>),
     /// For a tensor of truth values: bytes, 0 or 1.
-    Bool(&'a CudaSlice<u8>),
+    Bool(&'a dyn DevicePtr<u8>),
 }
 
 /// One forward call.
-#[derive(Debug)]
 pub struct Forward<'a, T> {
     /// Queries, strided as the specification says.
-    pub q: &'a CudaSlice<T>,
+    pub q: &'a dyn DevicePtr<T>,
     /// Keys, strided as the specification says.
-    pub k: &'a CudaSlice<T>,
+    pub k: &'a dyn DevicePtr<T>,
     /// Values, strided as the specification says.
-    pub v: &'a CudaSlice<T>,
+    pub v: &'a dyn DevicePtr<T>,
     /// Output, strided as the specification says.
-    pub o: &'a mut CudaSlice<T>,
+    pub o: &'a mut dyn DevicePtrMut<T>,
     /// (batch, heads_q, seq_q); there exactly when the specification asks for stats.
-    pub stats: Option<&'a mut CudaSlice<f32>>,
+    pub stats: Option<&'a mut dyn DevicePtrMut<f32>>,
     /// As stats, the largest score of each row; there exactly when the specification asks for it.
-    pub row_max: Option<&'a mut CudaSlice<f32>>,
+    pub row_max: Option<&'a mut dyn DevicePtrMut<f32>>,
     /// As stats, the sum of exponentials of each row; there exactly when the specification asks for it.
-    pub sum_exp: Option<&'a mut CudaSlice<f32>>,
+    pub sum_exp: Option<&'a mut dyn DevicePtrMut<f32>>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters.
@@ -125,32 +130,51 @@ pub struct Forward<'a, T> {
 }
 
 /// One backward call.
-#[derive(Debug)]
 pub struct Backward<'a, T> {
     /// Queries, strided as the specification says.
-    pub q: &'a CudaSlice<T>,
+    pub q: &'a dyn DevicePtr<T>,
     /// Keys, strided as the specification says.
-    pub k: &'a CudaSlice<T>,
+    pub k: &'a dyn DevicePtr<T>,
     /// Values, strided as the specification says.
-    pub v: &'a CudaSlice<T>,
+    pub v: &'a dyn DevicePtr<T>,
     /// Output of the forward pass.
-    pub o: &'a CudaSlice<T>,
+    pub o: &'a dyn DevicePtr<T>,
     /// (batch, heads_q, seq_q): the forward pass's.
-    pub stats: &'a CudaSlice<f32>,
+    pub stats: &'a dyn DevicePtr<f32>,
     /// Gradient of the output.
-    pub d_o: &'a CudaSlice<T>,
+    pub d_o: &'a dyn DevicePtr<T>,
     /// Gradient of the queries.
-    pub dq: &'a mut CudaSlice<T>,
+    pub dq: &'a mut dyn DevicePtrMut<T>,
     /// Gradient of the keys.
-    pub dk: &'a mut CudaSlice<T>,
+    pub dk: &'a mut dyn DevicePtrMut<T>,
     /// Gradient of the values.
-    pub dv: &'a mut CudaSlice<T>,
+    pub dv: &'a mut dyn DevicePtrMut<T>,
     /// The scale of the forward pass.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters, those of the forward pass.
     pub params: &'a [Param<'a>],
-    /// Gradients of declared parameters, of the type of the operands: each that the specification asks for, once.
-    pub gradients: Vec<(&'a str, &'a mut CudaSlice<T>)>,
+    /// Gradients of declared parameters: each that the specification asks for, once, of the type that it asks for.
+    pub gradients: Vec<(&'a str, ValueMut<'a>)>,
+}
+
+/// Where the gradient of a parameter goes, dense.
+pub enum ValueMut<'a> {
+    /// As f32.
+    F32(&'a mut dyn DevicePtrMut<f32>),
+    /// As f16.
+    F16(&'a mut dyn DevicePtrMut<half::f16>),
+    /// As bf16.
+    BF16(&'a mut dyn DevicePtrMut<half::bf16>),
+}
+
+impl ValueMut<'_> {
+    fn dtype(&self) -> DType {
+        match self {
+            ValueMut::F32(_) => DType::F32,
+            ValueMut::F16(_) => DType::F16,
+            ValueMut::BF16(_) => DType::BF16,
+        }
+    }
 }
 
 /// Plans of one specification, to be called with cudarc's slices.
@@ -161,6 +185,8 @@ pub struct Attention {
     dtype: DType,
     /// With the defaults of this specification.
     params: Vec<Declared>,
+    /// Gradients of parameters that a backward pass is asked for.
+    wrt: Vec<GradientSpec>,
     planned: Arc<Planned>,
 }
 
@@ -173,27 +199,39 @@ struct Slices<'a> {
 }
 
 impl<'a> Slices<'a> {
-    fn place<T>(&mut self, name: &str, slice: &CudaSlice<T>) {
-        let (there, here) = (slice.context().ordinal(), self.stream.context().ordinal());
+    fn place(&mut self, name: &str, stream: &CudaStream) {
+        let (there, here) = (stream.context().ordinal(), self.stream.context().ordinal());
         if there != here {
             self.errors.push(SpecError::new(format!("{name} device"), there, format!("the stream's, {here}")));
         }
     }
 
-    fn read<T: DeviceRepr>(&mut self, name: &str, slice: &'a CudaSlice<T>) -> DeviceSlice {
-        self.place(name, slice);
+    fn read<T>(&mut self, name: &str, slice: &'a dyn DevicePtr<T>) -> DeviceSlice {
+        self.place(name, slice.stream());
         let bytes = slice.num_bytes() as u64;
         let (address, guard) = slice.device_ptr(self.stream);
         self.guards.push(guard);
         DeviceSlice { address, bytes }
     }
 
-    fn write<T: DeviceRepr>(&mut self, name: &str, slice: &'a mut CudaSlice<T>) -> DeviceSlice {
-        self.place(name, slice);
+    fn write<T>(&mut self, name: &str, slice: &'a mut dyn DevicePtrMut<T>) -> DeviceSlice {
+        self.place(name, slice.stream());
         let bytes = slice.num_bytes() as u64;
         let (address, guard) = slice.device_ptr_mut(self.stream);
         self.guards.push(guard);
         DeviceSlice { address, bytes }
+    }
+
+    fn gradient(&mut self, wrt: &[GradientSpec], name: &str, value: ValueMut<'a>) -> DeviceSlice {
+        let (given, asked) = (value.dtype(), wrt.iter().find(|g| g.name == name));
+        if let Some(asked) = asked.filter(|asked| asked.dtype != given) {
+            self.errors.push(SpecError::new(format!("gradient of {name}"), given, format!("the specification's, {}", asked.dtype)));
+        }
+        match value {
+            ValueMut::F32(x) => self.write(name, x),
+            ValueMut::F16(x) => self.write(name, x),
+            ValueMut::BF16(x) => self.write(name, x),
+        }
     }
 
     fn params(&mut self, params: &'a [Param<'a>]) -> DeviceParams<'a, DeviceSlice> {
@@ -203,6 +241,7 @@ impl<'a> Slices<'a> {
             Value::F16(x) => DeviceValue::Tensor(DType::F16, slices.read(p.name, x)),
             Value::BF16(x) => DeviceValue::Tensor(DType::BF16, slices.read(p.name, x)),
             Value::I32(x) => DeviceValue::Tensor(DType::I32, slices.read(p.name, x)),
+            Value::U32(x) => DeviceValue::Tensor(DType::I32, slices.read(p.name, x)),
             Value::I64(x) => DeviceValue::Tensor(DType::I64, slices.read(p.name, x)),
             Value::Bool(x) => DeviceValue::Tensor(DType::Bool, slices.read(p.name, x)),
         };
@@ -217,7 +256,7 @@ impl Attention {
     /// Every rule that the specification breaks; every reason why cuDNN does not run it; the environment's.
     pub fn new(executor: &CudnnExecutor, spec: &AttentionSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
-        Ok(Attention::of(executor, spec.dtype, problem.params(), executor.attention(&problem)?.0))
+        Ok(Attention::of(executor, spec.dtype, problem.params(), &[], executor.attention(&problem)?.0))
     }
 
     /// Takes the plans of a backward pass from the executor's cache, or makes them.
@@ -226,12 +265,13 @@ impl Attention {
     /// As [`Attention::new`].
     pub fn backward_of(executor: &CudnnExecutor, spec: &BackwardSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
-        Ok(Attention::of(executor, spec.forward.dtype, problem.params(), executor.attention_backward(&problem)?.0))
+        let planned = executor.attention_backward(&problem)?.0;
+        Ok(Attention::of(executor, spec.forward.dtype, problem.params(), &spec.wrt, planned))
     }
 
-    fn of(executor: &CudnnExecutor, dtype: DType, params: &[Declared], planned: Arc<Planned>) -> Attention {
-        let params = params.to_vec();
-        Attention { library: executor.library(), device: executor.device(), dtype, params, planned }
+    fn of(executor: &CudnnExecutor, dtype: DType, params: &[Declared], wrt: &[GradientSpec], planned: Arc<Planned>) -> Attention {
+        let (params, wrt) = (params.to_vec(), wrt.to_vec());
+        Attention { library: executor.library(), device: executor.device(), dtype, params, wrt, planned }
     }
 
     /// The plans that calls run.
@@ -245,7 +285,7 @@ impl Attention {
     /// # Errors
     /// Slices of another type or device, too short or misaligned, parameters that are missing or unlike their declaration, all
     /// before anything runs; cudarc's and cuDNN's own.
-    pub fn forward<T: Element>(&self, stream: &Arc<CudaStream>, call: Forward<'_, T>) -> Result<(), CudarcError> {
+    pub fn forward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Forward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
         let device = DeviceForward {
@@ -269,11 +309,14 @@ impl Attention {
     ///
     /// # Errors
     /// As [`Attention::forward`].
-    pub fn backward<T: Element>(&self, stream: &Arc<CudaStream>, call: Backward<'_, T>) -> Result<(), CudarcError> {
+    pub fn backward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Backward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
-        let gradients: SmallVec<[DeviceGradient<'_>; 4]> =
-            call.gradients.into_iter().map(|(name, slice)| DeviceGradient { name, slice: slices.write(name, slice) }).collect();
+        let gradients: SmallVec<[DeviceGradient<'_>; 4]> = call
+            .gradients
+            .into_iter()
+            .map(|(name, value)| DeviceGradient { name, slice: slices.gradient(&self.wrt, name, value) })
+            .collect();
         let device = DeviceBackward {
             q: slices.read("q", call.q),
             k: slices.read("k", call.k),

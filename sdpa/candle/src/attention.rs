@@ -1,0 +1,338 @@
+//! What is asked for, and one call of it.
+
+use crate::documents::Documents;
+use crate::error::{none, one, wrap};
+use crate::node;
+use crate::operand::{self, Order};
+use crate::param::{self, Bound, Value};
+use crate::pass::{Outputs, Pass, alignment};
+use candle_core::op::BackpropOp;
+use candle_core::{Result, Tensor};
+use sdpa::{AttentionSpec, BackwardSpec, Dropout, ExecutorName, Mask, ScoreMod, SpecError, StatsBase, TensorSpec};
+
+/// Attention over candle's tensors, `softmax(mask(score_mods(q·kᵀ · scale))) · v`, as a differentiable function.
+///
+/// It knows no extents: one value serves every call, and cloning it costs little. What score_mods and masks declare is bound by name, with
+/// [`Attention::param`] and [`Attention::scalar`]; a tensor that is a variable, or made of one, gets a gradient.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use sdpa_candle::{Attention, Mask, library};
+///
+/// let (q, k) = (Tensor::randn(0f32, 1., (2, 4, 9, 8), &Device::Cpu)?, Tensor::randn(0f32, 1., (2, 2, 9, 8), &Device::Cpu)?);
+/// let slopes = Var::new(&[0.5f32, 0.25, 0.125, 0.0625], &Device::Cpu)?;
+/// let attention = Attention::new().score_mod(library::alibi_with()).mask(Mask::causal()).param("slopes", &slopes);
+/// let o = attention.forward(&q, &k, &k)?; // two heads of keys for four of queries
+/// let gradients = o.sqr()?.sum_all()?.backward()?;
+/// assert_eq!(gradients.get(&slopes).map(|g| g.dims().to_vec()), Some(vec![4]));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Attention {
+    score_mods: Vec<ScoreMod>,
+    masks: Vec<Mask>,
+    sink: bool,
+    dropout: Option<Dropout>,
+    attn_scale: Option<f32>,
+    deterministic: bool,
+    executor: Option<ExecutorName>,
+    values: Vec<(String, Value)>,
+}
+
+impl Attention {
+    /// Attention without score_mods or masks, scores multiplied by `1 / √dim`.
+    pub fn new() -> Attention {
+        Attention::default()
+    }
+
+    /// Adds a score_mod behind those that are there.
+    #[must_use]
+    pub fn score_mod(mut self, score_mod: ScoreMod) -> Attention {
+        self.score_mods.push(score_mod);
+        self
+    }
+
+    /// Adds a mask. A key is kept where every mask keeps it.
+    #[must_use]
+    pub fn mask(mut self, mask: Mask) -> Attention {
+        self.masks.push(mask);
+        self
+    }
+
+    /// Multiplies scores by this instead of `1 / √dim`.
+    #[must_use]
+    pub fn attn_scale(mut self, scale: f32) -> Attention {
+        self.attn_scale = Some(scale);
+        self
+    }
+
+    /// Adds a number for each query head to the softmax's denominator: f32 `[heads]`, as in gpt-oss. It may be tracked.
+    #[must_use]
+    pub fn with_sink(mut self, sink: &Tensor) -> Attention {
+        self.sink = true;
+        self.param(sdpa::SINK, sink)
+    }
+
+    /// Drops weights with probability `p`, more than 0 and less than 1. Which ones is said by two numbers, one i64 each, on the device of the operands;
+    /// each call of a training run wants others.
+    #[must_use]
+    pub fn with_dropout(mut self, p: f32, seed: &Tensor, offset: &Tensor) -> Attention {
+        self.dropout = Some(Dropout::new(p));
+        self.param(sdpa::DROPOUT_SEED, seed).param(sdpa::DROPOUT_OFFSET, offset)
+    }
+
+    /// Binds a declared parameter to a tensor: an extent for each axis that it is declared over, or four with ones for the others. Whole numbers may
+    /// be u32, i32 or i64, truth values are u8. What was bound to the name before is replaced.
+    #[must_use]
+    pub fn param(self, name: &str, tensor: &Tensor) -> Attention {
+        self.bound(name, Value::Tensor(tensor.clone()))
+    }
+
+    /// Binds a declared scalar to a number.
+    #[must_use]
+    pub fn scalar(self, name: &str, value: f32) -> Attention {
+        self.bound(name, Value::Scalar(value))
+    }
+
+    fn bound(mut self, name: &str, value: Value) -> Attention {
+        self.values.retain(|(before, _)| before != name);
+        self.values.push((name.to_owned(), value));
+        self
+    }
+
+    /// Gives the same bits on every run, backwards too.
+    #[must_use]
+    pub fn deterministic(mut self) -> Attention {
+        self.deterministic = true;
+        self
+    }
+
+    /// Names who computes it. Otherwise it is whoever reads the tensors where they are: the CPU executor on the CPU, cuDNN on CUDA. The CPU
+    /// executor takes tensors of a GPU too, by copies to the host and back that wait.
+    #[must_use]
+    pub fn executor(mut self, name: ExecutorName) -> Attention {
+        self.executor = Some(name);
+        self
+    }
+
+    /// Attends: `q` (batch, heads, seq, dim), `k` and `v` (batch, heads_kv, seq_kv, dim), `heads_kv` a divisor of `heads`, of f32, f16 or bf16. Any
+    /// strides: views are read in place where their last axis is dense, and copied otherwise. `o` is (batch, heads, seq, dim_v); where `q` is a
+    /// transposed (batch, seq, heads, dim), so is `o`, and the usual reshape behind it copies nothing.
+    ///
+    /// # Errors
+    /// Every mistake with field, value and rule; what the executor does not take, with its reasons, of the backward pass too if anything is tracked.
+    pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        Ok(self.run(Order::Bhsd, None, [q, k, v], false)?.0)
+    }
+
+    /// As [`Attention::forward`], with `stats`: f32 (batch, heads, seq), the natural logarithm of each row's sum of exponentials. They are detached: no
+    /// gradient flows through them.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    pub fn forward_with_stats(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.told(Order::Bhsd, None, [q, k, v])
+    }
+
+    /// Attends within documents that lie one behind the other: `q` (tokens, heads, dim), `k` and `v` (tokens, heads_kv, dim), `o` (tokens, heads, dim_v).
+    /// Rows that belong to no document are 0.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    pub fn forward_packed(&self, documents: &Documents, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        Ok(self.run(Order::Packed, Some(documents), [q, k, v], false)?.0)
+    }
+
+    /// As [`Attention::forward_packed`], with `stats`: f32 (tokens, heads), detached.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    pub fn forward_packed_with_stats(&self, documents: &Documents, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.told(Order::Packed, Some(documents), [q, k, v])
+    }
+
+    /// As [`Attention::forward`] over (batch, seq, heads, dim), which `o` has too.
+    pub(crate) fn forward_bshd(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        Ok(self.run(Order::Bshd, None, [q, k, v], false)?.0)
+    }
+
+    fn told(&self, order: Order, documents: Option<&Documents>, qkv: [&Tensor; 3]) -> Result<(Tensor, Tensor)> {
+        let (o, stats) = self.run(order, documents, qkv, true)?;
+        Ok((o, stats.ok_or_else(|| crate::error::bug("stats were asked for and not made"))?))
+    }
+
+    fn run(&self, order: Order, documents: Option<&Documents>, [q, k, v]: [&Tensor; 3], told: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let mut errors: Vec<SpecError> =
+            [("q", q), ("k", k), ("v", v)].into_iter().flat_map(|(name, x)| operand::mistakes(name, order, x, q)).collect();
+        let mut values = self.values.clone();
+        if let Some(documents) = documents {
+            errors.extend(documents.mistakes());
+            values.extend(documents.values());
+        }
+        for (name, value) in &values {
+            if let Value::Tensor(tensor) = value {
+                errors.extend(operand::elsewhere(&format!("parameter {name}"), tensor, q));
+            }
+        }
+        none(errors)?;
+        let device = q.device();
+        if !device.is_cpu() && self.executor == Some(ExecutorName::CPU) {
+            return self.on_the_host(order, documents, [q, k, v], told);
+        }
+        let call = Call { attention: self, order, documents, values };
+        let (o, stats) = call.run([q, k, v], told)?;
+        Ok((o, stats.filter(|_| told)))
+    }
+
+    /// Copies to the host and back, which candle differentiates through.
+    fn on_the_host(&self, order: Order, documents: Option<&Documents>, qkv: [&Tensor; 3], told: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let (host, device) = (&candle_core::Device::Cpu, qkv[0].device().clone());
+        let mut there = self.clone();
+        for (_, value) in &mut there.values {
+            if let Value::Tensor(tensor) = value {
+                *tensor = tensor.to_device(host)?;
+            }
+        }
+        let documents = documents.map(|documents| documents.to_device(host)).transpose()?;
+        let [q, k, v] = [qkv[0].to_device(host)?, qkv[1].to_device(host)?, qkv[2].to_device(host)?];
+        let (o, stats) = there.run(order, documents.as_ref(), [&q, &k, &v], told)?;
+        Ok((o.to_device(&device)?, stats.map(|stats| stats.to_device(&device)).transpose()?))
+    }
+}
+
+/// One call, its operands known to be of one device and type.
+struct Call<'a> {
+    attention: &'a Attention,
+    order: Order,
+    documents: Option<&'a Documents>,
+    values: Vec<(String, Value)>,
+}
+
+impl Call<'_> {
+    fn run(&self, operands: [&Tensor; 3], told: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let tracked_values = self.values.iter().filter(|(_, value)| matches!(value, Value::Tensor(t) if t.track_op()));
+        let names: Vec<String> = tracked_values.map(|(name, _)| name.clone()).collect();
+        let tracked = !names.is_empty() || operands.iter().any(|x| x.track_op());
+        let [q, k, v] = operands;
+        let dense = [operand::dense("q", q, false)?, operand::dense("k", k, false)?, operand::dense("v", v, false)?];
+        let (spec, out) = self.spec(&dense, told || tracked)?;
+        let problem = spec.validate().map_err(wrap)?;
+        let mut declared = problem.params().to_vec();
+        // Gradients by hand may declare more, which a call without gradients does not read.
+        let more = tracked || self.values.iter().any(|(name, _)| declared.iter().all(|d| d.name != *name));
+        if let Some(backward) = more.then(|| spec.backward().validate().ok()).flatten() {
+            declared = backward.params().to_vec();
+        }
+        let mut params: Vec<Bound> = Vec::new();
+        let mut errors = Vec::new();
+        for (name, value) in &self.values {
+            match param::ready(name, value, declared.iter().find(|d| d.name == *name), problem.extents())? {
+                Ok(bound) => params.push(bound),
+                Err(error) => errors.push(error),
+            }
+        }
+        none(errors)?;
+        let mut backward = tracked.then(|| self.backward(&spec));
+        for name in &names {
+            let dtype = params.iter().find(|p| p.name == *name).map(Bound::gradient_dtype);
+            if let (Some(backward), Some(dtype)) = (&mut backward, dtype) {
+                *backward = backward.clone().wrt(name, dtype);
+            }
+        }
+        // Now rather than when gradients are asked for.
+        if let Some(backward) = &backward {
+            backward.validate().map_err(wrap)?;
+        }
+        let read_backward = |name: &str| problem.params().iter().all(|d| d.name != name) && declared.iter().any(|d| d.name == name);
+        let only_backward = params.iter().map(|p| read_backward(&p.name)).collect();
+        let pass = Pass {
+            order: self.order,
+            executor: self.attention.executor,
+            out,
+            problem,
+            #[cfg(feature = "cuda")]
+            spec,
+            backward,
+            operands: dense,
+            params,
+            only_backward,
+            attn_scale: self.attention.attn_scale,
+            packed: self.documents.is_some(),
+        };
+        let Outputs { o, stats } = pass.forward()?;
+        let stats = stats.map(|stats| Tensor::from_storage(stats, pass.stats_shape(), BackpropOp::none(), false));
+        let shape = pass.out_shape();
+        let transposed = pass.out != pass.order;
+        let o = match (tracked, &stats) {
+            (false, _) => Tensor::from_storage(o, shape, BackpropOp::none(), false),
+            (true, Some(stats)) => {
+                let carried: Vec<(String, Tensor)> = names.iter().filter_map(|name| Some((name.clone(), self.tensor(name)?))).collect();
+                node::apply(pass, (o, shape), stats.clone(), operands, carried)?
+            }
+            (true, None) => return Err(crate::error::bug("a pass that is to be differentiated made no stats")),
+        };
+        Ok((if transposed { o.transpose(1, 2)? } else { o }, stats))
+    }
+
+    fn tensor(&self, name: &str) -> Option<Tensor> {
+        self.values.iter().find(|(given, _)| given == name).and_then(|(_, value)| match value {
+            Value::Tensor(tensor) => Some(tensor.clone()),
+            Value::Scalar(_) => None,
+        })
+    }
+
+    fn backward(&self, spec: &AttentionSpec) -> BackwardSpec {
+        let mut backward = spec.backward();
+        let [q, k, v] = [spec.q, spec.k, spec.v].map(|t| self.dense_like(t));
+        (backward.dq, backward.dk, backward.dv) = (q, k, v);
+        backward.deterministic = self.attention.deterministic;
+        backward
+    }
+
+    /// A gradient is contiguous in the shape of its operand.
+    fn dense_like(&self, tensor: TensorSpec) -> TensorSpec {
+        let layout = match self.order {
+            Order::Bhsd => sdpa::Layout::Bhsd,
+            Order::Bshd | Order::Packed => sdpa::Layout::Bshd,
+        };
+        TensorSpec::dense(tensor.dims, layout)
+    }
+
+    /// The specification, and which axes the output has in memory.
+    fn spec(&self, dense: &[Tensor; 3], stats: bool) -> Result<(AttentionSpec, Order)> {
+        let documents = self.documents.map(|documents| documents.extents());
+        let operand = |n: usize| {
+            let keys = documents.map(|(batch, longest)| (batch, longest[usize::from(n > 0)]));
+            self.order.operand(dense[n].layout(), keys, alignment(&dense[n]))
+        };
+        let [q, k, v] = [operand(0), operand(1), operand(2)];
+        let Some(dtype) = operand::dtype(dense[0].dtype()) else {
+            return Err(one("q dtype", dense[0].dtype().as_str(), "one of f32, f16, bf16"));
+        };
+        let transposed = self.order == Order::Bhsd && q.dims[1] > 1 && q.dims[2] > 1 && q.strides[1] < q.strides[2];
+        let out = if transposed { Order::Bshd } else { self.order };
+        let dims = [q.dims[0], q.dims[1], q.dims[2], v.dims[3]];
+        let layout = if out == Order::Bhsd { sdpa::Layout::Bhsd } else { sdpa::Layout::Bshd };
+        let Attention { score_mods, masks, sink, dropout, .. } = self.attention;
+        Ok((
+            AttentionSpec {
+                dtype,
+                q,
+                k,
+                v,
+                o: TensorSpec::dense(dims, layout),
+                score_mods: score_mods.clone(),
+                packed: self.documents.map(|documents| documents.packed()),
+                paged: None,
+                masks: masks.clone(),
+                sink: *sink,
+                dropout: *dropout,
+                stats,
+                stats_base: StatsBase::Natural,
+                row_max: false,
+                sum_exp: false,
+            },
+            out,
+        ))
+    }
+}

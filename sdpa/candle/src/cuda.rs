@@ -1,0 +1,256 @@
+//! Tensors on NVIDIA GPUs, on cuDNN: the stream that candle's device has, addresses with offsets, and cudarc's events held over the submission. Nothing
+//! waits.
+#![allow(unsafe_code)]
+
+use crate::error::{bug, wrap};
+use crate::param::{Bound, Ready};
+use crate::pass::{Gradients, Outputs, Pass, Upstream, elements, gradient_elements, span};
+use candle_core::cuda::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use candle_core::cuda::{CudaDType, CudaDevice};
+use candle_core::{CudaStorage, Result, Storage, Tensor};
+use half::{bf16, f16};
+use sdpa::cudarc::{Attention, Backward, CudarcError, Element, Forward, Param, Value, ValueMut};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, DType, ExecutorName};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// An element type of both worlds.
+trait Number: CudaDType + Element + DeviceRepr + ValidAsZeroBits {}
+impl Number for f32 {}
+impl Number for f16 {}
+impl Number for bf16 {}
+
+fn failed(error: CudarcError) -> candle_core::Error {
+    if let CudarcError::Sdpa(error) = error {
+        return wrap(error);
+    }
+    wrap(sdpa::Error::failed(ExecutorName::CUDNN, error))
+}
+
+/// One executor for each device of this process. What is missing is looked for again by the next call.
+fn executor(device: &CudaDevice) -> Result<Arc<CudnnExecutor>> {
+    static EXECUTORS: Mutex<Option<HashMap<usize, Arc<CudnnExecutor>>>> = Mutex::new(None);
+    let ordinal = device.cuda_stream().context().ordinal();
+    let mut executors = EXECUTORS.lock().unwrap_or_else(PoisonError::into_inner);
+    let executors = executors.get_or_insert_default();
+    if let Some(executor) = executors.get(&ordinal) {
+        return Ok(executor.clone());
+    }
+    let options = CudnnOptions { ordinal: u32::try_from(ordinal).unwrap_or(u32::MAX), ..CudnnOptions::default() };
+    let executor = CudnnExecutor::new(options).map_err(|e| wrap(sdpa::Error::failed(ExecutorName::CUDNN, e)))?;
+    Ok(executors.entry(ordinal).or_insert(Arc::new(executor)).clone())
+}
+
+fn storage(guard: &Storage) -> Result<&CudaStorage> {
+    match guard {
+        Storage::Cuda(storage) => Ok(storage),
+        Storage::Cpu(_) | Storage::Metal(_) => Err(bug("a tensor on CUDA is somewhere else")),
+    }
+}
+
+fn view<'a, T: CudaDType>(guard: &'a Storage, tensor: &Tensor) -> Result<CudaView<'a, T>> {
+    let span = span(tensor);
+    let slice = storage(guard)?.as_cuda_slice::<T>()?;
+    slice.try_slice(span).ok_or_else(|| bug("a tensor reaches past its storage"))
+}
+
+/// Bytes that the address of the first element is a multiple of, 16 at most: allocations are of 256.
+pub(crate) fn alignment(tensor: &Tensor) -> u32 {
+    let offset = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
+    1 << offset.trailing_zeros().min(4)
+}
+
+/// Memory that the pass writes: all of it, or beside documents what is left is 0.
+fn fresh<T: Number>(device: &CudaDevice, elements: usize, packed: bool) -> Result<CudaSlice<T>> {
+    if packed {
+        return device.alloc_zeros::<T>(elements);
+    }
+    // SAFETY: the tensor is dense, so that the pass writes every element, on the stream that the allocation is of.
+    unsafe { device.alloc::<T>(elements) }
+}
+
+/// A parameter over a view of its memory.
+enum Viewed<'a> {
+    Scalar(f32),
+    F32(CudaView<'a, f32>),
+    F16(CudaView<'a, f16>),
+    BF16(CudaView<'a, bf16>),
+    I32(CudaView<'a, i32>),
+    /// Whole numbers that are not negative, of the same bits.
+    U32(CudaView<'a, u32>),
+    I64(CudaView<'a, i64>),
+    Bool(CudaView<'a, u8>),
+}
+
+/// Runs `f` with the values of these parameters, their storages locked and their events held meanwhile.
+fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) -> Result<R> {
+    // Kernels read parameters that begin at multiples of 16 bytes.
+    let aligned: Vec<Option<Tensor>> = params
+        .iter()
+        .map(|bound| match &bound.value {
+            Ready::Tensor(_, tensor) if alignment(tensor) < 16 => tensor.force_contiguous().map(Some),
+            Ready::Tensor(_, tensor) => Ok(Some(tensor.clone())),
+            Ready::Scalar(_) | Ready::Number(..) => Ok(None),
+            Ready::Bools(_) | Ready::I32(_) | Ready::I64(_) => Err(bug("a parameter on CUDA that was read by the host")),
+        })
+        .collect::<Result<_>>()?;
+    let guards: Vec<_> = aligned.iter().map(|tensor| tensor.as_ref().map(|tensor| tensor.storage_and_layout().0)).collect();
+    let mut views = Vec::with_capacity(params.len());
+    for ((bound, tensor), guard) in params.iter().zip(&aligned).zip(&guards) {
+        views.push(match (&bound.value, tensor, guard) {
+            (Ready::Scalar(x) | Ready::Number(x, _), ..) => Viewed::Scalar(*x),
+            (Ready::Tensor(dtype, _), Some(tensor), Some(guard)) => match dtype {
+                DType::F32 => Viewed::F32(view(guard, tensor)?),
+                DType::F16 => Viewed::F16(view(guard, tensor)?),
+                DType::BF16 => Viewed::BF16(view(guard, tensor)?),
+                DType::I32 if tensor.dtype() == candle_core::DType::U32 => Viewed::U32(view(guard, tensor)?),
+                DType::I32 => Viewed::I32(view(guard, tensor)?),
+                DType::I64 => Viewed::I64(view(guard, tensor)?),
+                DType::Bool => Viewed::Bool(view(guard, tensor)?),
+            },
+            (Ready::Tensor(..) | Ready::Bools(_) | Ready::I32(_) | Ready::I64(_), ..) => {
+                return Err(bug("a parameter without its storage"));
+            }
+        });
+    }
+    let values: Vec<Param<'_>> = params
+        .iter()
+        .zip(&views)
+        .map(|(bound, viewed)| {
+            let value = match viewed {
+                Viewed::Scalar(x) => Value::Scalar(*x),
+                Viewed::F32(x) => Value::F32(x),
+                Viewed::F16(x) => Value::F16(x),
+                Viewed::BF16(x) => Value::BF16(x),
+                Viewed::I32(x) => Value::I32(x),
+                Viewed::U32(x) => Value::U32(x),
+                Viewed::I64(x) => Value::I64(x),
+                Viewed::Bool(x) => Value::Bool(x),
+            };
+            Param { name: &bound.name, value }
+        })
+        .collect();
+    f(&values)
+}
+
+pub(crate) fn forward(pass: &Pass, spec: &AttentionSpec, device: &CudaDevice) -> Result<Outputs> {
+    let executor = executor(device)?;
+    // Now rather than when gradients are asked for: what it declines, and the time of building.
+    if let Some(backward) = &pass.backward {
+        Attention::backward_of(&executor, backward).map_err(|e| wrap(sdpa::Error::from(e)))?;
+    }
+    let attention = Attention::new(&executor, spec).map_err(|e| wrap(sdpa::Error::from(e)))?;
+    match spec.dtype {
+        DType::F32 => forward_of::<f32>(pass, &attention, device),
+        DType::F16 => forward_of::<f16>(pass, &attention, device),
+        DType::BF16 => forward_of::<bf16>(pass, &attention, device),
+        DType::I32 | DType::I64 | DType::Bool => Err(bug("an operand that is no floating point number")),
+    }
+}
+
+fn forward_of<T: Number>(pass: &Pass, attention: &Attention, device: &CudaDevice) -> Result<Outputs> {
+    let stream = device.cuda_stream();
+    let mut o = fresh::<T>(device, elements(&pass.out_shape()), pass.packed)?;
+    let mut stats = match pass.problem.stats() {
+        true => Some(fresh::<f32>(device, elements(&pass.stats_shape()), pass.packed)?),
+        false => None,
+    };
+    let [q, k, v] = &pass.operands;
+    let guards = [q, k, v].map(|x| x.storage_and_layout().0);
+    let (q, k, v) = (view::<T>(&guards[0], q)?, view::<T>(&guards[1], k)?, view::<T>(&guards[2], v)?);
+    let params: Vec<&Bound> = pass.params.iter().zip(&pass.only_backward).filter(|(_, only)| !**only).map(|(p, _)| p).collect();
+    with_params(&params, |params| {
+        let stats = stats.as_mut().map(|stats| stats as _);
+        let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats, row_max: None, sum_exp: None, attn_scale: pass.attn_scale, params };
+        attention.forward(&stream, call).map_err(failed)
+    })?;
+    let wrapped = |stats| Storage::Cuda(CudaStorage::wrap_cuda_slice::<f32>(stats, device.clone()));
+    Ok(Outputs { o: Storage::Cuda(CudaStorage::wrap_cuda_slice(o, device.clone())), stats: stats.map(wrapped) })
+}
+
+pub(crate) fn backward(
+    pass: &Pass,
+    spec: &BackwardSpec,
+    problem: &BackwardProblem,
+    upstream: &Upstream<'_>,
+    device: &CudaDevice,
+) -> Result<Gradients> {
+    let executor = executor(device)?;
+    let attention = Attention::backward_of(&executor, spec).map_err(|e| wrap(sdpa::Error::from(e)))?;
+    match spec.forward.dtype {
+        DType::F32 => backward_of::<f32>(pass, &attention, (spec, problem), upstream, device),
+        DType::F16 => backward_of::<f16>(pass, &attention, (spec, problem), upstream, device),
+        DType::BF16 => backward_of::<bf16>(pass, &attention, (spec, problem), upstream, device),
+        DType::I32 | DType::I64 | DType::Bool => Err(bug("an operand that is no floating point number")),
+    }
+}
+
+/// Where the gradient of a parameter is written.
+enum Written {
+    F32(CudaSlice<f32>),
+    F16(CudaSlice<f16>),
+    BF16(CudaSlice<bf16>),
+}
+
+fn backward_of<T: Number>(
+    pass: &Pass,
+    attention: &Attention,
+    (spec, problem): (&BackwardSpec, &BackwardProblem),
+    upstream: &Upstream<'_>,
+    device: &CudaDevice,
+) -> Result<Gradients> {
+    let stream = device.cuda_stream();
+    let of = |n: usize| fresh::<T>(device, gradient_elements(pass, n), pass.packed);
+    let (mut dq, mut dk, mut dv) = (of(0)?, of(1)?, of(2)?);
+    let mut wrt = Vec::new();
+    for g in &spec.wrt {
+        let elements = problem.gradient_elements(&g.name) as usize;
+        wrt.push(match g.dtype {
+            DType::F32 => Written::F32(fresh(device, elements, pass.packed)?),
+            DType::F16 => Written::F16(fresh(device, elements, pass.packed)?),
+            DType::BF16 => Written::BF16(fresh(device, elements, pass.packed)?),
+            DType::I32 | DType::I64 | DType::Bool => return Err(bug("a gradient that is no floating point number")),
+        });
+    }
+    let [q, k, v] = &pass.operands;
+    let tensors = [q, k, v, upstream.o, upstream.d_o, upstream.stats];
+    let guards = tensors.map(|x| x.storage_and_layout().0);
+    let read = |n: usize| view::<T>(&guards[n], tensors[n]);
+    let (q, k, v, o, d_o) = (read(0)?, read(1)?, read(2)?, read(3)?, read(4)?);
+    let stats = view::<f32>(&guards[5], tensors[5])?;
+    with_params(&pass.params.iter().collect::<Vec<_>>(), |params| {
+        let gradients = spec.wrt.iter().zip(&mut wrt).map(|(g, written)| {
+            let value = match written {
+                Written::F32(x) => ValueMut::F32(x),
+                Written::F16(x) => ValueMut::F16(x),
+                Written::BF16(x) => ValueMut::BF16(x),
+            };
+            (g.name.as_str(), value)
+        });
+        let call = Backward {
+            q: &q,
+            k: &k,
+            v: &v,
+            o: &o,
+            stats: &stats,
+            d_o: &d_o as &dyn DevicePtr<T>,
+            dq: &mut dq,
+            dk: &mut dk,
+            dv: &mut dv,
+            attn_scale: pass.attn_scale,
+            params,
+            gradients: gradients.collect(),
+        };
+        attention.backward(&stream, call).map_err(failed)
+    })?;
+    let operands = [dq, dk, dv].map(|x| Storage::Cuda(CudaStorage::wrap_cuda_slice(x, device.clone())));
+    let params = wrt.into_iter().map(|written| {
+        Storage::Cuda(match written {
+            Written::F32(x) => CudaStorage::wrap_cuda_slice(x, device.clone()),
+            Written::F16(x) => CudaStorage::wrap_cuda_slice(x, device.clone()),
+            Written::BF16(x) => CudaStorage::wrap_cuda_slice(x, device.clone()),
+        })
+    });
+    Ok(Gradients { operands, params: params.collect() })
+}

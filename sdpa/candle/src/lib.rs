@@ -1,0 +1,29 @@
+#![doc = include_str!("../README.md")]
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+compile_error!("nobody would compute anything: turn on the feature `cpu` or `cuda`");
+
+mod attention;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod documents;
+mod error;
+pub mod flash;
+#[cfg(feature = "cpu")]
+mod host;
+mod node;
+mod operand;
+mod param;
+mod pass;
+
+pub use attention::Attention;
+pub use documents::Documents;
+pub use flash::{
+    flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap, flash_attn_varlen, flash_attn_varlen_alibi,
+    flash_attn_varlen_alibi_windowed, flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_windowed, flash_attn_windowed,
+};
+pub use sdpa::{Align, ExecutorName, Mask, ScoreMod, expr, library};
+
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/candle.md")]
+struct Guide;

@@ -1,0 +1,241 @@
+//! Attention in candle's graph of gradients.
+//!
+//! An op of candle has three arguments at most. Tracked parameters go through *carriers*: ops of one element over up to three tensors, the last of
+//! which is the third argument of the attention in place of `v`. The attention leaves the gradients of what they carry in a slot; carriers
+//! come behind it in topological order and take them out.
+
+use crate::error::bug;
+use crate::operand::dense;
+use crate::pass::{Gradients, Pass, Upstream};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
+
+/// Gradients on their way, by the thread that asks for them: `backward` of two threads over one graph must not mix.
+#[derive(Debug, Default)]
+struct Slot(Mutex<HashMap<(ThreadId, usize), Tensor>>);
+
+impl Slot {
+    fn put(&self, place: usize, gradient: Tensor) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert((thread::current().id(), place), gradient);
+    }
+
+    fn take(&self, place: usize) -> Option<Tensor> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&(thread::current().id(), place))
+    }
+}
+
+/// A result that is there before its op is made.
+struct Made {
+    storage: Mutex<Option<Storage>>,
+    shape: Shape,
+}
+
+impl Made {
+    fn new(storage: Storage, shape: impl Into<Shape>) -> Made {
+        Made { storage: Mutex::new(Some(storage)), shape: shape.into() }
+    }
+
+    fn take(&self) -> Result<(Storage, Shape)> {
+        let storage = self.storage.lock().unwrap_or_else(PoisonError::into_inner).take();
+        Ok((storage.ok_or_else(|| bug("an op was applied twice"))?, self.shape.clone()))
+    }
+
+    fn on_cpu(&self) -> Result<(CpuStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
+            (Storage::Cuda(_) | Storage::Metal(_), _) => Err(bug("a result on the CPU is somewhere else")),
+        }
+    }
+
+    fn on_cuda(&self) -> Result<(CudaStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
+            (Storage::Cpu(_) | Storage::Metal(_), _) => Err(bug("a result on CUDA is somewhere else")),
+        }
+    }
+}
+
+/// The attention.
+struct Node {
+    pass: Pass,
+    made: Made,
+    stats: Tensor,
+    /// With tracked parameters: where gradients of what is carried go, and whether `v` is carried too.
+    slot: Option<(Arc<Slot>, bool)>,
+    /// Shapes of tracked parameters, in the order in which their gradients are asked for.
+    shapes: Vec<Shape>,
+}
+
+impl CustomOp3 for Node {
+    fn name(&self) -> &'static str {
+        "sdpa"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.made.on_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.made.on_cuda()
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        third: &Tensor,
+        res: &Tensor,
+        grad_res: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let d_o = dense("d_o", grad_res, true)?;
+        let Gradients { operands: [dq, dk, dv], params } =
+            self.pass.backward(&Upstream { o: &res.detach(), stats: &self.stats, d_o: &d_o })?;
+        let of = |storage, like: &Tensor| Tensor::from_storage(storage, like.shape(), BackpropOp::none(), false);
+        let dv = of(dv, &self.pass.operands[2]);
+        let third = match &self.slot {
+            None => third.track_op().then_some(dv),
+            Some((slot, carries_v)) => {
+                for (n, (gradient, shape)) in params.into_iter().zip(&self.shapes).enumerate() {
+                    slot.put(n, Tensor::from_storage(gradient, shape, BackpropOp::none(), false));
+                }
+                if *carries_v {
+                    slot.put(self.shapes.len(), dv);
+                }
+                Some(third.zeros_like()?)
+            }
+        };
+        // What is not tracked has no use for its gradient, and candle would keep it.
+        Ok((q.track_op().then(|| of(dq, q)), k.track_op().then(|| of(dk, k)), third))
+    }
+}
+
+/// What an argument of a carrier is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Argument {
+    /// Carried: its place in the slot.
+    Carried(usize),
+    /// The carrier before.
+    Before,
+    /// Nothing: it fills up to three.
+    Filler,
+}
+
+/// Carries up to three tensors.
+struct Carrier {
+    arguments: [Argument; 3],
+    slot: Arc<Slot>,
+    made: Made,
+}
+
+impl Carrier {
+    fn gradient(&self, n: usize, of: &Tensor) -> Result<Option<Tensor>> {
+        Ok(match self.arguments[n] {
+            Argument::Carried(place) => {
+                let gradient = self.slot.take(place).ok_or_else(|| bug("the gradient of a parameter did not arrive"))?;
+                Some(gradient)
+            }
+            Argument::Before => Some(of.zeros_like()?),
+            Argument::Filler => None,
+        })
+    }
+}
+
+impl CustomOp3 for Carrier {
+    fn name(&self) -> &'static str {
+        "sdpa-carrier"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.made.on_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.made.on_cuda()
+    }
+
+    fn bwd(&self, a: &Tensor, b: &Tensor, c: &Tensor, _: &Tensor, _: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        Ok((self.gradient(0, a)?, self.gradient(1, b)?, self.gradient(2, c)?))
+    }
+}
+
+/// One element on the device of a tensor.
+fn one_element(like: &Tensor) -> Result<Storage> {
+    let zero = Tensor::zeros(1, candle_core::DType::F32, like.device())?;
+    let (storage, layout) = zero.storage_and_layout();
+    storage.try_clone(layout)
+}
+
+/// The last of a chain of carriers, each over the one before and two more.
+fn carry(tensors: &[Tensor], slot: &Arc<Slot>) -> Result<Tensor> {
+    let filler = tensors[0].detach();
+    let mut places = tensors.iter().enumerate();
+    let mut before: Option<Tensor> = None;
+    while places.len() > 0 || before.is_none() {
+        let first = before.take().map(|carrier| (Argument::Before, carrier));
+        let mut next = || places.next().map(|(place, tensor)| (Argument::Carried(place), tensor.clone()));
+        let mut arguments = [first.or_else(&mut next), next(), next()].map(|a| a.unwrap_or_else(|| (Argument::Filler, filler.clone())));
+        let kinds = [arguments[0].0, arguments[1].0, arguments[2].0];
+        let [a, b, c] = arguments.each_mut().map(|(_, tensor)| &*tensor);
+        let carrier = Carrier { arguments: kinds, slot: slot.clone(), made: Made::new(one_element(a)?, 1) };
+        before = Some(a.apply_op3(b, c, carrier)?);
+    }
+    before.ok_or_else(|| bug("nothing is carried"))
+}
+
+/// Puts a pass that was computed into the graph: the output, whose history leads to the operands and to the tracked parameters.
+pub(crate) fn apply(
+    pass: Pass,
+    (o, shape): (Storage, Vec<usize>),
+    stats: Tensor,
+    [q, k, v]: [&Tensor; 3],
+    carried: Vec<(String, Tensor)>,
+) -> Result<Tensor> {
+    let mut tensors: Vec<Tensor> = carried.into_iter().map(|(_, tensor)| tensor).collect();
+    let shapes: Vec<Shape> = tensors.iter().map(|tensor| tensor.shape().clone()).collect();
+    let made = Made::new(o, shape);
+    if tensors.is_empty() {
+        return q.apply_op3(k, v, Node { pass, made, stats, slot: None, shapes });
+    }
+    if v.track_op() {
+        tensors.push(v.clone());
+    }
+    let slot = Arc::new(Slot::default());
+    let carrier = carry(&tensors, &slot)?;
+    q.apply_op3(k, &carrier, Node { pass, made, stats, slot: Some((slot, v.track_op())), shapes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Result};
+
+    #[test]
+    fn a_thread_takes_what_it_put() -> Result<()> {
+        let slot = Slot::default();
+        let [one, two] = [Tensor::new(1f32, &Device::Cpu)?, Tensor::new(2f32, &Device::Cpu)?];
+        slot.put(0, one);
+        std::thread::scope(|scope| scope.spawn(|| slot.put(0, two)).join()).map_err(|_| bug("a thread failed"))?;
+        assert_eq!(slot.take(0).map(|x| x.to_scalar::<f32>()).transpose()?, Some(1.));
+        assert!(slot.take(0).is_none());
+        Ok(())
+    }
+}

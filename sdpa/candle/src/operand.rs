@@ -1,0 +1,133 @@
+//! Tensors as operands: which axes they have, where their elements lie.
+
+use candle_core::{D, Layout, Result, Tensor};
+use sdpa::{DType, SpecError, TensorSpec};
+use std::ops::Range;
+use std::sync::Once;
+
+/// Element types that attention computes with, and what candle calls them.
+const TYPES: [(candle_core::DType, DType); 3] =
+    [(candle_core::DType::F32, DType::F32), (candle_core::DType::F16, DType::F16), (candle_core::DType::BF16, DType::BF16)];
+
+/// Which axes a tensor has, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// Batch, head, sequence, dim.
+    Bhsd,
+    /// Batch, sequence, head, dim.
+    Bshd,
+    /// Token, head, dim: documents one behind the other.
+    Packed,
+}
+
+impl Order {
+    pub(crate) fn rank(self) -> usize {
+        self.names().len()
+    }
+
+    fn names(self) -> &'static [&'static str] {
+        match self {
+            Order::Bhsd => &["batch", "head", "seq", "dim"],
+            Order::Bshd => &["batch", "seq", "head", "dim"],
+            Order::Packed => &["token", "head", "dim"],
+        }
+    }
+
+    /// Places of head, sequence and dim.
+    pub(crate) fn places(self) -> [usize; 3] {
+        match self {
+            Order::Bhsd => [1, 2, 3],
+            Order::Bshd => [2, 1, 3],
+            Order::Packed => [1, 0, 2],
+        }
+    }
+
+    /// The operand that a tensor of these axes is. Of packed ones the number and the greatest length of documents are the caller's to say.
+    pub(crate) fn operand(self, layout: &Layout, documents: Option<(usize, usize)>, alignment: u32) -> TensorSpec {
+        let (dims, strides) = (layout.dims(), layout.stride());
+        let [head, seq, dim] = self.places();
+        let (batch, longest, between) = documents.map_or((dims[0], dims[seq], strides[0]), |(batch, longest)| (batch, longest, 0));
+        TensorSpec {
+            dims: [batch, dims[head], longest, dims[dim]].map(signed),
+            strides: [between, strides[head], strides[seq], strides[dim]].map(signed),
+            alignment,
+        }
+    }
+
+    /// The shape of a tensor of so many entries, heads, rows and elements; of a packed one, rows are all tokens.
+    pub(crate) fn shape(self, [batch, heads, seq, dim]: [usize; 4]) -> Vec<usize> {
+        match self {
+            Order::Bhsd => vec![batch, heads, seq, dim],
+            Order::Bshd => vec![batch, seq, heads, dim],
+            Order::Packed => vec![seq, heads, dim],
+        }
+    }
+}
+
+fn signed(n: usize) -> i64 {
+    i64::try_from(n).unwrap_or(i64::MAX)
+}
+
+/// What candle's element type is here.
+pub(crate) fn dtype(of: candle_core::DType) -> Option<DType> {
+    TYPES.iter().find(|(theirs, _)| *theirs == of).map(|(_, ours)| *ours)
+}
+
+/// What an element type is there; `None` of truth values, which candle has as bytes.
+pub(crate) fn theirs(of: DType) -> candle_core::DType {
+    match of {
+        DType::F32 => candle_core::DType::F32,
+        DType::F16 => candle_core::DType::F16,
+        DType::BF16 => candle_core::DType::BF16,
+        DType::I32 => candle_core::DType::I32,
+        DType::I64 => candle_core::DType::I64,
+        DType::Bool => candle_core::DType::U8,
+    }
+}
+
+/// The elements of storage that a tensor reaches, from its first to its last.
+pub(crate) fn span(layout: &Layout) -> Range<usize> {
+    let start = layout.start_offset();
+    if layout.shape().elem_count() == 0 {
+        return start..start;
+    }
+    let last: usize = layout.dims().iter().zip(layout.stride()).map(|(dim, stride)| (dim - 1) * stride).sum();
+    start..start + last + 1
+}
+
+/// What is wrong with an operand, by itself and beside `q`.
+pub(crate) fn mistakes(name: &str, order: Order, tensor: &Tensor, q: &Tensor) -> Vec<SpecError> {
+    let mut errors = Vec::new();
+    if tensor.rank() != order.rank() {
+        errors.push(SpecError::new(format!("{name} shape"), format!("{:?}", tensor.dims()), format!("({})", order.names().join(", "))));
+    }
+    if dtype(tensor.dtype()).is_none() {
+        errors.push(SpecError::new(format!("{name} dtype"), tensor.dtype().as_str(), "one of f32, f16, bf16"));
+    } else if tensor.dtype() != q.dtype() {
+        errors.push(SpecError::new(format!("{name} dtype"), tensor.dtype().as_str(), format!("q's, {}", q.dtype().as_str())));
+    }
+    errors.extend(elsewhere(name, tensor, q));
+    errors
+}
+
+/// A tensor that is on another device than `q`.
+pub(crate) fn elsewhere(name: &str, tensor: &Tensor, q: &Tensor) -> Option<SpecError> {
+    let (there, here) = (tensor.device().location(), q.device().location());
+    let rule = || format!("q's, {here:?}");
+    (!tensor.device().same_device(q.device())).then(|| SpecError::new(format!("{name} device"), format!("{there:?}"), rule()))
+}
+
+/// The tensor without its history, its last axis dense: copied where it is not, which is said once. `spread` lets elements of the last axis share
+/// memory.
+pub(crate) fn dense(name: &str, tensor: &Tensor, spread: bool) -> Result<Tensor> {
+    static SAID: Once = Once::new();
+    let tensor = tensor.detach();
+    let stride = tensor.stride().last().copied().unwrap_or(1);
+    if stride == 1 || (spread && stride == 0) || tensor.dim(D::Minus1)? <= 1 {
+        return Ok(tensor);
+    }
+    SAID.call_once(|| {
+        tracing::warn!(operand = name, strides = ?tensor.stride(), "copied, as the last axis is not dense; said once");
+    });
+    tensor.contiguous()
+}

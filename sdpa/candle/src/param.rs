@@ -1,0 +1,144 @@
+//! Values of declared parameters: shapes, element types, and what has to be converted.
+
+use crate::operand::{self, theirs};
+use candle_core::{Result, Tensor};
+use sdpa::expr::{Axes, Declared, ParamKind};
+use sdpa::{DType, SpecError};
+
+/// What a caller bound to a name.
+#[derive(Clone, Debug)]
+pub(crate) enum Value {
+    Scalar(f32),
+    Tensor(Tensor),
+}
+
+/// The same, ready to be read.
+#[derive(Debug)]
+#[cfg_attr(not(feature = "cpu"), expect(dead_code, reason = "the host alone reads what it converted"))]
+pub(crate) enum Ready {
+    Scalar(f32),
+    /// Read in place: contiguous, without history. The type is what it is read as: bytes as truth values, u32 as i32.
+    Tensor(DType, Tensor),
+    /// One number of a tensor.
+    Number(f32, DType),
+    Bools(Vec<bool>),
+    I32(Vec<i32>),
+    I64(Vec<i64>),
+}
+
+/// A parameter of a call.
+#[derive(Debug)]
+pub(crate) struct Bound {
+    pub(crate) name: String,
+    pub(crate) value: Ready,
+}
+
+impl Bound {
+    /// The element type that its gradient has.
+    pub(crate) fn gradient_dtype(&self) -> DType {
+        match &self.value {
+            Ready::Scalar(_) => DType::F32,
+            Ready::Tensor(dtype, _) | Ready::Number(_, dtype) => *dtype,
+            Ready::Bools(_) => DType::Bool,
+            Ready::I32(_) => DType::I32,
+            Ready::I64(_) => DType::I64,
+        }
+    }
+}
+
+/// What a value is in a problem of these extents, or what is wrong with it. Names and types that do not fit are left to the executor, which
+/// tells all of them.
+pub(crate) fn ready(
+    name: &str,
+    value: &Value,
+    declared: Option<&Declared>,
+    extents: [i64; 4],
+) -> Result<std::result::Result<Bound, SpecError>> {
+    let bound = |value| Ok(Ok(Bound { name: name.to_owned(), value }));
+    let tensor = match value {
+        Value::Scalar(x) => return bound(Ready::Scalar(*x)),
+        Value::Tensor(tensor) => tensor,
+    };
+    let wrong = |value: String, rule: String| Ok(Err(SpecError::new(format!("parameter {name}"), value, rule)));
+    let kind = declared.map(|d| d.kind);
+    let wanted = match kind {
+        Some(ParamKind::Scalar) => return Ok(number(name, tensor)?.map(|value| Bound { name: name.to_owned(), value })),
+        Some(ParamKind::Tensor { axes, dtype }) => {
+            if let Some(rule) = unlike(axes, extents, tensor.dims()) {
+                return wrong(format!("of shape {:?}", tensor.dims()), rule);
+            }
+            dtype
+        }
+        // Nobody declares it.
+        None => operand::dtype(tensor.dtype()).unwrap_or(DType::F32),
+    };
+    if tensor.dtype() != theirs(wanted) && !converts(tensor.dtype(), wanted) {
+        return wrong(format!("of {}", tensor.dtype().as_str()), format!("{}, as it is declared", told(wanted)));
+    }
+    let tensor = tensor.detach().contiguous()?;
+    if !tensor.device().is_cpu() {
+        // The same bits, where numbers are of one width; a length that is not below 2^31 is no length.
+        let same = tensor.dtype() == theirs(wanted) || (tensor.dtype() == candle_core::DType::U32 && wanted == DType::I32);
+        let tensor = if same { tensor } else { tensor.to_dtype(theirs(wanted))? };
+        return bound(Ready::Tensor(wanted, tensor));
+    }
+    if wanted == DType::Bool {
+        let bytes = tensor.flatten_all()?.to_vec1::<u8>()?;
+        return bound(Ready::Bools(bytes.into_iter().map(|x| x != 0).collect()));
+    }
+    if tensor.dtype() == theirs(wanted) {
+        return bound(Ready::Tensor(wanted, tensor));
+    }
+    let numbers = tensor.to_dtype(candle_core::DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
+    if wanted == DType::I64 {
+        return bound(Ready::I64(numbers));
+    }
+    match numbers.iter().map(|&x| i32::try_from(x)).collect::<std::result::Result<Vec<i32>, _>>() {
+        Ok(numbers) => bound(Ready::I32(numbers)),
+        Err(_) => wrong("of a number past i32".to_owned(), "numbers that an i32 holds".to_owned()),
+    }
+}
+
+fn told(dtype: DType) -> &'static str {
+    match dtype {
+        DType::Bool => "u8, 0 or 1",
+        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 => dtype.name(),
+    }
+}
+
+/// Whole numbers of one type are taken for those of another.
+fn converts(from: candle_core::DType, to: DType) -> bool {
+    use candle_core::DType::{I32, I64, U32};
+    match to {
+        DType::I32 | DType::I64 => [U32, I32, I64].contains(&from),
+        DType::F32 | DType::F16 | DType::BF16 | DType::Bool => false,
+    }
+}
+
+/// A scalar is a number in host memory: that of a tensor on the CPU will do.
+fn number(name: &str, tensor: &Tensor) -> Result<std::result::Result<Ready, SpecError>> {
+    let field = format!("parameter {name}");
+    if tensor.elem_count() != 1 || tensor.dtype() != candle_core::DType::F32 {
+        let value = format!("a tensor of {} {:?}", tensor.dtype().as_str(), tensor.dims());
+        return Ok(Err(SpecError::new(field, value, "one number of f32, as it is declared a scalar")));
+    }
+    if !tensor.device().is_cpu() {
+        let rule = "a number in host memory, as it is declared a scalar: declare a tensor over no axes to have it read on the device";
+        return Ok(Err(SpecError::new(field, format!("on {:?}", tensor.device().location()), rule)));
+    }
+    Ok(Ok(Ready::Number(tensor.flatten_all()?.to_vec1::<f32>()?[0], DType::F32)))
+}
+
+/// The rule that a shape breaks: an extent for each declared axis, or four with ones for the others.
+fn unlike(axes: Axes, extents: [i64; 4], dims: &[usize]) -> Option<String> {
+    let given: Vec<i64> = dims.iter().map(|&d| d as i64).collect();
+    let all = axes.dims(extents);
+    if axes.has_end() {
+        return (given != [all[0] + 1]).then(|| format!("[{}]: {axes}", all[0] + 1));
+    }
+    let own: Vec<i64> = axes.iter().map(|axis| all[axis.place()]).collect();
+    if given == own || given == all || (own.is_empty() && given == [1]) {
+        return None;
+    }
+    Some(format!("{own:?} ({axes}) or {all:?}"))
+}

@@ -1,0 +1,162 @@
+//! One call: what is computed, over which tensors, and on whom.
+
+use crate::error::{bug, one, wrap};
+use crate::operand::{self, Order};
+use crate::param::Bound;
+use candle_core::{Device, Result, Storage, Tensor};
+use sdpa::{BackwardSpec, ExecutorName, Problem, Reason, Unsupported};
+
+/// A forward pass, and what its backward pass reads.
+#[derive(Debug)]
+pub(crate) struct Pass {
+    pub(crate) executor: Option<ExecutorName>,
+    /// Axes of the operands and of their gradients.
+    pub(crate) order: Order,
+    /// Axes of the output.
+    pub(crate) out: Order,
+    pub(crate) problem: Problem,
+    /// What the problem was made of.
+    #[cfg(feature = "cuda")]
+    pub(crate) spec: sdpa::AttentionSpec,
+    /// What is differentiated; that of the output's gradient is another for each backward pass.
+    pub(crate) backward: Option<BackwardSpec>,
+    /// Queries, keys and values, without history.
+    pub(crate) operands: [Tensor; 3],
+    pub(crate) params: Vec<Bound>,
+    /// Which of them only the backward pass reads.
+    pub(crate) only_backward: Vec<bool>,
+    pub(crate) attn_scale: Option<f32>,
+    pub(crate) packed: bool,
+}
+
+/// What a forward pass writes.
+pub(crate) struct Outputs {
+    pub(crate) o: Storage,
+    pub(crate) stats: Option<Storage>,
+}
+
+/// What a backward pass reads besides.
+pub(crate) struct Upstream<'a> {
+    pub(crate) o: &'a Tensor,
+    pub(crate) stats: &'a Tensor,
+    pub(crate) d_o: &'a Tensor,
+}
+
+/// What a backward pass writes, each contiguous.
+pub(crate) struct Gradients {
+    /// Of `q`, `k` and `v`.
+    pub(crate) operands: [Storage; 3],
+    /// Of parameters, in the order in which they are asked for.
+    pub(crate) params: Vec<Storage>,
+}
+
+impl Pass {
+    pub(crate) fn out_shape(&self) -> Vec<usize> {
+        let [batch, heads, seq, dim] = self.problem.o().dims.map(|n| n as usize);
+        let seq = if self.packed { self.tokens() } else { seq };
+        self.out.shape([batch, heads, seq, dim])
+    }
+
+    pub(crate) fn stats_shape(&self) -> Vec<usize> {
+        let [batch, heads, seq, _] = self.problem.o().dims.map(|n| n as usize);
+        if self.packed { vec![self.tokens(), heads] } else { vec![batch, heads, seq] }
+    }
+
+    /// Tokens of queries of a packed call.
+    fn tokens(&self) -> usize {
+        self.operands[0].dims().first().copied().unwrap_or_default()
+    }
+
+    pub(crate) fn forward(&self) -> Result<Outputs> {
+        match self.operands[0].device() {
+            Device::Cpu => {
+                self.is_for(ExecutorName::CPU)?;
+                #[cfg(feature = "cpu")]
+                return crate::host::forward(self);
+                #[cfg(not(feature = "cpu"))]
+                Err(without("cpu"))
+            }
+            Device::Cuda(_device) => {
+                self.is_for(ExecutorName::CUDNN)?;
+                #[cfg(feature = "cuda")]
+                return crate::cuda::forward(self, &self.spec, _device);
+                #[cfg(not(feature = "cuda"))]
+                Err(without("cuda"))
+            }
+            Device::Metal(_) => Err(metal()),
+        }
+    }
+
+    pub(crate) fn backward(&self, upstream: &Upstream<'_>) -> Result<Gradients> {
+        let mut spec = self.backward.clone().ok_or_else(|| bug("a pass that is not differentiated is asked for gradients"))?;
+        let documents = self.packed.then(|| (spec.d_o.dims[0] as usize, spec.d_o.dims[2] as usize));
+        spec.d_o = self.out.operand(upstream.d_o.layout(), documents, alignment(upstream.d_o));
+        let problem = spec.validate().map_err(wrap)?;
+        match self.operands[0].device() {
+            Device::Cpu => {
+                #[cfg(feature = "cpu")]
+                return crate::host::backward(self, &problem, upstream);
+                #[cfg(not(feature = "cpu"))]
+                Err(without("cpu"))
+            }
+            Device::Cuda(_device) => {
+                #[cfg(feature = "cuda")]
+                return crate::cuda::backward(self, &spec, &problem, upstream, _device);
+                #[cfg(not(feature = "cuda"))]
+                Err(without("cuda"))
+            }
+            Device::Metal(_) => Err(metal()),
+        }
+    }
+
+    /// A caller who named somebody else is told that tensors are where that one does not read them.
+    fn is_for(&self, reads: ExecutorName) -> Result<()> {
+        match self.executor {
+            Some(named) if named != reads => {
+                let rule = format!("{reads}, which reads tensors on {:?}", self.operands[0].device().location());
+                Err(one("executor", named, rule))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Bytes that the address of a tensor's first element is a multiple of, 16 at most. In host memory nobody asks.
+pub(crate) fn alignment(tensor: &Tensor) -> u32 {
+    #[cfg(feature = "cuda")]
+    if tensor.device().is_cuda() {
+        return crate::cuda::alignment(tensor);
+    }
+    let _ = tensor;
+    16
+}
+
+#[cfg_attr(all(feature = "cpu", feature = "cuda"), expect(dead_code, reason = "every device has its executor"))]
+fn without(feature: &str) -> candle_core::Error {
+    let reason = Reason::Absent(format!("sdpa-candle was compiled without the feature `{feature}`"));
+    wrap(Unsupported { executor: ExecutorName::new("none"), reasons: vec![reason] })
+}
+
+fn metal() -> candle_core::Error {
+    let reason = Reason::Absent(
+        "candle keeps its command encoder to itself, so that nothing can be put between its own kernels without two waits a call; \
+         name the CPU executor to compute on the host"
+            .to_owned(),
+    );
+    wrap(Unsupported { executor: ExecutorName::METAL, reasons: vec![reason] })
+}
+
+/// Elements of a tensor of these extents.
+pub(crate) fn elements(dims: &[usize]) -> usize {
+    dims.iter().product()
+}
+
+/// The gradient of operand `n` of a pass has its elements, whatever memory these share.
+pub(crate) fn gradient_elements(pass: &Pass, n: usize) -> usize {
+    elements(pass.operands[n].dims())
+}
+
+/// The elements of storage that a tensor reaches.
+pub(crate) fn span(tensor: &Tensor) -> std::ops::Range<usize> {
+    operand::span(tensor.layout())
+}

@@ -1,0 +1,8 @@
+//! Attention as a function of candle's, on the CPU, against candle's own autograd over the textbook formula in f64.
+
+mod dense;
+mod errors;
+mod flash;
+mod packed;
+mod params;
+mod textbook;
