@@ -10,6 +10,7 @@ from side_by_side import Ours, median
 
 SHAPES = [(1, 32, 8, 2048, 2048, 128), (4, 32, 32, 4096, 4096, 128)]
 CAP, WINDOW, PREFIX, DOCUMENTS = 30.0, 512, 512, 8
+NEAR, GLOBAL_WINDOW, GLOBALS, FIRST = 257, 256, 64, 4
 
 
 def softcap(score, b, h, q, k):
@@ -33,6 +34,22 @@ def prefix(b, h, q, k):
     return (q >= k) | (k < PREFIX)
 
 
+def natten(seq):
+    def keep(b, h, q, k):
+        first = torch.clamp(q - NEAR // 2, 0, seq - NEAR)
+        return (k >= first) & (k < first + NEAR)
+
+    return keep
+
+
+def global_local(b, h, q, k):
+    return ((q - k).abs() < GLOBAL_WINDOW) | (k < GLOBALS) | (q < GLOBALS)
+
+
+def first_tokens(b, h, q, k):
+    return (q >= k) & ((k < FIRST) | (q - k < WINDOW))
+
+
 def document(seq):
     ids = torch.arange(seq, device="cuda") * DOCUMENTS // seq
     return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
@@ -49,6 +66,10 @@ ROWS = [
     ("document, causal", [], ["document", "causal"], lambda s: None, lambda s: document(s[3]), None),
     ("documents in runs, causal", [], ["document-runs", "causal"], lambda s: None, lambda s: document(s[3]), None),
     ("prefix LM 512", [], ["prefix-lm:512"], lambda s: None, lambda s: prefix, None),
+    ("prefix LM 512, softcap 30", ["softcap:30"], ["prefix-lm:512"], lambda s: softcap, lambda s: prefix, None),
+    ("neighbourhood of 257", [], ["natten:257"], lambda s: None, lambda s: natten(s[3]), None),
+    ("64 global, 256 each way", [], ["global-local:256,64"], lambda s: None, lambda s: global_local, None),
+    ("first 4, window 512, causal", [], ["k <= q & (k < 4 | q - k < 512)"], lambda s: None, lambda s: first_tokens, None),
 ]
 
 

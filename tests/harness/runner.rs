@@ -366,6 +366,28 @@ pub fn random_ends(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
+/// The same of masks that are unions of bands.
+pub fn random_pieces(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
+    let mut spec = random_padded(random, dtypes);
+    // As engines read them, so that nothing is copied, and with stats alone: other passes are not taken apart.
+    for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
+        let [_, heads, rows, dim] = tensor.dims;
+        let row = (dim + 7) / 8 * 8 + random.pick(&[0, 0, 8, 64]);
+        let head = if random.between(0, 1) == 0 { [row * rows, row] } else { [row, row * heads] };
+        *tensor = TensorSpec { strides: [row * rows * heads, head[0], head[1], 1], alignment: 16, ..*tensor };
+    }
+    (spec.row_max, spec.sum_exp) = (false, false);
+    let seq_kv = spec.k.dims[2];
+    let prefix = Mask::prefix_lm(random.between(1, seq_kv.max(2)));
+    let left = random.between(1, seq_kv);
+    spec.masks = vec![match random.between(0, 3) {
+        0 => prefix & Mask::window(Some(left), None, Align::TopLeft),
+        1 => !prefix | Mask::window(Some(left), Some(0), Align::TopLeft),
+        _ => prefix,
+    }];
+    spec
+}
+
 /// Strides of so many packed tokens, token-major or head-major, with gaps or without.
 fn place_packed(tensor: &mut TensorSpec, total: i64, random: &mut Random) {
     let [_, heads, _, dim] = tensor.dims;

@@ -52,7 +52,7 @@ int main() {
 }
 ";
 
-const GUARD: usize = 9;
+const GUARD: usize = 16;
 const UNTOUCHED: i64 = 0x5a5a_5a5a;
 
 /// Lengths of one side, each one's bound, and whether they are promised to be within it.

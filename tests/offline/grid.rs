@@ -15,7 +15,8 @@ static Place blockIdx, blockDim, threadIdx;
 /// What stands behind it and its numbers, `jobs`: buffers with something around them, and launches.
 pub(crate) const TOOLS: &str = "
 static const number *next = jobs;
-static const number guard = 9;
+// Elements of 16 bits or more are as aligned behind it as before.
+static const number guard = 16;
 
 static char *buffer(number count, number bytes) {
     size_t all = static_cast<size_t>((count + 2 * guard) * bytes);
@@ -30,3 +31,8 @@ template <typename Run> static void launch(number blocks, unsigned threads, Run 
         for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) run();
 }
 ";
+
+/// A source with what it includes.
+pub(crate) fn whole(source: &str) -> String {
+    source.replace("#include \"elements.cuh\"", include_str!("../../sdpa/cudnn/src/kernels/elements.cuh"))
+}

@@ -1,7 +1,7 @@
 //! Kernels of this project that run beside cuDNN's: the PTX is what the compiler makes of the source, and the source, compiled for a CPU,
 //! computes what it should of any boundaries.
 
-use crate::grid::{BEFORE, TOOLS};
+use crate::grid::{BEFORE, TOOLS, whole};
 use conformance::golden;
 use conformance::msl::{Check, Toolchain};
 use conformance::nvrtc::Nvrtc;
@@ -12,9 +12,10 @@ use std::fmt::Write;
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/documents.cu");
 
 /// The sources, and the PTX of each.
-const TEXTS: [(&str, &str); 4] = [
+const TEXTS: [(&str, &str); 5] = [
     (SOURCE, "sdpa/cudnn/src/kernels/documents.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/entries.cu"), "sdpa/cudnn/src/kernels/entries.ptx"),
+    (include_str!("../../sdpa/cudnn/src/kernels/pieces.cu"), "sdpa/cudnn/src/kernels/pieces.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/sinks.cu"), "sdpa/cudnn/src/kernels/sinks.ptx"),
     (include_str!("../../sdpa/cudnn/src/kernels/sums.cu"), "sdpa/cudnn/src/kernels/sums.ptx"),
 ];
@@ -43,7 +44,7 @@ fn the_ptx_is_what_the_compiler_makes_of_the_source() {
         Ok(nvrtc) => nvrtc,
         Err(why) => return skip("offline", &format!("PTX of kernels: {why}")),
     };
-    let made = |source: &str| plain(&nvrtc.ptx(source, "compute_80", &[]).unwrap());
+    let made = |source: &str| plain(&nvrtc.ptx(&whole(source), "compute_80", &[]).unwrap());
     for (source, ptx) in TEXTS {
         golden::check(ptx, &made(source)).unwrap_or_else(|e| panic!("{e}"));
     }
@@ -161,7 +162,7 @@ enum Kernel {
     },
 }
 
-const GUARD: usize = 9;
+const GUARD: usize = 16;
 
 fn untouched(bytes: i64) -> u64 {
     0x5a5a_5a5a_5a5a_5a5a >> (64 - 8 * bytes)

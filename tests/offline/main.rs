@@ -5,6 +5,8 @@ mod asked;
 mod entries;
 mod grid;
 mod kernels;
+mod numbers;
+mod pieces;
 mod policy;
 mod sinks;
 mod statistics;

@@ -31,7 +31,7 @@ fn problem(seq_q: i64, seq_kv: i64) -> Job {
 }
 
 fn options(policy: Policy) -> PlanOptions {
-    PlanOptions { form: Some(Form::Composite), policy }
+    PlanOptions { form: Some(Form::Composite), policy, ..PlanOptions::default() }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Kernels of sinks, compiled for a CPU: what they make of rows and of sums, in every element type, and nothing beside it.
 
-use crate::grid::{BEFORE, TOOLS};
+use crate::grid::{BEFORE, TOOLS, whole};
+use crate::numbers::{FILLED, Type, Wanted, buffer, floats, read};
 use conformance::msl::{Check, Toolchain};
 use conformance::random::Random;
 use conformance::say::skip;
@@ -9,22 +10,6 @@ use half::{bf16, f16};
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/sinks.cu");
 
 const AFTER: &str = "
-static char *filled(number count, number bytes) {
-    char *made = buffer(count, bytes);
-    for (number n = 0; n < count; n++) memcpy(made + n * bytes, next++, static_cast<size_t>(bytes));
-    return made;
-}
-
-static void done(char *made, number count, number bytes, bool print) {
-    for (number n = -guard; print && n < count + guard; n++) {
-        number value = 0;
-        memcpy(&value, made + n * bytes, static_cast<size_t>(bytes));
-        printf(\"%llx \", static_cast<unsigned long long>(value));
-    }
-    if (print) printf(\"\\n\");
-    free(made - guard * bytes);
-}
-
 static void rows() {
     number count = *next++, heads = *next++, rows = *next++, told = *next++, type = *next++, width = *next++;
     number entry = *next++, head = *next++, row = *next++, all = *next++, bytes = type ? 2 : 4;
@@ -72,59 +57,11 @@ int main() {
 }
 ";
 
-const GUARD: usize = 9;
-
-/// Element types as the kernels know them.
-#[derive(Clone, Copy, PartialEq)]
-enum Type {
-    F32,
-    F16,
-    BF16,
-}
-
-impl Type {
-    fn bits(self, x: f64) -> i64 {
-        match self {
-            Type::F32 => (x as f32).to_bits().into(),
-            Type::F16 => f16::from_f64(x).to_bits().into(),
-            Type::BF16 => bf16::from_f64(x).to_bits().into(),
-        }
-    }
-
-    fn value(self, bits: i64) -> f64 {
-        match self {
-            Type::F32 => f32::from_bits(bits as u32).into(),
-            Type::F16 => f16::from_bits(bits as u16).to_f64(),
-            Type::BF16 => bf16::from_bits(bits as u16).to_f64(),
-        }
-    }
-
-    /// Half a unit of the last place, relative and at least.
-    fn roundoff(self, x: f64) -> f64 {
-        match self {
-            Type::F32 => 1e-6 * x.abs() + 1e-37,
-            Type::F16 => x.abs() / 2000.0 + 6e-8,
-            Type::BF16 => x.abs() / 250.0 + 1e-37,
-        }
-    }
-
-    fn untouched(self) -> i64 {
-        if self == Type::F32 { 0x5a5a_5a5a } else { 0x5a5a }
-    }
-}
-
-fn floats(values: &[f64]) -> impl Iterator<Item = i64> {
-    values.iter().map(|&x| Type::F32.bits(x))
-}
-
 /// A launch as numbers, and the buffers that come out: their types, and each element with how far it may be off; none for what is not written.
 struct Job {
     numbers: Vec<i64>,
     want: Vec<(Type, Vec<Wanted>)>,
 }
-
-/// An element, and how far it may be off; none where anything may stand.
-type Wanted = Option<(f64, f64)>;
 
 /// A sink, or none at all.
 fn sink(random: &mut Random) -> f64 {
@@ -228,35 +165,10 @@ fn narrowed(random: &mut Random) -> Job {
     Job { numbers: vec![2, random.pick(&all)], want: Vec::new() }
 }
 
-fn read(line: &str) -> Vec<i64> {
-    line.split_whitespace().map(|word| i64::from_str_radix(word, 16).unwrap()).collect()
-}
-
-fn buffer(line: &str, ty: Type, want: &[Wanted]) -> Result<(), String> {
-    let got = read(line);
-    if got.len() != want.len() + 2 * GUARD {
-        return Err(format!("{} elements", got.len()));
-    }
-    for (n, &bits) in got.iter().enumerate() {
-        let Some(&wanted) = n.checked_sub(GUARD).and_then(|n| want.get(n)) else {
-            if bits != ty.untouched() {
-                return Err(format!("element {n} is outside, and written"));
-            }
-            continue;
-        };
-        let Some((want, tolerance)) = wanted else { continue };
-        let value = ty.value(bits);
-        let off = (value - want).abs();
-        if value != want && (off.is_nan() || off > tolerance) {
-            return Err(format!("element {} is {value}, not {want} to {tolerance:e}", n - GUARD));
-        }
-    }
-    Ok(())
-}
-
 fn check(toolchain: &Toolchain, source: &str, jobs: &[Job]) -> Result<(), String> {
     let text: Vec<String> = jobs.iter().flat_map(|job| &job.numbers).map(i64::to_string).collect();
-    let printed = toolchain.print(&format!("{BEFORE}{source}\nstatic const number jobs[] = {{{}}};\n{TOOLS}{AFTER}", text.join(",\n")))?;
+    let printed =
+        toolchain.print(&format!("{BEFORE}{source}\nstatic const number jobs[] = {{{}}};\n{TOOLS}{FILLED}{AFTER}", text.join(",\n")))?;
     let mut lines = printed.lines();
     let widened = read(lines.next().unwrap_or_default());
     for (bits, got) in widened.iter().enumerate() {
@@ -318,12 +230,13 @@ fn rows_get_their_sinks_and_heads_the_gradients() {
     let mut random = Random::new(21);
     let mut jobs: Vec<Job> = (0..120).flat_map(|_| [rows(&mut random), gradient(&mut random)]).collect();
     jobs.extend((0..4000).map(|_| narrowed(&mut random)));
+    let right_source = whole(SOURCE);
     for sanitized in [Check::Plain, Check::Addresses] {
-        check(&toolchain.with(sanitized), SOURCE, &jobs).unwrap_or_else(|e| panic!("{sanitized:?}: {e}"));
+        check(&toolchain.with(sanitized), &right_source, &jobs).unwrap_or_else(|e| panic!("{sanitized:?}: {e}"));
     }
     for [right, wrong] in FAULTS {
-        let source = SOURCE.replace(right, wrong);
-        assert!(source != SOURCE, "{right} is not there");
+        let source = right_source.replace(right, wrong);
+        assert!(source != right_source, "{right} is not there");
         assert!(check(&toolchain.with(Check::Addresses), &source, &jobs).is_err(), "nobody finds {wrong:?} for {right:?}");
     }
 }

@@ -25,7 +25,7 @@ int main() {
 }
 ";
 
-const GUARD: usize = 9;
+const GUARD: usize = 16;
 const UNTOUCHED: u32 = 0x5a5a_5a5a;
 
 /// Sums of rows, in more blocks than they need.

@@ -31,7 +31,7 @@ mod weight;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
-  right:  suite [RANDOM [packed|paged|sinks|ends|dropout]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+  right:  suite [RANDOM [packed|paged|sinks|ends|dropout|pieces]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large] | lengths [right]
           | packed [PROBLEMS] | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   speed | speed-backward | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ

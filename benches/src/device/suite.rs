@@ -4,7 +4,7 @@ use crate::setup::{Result, executor};
 use conformance::runner::{self, Draw, Outcome, Source, Tally};
 use conformance::{Case, random::Random};
 use sdpa::cudnn::lower::Form;
-use sdpa::cudnn::{CudnnExecutor, PlanOptions};
+use sdpa::cudnn::{CudnnExecutor, Pieces, PlanOptions};
 use sdpa::{AttentionSpec, DType};
 
 pub(crate) fn run(random: u64) -> Result<()> {
@@ -40,7 +40,7 @@ pub(crate) fn run(random: u64) -> Result<()> {
         failed += cases.failed + others.failed;
         if form.is_none() {
             for part in Part::ALL {
-                failed += part.run(label, random, &executor)?;
+                failed += part.run(label, random, form)?;
             }
         }
         failed += score_mods(label, random, &executor)?;
@@ -62,10 +62,12 @@ pub(crate) enum Part {
     Ends,
     /// Dropout.
     Dropout,
+    /// Masks that are unions of bands, band by band.
+    Pieces,
 }
 
 impl Part {
-    pub(crate) const ALL: [Part; 5] = [Part::Packed, Part::Paged, Part::Sinks, Part::Ends, Part::Dropout];
+    pub(crate) const ALL: [Part; 6] = [Part::Packed, Part::Paged, Part::Sinks, Part::Ends, Part::Dropout, Part::Pieces];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -74,6 +76,7 @@ impl Part {
             Part::Sinks => "sinks",
             Part::Ends => "ends",
             Part::Dropout => "dropout",
+            Part::Pieces => "pieces",
         }
     }
 
@@ -88,6 +91,13 @@ impl Part {
             Part::Sinks => Case::all_sinks(),
             Part::Ends => Case::all_ends(),
             Part::Dropout => Case::all_dropout(),
+            Part::Pieces => {
+                let several = |case: &Case| {
+                    let problem = case.spec().ok()?.validate().ok()?;
+                    problem.kept().pieces(problem.extents()).filter(|pieces| pieces.len() > 1)
+                };
+                Ok(Case::all_library()?.into_iter().filter(|case| several(case).is_some()).collect())
+            }
         }
     }
 
@@ -98,12 +108,23 @@ impl Part {
             Part::Paged => runner::random_paged(random, &narrow),
             Part::Sinks => runner::random_padded(random, &narrow).with_sink(),
             Part::Ends => runner::random_ends(random, &narrow),
+            Part::Pieces => runner::random_pieces(random, &narrow),
             Part::Dropout => runner::random_spec(random, &narrow).with_dropout(random.pick(&[0.003, 0.1, 0.5, 0.9])),
         }
     }
 
+    /// What plans of it look like.
+    fn options(self, form: Option<Form>) -> PlanOptions {
+        let pieces = match self {
+            Part::Pieces => Pieces::Always,
+            Part::Packed | Part::Paged | Part::Sinks | Part::Ends | Part::Dropout => Pieces::Auto,
+        };
+        PlanOptions { form, pieces, ..PlanOptions::default() }
+    }
+
     /// Both passes of every case and of random problems; how many failed.
-    fn run(self, label: &str, random: u64, executor: &CudnnExecutor) -> Result<usize> {
+    fn run(self, label: &str, random: u64, form: Option<Form>) -> Result<usize> {
+        let executor = &executor(self.options(form))?;
         let (mut cases, mut others) = (Tally::default(), Tally::default());
         let trains = !matches!(self, Part::Paged);
         let name = self.name();
@@ -152,7 +173,7 @@ pub(crate) fn part(part: Part, random: u64) -> Result<()> {
     let forms: &[Option<Form>] = if matches!(part, Part::Dropout) { &[None] } else { &[None, Some(Form::Unified)] };
     for &form in forms {
         let label = form.map_or("cudnn", Form::name);
-        failed += part.run(label, random, &executor(PlanOptions { form, ..PlanOptions::default() })?)?;
+        failed += part.run(label, random, form)?;
     }
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
 }

@@ -6,9 +6,10 @@ use crate::memory::Memory;
 use crate::setup::{Result, executor, median};
 use cudnn_graph::{Event, Stream};
 use sdpa::cudnn::lower::Form;
-use sdpa::cudnn::{CudnnExecutor, CudnnOptions, PlanOptions};
+use sdpa::cudnn::{CudnnExecutor, CudnnOptions, Pieces, PlanOptions};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Packed, Paged, SINK, Shape};
 use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 use std::io::BufRead;
 
 const WARM: usize = 5;
@@ -42,6 +43,9 @@ struct Question {
     /// Part of the weights that is dropped.
     #[serde(default)]
     dropout: Option<f32>,
+    /// `always` or `never`, each band of a mask by itself; else where that is faster.
+    #[serde(default)]
+    pieces: Pieces,
     /// `composite` or `unified`; else the better one.
     #[serde(default)]
     form: Option<Form>,
@@ -56,19 +60,16 @@ struct Answer {
 }
 
 pub(crate) fn run() -> Result<()> {
-    let usual = executor(PlanOptions::default())?;
-    let unified = CudnnExecutor::new(options(Form::Unified))?;
-    let composite = CudnnExecutor::new(options(Form::Composite))?;
-    let stream = usual.device().stream()?;
+    let mut executors: HashMap<PlanOptions, CudnnExecutor> = HashMap::new();
+    let stream = executor(PlanOptions::default())?.device().stream()?;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let answer = serde_json::from_str(&line).map_err(Into::into).and_then(|question: Question| {
-            let executor = match question.form {
-                None => &usual,
-                Some(Form::Unified) => &unified,
-                Some(Form::Composite) => &composite,
-            };
-            answer(executor, &stream, &question)
+            let plan = PlanOptions { form: question.form, pieces: question.pieces, ..PlanOptions::default() };
+            if !executors.contains_key(&plan) {
+                executors.insert(plan.clone(), CudnnExecutor::new(CudnnOptions { plan: plan.clone(), ..CudnnOptions::default() })?);
+            }
+            answer(&executors[&plan], &stream, &question)
         });
         match answer {
             Ok(answer) => println!("{}", serde_json::to_string(&answer)?),
@@ -91,10 +92,6 @@ fn flops(backward: &BackwardSpec, question: &Question) -> Result<f64> {
         all += one(&AttentionSpec { masks: backward.forward.masks.clone(), ..alone }.backward())?;
     }
     Ok(all)
-}
-
-fn options(form: Form) -> CudnnOptions {
-    CudnnOptions { plan: PlanOptions { form: Some(form), ..PlanOptions::default() }, ..CudnnOptions::default() }
 }
 
 fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Result<Answer> {

@@ -10,7 +10,9 @@ use crate::request::{Request, Wanted};
 use crate::table::{Table, list};
 use cudnn_graph::encode::encode;
 use cudnn_graph::{DeviceProfile, Graph, Library, Program, Version};
+use sdpa::cudnn::Pieces;
 use sdpa::cudnn::lower::{self, Form};
+use sdpa::cudnn::pieces;
 use sdpa::cudnn::plan::schedule as schedule_of;
 use sdpa::cudnn::schedule::ScheduleReport;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
@@ -221,7 +223,9 @@ fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Fail
     let (mut program, mut schedule) = (None, None);
     match order.stage {
         Stage::Program => program = Some(encode(&lowered.graph, runtime).map_err(|e| refused(&e))?),
-        Stage::Schedule => schedule = Some(schedule_of(&job, form, runtime).map_err(|e| refused(&e))?.told(job.params())),
+        Stage::Schedule => {
+            schedule = Some(schedule_of(&job, form, runtime, Pieces::default()).map_err(|e| refused(&e))?.told(job.params()))
+        }
         Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient | Stage::Graph | Stage::Plan => {}
     }
     if !json {
@@ -329,6 +333,7 @@ fn problem_text(request: &Request) -> String {
     table.rows("dropout", p.dropout().map(|dropout| format!("{} of the weights", dropout.p())));
     table.row("keeps", bands_text(p.kept()));
     table.rows("and", p.kept().rest.iter().map(lines));
+    table.rows("in pieces", pieces::worthwhile(&request.job()).into_iter().flatten().map(|part| part.piece.to_string()));
     table.rows("params", declared(request));
     table.row("stats", yes(p.stats()));
     table.rows("stats_base", (p.stats_base() != StatsBase::Natural).then(|| p.stats_base().to_string()));

@@ -14,7 +14,7 @@ use sdpa::cache::CacheKey;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cudnn::guard;
 use sdpa::cudnn::lower::{self, Job};
-use sdpa::cudnn::{PlanOptions, plan};
+use sdpa::cudnn::{Pieces, PlanOptions, plan};
 use sdpa::metal::MetalExecutor;
 use sdpa::{Error, Executor, Reason, Unsupported};
 use serde::Serialize;
@@ -47,7 +47,7 @@ impl Asked {
                 }
                 let mut refused = Vec::new();
                 for &form in lower::forms(job, *version) {
-                    match plan::schedule(job, form, *version) {
+                    match plan::schedule(job, form, *version, Pieces::default()) {
                         Ok(_) => return Ok(form.name()),
                         Err(e) => refused.extend(reasons(e)),
                     }

@@ -208,12 +208,12 @@ fn of_scores(wrt: &[GradientSpec], sink: bool) -> impl Iterator<Item = &Gradient
 /// A backward problem that has passed every rule; only [`BackwardSpec::validate`] makes one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct BackwardProblem {
-    forward: Problem,
-    d_o: TensorSpec,
-    dq: TensorSpec,
-    dk: TensorSpec,
-    dv: TensorSpec,
-    gradient: Option<Arc<Gradient>>,
+    pub(crate) forward: Problem,
+    pub(crate) d_o: TensorSpec,
+    pub(crate) dq: TensorSpec,
+    pub(crate) dk: TensorSpec,
+    pub(crate) dv: TensorSpec,
+    pub(crate) gradient: Option<Arc<Gradient>>,
     wrt: Vec<GradientSpec>,
     #[serde(skip)]
     params: Vec<Declared>,

@@ -236,7 +236,7 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
             return Err(NoGradient::ByHand(name.to_owned()));
         }
         if by_hand {
-            let inputs = Inputs { score: Some(before), upstream: Some(upstream), extents: Some(extents) };
+            let inputs = Inputs { score: Some(before), upstream: Some(upstream), extents: Some(extents), ..Inputs::default() };
             upstream = b.inline(stage, inputs)[1];
             continue;
         }

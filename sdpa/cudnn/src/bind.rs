@@ -183,6 +183,9 @@ impl Planned {
     fn of_caller(&self, call: &DeviceCall<'_>, slot: &Slot, param: impl Fn(usize) -> Option<DeviceValue>) -> Option<DeviceSlice> {
         match slot.source {
             Source::Operand(operand) => call.operand(operand),
+            Source::Rows(operand, offset) => call
+                .operand(operand)
+                .map(|whole| DeviceSlice { address: whole.address + offset, bytes: whole.bytes.saturating_sub(offset) }),
             Source::Statistic(statistic) => call.statistic(statistic),
             Source::Param(at) => Some(param(at)?.tensor()?.1),
             Source::Gradient(at) => {
@@ -202,7 +205,7 @@ impl Planned {
         match source {
             Source::Table(at) => Some(self.tables.get(at)?.address()),
             Source::Scratch(offset) | Source::Lengths { offset, param: _ } => Some(workspace.address + self.base + offset),
-            Source::Operand(_) | Source::Statistic(_) | Source::Param(_) | Source::Gradient(_) => None,
+            Source::Operand(_) | Source::Rows(..) | Source::Statistic(_) | Source::Param(_) | Source::Gradient(_) => None,
         }
     }
 

@@ -4,7 +4,8 @@ use super::bind::Takes;
 use super::guard;
 use super::named;
 use super::order;
-use super::schedule::{PIECE, Role, Run, Schedule, outline};
+use super::pieces::{self, Part};
+use super::schedule::{self, PIECE, Role, Run, Schedule, outline};
 use super::used::Used;
 use crate::error::Error;
 use crate::kernels::Loaded;
@@ -12,7 +13,7 @@ use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling, Vectors};
 use cudnn_graph::{Buffer, Library, Outcome, Plan, Planner, Policy, Target, Version};
 use sdpa_cache::{BuildTime, CacheValue, Weight};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -23,6 +24,32 @@ pub struct PlanOptions {
     pub form: Option<Form>,
     /// Which engines are asked for.
     pub policy: Policy,
+    /// Whether masks that are unions of bands are computed band by band.
+    pub pieces: Pieces,
+}
+
+/// Whether a pass is computed in [pieces](crate::pieces::Part).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pieces {
+    /// Where that is faster, by a rule that was measured.
+    #[default]
+    Auto,
+    /// Wherever a mask has some.
+    Always,
+    /// Nowhere.
+    Never,
+}
+
+impl Pieces {
+    /// The pieces of a pass, where it is to be computed in some. The job is dense as engines read it.
+    pub(super) fn of(self, job: &Job) -> Option<Vec<Part>> {
+        match self {
+            Pieces::Auto => pieces::worthwhile(job),
+            Pieces::Always => pieces::parts(job),
+            Pieces::Never => None,
+        }
+    }
 }
 
 /// Compiled plans for a pass.
@@ -30,10 +57,12 @@ pub struct PlanOptions {
 pub struct Planned {
     /// The pass as the attention plan sees it: operands that are copied first are dense.
     pub job: Job,
-    /// The attention graph.
+    /// The attention graph, or that of its first piece.
     pub lowered: Arc<Lowered>,
-    /// The attention plan.
+    /// The attention plan, or that of its first piece.
     pub plan: Arc<Plan>,
+    /// The graphs and plans of the other pieces; none of a pass that is computed as a whole.
+    pub pieces: Vec<Attention>,
     /// Everything that a call needs and does; the attention plan is one of its steps.
     pub schedule: Schedule<Arc<Plan>>,
     /// The tag of the attention's engine.
@@ -60,19 +89,35 @@ impl Planned {
     /// Those of `make`, which is asked for every other plan.
     pub(super) fn around<E>(
         job: Job,
-        (lowered, plan): Attention,
+        made: Made,
         schedule: Schedule<()>,
         mut make: impl FnMut(&Run<()>) -> Result<Arc<Plan>, E>,
     ) -> Result<Planned, E> {
-        let schedule = schedule.try_map(|run| if run.role == Role::Attention { Ok(plan.clone()) } else { make(run) })?;
+        let Made { first: (lowered, plan), pieces } = made;
+        let piece = |n: usize| pieces.get(n.wrapping_sub(1)).map(|(_, plan)| plan);
+        let schedule = schedule.try_map(|run| match run.role {
+            Role::Attention => Ok(plan.clone()),
+            Role::Piece(n) => piece(n).cloned().map_or_else(|| make(run), Ok),
+            Role::Copy(_)
+            | Role::Conversion(_)
+            | Role::Sum(..)
+            | Role::Rounding(_)
+            | Role::Documents
+            | Role::Entries(_)
+            | Role::Sink
+            | Role::SinkGradient
+            | Role::RowSums
+            | Role::Merge(_)
+            | Role::Unpaired(_) => make(run),
+        })?;
         let most = schedule.runs().map(|run| run.plan.workspace_bytes()).max().unwrap_or(0);
         let base = if schedule.scratch() == 0 { most } else { most.next_multiple_of(PIECE) };
         let extents = job.problem().extents();
         let takes = job.params().iter().map(|p| Takes::of(p, extents)).collect();
-        let engine = plan.engine().map(|c| c.tag()).unwrap_or_default();
+        let engine = tags(std::iter::once(&plan).chain(pieces.iter().map(|(_, plan)| plan)));
         let launches = schedule.kernels().next().is_some();
         let (time, tables, used) = (BuildTime::default(), Vec::new(), Used::default());
-        Ok(Planned { job, lowered, plan, schedule, engine, time, tables, launches, kernels: None, takes, base, used })
+        Ok(Planned { job, lowered, plan, pieces, schedule, engine, time, tables, launches, kernels: None, takes, base, used })
     }
 
     /// A plan of the attention graph, for callers that plan by themselves; what has to happen around it is planned as usual. The graph is of
@@ -81,7 +126,7 @@ impl Planned {
     /// # Errors
     /// As [`build`].
     pub fn of(library: &'static Library, target: &Target<'_>, job: &Job, attention: Attention) -> Result<Planned, Error> {
-        Planned::beside(library, target, job, attention, None)
+        Planned::beside(library, target, job, Made::whole(attention), None)
     }
 
     /// As [`Planned::of`]; graphs around the attention that another has plans of are not compiled again.
@@ -89,12 +134,12 @@ impl Planned {
         library: &'static Library,
         target: &Target<'_>,
         job: &Job,
-        attention: Attention,
+        made: Made,
         other: Option<&Planned>,
     ) -> Result<Planned, Error> {
         let (dense, _) = lower::densify(job);
-        let schedule = outline(job, &dense, &attention.0)?;
-        Planned::around(dense, attention, schedule, |run| {
+        let schedule = made.schedule(job, &dense)?;
+        Planned::around(dense, made, schedule, |run| {
             let same = |there: &&Run<Arc<Plan>>| there.role == run.role && there.graph == run.graph;
             if let Some(there) = other.and_then(|other| other.schedule.runs().find(same)) {
                 return Ok(there.plan.clone());
@@ -119,6 +164,8 @@ impl Planned {
         let copied = self.schedule.runs().filter_map(|run| match &run.role {
             Role::Copy(operand) => Some(operand.name()),
             Role::Attention
+            | Role::Piece(_)
+            | Role::Merge(_)
             | Role::Conversion(_)
             | Role::Sum(..)
             | Role::Rounding(_)
@@ -131,6 +178,56 @@ impl Planned {
         });
         copied.collect()
     }
+
+    /// What the attention was made of.
+    pub(super) fn made(&self) -> Made {
+        Made { first: (self.lowered.clone(), self.plan.clone()), pieces: self.pieces.clone() }
+    }
+}
+
+/// The tags of engines, each once.
+fn tags<'a>(plans: impl Iterator<Item = &'a Arc<Plan>>) -> String {
+    let mut tags: Vec<String> = Vec::new();
+    for tag in plans.filter_map(|plan| plan.engine()).map(|engine| engine.tag()) {
+        if !tags.contains(&tag) {
+            tags.push(tag);
+        }
+    }
+    tags.join(" + ")
+}
+
+/// The attention of a pass: of all of it, or of its pieces.
+#[derive(Clone, Debug)]
+pub(super) struct Made {
+    pub(super) first: Attention,
+    pub(super) pieces: Vec<Attention>,
+}
+
+impl Made {
+    pub(super) fn whole(first: Attention) -> Made {
+        Made { first, pieces: Vec::new() }
+    }
+
+    /// What a pass needs and does around it.
+    fn schedule(&self, job: &Job, dense: &Job) -> Result<Schedule<()>, Error> {
+        if self.pieces.is_empty() {
+            return outline(job, dense, &self.first.0);
+        }
+        let all: Vec<&Lowered> = std::iter::once(&self.first).chain(&self.pieces).map(|(lowered, _)| &**lowered).collect();
+        in_pieces(dense, &all)
+    }
+}
+
+/// What a pass in pieces needs and does.
+///
+/// # Errors
+/// A pass that has not so many pieces: a bug.
+pub(super) fn in_pieces(dense: &Job, lowered: &[&Lowered]) -> Result<Schedule<()>, Error> {
+    let parts = pieces::parts(dense).unwrap_or_default();
+    if parts.len() != lowered.len() {
+        return Err(Error::Bug(format!("{} pieces of a pass that has {}", lowered.len(), parts.len())));
+    }
+    schedule::pieces(dense, parts.iter().zip(lowered.iter().copied()))
 }
 
 impl CacheValue for Planned {
@@ -211,10 +308,14 @@ fn told(form: Form, refusal: Refusal) -> Error {
 ///
 /// # Errors
 /// [`Error::Unsupported`] for what the form cannot express.
-pub fn schedule(job: &Job, form: Form, runtime: Version) -> Result<Schedule<()>, Error> {
+pub fn schedule(job: &Job, form: Form, runtime: Version, pieces: Pieces) -> Result<Schedule<()>, Error> {
+    let lower = |job: &Job| spelled(lower::lower(job, form, runtime)).map_err(|refusal| told(form, refusal));
+    if let Some(parts) = pieces.of(job) {
+        let lowered = parts.iter().map(|part| lower(&part.job)).collect::<Result<Vec<_>, _>>()?;
+        return in_pieces(job, &lowered.iter().map(|lowered| &**lowered).collect::<Vec<_>>());
+    }
     let (dense, _) = lower::densify(job);
-    let lowered = spelled(lower::lower(&dense, form, runtime)).map_err(|refusal| told(form, refusal))?;
-    outline(job, &dense, &lowered)
+    outline(job, &dense, &*lower(&dense)?)
 }
 
 /// The spellings of a pass in one form, the better one first: with an engine that has to be asked for by name, as it is usual, and
@@ -362,6 +463,17 @@ fn first_form<T>(
 /// # Errors
 /// [`Error::Unsupported`] with every reason; the environment's.
 pub fn supports(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Form, Error> {
+    if let Some(parts) = options.pieces.of(job) {
+        let form = |part: &Part| {
+            let asked =
+                first_form(library, target, &part.job, options, |j, form| try_ask(library, target, j, form, &options.policy).map(|_| form));
+            asked.map(|(_, form)| form)
+        };
+        match parts.iter().map(form).collect::<Result<Vec<_>, _>>() {
+            Ok(forms) => return Ok(forms[0]),
+            Err(why) => passed_over(job, why)?,
+        }
+    }
     let (dense, (form, lowered)) = first_form(library, target, job, options, |j, form| {
         let (lowered, _) = try_ask(library, target, j, form, &options.policy)?;
         Ok((form, lowered))
@@ -388,12 +500,54 @@ fn refused(form: String, error: Error) -> Error {
 /// As [`supports`]; out of memory and a missing library are the environment's and never *unsupported*.
 pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options: &PlanOptions) -> Result<Planned, Error> {
     let mut time = BuildTime::default();
+    if let Some(parts) = options.pieces.of(job) {
+        match build_pieces(library, target, job, &parts, options, &mut time) {
+            Ok(mut planned) => {
+                planned.time = time;
+                return Ok(planned);
+            }
+            Err(why) => passed_over(job, why)?,
+        }
+    }
     let made = first_form(library, target, job, options, |j, form| try_build(library, target, j, form, &options.policy, &mut time));
     let (_, (lowered, plan)) = made?;
     let helpers = Instant::now();
     let mut planned = Planned::of(library, target, job, (lowered, Arc::new(plan)))?;
     time.compile += micros(helpers);
     planned.time = time;
+    Ok(planned)
+}
+
+/// Pieces without an engine leave the whole, which may have one.
+fn passed_over(job: &Job, why: Error) -> Result<(), Error> {
+    match why {
+        Error::Unsupported(why) => {
+            tracing::debug!(key = sdpa_cache::CacheKey::label(job), reason = %why, "not in pieces");
+            Ok(())
+        }
+        Error::Spec(_) | Error::Backend(_) | Error::Bug(_) => Err(why),
+    }
+}
+
+fn build_pieces(
+    library: &'static Library,
+    target: &Target<'_>,
+    job: &Job,
+    parts: &[Part],
+    options: &PlanOptions,
+    time: &mut BuildTime,
+) -> Result<Planned, Error> {
+    let mut made = Vec::with_capacity(parts.len());
+    for part in parts {
+        let build = |j: &Job, form| try_build(library, target, j, form, &options.policy, time);
+        let (_, (lowered, plan)) = first_form(library, target, &part.job, options, build)?;
+        made.push((lowered, Arc::new(plan)));
+    }
+    let mut made = made.into_iter();
+    let first = made.next().ok_or_else(|| Error::Bug("no pieces".to_owned()))?;
+    let helpers = Instant::now();
+    let planned = Planned::beside(library, target, job, Made { first, pieces: made.collect() }, None)?;
+    time.compile += micros(helpers);
     Ok(planned)
 }
 

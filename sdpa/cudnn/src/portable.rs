@@ -5,11 +5,12 @@
 //! behind a line that says what they are of. A plan is taken only for the very graph that it was made of.
 
 use super::guard;
-use super::plan::{PlanOptions, Planned, spellings};
-use super::schedule::{Role, outline, outline_digest};
+use super::pieces;
+use super::plan::{Made, PlanOptions, Planned, in_pieces, spellings};
+use super::schedule::{Role, Schedule, outline, outline_digest};
 use crate::error::Error;
 use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling};
-use crate::planfile::{Digest, Header};
+use crate::planfile::{Digest, Header, Parts};
 use cudnn_graph::{DeviceProfile, Library, Plan, Target, Version};
 use sdpa_cache::BuildTime;
 use serde::{Deserialize, Serialize};
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Of the bytes. Rules of lowering show in the digest of what is lowered.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// Why bytes are no plan for a pass.
 #[derive(Debug, thiserror::Error)]
@@ -63,11 +64,49 @@ impl From<LowerError> for PayloadError {
 #[derive(Serialize, Deserialize)]
 struct Head {
     version: u32,
-    form: Form,
-    spelling: Option<Spelling>,
+    /// Of the attention, or of each of its pieces.
+    spelled: Vec<Spelled>,
     engine: String,
     /// The plan of every graph of the schedule, in its order.
     plans: Vec<Part>,
+}
+
+/// How a graph of attention is spelled.
+#[derive(Serialize, Deserialize)]
+struct Spelled {
+    form: Form,
+    spelling: Option<Spelling>,
+}
+
+impl Spelled {
+    fn of(lowered: &Lowered) -> Spelled {
+        Spelled { form: lowered.form, spelling: lowered.spelling }
+    }
+
+    /// A pass, spelled so.
+    fn lower(&self, job: &Job, runtime: Version) -> Result<Lowered, LowerError> {
+        match (job, self.spelling) {
+            (Job::Backward(problem), Some(spelling)) => lower::lower_backward(problem, runtime, spelling),
+            (Job::Forward(_) | Job::Backward(_), _) => lower::lower(job, self.form, runtime),
+        }
+    }
+}
+
+/// The graphs of a pass that is spelled so, or of its pieces, and what it needs and does around them.
+fn spelled(job: &Job, dense: &Job, spelled: &[Spelled], runtime: Version) -> Result<(Vec<Arc<Lowered>>, Schedule<()>), PayloadError> {
+    if let [one] = spelled {
+        let lowered = one.lower(dense, runtime)?;
+        let schedule = outline(job, dense, &lowered)?;
+        return Ok((vec![Arc::new(lowered)], schedule));
+    }
+    let parts = pieces::parts(dense).unwrap_or_default();
+    if parts.len() != spelled.len() {
+        return Err(PayloadError::Plans(format!("{} pieces of a pass that has {}", spelled.len(), parts.len())));
+    }
+    let each = parts.iter().zip(spelled).map(|(part, spelled)| spelled.lower(&part.job, runtime).map(Arc::new));
+    let lowered = each.collect::<Result<Vec<_>, _>>()?;
+    let schedule = in_pieces(dense, &lowered.iter().map(|lowered| &**lowered).collect::<Vec<_>>())?;
+    Ok((lowered, schedule))
 }
 
 /// A plan among the bytes.
@@ -95,20 +134,36 @@ pub fn key(library: &'static Library, target: &Target<'_>, job: &Job, options: &
     let (dense, _) = lower::densify(job);
     let text = serde_json::to_string(options).map_err(|e| bug(&e.to_string()))?;
     let mut parts = Digest::parts().part(runtime.to_string().as_bytes()).part(text.as_bytes()).part(&[u8::from(job.deterministic())]);
-    for form in lower::forms(&dense, runtime).iter().filter(|form| options.form.is_none_or(|only| only == **form)) {
+    for (n, part) in options.pieces.of(job).into_iter().flatten().enumerate() {
+        let piece = format!("piece {n}: {:?}", part.piece);
+        parts = candidates(library, target, (&part.job, &part.job), options, parts.part(piece.as_bytes()))?;
+    }
+    Ok(candidates(library, target, (job, &dense), options, parts)?.finish())
+}
+
+/// Adds every spelling of a pass that would be asked for.
+fn candidates(
+    library: &'static Library,
+    target: &Target<'_>,
+    (job, dense): (&Job, &Job),
+    options: &PlanOptions,
+    mut parts: Parts,
+) -> Result<Parts, Error> {
+    let runtime = library.version();
+    for form in lower::forms(dense, runtime).iter().filter(|form| options.form.is_none_or(|only| only == **form)) {
         parts = parts.part(form.name().as_bytes());
-        match spellings(library, target, &dense, *form, &options.policy) {
+        match spellings(library, target, dense, *form, &options.policy) {
             Ok(all) => {
                 for (lowered, policy) in all {
                     let policy = serde_json::to_string(&policy).map_err(|e| bug(&e.to_string()))?;
-                    let schedule = outline(job, &dense, &lowered)?;
+                    let schedule = outline(job, dense, &lowered)?;
                     parts = parts.part(&outline_digest(&schedule, runtime)?.0).part(policy.as_bytes());
                 }
             }
             Err(refusal) => parts = parts.part(refusal.text()?.as_bytes()),
         }
     }
-    Ok(parts.finish())
+    Ok(parts)
 }
 
 fn bug(text: &str) -> Error {
@@ -127,7 +182,8 @@ impl Planned {
             plans.push(Part { name: run.role.to_string(), graph, bytes: text.len() as u64 });
             texts.push(text);
         }
-        let head = Head { version: VERSION, form: self.lowered.form, spelling: self.lowered.spelling, engine: self.engine.clone(), plans };
+        let spelled = self.spelled();
+        let head = Head { version: VERSION, spelled, engine: self.engine.clone(), plans };
         let mut bytes = serde_json::to_vec(&head).map_err(|e| bug(&e.to_string()))?;
         bytes.push(b'\n');
         texts.iter().for_each(|text| bytes.extend_from_slice(text.as_bytes()));
@@ -159,8 +215,7 @@ impl Planned {
             .into());
         }
         let (dense, _) = lower::densify(job);
-        let lowered = spelled(&dense, head.form, head.spelling, runtime)?;
-        let schedule = outline(job, &dense, &lowered)?;
+        let (lowered, schedule) = spelled(job, &dense, &head.spelled, runtime)?;
         let made_of: Vec<(String, Digest)> =
             schedule.digests(runtime)?.into_iter().map(|(run, digest)| (run.role.to_string(), digest)).collect();
         let mut texts = Texts { rest: &bytes[end + 1..], parts: head.plans.iter() };
@@ -173,10 +228,12 @@ impl Planned {
             plans.push((run.role.clone(), Arc::new(plan)));
         }
         texts.finish()?;
-        let attention = plans.iter().find(|(role, _)| *role == Role::Attention).map(|(_, plan)| plan.clone());
-        let attention = attention.ok_or_else(|| PayloadError::Plans("there is no attention".to_owned()))?;
-        let mut plans = plans.into_iter().filter(|(role, _)| *role != Role::Attention).map(|(_, plan)| plan);
-        let mut planned = Planned::around(dense, (Arc::new(lowered), attention), schedule, |run| {
+        let attention = |role: &Role| matches!(role, Role::Attention | Role::Piece(_));
+        let (made, plans): (Vec<_>, Vec<_>) = plans.into_iter().partition(|(role, _)| attention(role));
+        let mut made = lowered.into_iter().zip(made.into_iter().map(|(_, plan)| plan));
+        let first = made.next().ok_or_else(|| PayloadError::Plans("there is no attention".to_owned()))?;
+        let mut plans = plans.into_iter().map(|(_, plan)| plan);
+        let mut planned = Planned::around(dense, Made { first, pieces: made.collect() }, schedule, |run| {
             plans.next().ok_or_else(|| PayloadError::Plans(format!("there is no {}", run.role)))
         })?;
         let load = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
@@ -197,18 +254,13 @@ impl Planned {
         if dense != self.job {
             return wrong("problem");
         }
-        let lowered = spelled(&dense, self.lowered.form, self.lowered.spelling, runtime).map_err(|e| Error::Bug(e.to_string()))?;
-        let again = outline(job, &dense, &lowered)?;
+        let (_, again) = spelled(job, &dense, &self.spelled(), runtime).map_err(|e| Error::Bug(e.to_string()))?;
         let same = outline_digest(&again, runtime)? == outline_digest(&self.schedule, runtime)?;
         if same { Ok(()) } else { wrong("graph") }
     }
-}
 
-/// A pass in one form and spelling.
-fn spelled(job: &Job, form: Form, spelling: Option<Spelling>, runtime: Version) -> Result<Lowered, LowerError> {
-    match (job, spelling) {
-        (Job::Backward(problem), Some(spelling)) => lower::lower_backward(problem, runtime, spelling),
-        (Job::Forward(_) | Job::Backward(_), _) => lower::lower(job, form, runtime),
+    fn spelled(&self) -> Vec<Spelled> {
+        std::iter::once(&self.lowered).chain(self.pieces.iter().map(|(lowered, _)| lowered)).map(|lowered| Spelled::of(lowered)).collect()
     }
 }
 

@@ -8,7 +8,7 @@
 mod memory;
 mod results;
 
-use super::plan::{PlanOptions, Planned, offered};
+use super::plan::{Made, PlanOptions, Planned, offered};
 use crate::error::Error;
 use crate::lower::Job;
 use cudnn_graph::{Device, Library, Stream, Target};
@@ -62,14 +62,14 @@ pub(super) fn fastest(
 ) -> Result<Option<Planned>, Error> {
     let stream = device.stream()?;
     let target = Target::Handle(&library.handle(&stream)?);
-    let around = |attention| -> Result<Contender, Error> {
-        let mut planned = Planned::beside(library, &target, job, attention, Some(built))?;
+    let around = |made| -> Result<Contender, Error> {
+        let mut planned = Planned::beside(library, &target, job, made, Some(built))?;
         planned.upload_tables(&stream)?;
         Ok(Contender { planned, ms: Vec::new() })
     };
-    let mut all = vec![around((built.lowered.clone(), built.plan.clone()))?];
+    let mut all = vec![around(built.made())?];
     for (lowered, plan) in offered(library, &target, &built.job, options)? {
-        let contender = match around((lowered, Arc::new(plan))) {
+        let contender = match around(Made::whole((lowered, Arc::new(plan)))) {
             Ok(contender) => contender,
             // What this one needs around it is not to be had; the others may do without.
             Err(Error::Unsupported(_)) => continue,

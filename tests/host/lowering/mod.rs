@@ -5,6 +5,7 @@ mod declined;
 mod expressions;
 mod packed;
 mod paged;
+mod pieces;
 
 use conformance::library::{Bound, Here, Library};
 use conformance::oracle::{self, Along, Closures, Dropout, Gradients};

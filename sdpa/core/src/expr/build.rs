@@ -25,6 +25,8 @@ pub struct Inputs {
     pub upstream: Option<NodeId>,
     /// For [`Node::Extent`], in the order of the axes, and for indices along axes of extent 1; absent: themselves.
     pub extents: Option<[i64; 4]>,
+    /// Added to indices, in the order of the axes.
+    pub origin: [i64; 4],
 }
 
 impl Builder {
@@ -187,9 +189,21 @@ impl Builder {
             let id = match node {
                 Node::Score => inputs.score.unwrap_or_else(|| self.score()),
                 Node::Upstream => inputs.upstream.unwrap_or_else(|| self.upstream()),
-                // There is one index along an axis of extent 1.
-                Node::Index(axis) if inputs.extents.is_some_and(|extents| extents[axis.place()] == 1) => self.konst(Const::I32(0)),
-                Node::Index(axis) => self.index(axis),
+                Node::Index(axis) => {
+                    let origin = inputs.origin[axis.place()] as i32;
+                    // There is one index along an axis of extent 1.
+                    if inputs.extents.is_some_and(|extents| extents[axis.place()] == 1) {
+                        self.konst(Const::I32(origin))
+                    } else {
+                        let index = self.index(axis);
+                        if origin == 0 {
+                            index
+                        } else {
+                            let origin = self.konst(Const::I32(origin));
+                            self.binary(Binary::Add, index, origin)
+                        }
+                    }
+                }
                 Node::Extent(axis) => match inputs.extents {
                     Some(extents) => self.konst(Const::I32(extents[axis.place()] as i32)),
                     None => self.extent(axis),

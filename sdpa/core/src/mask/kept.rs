@@ -6,6 +6,7 @@
 
 use super::band::Corner;
 use super::ends::{self, Ends};
+use super::linear::{self, Linear};
 use super::{Mask, Region};
 use crate::dtype::DType;
 use crate::expr::{Axes, Axis, Binary, Builder, Const, ExprErrors, Inputs, Node, NodeId, ParamKind, Trace, Unary};
@@ -53,55 +54,6 @@ impl fmt::Display for Kept {
     }
 }
 
-/// `q_part · q + k_part · k + constant ≥ 0`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Linear {
-    q: i64,
-    k: i64,
-    constant: i64,
-}
-
-/// Past this, arithmetic of 32 bits might wrap where that of 64 does not.
-const EXACT: i64 = 1 << 29;
-
-impl Linear {
-    fn combine(self, other: Linear, sign: i64) -> Linear {
-        Linear { q: self.q + sign * other.q, k: self.k + sign * other.k, constant: self.constant + sign * other.constant }
-    }
-
-    fn exact(self) -> Option<Linear> {
-        (self.q.abs() <= 1 && self.k.abs() <= 1 && self.constant.abs() <= EXACT).then_some(self)
-    }
-}
-
-/// The linear function of the indices that each i32 value is, where it is one.
-fn linear(trace: &Trace) -> Vec<Option<Linear>> {
-    let mut all: Vec<Option<Linear>> = Vec::with_capacity(trace.nodes().len());
-    for node in trace.nodes() {
-        let none = Linear { q: 0, k: 0, constant: 0 };
-        let value = match *node {
-            Node::Index(Axis::Q) => Some(Linear { q: 1, ..none }),
-            Node::Index(Axis::K) => Some(Linear { k: 1, ..none }),
-            Node::Const(Const::I32(n)) => Some(Linear { constant: i64::from(n), ..none }),
-            Node::Unary(Unary::Neg, x) => all[x.index()].map(|x| none.combine(x, -1)),
-            Node::Binary(Binary::Add, x, y) => all[x.index()].zip(all[y.index()]).map(|(x, y)| x.combine(y, 1)),
-            Node::Binary(Binary::Sub, x, y) => all[x.index()].zip(all[y.index()]).map(|(x, y)| x.combine(y, -1)),
-            Node::Score
-            | Node::Upstream
-            | Node::Index(Axis::Batch | Axis::Head)
-            | Node::Extent(_)
-            | Node::Const(Const::F32(_) | Const::Bool(_))
-            | Node::Param(_)
-            | Node::Unary(..)
-            | Node::Binary(..)
-            | Node::Select(..) => None,
-        };
-        // A constant is exact whatever it is.
-        all.push(if let Node::Const(_) = node { value } else { value.and_then(Linear::exact) });
-    }
-    all
-}
-
 /// A term of the conjunction, and whether it has to hold or not to.
 type Term = (NodeId, bool);
 
@@ -130,37 +82,6 @@ fn terms(trace: &Trace, root: NodeId) -> Vec<Term> {
     terms
 }
 
-/// `x f y` as functions that must not be negative; `None` for what is no conjunction of such.
-fn bounds(f: Binary, holds: bool, x: Linear, y: Linear) -> Option<Vec<Linear>> {
-    let at_least = |x: Linear, y: Linear, more: i64| {
-        let mut d = x.combine(y, -1);
-        d.constant -= more;
-        d
-    };
-    match (f, holds) {
-        (Binary::Ge, true) | (Binary::Lt, false) => Some(vec![at_least(x, y, 0)]),
-        (Binary::Gt, true) | (Binary::Le, false) => Some(vec![at_least(x, y, 1)]),
-        (Binary::Le, true) | (Binary::Gt, false) => Some(vec![at_least(y, x, 0)]),
-        (Binary::Lt, true) | (Binary::Ge, false) => Some(vec![at_least(y, x, 1)]),
-        (Binary::Eq, true) | (Binary::Ne, false) => Some(vec![at_least(x, y, 0), at_least(y, x, 0)]),
-        (
-            Binary::Eq
-            | Binary::Ne
-            | Binary::Add
-            | Binary::Sub
-            | Binary::Mul
-            | Binary::Div
-            | Binary::Mod
-            | Binary::Pow
-            | Binary::Min
-            | Binary::Max
-            | Binary::And
-            | Binary::Or,
-            _,
-        ) => None,
-    }
-}
-
 struct Splitter<'t> {
     trace: &'t Trace,
     linear: Vec<Option<Linear>>,
@@ -171,7 +92,7 @@ struct Splitter<'t> {
 impl Splitter<'_> {
     fn bounds_of(&self, (id, holds): Term) -> Option<Vec<Linear>> {
         match self.trace.node(id) {
-            Node::Binary(f, x, y) => bounds(f, holds, self.linear[x.index()]?, self.linear[y.index()]?),
+            Node::Binary(f, x, y) => linear::bounds(f, holds, self.linear[x.index()]?, self.linear[y.index()]?),
             Node::Unary(Unary::Not, x) => self.bounds_of((x, !holds)),
             Node::Score
             | Node::Upstream
@@ -294,7 +215,7 @@ impl Kept {
         let roots = b.inline(&all, Inputs { extents: Some(extents), ..Inputs::default() });
         let trace = b.finish(&roots).map_err(ExprErrors)?;
         let root = trace.roots()[0];
-        let linear = linear(&trace);
+        let linear = linear::all(&trace);
         let mut splitter = Splitter { trace: &trace, linear, kept: Kept::default(), extents };
         let mut rest = Vec::new();
         for (id, holds) in terms(&trace, root) {

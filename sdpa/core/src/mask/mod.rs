@@ -6,11 +6,14 @@
 mod band;
 pub(crate) mod ends;
 mod kept;
+mod linear;
+mod pieces;
 mod region;
 mod text;
 
 pub use ends::Ends;
 pub use kept::{Kept, SEQ_LEN_KV, SEQ_LEN_Q};
+pub use pieces::Piece;
 pub use region::Region;
 
 use crate::expr::{At, Binary, Bool, Builder, Const, Expr, ExprErrors, Inputs, NodeId, Params, Trace, Unary};

@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 
 const DOCUMENTS: &str = concat!(include_str!("documents.ptx"), "\0");
 const ENTRIES: &str = concat!(include_str!("entries.ptx"), "\0");
+const PIECES: &str = concat!(include_str!("pieces.ptx"), "\0");
 const SINKS: &str = concat!(include_str!("sinks.ptx"), "\0");
 const SUMS: &str = concat!(include_str!("sums.ptx"), "\0");
 
@@ -31,11 +32,28 @@ pub enum Own {
     Entries,
     /// Sums of exponentials of rows without keys.
     RowSums,
+    /// Merges rows of a piece into those of the pieces before it.
+    MergeRows,
+    /// Statistics of some rows, to or from those of all.
+    StatsRows,
+    /// Adds rows of a piece to those of the pieces before it.
+    AddRows,
 }
 
 impl Own {
     /// Every kernel, those of a text one behind the other.
-    pub const ALL: [Own; 7] = [Own::Documents, Own::Unpaired, Own::SinkRows, Own::SinkParts, Own::SinkGradient, Own::Entries, Own::RowSums];
+    pub const ALL: [Own; 10] = [
+        Own::Documents,
+        Own::Unpaired,
+        Own::SinkRows,
+        Own::SinkParts,
+        Own::SinkGradient,
+        Own::Entries,
+        Own::RowSums,
+        Own::MergeRows,
+        Own::StatsRows,
+        Own::AddRows,
+    ];
 
     /// Its name in the PTX.
     pub const fn name(self) -> &'static CStr {
@@ -47,6 +65,9 @@ impl Own {
             Own::SinkGradient => c"sink_gradient",
             Own::Entries => c"entries",
             Own::RowSums => c"row_sums",
+            Own::MergeRows => c"merge_rows",
+            Own::StatsRows => c"stats_rows",
+            Own::AddRows => c"add_rows",
         }
     }
 
@@ -57,6 +78,7 @@ impl Own {
             Own::SinkRows | Own::SinkParts | Own::SinkGradient => SINKS,
             Own::Entries => ENTRIES,
             Own::RowSums => SUMS,
+            Own::MergeRows | Own::StatsRows | Own::AddRows => PIECES,
         }
     }
 }

@@ -7,6 +7,7 @@ mod digest;
 mod documents;
 mod entries;
 mod outline;
+mod pieces;
 mod sink;
 mod sums;
 mod text;
@@ -14,6 +15,7 @@ mod text;
 pub(super) use digest::outline as outline_digest;
 pub(super) use outline::PIECE;
 pub use outline::outline;
+pub(super) use pieces::pieces;
 pub use text::{ScheduleReport, SlotReport, StepReport};
 
 use crate::kernels::Own;
@@ -40,6 +42,8 @@ impl SlotId {
 pub enum Source {
     /// The caller's, strided as the problem says.
     Operand(Operand),
+    /// The same from so many bytes behind its beginning on: rows of a piece.
+    Rows(Operand, u64),
     /// The caller's, f32, (batch, heads_q, seq_q), dense.
     Statistic(Statistic),
     /// The tensor of a declared parameter, by its place among the declared.
@@ -97,8 +101,12 @@ pub enum Number {
 /// What a graph is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The attention itself.
+    /// The attention itself, or the first piece of it.
     Attention,
+    /// Another piece of the attention, and the how manieth.
+    Piece(usize),
+    /// Brings what a piece wrote to what those before it wrote.
+    Merge(usize),
     /// Copies an operand that engines cannot read, or write, in place.
     Copy(Operand),
     /// Makes of parameters what engines read.
@@ -125,6 +133,8 @@ impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Role::Attention => f.write_str("attention"),
+            Role::Piece(n) => write!(f, "attention, piece {n}"),
+            Role::Merge(n) => write!(f, "merge of piece {n}"),
             Role::Copy(operand) => write!(f, "copy of {operand}"),
             Role::Conversion(names) => write!(f, "conversion of {}", names.join(" and ")),
             Role::Sum(name, n) => write!(f, "sum {n} of the gradient of {name}"),

@@ -18,10 +18,7 @@ pub(in super::super) const PIECE: u64 = 256;
 /// # Errors
 /// What cannot be lowered after all: a bug of the lowering.
 pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>, Error> {
-    let mut made = Outline {
-        declared: job.params(),
-        all: Schedule { slots: Vec::new(), steps: Vec::new(), tables: Vec::new(), gradients: Vec::new(), scratch: 0 },
-    };
+    let mut made = Outline::new(job);
     // The slot of each tensor of the attention graph.
     let mut bound: Vec<(TensorId, SlotId)> = Vec::new();
     let mut numbers = vec![(lowered.attn_scale, Number::Scale)];
@@ -106,7 +103,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         made.copy(role, copy, from, to)?;
     }
     documents::fill_unpaired(&mut made, job)?;
-    Ok(made.all)
+    Ok(made.finish())
 }
 
 /// A schedule in the making.
@@ -119,7 +116,16 @@ pub(super) fn bug(text: String) -> Error {
     Error::Bug(text)
 }
 
-impl Outline<'_> {
+impl<'a> Outline<'a> {
+    pub(super) fn new(job: &'a Job) -> Outline<'a> {
+        let all = Schedule { slots: Vec::new(), steps: Vec::new(), tables: Vec::new(), gradients: Vec::new(), scratch: 0 };
+        Outline { declared: job.params(), all }
+    }
+
+    pub(super) fn finish(self) -> Schedule<()> {
+        self.all
+    }
+
     /// The slot of this source, which is made where it is not there.
     pub(super) fn slot(&mut self, name: String, source: Source) -> SlotId {
         if let Some(at) = self.all.slots.iter().position(|slot| slot.source == source) {
@@ -189,7 +195,7 @@ impl Outline<'_> {
         self.slot(format!("gradient of {name}"), Source::Gradient(at))
     }
 
-    fn table(&mut self, contents: Contents, bytes: u64) -> SlotId {
+    pub(super) fn table(&mut self, contents: Contents, bytes: u64) -> SlotId {
         let at = self.all.tables.len();
         self.all.tables.push(contents);
         self.push(format!("table {at}"), Source::Table(at), bytes)

@@ -13,7 +13,7 @@ pub(super) const THREADS: u32 = 256;
 const WARP: i64 = 32;
 
 /// Elements as the kernels know them.
-fn number(dtype: DType) -> i64 {
+pub(super) fn number(dtype: DType) -> i64 {
     match dtype {
         DType::F32 | DType::I32 | DType::I64 | DType::Bool => 0,
         DType::F16 => 1,

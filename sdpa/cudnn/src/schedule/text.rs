@@ -64,6 +64,7 @@ impl<P> Schedule<P> {
     fn told_slot(&self, slot: &Slot, declared: &[Declared]) -> SlotReport {
         let source = match slot.source {
             Source::Operand(_) => "operand".to_owned(),
+            Source::Rows(_, offset) => format!("operand + {offset}"),
             Source::Statistic(statistic) => statistic.name().to_owned(),
             Source::Param(_) => "parameter".to_owned(),
             Source::Gradient(_) => "gradient of a parameter".to_owned(),

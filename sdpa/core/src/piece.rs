@@ -1,0 +1,94 @@
+//! A problem cut down to one piece of what its masks keep.
+
+use crate::backward::BackwardProblem;
+use crate::expr::{Axis, Builder, ExprErrors, Inputs, ParamKind, Trace};
+use crate::mask::{Kept, Piece};
+use crate::operand::{Operand, Side};
+use crate::problem::{Problem, normalise};
+use crate::score_mod::Gradient;
+use crate::spec::TensorSpec;
+use crate::statistic::StatsBase;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The rows of an operand that a piece has.
+fn rows(piece: &Piece, operand: Operand) -> &Range<i64> {
+    match operand.side() {
+        Side::Queries => &piece.queries,
+        Side::Keys => &piece.keys,
+    }
+}
+
+impl Piece {
+    /// Elements from the beginning of an operand to the first row that the piece has of it.
+    pub fn offset(&self, operand: Operand, tensor: &TensorSpec) -> i64 {
+        rows(self, operand).start * tensor.strides[2]
+    }
+
+    fn cut(&self, operand: Operand, tensor: &TensorSpec) -> TensorSpec {
+        let rows = rows(self, operand);
+        let [batch, heads, _, dim] = tensor.dims;
+        normalise(TensorSpec { dims: [batch, heads, rows.end - rows.start, dim], ..*tensor }, false)
+    }
+
+    /// The same function of scores, of places in the whole. `None` where it reads a tensor of the caller's over queries or keys.
+    fn shifted(&self, trace: &Trace, extents: [i64; 4]) -> Option<Trace> {
+        let reads_rows = trace.params().iter().any(|p| match p.kind {
+            ParamKind::Scalar => false,
+            ParamKind::Tensor { axes, dtype: _ } => axes.iter().any(|axis| ![Axis::Batch, Axis::Head].contains(&axis)),
+        });
+        if reads_rows {
+            return None;
+        }
+        let mut b = Builder::new();
+        let origin = [0, 0, self.queries.start, self.keys.start];
+        let roots = b.inline(trace, Inputs { extents: Some(extents), origin, ..Inputs::default() });
+        let made: Result<Trace, ExprErrors> = b.finish(&roots).map_err(ExprErrors);
+        made.ok()
+    }
+}
+
+impl Problem {
+    /// The problem of one piece of what the masks keep, over the rows of the operands that it has, with stats. `None` where an option looks beyond the piece: sinks, dropout, lengths, pages, statistics
+    /// besides stats, tensors over queries or keys.
+    pub fn piece(&self, piece: &Piece) -> Option<Problem> {
+        let beyond = self.packed().is_some() || self.paged().is_some() || self.sink() || self.dropout().is_some();
+        if beyond || self.row_max || self.sum_exp || self.stats_base != StatsBase::Natural {
+            return None;
+        }
+        let (seq_q, seq_kv) = (piece.queries.end - piece.queries.start, piece.keys.end - piece.keys.start);
+        let extents = [self.batch(), self.heads_q(), seq_q, seq_kv];
+        let score_mod = match &self.score_mod {
+            Some(trace) => Some(Arc::new(piece.shifted(trace, extents)?)),
+            None => None,
+        };
+        let tensors = Operand::FORWARD.map(|operand| piece.cut(operand, &self.tensors[operand as usize]));
+        let kept = Kept { region: piece.region, ..Kept::default() };
+        let mut part = self.clone();
+        (part.seq_q, part.seq_kv, part.tensors, part.score_mod, part.kept) = (seq_q, seq_kv, tensors, score_mod, kept);
+        part.stats = true;
+        Some(part)
+    }
+}
+
+impl BackwardProblem {
+    /// As [`Problem::piece`]; `None` too where gradients of declared parameters are asked for.
+    pub fn piece(&self, piece: &Piece) -> Option<BackwardProblem> {
+        if !self.wrt().is_empty() {
+            return None;
+        }
+        let forward = self.forward.piece(piece)?;
+        let gradient = match &self.gradient {
+            Some(gradient) => {
+                Some(Arc::new(Gradient { trace: piece.shifted(&gradient.trace, forward.extents())?, wrt: gradient.wrt.clone() }))
+            }
+            None => None,
+        };
+        let [d_o, dq, dk, dv] =
+            [Operand::DO, Operand::DQ, Operand::DK, Operand::DV].map(|operand| piece.cut(operand, self.tensor(operand)));
+        let mut part = self.clone();
+        (part.forward, part.gradient) = (forward, gradient);
+        (part.d_o, part.dq, part.dk, part.dv) = (d_o, dq, dk, dv);
+        Some(part)
+    }
+}

@@ -1,0 +1,194 @@
+//! Attention in pieces: a mask that is a union of bands over disjoint keys costs an engine every tile of it, and each band by itself only the tiles that it
+//! has. Forward, results merge by their stats; backward, each piece reads the stats and the output of the whole, and gradients of the same rows add up.
+
+use crate::lower::{self, Job, Operand};
+use sdpa_core::{Piece, Side};
+use std::ops::Range;
+
+/// One piece of a pass.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Part {
+    /// What it has of the whole.
+    pub piece: Piece,
+    /// The pass over it alone.
+    pub job: Job,
+    /// Results that are written beside what other pieces have written of the same rows, and brought there.
+    pub beside: Vec<Operand>,
+}
+
+/// Rows that pieces have written.
+#[derive(Default)]
+struct Written(Vec<Range<i64>>);
+
+impl Written {
+    /// Whether these rows have been written before; where to cut them if only some have.
+    fn before(&self, rows: &Range<i64>) -> Result<bool, i64> {
+        let ends = self.0.iter().flat_map(|before| [before.start, before.end]);
+        match ends.filter(|end| rows.start < *end && *end < rows.end).min() {
+            Some(cut) => Err(cut),
+            None => Ok(self.0.iter().any(|before| before.contains(&rows.start))),
+        }
+    }
+
+    fn covers(&self, extent: i64) -> bool {
+        self.0.iter().map(|rows| rows.end - rows.start).sum::<i64>() == extent
+    }
+}
+
+/// Pieces of a pass, at most.
+const MOST: usize = 8;
+
+fn rows(piece: &Piece, side: Side) -> &Range<i64> {
+    match side {
+        Side::Queries => &piece.queries,
+        Side::Keys => &piece.keys,
+    }
+}
+
+/// The two parts of a piece on both sides of a cut.
+fn cut(piece: &Piece, side: Side, at: i64) -> Vec<Piece> {
+    let all = || [piece.queries.clone(), piece.keys.clone()];
+    let part = |rows: Range<i64>| {
+        let mut block = all();
+        block[side as usize] = rows;
+        piece.within(&block[0], &block[1])
+    };
+    let Range { start, end } = rows(piece, side).clone();
+    [part(start..at), part(at..end)].into_iter().flatten().collect()
+}
+
+/// A pass in pieces, where it has several that are computed by themselves: `job` is dense as engines read it.
+pub fn parts(job: &Job) -> Option<Vec<Part>> {
+    let problem = job.problem();
+    let mut pieces = problem.kept().pieces(problem.extents())?;
+    if pieces.len() < 2 || !lower::densify(job).1.is_empty() {
+        return None;
+    }
+    pieces.reverse();
+    let mut written = [Written::default(), Written::default()];
+    let mut parts = Vec::with_capacity(pieces.len());
+    // A piece writes rows that nobody has written, or rows that others have written all of.
+    'pieces: while let Some(piece) = pieces.pop() {
+        if parts.len() + pieces.len() >= MOST {
+            return None;
+        }
+        let mut again = [false; 2];
+        for side in Side::ALL.into_iter().filter(|&side| results(job, side).next().is_some()) {
+            match written[side as usize].before(rows(&piece, side)) {
+                Ok(before) => again[side as usize] = before,
+                Err(at) => {
+                    pieces.extend(cut(&piece, side, at).into_iter().rev());
+                    continue 'pieces;
+                }
+            }
+        }
+        let mut beside = Vec::new();
+        for side in Side::ALL {
+            match again[side as usize] {
+                true => beside.extend(results(job, side)),
+                false => written[side as usize].0.push(rows(&piece, side).clone()),
+            }
+        }
+        let whole = match job {
+            Job::Forward(problem) => Job::from(problem.piece(&piece)?),
+            Job::Backward(problem) => Job::from(problem.piece(&piece)?),
+        };
+        let job = beside.iter().fold(whole, |job, &operand| job.densely(operand));
+        // What engines would need copies of is not worth it.
+        if !lower::densify(&job).1.is_empty() {
+            return None;
+        }
+        parts.push(Part { piece, job, beside });
+    }
+    let complete = |side: Side| results(job, side).next().is_none() || written[side as usize].covers(problem.seq(side));
+    Side::ALL.into_iter().all(complete).then_some(parts)
+}
+
+/// What a pass writes of queries or of keys.
+fn results(job: &Job, side: Side) -> impl Iterator<Item = Operand> {
+    job.tensors().map(|(operand, _)| operand).filter(move |&operand| job.writes(operand) && operand.side() == side)
+}
+
+/// What a pass takes on an H200, in picoseconds of a head of 128 elements: of bf16 under 9.19, fitted to 60 problems of each direction with prefixes of 64 to 3,500
+/// of 512 to 8,192 keys, each as a whole and in pieces (`benches/results/2026-11-24-h200-pieces.txt`).
+struct Model {
+    /// A query and a key.
+    pair: f64,
+    /// A query, whatever its keys.
+    row: f64,
+    /// A row that is merged.
+    merged: f64,
+    /// A kernel, not by head.
+    launch: f64,
+}
+
+const FORWARD: Model = Model { pair: 0.857, row: 128.0, merged: 180.0, launch: 10.2e6 };
+const BACKWARD: Model = Model { pair: 2.32, row: 861.0, merged: 21.0, launch: 20.9e6 };
+/// Pieces are taken where they are faster by this, so that what the model is off by makes nothing slower.
+const GAIN: f64 = 1.1;
+
+/// The pieces of a pass where they are faster than the whole, of which engines compute every tile.
+pub fn worthwhile(job: &Job) -> Option<Vec<Part>> {
+    let parts = parts(job)?;
+    let problem = job.problem();
+    let Model { pair, row, merged, launch } = match job {
+        Job::Forward(_) => FORWARD,
+        Job::Backward(_) => BACKWARD,
+    };
+    let each = (problem.batch() * problem.heads_q() * (problem.dim_qk() + problem.dim_v())) as f64 / 256.0;
+    let time = |pairs: i64, rows: i64| each * (pair * pairs as f64 + row * rows as f64) + launch;
+    let whole = time(problem.seq_q() * problem.seq_kv(), problem.seq_q());
+    let pieces = parts.iter().map(|part| {
+        let rows = part.piece.queries.end - part.piece.queries.start;
+        let merges = part.beside.len() as f64;
+        time(part.piece.pairs(), rows) + merges * (each * merged * rows as f64 + launch)
+    });
+    (whole > pieces.sum::<f64>() * GAIN).then_some(parts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+
+    fn spec(shape: [i64; 2], mask: &str) -> AttentionSpec {
+        let shape = Shape { batch: 4, heads_q: 32, heads_kv: 8, seq_q: shape[0], seq_kv: shape[1], dim_qk: 128, dim_v: 128 };
+        let mask: Mask = mask.parse().unwrap();
+        AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(mask).with_stats()
+    }
+
+    fn job(shape: [i64; 2], mask: &str) -> Job {
+        spec(shape, mask).validate().unwrap().into()
+    }
+
+    #[test]
+    fn pieces_are_taken_where_most_of_the_whole_is_empty() {
+        for (seq, mask, taken) in [
+            ([4096, 4096], "prefix-lm:512", true),
+            ([4096, 4096], "prefix-lm:2048", true),
+            ([4096, 4096], "prefix-lm:4000", false),
+            ([1024, 1024], "prefix-lm:64", false),
+            ([2048, 2048], "prefix-lm:512", true),
+            ([256, 256], "prefix-lm:64", false),
+            ([4096, 4096], "global-local:256,16", true),
+            ([4096, 4096], "natten:65", true),
+            ([4096, 4096], "causal", false),
+            ([4096, 4096], "k < 4 & k <= q | k - q <= 0 & k - q > -128", true),
+            ([4096, 4096], "k % 2 == 0", false),
+        ] {
+            assert_eq!(worthwhile(&job(seq, mask)).is_some(), taken, "{mask} over {seq:?}");
+        }
+    }
+
+    #[test]
+    fn results_of_rows_that_others_wrote_lie_beside_them() {
+        let all = parts(&job([64, 96], "k < 16 | k <= q")).unwrap();
+        assert_eq!(all.iter().map(|part| part.beside.clone()).collect::<Vec<_>>(), [vec![], vec![Operand::O]]);
+        let [first, second] = [&all[0].piece, &all[1].piece];
+        assert_eq!((&first.queries, &first.keys, &second.queries, &second.keys), (&(0..64), &(0..16), &(16..64), &(16..64)));
+        let backward = |mask: &str| parts(&spec([64, 64], mask).backward().validate().unwrap().into()).map(|all| all[1].beside.clone());
+        assert_eq!(backward("k < 16 | k <= q"), Some(vec![Operand::DQ]));
+        // Nobody would write the gradients of keys that nobody attends to.
+        assert_eq!(backward("k < 16 | k <= q & k < 40"), None);
+    }
+}
