@@ -196,12 +196,12 @@ mod tests {
 
     #[test]
     fn both_attentions_lose_alike() {
-        for line in ["--steps 6", "--steps 6 --position alibi", "--steps 6 --softcap 2"] {
+        for line in ["--steps 4", "--steps 4 --position alibi", "--steps 4 --softcap 2"] {
             let (ours, plain) = (train(&of(line)).unwrap(), train(&of(&format!("{line} --attention plain"))).unwrap());
             for (a, b) in ours.losses.iter().zip(&plain.losses) {
                 assert!((a - b).abs() < 1e-3, "{line}: {a} and {b}");
             }
-            assert!(ours.losses[5] < ours.losses[0], "{line}: {:?}", ours.losses);
+            assert!(ours.losses[3] < ours.losses[0], "{line}: {:?}", ours.losses);
         }
     }
 
