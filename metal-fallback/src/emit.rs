@@ -20,6 +20,8 @@ pub(crate) fn element(dtype: DType) -> &'static str {
         DType::I32 => "int",
         DType::I64 => "long",
         DType::Bool => "bool",
+        // Problems of these are declined.
+        DType::F8E4M3 | DType::F8E5M2 => "uchar",
     }
 }
 

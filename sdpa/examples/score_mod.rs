@@ -109,6 +109,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 stats: Some(&mut stats),
                 row_max: None,
                 sum_exp: None,
+                amax: Vec::new(),
                 attn_scale: None,
                 params: &params,
             })?;
@@ -122,6 +123,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 stats: Some(&mut stats),
                 row_max: None,
                 sum_exp: None,
+                amax: Vec::new(),
                 attn_scale: None,
                 params: &params,
             })?;
@@ -158,6 +160,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 dq: ElementsMut::BF16(&mut gq),
                 dk: ElementsMut::BF16(&mut gk),
                 dv: ElementsMut::BF16(&mut gv),
+                amax: Vec::new(),
                 attn_scale: None,
                 params: &params,
                 gradients: Vec::new(),
@@ -177,6 +180,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 dq: ElementsMut::F32(dq),
                 dk: ElementsMut::F32(dk),
                 dv: ElementsMut::F32(dv),
+                amax: Vec::new(),
                 attn_scale: None,
                 params: &params,
                 gradients: vec![rate],

@@ -20,7 +20,7 @@
 //!     stats: None,
 //!     row_max: None,
 //!     sum_exp: None,
-//!     attn_scale: None,
+//!     amax: Vec::new(), attn_scale: None,
 //!     params: &[],
 //! })?;
 //! assert!(o.iter().all(|x| (x - 2.0).abs() < 1e-6));

@@ -29,6 +29,7 @@ pub(crate) fn keeps_values_apart(executor: &dyn Executor) {
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: Some(1.0),
             params: &params,
         };

@@ -27,6 +27,9 @@ pub struct Case {
     pub shape: Shape,
     /// Element type.
     pub dtype: DType,
+    /// Element type of the output, where it is another.
+    #[serde(default)]
+    pub o_dtype: Option<DType>,
     /// Order of the axes in memory.
     #[serde(default = "bhsd")]
     pub layout: Layout,
@@ -160,6 +163,14 @@ impl Case {
         Case::parse(include_str!("../cases/dropout.toml"))
     }
 
+    /// Every case of 8-bit floats; each is for both passes.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_fp8() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/fp8.toml"))
+    }
+
     /// Every case of row statistics besides stats; each is for a forward pass alone.
     ///
     /// # Errors
@@ -251,6 +262,7 @@ impl Case {
     /// A mask or score_mod that cannot be read.
     pub fn spec(&self) -> Result<AttentionSpec, String> {
         let mut spec = AttentionSpec::dense(self.dtype, self.shape, self.layout);
+        spec.o_dtype = self.o_dtype;
         for mask in &self.mask {
             spec.masks.push(mask.parse::<Mask>().map_err(|e| e.to_string())?);
         }
@@ -309,8 +321,9 @@ impl Case {
         ];
         let flags: String = flags.into_iter().filter(|(there, _)| *there).map(|(_, flag)| flag).collect();
         let dropout = self.dropout.map_or_else(String::new, |p| format!(" --dropout {p}"));
+        let o_dtype = self.o_dtype.map_or_else(String::new, |dtype| format!(" --o-dtype {dtype}"));
         format!(
-            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {} --layout {}{packed}{paged}{mods}{masks}{flags}{dropout}{scale} --executor {executor} --check",
+            "cargo sdpa run --shape {batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk},{dim_v} --dtype {}{o_dtype} --layout {}{packed}{paged}{mods}{masks}{flags}{dropout}{scale} --executor {executor} --check",
             self.dtype,
             self.layout.name()
         )

@@ -3,7 +3,7 @@
 use crate::packing::Laid;
 use crate::random::Random;
 use half::{bf16, f16};
-use sdpa::{DType, Elements, ElementsMut, TensorSpec};
+use sdpa::{DType, Elements, ElementsMut, F8E4M3, F8E5M2, TensorSpec};
 
 /// One operand in host memory.
 #[derive(Clone, Debug)]
@@ -14,6 +14,10 @@ pub enum Operand {
     F16(Vec<f16>),
     /// bfloat16.
     BF16(Vec<bf16>),
+    /// 8-bit floats with 4 exponent bits.
+    F8E4M3(Vec<F8E4M3>),
+    /// 8-bit floats with 5 exponent bits.
+    F8E5M2(Vec<F8E5M2>),
 }
 
 impl Operand {
@@ -22,6 +26,8 @@ impl Operand {
         match dtype {
             DType::F16 => Operand::F16(vec![f16::from_f32(value); len]),
             DType::BF16 => Operand::BF16(vec![bf16::from_f32(value); len]),
+            DType::F8E4M3 => Operand::F8E4M3(vec![F8E4M3::from_f32(value); len]),
+            DType::F8E5M2 => Operand::F8E5M2(vec![F8E5M2::from_f32(value); len]),
             DType::F32 | DType::I32 | DType::I64 | DType::Bool => Operand::F32(vec![value; len]),
         }
     }
@@ -32,6 +38,8 @@ impl Operand {
             Operand::F32(x) => Elements::F32(x),
             Operand::F16(x) => Elements::F16(x),
             Operand::BF16(x) => Elements::BF16(x),
+            Operand::F8E4M3(x) => Elements::F8E4M3(x),
+            Operand::F8E5M2(x) => Elements::F8E5M2(x),
         }
     }
 
@@ -41,6 +49,8 @@ impl Operand {
             Operand::F32(x) => ElementsMut::F32(x),
             Operand::F16(x) => ElementsMut::F16(x),
             Operand::BF16(x) => ElementsMut::BF16(x),
+            Operand::F8E4M3(x) => ElementsMut::F8E4M3(x),
+            Operand::F8E5M2(x) => ElementsMut::F8E5M2(x),
         }
     }
 
@@ -48,7 +58,7 @@ impl Operand {
     pub fn numbers_mut(&mut self) -> Option<&mut [f32]> {
         match self {
             Operand::F32(x) => Some(x),
-            Operand::F16(_) | Operand::BF16(_) => None,
+            Operand::F16(_) | Operand::BF16(_) | Operand::F8E4M3(_) | Operand::F8E5M2(_) => None,
         }
     }
 
@@ -56,7 +66,7 @@ impl Operand {
     pub fn numbers(&self) -> &[f32] {
         match self {
             Operand::F32(x) => x,
-            Operand::F16(_) | Operand::BF16(_) => &[],
+            Operand::F16(_) | Operand::BF16(_) | Operand::F8E4M3(_) | Operand::F8E5M2(_) => &[],
         }
     }
 
@@ -65,6 +75,9 @@ impl Operand {
             Operand::F32(x) => x[at] = value as f32,
             Operand::F16(x) => x[at] = f16::from_f64(value),
             Operand::BF16(x) => x[at] = bf16::from_f64(value),
+            // Numbers to be made narrow are drawn as f32.
+            Operand::F8E4M3(x) => x[at] = F8E4M3::from_f32(value as f32),
+            Operand::F8E5M2(x) => x[at] = F8E5M2::from_f32(value as f32),
         }
     }
 
@@ -74,6 +87,8 @@ impl Operand {
             Operand::F32(x) => f64::from(x[at]),
             Operand::F16(x) => x[at].to_f64(),
             Operand::BF16(x) => x[at].to_f64(),
+            Operand::F8E4M3(x) => x[at].to_f32().into(),
+            Operand::F8E5M2(x) => x[at].to_f32().into(),
         }
     }
 }
@@ -127,7 +142,7 @@ fn fill(laid: &Laid, dtype: DType, mut next: impl FnMut() -> f64) -> Operand {
 }
 
 /// What lies between the elements of a result, to be found again; every type has it.
-const GAP: f32 = 12352.0;
+const GAP: f32 = 384.0;
 
 /// Memory for a result: NaN where it has elements, so that none is left out or added to, and a number between them.
 pub fn poisoned(tensor: impl Into<Laid>, dtype: DType) -> Operand {

@@ -27,6 +27,17 @@ pub struct Problem<'a> {
     pub sink: Option<&'a [f64]>,
     /// Weights that are dropped at random.
     pub dropout: Option<Dropout>,
+    /// What is made 8-bit floats of.
+    pub narrow: Option<Narrow>,
+}
+
+/// Scales of 8-bit floats, and the type of the output.
+#[derive(Clone, Copy, Debug)]
+pub struct Narrow {
+    /// What the oracle is told.
+    pub told: sdpa_oracle::Narrow,
+    /// Element type of `o`.
+    pub o: DType,
 }
 
 fn word_for_word<'a>(mask: &Mask, lengths: &'a (dyn Fn(i64) -> [i64; 2] + Sync)) -> Rule<'a> {
@@ -55,6 +66,8 @@ pub fn element(dtype: DType) -> Element {
         DType::F16 => Element::F16,
         DType::BF16 => Element::BF16,
         DType::F32 => Element::F32,
+        DType::F8E4M3 => Element::E4M3,
+        DType::F8E5M2 => Element::E5M2,
         DType::I32 | DType::I64 | DType::Bool => panic!("attention has no results in {dtype}"),
     }
 }
@@ -71,12 +84,13 @@ impl Problem<'_> {
             k: Tensor::dense(&self.k, [batch, heads_kv, seq_kv, dim_qk]),
             v: Tensor::dense(&self.v, [batch, heads_kv, seq_kv, dim_v]),
             element: element(self.dtype),
-            stored: element(self.dtype),
+            stored: element(self.narrow.map_or(self.dtype, |narrow| narrow.o)),
             scale: self.scale,
             masks: &masks,
             modify: None,
             sink: self.sink.as_ref().map(|sink| sink as &dyn sdpa_oracle::Numbers),
             dropout: self.dropout,
+            narrow: self.narrow.map(|narrow| narrow.told),
         };
         closures.with(&problem, call)
     }

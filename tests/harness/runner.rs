@@ -5,6 +5,7 @@ mod dropped;
 mod library;
 #[cfg(test)]
 mod naive;
+mod narrow;
 mod own;
 mod parallel;
 mod rounding;
@@ -25,12 +26,13 @@ pub use backward::{
 };
 pub use dropped::{Drops, dropped};
 pub use library::{Tree, library_suite, run_tree};
+use narrow::Narrowed;
 use own::Own;
 pub use parallel::side_by_side;
 pub use rounding::rounding;
 use sdpa::{
-    Align, AttentionSpec, DType, Dropout, Error, Executor, ExecutorName, HostForward, Layout, Mask, Packed, Paged, Report, Shape, Side,
-    Statistic, StatsBase, TensorSpec, Unsupported,
+    Align, Amax, AttentionSpec, DType, Direction, Dropout, Error, Executor, ExecutorName, HostForward, Layout, Mask, Operand as Name,
+    Packed, Paged, Report, Shape, Side, Statistic, StatsBase, TensorSpec, Unsupported,
 };
 pub use stays::{Stays, stays};
 use std::f64::consts::LN_2;
@@ -206,12 +208,17 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     let [of_q, of_o, of_stats] = [&spec.q, &spec.o, &problem.stats_tensor()].map(|tensor| laid(tensor, Side::Queries, library));
     let [of_k, of_v] = [&spec.k, &spec.v].map(|tensor| laid(tensor, Side::Keys, library));
     let mut random = Random::new(draw.seed);
-    let q = inputs::random_about(draw.shift, of_q.clone(), spec.dtype, draw.spread, &mut random);
-    let mut k = inputs::random_about(-draw.shift, of_k.clone(), spec.dtype, draw.spread, &mut random);
-    let mut v = inputs::random(of_v.clone(), spec.dtype, draw.spread, &mut random);
+    let mut narrowed = Narrowed::draw(spec.dtype, draw.seed);
+    let real = |name: Name| narrowed.descale(name);
+    let q = inputs::random_about(draw.shift / real(Name::Q), of_q.clone(), spec.dtype, draw.spread / real(Name::Q), &mut random);
+    let mut k = inputs::random_about(-draw.shift / real(Name::K), of_k.clone(), spec.dtype, draw.spread / real(Name::K), &mut random);
+    let mut v = inputs::random(of_v.clone(), spec.dtype, draw.spread / real(Name::V), &mut random);
+    let values = inputs::gather(of_v.clone(), &v);
+    narrowed.forward(&problem, &values);
     spoil_padding(executor.name(), library, [(&spec.k, &mut k), (&spec.v, &mut v)]);
     let own = Own::draw(spec, draw.seed);
-    let mut o = inputs::poisoned(of_o.clone(), spec.dtype);
+    let mut o = inputs::poisoned(of_o.clone(), problem.dtype_of(Name::O));
+    let mut amax = narrowed.amax(Direction::Forward);
     let mut of_rows = Statistic::ALL.map(|_| inputs::poisoned(of_stats.clone(), DType::F32));
     let [stats, row_max, sum_exp] = of_rows.each_mut();
     let call = HostForward {
@@ -222,8 +229,9 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         stats: stats.numbers_mut().filter(|_| spec.stats),
         row_max: row_max.numbers_mut().filter(|_| spec.row_max),
         sum_exp: sum_exp.numbers_mut().filter(|_| spec.sum_exp),
+        amax: narrow::room(&mut amax),
         attn_scale: draw.attn_scale,
-        params: &own.params(library.map_or_else(Vec::new, Library::params)),
+        params: &narrowed.params(Direction::Forward, own.params(library.map_or_else(Vec::new, Library::params))),
     };
     let report = match prepared.forward(call) {
         Ok(report) => report,
@@ -240,17 +248,22 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     let masks = read_by_oracle(&spec.masks, library);
     let textbook = oracle::Problem {
         shape: [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v],
-        q: &inputs::gather(of_q, &q),
-        k: &inputs::gather(of_k, &k),
-        v: &inputs::gather(of_v, &v),
+        q: &narrowed.real(Name::Q, inputs::gather(of_q, &q)),
+        k: &narrowed.real(Name::K, inputs::gather(of_k, &k)),
+        v: &narrowed.real(Name::V, inputs::gather(of_v, &v)),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.default_scale())),
         dtype: spec.dtype,
         masks: &masks,
         lengths: &entries(library, spec),
         sink: own.sink(),
         dropout: own.dropout(),
+        narrow: narrowed.told(&problem),
     };
     let got = inputs::gather(of_o, &o);
+    if let Err(how) = narrowed.judge(&amax, problem.dtype_of(Name::O), [(Amax::O, &got)]) {
+        return Outcome::Fail(format!("{how}, {}", report.engine));
+    }
+    let got = narrowed.stands_for(Name::O, got);
     let of_rows: Vec<Option<Vec<f64>>> = Statistic::ALL
         .into_iter()
         .zip(&of_rows)

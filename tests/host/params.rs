@@ -47,6 +47,7 @@ impl Memory {
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: None,
             params,
         };
@@ -191,6 +192,7 @@ fn gradients_are_checked_in_the_same_way() {
             dq: ElementsMut::F32(&mut dq),
             dk: ElementsMut::F32(&mut dk),
             dv: ElementsMut::F32(&mut dv),
+            amax: Vec::new(),
             attn_scale: None,
             params,
             gradients,

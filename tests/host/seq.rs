@@ -48,6 +48,7 @@ fn compute(spec: &AttentionSpec, [q, k, v, d_o]: [&[f32]; 4], params: &[Param<'_
         stats: Some(&mut stats),
         row_max: None,
         sum_exp: None,
+        amax: Vec::new(),
         attn_scale: None,
         params,
     };
@@ -65,6 +66,7 @@ fn compute(spec: &AttentionSpec, [q, k, v, d_o]: [&[f32]; 4], params: &[Param<'_
         dq: ElementsMut::F32(dq),
         dk: ElementsMut::F32(dk),
         dv: ElementsMut::F32(dv),
+        amax: Vec::new(),
         attn_scale: None,
         params,
         gradients: Vec::new(),

@@ -117,6 +117,7 @@ fn calls_with_wrong_boundaries_are_refused_before_anything_runs() {
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: None,
             params: &params,
         };

@@ -39,6 +39,7 @@ fn forward(executor: &dyn Executor, shape: Shape, sinks: &[f32]) -> Result<[Vec<
         stats: Some(&mut stats),
         row_max: None,
         sum_exp: None,
+        amax: Vec::new(),
         attn_scale: None,
         params: &[param(SINK, ParamValue::F32(sinks))],
     };
@@ -186,6 +187,7 @@ fn backward(executor: &dyn Executor, given: &Given, data: ElementsMut<'_>) -> Re
         dq: ElementsMut::F32(&mut dq),
         dk: ElementsMut::F32(&mut dk),
         dv: ElementsMut::F32(&mut dv),
+        amax: Vec::new(),
         attn_scale: None,
         params: &[
             param("seq_len_q", ParamValue::I32(seq_len_q)),

@@ -67,14 +67,14 @@ impl Memory {
     fn call(&self, stats: bool, attn_scale: Option<f32>) -> DeviceForward<'_> {
         let [q, k, v, o] = [&self.q, &self.k, &self.v, &self.o].map(whole);
         let (stats, workspace) = (stats.then(|| whole(&self.stats)), Some(whole(&self.workspace)));
-        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale, params: &[], workspace }
+        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale, params: &[], workspace }
     }
 
     fn backward_call(&self) -> DeviceBackward<'_> {
         let [q, k, v, o] = [&self.q, &self.k, &self.v, &self.o].map(whole);
         let [d_o, dq, dk, dv] = self.gradients.as_ref().unwrap().each_ref().map(whole);
         let (stats, workspace) = (whole(&self.stats), Some(whole(&self.workspace)));
-        DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &[], gradients: &[], workspace }
+        DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params: &[], gradients: &[], workspace }
     }
 }
 
@@ -526,6 +526,7 @@ fn host_memory_goes_up_and_comes_down_and_nothing_of_it_stays() {
         stats: None,
         row_max: None,
         sum_exp: None,
+        amax: Vec::new(),
         attn_scale: None,
         params: &[],
     };

@@ -40,7 +40,7 @@ impl Memory {
 
     fn call(&self) -> DeviceForward<'static> {
         let [q, k, v, o] = self.buffers.each_ref().map(whole);
-        DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[], workspace: None }
+        DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace: None }
     }
 }
 

@@ -71,6 +71,7 @@ fn bound(supply: &Supply) -> String {
         | Supply::Table(_)
         | Supply::Scratch
         | Supply::Gradient(_)
+        | Supply::Amax(_)
         | Supply::Terms { .. } => {
             format!("{supply:?}")
         }

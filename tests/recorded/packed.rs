@@ -82,7 +82,7 @@ impl Calls {
     fn forward<'a>(&self, params: &'a [DeviceParam<'a>]) -> DeviceForward<'a> {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.slice(operand));
         let (stats, workspace) = (Some(whole(&self.stats)), Some(whole(&self.workspace)));
-        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params, workspace }
+        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params, workspace }
     }
 
     fn handle(&self) -> Handle<'_> {
@@ -100,7 +100,7 @@ impl Calls {
         let [q, k, v, o, d_o, dq, dk, dv] =
             [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO, Operand::DQ, Operand::DK, Operand::DV].map(|x| self.slice(x));
         let (stats, workspace, gradients) = (whole(&self.stats), Some(whole(&self.workspace)), &[][..]);
-        let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params, gradients, workspace };
+        let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params, gradients, workspace };
         let (result, entries) = self.recorder.record(|| self.recorder.backward(&self.planned, &self.handle(), &call));
         result.unwrap_or_else(|e| panic!("{e}"));
         entries

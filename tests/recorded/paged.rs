@@ -71,7 +71,19 @@ impl Calls {
     fn call<'a>(&self, params: &'a [DeviceParam<'a>]) -> DeviceForward<'a> {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.slice(operand));
         let stats = self.planned.job.problem().stats().then(|| whole(&self.stats));
-        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params, workspace: Some(whole(&self.workspace)) }
+        DeviceForward {
+            q,
+            k,
+            v,
+            o,
+            stats,
+            row_max: None,
+            sum_exp: None,
+            amax: &[],
+            attn_scale: None,
+            params,
+            workspace: Some(whole(&self.workspace)),
+        }
     }
 
     fn handle(&self) -> Handle<'_> {
@@ -260,6 +272,7 @@ fn host_memory_goes_up_as_containers() {
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: None,
             params: &[Param { name: PAGE_TABLE, value: ParamValue::I32(&table) }],
         };

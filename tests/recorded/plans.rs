@@ -114,7 +114,7 @@ fn what_is_wrong_with_a_call_is_told_at_once() {
     let gradient = |name| DeviceGradient { name, slice: all };
     let told = |change: &dyn Fn(&mut DeviceBackward<'_>), params: &[DeviceParam<'_>], gradients: &[DeviceGradient<'_>]| {
         let (q, k, v, o, d_o, dq, dk, dv, stats, workspace) = (all, all, all, all, all, all, all, all, all, Some(whole(&workspace)));
-        let mut call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params, gradients, workspace };
+        let mut call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params, gradients, workspace };
         change(&mut call);
         let (result, entries) = recorder.record(|| recorder.backward(&planned, &handle, &call));
         assert!(entries.is_empty() || result.is_ok(), "{entries:?}");

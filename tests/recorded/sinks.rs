@@ -83,14 +83,41 @@ impl Calls {
         let (result, entries) = match &self.planned.job {
             Job::Forward(problem) => {
                 let stats = problem.stats().then(|| whole(&self.stats));
-                let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params: &params, workspace };
+                let call = DeviceForward {
+                    q,
+                    k,
+                    v,
+                    o,
+                    stats,
+                    row_max: None,
+                    sum_exp: None,
+                    amax: &[],
+                    attn_scale: None,
+                    params: &params,
+                    workspace,
+                };
                 self.recorder.record(|| self.recorder.forward(&self.planned, &self.handle(), &call))
             }
             Job::Backward(_) => {
                 let [d_o, dq, dk, dv] = [Operand::DO, Operand::DQ, Operand::DK, Operand::DV].map(|operand| self.slice(operand));
                 let gradients = gradient.then(|| DeviceGradient { name: SINK, slice: whole(&self.gradient) });
                 let (stats, gradients) = (whole(&self.stats), gradients.as_slice());
-                let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &params, gradients, workspace };
+                let call = DeviceBackward {
+                    q,
+                    k,
+                    v,
+                    o,
+                    stats,
+                    d_o,
+                    dq,
+                    dk,
+                    dv,
+                    amax: &[],
+                    attn_scale: None,
+                    params: &params,
+                    gradients,
+                    workspace,
+                };
                 self.recorder.record(|| self.recorder.backward(&self.planned, &self.handle(), &call))
             }
         };

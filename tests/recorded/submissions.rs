@@ -123,12 +123,13 @@ impl Memory {
         if self.tensors.len() == 4 {
             let asked = |statistic: Statistic| planned.job.problem().computes(statistic).then_some(of_rows[statistic as usize]);
             let [stats, row_max, sum_exp] = Statistic::ALL.map(asked);
-            let call = DeviceForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: None, params, workspace };
+            let call = DeviceForward { q, k, v, o, stats, row_max, sum_exp, amax: &[], attn_scale: None, params, workspace };
             return recorder.record(|| recorder.forward(planned, handle, &call));
         }
         let [d_o, dq, dk, dv] = ["d_o", "dq", "dk", "dv"].map(|name| self.tensor(wrong, name));
         let gradients = &gradients[..];
-        let call = DeviceBackward { q, k, v, o, stats: of_rows[0], d_o, dq, dk, dv, attn_scale: None, params, gradients, workspace };
+        let call =
+            DeviceBackward { q, k, v, o, stats: of_rows[0], d_o, dq, dk, dv, amax: &[], attn_scale: None, params, gradients, workspace };
         recorder.record(|| recorder.backward(planned, handle, &call))
     }
 }

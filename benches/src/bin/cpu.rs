@@ -89,6 +89,7 @@ impl Ready {
                     stats: None,
                     row_max: None,
                     sum_exp: None,
+                    amax: Vec::new(),
                     attn_scale: None,
                     params: &[],
                 }

@@ -111,6 +111,7 @@ fn forward(path: &str, recorder: &Recorder, spec: &AttentionSpec, calls: u64) ->
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: &[],
             attn_scale: None,
             params: &[],
             workspace: Some(whole(&workspace)),
@@ -162,7 +163,19 @@ fn functional(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls:
     let operands = [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)));
     let [q, k, v, o] = operands.each_ref().map(whole);
     let (_buffers, params) = params(recorder, given);
-    let call = DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &params, workspace: None };
+    let call = DeviceForward {
+        q,
+        k,
+        v,
+        o,
+        stats: None,
+        row_max: None,
+        sum_exp: None,
+        amax: &[],
+        attn_scale: None,
+        params: &params,
+        workspace: None,
+    };
     count(recorder, calls, Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&call))?)))
 }
 
@@ -180,7 +193,7 @@ fn backward(recorder: &Recorder, backward: &BackwardSpec, given: &[Given], calls
     let gradients: Vec<DeviceGradient<'_>> =
         backward.wrt.iter().zip(&memory).map(|(asked, memory)| DeviceGradient { name: &asked.name, slice: whole(memory) }).collect();
     let (params, gradients) = (&params[..], &gradients[..]);
-    let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params, gradients, workspace: None };
+    let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params, gradients, workspace: None };
     count(recorder, calls, Box::new(|_| Ok(recorder.functional_backward(&stream, black_box(backward), black_box(&call))?)))
 }
 

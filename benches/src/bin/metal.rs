@@ -130,6 +130,7 @@ fn time<T: Element>(shape: Shape, forward: &dyn Prepared, backward: &dyn Prepare
             stats: Some(&mut stats),
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: None,
             params: &[],
         })
@@ -146,6 +147,7 @@ fn time<T: Element>(shape: Shape, forward: &dyn Prepared, backward: &dyn Prepare
             dq: T::written(&mut dq),
             dk: T::written(&mut dk),
             dv: T::written(&mut dv),
+            amax: Vec::new(),
             attn_scale: None,
             params: &[],
             gradients: Vec::new(),

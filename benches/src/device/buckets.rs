@@ -29,7 +29,18 @@ fn room(tensor: &TensorSpec) -> TensorSpec {
 fn forward(executor: &dyn Executor, spec: &AttentionSpec, qkv: [Elements<'_>; 3], params: &[Param<'_>]) -> Result<Vec<bf16>> {
     let mut o = vec![bf16::NAN; room(&spec.o).extent().unwrap_or(0) as usize];
     let [q, k, v] = qkv;
-    let call = HostForward { q, k, v, o: ElementsMut::BF16(&mut o), stats: None, row_max: None, sum_exp: None, attn_scale: None, params };
+    let call = HostForward {
+        q,
+        k,
+        v,
+        o: ElementsMut::BF16(&mut o),
+        stats: None,
+        row_max: None,
+        sum_exp: None,
+        amax: Vec::new(),
+        attn_scale: None,
+        params,
+    };
     executor.prepare(&spec.validate()?)?.forward(call)?;
     Ok(o)
 }

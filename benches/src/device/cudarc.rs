@@ -17,7 +17,7 @@ use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 fn bf16s(operand: &Operand) -> Result<&[bf16]> {
     match operand {
         Operand::BF16(x) => Ok(x),
-        Operand::F32(_) | Operand::F16(_) => Err("the inputs are bf16".into()),
+        Operand::F32(_) | Operand::F16(_) | Operand::F8E4M3(_) | Operand::F8E5M2(_) => Err("the inputs are bf16".into()),
     }
 }
 
@@ -62,6 +62,7 @@ pub(crate) fn run() -> Result<()> {
             lengths: &[],
             sink: None,
             dropout: None,
+            narrow: None,
         };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();

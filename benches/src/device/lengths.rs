@@ -120,7 +120,8 @@ impl<'a> Case<'a> {
         let handle = self.executor.library().handle(self.stream)?;
         if let Job::Forward(_) = self.planned.job {
             let stats = if self.stats { Some(at("stats")?) } else { None };
-            let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params: &params, workspace };
+            let call =
+                DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &params, workspace };
             // SAFETY: every slice is a part of a buffer of this device, which outlives the synchronisation; the promise is kept where made.
             unsafe { self.planned.forward(&handle, &call) }?;
         } else {
@@ -131,7 +132,8 @@ impl<'a> Case<'a> {
             let [d_o, dq, dk, dv] = [Operand::DO, Operand::DQ, Operand::DK, Operand::DV].map(|operand| at(operand.name()));
             let (d_o, dq, dk, dv, stats) = (d_o?, dq?, dk?, dv?, at("stats")?);
             let gradients = &gradients;
-            let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &params, gradients, workspace };
+            let call =
+                DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params: &params, gradients, workspace };
             // SAFETY: as above.
             unsafe { self.planned.backward(&handle, &call) }?;
         }

@@ -178,13 +178,14 @@ fn pass(executor: &CudnnExecutor, stream: &Stream, spec: &BackwardSpec, backward
         let [q, k, v, o, d_o] = [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO].map(|operand| at(&places, operand));
         let [dq, dk, dv] = GRADIENTS.map(|operand| at(&places, operand));
         let (stats, workspace) = (slice(&stats), Some(slice(&workspace)));
-        let call = DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale: None, params: &[], gradients: &[], workspace };
+        let call =
+            DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params: &[], gradients: &[], workspace };
         // SAFETY: whole buffers of this device, which outlive the synchronisation.
         unsafe { planned.backward(&handle, &call) }?;
     } else {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| at(&places, operand));
         let (stats, workspace) = (Some(slice(&stats)), Some(slice(&workspace)));
-        let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale: None, params: &[], workspace };
+        let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace };
         // SAFETY: as above.
         unsafe { planned.forward(&handle, &call) }?;
     }
@@ -232,6 +233,7 @@ fn small(executor: &CudnnExecutor, stream: &Stream, shape: Shape, causal: bool) 
         stats: Some(slice(&stats)),
         row_max: None,
         sum_exp: None,
+        amax: &[],
         attn_scale: None,
         params: &[],
         workspace: Some(slice(&workspace)),

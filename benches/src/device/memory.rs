@@ -173,7 +173,19 @@ impl Memory {
         workspace: Option<DeviceSlice>,
     ) -> DeviceForward<'a> {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| self.at(operand));
-        DeviceForward { q, k, v, o, stats: self.stats.as_ref().map(slice), row_max: None, sum_exp: None, attn_scale, params, workspace }
+        DeviceForward {
+            q,
+            k,
+            v,
+            o,
+            stats: self.stats.as_ref().map(slice),
+            row_max: None,
+            sum_exp: None,
+            amax: &[],
+            attn_scale,
+            params,
+            workspace,
+        }
     }
 
     /// # Safety
@@ -276,6 +288,7 @@ impl Memory {
             dq: self.at(Operand::DQ),
             dk: self.at(Operand::DK),
             dv: self.at(Operand::DV),
+            amax: &[],
             attn_scale,
             params,
             gradients,

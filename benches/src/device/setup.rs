@@ -88,7 +88,7 @@ impl Tensors {
                     let all: Vec<_> = x.iter().copied().cycle().take(elements).collect();
                     buffer.upload(stream, 0, &all)?;
                 }
-                Elements::F32(_) => return Err("f32 does not run on cuDNN".into()),
+                Elements::F32(_) | Elements::F8E4M3(_) | Elements::F8E5M2(_) => return Err("these calls are of 16-bit floats".into()),
             }
             buffers.push(buffer);
         }
@@ -111,7 +111,19 @@ impl Tensors {
         let slice = |b: &Buffer| DeviceSlice { address: b.address(), bytes: b.bytes() as u64 };
         let [q, k, v, o] = [0, 1, 2, 3].map(|n| slice(&self.buffers[n]));
         let stats = self.stats.then(|| slice(&self.buffers[4]));
-        DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, attn_scale, params: &[], workspace: Some(slice(&self.workspace)) }
+        DeviceForward {
+            q,
+            k,
+            v,
+            o,
+            stats,
+            row_max: None,
+            sum_exp: None,
+            amax: &[],
+            attn_scale,
+            params: &[],
+            workspace: Some(slice(&self.workspace)),
+        }
     }
 }
 

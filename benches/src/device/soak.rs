@@ -178,6 +178,7 @@ impl Room {
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: &[],
             attn_scale: None,
             params: &[],
             workspace: Some(slice(&self.workspace)),
@@ -201,6 +202,7 @@ impl Room {
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: None,
             params: &[],
         };

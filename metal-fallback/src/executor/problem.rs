@@ -61,6 +61,7 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
 pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
+    check.that(!problem.dtype().is_fp8(), "dtype", problem.dtype(), "the kernels take f32, f16 and bf16");
     check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
     for statistic in [Statistic::RowMax, Statistic::SumExp] {
         check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
@@ -84,6 +85,7 @@ mod tests {
             (paged.with_sink(), &["paged"]),
             (dense.clone().with_dropout(0.5), &[]),
             (dense.clone().mask(Mask::causal_ends()), &[]),
+            (AttentionSpec { dtype: DType::F8E4M3, ..dense.clone() }, &["dtype"]),
             (dense.clone().with_stats_in(StatsBase::Two), &["stats_base"]),
             (dense.clone().with_stats().with_row_max().with_sum_exp(), &["row_max", "sum_exp"]),
             (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &[]),

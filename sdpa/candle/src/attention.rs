@@ -317,6 +317,7 @@ impl Call<'_> {
         Ok((
             AttentionSpec {
                 dtype,
+                o_dtype: None,
                 q,
                 k,
                 v,

@@ -81,7 +81,8 @@ pub(crate) fn theirs(of: DType) -> candle_core::DType {
         DType::BF16 => candle_core::DType::BF16,
         DType::I32 => candle_core::DType::I32,
         DType::I64 => candle_core::DType::I64,
-        DType::Bool => candle_core::DType::U8,
+        // Tensors of 8-bit floats are not taken: their scales have no place in candle's graph.
+        DType::Bool | DType::F8E4M3 | DType::F8E5M2 => candle_core::DType::U8,
     }
 }
 

@@ -99,9 +99,12 @@ pub(crate) struct ProblemArgs {
     /// The pages of each batch entry: a text with a line of numbers for each
     #[arg(long, value_name = "F.txt")]
     pub(crate) page_table: Option<PathBuf>,
-    /// f32, f16 or bf16; converts the input. Else the file's, or bf16
+    /// f32, f16, bf16, or an 8-bit float, f8e4m3 or f8e5m2; converts the input. Else the file's, or bf16
     #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
     pub(crate) dtype: Option<String>,
+    /// Element type of o beside 8-bit floats: f8e4m3, f8e5m2, f16 or bf16. Else that of q
+    #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
+    pub(crate) o_dtype: Option<String>,
     /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd; of packed documents bshd or bhsd, without batch; of
     /// pages bshd where nothing is said
     #[arg(long, value_parser = Named::layouts(), hide_possible_values = true)]
@@ -154,6 +157,12 @@ pub(crate) struct BackwardArgs {
     /// Also the gradient of this declared parameter; may be repeated
     #[arg(long, value_name = "NAME")]
     pub(crate) wrt: Vec<String>,
+    /// Element type of do beside 8-bit floats: f8e4m3 or f8e5m2. Else the input's, or that of q
+    #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
+    pub(crate) d_o_dtype: Option<String>,
+    /// Element type of dq, dk and dv beside 8-bit floats: f8e4m3, f8e5m2, f16 or bf16. Else that of q
+    #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
+    pub(crate) gradient_dtype: Option<String>,
     /// The same bits on every run of the backward pass
     #[arg(long)]
     pub(crate) deterministic: bool,

@@ -1,8 +1,9 @@
 //! Bytes of a file to elements of a tensor.
 
-use crate::data::Data;
+use crate::data::{Data, Element};
 use half::{bf16, f16};
 use safetensors::Dtype;
+use sdpa::{F8E4M3, F8E5M2};
 
 /// An element type that files may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,12 +12,21 @@ pub(crate) enum FileType {
     BF16,
     F32,
     F64,
+    F8E4M3,
+    F8E5M2,
 }
 
 impl FileType {
     /// `None` for a type that is not read.
     pub(crate) fn of(dtype: Dtype) -> Option<FileType> {
-        let known = [(Dtype::F16, FileType::F16), (Dtype::BF16, FileType::BF16), (Dtype::F32, FileType::F32), (Dtype::F64, FileType::F64)];
+        let known = [
+            (Dtype::F16, FileType::F16),
+            (Dtype::BF16, FileType::BF16),
+            (Dtype::F32, FileType::F32),
+            (Dtype::F64, FileType::F64),
+            (Dtype::F8_E4M3, FileType::F8E4M3),
+            (Dtype::F8_E5M2, FileType::F8E5M2),
+        ];
         known.into_iter().find(|(d, _)| *d == dtype).map(|(_, t)| t)
     }
 
@@ -26,6 +36,8 @@ impl FileType {
             FileType::BF16 => "BF16",
             FileType::F32 => "F32",
             FileType::F64 => "F64",
+            FileType::F8E4M3 => "F8_E4M3",
+            FileType::F8E5M2 => "F8_E5M2",
         }
     }
 
@@ -34,6 +46,16 @@ impl FileType {
             FileType::F16 | FileType::BF16 => 2,
             FileType::F32 => 4,
             FileType::F64 => 8,
+            FileType::F8E4M3 | FileType::F8E5M2 => 1,
+        }
+    }
+
+    /// The 8-bit element that it is.
+    pub(crate) fn narrow(self) -> Option<Element> {
+        match self {
+            FileType::F16 | FileType::BF16 | FileType::F32 | FileType::F64 => None,
+            FileType::F8E4M3 => Some(Element::F8E4M3),
+            FileType::F8E5M2 => Some(Element::F8E5M2),
         }
     }
 }
@@ -45,6 +67,8 @@ pub(crate) fn convert(from: FileType, bytes: &[u8], to: &mut Data, at: usize) ->
         Data::F32(x) => fill(from, bytes, &mut x[at..end]),
         Data::F16(x) => fill(from, bytes, &mut x[at..end]),
         Data::BF16(x) => fill(from, bytes, &mut x[at..end]),
+        Data::F8E4M3(x, _) => fill(from, bytes, &mut x[at..end]),
+        Data::F8E5M2(x, _) => fill(from, bytes, &mut x[at..end]),
     }
 }
 
@@ -85,12 +109,32 @@ macro_rules! narrow {
 narrow!(f16);
 narrow!(bf16);
 
+macro_rules! narrow8 {
+    ($t:ident) => {
+        impl Narrow for $t {
+            fn of_f32(x: f32) -> $t {
+                $t::from_f32(x)
+            }
+            fn of_f64(x: f64) -> $t {
+                $t::from_f32(round_to_odd(x))
+            }
+            fn is_infinite(self) -> bool {
+                self.to_f32().is_infinite()
+            }
+        }
+    };
+}
+narrow8!(F8E4M3);
+narrow8!(F8E5M2);
+
 fn fill<T: Narrow>(from: FileType, bytes: &[u8], to: &mut [T]) -> u64 {
     match from {
         FileType::F16 => each(bytes, to, |b| f16::from_le_bytes(b).to_f32(), T::of_f32, |x| x.is_finite()),
         FileType::BF16 => each(bytes, to, |b| bf16::from_le_bytes(b).to_f32(), T::of_f32, |x| x.is_finite()),
         FileType::F32 => each(bytes, to, f32::from_le_bytes, T::of_f32, |x| x.is_finite()),
         FileType::F64 => each(bytes, to, f64::from_le_bytes, T::of_f64, |x| x.is_finite()),
+        FileType::F8E4M3 => each(bytes, to, |[b]| F8E4M3::from_bits(b).to_f32(), T::of_f32, |x| x.is_finite()),
+        FileType::F8E5M2 => each(bytes, to, |[b]| F8E5M2::from_bits(b).to_f32(), T::of_f32, |x| x.is_finite()),
     }
 }
 
@@ -144,7 +188,7 @@ mod tests {
 
     #[test]
     fn every_type_converts_to_every_element_and_overflows_are_counted() {
-        for element in Element::ALL {
+        for element in [Element::F32, Element::F16, Element::BF16] {
             for from in [FileType::F16, FileType::BF16, FileType::F32, FileType::F64] {
                 let numbers = [1.5f64, -2.0, 65280.0, f64::INFINITY];
                 let bytes: Vec<u8> = numbers
@@ -154,6 +198,7 @@ mod tests {
                         FileType::BF16 => bf16::from_f64(x).to_le_bytes().to_vec(),
                         FileType::F32 => (x as f32).to_le_bytes().to_vec(),
                         FileType::F64 => x.to_le_bytes().to_vec(),
+                        FileType::F8E4M3 | FileType::F8E5M2 => Vec::new(),
                     })
                     .collect();
                 let mut data = Data::zeros(element, 5).unwrap();
@@ -162,6 +207,15 @@ mod tests {
                 data.row(0, &mut got);
                 assert_eq!(got, [0.0, 1.5, -2.0, 65280.0, f64::INFINITY], "{from:?} {element:?}");
             }
+        }
+        for (from, element, bits, want) in [
+            (FileType::F8E4M3, Element::F8E4M3, [0x3c, 0x7e], [1.5, 448.0]),
+            (FileType::F8E5M2, Element::F8E5M2, [0x3e, 0x7b], [1.5, 57344.0]),
+            (FileType::F8E4M3, Element::F32, [0x3c, 0xfe], [1.5, -448.0]),
+        ] {
+            let mut data = Data::zeros(element, 2).unwrap();
+            assert_eq!(convert(from, &bits, &mut data, 0), 0);
+            assert_eq!([data.get(0), data.get(1)], want, "{from:?} {element:?}");
         }
         let mut data = Data::zeros(Element::F16, 2).unwrap();
         assert_eq!(convert(FileType::F32, &[1e6f32.to_le_bytes(), f32::INFINITY.to_le_bytes()].concat(), &mut data, 0), 1);

@@ -1,7 +1,7 @@
 //! Tensors in host memory.
 
 use half::{bf16, f16};
-use sdpa::{DType, Elements, ElementsMut};
+use sdpa::{DType, Elements, ElementsMut, F8E4M3, F8E5M2};
 use std::io::Write;
 
 /// An element type that attention is computed in.
@@ -10,10 +10,12 @@ pub(crate) enum Element {
     F32,
     F16,
     BF16,
+    F8E4M3,
+    F8E5M2,
 }
 
 impl Element {
-    pub(crate) const ALL: [Element; 3] = [Element::F32, Element::F16, Element::BF16];
+    pub(crate) const ALL: [Element; 5] = [Element::F32, Element::F16, Element::BF16, Element::F8E4M3, Element::F8E5M2];
 
     /// `None` for what attention is not computed in.
     pub(crate) fn of(dtype: DType) -> Option<Element> {
@@ -25,6 +27,8 @@ impl Element {
             Element::F32 => DType::F32,
             Element::F16 => DType::F16,
             Element::BF16 => DType::BF16,
+            Element::F8E4M3 => DType::F8E4M3,
+            Element::F8E5M2 => DType::F8E5M2,
         }
     }
 
@@ -32,6 +36,7 @@ impl Element {
         match self {
             Element::F32 => 4,
             Element::F16 | Element::BF16 => 2,
+            Element::F8E4M3 | Element::F8E5M2 => 1,
         }
     }
 }
@@ -42,6 +47,10 @@ pub(crate) enum Data {
     F32(Vec<f32>),
     F16(Vec<f16>),
     BF16(Vec<bf16>),
+    /// 8-bit floats, and what they are multiplied by to be what they stand for.
+    F8E4M3(Vec<F8E4M3>, f32),
+    /// Likewise.
+    F8E5M2(Vec<F8E5M2>, f32),
 }
 
 fn zeros<T: Clone + Default>(len: usize) -> Result<Vec<T>, String> {
@@ -58,6 +67,8 @@ impl Data {
             Element::F32 => Data::F32(zeros(len)?),
             Element::F16 => Data::F16(zeros(len)?),
             Element::BF16 => Data::BF16(zeros(len)?),
+            Element::F8E4M3 => Data::F8E4M3(zeros(len)?, 1.0),
+            Element::F8E5M2 => Data::F8E5M2(zeros(len)?, 1.0),
         })
     }
 
@@ -67,15 +78,51 @@ impl Data {
             Data::F32(_) => Element::F32,
             Data::F16(_) => Element::F16,
             Data::BF16(_) => Element::BF16,
+            Data::F8E4M3(..) => Element::F8E4M3,
+            Data::F8E5M2(..) => Element::F8E5M2,
         }
     }
 
-    /// One element, exactly.
+    /// How many elements there are.
+    pub(crate) fn len(&self) -> usize {
+        self.elements().len()
+    }
+
+    /// What an element of 8 bits is multiplied by; 1 of others.
+    pub(crate) fn descale(&self) -> f32 {
+        match self {
+            Data::F32(_) | Data::F16(_) | Data::BF16(_) => 1.0,
+            Data::F8E4M3(_, descale) | Data::F8E5M2(_, descale) => *descale,
+        }
+    }
+
+    /// Says so.
+    pub(crate) fn set_descale(&mut self, to: f32) {
+        match self {
+            Data::F32(_) | Data::F16(_) | Data::BF16(_) => {}
+            Data::F8E4M3(_, descale) | Data::F8E5M2(_, descale) => *descale = to,
+        }
+    }
+
+    /// Rounds a number to an element, whatever that stands for.
+    pub(crate) fn set(&mut self, at: usize, value: f32) {
+        match self {
+            Data::F32(x) => x[at] = value,
+            Data::F16(x) => x[at] = f16::from_f32(value),
+            Data::BF16(x) => x[at] = bf16::from_f32(value),
+            Data::F8E4M3(x, _) => x[at] = F8E4M3::from_f32(value),
+            Data::F8E5M2(x, _) => x[at] = F8E5M2::from_f32(value),
+        }
+    }
+
+    /// What one element stands for: exactly, but for the product of an 8-bit one.
     pub(crate) fn get(&self, at: usize) -> f64 {
         match self {
             Data::F32(x) => f64::from(x[at]),
             Data::F16(x) => x[at].to_f64(),
             Data::BF16(x) => x[at].to_f64(),
+            Data::F8E4M3(x, descale) => f64::from(x[at].to_f32()) * f64::from(*descale),
+            Data::F8E5M2(x, descale) => f64::from(x[at].to_f32()) * f64::from(*descale),
         }
     }
 
@@ -85,6 +132,8 @@ impl Data {
             Data::F32(x) => x.iter().filter(|x| x.is_nan()).count(),
             Data::F16(x) => x.iter().filter(|x| x.is_nan()).count(),
             Data::BF16(x) => x.iter().filter(|x| x.is_nan()).count(),
+            Data::F8E4M3(x, _) => x.iter().filter(|x| x.to_f32().is_nan()).count(),
+            Data::F8E5M2(x, _) => x.iter().filter(|x| x.to_f32().is_nan()).count(),
         }
     }
 
@@ -94,6 +143,8 @@ impl Data {
             Data::F32(x) => Elements::F32(x),
             Data::F16(x) => Elements::F16(x),
             Data::BF16(x) => Elements::BF16(x),
+            Data::F8E4M3(x, _) => Elements::F8E4M3(x),
+            Data::F8E5M2(x, _) => Elements::F8E5M2(x),
         }
     }
 
@@ -103,16 +154,19 @@ impl Data {
             Data::F32(x) => ElementsMut::F32(x),
             Data::F16(x) => ElementsMut::F16(x),
             Data::BF16(x) => ElementsMut::BF16(x),
+            Data::F8E4M3(x, _) => ElementsMut::F8E4M3(x),
+            Data::F8E5M2(x, _) => ElementsMut::F8E5M2(x),
         }
     }
 
-    /// As many neighbours as `to` holds, exactly.
+    /// What as many neighbours as `to` holds stand for.
     pub(crate) fn row(&self, at: usize, to: &mut [f64]) {
         let end = at + to.len();
         match self {
             Data::F32(x) => to.iter_mut().zip(&x[at..end]).for_each(|(to, x)| *to = f64::from(*x)),
             Data::F16(x) => to.iter_mut().zip(&x[at..end]).for_each(|(to, x)| *to = x.to_f64()),
             Data::BF16(x) => to.iter_mut().zip(&x[at..end]).for_each(|(to, x)| *to = x.to_f64()),
+            Data::F8E4M3(..) | Data::F8E5M2(..) => to.iter_mut().zip(at..end).for_each(|(to, at)| *to = self.get(at)),
         }
     }
 
@@ -122,6 +176,8 @@ impl Data {
             Data::F32(x) => write_blocks(x, out, |x| x.to_le_bytes()),
             Data::F16(x) => write_blocks(x, out, |x| x.to_le_bytes()),
             Data::BF16(x) => write_blocks(x, out, |x| x.to_le_bytes()),
+            Data::F8E4M3(x, _) => write_blocks(x, out, |x| [x.to_bits()]),
+            Data::F8E5M2(x, _) => write_blocks(x, out, |x| [x.to_bits()]),
         }
     }
 }

@@ -123,7 +123,7 @@ fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> 
     let choice = dispatcher.prepare(&problem, Preference::Named(name)).map_err(|e| against(&e))?;
     let mut operands = Operands::random(&spec, Element::BF16, 0)?;
     let scale = problem.default_scale();
-    let report = operands.forward(choice.prepared.as_ref(), &[], scale).map_err(|e| e.to_string())?;
+    let report = operands.forward(choice.prepared.as_ref(), &problem, scale).map_err(|e| e.to_string())?;
     let distance = operands.check(&spec, &problem, scale, &Step::hidden());
     if distance.passes() && distance.undecided() == 0 {
         Ok(report.engine)

@@ -284,6 +284,7 @@ fn spec_text(request: &Request) -> String {
     let spec = &request.spec;
     let mut table = Table::default();
     table.row("dtype", spec.dtype.name());
+    table.rows("dtype of o", spec.o_dtype.map(|dtype| dtype.name().to_owned()));
     tensors(&mut table, FORWARD, [&spec.q, &spec.k, &spec.v, &spec.o]);
     table.rows("packed", packed_text(spec.packed.as_ref()));
     table.rows("paged", paged_text(spec.paged.as_ref()));
@@ -296,6 +297,8 @@ fn spec_text(request: &Request) -> String {
     table.rows("row_max", spec.row_max.then(|| yes(true).to_owned()));
     table.rows("sum_exp", spec.sum_exp.then(|| yes(true).to_owned()));
     if let Some(b) = request.backward.as_ref().map(|b| &b.spec) {
+        table.rows("dtype of do", b.d_o_dtype.map(|dtype| dtype.name().to_owned()));
+        table.rows("dtype of gradients", b.gradient_dtype.map(|dtype| dtype.name().to_owned()));
         tensors(&mut table, BACKWARD, [&b.d_o, &b.dq, &b.dk, &b.dv]);
         wrt_text(&mut table, &b.wrt, b.deterministic);
     }

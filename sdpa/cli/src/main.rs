@@ -25,6 +25,7 @@ mod random;
 mod request;
 mod run;
 mod save;
+mod scales;
 mod show;
 mod support;
 mod table;

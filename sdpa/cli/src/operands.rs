@@ -9,10 +9,11 @@ use crate::params::{Bound, Planned};
 use crate::progress::{Progress, Step};
 use crate::random;
 use crate::request::{Backward, Request, Source, elements};
+use crate::scales::{self, Scales};
 use sdpa::paged::PAGE_TABLE;
 use sdpa::{
-    AttentionSpec, BackwardProblem, Error, HostBackward, HostForward, HostGradient, Param, Prepared, PreparedBackward, Report, Side,
-    TensorSpec,
+    AttentionSpec, BackwardProblem, DType, Direction, Error, Fp8Scale, HostBackward, HostForward, HostGradient, Operand, Param, Prepared,
+    PreparedBackward, Report, Side, TensorSpec,
 };
 use sdpa_oracle::{Distance, GradientDistance};
 
@@ -28,6 +29,8 @@ pub(crate) struct Operands {
     pub(crate) sum_exp: Option<Vec<f32>>,
     pub(crate) params: Vec<Bound>,
     pub(crate) gradients: Option<Gradients>,
+    /// Of 8-bit floats.
+    pub(crate) scales: Scales,
     /// What the user should know of the input.
     pub(crate) notes: Vec<String>,
 }
@@ -46,6 +49,19 @@ pub(crate) struct Gradients {
 /// Rows of the output, those behind the end of documents too.
 pub(crate) fn rows(spec: &AttentionSpec) -> usize {
     spec.o.dims[..3].iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).fold(1, usize::saturating_mul)
+}
+
+/// The element of a type that attention has.
+fn of(dtype: DType) -> Element {
+    Element::of(dtype).unwrap_or(Element::F32)
+}
+
+/// Random numbers, those of 8 bits as narrow as they can be.
+fn random_numbers(element: Element, len: usize, seed: u64, which: u64) -> Result<Data, String> {
+    let narrows = element.dtype().is_fp8();
+    let mut data = Data::zeros(if narrows { Element::F32 } else { element }, len)?;
+    random::fill(&mut data, seed, which);
+    if narrows { scales::narrow(element, &data, None) } else { Ok(data) }
 }
 
 /// Elements of stats, and of any other row statistic.
@@ -88,25 +104,38 @@ pub(crate) fn bytes(spec: &AttentionSpec, element: Element, params: &[Planned], 
 /// Reads tensors, and keeps what the user should know of them.
 struct Reader<'a> {
     header: &'a Header,
-    element: Element,
+    scales: &'a Scales,
     notes: Vec<String>,
 }
 
 impl Reader<'_> {
-    fn read(&mut self, name: &str, len: usize, entry: &Entry, done: impl Fn(u64)) -> Result<Data, Failure> {
+    fn read(
+        &mut self,
+        (name, operand): (&str, Operand),
+        element: Element,
+        len: usize,
+        entry: &Entry,
+        done: impl Fn(u64),
+    ) -> Result<Data, Failure> {
         let failed = |e: String| Failure::environment(self.header.path.display(), e);
-        let (data, overflows) = self.header.load(entry, self.element, len, done).map_err(failed)?;
+        let narrows = element.dtype().is_fp8() && entry.ty.narrow().is_none();
+        let read = if narrows { Element::F32 } else { element };
+        let (mut data, overflows) = self.header.load(entry, read, len, done).map_err(failed)?;
         if overflows > 0 {
-            self.notes.push(format!("{name}: {overflows} finite numbers are infinite in {}", self.element.dtype()));
+            self.notes.push(format!("{name}: {overflows} finite numbers are infinite in {}", read.dtype()));
         }
+        if narrows {
+            return scales::narrow(element, &data, self.scales.given(operand)).map_err(failed);
+        }
+        data.set_descale(self.scales.given(operand).unwrap_or(1.0));
         Ok(data)
     }
 }
 
 impl Gradients {
-    fn new(backward: &Backward, element: Element, d_o: Data) -> Result<Gradients, String> {
+    fn new(backward: &Backward, d_o: Data) -> Result<Gradients, String> {
         let forward = &backward.spec.forward;
-        let zeros = |t: &TensorSpec, side| Data::zeros(element, elements(forward, t, side));
+        let zeros = |t: &TensorSpec, side| Data::zeros(of(backward.problem.dtype_of(Operand::DQ)), elements(forward, t, side));
         let wrt = wrt_elements(&backward.problem).into_iter().map(|(name, element, len)| Ok((name, Data::zeros(element, len)?)));
         let wrt = wrt.collect::<Result<_, String>>()?;
         Ok(Gradients {
@@ -122,41 +151,33 @@ impl Gradients {
 impl Operands {
     /// Random numbers, for problems that are known to be small, without parameters and gradients.
     pub(crate) fn random(spec: &AttentionSpec, element: Element, seed: u64) -> Result<Operands, String> {
-        let make = |which: u64, tensor: &TensorSpec, side| {
-            let mut data = Data::zeros(element, elements(spec, tensor, side))?;
-            random::fill(&mut data, seed, which);
-            Ok::<Data, String>(data)
-        };
-        Operands::with(
-            [make(0, &spec.q, Side::Queries)?, make(1, &spec.k, Side::Keys)?, make(2, &spec.v, Side::Keys)?],
-            spec,
-            element,
-            Vec::new(),
-        )
+        let make = |which: u64, tensor: &TensorSpec, side| random_numbers(element, elements(spec, tensor, side), seed, which);
+        Operands::with([make(0, &spec.q, Side::Queries)?, make(1, &spec.k, Side::Keys)?, make(2, &spec.v, Side::Keys)?], spec, Vec::new())
     }
 
-    fn with([q, k, v]: [Data; 3], spec: &AttentionSpec, element: Element, notes: Vec<String>) -> Result<Operands, String> {
-        let o = Data::zeros(element, elements(spec, &spec.o, Side::Queries))?;
+    fn with([q, k, v]: [Data; 3], spec: &AttentionSpec, notes: Vec<String>) -> Result<Operands, String> {
+        let o = Data::zeros(of(spec.o_dtype.unwrap_or(spec.dtype)), elements(spec, &spec.o, Side::Queries))?;
         let statistic = |asked: bool| match asked.then(|| Data::zeros(Element::F32, stats(spec))).transpose()? {
             Some(Data::F32(numbers)) => Ok::<_, String>(Some(numbers)),
-            Some(Data::F16(_) | Data::BF16(_)) | None => Ok(None),
+            Some(Data::F16(_) | Data::BF16(_) | Data::F8E4M3(..) | Data::F8E5M2(..)) | None => Ok(None),
         };
         let (stats, row_max, sum_exp) = (statistic(spec.stats)?, statistic(spec.row_max)?, statistic(spec.sum_exp)?);
-        Ok(Operands { q, k, v, o, stats, row_max, sum_exp, params: Vec::new(), gradients: None, notes })
+        Ok(Operands { q, k, v, o, stats, row_max, sum_exp, params: Vec::new(), gradients: None, scales: Scales::default(), notes })
     }
 
     /// Reads or makes what a request names.
     pub(crate) fn load(request: &Request, seed: u64, progress: Progress) -> Result<Operands, Failure> {
         let Request { spec, element, backward, .. } = request;
+        let scales = Scales::read(request, seed)?;
         let memory = |e: String| Failure::environment("memory", e);
         let mut operands = match &request.source {
             Source::Random => {
                 let _step = progress.spinner("making random numbers");
                 let mut operands = Operands::random(spec, *element, seed).map_err(memory)?;
                 if let Some(backward) = backward {
-                    let mut d_o = Data::zeros(*element, elements(spec, &backward.spec.d_o, Side::Queries)).map_err(memory)?;
-                    random::fill(&mut d_o, seed, 3);
-                    operands.gradients = Some(Gradients::new(backward, *element, d_o).map_err(memory)?);
+                    let len = elements(spec, &backward.spec.d_o, Side::Queries);
+                    let d_o = random_numbers(of(backward.problem.dtype_of(Operand::DO)), len, seed, 3).map_err(memory)?;
+                    operands.gradients = Some(Gradients::new(backward, d_o).map_err(memory)?);
                 }
                 operands
             }
@@ -165,15 +186,18 @@ impl Operands {
                 let tensors = [("q", len(&spec.q, Side::Queries)), ("k", len(&spec.k, Side::Keys)), ("v", len(&spec.v, Side::Keys))];
                 let total = tensors.iter().zip(entries.iter()).map(|((_, len), entry)| (len * entry.ty.bytes()) as u64).sum();
                 let step = progress.bar("reading", total);
-                let mut reader = Reader { header, element: *element, notes: Vec::new() };
-                let mut read = |n: usize| reader.read(tensors[n].0, tensors[n].1, &entries[n], |n| step.advance(n));
+                let mut reader = Reader { header, scales: &scales, notes: Vec::new() };
+                let named = [Operand::Q, Operand::K, Operand::V];
+                let mut read = |n: usize| reader.read((tensors[n].0, named[n]), *element, tensors[n].1, &entries[n], |n| step.advance(n));
                 let qkv = [read(0)?, read(1)?, read(2)?];
-                let mut operands = Operands::with(qkv, spec, *element, Vec::new()).map_err(memory)?;
+                let mut operands = Operands::with(qkv, spec, Vec::new()).map_err(memory)?;
                 if let Some((backward, from)) = backward.as_ref().zip(gradient.as_ref()) {
-                    let d_o = reader.read("do", len(&backward.spec.d_o, Side::Queries), &from.d_o, |_| ())?;
-                    operands.gradients = Some(Gradients::new(backward, *element, d_o).map_err(memory)?);
+                    let upstream = of(backward.problem.dtype_of(Operand::DO));
+                    let d_o = reader.read(("do", Operand::DO), upstream, len(&backward.spec.d_o, Side::Queries), &from.d_o, |_| ())?;
+                    operands.gradients = Some(Gradients::new(backward, d_o).map_err(memory)?);
                     if let Some((o, ty, stats)) = &from.forward {
-                        operands.o = reader.read("o", len(&spec.o, Side::Queries), o, |_| ())?;
+                        let element = of(request.problem.dtype_of(Operand::O));
+                        operands.o = reader.read(("o", Operand::O), element, len(&spec.o, Side::Queries), o, |_| ())?;
                         let read = header.load_at(*stats, *ty, Element::F32, self::stats(spec), |_| ());
                         if let (Data::F32(read), overflows) = read.map_err(|e| Failure::environment(header.path.display(), e))? {
                             if overflows > 0 {
@@ -188,8 +212,40 @@ impl Operands {
             }
         };
         operands.load_params(request, seed)?;
+        operands.begin(request, scales);
         operands.judge_pages(request)?;
         Ok(operands)
+    }
+
+    /// The scales that a first run is given.
+    fn begin(&mut self, request: &Request, scales: Scales) {
+        if !request.problem.dtype().is_fp8() {
+            return;
+        }
+        self.scales = scales;
+        let given = request.backward.as_ref().is_some_and(|b| b.given).then_some(&self.o);
+        self.scales.begin(request, [&self.q, &self.k, &self.v], self.gradients.as_ref().map(|gradients| (&gradients.d_o, given)));
+        self.rescale(request);
+    }
+
+    /// The scales that are made of what a run told.
+    pub(crate) fn learn(&mut self, request: &Request) {
+        self.scales.learn(request);
+        self.rescale(request);
+    }
+
+    /// Puts scales where calls read them, and says what results stand for.
+    fn rescale(&mut self, request: &Request) {
+        self.scales.bind(&mut self.params);
+        let one = |scale: Fp8Scale| self.scales.get(scale).recip();
+        if !request.backward.as_ref().is_some_and(|b| b.given) {
+            self.o.set_descale(one(Fp8Scale::ScaleO));
+        }
+        if let Some(gradients) = &mut self.gradients {
+            gradients.dq.set_descale(one(Fp8Scale::ScaleDQ));
+            gradients.dk.set_descale(one(Fp8Scale::ScaleDK));
+            gradients.dv.set_descale(one(Fp8Scale::ScaleDV));
+        }
     }
 
     /// That keys which are there have pages of the containers; lengths are known now.
@@ -255,7 +311,8 @@ impl Operands {
     }
 
     /// Computes.
-    pub(crate) fn forward(&mut self, prepared: &dyn Prepared, names: &[&str], attn_scale: f32) -> Result<Report, Error> {
+    pub(crate) fn forward(&mut self, prepared: &dyn Prepared, problem: &sdpa::Problem, attn_scale: f32) -> Result<Report, Error> {
+        let names: Vec<&str> = problem.params().iter().map(|d| d.name.as_str()).collect();
         let params: Vec<Param<'_>> = self.params.iter().filter(|p| names.contains(&p.name.as_str())).map(Bound::param).collect();
         prepared.forward(HostForward {
             q: self.q.elements(),
@@ -265,14 +322,21 @@ impl Operands {
             stats: self.stats.as_deref_mut(),
             row_max: self.row_max.as_deref_mut(),
             sum_exp: self.sum_exp.as_deref_mut(),
+            amax: self.scales.room(problem.dtype(), Direction::Forward),
             attn_scale: Some(attn_scale),
             params: &params,
         })
     }
 
     /// Computes gradients; `None` where there is no room for them.
-    pub(crate) fn backward(&mut self, prepared: &dyn PreparedBackward, attn_scale: f32) -> Option<Result<Report, Error>> {
-        let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
+    pub(crate) fn backward(
+        &mut self,
+        prepared: &dyn PreparedBackward,
+        problem: &BackwardProblem,
+        attn_scale: f32,
+    ) -> Option<Result<Report, Error>> {
+        let declared = |bound: &&Bound| problem.params().iter().any(|p| p.name == bound.name);
+        let params: Vec<Param<'_>> = self.params.iter().filter(declared).map(Bound::param).collect();
         let Gradients { d_o, dq, dk, dv, wrt } = self.gradients.as_mut()?;
         Some(prepared.backward(HostBackward {
             q: self.q.elements(),
@@ -284,10 +348,19 @@ impl Operands {
             dq: dq.elements_mut(),
             dk: dk.elements_mut(),
             dv: dv.elements_mut(),
+            amax: self.scales.room(problem.forward().dtype(), Direction::Backward),
             attn_scale: Some(attn_scale),
             params: &params,
             gradients: wrt.iter_mut().map(|(name, data)| HostGradient { name, data: data.elements_mut() }).collect(),
         }))
+    }
+
+    /// What is made 8-bit floats of.
+    fn narrow(&self) -> Option<sdpa_oracle::Narrow> {
+        let of = |data: Option<&Data>| data.unwrap_or(&self.q).element();
+        let gradients = self.gradients.as_ref();
+        let narrow = || self.scales.told_to_oracle(of(gradients.map(|g| &g.d_o)), of(gradients.map(|g| &g.dq)));
+        self.q.element().dtype().is_fp8().then(narrow)
     }
 
     /// What the oracle reads.
@@ -304,6 +377,7 @@ impl Operands {
             row_max: self.row_max.as_deref(),
             sum_exp: self.sum_exp.as_deref(),
             scale: f64::from(attn_scale),
+            narrow: self.narrow(),
         }
     }
 

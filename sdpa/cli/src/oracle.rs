@@ -36,6 +36,8 @@ impl From<Element> for sdpa_oracle::Element {
             Element::F32 => sdpa_oracle::Element::F32,
             Element::F16 => sdpa_oracle::Element::F16,
             Element::BF16 => sdpa_oracle::Element::BF16,
+            Element::F8E4M3 => sdpa_oracle::Element::E4M3,
+            Element::F8E5M2 => sdpa_oracle::Element::E5M2,
         }
     }
 }
@@ -54,6 +56,8 @@ pub(crate) struct Call<'a> {
     pub(crate) row_max: Option<&'a [f32]>,
     pub(crate) sum_exp: Option<&'a [f32]>,
     pub(crate) scale: f64,
+    /// What is made 8-bit floats of.
+    pub(crate) narrow: Option<sdpa_oracle::Narrow>,
 }
 
 /// A backward pass and the gradients to check.
@@ -205,13 +209,14 @@ impl Call<'_> {
             q: told(self.q, &spec.q, &q),
             k: told(self.k, &spec.k, &k),
             v: told(self.v, &spec.v, &v),
-            element: self.o.element().into(),
+            element: self.q.element().into(),
             stored: self.o.element().into(),
             scale: self.scale,
             masks: &masks,
             modify,
             sink: sink.map(|sink| sink as &dyn Numbers),
             dropout: dropout.map(|(dropout, (seed, offset))| sdpa_oracle::Dropout { p: dropout.p().into(), seed, offset }),
+            narrow: self.narrow,
         })
     }
 }

@@ -7,6 +7,7 @@ use crate::expression::T5_NAME;
 use crate::header::{Found, Header};
 use crate::random;
 use crate::request::{Dropping, Packing, Paging, TableSource};
+use crate::scales;
 use safetensors::Dtype;
 use sdpa::expr::{Axes, Axis, Declared, ParamKind};
 use sdpa::library::T5;
@@ -42,6 +43,8 @@ impl Bound {
             Values::Float(Data::F32(x)) => ParamValue::F32(x),
             Values::Float(Data::F16(x)) => ParamValue::F16(x),
             Values::Float(Data::BF16(x)) => ParamValue::BF16(x),
+            // Problems declare no parameters of 8 bits.
+            Values::Float(Data::F8E4M3(..) | Data::F8E5M2(..)) => ParamValue::F32(&[]),
             Values::I32(x) => ParamValue::I32(x),
             Values::I64(x) => ParamValue::I64(x),
             Values::Bool(x) => ParamValue::Bool(x),
@@ -97,6 +100,8 @@ enum From {
     Rows(Vec<Vec<i32>>),
     /// So many pages, in an order that looks random.
     Pages(i64),
+    /// A scale of 8-bit floats, made of the numbers at hand.
+    Scale,
     /// A table of relative positions, random where there is no file.
     T5(T5, Option<(FileType, u64)>),
 }
@@ -149,8 +154,25 @@ impl Planned {
     pub(crate) fn scalar(&self) -> Option<f32> {
         match self.from {
             From::Scalar(x) => Some(x),
-            From::File(..) | From::Number(_) | From::Random | From::Given(_) | From::Rows(_) | From::Pages(_) | From::T5(..) => None,
+            From::File(..)
+            | From::Number(_)
+            | From::Random
+            | From::Given(_)
+            | From::Rows(_)
+            | From::Pages(_)
+            | From::Scale
+            | From::T5(..) => None,
         }
+    }
+
+    /// Whether it is a scale of 8-bit floats.
+    pub(crate) fn is_scale(&self) -> bool {
+        scales::named(&self.declared.name).is_some() && self.declared.kind == ParamKind::Tensor { axes: Axes::NONE, dtype: DType::F32 }
+    }
+
+    /// Whether its value is in the input.
+    pub(crate) fn is_read(&self) -> bool {
+        matches!(self.from, From::File(..))
     }
 
     /// Number of elements.
@@ -179,6 +201,7 @@ impl Planned {
         let values = match (&self.from, header) {
             (From::Scalar(x), _) => Values::Scalar(*x),
             (From::Number(number), _) => Values::I64([*number]),
+            (From::Scale, _) => Values::Float(Data::F32(vec![1.0])),
             (From::Given(boundaries), _) => Values::I32(boundaries.clone()),
             (From::Rows(rows), _) => {
                 let columns = usize::try_from(self.dims[3]).unwrap_or(0);
@@ -352,6 +375,10 @@ impl Sources<'_> {
         };
         if let Some(number) = self.dropping.named(name) {
             return Some(Planned::new(declared, Vec::new(), extents, From::Number(number)));
+        }
+        let planned = Planned::new(declared, Vec::new(), extents, From::Scale);
+        if planned.is_scale() && self.header.is_none_or(|header| header.find(name).is_none()) {
+            return Some(planned);
         }
         if let Some(boundaries) = self.packing.and_then(|packing| packing.named(name)) {
             let from = boundaries.map_or(From::Random, |boundaries| From::Given(boundaries.to_vec()));

@@ -3,6 +3,7 @@
 use crate::data::Data;
 use half::{bf16, f16};
 use rayon::prelude::*;
+use sdpa::{F8E4M3, F8E5M2};
 
 /// SplitMix64 (Steele, Lea and Flood, 2014), asked for any number of its stream.
 fn bits(stream: u64, n: u64) -> u64 {
@@ -25,6 +26,8 @@ pub(crate) fn fill(data: &mut Data, seed: u64, which: u64) {
         Data::F32(x) => each(x, stream, |x| x),
         Data::F16(x) => each(x, stream, f16::from_f32),
         Data::BF16(x) => each(x, stream, bf16::from_f32),
+        Data::F8E4M3(x, _) => each(x, stream, F8E4M3::from_f32),
+        Data::F8E5M2(x, _) => each(x, stream, F8E5M2::from_f32),
     }
 }
 

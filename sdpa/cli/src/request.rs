@@ -157,6 +157,10 @@ impl Request {
             mistakes.add("--layout", "packed documents are bshd, (total, heads, dim), or bhsd, (heads, total, dim)");
         }
         let dtype = args.dtype.as_deref().map(|text| mistakes.take("--dtype", names::element(text)));
+        let mut other = |option: &str, text: Option<&str>| text.and_then(|text| mistakes.take(option, names::element(text)));
+        let o_dtype = other("--o-dtype", args.o_dtype.as_deref());
+        let d_o_dtype = other("--d-o-dtype", gradient.and_then(|g| g.d_o_dtype.as_deref()));
+        let gradient_dtype = other("--gradient-dtype", gradient.and_then(|g| g.gradient_dtype.as_deref()));
         let scale = args.scale.as_deref().map(|text| mistakes.take("--scale", names::scale(text)));
         let dropping = Dropping::read(args, mistakes);
         let given: Vec<Option<(String, f32)>> = args
@@ -189,6 +193,18 @@ impl Request {
             }
             (None, None) => Some(Element::BF16),
         };
+        // A tensor of 8 bits is what it is.
+        let d_o_dtype = d_o_dtype.or_else(|| operands.as_ref()?.d_o.as_ref()?.ty.narrow());
+        if let (Some(header), Some(operands), Some(element)) = (&header, &operands, element) {
+            let own = operands.forward.as_ref().map(|(o, ..)| o);
+            let of = [Some(element), Some(element), Some(element), d_o_dtype.or(Some(element)), o_dtype.or(Some(element))];
+            let entries = operands.qkv.iter().map(Option::as_ref).chain([operands.d_o.as_ref(), own]);
+            for ((name, entry), wanted) in ["q", "k", "v", "do", "o"].into_iter().zip(entries).zip(of) {
+                if let Some(entry) = entry.filter(|entry| entry.ty.narrow().is_some_and(|narrow| Some(narrow) != wanted)) {
+                    mistakes.add(header.path.display(), format!("{name} is {}: tensors of 8 bits are read as they are", entry.ty.name()));
+                }
+            }
+        }
         let (about, dims) = match (&header, &operands, shape) {
             // Extents of axes in an order that is not known say nothing.
             (Some(header), Some(operands), _) => (header.path.display().to_string(), operands.dims(layout)),
@@ -226,6 +242,7 @@ impl Request {
         let mut any = AttentionSpec::dense(dtype, ANY, Layout::Bhsd);
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
         (any.sink, any.dropout, any.stats_base) = (args.sink, dropping.dropout, base);
+        any.o_dtype = o_dtype.map(Element::dtype);
         any.paged = paging.as_ref().map(Paging::any);
         any.packed = packing.as_ref().map(|packing| Packed { total_q: None, total_kv: None, ..packing.packed });
         let right =
@@ -257,7 +274,7 @@ impl Request {
         let stats = wanted.stats || args.stats || args.stats_base_2 || gradient.is_some_and(|g| g.backward);
         let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
         (spec.score_mods, spec.masks, spec.sink) = (rules.score_mods, rules.masks, args.sink);
-        spec.dropout = dropping.dropout;
+        (spec.dropout, spec.o_dtype) = (dropping.dropout, o_dtype.map(Element::dtype));
         (spec.row_max, spec.sum_exp, spec.stats_base) = (args.row_max, args.sum_exp, base);
         if let Some(packing) = &packing {
             packing.place(&mut spec, layout.unwrap_or(Layout::Bshd), tokens);
@@ -281,6 +298,7 @@ impl Request {
                 }
                 let mut backward = BackwardSpec { wrt: judged.wrt, ..spec.backward() };
                 backward.deterministic = gradient.is_some_and(|g| g.deterministic);
+                (backward.d_o_dtype, backward.gradient_dtype) = (d_o_dtype.map(Element::dtype), gradient_dtype.map(Element::dtype));
                 let problem = valid(backward.validate(), |errors| {
                     errors.0.iter().filter(|_| judged.right).for_each(|e| mistakes.add("--backward", e));
                 })?;
@@ -363,13 +381,17 @@ fn fits(header: &Header, name: &str, entry: &Entry, want: [i64; 4], layout: Opti
 fn common(types: &[(&str, FileType)]) -> Result<Option<Element>, String> {
     let said = || types.iter().map(|(name, ty)| format!("{name} is {}", ty.name())).collect::<Vec<_>>().join(", ");
     let Some(&(_, first)) = types.first() else { return Ok(None) };
-    if types.iter().any(|&(_, ty)| ty != first) {
+    // Gradients of 8-bit floats may be of another type, and results of any.
+    let own = |name: &str| first.narrow().is_none() || ["q", "k", "v"].contains(&name);
+    if types.iter().any(|&(name, ty)| ty != first && own(name)) {
         return Err(format!("{}: say with --dtype what to convert them to", said()));
     }
     match first {
         FileType::F16 => Ok(Some(Element::F16)),
         FileType::BF16 => Ok(Some(Element::BF16)),
         FileType::F32 => Ok(Some(Element::F32)),
+        FileType::F8E4M3 => Ok(Some(Element::F8E4M3)),
+        FileType::F8E5M2 => Ok(Some(Element::F8E5M2)),
         FileType::F64 => Err(format!("{}: say with --dtype what to convert them to, f32, f16 or bf16", said())),
     }
 }

@@ -62,6 +62,7 @@ impl Destination {
             out.write_all(&header)?;
             tensors.iter().try_for_each(|t| match t.elements {
                 Saved::F32(x) => write_blocks(x, out, f32::to_le_bytes),
+                Saved::Number(x) => write_blocks(&x, out, f32::to_le_bytes),
                 Saved::Data(x) => x.write(out),
             })
         })
@@ -87,15 +88,18 @@ impl Destination {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Saved<'a> {
     F32(&'a [f32]),
+    Number([f32; 1]),
     Data(&'a Data),
 }
 
 impl Saved<'_> {
     fn dtype(self) -> Dtype {
         match self {
-            Saved::F32(_) | Saved::Data(Data::F32(_)) => Dtype::F32,
+            Saved::F32(_) | Saved::Number(_) | Saved::Data(Data::F32(_)) => Dtype::F32,
             Saved::Data(Data::F16(_)) => Dtype::F16,
             Saved::Data(Data::BF16(_)) => Dtype::BF16,
+            Saved::Data(Data::F8E4M3(..)) => Dtype::F8_E4M3,
+            Saved::Data(Data::F8E5M2(..)) => Dtype::F8_E5M2,
         }
     }
 }
@@ -118,6 +122,7 @@ impl<'a> Tensor<'a> {
     pub(crate) fn not_numbers(&self) -> Option<String> {
         let count = match self.elements {
             Saved::F32(x) => x.iter().filter(|x| x.is_nan()).count(),
+            Saved::Number([x]) => usize::from(x.is_nan()),
             Saved::Data(x) => x.not_numbers(),
         };
         (count > 0).then(|| format!("{}: {count} elements are not a number", self.name))

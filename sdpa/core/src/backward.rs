@@ -4,7 +4,8 @@ use crate::check::Check;
 use crate::dtype::DType;
 use crate::error::SpecErrors;
 use crate::expr::{Declared, ParamKind, Type};
-use crate::operand::Operand;
+use crate::fp8::Fp8Scale;
+use crate::operand::{Direction, Operand};
 use crate::problem::{Problem, normalise, unplaced};
 use crate::score_mod::{self, Gradient, NoGradient};
 use crate::sink::SINK;
@@ -45,6 +46,12 @@ pub struct BackwardSpec {
     pub wrt: Vec<GradientSpec>,
     /// Whether every run must give the same bits.
     pub deterministic: bool,
+    /// Element type of `d_o` where it is not that of `q`: of a pass of 8-bit floats alone, the other one. Gradients of scores are rounded to it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub d_o_dtype: Option<DType>,
+    /// Element type of `dq`, `dk` and `dv` where it is not that of `q`: of a pass of 8-bit floats alone, the other 8-bit float, f16 or bf16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gradient_dtype: Option<DType>,
 }
 
 /// A declared parameter whose gradient is asked for: a dense tensor over the axes of the parameter, one element for a scalar.
@@ -67,6 +74,8 @@ impl AttentionSpec {
             dv: self.own_elements(self.of_entries(self.v)),
             wrt: Vec::new(),
             deterministic: false,
+            d_o_dtype: None,
+            gradient_dtype: None,
         }
     }
 
@@ -90,6 +99,20 @@ impl BackwardSpec {
     #[must_use]
     pub fn deterministic(mut self) -> Self {
         self.deterministic = true;
+        self
+    }
+
+    /// Takes `d_o` of this type: of a pass of 8-bit floats, in which `f8e5m2` reaches further.
+    #[must_use]
+    pub fn with_upstream_in(mut self, dtype: DType) -> Self {
+        self.d_o_dtype = Some(dtype);
+        self
+    }
+
+    /// Asks for `dq`, `dk` and `dv` of this type: of a pass of 8-bit floats.
+    #[must_use]
+    pub fn with_gradients_in(mut self, dtype: DType) -> Self {
+        self.gradient_dtype = Some(dtype);
         self
     }
 
@@ -128,12 +151,15 @@ impl BackwardSpec {
         if forward.paged.is_some() {
             check.fail("forward.paged", "a cache in pages", "none in a backward pass: a cache is read, not trained");
         }
+        let dtype = self.forward.dtype;
+        let d_o_dtype = check.narrow("d_o_dtype", self.d_o_dtype, dtype, &[]);
+        let gradient_dtype = check.narrow("gradient_dtype", self.gradient_dtype, dtype, &[DType::F16, DType::BF16]);
         let packed = forward.packed.is_some();
         let place = |tensor: TensorSpec| if packed { unplaced(tensor) } else { tensor };
         for (name, tensor, like, operand) in pairs {
             let tensor = &place(*tensor);
             check.extents(name, tensor);
-            check.memory(name, tensor, self.forward.dtype, name == "d_o");
+            check.memory(name, tensor, if name == "d_o" { d_o_dtype } else { gradient_dtype }.unwrap_or(dtype), name == "d_o");
             for (axis, (&extent, &want)) in tensor.dims.iter().zip(&operand.dims).enumerate() {
                 check.equal(&format!("{name}.dims[{axis}]"), extent, &format!("{like}.dims[{axis}]"), want);
             }
@@ -157,6 +183,12 @@ impl BackwardSpec {
         if let Some(gradient) = &gradient {
             check.params("forward.score_mods", gradient.trace.params(), &mut params);
         }
+        if dtype.is_fp8() {
+            // The output is read, not made.
+            params.retain(|p| p.name != Fp8Scale::ScaleO.name());
+            let more = Fp8Scale::of(Direction::Backward).iter().filter(|scale| !Fp8Scale::of(Direction::Forward).contains(scale));
+            more.for_each(|scale| check.own(scale.declared(), &mut params));
+        }
         self.check_wrt(&mut check, &params);
         match (problem, gradient) {
             (Some(forward), Some(gradient)) if check.errors.is_empty() => Ok(BackwardProblem {
@@ -172,6 +204,8 @@ impl BackwardSpec {
                 dk: normalise(place(self.dk), packed),
                 dv: normalise(place(self.dv), packed),
                 deterministic: self.deterministic,
+                d_o_dtype,
+                gradient_dtype,
             }),
             _ => Err(SpecErrors(check.errors)),
         }
@@ -183,7 +217,7 @@ impl BackwardSpec {
             if self.wrt[..n].iter().any(|before| before.name == g.name) {
                 check.fail(field.clone(), &g.name, "named once");
             }
-            if !matches!(g.dtype, DType::F32 | DType::F16 | DType::BF16) {
+            if !g.dtype.is_float() || g.dtype.is_fp8() {
                 check.fail(format!("{field}.dtype"), g.dtype, "one of f32, f16, bf16");
             }
             match params.iter().find(|p| p.name == g.name).map(|p| p.kind) {
@@ -218,12 +252,17 @@ pub struct BackwardProblem {
     #[serde(skip)]
     params: Vec<Declared>,
     deterministic: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    d_o_dtype: Option<DType>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gradient_dtype: Option<DType>,
 }
 
 impl Hash for BackwardProblem {
     /// Parameters are in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
         (&self.forward, [self.d_o, self.dq, self.dk, self.dv], &self.gradient, &self.wrt, self.deterministic).hash(state);
+        (self.d_o_dtype, self.gradient_dtype).hash(state);
     }
 }
 
@@ -265,6 +304,15 @@ impl BackwardProblem {
             Operand::DK => &self.dk,
             Operand::DV => &self.dv,
         }
+    }
+    /// Element type of an operand of the pass.
+    pub fn dtype_of(&self, operand: Operand) -> DType {
+        let own = match operand {
+            Operand::Q | Operand::K | Operand::V | Operand::O => None,
+            Operand::DO => self.d_o_dtype,
+            Operand::DQ | Operand::DK | Operand::DV => self.gradient_dtype,
+        };
+        own.unwrap_or_else(|| self.forward.dtype_of(operand))
     }
     /// The score_mods with their gradients; `None` where there is no score_mod.
     #[inline]

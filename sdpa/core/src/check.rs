@@ -11,7 +11,25 @@ use crate::paged::Paged;
 use crate::spec::{AttentionSpec, TensorSpec};
 
 /// Names that parameters may not have.
-const OPERAND_NAMES: [&str; 11] = ["v", "o", "d_o", "do", "dq", "dk", "dv", "stats", "row_max", "sum_exp", "attn_scale"];
+const OPERAND_NAMES: [&str; 17] = [
+    "v",
+    "o",
+    "d_o",
+    "do",
+    "dq",
+    "dk",
+    "dv",
+    "stats",
+    "row_max",
+    "sum_exp",
+    "attn_scale",
+    "amax_s",
+    "amax_o",
+    "amax_dp",
+    "amax_dq",
+    "amax_dk",
+    "amax_dv",
+];
 
 /// A kind of parameter in words.
 pub(crate) fn kind(kind: ParamKind) -> String {
@@ -107,6 +125,18 @@ impl Check {
                 self.fail(format!("packed.{}", side.total()), total, format!("between 1 and {}", i32::MAX));
             }
         }
+    }
+
+    /// The element type of a tensor beside operands of another, where it is not the same: an 8-bit float, or one of these.
+    pub(crate) fn narrow(&mut self, field: &str, asked: Option<DType>, dtype: DType, others: &[DType]) -> Option<DType> {
+        let asked = asked.filter(|asked| *asked != dtype)?;
+        if !dtype.is_fp8() {
+            self.fail(field, asked, format!("that of q, k and v, which is {dtype}: only beside 8-bit floats is it another"));
+        } else if !asked.is_fp8() && !others.contains(&asked) {
+            let others: String = others.iter().map(|other| format!(", {other}")).collect();
+            self.fail(field, asked, format!("one of f8e4m3, f8e5m2{others}"));
+        }
+        Some(asked)
     }
 
     /// A probability.

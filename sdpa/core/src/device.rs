@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::executor::Executor;
 use crate::expr::Declared;
+use crate::fp8::Amax;
 use crate::operand::Operand;
 use crate::problem::Problem;
 use crate::statistic::Statistic;
@@ -78,6 +79,15 @@ pub struct DeviceGradient<'a, M> {
     pub slice: M,
 }
 
+/// Where a largest magnitude goes.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceAmax<M> {
+    /// Which.
+    pub of: Amax,
+    /// One f32, 16-byte aligned.
+    pub slice: M,
+}
+
 /// Device memory and numbers of one forward call.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceForward<'a, M> {
@@ -100,6 +110,8 @@ pub struct DeviceForward<'a, M> {
     /// Values of declared parameters, every one: plans are shared by specifications that differ in defaults alone. See
     /// [`with_defaults`].
     pub params: &'a [DeviceParam<'a, M>],
+    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    pub amax: &'a [DeviceAmax<M>],
     /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
     pub workspace: Option<M>,
 }
@@ -131,6 +143,8 @@ pub struct DeviceBackward<'a, M> {
     pub params: &'a [DeviceParam<'a, M>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: &'a [DeviceGradient<'a, M>],
+    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    pub amax: &'a [DeviceAmax<M>],
     /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
     pub workspace: Option<M>,
 }
@@ -152,6 +166,8 @@ pub struct DeviceCall<'a, M> {
     pub params: &'a [DeviceParam<'a, M>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: &'a [DeviceGradient<'a, M>],
+    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    pub amax: &'a [DeviceAmax<M>],
     /// At least [`DevicePrepared::workspace_bytes`], 256-byte aligned. `None`: memory that is kept for calls of this thread on this stream.
     pub workspace: Option<M>,
 }
@@ -174,17 +190,17 @@ impl<M: Copy> DeviceCall<'_, M> {
 
 impl<'a, M: Copy> From<&DeviceForward<'a, M>> for DeviceCall<'a, M> {
     fn from(call: &DeviceForward<'a, M>) -> DeviceCall<'a, M> {
-        let DeviceForward { q, k, v, o, stats, row_max, sum_exp, attn_scale, params, workspace } = *call;
+        let DeviceForward { q, k, v, o, stats, row_max, sum_exp, attn_scale, params, amax, workspace } = *call;
         let operands = [Some(q), Some(k), Some(v), Some(o), None, None, None, None];
-        DeviceCall { operands, stats, row_max, sum_exp, attn_scale, params, gradients: &[], workspace }
+        DeviceCall { operands, stats, row_max, sum_exp, attn_scale, params, gradients: &[], amax, workspace }
     }
 }
 
 impl<'a, M: Copy> From<&DeviceBackward<'a, M>> for DeviceCall<'a, M> {
     fn from(call: &DeviceBackward<'a, M>) -> DeviceCall<'a, M> {
-        let DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale, params, gradients, workspace } = *call;
+        let DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, attn_scale, params, gradients, amax, workspace } = *call;
         let operands = [q, k, v, o, d_o, dq, dk, dv].map(Some);
-        DeviceCall { operands, stats: Some(stats), row_max: None, sum_exp: None, attn_scale, params, gradients, workspace }
+        DeviceCall { operands, stats: Some(stats), row_max: None, sum_exp: None, attn_scale, params, gradients, amax, workspace }
     }
 }
 
@@ -253,6 +269,7 @@ mod tests {
             sum_exp: Some(11),
             attn_scale: None,
             params: &params,
+            amax: &[],
             workspace: None,
         };
         let backward = DeviceBackward {
@@ -268,6 +285,7 @@ mod tests {
             attn_scale: None,
             params: &params,
             gradients: &[],
+            amax: &[],
             workspace: None,
         };
         for (direction, call) in [(Direction::Forward, DeviceCall::from(&forward)), (Direction::Backward, DeviceCall::from(&backward))] {

@@ -19,11 +19,15 @@ pub enum DType {
     I64,
     /// A truth value: a byte, 0 or 1.
     Bool,
+    /// 8-bit float, 4 exponent bits, no infinities (OCP E4M3).
+    F8E4M3,
+    /// 8-bit float, 5 exponent bits (OCP E5M2).
+    F8E5M2,
 }
 
 impl DType {
     /// Every element type, in declaration order.
-    pub const ALL: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool];
+    pub const ALL: [DType; 8] = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool, DType::F8E4M3, DType::F8E5M2];
 
     /// The name used in reports, files and options.
     pub fn name(self) -> &'static str {
@@ -34,6 +38,8 @@ impl DType {
             DType::I32 => "i32",
             DType::I64 => "i64",
             DType::Bool => "bool",
+            DType::F8E4M3 => "f8e4m3",
+            DType::F8E5M2 => "f8e5m2",
         }
     }
 
@@ -43,7 +49,7 @@ impl DType {
             DType::I64 => 64,
             DType::F32 | DType::I32 => 32,
             DType::F16 | DType::BF16 => 16,
-            DType::Bool => 8,
+            DType::Bool | DType::F8E4M3 | DType::F8E5M2 => 8,
         }
     }
 
@@ -55,8 +61,28 @@ impl DType {
     /// Whether its elements are floating point numbers.
     pub fn is_float(self) -> bool {
         match self {
-            DType::F32 | DType::F16 | DType::BF16 => true,
+            DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => true,
             DType::I32 | DType::I64 | DType::Bool => false,
+        }
+    }
+
+    /// Whether its elements are 8-bit floats, which come with [scales](crate::fp8).
+    pub fn is_fp8(self) -> bool {
+        match self {
+            DType::F8E4M3 | DType::F8E5M2 => true,
+            DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool => false,
+        }
+    }
+
+    /// The largest finite number of a floating point type; 0 of others.
+    pub fn largest(self) -> f32 {
+        match self {
+            DType::F32 => f32::MAX,
+            DType::F16 => 65504.0,
+            DType::BF16 => half::bf16::MAX.to_f32(),
+            DType::F8E4M3 => 448.0,
+            DType::F8E5M2 => 57344.0,
+            DType::I32 | DType::I64 | DType::Bool => 0.0,
         }
     }
 }

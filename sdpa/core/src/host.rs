@@ -4,7 +4,8 @@ use crate::backward::BackwardProblem;
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::Declared;
-use crate::operand::{Operand, Side};
+use crate::fp8::Amax;
+use crate::operand::{Direction, Operand, Side};
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
 use crate::statistic::Statistic;
@@ -32,6 +33,8 @@ pub struct HostForward<'a> {
     pub attn_scale: Option<f32>,
     /// Values of declared parameters; a scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
+    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    pub amax: Vec<HostAmax<'a>>,
 }
 
 /// One backward call over host memory.
@@ -61,6 +64,8 @@ pub struct HostBackward<'a> {
     pub params: &'a [Param<'a>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: Vec<HostGradient<'a>>,
+    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
+    pub amax: Vec<HostAmax<'a>>,
 }
 
 /// Where the gradient of a declared parameter goes.
@@ -70,6 +75,15 @@ pub struct HostGradient<'a> {
     pub name: &'a str,
     /// Dense, over the axes of the parameter; one element for a scalar.
     pub data: ElementsMut<'a>,
+}
+
+/// Where a largest magnitude goes.
+#[derive(Debug)]
+pub struct HostAmax<'a> {
+    /// Which.
+    pub of: Amax,
+    /// The number.
+    pub value: &'a mut f32,
 }
 
 /// Memory of an operand: read or written, as [`Operand::written`] says.
@@ -110,6 +124,8 @@ pub struct HostCall<'a> {
     pub params: &'a [Param<'a>],
     /// Gradients of declared parameters.
     pub gradients: Vec<HostGradient<'a>>,
+    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    pub amax: Vec<HostAmax<'a>>,
 }
 
 impl<'a> From<HostForward<'a>> for HostCall<'a> {
@@ -123,6 +139,7 @@ impl<'a> From<HostForward<'a>> for HostCall<'a> {
             attn_scale: call.attn_scale,
             params: call.params,
             gradients: Vec::new(),
+            amax: call.amax,
         }
     }
 }
@@ -141,6 +158,7 @@ impl<'a> From<HostBackward<'a>> for HostCall<'a> {
             attn_scale: call.attn_scale,
             params: call.params,
             gradients: call.gradients,
+            amax: call.amax,
         }
     }
 }
@@ -155,9 +173,9 @@ struct Check<'p> {
 
 impl Check<'_> {
     /// Packed documents need as much as their boundaries say, which [`Check::memory`] looks at.
-    fn operand(&mut self, operand: Operand, tensor: &TensorSpec, (dtype, len): (DType, usize)) {
-        if dtype != self.problem.dtype() {
-            self.errors.push(SpecError::new(format!("{operand} dtype"), dtype, format!("the problem's, {}", self.problem.dtype())));
+    fn operand(&mut self, operand: Operand, (tensor, own): (&TensorSpec, DType), (dtype, len): (DType, usize)) {
+        if dtype != own {
+            self.errors.push(SpecError::new(format!("{operand} dtype"), dtype, format!("the problem's, {own}")));
         }
         self.lengths.push((operand, *tensor, len));
         let need = tensor.extent().unwrap_or(i64::MAX);
@@ -209,13 +227,13 @@ impl HostForward<'_> {
     ///
     /// # Errors
     /// Every wrong dtype, every buffer that is too short, row statistics missing or too many, parameters that are missing, unknown, doubled or of another
-    /// type or length, boundaries and pages that are none, a scale that is not finite.
+    /// type or length, boundaries and pages that are none, largest magnitudes without room or with too much of it, a scale that is not finite.
     pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem, errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v)].map(read);
         for (operand, given) in given.into_iter().chain([written((Operand::O, &self.o))]) {
             if let Some(tensor) = problem.in_memory(operand) {
-                check.operand(operand, &tensor, given);
+                check.operand(operand, (&tensor, problem.dtype_of(operand)), given);
             }
         }
         for statistic in Statistic::ALL {
@@ -230,6 +248,7 @@ impl HostForward<'_> {
             }
         }
         check.values(problem.params(), self.params);
+        check.errors.extend(Amax::check(problem.dtype(), Direction::Forward, self.amax.iter().map(|amax| amax.of)));
         check.scale(self.attn_scale)
     }
 }
@@ -245,11 +264,12 @@ impl HostBackward<'_> {
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v), (Operand::O, &self.o), (Operand::DO, &self.d_o)];
         let results = [(Operand::DQ, &self.dq), (Operand::DK, &self.dk), (Operand::DV, &self.dv)];
         for (operand, given) in given.into_iter().map(read).chain(results.map(written)) {
-            check.operand(operand, problem.tensor(operand), given);
+            check.operand(operand, (problem.tensor(operand), problem.dtype_of(operand)), given);
         }
         check.statistic(Statistic::Stats, self.stats.len());
         check.values(problem.params(), self.params);
         check.errors.extend(self.wrong_gradients(problem));
+        check.errors.extend(Amax::check(problem.forward().dtype(), Direction::Backward, self.amax.iter().map(|amax| amax.of)));
         check.scale(self.attn_scale)
     }
 

@@ -5,6 +5,7 @@ use crate::dropout::{self, Dropout};
 use crate::dtype::DType;
 use crate::error::SpecErrors;
 use crate::expr::{Declared, Node, Trace};
+use crate::fp8::Fp8Scale;
 use crate::mask::{Ends, Kept, Mask, Region};
 use crate::operand::{Direction, Operand, Side};
 use crate::packed::Packed;
@@ -23,6 +24,8 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
     dtype: DType,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    o_dtype: Option<DType>,
     batch: i64,
     heads_q: i64,
     heads_kv: i64,
@@ -54,23 +57,25 @@ impl Hash for Problem {
     /// Extents are in the tensors, parameters in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.dtype, &self.tensors, self.packed, self.paged, &self.score_mod, &self.kept, self.sink, self.dropout).hash(state);
-        (self.stats_base, [self.stats, self.row_max, self.sum_exp]).hash(state);
+        (self.o_dtype, self.stats_base, [self.stats, self.row_max, self.sum_exp]).hash(state);
     }
 }
 
 impl Problem {
     pub(crate) fn new(spec: &AttentionSpec) -> Result<Problem, SpecErrors> {
         let mut check = Check::default();
-        if !matches!(spec.dtype, DType::F32 | DType::F16 | DType::BF16) {
-            check.fail("dtype", spec.dtype, "one of f32, f16, bf16");
+        if !spec.dtype.is_float() {
+            check.fail("dtype", spec.dtype, "one of f32, f16, bf16, f8e4m3, f8e5m2");
         }
+        let o_dtype = check.narrow("o_dtype", spec.o_dtype, spec.dtype, &[DType::F16, DType::BF16]);
         // Where documents lie, boundaries say.
         let tensors = [spec.q, spec.k, spec.v, spec.o].map(|t| if spec.packed.is_some() { unplaced(t) } else { t });
         // Packed documents have no pages, which is told of below.
         let paged = spec.paged.filter(|_| spec.packed.is_none()).map(|paged| paged.clamped());
         for (operand, tensor) in Direction::Forward.operands().iter().zip(&tensors) {
             check.extents(operand.name(), tensor);
-            check.memory(operand.name(), &lies(*operand, *tensor, paged), spec.dtype, false);
+            let dtype = if *operand == Operand::O { o_dtype.unwrap_or(spec.dtype) } else { spec.dtype };
+            check.memory(operand.name(), &lies(*operand, *tensor, paged), dtype, false);
         }
         let [batch, heads_q, seq_q, dim_qk] = spec.q.dims;
         let [_, heads_kv, seq_kv, _] = spec.k.dims;
@@ -113,13 +118,15 @@ impl Problem {
         check.params("packed", &boundaries, &mut params);
         let own = [spec.paged.map(|paged| paged.declared()), spec.sink.then(sink::declared)];
         let of_dropout = spec.dropout.map(|_| dropout::declared()).into_iter().flatten();
-        own.into_iter().flatten().chain(of_dropout).for_each(|own| check.own(own, &mut params));
+        let scales = Fp8Scale::of(Direction::Forward).iter().filter(|_| spec.dtype.is_fp8()).map(|scale| scale.declared());
+        own.into_iter().flatten().chain(of_dropout).chain(scales).for_each(|own| check.own(own, &mut params));
         let (Some(score_mod), Some(kept), []) = (score_mod, kept, &check.errors[..]) else {
             check.errors.dedup();
             return Err(SpecErrors(check.errors));
         };
         Ok(Problem {
             dtype: spec.dtype,
+            o_dtype,
             batch,
             heads_q,
             heads_kv,
@@ -145,10 +152,15 @@ impl Problem {
         })
     }
 
-    /// Element type of `q`, `k`, `v`, `o`: f32, f16 or bf16.
+    /// Element type of `q`, `k`, `v`, and of `o` where nothing else is asked for: f32, f16, bf16 or an 8-bit float.
     #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+    /// Element type of an operand of the forward pass; of gradients see [`BackwardProblem::dtype_of`](crate::BackwardProblem::dtype_of).
+    #[inline]
+    pub fn dtype_of(&self, operand: Operand) -> DType {
+        self.o_dtype.filter(|_| operand == Operand::O).unwrap_or(self.dtype)
     }
     /// Number of batch entries.
     #[inline]
@@ -286,7 +298,8 @@ impl Problem {
     pub fn extents(&self) -> [i64; 4] {
         [self.batch, self.heads_q, self.seq_q, self.seq_kv]
     }
-    /// Every declared parameter: of the score_mods, of the masks, boundaries, the page table, the sink, and the numbers of dropout.
+    /// Every declared parameter: of the score_mods, of the masks, boundaries, the page table, the sink, the numbers of dropout, and the
+    /// scales of 8-bit floats.
     #[inline]
     pub fn params(&self) -> &[Declared] {
         &self.params

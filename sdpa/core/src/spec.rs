@@ -133,8 +133,11 @@ pub struct Shape {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AttentionSpec {
-    /// Element type of `q`, `k`, `v` and `o`: f16, bf16 or f32. Scores and stats are always f32.
+    /// Element type of `q`, `k`, `v` and `o`: f16, bf16, f32, or an 8-bit float ([`fp8`](crate::fp8)). Scores and stats are always f32.
     pub dtype: DType,
+    /// Element type of `o` where it is not that of `q`, `k` and `v`: of a pass of 8-bit floats alone, the other 8-bit float, f16 or bf16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub o_dtype: Option<DType>,
     /// Queries, (batch, heads_q, seq_q, dim_qk).
     pub q: TensorSpec,
     /// Keys, (batch, heads_kv, seq_kv, dim_qk).
@@ -184,6 +187,7 @@ impl AttentionSpec {
         let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = shape;
         AttentionSpec {
             dtype,
+            o_dtype: None,
             q: TensorSpec::dense([batch, heads_q, seq_q, dim_qk], layout),
             k: TensorSpec::dense([batch, heads_kv, seq_kv, dim_qk], layout),
             v: TensorSpec::dense([batch, heads_kv, seq_kv, dim_v], layout),
@@ -268,6 +272,21 @@ impl AttentionSpec {
     #[must_use]
     pub fn with_dropout(mut self, p: f32) -> Self {
         self.dropout = Some(Dropout::new(p));
+        self
+    }
+
+    /// Asks for an output of this type: of a pass of 8-bit floats, which declares what [scales](crate::Fp8Scale) it.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Layout, Operand, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+    /// let problem = AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bshd).with_output_in(DType::BF16).validate()?;
+    /// assert_eq!(problem.dtype_of(Operand::O), DType::BF16);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    #[must_use]
+    pub fn with_output_in(mut self, dtype: DType) -> Self {
+        self.o_dtype = Some(dtype);
         self
     }
 

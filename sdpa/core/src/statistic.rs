@@ -134,7 +134,8 @@ mod tests {
         let [stats, row_max, sum_exp] = memory.each_mut().map(Option::as_deref_mut);
         let (q, k, v) = (Elements::F32(&[0.0; 12]), Elements::F32(&[0.0; 12]), Elements::F32(&[0.0; 12]));
         let mut o = [0.0; 12];
-        let call = HostForward { q, k, v, o: ElementsMut::F32(&mut o), stats, row_max, sum_exp, attn_scale: None, params };
+        let call =
+            HostForward { q, k, v, o: ElementsMut::F32(&mut o), stats, row_max, sum_exp, amax: Vec::new(), attn_scale: None, params };
         call.check(problem).map_or_else(|errors| errors.0.into_iter().map(|e| e.field).collect(), |_| Vec::new())
     }
 

@@ -1,6 +1,7 @@
 //! Tensors in host memory.
 
 use crate::dtype::DType;
+use crate::float8::{F8E4M3, F8E5M2};
 use half::{bf16, f16};
 
 /// Elements of an operand in host memory, read only. Strides come from the problem.
@@ -12,6 +13,10 @@ pub enum Elements<'a> {
     F16(&'a [f16]),
     /// bfloat16.
     BF16(&'a [bf16]),
+    /// 8-bit floats with 4 exponent bits.
+    F8E4M3(&'a [F8E4M3]),
+    /// 8-bit floats with 5 exponent bits.
+    F8E5M2(&'a [F8E5M2]),
 }
 
 /// Elements of the output in host memory.
@@ -23,6 +28,10 @@ pub enum ElementsMut<'a> {
     F16(&'a mut [f16]),
     /// bfloat16.
     BF16(&'a mut [bf16]),
+    /// 8-bit floats with 4 exponent bits.
+    F8E4M3(&'a mut [F8E4M3]),
+    /// 8-bit floats with 5 exponent bits.
+    F8E5M2(&'a mut [F8E5M2]),
 }
 
 macro_rules! facts {
@@ -34,6 +43,8 @@ macro_rules! facts {
                     $t::F32(_) => DType::F32,
                     $t::F16(_) => DType::F16,
                     $t::BF16(_) => DType::BF16,
+                    $t::F8E4M3(_) => DType::F8E4M3,
+                    $t::F8E5M2(_) => DType::F8E5M2,
                 }
             }
 
@@ -43,6 +54,8 @@ macro_rules! facts {
                     $t::F32(x) => x.len(),
                     $t::F16(x) => x.len(),
                     $t::BF16(x) => x.len(),
+                    $t::F8E4M3(x) => x.len(),
+                    $t::F8E5M2(x) => x.len(),
                 }
             }
 

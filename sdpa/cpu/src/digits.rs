@@ -37,6 +37,7 @@ fn forward(isa: Isa, problem: &Problem, head: &Head<'_>) -> (Vec<f32>, Vec<f32>)
         stats: Some(&mut stats),
         row_max: None,
         sum_exp: None,
+        amax: Vec::new(),
         attn_scale: Some(head.scale),
         params: &[],
     };
@@ -58,6 +59,7 @@ fn backward(isa: Isa, problem: &BackwardProblem, head: &Head<'_>, [o, stats, d_o
         dq: ElementsMut::F32(dq),
         dk: ElementsMut::F32(dk),
         dv: ElementsMut::F32(dv),
+        amax: Vec::new(),
         attn_scale: Some(head.scale),
         params: &[],
         gradients: Vec::new(),

@@ -29,14 +29,14 @@ impl Element for f32 {
     fn of(elements: Elements<'_>) -> Option<&[f32]> {
         match elements {
             Elements::F32(x) => Some(x),
-            Elements::F16(_) | Elements::BF16(_) => None,
+            Elements::F16(_) | Elements::BF16(_) | Elements::F8E4M3(_) | Elements::F8E5M2(_) => None,
         }
     }
 
     fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [f32]> {
         match elements {
             ElementsMut::F32(x) => Some(x),
-            ElementsMut::F16(_) | ElementsMut::BF16(_) => None,
+            ElementsMut::F16(_) | ElementsMut::BF16(_) | ElementsMut::F8E4M3(_) | ElementsMut::F8E5M2(_) => None,
         }
     }
 
@@ -62,14 +62,14 @@ impl Element for f16 {
     fn of(elements: Elements<'_>) -> Option<&[f16]> {
         match elements {
             Elements::F16(x) => Some(x),
-            Elements::F32(_) | Elements::BF16(_) => None,
+            Elements::F32(_) | Elements::BF16(_) | Elements::F8E4M3(_) | Elements::F8E5M2(_) => None,
         }
     }
 
     fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [f16]> {
         match elements {
             ElementsMut::F16(x) => Some(x),
-            ElementsMut::F32(_) | ElementsMut::BF16(_) => None,
+            ElementsMut::F32(_) | ElementsMut::BF16(_) | ElementsMut::F8E4M3(_) | ElementsMut::F8E5M2(_) => None,
         }
     }
 
@@ -98,14 +98,14 @@ impl Element for bf16 {
     fn of(elements: Elements<'_>) -> Option<&[bf16]> {
         match elements {
             Elements::BF16(x) => Some(x),
-            Elements::F32(_) | Elements::F16(_) => None,
+            Elements::F32(_) | Elements::F16(_) | Elements::F8E4M3(_) | Elements::F8E5M2(_) => None,
         }
     }
 
     fn of_mut(elements: ElementsMut<'_>) -> Option<&mut [bf16]> {
         match elements {
             ElementsMut::BF16(x) => Some(x),
-            ElementsMut::F32(_) | ElementsMut::F16(_) => None,
+            ElementsMut::F32(_) | ElementsMut::F16(_) | ElementsMut::F8E4M3(_) | ElementsMut::F8E5M2(_) => None,
         }
     }
 

@@ -18,6 +18,7 @@
 //! | `pack`, `element` | operands, documents and pages, scratch memory, f16 and bf16 |
 //! | `output` | rows of the output, merging |
 //! | `backward` | the gradient |
+//! | `fp8` | 8-bit floats: what is rounded inside, and around |
 //!
 //! What holds of inf and NaN: a score that a mask drops has no effect, whatever `q`, `k` and `v` hold; a NaN score
 //! that is kept makes its row NaN, in `o` and `stats`; so does a score of +inf, as inf - inf is NaN. A score of -inf
@@ -36,6 +37,7 @@ mod dropout;
 mod element;
 mod exp;
 mod few;
+mod fp8;
 mod isa;
 mod kernel;
 mod long;
@@ -66,7 +68,7 @@ use schedule::Schedule;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward, Report};
-use sdpa_core::operand::Side;
+use sdpa_core::operand::{Direction, Side};
 use sdpa_core::packed::Documents;
 use sdpa_core::paged::Pages;
 use sdpa_core::problem::Problem;
@@ -93,12 +95,13 @@ impl CpuExecutor {
         let threads = rayon::current_num_threads();
         let schedule = Schedule::new(problem, self.isa, threads, Lengths::default(), !rules.is_empty());
         let of = if problem.packed().is_some() { most_workspace } else { workspace };
-        of(&schedule, self.isa, &rules) as u64
+        of(&schedule, self.isa, &rules) as u64 + fp8::bytes(problem, Direction::Forward, |operand| problem.in_memory(operand))
     }
 
     /// Bytes of scratch memory that a backward pass takes.
     pub fn backward_workspace_bytes(&self, problem: &BackwardProblem) -> u64 {
-        CpuBackward::unchecked(self.isa, problem).most_workspace() as u64
+        let backward = CpuBackward::unchecked(self.isa, problem);
+        backward.most_workspace() as u64 + backward.narrow_bytes()
     }
 
     #[cfg(test)]
@@ -146,13 +149,17 @@ struct CpuPrepared {
 impl Prepared for CpuPrepared {
     fn forward(&self, call: HostForward<'_>) -> Result<Report, Error> {
         let scale = call.check(&self.problem)?;
-        let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params } = call;
+        if self.problem.dtype().is_fp8() {
+            return self.run_narrow(call, scale);
+        }
+        let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params, amax: _ } = call;
         // In the order of `Statistic::ALL`.
         let statistics = [stats, row_max, sum_exp];
         match o {
             ElementsMut::F32(o) => self.run([f32::of(q), f32::of(k), f32::of(v)], o, statistics, scale, params),
             ElementsMut::F16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, statistics, scale, params),
             ElementsMut::BF16(o) => self.run([Element::of(q), Element::of(k), Element::of(v)], o, statistics, scale, params),
+            ElementsMut::F8E4M3(_) | ElementsMut::F8E5M2(_) => Err(wrong_types()),
         }
     }
 }
@@ -168,6 +175,27 @@ struct Call<'a, T> {
     /// Multiplies queries.
     scale: f32,
     rules: &'a RulesOf<'a>,
+    known: Option<&'a Known<'a>>,
+}
+
+/// Sums of rows that are known: weights are those of the whole softmax, and what is made of them is made of each by itself.
+#[derive(Debug)]
+struct Known<'a> {
+    /// The largest score of each row.
+    max: View<'a, f32>,
+    /// The logarithm of its sum relative to that, in the same order.
+    log: &'a [f32],
+    /// What weights are rounded by.
+    weights: &'a fp8::Rounder,
+}
+
+/// How a call is cut.
+#[derive(Clone, Copy, Debug)]
+enum Cut<'a> {
+    /// Strips in as many pieces as threads need.
+    Pieces,
+    /// Strips in one piece each.
+    Whole(Option<&'a Known<'a>>),
 }
 
 impl CpuPrepared {
@@ -182,6 +210,20 @@ impl CpuPrepared {
         let [Some(q), Some(k), Some(v)] = inputs else {
             return Err(wrong_types());
         };
+        let problem = &self.problem;
+        self.with([q, k, v], (scale, params), Cut::Pieces, |call, sinks, documents| {
+            call.run(output::targets(call.schedule, (problem, documents), sinks, o, statistics));
+        })
+    }
+
+    /// Binds parameters and cuts the problem, and has a call computed.
+    fn with<T: Element>(
+        &self,
+        [q, k, v]: [&[T]; 3],
+        (scale, params): (f32, &[Param<'_>]),
+        cut: Cut<'_>,
+        compute: impl FnOnce(&Call<'_, T>, Option<&[f32]>, Option<&Documents>),
+    ) -> Result<Report, Error> {
         let started = Instant::now();
         let problem = &self.problem;
         let values = problem.bind(params)?;
@@ -189,7 +231,15 @@ impl CpuPrepared {
         let pages = Pages::new(problem, problem.params(), &values)?;
         let lengths = Lengths::new(problem, problem.params(), &values, documents.as_ref());
         let rules = self.rules.bind(problem, self.isa, problem.params(), &values);
-        let schedule = Schedule::new(problem, self.isa, rayon::current_num_threads(), lengths, !self.rules.is_empty());
+        let threads = rayon::current_num_threads();
+        let (schedule, known) = match cut {
+            Cut::Pieces => (Schedule::new(problem, self.isa, threads, lengths, !self.rules.is_empty()), None),
+            Cut::Whole(known) => {
+                let mut schedule = Schedule::new(problem, self.isa, 1, lengths, true);
+                schedule.threads = threads;
+                (schedule, known)
+            }
+        };
         let workspace = workspace(&schedule, self.isa, &self.rules);
         is_there(workspace)?;
         let of = |side| documents.as_ref().map(|documents| documents.of(side));
@@ -202,9 +252,9 @@ impl CpuPrepared {
             v: View::new(v, problem.v(), keys),
             scale,
             rules: &rules,
+            known,
         };
-        let sinks = problem.sinks(problem.params(), &values);
-        call.run(output::targets(&schedule, (problem, documents.as_ref()), sinks, o, statistics));
+        compute(&call, problem.sinks(problem.params(), &values), documents.as_ref());
         Ok(report(started, self.isa, schedule.threads, workspace))
     }
 }

@@ -43,6 +43,7 @@ fn attend(isa: Isa, threads: usize, [q, k, v]: [&[f32]; 3], mask: Mask, sink: Op
         stats: Some(&mut stats),
         row_max: Some(&mut row_max),
         sum_exp: Some(&mut sum_exp),
+        amax: Vec::new(),
         attn_scale: None,
         params: &params,
     };

@@ -35,7 +35,7 @@ pub(super) struct Rows<'a, T>(Vec<Run<'a, T>>);
 
 impl<'a, T> Rows<'a, T> {
     /// The rows, each with its place in the strip.
-    fn each(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
+    pub(super) fn each(self) -> impl Iterator<Item = (usize, &'a mut [T])> {
         self.0.into_iter().flat_map(Run::rows)
     }
 }
@@ -125,12 +125,36 @@ pub(super) fn targets<'a, T>(
     let sinks = sinks_of_strips(schedule, sinks);
     let target = |(o, sinks)| Target { o, statistics: unwanted(), base: problem.stats_base(), norms: Rows(Vec::new()), sinks };
     let mut targets: Vec<Target<'a, T>> = o.into_iter().zip(sinks).map(target).collect();
+    tell(&mut targets, (problem, tokens), [group, strip_rows], statistics);
+    targets
+}
+
+/// Has statistics written too.
+fn tell<'a, T>(
+    targets: &mut [Target<'a, T>],
+    (problem, tokens): (&Problem, Option<&[Range<usize>]>),
+    [group, strip_rows]: [usize; 2],
+    statistics: Statistics<'a>,
+) {
     for (which, memory) in statistics.into_iter().enumerate() {
         let Some(memory) = memory else { continue };
         for (target, rows) in targets.iter_mut().zip(strips((&problem.stats_tensor(), tokens), group, strip_rows, memory)) {
             target.statistics[which] = rows;
         }
     }
+}
+
+/// One target per strip of the schedule, for statistics alone, in two parts too.
+pub(super) fn told<'a, T>(
+    schedule: &Schedule,
+    (problem, documents): (&Problem, Option<&Documents>),
+    sinks: Option<&'a [f32]>,
+    statistics: Statistics<'a>,
+    parts: &'a mut [[f32; 2]],
+) -> Vec<Target<'a, T>> {
+    let mut targets = norms(schedule, (problem, documents), sinks, parts);
+    let tokens = documents.map(|documents| documents.of(Side::Queries));
+    tell(&mut targets, (problem, tokens), [schedule.extents.group, schedule.blocks.strip_rows], statistics);
     targets
 }
 

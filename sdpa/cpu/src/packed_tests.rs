@@ -108,7 +108,18 @@ fn run(isa: Isa, threads: usize, problem: &BackwardProblem, [of_q, of_k]: &Bound
     pool.install(|| {
         let (q, k, v) = (Elements::F32(&q.data), Elements::F32(&k.data), Elements::F32(&v.data));
         let o = ElementsMut::F32(&mut o.data);
-        let call = HostForward { q, k, v, o, stats: Some(&mut stats.data), row_max: None, sum_exp: None, attn_scale: None, params };
+        let call = HostForward {
+            q,
+            k,
+            v,
+            o,
+            stats: Some(&mut stats.data),
+            row_max: None,
+            sum_exp: None,
+            amax: Vec::new(),
+            attn_scale: None,
+            params,
+        };
         let report = executor.prepare(forward).unwrap().forward(call).unwrap();
         assert!(report.workspace_bytes <= executor.workspace_bytes(forward), "{forward:?}");
     });
@@ -124,6 +135,7 @@ fn run(isa: Isa, threads: usize, problem: &BackwardProblem, [of_q, of_k]: &Bound
             dq: ElementsMut::F32(&mut dq.data),
             dk: ElementsMut::F32(&mut dk.data),
             dv: ElementsMut::F32(&mut dv.data),
+            amax: Vec::new(),
             attn_scale: None,
             params,
             gradients: Vec::new(),
@@ -227,6 +239,7 @@ fn wrong_boundaries_are_told_and_nothing_is_written() {
             stats: Some(&mut stats),
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: None,
             params,
         };
@@ -245,6 +258,7 @@ fn wrong_boundaries_are_told_and_nothing_is_written() {
             dq: ElementsMut::F32(&mut dq),
             dk: ElementsMut::F32(&mut dk),
             dv: ElementsMut::F32(&mut dv),
+            amax: Vec::new(),
             attn_scale: None,
             params,
             gradients: Vec::new(),

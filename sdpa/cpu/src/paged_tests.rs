@@ -192,6 +192,7 @@ fn a_wrong_page_table_is_told_and_nothing_is_written() {
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: None,
             params: &params,
         };

@@ -117,6 +117,7 @@ pub(super) fn told<T>(
         modify: None,
         sink: None,
         dropout: None,
+        narrow: None,
     })
 }
 
@@ -195,6 +196,7 @@ pub(super) fn forward_with(
                     stats,
                     row_max,
                     sum_exp,
+                    amax: Vec::new(),
                     attn_scale: scale,
                     params,
                 })

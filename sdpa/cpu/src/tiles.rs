@@ -1,6 +1,6 @@
 //! Many rows: tiles with a row to a lane.
 
-use super::Call;
+use super::backward::Slopes;
 use super::element::Element;
 use super::isa::{Isa, PANEL};
 use super::kernel::{DropOutside, Scores, Softmax, Tiled, Values};
@@ -9,6 +9,7 @@ use super::output::{Sink, Sums};
 use super::pack::{CopyRows, Head, Scratch, Transpose, all_finite, overlap, take_out_holes};
 use super::program::{DropUnkept, Row, Worker};
 use super::schedule::{Piece, Schedule};
+use super::{Call, Known};
 use std::ops::Range;
 
 /// Lengths of the scratch slices: queries, output, maxima, sums, factors of the output, keys, values, scores, one row.
@@ -22,6 +23,33 @@ pub(super) fn scratch_lens(schedule: &Schedule, isa: Isa) -> [usize; 9] {
     let padded = keys + PANEL;
     let tile = blocks.tile_rows.min(rows);
     [rows * row, rows * row, rows, rows, tile, padded * extents.dim_qk, keys * extents.dim_v, keys * tile, row]
+}
+
+/// Sums of the rows of a strip that are known already, lane by lane.
+struct Weights {
+    max: Vec<f32>,
+    log: Vec<f32>,
+    /// What the step takes besides, of which nothing is wanted.
+    delta: Vec<f32>,
+    slopes: Vec<f32>,
+}
+
+impl Weights {
+    fn new(known: &Known<'_>, lanes: usize, scores: usize, index: impl Fn(usize) -> [usize; 3]) -> Weights {
+        let place = |lane: usize| known.max.place(index(lane));
+        Weights {
+            max: (0..lanes).map(|lane| known.max.data[place(lane)]).collect(),
+            log: (0..lanes).map(|lane| known.log[place(lane)]).collect(),
+            delta: vec![0.0; lanes],
+            slopes: vec![0.0; scores],
+        }
+    }
+
+    /// Makes scores weights.
+    fn of<'s>(&'s mut self, vectors: usize, n_keys: usize, lanes: Range<usize>, scores: &'s mut [f32]) -> Slopes<'s> {
+        let Weights { max, log, delta, slopes } = self;
+        Slopes { vectors, n_keys, lse: &max[lanes.clone()], lse_rest: &log[lanes.clone()], delta: &delta[lanes], p: scores, ds: slopes }
+    }
 }
 
 /// The outputs of tiles, each column of a tile by itself.
@@ -84,6 +112,11 @@ pub(super) fn run<T: Element>(
     o.fill(0.0);
     max.fill(f32::NEG_INFINITY);
     sum.fill(0.0);
+    let mut known = call.known.map(|known| {
+        let of_group = Head { batch: strip.batch, head_kv: strip.head_kv, group: extents.group };
+        max.fill(0.0);
+        Weights::new(known, used, scores.len(), |lane| of_group.index(strip.rows.start + lane.min(n_rows - 1)))
+    });
 
     let mut long = Long::of(piece, max.len(), o.len());
     let (batch, head) = (strip.batch, strip.head_kv);
@@ -123,8 +156,17 @@ pub(super) fn run<T: Element>(
                 isa.run(DropUnkept { kept: &kept[..n_keys * width], scores: &mut scores[..n_keys * width] });
             }
             let (max, sum) = (&mut max[lanes.clone()], &mut sum[lanes]);
-            isa.run(Tiled(Softmax { vectors, n_keys, scores, max, sum, scale }));
+            match &mut known {
+                None => isa.run(Tiled(Softmax { vectors, n_keys, scores, max, sum, scale })),
+                Some(known) => {
+                    isa.run(Tiled(known.of(vectors, n_keys, rows.start..rows.start + width, scores)));
+                    scale.fill(1.0);
+                }
+            }
             rules.drop_out(tile, &taken, scores);
+            if let Some(known) = call.known {
+                known.weights.round(&mut scores[..n_keys * width]);
+            }
             isa.run(Tiled(Values { vectors, dim: dim_v, n_keys, p: scores, v: &v[skipped * dim_v..], scale, o }));
             for &key in holes.iter().filter(|key| taken.contains(key)) {
                 T::widen(values_view.row(batch, head, key), &mut buffer[..dim_v]);
@@ -147,6 +189,10 @@ pub(super) fn run<T: Element>(
     if let Some(mut long) = long {
         long.take(piece.keys.end, max, sum, columns(tiles(), o, dim_v));
         long.finish(sum, columns(tiles(), o, dim_v));
+    }
+    if call.known.is_some() {
+        // Weights were divided already.
+        sum.fill(1.0);
     }
     for (rows, _, width) in tiles() {
         let tile = rows.start * dim_v..(rows.start + width) * dim_v;

@@ -8,9 +8,9 @@ use crate::error::Error;
 use crate::lower::Job;
 use cudnn_graph::DeviceSlice;
 use cudnn_graph::ir::Scalar;
-use sdpa_core::DType;
 use sdpa_core::error::{SpecError, SpecErrors};
 use sdpa_core::expr::{Declared, ParamKind, Place, Precision, Type};
+use sdpa_core::{Amax, DType};
 use sdpa_core::{Operand, Side, Statistic, TensorSpec, packed, params};
 use smallvec::SmallVec;
 
@@ -118,6 +118,10 @@ impl Planned {
         }
     }
 
+    fn told(&self) -> &'static [Amax] {
+        Amax::told(self.job.problem().dtype(), self.job.direction())
+    }
+
     pub(super) fn scale(&self, call: &DeviceCall<'_>) -> f32 {
         call.attn_scale.unwrap_or_else(|| self.job.problem().default_scale())
     }
@@ -126,6 +130,7 @@ impl Planned {
     fn bind_right(&self, call: &DeviceCall<'_>, workspace: DeviceSlice, bound: &mut Bound) -> Option<()> {
         let complete = call.params.len() == self.takes.len()
             && call.gradients.len() == self.schedule.gradients().len()
+            && call.amax.len() == self.told().len()
             && self.tables.len() == self.schedule.tables().len()
             && self.kernels.is_some() == self.launches
             && Statistic::ALL.into_iter().all(|statistic| call.statistic(statistic).is_some() == self.takes(statistic))
@@ -169,7 +174,7 @@ impl Planned {
         for (operand, tensor) in self.job.tensors() {
             if let Some(slice) = call.operand(operand) {
                 let least = &mut tokens[operand.side() as usize];
-                *least = hold(&tensor, problem.dtype(), slice).min(*least);
+                *least = hold(&tensor, self.job.dtype_of(operand), slice).min(*least);
             }
         }
         for slice in Statistic::ALL.into_iter().filter_map(|statistic| call.statistic(statistic)) {
@@ -192,6 +197,7 @@ impl Planned {
                 let name = &self.schedule.gradients()[at];
                 call.gradients.iter().find(|g| g.name == name).map(|g| g.slice)
             }
+            Source::Amax(which) => call.amax.iter().find(|amax| amax.of == which).map(|amax| amax.slice),
             Source::Lengths { offset: _, param: at } => {
                 let value = param(at?)?;
                 value.tensor().filter(|_| value.is_within_extent()).map(|(_, slice)| slice)
@@ -205,7 +211,7 @@ impl Planned {
         match source {
             Source::Table(at) => Some(self.tables.get(at)?.address()),
             Source::Scratch(offset) | Source::Lengths { offset, param: _ } => Some(workspace.address + self.base + offset),
-            Source::Operand(_) | Source::Rows(..) | Source::Statistic(_) | Source::Param(_) | Source::Gradient(_) => None,
+            Source::Operand(_) | Source::Rows(..) | Source::Statistic(_) | Source::Param(_) | Source::Gradient(_) | Source::Amax(_) => None,
         }
     }
 
@@ -217,6 +223,7 @@ impl Planned {
         errors.extend(self.wrong_params(call));
         let gradients: Vec<&str> = call.gradients.iter().map(|g| g.name).collect();
         errors.extend(params::check_gradients(self.schedule.gradients().iter().map(String::as_str), &gradients));
+        errors.extend(Amax::check(self.job.problem().dtype(), self.job.direction(), call.amax.iter().map(|amax| amax.of)));
         for operand in Operand::ALL {
             match (call.operand(operand), self.has(operand)) {
                 (Some(_), true) | (None, false) => {}

@@ -1,5 +1,7 @@
 //! Which problems the quirks of a runtime make wrong, and what the engines do not take at all.
 
+mod fp8;
+
 use crate::lower::{self, Job, Operand};
 use crate::quirks::{Passes, Quirk};
 use cudnn_graph::Version;
@@ -53,7 +55,7 @@ fn wide_keys(job: &Job) -> bool {
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 14] = [
+const DECLINED: [Declined; 15] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::PaddingWithoutNumbers, is_padded),
@@ -67,6 +69,7 @@ const DECLINED: [Declined; 14] = [
     (Quirk::PackedWideKeys, |j| j.problem().packed().is_some() && j.problem().dim_qk() > 192 && j.problem().dim_v() <= 128),
     (Quirk::OrderOfWideKeys, |j| j.deterministic() && wide_keys(j)),
     (Quirk::RowsUntold, |j| !is_backward(j) && (j.problem().row_max() || j.problem().sum_exp())),
+    (Quirk::SharedKeysIn8Bits, |j| j.problem().dtype().is_fp8() && j.problem().group() > 1),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
 
@@ -95,8 +98,8 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     let mut limit = |field: &str, value: String, limit: &str| {
         reasons.push(Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() });
     };
-    if !matches!(problem.dtype(), DType::F16 | DType::BF16) {
-        limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16 and bf16");
+    if problem.dtype() == DType::F32 {
+        limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16, bf16 and 8-bit floats");
     }
     if problem.packed().is_some() {
         let copied = lower::densify(job).1;
@@ -177,6 +180,9 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         if dim > 256 {
             limit(field, dim.to_string(), "cuDNN's attention takes at most 256");
         }
+    }
+    if problem.dtype().is_fp8() {
+        reasons.extend(fp8::reasons(job, runtime, sm));
     }
     for (quirk, applies) in DECLINED {
         let row = quirk.row();

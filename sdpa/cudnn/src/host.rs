@@ -12,7 +12,7 @@ use sdpa_core::executor::{Prepared, PreparedBackward, Report};
 use sdpa_core::host::{HostBackward, HostCall, HostForward, HostMemory, HostStats};
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::tensor::{Elements, ElementsMut, Param, ParamValue};
-use sdpa_core::{DType, Operand, Side, packed};
+use sdpa_core::{DType, DeviceAmax, F8E4M3, F8E5M2, Operand, Side, packed};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,18 +43,15 @@ impl CudnnPrepared {
         Ok(Buffer::new(self.stream.device(), usize::try_from(bytes).unwrap_or(usize::MAX))?)
     }
 
-    fn bytes(&self, place: &Place) -> u64 {
-        // A tensor without elements has an address too.
-        place.elements().max(1) as u64 * u64::from(self.job.problem().dtype().bits() / 8)
-    }
-
     fn upload(&self, place: &Place, data: &Elements<'_>) -> Result<Buffer, Error> {
-        let mut buffer = self.buffer(self.bytes(place))?;
+        let mut buffer = self.buffer(place.bytes(data.dtype()))?;
         let elements = place.elements();
         match data {
             Elements::F32(x) => buffer.upload(&self.stream, 0, &x[..elements]),
             Elements::F16(x) => buffer.upload(&self.stream, 0, &x[..elements]),
             Elements::BF16(x) => buffer.upload(&self.stream, 0, &x[..elements]),
+            Elements::F8E4M3(x) => buffer.upload(&self.stream, 0, &x[..elements].iter().map(|x| x.to_bits()).collect::<Vec<u8>>()),
+            Elements::F8E5M2(x) => buffer.upload(&self.stream, 0, &x[..elements].iter().map(|x| x.to_bits()).collect::<Vec<u8>>()),
         }?;
         Ok(buffer)
     }
@@ -92,7 +89,16 @@ impl CudnnPrepared {
             ElementsMut::F32(x) => place.scatter(x, |to| buffer.download(&self.stream, 0, to)),
             ElementsMut::F16(x) => place.scatter(x, |to| buffer.download(&self.stream, 0, to)),
             ElementsMut::BF16(x) => place.scatter(x, |to| buffer.download(&self.stream, 0, to)),
+            ElementsMut::F8E4M3(x) => place.scatter(x, |to| self.bytes_down(buffer, to, F8E4M3::from_bits)),
+            ElementsMut::F8E5M2(x) => place.scatter(x, |to| self.bytes_down(buffer, to, F8E5M2::from_bits)),
         }?;
+        Ok(())
+    }
+
+    fn bytes_down<T>(&self, buffer: &Buffer, to: &mut [T], made: fn(u8) -> T) -> Result<(), cudnn_graph::Error> {
+        let mut bytes = vec![0u8; to.len()];
+        buffer.download(&self.stream, 0, &mut bytes)?;
+        to.iter_mut().zip(bytes).for_each(|(to, bits)| *to = made(bits));
         Ok(())
     }
 
@@ -159,6 +165,11 @@ impl Place {
         if self.tensor.dims[2] == 0 { 0 } else { usize::try_from(self.tensor.extent().unwrap_or(0)).unwrap_or(0) }
     }
 
+    fn bytes(&self, dtype: DType) -> u64 {
+        // A tensor without elements has an address too.
+        dtype.bytes(self.elements().max(1) as u64)
+    }
+
     /// Downloads it and keeps what lies between its elements.
     fn scatter<T: Copy + Default>(
         &self,
@@ -218,7 +229,7 @@ impl CudnnPrepared {
             let place = place(*operand)?;
             let buffer = match memory {
                 HostMemory::Read(data) => self.upload(&place, data)?,
-                HostMemory::Write(_) => self.result(self.bytes(&place))?,
+                HostMemory::Write(data) => self.result(place.bytes(data.dtype()))?,
             };
             operands[*operand as usize] = Some(buffer);
         }
@@ -241,12 +252,18 @@ impl CudnnPrepared {
         }
         let device_gradients: Vec<DeviceGradient<'_>> =
             gradients.iter().map(|(name, buffer)| DeviceGradient { name, slice: slice(buffer) }).collect();
+        let mut told = Vec::new();
+        for amax in &call.amax {
+            told.push((amax.of, self.result(size_of::<f32>() as u64)?));
+        }
+        let amax: Vec<DeviceAmax<DeviceSlice>> = told.iter().map(|(of, buffer)| DeviceAmax { of: *of, slice: slice(buffer) }).collect();
         let workspace = self.result(self.planned.workspace_bytes())?;
         let device = DeviceCall {
             operands: operands.each_ref().map(|buffer| buffer.as_ref().map(slice)),
             stats: stats.as_ref().map(slice),
             row_max: row_max.as_ref().map(slice),
             sum_exp: sum_exp.as_ref().map(slice),
+            amax: &amax,
             attn_scale: Some(attn_scale),
             params: &params,
             gradients: &device_gradients,
@@ -272,7 +289,12 @@ impl CudnnPrepared {
                 ElementsMut::F32(x) => buffer.download(&self.stream, 0, x),
                 ElementsMut::F16(x) => buffer.download(&self.stream, 0, x),
                 ElementsMut::BF16(x) => buffer.download(&self.stream, 0, x),
+                ElementsMut::F8E4M3(x) => self.bytes_down(buffer, x, F8E4M3::from_bits),
+                ElementsMut::F8E5M2(x) => self.bytes_down(buffer, x, F8E5M2::from_bits),
             }?;
+        }
+        for ((_, buffer), given) in told.iter().zip(call.amax) {
+            buffer.download(&self.stream, 0, std::slice::from_mut(given.value))?;
         }
         Ok(self.report(compute))
     }

@@ -120,7 +120,7 @@ impl Drop for Replay {
 
 /// Bits that tell calls apart.
 fn baked(call: &DeviceCall<'_>) -> Baked {
-    let DeviceCall { operands, stats, row_max, sum_exp, attn_scale, params, gradients, workspace } = call;
+    let DeviceCall { operands, stats, row_max, sum_exp, amax, attn_scale, params, gradients, workspace } = call;
     let mut all = Baked::new();
     let slice = |all: &mut Baked, s: DeviceSlice| all.extend([s.address, s.bytes]);
     for given in operands.iter().chain([stats, row_max, sum_exp, workspace]) {
@@ -144,6 +144,10 @@ fn baked(call: &DeviceCall<'_>) -> Baked {
         name(&mut all, g.name);
         slice(&mut all, g.slice);
     }
+    for told in *amax {
+        name(&mut all, told.of.name());
+        slice(&mut all, told.slice);
+    }
     all
 }
 
@@ -163,8 +167,17 @@ mod tests {
         let slice = |address| DeviceSlice { address, bytes: 64 };
         let scalar = |name, x| DeviceParam { name, value: DeviceValue::Scalar(x) };
         let (stats, row_max, sum_exp) = (None, None, None);
-        let call =
-            DeviceCall { operands: [None; 8], stats, row_max, sum_exp, attn_scale: None, params: &[], gradients: &[], workspace: None };
+        let call = DeviceCall {
+            operands: [None; 8],
+            stats,
+            row_max,
+            sum_exp,
+            amax: &[],
+            attn_scale: None,
+            params: &[],
+            gradients: &[],
+            workspace: None,
+        };
         let [q, k, other] = [256, 512, 768].map(slice).map(Some);
         let operands = [q, k, None, None, None, None, None, None];
         let of = |operands: [Option<DeviceSlice>; 8]| baked(&DeviceCall { operands, ..call });

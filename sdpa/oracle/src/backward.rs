@@ -143,7 +143,7 @@ impl Worker<'_> {
             }
             let (sum, size) = dot(q, k);
             let size = size * scale.abs();
-            let raw = Rough { value: sum * scale, error: score_error(q.len(), size) };
+            let raw = Rough { value: sum * scale, error: score_error(self.p, q.len(), size) };
             let (factor, slope) = (self.p.factor(index), Rough::exact(1.0));
             let mut kept = Kept { key, score: raw, raw: raw.value, magnitude: 0.0, weight: 0.0, factor, slope, along: Vec::new() };
             let mut own = 0.0;
@@ -211,13 +211,17 @@ impl Worker<'_> {
                 *size += kept.factor * kept.weight * v.abs();
             }
         }
+        // However small weights are, 8-bit floats are off by as much for each value.
+        let lost = |kept: &Kept| dot(d_o, &values[kept.key * dim_v..][..dim_v]).1 * kept.factor * rates.computed_output_values;
+        let lost: f64 = if rates.computed_output_values > 0.0 { all.iter().map(lost).sum() } else { 0.0 };
         if let Given::These { o: given, .. } = self.given {
             given.read([at.batch, h, i], &mut o);
         }
         let (delta, size) = dot(d_o, &o);
         let computed: f64 = d_o.iter().zip(&o_size).map(|(x, y)| x.abs() * y).sum();
         let of_output = rates.computed_output + rates.computed_output_score * error;
-        let delta_error = (rates.product + rates.output) * size + of_output * computed;
+        let upstream: f64 = d_o.iter().map(|x| x.abs()).sum();
+        let delta_error = (rates.product + rates.output) * size + of_output * computed + lost + rates.small_output * upstream;
         let of_row = rates.weight + rates.sum * error + rates.stats * stats.abs();
         if self.p.sink.is_some()
             && !all.is_empty()
@@ -240,10 +244,10 @@ impl Worker<'_> {
                 continue;
             }
             let weight = kept.weight;
-            let absolute = rates.tiny + rates.small;
+            let absolute = rates.tiny + rates.small_weight;
             let off = of_row + kept.score.error + rates.score * kept.magnitude;
             let weight_error = if weight.is_finite() { weight_error(weight, off) + rates.tiny } else { f64::NAN };
-            let error = weight_error + rates.round * weight + rates.small;
+            let error = weight_error + rates.round * weight + rates.small_weight;
             let magnitude = weight + ABSOLUTE * absolute;
             let factor = kept.factor;
             let left = Term { value: factor * weight, error: factor * error, magnitude: factor * magnitude };
@@ -262,13 +266,13 @@ impl Worker<'_> {
                 let value = d_modified * slope.value;
                 let off = slope.error + rates.slope * (1.0 + slope.value.abs());
                 let off = if self.p.modify.is_some() { off } else { 0.0 };
-                let error = modified_error * slope.value.abs() + d_modified.abs() * off + rates.round * value.abs();
+                let error = modified_error * slope.value.abs() + d_modified.abs() * off + rates.round_slope * value.abs();
                 // What has no slope is off by the roundings of what it is made of, not by a part of itself.
                 Term { value, error, magnitude: size_of_modified * (1.0 + slope.value.abs()) + ABSOLUTE * absolute * (d_p - delta).abs() }
             };
             let d_score = carried(0, kept.slope);
             // Whether dS is rounded before it is scaled or after is the executor's choice.
-            let small = rates.small * scale.abs().max(1.0);
+            let small = rates.small_slope.unwrap_or(rates.small * scale.abs().max(1.0));
             let (error, magnitude) = (scale.abs() * d_score.error + small, scale.abs() * d_score.magnitude + ABSOLUTE * small);
             let factor = Term { value: scale * d_score.value, error, magnitude };
             part.dq.add(n * dim_qk, &keys[k_from..][..dim_qk], factor, rates.over_keys);
@@ -282,7 +286,7 @@ impl Worker<'_> {
             part.used[kept.key] = true;
         }
         if !all.is_empty() {
-            part.dq.may_be_small(n * dim_qk, dim_qk, rates.small);
+            part.dq.may_be_small(n * dim_qk, dim_qk, rates.small_results[0]);
         }
     }
 }
@@ -301,11 +305,11 @@ type Sink<'s> = dyn FnMut(usize, [usize; 3], &Gradient, Range<usize>) + 's;
 
 impl Open {
     /// What is complete now.
-    fn close(mut self, small: f64, [dim_qk, dim_v]: [usize; 2], to: &mut Sink<'_>) {
+    fn close(mut self, small: [f64; 3], [dim_qk, dim_v]: [usize; 2], to: &mut Sink<'_>) {
         for (which, gradient, dim) in [(1, &mut self.dk, dim_qk), (2, &mut self.dv, dim_v)] {
             for (key, &used) in self.used.iter().enumerate() {
                 if used {
-                    gradient.may_be_small(key * dim, dim, small);
+                    gradient.may_be_small(key * dim, dim, small[which]);
                 }
                 to(which, [self.batch, self.head, key], gradient, key * dim..(key + 1) * dim);
             }
@@ -326,7 +330,7 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
         .collect();
     let mut along: Vec<Gradient> = worker.along.iter().map(|dims| Gradient::zeros(dims.iter().product())).collect();
     let mut open: Option<Open> = None;
-    let small = worker.rates.small;
+    let small = worker.rates.small_results;
     // As many at a time as there are threads bounds the memory; their order is that of the rows.
     for some in work.chunks(rayon::current_num_threads()) {
         let parts: Vec<Part> = some.par_iter().map(|at| worker.part(at)).collect();
@@ -433,7 +437,8 @@ pub fn check_gradients(
     let worker = worker(p, d_o, given, Rates::new(p, &given));
     let want = compute(&worker, done, &mut |which, row, want, range| {
         let piece = Piece { want, range, first: dense(dims[which], row) };
-        distance.operands[which].compare(&piece, (&got[which], row), p.stored, p.stored != p.element);
+        let (stored, rounded) = p.narrow.map_or((p.stored, p.stored != p.element), |narrow| (narrow.gradient, false));
+        distance.operands[which].compare(&piece, (&got[which], row), stored, rounded);
     });
     for (want, (got, element)) in want.iter().zip(along) {
         let mut tally = Tally::default();

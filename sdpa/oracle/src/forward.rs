@@ -1,5 +1,6 @@
 //! Attention, a row at a time.
 
+use crate::narrow::products_of;
 use crate::tolerance::{Distance, Row, compare, sum_of, weight_error};
 use crate::{Modify, Numbers, Place, Problem, Rough, Tensor, dot, largest, place};
 use rayon::prelude::*;
@@ -103,7 +104,7 @@ pub fn check(p: &Problem<'_>, o: Tensor<'_>, statistics: Statistics<'_>, done: &
             o.read([at.batch, at.head, i], &mut got);
             let of_row = |all: Option<&dyn Numbers>| all.map(|all| all.get((at.batch * heads_q + at.head) * seq_q + i));
             let Statistics { stats, row_max, sum_exp } = statistics;
-            compare([p.element, p.stored], seq_kv, answer, &got, [stats, row_max, sum_exp].map(of_row))
+            compare([p.element, p.stored], (seq_kv, p.narrow), answer, &got, [stats, row_max, sum_exp].map(of_row))
         });
         let distance = compared.fold(Distance::default(), Distance::and);
         done(at.rows.len() as u64);
@@ -112,9 +113,9 @@ pub fn check(p: &Problem<'_>, o: Tensor<'_>, statistics: Statistics<'_>, done: &
     distances.into_iter().fold(Distance::default(), Distance::and)
 }
 
-/// Error of a score that is a sum of products in f32, from the sum of their magnitudes.
-pub(crate) fn score_error(dim_qk: usize, size: f64) -> f64 {
-    sum_of(dim_qk) * size
+/// Error of a score that is a sum of products, from the sum of their magnitudes.
+pub(crate) fn score_error(p: &Problem<'_>, dim_qk: usize, size: f64) -> f64 {
+    (sum_of(dim_qk) + if p.narrow.is_some() { products_of(dim_qk) } else { 0.0 }) * size
 }
 
 /// A modified score. What is infinite is exact.
@@ -142,7 +143,8 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
     for (i, query) in rows.clone().zip(queries.chunks_exact_mut(dim_qk)) {
         p.q.read([batch, head, i], query);
     }
-    let empty = Row { o: vec![0.0; dim_v], o_magnitude: vec![0.0; dim_v], o_error: vec![0.0; dim_v], ..Row::default() };
+    let values = vec![0.0; if p.narrow.is_some() { dim_v } else { 0 }];
+    let empty = Row { values, o: vec![0.0; dim_v], o_magnitude: vec![0.0; dim_v], o_error: vec![0.0; dim_v], ..Row::default() };
     let mut answers: Vec<Row> = vec![empty; rows.len()];
     let mut scores = vec![f64::NEG_INFINITY; rows.len() * seq_kv];
     let mut errors = vec![0f64; rows.len() * seq_kv];
@@ -153,7 +155,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         for (r, i) in rows.clone().enumerate().filter(|&(r, _)| kept[r * seq_kv + j]) {
             let (sum, size) = dot(&queries[r * dim_qk..][..dim_qk], &key);
             let size = size * p.scale.abs();
-            let mut score = Rough { value: sum * p.scale, error: score_error(dim_qk, size) };
+            let mut score = Rough { value: sum * p.scale, error: score_error(p, dim_qk, size) };
             let mut magnitude = size;
             if let Some(function) = p.modify {
                 score = modified(function, score, index(i, j), &mut scratch);
@@ -210,6 +212,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
                 *size += weight * v.abs();
                 *off += error * v.abs();
             }
+            answer.values.iter_mut().zip(&value).for_each(|(sum, v)| *sum += factor * v.abs());
         }
     }
     answers
@@ -238,6 +241,7 @@ mod tests {
             modify: None,
             sink: None,
             dropout: None,
+            narrow: None,
         })
     }
 

@@ -11,6 +11,7 @@ mod backward;
 mod dropout;
 mod forward;
 mod mask;
+mod narrow;
 mod score;
 mod tolerance;
 
@@ -18,6 +19,7 @@ pub use backward::{Gradients, check_gradients, gradient_bytes, gradients};
 pub use dropout::Dropout;
 pub use forward::{Answer, Statistics, attention, bytes, check};
 pub use mask::{Align, Mask};
+pub use narrow::{Narrow, products_of};
 pub use score::{Along, Closures, Modify, Real, Rough};
 pub use tolerance::gradients::{First, Gradient, GradientDistance, Tally};
 pub use tolerance::{Distance, Element, F32_ROUNDOFF, Worst, sum_of};
@@ -102,6 +104,8 @@ pub struct Problem<'a> {
     pub sink: Option<&'a dyn Numbers>,
     /// Weights that are dropped at random, behind the softmax.
     pub dropout: Option<Dropout>,
+    /// What is made 8-bit floats of.
+    pub narrow: Option<Narrow>,
 }
 
 /// What an executor's backward pass was given, besides operands.

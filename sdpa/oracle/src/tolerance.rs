@@ -14,9 +14,13 @@
 //! between blocks. Where the oracle itself is infinite or not a number (it is, for operands that are), a result must be the same. What
 //! the type of the result has no finite number for is to be infinite.
 //!
+//! What is rounded to 8-bit floats besides is told in `narrow`, and counted once, without the factor.
+//!
 //! A tolerance that exceeds what was added up, `Σ p·|v|`, forgives any result: such an element is counted as *undecided*.
 
 pub(crate) mod gradients;
+
+use crate::narrow::{Narrow, products_of};
 
 /// Unit roundoff of f32.
 pub const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
@@ -30,6 +34,10 @@ pub enum Element {
     F16,
     /// The upper half of an f32.
     BF16,
+    /// OCP's 8-bit float with 3 bits behind the point.
+    E4M3,
+    /// OCP's 8-bit float with 2 bits behind the point.
+    E5M2,
 }
 
 impl Element {
@@ -40,16 +48,20 @@ impl Element {
             Element::F16 => 1.0 / 2048.0,
             Element::BF16 => 1.0 / 256.0,
             Element::F32 => F32_ROUNDOFF,
+            Element::E4M3 => 1.0 / 16.0,
+            Element::E5M2 => 1.0 / 8.0,
         }
     }
 
-    /// How far a number moves, however small it is, when it is rounded: half the distance between the smallest f16, and everything below
-    /// the smallest normal number of other types.
+    /// How far a number moves, however small it is, when it is rounded: half the distance between the smallest numbers of 16-bit f16 and of 8-bit floats,
+    /// and everything below the smallest normal number of other types.
     #[must_use]
     pub fn least(self) -> f64 {
         match self {
             Element::F16 => 1.0 / f64::from(1u32 << 25),
             Element::BF16 | Element::F32 => f64::from(f32::MIN_POSITIVE),
+            Element::E4M3 => 2f64.powi(-10),
+            Element::E5M2 => 2f64.powi(-17),
         }
     }
 
@@ -59,7 +71,23 @@ impl Element {
             Element::F16 => 65_520.0,
             Element::BF16 => (2.0 - 2f64.powi(-8)) * 2f64.powi(127),
             Element::F32 => (2.0 - 2f64.powi(-24)) * 2f64.powi(127),
+            Element::E4M3 | Element::E5M2 => f64::INFINITY,
         }
+    }
+
+    /// The number that stands for everything past it.
+    pub(crate) fn saturates(self) -> Option<f64> {
+        match self {
+            Element::F32 | Element::F16 | Element::BF16 => None,
+            Element::E4M3 => Some(448.0),
+            Element::E5M2 => Some(57344.0),
+        }
+    }
+
+    /// What a number becomes that is rounded times a scale, but for the rounding, and how far that moves it.
+    pub(crate) fn scaled(self, x: f64, scale: f64) -> (f64, f64) {
+        let most = self.saturates().map_or(f64::INFINITY, |most| most / scale.abs());
+        (if x.is_nan() { x } else { x.clamp(-most, most) }, self.roundoff() * x.abs().min(most) + self.least() / scale.abs())
     }
 }
 
@@ -187,6 +215,8 @@ pub(crate) struct Row {
     pub(crate) o_magnitude: Vec<f64>,
     /// How far `o` may be off by what the weights may be off by, each for itself.
     pub(crate) o_error: Vec<f64>,
+    /// Σ |v| over the kept keys, of 8-bit weights alone.
+    pub(crate) values: Vec<f64>,
     /// −∞ where no key is kept, or the sink.
     pub(crate) stats: f64,
     /// No key is kept: −∞ is as good.
@@ -214,28 +244,48 @@ pub(crate) fn weight_error(weight: f64, score_error: f64) -> f64 {
 /// One that keeps none must be exactly zeros, and −∞ or the sink.
 pub(crate) fn compare(
     [element, stored]: [Element; 2],
-    seq_kv: usize,
+    (seq_kv, narrow): (usize, Option<Narrow>),
     want: &Row,
     o: &[f64],
     [stats, max, sum_exp]: [Option<f64>; 3],
 ) -> Distance {
-    let u = element.roundoff();
     let score = want.weight_error;
     let sum = sum_of(seq_kv);
+    // Of 8-bit floats the roundings are counted apart, as what they are: see `narrow`.
+    let u = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { element.roundoff() };
     let relative = 2.0 * u + score + 2.0 * sum + 16.0 * F32_ROUNDOFF;
     // Below the smallest normal number there are no relative errors.
     let absolute = match stored {
         Element::F16 => 6e-8,
         Element::F32 | Element::BF16 => stored.least(),
+        // With its scale, below.
+        Element::E4M3 | Element::E5M2 => 0.0,
     };
     let mut distance = Distance::default();
-    for (((&got, &expected), magnitude), error) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error) {
+    for (n, (((&got, &expected), magnitude), error)) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error).enumerate() {
         // Where nothing is added up there is nothing to be rounded.
         let absolute = if *magnitude == 0.0 { 0.0 } else { absolute };
         let tolerance = 2.0 * (relative * magnitude + error) + absolute;
-        // A result in another type is rounded once more.
-        let rounded = if stored == element { 0.0 } else { stored.roundoff() * (expected.abs() + tolerance) };
-        let wanted = Wanted { value: expected, tolerance: tolerance + rounded, magnitude: magnitude + 2.0 * absolute, stored };
+        let wanted = if let Some(narrow) = narrow {
+            let values = want.values.get(n).copied().unwrap_or(0.0);
+            let weights = if *magnitude == 0.0 { 0.0 } else { element.roundoff() * magnitude + element.least() / narrow.weights * values };
+            let off = tolerance + weights;
+            // Past the largest number nothing moves.
+            let [low, value, high] = [-off, 0.0, off].map(|off| stored.scaled(expected + off, narrow.o).0);
+            let (_, rounded) = stored.scaled(expected.abs() + off, narrow.o);
+            let off = if value.is_finite() { (high - value).max(value - low) } else { off };
+            let rounded = if *magnitude == 0.0 { 0.0 } else { rounded };
+            Wanted {
+                value,
+                tolerance: off + rounded,
+                magnitude: magnitude + 4.0 * (element.least() / narrow.weights * values + stored.least() / narrow.o),
+                stored,
+            }
+        } else {
+            // A result in another type is rounded once more.
+            let rounded = if stored == element { 0.0 } else { stored.roundoff() * (expected.abs() + tolerance) };
+            Wanted { value: expected, tolerance: tolerance + rounded, magnitude: magnitude + 2.0 * absolute, stored }
+        };
         distance.o = distance.o.worse(Worst::of(got, wanted));
         if expected.is_finite() && got.is_finite() {
             distance.squares += (got - expected).powi(2);
@@ -297,7 +347,7 @@ mod tests {
     }
 
     fn passes(want: &Row, o: f64, stats: f64) -> bool {
-        compare([Element::BF16; 2], 128, want, &[o], [Some(stats), None, None]).passes()
+        compare([Element::BF16; 2], (128, None), want, &[o], [Some(stats), None, None]).passes()
     }
 
     #[test]
@@ -323,8 +373,9 @@ mod tests {
 
     #[test]
     fn what_is_too_large_for_the_type_is_to_be_infinite() {
-        let passes =
-            |want: f64, got: f64| compare([Element::F16; 2], 128, &row(want, want.abs(), 1.0), &[got], [Some(1.0), None, None]).passes();
+        let passes = |want: f64, got: f64| {
+            compare([Element::F16; 2], (128, None), &row(want, want.abs(), 1.0), &[got], [Some(1.0), None, None]).passes()
+        };
         assert!(passes(70_000.0, INF) && passes(-70_000.0, -INF) && passes(65_510.0, INF) && passes(65_510.0, 65_504.0));
         assert!(!passes(70_000.0, -INF) && !passes(70_000.0, 65_504.0) && !passes(60_000.0, INF) && !passes(70_000.0, f64::NAN));
     }
@@ -342,7 +393,7 @@ mod tests {
                 stats_error: score_error,
                 ..Row::default()
             };
-            compare([Element::BF16; 2], 128, &row, &[1.0], [Some(2.0), None, None]).undecided()
+            compare([Element::BF16; 2], (128, None), &row, &[1.0], [Some(2.0), None, None]).undecided()
         };
         assert_eq!((undecided(1e-5), undecided(0.1), undecided(60.0), undecided(INF)), (0, 0, 2, 2));
         // What has no weight may be off by any number.
@@ -351,8 +402,8 @@ mod tests {
 
     #[test]
     fn the_worst_of_two_rows_is_kept() {
-        let good = compare([Element::BF16; 2], 128, &row(1.0, 1.0, 2.0), &[1.0], [None; 3]);
-        let bad = compare([Element::BF16; 2], 128, &row(1.0, 1.0, 2.0), &[2.0], [None; 3]);
+        let good = compare([Element::BF16; 2], (128, None), &row(1.0, 1.0, 2.0), &[1.0], [None; 3]);
+        let bad = compare([Element::BF16; 2], (128, None), &row(1.0, 1.0, 2.0), &[2.0], [None; 3]);
         assert!(good.passes() && !good.and(bad).passes() && !bad.and(good).passes());
         assert_eq!(good.and(bad).o.error, 1.0);
         assert!((good.and(bad).o_relative() - 0.5f64.sqrt()).abs() < 1e-12);

@@ -20,6 +20,10 @@ pub struct Backward {
     pub wrt: Vec<String>,
     /// Whether every run must give the same bits.
     pub deterministic: bool,
+    /// Element type of `d_o`, where it is another than that of `q`.
+    pub d_o_dtype: Option<DType>,
+    /// Element type of `dq`, `dk` and `dv`, where it is another.
+    pub gradient_dtype: Option<DType>,
     /// One key head and one value head are read as all of them; each head's gradient is its own.
     pub repeated_heads: bool,
     /// Mean of the queries, and minus that of the keys: scores lie about `−scale·dim_qk·shift²`.
@@ -76,6 +80,7 @@ impl Case {
             spec = spec.wrt(name, dtype);
         }
         spec.deterministic = options.deterministic;
+        (spec.d_o_dtype, spec.gradient_dtype) = (options.d_o_dtype, options.gradient_dtype);
         let queries = [(&options.d_o, &mut spec.d_o, Side::Queries), (&options.dq, &mut spec.dq, Side::Queries)];
         let keys = [(&options.dk, &mut spec.dk, Side::Keys), (&options.dv, &mut spec.dv, Side::Keys)];
         for (place, tensor, side) in queries.into_iter().chain(keys) {
@@ -88,7 +93,10 @@ impl Case {
 
     /// One line that computes the gradient of the same problem from the command line.
     pub fn backward_repro(&self, executor: ExecutorName) -> String {
-        self.repro(executor).replace(" --check", " --backward --check")
+        let options = self.backward.clone().unwrap_or_default();
+        let types = [("d-o", options.d_o_dtype), ("gradient", options.gradient_dtype)];
+        let types: String = types.into_iter().filter_map(|(name, dtype)| Some(format!(" --{name}-dtype {}", dtype?))).collect();
+        self.repro(executor).replace(" --check", &format!(" --backward{types} --check"))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Backward passes: alone, over the oracle's `o` and `stats`, and chained to the executor's own forward pass.
 
+use super::narrow::{Narrowed, room};
 use super::{
     Outcome, Own, Tally, drawn_entries, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, with,
 };
@@ -11,8 +12,8 @@ use crate::oracle::{self, Given as Whose};
 use crate::packing::Laid;
 use crate::random::Random;
 use sdpa::{
-    AttentionSpec, BackwardProblem, BackwardSpec, DType, Executor, HostBackward, HostForward, HostGradient, Layout, Operand as Name, Param,
-    PreparedBackward, Report, SINK, Side, TensorSpec,
+    Amax, AttentionSpec, BackwardProblem, BackwardSpec, DType, Direction, Executor, HostBackward, HostForward, HostGradient, Layout,
+    Operand as Name, Param, PreparedBackward, Report, SINK, Side, TensorSpec,
 };
 
 /// Whose forward pass a backward pass is given.
@@ -103,6 +104,7 @@ struct Read {
 struct Given<'a> {
     attn_scale: Option<f32>,
     params: &'a [Param<'a>],
+    narrowed: &'a Narrowed,
 }
 
 /// `dq`, `dk` and `dv`, and gradients of parameters.
@@ -134,11 +136,15 @@ fn attempt(
     let of = |operand: Name| laid(tensor(spec, operand), operand.side(), library);
     let of_stats = laid(&problem.forward().stats_tensor(), Side::Queries, library);
     let mut random = Random::new(draw.seed);
-    let q = inputs::random_about(draw.shift, of(Name::Q), dtype, draw.spread, &mut random);
-    let mut k = inputs::random_about(-draw.shift, of(Name::K), dtype, draw.spread, &mut random);
-    let mut v = inputs::random(of(Name::V), dtype, draw.spread, &mut random);
+    let mut narrowed = Narrowed::draw(dtype, draw.seed);
+    let real = |name: Name| narrowed.descale(name);
+    let q = inputs::random_about(draw.shift / real(Name::Q), of(Name::Q), dtype, draw.spread / real(Name::Q), &mut random);
+    let mut k = inputs::random_about(-draw.shift / real(Name::K), of(Name::K), dtype, draw.spread / real(Name::K), &mut random);
+    let mut v = inputs::random(of(Name::V), dtype, draw.spread / real(Name::V), &mut random);
+    let values = inputs::gather(of(Name::V), &v);
     spoil_padding(executor.name(), library, [(&forward.k, &mut k), (&forward.v, &mut v)]);
-    let d_o = inputs::random(of(Name::DO), dtype, 1.0, &mut random);
+    let d_o = inputs::random(of(Name::DO), problem.dtype_of(Name::DO), 1.0 / real(Name::DO), &mut random);
+    narrowed.forward(problem.forward(), &values);
 
     let own = Own::draw(forward, draw.seed);
     let [batch, heads_q, seq_q, dim_qk] = forward.q.dims.map(|d| d as usize);
@@ -147,36 +153,48 @@ fn attempt(
     let masks = read_by_oracle(&forward.masks, library);
     let textbook = oracle::Problem {
         shape,
-        q: &inputs::gather(of(Name::Q), &q),
-        k: &inputs::gather(of(Name::K), &k),
-        v: &inputs::gather(of(Name::V), &v),
+        q: &narrowed.real(Name::Q, inputs::gather(of(Name::Q), &q)),
+        k: &narrowed.real(Name::K, inputs::gather(of(Name::K), &k)),
+        v: &narrowed.real(Name::V, inputs::gather(of(Name::V), &v)),
         scale: f64::from(draw.attn_scale.unwrap_or(problem.forward().default_scale())),
         dtype,
         masks: &masks,
         lengths: &entries(library, forward),
         sink: own.sink(),
         dropout: own.dropout(),
+        narrow: narrowed.told(problem.forward()),
     };
-    let params = own.params(library.map_or_else(Vec::new, Library::params));
-    let given = Given { attn_scale: draw.attn_scale, params: &params };
+    let upstream = narrowed.real(Name::DO, inputs::gather(of(Name::DO), &d_o));
+    if dtype.is_fp8() {
+        let exact = with(library, &[], |closures| oracle::gradients(&textbook, closures, &upstream));
+        narrowed.backward(&problem, (&values, &upstream), textbook.scale, [&exact.dq, &exact.dk, &exact.dv].map(|g| &g.value[..]));
+    }
+    let textbook = oracle::Problem { narrow: narrowed.told_backward(&problem), ..textbook };
+    let of_library = || library.map_or_else(Vec::new, Library::params);
+    let (params, of_forward) =
+        (narrowed.params(Direction::Backward, own.params(of_library())), narrowed.params(Direction::Forward, own.params(of_library())));
+    let given = Given { attn_scale: draw.attn_scale, params: &params, narrowed: &narrowed };
     let (o, stats) = match source {
         Source::Oracle => {
             let answer = with(library, &[], |closures| oracle::attention(&textbook, closures));
-            (inputs::scatter(of(Name::O), dtype, &answer.o), inputs::scatter(of_stats, DType::F32, &answer.stats))
+            let o = narrowed.rounds_to(Name::O, answer.o);
+            (inputs::scatter(of(Name::O), problem.dtype_of(Name::O), &o), inputs::scatter(of_stats, DType::F32, &answer.stats))
         }
-        Source::Executor => own_forward(&problem, [&q, &k, &v], [&of(Name::O), &of_stats], given, executor)?,
+        Source::Executor => {
+            own_forward(&problem, [&q, &k, &v], [&of(Name::O), &of_stats], Given { params: &of_forward, ..given }, executor)?
+        }
     };
     let read = Read { q, k, v, o, d_o, stats };
 
-    let (got, report) = backward(&problem, spec, &of, &*prepared, &read, given)?;
+    let (got, report) = backward(&problem, &of, &*prepared, &read, given)?;
     if spec.deterministic {
-        let (again, _) = backward(&problem, spec, &of, &*prepared, &read, given)?;
+        let (again, _) = backward(&problem, &of, &*prepared, &read, given)?;
         if got.bits() != again.bits() {
             return Err(Outcome::Fail(format!("a second run gave other bits, {}", report.engine)));
         }
     }
     let along: Vec<&str> = problem.wrt_scores().map(|g| g.name.as_str()).collect();
-    let d_o = inputs::gather(of(Name::DO), &read.d_o);
+    let d_o = upstream;
     let whose = if source == Source::Executor { Whose::Own } else { Whose::Rounded };
     let compared = with(library, &along, |closures| compare_gradients(&textbook, closures, &d_o, whose, &got.operands, &got.along));
     match compared {
@@ -190,16 +208,28 @@ fn own_forward(
     problem: &BackwardProblem,
     [q, k, v]: [&Operand; 3],
     [of_o, of_stats]: [&Laid; 2],
-    Given { attn_scale, params }: Given<'_>,
+    Given { attn_scale, params, narrowed }: Given<'_>,
     executor: &dyn Executor,
 ) -> Result<(Operand, Operand), Outcome<GradientDistance>> {
     let forward = problem.forward();
     let prepared = ready(executor.supports(forward), executor.prepare(forward))?;
     // NaN in the gaps too: the backward pass must not read them.
-    let mut o = Operand::filled(forward.dtype(), of_o.elements(), f32::NAN);
+    let mut o = Operand::filled(forward.dtype_of(Name::O), of_o.elements(), f32::NAN);
+    let mut amax = narrowed.amax(Direction::Forward);
     let mut stats = Operand::filled(DType::F32, of_stats.elements(), f32::NAN);
     let (q, k, v) = (q.elements(), k.elements(), v.elements());
-    let call = HostForward { q, k, v, o: o.elements_mut(), stats: stats.numbers_mut(), row_max: None, sum_exp: None, attn_scale, params };
+    let call = HostForward {
+        q,
+        k,
+        v,
+        o: o.elements_mut(),
+        stats: stats.numbers_mut(),
+        row_max: None,
+        sum_exp: None,
+        amax: room(&mut amax),
+        attn_scale,
+        params,
+    };
     prepared.forward(call).map_err(|e| Outcome::Fail(format!("forward: {e}")))?;
     Ok((o, stats))
 }
@@ -207,14 +237,14 @@ fn own_forward(
 /// The gradients of one call, in row-major order.
 fn backward(
     problem: &BackwardProblem,
-    spec: &BackwardSpec,
     of: &dyn Fn(Name) -> Laid,
     prepared: &dyn PreparedBackward,
     read: &Read,
-    Given { attn_scale, params }: Given<'_>,
+    Given { attn_scale, params, narrowed }: Given<'_>,
 ) -> Result<(Got, Report), Outcome<GradientDistance>> {
     let results = [Name::DQ, Name::DK, Name::DV];
-    let mut written = results.map(|operand| inputs::poisoned(of(operand), spec.forward.dtype));
+    let mut written = results.map(|operand| inputs::poisoned(of(operand), problem.dtype_of(operand)));
+    let mut amax = narrowed.amax(Direction::Backward);
     let elements = |name: &str| problem.gradient_elements(name) as usize;
     let mut along: Vec<Operand> = problem.wrt().iter().map(|g| Operand::filled(g.dtype, elements(&g.name), f32::NAN)).collect();
     let [dq, dk, dv] = &mut written;
@@ -228,6 +258,7 @@ fn backward(
         dq: dq.elements_mut(),
         dk: dk.elements_mut(),
         dv: dv.elements_mut(),
+        amax: room(&mut amax),
         attn_scale,
         params,
         gradients: problem.wrt().iter().zip(&mut along).map(|(g, to)| HostGradient { name: &g.name, data: to.elements_mut() }).collect(),
@@ -238,7 +269,12 @@ fn backward(
             return Err(Outcome::Fail(format!("element {at} between the rows of {name} was written")));
         }
     }
-    let operands = std::array::from_fn(|n| inputs::gather(of(results[n]), &written[n]));
+    let operands: [Vec<f64>; 3] = std::array::from_fn(|n| inputs::gather(of(results[n]), &written[n]));
+    let [dq, dk, dv] = &operands;
+    let judged = narrowed.judge(&amax, problem.dtype_of(Name::DQ), [(Amax::DQ, dq), (Amax::DK, dk), (Amax::DV, dv)]);
+    judged.map_err(|how| Outcome::Fail(format!("{how}, {}", report.engine)))?;
+    let mut named = results.into_iter();
+    let operands = operands.map(|all| named.next().map_or(Vec::new(), |name| narrowed.stands_for(name, all)));
     let all = |operand: &Operand| (0..operand.elements().len()).map(|at| operand.get(at)).collect();
     let along = problem.wrt().iter().zip(&along).map(|(g, operand)| GotAlong { dtype: g.dtype, value: all(operand) }).collect();
     Ok((Got { operands, along }, report))

@@ -131,6 +131,7 @@ fn results(executor: &dyn Executor, drops: Drops, problem: &BackwardProblem, spo
         stats: Some(&mut stats),
         row_max: None,
         sum_exp: None,
+        amax: Vec::new(),
         attn_scale: None,
         params: &[],
     };
@@ -148,6 +149,7 @@ fn results(executor: &dyn Executor, drops: Drops, problem: &BackwardProblem, spo
         dq: ElementsMut::F32(&mut dq.values),
         dk: ElementsMut::F32(&mut dk.values),
         dv: ElementsMut::F32(&mut dv.values),
+        amax: Vec::new(),
         attn_scale: None,
         params: &[],
         gradients: Vec::new(),

@@ -83,6 +83,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
         stats: Some(&mut stats),
         row_max: None,
         sum_exp: None,
+        amax: Vec::new(),
         attn_scale: None,
         params: &[],
     };
@@ -104,6 +105,7 @@ fn of<T: Short>(executor: &dyn Executor, seq_q: i64, dim: i64) -> Result<(), Str
         dq: T::elements_mut(&mut dq),
         dk: T::elements_mut(&mut dk),
         dv: T::elements_mut(&mut dv),
+        amax: Vec::new(),
         attn_scale: None,
         params: &[],
         gradients: Vec::new(),

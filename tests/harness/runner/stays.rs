@@ -90,6 +90,7 @@ fn forward(spec: &AttentionSpec, shape: Shape, dropout: Dropout, params: &[Param
             stats: None,
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: None,
             params,
         };
@@ -126,6 +127,7 @@ fn backward(spec: &AttentionSpec, shape: Shape, dropout: Dropout, params: &[Para
             dq: dq.elements_mut(),
             dk: dk.elements_mut(),
             dv: dv.elements_mut(),
+            amax: Vec::new(),
             attn_scale: None,
             params,
             gradients: Vec::new(),

@@ -70,6 +70,7 @@ impl Numbers {
             lengths: &[],
             sink: None,
             dropout: self.dropout,
+            narrow: None,
         }
     }
 }
@@ -120,6 +121,7 @@ fn key_lengths(supply: &Supply, value: impl Fn(&str) -> Vec<f64>) -> Option<Vec<
         | Supply::Table(_)
         | Supply::Scratch
         | Supply::Gradient(_)
+        | Supply::Amax(_)
         | Supply::Terms { .. } => None,
     }
 }
@@ -201,7 +203,7 @@ impl Graph<'_> {
                 Supply::Documents(Told::Offsets(..)) => {}
                 Supply::Table(Table::F32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
                 Supply::Table(Table::I32(x)) => self.set(*id, x.iter().map(|x| f64::from(*x)).collect()),
-                Supply::Scratch | Supply::Gradient(_) | Supply::Terms { .. } => {}
+                Supply::Scratch | Supply::Gradient(_) | Supply::Amax(_) | Supply::Terms { .. } => {}
             }
         }
     }

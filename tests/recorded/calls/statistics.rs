@@ -83,6 +83,7 @@ fn they_come_down_to_host_memory() {
         stats: None,
         row_max: Some(&mut row_max),
         sum_exp: Some(&mut sum_exp),
+        amax: Vec::new(),
         attn_scale: None,
         params: &[],
     };

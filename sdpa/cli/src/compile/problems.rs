@@ -28,6 +28,7 @@ struct Problem {
     name: Option<String>,
     shape: Vec<i64>,
     dtype: Option<String>,
+    o_dtype: Option<String>,
     layout: Option<String>,
     #[serde(default)]
     score_mod: Vec<String>,
@@ -54,6 +55,8 @@ struct Problem {
     wrt: Vec<String>,
     #[serde(default)]
     deterministic: bool,
+    d_o_dtype: Option<String>,
+    gradient_dtype: Option<String>,
     /// Batch entries are packed documents.
     packed: Option<Documents>,
     /// Keys and values lie in pages of so many tokens.
@@ -145,6 +148,7 @@ impl Problem {
             pages: self.pages.map(|n| n.to_string()),
             page_table: None,
             dtype: self.dtype,
+            o_dtype: self.o_dtype,
             layout: self.layout,
             score_mod: self.score_mod,
             mask: self.mask,
@@ -160,7 +164,13 @@ impl Problem {
             row_max: self.row_max,
             sum_exp: self.sum_exp,
         };
-        let gradient = BackwardArgs { backward: self.backward, wrt: self.wrt, deterministic: self.deterministic };
+        let gradient = BackwardArgs {
+            backward: self.backward,
+            wrt: self.wrt,
+            deterministic: self.deterministic,
+            d_o_dtype: self.d_o_dtype,
+            gradient_dtype: self.gradient_dtype,
+        };
         Request::read(&args, &Wanted { gradient: Some(&gradient), stats: self.backward, ..Wanted::default() }, mistakes)
     }
 }

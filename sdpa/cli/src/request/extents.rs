@@ -23,6 +23,7 @@ pub(super) fn specification(dims: [Option<[i64; 4]>; 3], dtype: DType, layout: L
     let [q, k, v, o] = [q, k, v, o].map(|dims| TensorSpec::dense(dims, layout));
     Some(AttentionSpec {
         dtype,
+        o_dtype: None,
         q,
         k,
         v,

@@ -44,12 +44,14 @@ impl Rules {
         let bias = args.bias.then(|| {
             let axes = spanned("bias", header, input, extents, mistakes)?;
             let dtype = match header.and_then(|h| h.find("bias")) {
+                // A bias of 8 bits would need a scale of its own.
+                None if element?.dtype().is_fp8() => DType::F32,
                 None => element?.dtype(),
                 Some(found) => match FileType::of(found.dtype) {
                     Some(FileType::F16) => DType::F16,
                     Some(FileType::BF16) => DType::BF16,
                     // Of another type: told with the other parameters.
-                    Some(FileType::F32 | FileType::F64) | None => DType::F32,
+                    Some(FileType::F32 | FileType::F64 | FileType::F8E4M3 | FileType::F8E5M2) | None => DType::F32,
                 },
             };
             expression::bias(axes, dtype)
@@ -110,7 +112,8 @@ pub(super) fn judge(
     let by_options = by_options.filter(|name| !gradient.wrt.iter().any(|w| w == name));
     for name in by_options.chain(gradient.wrt.iter().map(String::as_str)) {
         let scalar = problem.params().iter().any(|p| p.name == name && p.kind == ParamKind::Scalar);
-        backward = backward.wrt(name, if scalar || args.sink && name == SINK { DType::F32 } else { any.dtype });
+        let wide = scalar || args.sink && name == SINK || any.dtype.is_fp8();
+        backward = backward.wrt(name, if wide { DType::F32 } else { any.dtype });
     }
     let validated = valid(backward.validate(), |errors| {
         for e in errors.0 {
@@ -124,6 +127,8 @@ pub(super) fn judge(
         }
     });
     let right = validated.is_some();
-    let params = validated.map_or(none.params, |v| v.params().to_vec());
+    let mut params = validated.map_or_else(Vec::new, |v| v.params().to_vec());
+    // What the forward pass alone reads comes behind.
+    params.extend(none.params.into_iter().filter(|p| !params.iter().any(|own| own.name == p.name)).collect::<Vec<_>>());
     Some(Judged { params, wrt: backward.wrt, right })
 }

@@ -178,6 +178,9 @@ pub(super) struct Told {
     row_max: bool,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     sum_exp: bool,
+    /// Scales and largest magnitudes of 8-bit floats.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    scales: Vec<(String, f32)>,
     input: Option<String>,
     seed: Option<u64>,
     /// Of cuDNN.
@@ -220,12 +223,14 @@ impl Told {
             layout: request.layout.name(),
             score_mods: request.score_mods(),
             masks: request.masks(),
-            params: request.params.iter().map(ParamTold::new).collect(),
+            // Scales are told with their numbers.
+            params: request.params.iter().filter(|p| !p.is_scale()).map(ParamTold::new).collect(),
             dtype: request.element.dtype().name(),
             scale: request.attn_scale(),
             stats: request.spec.stats,
             row_max: request.spec.row_max,
             sum_exp: request.spec.sum_exp,
+            scales: if request.problem.dtype().is_fp8() { operands.scales.numbers() } else { Vec::new() },
             input,
             seed,
             plans,
@@ -258,6 +263,8 @@ impl Told {
         table.rows("params", self.params.iter().map(ParamTold::text));
         table.row("dtype", self.dtype);
         table.row("scale", self.scale.to_string());
+        let scales: Vec<String> = self.scales.iter().map(|(name, value)| format!("{name} {value:.4e}")).collect();
+        table.rows("scales", scales.chunks(4).map(|some| some.join(", ")));
         table.rows("input", self.input.iter().cloned());
         table.rows("seed", self.seed.iter().map(u64::to_string));
         table.rows("plans", self.plans.iter().map(PlanTold::text));

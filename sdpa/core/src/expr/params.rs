@@ -122,7 +122,7 @@ impl ParamKind {
         match self {
             ParamKind::Scalar => Type::F32,
             ParamKind::Tensor { dtype, axes: _ } => match dtype {
-                DType::F32 | DType::F16 | DType::BF16 => Type::F32,
+                DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => Type::F32,
                 DType::I32 | DType::I64 => Type::I32,
                 DType::Bool => Type::Bool,
             },

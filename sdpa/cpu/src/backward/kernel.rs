@@ -15,18 +15,18 @@ use std::ops::Range;
 /// Both are 0 where the score is -inf, whatever else is there. No weight is above 1: a logarithm that was rounded to f32 may be
 /// less than a score by any number.
 #[derive(Debug)]
-pub(super) struct Slopes<'a> {
-    pub(super) vectors: usize,
-    pub(super) n_keys: usize,
+pub(crate) struct Slopes<'a> {
+    pub(crate) vectors: usize,
+    pub(crate) n_keys: usize,
     /// Logarithm of the sum of each row, and what is to be added to that.
-    pub(super) lse: &'a [f32],
-    pub(super) lse_rest: &'a [f32],
+    pub(crate) lse: &'a [f32],
+    pub(crate) lse_rest: &'a [f32],
     /// `Σ d_o · o` of each row.
-    pub(super) delta: &'a [f32],
+    pub(crate) delta: &'a [f32],
     /// `[key][row]`: scores, then weights.
-    pub(super) p: &'a mut [f32],
+    pub(crate) p: &'a mut [f32],
     /// `[key][row]`: gradients of the weights, then of the scores.
-    pub(super) ds: &'a mut [f32],
+    pub(crate) ds: &'a mut [f32],
 }
 
 impl TileStep for Slopes<'_> {

@@ -37,6 +37,7 @@ mod tests;
 mod tile;
 
 use super::element::Element;
+use super::fp8::Inside;
 use super::isa::Isa;
 use super::output::{Rows, strips};
 use super::pack::{Aligned, Scratch, Transpose, View};
@@ -44,6 +45,7 @@ use super::program::{Lengths, Rules, RulesOf, Worker};
 use super::schedule::share;
 use super::wrong_types;
 use cut::{Cell, Cut, Grid};
+pub(super) use kernel::Slopes;
 use modified::Rulings;
 use norms::Norms;
 use params::{Span, Total};
@@ -96,13 +98,17 @@ impl CpuBackward {
 impl PreparedBackward for CpuBackward {
     fn backward(&self, call: HostBackward<'_>) -> Result<Report, Error> {
         let scale = call.check(&self.problem)?;
-        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients } = call;
+        if self.problem.forward().dtype().is_fp8() {
+            return self.run_narrow(call, scale);
+        }
+        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients, amax: _ } = call;
         let inputs = [q, k, v, o, d_o];
         let params = (params, gradients);
         match dq {
-            ElementsMut::F32(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
-            ElementsMut::F16(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
-            ElementsMut::BF16(dq) => self.run(inputs, stats, (dq, [dk, dv]), scale, params),
+            ElementsMut::F32(dq) => self.run(inputs, stats, (dq, [dk, dv]), (scale, None), params),
+            ElementsMut::F16(dq) => self.run(inputs, stats, (dq, [dk, dv]), (scale, None), params),
+            ElementsMut::BF16(dq) => self.run(inputs, stats, (dq, [dk, dv]), (scale, None), params),
+            ElementsMut::F8E4M3(_) | ElementsMut::F8E5M2(_) => Err(wrong_types()),
         }
     }
 }
@@ -132,15 +138,21 @@ struct Call<'a, T> {
     /// Multiplies queries in front of scores: that of the forward pass.
     scale: f32,
     rules: &'a RulesOf<'a>,
+    inside: Option<&'a Inside>,
 }
 
 impl CpuBackward {
-    fn run<T: Element>(
+    pub(super) fn problem(&self) -> &BackwardProblem {
+        &self.problem
+    }
+
+    /// With `inside`, weights and slopes are rounded by that.
+    pub(super) fn run<T: Element>(
         &self,
         inputs: [Elements<'_>; 5],
         stats: &[f32],
         (dq, gradients_of_keys): (&mut [T], [ElementsMut<'_>; 2]),
-        scale: f32,
+        (scale, inside): (f32, Option<&Inside>),
         (params, mut gradients): (&[Param<'_>], Vec<HostGradient<'_>>),
     ) -> Result<Report, Error> {
         let ([Some(q), Some(k), Some(v), Some(o), Some(d_o)], [Some(dk), Some(dv)]) = (inputs.map(T::of), gradients_of_keys.map(T::of_mut))
@@ -173,12 +185,15 @@ impl CpuBackward {
             scale,
             norms: &norms,
             rules: &rules,
+            inside,
         };
         let group = cut.extents.group;
         let rows = strips((self.problem.dq(), queries), group, cut.strip_rows, dq);
         let dk = strips((self.problem.dk(), keys), 1, cut.strip_keys, dk);
         let dv = strips((self.problem.dv(), keys), 1, cut.strip_keys, dv);
-        let pools = call.run(rows, dk.into_iter().zip(dv).collect(), &totals, scale);
+        // Slopes that were rounded have the scale in them.
+        let left = if inside.is_some() { 1.0 } else { scale };
+        let pools = call.run(rows, dk.into_iter().zip(dv).collect(), &totals, left);
         if let (Some(sinks), Some(n)) = (sinks, gradients.iter().position(|gradient| gradient.name == SINK)) {
             sink::gradient(&call, sinks, gradients.swap_remove(n).data);
         }

@@ -55,7 +55,7 @@ impl Norms {
             !strip.rows.clone().any(|row| is_large(stats.data[stats.place(head.index(row))]))
         });
         let mut norms = vec![[f32::NEG_INFINITY, 0.0]; stats.data.len()];
-        let call = Call { schedule: &schedule, isa, q, k, v, scale, rules };
+        let call = Call { schedule: &schedule, isa, q, k, v, scale, rules, known: None };
         call.run(output::norms(&schedule, (problem, documents), sinks, &mut norms));
         for (norm, stat) in norms.iter_mut().zip(stats.data) {
             let [max, rest] = norm.map(f64::from);

@@ -9,6 +9,7 @@ use parking_lot::{Mutex, MutexGuard};
 use pulp::{Simd, WithSimd};
 use sdpa_core::expr::ParamKind;
 use sdpa_core::tensor::ElementsMut;
+use sdpa_core::{F8E4M3, F8E5M2};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -283,6 +284,8 @@ fn clear(to: &mut ElementsMut<'_>) {
         ElementsMut::F32(to) => to.fill(0.0),
         ElementsMut::F16(to) => to.fill(f16::ZERO),
         ElementsMut::BF16(to) => to.fill(bf16::ZERO),
+        ElementsMut::F8E4M3(to) => to.fill(F8E4M3::default()),
+        ElementsMut::F8E5M2(to) => to.fill(F8E5M2::default()),
     }
 }
 
@@ -298,6 +301,9 @@ fn add(to: &mut ElementsMut<'_>, at: usize, from: &[f64]) {
         ElementsMut::F32(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += *x as f32),
         ElementsMut::F16(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += f16::from_f32(to_odd(*x))),
         ElementsMut::BF16(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to += bf16::from_f32(to_odd(*x))),
+        // Problems ask for no gradients of parameters in 8 bits.
+        ElementsMut::F8E4M3(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to = F8E4M3::from_f32(to.to_f32() + to_odd(*x))),
+        ElementsMut::F8E5M2(to) => to[at..].iter_mut().zip(from).for_each(|(to, x)| *to = F8E5M2::from_f32(to.to_f32() + to_odd(*x))),
     }
 }
 

@@ -64,6 +64,7 @@ fn backward(isa: Isa, threads: usize, problem: &BackwardProblem, inputs: &Inputs
             dq,
             dk,
             dv,
+            amax: Vec::new(),
             attn_scale: inputs.scale,
             params: &[],
             gradients: Vec::new(),

@@ -166,6 +166,10 @@ fn step<T: Element>(
             isa.run(Tiled(Slopes { vectors, n_keys, lse, lse_rest, delta, p, ds }));
         }
         worker.drop_out(tile.index, block, p);
+        if let Some(inside) = queries.call.inside {
+            inside.weights.round(&mut p[..width * n_keys]);
+            inside.slopes.round(&mut ds[..width * n_keys]);
+        }
 
         let o = &mut to.dq[lanes.start * dim_qk..][..width * dim_qk];
         let mut first = block.start;

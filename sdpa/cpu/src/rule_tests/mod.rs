@@ -69,6 +69,7 @@ impl How {
             stats: Some(&mut stats),
             row_max: None,
             sum_exp: None,
+            amax: Vec::new(),
             attn_scale: Some(scale),
             params,
         };
@@ -96,7 +97,7 @@ impl How {
         let named = problem.wrt().iter().zip(&mut of_params);
         let gradients = named.map(|(wanted, data)| HostGradient { name: &wanted.name, data: T::elements_mut(data) }).collect();
         let [q, k, v, o, d_o] = [&q, &k, &v, &o, &d_o].map(|x| T::elements(x));
-        let call = HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: Some(scale), params, gradients };
+        let call = HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, amax: Vec::new(), attn_scale: Some(scale), params, gradients };
         self.run(|| prepared.backward(call)).unwrap();
         for (tensor, data) in tensors.iter_mut().zip(&written) {
             tensor.data = widened(data);

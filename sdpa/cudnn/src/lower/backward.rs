@@ -19,14 +19,14 @@ use sdpa_core::{Operand, Side};
 use serde::{Deserialize, Serialize};
 
 /// Operands of both forms, in the same order.
-struct Ports {
-    operands: Vec<(Operand, TensorId)>,
-    stats: TensorId,
-    attn_scale: TensorId,
+pub(super) struct Ports {
+    pub(super) operands: Vec<(Operand, TensorId)>,
+    pub(super) stats: TensorId,
+    pub(super) attn_scale: TensorId,
 }
 
 impl Ports {
-    fn new(to: &mut Draft<'_>, b: &BackwardProblem, view: impl Fn(Tensor) -> Tensor) -> Ports {
+    pub(super) fn new(to: &mut Draft<'_>, b: &BackwardProblem, view: impl Fn(Tensor) -> Tensor) -> Ports {
         let p = b.forward();
         let mut operands = Vec::new();
         let strided = [
@@ -40,14 +40,14 @@ impl Ports {
             (Operand::DV, b.dv()),
         ];
         for (operand, spec) in strided {
-            let plain = tensor(operand, dtype(p.dtype()), spec);
+            let plain = tensor(operand, dtype(b.dtype_of(operand)), spec);
             let tensor = if matches!(operand, Operand::K | Operand::V) { view(plain) } else { plain };
             operands.push((operand, super::operand(to, p, tensor, operand)));
         }
         Ports { operands, stats: statistic(to, p, Statistic::Stats), attn_scale: to.graph.parameter("attn_scale", DType::F32) }
     }
 
-    fn at(&self, operand: Operand) -> TensorId {
+    pub(super) fn at(&self, operand: Operand) -> TensorId {
         self.operands.iter().find(|(o, _)| *o == operand).map_or(self.stats, |(_, id)| *id)
     }
 }
@@ -82,6 +82,9 @@ impl Spelling {
 }
 
 pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spelling) -> Result<Lowered, LowerError> {
+    if b.forward().dtype().is_fp8() {
+        return super::fp8::backward(b, runtime, spelling);
+    }
     let pass = Pass::Backward(spelling.vectors);
     let padded = Side::ALL.iter().any(|&side| b.forward().has_lengths(side));
     if padded && b.gradient().is_some_and(|gradient| !survives_padding(&gradient.trace, b.forward().extents())) {
@@ -236,10 +239,23 @@ fn row_sum(to: &mut Draft<'_>, b: &BackwardProblem, ports: &Ports, factor: f32) 
 
 /// Transposes scores, in the type of the operands: a view with swapped extents and strides.
 fn turn(g: &mut Graph, p: &Problem, scores: TensorId) -> TensorId {
+    turned(g, p, scores, dtype(p.dtype()))
+}
+
+/// The same in another type.
+pub(super) fn turned(g: &mut Graph, p: &Problem, scores: TensorId, dtype: DType) -> TensorId {
     let [batch, heads, seq_q, seq_kv] = p.extents();
     let strides = [heads * seq_q * seq_kv, seq_q * seq_kv, 1, seq_kv];
     let turned = g.reshape(scores, [batch, heads, seq_kv, seq_q], strides, None);
-    g.set_dtype(turned, dtype(p.dtype()))
+    g.set_dtype(turned, dtype)
+}
+
+/// A product in f32 that has a head for each key head: summed over the query heads that share one.
+pub(super) fn fold(to: &mut Draft<'_>, b: &BackwardProblem, factors: [TensorId; 2], overrides: [Option<TensorId>; 3]) -> TensorId {
+    let p = b.forward();
+    let dim = to.graph.get(factors[1]).and_then(|t| t.dims.0.last().copied()).unwrap_or(1);
+    let full = product(to.graph, factors, Dims::from([p.batch(), p.heads_q(), p.seq_kv(), dim]), overrides, None);
+    if p.group() == 1 { full } else { to.graph.reduce(ReductionMode::Add, full, [p.batch(), p.heads_kv(), p.seq_kv(), dim]) }
 }
 
 /// A product whose result has a head for each query head, summed over the query heads that share a key head.

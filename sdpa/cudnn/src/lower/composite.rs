@@ -3,6 +3,7 @@
 
 use super::dropout::Dropout;
 use super::expr::{Draft, Pass};
+use super::fp8::Scales;
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Operands, dtype, modify, paged, transposed};
@@ -11,7 +12,7 @@ use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 use sdpa_core::problem::Problem;
-use sdpa_core::{Operand, SINK, Side, StatsBase};
+use sdpa_core::{Direction, Fp8Scale, Operand, SINK, Side, StatsBase};
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
@@ -29,6 +30,8 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     }
     let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, attn_scale]);
+    let scales = Scales::of(to, problem.dtype(), Direction::Forward);
+    let scaled = scales.as_ref().map_or(scaled, |scales| scales.multiply(to.graph, scaled, [Fp8Scale::DescaleQ, Fp8Scale::DescaleK]));
     let modified = modify(to, scaled, problem);
     let masked = mask::apply(to, modified, problem, lengths, runtime, Pass::Forward);
     let sink = in_graph.then(|| sink(to, problem));
@@ -40,8 +43,17 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         dropout.scale(&mut g, left)
     });
     // The second matrix product reads the weights in the type of the operands.
-    g.set_dtype(weights, dtype(problem.dtype()));
-    product_into(&mut g, [weights, v], o, [rows, None, keys], None);
+    match scales {
+        None => {
+            g.set_dtype(weights, dtype(problem.dtype()));
+            product_into(&mut g, [weights, v], o, [rows, None, keys], None);
+        }
+        Some(scales) => {
+            let weights = scales.weights(&mut g, weights, dtype(problem.dtype()));
+            let product = product(&mut g, [weights, v], Dims::from(problem.o().dims), [rows, None, keys], None);
+            scales.output(&mut g, product, o);
+        }
+    }
 
     let graph = g.verify()?;
     Ok(Lowered {

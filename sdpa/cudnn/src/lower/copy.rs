@@ -144,8 +144,7 @@ pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
 
 /// The same job with every operand that cannot be used in place made dense, and which those are.
 pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
-    let dtype = super::dtype(job.problem().dtype());
-    let in_place = |operand: Operand| job.in_memory(operand).is_none_or(|tensor| in_place(&tensor, dtype));
+    let in_place = |operand: Operand| job.in_memory(operand).is_none_or(|tensor| in_place(&tensor, super::dtype(job.dtype_of(operand))));
     let copied: Vec<Operand> = job.tensors().map(|(operand, _)| operand).filter(|&operand| !in_place(operand)).collect();
     (copied.iter().fold(job.clone(), |job, &operand| job.densely(operand)), copied)
 }

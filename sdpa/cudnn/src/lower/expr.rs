@@ -471,6 +471,7 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
         | Supply::Table(_)
         | Supply::Scratch
         | Supply::Gradient(_)
+        | Supply::Amax(_)
         | Supply::Terms { .. } => false,
     });
     if let Some((tensor, _)) = before {
@@ -482,9 +483,13 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
     let read = read_right(apart_over_pages(to, axes, extents), read_as(to, declared.kind.ty()), pass, extents).dims(extents);
     let (stored, used) = match dtype {
         sdpa_core::DType::Bool => (DType::I8, TRUTH),
-        sdpa_core::DType::F32 | sdpa_core::DType::F16 | sdpa_core::DType::BF16 | sdpa_core::DType::I32 | sdpa_core::DType::I64 => {
-            (self::dtype(dtype), self::dtype(dtype))
-        }
+        sdpa_core::DType::F32
+        | sdpa_core::DType::F16
+        | sdpa_core::DType::BF16
+        | sdpa_core::DType::I32
+        | sdpa_core::DType::I64
+        | sdpa_core::DType::F8E4M3
+        | sdpa_core::DType::F8E5M2 => (self::dtype(dtype), self::dtype(dtype)),
     };
     let supply = if stored == used && read == dims { Supply::Param(name) } else { Supply::Spread { name, dtype: stored, dims } };
     let tensor = to.graph.tensor(Tensor::device(declared.name.clone(), used, read.to_vec()));

@@ -1,5 +1,6 @@
 //! What is lowered: a pass over an attention problem, and the operands that it reads and writes.
 
+use sdpa_core::DType;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::expr::Declared;
 use sdpa_core::operand::{Direction, Operand};
@@ -69,6 +70,14 @@ impl Job {
         match self {
             Job::Forward(problem) => problem.in_memory(operand),
             Job::Backward(backward) => Some(*backward.tensor(operand)),
+        }
+    }
+
+    /// The element type of an operand.
+    pub fn dtype_of(&self, operand: Operand) -> DType {
+        match self {
+            Job::Forward(problem) => problem.dtype_of(operand),
+            Job::Backward(backward) => backward.dtype_of(operand),
         }
     }
 

@@ -5,7 +5,7 @@ use sdpa_cache::{CacheKey, Difference, Fields, Query};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::{Layout, TensorSpec};
-use sdpa_core::{DType, Statistic};
+use sdpa_core::{DType, Operand, Statistic};
 
 /// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does. Tensors are as they lie in memory.
 fn strides(tensor: &TensorSpec) -> String {
@@ -111,7 +111,16 @@ impl CacheKey for Job {
         fields.push(("dropout", p.dropout().map_or_else(|| "none".to_owned(), |dropout| dropout.p().to_string())));
         fields.extend(Statistic::ALL.map(|statistic| (statistic.name(), p.computes(statistic).to_string())));
         fields.push(("stats_base", p.stats_base().to_string()));
+        let output = p.dtype_of(Operand::O);
+        if output != p.dtype() {
+            fields.push(("dtype of o", output.to_string()));
+        }
         if let Job::Backward(b) = self {
+            for (field, operand) in [("dtype of d_o", Operand::DO), ("dtype of gradients", Operand::DQ)] {
+                if p.dtype().is_fp8() {
+                    fields.push((field, b.dtype_of(operand).to_string()));
+                }
+            }
             let wrt: Vec<String> = b.wrt().iter().map(|g| format!("{} {}", g.name, g.dtype)).collect();
             fields.push(("gradient", b.gradient().map_or_else(|| "none".to_owned(), |g| g.trace.without_defaults().to_string())));
             fields.push(("wrt", wrt.join(", ")));

@@ -7,7 +7,7 @@ use cudnn_graph::ir::TensorId;
 use cudnn_graph::{DType, Verified};
 use sdpa_core::expr::Trace;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use sdpa_core::{Operand, Side, Statistic};
+use sdpa_core::{Amax, Operand, Side, Statistic};
 
 /// Numbers that a graph reads from device memory and that no caller knows of.
 #[derive(Clone, Debug, PartialEq)]
@@ -104,6 +104,8 @@ pub enum Supply {
     Scratch,
     /// The gradient of a declared parameter, by name.
     Gradient(String),
+    /// The caller's memory for a largest magnitude.
+    Amax(Amax),
     /// The terms of such a gradient in the workspace, over queries and keys, one of which it does not span: see
     /// [`Lowered::sums`].
     Terms {

@@ -9,6 +9,7 @@ mod composite;
 mod copy;
 mod dropout;
 mod expr;
+mod fp8;
 mod job;
 mod key;
 mod lowered;
@@ -35,7 +36,7 @@ pub use lowered::{Guarded, Lowered, Supply, Table, Told};
 pub use paged::Pages;
 pub(crate) use paged::UNEVEN;
 pub use sdpa_core::{Operand, Side, Statistic};
-pub use since::{BASE_TWO_SINCE, PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE, forms};
+pub use since::{BASE_TWO_SINCE, FP8_SINCE, PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE, forms};
 pub use sum::{Sum, Sums};
 
 use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
@@ -81,6 +82,8 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
         sdpa_core::DType::I32 => DType::I32,
         sdpa_core::DType::I64 => DType::I64,
         sdpa_core::DType::Bool => DType::Bool,
+        sdpa_core::DType::F8E4M3 => DType::F8E4M3,
+        sdpa_core::DType::F8E5M2 => DType::F8E5M2,
     }
 }
 
@@ -159,7 +162,7 @@ impl Operands {
             k: operand(to, problem, key(tensor(Operand::K, dtype, &paged::container(problem, Operand::K, problem.k()))), Operand::K),
             v: operand(to, problem, tensor(Operand::V, dtype, &paged::container(problem, Operand::V, problem.v())), Operand::V),
             attn_scale: to.graph.parameter("attn_scale", DType::F32),
-            o: operand(to, problem, tensor(Operand::O, dtype, problem.o()), Operand::O),
+            o: operand(to, problem, tensor(Operand::O, self::dtype(problem.dtype_of(Operand::O)), problem.o()), Operand::O),
             stats: (problem.stats() || problem.sink() && !sink_in_graph).then(|| statistic(to, problem, Statistic::Stats)),
             row_max: problem.row_max().then(|| statistic(to, problem, Statistic::RowMax)),
             sum_exp: problem.sum_exp().then(|| statistic(to, problem, Statistic::SumExp)),

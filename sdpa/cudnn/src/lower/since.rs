@@ -37,7 +37,10 @@ pub const BASE_TWO_SINCE: Version = Version::new(9, 27, 0);
 /// The first runtime whose composite form takes pages.
 pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
 
-const ROWS: [Row; 13] = [
+/// The first runtime that takes 8-bit floats.
+pub const FP8_SINCE: Version = Version::new(9, 1, 0);
+
+const ROWS: [Row; 15] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |_| true, since: Some(UNIFIED_PLAIN_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: is_modified, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
@@ -55,9 +58,12 @@ const ROWS: [Row; 13] = [
     // From 9.22 on it drops weights, but only where nobody asks for stats: for inference.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dropout().is_some(), since: None },
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().packed().is_some(), since: None },
+    // From 9.25 on it knows them; the composite form is asked for, which older runtimes know too.
+    Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dtype().is_fp8(), since: None },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |_| true, since: Some(UNIFIED_BACKWARD_SINCE) },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |j| is_modified(j) || asks_for_more(j), since: None },
     Row { form: Form::Composite, passes: Passes::Both, needs: |_| true, since: v(0, 0) },
+    Row { form: Form::Composite, passes: Passes::Both, needs: |j| j.problem().dtype().is_fp8(), since: Some(FP8_SINCE) },
     Row { form: Form::Composite, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: Some(PAGED_SINCE) },
 ];
 

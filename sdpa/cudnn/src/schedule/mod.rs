@@ -22,6 +22,7 @@ use crate::kernels::Own;
 use crate::lower::{Operand, Side, Statistic, Table};
 use cudnn_graph::ir::{Scalar, TensorId};
 use cudnn_graph::{DType, Verified};
+use sdpa_core::Amax;
 use sdpa_core::expr::Trace;
 use std::fmt;
 use std::sync::Arc;
@@ -50,6 +51,8 @@ pub enum Source {
     Param(usize),
     /// The caller's memory for the gradient of a parameter, by its place in [`Schedule::gradients`].
     Gradient(usize),
+    /// The caller's memory for a largest magnitude: one f32.
+    Amax(Amax),
     /// A table in device memory, by its place in [`Schedule::tables`].
     Table(usize),
     /// The workspace, so many bytes behind what plans need for themselves.

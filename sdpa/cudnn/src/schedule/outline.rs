@@ -35,7 +35,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
         }
         let piece = made.scratch(format!("{operand}, dense"), lowered.bytes(tensor));
         bound.push((tensor, piece));
-        let dtype = lower::dtype(job.problem().dtype());
+        let dtype = lower::dtype(job.dtype_of(operand));
         let role = Role::Copy(operand);
         if job.writes(operand) {
             after.push((role, lower::copy(dtype, used, given)?, piece, caller));
@@ -68,6 +68,7 @@ pub fn outline(job: &Job, dense: &Job, lowered: &Lowered) -> Result<Schedule<()>
             Supply::Table(table) => made.table(Contents::Numbers(table.clone()), table.bytes()),
             Supply::Scratch => made.scratch("scratch".to_owned(), lowered.bytes(*tensor)),
             Supply::Gradient(name) => made.gradient(name),
+            Supply::Amax(amax) => made.slot(amax.name().to_owned(), Source::Amax(*amax)),
             Supply::Terms { name, dims: _ } => made.scratch(format!("terms of the gradient of {name}"), lowered.bytes(*tensor)),
             Supply::Spread { name, dtype, dims } => {
                 let to = made.scratch(format!("{name}, as engines read it"), lowered.bytes(*tensor));

@@ -68,6 +68,7 @@ impl<P> Schedule<P> {
             Source::Statistic(statistic) => statistic.name().to_owned(),
             Source::Param(_) => "parameter".to_owned(),
             Source::Gradient(_) => "gradient of a parameter".to_owned(),
+            Source::Amax(amax) => amax.name().to_owned(),
             Source::Table(at) => match &self.tables[at] {
                 Contents::Numbers(table) => format!("table of {}", table.dtype()),
                 Contents::Ones(dtype, count) => format!("{count} ones of {dtype}"),

@@ -12,7 +12,7 @@ use sdpa_core::expr::{Declared, ParamKind};
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::problem::Problem;
-use sdpa_core::{DType, Operand, Packed, Side, Statistic, packed, params};
+use sdpa_core::{Amax, DType, DeviceAmax, F8E4M3, F8E5M2, Fp8Scale, Operand, Packed, Side, Statistic, packed, params};
 
 /// A dense tensor, or all that a strided one spans.
 struct Tensor {
@@ -29,6 +29,8 @@ pub(super) struct Memory<'a> {
     /// By the place of the parameter among the declared; `None` for scalars.
     params: Vec<Option<Tensor>>,
     gradients: Vec<(&'a str, Tensor)>,
+    /// One f32 each.
+    amax: Vec<(Amax, Tensor)>,
     workspace: Buffer,
 }
 
@@ -72,6 +74,8 @@ impl Tensor {
             DType::F32 => self.buffer.upload(stream, 0, &numbers.collect::<Vec<_>>())?,
             DType::F16 => self.buffer.upload(stream, 0, &numbers.map(f16::from_f32).collect::<Vec<_>>())?,
             DType::BF16 => self.buffer.upload(stream, 0, &numbers.map(bf16::from_f32).collect::<Vec<_>>())?,
+            DType::F8E4M3 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E4M3::from_f32(x).to_bits()).collect::<Vec<_>>())?,
+            DType::F8E5M2 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E5M2::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::I32 | DType::I64 | DType::Bool => self.buffer.fill(stream, 0)?,
         }
         Ok(())
@@ -102,6 +106,12 @@ impl Tensor {
                 self.buffer.download(stream, 0, &mut x)?;
                 x.into_iter().map(bf16::to_f32).collect()
             }
+            DType::F8E4M3 | DType::F8E5M2 => {
+                let mut x = vec![0u8; self.elements()];
+                self.buffer.download(stream, 0, &mut x)?;
+                let wide = if self.dtype == DType::F8E4M3 { |x| F8E4M3::from_bits(x).to_f32() } else { |x| F8E5M2::from_bits(x).to_f32() };
+                x.into_iter().map(wide).collect()
+            }
             // Results are floats.
             DType::F32 | DType::I32 | DType::I64 | DType::Bool => {
                 let mut x = vec![0f32; self.elements()];
@@ -126,13 +136,14 @@ impl<'a> Memory<'a> {
         for (operand, tensor) in Operand::ALL.into_iter().filter_map(|operand| Some((operand, job.in_memory(operand)?))) {
             let all = if problem.packed().is_some() { packed::memory(&tensor, problem.total(operand.side())) } else { tensor };
             let elements = all.extent().unwrap_or(i64::MAX);
-            operands[operand as usize] = Some(random(Tensor::new(stream, problem.dtype(), elements)?)?);
+            operands[operand as usize] = Some(random(Tensor::new(stream, job.dtype_of(operand), elements)?)?);
         }
         let mut statistics = [const { None }; Statistic::ALL.len()];
         // A backward problem has stats and no other.
         for statistic in Statistic::ALL.into_iter().filter(|statistic| problem.computes(*statistic)) {
             statistics[statistic as usize] = Some(random(Tensor::new(stream, DType::F32, problem.stats_elements())?)?);
         }
+        let scales = Fp8Scale::of(job.direction());
         let mut params = Vec::new();
         for p in job.params() {
             let ParamKind::Tensor { axes: _, dtype } = p.kind else {
@@ -157,6 +168,9 @@ impl<'a> Memory<'a> {
                 let lengths = vec![i32::try_from(longest).unwrap_or(i32::MAX); tensor.elements()];
                 tensor.buffer.upload(stream, 0, &lengths)?;
             }
+            if scales.iter().any(|scale| scale.name() == p.name) {
+                tensor.buffer.upload(stream, 0, &[1f32])?;
+            }
             params.push(Some(tensor));
         }
         let mut gradients = Vec::new();
@@ -166,8 +180,12 @@ impl<'a> Memory<'a> {
                 gradients.push((wanted.name.as_str(), Tensor::new(stream, wanted.dtype, elements)?));
             }
         }
+        let mut amax = Vec::new();
+        for of in Amax::told(problem.dtype(), job.direction()) {
+            amax.push((*of, Tensor::new(stream, DType::F32, 1)?));
+        }
         let workspace = Buffer::new(stream.device(), usize::try_from(workspace_bytes).unwrap_or(usize::MAX))?;
-        Ok(Memory { stream, job, operands, statistics, params, gradients, workspace })
+        Ok(Memory { stream, job, operands, statistics, params, gradients, amax, workspace })
     }
 
     /// Gives a call over this memory to `submit`.
@@ -180,11 +198,13 @@ impl<'a> Memory<'a> {
         let declared = self.job.params().iter().zip(&self.params);
         let params: Vec<DeviceParam<'_>> = declared.map(|(p, tensor)| DeviceParam { name: &p.name, value: value(tensor) }).collect();
         let gradients = self.gradients.iter().map(|(name, tensor)| DeviceGradient { name, slice: slice(&tensor.buffer) });
+        let amax = self.amax.iter().map(|(of, tensor)| DeviceAmax { of: *of, slice: slice(&tensor.buffer) });
         submit(&DeviceCall {
             operands: self.operands.each_ref().map(|tensor| tensor.as_ref().map(|tensor| slice(&tensor.buffer))),
             stats: self.statistic(Statistic::Stats),
             row_max: self.statistic(Statistic::RowMax),
             sum_exp: self.statistic(Statistic::SumExp),
+            amax: &amax.collect::<Vec<_>>(),
             attn_scale: Some(scale),
             params: &params,
             gradients: &gradients.collect::<Vec<_>>(),

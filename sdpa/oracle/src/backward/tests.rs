@@ -34,6 +34,7 @@ impl Numbers {
             modify: None,
             sink: None,
             dropout: None,
+            narrow: None,
         };
         call(&p, Tensor::dense(d_o, [batch, heads_q, seq_q, dim_v]))
     }
@@ -68,6 +69,12 @@ const NONE: Rates = Rates {
     over_scores: 0.0,
     tiny: 0.0,
     small: 0.0,
+    round_slope: 0.0,
+    small_weight: 0.0,
+    small_slope: None,
+    small_results: [0.0; 3],
+    small_output: 0.0,
+    computed_output_values: 0.0,
 };
 
 /// Two keys with weights 1/4 and 3/4: dP is (1, 5), δ is 4, and dS is (−3/4, 3/4).
@@ -116,11 +123,18 @@ fn errors_are_carried_through() {
         (Rates { product: ONE, ..NONE }, [6.75 * half_ln3, 1.25, 6.75, 0.0, 0.0]),
         (Rates { output: ONE, ..NONE }, [3.0 * half_ln3, 1.0, 3.0, 0.0, 0.0]),
         (Rates { computed_output: ONE, ..NONE }, [3.0 * half_ln3, 1.0, 3.0, 0.0, 0.0]),
-        (Rates { round: ONE, ..NONE }, [0.75 * half_ln3, 0.75, 0.75, 0.25, 0.75]),
+        (Rates { round: ONE, ..NONE }, [0.0, 0.0, 0.0, 0.25, 0.75]),
+        (Rates { round_slope: ONE, ..NONE }, [0.75 * half_ln3, 0.75, 0.75, 0.0, 0.0]),
         (Rates { over_keys: ONE, ..NONE }, [0.75 * half_ln3, 0.0, 0.0, 0.0, 0.0]),
         (Rates { over_queries: ONE, ..NONE }, [0.0, 0.75, 0.75, 0.25, 0.75]),
         (Rates { tiny: ONE, ..NONE }, [half_ln3, 3.0, 1.0, 1.0, 1.0]),
-        (Rates { small: ONE, ..NONE }, [2.0 * half_ln3 + 1.0, 3.0, 3.0, 2.0, 2.0]),
+        (Rates { small: ONE, ..NONE }, [2.0 * half_ln3, 2.0, 2.0, 0.0, 0.0]),
+        (Rates { small_slope: Some(ONE), ..NONE }, [2.0 * half_ln3, 2.0, 2.0, 0.0, 0.0]),
+        (Rates { small_weight: ONE, ..NONE }, [0.0, 0.0, 0.0, 1.0, 1.0]),
+        (Rates { small_results: [ONE, 2.0 * ONE, 3.0 * ONE], ..NONE }, [1.0, 2.0, 2.0, 3.0, 3.0]),
+        (Rates { small_output: ONE, ..NONE }, [0.75 * half_ln3, 0.25, 0.75, 0.0, 0.0]),
+        // Values are 1 and 5.
+        (Rates { computed_output_values: ONE, ..NONE }, [4.5 * half_ln3, 1.5, 4.5, 0.0, 0.0]),
     ] {
         let got = errors(rates);
         assert!(got.iter().zip(&want).all(|(x, y)| (x - y).abs() < 0.01 * (0.5 + y)), "{rates:?}: {got:?}, not {want:?}");

@@ -23,6 +23,7 @@
 //! The factor of 2 is there as in the forward pass. Where no query meets a key, all of it is 0: such a gradient is exactly 0.
 
 use super::{Element, F32_ROUNDOFF, Wanted, Worst, sum_of};
+use crate::narrow::{Narrow, products_of};
 use crate::{Given, Problem, Tensor};
 use std::ops::Range;
 
@@ -48,8 +49,10 @@ pub(crate) struct Rates {
     pub(crate) computed_output: f64,
     /// The same, for each unit of the error of the sum of weights.
     pub(crate) computed_output_score: f64,
-    /// Of `P` and `dS` in front of the second products.
+    /// Of `P` in front of its product with `d_o`.
     pub(crate) round: f64,
+    /// Of `dS` in front of those with `k` and `q`.
+    pub(crate) round_slope: f64,
     /// Of a slope, besides what its function makes of the error of the score.
     pub(crate) slope: f64,
     /// Of a sum over keys and its result, relative to the sum of magnitudes.
@@ -62,6 +65,14 @@ pub(crate) struct Rates {
     pub(crate) tiny: f64,
     /// Of a rounded number, however small it is.
     pub(crate) small: f64,
+    /// Likewise of `P`, and of `dS` times the scale where that is told.
+    pub(crate) small_weight: f64,
+    pub(crate) small_slope: Option<f64>,
+    /// Likewise of elements of `dq`, `dk` and `dv`, and of `o`.
+    pub(crate) small_results: [f64; 3],
+    pub(crate) small_output: f64,
+    /// Of `o`, for each unit of Σ |v|.
+    pub(crate) computed_output_values: f64,
 }
 
 impl Rates {
@@ -80,27 +91,59 @@ impl Rates {
             computed_output: 0.0,
             computed_output_score: 0.0,
             round: u + 4.0 * e,
+            round_slope: u + 4.0 * e,
             slope: 8.0 * e,
             over_keys: sum_of(seq_kv) + u,
             over_queries: sum_of(group * seq_q) + u + if group > 1 { u } else { 0.0 },
             over_scores: sum_of(batch * heads_q * seq_q * seq_kv),
             tiny: f64::from(f32::MIN_POSITIVE),
             small: element.least(),
+            small_weight: element.least(),
+            small_slope: None,
+            small_results: [element.least(); 3],
+            small_output: 0.0,
+            computed_output_values: 0.0,
         };
+        let alone = p.narrow.map_or(alone, |narrow| alone.narrowed(p, &narrow));
         match given {
             Given::Rounded => alone,
             // They are what they are, and a statistic is rounded twice on its way into a weight.
-            Given::These { .. } => Rates { output: 0.0, stats: 2.0 * e, ..alone },
+            Given::These { .. } => Rates { output: 0.0, small_output: 0.0, stats: 2.0 * e, ..alone },
             // What `compare` allows of `o` and stats, less its factor of 2, which stands in front of everything here.
             Given::Own => Rates {
+                computed_output_values: if p.narrow.is_some() { alone.small_weight } else { 0.0 },
                 weight: alone.weight + sum_of(seq_kv) + 16.0 * e,
                 stats: alone.stats + 2.0 * e,
                 sum: 1.0,
                 output: 0.0,
-                computed_output: 2.0 * u + 2.0 * sum_of(seq_kv) + 16.0 * e,
+                computed_output: match p.narrow {
+                    Some(_) => u + p.stored.roundoff() + products_of(seq_kv) + 2.0 * sum_of(seq_kv) + 16.0 * e,
+                    None => 2.0 * u + 2.0 * sum_of(seq_kv) + 16.0 * e,
+                },
                 computed_output_score: 2.0,
                 ..alone
             },
+        }
+    }
+}
+
+impl Rates {
+    /// Those of 8-bit floats, by the types and scales of each.
+    fn narrowed(self, p: &Problem<'_>, narrow: &Narrow) -> Rates {
+        let [_, heads_q, heads_kv, seq_q, seq_kv, _, dim_v] = p.shape;
+        let (e, stored) = (F32_ROUNDOFF, narrow.gradient.roundoff());
+        Rates {
+            product: self.product + products_of(dim_v),
+            round: p.element.roundoff() + 4.0 * e,
+            round_slope: narrow.slope.roundoff() + 4.0 * e,
+            over_keys: sum_of(seq_kv) + products_of(seq_kv) + stored,
+            over_queries: sum_of(heads_q / heads_kv * seq_q) + products_of(seq_q) + stored,
+            small_weight: p.element.least() / narrow.weights,
+            small_slope: Some(narrow.slope.least() / narrow.slopes),
+            small_results: narrow.gradients.map(|scale| narrow.gradient.least() / scale),
+            small_output: p.stored.least() / narrow.o,
+            small: f64::from(f32::MIN_POSITIVE),
+            ..self
         }
     }
 }

@@ -1,0 +1,180 @@
+//! Scales of 8-bit floats on the command line: those of the input where it has them, and otherwise current ones, made of the numbers at hand.
+//!
+//! Of what is computed a first run tells the largest magnitudes, and a second one is given the scales that are made of those.
+
+use crate::data::{Data, Element};
+use crate::exit::Failure;
+use crate::params::{Bound, Values};
+use crate::request::Request;
+use sdpa::fp8::{amax_of, scale_of};
+use sdpa::{Amax, DType, Direction, Fp8Scale, HostAmax, Operand};
+use std::collections::BTreeMap;
+
+/// The scales of a run, and what it told.
+#[derive(Debug, Default)]
+pub(crate) struct Scales {
+    given: BTreeMap<Fp8Scale, f32>,
+    made: BTreeMap<Fp8Scale, f32>,
+    pub(crate) told: Vec<(Amax, f32)>,
+}
+
+/// Powers of two that are kept free for what another rounding adds.
+const MARGIN: i32 = 1;
+
+/// Every scale that a pass may have.
+pub(crate) fn all() -> Vec<Fp8Scale> {
+    let mut all = [Fp8Scale::of(Direction::Forward), Fp8Scale::of(Direction::Backward)].concat();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+/// The scale of this name.
+pub(crate) fn named(name: &str) -> Option<Fp8Scale> {
+    all().into_iter().find(|scale| scale.name() == name)
+}
+
+/// The largest magnitude of what elements stand for, as far as they are numbers.
+fn amax(data: &Data) -> f32 {
+    let mut row = vec![0.0; data.len()];
+    data.row(0, &mut row);
+    let finite: Vec<f32> = row.into_iter().map(|x| x as f32).filter(|x| x.is_finite()).collect();
+    amax_of(&finite)
+}
+
+/// Numbers made narrow: by this descale, or by the one that makes the largest of them the largest there is.
+pub(crate) fn narrow(element: Element, wide: &Data, descale: Option<f32>) -> Result<Data, String> {
+    let scale = descale.map_or_else(|| scale_of(amax(wide), element.dtype(), 0), f32::recip);
+    let mut data = Data::zeros(element, wide.len())?;
+    data.set_descale(descale.unwrap_or(scale.recip()));
+    for at in 0..wide.len() {
+        data.set(at, wide.get(at) as f32 * scale);
+    }
+    Ok(data)
+}
+
+impl Scales {
+    /// Those of the input.
+    ///
+    /// # Errors
+    /// What cannot be read.
+    pub(crate) fn read(request: &Request, seed: u64) -> Result<Scales, Failure> {
+        let mut given = BTreeMap::new();
+        for planned in request.params.iter().filter(|planned| planned.is_read()) {
+            let Some(scale) = named(&planned.declared.name) else { continue };
+            let (bound, _) = planned.load(request.header(), seed).map_err(|e| Failure::environment("memory", e))?;
+            given.insert(scale, bound.at([0; 4]) as f32);
+        }
+        Ok(Scales { given, ..Scales::default() })
+    }
+
+    /// The descale of an operand, where the input has it.
+    pub(crate) fn given(&self, operand: Operand) -> Option<f32> {
+        self.given.get(&Fp8Scale::of_operand(operand, false)).copied()
+    }
+
+    /// A scale; 1 of what has none.
+    pub(crate) fn get(&self, scale: Fp8Scale) -> f32 {
+        self.given.get(&scale).or_else(|| self.made.get(&scale)).copied().unwrap_or(1.0)
+    }
+
+    fn make(&mut self, scale: Fp8Scale, value: f32) {
+        self.made.insert(scale, value);
+    }
+
+    /// Those of operands that were read, and of weights, which are not above what is left of 1.
+    pub(crate) fn begin(&mut self, request: &Request, [q, k, v]: [&Data; 3], gradient: Option<(&Data, Option<&Data>)>) {
+        let dropped = request.problem.dropout().map_or(1.0, |dropout| dropout.scale());
+        let weights = scale_of(dropped, request.problem.dtype(), 0);
+        for (scale, value) in [
+            (Fp8Scale::DescaleQ, q.descale()),
+            (Fp8Scale::DescaleK, k.descale()),
+            (Fp8Scale::DescaleV, v.descale()),
+            (Fp8Scale::ScaleS, weights),
+        ] {
+            self.make(scale, value);
+        }
+        self.make(Fp8Scale::DescaleS, self.get(Fp8Scale::ScaleS).recip());
+        // No output is above the largest value.
+        self.result(request, Operand::O, dropped * amax(v), 0);
+        if let Some((d_o, o)) = gradient {
+            self.make(Fp8Scale::DescaleDO, d_o.descale());
+            if let Some(o) = o {
+                self.make(Fp8Scale::DescaleO, o.descale());
+            }
+            // Six deviations of a sum of products, and of what is subtracted.
+            let deviation = (request.problem.dim_v() as f32).sqrt() * amax(v) * amax(d_o) / 4.0;
+            self.slopes(request, dropped * deviation * request.attn_scale().abs());
+        }
+    }
+
+    fn result(&mut self, request: &Request, operand: Operand, amax: f32, margin: i32) {
+        let dtype = request.backward.as_ref().map_or(request.problem.dtype_of(operand), |b| b.problem.dtype_of(operand));
+        let scale = Fp8Scale::of_operand(operand, true);
+        self.make(scale, if dtype.is_fp8() { scale_of(amax, dtype, margin) } else { 1.0 });
+        if !dtype.is_fp8() {
+            self.given.remove(&scale);
+        }
+        if operand == Operand::O {
+            self.make(Fp8Scale::DescaleO, self.get(scale).recip());
+        }
+    }
+
+    fn slopes(&mut self, request: &Request, amax: f32) {
+        let Some(backward) = &request.backward else { return };
+        self.make(Fp8Scale::ScaleDP, scale_of(amax, backward.problem.dtype_of(Operand::DO), MARGIN));
+        self.make(Fp8Scale::DescaleDP, self.get(Fp8Scale::ScaleDP).recip());
+    }
+
+    /// Those that are made of what a run told.
+    pub(crate) fn learn(&mut self, request: &Request) {
+        for (of, amax) in self.told.clone() {
+            match of {
+                Amax::S => {}
+                Amax::O => self.result(request, Operand::O, amax, 0),
+                Amax::DP => self.slopes(request, amax),
+                Amax::DQ => self.result(request, Operand::DQ, amax, MARGIN),
+                Amax::DK => self.result(request, Operand::DK, amax, MARGIN),
+                Amax::DV => self.result(request, Operand::DV, amax, MARGIN),
+            }
+        }
+    }
+
+    /// Puts them where calls read them.
+    pub(crate) fn bind(&self, params: &mut [Bound]) {
+        for bound in params {
+            if let Some(scale) = named(&bound.name) {
+                bound.values = Values::Float(Data::F32(vec![self.get(scale)]));
+            }
+        }
+    }
+
+    /// Room for what a pass tells.
+    pub(crate) fn room(&mut self, dtype: DType, direction: Direction) -> Vec<HostAmax<'_>> {
+        let told = Amax::told(dtype, direction);
+        self.told.retain(|(of, _)| !told.contains(of));
+        let first = self.told.len();
+        self.told.extend(told.iter().map(|of| (*of, f32::NAN)));
+        self.told[first..].iter_mut().map(|(of, value)| HostAmax { of: *of, value }).collect()
+    }
+
+    /// Every number by its name, as it is written to files.
+    pub(crate) fn numbers(&self) -> Vec<(String, f32)> {
+        let scales = self.made.keys().chain(self.given.keys()).copied().collect::<std::collections::BTreeSet<_>>();
+        let scales = scales.into_iter().map(|scale| (scale.name().to_owned(), self.get(scale)));
+        scales.chain(self.told.iter().map(|(of, value)| (of.name().to_owned(), *value))).collect()
+    }
+
+    /// What the oracle is told.
+    pub(crate) fn told_to_oracle(&self, slope: Element, gradient: Element) -> sdpa_oracle::Narrow {
+        let wide = |scale: Fp8Scale| f64::from(self.get(scale));
+        sdpa_oracle::Narrow {
+            weights: wide(Fp8Scale::ScaleS),
+            o: wide(Fp8Scale::DescaleO).recip(),
+            slopes: wide(Fp8Scale::ScaleDP),
+            slope: slope.into(),
+            gradients: [Fp8Scale::ScaleDQ, Fp8Scale::ScaleDK, Fp8Scale::ScaleDV].map(wide),
+            gradient: gradient.into(),
+        }
+    }
+}

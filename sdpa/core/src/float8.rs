@@ -1,0 +1,211 @@
+//! 8-bit floats: E4M3 and E5M2 of OCP's specification, as CUDA's saturating conversions make them.
+
+use crate::dtype::DType;
+
+/// The bits of a format behind its sign.
+#[derive(Clone, Copy)]
+struct Format {
+    /// Bits behind the point.
+    fraction: u32,
+    /// Exponent of the smallest normal number.
+    least: i32,
+    largest: f32,
+    /// The bits of the largest number.
+    top: u8,
+}
+
+const E4M3: Format = Format { fraction: 3, least: -6, largest: 448.0, top: 0x7e };
+const E5M2: Format = Format { fraction: 2, least: -14, largest: 57344.0, top: 0x7b };
+/// Not-a-number in both formats.
+const NAN: u8 = 0x7f;
+const SIGN: u8 = 0x80;
+
+impl Format {
+    /// Two to the power of the distance between the smallest numbers.
+    const fn finest(self) -> i32 {
+        self.least - self.fraction as i32
+    }
+
+    /// Rounds to the nearest number, ties to the even one, what is too large to the largest one; not-a-number stays.
+    #[inline(always)]
+    fn round(self, x: f32) -> f32 {
+        let (bits, dropped) = (x.abs().to_bits(), 23 - self.fraction);
+        let half = (1 << (dropped - 1)) - 1;
+        let normal = f32::from_bits((bits + half + (bits >> dropped & 1)) >> dropped << dropped);
+        // An addend whose last bit is worth the finest step: the addition rounds.
+        let addend = 1.5 * power(23 + self.finest());
+        let small = (x.abs() + addend) - addend;
+        let rounded = if x.abs() < power(self.least) { small } else { normal };
+        let saturated = if rounded > self.largest { self.largest } else { rounded };
+        if x.is_nan() { x } else { saturated.copysign(x) }
+    }
+
+    /// The bits of a number.
+    fn encode(self, x: f32) -> u8 {
+        let sign = if x.is_sign_negative() { SIGN } else { 0 };
+        let rounded = self.round(x).abs();
+        let bits = if rounded.is_nan() {
+            NAN
+        } else if rounded == self.largest {
+            self.top
+        } else {
+            let exponent = ((rounded.to_bits() >> 23) as i32 - 127).max(self.least);
+            let steps = (rounded / power(exponent - self.fraction as i32)) as u32;
+            ((exponent - self.least).unsigned_abs() << self.fraction) as u8 + steps as u8
+        };
+        sign | bits
+    }
+}
+
+/// Two to a power that a normal f32 has.
+const fn power(exponent: i32) -> f32 {
+    f32::from_bits(((exponent + 127) as u32) << 23)
+}
+
+/// Every number of E4M3.
+static OF_E4M3: [f32; 256] = {
+    let mut table = [0.0; 256];
+    let mut bits = 0;
+    while bits < 256 {
+        let (field, fraction) = ((bits >> 3 & 15) as i32, (bits & 7) as f32);
+        let size = if bits & 0x7f == NAN as usize {
+            f32::NAN
+        } else if field == 0 {
+            fraction * power(-9)
+        } else {
+            (8.0 + fraction) * power(field - 10)
+        };
+        table[bits] = if bits & SIGN as usize == 0 { size } else { -size };
+        bits += 1;
+    }
+    table
+};
+
+macro_rules! float8 {
+    ($(#[$doc:meta])* $name:ident, $format:ident, $dtype:expr, |$bits:ident| $widen:expr) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+        #[repr(transparent)]
+        pub struct $name(u8);
+
+        impl $name {
+            /// The element type.
+            pub const DTYPE: DType = $dtype;
+
+            /// The largest number.
+            pub const MAX: $name = $name($format.top);
+
+            /// The number of these bits.
+            pub const fn from_bits(bits: u8) -> $name {
+                $name(bits)
+            }
+
+            /// Its bits.
+            pub const fn to_bits(self) -> u8 {
+                self.0
+            }
+
+            /// The nearest number, ties to the even one. What is too large becomes the largest number, infinities too; not-a-number stays.
+            pub fn from_f32(x: f32) -> $name {
+                $name($format.encode(x))
+            }
+
+            /// The number, exactly.
+            #[inline]
+            pub fn to_f32(self) -> f32 {
+                let $bits = self.0;
+                $widen
+            }
+
+            /// What [`from_f32`]($name::from_f32) makes of a number, as f32.
+            #[inline(always)]
+            pub fn round(x: f32) -> f32 {
+                $format.round(x)
+            }
+
+        }
+    };
+}
+
+float8!(
+    /// An 8-bit float with 3 bits behind the point: up to 448, no infinities. For activations, weights and, in many recipes, everything.
+    ///
+    /// ```
+    /// use sdpa_core::F8E4M3;
+    /// assert_eq!(F8E4M3::from_f32(1.1).to_f32(), 1.125);
+    /// assert_eq!(F8E4M3::from_f32(-1e9).to_f32(), -448.0);
+    /// ```
+    F8E4M3, E4M3, DType::F8E4M3, |bits| OF_E4M3[bits as usize]
+);
+float8!(
+    /// An 8-bit float with 2 bits behind the point: up to 57,344; the upper byte of an f16. For gradients, which vary more.
+    ///
+    /// ```
+    /// use sdpa_core::F8E5M2;
+    /// assert_eq!(F8E5M2::from_f32(1.1).to_f32(), 1.0);
+    /// assert_eq!(F8E5M2::from_f32(1e9).to_f32(), 57344.0);
+    /// ```
+    F8E5M2, E5M2, DType::F8E5M2, |bits| half::f16::from_bits(u16::from(bits) << 8).to_f32()
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All numbers of a format that are not negative, from its fields.
+    fn members(exponent_bits: u32, fraction_bits: i32, bias: i32, most: f64) -> Vec<f64> {
+        let of = |e: i32, m: i32| {
+            let m = f64::from(m) * 2f64.powi(-fraction_bits);
+            if e == 0 { m * 2f64.powi(1 - bias) } else { (1.0 + m) * 2f64.powi(e - bias) }
+        };
+        let all = (0..1 << exponent_bits).flat_map(|e| (0..1 << fraction_bits).map(move |m| of(e, m)));
+        all.filter(|&x| x <= most).collect()
+    }
+
+    fn check(members: &[f64], round: impl Fn(f32) -> f32, encode: impl Fn(f32) -> u8, decode: impl Fn(u8) -> f32) {
+        let both = |x: f32, want: f64| {
+            for sign in [1.0, -1.0] {
+                let (x, want) = (sign * x, sign * want as f32);
+                assert_eq!(round(x).to_bits(), want.to_bits(), "{x:e}");
+                assert_eq!(decode(encode(x)).to_bits(), want.to_bits(), "{x:e}");
+            }
+        };
+        for (n, pair) in members.windows(2).enumerate() {
+            let (low, high) = (pair[0], pair[1]);
+            let tie = ((low + high) / 2.0) as f32;
+            assert_eq!(encode(low as f32), n as u8);
+            both(low as f32, low);
+            both(tie.next_down(), low);
+            both(tie, if n % 2 == 0 { low } else { high });
+            both(tie.next_up(), high);
+        }
+        let top = members[members.len() - 1];
+        for x in [top as f32, 1.001 * top as f32, 2.0 * top as f32, 1e30, f32::MAX, f32::INFINITY] {
+            both(x, top);
+        }
+        both(f32::MIN_POSITIVE, 0.0);
+        both(f32::from_bits(1), 0.0);
+        assert!(round(f32::NAN).is_nan() && decode(encode(f32::NAN)).is_nan() && decode(encode(-f32::NAN)).is_nan());
+    }
+
+    #[test]
+    fn numbers_round_to_the_nearest_member_and_saturate() {
+        check(&members(4, 3, 7, 448.0), F8E4M3::round, |x| F8E4M3::from_f32(x).to_bits(), |bits| F8E4M3::from_bits(bits).to_f32());
+        check(&members(5, 2, 15, 57344.0), F8E5M2::round, |x| F8E5M2::from_f32(x).to_bits(), |bits| F8E5M2::from_bits(bits).to_f32());
+    }
+
+    #[test]
+    fn bits_go_to_numbers_and_back() {
+        for bits in 0..=u8::MAX {
+            let (four, five) = (F8E4M3::from_bits(bits).to_f32(), F8E5M2::from_bits(bits).to_f32());
+            assert!(four.is_nan() == (bits & 0x7f == 0x7f) && (four.is_nan() || F8E4M3::from_f32(four).to_bits() == bits), "{bits:x}");
+            assert!(!five.is_finite() || F8E5M2::from_f32(five).to_bits() == bits, "{bits:x}");
+            assert_eq!(five.is_finite(), bits & 0x7c != 0x7c);
+        }
+        assert_eq!((F8E4M3::MAX.to_f32(), F8E5M2::MAX.to_f32()), (448.0, 57344.0));
+        for dtype in [F8E4M3::DTYPE, F8E5M2::DTYPE] {
+            assert!(dtype.is_fp8() && dtype.bytes(3) == 3);
+        }
+        assert_eq!((F8E4M3::DTYPE.largest(), F8E5M2::DTYPE.largest()), (448.0, 57344.0));
+    }
+}

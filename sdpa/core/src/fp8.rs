@@ -1,0 +1,332 @@
+//! Attention of 8-bit floats: the numbers that scale what is narrow, and the largest magnitudes that the next ones are made of.
+//!
+//! An 8-bit tensor stands for its elements times one number, its *descale*; what a pass makes narrow it multiplies by a *scale* first, and
+//! tells the largest magnitude from before that, its *amax*. Scales and descales are declared parameters of a problem of 8-bit floats, one f32
+//! each, in device memory for a device call; each amax is one f32 that the call has room for.
+
+use crate::dtype::DType;
+use crate::error::SpecError;
+use crate::expr::{Axes, Declared, ParamKind};
+use crate::operand::{Direction, Operand};
+use crate::tensor::ParamValue;
+use serde::Serialize;
+use std::fmt;
+
+/// A number that a tensor is multiplied by: a declared parameter of every problem of 8-bit floats that has the tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Fp8Scale {
+    /// What the elements of `q` stand for, over what they are.
+    DescaleQ,
+    /// Likewise of `k`.
+    DescaleK,
+    /// Likewise of `v`.
+    DescaleV,
+    /// Likewise of the weights, which are narrow in front of the second product: one over [`Fp8Scale::ScaleS`].
+    DescaleS,
+    /// What weights are multiplied by before they are made narrow.
+    ScaleS,
+    /// What the output is multiplied by before it is.
+    ScaleO,
+    /// What the elements of `o` stand for, over what they are: of the backward pass.
+    DescaleO,
+    /// Likewise of `d_o`.
+    DescaleDO,
+    /// Likewise of the gradients of scores: one over [`Fp8Scale::ScaleDP`].
+    DescaleDP,
+    /// What gradients of scores, times the attention's scale, are multiplied by before they are made narrow.
+    ScaleDP,
+    /// What the gradient of queries is multiplied by before it is.
+    ScaleDQ,
+    /// Likewise of keys.
+    ScaleDK,
+    /// Likewise of values.
+    ScaleDV,
+}
+
+impl Fp8Scale {
+    /// Those of a forward pass.
+    const FORWARD: [Fp8Scale; 6] =
+        [Fp8Scale::DescaleQ, Fp8Scale::DescaleK, Fp8Scale::DescaleV, Fp8Scale::DescaleS, Fp8Scale::ScaleS, Fp8Scale::ScaleO];
+    /// Those of a backward pass.
+    const BACKWARD: [Fp8Scale; 12] = [
+        Fp8Scale::DescaleQ,
+        Fp8Scale::DescaleK,
+        Fp8Scale::DescaleV,
+        Fp8Scale::DescaleS,
+        Fp8Scale::ScaleS,
+        Fp8Scale::DescaleO,
+        Fp8Scale::DescaleDO,
+        Fp8Scale::DescaleDP,
+        Fp8Scale::ScaleDP,
+        Fp8Scale::ScaleDQ,
+        Fp8Scale::ScaleDK,
+        Fp8Scale::ScaleDV,
+    ];
+
+    /// The name of the parameter.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Fp8Scale::DescaleQ => "descale_q",
+            Fp8Scale::DescaleK => "descale_k",
+            Fp8Scale::DescaleV => "descale_v",
+            Fp8Scale::DescaleS => "descale_s",
+            Fp8Scale::ScaleS => "scale_s",
+            Fp8Scale::ScaleO => "scale_o",
+            Fp8Scale::DescaleO => "descale_o",
+            Fp8Scale::DescaleDO => "descale_d_o",
+            Fp8Scale::DescaleDP => "descale_dp",
+            Fp8Scale::ScaleDP => "scale_dp",
+            Fp8Scale::ScaleDQ => "scale_dq",
+            Fp8Scale::ScaleDK => "scale_dk",
+            Fp8Scale::ScaleDV => "scale_dv",
+        }
+    }
+
+    /// Those that a pass reads, in the order of its parameters.
+    pub const fn of(direction: Direction) -> &'static [Fp8Scale] {
+        match direction {
+            Direction::Forward => &Fp8Scale::FORWARD,
+            Direction::Backward => &Fp8Scale::BACKWARD,
+        }
+    }
+
+    /// The scale of an operand that a pass writes, or the descale of one that it reads.
+    pub const fn of_operand(operand: Operand, written: bool) -> Fp8Scale {
+        match operand {
+            Operand::Q => Fp8Scale::DescaleQ,
+            Operand::K => Fp8Scale::DescaleK,
+            Operand::V => Fp8Scale::DescaleV,
+            Operand::O if written => Fp8Scale::ScaleO,
+            Operand::O => Fp8Scale::DescaleO,
+            Operand::DO => Fp8Scale::DescaleDO,
+            Operand::DQ => Fp8Scale::ScaleDQ,
+            Operand::DK => Fp8Scale::ScaleDK,
+            Operand::DV => Fp8Scale::ScaleDV,
+        }
+    }
+
+    pub(crate) fn declared(self) -> Declared {
+        let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: DType::F32 };
+        Declared { name: self.name().to_owned(), kind, default: None }
+    }
+}
+
+impl fmt::Display for Fp8Scale {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The largest magnitude of a tensor that a pass makes narrow, from before it is multiplied by its scale: one f32 that a call of 8-bit floats
+/// writes. What the scales of the next call are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Amax {
+    /// Of the weights, behind softmax and dropout.
+    S,
+    /// Of the output.
+    O,
+    /// Of the gradients of scores, times the attention's scale.
+    DP,
+    /// Of the gradient of queries.
+    DQ,
+    /// Of the gradient of keys.
+    DK,
+    /// Of the gradient of values.
+    DV,
+}
+
+impl Amax {
+    /// The name used in calls, files and errors.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Amax::S => "amax_s",
+            Amax::O => "amax_o",
+            Amax::DP => "amax_dp",
+            Amax::DQ => "amax_dq",
+            Amax::DK => "amax_dk",
+            Amax::DV => "amax_dv",
+        }
+    }
+
+    /// Those that a pass of 8-bit floats tells.
+    pub const fn of(direction: Direction) -> &'static [Amax] {
+        match direction {
+            Direction::Forward => &[Amax::S, Amax::O],
+            Direction::Backward => &[Amax::DP, Amax::DQ, Amax::DK, Amax::DV],
+        }
+    }
+
+    /// Those that a pass over operands of this type tells.
+    pub fn told(dtype: DType, direction: Direction) -> &'static [Amax] {
+        if dtype.is_fp8() { Amax::of(direction) } else { &[] }
+    }
+
+    /// What is wrong with a call of a pass over operands of this type that has room for these.
+    pub fn check(dtype: DType, direction: Direction, given: impl Iterator<Item = Amax> + Clone) -> Vec<SpecError> {
+        let asked = Amax::told(dtype, direction);
+        let mut errors = Vec::new();
+        for (n, amax) in given.clone().enumerate() {
+            if !asked.contains(&amax) {
+                let rule = format!("a {} pass of {dtype} tells {}", direction.name(), if asked.is_empty() { "none" } else { "others" });
+                errors.push(SpecError::new(amax.name(), "given", rule));
+            } else if given.clone().take(n).any(|before| before == amax) {
+                errors.push(SpecError::new(amax.name(), "given twice", "once"));
+            }
+        }
+        let absent = asked.iter().filter(|amax| !given.clone().any(|given| given == **amax));
+        errors.extend(
+            absent.map(|amax| SpecError::new(amax.name(), "absent", format!("a pass of {dtype} tells it: it needs room for one f32"))),
+        );
+        errors
+    }
+}
+
+impl fmt::Display for Amax {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The scales of a call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fp8Scales([f32; 13]);
+
+impl Fp8Scales {
+    /// Those among the values of what is declared; one where a pass does not declare it.
+    pub fn new(declared: &[Declared], values: &[ParamValue<'_>]) -> Fp8Scales {
+        let mut scales = [1.0; 13];
+        for scale in Fp8Scale::FORWARD.into_iter().chain(Fp8Scale::BACKWARD) {
+            let value = declared.iter().position(|p| p.name == scale.name()).and_then(|at| values.get(at));
+            if let Some(ParamValue::F32(value)) = value {
+                scales[scale as usize] = value.first().copied().unwrap_or(1.0);
+            }
+        }
+        Fp8Scales(scales)
+    }
+
+    /// One of them.
+    pub fn get(&self, scale: Fp8Scale) -> f32 {
+        self.0[scale as usize]
+    }
+}
+
+/// The scale of a tensor whose largest magnitude is, or is expected to be, `amax`: `largest / amax / 2^margin`, where `largest` is that of the type.
+///
+/// With a margin of 0 the largest element becomes the largest number of the type; each one more keeps as many powers of two free for what may be larger
+/// in a later step. Where `amax` is 0, infinite or not a number it tells nothing, and the scale is 1. The descale is one over it.
+///
+/// ```
+/// use sdpa_core::{DType, fp8};
+/// assert_eq!(fp8::scale_of(3.5, DType::F8E4M3, 0), 128.0);
+/// assert_eq!(fp8::scale_of(3.5, DType::F8E4M3, 1), 64.0);
+/// assert_eq!(fp8::scale_of(0.0, DType::F8E5M2, 0), 1.0);
+/// ```
+pub fn scale_of(amax: f32, dtype: DType, margin: i32) -> f32 {
+    let scale = dtype.largest() / amax / 2f32.powi(margin);
+    // A scale whose descale is no number would lose the tensor.
+    if amax > 0.0 && scale.is_normal() && scale.recip().is_normal() { scale } else { 1.0 }
+}
+
+/// The largest magnitude of some numbers: 0 of none; not-a-number where one of them is.
+pub fn amax_of(numbers: &[f32]) -> f32 {
+    numbers.iter().fold(0.0, |amax: f32, x| if amax.is_nan() || x.abs() <= amax { amax } else { x.abs() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AttentionSpec, Layout, ScoreMod, Shape};
+
+    fn spec() -> AttentionSpec {
+        let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 11, dim_qk: 16, dim_v: 32 };
+        AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bhsd)
+    }
+
+    #[test]
+    fn passes_declare_their_scales() {
+        let names = |declared: &[Declared]| declared.iter().map(|p| p.name.clone()).collect::<Vec<_>>();
+        let forward = spec().validate().unwrap();
+        assert_eq!(names(forward.params()), ["descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"]);
+        let backward = spec().backward().validate().unwrap();
+        let read: Vec<&str> = Fp8Scale::of(Direction::Backward).iter().map(|scale| scale.name()).collect();
+        assert_eq!(names(backward.params()), read);
+        let values = [2.0, 3.0, 4.0, 5.0, 6.0, 7.0].map(|x| [x]);
+        let values: Vec<ParamValue<'_>> = values.iter().map(|x| ParamValue::F32(x)).collect();
+        let scales = Fp8Scales::new(forward.params(), &values);
+        assert_eq!(Fp8Scale::of(Direction::Forward).iter().map(|s| scales.get(*s)).collect::<Vec<_>>(), [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+        assert_eq!(scales.get(Fp8Scale::ScaleDQ), 1.0);
+    }
+
+    #[test]
+    fn each_scale_has_a_place_and_a_name_of_its_own() {
+        let all = Fp8Scale::FORWARD.into_iter().chain(Fp8Scale::BACKWARD);
+        let mut places: Vec<(usize, &str)> = all.map(|scale| (scale as usize, scale.name())).collect();
+        places.sort_unstable();
+        places.dedup();
+        assert_eq!(places.iter().map(|(place, _)| *place).collect::<Vec<_>>(), (0..13).collect::<Vec<_>>());
+        for direction in [Direction::Forward, Direction::Backward] {
+            let operands = direction.operands().iter().map(|o| Fp8Scale::of_operand(*o, o.written(direction) == Some(true)));
+            assert!(operands.clone().all(|scale| Fp8Scale::of(direction).contains(&scale)), "{}", direction.name());
+        }
+    }
+
+    #[test]
+    fn results_may_be_of_other_types() {
+        let base = spec().validate().unwrap();
+        for o in [DType::F8E5M2, DType::F16, DType::BF16] {
+            let problem = spec().with_output_in(o).validate().unwrap();
+            assert_eq!((problem.dtype_of(Operand::O), problem.dtype_of(Operand::K)), (o, DType::F8E4M3));
+            assert_ne!(problem, base);
+        }
+        assert_eq!(spec().with_output_in(DType::F8E4M3).validate().unwrap(), base);
+        let refused = |spec: AttentionSpec| spec.validate().unwrap_err().0.into_iter().map(|e| e.field).collect::<Vec<_>>();
+        assert_eq!(refused(spec().with_output_in(DType::F32)), ["o_dtype"]);
+        let wide = AttentionSpec { dtype: DType::BF16, ..spec() };
+        assert_eq!(refused(wide.clone().with_output_in(DType::F16)), ["o_dtype"]);
+        assert!(wide.with_output_in(DType::BF16).validate().is_ok());
+    }
+
+    #[test]
+    fn gradients_may_be_of_other_types() {
+        let problem = spec().backward().with_upstream_in(DType::F8E5M2).with_gradients_in(DType::BF16).validate().unwrap();
+        assert_eq!(problem.dtype_of(Operand::O), DType::F8E4M3);
+        assert_eq!((problem.dtype_of(Operand::DO), problem.dtype_of(Operand::DK)), (DType::F8E5M2, DType::BF16));
+        let plain = spec().backward().validate().unwrap();
+        assert_eq!((plain.dtype_of(Operand::DO), plain.dtype_of(Operand::DV)), (DType::F8E4M3, DType::F8E4M3));
+        assert_ne!(plain, problem);
+        let refused = spec().backward().with_upstream_in(DType::BF16).with_gradients_in(DType::F32).validate().unwrap_err();
+        assert_eq!(refused.0.into_iter().map(|e| e.field).collect::<Vec<_>>(), ["d_o_dtype", "gradient_dtype"]);
+    }
+
+    #[test]
+    fn a_score_mod_cannot_declare_a_scale_too() {
+        let own: ScoreMod = "tensor scale_s[head]: f32;\nscore + scale_s".parse().unwrap();
+        let told = spec().score_mod(own).validate().unwrap_err().to_string();
+        assert!(told.contains("parameter scale_s") && told.contains("the specification's own"), "{told}");
+    }
+
+    #[test]
+    fn calls_have_room_for_each_amax_once() {
+        let wrong = |dtype, given: &[Amax]| {
+            let errors = Amax::check(dtype, Direction::Forward, given.iter().copied());
+            errors.into_iter().map(|e| format!("{} {}", e.field, e.value)).collect::<Vec<_>>()
+        };
+        assert!(wrong(DType::F8E5M2, &[Amax::O, Amax::S]).is_empty() && wrong(DType::F16, &[]).is_empty());
+        assert_eq!(wrong(DType::F16, &[Amax::O]), ["amax_o given"]);
+        assert_eq!(wrong(DType::F8E4M3, &[Amax::DQ, Amax::O, Amax::O]), ["amax_dq given", "amax_o given twice", "amax_s absent"]);
+    }
+
+    #[test]
+    fn scales_are_made_of_what_tells_something() {
+        for amax in [0.0, f32::NAN, f32::INFINITY, -1.0, f32::from_bits(1)] {
+            assert_eq!(scale_of(amax, DType::F8E4M3, 0), 1.0, "{amax}");
+        }
+        for (amax, dtype) in [(0.37, DType::F8E4M3), (1e-9, DType::F8E5M2), (1e9, DType::F8E4M3)] {
+            let scale = scale_of(amax, dtype, 0);
+            assert!((scale * amax / dtype.largest() - 1.0).abs() < 1e-6 && scale_of(amax, dtype, 2) == scale / 4.0, "{amax}");
+        }
+        assert_eq!((amax_of(&[]), amax_of(&[1.0, -3.0, 2.0])), (0.0, 3.0));
+        assert!(amax_of(&[1.0, f32::NAN, 9.0]).is_nan() && amax_of(&[f32::NEG_INFINITY]).is_infinite());
+    }
+}

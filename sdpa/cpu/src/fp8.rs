@@ -1,0 +1,212 @@
+//! 8-bit floats: the roundings that the graphs sent to cuDNN spell, around the passes in f32.
+//!
+//! Operands are what they stand for, elements times descales, in f32. Weights are those of the whole softmax, so a first pass finds the sums of rows and a
+//! second one the output: weights are multiplied by their scale, rounded, and divided by it; gradients of scores likewise. Results are
+//! multiplied by their scales and rounded once.
+
+use super::backward::CpuBackward;
+use super::output::{self, Statistics, strips};
+use super::pack::View;
+use super::{CpuPrepared, Cut, Known};
+use sdpa_core::error::Error;
+use sdpa_core::executor::Report;
+use sdpa_core::operand::{Direction, Operand};
+use sdpa_core::packed::Documents;
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::tensor::{Elements, ElementsMut, ParamValue};
+use sdpa_core::{
+    Amax, DType, F8E4M3, F8E5M2, Fp8Scale, Fp8Scales, HostAmax, HostBackward, HostForward, HostGradient, Param, Problem, params,
+};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Makes numbers what they stand for once they are narrow, and tells the largest of them from before.
+#[derive(Debug)]
+pub(super) struct Rounder {
+    dtype: DType,
+    /// Multiplies what is given.
+    factor: f32,
+    scale: f32,
+    descale: f32,
+    /// The bits of the largest magnitude: those of numbers that are not negative are in their order, not-a-number the largest.
+    amax: AtomicU32,
+}
+
+impl Rounder {
+    fn new(dtype: DType, factor: f32, [scale, descale]: [f32; 2]) -> Rounder {
+        Rounder { dtype, factor, scale, descale, amax: AtomicU32::new(0) }
+    }
+
+    /// Rounds numbers where they are.
+    pub(super) fn round(&self, numbers: &mut [f32]) {
+        let amax = match self.dtype {
+            DType::F8E4M3 => self.each(numbers, F8E4M3::round),
+            DType::F8E5M2 => self.each(numbers, F8E5M2::round),
+            // Weights are of no other type.
+            DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool => self.each(numbers, |x| x),
+        };
+        self.amax.fetch_max(amax, Ordering::Relaxed);
+    }
+
+    fn each(&self, numbers: &mut [f32], round: impl Fn(f32) -> f32) -> u32 {
+        let mut largest = 0;
+        for x in numbers {
+            let real = *x * self.factor;
+            largest = largest.max(real.to_bits() & !(1 << 31));
+            *x = round(real * self.scale) * self.descale;
+        }
+        largest
+    }
+
+    fn amax(&self) -> f32 {
+        f32::from_bits(self.amax.load(Ordering::Relaxed))
+    }
+}
+
+/// What a backward pass makes narrow inside.
+#[derive(Debug)]
+pub(super) struct Inside {
+    /// The weights in front of the gradient of values.
+    pub(super) weights: Rounder,
+    /// The gradients of scores, with the attention's scale.
+    pub(super) slopes: Rounder,
+}
+
+/// An operand as what it stands for.
+fn widen(elements: &Elements<'_>, descale: f32) -> Vec<f32> {
+    match elements {
+        Elements::F32(x) => x.iter().map(|x| x * descale).collect(),
+        Elements::F16(x) => x.iter().map(|x| x.to_f32() * descale).collect(),
+        Elements::BF16(x) => x.iter().map(|x| x.to_f32() * descale).collect(),
+        Elements::F8E4M3(x) => x.iter().map(|x| x.to_f32() * descale).collect(),
+        Elements::F8E5M2(x) => x.iter().map(|x| x.to_f32() * descale).collect(),
+    }
+}
+
+/// Where the elements of a result are.
+type Place<'a> = (&'a TensorSpec, Option<&'a [Range<usize>]>);
+
+/// Writes a result, which lies in memory as numbers in f32 do; the largest magnitude of those.
+fn store(to: ElementsMut<'_>, from: &mut [f32], place: Place<'_>, scale: f32) -> f32 {
+    match to {
+        ElementsMut::F32(to) => rows(to, from, place, |x| x * scale),
+        ElementsMut::F16(to) => rows(to, from, place, |x| half::f16::from_f32(x * scale)),
+        ElementsMut::BF16(to) => rows(to, from, place, |x| half::bf16::from_f32(x * scale)),
+        ElementsMut::F8E4M3(to) => rows(to, from, place, |x| F8E4M3::from_f32(x * scale)),
+        ElementsMut::F8E5M2(to) => rows(to, from, place, |x| F8E5M2::from_f32(x * scale)),
+    }
+}
+
+fn rows<T>(to: &mut [T], from: &mut [f32], (spec, documents): Place<'_>, make: impl Fn(f32) -> T) -> f32 {
+    let n_rows = usize::try_from(spec.dims[2]).unwrap_or(1);
+    let from = strips((spec, documents), 1, n_rows, from).into_iter().flat_map(output::Rows::each);
+    let mut amax = 0;
+    for ((_, to), (_, from)) in strips((spec, documents), 1, n_rows, to).into_iter().flat_map(output::Rows::each).zip(from) {
+        for (to, from) in to.iter_mut().zip(from) {
+            amax = amax.max(from.to_bits() & !(1 << 31));
+            *to = make(*from);
+        }
+    }
+    f32::from_bits(amax)
+}
+
+fn tell(all: Vec<HostAmax<'_>>, number: impl Fn(Amax) -> f32) {
+    for amax in all {
+        *amax.value = number(amax.of);
+    }
+}
+
+/// Bytes that the operands of a pass take as numbers in f32.
+pub(super) fn bytes(problem: &Problem, direction: Direction, of: impl Fn(Operand) -> Option<TensorSpec>) -> u64 {
+    if !problem.dtype().is_fp8() {
+        return 0;
+    }
+    let operands = direction.operands().iter().filter_map(|operand| of(*operand)?.extent());
+    let rows = 8 * problem.stats_elements();
+    operands.map(|elements| 4 * elements).chain([rows]).sum::<i64>().unsigned_abs()
+}
+
+impl CpuPrepared {
+    /// A forward pass over operands that are 8-bit floats.
+    pub(super) fn run_narrow(&self, call: HostForward<'_>, scale: f32) -> Result<Report, Error> {
+        let HostForward { q, k, v, o, stats, row_max, sum_exp, attn_scale: _, params, amax } = call;
+        let problem = &self.problem;
+        let values = problem.bind(params)?;
+        let scales = Fp8Scales::new(problem.params(), &values);
+        let documents = Documents::new(problem, problem.params(), &values)?;
+        let tokens = documents.as_ref().map(|documents| documents.of(sdpa_core::Side::Queries));
+        super::is_there(usize::try_from(self.narrow_bytes()).unwrap_or(usize::MAX))?;
+        let [q, k, v] =
+            [(q, Fp8Scale::DescaleQ), (k, Fp8Scale::DescaleK), (v, Fp8Scale::DescaleV)].map(|(x, by)| widen(&x, scales.get(by)));
+        let inputs = [&q[..], &k, &v];
+
+        let n_rows = tokens
+            .map_or(problem.stats_elements() as usize, |tokens| tokens.last().map_or(0, |last| last.end) * problem.heads_q() as usize);
+        let mut norms = vec![[f32::NEG_INFINITY, 0.0]; n_rows];
+        let statistics = [stats, row_max, sum_exp];
+        self.with(inputs, (scale, params), Cut::Whole(None), |call, sinks, documents| {
+            call.run(output::told(call.schedule, (problem, documents), sinks, statistics, &mut norms));
+        })?;
+        let (max, log): (Vec<f32>, Vec<f32>) = norms.into_iter().map(|[max, log]| (max, log)).unzip();
+        let weights = Rounder::new(problem.dtype(), 1.0, [Fp8Scale::ScaleS, Fp8Scale::DescaleS].map(|by| scales.get(by)));
+        let known = Known { max: View::new(&max, &problem.stats_tensor(), tokens), log: &log, weights: &weights };
+        let mut wide = vec![0.0; o.len()];
+        let mut report = self.with(inputs, (scale, params), Cut::Whole(Some(&known)), |call, _, documents| {
+            let none: Statistics<'_> = [None, None, None];
+            call.run(output::targets(call.schedule, (problem, documents), None, &mut wide, none));
+        })?;
+        let of_o = store(o, &mut wide, (problem.o(), tokens), scales.get(Fp8Scale::ScaleO));
+        tell(amax, |amax| if amax == Amax::S { weights.amax() } else { of_o });
+        report.workspace_bytes += self.narrow_bytes();
+        Ok(report)
+    }
+
+    /// Bytes of operands in f32.
+    pub(super) fn narrow_bytes(&self) -> u64 {
+        bytes(&self.problem, Direction::Forward, |operand| self.problem.in_memory(operand))
+    }
+}
+
+impl CpuBackward {
+    /// A backward pass over operands that are 8-bit floats.
+    pub(super) fn run_narrow(&self, call: HostBackward<'_>, scale: f32) -> Result<Report, Error> {
+        let HostBackward { q, k, v, o, d_o, stats, dq, dk, dv, attn_scale: _, params, gradients, amax } = call;
+        let problem = self.problem();
+        let declared = problem.params();
+        let values: Vec<ParamValue<'_>> = params::bind(declared, problem.forward().extents(), params)?;
+        let scales = Fp8Scales::new(declared, &values);
+        super::is_there(usize::try_from(self.narrow_bytes()).unwrap_or(usize::MAX))?;
+        let read = [(Operand::Q, q), (Operand::K, k), (Operand::V, v), (Operand::O, o), (Operand::DO, d_o)];
+        let wide = read.map(|(operand, x)| widen(&x, scales.get(Fp8Scale::of_operand(operand, false))));
+        let pair = |scale, descale| [scale, descale].map(|by| scales.get(by));
+        let inside = Inside {
+            weights: Rounder::new(problem.forward().dtype(), 1.0, pair(Fp8Scale::ScaleS, Fp8Scale::DescaleS)),
+            slopes: Rounder::new(problem.dtype_of(Operand::DO), scale, pair(Fp8Scale::ScaleDP, Fp8Scale::DescaleDP)),
+        };
+        let [mut wide_dq, mut wide_dk, mut wide_dv] = [&dq, &dk, &dv].map(|x| vec![0.0; x.len()]);
+        let results: [ElementsMut<'_>; 2] = [ElementsMut::F32(&mut wide_dk), ElementsMut::F32(&mut wide_dv)];
+        let all: (&[Param<'_>], Vec<HostGradient<'_>>) = (params, gradients);
+        let inputs = wide.each_ref().map(|x| Elements::F32(x));
+        let mut report = self.run::<f32>(inputs, stats, (&mut wide_dq, results), (scale, Some(&inside)), all)?;
+        let documents = Documents::new(problem.forward(), declared, &values)?;
+        let results = [(Operand::DQ, dq, wide_dq), (Operand::DK, dk, wide_dk), (Operand::DV, dv, wide_dv)];
+        let told = results.map(|(operand, to, mut from)| {
+            let tokens = documents.as_ref().map(|documents| documents.of(operand.side()));
+            store(to, &mut from, (problem.tensor(operand), tokens), scales.get(Fp8Scale::of_operand(operand, true)))
+        });
+        tell(amax, |amax| match amax {
+            Amax::S => inside.weights.amax(),
+            Amax::DP => inside.slopes.amax(),
+            Amax::DQ => told[0],
+            Amax::DK => told[1],
+            Amax::DV | Amax::O => told[2],
+        });
+        report.workspace_bytes += self.narrow_bytes();
+        Ok(report)
+    }
+
+    /// Bytes of operands in f32.
+    pub(super) fn narrow_bytes(&self) -> u64 {
+        bytes(self.problem().forward(), Direction::Backward, |operand| Some(*self.problem().tensor(operand)))
+    }
+}

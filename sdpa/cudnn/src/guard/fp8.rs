@@ -1,0 +1,258 @@
+//! What cuDNN takes of attention over 8-bit floats: less than of others, and by other rules.
+
+use crate::lower::{self, Job, Operand};
+use cudnn_graph::Version;
+use sdpa_core::DType;
+use sdpa_core::error::Reason;
+use sdpa_core::expr::{Axis, ParamKind};
+
+/// Compute capability 10, where more is taken.
+const BLACKWELL: u32 = 100;
+
+/// A limit of a field: whether a job, on a runtime and a device, breaks it, with what the field holds.
+struct Row {
+    field: &'static str,
+    limit: &'static str,
+    breaks: fn(&Case<'_>) -> Option<String>,
+}
+
+struct Case<'a> {
+    job: &'a Job,
+    runtime: Version,
+    sm: u32,
+}
+
+impl Case<'_> {
+    fn is_backward(&self) -> bool {
+        super::is_backward(self.job)
+    }
+
+    fn before_blackwell(&self) -> bool {
+        self.sm < BLACKWELL
+    }
+
+    fn dims(&self) -> [i64; 2] {
+        let p = self.job.problem();
+        [p.dim_qk(), p.dim_v()]
+    }
+}
+
+fn when<T: ToString>(breaks: bool, value: T) -> Option<String> {
+    breaks.then(|| value.to_string())
+}
+
+fn is_short(dtype: DType) -> bool {
+    dtype == DType::F16 || dtype == DType::BF16
+}
+
+/// Limits on everything but operands.
+const ROWS: [Row; 16] = [
+    Row {
+        field: "device",
+        limit: "8-bit floats are taken from compute capability 9.0 on",
+        breaks: |c| when(c.sm < 90, format!("sm {}", c.sm)),
+    },
+    Row {
+        field: "cudnn",
+        limit: "8-bit floats are taken from 9.1 on, but not by 9.10.0",
+        breaks: |c| when(c.runtime < lower::FP8_SINCE || c.runtime == Version::new(9, 10, 0), c.runtime),
+    },
+    Row {
+        field: "dim_qk and dim_v",
+        limit: "of 8-bit floats multiples of 16",
+        breaks: |c| when(c.dims().iter().any(|dim| dim % 16 != 0), format!("{:?}", c.dims())),
+    },
+    Row {
+        field: "dim_qk and dim_v",
+        limit: "gradients of 8-bit floats are taken of 128 for compute capability 9",
+        breaks: |c| when(c.before_blackwell() && c.is_backward() && c.dims() != [128; 2], format!("{:?}", c.dims())),
+    },
+    Row {
+        field: "dim_qk and dim_v",
+        limit: "for compute capability 10 up to 128, 192 and 128 from 9.19 on, and 256 forward from 9.26 on",
+        breaks: |c| {
+            let taken = match c.dims() {
+                [192, 128] => c.runtime.at_least(9, 19),
+                [256, 256] => c.runtime.at_least(9, 26) && !c.is_backward(),
+                dims => dims.iter().all(|dim| *dim <= 128),
+            };
+            when(!c.before_blackwell() && !taken, format!("{:?}", c.dims()))
+        },
+    },
+    Row {
+        field: "o_dtype",
+        limit: "results in 16 bits are made of 8-bit floats from 9.13 on for compute capability 10",
+        breaks: |c| {
+            let dtype = c.job.dtype_of(Operand::O);
+            when(!c.is_backward() && is_short(dtype) && (c.before_blackwell() || !c.runtime.at_least(9, 13)), dtype)
+        },
+    },
+    Row {
+        field: "gradient_dtype",
+        limit: "gradients in 16 bits are made of 8-bit floats from 9.13 on for compute capability 10",
+        breaks: |c| {
+            let dtype = c.job.dtype_of(Operand::DQ);
+            when(c.is_backward() && is_short(dtype) && (c.before_blackwell() || !c.runtime.at_least(9, 13)), dtype)
+        },
+    },
+    Row {
+        field: "seq_q",
+        limit: "one query of 8-bit floats is taken for compute capability 10; pad them to two",
+        breaks: |c| when(c.job.problem().seq_q() == 1 && (c.before_blackwell() || c.is_backward()), 1),
+    },
+    Row {
+        field: "packed",
+        limit: "none of 8-bit floats: NVIDIA's own tests leave packed documents of them out for compute capability 9 (illegal instruction)",
+        breaks: |c| when(c.job.problem().packed().is_some(), "documents"),
+    },
+    Row {
+        field: "paged",
+        limit: "none of 8-bit floats: engines are not asked for pages of them",
+        breaks: |c| when(c.job.problem().paged().is_some(), "pages"),
+    },
+    Row {
+        field: "sink",
+        limit: "none beside 8-bit floats before compute capability 10, of one query, and in gradients",
+        breaks: |c| {
+            let in_graph = lower::sink_in_graph(c.job.problem(), c.runtime);
+            when(c.job.problem().sink() && (c.before_blackwell() || c.is_backward() || !in_graph), true)
+        },
+    },
+    Row {
+        field: "score_mods",
+        limit: "none of tensors along queries or keys beside 8-bit floats, which a bias is",
+        breaks: |c| {
+            let along = |kind: ParamKind| match kind {
+                ParamKind::Scalar => false,
+                ParamKind::Tensor { axes, dtype: _ } => axes.iter().any(|axis| matches!(axis, Axis::Q | Axis::K)),
+            };
+            let trace = c.job.problem().score_mod()?;
+            let bias = trace.params().iter().find(|p| along(p.kind))?;
+            Some(bias.name.clone())
+        },
+    },
+    Row {
+        field: "masks",
+        limit: "none about the ends of batch entries beside 8-bit floats: bands and lengths",
+        breaks: |c| c.job.problem().ends().map(|_| c.job.problem().kept().to_string()),
+    },
+    Row {
+        field: "masks",
+        limit: "no left bound beside lengths in gradients of 8-bit floats: building the plan ends the process (9.19)",
+        breaks: |c| {
+            let p = c.job.problem();
+            when(c.is_backward() && p.region().lower.is_some() && super::is_padded(c.job), p.kept())
+        },
+    },
+    Row {
+        field: "stats_base",
+        limit: "natural beside 8-bit floats",
+        breaks: |c| when(c.job.problem().stats_base() == sdpa_core::StatsBase::Two, "two"),
+    },
+    Row {
+        field: "deterministic",
+        limit: "false in gradients of 8-bit floats before compute capability 10: the one engine adds up dq in any order",
+        breaks: |c| when(c.before_blackwell() && c.job.deterministic(), true),
+    },
+];
+
+/// Every limit that a job over 8-bit floats breaks.
+pub(super) fn reasons(job: &Job, runtime: Version, sm: u32) -> Vec<Reason> {
+    let case = Case { job, runtime, sm };
+    let limit = |field: &str, value: String, limit: &str| Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() };
+    let mut all: Vec<Reason> = ROWS.iter().filter_map(|row| Some(limit(row.field, (row.breaks)(&case)?, row.limit))).collect();
+    let copied = lower::densify(job).1;
+    for (operand, tensor) in job.tensors().filter(|(operand, _)| copied.contains(operand)) {
+        let rule = "8-bit floats are read and written in place: 16-byte alignment, strides in multiples of 16";
+        all.push(limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Shape};
+
+    const NEW: Version = Version::new(9, 27, 0);
+
+    fn spec(dims: [i64; 2]) -> AttentionSpec {
+        let [dim_qk, dim_v] = dims;
+        let shape = Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: 130, seq_kv: 200, dim_qk, dim_v };
+        AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bshd)
+    }
+
+    /// The fields that are refused, of a forward pass.
+    fn forward(spec: AttentionSpec, runtime: Version, sm: u32) -> Vec<String> {
+        fields(&spec.validate().unwrap().into(), runtime, sm)
+    }
+
+    fn backward(spec: &BackwardSpec, runtime: Version, sm: u32) -> Vec<String> {
+        fields(&spec.validate().unwrap().into(), runtime, sm)
+    }
+
+    fn fields(job: &Job, runtime: Version, sm: u32) -> Vec<String> {
+        let field = |reason: Reason| match reason {
+            Reason::Limit { field, .. } => field,
+            Reason::KnownBad { what, .. } => what,
+            Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => reason.to_string(),
+        };
+        super::super::reasons(job, runtime, sm, false).into_iter().map(field).collect()
+    }
+
+    #[test]
+    fn devices_and_versions() {
+        let of = |runtime, sm| forward(spec([64, 64]), runtime, sm);
+        assert!(of(NEW, 90).is_empty() && of(NEW, 100).is_empty());
+        assert_eq!(of(NEW, 89), ["device"]);
+        assert!(of(Version::new(9, 0, 0), 90).contains(&"cudnn".to_owned()));
+        assert!(of(Version::new(9, 10, 0), 90).contains(&"cudnn".to_owned()));
+    }
+
+    #[test]
+    fn dims_of_each_architecture() {
+        for (dims, hopper, blackwell) in [
+            ([128, 128], true, true),
+            ([192, 128], true, true),
+            ([256, 256], true, true),
+            ([144, 144], true, false),
+            ([72, 64], false, false),
+        ] {
+            assert_eq!(forward(spec(dims), NEW, 90).is_empty(), hopper, "{dims:?}");
+            assert_eq!(forward(spec(dims), NEW, 100).is_empty(), blackwell, "{dims:?}");
+        }
+        assert!(!forward(spec([256, 256]), Version::new(9, 19, 0), 100).is_empty());
+        for (dims, hopper, blackwell) in
+            [([128, 128], true, true), ([64, 64], false, true), ([192, 128], false, true), ([256, 256], false, false)]
+        {
+            assert_eq!(backward(&spec(dims).backward(), NEW, 90).is_empty(), hopper, "{dims:?}");
+            assert_eq!(backward(&spec(dims).backward(), NEW, 100).is_empty(), blackwell, "{dims:?}");
+        }
+    }
+
+    #[test]
+    fn results_in_16_bits_are_of_compute_capability_10() {
+        let short = |dtype| spec([128, 128]).with_output_in(dtype);
+        assert_eq!(forward(short(DType::BF16), NEW, 90), ["o_dtype"]);
+        assert!(forward(short(DType::BF16), NEW, 100).is_empty() && forward(short(DType::F8E5M2), NEW, 90).is_empty());
+        assert_eq!(backward(&spec([128, 128]).backward().with_gradients_in(DType::F16), NEW, 90), ["gradient_dtype"]);
+        let mixed = spec([128, 128]).backward().with_upstream_in(DType::F8E5M2).with_gradients_in(DType::F8E5M2);
+        assert!(backward(&mixed, NEW, 90).is_empty());
+        assert_eq!(backward(&mixed.deterministic(), NEW, 90), ["deterministic"]);
+    }
+
+    #[test]
+    fn what_is_composed_with_8_bit_floats() {
+        let masked = |text: &str| spec([128, 128]).mask(text.parse::<Mask>().unwrap());
+        for text in ["causal", "causal-bottom-right", "window:30,5", "padding", "prefix-lm:7"] {
+            assert!(forward(masked(text), NEW, 90).is_empty(), "{text}");
+        }
+        assert_eq!(backward(&masked("window:30,0").mask("padding".parse().unwrap()).backward(), NEW, 90), ["masks"]);
+        assert_eq!(forward(spec([128, 128]).score_mod("bias:qk".parse().unwrap()), NEW, 90), ["score_mods"]);
+        assert!(forward(spec([128, 128]).score_mod("softcap:20".parse().unwrap()), NEW, 90).is_empty());
+        assert_eq!(forward(spec([128, 128]).with_sink(), NEW, 90), ["sink"]);
+        let mut apart = spec([128, 128]);
+        apart.q.alignment = 8;
+        assert_eq!(forward(apart, NEW, 90), ["q.strides"]);
+    }
+}

@@ -1,0 +1,171 @@
+//! 8-bit floats: scales of a call, and what its operands and results stand for.
+
+use crate::oracle::{self, element};
+use crate::random::Random;
+use sdpa::fp8::scale_of;
+use sdpa::{Amax, BackwardProblem, DType, Direction, F8E4M3, F8E5M2, Fp8Scale, HostAmax, Operand, Param, ParamValue, Problem};
+
+/// The scales of a problem of 8-bit floats; all are one of any other.
+#[derive(Debug)]
+pub(super) struct Narrowed {
+    dtype: DType,
+    scales: [f32; 13],
+    /// Powers of two that are kept free.
+    margin: i32,
+}
+
+/// The largest magnitude.
+fn amax(numbers: &[f64]) -> f32 {
+    numbers.iter().filter(|x| x.is_finite()).fold(0.0, |amax, x| x.abs().max(amax)) as f32
+}
+
+impl Narrowed {
+    /// Descales of operands: of any size.
+    pub(super) fn draw(dtype: DType, seed: u64) -> Narrowed {
+        let mut random = Random::new(seed ^ 0xf8);
+        let mut narrowed = Narrowed { dtype, scales: [1.0; 13], margin: random.between(0, 2) as i32 };
+        if dtype.is_fp8() {
+            for scale in [Fp8Scale::DescaleQ, Fp8Scale::DescaleK, Fp8Scale::DescaleV, Fp8Scale::DescaleDO] {
+                narrowed.set(scale, random.pick(&[1.0, 0.0625, 0.3, 2.5]));
+            }
+        }
+        narrowed
+    }
+
+    fn set(&mut self, scale: Fp8Scale, value: f32) {
+        self.scales[scale as usize] = value;
+    }
+
+    fn get(&self, scale: Fp8Scale) -> f32 {
+        self.scales[scale as usize]
+    }
+
+    /// Those of the forward pass that are made of its values, which are told as they are.
+    pub(super) fn forward(&mut self, problem: &Problem, values: &[f64]) {
+        if !self.dtype.is_fp8() {
+            return;
+        }
+        // No weight is above 1, or above what stays of it.
+        let most = problem.dropout().map_or(1.0, |dropout| dropout.scale());
+        let weights = scale_of(most, self.dtype, self.margin);
+        let o = scale_of(most * amax(values) * self.get(Fp8Scale::DescaleV), problem.dtype_of(Operand::O), self.margin);
+        let o = if problem.dtype_of(Operand::O).is_fp8() { o } else { 1.5 };
+        for (scale, value) in
+            [(Fp8Scale::ScaleS, weights), (Fp8Scale::DescaleS, weights.recip()), (Fp8Scale::ScaleO, o), (Fp8Scale::DescaleO, o.recip())]
+        {
+            self.set(scale, value);
+        }
+    }
+
+    /// Those of the backward pass: of `d_o` and gradients as what they stand for.
+    pub(super) fn backward(&mut self, problem: &BackwardProblem, (values, upstream): (&[f64], &[f64]), scale: f64, gradients: [&[f64]; 3]) {
+        let forward = problem.forward();
+        let most = forward.dropout().map_or(1.0, |dropout| dropout.scale());
+        // Products of numbers of either sign: six deviations of their sum, of dP and of what is subtracted.
+        let deviation = (forward.dim_v() as f32).sqrt() * amax(values) * self.get(Fp8Scale::DescaleV) * amax(upstream) / 4.0;
+        let slopes = scale_of(most * deviation * scale.abs() as f32, problem.dtype_of(Operand::DO), 1);
+        self.set(Fp8Scale::ScaleDP, slopes);
+        self.set(Fp8Scale::DescaleDP, slopes.recip());
+        let dtype = problem.dtype_of(Operand::DQ);
+        for (scale, gradient) in [Fp8Scale::ScaleDQ, Fp8Scale::ScaleDK, Fp8Scale::ScaleDV].into_iter().zip(gradients) {
+            // Room for what rounding adds.
+            self.set(scale, if dtype.is_fp8() { scale_of(amax(gradient), dtype, 1) } else { 0.75 });
+        }
+    }
+
+    /// What elements of an operand that is read stand for, over what they are.
+    pub(super) fn descale(&self, operand: Operand) -> f64 {
+        self.get(Fp8Scale::of_operand(operand, false)).into()
+    }
+
+    /// What elements of an operand that is read stand for.
+    pub(super) fn real(&self, operand: Operand, mut elements: Vec<f64>) -> Vec<f64> {
+        elements.iter_mut().for_each(|x| *x *= self.descale(operand));
+        elements
+    }
+
+    /// What elements of a result stand for.
+    pub(super) fn stands_for(&self, operand: Operand, mut elements: Vec<f64>) -> Vec<f64> {
+        let scale = f64::from(self.get(Fp8Scale::of_operand(operand, true)));
+        elements.iter_mut().for_each(|x| *x /= scale);
+        elements
+    }
+
+    /// What is rounded to be such elements.
+    pub(super) fn rounds_to(&self, operand: Operand, mut real: Vec<f64>) -> Vec<f64> {
+        let scale = f64::from(self.get(Fp8Scale::of_operand(operand, true)));
+        real.iter_mut().for_each(|x| *x *= scale);
+        real
+    }
+
+    /// The scales of a pass, behind other parameters.
+    pub(super) fn params<'a>(&'a self, direction: Direction, mut params: Vec<Param<'a>>) -> Vec<Param<'a>> {
+        let scales = Fp8Scale::of(direction).iter().filter(|_| self.dtype.is_fp8());
+        params.extend(scales.map(|scale| {
+            let at = *scale as usize;
+            Param { name: scale.name(), value: ParamValue::F32(&self.scales[at..=at]) }
+        }));
+        params
+    }
+
+    /// Room for what a pass tells.
+    pub(super) fn amax(&self, direction: Direction) -> Vec<(Amax, f32)> {
+        Amax::told(self.dtype, direction).iter().map(|amax| (*amax, f32::NAN)).collect()
+    }
+
+    /// What the oracle is told.
+    pub(super) fn told(&self, problem: &Problem) -> Option<oracle::Narrow> {
+        let told = sdpa_oracle::Narrow::forward(self.get(Fp8Scale::ScaleS).into(), self.get(Fp8Scale::ScaleO).into());
+        self.dtype.is_fp8().then(|| oracle::Narrow { told, o: problem.dtype_of(Operand::O) })
+    }
+
+    /// Likewise of a backward pass.
+    pub(super) fn told_backward(&self, problem: &BackwardProblem) -> Option<oracle::Narrow> {
+        let narrow = self.told(problem.forward())?;
+        let gradients = [Fp8Scale::ScaleDQ, Fp8Scale::ScaleDK, Fp8Scale::ScaleDV].map(|scale| self.get(scale).into());
+        let told = sdpa_oracle::Narrow {
+            slopes: self.get(Fp8Scale::ScaleDP).into(),
+            slope: element(problem.dtype_of(Operand::DO)),
+            gradients,
+            gradient: element(problem.dtype_of(Operand::DQ)),
+            ..narrow.told
+        };
+        Some(oracle::Narrow { told, ..narrow })
+    }
+
+    /// Rounding keeps an order: the largest magnitude, scaled and rounded, is that of the elements. Those of tensors that nobody sees are numbers.
+    pub(super) fn judge<const N: usize>(&self, told: &[(Amax, f32)], dtype: DType, results: [(Amax, &Vec<f64>); N]) -> Result<(), String> {
+        for (which, number) in told {
+            let Some((_, elements)) = results.iter().find(|(of, _)| of == which) else {
+                if !number.is_finite() || *number < 0.0 {
+                    return Err(format!("{which} is {number}"));
+                }
+                continue;
+            };
+            let by = match which {
+                Amax::O => Fp8Scale::ScaleO,
+                Amax::DQ => Fp8Scale::ScaleDQ,
+                Amax::DK => Fp8Scale::ScaleDK,
+                Amax::DV => Fp8Scale::ScaleDV,
+                Amax::S | Amax::DP => continue,
+            };
+            let (want, scaled) = (amax(elements), number * self.get(by));
+            let rounded = match dtype {
+                DType::F8E4M3 => F8E4M3::round(scaled),
+                DType::F8E5M2 => F8E5M2::round(scaled),
+                DType::F16 => half::f16::from_f32(scaled).to_f32(),
+                DType::BF16 => half::bf16::from_f32(scaled).to_f32(),
+                DType::F32 | DType::I32 | DType::I64 | DType::Bool => scaled,
+            };
+            if rounded != want {
+                return Err(format!("{which} is {number}, times its scale {scaled}, and the largest element is {want}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Room for numbers, as calls take it.
+pub(super) fn room(told: &mut [(Amax, f32)]) -> Vec<HostAmax<'_>> {
+    told.iter_mut().map(|(of, value)| HostAmax { of: *of, value }).collect()
+}
