@@ -1,8 +1,9 @@
 //! The problems that support is asked for: every case; for each pass a product of masks and lengths with everything else in turn;
-//! packed documents; sinks; dropout; paged caches; every score_mod and mask of the library at one size.
+//! packed documents; sinks; dropout; 8-bit floats; paged caches; every score_mod and mask of the library at one size.
 
 mod dropout;
 mod features;
+mod fp8;
 mod library;
 mod packed;
 mod paged;
@@ -11,7 +12,7 @@ mod sample;
 mod sinks;
 
 pub use features::AXES;
-pub use sample::{SAMPLE, UNIFIED_SAMPLE};
+pub use sample::{FP8_SAMPLE, SAMPLE, UNIFIED_SAMPLE};
 
 use crate::case::Case;
 use sdpa::cudnn::lower::Job;
@@ -88,6 +89,8 @@ pub enum Kind {
     Sink,
     /// Weights that are dropped at random.
     Dropout,
+    /// 8-bit floats.
+    Fp8,
     /// Keys and values in pages.
     Paged,
     /// Score_mods and masks of the library at one size, each as it was asked for.
@@ -143,6 +146,7 @@ pub fn rows() -> Result<Vec<Row>, String> {
     rows.extend(packed::rows()?);
     rows.extend(sinks::rows()?);
     rows.extend(dropout::rows()?);
+    rows.extend(fp8::rows()?);
     rows.extend(paged::rows()?);
     rows.extend(library::rows()?);
     for case in Case::combined()?.into_iter().filter(narrow) {
@@ -170,7 +174,7 @@ mod tests {
     fn names_are_unique_and_all_problems_are_valid() {
         let rows = rows().unwrap();
         assert_eq!(rows.iter().map(|r| &r.name).collect::<BTreeSet<_>>().len(), rows.len());
-        for name in SAMPLE.iter().chain(&UNIFIED_SAMPLE) {
+        for name in SAMPLE.iter().chain(&UNIFIED_SAMPLE).chain(&FP8_SAMPLE) {
             assert!(rows.iter().any(|r| r.name == *name), "{name}");
         }
         for row in &rows {

@@ -50,7 +50,7 @@ rewrites it and compiles every problem that is taken. What is taken has been ask
 A line stands for all problems that share a feature, in as many combinations with the other features as its count says. A cell
 has the form that is taken and the engines that cuDNN offers first for those problems, then what is declined, and why. Where rows
 are not multiples of 16 bytes apart, operands are copied first, and engines are not named. Packed documents,
-sinks, dropout and paged caches have tables of their own, and so have [score_mods and masks that are no bands](#score_mods-and-masks); [what is declined](#why) stands at the
+sinks, dropout, 8-bit floats and paged caches have tables of their own, and so have [score_mods and masks that are no bands](#score_mods-and-masks); [what is declined](#why) stands at the
 end, in cuDNN's own words where it was asked.
 ";
 
@@ -63,6 +63,7 @@ pub fn table(rows: &[Row], runtimes: &[(&str, Vec<Asked>)]) -> String {
         (Kind::Packed, ", packed documents"),
         (Kind::Sink, ", sinks"),
         (Kind::Dropout, ", dropout"),
+        (Kind::Fp8, ", 8-bit floats"),
         (Kind::Paged, ", paged caches"),
     ] {
         for (runtime, asked) in runtimes {

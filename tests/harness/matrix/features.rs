@@ -54,7 +54,7 @@ pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
         if dim_qk == dim_v { dim_qk.to_string() } else { format!("{dim_qk} and {dim_v}") },
         order(forward).to_owned(),
         stats.to_owned(),
-        forward.dtype.to_string(),
+        type_feature(spec),
         strides.to_owned(),
         page_feature(forward),
         if forward.sink { "with a sink" } else { "without a sink" }.to_owned(),
@@ -87,6 +87,17 @@ fn pass_feature(spec: &Spec) -> String {
             format!("backward{same}{wrt}")
         }
     }
+}
+
+/// Of 8-bit floats with those of results and gradients, where they are others.
+fn type_feature(spec: &Spec) -> String {
+    let forward = spec.forward();
+    let (own, other) = match spec {
+        Spec::Forward(_) => (forward.dtype, [("o", forward.o_dtype), ("", None)]),
+        Spec::Backward(b) => (forward.dtype, [("d_o", b.d_o_dtype), ("gradients", b.gradient_dtype)]),
+    };
+    let others = other.into_iter().filter_map(|(name, dtype)| Some((name, dtype.filter(|dtype| *dtype != own)?)));
+    others.fold(own.to_string(), |text, (name, dtype)| format!("{text}, {name} in {dtype}"))
 }
 
 fn score_mod_feature(spec: &AttentionSpec) -> String {
@@ -174,6 +185,7 @@ fn tensors(spec: &Spec) -> Vec<TensorSpec> {
 
 /// Whether every row begins at a multiple of 16 bytes and has elements of its own: what the engines read and write in place.
 fn in_place(t: &TensorSpec, spec: &AttentionSpec) -> bool {
+    // Results that are wider lie as well.
     let element = i64::from(spec.dtype.bits() / 8);
     let rows = t.dims.iter().zip(t.strides).take(3).all(|(&extent, stride)| extent == 1 || (stride > 0 && stride * element % 16 == 0));
     rows && t.alignment >= 16 && (t.strides[3] == 1 || t.dims[3] == 1)

@@ -53,3 +53,13 @@ pub const UNIFIED_SAMPLE: [&str; 9] = [
     "paged, of 48; score_mod none; causal, bottom right, beside lengths; decode; GQA; dims 128; without a sink; with stats; bf16",
     "softcap:30; causal; forward",
 ];
+
+/// Rows of 8-bit floats that are compiled on every run, for devices that take such.
+pub const FP8_SAMPLE: [&str; 6] = [
+    "8 bits; score_mod none; no mask; equal, off every tile; MHA; dims 128; batch, seq, head, dim; with stats; f8e4m3",
+    "8 bits; score_mod softcap:30; window; equal, off every tile; MHA; dims 128; batch, seq, head, dim; with stats; f8e4m3, o in f8e5m2",
+    "8 bits; score_mod none; padding; more keys than queries; MHA; dims 128; batch, head, seq, dim; without stats; f8e4m3",
+    "backward: 8 bits; score_mod none; causal, bottom right; more keys than queries; MHA; dims 128; batch, head, seq, dim; any order; f8e4m3, d_o in f8e5m2, gradients in f8e5m2",
+    "backward: 8 bits; score_mod none; padding; more keys than queries; MHA; dims 128; batch, head, seq, dim; any order; f8e4m3",
+    "backward: 8 bits; score_mod none; several masks; equal, off every tile; MHA; dims 128; batch, seq, head, dim; any order; f8e5m2",
+];

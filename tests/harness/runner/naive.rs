@@ -11,8 +11,8 @@ use half::{bf16, f16};
 use rules::Rules;
 use sdpa::{
     AttentionSpec, BackwardProblem, BackwardSpec, DROPOUT_OFFSET, DROPOUT_SEED, DType, Elements, ElementsMut, Error, Executor,
-    ExecutorName, HostBackward, HostForward, Layout, Mask, Param, ParamValue, Prepared, PreparedBackward, Problem, Reason, Report, SINK,
-    Shape, StatsBase, TensorSpec, Unsupported,
+    ExecutorName, F8E4M3, F8E5M2, HostBackward, HostForward, Layout, Mask, Param, ParamValue, Prepared, PreparedBackward, Problem, Reason,
+    Report, SINK, Shape, StatsBase, TensorSpec, Unsupported,
 };
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
@@ -103,6 +103,8 @@ impl Dense {
             Elements::F32(x) => x[at],
             Elements::F16(x) => x[at].to_f32(),
             Elements::BF16(x) => x[at].to_f32(),
+            Elements::F8E4M3(x) => x[at].to_f32(),
+            Elements::F8E5M2(x) => x[at].to_f32(),
         };
         let [_, heads, seq, dim] = tensor.dims.map(|n| n as usize);
         Dense(heads, seq, dim, Laid::from(tensor).places().into_iter().flatten().map(get).collect())
@@ -121,6 +123,8 @@ fn set(to: &mut ElementsMut<'_>, at: usize, value: f32, adds: bool) {
     match to {
         ElementsMut::F32(x) => x[at] = if adds { x[at] + value } else { value },
         ElementsMut::F16(x) => x[at] = f16::from_f32(if adds { x[at].to_f32() + value } else { value }),
+        ElementsMut::F8E4M3(x) => x[at] = F8E4M3::from_f32(if adds { x[at].to_f32() + value } else { value }),
+        ElementsMut::F8E5M2(x) => x[at] = F8E5M2::from_f32(if adds { x[at].to_f32() + value } else { value }),
         ElementsMut::BF16(x) => x[at] = bf16::from_f32(if adds { x[at].to_f32() + value } else { value }),
     }
 }

@@ -3,6 +3,7 @@
 
 mod declined;
 mod expressions;
+mod fp8;
 mod packed;
 mod paged;
 mod pieces;

@@ -46,7 +46,7 @@ fn is_short(dtype: DType) -> bool {
 }
 
 /// Limits on everything but operands.
-const ROWS: [Row; 16] = [
+const ROWS: [Row; 17] = [
     Row {
         field: "device",
         limit: "8-bit floats are taken from compute capability 9.0 on",
@@ -142,6 +142,15 @@ const ROWS: [Row; 16] = [
         breaks: |c| {
             let p = c.job.problem();
             when(c.is_backward() && p.region().lower.is_some() && super::is_padded(c.job), p.kept())
+        },
+    },
+    Row {
+        field: "masks",
+        limit: "a key for every query in gradients of 8-bit floats, whose masks come in front of stats: −∞ less −∞ is no number",
+        breaks: |c| {
+            let (p, kept) = (c.job.problem(), c.job.problem().kept());
+            let keyless = (0..p.seq_q()).any(|query| kept.key_range(query, [p.seq_q(), p.seq_kv()]).is_empty());
+            when(c.is_backward() && (keyless || kept.rest.is_some()), kept)
         },
     },
     Row {
@@ -248,6 +257,13 @@ mod tests {
             assert!(forward(masked(text), NEW, 90).is_empty(), "{text}");
         }
         assert_eq!(backward(&masked("window:30,0").mask("padding".parse().unwrap()).backward(), NEW, 90), ["masks"]);
+        assert!(backward(&masked("causal-bottom-right").backward(), NEW, 90).is_empty());
+        let mut long = masked("causal-bottom-right");
+        for tensor in [&mut long.k, &mut long.v] {
+            *tensor = sdpa_core::TensorSpec::dense([2, 4, 100, 128], Layout::Bshd);
+        }
+        assert_eq!(backward(&long.backward(), NEW, 90), ["masks"]);
+        assert_eq!(backward(&masked("document").backward(), NEW, 90), ["masks"]);
         assert_eq!(forward(spec([128, 128]).score_mod("bias:qk".parse().unwrap()), NEW, 90), ["score_mods"]);
         assert!(forward(spec([128, 128]).score_mod("softcap:20".parse().unwrap()), NEW, 90).is_empty());
         assert_eq!(forward(spec([128, 128]).with_sink(), NEW, 90), ["sink"]);

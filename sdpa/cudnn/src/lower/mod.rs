@@ -98,6 +98,11 @@ pub(crate) fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
 /// # Errors
 /// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`](cudnn_graph::Graph::verify) finds is a bug of the lowering.
 pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerError> {
+    if form == Form::Unified && job.problem().dtype().is_fp8() {
+        return Err(LowerError::Unsupported(
+            "8-bit floats in the unified form: the composite one has them on every runtime that takes such".to_owned(),
+        ));
+    }
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
         (Job::Forward(problem), Form::Unified) => unified::lower(problem, runtime),
