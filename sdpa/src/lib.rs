@@ -20,7 +20,8 @@
 //!     stats: None,
 //!     row_max: None,
 //!     sum_exp: None,
-//!     amax: Vec::new(), attn_scale: None,
+//!     amax: Vec::new(),
+//!     attn_scale: None,
 //!     params: &[],
 //! })?;
 //! assert!(o.iter().all(|x| (x - 2.0).abs() < 1e-6));
@@ -79,6 +80,10 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/merging.md")]
 struct Merging;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/fp8.md")]
+struct Fp8;
 
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/cache.md")]

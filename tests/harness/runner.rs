@@ -27,6 +27,7 @@ pub use backward::{
 pub use dropped::{Drops, dropped};
 pub use library::{Tree, library_suite, run_tree};
 use narrow::Narrowed;
+pub use narrow::{random_fp8, random_fp8_gradients};
 use own::Own;
 pub use parallel::side_by_side;
 pub use rounding::rounding;

@@ -1,6 +1,7 @@
 //! The raw tier over the recording library: what a call submits, in which order, on what; and that a call which is refused submits
 //! nothing. The library is strict about what it is given (see `tests/recording`), so that every call here is checked by it too.
 
+mod fp8;
 mod statistics;
 mod tier;
 

@@ -31,10 +31,10 @@ mod weight;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
-  right:  suite [RANDOM [packed|paged|sinks|ends|dropout|pieces]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+  right:  suite [RANDOM [packed|paged|sinks|ends|dropout|pieces|fp8]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large] | lengths [right]
           | packed [PROBLEMS] | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
-  fast:   speed | speed-backward | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
+  fast:   speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
           | time (JSON lines in and out)
   said:   version (of cuDNN)";
 
@@ -46,6 +46,7 @@ fn main() -> ExitCode {
         Some("suite") => suite::run(number(1, 200)),
         Some("speed") => speed::run(),
         Some("speed-backward") => speed::backward(),
+        Some("speed-fp8") => speed::fp8(),
         Some("short") => speed::short(),
         Some("host") => host::run(),
         #[cfg(not(target_vendor = "apple"))]

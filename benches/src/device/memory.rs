@@ -7,7 +7,7 @@ use sdpa::AttentionSpec;
 use sdpa::cudnn::lower::{Job, Operand};
 use sdpa::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, Replay};
 use sdpa::expr::{Declared, ParamKind};
-use sdpa::{DType, packed};
+use sdpa::{Amax, DType, DeviceAmax, Direction, F8E4M3, F8E5M2, Fp8Scale, packed};
 
 /// Packed documents of the document mask.
 const DOCUMENTS: i64 = 8;
@@ -18,6 +18,9 @@ pub(crate) struct Memory {
     stats: Option<Buffer>,
     params: Vec<(Declared, Option<Buffer>)>,
     gradients: Vec<(String, Buffer)>,
+    /// One f32 each, 16 bytes apart.
+    amax: Vec<DeviceAmax<DeviceSlice>>,
+    _told: Buffer,
     workspace: Buffer,
 }
 
@@ -35,13 +38,17 @@ pub(crate) fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) ->
         buffer.upload(stream, 0, &all.map(|&x| half::bf16::from_f32(x)).collect::<Vec<_>>())?;
     } else if dtype == DType::F16 {
         buffer.upload(stream, 0, &all.map(|&x| half::f16::from_f32(x)).collect::<Vec<_>>())?;
+    } else if dtype == DType::F8E4M3 {
+        buffer.upload(stream, 0, &all.map(|&x| F8E4M3::from_f32(x).to_bits()).collect::<Vec<_>>())?;
+    } else if dtype == DType::F8E5M2 {
+        buffer.upload(stream, 0, &all.map(|&x| F8E5M2::from_f32(x).to_bits()).collect::<Vec<_>>())?;
     } else {
         buffer.upload(stream, 0, &all.copied().collect::<Vec<f32>>())?;
     }
     Ok(buffer)
 }
 
-/// Lengths and documents that mean something, seed and offset of dropout; anything else is random.
+/// Lengths and documents that mean something, seed and offset of dropout, scales of 8-bit floats; anything else is random.
 fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buffer>> {
     let ParamKind::Tensor { axes, dtype } = p.kind else { return Ok(None) };
     let elements = axes.elements(extents);
@@ -62,6 +69,18 @@ fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buff
         let values: Vec<i32> = (0..elements).map(|n| value(n) as i32).collect();
         let mut buffer = Buffer::new(stream.device(), values.len() * 4)?;
         buffer.upload(stream, 0, &values)?;
+        return Ok(Some(buffer));
+    }
+    let directions = [Direction::Forward, Direction::Backward];
+    if directions.into_iter().flat_map(Fp8Scale::of).any(|scale| scale.name() == p.name) {
+        // Operands are their own scale; weights are not above 1.
+        let number = match p.name.as_str() {
+            "scale_s" => 256.0,
+            "descale_s" => 1.0 / 256.0,
+            _ => 1f32,
+        };
+        let mut buffer = Buffer::new(stream.device(), 4)?;
+        buffer.upload(stream, 0, &[number])?;
         return Ok(Some(buffer));
     }
     if dtype == DType::I64 {
@@ -94,7 +113,7 @@ impl Memory {
                 (None, Some(paged), Operand::K | Operand::V) => paged.container(&tensor),
                 (None, _, _) => tensor,
             };
-            operands.push((operand, random(stream, problem.dtype(), tensor.extent().unwrap_or(0), seed * 16 + n as u64 + 1)?));
+            operands.push((operand, random(stream, job.dtype_of(operand), tensor.extent().unwrap_or(0), seed * 16 + n as u64 + 1)?));
         }
         let stats = if problem.stats() { Some(random(stream, DType::F32, problem.stats_elements(), 7)?) } else { None };
         let mut params = Vec::new();
@@ -108,8 +127,12 @@ impl Memory {
                 gradients.push((g.name.clone(), Buffer::new(stream.device(), bytes as usize)?));
             }
         }
+        let told = Amax::told(problem.dtype(), job.direction());
+        let numbers = Buffer::new(stream.device(), 16 * told.len().max(1))?;
+        let place = |n: usize| DeviceSlice { address: numbers.address() + 16 * n as u64, bytes: 4 };
+        let amax = told.iter().enumerate().map(|(n, of)| DeviceAmax { of: *of, slice: place(n) }).collect();
         let workspace = Buffer::new(stream.device(), workspace as usize)?;
-        Ok(Memory { operands, stats, params, gradients, workspace })
+        Ok(Memory { operands, stats, params, gradients, amax, _told: numbers, workspace })
     }
 
     /// The same lengths, of queries and keys, for every batch entry, where they are parameters.
@@ -138,6 +161,10 @@ impl Memory {
 
     /// Outputs and stats of the forward pass: not-a-number takes less power, and so less time.
     pub(crate) fn forward_first(&self, executor: &CudnnExecutor, stream: &Stream, spec: &AttentionSpec) -> Result<()> {
+        // The parameters and numbers of 8-bit floats are those of the backward pass; its output is random.
+        if spec.dtype.is_fp8() {
+            return Ok(());
+        }
         let first = executor.attention(&spec.validate()?)?.0;
         let workspace = Buffer::new(stream.device(), first.workspace_bytes() as usize)?;
         let handle = executor.library().handle(stream)?;
@@ -167,7 +194,7 @@ impl Memory {
 
     /// A forward call over it.
     pub(crate) fn forward_call<'a>(
-        &self,
+        &'a self,
         params: &'a [DeviceParam<'a>],
         attn_scale: Option<f32>,
         workspace: Option<DeviceSlice>,
@@ -181,7 +208,7 @@ impl Memory {
             stats: self.stats.as_ref().map(slice),
             row_max: None,
             sum_exp: None,
-            amax: &[],
+            amax: &self.amax,
             attn_scale,
             params,
             workspace,
@@ -272,7 +299,7 @@ impl Memory {
 
     /// A backward call over it.
     pub(crate) fn backward_call<'a>(
-        &self,
+        &'a self,
         params: &'a [DeviceParam<'a>],
         gradients: &'a [DeviceGradient<'a>],
         attn_scale: Option<f32>,
@@ -288,7 +315,7 @@ impl Memory {
             dq: self.at(Operand::DQ),
             dk: self.at(Operand::DK),
             dv: self.at(Operand::DV),
-            amax: &[],
+            amax: &self.amax,
             attn_scale,
             params,
             gradients,

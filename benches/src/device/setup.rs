@@ -43,6 +43,20 @@ fn row(batch: i64, heads_q: i64, heads_kv: i64, seq_q: i64, seq_kv: i64, dim: i6
     (format!("{mask} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim})"), spec)
 }
 
+/// 8-bit floats, and the same problems in bf16.
+pub(crate) fn fp8_problems() -> Vec<(String, AttentionSpec)> {
+    let mut all = Vec::new();
+    for (batch, heads, seq) in [(4, 32, 4096), (4, 16, 16384), (1, 32, 32768)] {
+        for masks in [&[][..], &[Mask::causal()]] {
+            for dtype in [DType::BF16, DType::F8E4M3, DType::F8E5M2] {
+                let (name, spec) = row(batch, heads, heads, seq, seq, 128, masks);
+                all.push((format!("{dtype} {name}"), AttentionSpec { dtype, ..spec }));
+            }
+        }
+    }
+    all
+}
+
 /// Lengths from 8 to 512, with and without a mask, few and many heads.
 pub(crate) fn short_problems() -> Vec<(String, AttentionSpec)> {
     let mut all = Vec::new();

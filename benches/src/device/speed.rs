@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use crate::memory::Memory;
-use crate::setup::{Result, executor, median, problems, short_problems};
+use crate::setup::{Result, executor, fp8_problems, median, problems, short_problems};
 use cudnn_graph::{Policy, Target};
 use sdpa::AttentionSpec;
 use sdpa::cudnn::lower::{self, Form, Job};
@@ -25,6 +25,12 @@ pub(crate) fn backward() -> Result<()> {
 /// Short prompts, where another engine may be the better one.
 pub(crate) fn short() -> Result<()> {
     measure(short_problems(), false)
+}
+
+/// 8-bit floats, forward and backward, with bf16 beside them.
+pub(crate) fn fp8() -> Result<()> {
+    measure(fp8_problems(), false)?;
+    measure(fp8_problems().into_iter().map(|(name, spec)| (name, spec.with_stats())).collect(), true)
 }
 
 fn measure(problems: Vec<(String, AttentionSpec)>, backward: bool) -> Result<()> {

@@ -64,10 +64,12 @@ pub(crate) enum Part {
     Dropout,
     /// Masks that are unions of bands, band by band.
     Pieces,
+    /// 8-bit floats.
+    Fp8,
 }
 
 impl Part {
-    pub(crate) const ALL: [Part; 6] = [Part::Packed, Part::Paged, Part::Sinks, Part::Ends, Part::Dropout, Part::Pieces];
+    pub(crate) const ALL: [Part; 7] = [Part::Packed, Part::Paged, Part::Sinks, Part::Ends, Part::Dropout, Part::Pieces, Part::Fp8];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -77,6 +79,7 @@ impl Part {
             Part::Ends => "ends",
             Part::Dropout => "dropout",
             Part::Pieces => "pieces",
+            Part::Fp8 => "fp8",
         }
     }
 
@@ -98,6 +101,7 @@ impl Part {
                 };
                 Ok(Case::all_library()?.into_iter().filter(|case| several(case).is_some()).collect())
             }
+            Part::Fp8 => Case::all_fp8(),
         }
     }
 
@@ -109,6 +113,7 @@ impl Part {
             Part::Sinks => runner::random_padded(random, &narrow).with_sink(),
             Part::Ends => runner::random_ends(random, &narrow),
             Part::Pieces => runner::random_pieces(random, &narrow),
+            Part::Fp8 => runner::random_fp8(random),
             Part::Dropout => runner::random_spec(random, &narrow).with_dropout(random.pick(&[0.003, 0.1, 0.5, 0.9])),
         }
     }
@@ -117,7 +122,7 @@ impl Part {
     fn options(self, form: Option<Form>) -> PlanOptions {
         let pieces = match self {
             Part::Pieces => Pieces::Always,
-            Part::Packed | Part::Paged | Part::Sinks | Part::Ends | Part::Dropout => Pieces::Auto,
+            Part::Packed | Part::Paged | Part::Sinks | Part::Ends | Part::Dropout | Part::Fp8 => Pieces::Auto,
         };
         PlanOptions { form, pieces, ..PlanOptions::default() }
     }
@@ -145,7 +150,11 @@ impl Part {
             others.add(label, &format!("{name} {seed}"), &outcome);
             if trains {
                 let source = if seed % 2 == 0 { Source::Oracle } else { Source::Executor };
-                let backward = runner::gradients_elsewhere(spec, &mut stream);
+                let backward = match self {
+                    Part::Fp8 => runner::random_fp8_gradients(spec, &mut stream),
+                    Part::Pieces => spec.backward(),
+                    Part::Packed | Part::Paged | Part::Sinks | Part::Ends | Part::Dropout => runner::gradients_elsewhere(spec, &mut stream),
+                };
                 let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
                 let outcome = runner::run_backward(&backward, &draw, source, executor);
                 others.add(label, &format!("{name} backward {seed}{}", source.suffix()), &outcome);
@@ -169,8 +178,8 @@ impl Part {
 /// One part alone, in every form that a runtime may be asked for.
 pub(crate) fn part(part: Part, random: u64) -> Result<()> {
     let mut failed = 0;
-    // The other form drops no weights.
-    let forms: &[Option<Form>] = if matches!(part, Part::Dropout) { &[None] } else { &[None, Some(Form::Unified)] };
+    // The other form drops no weights, and is not asked for 8-bit floats.
+    let forms: &[Option<Form>] = if matches!(part, Part::Dropout | Part::Fp8) { &[None] } else { &[None, Some(Form::Unified)] };
     for &form in forms {
         let label = form.map_or("cudnn", Form::name);
         failed += part.run(label, random, form)?;

@@ -46,6 +46,13 @@ struct Question {
     /// `always` or `never`, each band of a mask by itself; else where that is faster.
     #[serde(default)]
     pieces: Pieces,
+    /// Of 8-bit floats: the types of the output, of its gradient, and of theirs.
+    #[serde(default)]
+    o_dtype: Option<DType>,
+    #[serde(default)]
+    d_o_dtype: Option<DType>,
+    #[serde(default)]
+    gradient_dtype: Option<DType>,
     /// `composite` or `unified`; else the better one.
     #[serde(default)]
     form: Option<Form>,
@@ -105,6 +112,7 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
         spec = AttentionSpec::paged(question.dtype, question.shape, Paged { page_size, pages: per_entry * question.shape.batch });
     }
     spec.sink = question.sink;
+    spec.o_dtype = question.o_dtype;
     if let Some(p) = question.dropout {
         spec = spec.with_dropout(p);
     }
@@ -117,6 +125,7 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
     spec.stats = question.backward;
     let mut backward = spec.backward();
     backward.deterministic = question.deterministic;
+    (backward.d_o_dtype, backward.gradient_dtype) = (question.d_o_dtype, question.gradient_dtype);
     for name in &question.wrt {
         backward = backward.wrt(name, if name == SINK { DType::F32 } else { question.dtype });
     }

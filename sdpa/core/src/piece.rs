@@ -49,10 +49,10 @@ impl Piece {
 }
 
 impl Problem {
-    /// The problem of one piece of what the masks keep, over the rows of the operands that it has, with stats. `None` where an option looks beyond the piece: sinks, dropout, lengths, pages, statistics
+    /// The problem of one piece of what the masks keep, over the rows of the operands that it has, with stats. `None` where an option looks beyond the piece: sinks, dropout, 8-bit floats, lengths, pages, statistics
     /// besides stats, tensors over queries or keys.
     pub fn piece(&self, piece: &Piece) -> Option<Problem> {
-        let beyond = self.packed().is_some() || self.paged().is_some() || self.sink() || self.dropout().is_some();
+        let beyond = self.packed().is_some() || self.paged().is_some() || self.sink() || self.dropout().is_some() || self.dtype().is_fp8();
         if beyond || self.row_max || self.sum_exp || self.stats_base != StatsBase::Natural {
             return None;
         }

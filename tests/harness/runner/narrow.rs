@@ -3,7 +3,10 @@
 use crate::oracle::{self, element};
 use crate::random::Random;
 use sdpa::fp8::scale_of;
-use sdpa::{Amax, BackwardProblem, DType, Direction, F8E4M3, F8E5M2, Fp8Scale, HostAmax, Operand, Param, ParamValue, Problem};
+use sdpa::{
+    Amax, AttentionSpec, BackwardProblem, BackwardSpec, DType, Direction, F8E4M3, F8E5M2, Fp8Scale, HostAmax, Layout, Operand, Param,
+    ParamValue, Problem, Shape,
+};
 
 /// The scales of a problem of 8-bit floats; all are one of any other.
 #[derive(Debug)]
@@ -163,6 +166,42 @@ impl Narrowed {
         }
         Ok(())
     }
+}
+
+/// A random problem of 8-bit floats, many of them such as an engine takes: lengths off every tile, bands and lengths of entries.
+pub fn random_fp8(random: &mut Random) -> AttentionSpec {
+    let heads_kv = random.between(1, 4);
+    let dims = random.pick(&[[128, 128], [128, 128], [64, 64], [192, 128], [256, 256], [96, 96]]);
+    let shape = Shape {
+        batch: random.between(1, 3),
+        heads_q: heads_kv * random.pick(&[1, 1, 2]),
+        heads_kv,
+        seq_q: random.between(2, 400),
+        seq_kv: random.between(2, 500),
+        dim_qk: dims[0],
+        dim_v: dims[1],
+    };
+    let dtype = random.pick(&[DType::F8E4M3, DType::F8E4M3, DType::F8E5M2]);
+    let mut spec = AttentionSpec::dense(dtype, shape, random.pick(&[Layout::Bhsd, Layout::Bshd, Layout::Sbhd]));
+    spec.o_dtype = random.pick(&[None, None, Some(DType::F8E5M2), Some(DType::F8E4M3)]);
+    let masks: &[&str] = random.pick(&[
+        &[][..],
+        &["causal"],
+        &["causal-bottom-right"],
+        &["window:40,0"],
+        &["window:30,9"],
+        &["padding"],
+        &["padding", "causal"],
+    ]);
+    spec.masks = masks.iter().filter_map(|mask| mask.parse().ok()).collect();
+    spec.stats = random.between(0, 1) == 0;
+    spec
+}
+
+/// The gradient of one: half of them in the other format.
+pub fn random_fp8_gradients(spec: AttentionSpec, random: &mut Random) -> BackwardSpec {
+    let other = random.pick(&[None, Some(DType::F8E5M2)]);
+    BackwardSpec { d_o_dtype: other, gradient_dtype: other, ..spec.backward() }
 }
 
 /// Room for numbers, as calls take it.

@@ -56,7 +56,9 @@ impl<'a> Memory<'a> {
                     Contents::Numbers(Table::I32(x)) => (memory.push(x.iter().map(|x| f64::from(*x)).collect()), 0),
                     Contents::Ones(..) => panic!("pieces sum nothing"),
                 },
-                Source::Statistic(_) | Source::Gradient(_) | Source::Lengths { .. } => panic!("pieces have no {}", slot.name),
+                Source::Statistic(_) | Source::Gradient(_) | Source::Amax(_) | Source::Lengths { .. } => {
+                    panic!("pieces have no {}", slot.name)
+                }
             };
             memory.slots.push(place);
         }
@@ -331,6 +333,7 @@ fn offsets_are_rows() {
             | Source::Statistic(_)
             | Source::Param(_)
             | Source::Gradient(_)
+            | Source::Amax(_)
             | Source::Table(_)
             | Source::Scratch(_)
             | Source::Lengths { .. } => None,

@@ -73,7 +73,7 @@ impl Absorbed<'_> {
             Source::Statistic(Statistic::Stats) | Source::Scratch(_) => beside(made),
             Source::Param(_) => made.slot(slot.name.clone(), slot.source),
             Source::Table(at) => made.table(own.tables()[at].clone(), slot.bytes),
-            Source::Rows(..) | Source::Statistic(_) | Source::Gradient(_) | Source::Lengths { .. } => {
+            Source::Rows(..) | Source::Statistic(_) | Source::Gradient(_) | Source::Amax(_) | Source::Lengths { .. } => {
                 return Err(bug(format!("a piece has {}", slot.name)));
             }
         };
