@@ -1,0 +1,371 @@
+#!/usr/bin/env python3
+"""The Python package on an NVIDIA GPU: python3 benches/flex_python.py [check] [time] [stack] [curve]; without words, all of them.
+
+check  correctness beside textbook attention in f64, gradients too; CUDA graphs, streams and threads, opcheck, compilation, refusals
+time   device and host time of a call of ALiBi and of softcap, of this package and of FlexAttention
+stack  layers of Gemma 2's shape, forward and backward, beside FlexAttention, eager attention and PyTorch's SDPA
+curve  the losses of 200 steps beside those of eager attention
+
+Needs PyTorch with CUDA, and the wheel of sdpa/python installed: `scripts/python.sh --release` makes it.
+"""
+
+import math
+import pathlib
+import statistics
+import sys
+import threading
+import time
+import traceback
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "sdpa" / "python" / "tests"))
+import textbook  # noqa: E402
+from torch.nn.attention import flex_attention as theirs  # noqa: E402
+
+import sdpa  # noqa: E402
+import sdpa.op  # noqa: E402
+from sdpa import create_block_mask, flex_attention  # noqa: E402
+from sdpa.flex import attend  # noqa: E402
+from sdpa.mods import joined  # noqa: E402
+
+FAILED = []
+
+
+def case(name):
+    """Runs a check now, and goes on where it fails."""
+
+    def run(f):
+        start = time.perf_counter()
+        try:
+            said = f()
+            torch.cuda.synchronize()
+            print(f"ok    {name} ({time.perf_counter() - start:.1f} s){': ' + str(said) if said else ''}", flush=True)
+        except Exception as e:  # noqa: BLE001 - told, and counted
+            FAILED.append(name)
+            print(f"FAIL  {name}: {type(e).__name__}: {e}", flush=True)
+            traceback.print_exc(limit=4)
+
+    return run
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def window(b, h, q, k):
+    return (q >= k) & (q - k < 100)
+
+
+def operands(b=2, h=8, hk=2, q=515, k=515, d=64, dv=64, dtype=torch.bfloat16, bshd=False):
+    made = []
+    for heads, seq, dim in ((h, q, d), (hk, k, d), (hk, k, dv)):
+        x = torch.randn(b, seq, heads, dim).transpose(1, 2) if bshd else torch.randn(b, heads, seq, dim)
+        x = x.to(dtype)
+        made.append((x.detach() if bshd else x).requires_grad_())
+    return made
+
+
+def compare(qkv, score_mod=None, mask_mod=None, params=(), tolerance=2e-2, spread=False, lse=False, **options):
+    q, k, v = qkv
+    mask = mask_mod and create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2])
+    o, stats = flex_attention(q, k, v, score_mod, mask, return_lse=True, enable_gqa=True, **options)
+    wanted, log = textbook.attention(q, k, v, score_mod, mask_mod, **options)
+    textbook.close(o, wanted, "o", tolerance)
+    textbook.close(stats, log, "lse", 1e-2)
+    up = torch.ones((), dtype=o.dtype).expand(o.shape) if spread else torch.randn_like(o)
+    along = torch.randn_like(stats) if lse else torch.zeros_like(stats)
+    wrt = [*qkv, *params]
+    loss = lambda o, l: [(o * up).sum()] + ([(torch.where(torch.isfinite(log), l, 0.0) * along).sum()] if lse else [])  # noqa: E731, E741
+    ours, own = torch.autograd.grad(loss(o, stats), wrt), torch.autograd.grad(loss(wanted, log), wrt)
+    for n, (x, y) in enumerate(zip(ours, own)):
+        textbook.close(x, y, f"gradient {n}", 1.5 * tolerance)
+
+
+def on_device(f):
+    """Makes tensors on the GPU where nothing else is said. A mode of PyTorch's, and so not for what is timed."""
+
+    def run(*args, **options):
+        with torch.device("cuda"):
+            return f(*args, **options)
+
+    return run
+
+
+@on_device
+def check():
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
+    torch.manual_seed(1)
+    slopes = torch.tensor([2.0 ** -(n + 1) for n in range(8)])
+    cap = sdpa.scalar("cap", 15.0)
+    case("plain")(lambda: compare(operands(h=4, hk=4)))
+    case("causal, GQA, f16")(lambda: compare(operands(dtype=torch.float16), None, causal, tolerance=6e-3))
+    case("causal, dims 128, (batch, seq, head, dim) in memory")(lambda: compare(operands(d=128, dv=128, bshd=True), None, causal))
+    case("window")(lambda: compare(operands(), None, window))
+    case("softcap, causal")(lambda: compare(operands(), lambda s, b, h, q, k: 5 * torch.tanh(s / 5), causal))
+    case("ALiBi, causal")(lambda: compare(operands(), lambda s, b, h, q, k: s + slopes[h] * (k - q), causal))
+    case("prefix, odd lengths")(lambda: compare(operands(q=301, k=777), None, lambda b, h, q, k: (k <= q) | (k < 130)))
+    case("whole numbers: // and %")(lambda: compare(operands(), None, lambda b, h, q, k: ((q - k) // 3) % 2 == 0))
+    documents = torch.randint(0, 4, (2, 515)).sort(-1).values
+    case("documents")(lambda: compare(operands(), None, lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q >= k)))
+    truth = torch.rand(515, 515) < 0.5
+    case("array of truth values")(lambda: compare(operands(), None, lambda b, h, q, k: truth[q, k]))
+    for dtype in (torch.bfloat16, torch.float32):
+        bias = torch.randn(8, 515, 515).to(dtype).requires_grad_()
+        case(f"bias in {dtype} with a gradient")(lambda bias=bias: compare(operands(), lambda s, b, h, q, k: s + bias[h, q, k], causal, [bias]))
+    case("gradient of the output spread from one number")(lambda: compare(operands(), None, causal, spread=True))
+    case("gradient through the log-sum-exp")(lambda: compare(operands(), None, causal, lse=True, tolerance=3e-2))
+    case("scale")(lambda: compare(operands(), None, causal, scale=0.3))
+
+    @case("a scalar changes without a new plan")
+    def _():
+        mod = lambda s, b, h, q, k: cap * torch.tanh(s / cap)  # noqa: E731
+        q, k, v = operands()
+        for x in (15.0, 3.0):
+            cap.value = x
+            flex_attention(q, k, v, mod, enable_gqa=True)
+            wanted = textbook.attention(q, k, v, lambda s, *_, x=x: x * torch.tanh(s / x))[0]
+            textbook.close(flex_attention(q, k, v, mod, enable_gqa=True), wanted, "o", 2e-2)
+
+    @case("sink with a gradient")
+    def _():
+        q, k, v = operands()
+        sink = torch.randn(8, requires_grad=True)
+        o, _ = attend(q, k, v, None, create_block_mask(causal, None, None, 515, 515).mask, sink=sink)
+        wanted = textbook.attention(q, k, v, None, causal, sink=sink)[0]
+        up = torch.randn_like(o)
+        for x, y in zip(torch.autograd.grad((o * up).sum(), [q, k, v, sink]), torch.autograd.grad((wanted * up).sum(), [q, k, v, sink])):
+            textbook.close(x, y, "gradient", 3e-2)
+
+    @case("captured into a CUDA graph, forward and backward")
+    def _():
+        q, k, v = operands()
+        mod, mask = sdpa.ScoreMod(lambda s, b, h, i, j: s + slopes[h] * (j - i)), create_block_mask(causal, None, None, 515, 515)
+        up = torch.randn_like(q)
+        step = lambda: torch.autograd.grad((flex_attention(q, k, v, mod, mask, enable_gqa=True) * up).sum(), [q, k, v])  # noqa: E731
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for _ in range(3):
+            with torch.no_grad():
+                for x in (q, k, v):
+                    x.copy_(torch.randn_like(x))
+            graph.replay()
+            for x, y in zip(captured, step()):
+                textbook.close(x, y, "gradient", 2e-2)
+
+    @case("two threads, a stream each")
+    def _():
+        done, faults = [], []
+
+        def work(seed):
+            try:
+                with torch.device("cuda"), torch.cuda.stream(torch.cuda.Stream()):
+                    for _ in range(5):
+                        compare(operands(), lambda s, b, h, q, k: 5 * torch.tanh(s / 5), causal)
+                done.append(seed)
+            except Exception as e:  # noqa: BLE001
+                faults.append(e)
+
+        workers = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+        [w.start() for w in workers]
+        [w.join() for w in workers]
+        assert not faults and len(done) == 2, faults
+
+    @case("opcheck")
+    def _():
+        q, k, v = operands(q=64, k=64)
+        text = joined(None, create_block_mask(causal, None, None, 64, 64).mask)[0]
+        torch.library.opcheck(torch.ops.sdpa.attention, (q, k, v, [], [], text, 0.125, 2, []))
+
+    @case("torch.compile, fullgraph")
+    def _():
+        q, k, v = operands()
+        mod, mask = sdpa.ScoreMod(lambda s, b, h, i, j: s + slopes[h] * (j - i)), create_block_mask(causal, None, None, 515, 515)
+        run = lambda q, k, v: flex_attention(q * 2, k, v, mod, mask, enable_gqa=True) + 1  # noqa: E731
+        compiled, up = torch.compile(run, fullgraph=True), torch.randn_like(q)
+        textbook.close(compiled(q, k, v), run(q, k, v), "o", 1e-2)
+        for x, y in zip(torch.autograd.grad(compiled(q, k, v), [q, k, v], up), torch.autograd.grad(run(q, k, v), [q, k, v], up)):
+            textbook.close(x, y, "gradient", 2e-2)
+
+    def refused(kind, f, word):
+        try:
+            f()
+        except kind as e:
+            assert word in str(e), e
+            return str(e).split("\n")[0]
+        raise AssertionError("it was not refused")
+
+    wide = [x.detach().float().requires_grad_() for x in operands()]
+    case("f32 is refused with a reason")(lambda: refused(sdpa.UnsupportedError, lambda: flex_attention(*wide, enable_gqa=True), "cudnn"))
+    learned = torch.nn.Parameter(slopes.clone())
+    late = lambda: flex_attention(*operands(), lambda s, b, h, q, k: s + learned[h] * (k - q), enable_gqa=True)  # noqa: E731
+    case("learned slopes are refused in the forward pass")(lambda: refused(sdpa.UnsupportedError, late, "cudnn"))
+    q, k, v = operands()
+    case("tensors on two devices")(lambda: refused(sdpa.SpecError, lambda: flex_attention(q, k.cpu(), v, enable_gqa=True), "key device"))
+    mask = create_block_mask(causal, None, None, 515, 515)
+    case("explain")(lambda: "\n" + sdpa.explain(q, k, v, lambda s, b, h, i, j: 5 * torch.tanh(s / 5), mask, enable_gqa=True))
+    case("report of the caches")(lambda: "\n" + "\n".join(sdpa.cache_report().split("\n")[:12]))
+
+
+def device_ms(f, n=20):
+    """The median of the device's time of a call, in milliseconds."""
+    for _ in range(5):
+        f()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(n)]
+    for start, end in events:
+        start.record()
+        f()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def host_us(f, n=30):
+    """The median of the time until a call returns, in microseconds, the device's queue being empty before each."""
+    taken = []
+    for _ in range(n):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        f()
+        taken.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(taken)
+
+
+def times():
+    print("| (4,h,4096,128), bf16, causal | | forward ms | both ms | host us, forward | host us, both |\n|---|---|---|---|---|---|")
+    compiled = torch.compile(theirs.flex_attention)
+    slopes = torch.tensor([2.0 ** (-8 * (n + 1) / 32) for n in range(32)], device="cuda")
+    mods = {"ALiBi": lambda s, b, h, q, k: s + slopes[h] * (k - q), "softcap": lambda s, b, h, q, k: 30 * torch.tanh(s / 30)}
+    masks = {"sdpa": create_block_mask(causal, None, None, 4096, 4096), "FlexAttention": theirs.create_block_mask(causal, None, None, 4096, 4096, device="cuda")}
+    for heads in (32, 8):
+        q, k, v = on_device(operands)(b=4, h=32, hk=heads, q=4096, k=4096, d=128, dv=128)
+        up = torch.randn_like(q)
+        for name, mod in mods.items():
+            of = {
+                "sdpa, traced at each call": lambda mod=mod: flex_attention(q, k, v, mod, masks["sdpa"], enable_gqa=True),
+                "sdpa, traced once": lambda mod=sdpa.ScoreMod(mod): flex_attention(q, k, v, mod, masks["sdpa"], enable_gqa=True),
+                "FlexAttention": lambda mod=mod: compiled(q, k, v, score_mod=mod, block_mask=masks["FlexAttention"], enable_gqa=True),
+            }
+            for who, f in of.items():
+                both = lambda f=f: torch.autograd.grad(f(), [q, k, v], up)  # noqa: E731
+                try:
+                    with torch.no_grad():
+                        alone, host = device_ms(f), host_us(f)
+                    print(f"| {name}, 32/{heads} | {who} | {alone:.3f} | {device_ms(both):.3f} | {host:.0f} | {host_us(both):.0f} |", flush=True)
+                except Exception as e:  # noqa: BLE001
+                    print(f"| {name}, 32/{heads} | {who} | {type(e).__name__}: {str(e).splitlines()[0]} |", flush=True)
+
+
+class Layer(torch.nn.Module):
+    """A layer of Gemma 2's 9B: 16 heads of 256 over 8 of keys."""
+
+    def __init__(self, attend, hidden=3584, heads=16, of_keys=8, dim=256, inner=14336):
+        super().__init__()
+        self.attend, self.heads, self.of_keys, self.dim = attend, heads, of_keys, dim
+        linear = lambda n, m: torch.nn.Linear(n, m, bias=False, dtype=torch.bfloat16)  # noqa: E731
+        self.q, self.k, self.v = linear(hidden, heads * dim), linear(hidden, of_keys * dim), linear(hidden, of_keys * dim)
+        self.o, self.gate, self.up, self.down = linear(heads * dim, hidden), linear(hidden, inner), linear(hidden, inner), linear(inner, hidden)
+        self.before, self.behind = (torch.nn.RMSNorm(hidden, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x):
+        y = self.before(x)
+        q, k, v = (f(y).unflatten(-1, (-1, self.dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        y = self.behind(x)
+        return x + self.down(torch.nn.functional.gelu(self.gate(y), approximate="tanh") * self.up(y))
+
+
+def eager(mask, cap):
+    def attend(q, k, v):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.tanh(q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5) / cap) * cap
+        return torch.softmax(torch.where(mask, scores, -math.inf).float(), -1).to(q.dtype) @ v
+
+    return attend
+
+
+def stack(tokens=8192, layers=4):
+    cap, wide = 50.0, 4096
+    mod = lambda s, b, h, q, k: cap * torch.tanh(s / cap)  # noqa: E731
+    near = lambda b, h, q, k: (q >= k) & (q - k < wide)  # noqa: E731
+    kept = sdpa.ScoreMod(mod)
+    ours = [create_block_mask(m, None, None, tokens, tokens) for m in (near, causal)]
+    blocks = [theirs.create_block_mask(m, None, None, tokens, tokens, device="cuda") for m in (near, causal)]
+    row, column = torch.arange(tokens, device="cuda")[:, None], torch.arange(tokens, device="cuda")[None]
+    dense = [near(0, 0, row, column), causal(0, 0, row, column)]
+    compiled = torch.compile(theirs.flex_attention)
+    of = {
+        "sdpa": lambda n: lambda q, k, v: flex_attention(q, k, v, kept, ours[n], enable_gqa=True),
+        "FlexAttention": lambda n: lambda q, k, v: compiled(q, k, v, score_mod=mod, block_mask=blocks[n], enable_gqa=True),
+        "eager": lambda n: eager(dense[n], cap),
+        "SDPA, without the softcap": lambda n: lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, dense[n], enable_gqa=True),
+    }
+    print(f"| {layers} layers, {tokens} tokens, 16/8 heads of 256, softcap 50, window 4096 in every second | forward ms | both ms | peak GiB |\n|---|---|---|---|")
+    for who, make in of.items():
+        try:
+            torch.manual_seed(2)
+            model = on_device(lambda make=make: torch.nn.Sequential(*(Layer(make(n % 2)) for n in range(layers))))()
+            x = torch.randn(1, tokens, 3584, dtype=torch.bfloat16, device="cuda")
+            with torch.no_grad():
+                alone = device_ms(lambda: model(x), 8)
+            torch.cuda.reset_peak_memory_stats()
+            both = device_ms(lambda: model(x).float().square().mean().backward(), 8)
+            print(f"| {who} | {alone:.1f} | {both:.1f} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |", flush=True)
+        except Exception as e:  # noqa: BLE001
+            print(f"| {who} | {type(e).__name__}: {str(e).splitlines()[0]} |", flush=True)
+        model = None
+        torch.cuda.empty_cache()
+
+
+@on_device
+def curve(steps=200):
+    tokens, vocabulary, hidden, cap = 512, 256, 512, 20.0
+    near = lambda b, h, q, k: (q >= k) & (q - k < 128)  # noqa: E731
+    kept, mask = sdpa.ScoreMod(lambda s, b, h, q, k: cap * torch.tanh(s / cap)), create_block_mask(near, None, None, tokens, tokens)
+    dense = near(0, 0, torch.arange(tokens)[:, None], torch.arange(tokens)[None])
+    losses = {}
+    for who, attend_ in (("eager", eager(dense, cap)), ("sdpa", lambda q, k, v: flex_attention(q, k, v, kept, mask, enable_gqa=True))):
+        torch.manual_seed(3)
+        embed = torch.nn.Embedding(vocabulary, hidden, dtype=torch.bfloat16)
+        model = torch.nn.Sequential(*(Layer(attend_, hidden, 8, 4, 64, 1024) for _ in range(4)))
+        head = torch.nn.Linear(hidden, vocabulary, dtype=torch.bfloat16)
+        optimiser = torch.optim.AdamW([*embed.parameters(), *model.parameters(), *head.parameters()], lr=3e-4)
+        losses[who] = []
+        torch.manual_seed(4)
+        for _ in range(steps):
+            # A sequence that repeats itself: attention alone can tell what comes next.
+            part = torch.randint(0, vocabulary, (8, 64))
+            ids = part.repeat(1, tokens // 64 + 1)[:, : tokens + 1]
+            loss = torch.nn.functional.cross_entropy(head(model(embed(ids[:, :-1]))).float().flatten(0, 1), ids[:, 1:].flatten())
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses[who].append(loss.item())
+    print("| step | eager | sdpa |\n|---|---|---|")
+    for n in [*range(0, steps, 20), steps - 1]:
+        print(f"| {n} | {losses['eager'][n]:.4f} | {losses['sdpa'][n]:.4f} |")
+    far = max(abs(x - y) for x, y in zip(losses["eager"], losses["sdpa"]))
+    print(f"largest difference of {steps} losses: {far:.4f}")
+    if far > 0.1:
+        FAILED.append("curve")
+
+
+PARTS = {"check": check, "time": times, "stack": stack, "curve": curve}
+
+if __name__ == "__main__":
+    unknown = [word for word in sys.argv[1:] if word not in PARTS]
+    if unknown or not torch.cuda.is_available():
+        sys.exit(__doc__ if unknown else "no NVIDIA GPU is there")
+    for part in sys.argv[1:] or PARTS:
+        print(f"\n== {part}", flush=True)
+        PARTS[part]()
+    print(f"\n{len(FAILED)} failed{': ' + ', '.join(FAILED) if FAILED else ''}")
+    sys.exit(bool(FAILED))

@@ -1,0 +1,39 @@
+"""Attention for PyTorch under FlexAttention's names: one changed import, trained on CPUs too.
+
+    from sdpa import flex_attention, create_block_mask, and_masks, or_masks, noop_mask
+
+Score_mods and masks are traced from Python functions; nothing is loaded of CUDA before tensors of a GPU come in. Without PyTorch there is the tracer
+(`ScoreMod`, `MaskMod`) and attention over NumPy arrays (`sdpa.numpy`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _native
+from .errors import EnvironmentError, SpecError, TracingError, UnsupportedError
+from .masks import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
+from .mods import MaskMod, ScoreMod
+from .tracing import Scalar, array, scalar
+
+__version__ = _native.__version__
+
+__all__ = [
+    "BlockMask", "EnvironmentError", "MaskMod", "Scalar", "ScoreMod", "SpecError", "TracingError", "UnsupportedError",
+    "and_masks", "array", "cache_report", "create_block_mask", "explain", "flex_attention", "noop_mask", "or_masks", "scalar", "show",
+]  # fmt: skip
+
+_LATER = {"flex_attention": "flex", "explain": "report", "cache_report": "report", "show": "picture"}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs PyTorch is imported when it is asked for."""
+    import importlib
+
+    if name in ("numpy", "transformers", "flex", "op", "report", "picture"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = made
+    return made

@@ -1,0 +1,74 @@
+"""What can go wrong, by who must act."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class SpecError(ValueError):
+    """A call breaks rules: every one of them, with field, value and rule."""
+
+    def __init__(self, errors: list[tuple[str, str, str]]):
+        self.errors = [(str(field), str(value), str(rule)) for field, value, rule in errors]
+        super().__init__("\n".join(f"{field} is {value}: {rule}" for field, value, rule in self.errors))
+
+    def __reduce__(self):
+        return type(self), (self.errors,)
+
+
+class UnsupportedError(NotImplementedError):
+    """Nothing is wrong, and this executor does not compute it: its reasons."""
+
+    def __init__(self, executor: str, reasons: list[str]):
+        self.executor, self.reasons = executor, list(reasons)
+        super().__init__("\n".join(f"{executor}: {reason}" for reason in self.reasons))
+
+    def __reduce__(self):
+        return type(self), (self.executor, self.reasons)
+
+
+class EnvironmentError(RuntimeError):  # noqa: A001 - the name says what failed
+    """A library, a driver, a device or memory failed."""
+
+
+class TracingError(TypeError):
+    """A score_mod or mask_mod does what has no counterpart in the language: where, and what to do instead."""
+
+    def __init__(self, what: str, instead: str):
+        self.what, self.instead, self.where = what, instead, _where()
+        at = f"{self.where}: " if self.where else ""
+        super().__init__(f"{at}{what}; {instead}")
+
+    def __reduce__(self):
+        return _again, (type(self), self.what, self.instead, self.where, str(self))
+
+
+def _again(kind, what, instead, where, text):
+    error = kind.__new__(kind, text)
+    error.what, error.instead, error.where = what, instead, where
+    error.args = (text,)
+    return error
+
+
+def one(field: str, value: object, rule: str) -> SpecError:
+    """An error about one field."""
+    return SpecError([(field, str(value), rule)])
+
+
+def _where() -> str:
+    """The line of the user's that is being run: the innermost that is neither ours nor of PyTorch or NumPy."""
+    import linecache
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        parts = file.replace("\\", "/").split("/")
+        ours = os.path.dirname(os.path.abspath(file)) == _HERE
+        if not ours and "torch" not in parts and "numpy" not in parts and not file.startswith("<"):
+            line = linecache.getline(file, frame.f_lineno).strip()
+            return f"{file}:{frame.f_lineno}" + (f": `{line}`" if line else "")
+        frame = frame.f_back
+    return ""

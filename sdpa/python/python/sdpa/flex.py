@@ -1,0 +1,137 @@
+"""`flex_attention` with FlexAttention's signature."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Callable
+
+import torch
+
+from .bind import bound
+from .errors import SpecError, one
+from .masks import BlockMask, mask_of
+from .mods import Kept, MaskMod, ScoreMod, joined
+from .op import PLAIN, STATS, TRAIN, mistakes
+
+try:
+    from torch.nn.attention.flex_attention import AuxOutput
+except ImportError:  # of a PyTorch that has no such results
+    from typing import NamedTuple
+
+    class AuxOutput(NamedTuple):  # type: ignore[no-redef]
+        lse: Any = None
+        max_scores: Any = None
+
+
+_SAID: set[str] = set()
+
+# Dynamo follows our tracer, and guards what a function captures. What reads a mask of PyTorch's it does not: that says so under `fullgraph=True`.
+_mask_outside = torch._dynamo.disable(mask_of, reason="a mask of PyTorch's is read by sdpa: make it with sdpa.create_block_mask outside")
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """FlexAttention's function: `softmax(mask(score_mod(q·kᵀ · scale))) · v` over (batch, heads, seq, dim), on the executor of the tensors' device.
+
+    `score_mod` may be a function or a `ScoreMod`; `block_mask` what `create_block_mask` made, here or in PyTorch. `kernel_options` are those of
+    another library and are ignored, which is said once. `lse` is in natural logarithms and has a gradient.
+    """
+    if kernel_options and "kernel_options" not in _SAID:
+        _SAID.add("kernel_options")
+        warnings.warn("kernel_options are of Triton's kernels and are ignored; said once", stacklevel=2)
+    return_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
+    if return_aux is not None and getattr(return_aux, "max_scores", None):
+        raise one("return_aux.max_scores", "True", "False: row maxima are not handed out")
+    query, key, value = _autocast(query, key, value)
+    mistakes(query, key, value)
+    _shapes(query, key, value, enable_gqa)
+    extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        score_mod = ScoreMod(score_mod)
+    if isinstance(block_mask, (BlockMask, MaskMod, type(None))) or not torch.compiler.is_compiling():
+        mask = mask_of(block_mask, extents)
+    else:
+        mask = _mask_outside(block_mask, extents)
+    o, lse = attend(query, key, value, score_mod, mask, scale, stats=return_lse)
+    if return_aux is not None:
+        return o, AuxOutput(lse=lse if return_lse else None, max_scores=None)
+    return (o, lse) if return_lse else o
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Kept | None,
+    mask: Kept | None,
+    scale: float | None = None,
+    *,
+    stats: bool = False,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by score_mods and masks that were traced: the output, and stats where they were asked for."""
+    extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    program, tensors, scalars = joined(score_mod, mask, sink is not None, torch.are_deterministic_algorithms_enabled())
+    params = [bound(t, extents, query.device) for t in tensors] + ([sink] if sink is not None else [])
+    wrt: list[int] = []
+    train = False
+    if torch.is_grad_enabled():
+        wrt = [n for n, t in enumerate(params) if t.requires_grad]
+        train = bool(wrt) or query.requires_grad or key.requires_grad or value.requires_grad
+        if wrt and mask is not None:
+            _no_gradient(mask, params, tensors)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
+    mode = TRAIN if train else STATS if stats else PLAIN
+    return torch.ops.sdpa.attention(query, key, value, params, [s.value for s in scalars], program, float(scale), mode, wrt)
+
+
+def _no_gradient(mask: Kept, params: list, tensors: tuple) -> None:
+    of_mask = {t.name for t in mask.tensors}
+    wrong = [
+        (f"parameter {t.name} of the mask", "a tensor that requires grad", "one that does not: a mask has no gradient; detach it")
+        for t, param in zip(tensors, params)
+        if t.name in of_mask and param.requires_grad
+    ]
+    if wrong:
+        raise SpecError(wrong)
+
+
+def _autocast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
+    """Under autocast the operands have its type, as FlexAttention's have."""
+    if isinstance(query, torch.Tensor) and query.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(query.device.type):
+        to = torch.get_autocast_dtype(query.device.type)
+        return tuple(x.to(to) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in (query, key, value))
+    return query, key, value
+
+
+def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
+    errors = []
+    if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
+        sizes = (query.shape[0], key.shape[0], value.shape[0])
+        errors.append(("batch of query, key, value", sizes, "one number: expand keys and values of a batch of 1"))
+    if key.shape[1] != value.shape[1]:
+        errors.append(("heads of value", value.shape[1], f"the key's, {key.shape[1]}"))
+    if key.shape[2] != value.shape[2]:
+        errors.append(("seq of value", value.shape[2], f"the key's, {key.shape[2]}"))
+    if query.shape[3] != key.shape[3]:
+        errors.append(("dim of key", key.shape[3], f"the query's, {query.shape[3]}"))
+    heads, of_keys = query.shape[1], key.shape[1]
+    if heads != of_keys and not enable_gqa:
+        errors.append(("heads of key", of_keys, f"the query's, {heads}, or enable_gqa=True"))
+    if enable_gqa and (of_keys == 0 or heads % of_keys):
+        errors.append(("heads of key", of_keys, f"a divisor of the query's, {heads}"))
+    if errors:
+        raise SpecError(errors)

@@ -1,0 +1,137 @@
+"""Score_mods and masks as objects that are kept: what a function did, and the tensors that it reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Callable
+
+from . import tracing
+from ._native import Program
+from .errors import one
+from .tracing import Parameter, Scalar
+
+_PROGRAMS: dict[str, Program] = {}
+
+
+def program(text: str) -> Program:
+    """A program that was read before, or is read now. As many are kept as a process has any use for."""
+    there = _PROGRAMS.get(text)
+    if there is None:
+        if len(_PROGRAMS) >= 1024:
+            _PROGRAMS.clear()
+        there = _PROGRAMS[text] = Program(text)
+    return there
+
+
+class Kept:
+    """The text of a function, the tensors and the scalars that it reads."""
+
+    kind = ""
+    _with_score = True
+    _prefix = "s"
+
+    def __init__(self, fn: Callable):
+        if not callable(fn):
+            raise one(self.kind, type(fn).__name__, f"a function, or {type(self).__name__}.from_text(...)")
+        self.fn = fn
+        self._set(*_parts(tracing.trace(fn, self._prefix, self._with_score)))
+
+    def _set(self, text: str, tensors: tuple, scalars: tuple) -> None:
+        self.text, self.tensors, self.scalars = text, tensors, scalars
+        # A part of the program's text. What was traced has no character that needs more than this.
+        plain = self.fn is not None
+        self.quoted = '"' + text.replace("\n", " ") + '"' if plain else json.dumps(text)
+
+    @classmethod
+    def from_text(cls, text: str, **values: Any):
+        """Of text of the library's language, or of a name of its library (`softcap:30`), with the tensors and numbers that it declares."""
+        made = cls.__new__(cls)
+        made.fn = None
+        key = "score_mods" if cls._with_score else "masks"
+        declared = {name: (axes, dtype, default) for name, axes, dtype, default in Program(json.dumps({key: [text]})).params()}
+        errors, tensors, scalars = [], [], []
+        for name, given in values.items():
+            if name not in declared:
+                errors.append((f"parameter {name}", "given", f"declared are {', '.join(declared) or 'none'}"))
+        for name, (axes, dtype, default) in declared.items():
+            given = values.get(name, default)
+            if given is None:
+                errors.append((f"parameter {name}", "missing", f"{dtype} over [{', '.join(axes or [])}] is declared"))
+            elif axes is None:
+                scalars.append(given if isinstance(given, Scalar) else Scalar(name, given))
+            elif not hasattr(given, "shape"):
+                errors.append((f"parameter {name}", type(given).__name__, f"a tensor over [{', '.join(axes)}]"))
+            elif len(given.shape) != len(axes):
+                errors.append((f"parameter {name}", f"of shape {tuple(given.shape)}", f"over [{', '.join(axes)}]"))
+            else:
+                tensors.append(Parameter(name, given, (None,) * len(axes), tuple(range(len(axes))), tuple(axes), (0,) * len(axes), dtype))
+        if errors:
+            from .errors import SpecError
+
+            raise SpecError(errors)
+        made._set(text, tuple(tensors), tuple(scalars))
+        return made
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __str__(self) -> str:
+        key = "score_mods" if self._with_score else "masks"
+        mods, masks = Program(f'{{"{key}":[{self.quoted}]}}').texts()
+        return (mods or masks)[0]
+
+
+def _parts(traced: tracing.Traced) -> tuple:
+    return traced.text, traced.tensors, traced.scalars
+
+
+class ScoreMod(Kept):
+    """A score_mod that was traced once: `ScoreMod(fn)`, or `ScoreMod.from_text("softcap:30")`.
+
+    It stands for the function wherever one is taken, costs no tracing at each call, and is what `torch.compile` takes. It keeps what the function saw:
+    tensors by reference, so that their values may change; numbers as they were, but for `sdpa.scalar`.
+    """
+
+    kind = "score_mod"
+
+    def __call__(self, *args: Any) -> Any:
+        if self.fn is None:
+            raise one("score_mod", "made of text", "a function, where it is to be called")
+        return self.fn(*args)
+
+
+class MaskMod(Kept):
+    """A mask_mod that was traced once: `MaskMod(fn)`, or `MaskMod.from_text("causal & k % 2 == 0")`."""
+
+    kind = "mask_mod"
+    _with_score = False
+    _prefix = "m"
+
+    def __call__(self, *args: Any) -> Any:
+        if self.fn is None:
+            raise one("mask_mod", "made of text", "a function, where it is to be called")
+        return self.fn(*args)
+
+
+def joined(score_mod: Kept | None, mask: Kept | None, sink: bool = False, deterministic: bool = False) -> tuple[str, tuple, tuple]:
+    """The text of a program, and the tensors and scalars that come with each call of it."""
+    tensors = _once(score_mod.tensors if score_mod else (), mask.tensors if mask else ())
+    scalars = _once(score_mod.scalars if score_mod else (), mask.scalars if mask else ())
+    names = [t.name for t in tensors] + (["sink"] if sink else [])
+    text = (
+        '{"score_mods":[' + (score_mod.quoted if score_mod else "") + '],"masks":[' + (mask.quoted if mask else "")
+        + '],"tensors":[' + ",".join(['"' + name + '"' for name in names]) + '],"scalars":[' + ",".join(['"' + s.name + '"' for s in scalars]) + "]"
+        + (',"sink":true' if sink else "") + (',"deterministic":true' if deterministic else "") + "}"
+    )
+    return text, tensors, scalars
+
+
+def _once(first: tuple, second: tuple) -> tuple:
+    """Both, what is in both once. One name for two things is an error."""
+    names = {p.name: p for p in first}
+    for p in second:
+        there = names.setdefault(p.name, p)
+        same = there is p or (isinstance(p, Parameter) and there.source is p.source and there.axes == p.axes)
+        if not same:
+            raise one(f"parameter {p.name}", "declared by the score_mod and by the mask", "one value for one name")
+    return tuple(names.values())

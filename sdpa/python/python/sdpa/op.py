@@ -1,0 +1,293 @@
+"""The operator `torch.ops.sdpa.attention`, its gradient, and what `torch.compile` is told of it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from . import _native
+from .errors import SpecError, UnsupportedError, one
+from .mods import program as read
+
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Tensors without memory are what compilers ask with.
+DEVICES = ("cpu", "cuda", "meta")
+
+# What a forward call is asked for beside the output.
+PLAIN, STATS, TRAIN = 0, 1, 2
+
+torch.library.define(
+    "sdpa::attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor[] params, float[] scalars, str program, float scale, int mode, int[] wrt) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "sdpa::attention_backward",
+    "(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor[] params, float[] scalars, str program, float scale, int[] wrt) -> Tensor[]",
+)
+
+_PLANS: dict[tuple, Any] = {}
+_SAID: set[str] = set()
+_SEEN_CUDNN = threading.Lock()
+
+
+def _warn_once(what: str, text: str) -> None:
+    if what not in _SAID:
+        _SAID.add(what)
+        warnings.warn(f"{text}; said once", stacklevel=4)
+
+
+def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, its last axis dense: copied where it is not."""
+    if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1:
+        return tensor
+    _warn_once("copied", f"{name} is copied, as its last axis has strides of {tensor.stride(-1)} elements")
+    return tensor.contiguous()
+
+
+def _like(tensor: torch.Tensor, shape: tuple) -> torch.Tensor:
+    """Memory for a result: dense, its axes in the order of the tensor's, (batch, seq, head, dim) or (batch, head, seq, dim)."""
+    if tensor.stride(1) < tensor.stride(2):
+        return tensor.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
+    return tensor.new_empty(shape)
+
+
+def _strides(tensor: torch.Tensor) -> tuple:
+    strides = tensor.stride()
+    return strides if strides[-1] == 1 or tensor.shape[-1] > 1 else (*strides[:-1], 1)
+
+
+def _layout(tensor: torch.Tensor) -> tuple:
+    low = tensor.data_ptr() & 15
+    return tensor.shape, _strides(tensor), (low & -low) or 16
+
+
+def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Says everything that is wrong with operands, before anything runs."""
+    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and not q.is_nested:
+        kind = (q.dtype, q.device, 4, torch.strided)
+        alike = all((x.dtype, x.device, x.dim(), x.layout) == kind for x in (q, k, v))
+        if alike and q.dtype in FLOATS and q.device.type in DEVICES:
+            return
+    errors = []
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if not isinstance(x, torch.Tensor):
+            errors.append((name, type(x).__name__, "a tensor"))
+            continue
+        if type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter) and getattr(x, "is_nested", False):
+            errors.append((name, "nested", "a dense tensor (batch, heads, seq, dim)"))
+            continue
+        if x.dim() != 4:
+            errors.append((f"{name} shape", tuple(x.shape), "(batch, heads, seq, dim)"))
+        if x.dtype not in FLOATS:
+            errors.append((f"{name} dtype", x.dtype, "one of float32, float16, bfloat16"))
+        elif isinstance(q, torch.Tensor) and x.dtype != q.dtype:
+            errors.append((f"{name} dtype", x.dtype, f"the query's, {q.dtype}"))
+        if isinstance(q, torch.Tensor) and x.device != q.device:
+            errors.append((f"{name} device", x.device, f"the query's, {q.device}"))
+        if x.device.type not in DEVICES:
+            errors.append((f"{name} device", x.device, "cpu or cuda"))
+        if x.layout != torch.strided:
+            errors.append((f"{name} layout", x.layout, "strided"))
+    if errors:
+        raise SpecError(errors)
+
+
+def _cudnn() -> None:
+    """Names the cuDNN that PyTorch has loaded, so that there is one in the process."""
+    if "cudnn" in _SAID:
+        return
+    with _SEEN_CUDNN:
+        if "cudnn" in _SAID:
+            return
+        path = None
+        if torch.backends.cudnn.is_available() and torch.backends.cudnn.version():
+            try:
+                with open("/proc/self/maps") as maps:
+                    files = {line.split(None, 5)[5].strip() for line in maps if "libcudnn.so" in line}
+                path = min(files, default=None)
+            except OSError:
+                path = None
+        _native.use_cudnn(path)
+        _SAID.add("cudnn")
+
+
+def plan(program: str, device: torch.device, dtype: torch.dtype, stats: bool, tensors: tuple, wrt: tuple) -> Any:
+    """A pass made ready for tensors of these layouts; the most recent ones are kept."""
+    key = (program, device, dtype, stats, tensors, wrt)
+    there = _PLANS.get(key)
+    if there is not None:
+        return there
+    ordinal = None
+    if device.type == "cuda":
+        _cudnn()
+        ordinal = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        made = read(program).plan(ordinal, DTYPES[dtype], list(tensors), stats, list(wrt))
+    except UnsupportedError as e:
+        hint = "tensors on the CPU run on the CPU executor, whatever they ask for; nothing falls back by itself"
+        raise UnsupportedError(e.executor, [*e.reasons, hint]) from None
+    while len(_PLANS) >= 512:
+        try:
+            _PLANS.pop(next(iter(_PLANS)), None)
+        except (RuntimeError, StopIteration):  # another thread was here
+            break
+    _PLANS[key] = made
+    return made
+
+
+def _names(program: str) -> list[str]:
+    import json
+
+    return json.loads(program)["tensors"]
+
+
+def _wrt(program: str, params: list, wrt: list[int], device: torch.device, dtype: torch.dtype) -> tuple:
+    """Names and element types of the gradients of parameters. cuDNN sums those of f32 parameters in the type of the operands."""
+    if not wrt:
+        return ()
+    names = _names(program)
+    types = [params[n].dtype for n in wrt]
+    if device.type == "cuda":
+        types = [dtype if names[n] != "sink" and t == torch.float32 else t for n, t in zip(wrt, types)]
+    return tuple((names[n], DTYPES[t]) for n, t in zip(wrt, types))
+
+
+def _there(q: torch.Tensor, params: list, others: tuple = ()) -> None:
+    """That everything beside the operands is where they are, and of the shape and type that addresses cannot tell."""
+    errors = [(f"params[{n}] device", t.device, f"q's, {q.device}") for n, t in enumerate(params) if t.device != q.device]
+    errors += [(f"params[{n}] dtype", t.dtype, f"one of {', '.join(DTYPES.values())}") for n, t in enumerate(params) if t.dtype not in DTYPES]
+    for name, x, shape, dtype in others:
+        if (tuple(x.shape), x.dtype, x.device) != (tuple(shape), dtype, q.device):
+            errors.append((name, f"{tuple(x.shape)} of {x.dtype} on {x.device}", f"{tuple(shape)} of {dtype} on {q.device}"))
+    if errors:
+        raise SpecError(errors)
+
+
+def _ready(params: list) -> list:
+    return [(t.data_ptr(), DTYPES[t.dtype], t.numel()) for t in params]
+
+
+def _run(made: Any, device: torch.device, operands: list, stats: int, params: list, scalars: list, gradients: list, scale: float) -> None:
+    if device.type == "cpu":
+        made.run(operands, stats, _ready(params), scalars, gradients, scale, torch.get_num_threads(), 0, 0)
+        return
+    aligned = [t if t.data_ptr() % 16 == 0 else t.clone() for t in params]
+    stream = torch.cuda.current_stream(device).cuda_stream
+    # PyTorch's memory, so that it is given on in the order of the stream, and a captured graph keeps it.
+    size = made.workspace_bytes
+    workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    made.run(operands, stats, _ready(aligned), scalars, gradients, scale, 1, stream, workspace.data_ptr() if size else 0)
+
+
+def _forward(q, k, v, params, scalars, program, scale, mode, wrt):
+    mistakes(q, k, v)
+    _there(q, params)
+    q, k, v = dense("query", q), dense("key", k), dense("value", v)
+    o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
+    stats = q.new_empty(q.shape[:3] if mode != PLAIN else (0,), dtype=torch.float32)
+    layouts = (_layout(q), _layout(k), _layout(v), _layout(o))
+    params = [t.contiguous() for t in params]
+    made = plan(program, q.device, q.dtype, mode != PLAIN, layouts, ())
+    if mode == TRAIN and q.device.type == "cuda":
+        # What cuDNN declines it declines now, and not when gradients are asked for.
+        gradients = tuple(_layout(_like(x, x.shape)) for x in (q, k, v))
+        plan(program, q.device, q.dtype, True, (*layouts, layouts[3], *gradients), _wrt(program, params, wrt, q.device, q.dtype))
+    operands = [x.data_ptr() for x in (q, k, v, o)]
+    _run(made, q.device, operands, stats.data_ptr() if mode != PLAIN else 0, params, scalars, [], scale)
+    return o, stats
+
+
+def _backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt):
+    mistakes(q, k, v)
+    out = (*q.shape[:3], v.shape[3])
+    _there(q, params, (("o", o, out, q.dtype), ("d_o", d_o, out, q.dtype), ("stats", stats, q.shape[:3], torch.float32)))
+    q, k, v, o = dense("query", q), dense("key", k), dense("value", v), dense("output", o)
+    if d_o.stride(-1) not in (0, 1) and d_o.shape[-1] > 1:
+        d_o = d_o.contiguous()
+    dq, dk, dv = (_like(x, x.shape) for x in (q, k, v))
+    params, stats = [t.contiguous() for t in params], stats.contiguous()
+    asked = _wrt(program, params, wrt, q.device, q.dtype)
+    types = {name: dtype for dtype, name in DTYPES.items()}
+    sums = [torch.empty(params[n].shape, dtype=types[dtype], device=q.device) for n, (_, dtype) in zip(wrt, asked)]
+    layouts = tuple(_layout(x) for x in (q, k, v, o, d_o, dq, dk, dv))
+    made = plan(program, q.device, q.dtype, True, layouts, asked)
+    # A problem has the gradient of a sink behind the others.
+    order = sorted(range(len(asked)), key=lambda n: asked[n][0] == "sink")
+    operands = [x.data_ptr() for x in (q, k, v, o, d_o, dq, dk, dv)]
+    _run(made, q.device, operands, stats.data_ptr(), params, scalars, [sums[n].data_ptr() for n in order], scale)
+    return [dq, dk, dv, *(s.to(params[n].dtype) for n, s in zip(wrt, sums))]
+
+
+torch.library.impl("sdpa::attention", ("cpu", "cuda"))(_forward)
+torch.library.impl("sdpa::attention_backward", ("cpu", "cuda"))(_backward)
+
+
+@torch.library.register_fake("sdpa::attention")
+def _fake(q, k, v, params, scalars, program, scale, mode, wrt):
+    o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
+    return o, q.new_empty(q.shape[:3] if mode != PLAIN else (0,), dtype=torch.float32)
+
+
+@torch.library.register_fake("sdpa::attention_backward")
+def _fake_backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt):
+    return [*(_like(x, x.shape) for x in (q, k, v)), *(params[n].new_empty(params[n].shape) for n in wrt)]
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, params, scalars, program, scale, mode, wrt = inputs
+    o, stats = output
+    ctx.save_for_backward(q, k, v, o, stats, *params)
+    ctx.set_materialize_grads(False)
+    ctx.rest = (list(scalars), program, scale, mode, list(wrt))
+
+
+def _gradient(ctx, d_o, d_stats):
+    scalars, program, scale, mode, wrt = ctx.rest
+    q, k, v, o, stats, *params = ctx.saved_tensors
+    needed = [n for n, needs in enumerate(ctx.needs_input_grad[3]) if needs]
+    if mode != TRAIN:
+        raise one("mode", mode, f"{TRAIN} where gradients are asked for")
+    if not set(needed) <= set(wrt):
+        raise one("wrt", wrt, f"every parameter that wants a gradient: {needed}")
+
+    def shaped(dq, dk, dv, sums):
+        # An empty list has the structure of a list of tensors, and one of numbers has none.
+        return dq, dk, dv, sums, None if scalars else [], None, None, None, None if wrt else []
+
+    if d_stats is not None:
+        d_o, o, v = _through_stats(d_o, o, v, d_stats)
+    if d_o is None:
+        return shaped(None, None, None, [None] * len(params))
+    dq, dk, dv, *sums = torch.ops.sdpa.attention_backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt)
+    if d_stats is not None:
+        dv = dv[..., : dv.shape[-1] - _MORE]
+    of = dict(zip(wrt, sums))
+    return shaped(dq, dk, dv, [of.get(n) for n in range(len(params))])
+
+
+# Columns that carry the gradient of stats: as few as every executor takes.
+_MORE = 8
+
+
+def _through_stats(d_o, o, v, d_stats):
+    """The gradient of stats, carried by a column of values that are 0: `Σ o·d_o` is less by `d_stats`, and nothing else changes."""
+    d_o = torch.zeros_like(o) if d_o is None else d_o
+    zeros = o.new_zeros((*o.shape[:3], _MORE - 1))
+    one_ = torch.ones_like(o[..., :1])
+    lost = torch.where(torch.isfinite(d_stats), -d_stats, 0.0).unsqueeze(-1).to(d_o.dtype)
+    d_o = torch.cat([d_o, lost, zeros], -1)
+    o = torch.cat([o, one_, zeros], -1)
+    return d_o, o, torch.cat([v, v.new_zeros((*v.shape[:3], _MORE))], -1)
+
+
+def _no_second(ctx, *gradients):
+    raise UnsupportedError("sdpa", ["the gradient of a gradient of attention is not covered"])
+
+
+torch.library.register_autograd("sdpa::attention", _gradient, setup_context=_setup)
+torch.library.register_autograd("sdpa::attention_backward", _no_second, setup_context=lambda ctx, inputs, output: None)

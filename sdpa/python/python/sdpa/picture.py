@@ -1,0 +1,138 @@
+"""A picture of a score_mod and a mask: what becomes of a score, and which keys are kept."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from typing import Any
+
+from .errors import one
+from .masks import BlockMask
+from .mods import Kept, MaskMod, ScoreMod
+
+_CELL = 480
+
+
+class Picture:
+    """Queries downwards, keys to the right: the modified score, blue below the score that went in and red above it; dropped pairs are grey, and what is
+    no number is black. A notebook shows it."""
+
+    def __init__(self, values: list[list[float]], score: float, about: str):
+        self.values, self.score, self.about = values, score, about
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+    def __repr__(self) -> str:
+        return f"Picture({len(self.values)} queries, {len(self.values[0])} keys: {self.about})"
+
+    def png(self) -> bytes:
+        """The picture as a file's bytes."""
+        rows, columns = len(self.values), len(self.values[0])
+        side = max(1, _CELL // max(rows, columns))
+        reach = max((abs(x - self.score) for row in self.values for x in row if math.isfinite(x)), default=0.0) or 1.0
+        lines = []
+        for row in self.values:
+            line = b"\0" + b"".join(_colour(x, self.score, reach) * side for x in row)
+            lines += [line] * side
+        header = struct.pack(">IIBBBBB", columns * side, rows * side, 8, 2, 0, 0, 0)
+        parts = [(b"IHDR", header), (b"IDAT", zlib.compress(b"".join(lines))), (b"IEND", b"")]
+        chunk = lambda name, data: struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))  # noqa: E731
+        return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+    def save(self, path: str) -> None:
+        """Writes the picture as PNG."""
+        with open(path, "wb") as file:
+            file.write(self.png())
+
+
+def _colour(x: float, score: float, reach: float) -> bytes:
+    if x == -math.inf:
+        return bytes((205, 205, 205))
+    if not math.isfinite(x):
+        return bytes((0, 0, 0))
+    along = max(-1.0, min(1.0, (x - score) / reach))
+    fade = lambda full: round(255 - abs(along) * (255 - full))  # noqa: E731
+    return bytes((fade(200), fade(40), fade(30))) if along > 0 else bytes((fade(30), fade(80), fade(180)))
+
+
+def show(
+    score_mod: Any = None, block_mask: Any = None, shape: tuple[int, int, int, int] | None = None, batch: int = 0, head: int = 0, score: float = 1.0
+) -> Picture:
+    """The picture of one head: what the score_mod makes of `score` at each place, and what the mask keeps. `shape` is (batch, heads, queries, keys); else
+    the block mask's, or 96 queries and keys."""
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        score_mod = ScoreMod(score_mod)
+    if block_mask is not None and not isinstance(block_mask, (BlockMask, MaskMod)):
+        block_mask = MaskMod(block_mask) if not hasattr(block_mask, "mask_mod") else MaskMod(block_mask.mask_mod)
+    mask = block_mask.mask if isinstance(block_mask, BlockMask) else block_mask
+    if shape is None:
+        shape = block_mask.shape if isinstance(block_mask, BlockMask) else (1, 1, 96, 96)
+        shape = (max(shape[0], batch + 1), max(shape[1], head + 1), *shape[2:])
+    if not (0 <= batch < shape[0] and 0 <= head < shape[1]):
+        raise one("batch and head", (batch, head), f"within {tuple(shape[:2])}")
+    if shape[2] * shape[3] > 2**20:
+        raise one("shape", tuple(shape), "at most 2^20 pairs: a part shows as much")
+    values = _values(score_mod, mask, tuple(shape), batch, head, score)
+    return Picture(values, score, "; ".join(str(x) for x in (score_mod, mask) if x is not None) or "no score_mod, no mask")
+
+
+# One key at a time: its log-sum-exp is its modified score.
+_ALONE = "scalar the_key_shown = 0.0; f32(k) == the_key_shown"
+
+
+def _values(score_mod: Kept | None, mask: Kept | None, shape: tuple, batch: int, head: int, score: float) -> list[list[float]]:
+    alone = MaskMod.from_text(_ALONE)
+    if mask is not None:
+        alone.text = _and(mask.text, alone.text)
+        alone.tensors, alone.scalars = mask.tensors, (*mask.scalars, *alone.scalars)
+        import json
+
+        alone.quoted = json.dumps(alone.text)
+    at = alone.scalars[-1]
+    rows = []
+    run = _runner(score_mod, alone, shape, score)
+    for key in range(shape[3]):
+        at.value = float(key)
+        rows.append(run()[batch][head])
+    return [[float(rows[key][query]) for key in range(shape[3])] for query in range(shape[2])]
+
+
+def _and(first: str, second: str) -> str:
+    """Two masks, each with its declarations, as one text."""
+    import json
+
+    from .mods import Program
+
+    (first,) = Program(json.dumps({"masks": [first]})).texts()[1]
+    head, _, value = first.rpartition(";")
+    own, _, rest = second.rpartition(";")
+    return f"{head}{';' if head else ''} {own}; ({value}) & ({rest})"
+
+
+def _runner(score_mod: Kept | None, mask: Kept, shape: tuple, score: float) -> Any:
+    """What gives the log-sum-exp of each row: over PyTorch's tensors where one was captured, else over NumPy's arrays."""
+    sources = [t.source for kept in (score_mod, mask) if kept is not None for t in kept.tensors]
+    if any(type(s).__module__.startswith("torch") for s in sources):
+        import torch
+
+        from .flex import attend
+
+        where = next(s.device for s in sources if hasattr(s, "device") and hasattr(s, "data_ptr"))
+        if where.type != "cpu":
+            raise one("captured tensors", f"on {where}", "on the CPU, for a picture")
+        query = torch.full((*shape[:3], 1), float(score))
+        key = torch.ones(shape[0], shape[1], shape[3], 1)
+
+        def run() -> Any:
+            with torch.no_grad():
+                return attend(query, key, key, score_mod, mask, 1.0, stats=True)[1]
+
+        return run
+    import numpy as np
+
+    from .numpy import attention
+
+    query, key = np.full((*shape[:3], 1), score, np.float32), np.ones((shape[0], shape[1], shape[3], 1), np.float32)
+    return lambda: attention(query, key, key, score_mod, mask, 1.0)[1]

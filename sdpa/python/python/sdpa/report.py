@@ -1,0 +1,126 @@
+"""Which executor computes a call and why not the others, and why something was built again."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import Any
+
+import torch
+
+from . import _native, op
+from .errors import EnvironmentError, SpecError, UnsupportedError
+from .flex import _autocast, _shapes
+from .bind import bound
+from .masks import mask_of
+from .mods import ScoreMod, joined, program
+
+
+class Report(str):
+    """Text that a notebook shows as it is."""
+
+    data: Any = None
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self)}</pre>"
+
+    def save(self, path: str) -> None:
+        """Writes what is known as JSON; of a cache's, what `cargo sdpa cache report` reads."""
+        with open(path, "w") as file:
+            json.dump(self.data, file)
+
+
+def explain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False
+) -> Report:
+    """What `flex_attention` does with these arguments: who computes it and why not the others, of both passes; what was read of the functions. On a
+    GPU the plans are built, and nothing is run."""
+    query, key, value = _autocast(query, key, value)
+    op.mistakes(query, key, value)
+    _shapes(query, key, value, enable_gqa)
+    extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        score_mod = ScoreMod(score_mod)
+    mask = mask_of(block_mask, extents)
+    text, tensors, scalars = joined(score_mod, mask, deterministic=torch.are_deterministic_algorithms_enabled())
+    params = [bound(t, extents, query.device) for t in tensors]
+    mods, masks = program(text).texts()
+    lines = [f"score_mod: {mods[0] if mods else 'none'}", f"mask: {masks[0] if masks else 'none'}"]
+    lines += [f"parameter {t.name}: {t.dtype} over [{', '.join(t.axes)}], {tuple(p.shape)}" for t, p in zip(tensors, params)]
+    lines += [f"parameter {s.name}: a scalar, {s.value}; another value needs no other plan" for s in scalars]
+    copied = [name for name, x in (("query", query), ("key", key), ("value", value)) if op.dense(name, x) is not x]
+    if copied:
+        lines.append(f"copied, as the last axis is not dense: {', '.join(copied)}")
+    data = {"executor": None, "forward": None, "backward": None}
+    for which, made in _passes(query, key, value, text, params, tensors):
+        if isinstance(made, Exception):
+            lines += [f"{which}: nobody", *(f"  {line}" for line in str(made).split("\n"))]
+            data[which] = str(made)
+            continue
+        library = made.library
+        data["executor"] = "cpu" if library is None else "cudnn"
+        engine = made.engine or f"cpu, {torch.get_num_threads()} threads at most"
+        lines.append(f"{which}: {engine}; called {made.calls} times")
+        if library is not None:
+            lines.append(f"  cuDNN {library[0]}, {library[1]}; workspace {made.workspace_bytes} bytes")
+            lines += [f"  copied on the device first: {', '.join(made.copied)}"] if made.copied else []
+            lines += [f"  {line}" for line in (made.explain() or "").split("\n")]
+        data[which] = engine
+    if query.device.type == "cpu":
+        lines += ["not on cudnn: the tensors are in host memory; `.to('cuda')` and bfloat16 or float16 bring them there", "not on metal: PyTorch's tensors of an Apple GPU are not read"]
+    else:
+        lines.append("not on cpu: the tensors are in a GPU's memory; nothing is copied to the host by itself")
+    made = Report("\n".join(lines))
+    made.data = data
+    return made
+
+
+def _passes(query, key, value, text, params, tensors):
+    """Both passes made ready, or what speaks against each."""
+    q, k, v = (op.dense("", x) for x in (query, key, value))
+    o = op._like(q, (*q.shape[:3], v.shape[3]))
+    layouts = tuple(op._layout(x) for x in (q, k, v, o))
+    gradients = tuple(op._layout(op._like(x, x.shape)) for x in (q, k, v))
+    needed = [n for n, p in enumerate(params) if p.requires_grad]
+    train = torch.is_grad_enabled() and (bool(needed) or any(x.requires_grad for x in (query, key, value)))
+    for which in ("forward", "backward"):
+        try:
+            if which == "forward":
+                yield which, op.plan(text, q.device, q.dtype, train, layouts, ())
+            else:
+                wrt = op._wrt(text, params, needed, q.device, q.dtype)
+                yield which, op.plan(text, q.device, q.dtype, True, (*layouts, layouts[3], *gradients), wrt)
+        except (UnsupportedError, SpecError, EnvironmentError) as e:
+            yield which, e
+
+
+def cache_report() -> Report:
+    """What is kept, how often it served, and why something was built: of the programs and plans of this process, and of cuDNN's plans on each GPU."""
+    from .mods import _PROGRAMS
+
+    lines = [f"{len(_PROGRAMS)} programs were read, {len(op._PLANS)} passes are ready for layouts, called {sum(p.calls for p in op._PLANS.values())} times"]
+    caches = {}
+    for ordinal in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        told = _native.cache_trace(ordinal)
+        if told is None:
+            continue
+        trace = caches[ordinal] = json.loads(told)
+        lines.append(f"GPU {ordinal}, {trace['device']}, cuDNN {trace['cudnn']}:")
+        for cache in trace["caches"]:
+            stats = cache["stats"]
+            lines.append(f"  {cache['name']}: {stats['entries']} plans, {stats['misses']} built, {stats['evictions']} dropped, {stats['refusals']} refused again")
+            for event in cache["events"]:
+                if event["what"] == "missed":
+                    gone = f"; it was here, and went for {event['evicted']}" if event["evicted"] else ""
+                    differs = f"; the nearest differs in {', '.join(event['nearest'])}" if event["nearest"] else "; nothing like it was there"
+                    lines.append(f"    built {event['label']}{differs}{gone}")
+                elif event["what"] in ("failed", "unsupported"):
+                    lines.append(f"    {event['what']} {event['label']}: {event['error']}")
+                elif event["what"] == "thrashing":
+                    lines.append(f"    {event['rebuilt']} of the last {event['of']} builds had been here: the bound on plans is too small")
+    if not caches:
+        lines.append("the CPU executor compiles nothing: there is nothing that could be built again")
+    made = Report("\n".join(lines))
+    # One GPU's is what the command line reads.
+    made.data = next(iter(caches.values())) if len(caches) == 1 else caches
+    return made

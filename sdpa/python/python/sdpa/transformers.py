@@ -1,0 +1,193 @@
+"""Models of Hugging Face's transformers: `register()`, then `model.set_attn_implementation("rust_attention")`.
+
+Both halves are registered, attention and masks: without the second, models pass no mask at all, padding included.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import torch
+from torch.nn.attention import flex_attention as theirs
+
+from .errors import TracingError, one
+from .flex import attend
+from .masks import BlockMask, mask_of
+from .mods import MaskMod, ScoreMod
+from .tracing import Parameter, Scalar, current, dtype_of
+
+NAME = "rust_attention"
+
+
+# Where a new length is a new plan: caches that grow are read there in rooms of so many keys, and lengths are numbers of the call.
+PLANNED, ROOM = ("cuda",), 256
+
+
+class Mask(BlockMask, theirs.BlockMask):
+    """A mask that transformers knows for one that is ready: it looks for PyTorch's class."""
+
+    # The keys that it is for, where these are more than the cache has.
+    room: int | None = None
+
+
+def register(name: str = NAME) -> None:
+    """Makes the attention and the masks known to transformers under this name."""
+    if "sdpa" in name or "flex" in name or "flash" in name or name == "eager":
+        raise one("name", repr(name), "one that transformers does not take for its own: without sdpa, flex and flash in it")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as models call it: (batch, heads, seq, dim) in, (batch, seq, heads, dim) out. A sliding window is in the mask."""
+    if dropout:
+        raise one("attention_dropout", dropout, "0: dropout of attention weights is not covered here; set it to 0 in the model's config")
+    room = getattr(attention_mask, "room", None)
+    if room is not None:
+        more = (0, 0, 0, room - key.shape[2])
+        key, value = torch.nn.functional.pad(key, more), torch.nn.functional.pad(value, more)
+    extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    mods = [ScoreMod.from_text(*_softcap(float(softcap)))] if softcap is not None else []
+    masks: list[MaskMod] = []
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if causal and query.shape[2] > 1:
+            masks.append(_CAUSAL)
+    elif isinstance(attention_mask, torch.Tensor):
+        _of_tensor(attention_mask, extents, mods, masks)
+    else:
+        masks.append(mask_of(attention_mask, extents))
+    if position_bias is not None:
+        mods.append(_bias(position_bias, "position_bias", extents))
+    if len(mods) > 1:
+        raise one("softcap, position_bias and an additive mask", "several of them", "one: make the mask of truth values, or add it to the bias")
+    sink = None if s_aux is None else s_aux.float()
+    o, _ = attend(query, key, value, mods[0] if mods else None, masks[0] if masks else None, scaling, sink=sink)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: torch.Tensor | None = None,
+    device: Any = "cpu",
+    **_others: Any,
+) -> Mask:
+    """A mask as models ask for it: the function that they composed, with the padding that came with the batch."""
+    return _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, torch.device(device).type)
+
+
+@torch._dynamo.disable(reason="masks of transformers are traced by sdpa")
+def _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device) -> Mask:
+    padding = attention_mask
+    if padding is not None:
+        missing = kv_length + kv_offset - padding.shape[-1]
+        padding = torch.nn.functional.pad(padding, (0, missing)) if missing > 0 else padding
+        padding = padding.to(torch.bool)
+        if bool(padding[:, kv_offset : kv_offset + kv_length].all()):
+            padding = None
+    if device in PLANNED and not torch.is_grad_enabled() and isinstance(q_offset, int) and q_offset > 0:
+        try:
+            return _growing(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding)
+        except TracingError:
+            pass  # it reads tensors at places of the whole sequence, which have to be constants
+    at_end = not isinstance(q_offset, torch.Tensor) and q_offset > 0 and q_offset + q_length == kv_length + kv_offset and kv_offset == 0
+
+    def traced(by_extents: bool) -> MaskMod:
+        def fn(b: Any, h: Any, q: Any, k: Any) -> Any:
+            # Said by extents, the text is the same at every step of decoding.
+            if by_extents:
+                trace = current("a mask")
+                q = q + trace.let("seq_kv - seq_q", "i32")
+            elif isinstance(q_offset, torch.Tensor) or q_offset:
+                q = q + q_offset
+            k = k + kv_offset if kv_offset else k
+            kept = mask_function(b, h, q, k) if mask_function is not None else k <= q
+            return kept if padding is None else kept & padding[b, k]
+
+        return MaskMod(fn)
+
+    try:
+        made = traced(at_end)
+    except TracingError:
+        if not at_end:
+            raise
+        made = traced(False)
+    return Mask(made, (batch_size, 1, q_length, kv_length))
+
+
+def _growing(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding) -> Mask:
+    """A mask over a cache that grows: its lengths are scalars, so that one plan serves a room of keys."""
+    room = -(-kv_length // ROOM) * ROOM
+    numbers = [Scalar(name, n) for name, n in (("q_offset", q_offset), ("kv_offset", kv_offset), ("kv_length", kv_length))]
+    if padding is not None:
+        padding = torch.nn.functional.pad(padding[:, kv_offset : kv_offset + kv_length], (0, room - kv_length))
+
+    def fn(b: Any, h: Any, q: Any, k: Any) -> Any:
+        first, before, length = (n.int() for n in numbers)
+        q, there = q + first, k + before
+        kept = mask_function(b, h, q, there) if mask_function is not None else there <= q
+        kept = kept & (k < length)
+        return kept if padding is None else kept & padding[b, k]
+
+    made = Mask(MaskMod(fn), (batch_size, 1, q_length, room))
+    made.room = room
+    return made
+
+
+@functools.lru_cache(maxsize=64)
+def _softcap(cap: float) -> tuple[str]:
+    return (f"scalar cap = {cap!r}; tanh(score / cap) * cap",)
+
+
+_CAUSAL = MaskMod.from_text("causal-bottom-right")
+
+
+def _parameter(tensor: torch.Tensor, name: str, extents: tuple) -> Parameter:
+    """A tensor of four axes, those of extent 1 for all."""
+    if tensor.dim() != 4:
+        raise one(name, f"of shape {tuple(tensor.shape)}", "(batch, heads, queries, keys), 1 where it is the same for all")
+    places = tuple(axis for axis, n, have in zip(("batch", "head", "q", "k"), tensor.shape, extents) if n != 1 or have == 1)
+    picks = tuple(None if axis in places else 0 for axis in ("batch", "head", "q", "k"))
+    return Parameter(name, tensor, picks, tuple(range(len(places))), places, (0,) * len(places), dtype_of(tensor))
+
+
+def _kept(kind: type, text: str, parameter: Parameter) -> Any:
+    made = kind.__new__(kind)
+    made.fn = None
+    made._set(f"tensor {parameter.name}[{', '.join(parameter.axes)}]: {parameter.dtype}; {text}", (parameter,), ())
+    return made
+
+
+def _bias(tensor: torch.Tensor, name: str, extents: tuple) -> ScoreMod:
+    return _kept(ScoreMod, f"score + {name}", _parameter(tensor, name, extents))
+
+
+def _of_tensor(tensor: torch.Tensor, extents: tuple, mods: list, masks: list) -> None:
+    """A mask that was given as a tensor: truth values, or numbers that are added."""
+    if tensor.dtype == torch.bool:
+        masks.append(_kept(MaskMod, "attention_mask", _parameter(tensor, "attention_mask", extents)))
+    elif tensor.is_floating_point():
+        mods.append(_bias(tensor, "attention_mask", extents))
+    else:
+        raise one("attention_mask dtype", tensor.dtype, "bool, or a floating point number that is added")

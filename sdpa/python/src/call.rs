@@ -1,0 +1,235 @@
+//! One call: addresses as slices of host memory, or as device memory.
+#![allow(unsafe_code)]
+
+use crate::plan::Asked;
+use cudnn_graph::{DeviceSlice, RawStream, Stream};
+use half::{bf16, f16};
+use sdpa::cudnn::{CudnnExecutor, DeviceCall, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use sdpa::{
+    BackwardProblem, DType, Elements, ElementsMut, Error, GradientSpec, HostBackward, HostForward, HostGradient, Operand, Param,
+    ParamValue, Prepared, PreparedBackward, Problem, Report, SpecError, SpecErrors, TensorSpec,
+};
+use std::ffi::c_void;
+
+/// What is bound to a parameter.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Value {
+    Scalar(f32),
+    Tensor { address: u64, dtype: DType, elements: usize },
+}
+
+/// What Python passed. The tensors behind addresses are kept by the caller, are of the layout of the pass, and what is written is nobody else's.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Call<'a> {
+    /// In the order of the pass: `q k v o`, and `d_o dq dk dv`.
+    pub(crate) operands: &'a [u64],
+    pub(crate) stats: Option<u64>,
+    pub(crate) values: &'a [(&'a str, Value)],
+    /// In the order of the gradients that were asked for.
+    pub(crate) gradients: &'a [u64],
+    pub(crate) scale: Option<f32>,
+}
+
+fn wrong(field: &str, value: impl std::fmt::Display, rule: impl Into<String>) -> Error {
+    Error::Spec(SpecErrors(vec![SpecError::new(field, value, rule)]))
+}
+
+/// An address as a pointer to elements of this size, or what is wrong with it.
+fn pointer<T>(address: u64, elements: usize) -> Result<*mut T, Error> {
+    if elements == 0 {
+        return Ok(std::ptr::dangling_mut());
+    }
+    let at = usize::try_from(address).unwrap_or(0);
+    if at == 0 || !at.is_multiple_of(align_of::<T>()) {
+        return Err(wrong("address", format!("{address:#x}"), format!("of memory that is there, a multiple of {}", align_of::<T>())));
+    }
+    Ok(at as *mut T)
+}
+
+fn read<'a, T>(address: u64, elements: usize) -> Result<&'a [T], Error> {
+    let at = pointer::<T>(address, elements)?;
+    // SAFETY: the caller keeps a tensor of so many elements there during the call, and nobody writes it.
+    Ok(unsafe { std::slice::from_raw_parts(at, elements) })
+}
+
+fn write<'a, T>(address: u64, elements: usize) -> Result<&'a mut [T], Error> {
+    let at = pointer::<T>(address, elements)?;
+    // SAFETY: the caller made a tensor of so many elements there for this call, and nobody else knows it. Every pattern of bits is a number.
+    Ok(unsafe { std::slice::from_raw_parts_mut(at, elements) })
+}
+
+fn not_a_float(dtype: DType) -> Error {
+    wrong("dtype", dtype, "one of f32, f16, bf16")
+}
+
+fn elements<'a>(dtype: DType, address: u64, n: usize) -> Result<Elements<'a>, Error> {
+    match dtype {
+        DType::F32 => Ok(Elements::F32(read(address, n)?)),
+        DType::F16 => Ok(Elements::F16(read::<f16>(address, n)?)),
+        DType::BF16 => Ok(Elements::BF16(read::<bf16>(address, n)?)),
+        DType::I32 | DType::I64 | DType::Bool => Err(not_a_float(dtype)),
+    }
+}
+
+fn elements_mut<'a>(dtype: DType, address: u64, n: usize) -> Result<ElementsMut<'a>, Error> {
+    match dtype {
+        DType::F32 => Ok(ElementsMut::F32(write(address, n)?)),
+        DType::F16 => Ok(ElementsMut::F16(write::<f16>(address, n)?)),
+        DType::BF16 => Ok(ElementsMut::BF16(write::<bf16>(address, n)?)),
+        DType::I32 | DType::I64 | DType::Bool => Err(not_a_float(dtype)),
+    }
+}
+
+/// Truth values: in place where every byte is 0 or 1, as PyTorch and NumPy keep them, and read anew where somebody viewed other bytes as such.
+fn truths(address: u64, n: usize, kept: &mut Vec<bool>) -> Result<&[bool], Error> {
+    let bytes: &[u8] = read(address, n)?;
+    if bytes.iter().fold(0, |all, byte| all | byte) <= 1 {
+        // SAFETY: each byte is 0 or 1.
+        return Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), n) });
+    }
+    kept.extend(bytes.iter().map(|&byte| byte != 0));
+    Ok(kept)
+}
+
+fn length(tensor: &TensorSpec) -> usize {
+    if tensor.dims.contains(&0) { 0 } else { usize::try_from(tensor.extent().unwrap_or(0)).unwrap_or(0) }
+}
+
+/// Operands in the order in which Python passes them.
+const ORDER: [Operand; 8] = [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::DO, Operand::DQ, Operand::DK, Operand::DV];
+
+impl Call<'_> {
+    fn operand(&self, n: usize) -> Result<u64, Error> {
+        self.operands.get(n).copied().ok_or_else(|| wrong("operands", self.operands.len(), "those of the pass"))
+    }
+
+    fn with_params<R>(&self, run: impl FnOnce(&[Param<'_>]) -> Result<R, Error>) -> Result<R, Error> {
+        let mut kept: Vec<Vec<bool>> = vec![Vec::new(); self.values.len()];
+        let mut params: Vec<Param<'_>> = Vec::with_capacity(self.values.len());
+        for ((name, value), kept) in self.values.iter().zip(&mut kept) {
+            let value = match *value {
+                Value::Scalar(x) => ParamValue::Scalar(x),
+                Value::Tensor { address, dtype, elements } => match dtype {
+                    DType::F32 => ParamValue::F32(read(address, elements)?),
+                    DType::F16 => ParamValue::F16(read(address, elements)?),
+                    DType::BF16 => ParamValue::BF16(read(address, elements)?),
+                    DType::I32 => ParamValue::I32(read(address, elements)?),
+                    DType::I64 => ParamValue::I64(read(address, elements)?),
+                    DType::Bool => ParamValue::Bool(truths(address, elements, kept)?),
+                },
+            };
+            params.push(Param { name, value });
+        }
+        run(&params)
+    }
+
+    /// A forward pass over host memory.
+    pub(crate) fn forward(&self, problem: &Problem, prepared: &dyn Prepared) -> Result<Report, Error> {
+        let dtype = problem.dtype();
+        let at = |n: usize, tensor: &TensorSpec| elements(dtype, self.operand(n)?, length(tensor));
+        let rows = usize::try_from(problem.stats_elements()).unwrap_or(0);
+        self.with_params(|params| {
+            prepared.forward(HostForward {
+                q: at(0, problem.q())?,
+                k: at(1, problem.k())?,
+                v: at(2, problem.v())?,
+                o: elements_mut(dtype, self.operand(3)?, length(problem.o()))?,
+                stats: self.stats.map(|address| write(address, rows)).transpose()?,
+                row_max: None,
+                sum_exp: None,
+                attn_scale: self.scale,
+                params,
+            })
+        })
+    }
+
+    /// A backward pass over host memory.
+    pub(crate) fn backward(&self, problem: &BackwardProblem, prepared: &dyn PreparedBackward) -> Result<Report, Error> {
+        let dtype = problem.forward().dtype();
+        let at = |n: usize| elements(dtype, self.operand(n)?, length(problem.tensor(ORDER[n])));
+        let to = |n: usize| elements_mut(dtype, self.operand(n)?, length(problem.tensor(ORDER[n])));
+        let rows = usize::try_from(problem.forward().stats_elements()).unwrap_or(0);
+        let stats = self.stats.ok_or_else(|| wrong("stats", "absent", "those of the forward pass"))?;
+        self.with_params(|params| {
+            let gradients = problem.wrt().iter().zip(self.gradients).map(|(g, &address)| {
+                let n = usize::try_from(problem.gradient_elements(&g.name)).unwrap_or(0);
+                Ok(HostGradient { name: &g.name, data: elements_mut(g.dtype, address, n)? })
+            });
+            prepared.backward(HostBackward {
+                q: at(0)?,
+                k: at(1)?,
+                v: at(2)?,
+                o: at(3)?,
+                d_o: at(4)?,
+                stats: read(stats, rows)?,
+                dq: to(5)?,
+                dk: to(6)?,
+                dv: to(7)?,
+                attn_scale: self.scale,
+                params,
+                gradients: gradients.collect::<Result<_, Error>>()?,
+            })
+        })
+    }
+
+    /// Either pass over device memory, submitted to the stream. Nothing waits.
+    pub(crate) fn submit(
+        &self,
+        asked: &Asked,
+        executor: &CudnnExecutor,
+        planned: &Planned,
+        stream: u64,
+        workspace: u64,
+    ) -> Result<(), sdpa::cudnn::Error> {
+        let (problem, backward) = match asked {
+            Asked::Forward(problem) => (&**problem, None),
+            Asked::Backward(problem) => (problem.forward(), Some(problem)),
+        };
+        let bytes = |dtype: DType, n: usize| dtype.bytes(n as u64);
+        let mut operands: [Option<DeviceSlice>; Operand::ALL.len()] = [None; Operand::ALL.len()];
+        for (&operand, &address) in ORDER.iter().zip(self.operands) {
+            let tensor = match backward {
+                Some(problem) => Some(problem.tensor(operand)),
+                None => problem.tensor(operand),
+            };
+            let slice = |tensor| DeviceSlice { address, bytes: bytes(problem.dtype(), length(tensor)) };
+            operands[operand as usize] = tensor.map(slice);
+        }
+        let params: Vec<DeviceParam<'_>> = self.values.iter().map(|(name, value)| DeviceParam { name, value: on_device(*value) }).collect();
+        let gradients: Vec<DeviceGradient<'_>> = backward.map_or_else(Vec::new, |problem| {
+            let room = |(g, &address)| {
+                let g: &GradientSpec = g;
+                let n = usize::try_from(problem.gradient_elements(&g.name)).unwrap_or(0);
+                DeviceSlice { address, bytes: bytes(g.dtype, n) }
+            };
+            let all = problem.wrt().iter().zip(self.gradients);
+            all.map(|(g, address)| DeviceGradient { name: &g.name, slice: room((g, address)) }).collect()
+        });
+        let rows = usize::try_from(problem.stats_elements()).unwrap_or(0);
+        let call = DeviceCall {
+            operands,
+            stats: self.stats.map(|address| DeviceSlice { address, bytes: bytes(DType::F32, rows) }),
+            row_max: None,
+            sum_exp: None,
+            attn_scale: self.scale,
+            params: &params,
+            gradients: &gradients,
+            workspace: (workspace != 0).then_some(DeviceSlice { address: workspace, bytes: planned.workspace_bytes() }),
+        };
+        let device = executor.device();
+        // SAFETY: PyTorch's current stream of this device, which outlives the call: PyTorch frees no stream.
+        let stream = unsafe { Stream::borrow(device, RawStream(stream as usize as *mut c_void)) };
+        let handle = executor.library().handle(&stream)?;
+        // SAFETY: the caller keeps the tensors; PyTorch gives their memory to others in the order of the stream. What is written was made for this call.
+        unsafe { planned.submit(&handle, &call) }
+    }
+}
+
+fn on_device(value: Value) -> DeviceValue {
+    match value {
+        Value::Scalar(x) => DeviceValue::Scalar(x),
+        Value::Tensor { address, dtype, elements } => {
+            DeviceValue::Tensor(dtype, DeviceSlice { address, bytes: dtype.bytes(elements as u64) })
+        }
+    }
+}

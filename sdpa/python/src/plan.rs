@@ -1,0 +1,193 @@
+//! A pass made ready for tensors of one layout.
+
+use crate::call::{Call, Value};
+use crate::cuda;
+use crate::error::{of, one};
+use crate::pool::pool;
+use crate::program::named;
+use pyo3::prelude::*;
+use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::lower::Job;
+use sdpa::cudnn::{CudnnExecutor, Planned};
+use sdpa::expr::Declared;
+use sdpa::{BackwardProblem, Executor, Prepared, PreparedBackward, Problem};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Either pass.
+#[derive(Clone, Debug)]
+pub(crate) enum Asked {
+    Forward(Box<Problem>),
+    Backward(Box<BackwardProblem>),
+}
+
+impl Asked {
+    fn params(&self) -> &[Declared] {
+        match self {
+            Asked::Forward(problem) => problem.params(),
+            Asked::Backward(problem) => problem.params(),
+        }
+    }
+
+    fn job(&self) -> Job {
+        match self.clone() {
+            Asked::Forward(problem) => Job::Forward(problem),
+            Asked::Backward(problem) => Job::Backward(problem),
+        }
+    }
+}
+
+/// Who runs it.
+#[derive(Debug)]
+pub(crate) enum Ready {
+    Host(Arc<dyn Prepared>),
+    HostBackward(Arc<dyn PreparedBackward>),
+    Device(Arc<CudnnExecutor>, Arc<Planned>),
+}
+
+/// A pass made ready.
+#[pyclass(frozen, module = "sdpa._native")]
+#[derive(Debug)]
+pub struct Plan {
+    asked: Asked,
+    ready: Ready,
+    /// Names of the tensors that come with a call, and whether this pass reads each.
+    tensors: Vec<(String, bool)>,
+    scalars: Vec<(String, bool)>,
+    calls: AtomicU64,
+    engine: Mutex<Option<String>>,
+}
+
+impl Plan {
+    pub(crate) fn new(py: Python<'_>, asked: Asked, device: Option<u32>, names: (Vec<String>, Vec<String>)) -> PyResult<Plan> {
+        let ready = match (&asked, device) {
+            (Asked::Forward(problem), None) => Ready::Host(CpuExecutor::new().prepare(problem).map_err(of)?),
+            (Asked::Backward(problem), None) => Ready::HostBackward(CpuExecutor::new().prepare_backward(problem).map_err(of)?),
+            (_, Some(ordinal)) => {
+                let executor = cuda::executor(py, ordinal)?;
+                let planned = py.detach(|| match &asked {
+                    Asked::Forward(problem) => executor.attention(problem),
+                    Asked::Backward(problem) => executor.attention_backward(problem),
+                });
+                let (planned, _) = planned.map_err(|e| of(e.into()))?;
+                Ready::Device(executor, planned)
+            }
+        };
+        let read = |names: Vec<String>| -> Vec<(String, bool)> {
+            let is_read = |name: &str| asked.params().iter().any(|p| p.name == name);
+            names.into_iter().map(|name| (is_read(&name), name)).map(|(read, name)| (name, read)).collect()
+        };
+        let (tensors, scalars) = (read(names.0), read(names.1));
+        Ok(Plan { asked, ready, tensors, scalars, calls: AtomicU64::new(0), engine: Mutex::new(None) })
+    }
+}
+
+#[pymethods]
+impl Plan {
+    /// Bytes of device memory that a call wants beside its tensors.
+    #[getter]
+    fn workspace_bytes(&self) -> u64 {
+        match &self.ready {
+            Ready::Host(_) | Ready::HostBackward(_) => 0,
+            Ready::Device(_, planned) => planned.workspace_bytes(),
+        }
+    }
+
+    /// How often it was run.
+    #[getter]
+    fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    /// Who runs it, and on what: of the CPU executor known after the first call.
+    #[getter]
+    fn engine(&self) -> Option<String> {
+        match &self.ready {
+            Ready::Host(_) | Ready::HostBackward(_) => self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            Ready::Device(_, planned) => Some(format!("cudnn {} {}", planned.lowered.form, planned.engine)),
+        }
+    }
+
+    /// Operands that are copied on the device first, as no engine reads them where they are.
+    #[getter]
+    fn copied(&self) -> Vec<&'static str> {
+        match &self.ready {
+            Ready::Host(_) | Ready::HostBackward(_) => Vec::new(),
+            Ready::Device(_, planned) => planned.copied(),
+        }
+    }
+
+    /// The library that runs it: its version and its file; `None` of the CPU executor.
+    #[getter]
+    fn library(&self) -> Option<(String, String)> {
+        match &self.ready {
+            Ready::Host(_) | Ready::HostBackward(_) => None,
+            Ready::Device(executor, _) => {
+                let library = executor.library();
+                Some((library.version().to_string(), library.path().display().to_string()))
+            }
+        }
+    }
+
+    /// What the cache of plans says of it, of a GPU's.
+    fn explain(&self) -> Option<String> {
+        match &self.ready {
+            Ready::Host(_) | Ready::HostBackward(_) => None,
+            Ready::Device(executor, _) => Some(executor.explain(&self.asked.job()).to_string()),
+        }
+    }
+
+    /// Runs it: addresses of the operands in the order of the pass, of stats, of tensors (with element type and number of elements), values of
+    /// scalars, addresses of gradients. The CPU executor waits and uses so many threads; a GPU's submits to the stream and does not wait.
+    #[pyo3(signature = (operands, stats, params, scalars, gradients, scale, threads, stream, workspace))]
+    #[allow(clippy::too_many_arguments, reason = "what Python passes by position, in the hot path")]
+    fn run(
+        &self,
+        py: Python<'_>,
+        operands: Vec<u64>,
+        stats: u64,
+        params: Vec<(u64, String, usize)>,
+        scalars: Vec<f32>,
+        gradients: Vec<u64>,
+        scale: Option<f32>,
+        threads: usize,
+        stream: u64,
+        workspace: u64,
+    ) -> PyResult<()> {
+        if params.len() != self.tensors.len() || scalars.len() != self.scalars.len() {
+            let rule = format!("{} tensors and {} scalars", self.tensors.len(), self.scalars.len());
+            return Err(one("parameters", format!("{} tensors and {} scalars", params.len(), scalars.len()), rule));
+        }
+        let mut values: Vec<(&str, Value)> = Vec::with_capacity(params.len() + scalars.len());
+        for ((name, read), (address, dtype, elements)) in self.tensors.iter().zip(&params) {
+            if *read {
+                values.push((name, Value::Tensor { address: *address, dtype: named(dtype)?, elements: *elements }));
+            }
+        }
+        for ((name, read), x) in self.scalars.iter().zip(scalars) {
+            if *read {
+                values.push((name, Value::Scalar(x)));
+            }
+        }
+        let call = Call { operands: &operands, stats: (stats != 0).then_some(stats), values: &values, gradients: &gradients, scale };
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        match (&self.ready, &self.asked) {
+            (Ready::Host(prepared), Asked::Forward(problem)) => {
+                let pool = pool(py, threads)?;
+                let report = py.detach(|| pool.install(|| call.forward(problem, &**prepared))).map_err(of)?;
+                *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.engine);
+            }
+            (Ready::HostBackward(prepared), Asked::Backward(problem)) => {
+                let pool = pool(py, threads)?;
+                let report = py.detach(|| pool.install(|| call.backward(problem, &**prepared))).map_err(of)?;
+                *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.engine);
+            }
+            (Ready::Device(executor, planned), asked) => {
+                cuda::same_process()?;
+                py.detach(|| call.submit(asked, executor, planned, stream, workspace)).map_err(|e| of(e.into()))?;
+            }
+            (Ready::Host(_) | Ready::HostBackward(_), _) => return Err(one("pass", "the other one", "what was made ready")),
+        }
+        Ok(())
+    }
+}

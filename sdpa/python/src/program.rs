@@ -1,0 +1,137 @@
+//! What is asked for, without extents: score_mods and masks as text, and the order of the parameters that come with a call.
+
+use crate::error::{of, one};
+use crate::plan::{Asked, Plan};
+use pyo3::prelude::*;
+use sdpa::expr::{Axes, Declared, ParamKind};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, ScoreMod, Shape, StatsBase, TensorSpec};
+use serde::Deserialize;
+
+/// The text of a program: JSON.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    /// In the order in which they are applied.
+    #[serde(default)]
+    score_mods: Vec<String>,
+    /// A key is kept where every one keeps it.
+    #[serde(default)]
+    masks: Vec<String>,
+    /// Whether each query head has a number in the denominator.
+    #[serde(default)]
+    sink: bool,
+    /// Names of the tensors that come with a call, in their order.
+    #[serde(default)]
+    tensors: Vec<String>,
+    /// Names of the scalars.
+    #[serde(default)]
+    scalars: Vec<String>,
+    /// Whether every run gives the same bits.
+    #[serde(default)]
+    deterministic: bool,
+}
+
+/// Extents, strides and alignment of a tensor, as Python passes them.
+pub(crate) type Tensor = ([i64; 4], [i64; 4], u32);
+
+/// A parameter as Python is told of it: name, axes (`None` of a scalar), element type, default.
+type Parameter = (String, Option<Vec<&'static str>>, &'static str, Option<f32>);
+
+/// Score_mods and masks that were read.
+#[pyclass(frozen, module = "sdpa._native")]
+#[derive(Debug)]
+pub struct Program {
+    score_mods: Vec<ScoreMod>,
+    masks: Vec<Mask>,
+    written: Written,
+}
+
+#[pymethods]
+impl Program {
+    #[new]
+    fn new(text: &str) -> PyResult<Program> {
+        let written: Written = serde_json::from_str(text).map_err(|e| one("program", e, "JSON of score_mods, masks and parameters"))?;
+        let read = |what: &str, text: &str, error: String| one(what, text, error);
+        let score_mods = written.score_mods.iter().map(|text| text.parse::<ScoreMod>().map_err(|e| read("score_mod", text, e.rule)));
+        let score_mods = score_mods.collect::<PyResult<Vec<_>>>()?;
+        let masks = written.masks.iter().map(|text| text.parse::<Mask>().map_err(|e| read("mask", text, e.rule)));
+        let masks = masks.collect::<PyResult<Vec<_>>>()?;
+        Ok(Program { score_mods, masks, written })
+    }
+
+    /// The texts, as the library prints them: score_mods, masks.
+    fn texts(&self) -> (Vec<String>, Vec<String>) {
+        (self.score_mods.iter().map(ToString::to_string).collect(), self.masks.iter().map(ToString::to_string).collect())
+    }
+
+    /// Every parameter that is declared, and read by a backward pass.
+    fn params(&self) -> PyResult<Vec<Parameter>> {
+        let shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 1, seq_kv: 1, dim_qk: 8, dim_v: 8 };
+        let of_any = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd);
+        let spec = AttentionSpec { score_mods: self.score_mods.clone(), masks: self.masks.clone(), sink: self.written.sink, ..of_any };
+        let problem = spec.backward().validate().map_err(|e| of(e.into()))?;
+        Ok(problem.params().iter().map(parameter).collect())
+    }
+
+    /// Makes a pass ready: forward over `q k v o`, backward over `q k v o d_o dq dk dv`. `device` is that of CUDA, or none for the host.
+    #[pyo3(signature = (device, dtype, tensors, stats, wrt))]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        device: Option<u32>,
+        dtype: &str,
+        tensors: Vec<Tensor>,
+        stats: bool,
+        wrt: Vec<(String, String)>,
+    ) -> PyResult<Plan> {
+        let tensors: Vec<TensorSpec> =
+            tensors.into_iter().map(|(dims, strides, alignment)| TensorSpec { dims, strides, alignment }).collect();
+        let &[q, k, v, o, ref rest @ ..] = tensors.as_slice() else {
+            return Err(one("tensors", tensors.len(), "q, k, v, o, and of a backward pass d_o, dq, dk, dv"));
+        };
+        let spec = AttentionSpec {
+            dtype: named(dtype)?,
+            q,
+            k,
+            v,
+            o,
+            score_mods: self.score_mods.clone(),
+            packed: None,
+            paged: None,
+            masks: self.masks.clone(),
+            sink: self.written.sink,
+            dropout: None,
+            stats,
+            stats_base: StatsBase::Natural,
+            row_max: false,
+            sum_exp: false,
+        };
+        let asked = match *rest {
+            [] => Asked::Forward(Box::new(spec.validate().map_err(|e| of(e.into()))?)),
+            [d_o, dq, dk, dv] => {
+                let mut backward = BackwardSpec { d_o, dq, dk, dv, deterministic: self.written.deterministic, ..spec.backward() };
+                for (name, dtype) in wrt {
+                    backward = backward.wrt(&name, named(&dtype)?);
+                }
+                Asked::Backward(Box::new(backward.validate().map_err(|e| of(e.into()))?))
+            }
+            _ => return Err(one("tensors", tensors.len(), "4 of a forward pass, 8 of a backward pass")),
+        };
+        Plan::new(py, asked, device, (self.written.tensors.clone(), self.written.scalars.clone()))
+    }
+}
+
+/// An element type by its name.
+pub(crate) fn named(name: &str) -> PyResult<DType> {
+    let all = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool];
+    let found = all.into_iter().find(|dtype| dtype.name() == name);
+    found.ok_or_else(|| one("dtype", name, "one of f32, f16, bf16, i32, i64, bool"))
+}
+
+fn parameter(declared: &Declared) -> Parameter {
+    let names = |axes: Axes| axes.iter().map(|axis| axis.name()).collect();
+    match declared.kind {
+        ParamKind::Scalar => (declared.name.clone(), None, DType::F32.name(), declared.default),
+        ParamKind::Tensor { axes, dtype } => (declared.name.clone(), Some(names(axes)), dtype.name(), None),
+    }
+}
