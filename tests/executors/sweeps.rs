@@ -2,7 +2,10 @@
 //! apart, operands that nobody should read. On executors to which a problem costs little; the kernels of Metal are in `msl`.
 
 use conformance::case::Case;
-use conformance::runner::{Drops, Source, Tally, dropped, rounding, run_backward_case, run_case, stays};
+use conformance::random::Random;
+use conformance::runner::{
+    Draw, Drops, Source, Tally, dropped, random_fp8, random_fp8_gradients, rounding, run, run_backward, run_backward_case, run_case, stays,
+};
 use conformance::say::say;
 use sdpa::{Executor, ExecutorName};
 
@@ -43,4 +46,21 @@ pub(crate) fn drops_the_weights_that_the_generator_says(executor: &dyn Executor)
         compared.backward
     ));
     assert!(compared.forward > 500_000 && compared.backward > 500_000, "{compared:?}");
+}
+
+/// Random problems of 8-bit floats, both passes, alone and chained.
+pub(crate) fn narrow_numbers(executor: &dyn Executor) {
+    let name = executor.name();
+    let mut tally = Tally::default();
+    for seed in 0..30 {
+        let mut random = Random::new(seed * 7919 + 41);
+        let spec = random_fp8(&mut random);
+        tally.add(name.name(), &format!("8 bits {seed}"), &run(&spec, None, 1.0, seed, executor));
+        let source = Source::ALL[(seed % 2) as usize];
+        let backward = random_fp8_gradients(spec, &mut random);
+        let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
+        tally.add(name.name(), &format!("8 bits {seed}, backward{}", source.suffix()), &run_backward(&backward, &draw, source, executor));
+    }
+    say(&format!("8-bit floats {}", tally.summary(name.name())));
+    assert_eq!(tally.failed, 0, "problems failed on {name}");
 }

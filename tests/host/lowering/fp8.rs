@@ -34,13 +34,11 @@ fn draw(job: &Job, random: &mut Random) -> Run {
         memory.push((operand, inputs::random(&tensor, job.dtype_of(operand), 1.5, random)));
     }
     let mut scale = |scale: &Fp8Scale| {
-        let value = match scale {
-            Fp8Scale::ScaleS => 200.0,
-            Fp8Scale::DescaleS => 1.0 / 200.0,
-            Fp8Scale::ScaleDP => 16.0,
-            Fp8Scale::DescaleDP => 1.0 / 16.0,
-            _ => random.pick(&[0.3, 0.7, 1.0, 1.6]),
-        };
+        // Pairs whose product is one, and numbers of any size.
+        let pairs =
+            [(Fp8Scale::ScaleS, 200.0), (Fp8Scale::DescaleS, 1.0 / 200.0), (Fp8Scale::ScaleDP, 16.0), (Fp8Scale::DescaleDP, 1.0 / 16.0)];
+        let drawn = random.pick(&[0.3, 0.7, 1.0, 1.6]);
+        let value = pairs.iter().find(|(own, _)| own == scale).map_or(drawn, |(_, value)| *value);
         (scale.name(), [value])
     };
     let scales = Fp8Scale::of(job.direction()).iter().map(&mut scale).collect();
