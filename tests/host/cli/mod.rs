@@ -6,6 +6,7 @@ mod check;
 mod compile;
 mod dropout;
 mod limits;
+mod narrow;
 mod newcomer;
 mod packed;
 mod paged;
