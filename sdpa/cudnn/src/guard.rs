@@ -55,7 +55,7 @@ fn wide_keys(job: &Job) -> bool {
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 15] = [
+const DECLINED: [Declined; 19] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::PaddingWithoutNumbers, is_padded),
@@ -70,6 +70,10 @@ const DECLINED: [Declined; 15] = [
     (Quirk::OrderOfWideKeys, |j| j.deterministic() && wide_keys(j)),
     (Quirk::RowsUntold, |j| !is_backward(j) && (j.problem().row_max() || j.problem().sum_exp())),
     (Quirk::SharedKeysIn8Bits, |j| j.problem().dtype().is_fp8() && j.problem().group() > 1),
+    (Quirk::ScoreModsOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().score_mod().is_some()),
+    (Quirk::DropoutOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().dropout().is_some()),
+    (Quirk::RowMaximaOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().row_max()),
+    (Quirk::SmallGradientsOf8Bits, |j| j.problem().dtype().is_fp8()),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
 

@@ -130,6 +130,26 @@ quirks! {
         so: "declined", versions: EVERY, sm: 90..=99, passes: Backward,
         source: "left out by cudnn-frontend's own tests, 14 configurations for compute capability 9", test: "each_row_refuses_its_versions_and_no_others",
     }
+    ScoreModsOf8Bits {
+        what: "a score_mod of 8-bit floats is given scores before they are descaled: o and stats are wrong (softcap, ALiBi)",
+        so: "declined", versions: EVERY, sm: 90..=99, passes: Forward,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "fp8_softcap",
+    }
+    DropoutOf8Bits {
+        what: "dropout beside 8-bit floats ends in an illegal memory access",
+        so: "declined", versions: EVERY, sm: 90..=99, passes: Both,
+        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "fp8_dropout",
+    }
+    RowMaximaOf8Bits {
+        what: "row maxima of 8-bit floats are those of scores before they are descaled",
+        so: "declined", versions: EVERY, sm: 90..=99, passes: Forward,
+        source: "seen on an H200 under 9.27.0", test: "fp8_statistics",
+    }
+    SmallGradientsOf8Bits {
+        what: "gradients of 8-bit floats: dq loses small gradients of scores, up to 1.64 times what rounding them to the nearest allows",
+        so: "declined", versions: to(26, 99), sm: 90..=99, passes: Backward,
+        source: "seen on an H200 under 9.19.0, not under 9.27.0", test: "fp8_window",
+    }
     PackedWideKeys {
         what: "packed documents whose dim_qk is above 192 beside a dim_v of at most 128: dq and dk are wrong (216 and 112, three heads, documents without tokens)",
         so: "declined", versions: EVERY, sm: ANY, passes: Backward,

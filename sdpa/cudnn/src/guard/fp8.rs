@@ -181,6 +181,7 @@ pub(super) fn reasons(job: &Job, runtime: Version, sm: u32) -> Vec<Reason> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quirks::Quirk;
     use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Shape};
 
     const NEW: Version = Version::new(9, 27, 0);
@@ -264,8 +265,16 @@ mod tests {
         }
         assert_eq!(backward(&long.backward(), NEW, 90), ["masks"]);
         assert_eq!(backward(&masked("document").backward(), NEW, 90), ["masks"]);
-        assert_eq!(forward(spec([128, 128]).score_mod("bias:qk".parse().unwrap()), NEW, 90), ["score_mods"]);
-        assert!(forward(spec([128, 128]).score_mod("softcap:20".parse().unwrap()), NEW, 90).is_empty());
+        assert_eq!(forward(spec([128, 128]).score_mod("bias:qk".parse().unwrap()), NEW, 100), ["score_mods"]);
+        let capped = || spec([128, 128]).score_mod("softcap:20".parse().unwrap());
+        assert_eq!(forward(capped(), NEW, 90), [Quirk::ScoreModsOf8Bits.row().what]);
+        assert!(forward(capped(), NEW, 100).is_empty());
+        assert_eq!(forward(spec([128, 128]).with_dropout(0.5), NEW, 90), [Quirk::DropoutOf8Bits.row().what]);
+        assert_eq!(forward(spec([128, 128]).with_row_max(), NEW, 90), [Quirk::RowMaximaOf8Bits.row().what]);
+        assert!(forward(spec([128, 128]).with_sum_exp(), NEW, 90).is_empty());
+        let plain = || spec([128, 128]).backward();
+        assert_eq!(backward(&plain(), Version::new(9, 19, 0), 90), [Quirk::SmallGradientsOf8Bits.row().what]);
+        assert!(backward(&plain(), NEW, 90).is_empty() && backward(&plain(), Version::new(9, 19, 0), 100).is_empty());
         assert_eq!(forward(spec([128, 128]).with_sink(), NEW, 90), ["sink"]);
         let mut apart = spec([128, 128]);
         apart.q.alignment = 8;
