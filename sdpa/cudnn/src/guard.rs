@@ -55,7 +55,7 @@ fn wide_keys(job: &Job) -> bool {
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 19] = [
+const DECLINED: [Declined; 20] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::PaddingWithoutNumbers, is_padded),
@@ -73,6 +73,7 @@ const DECLINED: [Declined; 19] = [
     (Quirk::ScoreModsOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().score_mod().is_some()),
     (Quirk::DropoutOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().dropout().is_some()),
     (Quirk::RowMaximaOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().row_max()),
+    (Quirk::LengthsOf8Bits, |j| j.problem().dtype().is_fp8() && Side::ALL.iter().any(|&side| j.problem().has_lengths(side))),
     (Quirk::SmallGradientsOf8Bits, |j| j.problem().dtype().is_fp8()),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];

@@ -94,7 +94,7 @@ impl Run {
         let (text, boundaries) = text::batch(options.seed, step, options.tokens);
         let batch = self.model.batch(&boundaries)?;
         let loss = self.model.loss(&text, &batch)?;
-        let rate = 3e-3 * (step as f64 / 20.).min(1.);
+        let rate = 1e-3 * (step as f64 / 20.).min(1.);
         self.adam.step(&self.model.weights, &loss, step, rate)?;
         let loss = loss.to_scalar::<f32>()?;
         self.losses.push(loss);
