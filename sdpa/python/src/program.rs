@@ -91,6 +91,7 @@ impl Program {
         };
         let spec = AttentionSpec {
             dtype: named(dtype)?,
+            o_dtype: None,
             q,
             k,
             v,
