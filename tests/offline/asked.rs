@@ -93,8 +93,18 @@ fn what_is_taken_compiles_and_is_what_was_sent() {
             let here = plans.iter().filter(|p| p.profile == profile && p.wanted == Wanted::Any);
             let narrow = |p: &Compiled| FP8_SAMPLE.contains(&p.row.as_str());
             let declined = here.clone().filter(|p| p.declined && !narrow(p)).count();
-            let wrong = here.clone().filter(|p| narrow(p) && p.declined != ["a100", "l40s"].contains(&profile)).count();
-            assert_eq!(wrong, 0, "cuDNN {runtime}: 8-bit floats are of compute capability 9.0 and newer, on {profile}");
+            // What engines for compute capability 9 get wrong.
+            let on_hopper = |p: &Compiled| {
+                p.row.contains("padding")
+                    || p.row.contains("several masks")
+                    || p.row.contains("score_mod softcap")
+                    || (p.row.starts_with("backward") && *runtime == "9.19")
+            };
+            let refused = |p: &Compiled| ["a100", "l40s"].contains(&profile) || profile == "h200" && on_hopper(p);
+            let wrong: Vec<&str> = here.clone().filter(|p| narrow(p) && p.declined != refused(p)).map(|p| p.row.as_str()).collect();
+            assert!(wrong.is_empty(), "cuDNN {runtime}, 8-bit floats on {profile}: {wrong:#?}");
+            let taken = here.clone().any(|p| narrow(p) && !p.declined);
+            assert_eq!(taken, !["a100", "l40s"].contains(&profile), "cuDNN {runtime}, 8-bit floats on {profile}");
             let n = here.count();
             assert!(n >= SAMPLE.len(), "cuDNN {runtime} was asked for {n} plans for {profile}");
             assert!(all || declined <= MAY_DECLINE, "cuDNN {runtime} declines {declined} rows of the sample for {profile}");

@@ -39,7 +39,7 @@ fn draw(random: &mut Random) -> Vec<f32> {
 
 fn check(toolchain: &Toolchain, source: &str, jobs: &[Vec<f32>]) -> Result<(), String> {
     let numbers = |sums: &Vec<f32>| {
-        let counts = [sums.len() as i64, sums.len() as i64 / 8 + 2];
+        let counts = [sums.len() as i64, sums.len() as i64 / 8 + 4];
         counts.into_iter().chain(sums.iter().map(|x| x.to_bits().into())).map(|x: i64| x.to_string()).collect::<Vec<_>>()
     };
     let text: Vec<String> = jobs.iter().flat_map(numbers).collect();
