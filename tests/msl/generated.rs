@@ -51,6 +51,14 @@ mask = ["window:9,3"]
 score_mod = ["alibi-slopes"]
 spread = 3.0
 stats = true
+
+[[case]]
+name = "dropout"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 37, seq_kv = 45, dim_qk = 16, dim_v = 24 }
+dtype = "f32"
+mask = ["causal-bottom-right"]
+dropout = 0.3
+stats = true
 "#;
 
 /// The same of few queries.
@@ -96,6 +104,14 @@ layout = "bshd"
 mask = ["window:9,3"]
 score_mod = ["alibi-slopes"]
 spread = 3.0
+stats = true
+
+[[case]]
+name = "dropout"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 5, seq_kv = 45, dim_qk = 16, dim_v = 24 }
+dtype = "f32"
+mask = ["causal-bottom-right"]
+dropout = 0.3
 stats = true
 "#;
 
