@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""The Python package on an NVIDIA GPU: python3 benches/flex_python.py [check] [time] [stack] [curve]; without words, all of them.
+"""The Python package on an NVIDIA GPU: python3 benches/flex_python.py [check] [time] [host] [stack] [curve]; without words, all of them.
 
 check  correctness beside textbook attention in f64, gradients too; CUDA graphs, streams and threads, opcheck, compilation, refusals
 time   device and host time of a call of ALiBi and of softcap, of this package and of FlexAttention
+host   host time of calls that compute next to nothing, and where it goes; where there is no GPU, on the CPU
 stack  layers of Gemma 2's shape, forward and backward, beside FlexAttention, eager attention and PyTorch's SDPA
 curve  the losses of 200 steps beside those of eager attention
 
-Needs PyTorch with CUDA, and the wheel of sdpa/python installed: `scripts/python.sh --release` makes it.
+Needs PyTorch, with CUDA for everything but `host`, and the wheel of sdpa/python installed: `scripts/python.sh --release` makes it.
 """
 
+import contextlib
 import math
 import pathlib
+import platform
 import statistics
 import sys
 import threading
@@ -24,10 +27,11 @@ import textbook  # noqa: E402
 from torch.nn.attention import flex_attention as theirs  # noqa: E402
 
 import sdpa  # noqa: E402
-import sdpa.op  # noqa: E402
-from sdpa import create_block_mask, flex_attention  # noqa: E402
+from sdpa import create_block_mask, flex_attention, guards  # noqa: E402
+from sdpa.eager import _WAYS, Forward  # noqa: E402
 from sdpa.flex import attend  # noqa: E402
 from sdpa.mods import joined  # noqa: E402
+from sdpa.op import run  # noqa: E402
 
 FAILED = []
 
@@ -60,26 +64,32 @@ def window(b, h, q, k):
 def operands(b=2, h=8, hk=2, q=515, k=515, d=64, dv=64, dtype=torch.bfloat16, bshd=False):
     made = []
     for heads, seq, dim in ((h, q, d), (hk, k, d), (hk, k, dv)):
-        x = torch.randn(b, seq, heads, dim).transpose(1, 2) if bshd else torch.randn(b, heads, seq, dim)
+        shape = (b, seq, heads, dim) if bshd else (b, heads, seq, dim)
+        x = torch.randn(shape, device="cuda").transpose(1, 2) if bshd else torch.randn(shape, device="cuda")
         x = x.to(dtype)
         made.append((x.detach() if bshd else x).requires_grad_())
     return made
 
 
 def compare(qkv, score_mod=None, mask_mod=None, params=(), tolerance=2e-2, spread=False, lse=False, **options):
+    """Beside the book in f64, and once more as PyTorch's modes see it: the operator in place of the way past the dispatcher."""
     q, k, v = qkv
     mask = mask_mod and create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2])
-    o, stats = flex_attention(q, k, v, score_mod, mask, return_lse=True, enable_gqa=True, **options)
     wanted, log = textbook.attention(q, k, v, score_mod, mask_mod, **options)
-    textbook.close(o, wanted, "o", tolerance)
-    textbook.close(stats, log, "lse", 1e-2)
-    up = torch.ones((), dtype=o.dtype).expand(o.shape) if spread else torch.randn_like(o)
-    along = torch.randn_like(stats) if lse else torch.zeros_like(stats)
+    up = torch.ones((), dtype=q.dtype, device=q.device).expand(wanted.shape) if spread else torch.randn(wanted.shape, dtype=q.dtype, device=q.device)
+    along = torch.randn_like(log) if lse else torch.zeros_like(log)
     wrt = [*qkv, *params]
-    loss = lambda o, l: [(o * up).sum()] + ([(torch.where(torch.isfinite(log), l, 0.0) * along).sum()] if lse else [])  # noqa: E731, E741
-    ours, own = torch.autograd.grad(loss(o, stats), wrt), torch.autograd.grad(loss(wanted, log), wrt)
-    for n, (x, y) in enumerate(zip(ours, own)):
-        textbook.close(x, y, f"gradient {n}", 1.5 * tolerance)
+    loss = lambda o, l: [o.sum() if spread else (o * up).sum()] + ([(torch.where(torch.isfinite(log), l, 0.0) * along).sum()] if lse else [])  # noqa: E731, E741
+    own = torch.autograd.grad(loss(wanted, log), wrt)
+    for mode in (contextlib.nullcontext(), torch.device("cuda")):
+        with mode:
+            o, stats = flex_attention(q, k, v, score_mod, mask, return_lse=True, enable_gqa=True, **options)
+            alone = flex_attention(q, k, v, score_mod, mask, enable_gqa=True, **options)
+            ours = torch.autograd.grad(loss(o if lse else alone, stats), wrt)
+        textbook.close(o, wanted, "o", tolerance)
+        textbook.close(stats, log, "lse", 1e-2)
+        for n, (x, y) in enumerate(zip(ours, own)):
+            textbook.close(x, y, f"gradient {n}", 1.5 * tolerance)
 
 
 def on_device(f):
@@ -92,11 +102,10 @@ def on_device(f):
     return run
 
 
-@on_device
 def check():
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
     torch.manual_seed(1)
-    slopes = torch.tensor([2.0 ** -(n + 1) for n in range(8)])
+    slopes = torch.tensor([2.0 ** -(n + 1) for n in range(8)], device="cuda")
     cap = sdpa.scalar("cap", 15.0)
     case("plain")(lambda: compare(operands(h=4, hk=4)))
     case("causal, GQA, f16")(lambda: compare(operands(dtype=torch.float16), None, causal, tolerance=6e-3))
@@ -106,12 +115,12 @@ def check():
     case("ALiBi, causal")(lambda: compare(operands(), lambda s, b, h, q, k: s + slopes[h] * (k - q), causal))
     case("prefix, odd lengths")(lambda: compare(operands(q=301, k=777), None, lambda b, h, q, k: (k <= q) | (k < 130)))
     case("whole numbers: // and %")(lambda: compare(operands(), None, lambda b, h, q, k: ((q - k) // 3) % 2 == 0))
-    documents = torch.randint(0, 4, (2, 515)).sort(-1).values
+    documents = torch.randint(0, 4, (2, 515), device="cuda").sort(-1).values
     case("documents")(lambda: compare(operands(), None, lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q >= k)))
-    truth = torch.rand(515, 515) < 0.5
+    truth = torch.rand(515, 515, device="cuda") < 0.5
     case("array of truth values")(lambda: compare(operands(), None, lambda b, h, q, k: truth[q, k]))
     for dtype in (torch.bfloat16, torch.float32):
-        bias = torch.randn(8, 515, 515).to(dtype).requires_grad_()
+        bias = torch.randn(8, 515, 515, device="cuda").to(dtype).requires_grad_()
         case(f"bias in {dtype} with a gradient")(lambda bias=bias: compare(operands(), lambda s, b, h, q, k: s + bias[h, q, k], causal, [bias]))
     case("gradient of the output spread from one number")(lambda: compare(operands(), None, causal, spread=True))
     case("gradient through the log-sum-exp")(lambda: compare(operands(), None, causal, lse=True, tolerance=3e-2))
@@ -130,7 +139,7 @@ def check():
     @case("sink with a gradient")
     def _():
         q, k, v = operands()
-        sink = torch.randn(8, requires_grad=True)
+        sink = torch.randn(8, device="cuda", requires_grad=True)
         o, _ = attend(q, k, v, None, create_block_mask(causal, None, None, 515, 515).mask, sink=sink)
         wanted = textbook.attention(q, k, v, None, causal, sink=sink)[0]
         up = torch.randn_like(o)
@@ -166,7 +175,7 @@ def check():
 
         def work(seed):
             try:
-                with torch.device("cuda"), torch.cuda.stream(torch.cuda.Stream()):
+                with torch.cuda.stream(torch.cuda.Stream()):
                     for _ in range(5):
                         compare(operands(), lambda s, b, h, q, k: 5 * torch.tanh(s / 5), causal)
                 done.append(seed)
@@ -246,7 +255,7 @@ def times():
     mods = {"ALiBi": lambda s, b, h, q, k: s + slopes[h] * (k - q), "softcap": lambda s, b, h, q, k: 30 * torch.tanh(s / 30)}
     masks = {"sdpa": create_block_mask(causal, None, None, 4096, 4096), "FlexAttention": theirs.create_block_mask(causal, None, None, 4096, 4096, device="cuda")}
     for heads in (32, 8):
-        q, k, v = on_device(operands)(b=4, h=32, hk=heads, q=4096, k=4096, d=128, dv=128)
+        q, k, v = operands(b=4, h=32, hk=heads, q=4096, k=4096, d=128, dv=128)
         up = torch.randn_like(q)
         for name, mod in mods.items():
             of = {
@@ -262,6 +271,87 @@ def times():
                     print(f"| {name}, 32/{heads} | {who} | {alone:.3f} | {device_ms(both):.3f} | {host:.0f} | {host_us(both):.0f} |", flush=True)
                 except Exception as e:  # noqa: BLE001
                     print(f"| {name}, 32/{heads} | {who} | {type(e).__name__}: {str(e).splitlines()[0]} |", flush=True)
+
+
+def batch_us(f, n=20, batches=200):
+    """The least of several means of a call's host time, in microseconds. A GPU's queue is empty before each batch, and too long to be full behind it."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    taken = []
+    for _ in range(batches):
+        wait()
+        start = time.perf_counter()
+        for _ in range(n):
+            f()
+        taken.append(time.perf_counter() - start)
+    wait()
+    return 1e6 * min(taken) / n
+
+
+class Nothing(torch.autograd.Function):
+    """What a function with a gradient costs that computes nothing."""
+
+    @staticmethod
+    def forward(ctx, o, q, k, v):
+        ctx.save_for_backward(q, k, v, o)
+        return o
+
+    @staticmethod
+    def backward(ctx, d_o):
+        return None, *ctx.saved_tensors[:3]
+
+
+def host():
+    gpu = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    device, dtype, dim = ("cuda", torch.bfloat16, 64) if gpu else ("cpu", torch.float32, 8)
+    print(f"{torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
+    q, k, v = (torch.randn(1, 1, 8, dim, dtype=dtype, device=device) for _ in range(3))
+    with_grad, up = [x.clone().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
+    slopes = torch.rand(1, device=device)
+    alibi, softcap = lambda s, b, h, i, j: s + slopes[h] * (j - i), lambda s, b, h, i, j: 20 * torch.tanh(s / 20)  # noqa: E731
+    mask = create_block_mask(causal, None, None, 8, 8)
+    by_operator = lambda q, k, v: torch.ops.sdpa.attention(q, k, v, [], [], program, 0.3, 2 if q.requires_grad and torch.is_grad_enabled() else 0, [])  # noqa: E731
+    program = joined(None, mask.mask)[0]
+    of = {
+        "causal": lambda q, k, v: flex_attention(q, k, v, None, mask),
+        "softcap, causal": lambda q, k, v: flex_attention(q, k, v, softcap, mask),
+        "softcap as a ScoreMod": lambda q, k, v, mod=sdpa.ScoreMod(softcap): flex_attention(q, k, v, mod, mask),
+        "ALiBi, causal": lambda q, k, v: flex_attention(q, k, v, alibi, mask),
+        "causal, by the operator": lambda q, k, v: by_operator(q, k, v)[0],
+        "PyTorch's SDPA, causal": lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    if gpu:
+        compiled, blocks = torch.compile(theirs.flex_attention), theirs.create_block_mask(causal, None, None, 8, 8, device="cuda")
+        for name, mod in (("causal", None), ("softcap, causal", softcap), ("ALiBi, causal", alibi)):
+            of[f"FlexAttention, {name}"] = lambda q, k, v, mod=mod: compiled(q, k, v, score_mod=mod, block_mask=blocks)
+    print(f"| 8 tokens, dims {dim}, {dtype}, {device}: host µs | forward | forward with a gradient | both passes |\n|---|---|---|---|")
+    for name, f in of.items():
+        try:
+            with torch.no_grad():
+                alone = batch_us(lambda f=f: f(q, k, v))
+            tracked = batch_us(lambda f=f: f(*with_grad))
+            both = batch_us(lambda f=f: torch.autograd.grad(f(*with_grad), with_grad, up))
+            print(f"| {name} | {alone:.1f} | {tracked:.1f} | {both:.1f} |", flush=True)
+        except Exception as e:  # noqa: BLE001
+            print(f"| {name} | {type(e).__name__}: {str(e).splitlines()[0]} |", flush=True)
+            FAILED.append(f"host, {name}")
+    # The parts of one call: the last forward pass without a mask's or a score_mod's parameters, and its backward pass.
+    ways = [way for way in _WAYS.values() if isinstance(way, Forward) and way.backward and way.program == program]
+    forward, backward = ways[-1], next(iter(ways[-1].backward.values()))
+    o, stats = forward(q, k, v, (), (), 0.3)
+    # As this package calls its own: without what `apply` does for transforms of torch.func.
+    empty = lambda q, k, v: super(torch.autograd.Function, Nothing).apply(o, q, k, v)  # noqa: E731
+    print("| of these | µs |\n|---|---|")
+    parts = {
+        "native, forward": lambda: run(forward.plan, forward.device, [x.data_ptr() for x in (q, k, v, o)], stats.data_ptr(), (), (), (), 0.3),
+        "memory for output and stats": lambda: (forward.made(), torch.empty_strided(*forward.rows, dtype=torch.float32, device=device)),
+        "whether a function is as it was (ALiBi)": lambda: guards.kept(sdpa.ScoreMod, alibi),
+        "an autograd function that computes nothing, forward": lambda: empty(*with_grad),
+        "the same, both passes": lambda: torch.autograd.grad(empty(*with_grad), with_grad, up),
+        "native and memory, backward": lambda: backward(up, q, k, v, o, stats, (), (), 0.3),
+    }
+    for name, f in parts.items():
+        print(f"| {name} | {batch_us(f):.1f} |", flush=True)
 
 
 class Layer(torch.nn.Module):
@@ -358,13 +448,14 @@ def curve(steps=200):
         FAILED.append("curve")
 
 
-PARTS = {"check": check, "time": times, "stack": stack, "curve": curve}
+PARTS = {"check": check, "time": times, "host": host, "stack": stack, "curve": curve}
 
 if __name__ == "__main__":
     unknown = [word for word in sys.argv[1:] if word not in PARTS]
-    if unknown or not torch.cuda.is_available():
-        sys.exit(__doc__ if unknown else "no NVIDIA GPU is there")
-    for part in sys.argv[1:] or PARTS:
+    asked = sys.argv[1:] or list(PARTS)
+    if unknown or (asked != ["host"] and not torch.cuda.is_available()):
+        sys.exit(__doc__ if unknown else "no NVIDIA GPU is there: without one there is `host`")
+    for part in asked:
         print(f"\n== {part}", flush=True)
         PARTS[part]()
     print(f"\n{len(FAILED)} failed{': ' + ', '.join(FAILED) if FAILED else ''}")

@@ -3,7 +3,7 @@
 use crate::call::{Call, Value};
 use crate::cuda;
 use crate::error::{of, one};
-use crate::pool::pool;
+use crate::pool;
 use crate::program::named;
 use pyo3::prelude::*;
 use sdpa::cpu::CpuExecutor;
@@ -13,6 +13,9 @@ use sdpa::expr::Declared;
 use sdpa::{BackwardProblem, Executor, Prepared, PreparedBackward, Problem};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// Products that a processor has done before it has woken another.
+const SMALL: i64 = 1 << 16;
 
 /// Either pass.
 #[derive(Clone, Debug)]
@@ -27,6 +30,16 @@ impl Asked {
             Asked::Forward(problem) => problem.params(),
             Asked::Backward(problem) => problem.params(),
         }
+    }
+
+    /// Products of a forward pass without a mask.
+    fn products(&self) -> i64 {
+        let problem = match self {
+            Asked::Forward(problem) => problem,
+            Asked::Backward(problem) => problem.forward(),
+        };
+        let ([b, h, q, d], [_, _, k, _], [_, _, _, d_v]) = (problem.q().dims, problem.k().dims, problem.v().dims);
+        [h, q, k, d.saturating_add(d_v)].into_iter().fold(b, i64::saturating_mul)
     }
 
     fn job(&self) -> Job {
@@ -54,6 +67,8 @@ pub struct Plan {
     /// Names of the tensors that come with a call, and whether this pass reads each.
     tensors: Vec<(String, bool)>,
     scalars: Vec<(String, bool)>,
+    /// Whether it is done sooner than another thread would have begun.
+    small: bool,
     calls: AtomicU64,
     engine: Mutex<Option<String>>,
 }
@@ -78,7 +93,8 @@ impl Plan {
             names.into_iter().map(|name| (is_read(&name), name)).map(|(read, name)| (name, read)).collect()
         };
         let (tensors, scalars) = (read(names.0), read(names.1));
-        Ok(Plan { asked, ready, tensors, scalars, calls: AtomicU64::new(0), engine: Mutex::new(None) })
+        let small = asked.products() <= SMALL;
+        Ok(Plan { asked, ready, tensors, scalars, small, calls: AtomicU64::new(0), engine: Mutex::new(None) })
     }
 }
 
@@ -173,13 +189,11 @@ impl Plan {
         self.calls.fetch_add(1, Ordering::Relaxed);
         match (&self.ready, &self.asked) {
             (Ready::Host(prepared), Asked::Forward(problem)) => {
-                let pool = pool(py, threads)?;
-                let report = py.detach(|| pool.install(|| call.forward(problem, &**prepared))).map_err(of)?;
+                let report = pool::run(py, threads, self.small, || call.forward(problem, &**prepared))?.map_err(of)?;
                 *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.engine);
             }
             (Ready::HostBackward(prepared), Asked::Backward(problem)) => {
-                let pool = pool(py, threads)?;
-                let report = py.detach(|| pool.install(|| call.backward(problem, &**prepared))).map_err(of)?;
+                let report = pool::run(py, threads, self.small, || call.backward(problem, &**prepared))?.map_err(of)?;
                 *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.engine);
             }
             (Ready::Device(executor, planned), asked) => {

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is asked for."""
     import importlib
 
-    if name in ("numpy", "transformers", "flex", "op", "report", "picture"):
+    if name in ("numpy", "transformers", "flex", "op", "report", "picture", "speed"):
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

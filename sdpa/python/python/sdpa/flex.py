@@ -7,10 +7,13 @@ import warnings
 from typing import Any, Callable
 
 import torch
+from torch.autograd import forward_ad
 
+from . import eager
 from .bind import bound
-from .errors import SpecError, one
-from .masks import BlockMask, mask_of
+from .errors import SpecError, UnsupportedError, one
+from .guards import kept
+from .masks import BlockMask, mask_of, read
 from .mods import Kept, MaskMod, ScoreMod, joined
 from .op import PLAIN, STATS, TRAIN, mistakes
 
@@ -54,7 +57,18 @@ def flex_attention(
     return_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     if return_aux is not None and getattr(return_aux, "max_scores", None):
         raise one("return_aux.max_scores", "True", "False: row maxima are not handed out")
-    query, key, value = _autocast(query, key, value)
+    if torch.compiler.is_compiling():
+        query, key, value = _autocast(query, key, value)
+    else:
+        if eager.autocast():
+            query, key, value = _autocast(query, key, value)
+        if score_mod is not None and not isinstance(score_mod, ScoreMod):
+            score_mod = kept(ScoreMod, score_mod)
+        if not isinstance(block_mask, (BlockMask, MaskMod, type(None))):
+            block_mask = read(block_mask)
+        made = eager.attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, None)
+        if made is not None:
+            return _told(*made, return_lse, return_aux)
     mistakes(query, key, value)
     _shapes(query, key, value, enable_gqa)
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -64,7 +78,11 @@ def flex_attention(
         mask = mask_of(block_mask, extents)
     else:
         mask = _mask_outside(block_mask, extents)
-    o, lse = attend(query, key, value, score_mod, mask, scale, stats=return_lse)
+    o, lse = _by_operator(query, key, value, score_mod, mask, scale, return_lse, None)
+    return _told(o, lse, return_lse, return_aux)
+
+
+def _told(o: torch.Tensor, lse: torch.Tensor | None, return_lse: bool, return_aux: Any) -> Any:
     if return_aux is not None:
         return o, AuxOutput(lse=lse if return_lse else None, max_scores=None)
     return (o, lse) if return_lse else o
@@ -82,11 +100,18 @@ def attend(
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by score_mods and masks that were traced: the output, and stats where they were asked for."""
+    made = None if torch.compiler.is_compiling() else eager.attend(query, key, value, score_mod, mask, scale, None, stats, sink)
+    return made if made is not None else _by_operator(query, key, value, score_mod, mask, scale, stats, sink)
+
+
+def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask: Kept | None, scale: float | None, stats: bool, sink: Any) -> tuple:
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     program, tensors, scalars = joined(score_mod, mask, sink is not None, torch.are_deterministic_algorithms_enabled())
     params = [bound(t, extents, query.device) for t in tensors] + ([sink] if sink is not None else [])
     wrt: list[int] = []
     train = False
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _no_tangents(query, key, value, *params)
     if torch.is_grad_enabled():
         wrt = [n for n, t in enumerate(params) if t.requires_grad]
         train = bool(wrt) or query.requires_grad or key.requires_grad or value.requires_grad
@@ -96,6 +121,11 @@ def attend(
         scale = 1.0 / math.sqrt(query.shape[-1])
     mode = TRAIN if train else STATS if stats else PLAIN
     return torch.ops.sdpa.attention(query, key, value, params, [s.value for s in scalars], program, float(scale), mode, wrt)
+
+
+def _no_tangents(*tensors: torch.Tensor) -> None:
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError("sdpa", ["derivatives in forward mode (torch.func.jvp, dual numbers) are not covered: those of backward passes are"])
 
 
 def _no_gradient(mask: Kept, params: list, tensors: tuple) -> None:

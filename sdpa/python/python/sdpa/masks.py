@@ -129,7 +129,7 @@ def mask_of(block_mask: Any, lengths: tuple[int, int, int, int]) -> MaskMod | No
     if isinstance(block_mask, MaskMod):
         return block_mask
     if not isinstance(block_mask, BlockMask):
-        block_mask = _theirs(block_mask)
+        block_mask = read(block_mask)
     b, h, q, k = block_mask.shape
     rule = "create_block_mask anew for these lengths, or block_mask._adjust(q_len, kv_len), which keeps the upper left corner"
     wrong = []
@@ -143,7 +143,7 @@ def mask_of(block_mask: Any, lengths: tuple[int, int, int, int]) -> MaskMod | No
     return block_mask.mask
 
 
-def _theirs(block_mask: Any) -> BlockMask:
+def read(block_mask: Any) -> BlockMask:
     """A block mask of PyTorch's: its function says what it keeps, if it was made of one."""
     there = getattr(block_mask, "_sdpa", None)
     if there is not None and there.shape == tuple(block_mask.shape):

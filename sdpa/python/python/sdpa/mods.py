@@ -42,6 +42,13 @@ class Kept:
         plain = self.fn is not None
         self.quoted = '"' + text.replace("\n", " ") + '"' if plain else json.dumps(text)
 
+    def over(self, sources: tuple) -> Any:
+        """The same over other tensors, one for each parameter, and without the function."""
+        made = type(self).__new__(type(self))
+        made.fn, made.text, made.quoted, made.scalars = None, self.text, self.quoted, self.scalars
+        made.tensors = tuple([parameter.of(source) for parameter, source in zip(self.tensors, sources)])
+        return made
+
     @classmethod
     def from_text(cls, text: str, **values: Any):
         """Of text of the library's language, or of a name of its library (`softcap:30`), with the tensors and numbers that it declares."""

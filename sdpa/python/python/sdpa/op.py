@@ -30,6 +30,14 @@ torch.library.define(
     "(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor[] params, float[] scalars, str program, float scale, int[] wrt) -> Tensor[]",
 )
 
+try:
+    from torch._C import _cuda_getCurrentRawStream as _stream
+except ImportError:  # of a build without CUDA
+
+    def _stream(index: int) -> int:
+        return torch.cuda.current_stream(index).cuda_stream
+
+
 _PLANS: dict[tuple, Any] = {}
 _SAID: set[str] = set()
 _SEEN_CUDNN = threading.Lock()
@@ -41,9 +49,14 @@ def _warn_once(what: str, text: str) -> None:
         warnings.warn(f"{text}; said once", stacklevel=4)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its last axis is."""
+    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+
+
 def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, its last axis dense: copied where it is not."""
-    if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1:
+    if is_dense(tensor):
         return tensor
     _warn_once("copied", f"{name} is copied, as its last axis has strides of {tensor.stride(-1)} elements")
     return tensor.contiguous()
@@ -168,20 +181,39 @@ def _there(q: torch.Tensor, params: list, others: tuple = ()) -> None:
         raise SpecError(errors)
 
 
-def _ready(params: list) -> list:
-    return [(t.data_ptr(), DTYPES[t.dtype], t.numel()) for t in params]
-
-
-def _run(made: Any, device: torch.device, operands: list, stats: int, params: list, scalars: list, gradients: list, scale: float) -> None:
+def run(made: Any, device: torch.device, operands: Any, stats: int, params: Any, scalars: Any, gradients: Any, scale: float) -> None:
+    """Runs a plan over these addresses: on the CPU now, on a GPU in the order of PyTorch's current stream."""
     if device.type == "cpu":
-        made.run(operands, stats, _ready(params), scalars, gradients, scale, torch.get_num_threads(), 0, 0)
+        given = [(t.data_ptr(), DTYPES[t.dtype], t.numel()) for t in params] if params else ()
+        made.run(operands, stats, given, scalars, gradients, scale, torch.get_num_threads(), 0, 0)
         return
     aligned = [t if t.data_ptr() % 16 == 0 else t.clone() for t in params]
-    stream = torch.cuda.current_stream(device).cuda_stream
+    given = [(t.data_ptr(), DTYPES[t.dtype], t.numel()) for t in aligned]
     # PyTorch's memory, so that it is given on in the order of the stream, and a captured graph keeps it.
     size = made.workspace_bytes
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    made.run(operands, stats, _ready(aligned), scalars, gradients, scale, 1, stream, workspace.data_ptr() if size else 0)
+    made.run(operands, stats, given, scalars, gradients, scale, 1, _stream(device.index), workspace.data_ptr() if size else 0)
+
+
+def forward_plan(q: Any, k: Any, v: Any, o: Any, params: list, program: str, mode: int, wrt: list) -> Any:
+    """The plan of a forward pass. On a GPU that of the backward pass is made too, where gradients will be asked for: what cuDNN declines it declines now."""
+    layouts = (_layout(q), _layout(k), _layout(v), _layout(o))
+    made = plan(program, q.device, q.dtype, mode != PLAIN, layouts, ())
+    if mode == TRAIN and q.device.type == "cuda":
+        gradients = tuple(_layout(_like(x, x.shape)) for x in (q, k, v))
+        plan(program, q.device, q.dtype, True, (*layouts, layouts[3], *gradients), _wrt(program, params, wrt, q.device, q.dtype))
+    return made
+
+
+def backward_plan(tensors: tuple, params: list, program: str, wrt: list) -> tuple[Any, list, list]:
+    """The plan of a backward pass over `q k v o d_o dq dk dv`; the types in which gradients of parameters are summed; the order in which it has them."""
+    q = tensors[0]
+    asked = _wrt(program, params, wrt, q.device, q.dtype)
+    made = plan(program, q.device, q.dtype, True, tuple(_layout(x) for x in tensors), asked)
+    types = {name: dtype for dtype, name in DTYPES.items()}
+    # A problem has the gradient of a sink behind the others.
+    order = sorted(range(len(asked)), key=lambda n: asked[n][0] == "sink")
+    return made, [types[dtype] for _, dtype in asked], order
 
 
 def _forward(q, k, v, params, scalars, program, scale, mode, wrt):
@@ -190,15 +222,10 @@ def _forward(q, k, v, params, scalars, program, scale, mode, wrt):
     q, k, v = dense("query", q), dense("key", k), dense("value", v)
     o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
     stats = q.new_empty(q.shape[:3] if mode != PLAIN else (0,), dtype=torch.float32)
-    layouts = (_layout(q), _layout(k), _layout(v), _layout(o))
     params = [t.contiguous() for t in params]
-    made = plan(program, q.device, q.dtype, mode != PLAIN, layouts, ())
-    if mode == TRAIN and q.device.type == "cuda":
-        # What cuDNN declines it declines now, and not when gradients are asked for.
-        gradients = tuple(_layout(_like(x, x.shape)) for x in (q, k, v))
-        plan(program, q.device, q.dtype, True, (*layouts, layouts[3], *gradients), _wrt(program, params, wrt, q.device, q.dtype))
+    made = forward_plan(q, k, v, o, params, program, mode, wrt)
     operands = [x.data_ptr() for x in (q, k, v, o)]
-    _run(made, q.device, operands, stats.data_ptr() if mode != PLAIN else 0, params, scalars, [], scale)
+    run(made, q.device, operands, stats.data_ptr() if mode != PLAIN else 0, params, scalars, [], scale)
     return o, stats
 
 
@@ -211,15 +238,11 @@ def _backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt):
         d_o = d_o.contiguous()
     dq, dk, dv = (_like(x, x.shape) for x in (q, k, v))
     params, stats = [t.contiguous() for t in params], stats.contiguous()
-    asked = _wrt(program, params, wrt, q.device, q.dtype)
-    types = {name: dtype for dtype, name in DTYPES.items()}
-    sums = [torch.empty(params[n].shape, dtype=types[dtype], device=q.device) for n, (_, dtype) in zip(wrt, asked)]
-    layouts = tuple(_layout(x) for x in (q, k, v, o, d_o, dq, dk, dv))
-    made = plan(program, q.device, q.dtype, True, layouts, asked)
-    # A problem has the gradient of a sink behind the others.
-    order = sorted(range(len(asked)), key=lambda n: asked[n][0] == "sink")
-    operands = [x.data_ptr() for x in (q, k, v, o, d_o, dq, dk, dv)]
-    _run(made, q.device, operands, stats.data_ptr(), params, scalars, [sums[n].data_ptr() for n in order], scale)
+    tensors = (q, k, v, o, d_o, dq, dk, dv)
+    made, types, order = backward_plan(tensors, params, program, wrt)
+    sums = [torch.empty(params[n].shape, dtype=dtype, device=q.device) for n, dtype in zip(wrt, types)]
+    operands = [x.data_ptr() for x in tensors]
+    run(made, q.device, operands, stats.data_ptr(), params, scalars, [sums[n].data_ptr() for n in order], scale)
     return [dq, dk, dv, *(s.to(params[n].dtype) for n, s in zip(wrt, sums))]
 
 
@@ -254,20 +277,22 @@ def _gradient(ctx, d_o, d_stats):
         raise one("mode", mode, f"{TRAIN} where gradients are asked for")
     if not set(needed) <= set(wrt):
         raise one("wrt", wrt, f"every parameter that wants a gradient: {needed}")
+    dq, dk, dv, *sums = gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt)
+    # An empty list has the structure of a list of tensors, and one of numbers has none.
+    return dq, dk, dv, sums, None if scalars else [], None, None, None, None if wrt else []
 
-    def shaped(dq, dk, dv, sums):
-        # An empty list has the structure of a list of tensors, and one of numbers has none.
-        return dq, dk, dv, sums, None if scalars else [], None, None, None, None if wrt else []
 
+def gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, wrt) -> tuple:
+    """By the operator: those of `q`, `k`, `v`, and of each parameter, or none of it."""
+    if d_o is None and d_stats is None:
+        return (None,) * (3 + len(params))
     if d_stats is not None:
         d_o, o, v = _through_stats(d_o, o, v, d_stats)
-    if d_o is None:
-        return shaped(None, None, None, [None] * len(params))
     dq, dk, dv, *sums = torch.ops.sdpa.attention_backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt)
     if d_stats is not None:
         dv = dv[..., : dv.shape[-1] - _MORE]
     of = dict(zip(wrt, sums))
-    return shaped(dq, dk, dv, [of.get(n) for n in range(len(params))])
+    return dq, dk, dv, *[of.get(n) for n in range(len(params))]
 
 
 # Columns that carry the gradient of stats: as few as every executor takes.

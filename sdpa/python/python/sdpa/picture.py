@@ -136,3 +136,49 @@ def _runner(score_mod: Kept | None, mask: Kept, shape: tuple, score: float) -> A
 
     query, key = np.full((*shape[:3], 1), score, np.float32), np.ones((shape[0], shape[1], shape[3], 1), np.float32)
     return lambda: attention(query, key, key, score_mod, mask, 1.0)[1]
+
+
+class Bars:
+    """Bars beside one another: groups of a title and of rows, each a name, two numbers of which the second holds the first, or the text of what went wrong."""
+
+    _COLOURS = (("#1d4f91", "#9dbde6"), ("#b4540a", "#f2c197"), ("#3f7d3f", "#b5d8b5"), ("#666666", "#cfcfcf"))
+
+    def __init__(self, groups: list, told: tuple[str, str], unit: str):
+        self.groups, self.told, self.unit = groups, told, unit
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def svg(self) -> str:
+        """The picture as SVG: each group to a scale of its own."""
+        left, wide, high, y = 150, 420, 22, 34
+        names = list(dict.fromkeys(name for _, rows in self.groups for name, *_ in rows))
+        parts = [_text(10, 18, f"{self.told[0]} (dark) and {self.told[1]} (whole bar), {self.unit}")]
+        for title, rows in self.groups:
+            y += 8
+            parts.append(_text(10, y + 4, title, "bold"))
+            y += 14
+            most = max((n for _, first, second, _ in rows for n in (first, second) if n is not None), default=1.0) or 1.0
+            for name, first, second, error in rows:
+                dark, light = self._COLOURS[min(names.index(name), len(self._COLOURS) - 1)]
+                parts.append(_text(left - 8, y + 15, name, anchor="end"))
+                for n, colour in ((second, light), (first, dark)):
+                    if n is not None:
+                        parts.append(f'<rect x="{left}" y="{y + 3}" width="{max(1.0, wide * n / most):.1f}" height="{high - 6}" fill="{colour}"/>')
+                numbers = " ; ".join(f"{n:.4g}" for n in (first, second) if n is not None)
+                end = max((n for n in (first, second) if n is not None), default=0.0)
+                parts.append(_text(left + wide * end / most + 6, y + 15, error[:90] if error else numbers))
+                y += high
+        size = f'width="{left + wide + 150}" height="{y + 12}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+
+    def save(self, path: str) -> None:
+        """Writes the picture as SVG."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.svg())
+
+
+def _text(x: float, y: float, text: str, weight: str = "normal", anchor: str = "start") -> str:
+    from xml.sax.saxutils import escape
+
+    return f'<text x="{x:.1f}" y="{y}" font-weight="{weight}" text-anchor="{anchor}">{escape(text)}</text>'

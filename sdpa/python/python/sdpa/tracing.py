@@ -17,12 +17,43 @@ AXES = ("batch", "head", "q", "k")
 class Parameter:
     """A tensor that a trace reads: what of it is read, and over which axes it is declared."""
 
-    __slots__ = ("axes", "dtype", "name", "order", "picks", "source", "starts")
+    __slots__ = ("name", "reading", "source")
 
     def __init__(self, name: str, source: Any, picks: tuple, order: tuple, axes: tuple, starts: tuple, dtype: str):
-        self.name, self.source, self.dtype = name, source, dtype
-        # The index of each axis that a constant takes; the order of the others; which they are, and where each begins.
-        self.picks, self.order, self.axes, self.starts = picks, order, axes, starts
+        self.name, self.source = name, source
+        # Parameters of which this is equal read a tensor alike.
+        self.reading = (picks, order, axes, starts, dtype)
+
+    @property
+    def picks(self) -> tuple:
+        """The index of each axis of the tensor's that a constant takes, and none for the others."""
+        return self.reading[0]
+
+    @property
+    def order(self) -> tuple:
+        """The order of these others."""
+        return self.reading[1]
+
+    @property
+    def axes(self) -> tuple:
+        """Which axes of the scores they are."""
+        return self.reading[2]
+
+    @property
+    def starts(self) -> tuple:
+        """Where each begins."""
+        return self.reading[3]
+
+    @property
+    def dtype(self) -> str:
+        """The declared element type."""
+        return self.reading[4]
+
+    def of(self, source: Any) -> Parameter:
+        """The same of another tensor."""
+        made = Parameter.__new__(Parameter)
+        made.name, made.source, made.reading = self.name, source, self.reading
+        return made
 
 
 class Traced:

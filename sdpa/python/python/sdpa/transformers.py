@@ -63,22 +63,26 @@ def attention(
         more = (0, 0, 0, room - key.shape[2])
         key, value = torch.nn.functional.pad(key, more), torch.nn.functional.pad(value, more)
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    mods = [ScoreMod.from_text(*_softcap(float(softcap)))] if softcap is not None else []
+    # In the order that models and FlexAttention's side of transformers have: the cap, then what is added.
+    added: list[Parameter] = []
     masks: list[MaskMod] = []
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and query.shape[2] > 1:
             masks.append(_CAUSAL)
     elif isinstance(attention_mask, torch.Tensor):
-        _of_tensor(attention_mask, extents, mods, masks)
+        _of_tensor(attention_mask, extents, added, masks)
     else:
         masks.append(mask_of(attention_mask, extents))
     if position_bias is not None:
-        mods.append(_bias(position_bias, "position_bias", extents))
-    if len(mods) > 1:
-        raise one("softcap, position_bias and an additive mask", "several of them", "one: make the mask of truth values, or add it to the bias")
+        if room is not None and position_bias.shape[-1] > 1:
+            # Keys that the cache does not have yet are masked, whatever is added.
+            position_bias = torch.nn.functional.pad(position_bias, (0, max(0, room - position_bias.shape[-1])))
+        # In front: of what is added first, every executor has the gradient.
+        added.insert(0, _parameter(position_bias, "position_bias", extents))
+    mod = None if softcap is None and not added else _score_mod(None if softcap is None else float(softcap), tuple(added))
     sink = None if s_aux is None else s_aux.float()
-    o, _ = attend(query, key, value, mods[0] if mods else None, masks[0] if masks else None, scaling, sink=sink)
+    o, _ = attend(query, key, value, mod, masks[0] if masks else None, scaling, sink=sink)
     return o.transpose(1, 2).contiguous(), None
 
 
@@ -156,8 +160,15 @@ def _growing(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function
 
 
 @functools.lru_cache(maxsize=64)
-def _softcap(cap: float) -> tuple[str]:
-    return (f"scalar cap = {cap!r}; tanh(score / cap) * cap",)
+def _cap(cap: float) -> Scalar:
+    return Scalar("cap", cap)
+
+
+def _score_mod(cap: float | None, added: tuple[Parameter, ...]) -> ScoreMod:
+    """A softcap, and what is added to the capped scores."""
+    score = "score" if cap is None else "tanh(score / cap) * cap"
+    text = " + ".join([score, *[parameter.name for parameter in added]])
+    return _kept(ScoreMod, text, added, () if cap is None else (_cap(cap),))
 
 
 _CAUSAL = MaskMod.from_text("causal-bottom-right")
@@ -172,22 +183,20 @@ def _parameter(tensor: torch.Tensor, name: str, extents: tuple) -> Parameter:
     return Parameter(name, tensor, picks, tuple(range(len(places))), places, (0,) * len(places), dtype_of(tensor))
 
 
-def _kept(kind: type, text: str, parameter: Parameter) -> Any:
+def _kept(kind: type, text: str, parameters: tuple[Parameter, ...], scalars: tuple[Scalar, ...] = ()) -> Any:
+    declared = [f"scalar {s.name} = {s.value!r}; " for s in scalars]
+    declared += [f"tensor {p.name}[{', '.join(p.axes)}]: {p.dtype}; " for p in parameters]
     made = kind.__new__(kind)
     made.fn = None
-    made._set(f"tensor {parameter.name}[{', '.join(parameter.axes)}]: {parameter.dtype}; {text}", (parameter,), ())
+    made._set("".join(declared) + text, parameters, scalars)
     return made
 
 
-def _bias(tensor: torch.Tensor, name: str, extents: tuple) -> ScoreMod:
-    return _kept(ScoreMod, f"score + {name}", _parameter(tensor, name, extents))
-
-
-def _of_tensor(tensor: torch.Tensor, extents: tuple, mods: list, masks: list) -> None:
+def _of_tensor(tensor: torch.Tensor, extents: tuple, added: list, masks: list) -> None:
     """A mask that was given as a tensor: truth values, or numbers that are added."""
     if tensor.dtype == torch.bool:
-        masks.append(_kept(MaskMod, "attention_mask", _parameter(tensor, "attention_mask", extents)))
+        masks.append(_kept(MaskMod, "attention_mask", (_parameter(tensor, "attention_mask", extents),)))
     elif tensor.is_floating_point():
-        mods.append(_bias(tensor, "attention_mask", extents))
+        added.append(_parameter(tensor, "attention_mask", extents))
     else:
         raise one("attention_mask dtype", tensor.dtype, "bool, or a floating point number that is added")

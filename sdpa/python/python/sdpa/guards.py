@@ -1,0 +1,217 @@
+"""Functions that were traced before: what they read is looked at again, and where it is as it was, nothing is traced.
+
+Of a function's code it is known which names of the surroundings it reads, and which attributes of these. Their values decide: numbers by what they are,
+tensors by type and shape, functions by what they read in turn. Whatever cannot be judged so is traced at each call.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import math
+import types
+from typing import Any, Callable
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .mods import Kept
+from .table import FUNCTIONS, Operators, Partial
+from .tracing import Array, Scalar
+
+# How many functions, and how many states of what they read, are kept.
+_MOST = 512
+# How long lists and dictionaries are that are looked through.
+_WIDE = 64
+
+# What computes from its arguments alone.
+_PURE = {getattr(torch, name) for name in FUNCTIONS if callable(getattr(torch, name, None))}
+_PURE |= {getattr(of, name) for of in (torch.special, torch.nn.functional) for name in FUNCTIONS if callable(getattr(of, name, None))}
+_PURE |= {value for value in vars(math).values() if callable(value)}
+_PURE |= {getattr(builtins, name) for name in "abs all any bool divmod enumerate float int isinstance len max min pow range reversed round sum tuple zip".split()}
+
+_BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# Attributes of tensors that are looked at again.
+_OF_TYPE = ("shape", "dtype", "ndim")
+
+
+class _Unknown(Exception):
+    """What a function reads cannot be judged."""
+
+
+class _Code:
+    """What a function's code reads of its surroundings: names, and the attributes that are taken of each at once."""
+
+    __slots__ = ("code", "reads")
+
+    def __init__(self, code: types.CodeType):
+        self.code, self.reads = code, _reads(code)
+
+
+def _reads(code: types.CodeType) -> tuple | None:
+    """`(where, name or number, attributes)` of everything that is read, or none where the code does more than read, compute and return."""
+    self_name = code.co_varnames[0] if code.co_argcount else None
+    found: dict[tuple, None] = {}
+    root: tuple | None = None
+    for one in dis.get_instructions(code):
+        name = one.opname
+        if name in ("EXTENDED_ARG", "CACHE"):
+            continue
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            root = None if root is None else (root[0], root[1], (*root[2], one.argval))
+            if root is not None:
+                continue
+        if root is not None:
+            found[root] = None
+        root = None
+        if name == "LOAD_GLOBAL":
+            root = ("global", one.argval, ())
+        elif name == "LOAD_DEREF":
+            root = ("free", code.co_freevars.index(one.argval) if one.argval in code.co_freevars else -1, ())
+        elif name.startswith("LOAD_FAST"):
+            names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+            if self_name in names[:-1]:
+                found[("self", self_name, ())] = None
+            if names[-1] == self_name:
+                root = ("self", self_name, ())
+        elif name.startswith("STORE_FAST") and self_name in (one.argval if isinstance(one.argval, tuple) else (one.argval,)):
+            return None
+        elif name.startswith(("MAKE_", "IMPORT_", "DELETE_", "YIELD_", "LOAD_CLOSURE", "LOAD_NAME", "LOAD_CLASS", "LOAD_FROM", "LOAD_SUPER", "LOAD_LOCALS", "LOAD_BUILD")):
+            return None
+        elif name in ("STORE_GLOBAL", "STORE_DEREF", "STORE_NAME", "STORE_ATTR", "STORE_SUBSCR", "RETURN_GENERATOR", "SEND", "RAISE_VARARGS"):
+            return None
+    return None if any(where == "free" and name < 0 for where, name, _ in found) else tuple(found)
+
+
+_CODES: dict[int, _Code] = {}
+
+
+def _code(code: types.CodeType) -> _Code:
+    # By identity: a code's own hash takes all of it. It is kept with the entry, so that its number is nobody else's.
+    there = _CODES.get(id(code))
+    if there is None:
+        if len(_CODES) >= _MOST:
+            _CODES.clear()
+        there = _CODES[id(code)] = _Code(code)
+    return there
+
+
+def _function(fn: types.FunctionType, owner: Any, found: list) -> tuple:
+    code = _code(fn.__code__)
+    if code.reads is None:
+        raise _Unknown
+    token: list = [code]
+    cells = fn.__closure__
+    for where, name, attributes in code.reads:
+        if where == "free":
+            value = cells[name].cell_contents
+        elif where == "global":
+            there = fn.__globals__
+            value = there[name] if name in there else fn.__builtins__[name]
+        elif owner is None:
+            continue  # an argument like the others
+        else:
+            value = owner
+        for attribute in attributes:
+            value = getattr(value, attribute)
+        token.append(_token(value, found))
+    if fn.__defaults__ is not None:
+        token.append(_token(fn.__defaults__, found))
+    if fn.__kwdefaults__ is not None:
+        token.append(_token(fn.__kwdefaults__, found))
+    return tuple(token)
+
+
+def _token(x: Any, found: list) -> Any:
+    """What is the same where a function would do the same with it. Tensors are put into `found`."""
+    kind = type(x)
+    if kind in _TENSORS:
+        found.append(x)
+        return kind, x.dtype, x.shape
+    if kind is float:
+        return kind, x or str(x)
+    if kind in _BY_VALUE:
+        return kind, x
+    if kind is types.FunctionType:
+        return x if x in _PURE else _function(x, None, found)
+    if kind in (types.BuiltinFunctionType, type) and x in _PURE:
+        return x
+    if kind is types.MethodType and type(x.__func__) is types.FunctionType:
+        return "method", _function(x.__func__, x.__self__, found)
+    if kind in (tuple, list, torch.Size) and len(x) <= _WIDE:
+        return kind, *[_token(one, found) for one in x]
+    if kind is dict and len(x) <= _WIDE:
+        return kind, *[(_token(name, found), _token(one, found)) for name, one in x.items()]
+    if kind is Scalar:
+        found.append(x)
+        return kind, id(x), x.name
+    if kind is Array:
+        found.append(x.source)
+        return kind, type(x.source), str(x.source.dtype), tuple(x.source.shape)
+    raise _Unknown
+
+
+class _Watch(TorchFunctionMode):
+    """Sees whether a function does something with tensors alone, whose values may then be in what it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not any(issubclass(kind, (Operators, Partial)) for kind in types):
+            name = getattr(func, "__name__", "")
+            of_type = name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _OF_TYPE
+            self.alone = self.alone or not of_type
+        return func(*args, **(kwargs or {}))
+
+
+class _Template:
+    """What a function did, without the tensors that it read: these are of each call."""
+
+    __slots__ = ("made", "numbers", "scalars")
+
+    def __init__(self, made: Kept, numbers: list[int], scalars: list):
+        # Which of the tensors that are found each parameter reads.
+        self.numbers = numbers
+        # Scalars are known by identity: they are kept, so that it stays theirs.
+        self.scalars = scalars
+        self.made = made.over((None,) * len(numbers))
+
+
+_NEVER = object()
+_MADE: dict[tuple, Any] = {}
+
+
+def kept(kind: type[Kept], fn: Callable) -> Kept:
+    """`kind(fn)`, traced only where something that the function reads is not as it was."""
+    found: list = []
+    try:
+        if type(fn) is types.FunctionType:
+            key: tuple = (kind, _function(fn, None, found))
+        elif type(fn) is types.MethodType and type(fn.__func__) is types.FunctionType:
+            key = (kind, _function(fn.__func__, fn.__self__, found))
+        else:
+            return kind(fn)
+        if len(found) > 1:
+            # A tensor that is read under two names is one parameter.
+            ids = [id(x) for x in found]
+            key = (*key, *[ids.index(n) for n in ids])
+        there = _MADE.get(key)
+    except (_Unknown, AttributeError, KeyError, ValueError, TypeError, RecursionError):
+        return kind(fn)
+    if there is None:
+        with _Watch() as watch:
+            made = kind(fn)
+        numbers = [next((n for n, x in enumerate(found) if x is t.source), -1) for t in made.tensors]
+        known = not watch.alone and -1 not in numbers
+        if len(_MADE) >= _MOST:
+            _MADE.clear()
+        _MADE[key] = _Template(made, numbers, [x for x in found if type(x) is Scalar]) if known else _NEVER
+        return made
+    if there is _NEVER:
+        return kind(fn)
+    if not there.numbers:
+        return there.made
+    return there.made.over(tuple(found[n] for n in there.numbers))
