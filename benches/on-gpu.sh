@@ -54,8 +54,13 @@ EOF
   if [ "$seconds" -gt 0 ]; then { date -u +%F; "$carry/device" threads "$seconds" || status=1; } > "$out/$name-threads.txt" 2>&1; fi
 done
 unset CUDNN_GRAPH_LIBRARY
-# The Metal kernels, through the NVRTC of the active Python environment, or the system's.
+# NVRTC of the active Python environment, or the system's.
 nvrtc=$(python3 -c 'import nvidia.cu13 as c; print(list(c.__path__)[0])' 2>/dev/null) && export SDPA_NVRTC=${SDPA_NVRTC:-$nvrtc/lib}
+# Kernels of our own: their times, then a process for each part, as every kernel takes a second to compile.
+{ date -u +%F; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; "$carry/device" cuda-speed || status=1; } > "$out/cuda-speed.txt" 2>&1
+for part in cases library random ends trees; do { date -u +%F; "$carry/device" cuda "$random" "$part"; } > "$out/cuda-$part.txt" 2>&1 & done
+wait
+# The Metal kernels, through NVRTC.
 { date -u +%F; "$carry/device" msl || status=1; "$carry/device" msl long || status=1
   for tool in racecheck memcheck initcheck synccheck; do
     if command -v compute-sanitizer >/dev/null; then compute-sanitizer --tool $tool --error-exitcode 9 "$carry/device" msl few || status=1
@@ -63,5 +68,5 @@ nvrtc=$(python3 -c 'import nvidia.cu13 as c; print(list(c.__path__)[0])' 2>/dev/
   done; } > "$out/msl.txt" 2>&1
 python3 "$here/frontend/host.py" > "$out/frontend-host.txt" 2>&1 || echo "the frontend's side did not run" >> "$out/frontend-host.txt"
 python3 "$here/torch_sdpa.py" > "$out/torch.txt" 2>&1 || echo "PyTorch's side did not run" >> "$out/torch.txt"
-grep -hE 'passed|FAIL|outputs are wrong|differ|SUMMARY|SKIP.*check' "$out"/*-suite.txt "$out"/*-threads.txt "$out"/msl.txt 2>/dev/null
+grep -hE 'passed|FAIL|outputs are wrong|differ|SUMMARY|SKIP.*check' "$out"/*-suite.txt "$out"/cuda-*.txt "$out"/*-threads.txt "$out"/msl.txt 2>/dev/null
 exit $status

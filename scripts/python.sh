@@ -33,10 +33,11 @@ rm -rf "$target/wheels"
 "$tools/bin/maturin" build --quiet --manifest-path sdpa/python/Cargo.toml --profile "$profile" --out "$target/wheels"
 
 fresh=$target/python/fresh
-site=
-if "$python" -c 'import torch' >/dev/null 2>&1; then site=--system-site-packages; fi
 rm -rf "$fresh"
-"$python" -m venv $site "$fresh"
+"$python" -m venv "$fresh"
+# Behind what is installed here: the place where the interpreter has PyTorch, itself a virtual environment or not.
+there=$("$python" -c 'import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec("torch").origin).parents[1])' 2>/dev/null || true)
+[ -z "$there" ] || echo "$there" >"$("$fresh/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
 "$fresh/bin/pip" install --quiet --disable-pip-version-check "$target"/wheels/sdpa-*.whl
 # Without NumPy and without PyTorch there is the tracer.
 (cd / && "$fresh/bin/python" -c '

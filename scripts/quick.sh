@@ -11,14 +11,15 @@ own=${1:-}
 case $own in
   sdpa-core) suites=("host -- --skip cli::" "executors -- cpu::") ;;
   sdpa-cpu) suites=("executors -- cpu::" "host -- property::") ;;
-  cudnn-graph | sdpa-cudnn) suites=("host -- lowering:: snapshots:: property:: house::" recorded) ;;
+  sdpa-cuda | sdpa-emit) suites=("offline -- cuda" "recorded -- cuda") ;;
+  sdpa-driver | sdpa-nvidia | cudnn-graph | sdpa-cudnn) suites=("host -- lowering:: snapshots:: property:: house::" recorded) ;;
   sdpa-cache) suites=(soak "recorded -- key::") ;;
   metal-fallback) suites=("msl -- forward_cases sources functions") ;;
   sdpa) suites=("host -- house:: params:: seq::") ;;
   sdpa-cli) suites=("host -- cli::") ;;
   sdpa-oracle) suites=("executors -- cpu::" "host -- cli::check") ;;
   *)
-    echo "quick.sh sdpa-core | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa | sdpa-cli | cudnn-graph | metal-fallback" >&2
+    echo "quick.sh sdpa-core | sdpa-driver | sdpa-emit | sdpa-nvidia | sdpa-cuda | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa | sdpa-cli | cudnn-graph | metal-fallback" >&2
     exit 2
     ;;
 esac

@@ -2,17 +2,9 @@
 
 use crate::ir::ty::DType;
 use crate::ir::{Scalar, Storage, TensorId, Verified};
+use sdpa_driver::DeviceSlice;
 use smallvec::SmallVec;
 use std::fmt;
-
-/// A piece of device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceSlice {
-    /// Device address of the first byte.
-    pub address: u64,
-    /// Size in bytes.
-    pub bytes: u64,
-}
 
 /// What a caller binds to the tensors of a plan, by id.
 #[derive(Clone, Debug, Default)]
@@ -56,36 +48,37 @@ impl Bindings {
 /// What is wrong with the binding of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BindingError {
-    /// Its contents say where the plan reads and writes, and nobody answers for them.
+    /// The tensor's contents say where the plan reads and writes, and nobody answers for them: see
+    /// [`launch_addressed`](crate::launch_addressed).
     #[error("{name}: its contents say where the plan reads and writes; launch_addressed is for those who answer for them")]
     Addressing {
         /// The tensor's name.
         name: String,
     },
-    /// Nothing is bound to it.
+    /// Nothing is bound to the tensor.
     #[error("{name}: nothing is bound")]
     Missing {
         /// The tensor.
         name: String,
     },
-    /// Two things are bound to it.
+    /// Two things are bound to the tensor.
     #[error("{name}: bound more than once")]
     Doubled {
         /// The tensor.
         name: String,
     },
-    /// The plan does not take one.
+    /// Something is bound to a tensor for which the plan takes nothing, or not that.
     #[error("{id}: not a tensor that this plan takes {what}")]
     Unknown {
         /// The tensor.
         id: TensorId,
-        /// `device memory for` or `a number for`.
+        /// What was given: `device memory for` or `a number for`.
         what: &'static str,
     },
-    /// There are not as many as ports.
+    /// There are not as many addresses or numbers as ports.
     #[error("{given} {what} are given, the plan takes {need}")]
     Count {
-        /// `addresses` or `numbers`.
+        /// Of what: `addresses` or `numbers`.
         what: &'static str,
         /// How many are given.
         given: usize,
@@ -97,9 +90,9 @@ pub enum BindingError {
     Short {
         /// The tensor.
         name: String,
-        /// What is bound.
+        /// Bytes that are bound.
         bytes: u64,
-        /// What it needs.
+        /// Bytes that the tensor needs.
         need: u64,
     },
     /// The address is not a multiple of what the plan was made for. Kernels do not check it and would compute garbage.
@@ -107,9 +100,9 @@ pub enum BindingError {
     Misaligned {
         /// The tensor.
         name: String,
-        /// What is bound.
+        /// The address that is bound.
         address: u64,
-        /// What the plan was made for.
+        /// Bytes that the address must be a multiple of.
         alignment: u32,
     },
     /// The number is of another type.
@@ -148,7 +141,7 @@ pub struct DevicePort {
     pub name: String,
     /// Bytes that its memory must reach.
     pub bytes: u64,
-    /// What its address is a multiple of.
+    /// Bytes that its address must be a multiple of.
     pub alignment: u32,
     /// Whether its contents say where the plan reads and writes: lengths, offsets, pages.
     pub addressing: bool,
@@ -163,11 +156,11 @@ pub struct ValuePort {
     pub name: String,
     /// Element type of the number.
     pub dtype: DType,
-    /// What the graph itself supplies; else the caller must.
+    /// The number that the graph itself supplies; `None`: the caller must bind one.
     pub value: Option<Scalar>,
 }
 
-/// Everything that a plan takes, in the order of its pack.
+/// Everything that a plan takes at an execution, in the order in which it takes it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ports {
     /// Tensors in device memory, in the order of the plan.

@@ -1,4 +1,4 @@
-//! Engines: which ones cuDNN offers for a graph, which one is taken, and what became of the others.
+//! Engines, cuDNN's kernels and generators of kernels: which ones it offers for a graph, which one is taken, and what became of the others.
 
 use crate::error::Error;
 use crate::ffi::Library;
@@ -39,7 +39,7 @@ pub struct Pin {
 /// Which offers may be taken.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct Policy {
-    /// Take this configuration and ask for no other: for what heuristics do not offer.
+    /// Take this engine with these knobs and ask for no other: for what heuristics do not offer.
     pub pin: Option<Pin>,
     /// Bytes of workspace that a plan may use at most.
     pub max_workspace: Option<u64>,
@@ -64,9 +64,9 @@ pub struct Candidate {
     pub workspace: Option<u64>,
     /// Bytes of shared memory, where known before compiling (9.2).
     pub shared_memory: Option<i64>,
-    /// How it computes.
+    /// cuDNN's notes on how the engine computes.
     pub numerical_notes: Vec<NumericalNote>,
-    /// What it does besides computing.
+    /// cuDNN's notes on what it does besides computing.
     pub behavior_notes: Vec<BehaviorNote>,
     /// What became of it.
     pub outcome: Outcome,
@@ -89,7 +89,7 @@ pub enum Outcome {
         /// cuDNN's own last-error text.
         text: String,
     },
-    /// Making a plan of it failed, in compilation for one, which says nothing about what is supported.
+    /// Making a plan of it failed, in compilation for one: that says nothing about what is supported.
     Failed {
         /// What the call returned.
         status: Status,

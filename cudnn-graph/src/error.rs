@@ -9,42 +9,20 @@ use crate::version::Version;
 use std::fmt;
 use std::path::PathBuf;
 
-/// A place where a library was looked for, and why it was not taken from there.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Searched {
-    /// A path, or a name given to the system's loader.
-    pub place: String,
-    /// What the loader said.
-    pub problem: String,
-}
-
 /// Anything that can go wrong between a graph and its result.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A shared library is nowhere to be found, or does not load.
-    #[error("{library} was not loaded; {}", Places(searched))]
-    Library {
-        /// Which one.
-        library: &'static str,
-        /// Every place searched, in order.
-        searched: Vec<Searched>,
-    },
-    /// The library is older than the oldest that is spoken.
+    /// Finding a library, the driver or a device failed: see [`DriverError`](crate::DriverError).
+    #[error(transparent)]
+    Driver(#[from] sdpa_driver::Error),
+    /// The library is older than [`Version::OLDEST`], the oldest that this crate speaks.
     #[error("{} is cuDNN {version}; {} or newer is needed", path.display(), Version::OLDEST)]
     TooOld {
         /// Where it was loaded from.
         path: PathBuf,
-        /// What it says it is.
+        /// The version that it says it is.
         version: Version,
-    },
-    /// The library lacks a function.
-    #[error("{} has no function {symbol}", path.display())]
-    MissingSymbol {
-        /// Where the library was loaded from.
-        path: PathBuf,
-        /// The function.
-        symbol: &'static str,
     },
     /// A process holds one cuDNN; another was asked for.
     #[error("this process already uses {}; {} was asked for", loaded.display(), asked.display())]
@@ -53,26 +31,6 @@ pub enum Error {
         loaded: PathBuf,
         /// The one asked for.
         asked: PathBuf,
-    },
-    /// The driver is there and no device is.
-    #[error("the CUDA driver sees no device (asked for number {ordinal} of {count})")]
-    NoDevice {
-        /// The device asked for.
-        ordinal: u32,
-        /// How many there are.
-        count: u32,
-    },
-    /// A call into the CUDA driver failed.
-    #[error("{call} failed: {name} ({code}), {text}")]
-    Driver {
-        /// The function.
-        call: &'static str,
-        /// `CUresult`.
-        code: i32,
-        /// Its name.
-        name: String,
-        /// The driver's own text.
-        text: String,
     },
     /// A call into cuDNN failed.
     #[error("{call} on {subject} failed: {status}{}", Detail(text))]
@@ -115,20 +73,10 @@ pub enum Error {
     /// A plan, or a graph, was to be executed on another device than it was made for.
     #[error("the plan is of {}, the handle of device {handle}", Of(*.plan))]
     OtherDevice {
-        /// The plan's; none for a plan that was made of a profile.
+        /// The number of the plan's device; `None` for a plan that was made for a profile.
         plan: Option<u32>,
-        /// The handle's.
+        /// The number of the handle's device.
         handle: u32,
-    },
-    /// Device memory ran out, or a workspace is over its limit.
-    #[error("{what} needs {bytes} bytes; {limit}")]
-    Memory {
-        /// What for.
-        what: String,
-        /// How much.
-        bytes: u64,
-        /// Which limit.
-        limit: String,
     },
 }
 
@@ -149,24 +97,22 @@ impl Error {
     }
 
     fn class(&self) -> Class {
-        /// `CUDA_ERROR_STUB_LIBRARY`, `CUDA_ERROR_NO_DEVICE`.
-        const NO_DRIVER: [i32; 2] = [34, 100];
         match self {
             Error::NoEngine(_) | Error::TooNew(_) => Class::Unsupported,
             Error::Cudnn { status, .. } if status.is_unsupported() => Class::Unsupported,
             Error::Cudnn { status, .. } if status.is_out_of_memory() || status.is_execution() => Class::Fatal,
-            Error::Driver { code, .. } if NO_DRIVER.contains(code) => Class::Absent,
-            Error::Driver { .. } => Class::Fatal,
-            Error::Library { .. } | Error::TooOld { .. } | Error::MissingSymbol { .. } | Error::NoDevice { .. } => Class::Absent,
-            Error::Cudnn { .. }
+            Error::Driver(driver) if driver.is_absence() => Class::Absent,
+            Error::Driver(driver) if driver.is_fatal() => Class::Fatal,
+            Error::TooOld { .. } => Class::Absent,
+            Error::Driver(_)
+            | Error::Cudnn { .. }
             | Error::OtherLibrary { .. }
             | Error::Verify(_)
             | Error::Bindings(_)
             | Error::PlanJson(_)
             | Error::Program(_)
             | Error::Profile { .. }
-            | Error::OtherDevice { .. }
-            | Error::Memory { .. } => Class::Other,
+            | Error::OtherDevice { .. } => Class::Other,
         }
     }
 }
@@ -182,18 +128,6 @@ enum Class {
     Absent,
     /// It says nothing about others.
     Other,
-}
-
-struct Places<'a>(&'a [Searched]);
-
-impl fmt::Display for Places<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("searched")?;
-        for (i, s) in self.0.iter().enumerate() {
-            write!(f, "{} {} ({})", if i == 0 { "" } else { "," }, s.place, s.problem)?;
-        }
-        Ok(())
-    }
 }
 
 struct Of(Option<u32>);

@@ -50,18 +50,12 @@ pub mod profile;
 pub mod program;
 pub mod version;
 
-pub use bind::{BindingError, BindingErrors, Bindings, DeviceSlice};
+pub use bind::{BindingError, BindingErrors, Bindings};
 pub use encode::{TooNew, encode};
 pub use engine::{Candidate, EngineReport, Outcome, Pin, Policy, Source};
 pub use error::Error;
-pub use ffi::capture::Captured;
 pub use ffi::codes::KnobType;
-pub use ffi::device::{Device, Entered};
-pub use ffi::driver::Driver;
-pub use ffi::kernel::Kernel;
 pub use ffi::launch::{InFlight, OwnedBindings, launch, launch_addressed};
-pub use ffi::memory::Buffer;
-pub use ffi::stream::{Event, RawStream, Stream};
 pub use ffi::submission::Submission;
 pub use ffi::{Handle, Library, Search};
 pub use ir::ty::DType;
@@ -69,6 +63,8 @@ pub use ir::{Graph, Verified};
 pub use plan::{Plan, Planner};
 pub use profile::{DeviceProfile, Target};
 pub use program::Program;
+pub use sdpa_driver::Error as DriverError;
+pub use sdpa_driver::{Buffer, Captured, Device, DeviceSlice, Driver, Entered, Event, Kernel, RawStream, Stream};
 pub use version::Version;
 
 #[cfg(doctest)]

@@ -1,12 +1,11 @@
 //! Plans: a graph made ready to run.
 
-use crate::bind::{Bindings, Bound, DeviceSlice, Ports};
+use crate::bind::{Bindings, Bound, Ports};
 use crate::encode::encode;
 use crate::engine::{Candidate, EngineReport, Offers, Outcome, Policy, offers};
 use crate::error::Error;
 use crate::ffi::codes::Attribute;
 use crate::ffi::descriptor::{Descriptor, replay};
-use crate::ffi::device::Device;
 use crate::ffi::pack::Pack;
 use crate::ffi::submission::Submission;
 use crate::ffi::{Handle, Library};
@@ -14,6 +13,7 @@ use crate::ir::{Scalar, Verified};
 use crate::profile::{DeviceProfile, Target};
 use crate::program::Program;
 use parking_lot::{Mutex, MutexGuard};
+use sdpa_driver::{Device, DeviceSlice};
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -188,7 +188,7 @@ struct Ready {
 }
 
 impl Plan {
-    /// Encodes, asks, and makes a plan of the first offer that holds.
+    /// Encodes the graph, asks cuDNN for engines, and makes a plan of the first offer that holds.
     ///
     /// # Errors
     /// As [`Planner::new`] and [`Planner::first`].
@@ -289,7 +289,7 @@ impl Plan {
         &self.descriptor
     }
 
-    /// What it takes.
+    /// What the plan takes at each execution: tensors in device memory, and numbers.
     pub fn ports(&self) -> &Ports {
         &self.ports
     }
@@ -321,7 +321,7 @@ impl Plan {
     fn holds(&self, workspace: DeviceSlice) -> Result<(), Error> {
         if workspace.bytes < self.workspace {
             let limit = format!("{} bytes were given", workspace.bytes);
-            return Err(Error::Memory { what: "the plan's workspace".to_owned(), bytes: self.workspace, limit });
+            return Err(sdpa_driver::Error::Memory { what: "the plan's workspace".to_owned(), bytes: self.workspace, limit }.into());
         }
         Ok(())
     }

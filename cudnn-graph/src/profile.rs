@@ -3,9 +3,8 @@
 use crate::error::Error;
 use crate::ffi::codes::{Attribute, Kind};
 use crate::ffi::descriptor::Descriptor;
-use crate::ffi::device::Device;
-use crate::ffi::driver::relaxed;
 use crate::ffi::{Handle, Library};
+use sdpa_driver::{Device, relaxed};
 use serde_json::{Map, Value};
 use std::fmt;
 

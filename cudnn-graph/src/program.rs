@@ -71,7 +71,7 @@ pub struct Setting {
 /// One descriptor: created, set in this order, finalized.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Descriptor {
-    /// What it is.
+    /// The kind of descriptor.
     pub kind: Kind,
     /// What it is for: a tensor's or an op's name, for messages.
     pub label: String,

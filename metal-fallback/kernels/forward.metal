@@ -1,4 +1,5 @@
-// Forward attention: o = softmax(mask(score_mod(q k^T scale))) v, and the logarithm of each row's sum of exponentials.
+// Forward attention: o = softmax(mask(score_mod(q k^T scale))) v, and what is asked for of each row: the logarithm of its sum of
+// exponentials, that sum, the largest score.
 //
 // A threadgroup has OWN queries of one head, each simdgroup eight of them; blocks of PASSING keys come by. Scores, weights and
 // the output stay in registers, in f32. The softmax is kept in powers of two.
@@ -20,6 +21,13 @@ kernel void attention_forward(
 #if WITH_SINK
     const device float* sinks [[buffer(11)]],
 #endif
+#if WITH_ROW_MAX
+    device float* row_maxima [[buffer(12)]],
+#endif
+#if WITH_SUM_EXP
+    device float* row_sums [[buffer(13)]],
+#endif
+    PAGE_TABLE_ARGUMENT
     CAPTURED_TENSORS
     threadgroup Element* q_tile [[threadgroup(0)]],
     threadgroup Element* kv_tile [[threadgroup(1)]],
@@ -43,8 +51,8 @@ kernel void attention_forward(
     const int query = first + int(simdgroup) * 8 + row;
 
     const device Element* q_rows = q + span_q.begin * params.q_strides[0] + head * params.q_strides[1] + first * params.q_strides[2];
-    const device Element* k_rows = k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1];
-    const device Element* v_rows = v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1];
+    const KeyRows k_rows = KEY_ROWS(k, params.k_strides);
+    const KeyRows v_rows = KEY_ROWS(v, params.v_strides);
     load_tile<OWN, DIM_QK, PADDED_QK, PITCH_QK>(q_tile, q_rows, params.q_strides[2], 1, last + 1 - first, int(thread_index));
     const threadgroup Element* own_q = q_tile + (int(simdgroup) * 8 + row) * PITCH_QK + column;
 
@@ -59,8 +67,7 @@ kernel void attention_forward(
         const int present = min(PASSING, bounds.keys - start);
         // The values of the block before have been read, and the queries are there.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_tile<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(
-            kv_tile, k_rows + start * params.k_strides[2], params.k_strides[2], 1, present, int(thread_index));
+        load_keys<PASSING, DIM_QK, PADDED_QK, PITCH_QK>(kv_tile, k_rows, start, present, int(thread_index));
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         float2 scores[PASSING / 8];
@@ -109,8 +116,7 @@ kernel void attention_forward(
 
         // The keys have been read.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        const bool own_odd = load_tile<PASSING, DIM_V, PADDED_V, PITCH_V>(
-            kv_tile, v_rows + start * params.v_strides[2], params.v_strides[2], 1, present, int(thread_index));
+        const bool own_odd = load_keys<PASSING, DIM_V, PADDED_V, PITCH_V>(kv_tile, v_rows, start, present, int(thread_index));
         tell_odd(ODD_TOLD, own_odd, simdgroup, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (any_odd(ODD_TOLD, own_odd)) {
@@ -137,10 +143,18 @@ kernel void attention_forward(
             }
         }
     }
-#if WITH_STATS
+#if WITH_STATS || WITH_ROW_MAX || WITH_SUM_EXP
     if (column == 0) {
         const long place = stats_place(params, span_q, head, query);
+#if WITH_STATS
         stats[place] = stats_of(row_max, row_sum);
+#endif
+#if WITH_ROW_MAX
+        row_maxima[place] = row_max_of(row_max, row_sum);
+#endif
+#if WITH_SUM_EXP
+        row_sums[place] = row_sum;
+#endif
     }
 #endif
 }

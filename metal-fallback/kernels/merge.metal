@@ -12,6 +12,12 @@ kernel void attention_merge(
 #if WITH_SINK
     const device float* sinks [[buffer(11)]],
 #endif
+#if WITH_ROW_MAX
+    device float* row_maxima [[buffer(12)]],
+#endif
+#if WITH_SUM_EXP
+    device float* row_sums [[buffer(13)]],
+#endif
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -47,9 +53,17 @@ kernel void attention_merge(
         }
         out[d] = Element(sum * inverse);
     }
-#if WITH_STATS
+#if WITH_STATS || WITH_ROW_MAX || WITH_SUM_EXP
     if (lane == 0) {
+#if WITH_STATS
         stats[place] = stats_of(row_max, row_sum);
+#endif
+#if WITH_ROW_MAX
+        row_maxima[place] = row_max_of(row_max, row_sum);
+#endif
+#if WITH_SUM_EXP
+        row_sums[place] = row_sum;
+#endif
     }
 #endif
 }

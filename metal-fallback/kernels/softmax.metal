@@ -31,6 +31,14 @@ inline float add_sink(thread float& row_max, thread float& row_sum, float natura
     return shrink;
 }
 
+// The largest score of a row, in natural units, from its maximum and its sum in powers of two. A maximum passes NaN over, and the sum tells of it.
+inline float row_max_of(float row_max, float row_sum) {
+    if (row_sum == 0.0f) {
+        return as_type<float>(0xff800000u);
+    }
+    return is_odd(row_sum) ? row_sum : row_max * LN_2;
+}
+
 // The natural logarithm of a row's sum of exponentials, from its maximum and its sum in powers of two.
 inline float stats_of(float row_max, float row_sum) {
     return row_sum == 0.0f ? as_type<float>(0xff800000u) : (row_max + log2(row_sum)) * LN_2;

@@ -27,6 +27,13 @@ kernel void attention_vector(
 #if PARTS == 1 && WITH_SINK
     const device float* sinks [[buffer(11)]],
 #endif
+#if PARTS == 1 && WITH_ROW_MAX
+    device float* row_maxima [[buffer(12)]],
+#endif
+#if PARTS == 1 && WITH_SUM_EXP
+    device float* row_sums [[buffer(13)]],
+#endif
+    PAGE_TABLE_ARGUMENT
     CAPTURED_TENSORS
     threadgroup float* simd_sums [[threadgroup(0)]],
     threadgroup float* simd_outputs [[threadgroup(1)]],
@@ -50,8 +57,8 @@ kernel void attention_vector(
     const int begin = max(visited.x, part * part_keys);
     const int end = min(visited.y, (part + 1) * part_keys);
 
-    const device Element* k_rows = k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1];
-    const device Element* v_rows = v + span_k.begin * params.v_strides[0] + head_kv * params.v_strides[1];
+    const KeyRows k_rows = KEY_ROWS(k, params.k_strides);
+    const KeyRows v_rows = KEY_ROWS(v, params.v_strides);
     float queries[ROWS][LANE_QK];
     float sums[ROWS][LANE_V];
     float row_max[ROWS];
@@ -74,7 +81,7 @@ kernel void attention_vector(
         }
         for (int j = 0; j < present; j++) {
             float key[LANE_QK];
-            load_row<DIM_QK, LANE_QK>(key, k_rows + (start + j) * params.k_strides[2], 1, lane);
+            load_row<DIM_QK, LANE_QK>(key, key_row(k_rows, start + j), 1, lane);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const float product = product_of<LANE_QK>(queries[r], key);
                 scores[r] = int(lane) == j ? product : scores[r];
@@ -104,7 +111,7 @@ kernel void attention_vector(
         }
         for (int j = 0; j < present; j++) {
             float value[LANE_V];
-            load_row<DIM_V, LANE_V>(value, v_rows + (start + j) * params.v_strides[2], 1, lane);
+            load_row<DIM_V, LANE_V>(value, key_row(v_rows, start + j), 1, lane);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const float weight = simd_shuffle(scores[r], ushort(j));
                 // What is dropped adds nothing, not even NaN.
@@ -140,7 +147,7 @@ kernel void attention_vector(
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (first + r < span_q.rows * params.group) {
             const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
-#if PARTS > 1 || WITH_STATS
+#if PARTS > 1 || WITH_STATS || WITH_ROW_MAX || WITH_SUM_EXP
             const long place = stats_place(params, span_q, own.head, own.query);
 #endif
 #if PARTS == 1
@@ -150,9 +157,17 @@ kernel void attention_vector(
             for (int d = int(thread_index); d < DIM_V; d += THREADS) {
                 out[d] = Element(total_at<DIM_V>(simd_outputs, d) * inverse);
             }
-#if WITH_STATS
+#if WITH_STATS || WITH_ROW_MAX || WITH_SUM_EXP
             if (thread_index == 0) {
+#if WITH_STATS
                 stats[place] = stats_of(total_max, total);
+#endif
+#if WITH_ROW_MAX
+                row_maxima[place] = row_max_of(total_max, total);
+#endif
+#if WITH_SUM_EXP
+                row_sums[place] = total;
+#endif
             }
 #endif
 #else

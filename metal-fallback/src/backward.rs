@@ -1,7 +1,6 @@
 //! Backward problems and their plans.
 
 use crate::declined::Check;
-use crate::emit::Captured;
 use crate::forward::Forward;
 use crate::kernels::Kernels;
 use crate::packed::Tokens;
@@ -14,6 +13,7 @@ use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECT
 use crate::tiles::{SIMD, Tiles};
 use sdpa_core::expr::{Axes, Trace};
 use sdpa_core::{DType, Reason, Side, TensorSpec};
+use sdpa_emit::Captured;
 use std::sync::Arc;
 
 /// Where the kernels of a backward pass have what one leaves to another.
@@ -37,21 +37,21 @@ pub struct Along {
     pub axes: Axes,
 }
 
-/// The gradient of a forward problem, from its operands, `o`, stats and `d_o`.
+/// A backward problem as the kernels are told of it: the gradient of a forward problem, from its operands, `o`, `stats` and `d_o`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Backward {
     /// The attention; whether it asks for stats does not matter here.
     pub forward: Forward,
-    /// Gradient of the output. Any stride may be 0.
+    /// Gradient of the output, (batch, heads_q, seq_q, dim_v). Any stride may be 0.
     pub d_o: TensorSpec,
-    /// Gradient of the queries.
+    /// Gradient of the queries, (batch, heads_q, seq_q, dim_qk).
     pub dq: TensorSpec,
-    /// Gradient of the keys.
+    /// Gradient of the keys, (batch, heads_kv, seq_kv, dim_qk).
     pub dk: TensorSpec,
-    /// Gradient of the values.
+    /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v).
     pub dv: TensorSpec,
-    /// Of the score and of the gradient that comes in from behind: its second root is the gradient of the score, and further ones are
-    /// those of [`Backward::along`]. There where the attention has a score_mod.
+    /// The derivative of the score_mod, a function of the scaled score and the upstream gradient: its second root is the gradient of the score, and further
+    /// ones are those of [`Backward::along`]. There exactly where the attention has a score_mod.
     pub gradient: Option<Arc<Trace>>,
     /// Parameters whose gradients are asked for, in the order of the roots.
     pub along: Vec<Along>,

@@ -3,7 +3,7 @@
 use sdpa_core::Reason;
 use serde::{Deserialize, Serialize};
 
-/// What a machine lacks.
+/// What a machine lacks for the kernels to run on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Declined {
@@ -16,22 +16,22 @@ pub enum Declined {
     /// An Apple machine whose system shows no GPU to this process.
     #[error("Metal has no default device for this process")]
     NoGpu,
-    /// A system that does not know the version of MSL that kernels are written in.
+    /// The system does not know the version of MSL that kernels are written in.
     #[error("the system is {system}: kernels are MSL 3.1, which begins with {needs}")]
     System {
-        /// In its own words.
+        /// The system's version, in its own words.
         system: String,
-        /// The first that does.
+        /// The first system that knows it.
         needs: String,
     },
-    /// A GPU without something that every kernel uses.
+    /// The GPU lacks something that every kernel uses.
     #[error("{field} of {gpu} is {value}: {limit}")]
     Gpu {
-        /// Its name.
+        /// The GPU's name.
         gpu: String,
-        /// What it is asked for.
+        /// The property that is asked for.
         field: String,
-        /// What it answers.
+        /// The GPU's answer.
         value: String,
         /// What the kernels need.
         limit: String,

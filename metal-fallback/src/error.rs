@@ -26,7 +26,7 @@ pub enum Error {
         operand: String,
         /// What the call gives.
         given: String,
-        /// What it should.
+        /// The rule that this breaks.
         rule: String,
     },
     /// The system gives no memory, or no object for commands.
@@ -40,7 +40,7 @@ pub enum Error {
     Execution {
         /// The kernel, or all of those that were submitted together.
         entry: String,
-        /// In the words of what ran it.
+        /// What went wrong, in the words of what ran them.
         text: String,
     },
 }

@@ -1,7 +1,6 @@
 //! Forward problems and their plans.
 
 use crate::declined::{Check, limit};
-use crate::emit::{Captured, element};
 use crate::kernels::Kernels;
 use crate::packed::Tokens;
 use crate::params::{ForwardParams, Params};
@@ -9,11 +8,14 @@ use crate::plan::{Binding, Cut, Operand, Pass, Plan, Scratch};
 use crate::rows::{Rows, THREADS};
 use crate::sink;
 use crate::source::{
-    FORWARD, Kernel, MERGE, SCALARS_SLOT, SEQ_LEN_KV_SLOT, SEQ_LEN_Q_SLOT, SLOTS, STATS_SLOT, Source, TENSORS_SLOT, VECTOR,
+    FORWARD, Kernel, MERGE, PAGES_SLOT, ROW_MAX_SLOT, SCALARS_SLOT, SEQ_LEN_KV_SLOT, SEQ_LEN_Q_SLOT, SLOTS, STATS_SLOT, SUM_EXP_SLOT,
+    Source, TENSORS_SLOT, VECTOR,
 };
 use crate::tiles::{SIMD, Tiles};
 use sdpa_core::expr::Trace;
-use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, DType, Dropout, Ends, Packed, Reason, Region, Side, TensorSpec};
+use sdpa_core::paged::PAGE_TABLE;
+use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, DType, Dropout, Ends, Packed, Paged, Reason, Region, Side, TensorSpec};
+use sdpa_emit::{Captured, Dialect};
 use std::sync::Arc;
 
 /// Elements of a query, key or value at most.
@@ -26,7 +28,7 @@ const ENDS_LIMIT: i64 = 1 << 29;
 /// Queries of the heads that share a key head at most, in vector kernels: with those and the parts of the keys threadgroups are counted.
 const ROWS_LIMIT: u64 = 1 << 20;
 
-/// A forward problem: `o = softmax(mask(score_mod(q·kᵀ · attn_scale))) · v`.
+/// A forward problem as the kernels are told of it: `o = softmax(mask(score_mod(q·kᵀ · attn_scale))) · v`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Forward {
     /// Element type of `q`, `k`, `v` and `o`: f32, f16 or bf16.
@@ -49,16 +51,22 @@ pub struct Forward {
     pub seq_len_kv: bool,
     /// Batch entries are documents that lie one behind the other: extents are those of the longest, and the stride of the batch axis means nothing.
     pub packed: Option<Packed>,
+    /// Keys and values lie in pages: strides of `k` and `v` are those of containers, and [`PAGE_TABLE`] says which pages a batch entry has.
+    pub paged: Option<Paged>,
     /// A function of the scaled score. Where it gives −∞ the pair is dropped as by [`Forward::keep`], whatever its operands hold.
     pub score_mod: Option<Arc<Trace>>,
-    /// Keys are dropped where it does not hold.
+    /// The rule that masks are beside bands and lengths: keys are dropped where it does not hold.
     pub keep: Option<Arc<Trace>>,
     /// Whether each query head has a number in the softmax's denominator that belongs to no key: [`SINK`](sdpa_core::SINK).
     pub sink: bool,
     /// Which part of the weights is dropped at random, by [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`].
     pub dropout: Option<Dropout>,
-    /// Whether stats are written: f32, (batch, heads_q, seq_q), dense; −∞ where a row has no key.
+    /// Whether `stats` is written: f32, (batch, heads_q, seq_q), dense, the natural logarithm of each row's sum of exponentials; −∞ where a row has no key.
     pub stats: bool,
+    /// Whether the largest score of each row is written, laid out as `stats`: in natural units, the sink among the scores; −∞ where a row has no key.
+    pub row_max: bool,
+    /// Whether the sum of exponentials of each row is written, laid out as `stats`, relative to the row's largest score; 0 where a row has no key.
+    pub sum_exp: bool,
 }
 
 impl Forward {
@@ -103,6 +111,8 @@ impl Forward {
             check.that(dense, &format!("{field}.strides[3]"), tensor.strides[3], "1: the last axis is dense");
         }
         self.check_packed(&mut check);
+        let apart = self.paged.is_none() || self.packed.is_none();
+        check.that(apart, "packed", "queries", "none beside pages: the kernels have documents of both sides, or of none");
         self.check_captured(&mut check, None);
         if check.0.is_empty() { Ok(()) } else { Err(check.0) }
     }
@@ -138,7 +148,7 @@ impl Forward {
 
     /// The MSL type of elements; `supports` takes no others.
     pub(crate) fn element(&self) -> &'static str {
-        element(self.dtype)
+        Dialect::Msl.element(self.dtype)
     }
 
     /// Elements of a query and of a value.
@@ -290,8 +300,13 @@ impl Forward {
 
     /// What the kernel that finishes rows has besides their output.
     fn of_rows(&self) -> impl Iterator<Item = Binding> {
-        let stats = self.stats.then(|| Binding::written(STATS_SLOT, "float", Operand::Stats));
-        stats.into_iter().chain(self.sink.then(|| sink::binding(self)))
+        let told = [
+            (self.stats, STATS_SLOT, Operand::Stats),
+            (self.row_max, ROW_MAX_SLOT, Operand::RowMax),
+            (self.sum_exp, SUM_EXP_SLOT, Operand::SumExp),
+        ];
+        let told = told.into_iter().filter(|(asked, ..)| *asked);
+        told.map(|(_, slot, operand)| Binding::written(slot, "float", operand)).chain(self.sink.then(|| sink::binding(self)))
     }
 
     /// What the parts leave of each query: maximum and sum, and the output.
@@ -324,6 +339,12 @@ impl Forward {
         queries.into_iter().chain(self.seq_len_kv.then(|| Binding::read(SEQ_LEN_KV_SLOT, "int", Operand::SeqLenKv)))
     }
 
+    /// Which pages batch entries have.
+    fn page_table(&self) -> Option<Binding> {
+        let elements = self.q.dims[0].saturating_mul(self.paged?.pages_of(self.k.dims[2]));
+        Some(Binding::read(PAGES_SLOT, "int", Operand::Declared { name: PAGE_TABLE.to_owned(), dtype: DType::I32, elements }))
+    }
+
     /// What every kernel that computes scores reads.
     fn operands(&self) -> Vec<Binding> {
         self.operands_with(&self.captured(None), ForwardParams::NAME)
@@ -340,13 +361,14 @@ impl Forward {
         ];
         buffers.extend(self.lengths());
         buffers.extend(self.boundaries(&Side::ALL));
+        buffers.extend(self.page_table());
         let scalars: Vec<String> = captured.scalars().into_iter().map(str::to_owned).collect();
         if !scalars.is_empty() {
             buffers.push(Binding::constant(SCALARS_SLOT, "float*", Operand::Scalars(scalars)));
         }
         for (n, (name, dtype, elements)) in captured.tensors().into_iter().enumerate() {
             let operand = Operand::Declared { name: name.to_owned(), dtype, elements };
-            buffers.push(Binding::read(TENSORS_SLOT + n as u32, element(dtype), operand));
+            buffers.push(Binding::read(TENSORS_SLOT + n as u32, Dialect::Msl.element(dtype), operand));
         }
         buffers
     }

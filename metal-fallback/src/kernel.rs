@@ -18,19 +18,19 @@ pub enum Math {
     Fast,
 }
 
-/// All that a built kernel depends on, compared as a whole.
+/// All that a built kernel depends on, compared as a whole: the key of its cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
     /// The MSL text.
     pub source: Arc<str>,
     /// The kernel in it.
     pub entry: &'static str,
-    /// The compiler's freedom.
+    /// What the compiler may do with floating point.
     pub math: Math,
 }
 
 impl KernelKey {
-    /// Of a plan's kernel.
+    /// The key of a plan's kernel.
     pub fn new(plan: &Plan, math: Math) -> KernelKey {
         KernelKey { source: plan.source.as_str().into(), entry: plan.entry, math }
     }

@@ -7,7 +7,7 @@ pub enum Kernels {
     Tiled,
     /// Rows in registers, a key at a time: few queries, which would leave most of a tile empty.
     Vector,
-    /// The same with the keys shared by several threadgroups, whose outputs another kernel merges. A backward pass has no such
+    /// As [`Kernels::Vector`], with the keys shared by several threadgroups, whose outputs another kernel merges. A backward pass has no such
     /// kernels and takes those of [`Kernels::Vector`].
     Parts,
 }
@@ -34,12 +34,12 @@ impl Kernels {
         table.iter().find(fits).map_or(Kernels::Tiled, |&(_, _, kernels)| kernels)
     }
 
-    /// Those for a forward pass of so many queries and keys.
+    /// The usual kernels for a forward pass of so many queries and keys.
     pub fn forward(seq_q: i64, seq_kv: i64) -> Kernels {
         Kernels::choose(&FORWARD, seq_q, seq_kv)
     }
 
-    /// Those for a backward pass.
+    /// The usual kernels for a backward pass of so many queries and keys.
     pub fn backward(seq_q: i64, seq_kv: i64) -> Kernels {
         Kernels::choose(&BACKWARD, seq_q, seq_kv)
     }

@@ -1,4 +1,19 @@
-//! Attention on Apple GPUs.
+//! Attention on Apple GPUs, for the `sdpa` crate: [`MetalExecutor`].
+//!
+//! ```
+//! use metal_fallback::MetalExecutor;
+//! use sdpa_core::{AttentionSpec, DType, Executor, Layout, Mask, Shape};
+//!
+//! let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+//! let problem = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd).mask(Mask::causal()).validate()?;
+//! match MetalExecutor::new().supports(&problem) {
+//!     Ok(()) => println!("an Apple GPU is here and takes it"),
+//!     Err(declined) => println!("{declined}"),
+//! }
+//! # Ok::<(), sdpa_core::SpecErrors>(())
+//! ```
+//!
+//! # From a problem to kernels
 //!
 //! A [`Forward`] is a problem in plain data, a [`Backward`] its gradient; each makes a [`Pass`] of it, which is a list of plans to run
 //! in order, and with what they reach of each operand a [`Task`]. A [`Plan`] is a kernel and its dispatch: the MSL source, grid,
@@ -7,13 +22,14 @@
 //! strides, bands and the scale are parameters of a call.
 //!
 //! A [`Runner`] runs passes. On Apple machines that is `apple::Gpu`, which [`system`] finds; elsewhere [`system`] says why there is
-//! none. The tests of the workspace have a runner over an emulation of MSL.
+//! none. The tests of the workspace have a runner over an emulation of MSL. What was executed, and where: the README, and `docs/metal.md` of the
+//! repository.
 
 #[cfg(target_vendor = "apple")]
 pub mod apple;
 mod backward;
+mod captured;
 mod declined;
-mod emit;
 mod error;
 mod executor;
 mod forward;
@@ -34,7 +50,6 @@ mod tiles;
 
 pub use backward::{Along, Backward};
 pub use declined::Declined;
-pub use emit::Captured;
 pub use error::Error;
 pub use executor::MetalExecutor;
 pub use forward::Forward;
@@ -46,12 +61,13 @@ pub use packed::Tokens;
 pub use params::{BackwardParams, Field, ForwardParams, Params, SumParams};
 pub use plan::{Binding, Operand, Pass, Plan, Scratch};
 pub use run::{Call, Contents, Facts, Ran, Ready, Runner};
+pub use sdpa_emit::Captured;
 pub use task::Task;
 pub use tiles::{FRAGMENT, REGISTER_LIMIT, SIMD, THREADGROUP_BYTES, Tiles};
 
 use std::sync::Arc;
 
-/// This machine's Apple GPU.
+/// This machine's Apple GPU, as what runs passes.
 ///
 /// # Errors
 /// Why there is none that the kernels run on.

@@ -59,11 +59,14 @@ mod tests {
             seq_len_q: false,
             seq_len_kv: false,
             packed: None,
+            paged: None,
             score_mod: None,
             keep: None,
             sink: false,
             dropout: None,
             stats: false,
+            row_max: false,
+            sum_exp: false,
         };
         let task = forward.task(None).unwrap();
         let plan = &task.plans()[0];

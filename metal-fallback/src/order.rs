@@ -2,7 +2,7 @@
 
 use crate::plan::{Operand, Plan};
 
-/// Of each plan, whether the dispatches before it must end first: where it reads what one of them writes, or writes what one of them
+/// Says of each plan whether the dispatches before it must end first: where it reads what one of them writes, or writes what one of them
 /// reads or writes. What stands between two waits may run in any order, and at once.
 pub fn waits(plans: &[Plan]) -> Vec<bool> {
     let mut running: Vec<(&Operand, bool)> = Vec::new();
@@ -40,11 +40,14 @@ mod tests {
             seq_len_q: false,
             seq_len_kv: false,
             packed: None,
+            paged: None,
             score_mod: None,
             keep: None,
             sink: false,
             dropout: None,
             stats: false,
+            row_max: false,
+            sum_exp: false,
         };
         let plan = forward.plan().unwrap().plans.remove(0);
         let binding = |(operand, written): &(Operand, bool)| {

@@ -1,24 +1,24 @@
 //! Documents that lie one behind the other in memory: what the kernels are told of them, and how far they reach.
 
 use crate::declined::Check;
-use crate::emit::element;
 use crate::forward::Forward;
 use crate::plan::{Binding, Operand};
 use crate::source::{BOUNDARIES_KV_SLOT, BOUNDARIES_Q_SLOT};
 use sdpa_core::packed::{self, Documents};
 use sdpa_core::{DType, Packed, Side, TensorSpec};
+use sdpa_emit::Dialect;
 
-/// Tokens of a packed call, of queries and of keys: whatever its boundaries hold, kernels touch none behind them.
+/// How many tokens a packed call has: whatever its boundaries hold, kernels touch none behind these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tokens {
-    /// Of queries, and of what lies as they do.
+    /// Tokens of queries, outputs and their gradients.
     pub queries: i64,
-    /// Of keys and values.
+    /// Tokens of keys, values and their gradients.
     pub keys: i64,
 }
 
 impl Tokens {
-    /// Of one side.
+    /// The tokens of one side.
     pub fn of(&self, side: Side) -> i64 {
         match side {
             Side::Queries => self.queries,
@@ -42,7 +42,7 @@ impl From<&Documents> for Tokens {
 
 /// The element type of boundaries.
 pub(crate) fn boundary(packed: &Packed) -> &'static str {
-    element(if packed.wide { DType::I64 } else { DType::I32 })
+    Dialect::Msl.element(if packed.wide { DType::I64 } else { DType::I32 })
 }
 
 impl Forward {
@@ -57,7 +57,7 @@ impl Forward {
     /// The rules of packed documents.
     pub(crate) fn check_packed(&self, check: &mut Check) {
         let Some(tokens) = self.tokens() else { return };
-        let lengths = self.seq_len_q || self.seq_len_kv;
+        let lengths = self.seq_len_q || self.seq_len_kv && self.paged.is_none();
         check.that(!lengths, "masks", "lengths of batch entries", "none beside packed documents, which have their own");
         for (field, total) in [("packed.total_q", tokens.queries), ("packed.total_kv", tokens.keys)] {
             check.that(total >= 0, field, total, "at least 0");
@@ -66,7 +66,9 @@ impl Forward {
 
     /// What an operand of one side takes of memory.
     pub(crate) fn memory(&self, tensor: &TensorSpec, side: Side) -> TensorSpec {
-        self.tokens().map_or(*tensor, |tokens| packed::memory(tensor, tokens.of(side)))
+        let paged = self.paged.filter(|_| side == Side::Keys);
+        let documents = self.tokens().map(|tokens| packed::memory(tensor, tokens.of(side)));
+        documents.unwrap_or_else(|| paged.map_or(*tensor, |paged| paged.container(tensor)))
     }
 
     /// Between neighbouring batch entries, heads and rows. Where entries are documents, they are counted in tokens.

@@ -1,7 +1,6 @@
 //! Gradients of declared parameters: how the pairs that read an element are shared, and what adds up the shares.
 
 use crate::backward::{ALONG_PARAMS, Backward, DELTA_SLOT};
-use crate::emit::element;
 use crate::params::{Params, SumParams};
 use crate::plan::{Binding, Cut, Operand, Plan, Scratch};
 use crate::rows::THREADS;
@@ -9,6 +8,7 @@ use crate::source::{PARAMETER, SUM, Source};
 use crate::tiles::{FRAGMENT, SIMD, Tiles};
 use sdpa_core::Reason;
 use sdpa_core::expr::Axis;
+use sdpa_emit::Dialect;
 
 /// The kernels for the gradient of a parameter, by its place in [`Backward::along`]: one that sums over blocks, and one that adds up
 /// its sums unless each is whole.
@@ -31,7 +31,7 @@ pub(crate) fn plans(problem: &Backward, n: usize) -> Result<Vec<Plan>, Vec<Reaso
         (false, false) => ([extents[0], extents[1], blocks_q * simdgroups, 1], blocks_q),
     };
     let elements: i64 = along.axes.dims(extents).iter().product();
-    let ty = element(along.dtype);
+    let ty = Dialect::Msl.element(along.dtype);
     let gradient = Operand::Gradient { name: along.name.clone(), dtype: along.dtype, elements };
     let scratch = Operand::Scratch(Scratch::new(format!("parts of the gradient of {}", along.name), &parts));
     let result = if whole { Binding::written(10, ty, gradient.clone()) } else { Binding::written(10, "float", scratch.clone()) };

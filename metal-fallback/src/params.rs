@@ -70,19 +70,19 @@ macro_rules! params {
 params! {
     /// What a forward kernel is told of a call.
     ForwardParams {
-        /// Between neighbouring batch entries, heads and queries of `q`, in elements.
+        /// Strides of `q` between neighbouring batch entries, heads and queries, in elements.
         q_strides: [i64; 3],
-        /// The same of `k`.
+        /// Strides of `k` between neighbouring batch entries, heads and keys, in elements.
         k_strides: [i64; 3],
-        /// The same of `v`.
+        /// Strides of `v` between neighbouring batch entries, heads and keys, in elements.
         v_strides: [i64; 3],
-        /// The same of `o`.
+        /// Strides of `o` between neighbouring batch entries, heads and queries, in elements.
         o_strides: [i64; 3],
-        /// The same of statistics, of each query one.
+        /// Strides of row statistics between neighbouring batch entries, heads and queries, in elements.
         stats_strides: [i64; 3],
-        /// Tokens of queries in all documents, where batch entries are such.
+        /// Tokens of queries in the call, where batch entries are packed documents.
         tokens_q: i64,
-        /// The same of keys.
+        /// Tokens of keys in the call, where batch entries are packed documents.
         tokens_kv: i64,
         /// Query heads.
         heads_q: i32,
@@ -98,7 +98,7 @@ params! {
         upper: i32,
         /// Keys at `k > q` and `k >= prefix` are dropped.
         prefix: i32,
-        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are dropped, where a batch entry has so many.
+        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are dropped, where `keys` and `queries` are how many a batch entry has.
         ends_lower: i32,
         /// Keys at `(k - q) - (keys - queries) > ends_upper` are dropped.
         ends_upper: i32,
@@ -110,27 +110,27 @@ params! {
 params! {
     /// What the kernels of a backward pass are told of a call.
     BackwardParams {
-        /// Between neighbouring batch entries, heads and queries of `q`, in elements.
+        /// Strides of `q` between neighbouring batch entries, heads and queries, in elements.
         q_strides: [i64; 3],
-        /// The same of `k`.
+        /// Strides of `k` between neighbouring batch entries, heads and keys, in elements.
         k_strides: [i64; 3],
-        /// The same of `v`.
+        /// Strides of `v` between neighbouring batch entries, heads and keys, in elements.
         v_strides: [i64; 3],
-        /// The same of `o`.
+        /// Strides of `o` between neighbouring batch entries, heads and queries, in elements.
         o_strides: [i64; 3],
-        /// The same of `d_o`, and between neighbouring elements.
+        /// Strides of `d_o` between neighbouring batch entries, heads, queries and elements.
         d_o_strides: [i64; 4],
-        /// The same of `dq`, whose elements are dense.
+        /// Strides of `dq` between neighbouring batch entries, heads and queries, in elements.
         dq_strides: [i64; 3],
-        /// The same of `dk`.
+        /// Strides of `dk` between neighbouring batch entries, heads and keys, in elements.
         dk_strides: [i64; 3],
-        /// The same of `dv`.
+        /// Strides of `dv` between neighbouring batch entries, heads and keys, in elements.
         dv_strides: [i64; 3],
-        /// The same of statistics, of each query one.
+        /// Strides of row statistics between neighbouring batch entries, heads and queries, in elements.
         stats_strides: [i64; 3],
-        /// Tokens of queries in all documents, where batch entries are such.
+        /// Tokens of queries in the call, where batch entries are packed documents.
         tokens_q: i64,
-        /// The same of keys.
+        /// Tokens of keys in the call, where batch entries are packed documents.
         tokens_kv: i64,
         /// Batch entries.
         batch: i32,
@@ -148,7 +148,7 @@ params! {
         upper: i32,
         /// Keys at `k > q` and `k >= prefix` are dropped.
         prefix: i32,
-        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are dropped, where a batch entry has so many.
+        /// Keys at `(k - q) - (keys - queries) <= ends_lower` are dropped, where `keys` and `queries` are how many a batch entry has.
         ends_lower: i32,
         /// Keys at `(k - q) - (keys - queries) > ends_upper` are dropped.
         ends_upper: i32,
@@ -158,20 +158,20 @@ params! {
 }
 
 params! {
-    /// What the kernel is told that adds up parts of sums: arrays are over (batch, head, query, key).
+    /// What the kernel that adds up parts of sums is told: arrays are over (batch, head, query, key).
     SumParams {
         /// Elements of the result.
         elements: i64,
-        /// Extents of the result.
+        /// Extents of the result along each axis.
         spanned: [i64; 4],
         /// Parts of each of its elements along each axis.
         summed: [i64; 4],
-        /// Between neighbouring parts.
+        /// Strides between neighbouring parts along each axis, in elements.
         strides: [i64; 4],
     }
 }
 
-/// The parameters of one kernel.
+/// The numbers that one kernel is told at a call, as the structure that it reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Params {
     /// Of a forward kernel.

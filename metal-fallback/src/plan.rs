@@ -23,11 +23,11 @@ impl Scratch {
 /// What a buffer holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operand {
-    /// Queries.
+    /// Queries, (batch, heads_q, seq_q, dim_qk).
     Q,
-    /// Keys.
+    /// Keys, (batch, heads_kv, seq_kv, dim_qk).
     K,
-    /// Values.
+    /// Values, (batch, heads_kv, seq_kv, dim_v).
     V,
     /// Output; written by a forward pass, read by a backward pass.
     O,
@@ -52,13 +52,17 @@ pub enum Operand {
     },
     /// The numbers of a call: [`Plan::params`].
     Params,
-    /// The natural logarithm of each row's sum of exponentials; written.
+    /// The natural logarithm of each row's sum of exponentials, f32; written by a forward pass, read by a backward pass.
     Stats,
-    /// i32, a length of each batch entry.
+    /// The largest score of each row, f32; written.
+    RowMax,
+    /// The sum of exponentials of each row, f32; written.
+    SumExp,
+    /// How many queries each batch entry has, i32.
     SeqLenQ,
-    /// i32, a length of each batch entry, of keys.
+    /// How many keys each batch entry has, i32.
     SeqLenKv,
-    /// f32, the scalars of these names in this order.
+    /// The declared scalars of these names in this order, f32.
     Scalars(Vec<String>),
     /// A declared tensor, dense.
     Declared {
@@ -106,7 +110,7 @@ impl Binding {
     }
 }
 
-/// Everything that a dispatch needs besides the buffers.
+/// A kernel and its dispatch: everything that is needed besides the buffers themselves.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The MSL text.
@@ -121,7 +125,7 @@ pub struct Plan {
     pub threads: u32,
     /// Buffers, by their slots.
     pub buffers: Vec<Binding>,
-    /// Threadgroup memory: elements' type and bytes, by their slots.
+    /// Threadgroup memory, by its slots: the MSL type of elements, and bytes.
     pub threadgroup: Vec<(&'static str, usize)>,
     pub(crate) params: Params,
     /// What the scale of a call is multiplied by.
@@ -164,7 +168,7 @@ impl Plan {
     }
 }
 
-/// Everything that a pass runs: kernels in order, each after all of the one before.
+/// The kernels that a pass runs, in order: each after all of the one before.
 #[derive(Clone, Debug)]
 pub struct Pass {
     /// The kernels, in the order in which they run.

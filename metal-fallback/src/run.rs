@@ -14,12 +14,12 @@ use std::time::Duration;
 pub enum Contents<'a> {
     /// Bytes that are read.
     Read(Cow<'a, [u8]>),
-    /// Written; what no kernel writes of it stays.
+    /// Bytes that are written; what no kernel writes of them stays.
     Written(&'a mut [u8]),
 }
 
 impl Contents<'_> {
-    /// The bytes, whichever they are.
+    /// The bytes, read or written.
     pub fn bytes(&self) -> &[u8] {
         match self {
             Contents::Read(bytes) => bytes,
@@ -31,7 +31,7 @@ impl Contents<'_> {
 /// One call: the scale, and what each operand is in it.
 #[derive(Debug)]
 pub struct Call<'a> {
-    /// Multiplies the scores.
+    /// Multiplies the scores; finite.
     pub attn_scale: f32,
     /// Of packed documents: kernels touch so many tokens. `None`: as many as the problem has at most.
     pub tokens: Option<Tokens>,
@@ -86,7 +86,7 @@ pub struct Facts {
     pub unified_memory: bool,
 }
 
-/// What a run took.
+/// What a run of a pass took.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ran {
     /// Time in the kernels, by the GPU's own clock.
@@ -97,7 +97,7 @@ pub struct Ran {
 
 /// Something that runs passes.
 pub trait Runner: Debug + Send + Sync {
-    /// What it is.
+    /// The GPU that passes run on, or what stands in for it.
     fn facts(&self) -> &Facts;
 
     /// Builds the kernels of a pass, or finds them built.
@@ -142,11 +142,14 @@ mod tests {
             seq_len_q: false,
             seq_len_kv: false,
             packed: None,
+            paged: None,
             score_mod: None,
             keep: None,
             sink: false,
             dropout: None,
             stats: false,
+            row_max: false,
+            sum_exp: false,
         };
         let task = forward.task(Some(Kernels::Tiled)).unwrap();
         let bytes = vec![0u8; 256];

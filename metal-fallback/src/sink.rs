@@ -1,7 +1,6 @@
 //! Sinks: where kernels read them, and the plan of their gradient.
 
 use crate::backward::{ALONG_SCORE, Backward};
-use crate::emit::element;
 use crate::forward::Forward;
 use crate::params::BackwardParams;
 use crate::plan::{Binding, Cut, Operand, Plan};
@@ -9,6 +8,7 @@ use crate::rows::THREADS;
 use crate::source::{self, SINK_SLOT, STATS_SLOT};
 use crate::tiles::SIMD;
 use sdpa_core::{DType, SINK, Side};
+use sdpa_emit::Dialect;
 
 /// The numbers, one for each query head.
 pub(crate) fn binding(problem: &Forward) -> Binding {
@@ -19,7 +19,7 @@ pub(crate) fn binding(problem: &Forward) -> Binding {
 pub(crate) fn plan(problem: &Backward, dtype: DType) -> Plan {
     let forward = &problem.forward;
     let heads = forward.q.dims[1];
-    let (name, ty) = (forward.element(), element(dtype));
+    let (name, ty) = (forward.element(), Dialect::Msl.element(dtype));
     let mut buffers = vec![
         Binding::params(BackwardParams::NAME),
         Binding::read(STATS_SLOT, "float", Operand::Stats),

@@ -1,10 +1,11 @@
 //! Sources of kernels: a prelude, the pieces that a kernel is made of, the kernel.
 
-use crate::emit::Captured;
+use crate::captured::declaration;
 use crate::forward::Forward;
 use crate::packed::boundary;
 use sdpa_core::expr::Trace;
 use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED};
+use sdpa_emit::{Captured, EXPRESSION};
 use std::fmt::Write;
 
 macro_rules! piece {
@@ -30,13 +31,13 @@ pub(crate) struct Kernel {
 
 const SOFTMAX: Piece = piece!("softmax");
 const SPAN: Piece = piece!("span");
+const PAGES: Piece = piece!("pages");
 const KEYS: Piece = piece!("keys");
 const SCORES: Piece = piece!("scores");
 const DROPOUT: Piece = piece!("dropout");
 const WEIGHTS: Piece = piece!("weights");
 const FRAGMENT: Piece = piece!("fragment");
 const ROWS: Piece = piece!("rows");
-const EXPRESSION: Piece = piece!("expression");
 
 macro_rules! kernels {
     ($($constant:ident = $entry:literal, scores: $scores:literal, [$($piece:expr),*];)*) => {
@@ -44,8 +45,8 @@ macro_rules! kernels {
     };
 }
 kernels! {
-    FORWARD = "attention_forward", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, SCORES, DROPOUT, piece!("forward")];
-    VECTOR = "attention_vector", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, SCORES, DROPOUT, piece!("vector")];
+    FORWARD = "attention_forward", scores: true, [SOFTMAX, FRAGMENT, SPAN, PAGES, KEYS, SCORES, DROPOUT, piece!("forward")];
+    VECTOR = "attention_vector", scores: true, [SOFTMAX, ROWS, SPAN, PAGES, KEYS, SCORES, DROPOUT, piece!("vector")];
     MERGE = "attention_merge", scores: false, [SOFTMAX, SPAN, piece!("merge")];
     DELTA = "attention_delta", scores: false, [SPAN, piece!("delta")];
     DQ = "attention_dq", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("dq")];
@@ -67,7 +68,10 @@ pub(crate) const BOUNDARIES_Q_SLOT: u32 = SEQ_LEN_Q_SLOT;
 pub(crate) const BOUNDARIES_KV_SLOT: u32 = SEQ_LEN_KV_SLOT;
 pub(crate) const SCALARS_SLOT: u32 = 8;
 pub(crate) const SINK_SLOT: u32 = 11;
-pub(crate) const TENSORS_SLOT: u32 = 13;
+pub(crate) const ROW_MAX_SLOT: u32 = 12;
+pub(crate) const SUM_EXP_SLOT: u32 = 13;
+pub(crate) const PAGES_SLOT: u32 = 14;
+pub(crate) const TENSORS_SLOT: u32 = 15;
 /// Buffers that Metal binds to a kernel.
 pub(crate) const SLOTS: u32 = 31;
 
@@ -103,7 +107,10 @@ impl Source<'_> {
         // Kernels that compute no scores are the same text whatever the masks and score_mods are.
         let features = [
             ("WITH_STATS", problem.stats.into()),
+            ("WITH_ROW_MAX", problem.row_max.into()),
+            ("WITH_SUM_EXP", problem.sum_exp.into()),
             ("WITH_PACKED", problem.packed.is_some().into()),
+            ("WITH_PAGES", problem.paged.is_some().into()),
             ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
             ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
             ("WITH_ENDS", (!problem.ends.is_full()).into()),
@@ -112,9 +119,14 @@ impl Source<'_> {
             ("WITH_KEEP", problem.keep.is_some().into()),
             ("WITH_DROPOUT", problem.dropout.is_some().into()),
         ];
-        let features = if kernel.scores { &features[..] } else { &features[..2] };
+        let features = if kernel.scores { &features[..] } else { &features[..4] };
         for (constant, value) in constants.iter().chain(features) {
             let _ = writeln!(text, "#define {constant} {value}");
+        }
+        if let Some(paged) = problem.paged.filter(|_| kernel.scores) {
+            let of_entry = paged.pages_of(problem.k.dims[2]);
+            let _ =
+                writeln!(text, "#define PAGE_TOKENS {}\n#define PAGES {}\n#define PAGES_OF_ENTRY {of_entry}", paged.page_size, paged.pages);
         }
         if let Some(dropout) = problem.dropout.filter(|_| kernel.scores) {
             let [seed, offset] = [DROPOUT_SEED, DROPOUT_OFFSET].map(|name| captured.number(name));
@@ -131,10 +143,10 @@ impl Source<'_> {
 
     fn traced(&self, text: &mut String, captured: &Captured) {
         let Forward { score_mod, keep, .. } = self.problem;
-        text.push_str(&captured.declaration(SCALARS_SLOT, TENSORS_SLOT));
+        text.push_str(&declaration(captured, SCALARS_SLOT, TENSORS_SLOT));
         if score_mod.is_some() || keep.is_some() || self.gradient.is_some() {
             text.push_str("\n// Where a score stands.\nstruct Place {\n    int batch;\n    int head;\n    int query;\n    int key;\n};\n");
-            add(text, &EXPRESSION);
+            let _ = write!(text, "\n#line 1 \"expression.inc\"\n{EXPRESSION}");
             text.push_str("\n#line 1 \"traced\"\n");
         }
         text.extend(score_mod.as_deref().map(|trace| captured.score_mod(trace)));

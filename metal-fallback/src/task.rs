@@ -40,6 +40,8 @@ impl Operand {
             Operand::Gradient { .. } => "a gradient of a parameter",
             Operand::Params => "params",
             Operand::Stats => "stats",
+            Operand::RowMax => "row_max",
+            Operand::SumExp => "sum_exp",
             Operand::SeqLenQ => "seq_len_q",
             Operand::SeqLenKv => "seq_len_kv",
             Operand::Scalars(_) => "scalars",
@@ -62,6 +64,8 @@ impl Operand {
             | Operand::Gradient { .. }
             | Operand::Params
             | Operand::Stats
+            | Operand::RowMax
+            | Operand::SumExp
             | Operand::SeqLenQ
             | Operand::SeqLenKv
             | Operand::Scalars(_)
@@ -100,6 +104,8 @@ impl Tensors<'_> {
             | Operand::Gradient { .. }
             | Operand::Params
             | Operand::Stats
+            | Operand::RowMax
+            | Operand::SumExp
             | Operand::SeqLenQ
             | Operand::SeqLenKv
             | Operand::Scalars(_)
@@ -118,7 +124,7 @@ impl Tensors<'_> {
                 let memory = forward.memory(tensor, side);
                 if memory.dims[2] == 0 { Some(0) } else { bytes(&memory, forward.dtype) }
             }
-            Operand::Stats => floats(&forward.row_memory().0),
+            Operand::Stats | Operand::RowMax | Operand::SumExp => floats(&forward.row_memory().0),
             Operand::Scratch(Scratch { name: _, elements }) => floats(&[*elements]),
             Operand::SeqLenQ | Operand::SeqLenKv => floats(&[batch]),
             Operand::Scalars(names) => floats(&[names.len() as i64]),
@@ -132,7 +138,7 @@ impl Tensors<'_> {
 
     /// Bytes from one token of a packed operand to the next.
     fn step(&self, operand: &Operand) -> Option<(Side, u64)> {
-        if *operand == Operand::Stats {
+        if [Operand::Stats, Operand::RowMax, Operand::SumExp].contains(operand) {
             return Some((Side::Queries, 4 * self.forward.q.dims[1].unsigned_abs()));
         }
         let (tensor, side) = self.strided(operand)?;
@@ -198,7 +204,7 @@ impl Task {
 }
 
 impl Forward {
-    /// The pass, of these kernels or of those that the planner takes, with what it reaches.
+    /// The pass, of these kernels or of those that the planner takes, with the bytes that it reaches of each operand.
     ///
     /// # Errors
     /// As [`Forward::supports`], and limits of these kernels.
@@ -209,7 +215,7 @@ impl Forward {
 }
 
 impl Backward {
-    /// The pass, of these kernels or of those that the planner takes, with what it reaches.
+    /// The pass, of these kernels or of those that the planner takes, with the bytes that it reaches of each operand.
     ///
     /// # Errors
     /// As [`Backward::supports`], and limits of these kernels.
@@ -237,11 +243,14 @@ mod tests {
             seq_len_q: false,
             seq_len_kv: true,
             packed: None,
+            paged: None,
             score_mod: None,
             keep: None,
             sink: false,
             dropout: None,
             stats: true,
+            row_max: false,
+            sum_exp: false,
         }
     }
 

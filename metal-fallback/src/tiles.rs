@@ -6,22 +6,22 @@ pub const THREADGROUP_BYTES: usize = 32 * 1024;
 /// Lanes of a simdgroup.
 pub const SIMD: u32 = 32;
 
-/// Rows of a fragment: the queries of a simdgroup.
+/// Rows of a fragment, an 8 × 8 matrix that a simdgroup multiplies: the queries of a simdgroup.
 pub const FRAGMENT: u32 = 8;
 
-/// What the arrays of a kernel may take of the 32-bit registers of a lane; addresses, parameters and one pair of operands come on top.
+/// How many of the 32-bit registers of a lane the arrays of a kernel may take; addresses, parameters and one pair of operands come on top.
 /// Chosen, not measured.
 pub const REGISTER_LIMIT: u32 = 80;
 
 /// Columns of two accumulators that the registers of a simdgroup hold.
 const SLICE_LIMIT: u32 = 128;
 
-/// The tiles of a kernel.
+/// How a kernel cuts a problem into tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
     /// Rows that a threadgroup computes, eight for each simdgroup: queries, or keys for their gradient.
     pub own: u32,
-    /// Rows of a block of the others, which come by.
+    /// Rows of a block of the other side, along which a threadgroup goes: keys, or queries for the gradient of keys.
     pub passing: u32,
     /// Elements of a query and of a key, rounded up to whole fragments.
     pub padded_qk: u32,
@@ -29,7 +29,7 @@ pub struct Tiles {
     pub padded_v: u32,
     /// Elements between rows of queries and keys in threadgroup memory.
     pub pitch_qk: u32,
-    /// The same of values.
+    /// Elements between rows of values in threadgroup memory.
     pub pitch_v: u32,
     /// Bytes of an element.
     pub element: u32,
@@ -67,7 +67,7 @@ impl Tiles {
         (rows * pitch * self.element).next_multiple_of(16) as usize
     }
 
-    /// Bytes of what the simdgroups tell one another of odd numbers; one alone knows them.
+    /// Bytes by which simdgroups tell one another of infinities and NaN; `None` where a threadgroup has one simdgroup.
     pub fn odd_bytes(&self) -> Option<usize> {
         let simdgroups = self.threads() / SIMD;
         (simdgroups > 1).then(|| ((simdgroups * 4) as usize).next_multiple_of(16))
@@ -89,7 +89,7 @@ impl Tiles {
         self.padded_qk.max(self.padded_v).div_ceil(SLICE_LIMIT)
     }
 
-    /// Columns of such a part, of `padded` ones.
+    /// Columns of one of the [`Tiles::splits`] parts of `padded` columns.
     pub fn slice(&self, padded: u32) -> u32 {
         padded.div_ceil(self.splits()).next_multiple_of(FRAGMENT)
     }
@@ -100,22 +100,22 @@ impl Tiles {
         2 * (accumulated / FRAGMENT + scores * self.passing / FRAGMENT)
     }
 
-    /// Those of the forward kernel.
+    /// 32-bit registers of a lane that the arrays of the forward kernel take.
     pub fn forward_registers(&self) -> u32 {
         self.fragments(self.padded_v, 1)
     }
 
-    /// Those of the kernel for `dq`.
+    /// 32-bit registers of a lane that the arrays of the kernel for `dq` take.
     pub fn dq_registers(&self) -> u32 {
         self.fragments(self.padded_qk, 2)
     }
 
-    /// Those of the kernel for the gradient of a parameter.
+    /// 32-bit registers of a lane that the arrays of the kernel for the gradient of a parameter take.
     pub fn parameter_registers(&self) -> u32 {
         self.fragments(0, 3)
     }
 
-    /// Those of the kernel for `dk` and `dv`.
+    /// 32-bit registers of a lane that the arrays of the kernel for `dk` and `dv` take.
     pub fn dkv_registers(&self) -> u32 {
         self.fragments(self.slice(self.padded_qk) + self.slice(self.padded_v), 2)
     }

@@ -24,11 +24,14 @@ fn forward(seq_q: i64, seq_kv: i64) -> Forward {
         seq_len_q: false,
         seq_len_kv: false,
         packed: None,
+        paged: None,
         score_mod: None,
         keep: None,
         sink: false,
         dropout: None,
         stats: true,
+        row_max: false,
+        sum_exp: false,
     }
 }
 

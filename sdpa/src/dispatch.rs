@@ -1,7 +1,7 @@
 //! The list of executors, and the choice among them.
 //!
 //! An automatic choice asks one after the other and keeps every reason against those that it passes over: those of the caller
-//! ([`Dispatcher::with`]); cuDNN, which no Apple machine has; Metal, which no other machine has; the CPU, which takes everything. It falls
+//! ([`Dispatcher::with`]); cuDNN, which no Apple machine has; kernels of our own on the same GPUs; Metal, which no other machine has; the CPU, which takes everything. It falls
 //! through on *unsupported* only, and only before anything runs. An executor that is named runs the problem or says why not.
 
 use crate::backward::BackwardProblem;
@@ -12,23 +12,25 @@ use crate::problem::Problem;
 use metal_fallback::MetalExecutor;
 #[cfg(feature = "cpu")]
 use sdpa_cpu::CpuExecutor;
+#[cfg(feature = "cuda")]
+use sdpa_cuda::{CudaExecutor, CudaOptions};
 #[cfg(feature = "cudnn")]
 use sdpa_cudnn::{BackendError, CudnnExecutor, CudnnOptions};
 use std::sync::Arc;
-#[cfg(any(feature = "cudnn", feature = "metal"))]
+#[cfg(any(feature = "cudnn", feature = "cuda", feature = "metal"))]
 use std::sync::OnceLock;
 
-/// Which executor a problem should run on.
+/// Who is to run a problem: whoever can, or one executor alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Preference {
-    /// The first that supports it.
+    /// The first of [`Dispatcher::executors_for`] that takes the problem.
     #[default]
     Auto,
-    /// This one, or an error.
+    /// This one, or an error that says why not.
     Named(ExecutorName),
 }
 
-/// A pass made ready, on whom, and why not on the others.
+/// A pass made ready: on which executor, and why not on those that were asked before it.
 #[derive(Debug)]
 pub struct Choice<P: ?Sized = dyn Prepared> {
     /// Who runs it.
@@ -39,7 +41,7 @@ pub struct Choice<P: ?Sized = dyn Prepared> {
     pub declined: Vec<Unsupported>,
 }
 
-/// Every executor of this process. cuDNN and an Apple GPU are looked for on first use.
+/// The executors of a program, and the choice among them: make one, and keep it. The driver, cuDNN and an Apple GPU are looked for on first use.
 #[derive(Debug, Default)]
 pub struct Dispatcher {
     given: Vec<Arc<dyn Executor>>,
@@ -47,6 +49,8 @@ pub struct Dispatcher {
     options: CudnnOptions,
     #[cfg(feature = "cudnn")]
     cudnn: OnceLock<Result<Arc<CudnnExecutor>, BackendError>>,
+    #[cfg(feature = "cuda")]
+    cuda: OnceLock<Result<Arc<CudaExecutor>, sdpa_cuda::DriverError>>,
     #[cfg(feature = "metal")]
     metal: OnceLock<MetalExecutor>,
     #[cfg(feature = "cpu")]
@@ -54,7 +58,7 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    /// All executors, cuDNN set up as told.
+    /// All executors that are compiled in, cuDNN set up by `options`. [`Dispatcher::default`] takes the usual ones.
     #[cfg(feature = "cudnn")]
     pub fn new(options: CudnnOptions) -> Dispatcher {
         Dispatcher { options, ..Dispatcher::default() }
@@ -116,6 +120,22 @@ impl Dispatcher {
         names
     }
 
+    /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
+    /// where they are known to be faster (`sdpa::cuda::is_faster`).
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, unused_mut, reason = "there is no other order"))]
+    pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
+        let mut names = self.executors();
+        #[cfg(feature = "cuda")]
+        if sdpa_cuda::is_faster(problem)
+            && let Some(cudnn) = names.iter().position(|name| *name == ExecutorName::CUDNN)
+            && let Some(cuda) = names.iter().position(|name| *name == ExecutorName::CUDA)
+            && cudnn < cuda
+        {
+            names[cudnn..=cuda].rotate_right(1);
+        }
+        names
+    }
+
     /// The cuDNN executor, or what is missing for it.
     ///
     /// # Errors
@@ -129,6 +149,27 @@ impl Dispatcher {
             Err(error) if !error.is_absence() => Err(error),
             // Of two threads that are here at once, one looked for nothing.
             answer => self.cudnn.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
+        }
+    }
+
+    /// The executor `sdpa::cuda`, with its own kernels on an NVIDIA GPU, or what is missing for it. Driver and device are those of the options for cuDNN,
+    /// where that is compiled in.
+    ///
+    /// # Errors
+    /// The environment's, with the places searched. That there is no driver, no device or no NVRTC is remembered; any other failure is not.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(&self) -> Result<&Arc<CudaExecutor>, sdpa_cuda::DriverError> {
+        if let Some(known) = self.cuda.get() {
+            return known.as_ref().map_err(Clone::clone);
+        }
+        #[cfg(feature = "cudnn")]
+        let options = CudaOptions { driver: self.options.search.driver.clone(), ordinal: self.options.ordinal, ..CudaOptions::default() };
+        #[cfg(not(feature = "cudnn"))]
+        let options = CudaOptions::default();
+        match CudaExecutor::new(options) {
+            Err(error) if !error.is_absence() => Err(error),
+            // Of two threads that are here at once, one looked for nothing.
+            answer => self.cuda.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
         }
     }
 
@@ -153,6 +194,10 @@ impl Dispatcher {
         if name == ExecutorName::CUDNN {
             return self.cudnn().map(|executor| &**executor as &dyn Executor).map_err(|error| Error::failed(name, error));
         }
+        #[cfg(feature = "cuda")]
+        if name == ExecutorName::CUDA {
+            return self.cuda().map(|executor| &**executor as &dyn Executor).map_err(|error| Error::failed(name, error));
+        }
         #[cfg(feature = "metal")]
         if name == ExecutorName::METAL {
             return Ok(self.metal());
@@ -171,7 +216,7 @@ impl Dispatcher {
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
-        self.choose(preference, |executor| executor.prepare(problem))
+        self.choose(preference, || self.executors_for(problem), |executor| executor.prepare(problem))
     }
 
     /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass.
@@ -179,12 +224,13 @@ impl Dispatcher {
     /// # Errors
     /// As [`Dispatcher::prepare`].
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
-        self.choose(preference, |executor| executor.prepare_backward(problem))
+        self.choose(preference, || self.executors(), |executor| executor.prepare_backward(problem))
     }
 
     fn choose<P: ?Sized>(
         &self,
         preference: Preference,
+        names: impl Fn() -> Vec<ExecutorName>,
         prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
     ) -> Result<Choice<P>, Error> {
         match preference {
@@ -192,16 +238,19 @@ impl Dispatcher {
                 let prepared = prepare(self.executor(name)?)?;
                 Ok(Choice { executor: name, prepared, declined: Vec::new() })
             }
-            Preference::Auto => self.first(prepare),
+            Preference::Auto => self.first(names(), prepare),
         }
     }
 
-    fn first<P: ?Sized>(&self, prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>) -> Result<Choice<P>, Error> {
+    fn first<P: ?Sized>(
+        &self,
+        names: Vec<ExecutorName>,
+        prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
+    ) -> Result<Choice<P>, Error> {
         let mut declined = Vec::new();
-        for name in self.executors() {
+        for name in names {
             let asked = match self.executor(name) {
                 Ok(executor) => prepare(executor),
-                #[cfg(feature = "cudnn")]
                 Err(error) if is_absence(&error) => Err(absent(name, error.to_string())),
                 Err(error) => Err(error),
             };
@@ -230,6 +279,8 @@ impl Dispatcher {
 const COMPILED_IN: &[ExecutorName] = &[
     #[cfg(feature = "cudnn")]
     ExecutorName::CUDNN,
+    #[cfg(feature = "cuda")]
+    ExecutorName::CUDA,
     #[cfg(feature = "metal")]
     ExecutorName::METAL,
     #[cfg(feature = "cpu")]
@@ -237,9 +288,17 @@ const COMPILED_IN: &[ExecutorName] = &[
 ];
 
 /// Whether there is no library, driver or device: nothing that a caller has to see who leaves the choice to us.
-#[cfg(feature = "cudnn")]
 fn is_absence(error: &Error) -> bool {
-    error.failure::<BackendError>().is_some_and(BackendError::is_absence)
+    #[cfg(feature = "cudnn")]
+    if error.failure::<BackendError>().is_some_and(BackendError::is_absence) {
+        return true;
+    }
+    #[cfg(feature = "cuda")]
+    if error.failure::<sdpa_cuda::DriverError>().is_some_and(sdpa_cuda::DriverError::is_absence) {
+        return true;
+    }
+    let _ = error;
+    false
 }
 
 fn absent(executor: ExecutorName, why: String) -> Error {

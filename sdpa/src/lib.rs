@@ -30,8 +30,8 @@
 //!
 //! # Features
 //!
-//! `cpu`, `cudnn` and `metal` are the executors, all on by default: what is not named is not compiled. `cudarc`, on by default: cudarc's streams
-//! and slices. `metrics`: counters of the caches of plans.
+//! `cpu`, `cuda`, `cudnn` and `metal` are the executors, all on by default; without `default-features` only what is named is compiled. `cudarc`, on by
+//! default: cudarc's streams and slices. `metrics`: counters of the caches of plans.
 //!
 //! # The data path
 //!
@@ -43,16 +43,24 @@
 //!
 //! | name | runs on | types | limits |
 //! |---|---|---|---|
-//! | [`cudnn`] | NVIDIA GPUs of compute capability 8.0 and newer, through cuDNN 9 found at run time | f16, bf16 | dims multiples of 8, at most 256; positive scale |
+//! | [`cudnn`] | NVIDIA GPUs of compute capability 8.0 and newer, through cuDNN 9 found at run time | f16, bf16; 8-bit floats from 9.0 on | dims multiples of 8, at most 256; positive scale |
+//! | [`cuda`] | NVIDIA GPUs of compute capability 9.0, forward, through the driver and NVRTC alone | f16, bf16 | dims at most 256, strides of whole 16 bytes; no packed documents, pages or dropout |
 //! | [`metal`] | Apple GPUs from M1 and A14, on macOS 14 or iOS 17; so far on an emulation of MSL alone | f32, f16, bf16 | dims at most 256 |
-//! | [`cpu`] | every machine, all cores, SIMD chosen at run time | f32, f16, bf16 | none |
+//! | [`cpu`] | every machine, all cores, SIMD chosen at run time | f32, f16, bf16, 8-bit floats | none |
 //!
-//! An automatic choice keeps every reason against the executors it passed over; an executor that is named never falls back.
+//! An automatic choice ([`Preference::Auto`]) keeps every reason against the executors it passed over; an executor that is named
+//! ([`Preference::Named`]) never falls back.
 //!
 //! # Device memory
 //!
 //! [`cudnn::CudnnExecutor::attention`] gives the plans of a problem, kept in a bounded cache, to callers with device
-//! memory of their own; `sdpa::cudarc` (feature `cudarc`, on by default) takes cudarc's streams and slices.
+//! memory of their own; `sdpa::cudarc` (feature `cudarc`, on by default) takes cudarc's streams and slices. [`device`] has the calls.
+//!
+//! # Where to go next
+//!
+//! Score_mods and masks of your own: [`ScoreMod::new`], [`Mask::new`]; by name: [`library`]. Gradients: [`AttentionSpec::backward`]. Documents without
+//! padding: [`AttentionSpec::packed`]; a paged KV cache: [`AttentionSpec::paged`]; growing lengths: [`seq`]; 8-bit floats: [`fp8`]. An executor of your
+//! own: [`Dispatcher::with`]. Guides, figures and the glossary are in `docs/` of the repository.
 
 mod dispatch;
 
@@ -63,6 +71,8 @@ pub use sdpa_cache as cache;
 pub use sdpa_core::*;
 #[cfg(feature = "cpu")]
 pub use sdpa_cpu as cpu;
+#[cfg(feature = "cuda")]
+pub use sdpa_cuda as cuda;
 #[cfg(feature = "cudnn")]
 pub use sdpa_cudnn as cudnn;
 #[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
@@ -76,6 +86,10 @@ struct Guide;
 #[doc = include_str!("../../README.md")]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(all(doctest, feature = "cuda"))]
+#[doc = include_str!("../../docs/cuda.md")]
+struct Cuda;
 
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/merging.md")]

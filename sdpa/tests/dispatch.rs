@@ -60,6 +60,9 @@ fn own() -> Vec<ExecutorName> {
     if cfg!(feature = "cudnn") {
         own.push(ExecutorName::CUDNN);
     }
+    if cfg!(feature = "cuda") {
+        own.push(ExecutorName::CUDA);
+    }
     if cfg!(feature = "metal") {
         own.push(ExecutorName::METAL);
     }
@@ -90,6 +93,21 @@ fn an_automatic_choice_keeps_every_reason() {
     if cfg!(feature = "cudnn") {
         assert!(choice.declined[1].to_string().contains("/nowhere/libcuda.so.1"), "{}", choice.declined[1]);
     }
+}
+
+#[cfg(all(feature = "cudnn", feature = "cuda"))]
+#[test]
+fn kernels_of_our_own_are_asked_first_where_they_are_faster() {
+    let problem = |mask: &str| {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 2048, seq_kv: 2048, dim_qk: 64, dim_v: 64 };
+        AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap()).validate().unwrap()
+    };
+    let all = dispatcher().with(Arc::new(Declines("mine")));
+    let two = |mask: &str| all.executors_for(&problem(mask)).into_iter().map(ExecutorName::name).take(3).collect::<Vec<_>>();
+    assert_eq!(two("causal"), ["mine", "cudnn", "cuda"]);
+    assert_eq!(two("natten:65"), ["mine", "cuda", "cudnn"]);
+    let replaced = dispatcher().with(Arc::new(Declines("cuda")));
+    assert_eq!(replaced.executors_for(&problem("natten:65"))[..2], [ExecutorName::CUDA, ExecutorName::CUDNN]);
 }
 
 #[test]

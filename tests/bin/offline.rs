@@ -239,10 +239,8 @@ const ANY: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 67, seq_kv:
 
 /// How loading goes: one line, an error's kind and text.
 fn load(what: Option<&str>) -> Result<(), String> {
-    let kind = |e: &cudnn_graph::Error| {
-        let all = format!("{e:?}");
-        all.split([' ', '(', '{']).next().unwrap_or_default().to_owned()
-    };
+    let name = |e: &dyn std::fmt::Debug| format!("{e:?}").split([' ', '(', '{']).next().unwrap_or_default().to_owned();
+    let kind = |e: &cudnn_graph::Error| if let cudnn_graph::Error::Driver(of_driver) = e { name(of_driver) } else { name(e) };
     let line = match what {
         Some("executor") => CudnnExecutor::new(CudnnOptions::default()).err(),
         Some("library") => Library::load(&Search::default()).err(),

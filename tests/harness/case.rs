@@ -9,7 +9,7 @@ use crate::paging::Paging;
 use crate::random::Random;
 pub use backward::{Backward, Place};
 use sdpa::library::{MASKS, SCORE_MODS};
-use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, ScoreMod, Shape, Side, StatsBase};
+use sdpa::{AttentionSpec, DType, Dropout, ExecutorName, Layout, Mask, Packed, ScoreMod, Shape, Side, StatsBase};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -234,14 +234,15 @@ impl Case {
     /// A name that the library has not.
     pub fn library(&self) -> Result<Option<Library>, String> {
         let Shape { batch, heads_q, seq_q, seq_kv, .. } = self.shape;
-        if let Some(packing) = &self.packed {
+        if let (Some(packing), None) = (&self.packed, &self.paged) {
             let mut random = Random::new(self.seed() ^ 0x5eed);
             return Library::draw_packed(&self.score_mod, &self.mask, [batch, heads_q, seq_q, seq_kv], Some(packing), &mut random)
                 .map(Some);
         }
         if let Some(paging) = &self.paged {
             let mut random = Random::new(self.seed() ^ 0x5eed);
-            return Library::draw_paged(&self.score_mod, &self.mask, [batch, heads_q, seq_q, seq_kv], paging, &mut random).map(Some);
+            let (extents, packing) = ([batch, heads_q, seq_q, seq_kv], self.packed.as_ref());
+            return Library::draw_paged(&self.score_mod, &self.mask, extents, paging, packing, &mut random).map(Some);
         }
         let plain = |name: &String| ["causal", "window", "prefix-lm"].iter().any(|known| name.starts_with(known));
         if self.score_mod.is_empty() && self.mask.iter().all(plain) {
@@ -293,6 +294,7 @@ impl Case {
             for tensor in [&mut spec.k, &mut spec.v] {
                 tensor.strides = paging.strides(tensor.dims, self.kv_gap);
             }
+            spec.packed = spec.packed.map(|packed| Packed { total_kv: None, ..packed });
         }
         if self.packed_qkv {
             for tensor in [&mut spec.q, &mut spec.k, &mut spec.v] {
@@ -309,7 +311,8 @@ impl Case {
         let mods: String = self.score_mod.iter().map(|m| format!(" --score-mod {m}")).collect();
         let masks: String = self.mask.iter().map(|m| format!(" --mask {m}")).collect();
         let scale = self.attn_scale.map_or_else(String::new, |s| format!(" --scale {s}"));
-        let bound = self.packed.as_ref().map_or_else(Vec::new, Packing::bound);
+        let sides = if self.paged.is_some() { &Side::ALL[..1] } else { &Side::ALL[..] };
+        let bound = self.packed.as_ref().map_or_else(Vec::new, |packing| packing.bound(sides));
         let packed: String = bound.iter().map(|b| format!(" --{} {}", b.name.replace('_', "-"), listed(&b.widened))).collect();
         let paged = self.paged.as_ref().map(|paging| paging.paged(batch, seq_kv));
         let paged = paged.map_or_else(String::new, |paged| format!(" --paged {} --pages {}", paged.page_size, paged.pages));

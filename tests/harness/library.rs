@@ -163,11 +163,12 @@ impl Library {
         packing: Option<&Packing>,
         random: &mut Random,
     ) -> Result<Library, String> {
-        let library = Library::over(mods, masks, extents, packing.map_or_else(Vec::new, Packing::bound), random)?;
+        let bound = packing.map_or_else(Vec::new, |packing| packing.bound(&Side::ALL));
+        let library = Library::over(mods, masks, extents, bound, random)?;
         Ok(Library { packing: packing.cloned(), ..library })
     }
 
-    /// The same over a paged cache.
+    /// The same over a paged cache, with packed queries or without.
     ///
     /// # Errors
     /// A name that the library has not.
@@ -176,9 +177,14 @@ impl Library {
         masks: &[String],
         extents: [i64; 4],
         paging: &Paging,
+        packing: Option<&Packing>,
         random: &mut Random,
     ) -> Result<Library, String> {
-        let mut library = Library::over(mods, masks, extents, paging.lengths(), random)?;
+        let paging = paging.beside(packing);
+        let mut bound = packing.map_or_else(Vec::new, |packing| packing.bound(&[Side::Queries]));
+        bound.extend(paging.lengths());
+        let library = Library::over(mods, masks, extents, bound, random)?;
+        let mut library = Library { packing: packing.cloned(), ..library };
         let cache = paging.cache(extents, library.key_lengths(), random);
         library.bound.push(cache.bound());
         Ok(Library { cache: Some(cache), ..library })
@@ -198,27 +204,22 @@ impl Library {
 
     /// Documents, beside masks that the oracle reads by itself.
     pub fn of_documents(packing: Packing) -> Library {
-        let bound = packing.bound();
+        let bound = packing.bound(&Side::ALL);
         Library { stages: Vec::new(), keeps: Vec::new(), bound, pads: false, beside_masks: true, packing: Some(packing), cache: None }
     }
 
-    /// A paged cache, beside masks that the oracle reads by itself, of a problem of extents (batch, heads_q, seq_q, seq_kv).
-    pub fn of_cache(paging: &Paging, extents: [i64; 4], random: &mut Random) -> Library {
-        let mut bound = paging.lengths();
+    /// A paged cache, with packed queries or without, beside masks that the oracle reads by itself, of a problem of extents (batch, heads_q, seq_q,
+    /// seq_kv).
+    pub fn of_cache(paging: &Paging, packing: Option<Packing>, extents: [i64; 4], random: &mut Random) -> Library {
+        let paging = paging.beside(packing.as_ref());
+        let mut bound = packing.as_ref().map_or_else(Vec::new, |packing| packing.bound(&[Side::Queries]));
+        bound.extend(paging.lengths());
         let queries = paging.lengths_q.clone();
         let there = move |[b, _, q, _]: Here| queries.as_ref().is_none_or(|queries| q < queries[b as usize]);
         let keys: Option<Vec<f64>> = paging.lengths_kv.as_ref().map(|keys| keys.iter().map(|n| *n as f64).collect());
         let cache = paging.cache(extents, keys.as_deref(), random);
         bound.push(cache.bound());
-        Library {
-            stages: Vec::new(),
-            keeps: vec![Box::new(there)],
-            bound,
-            pads: false,
-            beside_masks: true,
-            packing: None,
-            cache: Some(cache),
-        }
+        Library { stages: Vec::new(), keeps: vec![Box::new(there)], bound, pads: false, beside_masks: true, packing, cache: Some(cache) }
     }
 
     /// Drawn lengths of batch entries, beside masks that the oracle reads by itself, of a problem of extents (batch, heads_q, seq_q, seq_kv).
@@ -259,7 +260,8 @@ impl Library {
 
     /// Keys of each batch entry, where keys past them are padding.
     pub fn key_lengths(&self) -> Option<&[f64]> {
-        self.bound.iter().find(|b| b.name == "seq_len_kv" && self.pads).map(|b| &*b.widened)
+        let pads = self.pads || self.packing.is_some();
+        self.bound.iter().find(|b| b.name == "seq_len_kv" && pads).map(|b| &*b.widened)
     }
 
     /// Queries and keys that each batch entry has, of a problem of extents (batch, heads_q, seq_q, seq_kv).

@@ -14,7 +14,7 @@ use std::ops::Range;
 pub struct Packing {
     /// Tokens of each document, of queries; of keys too where these have no lengths of their own.
     pub lengths_q: Vec<i64>,
-    /// Tokens of each document, of keys.
+    /// Tokens of each document, of keys; beside pages, the keys of each batch entry.
     #[serde(default)]
     pub lengths_kv: Option<Vec<i64>>,
     /// Tokens in front of the first document.
@@ -49,7 +49,7 @@ impl Packing {
         };
         let (lengths_q, left_q) = of(&spec.q, packed.total_q, random);
         let (lengths_kv, left_kv) = of(&spec.k, packed.total_kv, random);
-        let left = if packed.cross { left_q.min(left_kv) } else { left_q };
+        let left = if packed.cross && spec.paged.is_none() { left_q.min(left_kv) } else { left_q };
         let before = random.between(0, left.min(4));
         let slack = random.between(0, (left - before).min(5));
         Packing {
@@ -95,9 +95,9 @@ impl Packing {
         Packed { cross: self.lengths_kv.is_some(), wide: self.wide, total_q: total(Side::Queries), total_kv: total(Side::Keys) }
     }
 
-    /// The boundaries as parameters.
-    pub fn bound(&self) -> Vec<Bound> {
-        let mut sides = Side::ALL.map(|side| (self.packed().boundaries(side), side)).to_vec();
+    /// The boundaries of sides as parameters.
+    pub fn bound(&self, sides: &[Side]) -> Vec<Bound> {
+        let mut sides: Vec<_> = sides.iter().map(|side| (self.packed().boundaries(*side), *side)).collect();
         sides.dedup_by_key(|(name, _)| *name);
         let bind = |(name, side)| {
             let boundaries = self.boundaries(side);

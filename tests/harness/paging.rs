@@ -1,6 +1,7 @@
 //! The paged KV cache of a case: which pages each batch entry has, and what the rest of the page table and of the containers holds.
 
 use crate::library::{Bound, Values};
+use crate::packing::Packing;
 use crate::random::Random;
 use sdpa::paged::PAGE_TABLE;
 use sdpa::{AttentionSpec, Layout, Mask, Paged, TensorSpec};
@@ -71,6 +72,15 @@ impl Paging {
     /// Strides of keys or values, with so many elements between rows.
     pub fn strides(&self, [batch, heads, seq_kv, dim]: [i64; 4], gap: i64) -> [i64; 4] {
         self.layout.strides([self.paged(batch, seq_kv).pages, heads, self.page_size, dim + gap])
+    }
+
+    /// The same where queries are packed, with the lengths of the keys.
+    #[must_use]
+    pub fn beside(&self, packing: Option<&Packing>) -> Paging {
+        match packing {
+            Some(packing) => Paging { lengths_q: None, lengths_kv: packing.lengths_kv.clone(), ..self.clone() },
+            None => self.clone(),
+        }
     }
 
     /// The lengths that are not drawn.

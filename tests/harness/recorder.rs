@@ -229,6 +229,20 @@ impl Recorder {
         unsafe { planned.forward(handle, call) }
     }
 
+    /// A call of a pass on whichever executor over this driver. Safe here: nobody follows an address, nor reads a size.
+    ///
+    /// # Errors
+    /// As [`DevicePrepared::submit`]; and what the recording library finds wrong.
+    pub fn submit(
+        &self,
+        ready: &dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>,
+        stream: &Stream,
+        call: &DeviceCall<'_>,
+    ) -> Result<(), sdpa::Error> {
+        // SAFETY: the process's driver is the recording library, which does not touch device memory.
+        unsafe { ready.submit(stream, call) }
+    }
+
     /// A functional forward call. Safe here: nobody follows an address, nor reads a size.
     ///
     /// # Errors
@@ -280,7 +294,7 @@ impl Recorder {
     ///
     /// # Errors
     /// As [`Captured::launch`].
-    pub fn launch(&self, captured: &Captured, stream: &Stream) -> Result<(), cudnn_graph::Error> {
+    pub fn launch(&self, captured: &Captured, stream: &Stream) -> Result<(), cudnn_graph::DriverError> {
         // SAFETY: as above.
         unsafe { captured.launch(stream) }
     }

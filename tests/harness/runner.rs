@@ -164,11 +164,14 @@ fn drawn_entries(spec: &AttentionSpec, seed: u64) -> Option<Library> {
     let mut random = Random::new(seed ^ 0xd0c5);
     let [batch, heads_q, seq_q, _] = spec.q.dims;
     let extents = [batch, heads_q, seq_q, spec.k.dims[2]];
-    if let Some(packed) = spec.packed {
-        return Some(Library::of_documents(Packing::draw(spec, &packed, &mut random)));
-    }
-    if let Some(paged) = spec.paged {
-        return Some(Library::of_cache(&Paging::draw(spec, &paged, &mut random), extents, &mut random));
+    let packing = spec.packed.map(|packed| Packing::draw(spec, &packed, &mut random));
+    match (packing, spec.paged) {
+        (packing, Some(paged)) => {
+            let paging = Paging::draw(spec, &paged, &mut random);
+            return Some(Library::of_cache(&paging, packing, extents, &mut random));
+        }
+        (Some(packing), None) => return Some(Library::of_documents(packing)),
+        (None, None) => {}
     }
     let padded = spec.masks.iter().any(|mask| matches!(mask, Mask::Traced(_)));
     Library::of_lengths(extents, &mut random).ok().filter(|_| padded)
@@ -179,9 +182,9 @@ fn laid(tensor: &TensorSpec, side: Side, library: Option<&Library>) -> Laid {
     library.map_or_else(|| tensor.into(), |library| library.laid(tensor, side))
 }
 
-/// Keys and values that are padding may be anything on the CPU; what cuDNN reads of them must be a number.
+/// Keys and values that are padding may be anything; what matrix units on NVIDIA GPUs read of them must be a number.
 fn spoil_padding(executor: ExecutorName, library: Option<&Library>, tensors: [(&TensorSpec, &mut inputs::Operand); 2]) {
-    let anything = executor == ExecutorName::CPU;
+    let anything = ![ExecutorName::CUDNN, ExecutorName::CUDA].contains(&executor);
     match library.map(|library| (library.cache(), library.key_lengths())) {
         // Of pages, what is no key is NaN as it is.
         Some((Some(cache), _)) if !anything => {
@@ -344,7 +347,7 @@ fn pack(spec: &mut AttentionSpec, random: &mut Random) {
     spec.packed = Some(Packed { cross, wide, total_q: said.then_some(total_q), total_kv: said.then_some(total_kv) });
 }
 
-/// The same in a paged cache alone: pages of any size, in any order of their axes, with lengths or without. For forward passes.
+/// The same in a paged cache alone: pages of any size, in any order of their axes, with lengths or without, or with packed queries. For forward passes.
 pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);
     let [batch, _, seq_kv, _] = spec.k.dims;
@@ -355,10 +358,17 @@ pub fn random_paged(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
         let gap = random.pick(&[0, 0, 0, 8, 3]);
         tensor.strides = random.pick(&Layout::ALL).strides([pages, heads, page_size, dim + gap]);
     }
-    if random.between(0, 2) > 0 {
+    let packs = random.between(0, 2) == 0;
+    if packs {
+        let (longest, said) = (spec.q.dims[2], random.between(0, 3) > 0);
+        let total = random.between(if said { longest } else { batch * longest }, batch * longest).max(2);
+        place_packed(&mut spec.q, total, random);
+        place_packed(&mut spec.o, total, random);
+        spec.packed = Some(Packed { cross: true, wide: random.between(0, 3) == 0, total_q: said.then_some(total), total_kv: None });
+    } else if random.between(0, 2) > 0 {
         spec.masks.push(Mask::padding());
     }
-    if random.between(0, 1) == 0 {
+    if packs || random.between(0, 1) == 0 {
         for mask in &mut spec.masks {
             if let Mask::Window { align: align @ Align::BottomRight, .. } = mask {
                 *align = Align::Ends;

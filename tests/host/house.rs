@@ -7,12 +7,14 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Where unsafe code may be: the fence of each crate.
-const FENCES: [&str; 22] = [
+const FENCES: [&str; 23] = [
+    "sdpa/driver/src/",
     "cudnn-graph/src/ffi/",
     "cudnn-graph/src/plan.rs",
     "sdpa/core/src/device.rs",
     "sdpa/cudnn/src/raw.rs",
-    "sdpa/cudnn/src/host.rs",
+    "sdpa/nvidia/src/host.rs",
+    "sdpa/cuda/src/plan.rs",
     "sdpa/cudnn/src/call.rs",
     "sdpa/cudnn/src/replay.rs",
     "sdpa/cudnn/src/files.rs",
@@ -25,7 +27,6 @@ const FENCES: [&str; 22] = [
     "metal-fallback/src/apple/",
     "tests/null-driver/src/",
     "tests/recording/src/",
-    "tests/harness/nvrtc.rs",
     "tests/harness/code.rs",
     "tests/harness/recorder.rs",
     "tests/harness/allocations.rs",
@@ -112,15 +113,19 @@ fn no_file_is_too_long_to_read_in_one_sitting() {
 }
 
 /// What each crate of the libraries may depend on among the others: a leaf knows no other leaf.
-const ARROWS: [(&str, &[&str]); 10] = [
-    ("cudnn-graph", &[]),
+const ARROWS: [(&str, &[&str]); 14] = [
+    ("sdpa/driver", &[]),
+    ("cudnn-graph", &["sdpa-driver"]),
     ("sdpa/core", &[]),
     ("sdpa/cache", &[]),
     ("sdpa/oracle", &[]),
     ("sdpa/cpu", &["sdpa-core"]),
-    ("metal-fallback", &["sdpa-cache", "sdpa-core"]),
-    ("sdpa/cudnn", &["cudnn-graph", "sdpa-cache", "sdpa-core"]),
-    ("sdpa", &["metal-fallback", "sdpa-cache", "sdpa-core", "sdpa-cpu", "sdpa-cudnn"]),
+    ("sdpa/emit", &["sdpa-core"]),
+    ("metal-fallback", &["sdpa-cache", "sdpa-core", "sdpa-emit"]),
+    ("sdpa/nvidia", &["sdpa-cache", "sdpa-core", "sdpa-driver"]),
+    ("sdpa/cudnn", &["cudnn-graph", "sdpa-cache", "sdpa-core", "sdpa-nvidia"]),
+    ("sdpa/cuda", &["sdpa-cache", "sdpa-core", "sdpa-driver", "sdpa-emit", "sdpa-nvidia"]),
+    ("sdpa", &["metal-fallback", "sdpa-cache", "sdpa-core", "sdpa-cpu", "sdpa-cuda", "sdpa-cudnn"]),
     ("sdpa/candle", &["sdpa"]),
     ("sdpa/python", &["cudnn-graph", "sdpa"]),
 ];

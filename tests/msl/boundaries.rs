@@ -37,18 +37,21 @@ fn spec(wide: bool) -> AttentionSpec {
     AttentionSpec::packed(DType::F32, SHAPE, Packed { wide, ..MOST }).mask(Mask::causal_ends()).score_mod(bias).with_sink().with_stats()
 }
 
-/// Everything that a pass writes.
-fn written(emulated: &Emulated, task: &Task, [of_q, of_k]: Both, wide: bool) -> Result<Vec<Vec<u8>>, String> {
+/// Everything that a pass writes, of random numbers and of declared tensors that are given by their names.
+pub(super) fn written(
+    emulated: &Emulated,
+    task: &Task,
+    tokens: Option<Tokens>,
+    given: impl Fn(&str) -> Option<Vec<u8>>,
+) -> Result<Vec<Vec<u8>>, String> {
     let mut random = Random::new(3);
     let users = |operand: &Operand| task.plans().iter().flat_map(|plan| &plan.buffers).any(|b| b.operand == *operand && b.written);
     let mut contents: Vec<(Operand, bool, Vec<u8>)> = Vec::new();
     for (operand, _) in task.operands().iter().filter(|(operand, _)| !operand.is_scratch()) {
-        let bytes = task.reach(operand, Some(TOKENS)) as usize;
-        let is = |wanted: &str| matches!(operand, Operand::Declared { name, .. } if name == wanted);
-        let boundaries = is("cu_seqlens_q").then_some(of_q).or(is("cu_seqlens_kv").then_some(of_k));
-        let bytes = match boundaries {
-            Some(of) if wide => of.into_iter().flat_map(i64::to_le_bytes).collect(),
-            Some(of) => of.into_iter().flat_map(|n| (n as i32).to_le_bytes()).collect(),
+        let bytes = task.reach(operand, tokens) as usize;
+        let declared = if let Operand::Declared { name, .. } = operand { given(name) } else { None };
+        let bytes = match declared {
+            Some(bytes) => bytes,
             None if users(operand) => vec![0xff; bytes],
             None => (0..bytes / 4).flat_map(|_| (random.normal() as f32).to_le_bytes()).collect(),
         };
@@ -58,10 +61,24 @@ fn written(emulated: &Emulated, task: &Task, [of_q, of_k]: Both, wide: bool) -> 
         let contents = if *written { Contents::Written(bytes) } else { Contents::Read(Cow::Borrowed(&*bytes)) };
         (operand.clone(), contents)
     });
-    let call = Call { attn_scale: 0.3, tokens: Some(TOKENS), operands: operands.collect() };
+    let call = Call { attn_scale: 0.3, tokens, operands: operands.collect() };
     let ready = emulated.prepare(task.clone()).map_err(|e| e.to_string())?;
     ready.run(call).map_err(|e| e.to_string())?;
     Ok(contents.into_iter().filter(|(_, written, _)| *written).map(|(.., bytes)| bytes).collect())
+}
+
+/// The same of packed documents.
+fn of_documents(emulated: &Emulated, task: &Task, [of_q, of_k]: Both, wide: bool) -> Result<Vec<Vec<u8>>, String> {
+    let bytes = |of: [i64; 5]| match wide {
+        true => of.into_iter().flat_map(i64::to_le_bytes).collect::<Vec<u8>>(),
+        false => of.into_iter().flat_map(|n| (n as i32).to_le_bytes()).collect(),
+    };
+    let boundaries = |name: &str| match name {
+        "cu_seqlens_q" => Some(bytes(of_q)),
+        "cu_seqlens_kv" => Some(bytes(of_k)),
+        _ => None,
+    };
+    written(emulated, task, Some(TOKENS), boundaries)
 }
 
 /// Whether kernels stay within the tokens, and take boundaries for what is left of them.
@@ -77,13 +94,13 @@ pub(super) fn hold(emulated: &Emulated, kernels: Kernels) -> Result<(), String> 
             for [wrong, sound] in SAME {
                 // In 64 bits there is room for what no 32 can say.
                 let far = |n: i64| if wide && n.abs() >= GREATEST { n.saturating_mul(1 << 40) } else { n };
-                let got = written(emulated, task, wrong.map(|of| of.map(far)), wide)?;
-                if got != written(emulated, task, sound, wide)? {
+                let got = of_documents(emulated, task, wrong.map(|of| of.map(far)), wide)?;
+                if got != of_documents(emulated, task, sound, wide)? {
                     return Err(format!("{}: {wrong:?} are not {sound:?}", task.plans()[0].entry));
                 }
             }
             for falling in FALLING {
-                written(emulated, task, falling, wide)?;
+                of_documents(emulated, task, falling, wide)?;
             }
         }
     }

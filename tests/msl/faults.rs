@@ -1,11 +1,12 @@
 //! Faults that are put into kernels: something has to find each.
 
-use super::{NAME, boundaries, emulation, side_by_side, sink};
+use super::{NAME, boundaries, emulation, pages, side_by_side, sink, statistics};
 use conformance::case::Case;
 use conformance::msl::mutations::{
     BACKWARD, BOUNDARIES, CUT, CUT_PARTS, CUT_VECTOR, DROPOUT, DROPOUT_BACKWARD, EDGES, ENDS, FORWARD, LONG, Mutation, ODD, ODD_SCORES,
     ODD_VECTOR, PACKED, PACKED_BACKWARD, PACKED_FORWARD, PACKED_PARTS, PACKED_TILED, PACKED_TILED_BACKWARD, PACKED_VECTOR,
-    PACKED_VECTOR_BACKWARD, PARAMETER, PARTS, PAST, SCALES, SINK, SINK_GRADIENT, SINK_PARTS, SINK_VECTOR, VECTOR, VECTOR_BACKWARD,
+    PACKED_VECTOR_BACKWARD, PAGES, PARAMETER, PARTS, PAST, SCALES, SINK, SINK_GRADIENT, SINK_PARTS, SINK_VECTOR, STATISTICS,
+    STATISTICS_ODD, STATISTICS_PARTS, STATISTICS_TILED, STATISTICS_VECTOR, TABLES, VECTOR, VECTOR_BACKWARD,
 };
 use conformance::msl::{Check, Emulated, Toolchain};
 use conformance::runner::{Drops, Outcome, Source, dropped, rounding, run_backward_case, run_case};
@@ -191,6 +192,51 @@ packed = { lengths_q = [5, 0, 7, 1, 4], lengths_kv = [290, 20, 0, 300, 37], befo
 backward = { wrt = ["sink:f32"] }
 "#;
 
+/// Keys in pages of an odd number of tokens, and of entries of several lengths.
+pub(super) const IN_PAGES: &str = r#"
+[[case]]
+name = "keys in pages"
+shape = { batch = 3, heads_q = 4, heads_kv = 2, seq_q = 41, seq_kv = 70, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+layout = "bshd"
+mask = ["causal-ends", "padding"]
+stats = true
+paged = { page_size = 7, lengths_q = [41, 9, 30], lengths_kv = [70, 33, 0], spare = 1 }
+"#;
+
+/// The same of few queries.
+pub(super) const FEW_IN_PAGES: &str = r#"
+[[case]]
+name = "few queries and keys in pages"
+shape = { batch = 3, heads_q = 4, heads_kv = 2, seq_q = 3, seq_kv = 300, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+layout = "bshd"
+stats = true
+paged = { page_size = 5, layout = "bhsd", spare = 1 }
+"#;
+
+/// Row maxima and sums, rows without keys among them.
+pub(super) const TOLD: &str = r#"
+[[case]]
+name = "row maxima and sums"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 70, seq_kv = 41, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+mask = ["causal-bottom-right"]
+row_max = true
+sum_exp = true
+"#;
+
+/// The same of few queries.
+pub(super) const FEW_TOLD: &str = r#"
+[[case]]
+name = "row maxima and sums of few queries"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 3, seq_kv = 300, dim_qk = 20, dim_v = 44 }
+dtype = "f32"
+sink = true
+row_max = true
+sum_exp = true
+"#;
+
 /// More keys than the most parts have of a usual length.
 pub(super) const MANY_KEYS: &str = r#"
 [[case]]
@@ -214,11 +260,15 @@ pub(super) enum With {
     SinkGradient,
     /// Boundaries of documents that hold anything.
     Boundaries,
+    /// Row statistics of scores that are no numbers.
+    OddRows,
+    /// Page tables that hold anything.
+    Tables,
 }
 
 type Faults = (&'static [Mutation], Kernels, With);
 
-const ALL: [Faults; 47] = [
+const ALL: [Faults; 56] = [
     (FORWARD, Kernels::Tiled, With::Forward(SMALL)),
     (BACKWARD, Kernels::Tiled, With::Backward(SMALL)),
     (VECTOR, Kernels::Vector, With::Forward(FEW)),
@@ -266,6 +316,15 @@ const ALL: [Faults; 47] = [
     (SINK_VECTOR, Kernels::Vector, With::Sinks),
     (SINK_PARTS, Kernels::Parts, With::Sinks),
     (SINK_GRADIENT, Kernels::Tiled, With::SinkGradient),
+    (STATISTICS, Kernels::Tiled, With::Forward(TOLD)),
+    (STATISTICS_TILED, Kernels::Tiled, With::Forward(TOLD)),
+    (STATISTICS_VECTOR, Kernels::Vector, With::Forward(FEW_TOLD)),
+    (STATISTICS_PARTS, Kernels::Parts, With::Forward(FEW_TOLD)),
+    (STATISTICS_ODD, Kernels::Tiled, With::OddRows),
+    (PAGES, Kernels::Tiled, With::Forward(IN_PAGES)),
+    (PAGES, Kernels::Vector, With::Forward(FEW_IN_PAGES)),
+    (TABLES, Kernels::Tiled, With::Tables),
+    (TABLES, Kernels::Vector, With::Tables),
 ];
 
 fn failure<T>(outcome: Outcome<T>) -> Option<String> {
@@ -289,6 +348,8 @@ pub(super) fn caught_by(toolchain: &Toolchain, [from, to]: [&str; 2], kernels: K
     let boundaries = || boundaries::hold(&Emulated::new(toolchain.clone(), 7).mutated(from, to), kernels);
     let how = match with {
         With::Boundaries => boundaries().err(),
+        With::OddRows => statistics::odd(&emulated).err(),
+        With::Tables => pages::hold(&Emulated::new(toolchain.clone(), 7).mutated(from, to), kernels).err(),
         With::Odd(drops) => dropped(drops, &emulated).err(),
         With::Rounding => rounding(&emulated).err(),
         With::Sinks => sink::denominators(&emulated, 7).and_then(|()| sink::denominators(&emulated, 90)).err(),

@@ -135,7 +135,7 @@ const WHOLES: [i32; 9] = [0, 1, -1, 2, -7, 5, 1 << 20, i32::MAX, i32::MIN];
 #[test]
 fn functions_mean_what_the_interpreter_says() {
     let Some(toolchain) = emulation(&format!("{} functions", functions().len())) else { return };
-    let pieces = std::fs::read_to_string(repository("metal-fallback/kernels/expression.metal")).unwrap();
+    let pieces = std::fs::read_to_string(repository("sdpa/emit/expression.inc")).unwrap();
     functions_with(&toolchain, &pieces).unwrap();
 }
 
@@ -198,7 +198,7 @@ fn the_slope_of_tanh_keeps_its_digits() {
     let t = b.unary(Unary::Tanh, x);
     let slope = b.gradient(t, upstream, &[x])[0].unwrap();
     let trace = b.finish(&[t, slope]).unwrap();
-    let pieces = std::fs::read_to_string(repository("metal-fallback/kernels/expression.metal")).unwrap();
+    let pieces = std::fs::read_to_string(repository("sdpa/emit/expression.inc")).unwrap();
     let emitted = Captured::of([&trace], [1; 4]).gradient(&trace, 1);
     let numbers: Vec<f32> = (-160..=160).map(|n| n as f32 * 0.25).collect();
     let list = numbers.iter().map(|x| format!("{:#x}u", x.to_bits())).collect::<Vec<_>>().join(", ");

@@ -3,7 +3,10 @@
 //! A share of them on every run, another each day; `SDPA_FAULTS=3/40` runs the third of forty, `keys` those of a file, `all` everything:
 //! `scripts/faults.sh`.
 
-use super::faults::{ABOUT_ENDS, ALONG, DOCUMENTS, FEW, FEW_ABOUT_ENDS, FEW_DOCUMENTS, LENGTHS, ON_BLOCKS, SCALED, SMALL, With, caught_by};
+use super::faults::{
+    ABOUT_ENDS, ALONG, DOCUMENTS, FEW, FEW_ABOUT_ENDS, FEW_DOCUMENTS, FEW_IN_PAGES, FEW_TOLD, IN_PAGES, LENGTHS, ON_BLOCKS, SCALED, SMALL,
+    TOLD, With, caught_by,
+};
 use super::functions::functions_with;
 use super::{emulation, side_by_side};
 use conformance::msl::generated::{self, Equivalent, Generated};
@@ -162,6 +165,8 @@ const FORWARD: &[Trial] = &[
     (Tiled, With::Forward(ON_BLOCKS)),
     (Tiled, With::Sinks),
     (Tiled, With::Forward(DOCUMENTS)),
+    (Tiled, With::Forward(TOLD)),
+    (Tiled, With::OddRows),
 ];
 const VECTOR: &[Trial] = &[
     (Vector, With::Forward(FEW)),
@@ -175,6 +180,9 @@ const VECTOR: &[Trial] = &[
     (Parts, With::Sinks),
     (Vector, With::Forward(FEW_DOCUMENTS)),
     (Parts, With::Forward(FEW_DOCUMENTS)),
+    (Vector, With::Forward(FEW_TOLD)),
+    (Parts, With::Forward(FEW_TOLD)),
+    (Vector, With::OddRows),
 ];
 const BACKWARD: &[Trial] = &[
     (Tiled, With::Backward(SMALL)),
@@ -205,6 +213,20 @@ const SPANS: &[Trial] = &[
     (Tiled, With::Boundaries),
     (Vector, With::Boundaries),
 ];
+const PAGES: &[Trial] = &[
+    (Tiled, With::Forward(IN_PAGES)),
+    (Vector, With::Forward(FEW_IN_PAGES)),
+    (Tiled, With::Tables),
+    (Vector, With::Tables),
+    (Tiled, With::Forward(SMALL)),
+    (Tiled, With::Forward(WIDE)),
+    (Tiled, With::Odd(Drops::Mask)),
+    (Tiled, With::Odd(Drops::One)),
+    (Tiled, With::Odd(Drops::Wide)),
+    (Tiled, With::Forward(DOCUMENTS)),
+    (Vector, With::Forward(FEW)),
+    (Vector, With::Forward(FEW_DOCUMENTS)),
+];
 const BANDS: &[Trial] = &[
     (Tiled, With::Forward(ON_BLOCKS)),
     (Tiled, With::Forward(LENGTHS)),
@@ -233,6 +255,7 @@ fn trials(file: &str) -> Vec<Trial> {
         "sink" => &[SINK],
         "keys" => &[BANDS],
         "span" => &[SPANS],
+        "pages" => &[PAGES],
         "scores" => &[FORWARD, VECTOR],
         "weights" => &[BACKWARD, VECTOR_BACKWARD],
         "fragment" => &[FORWARD, BACKWARD, PARAMETER],

@@ -6,21 +6,23 @@ mod faults;
 mod functions;
 mod generated;
 mod nvidia;
+mod pages;
 mod sink;
 mod sources;
+mod statistics;
 
 use conformance::case::Case;
 use conformance::msl::table::{self, Share};
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, random_backward, random_ends, random_packed, random_padded, random_spec, rounding, run, run_backward,
-    run_backward_case, run_case, side_by_side,
+    Draw, Outcome, Source, Tally, random_backward, random_ends, random_packed, random_padded, random_paged, random_spec, rounding, run,
+    run_backward, run_backward_case, run_case, side_by_side,
 };
 use conformance::say::{say, skip};
 use metal_fallback::Kernels;
 use sdpa::metal::MetalExecutor;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, TensorSpec};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, StatsBase, TensorSpec};
 use std::sync::Mutex;
 
 const NAME: &str = "metal-emulated";
@@ -128,14 +130,24 @@ fn packed() -> Vec<Case> {
     Case::all_packed().unwrap()
 }
 
+/// The kernels have no packed queries beside pages.
+fn paged() -> Vec<Case> {
+    Case::all_paged().unwrap().into_iter().filter(|case| case.packed.is_none()).collect()
+}
+
+fn of_rows() -> Vec<Case> {
+    let natural = |case: &Case| case.stats_base == StatsBase::Natural;
+    Case::all_statistics().unwrap().into_iter().filter(natural).collect()
+}
+
 fn dropout() -> Vec<Case> {
     Case::all_dropout().unwrap()
 }
 
-/// Sinks, windows about the ends, packed documents and dropout on every kernel.
+/// Sinks, windows about the ends, packed documents, dropout and row statistics on every kernel.
 fn option_rows() -> Vec<Row> {
     let forced = |case: Case| Kernels::ALL.map(|kernels| Row { case: case.clone(), kernels });
-    [sinks(), ends(), packed(), dropout()].concat().into_iter().flat_map(forced).collect()
+    [sinks(), ends(), packed(), dropout(), of_rows(), paged()].concat().into_iter().flat_map(forced).collect()
 }
 
 #[test]
@@ -150,6 +162,16 @@ fn packed_cases() {
     run_all("packed", &sweep(Ok(packed()), &Kernels::ALL));
     run_all_backward("packed backward", &planned_and_forced(packed(), &BACKWARD_KERNELS), &Source::ALL);
     run_all_backward("packed backward", &sweep(Ok(packed()), &[Kernels::Vector]), &[Source::Oracle]);
+}
+
+#[test]
+fn paged_cases() {
+    run_all("paged", &planned_and_forced(paged(), &Kernels::ALL));
+}
+
+#[test]
+fn statistics_cases() {
+    run_all("statistics", &planned_and_forced(of_rows(), &Kernels::ALL));
 }
 
 #[test]
@@ -247,6 +269,7 @@ fn sanitizers_find_nothing() {
         // Of few and of many queries, on kernels of each kind; the long ones take minutes.
         let short = |row: &Row| row.case.shape.seq_q * row.case.shape.seq_kv < 8_000;
         let with_options = forced(option_rows().into_iter().filter(short).step_by(9));
+        let with_options = with_options.into_iter().filter(|(case, _)| !backward || case.paged.is_none());
         all.into_iter().step_by(every).chain(with_options).collect::<Vec<_>>()
     };
     let [forward, backward] = [rows(false), rows(true)];
@@ -274,7 +297,7 @@ fn backward_of(spec: &AttentionSpec) -> BackwardSpec {
     if spec.sink { spec.backward().wrt(SINK, DType::F32) } else { spec.backward() }
 }
 
-/// Random strides, lengths, heads, masks, windows about the ends, sinks, dropout and packed documents.
+/// Random strides, lengths, heads, masks, windows about the ends, sinks, dropout, pages and packed documents.
 #[test]
 fn random_problems() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
@@ -287,19 +310,17 @@ fn random_problems() {
         let emulated = Emulated::new(toolchain.clone(), seed).executor();
         let dtypes = [DType::F32, DType::F16, DType::BF16];
         let name = format!("SDPA_SEED={seed}");
-        // The kernels write stats and no other numbers of rows.
-        let taken = |spec: AttentionSpec| AttentionSpec { row_max: false, sum_exp: false, ..spec };
-        let outcome = run(&taken(random_spec(&mut random, &dtypes)), None, 1.0, seed, &emulated);
+        let outcome = run(&random_spec(&mut random, &dtypes), None, 1.0, seed, &emulated);
         tally.lock().unwrap().add(NAME, &name, &outcome);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let outcome = run_backward(&random_backward(&mut random, &dtypes), &draw, Source::Oracle, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, backward"), &outcome);
-        let few = taken(few_queries(random_padded(&mut random, &dtypes), &mut random));
+        let few = few_queries(random_padded(&mut random, &dtypes), &mut random);
         let outcome = run(&few, None, 1.0, seed, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, few queries"), &outcome);
         let outcome = run_backward(&backward_of(&few), &draw, Source::Oracle, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, few queries, backward"), &outcome);
-        let mut ends = taken(random_ends(&mut random, &dtypes));
+        let mut ends = random_ends(&mut random, &dtypes);
         if seed % 2 == 0 {
             ends = few_queries(ends, &mut random);
         }
@@ -308,7 +329,13 @@ fn random_problems() {
         let outcome = run_backward(&backward_of(&ends), &draw, Source::Oracle, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, ends, backward"), &outcome);
         let emulated = emulated.with_kernels(Kernels::ALL[seed as usize % Kernels::ALL.len()]);
-        let documents = taken(random_packed(&mut random, &dtypes));
+        let mut pages = random_paged(&mut random, &dtypes);
+        if pages.packed.take().is_some() {
+            [pages.q, pages.o] = [pages.q, pages.o].map(|tensor| TensorSpec::dense(tensor.dims, Layout::Bshd));
+        }
+        let outcome = run(&pages, None, 1.0, seed, &emulated);
+        tally.lock().unwrap().add(NAME, &format!("{name}, paged"), &outcome);
+        let documents = random_packed(&mut random, &dtypes);
         let outcome = run(&documents, None, 1.0, seed, &emulated);
         tally.lock().unwrap().add(NAME, &format!("{name}, packed"), &outcome);
         let outcome = run_backward(&backward_of(&documents), &draw, Source::Oracle, &emulated);

@@ -3,7 +3,7 @@
 use super::sources::plans;
 use super::{option_rows, side_by_side, table_rows};
 use conformance::msl::nvidia;
-use conformance::nvrtc::Nvrtc;
+use conformance::nvrtc;
 use conformance::say::{say, skip};
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -13,7 +13,7 @@ const EACH: usize = 2;
 
 #[test]
 fn another_compiler_takes_the_sources() {
-    let nvrtc = match Nvrtc::find() {
+    let nvrtc = match nvrtc::find() {
         Ok(nvrtc) => nvrtc,
         Err(why) => return skip("msl", &format!("compiling for NVIDIA GPUs: {why}")),
     };

@@ -13,9 +13,12 @@ use std::sync::Mutex;
 /// The plans of every kernel of a row, forward and backward.
 pub(super) fn plans(row: &Row) -> Vec<Plan> {
     let problem = row.case.spec().unwrap().validate().unwrap();
-    let gradient = row.case.backward_spec().unwrap().validate().unwrap();
     let mut plans = Forward::from(&problem).plan_with(row.kernels).unwrap().plans;
-    plans.extend(Backward::from(&gradient).plan_with(row.kernels).unwrap().plans);
+    // A cache is read, not trained.
+    if row.case.paged.is_none() {
+        let gradient = row.case.backward_spec().unwrap().validate().unwrap();
+        plans.extend(Backward::from(&gradient).plan_with(row.kernels).unwrap().plans);
+    }
     plans
 }
 
@@ -65,7 +68,7 @@ fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
     for (from, to) in [
         ("const threadgroup Element* own_q = q_tile", "const device Element* own_q = q_tile"),
         ("threadgroup Element* tile, const device Element* from", "threadgroup Element* tile, const threadgroup Element* from"),
-        ("const device Element* k_rows = k", "const Element* k_rows = k"),
+        ("    device Element* out = o", "    Element* out = o"),
     ] {
         let mut plan = plans(&tiled).remove(0);
         plan.source = plan.source.replace("    threadgroup Element* tile, const", "(threadgroup Element* tile, const");
@@ -73,7 +76,7 @@ fn sources_bind_what_plans_say_and_pointers_stay_in_their_address_spaces() {
         assert!(plan.source.contains(from), "{from}");
         plan.source = plan.source.replacen(from, to, 1);
         let said = toolchain.check_spaces(&plan).unwrap_err();
-        assert!(said.contains("address space"), "{said}");
+        assert!(said.replace('_', " ").contains("address space"), "{said}");
     }
     say(&format!("address spaces {NAME}: {} sources hold", checked.into_inner().unwrap().len()));
 }

@@ -4,7 +4,7 @@
 use crate::grid::{BEFORE, TOOLS, whole};
 use conformance::golden;
 use conformance::msl::{Check, Toolchain};
-use conformance::nvrtc::Nvrtc;
+use conformance::nvrtc;
 use conformance::random::Random;
 use conformance::say::{say, skip};
 use std::fmt::Write;
@@ -40,7 +40,7 @@ fn plain(ptx: &str) -> String {
 
 #[test]
 fn the_ptx_is_what_the_compiler_makes_of_the_source() {
-    let nvrtc = match Nvrtc::find() {
+    let nvrtc = match nvrtc::find() {
         Ok(nvrtc) => nvrtc,
         Err(why) => return skip("offline", &format!("PTX of kernels: {why}")),
     };
@@ -75,15 +75,18 @@ static void print(char *made, number count, number bytes) {
 
 int main() {
     while (next != jobs + sizeof(jobs) / sizeof(number)) {
-        number unpairs = *next++, wide = *next++, same = *next++, count = *next++;
+        number unpairs = *next++, wide = *next++, kind = *next++, count = *next++;
         number total = *next++, longest = *next++, other_total = *next++, other_longest = *next++;
         const number *more = next;
         next += unpairs ? 7 : 9;
-        void *own = boundaries(wide, count), *others = same ? own : boundaries(wide, count);
+        number counted = kind == 2;
+        void *own = boundaries(wide, count);
+        void *others = kind == 0 ? own : counted ? boundaries(0, count - 1) : boundaries(wide, count);
         if (unpairs) {
             char *to = buffer(more[6], more[0]);
             launch(count, 32, [&] {
-                unpaired(wide, own, total, longest, others, other_total, other_longest, to, more[0], more[1], more[2], more[3], more[4], more[5]);
+                unpaired(wide, own, total, longest, others, other_total, other_longest, counted, to, more[0], more[1], more[2], more[3], more[4],
+                         more[5]);
             });
             print(to, more[6], more[0]);
         } else {
@@ -94,14 +97,14 @@ int main() {
                 to[n] = more[n] < 0 ? nullptr : reinterpret_cast<number *>(offsets[n]);
             }
             launch((count + 128) / 128, 128, [&] {
-                documents(wide, own, total, longest, others, other_total, other_longest, count, reinterpret_cast<int *>(lengths), to[0],
-                          more[0], to[1], more[1], to[2], more[2], to[3], more[3], to[4], more[4], to[5], more[5], to[6], more[6], to[7],
+                documents(wide, own, total, longest, others, other_total, other_longest, counted, count, reinterpret_cast<int *>(lengths),
+                          to[0], more[0], to[1], more[1], to[2], more[2], to[3], more[3], to[4], more[4], to[5], more[5], to[6], more[6], to[7],
                           more[7], to[8], more[8]);
             });
             print(lengths, count, 4);
             for (int n = 0; n < 9; n++) print(offsets[n], count + 1, 8);
         }
-        if (!same) free(others);
+        if (kind != 0) free(others);
         free(own);
     }
 }
@@ -144,9 +147,18 @@ impl Boundaries {
 struct Job {
     wide: bool,
     own: Boundaries,
-    /// None: those of the own side.
-    others: Option<Boundaries>,
+    others: Others,
     kernel: Kernel,
+}
+
+/// What is known of the other side.
+enum Others {
+    /// It has the same boundaries.
+    Same,
+    /// It has its own.
+    Packed(Boundaries),
+    /// It is not packed: lengths, and the most of a batch entry.
+    Counted(Vec<i64>, i64),
 }
 
 enum Kernel {
@@ -187,7 +199,15 @@ impl Job {
         // No memory is of so many tokens where only offsets are computed.
         let most = if unpairs || random.between(0, 3) > 0 { 60 } else { 1 << 40 };
         let own = Boundaries::draw(random, wide, documents, most);
-        let others = (random.between(0, 3) > 0).then(|| Boundaries::draw(random, wide, documents, most));
+        let others = match random.between(0, 5) {
+            0 => Others::Same,
+            1 | 2 => {
+                let longest = random.between(1, 70);
+                let strange = [i64::from(i32::MIN), -1, 0, 0, 1, longest, longest + 1, i64::from(i32::MAX)];
+                Others::Counted((0..documents).map(|_| random.pick(&strange)).collect(), longest)
+            }
+            _ => Others::Packed(Boundaries::draw(random, wide, documents, most)),
+        };
         let kernel = if unpairs {
             let [heads, width, gap] = [random.between(1, 4), random.between(1, 5), random.between(0, 2)];
             let token_major = random.between(0, 1) == 1;
@@ -201,8 +221,14 @@ impl Job {
         Job { wide, own, others, kernel }
     }
 
-    fn others(&self) -> &Boundaries {
-        self.others.as_ref().unwrap_or(&self.own)
+    /// Tokens that each document has on the other side.
+    fn other_lengths(&self) -> Vec<i64> {
+        let lengths = |of: &Boundaries| of.documents().into_iter().map(|(_, length)| length).collect();
+        match &self.others {
+            Others::Same => lengths(&self.own),
+            Others::Packed(others) => lengths(others),
+            Others::Counted(of, longest) => of.iter().map(|length| *length.max(&0).min(longest)).collect(),
+        }
     }
 
     /// Elements of the buffer that is filled.
@@ -211,10 +237,15 @@ impl Job {
     }
 
     fn numbers(&self) -> Vec<i64> {
-        let (own, others) = (&self.own, self.others());
+        let own = &self.own;
         let unpairs = matches!(self.kernel, Kernel::Unpaired { .. });
-        let mut all = vec![i64::from(unpairs), i64::from(self.wide), i64::from(self.others.is_none()), own.at.len() as i64 - 1];
-        all.extend([own.total, own.longest, others.total, others.longest]);
+        let (kind, total, longest, more): (i64, i64, i64, &[i64]) = match &self.others {
+            Others::Same => (0, own.total, own.longest, &[]),
+            Others::Packed(others) => (1, others.total, others.longest, &others.at),
+            Others::Counted(of, longest) => (2, 0, *longest, of),
+        };
+        let mut all = vec![i64::from(unpairs), i64::from(self.wide), kind, own.at.len() as i64 - 1];
+        all.extend([own.total, own.longest, total, longest]);
         match self.kernel {
             Kernel::Documents(units) => all.extend(units.map(|unit| unit.unwrap_or(-1))),
             Kernel::Unpaired { bytes, bits, heads, head, token, width } => {
@@ -222,17 +253,17 @@ impl Job {
             }
         }
         all.extend(&own.at);
-        all.extend(self.others.iter().flat_map(|others| &others.at));
+        all.extend(more);
         all
     }
 
     /// What the buffers hold afterwards.
     fn want(&self) -> Vec<String> {
-        let (own, others) = (self.own.documents(), self.others().documents());
+        let (own, others) = (self.own.documents(), self.other_lengths());
         match self.kernel {
             Kernel::Documents(units) => {
                 let lengths: Vec<u64> =
-                    own.iter().zip(&others).map(|((_, own), (_, other))| if *other == 0 { 0 } else { *own as u64 }).collect();
+                    own.iter().zip(&others).map(|((_, own), other)| if *other == 0 { 0 } else { *own as u64 }).collect();
                 let last = self.own.at.last().map_or(0, |at| *at.max(&0).min(&self.own.total));
                 let first: Vec<i64> = own.iter().map(|(first, _)| *first).chain([last]).collect();
                 let offsets = units.iter().map(|unit| match unit {
@@ -243,7 +274,7 @@ impl Job {
             }
             Kernel::Unpaired { bytes, bits, heads, head, token, width } => {
                 let mut buffer = vec![untouched(bytes); self.elements(heads, head, token, width) as usize];
-                for ((first, length), _) in own.iter().zip(&others).filter(|(_, (_, other))| *other == 0) {
+                for ((first, length), _) in own.iter().zip(&others).filter(|(_, other)| **other == 0) {
                     for (t, h) in (*first..first + length).flat_map(|t| (0..heads).map(move |h| (t, h))) {
                         let row = (t * token + h * head) as usize;
                         buffer[row..row + width as usize].fill(bits as u64);
@@ -275,12 +306,15 @@ fn check(toolchain: &Toolchain, source: &str, jobs: &[Job]) -> Result<(), String
 }
 
 /// Mistakes that the comparison has to find.
-const FAULTS: [[&str; 2]; 15] = [
+const FAULTS: [[&str; 2]; 18] = [
     ["x > most ? most : x", "x"],
     ["x < 0 ? 0 : ", ""],
     ["side.wide ?", "!side.wide ?"],
     ["begin(side, n), side.longest", "begin(side, n), side.total"],
     ["begin(side, n + 1) - begin(side, n)", "begin(side, n + 1)"],
+    ["if (side.counted)", "if (!side.counted)"],
+    ["[n], side.longest);", "[n], side.total);"],
+    ["(const int *)side.boundaries)[n], side", "(const int *)side.boundaries)[n + 1], side"],
     ["if (n > count) return", "if (n >= count) return"],
     ["if (n < count) lengths", "if (n <= count) lengths"],
     ["length(other, n) == 0 ? 0 : ", ""],

@@ -2,6 +2,7 @@
 
 mod absent;
 mod asked;
+mod cuda;
 mod entries;
 mod grid;
 mod kernels;

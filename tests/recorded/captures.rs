@@ -168,6 +168,54 @@ fn captures_that_others_began_leave_no_workspace_behind() {
 }
 
 #[test]
+fn calls_that_are_captured_one_behind_the_other_share_a_workspace_and_captures_do_not() {
+    let Some(recorder) = recorder() else { return };
+    let (streams, spec) = ([recorder.stream(), recorder.stream()], spec(64));
+    let memory = Memory::new(&recorder, &spec);
+    planned(&recorder, 64);
+    let calls = |stream: &Stream, count: usize| (0..count).try_for_each(|_| recorder.functional(stream, &spec, &memory.call()));
+    // What a capture of so many calls keeps; by the library's own hand, and by another's.
+    let own = |stream: &Stream, count| {
+        let before = recorder.allocated();
+        let graph = stream.capture(|| calls(stream, count)).unwrap();
+        (recorder.allocated() - before, graph)
+    };
+    let (one, first) = own(&streams[0], 1);
+    assert!(one > 0);
+    let (same, second) = own(&streams[0], 9);
+    let (elsewhere, third) = own(&streams[1], 9);
+    assert_eq!([same, elsewhere], [one; 2]);
+    let before = recorder.allocated();
+    let (called, by_hand) = recorder.captured_by_hand(&streams[0], || calls(&streams[0], 9));
+    called.unwrap();
+    assert_eq!(recorder.allocated() - before, one);
+    // Each has its own: one that is gone takes nothing from the others.
+    drop(by_hand.expect("the capture was invalidated"));
+    drop(first);
+    recorder.executor().device().release_retired();
+    for graph in [&second, &third] {
+        recorder.launch(graph, &streams[0]).unwrap();
+    }
+    assert_eq!(recorder.faults(), 0);
+    // Who needs more gets more, and what was captured before keeps what it has.
+    let mut large = self::spec(512);
+    // Queries are copied.
+    large.q.strides = Layout::Bhsd.strides([1, 4, 512, 64 + 3]);
+    let of_large = Memory::new(&recorder, &large);
+    let bytes = |spec: &AttentionSpec| recorder.executor().attention(&spec.validate().unwrap()).unwrap().0.workspace_bytes();
+    assert!(bytes(&large) > bytes(&spec));
+    let mixed = streams[0]
+        .capture(|| {
+            calls(&streams[0], 1)?;
+            recorder.functional(&streams[0], &large, &of_large.call())?;
+            calls(&streams[0], 1)
+        })
+        .unwrap();
+    recorder.launch(&mixed, &streams[0]).unwrap();
+    assert_eq!((mixed.nodes(), recorder.faults()), (4, 0));
+}
+
+#[test]
 fn a_panic_ends_the_capture_and_frees_what_it_kept() {
     let Some(recorder) = recorder() else { return };
     let (stream, spec) = (recorder.stream(), spec(64));
@@ -315,10 +363,10 @@ fn a_device_that_somebody_else_has_is_no_harm_to_the_others() {
     recorder.take_device(Some(1));
     if opened & 2 == 0 {
         let refused = driver.device(1);
-        assert!(matches!(refused, Err(cudnn_graph::Error::Driver { code: 46, .. })), "{refused:?}");
+        assert!(matches!(refused, Err(cudnn_graph::DriverError::Driver { code: 46, .. })), "{refused:?}");
     }
     assert_eq!(driver.device(0).unwrap().ordinal(), 0);
-    assert!(matches!(driver.device(2), Err(cudnn_graph::Error::NoDevice { ordinal: 2, count: 2 })));
+    assert!(matches!(driver.device(2), Err(cudnn_graph::DriverError::NoDevice { ordinal: 2, count: 2 })));
     recorder.take_device(None);
     // The refusal is not remembered.
     assert_eq!(driver.device(1).unwrap().ordinal(), 1);

@@ -291,7 +291,7 @@ fn so_it_does_with_how_documents_are_packed() {
     }
 }
 
-const PAGED_CHANGES: [Change; 8] = [
+const PAGED_CHANGES: [Change; 9] = [
     ("nothing", false, |_| ()),
     ("whether it is paged", true, |s| s.paged = None),
     ("longer pages", true, |s| paged(s, Paged { page_size: 32, ..CACHE })),
@@ -303,6 +303,7 @@ const PAGED_CHANGES: [Change; 8] = [
         (s.k, s.v) = (other.k, other.v);
     }),
     ("lengths", true, |s| masks(s, &["causal", "padding"])),
+    ("packed queries", true, |s| s.packed = s.clone().with_packed_queries(9).packed),
 ];
 
 const CACHE: Paged = Paged { page_size: 16, pages: 9 };

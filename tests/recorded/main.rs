@@ -3,6 +3,8 @@
 
 mod calls;
 mod captures;
+mod cuda;
+mod decode;
 mod key;
 mod packed;
 mod paged;

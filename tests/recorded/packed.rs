@@ -7,11 +7,12 @@ use conformance::recorder::entry::{EXECUTION, Entry, LAUNCH};
 use conformance::recorder::{Recorder, whole};
 use conformance::say::skip;
 use cudnn_graph::{Buffer, DeviceSlice, Handle, Stream, Target};
+use sdpa::cache::State;
 use sdpa::cudnn::lower::{Job, Operand, Side, Supply, Told};
 use sdpa::cudnn::schedule::Step;
 use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceParam, DeviceValue, Planned, Replay};
 use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q, memory};
-use sdpa::{AttentionSpec, DType, Mask, Packed, Shape, TensorSpec};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Packed, Shape, TensorSpec};
 use std::sync::Arc;
 
 const BATCH: i64 = 3;
@@ -112,7 +113,8 @@ impl Calls {
         let second = if first == Side::Queries { Side::Keys } else { Side::Queries };
         let of = |side: Side| [self.of(side), tokens[side as usize], problem.seq(side).unsigned_abs()];
         let wide = u64::from(problem.packed().unwrap().wide);
-        [wide].into_iter().chain(of(first)).chain(of(second)).collect()
+        // Neither side is one of lengths alone.
+        [wide].into_iter().chain(of(first)).chain(of(second)).chain([0]).collect()
     }
 
     /// The address that the attention reads these of.
@@ -124,8 +126,8 @@ impl Calls {
 
     /// A launch makes the lengths and offsets of these sides, where the attention reads them, and nothing else.
     fn assert_told(&self, entry: &Entry, attention: &Entry, sides: &[Side], tokens: [u64; 2]) -> Vec<[u64; 2]> {
-        assert_eq!((entry.what, entry.tensors, entry.from, entry.bytes), (LAUNCH, 27, 1, 128));
-        let (begin, rest) = entry.pointers[..27].split_at(7);
+        assert_eq!((entry.what, entry.tensors, entry.from, entry.bytes), (LAUNCH, 28, 1, 128));
+        let (begin, rest) = entry.pointers[..28].split_at(8);
         assert_eq!(begin, self.sides(sides[0], tokens));
         assert_eq!(rest[0], BATCH.unsigned_abs());
         let mut pieces = vec![[rest[1], rest[1] + 4 * BATCH.unsigned_abs()]];
@@ -164,11 +166,11 @@ impl Calls {
 
     /// A launch fills the rows of one result.
     fn assert_fills(&self, entry: &Entry, (to, side): (u64, Side), tensor: &TensorSpec, bits: [u64; 2], tokens: [u64; 2]) {
-        assert_eq!((entry.what, entry.tensors, entry.from, entry.bytes), (LAUNCH, 14, BATCH.unsigned_abs(), 128));
+        assert_eq!((entry.what, entry.tensors, entry.from, entry.bytes), (LAUNCH, 15, BATCH.unsigned_abs(), 128));
         let ([_, heads, _, width], [_, head, token, _]) = (tensor.dims, tensor.strides);
         let row = [heads, head, token, width].map(i64::unsigned_abs);
         let want: Vec<u64> = self.sides(side, tokens).into_iter().chain([to]).chain(bits).chain(row).collect();
-        assert_eq!(entry.pointers[..14], want);
+        assert_eq!(entry.pointers[..15], want);
     }
 }
 
@@ -304,7 +306,7 @@ fn many_documents_take_more_blocks() {
         let entries = calls.run(&calls.planned, &calls.forward(&params));
         assert_eq!((what(&entries), entries[0].from), (vec![LAUNCH, EXECUTION], blocks));
         // Where nothing is said of tokens there are as many as documents of the longest.
-        assert_eq!([entries[0].pointers[2], entries[0].pointers[7]], [8 * batch, batch].map(i64::unsigned_abs));
+        assert_eq!([entries[0].pointers[2], entries[0].pointers[8]], [8 * batch, batch].map(i64::unsigned_abs));
     }
 }
 
@@ -358,6 +360,29 @@ fn plans_from_bytes_launch_the_same() {
             assert_eq!((one.pointers, one.from, one.bytes), (two.pointers, two.from, two.bytes));
         }
     }
+}
+
+/// What documents cost as a mask is told whether the plans are there or not.
+#[test]
+fn explain_leads_from_documents_of_a_mask_to_packed_ones() {
+    let Some(recorder) = Recorder::load().map_err(|why| skip("recording", &why)).ok() else { return };
+    let shape = Shape { batch: 2, heads_q: 8, heads_kv: 2, seq_q: 256, seq_kv: 256, dim_qk: 64, dim_v: 64 };
+    let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(Mask::causal()).mask(Mask::document());
+    let problem = spec.validate().unwrap();
+    for planned in [false, true] {
+        if planned {
+            recorder.executor().attention(&problem).unwrap();
+        }
+        let told = recorder.executor().explain(&problem.clone().into());
+        assert_eq!(matches!(told.state, State::Hit(_)), planned);
+        let text = told.to_string();
+        assert!(
+            told.notes.len() == 2 && text.contains("\n  every tile is computed") && text.contains("packed ones (cu_seqlens)"),
+            "{text}"
+        );
+    }
+    let packed = self::spec(false).validate().unwrap();
+    assert_eq!(recorder.executor().explain(&packed.into()).notes, Vec::<String>::new());
 }
 
 type Change = (&'static str, fn(&mut Packed));

@@ -7,9 +7,10 @@ use conformance::recorder::{Recorder, whole};
 use conformance::say::skip;
 use cudnn_graph::{Buffer, DeviceSlice, Handle, Stream, Target};
 use half::bf16;
-use sdpa::cudnn::lower::{Form, Guarded, Operand, Side, Supply};
+use sdpa::cudnn::lower::{Form, Guarded, Operand, Side, Supply, Told};
 use sdpa::cudnn::schedule::Step;
 use sdpa::cudnn::{CudnnOptions, DeviceForward, DeviceParam, DeviceValue, Planned, Replay};
+use sdpa::packed::memory;
 use sdpa::paged::PAGE_TABLE;
 use sdpa::{AttentionSpec, DType, Elements, ElementsMut, Executor, HostForward, Layout, Mask, Paged, Param, ParamValue, Shape};
 use std::sync::Arc;
@@ -46,7 +47,11 @@ impl Calls {
         let recorder = Recorder::load().map_err(|why| skip("recording", &why)).ok()?;
         let problem = spec.validate().unwrap();
         let (planned, _) = recorder.executor().attention(&problem).unwrap_or_else(|e| panic!("{e}"));
-        let bytes = |operand: Operand| problem.in_memory(operand).and_then(|t| t.extent()).unwrap().unsigned_abs() * 2;
+        let bytes = |operand: Operand| {
+            let tensor = problem.in_memory(operand).unwrap();
+            let all = if problem.packs(operand.side()) { memory(&tensor, problem.total(operand.side())) } else { tensor };
+            all.extent().unwrap().unsigned_abs() * 2
+        };
         let operands = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| (operand, recorder.buffer(bytes(operand)))).into();
         let stats = recorder.buffer(problem.stats_elements().unsigned_abs() * 4);
         let elements = |p| sdpa::params::elements(p, problem.extents()).unsigned_abs();
@@ -253,17 +258,83 @@ fn the_functional_call_plans_from_bytes_and_replays_launch_the_same() {
     assert_eq!((replay.captures(), recorder.faults()), (2, 0));
 }
 
-/// Containers have pages, and may have fewer or more tokens than all entries together.
+/// Sequences that decode beside chunks of prompts, at most so many queries in all.
+const TOTAL: i64 = 90;
+
+fn packed() -> AttentionSpec {
+    AttentionSpec::paged(DType::BF16, SHAPE, cache(16)).with_packed_queries(TOTAL).mask(Mask::causal_ends()).with_stats()
+}
+
+/// −∞ in f32.
+const NO_KEY: u64 = 0xff80_0000;
+
+#[test]
+fn packed_queries_are_told_beside_the_table_and_filled_where_there_are_no_keys() {
+    let Some(calls) = Calls::new(&packed()) else { return };
+    let params = calls.params();
+    let call = calls.call(&params);
+    let entries = calls.run(&calls.planned, &call);
+    let [told, checked, attention, o, stats] = &entries[..] else { panic!("{} submissions", entries.len()) };
+    let [batch, seq_q, seq_kv] = [3, 66, 333];
+    // Lengths stand where boundaries of keys would.
+    let sides = [0, calls.given("cu_seqlens_q"), TOTAL.unsigned_abs(), seq_q, calls.given("seq_len_kv"), 0, seq_kv, 1];
+    let lengths = calls.supplied(attention, |supply| *supply == Supply::Documents(Told::Lengths(Side::Queries))).unwrap();
+    assert_eq!((told.what, &told.pointers[..8]), (LAUNCH, &sides[..]));
+    assert_eq!(told.pointers[8..10], [batch, lengths]);
+    // Rows of q, of o, and of stats.
+    let graph = calls.planned.lowered.graph.graph();
+    let offsets = |tensor| attention.address(graph.get(tensor).unwrap().ragged.unwrap().offsets.uid()).unwrap();
+    let made: Vec<u64> = told.pointers[10..28].chunks_exact(2).filter(|pair| pair[0] != 0).flat_map(|pair| [pair[0], pair[1]]).collect();
+    let [q, of_o] = [Operand::Q, Operand::O].map(|operand| offsets(calls.planned.lowered.operand(operand).unwrap()));
+    let of_stats = offsets(calls.planned.lowered.stats.unwrap());
+    assert_eq!(made, [q, 8 * 64, of_o, 8 * 128, of_stats, 8]);
+    // Keys are clamped and the table is checked as of any cache; of queries that launch knows nothing.
+    let to = calls.supplied(attention, |supply| matches!(supply, Supply::Guarded(Guarded { of: Side::Keys, .. }))).unwrap();
+    let table = calls.supplied(attention, |supply| matches!(supply, Supply::Pages(_))).unwrap();
+    let want = [batch, 0, seq_q, 0, calls.given("seq_len_kv"), seq_kv, to];
+    assert_eq!((checked.what, &checked.pointers[..7]), (LAUNCH, &want[..]));
+    assert_eq!(checked.pointers[8..15], [21, 1, 16, 50, calls.given(PAGE_TABLE), 21, table]);
+    for (fill, to, rest) in
+        [(o, calls.slice(Operand::O).address, [2, 0, 8, 128, 8 * 128, 128]), (stats, calls.stats.address(), [4, NO_KEY, 8, 1, 8, 1])]
+    {
+        let want: Vec<u64> = sides.into_iter().chain([to]).chain(rest).collect();
+        assert_eq!((fill.what, fill.from, &fill.pointers[..15]), (LAUNCH, batch, &want[..]));
+    }
+    for operand in [Operand::K, Operand::V] {
+        let tensor = calls.planned.lowered.operand(operand).unwrap();
+        assert_eq!((attention.address(tensor.uid()), graph.get(tensor).unwrap().ragged), (Some(calls.slice(operand).address), None));
+    }
+    // Fewer queries fit into shorter memory; a container that is shorter is none.
+    let rows = |call: &DeviceForward<'_>| calls.run(&calls.planned, call)[0].pointers[2];
+    let short = |slice: DeviceSlice| DeviceSlice { bytes: slice.bytes - 1, ..slice };
+    for shorter in [DeviceForward { q: short(call.q), ..call }, DeviceForward { stats: call.stats.map(short), ..call }] {
+        assert_eq!(rows(&shorter), TOTAL.unsigned_abs() - 1);
+    }
+    assert!(calls.refused(&DeviceForward { v: short(call.v), ..call }).contains("v length"));
+}
+
+/// Containers have pages, and may have fewer or more tokens than all entries together; packed queries beside them have what their boundaries say.
 #[test]
 fn host_memory_goes_up_as_containers() {
-    for pages in [2, 400] {
+    for (pages, packs) in [(2, false), (400, false), (400, true)] {
         let spec = AttentionSpec::paged(DType::BF16, SHAPE, Paged { page_size: 16, pages });
+        let spec = if packs { spec.with_packed_queries(TOTAL) } else { spec };
         let problem = spec.validate().unwrap();
         let Some(recorder) = Recorder::load().map_err(|why| skip("recording", &why)).ok() else { return };
         let prepared = recorder.executor().prepare(&problem).unwrap();
-        let elements = |operand| problem.in_memory(operand).and_then(|t| t.extent()).unwrap() as usize;
+        let elements = |operand: Operand| {
+            let tensor = problem.in_memory(operand).unwrap();
+            let all = if problem.packs(operand.side()) { memory(&tensor, TOTAL) } else { tensor };
+            all.extent().unwrap() as usize
+        };
         let [q, k, v, mut o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| vec![bf16::ZERO; elements(operand)]);
         let table: Vec<i32> = (0..3 * 21).map(|n| n % 2).collect();
+        let (boundaries, lengths) = ([0, 1, 31, 90], [5, 0, 333]);
+        let param = |name, value| Param { name, value: ParamValue::I32(value) };
+        let mut params = vec![param(PAGE_TABLE, &table)];
+        if packs {
+            params.extend([param("cu_seqlens_q", &boundaries), param("seq_len_kv", &lengths)]);
+        }
         let call = HostForward {
             q: Elements::BF16(&q),
             k: Elements::BF16(&k),
@@ -274,13 +345,15 @@ fn host_memory_goes_up_as_containers() {
             sum_exp: None,
             amax: Vec::new(),
             attn_scale: None,
-            params: &[Param { name: PAGE_TABLE, value: ParamValue::I32(&table) }],
+            params: &params,
         };
         let (result, entries) = recorder.record(|| prepared.forward(call));
         result.unwrap();
         let uploads: Vec<u64> = entries.iter().filter(|entry| entry.what == UPLOAD).map(|entry| entry.bytes).collect();
-        let dense = [pages * 16 * 2 * 64 * 2, pages * 16 * 2 * 128 * 2].map(i64::unsigned_abs);
-        assert_eq!(uploads, [q.len() as u64 * 2, dense[0], dense[1], 4 * table.len() as u64], "{pages} pages");
+        let containers = [pages * 16 * 2 * 64 * 2, pages * 16 * 2 * 128 * 2].map(i64::unsigned_abs);
+        let given = params.iter().map(|param| 4 * param.value.elements() as u64);
+        let wanted: Vec<u64> = [q.len() as u64 * 2, containers[0], containers[1]].into_iter().chain(given).collect();
+        assert_eq!(uploads, wanted, "{pages} pages");
     }
 }
 

@@ -13,7 +13,7 @@ use cudnn_graph::{Buffer, DeviceSlice, Handle};
 use sdpa::cudnn::Error;
 use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned, with_defaults};
 use sdpa::expr::ParamKind;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Statistic, TensorSpec, params};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Side, Statistic, TensorSpec, params};
 use std::sync::Arc;
 
 /// Memory for so many bytes, and one more, for whoever shifts it.
@@ -212,7 +212,8 @@ impl Tally {
                 continue;
             }
             // Of packed documents memory is as long as it is: fewer tokens fit.
-            let packed = planned.job.problem().packed().is_some() && (place < tensors.len() || statistic.is_some());
+            let side = planned.job.tensors().find(|(operand, _)| operand.name() == what).map(|(operand, _)| operand.side());
+            let packed = side.or(statistic.map(|_| Side::Queries)).is_some_and(|side| planned.job.problem().packs(side));
             for wrong in [Wrong::Short(place), Wrong::Misaligned(place)] {
                 if packed && wrong == Wrong::Short(place) {
                     continue;

@@ -2,8 +2,10 @@
 
 mod arena;
 mod buckets;
+mod cuda;
 #[cfg(not(target_vendor = "apple"))]
 mod cudarc;
+mod decode;
 mod files;
 mod gpus;
 mod graphs;
@@ -33,8 +35,8 @@ use std::process::ExitCode;
 const USAGE: &str = "device, and one of
   right:  suite [RANDOM [packed|paged|sinks|ends|dropout|pieces|fp8]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large] | lengths [right]
-          | packed [PROBLEMS] | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
-  fast:   speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
+          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|library|random|ends|trees [FIRST]]] | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
+  fast:   cuda-speed | cuda-cuts | speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
           | time (JSON lines in and out)
   said:   version (of cuDNN)";
 
@@ -51,6 +53,9 @@ fn main() -> ExitCode {
         Some("host") => host::run(),
         #[cfg(not(target_vendor = "apple"))]
         Some("cudarc") => cudarc::run(),
+        Some("cuda") => cuda::run(number(1, 200), args.get(2).map(String::as_str), number(3, 0)),
+        Some("cuda-speed") => cuda::speed(),
+        Some("cuda-cuts") => cuda::cuts(),
         Some("plans") => plans::run(),
         Some("version") => files::version(),
         Some("files") => files::run(args.get(1).map(String::as_str)),
@@ -65,6 +70,7 @@ fn main() -> ExitCode {
         Some("lengths") => lengths::run(args.get(1).map(String::as_str) != Some("right")),
         Some("limits") => limits::run(args.get(1).map_or("", String::as_str)),
         Some("packed") => packed::run(number(1, 40)),
+        Some("decode") => decode::run(number(1, 100)),
         Some("growth") => growth::run(),
         Some("startup") => startup::run(args.get(1).map(String::as_str)),
         Some("soak") => soak::run(number(1, 10_000), number(2, 1_000)),

@@ -108,10 +108,10 @@ impl Memory {
         let problem = job.problem();
         let mut operands = Vec::new();
         for (n, (operand, tensor)) in job.tensors().enumerate() {
-            let tensor = match (problem.packed(), problem.paged(), operand) {
-                (Some(_), _, _) => packed::memory(&tensor, problem.total(operand.side())),
-                (None, Some(paged), Operand::K | Operand::V) => paged.container(&tensor),
-                (None, _, _) => tensor,
+            let tensor = match (problem.packs(operand.side()), problem.paged(), operand) {
+                (true, _, _) => packed::memory(&tensor, problem.total(operand.side())),
+                (false, Some(paged), Operand::K | Operand::V) => paged.container(&tensor),
+                (false, _, _) => tensor,
             };
             operands.push((operand, random(stream, job.dtype_of(operand), tensor.extent().unwrap_or(0), seed * 16 + n as u64 + 1)?));
         }

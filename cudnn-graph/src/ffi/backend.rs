@@ -1,15 +1,12 @@
 //! cuDNN itself: finding it, its functions, handles.
 
 use super::codes::Status;
-use super::device::Device;
-use super::driver::{Driver, absolute};
-use super::lane::Lane;
-use super::load::{Opened, Place, open_file, open_first, table};
 use super::log::{self, SetCallback};
-use super::stream::Stream;
 use crate::error::Error;
 use crate::version::Version;
 use parking_lot::Mutex;
+use sdpa_driver::load::{self, Opened, Place, open_file, open_first};
+use sdpa_driver::{Device, Driver, Lane, Stream, absolute, table};
 use std::cell::RefCell;
 use std::ffi::{c_char, c_void};
 use std::path::{Path, PathBuf};
@@ -59,6 +56,8 @@ pub struct Library {
 static LIBRARY: Mutex<Option<&'static Library>> = Mutex::new(None);
 
 const FILE: &str = "libcudnn.so.9";
+/// Where wheels have it, in the folder `nvidia` of a Python environment, the full wheel first.
+const WHEELS: [&str; 2] = ["cudnn/lib", "cudnn_jit/lib"];
 /// Loaded in this order after the first, where they lie beside it: the slim wheels hold no others.
 const PARTS: [&str; 2] = ["libcudnn_graph.so.9", "libcudnn_engines_runtime_compiled.so.9"];
 /// The run-time compiler, as the wheels lay it out relative to the folder of cuDNN's libraries.
@@ -69,7 +68,7 @@ impl Library {
     /// The process's cuDNN, loaded on the first call that succeeds.
     ///
     /// # Errors
-    /// [`Error::Library`] with every place searched, [`Error::TooOld`], [`Error::MissingSymbol`]; [`Error::OtherLibrary`] when
+    /// [`Error::Driver`] with every place searched, or with the function that the library lacks; [`Error::TooOld`]; [`Error::OtherLibrary`] when
     /// another file is asked for than the one in use.
     pub fn load(search: &Search) -> Result<&'static Library, Error> {
         let mut slot = LIBRARY.lock();
@@ -125,12 +124,12 @@ impl Library {
         real(&asked) == real(&self.path())
     }
 
-    /// What it says it is.
+    /// The version that the library says it is.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// Where it was loaded from.
+    /// Where the library was loaded from.
     pub fn path(&self) -> PathBuf {
         self.main.mapped_path()
     }
@@ -184,7 +183,7 @@ impl Library {
         // SAFETY: the pointer is to a live pointer.
         let status = device.relaxed(|| unsafe { (self.table.create)(&mut raw) });
         self.check("cudnnCreate", device.name(), status)?;
-        Ok(Pooled { raw, device, stream: None, lane: device.lanes().take() })
+        Ok(Pooled { raw, device, stream: None, lane: device.lane() })
     }
 }
 
@@ -196,37 +195,9 @@ fn places(search: &Search) -> Vec<Place> {
     if let Some(path) = search.library.clone().or_else(|| std::env::var_os("CUDNN_GRAPH_LIBRARY").map(PathBuf::from)) {
         return vec![file(path)];
     }
-    let mut places = wheels();
+    let in_wheels = |nvidia: &Path| WHEELS.map(|folder| nvidia.join(folder).join(FILE)).into();
+    let mut places = load::in_python("no cuDNN wheel", in_wheels);
     places.push(Place::System(FILE));
-    places
-}
-
-/// The environment of the `python3` that a shell would start.
-fn python_on_path() -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    let folder = std::env::split_paths(&path).find(|folder| folder.is_absolute() && folder.join("python3").exists())?;
-    folder.parent().map(Path::to_owned)
-}
-
-/// The cuDNN wheels of the active Python environments, the full wheel first.
-fn wheels() -> Vec<Place> {
-    let named = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
-    let mut roots: Vec<PathBuf> = named.chain(python_on_path()).filter(|r| r.is_absolute()).collect();
-    roots.dedup();
-    let mut places = Vec::new();
-    for root in roots {
-        let before = places.len();
-        let mut pythons: Vec<PathBuf> = std::fs::read_dir(root.join("lib")).into_iter().flatten().flatten().map(|e| e.path()).collect();
-        pythons.retain(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")));
-        pythons.sort();
-        for python in pythons {
-            let folders = ["cudnn/lib", "cudnn_jit/lib"].map(|f| python.join("site-packages/nvidia").join(f).join(FILE));
-            places.extend(folders.into_iter().filter(|p| p.exists()).map(Place::File));
-        }
-        if places.len() == before {
-            places.push(Place::Empty(root, "no cuDNN wheel in lib/python3*/site-packages/nvidia"));
-        }
-    }
     places
 }
 

@@ -2,10 +2,9 @@
 
 use super::backend::{Handle, Library, Ptr};
 use super::codes::{Attribute, AttributeType, Kind};
-use super::device::Device;
-use super::driver::relaxed;
 use crate::error::Error;
 use crate::program::{DescriptorId, Program, Values};
+use sdpa_driver::{Device, relaxed};
 use std::ffi::c_void;
 
 /// A backend descriptor, destroyed when dropped.
@@ -54,7 +53,7 @@ impl Descriptor {
         self.raw
     }
 
-    /// What it is.
+    /// The kind of descriptor.
     pub fn kind(&self) -> Kind {
         self.kind
     }

@@ -1,11 +1,10 @@
 //! The safe tier: executions that own what they use until the device is done with it.
 
-use crate::bind::{BindingError, BindingErrors, Bindings, DeviceSlice};
+use crate::bind::{BindingError, BindingErrors, Bindings};
 use crate::error::Error;
-use crate::ffi::memory::Buffer;
-use crate::ffi::stream::{Event, Stream};
 use crate::ir::{Scalar, TensorId};
 use crate::plan::Plan;
+use sdpa_driver::{Buffer, DeviceSlice, Event, Stream};
 use std::sync::Arc;
 
 /// Buffers and numbers for the tensors of a plan, by id.
@@ -61,7 +60,7 @@ impl InFlight {
     /// # Errors
     /// The driver's own: also that of a kernel which failed.
     pub fn done(&self) -> Result<bool, Error> {
-        self.event.passed()
+        Ok(self.event.passed()?)
     }
 
     /// Waits until the device is done; the workspace, for the next execution.
@@ -72,7 +71,7 @@ impl InFlight {
         self.event.synchronize()?;
         match self.workspace.take() {
             Some(workspace) => Ok(workspace),
-            None => Buffer::new(self._stream.device(), 0),
+            None => Ok(Buffer::new(self._stream.device(), 0)?),
         }
     }
 }
@@ -135,11 +134,7 @@ pub unsafe fn launch_addressed(
     // the caller's to answer for.
     let submitted = unsafe { plan.execute(&handle, &raw, scratch) };
     // What has no mark is waited for, before anything of it goes.
-    let recorded = stream
-        .device()
-        .enter()
-        .and_then(|entered| event.record(&entered, stream.raw().0))
-        .or_else(|error| stream.synchronize().and(Err(error)));
+    let recorded = stream.record_again(&event).or_else(|error| stream.synchronize().and(Err(error)));
     drop(handle);
     let running = InFlight {
         event,
@@ -158,9 +153,10 @@ fn same_device(stream: &Stream, buffer: &Buffer) -> Result<(), Error> {
     if want == have {
         return Ok(());
     }
-    Err(Error::Memory {
+    Err(sdpa_driver::Error::Memory {
         what: "a buffer".to_owned(),
         bytes: buffer.bytes() as u64,
         limit: format!("it is on device {have}, the stream on {want}"),
-    })
+    }
+    .into())
 }

@@ -1,4 +1,4 @@
-//! The fence: the only unsafe code of this crate.
+//! The fence: the only unsafe code of this crate. That of the driver, of devices and their memory is `sdpa-driver`'s.
 //!
 //! What crosses inwards: programs as plain data, checked bindings, paths. What crosses outwards: owned handles that clean
 //! up after themselves, statuses with the library's own text. Raw addresses of device memory enter through functions that
@@ -6,22 +6,11 @@
 #![allow(unsafe_code)]
 
 pub mod backend;
-pub mod capture;
 pub mod codes;
 pub mod descriptor;
-pub mod device;
-pub mod driver;
-pub mod kernel;
-mod lane;
 pub mod launch;
-mod load;
 pub(crate) mod log;
-pub mod memory;
 pub mod pack;
-mod retire;
-mod room;
-pub mod stream;
 pub mod submission;
 
 pub use backend::{Handle, Library, Search};
-pub use driver::Driver;

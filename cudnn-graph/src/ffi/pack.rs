@@ -1,4 +1,4 @@
-//! Variant packs: what a plan executes on.
+//! Variant packs, cuDNN's word for the addresses and numbers that a plan executes on.
 
 use super::backend::{Handle, Library};
 use super::codes::{Attribute, Kind};

@@ -69,7 +69,7 @@ impl Graph {
         id
     }
 
-    /// Changes what the address of a tensor is a multiple of, in bytes.
+    /// Changes the bytes that the address of a tensor is a multiple of.
     pub fn set_alignment(&mut self, id: TensorId, bytes: u32) -> TensorId {
         if let Some(tensor) = self.tensors.get_mut(id.index()) {
             tensor.alignment = bytes;

@@ -195,7 +195,7 @@ pub struct Reshape {
     pub x: TensorId,
     /// The tensor that is written.
     pub y: TensorId,
-    /// How; absent on runtimes that have no modes.
+    /// How the elements are read; `None`: a view, the only mode of runtimes before 9.22.
     pub mode: Option<ReshapeMode>,
 }
 
@@ -225,15 +225,15 @@ pub struct Slice {
     pub step: Vec<i64>,
 }
 
-/// What random numbers look like.
+/// How random numbers are distributed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Distribution {
     /// 1 with this probability, else 0.
     Bernoulli(#[serde(with = "super::float::f64")] f64),
-    /// Between the two.
+    /// Uniform between the first and the second.
     Uniform(#[serde(with = "super::float::f64")] f64, #[serde(with = "super::float::f64")] f64),
-    /// Mean and standard deviation.
+    /// Normal, with this mean and standard deviation.
     Normal(#[serde(with = "super::float::f64")] f64, #[serde(with = "super::float::f64")] f64),
 }
 
@@ -252,7 +252,7 @@ pub enum Seed {
 pub struct Rng {
     /// The tensor that is written.
     pub y: TensorId,
-    /// What they look like.
+    /// How the numbers are distributed.
     pub distribution: Distribution,
     /// Where the seed comes from.
     pub seed: Seed,
@@ -298,7 +298,7 @@ pub struct BandMask {
     pub y: TensorId,
     /// What dropped scores become: one f32 by value.
     pub fill: TensorId,
-    /// Which side goes.
+    /// Which side is dropped.
     pub side: BandSide,
     /// By-value i32: how far right of the diagonal a right mask still keeps. Absent: 0.
     pub shift_right: Option<TensorId>,
@@ -358,7 +358,7 @@ pub struct BlockScaleDequantize {
 pub struct ScoreGraph {
     /// The scaled score, virtual f32 (b, h_q, s_q, s_kv).
     pub input: TensorId,
-    /// What the softmax gets.
+    /// The modified score, which the softmax reads.
     pub output: TensorId,
     /// The ops, each after those whose results it reads.
     pub ops: Vec<Op>,
@@ -367,7 +367,7 @@ pub struct ScoreGraph {
 /// Dropout of a unified attention op (9.21).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Dropout {
-    /// Chance of dropping a probability, in [0, 1).
+    /// The probability that a weight is dropped, in [0, 1).
     #[serde(with = "super::float::f32")]
     pub probability: f32,
     /// Seed of the random numbers: one i64.

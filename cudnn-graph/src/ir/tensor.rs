@@ -160,7 +160,7 @@ impl Tensor {
         self
     }
 
-    /// Sets what the base address is a multiple of, in bytes.
+    /// Sets the bytes that the base address is a multiple of.
     #[must_use]
     pub fn alignment(mut self, bytes: u32) -> Tensor {
         self.alignment = bytes;

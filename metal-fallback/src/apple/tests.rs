@@ -70,11 +70,14 @@ fn task() -> Task {
         seq_len_q: false,
         seq_len_kv: false,
         packed: None,
+        paged: None,
         score_mod: None,
         keep: None,
         sink: false,
         dropout: None,
         stats: false,
+        row_max: false,
+        sum_exp: false,
     };
     forward.task(None).unwrap()
 }

@@ -106,7 +106,9 @@ impl<'a> Values<'_, 'a> {
             | Operand::Scratch(_)
             | Operand::Gradient { .. }
             | Operand::Params
-            | Operand::Stats => None,
+            | Operand::Stats
+            | Operand::RowMax
+            | Operand::SumExp => None,
         }
     }
 }
@@ -145,9 +147,10 @@ impl Prepared for MetalForward {
         let attn_scale = host.check(&self.problem)?;
         let values = self.problem.bind(host.params)?;
         let tokens = tokens(&self.problem, self.problem.params(), &values)?;
-        let HostForward { q, k, v, o, stats, .. } = host;
+        let HostForward { q, k, v, o, stats, row_max, sum_exp, .. } = host;
         let mut operands = vec![(Operand::Q, read(q)), (Operand::K, read(k)), (Operand::V, read(v)), (Operand::O, written(o))];
-        operands.extend(stats.map(|stats| (Operand::Stats, written(ElementsMut::F32(stats)))));
+        let of_rows = [(Operand::Stats, stats), (Operand::RowMax, row_max), (Operand::SumExp, sum_exp)];
+        operands.extend(of_rows.into_iter().filter_map(|(operand, told)| Some((operand, written(ElementsMut::F32(told?))))));
         let values = Values { declared: self.problem.params(), values: &values };
         run(&self.device, &*self.ready, call(self.ready.task(), (attn_scale, tokens), operands, &values))
     }

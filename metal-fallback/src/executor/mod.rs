@@ -29,12 +29,12 @@ impl Default for MetalExecutor {
 }
 
 impl MetalExecutor {
-    /// Over this machine's GPU; where there is none that the kernels run on, it declines every problem and says why.
+    /// An executor over this machine's GPU; where there is none that the kernels run on, it declines every problem and says why.
     pub fn new() -> MetalExecutor {
         MetalExecutor { runner: crate::system(), kernels: None }
     }
 
-    /// Over another runner: a device of the caller's, or something that stands in for one.
+    /// An executor over another runner: a device of the caller's, or something that stands in for one.
     pub fn over(runner: Arc<dyn Runner>) -> MetalExecutor {
         MetalExecutor { runner: Ok(runner), kernels: None }
     }

@@ -2,11 +2,11 @@
 
 use crate::declined::Check;
 use crate::{Along, Backward, Forward};
+use sdpa_core::StatsBase;
 use sdpa_core::backward::{BackwardProblem, GradientSpec};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind};
 use sdpa_core::problem::Problem;
-use sdpa_core::{Statistic, StatsBase};
 use std::sync::Arc;
 
 impl From<&Problem> for Forward {
@@ -23,11 +23,14 @@ impl From<&Problem> for Forward {
             seq_len_q: kept.seq_len_q,
             seq_len_kv: kept.seq_len_kv,
             packed: problem.packed().copied(),
+            paged: problem.paged().copied(),
             score_mod: problem.score_mod().cloned(),
             keep: kept.rest.clone(),
             sink: problem.sink(),
             dropout: problem.dropout(),
             stats: problem.stats(),
+            row_max: problem.row_max(),
+            sum_exp: problem.sum_exp(),
         }
     }
 }
@@ -60,12 +63,8 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
 /// What the kernels do not do, whatever the device.
 pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
-    check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
     check.that(!problem.dtype().is_fp8(), "dtype", problem.dtype(), "the kernels take f32, f16 and bf16");
     check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
-    for statistic in [Statistic::RowMax, Statistic::SumExp] {
-        check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
-    }
     if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }
 
@@ -75,6 +74,19 @@ mod tests {
     use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Shape};
 
     #[test]
+    fn packed_queries_beside_pages_are_declined_and_either_alone_is_not() {
+        let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 30, dim_qk: 8, dim_v: 8 };
+        let pages = AttentionSpec::paged(DType::F16, shape, Paged { page_size: 7, pages: 9 });
+        let supports = |spec: &AttentionSpec| Forward::from(&spec.validate().unwrap()).supports();
+        supports(&pages.clone().mask(Mask::padding())).unwrap();
+        let declined = supports(&pages.with_packed_queries(12)).unwrap_err();
+        assert!(
+            matches!(&declined[..], [Reason::Limit { field, limit, .. }] if field == "packed" && limit.contains("beside pages")),
+            "{declined:?}"
+        );
+    }
+
+    #[test]
     fn what_the_kernels_do_not_do_is_told_by_its_field() {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 8, dim_v: 8 };
         let dense = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd);
@@ -82,12 +94,12 @@ mod tests {
         let cases = [
             (dense.clone(), &[][..]),
             (AttentionSpec::packed(DType::F16, shape, Packed::default()), &[]),
-            (paged.with_sink(), &["paged"]),
+            (paged.clone().with_sink(), &[]),
             (dense.clone().with_dropout(0.5), &[]),
             (dense.clone().mask(Mask::causal_ends()), &[]),
             (AttentionSpec { dtype: DType::F8E4M3, ..dense.clone() }, &["dtype"]),
             (dense.clone().with_stats_in(StatsBase::Two), &["stats_base"]),
-            (dense.clone().with_stats().with_row_max().with_sum_exp(), &["row_max", "sum_exp"]),
+            (dense.clone().with_stats().with_row_max().with_sum_exp(), &[]),
             (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &[]),
         ];
         for (spec, fields) in cases {

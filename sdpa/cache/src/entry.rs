@@ -9,15 +9,15 @@ use std::sync::Arc;
 
 /// What a cache asks of its values.
 pub trait CacheValue {
-    /// Memory that it holds.
+    /// Memory that the value holds.
     fn weight(&self) -> Weight;
 
-    /// What runs it, in a word.
+    /// What runs the value, in a word, for reports: an engine, a kernel.
     fn engine(&self) -> String {
         String::new()
     }
 
-    /// Where the time of its build went.
+    /// Where the time of making the value went.
     fn build_time(&self) -> BuildTime {
         BuildTime::default()
     }

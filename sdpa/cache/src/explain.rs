@@ -5,12 +5,12 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::hash::Hash;
 
-/// Something that a key is found by without there being one: what a caller has at hand, borrowed.
+/// What a key can be found by without making one: the key itself, or something borrowed that a caller has at hand.
 pub trait Query<K> {
-    /// As the key's own hash.
+    /// The hash that the key itself would have.
     fn hash_in(&self, state: &ahash::RandomState) -> u64;
 
-    /// Whether it is this key.
+    /// Whether this stands for the key.
     fn is(&self, key: &K) -> bool;
 
     /// Makes the key itself.
@@ -31,7 +31,7 @@ impl<K: CacheKey> Query<K> for K {
     }
 }
 
-/// Names and values.
+/// The fields of a key: the name and the value of each.
 pub type Fields = Vec<(&'static str, String)>;
 
 /// What a cache asks of its keys.
@@ -39,7 +39,7 @@ pub trait CacheKey: Clone + Eq + Hash {
     /// The key in a few words.
     fn label(&self) -> String;
 
-    /// Everything that tells it from others, by name. Keys with equal fields are equal.
+    /// Everything that tells the key from others, by name. Keys with equal fields are equal.
     fn fields(&self) -> Fields;
 
     /// What a user can do about a miss where these fields differ from an entry that is there.
@@ -70,9 +70,9 @@ impl fmt::Display for Difference {
 pub struct Nearest {
     /// What is known of its entry.
     pub entry: EntryFacts,
-    /// It went, for this reason.
+    /// Why it is no longer there; `None` where it is.
     pub gone: Option<Why>,
-    /// What differs; nothing where it is the key itself.
+    /// The fields that differ; none where it is the key itself.
     pub differences: Vec<Difference>,
 }
 
@@ -80,18 +80,18 @@ pub struct Nearest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// It is there.
+    /// A value is there.
     Hit(EntryFacts),
-    /// A thread is making it.
+    /// A thread is making the value.
     Building,
-    /// There is no engine; asked again after so many milliseconds.
+    /// A build ended with a refusal, which is still remembered.
     Unsupported {
         /// Every reason.
         error: String,
-        /// Milliseconds until that is forgotten.
+        /// Milliseconds until the refusal is forgotten.
         remaining: u64,
     },
-    /// It is not there.
+    /// Nothing is there, and nothing is remembered.
     Absent,
 }
 
@@ -104,8 +104,11 @@ pub struct Explanation {
     pub state: State,
     /// The nearest keys that are or were there, the nearest first.
     pub nearest: Vec<Nearest>,
-    /// What can be done.
+    /// What a user can do, in sentences.
     pub advice: Vec<String>,
+    /// What else the owner of the cache knows of the key, in sentences, whether it is there or not.
+    #[serde(default)]
+    pub notes: Vec<String>,
 }
 
 impl fmt::Display for Explanation {
@@ -129,7 +132,7 @@ impl fmt::Display for Explanation {
                 write!(f, "\n    {difference}")?;
             }
         }
-        self.advice.iter().try_for_each(|advice| write!(f, "\n  {advice}"))
+        self.advice.iter().chain(&self.notes).try_for_each(|text| write!(f, "\n  {text}"))
     }
 }
 

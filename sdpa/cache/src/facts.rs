@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub struct CacheStats {
     /// Entries that are there now.
     pub entries: usize,
-    /// What they weigh.
+    /// Memory of those entries.
     pub weight: Weight,
     /// Lookups that found an entry, or waited for one that another thread was building.
     pub hits: u64,
@@ -29,49 +29,49 @@ pub struct CacheStats {
 /// Where the time of a build went, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BuildTime {
-    /// All of it.
+    /// The whole build.
     pub total: u64,
-    /// From the problem to a graph.
+    /// From the problem to what is compiled: a graph, a text.
     pub lower: u64,
-    /// cuDNN's list of engines.
+    /// Asking cuDNN for its engines.
     pub heuristics: u64,
-    /// Compiling what the runtime chose.
+    /// Compiling.
     pub compile: u64,
-    /// Timing of every configuration.
+    /// Running every configuration to find the fastest.
     #[serde(default)]
     pub tune: u64,
-    /// Out of a plan file.
+    /// Reading it from a plan file.
     pub load: u64,
 }
 
 /// What is known of one entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EntryFacts {
-    /// Counted from 1, in the order of builds.
+    /// The entry's number, counted from 1 in the order of builds.
     pub id: u64,
     /// The key in a few words.
     pub label: String,
-    /// When it was made: microseconds since the cache was.
+    /// When the entry was made: microseconds since the cache was made.
     pub made: u64,
-    /// How long that took.
+    /// How long the build took.
     pub built: BuildTime,
-    /// Lookups that found it.
+    /// Lookups that found the entry.
     pub hits: u64,
-    /// What it weighs.
+    /// Memory of the value.
     pub weight: Weight,
     /// What runs the entry, in a word.
     pub engine: String,
-    /// Held by somebody who does not want it dropped.
+    /// Whether a [`Pin`](crate::Pin) holds it.
     pub pinned: bool,
 }
 
-/// Why an entry went.
+/// Why an entry was dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
-    /// The bound on entries.
+    /// There were more entries than the bound.
     Entries,
-    /// The bound on bytes.
+    /// The entries had more bytes than the bound.
     Bytes,
     /// The cache was cleared.
     Cleared,
@@ -99,49 +99,49 @@ pub enum What {
     Missed {
         /// `field there ≠ asked`, of the nearest entry; empty for the first of its kind.
         nearest: Vec<String>,
-        /// It had been here, and went for this reason.
+        /// Why it was dropped, where it had been here before.
         evicted: Option<Why>,
     },
     /// A build ended.
     Built {
         /// The entry; 0 when it was not kept.
         id: u64,
-        /// Its engine.
+        /// What runs the value, in a word.
         engine: String,
-        /// Where the time went.
+        /// Where the time of the build went.
         time: BuildTime,
-        /// What it weighs.
+        /// Memory of the value.
         weight: Weight,
     },
     /// A build failed, and is tried again.
     Failed {
-        /// Why.
+        /// The error.
         error: String,
     },
-    /// There is no engine; remembered for a while.
+    /// A build ended with a refusal, which is remembered for a while.
     Unsupported {
         /// Every reason.
         error: String,
     },
-    /// An entry went.
+    /// An entry was dropped.
     Evicted {
         /// The entry.
         id: u64,
-        /// Its lookups.
+        /// Lookups that had found it.
         hits: u64,
-        /// Why.
+        /// Why it was dropped.
         why: Why,
     },
-    /// Too much of what is built has been here before.
+    /// Too much of what is built has been here before: the bounds are too small for the work.
     Thrashing {
-        /// So many of the builds,
+        /// How many of the last builds were of what had been here before.
         rebuilt: u64,
-        /// of the last so many.
+        /// How many builds that is of.
         of: u64,
     },
     /// The cache was given new bounds.
     Resized {
-        /// They.
+        /// The new bounds.
         limits: Limits,
     },
 }
@@ -153,7 +153,7 @@ pub struct CacheEvent {
     pub at: u64,
     /// The key in a few words; empty where it is about the whole cache.
     pub label: String,
-    /// Hits of the whole cache until then, as far as threads have told of them.
+    /// Hits of the whole cache until then, as far as threads have reported them.
     pub hits_so_far: u64,
     /// What happened.
     #[serde(flatten)]
@@ -163,9 +163,9 @@ pub struct CacheEvent {
 /// Everything that a cache knows of itself at one time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheSnapshot {
-    /// Of this format: 1.
+    /// The version of this format: 1.
     pub version: u32,
-    /// What the cache is of.
+    /// The name that the cache was made with.
     pub name: String,
     /// Microseconds since the cache was made.
     pub at: u64,
@@ -177,16 +177,16 @@ pub struct CacheSnapshot {
     pub entries: Vec<EntryFacts>,
     /// What happened, the latest last; older events are forgotten.
     pub events: Vec<CacheEvent>,
-    /// How many were forgotten.
+    /// How many events were forgotten.
     pub forgotten: u64,
 }
 
 /// The caches of one executor, for files: what `cargo sdpa cache report` reads.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheTrace {
-    /// The runtime that built.
+    /// The runtime that built the entries: of cuDNN, its version.
     pub cudnn: String,
-    /// The device that it was built for.
+    /// The device that they were built for.
     pub device: String,
     /// A snapshot of each cache.
     pub caches: Vec<CacheSnapshot>,

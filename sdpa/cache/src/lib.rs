@@ -1,4 +1,6 @@
-//! A bounded cache of things that are expensive to make, and that explains itself.
+#![doc = include_str!("../README.md")]
+//!
+//! # What holds
 //!
 //! - **One build per key**, however many threads ask; other keys never wait for it. A build that fails leaves no trace, but that
 //!   something is *unsupported* is remembered for a while.
@@ -51,15 +53,15 @@ use std::time::{Duration, Instant};
 use store::{Dropped, Keyed, Slot, Store};
 use sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 
-/// What a cache asks of errors of builds.
+/// What a cache asks of the errors that builds end with.
 pub trait BuildError: fmt::Display + Sized {
-    /// What is remembered.
+    /// What is remembered of an error that says there is no such thing.
     type Refusal: Clone + fmt::Display + Send + Sync;
 
-    /// That there is no such thing, which is remembered; `None`: it may go well next time.
+    /// What to remember, where the error says that there is no such thing; `None` where a later build may go well.
     fn refusal(&self) -> Option<Self::Refusal>;
 
-    /// The error that a remembered refusal is to the next caller.
+    /// The error that the next caller gets for a remembered refusal.
     fn again(refusal: Self::Refusal) -> Self;
 }
 
@@ -81,7 +83,7 @@ struct Inner<K: CacheKey, V, U> {
     next: u64,
 }
 
-/// A bounded cache with one build per key. `U` is what is remembered of refusals.
+/// A bounded cache with one build per key, for any number of threads. `U` is what is remembered of refusals: [`BuildError::Refusal`].
 #[derive(Debug)]
 pub struct PlanCache<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send + Sync + 'static, U> {
     name: String,
@@ -93,14 +95,14 @@ pub struct PlanCache<K: CacheKey + Send + Sync + 'static, V: CacheValue + Send +
     since: Instant,
 }
 
-/// Keeps an entry from being dropped.
+/// Keeps an entry in its cache for as long as this value lives: [`PlanCache::pin`].
 #[derive(Debug)]
 pub struct Pin<K, V> {
     entry: Arc<Entry<K, V>>,
 }
 
 impl<K, V: CacheValue> Pin<K, V> {
-    /// What is pinned.
+    /// The value of the entry.
     pub fn value(&self) -> &V {
         &self.entry.value
     }
@@ -150,7 +152,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         self.with(key, build, |value, there| (value.clone(), there))
     }
 
-    /// As [`PlanCache::get_or_build`]; calls `call` with the value, which stays alive until that is done.
+    /// As [`PlanCache::get_or_build`], and calls `call` with the value, which stays alive until that is done, and whether it was there.
     ///
     /// # Errors
     /// As [`PlanCache::get_or_build`].
@@ -323,10 +325,10 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
             };
             advice.extend(text.map(str::to_owned).filter(|text| !advice.contains(text)));
         }
-        Explanation { label: key.label(), state, nearest, advice }
+        Explanation { label: key.label(), state, nearest, advice, notes: Vec::new() }
     }
 
-    /// How it has been used so far.
+    /// How the cache has been used so far.
     pub fn stats(&self) -> CacheStats {
         let near = self.fronts.hits();
         let inner = lock(&self.inner);
@@ -338,7 +340,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         stats
     }
 
-    /// Everything that it knows of itself.
+    /// Everything that the cache knows of itself.
     pub fn snapshot(&self) -> CacheSnapshot {
         let stats = self.stats();
         let mut inner = lock(&self.inner);
@@ -360,7 +362,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         lock(&self.inner).store.limits()
     }
 
-    /// Sets new bounds. What does not fit goes at once, but for what is pinned.
+    /// Sets new bounds. What does not fit is dropped at once, but for what is pinned.
     pub fn resize(&self, limits: Limits) {
         let mut news = News::default();
         let mut inner = lock(&self.inner);
@@ -489,7 +491,3 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         self.ticket.wake.notify_all();
     }
 }
-
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;

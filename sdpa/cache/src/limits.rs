@@ -5,19 +5,19 @@ use std::num::NonZeroUsize;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// Memory of one value, as far as it is known.
+/// Memory of one value, in bytes, as far as it is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weight {
     /// Bytes of host memory.
     pub host: u64,
     /// Bytes of device memory: code and tables.
     pub device: u64,
-    /// Bytes of device memory that a call borrows.
+    /// Bytes of device memory that a call of the value borrows.
     pub workspace: u64,
 }
 
 impl Weight {
-    /// All of it.
+    /// All three together.
     pub fn bytes(self) -> u64 {
         self.host.saturating_add(self.device).saturating_add(self.workspace)
     }
@@ -36,7 +36,7 @@ impl AddAssign for Weight {
 pub struct Limits {
     /// Number of entries.
     pub entries: NonZeroUsize,
-    /// Sum of [`Weight::bytes`].
+    /// Sum of [`Weight::bytes`] over all entries.
     pub bytes: u64,
     /// How long *unsupported* is remembered, for as many keys as there are entries. Nothing else that fails is.
     pub refusals: Duration,

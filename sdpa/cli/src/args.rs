@@ -80,7 +80,7 @@ pub(crate) struct ProblemArgs {
     /// tokens; or input, for the --input's tensor cu_seqlens
     #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true)]
     pub(crate) cu_seqlens: Option<String>,
-    /// The same of queries, where keys have boundaries of their own
+    /// The same of queries, where keys have boundaries of their own, or lie in pages: then they are as many as the input's tensor seq_len_kv says
     #[arg(long, value_name = "0,N,...|input", allow_hyphen_values = true)]
     pub(crate) cu_seqlens_q: Option<String>,
     /// The same of keys

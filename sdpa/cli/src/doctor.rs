@@ -12,6 +12,7 @@ use cudnn_graph::{Device, Driver, Library};
 use metal_fallback::{Declined, Facts};
 use sdpa::{AttentionSpec, ExecutorName, Layout, Mask, Shape};
 use sdpa::{Dispatcher, Preference};
+use sdpa_driver::Nvrtc;
 use serde::Serialize;
 
 /// Something that is not there or does not work.
@@ -40,6 +41,7 @@ struct DeviceFacts {
 
 #[derive(Debug, Serialize)]
 struct LibraryFacts {
+    name: &'static str,
     path: String,
     version: String,
     companions: Vec<String>,
@@ -108,7 +110,7 @@ pub(crate) fn run(args: &DoctorArgs, json: bool) -> Result<Answer, Failure> {
     mistakes.finish(Some(()))?;
     let _step = Progress::new(json).spinner("looking around");
     let dispatcher = Dispatcher::new(args.places.options());
-    let executors = vec![cpu(&dispatcher), cudnn(&dispatcher, args), metal(&dispatcher)];
+    let executors = vec![cpu(&dispatcher), cuda(&dispatcher, args), cudnn(&dispatcher, args), metal(&dispatcher)];
     let findings = Findings { executors };
     let outcome = if findings.executors.iter().any(|f| f.works) { Outcome::Good } else { Outcome::NoExecutor };
     Answer::new(json, &findings, || text(&findings), outcome)
@@ -181,14 +183,16 @@ fn install_library(cuda: Option<i32>) -> String {
     format!("pip install {wheel} in the active Python environment, or name libcudnn.so.9 with --cudnn or CUDNN_GRAPH_LIBRARY")
 }
 
-fn cudnn(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
-    let mut finding = Finding::new(ExecutorName::CUDNN);
+const INSTALL_COMPILER: &str =
+    "pip install nvidia-cuda-nvrtc in the active Python environment, or name libnvrtc.so.13 with the variable SDPA_NVRTC";
+
+/// The driver and its devices; `None` without a driver.
+fn devices(finding: &mut Finding, args: &DoctorArgs) -> Option<Option<i32>> {
     let driver = match Driver::load(args.places.driver.as_deref()) {
         Ok(driver) => driver,
         Err(e) => {
             finding.lacks("driver", e, INSTALL_DRIVER);
-            finding.lacks("library", "not looked for: it cannot be loaded without a driver", install_library(None));
-            return finding;
+            return None;
         }
     };
     let cuda = driver.cuda_version().ok();
@@ -207,9 +211,37 @@ fn cudnn(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
         }
         Err(e) => finding.lacks("device", e, SHOW_DEVICE),
     }
+    Some(cuda)
+}
+
+/// Kernels of our own: they ask for the driver and the run-time compiler, and for no other library.
+fn cuda(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
+    let mut finding = Finding::new(ExecutorName::CUDA);
+    devices(&mut finding, args);
+    match Nvrtc::load(None) {
+        Ok(nvrtc) => {
+            let [major, minor] = nvrtc.version();
+            let (path, version) = (nvrtc.path().display().to_string(), format!("{major}.{minor}"));
+            finding.library = Some(LibraryFacts { name: "NVRTC", path, version, companions: Vec::new() });
+        }
+        Err(e) => finding.lacks("compiler", e, INSTALL_COMPILER),
+    }
+    if finding.missing.is_empty() {
+        finding.try_out(dispatcher, "nothing, where the compute capability is not 9.0: cudnn serves the others; else report it, please");
+    }
+    finding
+}
+
+fn cudnn(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
+    let mut finding = Finding::new(ExecutorName::CUDNN);
+    let Some(cuda) = devices(&mut finding, args) else {
+        finding.lacks("library", "not looked for: it cannot be loaded without a driver", install_library(None));
+        return finding;
+    };
     match Library::load(&args.places.options().search) {
         Ok(library) => {
             finding.library = Some(LibraryFacts {
+                name: "cuDNN",
                 path: library.path().display().to_string(),
                 version: library.version().to_string(),
                 companions: library.companions().iter().map(|p| p.display().to_string()).collect(),
@@ -258,7 +290,7 @@ fn text(findings: &Findings) -> String {
             table.row("  system", gpu.system.clone());
         }
         if let Some(library) = &finding.library {
-            table.row("  library", format!("cuDNN {}, {}", library.version, library.path));
+            table.row("  library", format!("{} {}, {}", library.name, library.version, library.path));
             table.rows("  beside it", library.companions.iter().cloned());
         }
         for missing in &finding.missing {

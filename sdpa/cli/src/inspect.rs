@@ -10,11 +10,10 @@ use crate::request::{Request, Wanted};
 use crate::table::{Table, list};
 use cudnn_graph::encode::encode;
 use cudnn_graph::{DeviceProfile, Graph, Library, Program, Version};
-use sdpa::cudnn::Pieces;
 use sdpa::cudnn::lower::{self, Form};
-use sdpa::cudnn::pieces;
 use sdpa::cudnn::plan::schedule as schedule_of;
 use sdpa::cudnn::schedule::ScheduleReport;
+use sdpa::cudnn::{Pieces, cost, pieces};
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::paged::PAGE_TABLE;
 use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Paged, Problem, Side, StatsBase, TensorSpec};
@@ -267,11 +266,11 @@ fn wrt_text(table: &mut Table, wrt: &[GradientSpec], deterministic: bool) {
 }
 
 /// Whose boundaries there are, and how many tokens.
-fn packed_text(packed: Option<&Packed>) -> Option<String> {
+fn packed_text(packed: Option<&Packed>, paged: Option<&Paged>) -> Option<String> {
     let packed = packed?;
     let side =
         |side: Side| format!("{}, {}", packed.boundaries(side), packed.total(side).map_or("any number".to_owned(), |n| n.to_string()));
-    let sides = if packed.cross { &Side::ALL[..] } else { &Side::ALL[..1] };
+    let sides = if packed.cross && paged.is_none() { &Side::ALL[..] } else { &Side::ALL[..1] };
     Some(format!("{} tokens at most", sides.iter().map(|s| side(*s)).collect::<Vec<_>>().join("; ")))
 }
 
@@ -286,7 +285,7 @@ fn spec_text(request: &Request) -> String {
     table.row("dtype", spec.dtype.name());
     table.rows("dtype of o", spec.o_dtype.map(|dtype| dtype.name().to_owned()));
     tensors(&mut table, FORWARD, [&spec.q, &spec.k, &spec.v, &spec.o]);
-    table.rows("packed", packed_text(spec.packed.as_ref()));
+    table.rows("packed", packed_text(spec.packed.as_ref(), spec.paged.as_ref()));
     table.rows("paged", paged_text(spec.paged.as_ref()));
     table.rows("score_mod", request.score_mods());
     table.rows("sink", spec.sink.then(|| "in the denominator of each query head".to_owned()));
@@ -329,13 +328,14 @@ fn problem_text(request: &Request) -> String {
     table.row("dims", format!("{} and {}", p.dim_qk(), p.dim_v()));
     let [q, k, v, o] = p.tensors();
     tensors(&mut table, FORWARD, [q, k, v, o]);
-    table.rows("packed", packed_text(p.packed()));
+    table.rows("packed", packed_text(p.packed(), p.paged()));
     table.rows("paged", paged_text(p.paged()));
     table.rows("score_mod", p.score_mod().map(lines));
     table.rows("sink", p.sink().then(|| "in the denominator of each query head".to_owned()));
     table.rows("dropout", p.dropout().map(|dropout| format!("{} of the weights", dropout.p())));
     table.row("keeps", bands_text(p.kept()));
     table.rows("and", p.kept().rest.iter().map(lines));
+    table.rows("on cudnn", cost::notes(&request.job(), Pieces::default()));
     table.rows("in pieces", pieces::worthwhile(&request.job()).into_iter().flatten().map(|part| part.piece.to_string()));
     table.rows("params", declared(request));
     table.row("stats", yes(p.stats()));

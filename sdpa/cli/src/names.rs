@@ -75,7 +75,7 @@ fn forms() -> Names<Form> {
 }
 
 fn executors() -> Names<Preference> {
-    let named = [ExecutorName::CPU, ExecutorName::CUDNN, ExecutorName::METAL]
+    let named = [ExecutorName::CPU, ExecutorName::CUDA, ExecutorName::CUDNN, ExecutorName::METAL]
         .map(|name| (PossibleValue::new(name.name()), Preference::Named(name)));
     std::iter::once((PossibleValue::new("auto"), Preference::Auto)).chain(named).collect()
 }

@@ -188,12 +188,13 @@ impl Call<'_> {
     }
 
     fn told<T>(&self, documents: Option<&Documents>, modify: Option<&dyn Modify>, call: impl FnOnce(&sdpa_oracle::Problem<'_>) -> T) -> T {
-        let spec = self.spec;
-        let mut masks: Vec<Mask<'_>> =
-            spec.masks.iter().map(|m| rules::mask(m, self.params, self.problem.extents(), has_lengths(self.problem))).collect();
-        if let Some(documents) = documents {
-            let there = |side: Side, b: i64, at: i64| documents.of(side).get(n(b)).is_some_and(|tokens| n(at) < tokens.len());
-            masks.push(Mask::Rule(Box::new(move |[b, _, q, k]| there(Side::Queries, b, q) && there(Side::Keys, b, k))));
+        let (spec, counted) = (self.spec, has_lengths(self.problem));
+        let mut masks: Vec<Mask<'_>> = spec.masks.iter().map(|m| rules::mask(m, self.params, self.problem.extents(), counted)).collect();
+        if documents.is_some() {
+            let entries: Vec<[i64; 2]> =
+                (0..self.problem.batch()).map(|b| rules::entry(self.params, b, self.problem.extents(), counted)).collect();
+            let there = move |b: i64, q: i64, k: i64| entries.get(n(b)).is_some_and(|[queries, keys]| q < *queries && k < *keys);
+            masks.push(Mask::Rule(Box::new(move |[b, _, q, k]| there(b, q, k))));
         }
         let params: Vec<Param<'_>> = self.params.iter().map(Bound::param).collect();
         // Which were judged to be pages.

@@ -112,9 +112,10 @@ struct Operands {
 }
 
 impl Operands {
-    fn find(header: &Header, layout: Option<Layout>, packed: bool, backward: bool, mistakes: &mut Mistakes) -> Operands {
+    /// `packed`: queries, and keys.
+    fn find(header: &Header, layout: Option<Layout>, [packed, keys]: [bool; 2], backward: bool, mistakes: &mut Mistakes) -> Operands {
         let place = (layout, packed);
-        let qkv = ["q", "k", "v"].map(|name| header.operand(name, "", place, mistakes));
+        let qkv = [("q", packed), ("k", keys), ("v", keys)].map(|(name, packed)| header.operand(name, "", (layout, packed), mistakes));
         let d_o = if backward { header.operand("do", ", which --backward reads", place, mistakes) } else { None };
         let stats = header.find("stats").and_then(|found| Some((FileType::of(found.dtype)?, found)));
         let forward = match (backward && header.find("o").is_some(), stats) {
@@ -151,6 +152,7 @@ impl Request {
     pub(crate) fn read(args: &ProblemArgs, wanted: &Wanted<'_>, mistakes: &mut Mistakes) -> Option<Request> {
         let gradient = wanted.gradient;
         let packed = args.cu_seqlens.is_some() || args.cu_seqlens_q.is_some() || args.cu_seqlens_kv.is_some() || args.packed.is_some();
+        let packed_keys = packed && args.paged.is_none();
         let usual = if packed || args.paged.is_some() { Layout::Bshd } else { Layout::Bhsd };
         let layout = mistakes.take("--layout", args.layout.as_deref().map_or(Ok(usual), names::layout));
         if packed && layout == Some(Layout::Sbhd) {
@@ -175,11 +177,11 @@ impl Request {
             mistakes.add("--shape", "the shape is that of the --input: give one of the two");
         }
         let header = args.input.as_deref().and_then(|path| mistakes.take(path.display(), Header::read(path)));
-        let operands = header
-            .as_ref()
-            .map(|header| Operands::find(header, layout, packed, wanted.computes && gradient.is_some_and(|g| g.backward), mistakes));
+        let operands = header.as_ref().map(|header| {
+            Operands::find(header, layout, [packed, packed_keys], wanted.computes && gradient.is_some_and(|g| g.backward), mistakes)
+        });
         let packing = Packing::read(args, header.as_ref(), mistakes);
-        let paging = Paging::read(args, packed, header.as_ref(), mistakes);
+        let paging = Paging::read(args, header.as_ref(), mistakes);
         let element = match (dtype, &header) {
             (Some(dtype), _) => dtype,
             (None, Some(header)) => {
@@ -213,7 +215,8 @@ impl Request {
             (_, _, _) => (String::new(), [None; 3]),
         };
         // Of an input of packed documents, these are extents of memory.
-        let tokens = if packed && input { [dims[0], dims[1].or(dims[2])].map(|dims| dims.map(|dims| dims[2])) } else { [None; 2] };
+        let of_keys = dims[1].or(dims[2]).filter(|_| packed_keys);
+        let tokens = if packed && input { [dims[0], of_keys].map(|dims| dims.map(|dims| dims[2])) } else { [None; 2] };
         if let ([_, Some(k), Some(v)], Some(_), true) = (dims, tokens[1], packed)
             && k[2] != v[2]
         {
@@ -222,14 +225,16 @@ impl Request {
         // Of an input of pages, those of keys are of containers.
         let container = if paging.is_some() && input { dims[1].or(dims[2]) } else { None };
         let dims = match (&packing, &paging) {
-            (Some(packing), _) if input => {
+            (packing, Some(paging)) if input => {
+                paging.judge([dims[1], dims[2]], &about, mistakes);
+                let queries = |q: [i64; 4]| packing.as_ref().map_or(Some(q), |packing| packing.dims(q, Side::Queries));
+                let q = dims[0].and_then(queries);
+                let of_entries = |container: Option<[i64; 4]>| paging.dims(container?, q.map(|q| q[0]));
+                [q, of_entries(dims[1]), of_entries(dims[2])]
+            }
+            (Some(packing), None) if input => {
                 let sides = [Side::Queries, Side::Keys, Side::Keys];
                 std::array::from_fn(|n| dims[n].and_then(|dims| packing.dims(dims, sides[n])))
-            }
-            (None, Some(paging)) if input => {
-                paging.judge([dims[1], dims[2]], &about, mistakes);
-                let of_entries = |container: Option<[i64; 4]>| paging.dims(container?, dims[0].map(|q| q[0]));
-                [dims[0], of_entries(dims[1]), of_entries(dims[2])]
             }
             (Some(_) | None, _) => dims,
         };

@@ -12,6 +12,7 @@ use crate::table::Table;
 use cudnn_graph::{DeviceProfile, Library, Target, Version};
 use sdpa::cache::CacheKey;
 use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::cost;
 use sdpa::cudnn::guard;
 use sdpa::cudnn::lower::{self, Job};
 use sdpa::cudnn::{Pieces, PlanOptions, plan};
@@ -114,6 +115,8 @@ struct Report {
     /// `None`: rules were asked, no engines.
     library: Option<String>,
     devices: Vec<OnDevice>,
+    /// What the masks cost on cuDNN.
+    notes: Vec<String>,
     cpu: Elsewhere,
     metal: Elsewhere,
 }
@@ -155,6 +158,7 @@ pub(crate) fn run(args: &SupportArgs, json: bool) -> Result<Answer, Failure> {
             Asked::Rules(_) => None,
         },
         devices,
+        notes: cost::notes(&job, Pieces::default()),
         cpu: Elsewhere::of(&CpuExecutor::default(), &job),
         metal: Elsewhere::of(&MetalExecutor::new(), &job),
     };
@@ -188,6 +192,7 @@ impl Report {
             };
             table.row(&on.device, text);
         }
+        table.rows("mask", self.notes.clone());
         table.row("cpu", self.cpu.text());
         table.row("metal", self.metal.text());
         table.render()

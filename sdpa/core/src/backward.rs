@@ -35,18 +35,18 @@ pub struct BackwardSpec {
     /// Gradient of the output, (batch, heads_q, seq_q, dim_v). Any stride may be 0, the last one too: the gradient of a sum is
     /// one number.
     pub d_o: TensorSpec,
-    /// Gradient of the queries.
+    /// Gradient of the queries, (batch, heads_q, seq_q, dim_qk).
     pub dq: TensorSpec,
-    /// Gradient of the keys.
+    /// Gradient of the keys, (batch, heads_kv, seq_kv, dim_qk).
     pub dk: TensorSpec,
-    /// Gradient of the values.
+    /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v).
     pub dv: TensorSpec,
     /// Declared parameters of the score_mods whose gradients are asked for too.
     #[serde(default)]
     pub wrt: Vec<GradientSpec>,
     /// Whether every run must give the same bits.
     pub deterministic: bool,
-    /// Element type of `d_o` where it is not that of `q`: of a pass of 8-bit floats alone, the other one. Gradients of scores are rounded to it.
+    /// Element type of `d_o` where it is not that of `q`: of a pass of 8-bit floats alone, the other 8-bit float. Gradients of scores are rounded to it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub d_o_dtype: Option<DType>,
     /// Element type of `dq`, `dk` and `dv` where it is not that of `q`: of a pass of 8-bit floats alone, the other 8-bit float, f16 or bf16.
@@ -102,21 +102,21 @@ impl BackwardSpec {
         self
     }
 
-    /// Takes `d_o` of this type: of a pass of 8-bit floats, in which `f8e5m2` reaches further.
+    /// Takes `d_o` of this type, one of the two 8-bit floats: for a pass of 8-bit floats, whose gradients often need the range of `f8e5m2`.
     #[must_use]
     pub fn with_upstream_in(mut self, dtype: DType) -> Self {
         self.d_o_dtype = Some(dtype);
         self
     }
 
-    /// Asks for `dq`, `dk` and `dv` of this type: of a pass of 8-bit floats.
+    /// Asks for `dq`, `dk` and `dv` of this type, an 8-bit float, f16 or bf16: for a pass of 8-bit floats.
     #[must_use]
     pub fn with_gradients_in(mut self, dtype: DType) -> Self {
         self.gradient_dtype = Some(dtype);
         self
     }
 
-    /// Asks for the gradient of a declared parameter too.
+    /// Asks for the gradient of the declared parameter `name` too, of this element type.
     #[must_use]
     pub fn wrt(mut self, name: &str, dtype: DType) -> Self {
         self.wrt.push(GradientSpec { name: name.to_owned(), dtype });
@@ -267,27 +267,27 @@ impl Hash for BackwardProblem {
 }
 
 impl BackwardProblem {
-    /// The attention, with stats.
+    /// The attention whose gradient this is, with `stats`.
     #[inline]
     pub fn forward(&self) -> &Problem {
         &self.forward
     }
-    /// Gradient of the output; any stride may be 0.
+    /// Gradient of the output, (batch, heads_q, seq_q, dim_v): extents, strides, alignment. Any stride may be 0.
     #[inline]
     pub fn d_o(&self) -> &TensorSpec {
         &self.d_o
     }
-    /// Gradient of the queries.
+    /// Gradient of the queries, (batch, heads_q, seq_q, dim_qk): extents, strides, alignment.
     #[inline]
     pub fn dq(&self) -> &TensorSpec {
         &self.dq
     }
-    /// Gradient of the keys.
+    /// Gradient of the keys, (batch, heads_kv, seq_kv, dim_qk): extents, strides, alignment.
     #[inline]
     pub fn dk(&self) -> &TensorSpec {
         &self.dk
     }
-    /// Gradient of the values.
+    /// Gradient of the values, (batch, heads_kv, seq_kv, dim_v): extents, strides, alignment.
     #[inline]
     pub fn dv(&self) -> &TensorSpec {
         &self.dv
@@ -324,7 +324,7 @@ impl BackwardProblem {
     pub fn wrt(&self) -> &[GradientSpec] {
         &self.wrt
     }
-    /// Those of them that score_mods declare, in the order of the gradient's roots: all but the sink.
+    /// The parameters of score_mods whose gradients are asked for, in the order of [`Gradient::wrt`]: all of [`BackwardProblem::wrt`] but the sink.
     pub fn wrt_scores(&self) -> impl Iterator<Item = &GradientSpec> + Clone {
         of_scores(&self.wrt, self.forward.sink())
     }
@@ -332,12 +332,12 @@ impl BackwardProblem {
     pub fn sink_gradient(&self) -> Option<DType> {
         self.wrt.iter().find(|g| self.forward.sink() && g.name == SINK).map(|g| g.dtype)
     }
-    /// Every declared parameter: those of the forward pass, then those that gradients by hand declare.
+    /// Every declared parameter: those of the forward pass, then those that gradients written by hand declare, and the scales of a backward pass of 8-bit floats.
     #[inline]
     pub fn params(&self) -> &[Declared] {
         &self.params
     }
-    /// Elements of the gradient of a declared parameter, dense.
+    /// How many elements the gradient of a declared parameter has, dense: 1 for a scalar, 0 for a name that is not declared.
     pub fn gradient_elements(&self, name: &str) -> i64 {
         let declared = self.params.iter().find(|p| p.name == name);
         declared.map_or(0, |p| crate::params::elements(p, self.forward.extents()))
@@ -362,7 +362,7 @@ impl BackwardProblem {
         self
     }
 
-    /// Multiplications and additions of the five matrix products over the pairs that the masks keep, for rates.
+    /// Multiplications and additions of the five matrix products, over the pairs of a query and a key that [`Problem::flops`] counts: for rates.
     pub fn flops(&self) -> f64 {
         let p = &self.forward;
         let (qk, v) = (p.dim_qk() as f64, p.dim_v() as f64);

@@ -7,7 +7,6 @@ use crate::expr::{Declared, ExprErrors, ParamKind};
 use crate::mask::{Align, Mask, ends};
 use crate::operand::Side;
 use crate::packed::Packed;
-use crate::paged::Paged;
 use crate::spec::{AttentionSpec, TensorSpec};
 
 /// Names that parameters may not have.
@@ -112,12 +111,20 @@ impl Check {
     }
 
     pub(crate) fn packed(&mut self, packed: &Packed, spec: &AttentionSpec) {
-        if !packed.cross {
+        let field = format!("packed.{}", Side::Keys.total());
+        if spec.paged.is_some() {
+            if !packed.cross {
+                self.fail("packed.cross", "false", "true beside pages: keys in pages have lengths of their own");
+            }
+            if let Some(total) = packed.total_kv {
+                self.fail(field, total, "none beside pages, of which there are paged.pages");
+            }
+        } else if !packed.cross {
             self.equal("k.dims[2] (seq_kv)", spec.k.dims[2], "q.dims[2], as boundaries are the same,", spec.q.dims[2]);
             if packed.total_kv != packed.total_q {
                 let total = |n: Option<i64>| n.map_or_else(|| "none".to_owned(), |n| n.to_string());
                 let rule = format!("total_q, which is {}, as boundaries are the same", total(packed.total_q));
-                self.fail("packed.total_kv", total(packed.total_kv), rule);
+                self.fail(field, total(packed.total_kv), rule);
             }
         }
         for side in Side::ALL {
@@ -143,13 +150,6 @@ impl Check {
     pub(crate) fn dropout(&mut self, dropout: Option<Dropout>) {
         if let Some(p) = dropout.map(Dropout::p).filter(|&p| !(p > 0.0 && p < 1.0)) {
             self.fail("dropout", p, "more than 0 and less than 1; left out for none");
-        }
-    }
-
-    pub(crate) fn paged(&mut self, paged: &Paged, spec: &AttentionSpec) {
-        self.errors.extend(paged.mistakes());
-        if spec.packed.is_some() {
-            self.fail("paged", "beside packed", "none beside packed documents: their keys lie one behind the other");
         }
     }
 

@@ -17,21 +17,21 @@ use smallvec::SmallVec;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// A declared parameter in one call.
+/// A declared parameter and its value in one call.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceParam<'a, M> {
     /// The name that it was declared by.
     pub name: &'a str,
-    /// What it is in this call.
+    /// Its value in this call.
     pub value: DeviceValue<M>,
 }
 
-/// The value of a parameter.
+/// The value of a declared parameter: a number, or the memory of a tensor.
 #[derive(Clone, Copy, Debug)]
 pub enum DeviceValue<M> {
-    /// For a scalar.
+    /// The number of a scalar.
     Scalar(f32),
-    /// For a tensor: dense, of this element type, 16-byte aligned. A truth value is a byte, 0 or 1.
+    /// The memory of a tensor: dense, of this element type, 16-byte aligned. A truth value is a byte, 0 or 1.
     Tensor(DType, M),
     /// As [`DeviceValue::Tensor`], of lengths (`seq_len_q`, `seq_len_kv`), of which the caller promises that each lies between 0 and the extent
     /// of its axis: executors that would spend something on clamping them spend nothing (cuDNN from 9.26 on). **A length that breaks the
@@ -57,7 +57,7 @@ impl<M: Copy> DeviceValue<M> {
     }
 }
 
-/// As many parameters as most calls have, without an allocation.
+/// The parameters of a call: a list that allocates nothing for up to eight of them.
 pub type DeviceParams<'a, M> = SmallVec<[DeviceParam<'a, M>; 8]>;
 
 /// The parameters of a call, with the defaults of the scalars that it does not name.
@@ -79,10 +79,10 @@ pub struct DeviceGradient<'a, M> {
     pub slice: M,
 }
 
-/// Where a largest magnitude goes.
+/// Where a call of 8-bit floats writes the largest magnitude of one tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceAmax<M> {
-    /// Which.
+    /// Of which tensor.
     pub of: Amax,
     /// One f32, 16-byte aligned.
     pub slice: M,
@@ -95,7 +95,7 @@ pub struct DeviceForward<'a, M> {
     pub q: M,
     /// Keys, strided as the problem says; of a paged problem, the container of their pages.
     pub k: M,
-    /// Values, likewise.
+    /// Values, strided as the problem says; of a paged problem, the container of their pages.
     pub v: M,
     /// Output, strided as the problem says; only elements that belong to the tensor are written.
     pub o: M,
@@ -125,19 +125,19 @@ pub struct DeviceBackward<'a, M> {
     pub k: M,
     /// Values, strided as the problem says.
     pub v: M,
-    /// Output of the forward pass.
+    /// Output of the forward pass, strided as the problem says.
     pub o: M,
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned: the forward pass's.
     pub stats: M,
-    /// Gradient of the output.
+    /// Gradient of the output, strided as the problem says.
     pub d_o: M,
-    /// Gradient of the queries; only elements that belong to the tensor are written.
+    /// Gradient of the queries, strided as the problem says; only elements that belong to the tensor are written.
     pub dq: M,
-    /// Gradient of the keys; only elements that belong to the tensor are written.
+    /// Gradient of the keys, strided as the problem says; only elements that belong to the tensor are written.
     pub dk: M,
-    /// Gradient of the values; only elements that belong to the tensor are written.
+    /// Gradient of the values, strided as the problem says; only elements that belong to the tensor are written.
     pub dv: M,
-    /// The scale of the forward pass.
+    /// Multiplies the scores: the scale of the forward pass. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters, every one, those of the forward pass.
     pub params: &'a [DeviceParam<'a, M>],
@@ -156,9 +156,9 @@ pub struct DeviceCall<'a, M> {
     pub operands: [Option<M>; Operand::ALL.len()],
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense, 16-byte aligned: written by a forward pass that is asked for it, read by the backward pass.
     pub stats: Option<M>,
-    /// Likewise, the largest score of each row: written by a forward pass that is asked for it.
+    /// As `stats`, the largest score of each row: written by a forward pass that is asked for it.
     pub row_max: Option<M>,
-    /// Likewise, the sum of exponentials of each row.
+    /// As `stats`, the sum of exponentials of each row: written by a forward pass that is asked for it.
     pub sum_exp: Option<M>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
@@ -173,12 +173,12 @@ pub struct DeviceCall<'a, M> {
 }
 
 impl<M: Copy> DeviceCall<'_, M> {
-    /// The memory of an operand.
+    /// The memory of an operand; `None` where the call has none.
     pub fn operand(&self, operand: Operand) -> Option<M> {
         self.operands[operand as usize]
     }
 
-    /// The memory of a row statistic.
+    /// The memory of a row statistic; `None` where the call has none.
     pub fn statistic(&self, statistic: Statistic) -> Option<M> {
         match statistic {
             Statistic::Stats => self.stats,

@@ -7,14 +7,16 @@ use crate::tensor::ParamValue;
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
 
-/// What the random numbers of a call begin with: one i64.
+/// The name of the declared parameter that seeds the random numbers of a call: one i64.
 pub const DROPOUT_SEED: &str = "dropout_seed";
-/// Where in their sequence a call begins: one i64. A call that is [`Problem::dropout_span`] farther on has others everywhere.
+/// The name of the declared parameter that says where in the sequence of random numbers a call begins: one i64.
+///
+/// Two calls with one seed have no number in common where their offsets are [`Problem::dropout_span`] apart.
 pub const DROPOUT_OFFSET: &str = "dropout_offset";
 
 /// Dropout of attention weights: a weight is dropped with this probability, and those that stay are multiplied by `1 / (1 − p)`.
 ///
-/// Statistics are those of the weights before. Which weights are dropped is said by two numbers of each call, the declared parameters
+/// `stats`, `row_max` and `sum_exp` are of the weights before any is dropped. Which weights are dropped is said by two numbers of each call, the declared parameters
 /// [`DROPOUT_SEED`] and [`DROPOUT_OFFSET`], and by the place of the weight, never by the executor, the layout or the masks: a backward pass that
 /// is given the numbers of its forward pass drops the same ones. See [`DropoutMask`] for which.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -24,7 +26,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// With this probability; [`AttentionSpec::validate`](crate::AttentionSpec::validate) says whether it is one.
+    /// Dropout with probability `p`. [`AttentionSpec::validate`](crate::AttentionSpec::validate) says whether `p` is more than 0 and less than 1.
     pub fn new(p: f32) -> Dropout {
         Dropout { p }
     }
@@ -34,17 +36,17 @@ impl Dropout {
         self.p
     }
 
-    /// The probability that it stays, `1 − p`.
+    /// The probability that a weight stays, `1 − p`.
     pub fn keep(self) -> f64 {
         1.0 - f64::from(self.p)
     }
 
-    /// What weights that stay are multiplied by.
+    /// What weights that stay are multiplied by: `1 / (1 − p)`.
     pub fn scale(self) -> f32 {
         (1.0 - self.p).recip()
     }
 
-    /// The largest of the 65,536 random numbers with which a weight stays; 65,536 where all do.
+    /// The largest random number with which a weight stays, `floor((1 − p)·65536)`: numbers are from 0 to 65,535.
     pub fn most(self) -> u32 {
         (self.keep() * 65536.0).floor() as u32
     }
@@ -64,10 +66,10 @@ impl Hash for Dropout {
     }
 }
 
-/// Rows and columns of the squares that the generator works in.
+/// The side of the squares of weights that the generator makes at once: 16 queries by 16 keys.
 pub const SQUARE: usize = 16;
 
-/// Which weights of a call stay.
+/// Which weights of a call stay: made by [`Problem::dropout_mask`].
 ///
 /// The generator is that of cuDNN's engines, read off what they write on an H200: Philox4x32 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*,
 /// SC 2011) with seven rounds. For a query `q` and a key `k` of a head `h` of a batch entry `b`:
@@ -114,7 +116,8 @@ impl DropoutMask {
         square[q % SQUARE] >> (k % SQUARE) & 1 == 1
     }
 
-    /// A square of 16 queries and 16 keys, the `q`th and `k`th of them: a number for each query, a bit for each key, the first the lowest.
+    /// The weights of queries `16·q` to `16·q + 15` and keys `16·k` to `16·k + 15`: a number for each query, in it a bit for each key, 1 where the weight
+    /// stays, the first key the lowest bit.
     pub fn square(&self, [batch, head, q, k]: [usize; 4]) -> [u16; SQUARE] {
         let first = self.offset.wrapping_add(32u64.wrapping_mul((batch as u64).wrapping_mul(self.heads).wrapping_add(head as u64)));
         let place = (k as u32).wrapping_mul(self.squares_q).wrapping_add(q as u32);
@@ -176,7 +179,7 @@ impl Problem {
         self.dropout().map(|dropout| DropoutMask::new(dropout, self.extents(), seed, offset))
     }
 
-    /// The same, the numbers among the values of what is declared.
+    /// Which weights stay in a call, by the seed and offset among the `values` of the parameters `declared`; `None` for a problem without dropout.
     pub fn dropout_of(&self, declared: &[Declared], values: &[ParamValue<'_>]) -> Option<DropoutMask> {
         let number = |name: &str| match values.get(declared.iter().position(|p| p.name == name)?)? {
             ParamValue::I64(numbers) => numbers.first().copied(),
@@ -190,7 +193,7 @@ impl Problem {
         self.dropout_mask(number(DROPOUT_SEED)?, number(DROPOUT_OFFSET)?)
     }
 
-    /// How far the offsets of two calls with one seed have to be apart for none of their numbers to be the same.
+    /// How far the offsets of two calls with one seed have to be apart for them to have no random number in common.
     pub fn dropout_span(&self) -> i64 {
         self.batch().saturating_mul(self.heads_q()).saturating_mul(32).saturating_add(4)
     }

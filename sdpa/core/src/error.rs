@@ -16,7 +16,7 @@ pub struct SpecError {
 }
 
 impl SpecError {
-    /// An error about `field`.
+    /// An error about `field`, which holds `value` and breaks `rule`.
     pub fn new(field: impl Into<String>, value: impl fmt::Display, rule: impl Into<String>) -> SpecError {
         SpecError { field: field.into(), value: value.to_string(), rule: rule.into() }
     }
@@ -46,11 +46,13 @@ impl std::error::Error for SpecErrors {}
 pub struct ExecutorName(&'static str);
 
 impl ExecutorName {
-    /// Fused graphs on an NVIDIA GPU.
+    /// cuDNN's fused kernels on an NVIDIA GPU.
     pub const CUDNN: ExecutorName = ExecutorName("cudnn");
-    /// Kernels on an Apple GPU.
+    /// This project's own kernels on an NVIDIA GPU, without cuDNN.
+    pub const CUDA: ExecutorName = ExecutorName("cuda");
+    /// This project's own kernels on an Apple GPU.
     pub const METAL: ExecutorName = ExecutorName("metal");
-    /// Every core of this machine.
+    /// Every core of this machine, in SIMD.
     pub const CPU: ExecutorName = ExecutorName("cpu");
 
     /// The name of another executor, in small letters.
@@ -97,7 +99,7 @@ pub enum Reason {
     /// The library was asked and refused; its own words.
     #[error("{form} form: {text}")]
     Refused {
-        /// `composite` or `unified`.
+        /// How the problem was put to the library: `composite`, attention in primitive ops, or `unified`, attention as one op.
         form: String,
         /// Every refusal, in the order of asking.
         text: String,
@@ -165,7 +167,7 @@ pub enum Error {
     /// Nobody, or another executor: this one does not run the problem.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// The environment of an executor.
+    /// The environment of an executor: a library, a driver, a device, memory.
     #[error(transparent)]
     Failed(#[from] Failure),
     /// A bug of this library: please report it.
@@ -174,7 +176,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// A failure of an executor's environment.
+    /// [`Error::Failed`], with the executor's own error.
     pub fn failed(executor: ExecutorName, source: impl std::error::Error + Send + Sync + 'static) -> Error {
         Error::Failed(Failure { executor, source: Box::new(source) })
     }

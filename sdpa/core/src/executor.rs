@@ -9,7 +9,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Something that computes attention.
+/// Something that computes attention: on one kind of hardware, through one library.
 pub trait Executor: Debug + Send + Sync {
     /// The name that callers ask for it by.
     fn name(&self) -> ExecutorName;
@@ -60,7 +60,7 @@ pub trait PreparedBackward: Debug + Send + Sync {
 /// What one call did.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
-    /// Time in the kernels alone.
+    /// Time in the kernels alone, without copies between host and device.
     pub compute: Duration,
     /// Operands that were copied first because the engines cannot read them in place.
     pub copied: Vec<&'static str>,

@@ -89,7 +89,7 @@ macro_rules! float8 {
         pub struct $name(u8);
 
         impl $name {
-            /// The element type.
+            /// The element type, as data.
             pub const DTYPE: DType = $dtype;
 
             /// The largest number.
@@ -128,7 +128,7 @@ macro_rules! float8 {
 }
 
 float8!(
-    /// An 8-bit float with 3 bits behind the point: up to 448, no infinities. For activations, weights and, in many recipes, everything.
+    /// An 8-bit float with 3 mantissa bits (OCP E4M3): up to 448, no infinities. For activations, weights and, in many recipes, everything.
     ///
     /// ```
     /// use sdpa_core::F8E4M3;
@@ -138,7 +138,7 @@ float8!(
     F8E4M3, E4M3, DType::F8E4M3, |bits| OF_E4M3[bits as usize]
 );
 float8!(
-    /// An 8-bit float with 2 bits behind the point: up to 57,344; the upper byte of an f16. For gradients, which vary more.
+    /// An 8-bit float with 2 mantissa bits (OCP E5M2): up to 57,344; the upper byte of an f16. For gradients, whose range is wider.
     ///
     /// ```
     /// use sdpa_core::F8E5M2;

@@ -1,7 +1,7 @@
-//! Attention of 8-bit floats: the numbers that scale what is narrow, and the largest magnitudes that the next ones are made of.
+//! Attention of 8-bit floats: the scales of 8-bit tensors, and the largest magnitudes that the next call's scales are made of.
 //!
-//! An 8-bit tensor stands for its elements times one number, its *descale*; what a pass makes narrow it multiplies by a *scale* first, and
-//! tells the largest magnitude from before that, its *amax*. Scales and descales are declared parameters of a problem of 8-bit floats, one f32
+//! An 8-bit tensor stands for its elements times one number, its *descale*. What a pass rounds to 8 bits it multiplies by a *scale* first, and it
+//! tells the largest magnitude from before that, the *amax*. Scales and descales are declared parameters of a problem of 8-bit floats, one f32
 //! each, in device memory for a device call; each amax is one f32 that the call has room for.
 
 use crate::dtype::DType;
@@ -12,34 +12,36 @@ use crate::tensor::ParamValue;
 use serde::Serialize;
 use std::fmt;
 
-/// A number that a tensor is multiplied by: a declared parameter of every problem of 8-bit floats that has the tensor.
+/// A number that a tensor is multiplied by, one f32: a declared parameter of every problem of 8-bit floats that has the tensor.
+///
+/// A descale multiplies 8-bit elements and gives what they stand for. A scale multiplies a result before it is rounded to 8 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Fp8Scale {
-    /// What the elements of `q` stand for, over what they are.
+    /// The descale of `q`.
     DescaleQ,
-    /// Likewise of `k`.
+    /// The descale of `k`.
     DescaleK,
-    /// Likewise of `v`.
+    /// The descale of `v`.
     DescaleV,
-    /// Likewise of the weights, which are narrow in front of the second product: one over [`Fp8Scale::ScaleS`].
+    /// The descale of the weights, which are rounded to 8 bits before they are multiplied with `v`: one over [`Fp8Scale::ScaleS`].
     DescaleS,
-    /// What weights are multiplied by before they are made narrow.
+    /// The scale of the weights.
     ScaleS,
-    /// What the output is multiplied by before it is.
+    /// The scale of the output.
     ScaleO,
-    /// What the elements of `o` stand for, over what they are: of the backward pass.
+    /// The descale of `o`, which the backward pass reads: one over [`Fp8Scale::ScaleO`] of the forward pass.
     DescaleO,
-    /// Likewise of `d_o`.
+    /// The descale of `d_o`.
     DescaleDO,
-    /// Likewise of the gradients of scores: one over [`Fp8Scale::ScaleDP`].
+    /// The descale of the gradients of scores: one over [`Fp8Scale::ScaleDP`].
     DescaleDP,
-    /// What gradients of scores, times the attention's scale, are multiplied by before they are made narrow.
+    /// The scale of the gradients of scores times `attn_scale`.
     ScaleDP,
-    /// What the gradient of queries is multiplied by before it is.
+    /// The scale of the gradient of the queries.
     ScaleDQ,
-    /// Likewise of keys.
+    /// The scale of the gradient of the keys.
     ScaleDK,
-    /// Likewise of values.
+    /// The scale of the gradient of the values.
     ScaleDV,
 }
 
@@ -82,7 +84,7 @@ impl Fp8Scale {
         }
     }
 
-    /// Those that a pass reads, in the order of its parameters.
+    /// The scales and descales that a pass reads, in the order in which its problem declares them.
     pub const fn of(direction: Direction) -> &'static [Fp8Scale] {
         match direction {
             Direction::Forward => &Fp8Scale::FORWARD,
@@ -117,16 +119,18 @@ impl fmt::Display for Fp8Scale {
     }
 }
 
-/// The largest magnitude of a tensor that a pass makes narrow, from before it is multiplied by its scale: one f32 that a call of 8-bit floats
-/// writes. What the scales of the next call are made of.
+/// The largest magnitude of a tensor that a pass rounds to 8 bits, from before it is multiplied by its scale: one f32 that a call of 8-bit floats
+/// writes.
+///
+/// The scales of a later call are made of it: [`scale_of`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Amax {
-    /// Of the weights, behind softmax and dropout.
+    /// Of the weights, after softmax and dropout.
     S,
     /// Of the output.
     O,
-    /// Of the gradients of scores, times the attention's scale.
+    /// Of the gradients of scores, times `attn_scale`.
     DP,
     /// Of the gradient of queries.
     DQ,
@@ -149,7 +153,7 @@ impl Amax {
         }
     }
 
-    /// Those that a pass of 8-bit floats tells.
+    /// The magnitudes that a pass of 8-bit floats writes.
     pub const fn of(direction: Direction) -> &'static [Amax] {
         match direction {
             Direction::Forward => &[Amax::S, Amax::O],
@@ -157,12 +161,12 @@ impl Amax {
         }
     }
 
-    /// Those that a pass over operands of this type tells.
+    /// The magnitudes that a pass over operands of this type writes: none where it is no 8-bit float.
     pub fn told(dtype: DType, direction: Direction) -> &'static [Amax] {
         if dtype.is_fp8() { Amax::of(direction) } else { &[] }
     }
 
-    /// What is wrong with a call of a pass over operands of this type that has room for these.
+    /// What is wrong with a call that has room for these magnitudes, of a pass over operands of this type.
     pub fn check(dtype: DType, direction: Direction, given: impl Iterator<Item = Amax> + Clone) -> Vec<SpecError> {
         let asked = Amax::told(dtype, direction);
         let mut errors = Vec::new();
@@ -188,12 +192,12 @@ impl fmt::Display for Amax {
     }
 }
 
-/// The scales of a call.
+/// The scales and descales of a call of 8-bit floats.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fp8Scales([f32; 13]);
 
 impl Fp8Scales {
-    /// Those among the values of what is declared; one where a pass does not declare it.
+    /// The scales and descales among the `values` of the parameters `declared`; 1 for one that the pass does not declare.
     pub fn new(declared: &[Declared], values: &[ParamValue<'_>]) -> Fp8Scales {
         let mut scales = [1.0; 13];
         for scale in Fp8Scale::FORWARD.into_iter().chain(Fp8Scale::BACKWARD) {
@@ -205,7 +209,7 @@ impl Fp8Scales {
         Fp8Scales(scales)
     }
 
-    /// One of them.
+    /// One scale or descale.
     pub fn get(&self, scale: Fp8Scale) -> f32 {
         self.0[scale as usize]
     }

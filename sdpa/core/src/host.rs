@@ -19,9 +19,9 @@ pub struct HostForward<'a> {
     pub q: Elements<'a>,
     /// Keys, strided as the problem says; of a paged problem, the container of their pages.
     pub k: Elements<'a>,
-    /// Values, likewise.
+    /// Values, strided as the problem says; of a paged problem, the container of their pages.
     pub v: Elements<'a>,
-    /// Output; only elements that belong to the tensor are written.
+    /// Output, strided as the problem says; only elements that belong to the tensor are written.
     pub o: ElementsMut<'a>,
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; there exactly when the problem asks for stats.
     pub stats: Option<&'a mut [f32]>,
@@ -46,21 +46,21 @@ pub struct HostBackward<'a> {
     pub k: Elements<'a>,
     /// Values, strided as the problem says.
     pub v: Elements<'a>,
-    /// Output of the forward pass.
+    /// Output of the forward pass, strided as the problem says.
     pub o: Elements<'a>,
-    /// Gradient of the output.
+    /// Gradient of the output, strided as the problem says.
     pub d_o: Elements<'a>,
     /// f32, (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense: the forward pass's.
     pub stats: &'a [f32],
-    /// Gradient of the queries; only elements that belong to the tensor are written.
+    /// Gradient of the queries, strided as the problem says; only elements that belong to the tensor are written.
     pub dq: ElementsMut<'a>,
-    /// Gradient of the keys.
+    /// Gradient of the keys, strided as the problem says; only elements that belong to the tensor are written.
     pub dk: ElementsMut<'a>,
-    /// Gradient of the values.
+    /// Gradient of the values, strided as the problem says; only elements that belong to the tensor are written.
     pub dv: ElementsMut<'a>,
-    /// The scale of the forward pass.
+    /// Multiplies the scores: the scale of the forward pass; finite. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters, those of the forward pass.
+    /// Values of declared parameters, those of the forward pass; a scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
     /// Gradients of declared parameters: each that the problem asks for, once.
     pub gradients: Vec<HostGradient<'a>>,
@@ -73,16 +73,16 @@ pub struct HostBackward<'a> {
 pub struct HostGradient<'a> {
     /// The name of the parameter.
     pub name: &'a str,
-    /// Dense, over the axes of the parameter; one element for a scalar.
+    /// Dense, over the axes of the parameter, of the element type that the problem asks for; one element for a scalar.
     pub data: ElementsMut<'a>,
 }
 
-/// Where a largest magnitude goes.
+/// Where a call of 8-bit floats writes the largest magnitude of one tensor.
 #[derive(Debug)]
 pub struct HostAmax<'a> {
-    /// Which.
+    /// Of which tensor.
     pub of: Amax,
-    /// The number.
+    /// Where the magnitude is written.
     pub value: &'a mut f32,
 }
 
@@ -116,15 +116,15 @@ pub struct HostCall<'a> {
     pub stats: HostStats<'a>,
     /// Where a forward pass writes the largest score of each row.
     pub row_max: Option<&'a mut [f32]>,
-    /// Where it writes the sum of exponentials of each row.
+    /// Where a forward pass writes the sum of exponentials of each row.
     pub sum_exp: Option<&'a mut [f32]>,
     /// Multiplies the scores. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters; a scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
-    /// Gradients of declared parameters.
+    /// Gradients of declared parameters: each that the problem asks for, once; none of a forward pass.
     pub gradients: Vec<HostGradient<'a>>,
-    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets.
+    /// Where a pass of 8-bit floats writes the largest magnitudes that it meets: each once. Others have none.
     pub amax: Vec<HostAmax<'a>>,
 }
 
@@ -179,7 +179,7 @@ impl Check<'_> {
         }
         self.lengths.push((operand, *tensor, len));
         let need = tensor.extent().unwrap_or(i64::MAX);
-        if self.problem.packed().is_none() && i64::try_from(len).is_ok_and(|len| len < need) {
+        if !self.problem.packs(operand.side()) && i64::try_from(len).is_ok_and(|len| len < need) {
             let pages = self.problem.paged().filter(|_| operand.side() == Side::Keys).map(|paged| format!(", for {} pages", paged.pages));
             let rule = format!("at least {need} elements{}, by its strides", pages.unwrap_or_default());
             self.errors.push(SpecError::new(format!("{operand} length"), len, rule));
@@ -223,7 +223,7 @@ fn written((operand, x): (Operand, &ElementsMut<'_>)) -> (Operand, (DType, usize
 }
 
 impl HostForward<'_> {
-    /// Checks the call against the problem; the scale to use.
+    /// Checks the call against the problem, and gives the scale to use: `attn_scale`, or `1 / √dim_qk`.
     ///
     /// # Errors
     /// Every wrong dtype, every buffer that is too short, row statistics missing or too many, parameters that are missing, unknown, doubled or of another
@@ -254,7 +254,7 @@ impl HostForward<'_> {
 }
 
 impl HostBackward<'_> {
-    /// Checks the call against the problem; the scale to use.
+    /// Checks the call against the problem, and gives the scale to use: `attn_scale`, or `1 / √dim_qk`.
     ///
     /// # Errors
     /// Every wrong dtype, every buffer that is too short, a scale that is not finite, parameters and gradients that are missing,

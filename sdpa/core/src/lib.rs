@@ -3,6 +3,9 @@
 //!
 //! No device code, no library that is loaded. Executors are crates over this one; the `sdpa` crate has them all, and everything here.
 //!
+//! Begin at [`AttentionSpec`], what a caller asks for, and [`Problem`], what an executor is given. An executor implements [`Executor`] and [`Prepared`];
+//! its calls are [`HostForward`] and [`HostBackward`]. Closures on scores are [`ScoreMod`] and [`Mask`].
+//!
 //! ```
 //! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 //!

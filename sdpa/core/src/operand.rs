@@ -9,7 +9,7 @@ use std::fmt;
 pub enum Direction {
     /// From `q`, `k` and `v` to `o` and `stats`.
     Forward,
-    /// From those and `d_o` to gradients.
+    /// From `q`, `k`, `v`, `o`, `stats` and `d_o` to gradients.
     Backward,
 }
 
@@ -35,21 +35,21 @@ impl Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operand {
-    /// Queries.
+    /// Queries, (batch, heads_q, seq_q, dim_qk).
     Q,
-    /// Keys.
+    /// Keys, (batch, heads_kv, seq_kv, dim_qk).
     K,
-    /// Values.
+    /// Values, (batch, heads_kv, seq_kv, dim_v).
     V,
-    /// Output: written by the forward pass, read by the backward pass.
+    /// Output, (batch, heads_q, seq_q, dim_v): written by the forward pass, read by the backward pass.
     O,
-    /// Gradient of the output.
+    /// Gradient of the output, shaped as it.
     DO,
-    /// Gradient of the queries.
+    /// Gradient of the queries, shaped as they are.
     DQ,
-    /// Gradient of the keys.
+    /// Gradient of the keys, shaped as they are.
     DK,
-    /// Gradient of the values.
+    /// Gradient of the values, shaped as they are.
     DV,
 }
 
@@ -83,7 +83,7 @@ impl Operand {
         }
     }
 
-    /// The names of its layout and of its alignment among the fields of a key.
+    /// The names of its layout and of its alignment among the fields of a cache's key.
     pub fn fields(self) -> [&'static str; 2] {
         match self {
             Operand::Q => ["layout of q", "alignment of q"],
@@ -109,10 +109,10 @@ pub enum Side {
 }
 
 impl Side {
-    /// Both.
+    /// Both sides.
     pub const ALL: [Side; 2] = [Side::Queries, Side::Keys];
 
-    /// The field of [`Packed`](crate::Packed) that bounds its tokens.
+    /// The name of the field of [`Packed`](crate::Packed) that bounds the tokens of this side.
     pub const fn total(self) -> &'static str {
         match self {
             Side::Queries => "total_q",

@@ -11,11 +11,12 @@ use crate::{DType, params};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// Where documents of both sides begin and end, where these are the same: i32 or i64 `[batch + 1]`, in tokens.
+/// The name of the declared parameter that says where the documents of queries and keys begin and end, where these are the same: i32 or i64
+/// `[batch + 1]`, in tokens.
 pub const CU_SEQLENS: &str = "cu_seqlens";
-/// The same of queries alone.
+/// The name of the declared parameter that says where the documents of queries begin and end, where keys have others: i32 or i64 `[batch + 1]`.
 pub const CU_SEQLENS_Q: &str = "cu_seqlens_q";
-/// The same of keys alone.
+/// The name of the declared parameter that says where the documents of keys begin and end, where queries have others: i32 or i64 `[batch + 1]`.
 pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
 
 /// Entries of a batch that are documents of their own lengths, one behind the other in `(total, heads, dim)`.
@@ -29,6 +30,9 @@ pub const CU_SEQLENS_KV: &str = "cu_seqlens_kv";
 ///
 /// Masks and score_mods see places within the document, and its number as the batch entry. Where keys have boundaries of their own, windows are aligned
 /// to the first query and key of a document, or to its last ones ([`Align::Ends`](crate::Align::Ends)). `stats` is `(total, heads_q)`.
+///
+/// Beside [pages](crate::Paged) it is the queries that are packed, and keys have lengths of their own, the declared parameter `seq_len_kv` in place of
+/// [`CU_SEQLENS_KV`]: see [`AttentionSpec::with_packed_queries`](crate::AttentionSpec::with_packed_queries).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Packed {
     /// Keys have boundaries of their own.
@@ -47,12 +51,12 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Queries and keys are of the same documents, whose tokens are at most so many in a call.
+    /// Queries and keys are of the same documents, which have at most `total` tokens together in a call; boundaries are i32.
     pub fn of(total: i64) -> Packed {
         Packed { total_q: Some(total), total_kv: Some(total), ..Packed::default() }
     }
 
-    /// The name of the boundaries of one side.
+    /// The name of the parameter with the boundaries of one side.
     pub fn boundaries(&self, side: Side) -> &'static str {
         match (self.cross, side) {
             (false, _) => CU_SEQLENS,
@@ -61,9 +65,9 @@ impl Packed {
         }
     }
 
-    /// What a packed problem declares: its boundaries.
-    pub fn declared(&self) -> Vec<Declared> {
-        let mut names = vec![self.boundaries(Side::Queries), self.boundaries(Side::Keys)];
+    /// What a packed problem declares: its boundaries, of the sides that lie packed.
+    pub(crate) fn declared(&self, sides: &[Side]) -> Vec<Declared> {
+        let mut names: Vec<&str> = sides.iter().map(|side| self.boundaries(*side)).collect();
         names.dedup();
         let dtype = if self.wide { DType::I64 } else { DType::I32 };
         let kind = ParamKind::Tensor { axes: Axes::BOUNDARIES, dtype };
@@ -79,7 +83,7 @@ impl Packed {
     }
 }
 
-/// Tokens that so many elements of a packed operand hold.
+/// How many tokens of a packed operand fit into memory of so many elements.
 pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
     let elements = i64::try_from(elements).unwrap_or(i64::MAX);
     let [_, heads, _, dim] = tensor.dims;
@@ -93,7 +97,7 @@ pub fn tokens(tensor: &TensorSpec, elements: u64) -> i64 {
     (elements - last_row).checked_div(token).map_or(most, |n| (n + 1).min(most))
 }
 
-/// What an operand of this specification takes of memory with so many tokens of its side.
+/// A packed operand as one tensor (1, heads, tokens, dim) over all documents: its extent is the memory that so many tokens take.
 pub fn memory(tensor: &TensorSpec, tokens: i64) -> TensorSpec {
     let [_, heads, _, dim] = tensor.dims;
     let mut all = TensorSpec { dims: [1, heads, tokens, dim], ..*tensor };
@@ -101,14 +105,14 @@ pub fn memory(tensor: &TensorSpec, tokens: i64) -> TensorSpec {
     all
 }
 
-/// The tokens of each document, of queries and of keys.
+/// The tokens of each document of a call, of queries and of keys; none of keys in pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Documents {
     of: [Vec<Range<usize>>; 2],
 }
 
 impl Documents {
-    /// Those of a call, or what is wrong with its boundaries. `None` for a problem that is not packed.
+    /// The documents of a call, by the boundaries among the `values` of the parameters `declared`. `None` for a problem that is not packed.
     ///
     /// # Errors
     /// Boundaries that are negative or fall, and documents that are longer than the problem says; with the first of each kind.
@@ -116,6 +120,9 @@ impl Documents {
         let Some(packed) = problem.packed() else { return Ok(None) };
         let mut errors = Vec::new();
         let of = Side::ALL.map(|side| {
+            if !problem.packs(side) {
+                return Vec::new();
+            }
             let name = packed.boundaries(side);
             let given = declared.iter().position(|p| p.name == name).and_then(|n| values.get(n));
             let most = problem.seq(side);
@@ -142,7 +149,7 @@ impl Documents {
         if errors.is_empty() { Ok(Some(Documents { of })) } else { Err(SpecErrors(errors)) }
     }
 
-    /// The tokens of each document, of one side.
+    /// The tokens of each document of one side, as ranges over all tokens of the call.
     pub fn of(&self, side: Side) -> &[Range<usize>] {
         &self.of[side as usize]
     }
@@ -167,7 +174,7 @@ pub(crate) fn check_memory(
         Err(errors) => return errors.0,
     };
     let mut errors = Vec::new();
-    for side in Side::ALL {
+    for side in Side::ALL.into_iter().filter(|side| problem.packs(*side)) {
         let (end, total) = (documents.end(side) as i64, problem.total(side));
         if end > total {
             let field = format!("parameter {}[{}]", packed.boundaries(side), problem.batch());
@@ -190,6 +197,17 @@ pub(crate) fn check_memory(
 }
 
 impl Problem {
+    /// Whether the tokens of a side lie packed.
+    pub fn packs(&self, side: Side) -> bool {
+        self.packed().is_some() && (side == Side::Queries || self.paged().is_none())
+    }
+
+    /// The parameters with boundaries that it declares.
+    pub fn boundaries(&self) -> Vec<Declared> {
+        let sides: Vec<Side> = Side::ALL.into_iter().filter(|side| self.packs(*side)).collect();
+        self.packed().map_or_else(Vec::new, |packed| packed.declared(&sides))
+    }
+
     /// The documents of a call over host memory; `None` for a problem that is not packed.
     ///
     /// # Errors
@@ -198,7 +216,7 @@ impl Problem {
         if self.packed().is_none() {
             return Ok(None);
         }
-        let boundaries: Vec<Declared> = self.packed().map_or_else(Vec::new, |packed| packed.declared());
+        let boundaries = self.boundaries();
         let given: Vec<crate::Param<'_>> = given.iter().filter(|p| boundaries.iter().any(|d| d.name == p.name)).copied().collect();
         let values = params::bind(&boundaries, self.extents(), &given)?;
         Documents::new(self, &boundaries, &values)
@@ -254,7 +272,7 @@ mod tests {
 
     #[test]
     fn boundaries_are_declared_once_where_they_are_the_same() {
-        let names = |packed: Packed| packed.declared().into_iter().map(|p| p.name).collect::<Vec<_>>();
+        let names = |packed: Packed| packed.declared(&Side::ALL).into_iter().map(|p| p.name).collect::<Vec<_>>();
         assert_eq!(names(Packed::default()), [CU_SEQLENS]);
         assert_eq!(names(Packed { cross: true, ..Packed::default() }), [CU_SEQLENS_Q, CU_SEQLENS_KV]);
         let declared = problem(Packed::default()).params().to_vec();

@@ -2,19 +2,20 @@
 
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
-use crate::expr::{Axes, Declared, ParamKind};
+use crate::expr::{Axes, Axis, Declared, ParamKind};
 use crate::mask::SEQ_LEN_KV;
 use crate::operand::{Operand, Side};
+use crate::packed::Packed;
 use crate::params;
 use crate::problem::Problem;
 use crate::spec::{AttentionSpec, Layout, Shape, TensorSpec};
 use crate::tensor::{Param, ParamValue};
 use serde::{Deserialize, Serialize};
 
-/// Where the keys of each batch entry are: i32 `[batch, ceil(seq_kv / page_size)]`, in pages.
+/// The name of the declared parameter that says where the keys of each batch entry are: i32 `[batch, ceil(seq_kv / page_size)]`, numbers of pages.
 pub const PAGE_TABLE: &str = "page_table";
 
-/// Keys and values of all batch entries share pages of as many tokens, in containers (pages, page_size, heads_kv, dim).
+/// Keys and values lie in pages of `page_size` tokens, those of all batch entries in one container each: (pages, page_size, heads_kv, dim).
 ///
 /// `k` and `v` of a paged specification have the extents that they have without pages, `seq_kv` being the most keys that a batch entry may have. Their
 /// strides are those of the containers: from page to page, from head to head, from token to token within a page. Any are legal, so pages may be
@@ -25,6 +26,8 @@ pub const PAGE_TABLE: &str = "page_table";
 /// looked at. What it holds before is judged in host memory; in device memory, what is no page of the containers stands for one that is.
 /// On cuDNN, tokens of an entry's last page that are behind its last key must be finite numbers, as padding must be: engines multiply what is there by 0.
 /// A container that begins as zeros is enough. Pages that no entry has may be anything.
+///
+/// Queries may be packed beside it ([`AttentionSpec::with_packed_queries`]): those of sequences of which some decode and some are chunks of prompts.
 ///
 /// Masks and score_mods see places in the sequence, not in the containers; [`Mask::causal_ends`](crate::Mask::causal_ends) beside the lengths is what
 /// decoding and chunked prefill mean by causal. There is no backward pass: a cache is read, not trained.
@@ -79,6 +82,12 @@ impl Paged {
         let kind = ParamKind::Tensor { axes: Axes::pages(self.page_size), dtype: DType::I32 };
         Declared { name: PAGE_TABLE.to_owned(), kind, default: None }
     }
+
+    /// What it declares besides where queries are packed, whichever masks there are: how many keys each batch entry has.
+    pub(crate) fn lengths() -> Declared {
+        let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
+        Declared { name: SEQ_LEN_KV.to_owned(), kind, default: None }
+    }
 }
 
 impl AttentionSpec {
@@ -100,9 +109,30 @@ impl AttentionSpec {
         let [k, v] = [spec.k, spec.v].map(|tensor| paged.dense(tensor.dims, Layout::Bshd));
         AttentionSpec { k, v, paged: Some(paged), ..spec }
     }
+
+    /// Packs the queries of a specification over pages: `q` and `o` are (total, heads_q, dim), the queries of sequence `n` are the tokens between two
+    /// boundaries of `cu_seqlens_q`, and it has as many keys as `seq_len_kv` says, i32 `[batch]`; both are declared parameters. `total_q` bounds the
+    /// queries of a call, all sequences together; `seq_q` is the most that one of them has.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, Mask, Paged, Shape};
+    /// // 32 sequences, of which each decodes one token or reads up to 256 of its prompt, 2,048 queries at most in one call.
+    /// let shape = Shape { batch: 32, heads_q: 32, heads_kv: 8, seq_q: 256, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
+    /// let cache = Paged { page_size: 16, pages: 2500 };
+    /// let spec = AttentionSpec::paged(DType::BF16, shape, cache).with_packed_queries(2048).mask(Mask::causal_ends());
+    /// let problem = spec.validate()?;
+    /// let names: Vec<&str> = problem.params().iter().map(|p| p.name.as_str()).collect();
+    /// assert_eq!(names, ["cu_seqlens_q", "seq_len_kv", "page_table"]);
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    #[must_use]
+    pub fn with_packed_queries(mut self, total_q: i64) -> Self {
+        self.packed = Some(Packed { cross: true, total_q: Some(total_q), ..Packed::default() });
+        self
+    }
 }
 
-/// The pages of each batch entry of a call. Those that hold keys lie within the containers.
+/// The pages of each batch entry of a call over host memory. Those that hold keys have been checked to lie within the containers.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages<'a> {
     table: &'a [i32],
@@ -112,7 +142,7 @@ pub struct Pages<'a> {
 }
 
 impl<'a> Pages<'a> {
-    /// Those of a call, or what is wrong with its table. `None` for a problem that is not paged.
+    /// The pages of a call, by the page table among the `values` of the parameters `declared`. `None` for a problem that is not paged.
     ///
     /// # Errors
     /// Pages that hold keys of an entry and are none of the containers; the first of each batch entry.
@@ -197,7 +227,7 @@ impl Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Mask, Packed, ScoreMod};
+    use crate::{Mask, ScoreMod};
 
     const CACHE: Paged = Paged { page_size: 4, pages: 7 };
 
@@ -261,9 +291,8 @@ mod tests {
     fn what_a_paged_problem_cannot_be_is_told_at_once() {
         let mut wrong = spec();
         wrong.paged = Some(Paged { page_size: 0, pages: i64::from(i32::MAX) + 1 });
-        wrong.packed = Some(Packed::default());
         wrong.k.strides[3] = 2;
-        assert_eq!(fields(&wrong), ["k.strides[3]", "k.dims[2] (seq_kv)", "paged.page_size", "paged.pages", "paged"]);
+        assert_eq!(fields(&wrong), ["k.strides[3]", "paged.page_size", "paged.pages"]);
         let mut far = spec();
         far.paged = Some(Paged { pages: i64::from(i32::MAX), ..CACHE });
         far.v.strides[0] = 1 << 32;
@@ -275,6 +304,52 @@ mod tests {
         let own: ScoreMod = "tensor page_table[batch]: i32;\nscore + f32(page_table)".parse().unwrap();
         let told = spec().score_mod(own).validate().unwrap_err().to_string();
         assert!(told.contains("parameter page_table") && told.contains("the specification's own"), "{told}");
+    }
+
+    #[test]
+    fn queries_are_packed_beside_pages_and_keys_are_not() {
+        let of = |masks: &[&str], change: fn(&mut AttentionSpec)| {
+            let mut spec = spec().with_packed_queries(5);
+            spec.masks = masks.iter().map(|mask| mask.parse().unwrap()).collect();
+            change(&mut spec);
+            spec
+        };
+        let problem = of(&[], |_| ()).validate().unwrap();
+        let names: Vec<&str> = problem.params().iter().map(|p| p.name.as_str()).collect();
+        assert_eq!(names, ["cu_seqlens_q", "seq_len_kv", "page_table"]);
+        assert_eq!(Side::ALL.map(|side| (problem.packs(side), problem.has_lengths(side))), [(true, true), (false, true)]);
+        assert_eq!((problem.kept().seq_len_q, problem.kept().seq_len_kv, problem.stats_elements()), (false, true, 5 * 4));
+        assert_eq!(problem.k(), spec().validate().unwrap().k());
+        assert_eq!(problem.in_memory(Operand::V).unwrap().extent(), Some(7 * 4 * 2 * 16));
+        // A mask may say what is there anyhow.
+        assert_eq!(of(&["tensor seq_len_kv[batch]: i32; k < seq_len_kv"], |_| ()).validate().unwrap().kept(), problem.kept());
+        assert_eq!(of(&["causal-ends"], |_| ()).validate().unwrap().ends(), Some(&crate::Ends { lower: None, upper: Some(0) }));
+        assert_ne!(of(&[], |spec| spec.packed = None).validate().unwrap(), problem);
+        // Where queries begin is no secret from expressions, and lengths have one type.
+        assert!(of(&["tensor cu_seqlens_q[batch + 1]: i32; cu_seqlens_q + q > k"], |_| ()).validate().is_ok());
+        assert_eq!(fields(&of(&["tensor seq_len_kv[head]: i32; k < seq_len_kv"], |_| ())), ["packed, parameter seq_len_kv"]);
+        assert_eq!(fields(&of(&["padding"], |_| ())), ["masks"]);
+        assert_eq!(fields(&of(&["causal-bottom-right"], |_| ())), ["masks[0].align"]);
+        assert_eq!(fields(&of(&[], |spec| spec.packed = Some(Packed::of(5)))), ["packed.cross", "packed.total_kv"]);
+    }
+
+    #[test]
+    fn lengths_and_boundaries_of_a_call_are_those_of_their_sides() {
+        let problem = spec().with_packed_queries(5).validate().unwrap();
+        let of = |cu: &[i32], lengths: &[i32]| {
+            let table: &[i32] = &[6, 0, -1, -1, -1, -1, 3, 3, 1];
+            let given = [("cu_seqlens_q", cu), (PAGE_TABLE, table), (SEQ_LEN_KV, lengths)];
+            let given = given.map(|(name, x)| Param { name, value: ParamValue::I32(x) });
+            problem.documents(&given).and_then(|documents| {
+                let pages = problem.pages(&given)?;
+                let documents = documents.unwrap();
+                Ok((Side::ALL.map(|side| documents.of(side).to_vec()), pages.unwrap().place(2, 8)))
+            })
+        };
+        let (documents, place) = of(&[1, 3, 3, 5], &[8, 0, 9]).unwrap();
+        assert_eq!((documents, place), ([vec![1..3, 3..3, 3..5], Vec::new()], Some([1, 0])));
+        assert!(of(&[1, 4, 4, 5], &[8, 0, 9]).unwrap_err().to_string().contains("at most 2 tokens of document 0"));
+        assert!(of(&[1, 3, 3, 5], &[9, 0, 9]).unwrap_err().to_string().contains("page_table[0][2]"));
     }
 
     #[test]

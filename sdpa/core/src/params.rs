@@ -48,7 +48,7 @@ impl ParamValue<'_> {
     }
 }
 
-/// How many elements the tensor of a parameter has in a problem of these extents, dense; 1 for a scalar.
+/// How many elements the tensor of a parameter has in a problem of extents (batch, heads_q, seq_q, seq_kv), dense; 1 for a scalar.
 pub fn elements(declared: &Declared, extents: [i64; 4]) -> i64 {
     match declared.kind {
         ParamKind::Scalar => 1,
@@ -63,9 +63,9 @@ pub enum Supplied {
     Scalar(f32),
     /// A dense tensor, or memory that has room for it.
     Tensor {
-        /// Of what.
+        /// Its element type.
         dtype: DType,
-        /// How many.
+        /// How many elements it has.
         elements: u64,
     },
 }
@@ -115,7 +115,7 @@ pub fn check(declared: &[Declared], extents: [i64; 4], given: &[(&str, Supplied)
     if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
 }
 
-/// Checks which gradients of parameters a call has room for against those that the problem asks for, by name.
+/// Checks which gradients of parameters a call has room for against those that the problem asks for, by name: what is missing, unknown or given twice.
 pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given: &[&str]) -> Vec<SpecError> {
     let field = |name: &str| format!("gradient of {name}");
     let mut errors = Vec::new();
@@ -131,7 +131,8 @@ pub fn check_gradients<'w>(wanted: impl Iterator<Item = &'w str> + Clone, given:
     errors
 }
 
-/// The value of each declared parameter, in their order; a scalar that is not given has its default.
+/// The value of each declared parameter, in their order, in a problem of extents (batch, heads_q, seq_q, seq_kv); a scalar that is not given has its
+/// default.
 ///
 /// # Errors
 /// Every name that is unknown, given twice or missing, every wrong type and every wrong length.

@@ -1,4 +1,4 @@
-//! A validated, normalised specification.
+//! A specification that has passed every rule, in normal form.
 
 use crate::check::Check;
 use crate::dropout::{self, Dropout};
@@ -69,9 +69,13 @@ impl Problem {
         }
         let o_dtype = check.narrow("o_dtype", spec.o_dtype, spec.dtype, &[DType::F16, DType::BF16]);
         // Where documents lie, boundaries say.
-        let tensors = [spec.q, spec.k, spec.v, spec.o].map(|t| if spec.packed.is_some() { unplaced(t) } else { t });
-        // Packed documents have no pages, which is told of below.
-        let paged = spec.paged.filter(|_| spec.packed.is_none()).map(|paged| paged.clamped());
+        let packs = |side: Side| spec.packed.is_some() && (side == Side::Queries || spec.paged.is_none());
+        let given = [spec.q, spec.k, spec.v, spec.o];
+        let tensors = Operand::FORWARD.map(|operand| {
+            let tensor = given[operand as usize];
+            if packs(operand.side()) { unplaced(tensor) } else { tensor }
+        });
+        let paged = spec.paged.map(|paged| paged.clamped());
         for (operand, tensor) in Direction::Forward.operands().iter().zip(&tensors) {
             check.extents(operand.name(), tensor);
             let dtype = if *operand == Operand::O { o_dtype.unwrap_or(spec.dtype) } else { spec.dtype };
@@ -97,7 +101,7 @@ impl Problem {
             check.packed(packed, spec);
         }
         if let Some(paged) = &spec.paged {
-            check.paged(paged, spec);
+            check.errors.extend(paged.mistakes());
         }
         check.dropout(spec.dropout);
         check.masks(&spec.masks, spec.packed.is_some_and(|packed| packed.cross));
@@ -106,12 +110,19 @@ impl Problem {
         let score_mod = check.expression("score_mods", score_mod::compose(&spec.score_mods, extents));
         let declared = check.expression("masks", Mask::All(spec.masks.clone()).trace());
         let kept = spec.packed.map_or_else(|| Kept::of(&spec.masks, extents), |p| Kept::of_documents(&spec.masks, extents, &p));
-        let kept = check.expression("masks", kept);
-        if spec.packed.is_some() && kept.as_ref().is_some_and(|kept| kept.seq_len_q || kept.seq_len_kv) {
+        let mut kept = check.expression("masks", kept);
+        if let Some(kept) = kept.as_mut().filter(|_| spec.packed.is_some() && spec.paged.is_some()) {
+            // Lengths of keys are there whether masks read them or not.
+            kept.seq_len_kv = true;
+        }
+        let own_lengths = |kept: &Kept| kept.seq_len_q || kept.seq_len_kv && packs(Side::Keys);
+        if spec.packed.is_some() && kept.as_ref().is_some_and(own_lengths) {
             check.fail("masks", "lengths of batch entries", "none beside packed documents, which have their own");
         }
         let mut params = Vec::new();
-        let boundaries = spec.packed.map_or_else(Vec::new, |packed| packed.declared());
+        let sides: Vec<Side> = Side::ALL.into_iter().filter(|side| packs(*side)).collect();
+        let mut boundaries = spec.packed.map_or_else(Vec::new, |packed| packed.declared(&sides));
+        boundaries.extend(spec.packed.and(spec.paged).map(|_| Paged::lengths()));
         for (field, trace) in [("score_mods", &score_mod), ("masks", &declared)] {
             check.params(field, trace.as_ref().map_or(&[], |t| t.params()), &mut params);
         }
@@ -136,7 +147,7 @@ impl Problem {
             dim_v,
             tensors: Operand::FORWARD.map(|operand| {
                 let tensor = tensors[operand as usize];
-                TensorSpec { dims: tensor.dims, ..normalise(lies(operand, tensor, paged), spec.packed.is_some()) }
+                TensorSpec { dims: tensor.dims, ..normalise(lies(operand, tensor, paged), packs(operand.side())) }
             }),
             packed: spec.packed,
             paged: spec.paged,
@@ -172,7 +183,7 @@ impl Problem {
     pub fn heads_q(&self) -> i64 {
         self.heads_q
     }
-    /// Key and value heads.
+    /// Number of key and value heads.
     #[inline]
     pub fn heads_kv(&self) -> i64 {
         self.heads_kv
@@ -202,22 +213,22 @@ impl Problem {
     pub fn dim_v(&self) -> i64 {
         self.dim_v
     }
-    /// Queries: extents, strides, alignment.
+    /// Queries, (batch, heads_q, seq_q, dim_qk): extents, strides, alignment.
     #[inline]
     pub fn q(&self) -> &TensorSpec {
         &self.tensors[0]
     }
-    /// Keys: extents, strides, alignment.
+    /// Keys, (batch, heads_kv, seq_kv, dim_qk): extents, strides, alignment.
     #[inline]
     pub fn k(&self) -> &TensorSpec {
         &self.tensors[1]
     }
-    /// Values: extents, strides, alignment.
+    /// Values, (batch, heads_kv, seq_kv, dim_v): extents, strides, alignment.
     #[inline]
     pub fn v(&self) -> &TensorSpec {
         &self.tensors[2]
     }
-    /// Output: extents, strides, alignment.
+    /// Output, (batch, heads_q, seq_q, dim_v): extents, strides, alignment.
     #[inline]
     pub fn o(&self) -> &TensorSpec {
         &self.tensors[3]
@@ -256,19 +267,19 @@ impl Problem {
             Side::Queries => self.kept.seq_len_q,
             Side::Keys => self.kept.seq_len_kv,
         };
-        masked || self.packed.is_some()
+        masked || self.packs(side)
     }
     /// Tokens of a side that a packed call has at most, all documents together.
     pub fn total(&self, side: Side) -> i64 {
         let all = || self.batch.saturating_mul(self.seq(side));
         self.packed.and_then(|packed| packed.total(side)).unwrap_or_else(all)
     }
-    /// What the score_mods come to: one root, f32, of the scaled score. Extents are constants in it.
+    /// All score_mods as one trace: its root, f32, is the modified score. Extents are constants in it. `None` where there is no score_mod.
     #[inline]
     pub fn score_mod(&self) -> Option<&Arc<Trace>> {
         self.score_mod.as_ref()
     }
-    /// What all masks keep together.
+    /// The keys that all masks keep together.
     #[inline]
     pub fn kept(&self) -> &Kept {
         &self.kept
@@ -288,12 +299,12 @@ impl Problem {
     pub fn sink(&self) -> bool {
         self.sink
     }
-    /// Which part of the weights is dropped at random.
+    /// Which part of the weights is dropped at random; `None` for a problem without dropout.
     #[inline]
     pub fn dropout(&self) -> Option<Dropout> {
         self.dropout
     }
-    /// (batch, heads_q, seq_q, seq_kv).
+    /// The extents (batch, heads_q, seq_q, seq_kv), over which parameters span.
     #[inline]
     pub fn extents(&self) -> [i64; 4] {
         [self.batch, self.heads_q, self.seq_q, self.seq_kv]
@@ -319,7 +330,7 @@ impl Problem {
     /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> Problem {
-        let (packed, paged) = (self.packed.is_some(), self.paged);
+        let (packed, paged) = (self.packs(operand.side()), self.paged);
         if let Some(tensor) = self.tensors.get_mut(operand as usize) {
             *tensor = TensorSpec { dims: tensor.dims, ..normalise(lies(operand, *tensor, paged).densely(), packed) };
         }

@@ -33,7 +33,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// A function of a score, or several of them one after the other.
+/// A function that modifies a score before the softmax, or several of them one after the other.
 ///
 /// Two are equal when they compute alike: the name is for people, and values of scalars are values of a call.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -73,7 +73,7 @@ impl ScoreMod {
         ScoreMod { name: name.to_owned(), stages: vec![Arc::new(trace)] }
     }
 
-    /// With a gradient written by hand in place of the derived one: a function of the gradient that comes in from behind, and
+    /// With a gradient written by hand in place of the derived one: a function of the upstream gradient (of the loss by the modified score), and
     /// of the score that went in. It may declare parameters of its own. The CPU executor compares it with the derived one in
     /// debug builds.
     ///
@@ -124,7 +124,7 @@ impl ScoreMod {
         self
     }
 
-    /// What it is called.
+    /// The name that it was given.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -200,11 +200,11 @@ fn forward(b: &mut Builder, mods: &[ScoreMod], extents: [i64; 4]) -> Vec<NodeId>
     values
 }
 
-/// The gradient of what the score_mods come to.
+/// The gradient of all score_mods of a problem, as one trace.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Gradient {
-    /// Roots: the modified score; the gradient along the scaled score; one gradient for each of `wrt`. All of the score that
-    /// goes in and of the gradient that comes in from behind.
+    /// Functions of the scaled score and of the upstream gradient. Its roots: the modified score; the gradient along the scaled score; one gradient for
+    /// each of `wrt`.
     pub trace: Trace,
     /// Names of the parameters whose gradients are asked for.
     pub wrt: Vec<String>,

@@ -5,8 +5,8 @@ use crate::expr::{Axes, Axis, Declared, ParamKind};
 use crate::problem::Problem;
 use crate::tensor::ParamValue;
 
-/// One number for each query head in the softmax's denominator: f32 `[heads_q]`, on the scale of scores that have been scaled and modified. −∞ is
-/// none.
+/// The name of the declared parameter that holds the sinks: f32 `[heads_q]`, one number for each query head in the softmax's denominator, on the
+/// scale of scores that have been scaled and modified. −∞ is no sink.
 pub const SINK: &str = "sink";
 
 /// What a problem with a sink declares.

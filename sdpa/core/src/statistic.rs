@@ -7,21 +7,22 @@ use crate::spec::{Layout, TensorSpec};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// One f32 for each row that a forward pass computes beside the output where it is asked to; all are laid out alike: (batch, heads_q, seq_q), dense, or
-/// (total, heads_q) of a packed batch.
+/// A row statistic: one f32 for each query of each head, which a forward pass computes beside the output where it is asked to.
+///
+/// All are laid out alike: (batch, heads_q, seq_q), dense, or (total, heads_q) of a packed batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Statistic {
     /// The natural logarithm of the row's sum of exponentials, which the backward pass reads: `row_max + ln(sum_exp)`.
     Stats,
-    /// The largest score.
+    /// The largest kept score of the row, scaled and modified. A sink counts as a score; −∞ where the row has neither a key nor a sink.
     RowMax,
-    /// The sum of exponentials relative to that.
+    /// The row's `Σ exp(score − row_max)`. A sink counts as a score; 0 where the row has neither a key nor a sink.
     SumExp,
 }
 
 impl Statistic {
-    /// Every one.
+    /// Every row statistic.
     pub const ALL: [Statistic; 3] = [Statistic::Stats, Statistic::RowMax, Statistic::SumExp];
 
     /// The name used in calls, files and errors.
@@ -33,7 +34,7 @@ impl Statistic {
         }
     }
 
-    /// What is wrong with a call that has memory for it, or none, for a problem that asks for it, or does not.
+    /// What is wrong with a call where `given`, that it has memory for this statistic, and `asked`, that its problem asks for it, differ.
     pub fn unlike(self, given: bool, asked: bool) -> Option<SpecError> {
         match (given, asked) {
             (true, true) | (false, false) => None,
@@ -49,7 +50,7 @@ impl fmt::Display for Statistic {
     }
 }
 
-/// What the logarithms that stats are have for a base.
+/// The base of the logarithms in `stats`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StatsBase {
@@ -111,7 +112,7 @@ impl Problem {
         let rows = if self.packed().is_some() { self.total(Side::Queries) } else { self.batch() * self.seq_q() };
         rows * self.heads_q()
     }
-    /// `stats` as a tensor of one element in each row.
+    /// `stats` as a tensor (batch, heads_q, seq_q, 1).
     pub fn stats_tensor(&self) -> TensorSpec {
         let dims = [self.batch(), self.heads_q(), self.seq_q(), 1];
         TensorSpec::dense(dims, if self.packed().is_some() { Layout::Bshd } else { Layout::Bhsd })

@@ -19,7 +19,7 @@ pub enum Elements<'a> {
     F8E5M2(&'a [F8E5M2]),
 }
 
-/// Elements of the output in host memory.
+/// Elements of an operand in host memory, to be written. Strides come from the problem.
 #[derive(Debug)]
 pub enum ElementsMut<'a> {
     /// binary32.
@@ -72,27 +72,27 @@ facts!(ElementsMut);
 /// What is bound to a declared parameter of a score_mod or mask.
 #[derive(Clone, Copy, Debug)]
 pub enum ParamValue<'a> {
-    /// For a scalar.
+    /// The number of a scalar.
     Scalar(f32),
-    /// For a tensor of f32.
+    /// The elements of a tensor of f32.
     F32(&'a [f32]),
-    /// For a tensor of f16.
+    /// The elements of a tensor of f16.
     F16(&'a [f16]),
-    /// For a tensor of bf16.
+    /// The elements of a tensor of bf16.
     BF16(&'a [bf16]),
-    /// For a tensor of i32.
+    /// The elements of a tensor of i32.
     I32(&'a [i32]),
-    /// For a tensor of i64: boundaries of packed documents, the numbers of dropout.
+    /// The elements of a tensor of i64: boundaries of packed documents, the seed and offset of dropout.
     I64(&'a [i64]),
-    /// For a tensor of truth values.
+    /// The elements of a tensor of truth values.
     Bool(&'a [bool]),
 }
 
-/// A declared parameter and what it is in one call.
+/// A declared parameter and its value in one call.
 #[derive(Clone, Copy, Debug)]
 pub struct Param<'a> {
     /// The name that it was declared by.
     pub name: &'a str,
-    /// What it is in this call.
+    /// Its value in this call.
     pub value: ParamValue<'a>,
 }

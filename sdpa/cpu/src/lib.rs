@@ -1,4 +1,6 @@
-//! Every core of this machine: blocked attention with an online softmax, f32 inside.
+#![doc = include_str!("../README.md")]
+//!
+//! # How it is cut
 //!
 //! A problem is cut into *strips* (rows of one key head) and, where strips are too few to keep every thread busy,
 //! strips into *pieces* (parts of their keys) whose sums are merged. A thread takes pieces one by one, the largest
@@ -20,7 +22,9 @@
 //! | `backward` | the gradient |
 //! | `fp8` | 8-bit floats: what is rounded inside, and around |
 //!
-//! What holds of inf and NaN: a score that a mask drops has no effect, whatever `q`, `k` and `v` hold; a NaN score
+//! # Infinities and NaN
+//!
+//! A score that a mask drops has no effect, whatever `q`, `k` and `v` hold; a NaN score
 //! that is kept makes its row NaN, in `o` and `stats`; so does a score of +inf, as inf - inf is NaN. A score of -inf
 //! that is kept weighs 0, and 0 times an inf or NaN value is NaN, as it is in a product of matrices (Metal kernels drop
 //! such a pair as a mask does). A row whose
@@ -76,7 +80,7 @@ use sdpa_core::{ElementsMut, HostForward, Param};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Runs on the threads of the rayon pool that it is called from.
+/// Attention on the CPU: on the threads of the rayon pool that it is called from.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuExecutor {
     isa: Isa,
@@ -363,7 +367,3 @@ impl<T: Element> Call<'_, T> {
         schedule::share(schedule.threads.min(merges.len()), merges.into_iter(), || (), |(), (target, parts)| output::merge(parts, target));
     }
 }
-
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;

@@ -171,7 +171,7 @@ impl Planned {
         let mut tokens = Side::ALL.map(|side| problem.total(side));
         let hold =
             |tensor: &TensorSpec, dtype: DType, slice: DeviceSlice| packed::tokens(tensor, slice.bytes * 8 / u64::from(dtype.bits()));
-        for (operand, tensor) in self.job.tensors() {
+        for (operand, tensor) in self.job.tensors().filter(|(operand, _)| problem.packs(operand.side())) {
             if let Some(slice) = call.operand(operand) {
                 let least = &mut tokens[operand.side() as usize];
                 *least = hold(&tensor, self.job.dtype_of(operand), slice).min(*least);

@@ -1,4 +1,5 @@
-//! cudarc's streams and slices for the raw tier. Slices may be views of a part (`CudaView`), which begin wherever they do.
+//! Attention over cudarc's streams and slices. Slices may be views of a part (`CudaView`), which begin at any element that is aligned as the
+//! specification says.
 //!
 //! ```no_run
 //! use cudarc::driver::CudaContext;
@@ -82,32 +83,32 @@ impl From<cudnn_graph::Error> for CudarcError {
 pub struct Param<'a> {
     /// The name that it was declared by.
     pub name: &'a str,
-    /// What it is in this call.
+    /// Its value in this call.
     pub value: Value<'a>,
 }
 
-/// The value of a parameter.
+/// The value of a declared parameter: a number, or the slice of a tensor.
 #[derive(Clone, Copy)]
 pub enum Value<'a> {
-    /// For a scalar.
+    /// The number of a scalar.
     Scalar(f32),
-    /// For a tensor of f32, dense.
+    /// A tensor of f32, dense.
     F32(&'a dyn DevicePtr<f32>),
-    /// For a tensor of f16.
+    /// A tensor of f16, dense.
     F16(&'a dyn DevicePtr<half::f16>),
-    /// For a tensor of bf16.
+    /// A tensor of bf16, dense.
     BF16(&'a dyn DevicePtr<half::bf16>),
-    /// For a tensor of i32.
+    /// A tensor of i32, dense.
     I32(&'a dyn DevicePtr<i32>),
-    /// For a tensor of i32: numbers below 2³¹, of the same bits.
+    /// A tensor of i32, dense, given as u32: numbers below 2³¹, of the same bits.
     U32(&'a dyn DevicePtr<u32>),
-    /// For a tensor of i64: boundaries of packed documents, the numbers of dropout.
+    /// A tensor of i64, dense: boundaries of packed documents, the seed and offset of dropout.
     I64(&'a dyn DevicePtr<i64>),
-    /// For a tensor of truth values: bytes, 0 or 1.
+    /// A tensor of truth values, dense: bytes, 0 or 1.
     Bool(&'a dyn DevicePtr<u8>),
 }
 
-/// One forward call.
+/// One forward call over cudarc's slices.
 pub struct Forward<'a, T> {
     /// Queries, strided as the specification says.
     pub q: &'a dyn DevicePtr<T>,
@@ -117,19 +118,19 @@ pub struct Forward<'a, T> {
     pub v: &'a dyn DevicePtr<T>,
     /// Output, strided as the specification says.
     pub o: &'a mut dyn DevicePtrMut<T>,
-    /// (batch, heads_q, seq_q); there exactly when the specification asks for stats.
+    /// (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense; there exactly when the specification asks for stats.
     pub stats: Option<&'a mut dyn DevicePtrMut<f32>>,
     /// As stats, the largest score of each row; there exactly when the specification asks for it.
     pub row_max: Option<&'a mut dyn DevicePtrMut<f32>>,
     /// As stats, the sum of exponentials of each row; there exactly when the specification asks for it.
     pub sum_exp: Option<&'a mut dyn DevicePtrMut<f32>>,
-    /// Multiplies the scores. `None`: `1 / √dim_qk`.
+    /// Multiplies the scores; positive. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
-    /// Values of declared parameters.
+    /// Values of declared parameters; a scalar that is not named here has its default.
     pub params: &'a [Param<'a>],
 }
 
-/// One backward call.
+/// One backward call over cudarc's slices.
 pub struct Backward<'a, T> {
     /// Queries, strided as the specification says.
     pub q: &'a dyn DevicePtr<T>,
@@ -137,19 +138,19 @@ pub struct Backward<'a, T> {
     pub k: &'a dyn DevicePtr<T>,
     /// Values, strided as the specification says.
     pub v: &'a dyn DevicePtr<T>,
-    /// Output of the forward pass.
+    /// Output of the forward pass, strided as the specification says.
     pub o: &'a dyn DevicePtr<T>,
-    /// (batch, heads_q, seq_q): the forward pass's.
+    /// (batch, heads_q, seq_q), or (total, heads_q) of a packed batch, dense: the forward pass's.
     pub stats: &'a dyn DevicePtr<f32>,
-    /// Gradient of the output.
+    /// Gradient of the output, strided as the specification says.
     pub d_o: &'a dyn DevicePtr<T>,
-    /// Gradient of the queries.
+    /// Gradient of the queries, strided as the specification says.
     pub dq: &'a mut dyn DevicePtrMut<T>,
-    /// Gradient of the keys.
+    /// Gradient of the keys, strided as the specification says.
     pub dk: &'a mut dyn DevicePtrMut<T>,
-    /// Gradient of the values.
+    /// Gradient of the values, strided as the specification says.
     pub dv: &'a mut dyn DevicePtrMut<T>,
-    /// The scale of the forward pass.
+    /// Multiplies the scores: the scale of the forward pass. `None`: `1 / √dim_qk`.
     pub attn_scale: Option<f32>,
     /// Values of declared parameters, those of the forward pass.
     pub params: &'a [Param<'a>],

@@ -42,6 +42,12 @@ impl sdpa_cache::BuildError for Error {
     }
 }
 
+impl From<cudnn_graph::DriverError> for Error {
+    fn from(error: cudnn_graph::DriverError) -> Error {
+        Error::Backend(error.into())
+    }
+}
+
 impl From<Error> for sdpa_core::Error {
     fn from(error: Error) -> sdpa_core::Error {
         match error {

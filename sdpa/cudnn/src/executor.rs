@@ -1,8 +1,8 @@
 //! The executor: one device, its caches of plans, and how both are set up.
 
+use crate::cost;
 use crate::error::Error;
 use crate::files;
-use crate::host::CudnnPrepared;
 use crate::lower::{Job, JobQuery};
 use crate::plan::{self, PlanOptions, Planned};
 use cudnn_graph::{Device, DeviceSlice, Driver, Library, Search, Stream, Target};
@@ -12,10 +12,11 @@ use sdpa_core::device::{DeviceExecutor, OnDevice};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
+use sdpa_nvidia::{Hosted, Told};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, OnceLock};
 
-/// The plans of one pass.
+/// A cache of plans, by the pass that they are of.
 pub type Plans = PlanCache<Job, Arc<Planned>, Unsupported>;
 
 /// How an executor is set up.
@@ -29,13 +30,13 @@ pub struct CudnnOptions {
     pub plan: PlanOptions,
     /// Bounds of the plans of forward passes that are kept.
     pub forward: Limits,
-    /// Bounds of the cache of backward passes.
+    /// Bounds of the plans of backward passes that are kept.
     pub backward: Limits,
     /// Run every configuration that cuDNN offers when plans are built on a device, and keep the fastest: builds take as many times as
     /// long as there are configurations. Plans from files are taken as they are; plans that are saved are the fastest. The variable
     /// `SDPA_AUTOTUNE=off` turns it off.
     pub tune: bool,
-    /// Lower again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
+    /// Make the graph of a pass again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
     pub recheck: bool,
 }
 
@@ -54,7 +55,7 @@ impl Default for CudnnOptions {
     }
 }
 
-/// Attention on one NVIDIA GPU.
+/// Attention on one NVIDIA GPU through cuDNN: a device, and the plans that were made for it.
 #[derive(Debug)]
 pub struct CudnnExecutor {
     pub(crate) library: &'static Library,
@@ -101,12 +102,12 @@ impl CudnnExecutor {
         self.device
     }
 
-    /// The plans of forward passes.
+    /// The cache of plans of forward passes.
     pub fn forward_cache(&self) -> &Plans {
         &self.forward
     }
 
-    /// The plans of backward passes.
+    /// The cache of plans of backward passes.
     pub fn backward_cache(&self) -> &Plans {
         &self.backward
     }
@@ -118,12 +119,12 @@ impl CudnnExecutor {
         }
     }
 
-    /// Whether the plans of a pass are there, and if not, what is nearest to it and what differs. Changes nothing.
+    /// Whether the plans of a pass are there, and if not, what is nearest to it and what differs; and what its masks cost. Changes nothing.
     pub fn explain(&self, job: &Job) -> Explanation {
-        self.cache(job).explain(job)
+        Explanation { notes: cost::notes(job, self.options.pieces), ..self.cache(job).explain(job) }
     }
 
-    /// How both caches have been used.
+    /// How the two caches have been used: that of forward passes, that of backward ones.
     pub fn cache_stats(&self) -> [CacheStats; 2] {
         [self.forward.stats(), self.backward.stats()]
     }
@@ -157,7 +158,7 @@ impl CudnnExecutor {
     /// at once they are made side by side. The flags say which were there already.
     ///
     /// # Errors
-    /// Of each pass, as [`CudnnExecutor::attention`]; one that has none does not keep the others from being made.
+    /// Of each pass, as [`CudnnExecutor::attention`]; a pass without an engine does not keep the others from being made.
     pub fn prefetch(&self, jobs: &[Job]) -> Vec<Result<bool, Error>> {
         jobs.iter().map(|job| self.plans(job).map(|(_, there)| there)).collect()
     }
@@ -246,9 +247,10 @@ impl DeviceExecutor for CudnnExecutor {
 }
 
 impl CudnnExecutor {
-    fn ready(&self, job: Job) -> Result<CudnnPrepared, Error> {
+    fn ready(&self, job: Job) -> Result<Hosted, Error> {
         let (planned, _) = self.plans(&job)?;
-        Ok(CudnnPrepared::new(self.library, job, planned, self.device.stream()?))
+        let told = Told { engine: format!("{} {}", planned.lowered.form, planned.engine), copied: planned.copied() };
+        Ok(Hosted::new(job, planned, self.device.stream()?, told, |error| Error::from(error).into()))
     }
 
     /// Whether there is an engine for a pass.

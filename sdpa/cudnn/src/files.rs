@@ -22,7 +22,7 @@ pub enum AttachError {
     /// It was made for something else.
     #[error("{0}")]
     Mismatch(Mismatch),
-    /// The library's, or the environment's.
+    /// cuDNN's error, or the environment's.
     #[error(transparent)]
     Other(#[from] Error),
 }

@@ -1,4 +1,4 @@
-//! Which problems the quirks of a runtime make wrong, and what the engines do not take at all.
+//! What is declined before cuDNN is asked: problems that a [quirk](crate::quirks) of the runtime makes wrong, and what its engines do not take at all.
 
 mod fp8;
 
@@ -34,9 +34,9 @@ fn is_backward(job: &Job) -> bool {
 fn reach(job: &Job, operand: Operand) -> i64 {
     let (dense, _) = lower::densify(job);
     let problem = job.problem();
-    let all = |tensor: &TensorSpec| match problem.packed() {
-        Some(_) => packed::memory(tensor, problem.total(operand.side())),
-        None => *tensor,
+    let all = |tensor: &TensorSpec| match problem.packs(operand.side()) {
+        true => packed::memory(tensor, problem.total(operand.side())),
+        false => *tensor,
     };
     dense.tensor(operand).and_then(|tensor| all(tensor).extent()).unwrap_or(0)
 }
@@ -93,7 +93,7 @@ fn packed_numbers(tensor: &TensorSpec) -> bool {
     })
 }
 
-/// Every known reason against running a problem on a runtime and an architecture, before the library is asked.
+/// Every known reason against running a pass on a version of cuDNN and a compute capability (`sm`: 90 for 9.0), before cuDNN is asked.
 ///
 /// With `deterministic`, decode is refused: its engines split the keys and combine the parts as they arrive, and although they
 /// do not say so in their notes, other work on the device changes the last bit (docs/threads.md).
@@ -108,12 +108,13 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     }
     if problem.packed().is_some() {
         let copied = lower::densify(job).1;
-        for (operand, tensor) in job.tensors().filter(|(operand, _)| copied.contains(operand)) {
+        let in_place = |operand: Operand| problem.packs(operand.side()) && copied.contains(&operand);
+        for (operand, tensor) in job.tensors().filter(|(operand, _)| in_place(*operand)) {
             let rule = "packed documents are read and written in place: 16-byte alignment, strides in multiples of 16 bytes";
             limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule);
         }
         for (field, longest) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
-            if longest == 1 {
+            if longest == 1 && problem.paged().is_none() {
                 let rule = "documents of one token at most are no packed batch for cuDNN's engines: (batch, heads, 1, dim) is";
                 limit(field, "1".to_owned(), rule);
             }
@@ -138,9 +139,8 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         if runtime < lower::PAGED_SINCE {
             limit("cudnn", runtime.to_string(), "pages are taken from 9.5 on");
         }
-        let kept = problem.kept();
-        if kept.seq_len_q != kept.seq_len_kv {
-            limit("masks", kept.to_string(), "beside pages cuDNN takes the lengths of queries and of keys together, or none");
+        if problem.has_lengths(Side::Queries) != problem.has_lengths(Side::Keys) {
+            limit("masks", problem.kept().to_string(), "beside pages cuDNN takes the lengths of queries and of keys together, or none");
         }
     }
     if is_backward(job) && job.deterministic() && problem.dropout().is_some() && (100..110).contains(&sm) {
@@ -159,6 +159,10 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     for statistic in [Statistic::RowMax, Statistic::SumExp].into_iter().filter(|statistic| behind && problem.computes(*statistic)) {
         let rule = "beside a sink cuDNN tells it from 9.13 on, of more than one query: other rows get their sinks behind the attention";
         limit(statistic.name(), "asked for".to_owned(), rule);
+    }
+    if behind && problem.packed().is_some() {
+        let rule = "none of packed queries of which an entry has one at most: such rows get their sinks behind the attention, where they lie dense";
+        limit("sink", "asked for".to_owned(), rule);
     }
     if problem.stats_base() == StatsBase::Two {
         if runtime < lower::BASE_TWO_SINCE {
@@ -204,7 +208,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     reasons
 }
 
-/// The scale is a value of the call, so it is checked there.
+/// Whether cuDNN's engines take a scale. It is a value of the call, so each call checks it.
 ///
 /// # Errors
 /// A scale that is not positive: the fused kernels keep the row maximum of unscaled scores, which starts at −∞, and give NaN
@@ -363,6 +367,25 @@ mod tests {
         for one in ["tensor seq_len_kv[batch]: i32; k < seq_len_kv", "tensor seq_len_q[batch]: i32; q < seq_len_q"] {
             assert_eq!(masked(one), ["masks"], "{one}");
         }
+    }
+
+    #[test]
+    fn packed_queries_have_pages_and_lengths_of_keys() {
+        let packed = |seq_q: i64, change: fn(&mut AttentionSpec)| {
+            paged(16, |s| {
+                (s.q.dims[2], s.o.dims[2]) = (seq_q, seq_q);
+                s.packed = Some(sdpa_core::Packed { cross: true, total_q: Some(40), ..sdpa_core::Packed::default() });
+                change(s);
+            })
+        };
+        for seq_q in [1, 33] {
+            assert!(packed(seq_q, |_| ()).is_empty() && packed(seq_q, |s| s.masks = vec![Mask::causal_ends()]).is_empty(), "{seq_q}");
+            // Rows get their sinks behind the attention where there is one query for each.
+            assert_eq!(packed(seq_q, |s| s.sink = true), ["sink"][..usize::from(seq_q == 1)], "{seq_q}");
+        }
+        // Neither queries nor containers are copied.
+        assert_eq!(packed(33, |s| s.q.strides[2] += 3), ["q.strides"]);
+        assert_eq!(packed(33, |s| s.v.strides[2] += 3), ["v.strides"]);
     }
 
     #[test]

@@ -1,18 +1,20 @@
-//! Attention on NVIDIA GPUs through cuDNN: one fused kernel per problem, plans kept in a bounded cache and in files.
+#![doc = include_str!("../README.md")]
 //!
-//! [`CudnnExecutor`] has two doors. [`Executor::prepare`](sdpa_core::Executor::prepare) takes host memory and is what the command line and
+//! # Two doors
+//!
+//! [`Executor::prepare`](sdpa_core::Executor::prepare) takes host memory and is what the command line and
 //! the tests use; [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own, and `cudarc` (a feature) takes
 //! cudarc's streams and slices.
 
 mod bind;
 mod call;
+pub mod cost;
 #[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
 pub mod cudarc;
 mod error;
 mod executor;
 mod files;
 pub mod guard;
-mod host;
 pub mod kernels;
 pub mod lower;
 mod named;
@@ -33,13 +35,8 @@ pub use cudnn_graph::{Buffer, Device, DeviceSlice, Error as BackendError, Handle
 pub use error::Error;
 pub use executor::{CudnnExecutor, CudnnOptions, Plans};
 pub use files::AttachError;
-pub use host::CudnnPrepared;
 pub use lower::dtype;
 pub use plan::{Pieces, PlanOptions, Planned};
 pub use raw::{DeviceBackward, DeviceCall, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
 pub use replay::Replay;
 pub use sdpa_core::device::with_defaults;
-
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;

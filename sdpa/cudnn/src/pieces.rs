@@ -8,11 +8,11 @@ use std::ops::Range;
 /// One piece of a pass.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
-    /// What it has of the whole.
+    /// The block of queries and keys, and the band over it.
     pub piece: Piece,
-    /// The pass over it alone.
+    /// The pass over the piece alone.
     pub job: Job,
-    /// Results that are written beside what other pieces have written of the same rows, and brought there.
+    /// Results of rows that another piece has written before: they are written to the workspace, and then merged or added.
     pub beside: Vec<Operand>,
 }
 
@@ -57,7 +57,8 @@ fn cut(piece: &Piece, side: Side, at: i64) -> Vec<Piece> {
     [part(start..at), part(at..end)].into_iter().flatten().collect()
 }
 
-/// A pass in pieces, where it has several that are computed by themselves: `job` is dense as engines read it.
+/// The pieces of a pass, where its mask has several and each can be computed by itself; `None` otherwise. Operands of `job` that engines cannot read in
+/// place are dense already.
 pub fn parts(job: &Job) -> Option<Vec<Part>> {
     let problem = job.problem();
     let mut pieces = problem.kept().pieces(problem.extents())?;
@@ -127,9 +128,13 @@ const BACKWARD: Model = Model { pair: 2.32, row: 861.0, merged: 21.0, launch: 20
 /// Pieces are taken where they are faster by this, so that what the model is off by makes nothing slower.
 const GAIN: f64 = 1.1;
 
-/// The pieces of a pass where they are faster than the whole, of which engines compute every tile.
+/// The pieces of a pass, where computing them one by one is faster than the whole, by a model of times that were measured; `None` otherwise.
 pub fn worthwhile(job: &Job) -> Option<Vec<Part>> {
-    let parts = parts(job)?;
+    parts(job).filter(|parts| gain(job, parts) > GAIN)
+}
+
+/// How many times as fast as the whole pieces are, by the model.
+pub(crate) fn gain(job: &Job, parts: &[Part]) -> f64 {
     let problem = job.problem();
     let Model { pair, row, merged, launch } = match job {
         Job::Forward(_) => FORWARD,
@@ -143,7 +148,7 @@ pub fn worthwhile(job: &Job) -> Option<Vec<Part>> {
         let merges = part.beside.len() as f64;
         time(part.piece.pairs(), rows) + merges * (each * merged * rows as f64 + launch)
     });
-    (whole > pieces.sum::<f64>() * GAIN).then_some(parts)
+    whole / pieces.sum::<f64>()
 }
 
 #[cfg(test)]

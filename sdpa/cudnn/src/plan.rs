@@ -20,7 +20,7 @@ use std::time::Instant;
 /// What plans of attention may look like.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct PlanOptions {
-    /// Only this form; `None`: the better one first, then the other.
+    /// How attention is put to cuDNN: this form alone; `None`: the better one first, then the other.
     pub form: Option<Form>,
     /// Which engines are asked for.
     pub policy: Policy,
@@ -35,9 +35,9 @@ pub enum Pieces {
     /// Where that is faster, by a rule that was measured.
     #[default]
     Auto,
-    /// Wherever a mask has some.
+    /// Wherever a mask has pieces.
     Always,
-    /// Nowhere.
+    /// Never: the mask is computed as a whole.
     Never,
 }
 
@@ -65,9 +65,9 @@ pub struct Planned {
     pub pieces: Vec<Attention>,
     /// Everything that a call needs and does; the attention plan is one of its steps.
     pub schedule: Schedule<Arc<Plan>>,
-    /// The tag of the attention's engine.
+    /// The tag of the attention's engine: `eng2_k24=7` is engine 2 with its knobs.
     pub engine: String,
-    /// Where the time of making it went.
+    /// Where the time of making the plans went.
     pub time: BuildTime,
     /// What the schedule's tables hold, in device memory: see [`Planned::upload_tables`].
     pub tables: Vec<Arc<Buffer>>,
@@ -120,7 +120,7 @@ impl Planned {
         Ok(Planned { job, lowered, plan, pieces, schedule, engine, time, tables, launches, kernels: None, takes, base, used })
     }
 
-    /// A plan of the attention graph, for callers that plan by themselves; what has to happen around it is planned as usual. The graph is of
+    /// Plans around a plan of the attention graph, for callers that plan that by themselves; the rest is planned as usual. The graph is of
     /// the pass with every operand as engines take it, dense where it lies otherwise.
     ///
     /// # Errors

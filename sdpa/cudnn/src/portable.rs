@@ -29,21 +29,21 @@ pub enum PayloadError {
     /// Made by a newer or older release.
     #[error("version {found}, this reads {known}")]
     Version {
-        /// What it says.
+        /// The version that the bytes name.
         found: u32,
-        /// What this reads.
+        /// The version that this release reads.
         known: u32,
     },
     /// The pass is lowered to another graph than one of its plans was made of.
     #[error("{name} was made of another graph: of another release, or for another pass")]
     Graph {
-        /// What that plan is for.
+        /// What that plan is for, in words.
         name: String,
     },
     /// Not as many plans, or not as long, as the first line says.
     #[error("{0}")]
     Plans(String),
-    /// cuDNN's own, or the lowering's.
+    /// cuDNN's error, or one of making the graphs.
     #[error(transparent)]
     Other(#[from] Error),
 }
@@ -120,12 +120,12 @@ struct Part {
     bytes: u64,
 }
 
-/// What a plan file must say to be of use here.
+/// The header of plan files that are of use with this cuDNN and this kind of device.
 pub fn header(library: &Library, profile: &DeviceProfile) -> Header {
     Header { cudnn: library.version().to_string(), profile: profile.to_string(), lowering: VERSION }
 }
 
-/// The name of the plans of a pass among all devices with the same kernels.
+/// The key of the plans of a pass in a plan file, the same on all devices with the same kernels.
 ///
 /// # Errors
 /// A bug of the lowering, the environment's.
@@ -171,7 +171,7 @@ fn bug(text: &str) -> Error {
 }
 
 impl Planned {
-    /// Every plan in one piece of bytes, compiled kernels included.
+    /// Every plan as bytes, compiled kernels included: what [`Planned::from_bytes`] reads.
     ///
     /// # Errors
     /// cuDNN's own: engines that were not compiled at run time have no JSON.
@@ -244,7 +244,7 @@ impl Planned {
 }
 
 impl Planned {
-    /// Lowers a pass again, and compares with what these plans are of: whether they may be called for it.
+    /// Makes the graphs of a pass again, and compares them with those that these plans are of: whether the plans may be called for it.
     ///
     /// # Errors
     /// [`Error::Bug`], where they are of another graph.

@@ -1,4 +1,4 @@
-//! What cuDNN's engines get wrong without a word, and what is done about it: a row for each, asked by its name.
+//! Quirks: what cuDNN's engines get wrong without a word, and what is done about it. There is a row for each, asked by its name.
 //!
 //! NVIDIA's frontend refuses some of the same regions: its refusals mark wrong answers, not only missing kernels. A row is added when a source
 //! says so or a test has seen it, and names both. `docs/lowering.md` has the table, made from this one.
@@ -17,12 +17,12 @@ pub enum Passes {
     Both,
 }
 
-/// What runtimes get wrong: one row of the table.
+/// One row of the table: what some versions of cuDNN get wrong.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// First and last version of cuDNN that has it.
+    /// First and last version of cuDNN that has the quirk.
     pub versions: (Version, Version),
-    /// Compute capabilities that have it, times ten.
+    /// Compute capabilities that have it, times ten: 90 is 9.0.
     pub sm: RangeInclusive<u32>,
     /// Which passes it concerns.
     pub passes: Passes,
@@ -32,7 +32,7 @@ pub struct Row {
     pub so: &'static str,
     /// Where it is written down, or was seen.
     pub source: &'static str,
-    /// What would find it: a test, a case of `tests/cases`, or a part of `device`.
+    /// What would find it: a test, a case of `tests/cases`, or a part of the benchmark `device`.
     pub test: &'static str,
 }
 
@@ -57,7 +57,7 @@ macro_rules! quirks {
             /// Every row of the table.
             pub const ALL: &'static [Quirk] = &[$(Quirk::$name),*];
 
-            /// What is known of it.
+            /// What is known of the quirk: its row of the table.
             pub const fn row(self) -> Row {
                 match self {
                     $(Quirk::$name => Row {

@@ -1,4 +1,6 @@
-//! The raw tier: attention over device memory that the caller answers for.
+//! Calls over raw device memory, addresses with lengths, that the caller answers for.
+//!
+//! The types are those of [`sdpa_core::device`], with [`DeviceSlice`] for memory.
 #![allow(unsafe_code)]
 
 use super::bind::Bound;
@@ -27,7 +29,7 @@ pub type DeviceBackward<'a> = device::DeviceBackward<'a, DeviceSlice>;
 pub type DeviceCall<'a> = device::DeviceCall<'a, DeviceSlice>;
 
 impl Planned {
-    /// Puts the tables of the graphs into device memory, and the kernels around them, and waits for that.
+    /// Puts the tables that graphs read into device memory, loads the kernels that run around them, and waits for that. Calls need it first.
     ///
     /// # Errors
     /// The environment's.

@@ -8,7 +8,9 @@ use cudnn_graph::{Buffer, Captured, DeviceSlice, Stream};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// One pass on one stream, captured when it is first called and again whenever an address or a number has changed: a graph has both
+/// A pass on one stream that is captured into a CUDA graph and launched again and again, at the cost of one launch.
+///
+/// It is captured when it is first called, and again whenever an address or a number has changed: a graph has both
 /// baked in, the numbers that cuDNN reads from host memory too.
 ///
 /// Launches of a captured call follow one another on its stream; what it needs (plans, workspace) lives as long as they do, also where
@@ -31,7 +33,7 @@ pub struct Replay {
 type Baked = SmallVec<[u64; 32]>;
 
 impl Replay {
-    /// Of one of the cache's plans, for calls on `stream`.
+    /// A replay of plans from [`CudnnExecutor::attention`](crate::CudnnExecutor::attention), for calls on `stream`. Nothing is captured yet.
     ///
     /// # Errors
     /// The driver's own, out of memory for the workspace above all.
@@ -52,7 +54,7 @@ impl Replay {
         self.captures
     }
 
-    /// Kernels, copies and whatever else the captured call is made of.
+    /// How many kernels, copies and other nodes the captured call has; `None` before the first call.
     pub fn captured_nodes(&self) -> Option<usize> {
         self.captured.as_ref().map(Captured::nodes)
     }

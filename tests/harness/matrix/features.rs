@@ -65,7 +65,8 @@ pub(super) fn features(spec: &Spec) -> [String; AXES.len()] {
 fn page_feature(spec: &AttentionSpec) -> String {
     let Some(paged) = spec.paged else { return "none".to_owned() };
     let [_, head, token, _] = spec.k.strides;
-    format!("of {}{}", paged.page_size, if head > token { ", head-major" } else { "" })
+    let packs = if spec.packed.is_some() { ", packed queries" } else { "" };
+    format!("of {}{}{packs}", paged.page_size, if head > token { ", head-major" } else { "" })
 }
 
 /// Of a paged cache, what there is beside lengths of entries, and whether there are such.
@@ -135,7 +136,7 @@ pub(super) fn mask_feature(masks: &[Mask]) -> String {
 }
 
 fn boundary_feature(spec: &AttentionSpec) -> &'static str {
-    match spec.packed {
+    match spec.packed.filter(|_| spec.paged.is_none()) {
         None => "none",
         Some(Packed { cross: false, .. }) => "of both sides",
         Some(Packed { cross: true, .. }) => "of each side",

@@ -2,7 +2,7 @@
 
 /// Rows that are compiled on every run, in whichever form is taken: every kind of mask, lengths, heads, dims, strides and score_mods
 /// that is lowered differently.
-pub const SAMPLE: [&str; 36] = [
+pub const SAMPLE: [&str; 37] = [
     "case plain",
     "case gqa_causal",
     "case gqa_chunked_prefill",
@@ -30,6 +30,7 @@ pub const SAMPLE: [&str; 36] = [
     "paged, of 16; score_mod none; causal, bottom right, beside lengths; more keys than queries; MQA; dims 128; without a sink; with stats; f16",
     "paged, of 48; score_mod none; padding; more keys than queries; GQA; dims 128; without a sink; with stats; f16",
     "paged, of 48; score_mod none; causal, bottom right, beside lengths; decode; GQA; dims 128; without a sink; with stats; bf16",
+    "paged, of 128, packed queries; score_mod none; window, at the ends; more keys than queries; GQA; dims 128; without a sink; with stats; f16",
     "softcap:30; causal; forward",
     "softcap:30; causal; backward",
     "alibi; causal; backward",

@@ -6,9 +6,10 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 
 /// The files of kernels and what they are made of.
-pub const FILES: [&str; 19] = [
+pub const FILES: [&str; 20] = [
     "softmax",
     "span",
+    "pages",
     "keys",
     "scores",
     "weights",
@@ -27,6 +28,16 @@ pub const FILES: [&str; 19] = [
     "sum",
     "sink",
 ];
+
+/// The name of a file, and where it is: functions of expressions are those of every GPU.
+fn named(file: &str) -> (String, std::path::PathBuf) {
+    let (name, folder) = match file {
+        "expression" => ("expression.inc".to_owned(), "sdpa/emit"),
+        _ => (format!("{file}.metal"), "metal-fallback/kernels"),
+    };
+    let path = repository(folder).join(&name);
+    (name, path)
+}
 
 /// What a rule replaces, and by what. Operators stand between spaces, as templates and pointers do not.
 const OPERATORS: [(&str, &str); 18] = [
@@ -75,7 +86,7 @@ pub struct Generated {
 impl Generated {
     /// In a line.
     pub fn told(&self) -> String {
-        format!("{}.metal:{}: {} => {}", self.file, self.line, self.change[0], self.change[1])
+        format!("{}:{}: {} => {}", named(self.file).0, self.line, self.change[0], self.change[1])
     }
 }
 
@@ -206,7 +217,7 @@ fn bounds(line: &str, all: &mut Vec<String>) {
 /// # Errors
 /// A file that cannot be read.
 pub fn of(file: &'static str) -> Result<Vec<Generated>, String> {
-    let path = repository("metal-fallback/kernels").join(format!("{file}.metal"));
+    let (_, path) = named(file);
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     let lines: Vec<&str> = text.lines().collect();
     let mut all: Vec<Generated> = Vec::new();
@@ -276,10 +287,10 @@ pub fn equivalents(all: &[Generated]) -> Result<Vec<Equivalent>, String> {
     let list: List = toml::from_str(include_str!("../../metal/equivalent.toml")).map_err(|e| e.to_string())?;
     for one in &list.equivalent {
         if one.why.trim().is_empty() {
-            return Err(format!("{}.metal: {}: equivalent, without a reason", one.file, one.from));
+            return Err(format!("{}: {}: equivalent, without a reason", named(&one.file).0, one.from));
         }
         if !all.iter().any(|fault| one.is(fault)) {
-            return Err(format!("{}.metal: no rule makes {} of {}", one.file, one.to, one.from));
+            return Err(format!("{}: no rule makes {} of {}", named(&one.file).0, one.to, one.from));
         }
     }
     Ok(list.equivalent)

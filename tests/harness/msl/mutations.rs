@@ -123,7 +123,7 @@ pub const VECTOR: &[Mutation] = &[
     mutation("elements past the dim are read", "at < DIM ? float(from[at * step]) : 0.0f", "float(from[at * step])"),
     mutation("elements past the dim are told", "if (at < DIM) {\n            rows[", "{\n            rows["),
     mutation("the mark of what is dropped counts as its weight", "if (!(weight < 0.0f)) {", "{"),
-    mutation("every thread writes stats", "if (thread_index == 0) {\n                stats", "{\n                stats"),
+    mutation("every thread writes stats", "if (thread_index == 0) {\n#if WITH_STATS", "{\n#if WITH_STATS"),
     mutation("every lane tells its maximum", "if (lane == 0) {\n        UNROLL", "{\n        UNROLL"),
 ];
 
@@ -285,14 +285,14 @@ pub const PACKED: &[Mutation] = &[
     mutation("keys of the longest document", "#define KEYS_LEFT span_k.rows", "#define KEYS_LEFT max(span_k.rows, params.seq_kv)"),
     mutation("stats of the first document", "span_q.begin * params.stats_strides[0] + ", ""),
     mutation("stats in the place of a batch entry", "+ query * params.stats_strides[2]", "+ query"),
-    mutation("keys where queries begin", "k + span_k.begin * params.k_strides[0]", "k + span_q.begin * params.k_strides[0]"),
-    mutation("values where queries begin", "v + span_k.begin * params.v_strides[0]", "v + span_q.begin * params.v_strides[0]"),
     mutation("queries where keys begin", "q + span_q.begin * params.q_strides[0]", "q + span_k.begin * params.q_strides[0]"),
 ];
 
 /// The same of those of a forward pass.
-pub const PACKED_FORWARD: &[Mutation] =
-    &[mutation("outputs at the document's number", "o + span_q.begin * params.o_strides[0]", "o + batch * params.o_strides[0]")];
+pub const PACKED_FORWARD: &[Mutation] = &[
+    mutation("outputs at the document's number", "o + span_q.begin * params.o_strides[0]", "o + batch * params.o_strides[0]"),
+    mutation("keys and values where queries begin", "operand + span_k.begin * strides[0]", "operand + span_q.begin * strides[0]"),
+];
 
 /// Of the kernel with tiles.
 pub const PACKED_TILED: &[Mutation] = &[
@@ -312,6 +312,8 @@ pub const PACKED_PARTS: &[Mutation] = &[
 
 /// Of a backward pass.
 pub const PACKED_BACKWARD: &[Mutation] = &[
+    mutation("keys where queries begin", "k + span_k.begin * params.k_strides[0]", "k + span_q.begin * params.k_strides[0]"),
+    mutation("values where queries begin", "v + span_k.begin * params.v_strides[0]", "v + span_q.begin * params.v_strides[0]"),
     mutation("dq at the document's number", "dq + span_q.begin * params.dq_strides[0]", "dq + batch * params.dq_strides[0]"),
     mutation("dk where queries begin", "dk + span_k.begin * params.dk_strides[0]", "dk + span_q.begin * params.dk_strides[0]"),
     mutation("dv where queries begin", "dv + span_k.begin * params.dv_strides[0]", "dv + span_q.begin * params.dv_strides[0]"),
@@ -426,6 +428,57 @@ pub const SINK_PARTS: &[Mutation] = &[
         "    float other_max = row_max;\n    add_sink(other_max, row_sum, sinks[head]);",
     ),
 ];
+
+/// Faults of keys and values in pages.
+pub const PAGES: &[Mutation] = &[
+    mutation("the page of another key", "rows.pages[key / PAGE_TOKENS]", "rows.pages[key / PAGE_TOKENS * 0]"),
+    mutation("another token of the page", "key % PAGE_TOKENS * rows.stride", "key % (PAGE_TOKENS - 1) * rows.stride"),
+    mutation("pages one row apart", "page * rows.page", "page * rows.stride"),
+    mutation("the pages of the first entry", "long(batch) * PAGES_OF_ENTRY", "0L"),
+    mutation(
+        "heads of another key head",
+        "KeyRows{operand + head_kv * strides[1], strides[2], page_table",
+        "KeyRows{operand + head_kv / 2 * strides[1], strides[2], page_table",
+    ),
+];
+
+/// Faults of page tables that hold anything.
+pub const TABLES: &[Mutation] = &[
+    mutation("a page before the first", "rows.pages[key / PAGE_TOKENS], 0, PAGES - 1)", "rows.pages[key / PAGE_TOKENS], -1, PAGES - 1)"),
+    mutation("a page behind the last", "rows.pages[key / PAGE_TOKENS], 0, PAGES - 1)", "rows.pages[key / PAGE_TOKENS], 0, PAGES)"),
+];
+
+/// Faults of row maxima and sums of exponentials.
+pub const STATISTICS: &[Mutation] = &[
+    mutation("a maximum in powers of two", "row_sum : row_max * LN_2", "row_sum : row_max"),
+    mutation(
+        "the maximum of a row without keys is a number",
+        "as_type<float>(0xff800000u);\n    }\n    return is_odd",
+        "LOWEST;\n    }\n    return is_odd",
+    ),
+];
+
+/// The same of the kernels that finish rows, each by itself.
+pub const STATISTICS_TILED: &[Mutation] = &[
+    mutation("the sum in place of the maximum", "row_maxima[place] = row_max_of(row_max, row_sum);", "row_maxima[place] = row_sum;"),
+    mutation("the logarithm of the sum", "row_sums[place] = row_sum;", "row_sums[place] = log2(row_sum);"),
+];
+
+/// The same of the vector kernel.
+pub const STATISTICS_VECTOR: &[Mutation] = &[
+    mutation("the maximum of one simdgroup", "row_max_of(total_max, total)", "row_max_of(row_max[r], total)"),
+    mutation("the sum of one simdgroup", "row_sums[place] = total;", "row_sums[place] = row_sum[r];"),
+];
+
+/// The same of the kernel that merges.
+pub const STATISTICS_PARTS: &[Mutation] = &[
+    mutation("the maximum of the first part", "row_max_of(row_max, row_sum)", "row_max_of(own_sums[0], row_sum)"),
+    mutation("the sum of the first part", "row_sums[place] = row_sum;", "row_sums[place] = own_sums[1];"),
+];
+
+/// Faults of rows with scores that are no numbers.
+pub const STATISTICS_ODD: &[Mutation] =
+    &[mutation("a maximum passes NaN over", "is_odd(row_sum) ? row_sum : row_max * LN_2", "row_max * LN_2")];
 
 /// Faults of the kernel for the gradient of sinks.
 pub const SINK_GRADIENT: &[Mutation] = &[

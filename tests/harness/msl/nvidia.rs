@@ -1,7 +1,7 @@
 //! Plans as kernels of NVIDIA GPUs: the same MSL, with another library before it and a kernel of CUDA's that calls it.
 
-use crate::nvrtc::Nvrtc;
 use metal_fallback::Plan;
+use sdpa_driver::Nvrtc;
 use std::fmt::Write;
 
 /// The function that is launched.
@@ -66,5 +66,6 @@ pub fn source(plan: &Plan) -> String {
 /// What the compiler says.
 pub fn compile(nvrtc: &Nvrtc, plan: &Plan, architecture: &str) -> Result<Vec<u8>, String> {
     let options: Vec<&str> = OPTIONS.into_iter().chain(["--generate-line-info"]).collect();
-    nvrtc.compile(&source(plan), architecture, &options).map_err(|e| format!("{}: {e}", plan.entry))
+    let made = nvrtc.compile(&source(plan), architecture, &options);
+    made.map(|made| made.code).map_err(|e| format!("{}: {e}", plan.entry))
 }

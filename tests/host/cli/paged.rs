@@ -13,6 +13,8 @@ fn random_pages_are_right_in_every_layout() {
         "--shape 3,4,2,5,100,16,24 --paged 7 --layout bhsd --dtype f32 --score-mod alibi --mask causal-bottom-right",
         "--shape 3,8,2,1,1000,64 --paged 16 --pages 9 --mask padding --dtype f16",
         "--shape 2,4,1,3,100,16 --paged 200 --layout sbhd --bias --pages 11",
+        "--shape 4,4,2,7,100,16 --paged 16 --cu-seqlens-q 0,1,8,8,13 --mask causal-ends --stats",
+        "--shape 3,4,2,9,100,16,24 --paged 7 --cu-seqlens-q 2,11,12,20 --layout bhsd --dtype f32 --score-mod alibi --mask window:9,0:ends --sink",
     ] {
         let out = sdpa(words(&format!("run {options} --check --json --executor cpu")));
         assert_eq!(code(&out), 0, "{options}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
@@ -140,7 +142,14 @@ fn every_mistake_in_pages_is_told_with_the_others() {
         ("", "--paged 9223372036854775807 --pages 9223372036854775807", &["--paged: 9223372036854775807", "--pages: 9223372036854775807"]),
         ("", "--paged 2147483647 --pages 2147483647", &["k.strides", "v.strides"]),
         ("", "--pages 3 --page-table T", &["--pages: is for --paged", "--page-table: is for --paged"]),
-        ("", "--paged 16 --cu-seqlens 0,5,7", &["--paged: is not for packed documents"]),
+        ("", "--paged 16 --cu-seqlens 0,5,7", &["--cu-seqlens: is not for --paged: --cu-seqlens-q packs queries"]),
+        ("", "--paged 16 --cu-seqlens-kv 0,5,7 --pages x", &["--cu-seqlens-kv: is not for --paged", "--pages"]),
+        (
+            "",
+            "--paged 16 --cu-seqlens-q 0,8,7 --mask padding",
+            &["at most 7 tokens of document 0", "lengths of batch entries: none beside packed"],
+        ),
+        ("0 1 x", "--paged 40 --page-table T --cu-seqlens-q 0,5,4", &["\"x\" is no i32", "boundaries never fall"]),
         ("", "--paged 16 --page-table T", &["has no line with numbers of pages"]),
         ("", "--paged 16 --page-table /nowhere/table.txt", &["--page-table /nowhere/table.txt: cannot be read"]),
         ("0 1 x\n2 99999999999", "--paged 40 --page-table T", &["\"x\", \"99999999999\" are no i32"]),

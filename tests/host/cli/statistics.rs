@@ -30,9 +30,9 @@ fn they_are_checked_where_they_are_asked_for() {
     assert_eq!((code(&out), json(&out)["check"]["passed"].as_bool()), (0, Some(true)), "{}", stdout(&out));
     let out = sdpa(words("run --shape 1,2,1,9,30,16 --stats-base-2 --backward --executor cpu"));
     assert!(code(&out) != 0 && String::from_utf8_lossy(&out.stderr).contains("natural"), "{}", String::from_utf8_lossy(&out.stderr));
-    let out = sdpa(words("run --shape 1,1,1,3,3,8 --row-max --executor metal"));
+    let out = sdpa(words("run --shape 1,1,1,3,3,8 --stats-base-2 --executor metal"));
     assert_eq!(code(&out), 3, "{}", stdout(&out));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("row_max"), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("stats_base"), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
 #[test]

@@ -47,7 +47,31 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
     );
     assert_eq!(documents["metal"]["taken"], true);
     let pages = of(&format!("--shape 4,8,2,100,100,64 --paged 16 --device a100 {NOWHERE}"));
-    assert_eq!((&pages["cpu"]["taken"], &pages["metal"]["taken"]), (&true.into(), &false.into()));
+    assert_eq!((&pages["cpu"]["taken"], &pages["metal"]["taken"]), (&true.into(), &true.into()));
+    // Rows that get sinks behind the attention lie dense.
+    let decode = of(&format!("--shape 3,8,2,1,100,64 --paged 16 --cu-seqlens-q 0,1,1,2 --sink --device h200 {NOWHERE}"));
+    assert!(decode["metal"]["reasons"][0].as_str().unwrap().contains("none beside pages"), "{decode}");
+    let told = allowed(&decode);
+    assert!(told.contains("without --sink: unified") && told.contains("with batch entries that are padded: unified"), "{decode}");
+}
+
+#[test]
+fn what_a_mask_costs_is_told() {
+    let notes = |line: &str| {
+        let out = sdpa(words(&format!("support {line} --device h200 {NOWHERE} --json")));
+        assert_eq!(code(&out), 0, "{line}: {}", String::from_utf8_lossy(&out.stderr));
+        json(&out)["notes"].clone()
+    };
+    let documents = notes("--shape 1,8,2,500,500,64 --mask document --mask causal");
+    assert!(documents[0].as_str().unwrap().starts_with("every tile is computed: which document"), "{documents}");
+    assert!(documents[1].as_str().unwrap().contains("packed ones (cu_seqlens)"), "{documents}");
+    assert_eq!(notes("--shape 1,8,2,500,500,64 --mask causal"), serde_json::json!([]));
+    let pieces = "--shape 4,32,8,4096,4096,128 --mask prefix-lm:512";
+    assert!(notes(pieces)[0].as_str().unwrap().starts_with("in 2 pieces"), "{}", notes(pieces));
+    let text = stdout(&sdpa(words(&format!("support {pieces} --device h200 {NOWHERE}")))).to_owned();
+    assert!(text.lines().any(|line| line.starts_with("mask ") && line.contains("in 2 pieces")), "{text}");
+    let text = stdout(&sdpa(words(&format!("inspect --stage problem {pieces} --sink")))).to_owned();
+    assert!(text.contains("on cudnn") && text.contains("a sink looks beyond a piece"), "{text}");
 }
 
 #[test]

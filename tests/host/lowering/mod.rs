@@ -190,6 +190,9 @@ impl Graph<'_> {
                 }
                 Supply::Documents(Told::Lengths(side)) => {
                     let lengths = |side: Side| {
+                        if side == Side::Keys && self.lowered.supplies.iter().any(|(_, supply)| matches!(supply, Supply::Pages(_))) {
+                            return value("seq_len_kv");
+                        }
                         let boundaries = ["cu_seqlens", ["cu_seqlens_q", "cu_seqlens_kv"][side as usize]];
                         let given = params.iter().find(|(name, _)| boundaries.contains(&name.as_str())).map(|(_, v)| v);
                         let given = given.unwrap_or_else(|| panic!("no boundaries are declared"));

@@ -4,12 +4,12 @@
 use super::{CONSTANTS, Case, EXACT, NEW, Numbers, OLD, values_of};
 use conformance::library::{Bound, Library};
 use conformance::oracle::Closures;
-use conformance::packing::Laid;
+use conformance::packing::{Laid, Packing};
 use conformance::paging::{Cache, Paging};
 use conformance::random::Random;
 use cudnn_graph::encode::encode;
 use sdpa::cudnn::lower::{self, Form};
-use sdpa::{AttentionSpec, DType, Layout, SINK, ScoreMod, Shape, TensorSpec};
+use sdpa::{AttentionSpec, DType, Layout, Packed, SINK, ScoreMod, Shape, TensorSpec};
 use std::collections::BTreeMap;
 
 const MODS: [&[&str]; 6] = [&[], &["softcap:2"], &["alibi"], &["bias:hqk"], &["bias16:bk"], &["bias:bq", "softcap:2"]];
@@ -56,6 +56,7 @@ struct Drawn {
     library: Library,
     numbers: Numbers,
     params: Vec<(String, Vec<f64>)>,
+    packing: Option<Packing>,
 }
 
 impl Drawn {
@@ -63,13 +64,14 @@ impl Drawn {
         let mut random = Random::new(seed);
         let [shared, spare] = [random.between(0, 1), random.between(0, 3)];
         let paging = Paging { page_size, layout, lengths_q: None, lengths_kv: None, in_order: false, shared, spare };
-        Drawn::of(shape, &paging, names, seed.is_multiple_of(3), &mut random)
+        Drawn::of(shape, &paging, None, names, seed.is_multiple_of(3), &mut random)
     }
 
-    fn of(shape: Shape, paging: &Paging, [mods, masks]: [&[&str]; 2], sink: bool, random: &mut Random) -> Drawn {
+    fn of(shape: Shape, paging: &Paging, packing: Option<Packing>, [mods, masks]: [&[&str]; 2], sink: bool, random: &mut Random) -> Drawn {
         let gap = random.pick(&[0, 0, 8]);
         let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats().with_row_max().with_sum_exp();
         spec.paged = Some(paging.paged(shape.batch, shape.seq_kv));
+        spec.packed = packing.as_ref().map(|packing| Packed { total_kv: None, ..packing.packed() });
         for tensor in [&mut spec.k, &mut spec.v] {
             tensor.strides = paging.strides(tensor.dims, gap);
         }
@@ -78,7 +80,7 @@ impl Drawn {
         spec.masks = masks.iter().map(|text| text.parse().unwrap()).collect();
         spec.sink = sink;
         let extents = [shape.batch, shape.heads_q, shape.seq_q, shape.seq_kv];
-        let mut library = Library::draw_paged(&mods, &masks, extents, paging, random).unwrap();
+        let mut library = Library::draw_paged(&mods, &masks, extents, paging, packing.as_ref(), random).unwrap();
         let sinks: Vec<f32> = (0..shape.heads_q).map(|_| random.normal() as f32).collect();
         let widened = sinks.iter().map(|&x| f64::from(x)).collect();
         let sinks = Bound { name: SINK, dims: [1, shape.heads_q, 1, 1], values: conformance::library::Values::F32(sinks), widened };
@@ -88,12 +90,12 @@ impl Drawn {
         let cache = library.cache().unwrap();
         share(&spec.k, cache, &mut numbers.k);
         share(&spec.v, cache, &mut numbers.v);
-        Drawn { numbers, spec, library, params }
+        Drawn { numbers, spec, library, params, packing }
     }
 
     fn case(&self, tolerance: f64) -> Case<'_> {
         let (spec, numbers, params) = (&self.spec, &self.numbers, &self.params);
-        Case { spec, numbers, params, packing: None, cache: self.library.cache(), tolerance }
+        Case { spec, numbers, params, packing: self.packing.as_ref(), cache: self.library.cache(), tolerance }
     }
 }
 
@@ -156,7 +158,7 @@ fn a_page_that_is_another_is_found() {
     for (page_size, layout) in [(1, Layout::Bshd), (6, Layout::Bshd), (4, Layout::Bhsd)] {
         let (lengths_q, lengths_kv) = (Some(vec![5, 4, 5]), Some(vec![23, 9, 12]));
         let paging = Paging { page_size, layout, lengths_q, lengths_kv, in_order: false, shared: 0, spare: 1 };
-        let drawn = Drawn::of(SHAPES[0], &paging, [&[], &["padding"]], false, &mut Random::new(2));
+        let drawn = Drawn::of(SHAPES[0], &paging, None, [&[], &["padding"]], false, &mut Random::new(2));
         let each = (23 + page_size - 1) / page_size;
         let holds = |results: [Result<(), String>; 3]| results.map(|result| result.is_ok());
         assert_eq!(holds(with_changed(&drawn, "page_table", |_| ())), [true; 3]);
@@ -176,6 +178,48 @@ fn a_page_that_is_another_is_found() {
             assert_eq!(holds(with_changed(&drawn, "seq_len_kv", |lengths| lengths[1] += by)), [false; 3], "{page_size}, {by}");
         }
     }
+}
+
+const PACKED_MASKS: [&[&str]; 6] =
+    [&[], &["causal-ends"], &["causal"], &["window:4,0:ends"], &["window:6,2:ends", "dilated:2"], &["dilated:2"]];
+
+/// Queries of sequences that decode beside chunks of prompts, and one query each.
+#[test]
+fn graphs_of_packed_queries_mean_those_of_their_sequences() {
+    let (mut failures, mut runs) = (Vec::new(), 0);
+    for (n, mods) in MODS.iter().enumerate() {
+        for (m, masks) in PACKED_MASKS.iter().enumerate() {
+            for (p, (page_size, layout)) in PAGES.into_iter().enumerate() {
+                let shape = SHAPES[(n + m + p) % SHAPES.len()];
+                let mut random = Random::new((n * 1000 + m * 10 + p) as u64);
+                let mut lengths =
+                    |most: i64| (0..shape.batch).map(|_| [0, 1, most, random.between(0, most)][random.between(0, 3) as usize]).collect();
+                let (lengths_q, lengths_kv) = (lengths(shape.seq_q), Some(lengths(shape.seq_kv)));
+                let packing =
+                    Packing { lengths_q, lengths_kv, before: (1 + n % 3) as i64, slack: 0, unbounded: p % 2 == 0, wide: m % 2 == 0 };
+                let paging = Paging { page_size, layout, lengths_q: None, lengths_kv: None, in_order: false, shared: 0, spare: 1 };
+                let sink = n % 3 == 1 && shape.seq_q > 1;
+                let drawn = Drawn::of(shape, &paging, Some(packing), [mods, masks], sink, &mut random);
+                let case = drawn.case(if mods.contains(&"alibi") { CONSTANTS } else { EXACT });
+                drawn.library.with(&[], |closures| {
+                    for (form, runtime) in [(Form::Composite, OLD), (Form::Composite, NEW), (Form::Unified, NEW)] {
+                        let result = case.forward(closures, form, runtime);
+                        if result.as_ref().is_err_and(|e| form == Form::Unified && e.contains(LENGTHS_BESIDE_RULES)) {
+                            continue;
+                        }
+                        runs += 1;
+                        failures.extend(
+                            result
+                                .err()
+                                .map(|e| format!("{form} {runtime} of {mods:?} with {masks:?}, {page_size} {layout:?}, {shape:?}: {e}")),
+                        );
+                    }
+                });
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} of {runs}\n{}", failures.len(), failures[..failures.len().min(12)].join("\n"));
+    assert!(runs > 600, "{runs}");
 }
 
 /// Where a page of several parts is no more than one behind the other, neither form has it.

@@ -2,7 +2,6 @@
 #![allow(unsafe_code)]
 
 use conformance::msl::nvidia;
-use conformance::nvrtc::Nvrtc;
 use cudarc::driver::sys::CUfunction_attribute_enum::{CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, CU_FUNC_ATTRIBUTE_NUM_REGS};
 use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::Ptx;
@@ -10,6 +9,7 @@ use metal_fallback::{
     Call, Contents, Error, Facts, Kernel, KernelCache, KernelKey, Math, Operand, Plan, Ran, Ready, Runner, SIMD, THREADGROUP_BYTES, Task,
 };
 use sdpa::cache::Limits;
+use sdpa_driver::Nvrtc;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::num::NonZeroUsize;
@@ -62,7 +62,7 @@ impl Gpu {
         Ok(Gpu {
             context,
             architecture: format!("sm_{major}{minor}"),
-            nvrtc: Nvrtc::find()?,
+            nvrtc: conformance::nvrtc::find()?,
             kernels: KernelCache::new("kernels of Metal, for CUDA", Limits::entries(KERNELS)),
             most,
             facts,

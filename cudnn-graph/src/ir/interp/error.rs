@@ -26,9 +26,9 @@ pub enum InterpError {
         batch: i64,
         /// Column of the page table.
         page: i64,
-        /// What stands there.
+        /// The number of the block that stands there.
         block: i64,
-        /// How many blocks there are.
+        /// How many blocks the container has.
         blocks: i64,
     },
     /// There is no definition of this here.
@@ -36,7 +36,7 @@ pub enum InterpError {
     NotDefined {
         /// The op.
         at: String,
-        /// What.
+        /// What has no definition.
         what: &'static str,
     },
     /// A tensor without a value is read. Verified graphs with complete inputs do not get here.
@@ -134,7 +134,7 @@ pub enum BindingError {
         tensor: TensorId,
         /// Its name.
         name: String,
-        /// How many are not too many.
+        /// The most elements that are computed here.
         limit: i64,
     },
     /// An attention with more scores than can be computed here.
@@ -142,7 +142,7 @@ pub enum BindingError {
     HiddenTooLarge {
         /// The op.
         at: String,
-        /// How many are not too many.
+        /// The most scores that are computed here.
         limit: i64,
     },
 }

@@ -164,7 +164,7 @@ impl Modify for Gradient<'_> {
 }
 
 /// Queries and keys that a batch entry has, by the boundaries of documents or the lengths that are bound.
-fn entry(params: &[Bound], batch: i64, [_, _, seq_q, seq_kv]: [i64; 4], padded: [bool; 2]) -> [i64; 2] {
+pub(super) fn entry(params: &[Bound], batch: i64, [_, _, seq_q, seq_kv]: [i64; 4], padded: [bool; 2]) -> [i64; 2] {
     let value = |name: &str| params.iter().map(Bound::param).find(|param| param.name == name).map(|param| param.value);
     let side = |boundaries: &str, length: &str, extent: i64, padded: bool| match (
         value(CU_SEQLENS).or_else(|| value(boundaries)),

@@ -14,6 +14,8 @@ pub(crate) struct Packing {
     boundaries: [Option<Vec<i32>>; 2],
     /// The options that say them.
     options: [&'static str; 2],
+    /// Keys lie in pages: queries alone are packed.
+    paged: bool,
 }
 
 /// The text that stands for the tensor of the input.
@@ -43,11 +45,16 @@ impl Packing {
     pub(super) fn read(args: &ProblemArgs, header: Option<&Header>, mistakes: &mut Mistakes) -> Option<Packing> {
         let given = [("--cu-seqlens", &args.cu_seqlens), ("--cu-seqlens-q", &args.cu_seqlens_q), ("--cu-seqlens-kv", &args.cu_seqlens_kv)];
         let [both, queries, keys] = given.map(|(_, text)| text.as_deref());
+        let paged = args.paged.is_some();
         if both.is_none() && queries.is_none() && keys.is_none() {
-            return args.packed.map(|packed| Packing { packed, boundaries: [None, None], options: [given[0].0; 2] });
+            return args.packed.map(|packed| Packing { packed, boundaries: [None, None], options: [given[0].0; 2], paged });
         }
-        let cross = both.is_none();
-        if both.is_some() && (queries.is_some() || keys.is_some()) {
+        let cross = both.is_none() || paged;
+        if paged {
+            for (option, _) in given.iter().filter(|(option, text)| *option != given[1].0 && text.is_some()) {
+                mistakes.add(option, "is not for --paged: --cu-seqlens-q packs queries, and keys are as many as seq_len_kv says");
+            }
+        } else if both.is_some() && (queries.is_some() || keys.is_some()) {
             mistakes.add("--cu-seqlens", "is of both sides: give it, or --cu-seqlens-q and --cu-seqlens-kv");
         } else if cross && (queries.is_none() || keys.is_none()) {
             let (have, lacks) = if queries.is_some() { (given[1].0, given[2].0) } else { (given[2].0, given[1].0) };
@@ -63,9 +70,18 @@ impl Packing {
             OF_INPUT => of_input(packed.boundaries(side), option, header, args.input.is_some(), mistakes),
             text => mistakes.take(option, numbers(text)),
         };
-        let queries = read(both.or(queries), options[0], Side::Queries);
-        let keys = if cross { read(keys, options[1], Side::Keys) } else { queries.clone() };
-        Some(Packing { packed, boundaries: [queries, keys], options })
+        let queries = read(both.filter(|_| !paged).or(queries), options[0], Side::Queries);
+        let keys = match (paged, cross) {
+            (true, _) => None,
+            (false, true) => read(keys, options[1], Side::Keys),
+            (false, false) => queries.clone(),
+        };
+        Some(Packing { packed, boundaries: [queries, keys], options, paged })
+    }
+
+    /// Whether the tokens of a side lie packed.
+    pub(super) fn packs(&self, side: Side) -> bool {
+        side == Side::Queries || !self.paged
     }
 
     pub(crate) fn of(&self, side: Side) -> Option<&[i32]> {
@@ -87,7 +103,7 @@ impl Packing {
     pub(super) fn judge(&self, extents: Option<[i64; 4]>, tokens: [Option<i64>; 2], mistakes: &mut Mistakes) -> bool {
         let mut right = true;
         let sides = if self.packed.cross { &Side::ALL[..] } else { &Side::ALL[..1] };
-        for &side in sides {
+        for &side in sides.iter().filter(|side| self.packs(**side)) {
             let Some(boundaries) = self.of(side) else { continue };
             let (batch, most) = match (extents, side) {
                 (Some([batch, _, seq_q, _]), Side::Queries) => (batch, seq_q),
@@ -118,8 +134,9 @@ impl Packing {
             let there = tokens[side as usize].or(self.of(side).map(end)).map(|tokens| tokens.max(least));
             there.or(self.packed.total(side))
         });
-        spec.packed = Some(Packed { total_q: queries, total_kv: keys, ..self.packed });
-        for (tensor, tokens) in [(&mut spec.q, queries), (&mut spec.k, keys), (&mut spec.v, keys), (&mut spec.o, queries)] {
+        spec.packed = Some(Packed { total_q: queries, total_kv: keys.filter(|_| !self.paged), ..self.packed });
+        let of_keys = [(&mut spec.k, keys), (&mut spec.v, keys)].into_iter().filter(|_| !self.paged);
+        for (tensor, tokens) in [(&mut spec.q, queries), (&mut spec.o, queries)].into_iter().chain(of_keys) {
             let [batch, heads, longest, dim] = tensor.dims;
             tensor.strides = layout.strides([1, heads, tokens.unwrap_or(batch.saturating_mul(longest)), dim]);
         }
@@ -149,7 +166,8 @@ fn wrong(boundaries: &[i32], batch: i64, most: i64) -> Vec<SpecError> {
 /// Elements of the memory of an operand.
 pub(crate) fn elements(spec: &AttentionSpec, tensor: &sdpa::TensorSpec, side: Side) -> usize {
     let [batch, _, longest, _] = tensor.dims;
-    let documents = spec.packed.map(|p| packed::memory(tensor, p.total(side).unwrap_or(batch.saturating_mul(longest))));
+    let packs = side == Side::Queries || spec.paged.is_none();
+    let documents = spec.packed.filter(|_| packs).map(|p| packed::memory(tensor, p.total(side).unwrap_or(batch.saturating_mul(longest))));
     let whole = documents.or_else(|| spec.paged.filter(|_| side == Side::Keys).map(|paged| paged.container(tensor)));
     whole.unwrap_or(*tensor).extent().and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX)
 }

@@ -81,7 +81,7 @@ fn columns(header: &Header, mistakes: &mut Mistakes) -> Option<i64> {
 
 impl Paging {
     /// Reads the options; `None` where keys are in no pages.
-    pub(super) fn read(args: &ProblemArgs, packed: bool, header: Option<&Header>, mistakes: &mut Mistakes) -> Option<Paging> {
+    pub(super) fn read(args: &ProblemArgs, header: Option<&Header>, mistakes: &mut Mistakes) -> Option<Paging> {
         let Some(text) = &args.paged else {
             for (option, given) in [("--pages", args.pages.is_some()), ("--page-table", args.page_table.is_some())] {
                 if given {
@@ -92,9 +92,6 @@ impl Paging {
         };
         let page_size = mistakes.take("--paged", number(text));
         let pages = args.pages.as_deref().and_then(|text| mistakes.take("--pages", number(text)));
-        if packed {
-            mistakes.add("--paged", "is not for packed documents, whose keys lie one behind the other");
-        }
         if args.pages.is_some() && args.input.is_some() {
             mistakes.add("--pages", "the pages are those of the --input");
         }
@@ -109,7 +106,7 @@ impl Paging {
             ),
             None => (Table::Random, "--pages".to_owned()),
         };
-        (!packed).then_some(Paging { page_size, pages, table, about })
+        Some(Paging { page_size, pages, table, about })
     }
 
     /// What mistakes in the page table are told of.

@@ -36,6 +36,12 @@ fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> 
     Ok(Chosen { executor, forward, backward, declined: Vec::new() })
 }
 
+/// Whether there is nothing for an executor to run on.
+fn is_absent(dispatcher: &Dispatcher, executor: ExecutorName) -> bool {
+    (executor == ExecutorName::CUDNN && dispatcher.cudnn().is_err_and(|e| e.is_absence()))
+        || (executor == ExecutorName::CUDA && dispatcher.cuda().is_err_and(|e| e.is_absence()))
+}
+
 /// An executor for a request.
 pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Preference) -> Result<Chosen, Failure> {
     let bad_scale = |name| if name == ExecutorName::CUDNN { against_scale(request) } else { Vec::new() };
@@ -47,6 +53,7 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
             Err(e) => {
                 against.extend(lines(name, &e));
                 let absent = (name == ExecutorName::CUDNN && dispatcher.cudnn().is_err())
+                    || (name == ExecutorName::CUDA && dispatcher.cuda().is_err())
                     || (name == ExecutorName::METAL && dispatcher.metal().facts().is_err());
                 if let Some(last) = against.last_mut().filter(|_| absent) {
                     last.message.push_str("; cargo sdpa doctor says what to do about it");
@@ -56,15 +63,15 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
         return Err(Failure::Executor(against));
     }
     let mut declined = Vec::new();
-    for executor in dispatcher.executors() {
+    // One for all passes: kernels of our own have no backward one.
+    let order = if request.backward.is_some() { dispatcher.executors() } else { dispatcher.executors_for(&request.problem) };
+    for executor in order {
         let mut reasons = bad_scale(executor);
         if reasons.is_empty() {
             match ready(dispatcher, request, executor) {
                 Ok(chosen) => return Ok(Chosen { declined, ..chosen }),
                 Err(Error::Unsupported(unsupported)) => reasons = unsupported.reasons,
-                Err(absent) if executor == ExecutorName::CUDNN && dispatcher.cudnn().is_err_and(|e| e.is_absence()) => {
-                    reasons.push(Reason::Absent(absent.to_string()));
-                }
+                Err(absent) if is_absent(dispatcher, executor) => reasons.push(Reason::Absent(absent.to_string())),
                 Err(e) => return Err(Failure::Environment(lines(executor, &e))),
             }
         }

@@ -93,6 +93,9 @@ fn of(wanted: &Wanted) -> Vec<Change> {
             w.forward.packed = None;
             w.forward.masks.push(Mask::padding());
             dense(&mut w.forward);
+            if let Some(paged) = w.forward.paged {
+                [w.forward.k, w.forward.v] = [w.forward.k, w.forward.v].map(|tensor| paged.dense(tensor.dims, Layout::Bshd));
+            }
         }));
     } else if spec.paged.is_none() {
         all.extend(of_dims(spec));

@@ -6,7 +6,7 @@ use super::params::{Declared, ParamKind};
 use super::trace::{ExprError, Trace};
 use std::collections::HashMap;
 
-/// Values and parameters of a trace in the making.
+/// A trace in the making, value by value: for programs that make traces. Closures are traced by [`Trace::of_score`] and its like.
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
     nodes: Vec<Node>,
@@ -19,13 +19,13 @@ pub struct Builder {
 /// What stands for the inputs of a trace that is copied into another.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Inputs {
-    /// For [`Node::Score`]; absent: itself.
+    /// What stands for [`Node::Score`]; `None`: itself.
     pub score: Option<NodeId>,
-    /// For [`Node::Upstream`]; absent: itself.
+    /// What stands for [`Node::Upstream`]; `None`: itself.
     pub upstream: Option<NodeId>,
-    /// For [`Node::Extent`], in the order of the axes, and for indices along axes of extent 1; absent: themselves.
+    /// What stands for [`Node::Extent`], (batch, heads_q, seq_q, seq_kv); indices along axes of extent 1 become 0. `None`: themselves.
     pub extents: Option<[i64; 4]>,
-    /// Added to indices, in the order of the axes.
+    /// What is added to the indices (batch, head, q, k).
     pub origin: [i64; 4],
 }
 
@@ -81,17 +81,17 @@ impl Builder {
         self.push(Node::Score, Type::F32)
     }
 
-    /// The gradient from behind.
+    /// The upstream gradient, f32.
     pub fn upstream(&mut self) -> NodeId {
         self.push(Node::Upstream, Type::F32)
     }
 
-    /// The index along an axis.
+    /// The index along an axis, i32.
     pub fn index(&mut self, axis: Axis) -> NodeId {
         self.push(Node::Index(axis), Type::I32)
     }
 
-    /// The extent of an axis.
+    /// The extent of an axis, i32.
     pub fn extent(&mut self, axis: Axis) -> NodeId {
         self.push(Node::Extent(axis), Type::I32)
     }

@@ -9,7 +9,7 @@ use super::trace::Trace;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-/// How exactly to compute.
+/// How exactly a trace is evaluated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -123,16 +123,16 @@ fn whole(f: Binary, x: i32, y: i32) -> Option<i32> {
     }
 }
 
-/// Where and of what a trace is evaluated.
+/// Where a trace is evaluated, and of which numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
     /// The score that is modified.
     pub score: f64,
-    /// The gradient from behind.
+    /// The upstream gradient.
     pub upstream: f64,
-    /// (batch, head, q, k).
+    /// The indices (batch, head, q, k).
     pub index: [i64; 4],
-    /// (batches, heads_q, seq_q, seq_kv).
+    /// The extents (batches, heads_q, seq_q, seq_kv).
     pub extents: [i64; 4],
     /// The value of each parameter here, in the order of [`Trace::params`].
     pub params: &'a [f64],
@@ -140,12 +140,15 @@ pub struct Place<'a> {
 
 impl Trace {
     /// Evaluates every value at one place, and gives the roots. Truth values are 0 and 1. Missing parameters are not-a-number.
+    ///
+    /// Not-a-number in, not-a-number out, but for `min` and `max` (the number wins), comparisons (false, but ≠ is true), logic (it counts as true),
+    /// selects (the choice that is not taken does not matter), and powers (`x⁰ = 1ʸ = 1`, as in C).
     pub fn eval(&self, at: &Place<'_>, precision: Precision) -> Vec<f64> {
         let values = self.values(at, precision);
         self.roots().iter().map(|root| values[root.index()]).collect()
     }
 
-    /// The first root alone. Allocates nothing for up to 32 values.
+    /// Evaluates at one place, and gives the first root alone. Allocates nothing for up to 32 values.
     pub fn eval_first(&self, at: &Place<'_>, precision: Precision) -> f64 {
         let values = self.values(at, precision);
         self.roots().first().map_or(f64::NAN, |root| values[root.index()])

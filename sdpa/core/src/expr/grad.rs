@@ -191,7 +191,7 @@ impl Adjoints<'_> {
     }
 }
 
-/// A slope of tanh: `g − g·tanh²(x)`, or `1 − tanh²(x)`.
+/// A slope of tanh in a trace: `g − g·tanh²(x)`, or `1 − tanh²(x)`, where `g` is an upstream gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TanhSlope {
     /// `g`, or the constant 1.
@@ -200,8 +200,8 @@ pub struct TanhSlope {
     pub of: NodeId,
 }
 
-/// The slope of tanh that a value of a trace is, if it is one: `g·sech²(x)`, of which the difference loses every digit for large
-/// `|x|`.
+/// The slope of tanh that a value of a trace is, if it is one. In f32 the difference `1 − tanh²(x)` has no digit left from `|x|` = 9 on; who knows that
+/// it is a slope can compute `sech²(x)` in its place.
 pub fn tanh_slope(trace: &Trace, id: NodeId) -> Option<TanhSlope> {
     let product = |id: NodeId| if let Node::Binary(Binary::Mul, x, y) = trace.node(id) { Some((x, y)) } else { None };
     let square_of_tanh = |id: NodeId| {
@@ -243,6 +243,9 @@ fn is_smooth(b: &Builder, node: Node, id: NodeId) -> bool {
 impl Builder {
     /// The gradients of `root`, times `upstream`, along each of `wrt`; `None` where it does not depend on it. What `wrt` is made
     /// of counts for nothing: paths end there.
+    ///
+    /// Where a function has a corner, or no derivative: 0 of `|x|` at 0, of `floor`, `ceil`, `to_i32` and comparisons everywhere; of `min` and `max` of equal
+    /// values all goes to the first. `sqrt`, `rsqrt` and `log` have infinite ones at 0. What a select does not take has 0.
     pub fn gradient(&mut self, root: NodeId, upstream: NodeId, wrt: &[NodeId]) -> Vec<Option<NodeId>> {
         let mut active = vec![false; root.index() + 1];
         for index in 0..=root.index() {

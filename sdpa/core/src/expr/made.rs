@@ -3,7 +3,7 @@
 use super::build::Builder;
 use super::node::{Binary, Kind, NodeId, Type, Unary};
 
-/// A function that is made of others.
+/// A function that closures and texts may call, and that a trace holds as the functions it is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Made {
     /// Between two bounds.

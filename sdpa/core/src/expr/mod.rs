@@ -1,8 +1,8 @@
 //! Functions of one attention score: what a score_mod and a mask are made of.
 //!
 //! A closure over [`Expr`] is run once; what it did is kept as a [`Trace`], plain data that can be compared, printed, read back,
-//! evaluated, differentiated and turned into the code of a backend. The closure itself is not kept, and nothing of it but the
-//! trace is an identity.
+//! evaluated, differentiated and turned into the code of an executor. The closure itself is not kept: two closures with equal traces are the same
+//! function.
 //!
 //! ```
 //! use sdpa_core::expr::{Axis, F32, Trace};
@@ -22,12 +22,14 @@
 //! | `typed` | what closures see |
 //! | `trace` | the finished thing |
 //! | `eval` | its meaning, one score at a time |
-//! | `grad` | reverse mode |
+//! | `interval` | what may come out over a box of places: a range of each index |
+//! | `grad` | derivatives, by reverse mode |
 //! | `text`, `parse` | its text form, out and in |
 
 mod build;
 mod eval;
 mod grad;
+mod interval;
 mod made;
 mod near;
 mod node;
@@ -40,6 +42,7 @@ mod typed;
 pub use build::{Builder, Inputs};
 pub use eval::{Place, Precision, binary, unary};
 pub use grad::{TanhSlope, tanh_slope};
+pub use interval::Judged;
 pub use made::Made;
 pub use near::nearest;
 pub use node::{Axis, Binary, Const, Kind, Node, NodeId, ParamId, Spelling, Type, Unary};

@@ -20,7 +20,7 @@ impl Axis {
     /// Every axis, outermost first.
     pub const ALL: [Axis; 4] = [Axis::Batch, Axis::Head, Axis::Q, Axis::K];
 
-    /// The name of the index along it, in texts.
+    /// The name of the index along the axis, in texts.
     pub fn name(self) -> &'static str {
         match self {
             Axis::Batch => "batch",
@@ -30,7 +30,7 @@ impl Axis {
         }
     }
 
-    /// The name of its extent, in texts.
+    /// The name of the axis's extent, in texts.
     pub fn extent_name(self) -> &'static str {
         match self {
             Axis::Batch => "batches",
@@ -40,7 +40,7 @@ impl Axis {
         }
     }
 
-    /// Place among the axes (batch, head, q, k).
+    /// Place among the axes (batch, head, q, k): 0 to 3.
     pub fn place(self) -> usize {
         match self {
             Axis::Batch => 0,
@@ -79,7 +79,7 @@ impl fmt::Display for Type {
     }
 }
 
-/// How a function is written.
+/// How a function is written in texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spelling {
     /// `name(x)` or `name(x, y)`.
@@ -278,7 +278,7 @@ impl Const {
 pub enum Node {
     /// The score that is modified, f32.
     Score,
-    /// The gradient that comes in from behind, f32; only in gradients.
+    /// The upstream gradient: that of the loss by the modified score, f32; only in gradients.
     Upstream,
     /// The index along an axis, i32.
     Index(Axis),
@@ -292,7 +292,7 @@ pub enum Node {
     Unary(Unary, NodeId),
     /// A function of two values.
     Binary(Binary, NodeId, NodeId),
-    /// The second where the first holds, else the third.
+    /// `Select(c, x, y)`: `x` where `c` holds, else `y`.
     Select(NodeId, NodeId, NodeId),
 }
 
@@ -308,7 +308,7 @@ impl Node {
         of.into_iter().flatten()
     }
 
-    /// The same function of other values.
+    /// The same function, of the values that `to` makes of its operands.
     pub fn map(self, mut to: impl FnMut(NodeId) -> NodeId) -> Node {
         match self {
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => self,

@@ -17,7 +17,8 @@ impl Axes {
     /// No axis: one element.
     pub const NONE: Axes = Axes { set: 0, page: 0 };
 
-    /// Batch entries, with one element more behind the last: where each begins, and where the last one ends. An expression reads the begin.
+    /// Batch entries, with one element more behind the last: where each begins, and where the last one ends (`cu_seqlens`). An expression reads where the
+    /// entry begins.
     pub const BOUNDARIES: Axes = Axes { set: 1 << 4 | 1, page: 0 };
 
     /// Batch entries and pages of so many keys: one element for each page of an entry. No expression reads them.
@@ -111,7 +112,8 @@ pub enum ParamKind {
     Tensor {
         /// The axes that it spans.
         axes: Axes,
-        /// f32, f16, bf16, i32 or bool; i64 of boundaries, and of one number, that no expression reads; i32 of pages.
+        /// f32, f16, bf16, i32 or bool of what expressions read. What they do not read may be i64: boundaries of packed documents, the seed and offset of
+        /// dropout.
         dtype: DType,
     },
 }
@@ -133,11 +135,11 @@ impl ParamKind {
 /// A declared parameter. Equal traces declare equal names and kinds; the default is a value and no part of that.
 #[derive(Clone, Debug)]
 pub struct Declared {
-    /// What it is bound by.
+    /// The name that it is bound by.
     pub name: String,
-    /// What it is.
+    /// Whether it is a scalar or a tensor.
     pub kind: ParamKind,
-    /// What a scalar is where nothing is bound.
+    /// The value of a scalar where nothing is bound; `None` of a tensor.
     pub default: Option<f32>,
 }
 

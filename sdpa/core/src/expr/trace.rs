@@ -9,19 +9,19 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 /// What is wrong with an expression.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExprError {
-    /// One name, two declarations.
+    /// One name is declared twice, and not alike: other axes, another element type, another default.
     #[error("parameter {name} is declared twice, and not alike")]
     Redeclared {
-        /// The name.
+        /// The name of the parameter.
         name: String,
     },
-    /// Not a name.
+    /// What is given for a name is none: 1 to 64 letters, digits and `_`, no digit first, no word of the language.
     #[error("parameter {name:?}: a name is made of letters, digits and _, at most 64, begins with no digit and is no word of the language")]
     Name {
         /// What was given.
         name: String,
     },
-    /// A scalar without a number.
+    /// The default of a scalar is absent or not a number.
     #[error("parameter {name}: the default of a scalar is a number")]
     Default {
         /// The parameter.
@@ -47,9 +47,9 @@ pub enum ExprError {
     },
 }
 
-/// Values in topological order, with parameters in the order in which they are met. Made by [`super::Builder::finish`].
+/// What a closure did, as data: values in topological order, and the parameters that they read. Some of the values are its *roots*, what it computes.
 ///
-/// Equality and hashing are on everything but the defaults of scalars, which are values of a call. Texts are its serial form.
+/// Equality and hashing are on everything but the defaults of scalars, which are values of a call. `Display` writes its text, `FromStr` reads it back.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Trace {
@@ -64,13 +64,13 @@ pub struct Trace {
 /// What a value depends on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Depends {
-    /// The score or the gradient from behind.
+    /// Whether it depends on the score or the upstream gradient.
     pub score: bool,
-    /// Indices along these axes, by themselves or as the place in a tensor.
+    /// The axes whose indices it depends on, by themselves or as the place in a tensor.
     pub axes: Axes,
-    /// A declared scalar.
+    /// Whether it depends on a declared scalar.
     pub scalar: bool,
-    /// A declared tensor.
+    /// Whether it depends on a declared tensor.
     pub tensor: bool,
 }
 
@@ -84,7 +84,7 @@ impl Depends {
         }
     }
 
-    /// One number for the whole call.
+    /// Whether it is one number for the whole call.
     pub fn is_uniform(self) -> bool {
         !self.score && !self.tensor && self.axes == Axes::NONE
     }
@@ -180,7 +180,7 @@ impl Trace {
         self.params.iter().position(|p| p.name == name).map(|n| ParamId(n as u32))
     }
 
-    /// What the trace computes.
+    /// What the trace computes: of a score_mod the modified score, of a mask whether the key is kept.
     pub fn roots(&self) -> &[NodeId] {
         &self.roots
     }
@@ -208,7 +208,7 @@ impl Trace {
         all
     }
 
-    /// Sets every default of a scalar to 0: equal traces have equal texts then.
+    /// The same trace with every default of a scalar set to 0: equal traces have equal texts then.
     #[must_use]
     pub fn without_defaults(&self) -> Trace {
         let mut trace = self.clone();

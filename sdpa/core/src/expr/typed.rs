@@ -123,7 +123,9 @@ stored! { F32 F32; F16 F32; BF16 F32; I32 I32; Bool Bool; }
 /// The lifetime of one trace, equal to itself only.
 type Brand<'t> = PhantomData<Cell<&'t ()>>;
 
-/// One traced value.
+/// One value of a trace in the making: what a closure is given, and what arithmetic on it yields.
+///
+/// It cannot be branched on; choices are [`Expr::select`]: `score.gt(0.0).select(score, -score)`.
 pub struct Expr<'t, T> {
     trace: &'t RefCell<Builder>,
     id: NodeId,
@@ -243,9 +245,9 @@ methods! { F32:
     ceil unary Ceil;
     /// `x` to the power of `other`.
     pow binary Pow;
-    /// The smaller.
+    /// The smaller of the two; of a number and not-a-number, the number.
     min binary Min;
-    /// The larger.
+    /// The larger of the two; of a number and not-a-number, the number.
     max binary Max;
     /// Equal.
     eq compare Eq;
@@ -264,9 +266,9 @@ methods! { F32:
 methods! { I32:
     /// `|x|`.
     abs unary Abs;
-    /// The smaller.
+    /// The smaller of the two.
     min binary Min;
-    /// The larger.
+    /// The larger of the two.
     max binary Max;
     /// Equal.
     eq compare Eq;
@@ -289,7 +291,7 @@ impl<'t> Expr<'t, F32> {
         self.unary(Unary::ToI32)
     }
 
-    /// Between the two.
+    /// The value, but not below `low` and not above `high`.
     #[must_use]
     pub fn clamp(self, low: impl Operand<'t, F32>, high: impl Operand<'t, F32>) -> Expr<'t, F32> {
         let (low, high) = (low.expr(self), high.expr(self));
@@ -310,7 +312,7 @@ impl<'t> Expr<'t, F32> {
 }
 
 impl<'t> Expr<'t, I32> {
-    /// Between the two.
+    /// The value, but not below `low` and not above `high`.
     #[must_use]
     pub fn clamp(self, low: impl Operand<'t, I32>, high: impl Operand<'t, I32>) -> Expr<'t, I32> {
         let (low, high) = (low.expr(self), high.expr(self));
@@ -385,12 +387,12 @@ impl<'t> ops::Not for Expr<'t, Bool> {
     }
 }
 
-/// Where a score stands. `head` counts query heads.
+/// The place of a score: the indices of its batch entry, head, query and key, and the extents of these axes. All are i32.
 #[derive(Clone, Copy, Debug)]
 pub struct At<'t> {
     /// Index of the batch entry.
     pub batch: Expr<'t, I32>,
-    /// Index of the query head.
+    /// Index of the query head, also where several share a key head.
     pub head: Expr<'t, I32>,
     /// Index of the query.
     pub q: Expr<'t, I32>,
@@ -398,7 +400,7 @@ pub struct At<'t> {
     pub k: Expr<'t, I32>,
     /// How many batch entries there are.
     pub batches: Expr<'t, I32>,
-    /// How many query heads there are. Extents become constants of a problem: a program that uses one differs with it.
+    /// How many query heads there are. Extents are constants of a problem: whoever reads one has another kernel for each.
     pub heads_q: Expr<'t, I32>,
     /// How many queries there are.
     pub seq_q: Expr<'t, I32>,
@@ -419,13 +421,13 @@ impl<'t> Params<'t> {
         Expr { trace: self.trace, id, brand: PhantomData, ty: PhantomData }
     }
 
-    /// One f32, `default` where nothing is bound. Its value is no part of the program.
+    /// Declares a scalar: one f32, `default` where nothing is bound. Another value at a later call needs no other kernel.
     #[must_use]
     pub fn scalar(self, name: &str, default: f32) -> Expr<'t, F32> {
         self.make(|b| b.param(Declared::scalar(name, default)))
     }
 
-    /// The element of a tensor at this score: a tensor spans some axes, and has one element for all along the others. Its
+    /// Declares a dense tensor, and gives its element at this score: it spans `axes`, and has one element for all along the others. Its
     /// extents are the problem's, (batch | 1, heads_q | 1, seq_q | 1, seq_kv | 1).
     #[must_use]
     pub fn tensor<S: Stored>(self, name: &str, axes: impl Into<Axes>, _dtype: S) -> Expr<'t, S::Value> {
@@ -477,7 +479,7 @@ impl Trace {
         trace::<F32, _>(|[score, _], at, p| f(score, at, p)).map_err(ExprErrors)
     }
 
-    /// The trace of a function of a gradient that comes in from behind and of the score that was modified.
+    /// The trace of a gradient written by hand: a function of the upstream gradient and of the score that was modified, in this order.
     ///
     /// # Errors
     /// As [`Trace::of_score`].

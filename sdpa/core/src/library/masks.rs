@@ -32,7 +32,7 @@ pub fn sliding_window(window: i64) -> Mask {
     Mask::window(Some(window), Some(0), Align::TopLeft)
 }
 
-/// Keeps every `n`th key, counted from the query in both directions.
+/// Keeps every `n`th key, counted from the query in both directions: those where `n` divides `q − k`.
 pub fn dilated(n: i32) -> Mask {
     of(&format!("dilated:{n}"), |at, _| ((at.q - at.k) % n).eq(0))
 }
@@ -62,7 +62,7 @@ pub fn shared_prefix(len: i32) -> Mask {
     of(&format!("shared-prefix:{len}"), |at, p| at.k.lt(len) | same_document(p))
 }
 
-/// Keeps queries and keys within the lengths of their batch entry: i32 tensors `seq_len_q` and `seq_len_kv`. A length of 0 is
+/// Keeps queries and keys within the lengths of their batch entry: i32 tensors `seq_len_q` and `seq_len_kv`, (batch). A length of 0 is
 /// a batch entry that is not there: its outputs are 0.
 pub fn padding() -> Mask {
     of("padding", |at, p| {
@@ -88,7 +88,7 @@ pub fn natten(size: i32) -> Mask {
     })
 }
 
-/// Keeps what the bool tensor `mask` says, true = attend. It spans these axes and is one value for all along the others.
+/// Keeps what the declared bool tensor `mask` says, true = attend. It spans these axes and is one value for all along the others.
 pub fn array_mask(axes: impl Into<Axes>) -> Mask {
     let axes = axes.into();
     let letters: String = axes.iter().filter_map(|a| a.name().chars().next()).collect();

@@ -38,17 +38,17 @@ fn slope<'t>(at: At<'t>) -> Expr<'t, F32> {
     head.lt(power).select(first, rest)
 }
 
-/// Adds `slope(head) · (k − q)`, the published slopes for any number of heads.
+/// Adds `slope(head) · (k − q)` (ALiBi): the published slopes, for any number of heads. They are [`alibi_slopes`].
 pub fn alibi() -> ScoreMod {
     of("alibi", |score, at, _| score + slope(at) * (at.k - at.q).to_f32())
 }
 
-/// Adds `slopes[head] · (k − q)`, slopes bound at execution.
+/// Adds `slopes[head] · (k − q)`: ALiBi with slopes of the caller's, the declared parameter `slopes`, f32 `[heads_q]`.
 pub fn alibi_with() -> ScoreMod {
     of("alibi-slopes", |score, at, p| score + p.tensor("slopes", [Axis::Head], F32) * (at.k - at.q).to_f32())
 }
 
-/// The slopes that [`alibi`] has, for [`alibi_with`].
+/// The slopes that [`alibi`] has, one for each of `heads_q` heads, for [`alibi_with`].
 pub fn alibi_slopes(heads_q: usize) -> Vec<f32> {
     let power = if heads_q == 0 { 1 } else { 1usize << heads_q.ilog2() };
     let slope = |head: usize| {
@@ -57,7 +57,7 @@ pub fn alibi_slopes(heads_q: usize) -> Vec<f32> {
     (0..heads_q).map(|head| slope(head).exp2() as f32).collect()
 }
 
-/// Adds the tensor `bias`, which spans these axes of the scores and is one number for all along the others.
+/// Adds the declared tensor `bias`, which spans these axes of the scores and is one number for all along the others.
 pub fn bias<S>(axes: impl Into<Axes>, dtype: S) -> ScoreMod
 where
     S: Stored<Value = F32>,

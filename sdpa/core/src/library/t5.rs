@@ -1,13 +1,13 @@
 //! Relative positions in buckets, as T5 has them (Raffel et al., 2020): a table per head, materialised to a bias.
 
-/// How distances become buckets.
+/// How T5 puts distances between a query and a key into buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct T5 {
-    /// Buckets of the table.
+    /// Buckets of the table, those of both directions together.
     pub buckets: usize,
-    /// Distances from here on share the last bucket.
+    /// Distances from this one on share the last bucket, in keys.
     pub max_distance: usize,
-    /// Whether keys behind the query have buckets of their own (encoders); else they all have the first one.
+    /// Whether keys after the query, `k > q`, have buckets of their own (encoders); else they all have the first one.
     pub bidirectional: bool,
 }
 
@@ -38,7 +38,7 @@ pub fn t5_bias(table: &[f32], t5: T5, seq_q: usize, seq_kv: usize) -> Vec<f32> {
     bias
 }
 
-/// The gradient of the table from that of the bias.
+/// The gradient of the table (heads, buckets), row-major, from that of the bias (heads, seq_q, seq_kv).
 pub fn t5_bias_gradient(d_bias: &[f32], t5: T5, seq_q: usize, seq_kv: usize) -> Vec<f32> {
     let heads = d_bias.len() / (seq_q * seq_kv).max(1);
     let mut table = vec![0f64; heads * t5.buckets];

@@ -12,7 +12,7 @@ pub struct Named<T: 'static> {
     pub about: &'static str,
     /// Texts of it that the conformance suites run; the first stands for all.
     pub cases: &'static [&'static str],
-    /// What a text of it is; `None` where the library has nothing of this form.
+    /// Makes it of a text; `None` where the library has nothing of this form.
     pub read: fn(&Written<'_>) -> Option<Result<T, ParseError>>,
 }
 

@@ -15,9 +15,9 @@ use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 
-/// The name of the tensor of query lengths, i32 over batch entries.
+/// The name of the declared parameter of query lengths: i32 `[batch]`.
 pub const SEQ_LEN_Q: &str = "seq_len_q";
-/// The name of the tensor of key lengths, i32 over batch entries.
+/// The name of the declared parameter of key lengths: i32 `[batch]`.
 pub const SEQ_LEN_KV: &str = "seq_len_kv";
 
 /// The keys that all masks of a problem keep together.
@@ -25,7 +25,7 @@ pub const SEQ_LEN_KV: &str = "seq_len_kv";
 pub struct Kept {
     /// A band, with a prefix or without.
     pub region: Region,
-    /// A band beside it that is measured from the ends of batch entries: only where these have lengths.
+    /// A band beside the region, measured from the ends of batch entries: only where these have lengths.
     #[serde(skip_serializing_if = "Ends::is_full")]
     pub ends: Ends,
     /// Queries at and past the `seq_len_q` of their batch entry keep no key.

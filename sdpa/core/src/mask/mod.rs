@@ -36,7 +36,7 @@ pub enum Align {
     Ends,
 }
 
-/// A rule of one's own: the trace of a closure. The name is for people; identity is the trace.
+/// A rule of one's own: the trace of a closure. The name is for people; rules of equal traces are equal.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Rule {
     name: String,
@@ -48,12 +48,12 @@ impl Rule {
         Rule { name: name.to_owned(), trace: Arc::new(trace) }
     }
 
-    /// What it is called.
+    /// The name that it was given.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What it is.
+    /// What the closure did.
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
@@ -108,18 +108,19 @@ pub enum Mask {
         /// Keys that every query attends to; at least 0.
         len: i64,
     },
-    /// A rule of one's own.
+    /// A rule of one's own: [`Mask::new`].
     Traced(Rule),
-    /// What every one of them keeps.
+    /// Keeps what every one of them keeps.
     All(Vec<Mask>),
-    /// What some of them keeps.
+    /// Keeps what at least one of them keeps.
     Any(Vec<Mask>),
-    /// What the other drops.
+    /// Keeps what the other drops.
     Not(Box<Mask>),
 }
 
 impl Mask {
-    /// The rule that a closure writes down: true = attend. The closure runs once, here; what it did is the mask.
+    /// The mask that a closure writes down, of the place of a score and of declared parameters: true = attend. The closure runs once, here; what it did is
+    /// the mask. `name` is for people.
     ///
     /// # Errors
     /// Every parameter that is declared against the rules.
@@ -152,7 +153,7 @@ impl Mask {
         Mask::Window { left, right, align }
     }
 
-    /// Keeps `k ≤ q` and the first `len` keys.
+    /// Keeps `k ≤ q`, and the first `len` keys for every query.
     pub fn prefix_lm(len: i64) -> Mask {
         Mask::PrefixLm { len }
     }

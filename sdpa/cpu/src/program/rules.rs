@@ -194,23 +194,21 @@ pub(crate) struct Lengths {
 impl Lengths {
     /// `values` are those of `declared`, and `documents` what they say.
     pub(crate) fn new(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>], documents: Option<&Documents>) -> Lengths {
-        if let Some(documents) = documents {
-            let [queries, keys] = Side::ALL.map(|side| documents.of(side));
-            return Lengths { of: queries.iter().zip(keys).map(|(queries, keys)| [queries.len(), keys.len()]).collect(), packed: true };
-        }
         let kept = problem.kept();
-        if !kept.seq_len_q && !kept.seq_len_kv {
+        if documents.is_none() && !kept.seq_len_q && !kept.seq_len_kv {
             return Lengths::default();
         }
         let of = |there: bool, name: &str, batch: usize, most: i64| {
             let value = declared.iter().position(|p| p.name == name).filter(|_| there).map(|n| values[n].get(batch) as i64);
             value.map_or(most, |len| len.clamp(0, most)) as usize
         };
+        let packed = |side: Side, batch: usize| documents.and_then(|documents| documents.of(side).get(batch)).map(Range::len);
         let entry = |batch| {
-            let queries = of(kept.seq_len_q, SEQ_LEN_Q, batch, problem.seq_q());
-            [queries, of(kept.seq_len_kv, SEQ_LEN_KV, batch, problem.seq_kv())]
+            let queries = || of(kept.seq_len_q, SEQ_LEN_Q, batch, problem.seq_q());
+            let keys = || of(kept.seq_len_kv, SEQ_LEN_KV, batch, problem.seq_kv());
+            [packed(Side::Queries, batch).unwrap_or_else(queries), packed(Side::Keys, batch).unwrap_or_else(keys)]
         };
-        Lengths { of: (0..problem.batch() as usize).map(entry).collect(), packed: false }
+        Lengths { of: (0..problem.batch() as usize).map(entry).collect(), packed: documents.is_some() }
     }
 
     /// Those of a batch entry.

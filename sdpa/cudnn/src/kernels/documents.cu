@@ -8,6 +8,7 @@ struct Side {
     number total;
     number longest;
     number wide;
+    number counted;
 };
 
 static __device__ number clamp(number x, number most) { return x < 0 ? 0 : x > most ? most : x; }
@@ -17,20 +18,22 @@ static __device__ number begin(Side side, number n) {
     return clamp(token, side.total);
 }
 
+// Of a side that is not packed, lengths stand where boundaries would.
 static __device__ number length(Side side, number n) {
+    if (side.counted) return clamp(((const int *)side.boundaries)[n], side.longest);
     return clamp(begin(side, n + 1) - begin(side, n), side.longest);
 }
 
 // Lengths of one side, and where each of its documents begins in up to nine tensors, in elements. A document without a token on the other
 // side has no length: engines go wrong there.
 extern "C" __global__ void documents(number wide, const void *boundaries, number total, number longest, const void *others,
-                                     number other_total, number other_longest, number count, int *lengths, number *to_0, number per_0, number *to_1,
+                                     number other_total, number other_longest, number counted, number count, int *lengths, number *to_0, number per_0, number *to_1,
                                      number per_1, number *to_2, number per_2, number *to_3, number per_3, number *to_4, number per_4,
                                      number *to_5, number per_5, number *to_6, number per_6, number *to_7, number per_7, number *to_8,
                                      number per_8) {
     number n = (number)blockIdx.x * blockDim.x + threadIdx.x;
     if (n > count) return;
-    Side side = {boundaries, total, longest, wide}, other = {others, other_total, other_longest, wide};
+    Side side = {boundaries, total, longest, wide, 0}, other = {others, other_total, other_longest, wide, counted};
     if (n < count) lengths[n] = length(other, n) == 0 ? 0 : (int)length(side, n);
     number first = begin(side, n);
     if (to_0) to_0[n] = first * per_0;
@@ -46,10 +49,10 @@ extern "C" __global__ void documents(number wide, const void *boundaries, number
 
 // Fills the rows of documents that have no token on the other side, which engines leave alone. A block for each document.
 extern "C" __global__ void unpaired(number wide, const void *boundaries, number total, number longest, const void *others,
-                                    number other_total, number other_longest, char *to, number bytes, number bits, number heads, number head, number token,
+                                    number other_total, number other_longest, number counted, char *to, number bytes, number bits, number heads, number head, number token,
                                     number width) {
     number n = blockIdx.x;
-    Side side = {boundaries, total, longest, wide}, other = {others, other_total, other_longest, wide};
+    Side side = {boundaries, total, longest, wide, 0}, other = {others, other_total, other_longest, wide, counted};
     if (length(other, n) != 0) return;
     number first = begin(side, n), all = length(side, n) * heads * width;
     for (number i = threadIdx.x; i < all; i += blockDim.x) {

@@ -1,5 +1,5 @@
-//! Kernels around the attention that are no graphs: in PTX, made of the `.cu` beside it, so that no compiler is needed where they run.
-//! A test compiles the one again and compares it with the other.
+//! Kernels of this crate that run around cuDNN's graphs: in PTX, made of the `.cu` beside it, so that no compiler is needed where they run.
+//! A test compiles the `.cu` again and compares the result with the PTX.
 
 use cudnn_graph::{Device, Kernel};
 use parking_lot::Mutex;
@@ -12,29 +12,31 @@ const PIECES: &str = concat!(include_str!("pieces.ptx"), "\0");
 const SINKS: &str = concat!(include_str!("sinks.ptx"), "\0");
 const SUMS: &str = concat!(include_str!("sums.ptx"), "\0");
 
-/// Offsets of packed documents that one launch can compute.
+/// How many tensors of offsets one launch of [`Own::Documents`] can compute.
 pub const OFFSETS: usize = 9;
+/// Parameters of [`Own::Documents`] in front of those for the offsets.
+pub const BEFORE_OFFSETS: usize = 10;
 
 /// A kernel of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
-    /// Lengths of packed documents, and where they begin in each tensor.
+    /// Computes the lengths of packed documents, and where they begin in each tensor, from their boundaries.
     Documents,
     /// Fills the rows of documents that have nothing on the other side.
     Unpaired,
     /// Adds sinks to the denominators of rows that were computed without.
     SinkRows,
-    /// What rows add to the gradients of sinks, in parts.
+    /// Computes what rows add to the gradients of sinks, summed over parts of the rows.
     SinkParts,
-    /// The sums of these parts.
+    /// Adds up these parts.
     SinkGradient,
-    /// Lengths of batch entries and a page table as engines may be given them.
+    /// Clamps lengths of batch entries, and the page table, to what engines may be given.
     Entries,
-    /// Sums of exponentials of rows without keys.
+    /// Writes 0 for the sums of exponentials of rows without keys.
     RowSums,
     /// Merges rows of a piece into those of the pieces before it.
     MergeRows,
-    /// Statistics of some rows, to or from those of all.
+    /// Copies the statistics of some rows to or from those of all.
     StatsRows,
     /// Adds rows of a piece to those of the pieces before it.
     AddRows,
@@ -55,7 +57,7 @@ impl Own {
         Own::AddRows,
     ];
 
-    /// Its name in the PTX.
+    /// The kernel's name in the PTX.
     pub const fn name(self) -> &'static CStr {
         match self {
             Own::Documents => c"documents",
@@ -71,7 +73,7 @@ impl Own {
         }
     }
 
-    /// The text that it is compiled of.
+    /// The PTX text that has the kernel.
     pub const fn ptx(self) -> &'static str {
         match self {
             Own::Documents | Own::Unpaired => DOCUMENTS,
@@ -130,6 +132,6 @@ mod tests {
             assert!(own as usize == place && own.ptx().contains(&format!(".visible .entry {name}(")), "{name}");
         }
         let offsets = DOCUMENTS.split(".entry documents(").nth(1).and_then(|text| text.split_once(')')).unwrap().0;
-        assert_eq!(offsets.matches(".param").count(), 9 + 2 * OFFSETS);
+        assert_eq!(offsets.matches(".param").count(), BEFORE_OFFSETS + 2 * OFFSETS);
     }
 }

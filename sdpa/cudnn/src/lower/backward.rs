@@ -52,7 +52,7 @@ impl Ports {
     }
 }
 
-/// How the gradient of the queries comes about.
+/// How a backward pass in the composite form computes the gradient of the queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QueryGradient {
@@ -62,17 +62,17 @@ pub enum QueryGradient {
     AtOnce,
 }
 
-/// What the composite form leaves open.
+/// How a backward pass is spelled, where the composite form leaves a choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spelling {
-    /// How the gradient of the queries comes about.
+    /// How the gradient of the queries is computed.
     pub query_gradient: QueryGradient,
-    /// How tensors along queries are read.
+    /// How declared tensors that span queries are read.
     pub vectors: Vectors,
 }
 
 impl Spelling {
-    /// The one that is asked for first. Engines that sum gradients of parameters keep dS in the workspace, and so do those that give the same bits on every run,
+    /// The spelling that is asked for first. Engines that sum gradients of parameters keep dS in the workspace, and so do those that give the same bits on every run,
     /// but for one that has to be asked for by name.
     pub fn usual(b: &BackwardProblem) -> Spelling {
         let at_once = b.deterministic() || b.wrt_scores().next().is_some();

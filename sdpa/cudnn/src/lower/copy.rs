@@ -4,25 +4,25 @@
 //! for compute capability 8.0, 9.0 and 10.0). So axes that lie behind one another in memory are merged, and where three
 //! remain besides the last, the copy is made once per index of the outermost.
 
-use super::job::Job;
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
 use sdpa_core::Operand;
 use sdpa_core::spec::{Layout, TensorSpec};
+use sdpa_nvidia::Job;
 
 /// A copy graph, the tensors that a caller binds, and how often to run it.
 #[derive(Clone, Debug)]
 pub struct CopyGraph {
     /// The graph that copies.
     pub graph: Verified,
-    /// What is read.
+    /// The tensor that is read.
     pub from: TensorId,
-    /// What is written.
+    /// The tensor that is written.
     pub to: TensorId,
     /// Zeros that are read, as large as what is written: they may be the same memory.
     pub zeros: Option<TensorId>,
-    /// How often it runs.
+    /// How often the graph runs in one call.
     pub repeats: u64,
     /// Bytes from one run to the next in what is read.
     pub from_step: u64,
@@ -62,7 +62,7 @@ fn alignment(base: u32, steps: impl IntoIterator<Item = i64>, element: i64) -> u
     1 << bits.min(4)
 }
 
-/// Copies a tensor of one description to another of the same extents.
+/// A graph that copies a tensor to one of the same extents and element type that lies otherwise.
 ///
 /// # Errors
 /// What [`Graph::verify`] finds: a bug of the lowering.
@@ -70,7 +70,7 @@ pub fn copy(dtype: DType, from: &TensorSpec, to: &TensorSpec) -> Result<CopyGrap
     convert([dtype, dtype], from, to)
 }
 
-/// Copies a tensor of one description and element type to others of the same extents.
+/// A graph that copies a tensor to one of the same extents, from one element type to another.
 ///
 /// # Errors
 /// As [`copy`].

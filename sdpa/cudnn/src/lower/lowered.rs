@@ -9,7 +9,7 @@ use sdpa_core::expr::Trace;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::{Amax, Operand, Side, Statistic};
 
-/// Numbers that a graph reads from device memory and that no caller knows of.
+/// Numbers that a graph reads from device memory and that the executor supplies, such as the slopes of ALiBi.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Table {
     /// binary32.
@@ -27,7 +27,7 @@ impl Table {
         }
     }
 
-    /// Size in memory.
+    /// Bytes of the table in memory.
     pub fn bytes(&self) -> u64 {
         4 * match self {
             Table::F32(x) => x.len() as u64,
@@ -36,17 +36,17 @@ impl Table {
     }
 }
 
-/// What engines are told of packed documents.
+/// What engines are told of packed documents, beside their tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// Tokens of each, i32.
+    /// The tokens of each document, i32.
     Lengths(Side),
-    /// Where each begins in tensors of so many elements to a token, i64, with one number more.
+    /// Where each document begins in tensors of so many elements to a token, i64, with one number more for the end of the last.
     Offsets(Side, i64),
 }
 
 impl Told {
-    /// Which sequence it is of.
+    /// Whether it is told of queries or of keys.
     pub fn side(self) -> Side {
         match self {
             Told::Lengths(side) | Told::Offsets(side, _) => side,
@@ -58,7 +58,7 @@ impl Told {
 /// past the end of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guarded {
-    /// Of queries, or of keys.
+    /// Whether these are lengths of queries or of keys.
     pub of: Side,
     /// The extent: no length is more, and none is negative.
     pub most: i64,
@@ -106,8 +106,8 @@ pub enum Supply {
     Gradient(String),
     /// The caller's memory for a largest magnitude.
     Amax(Amax),
-    /// The terms of such a gradient in the workspace, over queries and keys, one of which it does not span: see
-    /// [`Lowered::sums`].
+    /// The terms of the gradient of a declared parameter, in the workspace: they lie over queries and keys, one or both of which the parameter does not
+    /// span, and are summed afterwards. See [`Lowered::sums`].
     Terms {
         /// The name of the parameter.
         name: String,
@@ -116,31 +116,44 @@ pub enum Supply {
     },
 }
 
-/// The clamped lengths of a side, where a graph reads such.
-pub(crate) fn guarded(supplies: &[(TensorId, Supply)], side: Side) -> Option<TensorId> {
-    supplies.iter().find(|(_, supply)| matches!(supply, Supply::Guarded(which) if which.of == side)).map(|(tensor, _)| *tensor)
+/// The lengths of a side that are within its extent, where a graph reads such: clamped ones, and those of packed documents.
+pub(crate) fn within(supplies: &[(TensorId, Supply)], side: Side) -> Option<TensorId> {
+    let is = |supply: &Supply| match supply {
+        Supply::Guarded(which) => which.of == side,
+        Supply::Documents(told) => *told == Told::Lengths(side),
+        Supply::Number(_)
+        | Supply::Param(_)
+        | Supply::Spread { .. }
+        | Supply::Pages(_)
+        | Supply::Table(_)
+        | Supply::Scratch
+        | Supply::Gradient(_)
+        | Supply::Amax(_)
+        | Supply::Terms { .. } => false,
+    };
+    supplies.iter().find(|(_, supply)| is(supply)).map(|(tensor, _)| *tensor)
 }
 
-/// A graph and the tensors that are bound at a call.
+/// A pass as a graph, and what is bound to its tensors at a call.
 #[derive(Clone, Debug)]
 pub struct Lowered {
     /// The graph of the attention itself.
     pub graph: Verified,
     /// How it is spelled.
     pub form: Form,
-    /// How a backward pass in the composite form is spelled.
+    /// How a backward pass in the composite form is spelled; `None` of others.
     pub spelling: Option<Spelling>,
     /// The tensor of each strided operand.
     pub operands: Vec<(Operand, TensorId)>,
-    /// What the scores are multiplied with: one f32 by value.
+    /// The tensor of the scale that scores are multiplied by: one f32 from host memory.
     pub attn_scale: TensorId,
-    /// f32 (batch, heads_q, seq_q, 1).
+    /// The tensor of `stats`: f32 (batch, heads_q, seq_q, 1).
     pub stats: Option<TensorId>,
-    /// Likewise, the largest score of each row.
+    /// The tensor of the largest score of each row: f32 (batch, heads_q, seq_q, 1).
     pub row_max: Option<TensorId>,
-    /// Likewise, the sum of exponentials of each row.
+    /// The tensor of the sum of exponentials of each row: f32 (batch, heads_q, seq_q, 1).
     pub sum_exp: Option<TensorId>,
-    /// Sums of each row of `o` times its gradient, in the workspace of a backward pass in the composite form.
+    /// The tensor of the sums of `o · d_o` of each row, in the workspace of a backward pass in the composite form.
     pub row_sum: Option<TensorId>,
     /// Tokens of queries and of keys that a packed call has at most: what tensors in the workspace have room for.
     pub totals: [i64; 2],

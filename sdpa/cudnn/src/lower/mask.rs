@@ -26,37 +26,38 @@ pub(super) struct Lengths {
     kv: Option<TensorId>,
     /// Of queries and of keys, as rules like any other.
     ruled: [bool; 2],
-    /// They are those of packed documents, which lead past no end.
-    packed: bool,
+    /// Which are those of packed documents: they lead past no end, and no rule reads them.
+    packed: [bool; 2],
 }
 
 impl Lengths {
     /// Those that the masks of a problem read.
     pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Lengths {
-        if problem.packed().is_some() {
-            let [q, kv] = Side::ALL.map(|side| Some(packed::lengths(to, problem, side)));
-            return Lengths { q, kv, ruled: [false; 2], packed: true };
-        }
         let kept = problem.kept();
-        let mut tensor = |used: bool, name: &str| {
+        let packed = Side::ALL.map(|side| problem.packs(side));
+        let mut tensor = |side: Side, used: bool, name: &str| {
+            if problem.packs(side) {
+                return Some(packed::lengths(to, problem, side));
+            }
             used.then(|| {
                 let tensor = to.graph.input(name, DType::I32, [problem.batch(), 1, 1, 1]);
                 to.supplies.push((tensor, Supply::Param(name.to_owned())));
                 tensor
             })
         };
-        Lengths { q: tensor(kept.seq_len_q, SEQ_LEN_Q), kv: tensor(kept.seq_len_kv, SEQ_LEN_KV), ruled: [false; 2], packed: false }
+        let q = tensor(Side::Queries, kept.seq_len_q, SEQ_LEN_Q);
+        Lengths { q, kv: tensor(Side::Keys, kept.seq_len_kv, SEQ_LEN_KV), ruled: [false; 2], packed }
     }
 
-    /// All of them as rules.
+    /// All of them as rules, but for those of documents, which have nothing behind their ends.
     pub(super) fn as_rules(self) -> Lengths {
-        Lengths { q: None, kv: None, ruled: [self.drops_q(), self.drops_kv()], packed: false }
+        let [q, kv] = self.packed;
+        Lengths { q: None, kv: None, ruled: [self.drops_q() && !q, self.drops_kv() && !kv], packed: self.packed }
     }
 
     /// What products of matrices take: of queries and of keys, where there are both as tensors.
     pub(super) fn overrides(self, to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
         match (self.q, self.kv) {
-            (Some(_), Some(_)) if self.packed => [self.q, self.kv],
             (Some(_), Some(_)) => guarded(to, problem, runtime),
             (None, _) | (_, None) => [None, None],
         }
@@ -76,11 +77,14 @@ impl Lengths {
 }
 
 /// Both lengths as engines take them for rows and columns of products: they are data that nobody has checked, so they are clamped on the
-/// device.
+/// device, those of documents where their offsets are made.
 pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
     // Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
     let keyless = Quirk::EntriesWithoutKeys.holds(runtime);
     let mut clamped = |name: &str, of, most| {
+        if problem.packs(of) {
+            return Some(packed::lengths(to, problem, of));
+        }
         let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [problem.batch(), 1, 1, 1]));
         to.supplies.push((tensor, Supply::Guarded(Guarded { of, most, keyless })));
         Some(tensor)

@@ -1,4 +1,4 @@
-//! Problem → graph, in either of the two forms that cuDNN knows.
+//! Lowering: from a problem to a graph, in either of the two forms that cuDNN knows.
 //!
 //! The *composite* form is some ten primitive ops that engines recognise by pattern (any cuDNN 9). The *unified* form is one
 //! op with the masks attached as an inner graph (from 9.21). Both compute the same; which one is asked first is
@@ -10,8 +10,6 @@ mod copy;
 mod dropout;
 mod expr;
 mod fp8;
-mod job;
-mod key;
 mod lowered;
 mod mask;
 mod mode;
@@ -29,13 +27,13 @@ pub use backward::{QueryGradient, Spelling};
 pub use copy::{CopyGraph, convert, copy};
 pub(crate) use copy::{densify, spread};
 pub use expr::Vectors;
-pub use job::Job;
-pub(crate) use key::JobQuery;
-pub(crate) use lowered::guarded as guarded_lengths;
+pub(crate) use lowered::within as lengths_within;
 pub use lowered::{Guarded, Lowered, Supply, Table, Told};
 pub use paged::Pages;
 pub(crate) use paged::UNEVEN;
 pub use sdpa_core::{Operand, Side, Statistic};
+pub use sdpa_nvidia::Job;
+pub(crate) use sdpa_nvidia::JobQuery;
 pub use since::{BASE_TWO_SINCE, FP8_SINCE, PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE, forms};
 pub use sum::{Sum, Sums};
 
@@ -73,7 +71,7 @@ impl fmt::Display for Form {
     }
 }
 
-/// An element type as cuDNN knows it.
+/// An element type of this crate as cuDNN knows it.
 pub fn dtype(dtype: sdpa_core::DType) -> DType {
     match dtype {
         sdpa_core::DType::F32 => DType::F32,
@@ -93,7 +91,7 @@ pub(crate) fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
     problem.sink() && runtime >= SINK_SINCE && problem.seq_q() > 1
 }
 
-/// Lowers a pass to one form.
+/// Makes the graph of a pass in one form, for a version of cuDNN.
 ///
 /// # Errors
 /// [`LowerError::Unsupported`] for what this form cannot express; what [`Graph::verify`](cudnn_graph::Graph::verify) finds is a bug of the lowering.
@@ -111,7 +109,7 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
     }
 }
 
-/// Lowers a backward pass to the composite form, spelled in this way.
+/// Makes the graph of a backward pass in the composite form, spelled in this way.
 ///
 /// # Errors
 /// As [`lower`].
@@ -122,7 +120,7 @@ pub fn lower_backward(problem: &BackwardProblem, runtime: Version, spelling: Spe
 /// Why a pass has no graph.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LowerError {
-    /// The form has no spelling for it.
+    /// The form cannot express the pass, and why.
     #[error("{0}")]
     Unsupported(String),
     /// A bug of the lowering.

@@ -18,7 +18,9 @@ pub(super) fn placed(to: &mut Draft<'_>, problem: &Problem, side: Side, tensor: 
 
 /// Where documents begin in a tensor of these strides.
 fn offsets(to: &mut Draft<'_>, problem: &Problem, side: Side, tensor: &Tensor) -> Option<TensorId> {
-    problem.packed()?;
+    if !problem.packs(side) {
+        return None;
+    }
     let token = tokens_apart(tensor)?;
     let name = match side {
         Side::Queries => format!("offsets_q_{token}"),

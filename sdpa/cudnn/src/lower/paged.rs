@@ -10,17 +10,17 @@ use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, Paged};
 
-/// Pages as engines take them: a power of two of tokens. A page of another number is several of theirs, one behind the other.
+/// Pages as cuDNN's engines take them: of a power of two of tokens. A caller's page of another number of tokens is cut into several, one behind the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pages {
-    /// Tokens of one of theirs.
+    /// Tokens of an engine's page.
     pub tokens: i64,
-    /// How many of theirs a page is.
+    /// Engine's pages in one of the caller's.
     pub parts: i64,
 }
 
 impl Pages {
-    /// Those of a problem; none where pages of another number of tokens do not lie so that they can be cut.
+    /// The engine's pages of a problem; `None` where the caller's do not lie so that they can be cut.
     pub fn of(problem: &Problem) -> Option<Pages> {
         let paged = problem.paged()?;
         let tokens = 1 << paged.page_size.trailing_zeros();
@@ -29,7 +29,7 @@ impl Pages {
         (parts == 1 || even(problem.k()) && even(problem.v())).then_some(Pages { tokens, parts })
     }
 
-    /// Theirs that an entry of the batch has at most.
+    /// How many engine's pages a batch entry has at most.
     pub fn per_entry(self, seq_kv: i64) -> i64 {
         seq_kv.unsigned_abs().div_ceil(self.tokens.unsigned_abs()) as i64
     }

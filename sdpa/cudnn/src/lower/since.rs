@@ -3,7 +3,7 @@
 use super::{Form, Job};
 use crate::quirks::Passes;
 use cudnn_graph::Version;
-use sdpa_core::StatsBase;
+use sdpa_core::{Side, StatsBase};
 
 /// What a form has to know for some problems.
 struct Row {
@@ -57,7 +57,8 @@ const ROWS: [Row; 15] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().sink() && j.problem().seq_q() > 1, since: None },
     // From 9.22 on it drops weights, but only where nobody asks for stats: for inference.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dropout().is_some(), since: None },
-    Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().packed().is_some(), since: None },
+    // Queries beside pages are packed for it too.
+    Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().packs(Side::Keys), since: None },
     // From 9.25 on it knows them; the composite form is asked for, which older runtimes know too.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dtype().is_fp8(), since: None },
     Row { form: Form::Unified, passes: Passes::Backward, needs: |_| true, since: Some(UNIFIED_BACKWARD_SINCE) },

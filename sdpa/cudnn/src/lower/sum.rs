@@ -17,28 +17,28 @@ use sdpa_core::spec::{Layout, TensorSpec};
 pub struct Sum {
     /// The graph that sums.
     pub graph: Verified,
-    /// What is read.
+    /// The tensor that is read.
     pub from: TensorId,
-    /// Ones, as many as terms.
+    /// The tensor of ones, as many as terms: the sum is a product with them.
     pub ones: TensorId,
     /// How many terms are summed.
     pub terms: i64,
     /// Element type of the terms.
     pub dtype: DType,
-    /// What is written.
+    /// The tensor that is written, f32.
     pub to: TensorId,
 }
 
-/// The sums that make the gradient of a parameter of what the attention graph writes.
+/// The sums that turn what the attention graph writes into the gradient of a parameter.
 #[derive(Clone, Debug)]
 pub struct Sums {
-    /// What the attention graph writes.
+    /// The tensor that the attention graph writes.
     pub tensor: TensorId,
     /// The name of the parameter.
     pub name: String,
     /// One or two sums; each reads what the one before it wrote.
     pub steps: Vec<Sum>,
-    /// From f32 to the type of the gradient.
+    /// Rounds the last sum from f32 to the type of the gradient.
     pub rounding: CopyGraph,
 }
 

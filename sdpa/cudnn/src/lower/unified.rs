@@ -26,7 +26,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     if problem.stats_base() == StatsBase::Two {
         return Err(LowerError::Unsupported("stats in base two: the composite form has them".to_owned()));
     }
-    let padded = problem.kept().seq_len_q && problem.kept().seq_len_kv;
+    let padded = problem.kept().seq_len_kv && problem.has_lengths(Side::Queries);
     if padded && (problem.score_mod().is_some() || mask::has_rules(problem)) {
         let rule = "lengths beside a score_mod or a rule: engines of the unified form give wrong numbers for some of them";
         return Err(LowerError::Unsupported(rule.to_owned()));

@@ -5,7 +5,7 @@ use sha2::{Digest as _, Sha256};
 use std::fmt;
 use std::str::FromStr;
 
-/// A SHA-256. Texts and files have it as 64 hexadecimal digits.
+/// A SHA-256, as a key and as a checksum. Texts and files have it as 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Digest(pub [u8; 32]);
@@ -27,7 +27,7 @@ impl Digest {
 pub struct Parts(Sha256);
 
 impl Parts {
-    /// One part more.
+    /// Adds a part.
     #[must_use]
     pub fn part(mut self, bytes: &[u8]) -> Parts {
         self.0.update((bytes.len() as u64).to_le_bytes());

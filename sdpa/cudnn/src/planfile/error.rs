@@ -14,23 +14,23 @@ pub enum PlanFileError {
         path: PathBuf,
         /// What was being done.
         action: &'static str,
-        /// Its words.
+        /// The operating system's error.
         source: io::Error,
     },
-    /// A file of something else.
+    /// The file is no file of plans.
     #[error("{} is not a file of plans", path.display())]
     NotAPlanFile {
         /// The file.
         path: PathBuf,
     },
-    /// Written by a later version of this library.
+    /// The file was written by a later version of this library.
     #[error("{} has format version {found}; this library knows {known} and older", path.display())]
     Newer {
         /// The file.
         path: PathBuf,
-        /// Its version.
+        /// The format version of the file.
         found: u32,
-        /// The newest that is known.
+        /// The newest format version that is known.
         known: u32,
     },
     /// The file ends too early.
@@ -78,12 +78,12 @@ pub enum PlanFileError {
     Owner {
         /// The file, or a folder on the way to it.
         path: PathBuf,
-        /// Whose it is.
+        /// The user id of its owner.
         owner: u32,
-        /// Who reads or writes.
+        /// The user id of who reads or writes.
         user: u32,
     },
-    /// A folder, a device, a link to nothing.
+    /// The path is no regular file: a folder, a device, a link to nothing.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
         /// The path.

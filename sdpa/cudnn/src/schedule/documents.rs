@@ -3,9 +3,10 @@
 use super::outline::{Outline, bug};
 use super::{Argument, Launch, Role, SlotId, Source, Step};
 use crate::error::Error;
-use crate::kernels::{OFFSETS, Own};
+use crate::kernels::{BEFORE_OFFSETS, OFFSETS, Own};
 use crate::lower::{Job, Lowered, Operand, Side, Statistic, Told};
 use cudnn_graph::ir::TensorId;
+use sdpa_core::mask::SEQ_LEN_KV;
 use sdpa_core::problem::Problem;
 use sdpa_core::{Packed, TensorSpec};
 
@@ -20,15 +21,23 @@ fn other(side: Side) -> Side {
     }
 }
 
-/// What both kernels begin with: boundaries of one side, and of the other.
+/// What both kernels begin with: boundaries of one side, and of the other, or its lengths where it is not packed.
 fn boundaries(made: &mut Outline<'_>, problem: &Problem, packed: &Packed, side: Side) -> Result<Vec<Argument>, Error> {
     let mut arguments = vec![Argument::Fixed(i64::from(packed.wide))];
-    let bytes = if packed.wide { 8 } else { 4 };
-    for side in [side, other(side)] {
+    let (batch, bytes) = (problem.batch().unsigned_abs(), if packed.wide { 8 } else { 4 });
+    let other = other(side);
+    for side in [side, other].into_iter().filter(|side| problem.packs(*side)) {
         let slot = made.param(packed.boundaries(side))?;
-        made.holds(slot, u64::from(bytes) * (problem.batch().unsigned_abs() + 1), bytes);
+        made.holds(slot, u64::from(bytes) * (batch + 1), bytes);
         arguments.extend([Argument::Slot(slot), Argument::Tokens(side), Argument::Fixed(problem.seq(side))]);
     }
+    let counted = !problem.packs(other);
+    if counted {
+        let slot = made.param(SEQ_LEN_KV)?;
+        made.holds(slot, 4 * batch, 4);
+        arguments.extend([Argument::Slot(slot), Argument::Fixed(0), Argument::Fixed(problem.seq(other))]);
+    }
+    arguments.push(Argument::Fixed(counted.into()));
     Ok(arguments)
 }
 
@@ -44,7 +53,7 @@ pub(super) fn tell(
     // Where boundaries are the same, one launch does for both sides.
     let groups: &[&[Side]] = if packed.cross { &[&[Side::Queries], &[Side::Keys]] } else { &[&Side::ALL] };
     let mut bound = Vec::new();
-    for sides in groups {
+    for sides in groups.iter().filter(|sides| sides.iter().all(|side| problem.packs(*side))) {
         let of = sides.iter().map(|&side| packed.boundaries(side)).next().unwrap_or_default();
         let mut slots: Vec<(Option<i64>, SlotId)> = Vec::new();
         for &(tensor, told) in told.iter().filter(|(_, told)| sides.contains(&told.side())) {
@@ -66,7 +75,7 @@ pub(super) fn tell(
         arguments.extend([Argument::Fixed(problem.batch()), Argument::Slot(lengths)]);
         let offsets = slots.iter().filter_map(|&(token, slot)| token.map(|token| [Argument::Slot(slot), Argument::Fixed(token)]));
         arguments.extend(offsets.flatten());
-        let parameters = 9 + 2 * OFFSETS;
+        let parameters = BEFORE_OFFSETS + 2 * OFFSETS;
         if arguments.len() > parameters {
             return Err(bug(format!("more strides by {of} than {OFFSETS}")));
         }

@@ -1,7 +1,7 @@
-//! What a pass is on cuDNN: slots, which say where bytes come from, and steps, which say what runs on them.
+//! Schedules: what a pass is on cuDNN. Slots say where bytes come from, steps say what runs on them.
 //!
 //! A schedule is made once for a pass. Its key, whether it is supported, building, loading, saving, workspace, calls, captures and reports are
-//! loops over it, the same for both passes. `P` is what a step's graph has become: nothing yet, or a plan.
+//! loops over it, the same for both passes. `P` is what a step's graph has become: `()`, or a [`Plan`](cudnn_graph::Plan).
 
 mod digest;
 mod documents;
@@ -41,11 +41,11 @@ impl SlotId {
 /// Where the bytes of a slot come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// The caller's, strided as the problem says.
+    /// The caller's memory for an operand, strided as the problem says.
     Operand(Operand),
-    /// The same from so many bytes behind its beginning on: rows of a piece.
+    /// The caller's memory for an operand, from so many bytes behind its beginning on: rows of a piece.
     Rows(Operand, u64),
-    /// The caller's, f32, (batch, heads_q, seq_q), dense.
+    /// The caller's memory for a row statistic: f32, (batch, heads_q, seq_q), dense.
     Statistic(Statistic),
     /// The tensor of a declared parameter, by its place among the declared.
     Param(usize),
@@ -59,9 +59,9 @@ pub enum Source {
     Scratch(u64),
     /// The workspace, of lengths that have been clamped; or the parameter's own tensor, where the caller promises that it needs no clamping.
     Lengths {
-        /// As in [`Source::Scratch`].
+        /// Where in the workspace, as in [`Source::Scratch`].
         offset: u64,
-        /// As in [`Source::Param`]; none where engines need more than clamped lengths.
+        /// The declared parameter, as in [`Source::Param`]; `None` where engines need more than clamped lengths.
         param: Option<usize>,
     },
 }
@@ -69,13 +69,13 @@ pub enum Source {
 /// Device memory that steps read and write.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slot {
-    /// For reports and errors.
+    /// A name for reports and errors.
     pub name: String,
-    /// Where it is.
+    /// Where the memory comes from.
     pub source: Source,
-    /// How far steps reach into it.
+    /// How many bytes of it steps reach.
     pub bytes: u64,
-    /// What its address is a multiple of.
+    /// Bytes that its address is a multiple of.
     pub alignment: u32,
 }
 
@@ -91,9 +91,9 @@ pub enum Contents {
 /// A number that a plan reads from host memory at each call.
 #[derive(Clone, Debug)]
 pub enum Number {
-    /// What the scores are multiplied with.
+    /// The scale that scores are multiplied by.
     Scale,
-    /// The graph's own.
+    /// A number that the graph itself has.
     Fixed(Scalar),
     /// The value of a declared scalar, by its place among the declared.
     Param(usize),
@@ -106,27 +106,27 @@ pub enum Number {
 pub enum Role {
     /// The attention itself, or the first piece of it.
     Attention,
-    /// Another piece of the attention, and the how manieth.
+    /// Another piece of the attention, by its number: the first one is 0.
     Piece(usize),
-    /// Brings what a piece wrote to what those before it wrote.
+    /// Merges what a piece, by its number, wrote with what those before it wrote.
     Merge(usize),
     /// Copies an operand that engines cannot read, or write, in place.
     Copy(Operand),
-    /// Makes of parameters what engines read.
+    /// Makes what engines read of the parameters of these names.
     Conversion(Vec<String>),
-    /// A sum of what the attention writes for the gradient of a parameter, and the how manieth.
+    /// A sum of what the attention writes for the gradient of the parameter of this name, and its number among such sums.
     Sum(String, usize),
-    /// Brings such a sum to the type of the gradient.
+    /// Rounds the last of these sums to the type of the gradient.
     Rounding(String),
-    /// What engines are told of packed documents.
+    /// Computes the lengths and offsets of packed documents that engines read.
     Documents,
     /// Brings lengths and the page table of batch entries, by their names, to what engines may be given.
     Entries(Vec<String>),
     /// Adds sinks to rows that were computed without.
     Sink,
-    /// The gradient of sinks.
+    /// Computes the gradient of sinks.
     SinkGradient,
-    /// Makes 0 of the sums of exponentials of rows without keys.
+    /// Writes 0 for the sums of exponentials of rows without keys.
     RowSums,
     /// Fills the rows of a result that belong to documents without tokens on the other side.
     Unpaired(String),
@@ -187,7 +187,7 @@ pub enum Argument {
     Slot(SlotId),
     /// Tokens of a side that the memory of the call holds.
     Tokens(Side),
-    /// The same at each call.
+    /// A number that is the same at each call.
     Fixed(i64),
 }
 
@@ -198,11 +198,11 @@ pub struct Launch {
     pub role: Role,
     /// Which kernel.
     pub kernel: Own,
-    /// Blocks, and threads of each.
+    /// Blocks of the grid, and threads of each.
     pub grid: [u32; 2],
     /// One for each parameter of the kernel.
     pub arguments: Vec<Argument>,
-    /// It is not needed where the caller promises that these parameters need no clamping; none: it always is.
+    /// The launch is left out where the caller promises that these parameters, by their places among the declared, need no clamping; of none, never.
     pub spared_by: Vec<usize>,
 }
 
@@ -219,7 +219,7 @@ pub enum Step<P> {
     Move(SlotId, SlotId),
 }
 
-/// A pass: what it needs and what it does.
+/// A pass on cuDNN: the memory that it needs, and what it does, step by step.
 #[derive(Clone, Debug)]
 pub struct Schedule<P> {
     slots: Vec<Slot>,
@@ -245,7 +245,7 @@ impl<P> Schedule<P> {
         &self.steps
     }
 
-    /// What has to be in device memory before the first call.
+    /// The tables that have to be in device memory before the first call.
     pub fn tables(&self) -> &[Contents] {
         &self.tables
     }
@@ -255,7 +255,7 @@ impl<P> Schedule<P> {
         &self.gradients
     }
 
-    /// Bytes of the workspace behind what plans need for themselves.
+    /// Bytes of the workspace that slots take, behind what plans need for themselves.
     pub fn scratch(&self) -> u64 {
         self.scratch
     }
@@ -276,7 +276,7 @@ impl<P> Schedule<P> {
         })
     }
 
-    /// Makes something of each graph, a plan above all.
+    /// The same schedule with what `make` makes of each graph: a plan, for one.
     ///
     /// # Errors
     /// Those of `make`.

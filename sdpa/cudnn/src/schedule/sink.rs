@@ -75,7 +75,7 @@ pub(super) fn differentiate(
     };
     let told = |wanted: Told| lowered.supplies.iter().find(|(_, supply)| *supply == Supply::Documents(wanted)).map(|(id, _)| *id);
     let heads = forward.heads_q();
-    let lengths = lower::guarded_lengths(&lowered.supplies, Side::Queries).or_else(|| told(Told::Lengths(Side::Queries)));
+    let lengths = lower::lengths_within(&lowered.supplies, Side::Queries);
     let begins = told(Told::Offsets(Side::Queries, heads));
     if forward.packed().is_some() != (begins.is_some() && lengths.is_some()) {
         return Err(bug("it is not told where rows are".to_owned()));

@@ -7,14 +7,14 @@ use sdpa_core::expr::Declared;
 use serde::Serialize;
 use std::fmt;
 
-/// A schedule for people and programs.
+/// A schedule in words and numbers, for people and programs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ScheduleReport {
-    /// By their places.
+    /// The slots, by their places.
     pub slots: Vec<SlotReport>,
     /// The steps, in the order in which they run.
     pub steps: Vec<StepReport>,
-    /// Bytes of the workspace behind what plans need for themselves.
+    /// Bytes of the workspace that slots take, behind what plans need for themselves.
     pub scratch: u64,
 }
 
@@ -25,31 +25,31 @@ pub struct SlotReport {
     pub name: String,
     /// Where its bytes come from.
     pub source: String,
-    /// How far steps reach into it.
+    /// How many bytes of it steps reach.
     pub bytes: u64,
-    /// What its address is a multiple of.
+    /// Bytes that its address is a multiple of.
     pub alignment: u32,
 }
 
 /// What is told of a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StepReport {
-    /// What it does.
+    /// What the step does.
     pub what: String,
     /// Ops of its graph; 0 where it has none.
     pub ops: usize,
     /// How often the step runs in one call.
     pub repeats: u64,
-    /// The parameters that spare it, where the caller promises of all of them that they lie within their extents.
+    /// The step is left out where the caller promises of all these parameters that they lie within their extents; of none, never.
     pub spared_by: Vec<String>,
     /// Tensors, or `from` and `to`, with the slot of each and the bytes from one repetition to the next.
     pub memory: Vec<(String, usize, u64)>,
-    /// Numbers, with what each is.
+    /// Tensors that take a number from host memory, with what that is.
     pub numbers: Vec<(String, String)>,
 }
 
 impl<P> Schedule<P> {
-    /// For people and programs. `declared` are the parameters of the pass.
+    /// The schedule in words and numbers. `declared` are the parameters of the pass.
     pub fn told(&self, declared: &[Declared]) -> ScheduleReport {
         let slots = self.slots.iter().map(|slot| self.told_slot(slot, declared)).collect();
         let steps = self.steps.iter().map(|step| match step {

@@ -134,7 +134,7 @@ impl<'a> Memory<'a> {
             Ok::<_, Error>(tensor)
         };
         for (operand, tensor) in Operand::ALL.into_iter().filter_map(|operand| Some((operand, job.in_memory(operand)?))) {
-            let all = if problem.packed().is_some() { packed::memory(&tensor, problem.total(operand.side())) } else { tensor };
+            let all = if problem.packs(operand.side()) { packed::memory(&tensor, problem.total(operand.side())) } else { tensor };
             let elements = all.extent().unwrap_or(i64::MAX);
             operands[operand as usize] = Some(random(Tensor::new(stream, job.dtype_of(operand), elements)?)?);
         }

@@ -2,7 +2,7 @@
 //! of the lengths.
 
 use super::super::expr::Draft;
-use super::super::lowered::guarded;
+use super::super::lowered::within;
 use super::{F32_WHOLE, bound, declared_length, index, shifted};
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, TensorId};
@@ -14,7 +14,7 @@ use sdpa_core::problem::Problem;
 
 /// Lengths that are within the extents, where the graph has such besides those of the masks.
 pub(super) fn lengths(to: &Draft<'_>, masked: [Option<TensorId>; 2]) -> [Option<TensorId>; 2] {
-    Side::ALL.map(|side| guarded(&to.supplies[..], side).or(masked[side as usize]))
+    Side::ALL.map(|side| within(&to.supplies[..], side).or(masked[side as usize]))
 }
 
 /// Drops what such a band drops. Lengths are those of queries and of keys, where they are tensors; else they are extents.

@@ -1,0 +1,71 @@
+// The copy engine, and barriers in shared memory that it arrives at.
+
+struct alignas(64) TensorMap {
+    ulong64 words[16];
+};
+
+inline uint shared_address(const void* at) {
+    return uint(__cvta_generic_to_shared(at));
+}
+
+inline void barrier_init(uint barrier, uint arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Barriers that were made are there for the copy engine.
+inline void barrier_made() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+inline void barrier_arrive(uint barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and waits for so many bytes beside.
+inline void barrier_expect(uint barrier, uint bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+inline void barrier_wait(uint barrier, uint parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra there;\n"
+        "bra again;\n"
+        "there:\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Brings a box to shared memory. Rows are 128 bytes, swizzled: what lies outside of the tensor is zero.
+inline void copy_in(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Takes a box out of shared memory. What lies outside of the tensor is not written.
+inline void copy_out(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(from), "l"(&map), "r"(dim),
+                 "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+
+// The boxes that this thread took out so far are a group.
+inline void copy_out_ends() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// What this thread took out has been read.
+inline void copied_out() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Shared memory that this thread wrote is there for the copy engine and the matrix units, once a barrier has passed.
+inline void written_for_engines() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}

@@ -1,0 +1,402 @@
+// Attention forward on compute capability 9.0: one group of threads brings operands, the others each have 64 queries.
+
+constexpr int WARPS = 4 * GROUPS;
+constexpr int PANEL = 64;
+constexpr int QK_PANELS = DIM_QK / PANEL;
+constexpr int V_PANELS = DIM_V / PANEL;
+constexpr int ROW_BYTES = 128;
+constexpr uint Q_PANEL_BYTES = TILE_M * ROW_BYTES;
+constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
+constexpr uint O_BYTES = Q_PANEL_BYTES * V_PANELS;
+constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_APART || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
+constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
+constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
+constexpr int SCORES = TILE_N / 2;
+constexpr int OUTPUTS = DIM_V / 2;
+constexpr float LN_2 = 0.69314718055994530942f;
+constexpr float LOG2_E = 1.44269504088896340736f;
+#define INFINITE __int_as_float(0x7f800000)
+
+// A tile of queries of one head.
+struct Tile {
+    int tile, batch, head;
+};
+
+// What a row has come to.
+struct Rows {
+    float most[2];
+    float sum[2];
+};
+
+// Scores of a group of threads: 64 queries beside a block of keys. Nothing waits.
+inline void score(float (&s)[SCORES], uint q, uint k) {
+    products_begin();
+#pragma unroll
+    for (int panel = 0; panel < QK_PANELS; panel++) {
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            const ulong64 a = operand_by_rows(q + panel * Q_PANEL_BYTES + step * 32);
+            const ulong64 b = operand_by_rows(k + panel * KV_PANEL_BYTES + step * 32);
+            product_by_rows(s, a, b, panel + step > 0);
+        }
+    }
+    products_commit();
+}
+
+// Adds weights times values. Nothing waits: weights are untouchable until then.
+inline void weigh(float (&o)[OUTPUTS], const uint (&w)[SCORES / 2], uint v, bool add) {
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < TILE_N / 16; step++) {
+        const ulong64 b = operand_by_columns(v + step * 16 * ROW_BYTES, KV_PANEL_BYTES);
+        product_by_columns(o, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], b, add || step > 0);
+    }
+    products_commit();
+}
+
+// Scores in units of the exponent, the largest of each row, and how much less what came before weighs now.
+template <bool masked>
+inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile,
+                   int first_k) {
+    const int lane = threadIdx.x & 31;
+    const int row = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+    const int q = tile.tile * TILE_M + (int(threadIdx.x >> 7) - 1) * 64 + row;
+    const int column = first_k + 2 * (lane & 3);
+#if WITH_SCORE_MOD
+    constexpr bool natural = true;
+#else
+    const bool natural = p.natural != 0;
+#endif
+    if (natural) {
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
+    }
+#if WITH_SCORE_MOD || WITH_KEEP
+#pragma unroll
+    for (int n = 0; n < SCORES; n++) {
+        const int there_q = q + (n & 2 ? 8 : 0), there_k = column + 8 * (n / 4) + (n & 1);
+        // What traces read is there for places of the problem alone.
+        const Place at = {tile.batch, tile.head, min(there_q, p.seq_q - 1), masked ? min(there_k, p.seq_kv - 1) : there_k};
+#if WITH_SCORE_MOD
+        s[n] = score_mod(s[n], at, captured);
+#endif
+#if WITH_KEEP
+        if (masked && !keep(at, captured)) s[n] = -INFINITE;
+#endif
+    }
+#endif
+    if (masked) {
+        // Made again, so that it is not kept from block to block.
+        const Span span = span_of(p, tile.batch, tile.tile);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const Range kept = kept_of(p, span, q + 8 * half);
+#pragma unroll
+            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
+                if (uint(column + 8 * (n / 4) + (n & 1) - kept.first) >= kept.count) s[n] = -INFINITE;
+            }
+        }
+    }
+    const float unit = p.unit;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = rows.most[half];
+#pragma unroll
+        for (int n = 0; n < SCORES; n += 4) most = fmaxf(most, fmaxf(s[n + 2 * half], s[n + 2 * half + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        // A row that has kept nothing has no largest score, and its weights are 0.
+        const float from = most == -INFINITE ? 0.0f : most * unit;
+        less[half] = exp2_of(rows.most[half] * unit - from);
+        rows.most[half] = most;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < SCORES; n += 4) {
+#pragma unroll
+            for (int other = 0; other < 2; other++) {
+                float& x = s[n + 2 * half + other];
+                x = exp2_of(x * unit - from);
+                sum += x;
+            }
+        }
+        rows.sum[half] = rows.sum[half] * less[half] + sum;
+    }
+}
+
+inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
+#pragma unroll
+    for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
+}
+
+// Groups take turns at the matrix units, so that one computes weights while another's products run.
+inline void turn_begins(int group) {
+#if TURNS
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+#endif
+}
+
+inline void turn_ends(int group) {
+#if TURNS
+    asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % GROUPS) : "memory");
+#endif
+}
+
+struct Shared {
+    uint q, k, v, o;
+    uint q_full, q_free, k_full, v_full, k_free, v_free, tile_full, tile_free, tiles;
+};
+
+inline Shared layout(uint base) {
+    Shared at;
+    at.q = base;
+    at.k = at.q + Q_BYTES;
+    at.v = at.k + STAGES * K_BYTES;
+    at.o = O_APART ? at.v + STAGES * V_BYTES : at.q;
+    at.q_full = at.v + STAGES * V_BYTES + (O_APART ? O_BYTES : 0);
+    at.q_free = at.q_full + 8;
+    at.k_full = at.q_free + 8;
+    at.v_full = at.k_full + 8 * STAGES;
+    at.k_free = at.v_full + 8 * STAGES;
+    at.v_free = at.k_free + 8 * STAGES;
+    at.tile_full = at.v_free + 8 * STAGES;
+    at.tile_free = at.tile_full + 16;
+    at.tiles = at.tile_free + 16;
+    return at;
+}
+
+// Heads whose keys and values fit the cache together follow one another; of these, tiles with the most keys of causal masks come first.
+inline Tile tile_of(const Params& p, int number) {
+    const int heads = p.batch * p.heads_q;
+    const int first = number / (p.section * p.tiles) * p.section, together = min(p.section, heads - first);
+    const int in_section = number - first * p.tiles;
+    const int both = first + in_section % together;
+    return Tile{p.tiles - 1 - in_section / together, both / p.heads_q, both % p.heads_q};
+}
+
+// Where a ring of barriers stands: which of them, and which of its phases.
+template <int stages>
+struct Ring {
+    int stage = 0, phase = 0;
+    inline void on() {
+        stage = stage + 1 == stages ? 0 : stage + 1;
+        phase ^= stage == 0;
+    }
+};
+
+// Takes tile after tile from all that there are, tells the others which, and brings its queries, and block after block of keys and values.
+inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const Shared& at) {
+    Ring<STAGES> ring;
+    Ring<2> told;
+    Ring<1> queries;
+    const int all = p.batch * p.heads_q * p.tiles;
+    int number = blockIdx.x;
+    while (true) {
+        barrier_wait(at.tile_free + 8 * told.stage, told.phase ^ 1);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at.tiles + 4 * told.stage), "r"(number) : "memory");
+        barrier_arrive(at.tile_full + 8 * told.stage);
+        told.on();
+        if (number >= all) return;
+        // Asked for early: the answer takes as long as a step.
+        const int next = int(gridDim.x) < all ? int(gridDim.x) + atomicAdd(p.taken, 1) : all;
+        const Tile tile = tile_of(p, number);
+        const Reach reach = reach_of(p, span_of(p, tile.batch, tile.tile));
+        const int kv_head = tile.head / p.group;
+        Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
+        int block;
+        bool partly, any = walk_on(walk, p, reach, block, partly);
+        bool first = true;
+        do {
+            if (any) {
+                barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);
+                barrier_expect(at.k_full + 8 * ring.stage, K_BYTES);
+                for (int panel = 0; panel < QK_PANELS; panel++)
+                    copy_in(at.k + ring.stage * K_BYTES + panel * KV_PANEL_BYTES, k_map, at.k_full + 8 * ring.stage, panel * PANEL,
+                            block * TILE_N, kv_head, tile.batch);
+            }
+            if (first) {
+                barrier_wait(at.q_free, queries.phase ^ 1);
+                queries.on();
+                if (any) {
+                    barrier_expect(at.q_full, Q_PANEL_BYTES * QK_PANELS);
+                    for (int panel = 0; panel < QK_PANELS; panel++)
+                        copy_in(at.q + panel * Q_PANEL_BYTES, q_map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
+                } else {
+                    barrier_arrive(at.q_full);
+                }
+                first = false;
+            }
+            if (any) {
+                barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);
+                barrier_expect(at.v_full + 8 * ring.stage, V_BYTES);
+                for (int panel = 0; panel < V_PANELS; panel++)
+                    copy_in(at.v + ring.stage * V_BYTES + panel * KV_PANEL_BYTES, v_map, at.v_full + 8 * ring.stage, panel * PANEL,
+                            block * TILE_N, kv_head, tile.batch);
+                ring.on();
+            }
+        } while (any && walk_on(walk, p, reach, block, partly));
+        number = next;
+    }
+}
+
+inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured,
+                          const Tile& tile, int first_k) {
+    if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, first_k);
+    else soften<false>(s, rows, less, p, captured, tile, first_k);
+}
+
+// What becomes of the rows of a group, once they have met all of their keys.
+inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const TensorMap& o_map, const Params& p, const Shared& at,
+                   const Tile& tile, int group) {
+    const Span span = span_of(p, tile.batch, tile.tile);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
+    float share[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float sum = rows.sum[half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        float most = rows.most[half] * p.unit;
+        share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+#if WITH_SINK
+        const float sink = p.sink[tile.head] * LOG2_E;
+        const float from = fmaxf(most, sink);
+        // Of neither there may be any.
+        const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
+        const float whole = from == -INFINITE ? 0.0f : sum * part + exp2_of(sink - from);
+        share[half] = whole == 0.0f ? 0.0f : part / whole;
+        most = from;
+        sum = whole;
+#endif
+        const int there = span.first_q + group * 64 + warp * 16 + in_warp + 8 * half;
+#if WITH_STATS
+        if ((lane & 3) == 0 && there < p.seq_q) {
+            const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
+            p.stats[(long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there] = there < span.len_q ? stat : -INFINITE;
+        }
+#endif
+        if (!any || there >= span.len_q) share[half] = 0.0f;
+    }
+    // The rows of a warp leave by themselves, once those of the tile before have left.
+    const uint rows_at = at.o + (group * 64 + warp * 16) * ROW_BYTES;
+    if (lane == 0) copied_out();
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < OUTPUTS; n += 2) {
+        const int half = n >> 1 & 1, chunk = n / 4;
+        const float of = share[half];
+        const uint both = of == 0.0f ? 0u : pair_of(Element{}, o[n] * of, o[n + 1] * of);
+        const uint to = rows_at + chunk / 8 * Q_PANEL_BYTES + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(both) : "memory");
+    }
+    written_for_engines();
+    __syncwarp();
+    if (lane == 0) {
+        for (int panel = 0; panel < V_PANELS; panel++)
+            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, span.first_q + group * 64 + warp * 16, tile.head, tile.batch);
+        copy_out_ends();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    attention_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+                      const __grid_constant__ TensorMap o_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Shared at = layout(shared_address(memory));
+    if (threadIdx.x == 0) {
+        barrier_init(at.q_full, 1);
+        barrier_init(at.q_free, WARPS);
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(at.k_full + 8 * stage, 1);
+            barrier_init(at.v_full + 8 * stage, 1);
+            barrier_init(at.k_free + 8 * stage, WARPS);
+            barrier_init(at.v_free + 8 * stage, WARPS);
+        }
+        for (int stage = 0; stage < 2; stage++) {
+            barrier_init(at.tile_full + 8 * stage, 1);
+            barrier_init(at.tile_free + 8 * stage, WARPS);
+        }
+        barrier_made();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(BRING_REGISTERS));
+        if (threadIdx.x == 0) bring(q_map, k_map, v_map, p, at);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUP_REGISTERS));
+    const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
+    const uint q = at.q + group * 64 * ROW_BYTES;
+    const int all = p.batch * p.heads_q * p.tiles;
+    Ring<STAGES> ring;
+    Ring<2> told;
+    Ring<1> queries;
+    float o[OUTPUTS];
+    if (group == GROUPS - 1) turn_ends(group);
+    while (true) {
+        int number;
+        barrier_wait(at.tile_full + 8 * told.stage, told.phase);
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(number) : "r"(at.tiles + 4 * told.stage) : "memory");
+        number = alike(number);
+        if (lane == 0) barrier_arrive(at.tile_free + 8 * told.stage);
+        told.on();
+        if (number >= all) break;
+        const Tile tile = tile_of(p, number);
+        const Reach reach = reach_of(p, span_of(p, tile.batch, tile.tile));
+        Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
+        Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
+        int block;
+        bool partly;
+        const bool any = walk_on(walk, p, reach, block, partly);
+        barrier_wait(at.q_full, queries.phase);
+        queries.on();
+        if (any) {
+            float s[SCORES];
+            uint w[SCORES / 2];
+            float less[2];
+            barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
+            score(s, q, at.k + ring.stage * K_BYTES);
+            products_wait<0>();
+            hold(s);
+            if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
+            // The first block is at the edge of most masks: one text less to compile.
+            soften<true>(s, rows, less, p, captured, tile, block * TILE_N);
+            pack(w, s);
+            bool add = false;
+            while (walk_on(walk, p, reach, block, partly)) {
+                const Ring<STAGES> before = ring;
+                ring.on();
+                barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
+                turn_begins(group);
+                score(s, q, at.k + ring.stage * K_BYTES);
+                barrier_wait(at.v_full + 8 * before.stage, before.phase);
+                weigh(o, w, at.v + before.stage * V_BYTES, add);
+                turn_ends(group);
+                add = true;
+                products_wait<1>();
+                hold(s);
+                if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
+                soften_either(partly, s, rows, less, p, captured, tile, block * TILE_N);
+                products_wait<0>();
+                hold(o);
+                if (lane == 0) barrier_arrive(at.v_free + 8 * before.stage);
+                pack(w, s);
+#pragma unroll
+                for (int m = 0; m < OUTPUTS; m++) o[m] *= less[m >> 1 & 1];
+            }
+            if (O_APART && lane == 0) barrier_arrive(at.q_free);
+            barrier_wait(at.v_full + 8 * ring.stage, ring.phase);
+            weigh(o, w, at.v + ring.stage * V_BYTES, add);
+            products_wait<0>();
+            hold(o);
+            if (lane == 0) barrier_arrive(at.v_free + 8 * ring.stage);
+            ring.on();
+        }
+        finish(o, rows, any, o_map, p, at, tile, group);
+        if (lane == 0) {
+            // Where results take the place of queries, these come when those have left.
+            if (!O_APART) copied_out();
+            if (!O_APART || !any) barrier_arrive(at.q_free);
+        }
+    }
+    if (lane == 0) copied_out();
+}

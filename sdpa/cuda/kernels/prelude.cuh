@@ -1,0 +1,92 @@
+// What kernels and traced expressions take for granted: types that convert to float, and functions by the names that they have in MSL.
+
+typedef unsigned int uint;
+typedef unsigned long long ulong64;
+
+// The same bits as another type.
+template <class To>
+inline To as_type(uint x);
+template <>
+inline float as_type<float>(uint x) { return __uint_as_float(x); }
+template <>
+inline int as_type<int>(uint x) { return int(x); }
+template <class To>
+inline To as_type(int x);
+template <>
+inline uint as_type<uint>(int x) { return uint(x); }
+template <class To>
+inline To as_type(float x);
+template <>
+inline uint as_type<uint>(float x) { return __float_as_uint(x); }
+
+struct Half {
+    unsigned short bits;
+    inline operator float() const {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
+
+struct BFloat {
+    unsigned short bits;
+    inline operator float() const { return __uint_as_float(uint(bits) << 16); }
+};
+
+// Two numbers, rounded, the first in the low half.
+inline uint pair_of(Half, float low, float high) {
+    uint both;
+    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+inline uint pair_of(BFloat, float low, float high) {
+    uint both;
+    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// A number that is the same in the whole warp, told to the compiler: it is kept once, not in every thread.
+inline int alike(int x) {
+    return __shfl_sync(~0u, x, 0);
+}
+
+inline float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#define ERROR_FUNCTION
+inline float error_function(float x) {
+    return erff(x);
+}
+
+namespace precise {
+inline float sqrt(float x) { return sqrtf(x); }
+inline float rsqrt(float x) { return rsqrtf(x); }
+inline float exp(float x) { return expf(x); }
+inline float log(float x) { return logf(x); }
+inline float sin(float x) { return sinf(x); }
+inline float cos(float x) { return cosf(x); }
+inline float pow(float x, float y) { return powf(x, y); }
+inline float min(float x, float y) { return fminf(x, y); }
+inline float max(float x, float y) { return fmaxf(x, y); }
+
+// Beside bf16 as the unit for it has it, off by 1/2,048 of the result. Otherwise 1 - 2 / (1 + e^2x), off by 1.2e-7 at most; near 0, where that is more of it, the number itself. Of a result at most 2e-5.
+inline float tanh(float x) {
+    if (APPROXIMATE) {
+        float y;
+        asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
+    const float far = 1.0f - 2.0f * reciprocal(1.0f + exp2_of(2.88539008177792681472f * x));
+    return fabsf(x) < 0.0071f ? x : far;
+}
+}

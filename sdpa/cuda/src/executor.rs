@@ -1,0 +1,172 @@
+//! The executor: one device, its compiler, its caches of kernels and of plans.
+
+use crate::error::Error;
+use crate::kernel::{Kernel, KernelKey, Kernels};
+use crate::plan::CudaPlan;
+use crate::problem::{Forward, unsupported};
+use crate::source;
+use crate::tile::Tile;
+use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache};
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::device::{DeviceExecutor, OnDevice};
+use sdpa_core::error::{ExecutorName, Reason, Unsupported};
+use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
+use sdpa_core::problem::Problem;
+use sdpa_driver::{Device, DeviceSlice, Driver, Nvrtc, Stream};
+use sdpa_nvidia::{Hosted, Job, JobQuery, Told};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The compute capability that kernels are written for.
+const SM: u32 = 90;
+
+/// How an executor is set up.
+#[derive(Clone, Debug)]
+pub struct CudaOptions {
+    /// `libcuda.so.1`. Else the variable `CUDNN_GRAPH_DRIVER`, else the system's loader.
+    pub driver: Option<PathBuf>,
+    /// `libnvrtc.so.13`, or a folder that has it. Else the variable `SDPA_NVRTC`, else the wheels of the active Python environment, else the system's loader.
+    pub nvrtc: Option<PathBuf>,
+    /// The device's number, as the driver counts.
+    pub ordinal: u32,
+    /// The tile for every problem whose head dims it holds, in place of [`Tile::of`]: for timing.
+    pub tile: Option<Tile>,
+    /// Bounds of the plans that are kept.
+    pub plans: Limits,
+    /// Bounds of the kernels that are kept: problems that differ in lengths alone share them.
+    pub kernels: Limits,
+}
+
+impl Default for CudaOptions {
+    fn default() -> CudaOptions {
+        let kernels = Limits::entries(NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN));
+        CudaOptions { driver: None, nvrtc: None, ordinal: 0, tile: None, plans: Limits::default(), kernels }
+    }
+}
+
+/// Attention on one NVIDIA GPU by this crate's kernels: forward, on compute capability 9.0.
+#[derive(Debug)]
+pub struct CudaExecutor {
+    device: &'static Device,
+    nvrtc: Nvrtc,
+    tile: Option<Tile>,
+    plans: PlanCache<Job, Arc<CudaPlan>, Unsupported>,
+    kernels: Kernels,
+    setup_stream: Stream,
+}
+
+impl CudaExecutor {
+    /// Finds the driver, the device and the run-time compiler.
+    ///
+    /// # Errors
+    /// What is missing, with the places searched.
+    pub fn new(options: CudaOptions) -> Result<CudaExecutor, sdpa_driver::Error> {
+        let device = Driver::load(options.driver.as_deref())?.device(options.ordinal)?;
+        let nvrtc = Nvrtc::load(options.nvrtc.as_deref())?;
+        Ok(CudaExecutor {
+            device,
+            nvrtc,
+            tile: options.tile,
+            plans: PlanCache::new("cuda forward", options.plans),
+            kernels: PlanCache::new("cuda kernels", options.kernels),
+            setup_stream: device.stream()?,
+        })
+    }
+
+    /// The device that everything runs on.
+    pub fn device(&self) -> &'static Device {
+        self.device
+    }
+
+    /// The run-time compiler.
+    pub fn nvrtc(&self) -> &Nvrtc {
+        &self.nvrtc
+    }
+
+    /// Whether the plan of a pass is there, and if not, what is nearest to it and what differs. Changes nothing.
+    pub fn explain(&self, job: &Job) -> Explanation {
+        self.plans.explain(job)
+    }
+
+    /// What the two caches know of themselves: that of plans, that of kernels.
+    pub fn snapshots(&self) -> [CacheSnapshot; 2] {
+        [self.plans.snapshot(), self.kernels.snapshot()]
+    }
+
+    /// The plan of a problem, from the cache or made now; the flag says whether it was there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with every reason; the environment's.
+    pub fn attention(&self, problem: &Problem) -> Result<(Arc<CudaPlan>, bool), Error> {
+        self.plans.get_or_build(&JobQuery::Forward(problem), || {
+            let forward = self.taken(problem)?;
+            let tile = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v())).map_or_else(|| forward.tile(), Ok)?;
+            let key = KernelKey { source: source::forward(&forward, &tile).into(), tile };
+            // A build in the middle of a capture, of this or another thread's stream, does not disturb it.
+            self.device.relaxed(|| {
+                let (kernel, _) =
+                    self.kernels.get_or_build(&key, || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, self.device, &key)?)))?;
+                Ok(Arc::new(CudaPlan::new(problem.clone().into(), forward, kernel, &self.setup_stream)?))
+            })
+        })
+    }
+
+    fn taken(&self, problem: &Problem) -> Result<Forward, Unsupported> {
+        let mut reasons = Vec::new();
+        if self.device.sm() != SM {
+            let [major, minor] = [self.device.sm() / 10, self.device.sm() % 10];
+            let limit = "the kernels are for compute capability 9.0".to_owned();
+            reasons.push(Reason::Limit { field: "compute capability".to_owned(), value: format!("{major}.{minor}"), limit });
+        }
+        match Forward::of(problem) {
+            Ok(forward) if reasons.is_empty() => Ok(forward),
+            Ok(_) => Err(unsupported(reasons)),
+            Err(why) => Err(unsupported(reasons.into_iter().chain(why.reasons).collect())),
+        }
+    }
+}
+
+fn no_backward() -> Unsupported {
+    let limit = "the kernels compute forward passes".to_owned();
+    unsupported(vec![Reason::Limit { field: "pass".to_owned(), value: "backward".to_owned(), limit }])
+}
+
+impl Executor for CudaExecutor {
+    fn name(&self) -> ExecutorName {
+        ExecutorName::CUDA
+    }
+
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        self.taken(problem).map(|_| ())
+    }
+
+    fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, sdpa_core::Error> {
+        let (plan, _) = self.attention(problem)?;
+        let told = Told { engine: plan.engine(), copied: Vec::new() };
+        let failed = |error| Error::from(error).into();
+        let stream = self.device.stream().map_err(failed)?;
+        Ok(Arc::new(Hosted::new(problem.clone().into(), plan, stream, told, failed)))
+    }
+
+    fn supports_backward(&self, _: &BackwardProblem) -> Result<(), Unsupported> {
+        Err(no_backward())
+    }
+
+    fn prepare_backward(&self, _: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {
+        Err(no_backward().into())
+    }
+}
+
+impl DeviceExecutor for CudaExecutor {
+    type Memory = DeviceSlice;
+    type Stream = Stream;
+
+    fn prepare_device(&self, problem: &Problem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
+        Ok(self.attention(problem)?.0)
+    }
+
+    fn prepare_device_backward(&self, _: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
+        Err(no_backward().into())
+    }
+}

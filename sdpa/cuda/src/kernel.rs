@@ -1,0 +1,87 @@
+//! Kernels that were compiled and loaded, by their text: problems that differ in lengths share them.
+
+use crate::error::Error;
+use crate::source::{ENTRY, OPTIONS};
+use crate::tile::Tile;
+use sdpa_cache::{CacheKey, CacheValue, Fields, PlanCache, Weight};
+use sdpa_core::Unsupported;
+use sdpa_driver::{Compiled, Device, Entry, Module, Nvrtc};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+/// All that a compiled kernel depends on, compared as a whole: the key of its cache.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct KernelKey {
+    /// The CUDA text.
+    pub source: Arc<str>,
+    /// The tile whose constants the text has.
+    pub tile: Tile,
+}
+
+impl KernelKey {
+    /// A number for the source, the same in every process of a build of this crate: for reports, which have no room for the text.
+    fn digest(&self) -> u64 {
+        let mut state = DefaultHasher::new();
+        self.source.hash(&mut state);
+        state.finish()
+    }
+}
+
+impl CacheKey for KernelKey {
+    fn label(&self) -> String {
+        format!("forward {:016x}", self.digest())
+    }
+
+    fn fields(&self) -> Fields {
+        let source = format!("{:016x}, {} bytes", self.digest(), self.source.len());
+        vec![("source", source), ("tile", format!("{} x {}", self.tile.queries(), self.tile.keys))]
+    }
+}
+
+/// A kernel, compiled and loaded on a device.
+#[derive(Debug)]
+pub struct Kernel {
+    /// The loaded code.
+    pub module: Module,
+    /// The kernel in the code.
+    pub entry: Entry,
+    /// The tile that it works in.
+    pub tile: Tile,
+    /// Of the text, which the key keeps, and of the code.
+    bytes: [u64; 2],
+}
+
+impl CacheValue for Kernel {
+    fn weight(&self) -> Weight {
+        Weight { host: self.bytes[0], device: self.bytes[1], workspace: 0 }
+    }
+}
+
+/// A cache of kernels, by their text.
+pub type Kernels = PlanCache<KernelKey, Arc<Kernel>, Unsupported>;
+
+/// Compiles the text of a kernel to machine code for compute capability 9.0 (`sm_90a`).
+///
+/// # Errors
+/// [`sdpa_driver::Error::Compile`].
+pub fn compile(nvrtc: &Nvrtc, source: &str) -> Result<Compiled, sdpa_driver::Error> {
+    nvrtc.compile(source, "sm_90a", &OPTIONS)
+}
+
+/// What the compiler said of products that it runs one after the other, for want of registers or because a result is read early: right, and slow.
+pub fn serialized(compiled: &Compiled) -> Option<&str> {
+    compiled.log.lines().find(|line| line.contains("(C75"))
+}
+
+impl Kernel {
+    pub(crate) fn build(nvrtc: &Nvrtc, device: &'static Device, key: &KernelKey) -> Result<Kernel, Error> {
+        let compiled = compile(nvrtc, &key.source)?;
+        if let Some(why) = serialized(&compiled) {
+            tracing::warn!(kernel = key.label(), why, "products run one after the other");
+        }
+        let code = compiled.code;
+        let module = Module::load(device, &code)?;
+        let entry = module.entry(ENTRY, key.tile.shared_bytes())?;
+        Ok(Kernel { module, entry, tile: key.tile, bytes: [key.source.len(), code.len()].map(|n| n as u64) })
+    }
+}

@@ -1,0 +1,31 @@
+#![doc = include_str!("../README.md")]
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `executor` | a device, its compiler, its caches |
+//! | `choice` | when it is asked before cuDNN |
+//! | `problem` | problems as kernels are told of them, and what they decline |
+//! | `tile` | how a problem is cut |
+//! | `map` | which blocks of keys a rule of places leaves |
+//! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
+//! | `kernel` | kernels compiled and loaded, by their text |
+//! | `plan`, `params` | a pass made ready, and what a call tells it |
+
+mod choice;
+mod error;
+mod executor;
+pub mod kernel;
+pub mod map;
+mod matrix;
+pub mod params;
+mod plan;
+mod problem;
+pub mod source;
+pub mod tile;
+
+pub use choice::is_faster;
+pub use error::Error;
+pub use executor::{CudaExecutor, CudaOptions};
+pub use plan::CudaPlan;
+pub use problem::Forward;
+pub use sdpa_driver::Error as DriverError;

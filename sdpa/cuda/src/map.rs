@@ -1,0 +1,136 @@
+//! Which blocks of keys the tiles of a problem walk over, where a rule of places alone says so: found when the plan is made.
+//!
+//! A rule of places alone reads no declared parameter. It is judged over a whole block at once, by ranges of the indices
+//! ([`Trace::judge`](sdpa_core::expr::Trace::judge)). Where the ranges cannot tell, the kernel asks the rule for each pair of a query and a key.
+
+use crate::problem::Forward;
+use crate::tile::Tile;
+use sdpa_core::expr::Judged;
+
+/// The bit of an item of [`BlockMap::blocks`] that says: the rule may drop a part of the block.
+pub const PARTLY: u32 = 1 << 31;
+
+/// The blocks of keys that every tile of queries walks over. Tiles of one head of one batch entry follow one another, heads follow, then batch entries,
+/// where these differ.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockMap {
+    /// Where the blocks of each tile begin in `blocks`, and where those of the last one end.
+    pub begin: Vec<u32>,
+    /// Numbers of blocks of [`Tile::keys`] keys, the last block of each tile first; with [`PARTLY`] where the rule is to be asked.
+    pub blocks: Vec<u32>,
+    /// How many batch entries and heads have tiles of their own: 1 where all have the same.
+    pub rows: [i64; 2],
+}
+
+impl BlockMap {
+    /// The map of a problem; `None` where it has no rule of places alone.
+    pub fn of(problem: &Forward, tile: &Tile) -> Option<BlockMap> {
+        let keep = problem.keep.as_deref().filter(|_| problem.has_map())?;
+        let [batch, heads, seq_q, seq_kv] = problem.extents;
+        let [by_batch, by_head] = problem.map_axes();
+        let rows = [if by_batch { batch } else { 1 }, if by_head { heads } else { 1 }];
+        let (queries, keys) = (i64::from(tile.queries()), i64::from(tile.keys));
+        let mut map = BlockMap { begin: vec![0], blocks: Vec::new(), rows };
+        for entry in 0..rows[0] {
+            for head in 0..rows[1] {
+                for first_q in (0..seq_q).step_by(tile.queries() as usize) {
+                    let last_q = (first_q + queries).min(seq_q) - 1;
+                    // The bands have their ends in the first and the last query.
+                    let reach = problem.region.key_range(first_q, seq_kv).start..problem.region.key_range(last_q, seq_kv).end;
+                    for block in (reach.start / keys..(reach.end + keys - 1) / keys).rev() {
+                        let (first_k, last_k) = (block * keys, (block * keys + keys).min(seq_kv) - 1);
+                        let places = [[entry, entry], [head, head], [first_q, last_q], [first_k, last_k]];
+                        match keep.judge(places, problem.extents) {
+                            Judged::Never => {}
+                            Judged::Always => map.blocks.push(block as u32),
+                            Judged::Unknown => map.blocks.push(block as u32 | PARTLY),
+                        }
+                    }
+                    map.begin.push(map.blocks.len() as u32);
+                }
+            }
+        }
+        Some(map)
+    }
+
+    /// Bytes in device memory.
+    pub fn bytes(&self) -> u64 {
+        4 * (self.begin.len() + self.blocks.len()) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::expr::{Place, Precision};
+    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+
+    fn forward(mask: Mask, seq_q: i64, seq_kv: i64) -> Forward {
+        let shape = Shape { batch: 2, heads_q: 3, heads_kv: 1, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };
+        Forward::of(&AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask).validate().unwrap()).unwrap()
+    }
+
+    /// Every pair of every block, by the rule itself.
+    #[test]
+    fn blocks_that_are_left_out_are_empty_and_those_without_the_rule_are_whole() {
+        let masks: Vec<(&str, Mask)> = [
+            ("k <= q | k < 200", "prefix"),
+            ("(q - k) % 3 == 0 & abs(q - k) < 300", "dilated"),
+            ("abs(q / 32 - k / 32) <= 3 & abs(q % 32 - k % 32) <= 5", "neighbours"),
+            ("k < 64 | (k <= q & q - k < 450)", "first keys and a window"),
+            ("q / 150 == k / 150", "blocks"),
+            ("select(head == 1, k <= q, q - k > 256)", "by head"),
+            ("q * 2 + batch * 500 > k * 3", "by batch"),
+            ("f32(q) * 0.5 < f32(k)", "floats"),
+            ("!(k / 100 == 2) & max(q, k) >= 129", "holes"),
+        ]
+        .into_iter()
+        .map(|(text, name)| (name, text.parse().unwrap_or_else(|e| panic!("{text}: {e}"))))
+        .collect();
+        let tile = Tile::of(128, 128).unwrap();
+        let (queries, keys) = (i64::from(tile.queries()), i64::from(tile.keys));
+        for (name, mask) in masks {
+            let problem = forward(mask, 700, 901);
+            let Some(map) = BlockMap::of(&problem, &tile) else {
+                assert_eq!(name, "prefix", "{name} has no map");
+                continue;
+            };
+            let (keep, [_, _, seq_q, seq_kv]) = (problem.keep.clone().unwrap(), problem.extents);
+            let (mut left_out, mut whole, mut row) = (0, 0, 0);
+            for entry in 0..map.rows[0] {
+                for head in 0..map.rows[1] {
+                    for first_q in (0..seq_q).step_by(queries as usize) {
+                        let blocks = &map.blocks[map.begin[row] as usize..map.begin[row + 1] as usize];
+                        row += 1;
+                        assert!(blocks.windows(2).all(|pair| pair[0] & !PARTLY > pair[1] & !PARTLY), "{name}: the last first");
+                        for block in 0..(seq_kv + keys - 1) / keys {
+                            let item = blocks.iter().find(|item| i64::from(**item & !PARTLY) == block);
+                            let (mut any, mut all) = (false, true);
+                            for q in first_q..(first_q + queries).min(seq_q) {
+                                for k in block * keys..(block * keys + keys).min(seq_kv) {
+                                    let index = [entry, head, q, k];
+                                    let place = Place { score: 0.0, upstream: 0.0, index, extents: problem.extents, params: &[] };
+                                    let kept = keep.eval_first(&place, Precision::F32) != 0.0;
+                                    all &= kept;
+                                    any |= kept && problem.region.keeps(q, k);
+                                }
+                            }
+                            match item {
+                                None => assert!(!any, "{name}: block {block} of queries from {first_q} keeps something"),
+                                Some(item) => {
+                                    assert!(item & PARTLY != 0 || all, "{name}: block {block} of queries from {first_q} is not whole")
+                                }
+                            }
+                            left_out += usize::from(item.is_none());
+                            whole += usize::from(item.is_some_and(|item| item & PARTLY == 0));
+                        }
+                    }
+                }
+            }
+            assert_eq!(row + 1, map.begin.len());
+            if name != "dilated" && name != "neighbours" {
+                assert!(left_out > 0 && whole > 0, "{name}: {left_out} left out, {whole} whole");
+            }
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Numbers that a kernel is told: one table gives the Rust structure and its CUDA text.
+
+macro_rules! params {
+    ($(#[$top:meta])* $name:ident { $($(#[$doc:meta])* $field:ident: $ty:ty = $cuda:literal,)* }) => {
+        $(#[$top])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq)]
+        #[repr(C)]
+        pub struct $name { $($(#[$doc])* pub $field: $ty,)* }
+
+        impl $name {
+            /// The structure in CUDA C++, of the same layout: members are in the order of their sizes.
+            pub fn cuda() -> String {
+                let mut text = format!("struct {} {{\n", stringify!($name));
+                $(text.push_str(&format!("    {}{};\n", $cuda, stringify!($field)));)*
+                text.push_str("};\n");
+                text
+            }
+        }
+    };
+}
+
+params! {
+    /// What the forward kernel is told of a call beside its operands: addresses in device memory, then numbers.
+    Params {
+        /// Address that the log-sum-exp of each row goes to, f32 (batch, heads_q, seq_q); 0 where nobody asks.
+        stats: u64 = "float* ",
+        /// Address of the lengths of queries, i32 for each batch entry.
+        seq_len_q: u64 = "const int* ",
+        /// Address of the lengths of keys, i32 for each batch entry.
+        seq_len_kv: u64 = "const int* ",
+        /// Address of the sinks, f32 for each query head.
+        sink: u64 = "const float* ",
+        /// Address of where the blocks of each tile begin in `map_blocks`, u32.
+        map_begin: u64 = "const uint* ",
+        /// Address of blocks of keys, u32, the highest bit set where a rule may drop a part of one.
+        map_blocks: u64 = "const uint* ",
+        /// Address of how many tiles beside the first of each block of threads were taken, i32: 0 when the kernel begins.
+        taken: u64 = "int* ",
+        /// Batch entries.
+        batch: i32 = "int ",
+        /// Query heads.
+        heads_q: i32 = "int ",
+        /// Query heads that share a key head.
+        group: i32 = "int ",
+        /// Queries.
+        seq_q: i32 = "int ",
+        /// Keys.
+        seq_kv: i32 = "int ",
+        /// Tiles of queries.
+        tiles: i32 = "int ",
+        /// Heads of batch entries whose keys and values are walked over side by side.
+        section: i32 = "int ",
+        /// Rows of the map from one batch entry to the next, in units of `tiles`; 0 where all have the same.
+        map_batch: i32 = "int ",
+        /// Rows of the map from one head to the next, in units of `tiles`; 0 where all have the same.
+        map_head: i32 = "int ",
+        /// Keys at `k - q <= lower` are dropped.
+        lower: i32 = "int ",
+        /// Keys at `k - q > upper` are dropped.
+        upper: i32 = "int ",
+        /// Keys at `k > q` and `k >= prefix` are dropped.
+        prefix: i32 = "int ",
+        /// Keys at `(k - q) - (len_kv - len_q) <= ends_lower` are dropped.
+        ends_lower: i32 = "int ",
+        /// Keys at `(k - q) - (len_kv - len_q) > ends_upper` are dropped.
+        ends_upper: i32 = "int ",
+        /// Whether scores are multiplied by `scale` before anything else: 1 or 0.
+        natural: i32 = "int ",
+        /// `attn_scale`.
+        scale: f32 = "float ",
+        /// What a score is multiplied by in the exponent of 2: positive.
+        unit: f32 = "float ",
+    }
+}
+
+/// Stands for a bound that is absent: no difference of a query's and a key's index reaches it.
+pub const FAR: i32 = 1 << 30;

@@ -1,0 +1,217 @@
+//! Problems as the kernels are told of them, and what they decline.
+
+use crate::params::FAR;
+use crate::tile::{MOST_DIM, Tile};
+use sdpa_core::error::{ExecutorName, Reason, Unsupported};
+use sdpa_core::expr::{Axis, Binary, Node, Trace, Unary};
+use sdpa_core::mask::{Ends, Region};
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::{DType, Operand, Problem, Statistic, StatsBase};
+use sdpa_emit::{Captured, Dialect};
+use std::fmt::Display;
+use std::sync::Arc;
+
+/// A forward problem as the kernels are told of it.
+#[derive(Clone, Debug)]
+pub struct Forward {
+    /// The type of operands: f16 or bf16.
+    pub dtype: DType,
+    /// `q`, `k`, `v`, `o`: extents, strides, alignment.
+    pub tensors: [TensorSpec; 4],
+    /// The band, and the prefix, that masks keep.
+    pub region: Region,
+    /// The band about the ends of batch entries that masks keep.
+    pub ends: Ends,
+    /// Whether each batch entry says how many queries it has.
+    pub seq_len_q: bool,
+    /// Whether each batch entry says how many keys it has.
+    pub seq_len_kv: bool,
+    /// The rule that masks are beside bands and lengths: keys are dropped where it does not hold.
+    pub keep: Option<Arc<Trace>>,
+    /// The function that modifies the scaled score.
+    pub score_mod: Option<Arc<Trace>>,
+    /// The declared parameters that `keep` and `score_mod` read.
+    pub captured: Captured,
+    /// Whether each query head has a sink in the softmax's denominator.
+    pub sink: bool,
+    /// Whether `stats` is written: f32 (batch, heads_q, seq_q).
+    pub stats: bool,
+    /// (batch, heads_q, seq_q, seq_kv).
+    pub extents: [i64; 4],
+    /// Query heads that share a key head.
+    pub group: i64,
+}
+
+/// Why the kernels do not take a problem.
+pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
+    Unsupported { executor: ExecutorName::CUDA, reasons }
+}
+
+struct Check(Vec<Reason>);
+
+impl Check {
+    fn that(&mut self, holds: bool, field: &str, value: impl Display, limit: impl Into<String>) {
+        if !holds {
+            self.0.push(Reason::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.into() });
+        }
+    }
+
+    /// The copy engine takes rows of whole 16 bytes, at multiples of 16 bytes, and no axis that repeats one row.
+    fn tensor(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
+        let field = |what: &str| format!("{operand} {what}");
+        self.that(
+            tensor.alignment.is_multiple_of(16),
+            &field("alignment"),
+            tensor.alignment,
+            "the copy engine reads multiples of 16 bytes",
+        );
+        for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
+            let stride = tensor.strides[axis];
+            let fits = tensor.dims[axis] <= 1 || (stride > 0 && (stride * bytes) % 16 == 0 && stride < (1 << 39));
+            self.that(fits, &field(&format!("strides ({name})")), stride, "the copy engine steps by multiples of 16 bytes, and not by 0");
+        }
+    }
+}
+
+impl Forward {
+    /// Makes it of a problem.
+    ///
+    /// # Errors
+    /// Every limit of the kernels that the problem breaks.
+    pub fn of(problem: &Problem) -> Result<Forward, Unsupported> {
+        let mut check = Check(Vec::new());
+        check.that(matches!(problem.dtype(), DType::F16 | DType::BF16), "dtype", problem.dtype(), "the kernels take f16 and bf16");
+        check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length");
+        check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
+        let dropout = problem.dropout().map_or_else(String::new, |dropout| dropout.p().to_string());
+        check.that(problem.dropout().is_none(), "dropout", dropout, "the kernels drop no weights");
+        check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
+        for statistic in [Statistic::RowMax, Statistic::SumExp] {
+            check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
+        }
+        for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
+            check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
+        }
+        if problem.dtype() != DType::F32 && problem.packed().is_none() && problem.paged().is_none() {
+            for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
+                if let Some(tensor) = problem.tensor(operand) {
+                    check.tensor(operand, tensor, 2);
+                }
+            }
+        }
+        // Indices and bounds are i32 with room for their sums.
+        for (name, extent) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
+            check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
+        }
+        let blocks = problem.batch() * problem.heads_q() * (problem.seq_q() / 128 + 1);
+        check.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
+        if !check.0.is_empty() {
+            return Err(unsupported(check.0));
+        }
+        let kept = problem.kept();
+        let traces = [problem.score_mod().map(|trace| &**trace), kept.rest.as_deref()];
+        Ok(Forward {
+            dtype: problem.dtype(),
+            tensors: *problem.tensors(),
+            region: kept.region,
+            ends: kept.ends,
+            seq_len_q: kept.seq_len_q,
+            seq_len_kv: kept.seq_len_kv,
+            keep: kept.rest.clone(),
+            score_mod: problem.score_mod().cloned(),
+            captured: Captured::of(traces.into_iter().flatten(), problem.extents()).in_dialect(Dialect::Cuda),
+            sink: problem.sink(),
+            stats: problem.stats(),
+            extents: problem.extents(),
+            group: problem.group(),
+        })
+    }
+
+    /// The tile of the kernel.
+    ///
+    /// # Errors
+    /// Head dims that there is no tile for.
+    pub fn tile(&self) -> Result<Tile, Unsupported> {
+        let [q, _, v, _] = self.tensors;
+        Tile::of(q.dims[3], v.dims[3]).ok_or_else(|| {
+            let limit = format!("at most {MOST_DIM}");
+            unsupported(vec![Reason::Limit { field: "dim".to_owned(), value: q.dims[3].max(v.dims[3]).to_string(), limit }])
+        })
+    }
+
+    /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code.
+    pub(crate) fn weight(&self) -> u32 {
+        let of = |trace: &Trace| trace.nodes().iter().map(|node| node_weight(*node)).sum::<u32>();
+        self.score_mod.as_deref().map_or(0, of) + self.keep.as_deref().map_or(0, of)
+    }
+
+    /// Whether blocks of keys that `keep` drops altogether are known before the call: it reads no declared parameter.
+    pub fn has_map(&self) -> bool {
+        self.keep.as_ref().is_some_and(|keep| keep.params().is_empty())
+    }
+
+    /// Whether what `keep` keeps differs between batch entries, and between heads.
+    pub fn map_axes(&self) -> [bool; 2] {
+        let uses = |axis| self.keep.as_ref().is_some_and(|keep| keep.uses_index(axis));
+        [uses(Axis::Batch), uses(Axis::Head)]
+    }
+}
+
+fn node_weight(node: Node) -> u32 {
+    match node {
+        Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => 0,
+        Node::Unary(Unary::Sin | Unary::Cos, _) => 40,
+        Node::Unary(Unary::Erf, _) | Node::Binary(Binary::Pow | Binary::Mod, ..) => 20,
+        Node::Unary(Unary::Exp | Unary::Log | Unary::Tanh | Unary::Sqrt | Unary::Rsqrt, _) | Node::Binary(Binary::Div, ..) => 6,
+        Node::Unary(Unary::Neg | Unary::Abs | Unary::Floor | Unary::Ceil | Unary::Not | Unary::ToF32 | Unary::ToI32, _) => 1,
+        Node::Binary(Binary::Add | Binary::Sub | Binary::Mul | Binary::Min | Binary::Max, ..) => 1,
+        Node::Binary(Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or, ..) => 1,
+        Node::Select(..) => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, Layout, Mask, Packed, Paged, Shape};
+
+    const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 64, dim_v: 64 };
+
+    fn fields(spec: &AttentionSpec) -> Vec<String> {
+        let refused = Forward::of(&spec.validate().unwrap()).err();
+        let field = |reason: Reason| match reason {
+            Reason::Limit { field, .. } => field,
+            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => format!("{reason:?}"),
+        };
+        refused.map_or_else(Vec::new, |refused| refused.reasons.into_iter().map(field).collect())
+    }
+
+    #[test]
+    fn what_is_declined_is_told_by_its_field() {
+        let dense = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bshd);
+        assert_eq!(fields(&dense.clone().mask(Mask::padding()).with_sink().with_stats()), [""; 0]);
+        assert_eq!(fields(&dense.clone().with_dropout(0.5)), ["dropout"]);
+        assert_eq!(fields(&dense.clone().with_stats_in(StatsBase::Two)), ["stats_base"]);
+        assert_eq!(fields(&dense.clone().with_row_max().with_sum_exp()), ["row_max", "sum_exp"]);
+        assert_eq!(fields(&AttentionSpec::dense(DType::F32, SHAPE, Layout::Bshd)), ["dtype"]);
+        assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), ["packed"]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 4, pages: 6 })), ["paged"]);
+        let odd = Shape { dim_qk: 20, dim_v: 264, ..SHAPE };
+        let told = fields(&AttentionSpec::dense(DType::F16, odd, Layout::Bhsd));
+        assert_eq!(told, ["dim_v", "q strides (head)", "q strides (seq)", "k strides (head)", "k strides (seq)"]);
+        let mut broadcast = dense;
+        broadcast.k.strides[0] = 0;
+        broadcast.v.alignment = 4;
+        assert_eq!(fields(&broadcast), ["k strides (batch)", "v alignment"]);
+    }
+
+    #[test]
+    fn rules_of_places_alone_have_maps() {
+        let dense = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd);
+        let of = |mask: Mask| Forward::of(&dense.clone().mask(mask).validate().unwrap()).unwrap();
+        assert!(!of(Mask::causal()).has_map() && !of(Mask::prefix_lm(3)).has_map());
+        let places = of(Mask::new("", |at, _| ((at.q + at.head) % 2).eq(at.k % 2)).unwrap());
+        assert_eq!((places.has_map(), places.map_axes()), (true, [false, true]));
+        assert!(!of(Mask::document()).has_map());
+    }
+}

@@ -1,0 +1,117 @@
+//! How a problem is cut into tiles: queries of a block of threads, keys of a step, stages of the pipeline, registers.
+
+/// The tile that a block of threads works on, for head dims up to `dim_qk` and `dim_v`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tile {
+    /// Columns of queries and keys in shared memory: a multiple of 64.
+    pub dim_qk: u32,
+    /// Columns of values and outputs in shared memory: a multiple of 64.
+    pub dim_v: u32,
+    /// Groups of 128 threads that compute, each with 64 queries.
+    pub groups: u32,
+    /// Keys of a step: a multiple of 16.
+    pub keys: u32,
+    /// Steps whose keys and values are in shared memory at once.
+    pub stages: u32,
+    /// Whether groups take turns at the matrix units, so that one's softmax runs beside another's products.
+    pub turns: bool,
+    /// Whether the output has a place of its own in shared memory, so that the next queries come while it leaves.
+    pub output_apart: bool,
+    /// Registers of a thread that computes.
+    pub group_registers: u32,
+    /// Registers of a thread that brings operands into shared memory.
+    pub bring_registers: u32,
+}
+
+/// Queries of a group.
+const GROUP_QUERIES: u32 = 64;
+/// Bytes of barriers, and of the tiles that blocks are told.
+const BARRIERS: u32 = 256;
+/// Bytes of a row of a panel in shared memory.
+const ROW_BYTES: u32 = 128;
+/// Columns of a panel.
+pub(crate) const PANEL: u32 = 64;
+/// Bytes of shared memory that a block of threads has at most, on compute capability 9.0.
+pub const SHARED_BYTES: u32 = 232_448;
+
+/// The cuts, by the head dims that they are for: the first that holds both.
+const TILES: [Tile; 6] = [
+    Tile { turns: false, ..cut(64, 64, 3) },
+    cut(128, 64, 2),
+    cut(128, 128, 2),
+    Tile { output_apart: false, ..cut(192, 128, 2) },
+    Tile { keys: 96, output_apart: false, ..cut(192, 192, 2) },
+    Tile { keys: 80, output_apart: false, turns: false, group_registers: 240, bring_registers: 24, ..cut(256, 256, 2) },
+];
+
+/// The usual cut of so many groups.
+const fn cut(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
+    let (group_registers, bring_registers) = if groups == 3 { (160, 32) } else { (232, 40) };
+    Tile { dim_qk, dim_v, groups, keys: 128, stages: 2, turns: true, output_apart: true, group_registers, bring_registers }
+}
+
+/// The largest head dim that there is a tile for.
+pub const MOST_DIM: i64 = 256;
+
+impl Tile {
+    /// The usual tile for these head dims; `None` above [`MOST_DIM`].
+    pub fn of(dim_qk: i64, dim_v: i64) -> Option<Tile> {
+        TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
+    }
+
+    /// Whether these head dims fit into the tile.
+    pub fn holds(&self, dim_qk: i64, dim_v: i64) -> bool {
+        dim_qk <= i64::from(self.dim_qk) && dim_v <= i64::from(self.dim_v)
+    }
+
+    /// Every usual tile.
+    pub fn all() -> impl Iterator<Item = Tile> {
+        TILES.into_iter()
+    }
+
+    /// Queries of a block of threads.
+    pub fn queries(&self) -> u32 {
+        self.groups * GROUP_QUERIES
+    }
+
+    /// Threads of a block: those that compute, and a group that brings operands.
+    pub fn threads(&self) -> u32 {
+        128 * (self.groups + 1)
+    }
+
+    /// Bytes of shared memory of a block: queries, keys and values, the output where it does not take the place of queries, barriers.
+    pub fn shared_bytes(&self) -> u32 {
+        let panels = |dim: u32| dim / PANEL * ROW_BYTES;
+        let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.queries() * panels(dim));
+        let step = self.keys * (panels(self.dim_qk) + panels(self.dim_v));
+        let rows = if self.output_apart { queries + output } else { queries.max(output) };
+        rows + self.stages * step + BARRIERS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_cut_fits_a_multiprocessor() {
+        for tile in Tile::all() {
+            assert!(tile.shared_bytes() <= SHARED_BYTES, "{tile:?}: {} bytes", tile.shared_bytes());
+            let registers = 128 * (tile.groups * tile.group_registers + tile.bring_registers);
+            assert!(registers <= 65_536, "{tile:?}: {registers} registers");
+            assert!(tile.dim_qk % PANEL == 0 && tile.dim_v % PANEL == 0 && tile.keys % 16 == 0 && tile.keys <= 256);
+            // Panels begin where the swizzle does.
+            assert_eq!((tile.keys * ROW_BYTES) % 1024, 0, "{tile:?}");
+        }
+    }
+
+    #[test]
+    fn head_dims_have_the_smallest_cut_that_holds_them() {
+        assert_eq!(Tile::of(64, 64).map(|t| (t.dim_qk, t.dim_v)), Some((64, 64)));
+        assert_eq!(Tile::of(65, 1).map(|t| (t.dim_qk, t.dim_v)), Some((128, 64)));
+        assert_eq!(Tile::of(40, 72).map(|t| (t.dim_qk, t.dim_v)), Some((128, 128)));
+        assert_eq!(Tile::of(192, 128).map(|t| t.keys), Some(128));
+        assert_eq!(Tile::of(256, 8).map(|t| t.keys), Some(80));
+        assert_eq!(Tile::of(257, 8), None);
+    }
+}

@@ -1,0 +1,303 @@
+//! Streams that are being captured, and the graphs that come of it.
+
+use crate::device::Device;
+use crate::driver::Ptr;
+use crate::error::Error;
+use crate::lane::Lane;
+use crate::load::table;
+use crate::stream::Stream;
+use std::cell::RefCell;
+use std::ffi::{c_int, c_uint};
+
+table! {
+    /// The driver functions for CUDA graphs.
+    GraphTable {
+        begin: "cuStreamBeginCapture_v2" fn(Ptr, c_int);
+        end: "cuStreamEndCapture" fn(Ptr, *mut Ptr);
+        info: "cuStreamGetCaptureInfo_v2" fn(Ptr, *mut c_int, *mut u64, *mut Ptr, *mut *const Ptr, *mut usize);
+        instantiate: "cuGraphInstantiateWithFlags" fn(*mut Ptr, Ptr, u64);
+        launch: "cuGraphLaunch" fn(Ptr, Ptr);
+        destroy: "cuGraphDestroy" fn(Ptr);
+        exec_destroy: "cuGraphExecDestroy" fn(Ptr);
+        object_create: "cuUserObjectCreate" fn(*mut Ptr, Ptr, unsafe extern "C" fn(Ptr), c_uint, c_uint);
+        object_release: "cuUserObjectRelease" fn(Ptr, c_uint);
+        retain: "cuGraphRetainUserObject" fn(Ptr, Ptr, c_uint, c_uint);
+        nodes: "cuGraphGetNodes" fn(Ptr, *mut Ptr, *mut usize);
+        node_type: "cuGraphNodeGetType" fn(Ptr, *mut c_int);
+        edges: "cuGraphGetEdges" fn(Ptr, *mut Ptr, *mut Ptr, *mut usize);
+        create: "cuGraphCreate" fn(*mut Ptr, c_uint);
+        kernel: "cuGraphKernelNodeGetParams_v2" fn(Ptr, *mut KernelParams);
+        add_kernel: "cuGraphAddKernelNode_v2" fn(*mut Ptr, Ptr, *const Ptr, usize, *const KernelParams);
+        copy_attributes: "cuGraphKernelNodeCopyAttributes" fn(Ptr, Ptr);
+    }
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS`, 72 bytes in CUDA 12 and 13, which goes from one node to another unread.
+type KernelParams = [u64; 16];
+
+const KERNEL_NODE: c_int = 0;
+const THREAD_LOCAL: c_int = 1;
+const NO_DESTRUCTOR_SYNC: c_uint = 1;
+const MOVE: c_uint = 1;
+
+/// What calls leave with the capture that they are part of.
+type Left = Vec<Box<dyn Send>>;
+
+thread_local! {
+    /// The streams that this thread captures by [`Stream::capture`], the innermost last, and what their graphs need. The driver's own
+    /// way, user objects, makes every launch of a graph dearer; it remains for captures that somebody else began.
+    static CAPTURING: RefCell<Vec<(Ptr, Left)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A stream in [`CAPTURING`]. It leaves it, and is captured no longer, in a panic too: else the next who submits to it would add to a
+/// graph that nobody launches.
+struct Capturing<'a> {
+    stream: &'a Stream,
+    table: &'a GraphTable,
+    ended: bool,
+}
+
+impl<'a> Capturing<'a> {
+    fn begin(stream: &'a Stream, table: &'a GraphTable) -> Result<Capturing<'a>, Error> {
+        // SAFETY: the stream is live.
+        stream.device().check("cuStreamBeginCapture", unsafe { (table.begin)(stream.raw().0, THREAD_LOCAL) })?;
+        CAPTURING.with_borrow_mut(|all| all.push((stream.raw().0, Left::new())));
+        Ok(Capturing { stream, table, ended: false })
+    }
+
+    /// The graph, what it needs, and what the driver says.
+    fn end(&mut self) -> (Option<Graph>, Left, Result<(), Error>) {
+        self.ended = true;
+        let (_, left) = CAPTURING.with_borrow_mut(Vec::pop).unwrap_or((std::ptr::null_mut(), Left::new()));
+        let (device, mut graph) = (self.stream.device(), std::ptr::null_mut());
+        // SAFETY: the stream is live, and the pointer is to a live pointer.
+        let ended = device.check("cuStreamEndCapture", unsafe { (self.table.end)(self.stream.raw().0, &mut graph) });
+        ((!graph.is_null()).then(|| Graph { device, graph }), left, ended)
+    }
+}
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            let (graph, left, _) = self.end();
+            // The graph first: it names what is left.
+            drop(graph);
+            self.stream.device().relaxed(|| drop(left));
+        }
+    }
+}
+
+/// Something that a graph keeps, and the device that it belongs to.
+struct Kept {
+    device: &'static Device,
+    thing: Box<dyn Send>,
+}
+
+/// The driver calls this when the last graph that keeps a thing is gone, from a thread that may not call the driver: the thing is
+/// dropped with the next that is retired.
+///
+/// # Safety
+/// `kept` came from `Box::into_raw` of a `Kept`, and this is the only call with it.
+unsafe extern "C" fn let_go(kept: Ptr) {
+    // SAFETY: the caller's.
+    let Kept { device, thing } = *unsafe { Box::from_raw(kept.cast::<Kept>()) };
+    device.waiting().push(thing);
+}
+
+impl Device {
+    /// The capture that a stream is in: its number, which no other of the process has, and its graph.
+    fn capture_info(&self, stream: Ptr) -> Result<(u64, Ptr), Error> {
+        let table = self.graphs()?;
+        let (mut status, mut id, mut graph, mut edges, mut count) = (0, 0, std::ptr::null_mut(), std::ptr::null(), 0);
+        // SAFETY: the stream is live, and every pointer is to a live variable.
+        let code = unsafe { (table.info)(stream, &mut status, &mut id, &mut graph, &mut edges, &mut count) };
+        self.check("cuStreamGetCaptureInfo_v2", code)?;
+        Ok((id, graph))
+    }
+
+    /// The number of the capture that a stream is in.
+    pub(crate) fn capture_of(&self, stream: Ptr) -> Result<u64, Error> {
+        self.capture_info(stream).map(|(id, _)| id)
+    }
+
+    /// Makes the graph that a stream is captured into keep something.
+    pub(crate) fn keep(&'static self, stream: Ptr, thing: Box<dyn Send>) -> Result<(), Error> {
+        let thing = CAPTURING.with_borrow_mut(|all| match all.iter_mut().find(|(captured, _)| *captured == stream) {
+            Some((_, left)) => {
+                left.push(thing);
+                None
+            }
+            None => Some(thing),
+        });
+        let Some(thing) = thing else { return Ok(()) };
+        let table = self.graphs()?;
+        let (_, graph) = self.capture_info(stream)?;
+        let kept = Box::into_raw(Box::new(Kept { device: self, thing })).cast();
+        let mut object = std::ptr::null_mut();
+        // SAFETY: `let_go` takes what `kept` points to, once: with the last reference.
+        let code = unsafe { (table.object_create)(&mut object, kept, let_go, 1, NO_DESTRUCTOR_SYNC) };
+        if let Err(error) = self.check("cuUserObjectCreate", code) {
+            // SAFETY: nobody else has it.
+            drop(unsafe { Box::from_raw(kept.cast::<Kept>()) });
+            return Err(error);
+        }
+        // SAFETY: both are live; the only reference moves into the graph.
+        let code = unsafe { (table.retain)(graph, object, 1, MOVE) };
+        self.check("cuGraphRetainUserObject", code).inspect_err(|_| {
+            // SAFETY: the reference was not taken over.
+            let _ = unsafe { (table.object_release)(object, 1) };
+        })
+    }
+}
+
+/// A graph that is destroyed.
+struct Graph {
+    device: &'static Device,
+    graph: Ptr,
+}
+
+// SAFETY: a graph may be destroyed from any thread.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if let Some(table) = self.device.graphs_if_any() {
+            // SAFETY: it is ours; what was instantiated lives on by itself.
+            let _ = self.device.relaxed(|| unsafe { (table.destroy)(self.graph) });
+        }
+    }
+}
+
+impl Graph {
+    /// The same kernels in a row, in a graph that keeps nothing alive: what keeps its own things with a graph, as cuDNN 9.27 does, makes every
+    /// launch 3 µs dearer. `None` where it holds anything but kernels one after another, and where the driver does not tell.
+    fn bare(&self, table: &GraphTable, count: usize) -> Option<Graph> {
+        let mut nodes = vec![std::ptr::null_mut(); count];
+        let (mut from, mut to) = (nodes.clone(), nodes.clone());
+        let (mut found, mut edges) = (count, count);
+        // SAFETY: the graph is live, and the arrays have as many places as is said.
+        let told = unsafe {
+            (table.nodes)(self.graph, nodes.as_mut_ptr(), &mut found) == 0
+                && (table.edges)(self.graph, from.as_mut_ptr(), to.as_mut_ptr(), &mut edges) == 0
+        };
+        if !told || found != count || edges + 1 != count {
+            return None;
+        }
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the pointer is to a live pointer.
+        (unsafe { (table.create)(&mut graph, 0) } == 0).then_some(())?;
+        let bare = Graph { device: self.device, graph };
+        let mut at = *nodes.iter().find(|node| !to[..edges].contains(node))?;
+        let mut before: Option<Ptr> = None;
+        for n in 0..count {
+            let (mut kind, mut params, mut node) = (KERNEL_NODE + 1, KernelParams::default(), std::ptr::null_mut());
+            let depends = before.as_slice();
+            // SAFETY: nodes are live as their graphs are; parameters live in the first node while the second copies them.
+            let copied = unsafe {
+                (table.node_type)(at, &mut kind) == 0
+                    && kind == KERNEL_NODE
+                    && (table.kernel)(at, &mut params) == 0
+                    && (table.add_kernel)(&mut node, graph, depends.as_ptr(), depends.len(), &params) == 0
+                    && (table.copy_attributes)(node, at) == 0
+            };
+            copied.then_some(())?;
+            before = Some(node);
+            if n + 1 < count {
+                at = to[from[..edges].iter().position(|&f| f == at)?];
+            }
+        }
+        Some(bare)
+    }
+}
+
+/// A CUDA graph: work that was captured from a stream by [`Stream::capture`], and can be launched any number of times.
+pub struct Captured {
+    device: &'static Device,
+    exec: Ptr,
+    nodes: usize,
+    left: Left,
+    /// Where its launches end.
+    lane: &'static Lane,
+}
+
+impl std::fmt::Debug for Captured {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Captured").field("nodes", &self.nodes).field("kept", &self.left.len()).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: a graph may be launched and destroyed from any thread, and what it keeps is `Send`.
+unsafe impl Send for Captured {}
+
+impl Stream {
+    /// Captures what `submit` submits to this stream: nothing runs. What calls keep for their graph, the result keeps.
+    ///
+    /// # Errors
+    /// What `submit` returned; the driver's own, as for work that cannot be captured.
+    pub fn capture<E: From<Error>>(&self, submit: impl FnOnce() -> Result<(), E>) -> Result<Captured, E> {
+        let device = self.device();
+        let _entered = device.enter()?;
+        let table = device.graphs()?;
+        let mut capturing = Capturing::begin(self, table)?;
+        let submitted = submit();
+        let (original, mut left, ended) = capturing.end();
+        submitted?;
+        ended?;
+        let Some(original) = original else { return Err(device.no_graph().into()) };
+        let graph = original.graph;
+        let (mut exec, mut nodes) = (std::ptr::null_mut(), 0);
+        // SAFETY: the graph is live; without room for nodes, they are counted.
+        device.check("cuGraphGetNodes", unsafe { (table.nodes)(graph, std::ptr::null_mut(), &mut nodes) })?;
+        let bare = original.bare(table, nodes);
+        let launched = bare.as_ref().map_or(graph, |bare| bare.graph);
+        // SAFETY: the graph is live, and the pointer is to a live pointer.
+        device.check("cuGraphInstantiate", device.relaxed(|| unsafe { (table.instantiate)(&mut exec, launched, 0) }))?;
+        if bare.is_some() {
+            // What the original keeps, the executable graph needs.
+            left.push(Box::new(original));
+        }
+        Ok(Captured { device, exec, nodes, left, lane: device.lanes().take() })
+    }
+}
+
+impl Captured {
+    /// How many nodes the graph has: kernels, copies and whatever else was captured.
+    pub fn nodes(&self) -> usize {
+        self.nodes
+    }
+
+    /// Launches the graph on a stream of its device. Nothing waits.
+    ///
+    /// # Safety
+    /// Everything that was captured may run again: its memory is there, and nothing else uses it until the stream has passed this call.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
+        let entered = self.device.enter()?;
+        // SAFETY: both are live; the rest is the caller's.
+        self.device.check("cuGraphLaunch", unsafe { (self.device.graphs()?.launch)(self.exec, stream.raw().0) })?;
+        if self.device.is_capturing(stream.raw().0) {
+            // A part of another graph, which has a copy of this one but not of what this one keeps.
+            return Ok(());
+        }
+        self.lane.mark(&entered, self.device, stream.raw().0, stream.id())
+    }
+}
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        if let (Ok(_entered), Some(table)) = (self.device.enter(), self.device.graphs_if_any()) {
+            // SAFETY: it is ours; the driver frees one that is running when it is done.
+            let code = self.device.relaxed(|| unsafe { (table.exec_destroy)(self.exec) });
+            if code != 0 {
+                tracing::warn!(code, "cuGraphExecDestroy");
+            }
+        }
+        // A launch may still run.
+        if !self.left.is_empty() {
+            self.device.retire(Box::new(std::mem::take(&mut self.left)));
+        }
+        self.device.lanes().give_back(self.lane);
+    }
+}

@@ -1,0 +1,91 @@
+//! Kernels beside cuDNN's: PTX, which the driver compiles for its device.
+
+use crate::device::Device;
+use crate::driver::Ptr;
+use crate::error::Error;
+use crate::submission::Submission;
+use std::ffi::{CStr, c_uint, c_void};
+
+/// A kernel from PTX that is loaded on a device for as long as the process lives: [`Device::load_kernels`]. [`Module`](crate::Module) has kernels that can
+/// be unloaded.
+#[derive(Debug)]
+pub struct Kernel {
+    device: &'static Device,
+    function: Ptr,
+}
+
+// SAFETY: a function of a module may be launched from any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; the driver is thread-safe.
+unsafe impl Sync for Kernel {}
+
+impl Device {
+    /// Loads kernels by name from one text of PTX, which is never unloaded: load each text once.
+    ///
+    /// # Errors
+    /// The driver's own: PTX that is newer than the driver knows, a name that the text does not have.
+    pub fn load_kernels<const N: usize>(&'static self, ptx: &CStr, names: [&CStr; N]) -> Result<[Kernel; N], Error> {
+        let _entered = self.enter()?;
+        let mut module = std::ptr::null_mut();
+        // SAFETY: the text ends with a zero, and the pointer is to a live pointer.
+        let code = self.relaxed(|| unsafe { (self.table().module_load)(&mut module, ptx.as_ptr().cast()) });
+        self.check("cuModuleLoadData", code)?;
+        let mut functions = [std::ptr::null_mut(); N];
+        for (function, name) in functions.iter_mut().zip(names) {
+            // SAFETY: the module is live, the name ends with a zero, and the pointer is to a live pointer.
+            let code = self.relaxed(|| unsafe { (self.table().module_function)(function, module, name.as_ptr()) });
+            self.check("cuModuleGetFunction", code)?;
+        }
+        Ok(functions.map(|function| Kernel { device: self, function }))
+    }
+}
+
+impl Submission<'_> {
+    /// Launches a kernel whose parameters are all of 64 bits, on the stream. Nothing waits.
+    ///
+    /// # Safety
+    /// There are as many arguments as the kernel has parameters, and the kernel reads and writes only device memory of the stream's device
+    /// that nothing else uses until the stream has passed this call.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] for a kernel of another device; the driver's own.
+    pub unsafe fn launch(&self, kernel: &Kernel, [blocks, threads]: [u32; 2], arguments: &[u64]) -> Result<(), Error> {
+        let device = self.device();
+        if kernel.device.ordinal() != device.ordinal() {
+            let limit = format!("it is on device {}, the stream on {}", kernel.device.ordinal(), device.ordinal());
+            return Err(Error::Memory { what: "a kernel".to_owned(), bytes: 0, limit });
+        }
+        let mut pointers = [std::ptr::null_mut::<c_void>(); ARGUMENTS];
+        if arguments.len() > ARGUMENTS {
+            return Err(Error::Memory {
+                what: "arguments of a kernel".to_owned(),
+                bytes: 8 * arguments.len() as u64,
+                limit: format!("{ARGUMENTS} of 8 bytes"),
+            });
+        }
+        for (pointer, argument) in pointers.iter_mut().zip(arguments) {
+            *pointer = std::ptr::from_ref(argument).cast_mut().cast();
+        }
+        let one: c_uint = 1;
+        // SAFETY: the caller's; the driver copies the arguments before it returns.
+        let code = unsafe {
+            (device.table().launch)(
+                kernel.function,
+                blocks,
+                one,
+                one,
+                threads,
+                one,
+                one,
+                0,
+                self.raw(),
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        device.check("cuLaunchKernel", code)
+    }
+}
+
+/// Arguments of a launch at most.
+const ARGUMENTS: usize = 32;

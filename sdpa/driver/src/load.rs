@@ -1,0 +1,146 @@
+//! Opening shared libraries, and looking functions up.
+
+use crate::error::{Error, Searched};
+use libloading::os::unix::{Library as Dl, RTLD_GLOBAL, RTLD_LAZY};
+use std::path::{Path, PathBuf};
+
+/// A place to look for a library.
+#[derive(Clone, Debug)]
+pub enum Place {
+    /// A file, by its path.
+    File(PathBuf),
+    /// A name that the system's loader resolves.
+    System(&'static str),
+    /// A Python environment without the library, and what it lacks: nothing to open, but to be told of.
+    Empty(PathBuf, &'static str),
+}
+
+/// The environment of the `python3` that a shell would start.
+fn python_on_path() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    let folder = std::env::split_paths(&path).find(|folder| folder.is_absolute() && folder.join("python3").exists())?;
+    folder.parent().map(Path::to_owned)
+}
+
+/// The places of a library in the active Python environments (`VIRTUAL_ENV`, `CONDA_PREFIX`, that of `python3`). `files` is given the folder `nvidia` of
+/// each and says which files there are; for an environment that has none there is a [`Place::Empty`] that says `none`.
+pub fn in_python(none: &'static str, files: impl Fn(&Path) -> Vec<PathBuf>) -> Vec<Place> {
+    let named = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let mut roots: Vec<PathBuf> = named.chain(python_on_path()).filter(|r| r.is_absolute()).collect();
+    roots.dedup();
+    let mut places = Vec::new();
+    for root in roots {
+        let before = places.len();
+        let mut pythons: Vec<PathBuf> = std::fs::read_dir(root.join("lib")).into_iter().flatten().flatten().map(|e| e.path()).collect();
+        pythons.retain(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")));
+        pythons.sort();
+        for python in pythons {
+            places.extend(files(&python.join("site-packages/nvidia")).into_iter().filter(|p| p.exists()).map(Place::File));
+        }
+        if places.len() == before {
+            places.push(Place::Empty(root, none));
+        }
+    }
+    places
+}
+
+/// An open library that is never closed: cuDNN's and the driver's threads outlive any scope of ours.
+#[derive(Debug)]
+pub struct Opened {
+    dl: std::mem::ManuallyDrop<Dl>,
+    /// The path, or the name, that the library was opened by.
+    pub path: PathBuf,
+}
+
+/// Opens the library at a path, for the life of the process.
+///
+/// # Errors
+/// The loader's own words.
+pub fn open_file(path: &Path) -> Result<Opened, String> {
+    // SAFETY: running the initialisers of NVIDIA's libraries is what loading them means; they have no preconditions.
+    let dl = unsafe { Dl::open(Some(path), RTLD_LAZY | RTLD_GLOBAL) }.map_err(|e| {
+        // The loader's own words are behind the error, not in it.
+        std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string)
+    })?;
+    Ok(Opened { dl: std::mem::ManuallyDrop::new(dl), path: path.to_owned() })
+}
+
+/// Opens the first of these that is there.
+///
+/// # Errors
+/// [`Error::Library`] with every place and what is wrong with it.
+pub fn open_first(library: &'static str, places: &[Place]) -> Result<Opened, Error> {
+    let mut searched = Vec::new();
+    for place in places {
+        let path = match place {
+            Place::File(path) => path.as_path(),
+            Place::System(name) => Path::new(name),
+            Place::Empty(path, problem) => {
+                let problem = format!("{problem} in lib/python3*/site-packages/nvidia");
+                searched.push(Searched { place: path.display().to_string(), problem });
+                continue;
+            }
+        };
+        match open_file(path) {
+            Ok(opened) => return Ok(opened),
+            Err(problem) => searched.push(Searched { place: path.display().to_string(), problem }),
+        }
+    }
+    Err(Error::Library { library, searched })
+}
+
+impl Opened {
+    /// Looks a function up.
+    ///
+    /// # Safety
+    /// `F` must be the function's type, as an `extern "C"` pointer.
+    ///
+    /// # Errors
+    /// [`Error::MissingSymbol`].
+    pub unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F, Error> {
+        // SAFETY: the caller vouches for the type; the library is never closed, so the pointer stays valid.
+        unsafe { self.dl.get::<F>(symbol.as_bytes()) }.map(|f| *f).map_err(|_| Error::MissingSymbol { path: self.path.clone(), symbol })
+    }
+
+    /// The file that the loader mapped for a library opened by name.
+    pub fn mapped_path(&self) -> PathBuf {
+        if self.path.is_absolute() {
+            return self.path.clone();
+        }
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let name = self.path.to_string_lossy().into_owned();
+        let stem = name.split(".so").next().unwrap_or(&name).to_owned();
+        maps.lines()
+            .filter_map(|line| line.split_whitespace().nth(5))
+            .map(Path::new)
+            .find(|p| p.file_name().is_some_and(|f| f.to_string_lossy().starts_with(&format!("{stem}.so"))))
+            .map_or_else(|| self.path.clone(), Path::to_owned)
+    }
+}
+
+/// Declares a table of functions that is filled from one library: each a name, a symbol, and the types of its arguments; all return an `int`.
+#[macro_export]
+macro_rules! table {
+    ($(#[$doc:meta])* $t:ident { $($field:ident: $symbol:literal fn($($arg:ty),*);)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub(crate) struct $t {
+            $(pub(crate) $field: unsafe extern "C" fn($($arg),*) -> i32,)*
+        }
+
+        impl $t {
+            pub(crate) fn load(library: &$crate::load::Opened) -> Result<$t, $crate::Error> {
+                #[allow(clippy::macro_metavars_in_unsafe, reason = "symbols are literals")]
+                // SAFETY: the types are those of NVIDIA's public headers.
+                unsafe { Ok($t { $($field: library.function($symbol)?,)* }) }
+            }
+        }
+
+        impl std::fmt::Debug for $t {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(stringify!($t))
+            }
+        }
+    };
+}
+pub use table;

@@ -1,0 +1,159 @@
+//! Machine code that is loaded on a device until it is dropped, and launches of it.
+
+use crate::device::Device;
+use crate::driver::Ptr;
+use crate::error::Error;
+use crate::load::table;
+use crate::submission::Submission;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+table! {
+    /// The driver functions for kernels of one's own; a stand-in for the driver may lack them.
+    ModuleTable {
+        unload: "cuModuleUnload" fn(Ptr);
+        attribute: "cuFuncGetAttribute" fn(*mut c_int, c_int, Ptr);
+        set_attribute: "cuFuncSetAttribute" fn(Ptr, c_int, c_int);
+        encode: "cuTensorMapEncodeTiled" fn(Ptr, c_int, c_uint, u64, *const u64, *const u64, *const u32, *const u32, c_int, c_int, c_int, c_int);
+    }
+}
+
+const MAX_DYNAMIC_SHARED: c_int = 8;
+const REGISTERS: c_int = 4;
+const LOCAL_BYTES: c_int = 3;
+
+/// Loaded machine code. Dropping it unloads it: let go of it through [`Device::retire`] where the device may still run it.
+#[derive(Debug)]
+pub struct Module {
+    device: &'static Device,
+    raw: Ptr,
+}
+
+// SAFETY: a module may be used from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above; the driver is thread-safe.
+unsafe impl Sync for Module {}
+
+/// A kernel of a [`Module`]: what [`Submission::launch_entry`] launches.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    function: Ptr,
+    /// 32-bit registers of each thread.
+    pub registers: u32,
+    /// Bytes of local memory of each thread: 0 where nothing is spilled.
+    pub local_bytes: u32,
+}
+
+// SAFETY: a function may be launched from any thread.
+unsafe impl Send for Entry {}
+// SAFETY: as above.
+unsafe impl Sync for Entry {}
+
+/// How many blocks and threads a launch has, and their shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Launch {
+    /// Blocks along each axis.
+    pub blocks: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of shared memory of a block, at most what [`Module::entry`] was told.
+    pub shared_bytes: u32,
+}
+
+impl Module {
+    /// Loads machine code, or PTX that ends with a zero.
+    ///
+    /// # Errors
+    /// The driver's own: code of another architecture, no memory.
+    pub fn load(device: &'static Device, code: &[u8]) -> Result<Module, Error> {
+        let _entered = device.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the code says itself how long it is, and the pointer is to a live pointer.
+        let status = device.relaxed(|| unsafe { (device.table().module_load)(&mut raw, code.as_ptr().cast()) });
+        device.check("cuModuleLoadData", status)?;
+        Ok(Module { device, raw })
+    }
+
+    /// The device that it is loaded on.
+    pub fn device(&self) -> &'static Device {
+        self.device
+    }
+
+    /// A kernel of the module, which will be launched with up to `shared_bytes` bytes of dynamic shared memory for each block.
+    ///
+    /// # Errors
+    /// The driver's own: a name that the module does not have, more shared memory than the device has.
+    pub fn entry(&self, name: &CStr, shared_bytes: u32) -> Result<Entry, Error> {
+        let device = self.device;
+        let _entered = device.enter()?;
+        let modules = device.modules()?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: the module is live, the name ends with a zero, and the pointer is to a live pointer.
+        let status =
+            device.relaxed(|| unsafe { (device.table().module_function)(&mut function, self.raw, name.as_ptr().cast::<c_char>()) });
+        device.check("cuModuleGetFunction", status)?;
+        let shared = c_int::try_from(shared_bytes).unwrap_or(c_int::MAX);
+        // SAFETY: the function is live.
+        device.check("cuFuncSetAttribute", unsafe { (modules.set_attribute)(function, MAX_DYNAMIC_SHARED, shared) })?;
+        let attribute = |which| {
+            let mut value = 0;
+            // SAFETY: the function is live, and the pointer is to a live integer.
+            device.check("cuFuncGetAttribute", unsafe { (modules.attribute)(&mut value, which, function) })?;
+            Ok::<u32, Error>(value.unsigned_abs())
+        };
+        Ok(Entry { function, registers: attribute(REGISTERS)?, local_bytes: attribute(LOCAL_BYTES)? })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if let (Ok(_entered), Ok(modules)) = (self.device.enter(), self.device.modules()) {
+            // SAFETY: it is ours, and nothing runs it any more.
+            let code = self.device.relaxed(|| unsafe { (modules.unload)(self.raw) });
+            if code != 0 {
+                tracing::warn!(code, "cuModuleUnload");
+            }
+        }
+    }
+}
+
+/// Parameters of a kernel at most.
+const PARAMETERS: usize = 16;
+
+impl Submission<'_> {
+    /// Launches a kernel of a module on the stream, its parameters as the bytes of each. Nothing waits.
+    ///
+    /// # Safety
+    /// The module is loaded on the stream's device and stays until the stream has passed this call. Parameters are as many, of the sizes and of the
+    /// alignment that the kernel has; the kernel reads and writes only device memory of the stream's device that nothing else uses until then.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] for more parameters than 16; the driver's own.
+    pub unsafe fn launch_entry(&self, entry: &Entry, launch: Launch, parameters: &[*const c_void]) -> Result<(), Error> {
+        let mut pointers = [std::ptr::null_mut::<c_void>(); PARAMETERS];
+        if parameters.len() > PARAMETERS {
+            let limit = format!("{PARAMETERS} parameters");
+            return Err(Error::Memory { what: "a launch".to_owned(), bytes: 8 * parameters.len() as u64, limit });
+        }
+        for (pointer, parameter) in pointers.iter_mut().zip(parameters) {
+            *pointer = parameter.cast_mut();
+        }
+        let [x, y, z] = launch.blocks;
+        // SAFETY: the caller's; the driver copies the parameters before it returns.
+        let code = unsafe {
+            (self.device().table().launch)(
+                entry.function,
+                x,
+                y,
+                z,
+                launch.threads,
+                1,
+                1,
+                launch.shared_bytes,
+                self.raw(),
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        self.device().check("cuLaunchKernel", code)
+    }
+}

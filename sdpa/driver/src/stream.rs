@@ -1,0 +1,195 @@
+//! Streams and points on them.
+
+use crate::device::{Device, Entered};
+use crate::driver::Ptr;
+use crate::error::Error;
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::OnceLock;
+
+const EVENT_DISABLE_TIMING: c_uint = 2;
+const NOT_READY: c_int = 600;
+
+/// A stream as every CUDA library passes it: a `CUstream`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RawStream(pub *mut c_void);
+
+// SAFETY: a stream may be used from any thread.
+unsafe impl Send for RawStream {}
+// SAFETY: as above; the driver is thread-safe.
+unsafe impl Sync for RawStream {}
+
+/// A stream of one device.
+#[derive(Debug)]
+pub struct Stream {
+    device: &'static Device,
+    raw: RawStream,
+    /// Not known of a stream that was being captured whenever it was needed: asking for it invalidates the capture.
+    id: OnceLock<u64>,
+    owned: bool,
+}
+
+impl Stream {
+    /// A stream that somebody else owns.
+    ///
+    /// # Safety
+    /// `raw` is a live stream of `device`'s primary context and outlives the result.
+    pub unsafe fn borrow(device: &'static Device, raw: RawStream) -> Stream {
+        Stream { device, raw, id: OnceLock::new(), owned: false }
+    }
+
+    pub(crate) fn owned(device: &'static Device, raw: RawStream) -> Stream {
+        Stream { device, raw, id: OnceLock::new(), owned: true }
+    }
+
+    /// A number that no other stream of the process has, also none that is made later at the same address. `None` while the stream is
+    /// captured, unless it was asked for before.
+    pub fn id(&self) -> Option<u64> {
+        if let Some(id) = self.id.get() {
+            return Some(*id);
+        }
+        let id = self.device.stream_id(self.raw.0)?;
+        Some(*self.id.get_or_init(|| id))
+    }
+
+    /// The device that the stream is of.
+    pub fn device(&self) -> &'static Device {
+        self.device
+    }
+
+    /// The stream as the driver names it, `CUstream`.
+    pub fn raw(&self) -> RawStream {
+        self.raw
+    }
+
+    /// Waits for everything submitted so far.
+    ///
+    /// # Errors
+    /// The driver's own: also that of a kernel which failed.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        let _entered = self.device.enter()?;
+        // SAFETY: the stream is live.
+        self.device.check("cuStreamSynchronize", self.device.relaxed(|| unsafe { (self.device.table.stream_synchronize)(self.raw.0) }))
+    }
+
+    /// Records an event at the present end of the stream; with `timing` it can be given to [`Event::since`].
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn record(&self, timing: bool) -> Result<Event, Error> {
+        let event = Event::new(self.device, timing)?;
+        self.record_again(&event)?;
+        Ok(event)
+    }
+
+    /// Moves an event to the present end of the stream.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn record_again(&self, event: &Event) -> Result<(), Error> {
+        let entered = self.device.enter()?;
+        event.record(&entered, self.raw.0)
+    }
+
+    /// Makes what is submitted from now on wait for an event, of this or another stream.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn wait(&self, event: &Event) -> Result<(), Error> {
+        let _entered = self.device.enter()?;
+        // SAFETY: both are live.
+        self.device.check("cuStreamWaitEvent", unsafe { (self.device.table.stream_wait)(self.raw.0, event.raw, 0) })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.owned
+            && let Ok(_entered) = self.device.enter()
+        {
+            // SAFETY: the stream is ours, and the driver lets work in flight finish.
+            let code = unsafe { (self.device.table.stream_destroy)(self.raw.0) };
+            if code != 0 {
+                tracing::warn!(code, "cuStreamDestroy");
+            }
+        }
+    }
+}
+
+/// A CUDA event: a point on a stream, which can be waited for and timed.
+#[derive(Debug)]
+pub struct Event {
+    device: &'static Device,
+    raw: Ptr,
+}
+
+// SAFETY: an event may be used from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above; the driver is thread-safe.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that is on no stream yet; with `timing` it can be given to [`Event::since`].
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn new(device: &'static Device, timing: bool) -> Result<Event, Error> {
+        let _entered = device.enter()?;
+        let (mut raw, flags) = (std::ptr::null_mut(), if timing { 0 } else { EVENT_DISABLE_TIMING });
+        // SAFETY: the pointer is to a live pointer.
+        device.check("cuEventCreate", unsafe { (device.table.event_create)(&mut raw, flags) })?;
+        Ok(Event { device, raw })
+    }
+
+    /// Moves it to the present end of a live stream of its device, which somebody is in.
+    pub(crate) fn record(&self, _: &Entered<'_>, stream: Ptr) -> Result<(), Error> {
+        // SAFETY: both are live and of one context.
+        self.device.check("cuEventRecord", unsafe { (self.device.table.event_record)(self.raw, stream) })
+    }
+
+    /// Whether the stream has passed it.
+    ///
+    /// # Errors
+    /// The driver's own: also that of a kernel which failed.
+    pub fn passed(&self) -> Result<bool, Error> {
+        let _entered = self.device.enter()?;
+        // SAFETY: the event is live.
+        match self.device.relaxed(|| unsafe { (self.device.table.event_query)(self.raw) }) {
+            NOT_READY => Ok(false),
+            code => self.device.check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    /// Waits until the stream has passed it.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        let _entered = self.device.enter()?;
+        // SAFETY: the event is live.
+        self.device.check("cuEventSynchronize", self.device.relaxed(|| unsafe { (self.device.table.event_synchronize)(self.raw) }))
+    }
+
+    /// Device time since `start`, in milliseconds; both recorded with timing and passed.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn since(&self, start: &Event) -> Result<f32, Error> {
+        let _entered = self.device.enter()?;
+        let mut ms = 0.0;
+        // SAFETY: both events are live.
+        self.device.check("cuEventElapsedTime", unsafe { (self.device.table.event_elapsed)(&mut ms, start.raw, self.raw) })?;
+        Ok(ms)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.device.enter() {
+            // SAFETY: the event is ours.
+            let code = unsafe { (self.device.table.event_destroy)(self.raw) };
+            if code != 0 {
+                tracing::warn!(code, "cuEventDestroy");
+            }
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Traced expressions as functions: a statement for each value.
+
+use crate::dialect::Dialect;
+use sdpa_core::DType;
+use sdpa_core::expr::{Axes, Axis, Binary, Const, Declared, Depends, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
+use std::fmt::Write;
+
+/// What score_mods and masks read: the declared parameters of all of them, each name once.
+#[derive(Clone, Debug, Default)]
+pub struct Captured {
+    params: Vec<Declared>,
+    extents: [i64; 4],
+    dialect: Dialect,
+}
+
+fn ty(ty: Type) -> &'static str {
+    match ty {
+        Type::F32 => "float",
+        Type::I32 => "int",
+        Type::Bool => "bool",
+    }
+}
+
+fn index(axis: Axis) -> &'static str {
+    match axis {
+        Axis::Batch => "at.batch",
+        Axis::Head => "at.head",
+        Axis::Q => "at.query",
+        Axis::K => "at.key",
+    }
+}
+
+impl Captured {
+    /// The parameters of these traces in a problem of extents (batch, heads_q, seq_q, seq_kv), to be written in MSL.
+    pub fn of<'t>(traces: impl IntoIterator<Item = &'t Trace>, extents: [i64; 4]) -> Captured {
+        let mut params: Vec<Declared> = Vec::new();
+        for declared in traces.into_iter().flat_map(|trace| trace.params()) {
+            if !params.iter().any(|p| p.name == declared.name) {
+                params.push(declared.clone());
+            }
+        }
+        Captured { params, extents, dialect: Dialect::default() }
+    }
+
+    /// The same, to be written in another language.
+    #[must_use]
+    pub fn in_dialect(self, dialect: Dialect) -> Captured {
+        Captured { dialect, ..self }
+    }
+
+    /// The same with one i64 more for each of these names: numbers that kernels read and traces do not, such as the seed of dropout.
+    #[must_use]
+    pub fn with_numbers<'n>(mut self, names: impl IntoIterator<Item = &'n str>) -> Captured {
+        let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: DType::I64 };
+        self.params.extend(names.into_iter().map(|name| Declared { name: name.to_owned(), kind, default: None }));
+        self
+    }
+
+    /// The expression by which a kernel reads the number of [`Captured::with_numbers`] of this name; empty where there is none.
+    pub fn number(&self, name: &str) -> String {
+        self.params.iter().find(|param| param.name == name).map_or_else(String::new, |param| self.read(param))
+    }
+
+    /// The names of scalars, in the order in which they lie in their buffer, f32 each.
+    pub fn scalars(&self) -> Vec<&str> {
+        self.params.iter().filter(|p| p.kind == ParamKind::Scalar).map(|p| p.name.as_str()).collect()
+    }
+
+    /// The tensors, a buffer each: name, element type, number of elements.
+    pub fn tensors(&self) -> Vec<(&str, DType, i64)> {
+        let of = |p: &Declared| match p.kind {
+            ParamKind::Scalar => None,
+            ParamKind::Tensor { axes, dtype } => Some((dtype, axes.dims(self.extents).iter().product())),
+        };
+        self.params.iter().filter_map(|p| of(p).map(|(dtype, n)| (p.name.as_str(), dtype, n))).collect()
+    }
+
+    /// Where a parameter is read. Names are the caller's and may be words of the language: numbers stand for them.
+    fn read(&self, param: &Declared) -> String {
+        match param.kind {
+            ParamKind::Scalar => {
+                let place = self.scalars().iter().position(|name| *name == param.name).unwrap_or_default();
+                format!("captured.scalars[{place}]")
+            }
+            ParamKind::Tensor { axes, dtype: _ } => {
+                let place = self.tensors().iter().position(|(name, ..)| *name == param.name).unwrap_or_default();
+                let mut at = "0L".to_owned();
+                for axis in axes.iter() {
+                    let extent = self.extents[axis.place()];
+                    at = if at == "0L" { format!("long({})", index(axis)) } else { format!("({at} * {extent}L + {})", index(axis)) };
+                }
+                format!("captured.tensor_{place}[{at}]")
+            }
+        }
+    }
+
+    /// The text of a score_mod as a function: `float score_mod(float score, Place at, Captured captured)`.
+    pub fn score_mod(&self, trace: &Trace) -> String {
+        self.function("float score_mod(float score, Place at, Captured captured)", trace, 0)
+    }
+
+    /// The text of root number `root` of a gradient's trace as a function:
+    /// `float score_mod_gradient(float score, float upstream, Place at, Captured captured)`.
+    pub fn gradient(&self, trace: &Trace, root: usize) -> String {
+        self.function("float score_mod_gradient(float score, float upstream, Place at, Captured captured)", trace, root)
+    }
+
+    /// The text of a mask as a function: `bool keep(Place at, Captured captured)`.
+    pub fn keep(&self, trace: &Trace) -> String {
+        self.function("bool keep(Place at, Captured captured)", trace, 0)
+    }
+
+    fn function(&self, signature: &str, trace: &Trace, root: usize) -> String {
+        let mut text = format!("inline {signature} {{\n");
+        let root = trace.roots().get(root).copied();
+        // Of the values, those that this root is made of.
+        let mut needed = vec![false; trace.nodes().len()];
+        root.into_iter().for_each(|root| needed[root.index()] = true);
+        let ids: Vec<NodeId> = trace.ids().collect();
+        for &id in ids.iter().rev() {
+            if needed[id.index()] {
+                match tanh_slope(trace, id) {
+                    Some(slope) => [slope.upstream, slope.of].into_iter().for_each(|x| needed[x.index()] = true),
+                    None => trace.node(id).operands().for_each(|x| needed[x.index()] = true),
+                }
+            }
+        }
+        let depends = trace.depends();
+        for id in trace.ids().filter(|id| needed[id.index()]) {
+            let value = match tanh_slope(trace, id) {
+                Some(slope) => format!("v{} * tanh_slope(v{})", slope.upstream.index(), slope.of.index()),
+                None => self.value(trace, trace.node(id), &depends),
+            };
+            let _ = writeln!(text, "    const {} v{} = {value};", ty(trace.ty(id)), id.index());
+        }
+        let root = root.map_or(0, |root| root.index());
+        let _ = writeln!(text, "    return v{root};\n}}");
+        text
+    }
+
+    fn value(&self, trace: &Trace, node: Node, depends: &[Depends]) -> String {
+        match node {
+            Node::Score => "score".to_owned(),
+            Node::Upstream => "upstream".to_owned(),
+            Node::Index(axis) => index(axis).to_owned(),
+            Node::Extent(axis) => self.extents[axis.place()].to_string(),
+            Node::Const(Const::F32(bits)) => format!("as_type<float>({bits:#010x}u)"),
+            Node::Const(Const::I32(x)) => format!("as_type<int>({x:#010x}u)"),
+            Node::Const(Const::Bool(x)) => x.to_string(),
+            Node::Param(p) => {
+                let param = &trace.params()[p.index()];
+                let read = self.read(param);
+                if param.kind.ty() == Type::F32 { format!("float({read})") } else { read }
+            }
+            Node::Unary(f, x) => unary(f, trace.ty(x), &format!("v{}", x.index())),
+            // What divides every score is inverted once.
+            Node::Binary(Binary::Div, x, y)
+                if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && depends[y.index()].is_uniform() =>
+            {
+                format!("v{} * (1.0f / v{})", x.index(), y.index())
+            }
+            Node::Binary(f, x, y) => binary(f, trace.ty(x), &format!("v{}", x.index()), &format!("v{}", y.index())),
+            Node::Select(c, x, y) => format!("v{} ? v{} : v{}", c.index(), x.index(), y.index()),
+        }
+    }
+}
+
+fn unary(f: Unary, of: Type, x: &str) -> String {
+    let whole = of == Type::I32;
+    match f {
+        Unary::Neg if whole => format!("whole_neg({x})"),
+        Unary::Neg => format!("-{x}"),
+        Unary::Abs if whole => format!("whole_abs({x})"),
+        Unary::Abs => format!("abs({x})"),
+        Unary::Sqrt => format!("precise::sqrt({x})"),
+        Unary::Rsqrt => format!("precise::rsqrt({x})"),
+        Unary::Exp => format!("precise::exp({x})"),
+        Unary::Log => format!("precise::log({x})"),
+        Unary::Sin => format!("precise::sin({x})"),
+        Unary::Cos => format!("precise::cos({x})"),
+        Unary::Tanh => format!("precise::tanh({x})"),
+        Unary::Erf => format!("error_function({x})"),
+        Unary::Floor => format!("floor({x})"),
+        Unary::Ceil => format!("ceil({x})"),
+        Unary::Not => format!("!{x}"),
+        Unary::ToF32 => format!("float({x})"),
+        Unary::ToI32 => format!("to_whole({x})"),
+    }
+}
+
+fn binary(f: Binary, of: Type, x: &str, y: &str) -> String {
+    let whole = of == Type::I32;
+    let call = |name: &str| format!("{name}({x}, {y})");
+    let infix = |sign: &str| format!("{x} {sign} {y}");
+    match f {
+        Binary::Add if whole => call("whole_add"),
+        Binary::Add => infix("+"),
+        Binary::Sub if whole => call("whole_sub"),
+        Binary::Sub => infix("-"),
+        Binary::Mul if whole => call("whole_mul"),
+        Binary::Mul => infix("*"),
+        Binary::Div if whole => call("whole_div"),
+        Binary::Div => infix("/"),
+        Binary::Mod if whole => call("whole_mod"),
+        Binary::Mod => call("fmod"),
+        Binary::Pow => call("precise::pow"),
+        Binary::Min if whole => call("min"),
+        Binary::Min => call("precise::min"),
+        Binary::Max if whole => call("max"),
+        Binary::Max => call("precise::max"),
+        Binary::Eq => infix("=="),
+        Binary::Ne => infix("!="),
+        Binary::Lt => infix("<"),
+        Binary::Le => infix("<="),
+        Binary::Gt => infix(">"),
+        Binary::Ge => infix(">="),
+        Binary::And => infix("&&"),
+        Binary::Or => infix("||"),
+    }
+}

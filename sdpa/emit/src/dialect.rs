@@ -1,0 +1,31 @@
+//! The languages, and what they name differently.
+
+use sdpa_core::DType;
+
+/// A language that kernels are written in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Dialect {
+    /// The Metal shading language.
+    #[default]
+    Msl,
+    /// CUDA C++, behind the prelude of `sdpa-cuda`'s kernels, which has the types that [`Dialect::element`] names; all convert to `float`.
+    Cuda,
+}
+
+impl Dialect {
+    /// The language's name of an element type.
+    pub fn element(self, dtype: DType) -> &'static str {
+        match (self, dtype) {
+            (_, DType::F32) => "float",
+            (Dialect::Msl, DType::F16) => "half",
+            (Dialect::Msl, DType::BF16) => "bfloat",
+            (Dialect::Cuda, DType::F16) => "Half",
+            (Dialect::Cuda, DType::BF16) => "BFloat",
+            (_, DType::I32) => "int",
+            (_, DType::I64) => "long",
+            (_, DType::Bool) => "bool",
+            (Dialect::Msl, DType::F8E4M3 | DType::F8E5M2) => "uchar",
+            (Dialect::Cuda, DType::F8E4M3 | DType::F8E5M2) => "unsigned char",
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! What is wrong with a call over device memory, as far as its problem tells.
+
+use crate::job::Job;
+use sdpa_core::GradientSpec;
+use sdpa_core::device::{DeviceCall, DeviceValue};
+use sdpa_core::error::{SpecError, SpecErrors};
+use sdpa_core::params::{self, Supplied};
+use sdpa_core::{Amax, DType, Operand, Statistic};
+use sdpa_driver::DeviceSlice;
+use smallvec::SmallVec;
+
+fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice, bytes: u64, alignment: u64) {
+    if slice.bytes < bytes {
+        errors.push(SpecError::new(format!("{name} length"), format!("{} bytes", slice.bytes), format!("at least {bytes} bytes")));
+    }
+    if slice.address == 0 || !slice.address.is_multiple_of(alignment) {
+        let rule = format!("a multiple of {alignment} bytes, and not 0");
+        errors.push(SpecError::new(format!("{name} address"), format!("{:#x}", slice.address), rule));
+    }
+}
+
+/// Checks a call of a pass against its job, for a pass without packed documents and without pages. `workspace_bytes` is what the pass needs.
+///
+/// # Errors
+/// Operands of the other pass, row statistics, parameters and gradients missing, unknown, doubled or of another type, memory that is too short or
+/// misaligned, a scale that is not finite, workspace that is too small.
+pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64) -> Result<(), SpecErrors> {
+    let (problem, mut errors) = (job.problem(), Vec::new());
+    for operand in Operand::ALL {
+        let name = operand.name();
+        match (call.operand(operand), job.tensor(operand)) {
+            (Some(slice), Some(tensor)) => {
+                let bytes = job.dtype_of(operand).bytes(tensor.extent().unwrap_or(i64::MAX).unsigned_abs());
+                memory(&mut errors, name, slice, bytes, tensor.alignment.into());
+            }
+            (None, None) => {}
+            (None, Some(_)) => errors.push(SpecError::new(name, "absent", "an operand of the pass")),
+            (Some(_), None) => errors.push(SpecError::new(name, "given", format!("no operand of the {} pass", job.name()))),
+        }
+    }
+    for statistic in Statistic::ALL {
+        let taken = match job {
+            Job::Forward(problem) => problem.computes(statistic),
+            Job::Backward(_) => statistic == Statistic::Stats,
+        };
+        errors.extend(statistic.unlike(call.statistic(statistic).is_some(), taken));
+        if let Some(slice) = call.statistic(statistic).filter(|_| taken) {
+            memory(&mut errors, statistic.name(), slice, DType::F32.bytes(problem.stats_elements().unsigned_abs()), 16);
+        }
+    }
+    // Inline: a call that is right allocates nothing.
+    let given: SmallVec<[(&str, Supplied); 8]> = call
+        .params
+        .iter()
+        .map(|p| match p.value {
+            DeviceValue::Scalar(x) => (p.name, Supplied::Scalar(x)),
+            DeviceValue::Tensor(dtype, slice) | DeviceValue::WithinExtent(dtype, slice) => {
+                (p.name, Supplied::Tensor { dtype, elements: slice.bytes * 8 / u64::from(dtype.bits()) })
+            }
+        })
+        .collect();
+    for p in call.params {
+        if let Some((_, slice)) = p.value.tensor().filter(|(_, slice)| slice.address == 0 || !slice.address.is_multiple_of(16)) {
+            let rule = "a multiple of 16 bytes, and not 0";
+            errors.push(SpecError::new(format!("parameter {} address", p.name), format!("{:#x}", slice.address), rule));
+        }
+    }
+    errors.extend(params::check(job.params(), problem.extents(), &given, true).err().into_iter().flat_map(|e| e.0));
+    // Plans are shared by specifications that differ in defaults: no default is known here.
+    let left = job.params().iter().filter(|p| p.default.is_some() && given.iter().all(|(name, _)| *name != p.name));
+    errors.extend(left.map(|p| SpecError::new(format!("parameter {}", p.name), "missing", "every parameter of a call over device memory")));
+    let wanted: &[GradientSpec] = match job {
+        Job::Forward(_) => &[],
+        Job::Backward(backward) => backward.wrt(),
+    };
+    let gradients: SmallVec<[&str; 8]> = call.gradients.iter().map(|g| g.name).collect();
+    errors.extend(params::check_gradients(wanted.iter().map(|g| g.name.as_str()), &gradients));
+    errors.extend(Amax::check(problem.dtype(), job.direction(), call.amax.iter().map(|amax| amax.of)));
+    let scale = call.attn_scale.unwrap_or(problem.default_scale());
+    if !scale.is_finite() {
+        errors.push(SpecError::new("attn_scale", scale, "a finite number"));
+    }
+    if let Some(slice) = call.workspace.filter(|_| workspace_bytes > 0) {
+        memory(&mut errors, "workspace", slice, workspace_bytes, 256);
+    }
+    if errors.is_empty() { Ok(()) } else { Err(SpecErrors(errors)) }
+}

@@ -1,0 +1,112 @@
+//! A pass over an attention problem, and the operands that it reads and writes.
+
+use sdpa_core::DType;
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::expr::Declared;
+use sdpa_core::operand::{Direction, Operand};
+use sdpa_core::problem::Problem;
+use sdpa_core::spec::TensorSpec;
+use serde::Serialize;
+
+/// One pass over one problem, forward or backward: what executors on NVIDIA GPUs make plans for, and key them by.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Job {
+    /// From `q`, `k` and `v` to `o` and stats.
+    Forward(Box<Problem>),
+    /// From `q`, `k`, `v`, `o`, `stats` and `d_o` to gradients.
+    Backward(Box<BackwardProblem>),
+}
+
+impl From<Problem> for Job {
+    fn from(problem: Problem) -> Job {
+        Job::Forward(Box::new(problem))
+    }
+}
+
+impl From<BackwardProblem> for Job {
+    fn from(problem: BackwardProblem) -> Job {
+        Job::Backward(Box::new(problem))
+    }
+}
+
+impl Job {
+    /// The attention problem of either pass.
+    pub fn problem(&self) -> &Problem {
+        match self {
+            Job::Forward(problem) => problem,
+            Job::Backward(backward) => backward.forward(),
+        }
+    }
+
+    /// Which pass it is.
+    pub fn direction(&self) -> Direction {
+        match self {
+            Job::Forward(_) => Direction::Forward,
+            Job::Backward(_) => Direction::Backward,
+        }
+    }
+
+    /// `forward` or `backward`.
+    pub fn name(&self) -> &'static str {
+        self.direction().name()
+    }
+
+    /// Every strided operand of the pass, with its extents, strides and alignment.
+    pub fn tensors(&self) -> impl Iterator<Item = (Operand, TensorSpec)> {
+        self.direction().operands().iter().filter_map(|&operand| Some((operand, *self.tensor(operand)?)))
+    }
+
+    /// A strided operand; `None` where the pass has no such.
+    pub fn tensor(&self, operand: Operand) -> Option<&TensorSpec> {
+        match self {
+            Job::Forward(problem) => problem.tensor(operand),
+            Job::Backward(backward) => Some(backward.tensor(operand)),
+        }
+    }
+
+    /// A strided operand as it lies in memory: see [`Problem::in_memory`]. `None` where the pass has no such.
+    pub fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
+        match self {
+            Job::Forward(problem) => problem.in_memory(operand),
+            Job::Backward(backward) => Some(*backward.tensor(operand)),
+        }
+    }
+
+    /// The element type of an operand.
+    pub fn dtype_of(&self, operand: Operand) -> DType {
+        match self {
+            Job::Forward(problem) => problem.dtype_of(operand),
+            Job::Backward(backward) => backward.dtype_of(operand),
+        }
+    }
+
+    /// Whether the pass writes an operand.
+    pub fn writes(&self, operand: Operand) -> bool {
+        operand.written(self.direction()) == Some(true)
+    }
+
+    /// Every declared parameter.
+    pub fn params(&self) -> &[Declared] {
+        match self {
+            Job::Forward(problem) => problem.params(),
+            Job::Backward(backward) => backward.params(),
+        }
+    }
+
+    /// Whether the caller asked for the same bits on every run.
+    pub fn deterministic(&self) -> bool {
+        match self {
+            Job::Forward(_) => false,
+            Job::Backward(backward) => backward.deterministic(),
+        }
+    }
+
+    /// The same job with an operand made [dense](TensorSpec::densely).
+    pub fn densely(self, operand: Operand) -> Job {
+        match self {
+            Job::Forward(problem) => Job::Forward(Box::new(problem.densely(operand))),
+            Job::Backward(backward) => Job::Backward(Box::new(backward.densely(operand))),
+        }
+    }
+}

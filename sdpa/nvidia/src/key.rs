@@ -1,0 +1,210 @@
+//! A pass as the key of a cache.
+
+use crate::job::Job;
+use sdpa_cache::{CacheKey, Difference, Fields, Query};
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::problem::Problem;
+use sdpa_core::spec::{Layout, TensorSpec};
+use sdpa_core::{DType, Operand, Statistic};
+
+/// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does. Tensors are as they lie in memory.
+fn strides(tensor: &TensorSpec) -> String {
+    let dense = Layout::ALL.into_iter().find(|layout| {
+        let strides = layout.strides(tensor.dims);
+        (0..4).all(|axis| tensor.dims[axis] == 1 || strides[axis] == tensor.strides[axis])
+    });
+    dense.map_or_else(|| format!("{:?}", tensor.strides), |layout| layout.name().to_owned())
+}
+
+/// A borrowed problem, by which a [`Job`] is found in a cache without a copy of it.
+#[derive(Hash)]
+pub enum JobQuery<'a> {
+    /// A forward pass over this problem.
+    Forward(&'a Problem),
+    /// A backward pass over this problem.
+    Backward(&'a BackwardProblem),
+}
+
+impl Query<Job> for JobQuery<'_> {
+    fn hash_in(&self, state: &ahash::RandomState) -> u64 {
+        state.hash_one(self)
+    }
+
+    fn is(&self, key: &Job) -> bool {
+        match (self, key) {
+            (JobQuery::Forward(one), Job::Forward(other)) => *one == &**other,
+            (JobQuery::Backward(one), Job::Backward(other)) => *one == &**other,
+            (JobQuery::Forward(_), Job::Backward(_)) | (JobQuery::Backward(_), Job::Forward(_)) => false,
+        }
+    }
+
+    fn to_key(&self) -> Job {
+        match self {
+            JobQuery::Forward(problem) => Job::from((*problem).clone()),
+            JobQuery::Backward(problem) => Job::from((*problem).clone()),
+        }
+    }
+}
+
+impl CacheKey for Job {
+    fn label(&self) -> String {
+        let p = self.problem();
+        let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] =
+            [p.batch(), p.heads_q(), p.heads_kv(), p.seq_q(), p.seq_kv(), p.dim_qk(), p.dim_v()];
+        let mut text = format!("{} {} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim_qk}", self.name(), p.dtype());
+        if dim_v != dim_qk {
+            text.push_str(&format!(",{dim_v}"));
+        }
+        text.push(')');
+        let short = |text: String| if text.chars().count() > 60 { text.chars().take(57).chain("...".chars()).collect() } else { text };
+        if p.packed().is_some() {
+            text.push_str(" packed");
+        }
+        if p.sink() {
+            text.push_str(" sink");
+        }
+        if let Some(dropout) = p.dropout() {
+            text.push_str(&format!(" dropout {}", dropout.p()));
+        }
+        if let Some(paged) = p.paged() {
+            text.push_str(&format!(" paged by {}", paged.page_size));
+        }
+        if let Some(score_mod) = p.score_mod() {
+            text.push_str(&format!(" {}", short(score_mod.to_string())));
+        }
+        if !p.kept().is_full() {
+            text.push_str(&format!(" {}", short(p.kept().to_string())));
+        }
+        text
+    }
+
+    fn fields(&self) -> Fields {
+        let p = self.problem();
+        let mut fields: Fields = vec![("pass", self.name().to_owned()), ("dtype", p.dtype().to_string())];
+        let extents = [
+            ("batch", p.batch()),
+            ("heads_q", p.heads_q()),
+            ("heads_kv", p.heads_kv()),
+            ("seq_q", p.seq_q()),
+            ("seq_kv", p.seq_kv()),
+            ("dim_qk", p.dim_qk()),
+            ("dim_v", p.dim_v()),
+        ];
+        fields.extend(extents.map(|(name, extent)| (name, extent.to_string())));
+        for (operand, tensor) in self.tensors() {
+            let [layout, alignment] = operand.fields();
+            fields.push((layout, strides(&p.in_memory(operand).unwrap_or(tensor))));
+            fields.push((alignment, tensor.alignment.to_string()));
+        }
+        let total = |total: Option<i64>| total.map_or_else(|| "any".to_owned(), |n| n.to_string());
+        let packed = p.packed().map(|packed| {
+            let names = p.boundaries().into_iter().map(|p| p.name).collect::<Vec<_>>();
+            let ty = if packed.wide { DType::I64 } else { DType::I32 };
+            format!("by {} in {ty}, {} and {} tokens", names.join(" and "), total(packed.total_q), total(packed.total_kv))
+        });
+        fields.push(("packed", packed.unwrap_or_else(|| "no".to_owned())));
+        let paged = p.paged().map(|paged| format!("{} pages of {} tokens", paged.pages, paged.page_size));
+        fields.push(("paged", paged.unwrap_or_else(|| "no".to_owned())));
+        fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
+        fields.push(("mask", p.kept().to_string()));
+        fields.push(("sink", p.sink().to_string()));
+        fields.push(("dropout", p.dropout().map_or_else(|| "none".to_owned(), |dropout| dropout.p().to_string())));
+        fields.extend(Statistic::ALL.map(|statistic| (statistic.name(), p.computes(statistic).to_string())));
+        fields.push(("stats_base", p.stats_base().to_string()));
+        let output = p.dtype_of(Operand::O);
+        if output != p.dtype() {
+            fields.push(("dtype of o", output.to_string()));
+        }
+        if let Job::Backward(b) = self {
+            for (field, operand) in [("dtype of d_o", Operand::DO), ("dtype of gradients", Operand::DQ)] {
+                if p.dtype().is_fp8() {
+                    fields.push((field, b.dtype_of(operand).to_string()));
+                }
+            }
+            let wrt: Vec<String> = b.wrt().iter().map(|g| format!("{} {}", g.name, g.dtype)).collect();
+            fields.push(("gradient", b.gradient().map_or_else(|| "none".to_owned(), |g| g.trace.without_defaults().to_string())));
+            fields.push(("wrt", wrt.join(", ")));
+            fields.push(("deterministic", b.deterministic().to_string()));
+        }
+        fields
+    }
+
+    fn advice(differences: &[Difference]) -> Option<&'static str> {
+        let only = |names: &[&str]| !differences.is_empty() && differences.iter().all(|d| names.contains(&d.field.as_str()));
+        ADVICE.iter().find(|(names, _)| only(names)).map(|(_, advice)| *advice)
+    }
+}
+
+/// What to do where only these fields differ: the first row that has them all.
+const ADVICE: [(&[&str], &str); 8] = [
+    (&["batch"], "only the batch differs: pad it to a few sizes, or split it"),
+    (&["packed"], "only how documents are packed differs: say the most tokens that a step has, and keep to one type of boundaries"),
+    (&["paged"], "only the pages differ: keep one cache, of one page size, with all the pages that there may be"),
+    (
+        &["dropout"],
+        "only the probability of dropout differs: it is compiled into plans; what changes from call to call are the seed and the offset",
+    ),
+    (&["mask"], "only the mask differs: lengths and documents that change from call to call belong in tensors"),
+    (&["seq_q", "seq_kv", "mask"], "only lengths differ: a bucket of lengths lets one plan serve many"),
+    (
+        &["score_mod", "gradient"],
+        "only the score_mod differs: a number that changes from call to call belongs in p.scalar(name, default), not in the closure",
+    ),
+    (&LAYOUTS_AND_ALIGNMENTS, "only strides or alignments differ: the same tensors come in two layouts"),
+];
+
+/// Fields of strides.
+const LAYOUTS_AND_ALIGNMENTS: [&str; 16] = [
+    "layout of q",
+    "layout of k",
+    "layout of v",
+    "layout of o",
+    "layout of d_o",
+    "layout of dq",
+    "layout of dk",
+    "layout of dv",
+    "alignment of q",
+    "alignment of k",
+    "alignment of v",
+    "alignment of o",
+    "alignment of d_o",
+    "alignment of dq",
+    "alignment of dk",
+    "alignment of dv",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, Shape};
+
+    #[test]
+    fn labels_tell_passes_apart_in_a_line() {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
+        let label = |job: Job| job.label();
+        assert_eq!(label(spec.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8)");
+        assert_eq!(label(spec.backward().validate().unwrap().into()), "backward bf16 (1,2,1,5,7,8)");
+        let wide = AttentionSpec::dense(DType::F16, Shape { dim_v: 16, ..shape }, Layout::Bhsd).mask(sdpa_core::Mask::causal());
+        assert_eq!(label(wide.validate().unwrap().into()), "forward f16 (1,2,1,5,7,8,16) causal");
+        let capped = spec.score_mod("softcap:30".parse().unwrap());
+        assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap = 30.0; tanh(score / cap) * cap");
+    }
+
+    #[test]
+    fn a_borrowed_pass_is_found_as_its_job() {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
+        let (forward, backward) = (spec.validate().unwrap(), spec.backward().validate().unwrap());
+        let queries = [JobQuery::Forward(&forward), JobQuery::Backward(&backward)];
+        let jobs = [Job::from(forward.clone()), Job::from(backward.clone())];
+        let state = ahash::RandomState::new();
+        for (n, query) in queries.iter().enumerate() {
+            assert_eq!(query.hash_in(&state), jobs[n].hash_in(&state));
+            assert_eq!(query.to_key(), jobs[n]);
+            for (m, job) in jobs.iter().enumerate() {
+                assert_eq!(query.is(job), n == m);
+            }
+        }
+    }
+}

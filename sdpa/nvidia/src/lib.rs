@@ -1,0 +1,10 @@
+#![doc = include_str!("../README.md")]
+
+pub mod call;
+mod host;
+mod job;
+mod key;
+
+pub use host::{Hosted, Told};
+pub use job::Job;
+pub use key::JobQuery;

@@ -1,0 +1,89 @@
+//! Kernels of our own, compiled for a GPU that is not here.
+
+use conformance::nvrtc;
+use conformance::say::{say, skip};
+use sdpa::cuda::kernel::{compile, serialized};
+use sdpa::cuda::{Forward, source};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
+use std::sync::Mutex;
+
+/// Dims, type, score_mod (or none), masks.
+type Row = ([i64; 2], DType, &'static str, &'static [&'static str]);
+
+/// Every cut, both types, and each thing that makes another text.
+const TABLE: [Row; 10] = [
+    ([64, 64], DType::BF16, "", &[]),
+    ([64, 64], DType::F16, "softcap:30", &["causal"]),
+    ([128, 64], DType::BF16, "alibi", &["padding", "causal"]),
+    ([128, 128], DType::BF16, "softcap:30", &["causal", "document"]),
+    ([128, 128], DType::F16, "bias:hqk", &["prefix-lm:100"]),
+    ([128, 128], DType::BF16, "", &["natten:17"]),
+    ([192, 128], DType::BF16, "", &["padding", "window:300,0:ends"]),
+    ([192, 192], DType::F16, "score * cos(f32(q - k)) / (1.0 + sqrt(f32(head)))", &["dilated:3", "causal"]),
+    ([256, 256], DType::BF16, "softcap:50", &["window:400,0"]),
+    ([72, 40], DType::BF16, "select(abs(score) > 3.0, erf(score), exp(-score) + pow(score, 2.0))", &["array:qk"]),
+];
+
+fn spec([dim_qk, dim_v]: [i64; 2], dtype: DType, score_mod: &str, masks: &[&str]) -> AttentionSpec {
+    let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 300, seq_kv: 700, dim_qk, dim_v };
+    let mut spec = AttentionSpec::dense(dtype, shape, Layout::Bshd).with_stats();
+    if !score_mod.is_empty() {
+        spec = spec.score_mod(score_mod.parse().unwrap_or_else(|e| panic!("{score_mod}: {e}")));
+    }
+    for text in masks {
+        spec = spec.mask(text.parse::<Mask>().unwrap_or_else(|e| panic!("{text}: {e}")));
+    }
+    spec
+}
+
+/// Bytes that a thread may put into local memory, where a trace reads tensors or heads are wide: between tiles, and in blocks at the edge of a mask.
+const SPILLED: u32 = 320;
+
+/// Next to nothing is spilled, and no products are run one after the other for want of registers: both would be right, and slow.
+#[test]
+fn every_kernel_compiles_into_registers() {
+    let nvrtc = match nvrtc::find() {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => return skip("offline", &format!("kernels of our own: {why}")),
+    };
+    let (next, told) = (Mutex::new(TABLE.iter()), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let Some(&(dims, dtype, score_mod, masks)) = next.lock().unwrap().next() else { return };
+                    for spec in [spec(dims, dtype, score_mod, masks), spec(dims, dtype, score_mod, masks).with_sink()] {
+                        if spec.sink && dims != [128, 128] {
+                            continue;
+                        }
+                        let forward = Forward::of(&spec.validate().unwrap()).unwrap();
+                        let tile = forward.tile().unwrap();
+                        let made = compile(&nvrtc, &source::forward(&forward, &tile)).unwrap_or_else(|e| panic!("{dims:?} {masks:?}: {e}"));
+                        assert_eq!(serialized(&made), None, "{dims:?} {score_mod:?} {masks:?}");
+                        let stores = made.log.split(" bytes spill stores").next();
+                        let spilled = stores.and_then(|before| before.rsplit(' ').next()?.parse::<u32>().ok());
+                        let most = if score_mod.is_empty() && masks.len() < 2 && dims != [256, 256] { 0 } else { SPILLED };
+                        assert!(spilled.is_some_and(|spilled| spilled <= most), "{dims:?} {score_mod:?} {masks:?}: {}", made.log);
+                        told.lock().unwrap().push(made.code.len());
+                    }
+                }
+            });
+        }
+    });
+    let told = told.into_inner().unwrap();
+    assert!(told.len() > TABLE.len());
+    say(&format!("NVRTC: {} kernels of our own make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
+}
+
+/// Products that would run one after the other are seen in what the compiler says.
+#[test]
+fn products_that_wait_for_one_another_are_seen() {
+    let Ok(nvrtc) = nvrtc::find() else { return skip("offline", "kernels of our own: no NVRTC") };
+    let forward = Forward::of(&spec([128, 128], DType::BF16, "", &[]).validate().unwrap()).unwrap();
+    let right = source::forward(&forward, &forward.tile().unwrap());
+    // Results are read while products are under way.
+    let early = right.replacen("products_wait<1>();", "products_wait<7>();", 1);
+    assert!(early != right);
+    let [right, early] = [right, early].map(|text| compile(&nvrtc, &text).unwrap());
+    assert!(serialized(&right).is_none() && serialized(&early).is_some(), "{}", early.log);
+}
