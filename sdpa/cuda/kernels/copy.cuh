@@ -1,13 +1,5 @@
 // The copy engine, and barriers in shared memory that it arrives at.
 
-struct alignas(64) TensorMap {
-    ulong64 words[16];
-};
-
-inline uint shared_address(const void* at) {
-    return uint(__cvta_generic_to_shared(at));
-}
-
 inline void barrier_init(uint barrier, uint arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

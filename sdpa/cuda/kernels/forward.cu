@@ -87,7 +87,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
 #endif
     if (masked) {
         // Made again, so that it is not kept from block to block.
-        const Span span = span_of(p, tile.batch, tile.tile);
+        const Span span = span_of(p, tile.batch);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const Range kept = kept_of(p, span, q + 8 * half);
@@ -131,13 +131,13 @@ inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
 // Groups take turns at the matrix units, so that one computes weights while another's products run.
 inline void turn_begins(int group) {
 #if TURNS
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+    meet(1 + group, 256);
 #endif
 }
 
 inline void turn_ends(int group) {
 #if TURNS
-    asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % GROUPS) : "memory");
+    arrive(1 + (group + 1) % GROUPS, 256);
 #endif
 }
 
@@ -192,14 +192,14 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
     int number = blockIdx.x;
     while (true) {
         barrier_wait(at.tile_free + 8 * told.stage, told.phase ^ 1);
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at.tiles + 4 * told.stage), "r"(number) : "memory");
+        store_shared(at.tiles + 4 * told.stage, uint(number));
         barrier_arrive(at.tile_full + 8 * told.stage);
         told.on();
         if (number >= all) return;
         // Asked for early: the answer takes as long as a step.
         const int next = int(gridDim.x) < all ? int(gridDim.x) + atomicAdd(p.taken, 1) : all;
         const Tile tile = tile_of(p, number);
-        const Reach reach = reach_of(p, span_of(p, tile.batch, tile.tile));
+        const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
         const int kv_head = tile.head / p.group;
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;
@@ -247,7 +247,7 @@ inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&l
 // What becomes of the rows of a group, once they have met all of their keys.
 inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const TensorMap& o_map, const Params& p, const Shared& at,
                    const Tile& tile, int group) {
-    const Span span = span_of(p, tile.batch, tile.tile);
+    const Span span = span_of(p, tile.batch);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
     float share[2];
 #pragma unroll
@@ -267,7 +267,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         most = from;
         sum = whole;
 #endif
-        const int there = span.first_q + group * 64 + warp * 16 + in_warp + 8 * half;
+        const int there = tile.tile * TILE_M + group * 64 + warp * 16 + in_warp + 8 * half;
 #if WITH_STATS
         if ((lane & 3) == 0 && there < p.seq_q) {
             const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
@@ -286,13 +286,13 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         const float of = share[half];
         const uint both = of == 0.0f ? 0u : pair_of(Element{}, o[n] * of, o[n + 1] * of);
         const uint to = rows_at + chunk / 8 * Q_PANEL_BYTES + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(both) : "memory");
+        store_shared(to, both);
     }
     written_for_engines();
     __syncwarp();
     if (lane == 0) {
         for (int panel = 0; panel < V_PANELS; panel++)
-            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, span.first_q + group * 64 + warp * 16, tile.head, tile.batch);
+            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, tile.tile * TILE_M + group * 64 + warp * 16, tile.head, tile.batch);
         copy_out_ends();
     }
 }
@@ -319,11 +319,11 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(BRING_REGISTERS));
+        fewer_registers<BRING_REGISTERS>();
         if (threadIdx.x == 0) bring(q_map, k_map, v_map, p, at);
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUP_REGISTERS));
+    more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
     const uint q = at.q + group * 64 * ROW_BYTES;
     const int all = p.batch * p.heads_q * p.tiles;
@@ -333,15 +333,13 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     float o[OUTPUTS];
     if (group == GROUPS - 1) turn_ends(group);
     while (true) {
-        int number;
         barrier_wait(at.tile_full + 8 * told.stage, told.phase);
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(number) : "r"(at.tiles + 4 * told.stage) : "memory");
-        number = alike(number);
+        const int number = alike(int(load_shared(at.tiles + 4 * told.stage)));
         if (lane == 0) barrier_arrive(at.tile_free + 8 * told.stage);
         told.on();
         if (number >= all) break;
         const Tile tile = tile_of(p, number);
-        const Reach reach = reach_of(p, span_of(p, tile.batch, tile.tile));
+        const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
         Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;

@@ -1,8 +1,5 @@
 // What kernels and traced expressions take for granted: types that convert to float, and functions by the names that they have in MSL.
 
-typedef unsigned int uint;
-typedef unsigned long long ulong64;
-
 // The same bits as another type.
 template <class To>
 inline To as_type(uint x);
@@ -21,11 +18,7 @@ inline uint as_type<uint>(float x) { return __float_as_uint(x); }
 
 struct Half {
     unsigned short bits;
-    inline operator float() const {
-        float x;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-        return x;
-    }
+    inline operator float() const { return of_half(bits); }
 };
 
 struct BFloat {
@@ -33,34 +26,12 @@ struct BFloat {
     inline operator float() const { return __uint_as_float(uint(bits) << 16); }
 };
 
-// Two numbers, rounded, the first in the low half.
-inline uint pair_of(Half, float low, float high) {
-    uint both;
-    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-inline uint pair_of(BFloat, float low, float high) {
-    uint both;
-    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
+inline uint pair_of(Half, float low, float high) { return pair_of_halves(low, high); }
+inline uint pair_of(BFloat, float low, float high) { return pair_of_bfloats(low, high); }
 
 // A number that is the same in the whole warp, told to the compiler: it is kept once, not in every thread.
 inline int alike(int x) {
     return __shfl_sync(~0u, x, 0);
-}
-
-inline float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-inline float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 #define ERROR_FUNCTION
@@ -81,11 +52,7 @@ inline float max(float x, float y) { return fmaxf(x, y); }
 
 // Beside bf16 as the unit for it has it, off by 1/2,048 of the result. Otherwise 1 - 2 / (1 + e^2x), off by 1.2e-7 at most; near 0, where that is more of it, the number itself. Of a result at most 2e-5.
 inline float tanh(float x) {
-    if (APPROXIMATE) {
-        float y;
-        asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-        return y;
-    }
+    if (APPROXIMATE) return tanh_near(x);
     const float far = 1.0f - 2.0f * reciprocal(1.0f + exp2_of(2.88539008177792681472f * x));
     return fabsf(x) < 0.0071f ? x : far;
 }

@@ -1,8 +1,9 @@
 //! The executor: one device, its compiler, its caches of kernels and of plans.
 
+use crate::backward::Backward;
 use crate::error::Error;
 use crate::kernel::{Kernel, KernelKey, Kernels};
-use crate::plan::CudaPlan;
+use crate::plan::{CudaPlan, Pass};
 use crate::problem::{Forward, unsupported};
 use crate::source;
 use crate::tile::Tile;
@@ -14,6 +15,7 @@ use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
 use sdpa_driver::{Device, DeviceSlice, Driver, Nvrtc, Stream};
 use sdpa_nvidia::{Hosted, Job, JobQuery, Told};
+use std::ffi::CStr;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -45,7 +47,7 @@ impl Default for CudaOptions {
     }
 }
 
-/// Attention on one NVIDIA GPU by this crate's kernels: forward, on compute capability 9.0.
+/// Attention on one NVIDIA GPU by this crate's kernels, on compute capability 9.0.
 #[derive(Debug)]
 pub struct CudaExecutor {
     device: &'static Device,
@@ -68,7 +70,7 @@ impl CudaExecutor {
             device,
             nvrtc,
             tile: options.tile,
-            plans: PlanCache::new("cuda forward", options.plans),
+            plans: PlanCache::new("cuda", options.plans),
             kernels: PlanCache::new("cuda kernels", options.kernels),
             setup_stream: device.stream()?,
         })
@@ -94,42 +96,67 @@ impl CudaExecutor {
         [self.plans.snapshot(), self.kernels.snapshot()]
     }
 
-    /// The plan of a problem, from the cache or made now; the flag says whether it was there.
+    /// The plan of a forward pass, from the cache or made now; the flag says whether it was there.
     ///
     /// # Errors
     /// [`Error::Unsupported`] with every reason; the environment's.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<CudaPlan>, bool), Error> {
         self.plans.get_or_build(&JobQuery::Forward(problem), || {
-            let forward = self.taken(problem)?;
+            let forward = self.taken(Forward::of(problem))?;
             let tile = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v())).map_or_else(|| forward.tile(), Ok)?;
-            let key = KernelKey { source: source::forward(&forward, &tile).into(), tile };
-            // A build in the middle of a capture, of this or another thread's stream, does not disturb it.
-            self.device.relaxed(|| {
-                let (kernel, _) =
-                    self.kernels.get_or_build(&key, || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, self.device, &key)?)))?;
-                Ok(Arc::new(CudaPlan::new(problem.clone().into(), forward, kernel, &self.setup_stream)?))
-            })
+            let source = source::forward(&forward, &tile).into();
+            let entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
+            self.build(problem.clone().into(), (forward, tile).into(), source, entries)
         })
     }
 
-    fn taken(&self, problem: &Problem) -> Result<Forward, Unsupported> {
+    /// The plan of a backward pass, from the cache or made now; the flag says whether it was there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with every reason; the environment's.
+    pub fn gradient(&self, problem: &BackwardProblem) -> Result<(Arc<CudaPlan>, bool), Error> {
+        self.plans.get_or_build(&JobQuery::Backward(problem), || {
+            let backward = self.taken(Backward::of(problem))?;
+            let tile = backward.tile()?;
+            let source = source::backward(&backward, &tile).into();
+            let [compute, rows, queries, rounded] = source::BACKWARD_ENTRIES;
+            let entries = vec![(compute, tile.shared_bytes()), (rows, 0), (queries, 0), (rounded, 0)];
+            self.build(problem.clone().into(), (backward, tile).into(), source, entries)
+        })
+    }
+
+    fn build(&self, job: Job, pass: Pass, source: Arc<str>, entries: Vec<(&'static CStr, u32)>) -> Result<Arc<CudaPlan>, Error> {
+        let key = KernelKey { source, entries, cut: pass.cut() };
+        // A build in the middle of a capture, of this or another thread's stream, does not disturb it.
+        self.device.relaxed(|| {
+            let (kernel, _) =
+                self.kernels.get_or_build(&key, || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, self.device, &key)?)))?;
+            Ok(Arc::new(CudaPlan::new(job, pass, kernel, &self.setup_stream)?))
+        })
+    }
+
+    /// What the kernels take of a problem, on this device.
+    fn taken<T>(&self, problem: Result<T, Unsupported>) -> Result<T, Unsupported> {
         let mut reasons = Vec::new();
         if self.device.sm() != SM {
             let [major, minor] = [self.device.sm() / 10, self.device.sm() % 10];
             let limit = "the kernels are for compute capability 9.0".to_owned();
             reasons.push(Reason::Limit { field: "compute capability".to_owned(), value: format!("{major}.{minor}"), limit });
         }
-        match Forward::of(problem) {
-            Ok(forward) if reasons.is_empty() => Ok(forward),
+        match problem {
+            Ok(problem) if reasons.is_empty() => Ok(problem),
             Ok(_) => Err(unsupported(reasons)),
             Err(why) => Err(unsupported(reasons.into_iter().chain(why.reasons).collect())),
         }
     }
-}
 
-fn no_backward() -> Unsupported {
-    let limit = "the kernels compute forward passes".to_owned();
-    unsupported(vec![Reason::Limit { field: "pass".to_owned(), value: "backward".to_owned(), limit }])
+    /// A plan over host memory.
+    fn hosted(&self, job: Job, plan: Arc<CudaPlan>) -> Result<Arc<Hosted>, sdpa_core::Error> {
+        let told = Told { engine: plan.engine(), copied: Vec::new() };
+        let failed = |error| Error::from(error).into();
+        let stream = self.device.stream().map_err(failed)?;
+        Ok(Arc::new(Hosted::new(job, plan, stream, told, failed)))
+    }
 }
 
 impl Executor for CudaExecutor {
@@ -138,23 +165,19 @@ impl Executor for CudaExecutor {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        self.taken(problem).map(|_| ())
+        self.taken(Forward::of(problem)).map(|_| ())
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, sdpa_core::Error> {
-        let (plan, _) = self.attention(problem)?;
-        let told = Told { engine: plan.engine(), copied: Vec::new() };
-        let failed = |error| Error::from(error).into();
-        let stream = self.device.stream().map_err(failed)?;
-        Ok(Arc::new(Hosted::new(problem.clone().into(), plan, stream, told, failed)))
+        Ok(self.hosted(problem.clone().into(), self.attention(problem)?.0)?)
     }
 
-    fn supports_backward(&self, _: &BackwardProblem) -> Result<(), Unsupported> {
-        Err(no_backward())
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        self.taken(Backward::of(problem)).map(|_| ())
     }
 
-    fn prepare_backward(&self, _: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {
-        Err(no_backward().into())
+    fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {
+        Ok(self.hosted(problem.clone().into(), self.gradient(problem)?.0)?)
     }
 }
 
@@ -166,7 +189,7 @@ impl DeviceExecutor for CudaExecutor {
         Ok(self.attention(problem)?.0)
     }
 
-    fn prepare_device_backward(&self, _: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
-        Err(no_backward().into())
+    fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
+        Ok(self.gradient(problem)?.0)
     }
 }

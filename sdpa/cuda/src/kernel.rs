@@ -1,21 +1,23 @@
 //! Kernels that were compiled and loaded, by their text: problems that differ in lengths share them.
 
 use crate::error::Error;
-use crate::source::{ENTRY, OPTIONS};
-use crate::tile::Tile;
+use crate::source::OPTIONS;
 use sdpa_cache::{CacheKey, CacheValue, Fields, PlanCache, Weight};
 use sdpa_core::Unsupported;
 use sdpa_driver::{Compiled, Device, Entry, Module, Nvrtc};
+use std::ffi::CStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-/// All that a compiled kernel depends on, compared as a whole: the key of its cache.
+/// All that compiled kernels depend on, compared as a whole: the key of their cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
     /// The CUDA text.
     pub source: Arc<str>,
-    /// The tile whose constants the text has.
-    pub tile: Tile,
+    /// The kernels of the text by name, the one that computes first, and the bytes of shared memory that each is launched with.
+    pub entries: Vec<(&'static CStr, u32)>,
+    /// How the text is cut, for reports.
+    pub cut: String,
 }
 
 impl KernelKey {
@@ -29,24 +31,22 @@ impl KernelKey {
 
 impl CacheKey for KernelKey {
     fn label(&self) -> String {
-        format!("forward {:016x}", self.digest())
+        format!("{} {:016x}", self.cut, self.digest())
     }
 
     fn fields(&self) -> Fields {
         let source = format!("{:016x}, {} bytes", self.digest(), self.source.len());
-        vec![("source", source), ("tile", format!("{} x {}", self.tile.queries(), self.tile.keys))]
+        vec![("source", source), ("cut", self.cut.clone())]
     }
 }
 
-/// A kernel, compiled and loaded on a device.
+/// The kernels of a text, compiled and loaded on a device.
 #[derive(Debug)]
 pub struct Kernel {
     /// The loaded code.
     pub module: Module,
-    /// The kernel in the code.
-    pub entry: Entry,
-    /// The tile that it works in.
-    pub tile: Tile,
+    /// The kernels in the code, in the order of [`KernelKey::entries`].
+    pub entries: Vec<Entry>,
     /// Of the text, which the key keeps, and of the code.
     bytes: [u64; 2],
 }
@@ -81,7 +81,7 @@ impl Kernel {
         }
         let code = compiled.code;
         let module = Module::load(device, &code)?;
-        let entry = module.entry(ENTRY, key.tile.shared_bytes())?;
-        Ok(Kernel { module, entry, tile: key.tile, bytes: [key.source.len(), code.len()].map(|n| n as u64) })
+        let entries = key.entries.iter().map(|(name, shared)| module.entry(name, *shared)).collect::<Result<_, _>>()?;
+        Ok(Kernel { module, entries, bytes: [key.source.len(), code.len()].map(|n| n as u64) })
     }
 }

@@ -4,13 +4,14 @@
 //! |---|---|
 //! | `executor` | a device, its compiler, its caches |
 //! | `choice` | when it is asked before cuDNN |
-//! | `problem` | problems as kernels are told of them, and what they decline |
+//! | `problem`, `backward` | problems as kernels are told of them, and what they decline |
 //! | `tile` | how a problem is cut |
 //! | `map` | which blocks of keys a rule of places leaves |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
 //! | `kernel` | kernels compiled and loaded, by their text |
 //! | `plan`, `params` | a pass made ready, and what a call tells it |
 
+mod backward;
 mod choice;
 mod error;
 mod executor;
@@ -23,6 +24,7 @@ mod problem;
 pub mod source;
 pub mod tile;
 
+pub use backward::{Along, Backward};
 pub use choice::is_faster;
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};

@@ -5,57 +5,101 @@
 
 use crate::problem::Forward;
 use crate::tile::Tile;
-use sdpa_core::expr::Judged;
+use sdpa_core::expr::{Judged, Trace};
 
 /// The bit of an item of [`BlockMap::blocks`] that says: the rule may drop a part of the block.
 pub const PARTLY: u32 = 1 << 31;
 
-/// The blocks of keys that every tile of queries walks over. Tiles of one head of one batch entry follow one another, heads follow, then batch entries,
-/// where these differ.
+/// The blocks of keys that every tile of queries walks over, or the tiles of queries of every block of keys. Those of one head of one batch entry follow
+/// one another, heads follow, then batch entries, where these differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockMap {
-    /// Where the blocks of each tile begin in `blocks`, and where those of the last one end.
+    /// Where the list of each begins in `blocks`, and where that of the last one ends.
     pub begin: Vec<u32>,
-    /// Numbers of blocks of [`Tile::keys`] keys, the last block of each tile first; with [`PARTLY`] where the rule is to be asked.
+    /// Numbers of blocks of keys, the last of each list first, or of tiles of queries, the first first; with [`PARTLY`] where the rule is to be asked.
     pub blocks: Vec<u32>,
     /// How many batch entries and heads have tiles of their own: 1 where all have the same.
     pub rows: [i64; 2],
 }
 
 impl BlockMap {
-    /// The map of a problem; `None` where it has no rule of places alone.
+    /// The blocks of keys of each tile of queries; `None` where the problem has no rule of places alone.
     pub fn of(problem: &Forward, tile: &Tile) -> Option<BlockMap> {
+        let [queries, keys] = [tile.queries(), tile.keys].map(i64::from);
+        let [_, _, seq_q, seq_kv] = problem.extents;
+        BlockMap::listed(problem, |list, places| {
+            for first_q in (0..seq_q).step_by(queries as usize) {
+                let last_q = (first_q + queries).min(seq_q) - 1;
+                // The bands have their ends in the first and the last query.
+                let reach = problem.region.key_range(first_q, seq_kv).start..problem.region.key_range(last_q, seq_kv).end;
+                for block in (reach.start / keys..(reach.end + keys - 1) / keys).rev() {
+                    let last_k = (block * keys + keys).min(seq_kv) - 1;
+                    list.judge(places, [[first_q, last_q], [block * keys, last_k]], block);
+                }
+                list.ends();
+            }
+        })
+    }
+
+    /// The tiles of `queries` queries of each block of `keys` keys; `None` where the problem has no rule of places alone.
+    pub fn of_keys(problem: &Forward, queries: u32, keys: u32) -> Option<BlockMap> {
+        let [queries, keys] = [queries, keys].map(i64::from);
+        let [_, _, seq_q, seq_kv] = problem.extents;
+        BlockMap::listed(problem, |list, places| {
+            for first_k in (0..seq_kv).step_by(keys as usize) {
+                let last_k = (first_k + keys).min(seq_kv) - 1;
+                for first_q in (0..seq_q).step_by(queries as usize) {
+                    let last_q = (first_q + queries).min(seq_q) - 1;
+                    let reach = problem.region.key_range(first_q, seq_kv).start..problem.region.key_range(last_q, seq_kv).end;
+                    if reach.start <= last_k && first_k < reach.end {
+                        list.judge(places, [[first_q, last_q], [first_k, last_k]], first_q / queries);
+                    }
+                }
+                list.ends();
+            }
+        })
+    }
+
+    /// The lists of each batch entry and head that has its own.
+    fn listed(problem: &Forward, of: impl Fn(&mut List<'_>, [i64; 2])) -> Option<BlockMap> {
         let keep = problem.keep.as_deref().filter(|_| problem.has_map())?;
-        let [batch, heads, seq_q, seq_kv] = problem.extents;
+        let [batch, heads, ..] = problem.extents;
         let [by_batch, by_head] = problem.map_axes();
         let rows = [if by_batch { batch } else { 1 }, if by_head { heads } else { 1 }];
-        let (queries, keys) = (i64::from(tile.queries()), i64::from(tile.keys));
-        let mut map = BlockMap { begin: vec![0], blocks: Vec::new(), rows };
+        let mut list = List { keep, extents: problem.extents, map: BlockMap { begin: vec![0], blocks: Vec::new(), rows } };
         for entry in 0..rows[0] {
             for head in 0..rows[1] {
-                for first_q in (0..seq_q).step_by(tile.queries() as usize) {
-                    let last_q = (first_q + queries).min(seq_q) - 1;
-                    // The bands have their ends in the first and the last query.
-                    let reach = problem.region.key_range(first_q, seq_kv).start..problem.region.key_range(last_q, seq_kv).end;
-                    for block in (reach.start / keys..(reach.end + keys - 1) / keys).rev() {
-                        let (first_k, last_k) = (block * keys, (block * keys + keys).min(seq_kv) - 1);
-                        let places = [[entry, entry], [head, head], [first_q, last_q], [first_k, last_k]];
-                        match keep.judge(places, problem.extents) {
-                            Judged::Never => {}
-                            Judged::Always => map.blocks.push(block as u32),
-                            Judged::Unknown => map.blocks.push(block as u32 | PARTLY),
-                        }
-                    }
-                    map.begin.push(map.blocks.len() as u32);
-                }
+                of(&mut list, [entry, head]);
             }
         }
-        Some(map)
+        Some(list.map)
     }
 
     /// Bytes in device memory.
     pub fn bytes(&self) -> u64 {
         4 * (self.begin.len() + self.blocks.len()) as u64
+    }
+}
+
+/// A map in the making.
+struct List<'a> {
+    keep: &'a Trace,
+    extents: [i64; 4],
+    map: BlockMap,
+}
+
+impl List<'_> {
+    /// Adds an item unless the rule holds nowhere between these queries and keys, the first and the last of each.
+    fn judge(&mut self, [entry, head]: [i64; 2], [queries, keys]: [[i64; 2]; 2], item: i64) {
+        match self.keep.judge([[entry, entry], [head, head], queries, keys], self.extents) {
+            Judged::Never => {}
+            Judged::Always => self.map.blocks.push(item as u32),
+            Judged::Unknown => self.map.blocks.push(item as u32 | PARTLY),
+        }
+    }
+
+    fn ends(&mut self) {
+        self.map.begin.push(self.map.blocks.len() as u32);
     }
 }
 

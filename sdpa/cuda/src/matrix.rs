@@ -2,24 +2,66 @@
 
 use std::fmt::Write;
 
-/// A product of 64 rows with `columns` columns over 16 terms, added to `columns / 2` registers of each thread.
-///
-/// `product_by_rows`: both operands in shared memory, `b` by its rows. `product_by_columns`: `a` in registers, `b` by its columns.
-pub(crate) fn products(element: &str, columns_of_scores: u32, columns_of_values: u32) -> String {
+/// Where the operands of a product are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Operands {
+    /// Both in shared memory, each by its rows.
+    ByRows,
+    /// `a` in registers, `b` in shared memory by its columns.
+    Registers,
+    /// Both in shared memory, each by its columns.
+    ByColumns,
+}
+
+impl Operands {
+    fn name(self) -> &'static str {
+        match self {
+            Operands::ByRows => "product_by_rows",
+            Operands::Registers => "product_by_columns",
+            Operands::ByColumns => "product_of_columns",
+        }
+    }
+
+    /// Which operands in shared memory are transposed.
+    fn transposed(self) -> &'static str {
+        match self {
+            Operands::ByRows => ", 0, 0",
+            Operands::Registers => ", 1",
+            Operands::ByColumns => ", 1, 1",
+        }
+    }
+}
+
+/// Products of the forward kernel: 64 rows with so many columns over 16 terms, added to half as many registers of each thread.
+pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: u32) -> String {
     let mut text = String::new();
-    product(&mut text, "product_by_rows", element, columns_of_scores, false);
-    product(&mut text, "product_by_columns", element, columns_of_values, true);
+    product(&mut text, element, columns_of_scores, Operands::ByRows);
+    product(&mut text, element, columns_of_values, Operands::Registers);
     text
 }
 
-fn product(text: &mut String, name: &str, element: &str, columns: u32, weights: bool) {
+/// Products of the backward kernel: scores, gradients of values and keys, gradients of queries.
+pub(crate) fn backward(element: &str, columns_of_scores: u32, columns: [u32; 2], columns_of_queries: u32) -> String {
+    let mut text = String::new();
+    product(&mut text, element, columns_of_scores, Operands::ByRows);
+    let [first, second] = columns;
+    product(&mut text, element, first, Operands::Registers);
+    if first != second {
+        product(&mut text, element, second, Operands::Registers);
+    }
+    product(&mut text, element, columns_of_queries, Operands::ByColumns);
+    text
+}
+
+fn product(text: &mut String, element: &str, columns: u32, operands: Operands) {
     let results = columns / 2;
+    let weights = operands == Operands::Registers;
     let list = |from: u32, count: u32| (from..from + count).map(|n| format!("%{n}")).collect::<Vec<_>>().join(", ");
     let (a, b, add) = if weights { (4, results + 4, results + 5) } else { (1, results + 1, results + 2) };
     let a = if weights { format!("{{{}}}", list(results, a)) } else { list(results, a) };
     let arguments = if weights { "uint a0, uint a1, uint a2, uint a3" } else { "ulong64 a" };
     let inputs = if weights { "\"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3)" } else { "\"l\"(a)" };
-    let transposed = if weights { ", 1" } else { ", 0, 0" };
+    let (name, transposed) = (operands.name(), operands.transposed());
     let outputs: Vec<String> = (0..results).map(|n| format!("\"+f\"(d[{n}])")).collect();
     let _ = writeln!(
         text,

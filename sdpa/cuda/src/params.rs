@@ -73,5 +73,101 @@ params! {
     }
 }
 
+params! {
+    /// What the backward kernels are told of a call beside what the copy engine brings: addresses in device memory, strides in elements, then numbers.
+    BackwardParams {
+        /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q).
+        stats: u64 = "const float* ",
+        /// Address of the output.
+        o: u64 = "const void* ",
+        /// Address of the gradient of the output.
+        d_o: u64 = "const void* ",
+        /// Address of a copy of `d_o` that the copy engine takes: (batch, heads_q, seq_q, `copy_row`); 0 where it takes `d_o` itself.
+        d_o_copy: u64 = "Element* ",
+        /// Address of the gradient of the queries.
+        dq: u64 = "void* ",
+        /// Address of the stats in units of the exponent of 2, f32 (batch, heads_q, tiles, queries of a tile).
+        lse: u64 = "float* ",
+        /// Address of the sums of `o` times `d_o`, as `lse` lies.
+        delta: u64 = "float* ",
+        /// Address of the sums of gradients of queries, f32, in the order of threads; 0 when the kernels begin.
+        sums: u64 = "float* ",
+        /// Address of the lengths of queries, i32 for each batch entry.
+        seq_len_q: u64 = "const int* ",
+        /// Address of the lengths of keys, i32 for each batch entry.
+        seq_len_kv: u64 = "const int* ",
+        /// Address of the sinks, f32 for each query head.
+        sink: u64 = "const float* ",
+        /// Address of the gradient of the sinks, f32 for each query head; 0 when the kernels begin.
+        sink_gradient: u64 = "float* ",
+        /// Address of where the tiles of each block of keys begin in `map_blocks`, u32.
+        map_begin: u64 = "const uint* ",
+        /// Address of tiles of queries, u32, the highest bit set where a rule may drop a part of one.
+        map_blocks: u64 = "const uint* ",
+        /// Stride of `o` from one batch entry to the next.
+        o_batch: i64 = "long ",
+        /// Stride of `o` from one head to the next.
+        o_head: i64 = "long ",
+        /// Stride of `o` from one query to the next.
+        o_row: i64 = "long ",
+        /// Stride of `d_o` from one batch entry to the next.
+        d_o_batch: i64 = "long ",
+        /// Stride of `d_o` from one head to the next.
+        d_o_head: i64 = "long ",
+        /// Stride of `d_o` from one query to the next.
+        d_o_row: i64 = "long ",
+        /// Stride of `d_o` from one column to the next.
+        d_o_dim: i64 = "long ",
+        /// Stride of `dq` from one batch entry to the next.
+        dq_batch: i64 = "long ",
+        /// Stride of `dq` from one head to the next.
+        dq_head: i64 = "long ",
+        /// Stride of `dq` from one query to the next.
+        dq_row: i64 = "long ",
+        /// Stride of `d_o_copy` from one query to the next.
+        copy_row: i64 = "long ",
+        /// Batch entries.
+        batch: i32 = "int ",
+        /// Query heads.
+        heads_q: i32 = "int ",
+        /// Query heads that share a key head.
+        group: i32 = "int ",
+        /// Queries.
+        seq_q: i32 = "int ",
+        /// Keys.
+        seq_kv: i32 = "int ",
+        /// Columns of queries and keys.
+        dim_qk: i32 = "int ",
+        /// Columns of values and outputs.
+        dim_v: i32 = "int ",
+        /// Tiles of queries.
+        tiles: i32 = "int ",
+        /// Blocks of keys.
+        blocks: i32 = "int ",
+        /// Key heads of batch entries whose queries are walked over side by side.
+        section: i32 = "int ",
+        /// Rows of the map from one batch entry to the next, in units of `blocks`; 0 where all have the same.
+        map_batch: i32 = "int ",
+        /// Rows of the map from one head to the next, in units of `blocks`; 0 where all have the same.
+        map_head: i32 = "int ",
+        /// Keys at `k - q <= lower` are dropped.
+        lower: i32 = "int ",
+        /// Keys at `k - q > upper` are dropped.
+        upper: i32 = "int ",
+        /// Keys at `k > q` and `k >= prefix` are dropped.
+        prefix: i32 = "int ",
+        /// Keys at `(k - q) - (len_kv - len_q) <= ends_lower` are dropped.
+        ends_lower: i32 = "int ",
+        /// Keys at `(k - q) - (len_kv - len_q) > ends_upper` are dropped.
+        ends_upper: i32 = "int ",
+        /// Whether scores are multiplied by `scale` before anything else: 1 or 0.
+        natural: i32 = "int ",
+        /// `attn_scale`.
+        scale: f32 = "float ",
+        /// What a score is multiplied by in the exponent of 2: positive.
+        unit: f32 = "float ",
+    }
+}
+
 /// Stands for a bound that is absent: no difference of a query's and a key's index reaches it.
 pub const FAR: i32 = 1 << 30;

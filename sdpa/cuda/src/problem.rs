@@ -47,17 +47,30 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
     Unsupported { executor: ExecutorName::CUDA, reasons }
 }
 
-struct Check(Vec<Reason>);
+/// Limits that a problem breaks.
+pub(crate) struct Check(pub(crate) Vec<Reason>);
+
+/// Whether the copy engine steps along an axis of elements of so many bytes.
+fn steps(tensor: &TensorSpec, axis: usize, bytes: i64) -> bool {
+    let stride = tensor.strides[axis];
+    tensor.dims[axis] <= 1 || (stride > 0 && (stride * bytes) % 16 == 0 && stride < (1 << 39))
+}
+
+/// Whether the copy engine takes a tensor with elements of two bytes as it lies.
+pub(crate) fn copies(tensor: &TensorSpec) -> bool {
+    let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
+    dense && tensor.alignment.is_multiple_of(16) && (0..3).all(|axis| steps(tensor, axis, 2))
+}
 
 impl Check {
-    fn that(&mut self, holds: bool, field: &str, value: impl Display, limit: impl Into<String>) {
+    pub(crate) fn that(&mut self, holds: bool, field: &str, value: impl Display, limit: impl Into<String>) {
         if !holds {
             self.0.push(Reason::Limit { field: field.to_owned(), value: value.to_string(), limit: limit.into() });
         }
     }
 
     /// The copy engine takes rows of whole 16 bytes, at multiples of 16 bytes, and no axis that repeats one row.
-    fn tensor(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
+    pub(crate) fn tensor(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
         let field = |what: &str| format!("{operand} {what}");
         self.that(
             tensor.alignment.is_multiple_of(16),
@@ -67,8 +80,7 @@ impl Check {
         );
         for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
             let stride = tensor.strides[axis];
-            let fits = tensor.dims[axis] <= 1 || (stride > 0 && (stride * bytes) % 16 == 0 && stride < (1 << 39));
-            self.that(fits, &field(&format!("strides ({name})")), stride, "the copy engine steps by multiples of 16 bytes, and not by 0");
+            self.that(steps(tensor, axis, bytes), &field(&format!("strides ({name})")), stride, "the copy engine steps by multiples of 16 bytes, and not by 0");
         }
     }
 }

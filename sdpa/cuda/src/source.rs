@@ -1,11 +1,14 @@
 //! The text of a kernel: constants, the pieces of `kernels/`, and what was traced.
 
-use crate::matrix::products;
-use crate::params::Params;
+use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
+use crate::matrix;
+use crate::params::{BackwardParams, Params};
 use crate::problem::Forward;
-use crate::tile::Tile;
+use crate::tile::{BackwardTile, Tile};
 use sdpa_core::DType;
+use sdpa_core::expr::{Axis, Trace};
 use sdpa_emit::{Captured, Dialect, EXPRESSION};
+use std::ffi::CStr;
 use std::fmt::Write;
 
 macro_rules! piece {
@@ -14,17 +17,27 @@ macro_rules! piece {
     };
 }
 
-/// What is in front of every kernel, but for what is generated between.
-const PRELUDE: (&str, &str) = piece!("prelude.cuh");
-const ENGINES: [(&str, &str); 2] = [piece!("copy.cuh"), piece!("matrix.cuh")];
+/// What is in front of every kernel, but for what is generated between. All PTX is in `units`, `copy` and `products`.
+const PRELUDE: [(&str, &str); 3] = [piece!("words.cuh"), piece!("units.cuh"), piece!("prelude.cuh")];
+const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), piece!("products.cuh")];
+const SPAN: (&str, &str) = piece!("span.cuh");
 const FORWARD: [(&str, &str); 2] = [piece!("walk.cuh"), piece!("forward.cu")];
+/// Around what is generated of parameters' gradients.
+const BACKWARD: (&str, &str) = piece!("back.cuh");
+const SHAPE: (&str, &str) = piece!("shape.cuh");
+const ALONG: (&str, &str) = piece!("along.cuh");
+const GRADIENTS: [(&str, &str); 2] = [piece!("backward.cu"), piece!("rows.cuh")];
 
 /// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
 /// where a kernel says so.
 pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
 
-/// The name of the kernel in the text.
-pub const ENTRY: &std::ffi::CStr = c"attention_forward";
+/// The name of the forward kernel.
+pub const FORWARD_ENTRY: &CStr = c"attention_forward";
+
+/// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of queries go, and those of
+/// parameters that are rounded.
+pub const BACKWARD_ENTRIES: [&CStr; 4] = [c"attention_backward", c"attention_rows", c"attention_queries", c"attention_rounded"];
 
 /// Past this a trace is compiled once for every block, masked or not: a text of 64 scores takes long, and the mask is little beside it.
 const HEAVY: u32 = 24;
@@ -47,11 +60,47 @@ fn captured_structure(captured: &Captured) -> String {
     format!("struct Captured {{\n{members}}};\n")
 }
 
+/// Constants that both passes take from the attention.
+fn constants(problem: &Forward) -> [(&'static str, u32); 10] {
+    [
+        ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
+        ("WITH_SINK", problem.sink.into()),
+        ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
+        ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
+        ("WITH_ENDS", (!problem.ends.is_full()).into()),
+        ("WITH_PREFIX", problem.region.prefix.is_some().into()),
+        ("WITH_MAP", problem.has_map().into()),
+        ("WITH_KEEP", problem.keep.is_some().into()),
+        ("KEEP_ANYWHERE", (problem.keep.is_some() && !problem.has_map()).into()),
+        ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
+    ]
+}
+
+/// The text up to the pieces of a pass.
+fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced: &[String]) -> String {
+    let mut text = String::new();
+    for (name, value) in own.iter().chain(&constants(problem)) {
+        let _ = writeln!(text, "#define {name} {value}");
+    }
+    PRELUDE.into_iter().for_each(|piece| add(&mut text, piece));
+    let _ = writeln!(text, "\ntypedef {} Element;\n", Dialect::Cuda.element(problem.dtype));
+    text.push_str(params);
+    text.push_str(&captured_structure(&problem.captured));
+    text.push_str("\n// Where a score stands.\nstruct Place {\n    int batch;\n    int head;\n    int query;\n    int key;\n};\n");
+    if !traced.is_empty() {
+        add(&mut text, ("expression.inc", EXPRESSION));
+        text.push_str("\n#line 1 \"traced\"\n");
+        text.extend(traced.iter().map(String::as_str));
+    }
+    ENGINES.into_iter().for_each(|piece| add(&mut text, piece));
+    text.push_str("\n#line 1 \"generated\"\n");
+    text
+}
+
 /// The whole CUDA text of the forward kernel of a problem, cut into this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let captured = &problem.captured;
-    let mut text = String::new();
-    let constants = [
+    let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
         ("GROUPS", tile.groups),
@@ -63,37 +112,90 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
-        ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
         ("WITH_STATS", problem.stats.into()),
-        ("WITH_SINK", problem.sink.into()),
-        ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
-        ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
-        ("WITH_ENDS", (!problem.ends.is_full()).into()),
-        ("WITH_PREFIX", problem.region.prefix.is_some().into()),
-        ("WITH_MAP", problem.has_map().into()),
-        ("WITH_KEEP", problem.keep.is_some().into()),
-        ("KEEP_ANYWHERE", (problem.keep.is_some() && !problem.has_map()).into()),
-        ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
     ];
-    for (name, value) in constants {
-        let _ = writeln!(text, "#define {name} {value}");
-    }
-    add(&mut text, PRELUDE);
-    let _ = writeln!(text, "\ntypedef {} Element;\n", Dialect::Cuda.element(problem.dtype));
-    text.push_str(&Params::cuda());
-    text.push_str(&captured_structure(captured));
-    text.push_str("\n// Where a score stands.\nstruct Place {\n    int batch;\n    int head;\n    int query;\n    int key;\n};\n");
-    if problem.score_mod.is_some() || problem.keep.is_some() {
-        add(&mut text, ("expression.inc", EXPRESSION));
-        text.push_str("\n#line 1 \"traced\"\n");
-        text.extend(problem.score_mod.as_deref().map(|trace| captured.score_mod(trace)));
-        text.extend(problem.keep.as_deref().map(|trace| captured.keep(trace)));
-    }
-    ENGINES.into_iter().for_each(|piece| add(&mut text, piece));
-    text.push_str("\n#line 1 \"products\"\n");
-    text.push_str(&products(element(problem.dtype), tile.keys, tile.dim_v));
+    let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
+    let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
+    let mut text = begin(problem, &own, &Params::cuda(), &traced);
+    text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
+    add(&mut text, SPAN);
     FORWARD.into_iter().for_each(|piece| add(&mut text, piece));
     text
+}
+
+/// The whole CUDA text of the kernels of a backward pass, cut into this tile.
+pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
+    let forward = &problem.forward;
+    let captured = &forward.captured;
+    let own = [
+        ("DIM_QK", tile.dim_qk),
+        ("DIM_V", tile.dim_v),
+        ("TILE_M", tile.queries),
+        ("TILE_N", BackwardTile::KEYS),
+        ("PARTS", tile.parts),
+        ("STAGES", tile.stages),
+        ("GROUP_REGISTERS", tile.group_registers),
+        ("BRING_REGISTERS", tile.bring_registers),
+        ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
+        ("WITH_ALONG", (!problem.along.is_empty()).into()),
+        ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
+    ];
+    let gradient = problem.gradient.as_deref();
+    let score_mod = forward.score_mod.as_deref().map(|trace| captured.score_mod(trace));
+    let slope = gradient.filter(|_| forward.score_mod.is_some()).map(|trace| captured.gradient(trace, ALONG_SCORE));
+    let along = gradient.into_iter().flat_map(|trace| (0..problem.along.len()).map(move |n| along_function(captured, trace, n)));
+    let keep = forward.keep.as_deref().map(|trace| captured.keep(trace));
+    let traced: Vec<String> = score_mod.into_iter().chain(slope).chain(along).chain(keep).collect();
+    let params = format!("{}typedef BackwardParams Params;\n{}", BackwardParams::cuda(), gradients_structure(&problem.along));
+    let mut text = begin(forward, &own, &params, &traced);
+    let columns = [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts);
+    text.push_str(&matrix::backward(element(forward.dtype), tile.queries, columns, crate::tile::PANEL));
+    for piece in [SPAN, BACKWARD, SHAPE] {
+        add(&mut text, piece);
+    }
+    if !problem.along.is_empty() {
+        add(&mut text, ALONG);
+        text.push_str("\n#line 1 \"parameters\"\n");
+        text.push_str(&along_parameters(&problem.along, forward.extents));
+    }
+    GRADIENTS.into_iter().for_each(|piece| add(&mut text, piece));
+    text
+}
+
+/// The addresses of sums of parameters' gradients.
+fn gradients_structure(along: &[Along]) -> String {
+    let members: String = (0..along.len()).map(|n| format!("    float* to_{n};\n")).collect();
+    format!("struct Gradients {{\n{members}}};\n")
+}
+
+/// The gradient of a parameter at one score, as a function of its own name.
+fn along_function(captured: &Captured, trace: &Trace, n: usize) -> String {
+    captured.gradient(trace, ALONG_PARAMS + n).replacen("score_mod_gradient(", &format!("along_{n}("), 1)
+}
+
+/// The function that adds what each score gives to the gradients of parameters.
+fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
+    let mut text = "inline void along_parameters(const float (&raw)[RAW], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
+                    const Gradients& gradients, const Corner& corner) {\n    float x[SCORES];\n"
+        .to_owned();
+    for (n, along) in along.iter().enumerate() {
+        let spans = |axis| if along.axes.has(axis) { "true" } else { "false" };
+        let mut at = "0L".to_owned();
+        for (axis, index) in Axis::ALL.into_iter().zip(["at.batch", "at.head", "at.query", "at.key"]) {
+            if along.axes.has(axis) {
+                at = format!("({at}) * {}L + {index}", extents[axis.place()]);
+            }
+        }
+        let _ = writeln!(
+            text,
+            "    for (int n = 0; n < SCORES; n++) x[n] = upstream[n] == 0.0f ? 0.0f : along_{n}(raw[n], upstream[n], place_of(p, corner, n), captured);\n    \
+             add_along<{}, {}>(x, p, corner, [&](const Place& at) {{ return gradients.to_{n} + ({at}); }});",
+            spans(Axis::Q),
+            spans(Axis::K)
+        );
+    }
+    text.push_str("}\n");
+    text.replace("    for (int n", "#pragma unroll\n    for (int n")
 }
 
 fn add(text: &mut String, (name, piece): (&str, &str)) {

@@ -89,6 +89,66 @@ impl Tile {
     }
 }
 
+/// The tile of a backward pass, for head dims up to `dim_qk` and `dim_v`: two groups of 128 threads, each with 64 keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardTile {
+    /// Columns of queries and keys in shared memory: a multiple of 64.
+    pub dim_qk: u32,
+    /// Columns of values and outputs in shared memory: a multiple of 64.
+    pub dim_v: u32,
+    /// Queries of a step: 64 or 128.
+    pub queries: u32,
+    /// Parts of the columns that gradients are computed in, by different blocks of threads: 1 or 2.
+    pub parts: u32,
+    /// Steps whose queries and gradients of outputs are in shared memory at once.
+    pub stages: u32,
+    /// Registers of a thread that computes.
+    pub group_registers: u32,
+    /// Registers of a thread that brings operands into shared memory.
+    pub bring_registers: u32,
+}
+
+/// The cuts of backward passes, by the head dims that they are for: the first that holds both.
+const BACKWARD_TILES: [BackwardTile; 4] = [
+    BackwardTile { queries: 128, ..backward_cut(64, 64, 1) },
+    backward_cut(128, 128, 1),
+    backward_cut(256, 128, 2),
+    BackwardTile { stages: 1, ..backward_cut(256, 256, 2) },
+];
+
+/// The usual cut in so many parts.
+const fn backward_cut(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
+    BackwardTile { dim_qk, dim_v, queries: 64, parts, stages: 2, group_registers: 240, bring_registers: 24 }
+}
+
+impl BackwardTile {
+    /// Keys of a block of threads.
+    pub const KEYS: u32 = 128;
+    /// Threads of a block: those that compute, and a group that brings operands.
+    pub const THREADS: u32 = 384;
+
+    /// The tile for these head dims; `None` above [`MOST_DIM`].
+    pub fn of(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
+        BACKWARD_TILES.into_iter().find(|tile| dim_qk <= i64::from(tile.dim_qk) && dim_v <= i64::from(tile.dim_v))
+    }
+
+    /// Every tile.
+    pub fn all() -> impl Iterator<Item = BackwardTile> {
+        BACKWARD_TILES.into_iter()
+    }
+
+    /// How many slices gradients of a step's queries have, each of 64 rows by 64 columns: one for each group and part.
+    pub fn slices(&self) -> u32 {
+        2 * self.parts
+    }
+
+    /// Bytes of shared memory of a block: keys and values, steps of queries and gradients of outputs, gradients of scores of two steps, barriers.
+    pub fn shared_bytes(&self) -> u32 {
+        let row = (self.dim_qk + self.dim_v) / PANEL * ROW_BYTES;
+        (BackwardTile::KEYS + self.stages * self.queries) * row + 2 * BackwardTile::KEYS * self.queries * 2 + BARRIERS
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,6 +163,21 @@ mod tests {
             // Panels begin where the swizzle does.
             assert_eq!((tile.keys * ROW_BYTES) % 1024, 0, "{tile:?}");
         }
+    }
+
+    #[test]
+    fn every_backward_cut_fits_a_multiprocessor() {
+        for tile in BackwardTile::all() {
+            assert!(tile.shared_bytes() <= SHARED_BYTES, "{tile:?}: {} bytes", tile.shared_bytes());
+            assert!(128 * (2 * tile.group_registers + tile.bring_registers) <= 65_536, "{tile:?}");
+            // A part has whole panels, and each group a slice of the gradients of a step.
+            let panels = [tile.dim_qk, tile.dim_v].map(|dim| dim / PANEL);
+            assert!(panels.iter().all(|n| n % tile.parts == 0), "{tile:?}");
+            assert_eq!(tile.slices() * PANEL * PANEL, tile.queries * tile.dim_qk, "{tile:?}");
+        }
+        assert_eq!(BackwardTile::of(96, 96).map(|t| t.dim_qk), Some(128));
+        assert_eq!(BackwardTile::of(192, 128).map(|t| (t.dim_qk, t.dim_v, t.stages)), Some((256, 128, 2)));
+        assert_eq!(BackwardTile::of(8, 257), None);
     }
 
     #[test]

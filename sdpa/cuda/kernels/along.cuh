@@ -1,0 +1,27 @@
+// Gradients of declared parameters, summed over what a group of threads has of each element.
+
+// `x` at each score of this thread; `to` says where an element of the gradient is. The parameter spans queries, keys, both or neither.
+template <bool by_q, bool by_k, class To>
+inline void add_along(const float (&x)[SCORES], const Params& p, const Corner& corner, To to) {
+    const int lane = threadIdx.x & 31;
+    if (by_q && by_k) {
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) {
+            if (x[n] != 0.0f) atomicAdd(to(place_of(p, corner, n)), x[n]);
+        }
+        return;
+    }
+    // Of each query or key, those of the thread, then those of the lanes that have the same.
+    constexpr int count = by_q ? SCORES / 2 : by_k ? 2 : 1;
+    float sum[count];
+#pragma unroll
+    for (int m = 0; m < count; m++) sum[m] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < SCORES; n++) sum[by_q ? n / 4 * 2 + (n & 1) : by_k ? n >> 1 & 1 : 0] += x[n];
+#pragma unroll
+    for (int m = 0; m < count; m++) {
+        for (int apart = by_q ? 4 : 1; apart < (by_k ? 4 : 32); apart *= 2) sum[m] += __shfl_xor_sync(~0u, sum[m], apart);
+        const bool first = by_q ? lane < 4 : by_k ? (lane & 3) == 0 : lane == 0;
+        if (first && sum[m] != 0.0f) atomicAdd(to(place_of(p, corner, by_q ? m / 2 * 4 + (m & 1) : 2 * m)), sum[m]);
+    }
+}

@@ -1,0 +1,307 @@
+// Attention backward on compute capability 9.0: one group of threads brings operands, two others have 64 keys of a block each, and walk over queries.
+// Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
+
+// Products of 64 rows and the rows of a tile of queries, over the columns of both. Nothing waits.
+template <int panels>
+inline void score(float (&s)[SCORES], uint rows, uint tile) {
+    products_begin();
+#pragma unroll
+    for (int panel = 0; panel < panels; panel++) {
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            const ulong64 a = operand_by_rows(rows + panel * KV_PANEL_BYTES + step * 32);
+            const ulong64 b = operand_by_rows(tile + panel * Q_PANEL_BYTES + step * 32);
+            product_by_rows(s, a, b, panel + step > 0);
+        }
+    }
+    products_commit();
+}
+
+// Adds weights times rows of a tile of queries. Nothing waits: weights are untouchable until then.
+template <int count>
+inline void weigh(float (&sums)[count], const uint (&w)[SCORES / 2], uint tile) {
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < TILE_M / 16; step++) {
+        const ulong64 b = operand_by_columns(tile + step * 16 * ROW_BYTES, Q_PANEL_BYTES);
+        product_by_columns(sums, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], b, true);
+    }
+    products_commit();
+}
+
+// Gradients of 64 queries along a panel of columns, from gradients of the block's scores. Nothing waits.
+inline void along_queries(float (&sums)[DQ], uint d_s, uint k) {
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < TILE_N / 16; step++) {
+        const ulong64 a = operand_by_columns(d_s + step * 16 * ROW_BYTES, KV_PANEL_BYTES);
+        const ulong64 b = operand_by_columns(k + step * 16 * ROW_BYTES, KV_PANEL_BYTES);
+        product_of_columns(sums, a, b, step > 0);
+    }
+    products_commit();
+}
+
+inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
+#pragma unroll
+    for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
+}
+
+// Weights of scores, rounded in `w`. In `s`, times the slope of the score_mod: what gradients of scores are multiples of. Where gradients of parameters
+// are asked for, weights as they are, and scores before the score_mod in `raw`.
+template <bool masked>
+inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
+                    const float2 (&lse)[SCORES / 4]) {
+    const bool natural = WITH_SCORE_MOD || p.natural != 0;
+    Range kept[2];
+    if (masked) {
+        const Span span = span_of(p, corner.batch);
+        kept[0] = kept_by(p, span, corner.k);
+        kept[1] = kept_by(p, span, corner.k + 8);
+    }
+#pragma unroll
+    for (int n = 0; n < SCORES; n += 2) {
+        float before[2], weight[2];
+#pragma unroll
+        for (int other = 0; other < 2; other++) {
+            before[other] = natural ? s[n + other] * p.scale : s[n + other];
+            float x = before[other];
+#if WITH_SCORE_MOD
+            x = score_mod(x, place_of(p, corner, n + other), captured);
+#endif
+#if WITH_KEEP
+            if (masked && !keep(place_of(p, corner, n + other), captured)) x = -INFINITE;
+#endif
+            if (masked) {
+                const Range range = kept[n >> 1 & 1];
+                if (uint(corner.q + 8 * (n / 4) + other - range.first) >= range.count) x = -INFINITE;
+            }
+            weight[other] = exp2_of(x * p.unit - (other ? lse[n / 4].y : lse[n / 4].x));
+        }
+        w[n / 2] = pair_of(Element{}, weight[0], weight[1]);
+#pragma unroll
+        for (int other = 0; other < 2; other++) {
+#if WITH_ALONG
+            raw[n + other] = before[other];
+#elif WITH_SCORE_MOD
+            // What has no weight has no gradient, however steep the score_mod is.
+            if (weight[other] != 0.0f) weight[other] = score_mod_gradient(before[other], weight[other], place_of(p, corner, n + other), captured);
+#endif
+            s[n + other] = weight[other];
+        }
+    }
+}
+
+// Gradients of scores, in place of those of weights.
+inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCORES], const Params& p, const Captured& captured,
+                   const Gradients& gradients, const Corner& corner, const float2 (&delta)[SCORES / 4]) {
+#pragma unroll
+    for (int n = 0; n < SCORES; n++) {
+        const float of = n & 1 ? delta[n / 4].y : delta[n / 4].x;
+        d_p[n] = s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - of);
+    }
+#if WITH_ALONG
+    along_parameters(raw, d_p, p, captured, gradients, corner);
+#if WITH_SCORE_MOD
+#pragma unroll
+    for (int n = 0; n < SCORES; n++) {
+        if (d_p[n] != 0.0f) d_p[n] = score_mod_gradient(raw[n], d_p[n], place_of(p, corner, n), captured);
+    }
+#endif
+#endif
+}
+
+struct Shared {
+    uint k, v, q, d_o, d_s;
+    uint kv_full, q_full, q_free, d_o_full, d_o_free;
+};
+
+inline Shared layout(uint base) {
+    Shared at;
+    at.k = base;
+    at.v = at.k + K_BYTES;
+    at.q = at.v + V_BYTES;
+    at.d_o = at.q + STAGES * Q_BYTES;
+    at.d_s = at.d_o + STAGES * D_O_BYTES;
+    at.kv_full = at.d_s + 2 * D_S_BYTES;
+    at.q_full = at.kv_full + 8;
+    at.q_free = at.q_full + 8 * STAGES;
+    at.d_o_full = at.q_free + 8 * STAGES;
+    at.d_o_free = at.d_o_full + 8 * STAGES;
+    return at;
+}
+
+// Key heads whose queries fit the cache together follow one another; of these, blocks of the first keys come first: causal masks leave them the most.
+inline Tile tile_of(const Params& p, int number) {
+    const int part = number % PARTS, of = number / PARTS;
+    const int heads_kv = p.heads_q / p.group, heads = p.batch * heads_kv;
+    const int first = of / (p.section * p.blocks) * p.section, together = min(p.section, heads - first);
+    const int in_section = of - first * p.blocks;
+    const int both = first + in_section % together;
+    return Tile{in_section / together, both / heads_kv, both % heads_kv, part};
+}
+
+// Where a ring of barriers stands: which of them, and which of its phases.
+struct Ring {
+    int stage = 0, phase = 0;
+    inline void on() {
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        phase ^= stage == 0;
+    }
+};
+
+inline void panels_in(uint to, uint panel_bytes, int panels, const TensorMap& map, uint barrier, int row, int head, int batch) {
+    for (int panel = 0; panel < panels; panel++) copy_in(to + panel * panel_bytes, map, barrier, panel * PANEL, row, head, batch);
+}
+
+// Brings the block's keys and values, and tile after tile of queries and of gradients of outputs, of all heads that share the key head.
+inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p,
+                  const Shared& at, const Tile& tile) {
+    Ring ring;
+    const Reach reach = reach_of(p, span_of(p, tile.batch), tile.block);
+    bool first = true;
+    for (int of = 0; of < p.group; of++) {
+        const int head = tile.head * p.group + of;
+        Walk walk = walk_of(p, reach, tile.batch, head, tile.block);
+        int queries;
+        bool partly;
+        while (walk_on(walk, p, reach, queries, partly)) {
+            if (first) {
+                barrier_expect(at.kv_full, K_BYTES + V_BYTES);
+                panels_in(at.k, KV_PANEL_BYTES, QK_PANELS, k_map, at.kv_full, tile.block * TILE_N, tile.head, tile.batch);
+                panels_in(at.v, KV_PANEL_BYTES, V_PANELS, v_map, at.kv_full, tile.block * TILE_N, tile.head, tile.batch);
+                first = false;
+            }
+            barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
+            barrier_expect(at.q_full + 8 * ring.stage, Q_BYTES);
+            panels_in(at.q + ring.stage * Q_BYTES, Q_PANEL_BYTES, QK_PANELS, q_map, at.q_full + 8 * ring.stage, queries * TILE_M, head, tile.batch);
+            barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
+            barrier_expect(at.d_o_full + 8 * ring.stage, D_O_BYTES);
+            panels_in(at.d_o + ring.stage * D_O_BYTES, Q_PANEL_BYTES, V_PANELS, d_o_map, at.d_o_full + 8 * ring.stage, queries * TILE_M, head,
+                      tile.batch);
+            ring.on();
+        }
+    }
+}
+
+// The rows of a warp to shared memory, and from there to their tensor.
+template <int count>
+inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int first_panel, int first_row, const Tile& tile) {
+    const int lane = threadIdx.x & 31, in_warp = lane / 4;
+#pragma unroll
+    for (int n = 0; n < count; n += 2) {
+        const int half = n >> 1 & 1, chunk = n / 4;
+        const uint to = rows_at + chunk / 8 * KV_PANEL_BYTES + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
+        store_shared(to, pair_of(Element{}, sums[n] * scale, sums[n + 1] * scale));
+    }
+    written_for_engines();
+    __syncwarp();
+    if (lane == 0) {
+        for (int panel = 0; panel < count * 2 / PANEL; panel++)
+            copy_out(rows_at + panel * KV_PANEL_BYTES, map, (first_panel + panel) * PANEL, first_row, tile.head, tile.batch);
+        copy_out_ends();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+                       const __grid_constant__ TensorMap d_o_map, const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
+                       const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Shared at = layout(shared_address(memory));
+    if (threadIdx.x == 0) {
+        barrier_init(at.kv_full, 1);
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(at.q_full + 8 * stage, 1);
+            barrier_init(at.d_o_full + 8 * stage, 1);
+            barrier_init(at.q_free + 8 * stage, WARPS);
+            barrier_init(at.d_o_free + 8 * stage, WARPS);
+        }
+        barrier_made();
+    }
+    __syncthreads();
+    const Tile tile = tile_of(p, blockIdx.x);
+    if (threadIdx.x < 128) {
+        fewer_registers<BRING_REGISTERS>();
+        if (threadIdx.x == 0) bring(q_map, k_map, v_map, d_o_map, p, at, tile);
+        return;
+    }
+    more_registers<GROUP_REGISTERS>();
+    const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+    const uint own_rows = group * 64 * ROW_BYTES;
+    // Of gradients of queries, a group has its half of the rows or its panel of the columns.
+    const uint own_d_s = TILE_M == 128 ? group * KV_PANEL_BYTES : 0, own_k = TILE_M == 128 ? 0 : (tile.part * 2 + group) * KV_PANEL_BYTES;
+    const Reach reach = reach_of(p, span_of(p, tile.batch), tile.block);
+    Ring ring;
+    int turn = 0;
+    float dk[DK], dv[DV];
+#pragma unroll
+    for (int n = 0; n < DK; n++) dk[n] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < DV; n++) dv[n] = 0.0f;
+    for (int of = 0; of < p.group; of++) {
+        const int head = tile.head * p.group + of;
+        Walk walk = walk_of(p, reach, tile.batch, head, tile.block);
+        int queries;
+        bool partly;
+        while (walk_on(walk, p, reach, queries, partly)) {
+            const long head_rows = (long(tile.batch) * p.heads_q + head) * p.tiles + queries;
+            const uint q = at.q + ring.stage * Q_BYTES, d_o = at.d_o + ring.stage * D_O_BYTES, d_s = at.d_s + turn * D_S_BYTES;
+            const Corner corner = {tile.batch, head, queries * TILE_M + 2 * (lane & 3), tile.block * TILE_N + group * 64 + warp * 16 + lane / 4};
+            float s[SCORES], d_p[SCORES], raw[RAW];
+            uint w[SCORES / 2], d_w[SCORES / 2];
+            barrier_wait(at.kv_full, 0);
+            barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
+            score<QK_PANELS>(s, at.k + own_rows, q);
+            float2 of_row[SCORES / 4];
+            const float2* lse = reinterpret_cast<const float2*>(p.lse + head_rows * TILE_M) + (lane & 3);
+#pragma unroll
+            for (int n = 0; n < SCORES / 4; n++) of_row[n] = lse[4 * n];
+            barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
+            score<V_PANELS>(d_p, at.v + own_rows, d_o);
+            products_wait<1>();
+            hold(s);
+            if (MASKED_ANYWHERE || partly) weights<true>(s, raw, w, p, captured, corner, of_row);
+            else weights<false>(s, raw, w, p, captured, corner, of_row);
+            const float2* delta = reinterpret_cast<const float2*>(p.delta + head_rows * TILE_M) + (lane & 3);
+#pragma unroll
+            for (int n = 0; n < SCORES / 4; n++) of_row[n] = delta[4 * n];
+            products_wait<0>();
+            hold(d_p);
+            slopes(s, raw, d_p, p, captured, gradients, corner, of_row);
+            pack(d_w, d_p);
+            // Keys are rows there, 64 queries a panel.
+            const uint d_s_at = d_s + own_rows + (warp * 16 + lane / 4) * ROW_BYTES + (lane & 3) * 4;
+#pragma unroll
+            for (int n = 0; n < SCORES / 2; n++) {
+                const int chunk = n / 2;
+                store_shared(d_s_at + chunk / 8 * KV_PANEL_BYTES + (n & 1 ? 8 * ROW_BYTES : 0) + ((chunk % 8 ^ lane / 4) << 4), d_w[n]);
+            }
+            written_for_engines();
+            weigh(dv, w, d_o + tile.part * DV_PANELS * Q_PANEL_BYTES);
+            meet(1, 256);
+            float dq[DQ];
+            along_queries(dq, d_s + own_d_s, at.k + own_k);
+            products_wait<1>();
+            hold(dv);
+            if (lane == 0) barrier_arrive(at.d_o_free + 8 * ring.stage);
+            weigh(dk, d_w, q + tile.part * DK_PANELS * Q_PANEL_BYTES);
+            products_wait<1>();
+            hold(dq);
+            float* to = p.sums + (head_rows * SLICES + tile.part * 2 + group) * 4096 + (threadIdx.x & 127) * 4;
+#pragma unroll
+            for (int n = 0; n < DQ; n += 4) add_four(to + n * 128, dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
+            products_wait<0>();
+            hold(dk);
+            if (lane == 0) barrier_arrive(at.q_free + 8 * ring.stage);
+            ring.on();
+            turn ^= 1;
+        }
+    }
+    // Both groups are done with the keys.
+    meet(1, 256);
+    const uint rows_at = own_rows + warp * 16 * ROW_BYTES;
+    const int first_row = tile.block * TILE_N + group * 64 + warp * 16;
+    take_out(dk, p.scale, at.k + rows_at, dk_map, tile.part * DK_PANELS, first_row, tile);
+    take_out(dv, 1.0f, at.v + rows_at, dv_map, tile.part * DV_PANELS, first_row, tile);
+    if (lane == 0) copied_out();
+}

@@ -1,0 +1,59 @@
+// What band, prefix and lengths keep.
+
+// Bounds of `k - q` that are none.
+constexpr int FAR = 1 << 30;
+
+// What band and lengths say of a batch entry.
+struct Span {
+    int lower;   // kept: k - q > lower
+    int upper;   // kept: k - q <= upper
+    int len_q;   // kept: q < len_q
+    int len_kv;  // kept: k < len_kv
+};
+
+inline Span span_of(const Params& p, int batch) {
+    Span s = {p.lower, p.upper, p.seq_q, p.seq_kv};
+#if WITH_SEQ_LEN_Q
+    s.len_q = max(0, min(p.seq_q, p.seq_len_q[batch]));
+#endif
+#if WITH_SEQ_LEN_KV
+    s.len_kv = max(0, min(p.seq_kv, p.seq_len_kv[batch]));
+#endif
+#if WITH_ENDS
+    const int shift = s.len_kv - s.len_q;
+    s.lower = max(s.lower, p.ends_lower == -FAR ? -FAR : p.ends_lower + shift);
+    s.upper = min(s.upper, p.ends_upper == FAR ? FAR : p.ends_upper + shift);
+#endif
+    return s;
+}
+
+// Indices from the first on.
+struct Range {
+    int first;
+    uint count;
+};
+
+// Keys that band, prefix and lengths keep of a query.
+inline Range kept_of(const Params& p, const Span& s, int q) {
+    int past = min(s.len_kv, s.upper < FAR ? q + s.upper + 1 : FAR);
+#if WITH_PREFIX
+    past = min(past, max(p.prefix, q + 1));
+#endif
+    const int first = s.lower > -FAR ? max(0, q + s.lower + 1) : 0;
+    return Range{first, q < s.len_q ? uint(max(0, past - first)) : 0u};
+}
+
+// Queries that they keep of a key. Both ends grow with the key.
+inline Range kept_by(const Params& p, const Span& s, int k) {
+    int first = s.upper < FAR ? max(0, k - s.upper) : 0;
+#if WITH_PREFIX
+    if (k >= p.prefix) first = max(first, k);
+#endif
+    const int past = s.lower > -FAR ? min(s.len_q, k - s.lower) : s.len_q;
+    return Range{first, k < s.len_kv ? uint(max(0, past - first)) : 0u};
+}
+
+#if WITH_MAP
+// A map has the blocks of each tile that its rules leave, and in the highest bit whether they may drop a part of one.
+constexpr uint PARTLY = 1u << 31;
+#endif

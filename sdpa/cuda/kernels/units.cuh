@@ -1,0 +1,79 @@
+// What single threads and warps ask the hardware for: conversions, approximate functions, shared memory, barriers with a number, registers.
+
+inline float of_half(unsigned short bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+// Two numbers, rounded, the first in the low half.
+inline uint pair_of_halves(float low, float high) {
+    uint both;
+    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+inline uint pair_of_bfloats(float low, float high) {
+    uint both;
+    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+inline float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Off by 1/2,048 of the result.
+inline float tanh_near(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline uint shared_address(const void* at) {
+    return uint(__cvta_generic_to_shared(at));
+}
+
+inline void store_shared(uint at, uint x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+inline uint load_shared(uint at) {
+    uint x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
+
+// Waits until so many threads have come to the barrier of this number.
+inline void meet(uint barrier, uint threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Comes to it, and waits for nobody.
+inline void arrive(uint barrier, uint threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Adds to four numbers in a row, each by itself.
+inline void add_four(float* to, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// From here on the threads of a group have so many registers.
+template <int count>
+inline void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+template <int count>
+inline void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}

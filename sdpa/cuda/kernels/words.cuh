@@ -1,0 +1,9 @@
+// Types that everything else is told in.
+
+typedef unsigned int uint;
+typedef unsigned long long ulong64;
+
+// What the copy engine knows of a tensor, encoded by the driver.
+struct alignas(64) TensorMap {
+    ulong64 words[16];
+};

@@ -1,0 +1,97 @@
+//! Backward problems as the kernels are told of them, and what they decline.
+
+use crate::problem::{Check, Forward, copies, unsupported};
+use crate::tile::{BackwardTile, MOST_DIM};
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::error::{Reason, Unsupported};
+use sdpa_core::expr::{Axes, ParamKind, Trace};
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::{DType, Operand, SINK};
+use sdpa_emit::{Captured, Dialect};
+use std::sync::Arc;
+
+/// Roots of a gradient: the score, its gradient, and one for each parameter.
+pub(crate) const ALONG_SCORE: usize = 1;
+pub(crate) const ALONG_PARAMS: usize = 2;
+
+/// A declared parameter whose gradient is asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Along {
+    /// The name of the parameter.
+    pub name: String,
+    /// Element type of the gradient: f32, f16 or bf16.
+    pub dtype: DType,
+    /// The axes of the parameter, over which its gradient lies dense; none of a scalar.
+    pub axes: Axes,
+}
+
+/// The gradient of a forward problem as the kernels are told of it.
+#[derive(Clone, Debug)]
+pub struct Backward {
+    /// The attention. What its traces read is of both passes.
+    pub forward: Forward,
+    /// Gradient of the output. Any stride may be 0: what the copy engine does not take is copied.
+    pub d_o: TensorSpec,
+    /// Gradients of queries, keys and values.
+    pub gradients: [TensorSpec; 3],
+    /// The derivative of the score_mod: its second root is the gradient of the score, further ones are those of [`Backward::along`].
+    pub gradient: Option<Arc<Trace>>,
+    /// Parameters of score_mods whose gradients are asked for, in the order of the roots.
+    pub along: Vec<Along>,
+    /// Element type of the gradient of the sinks, where that is asked for.
+    pub sink_gradient: Option<DType>,
+}
+
+impl Backward {
+    /// Makes it of a problem.
+    ///
+    /// # Errors
+    /// Every limit of the kernels that the problem breaks.
+    pub fn of(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
+        let mut check = Check(Vec::new());
+        let forward = Forward::of(problem.forward()).map_err(|refused| check.0.extend(refused.reasons));
+        check.that(!problem.deterministic(), "deterministic", "asked for", "the kernels add gradients of queries in any order");
+        for (operand, tensor) in [(Operand::DQ, problem.dq()), (Operand::DK, problem.dk()), (Operand::DV, problem.dv())] {
+            check.tensor(operand, tensor, 2);
+        }
+        let Ok(mut forward) = forward else { return Err(unsupported(check.0)) };
+        if !check.0.is_empty() {
+            return Err(unsupported(check.0));
+        }
+        let gradient = problem.gradient().map(|gradient| Arc::new(gradient.trace.clone()));
+        let traces = [forward.score_mod.as_deref(), gradient.as_deref(), forward.keep.as_deref()];
+        let captured = Captured::of(traces.into_iter().flatten(), forward.extents).in_dialect(Dialect::Cuda);
+        let axes = |name: &str| match problem.params().iter().find(|p| p.name == name).map(|p| p.kind) {
+            Some(ParamKind::Tensor { axes, .. }) => axes,
+            Some(ParamKind::Scalar) | None => Axes::NONE,
+        };
+        let along = problem.wrt_scores().map(|g| Along { name: g.name.clone(), dtype: g.dtype, axes: axes(&g.name) }).collect();
+        let of_sink = problem.wrt().iter().find(|g| problem.forward().sink() && g.name == SINK);
+        forward.captured = captured;
+        Ok(Backward {
+            d_o: *problem.d_o(),
+            gradients: [*problem.dq(), *problem.dk(), *problem.dv()],
+            gradient,
+            along,
+            sink_gradient: of_sink.map(|g| g.dtype),
+            forward,
+        })
+    }
+
+    /// The tile of the kernel.
+    ///
+    /// # Errors
+    /// Head dims that there is no tile for.
+    pub fn tile(&self) -> Result<BackwardTile, Unsupported> {
+        let [q, _, v, _] = self.forward.tensors;
+        BackwardTile::of(q.dims[3], v.dims[3]).ok_or_else(|| {
+            let (value, limit) = (q.dims[3].max(v.dims[3]).to_string(), format!("at most {MOST_DIM}"));
+            unsupported(vec![Reason::Limit { field: "dim".to_owned(), value, limit }])
+        })
+    }
+
+    /// Whether `d_o` is copied first, to where the copy engine takes it.
+    pub fn copies_d_o(&self) -> bool {
+        !copies(&self.d_o)
+    }
+}

@@ -1,0 +1,228 @@
+//! Calls of backward passes: what is added to becomes 0, then a launch for the rows, one for the gradients, one for those of queries, and one for each
+//! parameter's that is rounded.
+#![allow(unsafe_code)]
+
+use super::told::{Scale, bound, heads_in_cache, map_of, steps, tensor};
+use super::{CudaPlan, Pass};
+use crate::backward::Backward;
+use crate::error::Error;
+use crate::params::{BackwardParams, FAR};
+use crate::problem::Forward;
+use crate::tile::BackwardTile;
+use sdpa_core::device::DeviceCall;
+use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::spec::TensorSpec;
+use sdpa_core::{DType, Operand, SINK, Statistic};
+use sdpa_driver::{DeviceSlice, Entry, Launch, Submission, TensorMap};
+use smallvec::SmallVec;
+use std::ffi::c_void;
+
+/// Elements of a slice of the gradients of a step's queries.
+const SLICE: i64 = 64 * 64;
+/// Threads of the kernels around the one that computes, and rows of a block of the first.
+const THREADS: u32 = 256;
+const ROWS: i64 = 8;
+const SLICE_THREADS: u32 = 128;
+
+/// Where what the kernels leave to one another lies in the workspace, in bytes from its begin.
+#[derive(Debug, Default)]
+pub(super) struct Workspace {
+    /// Sums of gradients of queries, and what follows up to `lse`, are 0 when the kernels begin.
+    sums: u64,
+    /// Sums of gradients of parameters that are rounded, that of the sinks last.
+    along: SmallVec<[Option<u64>; 4]>,
+    lse: u64,
+    delta: u64,
+    d_o: u64,
+    pub(super) bytes: u64,
+}
+
+impl Workspace {
+    pub(super) fn of(backward: &Backward, tile: &BackwardTile) -> Workspace {
+        let Forward { extents: [batch, heads_q, seq_q, _], .. } = &backward.forward;
+        let tiles = batch * heads_q * steps(*seq_q, tile.queries);
+        let mut end = 0;
+        let mut take = |bytes: i64| {
+            let begin = end;
+            end += bytes.unsigned_abs().next_multiple_of(256);
+            begin
+        };
+        let sums = take(4 * tiles * i64::from(tile.slices()) * SLICE);
+        let along = gradients(backward).map(|(dtype, elements)| (dtype != DType::F32).then(|| take(4 * elements))).collect();
+        let rows = 4 * tiles * i64::from(tile.queries);
+        let [lse, delta] = [rows; 2].map(&mut take);
+        let d_o = take(if backward.copies_d_o() { 2 * batch * heads_q * seq_q * copy_row(backward) } else { 0 });
+        Workspace { sums, along, lse, delta, d_o, bytes: end }
+    }
+}
+
+/// Elements from one row of a copy of `d_o` to the next.
+fn copy_row(backward: &Backward) -> i64 {
+    (backward.d_o.dims[3] as u64).next_multiple_of(8) as i64
+}
+
+/// `d_o` as the copy engine takes it: as it lies, or its copy.
+fn readable(backward: &Backward) -> TensorSpec {
+    let (row, [_, heads, seq, _]) = (copy_row(backward), backward.d_o.dims);
+    if backward.copies_d_o() { TensorSpec { strides: [heads * seq * row, seq * row, row, 1], ..backward.d_o } } else { backward.d_o }
+}
+
+/// Types and elements of the gradients of parameters, that of the sinks last.
+fn gradients(backward: &Backward) -> impl Iterator<Item = (DType, i64)> {
+    let extents = backward.forward.extents;
+    let along = backward.along.iter().map(move |along| (along.dtype, along.axes.dims(extents).iter().product()));
+    along.chain(backward.sink_gradient.map(|dtype| (dtype, extents[1])))
+}
+
+impl CudaPlan {
+    /// # Safety
+    /// As `DevicePrepared::submit`; the workspace is as large as the pass asks.
+    pub(super) unsafe fn submit_backward(
+        &self,
+        backward: &Backward,
+        tile: &BackwardTile,
+        submission: &Submission<'_>,
+        call: &DeviceCall<'_, DeviceSlice>,
+        workspace: DeviceSlice,
+    ) -> Result<(), Error> {
+        let at = Workspace::of(backward, tile);
+        let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
+        let Forward { tensors: [q, k, v, _], extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
+        let [_, dk, dv] = &backward.gradients;
+        let (queries, keys) = (tile.queries, BackwardTile::KEYS);
+        let d_o = if backward.copies_d_o() { workspace.address + at.d_o } else { address(Operand::DO) };
+        let boxes: [(u64, &TensorSpec, u32); 6] = [
+            (address(Operand::Q), q, queries),
+            (address(Operand::K), k, keys),
+            (address(Operand::V), v, keys),
+            (d_o, &readable(backward), queries),
+            (address(Operand::DK), dk, 16),
+            (address(Operand::DV), dv, 16),
+        ];
+        let mut maps = [TensorMap::default(); 6];
+        for (map, (address, tensor, rows)) in maps.iter_mut().zip(boxes) {
+            *map = map_of(submission, address, tensor, rows)?;
+        }
+        // Where sums of gradients of parameters go: to the caller's, or to where they are rounded from.
+        let names = backward.along.iter().map(|along| along.name.as_str()).chain(backward.sink_gradient.map(|_| SINK));
+        let given: SmallVec<[DeviceSlice; 4]> = names
+            .map(|name| call.gradients.iter().find(|g| g.name == name).map_or(DeviceSlice { address: 0, bytes: 0 }, |g| g.slice))
+            .collect();
+        let sums: SmallVec<[u64; 4]> =
+            given.iter().zip(&at.along).map(|(given, own)| own.map_or(given.address, |own| workspace.address + own)).collect();
+        let sink_gradient = backward.sink_gradient.and(sums.last().copied()).unwrap_or(0);
+        let params = self.backward_params(backward, tile, call, (workspace.address, &at), sink_gradient);
+        let captured = self.captured(call);
+        // An empty structure has a byte.
+        let to: SmallVec<[u64; 4]> = if sums.is_empty() { SmallVec::from_elem(0, 1) } else { sums.clone() };
+        let [q, k, v, d_o, dk, dv] = maps.each_ref().map(|map| std::ptr::from_ref(map).cast::<c_void>());
+        let params_at: *const c_void = (&raw const params).cast();
+        let parameters = [q, k, v, d_o, dk, dv, params_at, captured.as_ptr().cast(), to.as_ptr().cast()];
+
+        let tiles = batch * heads_q * steps(*seq_q, queries);
+        let heads_kv = heads_q / group;
+        let blocks = batch * heads_kv * steps(*seq_kv, keys) * i64::from(tile.parts);
+        let launch = |blocks: i64, threads| Launch { blocks: [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1], threads, shared_bytes: 0 };
+        let main = Launch { shared_bytes: tile.shared_bytes(), ..launch(blocks, BackwardTile::THREADS) };
+        let zeroed = DeviceSlice { address: workspace.address + at.sums, bytes: at.lse - at.sums };
+        self.noting_use(submission, || {
+            let [compute, rows, of_queries, rounded] = self.backward_entries()?;
+            // SAFETY: parameters are those of the kernels; the rest is the caller's, what lies in the workspace is within it, and the map is kept
+            // with the plan.
+            unsafe {
+                submission.zero(zeroed)?;
+                for (given, own) in given.iter().zip(&at.along) {
+                    if own.is_none() {
+                        submission.zero(*given)?;
+                    }
+                }
+                let all_rows = tiles * i64::from(queries);
+                submission.launch_entry(&rows, launch(steps(all_rows, ROWS as u32), THREADS), &[params_at])?;
+                submission.launch_entry(&compute, main, &parameters)?;
+                submission.launch_entry(&of_queries, launch(tiles * i64::from(tile.slices()), SLICE_THREADS), &[params_at])?;
+                for (n, (dtype, elements)) in gradients(backward).enumerate().filter(|(_, (dtype, _))| *dtype != DType::F32) {
+                    let numbers = [sums[n], given[n].address, elements.unsigned_abs(), u64::from(dtype == DType::F16)];
+                    let parameters = numbers.each_ref().map(|number| std::ptr::from_ref(number).cast());
+                    submission.launch_entry(&rounded, launch(steps(elements, THREADS), THREADS), &parameters)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn backward_entries(&self) -> Result<[Entry; 4], sdpa_driver::Error> {
+        <[Entry; 4]>::try_from(self.kept.kernel.entries.as_slice()).map_err(|_| {
+            let limit = format!("{} kernels", self.kept.kernel.entries.len());
+            sdpa_driver::Error::Memory { what: "a backward pass".to_owned(), bytes: 0, limit }
+        })
+    }
+
+    fn backward_params(
+        &self,
+        backward: &Backward,
+        tile: &BackwardTile,
+        call: &DeviceCall<'_, DeviceSlice>,
+        (workspace, at): (u64, &Workspace),
+        sink_gradient: u64,
+    ) -> BackwardParams {
+        let Forward { tensors: [q, _, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
+        let Backward { d_o, gradients: [dq, ..], .. } = backward;
+        let Scale { natural, scale, unit } = self.scale(call);
+        let ([map_begin, map_blocks], [map_batch, map_head]) = self.map();
+        let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
+        let section = heads_in_cache(2 * group * seq_q * (q.dims[3] + v.dims[3])).min(batch * heads_q / group);
+        BackwardParams {
+            stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
+            o: address(Operand::O),
+            d_o: address(Operand::DO),
+            d_o_copy: if backward.copies_d_o() { workspace + at.d_o } else { 0 },
+            dq: address(Operand::DQ),
+            lse: workspace + at.lse,
+            delta: workspace + at.delta,
+            sums: workspace + at.sums,
+            seq_len_q: tensor(call, SEQ_LEN_Q),
+            seq_len_kv: tensor(call, SEQ_LEN_KV),
+            sink: tensor(call, SINK),
+            sink_gradient,
+            map_begin,
+            map_blocks,
+            o_batch: o.strides[0],
+            o_head: o.strides[1],
+            o_row: o.strides[2],
+            d_o_batch: d_o.strides[0],
+            d_o_head: d_o.strides[1],
+            d_o_row: d_o.strides[2],
+            d_o_dim: d_o.strides[3],
+            dq_batch: dq.strides[0],
+            dq_head: dq.strides[1],
+            dq_row: dq.strides[2],
+            copy_row: copy_row(backward),
+            batch: *batch as i32,
+            heads_q: *heads_q as i32,
+            group: *group as i32,
+            seq_q: *seq_q as i32,
+            seq_kv: *seq_kv as i32,
+            dim_qk: q.dims[3] as i32,
+            dim_v: v.dims[3] as i32,
+            tiles: steps(*seq_q, tile.queries) as i32,
+            blocks: steps(*seq_kv, BackwardTile::KEYS) as i32,
+            section: section as i32,
+            map_batch,
+            map_head,
+            lower: bound(region.lower, -FAR),
+            upper: bound(region.upper, FAR),
+            prefix: bound(region.prefix, 0),
+            ends_lower: bound(ends.lower, -FAR),
+            ends_upper: bound(ends.upper, FAR),
+            natural,
+            scale,
+            unit,
+        }
+    }
+}
+
+impl From<(Backward, BackwardTile)> for Pass {
+    fn from((backward, tile): (Backward, BackwardTile)) -> Pass {
+        Pass::Backward(Box::new(backward), tile)
+    }
+}

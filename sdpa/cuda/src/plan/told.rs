@@ -1,0 +1,100 @@
+//! What kernels are told of a call, whichever the pass.
+
+use super::{CudaPlan, Mapped};
+use crate::params::FAR;
+use sdpa_core::TensorSpec;
+use sdpa_core::device::{DeviceCall, DeviceValue};
+use sdpa_driver::{DeviceSlice, Submission, TensorMap, Tiled};
+use smallvec::SmallVec;
+
+/// The kernel's structure of what traces read, in words of 8 bytes.
+pub(super) type Captured = SmallVec<[u64; 16]>;
+
+/// Bytes of the second cache that operands may take: of its 50 MB, those that are near to all multiprocessors.
+const CACHE_BYTES: i64 = 32 << 20;
+
+/// A bound of differences of indices, or what stands for none.
+pub(super) fn bound(x: Option<i64>, none: i32) -> i32 {
+    x.map_or(none, |x| i32::try_from(x).map_or(none, |x| x.clamp(-FAR, FAR)))
+}
+
+/// How many heads fit the second cache together, of so many bytes each: a power of two.
+pub(super) fn heads_in_cache(bytes: i64) -> i64 {
+    1 << (CACHE_BYTES / bytes.max(1)).max(1).ilog2()
+}
+
+/// How many of `step` hold `extent`.
+pub(super) fn steps(extent: i64, step: u32) -> i64 {
+    let step = i64::from(step);
+    extent.div_euclid(step) + i64::from(extent % step != 0)
+}
+
+/// `attn_scale` as kernels take it.
+pub(super) struct Scale {
+    /// Whether scores are multiplied by it before anything else: 1 or 0.
+    pub natural: i32,
+    pub scale: f32,
+    /// What a score is multiplied by in the exponent of 2.
+    pub unit: f32,
+}
+
+/// An operand as the copy engine is told of it, its boxes of so many rows.
+pub(super) fn tiled(tensor: &TensorSpec, rows: u32) -> Tiled {
+    let [batch, head, seq, dim] = tensor.dims.map(|d| d.max(1) as u64);
+    // An axis of one element has any stride that the engine takes.
+    let bytes = |axis: usize| if tensor.dims[axis] <= 1 { 16 } else { 2 * tensor.strides[axis].unsigned_abs() };
+    Tiled { extents: [dim, seq, head, batch], strides: [bytes(2), bytes(1), bytes(0)], tile: [64, rows, 1, 1] }
+}
+
+/// The map of an operand at an address.
+pub(super) fn map_of(submission: &Submission<'_>, address: u64, tensor: &TensorSpec, rows: u32) -> Result<TensorMap, sdpa_driver::Error> {
+    submission.tensor_map(address, &tiled(tensor, rows))
+}
+
+/// The address of a declared tensor in this call.
+pub(super) fn tensor(call: &DeviceCall<'_, DeviceSlice>, name: &str) -> u64 {
+    let given = call.params.iter().find(|p| p.name == name).and_then(|p| p.value.tensor());
+    given.map_or(0, |(_, slice)| slice.address)
+}
+
+impl Mapped {
+    /// Rows of the map from one batch entry to the next, and from one head to the next.
+    pub(super) fn strides(&self) -> [i32; 2] {
+        let [batch, head] = self.rows;
+        [if batch > 1 { head as i32 } else { 0 }, i32::from(head > 1)]
+    }
+}
+
+impl CudaPlan {
+    pub(super) fn scale(&self, call: &DeviceCall<'_, DeviceSlice>) -> Scale {
+        let scale = call.attn_scale.unwrap_or(self.job.problem().default_scale());
+        // In the exponent a scale must be positive, or the largest score is the smallest.
+        let natural = self.pass.attention().score_mod.is_some() || scale <= 0.0;
+        let log2_e = std::f32::consts::LOG2_E;
+        Scale { natural: i32::from(natural), scale, unit: if natural { log2_e } else { scale * log2_e } }
+    }
+
+    /// Addresses of the map, and the strides of its rows.
+    pub(super) fn map(&self) -> ([u64; 2], [i32; 2]) {
+        let map = self.kept.map.as_deref();
+        map.map_or(([0; 2], [0; 2]), |map| ([map.begin.address(), map.blocks.address()], map.strides()))
+    }
+
+    /// What traces read in this call, as the kernel's structure: addresses of tensors, then scalars.
+    pub(super) fn captured(&self, call: &DeviceCall<'_, DeviceSlice>) -> Captured {
+        let scalar = |name: &String| match call.params.iter().find(|p| p.name == name).map(|p| p.value) {
+            Some(DeviceValue::Scalar(x)) => x,
+            Some(DeviceValue::Tensor(..) | DeviceValue::WithinExtent(..)) | None => f32::NAN,
+        };
+        let mut words: Captured = self.tensors.iter().map(|name| tensor(call, name)).collect();
+        for pair in self.scalars.chunks(2) {
+            let [low, high] = [pair.first(), pair.get(1)].map(|name| name.map_or(0, |name| scalar(name).to_bits()));
+            words.push(u64::from(low) | u64::from(high) << 32);
+        }
+        // An empty structure has a byte.
+        if words.is_empty() {
+            words.push(0);
+        }
+        words
+    }
+}

@@ -1,0 +1,84 @@
+// What CUDA C++ takes for granted, for clang on a CPU. Not NVIDIA's: written from the programming guide.
+#pragma once
+
+#include "machine.h"
+
+#include <math.h>
+#include <utility>
+
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __forceinline__ inline
+
+#define threadIdx (machine::thread_index())
+#define blockIdx (machine::block_index())
+#define gridDim (machine::block_count())
+
+inline float __uint_as_float(unsigned x) {
+    float y;
+    __builtin_memcpy(&y, &x, 4);
+    return y;
+}
+inline float __int_as_float(int x) { return __uint_as_float(unsigned(x)); }
+inline unsigned __float_as_uint(float x) {
+    unsigned y;
+    __builtin_memcpy(&y, &x, 4);
+    return y;
+}
+
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+
+inline int min(int x, int y) { return y < x ? y : x; }
+inline int max(int x, int y) { return x < y ? y : x; }
+inline unsigned min(unsigned x, unsigned y) { return y < x ? y : x; }
+inline unsigned max(unsigned x, unsigned y) { return x < y ? y : x; }
+inline long min(long x, long y) { return y < x ? y : x; }
+inline long max(long x, long y) { return x < y ? y : x; }
+
+struct float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+inline float __shfl_xor_sync(unsigned, float x, int mask, HERE) {
+    const uint32_t* all = machine::tell(__float_as_uint(x), {"__shfl_xor_sync", file, line});
+    return __uint_as_float(all[(threadIdx.x & 31) ^ unsigned(mask)]);
+}
+inline int __shfl_sync(unsigned, int x, int from, HERE) {
+    return int(machine::tell(unsigned(x), {"__shfl_sync", file, line})[from]);
+}
+inline void __syncwarp(HERE) { machine::tell(0, {"__syncwarp", file, line}); }
+inline bool __any_sync(unsigned, bool x, HERE) {
+    const uint32_t* all = machine::tell(x, {"__any_sync", file, line});
+    bool any = false;
+    for (int lane = 0; lane < 32; lane++) any |= all[lane] != 0;
+    return any;
+}
+#define __syncthreads() machine::come(0, machine::block_threads(), true, {"__syncthreads", __FILE__, __LINE__})
+
+// Nothing runs between the two halves: turns change where a thread waits.
+template <class T>
+inline T atomicAdd(T* at, T x) {
+    const T before = *at;
+    *at = before + x;
+    return before;
+}
+
+namespace machine {
+
+template <class... Types, size_t... at>
+inline void call_with(void (*kernel)(Types...), void** arguments, std::index_sequence<at...>) {
+    kernel(*static_cast<std::remove_cv_t<std::remove_reference_t<Types>>*>(arguments[at])...);
+}
+
+template <class... Types>
+inline void call(void (*kernel)(Types...), void** arguments) {
+    call_with(kernel, arguments, std::index_sequence_for<Types...>{});
+}
+
+}  // namespace machine

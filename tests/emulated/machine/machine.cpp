@@ -1,0 +1,654 @@
+// Runs a launch: a fiber for each thread, some blocks side by side, turns in an order that changes.
+//
+// What engines are asked for, copies and products, they do whenever they come to it: between any two turns, or many turns later. Until a product is
+// done its results are NaN; operands are read when it is done, so what was overwritten in between is seen. Shared memory begins as all ones, and what a
+// thread stored is kept from engines until the thread has published it.
+
+#include "machine.h"
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <vector>
+
+extern "C" void switch_stacks(void** save, void* load);
+asm(R"(
+.text
+.globl switch_stacks
+.hidden switch_stacks
+.type switch_stacks, @function
+switch_stacks:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size switch_stacks, .-switch_stacks
+)");
+
+namespace {
+
+using machine::Index;
+using machine::Site;
+
+constexpr unsigned WARP = 32, GROUP = 128;
+constexpr size_t STACK_BYTES = 128 << 10;
+// Blocks that run side by side, as on so many multiprocessors.
+constexpr size_t RESIDENT = 3;
+// Registers of a multiprocessor.
+constexpr int REGISTERS = 65536;
+
+struct Block;
+
+struct Range {
+    uint32_t at;
+    size_t bytes;
+};
+
+struct Fiber {
+    char* stack = nullptr;
+    void* saved = nullptr;
+    Block* block = nullptr;
+    Index index = {};
+    unsigned number = 0;
+    bool ended = false;
+    Site site = {"the begin", "", 0};
+    std::vector<Range> unpublished;
+    // How many copies out are under way: of no group yet, and of each group.
+    std::shared_ptr<int> open = std::make_shared<int>(0);
+    std::vector<std::shared_ptr<int>> under_way;
+    // Products asked for, and how many at the end of each group.
+    uint64_t asked = 0;
+    bool begun = false;
+    std::deque<uint64_t> groups;
+    uint64_t told = 0;
+};
+
+struct Warp {
+    uint32_t board[2][WARP];
+    Site sites[2][WARP];
+    uint64_t came[2] = {};
+};
+
+struct Numbered {
+    unsigned threads = 0, came = 0;
+    uint64_t round = 0;
+};
+
+struct Barrier {
+    uint32_t arrivals, left;
+    int64_t bytes;
+    uint64_t phase;
+};
+
+struct Copy {
+    bool in;
+    uint32_t shared, barrier;
+    uint64_t map[16];
+    int place[4];
+    // Of a copy out: what counts those of its group.
+    std::shared_ptr<int> group;
+};
+
+// What a thread of a group asked of a product.
+struct Asked {
+    machine::Product of[GROUP];
+    unsigned count = 0;
+};
+
+struct Group {
+    std::deque<Asked> waiting;
+    // Products that are done.
+    uint64_t done = 0;
+};
+
+struct Block {
+    Index index;
+    unsigned threads;
+    std::vector<unsigned char> shared;
+    // Of each byte of shared memory, the thread that stored it and did not publish it, plus one.
+    std::vector<uint16_t> owner;
+    std::vector<Fiber*> fibers;
+    std::vector<Warp> warps;
+    std::map<unsigned, Numbered> numbered;
+    std::map<uint32_t, Barrier> barriers;
+    std::vector<Copy> copies;
+    std::vector<Group> groups;
+    std::vector<int> registers;
+    size_t live;
+};
+
+Fiber* now;
+void* scheduler;
+bool went_on;
+bool failed;
+char* failure;
+size_t failure_bytes;
+Index grid;
+void (*entry)(void**);
+void** arguments;
+std::vector<char*> stacks;
+uint64_t random_state;
+
+uint64_t random_bits() {
+    random_state += 0x9e3779b97f4a7c15u;
+    uint64_t z = random_state;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+void told(const char* format, va_list list) {
+    if (!failed) {
+        vsnprintf(failure, failure_bytes, format, list);
+        failed = true;
+    }
+}
+
+// Outside of threads.
+__attribute__((format(printf, 1, 2))) void note(const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    told(format, list);
+    va_end(list);
+}
+
+void to_scheduler() { switch_stacks(&now->saved, scheduler); }
+
+void begin_fiber() {
+    entry(arguments);
+    Fiber& self = *now;
+    if (*self.open > 0) note("thread %u ends before its copies are a group", self.number);
+    for (const auto& left : self.under_way) {
+        if (*left > 0) note("thread %u ends before shared memory was read by the copy engine", self.number);
+    }
+    const uint64_t done = self.block->groups.empty() ? 0 : self.block->groups[self.number / GROUP].done;
+    if (self.asked > done) note("thread %u ends before its products", self.number);
+    self.ended = true;
+    went_on = true;
+    self.site = {"the end", "", 0};
+    to_scheduler();
+}
+
+char* stack() {
+    if (!stacks.empty()) {
+        char* last = stacks.back();
+        stacks.pop_back();
+        return last;
+    }
+    void* made = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    mprotect(made, 4096, PROT_NONE);
+    return static_cast<char*>(made);
+}
+
+std::unique_ptr<Block> begin_block(Index index, unsigned threads, unsigned shared_bytes) {
+    auto block = std::make_unique<Block>();
+    block->index = index;
+    block->threads = threads;
+    block->shared.assign(shared_bytes, 0xff);
+    block->owner.assign(shared_bytes, 0);
+    block->warps.resize((threads + WARP - 1) / WARP);
+    block->groups.resize(threads / GROUP);
+    block->registers.assign(threads / GROUP, 0);
+    block->live = threads;
+    for (unsigned n = 0; n < threads; n++) {
+        Fiber* fiber = new Fiber;
+        fiber->stack = stack();
+        fiber->block = block.get();
+        fiber->index = {n, 0, 0};
+        fiber->number = n;
+        void** top = reinterpret_cast<void**>(fiber->stack + STACK_BYTES);
+        *--top = nullptr;
+        *--top = reinterpret_cast<void*>(begin_fiber);
+        for (int at = 0; at < 6; at++) *--top = nullptr;
+        fiber->saved = top;
+        block->fibers.push_back(fiber);
+    }
+    return block;
+}
+
+void end_block(Block& block) {
+    if (!failed && !block.copies.empty()) note("a block ends before its copies");
+    for (Fiber* fiber : block.fibers) {
+        stacks.push_back(fiber->stack);
+        delete fiber;
+    }
+}
+
+uint32_t swizzled(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
+
+void published(Block& block, uint32_t at, size_t bytes, const char* what) {
+    for (size_t n = 0; n < bytes; n++) {
+        if (block.owner[at + n] != 0) {
+            note("%s reads shared memory at %u, which thread %u stored and did not publish", what, unsigned(at + n), block.owner[at + n] - 1u);
+            return;
+        }
+    }
+}
+
+bool fits(const Block& block, uint32_t at, size_t bytes, const char* what) {
+    if (at + bytes > block.shared.size()) {
+        note("%s: shared memory at %u, of %zu bytes", what, at, block.shared.size());
+        return false;
+    }
+    return true;
+}
+
+void advance(Barrier& barrier) {
+    if (barrier.left == 0 && barrier.bytes == 0) {
+        barrier.left = barrier.arrivals;
+        barrier.phase++;
+    }
+}
+
+// A map of a tensor, as the emulated driver encodes it.
+struct Map {
+    char* address;
+    int64_t extents[4], strides[4];
+    uint32_t box[4];
+    explicit Map(const uint64_t* words) {
+        address = reinterpret_cast<char*>(words[0]);
+        strides[0] = 2;
+        for (int axis = 0; axis < 4; axis++) extents[axis] = int64_t(words[1 + axis]), box[axis] = uint32_t(words[8 + axis]);
+        for (int axis = 0; axis < 3; axis++) strides[axis + 1] = int64_t(words[5 + axis]);
+    }
+    // Of a row of a box, its first element; nothing where the row is outside.
+    char* row(const int (&place)[4], uint32_t row) const {
+        const int64_t at[3] = {place[1] + int64_t(row), place[2], place[3]};
+        char* to = address;
+        for (int axis = 0; axis < 3; axis++) {
+            if (at[axis] < 0 || at[axis] >= extents[axis + 1]) return nullptr;
+            to += at[axis] * strides[axis + 1];
+        }
+        return to;
+    }
+};
+
+void run(Block& block, const Copy& copy) {
+    const Map map(copy.map);
+    const uint32_t rows = map.box[1], columns = map.box[0];
+    const size_t bytes = size_t(rows) * 128;
+    if (copy.shared % 128 != 0 || columns != 64 || map.box[2] != 1 || map.box[3] != 1) {
+        return note("a box of %u by %u at %u of shared memory", rows, columns, copy.shared);
+    }
+    if (!fits(block, copy.shared, bytes, "a copy")) return;
+    if (!copy.in) published(block, copy.shared, bytes, "the copy engine");
+    for (uint32_t row = 0; row < rows; row++) {
+        char* outside = map.row(copy.place, row);
+        for (uint32_t column = 0; column < columns; column++) {
+            unsigned char* inside = &block.shared[swizzled(copy.shared + row * 128 + column * 2)];
+            const int64_t at = copy.place[0] + int64_t(column);
+            char* element = outside != nullptr && at >= 0 && at < map.extents[0] ? outside + at * 2 : nullptr;
+            if (!copy.in) {
+                if (element != nullptr) memcpy(element, inside, 2);
+            } else if (element != nullptr) {
+                memcpy(inside, element, 2);
+            } else {
+                memset(inside, 0, 2);
+            }
+        }
+    }
+    if (copy.in) {
+        memset(&block.owner[copy.shared], 0, bytes * sizeof(uint16_t));
+        auto found = block.barriers.find(copy.barrier);
+        if (found == block.barriers.end()) return note("a copy arrives at %u, where no barrier is", copy.barrier);
+        found->second.bytes -= int64_t(bytes);
+        advance(found->second);
+    } else {
+        --*copy.group;
+    }
+}
+
+// Where an element of an operand lies: an outer index (row of the first, column of the second operand), and an index that is summed over.
+uint32_t element_at(uint64_t descriptor, bool by_columns, uint32_t outer, uint32_t inner) {
+    const uint32_t start = uint32_t(descriptor & 0x3fff) << 4;
+    const uint32_t leading = uint32_t(descriptor >> 16 & 0x3fff) << 4, stride = uint32_t(descriptor >> 32 & 0x3fff) << 4;
+    if (by_columns) return swizzled(start + outer / 64 * leading + inner / 8 * stride + inner % 8 * 128 + outer % 64 * 2);
+    return swizzled(start + outer / 8 * stride + outer % 8 * 128 + inner * 2);
+}
+
+float shared_element(Block& block, uint32_t at, float (*widen)(uint16_t)) {
+    if (!fits(block, at, 2, "the matrix units")) return 0;
+    if (block.owner[at] != 0) published(block, at, 2, "the matrix units");
+    uint16_t bits;
+    memcpy(&bits, &block.shared[at], 2);
+    return widen(bits);
+}
+
+void multiply_now(Block& block, const Asked& asked) {
+    const machine::Product& first = asked.of[0];
+    if ((first.b_at >> 62) != 1 || (!first.registers && (first.a_at >> 62) != 1)) return note("an operand that is not swizzled by 128 bytes");
+    float a[64][16], b[16][256];
+    for (unsigned thread = 0; thread < GROUP; thread++) {
+        const machine::Product& own = asked.of[thread];
+        if (own.columns != first.columns || own.registers != first.registers || own.a_at != first.a_at || own.b_at != first.b_at
+            || own.add != first.add || own.a_by_columns != first.a_by_columns || own.b_by_columns != first.b_by_columns) {
+            return note("the threads of a group ask for different products");
+        }
+        if (!own.registers) continue;
+        const unsigned row = thread / WARP * 16 + thread % WARP / 4, k = 2 * (thread & 3);
+        for (unsigned part = 0; part < 4; part++) {
+            for (unsigned half = 0; half < 2; half++) {
+                a[row + 8 * (part & 1)][k + 8 * (part >> 1) + half] = own.widen(uint16_t(own.a[part] >> 16 * half));
+            }
+        }
+    }
+    if (!first.registers) {
+        for (uint32_t row = 0; row < 64; row++) {
+            for (uint32_t k = 0; k < 16; k++) a[row][k] = shared_element(block, element_at(first.a_at, first.a_by_columns, row, k), first.widen);
+        }
+    }
+    const uint32_t columns = uint32_t(first.columns);
+    for (uint32_t column = 0; column < columns; column++) {
+        for (uint32_t k = 0; k < 16; k++) b[k][column] = shared_element(block, element_at(first.b_at, first.b_by_columns, column, k), first.widen);
+    }
+    float sums[64][256];
+    for (uint32_t row = 0; row < 64; row++) {
+        for (uint32_t column = 0; column < columns; column++) sums[row][column] = 0;
+        for (uint32_t k = 0; k < 16; k++) {
+            const float x = a[row][k];
+            for (uint32_t column = 0; column < columns; column++) sums[row][column] += x * b[k][column];
+        }
+    }
+    for (unsigned thread = 0; thread < GROUP; thread++) {
+        const machine::Product& own = asked.of[thread];
+        const unsigned row = thread / WARP * 16 + thread % WARP / 4;
+        for (uint32_t n = 0; n < columns / 2; n++) {
+            const float sum = sums[row + 8 * (n >> 1 & 1)][n / 4 * 8 + 2 * (thread & 3) + (n & 1)];
+            own.results[n] = own.add ? own.results[n] + sum : sum;
+        }
+    }
+}
+
+// Engines come to some of what they were asked.
+bool engines(Block& block) {
+    bool any = false;
+    for (size_t n = 0; n < block.copies.size() && !failed;) {
+        if (random_bits() % 4 == 0) {
+            const Copy copy = block.copies[n];
+            block.copies.erase(block.copies.begin() + long(n));
+            run(block, copy);
+            any = true;
+        } else {
+            n++;
+        }
+    }
+    for (Group& group : block.groups) {
+        while (!failed && !group.waiting.empty() && group.waiting.front().count == GROUP && random_bits() % 2 == 0) {
+            multiply_now(block, group.waiting.front());
+            group.waiting.pop_front();
+            group.done++;
+            any = true;
+        }
+    }
+    return any;
+}
+
+bool asked_for(const Block& block) {
+    for (const Group& group : block.groups) {
+        if (!group.waiting.empty() && group.waiting.front().count == GROUP) return true;
+    }
+    return !block.copies.empty();
+}
+
+void stuck(const std::vector<std::unique_ptr<Block>>& live) {
+    char text[700];
+    size_t at = 0;
+    const Block& block = *live.front();
+    for (unsigned n = 0; n < block.threads && at < sizeof text - 120; n += WARP) {
+        const Fiber& fiber = *block.fibers[n];
+        at += size_t(snprintf(text + at, sizeof text - at, "%s%u: %s (%s:%d)", n == 0 ? "" : ", ", n, fiber.site.what, fiber.site.file, fiber.site.line));
+    }
+    note("nothing goes on; threads of a block wait at %s", text);
+}
+
+}  // namespace
+
+namespace machine {
+
+const Index& thread_index() { return now->index; }
+const Index& block_index() { return now->block->index; }
+const Index& block_count() { return grid; }
+unsigned block_threads() { return now->block->threads; }
+
+void fail(const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    told(format, list);
+    va_end(list);
+    for (;;) to_scheduler();
+}
+
+void wait(const Site& site) {
+    now->site = site;
+    to_scheduler();
+}
+
+void progress() { went_on = true; }
+
+const uint32_t* tell(uint32_t bits, const Site& site) {
+    Fiber& self = *now;
+    Warp& warp = self.block->warps[self.number / WARP];
+    const uint64_t half = self.told & 1, wanted = (self.told / 2 + 1) * WARP;
+    self.told++;
+    warp.board[half][self.number % WARP] = bits;
+    warp.sites[half][self.number % WARP] = site;
+    warp.came[half]++;
+    went_on = true;
+    until(site, [&] { return warp.came[half] >= wanted; });
+    for (const Site& other : warp.sites[half]) {
+        if (other.line != site.line || strcmp(other.what, site.what) != 0) {
+            fail("lanes of a warp part: %s at line %d, %s at line %d", site.what, site.line, other.what, other.line);
+        }
+    }
+    return warp.board[half];
+}
+
+void come(unsigned number, unsigned threads, bool waits, const Site& site) {
+    Numbered& barrier = now->block->numbered[number];
+    if (number > 15 || threads % WARP != 0 || (barrier.came > 0 && barrier.threads != threads)) {
+        fail("barrier %u of %u threads, of %u before", number, threads, barrier.threads);
+    }
+    barrier.threads = threads;
+    const uint64_t round = barrier.round;
+    if (++barrier.came == threads) {
+        barrier.came = 0;
+        barrier.round++;
+    }
+    went_on = true;
+    if (waits) until(site, [&] { return barrier.round > round; });
+}
+
+unsigned char* shared(uint32_t at, size_t bytes, const char* what) {
+    if (!fits(*now->block, at, bytes, what)) fail("%s", what);
+    return &now->block->shared[at];
+}
+
+void store(uint32_t at, const void* from, size_t bytes) {
+    memcpy(shared(at, bytes, "a store"), from, bytes);
+    for (size_t n = 0; n < bytes; n++) now->block->owner[at + n] = uint16_t(now->number + 1);
+    now->unpublished.push_back({at, bytes});
+}
+
+void load(uint32_t at, void* to, size_t bytes) { memcpy(to, shared(at, bytes, "a load"), bytes); }
+
+void publish() {
+    for (const Range& range : now->unpublished) {
+        for (size_t n = 0; n < range.bytes; n++) {
+            uint16_t& owner = now->block->owner[range.at + n];
+            if (owner == now->number + 1) owner = 0;
+        }
+    }
+    now->unpublished.clear();
+}
+
+void barrier_init(uint32_t at, uint32_t arrivals) {
+    shared(at, 8, "a barrier");
+    if (at % 8 != 0 || arrivals == 0) fail("a barrier of %u arrivals at %u", arrivals, at);
+    now->block->barriers[at] = Barrier{arrivals, arrivals, 0, 0};
+}
+
+static Barrier& barrier_at(uint32_t at) {
+    auto found = now->block->barriers.find(at);
+    if (found == now->block->barriers.end()) fail("there is no barrier at %u", at);
+    return found->second;
+}
+
+void barrier_arrive(uint32_t at, uint32_t bytes) {
+    Barrier& barrier = barrier_at(at);
+    if (barrier.left == 0) fail("more arrive at the barrier at %u than it is for", at);
+    barrier.bytes += bytes;
+    barrier.left--;
+    advance(barrier);
+    went_on = true;
+}
+
+void barrier_wait(uint32_t at, uint32_t parity, const Site& site) {
+    const Barrier& barrier = barrier_at(at);
+    until(site, [&] { return (barrier.phase & 1) != parity; });
+}
+
+static void copy(bool in, uint32_t shared, const uint64_t* map, uint32_t barrier, const int (&place)[4], std::shared_ptr<int> group) {
+    Copy copy = {in, shared, barrier, {}, {place[0], place[1], place[2], place[3]}, std::move(group)};
+    memcpy(copy.map, map, sizeof copy.map);
+    now->block->copies.push_back(std::move(copy));
+    went_on = true;
+}
+
+void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]) { copy(true, to, map, barrier, place, nullptr); }
+
+void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]) {
+    ++*now->open;
+    copy(false, from, map, 0, place, now->open);
+}
+
+void copy_out_ends() {
+    now->under_way.push_back(now->open);
+    now->open = std::make_shared<int>(0);
+}
+
+void copied_out(const Site& site) {
+    Fiber& self = *now;
+    until(site, [&] {
+        for (const auto& left : self.under_way) {
+            if (*left > 0) return false;
+        }
+        return true;
+    });
+    self.under_way.clear();
+}
+
+void multiply_begin() { now->begun = true; }
+
+void multiply(const Product& product) {
+    Fiber& self = *now;
+    if (!self.begun) fail("a product before the registers are handed over");
+    Group& group = self.block->groups[self.number / GROUP];
+    const uint64_t at = self.asked++ - group.done;
+    if (group.waiting.size() <= at) group.waiting.resize(at + 1);
+    Asked& asked = group.waiting[at];
+    asked.of[self.number % GROUP] = product;
+    asked.count++;
+    if (!product.add) {
+        for (int n = 0; n < product.columns / 2; n++) product.results[n] = __builtin_nanf("");
+    }
+    went_on = true;
+}
+
+void multiply_ends() {
+    now->groups.push_back(now->asked);
+    now->begun = false;
+}
+
+void multiplied(int groups, const Site& site) {
+    Fiber& self = *now;
+    Group& group = self.block->groups[self.number / GROUP];
+    if (!self.groups.empty() && self.groups.back() != self.asked) fail("a product that is in no group when it is waited for");
+    uint64_t wanted = 0;
+    while (self.groups.size() > size_t(groups)) {
+        wanted = self.groups.front();
+        self.groups.pop_front();
+    }
+    until(site, [&] { return group.done >= wanted; });
+}
+
+void registers(int count, bool more) {
+    Block& block = *now->block;
+    const unsigned group = now->number / GROUP;
+    if (count % 8 != 0 || count < 24 || count > 256) fail("%d registers of a thread", count);
+    (void)more;
+    block.registers[group] = count;
+    int all = 0;
+    for (int of : block.registers) all += of * int(GROUP);
+    if (all > REGISTERS) fail("%d registers of a block", all);
+}
+
+}  // namespace machine
+
+// Runs a launch; what failed is told as a text, nothing is where nothing did.
+extern "C" __attribute__((visibility("default"))) int emulated_run(
+    void (*of_thread)(void**), const unsigned* blocks, unsigned threads, unsigned shared_bytes, void** given, uint64_t seed, char* text, size_t bytes) {
+    entry = of_thread;
+    arguments = given;
+    grid = {blocks[0], blocks[1], blocks[2]};
+    random_state = seed;
+    failed = false;
+    failure = text;
+    failure_bytes = bytes;
+    const size_t all = size_t(blocks[0]) * blocks[1] * blocks[2];
+    size_t next = 0;
+    std::vector<std::unique_ptr<Block>> live;
+    std::vector<Fiber**> turns;
+    while (!failed && (next < all || !live.empty())) {
+        while (live.size() < RESIDENT && next < all) {
+            const unsigned at = unsigned(next++);
+            live.push_back(begin_block({at % blocks[0], at / blocks[0] % blocks[1], at / blocks[0] / blocks[1]}, threads, shared_bytes));
+        }
+        // Warps in another order each time; lanes one after the other.
+        turns.clear();
+        for (const auto& block : live) {
+            for (unsigned n = 0; n < block->threads; n += WARP) turns.push_back(&block->fibers[n]);
+        }
+        for (size_t n = turns.size(); n > 1; n--) std::swap(turns[n - 1], turns[random_bits() % n]);
+        went_on = false;
+        for (Fiber** warp : turns) {
+            for (unsigned lane = 0; lane < WARP && !failed; lane++) {
+                if (warp[lane]->ended) continue;
+                now = warp[lane];
+                switch_stacks(&scheduler, now->saved);
+            }
+        }
+        bool under_way = false;
+        for (size_t n = 0; n < live.size() && !failed;) {
+            Block& block = *live[n];
+            if (engines(block)) went_on = true;
+            under_way |= asked_for(block);
+            block.live = 0;
+            for (const Fiber* fiber : block.fibers) block.live += !fiber->ended;
+            if (block.live == 0 && block.copies.empty()) {
+                end_block(block);
+                live.erase(live.begin() + long(n));
+                went_on = true;
+            } else {
+                n++;
+            }
+        }
+        if (!went_on && !under_way && !failed && !live.empty()) stuck(live);
+    }
+    for (auto& block : live) end_block(*block);
+    return failed;
+}

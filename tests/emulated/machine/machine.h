@@ -1,0 +1,93 @@
+// What the emulated parts of CUDA ask of the machine that runs them.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace machine {
+
+// Where a thread waits, for whoever asks why nothing goes on.
+struct Site {
+    const char* what;
+    const char* file;
+    int line;
+};
+
+struct Index {
+    unsigned x, y, z;
+};
+
+// This thread in its block, its block in the launch, and how many blocks there are.
+const Index& thread_index();
+const Index& block_index();
+const Index& block_count();
+unsigned block_threads();
+
+// Stops the launch: the driver's call fails with this text.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
+
+// Another thread's turn. Engines may do something of what they were asked in between.
+void wait(const Site& site);
+
+// Something has happened that others may have waited for.
+void progress();
+
+// Waits until a condition holds.
+template <class Condition>
+inline void until(const Site& site, Condition holds) {
+    // What was ready may still come later than what others do.
+    do {
+        wait(site);
+    } while (!holds());
+    progress();
+}
+
+// Tells 32 bits to the lanes of the warp, all of which have to come to the same place; what each of them told.
+const uint32_t* tell(uint32_t bits, const Site& site);
+
+// A barrier of the block that has a number: comes to it, and waits for so many threads or not.
+void come(unsigned barrier, unsigned threads, bool waits, const Site& site);
+
+// Shared memory of the block, by the addresses that kernels have.
+unsigned char* shared(uint32_t at, size_t bytes, const char* what);
+void store(uint32_t at, const void* from, size_t bytes);
+void load(uint32_t at, void* to, size_t bytes);
+// What this thread stored may be read by engines.
+void publish();
+
+// Barriers in shared memory.
+void barrier_init(uint32_t at, uint32_t arrivals);
+void barrier_arrive(uint32_t at, uint32_t bytes);
+void barrier_wait(uint32_t at, uint32_t parity, const Site& site);
+
+// Boxes of tensors to shared memory and out of it, whenever the copy engine comes to them.
+void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]);
+void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]);
+void copy_out_ends();
+void copied_out(const Site& site);
+
+// A product of 64 rows by `columns` over 16, which the matrix units do whenever they come to it, once all four warps of the group asked.
+struct Product {
+    float* results;
+    int columns;
+    bool add;
+    // The first operand in registers, or where it lies in shared memory.
+    bool registers;
+    uint32_t a[4];
+    uint64_t a_at;
+    bool a_by_columns;
+    uint64_t b_at;
+    bool b_by_columns;
+    float (*widen)(uint16_t);
+};
+void multiply(const Product& product);
+void multiply_begin();
+void multiply_ends();
+void multiplied(int groups, const Site& site);
+
+// Whether registers of a group may become so many, of all that the block has.
+void registers(int count, bool more);
+
+}  // namespace machine
+
+#define HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()

@@ -1,0 +1,154 @@
+//! The driver: one device of compute capability 9.0 with few multiprocessors, on which everything is done at once.
+
+use crate::{Ptr, kernel, store};
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_char, c_int, c_uint};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const INVALID_VALUE: c_int = 1;
+const CUDA_VERSION: c_int = 13000;
+const CONTEXT: usize = 0xc0de_0000;
+const NAME: &CStr = c"a CPU that runs kernels of an H200";
+/// Multiprocessors, so few that blocks of threads take several tiles each; compute capability.
+const ATTRIBUTES: [(c_int, c_int); 3] = [(16, 3), (75, 9), (76, 0)];
+
+thread_local! {
+    static CURRENT: Cell<usize> = const { Cell::new(0) };
+}
+
+static NEXT: AtomicU64 = AtomicU64::new(0x1000);
+
+fn made_up(to: *mut Ptr) -> c_int {
+    let made = NEXT.fetch_add(0x10, Ordering::Relaxed) as usize;
+    // SAFETY: the header's contract of whoever calls.
+    unsafe { store(to, std::ptr::without_provenance_mut(made)) }
+}
+
+exported! {
+    /// Nothing to do.
+    fn cuInit(_flags: c_uint) -> c_int { 0 }
+
+    /// 13.0.
+    fn cuDriverGetVersion(version: *mut c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(version, CUDA_VERSION) }
+    }
+
+    /// One name for every error.
+    fn cuGetErrorName(_error: c_int, name: *mut *const c_char) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(name, c"CUDA_ERROR_OF_THE_EMULATION".as_ptr()) }
+    }
+
+    /// What the last launch of the process that failed did.
+    fn cuGetErrorString(_error: c_int, text: *mut *const c_char) -> c_int {
+        let why = CString::new(kernel::failure()).unwrap_or_default();
+        // SAFETY: the header's contract. Errors are few, and their texts are kept for ever, as the driver's are.
+        unsafe { store(text, why.into_raw().cast_const()) }
+    }
+
+    /// One.
+    fn cuDeviceGetCount(count: *mut c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(count, 1) }
+    }
+
+    /// The only one.
+    fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> c_int {
+        if ordinal != 0 {
+            return INVALID_VALUE;
+        }
+        // SAFETY: the header's contract.
+        unsafe { store(device, 0) }
+    }
+
+    /// What is asked.
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) -> c_int {
+        let Some((_, known)) = ATTRIBUTES.iter().find(|(which, _)| *which == attribute) else { return INVALID_VALUE };
+        // SAFETY: the header's contract.
+        unsafe { store(value, *known) }
+    }
+
+    /// Its own.
+    fn cuDeviceGetName(name: *mut c_char, length: c_int, _device: c_int) -> c_int {
+        let bytes = NAME.to_bytes_with_nul();
+        if usize::try_from(length).is_ok_and(|length| length < bytes.len()) {
+            return INVALID_VALUE;
+        }
+        // SAFETY: there is room for as many, by the line above and the header's contract.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr().cast(), name, bytes.len()) };
+        0
+    }
+
+    /// Some.
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, _device: c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(bytes, 8 << 30) }
+    }
+
+    /// The only one.
+    fn cuDevicePrimaryCtxRetain(context: *mut Ptr, _device: c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(context, std::ptr::without_provenance_mut(CONTEXT)) }
+    }
+
+    /// That of this thread.
+    fn cuCtxGetCurrent(context: *mut Ptr) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(context, std::ptr::without_provenance_mut(CURRENT.get())) }
+    }
+
+    /// For this thread.
+    fn cuCtxSetCurrent(context: Ptr) -> c_int {
+        CURRENT.set(context.addr());
+        0
+    }
+
+    /// Everything is done.
+    fn cuCtxSynchronize() -> c_int { 0 }
+
+    /// Never.
+    fn cuStreamIsCapturing(_stream: Ptr, status: *mut c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(status, 0) }
+    }
+
+    /// A handle.
+    fn cuStreamCreate(stream: *mut Ptr, _flags: c_uint) -> c_int { made_up(stream) }
+
+    /// Nothing to do.
+    fn cuStreamDestroy_v2(_stream: Ptr) -> c_int { 0 }
+
+    /// Its address.
+    fn cuStreamGetId(stream: Ptr, id: *mut u64) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(id, stream.addr() as u64) }
+    }
+
+    /// Everything is done.
+    fn cuStreamSynchronize(_stream: Ptr) -> c_int { 0 }
+
+    /// Everything is done.
+    fn cuStreamWaitEvent(_stream: Ptr, _event: Ptr, _flags: c_uint) -> c_int { 0 }
+
+    /// A handle.
+    fn cuEventCreate(event: *mut Ptr, _flags: c_uint) -> c_int { made_up(event) }
+
+    /// Nothing to do.
+    fn cuEventDestroy_v2(_event: Ptr) -> c_int { 0 }
+
+    /// Nothing to do.
+    fn cuEventRecord(_event: Ptr, _stream: Ptr) -> c_int { 0 }
+
+    /// Passed.
+    fn cuEventQuery(_event: Ptr) -> c_int { 0 }
+
+    /// Passed.
+    fn cuEventSynchronize(_event: Ptr) -> c_int { 0 }
+
+    /// Nothing takes time.
+    fn cuEventElapsedTime(ms: *mut f32, _start: Ptr, _end: Ptr) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(ms, 0.0) }
+    }
+}

@@ -1,0 +1,152 @@
+//! Modules, their kernels, and launches.
+
+use crate::nvrtc::MAGIC;
+use crate::{Ptr, memory, store};
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use parking_lot::Mutex;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const INVALID_VALUE: c_int = 1;
+const INVALID_IMAGE: c_int = 200;
+const INVALID_HANDLE: c_int = 400;
+const NOT_FOUND: c_int = 500;
+const LAUNCH_FAILED: c_int = 719;
+const MAX_DYNAMIC_SHARED: c_int = 8;
+const REGISTERS: c_int = 4;
+/// Shared memory of a block without asking for more, and with.
+const SHARED_BYTES: u32 = 48 << 10;
+const MOST_SHARED: u32 = 232_448;
+const MOST_THREADS: u32 = 1024;
+
+type OfThread = unsafe extern "C" fn(*mut Ptr);
+type Run = unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize) -> c_int;
+
+struct Function {
+    module: usize,
+    of_thread: OfThread,
+    run: Run,
+    shared_bytes: u32,
+}
+
+static MODULES: Mutex<Vec<Option<Library>>> = Mutex::new(Vec::new());
+static FUNCTIONS: Mutex<Vec<Function>> = Mutex::new(Vec::new());
+static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+/// The machine runs one launch at a time; what the last one that failed did.
+static FAILURE: Mutex<String> = Mutex::new(String::new());
+
+/// What the last launch that failed did.
+pub(crate) fn failure() -> String {
+    FAILURE.lock().clone()
+}
+
+fn failed(why: String) -> c_int {
+    *FAILURE.lock() = why;
+    LAUNCH_FAILED
+}
+
+fn handle(n: usize) -> Ptr {
+    std::ptr::without_provenance_mut(n + 1)
+}
+
+exported! {
+    /// Opens the library that was compiled.
+    fn cuModuleLoadData(module: *mut Ptr, image: *const c_void) -> c_int {
+        // SAFETY: the header's contract: code has more than four bytes; that of the compiler here ends with a zero.
+        if unsafe { image.cast::<[u8; 4]>().read() } != *MAGIC {
+            return INVALID_IMAGE;
+        }
+        // SAFETY: as above.
+        let path = unsafe { CStr::from_ptr(image.cast::<c_char>().add(MAGIC.len())) }.to_string_lossy().into_owned();
+        // SAFETY: the library was made here, and has no initialisers of note.
+        let Ok(library) = (unsafe { Library::open(Some(Path::new(&path)), RTLD_NOW | RTLD_LOCAL) }) else { return INVALID_IMAGE };
+        let mut modules = MODULES.lock();
+        modules.push(Some(library));
+        // SAFETY: the header's contract.
+        unsafe { store(module, handle(modules.len() - 1)) }
+    }
+
+    /// A kernel by its name.
+    fn cuModuleGetFunction(function: *mut Ptr, module: Ptr, name: *const c_char) -> c_int {
+        // SAFETY: the header's contract: a text that ends with a zero.
+        let name = format!("emulated_{}", unsafe { CStr::from_ptr(name) }.to_string_lossy());
+        let modules = MODULES.lock();
+        let Some(Some(library)) = modules.get(module.addr().wrapping_sub(1)) else { return INVALID_HANDLE };
+        // SAFETY: the types are those of `machine.cpp` and of what the compiler here writes behind kernels.
+        let found = unsafe { (library.get::<OfThread>(name.as_bytes()), library.get::<Run>(b"emulated_run")) };
+        let (Ok(of_thread), Ok(run)) = found else { return NOT_FOUND };
+        let mut functions = FUNCTIONS.lock();
+        functions.push(Function { module: module.addr(), of_thread: *of_thread, run: *run, shared_bytes: SHARED_BYTES });
+        // SAFETY: the header's contract.
+        unsafe { store(function, handle(functions.len() - 1)) }
+    }
+
+    /// Its kernels are gone.
+    fn cuModuleUnload(module: Ptr) -> c_int {
+        let Some(loaded) = MODULES.lock().get_mut(module.addr().wrapping_sub(1)).and_then(Option::take) else { return INVALID_HANDLE };
+        FUNCTIONS.lock().iter_mut().filter(|f| f.module == module.addr()).for_each(|f| f.module = 0);
+        drop(loaded);
+        0
+    }
+
+    /// Registers are as many as a thread may have.
+    fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, _function: Ptr) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(value, if attribute == REGISTERS { 168 } else { 0 }) }
+    }
+
+    /// How much dynamic shared memory a kernel may be launched with.
+    fn cuFuncSetAttribute(function: Ptr, attribute: c_int, value: c_int) -> c_int {
+        let mut functions = FUNCTIONS.lock();
+        let Some(found) = functions.get_mut(function.addr().wrapping_sub(1)) else { return INVALID_HANDLE };
+        if attribute != MAX_DYNAMIC_SHARED || value.unsigned_abs() > MOST_SHARED {
+            return INVALID_VALUE;
+        }
+        found.shared_bytes = value.unsigned_abs();
+        0
+    }
+
+    /// What the copy engine asks for: multiples of 16 bytes, boxes of 64 elements of two bytes, swizzled.
+    fn cuTensorMapEncodeTiled(map: *mut c_void, dtype: c_int, rank: c_uint, address: u64, extents: *const u64, strides: *const u64, tile: *const u32,
+                              steps: *const u32, interleave: c_int, swizzle: c_int, _promote: c_int, fill: c_int) -> c_int {
+        if rank != 4 || dtype != 1 || interleave != 0 || swizzle != 3 || fill != 0 || !address.is_multiple_of(16) || !map.addr().is_multiple_of(64) {
+            return INVALID_VALUE;
+        }
+        // SAFETY: the header's contract: as many numbers as the rank says, one stride less.
+        let (extents, strides, tile, steps) =
+            unsafe { (*extents.cast::<[u64; 4]>(), *strides.cast::<[u64; 3]>(), *tile.cast::<[u32; 4]>(), *steps.cast::<[u32; 4]>()) };
+        let fits = strides.iter().all(|stride| stride.is_multiple_of(16) && *stride < 1 << 40 && *stride > 0);
+        if !fits || steps != [1; 4] || extents.contains(&0) || tile[0] > 64 || tile.iter().any(|&n| n == 0 || n > 256) {
+            return INVALID_VALUE;
+        }
+        let last: u64 = extents[1..].iter().zip(strides).map(|(extent, stride)| (extent - 1) * stride).sum();
+        if !memory::holds(address, last + 2 * extents[0]) {
+            return INVALID_VALUE;
+        }
+        let [a, b, c, d] = extents;
+        let [e, f, g] = strides;
+        let [h, i, j, k] = tile.map(u64::from);
+        // SAFETY: the header's contract: 128 bytes.
+        unsafe { store(map.cast::<[u64; 16]>(), [address, a, b, c, d, e, f, g, h, i, j, k, 0, 0, 0, 0]) }
+    }
+
+    /// Runs it to its end.
+    fn cuLaunchKernel(function: Ptr, x: c_uint, y: c_uint, z: c_uint, threads: c_uint, _v: c_uint, _w: c_uint, shared: c_uint, _stream: Ptr,
+                      arguments: *mut Ptr, _extra: *mut Ptr) -> c_int {
+        let functions = FUNCTIONS.lock();
+        let Some(found) = functions.get(function.addr().wrapping_sub(1)).filter(|f| f.module != 0) else { return INVALID_HANDLE };
+        if shared > found.shared_bytes || threads == 0 || threads > MOST_THREADS || !threads.is_multiple_of(32) || x == 0 || y == 0 || z == 0 {
+            return INVALID_VALUE;
+        }
+        let seed = LAUNCHES.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let (blocks, mut text) = ([x, y, z], [0; 1024]);
+        // SAFETY: the header's contract for the arguments; the rest is live. Launches hold the lock of functions: one at a time.
+        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), threads, shared, arguments, seed, text.as_mut_ptr(), text.len()) };
+        if status != 0 {
+            // SAFETY: the machine writes a text that ends with a zero.
+            return failed(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned());
+        }
+        memory::spoiled().map_or(0, failed)
+    }
+}

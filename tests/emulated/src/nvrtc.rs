@@ -1,0 +1,224 @@
+//! The run-time compiler: clang, over the kernels' text with the pieces that hold PTX replaced. What it makes, "machine code", is the path of a library.
+
+use crate::{Ptr, store};
+use std::ffi::{CStr, c_char, c_int};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+const COMPILATION: c_int = 6;
+const INVALID_PROGRAM: c_int = 4;
+
+/// What machine code begins with, as that of GPUs does.
+pub(crate) const MAGIC: &[u8] = b"\x7fELF";
+
+/// Pieces of the text by their names, and what stands in for each.
+const REPLACED: [(&str, &str); 4] = [("units.cuh", "units.h"), ("copy.cuh", "copy.h"), ("products.cuh", "products.h"), ("generated", "")];
+
+/// A variable with a text of two lines: what is replaced in kernels by what, so that tests see whether it is found.
+const FAULT: &str = "SDPA_EMULATED_FAULT";
+
+const FLAGS: [&str; 12] = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-fno-exceptions",
+    "-ftrivial-auto-var-init=pattern",
+    "-xc++",
+];
+
+struct Program {
+    text: String,
+    log: String,
+    code: Vec<u8>,
+}
+
+fn machine() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("machine")
+}
+
+/// The text for clang, with its kernels behind names that a launch finds them by.
+fn translated(text: &str) -> Result<String, String> {
+    let mut made = String::from("#include \"cuda.h\"\n");
+    let mut kernels: Vec<String> = Vec::new();
+    for (n, piece) in text.split("#line 1 \"").enumerate() {
+        let (name, body) = if n == 0 { ("constants", piece) } else { piece.split_once("\"\n").ok_or("a piece without a name")? };
+        match REPLACED.iter().find(|(replaced, _)| *replaced == name) {
+            Some((_, with)) if with.is_empty() => {}
+            Some((_, with)) => made.push_str(&format!("#include \"{with}\"\n")),
+            None => made.push_str(&format!("#line 1 \"{name}\"\n{}", body.replace("#pragma unroll", ""))),
+        }
+        for kernel in body.split("__global__").skip(1) {
+            // Behind the return type and the bounds.
+            let (_, rest) = kernel.split_once(", 1)").ok_or("a kernel without bounds")?;
+            let (name, _) = rest.trim_start().split_once('(').ok_or("a kernel without arguments")?;
+            kernels.push(name.to_owned());
+        }
+    }
+    for name in &kernels {
+        made.push_str(&format!(
+            "extern \"C\" __attribute__((visibility(\"default\"))) void emulated_{name}(void** arguments) {{ machine::call({name}, arguments); }}\n"
+        ));
+    }
+    Ok(made)
+}
+
+/// Where programs are kept: beside this library.
+fn folder() -> PathBuf {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let own = maps.lines().filter_map(|line| line.split_whitespace().nth(5)).find(|path| path.ends_with("/libemulated.so"));
+    own.and_then(|path| Path::new(path).parent()).map_or_else(std::env::temp_dir, Path::to_owned).join("emulated")
+}
+
+fn clang(arguments: &[&std::ffi::OsStr]) -> Result<(), String> {
+    let names = ["clang++".to_owned()].into_iter().chain((14..=22).rev().map(|version| format!("clang++-{version}")));
+    for name in names {
+        match Command::new(&name).args(arguments).output() {
+            Ok(done) if done.status.success() => return Ok(()),
+            Ok(done) => return Err(String::from_utf8_lossy(&done.stderr).into_owned()),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            Err(e) => return Err(format!("{name}: {e}")),
+        }
+    }
+    Err("there is no clang++ (on Debian: apt-get install clang)".to_owned())
+}
+
+fn compiled(text: &str) -> Result<PathBuf, String> {
+    static UNIQUE: AtomicU32 = AtomicU32::new(0);
+    let mut text = translated(text)?;
+    if let Ok(fault) = std::env::var(FAULT) {
+        let (from, to) = fault.split_once('\n').ok_or("a fault is two lines")?;
+        if text.matches(from).count() != 1 {
+            return Err(format!("{} places are as the fault says", text.matches(from).count()));
+        }
+        text = text.replace(from, to);
+    }
+    let mut state = DefaultHasher::new();
+    (&text, FLAGS).hash(&mut state);
+    for file in ["machine.h", "machine.cpp", "cuda.h", "units.h", "copy.h", "products.h", "../../metal/emulator/numbers.h"] {
+        std::fs::read_to_string(machine().join(file)).map_err(|e| format!("{file}: {e}"))?.hash(&mut state);
+    }
+    let folder = folder();
+    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    let path = folder.join(format!("{:016x}.so", state.finish()));
+    if path.exists() {
+        return Ok(path);
+    }
+    let unique = format!("{}-{}", std::process::id(), UNIQUE.fetch_add(1, Ordering::Relaxed));
+    let (source, part) = (folder.join(format!("{unique}.cpp")), folder.join(format!("{unique}.part")));
+    std::fs::write(&source, &text).map_err(|e| format!("{}: {e}", source.display()))?;
+    let (include, own) = (machine(), machine().join("machine.cpp"));
+    let mut arguments: Vec<&std::ffi::OsStr> = FLAGS.iter().map(|flag| flag.as_ref()).collect();
+    arguments.extend(["-I".as_ref(), include.as_os_str(), source.as_os_str(), own.as_os_str(), "-o".as_ref(), part.as_os_str()]);
+    let made = clang(&arguments).map_err(|e| format!("{}: {e}", source.display()));
+    made?;
+    let _ = std::fs::remove_file(&source);
+    std::fs::rename(&part, &path).map_err(|e| e.to_string())?;
+    Ok(path)
+}
+
+/// The program behind a handle.
+///
+/// # Safety
+/// It is null, or one that was created and not destroyed.
+unsafe fn program<'a>(handle: Ptr) -> Option<&'a mut Program> {
+    // SAFETY: the caller's.
+    unsafe { handle.cast::<Program>().as_mut() }
+}
+
+/// # Safety
+/// `to` has room for the bytes, and a zero.
+unsafe fn told(bytes: &[u8], to: *mut c_char) -> c_int {
+    // SAFETY: the caller's.
+    unsafe {
+        std::ptr::copy_nonoverlapping(bytes.as_ptr().cast(), to, bytes.len());
+        to.add(bytes.len()).write(0);
+    }
+    0
+}
+
+exported! {
+    /// 13.0.
+    fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
+        // SAFETY: the header's contract.
+        unsafe { store(major, 13) + store(minor, 0) }
+    }
+
+    /// Keeps the text.
+    fn nvrtcCreateProgram(made: *mut Ptr, text: *const c_char, _name: *const c_char, _count: c_int, _headers: *const *const c_char,
+                          _names: *const *const c_char) -> c_int {
+        // SAFETY: the header's contract: a text that ends with a zero.
+        let text = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+        let program = Box::new(Program { text, log: String::new(), code: Vec::new() });
+        // SAFETY: the header's contract.
+        unsafe { store(made, Box::into_raw(program).cast()) }
+    }
+
+    /// Options are the GPU's.
+    fn nvrtcCompileProgram(handle: Ptr, _count: c_int, _options: *const *const c_char) -> c_int {
+        // SAFETY: the header's contract.
+        let Some(program) = (unsafe { program(handle) }) else { return INVALID_PROGRAM };
+        match compiled(&program.text) {
+            Ok(path) => {
+                program.code = [MAGIC, path.as_os_str().as_encoded_bytes()].concat();
+                0
+            }
+            Err(why) => {
+                program.log = why.replace('\0', " ");
+                COMPILATION
+            }
+        }
+    }
+
+    /// It is gone.
+    fn nvrtcDestroyProgram(handle: *mut Ptr) -> c_int {
+        // SAFETY: the header's contract: a program that was created here.
+        drop(unsafe { Box::from_raw((*handle).cast::<Program>()) });
+        0
+    }
+
+    /// With the zero.
+    fn nvrtcGetProgramLogSize(handle: Ptr, bytes: *mut usize) -> c_int {
+        // SAFETY: the header's contract.
+        let Some(program) = (unsafe { program(handle) }) else { return INVALID_PROGRAM };
+        // SAFETY: the header's contract.
+        unsafe { store(bytes, program.log.len() + 1) }
+    }
+
+    /// What clang said.
+    fn nvrtcGetProgramLog(handle: Ptr, to: *mut c_char) -> c_int {
+        // SAFETY: the header's contract.
+        let Some(program) = (unsafe { program(handle) }) else { return INVALID_PROGRAM };
+        // SAFETY: the header's contract.
+        unsafe { told(program.log.as_bytes(), to) }
+    }
+
+    /// With the zero.
+    fn nvrtcGetCUBINSize(handle: Ptr, bytes: *mut usize) -> c_int {
+        // SAFETY: the header's contract.
+        let Some(program) = (unsafe { program(handle) }) else { return INVALID_PROGRAM };
+        // SAFETY: the header's contract.
+        unsafe { store(bytes, program.code.len() + 1) }
+    }
+
+    /// Where the library is.
+    fn nvrtcGetCUBIN(handle: Ptr, to: *mut c_char) -> c_int {
+        // SAFETY: the header's contract.
+        let Some(program) = (unsafe { program(handle) }) else { return INVALID_PROGRAM };
+        // SAFETY: the header's contract.
+        unsafe { told(&program.code, to) }
+    }
+
+    /// There is none.
+    fn nvrtcGetPTXSize(_handle: Ptr, _bytes: *mut usize) -> c_int { INVALID_PROGRAM }
+
+    /// There is none.
+    fn nvrtcGetPTX(_handle: Ptr, _to: *mut c_char) -> c_int { INVALID_PROGRAM }
+}
