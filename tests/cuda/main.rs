@@ -14,7 +14,9 @@ fn backward() {
     let mut tally = Tally::default();
     let only = std::env::var("ONLY").ok();
     for case in Case::all_backward().unwrap() {
-        if only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) { continue; }
+        if only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
+            continue;
+        }
         let t = std::time::Instant::now();
         let outcome = run_backward_case(&case, Source::Oracle, &executor);
         println!("{} {:?}", case.name, t.elapsed());
@@ -33,7 +35,9 @@ fn cases() {
     let mut tally = Tally::default();
     let only = std::env::var("ONLY").ok();
     for case in Case::all().unwrap() {
-        if only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) { continue; }
+        if only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
+            continue;
+        }
         let outcome = run_case(&case, &executor);
         tally.add("cuda-emulated", &case.name, &outcome);
     }

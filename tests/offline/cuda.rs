@@ -98,7 +98,9 @@ fn every_backward_kernel_compiles_into_registers() {
         let t = std::time::Instant::now();
         let made = compile(&nvrtc, &source::backward(&backward, &backward.tile().unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
         println!("{:?} {:?} {:?}: {:?} {:?}", spec.q.dims, spec.score_mods, spec.masks, t.elapsed(), serialized(&made));
-        for l in made.log.lines() { println!("   {l}"); }
+        for l in made.log.lines() {
+            println!("   {l}");
+        }
         let _ = plain;
     });
 }

@@ -1,7 +1,7 @@
 // Attention backward on compute capability 9.0: one group of threads brings operands, two others have 64 keys of a block each, and walk over queries.
 // Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
 
-// Products of 64 rows and the rows of a tile of queries, over the columns of both. Nothing waits.
+// Products of 64 rows and 64 rows of a tile of queries, over the columns of both. Nothing waits.
 template <int panels>
 inline void score(float (&s)[SCORES], uint rows, uint tile) {
     products_begin();
@@ -17,12 +17,12 @@ inline void score(float (&s)[SCORES], uint rows, uint tile) {
     products_commit();
 }
 
-// Adds weights times rows of a tile of queries. Nothing waits: weights are untouchable until then.
+// Adds weights times 64 rows of a tile of queries. Nothing waits: weights are untouchable until then.
 template <int count>
 inline void weigh(float (&sums)[count], const uint (&w)[SCORES / 2], uint tile) {
     products_begin();
 #pragma unroll
-    for (int step = 0; step < TILE_M / 16; step++) {
+    for (int step = 0; step < 4; step++) {
         const ulong64 b = operand_by_columns(tile + step * 16 * ROW_BYTES, Q_PANEL_BYTES);
         product_by_columns(sums, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], b, true);
     }
@@ -50,7 +50,7 @@ inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
 // are asked for, weights as they are, and scores before the score_mod in `raw`.
 template <bool masked>
 inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
-                    const float2 (&lse)[SCORES / 4]) {
+                    uint lse) {
     const bool natural = WITH_SCORE_MOD || p.natural != 0;
     Range kept[2];
     if (masked) {
@@ -61,6 +61,7 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
         float before[2], weight[2];
+        const float2 of = load_shared_pair(lse + n / 4 * 32);
 #pragma unroll
         for (int other = 0; other < 2; other++) {
             before[other] = natural ? s[n + other] * p.scale : s[n + other];
@@ -75,7 +76,7 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
                 const Range range = kept[n >> 1 & 1];
                 if (uint(corner.q + 8 * (n / 4) + other - range.first) >= range.count) x = -INFINITE;
             }
-            weight[other] = exp2_of(x * p.unit - (other ? lse[n / 4].y : lse[n / 4].x));
+            weight[other] = exp2_of(x * p.unit - (other ? of.y : of.x));
         }
         w[n / 2] = pair_of(Element{}, weight[0], weight[1]);
 #pragma unroll
@@ -93,11 +94,12 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
 
 // Gradients of scores, in place of those of weights.
 inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCORES], const Params& p, const Captured& captured,
-                   const Gradients& gradients, const Corner& corner, const float2 (&delta)[SCORES / 4]) {
+                   const Gradients& gradients, const Corner& corner, uint delta) {
 #pragma unroll
-    for (int n = 0; n < SCORES; n++) {
-        const float of = n & 1 ? delta[n / 4].y : delta[n / 4].x;
-        d_p[n] = s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - of);
+    for (int n = 0; n < SCORES; n += 2) {
+        const float2 of = load_shared_pair(delta + n / 4 * 32);
+        d_p[n] = s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - of.x);
+        d_p[n + 1] = s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (d_p[n + 1] - of.y);
     }
 #if WITH_ALONG
     along_parameters(raw, d_p, p, captured, gradients, corner);
@@ -111,7 +113,7 @@ inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCO
 }
 
 struct Shared {
-    uint k, v, q, d_o, d_s;
+    uint k, v, q, d_o, d_s, lse, delta;
     uint kv_full, q_full, q_free, d_o_full, d_o_free;
 };
 
@@ -122,7 +124,9 @@ inline Shared layout(uint base) {
     at.q = at.v + V_BYTES;
     at.d_o = at.q + STAGES * Q_BYTES;
     at.d_s = at.d_o + STAGES * D_O_BYTES;
-    at.kv_full = at.d_s + 2 * D_S_BYTES;
+    at.lse = at.d_s + 2 * D_S_BYTES;
+    at.delta = at.lse + STAGES * ROWS_BYTES;
+    at.kv_full = at.delta + STAGES * ROWS_BYTES;
     at.q_full = at.kv_full + 8;
     at.q_free = at.q_full + 8 * STAGES;
     at.d_o_full = at.q_free + 8 * STAGES;
@@ -171,11 +175,14 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
                 panels_in(at.v, KV_PANEL_BYTES, V_PANELS, v_map, at.kv_full, tile.block * TILE_N, tile.head, tile.batch);
                 first = false;
             }
+            const long rows = ((long(tile.batch) * p.heads_q + head) * p.tiles + queries) * TILE_M;
             barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
-            barrier_expect(at.q_full + 8 * ring.stage, Q_BYTES);
+            barrier_expect(at.q_full + 8 * ring.stage, Q_BYTES + ROWS_BYTES);
+            copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, at.q_full + 8 * ring.stage);
             panels_in(at.q + ring.stage * Q_BYTES, Q_PANEL_BYTES, QK_PANELS, q_map, at.q_full + 8 * ring.stage, queries * TILE_M, head, tile.batch);
             barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
-            barrier_expect(at.d_o_full + 8 * ring.stage, D_O_BYTES);
+            barrier_expect(at.d_o_full + 8 * ring.stage, D_O_BYTES + ROWS_BYTES);
+            copy_row_in(at.delta + ring.stage * ROWS_BYTES, p.delta + rows, ROWS_BYTES, at.d_o_full + 8 * ring.stage);
             panels_in(at.d_o + ring.stage * D_O_BYTES, Q_PANEL_BYTES, V_PANELS, d_o_map, at.d_o_full + 8 * ring.stage, queries * TILE_M, head,
                       tile.batch);
             ring.on();
@@ -246,45 +253,42 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         while (walk_on(walk, p, reach, queries, partly)) {
             const long head_rows = (long(tile.batch) * p.heads_q + head) * p.tiles + queries;
             const uint q = at.q + ring.stage * Q_BYTES, d_o = at.d_o + ring.stage * D_O_BYTES, d_s = at.d_s + turn * D_S_BYTES;
-            const Corner corner = {tile.batch, head, queries * TILE_M + 2 * (lane & 3), tile.block * TILE_N + group * 64 + warp * 16 + lane / 4};
-            float s[SCORES], d_p[SCORES], raw[RAW];
-            uint w[SCORES / 2], d_w[SCORES / 2];
             barrier_wait(at.kv_full, 0);
             barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
-            score<QK_PANELS>(s, at.k + own_rows, q);
-            float2 of_row[SCORES / 4];
-            const float2* lse = reinterpret_cast<const float2*>(p.lse + head_rows * TILE_M) + (lane & 3);
-#pragma unroll
-            for (int n = 0; n < SCORES / 4; n++) of_row[n] = lse[4 * n];
-            barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
-            score<V_PANELS>(d_p, at.v + own_rows, d_o);
-            products_wait<1>();
-            hold(s);
-            if (MASKED_ANYWHERE || partly) weights<true>(s, raw, w, p, captured, corner, of_row);
-            else weights<false>(s, raw, w, p, captured, corner, of_row);
-            const float2* delta = reinterpret_cast<const float2*>(p.delta + head_rows * TILE_M) + (lane & 3);
-#pragma unroll
-            for (int n = 0; n < SCORES / 4; n++) of_row[n] = delta[4 * n];
-            products_wait<0>();
-            hold(d_p);
-            slopes(s, raw, d_p, p, captured, gradients, corner, of_row);
-            pack(d_w, d_p);
-            // Keys are rows there, 64 queries a panel.
-            const uint d_s_at = d_s + own_rows + (warp * 16 + lane / 4) * ROW_BYTES + (lane & 3) * 4;
-#pragma unroll
-            for (int n = 0; n < SCORES / 2; n++) {
-                const int chunk = n / 2;
-                store_shared(d_s_at + chunk / 8 * KV_PANEL_BYTES + (n & 1 ? 8 * ROW_BYTES : 0) + ((chunk % 8 ^ lane / 4) << 4), d_w[n]);
-            }
-            written_for_engines();
-            weigh(dv, w, d_o + tile.part * DV_PANELS * Q_PANEL_BYTES);
-            meet(1, 256);
             float dq[DQ];
-            along_queries(dq, d_s + own_d_s, at.k + own_k);
-            products_wait<1>();
-            hold(dv);
-            if (lane == 0) barrier_arrive(at.d_o_free + 8 * ring.stage);
-            weigh(dk, d_w, q + tile.part * DK_PANELS * Q_PANEL_BYTES);
+#pragma unroll
+            for (int sub = 0; sub < SUBS; sub++) {
+                const Corner corner = {tile.batch, head, queries * TILE_M + sub * 64 + 2 * (lane & 3),
+                                       tile.block * TILE_N + group * 64 + warp * 16 + lane / 4};
+                const uint sub_rows = sub * 64 * ROW_BYTES, of_rows = ring.stage * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
+                float s[SCORES], d_p[SCORES], raw[RAW];
+                uint w[SCORES / 2], d_w[SCORES / 2];
+                score<QK_PANELS>(s, at.k + own_rows, q + sub_rows);
+                if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
+                score<V_PANELS>(d_p, at.v + own_rows, d_o + sub_rows);
+                products_wait<1>();
+                hold(s);
+                if (MASKED_ANYWHERE || partly) weights<true>(s, raw, w, p, captured, corner, at.lse + of_rows);
+                else weights<false>(s, raw, w, p, captured, corner, at.lse + of_rows);
+                products_wait<0>();
+                hold(d_p);
+                slopes(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
+                pack(d_w, d_p);
+                // Keys are rows there, 64 queries a panel.
+                const uint d_s_at = d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + lane / 4) * ROW_BYTES + (lane & 3) * 4;
+#pragma unroll
+                for (int n = 0; n < SCORES / 2; n++) store_shared(d_s_at + (n & 1 ? 8 * ROW_BYTES : 0) + ((n / 2 ^ lane / 4) << 4), d_w[n]);
+                written_for_engines();
+                weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
+                if (sub + 1 == SUBS) {
+                    meet(1, 256);
+                    along_queries(dq, d_s + own_d_s, at.k + own_k);
+                    products_wait<1>();
+                    hold(dv);
+                    if (lane == 0) barrier_arrive(at.d_o_free + 8 * ring.stage);
+                }
+                weigh(dk, d_w, q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES);
+            }
             products_wait<1>();
             hold(dq);
             float* to = p.sums + (head_rows * SLICES + tile.part * 2 + group) * 4096 + (threadIdx.x & 127) * 4;

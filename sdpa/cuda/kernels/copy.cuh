@@ -40,6 +40,13 @@ inline void copy_in(uint to, const TensorMap& map, uint barrier, int dim, int ro
         : "memory");
 }
 
+// Brings bytes in a row to shared memory: multiples of 16, from and to multiples of 16.
+inline void copy_row_in(uint to, const void* from, uint bytes, uint barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(barrier)
+                 : "memory");
+}
+
 // Takes a box out of shared memory. What lies outside of the tensor is not written.
 inline void copy_out(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(from), "l"(&map), "r"(dim),

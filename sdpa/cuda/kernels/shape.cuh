@@ -11,12 +11,15 @@ constexpr uint Q_BYTES = Q_PANEL_BYTES * QK_PANELS;
 constexpr uint D_O_BYTES = Q_PANEL_BYTES * V_PANELS;
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
+constexpr uint ROWS_BYTES = TILE_M * 4;
 constexpr uint D_S_BYTES = TILE_N * TILE_M * 2;
 // Of gradients of keys and values, a block of threads has a part of the columns; of those of queries too, a group a half of that.
 constexpr int DK_PANELS = QK_PANELS / PARTS;
 constexpr int DV_PANELS = V_PANELS / PARTS;
 constexpr int SLICES = 2 * PARTS;
-constexpr int SCORES = TILE_M / 2;
+// Queries of a tile go by 64 at a time.
+constexpr int SUBS = TILE_M / 64;
+constexpr int SCORES = 32;
 constexpr int RAW = WITH_ALONG ? SCORES : 1;
 constexpr int DK = DK_PANELS * PANEL / 2;
 constexpr int DV = DV_PANELS * PANEL / 2;

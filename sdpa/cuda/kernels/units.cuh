@@ -52,6 +52,12 @@ inline uint load_shared(uint at) {
     return x;
 }
 
+inline float2 load_shared_pair(uint at) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
+    return x;
+}
+
 // Waits until so many threads have come to the barrier of this number.
 inline void meet(uint barrier, uint threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -1,5 +1,6 @@
 //! Products of the matrix units as inline PTX: as many operands as registers hold results, so the text is made.
 
+use crate::tile::PANEL;
 use std::fmt::Write;
 
 /// Where the operands of a product are.
@@ -40,16 +41,17 @@ pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: 
     text
 }
 
-/// Products of the backward kernel: scores, gradients of values and keys, gradients of queries.
-pub(crate) fn backward(element: &str, columns_of_scores: u32, columns: [u32; 2], columns_of_queries: u32) -> String {
+/// Products of the backward kernel: scores of 64 keys and 64 queries, gradients of keys and values of so many columns, gradients of queries, a panel of
+/// columns at once.
+pub(crate) fn backward(element: &str, columns: [u32; 2]) -> String {
     let mut text = String::new();
-    product(&mut text, element, columns_of_scores, Operands::ByRows);
+    product(&mut text, element, 64, Operands::ByRows);
     let [first, second] = columns;
     product(&mut text, element, first, Operands::Registers);
     if first != second {
         product(&mut text, element, second, Operands::Registers);
     }
-    product(&mut text, element, columns_of_queries, Operands::ByColumns);
+    product(&mut text, element, PANEL, Operands::ByColumns);
     text
 }
 

@@ -80,7 +80,12 @@ impl Check {
         );
         for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
             let stride = tensor.strides[axis];
-            self.that(steps(tensor, axis, bytes), &field(&format!("strides ({name})")), stride, "the copy engine steps by multiples of 16 bytes, and not by 0");
+            self.that(
+                steps(tensor, axis, bytes),
+                &field(&format!("strides ({name})")),
+                stride,
+                "the copy engine steps by multiples of 16 bytes, and not by 0",
+            );
         }
     }
 }

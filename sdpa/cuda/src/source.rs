@@ -149,7 +149,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let params = format!("{}typedef BackwardParams Params;\n{}", BackwardParams::cuda(), gradients_structure(&problem.along));
     let mut text = begin(forward, &own, &params, &traced);
     let columns = [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts);
-    text.push_str(&matrix::backward(element(forward.dtype), tile.queries, columns, crate::tile::PANEL));
+    text.push_str(&matrix::backward(element(forward.dtype), columns));
     for piece in [SPAN, BACKWARD, SHAPE] {
         add(&mut text, piece);
     }

@@ -142,10 +142,14 @@ impl BackwardTile {
         2 * self.parts
     }
 
-    /// Bytes of shared memory of a block: keys and values, steps of queries and gradients of outputs, gradients of scores of two steps, barriers.
+    /// Bytes of shared memory of a block: keys and values, steps of queries and gradients of outputs, two numbers of each query, gradients of scores of
+    /// two steps, barriers.
     pub fn shared_bytes(&self) -> u32 {
         let row = (self.dim_qk + self.dim_v) / PANEL * ROW_BYTES;
-        (BackwardTile::KEYS + self.stages * self.queries) * row + 2 * BackwardTile::KEYS * self.queries * 2 + BARRIERS
+        (BackwardTile::KEYS + self.stages * self.queries) * row
+            + self.stages * self.queries * 8
+            + 2 * BackwardTile::KEYS * self.queries * 2
+            + BARRIERS
     }
 }
 

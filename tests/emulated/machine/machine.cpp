@@ -102,6 +102,9 @@ struct Copy {
     int place[4];
     // Of a copy out: what counts those of its group.
     std::shared_ptr<int> group;
+    // Of bytes in a row: where they come from, and how many there are.
+    const void* row;
+    uint32_t bytes;
 };
 
 // What a thread of a group asked of a product.
@@ -278,7 +281,22 @@ struct Map {
     }
 };
 
+// Bytes have come to shared memory.
+void came_in(Block& block, const Copy& copy, size_t bytes) {
+    memset(&block.owner[copy.shared], 0, bytes * sizeof(uint16_t));
+    auto found = block.barriers.find(copy.barrier);
+    if (found == block.barriers.end()) return note("a copy arrives at %u, where no barrier is", copy.barrier);
+    found->second.bytes -= int64_t(bytes);
+    advance(found->second);
+}
+
 void run(Block& block, const Copy& copy) {
+    if (copy.row != nullptr) {
+        if (copy.bytes % 16 != 0 || copy.shared % 16 != 0 || uintptr_t(copy.row) % 16 != 0) return note("%u bytes in a row to %u", copy.bytes, copy.shared);
+        if (!fits(block, copy.shared, copy.bytes, "a copy")) return;
+        memcpy(&block.shared[copy.shared], copy.row, copy.bytes);
+        return came_in(block, copy, copy.bytes);
+    }
     const Map map(copy.map);
     const uint32_t rows = map.box[1], columns = map.box[0];
     const size_t bytes = size_t(rows) * 128;
@@ -303,11 +321,7 @@ void run(Block& block, const Copy& copy) {
         }
     }
     if (copy.in) {
-        memset(&block.owner[copy.shared], 0, bytes * sizeof(uint16_t));
-        auto found = block.barriers.find(copy.barrier);
-        if (found == block.barriers.end()) return note("a copy arrives at %u, where no barrier is", copy.barrier);
-        found->second.bytes -= int64_t(bytes);
-        advance(found->second);
+        came_in(block, copy, bytes);
     } else {
         --*copy.group;
     }
@@ -523,13 +537,18 @@ void barrier_wait(uint32_t at, uint32_t parity, const Site& site) {
 }
 
 static void copy(bool in, uint32_t shared, const uint64_t* map, uint32_t barrier, const int (&place)[4], std::shared_ptr<int> group) {
-    Copy copy = {in, shared, barrier, {}, {place[0], place[1], place[2], place[3]}, std::move(group)};
+    Copy copy = {in, shared, barrier, {}, {place[0], place[1], place[2], place[3]}, std::move(group), nullptr, 0};
     memcpy(copy.map, map, sizeof copy.map);
     now->block->copies.push_back(std::move(copy));
     went_on = true;
 }
 
 void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]) { copy(true, to, map, barrier, place, nullptr); }
+
+void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    now->block->copies.push_back(Copy{true, to, barrier, {}, {}, nullptr, from, bytes});
+    went_on = true;
+}
 
 void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]) {
     ++*now->open;

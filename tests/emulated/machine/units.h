@@ -19,6 +19,11 @@ inline uint load_shared(uint at) {
     machine::load(at, &x, 4);
     return x;
 }
+inline float2 load_shared_pair(uint at) {
+    float2 x;
+    machine::load(at, &x, 8);
+    return x;
+}
 inline void meet(uint barrier, uint threads, HERE) { machine::come(barrier, threads, true, {"meet", file, line}); }
 inline void arrive(uint barrier, uint threads, HERE) { machine::come(barrier, threads, false, {"arrive", file, line}); }
 
