@@ -12,7 +12,7 @@ packages() {
   command -v cc >/dev/null || command -v gcc >/dev/null || missing+=(gcc libc6-dev)
   command -v python3 >/dev/null || missing+=(python3)
   if ! command -v python3 >/dev/null || ! python3 -m pip --version >/dev/null 2>&1; then missing+=(python3-pip); fi
-  # Compiles Metal kernels for the emulation; its sanitizers are a package of their own.
+  # Compiles kernels for the emulations; its sanitizers are a package of their own.
   if ! command -v clang++ >/dev/null; then
     missing+=(clang libclang-rt-dev)
   elif ! [ -e "$(clang++ -print-file-name="libclang_rt.tsan-$(uname -m).a")" ] && ! [ -e "$(clang++ -print-file-name=libclang_rt.tsan.a)" ]; then

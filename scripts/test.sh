@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # test.sh [ARGUMENTS OF cargo test]: every test of the workspace, or those that the arguments name, with everything that they need
 # made first. Ends with what was skipped and why; fails where a test fails, or where something is skipped that SDPA_REQUIRE asks
-# for (the offline tests, those over the recording library and the emulated Metal kernels, if nothing else is said).
+# for (the offline tests, those over the recording library and the emulated kernels, if nothing else is said).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}
 if [ "$(uname -s)" = Linux ]; then
   scripts/setup-tests.sh
-  cargo build --quiet --package null-driver --package recording
-  export SDPA_REQUIRE=${SDPA_REQUIRE-offline,recording,msl}
+  cargo build --quiet --package null-driver --package recording --package emulated
+  export SDPA_REQUIRE=${SDPA_REQUIRE-offline,recording,msl,cuda}
 fi
 log=$target/test.log
 status=0

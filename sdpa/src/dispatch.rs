@@ -216,21 +216,27 @@ impl Dispatcher {
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
-        self.choose(preference, || self.executors_for(problem), |executor| executor.prepare(problem))
+        self.choose(preference, || self.executors_for(problem), |_| None, |executor| executor.prepare(problem))
     }
 
-    /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass.
+    /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass. The backward kernels of `sdpa::cuda` are
+    /// taken by name alone, or given by [`Dispatcher::with`]: they have run under emulation, and on no GPU yet.
     ///
     /// # Errors
     /// As [`Dispatcher::prepare`].
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
-        self.choose(preference, || self.executors(), |executor| executor.prepare_backward(problem))
+        let untried = |name: ExecutorName| {
+            let own = name == ExecutorName::CUDA && !self.given.iter().any(|given| given.name() == name);
+            own.then(|| absent(name, UNTRIED.to_owned()))
+        };
+        self.choose(preference, || self.executors(), untried, |executor| executor.prepare_backward(problem))
     }
 
     fn choose<P: ?Sized>(
         &self,
         preference: Preference,
         names: impl Fn() -> Vec<ExecutorName>,
+        passed_over: impl Fn(ExecutorName) -> Option<Error>,
         prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
     ) -> Result<Choice<P>, Error> {
         match preference {
@@ -238,18 +244,19 @@ impl Dispatcher {
                 let prepared = prepare(self.executor(name)?)?;
                 Ok(Choice { executor: name, prepared, declined: Vec::new() })
             }
-            Preference::Auto => self.first(names(), prepare),
+            Preference::Auto => self.first(names(), passed_over, prepare),
         }
     }
 
     fn first<P: ?Sized>(
         &self,
         names: Vec<ExecutorName>,
+        passed_over: impl Fn(ExecutorName) -> Option<Error>,
         prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
     ) -> Result<Choice<P>, Error> {
         let mut declined = Vec::new();
         for name in names {
-            let asked = match self.executor(name) {
+            let asked = match passed_over(name).map_or_else(|| self.executor(name), Err) {
                 Ok(executor) => prepare(executor),
                 Err(error) if is_absence(&error) => Err(absent(name, error.to_string())),
                 Err(error) => Err(error),
@@ -274,6 +281,9 @@ impl Dispatcher {
         Err(Error::Unsupported(Unsupported { executor, reasons }))
     }
 }
+
+/// Why an automatic choice passes over the backward kernels of `sdpa::cuda`.
+const UNTRIED: &str = "the backward kernels have run on no GPU yet, and are taken by name alone";
 
 /// The executors of this build, in the order in which they are asked.
 const COMPILED_IN: &[ExecutorName] = &[

@@ -110,6 +110,21 @@ fn kernels_of_our_own_are_asked_first_where_they_are_faster() {
     assert_eq!(replaced.executors_for(&problem("natten:65"))[..2], [ExecutorName::CUDA, ExecutorName::CUDNN]);
 }
 
+/// Kernels that ran on no GPU are nobody's choice but the caller's.
+#[cfg(all(feature = "cuda", feature = "cpu", not(target_vendor = "apple")))]
+#[test]
+fn backward_kernels_of_our_own_are_taken_by_name_alone() {
+    let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 3, seq_kv: 5, dim_qk: 8, dim_v: 8 };
+    let backward = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).with_stats().backward().validate().unwrap();
+    let told = |dispatcher: &Dispatcher| {
+        let choice = dispatcher.prepare_backward(&backward, Preference::Auto).unwrap();
+        let own = choice.declined.iter().find(|declined| declined.executor == ExecutorName::CUDA).unwrap();
+        own.to_string()
+    };
+    assert!(told(&dispatcher()).contains("by name alone"));
+    assert_eq!(told(&dispatcher().with(Arc::new(Declines("cuda")))), "cuda: cuda declines");
+}
+
 #[test]
 fn a_named_executor_never_falls_back() {
     let named = |dispatcher: &Dispatcher, name| dispatcher.prepare(&problem(), Preference::Named(name)).map(|choice| choice.executor);

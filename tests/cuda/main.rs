@@ -1,46 +1,141 @@
-//! Kernels of our own on the CPU: compiled by clang, run thread by thread, beside the oracle.
+//! Kernels of our own for NVIDIA GPUs, compiled for the CPU and run there thread by thread, against the oracle.
+
+mod faults;
 
 use conformance::case::Case;
+use conformance::compare::GradientDistance;
 use conformance::emulated;
-use conformance::runner::{Source, Tally, run_backward_case, run_case};
-use conformance::say::skip;
+use conformance::random::Random;
+use conformance::runner::{
+    Draw, Outcome, Source, Tally, random_backward, random_ends, random_padded, random_padded_backward, random_spec, run, run_backward,
+    run_backward_case, run_case, run_tree, side_by_side,
+};
+use conformance::say::{say, skip};
+use sdpa::cuda::CudaExecutor;
+use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, TensorSpec};
+use std::sync::Mutex;
 
-#[test]
-fn backward() {
-    let executor = match emulated::executor() {
-        Ok(executor) => executor,
-        Err(why) => return skip("cuda", &why),
-    };
-    let mut tally = Tally::default();
-    let only = std::env::var("ONLY").ok();
-    for case in Case::all_backward().unwrap() {
-        if only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
-            continue;
-        }
-        let t = std::time::Instant::now();
-        let outcome = run_backward_case(&case, Source::Oracle, &executor);
-        println!("{} {:?}", case.name, t.elapsed());
-        tally.add("cuda-emulated", &case.name, &outcome);
-    }
-    println!("{}", tally.summary("cuda-emulated"));
-    assert_eq!(tally.failed, 0);
+const NAME: &str = "cuda-emulated";
+
+/// What the kernels take.
+const NARROW: [DType; 2] = [DType::BF16, DType::F16];
+
+fn executor() -> Option<CudaExecutor> {
+    emulated::executor().map_err(|why| skip("cuda", &why)).ok()
+}
+
+/// Cases of the types that the kernels take.
+fn narrow(cases: impl IntoIterator<Item = Result<Vec<Case>, String>>) -> Vec<Case> {
+    cases.into_iter().flat_map(Result::unwrap).filter(|case| NARROW.contains(&case.dtype)).collect()
+}
+
+/// Runs each of a list, and says how many were right.
+///
+/// # Panics
+/// Where one was wrong, or none ran.
+fn each<T: Sync>(what: &str, list: &[T], run: impl Fn(&T, &Mutex<Tally>) + Sync) {
+    let tally = Mutex::new(Tally::default());
+    side_by_side(list, |item| run(item, &tally));
+    let tally = tally.into_inner().unwrap();
+    say(&format!("{what} {}", tally.summary(NAME)));
+    assert_eq!(tally.failed, 0, "cases failed");
+    assert!(tally.passed > 0, "no case ran");
+}
+
+/// Cases, forward; what the kernels decline is skipped, and nothing else.
+fn forward(what: &str, cases: Vec<Case>) {
+    let Some(executor) = executor() else { return };
+    each(what, &cases, |case, tally| {
+        let declined = || case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_err());
+        let outcome = run_case(case, &executor).skip_only_if(declined, || case.repro(executor.name()));
+        tally.lock().unwrap().add(NAME, &case.name, &outcome);
+    });
+}
+
+/// Cases, backward, from the oracle's outputs and stats or from the kernels' own.
+fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
+    let Some(executor) = executor() else { return };
+    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
+    each(what, &runs, |&(case, source), tally| {
+        let declined = || case.backward_spec().unwrap().validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
+        let outcome = run_backward_case(case, source, &executor).skip_only_if(declined, || case.backward_repro(executor.name()));
+        tally.lock().unwrap().add(NAME, &format!("{}{}", case.name, source.suffix()), &outcome);
+    });
 }
 
 #[test]
-fn cases() {
-    let executor = match emulated::executor() {
-        Ok(executor) => executor,
-        Err(why) => return skip("cuda", &why),
-    };
-    let mut tally = Tally::default();
-    let only = std::env::var("ONLY").ok();
-    for case in Case::all().unwrap() {
-        if only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
-            continue;
-        }
-        let outcome = run_case(&case, &executor);
-        tally.add("cuda-emulated", &case.name, &outcome);
+fn forward_cases() {
+    forward("forward", narrow([Case::all(), Case::all_sinks(), Case::all_ends()]));
+}
+
+#[test]
+fn backward_cases() {
+    backward("backward", narrow([Case::all_backward(), Case::all_ends()]), &Source::ALL);
+    backward("sinks backward", narrow([Case::all_sinks()]), &[Source::Oracle]);
+}
+
+/// Every few of the library's score_mods under masks: each is a text of its own.
+const EVERY: usize = 9;
+
+#[test]
+fn score_mod_cases() {
+    let some: Vec<Case> = narrow([Case::all_library()]).into_iter().step_by(EVERY).collect();
+    forward("score_mod", some.clone());
+    backward("score_mod backward", some, &[Source::Oracle]);
+}
+
+/// The same problem with rows of whole 16 bytes, dense: what the copy engine asks for.
+fn taken(mut spec: AttentionSpec) -> AttentionSpec {
+    for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
+        let [batch, heads, seq, dim] = tensor.dims;
+        let layout = if tensor.strides[1] < tensor.strides[2] { Layout::Bshd } else { Layout::Bhsd };
+        *tensor = TensorSpec::dense([batch, heads, seq, (dim + 7) / 8 * 8], layout);
     }
-    println!("{}", tally.summary("cuda-emulated"));
-    assert_eq!(tally.failed, 0);
+    spec
+}
+
+/// The gradient of such a problem, that of its sink too if it has one.
+fn gradient(spec: AttentionSpec) -> BackwardSpec {
+    let spec = taken(spec);
+    if spec.sink { spec.backward().wrt(SINK, DType::F32) } else { spec.backward() }
+}
+
+fn judged(outcome: Outcome<GradientDistance>, spec: &BackwardSpec, executor: &CudaExecutor) -> Outcome<GradientDistance> {
+    let declined = || spec.validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
+    outcome.skip_only_if(declined, || format!("{spec:?}"))
+}
+
+/// Random lengths, heads, masks, windows about the ends, sinks and score_mods.
+#[test]
+fn random_problems() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let (first, n) = (number("SDPA_SEED").unwrap_or(1), number("SDPA_CASES").unwrap_or(6));
+    let Some(executor) = executor() else { return };
+    let seeds: Vec<u64> = (first..first + n).collect();
+    each("random", &seeds, |&seed, tally| {
+        let random = &mut Random::new(seed * 7919 + 41);
+        let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
+        let forward = |spec: AttentionSpec, what: &str, tally: &Mutex<Tally>| {
+            let spec = taken(spec);
+            let declined = || spec.validate().is_ok_and(|problem| executor.supports(&problem).is_err());
+            let outcome = run(&spec, None, 1.0, seed, &executor).skip_only_if(declined, || format!("{spec:?}"));
+            tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
+        };
+        forward(random_spec(random, &NARROW), "dense", tally);
+        forward(random_ends(random, &NARROW), "ends", tally);
+        forward(random_padded(random, &NARROW).with_sink(), "sink", tally);
+        let backward = |spec: BackwardSpec, what: &str, tally: &Mutex<Tally>| {
+            let source = Source::ALL[(seed % 2) as usize];
+            let outcome = judged(run_backward(&spec, &draw, source, &executor), &spec, &executor);
+            tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}{}", source.suffix()), &outcome);
+        };
+        backward(random_backward(random, &NARROW), "backward of any strides", tally);
+        backward(random_padded_backward(random, &NARROW), "backward of lengths and any strides", tally);
+        backward(gradient(random_spec(random, &NARROW)), "backward", tally);
+        backward(gradient(random_ends(random, &NARROW)), "backward of ends", tally);
+        backward(gradient(random_padded(random, &NARROW).with_sink()), "backward of a sink", tally);
+        let tree = run_tree(seed, &NARROW, &executor).unwrap();
+        tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, tree: {}", tree.text), &tree.forward);
+        tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, backward of the tree: {}", tree.text), &tree.backward);
+    });
 }

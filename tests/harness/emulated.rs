@@ -1,6 +1,9 @@
 //! Kernels for NVIDIA GPUs without one: an executor over the library `tests/emulated`, which compiles them for the CPU and runs them.
+#![allow(unsafe_code)]
 
+use crate::msl::Toolchain;
 use sdpa::cuda::{CudaExecutor, CudaOptions};
+use std::ffi::{CString, c_char, c_int};
 use std::path::PathBuf;
 
 const FILE: &str = "libemulated.so";
@@ -20,7 +23,27 @@ pub fn find() -> Result<PathBuf, String> {
 /// # Errors
 /// That it is not built, that there is no clang.
 pub fn executor() -> Result<CudaExecutor, String> {
+    Toolchain::find()?;
     let file = find()?;
     let options = CudaOptions { driver: Some(file.clone()), nvrtc: Some(file), ..CudaOptions::default() };
     CudaExecutor::new(options).map_err(|e| e.to_string())
+}
+
+/// Runs something while the kernels that this thread compiles have the second text in place of the first, which they must hold once.
+///
+/// # Panics
+/// Where the library is not built.
+pub fn faulty<T>(fault: [&str; 2], run: impl FnOnce() -> T) -> T {
+    type Fault = unsafe extern "C" fn(*const c_char, *const c_char) -> c_int;
+    let texts = fault.map(|text| CString::new(text).expect("texts without zeros"));
+    // SAFETY: the library runs nothing when it is loaded.
+    let library = unsafe { libloading::Library::new(find().expect("the library is built")) }.expect("it loads");
+    // SAFETY: the function is its own, of this type.
+    let set: libloading::Symbol<'_, Fault> = unsafe { library.get(b"emulated_fault") }.expect("it has the function");
+    // SAFETY: the texts end with zeros; no pointer is kept.
+    unsafe { set(texts[0].as_ptr(), texts[1].as_ptr()) };
+    let result = run();
+    // SAFETY: as above.
+    unsafe { set(std::ptr::null(), std::ptr::null()) };
+    result
 }

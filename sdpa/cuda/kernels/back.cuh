@@ -9,12 +9,11 @@ struct Reach {
 inline Reach reach_of(const Params& p, const Span& s, int block) {
     const int first_k = block * TILE_N, last_k = min(first_k + TILE_N, s.len_kv) - 1;
     const Range first = kept_by(p, s, first_k), last = kept_by(p, s, last_k);
-    const int past = last.first + int(last.count);
     Reach r;
     r.low = first.first / TILE_M;
-    r.high = last_k < first_k || past <= first.first ? r.low : (past + TILE_M - 1) / TILE_M;
+    r.high = last_k < first_k || last.past <= first.first ? r.low : (last.past + TILE_M - 1) / TILE_M;
     r.whole_from = (last.first + TILE_M - 1) / TILE_M;
-    r.whole_past = first_k + TILE_N > s.len_kv ? 0 : (first.first + int(first.count)) / TILE_M;
+    r.whole_past = first_k + TILE_N > s.len_kv ? 0 : first.past / TILE_M;
     return r;
 }
 

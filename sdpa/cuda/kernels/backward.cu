@@ -74,7 +74,7 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
 #endif
             if (masked) {
                 const Range range = kept[n >> 1 & 1];
-                if (uint(corner.q + 8 * (n / 4) + other - range.first) >= range.count) x = -INFINITE;
+                if (!range.holds(corner.q + 8 * (n / 4) + other)) x = -INFINITE;
             }
             weight[other] = exp2_of(x * p.unit - (other ? of.y : of.x));
         }
@@ -176,15 +176,16 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
                 first = false;
             }
             const long rows = ((long(tile.batch) * p.heads_q + head) * p.tiles + queries) * TILE_M;
-            barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
-            barrier_expect(at.q_full + 8 * ring.stage, Q_BYTES + ROWS_BYTES);
-            copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, at.q_full + 8 * ring.stage);
-            panels_in(at.q + ring.stage * Q_BYTES, Q_PANEL_BYTES, QK_PANELS, q_map, at.q_full + 8 * ring.stage, queries * TILE_M, head, tile.batch);
+            // Done with first, so asked for first.
             barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
             barrier_expect(at.d_o_full + 8 * ring.stage, D_O_BYTES + ROWS_BYTES);
             copy_row_in(at.delta + ring.stage * ROWS_BYTES, p.delta + rows, ROWS_BYTES, at.d_o_full + 8 * ring.stage);
             panels_in(at.d_o + ring.stage * D_O_BYTES, Q_PANEL_BYTES, V_PANELS, d_o_map, at.d_o_full + 8 * ring.stage, queries * TILE_M, head,
                       tile.batch);
+            barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
+            barrier_expect(at.q_full + 8 * ring.stage, Q_BYTES + ROWS_BYTES);
+            copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, at.q_full + 8 * ring.stage);
+            panels_in(at.q + ring.stage * Q_BYTES, Q_PANEL_BYTES, QK_PANELS, q_map, at.q_full + 8 * ring.stage, queries * TILE_M, head, tile.batch);
             ring.on();
         }
     }

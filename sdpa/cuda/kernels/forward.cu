@@ -93,7 +93,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
             const Range kept = kept_of(p, span, q + 8 * half);
 #pragma unroll
             for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
-                if (uint(column + 8 * (n / 4) + (n & 1) - kept.first) >= kept.count) s[n] = -INFINITE;
+                if (!kept.holds(column + 8 * (n / 4) + (n & 1))) s[n] = -INFINITE;
             }
         }
     }
@@ -143,7 +143,7 @@ inline void turn_ends(int group) {
 
 struct Shared {
     uint q, k, v, o;
-    uint q_full, q_free, k_full, v_full, k_free, v_free, tile_full, tile_free, tiles;
+    uint q_full, q_free, k_full, v_full, k_free, v_free, tile_full, tiles;
 };
 
 inline Shared layout(uint base) {
@@ -159,8 +159,7 @@ inline Shared layout(uint base) {
     at.k_free = at.v_full + 8 * STAGES;
     at.v_free = at.k_free + 8 * STAGES;
     at.tile_full = at.v_free + 8 * STAGES;
-    at.tile_free = at.tile_full + 16;
-    at.tiles = at.tile_free + 16;
+    at.tiles = at.tile_full + 16;
     return at;
 }
 
@@ -191,7 +190,7 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
     const int all = p.batch * p.heads_q * p.tiles;
     int number = blockIdx.x;
     while (true) {
-        barrier_wait(at.tile_free + 8 * told.stage, told.phase ^ 1);
+        // Of two places, that of the tile before the last: its queries were waited for.
         store_shared(at.tiles + 4 * told.stage, uint(number));
         barrier_arrive(at.tile_full + 8 * told.stage);
         told.on();
@@ -313,7 +312,6 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         }
         for (int stage = 0; stage < 2; stage++) {
             barrier_init(at.tile_full + 8 * stage, 1);
-            barrier_init(at.tile_free + 8 * stage, WARPS);
         }
         barrier_made();
     }
@@ -335,7 +333,6 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     while (true) {
         barrier_wait(at.tile_full + 8 * told.stage, told.phase);
         const int number = alike(int(load_shared(at.tiles + 4 * told.stage)));
-        if (lane == 0) barrier_arrive(at.tile_free + 8 * told.stage);
         told.on();
         if (number >= all) break;
         const Tile tile = tile_of(p, number);

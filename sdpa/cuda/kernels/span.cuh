@@ -27,10 +27,10 @@ inline Span span_of(const Params& p, int batch) {
     return s;
 }
 
-// Indices from the first on.
+// Indices first <= index < past; none where `past` is not behind `first`.
 struct Range {
-    int first;
-    uint count;
+    int first, past;
+    inline bool holds(int index) const { return uint(index - first) < uint(max(0, past - first)); }
 };
 
 // Keys that band, prefix and lengths keep of a query.
@@ -40,7 +40,7 @@ inline Range kept_of(const Params& p, const Span& s, int q) {
     past = min(past, max(p.prefix, q + 1));
 #endif
     const int first = s.lower > -FAR ? max(0, q + s.lower + 1) : 0;
-    return Range{first, q < s.len_q ? uint(max(0, past - first)) : 0u};
+    return Range{first, q < s.len_q ? past : first};
 }
 
 // Queries that they keep of a key. Both ends grow with the key.
@@ -50,7 +50,7 @@ inline Range kept_by(const Params& p, const Span& s, int k) {
     if (k >= p.prefix) first = max(first, k);
 #endif
     const int past = s.lower > -FAR ? min(s.len_q, k - s.lower) : s.len_q;
-    return Range{first, k < s.len_kv ? uint(max(0, past - first)) : 0u};
+    return Range{first, k < s.len_kv ? past : first};
 }
 
 #if WITH_MAP

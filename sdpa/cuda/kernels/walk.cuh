@@ -11,12 +11,11 @@ inline Reach reach_of(const Params& p, const Span& s, int tile) {
     // The ends of what is kept grow with the query.
     const int first_q = tile * TILE_M, last_q = min(first_q + TILE_M, s.len_q) - 1;
     const Range first = kept_of(p, s, first_q), last = kept_of(p, s, last_q);
-    const int past = last.first + int(last.count);
     Reach r;
     r.low = first.first / TILE_N;
-    r.high = last_q < first_q || past <= first.first ? r.low : (past + TILE_N - 1) / TILE_N;
+    r.high = last_q < first_q || last.past <= first.first ? r.low : (last.past + TILE_N - 1) / TILE_N;
     r.whole_from = (last.first + TILE_N - 1) / TILE_N;
-    r.whole_past = first_q + TILE_M > s.len_q ? 0 : (first.first + int(first.count)) / TILE_N;
+    r.whole_past = first_q + TILE_M > s.len_q ? 0 : first.past / TILE_N;
     return r;
 }
 

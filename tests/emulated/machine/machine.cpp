@@ -1,6 +1,6 @@
 // Runs a launch: a fiber for each thread, some blocks side by side, turns in an order that changes.
 //
-// What engines are asked for, copies and products, they do whenever they come to it: between any two turns, or many turns later. Until a product is
+// What engines are asked for, copies and products, they do whenever they come to it: between any two turns, or many turns later. Warps miss turns. Until a product is
 // done its results are NaN; operands are read when it is done, so what was overwritten in between is seen. Shared memory begins as all ones, and what a
 // thread stored is kept from engines until the thread has published it.
 
@@ -11,6 +11,7 @@
 #include <memory>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <vector>
@@ -79,6 +80,8 @@ struct Fiber {
 };
 
 struct Warp {
+    // Turns that it misses.
+    unsigned late = 0;
     uint32_t board[2][WARP];
     Site sites[2][WARP];
     uint64_t came[2] = {};
@@ -105,6 +108,8 @@ struct Copy {
     // Of bytes in a row: where they come from, and how many there are.
     const void* row;
     uint32_t bytes;
+    // Turns until the engine thinks of it, if it is one that takes long.
+    unsigned later;
 };
 
 // What a thread of a group asked of a product.
@@ -141,6 +146,10 @@ bool went_on;
 bool failed;
 char* failure;
 size_t failure_bytes;
+// Whether bytes lie in an allocation.
+bool (*holds)(uint64_t, uint64_t);
+// Whether a thread has its turn.
+bool inside;
 Index grid;
 void (*entry)(void**);
 void** arguments;
@@ -154,6 +163,9 @@ uint64_t random_bits() {
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
+
+// One in so many comes so many turns late at most.
+unsigned lateness(unsigned one_in, unsigned most) { return random_bits() % one_in == 0 ? unsigned(random_bits() % most) : 0; }
 
 void told(const char* format, va_list list) {
     if (!failed) {
@@ -170,7 +182,10 @@ __attribute__((format(printf, 1, 2))) void note(const char* format, ...) {
     va_end(list);
 }
 
-void to_scheduler() { switch_stacks(&now->saved, scheduler); }
+void to_scheduler() {
+    inside = false;
+    switch_stacks(&now->saved, scheduler);
+}
 
 void begin_fiber() {
     entry(arguments);
@@ -194,7 +209,10 @@ char* stack() {
         return last;
     }
     void* made = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    mprotect(made, 4096, PROT_NONE);
+    if (made == MAP_FAILED || mprotect(made, 4096, PROT_NONE) != 0) {
+        perror("a thread's stack");
+        abort();
+    }
     return static_cast<char*>(made);
 }
 
@@ -392,7 +410,9 @@ void multiply_now(Block& block, const Asked& asked) {
 bool engines(Block& block) {
     bool any = false;
     for (size_t n = 0; n < block.copies.size() && !failed;) {
-        if (random_bits() % 4 == 0) {
+        if (block.copies[n].later > 0) {
+            block.copies[n++].later--;
+        } else if (random_bits() % 4 == 0) {
             const Copy copy = block.copies[n];
             block.copies.erase(block.copies.begin() + long(n));
             run(block, copy);
@@ -537,7 +557,7 @@ void barrier_wait(uint32_t at, uint32_t parity, const Site& site) {
 }
 
 static void copy(bool in, uint32_t shared, const uint64_t* map, uint32_t barrier, const int (&place)[4], std::shared_ptr<int> group) {
-    Copy copy = {in, shared, barrier, {}, {place[0], place[1], place[2], place[3]}, std::move(group), nullptr, 0};
+    Copy copy = {in, shared, barrier, {}, {place[0], place[1], place[2], place[3]}, std::move(group), nullptr, 0, lateness(8, 100)};
     memcpy(copy.map, map, sizeof copy.map);
     now->block->copies.push_back(std::move(copy));
     went_on = true;
@@ -546,7 +566,8 @@ static void copy(bool in, uint32_t shared, const uint64_t* map, uint32_t barrier
 void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]) { copy(true, to, map, barrier, place, nullptr); }
 
 void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-    now->block->copies.push_back(Copy{true, to, barrier, {}, {}, nullptr, from, bytes});
+    if (!holds(uint64_t(from), bytes)) fail("a copy of %u bytes at %p, which no allocation has", bytes, from);
+    now->block->copies.push_back(Copy{true, to, barrier, {}, {}, nullptr, from, bytes, lateness(8, 100)});
     went_on = true;
 }
 
@@ -618,9 +639,16 @@ void registers(int count, bool more) {
 
 }  // namespace machine
 
+// A thread has touched an address where nothing is. Comes back where no thread has its turn.
+extern "C" __attribute__((visibility("default"))) void emulated_touched(const void* at) {
+    if (inside) machine::fail("thread %u of block %u touches %p, which is no memory", now->number, now->block->index.x, at);
+}
+
 // Runs a launch; what failed is told as a text, nothing is where nothing did.
 extern "C" __attribute__((visibility("default"))) int emulated_run(
-    void (*of_thread)(void**), const unsigned* blocks, unsigned threads, unsigned shared_bytes, void** given, uint64_t seed, char* text, size_t bytes) {
+    void (*of_thread)(void**), const unsigned* blocks, unsigned threads, unsigned shared_bytes, void** given, uint64_t seed, char* text, size_t bytes,
+    bool (*allocated)(uint64_t, uint64_t)) {
+    holds = allocated;
     entry = of_thread;
     arguments = given;
     grid = {blocks[0], blocks[1], blocks[2]};
@@ -644,14 +672,21 @@ extern "C" __attribute__((visibility("default"))) int emulated_run(
         }
         for (size_t n = turns.size(); n > 1; n--) std::swap(turns[n - 1], turns[random_bits() % n]);
         went_on = false;
+        bool under_way = false;
         for (Fiber** warp : turns) {
+            unsigned& late = (*warp)->block->warps[(*warp)->number / WARP].late;
+            late = late > 0 ? late - 1 : lateness(200, 60);
+            if (late > 0) {
+                under_way = true;
+                continue;
+            }
             for (unsigned lane = 0; lane < WARP && !failed; lane++) {
                 if (warp[lane]->ended) continue;
                 now = warp[lane];
+                inside = true;
                 switch_stacks(&scheduler, now->saved);
             }
         }
-        bool under_way = false;
         for (size_t n = 0; n < live.size() && !failed;) {
             Block& block = *live[n];
             if (engines(block)) went_on = true;
@@ -669,5 +704,8 @@ extern "C" __attribute__((visibility("default"))) int emulated_run(
         if (!went_on && !under_way && !failed && !live.empty()) stuck(live);
     }
     for (auto& block : live) end_block(*block);
+    // A process may have so many mappings, and there is a machine for each text.
+    for (char* left : stacks) munmap(left, STACK_BYTES);
+    stacks.clear();
     return failed;
 }

@@ -4,9 +4,12 @@ use crate::nvrtc::MAGIC;
 use crate::{Ptr, memory, store};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use parking_lot::Mutex;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Once};
 
 const INVALID_VALUE: c_int = 1;
 const INVALID_IMAGE: c_int = 200;
@@ -21,28 +24,71 @@ const MOST_SHARED: u32 = 232_448;
 const MOST_THREADS: u32 = 1024;
 
 type OfThread = unsafe extern "C" fn(*mut Ptr);
-type Run = unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize) -> c_int;
+type Run = unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize, Holds) -> c_int;
+/// Whether bytes lie in an allocation.
+type Holds = extern "C" fn(u64, u64) -> bool;
+/// A thread of the launch that runs has touched what is no memory. Comes back where none runs.
+type Touched = unsafe extern "C" fn(*const c_void);
 
+/// A library has one machine, which runs one launch at a time.
+type Turn = Arc<Mutex<()>>;
+
+struct Loaded {
+    library: Library,
+    turn: Turn,
+}
+
+#[derive(Clone)]
 struct Function {
     module: usize,
     of_thread: OfThread,
     run: Run,
+    touched: Touched,
+    turn: Turn,
     shared_bytes: u32,
 }
 
-static MODULES: Mutex<Vec<Option<Library>>> = Mutex::new(Vec::new());
+static MODULES: Mutex<Vec<Option<Loaded>>> = Mutex::new(Vec::new());
 static FUNCTIONS: Mutex<Vec<Function>> = Mutex::new(Vec::new());
+/// Of libraries by their paths: what is loaded twice is there once.
+static TURNS: Mutex<BTreeMap<String, Turn>> = Mutex::new(BTreeMap::new());
 static LAUNCHES: AtomicU64 = AtomicU64::new(1);
-/// The machine runs one launch at a time; what the last one that failed did.
-static FAILURE: Mutex<String> = Mutex::new(String::new());
 
-/// What the last launch that failed did.
+thread_local! {
+    static FAILURE: RefCell<String> = const { RefCell::new(String::new()) };
+    /// Of the launch that this thread runs.
+    static RUNNING: Cell<Option<Touched>> = const { Cell::new(None) };
+}
+
+/// Once for the process: what touches no memory is told to the machine that runs, if one does; otherwise the process ends as it would have.
+fn watch() {
+    extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, _context: *mut c_void) {
+        if let Some(touched) = RUNNING.get() {
+            // SAFETY: the kernel's; a machine that runs goes on with its next thread, and does not come back.
+            unsafe { touched((*info).si_addr()) };
+        }
+        // SAFETY: once the handler has returned, what it was called for happens again.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the handler is called on the stack of the thread that it is for, and any number of times there.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = handler as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER;
+            libc::sigaction(libc::SIGSEGV, &raw const action, std::ptr::null_mut());
+        }
+    });
+}
+
+/// What the last launch of this thread that failed did.
 pub(crate) fn failure() -> String {
-    FAILURE.lock().clone()
+    FAILURE.with_borrow(Clone::clone)
 }
 
 fn failed(why: String) -> c_int {
-    *FAILURE.lock() = why;
+    FAILURE.set(why);
     LAUNCH_FAILED
 }
 
@@ -61,8 +107,9 @@ exported! {
         let path = unsafe { CStr::from_ptr(image.cast::<c_char>().add(MAGIC.len())) }.to_string_lossy().into_owned();
         // SAFETY: the library was made here, and has no initialisers of note.
         let Ok(library) = (unsafe { Library::open(Some(Path::new(&path)), RTLD_NOW | RTLD_LOCAL) }) else { return INVALID_IMAGE };
+        let turn = TURNS.lock().entry(path).or_default().clone();
         let mut modules = MODULES.lock();
-        modules.push(Some(library));
+        modules.push(Some(Loaded { library, turn }));
         // SAFETY: the header's contract.
         unsafe { store(module, handle(modules.len() - 1)) }
     }
@@ -72,12 +119,13 @@ exported! {
         // SAFETY: the header's contract: a text that ends with a zero.
         let name = format!("emulated_{}", unsafe { CStr::from_ptr(name) }.to_string_lossy());
         let modules = MODULES.lock();
-        let Some(Some(library)) = modules.get(module.addr().wrapping_sub(1)) else { return INVALID_HANDLE };
+        let Some(Some(Loaded { library, turn })) = modules.get(module.addr().wrapping_sub(1)) else { return INVALID_HANDLE };
         // SAFETY: the types are those of `machine.cpp` and of what the compiler here writes behind kernels.
-        let found = unsafe { (library.get::<OfThread>(name.as_bytes()), library.get::<Run>(b"emulated_run")) };
-        let (Ok(of_thread), Ok(run)) = found else { return NOT_FOUND };
+        let found = unsafe { (library.get::<OfThread>(name.as_bytes()), library.get::<Run>(b"emulated_run"), library.get::<Touched>(b"emulated_touched")) };
+        let (Ok(of_thread), Ok(run), Ok(touched)) = found else { return NOT_FOUND };
         let mut functions = FUNCTIONS.lock();
-        functions.push(Function { module: module.addr(), of_thread: *of_thread, run: *run, shared_bytes: SHARED_BYTES });
+        let (of_thread, run, touched, turn) = (*of_thread, *run, *touched, turn.clone());
+        functions.push(Function { module: module.addr(), of_thread, run, touched, turn, shared_bytes: SHARED_BYTES });
         // SAFETY: the header's contract.
         unsafe { store(function, handle(functions.len() - 1)) }
     }
@@ -134,15 +182,19 @@ exported! {
     /// Runs it to its end.
     fn cuLaunchKernel(function: Ptr, x: c_uint, y: c_uint, z: c_uint, threads: c_uint, _v: c_uint, _w: c_uint, shared: c_uint, _stream: Ptr,
                       arguments: *mut Ptr, _extra: *mut Ptr) -> c_int {
-        let functions = FUNCTIONS.lock();
-        let Some(found) = functions.get(function.addr().wrapping_sub(1)).filter(|f| f.module != 0) else { return INVALID_HANDLE };
+        let found = FUNCTIONS.lock().get(function.addr().wrapping_sub(1)).filter(|f| f.module != 0).cloned();
+        let Some(found) = found else { return INVALID_HANDLE };
         if shared > found.shared_bytes || threads == 0 || threads > MOST_THREADS || !threads.is_multiple_of(32) || x == 0 || y == 0 || z == 0 {
             return INVALID_VALUE;
         }
         let seed = LAUNCHES.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let (blocks, mut text) = ([x, y, z], [0; 1024]);
-        // SAFETY: the header's contract for the arguments; the rest is live. Launches hold the lock of functions: one at a time.
-        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), threads, shared, arguments, seed, text.as_mut_ptr(), text.len()) };
+        let _turn = found.turn.lock();
+        watch();
+        RUNNING.set(Some(found.touched));
+        // SAFETY: the header's contract for the arguments; the rest is live. A library that runs is not unloaded, as a driver's caller knows.
+        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), threads, shared, arguments, seed, text.as_mut_ptr(), text.len(), memory::holds) };
+        RUNNING.set(None);
         if status != 0 {
             // SAFETY: the machine writes a text that ends with a zero.
             return failed(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned());

@@ -1,41 +1,55 @@
 //! Device memory: the host's, each allocation known.
 
 use crate::{Ptr, store};
+use libc::{MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE, PROT_READ, PROT_WRITE, mmap, mprotect, munmap};
 use parking_lot::Mutex;
-use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
+use std::thread::ThreadId;
 
 const INVALID_VALUE: c_int = 1;
 const OUT_OF_MEMORY: c_int = 2;
 const ALIGNMENT: usize = 1024;
-/// Bytes on either side of an allocation that nobody may write.
-const GUARD: usize = 4096;
+const PAGE: usize = 4096;
+/// Bytes on either side of an allocation's pages that nobody can touch.
+const FENCE: usize = 1 << 20;
+/// What an allocation leaves of its pages, which nobody may write.
 const GUARD_BYTE: u8 = 0xa5;
 const TOTAL: usize = 8 << 30;
 
-/// Allocations, by their addresses: bytes of each.
-static ALLOCATED: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
-
-fn layout(bytes: usize) -> Option<Layout> {
-    Layout::from_size_align(bytes + 2 * GUARD, ALIGNMENT).ok().filter(|_| bytes < TOTAL)
+struct Allocated {
+    bytes: usize,
+    /// Where its pages are, and how many bytes they have.
+    pages: [usize; 2],
+    /// Who asked for it.
+    thread: ThreadId,
 }
+
+/// By their addresses.
+static ALLOCATED: Mutex<BTreeMap<u64, Allocated>> = Mutex::new(BTreeMap::new());
 
 /// Whether so many bytes from an address on lie in one allocation.
-pub(crate) fn holds(address: u64, bytes: u64) -> bool {
+pub(crate) extern "C" fn holds(address: u64, bytes: u64) -> bool {
     let allocated = ALLOCATED.lock();
-    allocated.range(..=address).next_back().is_some_and(|(begin, size)| address + bytes <= begin + *size as u64)
+    allocated.range(..=address).next_back().is_some_and(|(begin, found)| address + bytes <= begin + found.bytes as u64)
 }
 
-/// The first allocation whose surroundings were written.
+fn pointer(address: usize) -> *mut u8 {
+    std::ptr::with_exposed_provenance_mut(address)
+}
+
+/// The first allocation of this thread whose surroundings were written. They are as before then.
 pub(crate) fn spoiled() -> Option<String> {
-    let allocated = ALLOCATED.lock();
-    for (&address, &bytes) in allocated.iter() {
-        for (side, from) in [("before", address as usize - GUARD), ("behind", address as usize + bytes)] {
-            // SAFETY: a guard of a live allocation.
-            let guard = unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(from), GUARD) };
+    let own = std::thread::current().id();
+    let mut allocated = ALLOCATED.lock();
+    for (&address, &mut Allocated { bytes, pages: [begin, all], .. }) in allocated.iter_mut().filter(|(_, found)| found.thread == own) {
+        let behind = address as usize + bytes;
+        for (side, from, count) in [("before", begin, address as usize - begin), ("behind", behind, begin + all - behind)] {
+            // SAFETY: what a live allocation leaves of its pages.
+            let guard = unsafe { std::slice::from_raw_parts_mut(pointer(from), count) };
             if let Some(at) = guard.iter().position(|&byte| byte != GUARD_BYTE) {
-                let away = if side == "before" { GUARD - at } else { at };
+                guard.fill(GUARD_BYTE);
+                let away = if side == "before" { count - at } else { at };
                 return Some(format!("{away} bytes {side} an allocation of {bytes} bytes were written"));
             }
         }
@@ -51,32 +65,38 @@ fn moved(to: u64, from: u64, bytes: usize) -> c_int {
 }
 
 exported! {
-    /// Filled with ones, and surrounded by what nobody may write.
+    /// Filled with ones. It ends where its last page does, as far as its alignment lets it; pages on either side cannot be touched.
     fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
-        let Some(layout) = layout(bytes) else { return OUT_OF_MEMORY };
-        // SAFETY: the size is not 0.
-        let begin = unsafe { alloc(layout) };
-        if begin.is_null() {
+        if bytes == 0 || bytes >= TOTAL {
             return OUT_OF_MEMORY;
         }
-        // SAFETY: it has as many bytes.
-        unsafe {
-            begin.write_bytes(GUARD_BYTE, layout.size());
-            begin.add(GUARD).write_bytes(0xff, bytes);
+        let all = bytes.next_multiple_of(ALIGNMENT).next_multiple_of(PAGE);
+        // SAFETY: asks for new pages.
+        let fence = unsafe { mmap(std::ptr::null_mut(), all + 2 * FENCE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) };
+        if fence == MAP_FAILED {
+            return OUT_OF_MEMORY;
         }
-        let first = begin.expose_provenance() + GUARD;
-        ALLOCATED.lock().insert(first as u64, bytes);
+        let begin = fence.expose_provenance() + FENCE;
+        // SAFETY: pages of the line above.
+        if unsafe { mprotect(pointer(begin).cast(), all, PROT_READ | PROT_WRITE) } != 0 {
+            return OUT_OF_MEMORY;
+        }
+        let first = begin + all - bytes.next_multiple_of(ALIGNMENT);
+        // SAFETY: they can be written now.
+        unsafe {
+            pointer(begin).write_bytes(GUARD_BYTE, all);
+            pointer(first).write_bytes(0xff, bytes);
+        }
+        ALLOCATED.lock().insert(first as u64, Allocated { bytes, pages: [begin, all], thread: std::thread::current().id() });
         // SAFETY: the header's contract.
         unsafe { store(address, first as u64) }
     }
 
     /// Once.
     fn cuMemFree_v2(address: u64) -> c_int {
-        let Some(bytes) = ALLOCATED.lock().remove(&address) else { return INVALID_VALUE };
-        let Some(layout) = layout(bytes) else { return INVALID_VALUE };
-        // SAFETY: it was allocated with this layout, and nobody else frees it.
-        unsafe { dealloc(std::ptr::with_exposed_provenance_mut(address as usize - GUARD), layout) };
-        0
+        let Some(Allocated { pages: [begin, all], .. }) = ALLOCATED.lock().remove(&address) else { return INVALID_VALUE };
+        // SAFETY: what was mapped for it.
+        unsafe { munmap(pointer(begin - FENCE).cast(), all + 2 * FENCE) }
     }
 
     /// Some.

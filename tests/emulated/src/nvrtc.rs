@@ -1,7 +1,8 @@
 //! The run-time compiler: clang, over the kernels' text with the pieces that hold PTX replaced. What it makes, "machine code", is the path of a library.
 
 use crate::{Ptr, store};
-use std::ffi::{CStr, c_char, c_int};
+use std::cell::RefCell;
+use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,14 +17,15 @@ pub(crate) const MAGIC: &[u8] = b"\x7fELF";
 /// Pieces of the text by their names, and what stands in for each.
 const REPLACED: [(&str, &str); 4] = [("units.cuh", "units.h"), ("copy.cuh", "copy.h"), ("products.cuh", "products.h"), ("generated", "")];
 
-/// A variable with a text of two lines: what is replaced in kernels by what, so that tests see whether it is found.
-const FAULT: &str = "SDPA_EMULATED_FAULT";
+thread_local! {
+    /// What is replaced in kernels by what, so that tests see whether it is found.
+    static FAULT: RefCell<Option<[String; 2]>> = const { RefCell::new(None) };
+}
 
-const FLAGS: [&str; 12] = [
+const FLAGS: [&str; 10] = [
     "-std=c++17",
     "-O1",
     "-fPIC",
-    "-shared",
     "-w",
     "-fvisibility=hidden",
     "-ffp-contract=off",
@@ -31,7 +33,6 @@ const FLAGS: [&str; 12] = [
     "-fno-strict-aliasing",
     "-fno-exceptions",
     "-ftrivial-auto-var-init=pattern",
-    "-xc++",
 ];
 
 struct Program {
@@ -51,7 +52,7 @@ fn translated(text: &str) -> Result<String, String> {
     for (n, piece) in text.split("#line 1 \"").enumerate() {
         let (name, body) = if n == 0 { ("constants", piece) } else { piece.split_once("\"\n").ok_or("a piece without a name")? };
         match REPLACED.iter().find(|(replaced, _)| *replaced == name) {
-            Some((_, with)) if with.is_empty() => {}
+            Some((_, "")) => {}
             Some((_, with)) => made.push_str(&format!("#include \"{with}\"\n")),
             None => made.push_str(&format!("#line 1 \"{name}\"\n{}", body.replace("#pragma unroll", ""))),
         }
@@ -77,7 +78,7 @@ fn folder() -> PathBuf {
     own.and_then(|path| Path::new(path).parent()).map_or_else(std::env::temp_dir, Path::to_owned).join("emulated")
 }
 
-fn clang(arguments: &[&std::ffi::OsStr]) -> Result<(), String> {
+fn clang(arguments: &[&OsStr]) -> Result<(), String> {
     let names = ["clang++".to_owned()].into_iter().chain((14..=22).rev().map(|version| format!("clang++-{version}")));
     for name in names {
         match Command::new(&name).args(arguments).output() {
@@ -90,38 +91,59 @@ fn clang(arguments: &[&std::ffi::OsStr]) -> Result<(), String> {
     Err("there is no clang++ (on Debian: apt-get install clang)".to_owned())
 }
 
-fn compiled(text: &str) -> Result<PathBuf, String> {
-    static UNIQUE: AtomicU32 = AtomicU32::new(0);
-    let mut text = translated(text)?;
-    if let Ok(fault) = std::env::var(FAULT) {
-        let (from, to) = fault.split_once('\n').ok_or("a fault is two lines")?;
-        if text.matches(from).count() != 1 {
-            return Err(format!("{} places are as the fault says", text.matches(from).count()));
-        }
-        text = text.replace(from, to);
-    }
+/// What texts are compiled beside.
+const FILES: [&str; 7] = ["machine.h", "machine.cpp", "cuda.h", "units.h", "copy.h", "products.h", "../../metal/emulator/numbers.h"];
+
+/// A number for a text and all that it is compiled beside.
+fn digest(text: &str) -> Result<u64, String> {
     let mut state = DefaultHasher::new();
-    (&text, FLAGS).hash(&mut state);
-    for file in ["machine.h", "machine.cpp", "cuda.h", "units.h", "copy.h", "products.h", "../../metal/emulator/numbers.h"] {
+    (text, FLAGS).hash(&mut state);
+    for file in FILES {
         std::fs::read_to_string(machine().join(file)).map_err(|e| format!("{file}: {e}"))?.hash(&mut state);
     }
+    Ok(state.finish())
+}
+
+/// The file of this name, made by clang if it is not there: never seen half-written.
+fn made(name: &str, arguments: &[&OsStr]) -> Result<PathBuf, String> {
+    static UNIQUE: AtomicU32 = AtomicU32::new(0);
     let folder = folder();
     std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-    let path = folder.join(format!("{:016x}.so", state.finish()));
+    let path = folder.join(name);
     if path.exists() {
         return Ok(path);
     }
-    let unique = format!("{}-{}", std::process::id(), UNIQUE.fetch_add(1, Ordering::Relaxed));
-    let (source, part) = (folder.join(format!("{unique}.cpp")), folder.join(format!("{unique}.part")));
-    std::fs::write(&source, &text).map_err(|e| format!("{}: {e}", source.display()))?;
-    let (include, own) = (machine(), machine().join("machine.cpp"));
-    let mut arguments: Vec<&std::ffi::OsStr> = FLAGS.iter().map(|flag| flag.as_ref()).collect();
-    arguments.extend(["-I".as_ref(), include.as_os_str(), source.as_os_str(), own.as_os_str(), "-o".as_ref(), part.as_os_str()]);
-    let made = clang(&arguments).map_err(|e| format!("{}: {e}", source.display()));
-    made?;
-    let _ = std::fs::remove_file(&source);
-    std::fs::rename(&part, &path).map_err(|e| e.to_string())?;
+    let part = folder.join(format!("{name}.{}-{}", std::process::id(), UNIQUE.fetch_add(1, Ordering::Relaxed)));
+    let flags = FLAGS.iter().map(|flag| OsStr::new(*flag));
+    let all: Vec<&OsStr> = flags.chain(arguments.iter().copied()).chain([OsStr::new("-o"), part.as_os_str()]).collect();
+    clang(&all)?;
+    std::fs::rename(&part, &path).map_err(|e| format!("{}: {e}", path.display()))?;
     Ok(path)
+}
+
+fn compiled(text: &str) -> Result<PathBuf, String> {
+    let mut text = translated(text)?;
+    if let Some([from, to]) = FAULT.with_borrow(Clone::clone) {
+        match text.matches(&from).count() {
+            1 => text = text.replace(&from, &to),
+            places => return Err(format!("error: {places} places are as the fault says: {from}")),
+        }
+    }
+    let (digest, include) = (digest(&text)?, machine());
+    let path = folder().join(format!("{digest:016x}.so"));
+    if path.exists() {
+        return Ok(path);
+    }
+    let machine = made(&format!("{:016x}.o", self::digest("")?), &["-c".as_ref(), include.join("machine.cpp").as_os_str()])?;
+    let source = folder().join(format!("{digest:016x}.{}.cpp", std::process::id()));
+    std::fs::write(&source, &text).map_err(|e| format!("{}: {e}", source.display()))?;
+    let arguments = ["-shared".as_ref(), "-I".as_ref(), include.as_os_str(), source.as_os_str(), machine.as_os_str()];
+    let done = made(&format!("{digest:016x}.so"), &arguments);
+    // What did not compile is there to be read.
+    if done.is_ok() {
+        let _ = std::fs::remove_file(&source);
+    }
+    done
 }
 
 /// The program behind a handle.
@@ -145,6 +167,16 @@ unsafe fn told(bytes: &[u8], to: *mut c_char) -> c_int {
 }
 
 exported! {
+    /// Not a function of NVRTC: texts that this thread compiles have the second in place of the first, which must stand there once. Null: as they are.
+    fn emulated_fault(from: *const c_char, to: *const c_char) -> c_int {
+        let told = (!from.is_null()).then(|| {
+            // SAFETY: texts that end with a zero.
+            [from, to].map(|text| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+        });
+        FAULT.set(told);
+        0
+    }
+
     /// 13.0.
     fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
         // SAFETY: the header's contract.

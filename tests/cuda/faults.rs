@@ -1,0 +1,230 @@
+//! Faults that are put into kernels: something has to find each.
+
+use super::{NAME, executor};
+use conformance::case::Case;
+use conformance::emulated::faulty;
+use conformance::runner::{Outcome, Source, run_backward_case, run_case, side_by_side};
+use conformance::say::say;
+use std::sync::Mutex;
+
+/// Several tiles for a block of threads, each of several blocks of keys; heads that share keys.
+const LONG: &str = r#"
+[[case]]
+name = "windows"
+shape = { batch = 2, heads_q = 2, heads_kv = 1, seq_q = 420, seq_kv = 500, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["window:90,100"]
+stats = true
+
+[[case]]
+name = "every key"
+shape = { batch = 1, heads_q = 4, heads_kv = 1, seq_q = 260, seq_kv = 700, dim_qk = 128, dim_v = 128 }
+dtype = "f16"
+stats = true
+"#;
+
+/// Tiles of one block of keys, and of none.
+const SHORT: &str = r#"
+[[case]]
+name = "few keys"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 900, seq_kv = 40, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["window:300,0"]
+stats = true
+"#;
+
+/// Keys that no query keeps.
+const FEWER: &str = r#"
+[[case]]
+name = "fewer queries"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 100, seq_kv = 400, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["causal"]
+stats = true
+"#;
+
+/// One stage of operands, parts of the columns; results where queries were.
+const WIDE: &str = r#"
+[[case]]
+name = "wide"
+shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 300, seq_kv = 300, dim_qk = 256, dim_v = 200 }
+dtype = "bf16"
+mask = ["causal"]
+stats = true
+"#;
+
+/// A rule that no band is: tiles and blocks by a map.
+const MAPPED: &str = r#"
+[[case]]
+name = "a neighbourhood"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 400, seq_kv = 400, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["natten:51"]
+stats = true
+"#;
+
+/// Lengths of entries, a number of its own beside the keys.
+const LENGTHS: &str = r#"
+[[case]]
+name = "lengths and a sink"
+shape = { batch = 3, heads_q = 2, heads_kv = 1, seq_q = 200, seq_kv = 270, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["padding", "causal"]
+sink = true
+stats = true
+backward = { wrt = ["sink:f32"] }
+"#;
+
+/// Traces.
+const TRACED: &str = r#"
+[[case]]
+name = "alibi and softcap"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 150, seq_kv = 170, dim_qk = 64, dim_v = 40 }
+dtype = "bf16"
+score_mod = ["alibi", "softcap:5"]
+mask = ["causal"]
+stats = true
+"#;
+
+/// Gradients of what traces read.
+const ALONG: &str = r#"
+[[case]]
+name = "a bias"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 150, seq_kv = 170, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+score_mod = ["bias:hqk"]
+stats = true
+backward = { wrt = ["bias:f32"] }
+"#;
+
+#[derive(Clone, Copy)]
+enum Pass {
+    Forward,
+    Backward,
+}
+
+use Pass::{Backward, Forward};
+
+/// What is wrong, in which pass, the text and what takes its place, and what finds it.
+type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
+
+const FAULTS: [Fault; 39] = [
+    ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
+    ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
+    ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
+    ("values are not waited for", Forward, ["barrier_wait(at.v_full + 8 * before.stage, before.phase);", ""], LONG),
+    ("scores are read while they are computed", Forward, ["products_wait<1>();", "products_wait<2>();"], LONG),
+    (
+        "one warp frees keys for all",
+        Forward,
+        ["barrier_init(at.k_free + 8 * stage, WARPS)", "barrier_init(at.k_free + 8 * stage, 1)"],
+        LONG,
+    ),
+    (
+        "fewer bytes are waited for",
+        Forward,
+        ["barrier_expect(at.q_full, Q_PANEL_BYTES * QK_PANELS)", "barrier_expect(at.q_full, Q_PANEL_BYTES)"],
+        LONG,
+    ),
+    ("the copy engine is not told of what was written", Forward, ["written_for_engines();", ""], LONG),
+    (
+        "results are written over before they have left",
+        Forward,
+        ["if (lane == 0) copied_out();\n    __syncwarp();", "__syncwarp();"],
+        SHORT,
+    ),
+    ("queries come where results still are", Forward, ["if (!O_APART) copied_out();", ""], WIDE),
+    ("sums of the second row weigh as the first's", Forward, ["o[m] *= less[m >> 1 & 1];", "o[m] *= less[0];"], LONG),
+    ("half of the lanes have another largest score", Forward, ["__shfl_xor_sync(~0u, most, 2)", "__shfl_xor_sync(~0u, most, 1)"], LONG),
+    ("stats in base two", Forward, ["(most + log2f(sum)) * LN_2", "(most + log2f(sum))"], LONG),
+    ("the last block is dropped", Forward, ["(last.past + TILE_N - 1) / TILE_N", "last.past / TILE_N"], LONG),
+    ("the lower edge of a window is not masked", Forward, ["(last.first + TILE_N - 1) / TILE_N", "first.first / TILE_N"], LONG),
+    ("a window is a key short", Forward, ["q + s.upper + 1 : FAR", "q + s.upper : FAR"], LONG),
+    ("blocks that a rule drops in part are whole", Forward, ["(item & PARTLY) != 0 || block <", "block <"], MAPPED),
+    ("rows of the map of another head's", Forward, ["* p.tiles + tile;", "* p.tiles;"], MAPPED),
+    ("the sink weighs the wrong way", Forward, ["exp2_of(sink - from)", "exp2_of(from - sink)"], LENGTHS),
+    ("score_mods of another row", Forward, ["q + (n & 2 ? 8 : 0), there_k", "q, there_k"], TRACED),
+    (
+        "queries come before those of a tile are done with",
+        Backward,
+        ["barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);", ""],
+        WIDE,
+    ),
+    ("upstream gradients come too early", Backward, ["barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);", ""], WIDE),
+    (
+        "upstream gradients are not waited for",
+        Backward,
+        ["if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);", ""],
+        LONG,
+    ),
+    ("gradients of scores are read before both groups wrote", Backward, ["meet(1, 256);\n                    along", "along"], LONG),
+    ("gradients of scores have one place", Backward, ["turn ^= 1;", ""], LONG),
+    ("the matrix units are not told of what was written", Backward, ["written_for_engines();\n                weigh", "weigh"], LONG),
+    ("results are written over keys that are read", Backward, ["meet(1, 256);\n    const uint rows_at", "const uint rows_at"], LONG),
+    ("scores are read while they are computed", Backward, ["products_wait<1>();\n                hold(s);", "hold(s);"], LONG),
+    ("the second query of two has the first's sum", Backward, ["d_p[n + 1] - of.y", "d_p[n + 1] - of.x"], LONG),
+    ("groups add to one slice", Backward, ["tile.part * 2 + group) * 4096", "tile.part * 2) * 4096"], LONG),
+    ("a half of the rows is not scaled", Backward, ["of.z * p.scale", "of.z"], LONG),
+    (
+        "a tile behind the last is walked over",
+        Backward,
+        ["(last.past + TILE_M - 1) / TILE_M", "(last.past + TILE_M - 1) / TILE_M + 1"],
+        FEWER,
+    ),
+    ("rows of the sums are those of the next tile", Backward, ["* p.tiles + queries;", "* p.tiles + queries + 1;"], SHORT),
+    ("a key keeps a query less", Backward, ["max(0, k - s.upper)", "max(0, k - s.upper + 1)"], LONG),
+    ("the last tile is dropped", Backward, ["(last.past + TILE_M - 1) / TILE_M", "last.past / TILE_M"], LONG),
+    ("rows without weights", Backward, ["any ? stat * LOG2_E : INFINITE", "stat * LOG2_E"], LENGTHS),
+    ("the sink's gradient has the other sign", Backward, ["-exp2_of((p.sink[head]", "exp2_of((p.sink[head]"], LENGTHS),
+    ("the slope is taken elsewhere", Backward, ["score_mod_gradient(before[other],", "score_mod_gradient(s[n + other],"], TRACED),
+    (
+        "gradients of a bias at another key",
+        Backward,
+        ["atomicAdd(to(place_of(p, corner, n)), x[n])", "atomicAdd(to(place_of(p, corner, n ^ 2)), x[n])"],
+        ALONG,
+    ),
+];
+
+fn wrong<T>(outcome: Outcome<T>) -> Option<String> {
+    match outcome {
+        Outcome::Fail(how) => Some(how),
+        // What is not run finds nothing, and is not to be taken for it.
+        Outcome::Skip(why) => Some(format!("error: skipped: {why}")),
+        Outcome::Pass(..) => None,
+    }
+}
+
+/// How a fault is found, if it is.
+fn caught((_, pass, fault, cases): Fault) -> Option<String> {
+    // One for all cases of a fault: each compiles its kernels anew.
+    let executor = conformance::emulated::executor().unwrap();
+    let cases = Case::parse(cases).unwrap();
+    faulty(fault, || {
+        cases.iter().find_map(|case| match pass {
+            Forward => wrong(run_case(case, &executor)),
+            Backward => wrong(run_backward_case(case, Source::Oracle, &executor)),
+        })
+    })
+}
+
+/// The cases find nothing where nothing is wrong, and something in every fault; a fault must not be one for the compiler.
+#[test]
+fn every_fault_is_found() {
+    let Some(executor) = executor() else { return };
+    let missed = Mutex::new(Vec::new());
+    for case in [LONG, SHORT, FEWER, WIDE, MAPPED, LENGTHS, TRACED, ALONG].into_iter().flat_map(|cases| Case::parse(cases).unwrap()) {
+        assert_eq!(wrong(run_case(&case, &executor)), None, "{}", case.name);
+        assert_eq!(wrong(run_backward_case(&case, Source::Oracle, &executor)), None, "{}", case.name);
+    }
+    side_by_side(&FAULTS, |&fault| {
+        let how = caught(fault);
+        let short = how.as_deref().map(|how| how.chars().take(300).collect::<String>().replace('\n', " "));
+        println!("fault: {}; {}", fault.0, short.as_deref().unwrap_or("nothing finds it"));
+        if how.is_none_or(|how| how.contains("error: ")) {
+            missed.lock().unwrap().push(fault.0);
+        }
+    });
+    let missed = missed.into_inner().unwrap();
+    assert!(missed.is_empty(), "not found, or not compiled: {missed:?}");
+    say(&format!("faults {NAME}: all of {} found", FAULTS.len()));
+}
