@@ -63,6 +63,30 @@ mask = ["natten:51"]
 stats = true
 "#;
 
+/// A rule that reads tensors: more blocks than are judged at once.
+const LISTED: &str = r#"
+[[case]]
+name = "any keys of few queries"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 70, seq_kv = 4500, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["array:qk"]
+stats = true
+
+[[case]]
+name = "documents"
+shape = { batch = 2, heads_q = 2, heads_kv = 1, seq_q = 400, seq_kv = 400, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["document"]
+stats = true
+
+[[case]]
+name = "some queries"
+shape = { batch = 1, heads_q = 1, heads_kv = 1, seq_q = 900, seq_kv = 130, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+mask = ["array:q"]
+stats = true
+"#;
+
 /// Lengths of entries, a number of its own beside the keys.
 const LENGTHS: &str = r#"
 [[case]]
@@ -108,7 +132,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 39] = [
+const FAULTS: [Fault; 44] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -142,6 +166,11 @@ const FAULTS: [Fault; 39] = [
     ("a window is a key short", Forward, ["q + s.upper + 1 : FAR", "q + s.upper : FAR"], LONG),
     ("blocks that a rule drops in part are whole", Forward, ["(item & PARTLY) != 0 || block <", "block <"], MAPPED),
     ("rows of the map of another head's", Forward, ["* p.tiles + tile;", "* p.tiles;"], MAPPED),
+    ("blocks that are dropped in part are listed as whole", Forward, ["of == 2 ? PARTLY", "of == 3 ? PARTLY"], LISTED),
+    ("the first row that keeps anything decides", Forward, ["if (any && !all) break;", "if (any) break;"], LISTED),
+    ("items of a list have one place", Forward, ["items[count + __popc(listed & ((1u << lane) - 1))]", "items[count]"], LISTED),
+    ("the second 32 take the places of the first", Forward, ["count += __popc(listed);", "count = __popc(listed);"], LISTED),
+    ("lists of one batch entry for all", Backward, ["batch = row / OUTERS(p) / heads", "batch = 0 * heads"], LISTED),
     ("the sink weighs the wrong way", Forward, ["exp2_of(sink - from)", "exp2_of(from - sink)"], LENGTHS),
     ("score_mods of another row", Forward, ["q + (n & 2 ? 8 : 0), there_k", "q, there_k"], TRACED),
     (
@@ -212,7 +241,8 @@ fn caught((_, pass, fault, cases): Fault) -> Option<String> {
 fn every_fault_is_found() {
     let Some(executor) = executor() else { return };
     let missed = Mutex::new(Vec::new());
-    for case in [LONG, SHORT, FEWER, WIDE, MAPPED, LENGTHS, TRACED, ALONG].into_iter().flat_map(|cases| Case::parse(cases).unwrap()) {
+    for case in [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG].into_iter().flat_map(|cases| Case::parse(cases).unwrap())
+    {
         assert_eq!(wrong(run_case(&case, &executor)), None, "{}", case.name);
         assert_eq!(wrong(run_backward_case(&case, Source::Oracle, &executor)), None, "{}", case.name);
     }

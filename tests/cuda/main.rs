@@ -1,6 +1,7 @@
 //! Kernels of our own for NVIDIA GPUs, compiled for the CPU and run there thread by thread, against the oracle.
 
 mod faults;
+mod lists;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;

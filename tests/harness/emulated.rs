@@ -29,6 +29,20 @@ pub fn executor() -> Result<CudaExecutor, String> {
     CudaExecutor::new(options).map_err(|e| e.to_string())
 }
 
+/// How many boxes of tensors the copy engine brought in, in launches of this thread so far.
+///
+/// # Panics
+/// Where the library is not built.
+pub fn boxes() -> u64 {
+    type Boxes = unsafe extern "C" fn() -> u64;
+    // SAFETY: the library runs nothing when it is loaded.
+    let library = unsafe { libloading::Library::new(find().expect("the library is built")) }.expect("it loads");
+    // SAFETY: the function is its own, of this type.
+    let boxes: libloading::Symbol<'_, Boxes> = unsafe { library.get(b"emulated_boxes") }.expect("it has the function");
+    // SAFETY: it takes nothing.
+    unsafe { boxes() }
+}
+
 /// Runs something while the kernels that this thread compiles have the second text in place of the first, which they must hold once.
 ///
 /// # Panics

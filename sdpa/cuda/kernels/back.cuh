@@ -1,5 +1,10 @@
 // Which tiles of queries a block of keys walks over, and which of them need the mask.
 
+// A list is a block's, and has tiles of queries.
+#define OUTERS(p) ((p).blocks)
+#define INNERS(p) ((p).tiles)
+#define LAST_FIRST false
+
 // Tiles that hold anything, low <= tile < high, and of these those whose every pair is kept, as far as band, prefix and lengths go.
 struct Reach {
     int low, high;
@@ -26,7 +31,7 @@ struct Walk {
 inline Walk walk_of(const Params& p, const Reach& r, int batch, int head, int block) {
 #if WITH_MAP
     const int row = (batch * p.map_batch + head * p.map_head) * p.blocks + block;
-    return Walk{int(p.map_begin[row]), int(p.map_begin[row + 1])};
+    return Walk{int(p.map_begin[row]), int(p.map_end[row])};
 #else
     return Walk{r.low, r.high};
 #endif
@@ -47,7 +52,7 @@ inline bool walk_on(Walk& walk, const Params& p, const Reach& r, int& tile, bool
 #else
     if (walk.at >= walk.end) return false;
     tile = walk.at++;
-    partly = KEEP_ANYWHERE || tile < r.whole_from || tile >= r.whole_past;
+    partly = tile < r.whole_from || tile >= r.whole_past;
     return true;
 #endif
 }

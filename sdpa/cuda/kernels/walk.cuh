@@ -1,5 +1,10 @@
 // Which blocks of keys a tile of queries walks over, and which of them need the mask.
 
+// A list is a tile's, and has blocks of keys.
+#define OUTERS(p) ((p).tiles)
+#define INNERS(p) (((p).seq_kv + TILE_N - 1) / TILE_N)
+#define LAST_FIRST true
+
 // Blocks of keys of a tile: those that hold anything, low <= block < high, and of these those whose every pair is kept, as far as band, prefix and
 // lengths go.
 struct Reach {
@@ -28,7 +33,7 @@ struct Walk {
 inline Walk walk_of(const Params& p, const Reach& r, int batch, int head, int tile) {
 #if WITH_MAP
     const int row = (batch * p.map_batch + head * p.map_head) * p.tiles + tile;
-    return Walk{int(p.map_begin[row]), int(p.map_begin[row + 1])};
+    return Walk{int(p.map_begin[row]), int(p.map_end[row])};
 #else
     return Walk{r.high, r.low};
 #endif
@@ -49,7 +54,7 @@ inline bool walk_on(Walk& walk, const Params& p, const Reach& r, int& block, boo
 #else
     if (walk.at <= walk.end) return false;
     block = --walk.at;
-    partly = KEEP_ANYWHERE || block < r.whole_from || block >= r.whole_past;
+    partly = block < r.whole_from || block >= r.whole_past;
     return true;
 #endif
 }

@@ -4,7 +4,7 @@ use crate::backward::Backward;
 use crate::error::Error;
 use crate::kernel::{Kernel, KernelKey, Kernels};
 use crate::plan::{CudaPlan, Pass};
-use crate::problem::{Forward, unsupported};
+use crate::problem::{Forward, Lists, unsupported};
 use crate::source;
 use crate::tile::Tile;
 use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache};
@@ -105,7 +105,8 @@ impl CudaExecutor {
             let forward = self.taken(Forward::of(problem))?;
             let tile = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v())).map_or_else(|| forward.tile(), Ok)?;
             let source = source::forward(&forward, &tile).into();
-            let entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
+            let mut entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
+            entries.extend(lists_entry(&forward));
             self.build(problem.clone().into(), (forward, tile).into(), source, entries)
         })
     }
@@ -120,7 +121,8 @@ impl CudaExecutor {
             let tile = backward.tile()?;
             let source = source::backward(&backward, &tile).into();
             let [compute, rows, queries, rounded] = source::BACKWARD_ENTRIES;
-            let entries = vec![(compute, tile.shared_bytes()), (rows, 0), (queries, 0), (rounded, 0)];
+            let mut entries = vec![(compute, tile.shared_bytes()), (rows, 0), (queries, 0), (rounded, 0)];
+            entries.extend(lists_entry(&backward.forward));
             self.build(problem.clone().into(), (backward, tile).into(), source, entries)
         })
     }
@@ -157,6 +159,11 @@ impl CudaExecutor {
         let stream = self.device.stream().map_err(failed)?;
         Ok(Arc::new(Hosted::new(job, plan, stream, told, failed)))
     }
+}
+
+/// The kernel that makes lists of blocks, where each call has its own.
+fn lists_entry(forward: &Forward) -> Option<(&'static CStr, u32)> {
+    (forward.lists() == Lists::AtCall).then_some((source::MAP_ENTRY, source::MAP_SHARED_BYTES))
 }
 
 impl Executor for CudaExecutor {

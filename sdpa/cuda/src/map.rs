@@ -3,7 +3,7 @@
 //! A rule of places alone reads no declared parameter. It is judged over a whole block at once, by ranges of the indices
 //! ([`Trace::judge`](sdpa_core::expr::Trace::judge)). Where the ranges cannot tell, the kernel asks the rule for each pair of a query and a key.
 
-use crate::problem::Forward;
+use crate::problem::{Forward, Lists};
 use crate::tile::Tile;
 use sdpa_core::expr::{Judged, Trace};
 
@@ -62,10 +62,8 @@ impl BlockMap {
 
     /// The lists of each batch entry and head that has its own.
     fn listed(problem: &Forward, of: impl Fn(&mut List<'_>, [i64; 2])) -> Option<BlockMap> {
-        let keep = problem.keep.as_deref().filter(|_| problem.has_map())?;
-        let [batch, heads, ..] = problem.extents;
-        let [by_batch, by_head] = problem.map_axes();
-        let rows = [if by_batch { batch } else { 1 }, if by_head { heads } else { 1 }];
+        let keep = problem.keep.as_deref().filter(|_| problem.lists() == Lists::AtPlan)?;
+        let rows = problem.list_rows();
         let mut list = List { keep, extents: problem.extents, map: BlockMap { begin: vec![0], blocks: Vec::new(), rows } };
         for entry in 0..rows[0] {
             for head in 0..rows[1] {

@@ -32,6 +32,8 @@ params! {
         sink: u64 = "const float* ",
         /// Address of where the blocks of each tile begin in `map_blocks`, u32.
         map_begin: u64 = "const uint* ",
+        /// Address of where they end.
+        map_end: u64 = "const uint* ",
         /// Address of blocks of keys, u32, the highest bit set where a rule may drop a part of one.
         map_blocks: u64 = "const uint* ",
         /// Address of how many tiles beside the first of each block of threads were taken, i32: 0 when the kernel begins.
@@ -102,6 +104,8 @@ params! {
         sink_gradient: u64 = "float* ",
         /// Address of where the tiles of each block of keys begin in `map_blocks`, u32.
         map_begin: u64 = "const uint* ",
+        /// Address of where they end.
+        map_end: u64 = "const uint* ",
         /// Address of tiles of queries, u32, the highest bit set where a rule may drop a part of one.
         map_blocks: u64 = "const uint* ",
         /// Stride of `o` from one batch entry to the next.

@@ -3,7 +3,7 @@
 use crate::params::FAR;
 use crate::tile::{MOST_DIM, Tile};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
-use sdpa_core::expr::{Axis, Binary, Node, Trace, Unary};
+use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, Problem, Statistic, StatsBase};
@@ -40,6 +40,17 @@ pub struct Forward {
     pub extents: [i64; 4],
     /// Query heads that share a key head.
     pub group: i64,
+}
+
+/// When it is found which blocks of keys a rule leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lists {
+    /// There is no rule beside bands and lengths.
+    None,
+    /// When the plan is made: the rule asks for places alone.
+    AtPlan,
+    /// At each call, on the device: it reads tensors or numbers of the call.
+    AtCall,
 }
 
 /// Why the kernels do not take a problem.
@@ -162,15 +173,24 @@ impl Forward {
         self.score_mod.as_deref().map_or(0, of) + self.keep.as_deref().map_or(0, of)
     }
 
-    /// Whether blocks of keys that `keep` drops altogether are known before the call: it reads no declared parameter.
-    pub fn has_map(&self) -> bool {
-        self.keep.as_ref().is_some_and(|keep| keep.params().is_empty())
+    /// When it is found which blocks of keys `keep` leaves.
+    pub fn lists(&self) -> Lists {
+        match &self.keep {
+            None => Lists::None,
+            Some(keep) if keep.params().is_empty() => Lists::AtPlan,
+            Some(_) => Lists::AtCall,
+        }
     }
 
-    /// Whether what `keep` keeps differs between batch entries, and between heads.
-    pub fn map_axes(&self) -> [bool; 2] {
-        let uses = |axis| self.keep.as_ref().is_some_and(|keep| keep.uses_index(axis));
-        [uses(Axis::Batch), uses(Axis::Head)]
+    /// How many batch entries and heads have lists of their own: 1 where what `keep` keeps is the same for all.
+    pub fn list_rows(&self) -> [i64; 2] {
+        let [batch, heads, ..] = self.extents;
+        let differs = |axis| {
+            let spans = |kind| matches!(kind, ParamKind::Tensor { axes, .. } if axes.has(axis));
+            let reads = |keep: &Trace| keep.params().iter().any(|declared| spans(declared.kind));
+            self.keep.as_deref().is_some_and(|keep| keep.uses_index(axis) || reads(keep))
+        };
+        [if differs(Axis::Batch) { batch } else { 1 }, if differs(Axis::Head) { heads } else { 1 }]
     }
 }
 
@@ -223,12 +243,13 @@ mod tests {
     }
 
     #[test]
-    fn rules_of_places_alone_have_maps() {
+    fn rules_have_lists_and_those_of_places_alone_before_a_call() {
         let dense = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd);
         let of = |mask: Mask| Forward::of(&dense.clone().mask(mask).validate().unwrap()).unwrap();
-        assert!(!of(Mask::causal()).has_map() && !of(Mask::prefix_lm(3)).has_map());
+        assert_eq!([of(Mask::causal()), of(Mask::prefix_lm(3))].map(|of| of.lists()), [Lists::None; 2]);
         let places = of(Mask::new("", |at, _| ((at.q + at.head) % 2).eq(at.k % 2)).unwrap());
-        assert_eq!((places.has_map(), places.map_axes()), (true, [false, true]));
-        assert!(!of(Mask::document()).has_map());
+        assert_eq!((places.lists(), places.list_rows()), (Lists::AtPlan, [1, 4]));
+        let document = of(Mask::document());
+        assert_eq!((document.lists(), document.list_rows()), (Lists::AtCall, [2, 1]));
     }
 }

@@ -3,7 +3,7 @@
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
 use crate::matrix;
 use crate::params::{BackwardParams, Params};
-use crate::problem::Forward;
+use crate::problem::{Forward, Lists};
 use crate::tile::{BackwardTile, Tile};
 use sdpa_core::DType;
 use sdpa_core::expr::{Axis, Trace};
@@ -21,7 +21,9 @@ macro_rules! piece {
 const PRELUDE: [(&str, &str); 3] = [piece!("words.cuh"), piece!("units.cuh"), piece!("prelude.cuh")];
 const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), piece!("products.cuh")];
 const SPAN: (&str, &str) = piece!("span.cuh");
-const FORWARD: [(&str, &str); 2] = [piece!("walk.cuh"), piece!("forward.cu")];
+const WALK: (&str, &str) = piece!("walk.cuh");
+const MAP: (&str, &str) = piece!("map.cuh");
+const FORWARD: (&str, &str) = piece!("forward.cu");
 /// Around what is generated of parameters' gradients.
 const BACKWARD: (&str, &str) = piece!("back.cuh");
 const SHAPE: (&str, &str) = piece!("shape.cuh");
@@ -38,6 +40,12 @@ pub const FORWARD_ENTRY: &CStr = c"attention_forward";
 /// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of queries go, and those of
 /// parameters that are rounded.
 pub const BACKWARD_ENTRIES: [&CStr; 4] = [c"attention_backward", c"attention_rows", c"attention_queries", c"attention_rounded"];
+
+/// The name of the kernel before either that lists blocks, where a rule reads tensors.
+pub const MAP_ENTRY: &CStr = c"attention_map";
+
+/// Shared memory of that kernel, in which its 32 warps tell of an item each.
+pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
 /// Past this a trace is compiled once for every block, masked or not: a text of 64 scores takes long, and the mask is little beside it.
 const HEAVY: u32 = 24;
@@ -61,7 +69,7 @@ fn captured_structure(captured: &Captured) -> String {
 }
 
 /// Constants that both passes take from the attention.
-fn constants(problem: &Forward) -> [(&'static str, u32); 10] {
+fn constants(problem: &Forward) -> [(&'static str, u32); 9] {
     [
         ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
         ("WITH_SINK", problem.sink.into()),
@@ -69,9 +77,8 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 10] {
         ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
         ("WITH_ENDS", (!problem.ends.is_full()).into()),
         ("WITH_PREFIX", problem.region.prefix.is_some().into()),
-        ("WITH_MAP", problem.has_map().into()),
+        ("WITH_MAP", problem.keep.is_some().into()),
         ("WITH_KEEP", problem.keep.is_some().into()),
-        ("KEEP_ANYWHERE", (problem.keep.is_some() && !problem.has_map()).into()),
         ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
     ]
 }
@@ -118,8 +125,8 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
     let mut text = begin(problem, &own, &Params::cuda(), &traced);
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
-    add(&mut text, SPAN);
-    FORWARD.into_iter().for_each(|piece| add(&mut text, piece));
+    let map = (problem.lists() == Lists::AtCall).then_some(MAP);
+    [SPAN, WALK].into_iter().chain(map).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -150,9 +157,8 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let mut text = begin(forward, &own, &params, &traced);
     let columns = [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts);
     text.push_str(&matrix::backward(element(forward.dtype), columns));
-    for piece in [SPAN, BACKWARD, SHAPE] {
-        add(&mut text, piece);
-    }
+    let map = (forward.lists() == Lists::AtCall).then_some(MAP);
+    [SPAN, BACKWARD].into_iter().chain(map).chain([SHAPE]).for_each(|piece| add(&mut text, piece));
     if !problem.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");

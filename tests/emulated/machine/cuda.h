@@ -59,6 +59,13 @@ inline bool __any_sync(unsigned, bool x, HERE) {
     for (int lane = 0; lane < 32; lane++) any |= all[lane] != 0;
     return any;
 }
+inline unsigned __ballot_sync(unsigned, bool x, HERE) {
+    const uint32_t* all = machine::tell(x, {"__ballot_sync", file, line});
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++) bits |= unsigned(all[lane] != 0) << lane;
+    return bits;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 #define __syncthreads() machine::come(0, machine::block_threads(), true, {"__syncthreads", __FILE__, __LINE__})
 
 // Nothing runs between the two halves: turns change where a thread waits.

@@ -146,6 +146,8 @@ bool went_on;
 bool failed;
 char* failure;
 size_t failure_bytes;
+// Boxes that came in.
+uint64_t brought;
 // Whether bytes lie in an allocation.
 bool (*holds)(uint64_t, uint64_t);
 // Whether a thread has its turn.
@@ -339,6 +341,7 @@ void run(Block& block, const Copy& copy) {
         }
     }
     if (copy.in) {
+        brought++;
         came_in(block, copy, bytes);
     } else {
         --*copy.group;
@@ -647,8 +650,9 @@ extern "C" __attribute__((visibility("default"))) void emulated_touched(const vo
 // Runs a launch; what failed is told as a text, nothing is where nothing did.
 extern "C" __attribute__((visibility("default"))) int emulated_run(
     void (*of_thread)(void**), const unsigned* blocks, unsigned threads, unsigned shared_bytes, void** given, uint64_t seed, char* text, size_t bytes,
-    bool (*allocated)(uint64_t, uint64_t)) {
+    bool (*allocated)(uint64_t, uint64_t), uint64_t* boxes) {
     holds = allocated;
+    brought = 0;
     entry = of_thread;
     arguments = given;
     grid = {blocks[0], blocks[1], blocks[2]};
@@ -707,5 +711,6 @@ extern "C" __attribute__((visibility("default"))) int emulated_run(
     // A process may have so many mappings, and there is a machine for each text.
     for (char* left : stacks) munmap(left, STACK_BYTES);
     stacks.clear();
+    *boxes = brought;
     return failed;
 }

@@ -24,7 +24,7 @@ const MOST_SHARED: u32 = 232_448;
 const MOST_THREADS: u32 = 1024;
 
 type OfThread = unsafe extern "C" fn(*mut Ptr);
-type Run = unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize, Holds) -> c_int;
+type Run = unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize, Holds, *mut u64) -> c_int;
 /// Whether bytes lie in an allocation.
 type Holds = extern "C" fn(u64, u64) -> bool;
 /// A thread of the launch that runs has touched what is no memory. Comes back where none runs.
@@ -56,6 +56,8 @@ static LAUNCHES: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
     static FAILURE: RefCell<String> = const { RefCell::new(String::new()) };
+    /// Boxes of tensors that the copy engine brought in, in launches of this thread.
+    static BOXES: Cell<u64> = const { Cell::new(0) };
     /// Of the launch that this thread runs.
     static RUNNING: Cell<Option<Touched>> = const { Cell::new(None) };
 }
@@ -97,6 +99,9 @@ fn handle(n: usize) -> Ptr {
 }
 
 exported! {
+    /// Not a function of the driver: how many boxes of tensors the copy engine brought in, in launches of this thread so far.
+    fn emulated_boxes() -> u64 { BOXES.get() }
+
     /// Opens the library that was compiled.
     fn cuModuleLoadData(module: *mut Ptr, image: *const c_void) -> c_int {
         // SAFETY: the header's contract: code has more than four bytes; that of the compiler here ends with a zero.
@@ -188,13 +193,14 @@ exported! {
             return INVALID_VALUE;
         }
         let seed = LAUNCHES.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let (blocks, mut text) = ([x, y, z], [0; 1024]);
+        let (blocks, mut text, mut boxes) = ([x, y, z], [0; 1024], 0);
         let _turn = found.turn.lock();
         watch();
         RUNNING.set(Some(found.touched));
         // SAFETY: the header's contract for the arguments; the rest is live. A library that runs is not unloaded, as a driver's caller knows.
-        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), threads, shared, arguments, seed, text.as_mut_ptr(), text.len(), memory::holds) };
+        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), threads, shared, arguments, seed, text.as_mut_ptr(), text.len(), memory::holds, &raw mut boxes) };
         RUNNING.set(None);
+        BOXES.set(BOXES.get() + boxes);
         if status != 0 {
             // SAFETY: the machine writes a text that ends with a zero.
             return failed(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned());

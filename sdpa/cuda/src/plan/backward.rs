@@ -34,11 +34,13 @@ pub(super) struct Workspace {
     lse: u64,
     delta: u64,
     d_o: u64,
+    lists: u64,
     pub(super) bytes: u64,
 }
 
 impl Workspace {
-    pub(super) fn of(backward: &Backward, tile: &BackwardTile) -> Workspace {
+    /// With so many bytes for lists of blocks.
+    pub(super) fn of(backward: &Backward, tile: &BackwardTile, lists: u64) -> Workspace {
         let Forward { extents: [batch, heads_q, seq_q, _], .. } = &backward.forward;
         let tiles = batch * heads_q * steps(*seq_q, tile.queries);
         let mut end = 0;
@@ -52,7 +54,8 @@ impl Workspace {
         let rows = 4 * tiles * i64::from(tile.queries);
         let [lse, delta] = [rows; 2].map(&mut take);
         let d_o = take(if backward.copies_d_o() { 2 * batch * heads_q * seq_q * copy_row(backward) } else { 0 });
-        Workspace { sums, along, lse, delta, d_o, bytes: end }
+        let lists = take(lists as i64);
+        Workspace { sums, along, lse, delta, d_o, lists, bytes: end }
     }
 }
 
@@ -85,7 +88,7 @@ impl CudaPlan {
         call: &DeviceCall<'_, DeviceSlice>,
         workspace: DeviceSlice,
     ) -> Result<(), Error> {
-        let at = Workspace::of(backward, tile);
+        let at = Workspace::of(backward, tile, self.lists_bytes());
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
         let Forward { tensors: [q, k, v, _], extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
         let [_, dk, dv] = &backward.gradients;
@@ -117,7 +120,8 @@ impl CudaPlan {
         let to: SmallVec<[u64; 4]> = if sums.is_empty() { SmallVec::from_elem(0, 1) } else { sums.clone() };
         let [q, k, v, d_o, dk, dv] = maps.each_ref().map(|map| std::ptr::from_ref(map).cast::<c_void>());
         let params_at: *const c_void = (&raw const params).cast();
-        let parameters = [q, k, v, d_o, dk, dv, params_at, captured.as_ptr().cast(), to.as_ptr().cast()];
+        let captured_at: *const c_void = captured.as_ptr().cast();
+        let parameters = [q, k, v, d_o, dk, dv, params_at, captured_at, to.as_ptr().cast()];
 
         let tiles = batch * heads_q * steps(*seq_q, queries);
         let heads_kv = heads_q / group;
@@ -136,6 +140,7 @@ impl CudaPlan {
                         submission.zero(*given)?;
                     }
                 }
+                self.make_lists(submission, [params_at, captured_at])?;
                 let all_rows = tiles * i64::from(queries);
                 submission.launch_entry(&rows, launch(steps(all_rows, ROWS as u32), THREADS), &[params_at])?;
                 submission.launch_entry(&compute, main, &parameters)?;
@@ -151,7 +156,9 @@ impl CudaPlan {
     }
 
     fn backward_entries(&self) -> Result<[Entry; 4], sdpa_driver::Error> {
-        <[Entry; 4]>::try_from(self.kept.kernel.entries.as_slice()).map_err(|_| {
+        // What makes lists is behind them.
+        let entries = &self.kept.kernel.entries;
+        <[Entry; 4]>::try_from(entries.get(..4).unwrap_or_default()).map_err(|_| {
             let limit = format!("{} kernels", self.kept.kernel.entries.len());
             sdpa_driver::Error::Memory { what: "a backward pass".to_owned(), bytes: 0, limit }
         })
@@ -168,7 +175,8 @@ impl CudaPlan {
         let Forward { tensors: [q, _, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
         let Backward { d_o, gradients: [dq, ..], .. } = backward;
         let Scale { natural, scale, unit } = self.scale(call);
-        let ([map_begin, map_blocks], [map_batch, map_head]) = self.map();
+        let lists = self.lists(workspace + at.lists);
+        let [map_batch, map_head] = lists.strides();
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
         let section = heads_in_cache(2 * group * seq_q * (q.dims[3] + v.dims[3])).min(batch * heads_q / group);
         BackwardParams {
@@ -184,8 +192,9 @@ impl CudaPlan {
             seq_len_kv: tensor(call, SEQ_LEN_KV),
             sink: tensor(call, SINK),
             sink_gradient,
-            map_begin,
-            map_blocks,
+            map_begin: lists.begin,
+            map_end: lists.end,
+            map_blocks: lists.blocks,
             o_batch: o.strides[0],
             o_head: o.strides[1],
             o_row: o.strides[2],

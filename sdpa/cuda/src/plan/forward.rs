@@ -1,4 +1,4 @@
-//! Calls of forward passes: one launch.
+//! Calls of forward passes: one launch, and one before it where lists of blocks are made.
 #![allow(unsafe_code)]
 
 use super::told::{Scale, bound, heads_in_cache, map_of, steps, tensor};
@@ -31,8 +31,10 @@ impl CudaPlan {
             let address = call.operand(operand).map_or(0, |slice| slice.address);
             maps[n] = map_of(submission, address, &forward.tensors[n], rows[n])?;
         }
-        let taken = DeviceSlice { address: workspace.address, bytes: if self.workspace() > 0 { 4 } else { 0 } };
-        let params = Params { taken: taken.address, ..self.params(forward, tile, call) };
+        // The counter, and the lists behind it.
+        let counter = self.counter_bytes(forward, tile);
+        let taken = DeviceSlice { address: workspace.address, bytes: if counter > 0 { 4 } else { 0 } };
+        let params = Params { taken: taken.address, ..self.params(forward, tile, call, workspace.address + counter) };
         let captured = self.captured(call);
         let [q, k, v, o] = maps.each_ref().map(|map| std::ptr::from_ref(map).cast::<c_void>());
         let parameters = [q, k, v, o, (&raw const params).cast(), captured.as_ptr().cast()];
@@ -44,6 +46,7 @@ impl CudaPlan {
                 if taken.bytes > 0 {
                     submission.zero(taken)?;
                 }
+                self.make_lists(submission, [parameters[4], parameters[5]])?;
                 self.kept.kernel.entries.first().map_or(Ok(()), |entry| submission.launch_entry(entry, launch, &parameters))
             }
         })
@@ -55,15 +58,21 @@ impl CudaPlan {
         u32::try_from(all_tiles(forward, tile)).unwrap_or(u32::MAX).min(most)
     }
 
-    /// Bytes of workspace: a counter, where there are more tiles than blocks.
+    /// Bytes of workspace: a counter, and lists of blocks.
     pub(super) fn forward_workspace(&self, forward: &Forward, tile: &Tile) -> u64 {
+        self.counter_bytes(forward, tile) + self.lists_bytes()
+    }
+
+    /// Where there are more tiles than blocks of threads, they are counted.
+    fn counter_bytes(&self, forward: &Forward, tile: &Tile) -> u64 {
         if all_tiles(forward, tile) > i64::from(self.forward_blocks(forward, tile)) { 256 } else { 0 }
     }
 
-    fn params(&self, forward: &Forward, tile: &Tile, call: &DeviceCall<'_, DeviceSlice>) -> Params {
+    fn params(&self, forward: &Forward, tile: &Tile, call: &DeviceCall<'_, DeviceSlice>, lists: u64) -> Params {
         let Forward { tensors: [_, k, v, _], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
-        let ([map_begin, map_blocks], [map_batch, map_head]) = self.map();
+        let lists = self.lists(lists);
+        let [map_batch, map_head] = lists.strides();
         // Whole groups that share a key head.
         let section = (heads_in_cache(2 * seq_kv * (k.dims[3] + v.dims[3])) * group).min(batch * heads_q);
         Params {
@@ -71,8 +80,9 @@ impl CudaPlan {
             seq_len_q: tensor(call, SEQ_LEN_Q),
             seq_len_kv: tensor(call, SEQ_LEN_KV),
             sink: tensor(call, SINK),
-            map_begin,
-            map_blocks,
+            map_begin: lists.begin,
+            map_end: lists.end,
+            map_blocks: lists.blocks,
             taken: 0,
             batch: *batch as i32,
             heads_q: *heads_q as i32,

@@ -2,6 +2,7 @@
 
 mod backward;
 mod forward;
+mod lists;
 mod told;
 
 use crate::backward::Backward;
@@ -108,8 +109,13 @@ impl CudaPlan {
     fn workspace(&self) -> u64 {
         match &self.pass {
             Pass::Forward(forward, tile) => self.forward_workspace(forward, tile),
-            Pass::Backward(backward, tile) => backward::Workspace::of(backward, tile).bytes,
+            Pass::Backward(backward, tile) => backward::Workspace::of(backward, tile, self.lists_bytes()).bytes,
         }
+    }
+
+    /// Bytes of workspace for lists of blocks that are made at each call.
+    fn lists_bytes(&self) -> u64 {
+        lists::Made::of(&self.pass).map_or(0, lists::Made::bytes)
     }
 
     /// # Safety

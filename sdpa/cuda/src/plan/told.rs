@@ -1,6 +1,7 @@
 //! What kernels are told of a call, whichever the pass.
 
-use super::{CudaPlan, Mapped};
+use super::CudaPlan;
+use super::lists::Made;
 use crate::params::FAR;
 use sdpa_core::TensorSpec;
 use sdpa_core::device::{DeviceCall, DeviceValue};
@@ -57,8 +58,20 @@ pub(super) fn tensor(call: &DeviceCall<'_, DeviceSlice>, name: &str) -> u64 {
     given.map_or(0, |(_, slice)| slice.address)
 }
 
-impl Mapped {
-    /// Rows of the map from one batch entry to the next, and from one head to the next.
+/// Where the lists of blocks of a call are: all 0 where there are none.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ListsAt {
+    /// Addresses of where each list begins in `blocks`, and where it ends.
+    pub begin: u64,
+    pub end: u64,
+    /// Address of the items.
+    pub blocks: u64,
+    /// How many batch entries and heads have lists of their own.
+    pub rows: [i64; 2],
+}
+
+impl ListsAt {
+    /// From one batch entry to the next, and from one head to the next, in units of the lists of a head.
     pub(super) fn strides(&self) -> [i32; 2] {
         let [batch, head] = self.rows;
         [if batch > 1 { head as i32 } else { 0 }, i32::from(head > 1)]
@@ -74,10 +87,16 @@ impl CudaPlan {
         Scale { natural: i32::from(natural), scale, unit: if natural { log2_e } else { scale * log2_e } }
     }
 
-    /// Addresses of the map, and the strides of its rows.
-    pub(super) fn map(&self) -> ([u64; 2], [i32; 2]) {
-        let map = self.kept.map.as_deref();
-        map.map_or(([0; 2], [0; 2]), |map| ([map.begin.address(), map.blocks.address()], map.strides()))
+    /// Where the lists of blocks are: with the plan, or in workspace from here on.
+    pub(super) fn lists(&self, workspace: u64) -> ListsAt {
+        if let Some(made) = Made::of(&self.pass) {
+            return made.at(workspace);
+        }
+        let kept = self.kept.map.as_deref();
+        kept.map_or_else(ListsAt::default, |map| {
+            let begin = map.begin.address();
+            ListsAt { begin, end: begin + 4, blocks: map.blocks.address(), rows: map.rows }
+        })
     }
 
     /// What traces read in this call, as the kernel's structure: addresses of tensors, then scalars.
