@@ -66,13 +66,13 @@ fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
 
 #[test]
 fn forward_cases() {
-    forward("forward", narrow([Case::all(), Case::all_sinks(), Case::all_ends()]));
+    forward("forward", narrow([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()]));
 }
 
 #[test]
 fn backward_cases() {
     backward("backward", narrow([Case::all_backward(), Case::all_ends()]), &Source::ALL);
-    backward("sinks backward", narrow([Case::all_sinks()]), &[Source::Oracle]);
+    backward("sinks and tables backward", narrow([Case::all_sinks(), Case::all_tables()]), &[Source::Oracle]);
 }
 
 /// Every few of the library's score_mods under masks: each is a text of its own.

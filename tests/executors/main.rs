@@ -129,7 +129,15 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
             run(&subject)
         })
     };
-    let both = [Case::all_library(), Case::all_packed(), Case::all_ends(), Case::all_sinks(), Case::all_dropout(), Case::all_fp8()];
+    let both = [
+        Case::all_library(),
+        Case::all_packed(),
+        Case::all_ends(),
+        Case::all_sinks(),
+        Case::all_dropout(),
+        Case::all_fp8(),
+        Case::all_tables(),
+    ];
     let both: Vec<Case> = both.into_iter().flat_map(Result::unwrap).collect();
     let mut trials = Vec::new();
     let forward = [Case::all(), Case::all_paged(), Case::all_statistics()].into_iter().flat_map(Result::unwrap);

@@ -203,6 +203,14 @@ impl Case {
         Case::parse(include_str!("../cases/paged.toml"))
     }
 
+    /// Every case of tables that are read at computed places; each is for both passes.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_tables() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/table.toml"))
+    }
+
     /// The cases with score_mods and masks of the library that the file has.
     ///
     /// # Errors

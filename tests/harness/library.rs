@@ -85,6 +85,12 @@ impl Tensor {
     fn at(&self, here: Here) -> f64 {
         self.data[element(self.dims, here)]
     }
+
+    /// The element at these indices, outside of the tensor the nearest.
+    fn nearest(&self, indices: [i64; 4]) -> f64 {
+        let within = std::array::from_fn(|axis| indices[axis].clamp(0, self.dims[axis] - 1));
+        self.data[element(self.dims, within)]
+    }
 }
 
 /// The axes that letters of `bhqk` name.
@@ -105,6 +111,11 @@ impl Drawing<'_> {
             return Tensor { dims: bound.dims, data: bound.widened.clone() };
         }
         let dims = std::array::from_fn(|axis| if axes.contains(&axis) { self.extents[axis] } else { 1 });
+        self.bind_of(name, dims, make)
+    }
+
+    /// The same of extents of its own.
+    fn bind_of(&mut self, name: &'static str, dims: [i64; 4], make: impl FnOnce(&mut Random, usize) -> Values) -> Tensor {
         let values = make(self.random, dims.iter().product::<i64>() as usize);
         let data: Arc<[f64]> = match &values {
             Values::Scalar(x) => Arc::new([f64::from(*x)]),

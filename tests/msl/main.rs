@@ -158,6 +158,12 @@ fn forward_cases() {
 }
 
 #[test]
+fn table_cases() {
+    run_all("tables", &sweep(Case::all_tables(), &Kernels::ALL));
+    run_all_backward("tables backward", &sweep(Case::all_tables(), &BACKWARD_KERNELS), &[Source::Oracle]);
+}
+
+#[test]
 fn packed_cases() {
     run_all("packed", &sweep(Ok(packed()), &Kernels::ALL));
     run_all_backward("packed backward", &planned_and_forced(packed(), &BACKWARD_KERNELS), &Source::ALL);

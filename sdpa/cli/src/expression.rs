@@ -46,9 +46,12 @@ fn place_of(rule: &str) -> Option<(String, String)> {
 fn located(path: &str, error: &ExprError) -> Wrong {
     match error {
         ExprError::Syntax { line, column, rule } => (format!("{path}:{line}:{column}"), rule.clone()),
-        ExprError::Redeclared { .. } | ExprError::Name { .. } | ExprError::Default { .. } | ExprError::NoDerivative { .. } => {
-            (format!("{path}:1:1"), error.to_string())
-        }
+        ExprError::Redeclared { .. }
+        | ExprError::Name { .. }
+        | ExprError::Default { .. }
+        | ExprError::Extents { .. }
+        | ExprError::Indices { .. }
+        | ExprError::NoDerivative { .. } => (format!("{path}:1:1"), error.to_string()),
     }
 }
 

@@ -68,12 +68,17 @@ impl Bound {
 
     /// The value at a place, widened.
     pub(crate) fn at(&self, place: [i64; 4]) -> f64 {
+        self.nth(self.element(place))
+    }
+
+    /// The value of an element, widened.
+    pub(crate) fn nth(&self, element: usize) -> f64 {
         match &self.values {
             Values::Scalar(x) => f64::from(*x),
-            Values::Float(x) => x.get(self.element(place)),
-            Values::I32(x) => f64::from(x[self.element(place)]),
+            Values::Float(x) => x.get(element),
+            Values::I32(x) => f64::from(x[element]),
             Values::I64([x]) => *x as f64,
-            Values::Bool(x) => f64::from(u8::from(x[self.element(place)])),
+            Values::Bool(x) => f64::from(u8::from(x[element])),
         }
     }
 }
@@ -132,6 +137,9 @@ fn spanned(axes: Axes, extents: [i64; 4]) -> Vec<i64> {
     if axes.has_end() {
         return vec![axes.elements(extents)];
     }
+    if axes.is_table() {
+        return axes.extents().collect();
+    }
     axes.iter().map(|a| axes.dims(extents)[a.place()]).collect()
 }
 
@@ -146,6 +154,7 @@ impl Planned {
     pub(crate) fn kind(&self) -> String {
         match self.declared.kind {
             ParamKind::Scalar => "a scalar".to_owned(),
+            ParamKind::Tensor { axes, dtype } if axes.is_table() => format!("a table [{axes}] of {dtype}"),
             ParamKind::Tensor { axes, dtype } => format!("a tensor [{axes}] of {dtype}"),
         }
     }

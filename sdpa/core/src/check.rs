@@ -34,6 +34,7 @@ const OPERAND_NAMES: [&str; 17] = [
 pub(crate) fn kind(kind: ParamKind) -> String {
     match kind {
         ParamKind::Scalar => "a scalar".to_owned(),
+        ParamKind::Tensor { axes, dtype } if axes.is_table() => format!("a table [{axes}] of {dtype}"),
         ParamKind::Tensor { axes, dtype } => {
             format!("a tensor [{axes}] of {dtype}")
         }

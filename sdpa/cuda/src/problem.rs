@@ -197,6 +197,7 @@ impl Forward {
 fn node_weight(node: Node) -> u32 {
     match node {
         Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => 0,
+        Node::Read(..) => 3,
         Node::Unary(Unary::Sin | Unary::Cos, _) => 40,
         Node::Unary(Unary::Erf, _) | Node::Binary(Binary::Pow | Binary::Mod, ..) => 20,
         Node::Unary(Unary::Exp | Unary::Log | Unary::Tanh | Unary::Sqrt | Unary::Rsqrt, _) | Node::Binary(Binary::Div, ..) => 6,

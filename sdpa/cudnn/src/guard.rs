@@ -106,6 +106,10 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if problem.dtype() == DType::F32 {
         limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16, bf16 and 8-bit floats");
     }
+    for table in problem.params().iter().filter(|declared| declared.kind.extents().len() > 0) {
+        let extents: Vec<i64> = table.kind.extents().collect();
+        limit(&format!("parameter {}", table.name), format!("a table {extents:?}"), "cuDNN's engines read no tensor at computed places");
+    }
     if problem.packed().is_some() {
         let copied = lower::densify(job).1;
         let in_place = |operand: Operand| problem.packs(operand.side()) && copied.contains(&operand);

@@ -152,6 +152,13 @@ impl Captured {
                 let read = self.read(param);
                 if param.kind.ty() == Type::F32 { format!("float({read})") } else { read }
             }
+            Node::Read(p, x) => {
+                let param = &trace.params()[p.index()];
+                let place = self.tensors().iter().position(|(name, ..)| *name == param.name).unwrap_or_default();
+                let last = param.kind.extents().product::<i64>() - 1;
+                let read = format!("captured.tensor_{place}[min(max(v{}, 0), {last})]", x.index());
+                if param.kind.ty() == Type::F32 { format!("float({read})") } else { read }
+            }
             Node::Unary(f, x) => unary(f, trace.ty(x), &format!("v{}", x.index())),
             // What divides every score is inverted once.
             Node::Binary(Binary::Div, x, y)

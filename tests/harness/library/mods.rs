@@ -1,7 +1,8 @@
 //! Score_mods.
 
 use super::{Drawing, Here, Stage, Tensor, Values, axes};
-use half::bf16;
+use crate::random::Random;
+use half::{bf16, f16};
 
 /// `k − q`.
 fn distance([_, _, q, k]: Here) -> f64 {
@@ -49,11 +50,14 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
     })
 }
 
-/// Score_mods of packed documents that the library has no name for: what is told by the place in the row of all, and by the document.
-const OWN: [(&str, &str); 3] = [
+/// Score_mods that the library has no name for: of packed documents, what is told by the place in the row of all, and by the document; tables, some
+/// read outside of them.
+const OWN: [(&str, &str); 5] = [
     ("row-place", "tensor cu_seqlens[batch + 1]: i32; score + f32((cu_seqlens + k) % 3) * 0.25"),
     ("row-place-of-keys", "tensor cu_seqlens_kv[batch + 1]: i32; score + f32((cu_seqlens_kv + k) % 3) * 0.25"),
     ("temperature", "tensor temperature[batch]: f32; score * temperature"),
+    ("buckets", "table bucket[12]: i32; table gain[3, 5]: f16; score * gain[head, bucket[abs(q - k) / 3]]"),
+    ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
 ];
 
 /// The text of a score_mod of the harness; any other as it is.
@@ -97,6 +101,33 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             // A cosine is off by what its angle is off by, which is rounded twice.
             let own = move |here| (0..terms).map(|i| 4.0 + 2.0 * angle(here, i).abs()).sum::<f64>() + SLOPE * sum(here).abs();
             Ok(adds(move |here| slope(here) * sum(here), move |here| slope(here) * own(here)))
+        }
+        "relative-bias" => {
+            let (heads, reach) = rest.split_once(',').ok_or("HEADS,REACH")?;
+            let [heads, reach]: [i64; 2] = [heads, reach].map(|n| n.parse().unwrap_or(0));
+            let normal = |random: &mut Random, n| Values::F32((0..n).map(|_| random.normal() as f32).collect());
+            let rel = drawing.bind_of("rel", [1, 1, heads, 2 * reach + 1], normal);
+            Ok(adds(move |here| rel.nearest([0, 0, here[1], here[3] - here[2] + reach]), |_| 0.0))
+        }
+        "buckets" => {
+            let bucket =
+                drawing.bind_of("bucket", [1, 1, 1, 12], |random, n| Values::I32((0..n).map(|_| random.between(-2, 7) as i32).collect()));
+            let gain = drawing
+                .bind_of("gain", [1, 1, 3, 5], |random, n| Values::F16((0..n).map(|_| f16::from_f64(0.5 + random.unit())).collect()));
+            let of = move |[_, head, q, k]: Here| gain.nearest([0, 0, head, bucket.nearest([0, 0, 0, (q - k).abs() / 3]) as i64]);
+            let (slope, rounding) = (of.clone(), of.clone());
+            Ok(Stage {
+                value: Box::new(move |score, here| score * of(here)),
+                slope: Box::new(move |_, here| slope(here)),
+                rounding: Box::new(move |score, here| (score * rounding(here)).abs()),
+                partials: Vec::new(),
+            })
+        }
+        "blocks" => {
+            let of = drawing
+                .bind_of("of_blocks", [2, 3, 4, 2], |random, n| Values::BF16((0..n).map(|_| bf16::from_f64(random.normal())).collect()));
+            // Whole quotients go toward zero.
+            Ok(adds(move |[batch, head, q, k]| of.nearest([batch, head - 1, q / 16, (k - 5) / 32]), |_| 0.0))
         }
         "row-place" => row_place("cu_seqlens", drawing),
         "row-place-of-keys" => row_place("cu_seqlens_kv", drawing),

@@ -5,7 +5,7 @@
 //! and cosine by `(8 + |x|)·e`. A comparison of numbers that their errors may have swapped chooses either value.
 
 use crate::params::Bound;
-use sdpa::expr::{self, Binary, Node, NodeId, Place, Precision, Trace, Type, Unary};
+use sdpa::expr::{self, Binary, Declared, Node, NodeId, ParamId, Place, Precision, Trace, Type, Unary};
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q};
 use sdpa::{Align, Mask};
@@ -84,14 +84,34 @@ impl<'a> Function<'a> {
     /// The values of parameters at a place.
     fn params(&self, index: [i64; 4], to: &mut Vec<f64>) {
         to.clear();
-        to.extend(self.params.iter().map(|p| p.map_or(f64::NAN, |p| p.at(index))));
+        // Tables have no element at a place of the scores.
+        let value = |(p, declared): (&Option<&Bound>, &Declared)| match p {
+            Some(p) if declared.kind.extents().len() == 0 => p.at(index),
+            Some(_) | None => f64::NAN,
+        };
+        to.extend(self.params.iter().zip(self.trace.params()).map(value));
     }
 
     /// The roots alone.
     pub(crate) fn eval(&self, score: f64, upstream: f64, index: [i64; 4]) -> Vec<f64> {
         let mut params = Vec::new();
         self.params(index, &mut params);
-        self.trace.eval(&Place { score, upstream, index, extents: self.extents, params: &params }, Precision::F64)
+        let place = Place { score, upstream, index, extents: self.extents, params: &params };
+        self.trace.eval_reading(&place, Precision::F64, |p, at| self.read(p, at))
+    }
+
+    /// The element of a table.
+    fn read(&self, table: ParamId, at: usize) -> f64 {
+        self.params[table.index()].map_or(f64::NAN, |p| p.nth(at))
+    }
+
+    /// The element at a computed place, which may be another where the place is off.
+    fn read_roughly(&self, table: ParamId, place: Rough) -> Rough {
+        let within = |place: f64| self.trace.params()[table.index()].kind.within(place as i64);
+        let value = self.read(table, within(place.value));
+        let near = within(place.value - place.error)..=within(place.value + place.error);
+        let error = near.map(|at| (self.read(table, at) - value).abs()).fold(0.0, f64::max);
+        Rough { value, error }
     }
 
     /// The roots with their errors, for a score that has one, and 1 coming in from behind. `values` is scratch memory.
@@ -107,6 +127,7 @@ impl<'a> Function<'a> {
                 Node::Extent(axis) => Rough::exact(self.extents[axis.place()] as f64),
                 Node::Const(c) => Rough::exact(c.to_f64()),
                 Node::Param(p) => Rough::exact(self.params[p.index()].map_or(f64::NAN, |p| p.at(index))),
+                Node::Read(p, x) => self.read_roughly(p, at(x)),
                 Node::Unary(f, x) => unary(f, trace.ty(x), trace.ty(id), at(x)),
                 Node::Binary(f, x, y) => binary(f, trace.ty(x), at(x), at(y)),
                 Node::Select(c, x, y) => {

@@ -2,8 +2,9 @@
 
 use super::eval;
 use super::node::{Axis, Binary, Const, Kind, Node, NodeId, ParamId, Type, Unary};
-use super::params::{Declared, ParamKind};
+use super::params::{Axes, Declared, ParamKind};
 use super::trace::{ExprError, Trace};
+use crate::dtype::DType;
 use std::collections::HashMap;
 
 /// A trace in the making, value by value: for programs that make traces. Closures are traced by [`Trace::of_score`] and its like.
@@ -59,6 +60,7 @@ impl Builder {
             | Node::Index(_)
             | Node::Extent(_)
             | Node::Param(_)
+            | Node::Read(..)
             | Node::Unary(..)
             | Node::Binary(..)
             | Node::Select(..) => None,
@@ -109,6 +111,12 @@ impl Builder {
     /// Declares a parameter, or finds the one that is declared alike. A declaration that breaks a rule is kept as an error.
     pub fn param(&mut self, declared: Declared) -> NodeId {
         let ty = declared.kind.ty();
+        let param = self.declare(declared);
+        self.push(Node::Param(param), ty)
+    }
+
+    /// Declares a parameter without reading it, as [`Builder::param`] does.
+    pub fn declare(&mut self, declared: Declared) -> ParamId {
         if let Err(error) = declared.check() {
             self.errors.push(error);
         }
@@ -125,7 +133,48 @@ impl Builder {
                 self.params.len() - 1
             }
         };
-        self.push(Node::Param(ParamId(place as u32)), ty)
+        ParamId(place as u32)
+    }
+
+    /// Declares a table of extents of its own. Extents that break a rule are kept as an error.
+    pub fn table(&mut self, name: &str, extents: &[i64], dtype: DType) -> ParamId {
+        let axes = Axes::table(extents).unwrap_or_else(|rule| {
+            self.errors.push(ExprError::Extents { name: name.to_owned(), rule: rule.to_owned() });
+            Axes::NONE
+        });
+        self.declare(Declared { name: name.to_owned(), kind: ParamKind::Tensor { axes, dtype }, default: None })
+    }
+
+    /// The element of a table at a place, i32, as elements lie in memory; outside of it the nearest.
+    pub fn read(&mut self, table: ParamId, place: NodeId) -> NodeId {
+        let ty = self.params[table.index()].kind.ty();
+        self.push(Node::Read(table, place), ty)
+    }
+
+    /// The element of a table at an index, i32, along each of its extents; outside of one the nearest within. Of one index alone it is [`Builder::read`].
+    /// Another number of indices is kept as an error.
+    pub fn read_at(&mut self, table: ParamId, indices: &[NodeId]) -> NodeId {
+        let Declared { name, kind, .. } = &self.params[table.index()];
+        let extents: Vec<i64> = kind.extents().collect();
+        if let [place] = *indices {
+            return self.read(table, place);
+        }
+        if indices.len() != extents.len() {
+            self.errors.push(ExprError::Indices { name: name.clone(), given: indices.len(), extents: extents.len() });
+        }
+        let zero = self.konst(Const::I32(0));
+        let mut place = None;
+        for (&index, extent) in indices.iter().zip(extents) {
+            let last = self.konst(Const::I32(extent as i32 - 1));
+            let index = self.binary(Binary::Max, index, zero);
+            let index = self.binary(Binary::Min, index, last);
+            place = Some(place.map_or(index, |outer| {
+                let extent = self.konst(Const::I32(extent as i32));
+                let outer = self.binary(Binary::Mul, outer, extent);
+                self.binary(Binary::Add, outer, index)
+            }));
+        }
+        self.read(table, place.unwrap_or(zero))
     }
 
     /// A function of one value.
@@ -210,6 +259,10 @@ impl Builder {
                 },
                 Node::Const(c) => self.konst(c),
                 Node::Param(p) => self.param(trace.params()[p.index()].clone()),
+                Node::Read(p, x) => {
+                    let table = self.declare(trace.params()[p.index()].clone());
+                    self.read(table, here[x.index()])
+                }
                 Node::Unary(f, x) => self.unary(f, here[x.index()]),
                 Node::Binary(f, x, y) => self.binary(f, here[x.index()], here[y.index()]),
                 Node::Select(c, x, y) => self.select(here[c.index()], here[x.index()], here[y.index()]),

@@ -4,7 +4,7 @@
 //! selects (the choice that is not taken does not matter), and powers (`x⁰ = 1ʸ = 1`, as in C). Functions come from `libm`, so that the same
 //! bits come out on every machine; each is computed in f64 and rounded once.
 
-use super::node::{Binary, Kind, Node, Type, Unary};
+use super::node::{Binary, Kind, Node, ParamId, Type, Unary};
 use super::trace::Trace;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
@@ -143,18 +143,25 @@ impl Trace {
     ///
     /// Not-a-number in, not-a-number out, but for `min` and `max` (the number wins), comparisons (false, but ≠ is true), logic (it counts as true),
     /// selects (the choice that is not taken does not matter), and powers (`x⁰ = 1ʸ = 1`, as in C).
+    ///
+    /// Elements of tables are not-a-number: [`Trace::eval_reading`] has them.
     pub fn eval(&self, at: &Place<'_>, precision: Precision) -> Vec<f64> {
-        let values = self.values(at, precision);
+        self.eval_reading(at, precision, |_, _| f64::NAN)
+    }
+
+    /// The same with the elements of tables: `read` gives that of a parameter at a place within it, as elements lie in memory.
+    pub fn eval_reading(&self, at: &Place<'_>, precision: Precision, read: impl Fn(ParamId, usize) -> f64) -> Vec<f64> {
+        let values = self.values(at, precision, read);
         self.roots().iter().map(|root| values[root.index()]).collect()
     }
 
     /// Evaluates at one place, and gives the first root alone. Allocates nothing for up to 32 values.
     pub fn eval_first(&self, at: &Place<'_>, precision: Precision) -> f64 {
-        let values = self.values(at, precision);
+        let values = self.values(at, precision, |_, _| f64::NAN);
         self.roots().first().map_or(f64::NAN, |root| values[root.index()])
     }
 
-    fn values(&self, at: &Place<'_>, precision: Precision) -> SmallVec<[f64; 32]> {
+    fn values(&self, at: &Place<'_>, precision: Precision, read: impl Fn(ParamId, usize) -> f64) -> SmallVec<[f64; 32]> {
         let mut values: SmallVec<[f64; 32]> = SmallVec::with_capacity(self.nodes().len());
         for id in self.ids() {
             let value = match self.node(id) {
@@ -164,6 +171,7 @@ impl Trace {
                 Node::Extent(axis) => at.extents[axis.place()] as f64,
                 Node::Const(c) => c.to_f64(),
                 Node::Param(p) => at.params.get(p.index()).copied().unwrap_or(f64::NAN),
+                Node::Read(p, x) => read(p, self.params()[p.index()].kind.within(values[x.index()] as i64)),
                 Node::Unary(f, x) => unary(f, self.ty(x), self.ty(id), values[x.index()], precision),
                 Node::Binary(f, x, y) => binary(f, self.ty(x), values[x.index()], values[y.index()], precision),
                 Node::Select(c, x, y) => {

@@ -10,6 +10,7 @@
 //! | `pow(0, y)` along y ≥ 0 | 0 |
 //! | `pow(x, 0)` along x | 0, also at x = 0 |
 //! | `select` | that of what is taken; 0 for the other, whatever it is |
+//! | an element of a table | 0 along its place |
 //! | `x % y` | 1 along x, −trunc(x / y) along y |
 //!
 //! The derivative of tanh is spelled `g − g·t²`, which every engine takes. In f32 that has no digit left at |x| = 9; who computes it
@@ -36,7 +37,8 @@ fn may_be_infinite(node: Node) -> bool {
     match node {
         Node::Unary(f, _) => matches!(f, Unary::Sqrt | Unary::Rsqrt | Unary::Log | Unary::Exp),
         Node::Binary(f, _, _) => matches!(f, Binary::Div | Binary::Pow | Binary::Mod),
-        Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Select(..) => false,
+        Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => false,
+        Node::Read(..) | Node::Select(..) => false,
     }
 }
 
@@ -236,7 +238,7 @@ fn is_smooth(b: &Builder, node: Node, id: NodeId) -> bool {
                 | Unary::Erf => true,
             },
             Node::Binary(..) | Node::Select(..) => true,
-            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => false,
+            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Read(..) => false,
         }
 }
 
@@ -268,7 +270,7 @@ impl Builder {
                     adjoints.add(x, |b| b.select(c, g, zero));
                     adjoints.add(y, |b| b.select(c, zero, g));
                 }
-                Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => {}
+                Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Read(..) => {}
             }
         }
         wrt.iter().map(|id| adjoints.of.get(id).copied()).collect()

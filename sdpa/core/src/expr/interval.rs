@@ -54,7 +54,7 @@ impl Trace {
         let mut values: Vec<Interval> = Vec::with_capacity(self.nodes().len());
         for id in self.ids() {
             let value = match self.node(id) {
-                Node::Score | Node::Upstream | Node::Param(_) => ANYTHING,
+                Node::Score | Node::Upstream | Node::Param(_) | Node::Read(..) => ANYTHING,
                 Node::Index(axis) => Interval::hull(places[axis.place()].map(|x| x as f64)),
                 Node::Extent(axis) => Interval::hull([extents[axis.place()] as f64]),
                 Node::Const(c) => Interval::hull([c.to_f64()]),

@@ -48,4 +48,4 @@ pub use near::nearest;
 pub use node::{Axis, Binary, Const, Kind, Node, NodeId, ParamId, Spelling, Type, Unary};
 pub use params::{Axes, Declared, ParamKind};
 pub use trace::{Depends, ExprError, Trace};
-pub use typed::{At, BF16, Bool, Expr, ExprErrors, F16, F32, I32, Operand, Params, Stored, Traced};
+pub use typed::{At, BF16, Bool, Expr, ExprErrors, F16, F32, I32, Operand, Params, Stored, Table, Traced};

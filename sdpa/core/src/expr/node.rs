@@ -288,6 +288,8 @@ pub enum Node {
     Const(Const),
     /// A declared parameter: its number, or its element at this place.
     Param(ParamId),
+    /// The element of a declared table at a computed place, i32, as elements lie in memory. Before the first stands the first, behind the last the last.
+    Read(ParamId, NodeId),
     /// A function of one value.
     Unary(Unary, NodeId),
     /// A function of two values.
@@ -301,7 +303,7 @@ impl Node {
     pub fn operands(self) -> impl Iterator<Item = NodeId> {
         let of = match self {
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => [None; 3],
-            Node::Unary(_, x) => [Some(x), None, None],
+            Node::Unary(_, x) | Node::Read(_, x) => [Some(x), None, None],
             Node::Binary(_, x, y) => [Some(x), Some(y), None],
             Node::Select(c, x, y) => [Some(c), Some(x), Some(y)],
         };
@@ -313,6 +315,7 @@ impl Node {
         match self {
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => self,
             Node::Unary(f, x) => Node::Unary(f, to(x)),
+            Node::Read(p, x) => Node::Read(p, to(x)),
             Node::Binary(f, x, y) => Node::Binary(f, to(x), to(y)),
             Node::Select(c, x, y) => Node::Select(to(c), to(x), to(y)),
         }

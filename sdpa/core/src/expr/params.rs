@@ -11,19 +11,52 @@ pub struct Axes {
     set: u8,
     /// Keys that share an element: those of a page. 0 where each has its own.
     page: u32,
+    /// Extents of a table of its own, which spans no axis; behind the last of them 0.
+    table: [u32; 4],
 }
 
 impl Axes {
     /// No axis: one element.
-    pub const NONE: Axes = Axes { set: 0, page: 0 };
+    pub const NONE: Axes = Axes { set: 0, page: 0, table: [0; 4] };
 
     /// Batch entries, with one element more behind the last: where each begins, and where the last one ends (`cu_seqlens`). An expression reads where the
     /// entry begins.
-    pub const BOUNDARIES: Axes = Axes { set: 1 << 4 | 1, page: 0 };
+    pub const BOUNDARIES: Axes = Axes { set: 1 << 4 | 1, ..Axes::NONE };
 
     /// Batch entries and pages of so many keys: one element for each page of an entry. No expression reads them.
     pub(crate) fn pages(page_size: i64) -> Axes {
         Axes { page: page_size.clamp(1, i64::from(i32::MAX)) as u32, ..Axes::from([Axis::Batch, Axis::K]) }
+    }
+
+    /// No axis, but extents of its own: a table, which expressions read at computed places. Up to four, the last one innermost.
+    ///
+    /// # Errors
+    /// The rule that the extents break.
+    pub fn table(extents: &[i64]) -> Result<Axes, &'static str> {
+        if extents.is_empty() || extents.len() > 4 {
+            return Err("a table has one extent to four");
+        }
+        let mut table = [0; 4];
+        let mut elements: i64 = 1;
+        for (to, &extent) in table.iter_mut().zip(extents) {
+            elements = elements.checked_mul(extent).filter(|_| extent > 0).ok_or("the extents of a table are positive")?;
+            if elements > i64::from(i32::MAX) {
+                return Err("a table has fewer than 2^31 elements");
+            }
+            *to = extent as u32;
+        }
+        Ok(Axes { table, ..Axes::NONE })
+    }
+
+    /// The extents of a table; empty of what spans axes.
+    pub fn extents(self) -> impl DoubleEndedIterator<Item = i64> + ExactSizeIterator {
+        let rank = self.table.iter().filter(|extent| **extent > 0).count();
+        (0..rank).map(move |n| i64::from(self.table[n]))
+    }
+
+    /// Whether these are the extents of a table.
+    pub fn is_table(self) -> bool {
+        self.table[0] > 0
     }
 
     /// The keys of a page, where there is one element for each page.
@@ -55,7 +88,7 @@ impl Axes {
     /// The axes of both.
     #[must_use]
     pub fn union(self, other: Axes) -> Axes {
-        Axes { set: self.set | other.set, page: self.page.max(other.page) }
+        Axes { set: self.set | other.set, page: self.page.max(other.page), table: self.table }
     }
 
     /// Elements of a dense tensor over these axes, in a problem of extents (batch, heads_q, seq_q, seq_kv).
@@ -67,6 +100,8 @@ impl Axes {
     /// the number of pages, where there is one element for each.
     pub fn dims(self, extents: [i64; 4]) -> [i64; 4] {
         let mut dims = [1; 4];
+        // The last extent of a table is the innermost.
+        dims.iter_mut().rev().zip(self.extents().rev()).for_each(|(dim, extent)| *dim = extent);
         for axis in self.iter() {
             dims[axis.place()] = match (axis, self.page_size()) {
                 (Axis::K, Some(page)) => extents[axis.place()].max(0).unsigned_abs().div_ceil(page.unsigned_abs()) as i64,
@@ -79,6 +114,9 @@ impl Axes {
 
 impl fmt::Display for Axes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (n, extent) in self.extents().enumerate() {
+            write!(f, "{}{extent}", if n == 0 { "" } else { ", " })?;
+        }
         for (n, axis) in self.iter().enumerate() {
             f.write_str(if n == 0 { "" } else { ", " })?;
             match (axis, self.page_size()) {
@@ -119,6 +157,21 @@ pub enum ParamKind {
 }
 
 impl ParamKind {
+    /// The extents of a table; empty of what is none.
+    pub fn extents(self) -> impl DoubleEndedIterator<Item = i64> + ExactSizeIterator {
+        let axes = match self {
+            ParamKind::Scalar => Axes::NONE,
+            ParamKind::Tensor { axes, dtype: _ } => axes,
+        };
+        axes.extents()
+    }
+
+    /// The place of a table that is read where a place was computed: itself, or the nearest within.
+    pub fn within(self, place: i64) -> usize {
+        let last = self.extents().product::<i64>() - 1;
+        place.clamp(0, last.max(0)).unsigned_abs() as usize
+    }
+
     /// The type of its value in an expression.
     pub fn ty(self) -> Type {
         match self {

@@ -3,7 +3,7 @@
 use super::build::Builder;
 use super::made::Made;
 use super::near::nearest;
-use super::node::{Axis, Binary, Const, Kind, NodeId, Spelling, Type, Unary};
+use super::node::{Axis, Binary, Const, Kind, NodeId, ParamId, Spelling, Type, Unary};
 use super::params::{Axes, Declared, ParamKind};
 use super::text::PREFIX;
 use super::trace::{ExprError, Trace};
@@ -46,6 +46,7 @@ struct Reader {
     at: usize,
     builder: Builder,
     names: HashMap<String, NodeId>,
+    tables: HashMap<String, ParamId>,
     depth: usize,
     lines: Vec<usize>,
 }
@@ -123,7 +124,7 @@ impl Reader {
         {
             names.insert(name.to_owned(), builder.konst(value));
         }
-        Ok(Reader { tokens, at: 0, builder, names, depth: 0, lines })
+        Ok(Reader { tokens, at: 0, builder, names, tables: HashMap::new(), depth: 0, lines })
     }
 
     fn peek(&self) -> &Token {
@@ -169,7 +170,7 @@ impl Reader {
     }
 
     fn declare(&mut self, name: String, id: NodeId, token: usize) -> Read<()> {
-        if self.names.insert(name.clone(), id).is_some() {
+        if self.tables.contains_key(&name) || self.names.insert(name.clone(), id).is_some() {
             return self.fail_at(token, format!("{name} is declared already, or is a word of the language"));
         }
         Ok(())
@@ -215,14 +216,69 @@ impl Reader {
         }
         self.expect("]")?;
         self.expect(":")?;
-        let at = self.at;
-        let word = self.word("an element type")?;
-        let kind = DType::ALL.into_iter().find(|d| d.name() == word && *d != DType::I64).map(|dtype| ParamKind::Tensor { axes, dtype });
-        let Some(kind) = kind else {
-            return self.fail_at(at, format!("{word:?} is no element type: one of f32, f16, bf16, i32, bool"));
-        };
+        let kind = ParamKind::Tensor { axes, dtype: self.element_type()? };
         let id = self.builder.param(Declared { name: name.clone(), kind, default: None });
         self.declare(name, id, token)
+    }
+
+    fn table(&mut self) -> Read<()> {
+        let token = self.at;
+        let name = self.word("a name")?;
+        self.expect("[")?;
+        let (at, mut extents) = (self.at, Vec::new());
+        while !self.is("]") {
+            match self.next() {
+                Token::Int(extent) => extents.push(extent),
+                other @ (Token::Word(_) | Token::Float(_) | Token::Sign(_) | Token::End) => {
+                    return self.fail_at(self.at.saturating_sub(1), format!("expected an extent, a whole number, found {}", other.said()));
+                }
+            }
+            if !self.is("]") {
+                self.expect(",")?;
+            }
+        }
+        self.expect("]")?;
+        if let Err(rule) = Axes::table(&extents) {
+            return self.fail_at(at, rule);
+        }
+        self.expect(":")?;
+        let dtype = self.element_type()?;
+        let table = self.builder.table(&name, &extents, dtype);
+        if self.names.contains_key(&name) || self.tables.insert(name.clone(), table).is_some() {
+            return self.fail_at(token, format!("{name} is declared already, or is a word of the language"));
+        }
+        Ok(())
+    }
+
+    fn element_type(&mut self) -> Read<DType> {
+        let at = self.at;
+        let word = self.word("an element type")?;
+        match DType::ALL.into_iter().find(|d| d.name() == word && *d != DType::I64) {
+            Some(dtype) => Ok(dtype),
+            None => self.fail_at(at, format!("{word:?} is no element type: one of f32, f16, bf16, i32, bool")),
+        }
+    }
+
+    /// An element of a table.
+    fn element(&mut self, table: ParamId, token: usize) -> Read<NodeId> {
+        self.expect("[")?;
+        let mut indices = Vec::new();
+        while !self.is("]") {
+            indices.push(self.expression(0)?);
+            if !self.is("]") {
+                self.expect(",")?;
+            }
+        }
+        self.expect("]")?;
+        let Declared { name, kind, .. } = &self.builder.params()[table.index()];
+        let rank = kind.extents().len();
+        if indices.len() != 1 && indices.len() != rank {
+            return self.fail_at(token, format!("{name} is read at one index, a place in memory, or at {rank}, not at {}", indices.len()));
+        }
+        if let Some(&other) = indices.iter().find(|&&index| self.builder.ty(index) != Type::I32) {
+            return self.fail_at(token, format!("{name} is read at whole numbers, not at {}", self.builder.ty(other)));
+        }
+        Ok(self.builder.read_at(table, &indices))
     }
 
     fn statement(&mut self) -> Read<bool> {
@@ -236,6 +292,10 @@ impl Reader {
             "tensor" => {
                 self.at += 1;
                 self.tensor()?;
+            }
+            "table" => {
+                self.at += 1;
+                self.table()?;
             }
             "let" => {
                 self.at += 1;
@@ -302,6 +362,7 @@ impl Reader {
                 Ok(x)
             }
             Token::Word(name) if self.is("(") => self.call(&name, token),
+            Token::Word(name) if self.tables.contains_key(&name) => self.element(self.tables[&name], token),
             Token::Word(name) => match self.names.get(&name) {
                 Some(&id) => Ok(id),
                 None => {

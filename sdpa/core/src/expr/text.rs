@@ -22,7 +22,7 @@ const NESTED: usize = 40;
 
 /// Words that are no names of parameters or values.
 pub(super) fn reserved(word: &str) -> bool {
-    const WORDS: [&str; 11] = ["score", "upstream", "scalar", "tensor", "let", "true", "false", "inf", "nan", "select", "bool"];
+    const WORDS: [&str; 12] = ["score", "upstream", "scalar", "tensor", "table", "let", "true", "false", "inf", "nan", "select", "bool"];
     let called = |spelling| match spelling {
         Spelling::Call(name) => name == word,
         Spelling::Infix(..) | Spelling::Prefix(_) => false,
@@ -59,7 +59,8 @@ impl fmt::Display for Trace {
             match p.kind {
                 ParamKind::Scalar => write!(f, "scalar {} = {}; ", p.name, float(p.default.unwrap_or(f32::NAN)))?,
                 ParamKind::Tensor { axes, dtype } => {
-                    write!(f, "tensor {}[{axes}]: {dtype}; ", p.name)?;
+                    let what = if axes.is_table() { "table" } else { "tensor" };
+                    write!(f, "{what} {}[{axes}]: {dtype}; ", p.name)?;
                 }
             }
         }
@@ -85,6 +86,7 @@ impl fmt::Display for Trace {
                 Node::Index(axis) => (axis.name().to_owned(), ATOM),
                 Node::Extent(axis) => (axis.extent_name().to_owned(), ATOM),
                 Node::Param(p) => (self.params()[p.index()].name.clone(), ATOM),
+                Node::Read(p, x) => (format!("{}[{}]", self.params()[p.index()].name, within(x, 0)), ATOM),
                 Node::Const(c) => {
                     let text = constant(c);
                     let binds = if text.starts_with('-') { PREFIX } else { ATOM };
@@ -137,6 +139,7 @@ impl Trace {
             | Node::Extent(_)
             | Node::Const(_)
             | Node::Param(_)
+            | Node::Read(..)
             | Node::Unary(..)
             | Node::Select(..) => (None, 0),
         };

@@ -27,6 +27,24 @@ pub enum ExprError {
         /// The parameter.
         name: String,
     },
+    /// Extents of a table that are none.
+    #[error("table {name}: {rule}")]
+    Extents {
+        /// The table.
+        name: String,
+        /// The rule that they break.
+        rule: String,
+    },
+    /// A table is read at more or fewer indices than it has extents.
+    #[error("table {name} is read at {given} indices: at one, a place in memory, or at {extents}, one for each extent")]
+    Indices {
+        /// The table.
+        name: String,
+        /// How many indices there are.
+        given: usize,
+        /// How many extents there are.
+        extents: usize,
+    },
     /// A text that cannot be read.
     #[error("at {line}:{column}: {rule}")]
     Syntax {
@@ -132,11 +150,15 @@ impl Trace {
                     continue;
                 }
                 stack.pop();
-                let renumbered = match node.map(|x| new[x.index()].unwrap_or(x)) {
-                    Node::Param(p) => Node::Param(*param[p.index()].get_or_insert_with(|| {
+                let mut declared = |p: ParamId| {
+                    *param[p.index()].get_or_insert_with(|| {
                         trace.params.push(params[p.index()].clone());
                         ParamId(trace.params.len() as u32 - 1)
-                    })),
+                    })
+                };
+                let renumbered = match node.map(|x| new[x.index()].unwrap_or(x)) {
+                    Node::Param(p) => Node::Param(declared(p)),
+                    Node::Read(p, x) => Node::Read(declared(p), x),
                     other @ (Node::Score
                     | Node::Upstream
                     | Node::Index(_)
@@ -201,6 +223,7 @@ impl Trace {
                     ParamKind::Scalar => Depends { scalar: true, ..Depends::default() },
                     ParamKind::Tensor { axes, dtype: _ } => Depends { axes, tensor: true, ..Depends::default() },
                 },
+                Node::Read(..) => Depends { tensor: true, ..Depends::default() },
                 Node::Extent(_) | Node::Const(_) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => Depends::default(),
             };
             all.push(node.operands().fold(own, |d, x| d.and(all[x.index()])));

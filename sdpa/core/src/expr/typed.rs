@@ -34,7 +34,7 @@
 
 use super::build::Builder;
 use super::made::Made;
-use super::node::{Axis, Binary, Const, NodeId, Type, Unary};
+use super::node::{Axis, Binary, Const, NodeId, ParamId, Type, Unary};
 use super::params::{Axes, Declared, ParamKind};
 use super::trace::{ExprError, Trace};
 use crate::dtype::DType;
@@ -435,10 +435,50 @@ impl<'t> Params<'t> {
         self.make(|b| b.param(Declared { name: name.to_owned(), kind, default: None }))
     }
 
+    /// Declares a dense table of extents of its own, which is read at computed places: [`Table::at`]. It has one extent to four, the last one
+    /// innermost, and fewer than 2³¹ elements.
+    ///
+    /// ```
+    /// use sdpa_core::expr::{F32, Trace};
+    ///
+    /// // A bias for each head and each distance up to 128; farther away the last one of that side.
+    /// let relative = Trace::of_score(|score, at, p| {
+    ///     let bias = p.table("rel", [8, 257], F32);
+    ///     score + bias.at([at.head, (at.k - at.q + 128).clamp(0, 256)])
+    /// })?;
+    /// assert_eq!(relative.to_string().parse::<Trace>()?, relative);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn table<S: Stored, const N: usize>(self, name: &str, extents: [i64; N], _dtype: S) -> Table<'t, S::Value> {
+        let mut builder = self.trace.borrow_mut();
+        let table = builder.table(name, &extents, S::DTYPE);
+        Table { trace: self.trace, table, brand: PhantomData, ty: PhantomData }
+    }
+
     /// A number as a traced value.
     #[must_use]
     pub fn constant(self, value: f32) -> Expr<'t, F32> {
         self.make(|b| b.f32(value))
+    }
+}
+
+/// A declared table, which is read at computed places.
+#[derive(Clone, Copy, Debug)]
+pub struct Table<'t, T> {
+    trace: &'t RefCell<Builder>,
+    table: ParamId,
+    brand: Brand<'t>,
+    ty: PhantomData<T>,
+}
+
+impl<'t, T> Table<'t, T> {
+    /// The element at an index along each extent; outside of one stands the nearest within, everywhere alike. One index alone is a place as elements lie
+    /// in memory, of a table of any rank. Places have no gradient; what is read has that of an input.
+    #[must_use]
+    pub fn at<const N: usize>(self, indices: [Expr<'t, I32>; N]) -> Expr<'t, T> {
+        let id = self.trace.borrow_mut().read_at(self.table, &indices.map(|index| index.id));
+        Expr { trace: self.trace, id, brand: PhantomData, ty: PhantomData }
     }
 }
 

@@ -19,7 +19,7 @@ mod t5;
 mod written;
 
 pub use masks::{array_mask, dilated, document, document_runs, global_local, natten, padding, shared_prefix, sliding_window};
-pub use mods::{alibi, alibi_slopes, alibi_with, bias, sandwich, softcap};
+pub use mods::{alibi, alibi_slopes, alibi_with, bias, relative_bias, sandwich, softcap};
 pub use names::{MASKS, SCORE_MODS};
 pub(crate) use names::{mask, meant, score_mod};
 pub use t5::{T5, t5_bias, t5_bias_gradient, t5_bucket};

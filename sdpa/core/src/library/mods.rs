@@ -57,6 +57,15 @@ pub fn alibi_slopes(heads_q: usize) -> Vec<f32> {
     (0..heads_q).map(|head| slope(head).exp2() as f32).collect()
 }
 
+/// Adds `rel[head, clamp(k − q, −reach, reach) + reach]`: a bias for each head and each distance up to `reach`, keys farther away sharing the last one of
+/// their side. The table `rel`, f32 `[heads, 2·reach + 1]`, is the caller's; heads behind its last have that one's.
+pub fn relative_bias(heads: i32, reach: i32) -> ScoreMod {
+    of(&format!("relative-bias:{heads},{reach}"), |score, at, p| {
+        let rel = p.table("rel", [i64::from(heads), 2 * i64::from(reach) + 1], F32);
+        score + rel.at([at.head, (at.k - at.q).clamp(-reach, reach) + reach])
+    })
+}
+
 /// Adds the declared tensor `bias`, which spans these axes of the scores and is one number for all along the others.
 pub fn bias<S>(axes: impl Into<Axes>, dtype: S) -> ScoreMod
 where

@@ -4,7 +4,7 @@ use super::ParseError;
 use super::masks::{
     array_mask, dilated, document, document_runs, global_local, natten, padding, read_window, shared_prefix, sliding_window,
 };
-use super::mods::{alibi, alibi_with, bias, sandwich, softcap};
+use super::mods::{alibi, alibi_with, bias, relative_bias, sandwich, softcap};
 use super::written::{self, Named};
 use crate::expr::{BF16, F32};
 use crate::mask::Mask;
@@ -57,6 +57,20 @@ pub const SCORE_MODS: &[Named<ScoreMod>] = &[
         about: "the same of a bias in bf16",
         cases: &["bias16:bhqk", "bias16:hqk", "bias16:bqk", "bias16:hq", "bias16:q", "bias16:k", "bias16:bh", "bias16:"],
         read: |w| w.axes(|axes| bias(axes, BF16)),
+    },
+    Named {
+        spelling: "relative-bias:HEADS,REACH",
+        about: "score + rel[head, clamp(k - q, -REACH, REACH) + REACH], the table rel[HEADS, 2 * REACH + 1], f32",
+        cases: &["relative-bias:4,20", "relative-bias:3,100"],
+        read: |w| {
+            w.with(|rest| {
+                let (heads, reach) = rest.split_once(',').ok_or_else(|| w.fail("relative-bias takes HEADS,REACH"))?;
+                match [w.number(heads, 1)?, w.number(reach, 0)?] {
+                    [heads, reach] if heads <= 65_536 && reach <= 1 << 13 => Ok(relative_bias(heads, reach)),
+                    _ => Err(w.fail("at most 65536 heads, and a reach of 8192")),
+                }
+            })
+        },
     },
 ];
 

@@ -72,6 +72,7 @@ fn terms(trace: &Trace, root: NodeId) -> Vec<Term> {
                 | Node::Extent(_)
                 | Node::Const(_)
                 | Node::Param(_)
+                | Node::Read(..)
                 | Node::Unary(..)
                 | Node::Binary(..)
                 | Node::Select(..),
@@ -100,6 +101,7 @@ impl Splitter<'_> {
             | Node::Extent(_)
             | Node::Const(_)
             | Node::Param(_)
+            | Node::Read(..)
             | Node::Unary(..)
             | Node::Select(..) => None,
         }

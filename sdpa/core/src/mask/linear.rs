@@ -41,6 +41,7 @@ pub(super) fn all(trace: &Trace) -> Vec<Option<Linear>> {
             | Node::Extent(_)
             | Node::Const(Const::F32(_) | Const::Bool(_))
             | Node::Param(_)
+            | Node::Read(..)
             | Node::Unary(..)
             | Node::Binary(..)
             | Node::Select(..) => None,

@@ -210,9 +210,8 @@ impl Formula {
                     ) => None,
                 }
             }
-            (Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Param(_) | Node::Unary(..) | Node::Select(..), _) => {
-                None
-            }
+            (Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Param(_) | Node::Read(..), _) => None,
+            (Node::Unary(..) | Node::Select(..), _) => None,
         }
     }
 
@@ -283,6 +282,7 @@ impl Value {
                 | Node::Extent(_)
                 | Node::Const(_)
                 | Node::Param(_)
+                | Node::Read(..)
                 | Node::Unary(..)
                 | Node::Binary(..)
                 | Node::Select(..) => None,

@@ -88,7 +88,7 @@ impl Apply<'_> {
             }
             Op::TanhSlope(g, x) => reals(&from[g], &from[x], to, |g, x| g * math::sech_squared::<FMA>(x)),
             // What goes into a program is put into registers by the machine.
-            Op::Import(_) | Op::Score | Op::Upstream | Op::Index(_) | Op::Load(_) => {}
+            Op::Import(_) | Op::Score | Op::Upstream | Op::Index(_) | Op::Load(_) | Op::Read(..) => {}
         }
     }
 }

@@ -38,6 +38,8 @@ pub(super) enum Op {
     Index(Axis),
     /// The element of a tensor, by its place among the parameters.
     Load(usize),
+    /// The element of a table, by its place among the parameters, at a computed place.
+    Read(usize, usize),
     Unary(Unary, Type, usize),
     Binary(Binary, Type, usize, usize),
     Select(usize, usize, usize),
@@ -230,6 +232,7 @@ impl Compiler<'_> {
             Node::Upstream => Op::Upstream,
             Node::Index(axis) => Op::Index(axis),
             Node::Param(p) => Op::Load(p.index()),
+            Node::Read(p, x) => Op::Read(p.index(), place[x.index()]),
             Node::Unary(f, x) => Op::Unary(f, self.types[x.index()], place[x.index()]),
             Node::Binary(f, x, y) => Op::Binary(f, self.types[x.index()], place[x.index()], place[y.index()]),
             Node::Select(c, x, y) => Op::Select(place[c.index()], place[x.index()], place[y.index()]),

@@ -11,6 +11,26 @@ pub(super) struct Tensor<'a> {
     pub(super) strides: [usize; 4],
 }
 
+impl Tensor<'_> {
+    /// The elements of a table at these places, i32; outside of it the nearest.
+    pub(super) fn read(&self, places: &[u32], to: &mut [u32]) {
+        let last = self.value.elements().saturating_sub(1);
+        let within = |place: u32| (place as i32).max(0).unsigned_abs() as usize;
+        let mut each = |bits: &dyn Fn(usize) -> u32| {
+            to.iter_mut().zip(places).for_each(|(to, place)| *to = bits(within(*place).min(last)));
+        };
+        match self.value {
+            ParamValue::Scalar(x) => each(&|_| x.to_bits()),
+            ParamValue::F32(x) => each(&|at| x[at].to_bits()),
+            ParamValue::F16(x) => each(&|at| widen_f16(x[at])),
+            ParamValue::BF16(x) => each(&|at| u32::from(x[at].to_bits()) << 16),
+            ParamValue::I32(x) => each(&|at| x[at] as u32),
+            ParamValue::I64(x) => each(&|at| x[at] as u32),
+            ParamValue::Bool(x) => each(&|at| u32::from(x[at])),
+        }
+    }
+}
+
 /// `to[key][row]` becomes the element at `rows[row] + key · step`.
 #[derive(Debug)]
 pub(super) struct Gather<'a> {

@@ -84,13 +84,15 @@ fn registers(code: &Code, len: usize, to: &mut Vec<Vec<u32>>) {
 }
 
 /// Runs steps; `input` fills the registers that are not computed from others.
-fn run(isa: Isa, steps: &[Step], registers: &mut [Vec<u32>], len: usize, mut input: impl FnMut(Op, &mut [u32])) {
+fn run(bound: &Bound<'_>, steps: &[Step], registers: &mut [Vec<u32>], len: usize, mut input: impl FnMut(Op, &mut [u32])) {
+    let isa = bound.isa;
     for step in steps {
         let mut to = std::mem::take(&mut registers[step.to]);
         match step.op {
             Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {
                 isa.run(Apply { op: step.op, from: registers, to: &mut to[..len] });
             }
+            Op::Read(p, x) => bound.tensors[p].read(&registers[x][..len], &mut to[..len]),
             Op::Import(_) | Op::Score | Op::Upstream | Op::Index(_) | Op::Load(_) => input(step.op, &mut to[..len]),
         }
         registers[step.to] = to;
@@ -123,6 +125,7 @@ impl<'a> Machine<'a> {
                 Node::Extent(axis) => extents[axis.place()] as f64,
                 Node::Const(c) => c.to_f64(),
                 Node::Param(p) => tensors[p.index()].value.get(batch * tensors[p.index()].strides[0]),
+                Node::Read(p, x) => tensors[p.index()].value.get(program.trace.params()[p.index()].kind.within(values[x.index()] as i64)),
                 Node::Unary(f, x) => expr::unary(f, types[x.index()], types[at], values[x.index()], f32),
                 Node::Binary(f, x, y) => expr::binary(f, types[x.index()], values[x.index()], values[y.index()], f32),
                 Node::Select(c, x, y) => values[if values[c.index()] != 0.0 { x.index() } else { y.index() }],
@@ -153,10 +156,10 @@ impl<'a> Machine<'a> {
                 isa.run(Gather { value, rows: &[place], n_keys: keys.len(), step: strides[3], to });
             }
             Op::Index(_) => to.iter_mut().zip(keys.clone()).for_each(|(to, key)| *to = key as u32),
-            Op::Score | Op::Upstream | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
+            Op::Score | Op::Upstream | Op::Read(..) | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
         };
-        run(*isa, &code.lasting, to, keys.len(), input);
-        run(*isa, &code.steps, to, keys.len(), input);
+        run(bound, &code.lasting, to, keys.len(), input);
+        run(bound, &code.steps, to, keys.len(), input);
     }
 
     /// Computes what depends on the rows of a tile alone, and keeps it under a number.
@@ -180,10 +183,10 @@ impl<'a> Machine<'a> {
             }
             Op::Index(Axis::Head) => to.iter_mut().zip(of_tile).for_each(|(to, row)| *to = row.head as u32),
             Op::Index(_) => to.iter_mut().zip(of_tile).for_each(|(to, row)| *to = row.query as u32),
-            Op::Score | Op::Upstream | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
+            Op::Score | Op::Upstream | Op::Read(..) | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
         };
-        run(*isa, &code.lasting, to, len, &mut input);
-        run(*isa, &code.steps, to, len, &mut input);
+        run(bound, &code.lasting, to, len, &mut input);
+        run(bound, &code.steps, to, len, &mut input);
     }
 
     /// Turns to the tile of this number.
@@ -192,7 +195,7 @@ impl<'a> Machine<'a> {
         let Program { level, rows, pairs: code, .. } = bound.program;
         let Tile { rows: of_tile, registers } = &tiles[tile];
         let width = of_tile.len();
-        run(bound.isa, &code.lasting, pairs, CHUNK, |op, to| {
+        run(bound, &code.lasting, pairs, CHUNK, |op, to| {
             let Op::Import(value) = op else { return };
             if level[value] == Level::Rows {
                 let from = &registers[rows.place[value]][..width];
@@ -228,7 +231,7 @@ impl<'a> Machine<'a> {
         let rows = &tiles[tile].rows;
         let width = rows.len();
         let copy = |from: &[f32], to: &mut [u32]| to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_bits());
-        run(*isa, steps, pairs, keys.len() * width, |op, to| match op {
+        run(bound, steps, pairs, keys.len() * width, |op, to| match op {
             Op::Score => copy(given, to),
             Op::Upstream => copy(upstream, to),
             Op::Import(value) => {
@@ -241,7 +244,7 @@ impl<'a> Machine<'a> {
                 places.iter_mut().for_each(|place| *place += keys.start * strides[3]);
                 isa.run(Gather { value, rows: places, n_keys: keys.len(), step: strides[3], to });
             }
-            Op::Index(_) | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
+            Op::Index(_) | Op::Read(..) | Op::Unary(..) | Op::Binary(..) | Op::Select(..) | Op::TanhSlope(..) => {}
         });
     }
 }

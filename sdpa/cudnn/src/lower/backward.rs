@@ -206,7 +206,8 @@ fn may_be_infinite(trace: &Trace) -> bool {
     trace.nodes().iter().any(|node| match node {
         Node::Unary(f, _) => matches!(f, Unary::Log | Unary::Sqrt | Unary::Rsqrt | Unary::Exp),
         Node::Binary(f, _, _) => matches!(f, Binary::Div | Binary::Mod | Binary::Pow),
-        Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Select(..) => false,
+        Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => false,
+        Node::Read(..) | Node::Select(..) => false,
     })
 }
 

@@ -125,8 +125,8 @@ impl<'a> Emitter<'a> {
                 let (x, y) = (self.operand(x), self.operand(y));
                 self.select(to, c, x, y, dtype(ty.dtype()))
             }
-            // Supplied: numbers.
-            Node::Extent(_) | Node::Const(_) => self.number(to, id),
+            // Supplied: numbers. What reads tables is declined.
+            Node::Extent(_) | Node::Const(_) | Node::Read(..) => self.number(to, id),
         }
     }
 
@@ -210,7 +210,14 @@ impl<'a> Emitter<'a> {
                 let (a, b) = (self.select(to, a, x, y, dtype), self.select(to, b, x, y, dtype));
                 self.select(to, c, a, b, dtype)
             }
-            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Unary(..) => {
+            Node::Score
+            | Node::Upstream
+            | Node::Index(_)
+            | Node::Extent(_)
+            | Node::Const(_)
+            | Node::Param(_)
+            | Node::Read(..)
+            | Node::Unary(..) => {
                 let mut holds = self.emit(to, condition);
                 if to.graph.get(holds).is_some_and(|t| t.dtype == TRUTH) {
                     let inside = self.lift(to, holds, Type::F32);

@@ -1,7 +1,7 @@
 //! Score_mods and masks of a call, one score at a time, rounded to f32 after every function.
 
 use super::Fault;
-use sdpa::expr::{Declared, ParamKind, Place, Precision, Trace};
+use sdpa::expr::{Declared, ParamId, ParamKind, Place, Precision, Trace};
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::params::bind;
 use sdpa::{Param, ParamValue, Problem};
@@ -43,7 +43,12 @@ impl<'a> Rules<'a> {
         let params: Vec<f64> = trace.params().iter().map(|p| self.param(&p.name, index)).collect();
         let (score, upstream) = (f64::from(score), f64::from(upstream));
         let place = Place { score, upstream, index, extents: self.problem.extents(), params: &params };
-        trace.eval(&place, Precision::F32).into_iter().map(|x| x as f32).collect()
+        let read = |p: ParamId, at: usize| {
+            let name = &trace.params()[p.index()].name;
+            let table = self.declared.iter().position(|d| d.name == *name).unwrap();
+            self.values[table].get(if self.fault == Fault::OneElementForAll { 0 } else { at })
+        };
+        trace.eval_reading(&place, Precision::F32, read).into_iter().map(|x| x as f32).collect()
     }
 
     /// What the score_mods make of a scaled score.
