@@ -3,7 +3,9 @@
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use sdpa_core::DType;
-use sdpa_core::expr::{Axes, Axis, Binary, Builder, Const, Declared, ExprError, Kind, NodeId, ParamKind, Trace, Type, Unary};
+use sdpa_core::expr::{
+    Axes, Axis, Binary, Builder, Const, Declared, ExprError, F16, F32, Kind, NodeId, ParamKind, Place, Precision, Trace, Type, Unary,
+};
 
 fn read(text: &str) -> Trace {
     text.parse().unwrap_or_else(|e| panic!("{text:?}: {e}"))
@@ -48,6 +50,55 @@ fn spellings_of_one_thing() {
     assert!(place("!q < k").2.contains("! does not take i32"), "a prefix binds tighter than a comparison");
     let two = read("let t = score * 2.0; t, upstream * 2.0");
     assert_eq!((two.roots().len(), two.to_string()), (2, "score * 2.0, upstream * 2.0".to_owned()));
+}
+
+#[test]
+fn tables_are_read_at_places_within_them() {
+    let flat = read("table t[3, 5]: f16; score + t[min(max(head, 0), 2) * 5 + min(max(k - q, 0), 4)]");
+    assert_eq!(read("table t[3, 5]: f16; score + t[head, k - q]"), flat);
+    let by_closure = Trace::of_score(|score, at, p| score + p.table("t", [3, 5], F16).at([at.head, at.k - at.q])).unwrap();
+    assert_eq!((&by_closure, by_closure.to_string().parse().as_ref()), (&flat, Ok(&flat)));
+    assert!(flat != read("table t[5, 3]: f16; score + t[min(max(head, 0), 2) * 5 + min(max(k - q, 0), 4)]"), "extents count");
+    // Element n is n.
+    let at = |text: &str, [head, q, k]: [i64; 3]| {
+        let place = Place { score: 0.0, upstream: 0.0, index: [0, head, q, k], extents: [1, 9, 9, 9], params: &[] };
+        read(text).eval_reading(&place, Precision::F32, |_, n| n as f64)[0]
+    };
+    for (text, index, want) in [
+        ("table t[3, 5]: f32; t[head, k - q]", [1, 2, 5], 8.0),
+        ("table t[3, 5]: f32; t[head, k - q]", [7, 0, 8], 14.0),
+        ("table t[3, 5]: f32; t[head - 4, k - q]", [1, 8, 0], 0.0),
+        ("table t[3, 5]: f32; t[k - q]", [0, 0, 7], 7.0),
+        ("table t[3, 5]: f32; t[k - q - 100]", [0, 0, 7], 0.0),
+        ("table t[3, 5]: f32; t[k - q + 100]", [0, 0, 7], 14.0),
+        ("table t[2, 3, 4, 5]: f32; t[1, head, q, k]", [2, 3, 4], 119.0),
+        ("table t[4]: i32; table u[4]: f32; u[t[k] - 1]", [0, 0, 3], 2.0),
+        ("table t[1]: bool; select(t[k], 2.0, 3.0)", [0, 0, 3], 3.0),
+    ] {
+        assert_eq!(at(text, index), want, "{text} at {index:?}");
+    }
+    for (text, rule) in [
+        ("table t[]: f32; t[q]", "one extent to four"),
+        ("table t[1, 1, 1, 1, 1]: f32; t[q]", "one extent to four"),
+        ("table t[3, 0]: f32; t[q]", "positive"),
+        ("table t[65536, 32768]: f32; t[q]", "2^31"),
+        ("table t[q]: f32; t[q]", "expected an extent"),
+        ("table t[3, 5]: f64; t[q]", "no element type"),
+        ("table t[3, 5, 2]: f32; t[q, k]", "at one index, a place in memory, or at 3, not at 2"),
+        ("table t[3]: f32; t[f32(q)]", "whole numbers, not at f32"),
+        ("table t[3]: f32; score + t", "expected \"[\""),
+        ("table t[3]: f32; tensor t[q]: f32; score", "declared already"),
+        ("tensor t[q]: f32; table t[3]: f32; score", "declared already"),
+        ("table score[3]: f32; score", "declared already"),
+    ] {
+        assert!(place(text).2.contains(rule), "{text}: {:?}", place(text));
+    }
+    let wrong = Trace::of_score(|score, at, p| score + p.table("t", [0], F32).at([at.q]) + p.table("u", [2, 2, 2], F32).at([at.q, at.k]));
+    let [extents, indices] = [
+        ExprError::Extents { name: "t".to_owned(), rule: "the extents of a table are positive".to_owned() },
+        ExprError::Indices { name: "u".to_owned(), given: 2, extents: 3 },
+    ];
+    assert_eq!(wrong.unwrap_err().0, [extents, indices]);
 }
 
 #[test]
