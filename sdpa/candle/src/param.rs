@@ -136,7 +136,7 @@ fn unlike(axes: Axes, extents: [i64; 4], dims: &[usize]) -> Option<String> {
     if axes.has_end() {
         return (given != [all[0] + 1]).then(|| format!("[{}]: {axes}", all[0] + 1));
     }
-    let own: Vec<i64> = axes.iter().map(|axis| all[axis.place()]).collect();
+    let own: Vec<i64> = if axes.is_table() { axes.extents().collect() } else { axes.iter().map(|axis| all[axis.place()]).collect() };
     if given == own || given == all || (own.is_empty() && given == [1]) {
         return None;
     }

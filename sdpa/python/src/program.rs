@@ -56,6 +56,15 @@ impl Program {
         let score_mods = score_mods.collect::<PyResult<Vec<_>>>()?;
         let masks = written.masks.iter().map(|text| text.parse::<Mask>().map_err(|e| read("mask", text, e.rule)));
         let masks = masks.collect::<PyResult<Vec<_>>>()?;
+        let of_masks = masks.iter().filter_map(|mask| mask.trace().ok()).flat_map(|trace| trace.params().to_vec());
+        let of_mods = score_mods.iter().flat_map(ScoreMod::stages).flat_map(|stage| stage.params().to_vec());
+        if let Some(table) = of_mods.chain(of_masks).find(|declared| declared.kind.extents().len() > 0) {
+            return Err(one(
+                &format!("parameter {}", table.name),
+                "a table",
+                "a scalar or a tensor over axes: tables are not bound from Python",
+            ));
+        }
         Ok(Program { score_mods, masks, written })
     }
 

@@ -42,7 +42,7 @@ fn add(rows: &mut Vec<Row>, score_mods: &[&str], masks: &[&str]) -> Result<(), S
     let mut push = |pass: &str, spec: Spec| rows.push(Row::new(format!("{score_mods}; {masks}; {pass}"), kind.clone(), spec));
     push("forward", spec.clone().into());
     push("backward", spec.backward().into());
-    if score_mods.contains("bias") {
+    if spec.validate().is_ok_and(|problem| problem.params().iter().any(|declared| declared.name == "bias")) {
         push("backward, d_bias", spec.backward().wrt("bias", spec.dtype).into());
     }
     Ok(())
