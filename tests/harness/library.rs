@@ -21,6 +21,9 @@ pub type Here = [i64; 4];
 
 type Real = Box<dyn Fn(f64, Here) -> f64 + Send + Sync>;
 
+/// The element of a table.
+type Reading = Box<dyn Fn(Here) -> usize + Send + Sync>;
+
 /// What is bound to a parameter.
 #[derive(Clone, Debug)]
 pub enum Values {
@@ -86,10 +89,15 @@ impl Tensor {
         self.data[element(self.dims, here)]
     }
 
-    /// The element at these indices, outside of the tensor the nearest.
-    fn nearest(&self, indices: [i64; 4]) -> f64 {
+    /// The place of the element at these indices, outside of the tensor of the nearest.
+    fn place(&self, indices: [i64; 4]) -> usize {
         let within = std::array::from_fn(|axis| indices[axis].clamp(0, self.dims[axis] - 1));
-        self.data[element(self.dims, within)]
+        element(self.dims, within)
+    }
+
+    /// That element.
+    fn nearest(&self, indices: [i64; 4]) -> f64 {
+        self.data[self.place(indices)]
     }
 }
 
@@ -139,6 +147,8 @@ struct Stage {
     rounding: Real,
     /// Derivatives by parameters.
     partials: Vec<(&'static str, Real)>,
+    /// Of tables among them, the element that a score reads.
+    reads: Vec<(&'static str, Reading)>,
 }
 
 /// Score_mods and masks with drawn parameters.
@@ -321,7 +331,12 @@ impl Library {
                 (slope, dims.map(|n| n as usize))
             })
             .collect();
-        let along: Vec<Along<'_>> = partials.iter().map(|(slope, dims)| Along { slope: &**slope, dims: *dims }).collect();
+        let read = |name: &str| {
+            let reading = self.stages.iter().flat_map(|stage| &stage.reads).find(|(table, _)| *table == name);
+            reading.map(|(_, reading)| &**reading as &(dyn Fn(Here) -> usize + Sync))
+        };
+        let along: Vec<Along<'_>> =
+            partials.iter().zip(along).map(|((slope, dims), name)| Along { slope: &**slope, dims: *dims, read: read(name) }).collect();
         let closures = Closures { keep: Some(&keep), along: &along, ..Closures::default() };
         if self.stages.is_empty() {
             return call(&closures);

@@ -31,7 +31,7 @@ impl Place {
         let (mut memories, mut replays) = (Vec::new(), Vec::new());
         for (n, spec) in specs.iter().enumerate() {
             let planned = executor.attention(&spec.validate()?)?.0;
-            memories.push(Memory::seeded(&stream, &planned, planned.workspace_bytes(), n as u64)?);
+            memories.push(Memory::seeded(&stream, &planned.job, planned.workspace_bytes(), n as u64)?);
             replays.push(Replay::new(planned, stream.clone())?);
         }
         Ok(Place { executor, stream, memories, replays })

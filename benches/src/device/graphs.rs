@@ -65,7 +65,7 @@ fn replayed(executor: &CudnnExecutor, stream: &Arc<Stream>, spec: &AttentionSpec
     let handle = executor.library().handle(stream)?;
     let mut memories = Vec::new();
     for seed in [1, 2] {
-        let memory = Memory::seeded(stream, &planned, planned.workspace_bytes(), seed)?;
+        let memory = Memory::seeded(stream, &planned.job, planned.workspace_bytes(), seed)?;
         if backward {
             memory.forward_first(executor, stream, spec)?;
         }
@@ -97,7 +97,7 @@ fn replayed(executor: &CudnnExecutor, stream: &Arc<Stream>, spec: &AttentionSpec
 fn captured_outlives_the_cache(executor: &CudnnExecutor, stream: &Arc<Stream>) -> Result<usize> {
     let spec = spec(200, &["softcap:25"], &["causal"])?;
     let planned = executor.attention(&spec.validate()?)?.0;
-    let mut memory = Memory::seeded(stream, &planned, planned.workspace_bytes(), 3)?;
+    let mut memory = Memory::seeded(stream, &planned.job, planned.workspace_bytes(), 3)?;
     let plan = Arc::downgrade(&planned.plan);
     drop(planned);
     memory.poison(stream)?;
@@ -138,7 +138,7 @@ fn retired_behind_its_work() -> Result<()> {
     let spec = spec(3000, &["softcap:30"], &["causal"])?;
     let planned = executor.attention(&spec.validate()?)?.0;
     let plan = Arc::downgrade(&planned.plan);
-    let memory = Memory::seeded(&stream, &planned, planned.workspace_bytes(), 9)?;
+    let memory = Memory::seeded(&stream, &planned.job, planned.workspace_bytes(), 9)?;
     drop(planned);
     executor.device().release_retired();
     for _ in 0..2000 {
@@ -169,7 +169,7 @@ fn a_miss_inside_a_capture() -> Result<()> {
     for seq in [500, 600, 700] {
         let spec = spec(seq, &[], &["causal"])?;
         let planned = executor.attention(&spec.validate()?)?.0;
-        let mut memory = Memory::seeded(&stream, &planned, planned.workspace_bytes(), 4)?;
+        let mut memory = Memory::seeded(&stream, &planned.job, planned.workspace_bytes(), 4)?;
         drop(planned);
         memory.poison(&stream)?;
         // SAFETY: whole buffers of this device, which outlive the synchronisations behind every call.
@@ -204,7 +204,7 @@ fn replays_on_threads(executor: &CudnnExecutor) -> Result<usize> {
         let mut memories = Vec::new();
         let mut want = Vec::new();
         for seed in [1, 2] {
-            let mut memory = Memory::seeded(&stream, &planned, planned.workspace_bytes(), seed).map_err(text)?;
+            let mut memory = Memory::seeded(&stream, &planned.job, planned.workspace_bytes(), seed).map_err(text)?;
             memory.poison(&stream).map_err(text)?;
             let handle = executor.library().handle(&stream).map_err(|e| e.to_string())?;
             // SAFETY: whole buffers of this device, which outlive the synchronisations behind every call.
@@ -230,7 +230,7 @@ fn replays_on_threads(executor: &CudnnExecutor) -> Result<usize> {
         for seq in [140, 150, 160, 140, 150] {
             let spec = self::spec(seq, &[], &["causal"]).map_err(|e| e.to_string())?;
             let planned = executor.attention(&spec.validate().map_err(|e| e.to_string())?).map_err(|e| e.to_string())?.0;
-            let memory = Memory::seeded(&stream, &planned, planned.workspace_bytes(), 3).map_err(|e| e.to_string())?;
+            let memory = Memory::seeded(&stream, &planned.job, planned.workspace_bytes(), 3).map_err(|e| e.to_string())?;
             // SAFETY: as above.
             unsafe { memory.functional(&executor, &stream, &spec) }.map_err(|e| e.to_string())?;
             stream.synchronize().map_err(|e| e.to_string())?;
@@ -258,7 +258,7 @@ fn evicted_while_in_flight() -> Result<usize> {
     for seq in [700, 900, 1100, 1300] {
         let spec = spec(seq, &["softcap:30"], &["causal"])?;
         let planned = executor.attention(&spec.validate()?)?.0;
-        let mut memory = Memory::seeded(&stream, &planned, planned.workspace_bytes(), seq as u64)?;
+        let mut memory = Memory::seeded(&stream, &planned.job, planned.workspace_bytes(), seq as u64)?;
         memory.poison(&stream)?;
         // SAFETY: whole buffers of this device, which outlive the synchronisations behind every call.
         unsafe { memory.functional(&executor, &stream, &spec) }?;

@@ -99,12 +99,11 @@ fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buff
 impl Memory {
     /// For any plans of the pass that need no more workspace than this.
     pub(crate) fn new(stream: &Stream, planned: &Planned, workspace: u64) -> Result<Memory> {
-        Memory::seeded(stream, planned, workspace, 0)
+        Memory::seeded(stream, &planned.job, workspace, 0)
     }
 
-    /// The same with other numbers.
-    pub(crate) fn seeded(stream: &Stream, planned: &Planned, workspace: u64, seed: u64) -> Result<Memory> {
-        let job = &planned.job;
+    /// The same for whoever runs the pass, with other numbers.
+    pub(crate) fn seeded(stream: &Stream, job: &Job, workspace: u64, seed: u64) -> Result<Memory> {
         let problem = job.problem();
         let mut operands = Vec::new();
         for (n, (operand, tensor)) in job.tensors().enumerate() {

@@ -8,7 +8,7 @@ mod problem;
 
 use crate::{Backward, Declined, Facts, Forward, Kernels, Ready, Runner, Task};
 use call::{MetalBackward, MetalForward};
-use problem::{taken, unsupported};
+use problem::{taken, taken_backward, unsupported};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Error, ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
@@ -100,6 +100,7 @@ impl Executor for MetalExecutor {
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
         taken(problem.forward()).map_err(unsupported)?;
+        taken_backward(problem).map_err(unsupported)?;
         self.reasons(Backward::from(problem).supports().map_err(unsupported))
     }
 

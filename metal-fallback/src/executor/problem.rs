@@ -60,6 +60,16 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
     Unsupported { executor: ExecutorName::METAL, reasons }
 }
 
+/// What the kernels of a backward pass do not do, whatever the device.
+pub(super) fn taken_backward(problem: &BackwardProblem) -> Result<(), Vec<Reason>> {
+    let mut check = Check::default();
+    let tables = problem.gradient().map_or(&[][..], |gradient| &gradient.reads);
+    for name in problem.gradient().into_iter().flat_map(|gradient| tables.iter().map(|read| &gradient.wrt[read.wrt])) {
+        check.that(false, "wrt", name, "the kernels sum gradients over axes, and not at the places at which a table is read");
+    }
+    if check.0.is_empty() { Ok(()) } else { Err(check.0) }
+}
+
 /// What the kernels do not do, whatever the device.
 pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();

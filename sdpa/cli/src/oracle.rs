@@ -161,11 +161,16 @@ fn shape(spec: &AttentionSpec) -> [usize; 7] {
     [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v]
 }
 
+/// What a parameter is.
+fn kind(problem: &BackwardProblem, name: &str) -> ParamKind {
+    problem.params().iter().find(|p| p.name == name).map_or(ParamKind::Scalar, |p| p.kind)
+}
+
 /// The extents of the gradient of each parameter that score_mods declare.
 fn wrt_dims(problem: &BackwardProblem) -> Vec<[usize; 4]> {
-    let dims = |name: &str| match problem.params().iter().find(|p| p.name == name).map(|p| p.kind) {
-        Some(ParamKind::Tensor { axes, dtype: _ }) => axes.dims(problem.forward().extents()).map(|n| usize::try_from(n).unwrap_or(1)),
-        Some(ParamKind::Scalar) | None => [1; 4],
+    let dims = |name: &str| match kind(problem, name) {
+        ParamKind::Tensor { axes, dtype: _ } => axes.dims(problem.forward().extents()).map(|n| usize::try_from(n).unwrap_or(1)),
+        ParamKind::Scalar => [1; 4],
     };
     problem.wrt_scores().map(|g| dims(&g.name)).collect()
 }
@@ -256,9 +261,12 @@ pub(crate) fn check(call: &Call<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
 /// Computes the gradients of `Σ o∘d_o` and compares them.
 pub(crate) fn check_gradients(call: &BackwardCall<'_>, done: &(dyn Fn(u64) + Sync)) -> GradientDistance {
     let BackwardCall { forward, problem, spec, d_o, got: [dq, dk, dv], wrt, chained } = call;
-    let gradient = problem
-        .gradient()
-        .map(|g| Gradient { function: Function::new(&g.trace, forward.params, problem.forward().extents()), along: wrt_dims(problem) });
+    let gradient = problem.gradient().map(|g| Gradient {
+        function: Function::new(&g.trace, forward.params, problem.forward().extents()),
+        along: wrt_dims(problem),
+        kinds: problem.wrt_scores().map(|wanted| kind(problem, &wanted.name)).collect(),
+        reads: &g.reads,
+    });
     let modify = gradient.as_ref().map(|gradient| gradient as &dyn Modify);
     let documents = forward.documents();
     let documents = documents.as_ref();

@@ -225,9 +225,6 @@ impl BackwardSpec {
                 Some(ParamKind::Tensor { axes, dtype: _ }) if axes.has_end() => {
                     check.fail(field, &g.name, "a parameter over axes; boundaries have no gradient");
                 }
-                Some(kind) if kind.extents().len() > 0 => {
-                    check.fail(field, &g.name, format!("a parameter over axes, or a scalar; it is {}", crate::check::kind(kind)));
-                }
                 Some(kind) if kind.ty() != Type::F32 => {
                     check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::check::kind(kind)));
                 }

@@ -57,7 +57,7 @@ pub use operand::{Direction, Operand, Side};
 pub use packed::{Documents, Packed};
 pub use paged::{Paged, Pages};
 pub use problem::Problem;
-pub use score_mod::{Gradient, ScoreMod};
+pub use score_mod::{Gradient, ScoreMod, TableRead};
 pub use sink::SINK;
 pub use spec::{AttentionSpec, Layout, Shape, TensorSpec};
 pub use statistic::{Statistic, StatsBase};

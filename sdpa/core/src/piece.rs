@@ -79,9 +79,11 @@ impl BackwardProblem {
         }
         let forward = self.forward.piece(piece)?;
         let gradient = match &self.gradient {
-            Some(gradient) => {
-                Some(Arc::new(Gradient { trace: piece.shifted(&gradient.trace, forward.extents())?, wrt: gradient.wrt.clone() }))
-            }
+            Some(gradient) => Some(Arc::new(Gradient {
+                trace: piece.shifted(&gradient.trace, forward.extents())?,
+                wrt: gradient.wrt.clone(),
+                reads: gradient.reads.clone(),
+            })),
             None => None,
         };
         let [d_o, dq, dk, dv] =

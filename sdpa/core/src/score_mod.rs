@@ -208,6 +208,19 @@ pub struct Gradient {
     pub trace: Trace,
     /// Names of the parameters whose gradients are asked for.
     pub wrt: Vec<String>,
+    /// Where tables among them are read. Their own roots are 0.
+    pub reads: Vec<TableRead>,
+}
+
+/// One place at which a table is read whose gradient is asked for: its element there has this gradient more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct TableRead {
+    /// Which of [`Gradient::wrt`].
+    pub wrt: usize,
+    /// The root that is the gradient.
+    pub value: usize,
+    /// The root that is the place, i32, as elements lie in memory; outside of the table the nearest ([`ParamKind::within`](crate::expr::ParamKind::within)).
+    pub place: usize,
 }
 
 /// Why a gradient cannot be had.
@@ -224,8 +237,16 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
     let mut b = Builder::new();
     let values = forward(&mut b, mods, extents);
     let names: Vec<String> = b.params().iter().map(|p| p.name.clone()).collect();
-    let params: Vec<Option<NodeId>> = wrt.iter().map(|name| names.iter().position(|n| n == name).map(|n| b.param_at(n))).collect();
+    let params: Vec<Option<NodeId>> = {
+        let of_axes = |b: &Builder, n: &usize| b.params()[*n].kind.extents().len() == 0;
+        let place = |b: &Builder, name: &String| names.iter().position(|n| n == name).filter(|n| of_axes(b, n));
+        wrt.iter().map(|name| place(&b, name).map(|n| b.param_at(n))).collect()
+    };
     let mut sums: Vec<Option<NodeId>> = vec![None; wrt.len()];
+    // What is read of tables: which of `wrt`, the place, the value.
+    let tables: Vec<(usize, NodeId, NodeId)> =
+        b.reads().filter_map(|(p, place, value)| Some((wrt.iter().position(|n| *n == names[p])?, place, value))).collect();
+    let mut of_reads: Vec<Option<NodeId>> = vec![None; tables.len()];
     let mut upstream = b.upstream();
     let stages: Vec<(&str, &Arc<Trace>)> = mods.iter().flat_map(|m| m.stages.iter().map(move |s| (m.name(), s))).collect();
     for (n, (name, stage)) in stages.into_iter().enumerate().rev() {
@@ -240,22 +261,39 @@ pub(crate) fn gradient(mods: &[ScoreMod], extents: [i64; 4], wrt: &[String]) -> 
             upstream = b.inline(stage, inputs)[1];
             continue;
         }
-        let along: Vec<NodeId> = std::iter::once(before).chain(params.iter().flatten().copied()).collect();
+        let along: Vec<NodeId> =
+            std::iter::once(before).chain(params.iter().flatten().copied()).chain(tables.iter().map(|(.., value)| *value)).collect();
         let mut found = b.gradient(after, upstream, &along).into_iter();
         let along_score = found.next().flatten();
         for (sum, param) in sums.iter_mut().zip(&params) {
             let Some(param) = param else { continue };
             // What goes into this stage may be a parameter itself: the stages before have that part.
             let own = found.next().flatten().filter(|_| *param != before);
-            *sum = match (*sum, own) {
-                (Some(sum), Some(more)) => Some(b.binary(crate::expr::Binary::Add, sum, more)),
-                (sum, more) => sum.or(more),
-            };
+            *sum = both(&mut b, *sum, own);
+        }
+        for (sum, (.., value)) in of_reads.iter_mut().zip(&tables) {
+            let own = found.next().flatten().filter(|_| *value != before);
+            *sum = both(&mut b, *sum, own);
         }
         upstream = along_score.unwrap_or_else(|| b.f32(0.0));
     }
     let value = values.last().copied().unwrap_or_else(|| b.score());
     let mut roots = vec![value, upstream];
     roots.extend(sums.into_iter().map(|sum| sum.unwrap_or_else(|| b.f32(0.0))).collect::<Vec<_>>());
-    Ok(Gradient { trace: b.finish(&roots).map_err(ExprErrors)?, wrt: wrt.to_vec() })
+    let mut reads = Vec::new();
+    for ((wrt, place, _), sum) in tables.into_iter().zip(of_reads) {
+        if let Some(sum) = sum {
+            reads.push(TableRead { wrt, value: roots.len(), place: roots.len() + 1 });
+            roots.extend([sum, place]);
+        }
+    }
+    Ok(Gradient { trace: b.finish(&roots).map_err(ExprErrors)?, wrt: wrt.to_vec(), reads })
+}
+
+/// The sum of what is there.
+fn both(b: &mut Builder, sum: Option<NodeId>, more: Option<NodeId>) -> Option<NodeId> {
+    match (sum, more) {
+        (Some(sum), Some(more)) => Some(b.binary(crate::expr::Binary::Add, sum, more)),
+        (sum, more) => sum.or(more),
+    }
 }

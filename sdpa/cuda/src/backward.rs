@@ -21,8 +21,10 @@ pub struct Along {
     pub name: String,
     /// Element type of the gradient: f32, f16 or bf16.
     pub dtype: DType,
-    /// The axes of the parameter, over which its gradient lies dense; none of a scalar.
+    /// The axes of the parameter, over which its gradient lies dense; none of a scalar. The extents of a table.
     pub axes: Axes,
+    /// Of a table, the roots that are a gradient and its place.
+    pub reads: Vec<[usize; 2]>,
 }
 
 /// The gradient of a forward problem as the kernels are told of it.
@@ -65,7 +67,13 @@ impl Backward {
             Some(ParamKind::Tensor { axes, .. }) => axes,
             Some(ParamKind::Scalar) | None => Axes::NONE,
         };
-        let along = problem.wrt_scores().map(|g| Along { name: g.name.clone(), dtype: g.dtype, axes: axes(&g.name) }).collect();
+        let reads = |name: &str| {
+            let all =
+                problem.gradient().into_iter().flat_map(|gradient| gradient.reads.iter().map(move |read| (&gradient.wrt[read.wrt], read)));
+            all.filter(|(of, _)| *of == name).map(|(_, read)| [read.value, read.place]).collect()
+        };
+        let along = problem.wrt_scores();
+        let along = along.map(|g| Along { name: g.name.clone(), dtype: g.dtype, axes: axes(&g.name), reads: reads(&g.name) }).collect();
         let of_sink = problem.wrt().iter().find(|g| problem.forward().sink() && g.name == SINK);
         forward.captured = captured;
         Ok(Backward {

@@ -150,7 +150,14 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let gradient = problem.gradient.as_deref();
     let score_mod = forward.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let slope = gradient.filter(|_| forward.score_mod.is_some()).map(|trace| captured.gradient(trace, ALONG_SCORE));
-    let along = gradient.into_iter().flat_map(|trace| (0..problem.along.len()).map(move |n| along_function(captured, trace, n)));
+    let of_axes =
+        |trace| (0..problem.along.len()).map(move |n| along_function(captured, trace, ALONG_PARAMS + n, &format!("along_{n}"), "float"));
+    let of_reads = |trace| {
+        problem.along.iter().flat_map(|along| &along.reads).flat_map(move |&[value, place]| {
+            [(value, "float"), (place, "int")].map(|(root, ty)| along_function(captured, trace, root, &format!("read_{root}"), ty))
+        })
+    };
+    let along = gradient.into_iter().flat_map(|trace| of_axes(trace).chain(of_reads(trace)));
     let keep = forward.keep.as_deref().map(|trace| captured.keep(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(slope).chain(along).chain(keep).collect();
     let params = format!("{}typedef BackwardParams Params;\n{}", BackwardParams::cuda(), gradients_structure(&problem.along));
@@ -174,9 +181,9 @@ fn gradients_structure(along: &[Along]) -> String {
     format!("struct Gradients {{\n{members}}};\n")
 }
 
-/// The gradient of a parameter at one score, as a function of its own name.
-fn along_function(captured: &Captured, trace: &Trace, n: usize) -> String {
-    captured.gradient(trace, ALONG_PARAMS + n).replacen("score_mod_gradient(", &format!("along_{n}("), 1)
+/// A root of a gradient at one score, as a function of its own name: the gradient of a parameter, or where a table is read.
+fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, ty: &str) -> String {
+    captured.gradient(trace, root).replacen("float score_mod_gradient(", &format!("{ty} {name}("), 1)
 }
 
 /// The function that adds what each score gives to the gradients of parameters.
@@ -185,6 +192,18 @@ fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
                     const Gradients& gradients, const Corner& corner) {\n    float x[SCORES];\n"
         .to_owned();
     for (n, along) in along.iter().enumerate() {
+        let last = along.axes.extents().product::<i64>() - 1;
+        for [value, place] in &along.reads {
+            let _ = writeln!(
+                text,
+                "    for (int n = 0; n < SCORES; n++) {{\n        if (upstream[n] == 0.0f) continue;\n        const Place at = place_of(p, corner, n);\n        \
+                 const float more = read_{value}(raw[n], upstream[n], at, captured);\n        \
+                 if (more != 0.0f) atomicAdd(gradients.to_{n} + min(max(read_{place}(raw[n], upstream[n], at, captured), 0), {last}), more);\n    }}"
+            );
+        }
+        if along.axes.is_table() {
+            continue;
+        }
         let spans = |axis| if along.axes.has(axis) { "true" } else { "false" };
         let mut at = "0L".to_owned();
         for (axis, index) in Axis::ALL.into_iter().zip(["at.batch", "at.head", "at.query", "at.key"]) {

@@ -99,6 +99,8 @@ struct Worker<'a> {
     rates: Rates,
     /// Extents of parameters' gradients, that of the sink behind the others.
     along: Vec<[usize; 4]>,
+    /// Which of them are of tables.
+    tables: Vec<bool>,
 }
 
 /// Rows of a head.
@@ -111,6 +113,11 @@ fn rows_of(tensor: &Tensor<'_>, [b, h]: [usize; 2], [rows, dim]: [usize; 2]) -> 
 }
 
 impl Worker<'_> {
+    /// Extents of parameters' gradients, and whether each is a table's.
+    fn extents(&self) -> impl Iterator<Item = ([usize; 4], bool)> {
+        self.along.iter().copied().zip(self.tables.iter().copied())
+    }
+
     fn part(&self, at: &Rows) -> Part {
         let p = self.p;
         let [.., seq_kv, dim_qk, dim_v] = p.shape;
@@ -121,7 +128,7 @@ impl Worker<'_> {
             dk: Gradient::zeros(keys.len()),
             dv: Gradient::zeros(values.len()),
             used: vec![false; seq_kv],
-            along: self.along.iter().map(|&dims| Gradient::zeros(at.part(dims).iter().product())).collect(),
+            along: self.extents().map(|(dims, table)| Gradient::zeros(if table { dims } else { at.part(dims) }.iter().product())).collect(),
         };
         let (mut q, mut d_o, mut scratch) = (vec![0f64; dim_qk], vec![0f64; dim_v], Vec::new());
         for (n, [h, i]) in at.queries().enumerate() {
@@ -277,11 +284,18 @@ impl Worker<'_> {
             let factor = Term { value: scale * d_score.value, error, magnitude };
             part.dq.add(n * dim_qk, &keys[k_from..][..dim_qk], factor, rates.over_keys);
             part.dk.add(k_from, q, factor, rates.over_queries);
-            for (n, ((&slope, gradient), &dims)) in kept.along.iter().zip(&mut part.along).zip(&self.along).enumerate() {
-                let Term { value, error, magnitude } = carried(1 + n, slope);
+            let along = |n: usize| {
+                let Term { value, error, magnitude } = carried(1 + n, kept.along[n]);
                 let error = error + rates.small + rates.over_scores * value.abs();
-                let term = Term { value, error, magnitude: magnitude + ABSOLUTE * rates.small };
-                gradient.add_one(at.elements(dims, [h, i, kept.key]).0, term);
+                Term { value, error, magnitude: magnitude + ABSOLUTE * rates.small }
+            };
+            let wrt = self.along.len() - usize::from(self.p.sink.is_some());
+            for (n, (dims, _)) in self.extents().enumerate().take(wrt).filter(|(_, (_, table))| !table) {
+                part.along[n].add_one(at.elements(dims, [h, i, kept.key]).0, along(n));
+            }
+            let reads = self.p.modify.map_or_else(Vec::new, |function| function.reads(kept.raw, place([at.batch, h, i, kept.key])));
+            for (n, (which, element)) in reads.into_iter().enumerate() {
+                part.along[which].add_one(element, along(wrt + n));
             }
             part.used[kept.key] = true;
         }
@@ -338,8 +352,8 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
             for (n, [h, i]) in at.queries().enumerate() {
                 to(0, [at.batch, h, i], &part.dq, n * dim_qk..(n + 1) * dim_qk);
             }
-            for ((to, from), &dims) in along.iter_mut().zip(&part.along).zip(&worker.along) {
-                add_part(to, from, at, dims);
+            for ((to, from), (dims, table)) in along.iter_mut().zip(&part.along).zip(worker.extents()) {
+                if table { to.merge(from) } else { add_part(to, from, at, dims) }
             }
             match &mut open {
                 Some(open) if (open.batch, open.head) == (at.batch, at.head_kv) => {
@@ -378,8 +392,10 @@ fn add_part(to: &mut Gradient, from: &Gradient, at: &Rows, dims: [usize; 4]) {
 
 fn worker<'a>(p: &'a Problem<'a>, d_o: Tensor<'a>, given: Given<'a>, rates: Rates) -> Worker<'a> {
     let mut along = p.modify.map_or_else(Vec::new, |function| function.along());
+    let mut tables: Vec<bool> = p.modify.map_or_else(Vec::new, |function| (0..along.len()).map(|n| function.is_table(n)).collect());
     along.extend(p.sink.map(|_| [1, p.shape[1], 1, 1]));
-    Worker { p, d_o, given, rates, along }
+    tables.resize(along.len(), false);
+    Worker { p, d_o, given, rates, along, tables }
 }
 
 /// (batch, heads, sequence, dim) of dq, dk and dv.

@@ -38,6 +38,17 @@ pub trait Modify: Sync {
     fn along(&self) -> Vec<[usize; 4]> {
         Vec::new()
     }
+
+    /// Whether that parameter is a table, of these extents alone, which is read at computed places.
+    fn is_table(&self, _which: usize) -> bool {
+        false
+    }
+
+    /// The places at which tables are read: which parameter, and its element. The derivatives by what is read there stand behind those of parameters, in
+    /// this order; those of tables themselves are 0.
+    fn reads(&self, _score: f64, _at: Place) -> Vec<(usize, usize)> {
+        Vec::new()
+    }
 }
 
 /// A function of a score and its place.
@@ -63,8 +74,10 @@ pub struct Closures<'a> {
 pub struct Along<'a> {
     /// The derivative of the modified score by the element that it is made with.
     pub slope: Real<'a>,
-    /// Its extents (batch, heads_q, seq_q, seq_kv), 1 along axes that it does not span.
+    /// Its extents (batch, heads_q, seq_q, seq_kv), 1 along axes that it does not span; those of a table are its own.
     pub dims: [usize; 4],
+    /// Of a table, the element that a score reads.
+    pub read: Option<&'a (dyn Fn(Place) -> usize + Sync)>,
 }
 
 impl Closures<'_> {
@@ -105,10 +118,21 @@ impl Modify for Modified<'_> {
             Rough { value, error: bend[0].max(bend[1]) }
         };
         let own = self.closures.slope.map_or(Rough::exact(1.0), one);
-        std::iter::once(own).chain(self.closures.along.iter().map(|along| one(along.slope))).collect()
+        let (all, is_read) = (self.closures.along, |along: &&Along<'_>| along.read.is_some());
+        let of_axes = |along: &Along<'_>| if along.read.is_some() { Rough::exact(0.0) } else { one(along.slope) };
+        let read = all.iter().filter(is_read).map(|along| one(along.slope));
+        std::iter::once(own).chain(all.iter().map(of_axes)).chain(read).collect()
     }
 
     fn along(&self) -> Vec<[usize; 4]> {
         self.closures.along.iter().map(|along| along.dims).collect()
+    }
+
+    fn is_table(&self, which: usize) -> bool {
+        self.closures.along[which].read.is_some()
+    }
+
+    fn reads(&self, _: f64, at: Place) -> Vec<(usize, usize)> {
+        self.closures.along.iter().enumerate().filter_map(|(n, along)| along.read.map(|read| (n, read(at)))).collect()
     }
 }

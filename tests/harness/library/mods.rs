@@ -1,6 +1,6 @@
 //! Score_mods.
 
-use super::{Drawing, Here, Stage, Tensor, Values, axes};
+use super::{Drawing, Here, Reading, Stage, Tensor, Values, axes};
 use crate::random::Random;
 use half::{bf16, f16};
 
@@ -25,6 +25,7 @@ fn adds(what: impl Fn(Here) -> f64 + Clone + Send + Sync + 'static, rounding: im
         slope: Box::new(|_, _| 1.0),
         rounding: Box::new(move |score, here| (score + what(here)).abs() + rounding(here)),
         partials: Vec::new(),
+        reads: Vec::new(),
     }
 }
 
@@ -47,6 +48,7 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
         slope: Box::new(move |score, _| 1.0 - part(score).powi(2)),
         rounding: Box::new(move |score, _| 8.0 * (cap * part(score)).abs() + 2.0 * score.abs()),
         partials: vec![("cap", Box::new(by_cap))],
+        reads: Vec::new(),
     })
 }
 
@@ -107,27 +109,39 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let [heads, reach]: [i64; 2] = [heads, reach].map(|n| n.parse().unwrap_or(0));
             let normal = |random: &mut Random, n| Values::F32((0..n).map(|_| random.normal() as f32).collect());
             let rel = drawing.bind_of("rel", [1, 1, heads, 2 * reach + 1], normal);
-            Ok(adds(move |here| rel.nearest([0, 0, here[1], here[3] - here[2] + reach]), |_| 0.0))
+            let at = move |[_, head, q, k]: Here| [0, 0, head, k - q + reach];
+            let table = rel.clone();
+            let stage = adds(move |here| rel.nearest(at(here)), |_| 0.0);
+            let read: Reading = Box::new(move |here| table.place(at(here)));
+            Ok(Stage { partials: vec![("rel", Box::new(|_, _| 1.0))], reads: vec![("rel", read)], ..stage })
         }
         "buckets" => {
             let bucket =
                 drawing.bind_of("bucket", [1, 1, 1, 12], |random, n| Values::I32((0..n).map(|_| random.between(-2, 7) as i32).collect()));
             let gain = drawing
                 .bind_of("gain", [1, 1, 3, 5], |random, n| Values::F16((0..n).map(|_| f16::from_f64(0.5 + random.unit())).collect()));
-            let of = move |[_, head, q, k]: Here| gain.nearest([0, 0, head, bucket.nearest([0, 0, 0, (q - k).abs() / 3]) as i64]);
+            let at = move |[_, head, q, k]: Here| [0, 0, head, bucket.nearest([0, 0, 0, (q - k).abs() / 3]) as i64];
+            let (table, at_read) = (gain.clone(), at.clone());
+            let of = move |here: Here| gain.nearest(at(here));
             let (slope, rounding) = (of.clone(), of.clone());
+            let read: Reading = Box::new(move |here| table.place(at_read(here)));
             Ok(Stage {
                 value: Box::new(move |score, here| score * of(here)),
                 slope: Box::new(move |_, here| slope(here)),
                 rounding: Box::new(move |score, here| (score * rounding(here)).abs()),
-                partials: Vec::new(),
+                partials: vec![("gain", Box::new(|score, _| score))],
+                reads: vec![("gain", read)],
             })
         }
         "blocks" => {
             let of = drawing
                 .bind_of("of_blocks", [2, 3, 4, 2], |random, n| Values::BF16((0..n).map(|_| bf16::from_f64(random.normal())).collect()));
             // Whole quotients go toward zero.
-            Ok(adds(move |[batch, head, q, k]| of.nearest([batch, head - 1, q / 16, (k - 5) / 32]), |_| 0.0))
+            let at = |[batch, head, q, k]: Here| [batch, head - 1, q / 16, (k - 5) / 32];
+            let table = of.clone();
+            let read: Reading = Box::new(move |here| table.place(at(here)));
+            let stage = adds(move |here| of.nearest(at(here)), |_| 0.0);
+            Ok(Stage { partials: vec![("of_blocks", Box::new(|_, _| 1.0))], reads: vec![("of_blocks", read)], ..stage })
         }
         "row-place" => row_place("cu_seqlens", drawing),
         "row-place-of-keys" => row_place("cu_seqlens_kv", drawing),
@@ -140,6 +154,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 slope: Box::new(move |_, here| slope.at(here)),
                 rounding: Box::new(move |score, here| (score * rounding.at(here)).abs()),
                 partials: vec![("temperature", Box::new(|score, _| score))],
+                reads: Vec::new(),
             })
         }
         _ => Err(format!("{text:?}: there is no closure for it")),

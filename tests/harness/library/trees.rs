@@ -212,6 +212,7 @@ impl Library {
             slope: Box::new(move |score, here| slope(score, here).slope),
             rounding: Box::new(move |score, here| rounding(score, here).rounding),
             partials: Vec::new(),
+            reads: Vec::new(),
         };
         let mut drawing = Drawing { extents, random, bound: Vec::new() };
         let keeps = masks.iter().map(|text| masks::keep(text, &mut drawing)).collect::<Result<_, _>>()?;

@@ -241,6 +241,13 @@ impl Ready<BackwardProblem> {
                                 to[rules.element(kind, index)] += d;
                             }
                         }
+                        for read in &gradient.reads {
+                            let kind = problem.params().iter().find(|p| p.name == gradient.wrt[read.wrt]).unwrap().kind;
+                            let to = problem.wrt().iter().position(|g| g.name == gradient.wrt[read.wrt]).unwrap();
+                            if self.fault != Fault::OneBatchOfAParameter || b == 0 {
+                                along[to][kind.within(roots[read.place] as i64)] += roots[read.value];
+                            }
+                        }
                         if self.fault == Fault::NoSlope { d_modified } else { roots[1] }
                     }
                     None => d_modified,

@@ -570,7 +570,7 @@ fn what_is_a_little_wrong_is_found() {
         let wrong = Case { params: &off, ..case };
         assert!(wrong.forward(closures, Form::Unified, NEW).is_err() && wrong.backward(closures, &asked, NEW).is_err());
         let one = |_: f64, _: Here| 1.0;
-        let elsewhere = [Along { slope: &one, dims: [1, 1, 1, 4 * 5 * 7] }];
+        let elsewhere = [Along { slope: &one, dims: [1, 1, 1, 4 * 5 * 7], read: None }];
         let right = Case { params: &params, ..wrong };
         assert!(right.backward(&Closures { along: &elsewhere, ..*closures }, &asked, NEW).unwrap_err().contains("bias"));
     });

@@ -5,10 +5,10 @@
 //! and cosine by `(8 + |x|)·e`. A comparison of numbers that their errors may have swapped chooses either value.
 
 use crate::params::Bound;
-use sdpa::expr::{self, Binary, Declared, Node, NodeId, ParamId, Place, Precision, Trace, Type, Unary};
+use sdpa::expr::{self, Binary, Declared, Node, NodeId, ParamId, ParamKind, Place, Precision, Trace, Type, Unary};
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q};
-use sdpa::{Align, Mask};
+use sdpa::{Align, Mask, TableRead};
 use sdpa_oracle::{Align as Corner, F32_ROUNDOFF, Mask as Rule, Modify, Rough};
 
 /// A trace and what its parameters are bound to.
@@ -164,6 +164,17 @@ impl Modify for Function<'_> {
 pub(crate) struct Gradient<'a> {
     pub(crate) function: Function<'a>,
     pub(crate) along: Vec<[usize; 4]>,
+    /// Of each parameter, what it is.
+    pub(crate) kinds: Vec<ParamKind>,
+    pub(crate) reads: &'a [TableRead],
+}
+
+impl Gradient<'_> {
+    /// Of all roots but the first, what the oracle asks for: those of the score and of parameters, then those of what is read of tables.
+    fn asked<T: Copy>(&self, roots: &[T]) -> Vec<T> {
+        let reads = self.reads.iter().map(|read| roots[read.value - 1]);
+        roots[..=self.along.len()].iter().copied().chain(reads).collect()
+    }
 }
 
 impl Modify for Gradient<'_> {
@@ -172,11 +183,23 @@ impl Modify for Gradient<'_> {
     }
 
     fn slopes(&self, score: Rough, at: [i64; 4], scratch: &mut Vec<Rough>) -> Vec<Rough> {
-        self.function.slopes(score, at, scratch)
+        self.asked(&self.function.slopes(score, at, scratch))
     }
 
     fn passed_on(&self, score: f64, upstream: f64, at: [i64; 4]) -> Vec<f64> {
-        self.function.passed_on(score, upstream, at)
+        self.asked(&self.function.passed_on(score, upstream, at))
+    }
+
+    fn is_table(&self, which: usize) -> bool {
+        self.kinds[which].extents().len() > 0
+    }
+
+    fn reads(&self, score: f64, at: [i64; 4]) -> Vec<(usize, usize)> {
+        if self.reads.is_empty() {
+            return Vec::new();
+        }
+        let roots = self.function.eval(score, 1.0, at);
+        self.reads.iter().map(|read| (read.wrt, self.kinds[read.wrt].within(roots[read.place] as i64))).collect()
     }
 
     fn along(&self) -> Vec<[usize; 4]> {

@@ -151,6 +151,14 @@ impl Builder {
         self.push(Node::Read(table, place), ty)
     }
 
+    /// Where tables are read so far: which parameter, the place, what is read there.
+    pub(crate) fn reads(&self) -> impl Iterator<Item = (usize, NodeId, NodeId)> {
+        self.nodes
+            .iter()
+            .enumerate()
+            .filter_map(|(n, node)| if let Node::Read(p, place) = *node { Some((p.index(), place, NodeId(n as u32))) } else { None })
+    }
+
     /// The element of a table at an index, i32, along each of its extents; outside of one the nearest within. Of one index alone it is [`Builder::read`].
     /// Another number of indices is kept as an error.
     pub fn read_at(&mut self, table: ParamId, indices: &[NodeId]) -> NodeId {

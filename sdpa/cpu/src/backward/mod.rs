@@ -54,7 +54,7 @@ use sdpa_core::error::Error;
 use sdpa_core::executor::{PreparedBackward, Report};
 use sdpa_core::operand::Side;
 use sdpa_core::packed::Documents;
-use sdpa_core::{Elements, ElementsMut, HostBackward, HostGradient, Param, SINK};
+use sdpa_core::{Elements, ElementsMut, Gradient, HostBackward, HostGradient, Param, SINK};
 use std::ops::Range;
 use std::time::Instant;
 use sums::{Pool, Sum};
@@ -205,7 +205,13 @@ impl CpuBackward {
     fn total<'a>(&self, name: &str, gradients: &mut Vec<HostGradient<'a>>) -> Option<Total<'a>> {
         let declared = self.problem.params().iter().find(|p| p.name == name)?;
         let given = gradients.iter().position(|gradient| gradient.name == name)?;
-        Some(Total::new(declared.kind, self.problem.forward().extents(), gradients.swap_remove(given).data))
+        let gradient = self.problem.gradient();
+        let of = |gradient: &Gradient| {
+            let own = gradient.reads.iter().filter(|read| gradient.wrt[read.wrt] == name);
+            own.map(|read| [read.value, read.place]).collect::<Vec<_>>()
+        };
+        let reads = gradient.map_or_else(Vec::new, |gradient| of(gradient)).into();
+        Some(Total::new(declared.kind, reads, self.problem.forward().extents(), gradients.swap_remove(given).data))
     }
 }
 

@@ -61,6 +61,14 @@ impl Modified<'_> {
             mods.others(tile.index, &keys, &[], ds);
             isa.run(Taken { from: mods.root(1, ds.len()), dropped, to: ds });
             for (n, part) in parts.iter_mut().enumerate() {
+                let reads = part.reads();
+                if !reads.is_empty() {
+                    for &[value, place] in &*reads {
+                        let [values, places] = [value, place].map(|root| mods.root(root, dropped.len()));
+                        part.add_read([tile.rows.len(), width], places, values, dropped);
+                    }
+                    continue;
+                }
                 part.add(isa, (band.rows.start + tile.rows.start, tile.rows.len(), width), &keys, mods.root(2 + n, dropped.len()), dropped);
             }
         }

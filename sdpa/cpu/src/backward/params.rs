@@ -12,6 +12,7 @@ use sdpa_core::tensor::ElementsMut;
 use sdpa_core::{F8E4M3, F8E5M2};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Sums of a cache line.
 const LINE: usize = 8;
@@ -44,10 +45,29 @@ pub(super) struct Part {
     span: Span,
     /// How far sums are apart along (head, query, key); 0 where all have the same.
     strides: [usize; 3],
+    /// Of a table, which has all of its elements, the roots that are a gradient and its place; of what lies over axes none.
+    reads: Arc<[[usize; 2]]>,
     sums: Vec<f64>,
 }
 
 impl Part {
+    /// The roots of the program that are a gradient and its place, of a table.
+    pub(super) fn reads(&self) -> Arc<[[usize; 2]]> {
+        self.reads.clone()
+    }
+
+    /// Adds gradients, `[key][row]`, of so many rows in so many lanes to the elements at these places, as [`Part::add`] those of places of the scores.
+    pub(super) fn add_read(&mut self, [n_rows, width]: [usize; 2], places: &[u32], values: &[u32], dropped: &[u32]) {
+        let last = self.sums.len() - 1;
+        let values = Values { values, dropped, width };
+        for (row, places) in places.chunks_exact(width).enumerate().take(dropped.len() / width) {
+            for (lane, place) in places[..n_rows].iter().enumerate() {
+                let at = (*place as i32).max(0).unsigned_abs() as usize;
+                self.sums[at.min(last)] += values.get(row * width + lane);
+            }
+        }
+    }
+
     /// Adds gradients, `[key][row]`, of some keys and the rows of a tile: the first one, how many, and in how many lanes.
     pub(super) fn add(
         &mut self,
@@ -180,6 +200,9 @@ impl WithSimd for EachPair<'_> {
 pub(super) struct Total<'a> {
     /// How far elements are apart along (batch, head, q, k).
     strides: [usize; 4],
+    /// Of a table, its elements; 0 of what lies over axes.
+    table: usize,
+    reads: Arc<[[usize; 2]]>,
     state: Mutex<State<'a>>,
 }
 
@@ -202,13 +225,15 @@ struct Sums<'a> {
 }
 
 impl<'a> Total<'a> {
-    pub(super) fn new(kind: ParamKind, extents: [i64; 4], mut target: ElementsMut<'a>) -> Total<'a> {
+    /// `reads` are the roots of a table that are a gradient and its place.
+    pub(super) fn new(kind: ParamKind, reads: Arc<[[usize; 2]]>, extents: [i64; 4], mut target: ElementsMut<'a>) -> Total<'a> {
         let strides = strides(kind, extents);
-        let of_one_pair = strides.iter().zip(extents).all(|(&stride, extent)| stride != 0 || extent == 1);
+        let table = if kind.extents().len() > 0 { target.len() } else { 0 };
+        let of_one_pair = table == 0 && strides.iter().zip(extents).all(|(&stride, extent)| stride != 0 || extent == 1);
         clear(&mut target);
         let sums = vec![0.0; if of_one_pair { 0 } else { target.len() }];
         let state = State { sums: Some(Sums { target, sums }), added: 0, waiting: BTreeMap::new(), spare: Vec::new() };
-        Total { strides, state: Mutex::new(state) }
+        Total { strides, table, reads, state: Mutex::new(state) }
     }
 
     /// What a cell is to add to.
@@ -225,8 +250,8 @@ impl<'a> Total<'a> {
         }
         let mut sums = self.state.lock().spare.pop().unwrap_or_default();
         sums.clear();
-        sums.resize(next, 0.0);
-        Part { span: span.clone(), strides, sums }
+        sums.resize(next.max(self.table), 0.0);
+        Part { span: span.clone(), strides, reads: self.reads.clone(), sums }
     }
 
     /// Takes the part of this number. Nobody waits for an earlier one: who finds it there adds what follows.
@@ -246,7 +271,11 @@ impl<'a> Total<'a> {
     }
 
     fn merge(&self, part: &Part, to: &mut Sums<'_>) {
-        let Part { span, strides: [of_head, of_query, of_key], sums: from } = part;
+        let Part { span, strides: [of_head, of_query, of_key], sums: from, .. } = part;
+        if self.table > 0 {
+            to.sums.iter_mut().zip(from).for_each(|(to, x)| *to += x);
+            return;
+        }
         let [heads, queries, keys] = span.extents();
         let of = |n: usize, stride: usize| if stride == 0 { 1 } else { n };
         let [batch, head, query, key] = self.strides;
@@ -340,7 +369,7 @@ mod tests {
         let want = parts.iter().sum::<f64>();
         for order in [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]] {
             let mut sum = [0.0];
-            let total = Total::new(ParamKind::Scalar, [1, 1, 8, 8], ElementsMut::F32(&mut sum));
+            let total = Total::new(ParamKind::Scalar, [].into(), [1, 1, 8, 8], ElementsMut::F32(&mut sum));
             for number in order {
                 let mut part = total.part(&Span { batch: 0, head_kv: 0, group: 1, rows: 0..8, keys: 0..8 });
                 part.sums[0] = parts[number];

@@ -120,7 +120,7 @@ fn closures<T>(modified: &Modified, masked: &Masked, values: &Values, call: impl
     let keep = |place| (masked.keep)(at(place), values);
     let partials: Vec<_> = modified.along.iter().map(|(_, slope)| move |score, place| slope(score, at(place), values)).collect();
     let dims = modified.along.iter().map(|(name, _)| values.dims(name));
-    let along: Vec<Along<'_>> = partials.iter().zip(dims).map(|(slope, dims)| Along { slope, dims }).collect();
+    let along: Vec<Along<'_>> = partials.iter().zip(dims).map(|(slope, dims)| Along { slope, dims, read: None }).collect();
     call(&Closures { modify: Some(&modify), slope: Some(&slope), rounding: Some(&rounding), keep: Some(&keep), along: &along })
 }
 

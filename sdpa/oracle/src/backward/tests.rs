@@ -227,7 +227,8 @@ fn gradients_of_parameters_are_limits_of_differences() {
         o.iter().zip(&numbers.0[3]).map(|(x, y)| x * y).sum::<f64>()
     };
     let modify = |score: f64, at: Place| score * factors[head(at)] + addends[place(at)];
-    let along = [Along { slope: &|score, _| score, dims: [1, 4, 1, 1] }, Along { slope: &|_, _| 1.0, dims: [1, 1, 66, 4] }];
+    let along =
+        [Along { slope: &|score, _| score, dims: [1, 4, 1, 1], read: None }, Along { slope: &|_, _| 1.0, dims: [1, 1, 66, 4], read: None }];
     let slope = |_: f64, at: Place| factors[head(at)];
     let closures = Closures { modify: Some(&modify), slope: Some(&slope), along: &along, ..PLAIN };
     let got = numbers.with(shape, 0.7, &masks, |p, d_o| closures.with(p, |p| gradients(p, d_o, Given::Rounded)));

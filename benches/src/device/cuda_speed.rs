@@ -1,0 +1,131 @@
+//! Times of kernels of our own beside cuDNN's, in turns.
+#![allow(unsafe_code)]
+
+use crate::cuda::executor;
+use crate::memory::Memory;
+use crate::setup::{Result, executor as cudnn, median};
+use cudnn_graph::Stream;
+use sdpa::cuda::CudaExecutor;
+use sdpa::cuda::tile::Tile;
+use sdpa::cudnn::PlanOptions;
+use sdpa::cudnn::lower::Job;
+use sdpa::device::{DevicePrepared, OnDevice};
+use sdpa::{AttentionSpec, DType, Layout, Shape};
+use sdpa_driver::DeviceSlice;
+
+type Pass = dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>;
+
+/// A problem of the table: batch, heads_q, heads_kv, seq, dim; score_mod; mask.
+type Row = ([i64; 5], &'static str, &'static str);
+
+const ROWS: [Row; 18] = [
+    ([4, 32, 32, 4096, 128], "", ""),
+    ([4, 32, 32, 4096, 128], "", "causal"),
+    ([4, 32, 32, 4096, 128], "softcap:30", "causal"),
+    ([2, 16, 16, 16384, 128], "", ""),
+    ([2, 16, 16, 16384, 128], "", "causal"),
+    ([1, 32, 8, 16384, 64], "", ""),
+    ([1, 32, 8, 16384, 64], "", "causal"),
+    ([1, 16, 16, 8192, 256], "", ""),
+    ([1, 16, 16, 8192, 256], "", "causal"),
+    ([4, 32, 32, 4096, 128], "", "sliding-window:512"),
+    ([4, 32, 32, 4096, 128], "", "prefix-lm:512"),
+    ([4, 32, 32, 4096, 128], "softcap:30", "prefix-lm:512"),
+    ([4, 32, 32, 4096, 128], "", "dilated:4 & causal"),
+    ([4, 32, 32, 4096, 128], "", "natten:257"),
+    ([4, 32, 32, 4096, 128], "", "global-local:256,64"),
+    ([4, 32, 32, 4096, 128], "", "k <= q & (k < 4 | q - k < 512)"),
+    ([4, 32, 32, 4096, 128], "", "q / 512 == k / 512 & k <= q"),
+    ([1, 32, 8, 2048, 128], "", "causal"),
+];
+
+fn spec(([batch, heads_q, heads_kv, seq, dim], score_mod, mask): Row) -> Result<AttentionSpec> {
+    let shape = Shape { batch, heads_q, heads_kv, seq_q: seq, seq_kv: seq, dim_qk: dim, dim_v: dim };
+    let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
+    if !score_mod.is_empty() {
+        spec = spec.score_mod(score_mod.parse()?);
+    }
+    if !mask.is_empty() {
+        spec = spec.mask(mask.parse()?);
+    }
+    Ok(spec)
+}
+
+const WARM: usize = 3;
+const RUNS: usize = 11;
+
+/// Medians of passes of one problem, in turns, in milliseconds. Those of a backward pass read what the forward pass `first` has left.
+fn times(stream: &Stream, job: &Job, passes: &[&Pass], first: Option<&Pass>) -> Result<Vec<f64>> {
+    let workspace = passes.iter().copied().chain(first).map(|pass| pass.workspace_bytes()).max().unwrap_or(0);
+    let memory = Memory::seeded(stream, job, workspace, 7)?;
+    let (params, gradients, whole) = (memory.params(), memory.gradients(), Some(memory.workspace()));
+    if let Some(first) = first {
+        // SAFETY: the memory is whole buffers of this device that outlive the call; the stream is waited for below.
+        unsafe { first.submit(stream, &(&memory.forward_call(&params, None, whole)).into()) }?;
+    }
+    let mut times = vec![Vec::new(); passes.len()];
+    for round in 0..WARM + RUNS {
+        for (pass, times) in passes.iter().zip(&mut times) {
+            let start = stream.record(true)?;
+            // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
+            match job {
+                Job::Forward(_) => unsafe { pass.submit(stream, &(&memory.forward_call(&params, None, whole)).into()) }?,
+                Job::Backward(_) => unsafe { pass.submit(stream, &(&memory.backward_call(&params, &gradients, None)?).into()) }?,
+            }
+            let end = stream.record(true)?;
+            end.synchronize()?;
+            if round >= WARM {
+                times.push(f64::from(end.since(&start)?));
+            }
+        }
+    }
+    Ok(times.into_iter().map(median).collect())
+}
+
+/// Times of the table beside cuDNN's, in turns: milliseconds, and TFLOP/s by the pairs that bands keep.
+pub(crate) fn speed(backward: bool) -> Result<()> {
+    let (ours, theirs) = (executor(None)?, cudnn(PlanOptions::default())?);
+    let stream = ours.device().stream()?;
+    for row in ROWS {
+        let (spec, ([batch, heads_q, heads_kv, seq, dim], score_mod, mask)) = (spec(row)?, row);
+        let (mine, other, job, first, flops);
+        if backward {
+            let problem = spec.with_stats().backward().validate()?;
+            first = Some(ours.attention(problem.forward())?.0);
+            mine = ours.gradient(&problem)?.0;
+            other = theirs.attention_backward(&problem).ok().map(|(planned, _)| planned as OnDevice<DeviceSlice, Stream>);
+            (flops, job) = (problem.flops(), Job::from(problem));
+        } else {
+            let problem = spec.validate()?;
+            first = None;
+            mine = ours.attention(&problem)?.0;
+            other = theirs.attention(&problem).ok().map(|(planned, _)| planned as OnDevice<DeviceSlice, Stream>);
+            (flops, job) = (problem.flops(), Job::from(problem));
+        }
+        let passes: Vec<&Pass> = std::iter::once(&*mine as &Pass).chain(other.as_deref()).collect();
+        let ms = times(&stream, &job, &passes, first.as_deref().map(|first| first as &Pass))?;
+        let told = |ms: f64| format!("{ms:.4} ms {:.0}", flops / ms / 1e9);
+        let other = ms.get(1).map_or_else(|| "declined".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
+        println!("({batch},{heads_q},{heads_kv},{seq},{dim}) {score_mod} {mask}: cuda {}; cudnn {other}", told(ms[0]));
+    }
+    Ok(())
+}
+
+/// Cuts beside the usual one of each head dim.
+pub(crate) fn cuts() -> Result<()> {
+    for dim in [64, 128, 256] {
+        let usual = Tile::of(dim, dim).ok_or("no cut")?;
+        let others = [Tile { turns: !usual.turns, ..usual }, Tile { keys: usual.keys - 16, ..usual }];
+        let executors: Vec<CudaExecutor> = [usual].into_iter().chain(others).map(|tile| executor(Some(tile))).collect::<Result<_>>()?;
+        let stream = executors[0].device().stream()?;
+        for row in ROWS.into_iter().filter(|row| row.0[4] == dim) {
+            let spec = spec(row)?;
+            let problem = spec.validate()?;
+            let plans = executors.iter().map(|executor| Ok(executor.attention(&problem)?.0)).collect::<Result<Vec<_>>>()?;
+            let passes: Vec<&Pass> = plans.iter().map(|plan| &**plan as &Pass).collect();
+            let ms = times(&stream, &problem.into(), &passes, None)?;
+            println!("{row:?}: usual {:.4} ms, other turns {:.4}, {} keys {:.4}", ms[0], ms[1], usual.keys - 16, ms[2]);
+        }
+    }
+    Ok(())
+}
