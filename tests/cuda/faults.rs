@@ -188,7 +188,7 @@ const FAULTS: [Fault; 44] = [
     ),
     ("gradients of scores are read before both groups wrote", Backward, ["meet(1, 256);\n                    along", "along"], LONG),
     ("gradients of scores have one place", Backward, ["turn ^= 1;", ""], LONG),
-    ("the matrix units are not told of what was written", Backward, ["written_for_engines();\n                weigh", "weigh"], LONG),
+    ("the matrix units are not told of what was written", Backward, ["written_for_engines();\n                if (STAGES", "if (STAGES"], LONG),
     ("results are written over keys that are read", Backward, ["meet(1, 256);\n    const uint rows_at", "const uint rows_at"], LONG),
     ("scores are read while they are computed", Backward, ["products_wait<1>();\n                hold(s);", "hold(s);"], LONG),
     ("the second query of two has the first's sum", Backward, ["d_p[n + 1] - of.y", "d_p[n + 1] - of.x"], LONG),
@@ -203,7 +203,7 @@ const FAULTS: [Fault; 44] = [
     ("rows of the sums are those of the next tile", Backward, ["* p.tiles + queries;", "* p.tiles + queries + 1;"], SHORT),
     ("a key keeps a query less", Backward, ["max(0, k - s.upper)", "max(0, k - s.upper + 1)"], LONG),
     ("the last tile is dropped", Backward, ["(last.past + TILE_M - 1) / TILE_M", "last.past / TILE_M"], LONG),
-    ("rows without weights", Backward, ["any ? stat * LOG2_E : INFINITE", "stat * LOG2_E"], LENGTHS),
+    ("dropped keys have weights", Backward, ["(n / 4) + other)) x = -INFINITE;", "(n / 4) + other)) x = x;"], LENGTHS),
     ("the sink's gradient has the other sign", Backward, ["-exp2_of((p.sink[head]", "exp2_of((p.sink[head]"], LENGTHS),
     ("the slope is taken elsewhere", Backward, ["score_mod_gradient(before[other],", "score_mod_gradient(s[n + other],"], TRACED),
     (

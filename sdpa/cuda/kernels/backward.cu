@@ -4,14 +4,13 @@
 // Products of 64 rows and 64 rows of a tile of queries, over the columns of both. Nothing waits.
 template <int panels>
 inline void score(float (&s)[SCORES], uint rows, uint tile) {
+    const ulong64 a = operand_by_rows(rows), b = operand_by_rows(tile);
     products_begin();
 #pragma unroll
     for (int panel = 0; panel < panels; panel++) {
 #pragma unroll
         for (int step = 0; step < 4; step++) {
-            const ulong64 a = operand_by_rows(rows + panel * KV_PANEL_BYTES + step * 32);
-            const ulong64 b = operand_by_rows(tile + panel * Q_PANEL_BYTES + step * 32);
-            product_by_rows(s, a, b, panel + step > 0);
+            product_by_rows(s, further(a, panel * KV_PANEL_BYTES + step * 32), further(b, panel * Q_PANEL_BYTES + step * 32), panel + step > 0);
         }
     }
     products_commit();
@@ -20,23 +19,22 @@ inline void score(float (&s)[SCORES], uint rows, uint tile) {
 // Adds weights times 64 rows of a tile of queries. Nothing waits: weights are untouchable until then.
 template <int count>
 inline void weigh(float (&sums)[count], const uint (&w)[SCORES / 2], uint tile) {
+    const ulong64 b = operand_by_columns(tile, Q_PANEL_BYTES);
     products_begin();
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-        const ulong64 b = operand_by_columns(tile + step * 16 * ROW_BYTES, Q_PANEL_BYTES);
-        product_by_columns(sums, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], b, true);
+        product_by_columns(sums, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], further(b, step * 16 * ROW_BYTES), true);
     }
     products_commit();
 }
 
 // Gradients of 64 queries along a panel of columns, from gradients of the block's scores. Nothing waits.
 inline void along_queries(float (&sums)[DQ], uint d_s, uint k) {
+    const ulong64 a = operand_by_columns(d_s, KV_PANEL_BYTES), b = operand_by_columns(k, KV_PANEL_BYTES);
     products_begin();
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; step++) {
-        const ulong64 a = operand_by_columns(d_s + step * 16 * ROW_BYTES, KV_PANEL_BYTES);
-        const ulong64 b = operand_by_columns(k + step * 16 * ROW_BYTES, KV_PANEL_BYTES);
-        product_of_columns(sums, a, b, step > 0);
+        product_of_columns(sums, further(a, step * 16 * ROW_BYTES), further(b, step * 16 * ROW_BYTES), step > 0);
     }
     products_commit();
 }
@@ -51,7 +49,8 @@ inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
 template <bool masked>
 inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
                     uint lse) {
-    const bool natural = WITH_SCORE_MOD || p.natural != 0;
+    // Without a score_mod the scale is a part of the unit.
+    const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
     Range kept[2];
     if (masked) {
         const Span span = span_of(p, corner.batch);
@@ -64,19 +63,17 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
         const float2 of = load_shared_pair(lse + n / 4 * 32);
 #pragma unroll
         for (int other = 0; other < 2; other++) {
-            before[other] = natural ? s[n + other] * p.scale : s[n + other];
-            float x = before[other];
+            before[other] = WITH_SCORE_MOD || (WITH_ALONG && p.natural != 0) ? s[n + other] * p.scale : s[n + other];
+            float x = WITH_SCORE_MOD ? before[other] : s[n + other];
 #if WITH_SCORE_MOD
             x = score_mod(x, place_of(p, corner, n + other), captured);
 #endif
+            x = x * factor - (other ? of.y : of.x);
 #if WITH_KEEP
             if (masked && !keep(place_of(p, corner, n + other), captured)) x = -INFINITE;
 #endif
-            if (masked) {
-                const Range range = kept[n >> 1 & 1];
-                if (!range.holds(corner.q + 8 * (n / 4) + other)) x = -INFINITE;
-            }
-            weight[other] = exp2_of(x * p.unit - (other ? of.y : of.x));
+            if (masked && !kept[n >> 1 & 1].holds(corner.q + 8 * (n / 4) + other)) x = -INFINITE;
+            weight[other] = exp2_of(x);
         }
         w[n / 2] = pair_of(Element{}, weight[0], weight[1]);
 #pragma unroll
@@ -84,22 +81,24 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
 #if WITH_ALONG
             raw[n + other] = before[other];
 #elif WITH_SCORE_MOD
-            // What has no weight has no gradient, however steep the score_mod is.
-            if (weight[other] != 0.0f) weight[other] = score_mod_gradient(before[other], weight[other], place_of(p, corner, n + other), captured);
+            // What has no weight has no gradient, however steep the score_mod is. Computed all the same: scores that branch apart wait for one another.
+            const float slope = score_mod_gradient(before[other], weight[other], place_of(p, corner, n + other), captured);
+            weight[other] = weight[other] == 0.0f ? 0.0f : slope;
 #endif
             s[n + other] = weight[other];
         }
     }
 }
 
-// Gradients of scores, in place of those of weights.
+// Gradients of scores, in place of those of weights: 0 where there is no weight, whatever a value that is dropped holds.
+template <bool masked>
 inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCORES], const Params& p, const Captured& captured,
                    const Gradients& gradients, const Corner& corner, uint delta) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
         const float2 of = load_shared_pair(delta + n / 4 * 32);
-        d_p[n] = s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - of.x);
-        d_p[n + 1] = s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (d_p[n + 1] - of.y);
+        d_p[n] = masked && s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - of.x);
+        d_p[n + 1] = masked && s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (d_p[n + 1] - of.y);
     }
 #if WITH_ALONG
     along_parameters(raw, d_p, p, captured, gradients, corner);
@@ -110,6 +109,14 @@ inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCO
     }
 #endif
 #endif
+}
+
+// Gradients of values are there, with so many products under way, and what they were made of is let go.
+template <int under_way>
+inline void values_end(float (&dv)[DV], uint d_o_free) {
+    products_wait<under_way>();
+    hold(dv);
+    if ((threadIdx.x & 31) == 0) barrier_arrive(d_o_free);
 }
 
 struct Shared {
@@ -273,20 +280,22 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 else weights<false>(s, raw, w, p, captured, corner, at.lse + of_rows);
                 products_wait<0>();
                 hold(d_p);
-                slopes(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
+                // With one stage, in time for the next gradients of outputs to come; otherwise as late as registers are free.
+                if (STAGES == 1) weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
+                if (MASKED_ANYWHERE || partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
+                else slopes<false>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
                 pack(d_w, d_p);
                 // Keys are rows there, 64 queries a panel.
                 const uint d_s_at = d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + lane / 4) * ROW_BYTES + (lane & 3) * 4;
 #pragma unroll
                 for (int n = 0; n < SCORES / 2; n++) store_shared(d_s_at + (n & 1 ? 8 * ROW_BYTES : 0) + ((n / 2 ^ lane / 4) << 4), d_w[n]);
                 written_for_engines();
-                weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
+                if (STAGES > 1) weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
                 if (sub + 1 == SUBS) {
+                    if (STAGES == 1) values_end<0>(dv, at.d_o_free);
                     meet(1, 256);
                     along_queries(dq, d_s + own_d_s, at.k + own_k);
-                    products_wait<1>();
-                    hold(dv);
-                    if (lane == 0) barrier_arrive(at.d_o_free + 8 * ring.stage);
+                    if (STAGES > 1) values_end<1>(dv, at.d_o_free + 8 * ring.stage);
                 }
                 weigh(dk, d_w, q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES);
             }

@@ -30,14 +30,13 @@ struct Rows {
 
 // Scores of a group of threads: 64 queries beside a block of keys. Nothing waits.
 inline void score(float (&s)[SCORES], uint q, uint k) {
+    const ulong64 a = operand_by_rows(q), b = operand_by_rows(k);
     products_begin();
 #pragma unroll
     for (int panel = 0; panel < QK_PANELS; panel++) {
 #pragma unroll
         for (int step = 0; step < 4; step++) {
-            const ulong64 a = operand_by_rows(q + panel * Q_PANEL_BYTES + step * 32);
-            const ulong64 b = operand_by_rows(k + panel * KV_PANEL_BYTES + step * 32);
-            product_by_rows(s, a, b, panel + step > 0);
+            product_by_rows(s, further(a, panel * Q_PANEL_BYTES + step * 32), further(b, panel * KV_PANEL_BYTES + step * 32), panel + step > 0);
         }
     }
     products_commit();
@@ -45,11 +44,12 @@ inline void score(float (&s)[SCORES], uint q, uint k) {
 
 // Adds weights times values. Nothing waits: weights are untouchable until then.
 inline void weigh(float (&o)[OUTPUTS], const uint (&w)[SCORES / 2], uint v, bool add) {
+    const ulong64 b = operand_by_columns(v, KV_PANEL_BYTES);
     products_begin();
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; step++) {
-        const ulong64 b = operand_by_columns(v + step * 16 * ROW_BYTES, KV_PANEL_BYTES);
-        product_by_columns(o, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], b, add || step > 0);
+        const ulong64 rows = further(b, step * 16 * ROW_BYTES);
+        product_by_columns(o, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], rows, add || step > 0);
     }
     products_commit();
 }

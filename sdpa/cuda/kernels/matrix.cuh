@@ -12,3 +12,8 @@ inline ulong64 operand_by_rows(uint at) {
 inline ulong64 operand_by_columns(uint at, uint panel_bytes) {
     return SWIZZLED | ulong64(1024 >> 4) << 32 | ulong64(panel_bytes >> 4) << 16 | ulong64((at & 0x3ffff) >> 4);
 }
+
+// The operand so many bytes further on: shared memory ends before its number does.
+inline ulong64 further(ulong64 operand, uint bytes) {
+    return (operand & ~0xffffffffull) | (uint(operand) + (bytes >> 4));
+}

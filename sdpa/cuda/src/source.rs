@@ -69,9 +69,8 @@ fn captured_structure(captured: &Captured) -> String {
 }
 
 /// Constants that both passes take from the attention.
-fn constants(problem: &Forward) -> [(&'static str, u32); 9] {
+fn constants(problem: &Forward) -> [(&'static str, u32); 8] {
     [
-        ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
         ("WITH_SINK", problem.sink.into()),
         ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
         ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
@@ -120,6 +119,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
         ("WITH_STATS", problem.stats.into()),
+        ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
     ];
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
@@ -144,6 +144,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
+        ("APPROXIMATE", 0),
         ("WITH_ALONG", (!problem.along.is_empty()).into()),
         ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
     ];
