@@ -122,11 +122,27 @@ impl Dispatcher {
 
     /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
     /// where they are known to be faster (`sdpa::cuda::is_faster`).
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, unused_mut, reason = "there is no other order"))]
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
-        let mut names = self.executors();
         #[cfg(feature = "cuda")]
-        if sdpa_cuda::is_faster(problem)
+        return self.own_kernels_first(sdpa_cuda::is_faster(problem));
+        #[cfg(not(feature = "cuda"))]
+        self.executors()
+    }
+
+    /// The same for a backward problem (`sdpa::cuda::is_faster_backward`).
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
+    pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
+        #[cfg(feature = "cuda")]
+        return self.own_kernels_first(sdpa_cuda::is_faster_backward(problem));
+        #[cfg(not(feature = "cuda"))]
+        self.executors()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn own_kernels_first(&self, faster: bool) -> Vec<ExecutorName> {
+        let mut names = self.executors();
+        if faster
             && let Some(cudnn) = names.iter().position(|name| *name == ExecutorName::CUDNN)
             && let Some(cuda) = names.iter().position(|name| *name == ExecutorName::CUDA)
             && cudnn < cuda
@@ -216,27 +232,21 @@ impl Dispatcher {
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
-        self.choose(preference, || self.executors_for(problem), |_| None, |executor| executor.prepare(problem))
+        self.choose(preference, || self.executors_for(problem), |executor| executor.prepare(problem))
     }
 
-    /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass. The backward kernels of `sdpa::cuda` are
-    /// taken by name alone, or given by [`Dispatcher::with`]: they have run under emulation, and on no GPU yet.
+    /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass.
     ///
     /// # Errors
     /// As [`Dispatcher::prepare`].
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
-        let untried = |name: ExecutorName| {
-            let own = name == ExecutorName::CUDA && !self.given.iter().any(|given| given.name() == name);
-            own.then(|| absent(name, UNTRIED.to_owned()))
-        };
-        self.choose(preference, || self.executors(), untried, |executor| executor.prepare_backward(problem))
+        self.choose(preference, || self.executors_for_backward(problem), |executor| executor.prepare_backward(problem))
     }
 
     fn choose<P: ?Sized>(
         &self,
         preference: Preference,
         names: impl Fn() -> Vec<ExecutorName>,
-        passed_over: impl Fn(ExecutorName) -> Option<Error>,
         prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
     ) -> Result<Choice<P>, Error> {
         match preference {
@@ -244,19 +254,18 @@ impl Dispatcher {
                 let prepared = prepare(self.executor(name)?)?;
                 Ok(Choice { executor: name, prepared, declined: Vec::new() })
             }
-            Preference::Auto => self.first(names(), passed_over, prepare),
+            Preference::Auto => self.first(names(), prepare),
         }
     }
 
     fn first<P: ?Sized>(
         &self,
         names: Vec<ExecutorName>,
-        passed_over: impl Fn(ExecutorName) -> Option<Error>,
         prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
     ) -> Result<Choice<P>, Error> {
         let mut declined = Vec::new();
         for name in names {
-            let asked = match passed_over(name).map_or_else(|| self.executor(name), Err) {
+            let asked = match self.executor(name) {
                 Ok(executor) => prepare(executor),
                 Err(error) if is_absence(&error) => Err(absent(name, error.to_string())),
                 Err(error) => Err(error),
@@ -281,9 +290,6 @@ impl Dispatcher {
         Err(Error::Unsupported(Unsupported { executor, reasons }))
     }
 }
-
-/// Why an automatic choice passes over the backward kernels of `sdpa::cuda`.
-const UNTRIED: &str = "the backward kernels have run on no GPU yet, and are taken by name alone";
 
 /// The executors of this build, in the order in which they are asked.
 const COMPILED_IN: &[ExecutorName] = &[

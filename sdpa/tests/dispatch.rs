@@ -110,19 +110,16 @@ fn kernels_of_our_own_are_asked_first_where_they_are_faster() {
     assert_eq!(replaced.executors_for(&problem("natten:65"))[..2], [ExecutorName::CUDA, ExecutorName::CUDNN]);
 }
 
-/// Kernels that ran on no GPU are nobody's choice but the caller's.
-#[cfg(all(feature = "cuda", feature = "cpu", not(target_vendor = "apple")))]
+#[cfg(all(feature = "cudnn", feature = "cuda"))]
 #[test]
-fn backward_kernels_of_our_own_are_taken_by_name_alone() {
-    let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 3, seq_kv: 5, dim_qk: 8, dim_v: 8 };
-    let backward = AttentionSpec::dense(DType::F32, shape, Layout::Bhsd).with_stats().backward().validate().unwrap();
-    let told = |dispatcher: &Dispatcher| {
-        let choice = dispatcher.prepare_backward(&backward, Preference::Auto).unwrap();
-        let own = choice.declined.iter().find(|declined| declined.executor == ExecutorName::CUDA).unwrap();
-        own.to_string()
+fn backward_kernels_of_our_own_are_asked_first_where_masks_are_rules() {
+    let order = |mask: &str| {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 2048, seq_kv: 2048, dim_qk: 64, dim_v: 64 };
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap()).with_stats();
+        dispatcher().executors_for_backward(&spec.backward().validate().unwrap())
     };
-    assert!(told(&dispatcher()).contains("by name alone"));
-    assert_eq!(told(&dispatcher().with(Arc::new(Declines("cuda")))), "cuda: cuda declines");
+    assert_eq!(order("dilated:4 & causal")[..2], [ExecutorName::CUDA, ExecutorName::CUDNN]);
+    assert_eq!(order("prefix-lm:100")[..2], [ExecutorName::CUDNN, ExecutorName::CUDA]);
 }
 
 #[test]

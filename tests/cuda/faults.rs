@@ -188,7 +188,12 @@ const FAULTS: [Fault; 44] = [
     ),
     ("gradients of scores are read before both groups wrote", Backward, ["meet(1, 256);\n                    along", "along"], LONG),
     ("gradients of scores have one place", Backward, ["turn ^= 1;", ""], LONG),
-    ("the matrix units are not told of what was written", Backward, ["written_for_engines();\n                if (STAGES", "if (STAGES"], LONG),
+    (
+        "the matrix units are not told of what was written",
+        Backward,
+        ["written_for_engines();\n                if (STAGES", "if (STAGES"],
+        LONG,
+    ),
     ("results are written over keys that are read", Backward, ["meet(1, 256);\n    const uint rows_at", "const uint rows_at"], LONG),
     ("scores are read while they are computed", Backward, ["products_wait<1>();\n                hold(s);", "hold(s);"], LONG),
     ("the second query of two has the first's sum", Backward, ["d_p[n + 1] - of.y", "d_p[n + 1] - of.x"], LONG),

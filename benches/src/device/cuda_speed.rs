@@ -9,7 +9,7 @@ use sdpa::cuda::CudaExecutor;
 use sdpa::cuda::tile::Tile;
 use sdpa::cudnn::PlanOptions;
 use sdpa::cudnn::lower::Job;
-use sdpa::device::{DevicePrepared, OnDevice};
+use sdpa::device::{DeviceCall, DevicePrepared, OnDevice};
 use sdpa::{AttentionSpec, DType, Layout, Shape};
 use sdpa_driver::DeviceSlice;
 
@@ -67,11 +67,12 @@ fn times(stream: &Stream, job: &Job, passes: &[&Pass], first: Option<&Pass>) -> 
     for round in 0..WARM + RUNS {
         for (pass, times) in passes.iter().zip(&mut times) {
             let start = stream.record(true)?;
+            let call: DeviceCall<'_, DeviceSlice> = match job {
+                Job::Forward(_) => (&memory.forward_call(&params, None, whole)).into(),
+                Job::Backward(_) => (&memory.backward_call(&params, &gradients, None)?).into(),
+            };
             // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
-            match job {
-                Job::Forward(_) => unsafe { pass.submit(stream, &(&memory.forward_call(&params, None, whole)).into()) }?,
-                Job::Backward(_) => unsafe { pass.submit(stream, &(&memory.backward_call(&params, &gradients, None)?).into()) }?,
-            }
+            unsafe { pass.submit(stream, &call) }?;
             let end = stream.record(true)?;
             end.synchronize()?;
             if round >= WARM {

@@ -1,6 +1,6 @@
 //! When these kernels are asked before cuDNN.
 
-use sdpa_core::Problem;
+use sdpa_core::{BackwardProblem, Problem};
 
 /// Whether the kernels of this crate are to be asked for a problem before cuDNN: a mask of places alone that is no plain band, or a prefix, over at least
 /// 1,024 queries and keys.
@@ -8,9 +8,23 @@ use sdpa_core::Problem;
 /// Wherever such problems were measured they were faster than cuDNN's engines, by a sixth and more (H100, docs/cuda.md): cuDNN skips what lies outside
 /// of a band, and computes every tile of any other mask, or band after band. Shorter problems take the time of a launch on either.
 pub fn is_faster(problem: &Problem) -> bool {
-    let kept = problem.kept();
-    let rule_of_places = kept.rest.as_ref().is_some_and(|rest| rest.params().is_empty());
-    (rule_of_places || kept.region.prefix.is_some()) && problem.seq_q() >= SHORT && problem.seq_kv() >= SHORT
+    (is_rule_of_places(problem) || problem.kept().region.prefix.is_some()) && is_long(problem)
+}
+
+/// The same for a backward problem: a mask of places alone that is neither a band nor a prefix, over at least 1,024 queries and keys.
+///
+/// Such problems took 0.3 to 1.15 of cuDNN's time (H200, docs/cuda.md), bands and prefixes 1.0 to 1.3 of it. A pass that has to be `deterministic` is not
+/// these kernels'.
+pub fn is_faster_backward(problem: &BackwardProblem) -> bool {
+    is_rule_of_places(problem.forward()) && is_long(problem.forward())
+}
+
+fn is_rule_of_places(problem: &Problem) -> bool {
+    problem.kept().rest.as_ref().is_some_and(|rest| rest.params().is_empty())
+}
+
+fn is_long(problem: &Problem) -> bool {
+    problem.seq_q() >= SHORT && problem.seq_kv() >= SHORT
 }
 
 /// Tokens from which on blocks that are skipped count.

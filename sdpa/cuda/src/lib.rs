@@ -25,7 +25,7 @@ pub mod source;
 pub mod tile;
 
 pub use backward::{Along, Backward};
-pub use choice::is_faster;
+pub use choice::{is_faster, is_faster_backward};
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use plan::CudaPlan;
