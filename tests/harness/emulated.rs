@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use crate::msl::Toolchain;
-use sdpa::cuda::{CudaExecutor, CudaOptions};
+use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
 use std::ffi::{CString, c_char, c_int};
 use std::path::PathBuf;
 
@@ -18,14 +18,33 @@ pub fn find() -> Result<PathBuf, String> {
     file.ok_or_else(|| "the emulation of CUDA is not built; cargo build --package emulated builds it".to_owned())
 }
 
-/// An executor whose driver and compiler are the library's.
+/// An executor whose driver and compiler are the library's, on its device of compute capability 9.0.
 ///
 /// # Errors
 /// That it is not built, that there is no clang.
 pub fn executor() -> Result<CudaExecutor, String> {
+    executor_on(Emulated::H200, None)
+}
+
+/// The devices of the library, by their numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Emulated {
+    /// Compute capability 9.0.
+    H200 = 0,
+    /// 8.0.
+    A100 = 1,
+    /// 8.9.
+    L40 = 2,
+}
+
+/// An executor on one of the devices, that asks one family of kernels or all.
+///
+/// # Errors
+/// As [`executor`].
+pub fn executor_on(device: Emulated, family: Option<Family>) -> Result<CudaExecutor, String> {
     Toolchain::find()?;
     let file = find()?;
-    let options = CudaOptions { driver: Some(file.clone()), nvrtc: Some(file), ..CudaOptions::default() };
+    let options = CudaOptions { driver: Some(file.clone()), nvrtc: Some(file), ordinal: device as u32, family, ..CudaOptions::default() };
     CudaExecutor::new(options).map_err(|e| e.to_string())
 }
 

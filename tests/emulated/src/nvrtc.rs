@@ -1,4 +1,5 @@
-//! The run-time compiler: clang, over the kernels' text with the pieces that hold PTX replaced. What it makes, "machine code", is the path of a library.
+//! The run-time compiler: clang, over the kernels' text with the pieces that hold PTX replaced. What it makes, "machine code", is the architecture that was asked for and
+//! the path of a library.
 
 use crate::{Ptr, store};
 use std::cell::RefCell;
@@ -15,7 +16,8 @@ const INVALID_PROGRAM: c_int = 4;
 pub(crate) const MAGIC: &[u8] = b"\x7fELF";
 
 /// Pieces of the text by their names, and what stands in for each.
-const REPLACED: [(&str, &str); 4] = [("units.cuh", "units.h"), ("copy.cuh", "copy.h"), ("products.cuh", "products.h"), ("generated", "")];
+const REPLACED: [(&str, &str); 5] =
+    [("units.cuh", "units.h"), ("copy.cuh", "copy.h"), ("products.cuh", "products.h"), ("mma.cuh", "mma.h"), ("generated", "")];
 
 thread_local! {
     /// What is replaced in kernels by what, so that tests see whether it is found.
@@ -92,7 +94,8 @@ fn clang(arguments: &[&OsStr]) -> Result<(), String> {
 }
 
 /// What texts are compiled beside.
-const FILES: [&str; 7] = ["machine.h", "machine.cpp", "cuda.h", "units.h", "copy.h", "products.h", "../../metal/emulator/numbers.h"];
+const FILES: [&str; 8] =
+    ["machine.h", "machine.cpp", "cuda.h", "units.h", "copy.h", "products.h", "mma.h", "../../metal/emulator/numbers.h"];
 
 /// A number for a text and all that it is compiled beside.
 fn digest(text: &str) -> Result<u64, String> {
@@ -193,13 +196,16 @@ exported! {
         unsafe { store(made, Box::into_raw(program).cast()) }
     }
 
-    /// Options are the GPU's.
-    fn nvrtcCompileProgram(handle: Ptr, _count: c_int, _options: *const *const c_char) -> c_int {
+    /// Of the options, the architecture counts; the others are the GPU's.
+    fn nvrtcCompileProgram(handle: Ptr, count: c_int, options: *const *const c_char) -> c_int {
         // SAFETY: the header's contract.
         let Some(program) = (unsafe { program(handle) }) else { return INVALID_PROGRAM };
+        // SAFETY: the header's contract: as many texts that end with a zero.
+        let mut options = (0..count.unsigned_abs() as usize).map(|n| unsafe { CStr::from_ptr(*options.add(n)) }.to_string_lossy());
+        let architecture = options.find_map(|option| option.strip_prefix("--gpu-architecture=").map(str::to_owned)).unwrap_or_default();
         match compiled(&program.text) {
             Ok(path) => {
-                program.code = [MAGIC, path.as_os_str().as_encoded_bytes()].concat();
+                program.code = [MAGIC, architecture.as_bytes(), b"\n", path.as_os_str().as_encoded_bytes()].concat();
                 0
             }
             Err(why) => {
