@@ -210,13 +210,16 @@ impl Dispatcher {
         Err(absent(name, format!("no such executor: there are {}", known.join(", "))))
     }
 
-    /// Chooses an executor and makes the problem ready on it.
+    /// Chooses an executor and makes the problem ready on it. Of `sdpa::cuda` the kernels with `mma.sync` are taken by name alone, or given by
+    /// [`Dispatcher::with`]: they have run under emulation, and on no GPU yet.
     ///
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
-        self.choose(preference, || self.executors_for(problem), |_| None, |executor| executor.prepare(problem))
+        let untried =
+            |name: ExecutorName| (self.is_own_cuda(name) && self.is_untried(problem)).then(|| absent(name, UNTRIED_FAMILY.to_owned()));
+        self.choose(preference, || self.executors_for(problem), untried, |executor| executor.prepare(problem))
     }
 
     /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass. The backward kernels of `sdpa::cuda` are
@@ -225,11 +228,22 @@ impl Dispatcher {
     /// # Errors
     /// As [`Dispatcher::prepare`].
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
-        let untried = |name: ExecutorName| {
-            let own = name == ExecutorName::CUDA && !self.given.iter().any(|given| given.name() == name);
-            own.then(|| absent(name, UNTRIED.to_owned()))
-        };
+        let untried = |name: ExecutorName| self.is_own_cuda(name).then(|| absent(name, UNTRIED.to_owned()));
         self.choose(preference, || self.executors(), untried, |executor| executor.prepare_backward(problem))
+    }
+
+    /// Whether a name is that of `sdpa::cuda`, and nobody gave another executor of it.
+    fn is_own_cuda(&self, name: ExecutorName) -> bool {
+        name == ExecutorName::CUDA && !self.given.iter().any(|given| given.name() == name)
+    }
+
+    /// Whether a problem would be computed by kernels that have run on no GPU yet.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unused_self, reason = "there are none"))]
+    fn is_untried(&self, problem: &Problem) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.cuda().is_ok_and(|cuda| cuda.family(problem) == Ok(sdpa_cuda::Family::Mma));
+        #[cfg(not(feature = "cuda"))]
+        false
     }
 
     fn choose<P: ?Sized>(
@@ -284,6 +298,9 @@ impl Dispatcher {
 
 /// Why an automatic choice passes over the backward kernels of `sdpa::cuda`.
 const UNTRIED: &str = "the backward kernels have run on no GPU yet, and are taken by name alone";
+
+/// Why it passes over those with `mma.sync`.
+const UNTRIED_FAMILY: &str = "the kernels with mma.sync have run on no GPU yet, and are taken by name alone";
 
 /// The executors of this build, in the order in which they are asked.
 const COMPILED_IN: &[ExecutorName] = &[

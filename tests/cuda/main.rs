@@ -3,6 +3,7 @@
 mod faults;
 mod lists;
 mod mma;
+mod mma_faults;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;

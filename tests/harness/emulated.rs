@@ -62,10 +62,10 @@ pub fn boxes() -> u64 {
     unsafe { boxes() }
 }
 
-/// Runs something while the kernels that this thread compiles have the second text in place of the first, which they must hold once.
+/// Runs something while the kernels that this thread compiles have the second text in place of the first, which one at least must hold, and none twice.
 ///
 /// # Panics
-/// Where the library is not built.
+/// Where the library is not built; where no kernel that was compiled holds the text.
 pub fn faulty<T>(fault: [&str; 2], run: impl FnOnce() -> T) -> T {
     type Fault = unsafe extern "C" fn(*const c_char, *const c_char) -> c_int;
     let texts = fault.map(|text| CString::new(text).expect("texts without zeros"));
@@ -77,6 +77,7 @@ pub fn faulty<T>(fault: [&str; 2], run: impl FnOnce() -> T) -> T {
     unsafe { set(texts[0].as_ptr(), texts[1].as_ptr()) };
     let result = run();
     // SAFETY: as above.
-    unsafe { set(std::ptr::null(), std::ptr::null()) };
+    let places = unsafe { set(std::ptr::null(), std::ptr::null()) };
+    assert!(places > 0, "no kernel has {}", fault[0]);
     result
 }

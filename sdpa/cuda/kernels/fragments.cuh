@@ -35,7 +35,7 @@ inline void beside(float (&s)[count], uint a, uint b, uint row_bytes) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < count; n++) s[n] = 0.0f;
-#pragma unroll
+#pragma unroll 2
     for (int step = 0; step < columns / 8; step++) {
         uint x[4], x_low[4];
         load_rows(x, x_low, a + step * 32, row_bytes);

@@ -12,6 +12,8 @@ inline const Element* row_of(const Strided& of, int batch, int head, int row) {
 template <int rows, int columns, bool wide>
 inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int head, int first, int seq, int dim) {
     constexpr int PER = 16 / ELEMENT_BYTES, CHUNKS = columns / PER;
+    // One by one: addresses of several would take the registers of sums.
+#pragma unroll 1
     for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS) {
         const int row = n / CHUNKS, column = n % CHUNKS * PER;
         const int left = first + row < seq ? max(0, min(PER, dim - column)) : 0;

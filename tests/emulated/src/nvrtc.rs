@@ -2,7 +2,7 @@
 //! the path of a library.
 
 use crate::{Ptr, store};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -20,8 +20,9 @@ const REPLACED: [(&str, &str); 5] =
     [("units.cuh", "units.h"), ("copy.cuh", "copy.h"), ("products.cuh", "products.h"), ("mma.cuh", "mma.h"), ("generated", "")];
 
 thread_local! {
-    /// What is replaced in kernels by what, so that tests see whether it is found.
+    /// What is replaced in kernels by what, so that tests see whether it is found, and in how many texts it was so far.
     static FAULT: RefCell<Option<[String; 2]>> = const { RefCell::new(None) };
+    static FAULTY: Cell<c_int> = const { Cell::new(0) };
 }
 
 const FLAGS: [&str; 10] = [
@@ -47,6 +48,11 @@ fn machine() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("machine")
 }
 
+/// A piece with empty lines for what says how often a loop is unrolled.
+fn without_unrolling(piece: &str) -> String {
+    piece.lines().map(|line| if line.trim_start().starts_with("#pragma unroll") { "\n".to_owned() } else { format!("{line}\n") }).collect()
+}
+
 /// The text for clang, with its kernels behind names that a launch finds them by.
 fn translated(text: &str) -> Result<String, String> {
     let mut made = String::from("#include \"cuda.h\"\n");
@@ -56,7 +62,7 @@ fn translated(text: &str) -> Result<String, String> {
         match REPLACED.iter().find(|(replaced, _)| *replaced == name) {
             Some((_, "")) => {}
             Some((_, with)) => made.push_str(&format!("#include \"{with}\"\n")),
-            None => made.push_str(&format!("#line 1 \"{name}\"\n{}", body.replace("#pragma unroll", ""))),
+            None => made.push_str(&format!("#line 1 \"{name}\"\n{}", without_unrolling(body))),
         }
         for kernel in body.split("__global__").skip(1) {
             // Behind the return type and the bounds.
@@ -128,7 +134,12 @@ fn compiled(text: &str) -> Result<PathBuf, String> {
     let mut text = translated(text)?;
     if let Some([from, to]) = FAULT.with_borrow(Clone::clone) {
         match text.matches(&from).count() {
-            1 => text = text.replace(&from, &to),
+            // Of the texts of a pass, one may have it alone.
+            0 => {}
+            1 => {
+                text = text.replace(&from, &to);
+                FAULTY.set(FAULTY.get() + 1);
+            }
             places => return Err(format!("error: {places} places are as the fault says: {from}")),
         }
     }
@@ -170,14 +181,15 @@ unsafe fn told(bytes: &[u8], to: *mut c_char) -> c_int {
 }
 
 exported! {
-    /// Not a function of NVRTC: texts that this thread compiles have the second in place of the first, which must stand there once. Null: as they are.
+    /// Not a function of NVRTC: texts that this thread compiles have the second in place of the first, which may stand there once. Null: as they are. In how many
+    /// texts it was since it was asked last.
     fn emulated_fault(from: *const c_char, to: *const c_char) -> c_int {
         let told = (!from.is_null()).then(|| {
             // SAFETY: texts that end with a zero.
             [from, to].map(|text| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         });
         FAULT.set(told);
-        0
+        FAULTY.replace(0)
     }
 
     /// 13.0.

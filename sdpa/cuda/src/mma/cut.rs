@@ -28,25 +28,26 @@ pub struct Cut {
 pub const SHARED_BYTES: u32 = 99 << 10;
 
 /// Own rows, rows of a step, stages: the first that fits is taken.
-const FORWARD: [[u32; 3]; 6] = [[128, 64, 2], [128, 64, 1], [64, 64, 1], [64, 32, 1], [64, 16, 1], [32, 16, 1]];
-const BACKWARD: [[u32; 3]; 6] = [[64, 64, 2], [64, 32, 2], [64, 16, 2], [64, 16, 1], [32, 16, 2], [32, 16, 1]];
+const FORWARD: &[[u32; 3]] = &[[128, 64, 2], [128, 64, 1], [64, 64, 1], [64, 32, 1], [64, 16, 1]];
+const BACKWARD: &[[u32; 3]] = &[[64, 64, 2], [64, 32, 2], [64, 16, 2], [64, 16, 1], [32, 16, 2], [32, 16, 1]];
 
-/// What a thread may keep of sums and scores, in registers.
-const NUMBERS: u32 = 176;
+/// Sums and scores that a thread has registers for, of elements of two bytes and of four: there each operand of a product is two numbers.
+const NUMBERS: [u32; 2] = [176, 88];
 
 impl Cut {
     /// The cut of a pass over elements of this type; `None` above 256 columns.
     pub fn of(direction: Direction, dtype: DType, dim_qk: i64, dim_v: i64) -> Option<Cut> {
         let [dim_qk, dim_v] =
             [dim_qk, dim_v].map(|dim| u32::try_from(dim).ok().filter(|dim| *dim <= 256).map(|dim| dim.next_multiple_of(32)));
-        let (dim_qk, dim_v) = (dim_qk?, dim_v?);
+        let (dim_qk, dim_v, bytes) = (dim_qk?, dim_v?, dtype.bits() / 8);
         let (parts, all) = match direction {
             Direction::Forward => (1, FORWARD),
-            Direction::Backward => (if dim_qk.max(dim_v) > 128 { 2 } else { 1 }, BACKWARD),
+            Direction::Backward => (if dim_qk.max(dim_v) * bytes > 256 { 2 } else { 1 }, BACKWARD),
         };
-        let cut =
-            |[own, step, stages]: [u32; 3]| Cut { direction, element_bytes: dtype.bits() / 8, dim_qk, dim_v, own, step, stages, parts };
-        all.into_iter().map(cut).find(|cut| cut.shared_bytes() <= SHARED_BYTES && cut.numbers() <= NUMBERS)
+        let cut = |[own, step, stages]: [u32; 3]| Cut { direction, element_bytes: bytes, dim_qk, dim_v, own, step, stages, parts };
+        let mut fits = all.iter().copied().map(cut).filter(|cut| cut.shared_bytes() <= SHARED_BYTES);
+        // The last has the fewest scores.
+        fits.clone().find(|cut| cut.numbers() <= NUMBERS[usize::from(bytes == 4)]).or(fits.next_back())
     }
 
     /// Threads of a block.
