@@ -114,7 +114,7 @@ fn each_device_and_problem_has_its_family() {
     let on = |device, family| executor_on(device, family).map_err(|why| skip("cuda", &why)).ok();
     let (Some(h200), Some(a100), Some(l40)) = (on(Emulated::H200, None), on(Emulated::A100, None), on(Emulated::L40, None)) else { return };
     let mut broadcast = spec(DType::F16, 64);
-    broadcast.k.strides[1] = 0;
+    broadcast.k.strides[2] = 0;
     let table = [
         (spec(DType::BF16, 64), Family::Wgmma),
         (spec(DType::F32, 64), Family::Mma),

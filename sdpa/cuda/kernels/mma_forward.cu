@@ -92,7 +92,6 @@ inline void finish(float (&share)[2], const Rows& rows, const Params& p, const T
             p.stats[(long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there] = there < span.len_q ? stat : -INFINITE;
         }
 #endif
-        if (there >= span.len_q) share[half] = 0.0f;
     }
 }
 
