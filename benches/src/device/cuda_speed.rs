@@ -67,9 +67,10 @@ fn times(stream: &Stream, job: &Job, passes: &[&Pass], first: Option<&Pass>) -> 
     for round in 0..WARM + RUNS {
         for (pass, times) in passes.iter().zip(&mut times) {
             let start = stream.record(true)?;
-            // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
             match job {
+                // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
                 Job::Forward(_) => unsafe { pass.submit(stream, &(&memory.forward_call(&params, None, whole)).into()) }?,
+                // SAFETY: as above.
                 Job::Backward(_) => unsafe { pass.submit(stream, &(&memory.backward_call(&params, &gradients, None)?).into()) }?,
             }
             let end = stream.record(true)?;
