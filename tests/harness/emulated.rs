@@ -48,7 +48,7 @@ pub fn executor_on(device: Emulated, family: Option<Family>) -> Result<CudaExecu
     CudaExecutor::new(options).map_err(|e| e.to_string())
 }
 
-/// How many boxes of tensors the copy engine brought in, in launches of this thread so far.
+/// How many boxes of tensors the copy engine brought in, and copies of 16 bytes that threads asked for, in launches of this thread so far.
 ///
 /// # Panics
 /// Where the library is not built.

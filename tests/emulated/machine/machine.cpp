@@ -162,7 +162,7 @@ bool went_on;
 bool failed;
 char* failure;
 size_t failure_bytes;
-// Boxes that came in.
+// Boxes and copies of 16 bytes that came in.
 uint64_t brought;
 // Whether bytes lie in an allocation.
 bool (*holds)(uint64_t, uint64_t);
@@ -592,6 +592,7 @@ void copy_16(uint32_t to, const void* from, uint32_t bytes) {
     now->block->flight[to / 16] = uint16_t(now->number + 1);
     // At once, or as late as may be.
     Sixteen copy = {to, from, bytes, true};
+    brought += bytes > 0;
     if (random_bits() % 2 == 0) run(copy);
     now->asked_16.push_back(copy);
     went_on = true;

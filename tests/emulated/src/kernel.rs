@@ -56,7 +56,7 @@ static LAUNCHES: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
     static FAILURE: RefCell<String> = const { RefCell::new(String::new()) };
-    /// Boxes of tensors that the copy engine brought in, in launches of this thread.
+    /// Boxes of tensors that the copy engine brought in, and copies of 16 bytes, in launches of this thread.
     static BOXES: Cell<u64> = const { Cell::new(0) };
     /// Of the launch that this thread runs.
     static RUNNING: Cell<Option<Touched>> = const { Cell::new(None) };
@@ -107,7 +107,7 @@ fn handle(n: usize) -> Ptr {
 }
 
 exported! {
-    /// Not a function of the driver: how many boxes of tensors the copy engine brought in, in launches of this thread so far.
+    /// Not a function of the driver: how many boxes of tensors the copy engine brought in, and copies of 16 bytes, in launches of this thread so far.
     fn emulated_boxes() -> u64 { BOXES.get() }
 
     /// Opens the library that was compiled.
