@@ -105,7 +105,7 @@ stats = true
 backward = { wrt = ["bias:f32"] }
 "#;
 
-const FAULTS: [Fault; 32] = [
+const FAULTS: [Fault; 33] = [
     (
         "keys are not waited for",
         Forward,
@@ -132,6 +132,15 @@ const FAULTS: [Fault; 32] = [
             "if (STAGES == 2) {\n            if (any) bring_keys",
         ],
         LONG,
+    ),
+    (
+        "a thread reads keys that another stored",
+        Forward,
+        [
+            "__syncthreads();\n        if (STAGES == 2) {\n            if (any) bring_keys",
+            "if (STAGES == 2) {\n            if (any) bring_keys",
+        ],
+        ODD,
     ),
     (
         "keys come before those of a block are done with",

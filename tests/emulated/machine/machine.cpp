@@ -89,6 +89,8 @@ struct Fiber {
     std::vector<Sixteen> asked_16;
     std::deque<std::vector<Sixteen>> groups_16;
     std::vector<uint32_t> came_16;
+    // Words that it stored, and no barrier followed.
+    std::vector<uint32_t> stored;
 };
 
 struct Warp {
@@ -146,6 +148,8 @@ struct Block {
     std::vector<uint16_t> owner;
     // Of every 16 bytes of it, the thread whose copy to them is under way, plus one; with the highest bit where that thread has waited for it.
     std::vector<uint16_t> flight;
+    // Of every word, the thread that stored it and came to no barrier since, plus one.
+    std::vector<uint16_t> fresh;
     std::vector<Fiber*> fibers;
     std::vector<Warp> warps;
     std::map<unsigned, Numbered> numbered;
@@ -244,6 +248,7 @@ std::unique_ptr<Block> begin_block(Index index, unsigned threads, unsigned share
     block->shared.assign(shared_bytes, 0xff);
     block->owner.assign(shared_bytes, 0);
     block->flight.assign(shared_bytes / 16 + 1, 0);
+    block->fresh.assign(shared_bytes / 4 + 1, 0);
     block->warps.resize((threads + WARP - 1) / WARP);
     block->groups.resize(threads / GROUP);
     block->registers.assign(threads / GROUP, 0);
@@ -531,15 +536,25 @@ const float* tell_all(const uint32_t* words, unsigned count, void (*make)(const 
     return warp.results[half];
 }
 
+// What this thread stored and copied is there for those who meet it at a barrier.
+static void shown() {
+    Fiber& self = *now;
+    for (uint32_t at : self.came_16) self.block->flight[at / 16] = 0;
+    self.came_16.clear();
+    for (uint32_t word : self.stored) {
+        uint16_t& fresh = self.block->fresh[word];
+        if (fresh == self.number + 1) fresh = 0;
+    }
+    self.stored.clear();
+}
+
 void come(unsigned number, unsigned threads, bool waits, const Site& site) {
     Numbered& barrier = now->block->numbered[number];
     if (number > 15 || threads % WARP != 0 || (barrier.came > 0 && barrier.threads != threads)) {
         fail("barrier %u of %u threads, of %u before", number, threads, barrier.threads);
     }
     barrier.threads = threads;
-    // What this thread's copies brought is there for those who meet it.
-    for (uint32_t at : now->came_16) now->block->flight[at / 16] = 0;
-    now->came_16.clear();
+    shown();
     const uint64_t round = barrier.round;
     if (++barrier.came == threads) {
         barrier.came = 0;
@@ -568,6 +583,10 @@ static void landed(uint32_t at, size_t bytes, const char* what) {
 void store(uint32_t at, const void* from, size_t bytes) {
     memcpy(shared(at, bytes, "a store"), from, bytes);
     landed(at, bytes, "a store");
+    for (uint32_t word = at / 4; word <= (at + bytes - 1) / 4; word++) {
+        now->block->fresh[word] = uint16_t(now->number + 1);
+        now->stored.push_back(word);
+    }
     for (size_t n = 0; n < bytes; n++) now->block->owner[at + n] = uint16_t(now->number + 1);
     now->unpublished.push_back({at, bytes});
 }
@@ -575,6 +594,11 @@ void store(uint32_t at, const void* from, size_t bytes) {
 void load(uint32_t at, void* to, size_t bytes) {
     memcpy(to, shared(at, bytes, "a load"), bytes);
     landed(at, bytes, "a load");
+    for (uint32_t word = at / 4; word <= (at + bytes - 1) / 4; word++) {
+        const uint16_t fresh = now->block->fresh[word];
+        // Lanes of a warp have other ways to meet.
+        if (fresh != 0 && (fresh - 1u) / WARP != now->number / WARP) fail("a load of shared memory at %u, which thread %u stored and came to no barrier since", at, fresh - 1u);
+    }
 }
 
 static void run(Sixteen& copy) {
@@ -589,6 +613,7 @@ void copy_16(uint32_t to, const void* from, uint32_t bytes) {
     if (to % 16 != 0 || uintptr_t(from) % 16 != 0 || bytes > 16) fail("a copy of %u bytes at %p to %u", bytes, from, to);
     if (bytes > 0 && !holds(uint64_t(from), bytes)) fail("a copy of %u bytes at %p, which no allocation has", bytes, from);
     landed(to, 16, "a copy to 16 bytes");
+    for (uint32_t word = to / 4; word < to / 4 + 4; word++) now->block->fresh[word] = 0;
     now->block->flight[to / 16] = uint16_t(now->number + 1);
     // At once, or as late as may be.
     Sixteen copy = {to, from, bytes, true};
@@ -638,6 +663,7 @@ static Barrier& barrier_at(uint32_t at) {
 }
 
 void barrier_arrive(uint32_t at, uint32_t bytes) {
+    shown();
     Barrier& barrier = barrier_at(at);
     if (barrier.left == 0) fail("more arrive at the barrier at %u than it is for", at);
     barrier.bytes += bytes;
