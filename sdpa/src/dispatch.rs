@@ -125,7 +125,7 @@ impl Dispatcher {
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
         #[cfg(feature = "cuda")]
-        return self.own_kernels_first(sdpa_cuda::is_faster(problem));
+        return self.own_kernels_first(sdpa_cuda::is_faster(problem), |cuda| cuda.family(problem));
         #[cfg(not(feature = "cuda"))]
         self.executors()
     }
@@ -134,15 +134,21 @@ impl Dispatcher {
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
         #[cfg(feature = "cuda")]
-        return self.own_kernels_first(sdpa_cuda::is_faster_backward(problem));
+        return self.own_kernels_first(sdpa_cuda::is_faster_backward(problem), |cuda| cuda.backward_family(problem));
         #[cfg(not(feature = "cuda"))]
         self.executors()
     }
 
+    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN.
     #[cfg(feature = "cuda")]
-    fn own_kernels_first(&self, faster: bool) -> Vec<ExecutorName> {
+    fn own_kernels_first(
+        &self,
+        faster: bool,
+        family: impl Fn(&CudaExecutor) -> Result<sdpa_cuda::Family, Unsupported>,
+    ) -> Vec<ExecutorName> {
         let mut names = self.executors();
         if faster
+            && self.cuda().map_or(true, |cuda| family(cuda) != Ok(sdpa_cuda::Family::Mma))
             && let Some(cudnn) = names.iter().position(|name| *name == ExecutorName::CUDNN)
             && let Some(cuda) = names.iter().position(|name| *name == ExecutorName::CUDA)
             && cudnn < cuda
@@ -226,7 +232,8 @@ impl Dispatcher {
         Err(absent(name, format!("no such executor: there are {}", known.join(", "))))
     }
 
-    /// Chooses an executor and makes the problem ready on it.
+    /// Chooses an executor and makes the problem ready on it. Of `sdpa::cuda` the kernels with `mma.sync` are taken by name alone, or given by
+    /// [`Dispatcher::with`]: they have run under emulation, and on no GPU yet.
     ///
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU

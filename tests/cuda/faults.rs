@@ -5,6 +5,7 @@ use conformance::case::Case;
 use conformance::emulated::faulty;
 use conformance::runner::{Outcome, Source, run_backward_case, run_case, side_by_side};
 use conformance::say::say;
+use sdpa::cuda::CudaExecutor;
 use std::sync::Mutex;
 
 /// Several tiles for a block of threads, each of several blocks of keys; heads that share keys.
@@ -122,7 +123,7 @@ backward = { wrt = ["bias:f32"] }
 "#;
 
 #[derive(Clone, Copy)]
-enum Pass {
+pub(super) enum Pass {
     Forward,
     Backward,
 }
@@ -130,7 +131,7 @@ enum Pass {
 use Pass::{Backward, Forward};
 
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
-type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
+pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
 const FAULTS: [Fault; 44] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
@@ -229,30 +230,31 @@ fn wrong<T>(outcome: Outcome<T>) -> Option<String> {
 }
 
 /// How a fault is found, if it is.
-fn caught((_, pass, fault, cases): Fault) -> Option<String> {
-    // One for all cases of a fault: each compiles its kernels anew.
-    let executor = conformance::emulated::executor().unwrap();
+fn caught((_, pass, fault, cases): Fault, executor: &CudaExecutor) -> Option<String> {
     let cases = Case::parse(cases).unwrap();
     faulty(fault, || {
         cases.iter().find_map(|case| match pass {
-            Forward => wrong(run_case(case, &executor)),
-            Backward => wrong(run_backward_case(case, Source::Oracle, &executor)),
+            Forward => wrong(run_case(case, executor)),
+            Backward => wrong(run_backward_case(case, Source::Oracle, executor)),
         })
     })
 }
 
 /// The cases find nothing where nothing is wrong, and something in every fault; a fault must not be one for the compiler.
-#[test]
-fn every_fault_is_found() {
-    let Some(executor) = executor() else { return };
+///
+/// # Panics
+/// Where that is not so.
+pub(super) fn all_are_found(name: &str, faults: &[Fault], cases: &[&str], executor: impl Fn() -> CudaExecutor + Sync) {
     let missed = Mutex::new(Vec::new());
-    for case in [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG].into_iter().flat_map(|cases| Case::parse(cases).unwrap())
-    {
-        assert_eq!(wrong(run_case(&case, &executor)), None, "{}", case.name);
-        assert_eq!(wrong(run_backward_case(&case, Source::Oracle, &executor)), None, "{}", case.name);
-    }
-    side_by_side(&FAULTS, |&fault| {
-        let how = caught(fault);
+    let right = executor();
+    let cases: Vec<Case> = cases.iter().flat_map(|cases| Case::parse(cases).unwrap()).collect();
+    side_by_side(&cases, |case| {
+        assert_eq!(wrong(run_case(case, &right)), None, "{}", case.name);
+        assert_eq!(wrong(run_backward_case(case, Source::Oracle, &right)), None, "{}", case.name);
+    });
+    side_by_side(faults, |&fault| {
+        // One for all cases of a fault: each compiles its kernels anew.
+        let how = caught(fault, &executor());
         let short = how.as_deref().map(|how| how.chars().take(300).collect::<String>().replace('\n', " "));
         println!("fault: {}; {}", fault.0, short.as_deref().unwrap_or("nothing finds it"));
         if how.is_none_or(|how| how.contains("error: ")) {
@@ -261,5 +263,14 @@ fn every_fault_is_found() {
     });
     let missed = missed.into_inner().unwrap();
     assert!(missed.is_empty(), "not found, or not compiled: {missed:?}");
-    say(&format!("faults {NAME}: all of {} found", FAULTS.len()));
+    say(&format!("faults {name}: all of {} found", faults.len()));
+}
+
+#[test]
+fn every_fault_is_found() {
+    if executor().is_none() {
+        return;
+    }
+    let cases = [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG];
+    all_are_found(NAME, &FAULTS, &cases, || conformance::emulated::executor().unwrap());
 }

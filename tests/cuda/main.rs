@@ -2,6 +2,8 @@
 
 mod faults;
 mod lists;
+mod mma;
+mod mma_faults;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;
@@ -34,11 +36,11 @@ fn narrow(cases: impl IntoIterator<Item = Result<Vec<Case>, String>>) -> Vec<Cas
 ///
 /// # Panics
 /// Where one was wrong, or none ran.
-fn each<T: Sync>(what: &str, list: &[T], run: impl Fn(&T, &Mutex<Tally>) + Sync) {
+fn each<T: Sync>(what: &str, name: &str, list: &[T], run: impl Fn(&T, &Mutex<Tally>) + Sync) {
     let tally = Mutex::new(Tally::default());
     side_by_side(list, |item| run(item, &tally));
     let tally = tally.into_inner().unwrap();
-    say(&format!("{what} {}", tally.summary(NAME)));
+    say(&format!("{what} {}", tally.summary(name)));
     assert_eq!(tally.failed, 0, "cases failed");
     assert!(tally.passed > 0, "no case ran");
 }
@@ -46,7 +48,7 @@ fn each<T: Sync>(what: &str, list: &[T], run: impl Fn(&T, &Mutex<Tally>) + Sync)
 /// Cases, forward; what the kernels decline is skipped, and nothing else.
 fn forward(what: &str, cases: Vec<Case>) {
     let Some(executor) = executor() else { return };
-    each(what, &cases, |case, tally| {
+    each(what, NAME, &cases, |case, tally| {
         let declined = || case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_err());
         let outcome = run_case(case, &executor).skip_only_if(declined, || case.repro(executor.name()));
         tally.lock().unwrap().add(NAME, &case.name, &outcome);
@@ -57,7 +59,7 @@ fn forward(what: &str, cases: Vec<Case>) {
 fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
     let Some(executor) = executor() else { return };
     let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
-    each(what, &runs, |&(case, source), tally| {
+    each(what, NAME, &runs, |&(case, source), tally| {
         let declined = || case.backward_spec().unwrap().validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
         let outcome = run_backward_case(case, source, &executor).skip_only_if(declined, || case.backward_repro(executor.name()));
         tally.lock().unwrap().add(NAME, &format!("{}{}", case.name, source.suffix()), &outcome);
@@ -97,7 +99,11 @@ fn taken(mut spec: AttentionSpec) -> AttentionSpec {
 
 /// The gradient of such a problem, that of its sink too if it has one.
 fn gradient(spec: AttentionSpec) -> BackwardSpec {
-    let spec = taken(spec);
+    gradient_of(taken(spec))
+}
+
+/// The gradient of a problem, that of its sink too if it has one.
+fn gradient_of(spec: AttentionSpec) -> BackwardSpec {
     if spec.sink { spec.backward().wrt(SINK, DType::F32) } else { spec.backward() }
 }
 
@@ -113,7 +119,7 @@ fn random_problems() {
     let (first, n) = (number("SDPA_SEED").unwrap_or(1), number("SDPA_CASES").unwrap_or(6));
     let Some(executor) = executor() else { return };
     let seeds: Vec<u64> = (first..first + n).collect();
-    each("random", &seeds, |&seed, tally| {
+    each("random", NAME, &seeds, |&seed, tally| {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let forward = |spec: AttentionSpec, what: &str, tally: &Mutex<Tally>| {

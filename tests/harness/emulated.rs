@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use crate::msl::Toolchain;
-use sdpa::cuda::{CudaExecutor, CudaOptions};
+use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
 use std::ffi::{CString, c_char, c_int};
 use std::path::PathBuf;
 
@@ -18,18 +18,37 @@ pub fn find() -> Result<PathBuf, String> {
     file.ok_or_else(|| "the emulation of CUDA is not built; cargo build --package emulated builds it".to_owned())
 }
 
-/// An executor whose driver and compiler are the library's.
+/// An executor whose driver and compiler are the library's, on its device of compute capability 9.0.
 ///
 /// # Errors
 /// That it is not built, that there is no clang.
 pub fn executor() -> Result<CudaExecutor, String> {
+    executor_on(Emulated::H200, None)
+}
+
+/// The devices of the library, by their numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Emulated {
+    /// Compute capability 9.0.
+    H200 = 0,
+    /// 8.0.
+    A100 = 1,
+    /// 8.9.
+    L40 = 2,
+}
+
+/// An executor on one of the devices, that asks one family of kernels or all.
+///
+/// # Errors
+/// As [`executor`].
+pub fn executor_on(device: Emulated, family: Option<Family>) -> Result<CudaExecutor, String> {
     Toolchain::find()?;
     let file = find()?;
-    let options = CudaOptions { driver: Some(file.clone()), nvrtc: Some(file), ..CudaOptions::default() };
+    let options = CudaOptions { driver: Some(file.clone()), nvrtc: Some(file), ordinal: device as u32, family, ..CudaOptions::default() };
     CudaExecutor::new(options).map_err(|e| e.to_string())
 }
 
-/// How many boxes of tensors the copy engine brought in, in launches of this thread so far.
+/// How many boxes of tensors the copy engine brought in, and copies of 16 bytes that threads asked for, in launches of this thread so far.
 ///
 /// # Panics
 /// Where the library is not built.
@@ -43,10 +62,10 @@ pub fn boxes() -> u64 {
     unsafe { boxes() }
 }
 
-/// Runs something while the kernels that this thread compiles have the second text in place of the first, which they must hold once.
+/// Runs something while the kernels that this thread compiles have the second text in place of the first, which one at least must hold, and none twice.
 ///
 /// # Panics
-/// Where the library is not built.
+/// Where the library is not built; where no kernel that was compiled holds the text.
 pub fn faulty<T>(fault: [&str; 2], run: impl FnOnce() -> T) -> T {
     type Fault = unsafe extern "C" fn(*const c_char, *const c_char) -> c_int;
     let texts = fault.map(|text| CString::new(text).expect("texts without zeros"));
@@ -58,6 +77,7 @@ pub fn faulty<T>(fault: [&str; 2], run: impl FnOnce() -> T) -> T {
     unsafe { set(texts[0].as_ptr(), texts[1].as_ptr()) };
     let result = run();
     // SAFETY: as above.
-    unsafe { set(std::ptr::null(), std::ptr::null()) };
+    let places = unsafe { set(std::ptr::null(), std::ptr::null()) };
+    assert!(places > 0, "no kernel has {}", fault[0]);
     result
 }

@@ -2,7 +2,8 @@
 
 use conformance::nvrtc;
 use conformance::say::{say, skip};
-use sdpa::cuda::kernel::{compile, serialized};
+use sdpa::cuda::kernel::{compile, compile_for, serialized};
+use sdpa::cuda::mma::{self, Cut};
 use sdpa::cuda::{Backward, Forward, source};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
 use std::sync::Mutex;
@@ -121,4 +122,83 @@ fn products_that_wait_for_one_another_are_seen() {
     assert!(early != right);
     let [right, early] = [right, early].map(|text| compile(&nvrtc, &text).unwrap());
     assert!(serialized(&right).is_none() && serialized(&early).is_some(), "{}", early.log);
+}
+
+/// A row for the family with `mma.sync`: dims, type, whether rows lie at multiples of 16 bytes, score_mod (or none), masks.
+type MmaRow = ([i64; 2], DType, bool, &'static str, &'static [&'static str]);
+
+/// Every cut, every type, copies and plain loads, and each thing that makes another text.
+const MMA_TABLE: [MmaRow; 12] = [
+    ([64, 64], DType::BF16, true, "", &[]),
+    ([64, 64], DType::F16, true, "softcap:30", &["causal"]),
+    ([128, 128], DType::BF16, true, "", &["causal"]),
+    ([128, 128], DType::F16, true, "bias:hqk", &["prefix-lm:100"]),
+    ([128, 128], DType::BF16, false, "softcap:30", &["causal", "document"]),
+    ([128, 64], DType::BF16, true, "alibi", &["padding", "causal"]),
+    ([192, 128], DType::BF16, true, "", &["padding", "window:300,0:ends"]),
+    ([256, 256], DType::BF16, true, "softcap:50", &["window:400,0"]),
+    ([77, 33], DType::F16, false, "score * cos(f32(q - k)) / (1.0 + sqrt(f32(head)))", &["dilated:3", "causal"]),
+    ([64, 64], DType::F32, true, "", &["causal"]),
+    ([128, 128], DType::F32, true, "softcap:30", &["causal"]),
+    ([256, 256], DType::F32, false, "select(abs(score) > 3.0, erf(score), exp(-score) + pow(score, 2.0))", &["array:qk"]),
+];
+
+/// Devices that texts are compiled for.
+const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_89", "sm_90"];
+
+/// Bytes that a thread may put into local memory up to 128 columns, and past them: of two-byte types, where a gradient of a parameter is summed, and of f32, where
+/// operands are two numbers each.
+const MMA_SPILLED: [[u32; 2]; 2] = [[32, 64], [320, 900]];
+
+/// Registers that the compiler says a text's kernels have at most.
+fn registers(log: &str) -> u32 {
+    log.split("Used ").skip(1).filter_map(|rest| rest.split(' ').next()?.parse().ok()).max().unwrap_or_else(|| panic!("{log}"))
+}
+
+/// Every text of the family makes machine code of every architecture, and keeps its numbers in registers.
+#[test]
+fn every_kernel_with_mma_sync_compiles_into_registers() {
+    let nvrtc = match nvrtc::find() {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => return skip("offline", &format!("kernels with mma.sync: {why}")),
+    };
+    let (next, told) = (Mutex::new(MMA_TABLE.iter()), Mutex::new(Vec::new()));
+    let row = |&(dims, dtype, wide, score_mod, masks): &MmaRow| {
+        let mut spec = spec(dims, dtype, score_mod, masks);
+        if !wide {
+            [spec.q.alignment, spec.k.alignment, spec.v.alignment, spec.o.alignment] = [4; 4];
+        }
+        let most = MMA_SPILLED[usize::from(dtype == DType::F32)][usize::from(dims[0] > 128)];
+        let forward = mma::forward(&spec.validate().unwrap()).unwrap();
+        let gradient = if score_mod == "bias:hqk" { spec.backward().wrt("bias", DType::F32) } else { spec.backward() };
+        let backward = mma::backward(&gradient.validate().unwrap()).unwrap();
+        let (cut, back) = (Cut::of_forward(&forward).unwrap(), Cut::of_backward(&backward).unwrap());
+        let texts = [
+            ("forward", mma::forward_text(&forward, &cut)),
+            ("queries", mma::queries_text(&backward, &back)),
+            ("keys", mma::keys_text(&backward, &back)),
+        ];
+        for (what, text) in &texts {
+            for architecture in ARCHITECTURES {
+                let made = compile_for(&nvrtc, text, architecture).unwrap_or_else(|e| panic!("{what} of {spec:?}: {e}"));
+                let (spilled, registers) = (spilled(&made.log), registers(&made.log));
+                println!("{what} {dims:?} {dtype} {score_mod}, {architecture}: {registers} registers, {spilled} bytes spilled");
+                assert!(spilled <= most, "{what} of {spec:?}: {}", made.log);
+                told.lock().unwrap().push(made.code.len());
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let Some(next) = next.lock().unwrap().next() else { return };
+                    row(next);
+                }
+            });
+        }
+    });
+    let told = told.into_inner().unwrap();
+    assert_eq!(told.len(), 3 * ARCHITECTURES.len() * MMA_TABLE.len());
+    say(&format!("NVRTC: {} kernels with mma.sync make {} bytes for SM 8.0, 8.9 and 9.0", told.len(), told.iter().sum::<usize>()));
 }

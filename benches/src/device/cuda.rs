@@ -8,7 +8,11 @@ use sdpa::cuda::{CudaExecutor, CudaOptions};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, SINK, TensorSpec};
 
 pub(crate) fn executor(tile: Option<Tile>) -> Result<CudaExecutor> {
-    let executor = CudaExecutor::new(CudaOptions { tile, ..CudaOptions::default() })?;
+    executor_of(CudaOptions { tile, ..CudaOptions::default() })
+}
+
+pub(crate) fn executor_of(options: CudaOptions) -> Result<CudaExecutor> {
+    let executor = CudaExecutor::new(options)?;
     let [major, minor] = executor.nvrtc().version();
     println!("{}, NVRTC {major}.{minor} from {}", executor.device().name(), executor.nvrtc().path().display());
     Ok(executor)
@@ -17,8 +21,11 @@ pub(crate) fn executor(tile: Option<Tile>) -> Result<CudaExecutor> {
 /// What is tried, in a process each where there are processors for it: a kernel takes a second to compile.
 const PARTS: [&str; 8] = ["cases", "library", "random", "ends", "trees", "gradients", "gradients-library", "gradients-random"];
 
-/// Cases and random problems, those of one part or all; `first` is where random ones begin.
+/// Cases and random problems, those of one part or all; `first` is where random ones begin. `portable` is a part by itself: the kernels with `mma.sync`.
 pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
+    if part == Some("portable") {
+        return crate::cuda_portable::run(random, first);
+    }
     let executor = &executor(None)?;
     let mut failed = 0;
     for part in PARTS.into_iter().filter(|name| part.is_none_or(|part| part == *name)) {
@@ -70,7 +77,7 @@ pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
 const NARROW: [DType; 2] = [DType::BF16, DType::F16];
 
 /// Some of the library's score_mods under masks: a text of its own each.
-fn some(first: u64, count: u64) -> Result<impl Iterator<Item = Case>> {
+pub(crate) fn some(first: u64, count: u64) -> Result<impl Iterator<Item = Case>> {
     let all = Case::all_library()?;
     let first = usize::try_from(first)?.min(all.len());
     Ok(all.into_iter().skip(first).take(usize::try_from(count)?))

@@ -1,12 +1,12 @@
 //! Times of kernels of our own beside cuDNN's, in turns.
 #![allow(unsafe_code)]
 
-use crate::cuda::executor;
+use crate::cuda::{executor, executor_of};
 use crate::memory::Memory;
 use crate::setup::{Result, executor as cudnn, median};
 use cudnn_graph::Stream;
-use sdpa::cuda::CudaExecutor;
 use sdpa::cuda::tile::Tile;
+use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
 use sdpa::cudnn::PlanOptions;
 use sdpa::cudnn::lower::Job;
 use sdpa::device::{DeviceCall, DevicePrepared, OnDevice};
@@ -108,6 +108,33 @@ pub(crate) fn speed(backward: bool) -> Result<()> {
         let told = |ms: f64| format!("{ms:.4} ms {:.0}", flops / ms / 1e9);
         let other = ms.get(1).map_or_else(|| "declined".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
         println!("({batch},{heads_q},{heads_kv},{seq},{dim}) {score_mod} {mask}: cuda {}; cudnn {other}", told(ms[0]));
+    }
+    Ok(())
+}
+
+/// Problems that both families of kernels take, forward and backward, in turns where the device has both; and of f32, which one takes.
+pub(crate) fn families() -> Result<()> {
+    let executor = |family| executor_of(CudaOptions { family: Some(family), ..CudaOptions::default() });
+    let executors = Family::ALL.map(executor).into_iter().collect::<Result<Vec<_>>>()?;
+    let stream = executors[0].device().stream()?;
+    for (row, dtype) in ROWS.into_iter().flat_map(|row| [DType::BF16, DType::F32].map(|dtype| (row, dtype))) {
+        let spec = AttentionSpec { dtype, ..spec(row)? };
+        let problem = spec.validate()?;
+        let plans: Vec<_> = executors.iter().filter_map(|executor| executor.attention(&problem).ok()).map(|(plan, _)| plan).collect();
+        let passes: Vec<&Pass> = plans.iter().map(|plan| &**plan as &Pass).collect();
+        let (forward, flops) = (times(&stream, &problem.clone().into(), &passes, None)?, problem.flops());
+        let problem = spec.with_stats().backward().validate()?;
+        let last = executors.last().ok_or("no family")?;
+        let first = last.attention(problem.forward())?.0;
+        let gradients: Vec<_> = executors.iter().filter_map(|executor| executor.gradient(&problem).ok()).map(|(plan, _)| plan).collect();
+        let passes: Vec<&Pass> = gradients.iter().map(|plan| &**plan as &Pass).collect();
+        let (backward, more) = (times(&stream, &problem.clone().into(), &passes, Some(&*first as &Pass))?, problem.flops());
+        let told = |plans: &[std::sync::Arc<sdpa::cuda::CudaPlan>], ms: Vec<f64>, flops: f64| {
+            let each = plans.iter().zip(ms).map(|(plan, ms)| format!("{ms:.4} ms {:.0} ({})", flops / ms / 1e9, plan.engine()));
+            each.collect::<Vec<_>>().join("; ")
+        };
+        println!("{row:?} {dtype}: forward {}", told(&plans, forward, flops));
+        println!("{row:?} {dtype}: backward {}", told(&gradients, backward, more));
     }
     Ok(())
 }

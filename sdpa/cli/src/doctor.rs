@@ -227,7 +227,7 @@ fn cuda(dispatcher: &Dispatcher, args: &DoctorArgs) -> Finding {
         Err(e) => finding.lacks("compiler", e, INSTALL_COMPILER),
     }
     if finding.missing.is_empty() {
-        finding.try_out(dispatcher, "nothing, where the compute capability is not 9.0: cudnn serves the others; else report it, please");
+        finding.try_out(dispatcher, "nothing, where the compute capability is below 8.0; else report it, please");
     }
     finding
 }

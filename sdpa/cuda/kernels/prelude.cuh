@@ -64,6 +64,10 @@ inline float max(float x, float y) { return fmaxf(x, y); }
 // Beside bf16, in the forward pass, as the unit for it has it, off by 1/2,048 of the result. Otherwise of parts that the slope has too, off by 1.2e-7 at
 // most; near 0, where that is more of it, the number itself. Of a result at most 2e-5.
 inline float tanh(float x) {
+#ifdef EXACT
+    // Beside f32 nothing less is near enough.
+    return tanhf(x);
+#endif
     if (APPROXIMATE) return tanh_near(x);
     const float rest = tanh_rest(x);
     const float far = (1.0f - rest) * reciprocal(1.0f + rest);

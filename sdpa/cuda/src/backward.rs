@@ -56,10 +56,14 @@ impl Backward {
         for (operand, tensor) in [(Operand::DQ, problem.dq()), (Operand::DK, problem.dk()), (Operand::DV, problem.dv())] {
             check.tensor(operand, tensor, 2);
         }
-        let Ok(mut forward) = forward else { return Err(unsupported(check.0)) };
-        if !check.0.is_empty() {
-            return Err(unsupported(check.0));
+        match forward {
+            Ok(forward) if check.0.is_empty() => Ok(Backward::told(problem, forward)),
+            Ok(_) | Err(()) => Err(unsupported(check.0)),
         }
+    }
+
+    /// What kernels are told of a problem that they take.
+    pub(crate) fn told(problem: &BackwardProblem, mut forward: Forward) -> Backward {
         let gradient = problem.gradient().map(|gradient| Arc::new(gradient.trace.clone()));
         let traces = [forward.score_mod.as_deref(), gradient.as_deref(), forward.keep.as_deref()];
         let captured = Captured::of(traces.into_iter().flatten(), forward.extents).in_dialect(Dialect::Cuda);
@@ -76,14 +80,14 @@ impl Backward {
         let along = along.map(|g| Along { name: g.name.clone(), dtype: g.dtype, axes: axes(&g.name), reads: reads(&g.name) }).collect();
         let of_sink = problem.wrt().iter().find(|g| problem.forward().sink() && g.name == SINK);
         forward.captured = captured;
-        Ok(Backward {
+        Backward {
             d_o: *problem.d_o(),
             gradients: [*problem.dq(), *problem.dk(), *problem.dv()],
             gradient,
             along,
             sink_gradient: of_sink.map(|g| g.dtype),
             forward,
-        })
+        }
     }
 
     /// The tile of the kernel.

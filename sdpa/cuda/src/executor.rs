@@ -2,9 +2,11 @@
 
 use crate::backward::Backward;
 use crate::error::Error;
+use crate::family::Family;
 use crate::kernel::{Kernel, KernelKey, Kernels};
+use crate::mma::{self, Cut};
 use crate::plan::{CudaPlan, Pass};
-use crate::problem::{Forward, Lists, unsupported};
+use crate::problem::{Forward, unsupported};
 use crate::source;
 use crate::tile::Tile;
 use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache};
@@ -20,9 +22,6 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// The compute capability that kernels are written for.
-const SM: u32 = 90;
-
 /// How an executor is set up.
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
@@ -34,6 +33,8 @@ pub struct CudaOptions {
     pub ordinal: u32,
     /// The tile for every problem whose head dims it holds, in place of [`Tile::of`]: for timing.
     pub tile: Option<Tile>,
+    /// The only family of kernels that is asked, in place of every one that the device runs, the fastest first: for tests and timing.
+    pub family: Option<Family>,
     /// Bounds of the plans that are kept.
     pub plans: Limits,
     /// Bounds of the kernels that are kept: problems that differ in lengths alone share them.
@@ -43,16 +44,18 @@ pub struct CudaOptions {
 impl Default for CudaOptions {
     fn default() -> CudaOptions {
         let kernels = Limits::entries(NonZeroUsize::new(256).unwrap_or(NonZeroUsize::MIN));
-        CudaOptions { driver: None, nvrtc: None, ordinal: 0, tile: None, plans: Limits::default(), kernels }
+        CudaOptions { driver: None, nvrtc: None, ordinal: 0, tile: None, family: None, plans: Limits::default(), kernels }
     }
 }
 
-/// Attention on one NVIDIA GPU by this crate's kernels, on compute capability 9.0.
+/// Attention on one NVIDIA GPU by this crate's kernels: on compute capability 9.0 by those written for it, where they take a problem, else, and on other
+/// devices from 8.0 on, by those with `mma.sync`.
 #[derive(Debug)]
 pub struct CudaExecutor {
     device: &'static Device,
     nvrtc: Nvrtc,
     tile: Option<Tile>,
+    family: Option<Family>,
     plans: PlanCache<Job, Arc<CudaPlan>, Unsupported>,
     kernels: Kernels,
     setup_stream: Stream,
@@ -70,6 +73,7 @@ impl CudaExecutor {
             device,
             nvrtc,
             tile: options.tile,
+            family: options.family,
             plans: PlanCache::new("cuda", options.plans),
             kernels: PlanCache::new("cuda kernels", options.kernels),
             setup_stream: device.stream()?,
@@ -102,12 +106,21 @@ impl CudaExecutor {
     /// [`Error::Unsupported`] with every reason; the environment's.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<CudaPlan>, bool), Error> {
         self.plans.get_or_build(&JobQuery::Forward(problem), || {
-            let forward = self.taken(Forward::of(problem))?;
-            let tile = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v())).map_or_else(|| forward.tile(), Ok)?;
-            let source = source::forward(&forward, &tile).into();
-            let mut entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
-            entries.extend(lists_entry(&forward));
-            self.build(problem.clone().into(), (forward, tile).into(), source, entries)
+            let (family, forward) = self.forward(problem)?;
+            let (pass, source, shared_bytes): (Pass, _, _) = match family {
+                Family::Wgmma => {
+                    let tile = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v())).map_or_else(|| forward.tile(), Ok)?;
+                    let source = source::forward(&forward, &tile);
+                    ((forward, tile).into(), source, tile.shared_bytes())
+                }
+                Family::Mma => {
+                    let cut = Cut::of_forward(&forward)?;
+                    let source = mma::forward_text(&forward, &cut);
+                    ((forward, cut).into(), source, cut.shared_bytes())
+                }
+            };
+            let entries = vec![(source::FORWARD_ENTRY, shared_bytes)];
+            self.build(family, problem.clone().into(), pass, (source, entries), None)
         })
     }
 
@@ -117,39 +130,95 @@ impl CudaExecutor {
     /// [`Error::Unsupported`] with every reason; the environment's.
     pub fn gradient(&self, problem: &BackwardProblem) -> Result<(Arc<CudaPlan>, bool), Error> {
         self.plans.get_or_build(&JobQuery::Backward(problem), || {
-            let backward = self.taken(Backward::of(problem))?;
-            let tile = backward.tile()?;
-            let source = source::backward(&backward, &tile).into();
-            let [compute, rows, queries, rounded] = source::BACKWARD_ENTRIES;
-            let mut entries = vec![(compute, tile.shared_bytes()), (rows, 0), (queries, 0), (rounded, 0)];
-            entries.extend(lists_entry(&backward.forward));
-            self.build(problem.clone().into(), (backward, tile).into(), source, entries)
+            let (family, backward) = self.backward(problem)?;
+            match family {
+                Family::Wgmma => {
+                    let tile = backward.tile()?;
+                    let source = source::backward(&backward, &tile);
+                    let [compute, rows, queries, rounded] = source::BACKWARD_ENTRIES;
+                    let entries = vec![(compute, tile.shared_bytes()), (rows, 0), (queries, 0), (rounded, 0)];
+                    self.build(family, problem.clone().into(), (backward, tile).into(), (source, entries), None)
+                }
+                Family::Mma => {
+                    let cut = Cut::of_backward(&backward)?;
+                    let [compute, rows, sinks, rounded] = mma::QUERIES_ENTRIES;
+                    let queries = vec![(compute, cut.shared_bytes()), (rows, 0), (sinks, mma::SINKS_SHARED_BYTES), (rounded, 0)];
+                    let keys = vec![(mma::KEYS_ENTRY, cut.shared_bytes())];
+                    let [queries, keys] = [(mma::queries_text(&backward, &cut), queries), (mma::keys_text(&backward, &cut), keys)];
+                    self.build(family, problem.clone().into(), (backward, cut).into(), queries, Some(keys))
+                }
+            }
         })
     }
 
-    fn build(&self, job: Job, pass: Pass, source: Arc<str>, entries: Vec<(&'static CStr, u32)>) -> Result<Arc<CudaPlan>, Error> {
-        let key = KernelKey { source, entries, cut: pass.cut() };
+    /// The family of kernels that takes a forward problem, on this device.
+    ///
+    /// # Errors
+    /// Why none does.
+    pub fn family(&self, problem: &Problem) -> Result<Family, Unsupported> {
+        self.forward(problem).map(|(family, _)| family)
+    }
+
+    /// The family of kernels that takes a backward problem, on this device.
+    ///
+    /// # Errors
+    /// Why none does.
+    pub fn backward_family(&self, problem: &BackwardProblem) -> Result<Family, Unsupported> {
+        self.backward(problem).map(|(family, _)| family)
+    }
+
+    fn forward(&self, problem: &Problem) -> Result<(Family, Forward), Unsupported> {
+        self.taken(|family| match family {
+            Family::Wgmma => Forward::of(problem),
+            Family::Mma => mma::forward(problem),
+        })
+    }
+
+    fn backward(&self, problem: &BackwardProblem) -> Result<(Family, Backward), Unsupported> {
+        self.taken(|family| match family {
+            Family::Wgmma => Backward::of(problem),
+            Family::Mma => mma::backward(problem),
+        })
+    }
+
+    /// A plan of one text or two, each with its kernels; what makes lists is a kernel of each.
+    fn build(&self, family: Family, job: Job, pass: Pass, first: Text, second: Option<Text>) -> Result<Arc<CudaPlan>, Error> {
+        let (lists, cut) = (pass.lists_entry(), pass.cut());
+        let made = |(source, mut entries): Text| {
+            entries.extend(lists);
+            let key = KernelKey { source: source.into(), entries, cut: cut.clone(), architecture: family.architecture(self.device.sm()) };
+            let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, self.device, &key)?));
+            self.kernels.get_or_build(&key, build).map(|(kernel, _)| kernel)
+        };
         // A build in the middle of a capture, of this or another thread's stream, does not disturb it.
         self.device.relaxed(|| {
-            let (kernel, _) =
-                self.kernels.get_or_build(&key, || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, self.device, &key)?)))?;
-            Ok(Arc::new(CudaPlan::new(job, pass, kernel, &self.setup_stream)?))
+            let (first, second) = (made(first)?, second.map(made).transpose()?);
+            Ok(Arc::new(CudaPlan::new(job, pass, first, second, &self.setup_stream)?))
         })
     }
 
-    /// What the kernels take of a problem, on this device.
-    fn taken<T>(&self, problem: Result<T, Unsupported>) -> Result<T, Unsupported> {
-        let mut reasons = Vec::new();
-        if self.device.sm() != SM {
-            let [major, minor] = [self.device.sm() / 10, self.device.sm() % 10];
-            let limit = "the kernels are for compute capability 9.0".to_owned();
-            reasons.push(Reason::Limit { field: "compute capability".to_owned(), value: format!("{major}.{minor}"), limit });
+    /// What the first family takes of a problem that takes it, on this device; else the reasons of the one that has the fewest.
+    fn taken<T>(&self, ask: impl Fn(Family) -> Result<T, Unsupported>) -> Result<(Family, T), Unsupported> {
+        let asked = Family::ALL.into_iter().filter(|family| self.family.is_none_or(|only| only == *family));
+        let (able, unable): (Vec<_>, Vec<_>) = asked.partition(|family| family.runs_on(self.device.sm()));
+        let mut refused: Option<Unsupported> = None;
+        for family in able {
+            match ask(family) {
+                Ok(taken) => return Ok((family, taken)),
+                Err(why) if refused.as_ref().is_none_or(|before| why.reasons.len() < before.reasons.len()) => refused = Some(why),
+                Err(_) => {}
+            }
         }
-        match problem {
-            Ok(problem) if reasons.is_empty() => Ok(problem),
-            Ok(_) => Err(unsupported(reasons)),
-            Err(why) => Err(unsupported(reasons.into_iter().chain(why.reasons).collect())),
+        if let Some(refused) = refused {
+            return Err(refused);
         }
+        // No family runs here: that, and what would be declined elsewhere.
+        let [major, minor] = [self.device.sm() / 10, self.device.sm() % 10];
+        let last = unable.last().copied().unwrap_or(Family::Mma);
+        let device =
+            Reason::Limit { field: "compute capability".to_owned(), value: format!("{major}.{minor}"), limit: last.devices().to_owned() };
+        let more = ask(last).err().map_or_else(Vec::new, |why| why.reasons);
+        Err(unsupported([device].into_iter().chain(more).collect()))
     }
 
     /// A plan over host memory.
@@ -161,10 +230,8 @@ impl CudaExecutor {
     }
 }
 
-/// The kernel that makes lists of blocks, where each call has its own.
-fn lists_entry(forward: &Forward) -> Option<(&'static CStr, u32)> {
-    (forward.lists() == Lists::AtCall).then_some((source::MAP_ENTRY, source::MAP_SHARED_BYTES))
-}
+/// A text, and its kernels with the shared memory of each.
+type Text = (String, Vec<(&'static CStr, u32)>);
 
 impl Executor for CudaExecutor {
     fn name(&self) -> ExecutorName {
@@ -172,7 +239,7 @@ impl Executor for CudaExecutor {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        self.taken(Forward::of(problem)).map(|_| ())
+        self.forward(problem).map(|_| ())
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, sdpa_core::Error> {
@@ -180,7 +247,7 @@ impl Executor for CudaExecutor {
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        self.taken(Backward::of(problem)).map(|_| ())
+        self.backward(problem).map(|_| ())
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {

@@ -18,6 +18,8 @@ pub struct KernelKey {
     pub entries: Vec<(&'static CStr, u32)>,
     /// How the text is cut, for reports.
     pub cut: String,
+    /// The architecture that it is compiled for, such as `sm_90a`.
+    pub architecture: String,
 }
 
 impl KernelKey {
@@ -36,7 +38,7 @@ impl CacheKey for KernelKey {
 
     fn fields(&self) -> Fields {
         let source = format!("{:016x}, {} bytes", self.digest(), self.source.len());
-        vec![("source", source), ("cut", self.cut.clone())]
+        vec![("source", source), ("cut", self.cut.clone()), ("architecture", self.architecture.clone())]
     }
 }
 
@@ -65,7 +67,15 @@ pub type Kernels = PlanCache<KernelKey, Arc<Kernel>, Unsupported>;
 /// # Errors
 /// [`sdpa_driver::Error::Compile`].
 pub fn compile(nvrtc: &Nvrtc, source: &str) -> Result<Compiled, sdpa_driver::Error> {
-    nvrtc.compile(source, "sm_90a", &OPTIONS)
+    compile_for(nvrtc, source, "sm_90a")
+}
+
+/// Compiles the text of a kernel to machine code for an architecture, such as `sm_80`.
+///
+/// # Errors
+/// [`sdpa_driver::Error::Compile`].
+pub fn compile_for(nvrtc: &Nvrtc, source: &str, architecture: &str) -> Result<Compiled, sdpa_driver::Error> {
+    nvrtc.compile(source, architecture, &OPTIONS)
 }
 
 /// What the compiler said of products that it runs one after the other, for want of registers or because a result is read early: right, and slow.
@@ -75,7 +85,7 @@ pub fn serialized(compiled: &Compiled) -> Option<&str> {
 
 impl Kernel {
     pub(crate) fn build(nvrtc: &Nvrtc, device: &'static Device, key: &KernelKey) -> Result<Kernel, Error> {
-        let compiled = compile(nvrtc, &key.source)?;
+        let compiled = compile_for(nvrtc, &key.source, &key.architecture)?;
         if let Some(why) = serialized(&compiled) {
             tracing::warn!(kernel = key.label(), why, "products run one after the other");
         }

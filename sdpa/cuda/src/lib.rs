@@ -3,11 +3,13 @@
 //! | file | what it has |
 //! |---|---|
 //! | `executor` | a device, its compiler, its caches |
+//! | `family` | the families of kernels, and the devices that these run on |
 //! | `choice` | when it is asked before cuDNN |
 //! | `problem`, `backward` | problems as kernels are told of them, and what they decline |
 //! | `tile` | how a problem is cut |
 //! | `map` | which blocks of keys a rule of places leaves |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
+//! | `mma` | the family with `mma.sync`: what it takes, its cuts, its texts |
 //! | `kernel` | kernels compiled and loaded, by their text |
 //! | `plan`, `params` | a pass made ready, and what a call tells it |
 
@@ -15,9 +17,11 @@ mod backward;
 mod choice;
 mod error;
 mod executor;
+mod family;
 pub mod kernel;
 pub mod map;
 mod matrix;
+pub mod mma;
 pub mod params;
 mod plan;
 mod problem;
@@ -28,6 +32,7 @@ pub use backward::{Along, Backward};
 pub use choice::{is_faster, is_faster_backward};
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
+pub use family::Family;
 pub use plan::CudaPlan;
 pub use problem::Forward;
 pub use sdpa_driver::Error as DriverError;

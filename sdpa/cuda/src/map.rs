@@ -4,7 +4,6 @@
 //! ([`Trace::judge`](sdpa_core::expr::Trace::judge)). Where the ranges cannot tell, the kernel asks the rule for each pair of a query and a key.
 
 use crate::problem::{Forward, Lists};
-use crate::tile::Tile;
 use sdpa_core::expr::{Judged, Trace};
 
 /// The bit of an item of [`BlockMap::blocks`] that says: the rule may drop a part of the block.
@@ -23,9 +22,9 @@ pub struct BlockMap {
 }
 
 impl BlockMap {
-    /// The blocks of keys of each tile of queries; `None` where the problem has no rule of places alone.
-    pub fn of(problem: &Forward, tile: &Tile) -> Option<BlockMap> {
-        let [queries, keys] = [tile.queries(), tile.keys].map(i64::from);
+    /// The blocks of `keys` keys of each tile of `queries` queries; `None` where the problem has no rule of places alone.
+    pub fn of_queries(problem: &Forward, queries: u32, keys: u32) -> Option<BlockMap> {
+        let [queries, keys] = [queries, keys].map(i64::from);
         let [_, _, seq_q, seq_kv] = problem.extents;
         BlockMap::listed(problem, |list, places| {
             for first_q in (0..seq_q).step_by(queries as usize) {
@@ -104,6 +103,7 @@ impl List<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tile::Tile;
     use sdpa_core::expr::{Place, Precision};
     use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 
@@ -133,7 +133,7 @@ mod tests {
         let (queries, keys) = (i64::from(tile.queries()), i64::from(tile.keys));
         for (name, mask) in masks {
             let problem = forward(mask, 700, 901);
-            let Some(map) = BlockMap::of(&problem, &tile) else {
+            let Some(map) = BlockMap::of_queries(&problem, tile.queries(), tile.keys) else {
                 assert_eq!(name, "prefix", "{name} has no map");
                 continue;
             };

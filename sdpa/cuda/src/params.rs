@@ -18,6 +18,7 @@ macro_rules! params {
         }
     };
 }
+pub(crate) use params;
 
 params! {
     /// What the forward kernel is told of a call beside its operands: addresses in device memory, then numbers.

@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// A forward problem as the kernels are told of it.
 #[derive(Clone, Debug)]
 pub struct Forward {
-    /// The type of operands: f16 or bf16.
+    /// The type of operands: f16 or bf16; for kernels with `mma.sync` also f32.
     pub dtype: DType,
     /// `q`, `k`, `v`, `o`: extents, strides, alignment.
     pub tensors: [TensorSpec; 4],
@@ -133,12 +133,14 @@ impl Forward {
         }
         let blocks = problem.batch() * problem.heads_q() * (problem.seq_q() / 128 + 1);
         check.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
-        if !check.0.is_empty() {
-            return Err(unsupported(check.0));
-        }
+        if check.0.is_empty() { Ok(Forward::told(problem)) } else { Err(unsupported(check.0)) }
+    }
+
+    /// What kernels are told of a problem that they take.
+    pub(crate) fn told(problem: &Problem) -> Forward {
         let kept = problem.kept();
         let traces = [problem.score_mod().map(|trace| &**trace), kept.rest.as_deref()];
-        Ok(Forward {
+        Forward {
             dtype: problem.dtype(),
             tensors: *problem.tensors(),
             region: kept.region,
@@ -152,7 +154,7 @@ impl Forward {
             stats: problem.stats(),
             extents: problem.extents(),
             group: problem.group(),
-        })
+        }
     }
 
     /// The tile of the kernel.

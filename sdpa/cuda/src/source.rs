@@ -13,21 +13,22 @@ use std::fmt::Write;
 
 macro_rules! piece {
     ($name:literal) => {
-        ($name, include_str!(concat!("../kernels/", $name)))
+        ($name, include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/", $name)))
     };
 }
+pub(crate) use piece;
 
 /// What is in front of every kernel, but for what is generated between. All PTX is in `units`, `copy` and `products`.
 const PRELUDE: [(&str, &str); 3] = [piece!("words.cuh"), piece!("units.cuh"), piece!("prelude.cuh")];
 const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), piece!("products.cuh")];
-const SPAN: (&str, &str) = piece!("span.cuh");
-const WALK: (&str, &str) = piece!("walk.cuh");
-const MAP: (&str, &str) = piece!("map.cuh");
+pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
+pub(crate) const WALK: (&str, &str) = piece!("walk.cuh");
+pub(crate) const MAP: (&str, &str) = piece!("map.cuh");
 const FORWARD: (&str, &str) = piece!("forward.cu");
 /// Around what is generated of parameters' gradients.
-const BACKWARD: (&str, &str) = piece!("back.cuh");
+pub(crate) const BACKWARD: (&str, &str) = piece!("back.cuh");
 const SHAPE: (&str, &str) = piece!("shape.cuh");
-const ALONG: (&str, &str) = piece!("along.cuh");
+pub(crate) const ALONG: (&str, &str) = piece!("along.cuh");
 const GRADIENTS: [(&str, &str); 2] = [piece!("backward.cu"), piece!("rows.cuh")];
 
 /// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
@@ -48,7 +49,7 @@ pub const MAP_ENTRY: &CStr = c"attention_map";
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
 /// Past this a trace is compiled once for every block, masked or not: a text of 64 scores takes long, and the mask is little beside it.
-const HEAVY: u32 = 24;
+pub(crate) const HEAVY: u32 = 24;
 
 /// The type of the matrix units' operands.
 fn element(dtype: DType) -> &'static str {
@@ -82,8 +83,8 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 8] {
     ]
 }
 
-/// The text up to the pieces of a pass.
-fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced: &[String]) -> String {
+/// The text up to the pieces of a pass, `engines` the last of it.
+pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced: &[String], engines: &[(&str, &str)]) -> String {
     let mut text = String::new();
     for (name, value) in own.iter().chain(&constants(problem)) {
         let _ = writeln!(text, "#define {name} {value}");
@@ -98,10 +99,12 @@ fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced: &[String]
         text.push_str("\n#line 1 \"traced\"\n");
         text.extend(traced.iter().map(String::as_str));
     }
-    ENGINES.into_iter().for_each(|piece| add(&mut text, piece));
-    text.push_str("\n#line 1 \"generated\"\n");
+    engines.iter().for_each(|piece| add(&mut text, *piece));
     text
 }
+
+/// Where what is generated for the engines begins.
+const GENERATED: &str = "\n#line 1 \"generated\"\n";
 
 /// The whole CUDA text of the forward kernel of a problem, cut into this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
@@ -123,7 +126,8 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     ];
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
-    let mut text = begin(problem, &own, &Params::cuda(), &traced);
+    let mut text = begin(problem, &own, &Params::cuda(), &traced, &ENGINES);
+    text.push_str(GENERATED);
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
     [SPAN, WALK].into_iter().chain(map).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
@@ -133,7 +137,6 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
 /// The whole CUDA text of the kernels of a backward pass, cut into this tile.
 pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let forward = &problem.forward;
-    let captured = &forward.captured;
     let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
@@ -148,21 +151,10 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("WITH_ALONG", (!problem.along.is_empty()).into()),
         ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
     ];
-    let gradient = problem.gradient.as_deref();
-    let score_mod = forward.score_mod.as_deref().map(|trace| captured.score_mod(trace));
-    let slope = gradient.filter(|_| forward.score_mod.is_some()).map(|trace| captured.gradient(trace, ALONG_SCORE));
-    let of_axes =
-        |trace| (0..problem.along.len()).map(move |n| along_function(captured, trace, ALONG_PARAMS + n, &format!("along_{n}"), "float"));
-    let of_reads = |trace| {
-        problem.along.iter().flat_map(|along| &along.reads).flat_map(move |&[value, place]| {
-            [(value, "float"), (place, "int")].map(|(root, ty)| along_function(captured, trace, root, &format!("read_{root}"), ty))
-        })
-    };
-    let along = gradient.into_iter().flat_map(|trace| of_axes(trace).chain(of_reads(trace)));
-    let keep = forward.keep.as_deref().map(|trace| captured.keep(trace));
-    let traced: Vec<String> = score_mod.into_iter().chain(slope).chain(along).chain(keep).collect();
+    let traced: Vec<String> = score_functions(problem).into_iter().chain(along_functions(problem)).chain(keep_function(forward)).collect();
     let params = format!("{}typedef BackwardParams Params;\n{}", BackwardParams::cuda(), gradients_structure(&problem.along));
-    let mut text = begin(forward, &own, &params, &traced);
+    let mut text = begin(forward, &own, &params, &traced, &ENGINES);
+    text.push_str(GENERATED);
     let columns = [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts);
     text.push_str(&matrix::backward(element(forward.dtype), columns));
     let map = (forward.lists() == Lists::AtCall).then_some(MAP);
@@ -176,8 +168,34 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     text
 }
 
+/// The functions of a backward pass that say what a score becomes, and its slope.
+pub(crate) fn score_functions(problem: &Backward) -> Vec<String> {
+    let captured = &problem.forward.captured;
+    let score_mod = problem.forward.score_mod.as_deref();
+    let slope = problem.gradient.as_deref().filter(|_| score_mod.is_some()).map(|trace| captured.gradient(trace, ALONG_SCORE));
+    score_mod.map(|trace| captured.score_mod(trace)).into_iter().chain(slope).collect()
+}
+
+/// The function of the rule that masks are beside bands and lengths.
+pub(crate) fn keep_function(forward: &Forward) -> Option<String> {
+    forward.keep.as_deref().map(|trace| forward.captured.keep(trace))
+}
+
+/// The functions that say what a score gives to the gradient of each parameter.
+pub(crate) fn along_functions(problem: &Backward) -> Vec<String> {
+    let captured = &problem.forward.captured;
+    let of_axes =
+        |trace| (0..problem.along.len()).map(move |n| along_function(captured, trace, ALONG_PARAMS + n, &format!("along_{n}"), "float"));
+    let of_reads = |trace| {
+        problem.along.iter().flat_map(|along| &along.reads).flat_map(move |&[value, place]| {
+            [(value, "float"), (place, "int")].map(|(root, ty)| along_function(captured, trace, root, &format!("read_{root}"), ty))
+        })
+    };
+    problem.gradient.as_deref().into_iter().flat_map(|trace| of_axes(trace).chain(of_reads(trace))).collect()
+}
+
 /// The addresses of sums of parameters' gradients.
-fn gradients_structure(along: &[Along]) -> String {
+pub(crate) fn gradients_structure(along: &[Along]) -> String {
     let members: String = (0..along.len()).map(|n| format!("    float* to_{n};\n")).collect();
     format!("struct Gradients {{\n{members}}};\n")
 }
@@ -188,7 +206,7 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
 }
 
 /// The function that adds what each score gives to the gradients of parameters.
-fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
+pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
     let mut text = "inline void along_parameters(const float (&raw)[RAW], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
                     const Gradients& gradients, const Corner& corner) {\n    float x[SCORES];\n"
         .to_owned();
@@ -224,6 +242,6 @@ fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
     text.replace("    for (int n", "#pragma unroll\n    for (int n")
 }
 
-fn add(text: &mut String, (name, piece): (&str, &str)) {
+pub(crate) fn add(text: &mut String, (name, piece): (&str, &str)) {
     let _ = write!(text, "\n#line 1 \"{name}\"\n{piece}");
 }

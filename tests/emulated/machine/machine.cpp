@@ -60,6 +60,14 @@ struct Range {
     size_t bytes;
 };
 
+// A copy of 16 bytes, and whether it is still to be done.
+struct Sixteen {
+    uint32_t to;
+    const void* from;
+    uint32_t bytes;
+    bool waits;
+};
+
 struct Fiber {
     char* stack = nullptr;
     void* saved = nullptr;
@@ -77,12 +85,20 @@ struct Fiber {
     bool begun = false;
     std::deque<uint64_t> groups;
     uint64_t told = 0;
+    // Copies of 16 bytes that it asked for: of no group yet, of each group, and those that it waited for and no barrier followed.
+    std::vector<Sixteen> asked_16;
+    std::deque<std::vector<Sixteen>> groups_16;
+    std::vector<uint32_t> came_16;
+    // Words that it stored, and no barrier followed.
+    std::vector<uint32_t> stored;
 };
 
 struct Warp {
     // Turns that it misses.
     unsigned late = 0;
     uint32_t board[2][WARP];
+    uint32_t words[2][WARP][machine::WORDS];
+    float results[2][machine::RESULTS];
     Site sites[2][WARP];
     uint64_t came[2] = {};
 };
@@ -130,6 +146,10 @@ struct Block {
     std::vector<unsigned char> shared;
     // Of each byte of shared memory, the thread that stored it and did not publish it, plus one.
     std::vector<uint16_t> owner;
+    // Of every 16 bytes of it, the thread whose copy to them is under way, plus one; with the highest bit where that thread has waited for it.
+    std::vector<uint16_t> flight;
+    // Of every word, the thread that stored it and came to no barrier since, plus one.
+    std::vector<uint16_t> fresh;
     std::vector<Fiber*> fibers;
     std::vector<Warp> warps;
     std::map<unsigned, Numbered> numbered;
@@ -146,7 +166,7 @@ bool went_on;
 bool failed;
 char* failure;
 size_t failure_bytes;
-// Boxes that came in.
+// Boxes and copies of 16 bytes that came in.
 uint64_t brought;
 // Whether bytes lie in an allocation.
 bool (*holds)(uint64_t, uint64_t);
@@ -198,6 +218,9 @@ void begin_fiber() {
     }
     const uint64_t done = self.block->groups.empty() ? 0 : self.block->groups[self.number / GROUP].done;
     if (self.asked > done) note("thread %u ends before its products", self.number);
+    bool waits = !self.asked_16.empty();
+    for (const auto& group : self.groups_16) waits |= !group.empty();
+    if (waits) note("thread %u ends before its copies were waited for", self.number);
     self.ended = true;
     went_on = true;
     self.site = {"the end", "", 0};
@@ -224,6 +247,8 @@ std::unique_ptr<Block> begin_block(Index index, unsigned threads, unsigned share
     block->threads = threads;
     block->shared.assign(shared_bytes, 0xff);
     block->owner.assign(shared_bytes, 0);
+    block->flight.assign(shared_bytes / 16 + 1, 0);
+    block->fresh.assign(shared_bytes / 4 + 1, 0);
     block->warps.resize((threads + WARP - 1) / WARP);
     block->groups.resize(threads / GROUP);
     block->registers.assign(threads / GROUP, 0);
@@ -477,13 +502,9 @@ void wait(const Site& site) {
 
 void progress() { went_on = true; }
 
-const uint32_t* tell(uint32_t bits, const Site& site) {
-    Fiber& self = *now;
-    Warp& warp = self.block->warps[self.number / WARP];
-    const uint64_t half = self.told & 1, wanted = (self.told / 2 + 1) * WARP;
-    self.told++;
-    warp.board[half][self.number % WARP] = bits;
-    warp.sites[half][self.number % WARP] = site;
+// Comes to the half of the board whose turn it is, which has what this lane tells, and waits for the other lanes.
+static void come_lane(Warp& warp, uint64_t half, uint64_t wanted, const Site& site) {
+    warp.sites[half][now->number % WARP] = site;
     warp.came[half]++;
     went_on = true;
     until(site, [&] { return warp.came[half] >= wanted; });
@@ -492,7 +513,39 @@ const uint32_t* tell(uint32_t bits, const Site& site) {
             fail("lanes of a warp part: %s at line %d, %s at line %d", site.what, site.line, other.what, other.line);
         }
     }
+}
+
+const uint32_t* tell(uint32_t bits, const Site& site) {
+    Fiber& self = *now;
+    Warp& warp = self.block->warps[self.number / WARP];
+    const uint64_t half = self.told & 1, wanted = (self.told / 2 + 1) * WARP;
+    self.told++;
+    warp.board[half][self.number % WARP] = bits;
+    come_lane(warp, half, wanted, site);
     return warp.board[half];
+}
+
+const float* tell_all(const uint32_t* words, unsigned count, void (*make)(const uint32_t (*all)[WORDS], float* results), const Site& site) {
+    Fiber& self = *now;
+    Warp& warp = self.block->warps[self.number / WARP];
+    const uint64_t half = self.told & 1, wanted = (self.told / 2 + 1) * WARP;
+    self.told++;
+    memcpy(warp.words[half][self.number % WARP], words, count * sizeof *words);
+    if (warp.came[half] + 1 == wanted) make(warp.words[half], warp.results[half]);
+    come_lane(warp, half, wanted, site);
+    return warp.results[half];
+}
+
+// What this thread stored and copied is there for those who meet it at a barrier.
+static void shown() {
+    Fiber& self = *now;
+    for (uint32_t at : self.came_16) self.block->flight[at / 16] = 0;
+    self.came_16.clear();
+    for (uint32_t word : self.stored) {
+        uint16_t& fresh = self.block->fresh[word];
+        if (fresh == self.number + 1) fresh = 0;
+    }
+    self.stored.clear();
 }
 
 void come(unsigned number, unsigned threads, bool waits, const Site& site) {
@@ -501,6 +554,7 @@ void come(unsigned number, unsigned threads, bool waits, const Site& site) {
         fail("barrier %u of %u threads, of %u before", number, threads, barrier.threads);
     }
     barrier.threads = threads;
+    shown();
     const uint64_t round = barrier.round;
     if (++barrier.came == threads) {
         barrier.came = 0;
@@ -515,13 +569,76 @@ unsigned char* shared(uint32_t at, size_t bytes, const char* what) {
     return &now->block->shared[at];
 }
 
+// Bytes to which a copy is under way, or one that another thread waited for and no barrier followed.
+static void landed(uint32_t at, size_t bytes, const char* what) {
+    const Block& block = *now->block;
+    for (uint32_t line = at / 16; line <= (at + bytes - 1) / 16; line++) {
+        const uint16_t flight = block.flight[line];
+        if (flight != 0 && flight != (uint16_t(now->number + 1) | 0x8000)) {
+            fail("%s of shared memory at %u, to which a copy of thread %u is under way", what, at, (flight & 0x7fffu) - 1);
+        }
+    }
+}
+
 void store(uint32_t at, const void* from, size_t bytes) {
     memcpy(shared(at, bytes, "a store"), from, bytes);
+    landed(at, bytes, "a store");
+    for (uint32_t word = at / 4; word <= (at + bytes - 1) / 4; word++) {
+        now->block->fresh[word] = uint16_t(now->number + 1);
+        now->stored.push_back(word);
+    }
     for (size_t n = 0; n < bytes; n++) now->block->owner[at + n] = uint16_t(now->number + 1);
     now->unpublished.push_back({at, bytes});
 }
 
-void load(uint32_t at, void* to, size_t bytes) { memcpy(to, shared(at, bytes, "a load"), bytes); }
+void load(uint32_t at, void* to, size_t bytes) {
+    memcpy(to, shared(at, bytes, "a load"), bytes);
+    landed(at, bytes, "a load");
+    for (uint32_t word = at / 4; word <= (at + bytes - 1) / 4; word++) {
+        const uint16_t fresh = now->block->fresh[word];
+        // Lanes of a warp have other ways to meet.
+        if (fresh != 0 && (fresh - 1u) / WARP != now->number / WARP) fail("a load of shared memory at %u, which thread %u stored and came to no barrier since", at, fresh - 1u);
+    }
+}
+
+static void run(Sixteen& copy) {
+    unsigned char* to = &now->block->shared[copy.to];
+    if (copy.bytes > 0) memcpy(to, copy.from, copy.bytes);
+    memset(to + copy.bytes, 0, 16 - copy.bytes);
+    copy.waits = false;
+}
+
+void copy_16(uint32_t to, const void* from, uint32_t bytes) {
+    shared(to, 16, "a copy");
+    if (to % 16 != 0 || uintptr_t(from) % 16 != 0 || bytes > 16) fail("a copy of %u bytes at %p to %u", bytes, from, to);
+    if (bytes > 0 && !holds(uint64_t(from), bytes)) fail("a copy of %u bytes at %p, which no allocation has", bytes, from);
+    landed(to, 16, "a copy to 16 bytes");
+    for (uint32_t word = to / 4; word < to / 4 + 4; word++) now->block->fresh[word] = 0;
+    now->block->flight[to / 16] = uint16_t(now->number + 1);
+    // At once, or as late as may be.
+    Sixteen copy = {to, from, bytes, true};
+    brought += bytes > 0;
+    if (random_bits() % 2 == 0) run(copy);
+    now->asked_16.push_back(copy);
+    went_on = true;
+}
+
+void copies_commit() {
+    now->groups_16.push_back(std::move(now->asked_16));
+    now->asked_16.clear();
+}
+
+void copies_wait(size_t groups) {
+    Fiber& self = *now;
+    while (self.groups_16.size() > groups) {
+        for (Sixteen& copy : self.groups_16.front()) {
+            if (copy.waits) run(copy);
+            self.block->flight[copy.to / 16] |= 0x8000;
+            self.came_16.push_back(copy.to);
+        }
+        self.groups_16.pop_front();
+    }
+}
 
 void publish() {
     for (const Range& range : now->unpublished) {
@@ -546,6 +663,7 @@ static Barrier& barrier_at(uint32_t at) {
 }
 
 void barrier_arrive(uint32_t at, uint32_t bytes) {
+    shown();
     Barrier& barrier = barrier_at(at);
     if (barrier.left == 0) fail("more arrive at the barrier at %u than it is for", at);
     barrier.bytes += bytes;

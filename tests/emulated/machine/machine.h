@@ -45,6 +45,11 @@ inline void until(const Site& site, Condition holds) {
 // Tells 32 bits to the lanes of the warp, all of which have to come to the same place; what each of them told.
 const uint32_t* tell(uint32_t bits, const Site& site);
 
+// The same of several words, of which the lane that comes last makes results for all, before anybody goes on.
+constexpr unsigned WORDS = 12;
+constexpr unsigned RESULTS = 128;
+const float* tell_all(const uint32_t* words, unsigned count, void (*make)(const uint32_t (*all)[WORDS], float* results), const Site& site);
+
 // A barrier of the block that has a number: comes to it, and waits for so many threads or not.
 void come(unsigned barrier, unsigned threads, bool waits, const Site& site);
 
@@ -66,6 +71,12 @@ void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
 void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]);
 void copy_out_ends();
 void copied_out(const Site& site);
+
+// Copies of 16 bytes to shared memory that threads ask for, `bytes` of them of memory and zeros behind: there for the thread that asked once it waited for their
+// group, and for others once that thread came to a barrier.
+void copy_16(uint32_t to, const void* from, uint32_t bytes);
+void copies_commit();
+void copies_wait(size_t groups);
 
 // A product of 64 rows by `columns` over 16, which the matrix units do whenever they come to it, once all four warps of the group asked.
 struct Product {

@@ -1,4 +1,4 @@
-//! The driver: one device of compute capability 9.0 with few multiprocessors, on which everything is done at once.
+//! The driver: devices of several compute capabilities with few multiprocessors, on which everything is done at once.
 
 use crate::{Ptr, kernel, store};
 use std::cell::Cell;
@@ -8,9 +8,31 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const INVALID_VALUE: c_int = 1;
 const CUDA_VERSION: c_int = 13000;
 const CONTEXT: usize = 0xc0de_0000;
-const NAME: &CStr = c"a CPU that runs kernels of an H200";
-/// Multiprocessors, so few that blocks of threads take several tiles each; compute capability.
-const ATTRIBUTES: [(c_int, c_int); 3] = [(16, 3), (75, 9), (76, 0)];
+/// Multiprocessors, so few that blocks of threads take several tiles each.
+const MULTIPROCESSORS: c_int = 3;
+
+/// A device: its name, its compute capability, the shared memory of a block.
+pub(crate) struct Model {
+    name: &'static CStr,
+    pub(crate) capability: [c_int; 2],
+    pub(crate) shared_bytes: u32,
+}
+
+/// By their numbers.
+const MODELS: [Model; 3] = [
+    Model { name: c"a CPU that runs kernels of an H200", capability: [9, 0], shared_bytes: 227 << 10 },
+    Model { name: c"a CPU that runs kernels of an A100", capability: [8, 0], shared_bytes: 163 << 10 },
+    Model { name: c"a CPU that runs kernels of an L40", capability: [8, 9], shared_bytes: 99 << 10 },
+];
+
+/// The device whose context is current on this thread.
+pub(crate) fn current() -> Option<&'static Model> {
+    MODELS.get(CURRENT.get().checked_sub(CONTEXT)?)
+}
+
+fn model(device: c_int) -> Option<&'static Model> {
+    MODELS.get(usize::try_from(device).ok()?)
+}
 
 thread_local! {
     static CURRENT: Cell<usize> = const { Cell::new(0) };
@@ -47,31 +69,38 @@ exported! {
         unsafe { store(text, why.into_raw().cast_const()) }
     }
 
-    /// One.
+    /// As many as there are models.
     fn cuDeviceGetCount(count: *mut c_int) -> c_int {
         // SAFETY: the header's contract.
-        unsafe { store(count, 1) }
+        unsafe { store(count, MODELS.len() as c_int) }
     }
 
-    /// The only one.
+    /// Its number.
     fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> c_int {
-        if ordinal != 0 {
+        if model(ordinal).is_none() {
             return INVALID_VALUE;
         }
         // SAFETY: the header's contract.
-        unsafe { store(device, 0) }
+        unsafe { store(device, ordinal) }
     }
 
-    /// What is asked.
-    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) -> c_int {
-        let Some((_, known)) = ATTRIBUTES.iter().find(|(which, _)| *which == attribute) else { return INVALID_VALUE };
+    /// What is asked: multiprocessors, compute capability.
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> c_int {
+        let Some(model) = model(device) else { return INVALID_VALUE };
+        let known = match attribute {
+            16 => MULTIPROCESSORS,
+            75 => model.capability[0],
+            76 => model.capability[1],
+            _ => return INVALID_VALUE,
+        };
         // SAFETY: the header's contract.
-        unsafe { store(value, *known) }
+        unsafe { store(value, known) }
     }
 
     /// Its own.
-    fn cuDeviceGetName(name: *mut c_char, length: c_int, _device: c_int) -> c_int {
-        let bytes = NAME.to_bytes_with_nul();
+    fn cuDeviceGetName(name: *mut c_char, length: c_int, device: c_int) -> c_int {
+        let Some(model) = model(device) else { return INVALID_VALUE };
+        let bytes = model.name.to_bytes_with_nul();
         if usize::try_from(length).is_ok_and(|length| length < bytes.len()) {
             return INVALID_VALUE;
         }
@@ -86,10 +115,11 @@ exported! {
         unsafe { store(bytes, 8 << 30) }
     }
 
-    /// The only one.
-    fn cuDevicePrimaryCtxRetain(context: *mut Ptr, _device: c_int) -> c_int {
+    /// One for each device.
+    fn cuDevicePrimaryCtxRetain(context: *mut Ptr, device: c_int) -> c_int {
+        let Ok(number) = usize::try_from(device) else { return INVALID_VALUE };
         // SAFETY: the header's contract.
-        unsafe { store(context, std::ptr::without_provenance_mut(CONTEXT)) }
+        unsafe { store(context, std::ptr::without_provenance_mut(CONTEXT + number)) }
     }
 
     /// That of this thread.

@@ -1,7 +1,7 @@
 //! Modules, their kernels, and launches.
 
 use crate::nvrtc::MAGIC;
-use crate::{Ptr, memory, store};
+use crate::{Ptr, driver, memory, store};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use parking_lot::Mutex;
 use std::cell::{Cell, RefCell};
@@ -13,14 +13,14 @@ use std::sync::{Arc, Once};
 
 const INVALID_VALUE: c_int = 1;
 const INVALID_IMAGE: c_int = 200;
+const NO_BINARY_FOR_GPU: c_int = 209;
 const INVALID_HANDLE: c_int = 400;
 const NOT_FOUND: c_int = 500;
 const LAUNCH_FAILED: c_int = 719;
 const MAX_DYNAMIC_SHARED: c_int = 8;
 const REGISTERS: c_int = 4;
-/// Shared memory of a block without asking for more, and with.
+/// Shared memory of a block without asking for more.
 const SHARED_BYTES: u32 = 48 << 10;
-const MOST_SHARED: u32 = 232_448;
 const MOST_THREADS: u32 = 1024;
 
 type OfThread = unsafe extern "C" fn(*mut Ptr);
@@ -56,7 +56,7 @@ static LAUNCHES: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
     static FAILURE: RefCell<String> = const { RefCell::new(String::new()) };
-    /// Boxes of tensors that the copy engine brought in, in launches of this thread.
+    /// Boxes of tensors that the copy engine brought in, and copies of 16 bytes, in launches of this thread.
     static BOXES: Cell<u64> = const { Cell::new(0) };
     /// Of the launch that this thread runs.
     static RUNNING: Cell<Option<Touched>> = const { Cell::new(None) };
@@ -94,12 +94,20 @@ fn failed(why: String) -> c_int {
     LAUNCH_FAILED
 }
 
+/// Whether a device runs machine code of an architecture: its own, or an earlier one of the same generation; what has an `a` on the very device alone.
+fn runs([major, minor]: [c_int; 2], architecture: &str) -> bool {
+    let Some(number) = architecture.strip_prefix("sm_") else { return false };
+    let own = number.strip_suffix('a');
+    let Ok(number) = own.unwrap_or(number).parse::<c_int>() else { return false };
+    number / 10 == major && if own.is_some() { number % 10 == minor } else { number % 10 <= minor }
+}
+
 fn handle(n: usize) -> Ptr {
     std::ptr::without_provenance_mut(n + 1)
 }
 
 exported! {
-    /// Not a function of the driver: how many boxes of tensors the copy engine brought in, in launches of this thread so far.
+    /// Not a function of the driver: how many boxes of tensors the copy engine brought in, and copies of 16 bytes, in launches of this thread so far.
     fn emulated_boxes() -> u64 { BOXES.get() }
 
     /// Opens the library that was compiled.
@@ -109,7 +117,12 @@ exported! {
             return INVALID_IMAGE;
         }
         // SAFETY: as above.
-        let path = unsafe { CStr::from_ptr(image.cast::<c_char>().add(MAGIC.len())) }.to_string_lossy().into_owned();
+        let text = unsafe { CStr::from_ptr(image.cast::<c_char>().add(MAGIC.len())) }.to_string_lossy().into_owned();
+        let Some((architecture, path)) = text.split_once('\n') else { return INVALID_IMAGE };
+        if !driver::current().is_some_and(|model| runs(model.capability, architecture)) {
+            return NO_BINARY_FOR_GPU;
+        }
+        let path = path.to_owned();
         // SAFETY: the library was made here, and has no initialisers of note.
         let Ok(library) = (unsafe { Library::open(Some(Path::new(&path)), RTLD_NOW | RTLD_LOCAL) }) else { return INVALID_IMAGE };
         let turn = TURNS.lock().entry(path).or_default().clone();
@@ -153,7 +166,8 @@ exported! {
     fn cuFuncSetAttribute(function: Ptr, attribute: c_int, value: c_int) -> c_int {
         let mut functions = FUNCTIONS.lock();
         let Some(found) = functions.get_mut(function.addr().wrapping_sub(1)) else { return INVALID_HANDLE };
-        if attribute != MAX_DYNAMIC_SHARED || value.unsigned_abs() > MOST_SHARED {
+        let most = driver::current().map_or(0, |model| model.shared_bytes);
+        if attribute != MAX_DYNAMIC_SHARED || value.unsigned_abs() > most {
             return INVALID_VALUE;
         }
         found.shared_bytes = value.unsigned_abs();

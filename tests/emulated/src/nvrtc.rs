@@ -1,7 +1,8 @@
-//! The run-time compiler: clang, over the kernels' text with the pieces that hold PTX replaced. What it makes, "machine code", is the path of a library.
+//! The run-time compiler: clang, over the kernels' text with the pieces that hold PTX replaced. What it makes, "machine code", is the architecture that was asked for and
+//! the path of a library.
 
 use crate::{Ptr, store};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -15,11 +16,13 @@ const INVALID_PROGRAM: c_int = 4;
 pub(crate) const MAGIC: &[u8] = b"\x7fELF";
 
 /// Pieces of the text by their names, and what stands in for each.
-const REPLACED: [(&str, &str); 4] = [("units.cuh", "units.h"), ("copy.cuh", "copy.h"), ("products.cuh", "products.h"), ("generated", "")];
+const REPLACED: [(&str, &str); 5] =
+    [("units.cuh", "units.h"), ("copy.cuh", "copy.h"), ("products.cuh", "products.h"), ("mma.cuh", "mma.h"), ("generated", "")];
 
 thread_local! {
-    /// What is replaced in kernels by what, so that tests see whether it is found.
+    /// What is replaced in kernels by what, so that tests see whether it is found, and in how many texts it was so far.
     static FAULT: RefCell<Option<[String; 2]>> = const { RefCell::new(None) };
+    static FAULTY: Cell<c_int> = const { Cell::new(0) };
 }
 
 const FLAGS: [&str; 10] = [
@@ -45,6 +48,11 @@ fn machine() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("machine")
 }
 
+/// A piece with empty lines for what says how often a loop is unrolled.
+fn without_unrolling(piece: &str) -> String {
+    piece.lines().map(|line| if line.trim_start().starts_with("#pragma unroll") { "\n".to_owned() } else { format!("{line}\n") }).collect()
+}
+
 /// The text for clang, with its kernels behind names that a launch finds them by.
 fn translated(text: &str) -> Result<String, String> {
     let mut made = String::from("#include \"cuda.h\"\n");
@@ -54,7 +62,7 @@ fn translated(text: &str) -> Result<String, String> {
         match REPLACED.iter().find(|(replaced, _)| *replaced == name) {
             Some((_, "")) => {}
             Some((_, with)) => made.push_str(&format!("#include \"{with}\"\n")),
-            None => made.push_str(&format!("#line 1 \"{name}\"\n{}", body.replace("#pragma unroll", ""))),
+            None => made.push_str(&format!("#line 1 \"{name}\"\n{}", without_unrolling(body))),
         }
         for kernel in body.split("__global__").skip(1) {
             // Behind the return type and the bounds.
@@ -92,7 +100,8 @@ fn clang(arguments: &[&OsStr]) -> Result<(), String> {
 }
 
 /// What texts are compiled beside.
-const FILES: [&str; 7] = ["machine.h", "machine.cpp", "cuda.h", "units.h", "copy.h", "products.h", "../../metal/emulator/numbers.h"];
+const FILES: [&str; 8] =
+    ["machine.h", "machine.cpp", "cuda.h", "units.h", "copy.h", "products.h", "mma.h", "../../metal/emulator/numbers.h"];
 
 /// A number for a text and all that it is compiled beside.
 fn digest(text: &str) -> Result<u64, String> {
@@ -125,7 +134,12 @@ fn compiled(text: &str) -> Result<PathBuf, String> {
     let mut text = translated(text)?;
     if let Some([from, to]) = FAULT.with_borrow(Clone::clone) {
         match text.matches(&from).count() {
-            1 => text = text.replace(&from, &to),
+            // Of the texts of a pass, one may have it alone.
+            0 => {}
+            1 => {
+                text = text.replace(&from, &to);
+                FAULTY.set(FAULTY.get() + 1);
+            }
             places => return Err(format!("error: {places} places are as the fault says: {from}")),
         }
     }
@@ -167,14 +181,15 @@ unsafe fn told(bytes: &[u8], to: *mut c_char) -> c_int {
 }
 
 exported! {
-    /// Not a function of NVRTC: texts that this thread compiles have the second in place of the first, which must stand there once. Null: as they are.
+    /// Not a function of NVRTC: texts that this thread compiles have the second in place of the first, which may stand there once. Null: as they are. In how many
+    /// texts it was since it was asked last.
     fn emulated_fault(from: *const c_char, to: *const c_char) -> c_int {
         let told = (!from.is_null()).then(|| {
             // SAFETY: texts that end with a zero.
             [from, to].map(|text| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         });
         FAULT.set(told);
-        0
+        FAULTY.replace(0)
     }
 
     /// 13.0.
@@ -193,13 +208,16 @@ exported! {
         unsafe { store(made, Box::into_raw(program).cast()) }
     }
 
-    /// Options are the GPU's.
-    fn nvrtcCompileProgram(handle: Ptr, _count: c_int, _options: *const *const c_char) -> c_int {
+    /// Of the options, the architecture counts; the others are the GPU's.
+    fn nvrtcCompileProgram(handle: Ptr, count: c_int, options: *const *const c_char) -> c_int {
         // SAFETY: the header's contract.
         let Some(program) = (unsafe { program(handle) }) else { return INVALID_PROGRAM };
+        // SAFETY: the header's contract: as many texts that end with a zero.
+        let mut options = (0..count.unsigned_abs() as usize).map(|n| unsafe { CStr::from_ptr(*options.add(n)) }.to_string_lossy());
+        let architecture = options.find_map(|option| option.strip_prefix("--gpu-architecture=").map(str::to_owned)).unwrap_or_default();
         match compiled(&program.text) {
             Ok(path) => {
-                program.code = [MAGIC, path.as_os_str().as_encoded_bytes()].concat();
+                program.code = [MAGIC, architecture.as_bytes(), b"\n", path.as_os_str().as_encoded_bytes()].concat();
                 0
             }
             Err(why) => {

@@ -2,10 +2,10 @@
 #![allow(unsafe_code)]
 
 use super::told::{ListsAt, steps};
-use super::{CudaPlan, Pass};
-use crate::problem::Lists;
+use super::{CudaPlan, Walk};
+use crate::kernel::Kernel;
+use crate::problem::{Forward, Lists};
 use crate::source::MAP_SHARED_BYTES;
-use crate::tile::BackwardTile;
 use sdpa_driver::{Launch, Submission};
 use std::ffi::c_void;
 
@@ -21,18 +21,14 @@ pub(super) struct Made {
 }
 
 impl Made {
-    /// Of a pass whose rule reads tensors.
-    pub(super) fn of(pass: &Pass) -> Option<Made> {
-        let forward = pass.attention();
+    /// Of a walk, where the rule reads tensors.
+    pub(super) fn of(forward: &Forward, walk: Walk) -> Option<Made> {
         if forward.lists() != Lists::AtCall {
             return None;
         }
         let [_, _, seq_q, seq_kv] = forward.extents;
-        let (tiles, blocks) = match pass {
-            Pass::Forward(_, tile) => (steps(seq_q, tile.queries()), steps(seq_kv, tile.keys)),
-            Pass::Backward(_, tile) => (steps(seq_q, tile.queries), steps(seq_kv, BackwardTile::KEYS)),
-        };
-        let (outer, most) = if matches!(pass, Pass::Forward(..)) { (tiles, blocks) } else { (blocks, tiles) };
+        let [tiles, blocks] = [steps(seq_q, walk.queries), steps(seq_kv, walk.keys)];
+        let (outer, most) = if walk.of_keys { (blocks, tiles) } else { (tiles, blocks) };
         let rows = forward.list_rows();
         Some(Made { lists: rows[0] * rows[1] * outer, most, rows })
     }
@@ -54,12 +50,23 @@ impl CudaPlan {
     ///
     /// # Safety
     /// Parameters are those of the kernels of the pass.
-    pub(super) unsafe fn make_lists(
+    pub(super) unsafe fn make_lists(&self, submission: &Submission<'_>, parameters: [*const c_void; 2]) -> Result<(), sdpa_driver::Error> {
+        // SAFETY: the caller's.
+        unsafe { self.make_lists_of(&self.kept.kernel, self.pass.walk(), submission, parameters) }
+    }
+
+    /// Makes the lists that a kernel walks over.
+    ///
+    /// # Safety
+    /// Parameters are those of the kernel.
+    pub(super) unsafe fn make_lists_of(
         &self,
+        kernel: &Kernel,
+        walk: Walk,
         submission: &Submission<'_>,
         [params, captured]: [*const c_void; 2],
     ) -> Result<(), sdpa_driver::Error> {
-        let (Some(made), Some(entry)) = (Made::of(&self.pass), self.kept.kernel.entries.last()) else { return Ok(()) };
+        let (Some(made), Some(entry)) = (Made::of(self.pass.attention(), walk), kernel.entries.last()) else { return Ok(()) };
         let blocks = u32::try_from(made.lists).unwrap_or(u32::MAX);
         let launch = Launch { blocks: [blocks, 1, 1], threads: THREADS, shared_bytes: MAP_SHARED_BYTES };
         // SAFETY: the caller's; such a pass has the kernel last.

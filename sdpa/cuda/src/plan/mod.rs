@@ -3,18 +3,23 @@
 mod backward;
 mod forward;
 mod lists;
+mod mma_backward;
+mod mma_forward;
 mod told;
 
 use crate::backward::Backward;
 use crate::error::Error;
 use crate::kernel::Kernel;
 use crate::map::BlockMap;
-use crate::problem::Forward;
+use crate::mma::Cut;
+use crate::problem::{Forward, Lists};
+use crate::source::{MAP_ENTRY, MAP_SHARED_BYTES};
 use crate::tile::{BackwardTile, Tile};
 use sdpa_cache::{CacheValue, Weight};
 use sdpa_core::device::{DeviceCall, DevicePrepared};
 use sdpa_driver::{Buffer, Device, DeviceSlice, Stream, Submission};
 use sdpa_nvidia::{Job, call};
+use std::ffi::CStr;
 use std::sync::{Arc, OnceLock};
 
 /// A map in device memory.
@@ -30,6 +35,24 @@ struct Mapped {
 struct Kept {
     kernel: Arc<Kernel>,
     map: Option<Arc<Mapped>>,
+    /// Of a pass that has two texts, the second: of gradients of keys.
+    keys: Option<(Arc<Kernel>, Option<Arc<Mapped>>)>,
+}
+
+/// Of which tiles of queries and blocks of keys lists are made, and whether each list is a block's and has tiles.
+#[derive(Clone, Copy, Debug)]
+struct Walk {
+    queries: u32,
+    keys: u32,
+    of_keys: bool,
+}
+
+impl Walk {
+    /// The lists, where a rule of places alone says them.
+    fn map(self, forward: &Forward) -> Option<BlockMap> {
+        let of = if self.of_keys { BlockMap::of_keys } else { BlockMap::of_queries };
+        of(forward, self.queries, self.keys)
+    }
 }
 
 /// A problem as the kernels of its pass are told of it.
@@ -37,21 +60,31 @@ struct Kept {
 pub(crate) enum Pass {
     Forward(Box<Forward>, Tile),
     Backward(Box<Backward>, BackwardTile),
+    /// With `mma.sync`.
+    MmaForward(Box<Forward>, Cut),
+    MmaBackward(Box<Backward>, Cut),
 }
 
 impl Pass {
     /// The attention of either pass.
     fn attention(&self) -> &Forward {
         match self {
-            Pass::Forward(forward, _) => forward,
-            Pass::Backward(backward, _) => &backward.forward,
+            Pass::Forward(forward, _) | Pass::MmaForward(forward, _) => forward,
+            Pass::Backward(backward, _) | Pass::MmaBackward(backward, _) => &backward.forward,
         }
     }
 
-    fn map(&self) -> Option<BlockMap> {
+    /// The kernel that makes lists of blocks, where each call has its own.
+    pub(crate) fn lists_entry(&self) -> Option<(&'static CStr, u32)> {
+        (self.attention().lists() == Lists::AtCall).then_some((MAP_ENTRY, MAP_SHARED_BYTES))
+    }
+
+    /// What its kernel walks over; of two, the first.
+    fn walk(&self) -> Walk {
         match self {
-            Pass::Forward(forward, tile) => BlockMap::of(forward, tile),
-            Pass::Backward(backward, tile) => BlockMap::of_keys(&backward.forward, tile.queries, BackwardTile::KEYS),
+            Pass::Forward(_, tile) => Walk { queries: tile.queries(), keys: tile.keys, of_keys: false },
+            Pass::Backward(_, tile) => Walk { queries: tile.queries, keys: BackwardTile::KEYS, of_keys: true },
+            Pass::MmaForward(_, cut) | Pass::MmaBackward(_, cut) => Walk { queries: cut.own, keys: cut.step, of_keys: false },
         }
     }
 }
@@ -71,28 +104,33 @@ pub struct CudaPlan {
 
 impl CacheValue for CudaPlan {
     fn weight(&self) -> Weight {
-        let map = self.kept.map.as_ref().map_or(0, |map| (map.begin.bytes() + map.blocks.bytes()) as u64);
-        Weight { host: 0, device: map, workspace: 0 }
+        let maps = self.kept.map.iter().chain(self.kept.keys.iter().flat_map(|(_, map)| map));
+        let maps = maps.map(|map| (map.begin.bytes() + map.blocks.bytes()) as u64).sum();
+        Weight { host: 0, device: maps, workspace: 0 }
     }
 }
 
 impl CudaPlan {
-    pub(crate) fn new(job: Job, pass: Pass, kernel: Arc<Kernel>, stream: &Stream) -> Result<CudaPlan, Error> {
-        let map = match pass.map() {
-            None => None,
-            Some(map) => {
-                let up = |numbers: &[u32]| {
-                    let mut buffer = Buffer::new(stream.device(), size_of_val(numbers).max(4))?;
-                    buffer.upload(stream, 0, numbers)?;
-                    Ok::<_, sdpa_driver::Error>(buffer)
-                };
-                Some(Arc::new(Mapped { begin: up(&map.begin)?, blocks: up(&map.blocks)?, rows: map.rows }))
-            }
+    /// Of a pass that has two texts, the second is that of gradients of keys.
+    pub(crate) fn new(job: Job, pass: Pass, kernel: Arc<Kernel>, keys: Option<Arc<Kernel>>, stream: &Stream) -> Result<CudaPlan, Error> {
+        let mapped = |walk: Walk| {
+            let Some(map) = walk.map(pass.attention()) else { return Ok(None) };
+            let up = |numbers: &[u32]| {
+                let mut buffer = Buffer::new(stream.device(), size_of_val(numbers).max(4))?;
+                buffer.upload(stream, 0, numbers)?;
+                Ok::<_, sdpa_driver::Error>(buffer)
+            };
+            Ok::<_, Error>(Some(Arc::new(Mapped { begin: up(&map.begin)?, blocks: up(&map.blocks)?, rows: map.rows })))
+        };
+        let map = mapped(pass.walk())?;
+        let keys = match (keys, &pass) {
+            (Some(kernel), Pass::MmaBackward(_, cut)) => Some((kernel, mapped(mma_backward::walk_of_keys(cut))?)),
+            (Some(_) | None, _) => None,
         };
         let captured = &pass.attention().captured;
         let tensors = captured.tensors().into_iter().map(|(name, ..)| name.to_owned()).collect();
         let scalars = captured.scalars().into_iter().map(str::to_owned).collect();
-        Ok(CudaPlan { job, pass, kept: Kept { kernel, map }, tensors, scalars, used: OnceLock::new() })
+        Ok(CudaPlan { job, pass, kept: Kept { kernel, map, keys }, tensors, scalars, used: OnceLock::new() })
     }
 
     /// What runs, for reports: the cut of the kernel, and its registers.
@@ -110,12 +148,14 @@ impl CudaPlan {
         match &self.pass {
             Pass::Forward(forward, tile) => self.forward_workspace(forward, tile),
             Pass::Backward(backward, tile) => backward::Workspace::of(backward, tile, self.lists_bytes()).bytes,
+            Pass::MmaForward(..) => self.lists_bytes(),
+            Pass::MmaBackward(backward, cut) => mma_backward::Workspace::of(backward, cut).bytes,
         }
     }
 
     /// Bytes of workspace for lists of blocks that are made at each call.
     fn lists_bytes(&self) -> u64 {
-        lists::Made::of(&self.pass).map_or(0, lists::Made::bytes)
+        lists::Made::of(self.pass.attention(), self.pass.walk()).map_or(0, lists::Made::bytes)
     }
 
     /// # Safety
@@ -141,6 +181,8 @@ impl CudaPlan {
             match &self.pass {
                 Pass::Forward(forward, tile) => self.submit_forward(forward, tile, submission, call, workspace),
                 Pass::Backward(backward, tile) => self.submit_backward(backward, tile, submission, call, workspace),
+                Pass::MmaForward(forward, cut) => self.submit_mma_forward(forward, cut, submission, call, workspace),
+                Pass::MmaBackward(backward, cut) => self.submit_mma_backward(backward, cut, submission, call, workspace),
             }
         }
     }
@@ -164,6 +206,8 @@ impl Pass {
         match self {
             Pass::Forward(_, tile) => format!("forward {} x {} of {}, {}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v),
             Pass::Backward(_, tile) => format!("backward {} x {} of {}, {}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v),
+            Pass::MmaForward(_, cut) => format!("forward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),
+            Pass::MmaBackward(_, cut) => format!("backward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What kernels are told of a call, whichever the pass.
 
-use super::CudaPlan;
 use super::lists::Made;
+use super::{CudaPlan, Mapped, Walk};
 use crate::params::FAR;
 use sdpa_core::TensorSpec;
 use sdpa_core::device::{DeviceCall, DeviceValue};
@@ -89,11 +89,15 @@ impl CudaPlan {
 
     /// Where the lists of blocks are: with the plan, or in workspace from here on.
     pub(super) fn lists(&self, workspace: u64) -> ListsAt {
-        if let Some(made) = Made::of(&self.pass) {
+        self.lists_of(self.pass.walk(), self.kept.map.as_deref(), workspace)
+    }
+
+    /// Where those of a walk are.
+    pub(super) fn lists_of(&self, walk: Walk, map: Option<&Mapped>, workspace: u64) -> ListsAt {
+        if let Some(made) = Made::of(self.pass.attention(), walk) {
             return made.at(workspace);
         }
-        let kept = self.kept.map.as_deref();
-        kept.map_or_else(ListsAt::default, |map| {
+        map.map_or_else(ListsAt::default, |map| {
             let begin = map.begin.address();
             ListsAt { begin, end: begin + 4, blocks: map.blocks.address(), rows: map.rows }
         })

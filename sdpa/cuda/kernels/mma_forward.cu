@@ -1,0 +1,182 @@
+// Attention forward from compute capability 8.0 on: a warp has 16 queries, and walks over blocks of keys with the others of its block.
+
+constexpr int SCORES = TILE_N / 2;
+constexpr int OUTPUTS = DIM_V / 2;
+
+// A tile of queries of one head.
+struct Tile {
+    int tile, batch, head;
+};
+
+// What a row has come to.
+struct Rows {
+    float most[2];
+    float sum[2];
+};
+
+// Scores in units of the exponent, the largest of each row, and how much less what came before weighs now.
+template <bool masked>
+inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile, int q, int column) {
+    if (WITH_SCORE_MOD || p.natural) {
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
+    }
+#if WITH_SCORE_MOD || WITH_KEEP
+#pragma unroll
+    for (int n = 0; n < SCORES; n++) {
+        // What traces read is there for places of the problem alone.
+        const Place at = {tile.batch, tile.head, min(q + (n & 2 ? 8 : 0), p.seq_q - 1), min(column + 8 * (n / 4) + (n & 1), p.seq_kv - 1)};
+#if WITH_SCORE_MOD
+        s[n] = score_mod(s[n], at, captured);
+#endif
+#if WITH_KEEP
+        if (masked && !keep(at, captured)) s[n] = -INFINITE;
+#endif
+    }
+#endif
+    if (masked) {
+        const Span span = span_of(p, tile.batch);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const Range kept = kept_of(p, span, q + 8 * half);
+#pragma unroll
+            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
+                if (!kept.holds(column + 8 * (n / 4) + (n & 1))) s[n] = -INFINITE;
+            }
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = rows.most[half];
+#pragma unroll
+        for (int n = 2 * half; n < SCORES; n += 4) most = fmaxf(most, fmaxf(s[n], s[n + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        // A row that has kept nothing has no largest score, and its weights are 0.
+        const float from = most == -INFINITE ? 0.0f : most * p.unit;
+        less[half] = exp2_of(rows.most[half] * p.unit - from);
+        rows.most[half] = most;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
+            s[n] = exp2_of(s[n] * p.unit - from);
+            sum += s[n];
+        }
+        rows.sum[half] = rows.sum[half] * less[half] + sum;
+    }
+}
+
+// What each row's sums are to be multiplied by, once it has met all of its keys; its stats.
+inline void finish(float (&share)[2], const Rows& rows, const Params& p, const Tile& tile, int q) {
+    const Span span = span_of(p, tile.batch);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float sum = rows.sum[half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        float most = rows.most[half] * p.unit;
+        share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+#if WITH_SINK
+        const float sink = p.sink[tile.head] * LOG2_E;
+        const float from = fmaxf(most, sink);
+        // Of neither there may be any.
+        const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
+        sum = from == -INFINITE ? 0.0f : sum * part + exp2_of(sink - from);
+        share[half] = sum == 0.0f ? 0.0f : part / sum;
+        most = from;
+#endif
+        const int there = q + 8 * half;
+#if WITH_STATS
+        if ((threadIdx.x & 3) == 0 && there < p.seq_q) {
+            const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
+            p.stats[(long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there] = there < span.len_q ? stat : -INFINITE;
+        }
+#endif
+    }
+}
+
+// Heads whose keys and values fit the cache together follow one another; of these, tiles with the most keys of causal masks come first.
+inline Tile tile_of(const Params& p, int number) {
+    const int heads = p.batch * p.heads_q;
+    const int first = number / (p.section * p.tiles) * p.section, together = min(p.section, heads - first);
+    const int in_section = number - first * p.tiles;
+    const int both = first + in_section % together;
+    return Tile{p.tiles - 1 - in_section / together, both / p.heads_q, both % p.heads_q};
+}
+
+constexpr uint K_BYTES = TILE_N * QK_ROW;
+constexpr uint V_BYTES = TILE_N * V_ROW;
+
+inline void bring_keys(uint to, const Params& p, const Tile& tile, int block) {
+    bring<TILE_N, DIM_QK, K_WIDE>(to, QK_ROW, p.k, tile.batch, tile.head / p.group, block * TILE_N, p.seq_kv, p.dim_qk);
+}
+
+inline void bring_values(uint to, const Params& p, const Tile& tile, int block) {
+    bring<TILE_N, DIM_V, V_WIDE>(to, V_ROW, p.v, tile.batch, tile.head / p.group, block * TILE_N, p.seq_kv, p.dim_v);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+    attention_forward(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const uint q_at = shared_address(memory), k_at = q_at + TILE_M * QK_ROW, v_at = k_at + STAGES * K_BYTES;
+    const int lane = threadIdx.x & 31, warp = alike(int(threadIdx.x >> 5));
+    const Tile tile = tile_of(p, blockIdx.x);
+    const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
+    const int q = tile.tile * TILE_M + warp * 16 + lane / 4;
+    Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
+    float o[OUTPUTS];
+#pragma unroll
+    for (int n = 0; n < OUTPUTS; n++) o[n] = 0.0f;
+    Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
+    int block;
+    bool partly, any = walk_on(walk, p, reach, block, partly);
+    if (any) {
+        bring<TILE_M, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, tile.batch, tile.head, tile.tile * TILE_M, p.seq_q, p.dim_qk);
+        bring_keys(k_at, p, tile, block);
+        copies_commit();
+        bring_values(v_at, p, tile, block);
+        copies_commit();
+    }
+    int stage = 0;
+    while (any) {
+        const int first_k = block * TILE_N;
+        const bool masked = partly;
+        any = walk_on(walk, p, reach, block, partly);
+        const int next = STAGES == 1 ? 0 : stage ^ 1;
+        // Its keys are there, and nobody reads those that the next take the place of.
+        copies_wait<1>();
+        __syncthreads();
+        if (STAGES == 2) {
+            if (any) bring_keys(k_at + next * K_BYTES, p, tile, block);
+            copies_commit();
+        }
+        float s[SCORES], less[2];
+        beside<DIM_QK>(s, q_at + warp * 16 * QK_ROW, k_at + stage * K_BYTES, QK_ROW);
+        if (STAGES == 1) {
+            __syncthreads();
+            if (any) bring_keys(k_at, p, tile, block);
+            copies_commit();
+        }
+        const int column = first_k + 2 * (lane & 3);
+        if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, q, column);
+        else soften<false>(s, rows, less, p, captured, tile, q, column);
+#pragma unroll
+        for (int n = 0; n < OUTPUTS; n++) o[n] *= less[n >> 1 & 1];
+        copies_wait<1>();
+        __syncthreads();
+        if (STAGES == 2) {
+            if (any) bring_values(v_at + next * V_BYTES, p, tile, block);
+            copies_commit();
+        }
+        weigh(o, s, v_at + stage * V_BYTES, V_ROW);
+        if (STAGES == 1) {
+            __syncthreads();
+            if (any) bring_values(v_at, p, tile, block);
+            copies_commit();
+        }
+        stage = next;
+    }
+    float share[2];
+    finish(share, rows, p, tile, q);
+    put_rows<O_PAIRS>(p.o, o, share, tile.batch, tile.head, q, p.seq_q, 0, p.dim_v);
+}

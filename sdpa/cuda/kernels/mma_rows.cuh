@@ -1,0 +1,50 @@
+// Around the kernels of gradients: what they read of each row, and gradients of sinks and of parameters.
+
+// Of each row, the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of `o` times `d_o`. A warp has a row.
+extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p) {
+    const int lane = threadIdx.x & 31;
+    const long number = long(blockIdx.x) * 8 + (threadIdx.x >> 5);
+    if (number >= long(p.batch) * p.heads_q * p.seq_q) return;
+    const int row = int(number % p.seq_q), head = int(number / p.seq_q % p.heads_q), batch = int(number / p.seq_q / p.heads_q);
+    const float stat = p.stats[number];
+    const bool any = stat != -INFINITE && row < span_of(p, batch).len_q;
+    const Element* o = row_of(p.o, batch, head, row);
+    const Element* d_o = row_of(p.d_o, batch, head, row);
+    float sum = 0.0f;
+    if (any) {
+        for (int dim = lane; dim < p.dim_v; dim += 32) sum += float(o[dim]) * float(d_o[dim * p.d_o.dim]);
+    }
+    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    if (lane == 0) {
+        p.lse[number] = any ? stat * LOG2_E : INFINITE;
+        p.delta[number] = sum;
+    }
+}
+
+// The gradient of a head's sink: a block has a head, and adds in one order.
+extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const uint sums = shared_address(memory);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
+    const float sink = p.sink[head] * LOG2_E;
+    float sum = 0.0f;
+    for (long n = threadIdx.x; n < long(p.batch) * p.seq_q; n += 256) {
+        const long row = (n / p.seq_q * p.heads_q + head) * p.seq_q + n % p.seq_q;
+        const float lse = p.lse[row];
+        if (lse != INFINITE) sum -= exp2_of(sink - lse) * p.delta[row];
+    }
+    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    if (lane == 0) store_shared(sums + 4 * warp, __float_as_uint(sum));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        float all = 0.0f;
+        for (int n = 0; n < 8; n++) all += __uint_as_float(load_shared(sums + 4 * n));
+        p.sink_gradient[head] = all;
+    }
+}
+
+// Sums of the gradient of a parameter, rounded: to f16 where `half` is 1, else to bf16.
+extern "C" __global__ void __launch_bounds__(256, 1) attention_rounded(const float* from, unsigned short* to, long count, long half) {
+    const long at = long(blockIdx.x) * 256 + threadIdx.x;
+    if (at < count) to[at] = (unsigned short)((half ? pair_of(Half{}, from[at], 0.0f) : pair_of(BFloat{}, from[at], 0.0f)) & 0xffffu);
+}

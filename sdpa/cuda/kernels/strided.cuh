@@ -1,0 +1,65 @@
+// Rows of operands of any strides: to shared memory, and results from registers.
+
+inline uint bits_of(Half x) { return x.bits; }
+inline uint bits_of(BFloat x) { return x.bits; }
+inline uint bits_of(float x) { return __float_as_uint(x); }
+
+inline const Element* row_of(const Strided& of, int batch, int head, int row) {
+    return of.at + batch * of.batch + head * of.head + row * of.row;
+}
+
+// The rows from `first` on, zeros where the tensor has none. `wide`: rows lie at multiples of 16 bytes and are brought by copies, which are to be waited for.
+template <int rows, int columns, bool wide>
+inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int head, int first, int seq, int dim) {
+    constexpr int PER = 16 / ELEMENT_BYTES, CHUNKS = columns / PER;
+    // One by one: addresses of several would take the registers of sums.
+#pragma unroll 1
+    for (int n = threadIdx.x; n < rows * CHUNKS; n += THREADS) {
+        const int row = n / CHUNKS, column = n % CHUNKS * PER;
+        const int left = first + row < seq ? max(0, min(PER, dim - column)) : 0;
+        const uint at = to + row * row_bytes + column * ELEMENT_BYTES;
+        const Element* element = left > 0 ? row_of(from, batch, head, first + row) + column * from.dim : from.at;
+        if (wide) {
+            copy_16(at, element, left * ELEMENT_BYTES);
+        } else {
+            uint words[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int m = 0; m < PER; m++) {
+                if (m < left) words[m * ELEMENT_BYTES / 4] |= bits_of(element[m * from.dim]) << (m * ELEMENT_BYTES % 4 * 8);
+            }
+            store_shared_four(at, words[0], words[1], words[2], words[3]);
+        }
+    }
+}
+
+inline void put_pair(Half* to, float x, float y) { *reinterpret_cast<uint*>(to) = pair_of_halves(x, y); }
+inline void put_pair(BFloat* to, float x, float y) { *reinterpret_cast<uint*>(to) = pair_of_bfloats(x, y); }
+inline void put_pair(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = float2{x, y}; }
+inline void put(Half* to, float x) { to->bits = (unsigned short)(pair_of_halves(x, 0.0f) & 0xffffu); }
+inline void put(BFloat* to, float x) { to->bits = (unsigned short)(pair_of_bfloats(x, 0.0f) & 0xffffu); }
+inline void put(float* to, float x) { *to = x; }
+
+// Two rows, 8 apart, of what a warp has, from `first_column` on, times a number for each. `pairs`: rows lie at multiples of two elements.
+template <bool pairs, int count>
+inline void put_rows(const Strided& to, const float (&x)[count], const float (&times)[2], int batch, int head, int row, int seq, int first_column,
+                     int dim) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (row + 8 * half >= seq) continue;
+        Element* of = const_cast<Element*>(row_of(to, batch, head, row + 8 * half));
+        const float by = times[half];
+#pragma unroll
+        for (int n = 2 * half; n < count; n += 4) {
+            const int column = first_column + n / 4 * 8 + 2 * (lane & 3);
+            // What has no weight is 0, whatever was added up.
+            const float first = by == 0.0f ? 0.0f : x[n] * by, second = by == 0.0f ? 0.0f : x[n + 1] * by;
+            if (pairs) {
+                if (column < dim) put_pair(of + column, first, second);
+            } else {
+                if (column < dim) put(of + column, first);
+                if (column + 1 < dim) put(of + column + 1, second);
+            }
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Kernels with `mma.sync`: what they take, how they are cut, their text.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `problem` | what they decline |
+//! | `cut` | how a problem is cut |
+//! | `params` | what a call tells them |
+//! | `source` | their texts |
+
+mod cut;
+mod params;
+mod problem;
+mod source;
+
+pub use cut::{Cut, SHARED_BYTES};
+pub use params::{MmaParams, Strided};
+pub use problem::{backward, forward};
+pub use source::{KEYS_ENTRY, QUERIES_ENTRIES, SINKS_SHARED_BYTES, forward_text, keys_text, queries_text};

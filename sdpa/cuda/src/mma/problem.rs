@@ -1,0 +1,130 @@
+//! What kernels with `mma.sync` take, and what they decline. Strides and head dims are no matter.
+
+use super::cut::Cut;
+use crate::backward::Backward;
+use crate::params::FAR;
+use crate::problem::{Check, Forward, unsupported};
+use crate::tile::MOST_DIM;
+use sdpa_core::backward::BackwardProblem;
+use sdpa_core::error::Unsupported;
+use sdpa_core::{DType, Direction, Problem, SINK, Statistic, StatsBase};
+
+fn checked(problem: &Problem) -> Check {
+    let mut check = Check(Vec::new());
+    let floats = [DType::F16, DType::BF16, DType::F32];
+    check.that(floats.contains(&problem.dtype()), "dtype", problem.dtype(), "the kernels take f16, bf16 and f32");
+    check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length");
+    check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
+    let dropout = problem.dropout().map_or_else(String::new, |dropout| dropout.p().to_string());
+    check.that(problem.dropout().is_none(), "dropout", dropout, "the kernels drop no weights");
+    check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
+    for statistic in [Statistic::RowMax, Statistic::SumExp] {
+        check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
+    }
+    for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
+        check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
+    }
+    // Indices and bounds are i32 with room for their sums.
+    for (name, extent) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
+        check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
+    }
+    // The smallest cut has 32 rows, in two parts.
+    let longest = problem.seq_q().max(problem.seq_kv());
+    let blocks = problem.batch() * problem.heads_q() * 2 * (longest / 32 + 1);
+    check.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
+    check
+}
+
+/// A forward problem as the kernels are told of it.
+///
+/// # Errors
+/// Every limit of the kernels that the problem breaks.
+pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
+    let check = checked(problem);
+    if check.0.is_empty() { Ok(Forward::told(problem)) } else { Err(unsupported(check.0)) }
+}
+
+/// A backward problem as the kernels are told of it.
+///
+/// # Errors
+/// Every limit of the kernels that the problem breaks.
+pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
+    let mut check = checked(problem.forward());
+    if problem.deterministic() {
+        for gradient in problem.wrt_scores() {
+            let field = format!("deterministic, gradient of {}", gradient.name);
+            check.that(false, &field, "asked for", format!("gradients of parameters are added in any order, but that of {SINK}"));
+        }
+    }
+    if !check.0.is_empty() {
+        return Err(unsupported(check.0));
+    }
+    Ok(Backward::told(problem, Forward::told(problem.forward())))
+}
+
+impl Cut {
+    /// The cut of a forward pass.
+    ///
+    /// # Errors
+    /// Head dims that there is none for.
+    pub fn of_forward(forward: &Forward) -> Result<Cut, Unsupported> {
+        Cut::taken(Direction::Forward, forward)
+    }
+
+    /// The cut of a backward pass.
+    ///
+    /// # Errors
+    /// Head dims that there is none for.
+    pub fn of_backward(backward: &Backward) -> Result<Cut, Unsupported> {
+        Cut::taken(Direction::Backward, &backward.forward)
+    }
+
+    fn taken(direction: Direction, forward: &Forward) -> Result<Cut, Unsupported> {
+        let [q, _, v, _] = forward.tensors;
+        Cut::of(direction, forward.dtype, q.dims[3], v.dims[3]).ok_or_else(|| {
+            let mut check = Check(Vec::new());
+            check.that(false, "dim", q.dims[3].max(v.dims[3]), format!("at most {MOST_DIM}"));
+            unsupported(check.0)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::error::Reason;
+    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Packed, Shape};
+
+    const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 13, dim_v: 7 };
+
+    fn fields<T>(refused: Result<T, Unsupported>) -> Vec<String> {
+        let field = |reason: Reason| match reason {
+            Reason::Limit { field, .. } => field,
+            Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => format!("{reason:?}"),
+        };
+        refused.err().map_or_else(Vec::new, |refused| refused.reasons.into_iter().map(field).collect())
+    }
+
+    #[test]
+    fn strides_and_dims_are_no_matter_and_what_is_declined_is_told_by_its_field() {
+        let of = |spec: &AttentionSpec| fields(forward(&spec.validate().unwrap()));
+        let mut odd = AttentionSpec::dense(DType::F32, SHAPE, Layout::Sbhd).mask(Mask::padding()).with_sink().with_stats();
+        assert_eq!(of(&odd), [""; 0]);
+        (odd.k.strides[0], odd.v.strides[1], odd.q.alignment) = (0, 0, 4);
+        assert_eq!(of(&odd), [""; 0]);
+        assert_eq!(of(&odd.clone().with_dropout(0.5).with_row_max().with_sum_exp()), ["dropout", "row_max", "sum_exp"]);
+        assert_eq!(of(&odd.with_stats_in(StatsBase::Two)), ["stats_base"]);
+        assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), ["packed"]);
+        let wide = Shape { dim_qk: 260, dim_v: 300, ..SHAPE };
+        assert_eq!(of(&AttentionSpec::dense(DType::F16, wide, Layout::Bhsd)), ["dim_qk", "dim_v"]);
+    }
+
+    #[test]
+    fn a_deterministic_pass_has_no_gradients_of_parameters_but_that_of_the_sink() {
+        let of = |spec: &BackwardSpec| fields(backward(&spec.validate().unwrap()));
+        let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).with_sink().backward();
+        assert_eq!(of(&spec.clone().deterministic().wrt(SINK, DType::F32)), [""; 0]);
+        assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);
+        assert_eq!(of(&spec.deterministic().wrt("bias", DType::F32)), ["deterministic, gradient of bias"]);
+    }
+}

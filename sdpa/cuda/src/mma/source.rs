@@ -1,0 +1,134 @@
+//! The texts of kernels with `mma.sync`: constants, the pieces of `kernels/`, and what was traced.
+
+use super::cut::Cut;
+use super::params::{MmaParams, Strided};
+use crate::backward::Backward;
+use crate::problem::{Forward, Lists};
+use crate::source::{
+    ALONG, BACKWARD, HEAVY, MAP, SPAN, WALK, add, along_functions, along_parameters, begin, gradients_structure, keep_function, piece,
+    score_functions,
+};
+use sdpa_core::DType;
+use sdpa_core::spec::TensorSpec;
+use std::ffi::CStr;
+
+const MATRIX: [(&str, &str); 3] = [piece!("mma.cuh"), piece!("fragments.cuh"), piece!("strided.cuh")];
+const FORWARD: (&str, &str) = piece!("mma_forward.cu");
+const SCORES: (&str, &str) = piece!("mma_back.cuh");
+const KEYS: (&str, &str) = piece!("mma_keys.cu");
+const QUERIES: [(&str, &str); 2] = [piece!("mma_queries.cu"), piece!("mma_rows.cuh")];
+
+/// The names of the kernels of the text of queries: the one that computes; what it reads of each row; gradients of sinks; those of parameters that are rounded.
+pub const QUERIES_ENTRIES: [&CStr; 4] = [c"attention_queries", c"attention_rows", c"attention_sinks", c"attention_rounded"];
+
+/// The name of the kernel of the text of keys.
+pub const KEYS_ENTRY: &CStr = c"attention_keys";
+
+/// Shared memory of the kernel of sinks, in which its 8 warps tell of a sum each.
+pub const SINKS_SHARED_BYTES: u32 = 4 * 8;
+
+/// Whether rows lie at multiples of 16 bytes, so that threads ask for copies of these.
+fn wide(tensor: &TensorSpec, bytes: i64) -> u32 {
+    let dense = tensor.strides[3] == 1 || tensor.dims[3] == 1;
+    let steps = (0..3).all(|axis| tensor.dims[axis] <= 1 || tensor.strides[axis] * bytes % 16 == 0);
+    u32::from(dense && tensor.alignment.is_multiple_of(16) && steps)
+}
+
+/// Whether a row is pairs of elements, at multiples of two.
+fn pairs(tensor: &TensorSpec, bytes: u32) -> u32 {
+    let steps = (0..3).all(|axis| tensor.dims[axis] <= 1 || tensor.strides[axis] % 2 == 0);
+    u32::from(tensor.dims[3] % 2 == 0 && tensor.strides[3] == 1 && tensor.alignment.is_multiple_of(2 * bytes) && steps)
+}
+
+/// Constants of every text.
+fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
+    let bytes = cut.element_bytes;
+    let [q, k, v, _] = &forward.tensors;
+    let mut constants = vec![
+        ("DIM_QK", cut.dim_qk),
+        ("DIM_V", cut.dim_v),
+        ("WARPS", cut.warps()),
+        ("STAGES", cut.stages),
+        ("SINGLE", u32::from(bytes == 4)),
+        ("Q_WIDE", wide(q, bytes.into())),
+        ("K_WIDE", wide(k, bytes.into())),
+        ("V_WIDE", wide(v, bytes.into())),
+        ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
+    ];
+    if forward.dtype == DType::F32 {
+        constants.push(("EXACT", 1));
+    }
+    constants
+}
+
+/// The structure of what a call tells.
+fn params() -> String {
+    format!("{}{}typedef MmaParams Params;\n", Strided::CUDA, MmaParams::cuda())
+}
+
+/// The whole CUDA text of the forward kernel of a problem, cut so.
+pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
+    let [.., o] = &forward.tensors;
+    let mut own = constants(forward, cut);
+    own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(o, cut.element_bytes)), ("WITH_STATS", forward.stats.into())]);
+    let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
+    let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
+    let mut text = begin(forward, &own, &params(), &traced, &MATRIX);
+    [SPAN, WALK].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    text
+}
+
+/// The kernel that makes lists, where each call has its own.
+fn map(forward: &Forward) -> Option<(&'static str, &'static str)> {
+    (forward.lists() == Lists::AtCall).then_some(MAP)
+}
+
+/// Constants of either text of a backward pass.
+fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<(&'static str, u32)> {
+    let bytes = cut.element_bytes;
+    let (tile_m, tile_n) = if by_keys { (cut.step, cut.own) } else { (cut.own, cut.step) };
+    let [dq, dk, dv] = backward.gradients.each_ref().map(|tensor| pairs(tensor, bytes));
+    let mut own = constants(&backward.forward, cut);
+    own.extend([
+        ("OWN", cut.own),
+        ("STEP", cut.step),
+        ("PARTS", cut.parts),
+        ("TILE_M", tile_m),
+        ("TILE_N", tile_n),
+        ("BY_KEYS", by_keys.into()),
+        ("D_O_WIDE", wide(&backward.d_o, bytes.into())),
+        ("DQ_PAIRS", dq),
+        ("DK_PAIRS", dk),
+        ("DV_PAIRS", dv),
+        ("WITH_ALONG", (by_keys && !backward.along.is_empty()).into()),
+    ]);
+    own
+}
+
+/// The whole CUDA text of the kernels that make gradients of queries, and what is around them.
+pub fn queries_text(backward: &Backward, cut: &Cut) -> String {
+    let forward = &backward.forward;
+    let own = constants_of_gradients(backward, cut, false);
+    let traced: Vec<String> = score_functions(backward).into_iter().chain(keep_function(forward)).collect();
+    let mut text = begin(forward, &own, &params(), &traced, &MATRIX);
+    [SPAN, WALK].into_iter().chain(map(forward)).chain([SCORES]).chain(QUERIES).for_each(|piece| add(&mut text, piece));
+    text
+}
+
+/// The whole CUDA text of the kernel that makes gradients of keys and values, and those of parameters.
+pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
+    let forward = &backward.forward;
+    let own = constants_of_gradients(backward, cut, true);
+    let traced: Vec<String> =
+        score_functions(backward).into_iter().chain(along_functions(backward)).chain(keep_function(forward)).collect();
+    let params = format!("{}{}", params(), gradients_structure(&backward.along));
+    let mut text = begin(forward, &own, &params, &traced, &MATRIX);
+    [SPAN, BACKWARD].into_iter().chain(map(forward)).chain([SCORES]).for_each(|piece| add(&mut text, piece));
+    if !backward.along.is_empty() {
+        add(&mut text, ALONG);
+        text.push_str("\n#line 1 \"parameters\"\n");
+        text.push_str(&along_parameters(&backward.along, forward.extents));
+    }
+    add(&mut text, KEYS);
+    text
+}

@@ -1,0 +1,159 @@
+//! Kernels with `mma.sync`, on a device of compute capability 8.0.
+
+use super::{each, gradient_of, judged};
+use conformance::case::Case;
+use conformance::emulated::{Emulated, executor_on};
+use conformance::random::Random;
+use conformance::runner::{
+    Draw, Outcome, Source, random_backward, random_ends, random_padded, random_padded_backward, run, run_backward, run_backward_case,
+    run_case, run_tree,
+};
+use conformance::say::skip;
+use sdpa::cuda::{CudaExecutor, Family};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, Shape};
+
+const NAME: &str = "cuda-mma-emulated";
+
+/// What the kernels take.
+const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
+
+pub(crate) fn executor() -> Option<CudaExecutor> {
+    executor_on(Emulated::A100, None).map_err(|why| skip("cuda", &why)).ok()
+}
+
+fn floats(cases: impl IntoIterator<Item = Result<Vec<Case>, String>>) -> Vec<Case> {
+    cases.into_iter().flat_map(Result::unwrap).filter(|case| FLOATS.contains(&case.dtype)).collect()
+}
+
+fn forward(what: &str, cases: Vec<Case>) {
+    let Some(executor) = executor() else { return };
+    each(what, NAME, &cases, |case, tally| {
+        let declined = || case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_err());
+        let outcome = run_case(case, &executor).skip_only_if(declined, || case.repro(executor.name()));
+        tally.lock().unwrap().add(NAME, &case.name, &outcome);
+    });
+}
+
+fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
+    let Some(executor) = executor() else { return };
+    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
+    each(what, NAME, &runs, |&(case, source), tally| {
+        let declined = || case.backward_spec().unwrap().validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
+        let outcome = run_backward_case(case, source, &executor).skip_only_if(declined, || case.backward_repro(executor.name()));
+        tally.lock().unwrap().add(NAME, &format!("{}{}", case.name, source.suffix()), &outcome);
+    });
+}
+
+#[test]
+fn forward_cases() {
+    forward("forward", floats([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()]));
+}
+
+#[test]
+fn backward_cases() {
+    backward("backward", floats([Case::all_backward(), Case::all_ends()]), &[Source::Oracle]);
+    backward("sinks and tables backward", floats([Case::all_sinks(), Case::all_tables()]), &[Source::Executor]);
+}
+
+/// Every few of the library's score_mods under masks: each is a text of its own.
+const EVERY: usize = 7;
+
+#[test]
+fn score_mod_cases() {
+    let some: Vec<Case> = floats([Case::all_library()]).into_iter().step_by(EVERY).collect();
+    forward("score_mod", some.clone());
+    backward("score_mod backward", some, &[Source::Oracle]);
+}
+
+/// A problem without what the kernels decline, its strides and dims as they are.
+fn taken(spec: AttentionSpec) -> AttentionSpec {
+    AttentionSpec { row_max: false, sum_exp: false, dropout: None, ..spec }
+}
+
+/// Random lengths, heads, dims, strides, masks, windows about the ends, sinks and score_mods, as they are drawn.
+#[test]
+fn random_problems() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let (first, n) = (number("SDPA_SEED").unwrap_or(1), number("SDPA_CASES").unwrap_or(6));
+    let Some(executor) = executor() else { return };
+    let seeds: Vec<u64> = (first..first + n).collect();
+    each("random", NAME, &seeds, |&seed, tally| {
+        let random = &mut Random::new(seed * 7919 + 41);
+        let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
+        let forward = |spec: AttentionSpec, what: &str| {
+            let outcome = run(&taken(spec), None, 1.0, seed, &executor).skip_only_if(|| false, || what.to_owned());
+            tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
+        };
+        forward(random_padded(random, &FLOATS), "any");
+        forward(random_ends(random, &FLOATS), "ends");
+        forward(random_padded(random, &FLOATS).with_sink(), "sink");
+        let backward = |spec: BackwardSpec, what: &str| {
+            let source = Source::ALL[(seed % 2) as usize];
+            let outcome = judged(run_backward(&spec, &draw, source, &executor), &spec, &executor);
+            tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}{}", source.suffix()), &outcome);
+        };
+        backward(random_backward(random, &FLOATS), "backward");
+        backward(random_padded_backward(random, &FLOATS), "backward of lengths");
+        // Where no parameter's gradient but the sink's is asked for.
+        backward(gradient_of(taken(random_ends(random, &FLOATS))).deterministic(), "deterministic backward of ends");
+        backward(gradient_of(taken(random_padded(random, &FLOATS).with_sink())).deterministic(), "deterministic backward of a sink");
+        let tree = run_tree(seed, &FLOATS, &executor).unwrap();
+        tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, tree: {}", tree.text), &tree.forward);
+        tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, backward of the tree: {}", tree.text), &tree.backward);
+    });
+}
+
+fn spec(dtype: DType, dim: i64) -> AttentionSpec {
+    let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 40, seq_kv: 50, dim_qk: dim, dim_v: dim };
+    AttentionSpec::dense(dtype, shape, Layout::Bshd)
+}
+
+/// On compute capability 9.0 the family written for it has what it takes, and this one the rest; elsewhere this one has all.
+#[test]
+fn each_device_and_problem_has_its_family() {
+    let on = |device, family| executor_on(device, family).map_err(|why| skip("cuda", &why)).ok();
+    let (Some(h200), Some(a100), Some(l40)) = (on(Emulated::H200, None), on(Emulated::A100, None), on(Emulated::L40, None)) else { return };
+    let mut broadcast = spec(DType::F16, 64);
+    broadcast.k.strides[2] = 0;
+    let table = [
+        (spec(DType::BF16, 64), Family::Wgmma),
+        (spec(DType::F32, 64), Family::Mma),
+        (spec(DType::BF16, 13), Family::Mma),
+        (broadcast, Family::Mma),
+    ];
+    for (spec, family) in table {
+        let problem = spec.validate().unwrap();
+        assert_eq!(h200.family(&problem), Ok(family), "{spec:?}");
+        assert_eq!(h200.backward_family(&spec.clone().backward().deterministic().validate().unwrap()), Ok(Family::Mma), "{spec:?}");
+        for executor in [&a100, &l40] {
+            assert_eq!(executor.family(&problem), Ok(Family::Mma), "{spec:?}");
+            let outcome = run(&spec, None, 1.0, 5, executor);
+            assert!(matches!(outcome, Outcome::Pass(..)), "{outcome:?}");
+        }
+    }
+    let outcome = run_backward(
+        &spec(DType::F32, 40).backward().deterministic(),
+        &Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed: 3 },
+        Source::Oracle,
+        &l40,
+    );
+    assert!(matches!(outcome, Outcome::Pass(..)), "{outcome:?}");
+}
+
+/// What one family takes has no reasons; what none does has those of the family that would take the most of it.
+#[test]
+fn reasons_are_given_where_no_family_takes_a_problem() {
+    let on = |device, family| executor_on(device, family).map_err(|why| skip("cuda", &why)).ok();
+    let (Some(h200), Some(narrow), Some(old)) =
+        (on(Emulated::H200, None), on(Emulated::H200, Some(Family::Wgmma)), on(Emulated::A100, Some(Family::Wgmma)))
+    else {
+        return;
+    };
+    let told = |executor: &CudaExecutor, spec: AttentionSpec| executor.family(&spec.validate().unwrap()).unwrap_err().to_string();
+    let both = told(&h200, spec(DType::F32, 64).with_dropout(0.5));
+    assert!(both.contains("dropout") && !both.contains("dtype"), "{both}");
+    let alone = told(&narrow, spec(DType::F32, 64));
+    assert!(alone.contains("dtype is f32"), "{alone}");
+    let elsewhere = told(&old, spec(DType::BF16, 64));
+    assert!(elsewhere.contains("compute capability is 8.0"), "{elsewhere}");
+}

@@ -1,0 +1,208 @@
+//! Faults that are put into kernels with `mma.sync`.
+
+use super::faults::{
+    Fault,
+    Pass::{Backward, Forward},
+    all_are_found,
+};
+use super::mma::executor;
+use conformance::emulated::{Emulated, executor_on};
+
+/// Several tiles, each of several blocks; heads that share keys; one stage and two.
+const LONG: &str = r#"
+[[case]]
+name = "windows"
+shape = { batch = 2, heads_q = 2, heads_kv = 1, seq_q = 200, seq_kv = 330, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["window:90,100"]
+stats = true
+
+[[case]]
+name = "every key"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 140, seq_kv = 300, dim_qk = 128, dim_v = 128 }
+dtype = "f16"
+stats = true
+"#;
+
+/// One stage of operands, parts of the columns.
+const WIDE: &str = r#"
+[[case]]
+name = "wide"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 100, seq_kv = 150, dim_qk = 256, dim_v = 200 }
+dtype = "bf16"
+mask = ["causal"]
+stats = true
+"#;
+
+/// Rows that end within 16 bytes, and such as no copy reads.
+const ODD: &str = r#"
+[[case]]
+name = "odd rows"
+shape = { batch = 1, heads_q = 2, heads_kv = 2, seq_q = 70, seq_kv = 90, dim_qk = 37, dim_v = 21 }
+dtype = "bf16"
+stats = true
+"#;
+
+/// Rows of columns that are no multiple of 32, at multiples of 16 bytes.
+const NARROW: &str = r#"
+[[case]]
+name = "narrow rows"
+shape = { batch = 1, heads_q = 2, heads_kv = 2, seq_q = 70, seq_kv = 90, dim_qk = 40, dim_v = 24 }
+dtype = "f16"
+stats = true
+"#;
+
+/// Numbers in parts.
+const SINGLE: &str = r#"
+[[case]]
+name = "f32"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 90, seq_kv = 140, dim_qk = 64, dim_v = 48 }
+dtype = "f32"
+mask = ["causal"]
+stats = true
+"#;
+
+/// A rule that keeps all keys of some heads and none of others.
+const MAPPED: &str = r#"
+[[case]]
+name = "other heads, other keys"
+shape = { batch = 1, heads_q = 12, heads_kv = 3, seq_q = 70, seq_kv = 80, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["array:h"]
+stats = true
+"#;
+
+/// Lengths of entries.
+const LENGTHS: &str = r#"
+[[case]]
+name = "lengths and a sink"
+shape = { batch = 3, heads_q = 2, heads_kv = 1, seq_q = 200, seq_kv = 270, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["padding", "causal"]
+sink = true
+stats = true
+backward = { wrt = ["sink:f32"] }
+"#;
+
+/// Rows that have no keys, beside such as have.
+const EMPTY: &str = r#"
+[[case]]
+name = "rows without keys"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 140, seq_kv = 100, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["causal-bottom-right"]
+stats = true
+"#;
+
+/// Traces, and gradients of what they read, in parts of the columns.
+const ALONG: &str = r#"
+[[case]]
+name = "a bias"
+shape = { batch = 2, heads_q = 2, heads_kv = 1, seq_q = 80, seq_kv = 90, dim_qk = 160, dim_v = 64 }
+dtype = "f16"
+score_mod = ["bias:hqk"]
+stats = true
+backward = { wrt = ["bias:f32"] }
+"#;
+
+const FAULTS: [Fault; 33] = [
+    (
+        "keys are not waited for",
+        Forward,
+        [
+            "copies_wait<1>();\n        __syncthreads();\n        if (STAGES == 2) {\n            if (any) bring_keys",
+            "__syncthreads();\n        if (STAGES == 2) {\n            if (any) bring_keys",
+        ],
+        LONG,
+    ),
+    (
+        "values are not waited for",
+        Forward,
+        [
+            "copies_wait<1>();\n        __syncthreads();\n        if (STAGES == 2) {\n            if (any) bring_values",
+            "__syncthreads();\n        if (STAGES == 2) {\n            if (any) bring_values",
+        ],
+        LONG,
+    ),
+    (
+        "a thread reads keys that another waited for",
+        Forward,
+        [
+            "__syncthreads();\n        if (STAGES == 2) {\n            if (any) bring_keys",
+            "if (STAGES == 2) {\n            if (any) bring_keys",
+        ],
+        LONG,
+    ),
+    (
+        "a thread reads keys that another stored",
+        Forward,
+        [
+            "__syncthreads();\n        if (STAGES == 2) {\n            if (any) bring_keys",
+            "if (STAGES == 2) {\n            if (any) bring_keys",
+        ],
+        ODD,
+    ),
+    (
+        "keys come before those of a block are done with",
+        Forward,
+        ["__syncthreads();\n            if (any) bring_keys", "if (any) bring_keys"],
+        WIDE,
+    ),
+    (
+        "values come before those of a block are done with",
+        Forward,
+        ["__syncthreads();\n            if (any) bring_values", "if (any) bring_values"],
+        WIDE,
+    ),
+    ("both stages are one", Forward, ["bring_keys(k_at + next * K_BYTES", "bring_keys(k_at + stage * K_BYTES"], LONG),
+    ("a stage is walked over twice", Forward, ["stage = next;", ""], LONG),
+    ("sums of the second row weigh as the first's", Forward, ["o[n] *= less[n >> 1 & 1];", "o[n] *= less[0];"], LONG),
+    ("half of the lanes have another largest score", Forward, ["__shfl_xor_sync(~0u, most, 2)", "__shfl_xor_sync(~0u, most, 1)"], LONG),
+    (
+        "the last rows of a matrix come first",
+        Forward,
+        ["load_matrices(y, from_b + 2 * n * row_bytes", "load_matrices(y, from_b + 2 * (n ^ 8) * row_bytes"],
+        LONG,
+    ),
+    ("neighbours change places", Forward, ["w[step + 2 * m], w[step + 2 * m + 1]", "w[step + 2 * m + 1], w[step + 2 * m]"], LONG),
+    ("what is behind a row is read", Forward, ["max(0, min(PER, dim - column))", "PER"], NARROW),
+    ("what is behind a row that no copy reads is read", Forward, ["max(0, min(PER, dim - column))", "PER"], ODD),
+    ("rows behind the last are read", Forward, ["first + row < seq ?", "first + row <= seq ?"], NARROW),
+    ("of two elements the second is lost", Forward, ["<< (m * ELEMENT_BYTES % 4 * 8)", "<< 0"], ODD),
+    ("an odd row ends a column late", Forward, ["if (column + 1 < dim) put(", "if (column < dim) put("], ODD),
+    ("the lower parts are left out", Forward, ["low = rounded_to_tf32(x - __uint_as_float(high));", "low = 0;"], SINGLE),
+    ("neighbours of a row are those of the next", Forward, ["load_shared(from + row_bytes + n * 8)", "load_shared(from + n * 8)"], SINGLE),
+    ("the second row keeps what the first does", Forward, ["kept_of(p, span, q + 8 * half)", "kept_of(p, span, q)"], LONG),
+    ("rows of the map of another head's", Forward, ["head * p.map_head) * p.tiles", "0 * p.map_head) * p.tiles"], MAPPED),
+    ("steps are not waited for", Backward, ["copies_wait<1>();", ""], LONG),
+    ("both stages are one", Backward, ["steps_at + next * STEP_BYTES", "steps_at + stage * STEP_BYTES"], LONG),
+    ("keys come before others are done with", Backward, ["// Its keys are done with.\n        __syncthreads();", ""], WIDE),
+    ("queries come before others are done with", Backward, ["// Its queries are done with.\n        __syncthreads();", ""], WIDE),
+    ("the second query of two has the first's sum", Backward, ["d_p[n + 1] - delta.y", "d_p[n + 1] - delta.x"], LONG),
+    (
+        "the second row has the first's stats",
+        Backward,
+        ["float2{known.lse[n >> 1 & 1], known.lse[n >> 1 & 1]}", "float2{known.lse[0], known.lse[0]}"],
+        LONG,
+    ),
+    ("both parts are the first", Backward, ["part * (DIM_V / PARTS) * ELEMENT_BYTES", "0"], WIDE),
+    ("one head gives all gradients", Backward, ["heads.head = kv_head * p.group + heads.of;", "heads.head = kv_head * p.group;"], LONG),
+    (
+        "a head walks as the first of its group",
+        Backward,
+        ["heads.walk = walk_of(p, reach, batch, heads.head, block);", "heads.walk = walk_of(p, reach, batch, kv_head * p.group, block);"],
+        MAPPED,
+    ),
+    ("parts add the same gradient of a parameter", Backward, ["if (part == 0) along", "along"], ALONG),
+    ("the sink's gradient has the other sign", Backward, ["sum -= exp2_of(sink - lse)", "sum += exp2_of(sink - lse)"], LENGTHS),
+    ("rows without weights", Backward, ["any ? stat * LOG2_E : INFINITE", "stat * LOG2_E"], EMPTY),
+];
+
+#[test]
+fn every_fault_is_found_of_mma_sync() {
+    if executor().is_none() {
+        return;
+    }
+    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG];
+    all_are_found("cuda-mma-emulated", &FAULTS, &cases, || executor_on(Emulated::A100, None).unwrap());
+}
