@@ -4,7 +4,7 @@ use conformance::nvrtc;
 use conformance::say::{say, skip};
 use sdpa::cuda::kernel::{compile, serialized};
 use sdpa::cuda::{Backward, Forward, source};
-use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Packed, Shape};
 use std::sync::Mutex;
 
 /// Dims, type, score_mod (or none), masks.
@@ -34,6 +34,37 @@ fn spec([dim_qk, dim_v]: [i64; 2], dtype: DType, score_mod: &str, masks: &[&str]
         spec = spec.mask(text.parse::<Mask>().unwrap_or_else(|e| panic!("{text}: {e}")));
     }
     spec
+}
+
+/// How keys, values and queries lie, where that makes another text.
+#[derive(Clone, Copy, Debug)]
+enum Lies {
+    /// Documents one behind the other: whether queries and keys have the same, whether boundaries are i64.
+    Packed(bool, bool),
+}
+
+/// Dims, type, score_mod (or none), masks, how tokens lie, and whether nothing may be spilled. Forward alone.
+type Other = ([i64; 2], DType, &'static str, &'static [&'static str], Lies, bool);
+
+const OTHERS: [Other; 4] = [
+    ([64, 64], DType::F16, "", &["causal"], Lies::Packed(false, false), true),
+    ([128, 128], DType::BF16, "", &["causal"], Lies::Packed(false, true), true),
+    ([128, 128], DType::BF16, "softcap:30", &["window:300,0:ends"], Lies::Packed(true, false), false),
+    ([256, 256], DType::BF16, "", &["document"], Lies::Packed(false, false), false),
+];
+
+fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
+    let dense = spec(dims, dtype, score_mod, masks);
+    match lies {
+        Lies::Packed(cross, wide) => {
+            let [batch, heads_q, seq, dim_qk] = dense.q.dims;
+            let [_, heads_kv, seq_kv, dim_v] = dense.v.dims;
+            let seq_q = if cross { seq } else { seq_kv };
+            let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v };
+            let packed = AttentionSpec::packed(dtype, shape, Packed { cross, wide, ..Packed::default() });
+            AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, ..packed }.with_stats()
+        }
+    }
 }
 
 /// Bytes that a thread may put into local memory, where a trace reads tensors or heads are wide: between tiles, and in blocks at the edge of a mask.
@@ -76,14 +107,16 @@ fn every_kernel_compiles_into_registers() {
         Err(why) => return skip("offline", &format!("kernels of our own: {why}")),
     };
     let told = Mutex::new(Vec::new());
-    each_row(|spec, plain| {
+    let run = |spec: &AttentionSpec, plain: bool| {
         let forward = Forward::of(&spec.validate().unwrap()).unwrap();
         let made = compile(&nvrtc, &source::forward(&forward, &forward.tile().unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
         assert_eq!(serialized(&made), None, "{spec:?}");
         let most = if plain { 0 } else { SPILLED };
         assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);
         told.lock().unwrap().push(made.code.len());
-    });
+    };
+    each_row(run);
+    OTHERS.into_iter().for_each(|other| run(&lying(other), other.5));
     let told = told.into_inner().unwrap();
     assert!(told.len() > TABLE.len());
     say(&format!("NVRTC: {} kernels of our own make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));

@@ -8,7 +8,7 @@ use cudnn_graph::{Buffer, Stream};
 use sdpa::cache::Limits;
 use sdpa::cuda::{CudaExecutor, CudaOptions};
 use sdpa::cudnn::{DeviceForward, DeviceParam, DeviceSlice, DeviceValue};
-use sdpa::{AttentionSpec, DType, DeviceExecutor, Error, Layout, Mask, Shape};
+use sdpa::{AttentionSpec, DType, DeviceExecutor, Error, Layout, Mask, Packed, Shape, TensorSpec, packed};
 use std::num::NonZeroUsize;
 
 fn executor(entries: usize) -> Option<(Recorder, CudaExecutor)> {
@@ -70,6 +70,32 @@ fn one_launch_reaches_the_operands_and_tiles_past_the_multiprocessors_are_counte
         // The counter is zeroed in front, where there is one.
         let zeroed: Vec<_> = entries.iter().filter(|e| e.what == FILL).collect();
         assert_eq!(zeroed.iter().map(|e| e.bytes).collect::<Vec<_>>(), if blocks < tiles { vec![4] } else { vec![] });
+    }
+    assert_eq!(recorder.faults(), 0);
+}
+
+/// Of packed documents, tiles are listed first; what the maps of operands reach is the tokens of the call's memory, and no more than the problem's.
+#[test]
+fn tiles_of_documents_are_listed_and_maps_reach_the_tokens_there_are() {
+    let Some((recorder, executor)) = executor(8) else { return };
+    let stream = recorder.stream();
+    let shape = Shape { seq_kv: SHAPE.seq_q, ..SHAPE };
+    let spec = AttentionSpec::packed(DType::BF16, shape, Packed::of(400)).mask(Mask::causal()).with_stats();
+    let ready = executor.prepare_device(&spec.validate().unwrap()).unwrap();
+    for tokens in [400, 250, 1] {
+        let operand = |tensor: &TensorSpec| recorder.buffer(packed::memory(tensor, tokens).extent().unwrap().unsigned_abs() * 2);
+        let buffers = [&spec.q, &spec.k, &spec.v, &spec.o].map(operand);
+        let (stats, boundaries) = (recorder.buffer(tokens as u64 * 4 * 4), recorder.buffer(12));
+        let params = [DeviceParam { name: "cu_seqlens", value: DeviceValue::Tensor(DType::I32, whole(&boundaries)) }];
+        let right = DeviceForward { stats: Some(whole(&stats)), ..call(&buffers, &params) };
+        recorder.submit(&*ready, &stream, &(&right).into()).unwrap();
+        let (done, entries) = recorder.record(|| recorder.submit(&*ready, &stream, &(&right).into()));
+        done.unwrap();
+        let launches: Vec<_> = entries.iter().filter(|e| e.what == LAUNCH).collect();
+        let [listing, attention] = launches[..] else { panic!("{} launches", launches.len()) };
+        assert_eq!((listing.from, listing.bytes), (1, 256));
+        assert_eq!(attention.pointers[..4], buffers.each_ref().map(Buffer::address));
+        assert!(entries.iter().all(|e| e.what != FILL), "the list zeroes the counter");
     }
     assert_eq!(recorder.faults(), 0);
 }

@@ -15,7 +15,7 @@ pub(crate) fn executor(tile: Option<Tile>) -> Result<CudaExecutor> {
 }
 
 /// What is tried, in a process each where there are processors for it: a kernel takes a second to compile.
-const PARTS: [&str; 8] = ["cases", "library", "random", "ends", "trees", "gradients", "gradients-library", "gradients-random"];
+const PARTS: [&str; 9] = ["cases", "packed", "library", "random", "ends", "trees", "gradients", "gradients-library", "gradients-random"];
 
 /// Cases and random problems, those of one part or all; `first` is where random ones begin.
 pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
@@ -29,6 +29,10 @@ pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
                 for case in [Case::all()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?].into_iter().flatten() {
                     tally.add("cuda", &case.name, &runner::run_case(&case, executor));
                 }
+            }
+            "packed" => {
+                Case::all_packed()?.iter().for_each(|case| tally.add("cuda", &case.name, &runner::run_case(case, executor)));
+                seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_packed(r, &NARROW)));
             }
             "library" => some(first, random)?.for_each(|case| tally.add("cuda", &case.name, &runner::run_case(&case, executor))),
             "random" => seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_spec(r, &NARROW))),
@@ -107,13 +111,15 @@ fn gradients_drawn(tally: &mut Tally, seed: u64, executor: &CudaExecutor) {
 
 /// The same problem with head dims of whole 16 bytes, dense: what the copy engine asks for.
 fn taken(mut spec: AttentionSpec) -> AttentionSpec {
-    if spec.packed.is_some() {
-        return spec;
-    }
-    for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
+    let totals = spec.packed.map(|packed| [packed.total_q, packed.total_kv]);
+    for (n, tensor) in [&mut spec.q, &mut spec.o, &mut spec.k, &mut spec.v].into_iter().enumerate() {
         let [batch, heads, seq, dim] = tensor.dims;
+        let dims = [batch, heads, seq, (dim + 7) / 8 * 8];
         let layout = if tensor.strides[1] < tensor.strides[2] { Layout::Bshd } else { Layout::Bhsd };
-        *tensor = TensorSpec::dense([batch, heads, seq, (dim + 7) / 8 * 8], layout);
+        *tensor = TensorSpec::dense(dims, layout);
+        if let Some(totals) = totals {
+            tensor.strides = layout.strides([1, heads, totals[n / 2].unwrap_or(batch * seq).max(2), dims[3]]);
+        }
     }
     spec
 }

@@ -1,13 +1,19 @@
 // Attention forward on compute capability 9.0: one group of threads brings operands, the others each have 64 queries.
 
 constexpr int WARPS = 4 * GROUPS;
+constexpr int ROWS = 64 * GROUPS;
+// Rows of a tile are its heads' queries, head after head; where queries are few, rows behind them are left over.
+constexpr bool FEW = TILE_M < ROWS;
+constexpr int TILE_ROWS = TILE_M * HEADS;
 constexpr int PANEL = 64;
 constexpr int QK_PANELS = DIM_QK / PANEL;
 constexpr int V_PANELS = DIM_V / PANEL;
 constexpr int ROW_BYTES = 128;
-constexpr uint Q_PANEL_BYTES = TILE_M * ROW_BYTES;
+constexpr uint Q_PANEL_BYTES = ROWS * ROW_BYTES;
+constexpr uint Q_BOX_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
-constexpr uint O_BYTES = Q_PANEL_BYTES * V_PANELS;
+// Results of few queries go past shared memory.
+constexpr uint O_BYTES = FEW ? 0 : Q_PANEL_BYTES * V_PANELS;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_APART || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
@@ -16,11 +22,6 @@ constexpr int OUTPUTS = DIM_V / 2;
 constexpr float LN_2 = 0.69314718055994530942f;
 constexpr float LOG2_E = 1.44269504088896340736f;
 #define INFINITE __int_as_float(0x7f800000)
-
-// A tile of queries of one head.
-struct Tile {
-    int tile, batch, head;
-};
 
 // What a row has come to.
 struct Rows {
@@ -54,13 +55,23 @@ inline void weigh(float (&o)[OUTPUTS], const uint (&w)[SCORES / 2], uint v, bool
     products_commit();
 }
 
+// The query of a row of this thread, and its head; `row` counts from the first of the group.
+inline int query_of(const Tile& tile, int group, int row) {
+    const int at = group * 64 + row;
+    return tile.tile * TILE_M + (FEW ? at % TILE_M : at);
+}
+
+inline int head_of(const Tile& tile, int group, int row) {
+    return FEW ? tile.head + (group * 64 + row) / TILE_M : tile.head;
+}
+
 // Scores in units of the exponent, the largest of each row, and how much less what came before weighs now.
 template <bool masked>
 inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile,
                    int first_k) {
     const int lane = threadIdx.x & 31;
-    const int row = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
-    const int q = tile.tile * TILE_M + (int(threadIdx.x >> 7) - 1) * 64 + row;
+    const int row = (threadIdx.x >> 5 & 3) * 16 + lane / 4, group = int(threadIdx.x >> 7) - 1;
+    const int q[2] = {query_of(tile, group, row), query_of(tile, group, row + 8)};
     const int column = first_k + 2 * (lane & 3);
 #if WITH_SCORE_MOD
     constexpr bool natural = true;
@@ -72,11 +83,12 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
         for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
     }
 #if WITH_SCORE_MOD || WITH_KEEP
+    const int heads[2] = {min(head_of(tile, group, row), p.heads_q - 1), min(head_of(tile, group, row + 8), p.heads_q - 1)};
 #pragma unroll
     for (int n = 0; n < SCORES; n++) {
-        const int there_q = q + (n & 2 ? 8 : 0), there_k = column + 8 * (n / 4) + (n & 1);
+        const int there_k = column + 8 * (n / 4) + (n & 1);
         // What traces read is there for places of the problem alone.
-        const Place at = {tile.batch, tile.head, min(there_q, p.seq_q - 1), masked ? min(there_k, p.seq_kv - 1) : there_k};
+        const Place at = {tile.batch, heads[n >> 1 & 1], min(q[n >> 1 & 1], p.seq_q - 1), masked ? min(there_k, p.seq_kv - 1) : there_k};
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
 #endif
@@ -90,7 +102,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
         const Span span = span_of(p, tile.batch);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const Range kept = kept_of(p, span, q + 8 * half);
+            const Range kept = kept_of(p, span, q[half]);
 #pragma unroll
             for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
                 if (!kept.holds(column + 8 * (n / 4) + (n & 1))) s[n] = -INFINITE;
@@ -163,15 +175,6 @@ inline Shared layout(uint base) {
     return at;
 }
 
-// Heads whose keys and values fit the cache together follow one another; of these, tiles with the most keys of causal masks come first.
-inline Tile tile_of(const Params& p, int number) {
-    const int heads = p.batch * p.heads_q;
-    const int first = number / (p.section * p.tiles) * p.section, together = min(p.section, heads - first);
-    const int in_section = number - first * p.tiles;
-    const int both = first + in_section % together;
-    return Tile{p.tiles - 1 - in_section / together, both / p.heads_q, both % p.heads_q};
-}
-
 // Where a ring of barriers stands: which of them, and which of its phases.
 template <int stages>
 struct Ring {
@@ -182,12 +185,39 @@ struct Ring {
     }
 };
 
+// Brings the queries of a tile, of all its heads.
+inline void bring_queries(const TensorMap& map, const Shared& at, const Span& span, const Tile& tile) {
+    for (int panel = 0; panel < QK_PANELS; panel++) {
+        const uint to = at.q + panel * Q_PANEL_BYTES;
+#if WITH_PACKED_Q
+        const Clipped rows = clipped<TILE_M>(span.begin_q, span.len_q, tile.tile * TILE_M);
+        copy_in(to, map, at.q_full, panel * PANEL, rows.skipped, tile.head, rows.end);
+#else
+        copy_in(to, map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
+#endif
+    }
+}
+
+// Brings a block of keys or values.
+template <int panels>
+inline void bring_block(uint to, const TensorMap& map, uint barrier, const Span& span, int block, int kv_head, const Tile& tile) {
+    for (int panel = 0; panel < panels; panel++) {
+        const uint there = to + panel * KV_PANEL_BYTES;
+#if WITH_PACKED_KV
+        const Clipped rows = clipped<TILE_N>(span.begin_kv, span.len_kv, block * TILE_N);
+        copy_in(there, map, barrier, panel * PANEL, rows.skipped, kv_head, rows.end);
+#else
+        copy_in(there, map, barrier, panel * PANEL, block * TILE_N, kv_head, tile.batch);
+#endif
+    }
+}
+
 // Takes tile after tile from all that there are, tells the others which, and brings its queries, and block after block of keys and values.
 inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const Shared& at) {
     Ring<STAGES> ring;
     Ring<2> told;
     Ring<1> queries;
-    const int all = p.batch * p.heads_q * p.tiles;
+    const int tiles = tiles_of_head(p), all = all_heads(p) * tiles;
     int number = blockIdx.x;
     while (true) {
         // Of two places, that of the tile before the last: its queries were waited for.
@@ -197,8 +227,9 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
         if (number >= all) return;
         // Asked for early: the answer takes as long as a step.
         const int next = int(gridDim.x) < all ? int(gridDim.x) + atomicAdd(p.taken, 1) : all;
-        const Tile tile = tile_of(p, number);
-        const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
+        const Tile tile = tile_of(p, tiles, number);
+        const Span span = span_of(p, tile.batch);
+        const Reach reach = reach_of(p, span, tile.tile);
         const int kv_head = tile.head / p.group;
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;
@@ -208,17 +239,14 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
             if (any) {
                 barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);
                 barrier_expect(at.k_full + 8 * ring.stage, K_BYTES);
-                for (int panel = 0; panel < QK_PANELS; panel++)
-                    copy_in(at.k + ring.stage * K_BYTES + panel * KV_PANEL_BYTES, k_map, at.k_full + 8 * ring.stage, panel * PANEL,
-                            block * TILE_N, kv_head, tile.batch);
+                bring_block<QK_PANELS>(at.k + ring.stage * K_BYTES, k_map, at.k_full + 8 * ring.stage, span, block, kv_head, tile);
             }
             if (first) {
                 barrier_wait(at.q_free, queries.phase ^ 1);
                 queries.on();
                 if (any) {
-                    barrier_expect(at.q_full, Q_PANEL_BYTES * QK_PANELS);
-                    for (int panel = 0; panel < QK_PANELS; panel++)
-                        copy_in(at.q + panel * Q_PANEL_BYTES, q_map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
+                    barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS);
+                    bring_queries(q_map, at, span, tile);
                 } else {
                     barrier_arrive(at.q_full);
                 }
@@ -227,9 +255,7 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
             if (any) {
                 barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);
                 barrier_expect(at.v_full + 8 * ring.stage, V_BYTES);
-                for (int panel = 0; panel < V_PANELS; panel++)
-                    copy_in(at.v + ring.stage * V_BYTES + panel * KV_PANEL_BYTES, v_map, at.v_full + 8 * ring.stage, panel * PANEL,
-                            block * TILE_N, kv_head, tile.batch);
+                bring_block<V_PANELS>(at.v + ring.stage * V_BYTES, v_map, at.v_full + 8 * ring.stage, span, block, kv_head, tile);
                 ring.on();
             }
         } while (any && walk_on(walk, p, reach, block, partly));
@@ -266,11 +292,11 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         most = from;
         sum = whole;
 #endif
-        const int there = tile.tile * TILE_M + group * 64 + warp * 16 + in_warp + 8 * half;
+        const int there = query_of(tile, group, warp * 16 + in_warp + 8 * half);
 #if WITH_STATS
-        if ((lane & 3) == 0 && there < p.seq_q) {
+        if ((lane & 3) == 0 && there < (WITH_PACKED_Q ? span.len_q : p.seq_q)) {
             const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
-            p.stats[(long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there] = there < span.len_q ? stat : -INFINITE;
+            p.stats[stats_place(p, span, tile.batch, tile.head, there)] = there < span.len_q ? stat : -INFINITE;
         }
 #endif
         if (!any || there >= span.len_q) share[half] = 0.0f;
@@ -290,8 +316,15 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
     written_for_engines();
     __syncwarp();
     if (lane == 0) {
-        for (int panel = 0; panel < V_PANELS; panel++)
-            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, tile.tile * TILE_M + group * 64 + warp * 16, tile.head, tile.batch);
+        const int first = tile.tile * TILE_M + group * 64 + warp * 16;
+        for (int panel = 0; panel < V_PANELS; panel++) {
+#if WITH_PACKED_Q
+            const Clipped rows = clipped<16>(span.begin_q, span.len_q, first);
+            if (first < span.len_q) copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, rows.skipped, tile.head, rows.end);
+#else
+            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, first, tile.head, tile.batch);
+#endif
+        }
         copy_out_ends();
     }
 }
@@ -324,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
     const uint q = at.q + group * 64 * ROW_BYTES;
-    const int all = p.batch * p.heads_q * p.tiles;
+    const int tiles = tiles_of_head(p), all = all_heads(p) * tiles;
     Ring<STAGES> ring;
     Ring<2> told;
     Ring<1> queries;
@@ -335,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         const int number = alike(int(load_shared(at.tiles + 4 * told.stage)));
         told.on();
         if (number >= all) break;
-        const Tile tile = tile_of(p, number);
+        const Tile tile = tile_of(p, tiles, number);
         const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
         Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);

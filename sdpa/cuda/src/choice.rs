@@ -6,11 +6,13 @@ use sdpa_core::Problem;
 /// 1,024 queries and keys.
 ///
 /// Wherever such problems were measured they were faster than cuDNN's engines, by a sixth and more (H100, docs/cuda.md): cuDNN skips what lies outside
-/// of a band, and computes every tile of any other mask, or band after band. Shorter problems take the time of a launch on either.
+/// of a band, and computes every tile of any other mask, or band after band. Shorter problems take the time of a launch on either. Packed documents and pages
+/// were not measured.
 pub fn is_faster(problem: &Problem) -> bool {
     let kept = problem.kept();
     let rule_of_places = kept.rest.as_ref().is_some_and(|rest| rest.params().is_empty());
-    (rule_of_places || kept.region.prefix.is_some()) && problem.seq_q() >= SHORT && problem.seq_kv() >= SHORT
+    let measured = problem.packed().is_none() && problem.paged().is_none();
+    measured && (rule_of_places || kept.region.prefix.is_some()) && problem.seq_q() >= SHORT && problem.seq_kv() >= SHORT
 }
 
 /// Tokens from which on blocks that are skipped count.

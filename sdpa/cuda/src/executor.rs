@@ -106,6 +106,7 @@ impl CudaExecutor {
             let tile = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v())).map_or_else(|| forward.tile(), Ok)?;
             let source = source::forward(&forward, &tile).into();
             let mut entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
+            entries.extend(forward.lists_tiles().then_some((source::TILES_ENTRY, 0)));
             entries.extend(lists_entry(&forward));
             self.build(problem.clone().into(), (forward, tile).into(), source, entries)
         })

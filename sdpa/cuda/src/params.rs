@@ -36,8 +36,15 @@ params! {
         map_end: u64 = "const uint* ",
         /// Address of blocks of keys, u32, the highest bit set where a rule may drop a part of one.
         map_blocks: u64 = "const uint* ",
-        /// Address of how many tiles beside the first of each block of threads were taken, i32: 0 when the kernel begins.
+        /// Address of how many tiles beside the first of each block of threads were taken, i32: 0 when the kernel begins. Behind it, of a list, how many
+        /// items it has, i32.
         taken: u64 = "int* ",
+        /// Address of the list of tiles, where there is one.
+        items: u64 = "Item* ",
+        /// Address of where documents of queries begin and end, i32 or i64.
+        boundaries_q: u64 = "const void* ",
+        /// Address of where documents of keys begin and end.
+        boundaries_kv: u64 = "const void* ",
         /// Batch entries.
         batch: i32 = "int ",
         /// Query heads.
@@ -48,6 +55,12 @@ params! {
         seq_q: i32 = "int ",
         /// Keys.
         seq_kv: i32 = "int ",
+        /// Tokens of packed queries that the call has memory for.
+        tokens_q: i32 = "int ",
+        /// Tokens of packed keys that the call has memory for.
+        tokens_kv: i32 = "int ",
+        /// Items that the list has room for.
+        most_items: i32 = "int ",
         /// Tiles of queries.
         tiles: i32 = "int ",
         /// Heads of batch entries whose keys and values are walked over side by side.

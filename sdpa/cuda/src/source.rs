@@ -5,8 +5,8 @@ use crate::matrix;
 use crate::params::{BackwardParams, Params};
 use crate::problem::{Forward, Lists};
 use crate::tile::{BackwardTile, Tile};
-use sdpa_core::DType;
 use sdpa_core::expr::{Axis, Trace};
+use sdpa_core::{DType, Side};
 use sdpa_emit::{Captured, Dialect, EXPRESSION};
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -21,7 +21,8 @@ macro_rules! piece {
 const PRELUDE: [(&str, &str); 3] = [piece!("words.cuh"), piece!("units.cuh"), piece!("prelude.cuh")];
 const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), piece!("products.cuh")];
 const SPAN: (&str, &str) = piece!("span.cuh");
-const WALK: (&str, &str) = piece!("walk.cuh");
+const WALK: [(&str, &str); 2] = [piece!("walk.cuh"), piece!("tiles.cuh")];
+const ITEMS: (&str, &str) = piece!("items.cuh");
 const MAP: (&str, &str) = piece!("map.cuh");
 const FORWARD: (&str, &str) = piece!("forward.cu");
 /// Around what is generated of parameters' gradients.
@@ -40,6 +41,9 @@ pub const FORWARD_ENTRY: &CStr = c"attention_forward";
 /// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of queries go, and those of
 /// parameters that are rounded.
 pub const BACKWARD_ENTRIES: [&CStr; 4] = [c"attention_backward", c"attention_rows", c"attention_queries", c"attention_rounded"];
+
+/// The name of the kernel before the forward one that lists tiles, where documents have any number of them.
+pub const TILES_ENTRY: &CStr = c"attention_tiles";
 
 /// The name of the kernel before either that lists blocks, where a rule reads tensors.
 pub const MAP_ENTRY: &CStr = c"attention_map";
@@ -116,17 +120,24 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("STAGES", tile.stages),
         ("TURNS", tile.turns.into()),
         ("O_APART", tile.output_apart.into()),
+        ("HEADS", 1),
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
         ("WITH_STATS", problem.stats.into()),
+        ("WITH_PACKED_Q", problem.packed.is_some().into()),
+        ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
+        ("WITH_LIST", problem.packed.is_some().into()),
     ];
+    let boundary = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
+    let params = format!("typedef {boundary} Boundary;\n{}", Params::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
-    let mut text = begin(problem, &own, &Params::cuda(), &traced);
+    let mut text = begin(problem, &own, &params, &traced);
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
-    [SPAN, WALK].into_iter().chain(map).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    let items = problem.lists_tiles().then_some(ITEMS);
+    [SPAN].into_iter().chain(WALK).chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 

@@ -327,6 +327,7 @@ void run(Block& block, const Copy& copy) {
     if (!copy.in) published(block, copy.shared, bytes, "the copy engine");
     for (uint32_t row = 0; row < rows; row++) {
         char* outside = map.row(copy.place, row);
+        if (outside != nullptr && !holds(uint64_t(outside), uint64_t(map.extents[0]) * 2)) return note("a row of a box at %p, which no allocation has", outside);
         for (uint32_t column = 0; column < columns; column++) {
             unsigned char* inside = &block.shared[swizzled(copy.shared + row * 128 + column * 2)];
             const int64_t at = copy.place[0] + int64_t(column);

@@ -47,6 +47,15 @@ pub(super) fn tiled(tensor: &TensorSpec, rows: u32) -> Tiled {
     Tiled { extents: [dim, seq, head, batch], strides: [bytes(2), bytes(1), bytes(0)], tile: [64, rows, 1, 1] }
 }
 
+/// Packed tokens of an operand as the copy engine is told of them, its boxes of so many rows, from `rows` tokens before its address on: two axes of tokens
+/// add up, of which the first ends behind a box, so that a kernel says where a box is cut off.
+pub(super) fn clipped(tensor: &TensorSpec, tokens: i64, rows: u32) -> Tiled {
+    let [_, heads, _, dim] = tensor.dims.map(|d| d.max(1) as u64);
+    let bytes = |axis: usize| 2 * tensor.strides[axis].unsigned_abs();
+    let head = if heads == 1 { 16 } else { bytes(1) };
+    Tiled { extents: [dim, rows.into(), heads, tokens.unsigned_abs() + 1], strides: [bytes(2), head, bytes(2)], tile: [64, rows, 1, 1] }
+}
+
 /// The map of an operand at an address.
 pub(super) fn map_of(submission: &Submission<'_>, address: u64, tensor: &TensorSpec, rows: u32) -> Result<TensorMap, sdpa_driver::Error> {
     submission.tensor_map(address, &tiled(tensor, rows))
