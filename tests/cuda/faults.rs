@@ -111,6 +111,34 @@ stats = true
 packed = { lengths_q = [70, 300, 61, 0, 140], before = 2, slack = 3 }
 "#;
 
+/// Few queries of heads that share a tile, keys in parts.
+const FEW: &str = r#"
+[[case]]
+name = "few queries and a sink"
+shape = { batch = 3, heads_q = 6, heads_kv = 2, seq_q = 3, seq_kv = 900, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["padding", "window:700,0:ends"]
+sink = true
+stats = true
+
+[[case]]
+name = "few queries of many entries"
+shape = { batch = 8, heads_q = 2, heads_kv = 1, seq_q = 4, seq_kv = 800, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+mask = ["padding"]
+stats = true
+"#;
+
+/// Heads that fill no tile.
+const UNFILLED: &str = r#"
+[[case]]
+name = "heads that fill no tile"
+shape = { batch = 1, heads_q = 17, heads_kv = 1, seq_q = 4, seq_kv = 100, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+score_mod = ["alibi"]
+stats = true
+"#;
+
 /// Traces.
 const TRACED: &str = r#"
 [[case]]
@@ -144,7 +172,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 49] = [
+const FAULTS: [Fault; 58] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -189,7 +217,21 @@ const FAULTS: [Fault; 49] = [
     ("keys of every document are the first's", Forward, ["s.begin_kv = keys.begin;", "s.begin_kv = 0;"], PACKED),
     ("stats of documents as those of batch entries", Forward, ["(s.begin_q + q) * p.heads_q + head", "(s.begin_q + q) + head"], PACKED),
     ("tiles of documents take one another's places", Forward, ["p.items[before + n]", "p.items[n]"], PACKED),
-    ("documents of as many tiles come before one another", Forward, ["tiles > own || (", "tiles >= own || ("], PACKED),
+    ("documents of as many tiles come before one another", Forward, ["length > own || (", "length >= own || ("], PACKED),
+    ("heads of a tile are one", Forward, ["tile.head + row / TILE_M :", "tile.head + 0 * row :"], FEW),
+    ("rows of other heads are written", Forward, ["head_of(tile, row) / p.group == tile.head / p.group", "true"], UNFILLED),
+    ("every part meets keys from the first on", Forward, ["low = r.low + tile.part * each", "low = r.low"], FEW),
+    ("parts leave what they come to in one place", Forward, ["at * p.units + both", "both"], FEW),
+    ("every part has the sink", Forward, ["if (tile.parts == 1) {\n            share", "if (true) {\n            share"], FEW),
+    ("parts are merged by the largest of one lane", Forward, ["most = most_of_warp(most);", ""], FEW),
+    ("queries that are not there have stats", Forward, ["if (q < span.len_q) {", "if (true) {"], FEW),
+    ("tiles begin with one item", Forward, ["p.firsts[mine * p.tiles + tile] = before;", "p.firsts[mine * p.tiles + tile] = 0;"], FEW),
+    (
+        "a part weighs as much as another",
+        Forward,
+        ["p.part_logs[place(part)] - most) * inverse", "p.part_logs[place(0)] - most) * inverse"],
+        FEW,
+    ),
     (
         "queries come before those of a tile are done with",
         Backward,
@@ -258,8 +300,9 @@ fn caught((_, pass, fault, cases): Fault) -> Option<String> {
 fn every_fault_is_found() {
     let Some(executor) = executor() else { return };
     let missed = Mutex::new(Vec::new());
-    for case in
-        [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED].into_iter().flat_map(|cases| Case::parse(cases).unwrap())
+    for case in [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, UNFILLED]
+        .into_iter()
+        .flat_map(|cases| Case::parse(cases).unwrap())
     {
         assert_eq!(wrong(run_case(&case, &executor)), None, "{}", case.name);
         if case.packed.is_none() {

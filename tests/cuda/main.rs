@@ -9,8 +9,8 @@ use conformance::compare::GradientDistance;
 use conformance::emulated;
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, random_backward, random_ends, random_packed, random_padded, random_padded_backward, random_spec, run,
-    run_backward, run_backward_case, run_case, run_tree, side_by_side,
+    Draw, Outcome, Source, Tally, random_backward, random_ends, random_few, random_packed, random_padded, random_padded_backward,
+    random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side,
 };
 use conformance::say::{say, skip};
 use sdpa::cuda::CudaExecutor;
@@ -68,6 +68,11 @@ fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
 #[test]
 fn forward_cases() {
     forward("forward", narrow([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()]));
+}
+
+#[test]
+fn few_cases() {
+    forward("few", narrow([Case::all_few()]));
 }
 
 #[test]
@@ -136,6 +141,7 @@ fn random_problems() {
         forward(random_spec(random, &NARROW), "dense", tally);
         forward(random_ends(random, &NARROW), "ends", tally);
         forward(random_packed(random, &NARROW), "packed", tally);
+        forward(random_few(random, &NARROW), "few", tally);
         forward(random_padded(random, &NARROW).with_sink(), "sink", tally);
         let backward = |spec: BackwardSpec, what: &str, tally: &Mutex<Tally>| {
             let source = Source::ALL[(seed % 2) as usize];

@@ -41,21 +41,35 @@ fn spec([dim_qk, dim_v]: [i64; 2], dtype: DType, score_mod: &str, masks: &[&str]
 enum Lies {
     /// Documents one behind the other: whether queries and keys have the same, whether boundaries are i64.
     Packed(bool, bool),
+    /// So many queries beside 9,000 keys, in two batch entries.
+    Few(i64),
 }
 
 /// Dims, type, score_mod (or none), masks, how tokens lie, and whether nothing may be spilled. Forward alone.
 type Other = ([i64; 2], DType, &'static str, &'static [&'static str], Lies, bool);
 
-const OTHERS: [Other; 4] = [
+const OTHERS: [Other; 11] = [
     ([64, 64], DType::F16, "", &["causal"], Lies::Packed(false, false), true),
     ([128, 128], DType::BF16, "", &["causal"], Lies::Packed(false, true), true),
     ([128, 128], DType::BF16, "softcap:30", &["window:300,0:ends"], Lies::Packed(true, false), false),
     ([256, 256], DType::BF16, "", &["document"], Lies::Packed(false, false), false),
+    ([64, 64], DType::F16, "", &["padding"], Lies::Few(4), true),
+    ([128, 128], DType::BF16, "", &["padding", "causal-ends"], Lies::Few(1), true),
+    ([128, 128], DType::BF16, "softcap:30", &["array:hqk"], Lies::Few(3), false),
+    ([192, 128], DType::BF16, "", &[], Lies::Few(30), true),
+    ([256, 256], DType::BF16, "alibi", &["window:3000,0:bottom-right"], Lies::Few(60), true),
+    ([128, 128], DType::BF16, "", &["causal-bottom-right"], Lies::Few(128), true),
+    ([64, 64], DType::F16, "", &["padding"], Lies::Few(150), true),
 ];
 
 fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
     let dense = spec(dims, dtype, score_mod, masks);
+    let few = |seq_q| {
+        let shape = Shape { batch: 2, heads_q: 8, heads_kv: 2, seq_q, seq_kv: 9000, dim_qk: dims[0], dim_v: dims[1] };
+        AttentionSpec::dense(dtype, shape, Layout::Bshd)
+    };
     match lies {
+        Lies::Few(seq_q) => AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, ..few(seq_q) }.with_stats().with_sink(),
         Lies::Packed(cross, wide) => {
             let [batch, heads_q, seq, dim_qk] = dense.q.dims;
             let [_, heads_kv, seq_kv, dim_v] = dense.v.dims;
@@ -109,7 +123,7 @@ fn every_kernel_compiles_into_registers() {
     let told = Mutex::new(Vec::new());
     let run = |spec: &AttentionSpec, plain: bool| {
         let forward = Forward::of(&spec.validate().unwrap()).unwrap();
-        let made = compile(&nvrtc, &source::forward(&forward, &forward.tile().unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
+        let made = compile(&nvrtc, &source::forward(&forward, &forward.tile(132).unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
         assert_eq!(serialized(&made), None, "{spec:?}");
         let most = if plain { 0 } else { SPILLED };
         assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);
@@ -148,7 +162,7 @@ fn every_backward_kernel_compiles_into_registers() {
 fn products_that_wait_for_one_another_are_seen() {
     let Ok(nvrtc) = nvrtc::find() else { return skip("offline", "kernels of our own: no NVRTC") };
     let forward = Forward::of(&spec([128, 128], DType::BF16, "", &[]).validate().unwrap()).unwrap();
-    let right = source::forward(&forward, &forward.tile().unwrap());
+    let right = source::forward(&forward, &forward.tile(132).unwrap());
     // Results are read while products are under way.
     let early = right.replacen("products_wait<1>();", "products_wait<7>();", 1);
     assert!(early != right);

@@ -15,7 +15,8 @@ pub(crate) fn executor(tile: Option<Tile>) -> Result<CudaExecutor> {
 }
 
 /// What is tried, in a process each where there are processors for it: a kernel takes a second to compile.
-const PARTS: [&str; 9] = ["cases", "packed", "library", "random", "ends", "trees", "gradients", "gradients-library", "gradients-random"];
+const PARTS: [&str; 10] =
+    ["cases", "packed", "few", "library", "random", "ends", "trees", "gradients", "gradients-library", "gradients-random"];
 
 /// Cases and random problems, those of one part or all; `first` is where random ones begin.
 pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
@@ -33,6 +34,10 @@ pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
             "packed" => {
                 Case::all_packed()?.iter().for_each(|case| tally.add("cuda", &case.name, &runner::run_case(case, executor)));
                 seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_packed(r, &NARROW)));
+            }
+            "few" => {
+                Case::all_few()?.iter().for_each(|case| tally.add("cuda", &case.name, &runner::run_case(case, executor)));
+                seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_few(r, &NARROW)));
             }
             "library" => some(first, random)?.for_each(|case| tally.add("cuda", &case.name, &runner::run_case(&case, executor))),
             "random" => seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_spec(r, &NARROW))),

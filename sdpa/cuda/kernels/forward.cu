@@ -1,10 +1,6 @@
 // Attention forward on compute capability 9.0: one group of threads brings operands, the others each have 64 queries.
 
 constexpr int WARPS = 4 * GROUPS;
-constexpr int ROWS = 64 * GROUPS;
-// Rows of a tile are its heads' queries, head after head; where queries are few, rows behind them are left over.
-constexpr bool FEW = TILE_M < ROWS;
-constexpr int TILE_ROWS = TILE_M * HEADS;
 constexpr int PANEL = 64;
 constexpr int QK_PANELS = DIM_QK / PANEL;
 constexpr int V_PANELS = DIM_V / PANEL;
@@ -19,9 +15,6 @@ constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
 constexpr int SCORES = TILE_N / 2;
 constexpr int OUTPUTS = DIM_V / 2;
-constexpr float LN_2 = 0.69314718055994530942f;
-constexpr float LOG2_E = 1.44269504088896340736f;
-#define INFINITE __int_as_float(0x7f800000)
 
 // What a row has come to.
 struct Rows {
@@ -55,23 +48,13 @@ inline void weigh(float (&o)[OUTPUTS], const uint (&w)[SCORES / 2], uint v, bool
     products_commit();
 }
 
-// The query of a row of this thread, and its head; `row` counts from the first of the group.
-inline int query_of(const Tile& tile, int group, int row) {
-    const int at = group * 64 + row;
-    return tile.tile * TILE_M + (FEW ? at % TILE_M : at);
-}
-
-inline int head_of(const Tile& tile, int group, int row) {
-    return FEW ? tile.head + (group * 64 + row) / TILE_M : tile.head;
-}
-
 // Scores in units of the exponent, the largest of each row, and how much less what came before weighs now.
 template <bool masked>
 inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile,
                    int first_k) {
     const int lane = threadIdx.x & 31;
-    const int row = (threadIdx.x >> 5 & 3) * 16 + lane / 4, group = int(threadIdx.x >> 7) - 1;
-    const int q[2] = {query_of(tile, group, row), query_of(tile, group, row + 8)};
+    const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+    const int q[2] = {query_of(tile, row), query_of(tile, row + 8)};
     const int column = first_k + 2 * (lane & 3);
 #if WITH_SCORE_MOD
     constexpr bool natural = true;
@@ -83,7 +66,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
         for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
     }
 #if WITH_SCORE_MOD || WITH_KEEP
-    const int heads[2] = {min(head_of(tile, group, row), p.heads_q - 1), min(head_of(tile, group, row + 8), p.heads_q - 1)};
+    const int heads[2] = {min(head_of(tile, row), p.heads_q - 1), min(head_of(tile, row + 8), p.heads_q - 1)};
 #pragma unroll
     for (int n = 0; n < SCORES; n++) {
         const int there_k = column + 8 * (n / 4) + (n & 1);
@@ -229,7 +212,7 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
         const int next = int(gridDim.x) < all ? int(gridDim.x) + atomicAdd(p.taken, 1) : all;
         const Tile tile = tile_of(p, tiles, number);
         const Span span = span_of(p, tile.batch);
-        const Reach reach = reach_of(p, span, tile.tile);
+        const Reach reach = reach_of_tile(p, span, tile);
         const int kv_head = tile.head / p.group;
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;
@@ -269,12 +252,50 @@ inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&l
     else soften<false>(s, rows, less, p, captured, tile, first_k);
 }
 
+#if WITH_PARTS
+// Leaves what a part of the keys comes to for the kernel that merges them: outputs in f32, and the logarithms of sums in units of the exponent.
+inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const float (&logs)[2], const Params& p, const Tile& tile, int row) {
+    const int lane = threadIdx.x & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (row + 8 * half >= TILE_ROWS) continue;
+        const long at = long(tile.slot) * TILE_ROWS + row + 8 * half;
+        if (lane == 0) p.part_logs[at] = logs[half];
+        float* const to = p.part_sums + at * DIM_V + 2 * lane;
+#pragma unroll
+        for (int n = 2 * half; n < OUTPUTS; n += 4) {
+            const float of = share[half];
+            *(float2*)(to + 2 * (n - 2 * half)) = of == 0.0f ? float2{0.0f, 0.0f} : float2{o[n] * of, o[n + 1] * of};
+        }
+    }
+}
+#endif
+
+#if FEW
+// Rows of few queries leave by themselves: next to what is read for them they are nothing.
+inline void leave_rows(const float (&o)[OUTPUTS], const float (&share)[2], const Params& p, const Span& span, const Tile& tile, int row) {
+    const int lane = threadIdx.x & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (!has_row(p, span, tile, row + 8 * half)) continue;
+        unsigned short* const to = output_of(p, span, tile.batch, head_of(tile, row + 8 * half), query_of(tile, row + 8 * half));
+        const float of = share[half];
+#pragma unroll
+        for (int n = 2 * half; n < OUTPUTS; n += 4)
+            store_pair(p, to, 2 * (n - 2 * half) + 2 * lane, of == 0.0f ? 0u : pair_of(Element{}, o[n] * of, o[n + 1] * of));
+    }
+}
+#endif
+
 // What becomes of the rows of a group, once they have met all of their keys.
 inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const TensorMap& o_map, const Params& p, const Shared& at,
                    const Tile& tile, int group) {
     const Span span = span_of(p, tile.batch);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
     float share[2];
+#if WITH_PARTS
+    float logs[2];
+#endif
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float sum = rows.sum[half];
@@ -282,25 +303,38 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         sum += __shfl_xor_sync(~0u, sum, 2);
         float most = rows.most[half] * p.unit;
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const int row = group * 64 + warp * 16 + in_warp + 8 * half;
+#if WITH_PARTS
+        // Without the sink, which parts have together.
+        logs[half] = sum == 0.0f ? -INFINITE : most + log2f(sum);
+#endif
 #if WITH_SINK
-        const float sink = p.sink[tile.head] * LOG2_E;
+        const float sink = p.sink[min(head_of(tile, row), p.heads_q - 1)] * LOG2_E;
         const float from = fmaxf(most, sink);
         // Of neither there may be any.
         const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
         const float whole = from == -INFINITE ? 0.0f : sum * part + exp2_of(sink - from);
-        share[half] = whole == 0.0f ? 0.0f : part / whole;
-        most = from;
-        sum = whole;
+        if (tile.parts == 1) {
+            share[half] = whole == 0.0f ? 0.0f : part / whole;
+            most = from;
+            sum = whole;
+        }
 #endif
-        const int there = query_of(tile, group, warp * 16 + in_warp + 8 * half);
+        const int there = query_of(tile, row);
 #if WITH_STATS
-        if ((lane & 3) == 0 && there < (WITH_PACKED_Q ? span.len_q : p.seq_q)) {
+        if ((lane & 3) == 0 && tile.parts == 1 && has_row(p, span, tile, row)) {
             const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
-            p.stats[stats_place(p, span, tile.batch, tile.head, there)] = there < span.len_q ? stat : -INFINITE;
+            p.stats[stats_place(p, span, tile.batch, head_of(tile, row), there)] = there < span.len_q ? stat : -INFINITE;
         }
 #endif
         if (!any || there >= span.len_q) share[half] = 0.0f;
     }
+#if WITH_PARTS
+    if (tile.parts > 1) return leave_part(o, share, logs, p, tile, group * 64 + warp * 16 + in_warp);
+#endif
+#if FEW
+    leave_rows(o, share, p, span, tile, group * 64 + warp * 16 + in_warp);
+#else
     // The rows of a warp leave by themselves, once those of the tile before have left.
     const uint rows_at = at.o + (group * 64 + warp * 16) * ROW_BYTES;
     if (lane == 0) copied_out();
@@ -327,6 +361,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         }
         copy_out_ends();
     }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
@@ -350,11 +385,12 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        fewer_registers<BRING_REGISTERS>();
+        if (GROUPS > 1) fewer_registers<BRING_REGISTERS>();
         if (threadIdx.x == 0) bring(q_map, k_map, v_map, p, at);
         return;
     }
-    more_registers<GROUP_REGISTERS>();
+    // One group beside the one that brings has what a thread may have at most.
+    if (GROUPS > 1) more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
     const uint q = at.q + group * 64 * ROW_BYTES;
     const int tiles = tiles_of_head(p), all = all_heads(p) * tiles;
@@ -369,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         told.on();
         if (number >= all) break;
         const Tile tile = tile_of(p, tiles, number);
-        const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
+        const Reach reach = reach_of_tile(p, span_of(p, tile.batch), tile);
         Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;

@@ -103,10 +103,14 @@ impl CudaExecutor {
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<CudaPlan>, bool), Error> {
         self.plans.get_or_build(&JobQuery::Forward(problem), || {
             let forward = self.taken(Forward::of(problem))?;
-            let tile = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v())).map_or_else(|| forward.tile(), Ok)?;
+            let tile = self
+                .tile
+                .filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()))
+                .map_or_else(|| forward.tile(self.device.sm_count()), Ok)?;
             let source = source::forward(&forward, &tile).into();
             let mut entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
-            entries.extend(forward.lists_tiles().then_some((source::TILES_ENTRY, 0)));
+            entries.extend(forward.lists_tiles(&tile).then_some((source::TILES_ENTRY, 0)));
+            entries.extend(tile.split.then_some((source::MERGE_ENTRY, 0)));
             entries.extend(lists_entry(&forward));
             self.build(problem.clone().into(), (forward, tile).into(), source, entries)
         })

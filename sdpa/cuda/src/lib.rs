@@ -5,7 +5,7 @@
 //! | `executor` | a device, its compiler, its caches |
 //! | `choice` | when it is asked before cuDNN |
 //! | `problem`, `backward` | problems as kernels are told of them, and what they decline |
-//! | `tile` | how a problem is cut |
+//! | `tile`, `work` | how a problem is cut; how many tiles that makes, and whether their keys are split |
 //! | `map` | which blocks of keys a rule of places leaves |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
 //! | `kernel` | kernels compiled and loaded, by their text |
@@ -23,6 +23,7 @@ mod plan;
 mod problem;
 pub mod source;
 pub mod tile;
+mod work;
 
 pub use backward::{Along, Backward};
 pub use choice::is_faster;

@@ -1,7 +1,7 @@
 //! Problems as the kernels are told of them, and what they decline.
 
 use crate::params::FAR;
-use crate::tile::{MOST_DIM, Tile};
+use crate::tile::MOST_DIM;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
@@ -177,26 +177,9 @@ impl Forward {
         })
     }
 
-    /// Whether a list of tiles is made on the device before each call.
-    pub fn lists_tiles(&self) -> bool {
-        self.packed.is_some()
-    }
-
     /// Whether the tokens of a side lie packed.
     pub fn packs(&self, side: Side) -> bool {
         self.packed.is_some_and(|packed| side == Side::Queries || packed.keys)
-    }
-
-    /// The tile of the kernel.
-    ///
-    /// # Errors
-    /// Head dims that there is no tile for.
-    pub fn tile(&self) -> Result<Tile, Unsupported> {
-        let [q, _, v, _] = self.tensors;
-        Tile::of(q.dims[3], v.dims[3]).ok_or_else(|| {
-            let limit = format!("at most {MOST_DIM}");
-            unsupported(vec![Reason::Limit { field: "dim".to_owned(), value: q.dims[3].max(v.dims[3]).to_string(), limit }])
-        })
     }
 
     /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code.

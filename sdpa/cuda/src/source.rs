@@ -23,6 +23,7 @@ const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), pi
 const SPAN: (&str, &str) = piece!("span.cuh");
 const WALK: [(&str, &str); 2] = [piece!("walk.cuh"), piece!("tiles.cuh")];
 const ITEMS: (&str, &str) = piece!("items.cuh");
+const MERGE: (&str, &str) = piece!("merge.cuh");
 const MAP: (&str, &str) = piece!("map.cuh");
 const FORWARD: (&str, &str) = piece!("forward.cu");
 /// Around what is generated of parameters' gradients.
@@ -42,7 +43,10 @@ pub const FORWARD_ENTRY: &CStr = c"attention_forward";
 /// parameters that are rounded.
 pub const BACKWARD_ENTRIES: [&CStr; 4] = [c"attention_backward", c"attention_rows", c"attention_queries", c"attention_rounded"];
 
-/// The name of the kernel before the forward one that lists tiles, where documents have any number of them.
+/// The name of the kernel behind the forward one that merges parts of keys.
+pub const MERGE_ENTRY: &CStr = c"attention_merged";
+
+/// The name of the kernel before the forward one that lists tiles, where documents have any number of them, or keys are split.
 pub const TILES_ENTRY: &CStr = c"attention_tiles";
 
 /// The name of the kernel before either that lists blocks, where a rule reads tensors.
@@ -117,17 +121,20 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("GROUPS", tile.groups),
         ("TILE_M", tile.queries()),
         ("TILE_N", tile.keys),
+        ("HEADS", tile.heads()),
+        ("FEW", tile.few.is_some().into()),
         ("STAGES", tile.stages),
         ("TURNS", tile.turns.into()),
         ("O_APART", tile.output_apart.into()),
-        ("HEADS", 1),
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
         ("WITH_STATS", problem.stats.into()),
         ("WITH_PACKED_Q", problem.packed.is_some().into()),
         ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
-        ("WITH_LIST", problem.packed.is_some().into()),
+        ("WITH_LIST", problem.lists_tiles(tile).into()),
+        ("WITH_PARTS", tile.split.into()),
+        ("LEAST_BLOCKS", problem.least_blocks(tile)),
     ];
     let boundary = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
     let params = format!("typedef {boundary} Boundary;\n{}", Params::cuda());
@@ -136,7 +143,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let mut text = begin(problem, &own, &params, &traced);
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
-    let items = problem.lists_tiles().then_some(ITEMS);
+    let items = problem.lists_tiles(tile).then_some(ITEMS).into_iter().chain(tile.split.then_some(MERGE));
     [SPAN].into_iter().chain(WALK).chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }

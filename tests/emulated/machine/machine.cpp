@@ -291,7 +291,7 @@ struct Map {
     }
     // Of a row of a box, its first element; nothing where the row is outside.
     char* row(const int (&place)[4], uint32_t row) const {
-        const int64_t at[3] = {place[1] + int64_t(row), place[2], place[3]};
+        const int64_t at[3] = {place[1] + int64_t(row % box[1]), place[2] + int64_t(row / box[1]), place[3]};
         char* to = address;
         for (int axis = 0; axis < 3; axis++) {
             if (at[axis] < 0 || at[axis] >= extents[axis + 1]) return nullptr;
@@ -318,9 +318,9 @@ void run(Block& block, const Copy& copy) {
         return came_in(block, copy, copy.bytes);
     }
     const Map map(copy.map);
-    const uint32_t rows = map.box[1], columns = map.box[0];
+    const uint32_t rows = map.box[1] * map.box[2], columns = map.box[0];
     const size_t bytes = size_t(rows) * 128;
-    if (copy.shared % 128 != 0 || columns != 64 || map.box[2] != 1 || map.box[3] != 1) {
+    if (copy.shared % 128 != 0 || columns != 64 || map.box[3] != 1) {
         return note("a box of %u by %u at %u of shared memory", rows, columns, copy.shared);
     }
     if (!fits(block, copy.shared, bytes, "a copy")) return;

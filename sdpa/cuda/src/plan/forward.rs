@@ -1,7 +1,8 @@
 //! Calls of forward passes: one launch, and one before it for each kind of list that is made on the device.
 #![allow(unsafe_code)]
 
-use super::told::{Scale, bound, clipped, heads_in_cache, map_of, steps, tensor};
+use super::room::Room;
+use super::told::{Scale, bound, clipped, heads_in_cache, steps, tensor, tiled};
 use super::{CudaPlan, Pass};
 use crate::error::Error;
 use crate::params::{FAR, Params};
@@ -17,10 +18,8 @@ use std::ffi::c_void;
 
 /// Warps of a block that lists tiles, each of which has a document.
 const LISTING_WARPS: u32 = 8;
-/// Bytes of an item of the list.
-const ITEM_BYTES: u64 = 8;
-/// Bytes of the counter, and of how many tiles a list has.
-const COUNTER_BYTES: u64 = 256;
+/// Warps of a block that merges parts, each of which has a row.
+const MERGING_WARPS: u32 = 4;
 
 impl CudaPlan {
     /// # Safety
@@ -35,27 +34,32 @@ impl CudaPlan {
     ) -> Result<(), Error> {
         let mut maps = [TensorMap::default(); 4];
         // Queries come as a whole tile, keys and values as a step of it, results leave by the rows of a warp.
-        let rows = [tile.queries(), tile.keys, tile.keys, 16];
+        let boxes = [[tile.queries(), tile.heads()], [tile.keys, 1], [tile.keys, 1], [16, 1]];
         let tokens = self.tokens(forward, call);
         for (n, operand) in [Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().enumerate() {
             let (address, side) = (call.operand(operand).map_or(0, |slice| slice.address), operand.side());
             maps[n] = if forward.packs(side) {
-                let map = clipped(&forward.tensors[n], tokens[side as usize], rows[n]);
+                let map = clipped(&forward.tensors[n], tokens[side as usize], boxes[n]);
                 submission.tensor_map(address.wrapping_sub(map.strides[0] * map.extents[1]), &map)?
             } else {
-                map_of(submission, address, &forward.tensors[n], rows[n])?
+                submission.tensor_map(address, &tiled(&forward.tensors[n], boxes[n]))?
             };
         }
-        let room = Workspace::of(forward, tile, self.kept.kernel.module.device().sm_count());
-        let (counter, items) = (room.counter, workspace.address + room.counter);
-        let taken = DeviceSlice { address: workspace.address, bytes: if counter > 0 && !forward.lists_tiles() { 4 } else { 0 } };
+        let (room, lists_tiles) = (self.room(forward, tile), forward.lists_tiles(tile));
+        let taken = DeviceSlice { address: workspace.address, bytes: if room.counter > 0 && !lists_tiles { 4 } else { 0 } };
+        let items = workspace.address + room.counter;
+        let firsts = items + room.items;
+        let part_logs = firsts + room.firsts;
         let params = Params {
             taken: workspace.address,
             items,
+            firsts,
+            part_logs,
+            part_sums: part_logs + room.logs,
             most_items: room.most_items as i32,
             tokens_q: tokens[Side::Queries as usize] as i32,
             tokens_kv: tokens[Side::Keys as usize] as i32,
-            ..self.params(forward, tile, call, items + room.items)
+            ..self.params(forward, tile, call, workspace.address + room.bytes())
         };
         let captured = self.captured(call);
         let [q, k, v, o] = maps.each_ref().map(|map| std::ptr::from_ref(map).cast::<c_void>());
@@ -68,13 +72,21 @@ impl CudaPlan {
                 if taken.bytes > 0 {
                     submission.zero(taken)?;
                 }
-                if let Some(entry) = self.kept.kernel.entries.get(1).filter(|_| forward.lists_tiles()) {
+                if let Some(entry) = self.kept.kernel.entries.get(1).filter(|_| lists_tiles) {
                     let blocks = steps(forward.extents[0], LISTING_WARPS) as u32;
                     let launch = Launch { blocks: [blocks, 1, 1], threads: 32 * LISTING_WARPS, shared_bytes: 0 };
                     submission.launch_entry(entry, launch, &parameters[4..5])?;
                 }
                 self.make_lists(submission, [parameters[4], parameters[5]])?;
-                self.kept.kernel.entries.first().map_or(Ok(()), |entry| submission.launch_entry(entry, launch, &parameters))
+                self.kept.kernel.entries.first().map_or(Ok(()), |entry| submission.launch_entry(entry, launch, &parameters))?;
+                if let Some(entry) = self.kept.kernel.entries.get(2).filter(|_| tile.split) {
+                    let [batch, _, seq_q, _] = forward.extents;
+                    let tiles = batch * forward.units(tile) * steps(seq_q, tile.queries());
+                    let blocks = u32::try_from(tiles * steps((tile.queries() * tile.heads()).into(), MERGING_WARPS)).unwrap_or(u32::MAX);
+                    let launch = Launch { blocks: [blocks, 1, 1], threads: 32 * MERGING_WARPS, shared_bytes: 0 };
+                    submission.launch_entry(entry, launch, &parameters[4..5])?;
+                }
+                Ok(())
             }
         })
     }
@@ -82,13 +94,17 @@ impl CudaPlan {
     /// Blocks of threads: as many as multiprocessors, which take tile after tile, or as many as there are tiles.
     fn forward_blocks(&self, forward: &Forward, tile: &Tile) -> u32 {
         let most = self.kept.kernel.module.device().sm_count();
-        u32::try_from(most_tiles(forward, tile)).unwrap_or(u32::MAX).min(most)
+        let parts = if tile.split { forward.most_parts(tile, most) + forward.units(tile) } else { 0 };
+        u32::try_from(forward.most_tiles(tile) + parts).unwrap_or(u32::MAX).min(most)
     }
 
-    /// Bytes of workspace: a counter, a list of tiles, and lists of blocks.
+    fn room(&self, forward: &Forward, tile: &Tile) -> Room {
+        Room::of(forward, tile, self.kept.kernel.module.device().sm_count())
+    }
+
+    /// Bytes of workspace: a counter, a list of tiles, parts of keys, and lists of blocks.
     pub(super) fn forward_workspace(&self, forward: &Forward, tile: &Tile) -> u64 {
-        let own = Workspace::of(forward, tile, self.kept.kernel.module.device().sm_count());
-        own.counter + own.items + self.lists_bytes()
+        self.room(forward, tile).bytes() + self.lists_bytes()
     }
 
     /// Tokens of packed queries and keys that every operand of the call has room for, as far as the problem goes. Where documents are the same, the fewer.
@@ -111,16 +127,19 @@ impl CudaPlan {
     }
 
     fn params(&self, forward: &Forward, tile: &Tile, call: &DeviceCall<'_, DeviceSlice>, lists: u64) -> Params {
-        let Forward { tensors: [_, k, v, _], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
+        let Forward { tensors: [_, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
         let lists = self.lists(lists);
         let [map_batch, map_head] = lists.strides();
         // Whole groups that share a key head.
-        let (keys, heads) = match forward.packed {
-            Some(packs) => (packs.totals[Side::Keys as usize].min(batch * seq_kv), *heads_q),
-            None => (*seq_kv, batch * heads_q),
+        // A list has the tiles of all batch entries.
+        let (head_tiles, units) = (forward.head_tiles(tile), forward.units(tile));
+        let (keys, all) = match (forward.packed, forward.lists_tiles(tile)) {
+            (Some(packs), _) => (packs.totals[Side::Keys as usize].min(batch * seq_kv), units),
+            (None, true) => (batch * seq_kv, units),
+            (None, false) => (*seq_kv, batch * units),
         };
-        let section = (heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * group).min(heads);
+        let section = (heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * head_tiles).min(all);
         let boundaries = |side: Side| self.job.problem().packed().map_or(0, |packed| tensor(call, packed.boundaries(side)));
         Params {
             stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
@@ -135,6 +154,14 @@ impl CudaPlan {
             batch: *batch as i32,
             heads_q: *heads_q as i32,
             group: *group as i32,
+            o: call.operand(Operand::O).map_or(0, |slice| slice.address),
+            o_batch: o.strides[0],
+            o_head: o.strides[1],
+            o_row: o.strides[2],
+            dim_v: o.dims[3] as i32,
+            units: units as i32,
+            head_tiles: head_tiles as i32,
+            most_parts: forward.most_parts(tile, self.kept.kernel.module.device().sm_count()) as i32,
             seq_q: *seq_q as i32,
             seq_kv: *seq_kv as i32,
             tiles: steps(*seq_q, tile.queries()) as i32,
@@ -152,39 +179,6 @@ impl CudaPlan {
             ..Params::default()
         }
     }
-}
-
-/// What comes first in the workspace.
-struct Workspace {
-    /// Bytes of the counter: where there are more tiles than blocks of threads, they are counted, and those of a list always are.
-    counter: u64,
-    /// Bytes of the list of tiles.
-    items: u64,
-    /// Items that it has room for.
-    most_items: i64,
-}
-
-impl Workspace {
-    fn of(forward: &Forward, tile: &Tile, multiprocessors: u32) -> Workspace {
-        if !forward.lists_tiles() {
-            let counted = most_tiles(forward, tile) > i64::from(multiprocessors);
-            return Workspace { counter: if counted { COUNTER_BYTES } else { 0 }, items: 0, most_items: 0 };
-        }
-        let most_items = most_items(forward, tile);
-        Workspace { counter: COUNTER_BYTES, items: (ITEM_BYTES * most_items.unsigned_abs()).next_multiple_of(256), most_items }
-    }
-}
-
-/// Tiles of queries of a head, at most. Documents that do not overlap have no more than tokens fill, and one each that is not full.
-fn most_items(forward: &Forward, tile: &Tile) -> i64 {
-    let [batch, _, seq_q, _] = forward.extents;
-    let each = batch * steps(seq_q, tile.queries());
-    forward.packed.map_or(each, |packs| each.min(packs.totals[0] / i64::from(tile.queries()) + batch))
-}
-
-/// Tiles of queries of all heads, at most.
-fn most_tiles(forward: &Forward, tile: &Tile) -> i64 {
-    forward.extents[1] * most_items(forward, tile)
 }
 
 impl From<(Forward, Tile)> for Pass {

@@ -3,6 +3,7 @@
 mod backward;
 mod forward;
 mod lists;
+mod room;
 mod told;
 
 use crate::backward::Backward;
@@ -162,7 +163,11 @@ impl Pass {
     /// The cut, for reports.
     pub(crate) fn cut(&self) -> String {
         match self {
-            Pass::Forward(_, tile) => format!("forward {} x {} of {}, {}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v),
+            Pass::Forward(_, tile) => {
+                let heads = if tile.heads() > 1 { format!(" of {} heads", tile.heads()) } else { String::new() };
+                let parts = if tile.split { ", keys in parts" } else { "" };
+                format!("forward {}{heads} x {} of {}, {}{parts}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
+            }
             Pass::Backward(_, tile) => format!("backward {} x {} of {}, {}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v),
         }
     }
