@@ -44,13 +44,13 @@ impl Numbers {
     }
 }
 
-fn up<T: Element>(executor: &CudaExecutor, stream: &Stream, numbers: &[T]) -> Buffer {
+pub(super) fn up<T: Element>(executor: &CudaExecutor, stream: &Stream, numbers: &[T]) -> Buffer {
     let mut buffer = Buffer::new(executor.device(), size_of_val(numbers)).unwrap();
     buffer.upload(stream, 0, numbers).unwrap();
     buffer
 }
 
-fn whole(buffer: &Buffer) -> DeviceSlice {
+pub(super) fn whole(buffer: &Buffer) -> DeviceSlice {
     DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
 }
 

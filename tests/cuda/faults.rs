@@ -129,6 +129,18 @@ mask = ["padding"]
 stats = true
 "#;
 
+/// Keys in pages, whose table ends with anything.
+const PAGED: &str = r#"
+[[case]]
+name = "pages"
+shape = { batch = 3, heads_q = 4, heads_kv = 2, seq_q = 5, seq_kv = 700, dim_qk = 64, dim_v = 128 }
+dtype = "bf16"
+layout = "bshd"
+mask = ["padding"]
+stats = true
+paged = { page_size = 48, lengths_q = [5, 4, 5], lengths_kv = [700, 65, 0], spare = 2 }
+"#;
+
 /// Heads that fill no tile.
 const UNFILLED: &str = r#"
 [[case]]
@@ -172,7 +184,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 58] = [
+const FAULTS: [Fault; 63] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -232,6 +244,16 @@ const FAULTS: [Fault; 58] = [
         ["p.part_logs[place(part)] - most) * inverse", "p.part_logs[place(0)] - most) * inverse"],
         FEW,
     ),
+    ("pages of the first entry for all", Forward, ["p.page_table[long(batch) * p.table_row", "p.page_table[0 * p.table_row"], PAGED),
+    ("every piece of a page is its first", Forward, ["p.pages - 1), key % p.page_size}", "p.pages - 1), 0}"], PAGED),
+    ("pieces have one place", Forward, ["there + int(threadIdx.x) * PIECE * ROW_BYTES", "there"], PAGED),
+    (
+        "pieces come before they are waited for",
+        Forward,
+        ["if (BRINGERS > 1) __syncwarp();", "if (threadIdx.x > 0) barrier_arrive(barrier);"],
+        PAGED,
+    ),
+    ("threads that bring take tiles of their own", Forward, ["BRINGERS > 1 ? alike(next) : next", "next"], PAGED),
     (
         "queries come before those of a tile are done with",
         Backward,
@@ -300,12 +322,12 @@ fn caught((_, pass, fault, cases): Fault) -> Option<String> {
 fn every_fault_is_found() {
     let Some(executor) = executor() else { return };
     let missed = Mutex::new(Vec::new());
-    for case in [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, UNFILLED]
+    for case in [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, PAGED, UNFILLED]
         .into_iter()
         .flat_map(|cases| Case::parse(cases).unwrap())
     {
         assert_eq!(wrong(run_case(&case, &executor)), None, "{}", case.name);
-        if case.packed.is_none() {
+        if case.packed.is_none() && case.paged.is_none() {
             assert_eq!(wrong(run_backward_case(&case, Source::Oracle, &executor)), None, "{}", case.name);
         }
     }

@@ -4,7 +4,7 @@ use conformance::nvrtc;
 use conformance::say::{say, skip};
 use sdpa::cuda::kernel::{compile, serialized};
 use sdpa::cuda::{Backward, Forward, source};
-use sdpa::{AttentionSpec, DType, Layout, Mask, Packed, Shape};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Shape};
 use std::sync::Mutex;
 
 /// Dims, type, score_mod (or none), masks.
@@ -43,12 +43,14 @@ enum Lies {
     Packed(bool, bool),
     /// So many queries beside 9,000 keys, in two batch entries.
     Few(i64),
+    /// The same, keys in pages of so many; packed queries where asked.
+    Paged(i64, i64, bool),
 }
 
 /// Dims, type, score_mod (or none), masks, how tokens lie, and whether nothing may be spilled. Forward alone.
 type Other = ([i64; 2], DType, &'static str, &'static [&'static str], Lies, bool);
 
-const OTHERS: [Other; 11] = [
+const OTHERS: [Other; 15] = [
     ([64, 64], DType::F16, "", &["causal"], Lies::Packed(false, false), true),
     ([128, 128], DType::BF16, "", &["causal"], Lies::Packed(false, true), true),
     ([128, 128], DType::BF16, "softcap:30", &["window:300,0:ends"], Lies::Packed(true, false), false),
@@ -57,9 +59,13 @@ const OTHERS: [Other; 11] = [
     ([128, 128], DType::BF16, "", &["padding", "causal-ends"], Lies::Few(1), true),
     ([128, 128], DType::BF16, "softcap:30", &["array:hqk"], Lies::Few(3), false),
     ([192, 128], DType::BF16, "", &[], Lies::Few(30), true),
-    ([256, 256], DType::BF16, "alibi", &["window:3000,0:bottom-right"], Lies::Few(60), true),
+    ([256, 256], DType::BF16, "alibi", &["window:3000,0:bottom-right"], Lies::Few(60), false),
     ([128, 128], DType::BF16, "", &["causal-bottom-right"], Lies::Few(128), true),
     ([64, 64], DType::F16, "", &["padding"], Lies::Few(150), true),
+    ([128, 128], DType::BF16, "", &["padding", "causal-ends"], Lies::Paged(1, 16, false), true),
+    ([64, 64], DType::F16, "", &["causal-ends"], Lies::Paged(300, 64, true), false),
+    ([128, 128], DType::BF16, "softcap:30", &["causal-ends"], Lies::Paged(400, 16, true), true),
+    ([256, 256], DType::BF16, "", &["causal-ends"], Lies::Paged(4, 8, true), true),
 ];
 
 fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
@@ -69,6 +75,13 @@ fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
         AttentionSpec::dense(dtype, shape, Layout::Bshd)
     };
     match lies {
+        Lies::Paged(seq_q, page_size, packed) => {
+            let few = few(seq_q);
+            let cache = Paged { page_size, pages: 900 };
+            let [k, v] = [few.k, few.v].map(|tensor| cache.dense(tensor.dims, Layout::Bshd));
+            let paged = AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, k, v, paged: Some(cache), ..few }.with_stats();
+            if packed { paged.with_packed_queries(700) } else { paged }
+        }
         Lies::Few(seq_q) => AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, ..few(seq_q) }.with_stats().with_sink(),
         Lies::Packed(cross, wide) => {
             let [batch, heads_q, seq, dim_qk] = dense.q.dims;

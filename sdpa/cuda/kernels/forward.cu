@@ -181,18 +181,55 @@ inline void bring_queries(const TensorMap& map, const Shared& at, const Span& sp
     }
 }
 
+// Keys that a thread brings of a block, where they lie in pages: a page, and a token of it. Rows that both axes of a page and a block are whole
+// multiples of come at once, a thread for each.
+struct Piece {
+    int page, token;
+};
+
+// Behind the last key of an entry the table is not looked at: there is no such page, and what is brought of it is zero. Before it, what is no page stands
+// for one that is.
+inline Piece piece_of(const Params& p, const Span& span, int batch, int block) {
+#if WITH_PAGES
+    const int key = block * TILE_N + int(threadIdx.x) * PIECE;
+    if (int(threadIdx.x) >= TILE_N / PIECE || key >= span.len_kv) return Piece{-1, 0};
+    const int page = p.page_table[long(batch) * p.table_row + key / p.page_size];
+    return Piece{min(max(page, 0), p.pages - 1), key % p.page_size};
+#else
+    return Piece{0, 0};
+#endif
+}
+
 // Brings a block of keys or values.
 template <int panels>
-inline void bring_block(uint to, const TensorMap& map, uint barrier, const Span& span, int block, int kv_head, const Tile& tile) {
+inline void bring_block(uint to, const TensorMap& map, uint barrier, const Span& span, int block, const Piece& piece, int kv_head, const Tile& tile) {
+#if WITH_PAGES
+    if (int(threadIdx.x) >= TILE_N / PIECE) return;
+#endif
     for (int panel = 0; panel < panels; panel++) {
         const uint there = to + panel * KV_PANEL_BYTES;
-#if WITH_PACKED_KV
+#if WITH_PAGES
+        copy_in(there + int(threadIdx.x) * PIECE * ROW_BYTES, map, barrier, panel * PANEL, piece.token, kv_head, piece.page);
+#elif WITH_PACKED_KV
         const Clipped rows = clipped<TILE_N>(span.begin_kv, span.len_kv, block * TILE_N);
         copy_in(there, map, barrier, panel * PANEL, rows.skipped, kv_head, rows.end);
 #else
         copy_in(there, map, barrier, panel * PANEL, block * TILE_N, kv_head, tile.batch);
 #endif
     }
+}
+
+// Threads that bring operands: one, or of pages a warp, whose first thread does what is not for each.
+constexpr int BRINGERS = WITH_PAGES ? 32 : 1;
+
+inline bool first_bringer() {
+    return BRINGERS == 1 || threadIdx.x == 0;
+}
+
+// Tells a barrier how many bytes come, before any of the threads brings some.
+inline void expect(uint barrier, uint bytes) {
+    if (first_bringer()) barrier_expect(barrier, bytes);
+    if (BRINGERS > 1) __syncwarp();
 }
 
 // Takes tile after tile from all that there are, tells the others which, and brings its queries, and block after block of keys and values.
@@ -204,12 +241,15 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
     int number = blockIdx.x;
     while (true) {
         // Of two places, that of the tile before the last: its queries were waited for.
-        store_shared(at.tiles + 4 * told.stage, uint(number));
-        barrier_arrive(at.tile_full + 8 * told.stage);
+        if (first_bringer()) {
+            store_shared(at.tiles + 4 * told.stage, uint(number));
+            barrier_arrive(at.tile_full + 8 * told.stage);
+        }
         told.on();
         if (number >= all) return;
         // Asked for early: the answer takes as long as a step.
-        const int next = int(gridDim.x) < all ? int(gridDim.x) + atomicAdd(p.taken, 1) : all;
+        int next = all;
+        if (int(gridDim.x) < all && first_bringer()) next = int(gridDim.x) + atomicAdd(p.taken, 1);
         const Tile tile = tile_of(p, tiles, number);
         const Span span = span_of(p, tile.batch);
         const Reach reach = reach_of_tile(p, span, tile);
@@ -219,30 +259,34 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
         bool partly, any = walk_on(walk, p, reach, block, partly);
         bool first = true;
         do {
+            // Asked for before the place is free, too.
+            const Piece piece = any ? piece_of(p, span, tile.batch, block) : Piece{0, 0};
             if (any) {
                 barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);
-                barrier_expect(at.k_full + 8 * ring.stage, K_BYTES);
-                bring_block<QK_PANELS>(at.k + ring.stage * K_BYTES, k_map, at.k_full + 8 * ring.stage, span, block, kv_head, tile);
+                expect(at.k_full + 8 * ring.stage, K_BYTES);
+                bring_block<QK_PANELS>(at.k + ring.stage * K_BYTES, k_map, at.k_full + 8 * ring.stage, span, block, piece, kv_head, tile);
             }
             if (first) {
                 barrier_wait(at.q_free, queries.phase ^ 1);
                 queries.on();
-                if (any) {
-                    barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS);
-                    bring_queries(q_map, at, span, tile);
-                } else {
-                    barrier_arrive(at.q_full);
+                if (first_bringer()) {
+                    if (any) {
+                        barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS);
+                        bring_queries(q_map, at, span, tile);
+                    } else {
+                        barrier_arrive(at.q_full);
+                    }
                 }
                 first = false;
             }
             if (any) {
                 barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);
-                barrier_expect(at.v_full + 8 * ring.stage, V_BYTES);
-                bring_block<V_PANELS>(at.v + ring.stage * V_BYTES, v_map, at.v_full + 8 * ring.stage, span, block, kv_head, tile);
+                expect(at.v_full + 8 * ring.stage, V_BYTES);
+                bring_block<V_PANELS>(at.v + ring.stage * V_BYTES, v_map, at.v_full + 8 * ring.stage, span, block, piece, kv_head, tile);
                 ring.on();
             }
         } while (any && walk_on(walk, p, reach, block, partly));
-        number = next;
+        number = BRINGERS > 1 ? alike(next) : next;
     }
 }
 
@@ -386,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     __syncthreads();
     if (threadIdx.x < 128) {
         if (GROUPS > 1) fewer_registers<BRING_REGISTERS>();
-        if (threadIdx.x == 0) bring(q_map, k_map, v_map, p, at);
+        if (threadIdx.x < BRINGERS) bring(q_map, k_map, v_map, p, at);
         return;
     }
     // One group beside the one that brings has what a thread may have at most.

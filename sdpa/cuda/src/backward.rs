@@ -53,6 +53,7 @@ impl Backward {
         let mut check = Check(Vec::new());
         let forward = Forward::of(problem.forward()).map_err(|refused| check.0.extend(refused.reasons));
         check.that(problem.forward().packed().is_none(), "packed", "documents", "the backward kernels take batch entries of one length");
+        check.that(problem.forward().paged().is_none(), "paged", "pages", "the backward kernels take keys one behind the other");
         check.that(!problem.deterministic(), "deterministic", "asked for", "the kernels add gradients of queries in any order");
         for (operand, tensor) in [(Operand::DQ, problem.dq()), (Operand::DK, problem.dk()), (Operand::DV, problem.dv())] {
             if problem.forward().packed().is_none() {

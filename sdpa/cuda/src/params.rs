@@ -55,6 +55,8 @@ params! {
         o_head: i64 = "long ",
         /// Stride of the output from one query to the next.
         o_row: i64 = "long ",
+        /// Address of the page table, i32 for each page of each batch entry.
+        page_table: u64 = "const int* ",
         /// Address of where documents of queries begin and end, i32 or i64.
         boundaries_q: u64 = "const void* ",
         /// Address of where documents of keys begin and end.
@@ -77,6 +79,12 @@ params! {
         head_tiles: i32 = "int ",
         /// Parts of keys that are asked for.
         most_parts: i32 = "int ",
+        /// Keys of a page.
+        page_size: i32 = "int ",
+        /// Pages of the containers.
+        pages: i32 = "int ",
+        /// Entries of the page table from one batch entry to the next.
+        table_row: i32 = "int ",
         /// Tokens of packed queries that the call has memory for.
         tokens_q: i32 = "int ",
         /// Tokens of packed keys that the call has memory for.

@@ -6,7 +6,7 @@ use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Operand, Problem, Side, Statistic, StatsBase, packed};
+use sdpa_core::{DType, Operand, Paged, Problem, Side, Statistic, StatsBase, packed};
 use sdpa_emit::{Captured, Dialect};
 use std::fmt::Display;
 use std::sync::Arc;
@@ -42,6 +42,8 @@ pub struct Forward {
     pub group: i64,
     /// Which documents lie packed, where any do.
     pub packed: Option<Packs>,
+    /// The pages that keys and values lie in, where they do.
+    pub paged: Option<Paged>,
 }
 
 /// What packed documents are like, beside their boundaries, which a call has.
@@ -54,6 +56,9 @@ pub struct Packs {
     /// Tokens of queries and of keys that a call has at most.
     pub totals: [i64; 2],
 }
+
+/// Rows that the copy engine swizzles together: pages are whole multiples.
+const LEAST_PIECE: i64 = 8;
 
 /// When it is found which blocks of keys a rule leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,7 +127,10 @@ impl Forward {
     pub fn of(problem: &Problem) -> Result<Forward, Unsupported> {
         let mut check = Check(Vec::new());
         check.that(matches!(problem.dtype(), DType::F16 | DType::BF16), "dtype", problem.dtype(), "the kernels take f16 and bf16");
-        check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
+        if let Some(paged) = problem.paged() {
+            let limit = format!("a multiple of {LEAST_PIECE}: the copy engine swizzles as many rows together");
+            check.that(paged.page_size % LEAST_PIECE == 0, "paged.page_size", paged.page_size, limit);
+        }
         let dropout = problem.dropout().map_or_else(String::new, |dropout| dropout.p().to_string());
         check.that(problem.dropout().is_none(), "dropout", dropout, "the kernels drop no weights");
         check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
@@ -132,11 +140,11 @@ impl Forward {
         for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
             check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
         }
-        if problem.dtype() != DType::F32 && problem.paged().is_none() {
+        if problem.dtype() != DType::F32 {
             for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
-                if let Some(tensor) = problem.tensor(operand) {
+                if let Some(tensor) = problem.in_memory(operand) {
                     let packs = problem.packs(operand.side());
-                    check.tensor(operand, &if packs { packed::memory(tensor, 2) } else { *tensor }, 2);
+                    check.tensor(operand, &if packs { packed::memory(&tensor, 2) } else { tensor }, 2);
                 }
             }
         }
@@ -169,6 +177,7 @@ impl Forward {
             stats: problem.stats(),
             extents: problem.extents(),
             group: problem.group(),
+            paged: problem.paged().copied(),
             packed: problem.packed().map(|packed| Packs {
                 keys: problem.packs(Side::Keys),
                 wide: packed.wide,
@@ -226,7 +235,7 @@ fn node_weight(node: Node) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::{AttentionSpec, Layout, Mask, Packed, Paged, Shape};
+    use sdpa_core::{AttentionSpec, Layout, Mask, Packed, Shape};
 
     const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 64, dim_v: 64 };
 
@@ -252,7 +261,12 @@ mod tests {
         apart.o.strides[2] += 4;
         assert_eq!(fields(&apart), ["o strides (seq)"]);
         assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::of(1 << 30))), ["total_q", "total_kv"]);
-        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 4, pages: 6 })), ["paged"]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 48, pages: 6 })), [""; 0]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 16, pages: 6 }).with_packed_queries(9)), [""; 0]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 4, pages: 6 })), ["paged.page_size"]);
+        let mut apart = AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 8, pages: 6 });
+        (apart.k.strides[0], apart.v.strides[2]) = (apart.k.strides[0] + 4, apart.v.strides[2] + 2);
+        assert_eq!(fields(&apart), ["k strides (batch)", "v strides (seq)"]);
         let odd = Shape { dim_qk: 20, dim_v: 264, ..SHAPE };
         let told = fields(&AttentionSpec::dense(DType::F16, odd, Layout::Bhsd));
         assert_eq!(told, ["dim_v", "q strides (head)", "q strides (seq)", "k strides (head)", "k strides (seq)"]);

@@ -132,6 +132,8 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("WITH_STATS", problem.stats.into()),
         ("WITH_PACKED_Q", problem.packed.is_some().into()),
         ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
+        ("WITH_PAGES", problem.paged.is_some().into()),
+        ("PIECE", problem.piece(tile)),
         ("WITH_LIST", problem.lists_tiles(tile).into()),
         ("WITH_PARTS", tile.split.into()),
         ("LEAST_BLOCKS", problem.least_blocks(tile)),

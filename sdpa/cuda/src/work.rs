@@ -63,6 +63,17 @@ impl Forward {
         PARTS_EACH[usize::from(tile.few.is_none())] * i64::from(multiprocessors)
     }
 
+    /// Keys that are brought at once, of a block: of pages as many as both are multiples of.
+    pub(crate) fn piece(&self, tile: &Tile) -> u32 {
+        let common = |mut a: i64, mut b: i64| {
+            while b != 0 {
+                (a, b) = (b, a % b);
+            }
+            a
+        };
+        self.paged.map_or(tile.keys, |paged| common(paged.page_size, tile.keys.into()) as u32)
+    }
+
     /// Tiles of the heads of a group.
     pub(crate) fn head_tiles(&self, tile: &Tile) -> i64 {
         steps(self.group, tile.heads())

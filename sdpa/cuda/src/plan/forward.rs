@@ -12,6 +12,7 @@ use sdpa_core::TensorSpec;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::packed::tokens;
+use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::{Operand, SINK, Side, Statistic};
 use sdpa_driver::{DeviceSlice, Launch, Submission, TensorMap};
 use std::ffi::c_void;
@@ -34,7 +35,8 @@ impl CudaPlan {
     ) -> Result<(), Error> {
         let mut maps = [TensorMap::default(); 4];
         // Queries come as a whole tile, keys and values as a step of it, results leave by the rows of a warp.
-        let boxes = [[tile.queries(), tile.heads()], [tile.keys, 1], [tile.keys, 1], [16, 1]];
+        let piece = [forward.piece(tile), 1];
+        let boxes = [[tile.queries(), tile.heads()], piece, piece, [16, 1]];
         let tokens = self.tokens(forward, call);
         for (n, operand) in [Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().enumerate() {
             let (address, side) = (call.operand(operand).map_or(0, |slice| slice.address), operand.side());
@@ -42,7 +44,8 @@ impl CudaPlan {
                 let map = clipped(&forward.tensors[n], tokens[side as usize], boxes[n]);
                 submission.tensor_map(address.wrapping_sub(map.strides[0] * map.extents[1]), &map)?
             } else {
-                submission.tensor_map(address, &tiled(&forward.tensors[n], boxes[n]))?
+                let tensor = self.job.in_memory(operand).unwrap_or(forward.tensors[n]);
+                submission.tensor_map(address, &tiled(&tensor, boxes[n]))?
             };
         }
         let (room, lists_tiles) = (self.room(forward, tile), forward.lists_tiles(tile));
@@ -159,6 +162,10 @@ impl CudaPlan {
             o_head: o.strides[1],
             o_row: o.strides[2],
             dim_v: o.dims[3] as i32,
+            page_table: tensor(call, PAGE_TABLE),
+            page_size: forward.paged.map_or(1, |paged| paged.page_size) as i32,
+            pages: forward.paged.map_or(1, |paged| paged.pages) as i32,
+            table_row: forward.paged.map_or(0, |paged| paged.pages_of(*seq_kv)) as i32,
             units: units as i32,
             head_tiles: head_tiles as i32,
             most_parts: forward.most_parts(tile, self.kept.kernel.module.device().sm_count()) as i32,
