@@ -184,7 +184,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 63] = [
+const FAULTS: [Fault; 64] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -230,6 +230,7 @@ const FAULTS: [Fault; 63] = [
     ("stats of documents as those of batch entries", Forward, ["(s.begin_q + q) * p.heads_q + head", "(s.begin_q + q) + head"], PACKED),
     ("tiles of documents take one another's places", Forward, ["p.items[before + n]", "p.items[n]"], PACKED),
     ("documents of as many tiles come before one another", Forward, ["length > own || (", "length >= own || ("], PACKED),
+    ("a tile is told of where another is read", Forward, ["TOLD = WITH_LIST ? 4 : 2", "TOLD = 2"], PACKED),
     ("heads of a tile are one", Forward, ["tile.head + row / TILE_M :", "tile.head + 0 * row :"], FEW),
     ("rows of other heads are written", Forward, ["head_of(tile, row) / p.group == tile.head / p.group", "true"], UNFILLED),
     ("every part meets keys from the first on", Forward, ["low = r.low + tile.part * each", "low = r.low"], FEW),

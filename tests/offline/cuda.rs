@@ -61,7 +61,7 @@ const OTHERS: [Other; 15] = [
     ([192, 128], DType::BF16, "", &[], Lies::Few(30), true),
     ([256, 256], DType::BF16, "alibi", &["window:3000,0:bottom-right"], Lies::Few(60), false),
     ([128, 128], DType::BF16, "", &["causal-bottom-right"], Lies::Few(128), true),
-    ([64, 64], DType::F16, "", &["padding"], Lies::Few(150), true),
+    ([64, 64], DType::F16, "", &["padding"], Lies::Few(150), false),
     ([128, 128], DType::BF16, "", &["padding", "causal-ends"], Lies::Paged(1, 16, false), true),
     ([64, 64], DType::F16, "", &["causal-ends"], Lies::Paged(300, 64, true), false),
     ([128, 128], DType::BF16, "softcap:30", &["causal-ends"], Lies::Paged(400, 16, true), true),

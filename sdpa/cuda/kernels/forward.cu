@@ -82,7 +82,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
 #endif
     if (masked) {
         // Made again, so that it is not kept from block to block.
-        const Span span = span_of(p, tile.batch);
+        const Span span = span_of_tile(p, tile);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const Range kept = kept_of(p, span, q[half]);
@@ -219,6 +219,14 @@ inline void bring_block(uint to, const TensorMap& map, uint barrier, const Span&
     }
 }
 
+// How many tiles were told of: which of two barriers and of the places is the next one's.
+struct Count {
+    int tiles = 0;
+    inline uint barrier(const Shared& at) const { return at.tile_full + 8 * (tiles & 1); }
+    inline uint phase() const { return tiles >> 1 & 1; }
+    inline uint place(const Shared& at) const { return at.tiles + TOLD_BYTES * (tiles % TOLD); }
+};
+
 // Threads that bring operands: one, or of pages a warp, whose first thread does what is not for each.
 constexpr int BRINGERS = WITH_PAGES ? 32 : 1;
 
@@ -235,23 +243,30 @@ inline void expect(uint barrier, uint bytes) {
 // Takes tile after tile from all that there are, tells the others which, and brings its queries, and block after block of keys and values.
 inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const Shared& at) {
     Ring<STAGES> ring;
-    Ring<2> told;
+    Count told;
     Ring<1> queries;
     const int tiles = tiles_of_head(p), all = all_heads(p) * tiles;
     int number = blockIdx.x;
     while (true) {
-        // Of two places, that of the tile before the last: its queries were waited for.
-        if (first_bringer()) {
-            store_shared(at.tiles + 4 * told.stage, uint(number));
-            barrier_arrive(at.tile_full + 8 * told.stage);
-        }
-        told.on();
+        // Of two places that of the tile before the last, whose queries were waited for; of four one whose results have left.
+        const uint to = told.place(at);
+#if WITH_LIST
+        const Tile tile = number < all ? tile_of(p, tiles, number) : Tile{-1};
+        const Span span = number < all ? span_of(p, tile.batch) : Span{};
+        if (first_bringer()) tell(to, tile, span);
+#else
+        if (first_bringer()) store_shared(to, uint(number));
+#endif
+        if (first_bringer()) barrier_arrive(told.barrier(at));
+        told.tiles++;
         if (number >= all) return;
         // Asked for early: the answer takes as long as a step.
         int next = all;
         if (int(gridDim.x) < all && first_bringer()) next = int(gridDim.x) + atomicAdd(p.taken, 1);
+#if !WITH_LIST
         const Tile tile = tile_of(p, tiles, number);
         const Span span = span_of(p, tile.batch);
+#endif
         const Reach reach = reach_of_tile(p, span, tile);
         const int kv_head = tile.head / p.group;
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
@@ -333,8 +348,14 @@ inline void leave_rows(const float (&o)[OUTPUTS], const float (&share)[2], const
 
 // What becomes of the rows of a group, once they have met all of their keys.
 inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const TensorMap& o_map, const Params& p, const Shared& at,
-                   const Tile& tile, int group) {
-    const Span span = span_of(p, tile.batch);
+                   const Tile& before, int group) {
+#if WITH_LIST
+    // Read again, so that it is not kept from block to block.
+    const Tile tile = told_of(before.told);
+#else
+    const Tile tile = before;
+#endif
+    const Span span = span_of_tile(p, tile);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
     float share[2];
 #if WITH_PARTS
@@ -437,19 +458,24 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     if (GROUPS > 1) more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
     const uint q = at.q + group * 64 * ROW_BYTES;
-    const int tiles = tiles_of_head(p), all = all_heads(p) * tiles;
     Ring<STAGES> ring;
-    Ring<2> told;
+    Count told;
     Ring<1> queries;
     float o[OUTPUTS];
     if (group == GROUPS - 1) turn_ends(group);
     while (true) {
-        barrier_wait(at.tile_full + 8 * told.stage, told.phase);
-        const int number = alike(int(load_shared(at.tiles + 4 * told.stage)));
-        told.on();
-        if (number >= all) break;
-        const Tile tile = tile_of(p, tiles, number);
-        const Reach reach = reach_of_tile(p, span_of(p, tile.batch), tile);
+        barrier_wait(told.barrier(at), told.phase());
+        const uint from = told.place(at);
+        told.tiles++;
+#if WITH_LIST
+        const Tile tile = told_of(from);
+        if (tile.tile < 0) break;
+#else
+        const int number = alike(int(load_shared(from)));
+        if (number >= all_heads(p) * p.tiles) break;
+        const Tile tile = tile_of(p, p.tiles, number);
+#endif
+        const Reach reach = reach_of_tile(p, span_of_tile(p, tile), tile);
         Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;

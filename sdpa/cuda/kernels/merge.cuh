@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __gr
     const int lane = threadIdx.x & 31, row = int(blockIdx.x) % EACH * 4 + int(threadIdx.x >> 5), whose = int(blockIdx.x) / EACH;
     const int unit = whose % p.units, number = whose / p.units % p.tiles, batch = whose / p.units / p.tiles;
     const Span span = span_of(p, batch);
-    const Tile tile = {number, batch, first_head(p, unit), 0, 1, 0};
+    const Tile tile = {number, batch, first_head(p, unit), 0, 1, 0, 0};
     if (row >= TILE_ROWS || number >= tiles_of(p, span) || !has_row(p, span, tile, row)) return;
     const int first = p.firsts[batch * p.tiles + number];
     if (first >= p.most_items) return;

@@ -28,6 +28,16 @@ inline Document document_of(const void* boundaries, int document, int tokens, in
 }
 #endif
 
+// With what bands about the ends come to for these lengths.
+inline Span about_the_ends(const Params& p, Span s) {
+#if WITH_ENDS
+    const int shift = s.len_kv - s.len_q;
+    s.lower = max(s.lower, p.ends_lower == -FAR ? -FAR : p.ends_lower + shift);
+    s.upper = min(s.upper, p.ends_upper == FAR ? FAR : p.ends_upper + shift);
+#endif
+    return s;
+}
+
 inline Span span_of(const Params& p, int batch) {
     Span s = {p.lower, p.upper, p.seq_q, p.seq_kv};
 #if WITH_PACKED_Q
@@ -46,12 +56,7 @@ inline Span span_of(const Params& p, int batch) {
 #if WITH_SEQ_LEN_KV
     s.len_kv = max(0, min(s.len_kv, p.seq_len_kv[batch]));
 #endif
-#if WITH_ENDS
-    const int shift = s.len_kv - s.len_q;
-    s.lower = max(s.lower, p.ends_lower == -FAR ? -FAR : p.ends_lower + shift);
-    s.upper = min(s.upper, p.ends_upper == FAR ? FAR : p.ends_upper + shift);
-#endif
-    return s;
+    return about_the_ends(p, s);
 }
 
 // Indices first <= index < past; none where `past` is not behind `first`.

@@ -10,6 +10,7 @@ constexpr float LOG2_E = 1.44269504088896340736f;
 struct Tile {
     int tile, batch, head;
     int part, parts, slot;
+    uint told;  // where it is told of in shared memory, if it is
 };
 
 // How many tiles a head has, of one batch entry, or of all where a list has them: of documents and parts this is known on the device alone.
@@ -39,9 +40,38 @@ inline Tile tile_of(const Params& p, int tiles, int number) {
 #if WITH_LIST
     const int at = in_section / together;
     const Item item = p.items[at];
-    return Tile{item.tile, item.batch, first_head(p, both), item.part, item.parts, at * p.units + both};
+    return Tile{item.tile, item.batch, first_head(p, both), item.part, item.parts, at * p.units + both, 0};
 #else
-    return Tile{tiles - 1 - in_section / together, both / p.units, first_head(p, both % p.units), 0, 1, 0};
+    return Tile{tiles - 1 - in_section / together, both / p.units, first_head(p, both % p.units), 0, 1, 0, 0};
+#endif
+}
+
+// The tiles that are told of at once, and the bytes of each: a number, or of a list all that is known of it, so that it is looked up once for a block of threads.
+constexpr int TOLD = WITH_LIST ? 4 : 2;
+constexpr uint TOLD_BYTES = WITH_LIST ? 48 : 4;
+
+#if WITH_LIST
+inline void tell(uint to, const Tile& t, const Span& s) {
+    const int words[] = {t.tile, t.batch, t.head, t.part, t.parts, t.slot, s.begin_q, s.len_q, s.begin_kv, s.len_kv};
+#pragma unroll
+    for (int n = 0; n < 10; n++) store_shared(to + 4 * n, uint(words[n]));
+}
+
+inline Tile told_of(uint at) {
+    int words[6];
+#pragma unroll
+    for (int n = 0; n < 6; n++) words[n] = alike(int(load_shared(at + 4 * n)));
+    return Tile{words[0], words[1], words[2], words[3], words[4], words[5], at};
+}
+#endif
+
+// What band and lengths say of a tile's batch entry.
+inline Span span_of_tile(const Params& p, const Tile& tile) {
+#if WITH_LIST
+    const auto word = [&](int n) { return int(load_shared(tile.told + 4 * n)); };
+    return about_the_ends(p, Span{p.lower, p.upper, word(7), word(9), word(6), word(8)});
+#else
+    return span_of(p, tile.batch);
 #endif
 }
 

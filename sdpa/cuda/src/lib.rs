@@ -30,5 +30,5 @@ pub use choice::is_faster;
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use plan::CudaPlan;
-pub use problem::Forward;
+pub use problem::{Forward, Packs};
 pub use sdpa_driver::Error as DriverError;

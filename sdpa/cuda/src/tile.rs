@@ -38,8 +38,10 @@ pub struct Few {
 
 /// Queries of a group.
 pub(crate) const GROUP_QUERIES: u32 = 64;
-/// Bytes of barriers, and of the tiles that blocks are told.
+/// Bytes of barriers, and of the numbers of tiles.
 const BARRIERS: u32 = 256;
+/// Bytes of what blocks of threads are told of the tiles of a list.
+const TOLD: u32 = 256;
 /// Bytes of a row of a panel in shared memory.
 const ROW_BYTES: u32 = 128;
 /// Columns of a panel.
@@ -134,7 +136,7 @@ impl Tile {
         128 * (self.groups + 1)
     }
 
-    /// Bytes of shared memory of a block: queries, keys and values, the output where it does not take the place of queries, barriers.
+    /// Bytes of shared memory of a block: queries, keys and values, the output where it does not take the place of queries, barriers, what is told of tiles.
     pub fn shared_bytes(&self) -> u32 {
         let panels = |dim: u32| dim / PANEL * ROW_BYTES;
         let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.rows() * panels(dim));
@@ -145,7 +147,7 @@ impl Tile {
             (None, true) => queries + output,
             (None, false) => queries.max(output),
         };
-        rows + self.stages * step + BARRIERS
+        rows + self.stages * step + BARRIERS + TOLD
     }
 }
 
