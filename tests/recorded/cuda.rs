@@ -8,7 +8,7 @@ use cudnn_graph::{Buffer, Stream};
 use sdpa::cache::Limits;
 use sdpa::cuda::{CudaExecutor, CudaOptions};
 use sdpa::cudnn::{DeviceForward, DeviceParam, DeviceSlice, DeviceValue};
-use sdpa::{AttentionSpec, DType, DeviceExecutor, Error, Layout, Mask, Packed, Shape, TensorSpec, packed};
+use sdpa::{AttentionSpec, DType, DeviceExecutor, Error, Layout, Mask, Operand, Packed, Paged, Shape, TensorSpec, packed};
 use std::num::NonZeroUsize;
 
 fn executor(entries: usize) -> Option<(Recorder, CudaExecutor)> {
@@ -96,6 +96,37 @@ fn tiles_of_documents_are_listed_and_maps_reach_the_tokens_there_are() {
         assert_eq!((listing.from, listing.bytes), (1, 256));
         assert_eq!(attention.pointers[..4], buffers.each_ref().map(Buffer::address));
         assert!(entries.iter().all(|e| e.what != FILL), "the list zeroes the counter");
+    }
+    assert_eq!(recorder.faults(), 0);
+}
+
+/// Of few queries, tiles are listed, keys are met in parts, and parts are merged; containers of pages are what maps of keys reach.
+#[test]
+fn keys_of_few_queries_are_met_in_parts() {
+    let Some((recorder, executor)) = executor(8) else { return };
+    let stream = recorder.stream();
+    let shape = Shape { batch: 3, heads_q: 12, heads_kv: 2, seq_q: 2, seq_kv: 9000, dim_qk: 64, dim_v: 64 };
+    let dense = AttentionSpec::dense(DType::F16, shape, Layout::Bshd).mask(Mask::padding());
+    let cache = Paged { page_size: 16, pages: 700 };
+    let paged = AttentionSpec::paged(DType::F16, shape, cache).mask(Mask::padding());
+    let [lengths_q, lengths_kv] = [(); 2].map(|()| recorder.buffer(12));
+    let table = recorder.buffer(4 * 3 * 563);
+    let named = |name, buffer| DeviceParam { name, value: DeviceValue::Tensor(DType::I32, whole(buffer)) };
+    let params = [named("seq_len_q", &lengths_q), named("seq_len_kv", &lengths_kv), named("page_table", &table)];
+    for (spec, params) in [(dense, &params[..2]), (paged, &params)] {
+        let problem = spec.validate().unwrap();
+        let of = |operand| recorder.buffer(problem.in_memory(operand).unwrap().extent().unwrap().unsigned_abs() * 2);
+        let buffers = [Operand::Q, Operand::K, Operand::V, Operand::O].map(of);
+        submit((&recorder, &executor), &stream, &spec, &call(&buffers, params)).unwrap();
+        let (done, entries) = recorder.record(|| submit((&recorder, &executor), &stream, &spec, &call(&buffers, params)));
+        done.unwrap();
+        let launches: Vec<_> = entries.iter().filter(|e| e.what == LAUNCH).collect();
+        let [listing, attention, merging] = launches[..] else { panic!("{} launches", launches.len()) };
+        assert_eq!((listing.from, listing.bytes), (1, 256));
+        assert_eq!((attention.from, attention.bytes), (u64::from(executor.device().sm_count()), 256));
+        assert_eq!(attention.pointers[..4], buffers.each_ref().map(Buffer::address));
+        // Two queries of six heads are twelve rows, four to a block, of each batch entry and key head.
+        assert_eq!((merging.from, merging.bytes), (3 * 2 * 3, 128));
     }
     assert_eq!(recorder.faults(), 0);
 }

@@ -134,15 +134,15 @@ impl CudaPlan {
         let Scale { natural, scale, unit } = self.scale(call);
         let lists = self.lists(lists);
         let [map_batch, map_head] = lists.strides();
-        // Whole groups that share a key head.
-        // A list has the tiles of all batch entries.
         let (head_tiles, units) = (forward.head_tiles(tile), forward.units(tile));
-        let (keys, all) = match (forward.packed, forward.lists_tiles(tile)) {
-            (Some(packs), _) => (packs.totals[Side::Keys as usize].min(batch * seq_kv), units),
-            (None, true) => (batch * seq_kv, units),
-            (None, false) => (*seq_kv, batch * units),
+        // Whole groups that share a key head. A list has the tiles of all batch entries.
+        let together = |keys: i64| heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * head_tiles;
+        let section = match forward.packed {
+            // Keys are read once: those of all heads, which lie side by side.
+            _ if tile.split || (tile.few.is_some() && forward.lists_tiles(tile)) => units,
+            Some(packs) => together(packs.totals[Side::Keys as usize].min(batch * seq_kv)).min(units),
+            None => together(*seq_kv).min(batch * units),
         };
-        let section = (heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * head_tiles).min(all);
         let boundaries = |side: Side| self.job.problem().packed().map_or(0, |packed| tensor(call, packed.boundaries(side)));
         Params {
             stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
