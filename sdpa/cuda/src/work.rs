@@ -44,13 +44,18 @@ impl Forward {
         Some(Few { queries, heads: heads as u32 })
     }
 
-    /// Whether there are keys enough for parts, and too few tiles without: always where queries are few and keys of entries are as many as a call says.
+    /// Whether there are keys enough for parts, and too few tiles without. Where queries are few and keys as many as a call says, one entry may have most of
+    /// them: more tiles than otherwise are too few.
     fn splits(&self, tile: &Tile, multiprocessors: u32) -> bool {
         let few = tile.few.is_some();
-        let blocks = steps(self.extents[3], tile.keys);
-        let enough = blocks >= 2 * i64::from(self.least_blocks(tile));
-        let unknown = few && (self.seq_len_kv || self.packs(Side::Keys));
-        enough && (unknown || self.most_tiles(tile) < i64::from(multiprocessors) * if few { 4 } else { 1 })
+        let enough = steps(self.extents[3], tile.keys) >= 2 * i64::from(self.least_blocks(tile));
+        let unknown = self.seq_len_kv || self.packs(Side::Keys);
+        let each = match (few, unknown) {
+            (true, true) => 16,
+            (true, false) => 4,
+            (false, _) => 1,
+        };
+        enough && self.most_tiles(tile) < each * i64::from(multiprocessors)
     }
 
     /// Blocks of keys that a part of a tile has at least.
@@ -136,6 +141,7 @@ mod tests {
         assert!(!split([16, 32, 8, 1, 300], &[]), "too few keys");
         assert!(!split([100, 32, 8, 1, 8192], &[]), "tiles enough");
         assert!(split([100, 32, 8, 1, 8192], &["padding"]), "one entry may have them all");
+        assert!(!split([300, 32, 8, 1, 8192], &["padding"]), "tiles enough all the same");
         assert!(!split([2, 32, 32, 4096, 4096], &["causal"]));
     }
 }
