@@ -100,6 +100,58 @@ stats = true
 backward = { wrt = ["sink:f32"] }
 "#;
 
+/// Documents of several tiles, of one, and of as many as others.
+const PACKED: &str = r#"
+[[case]]
+name = "documents one behind the other"
+shape = { batch = 5, heads_q = 4, heads_kv = 2, seq_q = 300, seq_kv = 300, dim_qk = 128, dim_v = 128 }
+dtype = "bf16"
+layout = "bshd"
+mask = ["causal"]
+stats = true
+packed = { lengths_q = [70, 300, 61, 0, 140], before = 2, slack = 3 }
+"#;
+
+/// Few queries of heads that share a tile, keys in parts.
+const FEW: &str = r#"
+[[case]]
+name = "few queries and a sink"
+shape = { batch = 3, heads_q = 6, heads_kv = 2, seq_q = 3, seq_kv = 900, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["padding", "window:700,0:ends"]
+sink = true
+stats = true
+
+[[case]]
+name = "few queries of many entries"
+shape = { batch = 8, heads_q = 2, heads_kv = 1, seq_q = 4, seq_kv = 800, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+mask = ["padding"]
+stats = true
+"#;
+
+/// Keys in pages, whose table ends with anything.
+const PAGED: &str = r#"
+[[case]]
+name = "pages"
+shape = { batch = 3, heads_q = 4, heads_kv = 2, seq_q = 5, seq_kv = 700, dim_qk = 64, dim_v = 128 }
+dtype = "bf16"
+layout = "bshd"
+mask = ["padding"]
+stats = true
+paged = { page_size = 48, lengths_q = [5, 4, 5], lengths_kv = [700, 65, 0], spare = 2 }
+"#;
+
+/// Heads that fill no tile.
+const UNFILLED: &str = r#"
+[[case]]
+name = "heads that fill no tile"
+shape = { batch = 1, heads_q = 17, heads_kv = 1, seq_q = 4, seq_kv = 100, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+score_mod = ["alibi"]
+stats = true
+"#;
+
 /// Traces.
 const TRACED: &str = r#"
 [[case]]
@@ -133,7 +185,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 44] = [
+const FAULTS: [Fault; 64] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -148,7 +200,7 @@ const FAULTS: [Fault; 44] = [
     (
         "fewer bytes are waited for",
         Forward,
-        ["barrier_expect(at.q_full, Q_PANEL_BYTES * QK_PANELS)", "barrier_expect(at.q_full, Q_PANEL_BYTES)"],
+        ["barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS)", "barrier_expect(at.q_full, Q_BOX_BYTES)"],
         LONG,
     ),
     ("the copy engine is not told of what was written", Forward, ["written_for_engines();", ""], LONG),
@@ -173,7 +225,37 @@ const FAULTS: [Fault; 44] = [
     ("the second 32 take the places of the first", Forward, ["count += __popc(listed);", "count = __popc(listed);"], LISTED),
     ("lists of one batch entry for all", Backward, ["batch = row / OUTERS(p) / heads", "batch = 0 * heads"], LISTED),
     ("the sink weighs the wrong way", Forward, ["exp2_of(sink - from)", "exp2_of(from - sink)"], LENGTHS),
-    ("score_mods of another row", Forward, ["q + (n & 2 ? 8 : 0), there_k", "q, there_k"], TRACED),
+    ("score_mods of another row", Forward, ["min(q[n >> 1 & 1], p.seq_q - 1)", "min(q[0], p.seq_q - 1)"], TRACED),
+    ("boxes reach into the next document", Forward, ["min(rows, length - first);", "rows;"], PACKED),
+    ("keys of every document are the first's", Forward, ["s.begin_kv = keys.begin;", "s.begin_kv = 0;"], PACKED),
+    ("stats of documents as those of batch entries", Forward, ["(s.begin_q + q) * p.heads_q + head", "(s.begin_q + q) + head"], PACKED),
+    ("tiles of documents take one another's places", Forward, ["p.items[before + n]", "p.items[n]"], PACKED),
+    ("documents of as many tiles come before one another", Forward, ["length > own || (", "length >= own || ("], PACKED),
+    ("a tile is told of where another is read", Forward, ["TOLD = WITH_LIST ? 4 : 2", "TOLD = 2"], PACKED),
+    ("heads of a tile are one", Forward, ["tile.head + row / TILE_M :", "tile.head + 0 * row :"], FEW),
+    ("rows of other heads are written", Forward, ["head_of(tile, row) / p.group == tile.head / p.group", "true"], UNFILLED),
+    ("every part meets keys from the first on", Forward, ["low = r.low + tile.part * each", "low = r.low"], FEW),
+    ("parts leave what they come to in one place", Forward, ["at * p.units + both", "both"], FEW),
+    ("every part has the sink", Forward, ["if (tile.parts == 1) {\n            share", "if (true) {\n            share"], FEW),
+    ("parts are merged by the largest of one lane", Forward, ["most = most_of_warp(most);", ""], FEW),
+    ("queries that are not there have stats", Forward, ["if (q < span.len_q) {", "if (true) {"], FEW),
+    ("tiles begin with one item", Forward, ["p.firsts[mine * p.tiles + tile] = before;", "p.firsts[mine * p.tiles + tile] = 0;"], FEW),
+    (
+        "a part weighs as much as another",
+        Forward,
+        ["p.part_logs[place(part)] - most) * inverse", "p.part_logs[place(0)] - most) * inverse"],
+        FEW,
+    ),
+    ("pages of the first entry for all", Forward, ["p.page_table[long(batch) * p.table_row", "p.page_table[0 * p.table_row"], PAGED),
+    ("every piece of a page is its first", Forward, ["p.pages - 1), key % p.page_size}", "p.pages - 1), 0}"], PAGED),
+    ("pieces have one place", Forward, ["there + int(threadIdx.x) * PIECE * ROW_BYTES", "there"], PAGED),
+    (
+        "pieces come before they are waited for",
+        Forward,
+        ["if (BRINGERS > 1) __syncwarp();", "if (threadIdx.x > 0) barrier_arrive(barrier);"],
+        PAGED,
+    ),
+    ("threads that bring take tiles of their own", Forward, ["BRINGERS > 1 ? alike(next) : next", "next"], PAGED),
     (
         "queries come before those of a tile are done with",
         Backward,
@@ -250,7 +332,9 @@ pub(super) fn all_are_found(name: &str, faults: &[Fault], cases: &[&str], execut
     let cases: Vec<Case> = cases.iter().flat_map(|cases| Case::parse(cases).unwrap()).collect();
     side_by_side(&cases, |case| {
         assert_eq!(wrong(run_case(case, &right)), None, "{}", case.name);
-        assert_eq!(wrong(run_backward_case(case, Source::Oracle, &right)), None, "{}", case.name);
+        if case.packed.is_none() && case.paged.is_none() {
+            assert_eq!(wrong(run_backward_case(case, Source::Oracle, &right)), None, "{}", case.name);
+        }
     });
     side_by_side(faults, |&fault| {
         // One for all cases of a fault: each compiles its kernels anew.
@@ -271,6 +355,6 @@ fn every_fault_is_found() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG];
+    let cases = [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, PAGED, UNFILLED];
     all_are_found(NAME, &FAULTS, &cases, || conformance::emulated::executor().unwrap());
 }

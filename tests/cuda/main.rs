@@ -1,17 +1,19 @@
 //! Kernels of our own for NVIDIA GPUs, compiled for the CPU and run there thread by thread, against the oracle.
 
+mod documents;
 mod faults;
 mod lists;
 mod mma;
 mod mma_faults;
+mod pages;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;
 use conformance::emulated;
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, random_backward, random_ends, random_padded, random_padded_backward, random_spec, run, run_backward,
-    run_backward_case, run_case, run_tree, side_by_side,
+    Draw, Outcome, Source, Tally, random_backward, random_ends, random_few, random_packed, random_padded, random_padded_backward,
+    random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side,
 };
 use conformance::say::{say, skip};
 use sdpa::cuda::CudaExecutor;
@@ -72,6 +74,21 @@ fn forward_cases() {
 }
 
 #[test]
+fn paged_cases() {
+    forward("paged", narrow([Case::all_paged()]));
+}
+
+#[test]
+fn few_cases() {
+    forward("few", narrow([Case::all_few()]));
+}
+
+#[test]
+fn packed_cases() {
+    forward("packed", narrow([Case::all_packed()]));
+}
+
+#[test]
 fn backward_cases() {
     backward("backward", narrow([Case::all_backward(), Case::all_ends()]), &Source::ALL);
     backward("sinks and tables backward", narrow([Case::all_sinks(), Case::all_tables()]), &[Source::Oracle]);
@@ -89,10 +106,21 @@ fn score_mod_cases() {
 
 /// The same problem with rows of whole 16 bytes, dense: what the copy engine asks for.
 fn taken(mut spec: AttentionSpec) -> AttentionSpec {
-    for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
+    (spec.dropout, spec.row_max, spec.sum_exp) = (None, false, false);
+    if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
+        paged.page_size *= 8;
+    }
+    let totals = spec.packed.map(|packed| [packed.total_q, packed.total_kv]);
+    for (n, tensor) in [&mut spec.q, &mut spec.o, &mut spec.k, &mut spec.v].into_iter().enumerate() {
         let [batch, heads, seq, dim] = tensor.dims;
+        let dims = [batch, heads, seq, (dim + 7) / 8 * 8];
         let layout = if tensor.strides[1] < tensor.strides[2] { Layout::Bshd } else { Layout::Bhsd };
-        *tensor = TensorSpec::dense([batch, heads, seq, (dim + 7) / 8 * 8], layout);
+        *tensor = TensorSpec::dense(dims, layout);
+        match (spec.paged.filter(|_| n > 1), totals) {
+            (Some(paged), _) => tensor.strides = layout.strides([paged.pages, heads, paged.page_size, dims[3]]),
+            (None, Some(totals)) => tensor.strides = layout.strides([1, heads, totals[n / 2].unwrap_or(batch * seq).max(2), dims[3]]),
+            (None, None) => {}
+        }
     }
     spec
 }
@@ -130,6 +158,9 @@ fn random_problems() {
         };
         forward(random_spec(random, &NARROW), "dense", tally);
         forward(random_ends(random, &NARROW), "ends", tally);
+        forward(random_packed(random, &NARROW), "packed", tally);
+        forward(random_few(random, &NARROW), "few", tally);
+        forward(random_paged(random, &NARROW), "paged", tally);
         forward(random_padded(random, &NARROW).with_sink(), "sink", tally);
         let backward = |spec: BackwardSpec, what: &str, tally: &Mutex<Tally>| {
             let source = Source::ALL[(seed % 2) as usize];

@@ -211,6 +211,14 @@ impl Case {
         Case::parse(include_str!("../cases/table.toml"))
     }
 
+    /// Every case of few queries or few tiles beside many keys that the file has.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_few() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/few.toml"))
+    }
+
     /// The cases with score_mods and masks of the library that the file has.
     ///
     /// # Errors

@@ -2,7 +2,10 @@
 #![allow(unsafe_code)]
 
 use crate::msl::Toolchain;
+use sdpa::DevicePrepared;
 use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
+use sdpa::cudnn::{DeviceCall, DeviceSlice};
+use sdpa_driver::Stream;
 use std::ffi::{CString, c_char, c_int};
 use std::path::PathBuf;
 
@@ -46,6 +49,19 @@ pub fn executor_on(device: Emulated, family: Option<Family>) -> Result<CudaExecu
     let file = find()?;
     let options = CudaOptions { driver: Some(file.clone()), nvrtc: Some(file), ordinal: device as u32, family, ..CudaOptions::default() };
     CudaExecutor::new(options).map_err(|e| e.to_string())
+}
+
+/// A call of a pass over memory of the emulated driver. Safe here: a launch fails where it touches what no allocation has.
+///
+/// # Errors
+/// As [`DevicePrepared::submit`], and what the machine finds wrong.
+pub fn submit(
+    ready: &dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>,
+    stream: &Stream,
+    call: &DeviceCall<'_>,
+) -> Result<(), sdpa::Error> {
+    // SAFETY: the stream is one of the emulated driver, which looks at every address.
+    unsafe { ready.submit(stream, call) }
 }
 
 /// How many boxes of tensors the copy engine brought in, and copies of 16 bytes that threads asked for, in launches of this thread so far.

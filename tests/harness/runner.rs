@@ -2,6 +2,7 @@
 
 mod backward;
 mod dropped;
+mod few;
 mod library;
 #[cfg(test)]
 mod naive;
@@ -25,6 +26,7 @@ pub use backward::{
     run_backward_with,
 };
 pub use dropped::{Drops, dropped};
+pub use few::random_few;
 pub use library::{Tree, library_suite, run_tree};
 use narrow::Narrowed;
 pub use narrow::{random_fp8, random_fp8_gradients};

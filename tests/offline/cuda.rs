@@ -5,7 +5,7 @@ use conformance::say::{say, skip};
 use sdpa::cuda::kernel::{compile, compile_for, serialized};
 use sdpa::cuda::mma::{self, Cut};
 use sdpa::cuda::{Backward, Forward, source};
-use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
+use sdpa::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Shape};
 use std::sync::Mutex;
 
 /// Dims, type, score_mod (or none), masks.
@@ -35,6 +35,64 @@ fn spec([dim_qk, dim_v]: [i64; 2], dtype: DType, score_mod: &str, masks: &[&str]
         spec = spec.mask(text.parse::<Mask>().unwrap_or_else(|e| panic!("{text}: {e}")));
     }
     spec
+}
+
+/// How keys, values and queries lie, where that makes another text.
+#[derive(Clone, Copy, Debug)]
+enum Lies {
+    /// Documents one behind the other: whether queries and keys have the same, whether boundaries are i64.
+    Packed(bool, bool),
+    /// So many queries beside 9,000 keys, in two batch entries.
+    Few(i64),
+    /// The same, keys in pages of so many; packed queries where asked.
+    Paged(i64, i64, bool),
+}
+
+/// Dims, type, score_mod (or none), masks, how tokens lie, and whether nothing may be spilled. Forward alone.
+type Other = ([i64; 2], DType, &'static str, &'static [&'static str], Lies, bool);
+
+const OTHERS: [Other; 15] = [
+    ([64, 64], DType::F16, "", &["causal"], Lies::Packed(false, false), true),
+    ([128, 128], DType::BF16, "", &["causal"], Lies::Packed(false, true), true),
+    ([128, 128], DType::BF16, "softcap:30", &["window:300,0:ends"], Lies::Packed(true, false), false),
+    ([256, 256], DType::BF16, "", &["document"], Lies::Packed(false, false), false),
+    ([64, 64], DType::F16, "", &["padding"], Lies::Few(4), true),
+    ([128, 128], DType::BF16, "", &["padding", "causal-ends"], Lies::Few(1), true),
+    ([128, 128], DType::BF16, "softcap:30", &["array:hqk"], Lies::Few(3), false),
+    ([192, 128], DType::BF16, "", &[], Lies::Few(30), true),
+    ([256, 256], DType::BF16, "alibi", &["window:3000,0:bottom-right"], Lies::Few(60), false),
+    ([128, 128], DType::BF16, "", &["causal-bottom-right"], Lies::Few(128), true),
+    ([64, 64], DType::F16, "", &["padding"], Lies::Few(150), false),
+    ([128, 128], DType::BF16, "", &["padding", "causal-ends"], Lies::Paged(1, 16, false), true),
+    ([64, 64], DType::F16, "", &["causal-ends"], Lies::Paged(300, 64, true), false),
+    ([128, 128], DType::BF16, "softcap:30", &["causal-ends"], Lies::Paged(400, 16, true), true),
+    ([256, 256], DType::BF16, "", &["causal-ends"], Lies::Paged(4, 8, true), true),
+];
+
+fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
+    let dense = spec(dims, dtype, score_mod, masks);
+    let few = |seq_q| {
+        let shape = Shape { batch: 2, heads_q: 8, heads_kv: 2, seq_q, seq_kv: 9000, dim_qk: dims[0], dim_v: dims[1] };
+        AttentionSpec::dense(dtype, shape, Layout::Bshd)
+    };
+    match lies {
+        Lies::Paged(seq_q, page_size, packed) => {
+            let few = few(seq_q);
+            let cache = Paged { page_size, pages: 900 };
+            let [k, v] = [few.k, few.v].map(|tensor| cache.dense(tensor.dims, Layout::Bshd));
+            let paged = AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, k, v, paged: Some(cache), ..few }.with_stats();
+            if packed { paged.with_packed_queries(700) } else { paged }
+        }
+        Lies::Few(seq_q) => AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, ..few(seq_q) }.with_stats().with_sink(),
+        Lies::Packed(cross, wide) => {
+            let [batch, heads_q, seq, dim_qk] = dense.q.dims;
+            let [_, heads_kv, seq_kv, dim_v] = dense.v.dims;
+            let seq_q = if cross { seq } else { seq_kv };
+            let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v };
+            let packed = AttentionSpec::packed(dtype, shape, Packed { cross, wide, ..Packed::default() });
+            AttentionSpec { score_mods: dense.score_mods, masks: dense.masks, ..packed }.with_stats()
+        }
+    }
 }
 
 /// Bytes that a thread may put into local memory, where a trace reads tensors or heads are wide: between tiles, and in blocks at the edge of a mask.
@@ -77,14 +135,16 @@ fn every_kernel_compiles_into_registers() {
         Err(why) => return skip("offline", &format!("kernels of our own: {why}")),
     };
     let told = Mutex::new(Vec::new());
-    each_row(|spec, plain| {
+    let run = |spec: &AttentionSpec, plain: bool| {
         let forward = Forward::of(&spec.validate().unwrap()).unwrap();
-        let made = compile(&nvrtc, &source::forward(&forward, &forward.tile().unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
+        let made = compile(&nvrtc, &source::forward(&forward, &forward.tile(132).unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
         assert_eq!(serialized(&made), None, "{spec:?}");
         let most = if plain { 0 } else { SPILLED };
         assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);
         told.lock().unwrap().push(made.code.len());
-    });
+    };
+    each_row(run);
+    OTHERS.into_iter().for_each(|other| run(&lying(other), other.5));
     let told = told.into_inner().unwrap();
     assert!(told.len() > TABLE.len());
     say(&format!("NVRTC: {} kernels of our own make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
@@ -116,7 +176,7 @@ fn every_backward_kernel_compiles_into_registers() {
 fn products_that_wait_for_one_another_are_seen() {
     let Ok(nvrtc) = nvrtc::find() else { return skip("offline", "kernels of our own: no NVRTC") };
     let forward = Forward::of(&spec([128, 128], DType::BF16, "", &[]).validate().unwrap()).unwrap();
-    let right = source::forward(&forward, &forward.tile().unwrap());
+    let right = source::forward(&forward, &forward.tile(132).unwrap());
     // Results are read while products are under way.
     let early = right.replacen("products_wait<1>();", "products_wait<7>();", 1);
     assert!(early != right);

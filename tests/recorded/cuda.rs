@@ -8,7 +8,7 @@ use cudnn_graph::{Buffer, Stream};
 use sdpa::cache::Limits;
 use sdpa::cuda::{CudaExecutor, CudaOptions};
 use sdpa::cudnn::{DeviceForward, DeviceParam, DeviceSlice, DeviceValue};
-use sdpa::{AttentionSpec, DType, DeviceExecutor, Error, Layout, Mask, Shape};
+use sdpa::{AttentionSpec, DType, DeviceExecutor, Error, Layout, Mask, Operand, Packed, Paged, Shape, TensorSpec, packed};
 use std::num::NonZeroUsize;
 
 fn executor(entries: usize) -> Option<(Recorder, CudaExecutor)> {
@@ -70,6 +70,63 @@ fn one_launch_reaches_the_operands_and_tiles_past_the_multiprocessors_are_counte
         // The counter is zeroed in front, where there is one.
         let zeroed: Vec<_> = entries.iter().filter(|e| e.what == FILL).collect();
         assert_eq!(zeroed.iter().map(|e| e.bytes).collect::<Vec<_>>(), if blocks < tiles { vec![4] } else { vec![] });
+    }
+    assert_eq!(recorder.faults(), 0);
+}
+
+/// Of packed documents, tiles are listed first; what the maps of operands reach is the tokens of the call's memory, and no more than the problem's.
+#[test]
+fn tiles_of_documents_are_listed_and_maps_reach_the_tokens_there_are() {
+    let Some((recorder, executor)) = executor(8) else { return };
+    let stream = recorder.stream();
+    let shape = Shape { seq_kv: SHAPE.seq_q, ..SHAPE };
+    let spec = AttentionSpec::packed(DType::BF16, shape, Packed::of(400)).mask(Mask::causal()).with_stats();
+    let ready = executor.prepare_device(&spec.validate().unwrap()).unwrap();
+    for tokens in [400, 250, 1] {
+        let operand = |tensor: &TensorSpec| recorder.buffer(packed::memory(tensor, tokens).extent().unwrap().unsigned_abs() * 2);
+        let buffers = [&spec.q, &spec.k, &spec.v, &spec.o].map(operand);
+        let (stats, boundaries) = (recorder.buffer(tokens as u64 * 4 * 4), recorder.buffer(12));
+        let params = [DeviceParam { name: "cu_seqlens", value: DeviceValue::Tensor(DType::I32, whole(&boundaries)) }];
+        let right = DeviceForward { stats: Some(whole(&stats)), ..call(&buffers, &params) };
+        recorder.submit(&*ready, &stream, &(&right).into()).unwrap();
+        let (done, entries) = recorder.record(|| recorder.submit(&*ready, &stream, &(&right).into()));
+        done.unwrap();
+        let launches: Vec<_> = entries.iter().filter(|e| e.what == LAUNCH).collect();
+        let [listing, attention] = launches[..] else { panic!("{} launches", launches.len()) };
+        assert_eq!((listing.from, listing.bytes), (1, 256));
+        assert_eq!(attention.pointers[..4], buffers.each_ref().map(Buffer::address));
+        assert!(entries.iter().all(|e| e.what != FILL), "the list zeroes the counter");
+    }
+    assert_eq!(recorder.faults(), 0);
+}
+
+/// Of few queries, tiles are listed, keys are met in parts, and parts are merged; containers of pages are what maps of keys reach.
+#[test]
+fn keys_of_few_queries_are_met_in_parts() {
+    let Some((recorder, executor)) = executor(8) else { return };
+    let stream = recorder.stream();
+    let shape = Shape { batch: 3, heads_q: 12, heads_kv: 2, seq_q: 2, seq_kv: 9000, dim_qk: 64, dim_v: 64 };
+    let dense = AttentionSpec::dense(DType::F16, shape, Layout::Bshd).mask(Mask::padding());
+    let cache = Paged { page_size: 16, pages: 700 };
+    let paged = AttentionSpec::paged(DType::F16, shape, cache).mask(Mask::padding());
+    let [lengths_q, lengths_kv] = [(); 2].map(|()| recorder.buffer(12));
+    let table = recorder.buffer(4 * 3 * 563);
+    let named = |name, buffer| DeviceParam { name, value: DeviceValue::Tensor(DType::I32, whole(buffer)) };
+    let params = [named("seq_len_q", &lengths_q), named("seq_len_kv", &lengths_kv), named("page_table", &table)];
+    for (spec, params) in [(dense, &params[..2]), (paged, &params)] {
+        let problem = spec.validate().unwrap();
+        let of = |operand| recorder.buffer(problem.in_memory(operand).unwrap().extent().unwrap().unsigned_abs() * 2);
+        let buffers = [Operand::Q, Operand::K, Operand::V, Operand::O].map(of);
+        submit((&recorder, &executor), &stream, &spec, &call(&buffers, params)).unwrap();
+        let (done, entries) = recorder.record(|| submit((&recorder, &executor), &stream, &spec, &call(&buffers, params)));
+        done.unwrap();
+        let launches: Vec<_> = entries.iter().filter(|e| e.what == LAUNCH).collect();
+        let [listing, attention, merging] = launches[..] else { panic!("{} launches", launches.len()) };
+        assert_eq!((listing.from, listing.bytes), (1, 256));
+        assert_eq!((attention.from, attention.bytes), (u64::from(executor.device().sm_count()), 256));
+        assert_eq!(attention.pointers[..4], buffers.each_ref().map(Buffer::address));
+        // Two queries of six heads are twelve rows, four to a block, of each batch entry and key head.
+        assert_eq!((merging.from, merging.bytes), (3 * 2 * 3, 128));
     }
     assert_eq!(recorder.faults(), 0);
 }

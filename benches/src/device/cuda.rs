@@ -19,7 +19,8 @@ pub(crate) fn executor_of(options: CudaOptions) -> Result<CudaExecutor> {
 }
 
 /// What is tried, in a process each where there are processors for it: a kernel takes a second to compile.
-const PARTS: [&str; 8] = ["cases", "library", "random", "ends", "trees", "gradients", "gradients-library", "gradients-random"];
+const PARTS: [&str; 11] =
+    ["cases", "packed", "few", "paged", "library", "random", "ends", "trees", "gradients", "gradients-library", "gradients-random"];
 
 /// Cases and random problems, those of one part or all; `first` is where random ones begin. `portable` is a part by itself: the kernels with `mma.sync`.
 pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
@@ -36,6 +37,18 @@ pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
                 for case in [Case::all()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?].into_iter().flatten() {
                     tally.add("cuda", &case.name, &runner::run_case(&case, executor));
                 }
+            }
+            "packed" => {
+                Case::all_packed()?.iter().for_each(|case| tally.add("cuda", &case.name, &runner::run_case(case, executor)));
+                seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_packed(r, &NARROW)));
+            }
+            "few" => {
+                Case::all_few()?.iter().for_each(|case| tally.add("cuda", &case.name, &runner::run_case(case, executor)));
+                seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_few(r, &NARROW)));
+            }
+            "paged" => {
+                Case::all_paged()?.iter().for_each(|case| tally.add("cuda", &case.name, &runner::run_case(case, executor)));
+                seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_paged(r, &NARROW)));
             }
             "library" => some(first, random)?.for_each(|case| tally.add("cuda", &case.name, &runner::run_case(&case, executor))),
             "random" => seeds.for_each(|seed| drawn(&mut tally, part, seed, executor, |r| runner::random_spec(r, &NARROW))),
@@ -114,13 +127,21 @@ fn gradients_drawn(tally: &mut Tally, seed: u64, executor: &CudaExecutor) {
 
 /// The same problem with head dims of whole 16 bytes, dense: what the copy engine asks for.
 fn taken(mut spec: AttentionSpec) -> AttentionSpec {
-    if spec.packed.is_some() {
-        return spec;
+    (spec.dropout, spec.row_max, spec.sum_exp) = (None, false, false);
+    if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
+        paged.page_size *= 8;
     }
-    for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
+    let totals = spec.packed.map(|packed| [packed.total_q, packed.total_kv]);
+    for (n, tensor) in [&mut spec.q, &mut spec.o, &mut spec.k, &mut spec.v].into_iter().enumerate() {
         let [batch, heads, seq, dim] = tensor.dims;
+        let dims = [batch, heads, seq, (dim + 7) / 8 * 8];
         let layout = if tensor.strides[1] < tensor.strides[2] { Layout::Bshd } else { Layout::Bhsd };
-        *tensor = TensorSpec::dense([batch, heads, seq, (dim + 7) / 8 * 8], layout);
+        *tensor = TensorSpec::dense(dims, layout);
+        match (spec.paged.filter(|_| n > 1), totals) {
+            (Some(paged), _) => tensor.strides = layout.strides([paged.pages, heads, paged.page_size, dims[3]]),
+            (None, Some(totals)) => tensor.strides = layout.strides([1, heads, totals[n / 2].unwrap_or(batch * seq).max(2), dims[3]]),
+            (None, None) => {}
+        }
     }
     spec
 }

@@ -10,7 +10,7 @@ use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
 use sdpa::cudnn::PlanOptions;
 use sdpa::cudnn::lower::Job;
 use sdpa::device::{DeviceCall, DevicePrepared, OnDevice};
-use sdpa::{AttentionSpec, DType, Layout, Shape};
+use sdpa::{AttentionSpec, DType, Layout, Packed, Paged, Shape};
 use sdpa_driver::DeviceSlice;
 
 type Pass = dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>;
@@ -135,6 +135,64 @@ pub(crate) fn families() -> Result<()> {
         };
         println!("{row:?} {dtype}: forward {}", told(&plans, forward, flops));
         println!("{row:?} {dtype}: backward {}", told(&gradients, backward, more));
+    }
+    Ok(())
+}
+
+/// How tokens lie where batch entries are not one behind the other.
+#[derive(Clone, Copy, Debug)]
+enum Lies {
+    Dense,
+    /// Documents of the whole length each, one behind the other.
+    Packed,
+    /// Keys in pages of so many.
+    Paged(i64),
+}
+
+/// How tokens lie; batch, heads_q, heads_kv, queries, keys; mask. Head dims are 128.
+const FEW: [(Lies, [i64; 5], &str); 17] = [
+    (Lies::Packed, [32, 32, 32, 512, 512], "causal"),
+    (Lies::Packed, [8, 32, 8, 2048, 2048], "causal"),
+    (Lies::Packed, [8, 32, 8, 2048, 2048], ""),
+    (Lies::Packed, [1, 32, 8, 16384, 16384], "causal"),
+    (Lies::Dense, [1, 32, 8, 1, 8192], ""),
+    (Lies::Dense, [1, 32, 8, 1, 131_072], ""),
+    (Lies::Dense, [16, 32, 8, 1, 8192], ""),
+    (Lies::Dense, [16, 32, 8, 1, 8192], "padding"),
+    (Lies::Dense, [64, 32, 8, 1, 8192], ""),
+    (Lies::Dense, [64, 32, 8, 1, 8192], "padding"),
+    (Lies::Dense, [16, 32, 8, 4, 8192], "causal-bottom-right"),
+    (Lies::Dense, [1, 8, 8, 128, 65_536], "causal-bottom-right"),
+    (Lies::Paged(16), [16, 32, 8, 1, 8192], "padding"),
+    (Lies::Paged(64), [16, 32, 8, 1, 8192], "padding"),
+    (Lies::Paged(16), [64, 32, 8, 1, 8192], "padding"),
+    (Lies::Paged(64), [64, 32, 8, 1, 8192], "padding"),
+    (Lies::Paged(16), [1, 32, 8, 2048, 8192], "causal-bottom-right"),
+];
+
+/// Times of packed documents, of few queries and of pages, beside cuDNN's: milliseconds, TFLOP/s, and TB/s of keys and values that are read once.
+pub(crate) fn few() -> Result<()> {
+    let (ours, theirs) = (executor(None)?, cudnn(PlanOptions::default())?);
+    let stream = ours.device().stream()?;
+    for (lies, [batch, heads_q, heads_kv, seq_q, seq_kv], mask) in FEW {
+        let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: 128, dim_v: 128 };
+        let mut spec = match lies {
+            Lies::Dense => AttentionSpec::dense(DType::BF16, shape, Layout::Bshd),
+            Lies::Packed => AttentionSpec::packed(DType::BF16, shape, Packed::of(batch * seq_q)),
+            Lies::Paged(page_size) => AttentionSpec::paged(DType::BF16, shape, Paged { page_size, pages: batch * seq_kv / page_size }),
+        };
+        if !mask.is_empty() {
+            spec = spec.mask(mask.parse()?);
+        }
+        let problem = spec.validate()?;
+        let mine = ours.attention(&problem)?.0;
+        let other = theirs.attention(&problem).ok().map(|(planned, _)| planned as OnDevice<DeviceSlice, Stream>);
+        let (flops, bytes) = (problem.flops(), (batch * heads_kv * seq_kv * 512) as f64);
+        let passes: Vec<&Pass> = std::iter::once(&*mine as &Pass).chain(other.as_deref()).collect();
+        let ms = times(&stream, &problem.into(), &passes, None)?;
+        let told = |ms: f64| format!("{ms:.4} ms {:.0} TFLOP/s {:.2} TB/s", flops / ms / 1e9, bytes / ms / 1e9);
+        let other = ms.get(1).map_or_else(|| "declined".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
+        println!("{lies:?} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},128) {mask}: {}, {}; cudnn {other}", mine.engine(), told(ms[0]));
     }
     Ok(())
 }

@@ -37,8 +37,10 @@ use std::process::ExitCode;
 const USAGE: &str = "device, and one of
   right:  suite [RANDOM [packed|paged|sinks|ends|dropout|pieces|fp8]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large] | lengths [right]
-          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
-  fast:   cuda-speed [backward | families] | cuda-cuts | speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS] | stack BATCH SEQ
+          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]]
+          | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
+  fast:   cuda-speed [backward | families] | cuda-few | cuda-cuts | speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS]
+          | stack BATCH SEQ
           | time (JSON lines in and out)
   said:   version (of cuDNN)";
 
@@ -58,6 +60,7 @@ fn main() -> ExitCode {
         Some("cuda") => cuda::run(number(1, 200), args.get(2).map(String::as_str), number(3, 0)),
         Some("cuda-speed") if args.get(1).map(String::as_str) == Some("families") => cuda_speed::families(),
         Some("cuda-speed") => cuda_speed::speed(args.get(1).map(String::as_str) == Some("backward")),
+        Some("cuda-few") => cuda_speed::few(),
         Some("cuda-cuts") => cuda_speed::cuts(),
         Some("plans") => plans::run(),
         Some("version") => files::version(),

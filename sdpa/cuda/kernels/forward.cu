@@ -5,22 +5,16 @@ constexpr int PANEL = 64;
 constexpr int QK_PANELS = DIM_QK / PANEL;
 constexpr int V_PANELS = DIM_V / PANEL;
 constexpr int ROW_BYTES = 128;
-constexpr uint Q_PANEL_BYTES = TILE_M * ROW_BYTES;
+constexpr uint Q_PANEL_BYTES = ROWS * ROW_BYTES;
+constexpr uint Q_BOX_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
-constexpr uint O_BYTES = Q_PANEL_BYTES * V_PANELS;
+// Results of few queries go past shared memory.
+constexpr uint O_BYTES = FEW ? 0 : Q_PANEL_BYTES * V_PANELS;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * (O_APART || QK_PANELS > V_PANELS ? QK_PANELS : V_PANELS);
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
 constexpr int SCORES = TILE_N / 2;
 constexpr int OUTPUTS = DIM_V / 2;
-constexpr float LN_2 = 0.69314718055994530942f;
-constexpr float LOG2_E = 1.44269504088896340736f;
-#define INFINITE __int_as_float(0x7f800000)
-
-// A tile of queries of one head.
-struct Tile {
-    int tile, batch, head;
-};
 
 // What a row has come to.
 struct Rows {
@@ -59,8 +53,8 @@ template <bool masked>
 inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile,
                    int first_k) {
     const int lane = threadIdx.x & 31;
-    const int row = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
-    const int q = tile.tile * TILE_M + (int(threadIdx.x >> 7) - 1) * 64 + row;
+    const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+    const int q[2] = {query_of(tile, row), query_of(tile, row + 8)};
     const int column = first_k + 2 * (lane & 3);
 #if WITH_SCORE_MOD
     constexpr bool natural = true;
@@ -72,11 +66,12 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
         for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
     }
 #if WITH_SCORE_MOD || WITH_KEEP
+    const int heads[2] = {min(head_of(tile, row), p.heads_q - 1), min(head_of(tile, row + 8), p.heads_q - 1)};
 #pragma unroll
     for (int n = 0; n < SCORES; n++) {
-        const int there_q = q + (n & 2 ? 8 : 0), there_k = column + 8 * (n / 4) + (n & 1);
+        const int there_k = column + 8 * (n / 4) + (n & 1);
         // What traces read is there for places of the problem alone.
-        const Place at = {tile.batch, tile.head, min(there_q, p.seq_q - 1), masked ? min(there_k, p.seq_kv - 1) : there_k};
+        const Place at = {tile.batch, heads[n >> 1 & 1], min(q[n >> 1 & 1], p.seq_q - 1), masked ? min(there_k, p.seq_kv - 1) : there_k};
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
 #endif
@@ -87,10 +82,10 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
 #endif
     if (masked) {
         // Made again, so that it is not kept from block to block.
-        const Span span = span_of(p, tile.batch);
+        const Span span = span_of_tile(p, tile);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const Range kept = kept_of(p, span, q + 8 * half);
+            const Range kept = kept_of(p, span, q[half]);
 #pragma unroll
             for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
                 if (!kept.holds(column + 8 * (n / 4) + (n & 1))) s[n] = -INFINITE;
@@ -163,15 +158,6 @@ inline Shared layout(uint base) {
     return at;
 }
 
-// Heads whose keys and values fit the cache together follow one another; of these, tiles with the most keys of causal masks come first.
-inline Tile tile_of(const Params& p, int number) {
-    const int heads = p.batch * p.heads_q;
-    const int first = number / (p.section * p.tiles) * p.section, together = min(p.section, heads - first);
-    const int in_section = number - first * p.tiles;
-    const int both = first + in_section % together;
-    return Tile{p.tiles - 1 - in_section / together, both / p.heads_q, both % p.heads_q};
-}
-
 // Where a ring of barriers stands: which of them, and which of its phases.
 template <int stages>
 struct Ring {
@@ -182,58 +168,140 @@ struct Ring {
     }
 };
 
+// Brings the queries of a tile, of all its heads.
+inline void bring_queries(const TensorMap& map, const Shared& at, const Span& span, const Tile& tile) {
+    for (int panel = 0; panel < QK_PANELS; panel++) {
+        const uint to = at.q + panel * Q_PANEL_BYTES;
+#if WITH_PACKED_Q
+        const Clipped rows = clipped<TILE_M>(span.begin_q, span.len_q, tile.tile * TILE_M);
+        copy_in(to, map, at.q_full, panel * PANEL, rows.skipped, tile.head, rows.end);
+#else
+        copy_in(to, map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
+#endif
+    }
+}
+
+// Keys that a thread brings of a block, where they lie in pages: a page, and a token of it. Rows that both axes of a page and a block are whole
+// multiples of come at once, a thread for each.
+struct Piece {
+    int page, token;
+};
+
+// Behind the last key of an entry the table is not looked at: there is no such page, and what is brought of it is zero. Before it, what is no page stands
+// for one that is.
+inline Piece piece_of(const Params& p, const Span& span, int batch, int block) {
+#if WITH_PAGES
+    const int key = block * TILE_N + int(threadIdx.x) * PIECE;
+    if (int(threadIdx.x) >= TILE_N / PIECE || key >= span.len_kv) return Piece{-1, 0};
+    const int page = p.page_table[long(batch) * p.table_row + key / p.page_size];
+    return Piece{min(max(page, 0), p.pages - 1), key % p.page_size};
+#else
+    return Piece{0, 0};
+#endif
+}
+
+// Brings a block of keys or values.
+template <int panels>
+inline void bring_block(uint to, const TensorMap& map, uint barrier, const Span& span, int block, const Piece& piece, int kv_head, const Tile& tile) {
+#if WITH_PAGES
+    if (int(threadIdx.x) >= TILE_N / PIECE) return;
+#endif
+    for (int panel = 0; panel < panels; panel++) {
+        const uint there = to + panel * KV_PANEL_BYTES;
+#if WITH_PAGES
+        copy_in(there + int(threadIdx.x) * PIECE * ROW_BYTES, map, barrier, panel * PANEL, piece.token, kv_head, piece.page);
+#elif WITH_PACKED_KV
+        const Clipped rows = clipped<TILE_N>(span.begin_kv, span.len_kv, block * TILE_N);
+        copy_in(there, map, barrier, panel * PANEL, rows.skipped, kv_head, rows.end);
+#else
+        copy_in(there, map, barrier, panel * PANEL, block * TILE_N, kv_head, tile.batch);
+#endif
+    }
+}
+
+// How many tiles were told of: which of two barriers and of the places is the next one's.
+struct Count {
+    int tiles = 0;
+    inline uint barrier(const Shared& at) const { return at.tile_full + 8 * (tiles & 1); }
+    inline uint phase() const { return tiles >> 1 & 1; }
+    inline uint place(const Shared& at) const { return at.tiles + TOLD_BYTES * (tiles % TOLD); }
+};
+
+// Threads that bring operands: one, or of pages a warp, whose first thread does what is not for each.
+constexpr int BRINGERS = WITH_PAGES ? 32 : 1;
+
+inline bool first_bringer() {
+    return BRINGERS == 1 || threadIdx.x == 0;
+}
+
+// Tells a barrier how many bytes come, before any of the threads brings some.
+inline void expect(uint barrier, uint bytes) {
+    if (first_bringer()) barrier_expect(barrier, bytes);
+    if (BRINGERS > 1) __syncwarp();
+}
+
 // Takes tile after tile from all that there are, tells the others which, and brings its queries, and block after block of keys and values.
 inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const Shared& at) {
     Ring<STAGES> ring;
-    Ring<2> told;
+    Count told;
     Ring<1> queries;
-    const int all = p.batch * p.heads_q * p.tiles;
+    const int tiles = tiles_of_head(p), all = all_heads(p) * tiles;
     int number = blockIdx.x;
     while (true) {
-        // Of two places, that of the tile before the last: its queries were waited for.
-        store_shared(at.tiles + 4 * told.stage, uint(number));
-        barrier_arrive(at.tile_full + 8 * told.stage);
-        told.on();
+        // Of two places that of the tile before the last, whose queries were waited for; of four one whose results have left.
+        const uint to = told.place(at);
+#if WITH_LIST
+        const Tile tile = number < all ? tile_of(p, tiles, number) : Tile{-1};
+        const Span span = number < all ? span_of(p, tile.batch) : Span{};
+        if (first_bringer()) tell(to, tile, span);
+#else
+        if (first_bringer()) store_shared(to, uint(number));
+#endif
+        if (first_bringer()) barrier_arrive(told.barrier(at));
+        told.tiles++;
         if (number >= all) return;
         // Asked for early: the answer takes as long as a step.
-        const int next = int(gridDim.x) < all ? int(gridDim.x) + atomicAdd(p.taken, 1) : all;
-        const Tile tile = tile_of(p, number);
-        const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
+        int next = all;
+        if (int(gridDim.x) < all && first_bringer()) next = int(gridDim.x) + atomicAdd(p.taken, 1);
+#if !WITH_LIST
+        const Tile tile = tile_of(p, tiles, number);
+        const Span span = span_of(p, tile.batch);
+#endif
+        const Reach reach = reach_of_tile(p, span, tile);
         const int kv_head = tile.head / p.group;
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;
         bool partly, any = walk_on(walk, p, reach, block, partly);
         bool first = true;
         do {
+            // Asked for before the place is free, too.
+            const Piece piece = any ? piece_of(p, span, tile.batch, block) : Piece{0, 0};
             if (any) {
                 barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);
-                barrier_expect(at.k_full + 8 * ring.stage, K_BYTES);
-                for (int panel = 0; panel < QK_PANELS; panel++)
-                    copy_in(at.k + ring.stage * K_BYTES + panel * KV_PANEL_BYTES, k_map, at.k_full + 8 * ring.stage, panel * PANEL,
-                            block * TILE_N, kv_head, tile.batch);
+                expect(at.k_full + 8 * ring.stage, K_BYTES);
+                bring_block<QK_PANELS>(at.k + ring.stage * K_BYTES, k_map, at.k_full + 8 * ring.stage, span, block, piece, kv_head, tile);
             }
             if (first) {
                 barrier_wait(at.q_free, queries.phase ^ 1);
                 queries.on();
-                if (any) {
-                    barrier_expect(at.q_full, Q_PANEL_BYTES * QK_PANELS);
-                    for (int panel = 0; panel < QK_PANELS; panel++)
-                        copy_in(at.q + panel * Q_PANEL_BYTES, q_map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
-                } else {
-                    barrier_arrive(at.q_full);
+                if (first_bringer()) {
+                    if (any) {
+                        barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS);
+                        bring_queries(q_map, at, span, tile);
+                    } else {
+                        barrier_arrive(at.q_full);
+                    }
                 }
                 first = false;
             }
             if (any) {
                 barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);
-                barrier_expect(at.v_full + 8 * ring.stage, V_BYTES);
-                for (int panel = 0; panel < V_PANELS; panel++)
-                    copy_in(at.v + ring.stage * V_BYTES + panel * KV_PANEL_BYTES, v_map, at.v_full + 8 * ring.stage, panel * PANEL,
-                            block * TILE_N, kv_head, tile.batch);
+                expect(at.v_full + 8 * ring.stage, V_BYTES);
+                bring_block<V_PANELS>(at.v + ring.stage * V_BYTES, v_map, at.v_full + 8 * ring.stage, span, block, piece, kv_head, tile);
                 ring.on();
             }
         } while (any && walk_on(walk, p, reach, block, partly));
-        number = next;
+        number = BRINGERS > 1 ? alike(next) : next;
     }
 }
 
@@ -243,12 +311,56 @@ inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&l
     else soften<false>(s, rows, less, p, captured, tile, first_k);
 }
 
+#if WITH_PARTS
+// Leaves what a part of the keys comes to for the kernel that merges them: outputs in f32, and the logarithms of sums in units of the exponent.
+inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const float (&logs)[2], const Params& p, const Tile& tile, int row) {
+    const int lane = threadIdx.x & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (row + 8 * half >= TILE_ROWS) continue;
+        const long at = long(tile.slot) * TILE_ROWS + row + 8 * half;
+        if (lane == 0) p.part_logs[at] = logs[half];
+        float* const to = p.part_sums + at * DIM_V + 2 * lane;
+#pragma unroll
+        for (int n = 2 * half; n < OUTPUTS; n += 4) {
+            const float of = share[half];
+            *(float2*)(to + 2 * (n - 2 * half)) = of == 0.0f ? float2{0.0f, 0.0f} : float2{o[n] * of, o[n + 1] * of};
+        }
+    }
+}
+#endif
+
+#if FEW
+// Rows of few queries leave by themselves: next to what is read for them they are nothing.
+inline void leave_rows(const float (&o)[OUTPUTS], const float (&share)[2], const Params& p, const Span& span, const Tile& tile, int row) {
+    const int lane = threadIdx.x & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (!has_row(p, span, tile, row + 8 * half)) continue;
+        unsigned short* const to = output_of(p, span, tile.batch, head_of(tile, row + 8 * half), query_of(tile, row + 8 * half));
+        const float of = share[half];
+#pragma unroll
+        for (int n = 2 * half; n < OUTPUTS; n += 4)
+            store_pair(p, to, 2 * (n - 2 * half) + 2 * lane, of == 0.0f ? 0u : pair_of(Element{}, o[n] * of, o[n + 1] * of));
+    }
+}
+#endif
+
 // What becomes of the rows of a group, once they have met all of their keys.
 inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const TensorMap& o_map, const Params& p, const Shared& at,
-                   const Tile& tile, int group) {
-    const Span span = span_of(p, tile.batch);
+                   const Tile& before, int group) {
+#if WITH_LIST
+    // Read again, so that it is not kept from block to block.
+    const Tile tile = told_of(before.told);
+#else
+    const Tile tile = before;
+#endif
+    const Span span = span_of_tile(p, tile);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
     float share[2];
+#if WITH_PARTS
+    float logs[2];
+#endif
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float sum = rows.sum[half];
@@ -256,25 +368,38 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         sum += __shfl_xor_sync(~0u, sum, 2);
         float most = rows.most[half] * p.unit;
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const int row = group * 64 + warp * 16 + in_warp + 8 * half;
+#if WITH_PARTS
+        // Without the sink, which parts have together.
+        logs[half] = sum == 0.0f ? -INFINITE : most + log2f(sum);
+#endif
 #if WITH_SINK
-        const float sink = p.sink[tile.head] * LOG2_E;
+        const float sink = p.sink[min(head_of(tile, row), p.heads_q - 1)] * LOG2_E;
         const float from = fmaxf(most, sink);
         // Of neither there may be any.
         const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
         const float whole = from == -INFINITE ? 0.0f : sum * part + exp2_of(sink - from);
-        share[half] = whole == 0.0f ? 0.0f : part / whole;
-        most = from;
-        sum = whole;
+        if (tile.parts == 1) {
+            share[half] = whole == 0.0f ? 0.0f : part / whole;
+            most = from;
+            sum = whole;
+        }
 #endif
-        const int there = tile.tile * TILE_M + group * 64 + warp * 16 + in_warp + 8 * half;
+        const int there = query_of(tile, row);
 #if WITH_STATS
-        if ((lane & 3) == 0 && there < p.seq_q) {
+        if ((lane & 3) == 0 && tile.parts == 1 && has_row(p, span, tile, row)) {
             const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
-            p.stats[(long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there] = there < span.len_q ? stat : -INFINITE;
+            p.stats[stats_place(p, span, tile.batch, head_of(tile, row), there)] = there < span.len_q ? stat : -INFINITE;
         }
 #endif
         if (!any || there >= span.len_q) share[half] = 0.0f;
     }
+#if WITH_PARTS
+    if (tile.parts > 1) return leave_part(o, share, logs, p, tile, group * 64 + warp * 16 + in_warp);
+#endif
+#if FEW
+    leave_rows(o, share, p, span, tile, group * 64 + warp * 16 + in_warp);
+#else
     // The rows of a warp leave by themselves, once those of the tile before have left.
     const uint rows_at = at.o + (group * 64 + warp * 16) * ROW_BYTES;
     if (lane == 0) copied_out();
@@ -290,10 +415,18 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
     written_for_engines();
     __syncwarp();
     if (lane == 0) {
-        for (int panel = 0; panel < V_PANELS; panel++)
-            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, tile.tile * TILE_M + group * 64 + warp * 16, tile.head, tile.batch);
+        const int first = tile.tile * TILE_M + group * 64 + warp * 16;
+        for (int panel = 0; panel < V_PANELS; panel++) {
+#if WITH_PACKED_Q
+            const Clipped rows = clipped<16>(span.begin_q, span.len_q, first);
+            if (first < span.len_q) copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, rows.skipped, tile.head, rows.end);
+#else
+            copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, first, tile.head, tile.batch);
+#endif
+        }
         copy_out_ends();
     }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
@@ -317,26 +450,32 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        fewer_registers<BRING_REGISTERS>();
-        if (threadIdx.x == 0) bring(q_map, k_map, v_map, p, at);
+        if (GROUPS > 1) fewer_registers<BRING_REGISTERS>();
+        if (threadIdx.x < BRINGERS) bring(q_map, k_map, v_map, p, at);
         return;
     }
-    more_registers<GROUP_REGISTERS>();
+    // One group beside the one that brings has what a thread may have at most.
+    if (GROUPS > 1) more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31;
     const uint q = at.q + group * 64 * ROW_BYTES;
-    const int all = p.batch * p.heads_q * p.tiles;
     Ring<STAGES> ring;
-    Ring<2> told;
+    Count told;
     Ring<1> queries;
     float o[OUTPUTS];
     if (group == GROUPS - 1) turn_ends(group);
     while (true) {
-        barrier_wait(at.tile_full + 8 * told.stage, told.phase);
-        const int number = alike(int(load_shared(at.tiles + 4 * told.stage)));
-        told.on();
-        if (number >= all) break;
-        const Tile tile = tile_of(p, number);
-        const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
+        barrier_wait(told.barrier(at), told.phase());
+        const uint from = told.place(at);
+        told.tiles++;
+#if WITH_LIST
+        const Tile tile = told_of(from);
+        if (tile.tile < 0) break;
+#else
+        const int number = alike(int(load_shared(from)));
+        if (number >= all_heads(p) * p.tiles) break;
+        const Tile tile = tile_of(p, p.tiles, number);
+#endif
+        const Reach reach = reach_of_tile(p, span_of_tile(p, tile), tile);
         Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;

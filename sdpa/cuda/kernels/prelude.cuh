@@ -39,11 +39,13 @@ inline float tanh_rest(float x) {
     return exp2_of(-2.88539008177792681472f * fabsf(x));
 }
 
+#ifndef EXACT
 #define TANH_SLOPE
 inline float tanh_slope(float x) {
     const float rest = tanh_rest(x), part = reciprocal(1.0f + rest);
     return 4.0f * rest * part * part;
 }
+#endif
 
 #define ERROR_FUNCTION
 inline float error_function(float x) {

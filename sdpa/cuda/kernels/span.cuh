@@ -9,22 +9,54 @@ struct Span {
     int upper;   // kept: k - q <= upper
     int len_q;   // kept: q < len_q
     int len_kv;  // kept: k < len_kv
+    int begin_q;   // of a document: the token that its first query is
+    int begin_kv;  // the same of its first key
 };
 
-inline Span span_of(const Params& p, int batch) {
-    Span s = {p.lower, p.upper, p.seq_q, p.seq_kv};
-#if WITH_SEQ_LEN_Q
-    s.len_q = max(0, min(p.seq_q, p.seq_len_q[batch]));
+#if WITH_PACKED_Q || WITH_PACKED_KV
+// Tokens of a document.
+struct Document {
+    int begin, length;
+};
+
+// Boundaries are data that nobody has checked: whatever they hold, a document lies within the tokens of the call and is no longer than the longest.
+inline Document document_of(const void* boundaries, int document, int tokens, int longest) {
+    const Boundary* const at = (const Boundary*)boundaries + document;
+    const Boundary begin = max(Boundary(0), min(at[0], Boundary(tokens)));
+    const Boundary end = max(begin, min(at[1], Boundary(tokens)));
+    return Document{int(begin), int(min(end - begin, Boundary(longest)))};
+}
 #endif
-#if WITH_SEQ_LEN_KV
-    s.len_kv = max(0, min(p.seq_kv, p.seq_len_kv[batch]));
-#endif
+
+// With what bands about the ends come to for these lengths.
+inline Span about_the_ends(const Params& p, Span s) {
 #if WITH_ENDS
     const int shift = s.len_kv - s.len_q;
     s.lower = max(s.lower, p.ends_lower == -FAR ? -FAR : p.ends_lower + shift);
     s.upper = min(s.upper, p.ends_upper == FAR ? FAR : p.ends_upper + shift);
 #endif
     return s;
+}
+
+inline Span span_of(const Params& p, int batch) {
+    Span s = {p.lower, p.upper, p.seq_q, p.seq_kv};
+#if WITH_PACKED_Q
+    const Document queries = document_of(p.boundaries_q, batch, p.tokens_q, p.seq_q);
+    s.begin_q = queries.begin;
+    s.len_q = queries.length;
+#endif
+#if WITH_PACKED_KV
+    const Document keys = document_of(p.boundaries_kv, batch, p.tokens_kv, p.seq_kv);
+    s.begin_kv = keys.begin;
+    s.len_kv = keys.length;
+#endif
+#if WITH_SEQ_LEN_Q
+    s.len_q = max(0, min(s.len_q, p.seq_len_q[batch]));
+#endif
+#if WITH_SEQ_LEN_KV
+    s.len_kv = max(0, min(s.len_kv, p.seq_len_kv[batch]));
+#endif
+    return about_the_ends(p, s);
 }
 
 // Indices first <= index < past; none where `past` is not behind `first`.

@@ -20,7 +20,8 @@ inline Reach reach_of(const Params& p, const Span& s, int tile) {
     r.low = first.first / TILE_N;
     r.high = last_q < first_q || last.past <= first.first ? r.low : (last.past + TILE_N - 1) / TILE_N;
     r.whole_from = (last.first + TILE_N - 1) / TILE_N;
-    r.whole_past = first_q + TILE_M > s.len_q ? 0 : first.past / TILE_N;
+    // Of queries behind the last one nothing is kept: what their rows come to is dropped.
+    r.whole_past = first.past / TILE_N;
     return r;
 }
 

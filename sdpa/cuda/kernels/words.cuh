@@ -7,3 +7,8 @@ typedef unsigned long long ulong64;
 struct alignas(64) TensorMap {
     ulong64 words[16];
 };
+
+// A tile of queries of a batch entry, in a list of them, and which of so many parts of its keys.
+struct alignas(16) Item {
+    int batch, tile, part, parts;
+};

@@ -52,9 +52,13 @@ impl Backward {
     pub fn of(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
         let mut check = Check(Vec::new());
         let forward = Forward::of(problem.forward()).map_err(|refused| check.0.extend(refused.reasons));
+        check.that(problem.forward().packed().is_none(), "packed", "documents", "the backward kernels take batch entries of one length");
+        check.that(problem.forward().paged().is_none(), "paged", "pages", "the backward kernels take keys one behind the other");
         check.that(!problem.deterministic(), "deterministic", "asked for", "the kernels add gradients of queries in any order");
         for (operand, tensor) in [(Operand::DQ, problem.dq()), (Operand::DK, problem.dk()), (Operand::DV, problem.dv())] {
-            check.tensor(operand, tensor, 2);
+            if problem.forward().packed().is_none() {
+                check.tensor(operand, tensor, 2);
+            }
         }
         match forward {
             Ok(forward) if check.0.is_empty() => Ok(Backward::told(problem, forward)),

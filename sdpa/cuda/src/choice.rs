@@ -6,9 +6,11 @@ use sdpa_core::{BackwardProblem, Problem};
 /// 1,024 queries and keys.
 ///
 /// Wherever such problems were measured they were faster than cuDNN's engines, by a sixth and more (H100, docs/cuda.md): cuDNN skips what lies outside
-/// of a band, and computes every tile of any other mask, or band after band. Shorter problems take the time of a launch on either.
+/// of a band, and computes every tile of any other mask, or band after band. Shorter problems take the time of a launch on either. Packed documents and pages
+/// were not measured.
 pub fn is_faster(problem: &Problem) -> bool {
-    (is_rule_of_places(problem) || problem.kept().region.prefix.is_some()) && is_long(problem)
+    let measured = problem.packed().is_none() && problem.paged().is_none();
+    measured && (is_rule_of_places(problem) || problem.kept().region.prefix.is_some()) && is_long(problem)
 }
 
 /// The same for a backward problem: a mask of places alone that is neither a band nor a prefix, over at least 1,024 queries and keys.

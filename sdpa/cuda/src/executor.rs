@@ -107,19 +107,22 @@ impl CudaExecutor {
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<CudaPlan>, bool), Error> {
         self.plans.get_or_build(&JobQuery::Forward(problem), || {
             let (family, forward) = self.forward(problem)?;
-            let (pass, source, shared_bytes): (Pass, _, _) = match family {
+            let (pass, source, entries): (Pass, _, _) = match family {
                 Family::Wgmma => {
-                    let tile = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v())).map_or_else(|| forward.tile(), Ok)?;
+                    let own = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()));
+                    let tile = own.map_or_else(|| forward.tile(self.device.sm_count()), Ok)?;
                     let source = source::forward(&forward, &tile);
-                    ((forward, tile).into(), source, tile.shared_bytes())
+                    let mut entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
+                    entries.extend(forward.lists_tiles(&tile).then_some((source::TILES_ENTRY, 0)));
+                    entries.extend(tile.split.then_some((source::MERGE_ENTRY, 0)));
+                    ((forward, tile).into(), source, entries)
                 }
                 Family::Mma => {
                     let cut = Cut::of_forward(&forward)?;
                     let source = mma::forward_text(&forward, &cut);
-                    ((forward, cut).into(), source, cut.shared_bytes())
+                    ((forward, cut).into(), source, vec![(source::FORWARD_ENTRY, cut.shared_bytes())])
                 }
             };
-            let entries = vec![(source::FORWARD_ENTRY, shared_bytes)];
             self.build(family, problem.clone().into(), pass, (source, entries), None)
         })
     }

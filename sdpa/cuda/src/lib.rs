@@ -6,7 +6,7 @@
 //! | `family` | the families of kernels, and the devices that these run on |
 //! | `choice` | when it is asked before cuDNN |
 //! | `problem`, `backward` | problems as kernels are told of them, and what they decline |
-//! | `tile` | how a problem is cut |
+//! | `tile`, `work` | how a problem is cut; how many tiles that makes, and whether their keys are split |
 //! | `map` | which blocks of keys a rule of places leaves |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
 //! | `mma` | the family with `mma.sync`: what it takes, its cuts, its texts |
@@ -27,6 +27,7 @@ mod plan;
 mod problem;
 pub mod source;
 pub mod tile;
+mod work;
 
 pub use backward::{Along, Backward};
 pub use choice::{is_faster, is_faster_backward};
@@ -34,5 +35,5 @@ pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;
 pub use plan::CudaPlan;
-pub use problem::Forward;
+pub use problem::{Forward, Packs};
 pub use sdpa_driver::Error as DriverError;

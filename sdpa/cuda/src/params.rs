@@ -37,8 +37,31 @@ params! {
         map_end: u64 = "const uint* ",
         /// Address of blocks of keys, u32, the highest bit set where a rule may drop a part of one.
         map_blocks: u64 = "const uint* ",
-        /// Address of how many tiles beside the first of each block of threads were taken, i32: 0 when the kernel begins.
+        /// Address of how many tiles beside the first of each block of threads were taken, i32: 0 when the kernel begins. Behind it, of a list, how many
+        /// items it has, i32.
         taken: u64 = "int* ",
+        /// Address of the list of tiles, where there is one.
+        items: u64 = "Item* ",
+        /// Address of the item that each tile of each batch entry begins with, i32, where keys are split.
+        firsts: u64 = "int* ",
+        /// Address of what parts of keys come to: f32 (item, head or group of heads, row of a tile, column of the tile).
+        part_sums: u64 = "float* ",
+        /// Address of the logarithms of their sums in base 2, f32 (item, head or group of heads, row of a tile).
+        part_logs: u64 = "float* ",
+        /// Address of the output, where it leaves past shared memory.
+        o: u64 = "void* ",
+        /// Stride of the output from one batch entry to the next, in elements.
+        o_batch: i64 = "long ",
+        /// Stride of the output from one head to the next.
+        o_head: i64 = "long ",
+        /// Stride of the output from one query to the next.
+        o_row: i64 = "long ",
+        /// Address of the page table, i32 for each page of each batch entry.
+        page_table: u64 = "const int* ",
+        /// Address of where documents of queries begin and end, i32 or i64.
+        boundaries_q: u64 = "const void* ",
+        /// Address of where documents of keys begin and end.
+        boundaries_kv: u64 = "const void* ",
         /// Batch entries.
         batch: i32 = "int ",
         /// Query heads.
@@ -49,6 +72,26 @@ params! {
         seq_q: i32 = "int ",
         /// Keys.
         seq_kv: i32 = "int ",
+        /// Columns of values and outputs.
+        dim_v: i32 = "int ",
+        /// Heads of a batch entry, or groups of heads that share a tile.
+        units: i32 = "int ",
+        /// Tiles that the heads of a group have.
+        head_tiles: i32 = "int ",
+        /// Parts of keys that are asked for.
+        most_parts: i32 = "int ",
+        /// Keys of a page.
+        page_size: i32 = "int ",
+        /// Pages of the containers.
+        pages: i32 = "int ",
+        /// Entries of the page table from one batch entry to the next.
+        table_row: i32 = "int ",
+        /// Tokens of packed queries that the call has memory for.
+        tokens_q: i32 = "int ",
+        /// Tokens of packed keys that the call has memory for.
+        tokens_kv: i32 = "int ",
+        /// Items that the list has room for.
+        most_items: i32 = "int ",
         /// Tiles of queries.
         tiles: i32 = "int ",
         /// Heads of batch entries whose keys and values are walked over side by side.

@@ -1,12 +1,12 @@
 //! Problems as the kernels are told of them, and what they decline.
 
 use crate::params::FAR;
-use crate::tile::{MOST_DIM, Tile};
+use crate::tile::MOST_DIM;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Operand, Problem, Statistic, StatsBase};
+use sdpa_core::{DType, Operand, Paged, Problem, Side, Statistic, StatsBase, packed};
 use sdpa_emit::{Captured, Dialect};
 use std::fmt::Display;
 use std::sync::Arc;
@@ -40,7 +40,25 @@ pub struct Forward {
     pub extents: [i64; 4],
     /// Query heads that share a key head.
     pub group: i64,
+    /// Which documents lie packed, where any do.
+    pub packed: Option<Packs>,
+    /// The pages that keys and values lie in, where they do.
+    pub paged: Option<Paged>,
 }
+
+/// What packed documents are like, beside their boundaries, which a call has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packs {
+    /// Whether keys lie packed too, or queries alone.
+    pub keys: bool,
+    /// Whether boundaries are i64, not i32.
+    pub wide: bool,
+    /// Tokens of queries and of keys that a call has at most.
+    pub totals: [i64; 2],
+}
+
+/// Rows that the copy engine swizzles together: pages are whole multiples.
+const LEAST_PIECE: i64 = 8;
 
 /// When it is found which blocks of keys a rule leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,8 +127,10 @@ impl Forward {
     pub fn of(problem: &Problem) -> Result<Forward, Unsupported> {
         let mut check = Check(Vec::new());
         check.that(matches!(problem.dtype(), DType::F16 | DType::BF16), "dtype", problem.dtype(), "the kernels take f16 and bf16");
-        check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length");
-        check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
+        if let Some(paged) = problem.paged() {
+            let limit = format!("a multiple of {LEAST_PIECE}: the copy engine swizzles as many rows together");
+            check.that(paged.page_size % LEAST_PIECE == 0, "paged.page_size", paged.page_size, limit);
+        }
         let dropout = problem.dropout().map_or_else(String::new, |dropout| dropout.p().to_string());
         check.that(problem.dropout().is_none(), "dropout", dropout, "the kernels drop no weights");
         check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
@@ -120,16 +140,21 @@ impl Forward {
         for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
             check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
         }
-        if problem.dtype() != DType::F32 && problem.packed().is_none() && problem.paged().is_none() {
+        if problem.dtype() != DType::F32 {
             for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
-                if let Some(tensor) = problem.tensor(operand) {
-                    check.tensor(operand, tensor, 2);
+                if let Some(tensor) = problem.in_memory(operand) {
+                    let packs = problem.packs(operand.side());
+                    check.tensor(operand, &if packs { packed::memory(&tensor, 2) } else { tensor }, 2);
                 }
             }
         }
         // Indices and bounds are i32 with room for their sums.
         for (name, extent) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
             check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
+        }
+        for side in Side::ALL.into_iter().filter(|side| problem.packs(*side)) {
+            let total = problem.total(side);
+            check.that(total < i64::from(FAR), side.total(), total, format!("below {FAR}"));
         }
         let blocks = problem.batch() * problem.heads_q() * (problem.seq_q() / 128 + 1);
         check.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
@@ -154,19 +179,18 @@ impl Forward {
             stats: problem.stats(),
             extents: problem.extents(),
             group: problem.group(),
+            paged: problem.paged().copied(),
+            packed: problem.packed().map(|packed| Packs {
+                keys: problem.packs(Side::Keys),
+                wide: packed.wide,
+                totals: Side::ALL.map(|side| problem.total(side)),
+            }),
         }
     }
 
-    /// The tile of the kernel.
-    ///
-    /// # Errors
-    /// Head dims that there is no tile for.
-    pub fn tile(&self) -> Result<Tile, Unsupported> {
-        let [q, _, v, _] = self.tensors;
-        Tile::of(q.dims[3], v.dims[3]).ok_or_else(|| {
-            let limit = format!("at most {MOST_DIM}");
-            unsupported(vec![Reason::Limit { field: "dim".to_owned(), value: q.dims[3].max(v.dims[3]).to_string(), limit }])
-        })
+    /// Whether the tokens of a side lie packed.
+    pub fn packs(&self, side: Side) -> bool {
+        self.packed.is_some_and(|packed| side == Side::Queries || packed.keys)
     }
 
     /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code.
@@ -213,7 +237,7 @@ fn node_weight(node: Node) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::{AttentionSpec, Layout, Mask, Packed, Paged, Shape};
+    use sdpa_core::{AttentionSpec, Layout, Mask, Packed, Shape};
 
     const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 64, dim_v: 64 };
 
@@ -234,8 +258,17 @@ mod tests {
         assert_eq!(fields(&dense.clone().with_stats_in(StatsBase::Two)), ["stats_base"]);
         assert_eq!(fields(&dense.clone().with_row_max().with_sum_exp()), ["row_max", "sum_exp"]);
         assert_eq!(fields(&AttentionSpec::dense(DType::F32, SHAPE, Layout::Bshd)), ["dtype"]);
-        assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), ["packed"]);
-        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 4, pages: 6 })), ["paged"]);
+        assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), [""; 0]);
+        let mut apart = AttentionSpec::packed(DType::F16, SHAPE, Packed::default());
+        apart.o.strides[2] += 4;
+        assert_eq!(fields(&apart), ["o strides (seq)"]);
+        assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::of(1 << 30))), ["total_q", "total_kv"]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 48, pages: 6 })), [""; 0]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 16, pages: 6 }).with_packed_queries(9)), [""; 0]);
+        assert_eq!(fields(&AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 4, pages: 6 })), ["paged.page_size"]);
+        let mut apart = AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size: 8, pages: 6 });
+        (apart.k.strides[0], apart.v.strides[2]) = (apart.k.strides[0] + 4, apart.v.strides[2] + 2);
+        assert_eq!(fields(&apart), ["k strides (batch)", "v strides (seq)"]);
         let odd = Shape { dim_qk: 20, dim_v: 264, ..SHAPE };
         let told = fields(&AttentionSpec::dense(DType::F16, odd, Layout::Bhsd));
         assert_eq!(told, ["dim_v", "q strides (head)", "q strides (seq)", "k strides (head)", "k strides (seq)"]);

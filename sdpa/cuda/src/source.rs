@@ -5,8 +5,8 @@ use crate::matrix;
 use crate::params::{BackwardParams, Params};
 use crate::problem::{Forward, Lists};
 use crate::tile::{BackwardTile, Tile};
-use sdpa_core::DType;
 use sdpa_core::expr::{Axis, Trace};
+use sdpa_core::{DType, Side};
 use sdpa_emit::{Captured, Dialect, EXPRESSION};
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -24,6 +24,9 @@ const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), pi
 pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
 pub(crate) const WALK: (&str, &str) = piece!("walk.cuh");
 pub(crate) const MAP: (&str, &str) = piece!("map.cuh");
+const TILES: (&str, &str) = piece!("tiles.cuh");
+const ITEMS: (&str, &str) = piece!("items.cuh");
+const MERGE: (&str, &str) = piece!("merge.cuh");
 const FORWARD: (&str, &str) = piece!("forward.cu");
 /// Around what is generated of parameters' gradients.
 pub(crate) const BACKWARD: (&str, &str) = piece!("back.cuh");
@@ -41,6 +44,12 @@ pub const FORWARD_ENTRY: &CStr = c"attention_forward";
 /// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of queries go, and those of
 /// parameters that are rounded.
 pub const BACKWARD_ENTRIES: [&CStr; 4] = [c"attention_backward", c"attention_rows", c"attention_queries", c"attention_rounded"];
+
+/// The name of the kernel behind the forward one that merges parts of keys.
+pub const MERGE_ENTRY: &CStr = c"attention_merged";
+
+/// The name of the kernel before the forward one that lists tiles, where documents have any number of them, or keys are split.
+pub const TILES_ENTRY: &CStr = c"attention_tiles";
 
 /// The name of the kernel before either that lists blocks, where a rule reads tensors.
 pub const MAP_ENTRY: &CStr = c"attention_map";
@@ -115,6 +124,8 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("GROUPS", tile.groups),
         ("TILE_M", tile.queries()),
         ("TILE_N", tile.keys),
+        ("HEADS", tile.heads()),
+        ("FEW", tile.few.is_some().into()),
         ("STAGES", tile.stages),
         ("TURNS", tile.turns.into()),
         ("O_APART", tile.output_apart.into()),
@@ -123,14 +134,24 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
         ("WITH_STATS", problem.stats.into()),
         ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
+        ("WITH_PACKED_Q", problem.packed.is_some().into()),
+        ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
+        ("WITH_PAGES", problem.paged.is_some().into()),
+        ("PIECE", problem.piece(tile)),
+        ("WITH_LIST", problem.lists_tiles(tile).into()),
+        ("WITH_PARTS", tile.split.into()),
+        ("LEAST_BLOCKS", problem.least_blocks(tile)),
     ];
+    let boundary = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
+    let params = format!("typedef {boundary} Boundary;\n{}", Params::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
-    let mut text = begin(problem, &own, &Params::cuda(), &traced, &ENGINES);
+    let mut text = begin(problem, &own, &params, &traced, &ENGINES);
     text.push_str(GENERATED);
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
-    [SPAN, WALK].into_iter().chain(map).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    let items = problem.lists_tiles(tile).then_some(ITEMS).into_iter().chain(tile.split.then_some(MERGE));
+    [SPAN, WALK, TILES].into_iter().chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 

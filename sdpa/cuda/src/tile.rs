@@ -21,12 +21,27 @@ pub struct Tile {
     pub group_registers: u32,
     /// Registers of a thread that brings operands into shared memory.
     pub bring_registers: u32,
+    /// Where queries are few, how many of them a tile has, of how many heads.
+    pub few: Option<Few>,
+    /// Whether the keys of a tile may be split over several blocks of threads, whose results are merged.
+    pub split: bool,
+}
+
+/// Few queries of several heads that share keys, in one tile: as many rows as both multiply to, at most those of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Few {
+    /// Queries of a head: a power of two.
+    pub queries: u32,
+    /// Heads.
+    pub heads: u32,
 }
 
 /// Queries of a group.
-const GROUP_QUERIES: u32 = 64;
-/// Bytes of barriers, and of the tiles that blocks are told.
+pub(crate) const GROUP_QUERIES: u32 = 64;
+/// Bytes of barriers, and of the numbers of tiles.
 const BARRIERS: u32 = 256;
+/// Bytes of what blocks of threads are told of the tiles of a list.
+const TOLD: u32 = 256;
 /// Bytes of a row of a panel in shared memory.
 const ROW_BYTES: u32 = 128;
 /// Columns of a panel.
@@ -44,10 +59,36 @@ const TILES: [Tile; 6] = [
     Tile { keys: 80, output_apart: false, turns: false, group_registers: 240, bring_registers: 24, ..cut(256, 256, 2) },
 ];
 
+/// The cuts for few queries: one group, and stages enough to keep memory busy.
+const FEW_TILES: [Tile; 6] = [
+    few_cut(64, 64, 128, 5),
+    few_cut(128, 64, 128, 4),
+    few_cut(128, 128, 128, 3),
+    few_cut(192, 128, 128, 2),
+    few_cut(192, 192, 128, 2),
+    few_cut(256, 256, 64, 3),
+];
+
+const fn few_cut(dim_qk: u32, dim_v: u32, keys: u32, stages: u32) -> Tile {
+    Tile { keys, stages, turns: false, few: Some(Few { queries: GROUP_QUERIES, heads: 1 }), ..cut(dim_qk, dim_v, 1) }
+}
+
 /// The usual cut of so many groups.
 const fn cut(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
     let (group_registers, bring_registers) = if groups == 3 { (160, 32) } else { (232, 40) };
-    Tile { dim_qk, dim_v, groups, keys: 128, stages: 2, turns: true, output_apart: true, group_registers, bring_registers }
+    Tile {
+        dim_qk,
+        dim_v,
+        groups,
+        keys: 128,
+        stages: 2,
+        turns: true,
+        output_apart: true,
+        group_registers,
+        bring_registers,
+        few: None,
+        split: false,
+    }
 }
 
 /// The largest head dim that there is a tile for.
@@ -59,19 +100,35 @@ impl Tile {
         TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
+    /// The tile of few queries for these head dims; `None` above [`MOST_DIM`].
+    pub fn of_few(dim_qk: i64, dim_v: i64, few: Few) -> Option<Tile> {
+        let tile = FEW_TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))?;
+        Some(Tile { few: Some(few), ..tile })
+    }
+
     /// Whether these head dims fit into the tile.
     pub fn holds(&self, dim_qk: i64, dim_v: i64) -> bool {
         dim_qk <= i64::from(self.dim_qk) && dim_v <= i64::from(self.dim_v)
     }
 
-    /// Every usual tile.
+    /// Every tile.
     pub fn all() -> impl Iterator<Item = Tile> {
-        TILES.into_iter()
+        TILES.into_iter().chain(FEW_TILES)
     }
 
-    /// Queries of a block of threads.
-    pub fn queries(&self) -> u32 {
+    /// Rows of a block of threads.
+    pub fn rows(&self) -> u32 {
         self.groups * GROUP_QUERIES
+    }
+
+    /// Queries of each head of a tile.
+    pub fn queries(&self) -> u32 {
+        self.few.map_or(self.rows(), |few| few.queries)
+    }
+
+    /// Query heads of a tile.
+    pub fn heads(&self) -> u32 {
+        self.few.map_or(1, |few| few.heads)
     }
 
     /// Threads of a block: those that compute, and a group that brings operands.
@@ -79,13 +136,18 @@ impl Tile {
         128 * (self.groups + 1)
     }
 
-    /// Bytes of shared memory of a block: queries, keys and values, the output where it does not take the place of queries, barriers.
+    /// Bytes of shared memory of a block: queries, keys and values, the output where it does not take the place of queries, barriers, what is told of tiles.
     pub fn shared_bytes(&self) -> u32 {
         let panels = |dim: u32| dim / PANEL * ROW_BYTES;
-        let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.queries() * panels(dim));
+        let [queries, output] = [self.dim_qk, self.dim_v].map(|dim| self.rows() * panels(dim));
         let step = self.keys * (panels(self.dim_qk) + panels(self.dim_v));
-        let rows = if self.output_apart { queries + output } else { queries.max(output) };
-        rows + self.stages * step + BARRIERS
+        let rows = match (self.few, self.output_apart) {
+            // Results of few queries go past shared memory.
+            (Some(_), _) => queries,
+            (None, true) => queries + output,
+            (None, false) => queries.max(output),
+        };
+        rows + self.stages * step + BARRIERS + TOLD
     }
 }
 
@@ -192,5 +254,8 @@ mod tests {
         assert_eq!(Tile::of(192, 128).map(|t| t.keys), Some(128));
         assert_eq!(Tile::of(256, 8).map(|t| t.keys), Some(80));
         assert_eq!(Tile::of(257, 8), None);
+        let few = Few { queries: 2, heads: 5 };
+        assert_eq!(Tile::of_few(40, 72, few).map(|t| (t.dim_qk, t.dim_v, t.queries(), t.heads(), t.rows())), Some((128, 128, 2, 5, 64)));
+        assert_eq!(Tile::of_few(8, 257, few), None);
     }
 }

@@ -19,7 +19,8 @@ fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice, bytes: u6
     }
 }
 
-/// Checks a call of a pass against its job, for a pass without packed documents and without pages. `workspace_bytes` is what the pass needs.
+/// Checks a call of a pass against its job. `workspace_bytes` is what the pass needs. Packed operands and statistics may have memory for any number of tokens:
+/// it is the pass that reads and writes no others.
 ///
 /// # Errors
 /// Operands of the other pass, row statistics, parameters and gradients missing, unknown, doubled or of another type, memory that is too short or
@@ -28,9 +29,11 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
     let (problem, mut errors) = (job.problem(), Vec::new());
     for operand in Operand::ALL {
         let name = operand.name();
-        match (call.operand(operand), job.tensor(operand)) {
+        match (call.operand(operand), job.in_memory(operand)) {
             (Some(slice), Some(tensor)) => {
-                let bytes = job.dtype_of(operand).bytes(tensor.extent().unwrap_or(i64::MAX).unsigned_abs());
+                let packed = problem.packs(operand.side());
+                let elements = if packed { 0 } else { tensor.extent().unwrap_or(i64::MAX).unsigned_abs() };
+                let bytes = job.dtype_of(operand).bytes(elements);
                 memory(&mut errors, name, slice, bytes, tensor.alignment.into());
             }
             (None, None) => {}
@@ -45,7 +48,8 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
         };
         errors.extend(statistic.unlike(call.statistic(statistic).is_some(), taken));
         if let Some(slice) = call.statistic(statistic).filter(|_| taken) {
-            memory(&mut errors, statistic.name(), slice, DType::F32.bytes(problem.stats_elements().unsigned_abs()), 16);
+            let elements = if problem.packed().is_some() { 0 } else { problem.stats_elements().unsigned_abs() };
+            memory(&mut errors, statistic.name(), slice, DType::F32.bytes(elements), 16);
         }
     }
     // Inline: a call that is right allocates nothing.

@@ -49,6 +49,10 @@ inline float __shfl_xor_sync(unsigned, float x, int mask, HERE) {
     const uint32_t* all = machine::tell(__float_as_uint(x), {"__shfl_xor_sync", file, line});
     return __uint_as_float(all[(threadIdx.x & 31) ^ unsigned(mask)]);
 }
+inline int __shfl_xor_sync(unsigned, int x, int mask, HERE) {
+    const uint32_t* all = machine::tell(unsigned(x), {"__shfl_xor_sync", file, line});
+    return int(all[(threadIdx.x & 31) ^ unsigned(mask)]);
+}
 inline int __shfl_sync(unsigned, int x, int from, HERE) {
     return int(machine::tell(unsigned(x), {"__shfl_sync", file, line})[from]);
 }

@@ -316,7 +316,7 @@ struct Map {
     }
     // Of a row of a box, its first element; nothing where the row is outside.
     char* row(const int (&place)[4], uint32_t row) const {
-        const int64_t at[3] = {place[1] + int64_t(row), place[2], place[3]};
+        const int64_t at[3] = {place[1] + int64_t(row % box[1]), place[2] + int64_t(row / box[1]), place[3]};
         char* to = address;
         for (int axis = 0; axis < 3; axis++) {
             if (at[axis] < 0 || at[axis] >= extents[axis + 1]) return nullptr;
@@ -343,15 +343,16 @@ void run(Block& block, const Copy& copy) {
         return came_in(block, copy, copy.bytes);
     }
     const Map map(copy.map);
-    const uint32_t rows = map.box[1], columns = map.box[0];
+    const uint32_t rows = map.box[1] * map.box[2], columns = map.box[0];
     const size_t bytes = size_t(rows) * 128;
-    if (copy.shared % 128 != 0 || columns != 64 || map.box[2] != 1 || map.box[3] != 1) {
+    if (copy.shared % 128 != 0 || columns != 64 || map.box[3] != 1) {
         return note("a box of %u by %u at %u of shared memory", rows, columns, copy.shared);
     }
     if (!fits(block, copy.shared, bytes, "a copy")) return;
     if (!copy.in) published(block, copy.shared, bytes, "the copy engine");
     for (uint32_t row = 0; row < rows; row++) {
         char* outside = map.row(copy.place, row);
+        if (outside != nullptr && !holds(uint64_t(outside), uint64_t(map.extents[0]) * 2)) return note("a row of a box at %p, which no allocation has", outside);
         for (uint32_t column = 0; column < columns; column++) {
             unsigned char* inside = &block.shared[swizzled(copy.shared + row * 128 + column * 2)];
             const int64_t at = copy.place[0] + int64_t(column);

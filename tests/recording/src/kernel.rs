@@ -37,7 +37,8 @@ struct Map {
     rest: [u64; 14],
 }
 
-/// Maps of a kernel of machine code.
+/// The kernel of machine code that takes maps, and how many.
+const WITH_MAPS: &str = "attention_forward";
 const MAPS: usize = 4;
 const RANK: usize = 4;
 const INVALID_VALUE: c_int = 1;
@@ -150,6 +151,9 @@ exported! {
                 return INVALID_VALUE;
             }
             let last: u64 = extents[1..].iter().zip(strides).map(|(extent, stride)| (extent - 1) * stride).sum();
+            // Two axes of one stride add up to one, which begins before the tensor by as many rows as a box has.
+            let before = if strides[0] == strides[2] && extents[3] > 1 { extents[1] * strides[0] } else { 0 };
+            let (address, last) = (address + before, last - before);
             let rest = [extents[0], extents[1], extents[2], extents[3], strides[0], strides[1], strides[2], u64::from(tile[1]), 0, 0, 0, 0, 0, 0];
             // SAFETY: the header's contract: 128 bytes.
             unsafe { store(map.cast(), Map { address, bytes: last + 2 * extents[0], rest }) };
@@ -167,7 +171,7 @@ exported! {
                 return INVALID_VALUE;
             }
             let mut given = [0; TENSORS];
-            if CODE.lock().contains(&found.module) {
+            if CODE.lock().contains(&found.module) && found.name == WITH_MAPS {
                 for (n, to) in given.iter_mut().take(MAPS).enumerate() {
                     // SAFETY: the header's contract: a pointer to each argument, the first of which are maps.
                     let map = unsafe { arguments.add(n).read().cast::<Map>().read() };

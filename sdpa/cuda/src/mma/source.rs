@@ -71,6 +71,7 @@ pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
     let [.., o] = &forward.tensors;
     let mut own = constants(forward, cut);
     own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(o, cut.element_bytes)), ("WITH_STATS", forward.stats.into())]);
+    own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
     let mut text = begin(forward, &own, &params(), &traced, &MATRIX);
@@ -90,6 +91,7 @@ fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<
     let [dq, dk, dv] = backward.gradients.each_ref().map(|tensor| pairs(tensor, bytes));
     let mut own = constants(&backward.forward, cut);
     own.extend([
+        ("APPROXIMATE", 0),
         ("OWN", cut.own),
         ("STEP", cut.step),
         ("PARTS", cut.parts),

@@ -1,17 +1,26 @@
-//! Calls of forward passes: one launch, and one before it where lists of blocks are made.
+//! Calls of forward passes: one launch, and one before it for each kind of list that is made on the device.
 #![allow(unsafe_code)]
 
-use super::told::{Scale, bound, heads_in_cache, map_of, steps, tensor};
+use super::room::Room;
+use super::told::{Scale, bound, clipped, heads_in_cache, steps, tensor, tiled};
 use super::{CudaPlan, Pass};
 use crate::error::Error;
 use crate::params::{FAR, Params};
 use crate::problem::Forward;
 use crate::tile::Tile;
+use sdpa_core::TensorSpec;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use sdpa_core::{Operand, SINK, Statistic};
+use sdpa_core::packed::tokens;
+use sdpa_core::paged::PAGE_TABLE;
+use sdpa_core::{Operand, SINK, Side, Statistic};
 use sdpa_driver::{DeviceSlice, Launch, Submission, TensorMap};
 use std::ffi::c_void;
+
+/// Warps of a block that lists tiles, each of which has a document.
+const LISTING_WARPS: u32 = 8;
+/// Warps of a block that merges parts, each of which has a row.
+const MERGING_WARPS: u32 = 4;
 
 impl CudaPlan {
     /// # Safety
@@ -26,15 +35,35 @@ impl CudaPlan {
     ) -> Result<(), Error> {
         let mut maps = [TensorMap::default(); 4];
         // Queries come as a whole tile, keys and values as a step of it, results leave by the rows of a warp.
-        let rows = [tile.queries(), tile.keys, tile.keys, 16];
+        let piece = [forward.piece(tile), 1];
+        let boxes = [[tile.queries(), tile.heads()], piece, piece, [16, 1]];
+        let tokens = self.tokens(forward, call);
         for (n, operand) in [Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().enumerate() {
-            let address = call.operand(operand).map_or(0, |slice| slice.address);
-            maps[n] = map_of(submission, address, &forward.tensors[n], rows[n])?;
+            let (address, side) = (call.operand(operand).map_or(0, |slice| slice.address), operand.side());
+            maps[n] = if forward.packs(side) {
+                let map = clipped(&forward.tensors[n], tokens[side as usize], boxes[n]);
+                submission.tensor_map(address.wrapping_sub(map.strides[0] * map.extents[1]), &map)?
+            } else {
+                let tensor = self.job.in_memory(operand).unwrap_or(forward.tensors[n]);
+                submission.tensor_map(address, &tiled(&tensor, boxes[n]))?
+            };
         }
-        // The counter, and the lists behind it.
-        let counter = self.counter_bytes(forward, tile);
-        let taken = DeviceSlice { address: workspace.address, bytes: if counter > 0 { 4 } else { 0 } };
-        let params = Params { taken: taken.address, ..self.params(forward, tile, call, workspace.address + counter) };
+        let (room, lists_tiles) = (self.room(forward, tile), forward.lists_tiles(tile));
+        let taken = DeviceSlice { address: workspace.address, bytes: if room.counter > 0 && !lists_tiles { 4 } else { 0 } };
+        let items = workspace.address + room.counter;
+        let firsts = items + room.items;
+        let part_logs = firsts + room.firsts;
+        let params = Params {
+            taken: workspace.address,
+            items,
+            firsts,
+            part_logs,
+            part_sums: part_logs + room.logs,
+            most_items: room.most_items as i32,
+            tokens_q: tokens[Side::Queries as usize] as i32,
+            tokens_kv: tokens[Side::Keys as usize] as i32,
+            ..self.params(forward, tile, call, workspace.address + room.bytes())
+        };
         let captured = self.captured(call);
         let [q, k, v, o] = maps.each_ref().map(|map| std::ptr::from_ref(map).cast::<c_void>());
         let parameters = [q, k, v, o, (&raw const params).cast(), captured.as_ptr().cast()];
@@ -46,8 +75,21 @@ impl CudaPlan {
                 if taken.bytes > 0 {
                     submission.zero(taken)?;
                 }
+                if let Some(entry) = self.kept.kernel.entries.get(1).filter(|_| lists_tiles) {
+                    let blocks = steps(forward.extents[0], LISTING_WARPS) as u32;
+                    let launch = Launch { blocks: [blocks, 1, 1], threads: 32 * LISTING_WARPS, shared_bytes: 0 };
+                    submission.launch_entry(entry, launch, &parameters[4..5])?;
+                }
                 self.make_lists(submission, [parameters[4], parameters[5]])?;
-                self.kept.kernel.entries.first().map_or(Ok(()), |entry| submission.launch_entry(entry, launch, &parameters))
+                self.kept.kernel.entries.first().map_or(Ok(()), |entry| submission.launch_entry(entry, launch, &parameters))?;
+                if let Some(entry) = self.kept.kernel.entries.get(2).filter(|_| tile.split) {
+                    let [batch, _, seq_q, _] = forward.extents;
+                    let tiles = batch * forward.units(tile) * steps(seq_q, tile.queries());
+                    let blocks = u32::try_from(tiles * steps((tile.queries() * tile.heads()).into(), MERGING_WARPS)).unwrap_or(u32::MAX);
+                    let launch = Launch { blocks: [blocks, 1, 1], threads: 32 * MERGING_WARPS, shared_bytes: 0 };
+                    submission.launch_entry(entry, launch, &parameters[4..5])?;
+                }
+                Ok(())
             }
         })
     }
@@ -55,26 +97,53 @@ impl CudaPlan {
     /// Blocks of threads: as many as multiprocessors, which take tile after tile, or as many as there are tiles.
     fn forward_blocks(&self, forward: &Forward, tile: &Tile) -> u32 {
         let most = self.kept.kernel.module.device().sm_count();
-        u32::try_from(all_tiles(forward, tile)).unwrap_or(u32::MAX).min(most)
+        let parts = if tile.split { forward.most_parts(tile, most) + forward.units(tile) } else { 0 };
+        u32::try_from(forward.most_tiles(tile) + parts).unwrap_or(u32::MAX).min(most)
     }
 
-    /// Bytes of workspace: a counter, and lists of blocks.
+    fn room(&self, forward: &Forward, tile: &Tile) -> Room {
+        Room::of(forward, tile, self.kept.kernel.module.device().sm_count())
+    }
+
+    /// Bytes of workspace: a counter, a list of tiles, parts of keys, and lists of blocks.
     pub(super) fn forward_workspace(&self, forward: &Forward, tile: &Tile) -> u64 {
-        self.counter_bytes(forward, tile) + self.lists_bytes()
+        self.room(forward, tile).bytes() + self.lists_bytes()
     }
 
-    /// Where there are more tiles than blocks of threads, they are counted.
-    fn counter_bytes(&self, forward: &Forward, tile: &Tile) -> u64 {
-        if all_tiles(forward, tile) > i64::from(self.forward_blocks(forward, tile)) { 256 } else { 0 }
+    /// Tokens of packed queries and keys that every operand of the call has room for, as far as the problem goes. Where documents are the same, the fewer.
+    fn tokens(&self, forward: &Forward, call: &DeviceCall<'_, DeviceSlice>) -> [i64; 2] {
+        let (Some(packs), problem) = (forward.packed, self.job.problem()) else { return [0; 2] };
+        let mut least = packs.totals;
+        let mut room = |side: Side, tensor: &TensorSpec, elements: u64| {
+            least[side as usize] = tokens(tensor, elements).min(least[side as usize]);
+        };
+        for (tensor, operand) in forward.tensors.iter().zip([Operand::Q, Operand::K, Operand::V, Operand::O]) {
+            if let Some(slice) = call.operand(operand).filter(|_| forward.packs(operand.side())) {
+                room(operand.side(), tensor, slice.bytes / 2);
+            }
+        }
+        if let Some(slice) = call.statistic(Statistic::Stats) {
+            room(Side::Queries, &problem.stats_tensor(), slice.bytes / 4);
+        }
+        let cross = problem.packed().is_some_and(|packed| packed.cross);
+        if cross { least } else { [least[0].min(least[1]); 2] }
     }
 
     fn params(&self, forward: &Forward, tile: &Tile, call: &DeviceCall<'_, DeviceSlice>, lists: u64) -> Params {
-        let Forward { tensors: [_, k, v, _], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
+        let Forward { tensors: [_, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
         let lists = self.lists(lists);
         let [map_batch, map_head] = lists.strides();
-        // Whole groups that share a key head.
-        let section = (heads_in_cache(2 * seq_kv * (k.dims[3] + v.dims[3])) * group).min(batch * heads_q);
+        let (head_tiles, units) = (forward.head_tiles(tile), forward.units(tile));
+        // Whole groups that share a key head. A list has the tiles of all batch entries.
+        let together = |keys: i64| heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * head_tiles;
+        let section = match forward.packed {
+            // Keys are read once: those of all heads, which lie side by side.
+            _ if tile.split || (tile.few.is_some() && forward.lists_tiles(tile)) => units,
+            Some(packs) => together(packs.totals[Side::Keys as usize].min(batch * seq_kv)).min(units),
+            None => together(*seq_kv).min(batch * units),
+        };
+        let boundaries = |side: Side| self.job.problem().packed().map_or(0, |packed| tensor(call, packed.boundaries(side)));
         Params {
             stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
             seq_len_q: tensor(call, SEQ_LEN_Q),
@@ -83,10 +152,23 @@ impl CudaPlan {
             map_begin: lists.begin,
             map_end: lists.end,
             map_blocks: lists.blocks,
-            taken: 0,
+            boundaries_q: boundaries(Side::Queries),
+            boundaries_kv: boundaries(Side::Keys),
             batch: *batch as i32,
             heads_q: *heads_q as i32,
             group: *group as i32,
+            o: call.operand(Operand::O).map_or(0, |slice| slice.address),
+            o_batch: o.strides[0],
+            o_head: o.strides[1],
+            o_row: o.strides[2],
+            dim_v: o.dims[3] as i32,
+            page_table: tensor(call, PAGE_TABLE),
+            page_size: forward.paged.map_or(1, |paged| paged.page_size) as i32,
+            pages: forward.paged.map_or(1, |paged| paged.pages) as i32,
+            table_row: forward.paged.map_or(0, |paged| paged.pages_of(*seq_kv)) as i32,
+            units: units as i32,
+            head_tiles: head_tiles as i32,
+            most_parts: forward.most_parts(tile, self.kept.kernel.module.device().sm_count()) as i32,
             seq_q: *seq_q as i32,
             seq_kv: *seq_kv as i32,
             tiles: steps(*seq_q, tile.queries()) as i32,
@@ -101,14 +183,9 @@ impl CudaPlan {
             natural,
             scale,
             unit,
+            ..Params::default()
         }
     }
-}
-
-/// Tiles of queries of all heads.
-fn all_tiles(forward: &Forward, tile: &Tile) -> i64 {
-    let [batch, heads_q, seq_q, _] = forward.extents;
-    batch * heads_q * steps(seq_q, tile.queries())
 }
 
 impl From<(Forward, Tile)> for Pass {

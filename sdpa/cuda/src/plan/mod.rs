@@ -5,6 +5,7 @@ mod forward;
 mod lists;
 mod mma_backward;
 mod mma_forward;
+mod room;
 mod told;
 
 use crate::backward::Backward;
@@ -204,7 +205,11 @@ impl Pass {
     /// The cut, for reports.
     pub(crate) fn cut(&self) -> String {
         match self {
-            Pass::Forward(_, tile) => format!("forward {} x {} of {}, {}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v),
+            Pass::Forward(_, tile) => {
+                let heads = if tile.heads() > 1 { format!(" of {} heads", tile.heads()) } else { String::new() };
+                let parts = if tile.split { ", keys in parts" } else { "" };
+                format!("forward {}{heads} x {} of {}, {}{parts}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
+            }
             Pass::Backward(_, tile) => format!("backward {} x {} of {}, {}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v),
             Pass::MmaForward(_, cut) => format!("forward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),
             Pass::MmaBackward(_, cut) => format!("backward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),

@@ -3,6 +3,7 @@
 use super::lists::Made;
 use super::{CudaPlan, Mapped, Walk};
 use crate::params::FAR;
+pub(super) use crate::work::steps;
 use sdpa_core::TensorSpec;
 use sdpa_core::device::{DeviceCall, DeviceValue};
 use sdpa_driver::{DeviceSlice, Submission, TensorMap, Tiled};
@@ -24,12 +25,6 @@ pub(super) fn heads_in_cache(bytes: i64) -> i64 {
     1 << (CACHE_BYTES / bytes.max(1)).max(1).ilog2()
 }
 
-/// How many of `step` hold `extent`.
-pub(super) fn steps(extent: i64, step: u32) -> i64 {
-    let step = i64::from(step);
-    extent.div_euclid(step) + i64::from(extent % step != 0)
-}
-
 /// `attn_scale` as kernels take it.
 pub(super) struct Scale {
     /// Whether scores are multiplied by it before anything else: 1 or 0.
@@ -39,17 +34,30 @@ pub(super) struct Scale {
     pub unit: f32,
 }
 
-/// An operand as the copy engine is told of it, its boxes of so many rows.
-pub(super) fn tiled(tensor: &TensorSpec, rows: u32) -> Tiled {
+/// An operand as the copy engine is told of it, its boxes of so many rows of so many heads.
+pub(super) fn tiled(tensor: &TensorSpec, [rows, heads]: [u32; 2]) -> Tiled {
     let [batch, head, seq, dim] = tensor.dims.map(|d| d.max(1) as u64);
     // An axis of one element has any stride that the engine takes.
     let bytes = |axis: usize| if tensor.dims[axis] <= 1 { 16 } else { 2 * tensor.strides[axis].unsigned_abs() };
-    Tiled { extents: [dim, seq, head, batch], strides: [bytes(2), bytes(1), bytes(0)], tile: [64, rows, 1, 1] }
+    Tiled { extents: [dim, seq, head, batch], strides: [bytes(2), bytes(1), bytes(0)], tile: [64, rows, heads, 1] }
+}
+
+/// Packed tokens of an operand as the copy engine is told of them, its boxes of so many rows of so many heads, from `rows` tokens before its address on: two axes of tokens
+/// add up, of which the first ends behind a box, so that a kernel says where a box is cut off.
+pub(super) fn clipped(tensor: &TensorSpec, tokens: i64, [rows, of_heads]: [u32; 2]) -> Tiled {
+    let [_, heads, _, dim] = tensor.dims.map(|d| d.max(1) as u64);
+    let bytes = |axis: usize| 2 * tensor.strides[axis].unsigned_abs();
+    let head = if heads == 1 { 16 } else { bytes(1) };
+    Tiled {
+        extents: [dim, rows.into(), heads, tokens.unsigned_abs() + 1],
+        strides: [bytes(2), head, bytes(2)],
+        tile: [64, rows, of_heads, 1],
+    }
 }
 
 /// The map of an operand at an address.
 pub(super) fn map_of(submission: &Submission<'_>, address: u64, tensor: &TensorSpec, rows: u32) -> Result<TensorMap, sdpa_driver::Error> {
-    submission.tensor_map(address, &tiled(tensor, rows))
+    submission.tensor_map(address, &tiled(tensor, [rows, 1]))
 }
 
 /// The address of a declared tensor in this call.

@@ -1,0 +1,61 @@
+// What the parts of a tile's keys come to together. A warp has a row.
+
+inline float most_of_warp(float x) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+    return x;
+}
+
+inline float total_of_warp(float x) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
+    return x;
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __grid_constant__ Params p) {
+    constexpr int EACH = (TILE_ROWS + 3) / 4;
+    const int lane = threadIdx.x & 31, row = int(blockIdx.x) % EACH * 4 + int(threadIdx.x >> 5), whose = int(blockIdx.x) / EACH;
+    const int unit = whose % p.units, number = whose / p.units % p.tiles, batch = whose / p.units / p.tiles;
+    const Span span = span_of(p, batch);
+    const Tile tile = {number, batch, first_head(p, unit), 0, 1, 0, 0};
+    if (row >= TILE_ROWS || number >= tiles_of(p, span) || !has_row(p, span, tile, row)) return;
+    const int first = p.firsts[batch * p.tiles + number];
+    if (first >= p.most_items) return;
+    const int parts = min(p.items[first].parts, p.most_items - first);
+    // What has one part is written as it is.
+    if (parts <= 1) return;
+    const int q = query_of(tile, row), head = head_of(tile, row);
+    const auto place = [&](int part) { return (long(first + part) * p.units + unit) * TILE_ROWS + row; };
+    float most = -INFINITE, sum = 0.0f;
+    if (q < span.len_q) {
+        for (int part = lane; part < parts; part += 32) most = fmaxf(most, p.part_logs[place(part)]);
+        most = most_of_warp(most);
+#if WITH_SINK
+        most = fmaxf(most, p.sink[head] * LOG2_E);
+#endif
+        if (most > -INFINITE) {
+            for (int part = lane; part < parts; part += 32) sum += exp2_of(p.part_logs[place(part)] - most);
+            sum = total_of_warp(sum);
+#if WITH_SINK
+            sum += exp2_of(p.sink[head] * LOG2_E - most);
+#endif
+        }
+    }
+#if WITH_STATS
+    if (lane == 0) p.stats[stats_place(p, span, batch, head, q)] = sum == 0.0f ? -INFINITE : (log2f(sum) + most) * LN_2;
+#endif
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    unsigned short* const to = output_of(p, span, batch, head, q);
+    for (int column = 2 * lane; column < DIM_V; column += 64) {
+        float low = 0.0f, high = 0.0f;
+        for (int part = 0; part < parts && sum != 0.0f; part++) {
+            const float weight = exp2_of(p.part_logs[place(part)] - most) * inverse;
+            // What weighs nothing may hold anything.
+            if (weight == 0.0f) continue;
+            const float* const from = p.part_sums + place(part) * DIM_V + column;
+            low += weight * from[0];
+            high += weight * from[1];
+        }
+        store_pair(p, to, column, pair_of(Element{}, low, high));
+    }
+}
