@@ -86,6 +86,7 @@ inline void finish(float (&share)[2], const Rows& rows, const Params& p, const T
         most = from;
 #endif
         const int there = q + 8 * half;
+        if (there >= span.len_q) share[half] = 0.0f;
 #if WITH_STATS
         if ((threadIdx.x & 3) == 0 && there < p.seq_q) {
             const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
