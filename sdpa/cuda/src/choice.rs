@@ -2,15 +2,25 @@
 
 use sdpa_core::{BackwardProblem, Problem};
 
-/// Whether the kernels of this crate are to be asked for a problem before cuDNN: a mask of places alone that is no plain band, or a prefix, over at least
-/// 1,024 queries and keys.
+/// Whether the kernels of this crate are to be asked for a problem before cuDNN. Where they are, they were faster wherever measured (H100 and H200,
+/// docs/cuda.md):
 ///
-/// Wherever such problems were measured they were faster than cuDNN's engines, by a sixth and more (H100, docs/cuda.md): cuDNN skips what lies outside
-/// of a band, and computes every tile of any other mask, or band after band. Shorter problems take the time of a launch on either. Packed documents and pages
-/// were not measured.
+/// - a mask of places alone that is no plain band, or a prefix, over at least 1,024 queries and keys, by a sixth and more: cuDNN skips what lies outside of a
+///   band, and computes every tile of any other mask, or band after band;
+/// - packed documents of at least 512 tokens, by a fourteenth and more;
+/// - 2 to 128 queries beside at least 8,192 keys, by 2.6 and more: cuDNN splits the keys of one query alone.
+///
+/// Pages were not measured. Shorter problems take the time of a launch on either.
 pub fn is_faster(problem: &Problem) -> bool {
-    let measured = problem.packed().is_none() && problem.paged().is_none();
-    measured && (is_rule_of_places(problem) || problem.kept().region.prefix.is_some()) && is_long(problem)
+    let [.., seq_q, seq_kv] = problem.extents();
+    if problem.paged().is_some() {
+        return false;
+    }
+    if problem.packed().is_some() {
+        return seq_q >= DOCUMENT && seq_kv >= DOCUMENT;
+    }
+    let is_cut = is_rule_of_places(problem) || problem.kept().region.prefix.is_some();
+    is_cut && is_long(problem) || FEW.contains(&seq_q) && seq_kv >= MANY
 }
 
 /// The same for a backward problem: a mask of places alone that is neither a band nor a prefix, over at least 1,024 queries and keys.
@@ -31,11 +41,16 @@ fn is_long(problem: &Problem) -> bool {
 
 /// Tokens from which on blocks that are skipped count.
 const SHORT: i64 = 1024;
+/// Tokens of the longest document from which on packed ones were measured.
+const DOCUMENT: i64 = 512;
+/// Queries that leave multiprocessors without work where keys are not split, and keys from which on that was measured.
+const FEW: std::ops::RangeInclusive<i64> = 2..=128;
+const MANY: i64 = 8192;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Shape};
 
     #[test]
     fn masks_that_are_no_bands_and_read_nothing_are() {
@@ -50,5 +65,17 @@ mod tests {
         for band in [Mask::causal(), text("sliding-window:300"), Mask::document(), Mask::padding()] {
             assert!(!of(band.clone(), shape), "{band}");
         }
+    }
+
+    #[test]
+    fn documents_and_few_queries_beside_many_keys_are() {
+        let shape = Shape { batch: 3, heads_q: 2, heads_kv: 1, seq_q: 600, seq_kv: 600, dim_qk: 64, dim_v: 64 };
+        let packed = |shape| is_faster(&AttentionSpec::packed(DType::BF16, shape, Packed::default()).validate().unwrap());
+        assert!(packed(shape) && !packed(Shape { seq_q: 64, seq_kv: 64, ..shape }));
+        let dense = |seq_q, seq_kv| {
+            is_faster(&AttentionSpec::dense(DType::BF16, Shape { seq_q, seq_kv, ..shape }, Layout::Bhsd).validate().unwrap())
+        };
+        assert!(dense(4, 8192) && dense(128, 20_000));
+        assert!(!dense(1, 8192) && !dense(4, 4096) && !dense(300, 9000));
     }
 }
