@@ -1,12 +1,12 @@
 //! Packed documents over device memory, where nobody looks at boundaries: what one holds is no other's, and whatever they say, nothing beside the memory of the
-//! call is touched.
+//! call is touched: forward, then backward over what that has left.
 
 use super::executor;
 use conformance::emulated::submit;
 use conformance::random::Random;
 use half::bf16;
 use sdpa::cuda::CudaExecutor;
-use sdpa::cudnn::{DeviceForward, DeviceParam, DeviceSlice, DeviceValue};
+use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceParam, DeviceSlice, DeviceValue};
 use sdpa::packed::CU_SEQLENS;
 use sdpa::{AttentionSpec, DType, DeviceExecutor, Mask, Packed, Shape};
 use sdpa_driver::{Buffer, Element, Stream};
@@ -24,7 +24,11 @@ struct Numbers {
     q: Vec<bf16>,
     k: Vec<bf16>,
     v: Vec<bf16>,
+    d_o: Vec<bf16>,
     o: Vec<bf16>,
+    dq: Vec<bf16>,
+    dk: Vec<bf16>,
+    dv: Vec<bf16>,
     stats: Vec<f32>,
 }
 
@@ -32,16 +36,31 @@ impl Numbers {
     fn drawn() -> Numbers {
         let mut random = Random::new(31);
         let mut drawn = |heads: usize| (0..TOTAL * heads * DIM).map(|_| bf16::from_f64(random.normal())).collect::<Vec<_>>();
-        let [q, k, v] = [HEADS[0], HEADS[1], HEADS[1]].map(&mut drawn);
-        Numbers { o: vec![bf16::NAN; q.len()], stats: vec![f32::NAN; TOTAL * HEADS[0]], q, k, v }
+        let [q, k, v, d_o] = [HEADS[0], HEADS[1], HEADS[1], HEADS[0]].map(&mut drawn);
+        let [o, dq, dk, dv] = [HEADS[0], HEADS[0], HEADS[1], HEADS[1]].map(|heads| vec![bf16::NAN; TOTAL * heads * DIM]);
+        Numbers { stats: vec![f32::NAN; TOTAL * HEADS[0]], q, k, v, d_o, o, dq, dk, dv }
     }
 
-    /// The output and the statistics of some tokens, as bits.
+    /// What calls write of some tokens, as bits, but for gradients of queries.
     fn of(&self, tokens: std::ops::Range<usize>) -> (Vec<u16>, Vec<u32>) {
-        let row = HEADS[0] * DIM;
-        let o = self.o[tokens.start * row..tokens.end * row].iter().map(|x| x.to_bits()).collect();
-        (o, self.stats[tokens.start * HEADS[0]..tokens.end * HEADS[0]].iter().map(|x| x.to_bits()).collect())
+        let bits = |x: &[bf16], heads: usize| {
+            let of = &x[tokens.start * heads * DIM..tokens.end * heads * DIM];
+            of.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        };
+        let exact = [bits(&self.o, HEADS[0]), bits(&self.dk, HEADS[1]), bits(&self.dv, HEADS[1])].concat();
+        (exact, self.stats[tokens.start * HEADS[0]..tokens.end * HEADS[0]].iter().map(|x| x.to_bits()).collect())
     }
+
+    /// Gradients of queries of some tokens: sums in any order.
+    fn dq_of(&self, tokens: std::ops::Range<usize>) -> Vec<f32> {
+        let row = HEADS[0] * DIM;
+        self.dq[tokens.start * row..tokens.end * row].iter().map(|x| x.to_f32()).collect()
+    }
+}
+
+/// Whether gradients are the same but for the order of their sums.
+fn are_near(some: &[f32], others: &[f32]) -> bool {
+    some.iter().zip(others).all(|(x, y)| (x - y).abs() <= 0.02 * x.abs().max(0.1) || (x.is_nan() && y.is_nan()))
 }
 
 pub(super) fn up<T: Element>(executor: &CudaExecutor, stream: &Stream, numbers: &[T]) -> Buffer {
@@ -79,7 +98,27 @@ fn run(executor: &CudaExecutor, numbers: &mut Numbers, boundaries: &[i64]) -> Re
     };
     let ready = executor.prepare_device(&spec.validate().unwrap()).unwrap();
     submit(&*ready, &stream, &(&call).into())?;
-    o.download(&stream, 0, &mut numbers.o).unwrap();
+    let [d_o, dq, dk, dv] = [&numbers.d_o, &numbers.dq, &numbers.dk, &numbers.dv].map(|x| up(executor, &stream, x));
+    let gradients = DeviceBackward {
+        q: whole(&q),
+        k: whole(&k),
+        v: whole(&v),
+        o: whole(&o),
+        stats: whole(&stats),
+        d_o: whole(&d_o),
+        dq: whole(&dq),
+        dk: whole(&dk),
+        dv: whole(&dv),
+        amax: &[],
+        attn_scale: None,
+        params: &params,
+        gradients: &[],
+        workspace: None,
+    };
+    let ready = executor.prepare_device_backward(&spec.backward().validate().unwrap()).unwrap();
+    submit(&*ready, &stream, &(&gradients).into())?;
+    let results = [(&o, &mut numbers.o), (&dq, &mut numbers.dq), (&dk, &mut numbers.dk), (&dv, &mut numbers.dv)];
+    results.into_iter().for_each(|(from, to)| from.download(&stream, 0, to).unwrap());
     stats.download(&stream, 0, &mut numbers.stats).unwrap();
     Ok(())
 }
@@ -95,16 +134,19 @@ fn what_is_in_a_document_reaches_no_other() {
     for spoiled in 0..BATCH {
         let mut numbers = Numbers::drawn();
         for tokens in [tokens(spoiled)].into_iter().chain(outside.clone()) {
-            let rows = [(&mut numbers.q, HEADS[0]), (&mut numbers.k, HEADS[1]), (&mut numbers.v, HEADS[1])];
+            let Numbers { q, k, v, d_o, .. } = &mut numbers;
+            let rows = [(q, HEADS[0]), (k, HEADS[1]), (v, HEADS[1]), (d_o, HEADS[0])];
             rows.into_iter().for_each(|(x, heads)| x[tokens.start * heads * DIM..tokens.end * heads * DIM].fill(bf16::NAN));
         }
         run(&executor, &mut numbers, &boundaries).unwrap_or_else(|e| panic!("{e}"));
         for n in (0..BATCH).filter(|n| *n != spoiled) {
-            assert!(numbers.of(tokens(n)) == right.of(tokens(n)), "document {n} beside document {spoiled}, which holds no numbers");
+            let dq = are_near(&numbers.dq_of(tokens(n)), &right.dq_of(tokens(n)));
+            assert!(dq && numbers.of(tokens(n)) == right.of(tokens(n)), "document {n} beside document {spoiled}, which holds no numbers");
         }
         assert!(numbers.of(tokens(spoiled)) != right.of(tokens(spoiled)));
         for tokens in outside.clone() {
-            assert!(numbers.of(tokens.clone()) == Numbers::drawn().of(tokens), "what is outside of documents was written");
+            let dq = numbers.dq_of(tokens.clone()).iter().all(|x| x.is_nan());
+            assert!(dq && numbers.of(tokens.clone()) == Numbers::drawn().of(tokens), "what is outside of documents was written");
         }
     }
 }
@@ -128,7 +170,9 @@ fn whatever_boundaries_say_nothing_beside_the_memory_is_touched() {
         let any = clamped.windows(2).map(|pair| pair[0]..pair[1].min(pair[0] + LONGEST as usize));
         let inside: Vec<_> = any.collect();
         for token in (0..TOTAL).filter(|token| inside.iter().all(|tokens| !tokens.contains(token))) {
-            assert!(numbers.of(token..token + 1) == Numbers::drawn().of(token..token + 1), "{boundaries:?}: token {token} was written");
+            let dq = numbers.dq_of(token..token + 1).iter().all(|x| x.is_nan());
+            let others = numbers.of(token..token + 1) == Numbers::drawn().of(token..token + 1);
+            assert!(dq && others, "{boundaries:?}: token {token} was written");
         }
     }
 }

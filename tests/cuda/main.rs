@@ -86,6 +86,7 @@ fn few_cases() {
 #[test]
 fn packed_cases() {
     forward("packed", narrow([Case::all_packed()]));
+    backward("packed backward", narrow([Case::all_packed()]), &Source::ALL);
 }
 
 #[test]
@@ -170,6 +171,7 @@ fn random_problems() {
         backward(random_backward(random, &NARROW), "backward of any strides", tally);
         backward(random_padded_backward(random, &NARROW), "backward of lengths and any strides", tally);
         backward(gradient(random_spec(random, &NARROW)), "backward", tally);
+        backward(gradient(random_packed(random, &NARROW)), "backward of documents", tally);
         backward(gradient(random_ends(random, &NARROW)), "backward of ends", tally);
         backward(gradient(random_padded(random, &NARROW).with_sink()), "backward of a sink", tally);
         let tree = run_tree(seed, &NARROW, &executor).unwrap();

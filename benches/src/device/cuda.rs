@@ -68,7 +68,7 @@ pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
                 }
             }
             "gradients" => {
-                let all = [Case::all_backward()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?];
+                let all = [Case::all_backward()?, Case::all_packed()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?];
                 for (case, source) in all.iter().flatten().flat_map(|case| Source::ALL.map(|source| (case, source))) {
                     let outcome = runner::run_backward_case(case, source, executor);
                     tally.add("cuda", &format!("{}{}", case.name, source.suffix()), &outcome);
@@ -108,10 +108,11 @@ fn drawn(tally: &mut Tally, part: &str, seed: u64, executor: &CudaExecutor, draw
 fn gradients_drawn(tally: &mut Tally, seed: u64, executor: &CudaExecutor) {
     let random = &mut Random::new(seed * 7919 + 41);
     let with_sink = |spec: AttentionSpec| if spec.sink { spec.backward().wrt(SINK, DType::F32) } else { spec.backward() };
-    let specs: [(&str, BackwardSpec); 5] = [
+    let specs: [(&str, BackwardSpec); 6] = [
         ("any strides", runner::random_backward(random, &NARROW)),
         ("lengths and any strides", runner::random_padded_backward(random, &NARROW)),
         ("dense", with_sink(taken(runner::random_spec(random, &NARROW)))),
+        ("documents", with_sink(taken(runner::random_packed(random, &NARROW)))),
         ("ends", with_sink(taken(runner::random_ends(random, &NARROW)))),
         ("sink", with_sink(taken(runner::random_padded(random, &NARROW).with_sink()))),
     ];

@@ -164,11 +164,33 @@ inline void panels_in(uint to, uint panel_bytes, int panels, const TensorMap& ma
     for (int panel = 0; panel < panels; panel++) copy_in(to + panel * panel_bytes, map, barrier, panel * PANEL, row, head, batch);
 }
 
+// Brings rows of queries, of keys too, as many as a tile or block has.
+template <int rows, int panels>
+inline void queries_in(uint to, const TensorMap& map, uint barrier, const Span& span, int tile, int head, int batch) {
+#if WITH_PACKED_Q
+    const Clipped cut = clipped<rows>(span.begin_q, span.len_q, tile * rows);
+    panels_in(to, rows * ROW_BYTES, panels, map, barrier, cut.skipped, head, cut.end);
+#else
+    panels_in(to, rows * ROW_BYTES, panels, map, barrier, tile * rows, head, batch);
+#endif
+}
+
+template <int rows, int panels>
+inline void keys_in(uint to, const TensorMap& map, uint barrier, const Span& span, int block, int head, int batch) {
+#if WITH_PACKED_KV
+    const Clipped cut = clipped<rows>(span.begin_kv, span.len_kv, block * rows);
+    panels_in(to, rows * ROW_BYTES, panels, map, barrier, cut.skipped, head, cut.end);
+#else
+    panels_in(to, rows * ROW_BYTES, panels, map, barrier, block * rows, head, batch);
+#endif
+}
+
 // Brings the block's keys and values, and tile after tile of queries and of gradients of outputs, of all heads that share the key head.
 inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p,
                   const Shared& at, const Tile& tile) {
     Ring ring;
-    const Reach reach = reach_of(p, span_of(p, tile.batch), tile.block);
+    const Span span = span_of(p, tile.batch);
+    const Reach reach = reach_of(p, span, tile.block);
     bool first = true;
     for (int of = 0; of < p.group; of++) {
         const int head = tile.head * p.group + of;
@@ -178,21 +200,20 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
         while (walk_on(walk, p, reach, queries, partly)) {
             if (first) {
                 barrier_expect(at.kv_full, K_BYTES + V_BYTES);
-                panels_in(at.k, KV_PANEL_BYTES, QK_PANELS, k_map, at.kv_full, tile.block * TILE_N, tile.head, tile.batch);
-                panels_in(at.v, KV_PANEL_BYTES, V_PANELS, v_map, at.kv_full, tile.block * TILE_N, tile.head, tile.batch);
+                keys_in<TILE_N, QK_PANELS>(at.k, k_map, at.kv_full, span, tile.block, tile.head, tile.batch);
+                keys_in<TILE_N, V_PANELS>(at.v, v_map, at.kv_full, span, tile.block, tile.head, tile.batch);
                 first = false;
             }
-            const long rows = ((long(tile.batch) * p.heads_q + head) * p.tiles + queries) * TILE_M;
+            const long rows = tile_place(p, span, tile.batch, head, queries) * TILE_M;
             // Done with first, so asked for first.
             barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
             barrier_expect(at.d_o_full + 8 * ring.stage, D_O_BYTES + ROWS_BYTES);
             copy_row_in(at.delta + ring.stage * ROWS_BYTES, p.delta + rows, ROWS_BYTES, at.d_o_full + 8 * ring.stage);
-            panels_in(at.d_o + ring.stage * D_O_BYTES, Q_PANEL_BYTES, V_PANELS, d_o_map, at.d_o_full + 8 * ring.stage, queries * TILE_M, head,
-                      tile.batch);
+            queries_in<TILE_M, V_PANELS>(at.d_o + ring.stage * D_O_BYTES, d_o_map, at.d_o_full + 8 * ring.stage, span, queries, head, tile.batch);
             barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
             barrier_expect(at.q_full + 8 * ring.stage, Q_BYTES + ROWS_BYTES);
             copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, at.q_full + 8 * ring.stage);
-            panels_in(at.q + ring.stage * Q_BYTES, Q_PANEL_BYTES, QK_PANELS, q_map, at.q_full + 8 * ring.stage, queries * TILE_M, head, tile.batch);
+            queries_in<TILE_M, QK_PANELS>(at.q + ring.stage * Q_BYTES, q_map, at.q_full + 8 * ring.stage, span, queries, head, tile.batch);
             ring.on();
         }
     }
@@ -200,7 +221,8 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
 
 // The rows of a warp to shared memory, and from there to their tensor.
 template <int count>
-inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int first_panel, int first_row, const Tile& tile) {
+inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int first_panel, int first_row, const Span& span,
+                     const Tile& tile) {
     const int lane = threadIdx.x & 31, in_warp = lane / 4;
 #pragma unroll
     for (int n = 0; n < count; n += 2) {
@@ -211,8 +233,15 @@ inline void take_out(const float (&sums)[count], float scale, uint rows_at, cons
     written_for_engines();
     __syncwarp();
     if (lane == 0) {
-        for (int panel = 0; panel < count * 2 / PANEL; panel++)
-            copy_out(rows_at + panel * KV_PANEL_BYTES, map, (first_panel + panel) * PANEL, first_row, tile.head, tile.batch);
+        for (int panel = 0; panel < count * 2 / PANEL; panel++) {
+            const uint from = rows_at + panel * KV_PANEL_BYTES;
+#if WITH_PACKED_KV
+            const Clipped cut = clipped<16>(span.begin_kv, span.len_kv, first_row);
+            if (first_row < span.len_kv) copy_out(from, map, (first_panel + panel) * PANEL, cut.skipped, tile.head, cut.end);
+#else
+            copy_out(from, map, (first_panel + panel) * PANEL, first_row, tile.head, tile.batch);
+#endif
+        }
         copy_out_ends();
     }
 }
@@ -235,6 +264,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     __syncthreads();
     const Tile tile = tile_of(p, blockIdx.x);
+#if WITH_PACKED_KV
+    // Blocks are as many as the longest document may have.
+    if (tile.block * TILE_N >= span_of(p, tile.batch).len_kv) return;
+#endif
     if (threadIdx.x < 128) {
         fewer_registers<BRING_REGISTERS>();
         if (threadIdx.x == 0) bring(q_map, k_map, v_map, d_o_map, p, at, tile);
@@ -245,7 +278,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const uint own_rows = group * 64 * ROW_BYTES;
     // Of gradients of queries, a group has its half of the rows or its panel of the columns.
     const uint own_d_s = TILE_M == 128 ? group * KV_PANEL_BYTES : 0, own_k = TILE_M == 128 ? 0 : (tile.part * 2 + group) * KV_PANEL_BYTES;
-    const Reach reach = reach_of(p, span_of(p, tile.batch), tile.block);
+    const Span span = span_of(p, tile.batch);
+    const Reach reach = reach_of(p, span, tile.block);
     Ring ring;
     int turn = 0;
     float dk[DK], dv[DV];
@@ -259,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         int queries;
         bool partly;
         while (walk_on(walk, p, reach, queries, partly)) {
-            const long head_rows = (long(tile.batch) * p.heads_q + head) * p.tiles + queries;
+            const long head_rows = tile_place(p, span, tile.batch, head, queries);
             const uint q = at.q + ring.stage * Q_BYTES, d_o = at.d_o + ring.stage * D_O_BYTES, d_s = at.d_s + turn * D_S_BYTES;
             barrier_wait(at.kv_full, 0);
             barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
@@ -315,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     meet(1, 256);
     const uint rows_at = own_rows + warp * 16 * ROW_BYTES;
     const int first_row = tile.block * TILE_N + group * 64 + warp * 16;
-    take_out(dk, p.scale, at.k + rows_at, dk_map, tile.part * DK_PANELS, first_row, tile);
-    take_out(dv, 1.0f, at.v + rows_at, dv_map, tile.part * DV_PANELS, first_row, tile);
+    take_out(dk, p.scale, at.k + rows_at, dk_map, tile.part * DK_PANELS, first_row, span, tile);
+    take_out(dv, 1.0f, at.v + rows_at, dv_map, tile.part * DV_PANELS, first_row, span, tile);
     if (lane == 0) copied_out();
 }

@@ -32,6 +32,16 @@ struct Tile {
     int block, batch, head, part;
 };
 
+// Which of all tiles of queries one is, of all heads. Of packed documents a head has those that begin before them, and one more for each document: as many as tokens fill,
+// and one each that is not full.
+inline long tile_place(const Params& p, const Span& s, int batch, int head, int tile) {
+#if WITH_PACKED_Q
+    return long(head) * p.head_tiles + s.begin_q / TILE_M + batch + tile;
+#else
+    return (long(batch) * p.heads_q + head) * p.head_tiles + tile;
+#endif
+}
+
 // Where a thread's scores stand: its first key, of two that are 8 apart, and its first query.
 struct Corner {
     int batch, head, q, k;

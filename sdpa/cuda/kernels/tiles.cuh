@@ -122,18 +122,3 @@ inline void store_pair(const Params& p, unsigned short* to, int column, uint bot
     else if (column < p.dim_v) to[column] = (unsigned short)both;
 }
 #endif
-
-#if WITH_PACKED_Q || WITH_PACKED_KV
-// Rows of a document behind its end are the next one's. The map of a packed tensor has two axes of tokens, which add up: one ends behind as many tokens
-// as a box has, so that of a box which begins there before its first row only rows of the document are inside. Such a map begins a box before the tensor.
-struct Clipped {
-    int skipped;  // along the axis that ends
-    int end;      // along the other: behind the last row of the box that is of the document
-};
-
-template <int rows>
-inline Clipped clipped(int begin, int length, int first) {
-    const int left = min(rows, length - first);
-    return Clipped{rows - left, begin + first + left};
-}
-#endif

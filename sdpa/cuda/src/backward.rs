@@ -6,7 +6,7 @@ use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind, Trace};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Operand, SINK};
+use sdpa_core::{DType, Operand, SINK, packed};
 use sdpa_emit::{Captured, Dialect};
 use std::sync::Arc;
 
@@ -52,13 +52,22 @@ impl Backward {
     pub fn of(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
         let mut check = Check(Vec::new());
         let forward = Forward::of(problem.forward()).map_err(|refused| check.0.extend(refused.reasons));
-        check.that(problem.forward().packed().is_none(), "packed", "documents", "the backward kernels take batch entries of one length");
         check.that(problem.forward().paged().is_none(), "paged", "pages", "the backward kernels take keys one behind the other");
         check.that(!problem.deterministic(), "deterministic", "asked for", "the kernels add gradients of queries in any order");
+        let in_memory = |operand: Operand, tensor: &TensorSpec| {
+            if problem.forward().packs(operand.side()) { packed::memory(tensor, 2) } else { *tensor }
+        };
         for (operand, tensor) in [(Operand::DQ, problem.dq()), (Operand::DK, problem.dk()), (Operand::DV, problem.dv())] {
-            if problem.forward().packed().is_none() {
-                check.tensor(operand, tensor, 2);
-            }
+            check.tensor(operand, &in_memory(operand, tensor), 2);
+        }
+        let d_o = in_memory(Operand::DO, problem.d_o());
+        if problem.forward().packed().is_some() && !copies(&d_o) {
+            check.that(
+                false,
+                "d_o strides",
+                format!("{:?}", d_o.strides),
+                "of packed documents the copy engine reads it as it lies: dense rows of whole 16 bytes",
+            );
         }
         match forward {
             Ok(forward) if check.0.is_empty() => Ok(Backward::told(problem, forward)),
@@ -108,6 +117,6 @@ impl Backward {
 
     /// Whether `d_o` is copied first, to where the copy engine takes it.
     pub fn copies_d_o(&self) -> bool {
-        !copies(&self.d_o)
+        self.forward.packed.is_none() && !copies(&self.d_o)
     }
 }

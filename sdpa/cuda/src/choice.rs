@@ -25,10 +25,11 @@ pub fn is_faster(problem: &Problem) -> bool {
 
 /// The same for a backward problem: a mask of places alone that is neither a band nor a prefix, over at least 1,024 queries and keys.
 ///
-/// Such problems took 0.3 to 1.15 of cuDNN's time (H200, docs/cuda.md), bands and prefixes 1.0 to 1.3 of it. A pass that has to be `deterministic` is not
+/// Such problems took 0.3 to 1.15 of cuDNN's time (H200, docs/cuda.md), bands and prefixes 0.95 to 1.3 of it; packed documents were not measured. A pass that has to be `deterministic` is not
 /// these kernels'.
 pub fn is_faster_backward(problem: &BackwardProblem) -> bool {
-    is_rule_of_places(problem.forward()) && is_long(problem.forward())
+    let forward = problem.forward();
+    forward.packed().is_none() && is_rule_of_places(forward) && is_long(forward)
 }
 
 fn is_rule_of_places(problem: &Problem) -> bool {

@@ -142,6 +142,10 @@ params! {
         seq_len_q: u64 = "const int* ",
         /// Address of the lengths of keys, i32 for each batch entry.
         seq_len_kv: u64 = "const int* ",
+        /// Address of the boundaries of documents of queries.
+        boundaries_q: u64 = "const void* ",
+        /// Address of the boundaries of documents of keys.
+        boundaries_kv: u64 = "const void* ",
         /// Address of the sinks, f32 for each query head.
         sink: u64 = "const float* ",
         /// Address of the gradient of the sinks, f32 for each query head; 0 when the kernels begin.
@@ -188,10 +192,16 @@ params! {
         dim_qk: i32 = "int ",
         /// Columns of values and outputs.
         dim_v: i32 = "int ",
-        /// Tiles of queries.
+        /// Tiles of queries, of the longest document.
         tiles: i32 = "int ",
-        /// Blocks of keys.
+        /// Tiles of queries of a head, of all documents of a packed call.
+        head_tiles: i32 = "int ",
+        /// Blocks of keys, of the longest document.
         blocks: i32 = "int ",
+        /// Tokens of packed queries.
+        tokens_q: i32 = "int ",
+        /// Tokens of packed keys.
+        tokens_kv: i32 = "int ",
         /// Key heads of batch entries whose queries are walked over side by side.
         section: i32 = "int ",
         /// Rows of the map from one batch entry to the next, in units of `blocks`; 0 where all have the same.

@@ -115,6 +115,12 @@ pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced
 /// Where what is generated for the engines begins.
 const GENERATED: &str = "\n#line 1 \"generated\"\n";
 
+/// The type of boundaries of documents.
+fn boundary(problem: &Forward) -> String {
+    let of = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
+    format!("typedef {of} Boundary;\n")
+}
+
 /// The whole CUDA text of the forward kernel of a problem, cut into this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let captured = &problem.captured;
@@ -142,8 +148,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("WITH_PARTS", tile.split.into()),
         ("LEAST_BLOCKS", problem.least_blocks(tile)),
     ];
-    let boundary = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
-    let params = format!("typedef {boundary} Boundary;\n{}", Params::cuda());
+    let params = format!("{}{}", boundary(problem), Params::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
     let mut text = begin(problem, &own, &params, &traced, &ENGINES);
@@ -171,9 +176,12 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("APPROXIMATE", 0),
         ("WITH_ALONG", (!problem.along.is_empty()).into()),
         ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
+        ("WITH_PACKED_Q", forward.packed.is_some().into()),
+        ("WITH_PACKED_KV", forward.packs(Side::Keys).into()),
     ];
     let traced: Vec<String> = score_functions(problem).into_iter().chain(along_functions(problem)).chain(keep_function(forward)).collect();
-    let params = format!("{}typedef BackwardParams Params;\n{}", BackwardParams::cuda(), gradients_structure(&problem.along));
+    let params =
+        format!("{}{}typedef BackwardParams Params;\n{}", boundary(forward), BackwardParams::cuda(), gradients_structure(&problem.along));
     let mut text = begin(forward, &own, &params, &traced, &ENGINES);
     text.push_str(GENERATED);
     let columns = [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts);

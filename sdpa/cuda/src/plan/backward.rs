@@ -2,7 +2,7 @@
 //! parameter's that is rounded.
 #![allow(unsafe_code)]
 
-use super::told::{Scale, bound, heads_in_cache, map_of, steps, tensor};
+use super::told::{Scale, bound, clipped, heads_in_cache, map_of, packed_map, steps, tensor};
 use super::{CudaPlan, Pass};
 use crate::backward::Backward;
 use crate::error::Error;
@@ -12,7 +12,7 @@ use crate::tile::BackwardTile;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Operand, SINK, Statistic};
+use sdpa_core::{DType, Operand, SINK, Side, Statistic};
 use sdpa_driver::{DeviceSlice, Entry, Launch, Submission, TensorMap};
 use smallvec::SmallVec;
 use std::ffi::c_void;
@@ -42,7 +42,7 @@ impl Workspace {
     /// With so many bytes for lists of blocks.
     pub(super) fn of(backward: &Backward, tile: &BackwardTile, lists: u64) -> Workspace {
         let Forward { extents: [batch, heads_q, seq_q, _], .. } = &backward.forward;
-        let tiles = batch * heads_q * steps(*seq_q, tile.queries);
+        let tiles = if backward.forward.packed.is_some() { 1 } else { *batch } * heads_q * head_tiles(backward, tile);
         let mut end = 0;
         let mut take = |bytes: i64| {
             let begin = end;
@@ -57,6 +57,12 @@ impl Workspace {
         let lists = take(lists as i64);
         Workspace { sums, along, lse, delta, d_o, lists, bytes: end }
     }
+}
+
+/// Tiles of queries of a head: of a batch entry, or of all documents, which have as many as tokens fill, and one each that is not full.
+fn head_tiles(backward: &Backward, tile: &BackwardTile) -> i64 {
+    let Forward { extents: [batch, _, seq_q, _], packed, .. } = &backward.forward;
+    packed.map_or(steps(*seq_q, tile.queries), |packs| packs.totals[Side::Queries as usize] / i64::from(tile.queries) + batch)
 }
 
 /// Elements from one row of a copy of `d_o` to the next.
@@ -90,21 +96,28 @@ impl CudaPlan {
     ) -> Result<(), Error> {
         let at = Workspace::of(backward, tile, self.lists_bytes());
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
-        let Forward { tensors: [q, k, v, _], extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
-        let [_, dk, dv] = &backward.gradients;
+        let Forward { tensors: [q, k, v, o], extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
+        let [dq, dk, dv] = &backward.gradients;
         let (queries, keys) = (tile.queries, BackwardTile::KEYS);
         let d_o = if backward.copies_d_o() { workspace.address + at.d_o } else { address(Operand::DO) };
-        let boxes: [(u64, &TensorSpec, u32); 6] = [
-            (address(Operand::Q), q, queries),
-            (address(Operand::K), k, keys),
-            (address(Operand::V), v, keys),
-            (d_o, &readable(backward), queries),
-            (address(Operand::DK), dk, 16),
-            (address(Operand::DV), dv, 16),
+        let boxes: [(Operand, u64, &TensorSpec, u32); 6] = [
+            (Operand::Q, address(Operand::Q), q, queries),
+            (Operand::K, address(Operand::K), k, keys),
+            (Operand::V, address(Operand::V), v, keys),
+            (Operand::DO, d_o, &readable(backward), queries),
+            (Operand::DK, address(Operand::DK), dk, 16),
+            (Operand::DV, address(Operand::DV), dv, 16),
         ];
+        let all = boxes.iter().map(|(operand, _, tensor, _)| (*operand, *tensor)).chain([(Operand::O, o), (Operand::DQ, dq)]);
+        let tokens = self.tokens(&backward.forward, all, call);
         let mut maps = [TensorMap::default(); 6];
-        for (map, (address, tensor, rows)) in maps.iter_mut().zip(boxes) {
-            *map = map_of(submission, address, tensor, rows)?;
+        for (map, (operand, address, tensor, rows)) in maps.iter_mut().zip(boxes) {
+            let side = operand.side();
+            *map = if backward.forward.packs(side) {
+                packed_map(submission, address, &clipped(tensor, tokens[side as usize], [rows, 1]))?
+            } else {
+                map_of(submission, address, tensor, rows)?
+            };
         }
         // Where sums of gradients of parameters go: to the caller's, or to where they are rounded from.
         let names = backward.along.iter().map(|along| along.name.as_str()).chain(backward.sink_gradient.map(|_| SINK));
@@ -114,7 +127,11 @@ impl CudaPlan {
         let sums: SmallVec<[u64; 4]> =
             given.iter().zip(&at.along).map(|(given, own)| own.map_or(given.address, |own| workspace.address + own)).collect();
         let sink_gradient = backward.sink_gradient.and(sums.last().copied()).unwrap_or(0);
-        let params = self.backward_params(backward, tile, call, (workspace.address, &at), sink_gradient);
+        let params = BackwardParams {
+            tokens_q: tokens[Side::Queries as usize] as i32,
+            tokens_kv: tokens[Side::Keys as usize] as i32,
+            ..self.backward_params(backward, tile, call, (workspace.address, &at), sink_gradient)
+        };
         let captured = self.captured(call);
         // An empty structure has a byte.
         let to: SmallVec<[u64; 4]> = if sums.is_empty() { SmallVec::from_elem(0, 1) } else { sums.clone() };
@@ -190,6 +207,8 @@ impl CudaPlan {
             sums: workspace + at.sums,
             seq_len_q: tensor(call, SEQ_LEN_Q),
             seq_len_kv: tensor(call, SEQ_LEN_KV),
+            boundaries_q: self.boundaries(call, Side::Queries),
+            boundaries_kv: self.boundaries(call, Side::Keys),
             sink: tensor(call, SINK),
             sink_gradient,
             map_begin: lists.begin,
@@ -214,6 +233,7 @@ impl CudaPlan {
             dim_qk: q.dims[3] as i32,
             dim_v: v.dims[3] as i32,
             tiles: steps(*seq_q, tile.queries) as i32,
+            head_tiles: head_tiles(backward, tile) as i32,
             blocks: steps(*seq_kv, BackwardTile::KEYS) as i32,
             section: section as i32,
             map_batch,
@@ -226,6 +246,7 @@ impl CudaPlan {
             natural,
             scale,
             unit,
+            ..BackwardParams::default()
         }
     }
 }

@@ -2,16 +2,14 @@
 #![allow(unsafe_code)]
 
 use super::room::Room;
-use super::told::{Scale, bound, clipped, heads_in_cache, steps, tensor, tiled};
+use super::told::{Scale, bound, clipped, heads_in_cache, packed_map, steps, tensor, tiled};
 use super::{CudaPlan, Pass};
 use crate::error::Error;
 use crate::params::{FAR, Params};
 use crate::problem::Forward;
 use crate::tile::Tile;
-use sdpa_core::TensorSpec;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
-use sdpa_core::packed::tokens;
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::{Operand, SINK, Side, Statistic};
 use sdpa_driver::{DeviceSlice, Launch, Submission, TensorMap};
@@ -37,12 +35,12 @@ impl CudaPlan {
         // Queries come as a whole tile, keys and values as a step of it, results leave by the rows of a warp.
         let piece = [forward.piece(tile), 1];
         let boxes = [[tile.queries(), tile.heads()], piece, piece, [16, 1]];
-        let tokens = self.tokens(forward, call);
-        for (n, operand) in [Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().enumerate() {
+        let operands = [Operand::Q, Operand::K, Operand::V, Operand::O];
+        let tokens = self.tokens(forward, operands.into_iter().zip(&forward.tensors), call);
+        for (n, operand) in operands.into_iter().enumerate() {
             let (address, side) = (call.operand(operand).map_or(0, |slice| slice.address), operand.side());
             maps[n] = if forward.packs(side) {
-                let map = clipped(&forward.tensors[n], tokens[side as usize], boxes[n]);
-                submission.tensor_map(address.wrapping_sub(map.strides[0] * map.extents[1]), &map)?
+                packed_map(submission, address, &clipped(&forward.tensors[n], tokens[side as usize], boxes[n]))?
             } else {
                 let tensor = self.job.in_memory(operand).unwrap_or(forward.tensors[n]);
                 submission.tensor_map(address, &tiled(&tensor, boxes[n]))?
@@ -110,25 +108,6 @@ impl CudaPlan {
         self.room(forward, tile).bytes() + self.lists_bytes()
     }
 
-    /// Tokens of packed queries and keys that every operand of the call has room for, as far as the problem goes. Where documents are the same, the fewer.
-    fn tokens(&self, forward: &Forward, call: &DeviceCall<'_, DeviceSlice>) -> [i64; 2] {
-        let (Some(packs), problem) = (forward.packed, self.job.problem()) else { return [0; 2] };
-        let mut least = packs.totals;
-        let mut room = |side: Side, tensor: &TensorSpec, elements: u64| {
-            least[side as usize] = tokens(tensor, elements).min(least[side as usize]);
-        };
-        for (tensor, operand) in forward.tensors.iter().zip([Operand::Q, Operand::K, Operand::V, Operand::O]) {
-            if let Some(slice) = call.operand(operand).filter(|_| forward.packs(operand.side())) {
-                room(operand.side(), tensor, slice.bytes / 2);
-            }
-        }
-        if let Some(slice) = call.statistic(Statistic::Stats) {
-            room(Side::Queries, &problem.stats_tensor(), slice.bytes / 4);
-        }
-        let cross = problem.packed().is_some_and(|packed| packed.cross);
-        if cross { least } else { [least[0].min(least[1]); 2] }
-    }
-
     fn params(&self, forward: &Forward, tile: &Tile, call: &DeviceCall<'_, DeviceSlice>, lists: u64) -> Params {
         let Forward { tensors: [_, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
@@ -143,7 +122,6 @@ impl CudaPlan {
             Some(packs) => together(packs.totals[Side::Keys as usize].min(batch * seq_kv)).min(units),
             None => together(*seq_kv).min(batch * units),
         };
-        let boundaries = |side: Side| self.job.problem().packed().map_or(0, |packed| tensor(call, packed.boundaries(side)));
         Params {
             stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
             seq_len_q: tensor(call, SEQ_LEN_Q),
@@ -152,8 +130,8 @@ impl CudaPlan {
             map_begin: lists.begin,
             map_end: lists.end,
             map_blocks: lists.blocks,
-            boundaries_q: boundaries(Side::Queries),
-            boundaries_kv: boundaries(Side::Keys),
+            boundaries_q: self.boundaries(call, Side::Queries),
+            boundaries_kv: self.boundaries(call, Side::Keys),
             batch: *batch as i32,
             heads_q: *heads_q as i32,
             group: *group as i32,

@@ -3,9 +3,10 @@
 use super::lists::Made;
 use super::{CudaPlan, Mapped, Walk};
 use crate::params::FAR;
+use crate::problem::Forward;
 pub(super) use crate::work::steps;
-use sdpa_core::TensorSpec;
 use sdpa_core::device::{DeviceCall, DeviceValue};
+use sdpa_core::{Operand, Side, Statistic, TensorSpec, packed};
 use sdpa_driver::{DeviceSlice, Submission, TensorMap, Tiled};
 use smallvec::SmallVec;
 
@@ -55,6 +56,11 @@ pub(super) fn clipped(tensor: &TensorSpec, tokens: i64, [rows, of_heads]: [u32; 
     }
 }
 
+/// The map of packed tokens at an address: it begins a box before them.
+pub(super) fn packed_map(submission: &Submission<'_>, address: u64, map: &Tiled) -> Result<TensorMap, sdpa_driver::Error> {
+    submission.tensor_map(address.wrapping_sub(map.strides[0] * map.extents[1]), map)
+}
+
 /// The map of an operand at an address.
 pub(super) fn map_of(submission: &Submission<'_>, address: u64, tensor: &TensorSpec, rows: u32) -> Result<TensorMap, sdpa_driver::Error> {
     submission.tensor_map(address, &tiled(tensor, [rows, 1]))
@@ -87,6 +93,35 @@ impl ListsAt {
 }
 
 impl CudaPlan {
+    /// Tokens of packed queries and keys that every operand of the call has room for, as far as the problem goes. Where documents are the same, the fewer.
+    pub(super) fn tokens<'a>(
+        &self,
+        forward: &Forward,
+        operands: impl Iterator<Item = (Operand, &'a TensorSpec)>,
+        call: &DeviceCall<'_, DeviceSlice>,
+    ) -> [i64; 2] {
+        let (Some(packs), problem) = (forward.packed, self.job.problem()) else { return [0; 2] };
+        let mut least = packs.totals;
+        let mut room = |side: Side, tensor: &TensorSpec, elements: u64| {
+            least[side as usize] = packed::tokens(tensor, elements).min(least[side as usize]);
+        };
+        for (operand, tensor) in operands {
+            if let Some(slice) = call.operand(operand).filter(|_| forward.packs(operand.side())) {
+                room(operand.side(), tensor, slice.bytes / 2);
+            }
+        }
+        if let Some(slice) = call.statistic(Statistic::Stats) {
+            room(Side::Queries, &problem.stats_tensor(), slice.bytes / 4);
+        }
+        let cross = problem.packed().is_some_and(|packed| packed.cross);
+        if cross { least } else { [least[0].min(least[1]); 2] }
+    }
+
+    /// The address of the boundaries of documents of a side, in this call.
+    pub(super) fn boundaries(&self, call: &DeviceCall<'_, DeviceSlice>, side: Side) -> u64 {
+        self.job.problem().packed().map_or(0, |packed| tensor(call, packed.boundaries(side)))
+    }
+
     pub(super) fn scale(&self, call: &DeviceCall<'_, DeviceSlice>) -> Scale {
         let scale = call.attn_scale.unwrap_or(self.job.problem().default_scale());
         // In the exponent a scale must be positive, or the largest score is the smallest.
