@@ -3,12 +3,13 @@
 use super::{each, gradient_of, judged};
 use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
+use conformance::msl::table::Share;
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Outcome, Source, random_backward, random_ends, random_padded, random_padded_backward, run, run_backward, run_backward_case,
     run_case, run_tree,
 };
-use conformance::say::skip;
+use conformance::say::{say, skip};
 use sdpa::cuda::{CudaExecutor, Family};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, Shape};
 
@@ -23,6 +24,13 @@ pub(crate) fn executor() -> Option<CudaExecutor> {
 
 fn floats(cases: impl IntoIterator<Item = Result<Vec<Case>, String>>) -> Vec<Case> {
     cases.into_iter().flat_map(Result::unwrap).filter(|case| FLOATS.contains(&case.dtype)).collect()
+}
+
+/// Every other case, the others on the next day: each is a text to compile.
+fn share(cases: Vec<Case>) -> Vec<Case> {
+    let wanted = Share::wanted("SDPA_CUDA", 2);
+    say(&format!("{NAME}: SDPA_CUDA={wanted} of {} cases", cases.len()));
+    Share::parse(&wanted).unwrap_or_else(|why| panic!("SDPA_CUDA={why}")).take(cases).collect()
 }
 
 fn forward(what: &str, cases: Vec<Case>) {
@@ -46,13 +54,13 @@ fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
 
 #[test]
 fn forward_cases() {
-    forward("forward", floats([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()]));
+    forward("forward", share(floats([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()])));
 }
 
 #[test]
 fn backward_cases() {
-    backward("backward", floats([Case::all_backward(), Case::all_ends()]), &[Source::Oracle]);
-    backward("sinks and tables backward", floats([Case::all_sinks(), Case::all_tables()]), &[Source::Executor]);
+    backward("backward", share(floats([Case::all_backward(), Case::all_ends()])), &[Source::Oracle]);
+    backward("sinks and tables backward", share(floats([Case::all_sinks(), Case::all_tables()])), &[Source::Executor]);
 }
 
 /// Every few of the library's score_mods under masks: each is a text of its own.

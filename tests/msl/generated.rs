@@ -16,7 +16,6 @@ use conformance::runner::Drops;
 use conformance::say::say;
 use metal_fallback::Kernels::{self, Parts, Tiled, Vector};
 use std::sync::Mutex;
-use std::time::SystemTime;
 
 /// Wide heads, other tiles than those of narrow ones, layouts that are not those of each other, gaps, scales.
 const WIDE: &str = r#"
@@ -299,18 +298,11 @@ fn fate(toolchain: &Toolchain, fault: &Generated) -> Fate {
 /// Faults of one run where nothing is said: two minutes on two cores.
 const SHARES: u64 = 16;
 
-fn share() -> String {
-    std::env::var("SDPA_FAULTS").unwrap_or_else(|_| {
-        let day = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs() / 86_400);
-        format!("{}/{SHARES}", day % SHARES + 1)
-    })
-}
-
 #[test]
 fn faults_that_rules_make_are_found() {
     let all = generated::all().unwrap();
     let equivalents = generated::equivalents(&all).unwrap();
-    let share = share();
+    let share = Share::wanted("SDPA_FAULTS", SHARES);
     let file = generated::FILES.iter().find(|file| **file == share);
     let of_file: Vec<Generated> = all.into_iter().filter(|fault| file.is_none_or(|file| fault.file == *file)).collect();
     let wanted = if file.is_some() { "all" } else { &share };

@@ -3,6 +3,7 @@
 use super::cover::pairwise;
 use crate::case::Case;
 use metal_fallback::Kernels;
+use std::time::SystemTime;
 
 /// `dim_qk` and `dim_v`.
 const DIMS: [[i64; 2]; 10] = [[32, 32], [64, 64], [72, 72], [80, 80], [96, 96], [128, 128], [192, 192], [256, 256], [192, 128], [20, 44]];
@@ -99,6 +100,14 @@ impl Share {
             }),
         };
         share.ok_or_else(|| format!("{text:?}: all, or a share as 3/40"))
+    }
+
+    /// What a variable says, or else one of so many shares, another each day.
+    pub fn wanted(variable: &str, shares: u64) -> String {
+        std::env::var(variable).unwrap_or_else(|_| {
+            let day = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs() / 86_400);
+            format!("{}/{shares}", day % shares + 1)
+        })
     }
 
     /// The entries of this share.
