@@ -1,6 +1,7 @@
 //! Kernels of our own for NVIDIA GPUs, compiled for the CPU and run there thread by thread, against the oracle.
 
 mod documents;
+mod emptied;
 mod faults;
 mod lists;
 mod mma;
@@ -12,12 +13,12 @@ use conformance::compare::GradientDistance;
 use conformance::emulated;
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, random_backward, random_ends, random_few, random_packed, random_padded, random_padded_backward,
-    random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side,
+    Draw, Outcome, Source, Tally, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed, random_padded,
+    random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side,
 };
 use conformance::say::{say, skip};
 use sdpa::cuda::CudaExecutor;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, TensorSpec};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, SINK};
 use std::sync::Mutex;
 
 const NAME: &str = "cuda-emulated";
@@ -48,24 +49,32 @@ fn each<T: Sync>(what: &str, name: &str, list: &[T], run: impl Fn(&T, &Mutex<Tal
 }
 
 /// Cases, forward; what the kernels decline is skipped, and nothing else.
-fn forward(what: &str, cases: Vec<Case>) {
-    let Some(executor) = executor() else { return };
-    each(what, NAME, &cases, |case, tally| {
+fn forward_on(executor: &CudaExecutor, name: &str, what: &str, cases: &[Case]) {
+    each(what, name, cases, |case, tally| {
         let declined = || case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_err());
-        let outcome = run_case(case, &executor).skip_only_if(declined, || case.repro(executor.name()));
-        tally.lock().unwrap().add(NAME, &case.name, &outcome);
+        let outcome = run_case(case, executor).skip_only_if(declined, || case.repro(executor.name()));
+        tally.lock().unwrap().add(name, &case.name, &outcome);
     });
 }
 
 /// Cases, backward, from the oracle's outputs and stats or from the kernels' own.
+fn backward_on(executor: &CudaExecutor, name: &str, what: &str, cases: &[Case], sources: &[Source]) {
+    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
+    each(what, name, &runs, |&(case, source), tally| {
+        let declined = || case.backward_spec().unwrap().validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
+        let outcome = run_backward_case(case, source, executor).skip_only_if(declined, || case.backward_repro(executor.name()));
+        tally.lock().unwrap().add(name, &format!("{}{}", case.name, source.suffix()), &outcome);
+    });
+}
+
+fn forward(what: &str, cases: Vec<Case>) {
+    let Some(executor) = executor() else { return };
+    forward_on(&executor, NAME, what, &cases);
+}
+
 fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
     let Some(executor) = executor() else { return };
-    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
-    each(what, NAME, &runs, |&(case, source), tally| {
-        let declined = || case.backward_spec().unwrap().validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
-        let outcome = run_backward_case(case, source, &executor).skip_only_if(declined, || case.backward_repro(executor.name()));
-        tally.lock().unwrap().add(NAME, &format!("{}{}", case.name, source.suffix()), &outcome);
-    });
+    backward_on(&executor, NAME, what, &cases, sources);
 }
 
 #[test]
@@ -105,30 +114,9 @@ fn score_mod_cases() {
     backward("score_mod backward", some, &[Source::Oracle]);
 }
 
-/// The same problem with rows of whole 16 bytes, dense: what the copy engine asks for.
-fn taken(mut spec: AttentionSpec) -> AttentionSpec {
-    (spec.dropout, spec.row_max, spec.sum_exp) = (None, false, false);
-    if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
-        paged.page_size *= 8;
-    }
-    let totals = spec.packed.map(|packed| [packed.total_q, packed.total_kv]);
-    for (n, tensor) in [&mut spec.q, &mut spec.o, &mut spec.k, &mut spec.v].into_iter().enumerate() {
-        let [batch, heads, seq, dim] = tensor.dims;
-        let dims = [batch, heads, seq, (dim + 7) / 8 * 8];
-        let layout = if tensor.strides[1] < tensor.strides[2] { Layout::Bshd } else { Layout::Bhsd };
-        *tensor = TensorSpec::dense(dims, layout);
-        match (spec.paged.filter(|_| n > 1), totals) {
-            (Some(paged), _) => tensor.strides = layout.strides([paged.pages, heads, paged.page_size, dims[3]]),
-            (None, Some(totals)) => tensor.strides = layout.strides([1, heads, totals[n / 2].unwrap_or(batch * seq).max(2), dims[3]]),
-            (None, None) => {}
-        }
-    }
-    spec
-}
-
 /// The gradient of such a problem, that of its sink too if it has one.
 fn gradient(spec: AttentionSpec) -> BackwardSpec {
-    gradient_of(taken(spec))
+    gradient_of(in_rows_of_16_bytes(spec))
 }
 
 /// The gradient of a problem, that of its sink too if it has one.
@@ -152,7 +140,7 @@ fn random_problems() {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let forward = |spec: AttentionSpec, what: &str, tally: &Mutex<Tally>| {
-            let spec = taken(spec);
+            let spec = in_rows_of_16_bytes(spec);
             let declined = || spec.validate().is_ok_and(|problem| executor.supports(&problem).is_err());
             let outcome = run(&spec, None, 1.0, seed, &executor).skip_only_if(declined, || format!("{spec:?}"));
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);

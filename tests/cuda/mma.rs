@@ -1,17 +1,16 @@
 //! Kernels with `mma.sync`, on a device of compute capability 8.0.
 
-use super::{each, gradient_of, judged};
+use super::{backward_on, each, forward_on, gradient_of, judged};
 use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
 use conformance::msl::table::Share;
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, random_backward, random_ends, random_padded, random_padded_backward, run, run_backward, run_backward_case,
-    run_case, run_tree,
+    Draw, Outcome, Source, random_backward, random_ends, random_padded, random_padded_backward, run, run_backward, run_tree,
 };
 use conformance::say::{say, skip};
 use sdpa::cuda::{CudaExecutor, Family};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, Shape};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Shape};
 
 const NAME: &str = "cuda-mma-emulated";
 
@@ -35,21 +34,12 @@ fn share(cases: Vec<Case>) -> Vec<Case> {
 
 fn forward(what: &str, cases: Vec<Case>) {
     let Some(executor) = executor() else { return };
-    each(what, NAME, &cases, |case, tally| {
-        let declined = || case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_err());
-        let outcome = run_case(case, &executor).skip_only_if(declined, || case.repro(executor.name()));
-        tally.lock().unwrap().add(NAME, &case.name, &outcome);
-    });
+    forward_on(&executor, NAME, what, &cases);
 }
 
 fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
     let Some(executor) = executor() else { return };
-    let runs: Vec<(&Case, Source)> = cases.iter().flat_map(|case| sources.iter().map(move |source| (case, *source))).collect();
-    each(what, NAME, &runs, |&(case, source), tally| {
-        let declined = || case.backward_spec().unwrap().validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
-        let outcome = run_backward_case(case, source, &executor).skip_only_if(declined, || case.backward_repro(executor.name()));
-        tally.lock().unwrap().add(NAME, &format!("{}{}", case.name, source.suffix()), &outcome);
-    });
+    backward_on(&executor, NAME, what, &cases, sources);
 }
 
 #[test]

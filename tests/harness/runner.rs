@@ -313,6 +313,28 @@ pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     spec
 }
 
+/// The same problem as kernels take it that ask the copy engine of an NVIDIA GPU for operands: dense rows of whole 16 bytes, pages of whole 8 tokens; without
+/// dropout and row statistics other than `stats`.
+pub fn in_rows_of_16_bytes(mut spec: AttentionSpec) -> AttentionSpec {
+    (spec.dropout, spec.row_max, spec.sum_exp) = (None, false, false);
+    if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
+        paged.page_size *= 8;
+    }
+    let totals = spec.packed.map(|packed| [packed.total_q, packed.total_kv]);
+    for (n, tensor) in [&mut spec.q, &mut spec.o, &mut spec.k, &mut spec.v].into_iter().enumerate() {
+        let [batch, heads, seq, dim] = tensor.dims;
+        let dims = [batch, heads, seq, (dim + 7) / 8 * 8];
+        let layout = if tensor.strides[1] < tensor.strides[2] { Layout::Bshd } else { Layout::Bhsd };
+        *tensor = TensorSpec::dense(dims, layout);
+        match (spec.paged.filter(|_| n > 1), totals) {
+            (Some(paged), _) => tensor.strides = layout.strides([paged.pages, heads, paged.page_size, dims[3]]),
+            (None, Some(totals)) => tensor.strides = layout.strides([1, heads, totals[n / 2].unwrap_or(batch * seq).max(2), dims[3]]),
+            (None, None) => {}
+        }
+    }
+    spec
+}
+
 /// The same of packed documents alone.
 pub fn random_packed(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
     let mut spec = random_padded(random, dtypes);

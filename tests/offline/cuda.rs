@@ -98,8 +98,8 @@ fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
 /// Bytes that a thread may put into local memory, where a trace reads tensors or heads are wide: between tiles, and in blocks at the edge of a mask.
 const SPILLED: u32 = 320;
 
-/// The same of backward passes, whose sums alone take 128 registers.
-const SPILLED_BACKWARD: u32 = 96;
+/// The same of backward passes, which keep nothing of a tile but its sums.
+const SPILLED_BACKWARD: u32 = 64;
 
 /// What the compiler says of the kernel of a text that spills the most: bytes of spill stores.
 fn spilled(log: &str) -> u32 {

@@ -5,7 +5,7 @@ use conformance::runner::{self, Draw, Outcome, Source, Tally};
 use conformance::{Case, random::Random};
 use sdpa::cuda::tile::Tile;
 use sdpa::cuda::{CudaExecutor, CudaOptions};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, SINK, TensorSpec};
+use sdpa::{AttentionSpec, BackwardSpec, DType, SINK};
 
 pub(crate) fn executor(tile: Option<Tile>) -> Result<CudaExecutor> {
     executor_of(CudaOptions { tile, ..CudaOptions::default() })
@@ -97,7 +97,7 @@ pub(crate) fn some(first: u64, count: u64) -> Result<impl Iterator<Item = Case>>
 }
 
 fn drawn(tally: &mut Tally, part: &str, seed: u64, executor: &CudaExecutor, draw: impl Fn(&mut Random) -> AttentionSpec) {
-    let spec = taken(draw(&mut Random::new(seed * 7919 + 41)));
+    let spec = runner::in_rows_of_16_bytes(draw(&mut Random::new(seed * 7919 + 41)));
     let outcome = runner::run(&spec, None, 1.0, seed, executor);
     if matches!(outcome, Outcome::Fail(_)) {
         println!("{spec:?}");
@@ -111,10 +111,10 @@ fn gradients_drawn(tally: &mut Tally, seed: u64, executor: &CudaExecutor) {
     let specs: [(&str, BackwardSpec); 6] = [
         ("any strides", runner::random_backward(random, &NARROW)),
         ("lengths and any strides", runner::random_padded_backward(random, &NARROW)),
-        ("dense", with_sink(taken(runner::random_spec(random, &NARROW)))),
-        ("documents", with_sink(taken(runner::random_packed(random, &NARROW)))),
-        ("ends", with_sink(taken(runner::random_ends(random, &NARROW)))),
-        ("sink", with_sink(taken(runner::random_padded(random, &NARROW).with_sink()))),
+        ("dense", with_sink(runner::in_rows_of_16_bytes(runner::random_spec(random, &NARROW)))),
+        ("documents", with_sink(runner::in_rows_of_16_bytes(runner::random_packed(random, &NARROW)))),
+        ("ends", with_sink(runner::in_rows_of_16_bytes(runner::random_ends(random, &NARROW)))),
+        ("sink", with_sink(runner::in_rows_of_16_bytes(runner::random_padded(random, &NARROW).with_sink()))),
     ];
     for (what, spec) in specs {
         let source = Source::ALL[(seed % 2) as usize];
@@ -124,25 +124,4 @@ fn gradients_drawn(tally: &mut Tally, seed: u64, executor: &CudaExecutor) {
         }
         tally.add("cuda", &format!("gradient {seed}, {what}{}", source.suffix()), &outcome);
     }
-}
-
-/// The same problem with head dims of whole 16 bytes, dense: what the copy engine asks for.
-fn taken(mut spec: AttentionSpec) -> AttentionSpec {
-    (spec.dropout, spec.row_max, spec.sum_exp) = (None, false, false);
-    if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
-        paged.page_size *= 8;
-    }
-    let totals = spec.packed.map(|packed| [packed.total_q, packed.total_kv]);
-    for (n, tensor) in [&mut spec.q, &mut spec.o, &mut spec.k, &mut spec.v].into_iter().enumerate() {
-        let [batch, heads, seq, dim] = tensor.dims;
-        let dims = [batch, heads, seq, (dim + 7) / 8 * 8];
-        let layout = if tensor.strides[1] < tensor.strides[2] { Layout::Bshd } else { Layout::Bhsd };
-        *tensor = TensorSpec::dense(dims, layout);
-        match (spec.paged.filter(|_| n > 1), totals) {
-            (Some(paged), _) => tensor.strides = layout.strides([paged.pages, heads, paged.page_size, dims[3]]),
-            (None, Some(totals)) => tensor.strides = layout.strides([1, heads, totals[n / 2].unwrap_or(batch * seq).max(2), dims[3]]),
-            (None, None) => {}
-        }
-    }
-    spec
 }

@@ -51,12 +51,6 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
                     uint lse) {
     // Without a score_mod the scale is a part of the unit.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
-    Range kept[2];
-    if (masked) {
-        const Span span = span_of(p, corner.batch);
-        kept[0] = kept_by(p, span, corner.k);
-        kept[1] = kept_by(p, span, corner.k + 8);
-    }
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
         float before[2], weight[2];
@@ -72,7 +66,8 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
 #if WITH_KEEP
             if (masked && !keep(place_of(p, corner, n + other), captured)) x = -INFINITE;
 #endif
-            if (masked && !kept[n >> 1 & 1].holds(corner.q + 8 * (n / 4) + other)) x = -INFINITE;
+            // Made again for each, so that registers are not held.
+            if (masked && !kept_by(p, span_of(p, corner.batch), corner.k + (n & 2 ? 8 : 0)).holds(corner.q + 8 * (n / 4) + other)) x = -INFINITE;
             weight[other] = exp2_of(x);
         }
         w[n / 2] = pair_of(Element{}, weight[0], weight[1]);
@@ -316,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 hold(d_p);
                 // With one stage, in time for the next gradients of outputs to come; otherwise as late as registers are free.
                 if (STAGES == 1) weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
-                if (MASKED_ANYWHERE || partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
+                if (MASKED_ANYWHERE || WITH_SCORE_MOD || partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
                 else slopes<false>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
                 pack(d_w, d_p);
                 // Keys are rows there, 64 queries a panel.
