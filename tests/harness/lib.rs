@@ -24,6 +24,7 @@ pub mod say;
 pub mod sent;
 pub mod soak;
 pub mod support;
+pub mod timed;
 
 pub use case::{Case, Skip};
 pub use runner::{Outcome, Tally};

@@ -13,7 +13,7 @@ use sdpa::device::{DeviceCall, DevicePrepared, OnDevice};
 use sdpa::{AttentionSpec, DType, Layout, Packed, Paged, Shape};
 use sdpa_driver::DeviceSlice;
 
-type Pass = dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>;
+pub(crate) type Pass = dyn DevicePrepared<Memory = DeviceSlice, Stream = Stream>;
 
 /// A problem of the table: batch, heads_q, heads_kv, seq, dim; score_mod; mask.
 type Row = ([i64; 5], &'static str, &'static str);
@@ -54,40 +54,64 @@ fn spec(([batch, heads_q, heads_kv, seq, dim], score_mod, mask): Row) -> Result<
 const WARM: usize = 3;
 const RUNS: usize = 11;
 
+/// How passes are timed.
+#[derive(Clone, Copy)]
+pub(crate) struct Round<'a> {
+    /// Calls follow one another between two marks for so many milliseconds, about: one call where it takes longer.
+    pub(crate) between: f64,
+    pub(crate) runs: usize,
+    /// How long packed documents are, where they are not all of the whole length.
+    pub(crate) documents: Option<&'a [i32]>,
+}
+
+/// A call between two marks.
+const EACH: Round<'static> = Round { between: 0.0, runs: RUNS, documents: None };
+/// Calls between two marks, at most.
+const MOST_CALLS: f64 = 32.0;
+
 /// Medians of passes of one problem, in turns, in milliseconds. Those of a backward pass read what the forward pass `first` has left.
-fn times(stream: &Stream, job: &Job, passes: &[&Pass], first: Option<&Pass>) -> Result<Vec<f64>> {
+pub(crate) fn times(stream: &Stream, job: &Job, passes: &[&Pass], first: Option<&Pass>, round: Round<'_>) -> Result<Vec<f64>> {
     let workspace = passes.iter().copied().chain(first).map(|pass| pass.workspace_bytes()).max().unwrap_or(0);
-    let memory = Memory::seeded(stream, job, workspace, 7)?;
+    let mut memory = Memory::seeded(stream, job, workspace, 7)?;
+    if let Some(lengths) = round.documents {
+        memory.set_documents(stream, lengths)?;
+    }
     let (params, gradients, whole) = (memory.params(), memory.gradients(), Some(memory.workspace()));
     if let Some(first) = first {
         // SAFETY: the memory is whole buffers of this device that outlive the call; the stream is waited for below.
         unsafe { first.submit(stream, &(&memory.forward_call(&params, None, whole)).into()) }?;
     }
     let mut times = vec![Vec::new(); passes.len()];
-    for round in 0..WARM + RUNS {
-        for (pass, times) in passes.iter().zip(&mut times) {
-            let start = stream.record(true)?;
+    let mut calls = vec![1; passes.len()];
+    for n in 0..WARM + round.runs {
+        for ((pass, times), calls) in passes.iter().zip(&mut times).zip(&mut calls) {
             let call: DeviceCall<'_, DeviceSlice> = match job {
                 Job::Forward(_) => (&memory.forward_call(&params, None, whole)).into(),
                 Job::Backward(_) => (&memory.backward_call(&params, &gradients, None)?).into(),
             };
-            // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
-            unsafe { pass.submit(stream, &call) }?;
+            let start = stream.record(true)?;
+            for _ in 0..*calls {
+                // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
+                unsafe { pass.submit(stream, &call) }?;
+            }
             let end = stream.record(true)?;
             end.synchronize()?;
-            if round >= WARM {
-                times.push(f64::from(end.since(&start)?));
+            let ms = f64::from(end.since(&start)?) / f64::from(*calls);
+            if n >= WARM {
+                times.push(ms);
+            } else if n + 1 == WARM {
+                *calls = (round.between / ms).clamp(1.0, MOST_CALLS) as i32;
             }
         }
     }
     Ok(times.into_iter().map(median).collect())
 }
 
-/// Times of the table beside cuDNN's, in turns: milliseconds, and TFLOP/s by the pairs that bands keep.
-pub(crate) fn speed(backward: bool) -> Result<()> {
+/// Times of the first rows of the table beside cuDNN's, in turns: milliseconds, and TFLOP/s by the pairs that bands keep.
+pub(crate) fn speed(backward: bool, rows: u64) -> Result<()> {
     let (ours, theirs) = (executor(None)?, cudnn(PlanOptions::default())?);
     let stream = ours.device().stream()?;
-    for row in ROWS {
+    for row in ROWS.into_iter().take(usize::try_from(rows)?) {
         let (spec, ([batch, heads_q, heads_kv, seq, dim], score_mod, mask)) = (spec(row)?, row);
         let (mine, other, job, first, flops);
         if backward {
@@ -104,7 +128,7 @@ pub(crate) fn speed(backward: bool) -> Result<()> {
             (flops, job) = (problem.flops(), Job::from(problem));
         }
         let passes: Vec<&Pass> = std::iter::once(&*mine as &Pass).chain(other.as_deref()).collect();
-        let ms = times(&stream, &job, &passes, first.as_deref().map(|first| first as &Pass))?;
+        let ms = times(&stream, &job, &passes, first.as_deref().map(|first| first as &Pass), EACH)?;
         let told = |ms: f64| format!("{ms:.4} ms {:.0}", flops / ms / 1e9);
         let other = ms.get(1).map_or_else(|| "declined".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
         println!("({batch},{heads_q},{heads_kv},{seq},{dim}) {score_mod} {mask}: cuda {}; cudnn {other}", told(ms[0]));
@@ -122,13 +146,13 @@ pub(crate) fn families() -> Result<()> {
         let problem = spec.validate()?;
         let plans: Vec<_> = executors.iter().filter_map(|executor| executor.attention(&problem).ok()).map(|(plan, _)| plan).collect();
         let passes: Vec<&Pass> = plans.iter().map(|plan| &**plan as &Pass).collect();
-        let (forward, flops) = (times(&stream, &problem.clone().into(), &passes, None)?, problem.flops());
+        let (forward, flops) = (times(&stream, &problem.clone().into(), &passes, None, EACH)?, problem.flops());
         let problem = spec.with_stats().backward().validate()?;
         let last = executors.last().ok_or("no family")?;
         let first = last.attention(problem.forward())?.0;
         let gradients: Vec<_> = executors.iter().filter_map(|executor| executor.gradient(&problem).ok()).map(|(plan, _)| plan).collect();
         let passes: Vec<&Pass> = gradients.iter().map(|plan| &**plan as &Pass).collect();
-        let (backward, more) = (times(&stream, &problem.clone().into(), &passes, Some(&*first as &Pass))?, problem.flops());
+        let (backward, more) = (times(&stream, &problem.clone().into(), &passes, Some(&*first as &Pass), EACH)?, problem.flops());
         let told = |plans: &[std::sync::Arc<sdpa::cuda::CudaPlan>], ms: Vec<f64>, flops: f64| {
             let each = plans.iter().zip(ms).map(|(plan, ms)| format!("{ms:.4} ms {:.0} ({})", flops / ms / 1e9, plan.engine()));
             each.collect::<Vec<_>>().join("; ")
@@ -189,7 +213,7 @@ pub(crate) fn few() -> Result<()> {
         let other = theirs.attention(&problem).ok().map(|(planned, _)| planned as OnDevice<DeviceSlice, Stream>);
         let (flops, bytes) = (problem.flops(), (batch * heads_kv * seq_kv * 512) as f64);
         let passes: Vec<&Pass> = std::iter::once(&*mine as &Pass).chain(other.as_deref()).collect();
-        let ms = times(&stream, &problem.into(), &passes, None)?;
+        let ms = times(&stream, &problem.into(), &passes, None, EACH)?;
         let told = |ms: f64| format!("{ms:.4} ms {:.0} TFLOP/s {:.2} TB/s", flops / ms / 1e9, bytes / ms / 1e9);
         let other = ms.get(1).map_or_else(|| "declined".to_owned(), |&theirs| format!("{}, ratio {:.3}", told(theirs), theirs / ms[0]));
         println!("{lies:?} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},128) {mask}: {}, {}; cudnn {other}", mine.engine(), told(ms[0]));
@@ -209,7 +233,7 @@ pub(crate) fn cuts() -> Result<()> {
             let problem = spec.validate()?;
             let plans = executors.iter().map(|executor| Ok(executor.attention(&problem)?.0)).collect::<Result<Vec<_>>>()?;
             let passes: Vec<&Pass> = plans.iter().map(|plan| &**plan as &Pass).collect();
-            let ms = times(&stream, &problem.into(), &passes, None)?;
+            let ms = times(&stream, &problem.into(), &passes, None, EACH)?;
             println!("{row:?}: usual {:.4} ms, other turns {:.4}, {} keys {:.4}", ms[0], ms[1], usual.keys - 16, ms[2]);
         }
     }

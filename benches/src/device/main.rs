@@ -3,6 +3,7 @@
 mod arena;
 mod buckets;
 mod cuda;
+mod cuda_matrix;
 mod cuda_portable;
 mod cuda_speed;
 #[cfg(not(target_vendor = "apple"))]
@@ -39,7 +40,7 @@ const USAGE: &str = "device, and one of
           | limits [strides | large] | lengths [right]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]]
           | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
-  fast:   cuda-speed [backward | families] | cuda-few | cuda-cuts | speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS]
+  fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS]
           | stack BATCH SEQ
           | time (JSON lines in and out)
   said:   version (of cuDNN)";
@@ -59,8 +60,10 @@ fn main() -> ExitCode {
         Some("cudarc") => cudarc::run(),
         Some("cuda") => cuda::run(number(1, 200), args.get(2).map(String::as_str), number(3, 0)),
         Some("cuda-speed") if args.get(1).map(String::as_str) == Some("families") => cuda_speed::families(),
-        Some("cuda-speed") => cuda_speed::speed(args.get(1).map(String::as_str) == Some("backward")),
+        Some("cuda-speed") if args.get(1).map(String::as_str) == Some("backward") => cuda_speed::speed(true, number(2, u64::MAX)),
+        Some("cuda-speed") => cuda_speed::speed(false, number(1, u64::MAX)),
         Some("cuda-few") => cuda_speed::few(),
+        Some("cuda-matrix") => cuda_matrix::run(number(1, 400), number(2, 0)),
         Some("cuda-cuts") => cuda_speed::cuts(),
         Some("plans") => plans::run(),
         Some("version") => files::version(),

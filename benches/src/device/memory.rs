@@ -32,20 +32,23 @@ pub(crate) fn slice(b: &Buffer) -> DeviceSlice {
 pub(crate) fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) -> Result<Buffer> {
     let mut random = conformance::random::Random::new(seed);
     let piece: Vec<f32> = (0..65_521).map(|_| random.normal() as f32).collect();
-    let all = piece.iter().cycle().take(elements as usize);
     let mut buffer = Buffer::new(stream.device(), dtype.bytes(elements as u64) as usize)?;
-    if dtype == DType::BF16 {
-        buffer.upload(stream, 0, &all.map(|&x| half::bf16::from_f32(x)).collect::<Vec<_>>())?;
-    } else if dtype == DType::F16 {
-        buffer.upload(stream, 0, &all.map(|&x| half::f16::from_f32(x)).collect::<Vec<_>>())?;
-    } else if dtype == DType::F8E4M3 {
-        buffer.upload(stream, 0, &all.map(|&x| F8E4M3::from_f32(x).to_bits()).collect::<Vec<_>>())?;
-    } else if dtype == DType::F8E5M2 {
-        buffer.upload(stream, 0, &all.map(|&x| F8E5M2::from_f32(x).to_bits()).collect::<Vec<_>>())?;
-    } else {
-        buffer.upload(stream, 0, &all.copied().collect::<Vec<f32>>())?;
+    let elements = elements as usize;
+    match dtype {
+        DType::BF16 => buffer.upload(stream, 0, &repeated(&piece, elements, half::bf16::from_f32))?,
+        DType::F16 => buffer.upload(stream, 0, &repeated(&piece, elements, half::f16::from_f32))?,
+        DType::F8E4M3 => buffer.upload(stream, 0, &repeated(&piece, elements, |x| F8E4M3::from_f32(x).to_bits()))?,
+        DType::F8E5M2 => buffer.upload(stream, 0, &repeated(&piece, elements, |x| F8E5M2::from_f32(x).to_bits()))?,
+        _ => buffer.upload(stream, 0, &repeated(&piece, elements, |x| x))?,
     }
     Ok(buffer)
+}
+
+fn repeated<T: Copy>(piece: &[f32], elements: usize, of: impl Fn(f32) -> T) -> Vec<T> {
+    let piece: Vec<T> = piece.iter().map(|&x| of(x)).collect();
+    let mut all = piece.repeat(elements.div_ceil(piece.len()));
+    all.truncate(elements);
+    all
 }
 
 /// Lengths and documents that mean something, seed and offset of dropout, scales of 8-bit floats; anything else is random.

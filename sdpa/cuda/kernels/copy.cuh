@@ -47,6 +47,14 @@ inline void copy_row_in(uint to, const void* from, uint bytes, uint barrier) {
                  : "memory");
 }
 
+// Zeros, as many as the largest panel has: 192 rows.
+__device__ uint4 NOTHING[192 * 128 / 16];
+
+// Brings so many zeros to shared memory.
+inline void nothing_in(uint to, uint bytes, uint barrier) {
+    copy_row_in(to, NOTHING, bytes, barrier);
+}
+
 // Takes a box out of shared memory. What lies outside of the tensor is not written.
 inline void copy_out(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(from), "l"(&map), "r"(dim),

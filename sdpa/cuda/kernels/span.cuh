@@ -39,6 +39,13 @@ inline Clipped clipped(int begin, int length, int first) {
     const int left = min(rows, length - first);
     return Clipped{rows - left, begin + first + left};
 }
+
+// Brings the rows of a panel, or zeros where the tensor has none of its columns: for a box that lies behind the last column the copy engine of an H200
+// looks at the begin of the map, which need not be memory.
+inline void panel_in(uint to, uint bytes, const TensorMap& map, uint barrier, int column, int columns, const Clipped& rows, int head) {
+    if (column < columns) copy_in(to, map, barrier, column, rows.skipped, head, rows.end);
+    else nothing_in(to, bytes, barrier);
+}
 #endif
 
 // With what bands about the ends come to for these lengths.

@@ -10,6 +10,7 @@ inline void copy_in(uint to, const TensorMap& map, uint barrier, int dim, int ro
     machine::copy_in(to, reinterpret_cast<const uint64_t*>(map.words), barrier, {dim, row, head, batch});
 }
 inline void copy_row_in(uint to, const void* from, uint bytes, uint barrier) { machine::copy_row_in(to, from, bytes, barrier); }
+inline void nothing_in(uint to, uint bytes, uint barrier) { machine::nothing_in(to, bytes, barrier); }
 inline void copy_out(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
     machine::copy_out(from, reinterpret_cast<const uint64_t*>(map.words), {dim, row, head, batch});
 }

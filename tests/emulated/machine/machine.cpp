@@ -314,6 +314,13 @@ struct Map {
         for (int axis = 0; axis < 4; axis++) extents[axis] = int64_t(words[1 + axis]), box[axis] = uint32_t(words[8 + axis]);
         for (int axis = 0; axis < 3; axis++) strides[axis + 1] = int64_t(words[5 + axis]);
     }
+    // Whether nothing of a box is inside: then the copy engine looks at the begin of the map.
+    bool outside(const int (&place)[4]) const {
+        for (int axis = 0; axis < 4; axis++) {
+            if (place[axis] >= extents[axis] || int64_t(place[axis]) + box[axis] <= 0) return true;
+        }
+        return false;
+    }
     // Of a row of a box, its first element; nothing where the row is outside.
     char* row(const int (&place)[4], uint32_t row) const {
         const int64_t at[3] = {place[1] + int64_t(row % box[1]), place[2] + int64_t(row / box[1]), place[3]};
@@ -343,6 +350,7 @@ void run(Block& block, const Copy& copy) {
         return came_in(block, copy, copy.bytes);
     }
     const Map map(copy.map);
+    if (map.outside(copy.place) && !holds(uint64_t(map.address), 2)) return note("a box of nothing, of a map that begins at %p, where no memory is", map.address);
     const uint32_t rows = map.box[1] * map.box[2], columns = map.box[0];
     const size_t bytes = size_t(rows) * 128;
     if (copy.shared % 128 != 0 || columns != 64 || map.box[3] != 1) {
@@ -687,10 +695,20 @@ static void copy(bool in, uint32_t shared, const uint64_t* map, uint32_t barrier
 
 void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]) { copy(true, to, map, barrier, place, nullptr); }
 
-void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-    if (!holds(uint64_t(from), bytes)) fail("a copy of %u bytes at %p, which no allocation has", bytes, from);
+static void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     now->block->copies.push_back(Copy{true, to, barrier, {}, {}, nullptr, from, bytes, lateness(8, 100)});
     went_on = true;
+}
+
+void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    if (!holds(uint64_t(from), bytes)) fail("a copy of %u bytes at %p, which no allocation has", bytes, from);
+    copy_bytes(to, from, bytes, barrier);
+}
+
+void nothing_in(uint32_t to, uint32_t bytes, uint32_t barrier) {
+    static const uint8_t nothing[192 * 128] = {};
+    if (bytes > sizeof nothing) fail("%u zeros, and there are %zu", bytes, sizeof nothing);
+    copy_bytes(to, nothing, bytes, barrier);
 }
 
 void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]) {

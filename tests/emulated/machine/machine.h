@@ -68,6 +68,7 @@ void barrier_wait(uint32_t at, uint32_t parity, const Site& site);
 // Boxes of tensors to shared memory and out of it, whenever the copy engine comes to them.
 void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]);
 void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
+void nothing_in(uint32_t to, uint32_t bytes, uint32_t barrier);
 void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]);
 void copy_out_ends();
 void copied_out(const Site& site);
