@@ -161,27 +161,29 @@ inline void panels_in(uint to, uint panel_bytes, int panels, const TensorMap& ma
 }
 
 #if WITH_PACKED_Q || WITH_PACKED_KV
-inline void packed_panels_in(uint to, uint panel_bytes, int panels, const TensorMap& map, int columns, uint barrier, const Clipped& rows, int head) {
-    for (int panel = 0; panel < panels; panel++) panel_in(to + panel * panel_bytes, panel_bytes, map, barrier, panel * PANEL, columns, rows, head);
+inline void packed_panels_in(uint to, uint panel_bytes, int panels, int of_tensor, const TensorMap& map, uint barrier, const Clipped& rows,
+                             int head) {
+    for (int panel = 0; panel < panels; panel++)
+        panel_in(to + panel * panel_bytes, panel_bytes, map, barrier, panel * PANEL, panel < of_tensor, rows, head);
 }
 #endif
 
-// Brings rows of queries, of keys too, as many as a tile or block has, of so many columns.
-template <int rows, int panels>
-inline void queries_in(uint to, const TensorMap& map, int columns, uint barrier, const Span& span, int tile, int head, int batch) {
+// Brings rows of queries, of keys too, as many as a tile or block has; so many of the panels are the tensor's.
+template <int rows, int panels, int of_tensor>
+inline void queries_in(uint to, const TensorMap& map, uint barrier, const Span& span, int tile, int head, int batch) {
 #if WITH_PACKED_Q
     const Clipped cut = clipped<rows>(span.begin_q, span.len_q, tile * rows);
-    packed_panels_in(to, rows * ROW_BYTES, panels, map, columns, barrier, cut, head);
+    packed_panels_in(to, rows * ROW_BYTES, panels, of_tensor, map, barrier, cut, head);
 #else
     panels_in(to, rows * ROW_BYTES, panels, map, barrier, tile * rows, head, batch);
 #endif
 }
 
-template <int rows, int panels>
-inline void keys_in(uint to, const TensorMap& map, int columns, uint barrier, const Span& span, int block, int head, int batch) {
+template <int rows, int panels, int of_tensor>
+inline void keys_in(uint to, const TensorMap& map, uint barrier, const Span& span, int block, int head, int batch) {
 #if WITH_PACKED_KV
     const Clipped cut = clipped<rows>(span.begin_kv, span.len_kv, block * rows);
-    packed_panels_in(to, rows * ROW_BYTES, panels, map, columns, barrier, cut, head);
+    packed_panels_in(to, rows * ROW_BYTES, panels, of_tensor, map, barrier, cut, head);
 #else
     panels_in(to, rows * ROW_BYTES, panels, map, barrier, block * rows, head, batch);
 #endif
@@ -202,8 +204,8 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
         while (walk_on(walk, p, reach, queries, partly)) {
             if (first) {
                 barrier_expect(at.kv_full, K_BYTES + V_BYTES);
-                keys_in<TILE_N, QK_PANELS>(at.k, k_map, p.dim_qk, at.kv_full, span, tile.block, tile.head, tile.batch);
-                keys_in<TILE_N, V_PANELS>(at.v, v_map, p.dim_v, at.kv_full, span, tile.block, tile.head, tile.batch);
+                keys_in<TILE_N, QK_PANELS, QK_THERE>(at.k, k_map, at.kv_full, span, tile.block, tile.head, tile.batch);
+                keys_in<TILE_N, V_PANELS, V_THERE>(at.v, v_map, at.kv_full, span, tile.block, tile.head, tile.batch);
                 first = false;
             }
             const long rows = tile_place(p, span, tile.batch, head, queries) * TILE_M;
@@ -211,11 +213,13 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
             barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
             barrier_expect(at.d_o_full + 8 * ring.stage, D_O_BYTES + ROWS_BYTES);
             copy_row_in(at.delta + ring.stage * ROWS_BYTES, p.delta + rows, ROWS_BYTES, at.d_o_full + 8 * ring.stage);
-            queries_in<TILE_M, V_PANELS>(at.d_o + ring.stage * D_O_BYTES, d_o_map, p.dim_v, at.d_o_full + 8 * ring.stage, span, queries, head, tile.batch);
+            queries_in<TILE_M, V_PANELS, V_THERE>(at.d_o + ring.stage * D_O_BYTES, d_o_map, at.d_o_full + 8 * ring.stage, span, queries, head,
+                                                  tile.batch);
             barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
             barrier_expect(at.q_full + 8 * ring.stage, Q_BYTES + ROWS_BYTES);
             copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, at.q_full + 8 * ring.stage);
-            queries_in<TILE_M, QK_PANELS>(at.q + ring.stage * Q_BYTES, q_map, p.dim_qk, at.q_full + 8 * ring.stage, span, queries, head, tile.batch);
+            queries_in<TILE_M, QK_PANELS, QK_THERE>(at.q + ring.stage * Q_BYTES, q_map, at.q_full + 8 * ring.stage, span, queries, head,
+                                                    tile.batch);
             ring.on();
         }
     }
@@ -223,7 +227,7 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
 
 // The rows of a warp to shared memory, and from there to their tensor.
 template <int count>
-inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int columns, int first_panel, int first_row,
+inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
                      const Span& span, const Tile& tile) {
     const int lane = threadIdx.x & 31, in_warp = lane / 4;
 #pragma unroll
@@ -240,7 +244,7 @@ inline void take_out(const float (&sums)[count], float scale, uint rows_at, cons
             const int column = (first_panel + panel) * PANEL;
 #if WITH_PACKED_KV
             const Clipped cut = clipped<16>(span.begin_kv, span.len_kv, first_row);
-            if (first_row < span.len_kv && column < columns) copy_out(from, map, column, cut.skipped, tile.head, cut.end);
+            if (first_row < span.len_kv && first_panel + panel < panels) copy_out(from, map, column, cut.skipped, tile.head, cut.end);
 #else
             copy_out(from, map, column, first_row, tile.head, tile.batch);
 #endif
@@ -353,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     meet(1, 256);
     const uint rows_at = own_rows + warp * 16 * ROW_BYTES;
     const int first_row = tile.block * TILE_N + group * 64 + warp * 16;
-    take_out(dk, p.scale, at.k + rows_at, dk_map, p.dim_qk, tile.part * DK_PANELS, first_row, span, tile);
-    take_out(dv, 1.0f, at.v + rows_at, dv_map, p.dim_v, tile.part * DV_PANELS, first_row, span, tile);
+    take_out(dk, p.scale, at.k + rows_at, dk_map, QK_THERE, tile.part * DK_PANELS, first_row, span, tile);
+    take_out(dv, 1.0f, at.v + rows_at, dv_map, V_THERE, tile.part * DV_PANELS, first_row, span, tile);
     if (lane == 0) copied_out();
 }

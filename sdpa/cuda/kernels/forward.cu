@@ -169,12 +169,12 @@ struct Ring {
 };
 
 // Brings the queries of a tile, of all its heads.
-inline void bring_queries(const TensorMap& map, const Params& p, const Shared& at, const Span& span, const Tile& tile) {
+inline void bring_queries(const TensorMap& map, const Shared& at, const Span& span, const Tile& tile) {
     for (int panel = 0; panel < QK_PANELS; panel++) {
         const uint to = at.q + panel * Q_PANEL_BYTES;
 #if WITH_PACKED_Q
         const Clipped rows = clipped<TILE_M>(span.begin_q, span.len_q, tile.tile * TILE_M);
-        panel_in(to, Q_BOX_BYTES, map, at.q_full, panel * PANEL, p.dim_qk, rows, tile.head);
+        panel_in(to, Q_BOX_BYTES, map, at.q_full, panel * PANEL, panel < QK_THERE, rows, tile.head);
 #else
         copy_in(to, map, at.q_full, panel * PANEL, tile.tile * TILE_M, tile.head, tile.batch);
 #endif
@@ -200,10 +200,9 @@ inline Piece piece_of(const Params& p, const Span& span, int batch, int block) {
 #endif
 }
 
-// Brings a block of keys or values, of so many columns.
-template <int panels>
-inline void bring_block(uint to, const TensorMap& map, int columns, uint barrier, const Span& span, int block, const Piece& piece, int kv_head,
-                        const Tile& tile) {
+// Brings a block of keys or values, so many panels of which are the tensor's.
+template <int panels, int of_tensor>
+inline void bring_block(uint to, const TensorMap& map, uint barrier, const Span& span, int block, const Piece& piece, int kv_head, const Tile& tile) {
 #if WITH_PAGES
     if (int(threadIdx.x) >= TILE_N / PIECE) return;
 #endif
@@ -213,7 +212,7 @@ inline void bring_block(uint to, const TensorMap& map, int columns, uint barrier
         copy_in(there + int(threadIdx.x) * PIECE * ROW_BYTES, map, barrier, panel * PANEL, piece.token, kv_head, piece.page);
 #elif WITH_PACKED_KV
         const Clipped rows = clipped<TILE_N>(span.begin_kv, span.len_kv, block * TILE_N);
-        panel_in(there, KV_PANEL_BYTES, map, barrier, panel * PANEL, columns, rows, kv_head);
+        panel_in(there, KV_PANEL_BYTES, map, barrier, panel * PANEL, panel < of_tensor, rows, kv_head);
 #else
         copy_in(there, map, barrier, panel * PANEL, block * TILE_N, kv_head, tile.batch);
 #endif
@@ -280,7 +279,7 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
             if (any) {
                 barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);
                 expect(at.k_full + 8 * ring.stage, K_BYTES);
-                bring_block<QK_PANELS>(at.k + ring.stage * K_BYTES, k_map, p.dim_qk, at.k_full + 8 * ring.stage, span, block, piece, kv_head, tile);
+                bring_block<QK_PANELS, QK_THERE>(at.k + ring.stage * K_BYTES, k_map, at.k_full + 8 * ring.stage, span, block, piece, kv_head, tile);
             }
             if (first) {
                 barrier_wait(at.q_free, queries.phase ^ 1);
@@ -288,7 +287,7 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
                 if (first_bringer()) {
                     if (any) {
                         barrier_expect(at.q_full, Q_BOX_BYTES * QK_PANELS);
-                        bring_queries(q_map, p, at, span, tile);
+                        bring_queries(q_map, at, span, tile);
                     } else {
                         barrier_arrive(at.q_full);
                     }
@@ -298,7 +297,7 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
             if (any) {
                 barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);
                 expect(at.v_full + 8 * ring.stage, V_BYTES);
-                bring_block<V_PANELS>(at.v + ring.stage * V_BYTES, v_map, p.dim_v, at.v_full + 8 * ring.stage, span, block, piece, kv_head, tile);
+                bring_block<V_PANELS, V_THERE>(at.v + ring.stage * V_BYTES, v_map, at.v_full + 8 * ring.stage, span, block, piece, kv_head, tile);
                 ring.on();
             }
         } while (any && walk_on(walk, p, reach, block, partly));
@@ -420,7 +419,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         for (int panel = 0; panel < V_PANELS; panel++) {
 #if WITH_PACKED_Q
             const Clipped rows = clipped<16>(span.begin_q, span.len_q, first);
-            const bool there = first < span.len_q && panel * PANEL < p.dim_v;
+            const bool there = first < span.len_q && panel < V_THERE;
             if (there) copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, rows.skipped, tile.head, rows.end);
 #else
             copy_out(rows_at + panel * Q_PANEL_BYTES, o_map, panel * PANEL, first, tile.head, tile.batch);

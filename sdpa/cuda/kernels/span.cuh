@@ -42,8 +42,8 @@ inline Clipped clipped(int begin, int length, int first) {
 
 // Brings the rows of a panel, or zeros where the tensor has none of its columns: for a box that lies behind the last column the copy engine of an H200
 // looks at the begin of the map, which need not be memory.
-inline void panel_in(uint to, uint bytes, const TensorMap& map, uint barrier, int column, int columns, const Clipped& rows, int head) {
-    if (column < columns) copy_in(to, map, barrier, column, rows.skipped, head, rows.end);
+inline void panel_in(uint to, uint bytes, const TensorMap& map, uint barrier, int column, bool there, const Clipped& rows, int head) {
+    if (there) copy_in(to, map, barrier, column, rows.skipped, head, rows.end);
     else nothing_in(to, bytes, barrier);
 }
 #endif

@@ -72,8 +72,6 @@ params! {
         seq_q: i32 = "int ",
         /// Keys.
         seq_kv: i32 = "int ",
-        /// Columns of queries and keys.
-        dim_qk: i32 = "int ",
         /// Columns of values and outputs.
         dim_v: i32 = "int ",
         /// Heads of a batch entry, or groups of heads that share a tile.

@@ -4,7 +4,8 @@ use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
 use crate::matrix;
 use crate::params::{BackwardParams, Params};
 use crate::problem::{Forward, Lists};
-use crate::tile::{BackwardTile, Tile};
+use crate::tile::{BackwardTile, PANEL, Tile};
+use crate::work::steps;
 use sdpa_core::expr::{Axis, Trace};
 use sdpa_core::{DType, Side};
 use sdpa_emit::{Captured, Dialect, EXPRESSION};
@@ -121,12 +122,19 @@ fn boundary(problem: &Forward) -> String {
     format!("typedef {of} Boundary;\n")
 }
 
+/// Panels that a tensor has columns of.
+fn panels(dim: i64) -> u32 {
+    steps(dim, PANEL) as u32
+}
+
 /// The whole CUDA text of the forward kernel of a problem, cut into this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let captured = &problem.captured;
     let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
+        ("QK_THERE", panels(problem.tensors[0].dims[3])),
+        ("V_THERE", panels(problem.tensors[2].dims[3])),
         ("GROUPS", tile.groups),
         ("TILE_M", tile.queries()),
         ("TILE_N", tile.keys),
@@ -166,6 +174,8 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
+        ("QK_THERE", panels(forward.tensors[0].dims[3])),
+        ("V_THERE", panels(forward.tensors[2].dims[3])),
         ("TILE_M", tile.queries),
         ("TILE_N", BackwardTile::KEYS),
         ("PARTS", tile.parts),

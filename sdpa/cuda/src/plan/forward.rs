@@ -109,7 +109,7 @@ impl CudaPlan {
     }
 
     fn params(&self, forward: &Forward, tile: &Tile, call: &DeviceCall<'_, DeviceSlice>, lists: u64) -> Params {
-        let Forward { tensors: [q, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
+        let Forward { tensors: [_, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
         let lists = self.lists(lists);
         let [map_batch, map_head] = lists.strides();
@@ -139,7 +139,6 @@ impl CudaPlan {
             o_batch: o.strides[0],
             o_head: o.strides[1],
             o_row: o.strides[2],
-            dim_qk: q.dims[3] as i32,
             dim_v: o.dims[3] as i32,
             page_table: tensor(call, PAGE_TABLE),
             page_size: forward.paged.map_or(1, |paged| paged.page_size) as i32,
