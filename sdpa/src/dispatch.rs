@@ -121,20 +121,20 @@ impl Dispatcher {
     }
 
     /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
-    /// where they are known to be faster (`sdpa::cuda::is_faster`).
+    /// where they were faster (`sdpa::cuda::measured`).
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
         #[cfg(feature = "cuda")]
-        return self.own_kernels_first(sdpa_cuda::is_faster(problem), |cuda| cuda.family(problem));
+        return self.own_kernels_first(sdpa_cuda::measured(problem), |cuda| cuda.family(problem));
         #[cfg(not(feature = "cuda"))]
         self.executors()
     }
 
-    /// The same for a backward problem (`sdpa::cuda::is_faster_backward`).
+    /// The same for a backward problem (`sdpa::cuda::measured_backward`).
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
         #[cfg(feature = "cuda")]
-        return self.own_kernels_first(sdpa_cuda::is_faster_backward(problem), |cuda| cuda.backward_family(problem));
+        return self.own_kernels_first(sdpa_cuda::measured_backward(problem), |cuda| cuda.backward_family(problem));
         #[cfg(not(feature = "cuda"))]
         self.executors()
     }
@@ -143,11 +143,11 @@ impl Dispatcher {
     #[cfg(feature = "cuda")]
     fn own_kernels_first(
         &self,
-        faster: bool,
+        measured: Option<sdpa_cuda::Measured>,
         family: impl Fn(&CudaExecutor) -> Result<sdpa_cuda::Family, Unsupported>,
     ) -> Vec<ExecutorName> {
         let mut names = self.executors();
-        if faster
+        if measured.is_some_and(|measured| measured.is_faster())
             && self.cuda().map_or(true, |cuda| family(cuda) != Ok(sdpa_cuda::Family::Mma))
             && let Some(cudnn) = names.iter().position(|name| *name == ExecutorName::CUDNN)
             && let Some(cuda) = names.iter().position(|name| *name == ExecutorName::CUDA)
@@ -232,8 +232,7 @@ impl Dispatcher {
         Err(absent(name, format!("no such executor: there are {}", known.join(", "))))
     }
 
-    /// Chooses an executor and makes the problem ready on it. Of `sdpa::cuda` the kernels with `mma.sync` are taken by name alone, or given by
-    /// [`Dispatcher::with`]: they have run under emulation, and on no GPU yet.
+    /// Chooses an executor and makes the problem ready on it.
     ///
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU

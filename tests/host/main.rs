@@ -1,5 +1,6 @@
 //! Everything that loads neither cuDNN nor a driver into its process.
 
+mod choice;
 mod cli;
 mod house;
 mod library;

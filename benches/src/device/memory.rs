@@ -39,7 +39,7 @@ pub(crate) fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) ->
         DType::F16 => buffer.upload(stream, 0, &repeated(&piece, elements, half::f16::from_f32))?,
         DType::F8E4M3 => buffer.upload(stream, 0, &repeated(&piece, elements, |x| F8E4M3::from_f32(x).to_bits()))?,
         DType::F8E5M2 => buffer.upload(stream, 0, &repeated(&piece, elements, |x| F8E5M2::from_f32(x).to_bits()))?,
-        _ => buffer.upload(stream, 0, &repeated(&piece, elements, |x| x))?,
+        DType::F32 | DType::I32 | DType::I64 | DType::Bool => buffer.upload(stream, 0, &repeated(&piece, elements, |x| x))?,
     }
     Ok(buffer)
 }

@@ -335,6 +335,7 @@ fn problem_text(request: &Request) -> String {
     table.rows("dropout", p.dropout().map(|dropout| format!("{} of the weights", dropout.p())));
     table.row("keeps", bands_text(p.kept()));
     table.rows("and", p.kept().rest.iter().map(lines));
+    table.rows("cuda is", request.measured().map(|measured| measured.to_string()));
     table.rows("on cudnn", cost::notes(&request.job(), Pieces::default()));
     table.rows("in pieces", pieces::worthwhile(&request.job()).into_iter().flatten().map(|part| part.piece.to_string()));
     table.rows("params", declared(request));

@@ -21,6 +21,7 @@ use extents::{extents, relevant, specification};
 pub(crate) use packing::{Packing, elements};
 pub(crate) use paging::{Paging, Source as TableSource};
 use rules::{Rules, judge, valid};
+use sdpa::cuda::Measured;
 use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::lower::Job;
 use sdpa::library::T5;
@@ -364,6 +365,11 @@ impl Request {
     /// The pass that was asked for.
     pub(crate) fn job(&self) -> Job {
         self.backward.as_ref().map_or_else(|| self.problem.clone().into(), |b| b.problem.clone().into())
+    }
+
+    /// How kernels of our own and cuDNN compared over passes like this one.
+    pub(crate) fn measured(&self) -> Option<Measured> {
+        self.backward.as_ref().map_or_else(|| sdpa::cuda::measured(&self.problem), |b| sdpa::cuda::measured_backward(&b.problem))
     }
 
     /// The input, if there is one.

@@ -1,82 +1,226 @@
-//! When these kernels are asked before cuDNN.
+//! When these kernels are asked before cuDNN: where they were faster.
 
-use sdpa_core::{BackwardProblem, Problem};
+use crate::problem::trace_weight;
+use sdpa_core::expr::{Axes, Axis, ParamKind, Trace};
+use sdpa_core::{BackwardProblem, DType, Problem, Side};
+use std::fmt;
 
-/// Whether the kernels of this crate are to be asked for a problem before cuDNN. Where they are, they were faster wherever measured (H100 and H200,
-/// docs/cuda.md):
-///
-/// - a mask of places alone that is no plain band, or a prefix, over at least 1,024 queries and keys, by a sixth and more: cuDNN skips what lies outside of a
-///   band, and computes every tile of any other mask, or band after band;
-/// - packed documents of at least 512 tokens, by a fourteenth and more;
-/// - 2 to 128 queries beside at least 8,192 keys, by 2.6 and more: cuDNN splits the keys of one query alone.
-///
-/// Pages were not measured. Shorter problems take the time of a launch on either.
-pub fn is_faster(problem: &Problem) -> bool {
-    let [.., seq_q, seq_kv] = problem.extents();
-    if problem.paged().is_some() {
-        return false;
-    }
-    if problem.packed().is_some() {
-        return seq_q >= DOCUMENT && seq_kv >= DOCUMENT;
-    }
-    let is_cut = is_rule_of_places(problem) || problem.kept().region.prefix.is_some();
-    is_cut && is_long(problem) || FEW.contains(&seq_q) && seq_kv >= MANY
+/// How these kernels and cuDNN compared over problems of a kind: medians of 655 problems drawn at random, of both passes, on an H200 under cuDNN 9.19
+/// (docs/cuda.md, "The choice").
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Measured {
+    /// The kind, as a phrase.
+    pub what: &'static str,
+    /// How many times as fast as cuDNN these kernels are.
+    pub speed: f64,
 }
 
-/// The same for a backward problem: a mask of places alone that is neither a band nor a prefix, over at least 1,024 queries and keys.
-///
-/// Such problems took 0.3 to 1.15 of cuDNN's time (H200, docs/cuda.md), bands and prefixes 0.95 to 1.3 of it; packed documents were not measured. A pass that has to be `deterministic` is not
-/// these kernels'.
-pub fn is_faster_backward(problem: &BackwardProblem) -> bool {
-    let forward = problem.forward();
-    forward.packed().is_none() && is_rule_of_places(forward) && is_long(forward)
+impl Measured {
+    /// Whether these kernels are to be asked first: a gain of less than a twentieth is none, as a kernel of a text that is new takes longer to compile than a
+    /// plan of cuDNN's.
+    pub fn is_faster(&self) -> bool {
+        self.speed >= 1.05
+    }
+}
+
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let first = if self.is_faster() { "asked before cuDNN" } else { "asked after cuDNN" };
+        write!(f, "{first}: {}, {:.2} times as fast as cuDNN in the median of those measured on an H200", self.what, self.speed)
+    }
+}
+
+/// What was measured of problems like this one; `None` of types that were not.
+pub fn measured(problem: &Problem) -> Option<Measured> {
+    let rows = if problem.seq_q() <= FEW_QUERIES { FEW } else { FORWARD };
+    found(rows, problem)
+}
+
+/// What was measured of backward problems like this one; `None` of types that were not.
+pub fn measured_backward(problem: &BackwardProblem) -> Option<Measured> {
+    found(BACKWARD, problem.forward())
+}
+
+fn found(rows: &[Row], problem: &Problem) -> Option<Measured> {
+    if ![DType::F16, DType::BF16].contains(&problem.dtype()) {
+        return None;
+    }
+    rows.iter().find(|row| (row.holds)(problem)).map(|&Row { what, speed, .. }| Measured { what, speed })
+}
+
+/// A kind of problem, by its first row that holds.
+struct Row {
+    what: &'static str,
+    speed: f64,
+    holds: fn(&Problem) -> bool,
+}
+
+const fn row(what: &'static str, speed: f64, holds: fn(&Problem) -> bool) -> Row {
+    Row { what, speed, holds }
+}
+
+const FEW_QUERIES: i64 = 128;
+
+/// Forward passes of more than [`FEW_QUERIES`] queries.
+const FORWARD: &[Row] = &[
+    row("a mask of documents, 1,536 tokens or more", 2.86, |p| reads_documents(p) && shorter(p) >= 1536),
+    row("a mask of documents", 0.56, reads_documents),
+    row("a mask that reads other tensors", 1.0, reads_tensors),
+    row("a mask of places that is no band", 2.4, is_rule_of_places),
+    row("a prefix", 1.26, has_prefix),
+    row("packed documents", 1.15, |p| p.packed().is_some()),
+    row("keys in pages, heads wider than 128", 0.78, |p| p.paged().is_some() && widest(p) > 128),
+    row("keys in pages", 0.99, |p| p.paged().is_some()),
+    row("heads of 64, fewer than 1,024 tokens", 0.99, |p| widest(p) <= 64 && shorter(p) < 1024),
+    row("a band or no mask", 1.07, |_| true),
+];
+
+/// Forward passes of at most [`FEW_QUERIES`] queries.
+const FEW: &[Row] = &[
+    row("packed documents", 1.41, |p| p.packed().is_some()),
+    row("a score_mod of many sines", 0.83, is_heavy),
+    row("one query", 0.88, |p| p.seq_q() == 1),
+    row("few queries, 8 heads or more of which share keys", 4.27, |p| p.group() >= 8 && p.group() * p.seq_q() <= 64),
+    row("at most 24 queries of 400 heads or more", 1.82, |p| p.batch() * p.heads_q() >= 400 && p.seq_q() <= 24),
+    row("few queries, fewer than 2,800 keys", 0.93, |p| p.seq_kv() < 2800),
+    row("48 queries or more of 132 heads or more", 1.02, |p| p.seq_q() >= 48 && p.batch() * p.heads_q() >= 132),
+    row("few queries beside many keys", 2.5, |_| true),
+];
+
+/// Backward passes.
+const BACKWARD: &[Row] = &[
+    row("a score_mod of many sines", 0.19, is_heavy),
+    row("a bias over queries and keys", 1.54, has_bias),
+    row("a mask of places that is no band", 1.92, |p| is_rule_of_places(p) && heads_kv(p) > 1),
+    row("a mask of places that is no band, one head of keys", 1.7, is_rule_of_places),
+    row("a mask of documents, 384 tokens or more", 4.17, |p| reads_documents(p) && shorter(p) >= 384),
+    row("a mask of documents", 0.51, reads_documents),
+    row("a mask that reads other tensors", 1.0, reads_tensors),
+    row("a band on both sides, 300 tokens or more", 2.56, |p| looks_ahead(p) && shorter(p) >= 300),
+    row("a band on both sides", 1.0, looks_ahead),
+    row("a prefix, 1,500 tokens or more", 1.29, |p| has_prefix(p) && shorter(p) >= 1500),
+    row("a prefix", 0.87, has_prefix),
+    row("packed documents", 0.91, |p| p.packed().is_some()),
+    row("heads wider than 128", 0.79, |p| widest(p) > 128),
+    row("8,192 tokens or more", 1.0, |p| p.region().lower.is_none() && shorter(p) >= 8192 && heads_kv(p) > 1),
+    row("a band or no mask", 0.85, |_| true),
+];
+
+/// What a score_mod weighs, in additions, that has 12 sines and more.
+const HEAVY: u32 = 500;
+
+/// Tokens of the shorter side; of packed documents on average.
+fn shorter(problem: &Problem) -> i64 {
+    let seq = |side| if problem.packs(side) { problem.total(side) / problem.batch().max(1) } else { problem.seq(side) };
+    Side::ALL.map(seq).into_iter().min().unwrap_or(0)
+}
+
+fn widest(problem: &Problem) -> i64 {
+    problem.dim_qk().max(problem.dim_v())
+}
+
+fn heads_kv(problem: &Problem) -> i64 {
+    problem.heads_q() / problem.group()
+}
+
+fn is_heavy(problem: &Problem) -> bool {
+    problem.score_mod().is_some_and(|trace| trace_weight(trace) >= HEAVY)
 }
 
 fn is_rule_of_places(problem: &Problem) -> bool {
     problem.kept().rest.as_ref().is_some_and(|rest| rest.params().is_empty())
 }
 
-fn is_long(problem: &Problem) -> bool {
-    problem.seq_q() >= SHORT && problem.seq_kv() >= SHORT
+/// Whether a mask reads whole numbers: which document a token is of, or where it begins or ends.
+fn reads_documents(problem: &Problem) -> bool {
+    let documents = |rest: &Trace| {
+        rest.params().iter().all(|p| match p.kind {
+            ParamKind::Tensor { dtype, .. } => dtype == DType::I32,
+            ParamKind::Scalar => true,
+        })
+    };
+    reads_tensors(problem) && problem.kept().rest.as_deref().is_some_and(documents)
 }
 
-/// Tokens from which on blocks that are skipped count.
-const SHORT: i64 = 1024;
-/// Tokens of the longest document from which on packed ones were measured.
-const DOCUMENT: i64 = 512;
-/// Queries that leave multiprocessors without work where keys are not split, and keys from which on that was measured.
-const FEW: std::ops::RangeInclusive<i64> = 2..=128;
-const MANY: i64 = 8192;
+fn reads_tensors(problem: &Problem) -> bool {
+    problem.kept().rest.as_ref().is_some_and(|rest| !rest.params().is_empty())
+}
+
+fn has_prefix(problem: &Problem) -> bool {
+    problem.region().prefix.is_some()
+}
+
+/// Whether keys behind a query are kept, and not all of them.
+fn looks_ahead(problem: &Problem) -> bool {
+    problem.region().upper.is_some_and(|upper| upper > 0)
+}
+
+fn has_bias(problem: &Problem) -> bool {
+    let along = |axes: Axes| axes.has(Axis::Q) && axes.has(Axis::K);
+    problem.score_mod().is_some_and(|trace| trace.params().iter().any(|p| matches!(p.kind, ParamKind::Tensor { axes, .. } if along(axes))))
+}
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Shape};
+    use sdpa_core::{AttentionSpec, Layout, Mask, Packed, Paged, Shape};
 
-    #[test]
-    fn masks_that_are_no_bands_and_read_nothing_are() {
-        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 2048, seq_kv: 2048, dim_qk: 64, dim_v: 64 };
-        let of =
-            |mask: Mask, shape: Shape| is_faster(&AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask).validate().unwrap());
-        let text = |text: &str| text.parse::<Mask>().unwrap();
-        for faster in [Mask::prefix_lm(100), text("natten:65"), text("dilated:4 & causal"), text("k < 4 | q - k < 512")] {
-            assert!(of(faster.clone(), shape), "{faster}");
-            assert!(!of(faster, Shape { seq_q: 512, ..shape }));
-        }
-        for band in [Mask::causal(), text("sliding-window:300"), Mask::document(), Mask::padding()] {
-            assert!(!of(band.clone(), shape), "{band}");
-        }
+    const SHAPE: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 2, seq_q: 2048, seq_kv: 2048, dim_qk: 128, dim_v: 128 };
+
+    fn spec(shape: Shape, mask: &str) -> AttentionSpec {
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
+        if mask.is_empty() { spec } else { spec.mask(mask.parse::<Mask>().unwrap()) }
+    }
+
+    fn forward(spec: &AttentionSpec) -> &'static str {
+        measured(&spec.validate().unwrap()).unwrap().what
+    }
+
+    fn backward(spec: AttentionSpec) -> &'static str {
+        measured_backward(&spec.backward().validate().unwrap()).unwrap().what
     }
 
     #[test]
-    fn documents_and_few_queries_beside_many_keys_are() {
-        let shape = Shape { batch: 3, heads_q: 2, heads_kv: 1, seq_q: 600, seq_kv: 600, dim_qk: 64, dim_v: 64 };
-        let packed = |shape| is_faster(&AttentionSpec::packed(DType::BF16, shape, Packed::default()).validate().unwrap());
-        assert!(packed(shape) && !packed(Shape { seq_q: 64, seq_kv: 64, ..shape }));
-        let dense = |seq_q, seq_kv| {
-            is_faster(&AttentionSpec::dense(DType::BF16, Shape { seq_q, seq_kv, ..shape }, Layout::Bhsd).validate().unwrap())
-        };
-        assert!(dense(4, 8192) && dense(128, 20_000));
-        assert!(!dense(1, 8192) && !dense(4, 4096) && !dense(300, 9000));
+    fn every_problem_is_of_a_kind() {
+        for (mask, what, gradient) in [
+            ("", "a band or no mask", "a band or no mask"),
+            ("causal", "a band or no mask", "a band or no mask"),
+            ("window:300,20", "a band or no mask", "a band on both sides, 300 tokens or more"),
+            ("prefix-lm:100", "a prefix", "a prefix, 1,500 tokens or more"),
+            ("natten:65", "a mask of places that is no band", "a mask of places that is no band"),
+            ("document", "a mask of documents, 1,536 tokens or more", "a mask of documents, 384 tokens or more"),
+            ("array:qk", "a mask that reads other tensors", "a mask that reads other tensors"),
+            ("padding", "a band or no mask", "a band or no mask"),
+        ] {
+            assert_eq!([forward(&spec(SHAPE, mask)), backward(spec(SHAPE, mask))], [what, gradient], "{mask}");
+        }
+        assert_eq!(forward(&spec(Shape { seq_q: 300, ..SHAPE }, "document")), "a mask of documents");
+        assert_eq!(forward(&spec(Shape { seq_q: 300, dim_qk: 64, dim_v: 64, ..SHAPE }, "")), "heads of 64, fewer than 1,024 tokens");
+        assert_eq!(backward(spec(Shape { dim_qk: 192, ..SHAPE }, "causal")), "heads wider than 128");
+        assert_eq!(backward(spec(Shape { heads_kv: 1, ..SHAPE }, "natten:65")), "a mask of places that is no band, one head of keys");
+        let bias = |letters: &str| backward(spec(SHAPE, "").score_mod(format!("bias:{letters}").parse().unwrap()));
+        assert_eq!([bias("hqk"), bias("h")], ["a bias over queries and keys", "a band or no mask"]);
+        assert_eq!(backward(spec(SHAPE, "").score_mod("sandwich:32".parse().unwrap())), "a score_mod of many sines");
+        let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default());
+        assert_eq!([forward(&packed), backward(packed)], ["packed documents"; 2]);
+        assert_eq!(forward(&AttentionSpec::paged(DType::BF16, SHAPE, Paged { page_size: 16, pages: 128 })), "keys in pages");
+        let few = |heads_q, seq_q, seq_kv| forward(&spec(Shape { heads_q, seq_q, seq_kv, ..SHAPE }, ""));
+        assert_eq!(few(2, 1, 9000), "one query");
+        assert_eq!(few(16, 4, 9000), "few queries, 8 heads or more of which share keys");
+        assert_eq!(few(400, 16, 900), "at most 24 queries of 400 heads or more");
+        assert_eq!([few(2, 30, 900), few(2, 30, 9000)], ["few queries, fewer than 2,800 keys", "few queries beside many keys"]);
+        assert_eq!(few(140, 60, 9000), "48 queries or more of 132 heads or more");
+    }
+
+    #[test]
+    fn other_types_were_not_measured() {
+        let f32 = AttentionSpec::dense(DType::F32, SHAPE, Layout::Bhsd).validate().unwrap();
+        assert_eq!(measured(&f32), None);
+        let prefix = measured(&spec(SHAPE, "prefix-lm:9").validate().unwrap()).unwrap();
+        assert_eq!(
+            prefix.to_string(),
+            "asked before cuDNN: a prefix, 1.26 times as fast as cuDNN in the median of those measured on an H200"
+        );
+        assert!(!Measured { what: "", speed: 1.04 }.is_faster() && Measured { what: "", speed: 1.05 }.is_faster());
     }
 }

@@ -30,7 +30,7 @@ pub mod tile;
 mod work;
 
 pub use backward::{Along, Backward};
-pub use choice::{is_faster, is_faster_backward};
+pub use choice::{Measured, measured, measured_backward};
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;

@@ -195,8 +195,7 @@ impl Forward {
 
     /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code.
     pub(crate) fn weight(&self) -> u32 {
-        let of = |trace: &Trace| trace.nodes().iter().map(|node| node_weight(*node)).sum::<u32>();
-        self.score_mod.as_deref().map_or(0, of) + self.keep.as_deref().map_or(0, of)
+        self.score_mod.as_deref().map_or(0, trace_weight) + self.keep.as_deref().map_or(0, trace_weight)
     }
 
     /// When it is found which blocks of keys `keep` leaves.
@@ -218,6 +217,11 @@ impl Forward {
         };
         [if differs(Axis::Batch) { batch } else { 1 }, if differs(Axis::Head) { heads } else { 1 }]
     }
+}
+
+/// What compiling a trace for one score costs, in units of an addition.
+pub(crate) fn trace_weight(trace: &Trace) -> u32 {
+    trace.nodes().iter().map(|node| node_weight(*node)).sum()
 }
 
 fn node_weight(node: Node) -> u32 {

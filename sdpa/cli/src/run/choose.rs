@@ -63,8 +63,11 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
         return Err(Failure::Executor(against));
     }
     let mut declined = Vec::new();
-    // One for all passes: kernels of our own have no backward one.
-    let order = if request.backward.is_some() { dispatcher.executors() } else { dispatcher.executors_for(&request.problem) };
+    // One for all passes, the one that is longer decides.
+    let order = match &request.backward {
+        Some(backward) => dispatcher.executors_for_backward(&backward.problem),
+        None => dispatcher.executors_for(&request.problem),
+    };
     for executor in order {
         let mut reasons = bad_scale(executor);
         if reasons.is_empty() {

@@ -165,6 +165,9 @@ struct BackwardTold {
 #[derive(Serialize)]
 pub(super) struct Told {
     executor: ExecutorName,
+    /// What its place among those that were asked is made of, on an NVIDIA GPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    measured: Option<String>,
     declined: Vec<Declined>,
     shape: Shape,
     layout: &'static str,
@@ -216,8 +219,10 @@ impl Told {
             wrt: b.problem.wrt().iter().map(|g| g.name.clone()).collect(),
             pass: reports.backward.map(|report| Pass::new(report, b.problem.flops())),
         });
+        let on_nvidia = [ExecutorName::CUDNN, ExecutorName::CUDA].contains(&chosen.executor);
         Told {
             executor: chosen.executor,
+            measured: request.measured().filter(|_| on_nvidia).map(|measured| measured.to_string()),
             declined: chosen.declined.iter().map(Declined::new).collect(),
             shape: request.shape(),
             layout: request.layout.name(),
@@ -250,6 +255,7 @@ impl Told {
         let mut table = Table::default();
         let s = &self.shape;
         table.row("executor", self.executor.name());
+        table.rows("cuda is", self.measured.clone());
         table.rows("declined", self.declined.iter().map(|d| format!("{}: {}", d.executor, d.text)));
         table.row(
             "shape",
