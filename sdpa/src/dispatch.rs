@@ -139,7 +139,8 @@ impl Dispatcher {
         self.executors()
     }
 
-    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN.
+    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do all where plan files are attached to it: who has made plans
+    /// wants them used.
     #[cfg(feature = "cuda")]
     fn own_kernels_first(
         &self,
@@ -147,7 +148,12 @@ impl Dispatcher {
         family: impl Fn(&CudaExecutor) -> Result<sdpa_cuda::Family, Unsupported>,
     ) -> Vec<ExecutorName> {
         let mut names = self.executors();
+        #[cfg(feature = "cudnn")]
+        let has_plans = self.cudnn.get().is_some_and(|cudnn| cudnn.as_ref().is_ok_and(|cudnn| cudnn.attached() > 0));
+        #[cfg(not(feature = "cudnn"))]
+        let has_plans = false;
         if measured.is_some_and(|measured| measured.is_faster())
+            && !has_plans
             && self.cuda().map_or(true, |cuda| family(cuda) != Ok(sdpa_cuda::Family::Mma))
             && let Some(cudnn) = names.iter().position(|name| *name == ExecutorName::CUDNN)
             && let Some(cuda) = names.iter().position(|name| *name == ExecutorName::CUDA)

@@ -62,6 +62,11 @@ impl CudnnExecutor {
         Ok(plans)
     }
 
+    /// How many files are attached.
+    pub fn attached(&self) -> usize {
+        self.files.open.read().len()
+    }
+
     /// Adds every plan of both caches to a file, which is made where there is none. What is there already stays. Plans of engines
     /// that were not compiled at run time have no JSON and are left out. Says how many were written.
     ///
