@@ -403,6 +403,24 @@ fn an_automatic_choice_does_not_turn_a_failure_into_the_cpu() {
 }
 
 #[test]
+fn cudnn_comes_first_where_plan_files_are_attached_to_it() {
+    let Some(recorder) = recorder() else { return };
+    let library = recorder.executor().library().path();
+    let search = cudnn_graph::Search { library: Some(library.clone()), driver: Some(library) };
+    let dispatcher = sdpa::Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() });
+    let problem = spec(2048).mask("natten:65".parse().unwrap()).validate().unwrap();
+    let first = || dispatcher.executors_for(&problem)[0];
+    assert_eq!(first(), sdpa::ExecutorName::CUDA);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("plans");
+    let cudnn = dispatcher.cudnn().unwrap();
+    cudnn.save_plan(&spec(88).validate().unwrap().into(), &file).unwrap();
+    assert_eq!(first(), sdpa::ExecutorName::CUDA);
+    cudnn.attach(&file).unwrap();
+    assert_eq!(first(), sdpa::ExecutorName::CUDNN);
+}
+
+#[test]
 fn one_configuration_that_does_not_compile_is_passed_over() {
     let Some(recorder) = recorder() else { return };
     // Of the first form; another may do.
