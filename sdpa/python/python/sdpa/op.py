@@ -10,9 +10,8 @@ import torch
 
 from . import _native
 from .errors import SpecError, UnsupportedError, one
+from .exchange import DTYPES
 from .mods import program as read
-
-DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors without memory are what compilers ask with.
