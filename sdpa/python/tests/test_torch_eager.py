@@ -263,6 +263,22 @@ def test_forward_mode_is_refused():
         assert torch.equal(flex_attention(q, k, v), flex_attention(q, k, v))
 
 
+def test_transforms_are_refused():
+    q, k, v = operands()
+    for of in (torch.func.grad, torch.vmap):
+        with pytest.raises(sdpa.UnsupportedError, match="transforms of torch.func"):
+            of(lambda q: flex_attention(q, k, v).sum())(q[None] if of is torch.vmap else q)
+    # What is none of theirs is computed.
+    assert torch.equal(torch.vmap(lambda x: x + flex_attention(q, k, v))(torch.zeros(2, *q.shape))[1], flex_attention(q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    q, k, v = operands()
+    with pytest.raises(sdpa.SpecError, match="key is nested"):
+        flex_attention(q, torch.nested.nested_tensor([k[0], k[1]]), v)
+
+
 def test_as_many_kinds_of_calls_are_kept_as_are_used():
     q, k, v = operands(k=700)
     for n in range(1, 600):

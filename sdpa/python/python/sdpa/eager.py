@@ -232,8 +232,10 @@ class Attention(torch.autograd.Function):
         way, scale, scalars = ctx.call = call
         o, stats = way.run(q, k, v, params, scalars, scale)
         ctx.save_for_backward(q, k, v, o, stats, *params)
+        if not way.with_stats:
+            return o
         ctx.set_materialize_grads(False)
-        return (o, stats) if way.with_stats else o
+        return o, stats
 
     @staticmethod
     def backward(ctx: Any, d_o: Any, d_stats: Any = None) -> Any:

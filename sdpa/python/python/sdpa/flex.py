@@ -7,11 +7,13 @@ import warnings
 from typing import Any, Callable
 
 import torch
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import eager
 from .bind import bound
+from .eager import autocast
 from .errors import SpecError, UnsupportedError, one
 from .guards import kept
 from .masks import BlockMask, mask_of, read
@@ -62,7 +64,7 @@ def flex_attention(
     if is_compiling():
         query, key, value = _autocast(query, key, value)
     else:
-        if eager.autocast():
+        if autocast():
             query, key, value = _autocast(query, key, value)
         sources: tuple = ()
         if score_mod is not None:
@@ -116,8 +118,8 @@ def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask:
     params = [bound(t, extents, query.device) for t in tensors] + ([sink] if sink is not None else [])
     wrt: list[int] = []
     train = False
-    if not is_compiling() and forward_ad._current_level >= 0:
-        _no_tangents(query, key, value, *params)
+    if not is_compiling():
+        _no_transforms(query, key, value, *params)
     if torch.is_grad_enabled():
         wrt = [n for n, t in enumerate(params) if t.requires_grad]
         train = bool(wrt) or query.requires_grad or key.requires_grad or value.requires_grad
@@ -129,9 +131,11 @@ def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask:
     return torch.ops.sdpa.attention(query, key, value, params, [s.value for s in scalars], program, float(scale), mode, wrt)
 
 
-def _no_tangents(*tensors: torch.Tensor) -> None:
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+def _no_transforms(*tensors: torch.Tensor) -> None:
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedError("sdpa", ["derivatives in forward mode (torch.func.jvp, dual numbers) are not covered: those of backward passes are"])
+    if any(is_batchedtensor(x) or is_gradtrackingtensor(x) for x in tensors):
+        raise UnsupportedError("sdpa", ["transforms of torch.func (vmap, grad, vjp) are not covered: backward() and torch.autograd.grad are"])
 
 
 def _no_gradient(mask: Kept, params: list, tensors: tuple) -> None:

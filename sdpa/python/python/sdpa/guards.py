@@ -191,15 +191,15 @@ class _Last:
     """What functions of one code read when one was looked at last, where that was numbers, scalars, tensors and functions of PyTorch's alone. One that
     reads the same numbers, and tensors alike, does the same: that is seen sooner than what is kept is found."""
 
-    __slots__ = ("kind", "made", "numbers", "values")
+    __slots__ = ("kind", "made", "numbers", "tensors", "values")
 
     def __init__(self, kind: type[Kept], values: list, made: Kept, numbers: list[int]):
         self.kind, self.made = kind, made
         # Of tensors the type: they may be others. The rest is kept, so that its identity stays its own.
         self.values = [(type(x), x.dtype, x.shape) if type(x) in _TENSORS else x for x in values]
         found = [n for n, x in enumerate(values) if type(x) in _TENSORS or type(x) is Scalar]
-        # Which of the values each parameter reads.
-        self.numbers = [found[n] for n in numbers]
+        # Which of the values each parameter reads, and how many tensors there are, each of them another.
+        self.numbers, self.tensors = [found[n] for n in numbers], sum(type(x) in _TENSORS for x in values)
 
     @staticmethod
     def knows(values: list) -> bool:
@@ -213,10 +213,11 @@ class _Last:
         if len(values) != len(self.values):
             return None
         for value, known in zip(values, self.values):
-            if value is not known and (type(known) is not tuple or type(value) is not known[0] or value.shape != known[2] or value.dtype is not known[1]):
+            if value is not known and (type(known) is not tuple or type(value) is not known[0] or value.dtype is not known[1] or value.shape != known[2]):
                 return None
-        sources = tuple([values[n] for n in self.numbers])
-        return sources if len(sources) < 2 or len({id(x) for x in values if type(x) in _TENSORS}) == sum(type(x) is tuple for x in self.values) else None
+        if self.tensors > 1 and len({id(x) for x in values if type(x) in _TENSORS}) < self.tensors:
+            return None
+        return tuple([values[n] for n in self.numbers]) if self.numbers else ()
 
 
 _NEVER = object()
@@ -225,11 +226,13 @@ _MADE: dict[tuple, Any] = {}
 
 def kept(kind: type[Kept], fn: Callable) -> tuple[Kept, tuple]:
     """`kind(fn)`, traced only where something that the function reads is not as it was, and the tensors that it reads: those of this call."""
-    if isinstance(fn, kind):
-        return fn, fn.sources if fn.tensors else ()
-    function, owner = (fn.__func__, fn.__self__) if type(fn) is types.MethodType else (fn, None)
-    if type(function) is not types.FunctionType:
-        return _traced(kind, fn)
+    function, owner = fn, None
+    if type(fn) is not types.FunctionType:
+        if isinstance(fn, kind):
+            return fn, fn.sources if fn.tensors else ()
+        if type(fn) is not types.MethodType or type(fn.__func__) is not types.FunctionType:
+            return _traced(kind, fn)
+        function, owner = fn.__func__, fn.__self__
     found: list = []
     values = None
     try:
@@ -237,10 +240,11 @@ def kept(kind: type[Kept], fn: Callable) -> tuple[Kept, tuple]:
         if code.reads is not None and function.__kwdefaults__ is None:
             values = _values(function, code.reads, owner)
             values += function.__defaults__ or ()
-            if code.last is not None and code.last.kind is kind:
-                sources = code.last.read_by(values)
+            last = code.last
+            if last is not None and last.kind is kind:
+                sources = last.read_by(values)
                 if sources is not None:
-                    return code.last.made, sources
+                    return last.made, sources
         key: tuple = (kind, _function(function, owner, found))
         if len(found) > 1:
             # A tensor that is read under two names is one parameter.
