@@ -23,6 +23,7 @@ const FENCES: [&str; 25] = [
     "sdpa/cudnn/src/cudarc.rs",
     "sdpa/candle/src/cuda.rs",
     "sdpa/python/src/call.rs",
+    "sdpa/python/src/tensor.rs",
     "sdpa/tests/device.rs",
     "metal-fallback/src/apple/",
     "tests/emulated/src/",
