@@ -92,8 +92,9 @@ def off(x, exact):
 
 
 def row(name, what, ours, own, dtype, words="", wrong=0):
-    """A row of the table. Ours may be off by twice of what eager attention is, and a digit of the type."""
-    fine = ours <= 2 * own + 2 * torch.finfo(dtype).eps and not wrong
+    """A row of the table. Ours may be off by twice of what eager attention is, and the last of its digits: in f32 on the CPU eager attention is the
+    reference itself."""
+    fine = ours <= 2 * own + (2 if dtype != torch.float32 else 100) * torch.finfo(dtype).eps and not wrong
     if not fine:
         FAILED.append(f"{name}, {what}")
     print(f"| {name} | {what} | {ours:.2e} | {own:.2e} | {words} | {'ok' if fine else 'FAIL'} |", flush=True)
