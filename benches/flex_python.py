@@ -29,9 +29,9 @@ from torch.nn.attention import flex_attention as theirs  # noqa: E402
 import sdpa  # noqa: E402
 from sdpa import create_block_mask, flex_attention, guards  # noqa: E402
 from sdpa.eager import _WAYS, Forward  # noqa: E402
+from sdpa.exchange import EXCHANGE  # noqa: E402
 from sdpa.flex import attend  # noqa: E402
 from sdpa.mods import joined  # noqa: E402
-from sdpa.op import run  # noqa: E402
 
 FAILED = []
 
@@ -273,18 +273,27 @@ def times():
                     print(f"| {name}, 32/{heads} | {who} | {type(e).__name__}: {str(e).splitlines()[0]} |", flush=True)
 
 
-def batch_us(f, n=20, batches=200):
-    """The least of several means of a call's host time, in microseconds. A GPU's queue is empty before each batch, and too long to be full behind it."""
+def batches_us(of, n=20, batches=200):
+    """The least of several means of each call's host time, in microseconds: batches in turns, so that what slows a machine for a while slows all of them.
+    A GPU's queue is empty before each batch, and too long to be full behind it."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    taken = []
+    least, failed = dict.fromkeys(of, math.inf), {}
     for _ in range(batches):
-        wait()
-        start = time.perf_counter()
-        for _ in range(n):
-            f()
-        taken.append(time.perf_counter() - start)
+        for name, f in of.items():
+            if name in failed:
+                continue
+            try:
+                f()
+                wait()
+                start = time.perf_counter()
+                for _ in range(n):
+                    f()
+                least[name] = min(least[name], 1e6 * (time.perf_counter() - start) / n)
+            except Exception as e:  # noqa: BLE001 - told, and counted
+                failed[name] = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+                FAILED.append(f"host, {name}")
     wait()
-    return 1e6 * min(taken) / n
+    return {name: failed.get(name, f"{us:.1f}") for name, us in least.items()}
 
 
 class Nothing(torch.autograd.Function):
@@ -324,34 +333,36 @@ def host():
         compiled, blocks = torch.compile(theirs.flex_attention), theirs.create_block_mask(causal, None, None, 8, 8, device="cuda")
         for name, mod in (("causal", None), ("softcap, causal", softcap), ("ALiBi, causal", alibi)):
             of[f"FlexAttention, {name}"] = lambda q, k, v, mod=mod: compiled(q, k, v, score_mod=mod, block_mask=blocks)
-    print(f"| 8 tokens, dims {dim}, {dtype}, {device}: host µs | forward | forward with a gradient | both passes |\n|---|---|---|---|")
+    calls = {}
     for name, f in of.items():
-        try:
-            with torch.no_grad():
-                alone = batch_us(lambda f=f: f(q, k, v))
-            tracked = batch_us(lambda f=f: f(*with_grad))
-            both = batch_us(lambda f=f: torch.autograd.grad(f(*with_grad), with_grad, up))
-            print(f"| {name} | {alone:.1f} | {tracked:.1f} | {both:.1f} |", flush=True)
-        except Exception as e:  # noqa: BLE001
-            print(f"| {name} | {type(e).__name__}: {str(e).splitlines()[0]} |", flush=True)
-            FAILED.append(f"host, {name}")
-    # The parts of one call: the last forward pass without a mask's or a score_mod's parameters, and its backward pass.
+        calls[name, "forward"] = lambda f=f: f(q, k, v)
+        calls[name, "tracked"] = lambda f=f: f(*with_grad)
+        calls[name, "both"] = lambda f=f: torch.autograd.grad(f(*with_grad), with_grad, up)
+    told = batches_us(calls)
+    print(f"| 8 tokens, dims {dim}, {dtype}, {device}: host µs | forward | forward with a gradient | both passes |\n|---|---|---|---|")
+    for name in of:
+        print(f"| {name} | {' | '.join(told[name, what] for what in ('forward', 'tracked', 'both'))} |", flush=True)
+    # The parts of one call: a forward pass without parameters, and its backward pass.
     ways = [way for way in _WAYS.values() if isinstance(way, Forward) and way.backward and way.program == program]
     forward, backward = ways[-1], next(iter(ways[-1].backward.values()))
-    o, stats = forward(q, k, v, (), (), 0.3)
+    o, stats = forward.run(q, k, v, (), (), 0.3)
+    dq, dk, dv = (torch.empty_like(q) for _ in range(3))
     # As this package calls its own: without what `apply` does for transforms of torch.func.
     empty = lambda q, k, v: super(torch.autograd.Function, Nothing).apply(o, q, k, v)  # noqa: E731
     print("| of these | µs |\n|---|---|")
     parts = {
-        "native, forward": lambda: run(forward.plan, forward.device, [x.data_ptr() for x in (q, k, v, o)], stats.data_ptr(), (), (), (), 0.3),
-        "memory for output and stats": lambda: (forward.made(), torch.empty_strided(*forward.rows, dtype=torch.float32, device=device)),
+        "native, forward": lambda: EXCHANGE.run(forward.plan, (q, k, v, o), stats, (), (), (), 0.3, *forward.where()),
+        "native, backward": lambda: EXCHANGE.run(backward.plan, (q, k, v, o, up, dq, dk, dv), stats, (), (), (), 0.3, *backward.where()),
+        "threads, or stream and workspace: forward": forward.where,
+        "threads, or stream and workspace: backward": backward.where,
+        "memory for output and stats": lambda: (torch.empty_strided(*forward.o, **forward.of), torch.empty_strided(*forward.rows, dtype=torch.float32, device=device)),
+        "looking at three tensors": lambda: EXCHANGE.look((q, k, v)),
         "whether a function is as it was (ALiBi)": lambda: guards.kept(sdpa.ScoreMod, alibi),
         "an autograd function that computes nothing, forward": lambda: empty(*with_grad),
         "the same, both passes": lambda: torch.autograd.grad(empty(*with_grad), with_grad, up),
-        "native and memory, backward": lambda: backward(up, q, k, v, o, stats, (), (), 0.3),
     }
-    for name, f in parts.items():
-        print(f"| {name} | {batch_us(f):.1f} |", flush=True)
+    for name, us in batches_us(parts).items():
+        print(f"| {name} | {us} |", flush=True)
 
 
 class Layer(torch.nn.Module):

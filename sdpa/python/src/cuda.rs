@@ -2,9 +2,11 @@
 
 use crate::error::{environment, one};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use sdpa::cudnn::{BackendError, CudnnExecutor, CudnnOptions, Search};
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Which cuDNN to use: the file that PyTorch has loaded.
@@ -12,6 +14,9 @@ static CUDNN: OnceLock<Option<PathBuf>> = OnceLock::new();
 
 /// The process that the GPU was first used in: no context survives a fork.
 static PROCESS: OnceLock<u32> = OnceLock::new();
+
+/// Whether this process was forked from that. Asking the system at each call would cost a call of the system's.
+static FORKED: AtomicBool = AtomicBool::new(false);
 
 static EXECUTORS: Mutex<Option<HashMap<u32, Arc<CudnnExecutor>>>> = Mutex::new(None);
 
@@ -23,22 +28,37 @@ pub(crate) fn use_cudnn(path: Option<PathBuf>) {
     let _ = CUDNN.set(path);
 }
 
+/// Python says it in the child.
+#[pyfunction]
+fn forked() {
+    FORKED.store(true, Ordering::Relaxed);
+}
+
 pub(crate) fn same_process() -> PyResult<()> {
-    let process = std::process::id();
-    let first = *PROCESS.get_or_init(|| process);
-    if first == process {
+    if !FORKED.load(Ordering::Relaxed) {
         return Ok(());
     }
     Err(one(
         "process",
-        format!("{process}, forked from {first}, which uses the GPU"),
+        format!("{}, forked from {}, which uses the GPU", std::process::id(), PROCESS.get().copied().unwrap_or_default()),
         "a process that was started anew (multiprocessing's `spawn`): a GPU does not survive a fork",
     ))
+}
+
+/// From here on a fork is noticed.
+fn notice_forks(py: Python<'_>) -> PyResult<()> {
+    if PROCESS.set(std::process::id()).is_ok() {
+        let said = PyDict::new(py);
+        said.set_item("after_in_child", wrap_pyfunction!(forked, py)?)?;
+        py.import("os")?.call_method("register_at_fork", (), Some(&said))?;
+    }
+    Ok(())
 }
 
 /// The executor of a device. What is missing is looked for again by the next call.
 pub(crate) fn executor(py: Python<'_>, ordinal: u32) -> PyResult<Arc<CudnnExecutor>> {
     same_process()?;
+    notice_forks(py)?;
     let make = || -> Result<Arc<CudnnExecutor>, BackendError> {
         let mut executors = EXECUTORS.lock().unwrap_or_else(PoisonError::into_inner);
         let executors = executors.get_or_insert_default();

@@ -12,6 +12,7 @@ mod error;
 mod plan;
 mod pool;
 mod program;
+mod tensor;
 
 use pyo3::prelude::*;
 
@@ -23,6 +24,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<program::Program>()?;
     module.add_class::<plan::Plan>()?;
+    module.add_class::<tensor::Exchange>()?;
     module.add_function(wrap_pyfunction!(cuda::use_cudnn, module)?)?;
     module.add_function(wrap_pyfunction!(cuda::cache_trace, module)?)?;
     Ok(())

@@ -170,14 +170,34 @@ impl Plan {
         stream: u64,
         workspace: u64,
     ) -> PyResult<()> {
+        let values = params.into_iter().map(|(address, dtype, elements)| Ok(Value::Tensor { address, dtype: named(&dtype)?, elements }));
+        let given = Given { operands: &operands, stats, params: values.collect::<PyResult<_>>()?, scalars, gradients: &gradients, scale };
+        self.start(py, given, threads, stream, workspace)
+    }
+}
+
+/// What comes with a call.
+#[derive(Debug)]
+pub(crate) struct Given<'a> {
+    pub(crate) operands: &'a [u64],
+    pub(crate) stats: u64,
+    pub(crate) params: Vec<Value>,
+    pub(crate) scalars: Vec<f32>,
+    pub(crate) gradients: &'a [u64],
+    pub(crate) scale: Option<f32>,
+}
+
+impl Plan {
+    pub(crate) fn start(&self, py: Python<'_>, given: Given<'_>, threads: usize, stream: u64, workspace: u64) -> PyResult<()> {
+        let Given { operands, stats, params, scalars, gradients, scale } = given;
         if params.len() != self.tensors.len() || scalars.len() != self.scalars.len() {
             let rule = format!("{} tensors and {} scalars", self.tensors.len(), self.scalars.len());
             return Err(one("parameters", format!("{} tensors and {} scalars", params.len(), scalars.len()), rule));
         }
         let mut values: Vec<(&str, Value)> = Vec::with_capacity(params.len() + scalars.len());
-        for ((name, read), (address, dtype, elements)) in self.tensors.iter().zip(&params) {
+        for ((name, read), &value) in self.tensors.iter().zip(&params) {
             if *read {
-                values.push((name, Value::Tensor { address: *address, dtype: named(dtype)?, elements: *elements }));
+                values.push((name, value));
             }
         }
         for ((name, read), x) in self.scalars.iter().zip(scalars) {
@@ -185,7 +205,7 @@ impl Plan {
                 values.push((name, Value::Scalar(x)));
             }
         }
-        let call = Call { operands: &operands, stats: (stats != 0).then_some(stats), values: &values, gradients: &gradients, scale };
+        let call = Call { operands, stats: (stats != 0).then_some(stats), values: &values, gradients, scale };
         self.calls.fetch_add(1, Ordering::Relaxed);
         match (&self.ready, &self.asked) {
             (Ready::Host(prepared), Asked::Forward(problem)) => {

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sdpa
-from sdpa import eager, flex_attention, guards, mods, tracing
+from sdpa import eager, exchange, flex_attention, guards, mods, tracing
 
 FACTOR = 2.0
 
@@ -263,11 +263,45 @@ def test_forward_mode_is_refused():
         assert torch.equal(flex_attention(q, k, v), flex_attention(q, k, v))
 
 
+def test_transforms_are_refused():
+    q, k, v = operands()
+    for of in (torch.func.grad, torch.vmap):
+        with pytest.raises(sdpa.UnsupportedError, match="transforms of torch.func"):
+            of(lambda q: flex_attention(q, k, v).sum())(q[None] if of is torch.vmap else q)
+    # What is none of theirs is computed.
+    assert torch.equal(torch.vmap(lambda x: x + flex_attention(q, k, v))(torch.zeros(2, *q.shape))[1], flex_attention(q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    q, k, v = operands()
+    with pytest.raises(sdpa.SpecError, match="key is nested"):
+        flex_attention(q, torch.nested.nested_tensor([k[0], k[1]]), v)
+
+
 def test_as_many_kinds_of_calls_are_kept_as_are_used():
     q, k, v = operands(k=700)
     for n in range(1, 600):
         flex_attention(q, k[:, :, :n], v[:, :, :n])
     assert len(eager._WAYS) <= eager._MOST
+
+
+def test_tensors_are_looked_at_by_attributes_as_by_the_exchange(monkeypatch):
+    """Of a PyTorch before 2.10."""
+    slopes, sink = torch.rand(4).double().requires_grad_(), torch.rand(4, requires_grad=True)
+    sparse, half = torch.eye(9).to_sparse(), torch.randn(2, 4, 9, 8).half()
+    mod, given = lambda s, b, h, i, j: s + slopes[h] * (j - i), operands(True)  # noqa: E731
+    wrt, results = [*given, slopes], []
+    for of in (eager.EXCHANGE, exchange.Attributes()):
+        monkeypatch.setattr(eager, "_look", of.look)
+        monkeypatch.setattr(eager, "_run", of.run)
+        o = flex_attention(*given, mod)
+        capped = sdpa.flex.attend(*[x.detach() for x in given], None, None, sink=sink)[0]
+        results.append([o, *torch.autograd.grad(o.square().sum(), wrt), capped])
+        assert of.look((sparse,)) is None and of.look((torch._neg_view(half),)) is None and of.look((half,)) != of.look((half[:, :, 1:],))
+        assert of.look((half,)) == of.look((half.clone(),)) != of.look((half.bfloat16(),)) != of.look((half.bfloat16().requires_grad_(),))
+    for x, y in zip(*results):
+        assert torch.equal(x, y)
 
 
 def test_a_small_call_is_the_same_on_every_thread():

@@ -158,6 +158,17 @@ def test_a_growing_cache_where_lengths_are_planned(name, left, monkeypatch):
 
 
 @on_devices
+def test_an_offset_is_read_when_a_mask_is_made(device):
+    """Static caches count on in their tensor before a layer attends."""
+    at, (q, k, v) = torch.tensor(3, device=device), operands(device)
+    made = sdpa.transformers.mask(2, 1, 9, q_offset=at, device=device)
+    at.add_(2)
+    o, _ = sdpa.transformers.attention(torch.nn.Module(), q[:, :, :1], k, v, made, scaling=0.3)
+    wanted = textbook.attention(q[:, :, :1], k, v, None, lambda b, h, i, j: j <= i + 3, scale=0.3)[0].transpose(1, 2)
+    textbook.close(o, wanted, "o", LIMITS[device][0])
+
+
+@on_devices
 def test_packed_sequences_of_one_row(device):
     ids, _ = batch(device=device)
     places = torch.cat([torch.arange(n) for n in (4, 9, 6)])[None].expand(3, -1).to(device)

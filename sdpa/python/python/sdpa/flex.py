@@ -7,10 +7,13 @@ import warnings
 from typing import Any, Callable
 
 import torch
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from . import eager
 from .bind import bound
+from .eager import autocast
 from .errors import SpecError, UnsupportedError, one
 from .guards import kept
 from .masks import BlockMask, mask_of, read
@@ -28,6 +31,7 @@ except ImportError:  # of a PyTorch that has no such results
 
 
 _SAID: set[str] = set()
+_MASKS = (BlockMask, MaskMod)
 
 # Dynamo follows our tracer, and guards what a function captures. What reads a mask of PyTorch's it does not: that says so under `fullgraph=True`.
 _mask_outside = torch._dynamo.disable(mask_of, reason="a mask of PyTorch's is read by sdpa: make it with sdpa.create_block_mask outside")
@@ -57,24 +61,27 @@ def flex_attention(
     return_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     if return_aux is not None and getattr(return_aux, "max_scores", None):
         raise one("return_aux.max_scores", "True", "False: row maxima are not handed out")
-    if torch.compiler.is_compiling():
+    if is_compiling():
         query, key, value = _autocast(query, key, value)
     else:
-        if eager.autocast():
+        if autocast():
             query, key, value = _autocast(query, key, value)
-        if score_mod is not None and not isinstance(score_mod, ScoreMod):
-            score_mod = kept(ScoreMod, score_mod)
-        if not isinstance(block_mask, (BlockMask, MaskMod, type(None))):
+        sources: tuple = ()
+        if score_mod is not None:
+            score_mod, sources = kept(ScoreMod, score_mod)
+        if block_mask is not None and not isinstance(block_mask, _MASKS):
             block_mask = read(block_mask)
-        made = eager.attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, None)
+        made = eager.attend(query, key, value, score_mod, sources, block_mask, scale, enable_gqa, return_lse, None)
         if made is not None:
-            return _told(*made, return_lse, return_aux)
+            return made[0] if return_aux is None and not return_lse else _told(*made, return_lse, return_aux)
+        if score_mod is not None and score_mod.tensors:
+            score_mod = score_mod.over(sources)
     mistakes(query, key, value)
     _shapes(query, key, value, enable_gqa)
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         score_mod = ScoreMod(score_mod)
-    if isinstance(block_mask, (BlockMask, MaskMod, type(None))) or not torch.compiler.is_compiling():
+    if isinstance(block_mask, (BlockMask, MaskMod, type(None))) or not is_compiling():
         mask = mask_of(block_mask, extents)
     else:
         mask = _mask_outside(block_mask, extents)
@@ -100,7 +107,8 @@ def attend(
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by score_mods and masks that were traced: the output, and stats where they were asked for."""
-    made = None if torch.compiler.is_compiling() else eager.attend(query, key, value, score_mod, mask, scale, None, stats, sink)
+    sources = () if score_mod is None else score_mod.sources
+    made = None if is_compiling() else eager.attend(query, key, value, score_mod, sources, mask, scale, None, stats, sink)
     return made if made is not None else _by_operator(query, key, value, score_mod, mask, scale, stats, sink)
 
 
@@ -110,8 +118,8 @@ def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask:
     params = [bound(t, extents, query.device) for t in tensors] + ([sink] if sink is not None else [])
     wrt: list[int] = []
     train = False
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        _no_tangents(query, key, value, *params)
+    if not is_compiling():
+        _no_transforms(query, key, value, *params)
     if torch.is_grad_enabled():
         wrt = [n for n, t in enumerate(params) if t.requires_grad]
         train = bool(wrt) or query.requires_grad or key.requires_grad or value.requires_grad
@@ -123,9 +131,11 @@ def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask:
     return torch.ops.sdpa.attention(query, key, value, params, [s.value for s in scalars], program, float(scale), mode, wrt)
 
 
-def _no_tangents(*tensors: torch.Tensor) -> None:
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+def _no_transforms(*tensors: torch.Tensor) -> None:
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedError("sdpa", ["derivatives in forward mode (torch.func.jvp, dual numbers) are not covered: those of backward passes are"])
+    if any(is_batchedtensor(x) or is_gradtrackingtensor(x) for x in tensors):
+        raise UnsupportedError("sdpa", ["transforms of torch.func (vmap, grad, vjp) are not covered: backward() and torch.autograd.grad are"])
 
 
 def _no_gradient(mask: Kept, params: list, tensors: tuple) -> None:

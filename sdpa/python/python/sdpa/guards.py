@@ -32,6 +32,7 @@ _PURE |= {getattr(builtins, name) for name in "abs all any bool divmod enumerate
 
 _BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 # Attributes of tensors that are looked at again.
 _OF_TYPE = ("shape", "dtype", "ndim")
 
@@ -43,10 +44,11 @@ class _Unknown(Exception):
 class _Code:
     """What a function's code reads of its surroundings: names, and the attributes that are taken of each at once."""
 
-    __slots__ = ("code", "reads")
+    __slots__ = ("code", "last", "reads")
 
     def __init__(self, code: types.CodeType):
         self.code, self.reads = code, _reads(code)
+        self.last: _Last | None = None
 
 
 def _reads(code: types.CodeType) -> tuple | None:
@@ -97,15 +99,12 @@ def _code(code: types.CodeType) -> _Code:
     return there
 
 
-def _function(fn: types.FunctionType, owner: Any, found: list) -> tuple:
-    code = _code(fn.__code__)
-    if code.reads is None:
-        raise _Unknown
-    token: list = [code]
-    cells = fn.__closure__
-    for where, name, attributes in code.reads:
+def _values(fn: types.FunctionType, reads: tuple, owner: Any) -> list:
+    """What the function reads, now."""
+    values = []
+    for where, name, attributes in reads:
         if where == "free":
-            value = cells[name].cell_contents
+            value = fn.__closure__[name].cell_contents
         elif where == "global":
             there = fn.__globals__
             value = there[name] if name in there else fn.__builtins__[name]
@@ -115,7 +114,15 @@ def _function(fn: types.FunctionType, owner: Any, found: list) -> tuple:
             value = owner
         for attribute in attributes:
             value = getattr(value, attribute)
-        token.append(_token(value, found))
+        values.append(value)
+    return values
+
+
+def _function(fn: types.FunctionType, owner: Any, found: list) -> tuple:
+    code = _code(fn.__code__)
+    if code.reads is None:
+        raise _Unknown
+    token: list = [code, *[_token(value, found) for value in _values(fn, code.reads, owner)]]
     if fn.__defaults__ is not None:
         token.append(_token(fn.__defaults__, found))
     if fn.__kwdefaults__ is not None:
@@ -180,27 +187,72 @@ class _Template:
         self.made = made.over((None,) * len(numbers))
 
 
+class _Last:
+    """What functions of one code read when one was looked at last, where that was numbers, scalars, tensors and functions of PyTorch's alone. One that
+    reads the same numbers, and tensors alike, does the same: that is seen sooner than what is kept is found."""
+
+    __slots__ = ("kind", "made", "numbers", "tensors", "values")
+
+    def __init__(self, kind: type[Kept], values: list, made: Kept, numbers: list[int]):
+        self.kind, self.made = kind, made
+        # Of tensors the type: they may be others. The rest is kept, so that its identity stays its own.
+        self.values = [(type(x), x.dtype, x.shape) if type(x) in _TENSORS else x for x in values]
+        found = [n for n, x in enumerate(values) if type(x) in _TENSORS or type(x) is Scalar]
+        # Which of the values each parameter reads, and how many tensors there are, each of them another.
+        self.numbers, self.tensors = [found[n] for n in numbers], sum(type(x) in _TENSORS for x in values)
+
+    @staticmethod
+    def knows(values: list) -> bool:
+        """Whether all of these are what identity or type tell apart."""
+        tensors = [id(x) for x in values if type(x) in _TENSORS]
+        rest = [x for x in values if type(x) not in (*_TENSORS, *_BY_VALUE, float, Scalar)]
+        return len(set(tensors)) == len(tensors) and all(type(x) in _FUNCTIONS and x in _PURE for x in rest)
+
+    def read_by(self, values: list) -> tuple | None:
+        """The tensors, where these do the same."""
+        if len(values) != len(self.values):
+            return None
+        for value, known in zip(values, self.values):
+            if value is not known and (type(known) is not tuple or type(value) is not known[0] or value.dtype is not known[1] or value.shape != known[2]):
+                return None
+        if self.tensors > 1 and len({id(x) for x in values if type(x) in _TENSORS}) < self.tensors:
+            return None
+        return tuple([values[n] for n in self.numbers]) if self.numbers else ()
+
+
 _NEVER = object()
 _MADE: dict[tuple, Any] = {}
 
 
-def kept(kind: type[Kept], fn: Callable) -> Kept:
-    """`kind(fn)`, traced only where something that the function reads is not as it was."""
+def kept(kind: type[Kept], fn: Callable) -> tuple[Kept, tuple]:
+    """`kind(fn)`, traced only where something that the function reads is not as it was, and the tensors that it reads: those of this call."""
+    function, owner = fn, None
+    if type(fn) is not types.FunctionType:
+        if isinstance(fn, kind):
+            return fn, fn.sources if fn.tensors else ()
+        if type(fn) is not types.MethodType or type(fn.__func__) is not types.FunctionType:
+            return _traced(kind, fn)
+        function, owner = fn.__func__, fn.__self__
     found: list = []
+    values = None
     try:
-        if type(fn) is types.FunctionType:
-            key: tuple = (kind, _function(fn, None, found))
-        elif type(fn) is types.MethodType and type(fn.__func__) is types.FunctionType:
-            key = (kind, _function(fn.__func__, fn.__self__, found))
-        else:
-            return kind(fn)
+        code = _code(function.__code__)
+        if code.reads is not None and function.__kwdefaults__ is None:
+            values = _values(function, code.reads, owner)
+            values += function.__defaults__ or ()
+            last = code.last
+            if last is not None and last.kind is kind:
+                sources = last.read_by(values)
+                if sources is not None:
+                    return last.made, sources
+        key: tuple = (kind, _function(function, owner, found))
         if len(found) > 1:
             # A tensor that is read under two names is one parameter.
             ids = [id(x) for x in found]
             key = (*key, *[ids.index(n) for n in ids])
         there = _MADE.get(key)
     except (_Unknown, AttributeError, KeyError, ValueError, TypeError, RecursionError):
-        return kind(fn)
+        return _traced(kind, fn)
     if there is None:
         with _Watch() as watch:
             made = kind(fn)
@@ -208,10 +260,16 @@ def kept(kind: type[Kept], fn: Callable) -> Kept:
         known = not watch.alone and -1 not in numbers
         if len(_MADE) >= _MOST:
             _MADE.clear()
-        _MADE[key] = _Template(made, numbers, [x for x in found if type(x) is Scalar]) if known else _NEVER
-        return made
+        _MADE[key] = there = _Template(made, numbers, [x for x in found if type(x) is Scalar]) if known else _NEVER
+        if not known:
+            return made, made.sources
     if there is _NEVER:
-        return kind(fn)
-    if not there.numbers:
-        return there.made
-    return there.made.over(tuple(found[n] for n in there.numbers))
+        return _traced(kind, fn)
+    if values is not None and _Last.knows(values):
+        code.last = _Last(kind, values, there.made, there.numbers)
+    return there.made, tuple([found[n] for n in there.numbers])
+
+
+def _traced(kind: type[Kept], fn: Callable) -> tuple[Kept, tuple]:
+    made = kind(fn)
+    return made, made.sources

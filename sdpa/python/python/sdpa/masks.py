@@ -54,6 +54,8 @@ class BlockMask:
 
     def __init__(self, mask: MaskMod, shape: tuple[int, int, int, int], block_size: tuple[int, int] = (_BLOCK, _BLOCK)):
         self.mask, self._shape, self.BLOCK_SIZE = mask, tuple(shape), block_size
+        # What calls with it are known by, beside its tensors.
+        self.known = mask.known, self._shape
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

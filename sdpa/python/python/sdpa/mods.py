@@ -41,11 +41,18 @@ class Kept:
         # A part of the program's text. What was traced has no character that needs more than this.
         plain = self.fn is not None
         self.quoted = '"' + text.replace("\n", " ") + '"' if plain else json.dumps(text)
+        # What calls with it are known by, beside its tensors.
+        self.known = self.quoted, *[t.reading for t in tensors]
+
+    @property
+    def sources(self) -> tuple:
+        """The tensors that it reads."""
+        return tuple([t.source for t in self.tensors])
 
     def over(self, sources: tuple) -> Any:
         """The same over other tensors, one for each parameter, and without the function."""
         made = type(self).__new__(type(self))
-        made.fn, made.text, made.quoted, made.scalars = None, self.text, self.quoted, self.scalars
+        made.fn, made.text, made.quoted, made.known, made.scalars = None, self.text, self.quoted, self.known, self.scalars
         made.tensors = tuple([parameter.of(source) for parameter, source in zip(self.tensors, sources)])
         return made
 

@@ -10,9 +10,8 @@ import torch
 
 from . import _native
 from .errors import SpecError, UnsupportedError, one
+from .exchange import DTYPES
 from .mods import program as read
-
-DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors without memory are what compilers ask with.
@@ -81,7 +80,7 @@ def _layout(tensor: torch.Tensor) -> tuple:
 
 def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Says everything that is wrong with operands, before anything runs."""
-    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and not q.is_nested:
+    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and not (q.is_nested or k.is_nested or v.is_nested):
         kind = (q.dtype, q.device, 4, torch.strided)
         alike = all((x.dtype, x.device, x.dim(), x.layout) == kind for x in (q, k, v))
         if alike and q.dtype in FLOATS and q.device.type in DEVICES:
@@ -91,7 +90,7 @@ def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if not isinstance(x, torch.Tensor):
             errors.append((name, type(x).__name__, "a tensor"))
             continue
-        if type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter) and getattr(x, "is_nested", False):
+        if x.is_nested:
             errors.append((name, "nested", "a dense tensor (batch, heads, seq, dim)"))
             continue
         if x.dim() != 4:

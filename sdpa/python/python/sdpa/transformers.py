@@ -103,6 +103,8 @@ def mask(
 
 @torch._dynamo.disable(reason="masks of transformers are traced by sdpa")
 def _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device) -> Mask:
+    # Static caches count on in the tensor that they give, before a layer attends.
+    q_offset, kv_offset = (x.clone() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_offset))
     padding = attention_mask
     if padding is not None:
         missing = kv_length + kv_offset - padding.shape[-1]
