@@ -130,7 +130,7 @@ impl Dispatcher {
         self.executors()
     }
 
-    /// The same for a backward problem (`sdpa::cuda::is_faster_backward`).
+    /// Every executor, in the order in which they are asked for a backward problem: see [`Dispatcher::executors_for`], with `sdpa::cuda::is_faster_backward`.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
         #[cfg(feature = "cuda")]
@@ -232,8 +232,8 @@ impl Dispatcher {
         Err(absent(name, format!("no such executor: there are {}", known.join(", "))))
     }
 
-    /// Chooses an executor and makes the problem ready on it. Of `sdpa::cuda` the kernels with `mma.sync` are taken by name alone, or given by
-    /// [`Dispatcher::with`]: they have run under emulation, and on no GPU yet.
+    /// Chooses an executor and makes the problem ready on it. Who is asked, in which order: [`Dispatcher::executors_for`]; the
+    /// kernels of `sdpa::cuda` that are not tuned, those with `mma.sync`, are asked behind cuDNN.
     ///
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU

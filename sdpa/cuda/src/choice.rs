@@ -8,7 +8,7 @@ use sdpa_core::{BackwardProblem, Problem};
 /// - a mask of places alone that is no plain band, or a prefix, over at least 1,024 queries and keys, by a sixth and more: cuDNN skips what lies outside of a
 ///   band, and computes every tile of any other mask, or band after band;
 /// - packed documents of at least 512 tokens, by a fourteenth and more;
-/// - 2 to 128 queries beside at least 8,192 keys, by 2.6 and more: cuDNN splits the keys of one query alone.
+/// - 2 to 128 queries beside at least 8,192 keys, 2.6 times and more: cuDNN splits the keys of one query alone.
 ///
 /// Pages were not measured. Shorter problems take the time of a launch on either.
 pub fn is_faster(problem: &Problem) -> bool {
@@ -23,7 +23,7 @@ pub fn is_faster(problem: &Problem) -> bool {
     is_cut && is_long(problem) || FEW.contains(&seq_q) && seq_kv >= MANY
 }
 
-/// The same for a backward problem: a mask of places alone that is neither a band nor a prefix, over at least 1,024 queries and keys.
+/// Whether the kernels of this crate are to be asked for a backward problem before cuDNN: a mask of places alone that is neither a band nor a prefix, over at least 1,024 queries and keys.
 ///
 /// Such problems took 0.3 to 1.15 of cuDNN's time (H200, docs/cuda.md), bands and prefixes 0.95 to 1.3 of it; packed documents were not measured. A pass that has to be `deterministic` is not
 /// these kernels'.
