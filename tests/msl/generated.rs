@@ -10,10 +10,10 @@ use super::faults::{
 use super::functions::functions_with;
 use super::{emulation, side_by_side};
 use conformance::msl::generated::{self, Equivalent, Generated};
-use conformance::msl::table::Share;
 use conformance::msl::{Check, Toolchain};
 use conformance::runner::Drops;
 use conformance::say::say;
+use conformance::share::Share;
 use metal_fallback::Kernels::{self, Parts, Tiled, Vector};
 use std::sync::Mutex;
 
