@@ -17,7 +17,7 @@ use conformance::runner::{
     random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side,
 };
 use conformance::say::{say, skip};
-use conformance::share::{DAYS, features, of_today};
+use conformance::share::{DAYS, features, of_today, seeds_of_today};
 use sdpa::cuda::CudaExecutor;
 use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, SINK};
 use std::sync::Mutex;
@@ -44,15 +44,6 @@ fn today(what: &str, cases: Vec<Case>) -> Vec<Case> {
 /// Those of the library's cases that are today's: few, as each is a text of its own.
 fn of_library(name: &str, cases: Vec<Case>) -> Vec<Case> {
     of_today(&format!("score_mods {name}"), 2 * DAYS, cases, |_| Vec::new())
-}
-
-/// Seeds of random problems: those that are asked for, else some of a few.
-fn seeds_of_today(name: &str) -> Vec<u64> {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    match (number("SDPA_SEED"), number("SDPA_CASES")) {
-        (None, None) => of_today(&format!("random seeds {name}"), DAYS / 2, (1..=6).collect(), |_| Vec::new()),
-        (first, n) => (first.unwrap_or(1)..).take(n.unwrap_or(6) as usize).collect(),
-    }
 }
 
 /// Runs each of a list, and says how many were right.
@@ -151,7 +142,7 @@ fn judged(outcome: Outcome<GradientDistance>, spec: &BackwardSpec, executor: &Cu
 #[test]
 fn random_problems() {
     let Some(executor) = executor() else { return };
-    let seeds = seeds_of_today(NAME);
+    let seeds = seeds_of_today(NAME, 6);
     each("random", NAME, &seeds, |&seed, tally| {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };

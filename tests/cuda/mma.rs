@@ -1,6 +1,6 @@
 //! Kernels with `mma.sync`, on a device of compute capability 8.0.
 
-use super::{backward_on, each, forward_on, gradient_of, judged, of_library, seeds_of_today, today};
+use super::{backward_on, each, forward_on, gradient_of, judged, of_library, today};
 use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
 use conformance::random::Random;
@@ -8,6 +8,7 @@ use conformance::runner::{
     Draw, Outcome, Source, random_backward, random_ends, random_padded, random_padded_backward, run, run_backward, run_tree,
 };
 use conformance::say::skip;
+use conformance::share::seeds_of_today;
 use sdpa::cuda::{CudaExecutor, Family};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Shape};
 
@@ -62,7 +63,7 @@ fn taken(spec: AttentionSpec) -> AttentionSpec {
 #[test]
 fn random_problems() {
     let Some(executor) = executor() else { return };
-    let seeds = seeds_of_today(NAME);
+    let seeds = seeds_of_today(NAME, 6);
     each("random", NAME, &seeds, |&seed, tally| {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };

@@ -86,6 +86,15 @@ pub fn pick<T>(days: u64, list: Vec<T>, has: impl Fn(&T) -> Vec<String>) -> (Vec
     (list.map(|(_, entry)| entry).collect(), told)
 }
 
+/// Seeds of random problems: those that `SDPA_SEED` and `SDPA_CASES` ask for, else a third of the first so many, others each day.
+pub fn seeds_of_today(what: &str, most: u64) -> Vec<u64> {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    match (number("SDPA_SEED"), number("SDPA_CASES")) {
+        (None, None) => of_today(&format!("random seeds {what}"), DAYS / 2, (1..=most).collect(), |_| Vec::new()),
+        (first, n) => (first.unwrap_or(1)..).take(n.unwrap_or(most) as usize).collect(),
+    }
+}
+
 /// Entries that have between them what any has: always the one that adds the most, the first of such.
 fn core(has: &[Vec<String>]) -> BTreeSet<usize> {
     let mut missing: BTreeSet<&String> = has.iter().flatten().collect();

@@ -20,7 +20,7 @@ use conformance::runner::{
     run_backward, run_backward_case, run_case, side_by_side,
 };
 use conformance::say::{say, skip};
-use conformance::share::{DAYS, Share, features, of_today};
+use conformance::share::{DAYS, Share, features, of_today, seeds_of_today};
 use metal_fallback::Kernels;
 use sdpa::metal::MetalExecutor;
 use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, StatsBase, TensorSpec};
@@ -319,11 +319,9 @@ fn backward_of(spec: &AttentionSpec) -> BackwardSpec {
 /// Random strides, lengths, heads, masks, windows about the ends, sinks, dropout, pages and packed documents.
 #[test]
 fn random_problems() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let (first, n) = (number("SDPA_SEED").unwrap_or(1), number("SDPA_CASES").unwrap_or(20));
-    let Some(toolchain) = emulation(&format!("{n} random problems")) else { return };
+    let Some(toolchain) = emulation("random problems") else { return };
     let tally = Mutex::new(Tally::default());
-    let seeds: Vec<u64> = (first..first + n).collect();
+    let seeds = seeds_of_today(NAME, 20);
     side_by_side(&seeds, |&seed| {
         let mut random = Random::new(seed);
         let emulated = Emulated::new(toolchain.clone(), seed).executor();
