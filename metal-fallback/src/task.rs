@@ -25,7 +25,7 @@ struct Packed {
 }
 
 impl Operand {
-    /// How it is called.
+    /// The name of the operand, for errors.
     pub fn name(&self) -> &'static str {
         match self {
             Operand::Q => "q",
@@ -49,7 +49,7 @@ impl Operand {
         }
     }
 
-    /// Whether it is between kernels of a pass alone: what runs the pass finds the memory, and the caller has nothing to bind.
+    /// Whether only kernels of the pass write and read the operand: what runs the pass finds the memory, and the caller has nothing to bind.
     pub fn is_scratch(&self) -> bool {
         match self {
             Operand::Scratch(_) => true,

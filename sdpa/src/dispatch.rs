@@ -130,7 +130,7 @@ impl Dispatcher {
         self.executors()
     }
 
-    /// The same for a backward problem (`sdpa::cuda::measured_backward`).
+    /// Every executor, in the order in which they are asked for a backward problem: see [`Dispatcher::executors_for`], with `sdpa::cuda::measured_backward`.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
         #[cfg(feature = "cuda")]

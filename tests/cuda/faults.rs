@@ -5,6 +5,7 @@ use conformance::case::Case;
 use conformance::emulated::faulty;
 use conformance::runner::{Outcome, Source, run_backward_case, run_case, side_by_side};
 use conformance::say::say;
+use conformance::share::{DAYS, of_today};
 use sdpa::cuda::CudaExecutor;
 use std::sync::Mutex;
 
@@ -174,7 +175,7 @@ stats = true
 backward = { wrt = ["bias:f32"] }
 "#;
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Pass {
     Forward,
     Backward,
@@ -337,7 +338,7 @@ fn caught((_, pass, fault, cases): Fault, executor: &CudaExecutor) -> Option<Str
     })
 }
 
-/// The cases find nothing where nothing is wrong, and something in every fault; a fault must not be one for the compiler.
+/// The cases find nothing where nothing is wrong, and something in every fault of today; a fault must not be one for the compiler.
 ///
 /// # Panics
 /// Where that is not so.
@@ -351,7 +352,8 @@ pub(super) fn all_are_found(name: &str, faults: &[Fault], cases: &[&str], execut
             assert_eq!(wrong(run_backward_case(case, Source::Oracle, &right)), None, "{}", case.name);
         }
     });
-    side_by_side(faults, |&fault| {
+    let faults = of_today(&format!("faults {name}"), DAYS, faults.to_vec(), |(_, pass, _, cases)| vec![format!("{pass:?} {cases}")]);
+    side_by_side(&faults, |&fault| {
         // One for all cases of a fault: each compiles its kernels anew.
         let how = caught(fault, &executor());
         let short = how.as_deref().map(|how| how.chars().take(300).collect::<String>().replace('\n', " "));

@@ -17,6 +17,7 @@ use conformance::runner::{
     random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side,
 };
 use conformance::say::{say, skip};
+use conformance::share::{DAYS, features, of_today, seeds_of_today};
 use sdpa::cuda::CudaExecutor;
 use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, SINK};
 use std::sync::Mutex;
@@ -33,6 +34,16 @@ fn executor() -> Option<CudaExecutor> {
 /// Cases of the types that the kernels take.
 fn narrow(cases: impl IntoIterator<Item = Result<Vec<Case>, String>>) -> Vec<Case> {
     cases.into_iter().flat_map(Result::unwrap).filter(|case| NARROW.contains(&case.dtype)).collect()
+}
+
+/// Cases of today, of which each is a text to compile and to run.
+fn today(what: &str, cases: Vec<Case>) -> Vec<Case> {
+    of_today(what, DAYS, cases, features)
+}
+
+/// Those of the library's cases that are today's: few, as each is a text of its own.
+fn of_library(name: &str, cases: Vec<Case>) -> Vec<Case> {
+    of_today(&format!("score_mods {name}"), 2 * DAYS, cases, |_| Vec::new())
 }
 
 /// Runs each of a list, and says how many were right.
@@ -69,12 +80,12 @@ fn backward_on(executor: &CudaExecutor, name: &str, what: &str, cases: &[Case], 
 
 fn forward(what: &str, cases: Vec<Case>) {
     let Some(executor) = executor() else { return };
-    forward_on(&executor, NAME, what, &cases);
+    forward_on(&executor, NAME, what, &today(&format!("{what} {NAME}"), cases));
 }
 
 fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
     let Some(executor) = executor() else { return };
-    backward_on(&executor, NAME, what, &cases, sources);
+    backward_on(&executor, NAME, what, &today(&format!("{what} {NAME}"), cases), sources);
 }
 
 #[test]
@@ -104,14 +115,12 @@ fn backward_cases() {
     backward("sinks and tables backward", narrow([Case::all_sinks(), Case::all_tables()]), &[Source::Oracle]);
 }
 
-/// Every few of the library's score_mods under masks: each is a text of its own.
-const EVERY: usize = 9;
-
 #[test]
 fn score_mod_cases() {
-    let some: Vec<Case> = narrow([Case::all_library()]).into_iter().step_by(EVERY).collect();
-    forward("score_mod", some.clone());
-    backward("score_mod backward", some, &[Source::Oracle]);
+    let Some(executor) = executor() else { return };
+    let some = of_library(NAME, narrow([Case::all_library()]));
+    forward_on(&executor, NAME, "score_mod", &some);
+    backward_on(&executor, NAME, "score_mod backward", &some, &[Source::Oracle]);
 }
 
 /// The gradient of such a problem, that of its sink too if it has one.
@@ -132,10 +141,8 @@ fn judged(outcome: Outcome<GradientDistance>, spec: &BackwardSpec, executor: &Cu
 /// Random lengths, heads, masks, windows about the ends, sinks and score_mods.
 #[test]
 fn random_problems() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let (first, n) = (number("SDPA_SEED").unwrap_or(1), number("SDPA_CASES").unwrap_or(6));
     let Some(executor) = executor() else { return };
-    let seeds: Vec<u64> = (first..first + n).collect();
+    let seeds = seeds_of_today(NAME, 6);
     each("random", NAME, &seeds, |&seed, tally| {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };

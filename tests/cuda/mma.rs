@@ -1,14 +1,14 @@
 //! Kernels with `mma.sync`, on a device of compute capability 8.0.
 
-use super::{backward_on, each, forward_on, gradient_of, judged};
+use super::{backward_on, each, forward_on, gradient_of, judged, of_library, today};
 use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
-use conformance::msl::table::Share;
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Outcome, Source, random_backward, random_ends, random_padded, random_padded_backward, run, run_backward, run_tree,
 };
-use conformance::say::{say, skip};
+use conformance::say::skip;
+use conformance::share::seeds_of_today;
 use sdpa::cuda::{CudaExecutor, Family};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Shape};
 
@@ -25,42 +25,33 @@ fn floats(cases: impl IntoIterator<Item = Result<Vec<Case>, String>>) -> Vec<Cas
     cases.into_iter().flat_map(Result::unwrap).filter(|case| FLOATS.contains(&case.dtype)).collect()
 }
 
-/// Every other case, the others on the next day: each is a text to compile.
-fn share(cases: Vec<Case>) -> Vec<Case> {
-    let wanted = Share::wanted("SDPA_CUDA", 2);
-    say(&format!("{NAME}: SDPA_CUDA={wanted} of {} cases", cases.len()));
-    Share::parse(&wanted).unwrap_or_else(|why| panic!("SDPA_CUDA={why}")).take(cases).collect()
-}
-
 fn forward(what: &str, cases: Vec<Case>) {
     let Some(executor) = executor() else { return };
-    forward_on(&executor, NAME, what, &cases);
+    forward_on(&executor, NAME, what, &today(&format!("{what} {NAME}"), cases));
 }
 
 fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
     let Some(executor) = executor() else { return };
-    backward_on(&executor, NAME, what, &cases, sources);
+    backward_on(&executor, NAME, what, &today(&format!("{what} {NAME}"), cases), sources);
 }
 
 #[test]
 fn forward_cases() {
-    forward("forward", share(floats([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()])));
+    forward("forward", floats([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()]));
 }
 
 #[test]
 fn backward_cases() {
-    backward("backward", share(floats([Case::all_backward(), Case::all_ends()])), &[Source::Oracle]);
-    backward("sinks and tables backward", share(floats([Case::all_sinks(), Case::all_tables()])), &[Source::Executor]);
+    backward("backward", floats([Case::all_backward(), Case::all_ends()]), &[Source::Oracle]);
+    backward("sinks and tables backward", floats([Case::all_sinks(), Case::all_tables()]), &[Source::Executor]);
 }
-
-/// Every few of the library's score_mods under masks: each is a text of its own.
-const EVERY: usize = 7;
 
 #[test]
 fn score_mod_cases() {
-    let some: Vec<Case> = floats([Case::all_library()]).into_iter().step_by(EVERY).collect();
-    forward("score_mod", some.clone());
-    backward("score_mod backward", some, &[Source::Oracle]);
+    let Some(executor) = executor() else { return };
+    let some = of_library(NAME, floats([Case::all_library()]));
+    forward_on(&executor, NAME, "score_mod", &some);
+    backward_on(&executor, NAME, "score_mod backward", &some, &[Source::Oracle]);
 }
 
 /// A problem without what the kernels decline, its strides and dims as they are.
@@ -71,10 +62,8 @@ fn taken(spec: AttentionSpec) -> AttentionSpec {
 /// Random lengths, heads, dims, strides, masks, windows about the ends, sinks and score_mods, as they are drawn.
 #[test]
 fn random_problems() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let (first, n) = (number("SDPA_SEED").unwrap_or(1), number("SDPA_CASES").unwrap_or(6));
     let Some(executor) = executor() else { return };
-    let seeds: Vec<u64> = (first..first + n).collect();
+    let seeds = seeds_of_today(NAME, 6);
     each("random", NAME, &seeds, |&seed, tally| {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };

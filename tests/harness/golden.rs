@@ -8,7 +8,8 @@ pub fn repository(folder: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(folder)
 }
 
-fn blessing() -> bool {
+/// Whether golden files are rewritten.
+pub fn blessing() -> bool {
     std::env::var_os("SDPA_BLESS").is_some_and(|value| value == "1")
 }
 

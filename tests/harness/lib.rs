@@ -22,6 +22,7 @@ pub mod recorder;
 pub mod runner;
 pub mod say;
 pub mod sent;
+pub mod share;
 pub mod soak;
 pub mod support;
 pub mod timed;

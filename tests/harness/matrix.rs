@@ -12,9 +12,10 @@ mod sample;
 mod sinks;
 
 pub use features::AXES;
-pub use sample::{FP8_SAMPLE, SAMPLE, UNIFIED_SAMPLE};
+pub use sample::{FP8_SAMPLE, SAMPLE, UNIFIED_SAMPLE, is_compiled_today};
 
 use crate::case::Case;
+use crate::share::{DAYS, pick};
 use sdpa::cudnn::lower::Job;
 use sdpa::{AttentionSpec, BackwardSpec, DType, SpecErrors};
 
@@ -154,6 +155,17 @@ pub fn rows() -> Result<Vec<Row>, String> {
         rows.push(Row::new(format!("backward library case {}", case.name), Kind::LibraryCase, case.backward_spec()?.into()));
     }
     Ok(rows)
+}
+
+/// Those of some rows that are asked about today, each kind and feature every day, and how many these are.
+pub fn of_today(rows: Vec<Row>) -> (Vec<Row>, String) {
+    pick(DAYS, rows, |row| {
+        // Of the library without the names.
+        let kind = format!("{:?}", row.kind);
+        let kind = kind.split(' ').next().unwrap_or_default();
+        let features = AXES.iter().zip(&row.features).map(|(axis, value)| format!("{axis} {value}"));
+        features.chain([format!("{kind} {}", row.spec.is_backward())]).collect()
+    })
 }
 
 /// Cases of row statistics, which the page of support has no rows of.

@@ -7,7 +7,7 @@ use crate::matrix::{AXES, Kind, Row};
 use crate::offline::{Answer, Asked, PROFILES, Wanted};
 use cells::{Notes, cell};
 use cudnn_graph::DeviceProfile;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 type Answers<'a> = BTreeMap<(Wanted, &'a str, &'a str), &'a Answer>;
@@ -116,6 +116,27 @@ fn features(rows: &[&Row], wanted: Wanted, answers: &Answers<'_>, notes: &mut No
         }
     }
     text
+}
+
+/// The lines of a [`detail`] with reasons in place of their numbers, each behind the heading that it stands under.
+pub fn told_out(detail: &str) -> BTreeSet<String> {
+    let notes: BTreeMap<&str, &str> = detail.lines().filter_map(|line| line.strip_prefix('[')?.split_once("] ")).collect();
+    let cell = |cell: &str| {
+        let mut parts = cell.split(" [");
+        let base = parts.next().unwrap_or_default().to_owned();
+        let reasons: BTreeSet<&str> = parts.filter_map(|number| notes.get(number.trim_end_matches(']')).copied()).collect();
+        format!("{base} {reasons:?}")
+    };
+    let mut under = "";
+    let mut lines = BTreeSet::new();
+    for line in detail.lines().filter(|line| !line.starts_with('[')) {
+        if line.starts_with('#') {
+            under = line;
+        } else if let Some((name, cells)) = line.rsplit_once(": ") {
+            lines.insert(format!("{under}; {name}: {}", cells.split(" | ").map(cell).collect::<Vec<_>>().join(" | ")));
+        }
+    }
+    lines
 }
 
 /// A line for every problem that one runtime was asked about.

@@ -165,6 +165,20 @@ fn crates_hold_the_arrows() {
 }
 
 #[test]
+fn every_crate_says_what_it_is() {
+    for (folder, _) in ARROWS {
+        let manifest: toml::Table = toml::from_str(&std::fs::read_to_string(repository(folder).join("Cargo.toml")).unwrap()).unwrap();
+        let package = manifest["package"].as_table().unwrap();
+        let published = !package.contains_key("publish");
+        let of_registry: &[&str] = if published { &["keywords", "categories", "documentation"] } else { &[] };
+        for field in ["description", "license", "rust-version", "readme"].iter().chain(of_registry) {
+            assert!(package.contains_key(*field) || (folder == "sdpa/python" && *field == "readme"), "{folder} has no {field}");
+        }
+        assert!(repository(folder).join("README.md").exists(), "{folder} has no README.md");
+    }
+}
+
+#[test]
 fn the_oracle_shares_no_code_with_what_it_judges() {
     let manifest: toml::Table = toml::from_str(&std::fs::read_to_string(repository("sdpa/oracle/Cargo.toml")).unwrap()).unwrap();
     let dependencies: Vec<&String> = ["dependencies", "dev-dependencies", "build-dependencies"]

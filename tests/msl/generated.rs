@@ -10,10 +10,10 @@ use super::faults::{
 use super::functions::functions_with;
 use super::{emulation, side_by_side};
 use conformance::msl::generated::{self, Equivalent, Generated};
-use conformance::msl::table::Share;
 use conformance::msl::{Check, Toolchain};
 use conformance::runner::Drops;
 use conformance::say::say;
+use conformance::share::Share;
 use metal_fallback::Kernels::{self, Parts, Tiled, Vector};
 use std::sync::Mutex;
 
@@ -295,8 +295,8 @@ fn fate(toolchain: &Toolchain, fault: &Generated) -> Fate {
     all.into_iter().find_map(find).map_or(Fate::Survived, told)
 }
 
-/// Faults of one run where nothing is said: two minutes on two cores.
-const SHARES: u64 = 16;
+/// Shares of the faults, of which a run tries one where nothing is said: a minute on two cores.
+const SHARES: u64 = 32;
 
 #[test]
 fn faults_that_rules_make_are_found() {

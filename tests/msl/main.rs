@@ -12,7 +12,7 @@ mod sources;
 mod statistics;
 
 use conformance::case::Case;
-use conformance::msl::table::{self, Share};
+use conformance::msl::table;
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
 use conformance::runner::{
@@ -20,6 +20,7 @@ use conformance::runner::{
     run_backward, run_backward_case, run_case, side_by_side,
 };
 use conformance::say::{say, skip};
+use conformance::share::{DAYS, Share, features, of_today, seeds_of_today};
 use metal_fallback::Kernels;
 use sdpa::metal::MetalExecutor;
 use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, StatsBase, TensorSpec};
@@ -70,10 +71,19 @@ fn name((case, kernels): &Forced) -> String {
     kernels.map_or(case.name.clone(), |kernels| format!("{}, {kernels:?}", case.name))
 }
 
-/// Every case but those whose limits the kernels document.
-fn run_all(what: &str, cases: &[Forced]) {
-    let Some(toolchain) = emulation(&format!("all {} {what} cases", cases.len())) else { return };
-    run_all_with(what, cases, &toolchain);
+/// Those of today: each kernel, type, mask and option every day. All of them where a share of the product is wanted.
+fn today(what: &str, cases: Vec<Forced>) -> Vec<Forced> {
+    if share().is_some() {
+        return cases;
+    }
+    let has = |(case, kernels): &Forced| [features(case), vec![format!("{kernels:?}")]].concat();
+    of_today(&format!("{what} {NAME}"), DAYS, cases, has)
+}
+
+/// Every case of today but those whose limits the kernels document.
+fn run_all(what: &str, cases: Vec<Forced>) {
+    let Some(toolchain) = emulation(&format!("{} {what} cases", cases.len())) else { return };
+    run_all_with(what, &today(what, cases), &toolchain);
 }
 
 fn run_all_with(what: &str, cases: &[Forced], toolchain: &Toolchain) {
@@ -88,9 +98,9 @@ fn run_all_with(what: &str, cases: &[Forced], toolchain: &Toolchain) {
 }
 
 /// The same of backward passes, alone and chained to the kernels' own forward pass.
-fn run_all_backward(what: &str, cases: &[Forced], sources: &[Source]) {
-    let Some(toolchain) = emulation(&format!("all {} {what} cases", cases.len())) else { return };
-    run_all_backward_with(what, cases, sources, &toolchain);
+fn run_all_backward(what: &str, cases: Vec<Forced>, sources: &[Source]) {
+    let Some(toolchain) = emulation(&format!("{} {what} cases", cases.len())) else { return };
+    run_all_backward_with(what, &today(what, cases), sources, &toolchain);
 }
 
 fn run_all_backward_with(what: &str, cases: &[Forced], sources: &[Source], toolchain: &Toolchain) {
@@ -152,57 +162,57 @@ fn option_rows() -> Vec<Row> {
 
 #[test]
 fn forward_cases() {
-    run_all("forward", &planned_and_forced(Case::all().unwrap(), &Kernels::ALL));
-    run_all("sinks", &planned_and_forced(sinks(), &Kernels::ALL));
-    run_all("ends", &sweep(Ok(ends()), &Kernels::ALL));
+    run_all("forward", planned_and_forced(Case::all().unwrap(), &Kernels::ALL));
+    run_all("sinks", planned_and_forced(sinks(), &Kernels::ALL));
+    run_all("ends", sweep(Ok(ends()), &Kernels::ALL));
 }
 
 #[test]
 fn table_cases() {
-    run_all("tables", &sweep(Case::all_tables(), &Kernels::ALL));
-    run_all_backward("tables backward", &sweep(Case::all_tables(), &BACKWARD_KERNELS), &[Source::Oracle]);
+    run_all("tables", sweep(Case::all_tables(), &Kernels::ALL));
+    run_all_backward("tables backward", sweep(Case::all_tables(), &BACKWARD_KERNELS), &[Source::Oracle]);
 }
 
 #[test]
 fn packed_cases() {
-    run_all("packed", &sweep(Ok(packed()), &Kernels::ALL));
-    run_all_backward("packed backward", &planned_and_forced(packed(), &BACKWARD_KERNELS), &Source::ALL);
-    run_all_backward("packed backward", &sweep(Ok(packed()), &[Kernels::Vector]), &[Source::Oracle]);
+    run_all("packed", sweep(Ok(packed()), &Kernels::ALL));
+    run_all_backward("packed backward", planned_and_forced(packed(), &BACKWARD_KERNELS), &Source::ALL);
+    run_all_backward("packed backward", sweep(Ok(packed()), &[Kernels::Vector]), &[Source::Oracle]);
 }
 
 #[test]
 fn paged_cases() {
-    run_all("paged", &planned_and_forced(paged(), &Kernels::ALL));
+    run_all("paged", planned_and_forced(paged(), &Kernels::ALL));
 }
 
 #[test]
 fn statistics_cases() {
-    run_all("statistics", &planned_and_forced(of_rows(), &Kernels::ALL));
+    run_all("statistics", planned_and_forced(of_rows(), &Kernels::ALL));
 }
 
 #[test]
 fn dropout_cases() {
-    run_all("dropout", &sweep(Ok(dropout()), &Kernels::ALL));
-    run_all_backward("dropout backward", &planned_and_forced(dropout(), &BACKWARD_KERNELS), &Source::ALL);
+    run_all("dropout", sweep(Ok(dropout()), &Kernels::ALL));
+    run_all_backward("dropout backward", planned_and_forced(dropout(), &BACKWARD_KERNELS), &Source::ALL);
 }
 
 #[test]
 fn score_mod_cases() {
-    run_all("score_mod", &planned_and_in_turn(Case::all_library().unwrap(), &Kernels::ALL));
+    run_all("score_mod", planned_and_in_turn(Case::all_library().unwrap(), &Kernels::ALL));
 }
 
 #[test]
 fn backward_cases() {
-    run_all_backward("backward", &planned_and_forced(Case::all_backward().unwrap(), &BACKWARD_KERNELS), &Source::ALL);
-    run_all_backward("sinks backward", &planned_and_forced(sinks(), &BACKWARD_KERNELS), &Source::ALL);
-    run_all_backward("ends backward", &planned_and_forced(ends(), &BACKWARD_KERNELS), &Source::ALL);
+    run_all_backward("backward", planned_and_forced(Case::all_backward().unwrap(), &BACKWARD_KERNELS), &Source::ALL);
+    run_all_backward("sinks backward", planned_and_forced(sinks(), &BACKWARD_KERNELS), &Source::ALL);
+    run_all_backward("ends backward", planned_and_forced(ends(), &BACKWARD_KERNELS), &Source::ALL);
 }
 
 #[test]
 fn backward_score_mod_cases() {
     // What a forward pass leaves is the same kind of numbers with and without score_mods.
     let sources: &[Source] = if all_wanted() { &Source::ALL } else { &[Source::Oracle] };
-    run_all_backward("backward score_mod", &planned_and_in_turn(Case::all_library().unwrap(), &BACKWARD_KERNELS), sources);
+    run_all_backward("backward score_mod", planned_and_in_turn(Case::all_library().unwrap(), &BACKWARD_KERNELS), sources);
 }
 
 /// Every kernel on problems that are a step from one another.
@@ -215,11 +225,11 @@ const BLOCK: i64 = 33;
 
 #[test]
 fn edges_scales_and_axes() {
-    run_all("edges", &sweep(Case::edges(BLOCK), &Kernels::ALL));
-    run_all_backward("edges backward", &sweep(Case::edges(BLOCK), &BACKWARD_KERNELS), &[Source::Oracle]);
-    run_all("scales", &sweep(Case::scales(), &Kernels::ALL));
-    run_all_backward("scales backward", &sweep(Case::scales(), &BACKWARD_KERNELS), &[Source::Oracle]);
-    run_all_backward("axes", &sweep(Case::axes(), &[Kernels::Tiled]), &[Source::Oracle]);
+    run_all("edges", sweep(Case::edges(BLOCK), &Kernels::ALL));
+    run_all_backward("edges backward", sweep(Case::edges(BLOCK), &BACKWARD_KERNELS), &[Source::Oracle]);
+    run_all("scales", sweep(Case::scales(), &Kernels::ALL));
+    run_all_backward("scales backward", sweep(Case::scales(), &BACKWARD_KERNELS), &[Source::Oracle]);
+    run_all_backward("axes", sweep(Case::axes(), &[Kernels::Tiled]), &[Source::Oracle]);
 }
 
 #[test]
@@ -255,28 +265,31 @@ fn wanted_rows(backward: bool) -> Vec<Forced> {
 /// third of forty shares.
 #[test]
 fn table_of_types_dims_masks_and_score_mods() {
-    run_all("table", &wanted_rows(false));
+    run_all("table", wanted_rows(false));
 }
 
 #[test]
 fn backward_table_of_types_dims_masks_and_score_mods() {
-    run_all_backward("backward table", &wanted_rows(true), &[Source::Oracle]);
+    run_all_backward("backward table", wanted_rows(true), &[Source::Oracle]);
 }
 
-/// Steps through the covering table for the checks that are slow, which see about as many of its rows. A share of the product that is
+/// Days until the checks that are slow have seen every row of the covering table, and every option on every kernel. A share of the product that is
 /// wanted is checked whole.
-const FEW: usize = 12;
+const SLOW_DAYS: u64 = 16;
 
 #[test]
 fn sanitizers_find_nothing() {
     let rows = |backward| {
         let all = wanted_rows(backward);
-        let every = if share().is_none() { all.len() / FEW } else { 1 };
-        // Of few and of many queries, on kernels of each kind; the long ones take minutes.
+        if share().is_some() {
+            return all;
+        }
+        // Of few and of many queries; the long ones take minutes.
         let short = |row: &Row| row.case.shape.seq_q * row.case.shape.seq_kv < 8_000;
-        let with_options = forced(option_rows().into_iter().filter(short).step_by(9));
+        let with_options = forced(option_rows().into_iter().filter(short));
         let with_options = with_options.into_iter().filter(|(case, _)| !backward || case.paged.is_none());
-        all.into_iter().step_by(every).chain(with_options).collect::<Vec<_>>()
+        let what = format!("{} under sanitizers {NAME}", if backward { "backward" } else { "forward" });
+        of_today(&what, SLOW_DAYS, all.into_iter().chain(with_options).collect(), |(_, kernels)| vec![format!("{kernels:?}")])
     };
     let [forward, backward] = [rows(false), rows(true)];
     let Some(toolchain) = emulation(&format!("{} cases with sanitizers", forward.len())) else { return };
@@ -306,11 +319,9 @@ fn backward_of(spec: &AttentionSpec) -> BackwardSpec {
 /// Random strides, lengths, heads, masks, windows about the ends, sinks, dropout, pages and packed documents.
 #[test]
 fn random_problems() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let (first, n) = (number("SDPA_SEED").unwrap_or(1), number("SDPA_CASES").unwrap_or(20));
-    let Some(toolchain) = emulation(&format!("{n} random problems")) else { return };
+    let Some(toolchain) = emulation("random problems") else { return };
     let tally = Mutex::new(Tally::default());
-    let seeds: Vec<u64> = (first..first + n).collect();
+    let seeds = seeds_of_today(NAME, 20);
     side_by_side(&seeds, |&seed| {
         let mut random = Random::new(seed);
         let emulated = Emulated::new(toolchain.clone(), seed).executor();

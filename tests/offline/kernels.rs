@@ -7,6 +7,7 @@ use conformance::msl::{Check, Toolchain};
 use conformance::nvrtc;
 use conformance::random::Random;
 use conformance::say::{say, skip};
+use conformance::share::{DAYS, of_today};
 use std::fmt::Write;
 
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/documents.cu");
@@ -339,11 +340,12 @@ fn kernels_do_what_they_should_of_any_boundaries() {
         check(&toolchain.with(sanitized), SOURCE, &jobs).unwrap_or_else(|e| panic!("{sanitized:?}: {e}"));
     }
     let few = &jobs[..200];
-    for [right, wrong] in FAULTS {
+    let faults = of_today("faults of kernels of documents", DAYS, FAULTS.to_vec(), |_| Vec::new());
+    for [right, wrong] in &faults {
         let source = SOURCE.replace(right, wrong);
         assert_ne!(source, SOURCE, "{right} is not in the source");
         assert!(check(&toolchain.of_faults(), &source, few).is_err(), "{wrong} instead of {right} is not found");
     }
     let launches = |unpairs: bool| jobs.iter().filter(|job| matches!(job.kernel, Kernel::Unpaired { .. }) == unpairs).count();
-    say(&format!("kernels beside cuDNN's: {} and {} launches, {} faults found", launches(false), launches(true), FAULTS.len()));
+    say(&format!("kernels beside cuDNN's: {} and {} launches, {} faults found", launches(false), launches(true), faults.len()));
 }

@@ -5,6 +5,7 @@ use crate::numbers::{FILLED, Type, Wanted, buffer, floats};
 use conformance::msl::{Check, Toolchain};
 use conformance::random::Random;
 use conformance::say::skip;
+use conformance::share::{DAYS, of_today};
 
 const SOURCE: &str = include_str!("../../sdpa/cudnn/src/kernels/pieces.cu");
 
@@ -160,7 +161,8 @@ fn pieces_come_together() {
     for sanitized in [Check::Plain, Check::Addresses] {
         check(&toolchain.with(sanitized), &right_source, &jobs).unwrap_or_else(|e| panic!("{sanitized:?}: {e}"));
     }
-    for [right, wrong] in FAULTS {
+    let faults = of_today("faults of kernels of pieces", DAYS, FAULTS.to_vec(), |_| Vec::new());
+    for [right, wrong] in &faults {
         let source = right_source.replace(right, wrong);
         assert!(source != right_source, "{right} is not there");
         assert!(check(&toolchain.with(Check::Addresses), &source, &jobs).is_err(), "nobody finds {wrong:?} for {right:?}");

@@ -25,12 +25,12 @@ fn made(executor: &CudnnExecutor) -> Made {
     let mut made = Made::default();
     for event in executor.cache_trace().caches.iter().flat_map(|cache| &cache.events) {
         let What::Built { time, .. } = &event.what else { continue };
-        if time.load > 0 {
+        if !time.load.is_zero() {
             made.loaded += 1;
-            made.load_ms += time.load as f64 / 1e3;
+            made.load_ms += time.load.as_secs_f64() * 1e3;
         } else {
             made.compiled += 1;
-            made.compile_ms += time.total as f64 / 1e3;
+            made.compile_ms += time.total.as_secs_f64() * 1e3;
         }
     }
     made

@@ -6,8 +6,9 @@ mod gpu;
 
 use crate::setup::Result;
 use conformance::case::Case;
-use conformance::msl::table::{self, Share};
+use conformance::msl::table;
 use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case, side_by_side};
+use conformance::share::Share;
 use gpu::Gpu;
 use metal_fallback::Kernels;
 use sdpa::metal::MetalExecutor;

@@ -37,10 +37,10 @@ pub(crate) fn run(plans: Option<&str>) -> Result<()> {
         part("executor, plan file");
     }
     let (planned, _) = executor.attention(&problem)?;
-    match (plans, planned.time.load) {
+    match (plans, !planned.time.load.is_zero()) {
         (None, _) => part("plan: graph, heuristics, compilation"),
-        (Some(_), 1..) => part("plan: from the file"),
-        (Some(path), 0) => return Err(format!("the plan was compiled, although {path} has one").into()),
+        (Some(_), true) => part("plan: from the file"),
+        (Some(path), false) => return Err(format!("the plan was compiled, although {path} has one").into()),
     }
     let mut tensors = Tensors::new(&stream, &spec, planned.workspace_bytes(), 1)?;
     tensors.o().fill(&stream, 0xff)?;

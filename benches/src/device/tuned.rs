@@ -13,7 +13,7 @@ pub(crate) fn run() -> Result<()> {
         let problem = spec.validate()?;
         let (fastest, chosen) = (timed.attention(&problem)?.0, usual.attention(&problem)?.0);
         let label = |p: &sdpa::cudnn::Planned| format!("{} {}", p.lowered.form, p.plan.engine().map(|c| c.tag()).unwrap_or_default());
-        println!("{name}: timed {} in {} ms, chosen {}", label(&fastest), fastest.time.tune / 1000, label(&chosen));
+        println!("{name}: timed {} in {} ms, chosen {}", label(&fastest), fastest.time.tune.as_millis(), label(&chosen));
     }
     let [forward, backward] = runner::library_suite("timed", &timed)?;
     println!("{}", forward.summary("timed, forward"));

@@ -90,11 +90,11 @@ pub struct Pointwise {
 /// (query heads that share a key head).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Matmul {
-    /// (…, m, k).
+    /// Left operand, (…, m, k).
     pub a: TensorId,
-    /// (…, k, n).
+    /// Right operand, (…, k, n).
     pub b: TensorId,
-    /// (…, m, n).
+    /// Result, (…, m, n).
     pub c: TensorId,
     /// Rows that count, per batch entry.
     pub m_override: Option<TensorId>,
@@ -313,13 +313,13 @@ pub struct BandMask {
 /// Gathers pages: `y[b, h, s, d]` (or its transpose) from `container[page_table[b, 0, s / block, 0], h, s % block, d]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PagedLoad {
-    /// (blocks, h, block, d).
+    /// The pages, (blocks, h, block, d).
     pub container: TensorId,
     /// Lengths, (b, 1, 1, 1), i32 or i64.
     pub seq_len: TensorId,
-    /// (b, 1, ⌈max / block⌉, 1), i32.
+    /// Numbers of pages, (b, 1, ⌈max / block⌉, 1), i32.
     pub page_table: TensorId,
-    /// (b, h, s, d), or (b, h, d, s) when its strides say that the third axis is innermost.
+    /// Result, (b, h, s, d), or (b, h, d, s) when its strides say that the third axis is innermost.
     pub y: TensorId,
 }
 
@@ -402,43 +402,43 @@ pub struct Fp8Scales {
 /// `o = softmax(score(q·kᵀ · scale)) · v` in one op.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SdpaForward {
-    /// (b, h_q, s_q, d_qk).
+    /// Queries, (b, h_q, s_q, d_qk).
     pub q: TensorId,
-    /// (b, h_k, s_kv, d_qk), or the container of a paged cache.
+    /// Keys, (b, h_k, s_kv, d_qk), or the container of a paged cache.
     pub k: TensorId,
-    /// (b, h_v, s_kv, d_v), or the container of a paged cache.
+    /// Values, (b, h_v, s_kv, d_v), or the container of a paged cache.
     pub v: TensorId,
-    /// (b, h_q, s_q, d_v).
+    /// Output, (b, h_q, s_q, d_v).
     pub o: TensorId,
-    /// One f32; absent: 1.
+    /// Multiplies the scores: one f32; absent: 1.
     pub attn_scale: Option<TensorId>,
     /// Ops on the scaled score (9.21).
     pub score: Option<ScoreGraph>,
     /// Natural-log sum of exponentials, f32 (b, h_q, s_q, 1).
     pub stats: Option<TensorId>,
-    /// Row maximum (9.21).
+    /// Row maximum, f32 (b, h_q, s_q, 1) (9.21).
     pub max: Option<TensorId>,
-    /// Row sum of exponentials (9.21).
+    /// Row sum of exponentials, f32 (b, h_q, s_q, 1) (9.21).
     pub sum_exp: Option<TensorId>,
-    /// One more score per head (9.21).
+    /// One more score per head, which has no value: f32 (1, h_q, 1, 1) (9.21).
     pub sink: Option<TensorId>,
     /// One bit per 128 × 128 tile, u8 (b, h_q, ⌈s_q/128⌉, ⌈⌈s_kv/128⌉/8⌉) (9.14).
     pub block_mask: Option<TensorId>,
-    /// Page table of `k` (9.15).
+    /// Page table of `k`, (b, 1, pages, 1), i32 (9.15).
     pub page_table_k: Option<TensorId>,
-    /// Page table of `v` (9.15).
+    /// Page table of `v`, (b, 1, pages, 1), i32 (9.15).
     pub page_table_v: Option<TensorId>,
-    /// Query lengths (9.15).
+    /// Query lengths, (b, 1, 1, 1) (9.15).
     pub seq_len_q: Option<TensorId>,
-    /// Key lengths (9.15).
+    /// Key lengths, (b, 1, 1, 1) (9.15).
     pub seq_len_kv: Option<TensorId>,
-    /// Prefix sums of query lengths (9.24).
+    /// Prefix sums of query lengths, (b + 1, 1, 1, 1) (9.24).
     pub cu_seq_len_q: Option<TensorId>,
-    /// Prefix sums of key lengths (9.24).
+    /// Prefix sums of key lengths, (b + 1, 1, 1, 1) (9.24).
     pub cu_seq_len_kv: Option<TensorId>,
     /// Dropout of weights (9.21).
     pub dropout: Option<Dropout>,
-    /// 8-bit attention (9.25).
+    /// Scales of attention over 8-bit floats (9.25).
     pub fp8: Option<Fp8Scales>,
 }
 
@@ -472,19 +472,19 @@ impl SdpaForward {
 /// Gradients of [`SdpaForward`] in one op.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SdpaBackward {
-    /// As in the forward op.
+    /// Queries, (b, h_q, s_q, d_qk).
     pub q: TensorId,
-    /// As in the forward op.
+    /// Keys, (b, h_k, s_kv, d_qk).
     pub k: TensorId,
-    /// As in the forward op.
+    /// Values, (b, h_v, s_kv, d_v).
     pub v: TensorId,
-    /// The forward op's output.
+    /// Output of the forward op, (b, h_q, s_q, d_v).
     pub o: TensorId,
     /// Gradient of the output.
     pub d_o: TensorId,
-    /// Natural-log sum of exponentials.
+    /// Natural-log sum of exponentials, f32 (b, h_q, s_q, 1).
     pub stats: TensorId,
-    /// One f32; absent: 1.
+    /// Multiplies the scores: one f32; absent: 1.
     pub attn_scale: Option<TensorId>,
     /// Gradient of `q`.
     pub dq: TensorId,

@@ -6,6 +6,7 @@ use super::limits::Weight;
 use super::store::Keyed;
 use super::sync::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What a cache asks of its values.
 pub trait CacheValue {
@@ -48,7 +49,7 @@ pub(super) struct Entry<K, V> {
     pub(super) label: String,
     pub(super) engine: String,
     pub(super) fields: Arc<Fields>,
-    made: u64,
+    made: Duration,
     built: BuildTime,
     hits: AtomicU64,
     /// When it was last used, on the cache's clock.
@@ -104,7 +105,7 @@ impl<K, V> Entry<K, V> {
 }
 
 impl<K: CacheKey, V: CacheValue> Entry<K, V> {
-    pub(super) fn new(Keyed { hash, key }: Keyed<'_, K>, value: V, made: u64, built: BuildTime) -> Entry<K, V> {
+    pub(super) fn new(Keyed { hash, key }: Keyed<'_, K>, value: V, made: Duration, built: BuildTime) -> Entry<K, V> {
         let key = key.to_key();
         let (weight, engine, label, fields) = (value.weight(), value.engine(), key.label(), Arc::new(key.fields()));
         let zero = || AtomicU64::new(0);

@@ -115,7 +115,7 @@ impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.state {
             State::Hit(e) => {
-                write!(f, "{}: hit, entry {}, built in {:.1} ms, {} hits", self.label, e.id, e.built.total as f64 / 1e3, e.hits)?
+                write!(f, "{}: hit, entry {}, built in {:.1} ms, {} hits", self.label, e.id, e.built.total.as_secs_f64() * 1e3, e.hits)?
             }
             State::Building => write!(f, "{}: another thread is building it", self.label)?,
             State::Unsupported { error, remaining } => {

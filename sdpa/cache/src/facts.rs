@@ -2,6 +2,21 @@
 
 use super::limits::{Limits, Weight};
 use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// Times in files are whole microseconds.
+mod micros {
+    use serde::{Deserialize, Deserializer, Serializer};
+    use std::time::Duration;
+
+    pub(super) fn serialize<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u64(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+        u64::deserialize(from).map(Duration::from_micros)
+    }
+}
 
 /// How a cache has been used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,22 +41,27 @@ pub struct CacheStats {
     pub not_kept: u64,
 }
 
-/// Where the time of a build went, in microseconds.
+/// Where the time of a build went. In files, times are whole microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BuildTime {
     /// The whole build.
-    pub total: u64,
+    #[serde(with = "micros")]
+    pub total: Duration,
     /// From the problem to what is compiled: a graph, a text.
-    pub lower: u64,
+    #[serde(with = "micros")]
+    pub lower: Duration,
     /// Asking cuDNN for its engines.
-    pub heuristics: u64,
-    /// Compiling.
-    pub compile: u64,
+    #[serde(with = "micros")]
+    pub heuristics: Duration,
+    /// Compiling graphs or texts to machine code.
+    #[serde(with = "micros")]
+    pub compile: Duration,
     /// Running every configuration to find the fastest.
-    #[serde(default)]
-    pub tune: u64,
-    /// Reading it from a plan file.
-    pub load: u64,
+    #[serde(default, with = "micros")]
+    pub tune: Duration,
+    /// Reading the value from a plan file.
+    #[serde(with = "micros")]
+    pub load: Duration,
 }
 
 /// What is known of one entry.
@@ -51,8 +71,9 @@ pub struct EntryFacts {
     pub id: u64,
     /// The key in a few words.
     pub label: String,
-    /// When the entry was made: microseconds since the cache was made.
-    pub made: u64,
+    /// When the entry was made, from when the cache was.
+    #[serde(with = "micros")]
+    pub made: Duration,
     /// How long the build took.
     pub built: BuildTime,
     /// Lookups that found the entry.
@@ -149,8 +170,9 @@ pub enum What {
 /// Something that happened to a key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheEvent {
-    /// Microseconds since the cache was made.
-    pub at: u64,
+    /// How long after the cache was made.
+    #[serde(with = "micros")]
+    pub at: Duration,
     /// The key in a few words; empty where it is about the whole cache.
     pub label: String,
     /// Hits of the whole cache until then, as far as threads have reported them.
@@ -167,8 +189,9 @@ pub struct CacheSnapshot {
     pub version: u32,
     /// The name that the cache was made with.
     pub name: String,
-    /// Microseconds since the cache was made.
-    pub at: u64,
+    /// How long after the cache was made.
+    #[serde(with = "micros")]
+    pub at: Duration,
     /// The bounds of the cache.
     pub limits: Limits,
     /// How it has been used so far.

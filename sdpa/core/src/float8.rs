@@ -92,7 +92,7 @@ macro_rules! float8 {
             /// The element type, as data.
             pub const DTYPE: DType = $dtype;
 
-            /// The largest number.
+            /// The largest finite number of the type.
             pub const MAX: $name = $name($format.top);
 
             /// The number of these bits.
@@ -100,7 +100,7 @@ macro_rules! float8 {
                 $name(bits)
             }
 
-            /// Its bits.
+            /// The bits of the number.
             pub const fn to_bits(self) -> u8 {
                 self.0
             }

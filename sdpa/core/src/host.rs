@@ -80,7 +80,7 @@ pub struct HostGradient<'a> {
 /// Where a call of 8-bit floats writes the largest magnitude of one tensor.
 #[derive(Debug)]
 pub struct HostAmax<'a> {
-    /// Of which tensor.
+    /// The tensor whose largest magnitude is written.
     pub of: Amax,
     /// Where the magnitude is written.
     pub value: &'a mut f32,

@@ -36,7 +36,7 @@ pub struct Forward {
     pub sink: bool,
     /// Whether `stats` is written: f32 (batch, heads_q, seq_q).
     pub stats: bool,
-    /// (batch, heads_q, seq_q, seq_kv).
+    /// The extents (batch, heads_q, seq_q, seq_kv).
     pub extents: [i64; 4],
     /// Query heads that share a key head.
     pub group: i64,

@@ -55,7 +55,7 @@ pub const TILES_ENTRY: &CStr = c"attention_tiles";
 /// The name of the kernel before either that lists blocks, where a rule reads tensors.
 pub const MAP_ENTRY: &CStr = c"attention_map";
 
-/// Shared memory of that kernel, in which its 32 warps tell of an item each.
+/// Bytes of shared memory of the kernel [`MAP_ENTRY`], in which its 32 warps tell of an item each.
 pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 
 /// Past this a trace is compiled once for every block, masked or not: a text of 64 scores takes long, and the mask is little beside it.

@@ -32,7 +32,7 @@ pub struct Tile {
 pub struct Few {
     /// Queries of a head: a power of two.
     pub queries: u32,
-    /// Heads.
+    /// Query heads that share a key head.
     pub heads: u32,
 }
 

@@ -399,20 +399,16 @@ fn try_build(
 ) -> Result<(Arc<Lowered>, Plan), Refusal> {
     let start = Instant::now();
     let spellings = spellings(library, target, job, form, policy)?;
-    time.lower += micros(start);
+    time.lower += start.elapsed();
     first(spellings, |lowered, policy| {
         let start = Instant::now();
         let planner = Planner::new(library, Arc::new(lowered.graph.clone()), target, policy);
-        time.heuristics += micros(start);
+        time.heuristics += start.elapsed();
         let start = Instant::now();
         let plan = planner?.first(target);
-        time.compile += micros(start);
+        time.compile += start.elapsed();
         plan
     })
-}
-
-fn micros(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Runs `make` over the forms that the options allow, in order, until one succeeds.
@@ -513,7 +509,7 @@ pub fn build(library: &'static Library, target: &Target<'_>, job: &Job, options:
     let (_, (lowered, plan)) = made?;
     let helpers = Instant::now();
     let mut planned = Planned::of(library, target, job, (lowered, Arc::new(plan)))?;
-    time.compile += micros(helpers);
+    time.compile += helpers.elapsed();
     planned.time = time;
     Ok(planned)
 }
@@ -547,7 +543,7 @@ fn build_pieces(
     let first = made.next().ok_or_else(|| Error::Bug("no pieces".to_owned()))?;
     let helpers = Instant::now();
     let planned = Planned::beside(library, target, job, Made { first, pieces: made.collect() }, None)?;
-    time.compile += micros(helpers);
+    time.compile += helpers.elapsed();
     Ok(planned)
 }
 

@@ -236,7 +236,7 @@ impl Planned {
         let mut planned = Planned::around(dense, Made { first, pieces: made.collect() }, schedule, |run| {
             plans.next().ok_or_else(|| PayloadError::Plans(format!("there is no {}", run.role)))
         })?;
-        let load = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let load = start.elapsed();
         planned.engine = head.engine;
         planned.time = BuildTime { total: load, load, ..BuildTime::default() };
         Ok(planned)

@@ -76,6 +76,9 @@ struct Fiber {
     unsigned number = 0;
     bool ended = false;
     Site site = {"the begin", "", 0};
+    // What it waits for, if it waits: asked from outside, since most turns of most threads come too early.
+    bool (*holds)(const void*) = nullptr;
+    const void* condition = nullptr;
     std::vector<Range> unpublished;
     // How many copies out are under way: of no group yet, and of each group.
     std::shared_ptr<int> open = std::make_shared<int>(0);
@@ -504,9 +507,12 @@ void fail(const char* format, ...) {
     for (;;) to_scheduler();
 }
 
-void wait(const Site& site) {
+void wait(const Site& site, bool (*holds)(const void*), const void* condition) {
     now->site = site;
+    now->holds = holds;
+    now->condition = condition;
     to_scheduler();
+    now->holds = nullptr;
 }
 
 void progress() { went_on = true; }
@@ -517,10 +523,10 @@ static void come_lane(Warp& warp, uint64_t half, uint64_t wanted, const Site& si
     warp.came[half]++;
     went_on = true;
     until(site, [&] { return warp.came[half] >= wanted; });
-    for (const Site& other : warp.sites[half]) {
-        if (other.line != site.line || strcmp(other.what, site.what) != 0) {
-            fail("lanes of a warp part: %s at line %d, %s at line %d", site.what, site.line, other.what, other.line);
-        }
+    // Each lane looks at the first: where all are as that, all are alike.
+    const Site& other = warp.sites[half][0];
+    if (other.line != site.line || (other.what != site.what && strcmp(other.what, site.what) != 0)) {
+        fail("lanes of a warp part: %s at line %d, %s at line %d", site.what, site.line, other.what, other.line);
     }
 }
 
@@ -822,7 +828,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_run(
                 continue;
             }
             for (unsigned lane = 0; lane < WARP && !failed; lane++) {
-                if (warp[lane]->ended) continue;
+                if (warp[lane]->ended || (warp[lane]->holds != nullptr && !warp[lane]->holds(warp[lane]->condition))) continue;
                 now = warp[lane];
                 inside = true;
                 switch_stacks(&scheduler, now->saved);

@@ -26,19 +26,16 @@ unsigned block_threads();
 // Stops the launch: the driver's call fails with this text.
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
 
-// Another thread's turn. Engines may do something of what they were asked in between.
-void wait(const Site& site);
+// Another thread's turn, until a condition holds. Engines may do something of what they were asked in between.
+void wait(const Site& site, bool (*holds)(const void*), const void* condition);
 
 // Something has happened that others may have waited for.
 void progress();
 
-// Waits until a condition holds.
+// Waits until a condition holds: of what was ready already, until its next turn.
 template <class Condition>
 inline void until(const Site& site, Condition holds) {
-    // What was ready may still come later than what others do.
-    do {
-        wait(site);
-    } while (!holds());
+    wait(site, [](const void* condition) { return (*static_cast<const Condition*>(condition))(); }, &holds);
     progress();
 }
 

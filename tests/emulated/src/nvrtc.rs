@@ -2,12 +2,15 @@
 //! the path of a library.
 
 use crate::{Ptr, store};
+use parking_lot::Mutex;
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock};
 
 const COMPILATION: c_int = 6;
 const INVALID_PROGRAM: c_int = 4;
@@ -113,6 +116,9 @@ fn digest(text: &str) -> Result<u64, String> {
     Ok(state.finish())
 }
 
+/// Texts that somebody in this process compiles.
+static MADE: Mutex<BTreeMap<u64, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+
 /// The file of this name, made by clang if it is not there: never seen half-written.
 fn made(name: &str, arguments: &[&OsStr]) -> Result<PathBuf, String> {
     static UNIQUE: AtomicU32 = AtomicU32::new(0);
@@ -145,14 +151,22 @@ fn compiled(text: &str) -> Result<PathBuf, String> {
     }
     let (digest, include) = (digest(&text)?, machine());
     let path = folder().join(format!("{digest:016x}.so"));
+    // Tests that run side by side have texts in common.
+    let turn = MADE.lock().entry(digest).or_default().clone();
+    let _turn = turn.lock();
     if path.exists() {
         return Ok(path);
     }
-    let machine = made(&format!("{:016x}.o", self::digest("")?), &["-c".as_ref(), include.join("machine.cpp").as_os_str()])?;
+    // Compiled once, and most of what runs.
+    let machine =
+        made(&format!("{:016x}.o", self::digest("")?), &["-O3".as_ref(), "-c".as_ref(), include.join("machine.cpp").as_os_str()])?;
     let source = folder().join(format!("{digest:016x}.{}.cpp", std::process::id()));
     std::fs::write(&source, &text).map_err(|e| format!("{}: {e}", source.display()))?;
     let arguments = ["-shared".as_ref(), "-I".as_ref(), include.as_os_str(), source.as_os_str(), machine.as_os_str()];
-    let done = made(&format!("{digest:016x}.so"), &arguments);
+    // A faster linker, where there is one.
+    static GOLD: LazyLock<bool> = LazyLock::new(|| clang(&["-fuse-ld=gold".as_ref(), "-Wl,--version".as_ref()]).is_ok());
+    let linker = GOLD.then_some(OsStr::new("-fuse-ld=gold"));
+    let done = made(&format!("{digest:016x}.so"), &linker.into_iter().chain(arguments).collect::<Vec<_>>());
     // What did not compile is there to be read.
     if done.is_ok() {
         let _ = std::fs::remove_file(&source);

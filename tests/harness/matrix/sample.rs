@@ -1,6 +1,9 @@
 //! Rows that are compiled on every run.
 
-/// Rows that are compiled on every run, in whichever form is taken: every kind of mask, lengths, heads, dims, strides and score_mods
+use crate::offline::PROFILES;
+use crate::share::{Share, VARIABLE, is_whole};
+
+/// Rows that are compiled on every run, each for half of the devices, for the others the next day, in whichever form is taken: every kind of mask, lengths, heads, dims, strides and score_mods
 /// that is lowered differently.
 pub const SAMPLE: [&str; 37] = [
     "case plain",
@@ -54,6 +57,21 @@ pub const UNIFIED_SAMPLE: [&str; 9] = [
     "paged, of 48; score_mod none; causal, bottom right, beside lengths; decode; GQA; dims 128; without a sink; with stats; bf16",
     "softcap:30; causal; forward",
 ];
+
+/// Whether a row is compiled for a device today: those of [`SAMPLE`] for every other.
+///
+/// # Panics
+/// Where [`VARIABLE`] is no share.
+pub fn is_compiled_today(row: &str, profile: &str) -> bool {
+    let Some(nth) = SAMPLE.iter().position(|name| *name == row) else { return true };
+    let device = PROFILES.iter().position(|(name, _)| *name == profile).unwrap_or_default();
+    let wanted = if is_whole() { "all".to_owned() } else { Share::wanted(VARIABLE, DEVICE_DAYS) };
+    let share = Share::parse(&wanted).unwrap_or_else(|why| panic!("{VARIABLE}={why}"));
+    share.has(nth + device)
+}
+
+/// Days until a row has been compiled for every device.
+const DEVICE_DAYS: u64 = 2;
 
 /// Rows of 8-bit floats that are compiled on every run, for devices that take such.
 pub const FP8_SAMPLE: [&str; 6] = [

@@ -3,7 +3,6 @@
 use super::cover::pairwise;
 use crate::case::Case;
 use metal_fallback::Kernels;
-use std::time::SystemTime;
 
 /// `dim_qk` and `dim_v`.
 const DIMS: [[i64; 2]; 10] = [[32, 32], [64, 64], [72, 72], [80, 80], [96, 96], [128, 128], [192, 192], [256, 256], [192, 128], [20, 44]];
@@ -77,43 +76,6 @@ pub struct Row {
     pub case: Case,
     /// The kernels that it is given to, whatever the planner would take.
     pub kernels: Kernels,
-}
-
-/// A part of a list: the first entry, and how many there are to each that is taken.
-#[derive(Clone, Copy, Debug)]
-pub struct Share {
-    first: usize,
-    of: usize,
-}
-
-impl Share {
-    /// `all`, or `3/40`: the third of forty shares.
-    ///
-    /// # Errors
-    /// What else it is.
-    pub fn parse(text: &str) -> Result<Share, String> {
-        let share = match text.split_once('/') {
-            None => (text == "all").then_some(Share { first: 0, of: 1 }),
-            Some((nth, of)) => nth.parse().ok().zip(of.parse().ok()).and_then(|(nth, of)| {
-                let nth: usize = nth;
-                (1..=of).contains(&nth).then(|| Share { first: nth - 1, of })
-            }),
-        };
-        share.ok_or_else(|| format!("{text:?}: all, or a share as 3/40"))
-    }
-
-    /// What a variable says, or else one of so many shares, another each day.
-    pub fn wanted(variable: &str, shares: u64) -> String {
-        std::env::var(variable).unwrap_or_else(|_| {
-            let day = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs() / 86_400);
-            format!("{}/{shares}", day % shares + 1)
-        })
-    }
-
-    /// The entries of this share.
-    pub fn take<T>(self, list: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
-        list.into_iter().skip(self.first).step_by(self.of)
-    }
 }
 
 /// How many of the columns are multiplied where all of them are wanted: types, dims, masks, score_mods and kernels.

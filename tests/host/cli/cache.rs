@@ -34,7 +34,7 @@ impl CacheValue for Value {
     }
 
     fn build_time(&self) -> BuildTime {
-        BuildTime { lower: 100, compile: 700, ..BuildTime::default() }
+        BuildTime { lower: Duration::from_micros(100), compile: Duration::from_micros(700), ..BuildTime::default() }
     }
 }
 

@@ -1,7 +1,33 @@
 //! Builds, put together again from their events.
 
 use sdpa::cache::{BuildTime, CacheEvent, CacheSnapshot, Weight, What, Why};
+use serde::Serialize;
 use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+
+/// Where the time of builds went, as a report tells it: microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(super) struct Took {
+    pub(super) total: u64,
+    pub(super) lower: u64,
+    pub(super) heuristics: u64,
+    pub(super) compile: u64,
+    pub(super) tune: u64,
+    pub(super) load: u64,
+}
+
+impl From<&BuildTime> for Took {
+    fn from(time: &BuildTime) -> Took {
+        let [total, lower, heuristics, compile, tune, load] =
+            [time.total, time.lower, time.heuristics, time.compile, time.tune, time.load].map(micros);
+        Took { total, lower, heuristics, compile, tune, load }
+    }
+}
+
+/// Whole microseconds.
+pub(super) fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
 
 /// What the time of a build goes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +56,7 @@ impl Phase {
     }
 
     /// Its part of a build: microseconds.
-    pub(super) fn of(self, time: &BuildTime) -> u64 {
+    pub(super) fn of(self, time: &Took) -> u64 {
         let told = || [time.lower, time.heuristics, time.compile, time.tune, time.load].into_iter().fold(0, u64::saturating_add);
         match self {
             Phase::Lower => time.lower,
@@ -44,7 +70,7 @@ impl Phase {
 }
 
 /// Adds up where time went.
-pub(super) fn add(sum: &mut BuildTime, time: &BuildTime) {
+pub(super) fn add(sum: &mut Took, time: &Took) {
     sum.total = sum.total.saturating_add(time.total);
     sum.lower = sum.lower.saturating_add(time.lower);
     sum.heuristics = sum.heuristics.saturating_add(time.heuristics);
@@ -81,7 +107,7 @@ pub(super) struct Attempt<'a> {
     /// Microseconds since the cache was made.
     pub(super) begin: u64,
     /// Of one that failed, the total alone.
-    pub(super) time: BuildTime,
+    pub(super) time: Took,
     pub(super) ended: Ended<'a>,
     /// `None`: that event was forgotten.
     pub(super) miss: Option<Miss<'a>>,
@@ -96,10 +122,10 @@ pub(super) fn attempts(events: &[CacheEvent]) -> Vec<Attempt<'_>> {
     let mut begun: HashMap<&str, VecDeque<Begun<'_>>> = HashMap::new();
     let mut all = Vec::new();
     for CacheEvent { at, label, what, .. } in events {
-        let (label, end) = (label.as_str(), *at);
-        let mut close = |time: Option<BuildTime>, ended| {
+        let (label, end) = (label.as_str(), micros(*at));
+        let mut close = |time: Option<Took>, ended| {
             let miss = begun.get_mut(label).and_then(VecDeque::pop_front);
-            let waited = BuildTime { total: miss.map_or(0, |(begin, _)| end.saturating_sub(begin)), ..BuildTime::default() };
+            let waited = Took { total: miss.map_or(0, |(begin, _)| end.saturating_sub(begin)), ..Took::default() };
             let time = time.unwrap_or(waited);
             all.push(Attempt { label, begin: end.saturating_sub(time.total), time, ended, miss: miss.map(|(_, miss)| miss) });
         };
@@ -107,7 +133,7 @@ pub(super) fn attempts(events: &[CacheEvent]) -> Vec<Attempt<'_>> {
             What::Missed { nearest, evicted } => {
                 begun.entry(label).or_default().push_back((end, Miss { nearest, evicted: *evicted }));
             }
-            What::Built { id, engine, time, weight } => close(Some(*time), Ended::Built { id: *id, engine, weight: *weight }),
+            What::Built { id, engine, time, weight } => close(Some(time.into()), Ended::Built { id: *id, engine, weight: *weight }),
             What::Failed { error } => close(None, Ended::Failed(error)),
             What::Unsupported { error } => close(None, Ended::Unsupported(error)),
             What::Evicted { .. } | What::Thrashing { .. } | What::Resized { .. } => {}
@@ -116,7 +142,7 @@ pub(super) fn attempts(events: &[CacheEvent]) -> Vec<Attempt<'_>> {
     let mut open: Vec<Attempt<'_>> = begun
         .into_iter()
         .flat_map(|(label, begun)| begun.into_iter().map(move |(at, miss)| (label, at, miss)))
-        .map(|(label, at, miss)| Attempt { label, begin: at, time: BuildTime::default(), ended: Ended::Open, miss: Some(miss) })
+        .map(|(label, at, miss)| Attempt { label, begin: at, time: Took::default(), ended: Ended::Open, miss: Some(miss) })
         .collect();
     open.sort_by_key(|attempt| (attempt.begin, attempt.label));
     all.extend(open);

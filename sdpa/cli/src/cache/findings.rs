@@ -1,12 +1,12 @@
 //! What a trace comes to: everything that the report says, as plain data.
 
 use super::advice::{self, Advice, Level, Seen};
-use super::attempt::{self, Attempt, Ended};
+use super::attempt::{self, Attempt, Ended, Took};
 use super::keys::{self, Count, Key, tally};
 use super::reason::{self, Reason};
 use super::timeline::{Span, Timeline};
 use super::verdict;
-use sdpa::cache::{BuildTime, CacheSnapshot, CacheTrace, EntryFacts, Limits, Weight, What};
+use sdpa::cache::{CacheSnapshot, CacheTrace, EntryFacts, Limits, Weight, What};
 use serde::Serialize;
 
 /// Keys that are told of.
@@ -39,7 +39,7 @@ pub(super) struct Figures {
     /// From events: builds, however they ended.
     pub(super) builds: u64,
     /// From events: their time.
-    pub(super) building_us: BuildTime,
+    pub(super) building_us: Took,
     /// From events.
     pub(super) evictions: Vec<Count>,
     /// From events: labels.
@@ -102,7 +102,7 @@ fn analyse_cache(snapshot: &CacheSnapshot) -> CacheFindings {
 
 fn figures(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>], keys: usize) -> Figures {
     let stats = &snapshot.stats;
-    let mut building_us = BuildTime::default();
+    let mut building_us = Took::default();
     attempts.iter().for_each(|a| attempt::add(&mut building_us, &a.time));
     let mut evictions = Vec::new();
     for event in &snapshot.events {

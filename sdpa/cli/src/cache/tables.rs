@@ -1,13 +1,13 @@
 //! The tables of the page.
 
-use super::attempt::Phase;
+use super::attempt::{Phase, Took, micros};
 use super::findings::CacheFindings;
 use super::html::Html;
 use super::keys::Count;
 use super::reason::Reason;
 use super::units::{clip, count, time};
 use crate::memory::human;
-use sdpa::cache::{BuildTime, EntryFacts};
+use sdpa::cache::EntryFacts;
 
 /// Letters of a label, of a value of a field.
 const LABEL: usize = 300;
@@ -64,7 +64,7 @@ pub(super) fn reasons_of(counts: &[Count]) -> String {
 }
 
 /// Where the time of builds went, as a bar and in words.
-fn phases(html: &mut Html, built: &BuildTime) {
+fn phases(html: &mut Html, built: &Took) {
     let whole = Phase::ALL.into_iter().map(|phase| phase.of(built) as f64).sum::<f64>().max(1.0);
     let text: Vec<String> = Phase::ALL
         .into_iter()
@@ -149,9 +149,9 @@ pub(super) fn entries(html: &mut Html, entries: &[EntryFacts]) {
         number(html, entry.id);
         label(html, &entry.label);
         html.element("td", &[], |html| html.leaf("code", &[], clip(&entry.engine, VALUE)));
-        number(html, time(entry.made));
-        number(html, time(entry.built.total));
-        html.element("td", &[], |html| phases(html, &entry.built));
+        number(html, time(micros(entry.made)));
+        number(html, time(micros(entry.built.total)));
+        html.element("td", &[], |html| phases(html, &Took::from(&entry.built)));
         number(html, count(entry.hits));
         bytes(html, entry.weight.bytes());
         html.leaf("td", &[], if entry.pinned { "pinned" } else { "" });

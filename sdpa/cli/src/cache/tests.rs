@@ -1,15 +1,22 @@
 //! Traces made by hand, and what they come to.
 
 use super::advice::Kind;
-use super::attempt::Phase;
+use super::attempt::{Phase, Took, micros};
 use super::findings::{CacheFindings, Findings, analyse};
 use super::keys::Count;
 use super::page;
 use sdpa::cache::{BuildTime, CacheEvent, CacheSnapshot, CacheStats, CacheTrace, EntryFacts, Limits, Weight, What, Why};
 use std::num::NonZeroUsize;
+use std::time::Duration;
 
 const MS: u64 = 1000;
 const S: u64 = 1000 * MS;
+
+fn told(took: Took) -> BuildTime {
+    let Took { total, lower, heuristics, compile, tune, load } = took;
+    let [total, lower, heuristics, compile, tune, load] = [total, lower, heuristics, compile, tune, load].map(Duration::from_micros);
+    BuildTime { total, lower, heuristics, compile, tune, load }
+}
 
 /// A cache that is told what happens to it.
 struct Hand(CacheSnapshot);
@@ -18,7 +25,7 @@ impl Hand {
     fn new() -> Hand {
         let (stats, limits) = (CacheStats::default(), Limits::entries(NonZeroUsize::new(4).unwrap()));
         let name = "forward".to_owned();
-        Hand(CacheSnapshot { version: 1, name, at: 0, limits, stats, entries: Vec::new(), events: Vec::new(), forgotten: 0 })
+        Hand(CacheSnapshot { version: 1, name, at: Duration::ZERO, limits, stats, entries: Vec::new(), events: Vec::new(), forgotten: 0 })
     }
 
     fn event(&mut self, label: &str, what: What) {
@@ -29,7 +36,7 @@ impl Hand {
     /// So many hits within this time.
     fn hits(&mut self, hits: u64, us: u64) {
         self.0.stats.hits += hits;
-        self.0.at += us;
+        self.0.at += Duration::from_micros(us);
     }
 
     fn miss(&mut self, label: &str, nearest: &[&str], evicted: Option<Why>) {
@@ -39,14 +46,14 @@ impl Hand {
     }
 
     /// A build; the entry's number.
-    fn build(&mut self, label: &str, nearest: &[&str], evicted: Option<Why>, time: BuildTime) -> u64 {
+    fn build(&mut self, label: &str, nearest: &[&str], evicted: Option<Why>, time: Took) -> u64 {
         self.miss(label, nearest, evicted);
-        self.0.at += time.total;
+        self.0.at += Duration::from_micros(time.total);
         let id = self.0.entries.len() as u64 + 1;
         let weight = Weight { host: 1 << 10, device: 2 << 10, workspace: 1 << 20 };
-        self.event(label, What::Built { id, engine: "eng1".to_owned(), time, weight });
+        self.event(label, What::Built { id, engine: "eng1".to_owned(), time: told(time), weight });
         let (label, engine) = (label.to_owned(), "eng1".to_owned());
-        self.0.entries.push(EntryFacts { id, label, made: self.0.at, built: time, hits: 0, weight, engine, pinned: false });
+        self.0.entries.push(EntryFacts { id, label, made: self.0.at, built: told(time), hits: 0, weight, engine, pinned: false });
         id
     }
 
@@ -65,8 +72,8 @@ impl Hand {
 }
 
 /// A build whose time is lowering, heuristics and something.
-fn quick(ms: u64) -> BuildTime {
-    BuildTime { total: ms * MS, lower: ms * MS / 10, heuristics: ms * MS / 2, ..BuildTime::default() }
+fn quick(ms: u64) -> Took {
+    Took { total: ms * MS, lower: ms * MS / 10, heuristics: ms * MS / 2, ..Took::default() }
 }
 
 /// Three keys that are built once and used all the time.
@@ -102,7 +109,7 @@ fn builds_are_grouped_by_label_and_earn_the_hits_of_their_entries() {
     hand.0.entries.remove(0);
     hand.0.entries[1].hits = 5;
     hand.miss("a", &[], None);
-    hand.0.at += 40 * MS;
+    hand.0.at += Duration::from_micros(40 * MS);
     hand.event("a", What::Failed { error: "no memory".to_owned() });
     let found = hand.found();
     let [a, b] = &found.keys[..] else { panic!("{:?}", found.keys) };
@@ -139,9 +146,9 @@ fn misses_are_grouped_by_the_set_of_fields_that_differ() {
 fn the_hit_rate_comes_from_hits_between_events() {
     let mut hand = Hand::new();
     // Nothing for 30 s, one hit for each miss for 30 s, and hits alone for 60 s.
-    hand.0.at = 30 * S;
+    hand.0.at = Duration::from_micros(30 * S);
     for n in 0..30 {
-        hand.build(&format!("key {n}"), &[], None, BuildTime { total: 250 * MS, ..BuildTime::default() });
+        hand.build(&format!("key {n}"), &[], None, Took { total: 250 * MS, ..Took::default() });
         hand.hits(1, 750 * MS);
     }
     hand.event("", What::Resized { limits: Limits::default() });
@@ -163,7 +170,7 @@ fn the_hit_rate_comes_from_hits_between_events() {
 fn builds_at_the_same_time_have_lanes_of_their_own() {
     let mut hand = Hand::new();
     for (label, at, ms) in [("a", 100, 100), ("b", 150, 100), ("c", 200, 90), ("d", 300, 40)] {
-        hand.0.at = (at - ms) * MS;
+        hand.0.at = Duration::from_micros((at - ms) * MS);
         hand.build(label, &[], None, quick(ms));
     }
     let found = hand.found();
@@ -174,7 +181,7 @@ fn builds_at_the_same_time_have_lanes_of_their_own() {
 #[test]
 fn every_phase_is_drawn_over_time_and_in_the_bars() {
     let ms = |n| n * MS;
-    let time = BuildTime { total: ms(210), lower: ms(10), heuristics: ms(20), compile: ms(30), tune: ms(40), load: ms(50) };
+    let time = Took { total: ms(210), lower: ms(10), heuristics: ms(20), compile: ms(30), tune: ms(40), load: ms(50) };
     let mut hand = Hand::new();
     hand.build("a", &[], None, time);
     let page = page::render(&hand.findings());
@@ -208,7 +215,7 @@ fn advice_is_given_where_it_is_deserved() {
         hand
     };
     let slow = |hand: &mut Hand| {
-        hand.build("slow", &[], None, BuildTime { total: 2 * S, compile: 1900 * MS, ..BuildTime::default() });
+        hand.build("slow", &[], None, Took { total: 2 * S, compile: 1900 * MS, ..Took::default() });
     };
     let lengths = |n: usize| vec![format!("seq_q {} ≠ 64", 100 + 20 * n), format!("seq_kv {} ≠ 64", 100 + 20 * n)];
     let rows: Vec<(&str, Hand, Vec<Kind>, &str)> = vec![
@@ -266,9 +273,9 @@ fn a_verdict_is_a_sentence() {
     let mut hand = Hand::new();
     for label in ["a", "b", "c"] {
         hand.build(label, if label == "a" { &[] } else { &["batch 1 ≠ 2"] }, None, quick(100));
-        hand.0.at = 50 * MS;
+        hand.0.at = Duration::from_micros(50 * MS);
     }
-    hand.0.at = 150 * MS;
+    hand.0.at = Duration::from_micros(150 * MS);
     let wanted = "3 builds took 300 ms of threads' time in 150 ms; 2 of them differ from an entry only in batch; 0 % of 3 lookups hit.";
     assert_eq!(verdict(hand), wanted);
 }
@@ -294,19 +301,19 @@ fn whatever_a_trace_says_is_escaped_and_cut() {
 
 #[test]
 fn numbers_without_sense_do_no_harm() {
-    let huge = BuildTime { total: u64::MAX, lower: u64::MAX, heuristics: u64::MAX, compile: 1, tune: u64::MAX, load: u64::MAX };
+    let huge = Took { total: u64::MAX, lower: u64::MAX, heuristics: u64::MAX, compile: 1, tune: u64::MAX, load: u64::MAX };
     let weight = Weight { host: u64::MAX, device: u64::MAX, workspace: u64::MAX };
     for (at, forgotten) in [(0, 0), (u64::MAX, 0), (u64::MAX, u64::MAX), (5, 1)] {
         let mut hand = Hand::new();
-        for time in [huge, BuildTime::default(), BuildTime { compile: 9, ..BuildTime::default() }] {
+        for time in [huge, Took::default(), Took { compile: 9, ..Took::default() }] {
             hand.miss("a", &["seq_q 18446744073709551615 ≠ 0"], Some(Why::Bytes));
-            hand.event("a", What::Built { id: 0, engine: String::new(), time, weight });
+            hand.event("a", What::Built { id: 0, engine: String::new(), time: told(time), weight });
             // Time goes backwards, hits too.
-            hand.0.at = if hand.0.at == 0 { u64::MAX } else { 0 };
-            hand.0.stats.hits = hand.0.at;
+            hand.0.at = if hand.0.at.is_zero() { Duration::from_micros(u64::MAX) } else { Duration::ZERO };
+            hand.0.stats.hits = micros(hand.0.at);
         }
         hand.evict("b", u64::MAX, u64::MAX, Why::Resized);
-        (hand.0.at, hand.0.forgotten) = (at, forgotten);
+        (hand.0.at, hand.0.forgotten) = (Duration::from_micros(at), forgotten);
         hand.0.stats = CacheStats { hits: u64::MAX, misses: u64::MAX, weight, ..CacheStats::default() };
         let findings = hand.findings();
         let page = page::render(&findings);

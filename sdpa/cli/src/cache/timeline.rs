@@ -1,7 +1,7 @@
 //! A trace over time: how many lookups hit, how long builds took, what else happened.
 
-use super::attempt::{Attempt, Phase, add};
-use sdpa::cache::{BuildTime, CacheSnapshot, What};
+use super::attempt::{Attempt, Phase, Took, add, micros};
+use sdpa::cache::{CacheSnapshot, What};
 use serde::Serialize;
 
 /// Parts of the time of a trace.
@@ -17,9 +17,9 @@ pub(super) struct Span {
 impl Span {
     /// From the first event that was not forgotten to the end; not nothing.
     pub(super) fn of(snapshot: &CacheSnapshot) -> Span {
-        let times = || snapshot.events.iter().map(|event| event.at);
+        let times = || snapshot.events.iter().map(|event| micros(event.at));
         let from_us = if snapshot.forgotten == 0 { 0 } else { times().min().unwrap_or(0) };
-        let to_us = times().chain([snapshot.at]).max().unwrap_or(0).max(from_us.saturating_add(1));
+        let to_us = times().chain([micros(snapshot.at)]).max().unwrap_or(0).max(from_us.saturating_add(1));
         Span { from_us: from_us.min(to_us - 1), to_us }
     }
 
@@ -37,7 +37,7 @@ pub(super) struct Bin {
     /// `None`: nothing was asked.
     pub(super) hit_rate: Option<f64>,
     /// Time that threads spent with builds.
-    pub(super) building_us: BuildTime,
+    pub(super) building_us: Took,
 }
 
 /// What is marked beside builds.
@@ -79,7 +79,7 @@ impl Mark {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Bar {
     pub(super) begin: u64,
-    pub(super) time: BuildTime,
+    pub(super) time: Took,
     /// It gave a value.
     pub(super) good: bool,
     /// Bars of one lane do not overlap.
@@ -105,7 +105,7 @@ impl Timeline {
     pub(super) fn new(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>]) -> Timeline {
         let span = Span::of(snapshot);
         let bars = bars(attempts);
-        let marks = snapshot.events.iter().filter_map(|event| Some((Mark::of(&event.what)?, event.at))).collect();
+        let marks = snapshot.events.iter().filter_map(|event| Some((Mark::of(&event.what)?, micros(event.at)))).collect();
         let at_once = bars.iter().map(|bar| bar.lane + 1).max().unwrap_or(0);
         Timeline { span, bins: bins(snapshot, attempts, span), at_once, bars, marks }
     }
@@ -147,8 +147,8 @@ fn hits_until(points: &[(u64, u64)], at: f64) -> f64 {
 
 fn bins(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>], span: Span) -> Vec<Bin> {
     let begin = if snapshot.forgotten == 0 { Some((span.from_us, 0)) } else { None };
-    let told = snapshot.events.iter().map(|event| (event.at, event.hits_so_far));
-    let mut points: Vec<(u64, u64)> = begin.into_iter().chain(told).chain([(snapshot.at, snapshot.stats.hits)]).collect();
+    let told = snapshot.events.iter().map(|event| (micros(event.at), event.hits_so_far));
+    let mut points: Vec<(u64, u64)> = begin.into_iter().chain(told).chain([(micros(snapshot.at), snapshot.stats.hits)]).collect();
     points.sort_by_key(|(at, _)| *at);
     // Whatever a file says: hits do not become fewer.
     let mut most = 0;
@@ -164,7 +164,7 @@ fn bins(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>], span: Span) -> Vec<B
         bin.hits = hits_until(&points, edge(n + 1)) - hits_until(&points, edge(n));
     }
     for event in snapshot.events.iter().filter(|event| matches!(event.what, What::Missed { .. })) {
-        bins[place(event.at as f64)].misses += 1;
+        bins[place(micros(event.at) as f64)].misses += 1;
     }
     for attempt in attempts {
         let mut from = attempt.begin as f64;
@@ -185,14 +185,14 @@ fn bins(snapshot: &CacheSnapshot, attempts: &[Attempt<'_>], span: Span) -> Vec<B
 }
 
 /// Time of one phase.
-fn only(phase: Phase, us: u64) -> BuildTime {
-    let time = BuildTime { total: us, ..BuildTime::default() };
+fn only(phase: Phase, us: u64) -> Took {
+    let time = Took { total: us, ..Took::default() };
     match phase {
-        Phase::Lower => BuildTime { lower: us, ..time },
-        Phase::Heuristics => BuildTime { heuristics: us, ..time },
-        Phase::Compile => BuildTime { compile: us, ..time },
-        Phase::Tune => BuildTime { tune: us, ..time },
-        Phase::Load => BuildTime { load: us, ..time },
+        Phase::Lower => Took { lower: us, ..time },
+        Phase::Heuristics => Took { heuristics: us, ..time },
+        Phase::Compile => Took { compile: us, ..time },
+        Phase::Tune => Took { tune: us, ..time },
+        Phase::Load => Took { load: us, ..time },
         Phase::Other => time,
     }
 }

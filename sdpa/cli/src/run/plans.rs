@@ -28,7 +28,12 @@ impl PlanTold {
     /// The last plan that a cache got.
     fn last(cache: &CacheSnapshot) -> Option<PlanTold> {
         let built = cache.events.iter().rev().find_map(|event| if let What::Built { time, .. } = &event.what { Some(time) } else { None });
-        built.map(|time| PlanTold { pass: cache.name.clone(), from_file: time.load > 0, ms: time.total as f64 / 1e3, why: None })
+        built.map(|time| PlanTold {
+            pass: cache.name.clone(),
+            from_file: !time.load.is_zero(),
+            ms: time.total.as_secs_f64() * 1e3,
+            why: None,
+        })
     }
 
     pub(super) fn text(&self) -> String {

@@ -98,7 +98,7 @@ impl Builder {
         self.push(Node::Extent(axis), Type::I32)
     }
 
-    /// The value of a constant.
+    /// A value that is this constant.
     pub fn konst(&mut self, value: Const) -> NodeId {
         self.push(Node::Const(value), value.ty())
     }

@@ -149,7 +149,7 @@ impl Trace {
         self.eval_reading(at, precision, |_, _| f64::NAN)
     }
 
-    /// The same with the elements of tables: `read` gives that of a parameter at a place within it, as elements lie in memory.
+    /// As [`Trace::eval`], with the elements of tables: `read` gives that of a parameter at a place within it, as elements lie in memory.
     pub fn eval_reading(&self, at: &Place<'_>, precision: Precision, read: impl Fn(ParamId, usize) -> f64) -> Vec<f64> {
         let values = self.values(at, precision, read);
         self.roots().iter().map(|root| values[root.index()]).collect()

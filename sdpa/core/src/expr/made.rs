@@ -6,16 +6,16 @@ use super::node::{Binary, Kind, NodeId, Type, Unary};
 /// A function that closures and texts may call, and that a trace holds as the functions it is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Made {
-    /// Between two bounds.
+    /// `clamp(x, low, high)`: the value, but not below `low` and not above `high`.
     Clamp,
-    /// `x²`.
+    /// `square(x)`: `x²`.
     Square,
-    /// `1 / (1 + e⁻ˣ)`.
+    /// `sigmoid(x)`: `1 / (1 + e⁻ˣ)`.
     Sigmoid,
 }
 
 impl Made {
-    /// Every one of them.
+    /// Every such function, in declaration order.
     pub const ALL: &'static [Made] = &[Made::Clamp, Made::Square, Made::Sigmoid];
 
     /// The name in texts.

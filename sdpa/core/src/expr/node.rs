@@ -93,15 +93,15 @@ pub enum Spelling {
 /// What a function takes and yields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Numbers of one type, to the same.
+    /// Takes numbers of one type, yields one of that type.
     Number,
-    /// f32 to f32.
+    /// Takes f32, yields f32.
     Real,
-    /// Numbers of one type, to a truth value.
+    /// Takes numbers of one type, yields a truth value.
     Compare,
-    /// Truth values.
+    /// Takes truth values, yields one.
     Logic,
-    /// To another type.
+    /// Takes a value of the first type, yields one of the second.
     Cast(Type, Type),
 }
 
@@ -112,7 +112,7 @@ macro_rules! functions {
         pub enum $name { $(#[doc = $doc] $variant,)* }
 
         impl $name {
-            /// Every one of them.
+            /// Every function, in declaration order.
             pub const ALL: &'static [$name] = &[$($name::$variant,)*];
 
             /// What it yields, in words.
@@ -120,7 +120,7 @@ macro_rules! functions {
                 match self { $($name::$variant => $doc.trim_ascii(),)* }
             }
 
-            /// How it is written.
+            /// How the function is written in texts.
             pub fn spelling(self) -> Spelling {
                 match self { $($name::$variant => $spelling,)* }
             }
@@ -299,7 +299,7 @@ pub enum Node {
 }
 
 impl Node {
-    /// The values that it is made of.
+    /// The values that this one is a function of, in order.
     pub fn operands(self) -> impl Iterator<Item = NodeId> {
         let of = match self {
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => [None; 3],
@@ -310,7 +310,7 @@ impl Node {
         of.into_iter().flatten()
     }
 
-    /// The same function, of the values that `to` makes of its operands.
+    /// This function, of the values that `to` makes of its operands.
     pub fn map(self, mut to: impl FnMut(NodeId) -> NodeId) -> Node {
         match self {
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => self,

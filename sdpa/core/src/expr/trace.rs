@@ -231,7 +231,7 @@ impl Trace {
         all
     }
 
-    /// The same trace with every default of a scalar set to 0: equal traces have equal texts then.
+    /// The trace with every default of a scalar set to 0: equal traces have equal texts then.
     #[must_use]
     pub fn without_defaults(&self) -> Trace {
         let mut trace = self.clone();

@@ -24,7 +24,7 @@ pub const QUERIES_ENTRIES: [&CStr; 4] = [c"attention_queries", c"attention_rows"
 /// The name of the kernel of the text of keys.
 pub const KEYS_ENTRY: &CStr = c"attention_keys";
 
-/// Shared memory of the kernel of sinks, in which its 8 warps tell of a sum each.
+/// Bytes of shared memory of the kernel that computes gradients of sinks, in which its 8 warps tell of a sum each.
 pub const SINKS_SHARED_BYTES: u32 = 4 * 8;
 
 /// Whether rows lie at multiples of 16 bytes, so that threads ask for copies of these.

@@ -22,7 +22,7 @@ pub struct PlanFile {
 /// What the index says of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// What the payload is found by.
+    /// The key that the payload is found by.
     pub key: Digest,
     /// A name for people.
     pub label: String,

@@ -15,7 +15,7 @@ use tempfile::NamedTempFile;
 /// A plan to be kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// What it is found by.
+    /// The key that the plan is found by.
     pub key: Digest,
     /// A name for people.
     pub label: String,

@@ -166,7 +166,7 @@ pub struct Port {
 /// A graph that runs.
 #[derive(Clone, Debug)]
 pub struct Run<P> {
-    /// What it is for.
+    /// What the graph is for.
     pub role: Role,
     /// The graph that runs.
     pub graph: Arc<Verified>,
@@ -194,13 +194,13 @@ pub enum Argument {
 /// A kernel of this crate that runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// What it is for.
+    /// What the launch is for.
     pub role: Role,
-    /// Which kernel.
+    /// The kernel that is launched.
     pub kernel: Own,
     /// Blocks of the grid, and threads of each.
     pub grid: [u32; 2],
-    /// One for each parameter of the kernel.
+    /// An argument for each parameter of the kernel, in order.
     pub arguments: Vec<Argument>,
     /// The launch is left out where the caller promises that these parameters, by their places among the declared, need no clamping; of none, never.
     pub spared_by: Vec<usize>,
@@ -276,7 +276,7 @@ impl<P> Schedule<P> {
         })
     }
 
-    /// The same schedule with what `make` makes of each graph: a plan, for one.
+    /// The schedule with what `make` makes of each graph in its place: a plan, for one.
     ///
     /// # Errors
     /// Those of `make`.

@@ -1,5 +1,6 @@
 //! Bounds that are too small for what is in use.
 
+use super::super::attempt::micros;
 use super::super::units::{count, many, time};
 use super::{Advice, Kind, Seen};
 use crate::memory::human;
@@ -55,7 +56,7 @@ pub(super) fn thrashing(seen: &Seen<'_>) -> Vec<Advice> {
         .events
         .iter()
         .filter_map(|event| match &event.what {
-            What::Thrashing { rebuilt, of } => Some((event.at, *rebuilt, *of)),
+            What::Thrashing { rebuilt, of } => Some((micros(event.at), *rebuilt, *of)),
             What::Missed { .. }
             | What::Built { .. }
             | What::Failed { .. }
