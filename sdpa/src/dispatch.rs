@@ -139,8 +139,8 @@ impl Dispatcher {
         self.executors()
     }
 
-    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do all where plan files are attached to it: who has made plans
-    /// wants them used.
+    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do all where plan files are attached to it, and none of kernels:
+    /// who has made plans wants them used.
     #[cfg(feature = "cuda")]
     fn own_kernels_first(
         &self,
@@ -149,7 +149,8 @@ impl Dispatcher {
     ) -> Vec<ExecutorName> {
         let mut names = self.executors();
         #[cfg(feature = "cudnn")]
-        let has_plans = self.cudnn.get().is_some_and(|cudnn| cudnn.as_ref().is_ok_and(|cudnn| cudnn.attached() > 0));
+        let has_plans = self.cudnn.get().is_some_and(|cudnn| cudnn.as_ref().is_ok_and(|cudnn| cudnn.attached() > 0))
+            && self.cuda.get().is_none_or(|cuda| cuda.as_ref().is_ok_and(|cuda| cuda.attached() == 0));
         #[cfg(not(feature = "cudnn"))]
         let has_plans = false;
         if measured.is_some_and(|measured| measured.is_faster())

@@ -3,6 +3,7 @@
 mod documents;
 mod emptied;
 mod faults;
+mod files;
 mod lists;
 mod mma;
 mod mma_faults;

@@ -187,12 +187,15 @@ pub(crate) struct RunArgs {
     pub(crate) backward: BackwardArgs,
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
-    /// auto (the fastest that runs the problem), cpu, cudnn or metal
+    /// auto (the fastest that runs the problem), cpu, cuda, cudnn or metal
     #[arg(long, value_parser = Named::executors(), hide_possible_values = true)]
     pub(crate) executor: Option<String>,
-    /// Take cuDNN's plans out of this file, which `compile` or a service made; repeatable
+    /// Take cuDNN's plans, or kernels of cuda, out of this file, which `compile`, --save-plans or a service made; repeatable
     #[arg(long, value_name = "PLANS")]
     pub(crate) plans: Vec<PathBuf>,
+    /// Add the plans or the kernels that ran to this file
+    #[arg(long, value_name = "PLANS")]
+    pub(crate) save_plans: Option<PathBuf>,
     /// Write what is computed to this file
     #[arg(long, value_name = "O.safetensors")]
     pub(crate) output: Option<PathBuf>,

@@ -41,7 +41,7 @@ impl Order {
             mistakes.take("memory", operands::fits(request, check, 0));
         }
         let preference = mistakes.take("--executor", args.executor.as_deref().map_or(Ok(Preference::Auto), names::executor));
-        let plans = mistakes.take("--plans", Plans::read(&args.plans, preference));
+        let plans = mistakes.take("--plans", Plans::read(&args.plans, args.save_plans.as_ref(), preference));
         args.places.check(&mut mistakes);
         let seed = mistakes.take("--seed", args.seed.as_deref().map_or(Ok(0), names::seed));
         if args.seed.is_some() && args.problem.input.is_some() {
@@ -108,6 +108,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
         Checked::new(forward.as_ref(), backward.as_ref(), &operands)
     });
     let outcome = checked.as_ref().map_or(Outcome::Good, Checked::outcome);
+    order.plans.save(&dispatcher, chosen.executor)?;
     let plans = order.plans.told(&dispatcher, chosen.executor, request);
     let told = Told::new(&order, chosen, plans, reports, checked, operands);
     Answer::new(json, &told, || told.text(), outcome)

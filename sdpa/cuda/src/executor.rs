@@ -3,6 +3,7 @@
 use crate::backward::Backward;
 use crate::error::Error;
 use crate::family::Family;
+use crate::files::Files;
 use crate::kernel::{Kernel, KernelKey, Kernels};
 use crate::mma::{self, Cut};
 use crate::plan::{CudaPlan, Pass};
@@ -57,7 +58,8 @@ pub struct CudaExecutor {
     tile: Option<Tile>,
     family: Option<Family>,
     plans: PlanCache<Job, Arc<CudaPlan>, Unsupported>,
-    kernels: Kernels,
+    pub(crate) kernels: Kernels,
+    pub(crate) files: Files,
     setup_stream: Stream,
 }
 
@@ -76,6 +78,7 @@ impl CudaExecutor {
             family: options.family,
             plans: PlanCache::new("cuda", options.plans),
             kernels: PlanCache::new("cuda kernels", options.kernels),
+            files: Files::default(),
             setup_stream: device.stream()?,
         })
     }
@@ -190,7 +193,7 @@ impl CudaExecutor {
         let made = |(source, mut entries): Text| {
             entries.extend(lists);
             let key = KernelKey { source: source.into(), entries, cut: cut.clone(), architecture: family.architecture(self.device.sm()) };
-            let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, self.device, &key)?));
+            let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, &self.files, self.device, &key)?));
             self.kernels.get_or_build(&key, build).map(|(kernel, _)| kernel)
         };
         // A build in the middle of a capture, of this or another thread's stream, does not disturb it.

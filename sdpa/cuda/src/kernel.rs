@@ -1,13 +1,15 @@
 //! Kernels that were compiled and loaded, by their text: problems that differ in lengths share them.
 
 use crate::error::Error;
+use crate::files::Files;
 use crate::source::OPTIONS;
-use sdpa_cache::{CacheKey, CacheValue, Fields, PlanCache, Weight};
+use sdpa_cache::{BuildTime, CacheKey, CacheValue, Fields, PlanCache, Weight};
 use sdpa_core::Unsupported;
 use sdpa_driver::{Compiled, Device, Entry, Module, Nvrtc};
 use std::ffi::CStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// All that compiled kernels depend on, compared as a whole: the key of their cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -49,13 +51,21 @@ pub struct Kernel {
     pub module: Module,
     /// The kernels in the code, in the order of [`KernelKey::entries`].
     pub entries: Vec<Entry>,
-    /// Of the text, which the key keeps, and of the code.
-    bytes: [u64; 2],
+    /// The code itself, for files.
+    pub(crate) code: Vec<u8>,
+    /// Bytes of the text, which the key keeps.
+    source_bytes: u64,
+    time: BuildTime,
 }
 
 impl CacheValue for Kernel {
     fn weight(&self) -> Weight {
-        Weight { host: self.bytes[0], device: self.bytes[1], workspace: 0 }
+        let code = self.code.len() as u64;
+        Weight { host: self.source_bytes + code, device: code, workspace: 0 }
+    }
+
+    fn build_time(&self) -> BuildTime {
+        self.time
     }
 }
 
@@ -83,15 +93,28 @@ pub fn serialized(compiled: &Compiled) -> Option<&str> {
     compiled.log.lines().find(|line| line.contains("(C75"))
 }
 
+fn compiled(nvrtc: &Nvrtc, key: &KernelKey) -> Result<Vec<u8>, Error> {
+    let compiled = compile_for(nvrtc, &key.source, &key.architecture)?;
+    if let Some(why) = serialized(&compiled) {
+        tracing::warn!(kernel = key.label(), why, "products run one after the other");
+    }
+    Ok(compiled.code)
+}
+
 impl Kernel {
-    pub(crate) fn build(nvrtc: &Nvrtc, device: &'static Device, key: &KernelKey) -> Result<Kernel, Error> {
-        let compiled = compile_for(nvrtc, &key.source, &key.architecture)?;
-        if let Some(why) = serialized(&compiled) {
-            tracing::warn!(kernel = key.label(), why, "products run one after the other");
-        }
-        let code = compiled.code;
+    /// Out of a file that has it, or compiled.
+    pub(crate) fn build(nvrtc: &Nvrtc, files: &Files, device: &'static Device, key: &KernelKey) -> Result<Kernel, Error> {
+        let start = Instant::now();
+        let found = files.code(key, nvrtc.version());
+        let mut time = BuildTime::default();
+        let (part, code) = match found {
+            Some(code) => (&mut time.load, code),
+            None => (&mut time.compile, compiled(nvrtc, key)?),
+        };
         let module = Module::load(device, &code)?;
         let entries = key.entries.iter().map(|(name, shared)| module.entry(name, *shared)).collect::<Result<_, _>>()?;
-        Ok(Kernel { module, entries, bytes: [key.source.len(), code.len()].map(|n| n as u64) })
+        *part = start.elapsed();
+        time.total = *part;
+        Ok(Kernel { module, entries, code, source_bytes: key.source.len() as u64, time })
     }
 }

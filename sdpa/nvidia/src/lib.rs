@@ -4,6 +4,7 @@ pub mod call;
 mod host;
 mod job;
 mod key;
+pub mod planfile;
 
 pub use host::{Hosted, Told};
 pub use job::Job;

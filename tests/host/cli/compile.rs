@@ -131,7 +131,10 @@ fn plans_of_a_file_are_used_and_files_of_no_use_are_refused() {
     assert_eq!((code(&out), &json(&out)["executor"]), (0, &"cpu".into()), "{}", stdout(&out));
     assert_eq!(code(&sdpa(words(&format!("{none} --executor cudnn")))), 3);
     let out = sdpa(words(&format!("run --executor cpu --plans {plans}")));
-    assert_eq!((code(&out), errors(&out)), (2, vec!["--plans: plans are cuDNN's, and the --executor is cpu".to_owned()]));
+    assert_eq!(
+        (code(&out), errors(&out)),
+        (2, vec!["--plans: plans are cuDNN's, or kernels of cuda, and the --executor is cpu".to_owned()])
+    );
 }
 
 #[test]

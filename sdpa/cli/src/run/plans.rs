@@ -1,8 +1,9 @@
-//! Plan files of a run, and where its plans came from.
+//! Files of plans and of kernels of a run, and where those of it came from.
 
 use crate::exit::{Failure, Mistakes};
 use crate::request::Request;
 use sdpa::cache::{CacheSnapshot, What};
+use sdpa::cuda::KernelHead;
 use sdpa::cudnn::AttachError;
 use sdpa::cudnn::lower::Job;
 use sdpa::{Dispatcher, Preference};
@@ -12,7 +13,14 @@ use std::path::PathBuf;
 
 /// Files whose plans are used. Whoever names files wants them read: one that is of no use here ends the run.
 #[derive(Debug)]
-pub(super) struct Plans(Vec<PathBuf>);
+pub(super) struct Plans {
+    files: Vec<PathBuf>,
+    /// What ran is added to this one.
+    save: Option<PathBuf>,
+}
+
+/// Who makes what is kept in files.
+const MAKERS: [ExecutorName; 2] = [ExecutorName::CUDNN, ExecutorName::CUDA];
 
 /// The plan of a pass.
 #[derive(Serialize)]
@@ -46,49 +54,74 @@ impl PlanTold {
 impl Plans {
     /// # Errors
     /// Files for an executor that has no use for them.
-    pub(super) fn read(files: &[PathBuf], preference: Option<Preference>) -> Result<Plans, String> {
+    pub(super) fn read(files: &[PathBuf], save: Option<&PathBuf>, preference: Option<Preference>) -> Result<Plans, String> {
         match preference {
-            Some(Preference::Named(name)) if name != ExecutorName::CUDNN && !files.is_empty() => {
-                Err(format!("plans are cuDNN's, and the --executor is {name}"))
+            Some(Preference::Named(name)) if !MAKERS.contains(&name) && (!files.is_empty() || save.is_some()) => {
+                Err(format!("plans are cuDNN's, or kernels of cuda, and the --executor is {name}"))
             }
-            Some(_) | None => Ok(Plans(files.to_vec())),
+            Some(_) | None => Ok(Plans { files: files.to_vec(), save: save.cloned() }),
         }
     }
 
-    /// Has the files searched before a plan is built. Where cuDNN is not there and nobody asked for it, another executor runs, which
-    /// has no plans.
+    /// Has the files searched before anything is built. Where a file's executor is not there and nobody asked for it, another one runs, which
+    /// has no use for it.
     pub(super) fn attach(&self, dispatcher: &Dispatcher, preference: Preference) -> Result<(), Failure> {
-        if self.0.is_empty() {
-            return Ok(());
-        }
-        let cudnn = match (dispatcher.cudnn(), preference) {
-            (Ok(cudnn), _) => cudnn,
-            (Err(_), Preference::Auto) => return Ok(()),
-            (Err(e), Preference::Named(_)) => {
-                return Err(Failure::Executor(super::lines(ExecutorName::CUDNN, &Error::failed(ExecutorName::CUDNN, e))));
-            }
-        };
         let mut mistakes = Mistakes::default();
-        for path in &self.0 {
+        for path in &self.files {
             let about = format!("--plans {}", path.display());
-            match cudnn.attach(path) {
-                Err(AttachError::Other(e)) => return Err(Failure::environment(about, e)),
-                attached => mistakes.take(about, attached),
+            let of = if KernelHead::is_of(path) { ExecutorName::CUDA } else { ExecutorName::CUDNN };
+            if let Preference::Named(name) = preference
+                && name != of
+            {
+                mistakes.add(about, format!("it is of {of}, and the --executor is {name}"));
+                continue;
+            }
+            let absent = |error: Error| match preference {
+                Preference::Auto => Ok(()),
+                Preference::Named(name) => Err(Failure::Executor(super::lines(name, &error))),
             };
+            match of {
+                ExecutorName::CUDA => match dispatcher.cuda() {
+                    Ok(cuda) => drop(mistakes.take(about, cuda.attach(path))),
+                    Err(e) => absent(Error::failed(of, e))?,
+                },
+                _ => match dispatcher.cudnn() {
+                    Ok(cudnn) => match cudnn.attach(path) {
+                        Err(AttachError::Other(e)) => return Err(Failure::environment(about, e)),
+                        attached => drop(mistakes.take(about, attached)),
+                    },
+                    Err(e) => absent(Error::failed(of, e))?,
+                },
+            }
         }
         mistakes.finish(Some(()))
     }
 
-    /// Where cuDNN's plans came from.
+    /// Keeps what ran, where that was asked for.
+    pub(super) fn save(&self, dispatcher: &Dispatcher, executor: ExecutorName) -> Result<(), Failure> {
+        let Some(path) = &self.save else { return Ok(()) };
+        let failed = |e: &dyn std::fmt::Display| Failure::environment(format!("--save-plans {}", path.display()), e);
+        match (executor, dispatcher.cudnn(), dispatcher.cuda()) {
+            (ExecutorName::CUDNN, Ok(cudnn), _) => cudnn.save(path).map(drop).map_err(|e| failed(&e)),
+            (ExecutorName::CUDA, _, Ok(cuda)) => cuda.save(path).map(drop).map_err(|e| failed(&e)),
+            _ => Err(failed(&format!("{executor} has no plans to keep"))),
+        }
+    }
+
+    /// Where plans and kernels came from.
     pub(super) fn told(&self, dispatcher: &Dispatcher, executor: ExecutorName, request: &Request) -> Vec<PlanTold> {
+        if let (ExecutorName::CUDA, Ok(cuda)) = (executor, dispatcher.cuda()) {
+            return cuda.snapshots().iter().filter_map(PlanTold::last).filter(|told| told.pass == "cuda kernels").collect();
+        }
         let (ExecutorName::CUDNN, Ok(cudnn)) = (executor, dispatcher.cudnn()) else { return Vec::new() };
         let mut told: Vec<PlanTold> = cudnn.cache_trace().caches.iter().filter_map(PlanTold::last).collect();
         let backward = request.backward.as_ref().map(|backward| Job::from(backward.problem.clone()));
         let jobs: Vec<Job> = [Some(request.problem.clone().into()), backward].into_iter().flatten().collect();
-        for plan in told.iter_mut().filter(|plan| !plan.from_file && !self.0.is_empty()) {
+        let files: Vec<&PathBuf> = self.files.iter().filter(|path| !KernelHead::is_of(path)).collect();
+        for plan in told.iter_mut().filter(|plan| !plan.from_file && !files.is_empty()) {
             let Some(job) = jobs.iter().find(|job| job.name() == plan.pass) else { continue };
             plan.why = Some(match cudnn.without_plan(job) {
-                Ok(why) => self.0.iter().zip(why).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect(),
+                Ok(why) => files.iter().zip(why).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect(),
                 Err(e) => vec![e.to_string()],
             });
         }

@@ -1,7 +1,7 @@
 //! What all plans of a file were compiled by and for.
 
-use super::error::Fault;
 use cudnn_graph::DeviceProfile;
+use sdpa_nvidia::planfile::{Fault, Head};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -65,10 +65,18 @@ impl Header {
             }
         }
     }
+}
+
+impl Head for Header {
+    type Mismatch = Mismatch;
+
+    fn mismatch(&self, here: &Header) -> Option<Mismatch> {
+        Header::mismatch(self, here)
+    }
 
     /// Everything that the profiles of both say, for a file with plans of both: a property that only one of them has
     /// then counts for all.
-    pub(super) fn joined(&self, other: &Header) -> Header {
+    fn joined(&self, other: &Header) -> Header {
         let map = |header: &Header| serde_json::from_str::<Map<String, Value>>(&header.profile).unwrap_or_default();
         let (mine, theirs) = (map(self), map(other));
         if theirs.keys().all(|key| mine.contains_key(key)) {
@@ -79,8 +87,7 @@ impl Header {
         Header { profile: Value::Object(all).to_string(), ..self.clone() }
     }
 
-    /// Whether the header may stand in a file.
-    pub(super) fn check(&self) -> Result<(), Fault> {
+    fn check(&self) -> Result<(), Fault> {
         match DeviceProfile::from_json(&self.profile) {
             Ok(_) => Ok(()),
             Err(e) => Err(Fault::new("device profile", "unreadable", e.to_string())),

@@ -4,7 +4,7 @@ use super::digest::Digest;
 use super::error::PlanFileError;
 use super::format;
 use super::guard::Target;
-use super::header::Header;
+use super::head::Head;
 use super::read::PlanFile;
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -28,7 +28,7 @@ pub struct Record {
 ///
 /// # Errors
 /// [`PlanFileError`]; what was there is then as it was, unless only making the new file durable failed.
-pub fn write(path: impl AsRef<Path>, header: &Header, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
+pub fn write(path: impl AsRef<Path>, header: &impl Head, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
     let target = Target::new(path.as_ref())?;
     replace(&target, header, &by_key(records))
 }
@@ -41,11 +41,11 @@ pub fn write(path: impl AsRef<Path>, header: &Header, records: impl IntoIterator
 ///
 /// # Errors
 /// [`PlanFileError`]; what was there is then as it was, unless only making the new file durable failed.
-pub fn add(path: impl AsRef<Path>, header: &Header, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
+pub fn add<H: Head>(path: impl AsRef<Path>, header: &H, records: impl IntoIterator<Item = Record>) -> Result<(), PlanFileError> {
     let target = Target::new(path.as_ref())?;
     let records = by_key(records);
     let _lock = lock(&target)?;
-    let there = match PlanFile::open(&target.file) {
+    let there: PlanFile<H> = match PlanFile::open(&target.file) {
         Ok(file) => file,
         Err(e) if e.is_replaceable() => {
             tracing::debug!(reason = %e, "plans are written anew");
@@ -72,7 +72,7 @@ fn by_key(records: impl IntoIterator<Item = Record>) -> BTreeMap<Digest, Record>
 }
 
 /// The records of a file that can be read, and whether those are all.
-fn kept(file: &PlanFile) -> Result<(BTreeMap<Digest, Record>, bool), PlanFileError> {
+fn kept(file: &PlanFile<impl Head>) -> Result<(BTreeMap<Digest, Record>, bool), PlanFileError> {
     let mut all = BTreeMap::new();
     let mut complete = true;
     for entry in file.entries() {
@@ -111,7 +111,7 @@ fn lock(target: &Target) -> Result<File, PlanFileError> {
     }
 }
 
-fn replace(target: &Target, header: &Header, records: &BTreeMap<Digest, Record>) -> Result<(), PlanFileError> {
+fn replace(target: &Target, header: &impl Head, records: &BTreeMap<Digest, Record>) -> Result<(), PlanFileError> {
     let head = format::head(header, records).map_err(|fault| fault.unwritten(&target.path))?;
     let mut file = temporary(&target.folder).map_err(PlanFileError::io(&target.folder, "making a file in"))?;
     let mut written = || -> io::Result<()> {

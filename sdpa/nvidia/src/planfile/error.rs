@@ -125,14 +125,15 @@ impl PlanFileError {
 
 /// A field that breaks a rule of the format, wherever it was found.
 #[derive(Debug)]
-pub(super) struct Fault {
+pub struct Fault {
     pub(super) what: String,
     pub(super) value: String,
     pub(super) rule: String,
 }
 
 impl Fault {
-    pub(super) fn new(what: impl Into<String>, value: impl ToString, rule: impl Into<String>) -> Fault {
+    /// The field, what it holds, and the rule.
+    pub fn new(what: impl Into<String>, value: impl ToString, rule: impl Into<String>) -> Fault {
         Fault { what: what.into(), value: value.to_string(), rule: rule.into() }
     }
 

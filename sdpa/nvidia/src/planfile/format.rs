@@ -2,7 +2,7 @@
 
 use super::digest::{Digest, Running};
 use super::error::Fault;
-use super::header::Header;
+use super::head::Head;
 use super::read::Entry;
 use super::write::Record;
 use std::collections::BTreeMap;
@@ -137,7 +137,7 @@ fn read_slot(fields: &mut Fields<'_>, i: u32, start: u64) -> Result<Slot, Fault>
 }
 
 /// Everything of a file that comes before the payloads; they follow in the order of their keys.
-pub(super) fn head(header: &Header, records: &BTreeMap<Digest, Record>) -> Result<Vec<u8>, Fault> {
+pub(super) fn head(header: &impl Head, records: &BTreeMap<Digest, Record>) -> Result<Vec<u8>, Fault> {
     header.check()?;
     let json = serde_json::to_vec(header).map_err(|e| Fault::new("header", e, "JSON"))?;
     let mut out = Vec::new();

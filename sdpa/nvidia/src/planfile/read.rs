@@ -4,7 +4,7 @@ use super::digest::{Digest, Running};
 use super::error::{Fault, PlanFileError};
 use super::format::{self, Fields, Slot};
 use super::guard;
-use super::header::Header;
+use super::head::Head;
 use super::source::Source;
 use std::cmp::Ordering;
 use std::io;
@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 
 /// A file of plans. It stays readable when another one is put in its place.
 #[derive(Debug)]
-pub struct PlanFile {
+pub struct PlanFile<H> {
     path: PathBuf,
-    header: Header,
+    header: H,
     slots: Vec<Slot>,
     source: Source,
 }
@@ -30,23 +30,23 @@ pub struct Entry {
     pub bytes: u64,
 }
 
-impl PlanFile {
+impl<H: Head> PlanFile<H> {
     /// Opens a file and reads header and index.
     ///
     /// # Errors
     /// [`PlanFileError`], whatever the file holds: nothing of it is used before its checksum holds.
-    pub fn open(path: impl AsRef<Path>) -> Result<PlanFile, PlanFileError> {
+    pub fn open(path: impl AsRef<Path>) -> Result<PlanFile<H>, PlanFileError> {
         let path = path.as_ref();
         let source = Source::new(guard::open(path)?);
         let length = source.length().map_err(PlanFileError::io(path, "asking about"))?;
-        let mut head = Head { path, source: &source, length, at: 0, checksum: Running::default() };
+        let mut head = Beginning { path, source: &source, length, at: 0, checksum: Running::default() };
         let header = head.header()?;
         let slots = head.index()?;
         Ok(PlanFile { path: path.to_owned(), header, slots, source })
     }
 
     /// What the plans were compiled by and for.
-    pub fn header(&self) -> &Header {
+    pub fn header(&self) -> &H {
         &self.header
     }
 
@@ -83,7 +83,7 @@ impl PlanFile {
 
 /// What comes before the payloads, while it is read.
 #[derive(Debug)]
-struct Head<'a> {
+struct Beginning<'a> {
     path: &'a Path,
     source: &'a Source,
     length: u64,
@@ -91,8 +91,8 @@ struct Head<'a> {
     checksum: Running,
 }
 
-impl Head<'_> {
-    fn header(&mut self) -> Result<Header, PlanFileError> {
+impl Beginning<'_> {
+    fn header<H: Head>(&mut self) -> Result<H, PlanFileError> {
         let lead = self.source.read(0, self.length.min(format::LEAD)).map_err(PlanFileError::io(self.path, "reading"))?;
         let magic = lead.get(..format::MAGIC.len()).unwrap_or(&lead);
         if !format::MAGIC.starts_with(magic) {
@@ -110,7 +110,7 @@ impl Head<'_> {
         self.checksum.update(&lead);
         self.at = format::LEAD;
         let json = self.checked("header", u64::from(length))?;
-        let header: Header = serde_json::from_slice(&json).map_err(|e| self.corrupt(Fault::new("header", "unreadable", e.to_string())))?;
+        let header: H = serde_json::from_slice(&json).map_err(|e| self.corrupt(Fault::new("header", "unreadable", e.to_string())))?;
         header.check().map_err(|fault| self.corrupt(fault))?;
         Ok(header)
     }

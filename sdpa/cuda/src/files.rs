@@ -1,0 +1,142 @@
+//! Files of kernels: where an executor looks before it compiles, and where it keeps what it has compiled.
+
+use crate::kernel::KernelKey;
+use crate::{CudaExecutor, Kernel};
+use sdpa_cache::CacheKey;
+use sdpa_nvidia::planfile::{self, Digest, Head, PlanFile, PlanFileError, Record};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::Path;
+use std::sync::{Arc, RwLock};
+
+/// What stands in front of a file of kernels. What a kernel depends on, its text, the architecture and the compiler's version, is in its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KernelHead {
+    /// How keys are made.
+    pub kernels: u32,
+}
+
+impl KernelHead {
+    /// Whether a file is one of kernels, as far as its begin tells.
+    pub fn is_of(path: impl AsRef<Path>) -> bool {
+        PlanFile::<KernelHead>::open(path).is_ok()
+    }
+}
+
+/// How they are made here.
+const HERE: KernelHead = KernelHead { kernels: 1 };
+
+/// Keys of a file are made in another way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OtherKeys {
+    file: u32,
+}
+
+impl fmt::Display for OtherKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "kernels: the file has keys of version {}, here is {}", self.file, HERE.kernels)
+    }
+}
+
+impl Head for KernelHead {
+    type Mismatch = OtherKeys;
+
+    fn mismatch(&self, here: &KernelHead) -> Option<OtherKeys> {
+        (self != here).then_some(OtherKeys { file: self.kernels })
+    }
+}
+
+/// Why a file of kernels is of no use to an executor.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelFileError {
+    /// The file cannot be read or written.
+    #[error(transparent)]
+    File(#[from] PlanFileError),
+    /// It was written by another version of this crate.
+    #[error("{0}")]
+    Mismatch(OtherKeys),
+}
+
+/// Files that are searched, in the order in which they came.
+#[derive(Debug, Default)]
+pub(crate) struct Files(RwLock<Vec<Arc<PlanFile<KernelHead>>>>);
+
+/// Machine code of a GPU is an ELF file.
+const MAGIC: &[u8] = b"\x7fELF";
+
+impl Files {
+    fn open(&self) -> Vec<Arc<PlanFile<KernelHead>>> {
+        self.0.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// The machine code of a key, out of the first file that has it.
+    pub(crate) fn code(&self, key: &KernelKey, nvrtc: [i32; 2]) -> Option<Vec<u8>> {
+        let digest = digest(key, nvrtc);
+        self.open().iter().find_map(|file| match file.read(&digest) {
+            Ok(code) => code.filter(|code| code.starts_with(MAGIC)),
+            Err(error) => {
+                tracing::warn!(%error, kernel = key.label(), "a kernel of a file is not used; it is compiled");
+                None
+            }
+        })
+    }
+}
+
+/// All that the machine code of a key depends on.
+fn digest(key: &KernelKey, [major, minor]: [i32; 2]) -> Digest {
+    let compiler = format!("NVRTC {major}.{minor}");
+    Digest::parts().part(compiler.as_bytes()).part(key.architecture.as_bytes()).part(key.source.as_bytes()).finish()
+}
+
+impl CudaExecutor {
+    /// Looks for kernels in a file from now on, before they are compiled. Only its index is read; kernels are read one by one when they are asked for. One that
+    /// is damaged is compiled as if it were not there, with a warning.
+    ///
+    /// **A kernel is machine code: load only files that you trust.** See [`sdpa_nvidia::planfile`].
+    ///
+    /// # Errors
+    /// What is wrong with the file.
+    pub fn attach(&self, path: impl AsRef<Path>) -> Result<usize, KernelFileError> {
+        let file = PlanFile::open(path)?;
+        if let Some(mismatch) = KernelHead::mismatch(file.header(), &HERE) {
+            return Err(KernelFileError::Mismatch(mismatch));
+        }
+        let kernels = file.entries().len();
+        self.files.0.write().unwrap_or_else(std::sync::PoisonError::into_inner).push(Arc::new(file));
+        Ok(kernels)
+    }
+
+    /// How many files are attached.
+    pub fn attached(&self) -> usize {
+        self.files.open().len()
+    }
+
+    /// Adds every kernel of the cache to a file, which is made where there is none. What is there already stays. Says how many there are to keep.
+    ///
+    /// ```no_run
+    /// use sdpa_cuda::{CudaExecutor, CudaOptions};
+    ///
+    /// let cuda = CudaExecutor::new(CudaOptions::default())?;
+    /// // After the problems that matter have run once: another process compiles none of them.
+    /// cuda.save("kernels.bin")?;
+    /// CudaExecutor::new(CudaOptions::default())?.attach("kernels.bin")?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// What is wrong with the file or its folder.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<usize, KernelFileError> {
+        let version = self.nvrtc().version();
+        let record = |(key, kernel): (KernelKey, Arc<Kernel>)| Record {
+            key: digest(&key, version),
+            label: key.label(),
+            payload: kernel.code.to_vec(),
+        };
+        let records: Vec<Record> = self.kernels.values().into_iter().map(record).collect();
+        let count = records.len();
+        planfile::add(path, &HERE, records)?;
+        Ok(count)
+    }
+}

@@ -1,0 +1,61 @@
+//! Kernels that are kept in files: the next executor compiles none of them, and computes the same.
+
+use super::executor;
+use conformance::case::Case;
+use conformance::runner::{Outcome, run_case};
+use sdpa::cache::What;
+use sdpa::cuda::{CudaExecutor, KernelFileError, KernelHead};
+use sdpa::cudnn::planfile::{self, Digest, Header, PlanFileError, Record};
+
+/// Of each kernel that was made, whether it came out of a file.
+fn from_files(executor: &CudaExecutor) -> Vec<bool> {
+    let [_, kernels] = executor.snapshots();
+    let made = kernels.events.iter().filter_map(|event| if let What::Built { time, .. } = &event.what { Some(time) } else { None });
+    made.map(|time| !time.load.is_zero() && time.compile.is_zero()).collect()
+}
+
+#[test]
+fn kernels_of_a_file_are_not_compiled() {
+    let Some(first) = executor() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kernels");
+    let cases = Case::all_few().unwrap();
+    let case = cases.first().unwrap();
+    let run = |executor: &CudaExecutor| assert!(matches!(run_case(case, executor), Outcome::Pass(..)), "{}", case.name);
+    run(&first);
+    assert_eq!(from_files(&first), [false]);
+    assert_eq!(first.save(&path).unwrap(), 1);
+    let second = executor().unwrap();
+    assert_eq!((second.attach(&path).unwrap(), second.attached()), (1, 1));
+    run(&second);
+    assert_eq!(from_files(&second), [true]);
+    // What is there stays as it is.
+    assert_eq!(second.save(&path).unwrap(), 1);
+    assert!(KernelHead::is_of(&path));
+
+    // A kernel that is damaged is compiled, and so is what is no machine code.
+    let mut bytes = std::fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let third = executor().unwrap();
+    third.attach(&path).unwrap();
+    run(&third);
+    assert_eq!(from_files(&third), [false]);
+}
+
+#[test]
+fn files_that_are_none_of_kernels_are_told() {
+    let Some(executor) = executor() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let [plans, newer, none] = ["plans", "newer", "none"].map(|name| folder.path().join(name));
+    let profile = r#"{"deviceName": "X", "deviceVer": 900, "multiProcessorCount": 132}"#.to_owned();
+    let record = || [Record { key: Digest::of(b"x"), label: "x".to_owned(), payload: b"x".to_vec() }];
+    planfile::add(&plans, &Header { cudnn: "9.19.0".to_owned(), profile, lowering: 1 }, record()).unwrap();
+    planfile::add(&newer, &KernelHead { kernels: 9 }, record()).unwrap();
+    let Err(KernelFileError::File(PlanFileError::Corrupt { what, .. })) = executor.attach(&plans) else { panic!() };
+    assert_eq!(what, "header");
+    let other = executor.attach(&newer).unwrap_err();
+    assert_eq!(other.to_string(), "kernels: the file has keys of version 9, here is 1");
+    assert!(matches!(executor.attach(&none), Err(KernelFileError::File(PlanFileError::Io { .. }))));
+    assert!(!KernelHead::is_of(&plans) && !KernelHead::is_of(&none) && executor.attached() == 0);
+}
