@@ -150,7 +150,7 @@ impl Dispatcher {
         let mut names = self.executors();
         #[cfg(feature = "cudnn")]
         let has_plans = self.cudnn.get().is_some_and(|cudnn| cudnn.as_ref().is_ok_and(|cudnn| cudnn.attached() > 0))
-            && self.cuda.get().is_none_or(|cuda| cuda.as_ref().is_ok_and(|cuda| cuda.attached() == 0));
+            && self.cuda.get().is_none_or(|cuda| cuda.as_ref().map_or(true, |cuda| cuda.attached() == 0));
         #[cfg(not(feature = "cudnn"))]
         let has_plans = false;
         if measured.is_some_and(|measured| measured.is_faster())

@@ -366,7 +366,7 @@ pub(super) fn caught_by(toolchain: &Toolchain, [from, to]: [&str; 2], kernels: K
 fn every_fault_is_found() {
     let faults: Vec<(Mutation, Kernels, With)> =
         ALL.iter().flat_map(|&(list, kernels, with)| list.iter().map(move |mutation| (*mutation, kernels, with))).collect();
-    let faults = of_today(&format!("faults {NAME}"), DAYS, faults, |(_, kernels, with)| vec![format!("{kernels:?} {with:?}")]);
+    let faults = of_today(&format!("faults {NAME}"), 2 * DAYS, faults, |(_, kernels, with)| vec![format!("{kernels:?} {with:?}")]);
     let Some(toolchain) = emulation(&format!("{} faults in kernels", faults.len())) else { return };
     let missed = Mutex::new(Vec::new());
     side_by_side(&faults, |&(mutation, kernels, with)| {

@@ -64,15 +64,16 @@ fn start(path: &Path, number: u8) -> Child {
     let test = format!("{}::one_process", module_path!().split_once("::").unwrap().1);
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", &test, "--ignored", "--quiet"]).env(PATH, path).env(NUMBER, number.to_string());
-    command.stdout(Stdio::null()).spawn().unwrap()
+    command.stdout(Stdio::piped()).spawn().unwrap()
 }
 
 #[test]
 fn processes_that_add_at_once_lose_nothing() {
     let (_folder, path) = place();
     let processes: Vec<_> = (0..3).map(|number| start(&path, number)).collect();
-    for mut process in processes {
-        assert!(process.wait().unwrap().success());
+    for process in processes {
+        let output = process.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stdout));
     }
     assert_eq!(all(&path), sorted(records(30)));
 }
