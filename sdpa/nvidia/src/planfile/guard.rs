@@ -49,8 +49,8 @@ impl Target {
             Err(e) if e.kind() == io::ErrorKind::NotFound => true,
             Err(e) => return Err(PlanFileError::io(path, "asking about")(e)),
         };
-        if is_free && std::fs::symlink_metadata(path).is_ok() {
-            // A link to nothing.
+        // A link to nothing. A file that is there by now is one that somebody else has just put there.
+        if is_free && std::fs::symlink_metadata(path).is_ok_and(|facts| facts.is_symlink()) {
             return Err(not_a_file());
         }
         let parent = folder(path);
