@@ -39,8 +39,7 @@ fn every_row_is_the_median_of_its_problems() {
     }
     for ((backward, what), (kind, speeds)) in kinds {
         let (count, median) = (speeds.len(), median(speeds));
-        // What few problems say is not told by it: nothing is gained there.
-        assert!((median - kind.speed).abs() <= 0.011 || kind.speed == 1.0, "backward {backward}, {what}: {median:.3} of {count}");
+        assert!((median - kind.speed).abs() <= 0.011, "backward {backward}, {what}: {median:.3} of {count}");
     }
 }
 

@@ -30,13 +30,13 @@ impl fmt::Display for Measured {
     }
 }
 
-/// What was measured of problems like this one; `None` of types that were not.
+/// What was measured of problems like this one; `None` of types and kinds that were not.
 pub fn measured(problem: &Problem) -> Option<Measured> {
     let rows = if problem.seq_q() <= FEW_QUERIES { FEW } else { FORWARD };
     found(rows, problem)
 }
 
-/// What was measured of backward problems like this one; `None` of types that were not.
+/// What was measured of backward problems like this one; `None` of types and kinds that were not.
 pub fn measured_backward(problem: &BackwardProblem) -> Option<Measured> {
     found(BACKWARD, problem.forward())
 }
@@ -45,18 +45,24 @@ fn found(rows: &[Row], problem: &Problem) -> Option<Measured> {
     if ![DType::F16, DType::BF16].contains(&problem.dtype()) {
         return None;
     }
-    rows.iter().find(|row| (row.holds)(problem)).map(|&Row { what, speed, .. }| Measured { what, speed })
+    let row = rows.iter().find(|row| (row.holds)(problem))?;
+    row.speed.map(|speed| Measured { what: row.what, speed })
 }
 
 /// A kind of problem, by its first row that holds.
 struct Row {
     what: &'static str,
-    speed: f64,
+    /// `None` where no problem of the kind was measured.
+    speed: Option<f64>,
     holds: fn(&Problem) -> bool,
 }
 
 const fn row(what: &'static str, speed: f64, holds: fn(&Problem) -> bool) -> Row {
-    Row { what, speed, holds }
+    Row { what, speed: Some(speed), holds }
+}
+
+const fn unmeasured(what: &'static str, holds: fn(&Problem) -> bool) -> Row {
+    Row { what, speed: None, holds }
 }
 
 const FEW_QUERIES: i64 = 128;
@@ -65,7 +71,7 @@ const FEW_QUERIES: i64 = 128;
 const FORWARD: &[Row] = &[
     row("a mask of documents, 1,536 tokens or more", 2.86, |p| reads_documents(p) && shorter(p) >= 1536),
     row("a mask of documents", 0.56, reads_documents),
-    row("a mask that reads other tensors", 1.0, reads_tensors),
+    unmeasured("a mask that reads other tensors", reads_tensors),
     row("a mask of places that is no band", 2.4, is_rule_of_places),
     row("a prefix", 1.26, has_prefix),
     row("packed documents", 1.15, |p| p.packed().is_some()),
@@ -95,9 +101,9 @@ const BACKWARD: &[Row] = &[
     row("a mask of places that is no band, one head of keys", 1.7, is_rule_of_places),
     row("a mask of documents, 384 tokens or more", 4.17, |p| reads_documents(p) && shorter(p) >= 384),
     row("a mask of documents", 0.51, reads_documents),
-    row("a mask that reads other tensors", 1.0, reads_tensors),
+    unmeasured("a mask that reads other tensors", reads_tensors),
     row("a band on both sides, 300 tokens or more", 2.56, |p| looks_ahead(p) && shorter(p) >= 300),
-    row("a band on both sides", 1.0, looks_ahead),
+    unmeasured("a band on both sides", looks_ahead),
     row("a prefix, 1,500 tokens or more", 1.29, |p| has_prefix(p) && shorter(p) >= 1500),
     row("a prefix", 0.87, has_prefix),
     row("packed documents", 0.91, |p| p.packed().is_some()),
@@ -189,7 +195,6 @@ mod tests {
             ("prefix-lm:100", "a prefix", "a prefix, 1,500 tokens or more"),
             ("natten:65", "a mask of places that is no band", "a mask of places that is no band"),
             ("document", "a mask of documents, 1,536 tokens or more", "a mask of documents, 384 tokens or more"),
-            ("array:qk", "a mask that reads other tensors", "a mask that reads other tensors"),
             ("padding", "a band or no mask", "a band or no mask"),
         ] {
             assert_eq!([forward(&spec(SHAPE, mask)), backward(spec(SHAPE, mask))], [what, gradient], "{mask}");
@@ -213,7 +218,12 @@ mod tests {
     }
 
     #[test]
-    fn other_types_were_not_measured() {
+    fn other_types_and_kinds_were_not_measured() {
+        for spec in [spec(SHAPE, "array:qk"), spec(Shape { seq_q: 200, ..SHAPE }, "array:qk")] {
+            assert_eq!((measured(&spec.validate().unwrap()), measured_backward(&spec.backward().validate().unwrap())), (None, None));
+        }
+        let ahead = spec(Shape { seq_q: 200, ..SHAPE }, "window:30,20").backward().validate().unwrap();
+        assert_eq!(measured_backward(&ahead), None);
         let f32 = AttentionSpec::dense(DType::F32, SHAPE, Layout::Bhsd).validate().unwrap();
         assert_eq!(measured(&f32), None);
         let prefix = measured(&spec(SHAPE, "prefix-lm:9").validate().unwrap()).unwrap();

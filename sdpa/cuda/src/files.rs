@@ -1,7 +1,7 @@
 //! Files of kernels: where an executor looks before it compiles, and where it keeps what it has compiled.
 
-use crate::kernel::KernelKey;
-use crate::{CudaExecutor, Kernel};
+use crate::CudaExecutor;
+use crate::kernel::{Kernel, KernelKey};
 use sdpa_cache::CacheKey;
 use sdpa_nvidia::planfile::{self, Digest, Head, PlanFile, PlanFileError, Record};
 use serde::{Deserialize, Serialize};

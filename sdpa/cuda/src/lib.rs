@@ -36,7 +36,6 @@ pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;
 pub use files::{KernelFileError, KernelHead, OtherKeys};
-pub use kernel::Kernel;
 pub use plan::CudaPlan;
 pub use problem::{Forward, Packs};
 pub use sdpa_driver::Error as DriverError;
