@@ -81,11 +81,12 @@ impl Memory {
 
 /// Everything for calls of one forward problem.
 struct Forward {
-    recorder: Recorder,
     planned: Arc<Planned>,
     spec: AttentionSpec,
     memory: Memory,
     stream: Stream,
+    /// Last, so that its turn ends when everything else here is gone.
+    recorder: Recorder,
 }
 
 fn forward(spec: AttentionSpec) -> Option<Forward> {

@@ -16,7 +16,6 @@ const SHAPE: Shape = Shape { batch: 4, heads_q: 8, heads_kv: 2, seq_q: 1, seq_kv
 
 /// A loop whose steps read what the ones before wrote.
 struct Loop {
-    recorder: Recorder,
     stream: Stream,
     spec: AttentionSpec,
     containers: [Buffer; 2],
@@ -27,6 +26,8 @@ struct Loop {
     /// Of each step, one behind the other.
     lengths: Buffer,
     table: Buffer,
+    /// Last, so that its turn ends when everything else here is gone.
+    recorder: Recorder,
 }
 
 impl Loop {

@@ -32,13 +32,14 @@ fn spec(cross: bool) -> AttentionSpec {
 
 /// Everything for calls of one problem, on memory with exactly the tokens that it has at most.
 struct Calls {
-    recorder: Recorder,
     planned: Arc<Planned>,
     stream: Stream,
     operands: Vec<(Operand, Buffer)>,
     stats: Buffer,
     workspace: Buffer,
     boundaries: Vec<(&'static str, DType, Buffer)>,
+    /// Last, so that its turn ends when everything else here is gone.
+    recorder: Recorder,
 }
 
 impl Calls {

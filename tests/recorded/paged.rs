@@ -33,13 +33,14 @@ fn decode(page_size: i64) -> AttentionSpec {
 
 /// A call of one problem, on memory of exactly the size that it needs.
 struct Calls {
-    recorder: Recorder,
     planned: Arc<Planned>,
     stream: Stream,
     operands: Vec<(Operand, Buffer)>,
     stats: Buffer,
     workspace: Buffer,
     params: Vec<(String, Buffer)>,
+    /// Last, so that its turn ends when everything else here is gone.
+    recorder: Recorder,
 }
 
 impl Calls {

@@ -25,7 +25,6 @@ fn decode() -> AttentionSpec {
 
 /// A call of one problem, and the memory of each thing that it is given.
 struct Calls {
-    recorder: Recorder,
     planned: Arc<Planned>,
     stream: Stream,
     operands: Vec<(Operand, Buffer)>,
@@ -33,6 +32,8 @@ struct Calls {
     workspace: Buffer,
     params: Vec<(String, DType, Buffer)>,
     gradient: Buffer,
+    /// Last, so that its turn ends when everything else here is gone.
+    recorder: Recorder,
 }
 
 impl Calls {
