@@ -271,6 +271,9 @@ pub(crate) struct CompileArgs {
     /// mask, bias, stats, backward, wrt and deterministic as the options of run, and packed = { total_q = N, cross = BOOL, total_kv = N }
     #[arg(long, value_name = "FILE.toml")]
     pub(crate) problems: PathBuf,
+    /// cudnn, of which plans are made, or cuda, of which kernels are
+    #[arg(long, value_parser = ["cudnn", "cuda"], default_value = "cudnn", hide_possible_values = true)]
+    pub(crate) executor: Option<String>,
     /// a100, l40s, h200, b200, or a JSON file that describes a device
     #[arg(long, value_name = "NAME|FILE.json")]
     pub(crate) device: String,
@@ -281,7 +284,10 @@ pub(crate) struct CompileArgs {
     /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in libnull_driver.so beside this program
     #[arg(long, value_name = "PATH")]
     pub(crate) driver: Option<PathBuf>,
-    /// The plan file; what it has already for this device and cuDNN stays
+    /// For cuda: libnvrtc.so.13 or its folder. Else SDPA_NVRTC, the active Python environment, the system
+    #[arg(long, value_name = "PATH")]
+    pub(crate) nvrtc: Option<PathBuf>,
+    /// The plan file; what it has already for this device and cuDNN stays. Kernels of cuda have files of their own
     #[arg(long, value_name = "PLANS")]
     pub(crate) out: PathBuf,
 }
