@@ -117,9 +117,9 @@ impl MachineCode {
         Ok(MachineCode { key, compiler: nvrtc.version(), code: compiled.code })
     }
 
-    /// Its size.
-    pub fn bytes(&self) -> usize {
-        self.code.len()
+    /// The ELF file.
+    pub fn code(&self) -> &[u8] {
+        &self.code
     }
 }
 

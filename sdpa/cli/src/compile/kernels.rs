@@ -52,7 +52,7 @@ impl Maker for Kernels {
                 Some(known) => *known,
                 None => {
                     let code = MachineCode::compile(&self.nvrtc, key.clone()).map_err(|e| sdpa::Error::failed(ExecutorName::CUDA, e))?;
-                    let size = code.bytes();
+                    let size = code.code().len();
                     self.compiled.push(code);
                     self.known.insert(key, size);
                     size
