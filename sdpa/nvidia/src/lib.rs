@@ -5,6 +5,7 @@ mod host;
 mod job;
 mod key;
 pub mod planfile;
+pub mod race;
 
 pub use host::{Hosted, Told};
 pub use job::Job;

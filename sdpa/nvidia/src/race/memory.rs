@@ -3,16 +3,15 @@
 //! Floats are random, lengths the longest that the problem allows, pages one behind the other, other whole numbers 0, declared scalars the
 //! default scale: small, and not 0.
 
-use crate::error::Error;
-use crate::lower::Job;
-use crate::raw::{DeviceCall, DeviceGradient, DeviceParam, DeviceValue};
-use cudnn_graph::{Buffer, DeviceSlice, Stream};
+use crate::job::Job;
 use half::{bf16, f16};
+use sdpa_core::device::{DeviceCall, DeviceGradient, DeviceParam, DeviceValue};
 use sdpa_core::expr::{Declared, ParamKind};
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::problem::Problem;
 use sdpa_core::{Amax, DType, DeviceAmax, F8E4M3, F8E5M2, Fp8Scale, Operand, Packed, Side, Statistic, packed, params};
+use sdpa_driver::{Buffer, DeviceSlice, Error, Stream};
 
 /// A dense tensor, or all that a strided one spans.
 struct Tensor {
@@ -189,14 +188,15 @@ impl<'a> Memory<'a> {
     }
 
     /// Gives a call over this memory to `submit`.
-    pub(super) fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_>) -> R) -> R {
+    pub(super) fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_, DeviceSlice>) -> R) -> R {
         let scale = self.job.problem().default_scale();
         let value = |tensor: &Option<Tensor>| match tensor {
             Some(tensor) => DeviceValue::Tensor(tensor.dtype, slice(&tensor.buffer)),
             None => DeviceValue::Scalar(scale),
         };
         let declared = self.job.params().iter().zip(&self.params);
-        let params: Vec<DeviceParam<'_>> = declared.map(|(p, tensor)| DeviceParam { name: &p.name, value: value(tensor) }).collect();
+        let params: Vec<DeviceParam<'_, DeviceSlice>> =
+            declared.map(|(p, tensor)| DeviceParam { name: &p.name, value: value(tensor) }).collect();
         let gradients = self.gradients.iter().map(|(name, tensor)| DeviceGradient { name, slice: slice(&tensor.buffer) });
         let amax = self.amax.iter().map(|(of, tensor)| DeviceAmax { of: *of, slice: slice(&tensor.buffer) });
         submit(&DeviceCall {
