@@ -134,7 +134,7 @@ pub(crate) fn alignment(tensor: &Tensor) -> u32 {
 #[cfg_attr(all(feature = "cpu", feature = "cuda"), expect(dead_code, reason = "every device has its executor"))]
 fn without(feature: &str) -> candle_core::Error {
     let reason = Reason::Absent(format!("sdpa-candle was compiled without the feature `{feature}`"));
-    wrap(Unsupported { executor: ExecutorName::new("none"), reasons: vec![reason] })
+    wrap(Unsupported::new(ExecutorName::new("none"), vec![reason]))
 }
 
 fn metal() -> candle_core::Error {
@@ -143,7 +143,7 @@ fn metal() -> candle_core::Error {
          name the CPU executor to compute on the host"
             .to_owned(),
     );
-    wrap(Unsupported { executor: ExecutorName::METAL, reasons: vec![reason] })
+    wrap(Unsupported::new(ExecutorName::METAL, vec![reason]))
 }
 
 /// Elements of a tensor of these extents.

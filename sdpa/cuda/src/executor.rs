@@ -17,7 +17,7 @@ use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
 use sdpa_driver::{Device, DeviceSlice, Driver, Nvrtc, Stream};
-use sdpa_nvidia::{Hosted, Job, JobQuery, Told};
+use sdpa_nvidia::{Hosted, Job, JobQuery, NvidiaExecutor};
 use std::ffi::CStr;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -229,10 +229,9 @@ impl CudaExecutor {
 
     /// A plan over host memory.
     fn hosted(&self, job: Job, plan: Arc<CudaPlan>) -> Result<Arc<Hosted>, sdpa_core::Error> {
-        let told = Told { engine: plan.engine(), copied: Vec::new() };
         let failed = |error| Error::from(error).into();
         let stream = self.device.stream().map_err(failed)?;
-        Ok(Arc::new(Hosted::new(job, plan, stream, told, failed)))
+        Ok(Arc::new(Hosted::new(job, plan, stream, failed)))
     }
 }
 
@@ -271,5 +270,11 @@ impl DeviceExecutor for CudaExecutor {
 
     fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
         Ok(self.gradient(problem)?.0)
+    }
+}
+
+impl NvidiaExecutor for CudaExecutor {
+    fn device(&self) -> &'static Device {
+        self.device
     }
 }
