@@ -264,7 +264,12 @@ impl Dispatcher {
     /// # Errors
     /// As [`Dispatcher::prepare`].
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
-        choose(preference, || self.executors_for_backward(problem), |name| self.executor(name), |executor| executor.prepare_backward(problem))
+        choose(
+            preference,
+            || self.executors_for_backward(problem),
+            |name| self.executor(name),
+            |executor| executor.prepare_backward(problem),
+        )
     }
 }
 

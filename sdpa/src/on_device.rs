@@ -65,7 +65,12 @@ impl Dispatcher {
     /// For a named executor, whatever speaks against it. For an automatic choice [`Error::Unsupported`] with what each says that was asked, where nobody takes
     /// the problem ([`Unsupported::is_absence`](crate::Unsupported::is_absence) where nobody is there); the environment's.
     pub fn prepare_device(&self, problem: &Problem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
-        choose(preference, || in_order(|| self.are_kernels_first(problem)), |name| self.on_nvidia(name), |executor| executor.prepare_device(problem))
+        choose(
+            preference,
+            || in_order(|| self.are_kernels_first(problem)),
+            |name| self.on_nvidia(name),
+            |executor| executor.prepare_device(problem),
+        )
     }
 
     /// Chooses an executor and makes the backward problem ready on it, for calls over device memory, in the order of
@@ -74,7 +79,12 @@ impl Dispatcher {
     /// # Errors
     /// As [`Dispatcher::prepare_device`].
     pub fn prepare_device_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
-        choose(preference, || in_order(|| self.are_kernels_first_backward(problem)), |name| self.on_nvidia(name), |executor| executor.prepare_device_backward(problem))
+        choose(
+            preference,
+            || in_order(|| self.are_kernels_first_backward(problem)),
+            |name| self.on_nvidia(name),
+            |executor| executor.prepare_device_backward(problem),
+        )
     }
 
     /// One of this build's own executors, by name.
