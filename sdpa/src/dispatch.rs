@@ -30,7 +30,7 @@ pub enum Preference {
     Named(ExecutorName),
 }
 
-/// A pass made ready: on which executor, and why not on those that were asked before it.
+/// A pass made ready: on which executor, and why not on those that were asked before it. What is `prepared` may be kept, and called any number of times.
 #[derive(Debug)]
 pub struct Choice<P: ?Sized = dyn Prepared> {
     /// Who runs it.
@@ -50,6 +50,8 @@ pub struct Dispatcher {
     #[cfg(feature = "cudnn")]
     cudnn: OnceLock<Result<Arc<CudnnExecutor>, BackendError>>,
     #[cfg(feature = "cuda")]
+    kernels: Option<CudaOptions>,
+    #[cfg(feature = "cuda")]
     cuda: OnceLock<Result<Arc<CudaExecutor>, sdpa_cuda::DriverError>>,
     #[cfg(feature = "metal")]
     metal: OnceLock<MetalExecutor>,
@@ -62,6 +64,13 @@ impl Dispatcher {
     #[cfg(feature = "cudnn")]
     pub fn new(options: CudnnOptions) -> Dispatcher {
         Dispatcher { options, ..Dispatcher::default() }
+    }
+
+    /// With the executor `sdpa::cuda` set up by these options, in place of the usual ones for the driver and the device of cuDNN's.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn with_kernels(self, options: CudaOptions) -> Dispatcher {
+        Dispatcher { kernels: Some(options), cuda: OnceLock::new(), ..self }
     }
 
     /// With an executor of the caller's, which is asked before those that are there, and before those given earlier. Of two with one name the
@@ -77,7 +86,7 @@ impl Dispatcher {
     /// struct Nobody;
     ///
     /// fn no() -> Unsupported {
-    ///     Unsupported { executor: ExecutorName::new("nobody"), reasons: vec![Reason::Absent("nobody is here".to_owned())] }
+    ///     Unsupported::new(ExecutorName::new("nobody"), vec![Reason::Absent("nobody is here".to_owned())])
     /// }
     ///
     /// impl Executor for Nobody {
@@ -122,47 +131,49 @@ impl Dispatcher {
 
     /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
     /// where they were faster (`sdpa::cuda::measured`).
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
-        #[cfg(feature = "cuda")]
-        return self.own_kernels_first(sdpa_cuda::measured(problem), |cuda| cuda.family(problem));
-        #[cfg(not(feature = "cuda"))]
-        self.executors()
+        kernels_first(self.executors(), || self.are_kernels_first(problem))
     }
 
     /// Every executor, in the order in which they are asked for a backward problem: see [`Dispatcher::executors_for`], with `sdpa::cuda::measured_backward`.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
+        kernels_first(self.executors(), || self.are_kernels_first_backward(problem))
+    }
+
+    /// Whether the kernels of `sdpa::cuda` come before cuDNN for a forward problem.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
+    pub(crate) fn are_kernels_first(&self, problem: &Problem) -> bool {
         #[cfg(feature = "cuda")]
-        return self.own_kernels_first(sdpa_cuda::measured_backward(problem), |cuda| cuda.backward_family(problem));
+        return self.are_faster(sdpa_cuda::measured(problem), |cuda| cuda.family(problem));
         #[cfg(not(feature = "cuda"))]
-        self.executors()
+        false
+    }
+
+    /// Whether they do for a backward problem.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
+    pub(crate) fn are_kernels_first_backward(&self, problem: &BackwardProblem) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.are_faster(sdpa_cuda::measured_backward(problem), |cuda| cuda.backward_family(problem));
+        #[cfg(not(feature = "cuda"))]
+        false
     }
 
     /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do all where plan files are attached to it, and none of kernels:
     /// who has made plans wants them used.
     #[cfg(feature = "cuda")]
-    fn own_kernels_first(
+    fn are_faster(
         &self,
         measured: Option<sdpa_cuda::Measured>,
         family: impl Fn(&CudaExecutor) -> Result<sdpa_cuda::Family, Unsupported>,
-    ) -> Vec<ExecutorName> {
-        let mut names = self.executors();
+    ) -> bool {
         #[cfg(feature = "cudnn")]
         let has_plans = self.cudnn.get().is_some_and(|cudnn| cudnn.as_ref().is_ok_and(|cudnn| cudnn.attached() > 0))
             && self.cuda.get().is_none_or(|cuda| cuda.as_ref().map_or(true, |cuda| cuda.attached() == 0));
         #[cfg(not(feature = "cudnn"))]
         let has_plans = false;
-        if measured.is_some_and(|measured| measured.is_faster())
+        measured.is_some_and(|measured| measured.is_faster())
             && !has_plans
             && self.cuda().map_or(true, |cuda| family(cuda) != Ok(sdpa_cuda::Family::Mma))
-            && let Some(cudnn) = names.iter().position(|name| *name == ExecutorName::CUDNN)
-            && let Some(cuda) = names.iter().position(|name| *name == ExecutorName::CUDA)
-            && cudnn < cuda
-        {
-            names[cudnn..=cuda].rotate_right(1);
-        }
-        names
     }
 
     /// The cuDNN executor, or what is missing for it.
@@ -181,8 +192,8 @@ impl Dispatcher {
         }
     }
 
-    /// The executor `sdpa::cuda`, with its own kernels on an NVIDIA GPU, or what is missing for it. Driver and device are those of the options for cuDNN,
-    /// where that is compiled in.
+    /// The executor `sdpa::cuda`, with its own kernels on an NVIDIA GPU, or what is missing for it. Without [`Dispatcher::with_kernels`] driver and device are those
+    /// of the options for cuDNN, where that is compiled in.
     ///
     /// # Errors
     /// The environment's, with the places searched. That there is no driver, no device or no NVRTC is remembered; any other failure is not.
@@ -192,10 +203,10 @@ impl Dispatcher {
             return known.as_ref().map_err(Clone::clone);
         }
         #[cfg(feature = "cudnn")]
-        let options = CudaOptions { driver: self.options.search.driver.clone(), ordinal: self.options.ordinal, ..CudaOptions::default() };
+        let usual = || CudaOptions { driver: self.options.search.driver.clone(), ordinal: self.options.ordinal, ..CudaOptions::default() };
         #[cfg(not(feature = "cudnn"))]
-        let options = CudaOptions::default();
-        match CudaExecutor::new(options) {
+        let usual = CudaOptions::default;
+        match CudaExecutor::new(self.kernels.clone().unwrap_or_else(usual)) {
             Err(error) if !error.is_absence() => Err(error),
             // Of two threads that are here at once, one looked for nothing.
             answer => self.cuda.get_or_init(|| answer.map(Arc::new)).as_ref().map_err(Clone::clone),
@@ -245,7 +256,7 @@ impl Dispatcher {
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
-        self.choose(preference, || self.executors_for(problem), |executor| executor.prepare(problem))
+        choose(preference, || self.executors_for(problem), |name| self.executor(name), |executor| executor.prepare(problem))
     }
 
     /// Chooses an executor and makes the backward problem ready on it. It need not be the one of the forward pass.
@@ -253,55 +264,61 @@ impl Dispatcher {
     /// # Errors
     /// As [`Dispatcher::prepare`].
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
-        self.choose(preference, || self.executors_for_backward(problem), |executor| executor.prepare_backward(problem))
+        choose(
+            preference,
+            || self.executors_for_backward(problem),
+            |name| self.executor(name),
+            |executor| executor.prepare_backward(problem),
+        )
     }
+}
 
-    fn choose<P: ?Sized>(
-        &self,
-        preference: Preference,
-        names: impl Fn() -> Vec<ExecutorName>,
-        prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
-    ) -> Result<Choice<P>, Error> {
-        match preference {
-            Preference::Named(name) => {
-                let prepared = prepare(self.executor(name)?)?;
-                Ok(Choice { executor: name, prepared, declined: Vec::new() })
-            }
-            Preference::Auto => self.first(names(), prepare),
-        }
+/// These names, the kernels of `sdpa::cuda` before cuDNN if they are first.
+fn kernels_first(mut names: Vec<ExecutorName>, are_first: impl FnOnce() -> bool) -> Vec<ExecutorName> {
+    let at = |name| names.iter().position(|other| *other == name);
+    if let (Some(cudnn), Some(cuda)) = (at(ExecutorName::CUDNN), at(ExecutorName::CUDA))
+        && cudnn < cuda
+        && are_first()
+    {
+        names[cudnn..=cuda].rotate_right(1);
     }
+    names
+}
 
-    fn first<P: ?Sized>(
-        &self,
-        names: Vec<ExecutorName>,
-        prepare: impl Fn(&dyn Executor) -> Result<Arc<P>, Error>,
-    ) -> Result<Choice<P>, Error> {
-        let mut declined = Vec::new();
-        for name in names {
-            let asked = match self.executor(name) {
-                Ok(executor) => prepare(executor),
-                Err(error) if is_absence(&error) => Err(absent(name, error.to_string())),
-                Err(error) => Err(error),
-            };
-            match asked {
-                Ok(prepared) => {
-                    tracing::debug!(executor = %name, "chosen");
-                    return Ok(Choice { executor: name, prepared, declined });
-                }
-                Err(Error::Unsupported(reasons)) => {
-                    tracing::debug!(executor = %name, %reasons, "declined");
-                    declined.push(reasons);
-                }
-                Err(other) => return Err(other),
+/// A named executor, or the first of `names` that takes what is asked: each is found and asked in turn, until one does not decline.
+pub(crate) fn choose<P: ?Sized, E, N: IntoIterator<Item = ExecutorName>>(
+    preference: Preference,
+    names: impl FnOnce() -> N,
+    find: impl Fn(ExecutorName) -> Result<E, Error>,
+    prepare: impl Fn(E) -> Result<Arc<P>, Error>,
+) -> Result<Choice<P>, Error> {
+    let names = match preference {
+        Preference::Named(executor) => return Ok(Choice { executor, prepared: prepare(find(executor)?)?, declined: Vec::new() }),
+        Preference::Auto => names(),
+    };
+    let mut declined = Vec::new();
+    for executor in names {
+        let asked = match find(executor) {
+            Ok(found) => prepare(found),
+            Err(error) if is_absence(&error) => Err(absent(executor, error.to_string())),
+            Err(error) => Err(error),
+        };
+        match asked {
+            Ok(prepared) => {
+                tracing::debug!(%executor, "chosen");
+                return Ok(Choice { executor, prepared, declined });
             }
+            Err(Error::Unsupported(reasons)) => {
+                tracing::debug!(%executor, %reasons, "declined");
+                declined.push(reasons);
+            }
+            Err(other) => return Err(other),
         }
-        let executor = declined.last().map_or(ExecutorName::new("none"), |last| last.executor);
-        let mut reasons: Vec<Reason> = declined.into_iter().flat_map(|d| d.reasons).collect();
-        if reasons.is_empty() {
-            reasons.push(Reason::Absent("no executor is compiled in".to_owned()));
-        }
-        Err(Error::Unsupported(Unsupported { executor, reasons }))
     }
+    Err(match declined.pop() {
+        Some(last) => Unsupported { before: declined, ..last }.into(),
+        None => absent(ExecutorName::new("none"), "no executor is compiled in".to_owned()),
+    })
 }
 
 /// The executors of this build, in the order in which they are asked.
@@ -330,6 +347,6 @@ fn is_absence(error: &Error) -> bool {
     false
 }
 
-fn absent(executor: ExecutorName, why: String) -> Error {
-    Error::Unsupported(Unsupported { executor, reasons: vec![Reason::Absent(why)] })
+pub(crate) fn absent(executor: ExecutorName, why: String) -> Error {
+    Unsupported::new(executor, vec![Reason::Absent(why)]).into()
 }

@@ -53,8 +53,9 @@
 //!
 //! # Device memory
 //!
-//! [`cudnn::CudnnExecutor::attention`] gives the plans of a problem, kept in a bounded cache, to callers with device
-//! memory of their own; `sdpa::cudarc` (feature `cudarc`, on by default) takes cudarc's streams and slices. [`device`] has the calls.
+//! [`Dispatcher::prepare_device`] chooses among the executors on NVIDIA GPUs for callers with device memory of their own, as [`Dispatcher::prepare`] does for
+//! those with host memory; `sdpa::cudarc` (feature `cudarc`, on by default) takes cudarc's streams and slices. [`device`] has the calls, and
+//! [`cudnn::CudnnExecutor::attention`] the plans of cuDNN themselves.
 //!
 //! # Where to go next
 //!
@@ -63,6 +64,8 @@
 //! own: [`Dispatcher::with`]. Guides, figures and the glossary are in `docs/` of the repository.
 
 mod dispatch;
+#[cfg(any(feature = "cudnn", feature = "cuda"))]
+mod on_device;
 
 pub use dispatch::{Choice, Dispatcher, Preference};
 #[cfg(feature = "metal")]
@@ -75,8 +78,10 @@ pub use sdpa_cpu as cpu;
 pub use sdpa_cuda as cuda;
 #[cfg(feature = "cudnn")]
 pub use sdpa_cudnn as cudnn;
+#[cfg(any(feature = "cudnn", feature = "cuda", feature = "cudarc"))]
+pub use sdpa_nvidia as nvidia;
 #[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
-pub use sdpa_cudnn::cudarc;
+pub use sdpa_nvidia::cudarc;
 
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/score_mods.md")]

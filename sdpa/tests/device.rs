@@ -21,7 +21,7 @@ struct Ready(Direction);
 const NAME: ExecutorName = ExecutorName::new("copies");
 
 fn no_host<T>() -> Result<T, Unsupported> {
-    Err(Unsupported { executor: NAME, reasons: vec![Reason::Absent("host memory is not taken".to_owned())] })
+    Err(Unsupported::new(NAME, vec![Reason::Absent("host memory is not taken".to_owned())]))
 }
 
 impl Executor for Copies {
@@ -65,6 +65,10 @@ impl DevicePrepared for Ready {
 
     fn workspace_bytes(&self) -> u64 {
         0
+    }
+
+    fn engine(&self) -> String {
+        "copies".to_owned()
     }
 
     unsafe fn submit(&self, stream: &Arena, call: &DeviceCall<'_, usize>) -> Result<(), Error> {

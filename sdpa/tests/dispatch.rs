@@ -29,7 +29,7 @@ struct Declines(&'static str);
 
 impl Declines {
     fn no<T>(&self) -> Result<T, Unsupported> {
-        Err(Unsupported { executor: self.name(), reasons: vec![Reason::Absent(format!("{} declines", self.0))] })
+        Err(Unsupported::new(self.name(), vec![Reason::Absent(format!("{} declines", self.0))]))
     }
 }
 

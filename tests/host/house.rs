@@ -20,7 +20,7 @@ const FENCES: [&str; 26] = [
     "sdpa/cudnn/src/replay.rs",
     "sdpa/cudnn/src/files.rs",
     "sdpa/cudnn/src/portable.rs",
-    "sdpa/cudnn/src/cudarc.rs",
+    "sdpa/nvidia/src/cudarc.rs",
     "sdpa/candle/src/cuda.rs",
     "sdpa/python/src/call.rs",
     "sdpa/python/src/tensor.rs",
@@ -143,7 +143,7 @@ const ARROWS: [(&str, &[&str]); 14] = [
     ("sdpa/nvidia", &["sdpa-cache", "sdpa-core", "sdpa-driver"]),
     ("sdpa/cudnn", &["cudnn-graph", "sdpa-cache", "sdpa-core", "sdpa-nvidia"]),
     ("sdpa/cuda", &["sdpa-cache", "sdpa-core", "sdpa-driver", "sdpa-emit", "sdpa-nvidia"]),
-    ("sdpa", &["metal-fallback", "sdpa-cache", "sdpa-core", "sdpa-cpu", "sdpa-cuda", "sdpa-cudnn"]),
+    ("sdpa", &["metal-fallback", "sdpa-cache", "sdpa-core", "sdpa-cpu", "sdpa-cuda", "sdpa-cudnn", "sdpa-nvidia"]),
     ("sdpa/candle", &["sdpa"]),
     ("sdpa/python", &["cudnn-graph", "sdpa"]),
 ];

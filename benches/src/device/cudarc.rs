@@ -68,7 +68,7 @@ pub(crate) fn run() -> Result<()> {
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();
         let distance = compare(&textbook, &oracle::Closures::default(), &got, [Some(&stats), None, None])?;
         let verdict = if distance.holds() { "passed" } else { "FAIL" };
-        println!("{verdict} cudarc {} copied {:?}: {distance:?}", layout.name(), attention.planned().copied());
+        println!("{verdict} cudarc {} copied {:?}: {distance:?}", layout.name(), attention.prepared().copied());
         if !distance.holds() {
             return Err("the adapter for cudarc is wrong".into());
         }
@@ -92,7 +92,7 @@ fn captures_leave_nothing(executor: &CudnnExecutor) -> Result<()> {
     let shape = Shape { batch: 2, heads_q: 16, heads_kv: 16, seq_q: 4096, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
     let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(Mask::causal());
     let attention = sdpa::cudarc::Attention::backward_of(executor, &spec.backward())?;
-    let workspace = attention.planned().workspace_bytes();
+    let workspace = attention.prepared().workspace_bytes();
     let elements = 2 * 16 * 4096 * 128;
     let zeros = || stream.alloc_zeros::<bf16>(elements);
     let (q, k, v, o, d_o) = (zeros()?, zeros()?, zeros()?, zeros()?, zeros()?);

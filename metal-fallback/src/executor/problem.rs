@@ -57,7 +57,7 @@ impl From<&BackwardProblem> for Backward {
 
 /// That Metal does not take a problem.
 pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
-    Unsupported { executor: ExecutorName::METAL, reasons }
+    Unsupported::new(ExecutorName::METAL, reasons)
 }
 
 /// What the kernels of a backward pass do not do, whatever the device.

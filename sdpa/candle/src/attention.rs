@@ -107,8 +107,9 @@ impl Attention {
         self
     }
 
-    /// Names who computes it. Otherwise it is whoever reads the tensors where they are: the CPU executor on the CPU, cuDNN on CUDA. The CPU
-    /// executor takes tensors of a GPU too, by copies to the host and back that wait.
+    /// Names who computes it, both passes; what that one does not take is an error. Otherwise it is whoever reads the tensors where they are: the CPU
+    /// executor on the CPU, on CUDA for each pass the faster one of cuDNN and kernels of our own ([`ExecutorName::CUDA`]) that takes it. The CPU executor
+    /// takes tensors of a GPU too, by copies to the host and back that wait.
     #[must_use]
     pub fn executor(mut self, name: ExecutorName) -> Attention {
         self.executor = Some(name);
@@ -250,8 +251,6 @@ impl Call<'_> {
             executor: self.attention.executor,
             out,
             problem,
-            #[cfg(feature = "cuda")]
-            spec,
             backward,
             operands: dense,
             params,

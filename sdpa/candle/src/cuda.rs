@@ -1,4 +1,4 @@
-//! Tensors on NVIDIA GPUs, on cuDNN: the stream that candle's device has, addresses with offsets, and cudarc's events held over the submission. Nothing
+//! Tensors on NVIDIA GPUs, on cuDNN or on kernels of our own: the stream that candle's device has, addresses with offsets, and cudarc's events held over the submission. Nothing
 //! waits.
 #![allow(unsafe_code)]
 
@@ -10,8 +10,8 @@ use candle_core::cuda::{CudaDType, CudaDevice};
 use candle_core::{CudaStorage, Result, Storage, Tensor};
 use half::{bf16, f16};
 use sdpa::cudarc::{Attention, Backward, CudarcError, Element, Forward, Param, Value, ValueMut};
-use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, DType, ExecutorName};
+use sdpa::cudnn::CudnnOptions;
+use sdpa::{BackwardProblem, BackwardSpec, DType, Dispatcher, ExecutorName, Preference};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -21,25 +21,41 @@ impl Number for f32 {}
 impl Number for f16 {}
 impl Number for bf16 {}
 
-fn failed(error: CudarcError) -> candle_core::Error {
-    if let CudarcError::Sdpa(error) = error {
-        return wrap(error);
+/// An error of cudarc's is one of whoever was running.
+fn failed(executor: ExecutorName, error: CudarcError) -> candle_core::Error {
+    match error {
+        CudarcError::Sdpa(error) => wrap(error),
+        other @ (CudarcError::Driver(_) | _) => wrap(sdpa::Error::failed(executor, other)),
     }
-    wrap(sdpa::Error::failed(ExecutorName::CUDNN, error))
 }
 
-/// One executor for each device of this process. What is missing is looked for again by the next call.
-fn executor(device: &CudaDevice) -> Result<Arc<CudnnExecutor>> {
-    static EXECUTORS: Mutex<Option<HashMap<usize, Arc<CudnnExecutor>>>> = Mutex::new(None);
+/// One choice among executors for each device of this process. Where nobody is there, the next call looks again.
+fn dispatcher(device: &CudaDevice) -> Arc<Dispatcher> {
+    static DISPATCHERS: Mutex<Option<HashMap<usize, Arc<Dispatcher>>>> = Mutex::new(None);
     let ordinal = device.cuda_stream().context().ordinal();
-    let mut executors = EXECUTORS.lock().unwrap_or_else(PoisonError::into_inner);
-    let executors = executors.get_or_insert_default();
-    if let Some(executor) = executors.get(&ordinal) {
-        return Ok(executor.clone());
+    let mut dispatchers = DISPATCHERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let dispatchers = dispatchers.get_or_insert_default();
+    if let Some(there) = dispatchers.get(&ordinal) {
+        return there.clone();
     }
     let options = CudnnOptions { ordinal: u32::try_from(ordinal).unwrap_or(u32::MAX), ..CudnnOptions::default() };
-    let executor = CudnnExecutor::new(options).map_err(|e| wrap(sdpa::Error::failed(ExecutorName::CUDNN, e)))?;
-    Ok(executors.entry(ordinal).or_insert(Arc::new(executor)).clone())
+    let made = Arc::new(Dispatcher::new(options));
+    if made.device().is_ok() {
+        dispatchers.insert(ordinal, made.clone());
+    }
+    made
+}
+
+impl Pass {
+    fn preference(&self) -> Preference {
+        self.executor.map_or(Preference::Auto, Preference::Named)
+    }
+}
+
+/// A backward pass on whoever is chosen.
+fn chosen_backward(pass: &Pass, all: &Dispatcher, problem: &BackwardProblem) -> Result<(ExecutorName, Attention)> {
+    let choice = all.prepare_device_backward(problem, pass.preference()).map_err(wrap)?;
+    Ok((choice.executor, Attention::of_backward(choice.prepared, problem, all.device().map_err(wrap)?)))
 }
 
 fn storage(guard: &Storage) -> Result<&CudaStorage> {
@@ -135,22 +151,23 @@ fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) 
     f(&values)
 }
 
-pub(crate) fn forward(pass: &Pass, spec: &AttentionSpec, device: &CudaDevice) -> Result<Outputs> {
-    let executor = executor(device)?;
-    // Now rather than when gradients are asked for: what it declines, and the time of building.
+pub(crate) fn forward(pass: &Pass, device: &CudaDevice) -> Result<Outputs> {
+    let all = &dispatcher(device);
+    // Now rather than when gradients are asked for: what nobody takes, and the time of building.
     if let Some(backward) = &pass.backward {
-        Attention::backward_of(&executor, backward).map_err(|e| wrap(sdpa::Error::from(e)))?;
+        chosen_backward(pass, all, &backward.validate().map_err(wrap)?)?;
     }
-    let attention = Attention::new(&executor, spec).map_err(|e| wrap(sdpa::Error::from(e)))?;
-    match spec.dtype {
-        DType::F32 => forward_of::<f32>(pass, &attention, device),
-        DType::F16 => forward_of::<f16>(pass, &attention, device),
-        DType::BF16 => forward_of::<bf16>(pass, &attention, device),
+    let choice = all.prepare_device(&pass.problem, pass.preference()).map_err(wrap)?;
+    let chosen = (choice.executor, &Attention::of(choice.prepared, &pass.problem, all.device().map_err(wrap)?));
+    match pass.problem.dtype() {
+        DType::F32 => forward_of::<f32>(pass, chosen, device),
+        DType::F16 => forward_of::<f16>(pass, chosen, device),
+        DType::BF16 => forward_of::<bf16>(pass, chosen, device),
         DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => Err(bug("an operand that is no floating point number")),
     }
 }
 
-fn forward_of<T: Number>(pass: &Pass, attention: &Attention, device: &CudaDevice) -> Result<Outputs> {
+fn forward_of<T: Number>(pass: &Pass, (executor, attention): (ExecutorName, &Attention), device: &CudaDevice) -> Result<Outputs> {
     let stream = device.cuda_stream();
     let mut o = fresh::<T>(device, elements(&pass.out_shape()), pass.packed)?;
     let mut stats = match pass.problem.stats() {
@@ -164,7 +181,7 @@ fn forward_of<T: Number>(pass: &Pass, attention: &Attention, device: &CudaDevice
     with_params(&params, |params| {
         let stats = stats.as_mut().map(|stats| stats as _);
         let call = Forward { q: &q, k: &k, v: &v, o: &mut o, stats, row_max: None, sum_exp: None, attn_scale: pass.attn_scale, params };
-        attention.forward(&stream, call).map_err(failed)
+        attention.forward(&stream, call).map_err(|error| failed(executor, error))
     })?;
     let wrapped = |stats| Storage::Cuda(CudaStorage::wrap_cuda_slice::<f32>(stats, device.clone()));
     Ok(Outputs { o: Storage::Cuda(CudaStorage::wrap_cuda_slice(o, device.clone())), stats: stats.map(wrapped) })
@@ -177,12 +194,12 @@ pub(crate) fn backward(
     upstream: &Upstream<'_>,
     device: &CudaDevice,
 ) -> Result<Gradients> {
-    let executor = executor(device)?;
-    let attention = Attention::backward_of(&executor, spec).map_err(|e| wrap(sdpa::Error::from(e)))?;
+    let (executor, attention) = chosen_backward(pass, &dispatcher(device), problem)?;
+    let chosen = (executor, &attention);
     match spec.forward.dtype {
-        DType::F32 => backward_of::<f32>(pass, &attention, (spec, problem), upstream, device),
-        DType::F16 => backward_of::<f16>(pass, &attention, (spec, problem), upstream, device),
-        DType::BF16 => backward_of::<bf16>(pass, &attention, (spec, problem), upstream, device),
+        DType::F32 => backward_of::<f32>(pass, chosen, (spec, problem), upstream, device),
+        DType::F16 => backward_of::<f16>(pass, chosen, (spec, problem), upstream, device),
+        DType::BF16 => backward_of::<bf16>(pass, chosen, (spec, problem), upstream, device),
         DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => Err(bug("an operand that is no floating point number")),
     }
 }
@@ -196,7 +213,7 @@ enum Written {
 
 fn backward_of<T: Number>(
     pass: &Pass,
-    attention: &Attention,
+    (executor, attention): (ExecutorName, &Attention),
     (spec, problem): (&BackwardSpec, &BackwardProblem),
     upstream: &Upstream<'_>,
     device: &CudaDevice,
@@ -245,7 +262,7 @@ fn backward_of<T: Number>(
             params,
             gradients: gradients.collect(),
         };
-        attention.backward(&stream, call).map_err(failed)
+        attention.backward(&stream, call).map_err(|error| failed(executor, error))
     })?;
     let operands = [dq, dk, dv].map(|x| Storage::Cuda(CudaStorage::wrap_cuda_slice(x, device.clone())));
     let params = wrt.into_iter().map(|written| {

@@ -15,9 +15,6 @@ pub(crate) struct Pass {
     /// Axes of the output.
     pub(crate) out: Order,
     pub(crate) problem: Problem,
-    /// What the problem was made of.
-    #[cfg(feature = "cuda")]
-    pub(crate) spec: sdpa::AttentionSpec,
     /// What is differentiated; that of the output's gradient is another for each backward pass.
     pub(crate) backward: Option<BackwardSpec>,
     /// Queries, keys and values, without history.
@@ -70,16 +67,16 @@ impl Pass {
     pub(crate) fn forward(&self) -> Result<Outputs> {
         match self.operands[0].device() {
             Device::Cpu => {
-                self.is_for(ExecutorName::CPU)?;
+                self.is_for(&[ExecutorName::CPU])?;
                 #[cfg(feature = "cpu")]
                 return crate::host::forward(self);
                 #[cfg(not(feature = "cpu"))]
                 Err(without("cpu"))
             }
             Device::Cuda(_device) => {
-                self.is_for(ExecutorName::CUDNN)?;
+                self.is_for(&[ExecutorName::CUDNN, ExecutorName::CUDA])?;
                 #[cfg(feature = "cuda")]
-                return crate::cuda::forward(self, &self.spec, _device);
+                return crate::cuda::forward(self, _device);
                 #[cfg(not(feature = "cuda"))]
                 Err(without("cuda"))
             }
@@ -110,10 +107,11 @@ impl Pass {
     }
 
     /// A caller who named somebody else is told that tensors are where that one does not read them.
-    fn is_for(&self, reads: ExecutorName) -> Result<()> {
+    fn is_for(&self, reads: &[ExecutorName]) -> Result<()> {
         match self.executor {
-            Some(named) if named != reads => {
-                let rule = format!("{reads}, which reads tensors on {:?}", self.operands[0].device().location());
+            Some(named) if !reads.contains(&named) => {
+                let names: Vec<&str> = reads.iter().map(|name| name.name()).collect();
+                let rule = format!("{}, which reads tensors on {:?}", names.join(" or "), self.operands[0].device().location());
                 Err(one("executor", named, rule))
             }
             _ => Ok(()),
@@ -134,7 +132,7 @@ pub(crate) fn alignment(tensor: &Tensor) -> u32 {
 #[cfg_attr(all(feature = "cpu", feature = "cuda"), expect(dead_code, reason = "every device has its executor"))]
 fn without(feature: &str) -> candle_core::Error {
     let reason = Reason::Absent(format!("sdpa-candle was compiled without the feature `{feature}`"));
-    wrap(Unsupported { executor: ExecutorName::new("none"), reasons: vec![reason] })
+    wrap(Unsupported::new(ExecutorName::new("none"), vec![reason]))
 }
 
 fn metal() -> candle_core::Error {
@@ -143,7 +141,7 @@ fn metal() -> candle_core::Error {
          name the CPU executor to compute on the host"
             .to_owned(),
     );
-    wrap(Unsupported { executor: ExecutorName::METAL, reasons: vec![reason] })
+    wrap(Unsupported::new(ExecutorName::METAL, vec![reason]))
 }
 
 /// Elements of a tensor of these extents.

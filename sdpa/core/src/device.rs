@@ -237,6 +237,14 @@ pub trait DevicePrepared: Debug + Send + Sync {
     /// Bytes of scratch memory that a call needs.
     fn workspace_bytes(&self) -> u64;
 
+    /// What runs, for reports: an engine with its knobs, or a kernel with its cut.
+    fn engine(&self) -> String;
+
+    /// Operands that are copied first, as nothing reads them where they are.
+    fn copied(&self) -> Vec<&'static str> {
+        Vec::new()
+    }
+
     /// Submits one pass. Nothing waits.
     ///
     /// # Safety

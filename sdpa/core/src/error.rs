@@ -113,22 +113,50 @@ pub enum Reason {
     Failed(String),
 }
 
-/// An executor's refusal, with every reason.
+/// An executor's refusal, with every reason; where several were asked and nobody takes the problem, the last one's, and those of the others.
+///
+/// ```
+/// use sdpa_core::{ExecutorName, Reason, Unsupported};
+///
+/// let first = Unsupported::new(ExecutorName::CUDNN, vec![Reason::Absent("there is no cuDNN".to_owned())]);
+/// let last = Unsupported::new(ExecutorName::CUDA, vec![Reason::Absent("there is no NVRTC".to_owned())]);
+/// assert_eq!(Unsupported { before: vec![first], ..last }.to_string(), "cudnn: there is no cuDNN\ncuda: there is no NVRTC");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Unsupported {
     /// The executor that refuses.
     pub executor: ExecutorName,
     /// Every reason, in the order of asking.
     pub reasons: Vec<Reason>,
+    /// Who was asked before it and refused too, in the order of asking. Only a choice among several has any.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub before: Vec<Unsupported>,
+}
+
+impl Unsupported {
+    /// A refusal of one executor.
+    pub fn new(executor: ExecutorName, reasons: Vec<Reason>) -> Unsupported {
+        Unsupported { executor, reasons, before: Vec::new() }
+    }
+
+    /// Every refusal, in the order of asking.
+    pub fn all(&self) -> impl Iterator<Item = &Unsupported> {
+        self.before.iter().chain(std::iter::once(self))
+    }
+
+    /// Whether every executor that was asked is not there at all: what is missing is the environment's.
+    pub fn is_absence(&self) -> bool {
+        self.all().all(|refusal| refusal.reasons.iter().all(|reason| matches!(reason, Reason::Absent(_))))
+    }
 }
 
 impl fmt::Display for Unsupported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, reason) in self.reasons.iter().enumerate() {
+        for (i, (executor, reason)) in self.all().flat_map(|one| one.reasons.iter().map(|reason| (one.executor, reason))).enumerate() {
             if i > 0 {
                 f.write_str("\n")?;
             }
-            write!(f, "{}: {reason}", self.executor)?;
+            write!(f, "{executor}: {reason}")?;
         }
         Ok(())
     }

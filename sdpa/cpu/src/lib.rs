@@ -297,7 +297,7 @@ fn is_there(bytes: usize) -> Result<(), Error> {
     let mut memory: Vec<u8> = Vec::new();
     memory.try_reserve_exact(bytes).map_err(|_| {
         let (field, value, limit) = ("workspace".to_owned(), format!("{bytes} bytes"), "memory that is there".to_owned());
-        Error::Unsupported(Unsupported { executor: ExecutorName::CPU, reasons: vec![Reason::Limit { field, value, limit }] })
+        Error::Unsupported(Unsupported::new(ExecutorName::CPU, vec![Reason::Limit { field, value, limit }]))
     })
 }
 

@@ -14,7 +14,7 @@ use sdpa_core::error::{ExecutorName, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
 use sdpa_driver::{Device, DeviceSlice, Driver, Nvrtc, Stream};
-use sdpa_nvidia::{Hosted, Job, JobQuery, Told};
+use sdpa_nvidia::{Hosted, Job, JobQuery, NvidiaExecutor};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -145,10 +145,9 @@ impl CudaExecutor {
 
     /// A plan over host memory.
     fn hosted(&self, job: Job, plan: Arc<CudaPlan>) -> Result<Arc<Hosted>, sdpa_core::Error> {
-        let told = Told { engine: plan.engine(), copied: Vec::new() };
         let failed = |error| Error::from(error).into();
         let stream = self.device.stream().map_err(failed)?;
-        Ok(Arc::new(Hosted::new(job, plan, stream, told, failed)))
+        Ok(Arc::new(Hosted::new(job, plan, stream, failed)))
     }
 }
 
@@ -184,5 +183,11 @@ impl DeviceExecutor for CudaExecutor {
 
     fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
         Ok(self.gradient(problem)?.0)
+    }
+}
+
+impl NvidiaExecutor for CudaExecutor {
+    fn device(&self) -> &'static Device {
+        self.device
     }
 }

@@ -73,7 +73,7 @@ pub enum Lists {
 
 /// Why the kernels do not take a problem.
 pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
-    Unsupported { executor: ExecutorName::CUDA, reasons }
+    Unsupported::new(ExecutorName::CUDA, reasons)
 }
 
 /// Limits that a problem breaks.

@@ -12,7 +12,7 @@ use sdpa_core::device::{DeviceExecutor, OnDevice};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
-use sdpa_nvidia::{Hosted, Told};
+use sdpa_nvidia::{Hosted, NvidiaExecutor};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, OnceLock};
 
@@ -246,16 +246,21 @@ impl DeviceExecutor for CudnnExecutor {
     }
 }
 
+impl NvidiaExecutor for CudnnExecutor {
+    fn device(&self) -> &'static Device {
+        self.device
+    }
+}
+
 impl CudnnExecutor {
     fn ready(&self, job: Job) -> Result<Hosted, Error> {
         let (planned, _) = self.plans(&job)?;
-        let told = Told { engine: format!("{} {}", planned.lowered.form, planned.engine), copied: planned.copied() };
-        Ok(Hosted::new(job, planned, self.device.stream()?, told, |error| Error::from(error).into()))
+        Ok(Hosted::new(job, planned, self.device.stream()?, |error| Error::from(error).into()))
     }
 
     /// Whether there is an engine for a pass.
     fn asked(&self, job: &Job) -> Result<(), Unsupported> {
-        let failed = |e: String| Unsupported { executor: ExecutorName::CUDNN, reasons: vec![Reason::Failed(e)] };
+        let failed = |e: String| Unsupported::new(ExecutorName::CUDNN, vec![Reason::Failed(e)]);
         let asked = || -> Result<(), Error> {
             let handle = self.library.handle(self.setup_stream()?)?;
             plan::supports(self.library, &Target::Handle(&handle), job, &self.options).map(|_| ())

@@ -3,14 +3,12 @@
 //! # Two doors
 //!
 //! [`Executor::prepare`](sdpa_core::Executor::prepare) takes host memory and is what the command line and
-//! the tests use; [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own, and `cudarc` (a feature) takes
+//! the tests use; [`CudnnExecutor::attention`] gives the plans to callers with device memory of their own, and `sdpa_nvidia::cudarc` takes
 //! cudarc's streams and slices.
 
 mod bind;
 mod call;
 pub mod cost;
-#[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
-pub mod cudarc;
 mod error;
 mod executor;
 mod files;

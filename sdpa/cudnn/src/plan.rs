@@ -250,7 +250,7 @@ impl CacheValue for Planned {
 const DESCRIPTORS: u64 = 256 << 10;
 
 fn unsupported(reasons: Vec<Reason>) -> Error {
-    Error::Unsupported(Unsupported { executor: ExecutorName::CUDNN, reasons })
+    Error::Unsupported(Unsupported::new(ExecutorName::CUDNN, reasons))
 }
 
 /// Why one form was passed over.

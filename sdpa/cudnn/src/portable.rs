@@ -13,6 +13,7 @@ use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling};
 use crate::planfile::{Digest, Header, Parts};
 use cudnn_graph::{DeviceProfile, Library, Plan, Target, Version};
 use sdpa_cache::BuildTime;
+use sdpa_core::error::{ExecutorName, Unsupported};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Instant;
@@ -208,11 +209,7 @@ impl Planned {
         }
         let known = guard::reasons(job, runtime, target.sm(), job.deterministic());
         if !known.is_empty() {
-            return Err(Error::Unsupported(sdpa_core::error::Unsupported {
-                executor: sdpa_core::error::ExecutorName::CUDNN,
-                reasons: known,
-            })
-            .into());
+            return Err(Error::Unsupported(Unsupported::new(ExecutorName::CUDNN, known)).into());
         }
         let (dense, _) = lower::densify(job);
         let (lowered, schedule) = spelled(job, &dense, &head.spelled, runtime)?;

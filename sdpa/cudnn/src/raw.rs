@@ -154,6 +154,14 @@ impl DevicePrepared for Planned {
         Planned::workspace_bytes(self)
     }
 
+    fn engine(&self) -> String {
+        format!("{} {}", self.lowered.form, self.engine)
+    }
+
+    fn copied(&self) -> Vec<&'static str> {
+        Planned::copied(self)
+    }
+
     unsafe fn submit(&self, stream: &Stream, call: &DeviceCall<'_>) -> Result<(), sdpa_core::Error> {
         let submit = || {
             let handle = self.plan.library().handle(stream)?;

@@ -12,15 +12,6 @@ use sdpa_driver::{Buffer, DeviceSlice, Event, Stream};
 use std::ops::Range;
 use std::time::Duration;
 
-/// What the [`Report`] of each call says of the pass.
-#[derive(Clone, Debug, Default)]
-pub struct Told {
-    /// What runs: [`Report::engine`].
-    pub engine: String,
-    /// Operands that are copied first: [`Report::copied`].
-    pub copied: Vec<&'static str>,
-}
-
 /// A pass made ready on a GPU, for callers with host memory: operands go up, the pass runs, results come down. It is [`Prepared`] and
 /// [`PreparedBackward`].
 #[derive(Debug)]
@@ -28,7 +19,6 @@ pub struct Hosted {
     job: Job,
     ready: OnDevice<DeviceSlice, Stream>,
     stream: Stream,
-    told: Told,
     failed: fn(sdpa_driver::Error) -> Error,
 }
 
@@ -37,14 +27,8 @@ type Uploaded = Vec<Option<(DType, Buffer)>>;
 
 impl Hosted {
     /// A pass that `ready` runs on `stream`, which nobody else uses; `failed` makes the executor's error of the driver's.
-    pub fn new(
-        job: Job,
-        ready: OnDevice<DeviceSlice, Stream>,
-        stream: Stream,
-        told: Told,
-        failed: fn(sdpa_driver::Error) -> Error,
-    ) -> Hosted {
-        Hosted { job, ready, stream, told, failed }
+    pub fn new(job: Job, ready: OnDevice<DeviceSlice, Stream>, stream: Stream, failed: fn(sdpa_driver::Error) -> Error) -> Hosted {
+        Hosted { job, ready, stream, failed }
     }
 
     fn buffer(&self, bytes: u64) -> Result<Buffer, sdpa_driver::Error> {
@@ -124,8 +108,8 @@ impl Hosted {
     }
 
     fn report(&self, compute: Duration) -> Report {
-        let Told { engine, copied } = self.told.clone();
-        Report { compute, copied, engine, workspace_bytes: self.ready.workspace_bytes() }
+        let ready = &self.ready;
+        Report { compute, copied: ready.copied(), engine: ready.engine(), workspace_bytes: ready.workspace_bytes() }
     }
 }
 

@@ -1,12 +1,18 @@
 #![doc = include_str!("../README.md")]
 
 pub mod call;
+#[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
+pub mod cudarc;
+mod executor;
 mod host;
 mod job;
 mod key;
 pub mod planfile;
 pub mod race;
 
-pub use host::{Hosted, Told};
+pub use executor::{DevicePass, NvidiaExecutor};
+pub use host::Hosted;
 pub use job::Job;
 pub use key::JobQuery;
+// What calls over device memory take, so that a caller needs no other crate.
+pub use sdpa_driver::{Buffer, Device, DeviceSlice, RawStream, Stream};

@@ -74,7 +74,7 @@ impl Executor for Naive {
     fn supports_backward(&self, _: &BackwardProblem) -> Result<(), Unsupported> {
         let reasons = vec![Reason::Absent("it is a fault".to_owned())];
         let declines = matches!(self.0, Fault::Declines | Fault::DeclinesWhatItMakes);
-        if declines { Err(Unsupported { executor: ExecutorName::CPU, reasons }) } else { Ok(()) }
+        if declines { Err(Unsupported::new(ExecutorName::CPU, reasons)) } else { Ok(()) }
     }
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
         if self.0 == Fault::Declines {

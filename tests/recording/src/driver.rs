@@ -92,6 +92,14 @@ exported! {
         0
     }
 
+    /// Of what no header names there is nothing: a table that holds its own size. NVRTC asks, where the loader finds this library as the driver's.
+    fn cuGetExportTable(table: *mut *const c_void, _of: *const c_void) -> c_int {
+        static EMPTY: usize = size_of::<usize>();
+        // SAFETY: the pointer is to a live pointer.
+        unsafe { store(table, (&raw const EMPTY).cast()) };
+        0
+    }
+
     /// One name for every error.
     fn cuGetErrorName(_error: c_int, name: *mut *const c_char) -> c_int {
         // SAFETY: the header's contract.

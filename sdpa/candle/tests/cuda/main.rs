@@ -1,4 +1,4 @@
-//! Attention as a function of candle's on an NVIDIA GPU, on cuDNN, against candle's own autograd over the textbook formula in f64 on the CPU.
+//! Attention as a function of candle's on an NVIDIA GPU, on cuDNN and on kernels of our own, against candle's own autograd over the textbook formula in f64 on the CPU.
 //! Without a GPU nothing runs, and that is said; `SDPA_REQUIRE=candle-cuda` makes it a failure.
 
 #[path = "../attention/textbook.rs"]
@@ -219,19 +219,43 @@ fn threads_have_streams_of_their_own() {
 }
 
 #[test]
-fn what_cudnn_does_not_take_is_told_and_the_host_takes_it_where_it_is_named() {
+fn what_one_executor_does_not_take_the_other_does_and_a_name_is_kept() {
     let Some(device) = gpu() else { return };
     let mut random = Random::new(8);
     let q = random.tensor(&[1, 2, 30, 16]);
     let (here, there) = (on(&device, &q), wide(&q));
     let causal = Attention::new().mask(Mask::causal());
-    let why = causal.forward(&here, &here, &here).unwrap_err().to_string();
-    assert!(why.contains("cudnn") && why.contains("f32"), "{why}");
-    let o = causal.executor(ExecutorName::CPU).forward(&here, &here, &here).unwrap();
-    assert!(o.device().is_cuda());
     let kept = keep(30, 30, |q, k| k <= q);
     let (want, _) = plain(16, &kept).attend(&there, &there, &there).unwrap();
-    compare("on the host", (&o, &want), &mut random, &[("q", &here, &there)]);
+    // f32 is for kernels of our own alone.
+    let why = causal.clone().executor(ExecutorName::CUDNN).forward(&here, &here, &here).unwrap_err().to_string();
+    assert!(why.contains("cudnn") && why.contains("f32"), "{why}");
+    for attention in [causal.clone(), causal.clone().executor(ExecutorName::CUDA), causal.executor(ExecutorName::CPU)] {
+        let o = attention.forward(&here, &here, &here).unwrap();
+        assert!(o.device().is_cuda());
+        compare(&format!("f32 {attention:?}"), (&o, &want), &mut random, &[("q", &here, &there)]);
+    }
     let elsewhere = Attention::new().forward(&here, &q, &q).unwrap_err().to_string();
     assert!(elsewhere.contains('k') && elsewhere.contains("device"), "{elsewhere}");
+}
+
+/// A mask that is no band, on either executor by name and on whoever is chosen; and learned slopes, whose gradient cuDNN has none of.
+#[test]
+fn rules_of_places_and_learned_slopes_train() {
+    let Some(device) = gpu() else { return };
+    let mut random = Random::new(9);
+    let q = rounded(&mut random, &[1, 2, 300, 64], DType::BF16);
+    let (here, there) = (on(&device, &q), wide(&q));
+    let rule = Attention::new().mask("dilated:4 & causal".parse().unwrap());
+    let kept = keep(300, 300, |q, k| k <= q && (q - k) % 4 == 0);
+    let (want, _) = plain(64, &kept).attend(&there, &there, &there).unwrap();
+    for attention in [rule.clone(), rule.clone().executor(ExecutorName::CUDA), rule.executor(ExecutorName::CUDNN)] {
+        let o = attention.forward(&here, &here, &here).unwrap();
+        compare(&format!("rule {attention:?}"), (&o, &want), &mut random, &[("q", &here, &there)]);
+    }
+    let slopes = on(&device, &Tensor::new(&[0.5f32, 0.25], &CPU).unwrap());
+    let o = Attention::new().score_mod(library::alibi_with()).param("slopes", &slopes).forward(&here, &here, &here).unwrap();
+    let gradients = o.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+    let slope = gradients.get(&slopes).unwrap().to_device(&CPU).unwrap().to_vec1::<f32>().unwrap();
+    assert!(slope.iter().all(|x| x.is_finite()) && slope.iter().any(|x| *x != 0.0), "{slope:?}");
 }

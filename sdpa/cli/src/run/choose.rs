@@ -78,7 +78,7 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
                 Err(e) => return Err(Failure::Environment(lines(executor, &e))),
             }
         }
-        declined.push(Unsupported { executor, reasons });
+        declined.push(Unsupported::new(executor, reasons));
     }
     Err(Failure::Executor(declined.into_iter().flat_map(|d| lines(d.executor, &Error::Unsupported(d))).collect()))
 }

@@ -134,12 +134,6 @@ impl CudaPlan {
         Ok(CudaPlan { job, pass, kept: Kept { kernel, map, keys }, tensors, scalars, used: OnceLock::new() })
     }
 
-    /// What runs, for reports: the cut of the kernel, and its registers.
-    pub fn engine(&self) -> String {
-        let registers = self.kept.kernel.entries.first().map_or(0, |entry| entry.registers);
-        format!("{}, {registers} registers", self.pass.cut())
-    }
-
     /// The kernels that it runs.
     pub fn kernel(&self) -> &Kernel {
         &self.kept.kernel
@@ -223,6 +217,12 @@ impl DevicePrepared for CudaPlan {
 
     fn workspace_bytes(&self) -> u64 {
         self.workspace()
+    }
+
+    /// The cut of the kernel, and its registers.
+    fn engine(&self) -> String {
+        let registers = self.kept.kernel.entries.first().map_or(0, |entry| entry.registers);
+        format!("{}, {registers} registers", self.pass.cut())
     }
 
     #[allow(unsafe_code, reason = "the device tier's contract is handed on")]

@@ -1,38 +1,39 @@
-//! Attention over cudarc's streams and slices. Slices may be views of a part (`CudaView`), which begin at any element that is aligned as the
-//! specification says.
+//! Attention over cudarc's streams and slices, on whichever executor of NVIDIA GPUs. Slices may be views of a part (`CudaView`), which begin at any element
+//! that is aligned as the specification says.
 //!
 //! ```no_run
 //! use cudarc::driver::CudaContext;
-//! use sdpa_cudnn::cudarc::Forward;
-//! use sdpa_cudnn::{CudnnExecutor, CudnnOptions};
 //! use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+//! use sdpa_nvidia::NvidiaExecutor;
+//! use sdpa_nvidia::cudarc::{Attention, Forward};
 //!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // Before cudarc is touched: it panics where there is no driver, this says so.
-//! let executor = CudnnExecutor::new(CudnnOptions::default())?;
-//! let stream = CudaContext::new(0)?.new_stream()?;
-//! let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
-//! let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
-//! let (q, k) = (stream.alloc_zeros::<half::bf16>(8 * 128 * 64)?, stream.alloc_zeros::<half::bf16>(2 * 128 * 64)?);
-//! let (v, mut o) = (k.clone(), q.clone());
-//! let attention = sdpa_cudnn::cudarc::Attention::new(&executor, &spec)?;
-//! attention.forward(&stream, Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] })?;
-//! stream.synchronize()?;
-//! # Ok(())
-//! # }
+//! // `CudnnExecutor`, `CudaExecutor`: made before cudarc is touched, which panics where there is no driver.
+//! fn run(executor: &impl NvidiaExecutor) -> Result<(), Box<dyn std::error::Error>> {
+//!     let stream = CudaContext::new(0)?.new_stream()?;
+//!     let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+//!     let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
+//!     let (q, k) = (stream.alloc_zeros::<half::bf16>(8 * 128 * 64)?, stream.alloc_zeros::<half::bf16>(2 * 128 * 64)?);
+//!     let (v, mut o) = (k.clone(), q.clone());
+//!     let attention = Attention::new(executor, &spec)?;
+//!     attention.forward(&stream, Forward { q: &q, k: &k, v: &v, o: &mut o, stats: None, row_max: None, sum_exp: None, attn_scale: None, params: &[] })?;
+//!     stream.synchronize()?;
+//!     Ok(())
+//! }
 //! ```
 #![allow(unsafe_code)]
 
-use crate::error::Error;
-use crate::{CudnnExecutor, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use crate::executor::NvidiaExecutor;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, SyncOnDrop};
-use cudnn_graph::{DeviceSlice, Handle, Library, RawStream, Stream};
 use sdpa_core::DType;
-use sdpa_core::backward::{BackwardSpec, GradientSpec};
-use sdpa_core::device::{DeviceParams, with_defaults};
-use sdpa_core::error::{SpecError, SpecErrors};
+use sdpa_core::backward::{BackwardProblem, BackwardSpec, GradientSpec};
+use sdpa_core::device::{
+    DeviceBackward, DeviceCall, DeviceForward, DeviceGradient, DeviceParam, DeviceParams, DeviceValue, OnDevice, with_defaults,
+};
+use sdpa_core::error::{Error, SpecError, SpecErrors};
 use sdpa_core::expr::Declared;
+use sdpa_core::problem::Problem;
 use sdpa_core::spec::AttentionSpec;
+use sdpa_driver::{Device, DeviceSlice, RawStream, Stream};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -69,12 +70,6 @@ pub enum CudarcError {
 impl From<SpecErrors> for CudarcError {
     fn from(errors: SpecErrors) -> CudarcError {
         CudarcError::Sdpa(errors.into())
-    }
-}
-
-impl From<cudnn_graph::Error> for CudarcError {
-    fn from(error: cudnn_graph::Error) -> CudarcError {
-        CudarcError::Sdpa(error.into())
     }
 }
 
@@ -178,17 +173,16 @@ impl ValueMut<'_> {
     }
 }
 
-/// Plans of one specification, to be called with cudarc's slices.
+/// A pass over one specification made ready, to be called with cudarc's slices.
 #[derive(Debug)]
 pub struct Attention {
-    library: &'static Library,
-    device: &'static cudnn_graph::Device,
+    device: &'static Device,
     dtype: DType,
     /// With the defaults of this specification.
     params: Vec<Declared>,
     /// Gradients of parameters that a backward pass is asked for.
     wrt: Vec<GradientSpec>,
-    planned: Arc<Planned>,
+    prepared: OnDevice<DeviceSlice, Stream>,
 }
 
 /// Slices of one call: their addresses, with the guards that order them with other streams, and where they are.
@@ -251,33 +245,39 @@ impl<'a> Slices<'a> {
 }
 
 impl Attention {
-    /// Takes the plans of a forward pass from the executor's cache, or makes them.
+    /// Takes a forward pass from the executor's cache, or makes it ready.
     ///
     /// # Errors
-    /// Every rule that the specification breaks; every reason why cuDNN does not run it; the environment's.
-    pub fn new(executor: &CudnnExecutor, spec: &AttentionSpec) -> Result<Attention, Error> {
+    /// Every rule that the specification breaks; every reason why the executor does not run it; the environment's.
+    pub fn new<E: NvidiaExecutor + ?Sized>(executor: &E, spec: &AttentionSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
-        Ok(Attention::of(executor, spec.dtype, problem.params(), &[], executor.attention(&problem)?.0))
+        Ok(Attention::of(executor.prepare_device(&problem)?, &problem, executor.device()))
     }
 
-    /// Takes the plans of a backward pass from the executor's cache, or makes them.
+    /// Takes a backward pass from the executor's cache, or makes it ready.
     ///
     /// # Errors
     /// As [`Attention::new`].
-    pub fn backward_of(executor: &CudnnExecutor, spec: &BackwardSpec) -> Result<Attention, Error> {
+    pub fn backward_of<E: NvidiaExecutor + ?Sized>(executor: &E, spec: &BackwardSpec) -> Result<Attention, Error> {
         let problem = spec.validate()?;
-        let planned = executor.attention_backward(&problem)?.0;
-        Ok(Attention::of(executor, spec.forward.dtype, problem.params(), &spec.wrt, planned))
+        Ok(Attention::of_backward(executor.prepare_device_backward(&problem)?, &problem, executor.device()))
     }
 
-    fn of(executor: &CudnnExecutor, dtype: DType, params: &[Declared], wrt: &[GradientSpec], planned: Arc<Planned>) -> Attention {
-        let (params, wrt) = (params.to_vec(), wrt.to_vec());
-        Attention { library: executor.library(), device: executor.device(), dtype, params, wrt, planned }
+    /// Over a forward pass that was made ready for this problem on this device, by whoever was chosen.
+    pub fn of(prepared: OnDevice<DeviceSlice, Stream>, problem: &Problem, device: &'static Device) -> Attention {
+        let params = problem.params().to_vec();
+        Attention { device, dtype: problem.dtype(), params, wrt: Vec::new(), prepared }
     }
 
-    /// The plans that calls run.
-    pub fn planned(&self) -> &Arc<Planned> {
-        &self.planned
+    /// Over a backward pass that was made ready for this problem on this device, by whoever was chosen.
+    pub fn of_backward(prepared: OnDevice<DeviceSlice, Stream>, problem: &BackwardProblem, device: &'static Device) -> Attention {
+        let (params, wrt) = (problem.params().to_vec(), problem.wrt().to_vec());
+        Attention { device, dtype: problem.forward().dtype(), params, wrt, prepared }
+    }
+
+    /// The pass that calls run.
+    pub fn prepared(&self) -> &OnDevice<DeviceSlice, Stream> {
+        &self.prepared
     }
 
     /// Submits one forward pass to `stream`, which must be of the executor's device. Nothing waits; cudarc's events order it
@@ -285,7 +285,7 @@ impl Attention {
     ///
     /// # Errors
     /// Slices of another type or device, too short or misaligned, parameters that are missing or unlike their declaration, all
-    /// before anything runs; cudarc's and cuDNN's own.
+    /// before anything runs; cudarc's and the executor's own.
     pub fn forward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Forward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
@@ -304,7 +304,7 @@ impl Attention {
         };
         // SAFETY: cudarc's slices are device memory of the length they say; it frees them in the order of the stream, and its
         // events, recorded as the guards go, keep other streams off them.
-        self.submit(stream, slices, |planned, handle| unsafe { planned.forward(handle, &device) })
+        unsafe { self.submit(stream, slices, &DeviceCall::from(&device)) }
     }
 
     /// Submits one backward pass; see [`Attention::forward`].
@@ -314,7 +314,7 @@ impl Attention {
     pub fn backward<'a, T: Element>(&'a self, stream: &'a Arc<CudaStream>, call: Backward<'a, T>) -> Result<(), CudarcError> {
         self.check::<T>(stream)?;
         let mut slices = Slices { stream, guards: SmallVec::new(), errors: Vec::new() };
-        let gradients: SmallVec<[DeviceGradient<'_>; 4]> = call
+        let gradients: SmallVec<[DeviceGradient<'_, DeviceSlice>; 4]> = call
             .gradients
             .into_iter()
             .map(|(name, value)| DeviceGradient { name, slice: slices.gradient(&self.wrt, name, value) })
@@ -336,22 +336,19 @@ impl Attention {
             workspace: None,
         };
         // SAFETY: as in the forward pass.
-        self.submit(stream, slices, |planned, handle| unsafe { planned.backward(handle, &device) })
+        unsafe { self.submit(stream, slices, &DeviceCall::from(&device)) }
     }
 
-    fn submit(
-        &self,
-        stream: &Arc<CudaStream>,
-        slices: Slices<'_>,
-        submit: impl FnOnce(&Planned, &Handle<'_>) -> Result<(), Error>,
-    ) -> Result<(), CudarcError> {
+    /// # Safety
+    /// As [`DevicePrepared::submit`](sdpa_core::DevicePrepared::submit), for memory of the stream's device.
+    unsafe fn submit(&self, stream: &Arc<CudaStream>, slices: Slices<'_>, call: &DeviceCall<'_, DeviceSlice>) -> Result<(), CudarcError> {
         if !slices.errors.is_empty() {
             return Err(SpecErrors(slices.errors).into());
         }
         // SAFETY: cudarc keeps the stream alive for as long as this borrow of it, and the device was checked.
         let borrowed = unsafe { Stream::borrow(self.device, RawStream(stream.cu_stream().cast())) };
-        let handle = self.library.handle(&borrowed)?;
-        Ok(submit(&self.planned, &handle)?)
+        // SAFETY: the caller's.
+        Ok(unsafe { self.prepared.submit(&borrowed, call) }?)
     }
 
     fn check<T: Element>(&self, stream: &Arc<CudaStream>) -> Result<(), SpecErrors> {

@@ -1,0 +1,112 @@
+//! The choice among executors on NVIDIA GPUs, for callers with device memory of their own.
+
+use crate::dispatch::{Choice, Dispatcher, Preference, absent, choose};
+use crate::{BackwardProblem, Error, ExecutorName, Problem};
+use sdpa_nvidia::{Device, DevicePass, NvidiaExecutor};
+
+/// Those of this build, in the order in which they are asked.
+const ON_NVIDIA: [ExecutorName; cfg!(feature = "cudnn") as usize + cfg!(feature = "cuda") as usize] = [
+    #[cfg(feature = "cudnn")]
+    ExecutorName::CUDNN,
+    #[cfg(feature = "cuda")]
+    ExecutorName::CUDA,
+];
+
+/// The device tier: executors whose callers have device memory of their own. Those are the ones on NVIDIA GPUs; executors of the caller's
+/// ([`Dispatcher::with`]), the CPU and Metal compute over host memory, and are not asked.
+impl Dispatcher {
+    /// The device of the executors on NVIDIA GPUs: of whichever is there.
+    ///
+    /// # Errors
+    /// The environment's, where none is.
+    pub fn device(&self) -> Result<&'static Device, Error> {
+        let mut missing = None;
+        for name in ON_NVIDIA {
+            match self.on_nvidia(name) {
+                Ok(executor) => return Ok(executor.device()),
+                Err(error) => missing = missing.or(Some(error)),
+            }
+        }
+        Err(missing.unwrap_or_else(|| absent(ExecutorName::new("none"), "no executor is compiled in".to_owned())))
+    }
+
+    /// Chooses an executor and makes the problem ready on it, for calls over device memory: in the order of [`Dispatcher::executors_for`], and it falls
+    /// through as that of host memory does, on *unsupported* only, before anything runs.
+    ///
+    /// Each executor keeps what it made by problem, so that asking again costs a look into a cache, and what was [`prepared`](Choice::prepared) may be kept: a
+    /// call of it asks nobody.
+    ///
+    /// ```
+    /// use sdpa::device::{DeviceCall, DeviceForward};
+    /// use sdpa::nvidia::{DeviceSlice, Stream};
+    /// use sdpa::{AttentionSpec, DType, Dispatcher, Error, Layout, Mask, Preference, Problem, Shape};
+    ///
+    /// /// # Safety
+    /// /// As `DevicePrepared::submit`.
+    /// unsafe fn attend(all: &Dispatcher, stream: &Stream, problem: &Problem, [q, k, v, o]: [DeviceSlice; 4]) -> Result<(), Error> {
+    ///     let choice = all.prepare_device(problem, Preference::Auto)?;
+    ///     let (stats, row_max, sum_exp, attn_scale, workspace) = (None, None, None, None, None);
+    ///     let call = DeviceForward { q, k, v, o, stats, row_max, sum_exp, attn_scale, params: &[], amax: &[], workspace };
+    ///     // SAFETY: the caller's.
+    ///     unsafe { choice.prepared.submit(stream, &DeviceCall::from(&call)) }
+    /// }
+    ///
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+    /// let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal()).validate()?;
+    /// let all = Dispatcher::default();
+    /// match all.device() {
+    ///     Ok(device) => println!("{}: on {}", device.name(), all.prepare_device(&problem, Preference::Auto)?.executor),
+    ///     Err(missing) => println!("{missing}"),
+    /// }
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// For a named executor, whatever speaks against it. For an automatic choice [`Error::Unsupported`] with what each says that was asked, where nobody takes
+    /// the problem ([`Unsupported::is_absence`](crate::Unsupported::is_absence) where nobody is there); the environment's.
+    pub fn prepare_device(&self, problem: &Problem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
+        choose(
+            preference,
+            || in_order(|| self.are_kernels_first(problem)),
+            |name| self.on_nvidia(name),
+            |executor| executor.prepare_device(problem),
+        )
+    }
+
+    /// Chooses an executor and makes the backward problem ready on it, for calls over device memory, in the order of
+    /// [`Dispatcher::executors_for_backward`]. It need not be the one of the forward pass.
+    ///
+    /// # Errors
+    /// As [`Dispatcher::prepare_device`].
+    pub fn prepare_device_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<DevicePass>, Error> {
+        choose(
+            preference,
+            || in_order(|| self.are_kernels_first_backward(problem)),
+            |name| self.on_nvidia(name),
+            |executor| executor.prepare_device_backward(problem),
+        )
+    }
+
+    /// One of this build's own executors, by name.
+    fn on_nvidia(&self, name: ExecutorName) -> Result<&dyn NvidiaExecutor, Error> {
+        #[cfg(feature = "cudnn")]
+        if name == ExecutorName::CUDNN {
+            return self.cudnn().map(|executor| &**executor as &dyn NvidiaExecutor).map_err(|error| Error::failed(name, error));
+        }
+        #[cfg(feature = "cuda")]
+        if name == ExecutorName::CUDA {
+            return self.cuda().map(|executor| &**executor as &dyn NvidiaExecutor).map_err(|error| Error::failed(name, error));
+        }
+        let known = ON_NVIDIA.map(ExecutorName::name).join(", ");
+        Err(absent(name, format!("no such executor takes memory of an NVIDIA GPU: there are {known}")))
+    }
+}
+
+/// Nothing is allocated for it.
+fn in_order(kernels_are_first: impl FnOnce() -> bool) -> [ExecutorName; ON_NVIDIA.len()] {
+    let mut names = ON_NVIDIA;
+    if names.len() > 1 && kernels_are_first() {
+        names.reverse();
+    }
+    names
+}

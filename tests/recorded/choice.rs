@@ -1,0 +1,209 @@
+//! The choice of the device tier over the recording library: who is asked, in which order, and that nothing is submitted by a call that is wrong.
+
+use crate::alone;
+use conformance::nvrtc;
+use conformance::recorder::entry::{EXECUTION, Entry, LAUNCH};
+use conformance::recorder::{self, Recorder, whole};
+use conformance::say::skip;
+use cudnn_graph::{Buffer, Driver, Search};
+use sdpa::cuda::CudaOptions;
+use sdpa::cudnn::{CudnnOptions, DeviceBackward, DeviceForward, DeviceSlice};
+use sdpa::nvidia::DevicePass;
+use sdpa::{AttentionSpec, Choice, DType, Dispatcher, Error, ExecutorName, Layout, Preference, Shape};
+use std::path::PathBuf;
+
+const SHAPE: Shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64 };
+
+/// The compiler, and all executors over the recording library.
+fn all(cudnn: Option<PathBuf>, nvrtc: Option<PathBuf>) -> Option<Dispatcher> {
+    let file = recorder::find().map_err(|why| skip("recording", &why)).ok()?;
+    let compiler = nvrtc::find().map_err(|why| skip("recording", &why)).ok()?.path();
+    let search = Search { library: Some(cudnn.unwrap_or_else(|| file.clone())), driver: Some(file.clone()) };
+    let kernels = CudaOptions { driver: Some(file), nvrtc: Some(nvrtc.unwrap_or(compiler)), ..CudaOptions::default() };
+    Some(Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() }).with_kernels(kernels))
+}
+
+fn both() -> Option<(Recorder, Dispatcher)> {
+    Some((Recorder::load().map_err(|why| skip("recording", &why)).ok()?, all(None, None)?))
+}
+
+/// Heads of 64 beside 512 tokens: cuDNN's without a mask that is no band.
+fn spec(mask: &str) -> AttentionSpec {
+    AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).mask(mask.parse().unwrap()).with_stats()
+}
+
+/// A rule of places that is no band.
+const RULE: &str = "dilated:4 & causal";
+
+fn forward(all: &Dispatcher, spec: &AttentionSpec, preference: Preference) -> Result<Choice<DevicePass>, Error> {
+    all.prepare_device(&spec.validate().unwrap(), preference)
+}
+
+fn backward(all: &Dispatcher, spec: &AttentionSpec, preference: Preference) -> Result<Choice<DevicePass>, Error> {
+    all.prepare_device_backward(&spec.backward().validate().unwrap(), preference)
+}
+
+/// Memory of a call, and the call.
+struct Memory {
+    q: Buffer,
+    k: Buffer,
+    o: Buffer,
+    stats: Buffer,
+}
+
+impl Memory {
+    fn new(recorder: &Recorder) -> Memory {
+        let [q, k, o] = [4, 2, 4].map(|heads| recorder.buffer(heads * 512 * 64 * 2));
+        Memory { q, k, o, stats: recorder.buffer(4 * 512 * 4) }
+    }
+
+    fn forward(&self) -> DeviceForward<'static> {
+        let (q, k, o) = (whole(&self.q), whole(&self.k), whole(&self.o));
+        let stats = Some(whole(&self.stats));
+        DeviceForward { q, k, v: k, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace: None }
+    }
+
+    fn backward(&self, written: &[Buffer; 3]) -> DeviceBackward<'static> {
+        let (q, k, o) = (whole(&self.q), whole(&self.k), whole(&self.o));
+        let ([dq, dk, dv], stats, gradients) = (written.each_ref().map(whole), whole(&self.stats), &[]);
+        DeviceBackward { q, k, v: k, o, stats, d_o: o, dq, dk, dv, attn_scale: None, params: &[], gradients, amax: &[], workspace: None }
+    }
+}
+
+/// How many plans of cuDNN's were executed, and how many kernels launched.
+fn counted(entries: &[Entry]) -> [usize; 2] {
+    [EXECUTION, LAUNCH].map(|what| entries.iter().filter(|entry| entry.what == what).count())
+}
+
+#[test]
+fn whoever_was_faster_runs_it_and_a_name_is_kept() {
+    let Some((recorder, all)) = both() else { return };
+    let (stream, memory) = (recorder.stream(), Memory::new(&recorder));
+    let gradients = [4, 2, 2].map(|heads| recorder.buffer(heads * 512 * 64 * 2));
+    let named = Preference::Named;
+    let rows = [
+        (RULE, Preference::Auto, ExecutorName::CUDA),
+        ("causal", Preference::Auto, ExecutorName::CUDNN),
+        (RULE, named(ExecutorName::CUDNN), ExecutorName::CUDNN),
+        ("causal", named(ExecutorName::CUDA), ExecutorName::CUDA),
+    ];
+    for (mask, preference, who) in rows {
+        let spec = spec(mask);
+        let [there, back] = [forward(&all, &spec, preference).unwrap(), backward(&all, &spec, preference).unwrap()];
+        assert_eq!([there.executor, back.executor], [who; 2], "{mask}, {preference:?}");
+        assert!(there.declined.is_empty() && back.declined.is_empty());
+        let calls = [(&memory.forward()).into(), (&memory.backward(&gradients)).into()];
+        for (choice, call) in [there, back].iter().zip(&calls) {
+            recorder.submit(&*choice.prepared, &stream, call).unwrap();
+            let (done, entries) = recorder.record(|| recorder.submit(&*choice.prepared, &stream, call));
+            done.unwrap();
+            let [plans, kernels] = counted(&entries);
+            assert_eq!((plans > 0, kernels > 0 && plans == 0), (who == ExecutorName::CUDNN, who == ExecutorName::CUDA), "{mask}");
+        }
+        // A call of the other pass is wrong, whoever runs it.
+        for (choice, call) in [forward(&all, &spec, preference), backward(&all, &spec, preference)].iter().zip(calls.iter().rev()) {
+            let (done, entries) = recorder.record(|| recorder.submit(&*choice.as_ref().unwrap().prepared, &stream, call));
+            assert!(matches!(done, Err(Error::Spec(_))) && entries.is_empty(), "{mask}: {done:?}");
+        }
+    }
+    assert_eq!(recorder.faults(), 0);
+}
+
+#[test]
+fn what_one_declines_falls_through_and_what_both_do_is_told_of_both() {
+    let Some((_recorder, all)) = both() else { return };
+    let wide = AttentionSpec { dtype: DType::F32, ..spec("causal") };
+    let choice = forward(&all, &wide, Preference::Auto).unwrap();
+    assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDA, 1));
+    assert!(choice.declined[0].executor == ExecutorName::CUDNN && choice.declined[0].to_string().contains("f32"), "{:?}", choice.declined);
+    let dropped = spec(RULE).with_dropout(0.5);
+    let choice = forward(&all, &dropped, Preference::Auto).unwrap();
+    assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDNN, 1));
+    assert_eq!(choice.declined[0].executor, ExecutorName::CUDA);
+    let shape = Shape { dim_qk: 264, dim_v: 264, ..SHAPE };
+    let neither = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
+    let asked = [forward(&all, &neither, Preference::Auto), backward(&all, &neither, Preference::Auto)];
+    for (refused, order) in asked.into_iter().zip([["cuda", "cudnn"], ["cudnn", "cuda"]]) {
+        let Err(Error::Unsupported(refused)) = refused else { panic!("{refused:?}") };
+        let who: Vec<&str> = refused.all().map(|one| one.executor.name()).collect();
+        assert_eq!((who, refused.is_absence()), (order.to_vec(), false));
+        let said = refused.to_string();
+        assert!(["cudnn: ", "cuda: "].iter().all(|who| said.lines().any(|line| line.starts_with(who) && line.contains("264"))), "{said}");
+    }
+}
+
+#[test]
+fn a_name_never_falls_back() {
+    let Some((recorder, all)) = both() else { return };
+    let wide = AttentionSpec { dtype: DType::F32, ..spec("causal") };
+    let (refused, entries) = recorder.record(|| forward(&all, &wide, Preference::Named(ExecutorName::CUDNN)));
+    let Err(Error::Unsupported(refused)) = refused else { panic!("{refused:?}") };
+    assert_eq!((refused.executor, refused.before.len(), entries.len()), (ExecutorName::CUDNN, 0, 0));
+    for name in [ExecutorName::CPU, ExecutorName::METAL, ExecutorName::new("abacus")] {
+        let Err(Error::Unsupported(refused)) = forward(&all, &spec("causal"), Preference::Named(name)) else { panic!("{name}") };
+        assert_eq!(refused.to_string(), format!("{name}: no such executor takes memory of an NVIDIA GPU: there are cudnn, cuda"));
+    }
+}
+
+/// In a process of its own, where no cuDNN was loaded: there the kernels alone are enough, and where there is no NVRTC cuDNN is.
+#[test]
+fn who_is_absent_is_passed_over_and_told() {
+    if !alone("choice::who_is_absent_is_passed_over_and_told") {
+        return;
+    }
+    let nowhere = |name: &str| Some(PathBuf::from(format!("/nowhere/{name}")));
+    let Some(kernels) = all(nowhere("libcudnn.so.9"), None) else { return };
+    let choice = forward(&kernels, &spec("causal"), Preference::Auto).unwrap();
+    assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDA, 1));
+    assert!(choice.declined[0].is_absence() && choice.declined[0].to_string().contains("/nowhere/libcudnn.so.9"));
+    assert_eq!(kernels.device().unwrap().ordinal(), 0);
+    let neither = all(nowhere("libcudnn.so.9"), nowhere("libnvrtc.so.13")).unwrap();
+    let Err(Error::Unsupported(refused)) = forward(&neither, &spec(RULE), Preference::Auto) else { panic!("somebody took it") };
+    let said = refused.to_string();
+    assert!(refused.is_absence() && said.contains("/nowhere/libcudnn.so.9") && said.contains("/nowhere/libnvrtc.so.13"), "{said}");
+    assert!(neither.device().is_err_and(|missing| missing.failure::<sdpa::cudnn::BackendError>().is_some()));
+    let plans = all(None, nowhere("libnvrtc.so.13")).unwrap();
+    let choice = forward(&plans, &spec(RULE), Preference::Auto).unwrap();
+    assert_eq!((choice.executor, choice.declined[0].executor), (ExecutorName::CUDNN, ExecutorName::CUDA));
+}
+
+/// The first call of a program may be captured, by somebody else and in the mode that prohibits most: executors, plans and kernels are made meanwhile.
+#[test]
+fn a_first_choice_in_the_middle_of_a_capture_does_not_disturb_it() {
+    let Some((recorder, all)) = both() else { return };
+    let (stream, memory) = (recorder.stream(), Memory::new(&recorder));
+    let gradients = [4, 2, 2].map(|heads| recorder.buffer(heads * 512 * 64 * 2));
+    for mask in [RULE, "causal"] {
+        let ((), graph) = recorder.captured_by_hand(&stream, || {
+            let here = &recorder.borrowed(&stream);
+            let [there, back] =
+                [forward(&all, &spec(mask), Preference::Auto), backward(&all, &spec(mask), Preference::Auto)].map(Result::unwrap);
+            recorder.submit(&*there.prepared, here, &(&memory.forward()).into()).unwrap();
+            recorder.submit(&*back.prepared, here, &(&memory.backward(&gradients)).into()).unwrap();
+        });
+        assert!(graph.is_some(), "{mask}: the capture was invalidated");
+    }
+    assert_eq!(recorder.faults(), 0);
+}
+
+/// What is prepared goes on when the program has let go of those who made it, and what the caches kept is what is given again.
+#[test]
+fn what_is_prepared_is_kept_by_problem_and_by_the_caller() {
+    let Some((recorder, all)) = both() else { return };
+    for mask in [RULE, "causal"] {
+        let [one, other] = [(); 2].map(|()| forward(&all, &spec(mask), Preference::Auto).unwrap().prepared);
+        assert!(std::sync::Arc::ptr_eq(&one, &other), "{mask}");
+    }
+    let kept = forward(&all, &spec(RULE), Preference::Auto).unwrap().prepared;
+    let (device, stream, memory) = (all.device().unwrap(), recorder.stream(), Memory::new(&recorder));
+    assert!(std::ptr::eq(device, Driver::load(None).unwrap().device(0).unwrap()));
+    drop(all);
+    recorder.submit(&*kept, &stream, &(&memory.forward()).into()).unwrap();
+    let short = DeviceSlice { bytes: 8, ..whole(&memory.q) };
+    let wrong = DeviceForward { q: short, ..memory.forward() };
+    let (done, entries) = recorder.record(|| recorder.submit(&*kept, &stream, &(&wrong).into()));
+    assert!(done.is_err_and(|e| e.to_string().contains("q length")) && entries.is_empty());
+    drop(kept);
+    device.release_retired();
+    assert_eq!(recorder.faults(), 0);
+}
