@@ -190,6 +190,9 @@ pub(crate) struct RunArgs {
     /// auto (the fastest that runs the problem), cpu, cuda, cudnn or metal
     #[arg(long, value_parser = Named::executors(), hide_possible_values = true)]
     pub(crate) executor: Option<String>,
+    /// Time every configuration that cuDNN offers, and kernels of cuda beside the fastest; auto takes the fastest of all
+    #[arg(long)]
+    pub(crate) tune: bool,
     /// Take cuDNN's plans, or kernels of cuda, out of this file, which `compile`, --save-plans or a service made; repeatable
     #[arg(long, value_name = "PLANS")]
     pub(crate) plans: Vec<PathBuf>,
