@@ -1,4 +1,4 @@
-//! Device memory for timing: one call of a pass, which every contender is given.
+//! Device memory for one call of a pass, which every contender is given.
 //!
 //! Floats are random, lengths the longest that the problem allows, pages one behind the other, other whole numbers 0, declared scalars the
 //! default scale: small, and not 0.
@@ -19,8 +19,8 @@ struct Tensor {
     buffer: Buffer,
 }
 
-/// Everything that a call reads and writes.
-pub(super) struct Memory<'a> {
+/// Everything that a call reads and writes: random numbers, lengths as long as they may be, pages one behind the other.
+pub struct Memory<'a> {
     stream: &'a Stream,
     job: &'a Job,
     operands: [Option<Tensor>; Operand::ALL.len()],
@@ -34,7 +34,7 @@ pub(super) struct Memory<'a> {
 }
 
 /// Numbers of a tensor, by name.
-pub(super) type Results = Vec<(String, Vec<f32>)>;
+pub type Results = Vec<(String, Vec<f32>)>;
 
 /// Random numbers are repeated after so many.
 const PATTERN: usize = 65_521;
@@ -123,7 +123,10 @@ impl Tensor {
 
 impl<'a> Memory<'a> {
     /// For calls of a pass with this much workspace.
-    pub(super) fn new(stream: &'a Stream, job: &'a Job, workspace_bytes: u64) -> Result<Memory<'a>, Error> {
+    ///
+    /// # Errors
+    /// The driver's: out of memory above all.
+    pub fn new(stream: &'a Stream, job: &'a Job, workspace_bytes: u64) -> Result<Memory<'a>, Error> {
         let problem = job.problem();
         let mut operands = [const { None }; Operand::ALL.len()];
         let mut seed = 0;
@@ -188,7 +191,7 @@ impl<'a> Memory<'a> {
     }
 
     /// Gives a call over this memory to `submit`.
-    pub(super) fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_, DeviceSlice>) -> R) -> R {
+    pub fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_, DeviceSlice>) -> R) -> R {
         let scale = self.job.problem().default_scale();
         let value = |tensor: &Option<Tensor>| match tensor {
             Some(tensor) => DeviceValue::Tensor(tensor.dtype, slice(&tensor.buffer)),
@@ -226,7 +229,10 @@ impl<'a> Memory<'a> {
     }
 
     /// Makes every result not-a-number.
-    pub(super) fn poison(&mut self) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn poison(&mut self) -> Result<(), Error> {
         let (job, stream) = (self.job, self.stream);
         let written = Operand::ALL.into_iter().zip(&mut self.operands).filter(|(operand, _)| job.writes(*operand));
         let statistics = self.statistics.iter_mut().flatten().filter(|_| matches!(job, Job::Forward(_)));
@@ -237,8 +243,25 @@ impl<'a> Memory<'a> {
         Ok(())
     }
 
-    /// What the last contender wrote.
-    pub(super) fn read(&self) -> Result<Results, Error> {
+    /// What was written, by name. Waits for it.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn read(&self) -> Result<Results, Error> {
         self.results().map(|(name, tensor)| Ok((name.to_owned(), tensor.numbers(self.stream)?))).collect()
+    }
+
+    /// The bytes of what was written, one result behind the other. Waits for them.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn bytes(&self) -> Result<Vec<u8>, Error> {
+        let mut all = Vec::new();
+        for (_, tensor) in self.results() {
+            let begin = all.len();
+            all.resize(begin + tensor.buffer.bytes(), 0);
+            tensor.buffer.download(self.stream, 0, &mut all[begin..])?;
+        }
+        Ok(all)
     }
 }

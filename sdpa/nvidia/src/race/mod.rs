@@ -4,8 +4,9 @@
 mod memory;
 mod results;
 
+pub use memory::{Memory, Results};
+
 use crate::job::Job;
-use memory::Memory;
 use sdpa_core::device::DevicePrepared;
 use sdpa_driver::{DeviceSlice, Stream};
 use std::time::Duration;
