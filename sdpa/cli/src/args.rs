@@ -218,7 +218,7 @@ pub(crate) struct InspectArgs {
     pub(crate) backward: BackwardArgs,
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
-    /// spec, problem, trace, gradient, graph, program, schedule or plan. Else graph
+    /// spec, problem, trace, gradient, graph, program, schedule, plan or kernel. Else graph
     #[arg(long, value_parser = Named::stages(), hide_possible_values = true)]
     pub(crate) stage: Option<String>,
     /// composite or unified. Else the one that is asked first; for a plan, the other one after it
@@ -227,7 +227,7 @@ pub(crate) struct InspectArgs {
     /// Version of cuDNN to lower for (graph, program, schedule). Else that of the library found, or 9.27.0
     #[arg(long, value_name = "9.19.0")]
     pub(crate) runtime: Option<String>,
-    /// Make the plan for the device that this JSON file describes; no GPU is needed
+    /// Make the plan, or the kernel, for the device that this JSON file describes; no GPU is needed. A kernel else for an H200
     #[arg(long, value_name = "FILE")]
     pub(crate) device_profile: Option<PathBuf>,
 }
