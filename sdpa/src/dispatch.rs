@@ -48,11 +48,11 @@ pub struct Dispatcher {
     #[cfg(feature = "cudnn")]
     options: CudnnOptions,
     #[cfg(feature = "cudnn")]
-    cudnn: OnceLock<Result<Arc<CudnnExecutor>, BackendError>>,
+    pub(crate) cudnn: OnceLock<Result<Arc<CudnnExecutor>, BackendError>>,
     #[cfg(feature = "cuda")]
     kernels: Option<CudaOptions>,
     #[cfg(feature = "cuda")]
-    cuda: OnceLock<Result<Arc<CudaExecutor>, sdpa_cuda::DriverError>>,
+    pub(crate) cuda: OnceLock<Result<Arc<CudaExecutor>, sdpa_cuda::DriverError>>,
     #[cfg(feature = "metal")]
     metal: OnceLock<MetalExecutor>,
     #[cfg(feature = "cpu")]
