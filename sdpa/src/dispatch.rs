@@ -158,8 +158,8 @@ impl Dispatcher {
         false
     }
 
-    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do all where plan files are attached to it, and none of kernels:
-    /// who has made plans wants them used.
+    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do those that an old NVRTC makes, and all where plan files are
+    /// attached to it, and none of kernels: who has made plans wants them used.
     #[cfg(feature = "cuda")]
     fn are_faster(
         &self,
@@ -173,7 +173,7 @@ impl Dispatcher {
         let has_plans = false;
         measured.is_some_and(|measured| measured.is_faster())
             && !has_plans
-            && self.cuda().map_or(true, |cuda| family(cuda) != Ok(sdpa_cuda::Family::Mma))
+            && self.cuda().map_or(true, |cuda| cuda.is_as_measured() && family(cuda) != Ok(sdpa_cuda::Family::Mma))
     }
 
     /// The cuDNN executor, or what is missing for it.

@@ -4,7 +4,7 @@ use crate::backward::Backward;
 use crate::error::Error;
 use crate::family::Family;
 use crate::files::Files;
-use crate::kernel::{Kernel, KernelKey, Kernels};
+use crate::kernel::{self, Kernel, KernelKey, Kernels};
 use crate::mma::{self, Cut};
 use crate::plan::{CudaPlan, Pass};
 use crate::problem::{Forward, unsupported};
@@ -155,6 +155,11 @@ impl CudaExecutor {
                 }
             }
         })
+    }
+
+    /// Whether kernels of the tuned family are what was [`measured`](crate::measured): not those that NVRTC before 12.9 makes.
+    pub fn is_as_measured(&self) -> bool {
+        kernel::is_fast(self.nvrtc.version())
     }
 
     /// The family of kernels that takes a forward problem, on this device.

@@ -54,7 +54,9 @@ impl Chosen {
             Some(known) if known.is_faster() == (before == ExecutorName::CUDA) => {
                 format!("it was not asked: kernels of our own are {known}")
             }
-            Some(_) => format!("it was not asked: {before} comes first on this device, for which kernels of our own are not tuned"),
+            Some(_) => format!(
+                "it was not asked: {before} comes first where kernels of our own are not tuned for the device, or NVRTC is older than 12.9"
+            ),
             None => format!("it was not asked: {before} comes first where problems of the kind were not measured"),
         }
     }
