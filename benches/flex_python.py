@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The Python package on an NVIDIA GPU: python3 benches/flex_python.py [check] [time] [host] [stack] [curve]; without words, all of them.
 
-check  correctness beside textbook attention in f64, gradients too; CUDA graphs, streams and threads, opcheck, compilation, refusals
+check  correctness beside textbook attention in f64, gradients too, on either executor; who is chosen; CUDA graphs, streams and threads, opcheck,
+       compilation, refusals
 time   device and host time of a call of ALiBi and of softcap, of this package and of FlexAttention
 host   host time of calls that compute next to nothing, and where it goes; where there is no GPU, on the CPU
 stack  layers of Gemma 2's shape, forward and backward, beside FlexAttention, eager attention and PyTorch's SDPA
@@ -71,7 +72,7 @@ def operands(b=2, h=8, hk=2, q=515, k=515, d=64, dv=64, dtype=torch.bfloat16, bs
     return made
 
 
-def compare(qkv, score_mod=None, mask_mod=None, params=(), tolerance=2e-2, spread=False, lse=False, **options):
+def compare(qkv, score_mod=None, mask_mod=None, params=(), tolerance=2e-2, spread=False, lse=False, executor=None, **options):
     """Beside the book in f64, and once more as PyTorch's modes see it: the operator in place of the way past the dispatcher."""
     q, k, v = qkv
     mask = mask_mod and create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2])
@@ -83,8 +84,8 @@ def compare(qkv, score_mod=None, mask_mod=None, params=(), tolerance=2e-2, sprea
     own = torch.autograd.grad(loss(wanted, log), wrt)
     for mode in (contextlib.nullcontext(), torch.device("cuda")):
         with mode:
-            o, stats = flex_attention(q, k, v, score_mod, mask, return_lse=True, enable_gqa=True, **options)
-            alone = flex_attention(q, k, v, score_mod, mask, enable_gqa=True, **options)
+            o, stats = flex_attention(q, k, v, score_mod, mask, return_lse=True, enable_gqa=True, executor=executor, **options)
+            alone = flex_attention(q, k, v, score_mod, mask, enable_gqa=True, executor=executor, **options)
             ours = torch.autograd.grad(loss(o if lse else alone, stats), wrt)
         textbook.close(o, wanted, "o", tolerance)
         textbook.close(stats, log, "lse", 1e-2)
@@ -212,15 +213,130 @@ def check():
         raise AssertionError("it was not refused")
 
     wide = [x.detach().float().requires_grad_() for x in operands()]
-    case("f32 is refused with a reason")(lambda: refused(sdpa.UnsupportedError, lambda: flex_attention(*wide, enable_gqa=True), "cudnn"))
+    by_cudnn = lambda: flex_attention(*wide, enable_gqa=True, executor="cudnn")  # noqa: E731
+    case("f32 on cudnn by name is refused with a reason")(lambda: refused(sdpa.UnsupportedError, by_cudnn, "cudnn: dtype is f32"))
     learned = torch.nn.Parameter(slopes.clone())
-    late = lambda: flex_attention(*operands(), lambda s, b, h, q, k: s + learned[h] * (k - q), enable_gqa=True)  # noqa: E731
-    case("learned slopes are refused in the forward pass")(lambda: refused(sdpa.UnsupportedError, late, "cudnn"))
+    distances = lambda s, b, h, q, k: s + learned[h] * (k - q)  # noqa: E731
+    late = lambda: flex_attention(*operands(), distances, enable_gqa=True, executor="cudnn")  # noqa: E731
+    case("learned slopes on cudnn by name are refused in the forward pass")(lambda: refused(sdpa.UnsupportedError, late, "cudnn"))
+    unknown = lambda: flex_attention(*operands(), enable_gqa=True, executor="abacus")  # noqa: E731
+    case("an executor that is none")(lambda: refused(sdpa.SpecError, unknown, "executor is 'abacus'"))
+    on_host = lambda: flex_attention(*operands(), enable_gqa=True, executor="cpu")  # noqa: E731
+    case("the CPU executor by name, of tensors on the GPU")(lambda: refused(sdpa.SpecError, on_host, "cudnn, cuda"))
+    chosen(slopes, refused)
     q, k, v = operands()
     case("tensors on two devices")(lambda: refused(sdpa.SpecError, lambda: flex_attention(q, k.cpu(), v, enable_gqa=True), "key device"))
     mask = create_block_mask(causal, None, None, 515, 515)
     case("explain")(lambda: "\n" + sdpa.explain(q, k, v, lambda s, b, h, i, j: 5 * torch.tanh(s / 5), mask, enable_gqa=True))
     case("report of the caches")(lambda: "\n" + "\n".join(sdpa.cache_report().split("\n")[:12]))
+
+
+def dilated(b, h, q, k):
+    return (q >= k) & ((q - k) % 4 == 0)
+
+
+def prefix(b, h, q, k):
+    return (k <= q) | (k < 130)
+
+
+def chosen(slopes, refused):
+    """Who computes what, and that the name of an executor is kept; every result beside the book."""
+    # Kernels that are not tuned come behind cuDNN; so do those that an old NVRTC makes.
+    tuned = torch.cuda.get_device_capability() == (9, 0) and tuple(map(int, torch.version.cuda.split("."))) >= (12, 9)
+    first = "cuda" if tuned else "cudnn"
+    long = lambda: operands(q=2048, k=2048)  # noqa: E731
+    of = torch.randint(0, 4, (2, 2048), device="cuda").sort(-1).values
+    documents = lambda b, h, q, k: (of[b, q] == of[b, k]) & (q >= k)  # noqa: E731
+
+    def runs(who, qkv, mask_mod, score_mod=None, executor=None, passes=("forward", "backward")):
+        """That this one is said to run it."""
+        mask = create_block_mask(mask_mod, None, None, qkv[0].shape[2], qkv[1].shape[2])
+        told = sdpa.explain(*qkv, score_mod, mask, enable_gqa=True, executor=executor)
+        for which in passes:
+            assert told.data[which].startswith(f"{who} "), f"{which}: {told}"
+        return told
+
+    # The rows of measured problems: 2.40 and 1.92; 1.26 and 1.29; 2.86 and 4.17.
+    for name, mask in (("dilated", dilated), ("prefix", prefix), ("documents", documents)):
+
+        @case(f"{name} runs on {first} by itself")
+        def _(mask=mask):
+            qkv = long()
+            told = runs(first, qkv, mask)
+            other = "cudnn" if first == "cuda" else "cuda"
+            assert f"not on {other}: it was not asked" in told, told
+            compare(qkv, None, mask)
+
+        for who in ("cudnn", "cuda"):
+
+            @case(f"{name} on {who}, which was named")
+            def _(mask=mask, who=who):
+                qkv = operands()
+                told = runs(who, qkv, mask, executor=who)
+                assert "it was not asked: " + who + " was named" in told, told
+                compare(qkv, None, mask, executor=who)
+
+    case("causal on cuda, which was named")(lambda: compare(operands(), None, causal, executor="cuda"))
+    case("softcap, causal on cuda, which was named")(
+        lambda: compare(operands(), lambda s, b, h, q, k: 5 * torch.tanh(s / 5), causal, executor="cuda")
+    )
+    case("scale, gradient of the log-sum-exp, on cuda")(lambda: compare(operands(), None, dilated, lse=True, tolerance=3e-2, scale=0.3, executor="cuda"))
+    case("(batch, seq, head, dim) in memory on cuda")(lambda: compare(operands(d=128, dv=128, bshd=True), None, dilated, executor="cuda"))
+
+    @case("f32 runs on cuda")
+    def _():
+        qkv = operands(dtype=torch.float32)
+        told = runs("cuda", qkv, causal)
+        assert "not on cudnn: dtype is f32" in told, told
+        compare(qkv, None, causal, tolerance=1e-4)
+
+    @case("learned slopes train on cuda")
+    def _():
+        learned = torch.nn.Parameter(slopes.clone())
+        qkv, mod = operands(), lambda s, b, h, q, k: s + learned[h] * (k - q)
+        runs("cuda", qkv, causal, mod, passes=("backward",))
+        compare(qkv, mod, causal, [learned], tolerance=3e-2)
+
+    @case("what neither takes is told of both")
+    def _():
+        broad = operands(d=264, dv=264)
+        said = refused(sdpa.UnsupportedError, lambda: flex_attention(*broad, enable_gqa=True), "cudnn: ")
+        refused(sdpa.UnsupportedError, lambda: flex_attention(*broad, enable_gqa=True), "cuda: ")
+        return said
+
+    @case("a rule of places on cuda, captured into a CUDA graph, forward and backward")
+    def _():
+        q, k, v = operands()
+        mask, up = create_block_mask(dilated, None, None, 515, 515), torch.randn_like(q)
+        step = lambda: torch.autograd.grad((flex_attention(q, k, v, None, mask, enable_gqa=True, executor="cuda") * up).sum(), [q, k, v])  # noqa: E731
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for _ in range(3):
+            with torch.no_grad():
+                for x in (q, k, v):
+                    x.copy_(torch.randn_like(x))
+            graph.replay()
+            for x, y in zip(captured, step()):
+                textbook.close(x, y, "gradient", 2e-2)
+
+    @case("the libraries are PyTorch's")
+    def _():
+        q, k, v = operands()
+        mask = create_block_mask(dilated, None, None, 515, 515)
+        said = [sdpa.explain(q, k, v, None, mask, enable_gqa=True, executor=who) for who in ("cudnn", "cuda")]
+        line = lambda told, word: next(line.strip() for line in told.split("\n") if line.strip().startswith(word))  # noqa: E731
+        with open("/proc/self/maps") as maps:
+            files = {line.split(None, 5)[5].strip() for line in maps if "libnvrtc.so" in line or "libcudnn.so" in line}
+        assert len(files) == 2, files
+        assert sum(file in told for told in said for file in files) == 2, (files, said)
+        return f"{line(said[0], 'cuDNN')}; {line(said[1], 'NVRTC')}"
 
 
 def device_ms(f, n=20):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 # benches/src/bin/hot.rs says what they are.
 PATHS = ["prepared", "found", "functional", "validate", "addresses"]
-PATHS += ["softcap", "bias", "lengths", "copies", "backward", "backward-softcap", "backward-bias", "cudarc", "cudarc-backward"]
+PATHS += ["softcap", "bias", "lengths", "copies", "backward", "backward-softcap", "backward-bias", "chosen", "cudarc", "cudarc-backward"]
 # Both numbers of calls are whole rounds of whatever a cache does only now and then; set-up is in both.
 CALLS = [1280, 3840]
 TOLERANCE = 0.03

@@ -48,11 +48,11 @@ pub struct Dispatcher {
     #[cfg(feature = "cudnn")]
     options: CudnnOptions,
     #[cfg(feature = "cudnn")]
-    cudnn: OnceLock<Result<Arc<CudnnExecutor>, BackendError>>,
+    pub(crate) cudnn: OnceLock<Result<Arc<CudnnExecutor>, BackendError>>,
     #[cfg(feature = "cuda")]
     kernels: Option<CudaOptions>,
     #[cfg(feature = "cuda")]
-    cuda: OnceLock<Result<Arc<CudaExecutor>, sdpa_cuda::DriverError>>,
+    pub(crate) cuda: OnceLock<Result<Arc<CudaExecutor>, sdpa_cuda::DriverError>>,
     #[cfg(all(feature = "cudnn", feature = "cuda"))]
     pub(crate) tuned: crate::tune::Tuned,
     #[cfg(feature = "metal")]
@@ -168,8 +168,8 @@ impl Dispatcher {
         false
     }
 
-    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do all where plan files are attached to it, and none of kernels:
-    /// who has made plans wants them used.
+    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do those that an old NVRTC makes, and all where plan files are
+    /// attached to it, and none of kernels: who has made plans wants them used.
     #[cfg(feature = "cuda")]
     fn are_faster(
         &self,
@@ -183,7 +183,7 @@ impl Dispatcher {
         let has_plans = false;
         measured.is_some_and(|measured| measured.is_faster())
             && !has_plans
-            && self.cuda().map_or(true, |cuda| family(cuda) != Ok(sdpa_cuda::Family::Mma))
+            && self.cuda().map_or(true, |cuda| cuda.is_as_measured() && family(cuda) != Ok(sdpa_cuda::Family::Mma))
     }
 
     /// The cuDNN executor, or what is missing for it.

@@ -2,6 +2,7 @@
 
 use crate::dispatch::{Choice, Dispatcher, Preference, absent, choose};
 use crate::{BackwardProblem, Error, ExecutorName, Problem};
+use sdpa_cache::CacheTrace;
 use sdpa_nvidia::{Device, DevicePass, NvidiaExecutor};
 
 /// Those of this build, in the order in which they are asked.
@@ -85,6 +86,22 @@ impl Dispatcher {
             |name| self.on_nvidia(name),
             |executor| executor.prepare_device_backward(problem),
         )
+    }
+
+    /// What the caches of executors on NVIDIA GPUs know of themselves, of those that were asked for something; `None` where none was. Written as JSON, what
+    /// `cargo sdpa cache report` reads.
+    pub fn cache_trace(&self) -> Option<CacheTrace> {
+        let mut trace: Option<CacheTrace> = None;
+        #[cfg(feature = "cudnn")]
+        if let Some(Ok(cudnn)) = self.cudnn.get() {
+            trace = Some(cudnn.cache_trace());
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(Ok(cuda)) = self.cuda.get() {
+            let without_cudnn = || CacheTrace { cudnn: "none".to_owned(), device: cuda.device().name().to_owned(), caches: Vec::new() };
+            trace.get_or_insert_with(without_cudnn).caches.extend(cuda.snapshots());
+        }
+        trace
     }
 
     /// One of this build's own executors, by name.

@@ -145,7 +145,7 @@ const ARROWS: [(&str, &[&str]); 14] = [
     ("sdpa/cuda", &["sdpa-cache", "sdpa-core", "sdpa-driver", "sdpa-emit", "sdpa-nvidia"]),
     ("sdpa", &["metal-fallback", "sdpa-cache", "sdpa-core", "sdpa-cpu", "sdpa-cuda", "sdpa-cudnn", "sdpa-nvidia"]),
     ("sdpa/candle", &["sdpa"]),
-    ("sdpa/python", &["cudnn-graph", "sdpa"]),
+    ("sdpa/python", &["sdpa"]),
 ];
 
 #[test]

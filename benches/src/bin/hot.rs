@@ -9,13 +9,14 @@
 //!
 //! The others are functional calls of more than plain attention: `softcap` (a scalar parameter), `bias` (a tensor), `lengths` (padding),
 //! `copies` (operands that engines cannot use in place), `backward`, `backward-softcap`, `backward-bias` (with the gradient of a bias, which is
-//! summed); and calls through cudarc's slices, plans in hand: `cudarc`, `cudarc-backward`.
+//! summed); calls through cudarc's slices, plans in hand: `cudarc`, `cudarc-backward`; and one for which the executor is chosen anew, and gives the plan that it
+//! has: `chosen`.
 
 use conformance::allocations::{self, Counting};
-use conformance::recorder::{Recorder, whole};
-use cudnn_graph::{Buffer, Stream};
-use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Problem, ScoreMod, Shape, TensorSpec};
+use conformance::recorder::{self, Recorder, whole};
+use cudnn_graph::{Buffer, Search, Stream};
+use sdpa::cudnn::{CudnnOptions, DeviceBackward, DeviceForward, DeviceGradient, DeviceParam, DeviceValue};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Dispatcher, Layout, Mask, Preference, Problem, ScoreMod, Shape, TensorSpec};
 use std::hint::black_box;
 
 #[global_allocator]
@@ -62,13 +63,14 @@ fn main() -> Result<()> {
             let spec = plain.clone().score_mod("bias:h".parse::<ScoreMod>()?).backward().wrt("bias", DType::BF16);
             backward(&recorder, &spec, &[("bias", Some((DType::F32, 4 * 32)))], calls)
         }
+        "chosen" => chosen(&recorder, calls),
         #[cfg(not(target_vendor = "apple"))]
         "cudarc" => over_cudarc::forward(&recorder, &plain, calls),
         #[cfg(not(target_vendor = "apple"))]
         "cudarc-backward" => over_cudarc::backward(&recorder, &plain, calls),
         _ => Err(format!(
             "{path}: one of prepared, found, functional, validate, addresses, softcap, bias, lengths, copies, backward, backward-softcap, \
-             backward-bias, cudarc, cudarc-backward"
+             backward-bias, chosen, cudarc, cudarc-backward"
         )
         .into()),
     }
@@ -177,6 +179,24 @@ fn functional(recorder: &Recorder, spec: &AttentionSpec, given: &[Given], calls:
         workspace: None,
     };
     count(recorder, calls, Box::new(|_| Ok(recorder.functional(&stream, black_box(spec), black_box(&call))?)))
+}
+
+/// Plain attention on whoever is chosen at each call: cuDNN, which was faster with heads of 64 and so few tokens.
+fn chosen(recorder: &Recorder, calls: u64) -> Result<()> {
+    let shape = Shape { seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64, ..SHAPE };
+    let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(Mask::causal());
+    let (problem, stream, file) = (spec.validate()?, recorder.stream(), recorder::find()?);
+    let search = Search { library: Some(file.clone()), driver: Some(file) };
+    let all = Dispatcher::new(CudnnOptions { search, ..CudnnOptions::default() });
+    let operands = [&spec.q, &spec.k, &spec.v, &spec.o].map(|tensor| recorder.buffer(bytes(tensor)));
+    let ([q, k, v, o], params) = (operands.each_ref().map(whole), &[]);
+    let call =
+        DeviceForward { q, k, v, o, stats: None, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params, workspace: None };
+    let one = |_| {
+        let choice = all.prepare_device(black_box(&problem), Preference::Auto)?;
+        Ok(recorder.submit(&*choice.prepared, &stream, &black_box(&call).into())?)
+    };
+    count(recorder, calls, Box::new(one))
 }
 
 /// A functional call of a backward pass.

@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::family::Family;
 use crate::files::Files;
-use crate::kernel::{Kernel, KernelKey, Kernels};
+use crate::kernel::{self, Kernel, KernelKey, Kernels};
 use crate::plan::CudaPlan;
 use crate::target::{Target, Written};
 use crate::tile::Tile;
@@ -113,6 +113,11 @@ impl CudaExecutor {
     pub fn gradient(&self, problem: &BackwardProblem) -> Result<(Arc<CudaPlan>, bool), Error> {
         let build = || self.build(problem.clone().into(), self.target.backward(problem)?);
         self.plans.get_or_build(&JobQuery::Backward(problem), build)
+    }
+
+    /// Whether kernels of the tuned family are what was [`measured`](crate::measured): not those that NVRTC before 12.9 makes.
+    pub fn is_as_measured(&self) -> bool {
+        kernel::is_fast(self.nvrtc.version())
     }
 
     /// The family of kernels that takes a forward problem, on this device.

@@ -93,6 +93,14 @@ pub fn serialized(compiled: &Compiled) -> Option<&str> {
     compiled.log.lines().find(|line| line.contains("(C75"))
 }
 
+/// The oldest NVRTC that keeps the products of `wgmma` side by side: 12.6 and 12.8 run them one after the other, in kernels of more than one cut.
+const SIDE_BY_SIDE_FROM: [i32; 2] = [12, 9];
+
+/// Whether an NVRTC of this version makes kernels that are as fast as those that were measured.
+pub(crate) fn is_fast(version: [i32; 2]) -> bool {
+    version >= SIDE_BY_SIDE_FROM
+}
+
 /// The machine code of a kernel, as files keep it.
 #[derive(Debug)]
 pub struct MachineCode {
@@ -138,5 +146,15 @@ impl Kernel {
         *part = start.elapsed();
         time.total = *part;
         Ok(Kernel { module, entries, code, source_bytes: key.source.len() as u64, time })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_fast;
+
+    #[test]
+    fn old_compilers_make_slow_kernels() {
+        assert_eq!([[12, 6], [12, 8], [12, 9], [13, 0]].map(is_fast), [false, false, true, true]);
     }
 }

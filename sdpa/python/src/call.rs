@@ -2,9 +2,9 @@
 #![allow(unsafe_code)]
 
 use crate::plan::Asked;
-use cudnn_graph::{DeviceSlice, RawStream, Stream};
 use half::{bf16, f16};
-use sdpa::cudnn::{CudnnExecutor, DeviceCall, DeviceGradient, DeviceParam, DeviceValue, Planned};
+use sdpa::device::{DeviceCall, DeviceGradient, DeviceParam, DeviceValue};
+use sdpa::nvidia::{Device, DevicePass, DeviceSlice, RawStream, Stream};
 use sdpa::{
     BackwardProblem, DType, Elements, ElementsMut, Error, GradientSpec, HostBackward, HostForward, HostGradient, Operand, Param,
     ParamValue, Prepared, PreparedBackward, Problem, Report, SpecError, SpecErrors, TensorSpec,
@@ -179,11 +179,11 @@ impl Call<'_> {
     pub(crate) fn submit(
         &self,
         asked: &Asked,
-        executor: &CudnnExecutor,
-        planned: &Planned,
+        device: &'static Device,
+        pass: &DevicePass,
         stream: u64,
         workspace: u64,
-    ) -> Result<(), sdpa::cudnn::Error> {
+    ) -> Result<(), Error> {
         let (problem, backward) = match asked {
             Asked::Forward(problem) => (&**problem, None),
             Asked::Backward(problem) => (problem.forward(), Some(problem)),
@@ -198,8 +198,9 @@ impl Call<'_> {
             let slice = |tensor| DeviceSlice { address, bytes: bytes(problem.dtype(), length(tensor)) };
             operands[operand as usize] = tensor.map(slice);
         }
-        let params: Vec<DeviceParam<'_>> = self.values.iter().map(|(name, value)| DeviceParam { name, value: on_device(*value) }).collect();
-        let gradients: Vec<DeviceGradient<'_>> = backward.map_or_else(Vec::new, |problem| {
+        let params: Vec<DeviceParam<'_, DeviceSlice>> =
+            self.values.iter().map(|(name, value)| DeviceParam { name, value: on_device(*value) }).collect();
+        let gradients: Vec<DeviceGradient<'_, DeviceSlice>> = backward.map_or_else(Vec::new, |problem| {
             let room = |(g, &address)| {
                 let g: &GradientSpec = g;
                 let n = usize::try_from(problem.gradient_elements(&g.name)).unwrap_or(0);
@@ -218,18 +219,16 @@ impl Call<'_> {
             attn_scale: self.scale,
             params: &params,
             gradients: &gradients,
-            workspace: (workspace != 0).then_some(DeviceSlice { address: workspace, bytes: planned.workspace_bytes() }),
+            workspace: (workspace != 0).then_some(DeviceSlice { address: workspace, bytes: pass.workspace_bytes() }),
         };
-        let device = executor.device();
         // SAFETY: PyTorch's current stream of this device, which outlives the call: PyTorch frees no stream.
         let stream = unsafe { Stream::borrow(device, RawStream(stream as usize as *mut c_void)) };
-        let handle = executor.library().handle(&stream)?;
         // SAFETY: the caller keeps the tensors; PyTorch gives their memory to others in the order of the stream. What is written was made for this call.
-        unsafe { planned.submit(&handle, &call) }
+        unsafe { pass.submit(&stream, &call) }
     }
 }
 
-fn on_device(value: Value) -> DeviceValue {
+fn on_device(value: Value) -> DeviceValue<DeviceSlice> {
     match value {
         Value::Scalar(x) => DeviceValue::Scalar(x),
         Value::Tensor { address, dtype, elements } => {

@@ -1,16 +1,24 @@
-//! The executors of this process's NVIDIA GPUs, and what their caches know of themselves.
+//! The choice among executors on each NVIDIA GPU of this process, and what their caches know of themselves.
 
 use crate::error::{environment, one};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sdpa::cudnn::{BackendError, CudnnExecutor, CudnnOptions, Search};
+use sdpa::Dispatcher;
+use sdpa::cuda::CudaOptions;
+use sdpa::cudnn::{CudnnOptions, Search};
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Which cuDNN to use: the file that PyTorch has loaded.
-static CUDNN: OnceLock<Option<PathBuf>> = OnceLock::new();
+/// Which libraries to use: the files that PyTorch loads.
+#[derive(Clone, Debug, Default)]
+struct Libraries {
+    cudnn: Option<PathBuf>,
+    nvrtc: Option<PathBuf>,
+}
+
+static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
 
 /// The process that the GPU was first used in: no context survives a fork.
 static PROCESS: OnceLock<u32> = OnceLock::new();
@@ -18,14 +26,14 @@ static PROCESS: OnceLock<u32> = OnceLock::new();
 /// Whether this process was forked from that. Asking the system at each call would cost a call of the system's.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-static EXECUTORS: Mutex<Option<HashMap<u32, Arc<CudnnExecutor>>>> = Mutex::new(None);
+static DISPATCHERS: Mutex<Option<HashMap<u32, Arc<Dispatcher>>>> = Mutex::new(None);
 
-/// Names the cuDNN that is used from here on: the file that PyTorch has loaded, or none for the usual search. Said before the first call on a GPU;
-/// later it changes nothing.
+/// Names the cuDNN and the NVRTC that are used from here on: the files that PyTorch loads, or none for the usual search. Said before the first call on a
+/// GPU; later it changes nothing.
 #[pyfunction]
-#[pyo3(signature = (path))]
-pub(crate) fn use_cudnn(path: Option<PathBuf>) {
-    let _ = CUDNN.set(path);
+#[pyo3(signature = (cudnn, nvrtc))]
+pub(crate) fn use_libraries(cudnn: Option<PathBuf>, nvrtc: Option<PathBuf>) {
+    let _ = LIBRARIES.set(Libraries { cudnn, nvrtc });
 }
 
 /// Python says it in the child.
@@ -55,30 +63,34 @@ fn notice_forks(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// The executor of a device. What is missing is looked for again by the next call.
-pub(crate) fn executor(py: Python<'_>, ordinal: u32) -> PyResult<Arc<CudnnExecutor>> {
+/// The choice on a device. Where nobody is there, the next call looks again.
+pub(crate) fn dispatcher(py: Python<'_>, ordinal: u32) -> PyResult<Arc<Dispatcher>> {
     same_process()?;
     notice_forks(py)?;
-    let make = || -> Result<Arc<CudnnExecutor>, BackendError> {
-        let mut executors = EXECUTORS.lock().unwrap_or_else(PoisonError::into_inner);
-        let executors = executors.get_or_insert_default();
-        if let Some(there) = executors.get(&ordinal) {
-            return Ok(there.clone());
+    Ok(py.detach(|| {
+        let mut dispatchers = DISPATCHERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let dispatchers = dispatchers.get_or_insert_default();
+        if let Some(there) = dispatchers.get(&ordinal) {
+            return there.clone();
         }
-        let search = Search { library: CUDNN.get().cloned().flatten(), ..Search::default() };
-        let made = CudnnExecutor::new(CudnnOptions { search, ordinal, ..CudnnOptions::default() })?;
-        Ok(executors.entry(ordinal).or_insert(Arc::new(made)).clone())
-    };
-    py.detach(make).map_err(|e| environment(format!("cudnn: {e}")))
+        let Libraries { cudnn, nvrtc } = LIBRARIES.get().cloned().unwrap_or_default();
+        let search = Search { library: cudnn, ..Search::default() };
+        let options = CudnnOptions { search, ordinal, ..CudnnOptions::default() };
+        let made = Arc::new(Dispatcher::new(options).with_kernels(CudaOptions { nvrtc, ordinal, ..CudaOptions::default() }));
+        if made.device().is_ok() {
+            dispatchers.insert(ordinal, made.clone());
+        }
+        made
+    }))
 }
 
-/// What the caches of a device's plans know of themselves, as JSON; `None` where the device was not used.
+/// What the caches of a device's executors know of themselves, as JSON; `None` where the device was not used.
 #[pyfunction]
 pub(crate) fn cache_trace(py: Python<'_>, ordinal: u32) -> PyResult<Option<String>> {
     let there = py.detach(|| {
-        let executors = EXECUTORS.lock().unwrap_or_else(PoisonError::into_inner);
-        executors.as_ref().and_then(|executors| executors.get(&ordinal).cloned())
+        let dispatchers = DISPATCHERS.lock().unwrap_or_else(PoisonError::into_inner);
+        dispatchers.as_ref().and_then(|dispatchers| dispatchers.get(&ordinal).cloned())
     });
-    let told = there.map(|executor| serde_json::to_string(&executor.cache_trace()));
-    told.transpose().map_err(|e| environment(format!("cudnn: the report: {e}")))
+    let told = there.and_then(|all| all.cache_trace()).map(|trace| serde_json::to_string(&trace));
+    told.transpose().map_err(|e| environment(format!("the report of GPU {ordinal}: {e}")))
 }

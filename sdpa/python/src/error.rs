@@ -23,10 +23,21 @@ pub(crate) fn one(field: &str, value: impl std::fmt::Display, rule: impl Into<St
     spec(SpecErrors(vec![SpecError::new(field, value, rule)]))
 }
 
-/// What no executor takes, with the reasons.
+/// An executor and its reasons, in words.
+pub(crate) type Told = (&'static str, Vec<String>);
+
+/// What an executor does not take.
+pub(crate) fn told(refusal: &Unsupported) -> Told {
+    (refusal.executor.name(), refusal.reasons.iter().map(ToString::to_string).collect())
+}
+
+/// What no executor takes, with the reasons of each that was asked. Where none of them is there, it is the environment that fails.
 pub(crate) fn unsupported(refusal: &Unsupported) -> PyErr {
-    let reasons: Vec<String> = refusal.reasons.iter().map(ToString::to_string).collect();
-    exception("UnsupportedError", (refusal.executor.name(), reasons))
+    if refusal.is_absence() {
+        return environment(refusal.to_string());
+    }
+    let ((executor, reasons), before) = (told(refusal), refusal.before.iter().map(told).collect::<Vec<_>>());
+    exception("UnsupportedError", (executor, reasons, before))
 }
 
 /// What an executor runs on failed.

@@ -7,6 +7,7 @@
 #![allow(clippy::needless_pass_by_value, reason = "arguments of Python functions are owned")]
 
 mod call;
+mod chosen;
 mod cuda;
 mod error;
 mod plan;
@@ -25,7 +26,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<program::Program>()?;
     module.add_class::<plan::Plan>()?;
     module.add_class::<tensor::Exchange>()?;
-    module.add_function(wrap_pyfunction!(cuda::use_cudnn, module)?)?;
+    module.add_function(wrap_pyfunction!(cuda::use_libraries, module)?)?;
     module.add_function(wrap_pyfunction!(cuda::cache_trace, module)?)?;
     Ok(())
 }

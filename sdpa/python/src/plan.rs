@@ -1,16 +1,16 @@
 //! A pass made ready for tensors of one layout.
 
 use crate::call::{Call, Value};
+use crate::chosen::Chosen;
 use crate::cuda;
-use crate::error::{of, one};
+use crate::error::{Told, of, one};
 use crate::pool;
 use crate::program::named;
 use pyo3::prelude::*;
 use sdpa::cpu::CpuExecutor;
-use sdpa::cudnn::lower::Job;
-use sdpa::cudnn::{CudnnExecutor, Planned};
 use sdpa::expr::Declared;
-use sdpa::{BackwardProblem, Executor, Prepared, PreparedBackward, Problem};
+use sdpa::nvidia::Job;
+use sdpa::{BackwardProblem, Executor, ExecutorName, Prepared, PreparedBackward, Problem};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -42,7 +42,7 @@ impl Asked {
         [h, q, k, d.saturating_add(d_v)].into_iter().fold(b, i64::saturating_mul)
     }
 
-    fn job(&self) -> Job {
+    pub(crate) fn job(&self) -> Job {
         match self.clone() {
             Asked::Forward(problem) => Job::Forward(problem),
             Asked::Backward(problem) => Job::Backward(problem),
@@ -55,7 +55,22 @@ impl Asked {
 pub(crate) enum Ready {
     Host(Arc<dyn Prepared>),
     HostBackward(Arc<dyn PreparedBackward>),
-    Device(Arc<CudnnExecutor>, Arc<Planned>),
+    Device(Chosen),
+}
+
+/// An executor that is named reads tensors where these are, or it is a mistake.
+fn reads(named: Option<ExecutorName>, device: Option<u32>) -> PyResult<()> {
+    let (place, read): (_, &[ExecutorName]) = match device {
+        None => ("in host memory", &[ExecutorName::CPU]),
+        Some(_) => ("of an NVIDIA GPU", &[ExecutorName::CUDNN, ExecutorName::CUDA]),
+    };
+    match named {
+        Some(named) if !read.contains(&named) => {
+            let names: Vec<&str> = read.iter().map(|name| name.name()).collect();
+            Err(one("executor", named, format!("one that reads tensors {place}: {}", names.join(", "))))
+        }
+        Some(_) | None => Ok(()),
+    }
 }
 
 /// A pass made ready.
@@ -74,18 +89,21 @@ pub struct Plan {
 }
 
 impl Plan {
-    pub(crate) fn new(py: Python<'_>, asked: Asked, device: Option<u32>, names: (Vec<String>, Vec<String>)) -> PyResult<Plan> {
+    /// On whoever is named, or whoever takes it.
+    pub(crate) fn new(
+        py: Python<'_>,
+        asked: Asked,
+        device: Option<u32>,
+        named: Option<ExecutorName>,
+        names: (Vec<String>, Vec<String>),
+    ) -> PyResult<Plan> {
+        reads(named, device)?;
         let ready = match (&asked, device) {
             (Asked::Forward(problem), None) => Ready::Host(CpuExecutor::new().prepare(problem).map_err(of)?),
             (Asked::Backward(problem), None) => Ready::HostBackward(CpuExecutor::new().prepare_backward(problem).map_err(of)?),
             (_, Some(ordinal)) => {
-                let executor = cuda::executor(py, ordinal)?;
-                let planned = py.detach(|| match &asked {
-                    Asked::Forward(problem) => executor.attention(problem),
-                    Asked::Backward(problem) => executor.attention_backward(problem),
-                });
-                let (planned, _) = planned.map_err(|e| of(e.into()))?;
-                Ready::Device(executor, planned)
+                let all = cuda::dispatcher(py, ordinal)?;
+                Ready::Device(py.detach(|| Chosen::new(all, &asked, named)).map_err(of)?)
             }
         };
         let read = |names: Vec<String>| -> Vec<(String, bool)> {
@@ -105,7 +123,7 @@ impl Plan {
     fn workspace_bytes(&self) -> u64 {
         match &self.ready {
             Ready::Host(_) | Ready::HostBackward(_) => 0,
-            Ready::Device(_, planned) => planned.workspace_bytes(),
+            Ready::Device(chosen) => chosen.pass.workspace_bytes(),
         }
     }
 
@@ -120,7 +138,7 @@ impl Plan {
     fn engine(&self) -> Option<String> {
         match &self.ready {
             Ready::Host(_) | Ready::HostBackward(_) => self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            Ready::Device(_, planned) => Some(format!("cudnn {} {}", planned.lowered.form, planned.engine)),
+            Ready::Device(chosen) => Some(format!("{} {}", chosen.executor, chosen.pass.engine())),
         }
     }
 
@@ -129,27 +147,41 @@ impl Plan {
     fn copied(&self) -> Vec<&'static str> {
         match &self.ready {
             Ready::Host(_) | Ready::HostBackward(_) => Vec::new(),
-            Ready::Device(_, planned) => planned.copied(),
+            Ready::Device(chosen) => chosen.pass.copied(),
         }
     }
 
-    /// The library that runs it: its version and its file; `None` of the CPU executor.
+    /// Who runs it, by name.
     #[getter]
-    fn library(&self) -> Option<(String, String)> {
+    fn executor(&self) -> &'static str {
         match &self.ready {
-            Ready::Host(_) | Ready::HostBackward(_) => None,
-            Ready::Device(executor, _) => {
-                let library = executor.library();
-                Some((library.version().to_string(), library.path().display().to_string()))
-            }
+            Ready::Host(_) | Ready::HostBackward(_) => ExecutorName::CPU.name(),
+            Ready::Device(chosen) => chosen.executor.name(),
+        }
+    }
+
+    /// Of a GPU's, who does not run it, and why.
+    fn others(&self) -> Vec<Told> {
+        match &self.ready {
+            Ready::Host(_) | Ready::HostBackward(_) => Vec::new(),
+            Ready::Device(chosen) => chosen.others(&self.asked),
+        }
+    }
+
+    /// The library that runs it, or that made what does: its name, its version and its file; `None` of the CPU executor.
+    #[getter]
+    fn library(&self) -> PyResult<Option<(&'static str, String, String)>> {
+        match &self.ready {
+            Ready::Host(_) | Ready::HostBackward(_) => Ok(None),
+            Ready::Device(chosen) => chosen.library().map(Some).map_err(of),
         }
     }
 
     /// What the cache of plans says of it, of a GPU's.
-    fn explain(&self) -> Option<String> {
+    fn explain(&self) -> PyResult<Option<String>> {
         match &self.ready {
-            Ready::Host(_) | Ready::HostBackward(_) => None,
-            Ready::Device(executor, _) => Some(executor.explain(&self.asked.job()).to_string()),
+            Ready::Host(_) | Ready::HostBackward(_) => Ok(None),
+            Ready::Device(chosen) => chosen.explain(&self.asked.job()).map(Some).map_err(of),
         }
     }
 
@@ -216,9 +248,9 @@ impl Plan {
                 let report = pool::run(py, threads, self.small, || call.backward(problem, &**prepared))?.map_err(of)?;
                 *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.engine);
             }
-            (Ready::Device(executor, planned), asked) => {
+            (Ready::Device(chosen), asked) => {
                 cuda::same_process()?;
-                py.detach(|| call.submit(asked, executor, planned, stream, workspace)).map_err(|e| of(e.into()))?;
+                py.detach(|| call.submit(asked, chosen.device, &*chosen.pass, stream, workspace)).map_err(of)?;
             }
             (Ready::Host(_) | Ready::HostBackward(_), _) => return Err(one("pass", "the other one", "what was made ready")),
         }

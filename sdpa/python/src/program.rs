@@ -4,7 +4,7 @@ use crate::error::{of, one};
 use crate::plan::{Asked, Plan};
 use pyo3::prelude::*;
 use sdpa::expr::{Axes, Declared, ParamKind};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, ScoreMod, Shape, StatsBase, TensorSpec};
+use sdpa::{AttentionSpec, BackwardSpec, DType, ExecutorName, Layout, Mask, ScoreMod, Shape, StatsBase, TensorSpec};
 use serde::Deserialize;
 
 /// The text of a program: JSON.
@@ -29,6 +29,9 @@ struct Written {
     /// Whether every run gives the same bits.
     #[serde(default)]
     deterministic: bool,
+    /// Who is to run it; nobody in particular without.
+    #[serde(default)]
+    executor: Option<String>,
 }
 
 /// Extents, strides and alignment of a tensor, as Python passes them.
@@ -43,7 +46,17 @@ type Parameter = (String, Option<Vec<&'static str>>, &'static str, Option<f32>);
 pub struct Program {
     score_mods: Vec<ScoreMod>,
     masks: Vec<Mask>,
+    executor: Option<ExecutorName>,
     written: Written,
+}
+
+/// Executors that may be named.
+const EXECUTORS: [ExecutorName; 3] = [ExecutorName::CPU, ExecutorName::CUDNN, ExecutorName::CUDA];
+
+/// An executor by its name.
+fn executor(name: &str) -> PyResult<ExecutorName> {
+    let names = || EXECUTORS.map(ExecutorName::name).join(", ");
+    EXECUTORS.into_iter().find(|known| known.name() == name).ok_or_else(|| one("executor", name, format!("one of {}", names())))
 }
 
 #[pymethods]
@@ -65,7 +78,8 @@ impl Program {
                 "a scalar or a tensor over axes: tables are not bound from Python",
             ));
         }
-        Ok(Program { score_mods, masks, written })
+        let executor = written.executor.as_deref().map(executor).transpose()?;
+        Ok(Program { score_mods, masks, executor, written })
     }
 
     /// The texts, as the library prints them: score_mods, masks.
@@ -127,7 +141,7 @@ impl Program {
             }
             _ => return Err(one("tensors", tensors.len(), "4 of a forward pass, 8 of a backward pass")),
         };
-        Plan::new(py, asked, device, (self.written.tensors.clone(), self.written.scalars.clone()))
+        Plan::new(py, asked, device, self.executor, (self.written.tensors.clone(), self.written.scalars.clone()))
     }
 }
 

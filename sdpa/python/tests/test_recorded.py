@@ -1,5 +1,6 @@
 """The path to a GPU without one: cuDNN and the driver are the workspace's library `recording`, which checks what is submitted to it and computes
-nothing. Each test is a process of its own, as the library is chosen once."""
+nothing; kernels of our own are compiled by a real NVRTC, where the tests of the workspace have one. Each test is a process of its own, as libraries are
+chosen once."""
 
 import os
 import pathlib
@@ -8,15 +9,19 @@ import sys
 
 import pytest
 
-LIBRARY = os.environ.get("SDPA_RECORDING") or str(pathlib.Path(__file__).resolve().parents[3] / "target" / "debug" / "librecording.so")
+TARGET = pathlib.Path(__file__).resolve().parents[3] / "target"
+LIBRARY = os.environ.get("SDPA_RECORDING") or str(TARGET / "debug" / "librecording.so")
+NVRTC = os.environ.get("SDPA_NVRTC") or str(pathlib.Path(LIBRARY).parents[1] / "cudnn" / "9.27" / "nvidia" / "cu13" / "lib")
 pytestmark = pytest.mark.skipif(not os.path.exists(LIBRARY), reason=f"SKIP {LIBRARY} is not there: cargo build --package recording")
+
+with_nvrtc = pytest.mark.skipif(not os.path.exists(NVRTC), reason=f"SKIP {NVRTC} is not there: scripts/setup-tests.sh")
 
 BEGIN = """
 import ctypes, os, sys
 import sdpa
 from sdpa import _native
-library = sys.argv[1]
-_native.use_cudnn(library)
+library, nvrtc = sys.argv[1:3]
+_native.use_libraries(sys.argv[3] or library, nvrtc)
 driver = ctypes.CDLL(library)
 
 def memory(size):
@@ -31,13 +36,20 @@ def dense(d):
 FORWARD = [dense(Q), dense(K), dense(K), dense(Q)]
 BACKWARD = [*FORWARD, dense(Q), dense(Q), dense(K), dense(K)]
 BYTES = {Q: 2 * 2 * 8 * 512 * 64, K: 2 * 2 * 2 * 512 * 64}
-BIAS = _native.Program('{"score_mods":["tensor t[head, q, k]: bf16; tanh((score + t) / 30.0) * 30.0"],"masks":["causal"],"tensors":["t"]}')
+def bias(executor, masks='"causal"'):
+    named = "" if executor is None else ',"executor":"' + executor + '"'
+    mod = "tensor t[head, q, k]: bf16; tanh((score + t) / 30.0) * 30.0"
+    return _native.Program('{"score_mods":["' + mod + '"],"masks":[' + masks + '],"tensors":["t"]' + named + '}')
+BIAS = bias("cudnn")
+def masked(text, executor=None):
+    return _native.Program('{"masks":["' + text + '"]' + ("" if executor is None else ',"executor":"' + executor + '"') + '}')
+RULE = "dilated:4 & causal"
 """
 
 
-def run(text):
+def run(text, cudnn="", nvrtc=NVRTC):
     env = os.environ | {"CUDNN_GRAPH_DRIVER": LIBRARY}
-    done = subprocess.run([sys.executable, "-c", BEGIN + text, LIBRARY], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", BEGIN + text, LIBRARY, nvrtc, cudnn], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -53,9 +65,83 @@ for tensors, wrt in ((FORWARD, []), (BACKWARD, [("t", "bf16")])):
 """
 
 
+TOLD = """
+    submit()
+    print(plan.engine, plan.library[:2], plan.calls, 'hit' in plan.explain(), plan.others())
+print([cache["name"] for cache in __import__("json").loads(_native.cache_trace(0))["caches"]])
+"""
+
+
 def test_both_passes_are_submitted():
-    said = run(SUBMIT + "    submit()\n    print(plan.engine, plan.library[0], plan.calls, 'hit' in plan.explain())\nprint(_native.cache_trace(0)[:60])")
-    assert said.count("cudnn composite") == 2 and "True" in said and "cudnn" in said.splitlines()[-1]
+    said = run(SUBMIT + TOLD)
+    assert said.count("cudnn composite") == 2 and said.count("('cuDNN', '9.19.0') 1 True [('cuda', ['it was not asked: cudnn was named'])]") == 2
+    assert said.splitlines()[-1] == "['forward', 'backward']"
+
+
+@with_nvrtc
+def test_both_passes_are_submitted_to_kernels_of_our_own():
+    said = run("BIAS = bias('cuda')" + SUBMIT + TOLD, cudnn="/nowhere/libcudnn.so.9")
+    assert "cuda forward" in said and "cuda backward" in said and said.count("1 True [('cudnn', ['it was not asked: cuda was named'])]") == 2
+    assert said.count("('NVRTC', '1") == 2 and said.splitlines()[-1] == "['cuda', 'cuda kernels']"
+
+
+CHOSEN = """
+for text in (RULE, "causal"):
+    for tensors in (FORWARD, BACKWARD):
+        plan = masked(text).plan(0, "bf16", tensors, True, [])
+        print(plan.executor, plan.others())
+"""
+
+
+@with_nvrtc
+def test_who_was_faster_runs_it_and_says_why_not_the_other():
+    rule, rule_back, band, band_back = run(CHOSEN).splitlines()
+    assert rule.startswith("cuda [('cudnn', ['it was not asked: kernels of our own are asked before cuDNN: a mask of places that is no band, 2.40")
+    assert rule_back.startswith("cuda ") and "1.92 times" in rule_back
+    assert band.startswith("cudnn [('cuda', ['it was not asked: kernels of our own are asked after cuDNN: heads of 64, fewer than 1,024 tokens, 0.99")
+    assert band_back.startswith("cudnn ") and "0.85 times" in band_back
+
+
+@with_nvrtc
+def test_where_there_is_no_cudnn_kernels_of_our_own_are_enough():
+    said = run(CHOSEN, cudnn="/nowhere/libcudnn.so.9").splitlines()
+    assert all(line.startswith("cuda ") for line in said) and all("/nowhere/libcudnn.so.9" in line for line in said[2:])
+
+
+def test_where_there_is_no_nvrtc_cudnn_is_enough():
+    said = run(CHOSEN, nvrtc="/nowhere/libnvrtc.so.13").splitlines()
+    assert all(line.startswith("cudnn ") for line in said) and all("/nowhere/libnvrtc.so.13" in line for line in said[:2])
+
+
+@with_nvrtc
+def test_what_one_declines_the_other_runs_and_what_both_do_is_told_of_both():
+    said = run("""
+print(masked("causal").plan(0, "f32", FORWARD, True, []).executor)
+wide = [((2, h, 512, 264), (h * 512 * 264, 512 * 264, 264, 1), 16) for h in (8, 2, 2, 8)]
+try:
+    masked("causal").plan(0, "bf16", wide, True, [])
+except sdpa.UnsupportedError as e:
+    import pickle
+    print(e.executor, [who for who, _ in e.before], sorted({line.split(":")[0] for line in str(e).split("\\n")}), str(pickle.loads(pickle.dumps(e))) == str(e))
+""")
+    assert said == "cuda\ncudnn ['cuda'] ['cuda', 'cudnn'] True\n"
+
+
+def test_names_of_executors_are_looked_at():
+    said = run("""
+for make in (lambda: masked("causal", "abacus"), lambda: masked("causal", "cpu").plan(0, "bf16", FORWARD, True, []), lambda: masked("causal", "cuda").plan(None, "bf16", FORWARD, True, [])):
+    try:
+        make()
+    except sdpa.SpecError as e:
+        print(e)
+print(masked("causal", "cpu").plan(None, "bf16", FORWARD, True, []).executor)
+""")
+    assert said.splitlines() == [
+        "executor is abacus: one of cpu, cudnn, cuda",
+        "executor is cpu: one that reads tensors of an NVIDIA GPU: cudnn, cuda",
+        "executor is cuda: one that reads tensors in host memory: cpu",
+        "cpu",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,16 +155,19 @@ def test_both_passes_are_submitted():
         ("stats=0", "stats"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_is_submitted(changed, word):
-    said = run(SUBMIT + f"    try:\n        submit({changed})\n        print('nothing was said')\n    except sdpa.SpecError as e:\n        print(e)")
+@pytest.mark.parametrize("executor", ["cudnn", pytest.param("cuda", marks=with_nvrtc)])
+def test_what_is_wrong_is_told_before_anything_is_submitted(changed, word, executor):
+    if executor == "cuda" and changed == "scale=-1.0":
+        changed, word = "scale=float('nan')", "finite"
+    said = run(f"BIAS = bias('{executor}')" + SUBMIT + f"    try:\n        submit({changed})\n        print('nothing was said')\n    except sdpa.SpecError as e:\n        print(e)")
     assert said.count(word) >= 2 and "nothing was said" not in said
 
 
 def test_what_cudnn_declines_is_told_when_a_pass_is_made():
     said = run("""
 for text, dtype, tensors, wrt in (
-    ('{}', 'f32', FORWARD, []),
-    ('{"score_mods":["tensor t[head]: f32; score + t * f32(k - q)"],"tensors":["t"]}', 'bf16', BACKWARD, [('t', 'bf16')]),
+    ('{"executor":"cudnn"}', 'f32', FORWARD, []),
+    ('{"score_mods":["tensor t[head]: f32; score + t * f32(k - q)"],"tensors":["t"],"executor":"cudnn"}', 'bf16', BACKWARD, [('t', 'bf16')]),
 ):
     try:
         _native.Program(text).plan(0, dtype, tensors, True, wrt)
@@ -88,8 +177,9 @@ for text, dtype, tensors, wrt in (
     assert said.count("cudnn [") == 2 and "dtype is f32" in said and "gradient of parameter t" in said
 
 
-def test_a_fork_does_not_take_the_gpu_with_it():
-    said = run("""
+@pytest.mark.parametrize("executor", ["cudnn", pytest.param("cuda", marks=with_nvrtc)])
+def test_a_fork_does_not_take_the_gpu_with_it(executor):
+    said = run(f"BIAS = bias('{executor}')" + """
 plan = BIAS.plan(0, "bf16", FORWARD, True, [])
 child = os.fork()
 if child == 0:
@@ -105,7 +195,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_without_a_driver_there_is_an_exception():
-    text = "try:\n    BIAS.plan(0, 'bf16', FORWARD, True, [])\nexcept sdpa.EnvironmentError as e:\n    print('told:', e)"
+    text = "try:\n    bias(None).plan(0, 'bf16', FORWARD, True, [])\nexcept sdpa.EnvironmentError as e:\n    print('told:', e)"
     env = os.environ | {"CUDNN_GRAPH_DRIVER": "/nowhere/libcuda.so.1"}
-    done = subprocess.run([sys.executable, "-c", BEGIN + text, LIBRARY], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "told: cudnn: " in done.stdout, done.stdout + done.stderr
+    done = subprocess.run([sys.executable, "-c", BEGIN + text, LIBRARY, NVRTC, ""], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "told: cudnn: " in done.stdout and "\ncuda: " in done.stdout, done.stdout + done.stderr

@@ -174,6 +174,10 @@ def bad(**changed):
         ({"value": torch.randn(2, 2, 53, 24).to_sparse()}, ["value layout"]),
         ({"block_mask": create_block_mask(sdpa.noop_mask, 3, 5, 36, 53)}, ["block_mask.shape", "block_mask B", "block_mask H"]),
         ({"block_mask": 3}, ["block_mask"]),
+        ({"executor": "abacus"}, ["executor"]),
+        ({"executor": ["cpu"]}, ["executor"]),
+        ({"executor": "cudnn"}, ["executor"]),
+        ({"executor": "cuda"}, ["executor"]),
         ({"score_mod": sdpa.ScoreMod(lambda s, b, h, q, k: s + torch.ones(3)[h])}, ["parameter s0"]),
         ({"score_mod": sdpa.ScoreMod(lambda s, b, h, q, k: s + torch.ones(4, device="meta")[h])}, ["parameter s0 device"]),
         ({"scale": float("inf")}, ["attn_scale"]),
@@ -221,3 +225,40 @@ def test_wrong_bytes_of_truth_are_read_as_true():
     ours = flex_attention(q, k, v, None, create_block_mask(lambda b, h, i, j: truth[j], None, None, 37, 53), enable_gqa=True)
     true = truth.view(torch.uint8) != 0
     close(ours, attention(q, k, v, None, lambda b, h, i, j: true[j])[0], "o")
+
+
+def test_an_executor_that_is_named_computes_it_whoever_looks_on():
+    q, k, v = operands()
+    run = lambda executor: flex_attention(q, k, v, MOD, MASK, enable_gqa=True, executor=executor)  # noqa: E731
+    with torch.device("cpu"):
+        assert torch.equal(run("cpu"), run(None))
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")("cpu"), run(None))
+    for x, y in zip(torch.autograd.grad(run("cpu").sum(), [q, k, v]), torch.autograd.grad(run(None).sum(), [q, k, v])):
+        assert torch.equal(x, y)
+    told = sdpa.explain(q, k, v, MOD, MASK, enable_gqa=True, executor="cpu")
+    assert told.data["executor"] == "cpu"
+    elsewhere = sdpa.explain(q, k, v, MOD, MASK, enable_gqa=True, executor="cudnn")
+    assert elsewhere.data["executor"] is None and elsewhere.count("executor is cudnn: one that reads tensors in host memory: cpu") == 2
+
+
+def test_nvrtc_is_that_of_pytorch(monkeypatch, tmp_path):
+    from sdpa import op
+
+    monkeypatch.delenv("SDPA_NVRTC", raising=False)
+    monkeypatch.setattr(op, "_mapped", lambda name: f"/mapped/{name}.13")
+    assert op._nvrtc() == "/mapped/libnvrtc.so.13"
+    monkeypatch.setenv("SDPA_NVRTC", "/named")
+    assert op._nvrtc() is None
+    monkeypatch.delenv("SDPA_NVRTC")
+    # Not loaded: PyTorch's own library that is linked to it is not there either, and its wheels have it beside them.
+    monkeypatch.setattr(op, "_mapped", lambda name: None)
+    monkeypatch.setattr(op.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    for version, folder in (("13.2", "cu13"), ("12.8", "cuda_nvrtc")):
+        monkeypatch.setattr(op.torch.version, "cuda", version)
+        assert op._nvrtc() is None
+        (tmp_path / "nvidia" / folder / "lib").mkdir(parents=True)
+        file = tmp_path / "nvidia" / folder / "lib" / f"libnvrtc.so.{version[:2]}"
+        file.touch()
+        assert op._nvrtc() == str(file)
+    monkeypatch.setattr(op.torch.version, "cuda", None)
+    assert op._nvrtc() is None

@@ -119,7 +119,8 @@ _OPERATOR = object()
 
 
 def attend(
-    query: Any, key: Any, value: Any, score: Kept | None, sources: tuple, block_mask: Any, scale: float | None, gqa: bool | None, stats: bool, sink: Any
+    query: Any, key: Any, value: Any, score: Kept | None, sources: tuple, block_mask: Any, scale: float | None, gqa: bool | None, stats: bool, sink: Any,
+    executor: str | None,
 ) -> tuple | None:
     """The output, and stats where they were asked for; or none, where the operator is to be asked. `sources` are the tensors that `score` reads; `gqa`
     is none where the caller has seen to heads."""
@@ -135,13 +136,13 @@ def attend(
         return None
     kind = (
         layouts, None if score is None else score.known, None if mask is None else block_mask.known, sink is not None, gqa, stats, is_grad_enabled(),
-        are_deterministic_algorithms_enabled(),
+        are_deterministic_algorithms_enabled(), executor,
     )  # fmt: skip
     way = _WAYS.get(kind)
     if way is None:
         if score is not None and score.tensors:
             score = score.over(sources)
-        way = _find(query, key, value, score, mask, block_mask, gqa, stats, sink)
+        way = _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor)
         while len(_WAYS) >= _MOST:
             try:
                 _WAYS.pop(next(iter(_WAYS)), None)
@@ -169,7 +170,7 @@ def _how(source: torch.Tensor, read: torch.Tensor) -> int:
     return _AS_IT_IS if read is source else _BOUND
 
 
-def _find(query, key, value, score, mask, block_mask, gqa, stats, sink) -> Any:
+def _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor) -> Any:
     """What is done with such a call, everything about it looked at."""
     from .flex import _no_gradient, _shapes
 
@@ -178,7 +179,7 @@ def _find(query, key, value, score, mask, block_mask, gqa, stats, sink) -> Any:
         _shapes(query, key, value, gqa)
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     mask_of(block_mask, extents)
-    program, tensors, scalars = joined(score, mask, sink is not None, are_deterministic_algorithms_enabled())
+    program, tensors, scalars = joined(score, mask, sink is not None, are_deterministic_algorithms_enabled(), executor)
     apart = [kept for kept in (score, mask) if kept is not None]
     if len(tensors) != sum(len(kept.tensors) for kept in apart) or len(scalars) != sum(len(kept.scalars) for kept in apart):
         return _OPERATOR

@@ -20,14 +20,15 @@ class SpecError(ValueError):
 
 
 class UnsupportedError(NotImplementedError):
-    """Nothing is wrong, and this executor does not compute it: its reasons."""
+    """Nothing is wrong, and this executor does not compute it: its reasons. `before` are those that were asked before it, each with its own."""
 
-    def __init__(self, executor: str, reasons: list[str]):
-        self.executor, self.reasons = executor, list(reasons)
-        super().__init__("\n".join(f"{executor}: {reason}" for reason in self.reasons))
+    def __init__(self, executor: str, reasons: list[str], before: list[tuple[str, list[str]]] = ()):  # type: ignore[assignment]
+        self.executor, self.reasons, self.before = executor, list(reasons), [(who, list(why)) for who, why in before]
+        asked = [*self.before, (executor, self.reasons)]
+        super().__init__("\n".join(f"{who}: {reason}" for who, why in asked for reason in why))
 
     def __reduce__(self):
-        return type(self), (self.executor, self.reasons)
+        return type(self), (self.executor, self.reasons, self.before)
 
 
 class EnvironmentError(RuntimeError):  # noqa: A001 - the name says what failed

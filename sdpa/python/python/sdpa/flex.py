@@ -17,7 +17,7 @@ from .eager import autocast
 from .errors import SpecError, UnsupportedError, one
 from .guards import kept
 from .masks import BlockMask, mask_of, read
-from .mods import Kept, MaskMod, ScoreMod, joined
+from .mods import Kept, MaskMod, ScoreMod, joined, named
 from .op import PLAIN, STATS, TRAIN, mistakes
 
 try:
@@ -49,12 +49,16 @@ def flex_attention(
     kernel_options: dict | None = None,
     *,
     return_aux: Any = None,
+    executor: str | None = None,
 ) -> Any:
     """FlexAttention's function: `softmax(mask(score_mod(q·kᵀ · scale))) · v` over (batch, heads, seq, dim), on the executor of the tensors' device.
 
     `score_mod` may be a function or a `ScoreMod`; `block_mask` what `create_block_mask` made, here or in PyTorch. `kernel_options` are those of
-    another library and are ignored, which is said once. `lse` is in natural logarithms and has a gradient.
+    another library and are ignored, which is said once. `lse` is in natural logarithms and has a gradient. `executor` names who computes both passes: `cpu`,
+    `cudnn`, `cuda`; without it, on a GPU, it is for each pass the faster one of cuDNN and kernels of our own that takes it.
     """
+    if executor is not None:
+        named(executor)
     if kernel_options and "kernel_options" not in _SAID:
         _SAID.add("kernel_options")
         warnings.warn("kernel_options are of Triton's kernels and are ignored; said once", stacklevel=2)
@@ -71,7 +75,7 @@ def flex_attention(
             score_mod, sources = kept(ScoreMod, score_mod)
         if block_mask is not None and not isinstance(block_mask, _MASKS):
             block_mask = read(block_mask)
-        made = eager.attend(query, key, value, score_mod, sources, block_mask, scale, enable_gqa, return_lse, None)
+        made = eager.attend(query, key, value, score_mod, sources, block_mask, scale, enable_gqa, return_lse, None, executor)
         if made is not None:
             return made[0] if return_aux is None and not return_lse else _told(*made, return_lse, return_aux)
         if score_mod is not None and score_mod.tensors:
@@ -85,7 +89,7 @@ def flex_attention(
         mask = mask_of(block_mask, extents)
     else:
         mask = _mask_outside(block_mask, extents)
-    o, lse = _by_operator(query, key, value, score_mod, mask, scale, return_lse, None)
+    o, lse = _by_operator(query, key, value, score_mod, mask, scale, return_lse, None, executor)
     return _told(o, lse, return_lse, return_aux)
 
 
@@ -105,16 +109,19 @@ def attend(
     *,
     stats: bool = False,
     sink: torch.Tensor | None = None,
+    executor: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by score_mods and masks that were traced: the output, and stats where they were asked for."""
+    if executor is not None:
+        named(executor)
     sources = () if score_mod is None else score_mod.sources
-    made = None if is_compiling() else eager.attend(query, key, value, score_mod, sources, mask, scale, None, stats, sink)
-    return made if made is not None else _by_operator(query, key, value, score_mod, mask, scale, stats, sink)
+    made = None if is_compiling() else eager.attend(query, key, value, score_mod, sources, mask, scale, None, stats, sink, executor)
+    return made if made is not None else _by_operator(query, key, value, score_mod, mask, scale, stats, sink, executor)
 
 
-def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask: Kept | None, scale: float | None, stats: bool, sink: Any) -> tuple:
+def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask: Kept | None, scale: float | None, stats: bool, sink: Any, executor: str | None) -> tuple:
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    program, tensors, scalars = joined(score_mod, mask, sink is not None, torch.are_deterministic_algorithms_enabled())
+    program, tensors, scalars = joined(score_mod, mask, sink is not None, torch.are_deterministic_algorithms_enabled(), executor)
     params = [bound(t, extents, query.device) for t in tensors] + ([sink] if sink is not None else [])
     wrt: list[int] = []
     train = False

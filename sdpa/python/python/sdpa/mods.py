@@ -127,15 +127,28 @@ class MaskMod(Kept):
         return self.fn(*args)
 
 
-def joined(score_mod: Kept | None, mask: Kept | None, sink: bool = False, deterministic: bool = False) -> tuple[str, tuple, tuple]:
-    """The text of a program, and the tensors and scalars that come with each call of it."""
+# Who may be named to run a call.
+EXECUTORS = ("cpu", "cudnn", "cuda")
+
+
+def named(executor: Any) -> None:
+    """Says what is wrong with a name that was given for an executor, and is not none."""
+    if not isinstance(executor, str) or executor not in EXECUTORS:
+        raise one("executor", repr(executor), f"one of {', '.join(EXECUTORS)}, or None for whoever takes it")
+
+
+def joined(
+    score_mod: Kept | None, mask: Kept | None, sink: bool = False, deterministic: bool = False, executor: str | None = None
+) -> tuple[str, tuple, tuple]:
+    """The text of a program, and the tensors and scalars that come with each call of it. A name of an executor has been looked at."""
     tensors = _once(score_mod.tensors if score_mod else (), mask.tensors if mask else ())
     scalars = _once(score_mod.scalars if score_mod else (), mask.scalars if mask else ())
     names = [t.name for t in tensors] + (["sink"] if sink else [])
     text = (
         '{"score_mods":[' + (score_mod.quoted if score_mod else "") + '],"masks":[' + (mask.quoted if mask else "")
         + '],"tensors":[' + ",".join(['"' + name + '"' for name in names]) + '],"scalars":[' + ",".join(['"' + s.name + '"' for s in scalars]) + "]"
-        + (',"sink":true' if sink else "") + (',"deterministic":true' if deterministic else "") + "}"
+        + (',"sink":true' if sink else "") + (',"deterministic":true' if deterministic else "")
+        + ("" if executor is None else ',"executor":"' + executor + '"') + "}"
     )
     return text, tensors, scalars
 

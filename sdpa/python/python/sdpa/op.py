@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import warnings
 from typing import Any
@@ -39,7 +41,7 @@ except ImportError:  # of a build without CUDA
 
 _PLANS: dict[tuple, Any] = {}
 _SAID: set[str] = set()
-_SEEN_CUDNN = threading.Lock()
+_SEEN_LIBRARIES = threading.Lock()
 
 
 def _warn_once(what: str, text: str) -> None:
@@ -109,23 +111,51 @@ def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise SpecError(errors)
 
 
-def _cudnn() -> None:
-    """Names the cuDNN that PyTorch has loaded, so that there is one in the process."""
-    if "cudnn" in _SAID:
+def _mapped(name: str) -> str | None:
+    """The file of a library that this process has loaded."""
+    try:
+        with open("/proc/self/maps") as maps:
+            parts = [line.split(None, 5) for line in maps if name in line]
+    except OSError:
+        return None
+    return min({part[5].strip() for part in parts if len(part) == 6}, default=None)
+
+
+def _nvrtc() -> str | None:
+    """The NVRTC that PyTorch has loaded, or would load: PyTorch's own library that is linked to it is loaded first, so that there is one in the process, and
+    it is PyTorch's. None where the variable `SDPA_NVRTC` names one, or PyTorch has none."""
+    if os.environ.get("SDPA_NVRTC"):
+        return None
+    there = _mapped("libnvrtc.so")
+    if there is None and torch.version.cuda is not None:
+        try:
+            ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libcaffe2_nvrtc.so"))
+        except OSError:
+            return _in_wheels()
+        there = _mapped("libnvrtc.so")
+    return there
+
+
+def _in_wheels() -> str | None:
+    """The NVRTC of the wheels that PyTorch's own have beside them."""
+    site = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
+    major = str(torch.version.cuda).split(".", maxsplit=1)[0]
+    places = [os.path.join(site, "nvidia", *folder, "lib", f"libnvrtc.so.{major}") for folder in ((f"cu{major}",), ("cuda_nvrtc",))]
+    return next((place for place in places if os.path.exists(place)), None)
+
+
+def _libraries() -> None:
+    """Names the cuDNN and the NVRTC that PyTorch has loaded, so that there is one of each in the process."""
+    if "libraries" in _SAID:
         return
-    with _SEEN_CUDNN:
-        if "cudnn" in _SAID:
+    with _SEEN_LIBRARIES:
+        if "libraries" in _SAID:
             return
-        path = None
+        cudnn = None
         if torch.backends.cudnn.is_available() and torch.backends.cudnn.version():
-            try:
-                with open("/proc/self/maps") as maps:
-                    files = {line.split(None, 5)[5].strip() for line in maps if "libcudnn.so" in line}
-                path = min(files, default=None)
-            except OSError:
-                path = None
-        _native.use_cudnn(path)
-        _SAID.add("cudnn")
+            cudnn = _mapped("libcudnn.so")
+        _native.use_libraries(cudnn, _nvrtc())
+        _SAID.add("libraries")
 
 
 def plan(program: str, device: torch.device, dtype: torch.dtype, stats: bool, tensors: tuple, wrt: tuple) -> Any:
@@ -136,13 +166,13 @@ def plan(program: str, device: torch.device, dtype: torch.dtype, stats: bool, te
         return there
     ordinal = None
     if device.type == "cuda":
-        _cudnn()
+        _libraries()
         ordinal = torch.cuda.current_device() if device.index is None else device.index
     try:
         made = read(program).plan(ordinal, DTYPES[dtype], list(tensors), stats, list(wrt))
     except UnsupportedError as e:
         hint = "tensors on the CPU run on the CPU executor, whatever they ask for; nothing falls back by itself"
-        raise UnsupportedError(e.executor, [*e.reasons, hint]) from None
+        raise UnsupportedError(e.executor, [*e.reasons, hint], e.before) from None
     while len(_PLANS) >= 512:
         try:
             _PLANS.pop(next(iter(_PLANS)), None)
@@ -159,7 +189,7 @@ def _names(program: str) -> list[str]:
 
 
 def _wrt(program: str, params: list, wrt: list[int], device: torch.device, dtype: torch.dtype) -> tuple:
-    """Names and element types of the gradients of parameters. cuDNN sums those of f32 parameters in the type of the operands."""
+    """Names and element types of the gradients of parameters. On a GPU those of f32 parameters are rounded to the type of the operands, as cuDNN gives them."""
     if not wrt:
         return ()
     names = _names(program)
@@ -195,7 +225,7 @@ def run(made: Any, device: torch.device, operands: Any, stats: int, params: Any,
 
 
 def forward_plan(q: Any, k: Any, v: Any, o: Any, params: list, program: str, mode: int, wrt: list) -> Any:
-    """The plan of a forward pass. On a GPU that of the backward pass is made too, where gradients will be asked for: what cuDNN declines it declines now."""
+    """The plan of a forward pass. On a GPU that of the backward pass is made too, where gradients will be asked for: what nobody takes is told now."""
     layouts = (_layout(q), _layout(k), _layout(v), _layout(o))
     made = plan(program, q.device, q.dtype, mode != PLAIN, layouts, ())
     if mode == TRAIN and q.device.type == "cuda":

@@ -13,7 +13,7 @@ from .errors import EnvironmentError, SpecError, UnsupportedError
 from .flex import _autocast, _shapes
 from .bind import bound
 from .masks import mask_of
-from .mods import ScoreMod, joined, program
+from .mods import ScoreMod, joined, named, program
 
 
 class Report(str):
@@ -31,10 +31,13 @@ class Report(str):
 
 
 def explain(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None, enable_gqa: bool = False,
+    executor: str | None = None,
 ) -> Report:
     """What `flex_attention` does with these arguments: who computes it and why not the others, of both passes; what was read of the functions. On a
     GPU the plans are built, and nothing is run."""
+    if executor is not None:
+        named(executor)
     query, key, value = _autocast(query, key, value)
     op.mistakes(query, key, value)
     _shapes(query, key, value, enable_gqa)
@@ -42,7 +45,7 @@ def explain(
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         score_mod = ScoreMod(score_mod)
     mask = mask_of(block_mask, extents)
-    text, tensors, scalars = joined(score_mod, mask, deterministic=torch.are_deterministic_algorithms_enabled())
+    text, tensors, scalars = joined(score_mod, mask, deterministic=torch.are_deterministic_algorithms_enabled(), executor=executor)
     params = [bound(t, extents, query.device) for t in tensors]
     mods, masks = program(text).texts()
     lines = [f"score_mod: {mods[0] if mods else 'none'}", f"mask: {masks[0] if masks else 'none'}"]
@@ -58,16 +61,17 @@ def explain(
             data[which] = str(made)
             continue
         library = made.library
-        data["executor"] = "cpu" if library is None else "cudnn"
+        data["executor"] = data["executor"] or made.executor
         engine = made.engine or f"cpu, {torch.get_num_threads()} threads at most"
         lines.append(f"{which}: {engine}; called {made.calls} times")
         if library is not None:
-            lines.append(f"  cuDNN {library[0]}, {library[1]}; workspace {made.workspace_bytes} bytes")
+            lines.append(f"  {library[0]} {library[1]}, {library[2]}; workspace {made.workspace_bytes} bytes")
             lines += [f"  copied on the device first: {', '.join(made.copied)}"] if made.copied else []
             lines += [f"  {line}" for line in (made.explain() or "").split("\n")]
+        lines += [f"  not on {who}: {reason}" for who, reasons in made.others() for reason in reasons]
         data[which] = engine
     if query.device.type == "cpu":
-        lines += ["not on cudnn: the tensors are in host memory; `.to('cuda')` and bfloat16 or float16 bring them there", "not on metal: PyTorch's tensors of an Apple GPU are not read"]
+        lines += ["not on cudnn, not on cuda: the tensors are in host memory; `.to('cuda')` and bfloat16 or float16 bring them there", "not on metal: PyTorch's tensors of an Apple GPU are not read"]
     else:
         lines.append("not on cpu: the tensors are in a GPU's memory; nothing is copied to the host by itself")
     made = Report("\n".join(lines))
@@ -95,7 +99,7 @@ def _passes(query, key, value, text, params, tensors):
 
 
 def cache_report() -> Report:
-    """What is kept, how often it served, and why something was built: of the programs and plans of this process, and of cuDNN's plans on each GPU."""
+    """What is kept, how often it served, and why something was built: of the programs and plans of this process, and of plans and kernels on each GPU."""
     from .mods import _PROGRAMS
 
     lines = [f"{len(_PROGRAMS)} programs were read, {len(op._PLANS)} passes are ready for layouts, called {sum(p.calls for p in op._PLANS.values())} times"]
@@ -108,7 +112,7 @@ def cache_report() -> Report:
         lines.append(f"GPU {ordinal}, {trace['device']}, cuDNN {trace['cudnn']}:")
         for cache in trace["caches"]:
             stats = cache["stats"]
-            lines.append(f"  {cache['name']}: {stats['entries']} plans, {stats['misses']} built, {stats['evictions']} dropped, {stats['refusals']} refused again")
+            lines.append(f"  {cache['name']}: {stats['entries']} kept, {stats['misses']} built, {stats['evictions']} dropped, {stats['refusals']} refused again")
             for event in cache["events"]:
                 if event["what"] == "missed":
                     gone = f"; it was here, and went for {event['evicted']}" if event["evicted"] else ""

@@ -1,0 +1,87 @@
+//! A pass made ready on a GPU: on whom, and why not on the other.
+
+use crate::error::{Told, told};
+use crate::plan::Asked;
+use sdpa::cuda::{measured, measured_backward};
+use sdpa::nvidia::{Device, DevicePass, Job};
+use sdpa::{Choice, Dispatcher, Error, ExecutorName, Preference, Unsupported};
+use std::sync::Arc;
+
+/// Those that read tensors of a GPU.
+const BOTH: [ExecutorName; 2] = [ExecutorName::CUDNN, ExecutorName::CUDA];
+
+/// A pass that runs on a GPU.
+#[derive(Debug)]
+pub(crate) struct Chosen {
+    all: Arc<Dispatcher>,
+    pub(crate) device: &'static Device,
+    pub(crate) executor: ExecutorName,
+    pub(crate) pass: Arc<DevicePass>,
+    declined: Vec<Unsupported>,
+    named: bool,
+}
+
+impl Chosen {
+    pub(crate) fn new(all: Arc<Dispatcher>, asked: &Asked, named: Option<ExecutorName>) -> Result<Chosen, Error> {
+        let preference = named.map_or(Preference::Auto, Preference::Named);
+        let Choice { executor, prepared, declined } = match asked {
+            Asked::Forward(problem) => all.prepare_device(problem, preference),
+            Asked::Backward(problem) => all.prepare_device_backward(problem, preference),
+        }?;
+        Ok(Chosen { device: all.device()?, all, executor, pass: prepared, declined, named: named.is_some() })
+    }
+
+    /// Who does not run it, and why: what was said by those that were asked, else why they were not.
+    pub(crate) fn others(&self, asked: &Asked) -> Vec<Told> {
+        let others = BOTH.into_iter().filter(|other| *other != self.executor);
+        let why = |other: ExecutorName| match self.declined.iter().find(|declined| declined.executor == other) {
+            Some(declined) => told(declined),
+            None => (other.name(), vec![self.not_asked(asked)]),
+        };
+        others.map(why).collect()
+    }
+
+    fn not_asked(&self, asked: &Asked) -> String {
+        let before = self.executor;
+        if self.named {
+            return format!("it was not asked: {before} was named");
+        }
+        let known = match asked {
+            Asked::Forward(problem) => measured(problem),
+            Asked::Backward(problem) => measured_backward(problem),
+        };
+        match known {
+            Some(known) if known.is_faster() == (before == ExecutorName::CUDA) => {
+                format!("it was not asked: kernels of our own are {known}")
+            }
+            Some(_) => format!(
+                "it was not asked: {before} comes first where kernels of our own are not tuned for the device, or NVRTC is older than 12.9"
+            ),
+            None => format!("it was not asked: {before} comes first where problems of the kind were not measured"),
+        }
+    }
+
+    /// The error of an executor that made this pass and is not there any more.
+    fn gone(&self, error: impl std::error::Error + Send + Sync + 'static) -> Error {
+        Error::failed(self.executor, error)
+    }
+
+    /// Its name, its version and its file.
+    pub(crate) fn library(&self) -> Result<(&'static str, String, String), Error> {
+        if self.executor == ExecutorName::CUDNN {
+            let library = self.all.cudnn().map_err(|error| self.gone(error))?.library();
+            return Ok(("cuDNN", library.version().to_string(), library.path().display().to_string()));
+        }
+        let nvrtc = self.all.cuda().map_err(|error| self.gone(error))?.nvrtc();
+        let [major, minor] = nvrtc.version();
+        Ok(("NVRTC", format!("{major}.{minor}"), nvrtc.path().display().to_string()))
+    }
+
+    /// What the cache of plans says of it.
+    pub(crate) fn explain(&self, job: &Job) -> Result<String, Error> {
+        if self.executor == ExecutorName::CUDNN {
+            return Ok(self.all.cudnn().map_err(|error| self.gone(error))?.explain(job).to_string());
+        }
+        Ok(self.all.cuda().map_err(|error| self.gone(error))?.explain(job).to_string())
+    }
+}
