@@ -134,6 +134,12 @@ impl CudaPlan {
         Ok(CudaPlan { job, pass, kept: Kept { kernel, map, keys }, tensors, scalars, used: OnceLock::new() })
     }
 
+    /// What runs, for reports: the cut of the kernel, and its registers.
+    pub fn engine(&self) -> String {
+        let registers = self.kept.kernel.entries.first().map_or(0, |entry| entry.registers);
+        format!("{}, {registers} registers", self.pass.cut())
+    }
+
     /// The kernels that it runs.
     pub fn kernel(&self) -> &Kernel {
         &self.kept.kernel
@@ -219,10 +225,8 @@ impl DevicePrepared for CudaPlan {
         self.workspace()
     }
 
-    /// The cut of the kernel, and its registers.
     fn engine(&self) -> String {
-        let registers = self.kept.kernel.entries.first().map_or(0, |entry| entry.registers);
-        format!("{}, {registers} registers", self.pass.cut())
+        CudaPlan::engine(self)
     }
 
     #[allow(unsafe_code, reason = "the device tier's contract is handed on")]
