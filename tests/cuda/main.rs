@@ -8,6 +8,7 @@ mod lists;
 mod mma;
 mod mma_faults;
 mod pages;
+mod statistics;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;
@@ -20,7 +21,7 @@ use conformance::runner::{
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, features, of_today, seeds_of_today};
 use sdpa::cuda::CudaExecutor;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, SINK};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, SINK, StatsBase};
 use std::sync::Mutex;
 
 const NAME: &str = "cuda-emulated";
@@ -95,6 +96,11 @@ fn forward_cases() {
 }
 
 #[test]
+fn statistics_cases() {
+    forward("statistics", narrow([Case::all_statistics()]));
+}
+
+#[test]
 fn paged_cases() {
     forward("paged", narrow([Case::all_paged()]));
 }
@@ -134,6 +140,12 @@ fn gradient_of(spec: AttentionSpec) -> BackwardSpec {
     if spec.sink { spec.backward().wrt(SINK, DType::F32) } else { spec.backward() }
 }
 
+/// The same with stats in base two, of every other seed.
+fn based(spec: AttentionSpec, seed: u64) -> AttentionSpec {
+    let base = if seed.is_multiple_of(2) { StatsBase::Two } else { StatsBase::Natural };
+    AttentionSpec { stats_base: base, ..spec }
+}
+
 fn judged(outcome: Outcome<GradientDistance>, spec: &BackwardSpec, executor: &CudaExecutor) -> Outcome<GradientDistance> {
     let declined = || spec.validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
     outcome.skip_only_if(declined, || format!("{spec:?}"))
@@ -148,7 +160,7 @@ fn random_problems() {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let forward = |spec: AttentionSpec, what: &str, tally: &Mutex<Tally>| {
-            let spec = in_rows_of_16_bytes(spec);
+            let spec = in_rows_of_16_bytes(based(spec, seed));
             let declined = || spec.validate().is_ok_and(|problem| executor.supports(&problem).is_err());
             let outcome = run(&spec, None, 1.0, seed, &executor).skip_only_if(declined, || format!("{spec:?}"));
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);

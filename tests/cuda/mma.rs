@@ -1,6 +1,6 @@
 //! Kernels with `mma.sync`, on a device of compute capability 8.0.
 
-use super::{backward_on, each, forward_on, gradient_of, judged, of_library, today};
+use super::{backward_on, based, each, forward_on, gradient_of, judged, of_library, today};
 use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
 use conformance::random::Random;
@@ -41,6 +41,11 @@ fn forward_cases() {
 }
 
 #[test]
+fn statistics_cases() {
+    forward("statistics", floats([Case::all_statistics()]));
+}
+
+#[test]
 fn backward_cases() {
     backward("backward", floats([Case::all_backward(), Case::all_ends()]), &[Source::Oracle]);
     backward("sinks and tables backward", floats([Case::all_sinks(), Case::all_tables()]), &[Source::Executor]);
@@ -56,7 +61,7 @@ fn score_mod_cases() {
 
 /// A problem without what the kernels decline, its strides and dims as they are.
 fn taken(spec: AttentionSpec) -> AttentionSpec {
-    AttentionSpec { row_max: false, sum_exp: false, dropout: None, ..spec }
+    AttentionSpec { dropout: None, ..spec }
 }
 
 /// Random lengths, heads, dims, strides, masks, windows about the ends, sinks and score_mods, as they are drawn.
@@ -68,7 +73,7 @@ fn random_problems() {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let forward = |spec: AttentionSpec, what: &str| {
-            let outcome = run(&taken(spec), None, 1.0, seed, &executor).skip_only_if(|| false, || what.to_owned());
+            let outcome = run(&based(taken(spec), seed), None, 1.0, seed, &executor).skip_only_if(|| false, || what.to_owned());
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
         };
         forward(random_padded(random, &FLOATS), "any");

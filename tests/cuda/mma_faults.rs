@@ -3,7 +3,7 @@
 use super::faults::{
     Fault,
     Pass::{Backward, Forward},
-    all_are_found,
+    STATISTICS, all_are_found,
 };
 use super::mma::executor;
 use conformance::emulated::{Emulated, executor_on};
@@ -105,7 +105,7 @@ stats = true
 backward = { wrt = ["bias:f32"] }
 "#;
 
-const FAULTS: [Fault; 33] = [
+const FAULTS: [Fault; 37] = [
     (
         "keys are not waited for",
         Forward,
@@ -173,6 +173,15 @@ const FAULTS: [Fault; 33] = [
     ("the lower parts are left out", Forward, ["low = rounded_to_tf32(x - __uint_as_float(high));", "low = 0;"], SINGLE),
     ("neighbours of a row are those of the next", Forward, ["load_shared(from + row_bytes + n * 8)", "load_shared(from + n * 8)"], SINGLE),
     ("the second row keeps what the first does", Forward, ["kept_of(p, span, q + 8 * half)", "kept_of(p, span, q)"], LONG),
+    ("stats in base two are natural", Forward, ["WITH_BASE_TWO ? log :", "false ? log :"], STATISTICS),
+    (
+        "the largest score is not scaled",
+        Forward,
+        ["rows.most[half] : rows.most[half] * p.scale", "rows.most[half] : rows.most[half]"],
+        STATISTICS,
+    ),
+    ("the sink is no score", Forward, ["largest = fmaxf(largest, of_head);", ""], STATISTICS),
+    ("rows behind lengths have a largest score", Forward, ["p.row_max[at] = there ? told", "p.row_max[at] = true ? told"], STATISTICS),
     ("rows of the map of another head's", Forward, ["head * p.map_head) * p.tiles", "0 * p.map_head) * p.tiles"], MAPPED),
     ("steps are not waited for", Backward, ["copies_wait<1>();", ""], LONG),
     ("both stages are one", Backward, ["steps_at + next * STEP_BYTES", "steps_at + stage * STEP_BYTES"], LONG),
@@ -203,6 +212,6 @@ fn every_fault_is_found_of_mma_sync() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG];
+    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS];
     all_are_found("cuda-mma-emulated", &FAULTS, &cases, || executor_on(Emulated::A100, None).unwrap());
 }

@@ -314,9 +314,9 @@ pub fn random_spec(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
 }
 
 /// The same problem as kernels take it that ask the copy engine of an NVIDIA GPU for operands: dense rows of whole 16 bytes, pages of whole 8 tokens; without
-/// dropout and row statistics other than `stats`.
+/// dropout.
 pub fn in_rows_of_16_bytes(mut spec: AttentionSpec) -> AttentionSpec {
-    (spec.dropout, spec.row_max, spec.sum_exp) = (None, false, false);
+    spec.dropout = None;
     if let Some(paged) = spec.paged.as_mut().filter(|paged| paged.page_size % 8 != 0) {
         paged.page_size *= 8;
     }

@@ -312,14 +312,18 @@ inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&l
 }
 
 #if WITH_PARTS
-// Leaves what a part of the keys comes to for the kernel that merges them: outputs in f32, and the logarithms of sums in units of the exponent.
-inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const float (&logs)[2], const Params& p, const Tile& tile, int row) {
+// Leaves what a part of the keys comes to for the kernel that merges them: outputs in f32, the logarithms of sums in units of the exponent, the largest scores.
+inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const float (&logs)[2], const float (&largest)[2], const Params& p,
+                       const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (row + 8 * half >= TILE_ROWS) continue;
         const long at = long(tile.slot) * TILE_ROWS + row + 8 * half;
         if (lane == 0) p.part_logs[at] = logs[half];
+#if WITH_LARGEST
+        if (lane == 0) p.part_largest[at] = largest[half];
+#endif
         float* const to = p.part_sums + at * DIM_V + 2 * lane;
 #pragma unroll
         for (int n = 2 * half; n < OUTPUTS; n += 4) {
@@ -357,7 +361,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
 #endif
     const Span span = span_of_tile(p, tile);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
-    float share[2];
+    float share[2], largest[2];
 #if WITH_PARTS
     float logs[2];
 #endif
@@ -367,6 +371,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         float most = rows.most[half] * p.unit;
+        largest[half] = WITH_SCORE_MOD || p.natural ? rows.most[half] : rows.most[half] * p.scale;
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = group * 64 + warp * 16 + in_warp + 8 * half;
 #if WITH_PARTS
@@ -374,7 +379,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         logs[half] = sum == 0.0f ? -INFINITE : most + log2f(sum);
 #endif
 #if WITH_SINK
-        const float sink = p.sink[min(head_of(tile, row), p.heads_q - 1)] * LOG2_E;
+        const float of_head = p.sink[min(head_of(tile, row), p.heads_q - 1)], sink = of_head * LOG2_E;
         const float from = fmaxf(most, sink);
         // Of neither there may be any.
         const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
@@ -383,19 +388,18 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
             share[half] = whole == 0.0f ? 0.0f : part / whole;
             most = from;
             sum = whole;
+            largest[half] = fmaxf(largest[half], of_head);
         }
 #endif
         const int there = query_of(tile, row);
-#if WITH_STATS
         if ((lane & 3) == 0 && tile.parts == 1 && has_row(p, span, tile, row)) {
-            const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
-            p.stats[stats_place(p, span, tile.batch, head_of(tile, row), there)] = there < span.len_q ? stat : -INFINITE;
+            const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
+            tell_row(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, log, largest[half], sum);
         }
-#endif
         if (!any || there >= span.len_q) share[half] = 0.0f;
     }
 #if WITH_PARTS
-    if (tile.parts > 1) return leave_part(o, share, logs, p, tile, group * 64 + warp * 16 + in_warp);
+    if (tile.parts > 1) return leave_part(o, share, logs, largest, p, tile, group * 64 + warp * 16 + in_warp);
 #endif
 #if FEW
     leave_rows(o, share, p, span, tile, group * 64 + warp * 16 + in_warp);

@@ -66,7 +66,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
     }
 }
 
-// What each row's sums are to be multiplied by, once it has met all of its keys; its stats.
+// What each row's sums are to be multiplied by, once it has met all of its keys; its statistics.
 inline void finish(float (&share)[2], const Rows& rows, const Params& p, const Tile& tile, int q) {
     const Span span = span_of(p, tile.batch);
 #pragma unroll
@@ -74,25 +74,24 @@ inline void finish(float (&share)[2], const Rows& rows, const Params& p, const T
         float sum = rows.sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        float most = rows.most[half] * p.unit;
+        float most = rows.most[half] * p.unit, largest = WITH_SCORE_MOD || p.natural ? rows.most[half] : rows.most[half] * p.scale;
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
 #if WITH_SINK
-        const float sink = p.sink[tile.head] * LOG2_E;
+        const float of_head = p.sink[tile.head], sink = of_head * LOG2_E;
         const float from = fmaxf(most, sink);
         // Of neither there may be any.
         const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
         sum = from == -INFINITE ? 0.0f : sum * part + exp2_of(sink - from);
         share[half] = sum == 0.0f ? 0.0f : part / sum;
         most = from;
+        largest = fmaxf(largest, of_head);
 #endif
         const int there = q + 8 * half;
         if (there >= span.len_q) share[half] = 0.0f;
-#if WITH_STATS
         if ((threadIdx.x & 3) == 0 && there < p.seq_q) {
-            const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
-            p.stats[(long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there] = there < span.len_q ? stat : -INFINITE;
+            const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
+            tell_row(p, (long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there, there < span.len_q, log, largest, sum);
         }
-#endif
     }
 }
 

@@ -25,6 +25,10 @@ params! {
     Params {
         /// Address that the log-sum-exp of each row goes to, f32 (batch, heads_q, seq_q); 0 where nobody asks.
         stats: u64 = "float* ",
+        /// Address that the largest score of each row goes to, as `stats` lies.
+        row_max: u64 = "float* ",
+        /// Address that the sum of exponentials of each row goes to, as `stats` lies.
+        sum_exp: u64 = "float* ",
         /// Address of the lengths of queries, i32 for each batch entry.
         seq_len_q: u64 = "const int* ",
         /// Address of the lengths of keys, i32 for each batch entry.
@@ -48,6 +52,8 @@ params! {
         part_sums: u64 = "float* ",
         /// Address of the logarithms of their sums in base 2, f32 (item, head or group of heads, row of a tile).
         part_logs: u64 = "float* ",
+        /// Address of their largest scores, as `part_logs` lies, where row statistics ask for them.
+        part_largest: u64 = "float* ",
         /// Address of the output, where it leaves past shared memory.
         o: u64 = "void* ",
         /// Stride of the output from one batch entry to the next, in elements.

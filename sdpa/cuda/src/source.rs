@@ -7,7 +7,7 @@ use crate::problem::{Forward, Lists};
 use crate::tile::{BackwardTile, PANEL, Tile};
 use crate::work::steps;
 use sdpa_core::expr::{Axis, Trace};
-use sdpa_core::{DType, Side};
+use sdpa_core::{DType, Side, StatsBase};
 use sdpa_emit::{Captured, Dialect, EXPRESSION};
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -25,6 +25,8 @@ const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), pi
 pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
 pub(crate) const WALK: (&str, &str) = piece!("walk.cuh");
 pub(crate) const MAP: (&str, &str) = piece!("map.cuh");
+/// What a forward pass tells of its rows.
+pub(crate) const STATISTICS: (&str, &str) = piece!("statistics.cuh");
 const TILES: (&str, &str) = piece!("tiles.cuh");
 const ITEMS: (&str, &str) = piece!("items.cuh");
 const MERGE: (&str, &str) = piece!("merge.cuh");
@@ -93,6 +95,13 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 8] {
     ]
 }
 
+/// Constants of [`STATISTICS`].
+pub(crate) fn statistics(problem: &Forward) -> [(&'static str, u32); 4] {
+    let [stats, row_max, sum_exp] = problem.statistics.map(u32::from);
+    let two = u32::from(problem.stats_base == StatsBase::Two);
+    [("WITH_STATS", stats), ("WITH_ROW_MAX", row_max), ("WITH_SUM_EXP", sum_exp), ("WITH_BASE_TWO", two)]
+}
+
 /// The text up to the pieces of a pass, `engines` the last of it.
 pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced: &[String], engines: &[(&str, &str)]) -> String {
     let mut text = String::new();
@@ -146,7 +155,6 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
-        ("WITH_STATS", problem.stats.into()),
         ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
         ("WITH_PACKED_Q", problem.packed.is_some().into()),
         ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
@@ -155,7 +163,9 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("WITH_LIST", problem.lists_tiles(tile).into()),
         ("WITH_PARTS", tile.split.into()),
         ("LEAST_BLOCKS", problem.least_blocks(tile)),
+        ("WITH_LARGEST", (tile.split && problem.leaves_largest()).into()),
     ];
+    let own: Vec<(&str, u32)> = own.into_iter().chain(statistics(problem)).collect();
     let params = format!("{}{}", boundary(problem), Params::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
@@ -164,7 +174,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
     let items = problem.lists_tiles(tile).then_some(ITEMS).into_iter().chain(tile.split.then_some(MERGE));
-    [SPAN, WALK, TILES].into_iter().chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    [SPAN, WALK, TILES, STATISTICS].into_iter().chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 

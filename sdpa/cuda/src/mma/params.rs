@@ -44,6 +44,10 @@ params! {
         dv: Strided = "Strided ",
         /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q): forward it is written, where anybody asks.
         stats: u64 = "float* ",
+        /// Address that the largest score of each row goes to, as `stats` lies.
+        row_max: u64 = "float* ",
+        /// Address that the sum of exponentials of each row goes to, as `stats` lies.
+        sum_exp: u64 = "float* ",
         /// Address of the stats in units of the exponent of 2, as `stats` lies.
         lse: u64 = "float* ",
         /// Address of the sums of `o` times `d_o`, as `stats` lies.

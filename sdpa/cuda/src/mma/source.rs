@@ -5,8 +5,8 @@ use super::params::{MmaParams, Strided};
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
-    ALONG, BACKWARD, HEAVY, MAP, SPAN, WALK, add, along_functions, along_parameters, begin, gradients_structure, keep_function, piece,
-    score_functions,
+    ALONG, BACKWARD, HEAVY, MAP, SPAN, STATISTICS, WALK, add, along_functions, along_parameters, begin, gradients_structure, keep_function,
+    piece, score_functions, statistics,
 };
 use sdpa_core::DType;
 use sdpa_core::spec::TensorSpec;
@@ -70,12 +70,13 @@ fn params() -> String {
 pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
     let [.., o] = &forward.tensors;
     let mut own = constants(forward, cut);
-    own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(o, cut.element_bytes)), ("WITH_STATS", forward.stats.into())]);
+    own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(o, cut.element_bytes))]);
+    own.extend(statistics(forward));
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
     let mut text = begin(forward, &own, &params(), &traced, &MATRIX);
-    [SPAN, WALK].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    [SPAN, WALK, STATISTICS].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::room::Room;
-use super::told::{Scale, bound, clipped, heads_in_cache, packed_map, steps, tensor, tiled};
+use super::told::{Scale, bound, clipped, heads_in_cache, packed_map, statistics, steps, tensor, tiled};
 use super::{CudaPlan, Pass};
 use crate::error::Error;
 use crate::params::{FAR, Params};
@@ -11,7 +11,7 @@ use crate::tile::Tile;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
-use sdpa_core::{Operand, SINK, Side, Statistic};
+use sdpa_core::{Operand, SINK, Side};
 use sdpa_driver::{DeviceSlice, Launch, Submission, TensorMap};
 use std::ffi::c_void;
 
@@ -51,12 +51,14 @@ impl CudaPlan {
         let items = workspace.address + room.counter;
         let firsts = items + room.items;
         let part_logs = firsts + room.firsts;
+        let part_largest = part_logs + room.logs;
         let params = Params {
             taken: workspace.address,
             items,
             firsts,
             part_logs,
-            part_sums: part_logs + room.logs,
+            part_largest,
+            part_sums: part_largest + room.largest,
             most_items: room.most_items as i32,
             tokens_q: tokens[Side::Queries as usize] as i32,
             tokens_kv: tokens[Side::Keys as usize] as i32,
@@ -113,6 +115,7 @@ impl CudaPlan {
         let Scale { natural, scale, unit } = self.scale(call);
         let lists = self.lists(lists);
         let [map_batch, map_head] = lists.strides();
+        let [stats, row_max, sum_exp] = statistics(call);
         let (head_tiles, units) = (forward.head_tiles(tile), forward.units(tile));
         // Whole groups that share a key head. A list has the tiles of all batch entries.
         let together = |keys: i64| heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * head_tiles;
@@ -123,7 +126,9 @@ impl CudaPlan {
             None => together(*seq_kv).min(batch * units),
         };
         Params {
-            stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
+            stats,
+            row_max,
+            sum_exp,
             seq_len_q: tensor(call, SEQ_LEN_Q),
             seq_len_kv: tensor(call, SEQ_LEN_KV),
             sink: tensor(call, SINK),

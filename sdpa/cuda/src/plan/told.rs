@@ -66,6 +66,11 @@ pub(super) fn map_of(submission: &Submission<'_>, address: u64, tensor: &TensorS
     submission.tensor_map(address, &tiled(tensor, [rows, 1]))
 }
 
+/// Addresses of row statistics in this call, in the order of [`Statistic::ALL`]; 0 of those that nobody asks for.
+pub(super) fn statistics(call: &DeviceCall<'_, DeviceSlice>) -> [u64; 3] {
+    Statistic::ALL.map(|statistic| call.statistic(statistic).map_or(0, |slice| slice.address))
+}
+
 /// The address of a declared tensor in this call.
 pub(super) fn tensor(call: &DeviceCall<'_, DeviceSlice>, name: &str) -> u64 {
     let given = call.params.iter().find(|p| p.name == name).and_then(|p| p.value.tensor());
@@ -110,7 +115,7 @@ impl CudaPlan {
                 room(operand.side(), tensor, slice.bytes / 2);
             }
         }
-        if let Some(slice) = call.statistic(Statistic::Stats) {
+        for slice in Statistic::ALL.into_iter().filter_map(|statistic| call.statistic(statistic)) {
             room(Side::Queries, &problem.stats_tensor(), slice.bytes / 4);
         }
         let cross = problem.packed().is_some_and(|packed| packed.cross);
