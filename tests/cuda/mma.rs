@@ -86,7 +86,6 @@ fn random_problems() {
         };
         backward(random_backward(random, &FLOATS), "backward");
         backward(random_padded_backward(random, &FLOATS), "backward of lengths");
-        // Where no parameter's gradient but the sink's is asked for.
         backward(gradient_of(taken(random_ends(random, &FLOATS))).deterministic(), "deterministic backward of ends");
         backward(gradient_of(taken(random_padded(random, &FLOATS).with_sink())).deterministic(), "deterministic backward of a sink");
         let tree = run_tree(seed, &FLOATS, &executor).unwrap();

@@ -105,7 +105,26 @@ stats = true
 backward = { wrt = ["bias:f32"] }
 "#;
 
-const FAULTS: [Fault; 37] = [
+/// Gradients of parameters that are added up in one order: of queries of all heads, and of a table.
+const ORDERED: &str = r#"
+[[case]]
+name = "a bias of queries in one order"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 150, seq_kv = 170, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+score_mod = ["bias:q"]
+stats = true
+backward = { wrt = ["bias:f32"], deterministic = true }
+
+[[case]]
+name = "a table in one order"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 70, seq_kv = 90, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+score_mod = ["relative-bias:4,20"]
+stats = true
+backward = { wrt = ["rel:bf16"], deterministic = true }
+"#;
+
+const FAULTS: [Fault; 43] = [
     (
         "keys are not waited for",
         Forward,
@@ -203,6 +222,12 @@ const FAULTS: [Fault; 37] = [
         MAPPED,
     ),
     ("parts add the same gradient of a parameter", Backward, ["if (part == 0) along", "along"], ALONG),
+    ("warps leave gradients in one place", Backward, ["* 12L + corner.k / 16", "* 12L + 0 * corner.k"], ORDERED),
+    ("heads leave gradients in one place", Backward, ["* 4L + corner.head) * 12L", "* 4L) * 12L"], ORDERED),
+    ("lanes add what others read", Backward, ["(threadIdx.x & 31) == 1) something", "(threadIdx.x & 31) > 0) something"], ORDERED),
+    ("batch entries are left out", Backward, ["(of_batch + term / slots / more_heads) * heads", "of_batch * heads"], ORDERED),
+    ("one lane's gradients are the sum", Backward, ["for (int apart = int(lanes) / 2;", "for (int apart = 0;"], ORDERED),
+    ("lanes begin with one term", Backward, ["for (long term = number % lanes;", "for (long term = 0;"], ORDERED),
     ("the sink's gradient has the other sign", Backward, ["sum -= exp2_of(sink - lse)", "sum += exp2_of(sink - lse)"], LENGTHS),
     ("rows without weights", Backward, ["any ? stat * LOG2_E : INFINITE", "stat * LOG2_E"], EMPTY),
 ];
@@ -212,6 +237,6 @@ fn every_fault_is_found_of_mma_sync() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS];
+    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED];
     all_are_found("cuda-mma-emulated", &FAULTS, &cases, || executor_on(Emulated::A100, None).unwrap());
 }

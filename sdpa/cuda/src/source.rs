@@ -2,6 +2,7 @@
 
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
 use crate::matrix;
+use crate::mma::Left;
 use crate::params::{BackwardParams, Params};
 use crate::problem::{Forward, Lists};
 use crate::tile::{BackwardTile, PANEL, Tile};
@@ -211,7 +212,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     if !problem.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");
-        text.push_str(&along_parameters(&problem.along, forward.extents));
+        text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
     }
     GRADIENTS.into_iter().for_each(|piece| add(&mut text, piece));
     text
@@ -254,28 +255,24 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
     captured.gradient(trace, root).replacen("float score_mod_gradient(", &format!("{ty} {name}("), 1)
 }
 
-/// The function that adds what each score gives to the gradients of parameters.
-pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
+/// The function that adds what each score gives to the gradients of parameters: to their elements, or where `left` says so to a warp's own place.
+pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Option<Left>]) -> String {
     let mut text = "inline void along_parameters(const float (&raw)[RAW], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
                     const Gradients& gradients, const Corner& corner) {\n    float x[SCORES];\n"
         .to_owned();
     for (n, along) in along.iter().enumerate() {
-        let last = along.axes.extents().product::<i64>() - 1;
-        for [value, place] in &along.reads {
-            let _ = writeln!(
-                text,
-                "    for (int n = 0; n < SCORES; n++) {{\n        if (upstream[n] == 0.0f) continue;\n        const Place at = place_of(p, corner, n);\n        \
-                 const float more = read_{value}(raw[n], upstream[n], at, captured);\n        \
-                 if (more != 0.0f) atomicAdd(gradients.to_{n} + min(max(read_{place}(raw[n], upstream[n], at, captured), 0), {last}), more);\n    }}"
-            );
+        let left = left.get(n).copied().flatten();
+        for read in &along.reads {
+            text.push_str(&along_read(n, along, *read, left));
         }
         if along.axes.is_table() {
             continue;
         }
         let spans = |axis| if along.axes.has(axis) { "true" } else { "false" };
-        let mut at = "0L".to_owned();
+        let mut at = left.map_or_else(|| "0L".to_owned(), place_of_warp);
         for (axis, index) in Axis::ALL.into_iter().zip(["at.batch", "at.head", "at.query", "at.key"]) {
-            if along.axes.has(axis) {
+            let of_rows = matches!(axis, Axis::Batch | Axis::Head);
+            if along.axes.has(axis) && !(of_rows && left.is_some()) {
                 at = format!("({at}) * {}L + {index}", extents[axis.place()]);
             }
         }
@@ -289,6 +286,26 @@ pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
     }
     text.push_str("}\n");
     text.replace("    for (int n", "#pragma unroll\n    for (int n")
+}
+
+/// Which of all slots of all rows is this warp's.
+fn place_of_warp(left: Left) -> String {
+    let slot = if left.slots == 1 { "0" } else { "corner.k / 16" };
+    format!("(long(corner.batch) * {}L + corner.head) * {}L + {slot}", left.rows[1], left.slots)
+}
+
+/// What adds to the gradient of a table at the place that is read.
+fn along_read(n: usize, along: &Along, [value, place]: [usize; 2], left: Option<Left>) -> String {
+    let last = along.axes.extents().product::<i64>() - 1;
+    let to = left.map_or_else(String::new, |left| format!(" + ({}) * {}L", place_of_warp(left), left.inner));
+    let more = format!("read_{value}(raw[n], upstream[n], at, captured)");
+    let add = format!("atomicAdd(gradients.to_{n}{to} + min(max(read_{place}(raw[n], upstream[n], at, captured), 0), {last}), more);");
+    let each = if left.is_some() {
+        format!("        const float more = upstream[n] == 0.0f ? 0.0f : {more};\n        one_by_one(more != 0.0f, [&] {{ {add} }});\n")
+    } else {
+        format!("        if (upstream[n] == 0.0f) continue;\n        const float more = {more};\n        if (more != 0.0f) {add}\n")
+    };
+    format!("    for (int n = 0; n < SCORES; n++) {{\n        const Place at = place_of(p, corner, n);\n{each}    }}\n")
 }
 
 pub(crate) fn add(text: &mut String, (name, piece): (&str, &str)) {

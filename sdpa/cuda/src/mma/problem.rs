@@ -1,13 +1,14 @@
 //! What kernels with `mma.sync` take, and what they decline. Strides and head dims are no matter.
 
 use super::cut::Cut;
+use super::ordered::MOST_LEFT_BYTES;
 use crate::backward::Backward;
 use crate::params::FAR;
 use crate::problem::{Check, Forward, unsupported};
 use crate::tile::MOST_DIM;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::Unsupported;
-use sdpa_core::{DType, Direction, Problem, SINK};
+use sdpa_core::{DType, Direction, Problem};
 
 fn checked(problem: &Problem) -> Check {
     let mut check = Check(Vec::new());
@@ -46,16 +47,16 @@ pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
 /// Every limit of the kernels that the problem breaks.
 pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
     let mut check = checked(problem.forward());
-    if problem.deterministic() {
-        for gradient in problem.wrt_scores() {
-            let field = format!("deterministic, gradient of {}", gradient.name);
-            check.that(false, &field, "asked for", format!("gradients of parameters are added in any order, but that of {SINK}"));
-        }
-    }
     if !check.0.is_empty() {
         return Err(unsupported(check.0));
     }
-    Ok(Backward::told(problem, Forward::told(problem.forward())))
+    let backward = Backward::told(problem, Forward::told(problem.forward()));
+    let left = backward.left_bytes(&Cut::of_backward(&backward)?);
+    let names: Vec<&str> = backward.along.iter().map(|along| along.name.as_str()).collect();
+    let field = format!("deterministic, gradients of {}", names.join(", "));
+    let limit = format!("at most {MOST_LEFT_BYTES} bytes of what warps leave to be added up in one order");
+    check.that(left <= MOST_LEFT_BYTES, &field, format!("{left} bytes"), limit);
+    if check.0.is_empty() { Ok(backward) } else { Err(unsupported(check.0)) }
 }
 
 impl Cut {
@@ -89,7 +90,7 @@ impl Cut {
 mod tests {
     use super::*;
     use sdpa_core::error::Reason;
-    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Packed, Shape, StatsBase};
+    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Packed, SINK, Shape, StatsBase};
 
     const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 13, dim_v: 7 };
 
@@ -116,11 +117,17 @@ mod tests {
     }
 
     #[test]
-    fn a_deterministic_pass_has_no_gradients_of_parameters_but_that_of_the_sink() {
+    fn a_deterministic_pass_has_room_for_what_warps_leave() {
         let of = |spec: &BackwardSpec| fields(backward(&spec.validate().unwrap()));
         let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).with_sink().backward();
         assert_eq!(of(&spec.clone().deterministic().wrt(SINK, DType::F32)), [""; 0]);
         assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);
-        assert_eq!(of(&spec.deterministic().wrt("bias", DType::F32)), ["deterministic, gradient of bias"]);
+        assert_eq!(of(&spec.deterministic().wrt("bias", DType::F32)), [""; 0]);
+        // 2 · 4 · 9,000² numbers, of which the batch entries are added up.
+        let long = Shape { seq_q: 9000, seq_kv: 9000, ..SHAPE };
+        let spec = AttentionSpec::dense(DType::BF16, long, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).backward();
+        assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);
+        let refused = backward(&spec.deterministic().wrt("bias", DType::F32).validate().unwrap()).unwrap_err().to_string();
+        assert!(refused.contains("deterministic, gradients of bias is 2592000000 bytes: at most 1073741824 bytes"), "{refused}");
     }
 }

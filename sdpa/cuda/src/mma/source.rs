@@ -1,6 +1,7 @@
 //! The texts of kernels with `mma.sync`: constants, the pieces of `kernels/`, and what was traced.
 
 use super::cut::Cut;
+use super::ordered::Left;
 use super::params::{MmaParams, Strided};
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
@@ -18,8 +19,10 @@ const SCORES: (&str, &str) = piece!("mma_back.cuh");
 const KEYS: (&str, &str) = piece!("mma_keys.cu");
 const QUERIES: [(&str, &str); 2] = [piece!("mma_queries.cu"), piece!("mma_rows.cuh")];
 
-/// The names of the kernels of the text of queries: the one that computes; what it reads of each row; gradients of sinks; those of parameters that are rounded.
-pub const QUERIES_ENTRIES: [&CStr; 4] = [c"attention_queries", c"attention_rows", c"attention_sinks", c"attention_rounded"];
+/// The names of the kernels of the text of queries: the one that computes; what it reads of each row; gradients of sinks; those of parameters that are rounded, and
+/// those that are added up in one order.
+pub const QUERIES_ENTRIES: [&CStr; 5] =
+    [c"attention_queries", c"attention_rows", c"attention_sinks", c"attention_rounded", c"attention_summed"];
 
 /// The name of the kernel of the text of keys.
 pub const KEYS_ENTRY: &CStr = c"attention_keys";
@@ -130,7 +133,8 @@ pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
     if !backward.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");
-        text.push_str(&along_parameters(&backward.along, forward.extents));
+        let left: Vec<Option<Left>> = backward.left(cut).collect();
+        text.push_str(&along_parameters(&backward.along, forward.extents, &left));
     }
     add(&mut text, KEYS);
     text
