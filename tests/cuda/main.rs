@@ -15,8 +15,8 @@ use conformance::compare::GradientDistance;
 use conformance::emulated;
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed, random_padded,
-    random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side,
+    Draw, Outcome, Source, Stays, Tally, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed, random_padded,
+    random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side, stays,
 };
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, features, of_today, seeds_of_today};
@@ -93,6 +93,19 @@ fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
 #[test]
 fn forward_cases() {
     forward("forward", narrow([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()]));
+}
+
+#[test]
+fn dropout_cases() {
+    forward("dropout", narrow([Case::all_dropout()]));
+    backward("dropout backward", narrow([Case::all_dropout()]), &Source::ALL);
+}
+
+#[test]
+fn weights_stay_as_the_generator_says() {
+    let Some(executor) = executor() else { return };
+    let Stays { forward, backward } = stays(&executor).unwrap();
+    say(&format!("dropout {NAME}: {forward} bits forward and {backward} backward, each as the generator says"));
 }
 
 #[test]

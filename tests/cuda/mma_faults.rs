@@ -1,7 +1,7 @@
 //! Faults that are put into kernels with `mma.sync`.
 
 use super::faults::{
-    Fault,
+    DROPPED, Fault,
     Pass::{Backward, Forward},
     STATISTICS, all_are_found,
 };
@@ -124,7 +124,7 @@ stats = true
 backward = { wrt = ["rel:bf16"], deterministic = true }
 "#;
 
-const FAULTS: [Fault; 43] = [
+const FAULTS: [Fault; 49] = [
     (
         "keys are not waited for",
         Forward,
@@ -228,6 +228,17 @@ const FAULTS: [Fault; 43] = [
     ("batch entries are left out", Backward, ["(of_batch + term / slots / more_heads) * heads", "of_batch * heads"], ORDERED),
     ("one lane's gradients are the sum", Backward, ["for (int apart = int(lanes) / 2;", "for (int apart = 0;"], ORDERED),
     ("lanes begin with one term", Backward, ["for (long term = number % lanes;", "for (long term = 0;"], ORDERED),
+    ("weights that stay are as they were", Forward, ["share[half] *= p.dropout_scale;", ""], DROPPED),
+    (
+        "weights of other keys are dropped",
+        Forward,
+        ["tile.batch, tile.head, q, column, [&]", "tile.batch, tile.head, q, first_k, [&]"],
+        DROPPED,
+    ),
+    ("dropped weights have gradients", Backward, ["stay >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f", "d_p[n] * p.dropout_scale"], DROPPED),
+    ("values have gradients of dropped weights", Backward, ["left[n] = stay >> n & 1 ? s[n] : 0.0f", "left[n] = s[n]"], DROPPED),
+    ("gradients of values are not scaled", Backward, ["WITH_DROPOUT ? p.dropout_scale : 1.0f", "1.0f"], DROPPED),
+    ("queries drop as keys do", Backward, ["else each_of_queries<SCORES>", "else each_of_keys<SCORES>"], DROPPED),
     ("the sink's gradient has the other sign", Backward, ["sum -= exp2_of(sink - lse)", "sum += exp2_of(sink - lse)"], LENGTHS),
     ("rows without weights", Backward, ["any ? stat * LOG2_E : INFINITE", "stat * LOG2_E"], EMPTY),
 ];
@@ -237,6 +248,6 @@ fn every_fault_is_found_of_mma_sync() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED];
+    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED, DROPPED];
     all_are_found("cuda-mma-emulated", &FAULTS, &cases, || executor_on(Emulated::A100, None).unwrap());
 }

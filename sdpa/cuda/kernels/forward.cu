@@ -118,6 +118,23 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
     }
 }
 
+// Weights that dropout leaves; the sums of rows have them all.
+inline void drop(float (&s)[SCORES], const Params& p, const Tile& tile, int first_k) {
+#if WITH_DROPOUT
+    const int lane = threadIdx.x & 31, k = first_k + 2 * (lane & 3);
+    const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+    const auto leave = [&](int n, bool stays) { s[n] = stays ? s[n] : 0.0f; };
+    // Where a tile has at most 8 queries, these are all that there are.
+    if (!FEW || TILE_M > 8) {
+        each_of_queries<SCORES>(p, tile.batch, head_of(tile, row), query_of(tile, row), k, leave);
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            each_of_query<SCORES>(p, tile.batch, head_of(tile, row + 8 * half), query_of(tile, row + 8 * half), k, half, leave);
+    }
+#endif
+}
+
 inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
 #pragma unroll
     for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
@@ -309,6 +326,7 @@ inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&l
                           const Tile& tile, int first_k) {
     if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, first_k);
     else soften<false>(s, rows, less, p, captured, tile, first_k);
+    drop(s, p, tile, first_k);
 }
 
 #if WITH_PARTS
@@ -397,6 +415,9 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
             tell_row(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, log, largest[half], sum);
         }
         if (!any || there >= span.len_q) share[half] = 0.0f;
+#if WITH_DROPOUT
+        share[half] *= p.dropout_scale;
+#endif
     }
 #if WITH_PARTS
     if (tile.parts > 1) return leave_part(o, share, logs, largest, p, tile, group * 64 + warp * 16 + in_warp);
@@ -499,6 +520,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
             // The first block is at the edge of most masks: one text less to compile.
             soften<true>(s, rows, less, p, captured, tile, block * TILE_N);
+            drop(s, p, tile, block * TILE_N);
             pack(w, s);
             bool add = false;
             while (walk_on(walk, p, reach, block, partly)) {

@@ -88,6 +88,9 @@ inline void finish(float (&share)[2], const Rows& rows, const Params& p, const T
 #endif
         const int there = q + 8 * half;
         if (there >= span.len_q) share[half] = 0.0f;
+#if WITH_DROPOUT
+        share[half] *= p.dropout_scale;
+#endif
         if ((threadIdx.x & 3) == 0 && there < p.seq_q) {
             const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
             tell_row(p, (long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there, there < span.len_q, log, largest, sum);
@@ -160,6 +163,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const int column = first_k + 2 * (lane & 3);
         if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, q, column);
         else soften<false>(s, rows, less, p, captured, tile, q, column);
+#if WITH_DROPOUT
+        // The sums of rows have all weights.
+        each_of_queries<SCORES>(p, tile.batch, tile.head, q, column, [&](int n, bool stays) { s[n] = stays ? s[n] : 0.0f; });
+#endif
 #pragma unroll
         for (int n = 0; n < OUTPUTS; n++) o[n] *= less[n >> 1 & 1];
         copies_wait<1>();

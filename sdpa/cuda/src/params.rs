@@ -68,6 +68,10 @@ params! {
         boundaries_q: u64 = "const void* ",
         /// Address of where documents of keys begin and end.
         boundaries_kv: u64 = "const void* ",
+        /// Address of the seed of dropout, i64, of a call that has one.
+        dropout_seed: u64 = "const ulong64* ",
+        /// Address of where its random numbers begin, i64.
+        dropout_offset: u64 = "const ulong64* ",
         /// Batch entries.
         batch: i32 = "int ",
         /// Query heads.
@@ -122,6 +126,10 @@ params! {
         scale: f32 = "float ",
         /// What a score is multiplied by in the exponent of 2: positive.
         unit: f32 = "float ",
+        /// The largest random number with which a weight stays.
+        dropout_most: i32 = "int ",
+        /// What weights that stay are multiplied by.
+        dropout_scale: f32 = "float ",
     }
 }
 
@@ -184,6 +192,10 @@ params! {
         dq_row: i64 = "long ",
         /// Stride of `d_o_copy` from one query to the next.
         copy_row: i64 = "long ",
+        /// Address of the seed of dropout, i64, of a call that has one.
+        dropout_seed: u64 = "const ulong64* ",
+        /// Address of where its random numbers begin, i64.
+        dropout_offset: u64 = "const ulong64* ",
         /// Batch entries.
         batch: i32 = "int ",
         /// Query heads.
@@ -230,6 +242,10 @@ params! {
         scale: f32 = "float ",
         /// What a score is multiplied by in the exponent of 2: positive.
         unit: f32 = "float ",
+        /// The largest random number with which a weight stays.
+        dropout_most: i32 = "int ",
+        /// What weights that stay are multiplied by.
+        dropout_scale: f32 = "float ",
     }
 }
 

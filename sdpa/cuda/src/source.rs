@@ -26,6 +26,7 @@ const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), pi
 pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
 pub(crate) const WALK: (&str, &str) = piece!("walk.cuh");
 pub(crate) const MAP: (&str, &str) = piece!("map.cuh");
+const DROPOUT: (&str, &str) = piece!("dropout.cuh");
 /// What a forward pass tells of its rows.
 pub(crate) const STATISTICS: (&str, &str) = piece!("statistics.cuh");
 const TILES: (&str, &str) = piece!("tiles.cuh");
@@ -83,11 +84,12 @@ fn captured_structure(captured: &Captured) -> String {
 }
 
 /// Constants that both passes take from the attention.
-fn constants(problem: &Forward) -> [(&'static str, u32); 8] {
+fn constants(problem: &Forward) -> [(&'static str, u32); 9] {
     [
         ("WITH_SINK", problem.sink.into()),
         ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
         ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
+        ("WITH_DROPOUT", problem.dropout.is_some().into()),
         ("WITH_ENDS", (!problem.ends.is_full()).into()),
         ("WITH_PREFIX", problem.region.prefix.is_some().into()),
         ("WITH_MAP", problem.keep.is_some().into()),
@@ -119,7 +121,7 @@ pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced
         text.push_str("\n#line 1 \"traced\"\n");
         text.extend(traced.iter().map(String::as_str));
     }
-    engines.iter().for_each(|piece| add(&mut text, *piece));
+    problem.dropout.map(|_| DROPOUT).iter().chain(engines).for_each(|piece| add(&mut text, *piece));
     text
 }
 

@@ -66,6 +66,10 @@ params! {
         map_end: u64 = "const uint* ",
         /// Address of blocks of the other side, u32, the highest bit set where a rule may drop a part of one.
         map_blocks: u64 = "const uint* ",
+        /// Address of the seed of dropout, i64, of a call that has one.
+        dropout_seed: u64 = "const ulong64* ",
+        /// Address of where its random numbers begin, i64.
+        dropout_offset: u64 = "const ulong64* ",
         /// Batch entries.
         batch: i32 = "int ",
         /// Query heads.
@@ -106,5 +110,9 @@ params! {
         scale: f32 = "float ",
         /// What a score is multiplied by in the exponent of 2: positive.
         unit: f32 = "float ",
+        /// The largest random number with which a weight stays.
+        dropout_most: i32 = "int ",
+        /// What weights that stay are multiplied by.
+        dropout_scale: f32 = "float ",
     }
 }

@@ -16,8 +16,6 @@ fn checked(problem: &Problem) -> Check {
     check.that(floats.contains(&problem.dtype()), "dtype", problem.dtype(), "the kernels take f16, bf16 and f32");
     check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length");
     check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
-    let dropout = problem.dropout().map_or_else(String::new, |dropout| dropout.p().to_string());
-    check.that(problem.dropout().is_none(), "dropout", dropout, "the kernels drop no weights");
     for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
         check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
     }
@@ -110,7 +108,7 @@ mod tests {
         (odd.k.strides[0], odd.v.strides[1], odd.q.alignment) = (0, 0, 4);
         assert_eq!(of(&odd), [""; 0]);
         assert_eq!(of(&odd.clone().with_row_max().with_sum_exp().with_stats_in(StatsBase::Two)), [""; 0]);
-        assert_eq!(of(&odd.with_dropout(0.5)), ["dropout"]);
+        assert_eq!(of(&odd.with_dropout(0.5)), [""; 0]);
         assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), ["packed"]);
         let wide = Shape { dim_qk: 260, dim_v: 300, ..SHAPE };
         assert_eq!(of(&AttentionSpec::dense(DType::F16, wide, Layout::Bhsd)), ["dim_qk", "dim_v"]);

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::room::Room;
-use super::told::{Scale, bound, clipped, heads_in_cache, packed_map, statistics, steps, tensor, tiled};
+use super::told::{Drops, Scale, bound, clipped, heads_in_cache, packed_map, statistics, steps, tensor, tiled};
 use super::{CudaPlan, Pass};
 use crate::error::Error;
 use crate::params::{FAR, Params};
@@ -113,6 +113,7 @@ impl CudaPlan {
     fn params(&self, forward: &Forward, tile: &Tile, call: &DeviceCall<'_, DeviceSlice>, lists: u64) -> Params {
         let Forward { tensors: [_, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
+        let drops = Drops::of(forward, call);
         let lists = self.lists(lists);
         let [map_batch, map_head] = lists.strides();
         let [stats, row_max, sum_exp] = statistics(call);
@@ -163,6 +164,10 @@ impl CudaPlan {
             prefix: bound(region.prefix, 0),
             ends_lower: bound(ends.lower, -FAR),
             ends_upper: bound(ends.upper, FAR),
+            dropout_seed: drops.seed,
+            dropout_offset: drops.offset,
+            dropout_most: drops.most,
+            dropout_scale: drops.scale,
             natural,
             scale,
             unit,

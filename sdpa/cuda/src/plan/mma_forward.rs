@@ -1,7 +1,7 @@
 //! Calls of forward passes with `mma.sync`: one launch, and one before it where lists of blocks are made.
 #![allow(unsafe_code)]
 
-use super::told::{ListsAt, Scale, bound, heads_in_cache, statistics, steps, tensor};
+use super::told::{Drops, ListsAt, Scale, bound, heads_in_cache, statistics, steps, tensor};
 use super::{CudaPlan, Pass};
 use crate::error::Error;
 use crate::mma::{Cut, MmaParams, Strided};
@@ -50,6 +50,7 @@ impl CudaPlan {
     ) -> MmaParams {
         let Forward { tensors: [q, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
+        let drops = Drops::of(forward, call);
         let [map_batch, map_head] = lists.strides();
         let [stats, row_max, sum_exp] = statistics(call);
         let bytes = i64::from(forward.dtype.bits() / 8);
@@ -87,6 +88,10 @@ impl CudaPlan {
             prefix: bound(region.prefix, 0),
             ends_lower: bound(ends.lower, -FAR),
             ends_upper: bound(ends.upper, FAR),
+            dropout_seed: drops.seed,
+            dropout_offset: drops.offset,
+            dropout_most: drops.most,
+            dropout_scale: drops.scale,
             natural,
             scale,
             unit,
