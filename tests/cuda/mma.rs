@@ -5,12 +5,13 @@ use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Stays, random_backward, random_ends, random_padded, random_padded_backward, run, run_backward, run_tree, stays,
+    Draw, Outcome, Source, Stays, random_backward, random_ends, random_padded, random_padded_backward, random_paged, run, run_backward,
+    run_tree, stays,
 };
 use conformance::say::{say, skip};
 use conformance::share::seeds_of_today;
 use sdpa::cuda::{CudaExecutor, Family};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Shape};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Paged, Shape};
 
 const NAME: &str = "cuda-mma-emulated";
 
@@ -54,6 +55,11 @@ fn weights_stay_as_the_generator_says() {
 }
 
 #[test]
+fn paged_cases() {
+    forward("paged", floats([Case::all_paged()]));
+}
+
+#[test]
 fn statistics_cases() {
     forward("statistics", floats([Case::all_statistics()]));
 }
@@ -85,6 +91,11 @@ fn random_problems() {
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
         };
         forward(random_padded(random, &FLOATS), "any");
+        let mut paged = random_paged(random, &FLOATS);
+        while paged.packed.is_some() {
+            paged = random_paged(random, &FLOATS);
+        }
+        forward(paged, "pages");
         forward(random_ends(random, &FLOATS), "ends");
         forward(random_padded(random, &FLOATS).with_sink(), "sink");
         let backward = |spec: BackwardSpec, what: &str| {
@@ -112,6 +123,16 @@ fn spec(dtype: DType, dim: i64) -> AttentionSpec {
 fn each_device_and_problem_has_its_family() {
     let on = |device, family| executor_on(device, family).map_err(|why| skip("cuda", &why)).ok();
     let (Some(h200), Some(a100), Some(l40)) = (on(Emulated::H200, None), on(Emulated::A100, None), on(Emulated::L40, None)) else { return };
+    let paged = |page_size| {
+        let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 50, dim_qk: 64, dim_v: 64 };
+        AttentionSpec::paged(DType::BF16, shape, Paged { page_size, pages: 2 * (50 + page_size - 1) / page_size }).mask(Mask::padding())
+    };
+    // Forward alone.
+    for (page_size, family) in [(16, Family::Wgmma), (4, Family::Mma), (7, Family::Mma)] {
+        assert_eq!(h200.family(&paged(page_size).validate().unwrap()), Ok(family), "pages of {page_size}");
+        let outcome = run(&paged(page_size), None, 1.0, 5, &h200);
+        assert!(matches!(outcome, Outcome::Pass(..)), "{outcome:?}");
+    }
     let mut broadcast = spec(DType::F16, 64);
     broadcast.k.strides[2] = 0;
     let table = [

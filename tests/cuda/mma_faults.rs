@@ -124,7 +124,19 @@ stats = true
 backward = { wrt = ["rel:bf16"], deterministic = true }
 "#;
 
-const FAULTS: [Fault; 49] = [
+/// Keys in pages, of tokens that are no multiple of anything, whose table ends with anything.
+const PAGED: &str = r#"
+[[case]]
+name = "odd pages"
+shape = { batch = 3, heads_q = 4, heads_kv = 2, seq_q = 5, seq_kv = 300, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+layout = "bshd"
+mask = ["padding"]
+stats = true
+paged = { page_size = 7, lengths_q = [5, 4, 5], lengths_kv = [300, 65, 0], spare = 2 }
+"#;
+
+const FAULTS: [Fault; 51] = [
     (
         "keys are not waited for",
         Forward,
@@ -201,6 +213,8 @@ const FAULTS: [Fault; 49] = [
     ),
     ("the sink is no score", Forward, ["largest = fmaxf(largest, of_head);", ""], STATISTICS),
     ("rows behind lengths have a largest score", Forward, ["p.row_max[at] = there ? told", "p.row_max[at] = true ? told"], STATISTICS),
+    ("pages of the first entry for all", Forward, ["p.page_table[long(tile.batch) * p.table_row", "p.page_table[0 * p.table_row"], PAGED),
+    ("every token of a page is its first", Forward, ["head, key % p.page_size)", "head, 0)"], PAGED),
     ("rows of the map of another head's", Forward, ["head * p.map_head) * p.tiles", "0 * p.map_head) * p.tiles"], MAPPED),
     ("steps are not waited for", Backward, ["copies_wait<1>();", ""], LONG),
     ("both stages are one", Backward, ["steps_at + next * STEP_BYTES", "steps_at + stage * STEP_BYTES"], LONG),
@@ -248,6 +262,6 @@ fn every_fault_is_found_of_mma_sync() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED, DROPPED];
+    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED, DROPPED, PAGED];
     all_are_found("cuda-mma-emulated", &FAULTS, &cases, || executor_on(Emulated::A100, None).unwrap());
 }

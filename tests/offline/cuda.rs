@@ -278,6 +278,12 @@ fn every_kernel_with_mma_sync_compiles_into_registers() {
             let [queries, keys] = [mma::queries_text, mma::keys_text].map(|text| text(&dropped, &back));
             [("forward, dropout,", forward), ("queries, dropout,", queries), ("keys, dropout,", keys)]
         }));
+        let paged = (masks == ["causal"]).then(|| {
+            let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 300, seq_kv: 700, dim_qk: dims[0], dim_v: dims[1] };
+            let paged = AttentionSpec::paged(dtype, shape, Paged { page_size: 7, pages: 300 }).mask(Mask::padding());
+            mma::forward_text(&mma::forward(&paged.validate().unwrap()).unwrap(), &cut)
+        });
+        let texts = texts.chain(paged.map(|paged| ("forward, pages,", paged)));
         for (what, text) in &texts.collect::<Vec<_>>() {
             for architecture in ARCHITECTURES {
                 let made = compile_for(&nvrtc, text, architecture).unwrap_or_else(|e| panic!("{what} of {spec:?}: {e}"));

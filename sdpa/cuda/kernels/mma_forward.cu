@@ -110,12 +110,27 @@ inline Tile tile_of(const Params& p, int number) {
 constexpr uint K_BYTES = TILE_N * QK_ROW;
 constexpr uint V_BYTES = TILE_N * V_ROW;
 
+// A block of keys or values. In pages behind the last key of an entry the table is not looked at; before it, what is no page stands for one that is.
+template <int columns, bool wide>
+inline void bring_block(uint to, uint row_bytes, const Params& p, const Strided& from, const Tile& tile, int block, int dim) {
+    const int head = tile.head / p.group;
+#if WITH_PAGES
+    const auto in_page = [&](int key) {
+        const int page = p.page_table[long(tile.batch) * p.table_row + key / p.page_size];
+        return row_of(from, min(max(page, 0), p.pages - 1), head, key % p.page_size);
+    };
+    bring_found<TILE_N, columns, wide>(to, row_bytes, from, block * TILE_N, span_of(p, tile.batch).len_kv, dim, in_page);
+#else
+    bring<TILE_N, columns, wide>(to, row_bytes, from, tile.batch, head, block * TILE_N, p.seq_kv, dim);
+#endif
+}
+
 inline void bring_keys(uint to, const Params& p, const Tile& tile, int block) {
-    bring<TILE_N, DIM_QK, K_WIDE>(to, QK_ROW, p.k, tile.batch, tile.head / p.group, block * TILE_N, p.seq_kv, p.dim_qk);
+    bring_block<DIM_QK, K_WIDE>(to, QK_ROW, p, p.k, tile, block, p.dim_qk);
 }
 
 inline void bring_values(uint to, const Params& p, const Tile& tile, int block) {
-    bring<TILE_N, DIM_V, V_WIDE>(to, V_ROW, p.v, tile.batch, tile.head / p.group, block * TILE_N, p.seq_kv, p.dim_v);
+    bring_block<DIM_V, V_WIDE>(to, V_ROW, p, p.v, tile, block, p.dim_v);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)

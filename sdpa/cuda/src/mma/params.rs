@@ -66,6 +66,8 @@ params! {
         map_end: u64 = "const uint* ",
         /// Address of blocks of the other side, u32, the highest bit set where a rule may drop a part of one.
         map_blocks: u64 = "const uint* ",
+        /// Address of the page table, i32 for each page of each batch entry.
+        page_table: u64 = "const int* ",
         /// Address of the seed of dropout, i64, of a call that has one.
         dropout_seed: u64 = "const ulong64* ",
         /// Address of where its random numbers begin, i64.
@@ -114,5 +116,11 @@ params! {
         dropout_most: i32 = "int ",
         /// What weights that stay are multiplied by.
         dropout_scale: f32 = "float ",
+        /// Keys of a page.
+        page_size: i32 = "int ",
+        /// Pages of the containers.
+        pages: i32 = "int ",
+        /// Entries of the page table from one batch entry to the next.
+        table_row: i32 = "int ",
     }
 }

@@ -15,7 +15,6 @@ fn checked(problem: &Problem) -> Check {
     let floats = [DType::F16, DType::BF16, DType::F32];
     check.that(floats.contains(&problem.dtype()), "dtype", problem.dtype(), "the kernels take f16, bf16 and f32");
     check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length");
-    check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
     for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
         check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
     }
@@ -45,6 +44,7 @@ pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
 /// Every limit of the kernels that the problem breaks.
 pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
     let mut check = checked(problem.forward());
+    check.that(problem.forward().paged().is_none(), "paged", "pages", "the backward kernels take keys one behind the other");
     if !check.0.is_empty() {
         return Err(unsupported(check.0));
     }
@@ -88,7 +88,7 @@ impl Cut {
 mod tests {
     use super::*;
     use sdpa_core::error::Reason;
-    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Packed, SINK, Shape, StatsBase};
+    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Packed, Paged, SINK, Shape, StatsBase};
 
     const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 13, dim_v: 7 };
 
@@ -109,6 +109,11 @@ mod tests {
         assert_eq!(of(&odd), [""; 0]);
         assert_eq!(of(&odd.clone().with_row_max().with_sum_exp().with_stats_in(StatsBase::Two)), [""; 0]);
         assert_eq!(of(&odd.with_dropout(0.5)), [""; 0]);
+        for page_size in [1, 7, 48] {
+            let paged = AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size, pages: 9 });
+            assert_eq!(of(&paged), [""; 0]);
+            assert_eq!(of(&paged.with_packed_queries(9)), ["packed"]);
+        }
         assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), ["packed"]);
         let wide = Shape { dim_qk: 260, dim_v: 300, ..SHAPE };
         assert_eq!(of(&AttentionSpec::dense(DType::F16, wide, Layout::Bhsd)), ["dim_qk", "dim_v"]);

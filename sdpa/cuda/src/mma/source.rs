@@ -47,6 +47,8 @@ fn pairs(tensor: &TensorSpec, bytes: u32) -> u32 {
 fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
     let bytes = cut.element_bytes;
     let [q, k, v, _] = &forward.tensors;
+    // As they lie in memory.
+    let [k, v] = [k, v].map(|tensor| forward.paged.map_or(*tensor, |paged| paged.container(tensor)));
     let mut constants = vec![
         ("DIM_QK", cut.dim_qk),
         ("DIM_V", cut.dim_v),
@@ -54,8 +56,8 @@ fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
         ("STAGES", cut.stages),
         ("SINGLE", u32::from(bytes == 4)),
         ("Q_WIDE", wide(q, bytes.into())),
-        ("K_WIDE", wide(k, bytes.into())),
-        ("V_WIDE", wide(v, bytes.into())),
+        ("K_WIDE", wide(&k, bytes.into())),
+        ("V_WIDE", wide(&v, bytes.into())),
         ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
     ];
     if forward.dtype == DType::F32 {
@@ -75,6 +77,7 @@ pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
     let mut own = constants(forward, cut);
     own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(o, cut.element_bytes))]);
     own.extend(statistics(forward));
+    own.push(("WITH_PAGES", forward.paged.is_some().into()));
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();

@@ -147,7 +147,7 @@ impl CudaPlan {
             o_row: o.strides[2],
             dim_v: o.dims[3] as i32,
             page_table: tensor(call, PAGE_TABLE),
-            page_size: forward.paged.map_or(1, |paged| paged.page_size) as i32,
+            page_size: forward.paged.map_or(1, |paged| paged.page_size.min(FAR.into())) as i32,
             pages: forward.paged.map_or(1, |paged| paged.pages) as i32,
             table_row: forward.paged.map_or(0, |paged| paged.pages_of(*seq_kv)) as i32,
             units: units as i32,

@@ -9,6 +9,7 @@ use crate::params::FAR;
 use crate::problem::Forward;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Operand, SINK};
 use sdpa_driver::{DeviceSlice, Launch, Submission};
@@ -88,6 +89,10 @@ impl CudaPlan {
             prefix: bound(region.prefix, 0),
             ends_lower: bound(ends.lower, -FAR),
             ends_upper: bound(ends.upper, FAR),
+            page_table: tensor(call, PAGE_TABLE),
+            page_size: forward.paged.map_or(1, |paged| paged.page_size.min(FAR.into())) as i32,
+            pages: forward.paged.map_or(1, |paged| paged.pages) as i32,
+            table_row: forward.paged.map_or(0, |paged| paged.pages_of(*seq_kv)) as i32,
             dropout_seed: drops.seed,
             dropout_offset: drops.offset,
             dropout_most: drops.most,
