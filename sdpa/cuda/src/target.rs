@@ -107,8 +107,8 @@ impl Target {
             }
             Family::Mma => {
                 let cut = Cut::of_backward(&backward)?;
-                let [compute, rows, sinks, rounded] = mma::QUERIES_ENTRIES;
-                let queries = vec![(compute, cut.shared_bytes()), (rows, 0), (sinks, mma::SINKS_SHARED_BYTES), (rounded, 0)];
+                let [compute, rows, sinks, rounded, summed] = mma::QUERIES_ENTRIES;
+                let queries = vec![(compute, cut.shared_bytes()), (rows, 0), (sinks, mma::SINKS_SHARED_BYTES), (rounded, 0), (summed, 0)];
                 let keys = vec![(mma::KEYS_ENTRY, cut.shared_bytes())];
                 let [queries, keys] = [(mma::queries_text(&backward, &cut), queries), (mma::keys_text(&backward, &cut), keys)];
                 self.written(family, (backward, cut).into(), queries, Some(keys))
