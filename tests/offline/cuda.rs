@@ -179,7 +179,7 @@ fn every_backward_kernel_compiles_into_registers() {
     let told = Mutex::new(Vec::new());
     let run = |spec: &AttentionSpec, plain: bool| {
         let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
-        let made = compile(&nvrtc, &source::backward(&backward, &backward.tile().unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
+        let made = compile(&nvrtc, &source::backward(&backward, &backward.tile(132).unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
         assert_eq!(serialized(&made), None, "{spec:?}");
         let most = match (plain, spec.dropout) {
             (_, Some(_)) => SPILLED_BACKWARD_DROPPED,

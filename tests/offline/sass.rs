@@ -67,11 +67,13 @@ fn forward_of_groups(spec: &AttentionSpec) -> Counts {
 
 fn backward_of_groups(spec: &AttentionSpec) -> Counts {
     let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
-    let tile = backward.tile().unwrap();
+    let tile = backward.tile(132).unwrap();
     // Scores and their gradients, in halves of 64 queries; gradients of keys and values; a slice of those of queries, over 128 keys.
     let products = tile.queries / 64 * (tile.dim_qk + tile.dim_v) / 16 + 2 * tile.queries / 16 + 128 / 16;
     // A slice has 64 x 64 numbers, four to an instruction.
     let added = 64 * 64 / GROUP / 4;
+    // And of gradients of keys and values, where blocks of threads share the heads of a group.
+    let added = added + if tile.shares > 1 { tile.key_sums() / (2 * GROUP) / 4 } else { 0 };
     vec![("HGMMA", number(products)), ("HMMA", 0), ("REDG.E.ADD.F32x4", number(added)), ("MUFU.TANH", 0)]
 }
 

@@ -159,6 +159,25 @@ inline Shared layout(uint base) {
     return at;
 }
 
+// The query heads that a block of threads has of those that share its key head, first <= of < past.
+struct Heads {
+    int first, past;
+};
+
+inline Heads heads_of(const Params& p) {
+#if WITH_SHARES
+    const int share = blockIdx.x % p.shares;
+    return Heads{p.group * share / p.shares, p.group * (share + 1) / p.shares};
+#else
+    return Heads{0, p.group};
+#endif
+}
+
+// Which block of keys, of which key head and part of the columns: those that share one follow one another.
+inline int number_of(const Params& p) {
+    return WITH_SHARES ? blockIdx.x / p.shares : blockIdx.x;
+}
+
 // Key heads whose queries fit the cache together follow one another; of these, blocks of the first keys come first: causal masks leave them the most.
 inline Tile tile_of(const Params& p, int number) {
     const int part = number % PARTS, of = number / PARTS;
@@ -217,8 +236,9 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
     Ring ring;
     const Span span = span_of(p, tile.batch);
     const Reach reach = reach_of(p, span, tile.block);
+    const Heads heads = heads_of(p);
     bool first = true;
-    for (int of = 0; of < p.group; of++) {
+    for (int of = heads.first; of < heads.past; of++) {
         const int head = tile.head * p.group + of;
         Walk walk = walk_of(p, reach, tile.batch, head, tile.block);
         int queries;
@@ -275,6 +295,35 @@ inline void take_out(const float (&sums)[count], float scale, uint rows_at, cons
     }
 }
 
+#if WITH_SHARES
+// Sums of a thread, four in a row, as many threads apart as a group has.
+template <int count>
+inline void add_share(float* to, const float (&sums)[count]) {
+#pragma unroll
+    for (int n = 0; n < count; n += 4) add_four(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+}
+
+template <int count>
+inline void whole_of(float (&sums)[count], const float* from) {
+#pragma unroll
+    for (int n = 0; n < count; n += 4) {
+        const float4 four = __ldcg((const float4*)(from + n * 128));
+        sums[n] = four.x, sums[n + 1] = four.y, sums[n + 2] = four.z, sums[n + 3] = four.w;
+    }
+}
+
+// Whether every other block of threads has added its share: whoever comes last finds the whole. Both groups are done with what lies in shared memory.
+inline bool is_last(const Params& p, uint told_at) {
+    __threadfence();
+    meet(1, 256);
+    if (threadIdx.x == 128) store_shared(told_at, atomicAdd(p.shares_done + number_of(p), 1) + 1 == p.shares);
+    meet(1, 256);
+    const bool last = load_shared(told_at) != 0;
+    __threadfence();
+    return last;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                        const __grid_constant__ TensorMap d_o_map, const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
@@ -292,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         barrier_made();
     }
     __syncthreads();
-    const Tile tile = tile_of(p, blockIdx.x);
+    const Tile tile = tile_of(p, number_of(p));
 #if WITH_PACKED_KV
     // Blocks are as many as the longest document may have.
     if (tile.block * TILE_N >= span_of(p, tile.batch).len_kv) return;
@@ -316,7 +365,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int n = 0; n < DK; n++) dk[n] = 0.0f;
 #pragma unroll
     for (int n = 0; n < DV; n++) dv[n] = 0.0f;
-    for (int of = 0; of < p.group; of++) {
+    const Heads heads = heads_of(p);
+    for (int of = heads.first; of < heads.past; of++) {
         const int head = tile.head * p.group + of;
         Walk walk = walk_of(p, reach, tile.batch, head, tile.block);
         int queries;
@@ -377,8 +427,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             turn ^= 1;
         }
     }
+#if WITH_SHARES
+    float* const share = p.key_sums + (long(number_of(p)) * 2 + group) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
+    add_share(share, dk);
+    add_share(share + 128 * DK, dv);
+    if (!is_last(p, at.lse)) return;
+    whole_of(dk, share);
+    whole_of(dv, share + 128 * DK);
+#else
     // Both groups are done with the keys.
     meet(1, 256);
+#endif
     const uint rows_at = own_rows + warp * 16 * ROW_BYTES;
     const int first_row = tile.block * TILE_N + group * 64 + warp * 16;
     take_out(dk, p.scale, at.k + rows_at, dk_map, QK_THERE, tile.part * DK_PANELS, first_row, span, tile);

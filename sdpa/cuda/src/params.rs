@@ -152,6 +152,10 @@ params! {
         delta: u64 = "float* ",
         /// Address of the sums of gradients of queries, f32, in the order of threads; 0 when the kernels begin.
         sums: u64 = "float* ",
+        /// Address of the sums of gradients of keys and values that several blocks of threads share, f32, in the order of threads; 0 when the kernels begin.
+        key_sums: u64 = "float* ",
+        /// Address of how many of them are done with each block of keys, i32; 0 when the kernels begin.
+        shares_done: u64 = "int* ",
         /// Address of the lengths of queries, i32 for each batch entry.
         seq_len_q: u64 = "const int* ",
         /// Address of the lengths of keys, i32 for each batch entry.
@@ -202,6 +206,8 @@ params! {
         heads_q: i32 = "int ",
         /// Query heads that share a key head.
         group: i32 = "int ",
+        /// Blocks of threads that share the heads of a group.
+        shares: i32 = "int ",
         /// Queries.
         seq_q: i32 = "int ",
         /// Keys.

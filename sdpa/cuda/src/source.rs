@@ -197,6 +197,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
         ("APPROXIMATE", 0),
+        ("WITH_SHARES", (tile.shares > 1).into()),
         ("WITH_ALONG", (!problem.along.is_empty()).into()),
         ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
         ("WITH_PACKED_Q", forward.packed.is_some().into()),

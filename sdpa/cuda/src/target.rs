@@ -99,7 +99,7 @@ impl Target {
         let (family, backward) = self.takes_backward(problem)?;
         Ok(match family {
             Family::Wgmma => {
-                let tile = backward.tile()?;
+                let tile = backward.tile(self.multiprocessors)?;
                 let source = source::backward(&backward, &tile);
                 let [compute, rows, queries, rounded] = source::BACKWARD_ENTRIES;
                 let entries = vec![(compute, tile.shared_bytes()), (rows, 0), (queries, 0), (rounded, 0)];

@@ -162,6 +162,8 @@ pub struct BackwardTile {
     pub queries: u32,
     /// Parts of the columns that gradients are computed in, by different blocks of threads: 1 or 2.
     pub parts: u32,
+    /// Blocks of threads that share the query heads of a key head: 1, or more where there are too few blocks of keys.
+    pub shares: u32,
     /// Steps whose queries and gradients of outputs are in shared memory at once.
     pub stages: u32,
     /// Registers of a thread that computes.
@@ -180,7 +182,7 @@ const BACKWARD_TILES: [BackwardTile; 4] = [
 
 /// The usual cut in so many parts.
 const fn backward_cut(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
-    BackwardTile { dim_qk, dim_v, queries: 64, parts, stages: 2, group_registers: 240, bring_registers: 24 }
+    BackwardTile { dim_qk, dim_v, queries: 64, parts, shares: 1, stages: 2, group_registers: 240, bring_registers: 24 }
 }
 
 impl BackwardTile {
@@ -197,6 +199,11 @@ impl BackwardTile {
     /// Every tile.
     pub fn all() -> impl Iterator<Item = BackwardTile> {
         BACKWARD_TILES.into_iter()
+    }
+
+    /// Elements of the gradients of keys and values that a block of threads has.
+    pub fn key_sums(&self) -> u32 {
+        BackwardTile::KEYS * (self.dim_qk + self.dim_v) / self.parts
     }
 
     /// How many slices gradients of a step's queries have, each of 64 rows by 64 columns: one for each group and part.

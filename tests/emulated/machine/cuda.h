@@ -72,6 +72,10 @@ inline unsigned __ballot_sync(unsigned, bool x, HERE) {
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 #define __syncthreads() machine::come(0, machine::block_threads(), true, {"__syncthreads", __FILE__, __LINE__})
 
+// Every thread sees at once what another wrote.
+inline void __threadfence() {}
+inline float4 __ldcg(const float4* at) { return *at; }
+
 // Nothing runs between the two halves: turns change where a thread waits.
 template <class T>
 inline T atomicAdd(T* at, T x) {

@@ -29,6 +29,9 @@ const SLICE_THREADS: u32 = 128;
 pub(super) struct Workspace {
     /// Sums of gradients of queries, and what follows up to `lse`, are 0 when the kernels begin.
     sums: u64,
+    /// Sums of gradients of keys and values that blocks of threads share, and how many are done with each.
+    key_sums: u64,
+    shares_done: u64,
     /// Sums of gradients of parameters that are rounded, that of the sinks last.
     along: SmallVec<[Option<u64>; 4]>,
     lse: u64,
@@ -50,13 +53,21 @@ impl Workspace {
             begin
         };
         let sums = take(4 * tiles * i64::from(tile.slices()) * SLICE);
+        let shared = if tile.shares > 1 { key_blocks(backward, tile) } else { 0 };
+        let (key_sums, shares_done) = (take(4 * shared * i64::from(tile.key_sums())), take(4 * shared));
         let along = gradients(backward).map(|(dtype, elements)| (dtype != DType::F32).then(|| take(4 * elements))).collect();
         let rows = 4 * tiles * i64::from(tile.queries);
         let [lse, delta] = [rows; 2].map(&mut take);
         let d_o = take(if backward.copies_d_o() { 2 * batch * heads_q * seq_q * copy_row(backward) } else { 0 });
         let lists = take(lists as i64);
-        Workspace { sums, along, lse, delta, d_o, lists, bytes: end }
+        Workspace { sums, key_sums, shares_done, along, lse, delta, d_o, lists, bytes: end }
     }
+}
+
+/// Blocks of keys of all key heads, each for every part of the columns.
+fn key_blocks(backward: &Backward, tile: &BackwardTile) -> i64 {
+    let Forward { extents: [batch, heads_q, _, seq_kv], group, .. } = &backward.forward;
+    batch * (heads_q / group) * steps(*seq_kv, BackwardTile::KEYS) * i64::from(tile.parts)
 }
 
 /// Tiles of queries of a head: of a batch entry, or of all documents, which have as many as tokens fill, and one each that is not full.
@@ -96,7 +107,7 @@ impl CudaPlan {
     ) -> Result<(), Error> {
         let at = Workspace::of(backward, tile, self.lists_bytes());
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
-        let Forward { tensors: [q, k, v, o], extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
+        let Forward { tensors: [q, k, v, o], extents: [batch, heads_q, seq_q, _], .. } = &backward.forward;
         let [dq, dk, dv] = &backward.gradients;
         let (queries, keys) = (tile.queries, BackwardTile::KEYS);
         let d_o = if backward.copies_d_o() { workspace.address + at.d_o } else { address(Operand::DO) };
@@ -141,8 +152,7 @@ impl CudaPlan {
         let parameters = [q, k, v, d_o, dk, dv, params_at, captured_at, to.as_ptr().cast()];
 
         let tiles = batch * heads_q * steps(*seq_q, queries);
-        let heads_kv = heads_q / group;
-        let blocks = batch * heads_kv * steps(*seq_kv, keys) * i64::from(tile.parts);
+        let blocks = key_blocks(backward, tile) * i64::from(tile.shares);
         let launch = |blocks: i64, threads| Launch { blocks: [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1], threads, shared_bytes: 0 };
         let main = Launch { shared_bytes: tile.shared_bytes(), ..launch(blocks, BackwardTile::THREADS) };
         let zeroed = DeviceSlice { address: workspace.address + at.sums, bytes: at.lse - at.sums };
@@ -206,6 +216,8 @@ impl CudaPlan {
             lse: workspace + at.lse,
             delta: workspace + at.delta,
             sums: workspace + at.sums,
+            key_sums: workspace + at.key_sums,
+            shares_done: workspace + at.shares_done,
             seq_len_q: tensor(call, SEQ_LEN_Q),
             seq_len_kv: tensor(call, SEQ_LEN_KV),
             boundaries_q: self.boundaries(call, Side::Queries),
@@ -229,6 +241,7 @@ impl CudaPlan {
             batch: *batch as i32,
             heads_q: *heads_q as i32,
             group: *group as i32,
+            shares: tile.shares as i32,
             seq_q: *seq_q as i32,
             seq_kv: *seq_kv as i32,
             dim_qk: q.dims[3] as i32,

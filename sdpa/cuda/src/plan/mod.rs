@@ -210,7 +210,10 @@ impl Pass {
                 let parts = if tile.split { ", keys in parts" } else { "" };
                 format!("forward {}{heads} x {} of {}, {}{parts}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
             }
-            Pass::Backward(_, tile) => format!("backward {} x {} of {}, {}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v),
+            Pass::Backward(_, tile) => {
+                let shares = if tile.shares > 1 { format!(", heads of a group in {} shares", tile.shares) } else { String::new() };
+                format!("backward {} x {} of {}, {}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
+            }
             Pass::MmaForward(_, cut) => format!("forward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),
             Pass::MmaBackward(_, cut) => format!("backward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),
         }
