@@ -246,7 +246,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 87] = [
+const FAULTS: [Fault; 93] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -360,7 +360,13 @@ const FAULTS: [Fault; 87] = [
         ["written_for_engines();\n                if (STAGES", "if (STAGES"],
         LONG,
     ),
-    ("results are written over keys that are read", Backward, ["meet(1, 256);\n    const uint rows_at", "const uint rows_at"], LONG),
+    ("results are written over keys that are read", Backward, ["done with the keys.\n    meet(1, 256);", "done with the keys."], WIDE),
+    ("every share has all heads", Backward, ["p.group * share / p.shares, p.group * (share + 1) / p.shares", "0, p.group"], LONG),
+    ("the first share is taken for the whole", Backward, ["+ 1 == p.shares)", "== 0)"], LONG),
+    ("groups add to one share", Backward, ["number_of(p)) * 2 + group)", "number_of(p)) * 2)"], LONG),
+    ("shares of values lie over those of keys", Backward, ["add_share(share + 128 * DK, dv)", "add_share(share, dv)"], LONG),
+    ("blocks of keys are counted together", Backward, ["p.shares_done + number_of(p)", "p.shares_done"], LONG),
+    ("who is last is read before it is told", Backward, ["meet(1, 256);\n    const bool last", "const bool last"], LONG),
     ("scores are read while they are computed", Backward, ["products_wait<1>();\n                hold(s);", "hold(s);"], LONG),
     ("the second query of two has the first's sum", Backward, ["stay, n + 1) - of.y", "stay, n + 1) - of.x"], LONG),
     ("groups add to one slice", Backward, ["tile.part * 2 + group) * 4096", "tile.part * 2) * 4096"], LONG),
