@@ -69,6 +69,7 @@ const FEW_QUERIES: i64 = 128;
 
 /// Forward passes of more than [`FEW_QUERIES`] queries.
 const FORWARD: &[Row] = &[
+    unmeasured("dropout", |p| p.dropout().is_some()),
     row("a mask of documents, 1,536 tokens or more", 2.86, |p| reads_documents(p) && shorter(p) >= 1536),
     row("a mask of documents", 0.56, reads_documents),
     unmeasured("a mask that reads other tensors", reads_tensors),
@@ -85,6 +86,7 @@ const FORWARD: &[Row] = &[
 
 /// Forward passes of at most [`FEW_QUERIES`] queries.
 const FEW: &[Row] = &[
+    unmeasured("dropout", |p| p.dropout().is_some()),
     row("packed documents", 1.41, |p| p.packed().is_some()),
     row("a score_mod of many sines", 0.83, is_heavy),
     row("one query", 0.88, |p| p.seq_q() == 1),
@@ -98,6 +100,7 @@ const FEW: &[Row] = &[
 
 /// Backward passes.
 const BACKWARD: &[Row] = &[
+    unmeasured("dropout", |p| p.dropout().is_some()),
     row("a score_mod of many sines", 0.19, is_heavy),
     row("a bias over queries and keys", 1.54, has_bias),
     row("a mask of places that is no band", 1.92, |p| is_rule_of_places(p) && heads_kv(p) > 1),
@@ -252,7 +255,8 @@ mod tests {
 
     #[test]
     fn other_types_and_kinds_were_not_measured() {
-        for spec in [spec(SHAPE, "array:qk"), spec(Shape { seq_q: 200, ..SHAPE }, "array:qk")] {
+        let dropped = |seq_q| spec(Shape { seq_q, ..SHAPE }, "causal").with_dropout(0.1);
+        for spec in [spec(SHAPE, "array:qk"), spec(Shape { seq_q: 200, ..SHAPE }, "array:qk"), dropped(2048), dropped(1)] {
             assert_eq!((measured(&spec.validate().unwrap()), measured_backward(&spec.backward().validate().unwrap())), (None, None));
         }
         let ahead = spec(Shape { seq_q: 200, ..SHAPE }, "window:30,20").backward().validate().unwrap();
