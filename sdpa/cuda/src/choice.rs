@@ -30,7 +30,7 @@ impl fmt::Display for Measured {
     }
 }
 
-/// What was measured of problems like this one; `None` of types and kinds that were not, and beside dropout.
+/// What was measured of problems like this one; `None` of types and kinds that were not.
 pub fn measured(problem: &Problem) -> Option<Measured> {
     let rows = if problem.seq_q() <= FEW_QUERIES { FEW } else { FORWARD };
     found(rows, problem)
@@ -42,7 +42,7 @@ pub fn measured_backward(problem: &BackwardProblem) -> Option<Measured> {
 }
 
 fn found(rows: &[Row], problem: &Problem) -> Option<Measured> {
-    if ![DType::F16, DType::BF16].contains(&problem.dtype()) || problem.dropout().is_some() {
+    if ![DType::F16, DType::BF16].contains(&problem.dtype()) {
         return None;
     }
     let row = rows.iter().find(|row| (row.holds)(problem))?;
@@ -262,8 +262,7 @@ mod tests {
         let ahead = spec(Shape { seq_q: 200, ..SHAPE }, "window:30,20").backward().validate().unwrap();
         assert_eq!(measured_backward(&ahead), None);
         let f32 = AttentionSpec::dense(DType::F32, SHAPE, Layout::Bhsd).validate().unwrap();
-        let dropped = spec(SHAPE, "natten:65").with_dropout(0.1).validate().unwrap();
-        assert_eq!([measured(&f32), measured(&dropped)], [None; 2]);
+        assert_eq!(measured(&f32), None);
         let prefix = measured(&spec(SHAPE, "prefix-lm:9").validate().unwrap()).unwrap();
         assert_eq!(
             prefix.to_string(),
