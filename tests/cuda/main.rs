@@ -4,6 +4,7 @@ mod documents;
 mod emptied;
 mod faults;
 mod files;
+mod kept_map;
 mod lists;
 mod mma;
 mod mma_faults;

@@ -3,11 +3,12 @@
 
 use crate::msl::Toolchain;
 use sdpa::DevicePrepared;
-use sdpa::cuda::{CudaExecutor, CudaOptions, Family};
+use sdpa::cuda::{CudaExecutor, CudaOptions, CudaPlan, Family};
 use sdpa::cudnn::{DeviceCall, DeviceSlice};
 use sdpa_driver::Stream;
 use std::ffi::{CString, c_char, c_int};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 const FILE: &str = "libemulated.so";
 
@@ -62,6 +63,15 @@ pub fn submit(
 ) -> Result<(), sdpa::Error> {
     // SAFETY: the stream is one of the emulated driver, which looks at every address.
     unsafe { ready.submit(stream, call) }
+}
+
+/// The same, and the pass around the blocks that the call's masks leave.
+///
+/// # Errors
+/// As [`submit`].
+pub fn with_block_map(plan: &Arc<CudaPlan>, stream: &Stream, call: &DeviceCall<'_>) -> Result<Arc<CudaPlan>, sdpa::cuda::Error> {
+    // SAFETY: as above.
+    unsafe { plan.with_block_map(stream, call) }
 }
 
 /// How many boxes of tensors the copy engine brought in, and copies of 16 bytes that threads asked for, in launches of this thread so far.

@@ -66,7 +66,8 @@ impl CudaPlan {
         submission: &Submission<'_>,
         [params, captured]: [*const c_void; 2],
     ) -> Result<(), sdpa_driver::Error> {
-        let (Some(made), Some(entry)) = (Made::of(self.pass.attention(), walk), kernel.entries.last()) else { return Ok(()) };
+        let made = Made::of(self.pass.attention(), walk).filter(|_| self.makes_lists);
+        let (Some(made), Some(entry)) = (made, kernel.entries.last()) else { return Ok(()) };
         let blocks = u32::try_from(made.lists).unwrap_or(u32::MAX);
         let launch = Launch { blocks: [blocks, 1, 1], threads: THREADS, shared_bytes: MAP_SHARED_BYTES };
         // SAFETY: the caller's; such a pass has the kernel last.

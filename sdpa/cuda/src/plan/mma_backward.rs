@@ -35,7 +35,8 @@ pub(super) struct Workspace {
 }
 
 impl Workspace {
-    pub(super) fn of(backward: &Backward, cut: &Cut) -> Workspace {
+    /// With lists of blocks, where calls make them there.
+    pub(super) fn of(backward: &Backward, cut: &Cut, with_lists: bool) -> Workspace {
         let Forward { extents: [batch, heads_q, seq_q, _], .. } = &backward.forward;
         let mut end = 0;
         let mut take = |bytes: u64| {
@@ -47,7 +48,7 @@ impl Workspace {
         let left = backward.left(cut).map(|left| left.map(|left| take(left.bytes().unsigned_abs()))).collect();
         let rows = 4 * (batch * heads_q * seq_q).unsigned_abs();
         let [lse, delta] = [rows; 2].map(&mut take);
-        let lists = |walk| Made::of(&backward.forward, walk).map_or(0, Made::bytes);
+        let lists = |walk| Made::of(&backward.forward, walk).filter(|_| with_lists).map_or(0, Made::bytes);
         let [lists_of_queries, lists_of_keys] = [lists(walk_of_queries(cut)), lists(walk_of_keys(cut))].map(&mut take);
         Workspace { along, left, lse, delta, lists_of_queries, lists_of_keys, bytes: end }
     }
@@ -81,7 +82,7 @@ impl CudaPlan {
         call: &DeviceCall<'_, DeviceSlice>,
         workspace: DeviceSlice,
     ) -> Result<(), Error> {
-        let at = Workspace::of(backward, cut);
+        let at = Workspace::of(backward, cut, self.kept.map.is_none());
         let forward = &backward.forward;
         let Forward { extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         // Where sums of gradients of parameters go: to the caller's, or to where they are rounded from.

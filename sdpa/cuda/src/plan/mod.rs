@@ -20,15 +20,16 @@ use sdpa_cache::{CacheValue, Weight};
 use sdpa_core::device::{DeviceCall, DevicePrepared};
 use sdpa_driver::{Buffer, Device, DeviceSlice, Stream, Submission};
 use sdpa_nvidia::{Job, call};
+use smallvec::SmallVec;
 use std::ffi::CStr;
 use std::sync::{Arc, OnceLock};
+use told::ListsAt;
 
 /// A map in device memory.
 #[derive(Debug)]
 struct Mapped {
-    begin: Buffer,
-    blocks: Buffer,
-    rows: [i64; 2],
+    at: ListsAt,
+    memory: SmallVec<[Buffer; 2]>,
 }
 
 /// What a device may still read of a plan.
@@ -57,7 +58,7 @@ impl Walk {
 }
 
 /// A problem as the kernels of its pass are told of it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Pass {
     Forward(Box<Forward>, Tile),
     Backward(Box<Backward>, BackwardTile),
@@ -96,6 +97,8 @@ pub struct CudaPlan {
     job: Job,
     pass: Pass,
     kept: Kept,
+    /// Whether calls make lists of blocks, where a rule reads tensors: not those around a map that is made.
+    makes_lists: bool,
     /// Names of the tensors that traces read, and of the scalars, in the order of the kernel's structure.
     tensors: Vec<String>,
     scalars: Vec<String>,
@@ -106,7 +109,7 @@ pub struct CudaPlan {
 impl CacheValue for CudaPlan {
     fn weight(&self) -> Weight {
         let maps = self.kept.map.iter().chain(self.kept.keys.iter().flat_map(|(_, map)| map));
-        let maps = maps.map(|map| (map.begin.bytes() + map.blocks.bytes()) as u64).sum();
+        let maps = maps.flat_map(|map| &map.memory).map(|buffer| buffer.bytes() as u64).sum();
         Weight { host: 0, device: maps, workspace: 0 }
     }
 }
@@ -121,7 +124,9 @@ impl CudaPlan {
                 buffer.upload(stream, 0, numbers)?;
                 Ok::<_, sdpa_driver::Error>(buffer)
             };
-            Ok::<_, Error>(Some(Arc::new(Mapped { begin: up(&map.begin)?, blocks: up(&map.blocks)?, rows: map.rows })))
+            let (begin, blocks) = (up(&map.begin)?, up(&map.blocks)?);
+            let at = ListsAt { begin: begin.address(), end: begin.address() + 4, blocks: blocks.address(), rows: map.rows };
+            Ok::<_, Error>(Some(Arc::new(Mapped { at, memory: SmallVec::from_iter([begin, blocks]) })))
         };
         let map = mapped(pass.walk())?;
         let keys = match (keys, &pass) {
@@ -131,7 +136,69 @@ impl CudaPlan {
         let captured = &pass.attention().captured;
         let tensors = captured.tensors().into_iter().map(|(name, ..)| name.to_owned()).collect();
         let scalars = captured.scalars().into_iter().map(str::to_owned).collect();
-        Ok(CudaPlan { job, pass, kept: Kept { kernel, map, keys }, tensors, scalars, used: OnceLock::new() })
+        Ok(CudaPlan { job, pass, kept: Kept { kernel, map, keys }, makes_lists: true, tensors, scalars, used: OnceLock::new() })
+    }
+
+    /// Submits a call, and gives the same pass around the blocks that its masks leave: calls of that find none again, as layers want it that have one mask. Where
+    /// no mask reads tensors, blocks are found when the plan is made, and it is this plan.
+    ///
+    /// ```
+    /// use sdpa_core::device::DeviceCall;
+    /// use sdpa_cuda::{CudaPlan, Error};
+    /// use sdpa_driver::{DeviceSlice, Stream};
+    /// use std::sync::Arc;
+    ///
+    /// /// # Safety
+    /// /// As `DevicePrepared::submit`.
+    /// unsafe fn all(plan: &Arc<CudaPlan>, stream: &Stream, layers: &[DeviceCall<'_, DeviceSlice>]) -> Result<(), sdpa_core::Error> {
+    ///     use sdpa_core::device::DevicePrepared;
+    ///     let Some((first, others)) = layers.split_first() else { return Ok(()) };
+    ///     // SAFETY: the caller's.
+    ///     let mapped = unsafe { plan.with_block_map(stream, first) }?;
+    ///     for layer in others {
+    ///         // SAFETY: the caller's.
+    ///         unsafe { mapped.submit(stream, layer) }?;
+    ///     }
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    /// As [`DevicePrepared::submit`]; calls of what is given are submitted to this stream, or behind its work. What their masks read has the values that it has
+    /// now: else pairs are kept or dropped that should not be.
+    ///
+    /// # Errors
+    /// As [`DevicePrepared::submit`].
+    #[allow(unsafe_code, reason = "the device tier's contract is handed on")]
+    pub unsafe fn with_block_map(
+        self: &Arc<CudaPlan>,
+        stream: &Stream,
+        call: &DeviceCall<'_, DeviceSlice>,
+    ) -> Result<Arc<CudaPlan>, Error> {
+        let device = self.kept.kernel.module.device();
+        let room = |walk: Walk| {
+            let Some(made) = lists::Made::of(self.pass.attention(), walk) else { return Ok(None) };
+            let buffer = Buffer::new(device, usize::try_from(made.bytes()).unwrap_or(usize::MAX))?;
+            Ok::<_, Error>(Some(Arc::new(Mapped { at: made.at(buffer.address()), memory: SmallVec::from_iter([buffer]) })))
+        };
+        let own = if self.makes_lists { room(self.pass.walk())? } else { None };
+        let Some(map) = own else {
+            // SAFETY: the caller's.
+            unsafe { self.submit_to(stream, call) }?;
+            return Ok(self.clone());
+        };
+        let keys = match (&self.kept.keys, &self.pass) {
+            (Some((kernel, _)), Pass::MmaBackward(_, cut)) => Some((kernel.clone(), room(mma_backward::walk_of_keys(cut))?)),
+            (Some(_) | None, _) => None,
+        };
+        let kept = Kept { kernel: self.kept.kernel.clone(), map: Some(map), keys };
+        let (tensors, scalars) = (self.tensors.clone(), self.scalars.clone());
+        let mut mapped =
+            CudaPlan { job: self.job.clone(), pass: self.pass.clone(), kept, makes_lists: true, tensors, scalars, used: OnceLock::new() };
+        // SAFETY: the caller's.
+        unsafe { mapped.submit_to(stream, call) }?;
+        mapped.makes_lists = false;
+        Ok(Arc::new(mapped))
     }
 
     /// What runs, for reports: the cut of the kernel, and its registers.
@@ -150,13 +217,14 @@ impl CudaPlan {
             Pass::Forward(forward, tile) => self.forward_workspace(forward, tile),
             Pass::Backward(backward, tile) => backward::Workspace::of(backward, tile, self.lists_bytes()).bytes,
             Pass::MmaForward(..) => self.lists_bytes(),
-            Pass::MmaBackward(backward, cut) => mma_backward::Workspace::of(backward, cut).bytes,
+            Pass::MmaBackward(backward, cut) => mma_backward::Workspace::of(backward, cut, self.kept.map.is_none()).bytes,
         }
     }
 
     /// Bytes of workspace for lists of blocks that are made at each call.
     fn lists_bytes(&self) -> u64 {
-        lists::Made::of(self.pass.attention(), self.pass.walk()).map_or(0, lists::Made::bytes)
+        let made = lists::Made::of(self.pass.attention(), self.pass.walk()).filter(|_| self.kept.map.is_none());
+        made.map_or(0, lists::Made::bytes)
     }
 
     /// # Safety

@@ -166,13 +166,8 @@ impl CudaPlan {
 
     /// Where those of a walk are.
     pub(super) fn lists_of(&self, walk: Walk, map: Option<&Mapped>, workspace: u64) -> ListsAt {
-        if let Some(made) = Made::of(self.pass.attention(), walk) {
-            return made.at(workspace);
-        }
-        map.map_or_else(ListsAt::default, |map| {
-            let begin = map.begin.address();
-            ListsAt { begin, end: begin + 4, blocks: map.blocks.address(), rows: map.rows }
-        })
+        let in_workspace = || Made::of(self.pass.attention(), walk).map(|made| made.at(workspace));
+        map.map(|map| map.at).or_else(in_workspace).unwrap_or_default()
     }
 
     /// What traces read in this call, as the kernel's structure: addresses of tensors, then scalars.
