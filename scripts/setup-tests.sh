@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # setup-tests.sh: what the tests need besides Rust. Two cuDNN runtimes, from their slim wheels, under target/cudnn: the
-# offline tests plan with both and need no GPU. And clang, which makes Metal kernels run here. Does nothing when everything is
+# offline tests plan with both and need no GPU; a disassembler beside them. And clang, which makes Metal kernels run here. Does nothing when everything is
 # there; installs Debian packages where it may.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}/cudnn
 nvrtc=13.5.37
+nvdisasm=13.5.37
 
 packages() {
   local missing=()
@@ -45,6 +46,20 @@ runtime() {
   echo "$stamp" > "$target/$name/stamp"
 }
 
+# disassembler: says which instructions the run-time compiler made.
+disassembler() {
+  local folder=$target/disassembler stamp="nvdisasm $nvdisasm"
+  if [ "$(cat "$folder/stamp" 2>/dev/null)" = "$stamp" ]; then return; fi
+  echo "setup-tests: nvdisasm $nvdisasm into $folder"
+  rm -rf "$folder.part" "$folder"
+  python3 -m pip install --quiet --no-deps --no-compile --only-binary=:all: --disable-pip-version-check --root-user-action=ignore \
+    --target "$folder.part" "nvidia-cuda-nvdisasm==$nvdisasm"
+  chmod +x "$folder.part/nvidia/cu13/bin/nvdisasm"
+  mv "$folder.part" "$folder"
+  echo "$stamp" > "$folder/stamp"
+}
+
 packages
 runtime 9.19 9.19.0.56
 runtime 9.27 9.27.0.42
+disassembler

@@ -53,6 +53,8 @@ pub struct Dispatcher {
     kernels: Option<CudaOptions>,
     #[cfg(feature = "cuda")]
     pub(crate) cuda: OnceLock<Result<Arc<CudaExecutor>, sdpa_cuda::DriverError>>,
+    #[cfg(all(feature = "cudnn", feature = "cuda"))]
+    pub(crate) tuned: crate::tune::Tuned,
     #[cfg(feature = "metal")]
     metal: OnceLock<MetalExecutor>,
     #[cfg(feature = "cpu")]
@@ -130,7 +132,7 @@ impl Dispatcher {
     }
 
     /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
-    /// where they were faster (`sdpa::cuda::measured`).
+    /// where they were faster: for problems of the kind (`sdpa::cuda::measured`), or for this one, where that is timed (`Dispatcher::timed`).
     pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
         kernels_first(self.executors(), || self.are_kernels_first(problem))
     }
@@ -143,6 +145,10 @@ impl Dispatcher {
     /// Whether the kernels of `sdpa::cuda` come before cuDNN for a forward problem.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub(crate) fn are_kernels_first(&self, problem: &Problem) -> bool {
+        #[cfg(all(feature = "cudnn", feature = "cuda"))]
+        if let Some(faster) = self.timed(problem).and_then(|timed| timed.are_kernels_faster()) {
+            return faster;
+        }
         #[cfg(feature = "cuda")]
         return self.are_faster(sdpa_cuda::measured(problem), |cuda| cuda.family(problem));
         #[cfg(not(feature = "cuda"))]
@@ -152,6 +158,10 @@ impl Dispatcher {
     /// Whether they do for a backward problem.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "there is no other order"))]
     pub(crate) fn are_kernels_first_backward(&self, problem: &BackwardProblem) -> bool {
+        #[cfg(all(feature = "cudnn", feature = "cuda"))]
+        if let Some(faster) = self.timed_backward(problem).and_then(|timed| timed.are_kernels_faster()) {
+            return faster;
+        }
         #[cfg(feature = "cuda")]
         return self.are_faster(sdpa_cuda::measured_backward(problem), |cuda| cuda.backward_family(problem));
         #[cfg(not(feature = "cuda"))]

@@ -66,6 +66,8 @@
 mod dispatch;
 #[cfg(any(feature = "cudnn", feature = "cuda"))]
 mod on_device;
+#[cfg(all(feature = "cudnn", feature = "cuda"))]
+mod tune;
 
 pub use dispatch::{Choice, Dispatcher, Preference};
 #[cfg(feature = "metal")]
@@ -82,6 +84,8 @@ pub use sdpa_cudnn as cudnn;
 pub use sdpa_nvidia as nvidia;
 #[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
 pub use sdpa_nvidia::cudarc;
+#[cfg(all(feature = "cudnn", feature = "cuda"))]
+pub use tune::Timed;
 
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/score_mods.md")]

@@ -4,8 +4,13 @@ use super::executor;
 use conformance::case::Case;
 use conformance::runner::{Outcome, run_case};
 use sdpa::cache::What;
-use sdpa::cuda::{CudaExecutor, KernelFileError, KernelHead};
+use sdpa::cuda::kernel::MachineCode;
+use sdpa::cuda::{CudaExecutor, Family, KernelFileError, KernelHead, Target, files};
+use sdpa::cudnn::lower::Job;
 use sdpa::cudnn::planfile::{self, Digest, Header, PlanFileError, Record};
+use sdpa::{AttentionSpec, DType, Layout, Shape};
+
+const SHAPE: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 70, seq_kv: 90, dim_qk: 64, dim_v: 64 };
 
 /// Of each kernel that was made, whether it came out of a file.
 fn from_files(executor: &CudaExecutor) -> Vec<bool> {
@@ -41,6 +46,36 @@ fn kernels_of_a_file_are_not_compiled() {
     third.attach(&path).unwrap();
     run(&third);
     assert_eq!(from_files(&third), [false]);
+}
+
+#[test]
+fn kernels_compiled_without_a_device_are_those_that_it_asks_for() {
+    let Some(executor) = executor() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kernels");
+    let target = Target::of(executor.device());
+    let case = &Case::all_few().unwrap()[0];
+    let problem = case.spec().unwrap().validate().unwrap();
+    let gradient = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).backward().validate().unwrap();
+    for (job, texts) in [(Job::from(problem), 1), (gradient.clone().into(), 1)] {
+        let kernels = target.kernels(&job).unwrap();
+        assert_eq!(kernels.len(), texts);
+        files::add(&path, kernels.into_iter().map(|key| MachineCode::compile(executor.nvrtc(), key).unwrap())).unwrap();
+    }
+    files::takes(&path).unwrap();
+    assert_eq!(executor.attach(&path).unwrap(), 2);
+    assert!(matches!(run_case(case, &executor), Outcome::Pass(..)), "{}", case.name);
+    executor.gradient(&gradient).unwrap();
+    assert_eq!(from_files(&executor), [true; 2]);
+    // Keys are split where multiprocessors are many: the text is another.
+    let long = Shape { seq_q: 300, seq_kv: 1 << 16, ..SHAPE };
+    let job = Job::from(AttentionSpec::dense(DType::BF16, long, Layout::Bhsd).validate().unwrap());
+    assert!(Target::new(90, 1).kernels(&job).unwrap() != Target::new(90, 132).kernels(&job).unwrap());
+    // A family that the device does not run is refused, and one that it runs is another text.
+    let other = Target { family: Some(Family::Mma), ..target };
+    assert_eq!(other.kernels(&gradient.clone().into()).unwrap().len(), 2);
+    let none = Target { family: Some(Family::Wgmma), ..Target::new(80, 108) };
+    assert!(none.kernels(&gradient.into()).unwrap_err().to_string().contains("compute capability is 8.0"));
 }
 
 #[test]

@@ -8,19 +8,20 @@ mod lists;
 mod mma;
 mod mma_faults;
 mod pages;
+mod statistics;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;
 use conformance::emulated;
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed, random_padded,
-    random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side,
+    Draw, Outcome, Source, Stays, Tally, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed, random_padded,
+    random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side, stays,
 };
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, features, of_today, seeds_of_today};
 use sdpa::cuda::CudaExecutor;
-use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, SINK};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, SINK, StatsBase};
 use std::sync::Mutex;
 
 const NAME: &str = "cuda-emulated";
@@ -95,6 +96,24 @@ fn forward_cases() {
 }
 
 #[test]
+fn dropout_cases() {
+    forward("dropout", narrow([Case::all_dropout()]));
+    backward("dropout backward", narrow([Case::all_dropout()]), &Source::ALL);
+}
+
+#[test]
+fn weights_stay_as_the_generator_says() {
+    let Some(executor) = executor() else { return };
+    let Stays { forward, backward } = stays(&executor).unwrap();
+    say(&format!("dropout {NAME}: {forward} bits forward and {backward} backward, each as the generator says"));
+}
+
+#[test]
+fn statistics_cases() {
+    forward("statistics", narrow([Case::all_statistics()]));
+}
+
+#[test]
 fn paged_cases() {
     forward("paged", narrow([Case::all_paged()]));
 }
@@ -134,6 +153,12 @@ fn gradient_of(spec: AttentionSpec) -> BackwardSpec {
     if spec.sink { spec.backward().wrt(SINK, DType::F32) } else { spec.backward() }
 }
 
+/// The same with stats in base two, of every other seed.
+fn based(spec: AttentionSpec, seed: u64) -> AttentionSpec {
+    let base = if seed.is_multiple_of(2) { StatsBase::Two } else { StatsBase::Natural };
+    AttentionSpec { stats_base: base, ..spec }
+}
+
 fn judged(outcome: Outcome<GradientDistance>, spec: &BackwardSpec, executor: &CudaExecutor) -> Outcome<GradientDistance> {
     let declined = || spec.validate().is_ok_and(|problem| executor.supports_backward(&problem).is_err());
     outcome.skip_only_if(declined, || format!("{spec:?}"))
@@ -148,7 +173,7 @@ fn random_problems() {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let forward = |spec: AttentionSpec, what: &str, tally: &Mutex<Tally>| {
-            let spec = in_rows_of_16_bytes(spec);
+            let spec = in_rows_of_16_bytes(based(spec, seed));
             let declined = || spec.validate().is_ok_and(|problem| executor.supports(&problem).is_err());
             let outcome = run(&spec, None, 1.0, seed, &executor).skip_only_if(declined, || format!("{spec:?}"));
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);

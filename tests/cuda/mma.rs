@@ -1,16 +1,17 @@
 //! Kernels with `mma.sync`, on a device of compute capability 8.0.
 
-use super::{backward_on, each, forward_on, gradient_of, judged, of_library, today};
+use super::{backward_on, based, each, forward_on, gradient_of, judged, of_library, today};
 use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, random_backward, random_ends, random_padded, random_padded_backward, run, run_backward, run_tree,
+    Draw, Outcome, Source, Stays, random_backward, random_ends, random_padded, random_padded_backward, random_paged, run, run_backward,
+    run_tree, stays,
 };
-use conformance::say::skip;
+use conformance::say::{say, skip};
 use conformance::share::seeds_of_today;
 use sdpa::cuda::{CudaExecutor, Family};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Shape};
+use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Paged, Shape};
 
 const NAME: &str = "cuda-mma-emulated";
 
@@ -41,6 +42,29 @@ fn forward_cases() {
 }
 
 #[test]
+fn dropout_cases() {
+    forward("dropout", floats([Case::all_dropout()]));
+    backward("dropout backward", floats([Case::all_dropout()]), &Source::ALL);
+}
+
+#[test]
+fn weights_stay_as_the_generator_says() {
+    let Some(executor) = executor() else { return };
+    let Stays { forward, backward } = stays(&executor).unwrap();
+    say(&format!("dropout {NAME}: {forward} bits forward and {backward} backward, each as the generator says"));
+}
+
+#[test]
+fn paged_cases() {
+    forward("paged", floats([Case::all_paged()]));
+}
+
+#[test]
+fn statistics_cases() {
+    forward("statistics", floats([Case::all_statistics()]));
+}
+
+#[test]
 fn backward_cases() {
     backward("backward", floats([Case::all_backward(), Case::all_ends()]), &[Source::Oracle]);
     backward("sinks and tables backward", floats([Case::all_sinks(), Case::all_tables()]), &[Source::Executor]);
@@ -54,11 +78,6 @@ fn score_mod_cases() {
     backward_on(&executor, NAME, "score_mod backward", &some, &[Source::Oracle]);
 }
 
-/// A problem without what the kernels decline, its strides and dims as they are.
-fn taken(spec: AttentionSpec) -> AttentionSpec {
-    AttentionSpec { row_max: false, sum_exp: false, dropout: None, ..spec }
-}
-
 /// Random lengths, heads, dims, strides, masks, windows about the ends, sinks and score_mods, as they are drawn.
 #[test]
 fn random_problems() {
@@ -68,10 +87,15 @@ fn random_problems() {
         let random = &mut Random::new(seed * 7919 + 41);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
         let forward = |spec: AttentionSpec, what: &str| {
-            let outcome = run(&taken(spec), None, 1.0, seed, &executor).skip_only_if(|| false, || what.to_owned());
+            let outcome = run(&based(spec, seed), None, 1.0, seed, &executor).skip_only_if(|| false, || what.to_owned());
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
         };
         forward(random_padded(random, &FLOATS), "any");
+        let mut paged = random_paged(random, &FLOATS);
+        while paged.packed.is_some() {
+            paged = random_paged(random, &FLOATS);
+        }
+        forward(paged, "pages");
         forward(random_ends(random, &FLOATS), "ends");
         forward(random_padded(random, &FLOATS).with_sink(), "sink");
         let backward = |spec: BackwardSpec, what: &str| {
@@ -81,9 +105,8 @@ fn random_problems() {
         };
         backward(random_backward(random, &FLOATS), "backward");
         backward(random_padded_backward(random, &FLOATS), "backward of lengths");
-        // Where no parameter's gradient but the sink's is asked for.
-        backward(gradient_of(taken(random_ends(random, &FLOATS))).deterministic(), "deterministic backward of ends");
-        backward(gradient_of(taken(random_padded(random, &FLOATS).with_sink())).deterministic(), "deterministic backward of a sink");
+        backward(gradient_of(random_ends(random, &FLOATS)).deterministic(), "deterministic backward of ends");
+        backward(gradient_of(random_padded(random, &FLOATS).with_sink()).deterministic(), "deterministic backward of a sink");
         let tree = run_tree(seed, &FLOATS, &executor).unwrap();
         tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, tree: {}", tree.text), &tree.forward);
         tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, backward of the tree: {}", tree.text), &tree.backward);
@@ -100,6 +123,16 @@ fn spec(dtype: DType, dim: i64) -> AttentionSpec {
 fn each_device_and_problem_has_its_family() {
     let on = |device, family| executor_on(device, family).map_err(|why| skip("cuda", &why)).ok();
     let (Some(h200), Some(a100), Some(l40)) = (on(Emulated::H200, None), on(Emulated::A100, None), on(Emulated::L40, None)) else { return };
+    let paged = |page_size| {
+        let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 50, dim_qk: 64, dim_v: 64 };
+        AttentionSpec::paged(DType::BF16, shape, Paged { page_size, pages: 2 * (50 + page_size - 1) / page_size }).mask(Mask::padding())
+    };
+    // Forward alone.
+    for (page_size, family) in [(16, Family::Wgmma), (4, Family::Mma), (7, Family::Mma)] {
+        assert_eq!(h200.family(&paged(page_size).validate().unwrap()), Ok(family), "pages of {page_size}");
+        let outcome = run(&paged(page_size), None, 1.0, 5, &h200);
+        assert!(matches!(outcome, Outcome::Pass(..)), "{outcome:?}");
+    }
     let mut broadcast = spec(DType::F16, 64);
     broadcast.k.strides[2] = 0;
     let table = [
@@ -137,8 +170,8 @@ fn reasons_are_given_where_no_family_takes_a_problem() {
         return;
     };
     let told = |executor: &CudaExecutor, spec: AttentionSpec| executor.family(&spec.validate().unwrap()).unwrap_err().to_string();
-    let both = told(&h200, spec(DType::F32, 64).with_dropout(0.5));
-    assert!(both.contains("dropout") && !both.contains("dtype"), "{both}");
+    let both = told(&h200, spec(DType::F32, 260));
+    assert!(both.contains("dim_qk") && !both.contains("dtype"), "{both}");
     let alone = told(&narrow, spec(DType::F32, 64));
     assert!(alone.contains("dtype is f32"), "{alone}");
     let elsewhere = told(&old, spec(DType::BF16, 64));

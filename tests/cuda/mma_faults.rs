@@ -1,9 +1,9 @@
 //! Faults that are put into kernels with `mma.sync`.
 
 use super::faults::{
-    Fault,
+    DROPPED, Fault,
     Pass::{Backward, Forward},
-    all_are_found,
+    STATISTICS, all_are_found,
 };
 use super::mma::executor;
 use conformance::emulated::{Emulated, executor_on};
@@ -105,7 +105,38 @@ stats = true
 backward = { wrt = ["bias:f32"] }
 "#;
 
-const FAULTS: [Fault; 33] = [
+/// Gradients of parameters that are added up in one order: of queries of all heads, and of a table.
+const ORDERED: &str = r#"
+[[case]]
+name = "a bias of queries in one order"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 150, seq_kv = 170, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+score_mod = ["bias:q"]
+stats = true
+backward = { wrt = ["bias:f32"], deterministic = true }
+
+[[case]]
+name = "a table in one order"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 70, seq_kv = 90, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+score_mod = ["relative-bias:4,20"]
+stats = true
+backward = { wrt = ["rel:bf16"], deterministic = true }
+"#;
+
+/// Keys in pages, of tokens that are no multiple of anything, whose table ends with anything.
+const PAGED: &str = r#"
+[[case]]
+name = "odd pages"
+shape = { batch = 3, heads_q = 4, heads_kv = 2, seq_q = 5, seq_kv = 300, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+layout = "bshd"
+mask = ["padding"]
+stats = true
+paged = { page_size = 7, lengths_q = [5, 4, 5], lengths_kv = [300, 65, 0], spare = 2 }
+"#;
+
+const FAULTS: [Fault; 51] = [
     (
         "keys are not waited for",
         Forward,
@@ -173,6 +204,17 @@ const FAULTS: [Fault; 33] = [
     ("the lower parts are left out", Forward, ["low = rounded_to_tf32(x - __uint_as_float(high));", "low = 0;"], SINGLE),
     ("neighbours of a row are those of the next", Forward, ["load_shared(from + row_bytes + n * 8)", "load_shared(from + n * 8)"], SINGLE),
     ("the second row keeps what the first does", Forward, ["kept_of(p, span, q + 8 * half)", "kept_of(p, span, q)"], LONG),
+    ("stats in base two are natural", Forward, ["WITH_BASE_TWO ? log :", "false ? log :"], STATISTICS),
+    (
+        "the largest score is not scaled",
+        Forward,
+        ["rows.most[half] : rows.most[half] * p.scale", "rows.most[half] : rows.most[half]"],
+        STATISTICS,
+    ),
+    ("the sink is no score", Forward, ["largest = fmaxf(largest, of_head);", ""], STATISTICS),
+    ("rows behind lengths have a largest score", Forward, ["p.row_max[at] = there ? told", "p.row_max[at] = true ? told"], STATISTICS),
+    ("pages of the first entry for all", Forward, ["p.page_table[long(tile.batch) * p.table_row", "p.page_table[0 * p.table_row"], PAGED),
+    ("every token of a page is its first", Forward, ["head, key % p.page_size)", "head, 0)"], PAGED),
     ("rows of the map of another head's", Forward, ["head * p.map_head) * p.tiles", "0 * p.map_head) * p.tiles"], MAPPED),
     ("steps are not waited for", Backward, ["copies_wait<1>();", ""], LONG),
     ("both stages are one", Backward, ["steps_at + next * STEP_BYTES", "steps_at + stage * STEP_BYTES"], LONG),
@@ -194,6 +236,23 @@ const FAULTS: [Fault; 33] = [
         MAPPED,
     ),
     ("parts add the same gradient of a parameter", Backward, ["if (part == 0) along", "along"], ALONG),
+    ("warps leave gradients in one place", Backward, ["* 12L + corner.k / 16", "* 12L + 0 * corner.k"], ORDERED),
+    ("heads leave gradients in one place", Backward, ["* 4L + corner.head) * 12L", "* 4L) * 12L"], ORDERED),
+    ("lanes add what others read", Backward, ["(threadIdx.x & 31) == 1) something", "(threadIdx.x & 31) > 0) something"], ORDERED),
+    ("batch entries are left out", Backward, ["(of_batch + term / slots / more_heads) * heads", "of_batch * heads"], ORDERED),
+    ("one lane's gradients are the sum", Backward, ["for (int apart = int(lanes) / 2;", "for (int apart = 0;"], ORDERED),
+    ("lanes begin with one term", Backward, ["for (long term = number % lanes;", "for (long term = 0;"], ORDERED),
+    ("weights that stay are as they were", Forward, ["share[half] *= p.dropout_scale;", ""], DROPPED),
+    (
+        "weights of other keys are dropped",
+        Forward,
+        ["tile.batch, tile.head, q, column, [&]", "tile.batch, tile.head, q, first_k, [&]"],
+        DROPPED,
+    ),
+    ("dropped weights have gradients", Backward, ["stay >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f", "d_p[n] * p.dropout_scale"], DROPPED),
+    ("values have gradients of dropped weights", Backward, ["left[n] = stay >> n & 1 ? s[n] : 0.0f", "left[n] = s[n]"], DROPPED),
+    ("gradients of values are not scaled", Backward, ["WITH_DROPOUT ? p.dropout_scale : 1.0f", "1.0f"], DROPPED),
+    ("queries drop as keys do", Backward, ["else each_of_queries<SCORES>", "else each_of_keys<SCORES>"], DROPPED),
     ("the sink's gradient has the other sign", Backward, ["sum -= exp2_of(sink - lse)", "sum += exp2_of(sink - lse)"], LENGTHS),
     ("rows without weights", Backward, ["any ? stat * LOG2_E : INFINITE", "stat * LOG2_E"], EMPTY),
 ];
@@ -203,6 +262,6 @@ fn every_fault_is_found_of_mma_sync() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG];
+    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED, DROPPED, PAGED];
     all_are_found("cuda-mma-emulated", &FAULTS, &cases, || executor_on(Emulated::A100, None).unwrap());
 }

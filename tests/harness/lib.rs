@@ -20,6 +20,7 @@ pub mod paging;
 pub mod random;
 pub mod recorder;
 pub mod runner;
+pub mod sass;
 pub mod say;
 pub mod sent;
 pub mod share;

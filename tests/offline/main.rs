@@ -9,6 +9,7 @@ mod kernels;
 mod numbers;
 mod pieces;
 mod policy;
+mod sass;
 mod sinks;
 mod statistics;
 mod sums;

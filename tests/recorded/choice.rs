@@ -9,7 +9,7 @@ use cudnn_graph::{Buffer, Driver, Search};
 use sdpa::cuda::CudaOptions;
 use sdpa::cudnn::{CudnnOptions, DeviceBackward, DeviceForward, DeviceSlice};
 use sdpa::nvidia::DevicePass;
-use sdpa::{AttentionSpec, Choice, DType, Dispatcher, Error, ExecutorName, Layout, Preference, Shape};
+use sdpa::{AttentionSpec, Choice, DType, Dispatcher, Error, ExecutorName, Layout, Packed, Preference, Shape};
 use std::path::PathBuf;
 
 const SHAPE: Shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 512, seq_kv: 512, dim_qk: 64, dim_v: 64 };
@@ -116,8 +116,9 @@ fn what_one_declines_falls_through_and_what_both_do_is_told_of_both() {
     let choice = forward(&all, &wide, Preference::Auto).unwrap();
     assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDA, 1));
     assert!(choice.declined[0].executor == ExecutorName::CUDNN && choice.declined[0].to_string().contains("f32"), "{:?}", choice.declined);
-    let dropped = spec(RULE).with_dropout(0.5);
-    let choice = forward(&all, &dropped, Preference::Auto).unwrap();
+    let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default()).mask(RULE.parse().unwrap());
+    let one_order = packed.backward().deterministic().validate().unwrap();
+    let choice = all.prepare_device_backward(&one_order, Preference::Auto).unwrap();
     assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDNN, 1));
     assert_eq!(choice.declined[0].executor, ExecutorName::CUDA);
     let shape = Shape { dim_qk: 264, dim_v: 264, ..SHAPE };

@@ -14,6 +14,7 @@ mod paged;
 mod plans;
 mod sinks;
 mod submissions;
+mod timed;
 
 use conformance::say::say;
 

@@ -190,6 +190,9 @@ pub(crate) struct RunArgs {
     /// auto (the fastest that runs the problem), cpu, cuda, cudnn or metal
     #[arg(long, value_parser = Named::executors(), hide_possible_values = true)]
     pub(crate) executor: Option<String>,
+    /// Time every configuration that cuDNN offers, and kernels of cuda beside the fastest; auto takes the fastest of all
+    #[arg(long)]
+    pub(crate) tune: bool,
     /// Take cuDNN's plans, or kernels of cuda, out of this file, which `compile`, --save-plans or a service made; repeatable
     #[arg(long, value_name = "PLANS")]
     pub(crate) plans: Vec<PathBuf>,
@@ -215,7 +218,7 @@ pub(crate) struct InspectArgs {
     pub(crate) backward: BackwardArgs,
     #[command(flatten)]
     pub(crate) places: PlaceArgs,
-    /// spec, problem, trace, gradient, graph, program, schedule or plan. Else graph
+    /// spec, problem, trace, gradient, graph, program, schedule, plan or kernel. Else graph
     #[arg(long, value_parser = Named::stages(), hide_possible_values = true)]
     pub(crate) stage: Option<String>,
     /// composite or unified. Else the one that is asked first; for a plan, the other one after it
@@ -224,7 +227,7 @@ pub(crate) struct InspectArgs {
     /// Version of cuDNN to lower for (graph, program, schedule). Else that of the library found, or 9.27.0
     #[arg(long, value_name = "9.19.0")]
     pub(crate) runtime: Option<String>,
-    /// Make the plan for the device that this JSON file describes; no GPU is needed
+    /// Make the plan, or the kernel, for the device that this JSON file describes; no GPU is needed. A kernel else for an H200
     #[arg(long, value_name = "FILE")]
     pub(crate) device_profile: Option<PathBuf>,
 }
@@ -271,6 +274,9 @@ pub(crate) struct CompileArgs {
     /// mask, bias, stats, backward, wrt and deterministic as the options of run, and packed = { total_q = N, cross = BOOL, total_kv = N }
     #[arg(long, value_name = "FILE.toml")]
     pub(crate) problems: PathBuf,
+    /// cudnn, of which plans are made, or cuda, of which kernels are
+    #[arg(long, value_parser = ["cudnn", "cuda"], default_value = "cudnn", hide_possible_values = true)]
+    pub(crate) executor: Option<String>,
     /// a100, l40s, h200, b200, or a JSON file that describes a device
     #[arg(long, value_name = "NAME|FILE.json")]
     pub(crate) device: String,
@@ -281,7 +287,10 @@ pub(crate) struct CompileArgs {
     /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in libnull_driver.so beside this program
     #[arg(long, value_name = "PATH")]
     pub(crate) driver: Option<PathBuf>,
-    /// The plan file; what it has already for this device and cuDNN stays
+    /// For cuda: libnvrtc.so.13 or its folder. Else SDPA_NVRTC, the active Python environment, the system
+    #[arg(long, value_name = "PATH")]
+    pub(crate) nvrtc: Option<PathBuf>,
+    /// The plan file; what it has already for this device and cuDNN stays. Kernels of cuda have files of their own
     #[arg(long, value_name = "PLANS")]
     pub(crate) out: PathBuf,
 }

@@ -183,7 +183,8 @@ fn install_library(cuda: Option<i32>) -> String {
     format!("pip install {wheel} in the active Python environment, or name libcudnn.so.9 with --cudnn or CUDNN_GRAPH_LIBRARY")
 }
 
-const INSTALL_COMPILER: &str =
+/// What to do where NVRTC is not there.
+pub(crate) const INSTALL_COMPILER: &str =
     "pip install nvidia-cuda-nvrtc in the active Python environment, or name libnvrtc.so.13 with the variable SDPA_NVRTC";
 
 /// The driver and its devices; `None` without a driver.

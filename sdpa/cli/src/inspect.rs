@@ -1,5 +1,7 @@
 //! `inspect`: any stage on the way from a specification to a plan.
 
+mod kernel;
+
 use crate::args::{InspectArgs, PlaceArgs};
 use crate::compile::profile;
 use crate::exit::{Answer, Failure, Line, Mistakes, Outcome};
@@ -47,6 +49,7 @@ impl Order {
             Some(Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient) => [true; 3],
             Some(Stage::Graph | Stage::Program | Stage::Schedule) => [false, false, true],
             Some(Stage::Plan) => [false, true, false],
+            Some(Stage::Kernel) => [true, true, false],
         };
         let options = [("--form", form.is_some()), ("--runtime", runtime.is_some()), ("--device-profile", profile.is_some())];
         for ((option, given), idle) in options.into_iter().zip(idle) {
@@ -94,6 +97,7 @@ pub(crate) fn run(args: &InspectArgs, json: bool) -> Result<Answer, Failure> {
             let report = plan::make(&request.job(), order.form, order.profile.as_ref(), &args.places, Progress::new(json))?;
             Answer::new(json, &report, || report.text(), Outcome::Good)
         }
+        Stage::Kernel => kernel::run(&request.job(), order.profile.as_ref(), json),
     }
 }
 
@@ -225,7 +229,7 @@ fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Fail
         Stage::Schedule => {
             schedule = Some(schedule_of(&job, form, runtime, Pieces::default()).map_err(|e| refused(&e))?.told(job.params()))
         }
-        Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient | Stage::Graph | Stage::Plan => {}
+        Stage::Spec | Stage::Problem | Stage::Trace | Stage::Gradient | Stage::Graph | Stage::Plan | Stage::Kernel => {}
     }
     if !json {
         // The stage alone goes to stdout; a closed stderr is no reason to stop.

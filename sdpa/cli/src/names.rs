@@ -111,6 +111,7 @@ pub(crate) enum Stage {
     Program,
     Schedule,
     Plan,
+    Kernel,
 }
 
 pub(crate) fn stage(text: &str) -> Result<Stage, String> {

@@ -16,6 +16,7 @@ use crate::save::{Destination, Saved, Tensor};
 use choose::{Chosen, choose};
 use plans::Plans;
 use sdpa::cpu::CpuExecutor;
+use sdpa::cudnn::CudnnOptions;
 use sdpa::{Dispatcher, Preference};
 use sdpa::{Error, ExecutorName, Report, Side};
 use tell::{Checked, Told};
@@ -76,7 +77,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     let Order { request, .. } = &order;
     let scale = request.attn_scale();
 
-    let dispatcher = Dispatcher::new(args.places.options());
+    let dispatcher = Dispatcher::new(CudnnOptions { tune: args.tune, ..args.places.options() });
     let chosen = {
         let _step = progress.spinner("preparing");
         order.plans.attach(&dispatcher, order.preference)?;

@@ -1,5 +1,14 @@
 // Gradients of declared parameters, summed over what a group of threads has of each element.
 
+// Lanes for which it holds do something, one after the other.
+template <class Do>
+inline void one_by_one(bool holds, Do something) {
+    for (uint left = __ballot_sync(~0u, holds); left != 0; left &= left - 1) {
+        if ((left & -left) >> (threadIdx.x & 31) == 1) something();
+        __syncwarp();
+    }
+}
+
 // `x` at each score of this thread; `to` says where an element of the gradient is. The parameter spans queries, keys, both or neither.
 template <bool by_q, bool by_k, class To>
 inline void add_along(const float (&x)[SCORES], const Params& p, const Corner& corner, To to) {

@@ -44,11 +44,33 @@ inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
     for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
 }
 
-// Weights of scores, rounded in `w`. In `s`, times the slope of the score_mod: what gradients of scores are multiples of. Where gradients of parameters
+// Which weights of a thread stay, a bit for each.
+inline uint stay_of(const Params& p, const Corner& corner) {
+    uint bits = 0;
+#if WITH_DROPOUT
+    each_of_keys<SCORES>(p, corner.batch, corner.head, corner.q, corner.k, [&](int n, bool stays) { bits |= uint(stays) << n; });
+#endif
+    return bits;
+}
+
+// A weight as dropout leaves it, without its scale, and its gradient before dropout.
+inline float left_of(float weight, uint stay, int n) {
+    return !WITH_DROPOUT || (stay >> n & 1) ? weight : 0.0f;
+}
+
+inline float through_dropout(const Params& p, float d_p, uint stay, int n) {
+#if WITH_DROPOUT
+    return stay >> n & 1 ? d_p * p.dropout_scale : 0.0f;
+#else
+    return d_p;
+#endif
+}
+
+// Weights of scores, rounded in `w`, as dropout leaves them. In `s`, times the slope of the score_mod: what gradients of scores are multiples of. Where gradients of parameters
 // are asked for, weights as they are, and scores before the score_mod in `raw`.
 template <bool masked>
 inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
-                    uint lse) {
+                    uint lse, uint stay) {
     // Without a score_mod the scale is a part of the unit.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
 #pragma unroll
@@ -70,7 +92,7 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
             if (masked && !kept_by(p, span_of(p, corner.batch), corner.k + (n & 2 ? 8 : 0)).holds(corner.q + 8 * (n / 4) + other)) x = -INFINITE;
             weight[other] = exp2_of(x);
         }
-        w[n / 2] = pair_of(Element{}, weight[0], weight[1]);
+        w[n / 2] = pair_of(Element{}, left_of(weight[0], stay, n), left_of(weight[1], stay, n + 1));
 #pragma unroll
         for (int other = 0; other < 2; other++) {
 #if WITH_ALONG
@@ -88,12 +110,12 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
 // Gradients of scores, in place of those of weights: 0 where there is no weight, whatever a value that is dropped holds.
 template <bool masked>
 inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCORES], const Params& p, const Captured& captured,
-                   const Gradients& gradients, const Corner& corner, uint delta) {
+                   const Gradients& gradients, const Corner& corner, uint delta, uint stay) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
         const float2 of = load_shared_pair(delta + n / 4 * 32);
-        d_p[n] = masked && s[n] == 0.0f ? 0.0f : s[n] * (d_p[n] - of.x);
-        d_p[n + 1] = masked && s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (d_p[n + 1] - of.y);
+        d_p[n] = masked && s[n] == 0.0f ? 0.0f : s[n] * (through_dropout(p, d_p[n], stay, n) - of.x);
+        d_p[n + 1] = masked && s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (through_dropout(p, d_p[n + 1], stay, n + 1) - of.y);
     }
 #if WITH_ALONG
     along_parameters(raw, d_p, p, captured, gradients, corner);
@@ -312,19 +334,21 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const uint sub_rows = sub * 64 * ROW_BYTES, of_rows = ring.stage * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
                 float s[SCORES], d_p[SCORES], raw[RAW];
                 uint w[SCORES / 2], d_w[SCORES / 2];
+                // Before there are scores in registers.
+                const uint stay = stay_of(p, corner);
                 score<QK_PANELS>(s, at.k + own_rows, q + sub_rows);
                 if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
                 score<V_PANELS>(d_p, at.v + own_rows, d_o + sub_rows);
                 products_wait<1>();
                 hold(s);
-                if (MASKED_ANYWHERE || partly) weights<true>(s, raw, w, p, captured, corner, at.lse + of_rows);
-                else weights<false>(s, raw, w, p, captured, corner, at.lse + of_rows);
+                if (MASKED_ANYWHERE || partly) weights<true>(s, raw, w, p, captured, corner, at.lse + of_rows, stay);
+                else weights<false>(s, raw, w, p, captured, corner, at.lse + of_rows, stay);
                 products_wait<0>();
                 hold(d_p);
                 // With one stage, in time for the next gradients of outputs to come; otherwise as late as registers are free.
                 if (STAGES == 1) weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
-                if (MASKED_ANYWHERE || WITH_SCORE_MOD || partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
-                else slopes<false>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows);
+                if (MASKED_ANYWHERE || WITH_SCORE_MOD || partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows, stay);
+                else slopes<false>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows, stay);
                 pack(d_w, d_p);
                 // Keys are rows there, 64 queries a panel.
                 const uint d_s_at = d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + lane / 4) * ROW_BYTES + (lane & 3) * 4;
@@ -358,6 +382,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const uint rows_at = own_rows + warp * 16 * ROW_BYTES;
     const int first_row = tile.block * TILE_N + group * 64 + warp * 16;
     take_out(dk, p.scale, at.k + rows_at, dk_map, QK_THERE, tile.part * DK_PANELS, first_row, span, tile);
-    take_out(dv, 1.0f, at.v + rows_at, dv_map, V_THERE, tile.part * DV_PANELS, first_row, span, tile);
+    take_out(dv, WITH_DROPOUT ? p.dropout_scale : 1.0f, at.v + rows_at, dv_map, V_THERE, tile.part * DV_PANELS, first_row, span, tile);
     if (lane == 0) copied_out();
 }

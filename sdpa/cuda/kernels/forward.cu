@@ -118,6 +118,23 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
     }
 }
 
+// Weights that dropout leaves; the sums of rows have them all.
+inline void drop(float (&s)[SCORES], const Params& p, const Tile& tile, int first_k) {
+#if WITH_DROPOUT
+    const int lane = threadIdx.x & 31, k = first_k + 2 * (lane & 3);
+    const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+    const auto leave = [&](int n, bool stays) { s[n] = stays ? s[n] : 0.0f; };
+    // Where a tile has at most 8 queries, these are all that there are.
+    if (!FEW || TILE_M > 8) {
+        each_of_queries<SCORES>(p, tile.batch, head_of(tile, row), query_of(tile, row), k, leave);
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            each_of_query<SCORES>(p, tile.batch, head_of(tile, row + 8 * half), query_of(tile, row + 8 * half), k, half, leave);
+    }
+#endif
+}
+
 inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
 #pragma unroll
     for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
@@ -309,17 +326,22 @@ inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&l
                           const Tile& tile, int first_k) {
     if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, first_k);
     else soften<false>(s, rows, less, p, captured, tile, first_k);
+    drop(s, p, tile, first_k);
 }
 
 #if WITH_PARTS
-// Leaves what a part of the keys comes to for the kernel that merges them: outputs in f32, and the logarithms of sums in units of the exponent.
-inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const float (&logs)[2], const Params& p, const Tile& tile, int row) {
+// Leaves what a part of the keys comes to for the kernel that merges them: outputs in f32, the logarithms of sums in units of the exponent, the largest scores.
+inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const float (&logs)[2], const float (&largest)[2], const Params& p,
+                       const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (row + 8 * half >= TILE_ROWS) continue;
         const long at = long(tile.slot) * TILE_ROWS + row + 8 * half;
         if (lane == 0) p.part_logs[at] = logs[half];
+#if WITH_LARGEST
+        if (lane == 0) p.part_largest[at] = largest[half];
+#endif
         float* const to = p.part_sums + at * DIM_V + 2 * lane;
 #pragma unroll
         for (int n = 2 * half; n < OUTPUTS; n += 4) {
@@ -357,7 +379,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
 #endif
     const Span span = span_of_tile(p, tile);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
-    float share[2];
+    float share[2], largest[2];
 #if WITH_PARTS
     float logs[2];
 #endif
@@ -367,6 +389,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         float most = rows.most[half] * p.unit;
+        largest[half] = WITH_SCORE_MOD || p.natural ? rows.most[half] : rows.most[half] * p.scale;
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = group * 64 + warp * 16 + in_warp + 8 * half;
 #if WITH_PARTS
@@ -374,7 +397,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         logs[half] = sum == 0.0f ? -INFINITE : most + log2f(sum);
 #endif
 #if WITH_SINK
-        const float sink = p.sink[min(head_of(tile, row), p.heads_q - 1)] * LOG2_E;
+        const float of_head = p.sink[min(head_of(tile, row), p.heads_q - 1)], sink = of_head * LOG2_E;
         const float from = fmaxf(most, sink);
         // Of neither there may be any.
         const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
@@ -383,19 +406,21 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
             share[half] = whole == 0.0f ? 0.0f : part / whole;
             most = from;
             sum = whole;
+            largest[half] = fmaxf(largest[half], of_head);
         }
 #endif
         const int there = query_of(tile, row);
-#if WITH_STATS
         if ((lane & 3) == 0 && tile.parts == 1 && has_row(p, span, tile, row)) {
-            const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
-            p.stats[stats_place(p, span, tile.batch, head_of(tile, row), there)] = there < span.len_q ? stat : -INFINITE;
+            const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
+            tell_row(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, log, largest[half], sum);
         }
-#endif
         if (!any || there >= span.len_q) share[half] = 0.0f;
+#if WITH_DROPOUT
+        share[half] *= p.dropout_scale;
+#endif
     }
 #if WITH_PARTS
-    if (tile.parts > 1) return leave_part(o, share, logs, p, tile, group * 64 + warp * 16 + in_warp);
+    if (tile.parts > 1) return leave_part(o, share, logs, largest, p, tile, group * 64 + warp * 16 + in_warp);
 #endif
 #if FEW
     leave_rows(o, share, p, span, tile, group * 64 + warp * 16 + in_warp);
@@ -495,6 +520,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
             // The first block is at the edge of most masks: one text less to compile.
             soften<true>(s, rows, less, p, captured, tile, block * TILE_N);
+            drop(s, p, tile, block * TILE_N);
             pack(w, s);
             bool add = false;
             while (walk_on(walk, p, reach, block, partly)) {

@@ -26,24 +26,32 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __gr
     if (parts <= 1) return;
     const int q = query_of(tile, row), head = head_of(tile, row);
     const auto place = [&](int part) { return (long(first + part) * p.units + unit) * TILE_ROWS + row; };
-    float most = -INFINITE, sum = 0.0f;
+    float most = -INFINITE, sum = 0.0f, largest = -INFINITE;
     if (q < span.len_q) {
+#if WITH_LARGEST
+        for (int part = lane; part < parts; part += 32) largest = fmaxf(largest, p.part_largest[place(part)]);
+        largest = most_of_warp(largest);
+#if WITH_SINK
+        largest = fmaxf(largest, p.sink[head]);
+#endif
+#endif
         for (int part = lane; part < parts; part += 32) most = fmaxf(most, p.part_logs[place(part)]);
         most = most_of_warp(most);
 #if WITH_SINK
         most = fmaxf(most, p.sink[head] * LOG2_E);
 #endif
-        if (most > -INFINITE) {
-            for (int part = lane; part < parts; part += 32) sum += exp2_of(p.part_logs[place(part)] - most);
-            sum = total_of_warp(sum);
+        // Parts of which nothing is kept have no largest; what is no number stays what it is.
+        if (most == -INFINITE) most = 0.0f;
+        for (int part = lane; part < parts; part += 32) sum += exp2_of(p.part_logs[place(part)] - most);
+        sum = total_of_warp(sum);
 #if WITH_SINK
-            sum += exp2_of(p.sink[head] * LOG2_E - most);
+        sum += exp2_of(p.sink[head] * LOG2_E - most);
 #endif
-        }
     }
-#if WITH_STATS
-    if (lane == 0) p.stats[stats_place(p, span, batch, head, q)] = sum == 0.0f ? -INFINITE : (log2f(sum) + most) * LN_2;
-#endif
+    if (lane == 0) {
+        const float log = sum == 0.0f ? -INFINITE : log2f(sum) + most;
+        tell_row(p, stats_place(p, span, batch, head, q), true, log, largest, sum == 0.0f ? 0.0f : sum * exp2_of(most - largest * LOG2_E));
+    }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     unsigned short* const to = output_of(p, span, batch, head, q);
     for (int column = 2 * lane; column < DIM_V; column += 64) {

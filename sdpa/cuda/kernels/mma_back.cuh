@@ -64,6 +64,23 @@ inline void weights_either(bool masked, float (&s)[SCORES], float (&raw)[RAW], c
     else weights<false>(s, raw, p, captured, corner, known);
 }
 
+#if WITH_DROPOUT
+// Which weights of a thread stay, a bit for each.
+inline uint stay_of(const Params& p, const Corner& corner) {
+    uint bits = 0;
+    const auto note = [&](int n, bool stays) { bits |= uint(stays) << n; };
+    if (BY_KEYS) each_of_keys<SCORES>(p, corner.batch, corner.head, corner.q, corner.k, note);
+    else each_of_queries<SCORES>(p, corner.batch, corner.head, corner.q, corner.k, note);
+    return bits;
+}
+
+// Gradients of weights before dropout.
+inline void through_dropout(float (&d_p)[SCORES], const Params& p, uint stay) {
+#pragma unroll
+    for (int n = 0; n < SCORES; n++) d_p[n] = stay >> n & 1 ? d_p[n] * p.dropout_scale : 0.0f;
+}
+#endif
+
 // Gradients of scores, after the score_mod, in place of weights; what has no weight has none.
 inline void slopes(float (&s)[SCORES], const float (&d_p)[SCORES], const Known& known) {
 #pragma unroll

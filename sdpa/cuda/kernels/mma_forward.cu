@@ -66,7 +66,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
     }
 }
 
-// What each row's sums are to be multiplied by, once it has met all of its keys; its stats.
+// What each row's sums are to be multiplied by, once it has met all of its keys; its statistics.
 inline void finish(float (&share)[2], const Rows& rows, const Params& p, const Tile& tile, int q) {
     const Span span = span_of(p, tile.batch);
 #pragma unroll
@@ -74,25 +74,27 @@ inline void finish(float (&share)[2], const Rows& rows, const Params& p, const T
         float sum = rows.sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        float most = rows.most[half] * p.unit;
+        float most = rows.most[half] * p.unit, largest = WITH_SCORE_MOD || p.natural ? rows.most[half] : rows.most[half] * p.scale;
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
 #if WITH_SINK
-        const float sink = p.sink[tile.head] * LOG2_E;
+        const float of_head = p.sink[tile.head], sink = of_head * LOG2_E;
         const float from = fmaxf(most, sink);
         // Of neither there may be any.
         const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
         sum = from == -INFINITE ? 0.0f : sum * part + exp2_of(sink - from);
         share[half] = sum == 0.0f ? 0.0f : part / sum;
         most = from;
+        largest = fmaxf(largest, of_head);
 #endif
         const int there = q + 8 * half;
         if (there >= span.len_q) share[half] = 0.0f;
-#if WITH_STATS
-        if ((threadIdx.x & 3) == 0 && there < p.seq_q) {
-            const float stat = sum == 0.0f ? -INFINITE : (most + log2f(sum)) * LN_2;
-            p.stats[(long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there] = there < span.len_q ? stat : -INFINITE;
-        }
+#if WITH_DROPOUT
+        share[half] *= p.dropout_scale;
 #endif
+        if ((threadIdx.x & 3) == 0 && there < p.seq_q) {
+            const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
+            tell_row(p, (long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there, there < span.len_q, log, largest, sum);
+        }
     }
 }
 
@@ -108,12 +110,27 @@ inline Tile tile_of(const Params& p, int number) {
 constexpr uint K_BYTES = TILE_N * QK_ROW;
 constexpr uint V_BYTES = TILE_N * V_ROW;
 
+// A block of keys or values. In pages behind the last key of an entry the table is not looked at; before it, what is no page stands for one that is.
+template <int columns, bool wide>
+inline void bring_block(uint to, uint row_bytes, const Params& p, const Strided& from, const Tile& tile, int block, int dim) {
+    const int head = tile.head / p.group;
+#if WITH_PAGES
+    const auto in_page = [&](int key) {
+        const int page = p.page_table[long(tile.batch) * p.table_row + key / p.page_size];
+        return row_of(from, min(max(page, 0), p.pages - 1), head, key % p.page_size);
+    };
+    bring_found<TILE_N, columns, wide>(to, row_bytes, from, block * TILE_N, span_of(p, tile.batch).len_kv, dim, in_page);
+#else
+    bring<TILE_N, columns, wide>(to, row_bytes, from, tile.batch, head, block * TILE_N, p.seq_kv, dim);
+#endif
+}
+
 inline void bring_keys(uint to, const Params& p, const Tile& tile, int block) {
-    bring<TILE_N, DIM_QK, K_WIDE>(to, QK_ROW, p.k, tile.batch, tile.head / p.group, block * TILE_N, p.seq_kv, p.dim_qk);
+    bring_block<DIM_QK, K_WIDE>(to, QK_ROW, p, p.k, tile, block, p.dim_qk);
 }
 
 inline void bring_values(uint to, const Params& p, const Tile& tile, int block) {
-    bring<TILE_N, DIM_V, V_WIDE>(to, V_ROW, p.v, tile.batch, tile.head / p.group, block * TILE_N, p.seq_kv, p.dim_v);
+    bring_block<DIM_V, V_WIDE>(to, V_ROW, p, p.v, tile, block, p.dim_v);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
@@ -161,6 +178,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const int column = first_k + 2 * (lane & 3);
         if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, q, column);
         else soften<false>(s, rows, less, p, captured, tile, q, column);
+#if WITH_DROPOUT
+        // The sums of rows have all weights.
+        each_of_queries<SCORES>(p, tile.batch, tile.head, q, column, [&](int n, bool stays) { s[n] = stays ? s[n] : 0.0f; });
+#endif
 #pragma unroll
         for (int n = 0; n < OUTPUTS; n++) o[n] *= less[n >> 1 & 1];
         copies_wait<1>();

@@ -74,8 +74,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         float s[SCORES], d_p[SCORES], raw[RAW];
         beside<DIM_QK>(s, k_at + warp * 16 * QK_ROW, q_at, QK_ROW);
         weights_either(masked, s, raw, p, captured, corner, known);
-        weigh(dv, s, d_o_at + part * (DIM_V / PARTS) * ELEMENT_BYTES, V_ROW);
+        const uint d_o_part = d_o_at + part * (DIM_V / PARTS) * ELEMENT_BYTES;
+#if WITH_DROPOUT
+        const uint stay = stay_of(p, corner);
+        float left[SCORES];
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) left[n] = stay >> n & 1 ? s[n] : 0.0f;
+        weigh(dv, left, d_o_part, V_ROW);
+#else
+        weigh(dv, s, d_o_part, V_ROW);
+#endif
         beside<DIM_V>(d_p, v_at + warp * 16 * V_ROW, d_o_at, V_ROW);
+#if WITH_DROPOUT
+        through_dropout(d_p, p, stay);
+#endif
         slopes(s, d_p, known);
 #if WITH_ALONG
         // Parts compute the same scores.
@@ -88,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         if (STAGES == 1 && any) bring_step(steps_at, p, batch, heads.head, tile);
         stage = next;
     }
-    const float times[2] = {p.scale, p.scale}, once[2] = {1.0f, 1.0f};
+    const float of_values = WITH_DROPOUT ? p.dropout_scale : 1.0f;
+    const float times[2] = {p.scale, p.scale}, values_times[2] = {of_values, of_values};
     put_rows<DK_PAIRS>(p.dk, dk, times, batch, kv_head, k, p.seq_kv, part * (DIM_QK / PARTS), p.dim_qk);
-    put_rows<DV_PAIRS>(p.dv, dv, once, batch, kv_head, k, p.seq_kv, part * (DIM_V / PARTS), p.dim_v);
+    put_rows<DV_PAIRS>(p.dv, dv, values_times, batch, kv_head, k, p.seq_kv, part * (DIM_V / PARTS), p.dim_v);
 }

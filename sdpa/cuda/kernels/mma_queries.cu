@@ -55,6 +55,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         beside<DIM_QK>(s, q_at + warp * 16 * QK_ROW, k_at, QK_ROW);
         weights_either(masked, s, raw, p, captured, corner, known);
         beside<DIM_V>(d_p, d_o_at + warp * 16 * V_ROW, v_at, V_ROW);
+#if WITH_DROPOUT
+        through_dropout(d_p, p, stay_of(p, corner));
+#endif
         slopes(s, d_p, known);
         through_score_mod(s, raw, p, captured, corner);
         weigh(dq, s, k_at, QK_ROW);

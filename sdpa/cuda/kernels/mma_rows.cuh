@@ -48,3 +48,21 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rounded(const flo
     const long at = long(blockIdx.x) * 256 + threadIdx.x;
     if (at < count) to[at] = (unsigned short)((half ? pair_of(Half{}, from[at], 0.0f) : pair_of(BFloat{}, from[at], 0.0f)) & 0xffffu);
 }
+
+// What warps left of the gradient of a parameter, added up in one order: (batch, heads, slots, inner) numbers, to elements of the heads and batch entries that the
+// parameter spans (`spans`: 1 batch entries, 2 heads). So many lanes, 1 or 32, share an element.
+extern "C" __global__ void __launch_bounds__(256, 1)
+    attention_summed(const float* from, float* to, long batch, long heads, long slots, long inner, long spans, long lanes) {
+    const long number = long(blockIdx.x) * 256 + threadIdx.x, element = number / lanes;
+    const long own_batch = spans & 1 ? batch : 1, own_heads = spans & 2 ? heads : 1;
+    if (element >= own_batch * own_heads * inner) return;
+    const long of_row = element / inner, of_batch = of_row / own_heads, of_head = of_row % own_heads;
+    const long more_heads = heads / own_heads, terms = batch / own_batch * more_heads * slots;
+    float sum = 0.0f;
+    for (long term = number % lanes; term < terms; term += lanes) {
+        const long row = (of_batch + term / slots / more_heads) * heads + of_head + term / slots % more_heads;
+        sum += from[(row * slots + term % slots) * inner + element % inner];
+    }
+    for (int apart = int(lanes) / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    if (number % lanes == 0) to[element] = sum;
+}

@@ -8,9 +8,9 @@ inline const Element* row_of(const Strided& of, int batch, int head, int row) {
     return of.at + batch * of.batch + head * of.head + row * of.row;
 }
 
-// The rows from `first` on, zeros where the tensor has none. `wide`: rows lie at multiples of 16 bytes and are brought by copies, which are to be waited for.
-template <int rows, int columns, bool wide>
-inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int head, int first, int seq, int dim) {
+// The rows from `first` on, which `row_at` finds, zeros from `seq` on. `wide`: rows lie at multiples of 16 bytes and are brought by copies, which are to be waited for.
+template <int rows, int columns, bool wide, class At>
+inline void bring_found(uint to, uint row_bytes, const Strided& from, int first, int seq, int dim, At row_at) {
     constexpr int PER = 16 / ELEMENT_BYTES, CHUNKS = columns / PER;
     // One by one: addresses of several would take the registers of sums.
 #pragma unroll 1
@@ -18,7 +18,7 @@ inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int h
         const int row = n / CHUNKS, column = n % CHUNKS * PER;
         const int left = first + row < seq ? max(0, min(PER, dim - column)) : 0;
         const uint at = to + row * row_bytes + column * ELEMENT_BYTES;
-        const Element* element = left > 0 ? row_of(from, batch, head, first + row) + column * from.dim : from.at;
+        const Element* element = left > 0 ? row_at(first + row) + column * from.dim : from.at;
         if (wide) {
             copy_16(at, element, left * ELEMENT_BYTES);
         } else {
@@ -30,6 +30,12 @@ inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int h
             store_shared_four(at, words[0], words[1], words[2], words[3]);
         }
     }
+}
+
+// The same of rows that lie one behind the other.
+template <int rows, int columns, bool wide>
+inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int head, int first, int seq, int dim) {
+    bring_found<rows, columns, wide>(to, row_bytes, from, first, seq, dim, [&](int row) { return row_of(from, batch, head, row); });
 }
 
 inline void put_pair(Half* to, float x, float y) { *reinterpret_cast<uint*>(to) = pair_of_halves(x, y); }

@@ -40,6 +40,8 @@ pub struct Backward {
     pub gradient: Option<Arc<Trace>>,
     /// Parameters of score_mods whose gradients are asked for, in the order of the roots.
     pub along: Vec<Along>,
+    /// Whether gradients of parameters are added up in one order.
+    pub deterministic: bool,
     /// Element type of the gradient of the sinks, where that is asked for.
     pub sink_gradient: Option<DType>,
 }
@@ -98,6 +100,7 @@ impl Backward {
             gradients: [*problem.dq(), *problem.dk(), *problem.dv()],
             gradient,
             along,
+            deterministic: problem.deterministic(),
             sink_gradient: of_sink.map(|g| g.dtype),
             forward,
         }

@@ -30,7 +30,7 @@ impl fmt::Display for Measured {
     }
 }
 
-/// What was measured of problems like this one; `None` of types and kinds that were not.
+/// What was measured of problems like this one; `None` of types and kinds that were not, and beside dropout.
 pub fn measured(problem: &Problem) -> Option<Measured> {
     let rows = if problem.seq_q() <= FEW_QUERIES { FEW } else { FORWARD };
     found(rows, problem)
@@ -42,7 +42,7 @@ pub fn measured_backward(problem: &BackwardProblem) -> Option<Measured> {
 }
 
 fn found(rows: &[Row], problem: &Problem) -> Option<Measured> {
-    if ![DType::F16, DType::BF16].contains(&problem.dtype()) {
+    if ![DType::F16, DType::BF16].contains(&problem.dtype()) || problem.dropout().is_some() {
         return None;
     }
     let row = rows.iter().find(|row| (row.holds)(problem))?;
@@ -76,8 +76,10 @@ const FORWARD: &[Row] = &[
     row("a prefix", 1.26, has_prefix),
     row("packed documents", 1.15, |p| p.packed().is_some()),
     row("keys in pages, heads wider than 128", 0.78, |p| p.paged().is_some() && widest(p) > 128),
-    row("keys in pages", 0.99, |p| p.paged().is_some()),
-    row("heads of 64, fewer than 1,024 tokens", 0.99, |p| widest(p) <= 64 && shorter(p) < 1024),
+    row("keys in pages, fewer than 6e10 operations", 1.13, |p| p.paged().is_some() && operations(p) < LITTLE),
+    row("keys in pages", 0.91, |p| p.paged().is_some()),
+    row("heads of 64, fewer than 1,024 tokens, causal", 0.85, |p| widest(p) <= 64 && shorter(p) < 1024 && is_causal(p)),
+    row("heads of 64, fewer than 1,024 tokens", 1.05, |p| widest(p) <= 64 && shorter(p) < 1024),
     row("a band or no mask", 1.07, |_| true),
 ];
 
@@ -88,7 +90,8 @@ const FEW: &[Row] = &[
     row("one query", 0.88, |p| p.seq_q() == 1),
     row("few queries, 8 heads or more of which share keys", 4.27, |p| p.group() >= 8 && p.group() * p.seq_q() <= 64),
     row("at most 24 queries of 400 heads or more", 1.82, |p| p.batch() * p.heads_q() >= 400 && p.seq_q() <= 24),
-    row("few queries, fewer than 2,800 keys", 0.93, |p| p.seq_kv() < 2800),
+    row("few queries, fewer than 2,800 keys, no mask", 1.13, |p| p.seq_kv() < 2800 && has_no_mask(p)),
+    row("few queries, fewer than 2,800 keys", 0.92, |p| p.seq_kv() < 2800),
     row("48 queries or more of 132 heads or more", 1.02, |p| p.seq_q() >= 48 && p.batch() * p.heads_q() >= 132),
     row("few queries beside many keys", 2.5, |_| true),
 ];
@@ -114,6 +117,15 @@ const BACKWARD: &[Row] = &[
 
 /// What a score_mod weighs, in additions, that has 12 sines and more.
 const HEAVY: u32 = 500;
+
+/// Operations that few multiprocessors are busy with.
+const LITTLE: f64 = 6e10;
+
+/// Those of a pass without a mask.
+fn operations(problem: &Problem) -> f64 {
+    let of = [problem.batch(), problem.heads_q(), problem.seq_q(), problem.seq_kv(), problem.dim_qk() + problem.dim_v()];
+    of.into_iter().map(|n| n as f64).product::<f64>() * 2.0
+}
 
 /// Tokens of the shorter side; of packed documents on average.
 fn shorter(problem: &Problem) -> i64 {
@@ -154,6 +166,17 @@ fn reads_tensors(problem: &Problem) -> bool {
 
 fn has_prefix(problem: &Problem) -> bool {
     problem.region().prefix.is_some()
+}
+
+/// Whether each query keeps the keys up to its own place, or up to as many before the last key.
+fn is_causal(problem: &Problem) -> bool {
+    let region = problem.region();
+    region.lower.is_none() && region.upper.is_some_and(|upper| upper == 0 || upper == problem.seq_kv() - problem.seq_q())
+}
+
+fn has_no_mask(problem: &Problem) -> bool {
+    let (region, kept) = (problem.region(), problem.kept());
+    region.lower.is_none() && region.upper.is_none() && kept.rest.is_none() && !kept.seq_len_q && !kept.seq_len_kv
 }
 
 /// Whether keys behind a query are kept, and not all of them.
@@ -208,12 +231,22 @@ mod tests {
         assert_eq!(backward(spec(SHAPE, "").score_mod("sandwich:32".parse().unwrap())), "a score_mod of many sines");
         let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default());
         assert_eq!([forward(&packed), backward(packed)], ["packed documents"; 2]);
-        assert_eq!(forward(&AttentionSpec::paged(DType::BF16, SHAPE, Paged { page_size: 16, pages: 128 })), "keys in pages");
+        let paged = |heads_q| {
+            let shape = Shape { heads_q, ..SHAPE };
+            forward(&AttentionSpec::paged(DType::BF16, shape, Paged { page_size: 16, pages: 128 }))
+        };
+        assert_eq!([paged(2), paged(64)], ["keys in pages, fewer than 6e10 operations", "keys in pages"]);
+        let narrow = |mask| forward(&spec(Shape { seq_q: 300, seq_kv: 400, dim_qk: 64, dim_v: 64, ..SHAPE }, mask));
+        let causal = "heads of 64, fewer than 1,024 tokens, causal";
+        assert_eq!(["causal", "causal-bottom-right"].map(narrow), [causal; 2]);
+        assert_eq!(["window:20,0", "padding"].map(narrow), ["heads of 64, fewer than 1,024 tokens"; 2]);
         let few = |heads_q, seq_q, seq_kv| forward(&spec(Shape { heads_q, seq_q, seq_kv, ..SHAPE }, ""));
         assert_eq!(few(2, 1, 9000), "one query");
         assert_eq!(few(16, 4, 9000), "few queries, 8 heads or more of which share keys");
         assert_eq!(few(400, 16, 900), "at most 24 queries of 400 heads or more");
-        assert_eq!([few(2, 30, 900), few(2, 30, 9000)], ["few queries, fewer than 2,800 keys", "few queries beside many keys"]);
+        assert_eq!([few(2, 30, 900), few(2, 30, 9000)], ["few queries, fewer than 2,800 keys, no mask", "few queries beside many keys"]);
+        let masked = Shape { seq_q: 30, seq_kv: 900, ..SHAPE };
+        assert_eq!(["padding", "causal"].map(|mask| forward(&spec(masked, mask))), ["few queries, fewer than 2,800 keys"; 2]);
         assert_eq!(few(140, 60, 9000), "48 queries or more of 132 heads or more");
     }
 
@@ -225,7 +258,8 @@ mod tests {
         let ahead = spec(Shape { seq_q: 200, ..SHAPE }, "window:30,20").backward().validate().unwrap();
         assert_eq!(measured_backward(&ahead), None);
         let f32 = AttentionSpec::dense(DType::F32, SHAPE, Layout::Bhsd).validate().unwrap();
-        assert_eq!(measured(&f32), None);
+        let dropped = spec(SHAPE, "natten:65").with_dropout(0.1).validate().unwrap();
+        assert_eq!([measured(&f32), measured(&dropped)], [None; 2]);
         let prefix = measured(&spec(SHAPE, "prefix-lm:9").validate().unwrap()).unwrap();
         assert_eq!(
             prefix.to_string(),

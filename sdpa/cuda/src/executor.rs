@@ -1,24 +1,20 @@
 //! The executor: one device, its compiler, its caches of kernels and of plans.
 
-use crate::backward::Backward;
 use crate::error::Error;
 use crate::family::Family;
 use crate::files::Files;
 use crate::kernel::{self, Kernel, KernelKey, Kernels};
-use crate::mma::{self, Cut};
-use crate::plan::{CudaPlan, Pass};
-use crate::problem::{Forward, unsupported};
-use crate::source;
+use crate::plan::CudaPlan;
+use crate::target::{Target, Written};
 use crate::tile::Tile;
 use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::device::{DeviceExecutor, OnDevice};
-use sdpa_core::error::{ExecutorName, Reason, Unsupported};
+use sdpa_core::error::{ExecutorName, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
 use sdpa_driver::{Device, DeviceSlice, Driver, Nvrtc, Stream};
 use sdpa_nvidia::{Hosted, Job, JobQuery, NvidiaExecutor};
-use std::ffi::CStr;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -55,8 +51,7 @@ impl Default for CudaOptions {
 pub struct CudaExecutor {
     device: &'static Device,
     nvrtc: Nvrtc,
-    tile: Option<Tile>,
-    family: Option<Family>,
+    target: Target,
     plans: PlanCache<Job, Arc<CudaPlan>, Unsupported>,
     pub(crate) kernels: Kernels,
     pub(crate) files: Files,
@@ -74,8 +69,7 @@ impl CudaExecutor {
         Ok(CudaExecutor {
             device,
             nvrtc,
-            tile: options.tile,
-            family: options.family,
+            target: Target { tile: options.tile, family: options.family, ..Target::of(device) },
             plans: PlanCache::new("cuda", options.plans),
             kernels: PlanCache::new("cuda kernels", options.kernels),
             files: Files::default(),
@@ -108,26 +102,8 @@ impl CudaExecutor {
     /// # Errors
     /// [`Error::Unsupported`] with every reason; the environment's.
     pub fn attention(&self, problem: &Problem) -> Result<(Arc<CudaPlan>, bool), Error> {
-        self.plans.get_or_build(&JobQuery::Forward(problem), || {
-            let (family, forward) = self.forward(problem)?;
-            let (pass, source, entries): (Pass, _, _) = match family {
-                Family::Wgmma => {
-                    let own = self.tile.filter(|tile| tile.holds(problem.dim_qk(), problem.dim_v()));
-                    let tile = own.map_or_else(|| forward.tile(self.device.sm_count()), Ok)?;
-                    let source = source::forward(&forward, &tile);
-                    let mut entries = vec![(source::FORWARD_ENTRY, tile.shared_bytes())];
-                    entries.extend(forward.lists_tiles(&tile).then_some((source::TILES_ENTRY, 0)));
-                    entries.extend(tile.split.then_some((source::MERGE_ENTRY, 0)));
-                    ((forward, tile).into(), source, entries)
-                }
-                Family::Mma => {
-                    let cut = Cut::of_forward(&forward)?;
-                    let source = mma::forward_text(&forward, &cut);
-                    ((forward, cut).into(), source, vec![(source::FORWARD_ENTRY, cut.shared_bytes())])
-                }
-            };
-            self.build(family, problem.clone().into(), pass, (source, entries), None)
-        })
+        let build = || self.build(problem.clone().into(), self.target.forward(problem)?);
+        self.plans.get_or_build(&JobQuery::Forward(problem), build)
     }
 
     /// The plan of a backward pass, from the cache or made now; the flag says whether it was there.
@@ -135,26 +111,8 @@ impl CudaExecutor {
     /// # Errors
     /// [`Error::Unsupported`] with every reason; the environment's.
     pub fn gradient(&self, problem: &BackwardProblem) -> Result<(Arc<CudaPlan>, bool), Error> {
-        self.plans.get_or_build(&JobQuery::Backward(problem), || {
-            let (family, backward) = self.backward(problem)?;
-            match family {
-                Family::Wgmma => {
-                    let tile = backward.tile()?;
-                    let source = source::backward(&backward, &tile);
-                    let [compute, rows, queries, rounded] = source::BACKWARD_ENTRIES;
-                    let entries = vec![(compute, tile.shared_bytes()), (rows, 0), (queries, 0), (rounded, 0)];
-                    self.build(family, problem.clone().into(), (backward, tile).into(), (source, entries), None)
-                }
-                Family::Mma => {
-                    let cut = Cut::of_backward(&backward)?;
-                    let [compute, rows, sinks, rounded] = mma::QUERIES_ENTRIES;
-                    let queries = vec![(compute, cut.shared_bytes()), (rows, 0), (sinks, mma::SINKS_SHARED_BYTES), (rounded, 0)];
-                    let keys = vec![(mma::KEYS_ENTRY, cut.shared_bytes())];
-                    let [queries, keys] = [(mma::queries_text(&backward, &cut), queries), (mma::keys_text(&backward, &cut), keys)];
-                    self.build(family, problem.clone().into(), (backward, cut).into(), queries, Some(keys))
-                }
-            }
-        })
+        let build = || self.build(problem.clone().into(), self.target.backward(problem)?);
+        self.plans.get_or_build(&JobQuery::Backward(problem), build)
     }
 
     /// Whether kernels of the tuned family are what was [`measured`](crate::measured): not those that NVRTC before 12.9 makes.
@@ -167,7 +125,7 @@ impl CudaExecutor {
     /// # Errors
     /// Why none does.
     pub fn family(&self, problem: &Problem) -> Result<Family, Unsupported> {
-        self.forward(problem).map(|(family, _)| family)
+        self.target.takes(problem).map(|(family, _)| family)
     }
 
     /// The family of kernels that takes a backward problem, on this device.
@@ -175,29 +133,11 @@ impl CudaExecutor {
     /// # Errors
     /// Why none does.
     pub fn backward_family(&self, problem: &BackwardProblem) -> Result<Family, Unsupported> {
-        self.backward(problem).map(|(family, _)| family)
+        self.target.takes_backward(problem).map(|(family, _)| family)
     }
 
-    fn forward(&self, problem: &Problem) -> Result<(Family, Forward), Unsupported> {
-        self.taken(|family| match family {
-            Family::Wgmma => Forward::of(problem),
-            Family::Mma => mma::forward(problem),
-        })
-    }
-
-    fn backward(&self, problem: &BackwardProblem) -> Result<(Family, Backward), Unsupported> {
-        self.taken(|family| match family {
-            Family::Wgmma => Backward::of(problem),
-            Family::Mma => mma::backward(problem),
-        })
-    }
-
-    /// A plan of one text or two, each with its kernels; what makes lists is a kernel of each.
-    fn build(&self, family: Family, job: Job, pass: Pass, first: Text, second: Option<Text>) -> Result<Arc<CudaPlan>, Error> {
-        let (lists, cut) = (pass.lists_entry(), pass.cut());
-        let made = |(source, mut entries): Text| {
-            entries.extend(lists);
-            let key = KernelKey { source: source.into(), entries, cut: cut.clone(), architecture: family.architecture(self.device.sm()) };
+    fn build(&self, job: Job, Written { pass, first, second }: Written) -> Result<Arc<CudaPlan>, Error> {
+        let made = |key: KernelKey| {
             let build = || Ok::<_, Error>(Arc::new(Kernel::build(&self.nvrtc, &self.files, self.device, &key)?));
             self.kernels.get_or_build(&key, build).map(|(kernel, _)| kernel)
         };
@@ -208,30 +148,6 @@ impl CudaExecutor {
         })
     }
 
-    /// What the first family takes of a problem that takes it, on this device; else the reasons of the one that has the fewest.
-    fn taken<T>(&self, ask: impl Fn(Family) -> Result<T, Unsupported>) -> Result<(Family, T), Unsupported> {
-        let asked = Family::ALL.into_iter().filter(|family| self.family.is_none_or(|only| only == *family));
-        let (able, unable): (Vec<_>, Vec<_>) = asked.partition(|family| family.runs_on(self.device.sm()));
-        let mut refused: Option<Unsupported> = None;
-        for family in able {
-            match ask(family) {
-                Ok(taken) => return Ok((family, taken)),
-                Err(why) if refused.as_ref().is_none_or(|before| why.reasons.len() < before.reasons.len()) => refused = Some(why),
-                Err(_) => {}
-            }
-        }
-        if let Some(refused) = refused {
-            return Err(refused);
-        }
-        // No family runs here: that, and what would be declined elsewhere.
-        let [major, minor] = [self.device.sm() / 10, self.device.sm() % 10];
-        let last = unable.last().copied().unwrap_or(Family::Mma);
-        let device =
-            Reason::Limit { field: "compute capability".to_owned(), value: format!("{major}.{minor}"), limit: last.devices().to_owned() };
-        let more = ask(last).err().map_or_else(Vec::new, |why| why.reasons);
-        Err(unsupported([device].into_iter().chain(more).collect()))
-    }
-
     /// A plan over host memory.
     fn hosted(&self, job: Job, plan: Arc<CudaPlan>) -> Result<Arc<Hosted>, sdpa_core::Error> {
         let failed = |error| Error::from(error).into();
@@ -240,16 +156,13 @@ impl CudaExecutor {
     }
 }
 
-/// A text, and its kernels with the shared memory of each.
-type Text = (String, Vec<(&'static CStr, u32)>);
-
 impl Executor for CudaExecutor {
     fn name(&self) -> ExecutorName {
         ExecutorName::CUDA
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        self.forward(problem).map(|_| ())
+        self.family(problem).map(|_| ())
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, sdpa_core::Error> {
@@ -257,7 +170,7 @@ impl Executor for CudaExecutor {
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        self.backward(problem).map(|_| ())
+        self.backward_family(problem).map(|_| ())
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {

@@ -1,7 +1,7 @@
 //! Files of kernels: where an executor looks before it compiles, and where it keeps what it has compiled.
 
 use crate::CudaExecutor;
-use crate::kernel::{Kernel, KernelKey};
+use crate::kernel::{Kernel, KernelKey, MachineCode};
 use sdpa_cache::CacheKey;
 use sdpa_nvidia::planfile::{self, Digest, Head, PlanFile, PlanFileError, Record};
 use serde::{Deserialize, Serialize};
@@ -90,6 +90,41 @@ fn digest(key: &KernelKey, [major, minor]: [i32; 2]) -> Digest {
     Digest::parts().part(compiler.as_bytes()).part(key.architecture.as_bytes()).part(key.source.as_bytes()).finish()
 }
 
+/// Whether a file may be added to: there is none, or it is one of kernels, of this version.
+///
+/// # Errors
+/// What is wrong with the file.
+pub fn takes(path: impl AsRef<Path>) -> Result<(), KernelFileError> {
+    match PlanFile::open(path) {
+        Ok(file) => KernelHead::mismatch(file.header(), &HERE).map_or(Ok(()), |mismatch| Err(KernelFileError::Mismatch(mismatch))),
+        Err(PlanFileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Adds kernels that were compiled without a device to a file, which is made where there is none. What is there already stays.
+///
+/// ```no_run
+/// use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+/// use sdpa_cuda::{Nvrtc, Target, files, kernel::MachineCode};
+///
+/// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 4096, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
+/// let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
+/// let nvrtc = Nvrtc::load(None)?;
+/// let keys = Target::new(90, 132).kernels(&spec.validate()?.into())?;
+/// let compiled = keys.into_iter().map(|key| MachineCode::compile(&nvrtc, key)).collect::<Result<Vec<_>, _>>()?;
+/// files::add("kernels.bin", compiled)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// What is wrong with the file or its folder.
+pub fn add(path: impl AsRef<Path>, kernels: impl IntoIterator<Item = MachineCode>) -> Result<(), KernelFileError> {
+    let record = |MachineCode { key, compiler, code }| Record { key: digest(&key, compiler), label: key.label(), payload: code };
+    planfile::add(path, &HERE, kernels.into_iter().map(record))?;
+    Ok(())
+}
+
 impl CudaExecutor {
     /// Looks for kernels in a file from now on, before they are compiled. Only its index is read; kernels are read one by one when they are asked for. One that
     /// is damaged is compiled as if it were not there, with a warning.
@@ -128,15 +163,11 @@ impl CudaExecutor {
     /// # Errors
     /// What is wrong with the file or its folder.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<usize, KernelFileError> {
-        let version = self.nvrtc().version();
-        let record = |(key, kernel): (KernelKey, Arc<Kernel>)| Record {
-            key: digest(&key, version),
-            label: key.label(),
-            payload: kernel.code.to_vec(),
-        };
-        let records: Vec<Record> = self.kernels.values().into_iter().map(record).collect();
-        let count = records.len();
-        planfile::add(path, &HERE, records)?;
+        let compiler = self.nvrtc().version();
+        let kernel = |(key, kernel): (KernelKey, Arc<Kernel>)| MachineCode { key, compiler, code: kernel.code.clone() };
+        let kernels: Vec<MachineCode> = self.kernels.values().into_iter().map(kernel).collect();
+        let count = kernels.len();
+        add(path, kernels)?;
         Ok(count)
     }
 }

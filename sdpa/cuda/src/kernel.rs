@@ -101,12 +101,34 @@ pub(crate) fn is_fast(version: [i32; 2]) -> bool {
     version >= SIDE_BY_SIDE_FROM
 }
 
-fn compiled(nvrtc: &Nvrtc, key: &KernelKey) -> Result<Vec<u8>, Error> {
-    let compiled = compile_for(nvrtc, &key.source, &key.architecture)?;
-    if let Some(why) = serialized(&compiled) {
-        tracing::warn!(kernel = key.label(), why, "products run one after the other");
+/// The machine code of a kernel, as files keep it.
+#[derive(Debug)]
+pub struct MachineCode {
+    /// What it was compiled from.
+    pub(crate) key: KernelKey,
+    /// The version of NVRTC: major, minor.
+    pub(crate) compiler: [i32; 2],
+    /// An ELF file.
+    pub(crate) code: Vec<u8>,
+}
+
+impl MachineCode {
+    /// Compiles a kernel. No device has to be there.
+    ///
+    /// # Errors
+    /// [`sdpa_driver::Error::Compile`].
+    pub fn compile(nvrtc: &Nvrtc, key: KernelKey) -> Result<MachineCode, sdpa_driver::Error> {
+        let compiled = compile_for(nvrtc, &key.source, &key.architecture)?;
+        if let Some(why) = serialized(&compiled) {
+            tracing::warn!(kernel = key.label(), why, "products run one after the other");
+        }
+        Ok(MachineCode { key, compiler: nvrtc.version(), code: compiled.code })
     }
-    Ok(compiled.code)
+
+    /// The ELF file.
+    pub fn code(&self) -> &[u8] {
+        &self.code
+    }
 }
 
 impl Kernel {
@@ -117,7 +139,7 @@ impl Kernel {
         let mut time = BuildTime::default();
         let (part, code) = match found {
             Some(code) => (&mut time.load, code),
-            None => (&mut time.compile, compiled(nvrtc, key)?),
+            None => (&mut time.compile, MachineCode::compile(nvrtc, key.clone())?.code),
         };
         let module = Module::load(device, &code)?;
         let entries = key.entries.iter().map(|(name, shared)| module.entry(name, *shared)).collect::<Result<_, _>>()?;

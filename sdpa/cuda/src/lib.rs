@@ -3,6 +3,7 @@
 //! | file | what it has |
 //! |---|---|
 //! | `executor` | a device, its compiler, its caches |
+//! | `target` | what passes are compiled from for a device, which need not be there |
 //! | `family` | the families of kernels, and the devices that these run on |
 //! | `choice` | when it is asked before cuDNN |
 //! | `problem`, `backward` | problems as kernels are told of them, and what they decline |
@@ -10,7 +11,7 @@
 //! | `map` | which blocks of keys a rule of places leaves |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
 //! | `mma` | the family with `mma.sync`: what it takes, its cuts, its texts |
-//! | `kernel` | kernels compiled and loaded, by their text |
+//! | `kernel`, `files` | kernels compiled and loaded, by their text; files of them |
 //! | `plan`, `params` | a pass made ready, and what a call tells it |
 
 mod backward;
@@ -18,7 +19,7 @@ mod choice;
 mod error;
 mod executor;
 mod family;
-mod files;
+pub mod files;
 pub mod kernel;
 pub mod map;
 mod matrix;
@@ -27,6 +28,7 @@ pub mod params;
 mod plan;
 mod problem;
 pub mod source;
+mod target;
 pub mod tile;
 mod work;
 
@@ -38,4 +40,5 @@ pub use family::Family;
 pub use files::{KernelFileError, KernelHead, OtherKeys};
 pub use plan::CudaPlan;
 pub use problem::{Forward, Packs};
-pub use sdpa_driver::Error as DriverError;
+pub use sdpa_driver::{Error as DriverError, Nvrtc};
+pub use target::Target;

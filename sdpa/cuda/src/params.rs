@@ -25,6 +25,10 @@ params! {
     Params {
         /// Address that the log-sum-exp of each row goes to, f32 (batch, heads_q, seq_q); 0 where nobody asks.
         stats: u64 = "float* ",
+        /// Address that the largest score of each row goes to, as `stats` lies.
+        row_max: u64 = "float* ",
+        /// Address that the sum of exponentials of each row goes to, as `stats` lies.
+        sum_exp: u64 = "float* ",
         /// Address of the lengths of queries, i32 for each batch entry.
         seq_len_q: u64 = "const int* ",
         /// Address of the lengths of keys, i32 for each batch entry.
@@ -48,6 +52,8 @@ params! {
         part_sums: u64 = "float* ",
         /// Address of the logarithms of their sums in base 2, f32 (item, head or group of heads, row of a tile).
         part_logs: u64 = "float* ",
+        /// Address of their largest scores, as `part_logs` lies, where row statistics ask for them.
+        part_largest: u64 = "float* ",
         /// Address of the output, where it leaves past shared memory.
         o: u64 = "void* ",
         /// Stride of the output from one batch entry to the next, in elements.
@@ -62,6 +68,10 @@ params! {
         boundaries_q: u64 = "const void* ",
         /// Address of where documents of keys begin and end.
         boundaries_kv: u64 = "const void* ",
+        /// Address of the seed of dropout, i64, of a call that has one.
+        dropout_seed: u64 = "const ulong64* ",
+        /// Address of where its random numbers begin, i64.
+        dropout_offset: u64 = "const ulong64* ",
         /// Batch entries.
         batch: i32 = "int ",
         /// Query heads.
@@ -116,6 +126,10 @@ params! {
         scale: f32 = "float ",
         /// What a score is multiplied by in the exponent of 2: positive.
         unit: f32 = "float ",
+        /// The largest random number with which a weight stays.
+        dropout_most: i32 = "int ",
+        /// What weights that stay are multiplied by.
+        dropout_scale: f32 = "float ",
     }
 }
 
@@ -178,6 +192,10 @@ params! {
         dq_row: i64 = "long ",
         /// Stride of `d_o_copy` from one query to the next.
         copy_row: i64 = "long ",
+        /// Address of the seed of dropout, i64, of a call that has one.
+        dropout_seed: u64 = "const ulong64* ",
+        /// Address of where its random numbers begin, i64.
+        dropout_offset: u64 = "const ulong64* ",
         /// Batch entries.
         batch: i32 = "int ",
         /// Query heads.
@@ -224,6 +242,10 @@ params! {
         scale: f32 = "float ",
         /// What a score is multiplied by in the exponent of 2: positive.
         unit: f32 = "float ",
+        /// The largest random number with which a weight stays.
+        dropout_most: i32 = "int ",
+        /// What weights that stay are multiplied by.
+        dropout_scale: f32 = "float ",
     }
 }
 

@@ -6,7 +6,7 @@ use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Operand, Paged, Problem, Side, Statistic, StatsBase, packed};
+use sdpa_core::{DType, Dropout, Operand, Paged, Problem, Side, Statistic, StatsBase, packed};
 use sdpa_emit::{Captured, Dialect};
 use std::fmt::Display;
 use std::sync::Arc;
@@ -34,8 +34,12 @@ pub struct Forward {
     pub captured: Captured,
     /// Whether each query head has a sink in the softmax's denominator.
     pub sink: bool,
-    /// Whether `stats` is written: f32 (batch, heads_q, seq_q).
-    pub stats: bool,
+    /// Which part of the weights is dropped at random, if any is.
+    pub dropout: Option<Dropout>,
+    /// Which row statistics are written, in the order of [`Statistic::ALL`]: f32 (batch, heads_q, seq_q) each.
+    pub statistics: [bool; 3],
+    /// The base of the logarithms in `stats`.
+    pub stats_base: StatsBase,
     /// The extents (batch, heads_q, seq_q, seq_kv).
     pub extents: [i64; 4],
     /// Query heads that share a key head.
@@ -131,12 +135,6 @@ impl Forward {
             let limit = format!("a multiple of {LEAST_PIECE}: the copy engine swizzles as many rows together");
             check.that(paged.page_size % LEAST_PIECE == 0, "paged.page_size", paged.page_size, limit);
         }
-        let dropout = problem.dropout().map_or_else(String::new, |dropout| dropout.p().to_string());
-        check.that(problem.dropout().is_none(), "dropout", dropout, "the kernels drop no weights");
-        check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
-        for statistic in [Statistic::RowMax, Statistic::SumExp] {
-            check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
-        }
         for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
             check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
         }
@@ -176,7 +174,9 @@ impl Forward {
             score_mod: problem.score_mod().cloned(),
             captured: Captured::of(traces.into_iter().flatten(), problem.extents()).in_dialect(Dialect::Cuda),
             sink: problem.sink(),
-            stats: problem.stats(),
+            dropout: problem.dropout(),
+            statistics: Statistic::ALL.map(|statistic| problem.computes(statistic)),
+            stats_base: problem.stats_base(),
             extents: problem.extents(),
             group: problem.group(),
             paged: problem.paged().copied(),
@@ -186,6 +186,16 @@ impl Forward {
                 totals: Side::ALL.map(|side| problem.total(side)),
             }),
         }
+    }
+
+    /// Whether a row statistic is written.
+    pub fn writes(&self, statistic: Statistic) -> bool {
+        self.statistics[statistic as usize]
+    }
+
+    /// Whether a part of the keys leaves its largest scores: the largest of a row, or what its sum is told next to, is that of no part.
+    pub(crate) fn leaves_largest(&self) -> bool {
+        self.writes(Statistic::RowMax) || self.writes(Statistic::SumExp)
     }
 
     /// Whether the tokens of a side lie packed.
@@ -258,9 +268,8 @@ mod tests {
     fn what_is_declined_is_told_by_its_field() {
         let dense = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bshd);
         assert_eq!(fields(&dense.clone().mask(Mask::padding()).with_sink().with_stats()), [""; 0]);
-        assert_eq!(fields(&dense.clone().with_dropout(0.5)), ["dropout"]);
-        assert_eq!(fields(&dense.clone().with_stats_in(StatsBase::Two)), ["stats_base"]);
-        assert_eq!(fields(&dense.clone().with_row_max().with_sum_exp()), ["row_max", "sum_exp"]);
+        assert_eq!(fields(&dense.clone().with_dropout(0.5)), [""; 0]);
+        assert_eq!(fields(&dense.clone().with_stats_in(StatsBase::Two).with_row_max().with_sum_exp()), [""; 0]);
         assert_eq!(fields(&AttentionSpec::dense(DType::F32, SHAPE, Layout::Bshd)), ["dtype"]);
         assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), [""; 0]);
         let mut apart = AttentionSpec::packed(DType::F16, SHAPE, Packed::default());

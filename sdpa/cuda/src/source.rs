@@ -2,12 +2,13 @@
 
 use crate::backward::{ALONG_PARAMS, ALONG_SCORE, Along, Backward};
 use crate::matrix;
+use crate::mma::Left;
 use crate::params::{BackwardParams, Params};
 use crate::problem::{Forward, Lists};
 use crate::tile::{BackwardTile, PANEL, Tile};
 use crate::work::steps;
 use sdpa_core::expr::{Axis, Trace};
-use sdpa_core::{DType, Side};
+use sdpa_core::{DType, Side, StatsBase};
 use sdpa_emit::{Captured, Dialect, EXPRESSION};
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -25,6 +26,9 @@ const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), pi
 pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
 pub(crate) const WALK: (&str, &str) = piece!("walk.cuh");
 pub(crate) const MAP: (&str, &str) = piece!("map.cuh");
+const DROPOUT: (&str, &str) = piece!("dropout.cuh");
+/// What a forward pass tells of its rows.
+pub(crate) const STATISTICS: (&str, &str) = piece!("statistics.cuh");
 const TILES: (&str, &str) = piece!("tiles.cuh");
 const ITEMS: (&str, &str) = piece!("items.cuh");
 const MERGE: (&str, &str) = piece!("merge.cuh");
@@ -80,17 +84,25 @@ fn captured_structure(captured: &Captured) -> String {
 }
 
 /// Constants that both passes take from the attention.
-fn constants(problem: &Forward) -> [(&'static str, u32); 8] {
+fn constants(problem: &Forward) -> [(&'static str, u32); 9] {
     [
         ("WITH_SINK", problem.sink.into()),
         ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
         ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
+        ("WITH_DROPOUT", problem.dropout.is_some().into()),
         ("WITH_ENDS", (!problem.ends.is_full()).into()),
         ("WITH_PREFIX", problem.region.prefix.is_some().into()),
         ("WITH_MAP", problem.keep.is_some().into()),
         ("WITH_KEEP", problem.keep.is_some().into()),
         ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
     ]
+}
+
+/// Constants of [`STATISTICS`].
+pub(crate) fn statistics(problem: &Forward) -> [(&'static str, u32); 4] {
+    let [stats, row_max, sum_exp] = problem.statistics.map(u32::from);
+    let two = u32::from(problem.stats_base == StatsBase::Two);
+    [("WITH_STATS", stats), ("WITH_ROW_MAX", row_max), ("WITH_SUM_EXP", sum_exp), ("WITH_BASE_TWO", two)]
 }
 
 /// The text up to the pieces of a pass, `engines` the last of it.
@@ -109,7 +121,7 @@ pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced
         text.push_str("\n#line 1 \"traced\"\n");
         text.extend(traced.iter().map(String::as_str));
     }
-    engines.iter().for_each(|piece| add(&mut text, *piece));
+    problem.dropout.map(|_| DROPOUT).iter().chain(engines).for_each(|piece| add(&mut text, *piece));
     text
 }
 
@@ -146,7 +158,6 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
-        ("WITH_STATS", problem.stats.into()),
         ("APPROXIMATE", (problem.dtype == DType::BF16).into()),
         ("WITH_PACKED_Q", problem.packed.is_some().into()),
         ("WITH_PACKED_KV", problem.packs(Side::Keys).into()),
@@ -155,7 +166,9 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("WITH_LIST", problem.lists_tiles(tile).into()),
         ("WITH_PARTS", tile.split.into()),
         ("LEAST_BLOCKS", problem.least_blocks(tile)),
+        ("WITH_LARGEST", (tile.split && problem.leaves_largest()).into()),
     ];
+    let own: Vec<(&str, u32)> = own.into_iter().chain(statistics(problem)).collect();
     let params = format!("{}{}", boundary(problem), Params::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
@@ -164,7 +177,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
     let items = problem.lists_tiles(tile).then_some(ITEMS).into_iter().chain(tile.split.then_some(MERGE));
-    [SPAN, WALK, TILES].into_iter().chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    [SPAN, WALK, TILES, STATISTICS].into_iter().chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -201,7 +214,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     if !problem.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");
-        text.push_str(&along_parameters(&problem.along, forward.extents));
+        text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
     }
     GRADIENTS.into_iter().for_each(|piece| add(&mut text, piece));
     text
@@ -244,28 +257,24 @@ fn along_function(captured: &Captured, trace: &Trace, root: usize, name: &str, t
     captured.gradient(trace, root).replacen("float score_mod_gradient(", &format!("{ty} {name}("), 1)
 }
 
-/// The function that adds what each score gives to the gradients of parameters.
-pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
+/// The function that adds what each score gives to the gradients of parameters: to their elements, or where `left` says so to a warp's own place.
+pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4], left: &[Option<Left>]) -> String {
     let mut text = "inline void along_parameters(const float (&raw)[RAW], const float (&upstream)[SCORES], const Params& p, const Captured& captured,\n                             \
                     const Gradients& gradients, const Corner& corner) {\n    float x[SCORES];\n"
         .to_owned();
     for (n, along) in along.iter().enumerate() {
-        let last = along.axes.extents().product::<i64>() - 1;
-        for [value, place] in &along.reads {
-            let _ = writeln!(
-                text,
-                "    for (int n = 0; n < SCORES; n++) {{\n        if (upstream[n] == 0.0f) continue;\n        const Place at = place_of(p, corner, n);\n        \
-                 const float more = read_{value}(raw[n], upstream[n], at, captured);\n        \
-                 if (more != 0.0f) atomicAdd(gradients.to_{n} + min(max(read_{place}(raw[n], upstream[n], at, captured), 0), {last}), more);\n    }}"
-            );
+        let left = left.get(n).copied().flatten();
+        for read in &along.reads {
+            text.push_str(&along_read(n, along, *read, left));
         }
         if along.axes.is_table() {
             continue;
         }
         let spans = |axis| if along.axes.has(axis) { "true" } else { "false" };
-        let mut at = "0L".to_owned();
+        let mut at = left.map_or_else(|| "0L".to_owned(), place_of_warp);
         for (axis, index) in Axis::ALL.into_iter().zip(["at.batch", "at.head", "at.query", "at.key"]) {
-            if along.axes.has(axis) {
+            let of_rows = matches!(axis, Axis::Batch | Axis::Head);
+            if along.axes.has(axis) && !(of_rows && left.is_some()) {
                 at = format!("({at}) * {}L + {index}", extents[axis.place()]);
             }
         }
@@ -279,6 +288,26 @@ pub(crate) fn along_parameters(along: &[Along], extents: [i64; 4]) -> String {
     }
     text.push_str("}\n");
     text.replace("    for (int n", "#pragma unroll\n    for (int n")
+}
+
+/// Which of all slots of all rows is this warp's.
+fn place_of_warp(left: Left) -> String {
+    let slot = if left.slots == 1 { "0" } else { "corner.k / 16" };
+    format!("(long(corner.batch) * {}L + corner.head) * {}L + {slot}", left.rows[1], left.slots)
+}
+
+/// What adds to the gradient of a table at the place that is read.
+fn along_read(n: usize, along: &Along, [value, place]: [usize; 2], left: Option<Left>) -> String {
+    let last = along.axes.extents().product::<i64>() - 1;
+    let to = left.map_or_else(String::new, |left| format!(" + ({}) * {}L", place_of_warp(left), left.inner));
+    let more = format!("read_{value}(raw[n], upstream[n], at, captured)");
+    let add = format!("atomicAdd(gradients.to_{n}{to} + min(max(read_{place}(raw[n], upstream[n], at, captured), 0), {last}), more);");
+    let each = if left.is_some() {
+        format!("        const float more = upstream[n] == 0.0f ? 0.0f : {more};\n        one_by_one(more != 0.0f, [&] {{ {add} }});\n")
+    } else {
+        format!("        if (upstream[n] == 0.0f) continue;\n        const float more = {more};\n        if (more != 0.0f) {add}\n")
+    };
+    format!("    for (int n = 0; n < SCORES; n++) {{\n        const Place at = place_of(p, corner, n);\n{each}    }}\n")
 }
 
 pub(crate) fn add(text: &mut String, (name, piece): (&str, &str)) {

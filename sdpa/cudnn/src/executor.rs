@@ -33,7 +33,7 @@ pub struct CudnnOptions {
     /// Bounds of the plans of backward passes that are kept.
     pub backward: Limits,
     /// Run every configuration that cuDNN offers when plans are built on a device, and keep the fastest: builds take as many times as
-    /// long as there are configurations. Plans from files are taken as they are; plans that are saved are the fastest. The variable
+    /// long as there are configurations. A dispatcher times the kernels of `sdpa::cuda` beside the fastest, too. Plans from files are taken as they are; plans that are saved are the fastest. The variable
     /// `SDPA_AUTOTUNE=off` turns it off.
     pub tune: bool,
     /// Make the graph of a pass again on every hit, and refuse a plan of another graph: for tests of keys. Hits are slow then.
@@ -100,6 +100,11 @@ impl CudnnExecutor {
     /// The device that everything runs on.
     pub fn device(&self) -> &'static Device {
         self.device
+    }
+
+    /// Whether plans are timed when they are built: as [`CudnnOptions::tune`] says, unless the variable `SDPA_AUTOTUNE` turns it off.
+    pub fn tunes(&self) -> bool {
+        self.tune
     }
 
     /// The cache of plans of forward passes.

@@ -3,50 +3,26 @@
 //! Among the offers are engines that compute something else without a word (seen on an H200, 9.19 and 9.27: the engine for equal bits
 //! given the spelling of the other). The first contender is the configuration that is used without timing, which the tests know; one
 //! whose results on random numbers are not close to its results is out.
-#![allow(unsafe_code)]
-
-mod memory;
-mod results;
 
 use super::plan::{Made, PlanOptions, Planned, offered};
 use crate::error::Error;
 use crate::lower::Job;
-use cudnn_graph::{Device, Library, Stream, Target};
-use memory::Memory;
+use cudnn_graph::{Device, Library, Target};
+use sdpa_nvidia::race::{Contender, RaceError, race};
 use std::sync::Arc;
 
-/// Rounds in which every contender runs once; the first of all is not counted.
-const ROUNDS: usize = 7;
-/// Who takes this many times as long as the fastest in a round is out of the next.
-const HOPELESS: f32 = 1.5;
-
-/// A pass around a configuration that was compiled and timed.
-struct Contender {
-    planned: Planned,
-    ms: Vec<f32>,
+/// Why nothing was timed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TuneError {
+    #[error(transparent)]
+    Plan(#[from] Error),
+    #[error(transparent)]
+    Race(#[from] RaceError),
 }
 
-impl Contender {
-    /// The form and the engine.
-    fn name(&self) -> String {
-        format!("{} {}", self.planned.lowered.form, self.planned.engine)
-    }
-
-    fn least(&self) -> f32 {
-        self.ms.iter().copied().fold(f32::INFINITY, f32::min)
-    }
-
-    /// Runs the whole pass once; the time that it took, in milliseconds.
-    fn run(&self, library: &'static Library, stream: &Stream, memory: &Memory<'_>) -> Result<f32, Error> {
-        let handle = library.handle(stream)?;
-        let start = stream.record(true)?;
-        // SAFETY: the memory is this device's, as large as it says, outlives the wait below, and nobody else has it.
-        let submitted = memory.call(|call| unsafe { self.planned.submit(&handle, call) });
-        let end = stream.record(true)?;
-        end.synchronize()?;
-        submitted?;
-        Ok(end.since(&start)?)
-    }
+/// The form and the engine of a pass.
+fn name(planned: &Planned) -> String {
+    format!("{} {}", planned.lowered.form, planned.engine)
 }
 
 /// The pass around the fastest configuration; `None` where that is the one that is there already.
@@ -59,13 +35,14 @@ pub(super) fn fastest(
     options: &PlanOptions,
     job: &Job,
     built: &Planned,
-) -> Result<Option<Planned>, Error> {
-    let stream = device.stream()?;
-    let target = Target::Handle(&library.handle(&stream)?);
-    let around = |made| -> Result<Contender, Error> {
+) -> Result<Option<Planned>, TuneError> {
+    let stream = device.stream().map_err(Error::from)?;
+    let handle = library.handle(&stream).map_err(Error::from)?;
+    let target = Target::Handle(&handle);
+    let around = |made| -> Result<Planned, Error> {
         let mut planned = Planned::beside(library, &target, job, made, Some(built))?;
         planned.upload_tables(&stream)?;
-        Ok(Contender { planned, ms: Vec::new() })
+        Ok(planned)
     };
     let mut all = vec![around(built.made())?];
     for (lowered, plan) in offered(library, &target, &built.job, options)? {
@@ -73,47 +50,18 @@ pub(super) fn fastest(
             Ok(contender) => contender,
             // What this one needs around it is not to be had; the others may do without.
             Err(Error::Unsupported(_)) => continue,
-            Err(other) => return Err(other),
+            Err(other) => return Err(other.into()),
         };
-        if contender.name() != all[0].name() || contender.planned.lowered.graph != all[0].planned.lowered.graph {
+        if name(&contender) != name(&all[0]) || contender.lowered.graph != all[0].lowered.graph {
             all.push(contender);
         }
     }
     if all.len() == 1 {
         return Ok(None);
     }
-    let workspace = all.iter().map(|c| c.planned.workspace_bytes()).max().unwrap_or(0);
-    let mut memory = Memory::new(&stream, job, workspace)?;
-    let mut want = None;
-    let mut right = Vec::new();
-    for contender in all {
-        memory.poison()?;
-        contender.run(library, &stream, &memory)?;
-        let results = memory.read()?;
-        let close = want.as_ref().is_none_or(|want| results::close(want, &results));
-        want.get_or_insert(results);
-        if close {
-            right.push(contender);
-        } else {
-            tracing::warn!(configuration = contender.name(), "computes something else than the configuration that is used without timing");
-        }
-    }
-    let mut all = right;
-    for round in 0..=ROUNDS {
-        let best = all.iter().map(Contender::least).fold(f32::INFINITY, f32::min);
-        for contender in &mut all {
-            if round > 1 && contender.least() > best * HOPELESS {
-                continue;
-            }
-            let ms = contender.run(library, &stream, &memory)?;
-            if round > 0 {
-                contender.ms.push(ms);
-            }
-        }
-    }
-    for contender in &all {
-        tracing::debug!(configuration = contender.name(), ms = contender.least(), "timed");
-    }
-    let best = (0..all.len()).min_by(|&a, &b| all[a].least().total_cmp(&all[b].least()));
-    Ok(best.filter(|&best| best > 0).map(|best| all.swap_remove(best).planned))
+    let names: Vec<String> = all.iter().map(name).collect();
+    let contenders: Vec<Contender<'_>> = all.iter().zip(&names).map(|(ready, name)| Contender { name, ready }).collect();
+    let times = race(&stream, job, &contenders)?;
+    let fastest = times.iter().enumerate().filter_map(|(n, time)| Some((n, (*time)?))).min_by_key(|(_, time)| *time);
+    Ok(fastest.filter(|(n, _)| *n > 0).map(|(n, _)| all.swap_remove(n)))
 }

@@ -8,6 +8,7 @@ mod host;
 mod job;
 mod key;
 pub mod planfile;
+pub mod race;
 
 pub use executor::{DevicePass, NvidiaExecutor};
 pub use host::Hosted;

@@ -17,7 +17,6 @@ pub fn random_few(random: &mut Random, dtypes: &[DType]) -> AttentionSpec {
         let [batch, _, _, dim] = tensor.dims;
         *tensor = TensorSpec::dense([batch, heads, seq, dim], random.pick(&[Layout::Bhsd, Layout::Bshd]));
     }
-    (spec.dropout, spec.row_max, spec.sum_exp) = (None, false, false);
     spec.masks.clear();
     match random.between(0, 3) {
         0 => {}

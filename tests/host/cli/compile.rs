@@ -5,6 +5,7 @@ use conformance::offline::{RUNTIMES, Runtime};
 use conformance::recorder;
 use conformance::say::skip;
 use cudnn_graph::{DeviceProfile, Search};
+use sdpa::cuda::KernelHead;
 use sdpa::cudnn::planfile::{self, PlanFile, Record};
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions};
 use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -135,6 +136,50 @@ fn plans_of_a_file_are_used_and_files_of_no_use_are_refused() {
         (code(&out), errors(&out)),
         (2, vec!["--plans: plans are cuDNN's, or kernels of cuda, and the --executor is cpu".to_owned()])
     );
+}
+
+#[test]
+fn kernels_are_compiled_into_files_of_their_own() {
+    let nvrtc = match conformance::nvrtc::find() {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => return skip("offline", &why),
+    };
+    let folder = Folder::new();
+    let (problems, kernels) = (folder.path("p.toml"), folder.path("kernels"));
+    let longer = "[[problem]]\nshape = [1, 2, 2, 40, 40, 64]\n[[problem]]\nshape = [1, 2, 2, 60, 70, 64]\n";
+    std::fs::write(&problems, format!("{longer}[[problem]]\nname = \"wide\"\nshape = [1, 2, 2, 8, 8, 320]\n")).unwrap();
+    let place = nvrtc.path().display().to_string();
+    let made = |device: &str, rest: &str| {
+        let line = format!("compile --executor cuda --nvrtc {place} --problems {problems} --device {device} --out {kernels} {rest}");
+        sdpa(words(&line))
+    };
+    let out = made("a100", "--json");
+    let told = json(&out);
+    assert_eq!((code(&out), &told["plans"], &told["declined"], &told["executor"]), (3, &2.into(), &1.into(), &"cuda".into()), "{told}");
+    assert!(told["compiler"].as_str().unwrap().starts_with("NVRTC "), "{told}");
+    assert!(told["compiled"][2]["declined"].as_str().unwrap().contains("dim_qk is 320"), "{told}");
+    // Both problems have one text; that of another device is another.
+    let entries = || sdpa_nvidia::planfile::PlanFile::<KernelHead>::open(&kernels).unwrap().entries().len();
+    assert_eq!(entries(), 1);
+    std::fs::write(&problems, longer).unwrap();
+    assert_eq!((code(&made("a100", "")), entries()), (0, 1));
+    assert_eq!((code(&made("l40s", "")), entries()), (0, 2));
+    // A file of cuDNN's plans takes none, and the other way round; each compiler has its option.
+    let before = std::fs::read(&kernels).unwrap();
+    let Some(runtime) = runtime("9.27") else { return };
+    let told = errors(&compile(&runtime, &format!("--problems {problems} --device h200 --out {kernels}")));
+    assert!(told.len() == 1 && told[0].contains("name another file"), "{told:?}");
+    assert_eq!(std::fs::read(&kernels).unwrap(), before);
+    let told = errors(&made("h200", "--cudnn 9.27 --driver x"));
+    assert!(told.len() == 2 && told[0].starts_with("--cudnn: NVRTC compiles kernels of cuda"), "{told:?}");
+    let told = errors(&sdpa(words(&format!("compile --nvrtc {place} --problems {problems} --device h200 --out {kernels}"))));
+    assert!(told.len() == 1 && told[0].starts_with("--nvrtc: cuDNN compiles plans"), "{told:?}");
+    let damaged = folder.path("damaged");
+    std::fs::write(&damaged, &before[..before.len() / 2]).unwrap();
+    let line = format!("compile --executor cuda --nvrtc {place} --problems {problems} --device h200 --out {damaged}");
+    let out = sdpa(words(&line));
+    assert!(code(&out) == 2 && errors(&out)[0].contains("name another file"), "{:?}", errors(&out));
+    assert_eq!(std::fs::read(&damaged).unwrap(), before[..before.len() / 2]);
 }
 
 #[test]

@@ -344,6 +344,14 @@ fn every_stage_is_printed() {
     assert_eq!(schedule["steps"][0]["spared_by"], serde_json::json!(["seq_len_q", "seq_len_kv"]));
     assert!(text("--stage graph --form unified --runtime 9.27.0").contains("sdpa_forward"));
     assert_eq!(text("--runtime 9.27.0"), text("--stage graph --runtime 9.27.0"));
+    let kernel = text("--stage kernel --score-mod softcap:30");
+    assert!(["sm_90a", "wgmma.mma_async", "precise::tanh", "__global__"].iter().all(|part| kernel.contains(part)));
+    let a100 = &value("--stage kernel --backward --device-profile ../cudnn-graph/devprops/a100.json")["kernels"];
+    assert!(a100.as_array().unwrap().len() == 2 && a100[1]["architecture"] == "sm_80", "{}", a100[1]["architecture"]);
+    let wide = sdpa(words("inspect --stage kernel --shape 1,2,2,9,9,264 --runtime 9.27.0"));
+    assert_eq!(errors(&wide), ["--runtime: has no bearing on this --stage"]);
+    let wide = sdpa(words("inspect --stage kernel --shape 1,2,2,9,9,264"));
+    assert!(code(&wide) == 3 && errors(&wide)[0].contains("dim_qk is 264"), "{:?}", errors(&wide));
     let too_new = inspect("--stage program --form unified --runtime 9.12.0");
     assert_eq!(code(&too_new), 3);
     assert!(errors(&too_new)[0].contains("9.12.0 lacks"), "{:?}", errors(&too_new));

@@ -313,11 +313,11 @@ exported! {
     /// Passed.
     fn cuEventSynchronize(_event: Ptr) -> c_int { relaxed(|| 0) }
 
-    /// Nothing takes time.
-    fn cuEventElapsedTime(ms: *mut f32, _start: Ptr, _end: Ptr) -> c_int {
+    /// A millisecond for each entry that was written between them.
+    fn cuEventElapsedTime(ms: *mut f32, start: Ptr, end: Ptr) -> c_int {
         in_context(|| {
             // SAFETY: the header's contract.
-            unsafe { store(ms, 0.0) };
+            unsafe { store(ms, timeline::between(start.addr(), end.addr()) as f32) };
             0
         })
     }

@@ -58,10 +58,15 @@ pub(crate) fn said() -> String {
     SAID.with(|said| said.borrow().clone())
 }
 
+/// How many entries were ever written.
+pub(crate) fn written() -> u64 {
+    RECORD.lock().written
+}
+
 exported! {
     /// How many entries were ever written.
     fn recording_written() -> u64 {
-        RECORD.lock().written
+        written()
     }
 
     /// The `n`th entry, counted from 0; 1 where it is not there, or no longer.

@@ -4,7 +4,7 @@
 //! Work is done at once, unless a test holds a stream: then it waits, events behind it have not passed, and whoever frees memory or destroys a
 //! plan that it needs is told on.
 
-use crate::memory;
+use crate::{memory, record};
 use parking_lot::Mutex;
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -72,7 +72,12 @@ struct Stream {
 
 /// What has to be done before an event has passed.
 enum Point {
-    Before { stream: u64, work: u64 },
+    /// The last is how many entries the record had.
+    Before {
+        stream: u64,
+        work: u64,
+        written: u64,
+    },
     Captured,
 }
 
@@ -272,7 +277,7 @@ pub(crate) fn record(event: usize, stream: usize) -> c_int {
     with(|all| {
         let work = all.work;
         let Some(on) = all.stream(stream) else { return INVALID_HANDLE };
-        let point = if on.capture.is_some() { Point::Captured } else { Point::Before { stream: on.id, work } };
+        let point = if on.capture.is_some() { Point::Captured } else { Point::Before { stream: on.id, work, written: record::written() } };
         all.events.insert(event, point);
         0
     })
@@ -285,12 +290,21 @@ pub(crate) fn query(event: usize) -> c_int {
     }
     with(|all| match all.events.get(&event) {
         Some(Point::Captured) => CAPTURED_EVENT,
-        Some(Point::Before { stream, work }) => {
+        Some(Point::Before { stream, work, .. }) => {
             let waits = all.streams.values().any(|s| s.id == *stream && s.pending.iter().any(|(n, _)| n <= work));
             if waits { NOT_READY } else { 0 }
         }
         None => 0,
     })
+}
+
+/// How many entries were written between two events.
+pub(crate) fn between(start: usize, end: usize) -> u64 {
+    let written = |all: &All, event| match all.events.get(&event) {
+        Some(Point::Before { written, .. }) => *written,
+        Some(Point::Captured) | None => 0,
+    };
+    with(|all| written(all, end).saturating_sub(written(all, start)))
 }
 
 exported! {

@@ -4,7 +4,7 @@ use super::lines;
 use crate::exit::{Failure, Line};
 use crate::request::Request;
 use sdpa::cudnn::guard;
-use sdpa::{Dispatcher, Preference};
+use sdpa::{Dispatcher, Preference, Timed};
 use sdpa::{Error, ExecutorName, Prepared, PreparedBackward, Reason, Unsupported};
 use std::sync::Arc;
 
@@ -14,6 +14,8 @@ pub(super) struct Chosen {
     pub(super) forward: Option<Arc<dyn Prepared>>,
     pub(super) backward: Option<Arc<dyn PreparedBackward>>,
     pub(super) declined: Vec<Unsupported>,
+    /// How long the executors on the GPU took beside one another, where that was asked for.
+    pub(super) timed: Option<Arc<Timed>>,
 }
 
 /// What speaks against the scale, which is no part of a problem.
@@ -33,7 +35,7 @@ fn ready(dispatcher: &Dispatcher, request: &Request, executor: ExecutorName) -> 
         Some(backward) => Some(dispatcher.prepare_backward(&backward.problem, preference)?.prepared),
         None => None,
     };
-    Ok(Chosen { executor, forward, backward, declined: Vec::new() })
+    Ok(Chosen { executor, forward, backward, declined: Vec::new(), timed: None })
 }
 
 /// Whether there is nothing for an executor to run on.
@@ -64,15 +66,15 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
     }
     let mut declined = Vec::new();
     // One for all passes, the one that is longer decides.
-    let order = match &request.backward {
-        Some(backward) => dispatcher.executors_for_backward(&backward.problem),
-        None => dispatcher.executors_for(&request.problem),
+    let (order, timed) = match &request.backward {
+        Some(backward) => (dispatcher.executors_for_backward(&backward.problem), dispatcher.timed_backward(&backward.problem)),
+        None => (dispatcher.executors_for(&request.problem), dispatcher.timed(&request.problem)),
     };
     for executor in order {
         let mut reasons = bad_scale(executor);
         if reasons.is_empty() {
             match ready(dispatcher, request, executor) {
-                Ok(chosen) => return Ok(Chosen { declined, ..chosen }),
+                Ok(chosen) => return Ok(Chosen { declined, timed, ..chosen }),
                 Err(Error::Unsupported(unsupported)) => reasons = unsupported.reasons,
                 Err(absent) if is_absent(dispatcher, executor) => reasons.push(Reason::Absent(absent.to_string())),
                 Err(e) => return Err(Failure::Environment(lines(executor, &e))),

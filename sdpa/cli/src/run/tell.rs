@@ -168,6 +168,9 @@ pub(super) struct Told {
     /// What its place among those that were asked is made of, on an NVIDIA GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     measured: Option<String>,
+    /// What was timed in place of that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timed: Option<String>,
     declined: Vec<Declined>,
     shape: Shape,
     layout: &'static str,
@@ -222,7 +225,8 @@ impl Told {
         let on_nvidia = [ExecutorName::CUDNN, ExecutorName::CUDA].contains(&chosen.executor);
         Told {
             executor: chosen.executor,
-            measured: request.measured().filter(|_| on_nvidia).map(|measured| measured.to_string()),
+            measured: request.measured().filter(|_| on_nvidia && chosen.timed.is_none()).map(|measured| measured.to_string()),
+            timed: chosen.timed.as_ref().map(ToString::to_string),
             declined: chosen.declined.iter().map(Declined::new).collect(),
             shape: request.shape(),
             layout: request.layout.name(),
@@ -256,6 +260,7 @@ impl Told {
         let s = &self.shape;
         table.row("executor", self.executor.name());
         table.rows("cuda is", self.measured.clone());
+        table.rows("timed", self.timed.clone());
         table.rows("declined", self.declined.iter().map(|d| format!("{}: {}", d.executor, d.text)));
         table.row(
             "shape",

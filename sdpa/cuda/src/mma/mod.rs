@@ -5,14 +5,18 @@
 //! | `problem` | what they decline |
 //! | `cut` | how a problem is cut |
 //! | `params` | what a call tells them |
+//! | `ordered` | what warps leave of gradients of parameters that are added up in one order |
 //! | `source` | their texts |
 
 mod cut;
+mod ordered;
 mod params;
 mod problem;
 mod source;
 
 pub use cut::{Cut, SHARED_BYTES};
+pub(crate) use ordered::Left;
+pub use ordered::MOST_LEFT_BYTES;
 pub use params::{MmaParams, Strided};
 pub use problem::{backward, forward};
 pub use source::{KEYS_ENTRY, QUERIES_ENTRIES, SINKS_SHARED_BYTES, forward_text, keys_text, queries_text};

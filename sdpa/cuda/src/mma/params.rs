@@ -44,6 +44,10 @@ params! {
         dv: Strided = "Strided ",
         /// Address of the log-sum-exp of each row, f32 (batch, heads_q, seq_q): forward it is written, where anybody asks.
         stats: u64 = "float* ",
+        /// Address that the largest score of each row goes to, as `stats` lies.
+        row_max: u64 = "float* ",
+        /// Address that the sum of exponentials of each row goes to, as `stats` lies.
+        sum_exp: u64 = "float* ",
         /// Address of the stats in units of the exponent of 2, as `stats` lies.
         lse: u64 = "float* ",
         /// Address of the sums of `o` times `d_o`, as `stats` lies.
@@ -62,6 +66,12 @@ params! {
         map_end: u64 = "const uint* ",
         /// Address of blocks of the other side, u32, the highest bit set where a rule may drop a part of one.
         map_blocks: u64 = "const uint* ",
+        /// Address of the page table, i32 for each page of each batch entry.
+        page_table: u64 = "const int* ",
+        /// Address of the seed of dropout, i64, of a call that has one.
+        dropout_seed: u64 = "const ulong64* ",
+        /// Address of where its random numbers begin, i64.
+        dropout_offset: u64 = "const ulong64* ",
         /// Batch entries.
         batch: i32 = "int ",
         /// Query heads.
@@ -102,5 +112,15 @@ params! {
         scale: f32 = "float ",
         /// What a score is multiplied by in the exponent of 2: positive.
         unit: f32 = "float ",
+        /// The largest random number with which a weight stays.
+        dropout_most: i32 = "int ",
+        /// What weights that stay are multiplied by.
+        dropout_scale: f32 = "float ",
+        /// Keys of a page.
+        page_size: i32 = "int ",
+        /// Pages of the containers.
+        pages: i32 = "int ",
+        /// Entries of the page table from one batch entry to the next.
+        table_row: i32 = "int ",
     }
 }

@@ -1,26 +1,20 @@
 //! What kernels with `mma.sync` take, and what they decline. Strides and head dims are no matter.
 
 use super::cut::Cut;
+use super::ordered::MOST_LEFT_BYTES;
 use crate::backward::Backward;
 use crate::params::FAR;
 use crate::problem::{Check, Forward, unsupported};
 use crate::tile::MOST_DIM;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::Unsupported;
-use sdpa_core::{DType, Direction, Problem, SINK, Statistic, StatsBase};
+use sdpa_core::{DType, Direction, Problem};
 
 fn checked(problem: &Problem) -> Check {
     let mut check = Check(Vec::new());
     let floats = [DType::F16, DType::BF16, DType::F32];
     check.that(floats.contains(&problem.dtype()), "dtype", problem.dtype(), "the kernels take f16, bf16 and f32");
     check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length");
-    check.that(problem.paged().is_none(), "paged", "pages", "the kernels take keys and values one behind the other");
-    let dropout = problem.dropout().map_or_else(String::new, |dropout| dropout.p().to_string());
-    check.that(problem.dropout().is_none(), "dropout", dropout, "the kernels drop no weights");
-    check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
-    for statistic in [Statistic::RowMax, Statistic::SumExp] {
-        check.that(!problem.computes(statistic), statistic.name(), "asked for", "the kernels write stats and no other numbers of rows");
-    }
     for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
         check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
     }
@@ -50,16 +44,17 @@ pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
 /// Every limit of the kernels that the problem breaks.
 pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
     let mut check = checked(problem.forward());
-    if problem.deterministic() {
-        for gradient in problem.wrt_scores() {
-            let field = format!("deterministic, gradient of {}", gradient.name);
-            check.that(false, &field, "asked for", format!("gradients of parameters are added in any order, but that of {SINK}"));
-        }
-    }
+    check.that(problem.forward().paged().is_none(), "paged", "pages", "the backward kernels take keys one behind the other");
     if !check.0.is_empty() {
         return Err(unsupported(check.0));
     }
-    Ok(Backward::told(problem, Forward::told(problem.forward())))
+    let backward = Backward::told(problem, Forward::told(problem.forward()));
+    let left = backward.left_bytes(&Cut::of_backward(&backward)?);
+    let names: Vec<&str> = backward.along.iter().map(|along| along.name.as_str()).collect();
+    let field = format!("deterministic, gradients of {}", names.join(", "));
+    let limit = format!("at most {MOST_LEFT_BYTES} bytes of what warps leave to be added up in one order");
+    check.that(left <= MOST_LEFT_BYTES, &field, format!("{left} bytes"), limit);
+    if check.0.is_empty() { Ok(backward) } else { Err(unsupported(check.0)) }
 }
 
 impl Cut {
@@ -93,7 +88,7 @@ impl Cut {
 mod tests {
     use super::*;
     use sdpa_core::error::Reason;
-    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Packed, Shape};
+    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Packed, Paged, SINK, Shape, StatsBase};
 
     const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 13, dim_v: 7 };
 
@@ -112,19 +107,30 @@ mod tests {
         assert_eq!(of(&odd), [""; 0]);
         (odd.k.strides[0], odd.v.strides[1], odd.q.alignment) = (0, 0, 4);
         assert_eq!(of(&odd), [""; 0]);
-        assert_eq!(of(&odd.clone().with_dropout(0.5).with_row_max().with_sum_exp()), ["dropout", "row_max", "sum_exp"]);
-        assert_eq!(of(&odd.with_stats_in(StatsBase::Two)), ["stats_base"]);
+        assert_eq!(of(&odd.clone().with_row_max().with_sum_exp().with_stats_in(StatsBase::Two)), [""; 0]);
+        assert_eq!(of(&odd.with_dropout(0.5)), [""; 0]);
+        for page_size in [1, 7, 48] {
+            let paged = AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size, pages: 9 });
+            assert_eq!(of(&paged), [""; 0]);
+            assert_eq!(of(&paged.with_packed_queries(9)), ["packed"]);
+        }
         assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), ["packed"]);
         let wide = Shape { dim_qk: 260, dim_v: 300, ..SHAPE };
         assert_eq!(of(&AttentionSpec::dense(DType::F16, wide, Layout::Bhsd)), ["dim_qk", "dim_v"]);
     }
 
     #[test]
-    fn a_deterministic_pass_has_no_gradients_of_parameters_but_that_of_the_sink() {
+    fn a_deterministic_pass_has_room_for_what_warps_leave() {
         let of = |spec: &BackwardSpec| fields(backward(&spec.validate().unwrap()));
         let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).with_sink().backward();
         assert_eq!(of(&spec.clone().deterministic().wrt(SINK, DType::F32)), [""; 0]);
         assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);
-        assert_eq!(of(&spec.deterministic().wrt("bias", DType::F32)), ["deterministic, gradient of bias"]);
+        assert_eq!(of(&spec.deterministic().wrt("bias", DType::F32)), [""; 0]);
+        // 2 · 4 · 9,000² numbers, of which the batch entries are added up.
+        let long = Shape { seq_q: 9000, seq_kv: 9000, ..SHAPE };
+        let spec = AttentionSpec::dense(DType::BF16, long, Layout::Bhsd).score_mod("bias:hqk".parse().unwrap()).backward();
+        assert_eq!(of(&spec.clone().wrt("bias", DType::F32)), [""; 0]);
+        let refused = backward(&spec.deterministic().wrt("bias", DType::F32).validate().unwrap()).unwrap_err().to_string();
+        assert!(refused.contains("deterministic, gradients of bias is 2592000000 bytes: at most 1073741824 bytes"), "{refused}");
     }
 }

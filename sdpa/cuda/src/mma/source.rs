@@ -1,12 +1,13 @@
 //! The texts of kernels with `mma.sync`: constants, the pieces of `kernels/`, and what was traced.
 
 use super::cut::Cut;
+use super::ordered::Left;
 use super::params::{MmaParams, Strided};
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
-    ALONG, BACKWARD, HEAVY, MAP, SPAN, WALK, add, along_functions, along_parameters, begin, gradients_structure, keep_function, piece,
-    score_functions,
+    ALONG, BACKWARD, HEAVY, MAP, SPAN, STATISTICS, WALK, add, along_functions, along_parameters, begin, gradients_structure, keep_function,
+    piece, score_functions, statistics,
 };
 use sdpa_core::DType;
 use sdpa_core::spec::TensorSpec;
@@ -18,8 +19,10 @@ const SCORES: (&str, &str) = piece!("mma_back.cuh");
 const KEYS: (&str, &str) = piece!("mma_keys.cu");
 const QUERIES: [(&str, &str); 2] = [piece!("mma_queries.cu"), piece!("mma_rows.cuh")];
 
-/// The names of the kernels of the text of queries: the one that computes; what it reads of each row; gradients of sinks; those of parameters that are rounded.
-pub const QUERIES_ENTRIES: [&CStr; 4] = [c"attention_queries", c"attention_rows", c"attention_sinks", c"attention_rounded"];
+/// The names of the kernels of the text of queries: the one that computes; what it reads of each row; gradients of sinks; those of parameters that are rounded, and
+/// those that are added up in one order.
+pub const QUERIES_ENTRIES: [&CStr; 5] =
+    [c"attention_queries", c"attention_rows", c"attention_sinks", c"attention_rounded", c"attention_summed"];
 
 /// The name of the kernel of the text of keys.
 pub const KEYS_ENTRY: &CStr = c"attention_keys";
@@ -44,6 +47,8 @@ fn pairs(tensor: &TensorSpec, bytes: u32) -> u32 {
 fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
     let bytes = cut.element_bytes;
     let [q, k, v, _] = &forward.tensors;
+    // As they lie in memory.
+    let [k, v] = [k, v].map(|tensor| forward.paged.map_or(*tensor, |paged| paged.container(tensor)));
     let mut constants = vec![
         ("DIM_QK", cut.dim_qk),
         ("DIM_V", cut.dim_v),
@@ -51,8 +56,8 @@ fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
         ("STAGES", cut.stages),
         ("SINGLE", u32::from(bytes == 4)),
         ("Q_WIDE", wide(q, bytes.into())),
-        ("K_WIDE", wide(k, bytes.into())),
-        ("V_WIDE", wide(v, bytes.into())),
+        ("K_WIDE", wide(&k, bytes.into())),
+        ("V_WIDE", wide(&v, bytes.into())),
         ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
     ];
     if forward.dtype == DType::F32 {
@@ -70,12 +75,14 @@ fn params() -> String {
 pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
     let [.., o] = &forward.tensors;
     let mut own = constants(forward, cut);
-    own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(o, cut.element_bytes)), ("WITH_STATS", forward.stats.into())]);
+    own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(o, cut.element_bytes))]);
+    own.extend(statistics(forward));
+    own.push(("WITH_PAGES", forward.paged.is_some().into()));
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
     let mut text = begin(forward, &own, &params(), &traced, &MATRIX);
-    [SPAN, WALK].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    [SPAN, WALK, STATISTICS].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -129,7 +136,8 @@ pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
     if !backward.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");
-        text.push_str(&along_parameters(&backward.along, forward.extents));
+        let left: Vec<Option<Left>> = backward.left(cut).collect();
+        text.push_str(&along_parameters(&backward.along, forward.extents, &left));
     }
     add(&mut text, KEYS);
     text

@@ -2,7 +2,7 @@
 //! parameter's that is rounded.
 #![allow(unsafe_code)]
 
-use super::told::{Scale, bound, clipped, heads_in_cache, map_of, packed_map, steps, tensor};
+use super::told::{Drops, Scale, bound, clipped, heads_in_cache, map_of, packed_map, steps, tensor};
 use super::{CudaPlan, Pass};
 use crate::backward::Backward;
 use crate::error::Error;
@@ -192,6 +192,7 @@ impl CudaPlan {
         let Forward { tensors: [q, _, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
         let Backward { d_o, gradients: [dq, ..], .. } = backward;
         let Scale { natural, scale, unit } = self.scale(call);
+        let drops = Drops::of(&backward.forward, call);
         let lists = self.lists(workspace + at.lists);
         let [map_batch, map_head] = lists.strides();
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
@@ -243,6 +244,10 @@ impl CudaPlan {
             prefix: bound(region.prefix, 0),
             ends_lower: bound(ends.lower, -FAR),
             ends_upper: bound(ends.upper, FAR),
+            dropout_seed: drops.seed,
+            dropout_offset: drops.offset,
+            dropout_most: drops.most,
+            dropout_scale: drops.scale,
             natural,
             scale,
             unit,

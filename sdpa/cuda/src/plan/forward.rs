@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::room::Room;
-use super::told::{Scale, bound, clipped, heads_in_cache, packed_map, steps, tensor, tiled};
+use super::told::{Drops, Scale, bound, clipped, heads_in_cache, packed_map, statistics, steps, tensor, tiled};
 use super::{CudaPlan, Pass};
 use crate::error::Error;
 use crate::params::{FAR, Params};
@@ -11,7 +11,7 @@ use crate::tile::Tile;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
-use sdpa_core::{Operand, SINK, Side, Statistic};
+use sdpa_core::{Operand, SINK, Side};
 use sdpa_driver::{DeviceSlice, Launch, Submission, TensorMap};
 use std::ffi::c_void;
 
@@ -51,12 +51,14 @@ impl CudaPlan {
         let items = workspace.address + room.counter;
         let firsts = items + room.items;
         let part_logs = firsts + room.firsts;
+        let part_largest = part_logs + room.logs;
         let params = Params {
             taken: workspace.address,
             items,
             firsts,
             part_logs,
-            part_sums: part_logs + room.logs,
+            part_largest,
+            part_sums: part_largest + room.largest,
             most_items: room.most_items as i32,
             tokens_q: tokens[Side::Queries as usize] as i32,
             tokens_kv: tokens[Side::Keys as usize] as i32,
@@ -111,8 +113,10 @@ impl CudaPlan {
     fn params(&self, forward: &Forward, tile: &Tile, call: &DeviceCall<'_, DeviceSlice>, lists: u64) -> Params {
         let Forward { tensors: [_, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
+        let drops = Drops::of(forward, call);
         let lists = self.lists(lists);
         let [map_batch, map_head] = lists.strides();
+        let [stats, row_max, sum_exp] = statistics(call);
         let (head_tiles, units) = (forward.head_tiles(tile), forward.units(tile));
         // Whole groups that share a key head. A list has the tiles of all batch entries.
         let together = |keys: i64| heads_in_cache(2 * keys * (k.dims[3] + v.dims[3])) * head_tiles;
@@ -123,7 +127,9 @@ impl CudaPlan {
             None => together(*seq_kv).min(batch * units),
         };
         Params {
-            stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
+            stats,
+            row_max,
+            sum_exp,
             seq_len_q: tensor(call, SEQ_LEN_Q),
             seq_len_kv: tensor(call, SEQ_LEN_KV),
             sink: tensor(call, SINK),
@@ -141,7 +147,7 @@ impl CudaPlan {
             o_row: o.strides[2],
             dim_v: o.dims[3] as i32,
             page_table: tensor(call, PAGE_TABLE),
-            page_size: forward.paged.map_or(1, |paged| paged.page_size) as i32,
+            page_size: forward.paged.map_or(1, |paged| paged.page_size.min(FAR.into())) as i32,
             pages: forward.paged.map_or(1, |paged| paged.pages) as i32,
             table_row: forward.paged.map_or(0, |paged| paged.pages_of(*seq_kv)) as i32,
             units: units as i32,
@@ -158,6 +164,10 @@ impl CudaPlan {
             prefix: bound(region.prefix, 0),
             ends_lower: bound(ends.lower, -FAR),
             ends_upper: bound(ends.upper, FAR),
+            dropout_seed: drops.seed,
+            dropout_offset: drops.offset,
+            dropout_most: drops.most,
+            dropout_scale: drops.scale,
             natural,
             scale,
             unit,

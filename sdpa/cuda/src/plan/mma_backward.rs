@@ -1,5 +1,5 @@
-//! Calls of backward passes with `mma.sync`: a launch for the rows, one for gradients of queries, one for those of keys and values, one for those of sinks, and one
-//! for each parameter's that is rounded. Sums of parameters' gradients become 0 before.
+//! Calls of backward passes with `mma.sync`: a launch for the rows, one for gradients of queries, one for those of keys and values, one for those of sinks, one for each
+//! parameter's that is added up in one order, and one for each that is rounded. What is added to becomes 0 before.
 #![allow(unsafe_code)]
 
 use super::lists::Made;
@@ -7,7 +7,7 @@ use super::told::steps;
 use super::{CudaPlan, Pass, Walk};
 use crate::backward::Backward;
 use crate::error::Error;
-use crate::mma::{Cut, MmaParams, SINKS_SHARED_BYTES, Strided};
+use crate::mma::{Cut, Left, MmaParams, SINKS_SHARED_BYTES, Strided};
 use crate::problem::Forward;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::spec::TensorSpec;
@@ -25,6 +25,8 @@ const ROWS: u32 = 8;
 pub(super) struct Workspace {
     /// Sums of gradients of parameters that are rounded, that of the sinks last.
     along: SmallVec<[Option<u64>; 4]>,
+    /// What warps leave of gradients of parameters that are added up in one order.
+    left: SmallVec<[Option<u64>; 4]>,
     lse: u64,
     delta: u64,
     lists_of_queries: u64,
@@ -42,11 +44,12 @@ impl Workspace {
             begin
         };
         let along = gradients(backward).map(|(dtype, elements)| (dtype != DType::F32).then(|| take(4 * elements.unsigned_abs()))).collect();
+        let left = backward.left(cut).map(|left| left.map(|left| take(left.bytes().unsigned_abs()))).collect();
         let rows = 4 * (batch * heads_q * seq_q).unsigned_abs();
         let [lse, delta] = [rows; 2].map(&mut take);
         let lists = |walk| Made::of(&backward.forward, walk).map_or(0, Made::bytes);
         let [lists_of_queries, lists_of_keys] = [lists(walk_of_queries(cut)), lists(walk_of_keys(cut))].map(&mut take);
-        Workspace { along, lse, delta, lists_of_queries, lists_of_keys, bytes: end }
+        Workspace { along, left, lse, delta, lists_of_queries, lists_of_keys, bytes: end }
     }
 }
 
@@ -106,8 +109,18 @@ impl CudaPlan {
         let captured = self.captured(call);
         let captured_at: *const c_void = captured.as_ptr().cast();
         let [queries_at, keys_at] = [&queries, &keys].map(|params| std::ptr::from_ref(params).cast::<c_void>());
+        // What the kernel of keys adds to: sums, or what is left to be added up.
+        let left: SmallVec<[Option<Left>; 4]> = backward.left(cut).collect();
+        let added: SmallVec<[DeviceSlice; 4]> = sums
+            .iter()
+            .zip(left.iter().zip(&at.left))
+            .map(|(sum, (left, begin))| {
+                let room = left.zip(*begin).map(|(left, begin)| (workspace.address + begin, left.bytes().unsigned_abs()));
+                room.map_or(*sum, |(address, bytes)| DeviceSlice { address, bytes })
+            })
+            .collect();
         // An empty structure has a byte.
-        let mut to: SmallVec<[u64; 4]> = sums.iter().map(|sum| sum.address).collect();
+        let mut to: SmallVec<[u64; 4]> = added.iter().map(|sum| sum.address).collect();
         if to.is_empty() {
             to.push(0);
         }
@@ -117,11 +130,11 @@ impl CudaPlan {
         let of_tiles = computes(batch * heads_q * steps(*seq_q, cut.own));
         let of_blocks = computes(batch * (heads_q / group) * steps(*seq_kv, cut.own) * i64::from(cut.parts));
         self.noting_use(submission, || {
-            let [compute, rows, sinks, rounded] = self.queries_entries()?;
+            let [compute, rows, sinks, rounded, summed] = self.queries_entries()?;
             // SAFETY: parameters are those of the kernels; the rest is the caller's, what lies in the workspace is within it, and maps are kept with the
             // plan.
             unsafe {
-                for sum in sums.iter().take(backward.along.len()) {
+                for sum in &added {
                     submission.zero(*sum)?;
                 }
                 self.make_lists(submission, [queries_at, captured_at])?;
@@ -134,6 +147,17 @@ impl CudaPlan {
                 if backward.sink_gradient.is_some() {
                     let launch = Launch { shared_bytes: SINKS_SHARED_BYTES, ..launch(*heads_q, THREADS) };
                     submission.launch_entry(&sinks, launch, &[queries_at])?;
+                }
+                for (n, left) in left.iter().enumerate().filter_map(|(n, left)| Some((n, (*left)?))) {
+                    let [batch, heads] = left.rows.map(i64::unsigned_abs);
+                    let [of_batch, of_heads] = left.spans.map(u64::from);
+                    let lanes = if left.shared { 32 } else { 1 };
+                    let sizes = [batch, heads, left.slots.unsigned_abs(), left.inner.unsigned_abs()];
+                    let [from, to] = [added[n].address, sums[n].address];
+                    let numbers = [from, to, sizes[0], sizes[1], sizes[2], sizes[3], of_batch | of_heads << 1, lanes];
+                    let parameters = numbers.each_ref().map(|number| std::ptr::from_ref(number).cast());
+                    let threads = left.elements() * lanes.cast_signed();
+                    submission.launch_entry(&summed, launch(steps(threads, THREADS), THREADS), &parameters)?;
                 }
                 for (n, (dtype, elements)) in gradients(backward).enumerate().filter(|(_, (dtype, _))| *dtype != DType::F32) {
                     let numbers = [sums[n].address, given[n].address, elements.unsigned_abs(), u64::from(dtype == DType::F16)];
@@ -151,10 +175,10 @@ impl CudaPlan {
         self.kept.keys.as_ref().map(|(kernel, map)| (&**kernel, map.as_deref())).ok_or_else(absent)
     }
 
-    fn queries_entries(&self) -> Result<[Entry; 4], sdpa_driver::Error> {
+    fn queries_entries(&self) -> Result<[Entry; 5], sdpa_driver::Error> {
         // What makes lists is behind them.
         let entries = &self.kept.kernel.entries;
-        <[Entry; 4]>::try_from(entries.get(..4).unwrap_or_default()).map_err(|_| {
+        <[Entry; 5]>::try_from(entries.get(..5).unwrap_or_default()).map_err(|_| {
             let limit = format!("{} kernels", entries.len());
             sdpa_driver::Error::Memory { what: "a backward pass".to_owned(), bytes: 0, limit }
         })

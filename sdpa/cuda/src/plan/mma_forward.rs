@@ -1,7 +1,7 @@
 //! Calls of forward passes with `mma.sync`: one launch, and one before it where lists of blocks are made.
 #![allow(unsafe_code)]
 
-use super::told::{ListsAt, Scale, bound, heads_in_cache, steps, tensor};
+use super::told::{Drops, ListsAt, Scale, bound, heads_in_cache, statistics, steps, tensor};
 use super::{CudaPlan, Pass};
 use crate::error::Error;
 use crate::mma::{Cut, MmaParams, Strided};
@@ -9,8 +9,9 @@ use crate::params::FAR;
 use crate::problem::Forward;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{Operand, SINK, Statistic};
+use sdpa_core::{Operand, SINK};
 use sdpa_driver::{DeviceSlice, Launch, Submission};
 use std::ffi::c_void;
 
@@ -50,7 +51,9 @@ impl CudaPlan {
     ) -> MmaParams {
         let Forward { tensors: [q, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
+        let drops = Drops::of(forward, call);
         let [map_batch, map_head] = lists.strides();
+        let [stats, row_max, sum_exp] = statistics(call);
         let bytes = i64::from(forward.dtype.bits() / 8);
         // Whole groups that share a key head.
         let section = (heads_in_cache(bytes * seq_kv * (k.dims[3] + v.dims[3])) * group).min(batch * heads_q);
@@ -60,7 +63,9 @@ impl CudaPlan {
             k: strided(Operand::K, k),
             v: strided(Operand::V, v),
             o: strided(Operand::O, o),
-            stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
+            stats,
+            row_max,
+            sum_exp,
             seq_len_q: tensor(call, SEQ_LEN_Q),
             seq_len_kv: tensor(call, SEQ_LEN_KV),
             sink: tensor(call, SINK),
@@ -84,6 +89,14 @@ impl CudaPlan {
             prefix: bound(region.prefix, 0),
             ends_lower: bound(ends.lower, -FAR),
             ends_upper: bound(ends.upper, FAR),
+            page_table: tensor(call, PAGE_TABLE),
+            page_size: forward.paged.map_or(1, |paged| paged.page_size.min(FAR.into())) as i32,
+            pages: forward.paged.map_or(1, |paged| paged.pages) as i32,
+            table_row: forward.paged.map_or(0, |paged| paged.pages_of(*seq_kv)) as i32,
+            dropout_seed: drops.seed,
+            dropout_offset: drops.offset,
+            dropout_most: drops.most,
+            dropout_scale: drops.scale,
             natural,
             scale,
             unit,

@@ -20,6 +20,8 @@ pub(super) struct Room {
     pub firsts: u64,
     /// Logarithms of the sums of parts.
     pub logs: u64,
+    /// Their largest scores, where row statistics ask for them.
+    pub largest: u64,
     /// Outputs of parts.
     pub sums: u64,
     /// Items that the list has room for.
@@ -47,6 +49,7 @@ impl Room {
         Room {
             firsts: aligned(4 * batch * steps(seq_q, tile.queries())),
             logs: aligned(4 * results),
+            largest: if forward.leaves_largest() { aligned(4 * results) } else { 0 },
             sums: aligned(4 * results * i64::from(tile.dim_v)),
             ..room
         }
@@ -54,6 +57,6 @@ impl Room {
 
     /// All bytes.
     pub(super) fn bytes(&self) -> u64 {
-        self.counter + self.items + self.firsts + self.logs + self.sums
+        self.counter + self.items + self.firsts + self.logs + self.largest + self.sums
     }
 }

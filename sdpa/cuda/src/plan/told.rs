@@ -6,7 +6,7 @@ use crate::params::FAR;
 use crate::problem::Forward;
 pub(super) use crate::work::steps;
 use sdpa_core::device::{DeviceCall, DeviceValue};
-use sdpa_core::{Operand, Side, Statistic, TensorSpec, packed};
+use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, Operand, Side, Statistic, TensorSpec, packed};
 use sdpa_driver::{DeviceSlice, Submission, TensorMap, Tiled};
 use smallvec::SmallVec;
 
@@ -33,6 +33,30 @@ pub(super) struct Scale {
     pub scale: f32,
     /// What a score is multiplied by in the exponent of 2.
     pub unit: f32,
+}
+
+/// Dropout as kernels take it: all 0 where no weights are dropped.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Drops {
+    /// Addresses of the seed, and of where random numbers begin.
+    pub seed: u64,
+    pub offset: u64,
+    /// The largest random number with which a weight stays.
+    pub most: i32,
+    /// What weights that stay are multiplied by.
+    pub scale: f32,
+}
+
+impl Drops {
+    /// Those of a call.
+    pub(super) fn of(forward: &Forward, call: &DeviceCall<'_, DeviceSlice>) -> Drops {
+        forward.dropout.map_or_else(Drops::default, |dropout| Drops {
+            seed: tensor(call, DROPOUT_SEED),
+            offset: tensor(call, DROPOUT_OFFSET),
+            most: dropout.most().cast_signed(),
+            scale: dropout.scale(),
+        })
+    }
 }
 
 /// An operand as the copy engine is told of it, its boxes of so many rows of so many heads.
@@ -64,6 +88,11 @@ pub(super) fn packed_map(submission: &Submission<'_>, address: u64, map: &Tiled)
 /// The map of an operand at an address.
 pub(super) fn map_of(submission: &Submission<'_>, address: u64, tensor: &TensorSpec, rows: u32) -> Result<TensorMap, sdpa_driver::Error> {
     submission.tensor_map(address, &tiled(tensor, [rows, 1]))
+}
+
+/// Addresses of row statistics in this call, in the order of [`Statistic::ALL`]; 0 of those that nobody asks for.
+pub(super) fn statistics(call: &DeviceCall<'_, DeviceSlice>) -> [u64; 3] {
+    Statistic::ALL.map(|statistic| call.statistic(statistic).map_or(0, |slice| slice.address))
 }
 
 /// The address of a declared tensor in this call.
@@ -110,7 +139,7 @@ impl CudaPlan {
                 room(operand.side(), tensor, slice.bytes / 2);
             }
         }
-        if let Some(slice) = call.statistic(Statistic::Stats) {
+        for slice in Statistic::ALL.into_iter().filter_map(|statistic| call.statistic(statistic)) {
             room(Side::Queries, &problem.stats_tensor(), slice.bytes / 4);
         }
         let cross = problem.packed().is_some_and(|packed| packed.cross);

@@ -1,4 +1,4 @@
-//! Whether two configurations computed the same, up to what rounding explains.
+//! Whether two contenders computed the same, up to what rounding explains.
 
 use super::memory::Results;
 

@@ -1,18 +1,17 @@
-//! Device memory for timing: one call of a pass, which every contender is given.
+//! Device memory for one call of a pass, which every contender is given.
 //!
 //! Floats are random, lengths the longest that the problem allows, pages one behind the other, other whole numbers 0, declared scalars the
 //! default scale: small, and not 0.
 
-use crate::error::Error;
-use crate::lower::Job;
-use crate::raw::{DeviceCall, DeviceGradient, DeviceParam, DeviceValue};
-use cudnn_graph::{Buffer, DeviceSlice, Stream};
+use crate::job::Job;
 use half::{bf16, f16};
+use sdpa_core::device::{DeviceCall, DeviceGradient, DeviceParam, DeviceValue};
 use sdpa_core::expr::{Declared, ParamKind};
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::problem::Problem;
 use sdpa_core::{Amax, DType, DeviceAmax, F8E4M3, F8E5M2, Fp8Scale, Operand, Packed, Side, Statistic, packed, params};
+use sdpa_driver::{Buffer, DeviceSlice, Error, Stream};
 
 /// A dense tensor, or all that a strided one spans.
 struct Tensor {
@@ -20,8 +19,8 @@ struct Tensor {
     buffer: Buffer,
 }
 
-/// Everything that a call reads and writes.
-pub(super) struct Memory<'a> {
+/// Everything that a call reads and writes: random numbers, lengths as long as they may be, pages one behind the other.
+pub struct Memory<'a> {
     stream: &'a Stream,
     job: &'a Job,
     operands: [Option<Tensor>; Operand::ALL.len()],
@@ -35,7 +34,7 @@ pub(super) struct Memory<'a> {
 }
 
 /// Numbers of a tensor, by name.
-pub(super) type Results = Vec<(String, Vec<f32>)>;
+pub type Results = Vec<(String, Vec<f32>)>;
 
 /// Random numbers are repeated after so many.
 const PATTERN: usize = 65_521;
@@ -124,7 +123,10 @@ impl Tensor {
 
 impl<'a> Memory<'a> {
     /// For calls of a pass with this much workspace.
-    pub(super) fn new(stream: &'a Stream, job: &'a Job, workspace_bytes: u64) -> Result<Memory<'a>, Error> {
+    ///
+    /// # Errors
+    /// The driver's: out of memory above all.
+    pub fn new(stream: &'a Stream, job: &'a Job, workspace_bytes: u64) -> Result<Memory<'a>, Error> {
         let problem = job.problem();
         let mut operands = [const { None }; Operand::ALL.len()];
         let mut seed = 0;
@@ -189,14 +191,15 @@ impl<'a> Memory<'a> {
     }
 
     /// Gives a call over this memory to `submit`.
-    pub(super) fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_>) -> R) -> R {
+    pub fn call<R>(&self, submit: impl FnOnce(&DeviceCall<'_, DeviceSlice>) -> R) -> R {
         let scale = self.job.problem().default_scale();
         let value = |tensor: &Option<Tensor>| match tensor {
             Some(tensor) => DeviceValue::Tensor(tensor.dtype, slice(&tensor.buffer)),
             None => DeviceValue::Scalar(scale),
         };
         let declared = self.job.params().iter().zip(&self.params);
-        let params: Vec<DeviceParam<'_>> = declared.map(|(p, tensor)| DeviceParam { name: &p.name, value: value(tensor) }).collect();
+        let params: Vec<DeviceParam<'_, DeviceSlice>> =
+            declared.map(|(p, tensor)| DeviceParam { name: &p.name, value: value(tensor) }).collect();
         let gradients = self.gradients.iter().map(|(name, tensor)| DeviceGradient { name, slice: slice(&tensor.buffer) });
         let amax = self.amax.iter().map(|(of, tensor)| DeviceAmax { of: *of, slice: slice(&tensor.buffer) });
         submit(&DeviceCall {
@@ -226,7 +229,10 @@ impl<'a> Memory<'a> {
     }
 
     /// Makes every result not-a-number.
-    pub(super) fn poison(&mut self) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn poison(&mut self) -> Result<(), Error> {
         let (job, stream) = (self.job, self.stream);
         let written = Operand::ALL.into_iter().zip(&mut self.operands).filter(|(operand, _)| job.writes(*operand));
         let statistics = self.statistics.iter_mut().flatten().filter(|_| matches!(job, Job::Forward(_)));
@@ -237,8 +243,25 @@ impl<'a> Memory<'a> {
         Ok(())
     }
 
-    /// What the last contender wrote.
-    pub(super) fn read(&self) -> Result<Results, Error> {
+    /// What was written, by name. Waits for it.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn read(&self) -> Result<Results, Error> {
         self.results().map(|(name, tensor)| Ok((name.to_owned(), tensor.numbers(self.stream)?))).collect()
+    }
+
+    /// The bytes of what was written, one result behind the other. Waits for them.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn bytes(&self) -> Result<Vec<u8>, Error> {
+        let mut all = Vec::new();
+        for (_, tensor) in self.results() {
+            let begin = all.len();
+            all.resize(begin + tensor.buffer.bytes(), 0);
+            tensor.buffer.download(self.stream, 0, &mut all[begin..])?;
+        }
+        Ok(all)
     }
 }

@@ -1,0 +1,113 @@
+//! Plans of cuDNN's.
+
+use super::{Made, Maker, untaken};
+use crate::args::{CompileArgs, PlaceArgs};
+use crate::exit::{Failure, Line, Mistakes};
+use cudnn_graph::{DeviceProfile, Library, Search, Target};
+use sdpa::ExecutorName;
+use sdpa::cache::CacheKey;
+use sdpa::cudnn::PlanOptions;
+use sdpa::cudnn::lower::Job;
+use sdpa::cudnn::planfile::{self, Header, PlanFile, PlanFileError, Record};
+use sdpa::cudnn::{plan, portable};
+use std::path::{Path, PathBuf};
+
+/// Which cuDNN: a path, or a version that the one found must have.
+pub(crate) struct Wanted {
+    pub(crate) library: Option<PathBuf>,
+    pub(crate) version: Option<String>,
+}
+
+impl Wanted {
+    pub(crate) fn read(text: Option<&str>) -> Wanted {
+        let version =
+            |text: &str| !text.is_empty() && text.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()));
+        match text {
+            Some(text) if version(text) => Wanted { library: None, version: Some(text.to_owned()) },
+            Some(text) => Wanted { library: Some(text.into()), version: None },
+            None => Wanted { library: None, version: None },
+        }
+    }
+
+    pub(crate) fn load(&self, driver: Option<&Path>) -> Result<&'static Library, Failure> {
+        let failure = |message: String| Failure::Executor(vec![Line::new("cudnn", message)]);
+        let search = Search { library: self.library.clone(), driver: driver.map(Path::to_owned).or_else(stand_in) };
+        let library = Library::load(&search).map_err(|e| failure(e.to_string()))?;
+        let found = library.version().to_string();
+        match &self.version {
+            Some(wanted) if found != *wanted && !found.starts_with(&format!("{wanted}.")) => {
+                Err(failure(format!("--cudnn {wanted}: the one found is {found}, {}", library.path().display())))
+            }
+            Some(_) | None => Ok(library),
+        }
+    }
+}
+
+/// The stand-in driver beside this program, on a machine that has no other.
+fn stand_in() -> Option<PathBuf> {
+    if std::env::var_os("CUDNN_GRAPH_DRIVER").is_some() || cudnn_graph::Driver::load(None).is_ok() {
+        return None;
+    }
+    let beside = std::env::current_exe().ok()?.with_file_name("libnull_driver.so");
+    beside.exists().then_some(beside)
+}
+
+/// Whether a file may be added to: there is none, or one for this device and version that can be read. Another's plans are not thrown
+/// away, and neither is what is left in a damaged file.
+fn takes(path: &Path, header: &Header) -> Result<(), Failure> {
+    let refused = |why: &dyn std::fmt::Display| Err(untaken(path, why));
+    match PlanFile::open(path) {
+        Ok(there) => match there.header().mismatch(header) {
+            Some(mismatch) => refused(&mismatch),
+            None => there.entries().find_map(|entry| there.read(&entry.key).err()).map_or(Ok(()), |e| refused(&e)),
+        },
+        Err(PlanFileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(e) if e.is_replaceable() => refused(&e),
+        Err(e) => Err(Failure::Mistakes(vec![Line::new(format!("--out {}", path.display()), e.to_string())])),
+    }
+}
+
+/// That libraries are files or folders.
+pub(super) fn check(args: &CompileArgs, mistakes: &mut Mistakes) {
+    let wanted = Wanted::read(args.cudnn.as_deref());
+    PlaceArgs { cudnn: wanted.library, driver: args.driver.clone() }.check(mistakes);
+}
+
+/// Plans for one device, by one cuDNN.
+pub(super) struct Plans<'a> {
+    library: &'static Library,
+    profile: &'a DeviceProfile,
+    header: Header,
+    records: Vec<Record>,
+}
+
+impl Plans<'_> {
+    pub(super) fn new<'a>(args: &CompileArgs, profile: &'a DeviceProfile) -> Result<Plans<'a>, Failure> {
+        let library = Wanted::read(args.cudnn.as_deref()).load(args.driver.as_deref())?;
+        let header = portable::header(library, profile);
+        takes(&args.out, &header)?;
+        Ok(Plans { library, profile, header, records: Vec::new() })
+    }
+}
+
+impl Maker for Plans<'_> {
+    const EXECUTOR: ExecutorName = ExecutorName::CUDNN;
+
+    fn make(&mut self, job: &Job) -> Result<Made, sdpa::Error> {
+        let (target, options) = (Target::Profile(self.profile), PlanOptions::default());
+        let planned = plan::build(self.library, &target, job, &options)?;
+        let key = portable::key(self.library, &target, job, &options)?;
+        let payload = planned.to_bytes()?;
+        let bytes = payload.len();
+        self.records.push(Record { key, label: job.label(), payload });
+        Ok(Made { engine: planned.engine.clone(), workspace_bytes: Some(planned.workspace_bytes()), bytes })
+    }
+
+    fn compiler(&self) -> String {
+        format!("cuDNN {}", self.library.version())
+    }
+
+    fn write(self, path: &Path) -> Result<(), String> {
+        planfile::add(path, &self.header, self.records).map_err(|e| e.to_string())
+    }
+}

@@ -1,0 +1,151 @@
+//! Timing the executors on one NVIDIA GPU beside one another, where that is asked for.
+
+use crate::dispatch::Dispatcher;
+use crate::{BackwardProblem, Error, ExecutorName, Problem, Unsupported};
+use sdpa_cache::{BuildError, BuildTime, CacheSnapshot, CacheValue, Limits, PlanCache, Query, Weight};
+use sdpa_nvidia::race::{Contender, race};
+use sdpa_nvidia::{DevicePass, Job, JobQuery, NvidiaExecutor};
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long executors took for a pass beside one another: the least of several runs each.
+#[derive(Clone, Debug)]
+pub struct Timed {
+    /// Each that takes the pass, in the order in which they are asked without timing. `None`: its results were not those of the first.
+    pub times: Vec<(ExecutorName, Option<Duration>)>,
+    time: BuildTime,
+}
+
+impl Timed {
+    /// Who was the fastest; of two that were equally fast the one that is asked first.
+    pub fn fastest(&self) -> Option<ExecutorName> {
+        let times = self.times.iter().filter_map(|(name, time)| Some((*name, (*time)?)));
+        times.min_by_key(|(_, time)| *time).map(|(name, _)| name)
+    }
+
+    /// Whether kernels of our own were; `None` where nobody was.
+    pub(crate) fn are_kernels_faster(&self) -> Option<bool> {
+        self.fastest().map(|name| name == ExecutorName::CUDA)
+    }
+}
+
+impl fmt::Display for Timed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (n, (name, time)) in self.times.iter().enumerate() {
+            let comma = if n > 0 { ", " } else { "" };
+            match time {
+                Some(time) => write!(f, "{comma}{name} {:.4} ms", time.as_secs_f64() * 1e3)?,
+                None => write!(f, "{comma}{name} computes something else")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl CacheValue for Timed {
+    fn weight(&self) -> Weight {
+        Weight { host: 0, device: 0, workspace: 0 }
+    }
+
+    fn build_time(&self) -> BuildTime {
+        self.time
+    }
+}
+
+/// What was timed, by pass.
+#[derive(Debug)]
+pub(crate) struct Tuned(PlanCache<Job, Arc<Timed>, Unsupported>);
+
+impl Default for Tuned {
+    fn default() -> Tuned {
+        Tuned(PlanCache::new("timed", Limits::default()))
+    }
+}
+
+/// Why a pass was not timed.
+enum Untimed {
+    /// One of the executors does not take it.
+    Alone(Unsupported),
+    /// Out of memory for the operands above all.
+    Failed(String),
+}
+
+impl fmt::Display for Untimed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Untimed::Alone(why) => why.fmt(f),
+            Untimed::Failed(why) => f.write_str(why),
+        }
+    }
+}
+
+impl From<Error> for Untimed {
+    fn from(error: Error) -> Untimed {
+        let said = error.to_string();
+        if let Error::Unsupported(why) = error { Untimed::Alone(why) } else { Untimed::Failed(said) }
+    }
+}
+
+impl BuildError for Untimed {
+    type Refusal = Unsupported;
+
+    fn refusal(&self) -> Option<Unsupported> {
+        match self {
+            Untimed::Alone(why) => Some(why.clone()),
+            Untimed::Failed(_) => None,
+        }
+    }
+
+    fn again(refusal: Unsupported) -> Untimed {
+        Untimed::Alone(refusal)
+    }
+}
+
+impl Dispatcher {
+    /// The times of a forward pass on cuDNN and on kernels of our own, where the options for cuDNN say [`tune`](sdpa_cudnn::CudnnOptions::tune) and both take
+    /// the problem: from an earlier call, or measured now, which takes as long as both need to be built, and eight runs of each on memory of its own. Then
+    /// whoever was faster is asked first, in place of whoever was faster for problems of the kind ([`sdpa_cuda::measured`]). `None` also where there is not
+    /// memory enough; a warning says so.
+    pub fn timed(&self, problem: &Problem) -> Option<Arc<Timed>> {
+        let ready = |executor: &dyn NvidiaExecutor| executor.prepare_device(problem);
+        self.timed_as(&JobQuery::Forward(problem), ready)
+    }
+
+    /// The times of a backward pass: see [`Dispatcher::timed`].
+    pub fn timed_backward(&self, problem: &BackwardProblem) -> Option<Arc<Timed>> {
+        let ready = |executor: &dyn NvidiaExecutor| executor.prepare_device_backward(problem);
+        self.timed_as(&JobQuery::Backward(problem), ready)
+    }
+
+    /// What the cache of times knows of itself.
+    pub fn timed_snapshot(&self) -> CacheSnapshot {
+        self.tuned.0.snapshot()
+    }
+
+    fn timed_as(&self, query: &JobQuery<'_>, ready: impl Fn(&dyn NvidiaExecutor) -> Result<Arc<DevicePass>, Error>) -> Option<Arc<Timed>> {
+        let cudnn = self.cudnn().ok().filter(|cudnn| cudnn.tunes())?;
+        let cuda = self.cuda().ok()?;
+        let build = || {
+            let start = Instant::now();
+            let passes = [(ExecutorName::CUDNN, ready(&**cudnn)?), (ExecutorName::CUDA, ready(&**cuda)?)];
+            let contenders = passes.each_ref().map(|(name, ready)| Contender { name: name.name(), ready: &**ready });
+            let job = query.to_key();
+            // A capture of this or another thread's stream is not disturbed.
+            let timed = cudnn.device().relaxed(|| race(&cudnn.device().stream()?, &job, &contenders));
+            let times = timed.map_err(|error| Untimed::Failed(error.to_string()))?;
+            let names = passes.iter().map(|(name, _)| *name);
+            let elapsed = start.elapsed();
+            let time = BuildTime { total: elapsed, tune: elapsed, ..BuildTime::default() };
+            Ok(Arc::new(Timed { times: names.zip(times).collect(), time }))
+        };
+        match self.tuned.0.get_or_build(query, build) {
+            Ok((timed, _)) => Some(timed),
+            Err(Untimed::Alone(_)) => None,
+            Err(Untimed::Failed(error)) => {
+                tracing::warn!(error, pass = sdpa_cache::CacheKey::label(&query.to_key()), "not timed");
+                None
+            }
+        }
+    }
+}

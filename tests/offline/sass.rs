@@ -1,0 +1,168 @@
+//! Which instructions the kernels become: as many products as a step of the walk has, on the units that they were written for, and no more functions than there
+//! are scores. What is expected is counted from how a problem is cut.
+
+use conformance::nvrtc;
+use conformance::sass::{self, Instructions};
+use conformance::say::{say, skip};
+use conformance::share::{DAYS, of_today};
+use sdpa::cuda::kernel::MachineCode;
+use sdpa::cuda::mma::{self, Cut};
+use sdpa::cuda::{Backward, Family, Forward, Target};
+use sdpa::cudnn::lower::Job;
+use sdpa::{AttentionSpec, DType, Direction, Layout, Mask, Shape};
+use std::sync::Mutex;
+
+/// Dims, type, score_mod (or none), mask (or none), and the family.
+type Row = ([i64; 2], DType, &'static str, &'static str, Family);
+
+const TABLE: [Row; 8] = [
+    ([128, 128], DType::BF16, "", "causal", Family::Wgmma),
+    ([64, 64], DType::F16, "softcap:30", "causal", Family::Wgmma),
+    ([192, 128], DType::BF16, "", "", Family::Wgmma),
+    ([256, 256], DType::BF16, "softcap:50", "window:400,0", Family::Wgmma),
+    ([128, 128], DType::BF16, "softcap:30", "causal", Family::Mma),
+    ([64, 64], DType::F32, "", "causal", Family::Mma),
+    ([192, 128], DType::F16, "", "", Family::Mma),
+    ([256, 256], DType::BF16, "", "causal", Family::Mma),
+];
+
+/// Instructions by their names, and how many there must be.
+type Counts = Vec<(&'static str, usize)>;
+
+/// Threads of a group, whose product has 64 rows.
+const GROUP: u32 = 128;
+
+fn number(n: u32) -> usize {
+    n as usize
+}
+
+/// The first block of a tile, and every other: at an edge of the mask or within it.
+const SOFTENED: u32 = 3;
+
+fn forward_of_groups(spec: &AttentionSpec) -> Counts {
+    let forward = Forward::of(&spec.validate().unwrap()).unwrap();
+    let tile = forward.tile(132).unwrap();
+    // The first block's scores are asked for by themselves, the last one's weights too.
+    let products = 2 * (tile.dim_qk / 16 + tile.keys / 16);
+    let boxes = (2 * tile.dim_qk + tile.dim_v).div_ceil(64);
+    let scores = SOFTENED * tile.keys * 64 / GROUP;
+    // The unit's own function beside bf16, and else one by exponents.
+    let (near, exponents) = match (spec.score_mods.is_empty(), spec.dtype) {
+        (true, _) => (0, scores),
+        (false, DType::BF16) => (scores, scores),
+        (false, _) => (0, 2 * scores),
+    };
+    // Of each of two rows, also: how much less its earlier sums weigh.
+    let exponents = exponents + SOFTENED * 2;
+    // Of the widest heads the compiler copies the end of a block's work once more.
+    let exponents = if tile.dim_v > 192 { exponents / SOFTENED * (SOFTENED + 1) } else { exponents };
+    vec![
+        ("HGMMA", number(products)),
+        ("HMMA", 0),
+        ("UTMALDG.4D", number(boxes)),
+        ("MUFU.TANH", number(near)),
+        ("MUFU.EX2", number(exponents)),
+    ]
+}
+
+fn backward_of_groups(spec: &AttentionSpec) -> Counts {
+    let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
+    let tile = backward.tile().unwrap();
+    // Scores and their gradients, in halves of 64 queries; gradients of keys and values; a slice of those of queries, over 128 keys.
+    let products = tile.queries / 64 * (tile.dim_qk + tile.dim_v) / 16 + 2 * tile.queries / 16 + 128 / 16;
+    // A slice has 64 x 64 numbers, four to an instruction.
+    let added = 64 * 64 / GROUP / 4;
+    vec![("HGMMA", number(products)), ("HMMA", 0), ("REDG.E.ADD.F32x4", number(added)), ("MUFU.TANH", 0)]
+}
+
+/// Products of a warp with 16 rows of its own: each has 8 columns, and is over 16 numbers, or of f32 over 8, each of which is two and asks for three.
+fn of_warps(cut: &Cut, columns: [u32; 2], over: [u32; 2]) -> usize {
+    let (depth, times) = if cut.element_bytes == 4 { (8, 3) } else { (16, 1) };
+    // Scores, over columns of operands, which of f32 is a loop of two steps each; results, over rows of the step.
+    let terms = |columns: u32| if cut.element_bytes == 4 { (columns / depth).min(2) } else { columns / depth };
+    let [scores, results] = [cut.step / 8 * columns.map(terms).iter().sum::<u32>(), over.iter().sum::<u32>() / 8 * (cut.step / depth)];
+    number(times * (scores + results))
+}
+
+/// Of each text.
+fn with_warps(spec: &AttentionSpec, direction: Direction) -> Vec<Counts> {
+    let counts = |products| vec![("HMMA", products), ("HGMMA", 0), ("UTMALDG", 0)];
+    match direction {
+        Direction::Forward => {
+            let cut = Cut::of_forward(&mma::forward(&spec.validate().unwrap()).unwrap()).unwrap();
+            let mut counts = counts(of_warps(&cut, [cut.dim_qk, 0], [cut.dim_v, 0]));
+            let near = if spec.score_mods.is_empty() { 0 } else { cut.step * 16 / 32 };
+            counts.push(("MUFU.TANH", number(near)));
+            vec![counts]
+        }
+        Direction::Backward => {
+            let cut = Cut::of_backward(&mma::backward(&spec.backward().validate().unwrap()).unwrap()).unwrap();
+            let both = [cut.dim_qk, cut.dim_v];
+            let queries = of_warps(&cut, both, [cut.dim_qk, 0]);
+            // Blocks of threads share the columns of gradients.
+            let keys = of_warps(&cut, both, both.map(|dim| dim / cut.parts));
+            vec![counts(queries), counts(keys)]
+        }
+    }
+}
+
+fn spec(([dim_qk, dim_v], dtype, score_mod, mask, _): Row) -> AttentionSpec {
+    let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 1000, seq_kv: 1700, dim_qk, dim_v };
+    let mut spec = AttentionSpec::dense(dtype, shape, Layout::Bshd).with_stats();
+    if !score_mod.is_empty() {
+        spec = spec.score_mod(score_mod.parse().unwrap_or_else(|e| panic!("{score_mod}: {e}")));
+    }
+    if mask.is_empty() { spec } else { spec.mask(mask.parse::<Mask>().unwrap_or_else(|e| panic!("{mask}: {e}"))) }
+}
+
+#[test]
+fn kernels_have_the_instructions_that_they_were_written_for() {
+    let found = nvrtc::find().and_then(|nvrtc| Ok((nvrtc, sass::find()?)));
+    let (nvrtc, disassembler) = match found {
+        Ok(found) => found,
+        Err(why) => return skip("offline", &format!("instructions of kernels of our own: {why}")),
+    };
+    let has = |row: &Row| vec![row.1.to_string(), row.4.to_string()];
+    let rows = of_today("instructions of kernels", DAYS, TABLE.to_vec(), has);
+    let (next, told) = (Mutex::new(rows.iter()), Mutex::new(0));
+    let row = |row: &Row| {
+        let (spec, family) = (spec(*row), row.4);
+        let (sm, plain) = (if family == Family::Wgmma { 90 } else { 80 }, row.2.is_empty() && row.1 != DType::F32 && row.0[0] <= 128);
+        let target = Target { family: Some(family), ..Target::new(sm, 132) };
+        let jobs = [Job::from(spec.validate().unwrap()), spec.backward().validate().unwrap().into()];
+        for job in jobs {
+            let counts = match (family, job.direction()) {
+                (Family::Wgmma, Direction::Forward) => vec![forward_of_groups(&spec)],
+                (Family::Wgmma, Direction::Backward) => vec![backward_of_groups(&spec)],
+                (Family::Mma, direction) => with_warps(&spec, direction),
+            };
+            let kernels = target.kernels(&job).unwrap();
+            assert_eq!(kernels.len(), counts.len());
+            for (key, counts) in kernels.into_iter().zip(counts) {
+                let what = format!("{}, {} {} {}", key.cut, row.1, row.2, key.architecture);
+                let kernel = key.entries[0].0.to_str().unwrap();
+                let made = MachineCode::compile(&nvrtc, key).unwrap_or_else(|e| panic!("{what}: {e}"));
+                let all = Instructions::of(&disassembler, made.code(), kernel).unwrap_or_else(|e| panic!("{what}: {e}"));
+                // Registers that did not suffice go to local memory.
+                let local: &[(&str, usize)] = if plain { &[("LDL", 0), ("STL", 0)] } else { &[] };
+                for &(name, count) in counts.iter().chain(local) {
+                    assert_eq!(all.count(name), count, "{name} of {what}");
+                }
+                *told.lock().unwrap() += 1;
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let Some(next) = next.lock().unwrap().next() else { return };
+                    row(next);
+                }
+            });
+        }
+    });
+    let told = told.into_inner().unwrap();
+    assert!(told >= 2 * rows.len());
+    say(&format!("machine code: {told} texts have the matrix instructions that their cuts say"));
+}
