@@ -93,6 +93,26 @@ def compare(qkv, score_mod=None, mask_mod=None, params=(), tolerance=2e-2, sprea
             textbook.close(x, y, f"gradient {n}", 1.5 * tolerance)
 
 
+def holds_in_a_graph(step, tensors):
+    """Captured, and run again on other numbers: what the step gives by itself."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in tensors:
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        for x, y in zip(captured, step()):
+            textbook.close(x, y, "gradient", 2e-2)
+
+
 def on_device(f):
     """Makes tensors on the GPU where nothing else is said. A mode of PyTorch's, and so not for what is timed."""
 
@@ -153,22 +173,7 @@ def check():
         mod, mask = sdpa.ScoreMod(lambda s, b, h, i, j: s + slopes[h] * (j - i)), create_block_mask(causal, None, None, 515, 515)
         up = torch.randn_like(q)
         step = lambda: torch.autograd.grad((flex_attention(q, k, v, mod, mask, enable_gqa=True) * up).sum(), [q, k, v])  # noqa: E731
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        for _ in range(3):
-            with torch.no_grad():
-                for x in (q, k, v):
-                    x.copy_(torch.randn_like(x))
-            graph.replay()
-            for x, y in zip(captured, step()):
-                textbook.close(x, y, "gradient", 2e-2)
+        holds_in_a_graph(step, [q, k, v])
 
     @case("two threads, a stream each")
     def _():
@@ -309,22 +314,7 @@ def chosen(slopes, refused):
         q, k, v = operands()
         mask, up = create_block_mask(dilated, None, None, 515, 515), torch.randn_like(q)
         step = lambda: torch.autograd.grad((flex_attention(q, k, v, None, mask, enable_gqa=True, executor="cuda") * up).sum(), [q, k, v])  # noqa: E731
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        for _ in range(3):
-            with torch.no_grad():
-                for x in (q, k, v):
-                    x.copy_(torch.randn_like(x))
-            graph.replay()
-            for x, y in zip(captured, step()):
-                textbook.close(x, y, "gradient", 2e-2)
+        holds_in_a_graph(step, [q, k, v])
 
     @case("the libraries are PyTorch's")
     def _():

@@ -1,6 +1,7 @@
 //! Kernels of our own, compiled for a GPU that is not here.
 
 use conformance::nvrtc;
+use conformance::runner::side_by_side;
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, of_today};
 use sdpa::cuda::kernel::{compile, compile_for, serialized};
@@ -123,25 +124,17 @@ fn others_of_today(what: &str, others: Vec<Other>) -> Vec<Other> {
     of_today(&format!("NVRTC: {what}"), DAYS, others, |other| vec![way(other.4)])
 }
 
-/// Runs something for each of some rows of the table, two rows side by side.
+/// Runs something for each of some rows of the table, a row on each core.
 fn each_row(rows: &[Row], run: impl Fn(&AttentionSpec, bool) + Sync) {
-    let next = Mutex::new(rows.iter());
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                loop {
-                    let Some(&(dims, dtype, score_mod, masks)) = next.lock().unwrap().next() else { return };
-                    let plain = score_mod.is_empty() && masks.len() < 2 && dims != [256, 256];
-                    let spec = spec(dims, dtype, score_mod, masks);
-                    run(&spec, plain);
-                    if dims == [128, 128] {
-                        run(&spec.clone().with_sink(), plain);
-                    }
-                    if matches!(dims, [64, 64] | [128, 128] | [256, 256]) {
-                        run(&spec.with_dropout(0.1), false);
-                    }
-                }
-            });
+    side_by_side(rows, |&(dims, dtype, score_mod, masks)| {
+        let plain = score_mod.is_empty() && masks.len() < 2 && dims != [256, 256];
+        let spec = spec(dims, dtype, score_mod, masks);
+        run(&spec, plain);
+        if dims == [128, 128] {
+            run(&spec.clone().with_sink(), plain);
+        }
+        if matches!(dims, [64, 64] | [128, 128] | [256, 256]) {
+            run(&spec.with_dropout(0.1), false);
         }
     });
 }
@@ -253,7 +246,7 @@ fn every_kernel_with_mma_sync_compiles_into_registers() {
     };
     let has = |row: &MmaRow| vec![row.1.to_string(), format!("wide {}", row.2), format!("plain {}", row.3.is_empty())];
     let rows = of_today("NVRTC: kernels with mma.sync", DAYS, MMA_TABLE.to_vec(), has);
-    let (next, told) = (Mutex::new(rows.iter()), Mutex::new(Vec::new()));
+    let told = Mutex::new(Vec::new());
     let row = |&(dims, dtype, wide, score_mod, masks): &MmaRow| {
         let mut spec = spec(dims, dtype, score_mod, masks);
         if !wide {
@@ -294,16 +287,7 @@ fn every_kernel_with_mma_sync_compiles_into_registers() {
             }
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                loop {
-                    let Some(next) = next.lock().unwrap().next() else { return };
-                    row(next);
-                }
-            });
-        }
-    });
+    side_by_side(&rows, row);
     let told = told.into_inner().unwrap();
     assert!(told.len() >= 3 * ARCHITECTURES.len() * rows.len());
     say(&format!("NVRTC: {} kernels with mma.sync make {} bytes for SM 8.0, 8.9 and 9.0", told.len(), told.iter().sum::<usize>()));

@@ -2,6 +2,7 @@
 //! are scores. What is expected is counted from how a problem is cut.
 
 use conformance::nvrtc;
+use conformance::runner::side_by_side;
 use conformance::sass::{self, Instructions};
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, of_today};
@@ -126,7 +127,7 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
     };
     let has = |row: &Row| vec![row.1.to_string(), row.4.to_string()];
     let rows = of_today("instructions of kernels", DAYS, TABLE.to_vec(), has);
-    let (next, told) = (Mutex::new(rows.iter()), Mutex::new(0));
+    let told = Mutex::new(0);
     let row = |row: &Row| {
         let (spec, family) = (spec(*row), row.4);
         let (sm, plain) = (if family == Family::Wgmma { 90 } else { 80 }, row.2.is_empty() && row.1 != DType::F32 && row.0[0] <= 128);
@@ -154,16 +155,7 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
             }
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                loop {
-                    let Some(next) = next.lock().unwrap().next() else { return };
-                    row(next);
-                }
-            });
-        }
-    });
+    side_by_side(&rows, row);
     let told = told.into_inner().unwrap();
     assert!(told >= 2 * rows.len());
     say(&format!("machine code: {told} texts have the matrix instructions that their cuts say"));

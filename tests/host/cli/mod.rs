@@ -302,8 +302,7 @@ fn a_scale_that_cudnn_does_not_take_goes_to_another_executor() {
     for scale in ["-0.5", "0"] {
         let told = json(&sdpa(["run", "--json", "--scale", scale]));
         assert_eq!((&told["executor"], &told["check"]["passed"]), (&"cpu".into(), &true.into()));
-        let declined = &told["declined"][0];
-        assert_eq!(declined["executor"], "cudnn");
+        let declined = told["declined"].as_array().unwrap().iter().find(|declined| declined["executor"] == "cudnn").unwrap();
         assert!(declined["text"].as_str().unwrap().starts_with("attn_scale is"), "{declined}");
     }
 }
