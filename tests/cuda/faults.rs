@@ -457,7 +457,7 @@ pub(super) fn all_are_found(name: &str, faults: &[Fault], cases: &[&str], execut
             assert_eq!(wrong(run_backward_case(case, Source::Oracle, &right)), None, "{}", case.name);
         }
     });
-    let faults = of_today(&format!("faults {name}"), DAYS, faults.to_vec(), |(_, pass, _, cases)| vec![format!("{pass:?} {cases}")]);
+    let faults = of_today(&format!("faults {name}"), 2 * DAYS, faults.to_vec(), |(_, pass, _, cases)| vec![format!("{pass:?} {cases}")]);
     side_by_side(&faults, |&fault| {
         // One for all cases of a fault: each compiles its kernels anew.
         let how = caught(fault, &executor());

@@ -41,7 +41,7 @@ fn narrow(cases: impl IntoIterator<Item = Result<Vec<Case>, String>>) -> Vec<Cas
 
 /// Cases of today, of which each is a text to compile and to run.
 fn today(what: &str, cases: Vec<Case>) -> Vec<Case> {
-    of_today(what, DAYS, cases, features)
+    of_today(what, 2 * DAYS, cases, features)
 }
 
 /// Those of the library's cases that are today's: few, as each is a text of its own.
