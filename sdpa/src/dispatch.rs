@@ -46,7 +46,7 @@ pub struct Choice<P: ?Sized = dyn Prepared> {
 pub struct Dispatcher {
     given: Vec<Arc<dyn Executor>>,
     #[cfg(feature = "cudnn")]
-    options: CudnnOptions,
+    pub(crate) options: CudnnOptions,
     #[cfg(feature = "cudnn")]
     pub(crate) cudnn: OnceLock<Result<Arc<CudnnExecutor>, BackendError>>,
     #[cfg(feature = "cuda")]

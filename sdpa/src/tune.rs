@@ -124,6 +124,10 @@ impl Dispatcher {
     }
 
     fn timed_as(&self, query: &JobQuery<'_>, ready: impl Fn(&dyn NvidiaExecutor) -> Result<Arc<DevicePass>, Error>) -> Option<Arc<Timed>> {
+        // Asked at every choice: nothing else is, where nobody wants it.
+        if !self.options.tune {
+            return None;
+        }
         let cudnn = self.cudnn().ok().filter(|cudnn| cudnn.tunes())?;
         let cuda = self.cuda().ok()?;
         let build = || {
