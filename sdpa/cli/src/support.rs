@@ -12,6 +12,7 @@ use crate::table::Table;
 use cudnn_graph::{DeviceProfile, Library, Target, Version};
 use sdpa::cache::CacheKey;
 use sdpa::cpu::CpuExecutor;
+use sdpa::cuda;
 use sdpa::cudnn::cost;
 use sdpa::cudnn::guard;
 use sdpa::cudnn::lower::{self, Job};
@@ -77,6 +78,33 @@ struct OnDevice {
     allowed: Vec<String>,
 }
 
+/// What kernels of our own make of it on one device.
+#[derive(Serialize)]
+struct Kernels {
+    device: String,
+    /// How it is cut; `None`: declined.
+    cut: Option<String>,
+    reasons: Vec<String>,
+}
+
+impl Kernels {
+    fn of(job: &Job, name: &str, profile: &DeviceProfile) -> Kernels {
+        let made = cuda::Target::new(profile.sm(), profile.sm_count()).kernels(job);
+        let (cut, reasons) = match made {
+            Ok(kernels) => (kernels.into_iter().next().map(|kernel| kernel.cut), Vec::new()),
+            Err(why) => (None, why.reasons.iter().map(ToString::to_string).collect()),
+        };
+        Kernels { device: name.to_owned(), cut, reasons }
+    }
+
+    fn text(&self) -> String {
+        match &self.cut {
+            Some(cut) => format!("{}: taken, {cut}", self.device),
+            None => format!("{}: declined: {}", self.device, self.reasons.join("; ")),
+        }
+    }
+}
+
 /// What became of it elsewhere.
 #[derive(Serialize)]
 struct Elsewhere {
@@ -117,6 +145,8 @@ struct Report {
     devices: Vec<OnDevice>,
     /// What the masks cost on cuDNN.
     notes: Vec<String>,
+    /// On the same devices, without cuDNN.
+    cuda: Vec<Kernels>,
     cpu: Elsewhere,
     metal: Elsewhere,
 }
@@ -159,6 +189,7 @@ pub(crate) fn run(args: &SupportArgs, json: bool) -> Result<Answer, Failure> {
         },
         devices,
         notes: cost::notes(&job, Pieces::default()),
+        cuda: names.iter().zip(&profiles).map(|(name, profile)| Kernels::of(&job, name, profile)).collect(),
         cpu: Elsewhere::of(&CpuExecutor::default(), &job),
         metal: Elsewhere::of(&MetalExecutor::new(), &job),
     };
@@ -193,6 +224,7 @@ impl Report {
             table.row(&on.device, text);
         }
         table.rows("mask", self.notes.clone());
+        table.rows("cuda", self.cuda.iter().map(Kernels::text));
         table.row("cpu", self.cpu.text());
         table.row("metal", self.metal.text());
         table.render()

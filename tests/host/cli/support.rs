@@ -14,6 +14,7 @@ fn what_is_taken_is_told_for_each_device() {
         assert!(told.lines().any(|line| line.starts_with(device) && line.ends_with("taken, composite")), "{told}");
     }
     assert!(told.contains("9.26.77, which is not here") && told.contains("forward bf16 (2,8,2,300,300,64) sink causal"), "{told}");
+    assert!(["cuda     a100: taken, forward mma.sync", "h200: taken, forward "].iter().all(|part| told.contains(part)), "{told}");
     assert!(told.lines().any(|line| line.starts_with("cpu") && line.ends_with("taken")), "{told}");
 }
 
@@ -29,6 +30,11 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
     assert!(dims["devices"][0]["form"].is_null() && dims["devices"][0]["reasons"].as_array().is_some_and(|r| r.len() == 2), "{dims}");
     assert_eq!(dims["devices"][0]["allowed"], serde_json::json!(["with dims of 8 and 8: composite"]));
     assert_eq!((&dims["cpu"]["taken"], &dims["metal"]["taken"]), (&true.into(), &true.into()));
+    // Kernels of our own have a family that takes any dims up to 256.
+    assert!(dims["cuda"][0]["cut"].as_str().unwrap().contains("mma.sync"), "{dims}");
+    let wide = of(&format!("--shape 1,2,2,5,5,264 --device h200 {NOWHERE}"));
+    let declined = &wide["cuda"][0];
+    assert!(declined["cut"].is_null() && declined["reasons"][0] == "dim_qk is 264: at most 256", "{wide}");
 
     // Two things at once.
     let both = of(&format!("--shape 1,2,2,5,5,7 --dtype f32 --device h200 {NOWHERE}"));
