@@ -20,7 +20,7 @@ use std::ffi::CStr;
 pub struct Target {
     /// The compute capability: 90 for 9.0.
     pub sm: u32,
-    /// Multiprocessors, which say whether keys are split.
+    /// Multiprocessors, which say whether keys are split, and the heads of a group shared out.
     pub multiprocessors: u32,
     /// The tile for every forward problem whose head dims it holds, in place of [`Forward::tile`].
     pub tile: Option<Tile>,
