@@ -90,19 +90,27 @@ fn digest(key: &KernelKey, [major, minor]: [i32; 2]) -> Digest {
     Digest::parts().part(compiler.as_bytes()).part(key.architecture.as_bytes()).part(key.source.as_bytes()).finish()
 }
 
-/// Whether a file may be added to: there is none, or it is one of kernels, of this version.
+/// Whether a file may be added to: there is none, or it is one of kernels, of this version, of which every kernel can be read. [`add`] drops those that cannot.
 ///
 /// # Errors
 /// What is wrong with the file.
 pub fn takes(path: impl AsRef<Path>) -> Result<(), KernelFileError> {
     match PlanFile::open(path) {
-        Ok(file) => KernelHead::mismatch(file.header(), &HERE).map_or(Ok(()), |mismatch| Err(KernelFileError::Mismatch(mismatch))),
+        Ok(file) => {
+            if let Some(mismatch) = KernelHead::mismatch(file.header(), &HERE) {
+                return Err(KernelFileError::Mismatch(mismatch));
+            }
+            for entry in file.entries() {
+                file.read(&entry.key)?;
+            }
+            Ok(())
+        }
         Err(PlanFileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Adds kernels that were compiled without a device to a file, which is made where there is none. What is there already stays.
+/// Adds kernels that were compiled without a device to a file, which is made where there is none. What is there already stays, but for what is damaged.
 ///
 /// ```no_run
 /// use sdpa_core::{AttentionSpec, DType, Layout, Shape};

@@ -174,12 +174,17 @@ fn kernels_are_compiled_into_files_of_their_own() {
     assert!(told.len() == 2 && told[0].starts_with("--cudnn: NVRTC compiles kernels of cuda"), "{told:?}");
     let told = errors(&sdpa(words(&format!("compile --nvrtc {place} --problems {problems} --device h200 --out {kernels}"))));
     assert!(told.len() == 1 && told[0].starts_with("--nvrtc: cuDNN compiles plans"), "{told:?}");
+    // Neither what is cut off nor a kernel with another bit is thrown away without a word.
+    let mut flipped = before.clone();
+    *flipped.last_mut().unwrap() ^= 1;
     let damaged = folder.path("damaged");
-    std::fs::write(&damaged, &before[..before.len() / 2]).unwrap();
-    let line = format!("compile --executor cuda --nvrtc {place} --problems {problems} --device h200 --out {damaged}");
-    let out = sdpa(words(&line));
-    assert!(code(&out) == 2 && errors(&out)[0].contains("name another file"), "{:?}", errors(&out));
-    assert_eq!(std::fs::read(&damaged).unwrap(), before[..before.len() / 2]);
+    for bytes in [&before[..before.len() / 2], &flipped] {
+        std::fs::write(&damaged, bytes).unwrap();
+        let line = format!("compile --executor cuda --nvrtc {place} --problems {problems} --device h200 --out {damaged}");
+        let out = sdpa(words(&line));
+        assert!(code(&out) == 2 && errors(&out)[0].contains("name another file"), "{:?}", errors(&out));
+        assert_eq!(std::fs::read(&damaged).unwrap(), bytes);
+    }
 }
 
 #[test]
