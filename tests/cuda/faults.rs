@@ -35,6 +35,21 @@ mask = ["window:300,0"]
 stats = true
 "#;
 
+/// Query heads that share keys, walked by several blocks of threads, not as many by each.
+const SHARED: &str = r#"
+[[case]]
+name = "one head of keys"
+shape = { batch = 1, heads_q = 8, heads_kv = 1, seq_q = 300, seq_kv = 230, dim_qk = 128, dim_v = 104 }
+dtype = "bf16"
+stats = true
+
+[[case]]
+name = "one head of keys, parts of the columns"
+shape = { batch = 1, heads_q = 6, heads_kv = 1, seq_q = 260, seq_kv = 110, dim_qk = 200, dim_v = 256 }
+dtype = "f16"
+stats = true
+"#;
+
 /// Keys that no query keeps.
 const FEWER: &str = r#"
 [[case]]
@@ -361,12 +376,12 @@ const FAULTS: [Fault; 93] = [
         LONG,
     ),
     ("results are written over keys that are read", Backward, ["done with the keys.\n    meet(1, 256);", "done with the keys."], WIDE),
-    ("every share has all heads", Backward, ["p.group * share / p.shares, p.group * (share + 1) / p.shares", "0, p.group"], LONG),
-    ("the first share is taken for the whole", Backward, ["+ 1 == p.shares)", "== 0)"], LONG),
-    ("groups add to one share", Backward, ["number_of(p)) * 2 + group)", "number_of(p)) * 2)"], LONG),
-    ("shares of values lie over those of keys", Backward, ["add_share(share + 128 * DK, dv)", "add_share(share, dv)"], LONG),
-    ("blocks of keys are counted together", Backward, ["p.shares_done + number_of(p)", "p.shares_done"], LONG),
-    ("who is last is read before it is told", Backward, ["meet(1, 256);\n    const bool last", "const bool last"], LONG),
+    ("every share has all heads", Backward, ["p.group * share / p.shares, p.group * (share + 1) / p.shares", "0, p.group"], SHARED),
+    ("the first share is taken for the whole", Backward, ["+ 1 == p.shares)", "== 0)"], SHARED),
+    ("groups add to one share", Backward, ["number_of(p)) * 2 + group)", "number_of(p)) * 2)"], SHARED),
+    ("shares of values lie over those of keys", Backward, ["add_share(share + 128 * DK, dv)", "add_share(share, dv)"], SHARED),
+    ("blocks of keys are counted together", Backward, ["p.shares_done + number_of(p)", "p.shares_done"], SHARED),
+    ("who is last is read before it is told", Backward, ["meet(1, 256);\n    const bool last", "const bool last"], SHARED),
     ("scores are read while they are computed", Backward, ["products_wait<1>();\n                hold(s);", "hold(s);"], LONG),
     ("the second query of two has the first's sum", Backward, ["stay, n + 1) - of.y", "stay, n + 1) - of.x"], LONG),
     ("groups add to one slice", Backward, ["tile.part * 2 + group) * 4096", "tile.part * 2) * 4096"], LONG),
@@ -477,6 +492,6 @@ fn every_fault_is_found() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, SHORT, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, PAGED, UNFILLED, STATISTICS, DROPPED];
+    let cases = [LONG, SHORT, SHARED, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, PAGED, UNFILLED, STATISTICS, DROPPED];
     all_are_found(NAME, &FAULTS, &cases, || conformance::emulated::executor().unwrap());
 }

@@ -2,7 +2,6 @@
 
 use crate::problem::{Check, Forward, copies, unsupported};
 use crate::tile::{BackwardTile, MOST_DIM};
-use crate::work::steps;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind, Trace};
@@ -10,9 +9,6 @@ use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, SINK, packed};
 use sdpa_emit::{Captured, Dialect};
 use std::sync::Arc;
-
-/// Blocks of threads that a multiprocessor is to have: of fewer, the last ones leave others without work for long.
-const BLOCKS_EACH: i64 = 4;
 
 /// Roots of a gradient: the score, its gradient, and one for each parameter.
 pub(crate) const ALONG_SCORE: usize = 1;
@@ -115,16 +111,12 @@ impl Backward {
     /// # Errors
     /// Head dims that there is no tile for.
     pub fn tile(&self, multiprocessors: u32) -> Result<BackwardTile, Unsupported> {
-        let [q, k, v, _] = self.forward.tensors;
+        let [q, _, v, _] = self.forward.tensors;
         let tile = BackwardTile::of(q.dims[3], v.dims[3]).ok_or_else(|| {
             let (value, limit) = (q.dims[3].max(v.dims[3]).to_string(), format!("at most {MOST_DIM}"));
             unsupported(vec![Reason::Limit { field: "dim".to_owned(), value, limit }])
         })?;
-        let [batch, .., seq_kv] = self.forward.extents;
-        let blocks = batch * k.dims[1] * steps(seq_kv, BackwardTile::KEYS) * i64::from(tile.parts);
-        let wanted = BLOCKS_EACH * i64::from(multiprocessors);
-        let shares = (wanted + blocks - 1).div_euclid(blocks.max(1)).clamp(1, self.forward.group.max(1));
-        Ok(BackwardTile { shares: u32::try_from(shares).unwrap_or(1), ..tile })
+        Ok(BackwardTile { shares: self.shares(&tile, multiprocessors), ..tile })
     }
 
     /// Whether `d_o` is copied first, to where the copy engine takes it.
