@@ -2,15 +2,22 @@
 //! turns between this and others in one run.
 #![allow(unsafe_code)]
 
+use crate::cuda;
+use crate::cuda_speed::{Pass, Round, times};
 use crate::memory::Memory;
 use crate::setup::{Result, executor, median};
 use cudnn_graph::{Event, Stream};
-use sdpa::cudnn::lower::Form;
+use sdpa::cuda::CudaExecutor;
+use sdpa::cudnn::lower::{Form, Job};
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, Pieces, PlanOptions};
+use sdpa::device::OnDevice;
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Packed, Paged, SINK, Shape};
+use sdpa_driver::DeviceSlice;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::io::BufRead;
+
+type Ready = OnDevice<DeviceSlice, Stream>;
 
 const WARM: usize = 5;
 const RUNS: usize = 20;
@@ -56,6 +63,9 @@ struct Question {
     /// `composite` or `unified`; else the better one.
     #[serde(default)]
     form: Option<Form>,
+    /// Kernels of our own, not cuDNN.
+    #[serde(default)]
+    own: bool,
 }
 
 #[derive(Serialize)]
@@ -68,10 +78,18 @@ struct Answer {
 
 pub(crate) fn run() -> Result<()> {
     let mut executors: HashMap<PlanOptions, CudnnExecutor> = HashMap::new();
+    let mut own = None;
     let stream = executor(PlanOptions::default())?.device().stream()?;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let answer = serde_json::from_str(&line).map_err(Into::into).and_then(|question: Question| {
+            if question.own {
+                let own = match &mut own {
+                    Some(own) => own,
+                    none => none.insert(cuda::executor(None)?),
+                };
+                return own_answer(own, &stream, &question);
+            }
             let plan = PlanOptions { form: question.form, pieces: question.pieces, ..PlanOptions::default() };
             if !executors.contains_key(&plan) {
                 executors.insert(plan.clone(), CudnnExecutor::new(CudnnOptions { plan: plan.clone(), ..CudnnOptions::default() })?);
@@ -101,7 +119,8 @@ fn flops(backward: &BackwardSpec, question: &Question) -> Result<f64> {
     Ok(all)
 }
 
-fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Result<Answer> {
+/// What is asked, both passes of it.
+fn asked(question: &Question) -> Result<BackwardSpec> {
     let mut spec = AttentionSpec::dense(question.dtype, question.shape, question.layout);
     if let Some(documents) = &question.documents {
         let total = documents.iter().map(|&n| i64::from(n)).sum();
@@ -129,6 +148,27 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
     for name in &question.wrt {
         backward = backward.wrt(name, if name == SINK { DType::F32 } else { question.dtype });
     }
+    Ok(backward)
+}
+
+fn own_answer(executor: &CudaExecutor, stream: &Stream, question: &Question) -> Result<Answer> {
+    let backward = asked(question)?;
+    let forward = backward.forward.validate()?;
+    let flops = flops(&backward, question)?;
+    let (first, planned, job): (Option<Ready>, Ready, Job) = if question.backward {
+        let problem = backward.validate()?;
+        (Some(executor.attention(&forward)?.0), executor.gradient(&problem)?.0, problem.into())
+    } else {
+        (None, executor.attention(&forward)?.0, forward.into())
+    };
+    let round = Round { between: 0.3, runs: RUNS, documents: question.documents.as_deref() };
+    let ms = times(stream, &job, &[&*planned], first.as_deref().map(|first| first as &Pass), round)?[0];
+    Ok(Answer { ms, tflops: flops / ms / 1e9, engine: planned.engine(), workspace: planned.workspace_bytes() })
+}
+
+fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Result<Answer> {
+    let backward = asked(question)?;
+    let spec = &backward.forward;
     let forward = spec.validate()?;
     let planned = if question.backward { executor.attention_backward(&backward.validate()?)?.0 } else { executor.attention(&forward)?.0 };
     let flops = flops(&backward, question)?;
@@ -138,7 +178,7 @@ fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Res
     }
     let handle = executor.library().handle(stream)?;
     if question.backward {
-        call.forward_first(executor, stream, &spec)?;
+        call.forward_first(executor, stream, spec)?;
     }
     let mut times = Vec::new();
     for round in 0..WARM + RUNS {

@@ -1,0 +1,336 @@
+"""Kernels of our own and cuDNN's beside FlashAttention-4, both backends of FlexAttention and PyTorch's SDPA, in one run: device time, bf16.
+
+    rates.py DEVICE [--processes N] [ROW...] > RESULTS.jsonl     DEVICE is the binary `device`, ROW a part of a row's name
+    rates.py --table RESULTS.jsonl                               a table in Markdown
+    rates.py --plot RESULTS.jsonl OUT.svg                        speed against length
+
+Processes compile side by side; then one after the other times its rows, the others waiting. Of a row and a pass, peers are timed in turns, and ours
+before and behind them; medians. A pause on the device ahead of each mark lets the host be done before the first kernel begins: nothing of the host's
+time is in any figure. FlashAttention-4 is the package `flash-attn-4`; a peer that is not there, or declines, is told as such.
+"""
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+CAP, PREFIX, NEAR, GLOBAL_WINDOW, GLOBALS, EVERY, DOCUMENTS = 30.0, 512, 257, 256, 64, 4, 8
+LONG, LONG_64, WIDE, BROAD = (2, 16, 16, 16384, 128), (1, 32, 8, 16384, 64), (1, 16, 16, 8192, 256), (4, 32, 32, 4096, 128)
+LENGTHS = [1024, 2048, 4096, 8192, 16384]
+OURS = {"own": {"own": True}, "cudnn": {}}
+RUNS, BETWEEN = 11, 0.3
+
+
+def rows():
+    """Name, (batch, heads_q, heads_kv, seq, dim), score_mod, masks, lengths of packed documents."""
+    for shape in (LONG, LONG_64, WIDE):
+        for mask in ([], ["causal"]):
+            yield "rate", shape, [], mask, None
+    yield "softcap", BROAD, [f"softcap:{CAP:.0f}"], ["causal"], None
+    prefix, shared = f"prefix-lm:{PREFIX}", f"shared-prefix:{PREFIX} & causal"
+    for mask in (prefix, f"dilated:{EVERY} & causal", f"natten:{NEAR}", shared, f"global-local:{GLOBAL_WINDOW},{GLOBALS}", "array:qk", "document & causal"):
+        yield "mask", BROAD, [], [mask], None
+    yield "packed", (32, 32, 32, 512, 128), [], ["causal"], [512] * 32
+    yield "packed", (8, 32, 8, 2048, 128), [], ["causal"], [2048] * 8
+    for dim in (64, 128):
+        for mask in ([], ["causal"]):
+            for seq in LENGTHS:
+                yield "length", (16384 // seq, 16, 16, seq, dim), [], mask, None
+
+
+def told(row):
+    name, shape, mods, masks, documents = row
+    what = " ".join(mods + masks) or "none"
+    return f"{name} {shape} {what}" + (f" {len(documents)} documents" if documents else "")
+
+
+def mask_mod(mask, seq):
+    """What FlexAttention is told of a mask."""
+    import torch
+
+    clamp, ids = torch.clamp, torch.arange(seq, device="cuda") * DOCUMENTS // seq
+    kept = torch.rand(seq, seq, device="cuda") < 0.5 if mask == "array:qk" else None
+    return {
+        "causal": lambda b, h, q, k: q >= k,
+        f"prefix-lm:{PREFIX}": lambda b, h, q, k: (q >= k) | (k < PREFIX),
+        f"dilated:{EVERY} & causal": lambda b, h, q, k: (q >= k) & ((q - k) % EVERY == 0),
+        f"natten:{NEAR}": lambda b, h, q, k: (k >= clamp(q - NEAR // 2, 0, seq - NEAR)) & (k < clamp(q - NEAR // 2, 0, seq - NEAR) + NEAR),
+        f"shared-prefix:{PREFIX} & causal": lambda b, h, q, k: (q >= k) & ((k < PREFIX) | (ids[q] == ids[k])),
+        f"global-local:{GLOBAL_WINDOW},{GLOBALS}": lambda b, h, q, k: ((q - k).abs() < GLOBAL_WINDOW) | (k < GLOBALS) | (q < GLOBALS),
+        "array:qk": lambda b, h, q, k: kept[q, k],
+        "document & causal": lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]),
+    }[mask]
+
+
+def passes(forward, inputs, grad):
+    """Both passes of a peer, ready to be called."""
+    import torch
+
+    def alone():
+        with torch.no_grad():
+            forward()
+
+    out = forward()
+    return [alone, lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)]
+
+
+def flash4(shape, mods, masks, documents, inputs):
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    import torch
+
+    if masks not in ([], ["causal"]):
+        raise NotImplementedError("this mask")
+    how = dict(causal=bool(masks), softcap=CAP if mods else 0.0)
+    q, k, v, grad = inputs
+    first = lambda found: found[0] if isinstance(found, tuple) else found
+    if documents:
+        bounds = torch.tensor([0, *documents], device="cuda").cumsum(0).to(torch.int32)
+        at = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=max(documents), max_seqlen_k=max(documents))
+        return passes(lambda: first(flash_attn_varlen_func(q, k, v, **at, **how)), (q, k, v), grad)
+    q, k, v, grad = (x.transpose(1, 2).contiguous().detach().requires_grad_() for x in (q, k, v, grad))
+    return passes(lambda: first(flash_attn_func(q, k, v, **how)), (q, k, v), grad.detach())
+
+
+def flex(backend):
+    def made(shape, mods, masks, documents, inputs):
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        batch, heads_q, heads_kv, seq, _ = shape
+        q, k, v, grad = inputs
+        mask = mask_mod(masks[0], seq) if masks else None
+        if documents:
+            # One row, in which the mask keeps documents apart.
+            seq, ids = sum(documents), torch.repeat_interleave(torch.arange(len(documents), device="cuda"), torch.tensor(documents, device="cuda"))
+            mask = lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])
+            q, k, v = (x.detach().transpose(0, 1)[None].requires_grad_() for x in (q, k, v))
+            grad = grad.transpose(0, 1)[None]
+        blocks = create_block_mask(mask, None, None, seq, seq, device="cuda", _compile=True) if mask else None
+        compiled = torch.compile(flex_attention, dynamic=False)
+        score_mod = (lambda score, b, h, q, k: CAP * torch.tanh(score / CAP)) if mods else None
+        how = dict(score_mod=score_mod, block_mask=blocks, enable_gqa=heads_q != heads_kv, kernel_options={"BACKEND": backend})
+        return passes(lambda: compiled(q, k, v, **how), (q, k, v), grad)
+
+    return made
+
+
+def sdpa_cudnn(shape, mods, masks, documents, inputs):
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if mods or documents or masks not in ([], ["causal"]):
+        raise NotImplementedError("this problem")
+    q, k, v, grad = inputs
+
+    def forward():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=bool(masks), enable_gqa=shape[1] != shape[2])
+
+    return passes(forward, (q, k, v), grad)
+
+
+MAKERS = {"fa4": flash4, "flex triton": flex("TRITON"), "flex FLASH": flex("FLASH"), "sdpa cuDNN": sdpa_cudnn}
+
+
+def short(error):
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
+
+
+def on_device(call, calls, cycles):
+    """Milliseconds of a call, of so many between two marks."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def in_turns(calls):
+    """Medians of calls by name."""
+    import torch
+
+    pace = {}
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        host = time.perf_counter() - begun
+        count = max(1, min(16, int(BETWEEN / on_device(call, 1, 1_000_000))))
+        # Cycles of about half a nanosecond each, half as long again as the host takes.
+        pace[name] = (count, int(min(20e-3, 1.5 * host * count + 1e-4) * 2e9))
+    times = {name: [] for name in calls}
+    for _ in range(RUNS):
+        for name, call in calls.items():
+            times[name].append(on_device(call, *pace[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+class Worker:
+    """Every `of`th row from `first` on."""
+
+    def __init__(self, binary, first, of, wanted):
+        from side_by_side import Ours
+        import torch
+
+        torch._dynamo.config.recompile_limit = 1000
+        torch._dynamo.config.accumulated_recompile_limit = 1000
+        self.ours, self.made = Ours(binary, sys.stderr), []
+        every = [row for row in rows() if not wanted or any(part in told(row) for part in wanted)]
+        for row in every[first::of]:
+            begun = time.perf_counter()
+            self.made.append((row, *self.make(row)))
+            print(f"# {told(row)}: ready after {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+        torch.cuda.empty_cache()
+
+    def make(self, row):
+        import torch
+
+        _, shape, mods, masks, documents = row
+        for kind in OURS:
+            for backward in (False, True):
+                self.ask(row, kind, backward)
+        torch.manual_seed(1)
+        batch, heads_q, heads_kv, seq, dim = shape
+        of = lambda heads: (sum(documents), heads, dim) if documents else (batch, heads, seq, dim)
+        make = lambda heads: torch.randn(of(heads), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        inputs = make(heads_q), make(heads_kv), make(heads_kv), make(heads_q).detach()
+        calls, refused = {}, {}
+        for name, maker in MAKERS.items():
+            try:
+                both = maker(shape, mods, masks, documents, inputs)
+                for call in both:
+                    call()
+                torch.cuda.synchronize()
+                calls[name] = both
+            except Exception as e:
+                refused[name] = short(e)
+        return calls, refused
+
+    def ask(self, row, kind, backward):
+        _, (batch, heads_q, heads_kv, seq, dim), mods, masks, documents = row
+        more = OURS[kind] | ({"documents": documents} if documents else {})
+        return self.ours.ask((batch, heads_q, heads_kv, seq, seq, dim), mods, masks, backward, **more)
+
+    def times(self):
+        for row, calls, refused in self.made:
+            name, shape, mods, masks, documents = row
+            found = dict(row=name, shape=shape, score_mod=mods, mask=masks, documents=documents, flops=[None, None], ms={}, refused=refused, engines={})
+            for backward in (False, True):
+                ask = lambda: {kind: self.ask(row, kind, backward) for kind in OURS}
+                before, peers, after = ask(), in_turns({name: both[backward] for name, both in calls.items()}), ask()
+                for kind in OURS:
+                    if "ms" in before[kind] and "ms" in after[kind]:
+                        peers[kind] = statistics.mean((before[kind]["ms"], after[kind]["ms"]))
+                        found["flops"][backward] = after[kind]["tflops"] * after[kind]["ms"] * 1e9
+                        found["engines"].setdefault(kind, []).append(after[kind]["engine"])
+                    else:
+                        refused[f"{kind}, {'backward' if backward else 'forward'}"] = str(after[kind].get("refused"))[:300]
+                for name, ms in peers.items():
+                    found["ms"].setdefault(name, [None, None])[backward] = round(ms, 5)
+            print(json.dumps(found), flush=True)
+
+
+def work(binary, first, of, wanted):
+    worker = Worker(binary, first, of, wanted)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    worker.times()
+    print("done", flush=True)
+
+
+def measure(binary, processes, wanted):
+    import torch
+
+    every = [row for row in rows() if not wanted or any(part in told(row) for part in wanted)]
+    processes = min(processes, len(every))
+    print(f"# {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, its cuDNN {torch.backends.cudnn.version()}", flush=True)
+    start = lambda n: [sys.executable, __file__, "--work", binary, str(n), str(processes), *wanted]
+    workers = [subprocess.Popen(start(n), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for n in range(processes)]
+    ready = [worker.stdout.readline() == "ready\n" for worker in workers]
+    failed = ready.count(False)
+    for worker in (worker for worker, is_ready in zip(workers, ready) if is_ready):
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+        ended = False
+        for line in worker.stdout:
+            ended = line == "done\n"
+            if not ended:
+                print(line, end="", flush=True)
+        failed += not ended
+    if failed:
+        sys.exit(f"{failed} of {processes} processes failed: rows are missing")
+
+
+def read(results):
+    return [json.loads(line) for line in open(results) if line.startswith("{")]
+
+
+def table(results):
+    names = ["own", "cudnn", *MAKERS]
+    print("| | (batch, heads_q, heads_kv, seq, dim) | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 2) + "|")
+    for row in read(results):
+        def cell(name):
+            rate = lambda ms, flops: f"{ms:.3f}" + (f" ({flops / ms / 1e9:.0f})" if flops else "")
+            both = row["ms"].get(name)
+            return "; ".join("–" if ms is None else rate(ms, flops) for ms, flops in zip(both, row["flops"])) if both else "–"
+
+        what = " ".join(row["score_mod"] + row["mask"]) or "none"
+        documents = f", {len(row['documents'])} packed documents" if row["documents"] else ""
+        shape = ",".join(map(str, row["shape"]))
+        print(f"| {what}{documents} | ({shape}) | " + " | ".join(map(cell, names)) + " |")
+
+
+def plot(results, out):
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    lengths = [row for row in read(results) if row["row"] == "length"]
+    figure, axes = plt.subplots(2, 4, figsize=(17, 7), sharex=True)
+    names = {"own": "kernels of our own", "cudnn": "cuDNN through sdpa", "fa4": "FlashAttention-4", "flex triton": "FlexAttention, Triton",
+             "flex FLASH": "FlexAttention, FLASH", "sdpa cuDNN": "PyTorch's cuDNN"}
+    for i, dim in enumerate((64, 128)):
+        for j, (mask, backward) in enumerate((mask, backward) for mask in ([], ["causal"]) for backward in (0, 1)):
+            axis = axes[i][j]
+            for name, label in names.items():
+                points = [(row["shape"][3], row["flops"][backward] / row["ms"][name][backward] / 1e9) for row in lengths
+                          if row["shape"][4] == dim and row["mask"] == mask and row["ms"].get(name)]
+                if points:
+                    axis.plot(*zip(*points), marker="o", label=label, linewidth=2.5 if name in OURS else 1.2)
+            axis.set_title(f"{'backward' if backward else 'forward'}, d = {dim}, {mask[0] if mask else 'no mask'}", fontsize=9)
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens of 16 Ki in all, 16 heads")
+    figure.tight_layout()
+    figure.savefig(out)
+
+
+def main(arguments):
+    match arguments:
+        case ["--table", results]:
+            table(results)
+        case ["--plot", results, out]:
+            plot(results, out)
+        case ["--work", binary, first, of, *wanted]:
+            work(binary, int(first), int(of), wanted)
+        case [binary, "--processes", count, *wanted]:
+            measure(binary, int(count), wanted)
+        case [binary, *wanted]:
+            measure(binary, 4, wanted)
+        case _:
+            sys.exit(__doc__)
+
+
+main(sys.argv[1:])
