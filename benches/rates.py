@@ -4,11 +4,12 @@
     rates.py --table RESULTS.jsonl                               a table in Markdown
     rates.py --plot RESULTS.jsonl OUT.svg                        speed against length
 
-Processes compile side by side; then one after the other times its rows, the others waiting. Of a row and a pass, peers are timed in turns, and ours
-before and behind them; medians. A pause on the device ahead of each mark lets the host be done before the first kernel begins: nothing of the host's
+Processes compile side by side; then one after the other times its rows, the others waiting. All that run a pass of a row are timed in turns, so that they
+meet the same clocks; medians. A pause on the device ahead of Python's marks lets the host be done before the first kernel begins: nothing of the host's
 time is in any figure. FlashAttention-4 is the package `flash-attn-4`; a peer that is not there, or declines, is told as such.
 """
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,8 +18,8 @@ import time
 CAP, PREFIX, NEAR, GLOBAL_WINDOW, GLOBALS, EVERY, DOCUMENTS = 30.0, 512, 257, 256, 64, 4, 8
 LONG, LONG_64, WIDE, BROAD = (2, 16, 16, 16384, 128), (1, 32, 8, 16384, 64), (1, 16, 16, 8192, 256), (4, 32, 32, 4096, 128)
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
-OURS = {"own": {"own": True}, "cudnn": {}}
-RUNS, BETWEEN = 11, 0.3
+OURS = ["own", "cudnn"]
+WARM, RUNS, BETWEEN = 2, 11, 0.3
 
 
 def rows():
@@ -35,7 +36,7 @@ def rows():
     for dim in (64, 128):
         for mask in ([], ["causal"]):
             for seq in LENGTHS:
-                yield "length", (16384 // seq, 16, 16, seq, dim), [], mask, None
+                yield "length", (max(LENGTHS) // seq, 16, 16, seq, dim), [], mask, None
 
 
 def told(row):
@@ -137,37 +138,36 @@ def short(error):
     return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
 
 
-def on_device(call, calls, cycles):
-    """Milliseconds of a call, of so many between two marks."""
+def on_device(call):
+    """Milliseconds of a call of PyTorch's, of so many between two marks, behind a pause of so many cycles of about half a nanosecond."""
     import torch
 
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(cycles)
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
+    def timed(calls, cycles):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls
+
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    call()
+    host = time.perf_counter() - begun
+    return lambda calls: timed(calls, int(min(20e-3, 1.5 * host * calls + 1e-4) * 2e9))
 
 
-def in_turns(calls):
-    """Medians of calls by name."""
-    import torch
-
-    pace = {}
-    for name, call in calls.items():
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        call()
-        host = time.perf_counter() - begun
-        count = max(1, min(16, int(BETWEEN / on_device(call, 1, 1_000_000))))
-        # Cycles of about half a nanosecond each, half as long again as the host takes.
-        pace[name] = (count, int(min(20e-3, 1.5 * host * count + 1e-4) * 2e9))
-    times = {name: [] for name in calls}
-    for _ in range(RUNS):
-        for name, call in calls.items():
-            times[name].append(on_device(call, *pace[name]))
+def in_turns(timed):
+    """Medians of what is timed, by name."""
+    calls = {name: max(1, min(16, int(BETWEEN / call(1)))) for name, call in timed.items()}
+    times = {name: [] for name in timed}
+    for n in range(WARM + RUNS):
+        for name, call in timed.items():
+            ms = call(calls[name])
+            if n >= WARM:
+                times[name].append(ms)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -178,8 +178,9 @@ class Worker:
         from side_by_side import Ours
         import torch
 
-        torch._dynamo.config.recompile_limit = 1000
-        torch._dynamo.config.accumulated_recompile_limit = 1000
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
+        # A graph is kept for more than one backward pass.
+        torch._functorch.config.donated_buffer = False
         self.ours, self.made = Ours(binary, sys.stderr), []
         every = [row for row in rows() if not wanted or any(part in told(row) for part in wanted)]
         for row in every[first::of]:
@@ -192,9 +193,9 @@ class Worker:
         import torch
 
         _, shape, mods, masks, documents = row
-        for kind in OURS:
-            for backward in (False, True):
-                self.ask(row, kind, backward)
+        for backward in (False, True):
+            for kind in OURS:
+                self.ask(row, kind, backward, 1)
         torch.manual_seed(1)
         batch, heads_q, heads_kv, seq, dim = shape
         of = lambda heads: (sum(documents), heads, dim) if documents else (batch, heads, seq, dim)
@@ -212,26 +213,26 @@ class Worker:
                 refused[name] = short(e)
         return calls, refused
 
-    def ask(self, row, kind, backward):
+    def ask(self, row, kind, backward, calls):
         _, (batch, heads_q, heads_kv, seq, dim), mods, masks, documents = row
-        more = OURS[kind] | ({"documents": documents} if documents else {})
-        return self.ours.ask((batch, heads_q, heads_kv, seq, seq, dim), mods, masks, backward, **more)
+        turn = {"own": kind == "own", "calls": calls}
+        return self.ours.ask((batch, heads_q, heads_kv, seq, seq, dim), mods, masks, backward, documents=documents, turn=turn)
 
     def times(self):
         for row, calls, refused in self.made:
             name, shape, mods, masks, documents = row
             found = dict(row=name, shape=shape, score_mod=mods, mask=masks, documents=documents, flops=[None, None], ms={}, refused=refused, engines={})
             for backward in (False, True):
-                ask = lambda: {kind: self.ask(row, kind, backward) for kind in OURS}
-                before, peers, after = ask(), in_turns({name: both[backward] for name, both in calls.items()}), ask()
+                timed = {name: on_device(both[backward]) for name, both in calls.items()}
                 for kind in OURS:
-                    if "ms" in before[kind] and "ms" in after[kind]:
-                        peers[kind] = statistics.mean((before[kind]["ms"], after[kind]["ms"]))
-                        found["flops"][backward] = after[kind]["tflops"] * after[kind]["ms"] * 1e9
-                        found["engines"].setdefault(kind, []).append(after[kind]["engine"])
+                    answer = self.ask(row, kind, backward, 1)
+                    if "ms" in answer:
+                        timed[kind] = lambda calls, kind=kind: self.ask(row, kind, backward, calls)["ms"]
+                        found["flops"][backward] = answer["tflops"] * answer["ms"] * 1e9
+                        found["engines"].setdefault(kind, []).append(answer["engine"])
                     else:
-                        refused[f"{kind}, {'backward' if backward else 'forward'}"] = str(after[kind].get("refused"))[:300]
-                for name, ms in peers.items():
+                        refused[f"{kind}, {'backward' if backward else 'forward'}"] = answer["refused"][:300]
+                for name, ms in in_turns(timed).items():
                     found["ms"].setdefault(name, [None, None])[backward] = round(ms, 5)
             print(json.dumps(found), flush=True)
 
@@ -251,7 +252,9 @@ def measure(binary, processes, wanted):
     processes = min(processes, len(every))
     print(f"# {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, its cuDNN {torch.backends.cudnn.version()}", flush=True)
     start = lambda n: [sys.executable, __file__, "--work", binary, str(n), str(processes), *wanted]
-    workers = [subprocess.Popen(start(n), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for n in range(processes)]
+    # Each compiles by itself: no pools of helpers in every process.
+    alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    workers = [subprocess.Popen(start(n), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=alone) for n in range(processes)]
     ready = [worker.stdout.readline() == "ready\n" for worker in workers]
     failed = ready.count(False)
     for worker in (worker for worker, is_ready in zip(workers, ready) if is_ready):

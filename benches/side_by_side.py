@@ -23,7 +23,7 @@ def median(call):
 class Ours:
     def __init__(self, binary, told=None):
         self.process = subprocess.Popen([binary, "time"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        print("#", self.process.stdout.readline().split(" from ")[0], file=told)
+        self.told = told
 
     def ask(self, shape, mods, masks, backward, **more):
         names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "dim_qk", "dim_v")
@@ -31,4 +31,9 @@ class Ours:
         question.update(score_mod=mods, mask=masks, backward=backward, **more)
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+            # What it runs on.
+            print("#", line.split(" from ")[0].strip(), file=self.told)
+        raise RuntimeError(f"{self.process.args[0]} ended")

@@ -492,6 +492,7 @@ fn every_fault_is_found() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, SHORT, SHARED, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, PAGED, UNFILLED, STATISTICS, DROPPED];
+    let cases =
+        [LONG, SHORT, SHARED, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, PAGED, UNFILLED, STATISTICS, DROPPED];
     all_are_found(NAME, &FAULTS, &cases, || conformance::emulated::executor().unwrap());
 }

@@ -69,34 +69,47 @@ const EACH: Round<'static> = Round { between: 0.0, runs: RUNS, documents: None }
 /// Calls between two marks, at most.
 const MOST_CALLS: f64 = 32.0;
 
-/// Medians of passes of one problem, in turns, in milliseconds. Those of a backward pass read what the forward pass `first` has left.
-pub(crate) fn times(stream: &Stream, job: &Job, passes: &[&Pass], first: Option<&Pass>, round: Round<'_>) -> Result<Vec<f64>> {
+/// Memory for passes of one problem. Those of a backward pass read what the forward pass `first` has left.
+pub(crate) fn ready(stream: &Stream, job: &Job, passes: &[&Pass], first: Option<&Pass>, documents: Option<&[i32]>) -> Result<Memory> {
     let workspace = passes.iter().copied().chain(first).map(|pass| pass.workspace_bytes()).max().unwrap_or(0);
     let mut memory = Memory::seeded(stream, job, workspace, 7)?;
-    if let Some(lengths) = round.documents {
+    if let Some(lengths) = documents {
         memory.set_documents(stream, lengths)?;
     }
-    let (params, gradients, whole) = (memory.params(), memory.gradients(), Some(memory.workspace()));
     if let Some(first) = first {
+        let (params, whole) = (memory.params(), Some(memory.workspace()));
         // SAFETY: the memory is whole buffers of this device that outlive the call; the stream is waited for below.
         unsafe { first.submit(stream, &(&memory.forward_call(&params, None, whole)).into()) }?;
+        stream.synchronize()?;
     }
+    Ok(memory)
+}
+
+/// Milliseconds of a call, of so many between two marks.
+pub(crate) fn between(stream: &Stream, job: &Job, memory: &Memory, pass: &Pass, calls: i32) -> Result<f64> {
+    let (params, gradients, whole) = (memory.params(), memory.gradients(), Some(memory.workspace()));
+    let call: DeviceCall<'_, DeviceSlice> = match job {
+        Job::Forward(_) => (&memory.forward_call(&params, None, whole)).into(),
+        Job::Backward(_) => (&memory.backward_call(&params, &gradients, None)?).into(),
+    };
+    let start = stream.record(true)?;
+    for _ in 0..calls {
+        // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
+        unsafe { pass.submit(stream, &call) }?;
+    }
+    let end = stream.record(true)?;
+    end.synchronize()?;
+    Ok(f64::from(end.since(&start)?) / f64::from(calls))
+}
+
+/// Medians of passes of one problem, in turns, in milliseconds.
+pub(crate) fn times(stream: &Stream, job: &Job, passes: &[&Pass], first: Option<&Pass>, round: Round<'_>) -> Result<Vec<f64>> {
+    let memory = ready(stream, job, passes, first, round.documents)?;
     let mut times = vec![Vec::new(); passes.len()];
     let mut calls = vec![1; passes.len()];
     for n in 0..WARM + round.runs {
         for ((pass, times), calls) in passes.iter().zip(&mut times).zip(&mut calls) {
-            let call: DeviceCall<'_, DeviceSlice> = match job {
-                Job::Forward(_) => (&memory.forward_call(&params, None, whole)).into(),
-                Job::Backward(_) => (&memory.backward_call(&params, &gradients, None)?).into(),
-            };
-            let start = stream.record(true)?;
-            for _ in 0..*calls {
-                // SAFETY: the memory is whole buffers of this device that outlive the loop; the stream is waited for below.
-                unsafe { pass.submit(stream, &call) }?;
-            }
-            let end = stream.record(true)?;
-            end.synchronize()?;
-            let ms = f64::from(end.since(&start)?) / f64::from(*calls);
+            let ms = between(stream, job, &memory, *pass, *calls)?;
             if n >= WARM {
                 times.push(ms);
             } else if n + 1 == WARM {

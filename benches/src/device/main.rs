@@ -32,6 +32,7 @@ mod threads;
 mod time;
 mod tree;
 mod tuned;
+mod turns;
 mod weight;
 
 use std::process::ExitCode;

@@ -2,29 +2,23 @@
 //! turns between this and others in one run.
 #![allow(unsafe_code)]
 
-use crate::cuda;
-use crate::cuda_speed::{Pass, Round, times};
 use crate::memory::Memory;
 use crate::setup::{Result, executor, median};
+use crate::turns::Turns;
 use cudnn_graph::{Event, Stream};
-use sdpa::cuda::CudaExecutor;
-use sdpa::cudnn::lower::{Form, Job};
+use sdpa::cudnn::lower::Form;
 use sdpa::cudnn::{CudnnExecutor, CudnnOptions, Pieces, PlanOptions};
-use sdpa::device::OnDevice;
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Packed, Paged, SINK, Shape};
-use sdpa_driver::DeviceSlice;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::io::BufRead;
-
-type Ready = OnDevice<DeviceSlice, Stream>;
 
 const WARM: usize = 5;
 const RUNS: usize = 20;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Question {
+pub(crate) struct Question {
     shape: Shape,
     dtype: DType,
     layout: Layout,
@@ -33,14 +27,14 @@ struct Question {
     #[serde(default)]
     mask: Vec<String>,
     #[serde(default)]
-    backward: bool,
+    pub(crate) backward: bool,
     #[serde(default)]
     deterministic: bool,
     #[serde(default)]
     wrt: Vec<String>,
     /// Tokens of packed documents; `shape` has their number and the longest.
     #[serde(default)]
-    documents: Option<Vec<i32>>,
+    pub(crate) documents: Option<Vec<i32>>,
     /// Tokens of a page: keys lie in a cache of as many pages as they take, in no order.
     #[serde(default)]
     paged: Option<i64>,
@@ -63,32 +57,36 @@ struct Question {
     /// `composite` or `unified`; else the better one.
     #[serde(default)]
     form: Option<Form>,
-    /// Kernels of our own, not cuDNN.
+    /// Both executors stay ready for this problem until another one comes: one of them is called, once, so many times between two marks.
     #[serde(default)]
-    own: bool,
+    turn: Option<Turn>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Turn {
+    /// Kernels of our own, not cuDNN.
+    pub(crate) own: bool,
+    pub(crate) calls: i32,
 }
 
 #[derive(Serialize)]
-struct Answer {
-    ms: f64,
-    tflops: f64,
-    engine: String,
-    workspace: u64,
+pub(crate) struct Answer {
+    pub(crate) ms: f64,
+    pub(crate) tflops: f64,
+    pub(crate) engine: String,
+    pub(crate) workspace: u64,
 }
 
 pub(crate) fn run() -> Result<()> {
     let mut executors: HashMap<PlanOptions, CudnnExecutor> = HashMap::new();
-    let mut own = None;
     let stream = executor(PlanOptions::default())?.device().stream()?;
+    let mut turns = Turns::default();
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let answer = serde_json::from_str(&line).map_err(Into::into).and_then(|question: Question| {
-            if question.own {
-                let own = match &mut own {
-                    Some(own) => own,
-                    none => none.insert(cuda::executor(None)?),
-                };
-                return own_answer(own, &stream, &question);
+            if let Some(turn) = question.turn {
+                return turns.take(&stream, &question, turn);
             }
             let plan = PlanOptions { form: question.form, pieces: question.pieces, ..PlanOptions::default() };
             if !executors.contains_key(&plan) {
@@ -105,7 +103,7 @@ pub(crate) fn run() -> Result<()> {
 }
 
 /// Of the pass; of documents, those of each by itself.
-fn flops(backward: &BackwardSpec, question: &Question) -> Result<f64> {
+pub(crate) fn flops(backward: &BackwardSpec, question: &Question) -> Result<f64> {
     let one = |spec: &BackwardSpec| -> Result<f64> {
         Ok(if question.backward { spec.validate()?.flops() } else { spec.forward.validate()?.flops() })
     };
@@ -120,7 +118,7 @@ fn flops(backward: &BackwardSpec, question: &Question) -> Result<f64> {
 }
 
 /// What is asked, both passes of it.
-fn asked(question: &Question) -> Result<BackwardSpec> {
+pub(crate) fn asked(question: &Question) -> Result<BackwardSpec> {
     let mut spec = AttentionSpec::dense(question.dtype, question.shape, question.layout);
     if let Some(documents) = &question.documents {
         let total = documents.iter().map(|&n| i64::from(n)).sum();
@@ -149,21 +147,6 @@ fn asked(question: &Question) -> Result<BackwardSpec> {
         backward = backward.wrt(name, if name == SINK { DType::F32 } else { question.dtype });
     }
     Ok(backward)
-}
-
-fn own_answer(executor: &CudaExecutor, stream: &Stream, question: &Question) -> Result<Answer> {
-    let backward = asked(question)?;
-    let forward = backward.forward.validate()?;
-    let flops = flops(&backward, question)?;
-    let (first, planned, job): (Option<Ready>, Ready, Job) = if question.backward {
-        let problem = backward.validate()?;
-        (Some(executor.attention(&forward)?.0), executor.gradient(&problem)?.0, problem.into())
-    } else {
-        (None, executor.attention(&forward)?.0, forward.into())
-    };
-    let round = Round { between: 0.3, runs: RUNS, documents: question.documents.as_deref() };
-    let ms = times(stream, &job, &[&*planned], first.as_deref().map(|first| first as &Pass), round)?[0];
-    Ok(Answer { ms, tflops: flops / ms / 1e9, engine: planned.engine(), workspace: planned.workspace_bytes() })
 }
 
 fn answer(executor: &CudnnExecutor, stream: &Stream, question: &Question) -> Result<Answer> {

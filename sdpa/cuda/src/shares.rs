@@ -92,7 +92,8 @@ impl Backward {
         let forward = &self.forward;
         let [batch, heads_q, seq_q, seq_kv] = forward.extents;
         let (group, multiprocessors) = (forward.group.max(1), i64::from(multiprocessors.max(1)));
-        let each = |side: Side, extent: i64| forward.packed.map_or(extent, |packs| extent.min(packs.totals[side as usize] / batch.max(1)).max(1));
+        let each =
+            |side: Side, extent: i64| forward.packed.map_or(extent, |packs| extent.min(packs.totals[side as usize] / batch.max(1)).max(1));
         let lengths = [each(Side::Queries, seq_q), each(Side::Keys, seq_kv)];
         let walks = Walks::of(forward, lengths, tile.queries);
         let blocks = batch * (heads_q / group) * steps(lengths[1], BackwardTile::KEYS) * i64::from(tile.parts);
