@@ -15,11 +15,11 @@ import subprocess
 import sys
 import time
 
-CAP, PREFIX, NEAR, GLOBAL_WINDOW, GLOBALS, EVERY, DOCUMENTS = 30.0, 512, 257, 256, 64, 4, 8
+CAP, WINDOW, PREFIX, NEAR, GLOBAL_WINDOW, GLOBALS, EVERY, DOCUMENTS = 30.0, 512, 512, 257, 256, 64, 4, 8
 LONG, LONG_64, WIDE, BROAD = (2, 16, 16, 16384, 128), (1, 32, 8, 16384, 64), (1, 16, 16, 8192, 256), (4, 32, 32, 4096, 128)
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 OURS = ["own", "cudnn"]
-WARM, RUNS, BETWEEN = 2, 11, 0.3
+WARM, RUNS, BETWEEN = 2, 7, 2.0
 
 
 def rows():
@@ -27,7 +27,8 @@ def rows():
     for shape in (LONG, LONG_64, WIDE):
         for mask in ([], ["causal"]):
             yield "rate", shape, [], mask, None
-    yield "softcap", BROAD, [f"softcap:{CAP:.0f}"], ["causal"], None
+    for mods, mask in (([], []), ([], ["causal"]), ([f"softcap:{CAP:.0f}"], ["causal"]), (["alibi"], ["causal"]), ([], [f"sliding-window:{WINDOW}"])):
+        yield "usual", BROAD, mods, mask, None
     prefix, shared = f"prefix-lm:{PREFIX}", f"shared-prefix:{PREFIX} & causal"
     for mask in (prefix, f"dilated:{EVERY} & causal", f"natten:{NEAR}", shared, f"global-local:{GLOBAL_WINDOW},{GLOBALS}", "array:qk", "document & causal"):
         yield "mask", BROAD, [], [mask], None
@@ -53,6 +54,7 @@ def mask_mod(mask, seq):
     kept = torch.rand(seq, seq, device="cuda") < 0.5 if mask == "array:qk" else None
     return {
         "causal": lambda b, h, q, k: q >= k,
+        f"sliding-window:{WINDOW}": lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
         f"prefix-lm:{PREFIX}": lambda b, h, q, k: (q >= k) | (k < PREFIX),
         f"dilated:{EVERY} & causal": lambda b, h, q, k: (q >= k) & ((q - k) % EVERY == 0),
         f"natten:{NEAR}": lambda b, h, q, k: (k >= clamp(q - NEAR // 2, 0, seq - NEAR)) & (k < clamp(q - NEAR // 2, 0, seq - NEAR) + NEAR),
@@ -79,9 +81,9 @@ def flash4(shape, mods, masks, documents, inputs):
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     import torch
 
-    if masks not in ([], ["causal"]):
-        raise NotImplementedError("this mask")
-    how = dict(causal=bool(masks), softcap=CAP if mods else 0.0)
+    if masks not in ([], ["causal"], [f"sliding-window:{WINDOW}"]) or "alibi" in mods:
+        raise NotImplementedError("this problem")
+    how = dict(causal=masks == ["causal"], softcap=CAP if mods else 0.0, window_size=(WINDOW - 1, 0) if masks and masks != ["causal"] else (None, None))
     q, k, v, grad = inputs
     first = lambda found: found[0] if isinstance(found, tuple) else found
     if documents:
@@ -108,8 +110,9 @@ def flex(backend):
             grad = grad.transpose(0, 1)[None]
         blocks = create_block_mask(mask, None, None, seq, seq, device="cuda", _compile=True) if mask else None
         compiled = torch.compile(flex_attention, dynamic=False)
-        score_mod = (lambda score, b, h, q, k: CAP * torch.tanh(score / CAP)) if mods else None
-        how = dict(score_mod=score_mod, block_mask=blocks, enable_gqa=heads_q != heads_kv, kernel_options={"BACKEND": backend})
+        slopes = torch.exp2(-8.0 * torch.arange(1, heads_q + 1, device="cuda") / heads_q)
+        score_mods = {"softcap": lambda score, b, h, q, k: CAP * torch.tanh(score / CAP), "alibi": lambda score, b, h, q, k: score + slopes[h] * (k - q)}
+        how = dict(score_mod=score_mods[mods[0].split(":")[0]] if mods else None, block_mask=blocks, enable_gqa=heads_q != heads_kv, kernel_options={"BACKEND": backend})
         return passes(lambda: compiled(q, k, v, **how), (q, k, v), grad)
 
     return made
@@ -303,8 +306,8 @@ def plot(results, out):
         for j, (mask, backward) in enumerate((mask, backward) for mask in ([], ["causal"]) for backward in (0, 1)):
             axis = axes[i][j]
             for name, label in names.items():
-                points = [(row["shape"][3], row["flops"][backward] / row["ms"][name][backward] / 1e9) for row in lengths
-                          if row["shape"][4] == dim and row["mask"] == mask and row["ms"].get(name)]
+                points = sorted((row["shape"][3], row["flops"][backward] / row["ms"][name][backward] / 1e9) for row in lengths
+                                if row["shape"][4] == dim and row["mask"] == mask and row["ms"].get(name))
                 if points:
                     axis.plot(*zip(*points), marker="o", label=label, linewidth=2.5 if name in OURS else 1.2)
             axis.set_title(f"{'backward' if backward else 'forward'}, d = {dim}, {mask[0] if mask else 'no mask'}", fontsize=9)
