@@ -261,7 +261,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 93] = [
+const FAULTS: [Fault; 96] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -402,6 +402,9 @@ const FAULTS: [Fault; 93] = [
     ("the last tile is dropped", Backward, ["(last.past + TILE_M - 1) / TILE_M", "last.past / TILE_M"], LONG),
     ("dropped keys have weights", Backward, ["(n / 4) + other)) x = -INFINITE;", "(n / 4) + other)) x = x;"], LENGTHS),
     ("the sink's gradient has the other sign", Backward, ["-exp2_of((p.sink[head]", "exp2_of((p.sink[head]"], LENGTHS),
+    ("the sink's gradient is that of some rows", Backward, ["(threadIdx.x & 31) == 0) atomicAdd", "threadIdx.x == 0) atomicAdd"], LENGTHS),
+    ("half of a row is not added up", Backward, ["int apart = ROW_LANES / 2", "int apart = ROW_LANES / 4"], LONG),
+    ("every second element is left out", Backward, [" + low(x >> 16) * low(y >> 16)", ""], LONG),
     ("numbers have six rounds", Forward, ["round < 7", "round < 6"], DROPPED),
     ("two queries have one number", Forward, ["odd ? word >> 16 : word & 0xffffu", "word & 0xffffu"], DROPPED),
     ("16 keys have the numbers of 8", Forward, ["words.word[m / 4 + (m & 2)]", "words.word[m & 2]"], DROPPED),

@@ -9,10 +9,11 @@ use sdpa::nvidia::{Job, Stream};
 use sdpa::{AttentionSpec, DType, Layout, Shape};
 use std::sync::Arc;
 
-const SHAPE: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 300, seq_kv: 700, dim_qk: 64, dim_v: 64 };
+/// Two blocks of keys: whichever adds to a gradient of queries first, sums have the same bits.
+const SHAPE: Shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 300, seq_kv: 250, dim_qk: 64, dim_v: 64 };
 
-/// Of the first 300 keys, where the number is the default scale, 1/8.
-const RULE: &str = "scalar first = 0.5; k < i32(first * 2400.0)";
+/// Of the first 100 keys, where the number is the default scale, 1/8.
+const RULE: &str = "scalar first = 0.5; k < i32(first * 800.0)";
 
 fn plans(executor: &CudaExecutor, mask: &str) -> [(Job, Arc<CudaPlan>); 2] {
     let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).with_stats().mask(mask.parse().unwrap());
@@ -54,7 +55,7 @@ fn lists_are_kept(executor: &CudaExecutor) {
         assert!(told(&plan, &stream, &mut memory, 0.25) == wider, "{}", job.name());
     }
     // Nor where a mask asks for places alone.
-    for (job, plan) in plans(executor, "k < 300") {
+    for (job, plan) in plans(executor, "k < 100") {
         let memory = Memory::new(&stream, &job, plan.workspace_bytes()).unwrap();
         let same = memory.call(|call| with_block_map(&plan, &stream, call)).unwrap();
         assert!(Arc::ptr_eq(&same, &plan));

@@ -6,40 +6,86 @@ inline const Element* row_of(const void* at, long batch_stride, long head_stride
     return static_cast<const Element*>(at) + of_batch + head * head_stride + row * row_stride;
 }
 
+// Threads that share a row: each has eight elements of it.
+constexpr int ROW_LANES = 8 * V_PANELS;
+constexpr int ROWS_AT_ONCE = 256 / ROW_LANES, ROUNDS = TILE_M / ROWS_AT_ONCE;
+
+// Two elements times two others, added up.
+inline float product_of_pairs(float a, float b) {
+    const uint x = __float_as_uint(a), y = __float_as_uint(b);
+    const auto low = [](uint pair) { return float(Element{(unsigned short)(pair & 0xffffu)}); };
+    return low(x) * low(y) + low(x >> 16) * low(y >> 16);
+}
+
+// Elements of two rows from `first` on, eight at most, times one another, added up. Rows lie at multiples of 16 bytes.
+inline float product_of_rows(const Element* a, const Element* b, int first, int dim) {
+    float sum = 0.0f;
+    if (first + 8 <= dim) {
+        const float4 x = *reinterpret_cast<const float4*>(a + first), y = *reinterpret_cast<const float4*>(b + first);
+        sum = product_of_pairs(x.x, y.x) + product_of_pairs(x.y, y.y) + product_of_pairs(x.z, y.z) + product_of_pairs(x.w, y.w);
+    } else {
+        for (int n = first; n < dim; n++) sum += float(a[n]) * float(b[n]);
+    }
+    return sum;
+}
+
 // Of each row of each head, tiles filled up: the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of
-// `o` times `d_o`. A warp has a row.
+// `o` times `d_o`. A block of threads has a tile, and asks for all of it before it writes.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p) {
-    const int lane = threadIdx.x & 31, rows = p.tiles * TILE_M;
-    const long number = long(blockIdx.x) * 8 + (threadIdx.x >> 5);
-    if (number >= long(p.batch) * p.heads_q * rows) return;
-    const int row = int(number % rows), head = int(number / rows % p.heads_q), batch = int(number / rows / p.heads_q);
+    const int lane = threadIdx.x % ROW_LANES, tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.heads_q, batch = blockIdx.x / p.tiles / p.heads_q;
     const Span span = span_of(p, batch);
-    const int tile = row / TILE_M, extent = WITH_PACKED_Q ? span.len_q : p.seq_q;
+    const int first = tile * TILE_M + threadIdx.x / ROW_LANES, extent = WITH_PACKED_Q ? span.len_q : p.seq_q;
     // Tiles are as many as the longest document may have.
     if (tile * TILE_M >= extent) return;
-    const bool there = row < extent;
-    const long of_row = WITH_PACKED_Q ? long(span.begin_q + row) * p.heads_q + head : (long(batch) * p.heads_q + head) * p.seq_q + row;
-    const float stat = there ? p.stats[of_row] : -INFINITE;
-    const bool any = stat != -INFINITE && row < span.len_q;
-    float sum = 0.0f;
-    if (there) {
-        const Element* o = row_of(p.o, p.o_batch, p.o_head, p.o_row, span, batch, head, row);
-        const Element* d_o = row_of(p.d_o, p.d_o_batch, p.d_o_head, p.d_o_row, span, batch, head, row);
-        for (int dim = lane; dim < p.dim_v; dim += 32) {
-            const Element upstream = d_o[dim * p.d_o_dim];
-            if (any) sum += float(o[dim]) * float(upstream);
-            if (p.d_o_copy) p.d_o_copy[((long(batch) * p.heads_q + head) * p.seq_q + row) * p.copy_row + dim] = upstream;
+    float stats[ROUNDS], sums[ROUNDS];
+#pragma unroll
+    for (int n = 0; n < ROUNDS; n++) {
+        const int row = first + n * ROWS_AT_ONCE;
+        const long of_row = WITH_PACKED_Q ? long(span.begin_q + row) * p.heads_q + head : (long(batch) * p.heads_q + head) * p.seq_q + row;
+        stats[n] = row < extent ? p.stats[of_row] : -INFINITE;
+        sums[n] = 0.0f;
+    }
+    const auto o_of = [&](int row) { return row_of(p.o, p.o_batch, p.o_head, p.o_row, span, batch, head, row); };
+    const auto d_o_of = [&](int row) { return row_of(p.d_o, p.d_o_batch, p.d_o_head, p.d_o_row, span, batch, head, row); };
+    if (p.d_o_copy) {
+        for (int n = 0; n < ROUNDS; n++) {
+            const int row = first + n * ROWS_AT_ONCE;
+            Element* const copy = p.d_o_copy + ((long(batch) * p.heads_q + head) * p.seq_q + row) * p.copy_row;
+            for (int dim = lane; row < extent && dim < p.dim_v; dim += ROW_LANES) {
+                const Element upstream = d_o_of(row)[dim * p.d_o_dim];
+                sums[n] += float(o_of(row)[dim]) * float(upstream);
+                copy[dim] = upstream;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < ROUNDS; n++) {
+            const int row = first + n * ROWS_AT_ONCE;
+            if (row < extent) sums[n] = product_of_rows(o_of(row), d_o_of(row), 8 * lane, p.dim_v);
         }
     }
-    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    if (lane == 0) {
-        const long to = tile_place(p, span, batch, head, tile) * TILE_M + row % TILE_M;
-        p.lse[to] = any ? stat * LOG2_E : INFINITE;
-        p.delta[to] = sum;
+    float of_sink = 0.0f;
+#pragma unroll
+    for (int n = 0; n < ROUNDS; n++) {
+        const int row = first + n * ROWS_AT_ONCE;
+        for (int apart = ROW_LANES / 2; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
+        // Where there are no weights, `o` may hold anything.
+        const float stat = stats[n];
+        const bool any = stat != -INFINITE && row < span.len_q;
+        const float sum = any ? sums[n] : 0.0f;
+        if (lane == 0) {
+            const long to = tile_place(p, span, batch, head, tile) * TILE_M + row % TILE_M;
+            p.lse[to] = any ? stat * LOG2_E : INFINITE;
+            p.delta[to] = sum;
 #if WITH_SINK_GRADIENT
-        if (any) atomicAdd(p.sink_gradient + head, -exp2_of((p.sink[head] - stat) * LOG2_E) * sum);
+            if (any) of_sink += -exp2_of((p.sink[head] - stat) * LOG2_E) * sum;
 #endif
+        }
     }
+#if WITH_SINK_GRADIENT
+    for (int apart = 16; apart > 0; apart /= 2) of_sink += __shfl_xor_sync(~0u, of_sink, apart);
+    if ((threadIdx.x & 31) == 0) atomicAdd(p.sink_gradient + head, of_sink);
+#endif
 }
 
 // Sums of gradients of queries, as the threads of a group had them, to their places.

@@ -19,9 +19,8 @@ use std::ffi::c_void;
 
 /// Elements of a slice of the gradients of a step's queries.
 const SLICE: i64 = 64 * 64;
-/// Threads of the kernels around the one that computes, and rows of a block of the first.
+/// Threads of the kernels around the one that computes.
 const THREADS: u32 = 256;
-const ROWS: i64 = 8;
 const SLICE_THREADS: u32 = 128;
 
 /// Where what the kernels leave to one another lies in the workspace, in bytes from its begin.
@@ -168,8 +167,7 @@ impl CudaPlan {
                     }
                 }
                 self.make_lists(submission, [params_at, captured_at])?;
-                let all_rows = tiles * i64::from(queries);
-                submission.launch_entry(&rows, launch(steps(all_rows, ROWS as u32), THREADS), &[params_at])?;
+                submission.launch_entry(&rows, launch(tiles, THREADS), &[params_at])?;
                 submission.launch_entry(&compute, main, &parameters)?;
                 submission.launch_entry(&of_queries, launch(tiles * i64::from(tile.slices()), SLICE_THREADS), &[params_at])?;
                 for (n, (dtype, elements)) in gradients(backward).enumerate().filter(|(_, (dtype, _))| *dtype != DType::F32) {
