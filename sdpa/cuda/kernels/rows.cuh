@@ -17,18 +17,6 @@ inline float product_of_pairs(float a, float b) {
     return low(x) * low(y) + low(x >> 16) * low(y >> 16);
 }
 
-// Elements of two rows from `first` on, eight at most, times one another, added up. Rows lie at multiples of 16 bytes.
-inline float product_of_rows(const Element* a, const Element* b, int first, int dim) {
-    float sum = 0.0f;
-    if (first + 8 <= dim) {
-        const float4 x = *reinterpret_cast<const float4*>(a + first), y = *reinterpret_cast<const float4*>(b + first);
-        sum = product_of_pairs(x.x, y.x) + product_of_pairs(x.y, y.y) + product_of_pairs(x.z, y.z) + product_of_pairs(x.w, y.w);
-    } else {
-        for (int n = first; n < dim; n++) sum += float(a[n]) * float(b[n]);
-    }
-    return sum;
-}
-
 // Of each row of each head, tiles filled up: the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of
 // `o` times `d_o`. A block of threads has a tile, and asks for all of it before it writes.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p) {
@@ -58,13 +46,32 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
             }
         }
     } else {
+        // Rows lie at multiples of 16 bytes.
+        const bool whole = 8 * lane + 8 <= p.dim_v;
+        float4 o[ROUNDS], d_o[ROUNDS];
 #pragma unroll
         for (int n = 0; n < ROUNDS; n++) {
             const int row = first + n * ROWS_AT_ONCE;
-            if (row < extent) sums[n] = product_of_rows(o_of(row), d_o_of(row), 8 * lane, p.dim_v);
+            const bool there = whole && row < extent;
+            o[n] = there ? *reinterpret_cast<const float4*>(o_of(row) + 8 * lane) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+            d_o[n] = there ? *reinterpret_cast<const float4*>(d_o_of(row) + 8 * lane) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+        }
+#pragma unroll
+        for (int n = 0; n < ROUNDS; n++) {
+            sums[n] = product_of_pairs(o[n].x, d_o[n].x) + product_of_pairs(o[n].y, d_o[n].y) + product_of_pairs(o[n].z, d_o[n].z) +
+                      product_of_pairs(o[n].w, d_o[n].w);
+        }
+        if (p.dim_v % 8 != 0 && !whole) {
+#pragma unroll 1
+            for (int n = 0; n < ROUNDS; n++) {
+                const int row = first + n * ROWS_AT_ONCE;
+                for (int dim = 8 * lane; row < extent && dim < p.dim_v; dim++) sums[n] += float(o_of(row)[dim]) * float(d_o_of(row)[dim]);
+            }
         }
     }
+#if WITH_SINK_GRADIENT
     float of_sink = 0.0f;
+#endif
 #pragma unroll
     for (int n = 0; n < ROUNDS; n++) {
         const int row = first + n * ROWS_AT_ONCE;
@@ -98,16 +105,18 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_queries(const __g
     const float4* from = reinterpret_cast<const float4*>(p.sums) + (tile_place(p, span, batch, head, tile) * SLICES + slice) * 1024 + threadIdx.x;
     const int first = tile * TILE_M + (TILE_M == 128 ? slice * 64 : 0) + warp * 16 + lane / 4;
     const int column = (TILE_M == 128 ? 0 : slice * PANEL) + 2 * (lane & 3);
+    // All are asked for before the first is written.
+    float4 sums[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) sums[n] = from[n * 128];
+    Element* const rows[2] = {const_cast<Element*>(row_of(p.dq, p.dq_batch, p.dq_head, p.dq_row, span, batch, head, first)),
+                              const_cast<Element*>(row_of(p.dq, p.dq_batch, p.dq_head, p.dq_row, span, batch, head, first + 8))};
+#pragma unroll
     for (int n = 0; n < 8; n++) {
-        const float4 of = from[n * 128];
+        const float4 of = sums[n];
         const int dim = column + 8 * n;
-        if (dim >= p.dim_qk) break;
-        for (int half = 0; half < 2; half++) {
-            const int row = first + 8 * half;
-            if (row >= extent) continue;
-            const uint both = half ? pair_of(Element{}, of.z * p.scale, of.w * p.scale) : pair_of(Element{}, of.x * p.scale, of.y * p.scale);
-            *reinterpret_cast<uint*>(const_cast<Element*>(row_of(p.dq, p.dq_batch, p.dq_head, p.dq_row, span, batch, head, row)) + dim) = both;
-        }
+        if (dim < p.dim_qk && first < extent) *reinterpret_cast<uint*>(rows[0] + dim) = pair_of(Element{}, of.x * p.scale, of.y * p.scale);
+        if (dim < p.dim_qk && first + 8 < extent) *reinterpret_cast<uint*>(rows[1] + dim) = pair_of(Element{}, of.z * p.scale, of.w * p.scale);
     }
 }
 
