@@ -241,6 +241,22 @@ def test_a_cap_comes_before_what_is_added(softcap, mask, device):
         textbook.close(x, y, "gradient", LIMITS[device][1])
 
 
+def test_an_executor_by_name():
+    sdpa.transformers.register("rust_on_cpu", executor="cpu")
+    sdpa.transformers.register("rust_on_cudnn", executor="cudnn")
+    of, (ids, keep) = model("llama"), batch()
+    logits = []
+    for implementation in ("rust_attention", "rust_on_cpu"):
+        of.set_attn_implementation(implementation)
+        logits.append(of(ids, attention_mask=keep).logits)
+    assert torch.equal(*logits)
+    of.set_attn_implementation("rust_on_cudnn")
+    with pytest.raises(sdpa.SpecError, match="executor is cudnn: one that reads tensors in host memory: cpu"):
+        of(ids, attention_mask=keep)
+    with pytest.raises(sdpa.SpecError, match="executor is 'abacus'"):
+        sdpa.transformers.register(executor="abacus")
+
+
 def test_what_is_not_covered_is_said():
     torch.manual_seed(3)
     of = LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.1)).train()

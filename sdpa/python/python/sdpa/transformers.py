@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as theirs
 from .errors import TracingError, one
 from .flex import attend
 from .masks import BlockMask, mask_of
-from .mods import MaskMod, ScoreMod
+from .mods import MaskMod, ScoreMod, named
 from .tracing import Parameter, Scalar, current, dtype_of
 
 NAME = "rust_attention"
@@ -31,13 +31,16 @@ class Mask(BlockMask, theirs.BlockMask):
     room: int | None = None
 
 
-def register(name: str = NAME) -> None:
-    """Makes the attention and the masks known to transformers under this name."""
+def register(name: str = NAME, *, executor: str | None = None) -> None:
+    """Makes the attention and the masks known to transformers under this name. `executor` names who computes every layer of models that take it: `cpu`,
+    `cudnn` or `cuda`; None leaves it to the tensors' device and to what was measured."""
+    if executor is not None:
+        named(executor)
     if "sdpa" in name or "flex" in name or "flash" in name or name == "eager":
         raise one("name", repr(name), "one that transformers does not take for its own: without sdpa, flex and flash in it")
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, attention)
+    AttentionInterface.register(name, attention if executor is None else functools.partial(attention, executor=executor))
     AttentionMaskInterface.register(name, mask)
 
 
@@ -53,6 +56,8 @@ def attention(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
+    *,
+    executor: str | None = None,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as models call it: (batch, heads, seq, dim) in, (batch, seq, heads, dim) out. A sliding window is in the mask."""
@@ -82,7 +87,7 @@ def attention(
         added.insert(0, _parameter(position_bias, "position_bias", extents))
     mod = None if softcap is None and not added else _score_mod(None if softcap is None else float(softcap), tuple(added))
     sink = None if s_aux is None else s_aux.float()
-    o, _ = attend(query, key, value, mod, masks[0] if masks else None, scaling, sink=sink)
+    o, _ = attend(query, key, value, mod, masks[0] if masks else None, scaling, sink=sink, executor=executor)
     return o.transpose(1, 2).contiguous(), None
 
 
