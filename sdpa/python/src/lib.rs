@@ -10,6 +10,7 @@ mod call;
 mod chosen;
 mod cuda;
 mod error;
+mod files;
 mod plan;
 mod pool;
 mod program;
@@ -28,5 +29,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tensor::Exchange>()?;
     module.add_function(wrap_pyfunction!(cuda::use_libraries, module)?)?;
     module.add_function(wrap_pyfunction!(cuda::cache_trace, module)?)?;
+    module.add_function(wrap_pyfunction!(files::attach_plans, module)?)?;
+    module.add_function(wrap_pyfunction!(files::save_plans, module)?)?;
     Ok(())
 }

@@ -47,9 +47,9 @@ RULE = "dilated:4 & causal"
 """
 
 
-def run(text, cudnn="", nvrtc=NVRTC):
+def run(text, cudnn="", nvrtc=NVRTC, more=()):
     env = os.environ | {"CUDNN_GRAPH_DRIVER": LIBRARY}
-    done = subprocess.run([sys.executable, "-c", BEGIN + text, LIBRARY, nvrtc, cudnn], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", BEGIN + text, LIBRARY, nvrtc, cudnn, *more], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -125,6 +125,33 @@ except sdpa.UnsupportedError as e:
     print(e.executor, [who for who, _ in e.before], sorted({line.split(":")[0] for line in str(e).split("\\n")}), str(pickle.loads(pickle.dumps(e))) == str(e))
 """)
     assert said == "cuda\ncudnn ['cuda'] ['cuda', 'cudnn'] True\n"
+
+
+FILES = """
+made = [BIAS.plan(0, "bf16", tensors, True, wrt) for tensors, wrt in ((FORWARD, []), (BACKWARD, [("t", "bf16")]))]
+name, path = made[0].executor, sys.argv[4]
+print(_native.save_plans(0, path, name), _native.attach_plans(0, path))
+for wrong in ((path + ".none", name), (path, "cpu")):
+    try:
+        _native.save_plans(0, *wrong) if wrong[1] == "cpu" else _native.attach_plans(0, wrong[0])
+    except sdpa.SpecError as e:
+        print(e)
+open(path, "wb").write(b"other")
+try:
+    _native.attach_plans(0, path)
+except sdpa.SpecError as e:
+    print(str(e).startswith("path is " + path))
+"""
+
+
+@with_nvrtc
+@pytest.mark.parametrize("executor", ["cudnn", "cuda"])
+def test_what_was_made_is_kept_in_a_file(executor, tmp_path):
+    path = str(tmp_path / "plans.bin")
+    counts, absent, nobody, damaged = run(f"BIAS = bias('{executor}')" + FILES, more=(path,)).splitlines()
+    saved, attached = map(int, counts.split())
+    assert saved == attached == 2 and damaged == "True"
+    assert absent.startswith(f"path is {path}.none: ") and nobody == 'executor is "cpu": one that makes plans or kernels: cudnn, cuda'
 
 
 def test_names_of_executors_are_looked_at():

@@ -20,17 +20,17 @@ __version__ = _native.__version__
 
 __all__ = [
     "BlockMask", "EnvironmentError", "MaskMod", "Scalar", "ScoreMod", "SpecError", "TracingError", "UnsupportedError",
-    "and_masks", "array", "cache_report", "create_block_mask", "explain", "flex_attention", "noop_mask", "or_masks", "scalar", "show",
+    "and_masks", "array", "attach_plans", "cache_report", "create_block_mask", "explain", "flex_attention", "noop_mask", "or_masks", "save_plans", "scalar", "show",
 ]  # fmt: skip
 
-_LATER = {"flex_attention": "flex", "explain": "report", "cache_report": "report", "show": "picture"}
+_LATER = {"flex_attention": "flex", "explain": "report", "cache_report": "report", "show": "picture", "attach_plans": "plans", "save_plans": "plans"}
 
 
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is asked for."""
     import importlib
 
-    if name in ("numpy", "transformers", "flex", "op", "report", "picture", "speed"):
+    if name in ("numpy", "transformers", "flex", "op", "report", "picture", "plans", "speed"):
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -144,7 +144,7 @@ def _in_wheels() -> str | None:
     return next((place for place in places if os.path.exists(place)), None)
 
 
-def _libraries() -> None:
+def libraries() -> None:
     """Names the cuDNN and the NVRTC that PyTorch has loaded, so that there is one of each in the process."""
     if "libraries" in _SAID:
         return
@@ -166,7 +166,7 @@ def plan(program: str, device: torch.device, dtype: torch.dtype, stats: bool, te
         return there
     ordinal = None
     if device.type == "cuda":
-        _libraries()
+        libraries()
         ordinal = torch.cuda.current_device() if device.index is None else device.index
     try:
         made = read(program).plan(ordinal, DTYPES[dtype], list(tensors), stats, list(wrt))
