@@ -29,8 +29,18 @@ fn failed(executor: ExecutorName, error: CudarcError) -> candle_core::Error {
     }
 }
 
-/// One choice among executors for each device of this process. Where nobody is there, the next call looks again.
-fn dispatcher(device: &CudaDevice) -> Arc<Dispatcher> {
+/// The choice among executors that computes tensors of a device, one for each in this process: its executors ([`Dispatcher::cudnn`], [`Dispatcher::cuda`])
+/// take files of plans and of kernels (`attach`, `save`), so that the first calls of another process build nothing, and tell what their caches hold.
+/// Where neither is there, the next call looks again.
+///
+/// ```no_run
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let device = candle_core::Device::new_cuda(0)?;
+/// sdpa_candle::dispatcher(device.as_cuda_device()?).cuda()?.attach("kernels.bin")?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn dispatcher(device: &CudaDevice) -> Arc<Dispatcher> {
     static DISPATCHERS: Mutex<Option<HashMap<usize, Arc<Dispatcher>>>> = Mutex::new(None);
     let ordinal = device.cuda_stream().context().ordinal();
     let mut dispatchers = DISPATCHERS.lock().unwrap_or_else(PoisonError::into_inner);

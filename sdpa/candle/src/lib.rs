@@ -17,12 +17,14 @@ mod param;
 mod pass;
 
 pub use attention::Attention;
+#[cfg(feature = "cuda")]
+pub use cuda::dispatcher;
 pub use documents::Documents;
 pub use flash::{
     flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap, flash_attn_varlen, flash_attn_varlen_alibi,
     flash_attn_varlen_alibi_windowed, flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_windowed, flash_attn_windowed,
 };
-pub use sdpa::{Align, ExecutorName, Mask, ScoreMod, expr, library};
+pub use sdpa::{Align, Dispatcher, ExecutorName, Mask, ScoreMod, expr, library};
 
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/candle.md")]
