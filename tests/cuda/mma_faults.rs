@@ -136,7 +136,7 @@ stats = true
 paged = { page_size = 7, lengths_q = [5, 4, 5], lengths_kv = [300, 65, 0], spare = 2 }
 "#;
 
-const FAULTS: [Fault; 51] = [
+const FAULTS: [Fault; 52] = [
     (
         "keys are not waited for",
         Forward,
@@ -254,6 +254,7 @@ const FAULTS: [Fault; 51] = [
     ("gradients of values are not scaled", Backward, ["WITH_DROPOUT ? p.dropout_scale : 1.0f", "1.0f"], DROPPED),
     ("queries drop as keys do", Backward, ["else each_of_queries<SCORES>", "else each_of_keys<SCORES>"], DROPPED),
     ("the sink's gradient has the other sign", Backward, ["sum -= exp2_of(sink - lse)", "sum += exp2_of(sink - lse)"], LENGTHS),
+    ("warps have the same rows", Backward, ["(block * 8 + warp) * ROWS_OF_WARP", "block * 8 * ROWS_OF_WARP"], EMPTY),
     ("rows without weights", Backward, ["any ? stat * LOG2_E : INFINITE", "stat * LOG2_E"], EMPTY),
 ];
 

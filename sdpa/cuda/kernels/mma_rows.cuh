@@ -1,23 +1,40 @@
 // Around the kernels of gradients: what they read of each row, and gradients of sinks and of parameters.
 
-// Of each row, the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of `o` times `d_o`. A warp has a row.
+constexpr int ROWS_OF_WARP = 4;
+
+// Of each row, the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of `o` times `d_o`. A block of threads has 32 rows
+// of a head, and a warp asks for four at once.
 extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p) {
-    const int lane = threadIdx.x & 31;
-    const long number = long(blockIdx.x) * 8 + (threadIdx.x >> 5);
-    if (number >= long(p.batch) * p.heads_q * p.seq_q) return;
-    const int row = int(number % p.seq_q), head = int(number / p.seq_q % p.heads_q), batch = int(number / p.seq_q / p.heads_q);
-    const float stat = p.stats[number];
-    const bool any = stat != -INFINITE && row < span_of(p, batch).len_q;
-    const Element* o = row_of(p.o, batch, head, row);
-    const Element* d_o = row_of(p.d_o, batch, head, row);
-    float sum = 0.0f;
-    if (any) {
-        for (int dim = lane; dim < p.dim_v; dim += 32) sum += float(o[dim]) * float(d_o[dim * p.d_o.dim]);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (p.seq_q + 8 * ROWS_OF_WARP - 1) / (8 * ROWS_OF_WARP);
+    const int block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_q, batch = blockIdx.x / blocks / p.heads_q;
+    const int first = (block * 8 + warp) * ROWS_OF_WARP, len_q = span_of(p, batch).len_q;
+    const long before = (long(batch) * p.heads_q + head) * p.seq_q;
+    const Element *o[ROWS_OF_WARP], *d_o[ROWS_OF_WARP];
+    float stats[ROWS_OF_WARP], sums[ROWS_OF_WARP];
+#pragma unroll
+    for (int n = 0; n < ROWS_OF_WARP; n++) {
+        // Behind the last row it is read once more.
+        const int row = min(first + n, p.seq_q - 1);
+        stats[n] = p.stats[before + row];
+        o[n] = row_of(p.o, batch, head, row);
+        d_o[n] = row_of(p.d_o, batch, head, row);
+        sums[n] = 0.0f;
     }
-    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    if (lane == 0) {
-        p.lse[number] = any ? stat * LOG2_E : INFINITE;
-        p.delta[number] = sum;
+    for (int dim = lane; dim < p.dim_v; dim += 32) {
+#pragma unroll
+        for (int n = 0; n < ROWS_OF_WARP; n++) sums[n] += float(o[n][dim]) * float(d_o[n][dim * p.d_o.dim]);
+    }
+#pragma unroll
+    for (int n = 0; n < ROWS_OF_WARP; n++) {
+        for (int apart = 16; apart > 0; apart /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], apart);
+        const int row = first + n;
+        const float stat = stats[n];
+        // Where there are no weights, `o` may hold anything.
+        const bool any = stat != -INFINITE && row < len_q;
+        if (lane == 0 && row < p.seq_q) {
+            p.lse[before + row] = any ? stat * LOG2_E : INFINITE;
+            p.delta[before + row] = any ? sums[n] : 0.0f;
+        }
     }
 }
 

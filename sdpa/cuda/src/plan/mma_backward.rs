@@ -18,7 +18,7 @@ use std::ffi::c_void;
 
 /// Threads of the kernels around those that compute, and rows of a block of the first.
 const THREADS: u32 = 256;
-const ROWS: u32 = 8;
+const ROWS: u32 = 32;
 
 /// Where what the kernels leave to one another lies in the workspace, in bytes from its begin.
 #[derive(Debug, Default)]
@@ -140,7 +140,7 @@ impl CudaPlan {
                 }
                 self.make_lists(submission, [queries_at, captured_at])?;
                 self.make_lists_of(keys_kernel, walk_of_keys(cut), submission, [keys_at, captured_at])?;
-                submission.launch_entry(&rows, launch(steps(batch * heads_q * seq_q, ROWS), THREADS), &[queries_at])?;
+                submission.launch_entry(&rows, launch(batch * heads_q * steps(*seq_q, ROWS), THREADS), &[queries_at])?;
                 submission.launch_entry(&compute, of_tiles, &[queries_at, captured_at])?;
                 if let Some(compute) = keys_kernel.entries.first() {
                     submission.launch_entry(compute, of_blocks, &[keys_at, captured_at, to.as_ptr().cast()])?;
