@@ -382,7 +382,7 @@ proptest! {
         let paged = paged.map(|[page_size, pages]| Paged { page_size, pages });
         let stats_base = if row_max { StatsBase::Two } else { StatsBase::Natural };
         let dropout = dropout.map(sdpa::Dropout::new);
-        let spec = AttentionSpec { dtype, o_dtype, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, dropout, stats, stats_base, row_max, sum_exp };
+        let spec = AttentionSpec { dtype, o_dtype, block_scaled: false, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, dropout, stats, stats_base, row_max, sum_exp };
         if let Err(e) = spec.validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }

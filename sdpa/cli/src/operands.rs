@@ -322,7 +322,7 @@ impl Operands {
             stats: self.stats.as_deref_mut(),
             row_max: self.row_max.as_deref_mut(),
             sum_exp: self.sum_exp.as_deref_mut(),
-            amax: self.scales.room(problem.dtype(), Direction::Forward),
+            amax: self.scales.room(problem, Direction::Forward),
             attn_scale: Some(attn_scale),
             params: &params,
         })
@@ -348,7 +348,7 @@ impl Operands {
             dq: dq.elements_mut(),
             dk: dk.elements_mut(),
             dv: dv.elements_mut(),
-            amax: self.scales.room(problem.forward().dtype(), Direction::Backward),
+            amax: self.scales.room(problem.forward(), Direction::Backward),
             attn_scale: Some(attn_scale),
             params: &params,
             gradients: wrt.iter_mut().map(|(name, data)| HostGradient { name, data: data.elements_mut() }).collect(),

@@ -103,7 +103,7 @@ fn step(dtype: DType) -> f64 {
     match dtype {
         DType::F8E4M3 => 1.0 / 8.0,
         DType::F8E5M2 => 1.0 / 4.0,
-        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool => 1.0 / 64.0,
+        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => 1.0 / 64.0,
     }
 }
 

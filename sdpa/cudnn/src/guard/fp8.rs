@@ -46,7 +46,12 @@ fn is_short(dtype: DType) -> bool {
 }
 
 /// Limits on everything but operands.
-const ROWS: [Row; 17] = [
+const ROWS: [Row; 18] = [
+    Row {
+        field: "block_scaled",
+        limit: "false: engines are not asked for scales of blocks",
+        breaks: |c| when(c.job.problem().block_scaled(), true),
+    },
     Row {
         field: "device",
         limit: "8-bit floats are taken from compute capability 9.0 on",

@@ -82,6 +82,7 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
         sdpa_core::DType::Bool => DType::Bool,
         sdpa_core::DType::F8E4M3 => DType::F8E4M3,
         sdpa_core::DType::F8E5M2 => DType::F8E5M2,
+        sdpa_core::DType::F8E8M0 => DType::F8E8M0,
     }
 }
 
@@ -100,6 +101,9 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
         return Err(LowerError::Unsupported(
             "8-bit floats in the unified form: the composite one has them on every runtime that takes such".to_owned(),
         ));
+    }
+    if job.problem().block_scaled() {
+        return Err(LowerError::Unsupported("scales of blocks".to_owned()));
     }
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
