@@ -370,7 +370,7 @@ proptest! {
         dtype in dtype(),
         tensors in [garbage_tensor(), garbage_tensor(), garbage_tensor(), garbage_tensor()],
         masks in proptest::collection::vec(garbage_mask(), 0..3),
-        [stats, row_max, sum_exp]: [bool; 3],
+        [stats, row_max, sum_exp, block_scaled]: [bool; 4],
         sink: bool,
         dropout in proptest::option::weighted(0.3, proptest::num::f32::ANY),
         packed: Option<([bool; 2], Option<i64>, Option<i64>)>,
@@ -382,7 +382,7 @@ proptest! {
         let paged = paged.map(|[page_size, pages]| Paged { page_size, pages });
         let stats_base = if row_max { StatsBase::Two } else { StatsBase::Natural };
         let dropout = dropout.map(sdpa::Dropout::new);
-        let spec = AttentionSpec { dtype, o_dtype, block_scaled: false, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, dropout, stats, stats_base, row_max, sum_exp };
+        let spec = AttentionSpec { dtype, o_dtype, block_scaled, q, k, v, o, score_mods: Vec::new(), packed, paged, masks, sink, dropout, stats, stats_base, row_max, sum_exp };
         if let Err(e) = spec.validate() {
             prop_assert!(!e.0.is_empty() && !e.to_string().is_empty());
         }

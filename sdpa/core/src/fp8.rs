@@ -129,7 +129,7 @@ impl fmt::Display for Fp8Scale {
 pub enum Amax {
     /// Of the weights, after softmax and dropout.
     S,
-    /// Of the output.
+    /// Of the output; of what is written of it where blocks have scales.
     O,
     /// Of the gradients of scores, times `attn_scale`.
     DP,

@@ -120,6 +120,17 @@ fn rows<T>(to: &mut [T], from: &mut [f32], (spec, documents): Place<'_>, make: i
     f32::from_bits(amax)
 }
 
+/// The nearest number of a type.
+fn rounded(x: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F8E4M3 => F8E4M3::round(x),
+        DType::F8E5M2 => F8E5M2::round(x),
+        DType::F16 => half::f16::from_f32(x).to_f32(),
+        DType::BF16 => half::bf16::from_f32(x).to_f32(),
+        DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => x,
+    }
+}
+
 fn tell(all: Vec<HostAmax<'_>>, number: impl Fn(Amax) -> f32) {
     for amax in all {
         *amax.value = number(amax.of);
@@ -170,6 +181,8 @@ impl CpuPrepared {
             call.run(output::targets(call.schedule, (problem, documents), None, &mut wide, none));
         })?;
         let of_o = store(o, &mut wide, (problem.o(), tokens), scales.get(Fp8Scale::ScaleO));
+        // Without a scale graphs tell it of what is written.
+        let of_o = if problem.block_scaled() { rounded(of_o, problem.dtype_of(Operand::O)) } else { of_o };
         tell(amax, |amax| if amax == Amax::S { weights.amax() } else { of_o });
         report.workspace_bytes += self.narrow_bytes();
         Ok(report)

@@ -5,6 +5,7 @@
 //! [`forms`]' to say.
 
 mod backward;
+mod blocks;
 mod composite;
 mod copy;
 mod dropout;
@@ -34,7 +35,10 @@ pub(crate) use paged::UNEVEN;
 pub use sdpa_core::{Operand, Side, Statistic};
 pub use sdpa_nvidia::Job;
 pub(crate) use sdpa_nvidia::JobQuery;
-pub use since::{BASE_TWO_SINCE, FP8_SINCE, PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE, forms};
+pub use since::{
+    BASE_TWO_SINCE, BLOCK_SCALES_SINCE, FP8_SINCE, PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE,
+    forms,
+};
 pub use sum::{Sum, Sums};
 
 use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
@@ -101,9 +105,6 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
         return Err(LowerError::Unsupported(
             "8-bit floats in the unified form: the composite one has them on every runtime that takes such".to_owned(),
         ));
-    }
-    if job.problem().block_scaled() {
-        return Err(LowerError::Unsupported("scales of blocks".to_owned()));
     }
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
