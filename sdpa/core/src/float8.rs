@@ -126,8 +126,8 @@ macro_rules! float8 {
             }
 
             /// Makes an operand narrow, block by block: its elements, in memory as the numbers are (0 in gaps), and its
-            /// [scales](BlockScales::of_numbers). Each element is the nearest to its number over the scale of its block; what is too large, as up to an
-            /// eighth of the numbers of a binade may be, becomes the largest number.
+            /// [scales](BlockScales::of_numbers). Each element is the nearest to its number over the scale of its block; what is too large
+            /// becomes the largest number, and loses an eighth of itself at most.
             ///
             /// # Errors
             /// Numbers that are fewer than the operand has.
