@@ -327,6 +327,7 @@ fn problem_text(request: &Request) -> String {
     let p = &request.problem;
     let mut table = Table::default();
     table.row("dtype", p.dtype().name());
+    table.rows("scales", p.block_scaled().then(|| "of blocks of 32 elements".to_owned()));
     table.row("batch", p.batch().to_string());
     table.row("heads", format!("{} on {}, groups of {}", p.heads_q(), p.heads_kv(), p.group()));
     table.row("lengths", format!("{} queries, {} keys", p.seq_q(), p.seq_kv()));

@@ -65,7 +65,7 @@ const ROWS: [Row; 22] = [
     Row {
         field: "seq_kv",
         limit: "more than four keys beside scales of blocks, of which a line has no fewer",
-        breaks: |c| when(c.job.problem().block_scaled() && c.job.problem().seq_kv() <= 4, c.job.problem().seq_kv()),
+        breaks: |c| when(c.job.problem().block_scaled() && c.job.problem().seq_kv() < lower::FEWEST_KEYS, c.job.problem().seq_kv()),
     },
     Row {
         field: "device",

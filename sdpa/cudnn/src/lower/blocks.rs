@@ -9,6 +9,9 @@ use cudnn_graph::{DType, Graph};
 use sdpa_core::problem::Problem;
 use sdpa_core::{Amax, BLOCK, BlockScale};
 
+/// The fewest keys of which a line of scales is shorter, as an axis of blocks is: it has four at least.
+pub(crate) const FEWEST_KEYS: i64 = 5;
+
 /// The scales of a forward pass, and where it tells the largest magnitude of its output.
 pub(super) struct Blocks {
     scales: [(BlockScale, TensorId); 3],

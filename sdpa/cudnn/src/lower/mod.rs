@@ -25,6 +25,7 @@ mod tests;
 mod unified;
 
 pub use backward::{QueryGradient, Spelling};
+pub(crate) use blocks::FEWEST_KEYS;
 pub use copy::{CopyGraph, convert, copy};
 pub(crate) use copy::{densify, spread};
 pub use expr::Vectors;
@@ -105,6 +106,9 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
         return Err(LowerError::Unsupported(
             "8-bit floats in the unified form: the composite one has them on every runtime that takes such".to_owned(),
         ));
+    }
+    if job.problem().block_scaled() && job.problem().seq_kv() < FEWEST_KEYS {
+        return Err(LowerError::Unsupported(format!("fewer than {FEWEST_KEYS} keys beside scales of blocks")));
     }
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),
