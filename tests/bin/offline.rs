@@ -1,6 +1,7 @@
 //! The worker of the offline tests: one cuDNN, over a stand-in driver, answering in JSON lines.
 //!
-//! `offline ask`: support of every row of today on every profile. `offline ask-statistics`: of cases of row statistics. `offline compile NAME...|all`: plans of rows. `offline load WHAT`:
+//! `offline ask`: support of every row of today on every profile. `offline ask-statistics`, `ask-block-scales`: of cases of row statistics, and
+//! of blocks that have scales. `offline compile NAME...|all`: plans of rows. `offline load WHAT`:
 //! how loading goes. `offline twins`: which problems are one program.
 
 use conformance::code;
@@ -22,10 +23,11 @@ fn main() -> ExitCode {
     let result = match arguments.first().map(String::as_str) {
         Some("ask") => matrix::rows().and_then(|rows| ask(&matrix::of_today(rows).0)),
         Some("ask-statistics") => matrix::statistics().and_then(|rows| ask(&rows)),
+        Some("ask-block-scales") => matrix::block_scales().and_then(|rows| ask(&rows)),
         Some("compile") => compile(&arguments[1..]),
         Some("load") => load(arguments.get(1).map(String::as_str)),
         Some("twins") => twins(),
-        _ => Err("offline ask | ask-statistics | compile NAME...|all | load WHAT | twins".to_owned()),
+        _ => Err("offline ask | ask-statistics | ask-block-scales | compile NAME...|all | load WHAT | twins".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -112,6 +114,7 @@ fn answer(library: &'static Library, target: &Target<'_>, row: &Row, wanted: Wan
 fn compile(names: &[String]) -> Result<(), String> {
     let mut rows = matrix::rows()?;
     rows.extend(matrix::statistics()?);
+    rows.extend(matrix::block_scales()?);
     rows.retain(|row| names.iter().any(|name| name == "all" || *name == row.name));
     let all = names.iter().any(|name| name == "all");
     everywhere(&rows, |library, profile, target, row, wanted| {

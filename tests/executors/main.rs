@@ -140,7 +140,7 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
     ];
     let both: Vec<Case> = both.into_iter().flat_map(Result::unwrap).collect();
     let mut trials = Vec::new();
-    let forward = [Case::all(), Case::all_paged(), Case::all_statistics()].into_iter().flat_map(Result::unwrap);
+    let forward = [Case::all(), Case::all_paged(), Case::all_statistics(), Case::all_block_scaled()].into_iter().flat_map(Result::unwrap);
     for case in forward.chain(both.clone()) {
         trials.push(trial("forward::", &case.name.clone(), Box::new(move |subject| subject.forward(&case))));
     }

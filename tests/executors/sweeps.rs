@@ -48,7 +48,7 @@ pub(crate) fn drops_the_weights_that_the_generator_says(executor: &dyn Executor)
     assert!(compared.forward > 500_000 && compared.backward > 500_000, "{compared:?}");
 }
 
-/// Random problems of 8-bit floats, both passes, alone and chained.
+/// Random problems of 8-bit floats, both passes, alone and chained; forward, blocks have scales too.
 pub(crate) fn narrow_numbers(executor: &dyn Executor) {
     let name = executor.name();
     let mut tally = Tally::default();
@@ -56,6 +56,8 @@ pub(crate) fn narrow_numbers(executor: &dyn Executor) {
         let mut random = Random::new(seed * 7919 + 41);
         let spec = random_fp8(&mut random);
         tally.add(name.name(), &format!("8 bits {seed}"), &run(&spec, None, 1.0, seed, executor));
+        let in_blocks = spec.clone().with_block_scales();
+        tally.add(name.name(), &format!("8 bits in blocks {seed}"), &run(&in_blocks, None, 1.0, seed, executor));
         let source = Source::ALL[(seed % 2) as usize];
         let backward = random_fp8_gradients(spec, &mut random);
         let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };

@@ -30,6 +30,9 @@ pub struct Case {
     /// Element type of the output, where it is another.
     #[serde(default)]
     pub o_dtype: Option<DType>,
+    /// Whether blocks of 32 elements have scales, and tensors have none.
+    #[serde(default)]
+    pub block_scaled: bool,
     /// Order of the axes in memory.
     #[serde(default = "bhsd")]
     pub layout: Layout,
@@ -171,6 +174,14 @@ impl Case {
         Case::parse(include_str!("../cases/fp8.toml"))
     }
 
+    /// Every case of 8-bit floats whose blocks have scales; each is for a forward pass alone.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_block_scaled() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/block_scale.toml"))
+    }
+
     /// Every case of row statistics besides stats; each is for a forward pass alone.
     ///
     /// # Errors
@@ -279,7 +290,7 @@ impl Case {
     /// A mask or score_mod that cannot be read.
     pub fn spec(&self) -> Result<AttentionSpec, String> {
         let mut spec = AttentionSpec::dense(self.dtype, self.shape, self.layout);
-        spec.o_dtype = self.o_dtype;
+        (spec.o_dtype, spec.block_scaled) = (self.o_dtype, self.block_scaled);
         for mask in &self.mask {
             spec.masks.push(mask.parse::<Mask>().map_err(|e| e.to_string())?);
         }
@@ -333,6 +344,7 @@ impl Case {
         let paged = self.paged.as_ref().map(|paging| paging.paged(batch, seq_kv));
         let paged = paged.map_or_else(String::new, |paged| format!(" --paged {} --pages {}", paged.page_size, paged.pages));
         let flags = [
+            (self.block_scaled, " --block-scaled"),
             (self.sink, " --sink"),
             (self.row_max, " --row-max"),
             (self.sum_exp, " --sum-exp"),

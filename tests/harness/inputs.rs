@@ -28,7 +28,7 @@ impl Operand {
             DType::BF16 => Operand::BF16(vec![bf16::from_f32(value); len]),
             DType::F8E4M3 => Operand::F8E4M3(vec![F8E4M3::from_f32(value); len]),
             DType::F8E5M2 => Operand::F8E5M2(vec![F8E5M2::from_f32(value); len]),
-            DType::F32 | DType::I32 | DType::I64 | DType::Bool => Operand::F32(vec![value; len]),
+            DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => Operand::F32(vec![value; len]),
         }
     }
 

@@ -177,6 +177,15 @@ pub fn statistics() -> Result<Vec<Row>, String> {
     narrow.map(|case| Ok(Row::new(case.name.clone(), Kind::General, case.spec()?.into()))).collect()
 }
 
+/// Cases of 8-bit floats whose blocks have scales, which the page of support has no rows of.
+///
+/// # Errors
+/// What [`Case::all_block_scaled`] says.
+pub fn block_scales() -> Result<Vec<Row>, String> {
+    let cases = Case::all_block_scaled()?.into_iter();
+    cases.map(|case| Ok(Row::new(case.name.clone(), Kind::Fp8, case.spec()?.into()))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -68,7 +68,7 @@ pub fn element(dtype: DType) -> Element {
         DType::F32 => Element::F32,
         DType::F8E4M3 => Element::E4M3,
         DType::F8E5M2 => Element::E5M2,
-        DType::I32 | DType::I64 | DType::Bool => panic!("attention has no results in {dtype}"),
+        DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => panic!("attention has no results in {dtype}"),
     }
 }
 

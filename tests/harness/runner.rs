@@ -1,6 +1,7 @@
 //! Runs cases on executors and counts what became of them.
 
 mod backward;
+mod blocks;
 mod dropped;
 mod few;
 mod library;
@@ -214,7 +215,7 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     let [of_q, of_o, of_stats] = [&spec.q, &spec.o, &problem.stats_tensor()].map(|tensor| laid(tensor, Side::Queries, library));
     let [of_k, of_v] = [&spec.k, &spec.v].map(|tensor| laid(tensor, Side::Keys, library));
     let mut random = Random::new(draw.seed);
-    let mut narrowed = Narrowed::draw(spec.dtype, draw.seed);
+    let mut narrowed = Narrowed::draw(spec.dtype, draw.seed).in_blocks(spec, draw.seed);
     let real = |name: Name| narrowed.descale(name);
     let q = inputs::random_about(draw.shift / real(Name::Q), of_q.clone(), spec.dtype, draw.spread / real(Name::Q), &mut random);
     let mut k = inputs::random_about(-draw.shift / real(Name::K), of_k.clone(), spec.dtype, draw.spread / real(Name::K), &mut random);

@@ -3,7 +3,7 @@
 //! The library's record differs from what was sent in these ways, and no others:
 //!
 //! - ops come in an order of the library's own, so they are compared as a multiset; tensors are named by their unique ids;
-//! - a pointwise op has `alpha1` and `alpha2`, a reduction `isDeterministic`, a reshape `mode` from 9.22 on, a tensor `vectCount`,
+//! - a pointwise op has `alpha1` and `alpha2`, a reduction `isDeterministic`, a dequantisation `is_neg_scale`, a reshape `mode` from 9.22 on, a tensor `vectCount`,
 //!   `vectDim` and `reordering`: defaults of attributes that are not set;
 //! - values of by-value tensors are not in it: they are given at execution;
 //! - offsets of packed documents are inside of each tensor that has them, and are not listed;
@@ -61,7 +61,7 @@ struct Record {
 fn is_default(field: &str, value: &Value) -> bool {
     match field {
         "alpha1" | "alpha2" => value.as_f64() == Some(1.0),
-        "isDeterministic" => value == &Value::Bool(false),
+        "isDeterministic" | "is_neg_scale" => value == &Value::Bool(false),
         "mode" => value == "CUDNN_RESHAPE_VIEW_ONLY",
         _ => false,
     }

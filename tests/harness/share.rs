@@ -132,6 +132,7 @@ pub fn features(case: &Case) -> Vec<String> {
         (shape.seq_q > shape.seq_kv, "fewer keys than queries"),
         (shape.dim_qk != shape.dim_v, "dims differ"),
         (case.o_dtype.is_some(), "another type of output"),
+        (case.block_scaled, "block scales"),
         (case.sink, "sink"),
         (case.dropout.is_some(), "dropout"),
         (case.stats, "stats"),

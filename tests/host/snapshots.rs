@@ -92,6 +92,9 @@ fn jobs() -> Vec<Lowering> {
     let of_rows = attention(&[], &["causal"], (128, 128), 2).with_row_max().with_sum_exp();
     jobs.push(("row_statistics".to_owned(), of_rows.clone().with_stats().validate().unwrap().into(), &FORWARD));
     jobs.push(("row_statistics_sink".to_owned(), of_rows.with_sink().validate().unwrap().into(), &FORWARD[..2]));
+    let mut in_blocks = attention(&[], &["causal"], (130, 200), 2).with_stats().with_output_in(DType::BF16).with_block_scales();
+    in_blocks.dtype = DType::F8E4M3;
+    jobs.push(("block_scale".to_owned(), in_blocks.validate().unwrap().into(), &FORWARD[1..2]));
     let plain = attention(&[], &[], (128, 128), 4).backward().validate().unwrap();
     jobs.push(("backward_plain".to_owned(), plain.into(), &[(Form::Unified, NEW)]));
     for (name, score_mods, masks, lengths, wrt) in MODIFIED {
@@ -144,11 +147,12 @@ fn graphs_are_what_they_were() {
 
 /// Graphs whose programs are kept word for word. Encoding is op by op, so that these stand for all: between them they have every form of a
 /// descriptor, which the next test asks for.
-const PROGRAMS: [&str; 17] = [
+const PROGRAMS: [&str; 18] = [
     "backward_compare_floats.composite-9.19.txt",
     "backward_functions.composite-9.27.txt",
     "backward_plain.composite-9.19.txt",
     "backward_plain.unified-9.27.txt",
+    "block_scale.composite-9.27.txt",
     "copy.txt",
     "decode.unified-9.27.txt",
     "document.composite-9.27.txt",

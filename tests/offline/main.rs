@@ -2,6 +2,7 @@
 
 mod absent;
 mod asked;
+mod block_scale;
 mod cuda;
 mod entries;
 mod grid;

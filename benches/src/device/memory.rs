@@ -39,6 +39,8 @@ pub(crate) fn random(stream: &Stream, dtype: DType, elements: i64, seed: u64) ->
         DType::F16 => buffer.upload(stream, 0, &repeated(&piece, elements, half::f16::from_f32))?,
         DType::F8E4M3 => buffer.upload(stream, 0, &repeated(&piece, elements, |x| F8E4M3::from_f32(x).to_bits()))?,
         DType::F8E5M2 => buffer.upload(stream, 0, &repeated(&piece, elements, |x| F8E5M2::from_f32(x).to_bits()))?,
+        // Ones.
+        DType::F8E8M0 => buffer.fill(stream, 127)?,
         DType::F32 | DType::I32 | DType::I64 | DType::Bool => buffer.upload(stream, 0, &repeated(&piece, elements, |x| x))?,
     }
     Ok(buffer)
@@ -129,7 +131,7 @@ impl Memory {
                 gradients.push((g.name.clone(), Buffer::new(stream.device(), bytes as usize)?));
             }
         }
-        let told = Amax::told(problem.dtype(), job.direction());
+        let told = Amax::told(problem, job.direction());
         let numbers = Buffer::new(stream.device(), 16 * told.len().max(1))?;
         let place = |n: usize| DeviceSlice { address: numbers.address() + 16 * n as u64, bytes: 4 };
         let amax = told.iter().enumerate().map(|(n, of)| DeviceAmax { of: *of, slice: place(n) }).collect();

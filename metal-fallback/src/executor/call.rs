@@ -70,6 +70,7 @@ fn value<'a>(value: &ParamValue<'a>) -> Cow<'a, [u8]> {
         ParamValue::I32(x) => Cow::Borrowed(x.as_bytes()),
         ParamValue::I64(x) => Cow::Borrowed(x.as_bytes()),
         ParamValue::Bool(x) => Cow::Borrowed(x.as_bytes()),
+        ParamValue::F8E8M0(x) => Cow::Owned(x.iter().map(|x| x.to_bits()).collect()),
     }
 }
 

@@ -74,6 +74,7 @@ pub(super) fn taken_backward(problem: &BackwardProblem) -> Result<(), Vec<Reason
 pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
     let mut check = Check::default();
     check.that(!problem.dtype().is_fp8(), "dtype", problem.dtype(), "the kernels take f32, f16 and bf16");
+    check.that(!problem.block_scaled(), "block_scaled", problem.block_scaled(), "the kernels read no scales");
     check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
     if check.0.is_empty() { Ok(()) } else { Err(check.0) }
 }
@@ -101,6 +102,7 @@ mod tests {
         let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 8, dim_v: 8 };
         let dense = AttentionSpec::dense(DType::F16, shape, Layout::Bhsd);
         let paged = AttentionSpec::paged(DType::F16, shape, Paged { page_size: 4, pages: 6 });
+        let narrow = AttentionSpec::dense(DType::F8E5M2, Shape { dim_qk: 32, ..shape }, Layout::Bhsd);
         let cases = [
             (dense.clone(), &[][..]),
             (AttentionSpec::packed(DType::F16, shape, Packed::default()), &[]),
@@ -108,6 +110,7 @@ mod tests {
             (dense.clone().with_dropout(0.5), &[]),
             (dense.clone().mask(Mask::causal_ends()), &[]),
             (AttentionSpec { dtype: DType::F8E4M3, ..dense.clone() }, &["dtype"]),
+            (narrow.with_block_scales(), &["dtype", "block_scaled"]),
             (dense.clone().with_stats_in(StatsBase::Two), &["stats_base"]),
             (dense.clone().with_stats().with_row_max().with_sum_exp(), &[]),
             (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &[]),

@@ -317,6 +317,7 @@ impl Call<'_> {
             AttentionSpec {
                 dtype,
                 o_dtype: None,
+                block_scaled: false,
                 q,
                 k,
                 v,

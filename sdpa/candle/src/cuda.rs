@@ -134,7 +134,7 @@ fn with_params<R>(params: &[&Bound], f: impl FnOnce(&[Param<'_>]) -> Result<R>) 
                 DType::I32 => Viewed::I32(view(guard, tensor)?),
                 DType::I64 => Viewed::I64(view(guard, tensor)?),
                 DType::Bool => Viewed::Bool(view(guard, tensor)?),
-                DType::F8E4M3 | DType::F8E5M2 => return Err(bug("a parameter of 8-bit floats")),
+                DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => return Err(bug("a parameter of 8 bits")),
             },
             (Ready::Tensor(..) | Ready::Bools(_) | Ready::I32(_) | Ready::I64(_), ..) => {
                 return Err(bug("a parameter without its storage"));
@@ -173,7 +173,9 @@ pub(crate) fn forward(pass: &Pass, device: &CudaDevice) -> Result<Outputs> {
         DType::F32 => forward_of::<f32>(pass, chosen, device),
         DType::F16 => forward_of::<f16>(pass, chosen, device),
         DType::BF16 => forward_of::<bf16>(pass, chosen, device),
-        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => Err(bug("an operand that is no floating point number")),
+        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => {
+            Err(bug("an operand that is no floating point number"))
+        }
     }
 }
 
@@ -210,7 +212,9 @@ pub(crate) fn backward(
         DType::F32 => backward_of::<f32>(pass, chosen, (spec, problem), upstream, device),
         DType::F16 => backward_of::<f16>(pass, chosen, (spec, problem), upstream, device),
         DType::BF16 => backward_of::<bf16>(pass, chosen, (spec, problem), upstream, device),
-        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => Err(bug("an operand that is no floating point number")),
+        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => {
+            Err(bug("an operand that is no floating point number"))
+        }
     }
 }
 
@@ -238,7 +242,7 @@ fn backward_of<T: Number>(
             DType::F32 => Written::F32(fresh(device, elements, pass.packed)?),
             DType::F16 => Written::F16(fresh(device, elements, pass.packed)?),
             DType::BF16 => Written::BF16(fresh(device, elements, pass.packed)?),
-            DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => {
+            DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => {
                 return Err(bug("a gradient that is no floating point number"));
             }
         });

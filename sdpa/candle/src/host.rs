@@ -30,7 +30,7 @@ fn read<'a>(storage: &'a CpuStorage, tensor: &Tensor, dtype: DType) -> Result<El
         DType::F32 => Elements::F32(&storage.as_slice::<f32>()?[span]),
         DType::F16 => Elements::F16(&storage.as_slice::<f16>()?[span]),
         DType::BF16 => Elements::BF16(&storage.as_slice::<bf16>()?[span]),
-        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => {
+        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => {
             return Err(bug("an operand that is no floating point number"));
         }
     })
@@ -49,7 +49,7 @@ impl Fresh {
             DType::F32 => Fresh::F32(vec![0.0; elements]),
             DType::F16 => Fresh::F16(vec![f16::ZERO; elements]),
             DType::BF16 => Fresh::BF16(vec![bf16::ZERO; elements]),
-            DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => {
+            DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => {
                 return Err(bug("a result that is no floating point number"));
             }
         })
@@ -87,7 +87,7 @@ fn value<'a>(ready: &'a Ready, storage: Option<&'a CpuStorage>) -> Result<ParamV
                 DType::BF16 => ParamValue::BF16(&storage.as_slice::<bf16>()?[span]),
                 DType::I32 => ParamValue::I32(&storage.as_slice::<i32>()?[span]),
                 DType::I64 => ParamValue::I64(&storage.as_slice::<i64>()?[span]),
-                DType::F8E4M3 | DType::F8E5M2 => return Err(bug("a parameter of 8-bit floats")),
+                DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => return Err(bug("a parameter of 8 bits")),
                 DType::Bool => return Err(bug(&format!("truth values of {} in host memory", theirs(*dtype).as_str()))),
             }
         }

@@ -82,7 +82,7 @@ pub(crate) fn theirs(of: DType) -> candle_core::DType {
         DType::I32 => candle_core::DType::I32,
         DType::I64 => candle_core::DType::I64,
         // Tensors of 8-bit floats are not taken: their scales have no place in candle's graph.
-        DType::Bool | DType::F8E4M3 | DType::F8E5M2 => candle_core::DType::U8,
+        DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => candle_core::DType::U8,
     }
 }
 

@@ -102,7 +102,7 @@ pub(crate) fn ready(
 fn told(dtype: DType) -> &'static str {
     match dtype {
         DType::Bool => "u8, 0 or 1",
-        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::F8E4M3 | DType::F8E5M2 => dtype.name(),
+        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => dtype.name(),
     }
 }
 
@@ -111,7 +111,7 @@ fn converts(from: candle_core::DType, to: DType) -> bool {
     use candle_core::DType::{I32, I64, U32};
     match to {
         DType::I32 | DType::I64 => [U32, I32, I64].contains(&from),
-        DType::F32 | DType::F16 | DType::BF16 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => false,
+        DType::F32 | DType::F16 | DType::BF16 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => false,
     }
 }
 

@@ -105,6 +105,10 @@ pub(crate) struct ProblemArgs {
     /// Element type of o beside 8-bit floats: f8e4m3, f8e5m2, f16 or bf16. Else that of q
     #[arg(long, value_parser = Named::elements(), hide_possible_values = true)]
     pub(crate) o_dtype: Option<String>,
+    /// Scale each 32 elements of q, k and v by a power of two of their own (MXFP8), and no tensor: the input's block_scale_q, block_scale_k and
+    /// block_scale_v, or made of its numbers; of 8-bit floats, forward
+    #[arg(long)]
+    pub(crate) block_scaled: bool,
     /// Order of the axes, outermost first: bhsd (as is usual), bshd or sbhd; of packed documents bshd or bhsd, without batch; of
     /// pages bshd where nothing is said
     #[arg(long, value_parser = Named::layouts(), hide_possible_values = true)]

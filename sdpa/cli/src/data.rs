@@ -1,7 +1,7 @@
 //! Tensors in host memory.
 
 use half::{bf16, f16};
-use sdpa::{DType, Elements, ElementsMut, F8E4M3, F8E5M2};
+use sdpa::{DType, Elements, ElementsMut, F8E4M3, F8E5M2, F8E8M0};
 use std::io::Write;
 
 /// An element type that attention is computed in.
@@ -41,6 +41,24 @@ impl Element {
     }
 }
 
+/// What 8-bit floats are multiplied by to be what they stand for.
+#[derive(Debug)]
+pub(crate) enum Descale {
+    /// All of them by one number.
+    One(f32),
+    /// Each by its own, that of its block.
+    Each(Vec<F8E8M0>),
+}
+
+impl Descale {
+    fn of(&self, at: usize) -> f64 {
+        match self {
+            Descale::One(descale) => f64::from(*descale),
+            Descale::Each(descales) => f64::from(descales[at].to_f32()),
+        }
+    }
+}
+
 /// The elements of one tensor.
 #[derive(Debug)]
 pub(crate) enum Data {
@@ -48,9 +66,9 @@ pub(crate) enum Data {
     F16(Vec<f16>),
     BF16(Vec<bf16>),
     /// 8-bit floats, and what they are multiplied by to be what they stand for.
-    F8E4M3(Vec<F8E4M3>, f32),
+    F8E4M3(Vec<F8E4M3>, Descale),
     /// Likewise.
-    F8E5M2(Vec<F8E5M2>, f32),
+    F8E5M2(Vec<F8E5M2>, Descale),
 }
 
 fn zeros<T: Clone + Default>(len: usize) -> Result<Vec<T>, String> {
@@ -67,8 +85,8 @@ impl Data {
             Element::F32 => Data::F32(zeros(len)?),
             Element::F16 => Data::F16(zeros(len)?),
             Element::BF16 => Data::BF16(zeros(len)?),
-            Element::F8E4M3 => Data::F8E4M3(zeros(len)?, 1.0),
-            Element::F8E5M2 => Data::F8E5M2(zeros(len)?, 1.0),
+            Element::F8E4M3 => Data::F8E4M3(zeros(len)?, Descale::One(1.0)),
+            Element::F8E5M2 => Data::F8E5M2(zeros(len)?, Descale::One(1.0)),
         })
     }
 
@@ -88,16 +106,26 @@ impl Data {
         self.elements().len()
     }
 
-    /// What an element of 8 bits is multiplied by; 1 of others.
+    /// What all elements of 8 bits are multiplied by; 1 of others, and where each has its own.
     pub(crate) fn descale(&self) -> f32 {
         match self {
             Data::F32(_) | Data::F16(_) | Data::BF16(_) => 1.0,
-            Data::F8E4M3(_, descale) | Data::F8E5M2(_, descale) => *descale,
+            Data::F8E4M3(_, Descale::One(descale)) | Data::F8E5M2(_, Descale::One(descale)) => *descale,
+            Data::F8E4M3(_, Descale::Each(_)) | Data::F8E5M2(_, Descale::Each(_)) => 1.0,
         }
     }
 
     /// Says so.
     pub(crate) fn set_descale(&mut self, to: f32) {
+        self.stands_for(Descale::One(to));
+    }
+
+    /// The same where each has its own.
+    pub(crate) fn set_descales(&mut self, to: Vec<F8E8M0>) {
+        self.stands_for(Descale::Each(to));
+    }
+
+    fn stands_for(&mut self, to: Descale) {
         match self {
             Data::F32(_) | Data::F16(_) | Data::BF16(_) => {}
             Data::F8E4M3(_, descale) | Data::F8E5M2(_, descale) => *descale = to,
@@ -121,8 +149,8 @@ impl Data {
             Data::F32(x) => f64::from(x[at]),
             Data::F16(x) => x[at].to_f64(),
             Data::BF16(x) => x[at].to_f64(),
-            Data::F8E4M3(x, descale) => f64::from(x[at].to_f32()) * f64::from(*descale),
-            Data::F8E5M2(x, descale) => f64::from(x[at].to_f32()) * f64::from(*descale),
+            Data::F8E4M3(x, descale) => f64::from(x[at].to_f32()) * descale.of(at),
+            Data::F8E5M2(x, descale) => f64::from(x[at].to_f32()) * descale.of(at),
         }
     }
 

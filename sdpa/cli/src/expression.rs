@@ -234,7 +234,7 @@ pub(crate) fn bias(axes: Axes, dtype: DType) -> Option<ScoreMod> {
         DType::F32 => Some(library::bias(axes, F32)),
         DType::F16 => Some(library::bias(axes, F16)),
         DType::BF16 => Some(library::bias(axes, BF16)),
-        DType::F8E4M3 | DType::F8E5M2 | DType::I32 | DType::I64 | DType::Bool => None,
+        DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 | DType::I32 | DType::I64 | DType::Bool => None,
     }
 }
 

@@ -288,6 +288,7 @@ fn spec_text(request: &Request) -> String {
     let mut table = Table::default();
     table.row("dtype", spec.dtype.name());
     table.rows("dtype of o", spec.o_dtype.map(|dtype| dtype.name().to_owned()));
+    table.rows("scales", spec.block_scaled.then(|| "of blocks of 32 elements".to_owned()));
     tensors(&mut table, FORWARD, [&spec.q, &spec.k, &spec.v, &spec.o]);
     table.rows("packed", packed_text(spec.packed.as_ref(), spec.paged.as_ref()));
     table.rows("paged", paged_text(spec.paged.as_ref()));
@@ -326,6 +327,7 @@ fn problem_text(request: &Request) -> String {
     let p = &request.problem;
     let mut table = Table::default();
     table.row("dtype", p.dtype().name());
+    table.rows("scales", p.block_scaled().then(|| "of blocks of 32 elements".to_owned()));
     table.row("batch", p.batch().to_string());
     table.row("heads", format!("{} on {}, groups of {}", p.heads_q(), p.heads_kv(), p.group()));
     table.row("lengths", format!("{} queries, {} keys", p.seq_q(), p.seq_kv()));

@@ -1,6 +1,7 @@
 //! `cargo sdpa`: run, check and inspect attention from the command line.
 
 mod args;
+mod blocks;
 mod cache;
 mod compile;
 mod completions;

@@ -1,5 +1,6 @@
 //! The operands of one problem: made or read, computed with, checked.
 
+use crate::blocks::Blocks;
 use crate::data::{Data, Element};
 use crate::exit::{Failure, Line};
 use crate::header::{Entry, Header};
@@ -173,7 +174,8 @@ impl Operands {
         let mut operands = match &request.source {
             Source::Random => {
                 let _step = progress.spinner("making random numbers");
-                let mut operands = Operands::random(spec, *element, seed).map_err(memory)?;
+                let drawn = if spec.block_scaled { Element::F32 } else { *element };
+                let mut operands = Operands::random(spec, drawn, seed).map_err(memory)?;
                 if let Some(backward) = backward {
                     let len = elements(spec, &backward.spec.d_o, Side::Queries);
                     let d_o = random_numbers(of(backward.problem.dtype_of(Operand::DO)), len, seed, 3).map_err(memory)?;
@@ -188,7 +190,10 @@ impl Operands {
                 let step = progress.bar("reading", total);
                 let mut reader = Reader { header, scales: &scales, notes: Vec::new() };
                 let named = [Operand::Q, Operand::K, Operand::V];
-                let mut read = |n: usize| reader.read((tensors[n].0, named[n]), *element, tensors[n].1, &entries[n], |n| step.advance(n));
+                // Numbers are made narrow with the scales of their blocks.
+                let wide = |entry: &Entry| spec.block_scaled && entry.ty.narrow().is_none();
+                let read_as = |n: usize| if wide(&entries[n]) { Element::F32 } else { *element };
+                let mut read = |n: usize| reader.read((tensors[n].0, named[n]), read_as(n), tensors[n].1, &entries[n], |n| step.advance(n));
                 let qkv = [read(0)?, read(1)?, read(2)?];
                 let mut operands = Operands::with(qkv, spec, Vec::new()).map_err(memory)?;
                 if let Some((backward, from)) = backward.as_ref().zip(gradient.as_ref()) {
@@ -213,13 +218,28 @@ impl Operands {
         };
         operands.load_params(request, seed)?;
         operands.begin(request, scales);
+        operands.narrow_blocks(request, seed)?;
         operands.judge_pages(request)?;
         Ok(operands)
     }
 
+    /// Makes operands narrow whose blocks have scales.
+    fn narrow_blocks(&mut self, request: &Request, seed: u64) -> Result<(), Failure> {
+        if !request.problem.block_scaled() {
+            return Ok(());
+        }
+        let mut blocks = Blocks::read(request, seed)?;
+        for (operand, data) in [(Operand::Q, &mut self.q), (Operand::K, &mut self.k), (Operand::V, &mut self.v)] {
+            let wide = std::mem::replace(data, Data::F32(Vec::new()));
+            *data = blocks.narrow(request, operand, request.element, wide).map_err(|e| Failure::environment("memory", e))?;
+        }
+        blocks.bind(&mut self.params);
+        Ok(())
+    }
+
     /// The scales that a first run is given.
     fn begin(&mut self, request: &Request, scales: Scales) {
-        if !request.problem.dtype().is_fp8() {
+        if !request.problem.dtype().is_fp8() || request.problem.block_scaled() {
             return;
         }
         self.scales = scales;
@@ -322,7 +342,7 @@ impl Operands {
             stats: self.stats.as_deref_mut(),
             row_max: self.row_max.as_deref_mut(),
             sum_exp: self.sum_exp.as_deref_mut(),
-            amax: self.scales.room(problem.dtype(), Direction::Forward),
+            amax: self.scales.room(problem, Direction::Forward),
             attn_scale: Some(attn_scale),
             params: &params,
         })
@@ -348,7 +368,7 @@ impl Operands {
             dq: dq.elements_mut(),
             dk: dk.elements_mut(),
             dv: dv.elements_mut(),
-            amax: self.scales.room(problem.forward().dtype(), Direction::Backward),
+            amax: self.scales.room(problem.forward(), Direction::Backward),
             attn_scale: Some(attn_scale),
             params: &params,
             gradients: wrt.iter_mut().map(|(name, data)| HostGradient { name, data: data.elements_mut() }).collect(),

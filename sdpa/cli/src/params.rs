@@ -1,5 +1,6 @@
 //! Declared parameters of score_mods and masks: where their values come from, and the values.
 
+use crate::blocks;
 use crate::convert::FileType;
 use crate::data::{Data, Element};
 use crate::exit::Mistakes;
@@ -13,7 +14,7 @@ use sdpa::expr::{Axes, Axis, Declared, ParamKind};
 use sdpa::library::T5;
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::paged::PAGE_TABLE;
-use sdpa::{DType, Param, ParamValue, library};
+use sdpa::{DType, F8E8M0, Param, ParamValue, library};
 
 /// What is bound to a parameter.
 #[derive(Debug)]
@@ -24,6 +25,8 @@ pub(crate) enum Values {
     /// One number that is wide.
     I64([i64; 1]),
     Bool(Vec<bool>),
+    /// Scales of blocks.
+    F8E8M0(Vec<F8E8M0>),
 }
 
 /// A parameter and its value.
@@ -48,6 +51,7 @@ impl Bound {
             Values::I32(x) => ParamValue::I32(x),
             Values::I64(x) => ParamValue::I64(x),
             Values::Bool(x) => ParamValue::Bool(x),
+            Values::F8E8M0(x) => ParamValue::F8E8M0(x),
         };
         Param { name: &self.name, value }
     }
@@ -56,7 +60,7 @@ impl Bound {
     pub(crate) fn number(&self, name: &str) -> Option<i64> {
         match &self.values {
             Values::I64([number]) if self.name == name => Some(*number),
-            Values::Scalar(_) | Values::Float(_) | Values::I32(_) | Values::I64(_) | Values::Bool(_) => None,
+            Values::Scalar(_) | Values::Float(_) | Values::I32(_) | Values::I64(_) | Values::Bool(_) | Values::F8E8M0(_) => None,
         }
     }
 
@@ -79,6 +83,7 @@ impl Bound {
             Values::I32(x) => f64::from(x[element]),
             Values::I64([x]) => *x as f64,
             Values::Bool(x) => f64::from(u8::from(x[element])),
+            Values::F8E8M0(x) => x[element].to_f32().into(),
         }
     }
 }
@@ -90,6 +95,7 @@ enum Reading {
     I32,
     I64,
     Bool,
+    F8E8M0,
 }
 
 /// Where a value comes from.
@@ -105,7 +111,7 @@ enum From {
     Rows(Vec<Vec<i32>>),
     /// So many pages, in an order that looks random.
     Pages(i64),
-    /// A scale of 8-bit floats, made of the numbers at hand.
+    /// A scale of 8-bit floats, or those of blocks, made of the numbers at hand.
     Scale,
     /// A table of relative positions, random where there is no file.
     T5(T5, Option<(FileType, u64)>),
@@ -127,9 +133,18 @@ fn reading(declared: DType, file: Dtype) -> Result<Reading, &'static str> {
     if let Some(element) = Element::of(declared) {
         return FileType::of(file).map(|ty| Reading::Float(ty, element)).ok_or("F16, BF16, F32 and F64 are read");
     }
-    let known = [(DType::I32, Dtype::I32, Reading::I32), (DType::I32, Dtype::I64, Reading::I64), (DType::Bool, Dtype::BOOL, Reading::Bool)];
+    let known = [
+        (DType::I32, Dtype::I32, Reading::I32),
+        (DType::I32, Dtype::I64, Reading::I64),
+        (DType::Bool, Dtype::BOOL, Reading::Bool),
+        (DType::F8E8M0, Dtype::F8_E8M0, Reading::F8E8M0),
+    ];
     let found = known.into_iter().find(|(d, f, _)| (*d, *f) == (declared, file)).map(|(.., reading)| reading);
-    found.ok_or(if declared == DType::Bool { "BOOL is read" } else { "I32 and I64 are read" })
+    found.ok_or(match declared {
+        DType::Bool => "BOOL is read",
+        DType::F8E8M0 => "F8_E8M0 is read",
+        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::F8E4M3 | DType::F8E5M2 => "I32 and I64 are read",
+    })
 }
 
 /// The extents that a tensor has along the axes that it spans.
@@ -179,6 +194,12 @@ impl Planned {
         scales::named(&self.declared.name).is_some() && self.declared.kind == ParamKind::Tensor { axes: Axes::NONE, dtype: DType::F32 }
     }
 
+    /// Whether it is those of an operand's blocks.
+    pub(crate) fn is_block_scale(&self) -> bool {
+        let of_blocks = matches!(self.declared.kind, ParamKind::Tensor { axes: _, dtype: DType::F8E8M0 });
+        of_blocks && blocks::named(&self.declared.name).is_some()
+    }
+
     /// Whether its value is in the input.
     pub(crate) fn is_read(&self) -> bool {
         matches!(self.from, From::File(..))
@@ -210,6 +231,7 @@ impl Planned {
         let values = match (&self.from, header) {
             (From::Scalar(x), _) => Values::Scalar(*x),
             (From::Number(number), _) => Values::I64([*number]),
+            (From::Scale, _) if self.is_block_scale() => Values::F8E8M0(Vec::new()),
             (From::Scale, _) => Values::Float(Data::F32(vec![1.0])),
             (From::Given(boundaries), _) => Values::I32(boundaries.clone()),
             (From::Rows(rows), _) => {
@@ -245,6 +267,9 @@ impl Planned {
             }
             (From::File(Reading::Bool, offset), Some(header)) => {
                 Values::Bool(header.load_whole::<1>(*offset, len)?.into_iter().map(|[b]| b != 0).collect())
+            }
+            (From::File(Reading::F8E8M0, offset), Some(header)) => {
+                Values::F8E8M0(header.load_whole::<1>(*offset, len)?.into_iter().map(|[b]| F8E8M0::from_bits(b)).collect())
             }
             (From::Random | From::File(..), _) => self.random(len, seed)?,
         };
@@ -370,6 +395,11 @@ impl Sources<'_> {
                 Some(_) => {}
             }
         }
+        self.found(declared, mistakes)
+    }
+
+    /// The same of what no option of the command line names.
+    pub(crate) fn found(&self, declared: &[Declared], mistakes: &mut Mistakes) -> Option<Vec<Planned>> {
         let planned: Vec<Option<Planned>> = declared.iter().map(|d| self.one(d, mistakes)).collect();
         planned.into_iter().collect()
     }
@@ -385,8 +415,8 @@ impl Sources<'_> {
         if let Some(number) = self.dropping.named(name) {
             return Some(Planned::new(declared, Vec::new(), extents, From::Number(number)));
         }
-        let planned = Planned::new(declared, Vec::new(), extents, From::Scale);
-        if planned.is_scale() && self.header.is_none_or(|header| header.find(name).is_none()) {
+        let planned = Planned::new(declared, spanned(axes, extents), extents, From::Scale);
+        if (planned.is_scale() || planned.is_block_scale()) && self.header.is_none_or(|header| header.find(name).is_none()) {
             return Some(planned);
         }
         if let Some(boundaries) = self.packing.and_then(|packing| packing.named(name)) {

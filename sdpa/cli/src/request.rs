@@ -7,6 +7,7 @@ mod paging;
 mod rules;
 
 use crate::args::{BackwardArgs, PlaceArgs, ProblemArgs};
+use crate::blocks;
 use crate::convert::FileType;
 use crate::data::Element;
 use crate::exit::Mistakes;
@@ -24,8 +25,9 @@ use rules::{Rules, judge, valid};
 use sdpa::cuda::Measured;
 use sdpa::cudnn::CudnnOptions;
 use sdpa::cudnn::lower::Job;
+use sdpa::expr::Declared;
 use sdpa::library::T5;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, Layout, Mask, Packed, Problem, ScoreMod, Shape, Side, StatsBase};
+use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, DType, Layout, Mask, Packed, Problem, ScoreMod, Shape, Side, StatsBase};
 
 /// The problem of `run`, `inspect` and `show`.
 #[derive(Debug)]
@@ -249,6 +251,10 @@ impl Request {
         (any.score_mods, any.masks) = (rules.score_mods.clone(), rules.masks.clone());
         (any.sink, any.dropout, any.stats_base) = (args.sink, dropping.dropout, base);
         any.o_dtype = o_dtype.map(Element::dtype);
+        if args.block_scaled {
+            // Scales of blocks depend on extents, and those of tensors are not there.
+            (any.dtype, any.o_dtype) = (DType::F32, None);
+        }
         any.paged = paging.as_ref().map(Paging::any);
         any.packed = packing.as_ref().map(|packing| Packed { total_q: None, total_kv: None, ..packing.packed });
         let right =
@@ -281,6 +287,7 @@ impl Request {
         let mut spec = specification(dims, dtype, layout.unwrap_or(Layout::Bhsd), stats)?;
         (spec.score_mods, spec.masks, spec.sink) = (rules.score_mods, rules.masks, args.sink);
         (spec.dropout, spec.o_dtype) = (dropping.dropout, o_dtype.map(Element::dtype));
+        spec.block_scaled = args.block_scaled;
         (spec.row_max, spec.sum_exp, spec.stats_base) = (args.row_max, args.sum_exp, base);
         if let Some(packing) = &packing {
             packing.place(&mut spec, layout.unwrap_or(Layout::Bshd), tokens);
@@ -291,6 +298,10 @@ impl Request {
         let problem = valid(spec.validate(), |errors| {
             relevant(errors.0, dims).iter().for_each(|e| mistakes.add(&about, e));
         });
+        let of_blocks = problem.as_ref().map_or(&[][..], |problem| problem.params()).iter().filter(|p| blocks::named(&p.name).is_some());
+        let of_blocks: Vec<Declared> = of_blocks.filter(|_| args.block_scaled).cloned().collect();
+        let of_blocks = sources.found(&of_blocks, mistakes);
+        let params = params.zip(of_blocks).map(|(params, more)| [params, more].concat());
         let judged = judged?;
         let backward = match (gradient.filter(|g| g.backward), &problem) {
             (Some(_), Some(_)) => {

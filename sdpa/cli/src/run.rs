@@ -127,7 +127,7 @@ fn compute(operands: &mut Operands, request: &Request, chosen: &Chosen) -> Resul
     let failed = |e: Error| Failure::Environment(lines(chosen.executor, &e));
     let scale = request.attn_scale();
     // Of 8-bit floats the first execution also tells what scales are made of.
-    let narrow = request.problem.dtype().is_fp8();
+    let narrow = request.problem.dtype().is_fp8() && !request.problem.block_scaled();
     let times = if chosen.executor == ExecutorName::CPU && !narrow { 1 } else { 2 };
     let mut reports = Reports { forward: None, backward: None };
     for time in 0..times {

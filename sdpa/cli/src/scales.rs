@@ -7,7 +7,7 @@ use crate::exit::Failure;
 use crate::params::{Bound, Values};
 use crate::request::Request;
 use sdpa::fp8::{amax_of, scale_of};
-use sdpa::{Amax, DType, Direction, Fp8Scale, HostAmax, Operand};
+use sdpa::{Amax, Direction, Fp8Scale, HostAmax, Operand, Problem};
 use std::collections::BTreeMap;
 
 /// The scales of a run, and what it told.
@@ -150,8 +150,8 @@ impl Scales {
     }
 
     /// Room for what a pass tells.
-    pub(crate) fn room(&mut self, dtype: DType, direction: Direction) -> Vec<HostAmax<'_>> {
-        let told = Amax::told(dtype, direction);
+    pub(crate) fn room(&mut self, forward: &Problem, direction: Direction) -> Vec<HostAmax<'_>> {
+        let told = Amax::told(forward, direction);
         self.told.retain(|(of, _)| !told.contains(of));
         let first = self.told.len();
         self.told.extend(told.iter().map(|of| (*of, f32::NAN)));

@@ -151,6 +151,11 @@ impl BackwardSpec {
         if forward.paged.is_some() {
             check.fail("forward.paged", "a cache in pages", "none in a backward pass: a cache is read, not trained");
         }
+        if forward.block_scaled {
+            let rule =
+                "false in a backward pass: its products sum over other axes, and want q, k and d_o once more, narrowed in other blocks";
+            check.fail("forward.block_scaled", true, rule);
+        }
         let dtype = self.forward.dtype;
         let d_o_dtype = check.narrow("d_o_dtype", self.d_o_dtype, dtype, &[]);
         let gradient_dtype = check.narrow("gradient_dtype", self.gradient_dtype, dtype, &[DType::F16, DType::BF16]);
@@ -183,7 +188,7 @@ impl BackwardSpec {
         if let Some(gradient) = &gradient {
             check.params("forward.score_mods", gradient.trace.params(), &mut params);
         }
-        if dtype.is_fp8() {
+        if dtype.is_fp8() && !forward.block_scaled {
             // The output is read, not made.
             params.retain(|p| p.name != Fp8Scale::ScaleO.name());
             let more = Fp8Scale::of(Direction::Backward).iter().filter(|scale| !Fp8Scale::of(Direction::Forward).contains(scale));

@@ -188,7 +188,8 @@ impl Problem {
             | ParamValue::F16(_)
             | ParamValue::BF16(_)
             | ParamValue::I32(_)
-            | ParamValue::Bool(_) => None,
+            | ParamValue::Bool(_)
+            | ParamValue::F8E8M0(_) => None,
         };
         self.dropout_mask(number(DROPOUT_SEED)?, number(DROPOUT_OFFSET)?)
     }

@@ -23,11 +23,14 @@ pub enum DType {
     F8E4M3,
     /// 8-bit float, 5 exponent bits (OCP E5M2).
     F8E5M2,
+    /// A power of two in a byte (OCP E8M0): the scales of blocks of 8-bit floats alone.
+    F8E8M0,
 }
 
 impl DType {
     /// Every element type, in declaration order.
-    pub const ALL: [DType; 8] = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool, DType::F8E4M3, DType::F8E5M2];
+    pub const ALL: [DType; 9] =
+        [DType::F32, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool, DType::F8E4M3, DType::F8E5M2, DType::F8E8M0];
 
     /// The name used in reports, files and options.
     pub fn name(self) -> &'static str {
@@ -40,6 +43,7 @@ impl DType {
             DType::Bool => "bool",
             DType::F8E4M3 => "f8e4m3",
             DType::F8E5M2 => "f8e5m2",
+            DType::F8E8M0 => "f8e8m0",
         }
     }
 
@@ -49,7 +53,7 @@ impl DType {
             DType::I64 => 64,
             DType::F32 | DType::I32 => 32,
             DType::F16 | DType::BF16 => 16,
-            DType::Bool | DType::F8E4M3 | DType::F8E5M2 => 8,
+            DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 8,
         }
     }
 
@@ -58,11 +62,11 @@ impl DType {
         elements * u64::from(self.bits() / 8)
     }
 
-    /// Whether its elements are floating point numbers.
+    /// Whether its elements are floating point numbers, with a sign and a point.
     pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => true,
-            DType::I32 | DType::I64 | DType::Bool => false,
+            DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => false,
         }
     }
 
@@ -70,7 +74,7 @@ impl DType {
     pub fn is_fp8(self) -> bool {
         match self {
             DType::F8E4M3 | DType::F8E5M2 => true,
-            DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool => false,
+            DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => false,
         }
     }
 
@@ -82,7 +86,7 @@ impl DType {
             DType::BF16 => half::bf16::MAX.to_f32(),
             DType::F8E4M3 => 448.0,
             DType::F8E5M2 => 57344.0,
-            DType::I32 | DType::I64 | DType::Bool => 0.0,
+            DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => 0.0,
         }
     }
 }

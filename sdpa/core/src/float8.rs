@@ -1,6 +1,8 @@
-//! 8-bit floats: E4M3 and E5M2 of OCP's specification, as CUDA's saturating conversions make them.
+//! 8-bit floats: E4M3 and E5M2 of OCP's specification, as CUDA's saturating conversions make them; and E8M0, their blocks' scales.
 
+use crate::block_scale::BlockScales;
 use crate::dtype::DType;
+use crate::error::SpecErrors;
 
 /// The bits of a format behind its sign.
 #[derive(Clone, Copy)]
@@ -123,6 +125,21 @@ macro_rules! float8 {
                 $format.round(x)
             }
 
+            /// Makes an operand narrow, block by block: its elements, in memory as the numbers are (0 in gaps), and its
+            /// [scales](BlockScales::of_numbers). Each element is the nearest to its number over the scale of its block; what is too large
+            /// becomes the largest number, and loses an eighth of itself at most.
+            ///
+            /// # Errors
+            /// Numbers that are fewer than the operand has.
+            pub fn narrow(numbers: &[f32], scales: &BlockScales) -> Result<(Vec<$name>, Vec<F8E8M0>), SpecErrors> {
+                let of_blocks = scales.of_numbers(numbers, $dtype)?;
+                let mut elements = vec![$name::default(); numbers.len()];
+                for [element, scale] in scales.places() {
+                    elements[element] = $name::from_f32(numbers[element] / of_blocks[scale].to_f32());
+                }
+                Ok((elements, of_blocks))
+            }
+
         }
     };
 }
@@ -148,9 +165,75 @@ float8!(
     F8E5M2, E5M2, DType::F8E5M2, |bits| half::f16::from_bits(u16::from(bits) << 8).to_f32()
 );
 
+/// A power of two in a byte (OCP E8M0): its exponent and 127, from 2⁻¹²⁷ to 2¹²⁷; 255 is not-a-number. The [scale of a block](crate::BlockScales) of
+/// 8-bit floats.
+///
+/// ```
+/// use sdpa_core::{DType, F8E8M0};
+/// assert_eq!(F8E8M0::from_bits(130).to_f32(), 8.0);
+/// assert_eq!(F8E8M0::of_block(3.0, DType::F8E4M3).to_f32(), 1.0 / 128.0);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct F8E8M0(u8);
+
+impl F8E8M0 {
+    /// The element type, as data.
+    pub const DTYPE: DType = DType::F8E8M0;
+
+    /// The number of these bits.
+    pub const fn from_bits(bits: u8) -> F8E8M0 {
+        F8E8M0(bits)
+    }
+
+    /// The bits of the number.
+    pub const fn to_bits(self) -> u8 {
+        self.0
+    }
+
+    /// The number, exactly.
+    #[inline]
+    pub fn to_f32(self) -> f32 {
+        match self.0 {
+            // An f32 has it without the leading one.
+            0 => f32::from_bits(1 << 22),
+            u8::MAX => f32::NAN,
+            bits => f32::from_bits(u32::from(bits) << 23),
+        }
+    }
+
+    /// The scale of a block whose largest magnitude is `amax`: `2^(⌊log₂ amax⌋ − e)`, where `e` is the exponent of the largest number of `dtype`, 8 or 15;
+    /// at least 2⁻¹²⁷.
+    pub fn of_block(amax: f32, dtype: DType) -> F8E8M0 {
+        // Exponents of what is no normal number are below every scale.
+        let exponent = |x: f32| (x.to_bits() >> 23 & 0xff) as i32;
+        let bits = exponent(amax) - (exponent(dtype.largest()) - 127);
+        F8E8M0(bits.clamp(0, 254) as u8)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn scales_of_blocks_are_powers_of_two() {
+        for bits in 0..u8::MAX {
+            assert_eq!(f64::from(F8E8M0::from_bits(bits).to_f32()), 2f64.powi(i32::from(bits) - 127));
+        }
+        assert!(F8E8M0::from_bits(u8::MAX).to_f32().is_nan());
+        for (amax, dtype, want) in [
+            (1.0, DType::F8E4M3, -8),
+            (1.999, DType::F8E4M3, -8),
+            (448.0, DType::F8E4M3, 0),
+            (2.0, DType::F8E5M2, -14),
+            (f32::MAX, DType::F8E5M2, 112),
+            (0.0, DType::F8E4M3, -127),
+            (f32::MIN_POSITIVE, DType::F8E4M3, -127),
+        ] {
+            assert_eq!(f64::from(F8E8M0::of_block(amax, dtype).to_f32()), 2f64.powi(want), "{amax}");
+        }
+    }
 
     /// All numbers of a format that are not negative, from its fields.
     fn members(exponent_bits: u32, fraction_bits: i32, bias: i32, most: f64) -> Vec<f64> {

@@ -1,6 +1,6 @@
 //! Attention of 8-bit floats: the scales of 8-bit tensors, and the largest magnitudes that the next call's scales are made of.
 //!
-//! An 8-bit tensor stands for its elements times one number, its *descale*. What a pass rounds to 8 bits it multiplies by a *scale* first, and it
+//! An 8-bit tensor stands for its elements times one number, its *descale*, or, where [blocks have scales](crate::BlockScale), each element times its block's. What a pass rounds to 8 bits it multiplies by a *scale* first, and it
 //! tells the largest magnitude from before that, the *amax*. Scales and descales are declared parameters of a problem of 8-bit floats, one f32
 //! each, in device memory for a device call; each amax is one f32 that the call has room for.
 
@@ -8,6 +8,7 @@ use crate::dtype::DType;
 use crate::error::SpecError;
 use crate::expr::{Axes, Declared, ParamKind};
 use crate::operand::{Direction, Operand};
+use crate::problem::Problem;
 use crate::tensor::ParamValue;
 use serde::Serialize;
 use std::fmt;
@@ -128,7 +129,7 @@ impl fmt::Display for Fp8Scale {
 pub enum Amax {
     /// Of the weights, after softmax and dropout.
     S,
-    /// Of the output.
+    /// Of the output; of what is written of it where blocks have scales.
     O,
     /// Of the gradients of scores, times `attn_scale`.
     DP,
@@ -161,14 +162,19 @@ impl Amax {
         }
     }
 
-    /// The magnitudes that a pass over operands of this type writes: none where it is no 8-bit float.
-    pub fn told(dtype: DType, direction: Direction) -> &'static [Amax] {
-        if dtype.is_fp8() { Amax::of(direction) } else { &[] }
+    /// The magnitudes that a pass writes: of the forward problem, or of the backward problem over it. None where operands are no 8-bit floats; that of the
+    /// output alone where blocks have scales.
+    pub fn told(forward: &Problem, direction: Direction) -> &'static [Amax] {
+        match (forward.dtype().is_fp8(), forward.block_scaled()) {
+            (false, _) => &[],
+            (true, false) => Amax::of(direction),
+            (true, true) => &[Amax::O],
+        }
     }
 
-    /// What is wrong with a call that has room for these magnitudes, of a pass over operands of this type.
-    pub fn check(dtype: DType, direction: Direction, given: impl Iterator<Item = Amax> + Clone) -> Vec<SpecError> {
-        let asked = Amax::told(dtype, direction);
+    /// What is wrong with a call that has room for these magnitudes, of such a pass.
+    pub fn check(forward: &Problem, direction: Direction, given: impl Iterator<Item = Amax> + Clone) -> Vec<SpecError> {
+        let (asked, dtype) = (Amax::told(forward, direction), forward.dtype());
         let mut errors = Vec::new();
         for (n, amax) in given.clone().enumerate() {
             if !asked.contains(&amax) {
@@ -313,7 +319,8 @@ mod tests {
     #[test]
     fn calls_have_room_for_each_amax_once() {
         let wrong = |dtype, given: &[Amax]| {
-            let errors = Amax::check(dtype, Direction::Forward, given.iter().copied());
+            let problem = AttentionSpec { dtype, ..spec() }.validate().unwrap();
+            let errors = Amax::check(&problem, Direction::Forward, given.iter().copied());
             errors.into_iter().map(|e| format!("{} {}", e.field, e.value)).collect::<Vec<_>>()
         };
         assert!(wrong(DType::F8E5M2, &[Amax::O, Amax::S]).is_empty() && wrong(DType::F16, &[]).is_empty());

@@ -248,7 +248,7 @@ impl HostForward<'_> {
             }
         }
         check.values(problem.params(), self.params);
-        check.errors.extend(Amax::check(problem.dtype(), Direction::Forward, self.amax.iter().map(|amax| amax.of)));
+        check.errors.extend(Amax::check(problem, Direction::Forward, self.amax.iter().map(|amax| amax.of)));
         check.scale(self.attn_scale)
     }
 }
@@ -269,7 +269,7 @@ impl HostBackward<'_> {
         check.statistic(Statistic::Stats, self.stats.len());
         check.values(problem.params(), self.params);
         check.errors.extend(self.wrong_gradients(problem));
-        check.errors.extend(Amax::check(problem.forward().dtype(), Direction::Backward, self.amax.iter().map(|amax| amax.of)));
+        check.errors.extend(Amax::check(problem.forward(), Direction::Backward, self.amax.iter().map(|amax| amax.of)));
         check.scale(self.attn_scale)
     }
 

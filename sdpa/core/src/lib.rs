@@ -16,6 +16,7 @@
 //! ```
 
 pub mod backward;
+mod block_scale;
 mod check;
 pub mod device;
 mod dropout;
@@ -42,13 +43,14 @@ mod statistic;
 pub mod tensor;
 
 pub use backward::{BackwardProblem, BackwardSpec, GradientSpec};
+pub use block_scale::{BLOCK, BlockScale, BlockScales};
 pub use device::{DeviceAmax, DeviceExecutor, DevicePrepared};
 pub use dropout::{DROPOUT_OFFSET, DROPOUT_SEED, Dropout, DropoutMask, SQUARE};
 pub use dtype::DType;
 pub use error::{Error, ExecutorName, Failure, Reason, SpecError, SpecErrors, Unsupported};
 pub use executor::{Executor, Prepared, PreparedBackward, Report};
 pub use expr::ExprErrors;
-pub use float8::{F8E4M3, F8E5M2};
+pub use float8::{F8E4M3, F8E5M2, F8E8M0};
 pub use fp8::{Amax, Fp8Scale, Fp8Scales};
 pub use host::{HostAmax, HostBackward, HostForward, HostGradient};
 pub use library::ParseError;

@@ -188,7 +188,8 @@ fn table<'a>(declared: &[Declared], values: &[ParamValue<'a>]) -> Option<&'a [i3
         | ParamValue::F16(_)
         | ParamValue::BF16(_)
         | ParamValue::I64(_)
-        | ParamValue::Bool(_) => None,
+        | ParamValue::Bool(_)
+        | ParamValue::F8E8M0(_) => None,
     }
 }
 

@@ -18,6 +18,7 @@ impl ParamValue<'_> {
             ParamValue::I32(_) => Some(DType::I32),
             ParamValue::I64(_) => Some(DType::I64),
             ParamValue::Bool(_) => Some(DType::Bool),
+            ParamValue::F8E8M0(_) => Some(DType::F8E8M0),
         }
     }
 
@@ -31,6 +32,7 @@ impl ParamValue<'_> {
             ParamValue::I32(x) => x.len(),
             ParamValue::I64(x) => x.len(),
             ParamValue::Bool(x) => x.len(),
+            ParamValue::F8E8M0(x) => x.len(),
         }
     }
 
@@ -44,6 +46,7 @@ impl ParamValue<'_> {
             ParamValue::I32(x) => f64::from(x[at]),
             ParamValue::I64(x) => x[at] as f64,
             ParamValue::Bool(x) => f64::from(u8::from(x[at])),
+            ParamValue::F8E8M0(x) => f64::from(x[at].to_f32()),
         }
     }
 }

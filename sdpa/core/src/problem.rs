@@ -1,5 +1,6 @@
 //! A specification that has passed every rule, in normal form.
 
+use crate::block_scale;
 use crate::check::Check;
 use crate::dropout::{self, Dropout};
 use crate::dtype::DType;
@@ -26,6 +27,8 @@ pub struct Problem {
     dtype: DType,
     #[serde(skip_serializing_if = "Option::is_none")]
     o_dtype: Option<DType>,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    block_scaled: bool,
     batch: i64,
     heads_q: i64,
     heads_kv: i64,
@@ -57,7 +60,7 @@ impl Hash for Problem {
     /// Extents are in the tensors, parameters in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.dtype, &self.tensors, self.packed, self.paged, &self.score_mod, &self.kept, self.sink, self.dropout).hash(state);
-        (self.o_dtype, self.stats_base, [self.stats, self.row_max, self.sum_exp]).hash(state);
+        (self.o_dtype, self.stats_base, [self.stats, self.row_max, self.sum_exp, self.block_scaled]).hash(state);
     }
 }
 
@@ -129,8 +132,10 @@ impl Problem {
         check.params("packed", &boundaries, &mut params);
         let own = [spec.paged.map(|paged| paged.declared()), spec.sink.then(sink::declared)];
         let of_dropout = spec.dropout.map(|_| dropout::declared()).into_iter().flatten();
-        let scales = Fp8Scale::of(Direction::Forward).iter().filter(|_| spec.dtype.is_fp8()).map(|scale| scale.declared());
-        own.into_iter().flatten().chain(of_dropout).chain(scales).for_each(|own| check.own(own, &mut params));
+        let of_blocks = block_scale::declare(&mut check, spec);
+        let of_tensors = spec.dtype.is_fp8() && !spec.block_scaled;
+        let scales = Fp8Scale::of(Direction::Forward).iter().filter(|_| of_tensors).map(|scale| scale.declared());
+        own.into_iter().flatten().chain(of_dropout).chain(scales).chain(of_blocks).for_each(|own| check.own(own, &mut params));
         let (Some(score_mod), Some(kept), []) = (score_mod, kept, &check.errors[..]) else {
             check.errors.dedup();
             return Err(SpecErrors(check.errors));
@@ -138,6 +143,7 @@ impl Problem {
         Ok(Problem {
             dtype: spec.dtype,
             o_dtype,
+            block_scaled: spec.block_scaled,
             batch,
             heads_q,
             heads_kv,
@@ -172,6 +178,11 @@ impl Problem {
     #[inline]
     pub fn dtype_of(&self, operand: Operand) -> DType {
         self.o_dtype.filter(|_| operand == Operand::O).unwrap_or(self.dtype)
+    }
+    /// Whether blocks of 32 elements of `q`, `k` and `v` have scales of their own ([`BlockScale`](crate::BlockScale)), and tensors have none.
+    #[inline]
+    pub fn block_scaled(&self) -> bool {
+        self.block_scaled
     }
     /// Number of batch entries.
     #[inline]
@@ -310,7 +321,7 @@ impl Problem {
         [self.batch, self.heads_q, self.seq_q, self.seq_kv]
     }
     /// Every declared parameter: of the score_mods, of the masks, boundaries, the page table, the sink, the numbers of dropout, and the
-    /// scales of 8-bit floats.
+    /// scales of 8-bit floats, of their tensors or of their blocks.
     #[inline]
     pub fn params(&self) -> &[Declared] {
         &self.params

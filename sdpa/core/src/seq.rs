@@ -157,6 +157,10 @@ impl SeqPolicy {
             lengthen(tensor, length)
                 .unwrap_or_else(|rule| errors.push(SpecError::new(format!("{name}.strides"), format!("{:?}", tensor.strides), rule)));
         }
+        if spec.block_scaled && (self.q.is_some() || self.kv.is_some()) {
+            let rule = "false beside buckets: where scales of blocks lie depends on the lengths";
+            errors.push(SpecError::new("block_scaled", true, rule));
+        }
         let mut shifts = false;
         if padded || own_lengths {
             for (n, mask) in out.masks.iter_mut().enumerate() {

@@ -26,7 +26,8 @@ impl Problem {
             | ParamValue::BF16(_)
             | ParamValue::I32(_)
             | ParamValue::I64(_)
-            | ParamValue::Bool(_) => None,
+            | ParamValue::Bool(_)
+            | ParamValue::F8E8M0(_) => None,
         }
     }
 }

@@ -138,6 +138,10 @@ pub struct AttentionSpec {
     /// Element type of `o` where it is not that of `q`, `k` and `v`: of a pass of 8-bit floats alone, the other 8-bit float, f16 or bf16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub o_dtype: Option<DType>,
+    /// Whether each 32 elements of `q`, `k` and `v` have a scale of their own, the declared parameters [`BlockScale`](crate::BlockScale), and no tensor has
+    /// one: of a pass of 8-bit floats alone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub block_scaled: bool,
     /// Queries, (batch, heads_q, seq_q, dim_qk).
     pub q: TensorSpec,
     /// Keys, (batch, heads_kv, seq_kv, dim_qk).
@@ -188,6 +192,7 @@ impl AttentionSpec {
         AttentionSpec {
             dtype,
             o_dtype: None,
+            block_scaled: false,
             q: TensorSpec::dense([batch, heads_q, seq_q, dim_qk], layout),
             k: TensorSpec::dense([batch, heads_kv, seq_kv, dim_qk], layout),
             v: TensorSpec::dense([batch, heads_kv, seq_kv, dim_v], layout),
@@ -287,6 +292,28 @@ impl AttentionSpec {
     #[must_use]
     pub fn with_output_in(mut self, dtype: DType) -> Self {
         self.o_dtype = Some(dtype);
+        self
+    }
+
+    /// Takes `q`, `k` and `v` as elements and scales of blocks of 32 (MXFP8), in place of one scale for each tensor.
+    ///
+    /// The scales are the declared parameters [`BlockScale`](crate::BlockScale), one byte each, where [`BlockScales`](crate::BlockScales) says. Weights and
+    /// `o` are rounded as they are; of what a call tells there is [`Amax::O`](crate::Amax::O) alone. `dim_qk` is a multiple of 32. There is no
+    /// backward pass, and no packed documents or pages.
+    ///
+    /// ```
+    /// use sdpa_core::{AttentionSpec, DType, F8E4M3, Layout, Operand, Shape};
+    /// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 8, seq_q: 128, seq_kv: 128, dim_qk: 64, dim_v: 64 };
+    /// let forward = AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bshd).with_output_in(DType::BF16).with_block_scales();
+    /// let problem = forward.validate()?;
+    /// let numbers = vec![0.5; 8 * 128 * 64];
+    /// let (q, block_scale_q) = F8E4M3::narrow(&numbers, &problem.block_scales(Operand::Q).unwrap())?;
+    /// assert_eq!((q[0].to_f32(), block_scale_q[0].to_f32()), (256.0, 1.0 / 512.0));
+    /// # Ok::<(), sdpa_core::SpecErrors>(())
+    /// ```
+    #[must_use]
+    pub fn with_block_scales(mut self) -> Self {
+        self.block_scaled = true;
         self
     }
 

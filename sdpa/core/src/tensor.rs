@@ -1,7 +1,7 @@
 //! Tensors in host memory.
 
 use crate::dtype::DType;
-use crate::float8::{F8E4M3, F8E5M2};
+use crate::float8::{F8E4M3, F8E5M2, F8E8M0};
 use half::{bf16, f16};
 
 /// Elements of an operand in host memory, read only. Strides come from the problem.
@@ -86,6 +86,8 @@ pub enum ParamValue<'a> {
     I64(&'a [i64]),
     /// The elements of a tensor of truth values.
     Bool(&'a [bool]),
+    /// The scales of an operand's blocks.
+    F8E8M0(&'a [F8E8M0]),
 }
 
 /// A declared parameter and its value in one call.

@@ -1,6 +1,6 @@
 //! 8-bit floats: the roundings that the graphs sent to cuDNN spell, around the passes in f32.
 //!
-//! Operands are what they stand for, elements times descales, in f32. Weights are those of the whole softmax, so a first pass finds the sums of rows and a
+//! Operands are what they stand for, elements times descales, of their tensors or their blocks, in f32. Weights are those of the whole softmax, so a first pass finds the sums of rows and a
 //! second one the output: weights are multiplied by their scale, rounded, and divided by it; gradients of scores likewise. Results are
 //! multiplied by their scales and rounded once.
 
@@ -15,7 +15,8 @@ use sdpa_core::packed::Documents;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::tensor::{Elements, ElementsMut, ParamValue};
 use sdpa_core::{
-    Amax, DType, F8E4M3, F8E5M2, Fp8Scale, Fp8Scales, HostAmax, HostBackward, HostForward, HostGradient, Param, Problem, params,
+    Amax, BlockScales, DType, F8E4M3, F8E5M2, F8E8M0, Fp8Scale, Fp8Scales, HostAmax, HostBackward, HostForward, HostGradient, Param,
+    Problem, params,
 };
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -43,7 +44,7 @@ impl Rounder {
             DType::F8E4M3 => self.each(numbers, F8E4M3::round),
             DType::F8E5M2 => self.each(numbers, F8E5M2::round),
             // Weights are of no other type.
-            DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool => self.each(numbers, |x| x),
+            DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => self.each(numbers, |x| x),
         };
         self.amax.fetch_max(amax, Ordering::Relaxed);
     }
@@ -83,6 +84,15 @@ fn widen(elements: &Elements<'_>, descale: f32) -> Vec<f32> {
     }
 }
 
+/// An operand as what it stands for where its blocks have scales.
+fn widen_blocks(elements: &Elements<'_>, scales: &BlockScales, of_blocks: &[F8E8M0]) -> Vec<f32> {
+    let mut wide = widen(elements, 1.0);
+    for [element, scale] in scales.places() {
+        wide[element] *= of_blocks[scale].to_f32();
+    }
+    wide
+}
+
 /// Where the elements of a result are.
 type Place<'a> = (&'a TensorSpec, Option<&'a [Range<usize>]>);
 
@@ -108,6 +118,17 @@ fn rows<T>(to: &mut [T], from: &mut [f32], (spec, documents): Place<'_>, make: i
         }
     }
     f32::from_bits(amax)
+}
+
+/// The nearest number of a type.
+fn rounded(x: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F8E4M3 => F8E4M3::round(x),
+        DType::F8E5M2 => F8E5M2::round(x),
+        DType::F16 => half::f16::from_f32(x).to_f32(),
+        DType::BF16 => half::bf16::from_f32(x).to_f32(),
+        DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => x,
+    }
 }
 
 fn tell(all: Vec<HostAmax<'_>>, number: impl Fn(Amax) -> f32) {
@@ -136,8 +157,12 @@ impl CpuPrepared {
         let documents = Documents::new(problem, problem.params(), &values)?;
         let tokens = documents.as_ref().map(|documents| documents.of(sdpa_core::Side::Queries));
         super::is_there(usize::try_from(self.narrow_bytes()).unwrap_or(usize::MAX))?;
-        let [q, k, v] =
-            [(q, Fp8Scale::DescaleQ), (k, Fp8Scale::DescaleK), (v, Fp8Scale::DescaleV)].map(|(x, by)| widen(&x, scales.get(by)));
+        let [q, k, v] = [(Operand::Q, q), (Operand::K, k), (Operand::V, v)].map(|(operand, x)| {
+            match problem.block_scales(operand).zip(problem.block_scale_values(operand, &values)) {
+                Some((blocks, of_blocks)) => widen_blocks(&x, &blocks, of_blocks),
+                None => widen(&x, scales.get(Fp8Scale::of_operand(operand, false))),
+            }
+        });
         let inputs = [&q[..], &k, &v];
 
         let n_rows = tokens
@@ -156,6 +181,8 @@ impl CpuPrepared {
             call.run(output::targets(call.schedule, (problem, documents), None, &mut wide, none));
         })?;
         let of_o = store(o, &mut wide, (problem.o(), tokens), scales.get(Fp8Scale::ScaleO));
+        // Without a scale graphs tell it of what is written.
+        let of_o = if problem.block_scaled() { rounded(of_o, problem.dtype_of(Operand::O)) } else { of_o };
         tell(amax, |amax| if amax == Amax::S { weights.amax() } else { of_o });
         report.workspace_bytes += self.narrow_bytes();
         Ok(report)

@@ -131,6 +131,7 @@ impl Forward {
     pub fn of(problem: &Problem) -> Result<Forward, Unsupported> {
         let mut check = Check(Vec::new());
         check.that(matches!(problem.dtype(), DType::F16 | DType::BF16), "dtype", problem.dtype(), "the kernels take f16 and bf16");
+        check.that(!problem.block_scaled(), "block_scaled", problem.block_scaled(), "the kernels read no scales");
         if let Some(paged) = problem.paged() {
             let limit = format!("a multiple of {LEAST_PIECE}: the copy engine swizzles as many rows together");
             check.that(paged.page_size % LEAST_PIECE == 0, "paged.page_size", paged.page_size, limit);
@@ -271,6 +272,8 @@ mod tests {
         assert_eq!(fields(&dense.clone().with_dropout(0.5)), [""; 0]);
         assert_eq!(fields(&dense.clone().with_stats_in(StatsBase::Two).with_row_max().with_sum_exp()), [""; 0]);
         assert_eq!(fields(&AttentionSpec::dense(DType::F32, SHAPE, Layout::Bshd)), ["dtype"]);
+        let narrow = AttentionSpec::dense(DType::F8E4M3, Shape { dim_qk: 64, ..SHAPE }, Layout::Bshd);
+        assert_eq!(fields(&narrow.with_block_scales())[..2], ["dtype", "block_scaled"]);
         assert_eq!(fields(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), [""; 0]);
         let mut apart = AttentionSpec::packed(DType::F16, SHAPE, Packed::default());
         apart.o.strides[2] += 4;

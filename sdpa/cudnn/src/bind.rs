@@ -119,7 +119,7 @@ impl Planned {
     }
 
     fn told(&self) -> &'static [Amax] {
-        Amax::told(self.job.problem().dtype(), self.job.direction())
+        Amax::told(self.job.problem(), self.job.direction())
     }
 
     pub(super) fn scale(&self, call: &DeviceCall<'_>) -> f32 {
@@ -223,7 +223,7 @@ impl Planned {
         errors.extend(self.wrong_params(call));
         let gradients: Vec<&str> = call.gradients.iter().map(|g| g.name).collect();
         errors.extend(params::check_gradients(self.schedule.gradients().iter().map(String::as_str), &gradients));
-        errors.extend(Amax::check(self.job.problem().dtype(), self.job.direction(), call.amax.iter().map(|amax| amax.of)));
+        errors.extend(Amax::check(self.job.problem(), self.job.direction(), call.amax.iter().map(|amax| amax.of)));
         for operand in Operand::ALL {
             match (call.operand(operand), self.has(operand)) {
                 (Some(_), true) | (None, false) => {}

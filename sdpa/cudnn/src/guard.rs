@@ -8,7 +8,7 @@ use cudnn_graph::Version;
 use sdpa_core::error::{Reason, SpecError, SpecErrors};
 use sdpa_core::mask::Region;
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Side, Statistic, StatsBase, packed};
+use sdpa_core::{BlockScale, DType, Side, Statistic, StatsBase, packed};
 
 /// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
 fn open_window(job: &Job) -> bool {
@@ -106,7 +106,12 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if problem.dtype() == DType::F32 {
         limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16, bf16 and 8-bit floats");
     }
+    // Scales of blocks are read in their order, and by no expression.
+    let in_order = |name: &str| problem.block_scaled() && BlockScale::ALL.iter().any(|scale| scale.name() == name);
     for table in problem.params().iter().filter(|declared| declared.kind.extents().len() > 0) {
+        if in_order(&table.name) {
+            continue;
+        }
         let extents: Vec<i64> = table.kind.extents().collect();
         limit(&format!("parameter {}", table.name), format!("a table {extents:?}"), "cuDNN's engines read no tensor at computed places");
     }

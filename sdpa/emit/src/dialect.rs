@@ -24,8 +24,8 @@ impl Dialect {
             (_, DType::I32) => "int",
             (_, DType::I64) => "long",
             (_, DType::Bool) => "bool",
-            (Dialect::Msl, DType::F8E4M3 | DType::F8E5M2) => "uchar",
-            (Dialect::Cuda, DType::F8E4M3 | DType::F8E5M2) => "unsigned char",
+            (Dialect::Msl, DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0) => "uchar",
+            (Dialect::Cuda, DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0) => "unsigned char",
         }
     }
 }

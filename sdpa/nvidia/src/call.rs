@@ -79,7 +79,7 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
     };
     let gradients: SmallVec<[&str; 8]> = call.gradients.iter().map(|g| g.name).collect();
     errors.extend(params::check_gradients(wanted.iter().map(|g| g.name.as_str()), &gradients));
-    errors.extend(Amax::check(problem.dtype(), job.direction(), call.amax.iter().map(|amax| amax.of)));
+    errors.extend(Amax::check(problem, job.direction(), call.amax.iter().map(|amax| amax.of)));
     let scale = call.attn_scale.unwrap_or(problem.default_scale());
     if !scale.is_finite() {
         errors.push(SpecError::new("attn_scale", scale, "a finite number"));

@@ -70,6 +70,7 @@ impl Hosted {
                     let bytes: Vec<u8> = x.iter().map(|&b| u8::from(b)).collect();
                     buffer.upload(&self.stream, 0, &bytes)?;
                 }
+                ParamValue::F8E8M0(x) => buffer.upload(&self.stream, 0, &x.iter().map(|x| x.to_bits()).collect::<Vec<u8>>())?,
             }
             Ok(Some((dtype, buffer)))
         };
@@ -122,7 +123,13 @@ fn device_params<'a>(params: &[Param<'a>], uploaded: &Uploaded) -> DeviceParams<
         (_, Some((dtype, buffer))) => DeviceParam { name: p.name, value: DeviceValue::Tensor(*dtype, slice(buffer)) },
         (ParamValue::Scalar(x), None) => DeviceParam { name: p.name, value: DeviceValue::Scalar(x) },
         (
-            ParamValue::F32(_) | ParamValue::F16(_) | ParamValue::BF16(_) | ParamValue::I32(_) | ParamValue::I64(_) | ParamValue::Bool(_),
+            ParamValue::F32(_)
+            | ParamValue::F16(_)
+            | ParamValue::BF16(_)
+            | ParamValue::I32(_)
+            | ParamValue::I64(_)
+            | ParamValue::Bool(_)
+            | ParamValue::F8E8M0(_),
             None,
         ) => DeviceParam { name: p.name, value: DeviceValue::Scalar(f32::NAN) },
     };

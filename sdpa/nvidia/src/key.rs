@@ -57,6 +57,9 @@ impl CacheKey for Job {
         }
         text.push(')');
         let short = |text: String| if text.chars().count() > 60 { text.chars().take(57).chain("...".chars()).collect() } else { text };
+        if p.block_scaled() {
+            text.push_str(" block-scaled");
+        }
         if p.packed().is_some() {
             text.push_str(" packed");
         }
@@ -111,6 +114,9 @@ impl CacheKey for Job {
         fields.push(("dropout", p.dropout().map_or_else(|| "none".to_owned(), |dropout| dropout.p().to_string())));
         fields.extend(Statistic::ALL.map(|statistic| (statistic.name(), p.computes(statistic).to_string())));
         fields.push(("stats_base", p.stats_base().to_string()));
+        if p.dtype().is_fp8() {
+            fields.push(("block_scaled", p.block_scaled().to_string()));
+        }
         let output = p.dtype_of(Operand::O);
         if output != p.dtype() {
             fields.push(("dtype of o", output.to_string()));

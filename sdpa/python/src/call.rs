@@ -67,7 +67,7 @@ fn elements<'a>(dtype: DType, address: u64, n: usize) -> Result<Elements<'a>, Er
         DType::F32 => Ok(Elements::F32(read(address, n)?)),
         DType::F16 => Ok(Elements::F16(read::<f16>(address, n)?)),
         DType::BF16 => Ok(Elements::BF16(read::<bf16>(address, n)?)),
-        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => Err(not_a_float(dtype)),
+        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => Err(not_a_float(dtype)),
     }
 }
 
@@ -76,7 +76,7 @@ fn elements_mut<'a>(dtype: DType, address: u64, n: usize) -> Result<ElementsMut<
         DType::F32 => Ok(ElementsMut::F32(write(address, n)?)),
         DType::F16 => Ok(ElementsMut::F16(write::<f16>(address, n)?)),
         DType::BF16 => Ok(ElementsMut::BF16(write::<bf16>(address, n)?)),
-        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => Err(not_a_float(dtype)),
+        DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => Err(not_a_float(dtype)),
     }
 }
 
@@ -116,7 +116,7 @@ impl Call<'_> {
                     DType::I32 => ParamValue::I32(read(address, elements)?),
                     DType::I64 => ParamValue::I64(read(address, elements)?),
                     DType::Bool => ParamValue::Bool(truths(address, elements, kept)?),
-                    DType::F8E4M3 | DType::F8E5M2 => return Err(not_a_float(dtype)),
+                    DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => return Err(not_a_float(dtype)),
                 },
             };
             params.push(Param { name, value });

@@ -115,6 +115,7 @@ impl Program {
         let spec = AttentionSpec {
             dtype: named(dtype)?,
             o_dtype: None,
+            block_scaled: false,
             q,
             k,
             v,

@@ -1,5 +1,6 @@
 //! 8-bit floats: scales of a call, and what its operands and results stand for.
 
+use super::blocks::Blocks;
 use crate::oracle::{self, element};
 use crate::random::Random;
 use sdpa::fp8::scale_of;
@@ -15,6 +16,8 @@ pub(super) struct Narrowed {
     scales: [f32; 13],
     /// Powers of two that are kept free.
     margin: i32,
+    /// In place of scales of tensors.
+    blocks: Option<Blocks>,
 }
 
 /// The largest magnitude.
@@ -26,13 +29,22 @@ impl Narrowed {
     /// Descales of operands: of any size.
     pub(super) fn draw(dtype: DType, seed: u64) -> Narrowed {
         let mut random = Random::new(seed ^ 0xf8);
-        let mut narrowed = Narrowed { dtype, scales: [1.0; 13], margin: random.between(0, 2) as i32 };
+        let mut narrowed = Narrowed { dtype, scales: [1.0; 13], margin: random.between(0, 2) as i32, blocks: None };
         if dtype.is_fp8() {
             for scale in [Fp8Scale::DescaleQ, Fp8Scale::DescaleK, Fp8Scale::DescaleV, Fp8Scale::DescaleDO] {
                 narrowed.set(scale, random.pick(&[1.0, 0.0625, 0.3, 2.5]));
             }
         }
         narrowed
+    }
+
+    /// The same for a specification whose blocks have scales.
+    pub(super) fn in_blocks(mut self, spec: &AttentionSpec, seed: u64) -> Narrowed {
+        self.blocks = Blocks::draw(spec, seed);
+        if self.blocks.is_some() {
+            self.scales = [1.0; 13];
+        }
+        self
     }
 
     fn set(&mut self, scale: Fp8Scale, value: f32) {
@@ -45,7 +57,7 @@ impl Narrowed {
 
     /// Those of the forward pass that are made of its values, which are told as they are.
     pub(super) fn forward(&mut self, problem: &Problem, values: &[f64]) {
-        if !self.dtype.is_fp8() {
+        if !self.dtype.is_fp8() || self.blocks.is_some() {
             return;
         }
         // No weight is above 1, or above what stays of it.
@@ -83,7 +95,10 @@ impl Narrowed {
 
     /// What elements of an operand that is read stand for.
     pub(super) fn real(&self, operand: Operand, mut elements: Vec<f64>) -> Vec<f64> {
-        elements.iter_mut().for_each(|x| *x *= self.descale(operand));
+        match self.blocks.as_ref().and_then(|blocks| blocks.of(operand)) {
+            Some(each) => elements.iter_mut().zip(each).for_each(|(x, scale)| *x *= scale),
+            None => elements.iter_mut().for_each(|x| *x *= self.descale(operand)),
+        }
         elements
     }
 
@@ -103,7 +118,8 @@ impl Narrowed {
 
     /// The scales of a pass, behind other parameters.
     pub(super) fn params<'a>(&'a self, direction: Direction, mut params: Vec<Param<'a>>) -> Vec<Param<'a>> {
-        let scales = Fp8Scale::of(direction).iter().filter(|_| self.dtype.is_fp8());
+        params.extend(self.blocks.iter().flat_map(Blocks::params));
+        let scales = Fp8Scale::of(direction).iter().filter(|_| self.dtype.is_fp8() && self.blocks.is_none());
         params.extend(scales.map(|scale| {
             let at = *scale as usize;
             Param { name: scale.name(), value: ParamValue::F32(&self.scales[at..=at]) }
@@ -113,7 +129,12 @@ impl Narrowed {
 
     /// Room for what a pass tells.
     pub(super) fn amax(&self, direction: Direction) -> Vec<(Amax, f32)> {
-        Amax::told(self.dtype, direction).iter().map(|amax| (*amax, f32::NAN)).collect()
+        let told = match (self.dtype.is_fp8(), &self.blocks) {
+            (false, _) => &[],
+            (true, None) => Amax::of(direction),
+            (true, Some(_)) => &[Amax::O][..],
+        };
+        told.iter().map(|amax| (*amax, f32::NAN)).collect()
     }
 
     /// What the oracle is told.
@@ -158,7 +179,7 @@ impl Narrowed {
                 DType::F8E5M2 => F8E5M2::round(scaled),
                 DType::F16 => half::f16::from_f32(scaled).to_f32(),
                 DType::BF16 => half::bf16::from_f32(scaled).to_f32(),
-                DType::F32 | DType::I32 | DType::I64 | DType::Bool => scaled,
+                DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => scaled,
             };
             if rounded != want {
                 return Err(format!("{which} is {number}, times its scale {scaled}, and the largest element is {want}"));

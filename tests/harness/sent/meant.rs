@@ -2,10 +2,11 @@
 
 use super::{Counts, op_line};
 use cudnn_graph::ir::op::{
-    BandMask, BandSide, Matmul, Op, PagedLoad, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, ScoreGraph, SdpaForward, Softmax,
+    BandMask, BandSide, BlockScaleDequantize, Matmul, Op, PagedLoad, Pointwise, Reduction, ReductionMode, Reshape, ReshapeMode, ScoreGraph,
+    SdpaForward, Softmax,
 };
 use cudnn_graph::ir::pointwise::Signature;
-use cudnn_graph::ir::{Mode, Storage, Tensor, TensorId};
+use cudnn_graph::ir::{Mode, Reordering, Storage, Tensor, TensorId};
 use cudnn_graph::{DType, Verified};
 
 pub(super) struct Meant<'g> {
@@ -52,6 +53,10 @@ impl Meant<'_> {
             ("isByValue", by_value.to_string()),
             ("ptrAlignment", tensor.alignment.to_string()),
         ];
+        match tensor.reordering {
+            Reordering::None => {}
+            Reordering::F8x128x4 => fields.push(("reordering", "CUDNN_TENSOR_REORDERING_F8_128x4".to_owned())),
+        }
         // Offsets are on record with each tensor that has them, and nowhere else.
         if let Some(ragged) = tensor.ragged {
             fields.push(("isRagged", self.line(ragged.offsets.uid(), &self.graph.tensors()[ragged.offsets.index()])));
@@ -74,12 +79,10 @@ impl Meant<'_> {
             Op::SdpaForward(s) => self.sdpa_forward(s),
             Op::Reshape(r) => self.reshape(r),
             Op::PagedLoad(p) => self.paged_load(p),
-            Op::Transpose(_)
-            | Op::Slice(_)
-            | Op::Rng(_)
-            | Op::BlockScaleQuantize(_)
-            | Op::BlockScaleDequantize(_)
-            | Op::SdpaBackward(_) => format!("{}: no plan had one when this comparison was written", op.name()),
+            Op::BlockScaleDequantize(q) => self.dequantize(q),
+            Op::Transpose(_) | Op::Slice(_) | Op::Rng(_) | Op::BlockScaleQuantize(_) | Op::SdpaBackward(_) => {
+                format!("{}: no plan had one when this comparison was written", op.name())
+            }
         }
     }
 
@@ -89,6 +92,14 @@ impl Meant<'_> {
         fields.push(("mathPrec", data_type(p.compute).to_owned()));
         fields.extend(p.params.axis.map(|axis| ("axis", axis.to_string())));
         op_line("POINTWISE", fields)
+    }
+
+    fn dequantize(&mut self, q: &BlockScaleDequantize) -> String {
+        let mut fields = self.fields(&[("X", Some(q.x)), ("scale", Some(q.scale)), ("Y", Some(q.y))]);
+        let sizes: Vec<String> = q.block.iter().map(i32::to_string).collect();
+        fields.push(("block_size", format!("[{}]", sizes.join(","))));
+        fields.push(("mathPrec", data_type(q.compute).to_owned()));
+        op_line("BLOCK_SCALE_DEQUANTIZE", fields)
     }
 
     fn matmul(&mut self, m: &Matmul) -> String {

@@ -70,3 +70,57 @@ fn numbers_of_8_bits_are_taken_as_they_are_and_for_no_other_type() {
     assert_eq!(from_bytes(file.tensor("o").unwrap().data(), Dtype::F16), [1.5]);
     assert_eq!(scalar(&file, "amax_o"), 1.5);
 }
+
+#[test]
+fn blocks_have_scales_of_their_own() {
+    for rest in
+        ["--dtype f8e4m3 --o-dtype bf16 --mask causal", "--dtype f8e5m2 --layout bshd --score-mod softcap:20 --bias", "--dtype f8e4m3"]
+    {
+        let out = sdpa(words(&format!("run --shape 2,4,2,140,170,64,40 {rest} --block-scaled --check --json --executor cpu")));
+        assert_eq!(code(&out), 0, "{rest}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
+        assert_eq!(json(&out)["check"]["passed"], true, "{rest}");
+    }
+    for (rest, rule) in [
+        ("--dtype bf16", "f8e4m3 or f8e5m2"),
+        ("--dtype f8e4m3 --backward", "narrowed in other blocks"),
+        ("--dtype f8e4m3 --shape 1,2,2,9,9,40,32", "a multiple of 32"),
+    ] {
+        let shape = if rest.contains("--shape") { "" } else { "--shape 1,2,2,9,9,64,32" };
+        let out = sdpa(words(&format!("run {shape} {rest} --block-scaled --executor cpu")));
+        assert_eq!(code(&out), 2, "{rest}: {}", stdout(&out));
+        assert!(errors(&out).iter().any(|e| e.contains(rule)), "{rest}: {:?}", errors(&out));
+    }
+    let declined = sdpa(words("run --shape 1,2,2,9,9,64,32 --dtype f8e4m3 --block-scaled --executor metal"));
+    assert_ne!(code(&declined), 0, "{}", stdout(&declined));
+}
+
+#[test]
+fn scales_of_blocks_are_read_where_they_lie() {
+    let folder = Folder::new();
+    let [path, to] = ["in.safetensors", "out.safetensors"].map(|name| folder.path(name));
+    // One query and one key: the weight is one, and the result is the value times the scale of its line, 4, 2 and 1.
+    let (rows, shape): (Vec<u8>, &[usize]) = (vec![0x38; 32], &[1, 1, 1, 32]);
+    let mut scales = vec![0u8; 512];
+    // Of line 1 row 1, of line 3 row 3: four lines of 32 share a row, each with four blocks.
+    (scales[0], scales[16], scales[3 * 16]) = (129, 128, 127);
+    let ones = vec![127u8; 512];
+    let of_blocks: &[usize] = &[1, 1, 128, 4];
+    let mut tensors: Vec<(&str, Dtype, &[usize], Vec<u8>)> = ["q", "k", "v"].map(|name| (name, Dtype::F8_E4M3, shape, rows.clone())).into();
+    tensors.extend(["block_scale_q", "block_scale_k"].map(|name| (name, Dtype::F8_E8M0, of_blocks, ones.clone())));
+    tensors.push(("block_scale_v", Dtype::F8_E8M0, of_blocks, scales));
+    std::fs::write(&path, file_of(&tensors)).unwrap();
+    let out = sdpa(words(&format!("run --input {path} --dtype f8e4m3 --block-scaled --o-dtype f16 --check --output {to} --executor cpu")));
+    assert_eq!(code(&out), 0, "{}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
+    let bytes = std::fs::read(&to).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let o = from_bytes(file.tensor("o").unwrap().data(), Dtype::F16);
+    assert_eq!([o[0], o[1], o[3]], [4.0, 2.0, 1.0], "{o:?}");
+    assert_eq!(scalar(&file, "amax_o"), 4.0);
+
+    let wrong = tensors.iter().position(|(name, ..)| *name == "block_scale_k").unwrap();
+    tensors[wrong].2 = &[1, 1, 4, 128];
+    std::fs::write(&path, file_of(&tensors)).unwrap();
+    let out = sdpa(words(&format!("run --input {path} --dtype f8e4m3 --block-scaled --executor cpu")));
+    assert_eq!(code(&out), 2, "{}", stdout(&out));
+    assert!(errors(&out).iter().any(|e| e.contains("block_scale_k has the shape")), "{:?}", errors(&out));
+}

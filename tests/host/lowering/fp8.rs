@@ -73,7 +73,7 @@ impl Run {
 }
 
 /// All are near, and nearly all are the same.
-fn same(what: &str, got: &[f64], want: &[f64], step: f64) {
+pub(super) fn same(what: &str, got: &[f64], want: &[f64], step: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
     let mut off = 0;
     for (n, (got, want)) in got.iter().zip(want).enumerate() {
@@ -90,7 +90,7 @@ fn same(what: &str, got: &[f64], want: &[f64], step: f64) {
 }
 
 /// Largest magnitudes are those of f32 numbers that are computed in another order.
-fn same_amax(got: &[(Amax, f32)], lowered: &Lowered, want: &BTreeMap<TensorId, Value>) {
+pub(super) fn same_amax(got: &[(Amax, f32)], lowered: &Lowered, want: &BTreeMap<TensorId, Value>) {
     for (amax, got) in got {
         let (tensor, _) = lowered.supplies.iter().find(|(_, supply)| *supply == Supply::Amax(*amax)).unwrap();
         let want = want[tensor].data[0];
@@ -99,11 +99,11 @@ fn same_amax(got: &[(Amax, f32)], lowered: &Lowered, want: &BTreeMap<TensorId, V
     }
 }
 
-fn step(dtype: DType) -> f64 {
+pub(super) fn step(dtype: DType) -> f64 {
     match dtype {
         DType::F8E4M3 => 1.0 / 8.0,
         DType::F8E5M2 => 1.0 / 4.0,
-        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool => 1.0 / 64.0,
+        DType::F32 | DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => 1.0 / 64.0,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Graphs with score_mods and masks, computed op by op in f64, against textbook attention and its gradients in f64: what is
 //! sent to cuDNN means what it should, which needs no device to be seen.
 
+mod block_scale;
 mod declined;
 mod expressions;
 mod fp8;

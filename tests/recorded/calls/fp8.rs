@@ -3,7 +3,8 @@
 use super::{recorder, spec, what};
 use crate::is_newer;
 use conformance::recorder::entry::{DOWNLOAD, EXECUTION, FILL, UPLOAD};
-use sdpa::cudnn::lower::{Job, Supply};
+use cudnn_graph::Version;
+use sdpa::cudnn::lower::{self, Form, Job, Supply};
 use sdpa::{
     Amax, AttentionSpec, DType, Direction, Elements, ElementsMut, Executor, F8E4M3, F8E5M2, Fp8Scale, HostAmax, HostBackward, HostForward,
     Param, ParamValue,
@@ -119,6 +120,10 @@ fn passes_of_other_types_are_others() {
         b.into_iter().filter(|field| !a.contains(field)).map(|(name, _)| name).collect::<Vec<_>>()
     };
     assert_eq!(fields(&one, &other), ["dtype of o"]);
+    let in_blocks = Job::from(narrow().with_block_scales().validate().unwrap());
+    assert_eq!(fields(&one, &in_blocks), ["block_scaled"]);
+    let sent = |job: &Job| lower::lower(job, Form::Composite, Version::new(9, 27, 0)).unwrap().graph;
+    assert!(one != in_blocks && sent(&one) != sent(&in_blocks));
     let backward = |d_o, gradient| Job::from(narrow().backward().with_upstream_in(d_o).with_gradients_in(gradient).validate().unwrap());
     let plain = backward(DType::F8E4M3, DType::F8E4M3);
     assert_eq!(fields(&plain, &backward(DType::F8E5M2, DType::F8E4M3)), ["dtype of d_o"]);

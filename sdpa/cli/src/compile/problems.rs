@@ -29,6 +29,8 @@ struct Problem {
     shape: Vec<i64>,
     dtype: Option<String>,
     o_dtype: Option<String>,
+    #[serde(default)]
+    block_scaled: bool,
     layout: Option<String>,
     #[serde(default)]
     score_mod: Vec<String>,
@@ -149,6 +151,7 @@ impl Problem {
             page_table: None,
             dtype: self.dtype,
             o_dtype: self.o_dtype,
+            block_scaled: self.block_scaled,
             layout: self.layout,
             score_mod: self.score_mod,
             mask: self.mask,

@@ -24,6 +24,7 @@ pub(super) fn specification(dims: [Option<[i64; 4]>; 3], dtype: DType, layout: L
     Some(AttentionSpec {
         dtype,
         o_dtype: None,
+        block_scaled: false,
         q,
         k,
         v,

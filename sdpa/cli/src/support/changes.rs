@@ -72,6 +72,9 @@ fn of(wanted: &Wanted) -> Vec<Change> {
         let what = format!("without --score-mod {}", score_mod.name());
         all.push(Change::new(what, move |w| w.forward.score_mods.retain(|other| *other != score_mod)));
     }
+    if spec.block_scaled {
+        all.push(Change::new("without --block-scaled", |w| w.forward.block_scaled = false));
+    }
     if spec.sink {
         all.push(Change::new("without --sink", |w| w.forward.sink = false));
     }

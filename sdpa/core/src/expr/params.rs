@@ -151,7 +151,7 @@ pub enum ParamKind {
         /// The axes that it spans.
         axes: Axes,
         /// f32, f16, bf16, i32 or bool of what expressions read. What they do not read may be i64: boundaries of packed documents, the seed and offset of
-        /// dropout.
+        /// dropout; or f8e8m0: scales of blocks.
         dtype: DType,
     },
 }
@@ -177,7 +177,7 @@ impl ParamKind {
         match self {
             ParamKind::Scalar => Type::F32,
             ParamKind::Tensor { dtype, axes: _ } => match dtype {
-                DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => Type::F32,
+                DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => Type::F32,
                 DType::I32 | DType::I64 => Type::I32,
                 DType::Bool => Type::Bool,
             },

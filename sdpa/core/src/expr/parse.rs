@@ -253,7 +253,7 @@ impl Reader {
     fn element_type(&mut self) -> Read<DType> {
         let at = self.at;
         let word = self.word("an element type")?;
-        match DType::ALL.into_iter().find(|d| d.name() == word && *d != DType::I64) {
+        match DType::ALL.into_iter().find(|d| d.name() == word && ![DType::I64, DType::F8E8M0].contains(d)) {
             Some(dtype) => Ok(dtype),
             None => self.fail_at(at, format!("{word:?} is no element type: one of f32, f16, bf16, i32, bool")),
         }

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
+use sdpa_core::F8E8M0;
 use sdpa_core::tensor::ParamValue;
 
 /// A bound parameter, and how far its elements are apart along (batch, head, q, k); 0 along axes that it does not span.
@@ -27,6 +28,7 @@ impl Tensor<'_> {
             ParamValue::I32(x) => each(&|at| x[at] as u32),
             ParamValue::I64(x) => each(&|at| x[at] as u32),
             ParamValue::Bool(x) => each(&|at| u32::from(x[at])),
+            ParamValue::F8E8M0(x) => each(&|at| x[at].to_f32().to_bits()),
         }
     }
 }
@@ -54,6 +56,7 @@ impl WithSimd for Gather<'_> {
             ParamValue::I32(x) => self.gather(x, |x| x as u32),
             ParamValue::I64(x) => self.gather(x, |x| x as u32),
             ParamValue::Bool(x) => self.gather(x, u32::from),
+            ParamValue::F8E8M0(x) => self.gather(x, |x: F8E8M0| x.to_f32().to_bits()),
         }
     }
 }

@@ -14,6 +14,7 @@ fn checked(problem: &Problem) -> Check {
     let mut check = Check(Vec::new());
     let floats = [DType::F16, DType::BF16, DType::F32];
     check.that(floats.contains(&problem.dtype()), "dtype", problem.dtype(), "the kernels take f16, bf16 and f32");
+    check.that(!problem.block_scaled(), "block_scaled", problem.block_scaled(), "the kernels read no scales");
     check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length");
     for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
         check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));

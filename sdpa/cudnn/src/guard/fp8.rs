@@ -46,7 +46,27 @@ fn is_short(dtype: DType) -> bool {
 }
 
 /// Limits on everything but operands.
-const ROWS: [Row; 17] = [
+const ROWS: [Row; 22] = [
+    Row {
+        field: "block_scaled",
+        limit: "scales of blocks are read by engines for compute capability 10 alone",
+        breaks: |c| when(c.job.problem().block_scaled() && !(BLACKWELL..BLACKWELL + 10).contains(&c.sm), format!("true on sm {}", c.sm)),
+    },
+    Row {
+        field: "cudnn",
+        limit: "scales of blocks are taken from 9.21 on",
+        breaks: |c| when(c.job.problem().block_scaled() && c.runtime < lower::BLOCK_SCALES_SINCE, c.runtime),
+    },
+    Row {
+        field: "seq_q",
+        limit: "more than one query beside scales of blocks: asking for engines ends the process (9.27)",
+        breaks: |c| when(c.job.problem().block_scaled() && c.job.problem().seq_q() == 1, 1),
+    },
+    Row {
+        field: "seq_kv",
+        limit: "more than four keys beside scales of blocks, of which a line has no fewer",
+        breaks: |c| when(c.job.problem().block_scaled() && c.job.problem().seq_kv() < lower::FEWEST_KEYS, c.job.problem().seq_kv()),
+    },
     Row {
         field: "device",
         limit: "8-bit floats are taken from compute capability 9.0 on",
@@ -78,6 +98,11 @@ const ROWS: [Row; 17] = [
             };
             when(!c.before_blackwell() && !taken, format!("{:?}", c.dims()))
         },
+    },
+    Row {
+        field: "dim_qk and dim_v",
+        limit: "beside scales of blocks up to 128, or 192 and 128: the kernel of 256 does not compile (9.27)",
+        breaks: |c| when(c.job.problem().block_scaled() && c.dims() == [256; 2], format!("{:?}", c.dims())),
     },
     Row {
         field: "o_dtype",
@@ -217,6 +242,29 @@ mod tests {
         assert_eq!(of(NEW, 89), ["device"]);
         assert!(of(Version::new(9, 0, 0), 90).contains(&"cudnn".to_owned()));
         assert!(of(Version::new(9, 10, 0), 90).contains(&"cudnn".to_owned()));
+    }
+
+    #[test]
+    fn scales_of_blocks_are_of_compute_capability_10() {
+        let of = |dims, runtime, sm| forward(spec(dims).with_block_scales(), runtime, sm);
+        for sm in [100, 103, 107] {
+            assert!(of([64, 64], NEW, sm).is_empty() && of([192, 128], NEW, sm).is_empty(), "{sm}");
+        }
+        for sm in [90, 110, 120] {
+            assert!(of([64, 64], NEW, sm).contains(&"block_scaled".to_owned()), "{sm}");
+        }
+        assert_eq!(of([64, 64], Version::new(9, 20, 0), 100), ["cudnn"]);
+        assert!(of([64, 64], Version::new(9, 21, 0), 100).is_empty());
+        assert_eq!(of([256, 256], NEW, 100), ["dim_qk and dim_v"]);
+        for (queries, keys, refused) in [(1, 200, "seq_q"), (130, 4, "seq_kv")] {
+            let shape = Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: queries, seq_kv: keys, dim_qk: 64, dim_v: 64 };
+            let few = AttentionSpec::dense(DType::F8E4M3, shape, Layout::Bshd).with_block_scales();
+            assert_eq!(forward(few, NEW, 100), [refused]);
+        }
+        // A table of a score_mod is no scale.
+        let table = "table block_scale_q[4]: f32; score + block_scale_q[head]";
+        let refused = forward(spec([64, 64]).score_mod(table.parse().unwrap()), NEW, 100);
+        assert!(refused.contains(&"parameter block_scale_q".to_owned()), "{refused:?}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The composite form of the forward pass: the primitive ops that NVIDIA's frontend emits, in its order, which is what engines
 //! match.
 
+use super::blocks::Blocks;
 use super::dropout::Dropout;
 use super::expr::{Draft, Pass};
 use super::fp8::Scales;
@@ -12,7 +13,7 @@ use cudnn_graph::ir::ty::Dims;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Version};
 use sdpa_core::problem::Problem;
-use sdpa_core::{Direction, Fp8Scale, Operand, SINK, Side, StatsBase};
+use sdpa_core::{BlockScale, Direction, Fp8Scale, Operand, SINK, Side, StatsBase};
 
 pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, LowerError> {
     let (mut g, mut supplies) = (Graph::new(), Vec::new());
@@ -28,9 +29,14 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         keys = Some(table.lengths);
         (k, v) = (paged::load(to, problem, table, k, Operand::K), paged::load(to, problem, table, v, Operand::V));
     }
+    let blocks = Blocks::of(to, problem);
+    let widen = |g: &mut Graph, x, which| blocks.as_ref().map_or(x, |blocks| blocks.widen(g, x, which));
+    // Keys first, as the frontend has it.
+    let k = widen(to.graph, k, BlockScale::K);
+    let q = widen(to.graph, q, BlockScale::Q);
     let scores = product(to.graph, [q, k], scores_like(problem), [rows, keys, None], Some(0.0));
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, attn_scale]);
-    let scales = Scales::of(to, problem.dtype(), Direction::Forward);
+    let scales = if blocks.is_some() { None } else { Scales::of(to, problem.dtype(), Direction::Forward) };
     let scaled = scales.as_ref().map_or(scaled, |scales| scales.multiply(to.graph, scaled, [Fp8Scale::DescaleQ, Fp8Scale::DescaleK]));
     let modified = modify(to, scaled, problem);
     let masked = mask::apply(to, modified, problem, lengths, runtime, Pass::Forward);
@@ -46,7 +52,11 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     match scales {
         None => {
             g.set_dtype(weights, dtype(problem.dtype()));
+            let v = widen(&mut g, v, BlockScale::V);
             product_into(&mut g, [weights, v], o, [rows, None, keys], None);
+            if let Some(blocks) = &blocks {
+                blocks.tell(&mut g, o);
+            }
         }
         Some(scales) => {
             let weights = scales.weights(&mut g, weights, dtype(problem.dtype()));

@@ -496,7 +496,8 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
         | sdpa_core::DType::I32
         | sdpa_core::DType::I64
         | sdpa_core::DType::F8E4M3
-        | sdpa_core::DType::F8E5M2 => (self::dtype(dtype), self::dtype(dtype)),
+        | sdpa_core::DType::F8E5M2
+        | sdpa_core::DType::F8E8M0 => (self::dtype(dtype), self::dtype(dtype)),
     };
     let supply = if stored == used && read == dims { Supply::Param(name) } else { Supply::Spread { name, dtype: stored, dims } };
     let tensor = to.graph.tensor(Tensor::device(declared.name.clone(), used, read.to_vec()));

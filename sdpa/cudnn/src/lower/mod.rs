@@ -5,6 +5,7 @@
 //! [`forms`]' to say.
 
 mod backward;
+mod blocks;
 mod composite;
 mod copy;
 mod dropout;
@@ -24,6 +25,7 @@ mod tests;
 mod unified;
 
 pub use backward::{QueryGradient, Spelling};
+pub(crate) use blocks::FEWEST_KEYS;
 pub use copy::{CopyGraph, convert, copy};
 pub(crate) use copy::{densify, spread};
 pub use expr::Vectors;
@@ -34,7 +36,10 @@ pub(crate) use paged::UNEVEN;
 pub use sdpa_core::{Operand, Side, Statistic};
 pub use sdpa_nvidia::Job;
 pub(crate) use sdpa_nvidia::JobQuery;
-pub use since::{BASE_TWO_SINCE, FP8_SINCE, PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE, forms};
+pub use since::{
+    BASE_TWO_SINCE, BLOCK_SCALES_SINCE, FP8_SINCE, PAGED_SINCE, SINK_SINCE, UNIFIED_BACKWARD_SINCE, UNIFIED_PLAIN_SINCE, UNIFIED_SINCE,
+    forms,
+};
 pub use sum::{Sum, Sums};
 
 use cudnn_graph::ir::{Tensor, TensorId, VerifyErrors};
@@ -82,6 +87,7 @@ pub fn dtype(dtype: sdpa_core::DType) -> DType {
         sdpa_core::DType::Bool => DType::Bool,
         sdpa_core::DType::F8E4M3 => DType::F8E4M3,
         sdpa_core::DType::F8E5M2 => DType::F8E5M2,
+        sdpa_core::DType::F8E8M0 => DType::F8E8M0,
     }
 }
 
@@ -100,6 +106,9 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
         return Err(LowerError::Unsupported(
             "8-bit floats in the unified form: the composite one has them on every runtime that takes such".to_owned(),
         ));
+    }
+    if job.problem().block_scaled() && job.problem().seq_kv() < FEWEST_KEYS {
+        return Err(LowerError::Unsupported(format!("fewer than {FEWEST_KEYS} keys beside scales of blocks")));
     }
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),

@@ -40,7 +40,10 @@ pub const PAGED_SINCE: Version = Version::new(9, 5, 0);
 /// The first runtime that takes 8-bit floats.
 pub const FP8_SINCE: Version = Version::new(9, 1, 0);
 
-const ROWS: [Row; 15] = [
+/// The first runtime whose attention takes scales of blocks.
+pub const BLOCK_SCALES_SINCE: Version = Version::new(9, 21, 0);
+
+const ROWS: [Row; 16] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |_| true, since: Some(UNIFIED_PLAIN_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: is_modified, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
@@ -65,6 +68,7 @@ const ROWS: [Row; 15] = [
     Row { form: Form::Unified, passes: Passes::Backward, needs: |j| is_modified(j) || asks_for_more(j), since: None },
     Row { form: Form::Composite, passes: Passes::Both, needs: |_| true, since: v(0, 0) },
     Row { form: Form::Composite, passes: Passes::Both, needs: |j| j.problem().dtype().is_fp8(), since: Some(FP8_SINCE) },
+    Row { form: Form::Composite, passes: Passes::Forward, needs: |j| j.problem().block_scaled(), since: Some(BLOCK_SCALES_SINCE) },
     Row { form: Form::Composite, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: Some(PAGED_SINCE) },
 ];
 

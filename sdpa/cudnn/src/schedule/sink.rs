@@ -16,7 +16,7 @@ const WARP: i64 = 32;
 pub(super) fn number(dtype: DType) -> i64 {
     match dtype {
         // No kernel of this crate is given 8-bit floats.
-        DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => 0,
+        DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 0,
         DType::F16 => 1,
         DType::BF16 => 2,
     }

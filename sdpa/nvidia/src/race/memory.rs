@@ -76,6 +76,8 @@ impl Tensor {
             DType::F8E4M3 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E4M3::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::F8E5M2 => self.buffer.upload(stream, 0, &numbers.map(|x| F8E5M2::from_f32(x).to_bits()).collect::<Vec<_>>())?,
             DType::I32 | DType::I64 | DType::Bool => self.buffer.fill(stream, 0)?,
+            // Ones.
+            DType::F8E8M0 => self.buffer.fill(stream, 127)?,
         }
         Ok(())
     }
@@ -112,7 +114,7 @@ impl Tensor {
                 x.into_iter().map(wide).collect()
             }
             // Results are floats.
-            DType::F32 | DType::I32 | DType::I64 | DType::Bool => {
+            DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E8M0 => {
                 let mut x = vec![0f32; self.elements()];
                 self.buffer.download(stream, 0, &mut x)?;
                 x
@@ -183,7 +185,7 @@ impl<'a> Memory<'a> {
             }
         }
         let mut amax = Vec::new();
-        for of in Amax::told(problem.dtype(), job.direction()) {
+        for of in Amax::told(problem, job.direction()) {
             amax.push((*of, Tensor::new(stream, DType::F32, 1)?));
         }
         let workspace = Buffer::new(stream.device(), usize::try_from(workspace_bytes).unwrap_or(usize::MAX))?;

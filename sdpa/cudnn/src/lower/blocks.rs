@@ -1,0 +1,58 @@
+//! Scales of blocks as NVIDIA's frontend spells them: operands are made wide in front of the products, and weights and the output are rounded as they are.
+
+use super::expr::Draft;
+use super::lowered::Supply;
+use super::transposed;
+use cudnn_graph::ir::op::{BlockScaleDequantize, Op, Reduction, ReductionMode};
+use cudnn_graph::ir::{Reordering, Tensor, TensorId};
+use cudnn_graph::{DType, Graph};
+use sdpa_core::problem::Problem;
+use sdpa_core::{Amax, BLOCK, BlockScale};
+
+/// The fewest keys of which a line of scales is shorter, as an axis of blocks is: it has four at least.
+pub(crate) const FEWEST_KEYS: i64 = 5;
+
+/// The scales of a forward pass, and where it tells the largest magnitude of its output.
+pub(super) struct Blocks {
+    scales: [(BlockScale, TensorId); 3],
+    amax: TensorId,
+}
+
+impl Blocks {
+    /// Those of a problem; none of one whose blocks have no scales.
+    pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Option<Blocks> {
+        let mut scales = Vec::new();
+        for which in BlockScale::ALL {
+            let extents = problem.block_scales(which.operand())?.extents();
+            let mut tensor = Tensor::device(which.name(), DType::F8E8M0, extents);
+            tensor.reordering = Reordering::F8x128x4;
+            // As keys are in the first product, and values in the second: lines are columns.
+            let tensor = match which {
+                BlockScale::Q => tensor,
+                BlockScale::K | BlockScale::V => transposed(tensor),
+            };
+            let tensor = to.graph.tensor(tensor);
+            to.supplies.push((tensor, Supply::Param(which.name().to_owned())));
+            scales.push((which, tensor));
+        }
+        let amax = to.graph.tensor(Tensor::device(Amax::O.name(), DType::F32, [1; 4]));
+        to.supplies.push((amax, Supply::Amax(Amax::O)));
+        Some(Blocks { scales: scales.try_into().ok()?, amax })
+    }
+
+    /// An operand as what it stands for, in the order that it lies in.
+    pub(super) fn widen(&self, g: &mut Graph, x: TensorId, which: BlockScale) -> TensorId {
+        let Some((_, scale)) = self.scales.iter().find(|(own, _)| *own == which) else { return x };
+        let Some(Tensor { dims, strides, .. }) = g.get(x).cloned() else { return x };
+        let y = g.result("wide", DType::F32, dims);
+        g.set_strides(y, strides);
+        let block = vec![1, BLOCK as i32];
+        g.push(Op::BlockScaleDequantize(BlockScaleDequantize { x, scale: *scale, y, block, compute: DType::F32 }));
+        y
+    }
+
+    /// Tells the largest magnitude of the output.
+    pub(super) fn tell(&self, g: &mut Graph, o: TensorId) {
+        g.push(Op::Reduction(Reduction { mode: ReductionMode::Amax, x: o, y: self.amax, compute: DType::F32, deterministic: false }));
+    }
+}
