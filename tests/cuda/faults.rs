@@ -261,7 +261,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 96] = [
+const FAULTS: [Fault; 105] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -367,7 +367,12 @@ const FAULTS: [Fault; 96] = [
         ["if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);", ""],
         LONG,
     ),
-    ("gradients of scores are read before both groups wrote", Backward, ["meet(1, 256);\n                    along", "along"], LONG),
+    (
+        "gradients of scores are read before both groups wrote",
+        Backward,
+        ["meet(BOTH_GROUPS, 256);\n                    along", "along"],
+        LONG,
+    ),
     ("gradients of scores have one place", Backward, ["turn ^= 1;", ""], LONG),
     (
         "the matrix units are not told of what was written",
@@ -375,16 +380,45 @@ const FAULTS: [Fault; 96] = [
         ["written_for_engines();\n                if (STAGES", "if (STAGES"],
         LONG,
     ),
-    ("results are written over keys that are read", Backward, ["done with the keys.\n    meet(1, 256);", "done with the keys."], WIDE),
+    (
+        "results are written over keys that are read",
+        Backward,
+        ["done with the keys.\n    meet(BOTH_GROUPS, 256);", "done with the keys."],
+        WIDE,
+    ),
     ("every share has all heads", Backward, ["p.group * share / p.shares, p.group * (share + 1) / p.shares", "0, p.group"], SHARED),
     ("the first share is taken for the whole", Backward, ["+ 1 == p.shares)", "== 0)"], SHARED),
     ("groups add to one share", Backward, ["number_of(p)) * 2 + group)", "number_of(p)) * 2)"], SHARED),
     ("shares of values lie over those of keys", Backward, ["add_share(share + 128 * DK, dv)", "add_share(share, dv)"], SHARED),
     ("blocks of keys are counted together", Backward, ["p.shares_done + number_of(p)", "p.shares_done"], SHARED),
-    ("who is last is read before it is told", Backward, ["meet(1, 256);\n    const bool last", "const bool last"], SHARED),
+    ("who is last is read before it is told", Backward, ["meet(BOTH_GROUPS, 256);\n    const bool last", "const bool last"], SHARED),
     ("scores are read while they are computed", Backward, ["products_wait<1>();\n                hold(s);", "hold(s);"], LONG),
     ("the second query of two has the first's sum", Backward, ["stay, n + 1) - of.y", "stay, n + 1) - of.x"], LONG),
-    ("groups add to one slice", Backward, ["tile.part * 2 + group) * 4096", "tile.part * 2) * 4096"], LONG),
+    ("groups add to one slice", Backward, ["tile.part * 2 + group) * SLICE", "tile.part * 2) * SLICE"], LONG),
+    ("sums are written over before they have left", Backward, ["meet(SUMS_FREE + group, 160);", "arrive(SUMS_FREE + group, 160);"], LONG),
+    ("a group's place is told free before its sums have left", Backward, ["if (first) copied_out<1>();", ""], LONG),
+    ("sums leave before they are there", Backward, ["meet(SUMS_THERE + group, 160);", "arrive(SUMS_THERE + group, 160);"], LONG),
+    ("the copy engine is not told of sums", Backward, ["written_for_engines();\n    arrive(SUMS_THERE", "arrive(SUMS_THERE"], LONG),
+    ("the last sums are not waited for", Backward, ["if (first) copied_out();\n}", "}"], LONG),
+    ("matrices are stored over one another", Backward, ["((lane >> 4 ^ (lane & 7)) << 4)", "((lane & 7) << 4)"], LONG),
+    (
+        "the next scores are those of this step's queries",
+        Backward,
+        ["own_rows, at.q + ring.stage * Q_BYTES);\n            }\n            step", "own_rows, q);\n            }\n            step"],
+        LONG,
+    ),
+    (
+        "the next queries are not waited for",
+        Backward,
+        ["if (AHEAD && more) {\n                barrier_wait(at.q_full + 8 * ring.stage, ring.phase);", "if (AHEAD && more) {"],
+        LONG,
+    ),
+    (
+        "the last head's steps are another's too",
+        Backward,
+        ["if (++steps.of >= steps.past) return false;", "if (++steps.of > steps.past) return false;"],
+        LONG,
+    ),
     ("a half of the rows is not scaled", Backward, ["of.z * p.scale", "of.z"], LONG),
     (
         "a tile behind the last is walked over",

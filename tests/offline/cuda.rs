@@ -100,12 +100,15 @@ fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
 /// Bytes that a thread may put into local memory, where a trace reads tensors or heads are wide: between tiles, and in blocks at the edge of a mask.
 const SPILLED: u32 = 320;
 
+/// Bytes that whoever brings operands backward and takes sums out may, who has 24 registers.
+const BRINGING: u32 = 48;
+
 /// The same of backward passes, which keep nothing of a tile but its sums.
-const SPILLED_BACKWARD: u32 = 64;
+const SPILLED_BACKWARD: u32 = 144;
 
 /// The same beside dropout, whose numbers come while sums of gradients are in registers. A loop over them in place of one text would spill half of it, and have products
 /// run one after the other.
-const SPILLED_BACKWARD_DROPPED: u32 = 224;
+const SPILLED_BACKWARD_DROPPED: u32 = 312;
 
 /// What the compiler says of the kernel of a text that spills the most: bytes of spill stores.
 fn spilled(log: &str) -> u32 {
@@ -176,7 +179,7 @@ fn every_backward_kernel_compiles_into_registers() {
         assert_eq!(serialized(&made), None, "{spec:?}");
         let most = match (plain, spec.dropout) {
             (_, Some(_)) => SPILLED_BACKWARD_DROPPED,
-            (true, None) => 0,
+            (true, None) => BRINGING,
             (false, None) => SPILLED_BACKWARD,
         };
         assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);

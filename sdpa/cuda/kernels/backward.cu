@@ -1,5 +1,5 @@
-// Attention backward on compute capability 9.0: one group of threads brings operands, two others have 64 keys of a block each, and walk over queries.
-// Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
+// Attention backward on compute capability 9.0: one group of threads brings operands and takes sums out, two others have 64 keys of a block each, and walk
+// over queries. Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
 
 // Products of 64 rows and 64 rows of a tile of queries, over the columns of both. Nothing waits.
 template <int panels>
@@ -44,6 +44,12 @@ inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
     for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
 }
 
+// The two numbers of each pair of queries that a thread has scores of.
+inline void pairs_of(float2 (&x)[PAIRS], uint at) {
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++) x[n] = load_shared_pair(at + n * 32);
+}
+
 // Which weights of a thread stay, a bit for each.
 inline uint stay_of(const Params& p, const Corner& corner) {
     uint bits = 0;
@@ -70,13 +76,13 @@ inline float through_dropout(const Params& p, float d_p, uint stay, int n) {
 // are asked for, weights as they are, and scores before the score_mod in `raw`.
 template <bool masked>
 inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
-                    uint lse, uint stay) {
+                    const float2 (&lse)[PAIRS], uint stay) {
     // Without a score_mod the scale is a part of the unit.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
         float before[2], weight[2];
-        const float2 of = load_shared_pair(lse + n / 4 * 32);
+        const float2 of = lse[n / 4];
 #pragma unroll
         for (int other = 0; other < 2; other++) {
             before[other] = WITH_SCORE_MOD || (WITH_ALONG && p.natural != 0) ? s[n + other] * p.scale : s[n + other];
@@ -110,10 +116,10 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
 // Gradients of scores, in place of those of weights: 0 where there is no weight, whatever a value that is dropped holds.
 template <bool masked>
 inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCORES], const Params& p, const Captured& captured,
-                   const Gradients& gradients, const Corner& corner, uint delta, uint stay) {
+                   const Gradients& gradients, const Corner& corner, const float2 (&delta)[PAIRS], uint stay) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
-        const float2 of = load_shared_pair(delta + n / 4 * 32);
+        const float2 of = delta[n / 4];
         d_p[n] = masked && s[n] == 0.0f ? 0.0f : s[n] * (through_dropout(p, d_p[n], stay, n) - of.x);
         d_p[n + 1] = masked && s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (through_dropout(p, d_p[n + 1], stay, n + 1) - of.y);
     }
@@ -138,7 +144,7 @@ inline void values_end(float (&dv)[DV], uint d_o_free) {
 }
 
 struct Shared {
-    uint k, v, q, d_o, d_s, lse, delta;
+    uint k, v, q, d_o, d_s, sums, lse, delta;
     uint kv_full, q_full, q_free, d_o_full, d_o_free;
 };
 
@@ -149,7 +155,8 @@ inline Shared layout(uint base) {
     at.q = at.v + V_BYTES;
     at.d_o = at.q + STAGES * Q_BYTES;
     at.d_s = at.d_o + STAGES * D_O_BYTES;
-    at.lse = at.d_s + 2 * D_S_BYTES;
+    at.sums = at.d_s + 2 * D_S_BYTES;
+    at.lse = at.sums + 2 * SUMS_BYTES;
     at.delta = at.lse + STAGES * ROWS_BYTES;
     at.kv_full = at.delta + STAGES * ROWS_BYTES;
     at.q_full = at.kv_full + 8;
@@ -157,20 +164,6 @@ inline Shared layout(uint base) {
     at.d_o_full = at.q_free + 8 * STAGES;
     at.d_o_free = at.d_o_full + 8 * STAGES;
     return at;
-}
-
-// The query heads that a block of threads has of those that share its key head, first <= of < past.
-struct Heads {
-    int first, past;
-};
-
-inline Heads heads_of(const Params& p) {
-#if WITH_SHARES
-    const int share = blockIdx.x % p.shares;
-    return Heads{p.group * share / p.shares, p.group * (share + 1) / p.shares};
-#else
-    return Heads{0, p.group};
-#endif
 }
 
 // Which block of keys, of which key head and part of the columns: those that share one follow one another.
@@ -267,6 +260,58 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
     }
 }
 
+// Where a group's slice of the gradients of a step's queries is added to.
+inline float* slice_of(const Params& p, const Span& span, const Tile& tile, const Step& step, int group) {
+    return p.sums + (tile_place(p, span, tile.batch, step.head, step.queries) * SLICES + tile.part * 2 + group) * SLICE;
+}
+
+#if SUMS_BY_COPY
+// A warp of its own: the copy engine adds what each group has left in shared memory, beside what the group does next.
+inline void take_sums(const Params& p, const Shared& at, const Tile& tile) {
+    const Span span = span_of(p, tile.batch);
+    const Reach reach = reach_of(p, span, tile.block);
+    Steps steps = steps_of(p, reach, tile);
+    Step step;
+    const bool first = threadIdx.x == 32;
+    while (step_on(steps, p, reach, tile, step)) {
+        // The first group's has been read, then the second's.
+        if (first) copied_out<1>();
+        __syncwarp();
+        arrive(SUMS_FREE, 160);
+        if (first) copied_out();
+        __syncwarp();
+        arrive(SUMS_FREE + 1, 160);
+        for (int group = 0; group < 2; group++) {
+            meet(SUMS_THERE + group, 160);
+            if (first) {
+                add_out(slice_of(p, span, tile, step, group), at.sums + group * SUMS_BYTES, SUMS_BYTES);
+                copy_out_ends();
+            }
+        }
+    }
+    if (first) copied_out();
+}
+
+// A group leaves its slice for that warp, in the order in which its threads have it. Its number is asked for once more: as it is, it would take a place that
+// the operands of products need.
+inline void leave_sums(const float (&sums)[DQ], float*, uint at) {
+    const int group = alike(int(threadIdx.x >> 7)) - 1;
+    meet(SUMS_FREE + group, 160);
+    at += group * SUMS_BYTES + (threadIdx.x & 127) * 16;
+#pragma unroll
+    for (int n = 0; n < DQ; n += 4) store_shared_numbers(at + n * 512, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+    written_for_engines();
+    arrive(SUMS_THERE + group, 160);
+}
+#else
+// A group adds its slice, four numbers at once. One address, told to the compiler, and distances from it.
+inline void leave_sums(const float (&sums)[DQ], float* to, uint) {
+    to = kept(to + (threadIdx.x & 127) * 4);
+#pragma unroll
+    for (int n = 0; n < DQ; n += 4) add_four(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+}
+#endif
+
 // The rows of a warp to shared memory, and from there to their tensor.
 template <int count>
 inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
@@ -315,9 +360,9 @@ inline void whole_of(float (&sums)[count], const float* from) {
 // Whether every other block of threads has added its share: whoever comes last finds the whole. Both groups are done with what lies in shared memory.
 inline bool is_last(const Params& p, uint told_at) {
     __threadfence();
-    meet(1, 256);
+    meet(BOTH_GROUPS, 256);
     if (threadIdx.x == 128) store_shared(told_at, atomicAdd(p.shares_done + number_of(p), 1) + 1 == p.shares);
-    meet(1, 256);
+    meet(BOTH_GROUPS, 256);
     const bool last = load_shared(told_at) != 0;
     __threadfence();
     return last;
@@ -349,6 +394,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         fewer_registers<BRING_REGISTERS>();
         if (threadIdx.x == 0) bring(q_map, k_map, v_map, d_o_map, p, at, tile);
+#if SUMS_BY_COPY
+        if (alike(int(threadIdx.x >> 5)) == 1) take_sums(p, at, tile);
+#endif
         return;
     }
     more_registers<GROUP_REGISTERS>();
@@ -365,67 +413,78 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int n = 0; n < DK; n++) dk[n] = 0.0f;
 #pragma unroll
     for (int n = 0; n < DV; n++) dv[n] = 0.0f;
-    const Heads heads = heads_of(p);
-    for (int of = heads.first; of < heads.past; of++) {
-        const int head = tile.head * p.group + of;
-        Walk walk = walk_of(p, reach, tile.batch, head, tile.block);
-        int queries;
-        bool partly;
-        while (walk_on(walk, p, reach, queries, partly)) {
-            const long head_rows = tile_place(p, span, tile.batch, head, queries);
+    Steps steps = steps_of(p, reach, tile);
+    Step step, next;
+    float s[SCORES];
+    bool more = step_on(steps, p, reach, tile, step);
+    if (more) {
+        barrier_wait(at.kv_full, 0);
+        if (AHEAD) {
+            barrier_wait(at.q_full, 0);
+            score<QK_PANELS>(s, at.k + own_rows, at.q);
+        }
+        do {
             const uint q = at.q + ring.stage * Q_BYTES, d_o = at.d_o + ring.stage * D_O_BYTES, d_s = at.d_s + turn * D_S_BYTES;
-            barrier_wait(at.kv_full, 0);
-            barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
+            more = step_on(steps, p, reach, tile, next);
+            if (!AHEAD) barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
             float dq[DQ];
 #pragma unroll
             for (int sub = 0; sub < SUBS; sub++) {
-                const Corner corner = {tile.batch, head, queries * TILE_M + sub * 64 + 2 * (lane & 3),
+                const Corner corner = {tile.batch, step.head, step.queries * TILE_M + sub * 64 + 2 * (lane & 3),
                                        tile.block * TILE_N + group * 64 + warp * 16 + lane / 4};
                 const uint sub_rows = sub * 64 * ROW_BYTES, of_rows = ring.stage * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
-                float s[SCORES], d_p[SCORES], raw[RAW];
+                float d_p[SCORES], raw[RAW];
+                float2 lse[PAIRS], delta[PAIRS];
                 uint w[SCORES / 2], d_w[SCORES / 2];
                 // Before there are scores in registers.
                 const uint stay = stay_of(p, corner);
-                score<QK_PANELS>(s, at.k + own_rows, q + sub_rows);
+                if (!AHEAD || sub > 0) score<QK_PANELS>(s, at.k + own_rows, q + sub_rows);
                 if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
                 score<V_PANELS>(d_p, at.v + own_rows, d_o + sub_rows);
+                pairs_of(lse, at.lse + of_rows);
                 products_wait<1>();
                 hold(s);
-                if (MASKED_ANYWHERE || partly) weights<true>(s, raw, w, p, captured, corner, at.lse + of_rows, stay);
-                else weights<false>(s, raw, w, p, captured, corner, at.lse + of_rows, stay);
+                if (MASKED_ANYWHERE || step.partly) weights<true>(s, raw, w, p, captured, corner, lse, stay);
+                else weights<false>(s, raw, w, p, captured, corner, lse, stay);
+                pairs_of(delta, at.delta + of_rows);
                 products_wait<0>();
                 hold(d_p);
                 // With one stage, in time for the next gradients of outputs to come; otherwise as late as registers are free.
                 if (STAGES == 1) weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
-                if (MASKED_ANYWHERE || WITH_SCORE_MOD || partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows, stay);
-                else slopes<false>(s, raw, d_p, p, captured, gradients, corner, at.delta + of_rows, stay);
+                if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, delta, stay);
+                else slopes<false>(s, raw, d_p, p, captured, gradients, corner, delta, stay);
                 pack(d_w, d_p);
-                // Keys are rows there, 64 queries a panel.
-                const uint d_s_at = d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + lane / 4) * ROW_BYTES + (lane & 3) * 4;
+                // Keys are rows there, 64 queries a panel: four matrices of 8 by 8 at once, each eighth of the warp tells where the rows of one are.
+                const uint d_s_at = d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
 #pragma unroll
-                for (int n = 0; n < SCORES / 2; n++) store_shared(d_s_at + (n & 1 ? 8 * ROW_BYTES : 0) + ((n / 2 ^ lane / 4) << 4), d_w[n]);
+                for (int n = 0; n < SCORES / 2; n += 4) store_matrices(d_s_at ^ n << 3, d_w[n], d_w[n + 1], d_w[n + 2], d_w[n + 3]);
                 written_for_engines();
                 if (STAGES > 1) weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
                 if (sub + 1 == SUBS) {
                     if (STAGES == 1) values_end<0>(dv, at.d_o_free);
-                    meet(1, 256);
+                    meet(BOTH_GROUPS, 256);
                     along_queries(dq, d_s + own_d_s, at.k + own_k);
                     if (STAGES > 1) values_end<1>(dv, at.d_o_free + 8 * ring.stage);
                 }
                 weigh(dk, d_w, q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES);
             }
+            const uint q_free = at.q_free + 8 * ring.stage;
+            ring.on();
+            turn ^= 1;
             products_wait<1>();
             hold(dq);
-            float* to = p.sums + (head_rows * SLICES + tile.part * 2 + group) * 4096 + (threadIdx.x & 127) * 4;
-#pragma unroll
-            for (int n = 0; n < DQ; n += 4) add_four(to + n * 128, dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
+            leave_sums(dq, slice_of(p, span, tile, step, group), at.sums);
             products_wait<0>();
             hold(dk);
             __syncwarp();
-            if (lane == 0) barrier_arrive(at.q_free + 8 * ring.stage);
-            ring.on();
-            turn ^= 1;
-        }
+            if (lane == 0) barrier_arrive(q_free);
+            // The next scores are under way while sums leave. Last, so that nothing between them and their wait touches registers of theirs.
+            if (AHEAD && more) {
+                barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
+                score<QK_PANELS>(s, at.k + own_rows, at.q + ring.stage * Q_BYTES);
+            }
+            step = next;
+        } while (more);
     }
 #if WITH_SHARES
     float* const share = p.key_sums + (long(number_of(p)) * 2 + group) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
@@ -436,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     whole_of(dv, share + 128 * DK);
 #else
     // Both groups are done with the keys.
-    meet(1, 256);
+    meet(BOTH_GROUPS, 256);
 #endif
     const uint rows_at = own_rows + warp * 16 * ROW_BYTES;
     const int first_row = tile.block * TILE_N + group * 64 + warp * 16;

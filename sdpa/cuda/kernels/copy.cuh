@@ -62,14 +62,20 @@ inline void copy_out(uint from, const TensorMap& map, int dim, int row, int head
                  : "memory");
 }
 
-// The boxes that this thread took out so far are a group.
+// Adds f32 numbers in a row, so many bytes, to those in memory: each by itself, in any order.
+inline void add_out(float* to, uint from, uint bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
+// The boxes and rows that this thread took out so far are a group.
 inline void copy_out_ends() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// What this thread took out has been read.
+// What this thread took out has been read, but for so many groups, the last ones.
+template <int left = 0>
 inline void copied_out() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(left) : "memory");
 }
 
 // Shared memory that this thread wrote is there for the copy engine and the matrix units, once a barrier has passed.

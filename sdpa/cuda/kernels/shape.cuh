@@ -20,10 +20,18 @@ constexpr int SLICES = 2 * PARTS;
 // Queries of a tile go by 64 at a time.
 constexpr int SUBS = TILE_M / 64;
 constexpr int SCORES = 32;
+constexpr int PAIRS = SCORES / 4;
 constexpr int RAW = WITH_ALONG ? SCORES : 1;
 constexpr int DK = DK_PANELS * PANEL / 2;
 constexpr int DV = DV_PANELS * PANEL / 2;
 constexpr int DQ = PANEL / 2;
+// What a group has of the gradients of a step's queries: 64 by 64 numbers, which leave by way of shared memory where there is room.
+constexpr int SLICE = 64 * 64;
+constexpr uint SUMS_BYTES = SUMS_BY_COPY ? SLICE * 4 : 0;
+// A step's scores are asked for at the end of the step before, where its queries are there by then.
+constexpr bool AHEAD = STAGES > 1;
+// Numbers of barriers: of the groups that compute; of each group and the warp that takes its sums.
+constexpr uint BOTH_GROUPS = 1, SUMS_FREE = 2, SUMS_THERE = 4;
 constexpr float LOG2_E = 1.44269504088896340736f;
 #define INFINITE __int_as_float(0x7f800000)
 

@@ -46,6 +46,16 @@ inline void store_shared(uint at, uint x) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
+inline void store_shared_numbers(uint at, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Stores four matrices of 8 by 8, of which a thread has two numbers each: row lane / 4, columns 2 (lane % 4) and the next. Lane n tells where row n % 8 of
+// matrix n / 8 is.
+inline void store_matrices(uint at, uint a, uint b, uint c, uint d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 inline uint load_shared(uint at) {
     uint x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
@@ -71,6 +81,12 @@ inline void arrive(uint barrier, uint threads) {
 // Adds to four numbers in a row, each by itself.
 inline void add_four(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// An address that the compiler keeps as it is: what is added to it later is a distance, not made anew.
+inline float* kept(float* at) {
+    asm volatile("" : "+l"(at));
+    return at;
 }
 
 // From here on the threads of a group have so many registers.

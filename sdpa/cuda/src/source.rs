@@ -36,6 +36,7 @@ const FORWARD: (&str, &str) = piece!("forward.cu");
 /// Around what is generated of parameters' gradients.
 pub(crate) const BACKWARD: (&str, &str) = piece!("back.cuh");
 const SHAPE: (&str, &str) = piece!("shape.cuh");
+const STEPS: (&str, &str) = piece!("steps.cuh");
 pub(crate) const ALONG: (&str, &str) = piece!("along.cuh");
 const GRADIENTS: [(&str, &str); 2] = [piece!("backward.cu"), piece!("rows.cuh")];
 
@@ -196,7 +197,8 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
-        ("APPROXIMATE", 0),
+        ("APPROXIMATE", (forward.dtype == DType::BF16).into()),
+        ("SUMS_BY_COPY", (tile.sums_bytes() > 0).into()),
         ("WITH_SHARES", (tile.shares > 1).into()),
         ("WITH_ALONG", (!problem.along.is_empty()).into()),
         ("WITH_SINK_GRADIENT", problem.sink_gradient.is_some().into()),
@@ -211,7 +213,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let columns = [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts);
     text.push_str(&matrix::backward(element(forward.dtype), columns));
     let map = (forward.lists() == Lists::AtCall).then_some(MAP);
-    [SPAN, BACKWARD].into_iter().chain(map).chain([SHAPE]).for_each(|piece| add(&mut text, piece));
+    [SPAN, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));
     if !problem.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");

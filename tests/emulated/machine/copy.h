@@ -14,6 +14,8 @@ inline void nothing_in(uint to, uint bytes, uint barrier) { machine::nothing_in(
 inline void copy_out(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
     machine::copy_out(from, reinterpret_cast<const uint64_t*>(map.words), {dim, row, head, batch});
 }
+inline void add_out(float* to, uint from, uint bytes) { machine::add_out(to, from, bytes); }
 inline void copy_out_ends() { machine::copy_out_ends(); }
-inline void copied_out(HERE) { machine::copied_out({"copied_out", file, line}); }
+template <int left = 0>
+inline void copied_out(HERE) { machine::copied_out(left, {"copied_out", file, line}); }
 inline void written_for_engines() { machine::publish(); }

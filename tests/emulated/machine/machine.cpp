@@ -6,6 +6,7 @@
 
 #include "machine.h"
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <memory>
@@ -124,8 +125,8 @@ struct Copy {
     int place[4];
     // Of a copy out: what counts those of its group.
     std::shared_ptr<int> group;
-    // Of bytes in a row: where they come from, and how many there are.
-    const void* row;
+    // Of bytes in a row: where they come from, or go to, and how many there are.
+    void* row;
     uint32_t bytes;
     // Turns until the engine thinks of it, if it is one that takes long.
     unsigned later;
@@ -349,8 +350,18 @@ void run(Block& block, const Copy& copy) {
     if (copy.row != nullptr) {
         if (copy.bytes % 16 != 0 || copy.shared % 16 != 0 || uintptr_t(copy.row) % 16 != 0) return note("%u bytes in a row to %u", copy.bytes, copy.shared);
         if (!fits(block, copy.shared, copy.bytes, "a copy")) return;
-        memcpy(&block.shared[copy.shared], copy.row, copy.bytes);
-        return came_in(block, copy, copy.bytes);
+        if (copy.in) {
+            memcpy(&block.shared[copy.shared], copy.row, copy.bytes);
+            return came_in(block, copy, copy.bytes);
+        }
+        published(block, copy.shared, copy.bytes, "the copy engine");
+        for (uint32_t n = 0; n < copy.bytes; n += 4) {
+            float more;
+            memcpy(&more, &block.shared[copy.shared + n], 4);
+            static_cast<float*>(copy.row)[n / 4] += more;
+        }
+        --*copy.group;
+        return;
     }
     const Map map(copy.map);
     if (map.outside(copy.place) && !holds(uint64_t(map.address), 2)) return note("a box of nothing, of a map that begins at %p, where no memory is", map.address);
@@ -702,7 +713,7 @@ static void copy(bool in, uint32_t shared, const uint64_t* map, uint32_t barrier
 void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]) { copy(true, to, map, barrier, place, nullptr); }
 
 static void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-    now->block->copies.push_back(Copy{true, to, barrier, {}, {}, nullptr, from, bytes, lateness(8, 100)});
+    now->block->copies.push_back(Copy{true, to, barrier, {}, {}, nullptr, const_cast<void*>(from), bytes, lateness(8, 100)});
     went_on = true;
 }
 
@@ -722,20 +733,23 @@ void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]) {
     copy(false, from, map, 0, place, now->open);
 }
 
+void add_out(float* to, uint32_t from, uint32_t bytes) {
+    if (!holds(uint64_t(to), bytes)) fail("%u bytes are added at %p, which no allocation has", bytes, to);
+    ++*now->open;
+    now->block->copies.push_back(Copy{false, from, 0, {}, {}, now->open, to, bytes, lateness(8, 100)});
+    went_on = true;
+}
+
 void copy_out_ends() {
     now->under_way.push_back(now->open);
     now->open = std::make_shared<int>(0);
 }
 
-void copied_out(const Site& site) {
+void copied_out(size_t left, const Site& site) {
     Fiber& self = *now;
-    until(site, [&] {
-        for (const auto& left : self.under_way) {
-            if (*left > 0) return false;
-        }
-        return true;
-    });
-    self.under_way.clear();
+    const size_t wanted = self.under_way.size() - std::min(left, self.under_way.size());
+    until(site, [&] { return std::all_of(self.under_way.begin(), self.under_way.begin() + long(wanted), [](const auto& group) { return *group == 0; }); });
+    self.under_way.erase(self.under_way.begin(), self.under_way.begin() + long(wanted));
 }
 
 void multiply_begin() { now->begun = true; }
@@ -780,7 +794,9 @@ void registers(int count, bool more) {
     block.registers[group] = count;
     int all = 0;
     for (int of : block.registers) all += of * int(GROUP);
-    if (all > REGISTERS) fail("%d registers of a block", all);
+    // What a block is launched with is all that its groups may have: in eights to a thread.
+    const int given = std::min(REGISTERS / int(block.threads), 255) / 8 * 8 * int(block.threads);
+    if (all > given) fail("%d registers of a block, which was given %d", all, given);
 }
 
 }  // namespace machine

@@ -67,8 +67,10 @@ void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&pla
 void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void nothing_in(uint32_t to, uint32_t bytes, uint32_t barrier);
 void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]);
+// f32 numbers in a row, added to those in memory.
+void add_out(float* to, uint32_t from, uint32_t bytes);
 void copy_out_ends();
-void copied_out(const Site& site);
+void copied_out(size_t left, const Site& site);
 
 // Copies of 16 bytes to shared memory that threads ask for, `bytes` of them of memory and zeros behind: there for the thread that asked once it waited for their
 // group, and for others once that thread came to a barrier.

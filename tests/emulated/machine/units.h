@@ -14,6 +14,19 @@ inline float tanh_near(float x) { return tanhf(x); }
 // The block has nothing else in shared memory.
 inline uint shared_address(const void*) { return 0; }
 inline void store_shared(uint at, uint x) { machine::store(at, &x, 4); }
+inline void store_shared_numbers(uint at, float x, float y, float z, float w) {
+    if (at % 16 != 0) machine::fail("16 bytes at %u", at);
+    const float numbers[] = {x, y, z, w};
+    machine::store(at, numbers, 16);
+}
+// Each lane stores what it has, at the row that another tells of.
+inline void store_matrices(uint at, uint a, uint b, uint c, uint d, HERE) {
+    if (at % 16 != 0) machine::fail("a row of a matrix at %u", at);
+    const uint32_t* all = machine::tell(at, {"store_matrices", file, line});
+    const uint words[] = {a, b, c, d};
+    const unsigned lane = threadIdx.x & 31;
+    for (unsigned n = 0; n < 4; n++) machine::store(all[8 * n + lane / 4] + 4 * (lane & 3), &words[n], 4);
+}
 inline uint load_shared(uint at) {
     uint x;
     machine::load(at, &x, 4);
@@ -26,6 +39,8 @@ inline float2 load_shared_pair(uint at) {
 }
 inline void meet(uint barrier, uint threads, HERE) { machine::come(barrier, threads, true, {"meet", file, line}); }
 inline void arrive(uint barrier, uint threads, HERE) { machine::come(barrier, threads, false, {"arrive", file, line}); }
+
+inline float* kept(float* at) { return at; }
 
 template <int count>
 inline void fewer_registers() { machine::registers(count, false); }

@@ -204,7 +204,8 @@ impl CudaPlan {
         let lists = self.lists(workspace + at.lists);
         let [map_batch, map_head] = lists.strides();
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
-        let section = heads_in_cache(2 * group * seq_q * (q.dims[3] + v.dims[3])).min(batch * heads_q / group);
+        // Queries, gradients of outputs, and sums of f32.
+        let section = heads_in_cache(group * seq_q * (2 * (q.dims[3] + v.dims[3]) + 4 * q.dims[3])).min(batch * heads_q / group);
         BackwardParams {
             stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
             o: address(Operand::O),
