@@ -261,7 +261,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 105] = [
+const FAULTS: [Fault; 106] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -417,6 +417,12 @@ const FAULTS: [Fault; 105] = [
         "the last head's steps are another's too",
         Backward,
         ["if (++steps.of >= steps.past) return false;", "if (++steps.of > steps.past) return false;"],
+        LONG,
+    ),
+    (
+        "groups have more registers than the block was given",
+        Backward,
+        ["fewer_registers<BRING_REGISTERS>", "fewer_registers<BRING_REGISTERS + 8>"],
         LONG,
     ),
     ("a half of the rows is not scaled", Backward, ["of.z * p.scale", "of.z"], LONG),
