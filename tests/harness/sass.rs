@@ -1,13 +1,12 @@
 //! Machine code of NVIDIA's GPUs as instructions, by NVIDIA's disassembler.
 
 use crate::golden::repository;
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// How often each instruction, with its modifiers, is in a kernel.
+/// The instructions of a kernel, with their modifiers, in the order in which they lie.
 #[derive(Debug)]
-pub struct Instructions(BTreeMap<String, usize>);
+pub struct Instructions(Vec<String>);
 
 /// The disassembler: where the variable `SDPA_NVDISASM` says, else where `scripts/setup-tests.sh` puts it.
 ///
@@ -31,17 +30,22 @@ fn instruction(line: &str) -> Option<&str> {
 }
 
 /// Instructions of a kernel, out of all that the disassembler wrote.
-fn of_kernel(text: &str, kernel: &str) -> BTreeMap<String, usize> {
-    let (mut all, mut within) = (BTreeMap::new(), false);
+fn of_kernel(text: &str, kernel: &str) -> Vec<String> {
+    let (mut all, mut within) = (Vec::new(), false);
     for line in text.lines() {
         if let Some(section) = line.strip_prefix(".text.") {
             within = section.trim_end() == format!("{kernel}:");
         }
         if let Some(name) = instruction(line).filter(|_| within) {
-            *all.entry(name.to_owned()).or_default() += 1;
+            all.push(name.to_owned());
         }
     }
     all
+}
+
+/// Whether an instruction's name is this, or goes on behind it with a modifier.
+fn is(other: &str, name: &str) -> bool {
+    other.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 impl Instructions {
@@ -62,8 +66,13 @@ impl Instructions {
 
     /// How many there are whose name is this, or goes on behind it with a modifier.
     pub fn count(&self, name: &str) -> usize {
-        let all = self.0.iter().filter(|(other, _)| other.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')));
-        all.map(|(_, count)| count).sum()
+        self.0.iter().filter(|other| is(other, name)).count()
+    }
+
+    /// The instructions from the first to the last of this name.
+    pub fn between(&self, name: &str) -> Instructions {
+        let (first, last) = (self.0.iter().position(|other| is(other, name)), self.0.iter().rposition(|other| is(other, name)));
+        Instructions(first.zip(last).map_or_else(Vec::new, |(first, last)| self.0[first..=last].to_vec()))
     }
 }
 
@@ -88,13 +97,11 @@ mod tests {
             "",
         ];
         assert!(others.iter().all(|line| instruction(line).is_none()));
-        let all = Instructions(names.map(|name| (name.to_owned(), 2)).into());
+        let all = Instructions([names, names].concat().into_iter().map(str::to_owned).collect());
         assert_eq!(["MUFU", "MUFU.EX", "HGMMA.64x128x16.F32", "HGMMA"].map(|name| all.count(name)), [2, 0, 2, 2]);
+        assert_eq!((all.between("MUFU").0.len(), all.between("MUFU").count("EXIT"), all.between("LDL").0.len()), (5, 1, 0));
         let text = [&[".text.other:"], &lines[..3], &[".text.one:"], &lines[1..], &[".text.another:"], &lines[3..]].concat().join("\n");
-        assert_eq!(
-            of_kernel(&text, "one").into_iter().collect::<Vec<_>>(),
-            ["EXIT", "MUFU.EX2", "UTMALDG.4D"].map(|name| (name.to_owned(), 1))
-        );
+        assert_eq!(of_kernel(&text, "one"), ["MUFU.EX2", "UTMALDG.4D", "EXIT"]);
         assert!(of_kernel(&text, "on").is_empty());
     }
 }
