@@ -23,8 +23,7 @@ use crate::paging::Paging;
 use crate::random::Random;
 use crate::say::say;
 pub use backward::{
-    Draw, Source, backward_suite, gradients_elsewhere, random_backward, random_padded_backward, run_backward, run_backward_case,
-    run_backward_with,
+    Draw, Source, gradients_elsewhere, random_backward, random_padded_backward, run_backward, run_backward_case, run_backward_with,
 };
 pub use dropped::{Drops, dropped};
 pub use few::random_few;
@@ -118,7 +117,9 @@ pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
 }
 
 impl<D> Outcome<D> {
-    fn with_repro(self, line: impl FnOnce() -> String) -> Outcome<D> {
+    /// A failure says how it is seen again.
+    #[must_use]
+    pub fn with_repro(self, line: impl FnOnce() -> String) -> Outcome<D> {
         match self {
             Outcome::Fail(how) => Outcome::Fail(format!("{how}\n  {}", line())),
             Outcome::Pass(..) | Outcome::Skip(_) => self,

@@ -30,7 +30,6 @@ mod startup;
 mod suite;
 mod threads;
 mod time;
-mod tree;
 mod tuned;
 mod turns;
 mod weight;
@@ -38,10 +37,10 @@ mod weight;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
-  right:  suite [RANDOM [packed|paged|sinks|ends|dropout|pieces|fp8]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
+  right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large] | lengths [right]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES]
-          | tree SEED [COUNT [FORM]] | threads [SECONDS] | msl [long | few | all | 3/40]
+          | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS]
           | stack BATCH SEQ
           | time (JSON lines in and out)
@@ -51,7 +50,11 @@ fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let number = |n: usize, default: u64| args.get(n).and_then(|a| a.parse().ok()).unwrap_or(default);
     let result = match args.first().map(String::as_str) {
-        Some("suite") if let Some(part) = args.get(2).and_then(|name| suite::Part::named(name)) => suite::part(part, number(1, 200)),
+        Some("suite") if let Some(name) = args.get(2) => match (suite::Part::named(name), args.get(3)) {
+            (Some(part), Some(_)) => suite::drawn(part, number(3, 0)..number(3, 0) + number(1, 200), args.get(4).map(String::as_str)),
+            (Some(part), None) => suite::part(part, number(1, 200)),
+            (None, _) => Err(USAGE.into()),
+        },
         Some("suite") => suite::run(number(1, 200)),
         Some("speed") => speed::run(),
         Some("speed-backward") => speed::backward(),
@@ -87,7 +90,6 @@ fn main() -> ExitCode {
         Some("startup") => startup::run(args.get(1).map(String::as_str)),
         Some("soak") => soak::run(number(1, 10_000), number(2, 1_000)),
         Some("stack") => stack::run(number(1, 4), number(2, 2048)),
-        Some("tree") => tree::run(number(1, 0), number(2, 1), args.get(3).map(String::as_str)),
         Some("time") => time::run(),
         Some("threads") => threads::run(number(1, 60)),
         _ => Err(USAGE.into()),

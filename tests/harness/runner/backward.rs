@@ -2,7 +2,7 @@
 
 use super::narrow::{Narrowed, room};
 use super::{
-    Outcome, Own, Tally, drawn_entries, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, with,
+    Outcome, Own, drawn_entries, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, with,
 };
 use crate::case::Case;
 use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
@@ -337,30 +337,4 @@ pub fn gradients_elsewhere(mut forward: AttentionSpec, random: &mut Random) -> B
         spec = spec.wrt(SINK, random.pick(&[DType::F32, DType::F32, DType::F16, DType::BF16]));
     }
     spec
-}
-
-/// Every backward case, alone and chained, and `random` random specifications in f16 and bf16, in turn alone and chained: the
-/// tallies of both.
-///
-/// # Errors
-/// Cases that do not parse.
-pub fn backward_suite(label: &str, random: u64, executor: &dyn Executor) -> Result<[Tally; 2], String> {
-    let (mut cases, mut others) = (Tally::default(), Tally::default());
-    for case in Case::all_backward()? {
-        for source in Source::ALL {
-            let name = format!("backward {}{}", case.name, source.suffix());
-            cases.add(label, &name, &run_backward_case(&case, source, executor));
-        }
-    }
-    for seed in 0..random {
-        let spec = random_backward(&mut Random::new(seed * 7919 + 13), &[DType::BF16, DType::F16]);
-        let source = Source::ALL[(seed % 2) as usize];
-        let draw = Draw { attn_scale: None, spread: 1.0, shift: 0.0, seed };
-        let outcome = run_backward(&spec, &draw, source, executor);
-        if matches!(outcome, Outcome::Fail(_)) {
-            println!("{spec:?}");
-        }
-        others.add(label, &format!("backward random {seed}{}", source.suffix()), &outcome);
-    }
-    Ok([cases, others])
 }
