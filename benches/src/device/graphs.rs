@@ -65,7 +65,7 @@ fn replayed(executor: &CudnnExecutor, stream: &Arc<Stream>, spec: &AttentionSpec
     let handle = executor.library().handle(stream)?;
     let mut memories = Vec::new();
     for seed in [1, 2] {
-        let memory = Memory::seeded(stream, &planned.job, planned.workspace_bytes(), seed)?;
+        let mut memory = Memory::seeded(stream, &planned.job, planned.workspace_bytes(), seed)?;
         if backward {
             memory.forward_first(executor, stream, spec)?;
         }

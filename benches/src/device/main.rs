@@ -11,6 +11,7 @@ mod cuda_speed;
 mod cudarc;
 mod decode;
 mod files;
+mod fp8;
 mod gpus;
 mod graphs;
 mod growth;
@@ -41,7 +42,7 @@ const USAGE: &str = "device, and one of
           | limits [strides | large] | lengths [right]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES]
           | threads [SECONDS] | msl [long | few | all | 3/40]
-  fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 | short | host | loads | scaling | weight | growth | startup [PLANS]
+  fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | stack BATCH SEQ
           | time (JSON lines in and out)
   said:   version (of cuDNN)";
@@ -58,7 +59,8 @@ fn main() -> ExitCode {
         Some("suite") => suite::run(number(1, 200)),
         Some("speed") => speed::run(),
         Some("speed-backward") => speed::backward(),
-        Some("speed-fp8") => speed::fp8(),
+        Some("speed-fp8") if args.get(1).map(String::as_str) == Some("turns") => fp8::turns(),
+        Some("speed-fp8") => speed::fp8().and_then(|()| fp8::turns()),
         Some("short") => speed::short(),
         Some("host") => host::run(),
         #[cfg(not(target_vendor = "apple"))]

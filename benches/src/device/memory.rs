@@ -78,10 +78,10 @@ fn param(stream: &Stream, p: &Declared, extents: [i64; 4]) -> Result<Option<Buff
     }
     let directions = [Direction::Forward, Direction::Backward];
     if directions.into_iter().flat_map(Fp8Scale::of).any(|scale| scale.name() == p.name) {
-        // Operands are their own scale; weights are not above 1.
+        // Operands are their own scale; weights are not above 1, and gradients of scores are about one over the keys.
         let number = match p.name.as_str() {
-            "scale_s" => 256.0,
-            "descale_s" => 1.0 / 256.0,
+            "scale_s" | "scale_dp" => 256.0,
+            "descale_s" | "descale_dp" => 1.0 / 256.0,
             _ => 1f32,
         };
         let mut buffer = Buffer::new(stream.device(), 4)?;
@@ -164,17 +164,40 @@ impl Memory {
     }
 
     /// Outputs and stats of the forward pass: not-a-number takes less power, and so less time.
-    pub(crate) fn forward_first(&self, executor: &CudnnExecutor, stream: &Stream, spec: &AttentionSpec) -> Result<()> {
-        // The parameters and numbers of 8-bit floats are those of the backward pass; its output is random.
-        if spec.dtype.is_fp8() {
-            return Ok(());
-        }
+    pub(crate) fn forward_first(&mut self, executor: &CudnnExecutor, stream: &Stream, spec: &AttentionSpec) -> Result<()> {
         let first = executor.attention(&spec.validate()?)?.0;
+        if spec.dtype.is_fp8() {
+            return self.narrow_forward_first(executor, stream, &first);
+        }
         let workspace = Buffer::new(stream.device(), first.workspace_bytes() as usize)?;
         let handle = executor.library().handle(stream)?;
         // SAFETY: the memory is whole buffers of this device; the stream is waited for before the workspace goes.
         unsafe { self.forward(&first, &handle, slice(&workspace)) }?;
         Ok(stream.synchronize()?)
+    }
+
+    /// Scales and amaxes of 8-bit floats are others in either pass: the same operands in memory of its own.
+    fn narrow_forward_first(&mut self, executor: &CudnnExecutor, stream: &Stream, first: &Planned) -> Result<()> {
+        let own = Memory::new(stream, first, first.workspace_bytes())?;
+        let handle = executor.library().handle(stream)?;
+        // SAFETY: the memory is whole buffers of this device; the stream is waited for before it goes.
+        unsafe { own.submit(first, &handle) }?;
+        stream.synchronize()?;
+        let o = |(operand, _): &&(Operand, Buffer)| *operand == Operand::O;
+        let from = own.operands.iter().find(o).map(|(_, buffer)| buffer).into_iter().chain(&own.stats);
+        let to = self
+            .operands
+            .iter_mut()
+            .find(|(operand, _)| *operand == Operand::O)
+            .map(|(_, buffer)| buffer)
+            .into_iter()
+            .chain(&mut self.stats);
+        for (from, to) in from.zip(to) {
+            let mut bytes = vec![0u8; from.bytes()];
+            from.download(stream, 0, &mut bytes)?;
+            to.upload(stream, 0, &bytes)?;
+        }
+        Ok(())
     }
 
     fn at(&self, operand: Operand) -> DeviceSlice {

@@ -49,12 +49,17 @@ pub(crate) fn fp8_problems() -> Vec<(String, AttentionSpec)> {
     for (batch, heads, seq) in [(4, 32, 4096), (4, 16, 16384), (1, 32, 32768)] {
         for masks in [&[][..], &[Mask::causal()]] {
             for dtype in [DType::BF16, DType::F8E4M3, DType::F8E5M2] {
-                let (name, spec) = row(batch, heads, heads, seq, seq, 128, masks);
-                all.push((format!("{dtype} {name}"), AttentionSpec { dtype, ..spec }));
+                all.push(fp8_row(batch, heads, seq, masks, dtype));
             }
         }
     }
     all
+}
+
+/// One of them.
+pub(crate) fn fp8_row(batch: i64, heads: i64, seq: i64, masks: &[Mask], dtype: DType) -> (String, AttentionSpec) {
+    let (name, spec) = row(batch, heads, heads, seq, seq, 128, masks);
+    (format!("{dtype} {name}"), AttentionSpec { dtype, ..spec })
 }
 
 /// Lengths from 8 to 512, with and without a mask, few and many heads.

@@ -127,7 +127,7 @@ fn forward(executor: &CudnnExecutor, stream: &Stream, name: &'static str, spec: 
 fn backward(executor: &CudnnExecutor, stream: &Stream, name: &'static str, spec: &AttentionSpec) -> Result<Row> {
     let spec = spec.clone().with_stats().backward();
     let (planned, _) = executor.attention_backward(&spec.validate()?)?;
-    let memory = Memory::new(stream, &planned, planned.workspace_bytes())?;
+    let mut memory = Memory::new(stream, &planned, planned.workspace_bytes())?;
     memory.forward_first(executor, stream, &spec.forward)?;
     let handle = executor.library().handle(stream)?;
     let (params, gradients) = (memory.params(), memory.gradients());
