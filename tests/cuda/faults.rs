@@ -261,7 +261,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 106] = [
+const FAULTS: [Fault; 105] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -319,7 +319,12 @@ const FAULTS: [Fault; 106] = [
     ("stats of documents as those of batch entries", Forward, ["(s.begin_q + q) * p.heads_q + head", "(s.begin_q + q) + head"], PACKED),
     ("queries of every document are the first's", Backward, ["s.begin_q = queries.begin;", "s.begin_q = 0;"], PACKED),
     ("sums of documents lie over one another", Backward, ["s.begin_q / TILE_M + batch + tile", "batch + tile"], PACKED),
-    ("keys of other documents have gradients", Backward, ["span.len_kv, first_row)", "span.len_kv + 16, first_row)"], PACKED),
+    (
+        "keys of other documents have gradients",
+        Backward,
+        ["span.begin_kv, span.len_kv, tile.head", "span.begin_kv, span.len_kv + 16, tile.head"],
+        PACKED,
+    ),
     (
         "stats are read as those of batch entries",
         Backward,
@@ -370,47 +375,77 @@ const FAULTS: [Fault; 106] = [
     (
         "gradients of scores are read before both groups wrote",
         Backward,
-        ["meet(BOTH_GROUPS, 256);\n                    along", "along"],
+        ["meet(BOTH_GROUPS, 256);\n                        along", "along"],
         LONG,
     ),
     ("gradients of scores have one place", Backward, ["turn ^= 1;", ""], LONG),
     (
         "the matrix units are not told of what was written",
         Backward,
-        ["written_for_engines();\n                if (STAGES", "if (STAGES"],
+        ["written_for_engines();\n                    if (STAGES", "if (STAGES"],
         LONG,
     ),
     (
-        "results are written over keys that are read",
+        "results are written over gradients of scores that are read",
         Backward,
-        ["done with the keys.\n    meet(BOTH_GROUPS, 256);", "done with the keys."],
+        ["and with gradients of scores.\n        meet(BOTH_GROUPS, 256);", "and with gradients of scores."],
         WIDE,
     ),
-    ("every share has all heads", Backward, ["p.group * share / p.shares, p.group * (share + 1) / p.shares", "0, p.group"], SHARED),
+    (
+        "every share has all heads",
+        Backward,
+        ["p.group * tile.share / p.shares, p.group * (tile.share + 1) / p.shares", "0, p.group"],
+        SHARED,
+    ),
     ("the first share is taken for the whole", Backward, ["+ 1 == p.shares)", "== 0)"], SHARED),
-    ("groups add to one share", Backward, ["number_of(p)) * 2 + group)", "number_of(p)) * 2)"], SHARED),
+    ("groups add to one share", Backward, ["long(tile.number) * 2 + group)", "long(tile.number) * 2)"], SHARED),
     ("shares of values lie over those of keys", Backward, ["add_share(share + 128 * DK, dv)", "add_share(share, dv)"], SHARED),
-    ("blocks of keys are counted together", Backward, ["p.shares_done + number_of(p)", "p.shares_done"], SHARED),
+    ("blocks of keys are counted together", Backward, ["p.shares_done + tile.number", "p.shares_done"], SHARED),
     ("who is last is read before it is told", Backward, ["meet(BOTH_GROUPS, 256);\n    const bool last", "const bool last"], SHARED),
-    ("scores are read while they are computed", Backward, ["products_wait<1>();\n                hold(s);", "hold(s);"], LONG),
+    ("scores are read while they are computed", Backward, ["products_wait<1>();\n                    hold(s);", "hold(s);"], LONG),
     ("the second query of two has the first's sum", Backward, ["stay, n + 1) - of.y", "stay, n + 1) - of.x"], LONG),
-    ("groups add to one slice", Backward, ["tile.part * 2 + group) * SLICE", "tile.part * 2) * SLICE"], LONG),
-    ("sums are written over before they have left", Backward, ["meet(SUMS_FREE + group, 160);", "arrive(SUMS_FREE + group, 160);"], LONG),
-    ("a group's place is told free before its sums have left", Backward, ["if (first) copied_out<1>();", ""], LONG),
-    ("sums leave before they are there", Backward, ["meet(SUMS_THERE + group, 160);", "arrive(SUMS_THERE + group, 160);"], LONG),
+    ("groups add to one slice", Backward, ["(place * SLICES + slice) * SLICE", "(place * SLICES) * SLICE"], LONG),
+    (
+        "sums are written over before they have left",
+        Backward,
+        ["meet(SUMS_FREE + group, 160);\n    at +=", "arrive(SUMS_FREE + group, 160);\n    at +="],
+        LONG,
+    ),
+    (
+        "a group's place is told free before its sums have left",
+        Backward,
+        ["if (first) copied_out<1>();\n        __syncwarp();\n        arrive(", "__syncwarp();\n        arrive("],
+        LONG,
+    ),
+    (
+        "sums leave before they are there",
+        Backward,
+        ["meet(SUMS_THERE + group, 160);\n            if (first)", "arrive(SUMS_THERE + group, 160);\n            if (first)"],
+        LONG,
+    ),
     ("the copy engine is not told of sums", Backward, ["written_for_engines();\n    arrive(SUMS_THERE", "arrive(SUMS_THERE"], LONG),
-    ("the last sums are not waited for", Backward, ["if (first) copied_out();\n}", "}"], LONG),
-    ("matrices are stored over one another", Backward, ["((lane >> 4 ^ (lane & 7)) << 4)", "((lane & 7) << 4)"], LONG),
+    (
+        "matrices are stored over one another",
+        Backward,
+        [
+            "+ (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4)",
+            "+ (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane & 7) << 4)",
+        ],
+        LONG,
+    ),
     (
         "the next scores are those of this step's queries",
         Backward,
-        ["own_rows, at.q + ring.stage * Q_BYTES);\n            }\n            step", "own_rows, q);\n            }\n            step"],
+        [
+            "own_rows, at.q + ring.stage * Q_BYTES);\n                }\n                step",
+            "own_rows, q);\n                }\n                step",
+        ],
         LONG,
     ),
     (
         "the next queries are not waited for",
         Backward,
-        ["if (AHEAD && more) {\n                barrier_wait(at.q_full + 8 * ring.stage, ring.phase);", "if (AHEAD && more) {"],
+        ["if (AHEAD && more) {\n                    barrier_wait(at.q_full + 8 * ring.stage, ring.phase);", "if (AHEAD && more) {"],
         LONG,
     ),
     (
@@ -425,7 +460,7 @@ const FAULTS: [Fault; 106] = [
         ["fewer_registers<BRING_REGISTERS>", "fewer_registers<BRING_REGISTERS + 8>"],
         LONG,
     ),
-    ("a half of the rows is not scaled", Backward, ["of.z * p.scale", "of.z"], LONG),
+    ("a half of the rows of wide heads is not scaled", Backward, ["of.z * p.scale", "of.z"], WIDE),
     (
         "a tile behind the last is walked over",
         Backward,

@@ -9,6 +9,7 @@ mod lists;
 mod mma;
 mod mma_faults;
 mod pages;
+mod ring_faults;
 mod statistics;
 
 use conformance::case::Case;

@@ -100,15 +100,16 @@ fn lying((dims, dtype, score_mod, masks, lies, _): Other) -> AttentionSpec {
 /// Bytes that a thread may put into local memory, where a trace reads tensors or heads are wide: between tiles, and in blocks at the edge of a mask.
 const SPILLED: u32 = 320;
 
-/// Bytes that whoever brings operands backward and takes sums out may, who has 24 registers.
-const BRINGING: u32 = 48;
+/// Bytes that warps beside those that compute may backward, who bring operands, take sums out and round them with 24 registers each. That those that compute keep
+/// what they have where products are asked for is held by the machine code (`sass.rs`).
+const BRINGING: u32 = 360;
 
 /// The same of backward passes, which keep nothing of a tile but its sums.
-const SPILLED_BACKWARD: u32 = 144;
+const SPILLED_BACKWARD: u32 = 536;
 
 /// The same beside dropout, whose numbers come while sums of gradients are in registers. A loop over them in place of one text would spill half of it, and have products
 /// run one after the other.
-const SPILLED_BACKWARD_DROPPED: u32 = 312;
+const SPILLED_BACKWARD_DROPPED: u32 = 584;
 
 /// What the compiler says of the kernel of a text that spills the most: bytes of spill stores.
 fn spilled(log: &str) -> u32 {

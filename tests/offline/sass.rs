@@ -76,6 +76,8 @@ fn backward_of_groups(spec: &AttentionSpec) -> Counts {
     let products = (asked * tile.dim_qk + halves * tile.dim_v) / 16 + 2 * tile.queries / 16 + 128 / 16;
     // Gradients of scores go to shared memory, 64 x 64 of a group, four matrices of 8 x 8 a warp at once.
     let stored = halves * 64 * 64 / (GROUP / 32) / (4 * 64);
+    // So do rounded sums of 16 rows by 64 columns, where warps beside the groups have these.
+    let stored = stored + if tile.sums_bytes() > 0 { 16 * 64 / (4 * 64) } else { 0 };
     // A slice has 64 x 64 numbers, which the copy engine adds, one of each group, or threads, four to an instruction.
     let (by_copy, by_threads) = if tile.sums_bytes() > 0 { (2, 0) } else { (0, 64 * 64 / GROUP / 4) };
     // And of gradients of keys and values, where blocks of threads share the heads of a group.

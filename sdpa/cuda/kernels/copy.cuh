@@ -32,12 +32,27 @@ inline void barrier_wait(uint barrier, uint parity) {
         : "memory");
 }
 
+// Tells the second cache that what is copied once need not stay there.
+inline ulong64 once_only() {
+    ulong64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Brings a box to shared memory. Rows are 128 bytes, swizzled: what lies outside of the tensor is zero.
+template <bool once = false>
 inline void copy_in(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch)
-        : "memory");
+    if constexpr (once) {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+            "l"(&map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch), "l"(once_only())
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+            "l"(&map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch)
+            : "memory");
+    }
 }
 
 // Brings bytes in a row to shared memory: multiples of 16, from and to multiples of 16.
@@ -56,10 +71,22 @@ inline void nothing_in(uint to, uint bytes, uint barrier) {
 }
 
 // Takes a box out of shared memory. What lies outside of the tensor is not written.
+template <bool once = false>
 inline void copy_out(uint from, const TensorMap& map, int dim, int row, int head, int batch) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(from), "l"(&map), "r"(dim),
-                 "r"(row), "r"(head), "r"(batch)
-                 : "memory");
+    if constexpr (once) {
+        asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%1, {%2, %3, %4, %5}], [%0], %6;" ::"r"(from),
+                     "l"(&map), "r"(dim), "r"(row), "r"(head), "r"(batch), "l"(once_only())
+                     : "memory");
+    } else {
+        asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(from), "l"(&map), "r"(dim),
+                     "r"(row), "r"(head), "r"(batch)
+                     : "memory");
+    }
+}
+
+// Takes bytes in a row out of shared memory: multiples of 16, from and to multiples of 16.
+inline void copy_row_out(void* to, uint from, uint bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
 // Adds f32 numbers in a row, so many bytes, to those in memory: each by itself, in any order.
@@ -76,6 +103,11 @@ inline void copy_out_ends() {
 template <int left = 0>
 inline void copied_out() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(left) : "memory");
+}
+
+// All that this thread took out is where it goes.
+inline void arrived_out() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Shared memory that this thread wrote is there for the copy engine and the matrix units, once a barrier has passed.

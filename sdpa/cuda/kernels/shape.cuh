@@ -28,16 +28,25 @@ constexpr int DQ = PANEL / 2;
 // What a group has of the gradients of a step's queries: 64 by 64 numbers, which leave by way of shared memory where there is room.
 constexpr int SLICE = 64 * 64;
 constexpr uint SUMS_BYTES = SUMS_BY_COPY ? SLICE * 4 : 0;
+// What a warp has of it; and what a warp that rounds has at once: two pieces, and two of rounded rows.
+constexpr int PIECE = SLICE / 4;
+constexpr uint PIECE_BYTES = SUMS_BY_COPY ? PIECE * 4 : 0, SETTLED_BYTES = 3 * PIECE_BYTES;
+// Keys and values are read once, but where blocks of threads share them.
+constexpr bool ONCE = !WITH_SHARES && PARTS == 1;
 // A step's scores are asked for at the end of the step before, where its queries are there by then.
 constexpr bool AHEAD = STAGES > 1;
 // Numbers of barriers: of the groups that compute; of each group and the warp that takes its sums.
 constexpr uint BOTH_GROUPS = 1, SUMS_FREE = 2, SUMS_THERE = 4;
+// Warps that are told which block of keys is next: those that compute; where the copy engine adds sums, who asks it, and two that round what is summed up.
+constexpr uint TOLD_WARPS = WARPS + (SUMS_BY_COPY ? 3 : 0);
 constexpr float LOG2_E = 1.44269504088896340736f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// A block of keys of one key head, and a part of the columns.
+// A block of keys of one key head, a part of the columns, and of the heads that share the keys; which of all blocks it is, and which of its section's key heads
+// in the ring of sums.
 struct Tile {
-    int block, batch, head, part;
+    int block, batch, head, part, share;
+    int number, section, slot;
 };
 
 // Which of all tiles of queries one is, of all heads. Of packed documents a head has those that begin before them, and one more for each document: as many as tokens fill,
@@ -58,4 +67,36 @@ struct Corner {
 inline Place place_of(const Params& p, const Corner& corner, int n) {
     // What traces read is there for places of the problem alone.
     return Place{corner.batch, corner.head, min(corner.q + 8 * (n / 4) + (n & 1), p.seq_q - 1), min(corner.k + (n & 2 ? 8 : 0), p.seq_kv - 1)};
+}
+
+// Where things lie in shared memory: operands, gradients of scores of two steps, sums that leave and pieces that settle, zeros, numbers of rows, barriers, numbers that are told.
+struct Shared {
+    uint k, v, q, d_o, d_s, sums, settled, zeros, lse, delta;
+    uint kv_full, kv_free, q_full, q_free, d_o_full, d_o_free, told_full, told_free, settled_full, told, last;
+};
+
+inline Shared layout(uint base) {
+    Shared at;
+    at.k = base;
+    at.v = at.k + K_BYTES;
+    at.q = at.v + V_BYTES;
+    at.d_o = at.q + STAGES * Q_BYTES;
+    at.d_s = at.d_o + STAGES * D_O_BYTES;
+    at.sums = at.d_s + 2 * D_S_BYTES;
+    at.settled = at.sums + 2 * SUMS_BYTES;
+    at.zeros = at.settled + 2 * SETTLED_BYTES;
+    at.lse = at.zeros + PIECE_BYTES;
+    at.delta = at.lse + STAGES * ROWS_BYTES;
+    at.kv_full = at.delta + STAGES * ROWS_BYTES;
+    at.kv_free = at.kv_full + 8;
+    at.q_full = at.kv_free + 8;
+    at.q_free = at.q_full + 8 * STAGES;
+    at.d_o_full = at.q_free + 8 * STAGES;
+    at.d_o_free = at.d_o_full + 8 * STAGES;
+    at.told_full = at.d_o_free + 8 * STAGES;
+    at.told_free = at.told_full + 16;
+    at.settled_full = at.told_free + 16;
+    at.told = at.settled_full + 32;
+    at.last = at.told + 8;
+    return at;
 }

@@ -42,8 +42,9 @@ inline Clipped clipped(int begin, int length, int first) {
 
 // Brings the rows of a panel, or zeros where the tensor has none of its columns: for a box that lies behind the last column the copy engine of an H200
 // looks at the begin of the map, which need not be memory.
+template <bool once = false>
 inline void panel_in(uint to, uint bytes, const TensorMap& map, uint barrier, int column, bool there, const Clipped& rows, int head) {
-    if (there) copy_in(to, map, barrier, column, rows.skipped, head, rows.end);
+    if (there) copy_in<once>(to, map, barrier, column, rows.skipped, head, rows.end);
     else nothing_in(to, bytes, barrier);
 }
 #endif

@@ -5,10 +5,9 @@ struct Heads {
     int first, past;
 };
 
-inline Heads heads_of(const Params& p) {
+inline Heads heads_of(const Params& p, const Tile& tile) {
 #if WITH_SHARES
-    const int share = blockIdx.x % p.shares;
-    return Heads{p.group * share / p.shares, p.group * (share + 1) / p.shares};
+    return Heads{p.group * tile.share / p.shares, p.group * (tile.share + 1) / p.shares};
 #else
     return Heads{0, p.group};
 #endif
@@ -26,7 +25,7 @@ struct Steps {
 };
 
 inline Steps steps_of(const Params& p, const Reach& reach, const Tile& tile) {
-    const Heads heads = heads_of(p);
+    const Heads heads = heads_of(p, tile);
     return Steps{heads.first, heads.past, walk_of(p, reach, tile.batch, tile.head * p.group + heads.first, tile.block)};
 }
 

@@ -62,6 +62,12 @@ inline uint load_shared(uint at) {
     return x;
 }
 
+inline float4 load_shared_four(uint at) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+    return x;
+}
+
 inline float2 load_shared_pair(uint at) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
@@ -81,6 +87,24 @@ inline void arrive(uint barrier, uint threads) {
 // Adds to four numbers in a row, each by itself.
 inline void add_four(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// Counts up, behind everything that this thread has seen or done: by threads, and by the copy engine for them.
+inline void count_up(int* at, int count) {
+    asm volatile(
+        "fence.proxy.async.global;\n"
+        "red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at),
+        "r"(count)
+        : "memory");
+}
+
+// Waits until so many are counted: what was done before is there for this thread, and for the copy engine that it asks.
+inline void wait_for(const int* at, int count) {
+    int found;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
+    } while (found < count);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // An address that the compiler keeps as it is: what is added to it later is a distance, not made anew.

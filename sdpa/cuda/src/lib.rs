@@ -8,6 +8,7 @@
 //! | `choice` | when it is asked before cuDNN |
 //! | `problem`, `backward` | problems as kernels are told of them, and what they decline |
 //! | `tile`, `work`, `shares` | how a problem is cut; how many tiles that makes, and whether their keys are split, or heads that share keys |
+//! | `sections` | which key heads follow one another backward, and where sums lie meanwhile |
 //! | `map` | which blocks of keys a rule of places leaves |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
 //! | `mma` | the family with `mma.sync`: what it takes, its cuts, its texts |
@@ -27,6 +28,7 @@ pub mod mma;
 pub mod params;
 mod plan;
 mod problem;
+mod sections;
 mod shares;
 pub mod source;
 mod target;

@@ -156,6 +156,12 @@ params! {
         key_sums: u64 = "float* ",
         /// Address of how many of them are done with each block of keys, i32; 0 when the kernels begin.
         shares_done: u64 = "int* ",
+        /// Address of how many blocks of keys were taken, i32; 0 when the kernels begin, as what follows.
+        taken: u64 = "int* ",
+        /// Address of how many of them are done, i32 for each section.
+        done: u64 = "int* ",
+        /// Address of how many slices of sums have left, i32 for each section.
+        settled: u64 = "int* ",
         /// Address of the lengths of queries, i32 for each batch entry.
         seq_len_q: u64 = "const int* ",
         /// Address of the lengths of keys, i32 for each batch entry.
@@ -228,6 +234,18 @@ params! {
         tokens_kv: i32 = "int ",
         /// Key heads of batch entries whose queries are walked over side by side.
         section: i32 = "int ",
+        /// How many such sections there are.
+        sections: i32 = "int ",
+        /// How many of them have a place for their sums at once; 0 where every tile of queries has its own.
+        ring: i32 = "int ",
+        /// How many sections behind it the sums leave.
+        behind: i32 = "int ",
+        /// Blocks of keys that are taken, of all key heads, parts and shares.
+        numbers: i32 = "int ",
+        /// Numbers behind them that stand for sums of each of the last sections, which leave.
+        tail: i32 = "int ",
+        /// How many numbers there are in all.
+        last: i32 = "int ",
         /// Rows of the map from one batch entry to the next, in units of `blocks`; 0 where all have the same.
         map_batch: i32 = "int ",
         /// Rows of the map from one head to the next, in units of `blocks`; 0 where all have the same.

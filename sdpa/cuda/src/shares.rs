@@ -20,7 +20,7 @@ const CLOSE: f64 = 1.03;
 const LOOKED_AT: i64 = 32;
 
 /// Walks over the queries of one head, in steps.
-struct Walks {
+pub(crate) struct Walks {
     longest: f64,
     mean: f64,
 }
@@ -47,6 +47,11 @@ impl Walks {
             })
             .collect();
         Walks { longest: walks.iter().copied().max().unwrap_or(0) as f64, mean: walks.iter().sum::<i64>() as f64 / looked_at as f64 }
+    }
+
+    /// How much longer than the mean the longest is.
+    pub(crate) fn unevenness(&self) -> f64 {
+        self.longest / self.mean.max(1.0)
     }
 
     /// Whether all take about as long.
@@ -86,17 +91,26 @@ fn time(walks: &Walks, blocks: i64, [group, shares]: [i64; 2], multiprocessors: 
 }
 
 impl Backward {
+    /// Queries or keys of a batch entry: of documents on average.
+    pub(crate) fn length(&self, side: Side) -> i64 {
+        let [batch, _, seq_q, seq_kv] = self.forward.extents;
+        let extent = if side == Side::Queries { seq_q } else { seq_kv };
+        self.forward.packed.map_or(extent, |packs| extent.min(packs.totals[side as usize] / batch.max(1)).max(1))
+    }
+
+    /// Its walks over queries of that length.
+    pub(crate) fn walks(&self, tile: &BackwardTile) -> Walks {
+        Walks::of(&self.forward, [Side::Queries, Side::Keys].map(|side| self.length(side)), tile.queries)
+    }
+
     /// The blocks of threads that share the query heads of a key head, on a device of so many multiprocessors, each of which has one block at a time: the
     /// fewest of those that take about as long as any (docs/cuda.md, "Backward").
     pub(crate) fn shares(&self, tile: &BackwardTile, multiprocessors: u32) -> u32 {
         let forward = &self.forward;
-        let [batch, heads_q, seq_q, seq_kv] = forward.extents;
+        let [batch, heads_q, ..] = forward.extents;
         let (group, multiprocessors) = (forward.group.max(1), i64::from(multiprocessors.max(1)));
-        let each =
-            |side: Side, extent: i64| forward.packed.map_or(extent, |packs| extent.min(packs.totals[side as usize] / batch.max(1)).max(1));
-        let lengths = [each(Side::Queries, seq_q), each(Side::Keys, seq_kv)];
-        let walks = Walks::of(forward, lengths, tile.queries);
-        let blocks = batch * (heads_q / group) * steps(lengths[1], BackwardTile::KEYS) * i64::from(tile.parts);
+        let walks = self.walks(tile);
+        let blocks = batch * (heads_q / group) * steps(self.length(Side::Keys), BackwardTile::KEYS) * i64::from(tile.parts);
         let times: Vec<f64> = (1..=group).map(|shares| time(&walks, blocks, [group, shares], multiprocessors)).collect();
         let least = times.iter().copied().fold(f64::INFINITY, f64::min);
         times.iter().position(|&time| time <= least * CLOSE).map_or(1, |n| n as u32 + 1)

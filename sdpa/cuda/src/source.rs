@@ -38,7 +38,12 @@ pub(crate) const BACKWARD: (&str, &str) = piece!("back.cuh");
 const SHAPE: (&str, &str) = piece!("shape.cuh");
 const STEPS: (&str, &str) = piece!("steps.cuh");
 pub(crate) const ALONG: (&str, &str) = piece!("along.cuh");
-const GRADIENTS: [(&str, &str); 2] = [piece!("backward.cu"), piece!("rows.cuh")];
+const ROWS: (&str, &str) = piece!("rows.cuh");
+const SECTIONS: (&str, &str) = piece!("sections.cuh");
+/// What becomes of sums of gradients of queries: in the kernel itself, or in one of its own.
+const SETTLE: (&str, &str) = piece!("settle.cuh");
+const QUERIES: (&str, &str) = piece!("queries.cuh");
+const GRADIENTS: (&str, &str) = piece!("backward.cu");
 
 /// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
 /// where a kernel says so.
@@ -47,9 +52,11 @@ pub const OPTIONS: [&str; 4] = ["--std=c++17", "--device-as-default-execution-sp
 /// The name of the forward kernel.
 pub const FORWARD_ENTRY: &CStr = c"attention_forward";
 
-/// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of queries go, and those of
-/// parameters that are rounded.
-pub const BACKWARD_ENTRIES: [&CStr; 4] = [c"attention_backward", c"attention_rows", c"attention_queries", c"attention_rounded"];
+/// The names of the kernels of a backward pass: the one that computes; what it reads of each row; where sums of gradients of parameters go that are rounded.
+pub const BACKWARD_ENTRIES: [&CStr; 3] = [c"attention_backward", c"attention_rows", c"attention_rounded"];
+
+/// The name of the kernel that rounds sums of gradients of queries, where the one that computes does not.
+pub const QUERIES_ENTRY: &CStr = c"attention_queries";
 
 /// The name of the kernel behind the forward one that merges parts of keys.
 pub const MERGE_ENTRY: &CStr = c"attention_merged";
@@ -219,7 +226,8 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         text.push_str("\n#line 1 \"parameters\"\n");
         text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
     }
-    GRADIENTS.into_iter().for_each(|piece| add(&mut text, piece));
+    let of_queries = if tile.sums_bytes() > 0 { SETTLE } else { QUERIES };
+    [ROWS, SECTIONS, of_queries, GRADIENTS].into_iter().for_each(|piece| add(&mut text, piece));
     text
 }
 

@@ -6,6 +6,7 @@ use crate::kernel::KernelKey;
 use crate::mma::{self, Cut};
 use crate::plan::Pass;
 use crate::problem::{Forward, unsupported};
+use crate::sections::Sections;
 use crate::source;
 use crate::tile::Tile;
 use sdpa_core::backward::BackwardProblem;
@@ -101,9 +102,11 @@ impl Target {
             Family::Wgmma => {
                 let tile = backward.tile(self.multiprocessors)?;
                 let source = source::backward(&backward, &tile);
-                let [compute, rows, queries, rounded] = source::BACKWARD_ENTRIES;
-                let entries = vec![(compute, tile.shared_bytes()), (rows, 0), (queries, 0), (rounded, 0)];
-                self.written(family, (backward, tile).into(), (source, entries), None)
+                let [compute, rows, rounded] = source::BACKWARD_ENTRIES;
+                let mut entries = vec![(compute, tile.shared_bytes()), (rows, 0), (rounded, 0)];
+                entries.extend((tile.sums_bytes() == 0).then_some((source::QUERIES_ENTRY, 0)));
+                let sections = Sections::of(&backward, &tile, self.multiprocessors);
+                self.written(family, (backward, tile, sections).into(), (source, entries), None)
             }
             Family::Mma => {
                 let cut = Cut::of_backward(&backward)?;

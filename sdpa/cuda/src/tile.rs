@@ -211,20 +211,32 @@ impl BackwardTile {
         2 * self.parts
     }
 
+    /// Bytes of the sums of gradients of a tile of queries, f32.
+    pub fn sums_of_queries(&self) -> u32 {
+        self.slices() * PANEL * PANEL * 4
+    }
+
     /// Bytes in which gradients of a step's queries are left to the copy engine: a slice of f32 for each group. None where heads are so wide that columns
     /// come in parts, and shared memory is full: there each thread adds its own.
     pub fn sums_bytes(&self) -> u32 {
         if self.parts == 1 { 2 * PANEL * PANEL * 4 } else { 0 }
     }
 
+    /// Bytes in which two warps round sums, each two pieces of 16 rows by 64 columns at once, and bytes of zeros of a piece.
+    fn settled_bytes(&self) -> u32 {
+        let piece = self.sums_bytes() / 8;
+        2 * 3 * piece + piece
+    }
+
     /// Bytes of shared memory of a block: keys and values, steps of queries and gradients of outputs, two numbers of each query, gradients of scores of
-    /// two steps, gradients of a step's queries, barriers.
+    /// two steps, gradients of a step's queries, pieces of them that are rounded, barriers.
     pub fn shared_bytes(&self) -> u32 {
         let row = (self.dim_qk + self.dim_v) / PANEL * ROW_BYTES;
         (BackwardTile::KEYS + self.stages * self.queries) * row
             + self.stages * self.queries * 8
             + 2 * BackwardTile::KEYS * self.queries * 2
             + self.sums_bytes()
+            + self.settled_bytes()
             + BARRIERS
     }
 }

@@ -41,6 +41,9 @@ inline long max(long x, long y) { return x < y ? y : x; }
 struct float2 {
     float x, y;
 };
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };

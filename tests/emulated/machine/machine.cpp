@@ -84,6 +84,8 @@ struct Fiber {
     // How many copies out are under way: of no group yet, and of each group.
     std::shared_ptr<int> open = std::make_shared<int>(0);
     std::vector<std::shared_ptr<int>> under_way;
+    // How many rows were taken out and are not there yet.
+    std::shared_ptr<int> unwritten = std::make_shared<int>(0);
     // Products asked for, and how many at the end of each group.
     uint64_t asked = 0;
     bool begun = false;
@@ -130,6 +132,18 @@ struct Copy {
     uint32_t bytes;
     // Turns until the engine thinks of it, if it is one that takes long.
     unsigned later;
+    // Whether numbers are added to those in memory; and what counts those of the thread that are not there yet.
+    bool adds = false;
+    std::shared_ptr<int> unwritten = nullptr;
+};
+
+// Bytes that were read from shared memory, and are not where they go.
+struct Write {
+    void* to;
+    std::vector<float> numbers;
+    bool adds;
+    std::shared_ptr<int> unwritten;
+    unsigned later;
 };
 
 // What a thread of a group asked of a product.
@@ -159,6 +173,7 @@ struct Block {
     std::map<unsigned, Numbered> numbered;
     std::map<uint32_t, Barrier> barriers;
     std::vector<Copy> copies;
+    std::vector<Write> writes;
     std::vector<Group> groups;
     std::vector<int> registers;
     size_t live;
@@ -355,11 +370,9 @@ void run(Block& block, const Copy& copy) {
             return came_in(block, copy, copy.bytes);
         }
         published(block, copy.shared, copy.bytes, "the copy engine");
-        for (uint32_t n = 0; n < copy.bytes; n += 4) {
-            float more;
-            memcpy(&more, &block.shared[copy.shared + n], 4);
-            static_cast<float*>(copy.row)[n / 4] += more;
-        }
+        Write write = {copy.row, std::vector<float>(copy.bytes / 4), copy.adds, copy.unwritten, lateness(8, 4000)};
+        memcpy(write.numbers.data(), &block.shared[copy.shared], copy.bytes);
+        block.writes.push_back(std::move(write));
         --*copy.group;
         return;
     }
@@ -458,8 +471,26 @@ void multiply_now(Block& block, const Asked& asked) {
 }
 
 // Engines come to some of what they were asked.
+void run(const Write& write) {
+    float* to = static_cast<float*>(write.to);
+    for (float number : write.numbers) {
+        *to = write.adds ? *to + number : number;
+        to++;
+    }
+    --*write.unwritten;
+}
+
 bool engines(Block& block) {
     bool any = false;
+    for (size_t n = 0; n < block.writes.size() && !failed;) {
+        if (block.writes[n].later > 0) {
+            block.writes[n++].later--;
+            continue;
+        }
+        run(block.writes[n]);
+        block.writes.erase(block.writes.begin() + long(n));
+        any = true;
+    }
     for (size_t n = 0; n < block.copies.size() && !failed;) {
         if (block.copies[n].later > 0) {
             block.copies[n++].later--;
@@ -487,7 +518,7 @@ bool asked_for(const Block& block) {
     for (const Group& group : block.groups) {
         if (!group.waiting.empty() && group.waiting.front().count == GROUP) return true;
     }
-    return !block.copies.empty();
+    return !block.copies.empty() || !block.writes.empty();
 }
 
 void stuck(const std::vector<std::unique_ptr<Block>>& live) {
@@ -527,6 +558,8 @@ void wait(const Site& site, bool (*holds)(const void*), const void* condition) {
 }
 
 void progress() { went_on = true; }
+
+void linger() { now->block->warps[now->number / WARP].late = lateness(4, 4000); }
 
 // Comes to the half of the board whose turn it is, which has what this lane tells, and waits for the other lanes.
 static void come_lane(Warp& warp, uint64_t half, uint64_t wanted, const Site& site) {
@@ -733,10 +766,11 @@ void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]) {
     copy(false, from, map, 0, place, now->open);
 }
 
-void add_out(float* to, uint32_t from, uint32_t bytes) {
-    if (!holds(uint64_t(to), bytes)) fail("%u bytes are added at %p, which no allocation has", bytes, to);
+void row_out(void* to, uint32_t from, uint32_t bytes, bool adds) {
+    if (!holds(uint64_t(to), bytes)) fail("%u bytes leave for %p, which no allocation has", bytes, to);
     ++*now->open;
-    now->block->copies.push_back(Copy{false, from, 0, {}, {}, now->open, to, bytes, lateness(8, 100)});
+    now->block->copies.push_back(Copy{false, from, 0, {}, {}, now->open, to, bytes, lateness(8, 100), adds, now->unwritten});
+    ++*now->unwritten;
     went_on = true;
 }
 
@@ -750,6 +784,12 @@ void copied_out(size_t left, const Site& site) {
     const size_t wanted = self.under_way.size() - std::min(left, self.under_way.size());
     until(site, [&] { return std::all_of(self.under_way.begin(), self.under_way.begin() + long(wanted), [](const auto& group) { return *group == 0; }); });
     self.under_way.erase(self.under_way.begin(), self.under_way.begin() + long(wanted));
+}
+
+void arrived_out(const Site& site) {
+    copied_out(0, site);
+    const int& left = *now->unwritten;
+    until(site, [&] { return left == 0; });
 }
 
 void multiply_begin() { now->begun = true; }
@@ -856,7 +896,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_run(
             under_way |= asked_for(block);
             block.live = 0;
             for (const Fiber* fiber : block.fibers) block.live += !fiber->ended;
-            if (block.live == 0 && block.copies.empty()) {
+            if (block.live == 0 && block.copies.empty() && block.writes.empty()) {
                 end_block(block);
                 live.erase(live.begin() + long(n));
                 went_on = true;

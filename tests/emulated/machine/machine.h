@@ -32,6 +32,9 @@ void wait(const Site& site, bool (*holds)(const void*), const void* condition);
 // Something has happened that others may have waited for.
 void progress();
 
+// Its warp may miss many turns from now on, as one that others left behind.
+void linger();
+
 // Waits until a condition holds: of what was ready already, until its next turn.
 template <class Condition>
 inline void until(const Site& site, Condition holds) {
@@ -67,10 +70,12 @@ void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&pla
 void copy_row_in(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void nothing_in(uint32_t to, uint32_t bytes, uint32_t barrier);
 void copy_out(uint32_t from, const uint64_t* map, const int (&place)[4]);
-// f32 numbers in a row, added to those in memory.
-void add_out(float* to, uint32_t from, uint32_t bytes);
+// Bytes in a row, in place of those in memory or, f32 numbers, added to them.
+void row_out(void* to, uint32_t from, uint32_t bytes, bool adds);
 void copy_out_ends();
+// What this thread took out has been read, but for so many groups; has come to where it goes, as far as rows go.
 void copied_out(size_t left, const Site& site);
+void arrived_out(const Site& site);
 
 // Copies of 16 bytes to shared memory that threads ask for, `bytes` of them of memory and zeros behind: there for the thread that asked once it waited for their
 // group, and for others once that thread came to a barrier.

@@ -37,8 +37,23 @@ inline float2 load_shared_pair(uint at) {
     machine::load(at, &x, 8);
     return x;
 }
+inline float4 load_shared_four(uint at) {
+    if (at % 16 != 0) machine::fail("16 bytes at %u", at);
+    float4 x;
+    machine::load(at, &x, 16);
+    return x;
+}
 inline void meet(uint barrier, uint threads, HERE) { machine::come(barrier, threads, true, {"meet", file, line}); }
 inline void arrive(uint barrier, uint threads, HERE) { machine::come(barrier, threads, false, {"arrive", file, line}); }
+
+inline void count_up(int* at, int count) {
+    *at += count;
+    machine::progress();
+}
+inline void wait_for(const int* at, int count, HERE) {
+    machine::until({"wait_for", file, line}, [&] { return *at >= count; });
+    machine::linger();
+}
 
 inline float* kept(float* at) { return at; }
 

@@ -9,7 +9,7 @@ const INVALID_VALUE: c_int = 1;
 const CUDA_VERSION: c_int = 13000;
 const CONTEXT: usize = 0xc0de_0000;
 /// Multiprocessors, so few that blocks of threads take several tiles each.
-const MULTIPROCESSORS: c_int = 3;
+const MULTIPROCESSORS: c_int = 5;
 
 /// A device: its name, its compute capability, the shared memory of a block.
 pub(crate) struct Model {

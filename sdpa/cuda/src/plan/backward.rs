@@ -1,13 +1,14 @@
-//! Calls of backward passes: what is added to becomes 0, then a launch for the rows, one for the gradients, one for those of queries, and one for each
-//! parameter's that is rounded.
+//! Calls of backward passes: what is added to becomes 0, then a launch for the rows, one for the gradients, where heads are wide one for those of queries, and one for
+//! each parameter's that is rounded.
 #![allow(unsafe_code)]
 
-use super::told::{Drops, Scale, bound, clipped, heads_in_cache, map_of, packed_map, steps, tensor};
+use super::told::{Drops, Scale, bound, clipped, map_of, packed_map, steps, tensor};
 use super::{CudaPlan, Pass};
 use crate::backward::Backward;
 use crate::error::Error;
 use crate::params::{BackwardParams, FAR};
 use crate::problem::Forward;
+use crate::sections::{Sections, head_tiles};
 use crate::tile::BackwardTile;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
@@ -17,32 +18,33 @@ use sdpa_driver::{DeviceSlice, Entry, Launch, Submission, TensorMap};
 use smallvec::SmallVec;
 use std::ffi::c_void;
 
-/// Elements of a slice of the gradients of a step's queries.
-const SLICE: i64 = 64 * 64;
 /// Threads of the kernels around the one that computes.
 const THREADS: u32 = 256;
 const SLICE_THREADS: u32 = 128;
 
 /// Where what the kernels leave to one another lies in the workspace, in bytes from its begin.
 #[derive(Debug, Default)]
-pub(super) struct Workspace {
-    /// Sums of gradients of queries, and what follows up to `lse`, are 0 when the kernels begin.
-    sums: u64,
+struct Workspace {
     /// Sums of gradients of keys and values that blocks of threads share, and how many are done with each.
     key_sums: u64,
     shares_done: u64,
+    /// How many blocks of keys were taken; of each section, how many are done, and how many slices of sums have left.
+    taken: u64,
+    counts: [u64; 2],
     /// Sums of gradients of parameters that are rounded, that of the sinks last.
     along: SmallVec<[Option<u64>; 4]>,
+    /// Sums of gradients of queries: all that lies before `lse` is 0 when the kernels begin.
+    sums: u64,
     lse: u64,
     delta: u64,
     d_o: u64,
     lists: u64,
-    pub(super) bytes: u64,
+    bytes: u64,
 }
 
 impl Workspace {
     /// With so many bytes for lists of blocks.
-    pub(super) fn of(backward: &Backward, tile: &BackwardTile, lists: u64) -> Workspace {
+    fn of(backward: &Backward, tile: &BackwardTile, sections: &Sections, lists: u64) -> Workspace {
         let Forward { extents: [batch, heads_q, seq_q, _], .. } = &backward.forward;
         let tiles = if backward.forward.packed.is_some() { 1 } else { *batch } * heads_q * head_tiles(backward, tile);
         let mut end = 0;
@@ -51,28 +53,17 @@ impl Workspace {
             end += bytes.unsigned_abs().next_multiple_of(256);
             begin
         };
-        let sums = take(4 * tiles * i64::from(tile.slices()) * SLICE);
-        let shared = if tile.shares > 1 { key_blocks(backward, tile) } else { 0 };
+        let shared = if tile.shares > 1 { sections.blocks } else { 0 };
         let (key_sums, shares_done) = (take(4 * shared * i64::from(tile.key_sums())), take(4 * shared));
+        let (taken, counts) = (take(4), [sections.count; 2].map(|count| take(4 * count)));
         let along = gradients(backward).map(|(dtype, elements)| (dtype != DType::F32).then(|| take(4 * elements))).collect();
+        let sums = take(sections.places * i64::from(tile.sums_of_queries()));
         let rows = 4 * tiles * i64::from(tile.queries);
         let [lse, delta] = [rows; 2].map(&mut take);
         let d_o = take(if backward.copies_d_o() { 2 * batch * heads_q * seq_q * copy_row(backward) } else { 0 });
         let lists = take(lists as i64);
-        Workspace { sums, key_sums, shares_done, along, lse, delta, d_o, lists, bytes: end }
+        Workspace { key_sums, shares_done, taken, counts, along, sums, lse, delta, d_o, lists, bytes: end }
     }
-}
-
-/// Blocks of keys of all key heads, each for every part of the columns.
-fn key_blocks(backward: &Backward, tile: &BackwardTile) -> i64 {
-    let Forward { extents: [batch, heads_q, _, seq_kv], group, .. } = &backward.forward;
-    batch * (heads_q / group) * steps(*seq_kv, BackwardTile::KEYS) * i64::from(tile.parts)
-}
-
-/// Tiles of queries of a head: of a batch entry, or of all documents, which have as many as tokens fill, and one each that is not full.
-fn head_tiles(backward: &Backward, tile: &BackwardTile) -> i64 {
-    let Forward { extents: [batch, _, seq_q, _], packed, .. } = &backward.forward;
-    packed.map_or(steps(*seq_q, tile.queries), |packs| packs.totals[Side::Queries as usize] / i64::from(tile.queries) + batch)
 }
 
 /// Elements from one row of a copy of `d_o` to the next.
@@ -98,29 +89,29 @@ impl CudaPlan {
     /// As `DevicePrepared::submit`; the workspace is as large as the pass asks.
     pub(super) unsafe fn submit_backward(
         &self,
-        backward: &Backward,
-        tile: &BackwardTile,
+        (backward, tile, sections): (&Backward, &BackwardTile, &Sections),
         submission: &Submission<'_>,
         call: &DeviceCall<'_, DeviceSlice>,
         workspace: DeviceSlice,
     ) -> Result<(), Error> {
-        let at = Workspace::of(backward, tile, self.lists_bytes());
+        let at = Workspace::of(backward, tile, sections, self.lists_bytes());
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
         let Forward { tensors: [q, k, v, o], extents: [batch, heads_q, seq_q, _], .. } = &backward.forward;
         let [dq, dk, dv] = &backward.gradients;
         let (queries, keys) = (tile.queries, BackwardTile::KEYS);
         let d_o = if backward.copies_d_o() { workspace.address + at.d_o } else { address(Operand::DO) };
-        let boxes: [(Operand, u64, &TensorSpec, u32); 6] = [
+        let boxes: [(Operand, u64, &TensorSpec, u32); 7] = [
             (Operand::Q, address(Operand::Q), q, queries),
             (Operand::K, address(Operand::K), k, keys),
             (Operand::V, address(Operand::V), v, keys),
             (Operand::DO, d_o, &readable(backward), queries),
+            (Operand::DQ, address(Operand::DQ), dq, 16),
             (Operand::DK, address(Operand::DK), dk, 16),
             (Operand::DV, address(Operand::DV), dv, 16),
         ];
-        let all = boxes.iter().map(|(operand, _, tensor, _)| (*operand, *tensor)).chain([(Operand::O, o), (Operand::DQ, dq)]);
+        let all = boxes.iter().map(|(operand, _, tensor, _)| (*operand, *tensor)).chain([(Operand::O, o)]);
         let tokens = self.tokens(&backward.forward, all, call);
-        let mut maps = [TensorMap::default(); 6];
+        let mut maps = [TensorMap::default(); 7];
         for (map, (operand, address, tensor, rows)) in maps.iter_mut().zip(boxes) {
             let side = operand.side();
             *map = if backward.forward.packs(side) {
@@ -140,23 +131,23 @@ impl CudaPlan {
         let params = BackwardParams {
             tokens_q: tokens[Side::Queries as usize] as i32,
             tokens_kv: tokens[Side::Keys as usize] as i32,
-            ..self.backward_params(backward, tile, call, (workspace.address, &at), sink_gradient)
+            ..self.backward_params((backward, tile, sections), call, (workspace.address, &at), sink_gradient)
         };
         let captured = self.captured(call);
         // An empty structure has a byte.
         let to: SmallVec<[u64; 4]> = if sums.is_empty() { SmallVec::from_elem(0, 1) } else { sums.clone() };
-        let [q, k, v, d_o, dk, dv] = maps.each_ref().map(|map| std::ptr::from_ref(map).cast::<c_void>());
+        let [q, k, v, d_o, dq, dk, dv] = maps.each_ref().map(|map| std::ptr::from_ref(map).cast::<c_void>());
         let params_at: *const c_void = (&raw const params).cast();
         let captured_at: *const c_void = captured.as_ptr().cast();
-        let parameters = [q, k, v, d_o, dk, dv, params_at, captured_at, to.as_ptr().cast()];
+        let parameters = [q, k, v, d_o, dq, dk, dv, params_at, captured_at, to.as_ptr().cast()];
 
         let tiles = batch * heads_q * steps(*seq_q, queries);
-        let blocks = key_blocks(backward, tile) * i64::from(tile.shares);
         let launch = |blocks: i64, threads| Launch { blocks: [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1], threads, shared_bytes: 0 };
+        let blocks = i64::from(params.last).min(self.multiprocessors().into());
         let main = Launch { shared_bytes: tile.shared_bytes(), ..launch(blocks, BackwardTile::THREADS) };
-        let zeroed = DeviceSlice { address: workspace.address + at.sums, bytes: at.lse - at.sums };
+        let zeroed = DeviceSlice { bytes: at.lse, ..workspace };
         self.noting_use(submission, || {
-            let [compute, rows, of_queries, rounded] = self.backward_entries()?;
+            let [compute, rows, rounded] = self.backward_entries()?;
             // SAFETY: parameters are those of the kernels; the rest is the caller's, what lies in the workspace is within it, and the map is kept
             // with the plan.
             unsafe {
@@ -169,7 +160,11 @@ impl CudaPlan {
                 self.make_lists(submission, [params_at, captured_at])?;
                 submission.launch_entry(&rows, launch(tiles, THREADS), &[params_at])?;
                 submission.launch_entry(&compute, main, &parameters)?;
-                submission.launch_entry(&of_queries, launch(tiles * i64::from(tile.slices()), SLICE_THREADS), &[params_at])?;
+                if tile.sums_bytes() == 0
+                    && let Some(of_queries) = self.kept.kernel.entries.get(3)
+                {
+                    submission.launch_entry(of_queries, launch(tiles * i64::from(tile.slices()), SLICE_THREADS), &[params_at])?;
+                }
                 for (n, (dtype, elements)) in gradients(backward).enumerate().filter(|(_, (dtype, _))| *dtype != DType::F32) {
                     let numbers = [sums[n], given[n].address, elements.unsigned_abs(), u64::from(dtype == DType::F16)];
                     let parameters = numbers.each_ref().map(|number| std::ptr::from_ref(number).cast());
@@ -180,10 +175,20 @@ impl CudaPlan {
         })
     }
 
-    fn backward_entries(&self) -> Result<[Entry; 4], sdpa_driver::Error> {
-        // What makes lists is behind them.
+    /// Multiprocessors of the device, each of which has one block of threads at a time.
+    fn multiprocessors(&self) -> u32 {
+        self.kept.kernel.module.device().sm_count()
+    }
+
+    /// Bytes of workspace.
+    pub(super) fn backward_workspace(&self, backward: &Backward, tile: &BackwardTile, sections: &Sections) -> u64 {
+        Workspace::of(backward, tile, sections, self.lists_bytes()).bytes
+    }
+
+    fn backward_entries(&self) -> Result<[Entry; 3], sdpa_driver::Error> {
+        // What rounds gradients of queries and what makes lists is behind them.
         let entries = &self.kept.kernel.entries;
-        <[Entry; 4]>::try_from(entries.get(..4).unwrap_or_default()).map_err(|_| {
+        <[Entry; 3]>::try_from(entries.get(..3).unwrap_or_default()).map_err(|_| {
             let limit = format!("{} kernels", self.kept.kernel.entries.len());
             sdpa_driver::Error::Memory { what: "a backward pass".to_owned(), bytes: 0, limit }
         })
@@ -191,8 +196,7 @@ impl CudaPlan {
 
     fn backward_params(
         &self,
-        backward: &Backward,
-        tile: &BackwardTile,
+        (backward, tile, sections): (&Backward, &BackwardTile, &Sections),
         call: &DeviceCall<'_, DeviceSlice>,
         (workspace, at): (u64, &Workspace),
         sink_gradient: u64,
@@ -204,8 +208,7 @@ impl CudaPlan {
         let lists = self.lists(workspace + at.lists);
         let [map_batch, map_head] = lists.strides();
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
-        // Queries, gradients of outputs, and sums of f32.
-        let section = heads_in_cache(group * seq_q * (2 * (q.dims[3] + v.dims[3]) + 4 * q.dims[3])).min(batch * heads_q / group);
+        let numbers = (sections.blocks * i64::from(tile.shares)) as i32;
         BackwardParams {
             stats: call.statistic(Statistic::Stats).map_or(0, |slice| slice.address),
             o: address(Operand::O),
@@ -217,6 +220,9 @@ impl CudaPlan {
             sums: workspace + at.sums,
             key_sums: workspace + at.key_sums,
             shares_done: workspace + at.shares_done,
+            taken: workspace + at.taken,
+            done: workspace + at.counts[0],
+            settled: workspace + at.counts[1],
             seq_len_q: tensor(call, SEQ_LEN_Q),
             seq_len_kv: tensor(call, SEQ_LEN_KV),
             boundaries_q: self.boundaries(call, Side::Queries),
@@ -248,7 +254,13 @@ impl CudaPlan {
             tiles: steps(*seq_q, tile.queries) as i32,
             head_tiles: head_tiles(backward, tile) as i32,
             blocks: steps(*seq_kv, BackwardTile::KEYS) as i32,
-            section: section as i32,
+            section: sections.heads as i32,
+            sections: sections.count as i32,
+            ring: sections.ring as i32,
+            behind: sections.behind as i32,
+            numbers,
+            tail: sections.tail as i32,
+            last: numbers + (sections.behind * sections.tail) as i32,
             map_batch,
             map_head,
             lower: bound(region.lower, -FAR),
@@ -268,8 +280,8 @@ impl CudaPlan {
     }
 }
 
-impl From<(Backward, BackwardTile)> for Pass {
-    fn from((backward, tile): (Backward, BackwardTile)) -> Pass {
-        Pass::Backward(Box::new(backward), tile)
+impl From<(Backward, BackwardTile, Sections)> for Pass {
+    fn from((backward, tile, sections): (Backward, BackwardTile, Sections)) -> Pass {
+        Pass::Backward(Box::new(backward), tile, sections)
     }
 }

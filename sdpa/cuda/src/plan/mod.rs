@@ -14,6 +14,7 @@ use crate::kernel::Kernel;
 use crate::map::BlockMap;
 use crate::mma::Cut;
 use crate::problem::{Forward, Lists};
+use crate::sections::Sections;
 use crate::source::{MAP_ENTRY, MAP_SHARED_BYTES};
 use crate::tile::{BackwardTile, Tile};
 use sdpa_cache::{CacheValue, Weight};
@@ -61,7 +62,7 @@ impl Walk {
 #[derive(Clone, Debug)]
 pub(crate) enum Pass {
     Forward(Box<Forward>, Tile),
-    Backward(Box<Backward>, BackwardTile),
+    Backward(Box<Backward>, BackwardTile, Sections),
     /// With `mma.sync`.
     MmaForward(Box<Forward>, Cut),
     MmaBackward(Box<Backward>, Cut),
@@ -72,7 +73,7 @@ impl Pass {
     fn attention(&self) -> &Forward {
         match self {
             Pass::Forward(forward, _) | Pass::MmaForward(forward, _) => forward,
-            Pass::Backward(backward, _) | Pass::MmaBackward(backward, _) => &backward.forward,
+            Pass::Backward(backward, ..) | Pass::MmaBackward(backward, _) => &backward.forward,
         }
     }
 
@@ -85,7 +86,7 @@ impl Pass {
     fn walk(&self) -> Walk {
         match self {
             Pass::Forward(_, tile) => Walk { queries: tile.queries(), keys: tile.keys, of_keys: false },
-            Pass::Backward(_, tile) => Walk { queries: tile.queries, keys: BackwardTile::KEYS, of_keys: true },
+            Pass::Backward(_, tile, _) => Walk { queries: tile.queries, keys: BackwardTile::KEYS, of_keys: true },
             Pass::MmaForward(_, cut) | Pass::MmaBackward(_, cut) => Walk { queries: cut.own, keys: cut.step, of_keys: false },
         }
     }
@@ -215,7 +216,7 @@ impl CudaPlan {
     fn workspace(&self) -> u64 {
         match &self.pass {
             Pass::Forward(forward, tile) => self.forward_workspace(forward, tile),
-            Pass::Backward(backward, tile) => backward::Workspace::of(backward, tile, self.lists_bytes()).bytes,
+            Pass::Backward(backward, tile, sections) => self.backward_workspace(backward, tile, sections),
             Pass::MmaForward(..) => self.lists_bytes(),
             Pass::MmaBackward(backward, cut) => mma_backward::Workspace::of(backward, cut, self.kept.map.is_none()).bytes,
         }
@@ -249,7 +250,7 @@ impl CudaPlan {
         unsafe {
             match &self.pass {
                 Pass::Forward(forward, tile) => self.submit_forward(forward, tile, submission, call, workspace),
-                Pass::Backward(backward, tile) => self.submit_backward(backward, tile, submission, call, workspace),
+                Pass::Backward(backward, tile, sections) => self.submit_backward((backward, tile, sections), submission, call, workspace),
                 Pass::MmaForward(forward, cut) => self.submit_mma_forward(forward, cut, submission, call, workspace),
                 Pass::MmaBackward(backward, cut) => self.submit_mma_backward(backward, cut, submission, call, workspace),
             }
@@ -278,7 +279,7 @@ impl Pass {
                 let parts = if tile.split { ", keys in parts" } else { "" };
                 format!("forward {}{heads} x {} of {}, {}{parts}", tile.queries(), tile.keys, tile.dim_qk, tile.dim_v)
             }
-            Pass::Backward(_, tile) => {
+            Pass::Backward(_, tile, _) => {
                 let shares = if tile.shares > 1 { format!(", heads of a group in {} shares", tile.shares) } else { String::new() };
                 format!("backward {} x {} of {}, {}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
             }

@@ -1,0 +1,152 @@
+//! In which sections key heads follow one another in a backward pass, and where the sums of gradients of queries of each lie meanwhile.
+
+use crate::backward::Backward;
+use crate::problem::Lists;
+use crate::tile::BackwardTile;
+use crate::work::steps;
+use sdpa_core::Side;
+
+/// Bytes of the second cache that a section may read and add to, where sums do not leave beside the walk.
+const CACHE_BYTES: i64 = 32 << 20;
+
+/// How many blocks are taken until those of a section are done, and then until its sums have left, as a part of those that run at once. More is more memory than the
+/// cache has, and less makes others wait: measured (docs/cuda.md, "Versions of the backward kernel").
+const DONE: f64 = 0.9;
+const SETTLED: f64 = 1.5;
+/// Walks that are longer than the mean by no more than this, those of causal masks among them, have time enough.
+const EVEN: f64 = 2.5;
+/// How much longer walks may be of a rule that each call has its own of.
+const UNKNOWN: f64 = 4.0;
+
+/// The sections of a backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sections {
+    /// Key heads of a section, the last of which may have fewer.
+    pub heads: i64,
+    /// How many there are.
+    pub count: i64,
+    /// How many have a place for their sums at once; 0 where every tile of queries has its own.
+    pub ring: i64,
+    /// How many sections behind the one that is taken the sums leave.
+    pub behind: i64,
+    /// Tiles of queries that there is a place for.
+    pub places: i64,
+    /// Blocks of keys of all key heads, each for every part of the columns.
+    pub blocks: i64,
+    /// Numbers behind those of blocks that stand for the sums of each of the last sections.
+    pub tail: i64,
+}
+
+impl Sections {
+    /// On a device of so many multiprocessors, each of which has one block of threads at a time. A section is half as many blocks as these, where heads are short.
+    pub(crate) fn of(backward: &Backward, tile: &BackwardTile, multiprocessors: u32) -> Sections {
+        let forward = &backward.forward;
+        let ([batch, heads_q, seq_q, seq_kv], group) = (forward.extents, forward.group.max(1));
+        let heads_kv = batch * heads_q / group;
+        let blocks = heads_kv * steps(seq_kv, BackwardTile::KEYS) * i64::from(tile.parts);
+        let own =
+            if forward.packed.is_some() { heads_q * head_tiles(backward, tile) } else { batch * heads_q * steps(seq_q, tile.queries) };
+        let whole = Sections { heads: 1, count: heads_kv, ring: 0, behind: 0, places: own, blocks, tail: 0 };
+        if tile.sums_bytes() == 0 {
+            let row = 2 * (forward.tensors[0].dims[3] + forward.tensors[2].dims[3]) + 4 * forward.tensors[0].dims[3];
+            let heads = 1 << (CACHE_BYTES / (group * seq_q * row).max(1)).max(1).ilog2();
+            return Sections { heads: heads.min(heads_kv), ..whole }.counted(heads_kv);
+        }
+        let multiprocessors = i64::from(multiprocessors.max(1));
+        let of_head = (steps(backward.length(Side::Keys), BackwardTile::KEYS) * i64::from(tile.shares)).max(1);
+        let heads = (multiprocessors / (2 * of_head)).clamp(1, heads_kv.max(1));
+        let since = |of_all: f64| 1 + (multiprocessors as f64 * of_all) as i64 / (heads * of_head);
+        let sections = Sections { heads, ..whole }.counted(heads_kv);
+        let behind = (1 + since(DONE * uneven(backward, tile))).min(sections.count);
+        // What is left when there are no more blocks is two numbers for each multiprocessor.
+        let sections = Sections { behind, tail: 2 * multiprocessors / behind.max(1) + 1, ..sections };
+        let ring = sections.count.min(1 + sections.behind + since(SETTLED));
+        let places = ring * heads * group * steps(seq_q, tile.queries);
+        if forward.packed.is_some() && places >= own { sections } else { Sections { ring, places, ..sections } }
+    }
+
+    fn counted(self, heads_kv: i64) -> Sections {
+        Sections { count: heads_kv.div_euclid(self.heads.max(1)) + i64::from(heads_kv % self.heads.max(1) != 0), ..self }
+    }
+}
+
+/// How many times as long as most a walk of a section may take: what it sums up leaves that much later.
+fn uneven(backward: &Backward, tile: &BackwardTile) -> f64 {
+    match backward.forward.lists() {
+        Lists::AtCall => UNKNOWN,
+        Lists::AtPlan | Lists::None => Some(backward.walks(tile).unevenness()).filter(|&uneven| uneven > EVEN).unwrap_or(1.0),
+    }
+}
+
+/// Tiles of queries of a head: of a batch entry, or of all documents, which have as many as tokens fill, and one each that is not full.
+pub(crate) fn head_tiles(backward: &Backward, tile: &BackwardTile) -> i64 {
+    let ([batch, _, seq_q, _], packed) = (backward.forward.extents, backward.forward.packed);
+    packed.map_or(steps(seq_q, tile.queries), |packs| packs.totals[Side::Queries as usize] / i64::from(tile.queries) + batch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Shape};
+
+    const MULTIPROCESSORS: u32 = 132;
+
+    fn of(spec: AttentionSpec, mask: &str) -> (Sections, BackwardTile) {
+        let spec = if mask.is_empty() { spec } else { spec.mask(mask.parse::<Mask>().unwrap()) };
+        let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
+        let tile = backward.tile(MULTIPROCESSORS).unwrap();
+        (Sections::of(&backward, &tile, MULTIPROCESSORS), tile)
+    }
+
+    fn dense([batch, heads_q, heads_kv]: [i64; 3], seq: i64, dim: i64, mask: &str) -> (Sections, BackwardTile) {
+        let shape = Shape { batch, heads_q, heads_kv, seq_q: seq, seq_kv: seq, dim_qk: dim, dim_v: dim };
+        of(AttentionSpec::dense(DType::BF16, shape, Layout::Bshd), mask)
+    }
+
+    #[test]
+    fn sections_have_room_for_what_runs_at_once() {
+        for (heads, seq, mask) in [
+            ([4, 32, 32], 4096, ""),
+            ([2, 16, 16], 16384, "causal"),
+            ([16, 16, 4], 1000, "window:300,0"),
+            ([1, 1, 1], 70, ""),
+            ([1, 8, 2], 400, ""),
+        ] {
+            let (sections, tile) = dense(heads, seq, 128, mask);
+            let each = sections.heads * steps(seq, BackwardTile::KEYS) * i64::from(tile.shares);
+            let behind = sections.behind * each;
+            assert!(sections.heads * sections.count >= heads[0] * heads[2], "{sections:?}");
+            assert!(sections.ring > sections.behind || sections.ring == sections.count, "{sections:?}");
+            assert!(behind >= i64::from(MULTIPROCESSORS) || sections.behind == sections.count, "{behind} blocks behind: {sections:?}");
+            assert!(sections.tail * sections.behind >= i64::from(MULTIPROCESSORS), "{sections:?}");
+        }
+    }
+
+    #[test]
+    fn sums_take_what_the_ring_has_and_not_all_heads() {
+        let (sections, tile) = dense([4, 32, 32], 4096, 128, "");
+        assert_eq!(sections.places, sections.ring * sections.heads * 64);
+        assert!(sections.places * i64::from(tile.sums_of_queries()) < 48 << 20, "{sections:?}");
+        let (wide, _) = dense([4, 32, 32], 4096, 256, "");
+        assert_eq!((wide.ring, wide.places), (0, 4 * 32 * 64));
+    }
+
+    #[test]
+    fn walks_that_are_much_longer_than_others_have_more_time() {
+        let behind = |mask| dense([4, 32, 32], 4096, 128, mask).0.behind;
+        assert_eq!(behind("causal"), behind(""));
+        assert!(behind("global-local:256,64") > 3 * behind(""), "{}", behind("global-local:256,64"));
+        assert!(behind("array:qk") > behind(""));
+    }
+
+    #[test]
+    fn documents_of_many_lengths_have_places_of_their_own_where_that_is_less() {
+        let packed = |longest: i64, total: i64| {
+            let shape = Shape { batch: 32, heads_q: 4, heads_kv: 4, seq_q: longest, seq_kv: longest, dim_qk: 64, dim_v: 64 };
+            of(AttentionSpec::packed(DType::BF16, shape, Packed::of(total)), "").0
+        };
+        assert!(packed(512, 32 * 512).ring > 0);
+        let sections = packed(32_768, 40_000);
+        assert_eq!((sections.ring, sections.places), (0, 4 * (40_000 / 128 + 32)));
+    }
+}

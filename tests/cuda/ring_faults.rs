@@ -1,0 +1,116 @@
+//! Faults of what becomes of sums beside the walks of a backward pass, and of blocks of threads that take block after block.
+
+use super::NAME;
+use super::faults::{Fault, Pass::Backward, all_are_found};
+
+/// More key heads than have a place for their sums at once.
+const RINGS: &str = r#"
+[[case]]
+name = "many heads"
+shape = { batch = 2, heads_q = 16, heads_kv = 16, seq_q = 100, seq_kv = 90, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+stats = true
+
+[[case]]
+name = "many heads, groups of columns"
+shape = { batch = 1, heads_q = 30, heads_kv = 15, seq_q = 150, seq_kv = 140, dim_qk = 128, dim_v = 96 }
+dtype = "f16"
+stats = true
+
+[[case]]
+name = "many heads of documents"
+shape = { batch = 3, heads_q = 14, heads_kv = 14, seq_q = 70, seq_kv = 70, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+layout = "bshd"
+stats = true
+packed = { lengths_q = [65, 0, 31], before = 2, slack = 3 }
+"#;
+
+const FAULTS: [Fault; 18] = [
+    ("a half of the rows is not scaled", Backward, ["one.z * scale", "one.z"], RINGS),
+    (
+        "rounded rows are stored over one another",
+        Backward,
+        ["ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);\n    from", "ROW_BYTES + ((lane & 7) << 4);\n    from"],
+        RINGS,
+    ),
+    (
+        "a place is told free while gradients of values are there",
+        Backward,
+        ["meet(SUMS_THERE + group, 160);\n    }\n}", "arrive(SUMS_THERE + group, 160);\n    }\n}"],
+        RINGS,
+    ),
+    (
+        "gradients leave from where the last block's still are",
+        Backward,
+        ["if (lane == 0) copied_out();\n        __syncwarp();\n        // Of gradients", "// Of gradients"],
+        RINGS,
+    ),
+    (
+        "gradients of values leave while sums do",
+        Backward,
+        ["meet(SUMS_FREE + group, 160);\n        if (whole)", "arrive(SUMS_FREE + group, 160);\n        if (whole)"],
+        RINGS,
+    ),
+    ("keys come before those of a block are done with", Backward, ["barrier_wait(at.kv_free, keys ^ 1);", ""], RINGS),
+    ("one number is read where another is told", Backward, ["barrier_wait(told.free(at), told.phase() ^ 1);", ""], RINGS),
+    ("a block is done before its sums are there", Backward, ["arrived_out();\n            count_up(p.done", "count_up(p.done"], RINGS),
+    (
+        "sums are rounded before they are done",
+        Backward,
+        ["if (first) wait_for(p.done + slices.section, numbers_in(p, slices.section));", ""],
+        RINGS,
+    ),
+    (
+        "sums are added to what has not left",
+        Backward,
+        ["wait_for(p.settled + tile.section - p.ring, slices_in(p, tile.section - p.ring));", ";"],
+        RINGS,
+    ),
+    (
+        "sums of a section before are not cleared",
+        Backward,
+        ["if (again) copy_row_out(slice.sums + n * PIECE, at.zeros, PIECE_BYTES);", ""],
+        RINGS,
+    ),
+    ("sums have left before that is done", Backward, ["arrived_out();\n        count_up(p.settled", "count_up(p.settled"], RINGS),
+    ("pieces are not waited for", Backward, ["barrier_wait(full + 8 * (n & 1), n >> 1);", ""], RINGS),
+    (
+        "rounded rows are written over before they have left",
+        Backward,
+        ["if (first) copied_out<1>();\n            __syncwarp();\n            round", "__syncwarp();\n            round"],
+        RINGS,
+    ),
+    (
+        "the copy engine is not told of rounded rows",
+        Backward,
+        ["written_for_engines();\n            __syncwarp();\n            if (!first)", "__syncwarp();\n            if (!first)"],
+        RINGS,
+    ),
+    (
+        "the last section does not leave",
+        Backward,
+        ["p.sections + past / p.tail, section", "p.sections - 1 + past / p.tail, section"],
+        RINGS,
+    ),
+    (
+        "key heads of a section have one place",
+        Backward,
+        ["section % p.ring * p.section + unit : 0;\n    return Tile", "section % p.ring * p.section : 0;\n    return Tile"],
+        RINGS,
+    ),
+    (
+        "zeros are not told to the copy engine",
+        Backward,
+        ["0.0f, 0.0f, 0.0f, 0.0f);\n        written_for_engines();", "0.0f, 0.0f, 0.0f, 0.0f);"],
+        RINGS,
+    ),
+];
+
+#[test]
+fn every_fault_of_sums_is_found() {
+    if super::executor().is_none() {
+        return;
+    }
+    all_are_found(&format!("{NAME}, rings"), &FAULTS, &[RINGS], || conformance::emulated::executor().unwrap());
+}
