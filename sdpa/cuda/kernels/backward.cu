@@ -1,5 +1,5 @@
-// Attention backward on compute capability 9.0: one group of threads brings operands and takes sums out, two others have 64 keys of a block each, and walk
-// over queries. Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
+// Attention backward on compute capability 9.0: one group of threads brings operands, takes sums out and rounds them, two others have 64 keys of a block each, and
+// walk over queries. Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
 
 // Products of 64 rows and 64 rows of a tile of queries, over the columns of both. Nothing waits.
 template <int panels>
