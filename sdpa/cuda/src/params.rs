@@ -238,7 +238,7 @@ params! {
         sections: i32 = "int ",
         /// How many of them have a place for their sums at once; 0 where every tile of queries has its own.
         ring: i32 = "int ",
-        /// How many sections behind it the sums leave.
+        /// How many sections behind the one that is taken the sums leave.
         behind: i32 = "int ",
         /// Blocks of keys that are taken, of all key heads, parts and shares.
         numbers: i32 = "int ",

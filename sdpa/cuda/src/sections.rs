@@ -3,11 +3,8 @@
 use crate::backward::Backward;
 use crate::problem::Lists;
 use crate::tile::BackwardTile;
-use crate::work::steps;
+use crate::work::{heads_in_cache, steps};
 use sdpa_core::Side;
-
-/// Bytes of the second cache that a section may read and add to, where sums do not leave beside the walk.
-const CACHE_BYTES: i64 = 32 << 20;
 
 /// How many blocks are taken until those of a section are done, and then until its sums have left, as a part of those that run at once. More is more memory than the
 /// cache has, and less makes others wait: measured (docs/cuda.md, "Versions of the backward kernel").
@@ -48,8 +45,9 @@ impl Sections {
             if forward.packed.is_some() { heads_q * head_tiles(backward, tile) } else { batch * heads_q * steps(seq_q, tile.queries) };
         let whole = Sections { heads: 1, count: heads_kv, ring: 0, behind: 0, places: own, blocks, tail: 0 };
         if tile.sums_bytes() == 0 {
-            let row = 2 * (forward.tensors[0].dims[3] + forward.tensors[2].dims[3]) + 4 * forward.tensors[0].dims[3];
-            let heads = 1 << (CACHE_BYTES / (group * seq_q * row).max(1)).max(1).ilog2();
+            // Queries, gradients of outputs, and sums of f32.
+            let [dim_qk, dim_v] = [0, 2].map(|n: usize| forward.tensors[n].dims[3]);
+            let heads = heads_in_cache(group * seq_q * (2 * (dim_qk + dim_v) + 4 * dim_qk));
             return Sections { heads: heads.min(heads_kv), ..whole }.counted(heads_kv);
         }
         let multiprocessors = i64::from(multiprocessors.max(1));

@@ -10,6 +10,14 @@ const LEAST_BLOCKS: [u32; 2] = [2, 8];
 /// How many parts all multiprocessors together have, as a multiple of theirs.
 const PARTS_EACH: [i64; 2] = [4, 2];
 
+/// Bytes of the second cache that operands may take: of its 50 MB, those that are near to all multiprocessors.
+const CACHE_BYTES: i64 = 32 << 20;
+
+/// How many heads fit the second cache together, of so many bytes each: a power of two.
+pub(crate) fn heads_in_cache(bytes: i64) -> i64 {
+    1 << (CACHE_BYTES / bytes.max(1)).max(1).ilog2()
+}
+
 /// How many of `step` hold `extent`.
 pub(crate) fn steps(extent: i64, step: u32) -> i64 {
     let step = i64::from(step);

@@ -4,7 +4,7 @@ use super::lists::Made;
 use super::{CudaPlan, Mapped, Walk};
 use crate::params::FAR;
 use crate::problem::Forward;
-pub(super) use crate::work::steps;
+pub(super) use crate::work::{heads_in_cache, steps};
 use sdpa_core::device::{DeviceCall, DeviceValue};
 use sdpa_core::{DROPOUT_OFFSET, DROPOUT_SEED, Operand, Side, Statistic, TensorSpec, packed};
 use sdpa_driver::{DeviceSlice, Submission, TensorMap, Tiled};
@@ -13,17 +13,9 @@ use smallvec::SmallVec;
 /// The kernel's structure of what traces read, in words of 8 bytes.
 pub(super) type Captured = SmallVec<[u64; 16]>;
 
-/// Bytes of the second cache that operands may take: of its 50 MB, those that are near to all multiprocessors.
-const CACHE_BYTES: i64 = 32 << 20;
-
 /// A bound of differences of indices, or what stands for none.
 pub(super) fn bound(x: Option<i64>, none: i32) -> i32 {
     x.map_or(none, |x| i32::try_from(x).map_or(none, |x| x.clamp(-FAR, FAR)))
-}
-
-/// How many heads fit the second cache together, of so many bytes each: a power of two.
-pub(super) fn heads_in_cache(bytes: i64) -> i64 {
-    1 << (CACHE_BYTES / bytes.max(1)).max(1).ilog2()
 }
 
 /// `attn_scale` as kernels take it.
