@@ -3,6 +3,7 @@
 mod arena;
 mod buckets;
 mod cuda;
+mod cuda_large;
 mod cuda_matrix;
 mod cuda_portable;
 mod cuda_repeat;
@@ -40,7 +41,7 @@ use std::process::ExitCode;
 const USAGE: &str = "device, and one of
   right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large] | lengths [right]
-          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES]
+          | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES]
           | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | stack BATCH SEQ
@@ -70,6 +71,7 @@ fn main() -> ExitCode {
         Some("cuda-speed") if args.get(1).map(String::as_str) == Some("backward") => cuda_speed::speed(true, number(2, u64::MAX)),
         Some("cuda-speed") => cuda_speed::speed(false, number(1, u64::MAX)),
         Some("cuda-repeat") => cuda_repeat::run(number(1, 10_000)),
+        Some("cuda-large") => cuda_large::run(number(1, 3)),
         Some("cuda-few") => cuda_speed::few(),
         Some("cuda-matrix") => cuda_matrix::run(number(1, 400), number(2, 0)),
         Some("cuda-cuts") => cuda_speed::cuts(),
