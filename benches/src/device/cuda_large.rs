@@ -74,7 +74,11 @@ pub(crate) fn run(times: u64) -> Result<()> {
     let (mut failed, mut declined) = (0, 0);
     for ([batch, heads_q, heads_kv, seq, dim], score_mod, mask, packed) in PROBLEMS {
         let shape = Shape { batch, heads_q, heads_kv, seq_q: seq, seq_kv: seq, dim_qk: dim, dim_v: dim };
-        let mut spec = if packed { AttentionSpec::packed(DType::BF16, shape, Packed::of(batch * seq)) } else { AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd) };
+        let mut spec = if packed {
+            AttentionSpec::packed(DType::BF16, shape, Packed::of(batch * seq))
+        } else {
+            AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd)
+        };
         if !score_mod.is_empty() {
             spec = spec.score_mod(score_mod.parse()?);
         }
@@ -111,6 +115,9 @@ pub(crate) fn run(times: u64) -> Result<()> {
         let [dq, dk, dv] = most.map(|(off, at)| format!("{off:.3} at {at}"));
         println!("{} {told}: {times} launches, of what is allowed: dq {dq}, dk {dk}, dv {dv}", if wrong { "FAIL" } else { "pass" });
     }
-    println!("gradients of large problems beside cuDNN's: {} passed, {declined} declined, {failed} failed", PROBLEMS.len() as u64 - declined - failed);
+    println!(
+        "gradients of large problems beside cuDNN's: {} passed, {declined} declined, {failed} failed",
+        PROBLEMS.len() as u64 - declined - failed
+    );
     if failed == 0 { Ok(()) } else { Err(format!("{failed} failed").into()) }
 }

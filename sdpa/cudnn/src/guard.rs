@@ -52,10 +52,24 @@ fn wide_keys(job: &Job) -> bool {
     (129..=192).contains(&dims[0]) && (65..=128).contains(&dims[1]) && dims != [192, 128]
 }
 
+/// Packed queries whose gradient has heads behind one another within a token, and other strides than they have.
+fn query_gradient_elsewhere(job: &Job) -> bool {
+    let Job::Backward(backward) = job else { return false };
+    let (problem, [_, head, token, _]) = (job.problem(), backward.tensor(Operand::DQ).strides);
+    problem.packed().is_some()
+        && problem.dim_qk() % 16 == 0
+        && problem.heads_q() > 1
+        && head < token
+        && problem.q().strides[1..3] != [head, token]
+}
+
+/// Keys beyond which engines divide those of one query among blocks.
+const KEYS_IN_ONE_PART: i64 = 256;
+
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 20] = [
+const DECLINED: [Declined; 22] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::PaddingWithoutNumbers, is_padded),
@@ -67,6 +81,8 @@ const DECLINED: [Declined; 20] = [
     (Quirk::AccumulatorOfQueryGradient, |_| true),
     (Quirk::PastTheKeys, |j| j.problem().seq_kv() % 128 != 0),
     (Quirk::PackedWideKeys, |j| j.problem().packed().is_some() && j.problem().dim_qk() > 192 && j.problem().dim_v() <= 128),
+    (Quirk::OffsetsOfQueryGradient, query_gradient_elsewhere),
+    (Quirk::DropoutOfOneQuery, |j| j.problem().dropout().is_some() && j.problem().seq_q() == 1 && j.problem().seq_kv() > KEYS_IN_ONE_PART),
     (Quirk::OrderOfWideKeys, |j| j.deterministic() && wide_keys(j)),
     (Quirk::RowsUntold, |j| !is_backward(j) && (j.problem().row_max() || j.problem().sum_exp())),
     (Quirk::SharedKeysIn8Bits, |j| j.problem().dtype().is_fp8() && j.problem().group() > 1),
@@ -321,6 +337,20 @@ mod tests {
         for dims in [[192, 128], [128, 120], [136, 64], [184, 64], [136, 136], [160, 144], [200, 128], [208, 120]] {
             assert!(!refused(&ordered(dims, true), 19, 0, 90), "{dims:?}");
         }
+        // As seen among random problems: dq in the layout of q, in another with heads outermost, and of dims that are no multiple of 16.
+        let elsewhere = |dim: i64, strides: [i64; 2]| {
+            let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 40, dim_qk: dim, dim_v: dim };
+            let mut spec = AttentionSpec::packed(DType::BF16, shape, sdpa_core::Packed::of(90)).backward();
+            spec.dq.strides[1..3].copy_from_slice(&strides);
+            spec.validate().unwrap().into()
+        };
+        assert!(!refused(&elsewhere(64, [64, 256]), 19, 0, 90) && refused(&elsewhere(64, [64, 768]), 19, 0, 90));
+        assert!(!refused(&elsewhere(64, [5760, 64]), 19, 0, 90) && !refused(&elsewhere(88, [88, 1056]), 19, 0, 90));
+        let dropping = |seq_q, seq_kv| {
+            let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q, seq_kv, dim_qk: 64, dim_v: 64 };
+            AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_dropout(0.1).validate().unwrap().into()
+        };
+        assert!(refused(&dropping(1, 257), 19, 0, 90) && !refused(&dropping(1, 256), 19, 0, 90) && !refused(&dropping(2, 257), 19, 0, 90));
         // Packed stats, documents of a token, and lengths that go wrong without numbers.
         let usual = |backward| packed(9, [64, 64], backward);
         assert!(refused(&usual(true), 27, 0, 80) && !refused(&usual(false), 27, 0, 80) && refused(&usual(true), 27, 0, 120));
@@ -387,6 +417,11 @@ mod tests {
                 change(s);
             })
         };
+        // A document begins at any token of its row, also where it has one at most.
+        let odd = |s: &mut AttentionSpec| (s.o.strides[1], s.o.strides[2]) = (64, 4 * 64 + 3);
+        for seq_q in [1, 33] {
+            assert_eq!(packed(seq_q, odd), ["o.strides"], "{seq_q}");
+        }
         for seq_q in [1, 33] {
             assert!(packed(seq_q, |_| ()).is_empty() && packed(seq_q, |s| s.masks = vec![Mask::causal_ends()]).is_empty(), "{seq_q}");
             // Rows get their sinks behind the attention where there is one query for each.

@@ -160,6 +160,11 @@ quirks! {
         so: "declined", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
+    OffsetsOfQueryGradient {
+        what: "packed documents: dq is written where q's strides say, if heads lie behind one another within a token, dim_qk is a multiple of 16 and dq has other strides than q (q within a tensor of q, k and v)",
+        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
+    }
     OrderOfWideKeys {
         what: "deterministic: dq has other bits on every run where 128 < dim_qk ≤ 192 and 64 < dim_v ≤ 128, other than 192 and 128",
         so: "declined", versions: EVERY, sm: ANY, passes: Backward,
@@ -231,6 +236,11 @@ quirks! {
         what: "tensors over keys and not queries are read at the place of the query",
         so: "spread over queries", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "biask_arrayhqk",
+    }
+    DropoutOfOneQuery {
+        what: "one query and more than 256 keys: dropout drops others than it says, or ends in an illegal memory access, by the engine that divides keys among blocks",
+        so: "declined", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     IndicesOfOneQuery {
         what: "one query: the key index counts within the part of the keys that a block takes; bands and lengths are ignored beside rules",

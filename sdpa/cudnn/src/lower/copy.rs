@@ -7,8 +7,8 @@
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Tensor, TensorId};
 use cudnn_graph::{DType, Graph, Verified};
-use sdpa_core::Operand;
 use sdpa_core::spec::{Layout, TensorSpec};
+use sdpa_core::{Operand, packed};
 use sdpa_nvidia::Job;
 
 /// A copy graph, the tensors that a caller binds, and how often to run it.
@@ -144,7 +144,13 @@ pub(crate) fn in_place(tensor: &TensorSpec, dtype: DType) -> bool {
 
 /// The same job with every operand that cannot be used in place made dense, and which those are.
 pub(crate) fn densify(job: &Job) -> (Job, Vec<Operand>) {
-    let in_place = |operand: Operand| job.in_memory(operand).is_none_or(|tensor| in_place(&tensor, super::dtype(job.dtype_of(operand))));
+    let problem = job.problem();
+    // A document begins at any token of a row, also where it has one token at most.
+    let in_memory = |operand: Operand| match (job.in_memory(operand), problem.packs(operand.side())) {
+        (Some(tensor), true) => Some(packed::memory(&tensor, problem.total(operand.side()).max(2))),
+        (tensor, _) => tensor,
+    };
+    let in_place = |operand: Operand| in_memory(operand).is_none_or(|tensor| in_place(&tensor, super::dtype(job.dtype_of(operand))));
     let copied: Vec<Operand> = job.tensors().map(|(operand, _)| operand).filter(|&operand| !in_place(operand)).collect();
     (copied.iter().fold(job.clone(), |job, &operand| job.densely(operand)), copied)
 }

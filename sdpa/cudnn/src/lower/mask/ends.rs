@@ -74,12 +74,18 @@ pub(super) fn terms(b: &mut Builder, problem: &Problem, key: NodeId) -> Vec<Node
     if lower.is_none() && upper.is_none() {
         return Vec::new();
     }
+    // Lengths are data that nobody has checked: the corner is where the extents end, if they lead past it.
     let mut length = |there: bool, name: &str, extent: i64| {
-        if there { declared_length(b, name) } else { b.konst(Const::I32(extent as i32)) }
+        let extent = b.konst(Const::I32(extent as i32));
+        if !there {
+            return extent;
+        }
+        let (length, none) = (declared_length(b, name), b.konst(Const::I32(0)));
+        let least = b.binary(Binary::Max, length, none);
+        b.binary(Binary::Min, least, extent)
     };
     let q = length(kept.seq_len_q, SEQ_LEN_Q, problem.seq_q());
     let kv = length(kept.seq_len_kv, SEQ_LEN_KV, problem.seq_kv());
-    // In the order in which no difference leaves 32 bits: lengths are data that nobody has checked.
     let corner = b.binary(Binary::Sub, kv, q);
     [(lower, Binary::Gt), (upper, Binary::Le)]
         .into_iter()
@@ -98,6 +104,9 @@ mod tests {
     use cudnn_graph::Version;
     use cudnn_graph::ir::op::Op;
     use cudnn_graph::ir::{Mode, TensorId};
+    use sdpa_core::Shape;
+    use sdpa_core::expr::{Axis, Builder, Place, Precision};
+    use sdpa_core::mask::SEQ_LEN_KV;
 
     const OPS: Version = Version::new(9, 19, 0);
 
@@ -131,6 +140,26 @@ mod tests {
             assert_eq!(right, [(Mode::Add, "seq_len_kv".to_owned()), (Mode::Sub, "seq_len_q".to_owned())]);
             let left: Vec<_> = compared(Mode::CmpGt)[1..].iter().map(name).collect();
             assert_eq!(left, [(Mode::Sub, "seq_len_kv".to_owned()), (Mode::Add, "seq_len_q".to_owned())]);
+        }
+    }
+
+    #[test]
+    fn lengths_of_one_query_lead_past_no_extent() {
+        let one = Shape { seq_q: 1, ..SHAPE };
+        let job = forward(one, &[], &["padding", "window:9,0:ends"]);
+        let mut b = Builder::new();
+        let key = b.index(Axis::K);
+        let [lower] = super::terms(&mut b, job.problem(), key)[..] else { panic!("a bound on the left alone") };
+        let rule = b.finish(&[lower]).unwrap();
+        let [first, last] = [one.seq_kv - 9, one.seq_kv - 1];
+        for (lengths, kept) in
+            [([1, one.seq_kv], first), ([7, one.seq_kv + 100], first), ([1, 30], 21), ([i64::from(i32::MAX); 2], first), ([1, -5], 0)]
+        {
+            let named = |name: &str| lengths[usize::from(name == SEQ_LEN_KV)] as f64;
+            let params: Vec<f64> = rule.params().iter().map(|p| named(&p.name)).collect();
+            let at = |k| Place { score: 0.0, upstream: 0.0, index: [0, 0, 0, k], extents: job.problem().extents(), params: &params };
+            let keeps = |k| rule.eval_first(&at(k), Precision::F32) != 0.0;
+            assert!(keeps(kept) && keeps(last) && (kept == 0 || !keeps(kept - 1)), "{lengths:?}");
         }
     }
 
