@@ -198,12 +198,17 @@ impl Part {
                 let tree = runner::run_tree(seed, &NARROW, executor)?;
                 (tree.forward, Some(tree.backward), tree.text)
             };
-            if alone || is_failure(&first) || second.as_ref().is_some_and(is_failure) {
+            let failed = is_failure(&first) || second.as_ref().is_some_and(is_failure);
+            if alone || failed {
                 println!("{told}");
             }
             forward.add(label, &format!("{name} {seed}"), &first.with_repro(again));
             if let Some(second) = second {
                 backward.add(label, &format!("{name} backward {seed}{}", source.suffix()), &second.with_repro(again));
+            }
+            if failed {
+                // Whatever comes after a fault of the device fails, and says nothing of its problem.
+                executor.device().stream()?.synchronize()?;
             }
         }
         println!("{}", forward.summary(&format!("{label}, {name} drawn")));

@@ -81,16 +81,18 @@ impl Lengths {
 pub(super) fn guarded(to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
     // Entries without queries get zeros. Engines take the lengths of the products for those of the selects.
     let keyless = Quirk::EntriesWithoutKeys.holds(runtime);
-    let mut clamped = |name: &str, of, most| {
-        if problem.packs(of) {
-            return Some(packed::lengths(to, problem, of));
-        }
-        let tensor = to.graph.tensor(Tensor::device(name, DType::I32, [problem.batch(), 1, 1, 1]));
-        to.supplies.push((tensor, Supply::Guarded(Guarded { of, most, keyless })));
-        Some(tensor)
-    };
-    let queries = clamped("seq_len_q_guarded", Side::Queries, problem.seq_q());
-    [queries, clamped("seq_len_kv_guarded", Side::Keys, problem.seq_kv())]
+    Side::ALL.map(|side| Some(clamped(to, problem, side, keyless)))
+}
+
+/// The lengths of a side that are within its extent.
+fn clamped(to: &mut Draft<'_>, problem: &Problem, of: Side, keyless: bool) -> TensorId {
+    if problem.packs(of) {
+        return packed::lengths(to, problem, of);
+    }
+    let guarded = Guarded { of, most: problem.seq(of), keyless };
+    let tensor = to.graph.tensor(Tensor::device(format!("{}_guarded", guarded.param()), DType::I32, [problem.batch(), 1, 1, 1]));
+    to.supplies.push((tensor, Supply::Guarded(guarded)));
+    tensor
 }
 
 /// Whether there is something to drop besides the lengths that the op takes by itself.
@@ -132,7 +134,7 @@ pub(super) fn fill_dropped(
     }
     let (bands, ruled) = if kept.ends.is_full() { (kept.region, Region::default()) } else { (Region::default(), kept.region) };
     let mut out = rule(to, scores, problem, (lengths, ruled), fill, pass);
-    let ends = ends::lengths(to, [lengths.q, lengths.kv]);
+    let ends = ends::lengths(to, problem, [lengths.q, lengths.kv]);
     let g = &mut *to.graph;
     let within = [(2, lengths.q), (3, lengths.kv)].map(|(axis, length)| {
         length.map(|length| {

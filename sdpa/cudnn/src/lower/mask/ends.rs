@@ -3,7 +3,7 @@
 
 use super::super::expr::Draft;
 use super::super::lowered::within;
-use super::{F32_WHOLE, bound, declared_length, index, shifted};
+use super::{F32_WHOLE, bound, clamped, declared_length, index, shifted};
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, TensorId};
 use cudnn_graph::{DType, Graph};
@@ -12,9 +12,15 @@ use sdpa_core::expr::{Binary, Builder, Const, NodeId};
 use sdpa_core::mask::{Ends, SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;
 
-/// Lengths that are within the extents, where the graph has such besides those of the masks.
-pub(super) fn lengths(to: &Draft<'_>, masked: [Option<TensorId>; 2]) -> [Option<TensorId>; 2] {
-    Side::ALL.map(|side| within(&to.supplies[..], side).or(masked[side as usize]))
+/// Lengths that are within the extents, of those that masks read; none where no band reads any.
+pub(super) fn lengths(to: &mut Draft<'_>, problem: &Problem, masked: [Option<TensorId>; 2]) -> [Option<TensorId>; 2] {
+    if problem.kept().ends.is_full() {
+        return masked;
+    }
+    Side::ALL.map(|side| {
+        let there = within(&to.supplies[..], side);
+        there.or_else(|| masked[side as usize].map(|_| clamped(to, problem, side, false)))
+    })
 }
 
 /// Drops what such a band drops. Lengths are those of queries and of keys, where they are tensors; else they are extents.
@@ -100,7 +106,7 @@ pub(super) fn terms(b: &mut Builder, problem: &Problem, key: NodeId) -> Vec<Node
 #[cfg(test)]
 mod tests {
     use super::super::super::tests::{NEW, SHAPE, backward, forward};
-    use super::super::super::{Form, Job, Lowered, lower};
+    use super::super::super::{Form, Job, Lowered, Supply, lower};
     use cudnn_graph::Version;
     use cudnn_graph::ir::op::Op;
     use cudnn_graph::ir::{Mode, TensorId};
@@ -161,6 +167,16 @@ mod tests {
             let keeps = |k| rule.eval_first(&at(k), Precision::F32) != 0.0;
             assert!(keeps(kept) && keeps(last) && (kept == 0 || !keeps(kept - 1)), "{lengths:?}");
         }
+    }
+
+    #[test]
+    fn lengths_of_keys_alone_lead_past_no_extent() {
+        let keys = "tensor seq_len_kv[batch]: i32; k < seq_len_kv";
+        let clamped = |masks: &[&str]| {
+            let lowered = lowered(&forward(SHAPE, &[], masks), NEW);
+            lowered.supplies.iter().filter(|(_, supply)| matches!(supply, Supply::Guarded(_))).count()
+        };
+        assert_eq!([clamped(&[keys]), clamped(&[keys, "causal-ends"]), clamped(&["padding", "causal-ends"])], [0, 1, 2]);
     }
 
     #[test]
