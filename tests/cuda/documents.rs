@@ -1,7 +1,7 @@
 //! Packed documents over device memory, where nobody looks at boundaries: what one holds is no other's, and whatever they say, nothing beside the memory of the
 //! call is touched: forward, then backward over what that has left.
 
-use super::executor;
+use super::{executor, mma};
 use conformance::emulated::submit;
 use conformance::random::Random;
 use half::bf16;
@@ -73,6 +73,11 @@ pub(super) fn whole(buffer: &Buffer) -> DeviceSlice {
     DeviceSlice { address: buffer.address(), bytes: buffer.bytes() as u64 }
 }
 
+/// Of either family of kernels.
+fn executors() -> impl Iterator<Item = CudaExecutor> {
+    [executor(), mma::executor()].into_iter().flatten()
+}
+
 /// Runs a call with these boundaries; whether the machine found nothing wrong, with what it wrote.
 fn run(executor: &CudaExecutor, numbers: &mut Numbers, boundaries: &[i64]) -> Result<(), sdpa::Error> {
     let [heads_q, heads_kv] = HEADS.map(|n| n as i64);
@@ -125,11 +130,14 @@ fn run(executor: &CudaExecutor, numbers: &mut Numbers, boundaries: &[i64]) -> Re
 
 #[test]
 fn what_is_in_a_document_reaches_no_other() {
-    let Some(executor) = executor() else { return };
+    executors().for_each(|executor| spoiled_alone(&executor));
+}
+
+fn spoiled_alone(executor: &CudaExecutor) {
     let boundaries = [3, 3 + 70, 3 + 70 + 133, 3 + 70 + 133 + 1, 3 + 70 + 133 + 1 + 200];
     let tokens = |n: usize| boundaries[n] as usize..boundaries[n + 1] as usize;
     let mut right = Numbers::drawn();
-    run(&executor, &mut right, &boundaries).unwrap_or_else(|e| panic!("{e}"));
+    run(executor, &mut right, &boundaries).unwrap_or_else(|e| panic!("{e}"));
     let outside = [0..3, boundaries[4] as usize..TOTAL];
     for spoiled in 0..BATCH {
         let mut numbers = Numbers::drawn();
@@ -138,7 +146,7 @@ fn what_is_in_a_document_reaches_no_other() {
             let rows = [(q, HEADS[0]), (k, HEADS[1]), (v, HEADS[1]), (d_o, HEADS[0])];
             rows.into_iter().for_each(|(x, heads)| x[tokens.start * heads * DIM..tokens.end * heads * DIM].fill(bf16::NAN));
         }
-        run(&executor, &mut numbers, &boundaries).unwrap_or_else(|e| panic!("{e}"));
+        run(executor, &mut numbers, &boundaries).unwrap_or_else(|e| panic!("{e}"));
         for n in (0..BATCH).filter(|n| *n != spoiled) {
             let dq = are_near(&numbers.dq_of(tokens(n)), &right.dq_of(tokens(n)));
             assert!(dq && numbers.of(tokens(n)) == right.of(tokens(n)), "document {n} beside document {spoiled}, which holds no numbers");
@@ -153,7 +161,10 @@ fn what_is_in_a_document_reaches_no_other() {
 
 #[test]
 fn whatever_boundaries_say_nothing_beside_the_memory_is_touched() {
-    let Some(executor) = executor() else { return };
+    executors().for_each(|executor| within_memory(&executor));
+}
+
+fn within_memory(executor: &CudaExecutor) {
     let most = i64::MAX;
     for boundaries in [
         [-40, 30, 20, 60, 90],
@@ -165,7 +176,7 @@ fn whatever_boundaries_say_nothing_beside_the_memory_is_touched() {
         [5, 5, 5, 5, 5],
     ] {
         let mut numbers = Numbers::drawn();
-        run(&executor, &mut numbers, &boundaries).unwrap_or_else(|e| panic!("{boundaries:?}: {e}"));
+        run(executor, &mut numbers, &boundaries).unwrap_or_else(|e| panic!("{boundaries:?}: {e}"));
         let clamped = boundaries.map(|n| n.clamp(0, TOTAL as i64) as usize);
         let any = clamped.windows(2).map(|pair| pair[0]..pair[1].min(pair[0] + LONGEST as usize));
         let inside: Vec<_> = any.collect();

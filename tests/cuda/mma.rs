@@ -5,8 +5,8 @@ use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Stays, random_backward, random_ends, random_padded, random_padded_backward, random_paged, run, run_backward,
-    run_tree, stays,
+    Draw, Outcome, Source, Stays, random_backward, random_ends, random_packed, random_padded, random_padded_backward, random_paged, run,
+    run_backward, run_tree, stays,
 };
 use conformance::say::{say, skip};
 use conformance::share::seeds_of_today;
@@ -60,6 +60,12 @@ fn paged_cases() {
 }
 
 #[test]
+fn packed_cases() {
+    forward("packed", floats([Case::all_packed()]));
+    backward("packed backward", floats([Case::all_packed()]), &[Source::Oracle]);
+}
+
+#[test]
 fn statistics_cases() {
     forward("statistics", floats([Case::all_statistics()]));
 }
@@ -91,11 +97,8 @@ fn random_problems() {
             tally.lock().unwrap().add(NAME, &format!("SDPA_SEED={seed}, {what}"), &outcome);
         };
         forward(random_padded(random, &FLOATS), "any");
-        let mut paged = random_paged(random, &FLOATS);
-        while paged.packed.is_some() {
-            paged = random_paged(random, &FLOATS);
-        }
-        forward(paged, "pages");
+        forward(random_paged(random, &FLOATS), "pages");
+        forward(random_packed(random, &FLOATS), "documents");
         forward(random_ends(random, &FLOATS), "ends");
         forward(random_padded(random, &FLOATS).with_sink(), "sink");
         let backward = |spec: BackwardSpec, what: &str| {
@@ -105,6 +108,8 @@ fn random_problems() {
         };
         backward(random_backward(random, &FLOATS), "backward");
         backward(random_padded_backward(random, &FLOATS), "backward of lengths");
+        backward(gradient_of(random_packed(random, &FLOATS)), "backward of documents");
+        backward(gradient_of(random_packed(random, &FLOATS)).deterministic(), "deterministic backward of documents");
         backward(gradient_of(random_ends(random, &FLOATS)).deterministic(), "deterministic backward of ends");
         backward(gradient_of(random_padded(random, &FLOATS).with_sink()).deterministic(), "deterministic backward of a sink");
         let tree = run_tree(seed, &FLOATS, &executor).unwrap();

@@ -136,7 +136,21 @@ stats = true
 paged = { page_size = 7, lengths_q = [5, 4, 5], lengths_kv = [300, 65, 0], spare = 2 }
 "#;
 
-const FAULTS: [Fault; 52] = [
+/// Documents of several tiles, of one, and of none, between other tokens.
+const PACKED: &str = r#"
+[[case]]
+name = "documents and a sink"
+shape = { batch = 4, heads_q = 4, heads_kv = 2, seq_q = 150, seq_kv = 150, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+layout = "bshd"
+mask = ["causal"]
+sink = true
+stats = true
+packed = { lengths_q = [70, 150, 0, 61], before = 2, slack = 3 }
+backward = { wrt = ["sink:f32"] }
+"#;
+
+const FAULTS: [Fault; 60] = [
     (
         "keys are not waited for",
         Forward,
@@ -256,6 +270,24 @@ const FAULTS: [Fault; 52] = [
     ("the sink's gradient has the other sign", Backward, ["sum -= exp2_of(sink - lse)", "sum += exp2_of(sink - lse)"], LENGTHS),
     ("warps have the same rows", Backward, ["(block * 8 + warp) * ROWS_OF_WARP", "block * 8 * ROWS_OF_WARP"], EMPTY),
     ("rows without weights", Backward, ["any ? stat * LOG2_E : INFINITE", "stat * LOG2_E"], EMPTY),
+    (
+        "rows of every document are the first's",
+        Forward,
+        ["row_of(from, batch, head, of.begin + row)", "row_of(from, batch, head, row)"],
+        PACKED,
+    ),
+    ("results of every document go to the first", Forward, ["of.begin + row + 8 * half", "row + 8 * half"], PACKED),
+    ("rows behind a document are its own", Forward, ["WITH_PACKED_Q ? s.len_q : p.seq_q", "p.seq_q"], PACKED),
+    ("keys behind a document are its own", Backward, ["WITH_PACKED_KV ? s.len_kv : p.seq_kv", "p.seq_kv"], PACKED),
+    ("stats of documents as those of batch entries", Forward, ["(s.begin_q + q) * p.heads_q + head", "(s.begin_q + q) + head"], PACKED),
+    ("documents begin a token late", Backward, ["s.begin_q = queries.begin;", "s.begin_q = queries.begin + 1;"], PACKED),
+    (
+        "outputs of every document are the first's",
+        Backward,
+        ["row_of(p.o, batch, head, span.begin_q + row)", "row_of(p.o, batch, head, row)"],
+        PACKED,
+    ),
+    ("sinks have gradients of what is between documents", Backward, ["if (row >= rows_q(p, span)) continue;", ""], PACKED),
 ];
 
 #[test]
@@ -263,6 +295,6 @@ fn every_fault_is_found_of_mma_sync() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED, DROPPED, PAGED];
+    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED, DROPPED, PAGED, PACKED];
     all_are_found("cuda-mma-emulated", &FAULTS, &cases, || executor_on(Emulated::A100, None).unwrap());
 }

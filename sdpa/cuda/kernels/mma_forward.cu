@@ -91,9 +91,9 @@ inline void finish(float (&share)[2], const Rows& rows, const Params& p, const T
 #if WITH_DROPOUT
         share[half] *= p.dropout_scale;
 #endif
-        if ((threadIdx.x & 3) == 0 && there < p.seq_q) {
+        if ((threadIdx.x & 3) == 0 && there < rows_q(p, span)) {
             const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
-            tell_row(p, (long(tile.batch) * p.heads_q + tile.head) * p.seq_q + there, there < span.len_q, log, largest, sum);
+            tell_row(p, stats_place(p, span, tile.batch, tile.head, there), there < span.len_q, log, largest, sum);
         }
     }
 }
@@ -121,7 +121,8 @@ inline void bring_block(uint to, uint row_bytes, const Params& p, const Strided&
     };
     bring_found<TILE_N, columns, wide>(to, row_bytes, from, block * TILE_N, span_of(p, tile.batch).len_kv, dim, in_page);
 #else
-    bring<TILE_N, columns, wide>(to, row_bytes, from, tile.batch, head, block * TILE_N, p.seq_kv, dim);
+    const Span span = span_of(p, tile.batch);
+    bring<TILE_N, columns, wide>(to, row_bytes, from, tile.batch, head, {span.begin_kv, block * TILE_N, rows_kv(p, span)}, dim);
 #endif
 }
 
@@ -139,7 +140,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const uint q_at = shared_address(memory), k_at = q_at + TILE_M * QK_ROW, v_at = k_at + STAGES * K_BYTES;
     const int lane = threadIdx.x & 31, warp = alike(int(threadIdx.x >> 5));
     const Tile tile = tile_of(p, blockIdx.x);
-    const Reach reach = reach_of(p, span_of(p, tile.batch), tile.tile);
+    const Span span = span_of(p, tile.batch);
+    const Extent own = {span.begin_q, tile.tile * TILE_M, rows_q(p, span)};
+    const Reach reach = reach_of(p, span, tile.tile);
     const int q = tile.tile * TILE_M + warp * 16 + lane / 4;
     Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
     float o[OUTPUTS];
@@ -149,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     int block;
     bool partly, any = walk_on(walk, p, reach, block, partly);
     if (any) {
-        bring<TILE_M, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, tile.batch, tile.head, tile.tile * TILE_M, p.seq_q, p.dim_qk);
+        bring<TILE_M, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, tile.batch, tile.head, own, p.dim_qk);
         bring_keys(k_at, p, tile, block);
         copies_commit();
         bring_values(v_at, p, tile, block);
@@ -200,5 +203,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     }
     float share[2];
     finish(share, rows, p, tile, q);
-    put_rows<O_PAIRS>(p.o, o, share, tile.batch, tile.head, q, p.seq_q, 0, p.dim_v);
+    put_rows<O_PAIRS>(p.o, o, share, tile.batch, tile.head, own, q, 0, p.dim_v);
 }

@@ -7,13 +7,15 @@ constexpr int DV = DIM_V / PARTS / 2;
 // Queries of a step, gradients of their outputs, and what is known of each.
 inline void bring_step(uint to, const Params& p, int batch, int head, int tile) {
     const uint known_at = to + STEP * (QK_ROW + V_ROW);
-    bring<STEP, DIM_QK, Q_WIDE>(to, QK_ROW, p.q, batch, head, tile * STEP, p.seq_q, p.dim_qk);
-    bring<STEP, DIM_V, D_O_WIDE>(to + STEP * QK_ROW, V_ROW, p.d_o, batch, head, tile * STEP, p.seq_q, p.dim_v);
+    const Span span = span_of(p, batch);
+    const Extent queries = {span.begin_q, tile * STEP, rows_q(p, span)};
+    bring<STEP, DIM_QK, Q_WIDE>(to, QK_ROW, p.q, batch, head, queries, p.dim_qk);
+    bring<STEP, DIM_V, D_O_WIDE>(to + STEP * QK_ROW, V_ROW, p.d_o, batch, head, queries, p.dim_v);
     for (int n = threadIdx.x; n < STEP; n += THREADS) {
         const int row = tile * STEP + n;
-        const long at = (long(batch) * p.heads_q + head) * p.seq_q + row;
-        store_shared(known_at + 4 * n, __float_as_uint(row < p.seq_q ? p.lse[at] : INFINITE));
-        store_shared(known_at + 4 * STEP + 4 * n, __float_as_uint(row < p.seq_q ? p.delta[at] : 0.0f));
+        const long at = stats_place(p, span, batch, head, row);
+        store_shared(known_at + 4 * n, __float_as_uint(row < queries.rows ? p.lse[at] : INFINITE));
+        store_shared(known_at + 4 * STEP + 4 * n, __float_as_uint(row < queries.rows ? p.delta[at] : 0.0f));
     }
     copies_commit();
 }
@@ -41,7 +43,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     // The first blocks first: causal masks leave them the most.
     const int part = blockIdx.x % PARTS, number = blockIdx.x / PARTS, heads_kv = p.heads_q / p.group, all = p.batch * heads_kv;
     const int block = number / all, batch = number % all / heads_kv, kv_head = number % heads_kv;
-    const Reach reach = reach_of(p, span_of(p, batch), block);
+    const Span span = span_of(p, batch);
+    const Extent own = {span.begin_kv, block * OWN, rows_kv(p, span)};
+    const Reach reach = reach_of(p, span, block);
     const int k = block * OWN + warp * 16 + lane / 4;
     float dk[DK], dv[DV];
 #pragma unroll
@@ -52,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     int tile;
     bool partly, any = heads_on(heads, p, reach, batch, kv_head, block, tile, partly);
     if (any) {
-        bring<OWN, DIM_QK, K_WIDE>(k_at, QK_ROW, p.k, batch, kv_head, block * OWN, p.seq_kv, p.dim_qk);
-        bring<OWN, DIM_V, V_WIDE>(v_at, V_ROW, p.v, batch, kv_head, block * OWN, p.seq_kv, p.dim_v);
+        bring<OWN, DIM_QK, K_WIDE>(k_at, QK_ROW, p.k, batch, kv_head, own, p.dim_qk);
+        bring<OWN, DIM_V, V_WIDE>(v_at, V_ROW, p.v, batch, kv_head, own, p.dim_v);
         bring_step(steps_at, p, batch, heads.head, tile);
     }
     int stage = 0;
@@ -102,6 +106,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     }
     const float of_values = WITH_DROPOUT ? p.dropout_scale : 1.0f;
     const float times[2] = {p.scale, p.scale}, values_times[2] = {of_values, of_values};
-    put_rows<DK_PAIRS>(p.dk, dk, times, batch, kv_head, k, p.seq_kv, part * (DIM_QK / PARTS), p.dim_qk);
-    put_rows<DV_PAIRS>(p.dv, dv, values_times, batch, kv_head, k, p.seq_kv, part * (DIM_V / PARTS), p.dim_v);
+    put_rows<DK_PAIRS>(p.dk, dk, times, batch, kv_head, own, k, part * (DIM_QK / PARTS), p.dim_qk);
+    put_rows<DV_PAIRS>(p.dv, dv, values_times, batch, kv_head, own, k, part * (DIM_V / PARTS), p.dim_v);
 }

@@ -3,8 +3,10 @@
 constexpr int DQ = DIM_QK / 2;
 
 inline void bring_step(uint to, const Params& p, int batch, int kv_head, int block) {
-    bring<STEP, DIM_QK, K_WIDE>(to, QK_ROW, p.k, batch, kv_head, block * STEP, p.seq_kv, p.dim_qk);
-    bring<STEP, DIM_V, V_WIDE>(to + STEP * QK_ROW, V_ROW, p.v, batch, kv_head, block * STEP, p.seq_kv, p.dim_v);
+    const Span span = span_of(p, batch);
+    const Extent keys = {span.begin_kv, block * STEP, rows_kv(p, span)};
+    bring<STEP, DIM_QK, K_WIDE>(to, QK_ROW, p.k, batch, kv_head, keys, p.dim_qk);
+    bring<STEP, DIM_V, V_WIDE>(to + STEP * QK_ROW, V_ROW, p.v, batch, kv_head, keys, p.dim_v);
     copies_commit();
 }
 
@@ -16,13 +18,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     // The last tiles first: causal masks leave them the most.
     const int number = blockIdx.x, heads = p.batch * p.heads_q;
     const int tile = p.tiles - 1 - number / heads, batch = number % heads / p.heads_q, head = number % p.heads_q, kv_head = head / p.group;
-    const Reach reach = reach_of(p, span_of(p, batch), tile);
+    const Span span = span_of(p, batch);
+    const Extent own = {span.begin_q, tile * OWN, rows_q(p, span)};
+    const Reach reach = reach_of(p, span, tile);
     const int q = tile * OWN + warp * 16 + lane / 4;
     Known known;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const bool there = q + 8 * half < p.seq_q;
-        const long row = (long(batch) * p.heads_q + head) * p.seq_q + q + 8 * half;
+        const bool there = q + 8 * half < own.rows;
+        const long row = stats_place(p, span, batch, head, q + 8 * half);
         known.lse[half] = there ? p.lse[row] : INFINITE;
         known.delta[half] = there ? p.delta[row] : 0.0f;
     }
@@ -33,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     int block;
     bool partly, any = walk_on(walk, p, reach, block, partly);
     if (any) {
-        bring<OWN, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, batch, head, tile * OWN, p.seq_q, p.dim_qk);
-        bring<OWN, DIM_V, D_O_WIDE>(d_o_at, V_ROW, p.d_o, batch, head, tile * OWN, p.seq_q, p.dim_v);
+        bring<OWN, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, batch, head, own, p.dim_qk);
+        bring<OWN, DIM_V, D_O_WIDE>(d_o_at, V_ROW, p.d_o, batch, head, own, p.dim_v);
         bring_step(steps_at, p, batch, kv_head, block);
     }
     int stage = 0;
@@ -67,5 +71,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         stage = next;
     }
     const float times[2] = {p.scale, p.scale};
-    put_rows<DQ_PAIRS>(p.dq, dq, times, batch, head, q, p.seq_q, 0, p.dim_qk);
+    put_rows<DQ_PAIRS>(p.dq, dq, times, batch, head, own, q, 0, p.dim_qk);
 }

@@ -7,17 +7,19 @@ constexpr int ROWS_OF_WARP = 4;
 extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (p.seq_q + 8 * ROWS_OF_WARP - 1) / (8 * ROWS_OF_WARP);
     const int block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_q, batch = blockIdx.x / blocks / p.heads_q;
-    const int first = (block * 8 + warp) * ROWS_OF_WARP, len_q = span_of(p, batch).len_q;
-    const long before = (long(batch) * p.heads_q + head) * p.seq_q;
+    const Span span = span_of(p, batch);
+    const int first = (block * 8 + warp) * ROWS_OF_WARP, rows = rows_q(p, span);
+    // Blocks are as many as the longest document may have.
+    if (first >= rows) return;
     const Element *o[ROWS_OF_WARP], *d_o[ROWS_OF_WARP];
     float stats[ROWS_OF_WARP], sums[ROWS_OF_WARP];
 #pragma unroll
     for (int n = 0; n < ROWS_OF_WARP; n++) {
         // Behind the last row it is read once more.
-        const int row = min(first + n, p.seq_q - 1);
-        stats[n] = p.stats[before + row];
-        o[n] = row_of(p.o, batch, head, row);
-        d_o[n] = row_of(p.d_o, batch, head, row);
+        const int row = min(first + n, rows - 1);
+        stats[n] = p.stats[stats_place(p, span, batch, head, row)];
+        o[n] = row_of(p.o, batch, head, span.begin_q + row);
+        d_o[n] = row_of(p.d_o, batch, head, span.begin_q + row);
         sums[n] = 0.0f;
     }
     for (int dim = lane; dim < p.dim_v; dim += 32) {
@@ -30,10 +32,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
         const int row = first + n;
         const float stat = stats[n];
         // Where there are no weights, `o` may hold anything.
-        const bool any = stat != -INFINITE && row < len_q;
-        if (lane == 0 && row < p.seq_q) {
-            p.lse[before + row] = any ? stat * LOG2_E : INFINITE;
-            p.delta[before + row] = any ? sums[n] : 0.0f;
+        const bool any = stat != -INFINITE && row < span.len_q;
+        if (lane == 0 && row < rows) {
+            const long at = stats_place(p, span, batch, head, row);
+            p.lse[at] = any ? stat * LOG2_E : INFINITE;
+            p.delta[at] = any ? sums[n] : 0.0f;
         }
     }
 }
@@ -46,9 +49,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __gri
     const float sink = p.sink[head] * LOG2_E;
     float sum = 0.0f;
     for (long n = threadIdx.x; n < long(p.batch) * p.seq_q; n += 256) {
-        const long row = (n / p.seq_q * p.heads_q + head) * p.seq_q + n % p.seq_q;
-        const float lse = p.lse[row];
-        if (lse != INFINITE) sum -= exp2_of(sink - lse) * p.delta[row];
+        const int batch = int(n / p.seq_q), row = int(n % p.seq_q);
+        const Span span = span_of(p, batch);
+        // Between documents nothing is told.
+        if (row >= rows_q(p, span)) continue;
+        const long at = stats_place(p, span, batch, head, row);
+        const float lse = p.lse[at];
+        if (lse != INFINITE) sum -= exp2_of(sink - lse) * p.delta[at];
     }
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
     if (lane == 0) store_shared(sums + 4 * warp, __float_as_uint(sum));

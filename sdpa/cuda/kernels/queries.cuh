@@ -3,7 +3,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_queries(const __g
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = blockIdx.x % SLICES;
     const int number = blockIdx.x / SLICES, tile = number % p.tiles, head = number / p.tiles % p.heads_q, batch = number / p.tiles / p.heads_q;
     const Span span = span_of(p, batch);
-    const int extent = WITH_PACKED_Q ? span.len_q : p.seq_q;
+    const int extent = rows_q(p, span);
     if (tile * TILE_M >= extent) return;
     const float4* from = reinterpret_cast<const float4*>(p.sums) + (tile_place(p, span, batch, head, tile) * SLICES + slice) * 1024 + threadIdx.x;
     const int first = tile * TILE_M + (TILE_M == 128 ? slice * 64 : 0) + warp * 16 + lane / 4;

@@ -22,15 +22,14 @@ inline float product_of_pairs(float a, float b) {
 extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p) {
     const int lane = threadIdx.x % ROW_LANES, tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.heads_q, batch = blockIdx.x / p.tiles / p.heads_q;
     const Span span = span_of(p, batch);
-    const int first = tile * TILE_M + threadIdx.x / ROW_LANES, extent = WITH_PACKED_Q ? span.len_q : p.seq_q;
+    const int first = tile * TILE_M + threadIdx.x / ROW_LANES, extent = rows_q(p, span);
     // Tiles are as many as the longest document may have.
     if (tile * TILE_M >= extent) return;
     float stats[ROUNDS], sums[ROUNDS];
 #pragma unroll
     for (int n = 0; n < ROUNDS; n++) {
         const int row = first + n * ROWS_AT_ONCE;
-        const long of_row = WITH_PACKED_Q ? long(span.begin_q + row) * p.heads_q + head : (long(batch) * p.heads_q + head) * p.seq_q + row;
-        stats[n] = row < extent ? p.stats[of_row] : -INFINITE;
+        stats[n] = row < extent ? p.stats[stats_place(p, span, batch, head, row)] : -INFINITE;
         sums[n] = 0.0f;
     }
     const auto o_of = [&](int row) { return row_of(p.o, p.o_batch, p.o_head, p.o_row, span, batch, head, row); };

@@ -26,27 +26,6 @@ inline Document document_of(const void* boundaries, int document, int tokens, in
     const Boundary end = max(begin, min(at[1], Boundary(tokens)));
     return Document{int(begin), int(min(end - begin, Boundary(longest)))};
 }
-
-// Rows of a document behind its end are the next one's. The map of a packed tensor has two axes of tokens, which add up: one ends behind as many tokens
-// as a box has, so that of a box which begins there before its first row only rows of the document are inside. Such a map begins a box before the tensor.
-struct Clipped {
-    int skipped;  // along the axis that ends
-    int end;      // along the other: behind the last row of the box that is of the document
-};
-
-template <int rows>
-inline Clipped clipped(int begin, int length, int first) {
-    const int left = min(rows, length - first);
-    return Clipped{rows - left, begin + first + left};
-}
-
-// Brings the rows of a panel, or zeros where the tensor has none of its columns: for a box that lies behind the last column the copy engine of an H200
-// looks at the begin of the map, which need not be memory.
-template <bool once = false>
-inline void panel_in(uint to, uint bytes, const TensorMap& map, uint barrier, int column, bool there, const Clipped& rows, int head) {
-    if (there) copy_in<once>(to, map, barrier, column, rows.skipped, head, rows.end);
-    else nothing_in(to, bytes, barrier);
-}
 #endif
 
 // With what bands about the ends come to for these lengths.
@@ -78,6 +57,15 @@ inline Span span_of(const Params& p, int batch) {
     s.len_kv = max(0, min(s.len_kv, p.seq_len_kv[batch]));
 #endif
     return about_the_ends(p, s);
+}
+
+// Rows that an entry has of its own: of a document its tokens.
+inline int rows_q(const Params& p, const Span& s) { return WITH_PACKED_Q ? s.len_q : p.seq_q; }
+inline int rows_kv(const Params& p, const Span& s) { return WITH_PACKED_KV ? s.len_kv : p.seq_kv; }
+
+// Where the statistics of a query are.
+inline long stats_place(const Params& p, const Span& s, int batch, int head, int q) {
+    return WITH_PACKED_Q ? long(s.begin_q + q) * p.heads_q + head : (long(batch) * p.heads_q + head) * p.seq_q + q;
 }
 
 // Indices first <= index < past; none where `past` is not behind `first`.

@@ -8,6 +8,13 @@ inline const Element* row_of(const Strided& of, int batch, int head, int row) {
     return of.at + batch * of.batch + head * of.head + row * of.row;
 }
 
+// Rows of an entry: those of documents follow one another, and those of entries begin at 0.
+struct Extent {
+    int begin;
+    int first;
+    int rows;
+};
+
 // The rows from `first` on, which `row_at` finds, zeros from `seq` on. `wide`: rows lie at multiples of 16 bytes and are brought by copies, which are to be waited for.
 template <int rows, int columns, bool wide, class At>
 inline void bring_found(uint to, uint row_bytes, const Strided& from, int first, int seq, int dim, At row_at) {
@@ -34,8 +41,9 @@ inline void bring_found(uint to, uint row_bytes, const Strided& from, int first,
 
 // The same of rows that lie one behind the other.
 template <int rows, int columns, bool wide>
-inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int head, int first, int seq, int dim) {
-    bring_found<rows, columns, wide>(to, row_bytes, from, first, seq, dim, [&](int row) { return row_of(from, batch, head, row); });
+inline void bring(uint to, uint row_bytes, const Strided& from, int batch, int head, const Extent& of, int dim) {
+    const auto at = [&](int row) { return row_of(from, batch, head, of.begin + row); };
+    bring_found<rows, columns, wide>(to, row_bytes, from, of.first, of.rows, dim, at);
 }
 
 inline void put_pair(Half* to, float x, float y) { *reinterpret_cast<uint*>(to) = pair_of_halves(x, y); }
@@ -45,15 +53,15 @@ inline void put(Half* to, float x) { to->bits = (unsigned short)(pair_of_halves(
 inline void put(BFloat* to, float x) { to->bits = (unsigned short)(pair_of_bfloats(x, 0.0f) & 0xffffu); }
 inline void put(float* to, float x) { *to = x; }
 
-// Two rows, 8 apart, of what a warp has, from `first_column` on, times a number for each. `pairs`: rows lie at multiples of two elements.
+// Two rows, 8 apart, of what a warp has, as far as the entry has them, from `first_column` on, times a number for each. `pairs`: rows lie at multiples of two elements.
 template <bool pairs, int count>
-inline void put_rows(const Strided& to, const float (&x)[count], const float (&times)[2], int batch, int head, int row, int seq, int first_column,
-                     int dim) {
+inline void put_rows(const Strided& to, const float (&x)[count], const float (&times)[2], int batch, int head, const Extent& of, int row,
+                     int first_column, int dim) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        if (row + 8 * half >= seq) continue;
-        Element* of = const_cast<Element*>(row_of(to, batch, head, row + 8 * half));
+        if (row + 8 * half >= of.rows) continue;
+        Element* at = const_cast<Element*>(row_of(to, batch, head, of.begin + row + 8 * half));
         const float by = times[half];
 #pragma unroll
         for (int n = 2 * half; n < count; n += 4) {
@@ -61,10 +69,10 @@ inline void put_rows(const Strided& to, const float (&x)[count], const float (&t
             // What has no weight is 0, whatever was added up.
             const float first = by == 0.0f ? 0.0f : x[n] * by, second = by == 0.0f ? 0.0f : x[n + 1] * by;
             if (pairs) {
-                if (column < dim) put_pair(of + column, first, second);
+                if (column < dim) put_pair(at + column, first, second);
             } else {
-                if (column < dim) put(of + column, first);
-                if (column + 1 < dim) put(of + column + 1, second);
+                if (column < dim) put(at + column, first);
+                if (column + 1 < dim) put(at + column + 1, second);
             }
         }
     }

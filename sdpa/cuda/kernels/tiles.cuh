@@ -98,16 +98,7 @@ inline int head_of(const Tile& tile, int row) {
 // Whether results have such a row.
 inline bool has_row(const Params& p, const Span& s, const Tile& tile, int row) {
     const bool headed = !FEW || (row < TILE_ROWS && head_of(tile, row) / p.group == tile.head / p.group);
-    return headed && query_of(tile, row) < (WITH_PACKED_Q ? s.len_q : p.seq_q);
-}
-
-// Where the statistics of a query are.
-inline long stats_place(const Params& p, const Span& s, int batch, int head, int q) {
-#if WITH_PACKED_Q
-    return long(s.begin_q + q) * p.heads_q + head;
-#else
-    return (long(batch) * p.heads_q + head) * p.seq_q + q;
-#endif
+    return headed && query_of(tile, row) < rows_q(p, s);
 }
 
 #if FEW || WITH_PARTS

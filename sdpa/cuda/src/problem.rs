@@ -102,6 +102,14 @@ impl Check {
         }
     }
 
+    /// Tokens of packed documents are counted as indices are.
+    pub(crate) fn totals(&mut self, problem: &Problem) {
+        for side in Side::ALL.into_iter().filter(|side| problem.packs(*side)) {
+            let total = problem.total(side);
+            self.that(total < i64::from(FAR), side.total(), total, format!("below {FAR}"));
+        }
+    }
+
     /// The copy engine takes rows of whole 16 bytes, at multiples of 16 bytes, and no axis that repeats one row.
     pub(crate) fn tensor(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
         let field = |what: &str| format!("{operand} {what}");
@@ -151,10 +159,7 @@ impl Forward {
         for (name, extent) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
             check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
         }
-        for side in Side::ALL.into_iter().filter(|side| problem.packs(*side)) {
-            let total = problem.total(side);
-            check.that(total < i64::from(FAR), side.total(), total, format!("below {FAR}"));
-        }
+        check.totals(problem);
         let blocks = problem.batch() * problem.heads_q() * (problem.seq_q() / 128 + 1);
         check.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
         if check.0.is_empty() { Ok(Forward::told(problem)) } else { Err(unsupported(check.0)) }

@@ -24,6 +24,7 @@ pub(crate) use piece;
 const PRELUDE: [(&str, &str); 3] = [piece!("words.cuh"), piece!("units.cuh"), piece!("prelude.cuh")];
 const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), piece!("products.cuh")];
 pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
+const CLIPPED: (&str, &str) = piece!("clipped.cuh");
 pub(crate) const WALK: (&str, &str) = piece!("walk.cuh");
 pub(crate) const MAP: (&str, &str) = piece!("map.cuh");
 const DROPOUT: (&str, &str) = piece!("dropout.cuh");
@@ -137,7 +138,7 @@ pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced
 const GENERATED: &str = "\n#line 1 \"generated\"\n";
 
 /// The type of boundaries of documents.
-fn boundary(problem: &Forward) -> String {
+pub(crate) fn boundary(problem: &Forward) -> String {
     let of = if problem.packed.is_some_and(|packed| packed.wide) { "long" } else { "int" };
     format!("typedef {of} Boundary;\n")
 }
@@ -185,7 +186,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
     let items = problem.lists_tiles(tile).then_some(ITEMS).into_iter().chain(tile.split.then_some(MERGE));
-    [SPAN, WALK, TILES, STATISTICS].into_iter().chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    [SPAN, CLIPPED, WALK, TILES, STATISTICS].into_iter().chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -220,7 +221,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let columns = [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts);
     text.push_str(&matrix::backward(element(forward.dtype), columns));
     let map = (forward.lists() == Lists::AtCall).then_some(MAP);
-    [SPAN, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));
+    [SPAN, CLIPPED, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));
     if !problem.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");

@@ -17,9 +17,10 @@ impl Strided {
     /// The structure in CUDA C++, of the same layout.
     pub(super) const CUDA: &str = "struct Strided {\n    Element* at;\n    long batch;\n    long head;\n    long row;\n    long dim;\n};\n";
 
-    /// A tensor at an address.
-    pub(crate) fn of(at: u64, tensor: &TensorSpec) -> Strided {
-        Strided { at, strides: tensor.strides }
+    /// A tensor at an address; where it is packed, tokens of all documents are its rows.
+    pub(crate) fn of(at: u64, tensor: &TensorSpec, packed: bool) -> Strided {
+        let [batch, head, row, dim] = tensor.strides;
+        Strided { at, strides: [if packed { 0 } else { batch }, head, row, dim] }
     }
 }
 
@@ -56,6 +57,10 @@ params! {
         seq_len_q: u64 = "const int* ",
         /// Address of the lengths of keys, i32 for each batch entry.
         seq_len_kv: u64 = "const int* ",
+        /// Address of the boundaries of documents of queries.
+        boundaries_q: u64 = "const void* ",
+        /// Address of the boundaries of documents of keys.
+        boundaries_kv: u64 = "const void* ",
         /// Address of the sinks, f32 for each query head.
         sink: u64 = "const float* ",
         /// Address of the gradient of the sinks, f32 for each query head.
@@ -82,6 +87,10 @@ params! {
         seq_q: i32 = "int ",
         /// Keys.
         seq_kv: i32 = "int ",
+        /// Tokens of packed queries.
+        tokens_q: i32 = "int ",
+        /// Tokens of packed keys.
+        tokens_kv: i32 = "int ",
         /// Columns of queries and keys.
         dim_qk: i32 = "int ",
         /// Columns of values and outputs.

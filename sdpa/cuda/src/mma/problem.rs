@@ -15,7 +15,6 @@ fn checked(problem: &Problem) -> Check {
     let floats = [DType::F16, DType::BF16, DType::F32];
     check.that(floats.contains(&problem.dtype()), "dtype", problem.dtype(), "the kernels take f16, bf16 and f32");
     check.that(!problem.block_scaled(), "block_scaled", problem.block_scaled(), "the kernels read no scales");
-    check.that(problem.packed().is_none(), "packed", "documents", "the kernels take batch entries of one length");
     for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
         check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
     }
@@ -23,6 +22,7 @@ fn checked(problem: &Problem) -> Check {
     for (name, extent) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
         check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
     }
+    check.totals(problem);
     // The smallest cut has 32 rows, in two parts.
     let longest = problem.seq_q().max(problem.seq_kv());
     let blocks = problem.batch() * problem.heads_q() * 2 * (longest / 32 + 1);
@@ -113,9 +113,10 @@ mod tests {
         for page_size in [1, 7, 48] {
             let paged = AttentionSpec::paged(DType::F16, SHAPE, Paged { page_size, pages: 9 });
             assert_eq!(of(&paged), [""; 0]);
-            assert_eq!(of(&paged.with_packed_queries(9)), ["packed"]);
+            assert_eq!(of(&paged.with_packed_queries(9)), [""; 0]);
         }
-        assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), ["packed"]);
+        assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::default())), [""; 0]);
+        assert_eq!(of(&AttentionSpec::packed(DType::F16, SHAPE, Packed::of(1 << 30))), ["total_q", "total_kv"]);
         let wide = Shape { dim_qk: 260, dim_v: 300, ..SHAPE };
         assert_eq!(of(&AttentionSpec::dense(DType::F16, wide, Layout::Bhsd)), ["dim_qk", "dim_v"]);
     }

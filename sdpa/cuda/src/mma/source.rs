@@ -6,11 +6,11 @@ use super::params::{MmaParams, Strided};
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
-    ALONG, BACKWARD, HEAVY, MAP, SPAN, STATISTICS, WALK, add, along_functions, along_parameters, begin, gradients_structure, keep_function,
-    piece, score_functions, statistics,
+    ALONG, BACKWARD, HEAVY, MAP, SPAN, STATISTICS, WALK, add, along_functions, along_parameters, begin, boundary, gradients_structure,
+    keep_function, piece, score_functions, statistics,
 };
-use sdpa_core::DType;
 use sdpa_core::spec::TensorSpec;
+use sdpa_core::{DType, Operand, Side, packed};
 use std::ffi::CStr;
 
 const MATRIX: [(&str, &str); 3] = [piece!("mma.cuh"), piece!("fragments.cuh"), piece!("strided.cuh")];
@@ -43,22 +43,31 @@ fn pairs(tensor: &TensorSpec, bytes: u32) -> u32 {
     u32::from(tensor.dims[3] % 2 == 0 && tensor.strides[3] == 1 && tensor.alignment.is_multiple_of(2 * bytes) && steps)
 }
 
+/// A tensor as it lies in memory: in pages, or with tokens of documents behind one another, however few each may have.
+fn laid(forward: &Forward, operand: Operand, tensor: &TensorSpec) -> TensorSpec {
+    match forward.paged.filter(|_| operand.side() == Side::Keys) {
+        Some(paged) => paged.container(tensor),
+        None if forward.packs(operand.side()) => packed::memory(tensor, 2),
+        None => *tensor,
+    }
+}
+
 /// Constants of every text.
 fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
     let bytes = cut.element_bytes;
-    let [q, k, v, _] = &forward.tensors;
-    // As they lie in memory.
-    let [k, v] = [k, v].map(|tensor| forward.paged.map_or(*tensor, |paged| paged.container(tensor)));
+    let [q, k, v] = [Operand::Q, Operand::K, Operand::V].map(|operand| laid(forward, operand, &forward.tensors[operand as usize]));
     let mut constants = vec![
         ("DIM_QK", cut.dim_qk),
         ("DIM_V", cut.dim_v),
         ("WARPS", cut.warps()),
         ("STAGES", cut.stages),
         ("SINGLE", u32::from(bytes == 4)),
-        ("Q_WIDE", wide(q, bytes.into())),
+        ("Q_WIDE", wide(&q, bytes.into())),
         ("K_WIDE", wide(&k, bytes.into())),
         ("V_WIDE", wide(&v, bytes.into())),
         ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),
+        ("WITH_PACKED_Q", forward.packed.is_some().into()),
+        ("WITH_PACKED_KV", forward.packs(Side::Keys).into()),
     ];
     if forward.dtype == DType::F32 {
         constants.push(("EXACT", 1));
@@ -67,21 +76,21 @@ fn constants(forward: &Forward, cut: &Cut) -> Vec<(&'static str, u32)> {
 }
 
 /// The structure of what a call tells.
-fn params() -> String {
-    format!("{}{}typedef MmaParams Params;\n", Strided::CUDA, MmaParams::cuda())
+fn params(forward: &Forward) -> String {
+    format!("{}{}{}typedef MmaParams Params;\n", boundary(forward), Strided::CUDA, MmaParams::cuda())
 }
 
 /// The whole CUDA text of the forward kernel of a problem, cut so.
 pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
     let [.., o] = &forward.tensors;
     let mut own = constants(forward, cut);
-    own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(o, cut.element_bytes))]);
+    own.extend([("TILE_M", cut.own), ("TILE_N", cut.step), ("O_PAIRS", pairs(&laid(forward, Operand::O, o), cut.element_bytes))]);
     own.extend(statistics(forward));
     own.push(("WITH_PAGES", forward.paged.is_some().into()));
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
-    let mut text = begin(forward, &own, &params(), &traced, &MATRIX);
+    let mut text = begin(forward, &own, &params(forward), &traced, &MATRIX);
     [SPAN, WALK, STATISTICS].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
@@ -95,7 +104,10 @@ fn map(forward: &Forward) -> Option<(&'static str, &'static str)> {
 fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<(&'static str, u32)> {
     let bytes = cut.element_bytes;
     let (tile_m, tile_n) = if by_keys { (cut.step, cut.own) } else { (cut.own, cut.step) };
-    let [dq, dk, dv] = backward.gradients.each_ref().map(|tensor| pairs(tensor, bytes));
+    let in_memory = |operand: Operand, tensor: &TensorSpec| laid(&backward.forward, operand, tensor);
+    let [dq, dk, dv] = &backward.gradients;
+    let [dq, dk, dv] =
+        [(Operand::DQ, dq), (Operand::DK, dk), (Operand::DV, dv)].map(|(operand, tensor)| pairs(&in_memory(operand, tensor), bytes));
     let mut own = constants(&backward.forward, cut);
     own.extend([
         ("APPROXIMATE", 0),
@@ -105,7 +117,7 @@ fn constants_of_gradients(backward: &Backward, cut: &Cut, by_keys: bool) -> Vec<
         ("TILE_M", tile_m),
         ("TILE_N", tile_n),
         ("BY_KEYS", by_keys.into()),
-        ("D_O_WIDE", wide(&backward.d_o, bytes.into())),
+        ("D_O_WIDE", wide(&in_memory(Operand::DO, &backward.d_o), bytes.into())),
         ("DQ_PAIRS", dq),
         ("DK_PAIRS", dk),
         ("DV_PAIRS", dv),
@@ -119,7 +131,7 @@ pub fn queries_text(backward: &Backward, cut: &Cut) -> String {
     let forward = &backward.forward;
     let own = constants_of_gradients(backward, cut, false);
     let traced: Vec<String> = score_functions(backward).into_iter().chain(keep_function(forward)).collect();
-    let mut text = begin(forward, &own, &params(), &traced, &MATRIX);
+    let mut text = begin(forward, &own, &params(forward), &traced, &MATRIX);
     [SPAN, WALK].into_iter().chain(map(forward)).chain([SCORES]).chain(QUERIES).for_each(|piece| add(&mut text, piece));
     text
 }
@@ -130,7 +142,7 @@ pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
     let own = constants_of_gradients(backward, cut, true);
     let traced: Vec<String> =
         score_functions(backward).into_iter().chain(along_functions(backward)).chain(keep_function(forward)).collect();
-    let params = format!("{}{}", params(), gradients_structure(&backward.along));
+    let params = format!("{}{}", params(forward), gradients_structure(&backward.along));
     let mut text = begin(forward, &own, &params, &traced, &MATRIX);
     [SPAN, BACKWARD].into_iter().chain(map(forward)).chain([SCORES]).for_each(|piece| add(&mut text, piece));
     if !backward.along.is_empty() {

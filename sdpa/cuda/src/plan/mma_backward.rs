@@ -11,7 +11,7 @@ use crate::mma::{Cut, Left, MmaParams, SINKS_SHARED_BYTES, Strided};
 use crate::problem::Forward;
 use sdpa_core::device::DeviceCall;
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Operand, SINK};
+use sdpa_core::{DType, Operand, SINK, Side};
 use sdpa_driver::{DeviceSlice, Entry, Launch, Submission};
 use smallvec::SmallVec;
 use std::ffi::c_void;
@@ -46,7 +46,8 @@ impl Workspace {
         };
         let along = gradients(backward).map(|(dtype, elements)| (dtype != DType::F32).then(|| take(4 * elements.unsigned_abs()))).collect();
         let left = backward.left(cut).map(|left| left.map(|left| take(left.bytes().unsigned_abs()))).collect();
-        let rows = 4 * (batch * heads_q * seq_q).unsigned_abs();
+        let rows = backward.forward.packed.map_or(batch * seq_q, |packs| packs.totals[Side::Queries as usize]);
+        let rows = 4 * (rows * heads_q).unsigned_abs();
         let [lse, delta] = [rows; 2].map(&mut take);
         let lists = |walk| Made::of(&backward.forward, walk).filter(|_| with_lists).map_or(0, Made::bytes);
         let [lists_of_queries, lists_of_keys] = [lists(walk_of_queries(cut)), lists(walk_of_keys(cut))].map(&mut take);
@@ -102,8 +103,11 @@ impl CudaPlan {
         let (keys_kernel, keys_map) = self.keys()?;
         let of_queries = self.lists(workspace.address + at.lists_of_queries);
         let of_keys = self.lists_of(walk_of_keys(cut), keys_map, workspace.address + at.lists_of_keys);
+        let own = [Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().zip(&forward.tensors);
+        let gradients_of = [Operand::DQ, Operand::DK, Operand::DV].into_iter().zip(&backward.gradients);
+        let tokens = self.tokens(forward, own.chain(gradients_of).chain([(Operand::DO, &backward.d_o)]), call);
         let told = |lists, tile: [u32; 2]| {
-            let params = self.mma_params(forward, tile, call, lists);
+            let params = self.mma_params(forward, tile, call, (lists, tokens));
             with_gradients(params, backward, call, (workspace.address, &at), sink_gradient)
         };
         let [queries, keys] = [told(of_queries, [cut.own, cut.step]), told(of_keys, [cut.step, cut.own])];
@@ -195,7 +199,9 @@ fn with_gradients(
     sink_gradient: u64,
 ) -> MmaParams {
     let Backward { d_o, gradients: [dq, dk, dv], .. } = backward;
-    let strided = |operand: Operand, tensor: &TensorSpec| Strided::of(call.operand(operand).map_or(0, |slice| slice.address), tensor);
+    let strided = |operand: Operand, tensor: &TensorSpec| {
+        Strided::of(call.operand(operand).map_or(0, |slice| slice.address), tensor, backward.forward.packs(operand.side()))
+    };
     MmaParams {
         d_o: strided(Operand::DO, d_o),
         dq: strided(Operand::DQ, dq),

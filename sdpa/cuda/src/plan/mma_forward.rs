@@ -11,7 +11,7 @@ use sdpa_core::device::DeviceCall;
 use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{Operand, SINK};
+use sdpa_core::{Operand, SINK, Side};
 use sdpa_driver::{DeviceSlice, Launch, Submission};
 use std::ffi::c_void;
 
@@ -27,7 +27,9 @@ impl CudaPlan {
         workspace: DeviceSlice,
     ) -> Result<(), Error> {
         let [batch, heads_q, seq_q, _] = forward.extents;
-        let params = self.mma_params(forward, [cut.own, cut.step], call, self.lists(workspace.address));
+        let operands = [Operand::Q, Operand::K, Operand::V, Operand::O].into_iter().zip(&forward.tensors);
+        let tokens = self.tokens(forward, operands, call);
+        let params = self.mma_params(forward, [cut.own, cut.step], call, (self.lists(workspace.address), tokens));
         let captured = self.captured(call);
         let parameters: [*const c_void; 2] = [(&raw const params).cast(), captured.as_ptr().cast()];
         let blocks = u32::try_from(batch * heads_q * steps(seq_q, cut.own)).unwrap_or(u32::MAX);
@@ -47,7 +49,7 @@ impl CudaPlan {
         forward: &Forward,
         [queries, keys]: [u32; 2],
         call: &DeviceCall<'_, DeviceSlice>,
-        lists: ListsAt,
+        (lists, tokens): (ListsAt, [i64; 2]),
     ) -> MmaParams {
         let Forward { tensors: [q, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = forward;
         let Scale { natural, scale, unit } = self.scale(call);
@@ -57,7 +59,9 @@ impl CudaPlan {
         let bytes = i64::from(forward.dtype.bits() / 8);
         // Whole groups that share a key head.
         let section = (heads_in_cache(bytes * seq_kv * (k.dims[3] + v.dims[3])) * group).min(batch * heads_q);
-        let strided = |operand: Operand, tensor: &TensorSpec| Strided::of(call.operand(operand).map_or(0, |slice| slice.address), tensor);
+        let strided = |operand: Operand, tensor: &TensorSpec| {
+            Strided::of(call.operand(operand).map_or(0, |slice| slice.address), tensor, forward.packs(operand.side()))
+        };
         MmaParams {
             q: strided(Operand::Q, q),
             k: strided(Operand::K, k),
@@ -68,6 +72,8 @@ impl CudaPlan {
             sum_exp,
             seq_len_q: tensor(call, SEQ_LEN_Q),
             seq_len_kv: tensor(call, SEQ_LEN_KV),
+            boundaries_q: self.boundaries(call, Side::Queries),
+            boundaries_kv: self.boundaries(call, Side::Keys),
             sink: tensor(call, SINK),
             map_begin: lists.begin,
             map_end: lists.end,
@@ -77,6 +83,8 @@ impl CudaPlan {
             group: *group as i32,
             seq_q: *seq_q as i32,
             seq_kv: *seq_kv as i32,
+            tokens_q: tokens[Side::Queries as usize] as i32,
+            tokens_kv: tokens[Side::Keys as usize] as i32,
             dim_qk: q.dims[3] as i32,
             dim_v: v.dims[3] as i32,
             tiles: steps(*seq_q, queries) as i32,

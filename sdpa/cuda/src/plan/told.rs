@@ -128,7 +128,7 @@ impl CudaPlan {
         };
         for (operand, tensor) in operands {
             if let Some(slice) = call.operand(operand).filter(|_| forward.packs(operand.side())) {
-                room(operand.side(), tensor, slice.bytes / 2);
+                room(operand.side(), tensor, slice.bytes / u64::from(forward.dtype.bits() / 8));
             }
         }
         for slice in Statistic::ALL.into_iter().filter_map(|statistic| call.statistic(statistic)) {
