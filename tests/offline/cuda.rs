@@ -281,6 +281,16 @@ fn every_kernel_with_mma_sync_compiles_into_registers() {
             mma::forward_text(&mma::forward(&paged.validate().unwrap()).unwrap(), &cut)
         });
         let texts = texts.chain(paged.map(|paged| ("forward, pages,", paged)));
+        let packed = (masks == ["causal"]).then(|| {
+            let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 300, seq_kv: 300, dim_qk: dims[0], dim_v: dims[1] };
+            let packed = AttentionSpec::packed(dtype, shape, Packed::of(700)).mask(Mask::causal()).backward();
+            mma::backward(&packed.validate().unwrap()).unwrap()
+        });
+        let texts = texts.chain(packed.into_iter().flat_map(|packed| {
+            let forward = mma::forward_text(&packed.forward, &cut);
+            let [queries, keys] = [mma::queries_text, mma::keys_text].map(|text| text(&packed, &back));
+            [("forward, documents,", forward), ("queries, documents,", queries), ("keys, documents,", keys)]
+        }));
         for (what, text) in &texts.collect::<Vec<_>>() {
             for architecture in ARCHITECTURES {
                 let made = compile_for(&nvrtc, text, architecture).unwrap_or_else(|e| panic!("{what} of {spec:?}: {e}"));

@@ -20,12 +20,12 @@ pub(crate) fn run(random: u64, first: u64) -> Result<()> {
         failed += tally.failed;
     };
     let mut tally = Tally::default();
-    for case in [Case::all()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?].into_iter().flatten() {
+    for case in [Case::all()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?, Case::all_packed()?].into_iter().flatten() {
         tally.add(NAME, &case.name, &runner::run_case(&case, executor));
     }
     ends("cases", tally);
     let mut tally = Tally::default();
-    let all = [Case::all_backward()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?];
+    let all = [Case::all_backward()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?, Case::all_packed()?];
     for (case, source) in all.iter().flatten().flat_map(|case| Source::ALL.map(|source| (case, source))) {
         let outcome = runner::run_backward_case(case, source, executor);
         tally.add(NAME, &format!("gradient of {}{}", case.name, source.suffix()), &outcome);
@@ -52,10 +52,11 @@ pub(crate) fn run(random: u64, first: u64) -> Result<()> {
 /// Random problems of one seed.
 fn drawn(tally: &mut Tally, seed: u64, executor: &CudaExecutor) {
     let random = &mut Random::new(seed * 7919 + 41);
-    let forwards: [(&str, AttentionSpec); 3] = [
+    let forwards: [(&str, AttentionSpec); 4] = [
         ("any", runner::random_padded(random, &FLOATS)),
         ("ends", runner::random_ends(random, &FLOATS)),
         ("sink", runner::random_padded(random, &FLOATS).with_sink()),
+        ("documents", runner::random_packed(random, &FLOATS)),
     ];
     for (what, spec) in forwards {
         let outcome = runner::run(&spec, None, 1.0, seed, executor);
@@ -65,9 +66,10 @@ fn drawn(tally: &mut Tally, seed: u64, executor: &CudaExecutor) {
         tally.add(NAME, &format!("{seed}, {what}"), &outcome);
     }
     let with_sink = |spec: AttentionSpec| if spec.sink { spec.backward().wrt(SINK, DType::F32) } else { spec.backward() };
-    let backwards: [(&str, BackwardSpec); 4] = [
+    let backwards: [(&str, BackwardSpec); 5] = [
         ("any strides", runner::random_backward(random, &FLOATS)),
         ("lengths and any strides", runner::random_padded_backward(random, &FLOATS)),
+        ("deterministic, documents", with_sink(runner::random_packed(random, &FLOATS)).deterministic()),
         ("deterministic, ends", with_sink(runner::random_ends(random, &FLOATS)).deterministic()),
         ("deterministic, sink", with_sink(runner::random_padded(random, &FLOATS).with_sink()).deterministic()),
     ];
