@@ -378,7 +378,7 @@ fn explain_leads_from_documents_of_a_mask_to_packed_ones() {
         assert_eq!(matches!(told.state, State::Hit(_)), planned);
         let text = told.to_string();
         assert!(
-            told.notes.len() == 2 && text.contains("\n  every tile is computed") && text.contains("packed ones (cu_seqlens)"),
+            told.notes.len() == 2 && text.contains("\n  every tile is computed") && text.contains("packed documents (cu_seqlens)"),
             "{text}"
         );
     }

@@ -99,7 +99,7 @@ pub(crate) fn run(args: &RunArgs, json: bool) -> Result<Answer, Failure> {
     }
     let bad: Vec<String> = results(&operands, request).iter().filter_map(Tensor::not_numbers).collect();
     operands.notes.extend(bad);
-    operands.notes.extend(documents::advice(&operands, &request.problem));
+    operands.notes.extend(documents::advice(&operands, request, chosen.executor));
     let checked = order.check.then(|| {
         // One step for both passes, so that its end is the end.
         let passes = u64::from(reports.forward.is_some()) + u64::from(request.backward.is_some());

@@ -1,5 +1,7 @@
 //! What masks cost, as far as a pass by itself tells: engines leave out the tiles that no band reaches, and compute every tile of any other mask.
 
+mod documents;
+
 use crate::lower::{self, Job};
 use crate::pieces::{self, Part};
 use crate::plan::Pieces;
@@ -8,8 +10,14 @@ use sdpa_core::Side;
 use sdpa_core::expr::{Axes, Axis, ParamKind};
 use sdpa_core::problem::Problem;
 
+pub use documents::Documents;
+
 /// Of one query and of one key there is no tile to leave out.
 const ONE: i64 = 1;
+
+/// What documents that are one run each cost as packed ones.
+const PACKED: &str = "packed documents (cu_seqlens) cost the pairs that each has by itself: how much less that is depends on the lengths of documents, which \
+                      are data of each call; n of one length in a row have about n times fewer pairs, where no window keeps less";
 
 /// Notes, in sentences, on what the masks of a pass cost under this choice of pieces; none where masks are bands and lengths, of which engines compute
 /// only what they keep.
@@ -24,10 +32,8 @@ pub fn notes(job: &Job, wanted: Pieces) -> Vec<String> {
     }
     let mut notes = vec![format!("every tile is computed: {}", why(problem))];
     notes.extend(in_one(job, wanted));
-    if let (Rule::Documents, None, [seq_q, seq_kv]) = (rule(problem), problem.packed(), [problem.seq_q(), problem.seq_kv()])
-        && seq_q == seq_kv
-    {
-        notes.push("where each document is one run, packed ones (cu_seqlens) cost the pairs that they hold".to_owned());
+    if documents::may_be_packed(problem) {
+        notes.push(PACKED.to_owned());
     }
     notes
 }
@@ -149,12 +155,16 @@ mod tests {
 
     #[test]
     fn documents_of_a_mask_lead_to_packed_ones_where_those_are_the_same() {
-        for mask in ["document", "document-runs", "shared-prefix:4"] {
+        for mask in ["document", "document-runs"] {
             let said = told(&spec([512, 512], &["causal", mask]), Pieces::Auto);
-            assert!(said.starts_with("every tile is computed: which document") && said.contains("packed ones (cu_seqlens)"), "{said}");
+            assert!(said.starts_with("every tile is computed: which document") && said.contains("packed documents (cu_seqlens)"), "{said}");
         }
-        let said = told(&spec([512, 600], &["document"]), Pieces::Auto);
-        assert!(said.contains("which document") && !said.contains("packed"), "{said}");
+        for (seq, masks) in
+            [([512, 600], &["document"][..]), ([512, 512], &["causal", "shared-prefix:4"]), ([512, 512], &["document", "prefix-lm:9"])]
+        {
+            let said = told(&spec(seq, masks), Pieces::Auto);
+            assert!(said.contains("which document") && !said.contains("packed"), "{said}");
+        }
         let mut packed = spec([512, 512], &["document"]);
         packed.packed = Some(Packed::of(900));
         assert!(!told(&packed, Pieces::Auto).contains("cu_seqlens"));

@@ -15,6 +15,7 @@ mod files;
 pub mod guard;
 pub mod kernels;
 pub mod lower;
+mod model;
 mod named;
 mod order;
 pub mod pieces;

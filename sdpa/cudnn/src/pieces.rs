@@ -2,6 +2,7 @@
 //! has. Forward, results merge by their stats; backward, each piece reads the stats and the output of the whole, and gradients of the same rows add up.
 
 use crate::lower::{self, Job, Operand};
+use crate::model::Model;
 use sdpa_core::{Piece, Side};
 use std::ops::Range;
 
@@ -110,21 +111,6 @@ fn results(job: &Job, side: Side) -> impl Iterator<Item = Operand> {
     job.tensors().map(|(operand, _)| operand).filter(move |&operand| job.writes(operand) && operand.side() == side)
 }
 
-/// What a pass takes on an H200, in picoseconds of a head of 128 elements: of bf16 under 9.19, fitted to 60 problems of each direction with prefixes of 64 to 3,500
-/// of 512 to 8,192 keys, each as a whole and in pieces (`benches/results/2026-11-24-h200-pieces.txt`).
-struct Model {
-    /// A query and a key.
-    pair: f64,
-    /// A query, whatever its keys.
-    row: f64,
-    /// A row that is merged.
-    merged: f64,
-    /// A kernel, not by head.
-    launch: f64,
-}
-
-const FORWARD: Model = Model { pair: 0.857, row: 128.0, merged: 180.0, launch: 10.2e6 };
-const BACKWARD: Model = Model { pair: 2.32, row: 861.0, merged: 21.0, launch: 20.9e6 };
 /// Pieces are taken where they are faster by this, so that what the model is off by makes nothing slower.
 const GAIN: f64 = 1.1;
 
@@ -135,18 +121,14 @@ pub fn worthwhile(job: &Job) -> Option<Vec<Part>> {
 
 /// How many times as fast as the whole pieces are, by the model.
 pub(crate) fn gain(job: &Job, parts: &[Part]) -> f64 {
-    let problem = job.problem();
-    let Model { pair, row, merged, launch } = match job {
-        Job::Forward(_) => FORWARD,
-        Job::Backward(_) => BACKWARD,
-    };
-    let each = (problem.batch() * problem.heads_q() * (problem.dim_qk() + problem.dim_v())) as f64 / 256.0;
-    let time = |pairs: i64, rows: i64| each * (pair * pairs as f64 + row * rows as f64) + launch;
+    let (problem, model) = (job.problem(), Model::of(job));
+    let batch = problem.batch() as f64;
+    let time = |pairs: i64, rows: i64| model.attention(problem, batch * pairs as f64, batch * rows as f64);
     let whole = time(problem.seq_q() * problem.seq_kv(), problem.seq_q());
     let pieces = parts.iter().map(|part| {
         let rows = part.piece.queries.end - part.piece.queries.start;
         let merges = part.beside.len() as f64;
-        time(part.piece.pairs(), rows) + merges * (each * merged * rows as f64 + launch)
+        time(part.piece.pairs(), rows) + merges * model.merge(problem, batch * rows as f64)
     });
     whole / pieces.sum::<f64>()
 }

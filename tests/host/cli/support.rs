@@ -70,7 +70,7 @@ fn what_a_mask_costs_is_told() {
     };
     let documents = notes("--shape 1,8,2,500,500,64 --mask document --mask causal");
     assert!(documents[0].as_str().unwrap().starts_with("every tile is computed: which document"), "{documents}");
-    assert!(documents[1].as_str().unwrap().contains("packed ones (cu_seqlens)"), "{documents}");
+    assert!(documents[1].as_str().unwrap().contains("packed documents (cu_seqlens)"), "{documents}");
     assert_eq!(notes("--shape 1,8,2,500,500,64 --mask causal"), serde_json::json!([]));
     let pieces = "--shape 4,32,8,4096,4096,128 --mask prefix-lm:512";
     assert!(notes(pieces)[0].as_str().unwrap().starts_with("in 2 pieces"), "{}", notes(pieces));

@@ -1,39 +1,105 @@
 //! What documents cost as a mask, beside packed ones.
 
 use crate::operands::Operands;
-use sdpa::Problem;
+use crate::request::Request;
+use sdpa::ExecutorName;
+use sdpa::cudnn::cost::Documents;
+use sdpa::cudnn::lower::Job;
 
-/// Pairs that are worth a word.
-const WORTH: f64 = 1.5;
+/// What is worth a word: so many times as fast, or so many times fewer pairs.
+const WORTH: f64 = 1.1;
 
-/// Documents that a mask has one behind the other in each row, where packed ones would have far fewer pairs of a query and a key.
-pub(super) fn advice(operands: &Operands, problem: &Problem) -> Option<String> {
-    let (seq_q, seq_kv) = (problem.seq_q(), problem.seq_kv());
-    let bound = |name: &str| operands.params.iter().find(|bound| bound.name == name);
-    let same = |q: i64, batch: i64| Some(bound("doc_q")?.at([batch, 0, q, 0]));
-    let number = |place: i64, batch: i64| match (bound("doc_start"), bound("doc_k")) {
-        (Some(start), _) => Some(start.at([batch, 0, place, 0])),
-        (None, Some(doc_k)) => same(place, batch).filter(|q| *q == doc_k.at([batch, 0, 0, place])),
-        (None, None) => None,
-    };
-    if problem.packed().is_some() || seq_q != seq_kv {
-        return None;
-    }
-    let (mut documents, mut pairs) = (0u64, 0.0);
-    for batch in 0..problem.batch() {
-        let numbers = (0..seq_q).map(|place| number(place, batch)).collect::<Option<Vec<f64>>>()?;
-        let mut seen: Vec<f64> = Vec::new();
-        for run in numbers.chunk_by(|a, b| a == b) {
-            // One that comes again is not one document behind the other.
-            if seen.contains(&run[0]) {
-                return None;
-            }
-            seen.push(run[0]);
-            (documents, pairs) = (documents + 1, pairs + (run.len() as f64).powi(2));
+/// What an executor computes of a mask of documents that it keeps nothing of.
+#[derive(Clone, Copy)]
+enum Cost {
+    /// Every tile that bands leave.
+    Tiles,
+    /// Every pair that bands leave.
+    Pairs,
+}
+
+impl Cost {
+    /// `None` of kernels of our own for NVIDIA GPUs, which leave out the tiles between documents, and where nobody knows.
+    fn of(executor: ExecutorName) -> Option<Cost> {
+        match executor {
+            ExecutorName::CUDNN => Some(Cost::Tiles),
+            ExecutorName::CPU | ExecutorName::METAL => Some(Cost::Pairs),
+            _ => None,
         }
     }
-    let fewer = (problem.batch() * seq_q * seq_kv) as f64 / pairs;
-    (fewer >= WORTH).then(|| {
-        format!("every tile is computed for {documents} documents of a mask: packed (--cu-seqlens) they have {fewer:.1} times fewer pairs of a query and a key")
-    })
+}
+
+/// What packed documents would cost in place of those of the mask, where that is less; why there are none, where a mask of documents has other ones.
+pub(super) fn advice(operands: &Operands, request: &Request, executor: ExecutorName) -> Option<String> {
+    let problem = &request.problem;
+    let number = |name: &str, row: i64, token: i64| {
+        let bound = operands.params.iter().find(|bound| bound.name == name)?;
+        let place = [row, 0, if bound.dims[2] > 1 { token } else { 0 }, if bound.dims[3] > 1 { token } else { 0 }];
+        Some(bound.at(place) as i64)
+    };
+    let documents = Documents::of(problem, number)?;
+    let passes = [Some(("forward", Job::from(problem.clone()))), request.backward.as_ref().map(|b| ("backward", b.problem.clone().into()))];
+    say(&documents, passes.iter().flatten(), executor)
+}
+
+fn say<'a>(documents: &Documents, passes: impl Iterator<Item = &'a (&'static str, Job)>, executor: ExecutorName) -> Option<String> {
+    let cost = Cost::of(executor)?;
+    let whole = match cost {
+        Cost::Tiles => "every tile is computed",
+        Cost::Pairs => "every pair is computed",
+    };
+    if let Documents::Apart { row, token } = documents {
+        return Some(format!(
+            "{whole}: packed documents are no other way to say it, as those of the mask are not one run of a row each (row {row}, token {token})"
+        ));
+    }
+    let passes: Vec<_> = passes.collect();
+    let fewer = documents.fewer_pairs(passes.first()?.1.problem());
+    let packed = match cost {
+        Cost::Tiles => {
+            let gains: Vec<_> = passes.iter().map(|(pass, job)| (pass, documents.gain(job))).filter(|(_, gain)| *gain >= WORTH).collect();
+            let each: Vec<String> = gains.iter().map(|(pass, gain)| format!("{gain:.1} times as fast {pass}")).collect();
+            (!each.is_empty()).then(|| format!("would be about {}, by a model of an H200's times", each.join(" and ")))?
+        }
+        Cost::Pairs => (fewer >= WORTH).then(|| "would compute fewer".to_owned())?,
+    };
+    Some(format!(
+        "{whole}: {} documents; packed (--cu-seqlens) {packed}: {fewer:.1} times fewer pairs of a query and a key",
+        documents.count()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa::{AttentionSpec, DType, Layout, Mask, Shape};
+
+    #[test]
+    fn what_is_said_is_what_the_executor_computes() {
+        let shape = Shape { batch: 4, heads_q: 32, heads_kv: 32, seq_q: 4096, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats().mask(Mask::document());
+        let backward = spec.clone().backward().validate().unwrap();
+        let passes = [("forward", Job::from(spec.validate().unwrap())), ("backward", backward.into())];
+        let said = |documents: &Documents, executor| say(documents, passes.iter(), executor);
+        let eight = Documents::Runs(vec![vec![512; 8]; 4]);
+        let told = said(&eight, ExecutorName::CUDNN).unwrap();
+        assert!(told.starts_with("every tile is computed: 32 documents; packed (--cu-seqlens) would be about "), "{told}");
+        assert!(told.contains(" forward and ") && told.ends_with("8.0 times fewer pairs of a query and a key"), "{told}");
+        // Kernels of our own leave out the tiles between documents.
+        assert_eq!(said(&eight, ExecutorName::CUDA), None);
+        assert!(
+            said(&eight, ExecutorName::CPU)
+                .unwrap()
+                .starts_with("every pair is computed: 32 documents; packed (--cu-seqlens) would compute fewer")
+        );
+        for executor in [ExecutorName::CUDNN, ExecutorName::CPU] {
+            assert_eq!(said(&Documents::Runs(vec![vec![4096]; 4]), executor), None);
+            let apart = said(&Documents::Apart { row: 1, token: 7 }, executor).unwrap();
+            assert!(apart.contains("not one run of a row each") && apart.contains("row 1, token 7"), "{apart}");
+        }
+        // Documents shorter than a tile are slower packed than as rows of few of them.
+        let short = Shape { batch: 256, seq_q: 256, seq_kv: 256, ..shape };
+        let short = AttentionSpec::dense(DType::BF16, short, Layout::Bshd).mask(Mask::document()).validate().unwrap();
+        assert_eq!(say(&Documents::Runs(vec![vec![64; 4]; 256]), [("forward", short.into())].iter(), ExecutorName::CUDNN), None);
+    }
 }

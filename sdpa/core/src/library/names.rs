@@ -110,13 +110,13 @@ pub const MASKS: &[Named<Mask>] = &[
     Named { spelling: "dilated:N", about: "every Nth key, counted from the query", cases: &["dilated:3"], read: |w| w.whole(1, dilated) },
     Named {
         spelling: "document",
-        about: "keys of the query's document: tensors doc_q[batch, q] and doc_k[batch, k], i32",
+        about: "keys of the query's document: tensors doc_q[batch, q] and doc_k[batch, k], i32; where each is one run, packed ones are faster",
         cases: &["document"],
         read: |w| w.alone(document),
     },
     Named {
         spelling: "document-runs",
-        about: "keys from doc_start to doc_end of the query: tensors [batch, q], i32; costs less than document",
+        about: "keys from doc_start to doc_end of the query: tensors [batch, q], i32; costs less than document, and more than packed ones",
         cases: &["document-runs"],
         read: |w| w.alone(document_runs),
     },

@@ -1,0 +1,257 @@
+//! Documents that a mask has, beside packed ones: how they lie, where their numbers are at hand, and how much less packed ones compute.
+
+use crate::lower::Job;
+use crate::model::Model;
+use sdpa_core::expr::Trace;
+use sdpa_core::mask::{Kept, SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::problem::Problem;
+use sdpa_core::{Mask, library};
+use std::collections::HashSet;
+
+/// Queries and keys of a tile, of which engines compute all or nothing.
+const TILE: i64 = 128;
+
+/// What a mask of documents reads of each token.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rule {
+    /// Its document, of queries and of keys.
+    Numbers,
+    /// Where the document of a query begins and ends.
+    Ends,
+}
+
+impl Rule {
+    const ALL: [Rule; 2] = [Rule::Numbers, Rule::Ends];
+
+    fn mask(self) -> Mask {
+        match self {
+            Rule::Numbers => Mask::document(),
+            Rule::Ends => library::document_runs(),
+        }
+    }
+
+    /// What the rest of a mask is, beside bands and lengths.
+    fn of(rest: &Trace, extents: [i64; 4]) -> Option<Rule> {
+        let is = |rule: &Rule| Kept::of(&[rule.mask()], extents).is_ok_and(|kept| kept.rest.as_deref() == Some(rest));
+        Rule::ALL.into_iter().find(is)
+    }
+}
+
+/// Whether packed documents may stand for those of the mask of this problem: one that asks for nothing but the same document, beside bands and lengths,
+/// of as many keys as queries.
+pub(super) fn may_be_packed(problem: &Problem) -> bool {
+    rule(problem).is_some()
+}
+
+fn rule(problem: &Problem) -> Option<Rule> {
+    let kept = problem.kept();
+    let square = problem.seq_q() == problem.seq_kv() && kept.seq_len_q == kept.seq_len_kv && kept.region.prefix.is_none();
+    if !square || problem.packed().is_some() || problem.paged().is_some() || problem.dtype().is_fp8() {
+        return None;
+    }
+    Rule::of(kept.rest.as_deref()?, problem.extents())
+}
+
+/// How documents of a mask lie in their rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Documents {
+    /// One behind the other: the lengths of those of each row.
+    Runs(Vec<Vec<i64>>),
+    /// Not so: this token of this row is of a document that another one parts, or of one as a query and of another one as a key.
+    Apart {
+        /// The batch entry.
+        row: i64,
+        /// The token within it.
+        token: i64,
+    },
+}
+
+impl Documents {
+    /// Those of a problem whose mask asks for nothing but the same document, beside bands and lengths; `None` of any other. `number` is the value
+    /// of a declared parameter for a row and a token of it.
+    pub fn of(problem: &Problem, number: impl Fn(&str, i64, i64) -> Option<i64>) -> Option<Documents> {
+        let rule = rule(problem)?;
+        let mut rows = Vec::new();
+        for row in 0..problem.batch() {
+            let length = |name: &str| Some(number(name, row, 0)?.clamp(0, problem.seq_q()));
+            let tokens = match problem.kept().seq_len_kv {
+                true => [length(SEQ_LEN_Q)?, length(SEQ_LEN_KV)?],
+                false => [problem.seq_q(); 2],
+            };
+            if tokens[0] != tokens[1] {
+                return None;
+            }
+            let all = |name: &str| (0..tokens[0]).map(|token| number(name, row, token)).collect::<Option<Vec<i64>>>();
+            let runs = match rule {
+                Rule::Numbers => by_number(&all("doc_q")?, &all("doc_k")?),
+                Rule::Ends => by_ends(&all("doc_start")?, &all("doc_end")?),
+            };
+            match runs {
+                Ok(lengths) => rows.push(lengths),
+                Err(token) => return Some(Documents::Apart { row, token: token as i64 }),
+            }
+        }
+        Some(Documents::Runs(rows))
+    }
+
+    /// How many there are; 0 where they are not one behind the other.
+    pub fn count(&self) -> usize {
+        self.rows().iter().map(Vec::len).sum()
+    }
+
+    /// How many times as many pairs of a query and a key the bands of the mask leave in whole rows as in packed documents.
+    pub fn fewer_pairs(&self, problem: &Problem) -> f64 {
+        let pairs = |tokens: i64| (0..tokens).map(|q| problem.kept().key_range(q, [tokens; 2]).count() as f64).sum::<f64>();
+        let of = |tokens: &[i64]| tokens.iter().map(|&tokens| pairs(tokens)).sum::<f64>();
+        let whole: f64 = self.rows().iter().map(|row| pairs(row.iter().sum())).sum();
+        whole / self.rows().iter().map(|row| of(row)).sum::<f64>().max(1.0)
+    }
+
+    /// How many times as fast packed documents are by a model of an H200's times, of the tiles that bands leave in whole rows and in documents.
+    pub fn gain(&self, job: &Job) -> f64 {
+        let (problem, model) = (job.problem(), Model::of(job));
+        let time = |all: &mut dyn Iterator<Item = i64>| {
+            let (pairs, rows) = all.fold((0, 0), |(pairs, rows), tokens| {
+                let tiles = (tokens + TILE - 1) / TILE;
+                (pairs + tiles_kept(problem, tokens) * TILE * TILE, rows + tiles * TILE)
+            });
+            model.attention(problem, pairs as f64, rows as f64)
+        };
+        time(&mut self.rows().iter().map(|row| row.iter().sum())) / time(&mut self.rows().iter().flatten().copied())
+    }
+
+    fn rows(&self) -> &[Vec<i64>] {
+        match self {
+            Documents::Runs(rows) => rows,
+            Documents::Apart { .. } => &[],
+        }
+    }
+}
+
+/// Tiles of so many queries and keys in which a band keeps something.
+fn tiles_kept(problem: &Problem, tokens: i64) -> i64 {
+    let range = |q: i64| problem.kept().key_range(q, [tokens; 2]);
+    let of_tile = |first: i64| {
+        let keys = range(first).start..range((first + TILE).min(tokens) - 1).end;
+        (keys.end + TILE - 1) / TILE - keys.start / TILE
+    };
+    (0..tokens).step_by(TILE as usize).map(of_tile).sum()
+}
+
+/// The lengths of runs of one number each, or the token at which that is not so.
+fn by_number(of_queries: &[i64], of_keys: &[i64]) -> Result<Vec<i64>, usize> {
+    if let Some(token) = of_queries.iter().zip(of_keys).position(|(q, k)| q != k) {
+        return Err(token);
+    }
+    let mut seen = HashSet::new();
+    let mut token = 0;
+    let mut lengths = Vec::new();
+    for run in of_queries.chunk_by(|a, b| a == b) {
+        if !seen.insert(run[0]) {
+            return Err(token);
+        }
+        lengths.push(run.len() as i64);
+        token += run.len();
+    }
+    Ok(lengths)
+}
+
+/// The same of the bounds of each query's document.
+fn by_ends(starts: &[i64], ends: &[i64]) -> Result<Vec<i64>, usize> {
+    let mut token = 0;
+    let mut lengths = Vec::new();
+    while token < starts.len() {
+        let bounds = (starts[token], ends[token]);
+        let there = starts.iter().zip(ends).skip(token).take_while(|&(&start, &end)| (start, end) == bounds).count();
+        if bounds != (token as i64, (token + there) as i64) {
+            return Err(token);
+        }
+        lengths.push(there as i64);
+        token += there;
+    }
+    Ok(lengths)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, DType, Layout, Shape};
+
+    fn spec(batch: i64, seq: i64, masks: &[&str]) -> AttentionSpec {
+        let shape = Shape { batch, heads_q: 32, heads_kv: 32, seq_q: seq, seq_kv: seq, dim_qk: 128, dim_v: 128 };
+        let mut spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).with_stats();
+        spec.masks = masks.iter().map(|mask| mask.parse().unwrap()).collect();
+        spec
+    }
+
+    fn problem(batch: i64, seq: i64, masks: &[&str]) -> Problem {
+        spec(batch, seq, masks).validate().unwrap()
+    }
+
+    fn equal(len: i64) -> impl Fn(&str, i64, i64) -> Option<i64> {
+        move |name, _, token| match name {
+            "doc_q" | "doc_k" => Some(token / len),
+            "doc_start" => Some(token / len * len),
+            "doc_end" => Some(token / len * len + len),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn documents_are_read_as_they_lie() {
+        for mask in ["document", "document-runs"] {
+            for beside in [&["causal"][..], &["window:100,3"], &[]] {
+                let masks = [&[mask], beside].concat();
+                assert_eq!(Documents::of(&problem(2, 12, &masks), equal(4)), Some(Documents::Runs(vec![vec![4; 3]; 2])), "{masks:?}");
+                let masks = [beside, &[mask]].concat();
+                assert_eq!(Documents::of(&problem(1, 12, &masks), equal(6)), Some(Documents::Runs(vec![vec![6; 2]])), "{masks:?}");
+            }
+        }
+        // One that comes again; a token that is of another document as a key; bounds that leave out a token.
+        let again = |name: &str, _: i64, token: i64| name.starts_with("doc_").then_some(token / 4 % 2);
+        assert_eq!(Documents::of(&problem(2, 12, &["document"]), again), Some(Documents::Apart { row: 0, token: 8 }));
+        let other = |name: &str, row: i64, token: i64| Some(if name == "doc_k" && (row, token) == (1, 5) { 9 } else { token / 6 });
+        assert_eq!(Documents::of(&problem(2, 12, &["document"]), other), Some(Documents::Apart { row: 1, token: 5 }));
+        let short = |name: &str, row: i64, token: i64| Some(equal(4)(name, row, token)? - i64::from(name == "doc_end" && token == 7));
+        assert_eq!(Documents::of(&problem(1, 12, &["document-runs"]), short), Some(Documents::Apart { row: 0, token: 4 }));
+        // What is past the lengths is of no document.
+        let padded =
+            |name: &str, row: i64, token: i64| if name.starts_with("seq_len") { Some(6 + row) } else { equal(4)(name, row, token) };
+        let runs = Documents::Runs(vec![vec![4, 2], vec![4, 3]]);
+        assert_eq!(Documents::of(&problem(2, 12, &["document", "padding"]), padded), Some(runs));
+    }
+
+    #[test]
+    fn of_masks_that_ask_for_more_there_are_no_packed_ones() {
+        for masks in [&["shared-prefix:4"][..], &["document", "prefix-lm:4"], &["document", "dilated:2"], &["causal"], &["array:qk"]] {
+            assert_eq!(Documents::of(&problem(1, 12, masks), equal(4)), None, "{masks:?}");
+        }
+        // Numbers that are not at hand.
+        assert_eq!(Documents::of(&problem(1, 12, &["document"]), |_, _, _| None), None);
+    }
+
+    #[test]
+    fn pairs_are_those_that_bands_leave() {
+        let runs = Documents::Runs(vec![vec![2, 2], vec![3, 1]]);
+        // 16 and 16 of 4 + 4 and 9 + 1; causal 10 and 10 of 3 + 3 and 6 + 1; by a window of two keys 7 and 7 of 3 + 3 and 5 + 1.
+        for (masks, fewer) in
+            [(&["document"][..], 32.0 / 18.0), (&["document", "causal"], 20.0 / 13.0), (&["document", "window:2,0"], 14.0 / 12.0)]
+        {
+            assert_eq!(runs.fewer_pairs(&problem(2, 4, masks)), fewer, "{masks:?}");
+        }
+        assert_eq!((runs.count(), Documents::Apart { row: 0, token: 1 }.count()), (4, 0));
+    }
+
+    /// Beside what was measured (`docs/benchmarks.md`): 1.11 and 2.97 ms of 8 documents of 512 in each of four rows, causal, and 0.216 and 0.792 of packed
+    /// ones; 0.173 ms of documents of 64 in rows of four and 0.287 of packed ones, forward.
+    #[test]
+    fn gains_are_near_what_was_measured() {
+        let near = |gain: f64, measured: f64| assert!((gain / measured - 1.0).abs() < 0.15, "{gain:.2} beside {measured:.2}");
+        let documents = Documents::Runs(vec![vec![512; 8]; 4]);
+        let spec = spec(4, 4096, &["document-runs", "causal"]);
+        near(documents.gain(&spec.validate().unwrap().into()), 1.11 / 0.216);
+        near(documents.gain(&spec.backward().validate().unwrap().into()), 2.97 / 0.792);
+        let short = Documents::Runs(vec![vec![64; 4]; 64]);
+        near(short.gain(&problem(64, 256, &["document", "causal"]).into()), 0.173 / 0.287);
+    }
+}
