@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # setup-tests.sh: what the tests need besides Rust. Two cuDNN runtimes, from their slim wheels, under target/cudnn: the
-# offline tests plan with both and need no GPU; a disassembler beside them. And clang, which makes Metal kernels run here. Does nothing when everything is
+# offline tests plan with both and need no GPU; others where SDPA_RUNTIMES names them (9.13,9.28); a disassembler beside them. And clang, which makes Metal kernels run here. Does nothing when everything is
 # there; installs Debian packages where it may.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,16 +29,22 @@ packages() {
   fi
 }
 
-# runtime NAME VERSION: one cuDNN with the run-time compiler beside it, laid out as in a Python environment. Its metadata asks
-# for cuBLAS, which attention does not use.
+# runtime NAME VERSION [PACKAGE]: one cuDNN with the run-time compiler beside it, laid out as in a Python environment. Its metadata asks
+# for cuBLAS, which attention does not use. Of a package that is not slim only the three libraries stay that the slim one has: precompiled
+# engines want cuBLAS.
 runtime() {
-  local name=$1 cudnn=$2 stamp="cudnn $2 nvrtc $nvrtc"
+  local name=$1 cudnn=$2 package=${3:-nvidia-cudnn-jit-cu13} stamp="cudnn $2 nvrtc $nvrtc"
   if [ "$(cat "$target/$name/stamp" 2>/dev/null)" = "$stamp" ]; then return; fi
   echo "setup-tests: cuDNN $cudnn into $target/$name"
   rm -rf "$target/$name.part" "$target/$name"
   mkdir -p "$target"
   python3 -m pip install --quiet --no-deps --no-compile --only-binary=:all: --disable-pip-version-check --root-user-action=ignore \
-    --target "$target/$name.part" "nvidia-cudnn-jit-cu13==$cudnn" "nvidia-cuda-nvrtc==$nvrtc"
+    --target "$target/$name.part" "$package==$cudnn" "nvidia-cuda-nvrtc==$nvrtc"
+  if [ -d "$target/$name.part/nvidia/cudnn" ]; then
+    mkdir -p "$target/$name.part/nvidia/cudnn_jit/lib"
+    mv "$target/$name.part"/nvidia/cudnn/lib/libcudnn{,_graph,_engines_runtime_compiled}.so.9 "$target/$name.part/nvidia/cudnn_jit/lib"
+    rm -rf "$target/$name.part/nvidia/cudnn"
+  fi
   rm -rf "$target/$name.part/nvidia/cu13/include" "$target/$name.part/nvidia/cudnn_jit/include"
   find "$target/$name.part" -name '*.a' -delete
   mv "$target/$name.part" "$target/$name"
@@ -62,4 +68,12 @@ disassembler() {
 packages
 runtime 9.19 9.19.0.56
 runtime 9.27 9.27.0.42
+for name in $(tr ',' ' ' <<<"${SDPA_RUNTIMES:-}"); do
+  case $name in
+    9.13) runtime 9.13 9.13.1.26 ;;
+    9.28) runtime 9.28 9.28.0.42 nvidia-cudnn-cu13 ;; # the index has no slim wheel of it
+    9.19 | 9.27) ;;
+    *) echo "setup-tests: SDPA_RUNTIMES has $name: 9.13, 9.19, 9.27 and 9.28 are known" >&2 && exit 1 ;;
+  esac
+done
 disassembler

@@ -1,7 +1,13 @@
-//! Answers of the offline runtimes as text: the tables of `docs/support.md`, and a line for every problem.
+//! Answers of the offline runtimes as text: a line for every problem, which is kept, and what is made of those lines: a page for each runtime, and
+//! `docs/support.md` beside all of them.
 
+mod beside;
 mod cells;
 mod library;
+mod read;
+
+pub use beside::{recorded, summary};
+pub use read::read;
 
 use crate::matrix::{AXES, Kind, Row};
 use crate::offline::{Answer, Asked, PROFILES, Wanted};
@@ -42,56 +48,77 @@ fn groups<'r>(rows: &[&'r Row], axis: usize) -> Vec<(&'r str, Vec<&'r Row>)> {
     groups
 }
 
-const HEAD: &str = "# What cuDNN takes
+/// Words for rows of a kind, and which these are.
+type OfKind = (&'static str, fn(&Kind) -> bool);
 
-Made by `tests/offline/asked.rs` from the answers of two runtimes on machines without a GPU, compared on every run; `scripts/support-table.sh`
-rewrites it and compiles every problem that is taken. What is taken has been asked for, not run: numbers need a GPU.
+/// The kinds of rows that tables tell apart; the general one has no words.
+const KINDS: [OfKind; 7] = [
+    ("", |kind| *kind == Kind::General),
+    ("packed documents", |kind| *kind == Kind::Packed),
+    ("sinks", |kind| *kind == Kind::Sink),
+    ("dropout", |kind| *kind == Kind::Dropout),
+    ("8-bit floats", |kind| *kind == Kind::Fp8),
+    ("paged caches", |kind| *kind == Kind::Paged),
+    ("score_mods and masks that are no bands", |kind| matches!(kind, Kind::Library { .. } | Kind::LibraryCase)),
+];
+
+/// Rows of one kind and pass.
+fn of_kind(rows: &[Row], is: fn(&Kind) -> bool, backward: bool) -> Vec<&Row> {
+    rows.iter().filter(|row| is(&row.kind) && row.spec.is_backward() == backward).collect()
+}
+
+const PASSES: [(bool, &str); 2] = [(false, "forward"), (true, "backward")];
+
+fn head(runtime: &str) -> String {
+    format!(
+        "# What cuDNN {runtime} takes
+
+Made from `tests/snapshots/support/{runtime}.txt`, the answers of the real library on a machine without a GPU; beside those of other versions in
+[support.md](../support.md). What is taken has been asked for, not run: numbers need a GPU.
 
 A line stands for all problems that share a feature, in as many combinations with the other features as its count says. A cell
 has the form that is taken and the engines that cuDNN offers first for those problems, then what is declined, and why. Where rows
 are not multiples of 16 bytes apart, operands are copied first, and engines are not named. Packed documents,
 sinks, dropout, 8-bit floats and paged caches have tables of their own, and so have [score_mods and masks that are no bands](#score_mods-and-masks); [what is declined](#why) stands at the
 end, in cuDNN's own words where it was asked.
-";
+"
+    )
+}
 
-/// The tables of `docs/support.md`.
-pub fn table(rows: &[Row], runtimes: &[(&str, Vec<Asked>)]) -> String {
-    let mut text = HEAD.to_owned();
+/// The page of one runtime.
+pub fn page(rows: &[Row], runtime: &str, asked: &[Asked]) -> String {
+    let mut text = head(runtime);
     let mut notes = Notes::default();
-    for (kind, what) in [
-        (Kind::General, ""),
-        (Kind::Packed, ", packed documents"),
-        (Kind::Sink, ", sinks"),
-        (Kind::Dropout, ", dropout"),
-        (Kind::Fp8, ", 8-bit floats"),
-        (Kind::Paged, ", paged caches"),
-    ] {
-        for (runtime, asked) in runtimes {
-            let answers = index(asked);
-            for (backward, pass) in [(false, "forward"), (true, "backward")] {
-                let rows: Vec<&Row> = rows.iter().filter(|row| row.kind == kind && row.spec.is_backward() == backward).collect();
-                for wanted in Wanted::ALL {
-                    let which = match wanted {
-                        Wanted::Any => "",
-                        Wanted::Unified => ", the unified form only",
-                    };
-                    let body = features(&rows, wanted, &answers, &mut notes);
-                    if !body.is_empty() {
-                        let _ = write!(text, "\n## cuDNN {runtime}{what}, {pass}{which}\n\n{body}");
-                    }
+    let answers = index(asked);
+    for (kind, is) in &KINDS[..KINDS.len() - 1] {
+        for (backward, pass) in PASSES {
+            let rows = of_kind(rows, *is, backward);
+            for wanted in Wanted::ALL {
+                let which = match wanted {
+                    Wanted::Any => "",
+                    Wanted::Unified => ", the unified form only",
+                };
+                let body = features(&rows, wanted, &answers, &mut notes);
+                if !body.is_empty() {
+                    let title = if kind.is_empty() { pass.to_owned() } else { format!("{kind}, {pass}") };
+                    let _ = write!(text, "\n## {}{which}\n\n{body}", capital(&title));
                 }
             }
         }
     }
     text.push_str(library::HEAD);
-    for (runtime, asked) in runtimes {
-        text.push_str(&library::table(rows, runtime, &index(asked), &mut notes));
-    }
+    text.push_str(&library::table(rows, &answers, &mut notes));
     text.push_str("\n## Why\n\n");
     for (n, note) in notes.lines() {
         let _ = writeln!(text, "- [{n}] {note}");
     }
     text
+}
+
+/// With a capital letter.
+fn capital(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
 /// A line for every value of every feature that differs; a sentence where nothing is taken.
@@ -158,7 +185,7 @@ pub fn detail(rows: &[Row], asked: &[Asked]) -> String {
             }
         }
         if wanted == Wanted::Unified && !lines.is_empty() {
-            text.push_str("\n# the unified form only\n");
+            let _ = write!(text, "\n{}\n", read::UNIFIED);
         }
         text.push_str(&lines);
     }

@@ -11,3 +11,4 @@ mod property;
 mod score_mod;
 mod seq;
 mod snapshots;
+mod support;

@@ -1,6 +1,7 @@
 //! `support`: who takes a problem, on which devices; who declines it, why, and what would allow it.
 
 mod changes;
+mod recorded;
 
 use crate::args::{PlaceArgs, SupportArgs};
 use crate::compile::{Wanted as Named, device};
@@ -10,6 +11,7 @@ use crate::progress::Progress;
 use crate::request::{Request, Wanted};
 use crate::table::Table;
 use cudnn_graph::{DeviceProfile, Library, Target, Version};
+use recorded::Recorded;
 use sdpa::cache::CacheKey;
 use sdpa::cpu::CpuExecutor;
 use sdpa::cuda;
@@ -76,6 +78,9 @@ struct OnDevice {
     reasons: Vec<String>,
     /// What would be taken instead: after one change, else after two.
     allowed: Vec<String>,
+    /// Where rules were asked: what the library said beforehand.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    recorded: Option<Recorded>,
 }
 
 /// What kernels of our own make of it on one device.
@@ -198,13 +203,17 @@ pub(crate) fn run(args: &SupportArgs, json: bool) -> Result<Answer, Failure> {
 
 fn on_device(asked: &Asked, job: &Job, request: &Request, name: &str, profile: &DeviceProfile) -> OnDevice {
     let (device, sm) = (name.to_owned(), profile.sm());
+    let recorded = match asked {
+        Asked::Library(_) => None,
+        Asked::Rules(version) => Recorded::of(job, *version, name),
+    };
     let reasons = match asked.form(job, profile) {
-        Ok(form) => return OnDevice { device, sm, form: Some(form), reasons: Vec::new(), allowed: Vec::new() },
+        Ok(form) => return OnDevice { device, sm, form: Some(form), reasons: Vec::new(), allowed: Vec::new(), recorded },
         Err(reasons) => reasons,
     };
     let mut allowed = changes::taken(request, |job| asked.form(job, profile).ok());
     allowed.extend(changes::newer(job, asked.version(), sm).map(|version| format!("cuDNN {version}, as far as rules say")));
-    OnDevice { device, sm, form: None, reasons: reasons.iter().map(ToString::to_string).collect(), allowed }
+    OnDevice { device, sm, form: None, reasons: reasons.iter().map(ToString::to_string).collect(), allowed, recorded }
 }
 
 impl Report {
@@ -222,6 +231,7 @@ impl Report {
                 }
             };
             table.row(&on.device, text);
+            table.rows("", on.recorded.as_ref().map(Recorded::text));
         }
         table.rows("mask", self.notes.clone());
         table.rows("cuda", self.cuda.iter().map(Kernels::text));

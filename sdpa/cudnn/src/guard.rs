@@ -1,6 +1,8 @@
 //! What is declined before cuDNN is asked: problems that a [quirk](crate::quirks) of the runtime makes wrong, and what its engines do not take at all.
 
 mod fp8;
+mod row;
+mod versions;
 
 use crate::lower::{self, Job, Operand};
 use crate::quirks::{Passes, Quirk};
@@ -215,6 +217,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
             limit(field, dim.to_string(), "cuDNN's attention takes at most 256");
         }
     }
+    reasons.extend(versions::reasons(job, runtime, sm));
     if problem.dtype().is_fp8() {
         reasons.extend(fp8::reasons(job, runtime, sm));
     }

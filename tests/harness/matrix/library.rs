@@ -7,6 +7,9 @@ use sdpa::{AttentionSpec, DType, Layout, Mask, ScoreMod, Shape};
 /// No score_mod of the library: a comparison of floats.
 const COMPARISON: &str = "select(score > 0.0, score, score * 0.5)";
 
+/// None either: a scale in device memory.
+const SCALE: &str = "tensor scale[]: f32; score * scale";
+
 /// What each score_mod meets.
 const FEW_MASKS: [&[&str]; 3] = [&[], &["causal"], &["padding"]];
 
@@ -55,7 +58,7 @@ fn cases<T>(names: &'static [Named<T>]) -> impl Iterator<Item = &'static str> {
 /// Every row, always in the same order.
 pub(super) fn rows() -> Result<Vec<Row>, String> {
     let mut rows = Vec::new();
-    for score_mod in cases(library::SCORE_MODS).chain([COMPARISON]) {
+    for score_mod in cases(library::SCORE_MODS).chain([COMPARISON, SCALE]) {
         for masks in FEW_MASKS {
             add(&mut rows, &[score_mod], masks)?;
         }

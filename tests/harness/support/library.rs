@@ -37,7 +37,7 @@ fn quoted(names: &str, between: &str) -> String {
 }
 
 /// The table of one runtime: masks that have the same answers with a score_mod share a line.
-pub(super) fn table(rows: &[Row], runtime: &str, answers: &Answers<'_>, notes: &mut Notes) -> String {
+pub(super) fn table(rows: &[Row], answers: &Answers<'_>, notes: &mut Notes) -> String {
     let mut lines: Vec<(&str, String, Vec<String>)> = Vec::new();
     for ([score_mods, masks], passes) in pairs(rows) {
         let mut cells = String::new();
@@ -51,7 +51,7 @@ pub(super) fn table(rows: &[Row], runtime: &str, answers: &Answers<'_>, notes: &
             None => lines.push((score_mods, cells, vec![quoted(masks, " & ")])),
         }
     }
-    let mut text = format!("\n### cuDNN {runtime}\n\n| score_mod | masks | {} |\n|---|---|", devices().join(" | "));
+    let mut text = format!("\n| score_mod | masks | {} |\n|---|---|", devices().join(" | "));
     text.push_str(&"---|".repeat(PROFILES.len()));
     text.push('\n');
     for (score_mods, cells, masks) in lines {

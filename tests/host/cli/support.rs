@@ -61,6 +61,27 @@ fn what_is_declined_is_told_with_what_would_allow_it() {
     assert!(told.contains("without --sink: unified") && told.contains("with batch entries that are padded: unified"), "{decode}");
 }
 
+/// Rules alone decline a problem, and the answers that are kept stand beside them.
+#[test]
+fn a_version_that_is_not_here_is_answered_by_rules_and_by_what_it_said() {
+    let of = |version: &str| {
+        let line = "support --shape 4,32,8,64,4096,192 --paged 16 --mask padding --mask window:128,0 --score-mod softcap:30 --device a100";
+        let out = sdpa(words(&format!("{line} --cudnn {version} --json")));
+        assert_eq!(code(&out), 0, "{}", String::from_utf8_lossy(&out.stderr));
+        json(&out)["devices"][0].clone()
+    };
+    let told = of("9.13.77");
+    let (reasons, allowed) = (told["reasons"].to_string(), told["allowed"].to_string());
+    assert!(reasons.contains("entries of a batch without queries or keys get no numbers"), "{told}");
+    assert!(allowed.contains("without --mask padding: composite") && allowed.contains("cuDNN 9.19.0, as far as rules say"), "{told}");
+    assert_eq!((&told["recorded"]["runtime"], &told["recorded"]["kind"]), (&"9.13".into(), &"paged caches".into()), "{told}");
+    assert!(told["recorded"]["taken"].as_u64() < told["recorded"]["problems"].as_u64(), "{told}");
+    let told = of("9.9.77");
+    let reasons = told["reasons"].to_string();
+    assert!(["for compute capability 8 before 9.10", "beside pages before 9.10"].iter().all(|rule| reasons.contains(rule)), "{told}");
+    assert!(told["recorded"].is_null(), "{told}");
+}
+
 #[test]
 fn what_a_mask_costs_is_told() {
     let notes = |line: &str| {

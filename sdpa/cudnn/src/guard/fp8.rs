@@ -1,56 +1,22 @@
 //! What cuDNN takes of attention over 8-bit floats: less than of others, and by other rules.
 
+use super::row::{Case, Row, when};
 use crate::lower::{self, Job, Operand};
 use cudnn_graph::Version;
 use sdpa_core::DType;
 use sdpa_core::error::Reason;
 use sdpa_core::expr::{Axis, ParamKind};
 
-/// Compute capability 10, where more is taken.
-const BLACKWELL: u32 = 100;
-
-/// A limit of a field: whether a job, on a runtime and a device, breaks it, with what the field holds.
-struct Row {
-    field: &'static str,
-    limit: &'static str,
-    breaks: fn(&Case<'_>) -> Option<String>,
-}
-
-struct Case<'a> {
-    job: &'a Job,
-    runtime: Version,
-    sm: u32,
-}
-
-impl Case<'_> {
-    fn is_backward(&self) -> bool {
-        super::is_backward(self.job)
-    }
-
-    fn before_blackwell(&self) -> bool {
-        self.sm < BLACKWELL
-    }
-
-    fn dims(&self) -> [i64; 2] {
-        let p = self.job.problem();
-        [p.dim_qk(), p.dim_v()]
-    }
-}
-
-fn when<T: ToString>(breaks: bool, value: T) -> Option<String> {
-    breaks.then(|| value.to_string())
-}
-
 fn is_short(dtype: DType) -> bool {
     dtype == DType::F16 || dtype == DType::BF16
 }
 
 /// Limits on everything but operands.
-const ROWS: [Row; 22] = [
+const ROWS: [Row; 23] = [
     Row {
         field: "block_scaled",
         limit: "scales of blocks are read by engines for compute capability 10 alone",
-        breaks: |c| when(c.job.problem().block_scaled() && !(BLACKWELL..BLACKWELL + 10).contains(&c.sm), format!("true on sm {}", c.sm)),
+        breaks: |c| when(c.job.problem().block_scaled() && !c.major(10), format!("true on sm {}", c.sm)),
     },
     Row {
         field: "cudnn",
@@ -71,6 +37,11 @@ const ROWS: [Row; 22] = [
         field: "device",
         limit: "8-bit floats are taken from compute capability 9.0 on",
         breaks: |c| when(c.sm < 90, format!("sm {}", c.sm)),
+    },
+    Row {
+        field: "device",
+        limit: "8-bit floats are not taken for compute capability 12",
+        breaks: |c| when(c.major(12), format!("sm {}", c.sm)),
     },
     Row {
         field: "cudnn",
@@ -193,12 +164,12 @@ const ROWS: [Row; 22] = [
 /// Every limit that a job over 8-bit floats breaks.
 pub(super) fn reasons(job: &Job, runtime: Version, sm: u32) -> Vec<Reason> {
     let case = Case { job, runtime, sm };
-    let limit = |field: &str, value: String, limit: &str| Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() };
-    let mut all: Vec<Reason> = ROWS.iter().filter_map(|row| Some(limit(row.field, (row.breaks)(&case)?, row.limit))).collect();
+    let mut all: Vec<Reason> = ROWS.iter().filter_map(|row| row.reason(&case)).collect();
     let copied = lower::densify(job).1;
     for (operand, tensor) in job.tensors().filter(|(operand, _)| copied.contains(operand)) {
         let rule = "8-bit floats are read and written in place: 16-byte alignment, strides in multiples of 16";
-        all.push(limit(&format!("{operand}.strides"), format!("{:?}", tensor.strides), rule));
+        let (field, value) = (format!("{operand}.strides"), format!("{:?}", tensor.strides));
+        all.push(Reason::Limit { field, value, limit: rule.to_owned() });
     }
     all
 }

@@ -1,0 +1,163 @@
+//! What is made of the answers of all runtimes beside one another: the summary, and the table that the command line has.
+
+use super::{KINDS, PASSES, answer, capital, devices, index, of_kind};
+use crate::matrix::Row;
+use crate::offline::{Answer, Asked, PROFILES, RUNTIMES, Wanted};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+
+const HEAD: &str = "# What cuDNN takes
+
+Made from the answers of the real library, asked on machines without a GPU about every problem of `tests/harness/matrix.rs`: each option with the others, in
+both passes, on four devices. What is taken has been asked for, not run: numbers need a GPU. Every run of the tests asks ";
+
+const BEHIND: &str = " again; the others are asked where a
+change is meant to change them (`SDPA_RUNTIMES=9.13,9.28 scripts/support-table.sh`, which also rewrites these pages). One problem, with the reason and what would allow
+it: [`cargo sdpa support`](cli.md#support).
+";
+
+type Recorded<'a> = [(&'a str, Vec<Asked>)];
+
+/// How many of some rows are taken on each device.
+fn taken(rows: &[&Row], asked: &[Asked]) -> Vec<usize> {
+    let answers = index(asked);
+    let on = |profile: &str| rows.iter().filter(|row| answer(&answers, Wanted::Any, row, profile).is_some_and(Answer::is_taken)).count();
+    PROFILES.iter().map(|(profile, _)| on(profile)).collect()
+}
+
+/// A reason without what differs between devices and versions.
+fn rule(text: &str) -> String {
+    const WRONG: &str = " is known to be wrong here: ";
+    const MOST: usize = 220;
+    let rule = match (text.split_once(WRONG), text.split_once(": ")) {
+        (Some((_, what)), _) => what.rsplit_once(" (").map_or(what, |(what, _)| what),
+        (None, Some((form, _))) if form.ends_with(" form") => text,
+        (None, Some((field, rule))) if field.contains(" is ") => {
+            return format!("{}: {rule}", field.split(" is ").next().unwrap_or_default());
+        }
+        (None, _) => text,
+    };
+    match rule.char_indices().nth(MOST) {
+        Some((at, _)) => format!("{} …", &rule[..at]),
+        None => rule.to_owned(),
+    }
+}
+
+fn reasons(answer: &Answer) -> Vec<String> {
+    match answer {
+        Answer::Takes { .. } => Vec::new(),
+        Answer::Declines(reasons) => reasons.iter().map(ToString::to_string).collect(),
+        Answer::Fails(text) => vec![text.clone()],
+    }
+}
+
+/// What is declined, by rule: how often on each runtime.
+fn declined<'a>(all: &Recorded<'a>) -> Vec<(String, BTreeMap<&'a str, usize>)> {
+    let mut rules: BTreeMap<String, BTreeMap<&str, usize>> = BTreeMap::new();
+    for (runtime, asked) in all {
+        for one in asked.iter().filter(|one| one.wanted == Wanted::Any) {
+            let here: BTreeSet<String> = reasons(&one.answer).iter().map(|text| rule(text)).collect();
+            for rule in here {
+                *rules.entry(rule).or_default().entry(runtime).or_default() += 1;
+            }
+        }
+    }
+    let mut rules: Vec<_> = rules.into_iter().collect();
+    rules.sort_by_key(|(rule, counts)| (std::cmp::Reverse(counts.values().sum::<usize>()), rule.clone()));
+    rules
+}
+
+fn heading(first: &str, all: &Recorded<'_>) -> String {
+    let names: Vec<&str> = all.iter().map(|(runtime, _)| *runtime).collect();
+    format!("| {first} | {} |\n|---|{}\n", names.join(" | "), "---|".repeat(names.len()))
+}
+
+/// `docs/support.md`.
+pub fn summary(rows: &[Row], all: &Recorded<'_>) -> String {
+    let mut text = format!("{HEAD}{}{BEHIND}", RUNTIMES.join(" and "));
+    let pages: Vec<String> = all.iter().map(|(runtime, _)| format!("[{runtime}](support/{runtime}.md)")).collect();
+    let _ = write!(
+        text,
+        "\nFeature by feature, with engines and reasons: {}.\n\n## How much is taken\n\nOf so many problems, on {}; one number where these are alike.\n\n",
+        pages.join(", "),
+        devices().join(", ")
+    );
+    text.push_str(&heading("problems", all));
+    for (kind, is) in KINDS {
+        for (backward, pass) in PASSES {
+            let of = of_kind(rows, is, backward);
+            if of.is_empty() {
+                continue;
+            }
+            let title = if kind.is_empty() { format!("no option, {pass}") } else { format!("{kind}, {pass}") };
+            let _ = write!(text, "| {}: {} |", capital(&title), of.len());
+            for (_, asked) in all {
+                let counts = taken(&of, asked);
+                let words: Vec<String> = counts.iter().map(usize::to_string).collect();
+                let _ = write!(text, " {} |", if counts.iter().all(|n| *n == counts[0]) { words[0].clone() } else { words.join(", ") });
+            }
+            text.push('\n');
+        }
+    }
+    let (differ, alike): (Vec<_>, Vec<_>) =
+        declined(all).into_iter().partition(|(_, counts)| counts.len() < all.len() || counts.values().collect::<BTreeSet<_>>().len() > 1);
+    let _ = write!(
+        text,
+        "\n## What differs between versions\n\nHow many answers (of each problem, on each of the devices) have this as a reason, the most frequent first. {} other reasons are alike on all.\n\n",
+        alike.len()
+    );
+    text.push_str(&heading("declined because", all));
+    for (rule, counts) in differ {
+        let cells: Vec<String> =
+            all.iter().map(|(runtime, _)| counts.get(runtime).map_or_else(|| "–".to_owned(), usize::to_string)).collect();
+        let _ = writeln!(text, "| {} | {} |", rule.replace('|', "\\|"), cells.join(" | "));
+    }
+    text
+}
+
+/// What `cargo sdpa support` knows where a version is not at hand: tab-separated runtime, kind, pass, device, problems, taken, and what engines said.
+pub fn recorded(rows: &[Row], all: &Recorded<'_>) -> String {
+    let mut text = String::new();
+    for (runtime, asked) in all {
+        let answers = index(asked);
+        for (kind, is) in KINDS {
+            for (backward, pass) in PASSES {
+                let of = of_kind(rows, is, backward);
+                for (profile, _) in PROFILES.iter().filter(|_| !of.is_empty()) {
+                    let here: Vec<&Answer> = of.iter().filter_map(|row| answer(&answers, Wanted::Any, row, profile)).collect();
+                    let by_engines = |text: &&String| text.contains("cuDNN offers no engine");
+                    let said: Vec<BTreeSet<String>> =
+                        here.iter().map(|a| reasons(a).iter().filter(by_engines).map(|text| rule(text)).collect()).collect();
+                    let words: BTreeSet<&String> = said.iter().flatten().collect();
+                    let words: Vec<&str> = words.into_iter().map(String::as_str).collect();
+                    let by_engines = said.iter().filter(|said| !said.is_empty()).count();
+                    let taken = here.iter().filter(|a| a.is_taken()).count();
+                    let _ = writeln!(
+                        text,
+                        "{runtime}\t{kind}\t{pass}\t{profile}\t{}\t{taken}\t{by_engines}\t{}",
+                        here.len(),
+                        words.join(" / ").replace('\t', " ")
+                    );
+                }
+            }
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_of_devices_and_versions_are_one_rule() {
+        let wrong = |runtime: &str| format!("cuDNN {runtime} on sm 90 is known to be wrong here: what goes wrong (at a place (there))");
+        assert_eq!(
+            [rule(&wrong("9.13.1")), rule(&wrong("9.19.0"))],
+            ["what goes wrong (at a place", "what goes wrong (at a place"].map(str::to_owned)
+        );
+        assert_eq!(rule("device is sm 80: only newer ones"), "device: only newer ones");
+        assert_eq!(rule("composite form: cuDNN offers no engine: x: y"), "composite form: cuDNN offers no engine: x: y");
+        assert!(rule(&"long ".repeat(100)).ends_with(" …"));
+    }
+}
