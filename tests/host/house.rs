@@ -223,17 +223,45 @@ fn quirks_have_their_page_and_their_tests() {
     let (_, after) = rest.split_once("\n## What holds this page").unwrap();
     let made = format!("{before}those that are named.\n\n{}\n## What holds this page{after}", Quirk::table());
     golden::check("docs/lowering.md", &made).unwrap_or_else(|e| panic!("{e}"));
-    let mut all: String = sources().into_iter().map(|(_, text)| text).collect();
-    for case in ["forward", "backward", "score_mod", "packed", "paged", "sink", "ends"] {
-        all.push_str(&std::fs::read_to_string(repository(&format!("tests/cases/{case}.toml"))).unwrap());
-    }
+    let all = tests_and_cases();
     for quirk in Quirk::ALL {
         let test = quirk.row().test;
         let there = match test.strip_prefix("device ") {
             Some(part) => repository(&format!("benches/src/device/{part}.rs")).exists(),
-            None => all.contains(&format!("fn {test}()")) || all.contains(&format!("name = \"{test}\"")),
+            None => is_test_or_case(&all, test),
         };
         assert!(there, "{quirk:?}: there is no {test}");
+    }
+}
+
+/// The text of all sources and cases.
+fn tests_and_cases() -> String {
+    let mut all: String = sources().into_iter().map(|(_, text)| text).collect();
+    for file in std::fs::read_dir(repository("tests/cases")).unwrap() {
+        all.push_str(&std::fs::read_to_string(file.unwrap().path()).unwrap());
+    }
+    all
+}
+
+fn is_test_or_case(all: &str, name: &str) -> bool {
+    all.contains(&format!("fn {name}()")) || all.contains(&format!("name = \"{name}\""))
+}
+
+/// Every rule of the frontend says what holds what becomes of it, and names quirks that are there.
+#[test]
+fn rules_of_the_frontend_have_what_holds_them() {
+    let (page, all) = (std::fs::read_to_string(repository("docs/rules.md")).unwrap(), tests_and_cases());
+    let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| rule of")).collect();
+    assert!(rows.len() > 60, "{} rules", rows.len());
+    for row in rows {
+        let cells: Vec<&str> = row.trim_matches(['|', ' ']).split(" | ").collect();
+        let [_, here, held] = cells[..] else { panic!("three cells: {row}") };
+        let names: Vec<&str> = held.split('`').skip(1).step_by(2).collect();
+        assert!(!names.is_empty() || held.contains("support.md"), "nothing holds: {row}");
+        assert!(names.iter().all(|name| is_test_or_case(&all, name)), "{row}");
+        let quirk = |name: &&str| Quirk::ALL.iter().any(|quirk| format!("{quirk:?}") == **name);
+        let declined = here.split("declined: `").skip(1).filter_map(|rest| rest.split('`').next());
+        assert!(declined.clone().all(|name| quirk(&name)), "{row}");
     }
 }
 

@@ -1,12 +1,13 @@
 //! Values and gradients of declared parameters: everything that is wrong with a call is told at once.
 
 use half::{bf16, f16};
+use sdpa::cpu::CpuExecutor;
 use sdpa::expr::{Axis, F16, F32};
 use sdpa::library::{alibi_with, bias, document, softcap};
 use sdpa::params::bind;
 use sdpa::{
-    AttentionSpec, DType, Elements, ElementsMut, HostBackward, HostForward, HostGradient, Layout, Param, ParamValue, ScoreMod, Shape,
-    SpecErrors,
+    AttentionSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout, Mask, Paged, Param, ParamValue,
+    ScoreMod, Shape, SpecErrors,
 };
 
 const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 3, seq_kv: 5, dim_qk: 8, dim_v: 8 };
@@ -235,4 +236,53 @@ fn what_gradients_may_be_asked_for() {
     assert!(twice.is_err_and(|e| e.to_string().contains("named once")));
     let all = spec().backward().wrt("nobody", DType::I32).wrt("doc_q", DType::F32).wrt("doc_q", DType::F32);
     assert_eq!(fields(&all.validate().unwrap_err()), ["wrt[0].dtype", "wrt[0]", "wrt[1]", "wrt[2]", "wrt[2]"]);
+}
+
+/// Lengths are 32-bit numbers, one of each batch entry, and tables have a row for each.
+#[test]
+fn lengths_are_32_bits_wide_and_tables_have_whole_rows() {
+    let paged = AttentionSpec::paged(DType::F32, SHAPE, Paged { page_size: 4, pages: 9 }).mask(Mask::padding()).validate().unwrap();
+    let (lengths, table, wide) = ([3, 5], [0, 1, 2, 3], [3i64, 5]);
+    let bind = |seq_len_kv: ParamValue<'_>, page_table: ParamValue<'_>| {
+        let all = [("seq_len_q", ParamValue::I32(&lengths)), ("seq_len_kv", seq_len_kv), ("page_table", page_table)];
+        paged.bind(&given(&all)).map(|_| ()).map_err(|errors| errors.to_string())
+    };
+    assert_eq!(bind(ParamValue::I32(&lengths), ParamValue::I32(&table)), Ok(()));
+    let told = bind(ParamValue::I64(&wide), ParamValue::I32(&table)).unwrap_err();
+    assert_eq!(told, "parameter seq_len_kv is a tensor of i64: declared as a tensor [batch] of i32");
+    // Two entries of two and one pages, one behind the other.
+    let told = bind(ParamValue::I32(&lengths), ParamValue::I32(&table[..3])).unwrap_err();
+    assert!(told.starts_with("parameter page_table length is 3: 4 elements"), "{told}");
+}
+
+/// The scale of a call is a number of the host; one in device memory is a tensor over no axes, which a score_mod multiplies by.
+#[test]
+fn a_scale_in_memory_is_a_score_mod() {
+    let plain = AttentionSpec::dense(DType::F32, SHAPE, Layout::Bhsd);
+    let scaled = plain.clone().score_mod("tensor scale[]: f32; score * scale".parse().unwrap());
+    let numbers = |count: usize, seed: f32| (0..count).map(|n| (n as f32 * seed).sin()).collect::<Vec<f32>>();
+    let (q, k, v) = (numbers(192, 0.7), numbers(160, 0.3), numbers(160, 1.1));
+    let run = |spec: &AttentionSpec, attn_scale: f32, params: &[Param<'_>]| {
+        let mut o = vec![0.0; 192];
+        let call = HostForward {
+            q: Elements::F32(&q),
+            k: Elements::F32(&k),
+            v: Elements::F32(&v),
+            o: ElementsMut::F32(&mut o),
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            amax: Vec::new(),
+            attn_scale: Some(attn_scale),
+            params,
+        };
+        CpuExecutor::default().prepare(&spec.validate().unwrap()).unwrap().forward(call).unwrap();
+        o
+    };
+    let [first, second] = [0.25f32, 2.0].map(|scale| {
+        let (of_call, of_memory) = (run(&plain, scale, &[]), run(&scaled, 1.0, &given(&[("scale", ParamValue::F32(&[scale]))])));
+        assert!(of_call.iter().zip(&of_memory).all(|(x, y)| (x - y).abs() < 1e-5), "{scale}");
+        of_memory
+    });
+    assert!(first.iter().zip(&second).any(|(x, y)| (x - y).abs() > 1e-2));
 }

@@ -53,6 +53,19 @@ fn rule(problem: &Problem) -> Option<Rule> {
 }
 
 /// How documents of a mask lie in their rows.
+///
+/// ```
+/// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
+/// use sdpa_cudnn::cost::Documents;
+///
+/// let shape = Shape { batch: 1, heads_q: 32, heads_kv: 8, seq_q: 4096, seq_kv: 4096, dim_qk: 128, dim_v: 128 };
+/// let problem = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd).mask(Mask::document()).validate()?;
+/// // Which document a token is of, as `doc_q` and `doc_k` have it: eight of 512 tokens.
+/// let documents = Documents::of(&problem, |_name, _row, token| Some(token / 512)).expect("a mask of documents");
+/// assert_eq!((documents.count(), documents.fewer_pairs(&problem)), (8, 8.0));
+/// assert!(documents.gain(&problem.into()) > 4.0);
+/// # Ok::<(), sdpa_core::SpecErrors>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Documents {
     /// One behind the other: the lengths of those of each row.
