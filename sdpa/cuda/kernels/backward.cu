@@ -224,6 +224,12 @@ inline void bring_block(Ring& ring, uint& keys, const TensorMap& q_map, const Te
             }
         }
     }
+    // Zeros leave from where keys would be: no others come before that.
+    if (!SUMS_BY_COPY && first) {
+        barrier_wait(at.kv_free, keys ^ 1);
+        barrier_arrive(at.kv_full);
+        keys ^= 1;
+    }
 }
 
 // Takes block after block of keys.
@@ -498,6 +504,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             } while (more);
             // The next keys come while gradients leave, from where gradients of scores and sums were.
             if (SUMS_BY_COPY && lane == 0) barrier_arrive(at.kv_free);
+        } else if (!SUMS_BY_COPY) {
+            barrier_wait(at.kv_full, keys);
+            keys ^= 1;
         }
         bool whole = true;
 #if WITH_SHARES
@@ -523,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         arrive(SUMS_THERE + group, 160);
 #else
         if (whole) take_out<KV_PANEL_BYTES>(dv, of_values, at.k + own_rows + in_group, dv_map, V_THERE, tile.part * DV_PANELS, first_row, span, tile);
-        if (lane == 0 && any) {
+        if (lane == 0) {
             copied_out();
             barrier_arrive(at.kv_free);
         }
