@@ -118,9 +118,9 @@ fn what_one_declines_falls_through_and_what_both_do_is_told_of_both() {
     assert!(choice.declined[0].executor == ExecutorName::CUDNN && choice.declined[0].to_string().contains("f32"), "{:?}", choice.declined);
     let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default()).mask(RULE.parse().unwrap());
     let one_order = packed.backward().deterministic().validate().unwrap();
+    // Kernels with `mma.sync`, which alone of ours take one order, are not asked before cuDNN.
     let choice = all.prepare_device_backward(&one_order, Preference::Auto).unwrap();
-    assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDNN, 1));
-    assert_eq!(choice.declined[0].executor, ExecutorName::CUDA);
+    assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDNN, 0));
     let shape = Shape { dim_qk: 264, dim_v: 264, ..SHAPE };
     let neither = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
     let asked = [forward(&all, &neither, Preference::Auto), backward(&all, &neither, Preference::Auto)];
