@@ -113,13 +113,15 @@ fn kernels_of_our_own_are_asked_first_where_they_are_faster() {
 #[cfg(all(feature = "cudnn", feature = "cuda"))]
 #[test]
 fn backward_kernels_of_our_own_are_asked_first_where_they_are_faster() {
-    let order = |mask: &str| {
-        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 2048, seq_kv: 2048, dim_qk: 64, dim_v: 64 };
+    let order = |dim: i64, mask: &str| {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 2048, seq_kv: 2048, dim_qk: dim, dim_v: dim };
         let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap()).with_stats();
         dispatcher().executors_for_backward(&spec.backward().validate().unwrap())
     };
-    assert_eq!(order("dilated:4 & causal")[..2], [ExecutorName::CUDA, ExecutorName::CUDNN]);
-    assert_eq!(order("causal")[..2], [ExecutorName::CUDNN, ExecutorName::CUDA]);
+    for (dim, mask) in [(256, "dilated:4 & causal"), (64, "causal")] {
+        assert_eq!(order(dim, mask)[..2], [ExecutorName::CUDA, ExecutorName::CUDNN], "{dim}, {mask}");
+    }
+    assert_eq!(order(256, "causal")[..2], [ExecutorName::CUDNN, ExecutorName::CUDA]);
 }
 
 #[test]
