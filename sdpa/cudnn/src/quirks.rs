@@ -161,7 +161,7 @@ quirks! {
         source: "seen on an H200 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     OffsetsOfQueryGradient {
-        what: "packed documents: dq is written where q's strides say, if heads lie behind one another within a token, dim_qk is a multiple of 16 and dq has other strides than q (q within a tensor of q, k and v)",
+        what: "packed documents: dq is wrong where its heads lie behind one another within a token, dim_qk is a multiple of 16 and its strides are not those of q (q within a tensor of q, k and v)",
         so: "declined", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
