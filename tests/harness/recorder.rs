@@ -34,7 +34,7 @@ pub struct Recorder {
     written: Number,
     read: Read,
     created: OfKind,
-    destroyed: OfKind,
+    alive: OfKind,
     allocated: Number,
     faults: Number,
     captures: Number,
@@ -89,12 +89,13 @@ impl Recorder {
         // SAFETY: the library is loaded already; the types are those that it exports. It is never closed.
         unsafe {
             let library = std::mem::ManuallyDrop::new(libloading::Library::new(file)?);
+            (*library.get::<Number>("recording_turn")?)();
             Ok(Recorder {
                 executor,
                 written: *library.get::<Number>("recording_written")?,
                 read: *library.get::<Read>("recording_entry")?,
                 created: *library.get::<OfKind>("recording_created")?,
-                destroyed: *library.get::<OfKind>("recording_destroyed")?,
+                alive: *library.get::<OfKind>("recording_alive")?,
                 allocated: *library.get::<Number>("recording_allocated")?,
                 faults: *library.get::<Number>("recording_faults")?,
                 captures: *library.get::<Number>("recording_captures")?,
@@ -137,13 +138,13 @@ impl Recorder {
         unsafe { (self.created)(kind.0) }
     }
 
-    /// Descriptors of a kind that are alive.
+    /// Descriptors of a kind that were created in this recorder's turn and are alive.
     pub fn alive(&self, kind: Kind) -> u64 {
         // SAFETY: as above.
-        self.created(kind) - unsafe { (self.destroyed)(kind.0) }
+        unsafe { (self.alive)(kind.0) }
     }
 
-    /// Bytes of device memory that are allocated.
+    /// Bytes of device memory that were allocated in this recorder's turn and are not freed.
     pub fn allocated(&self) -> u64 {
         // SAFETY: no arguments to be wrong about.
         unsafe { (self.allocated)() }

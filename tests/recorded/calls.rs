@@ -145,12 +145,14 @@ fn it_is_an_h200_under_9_19() {
     let (device, library) = (recorder.executor().device(), recorder.executor().library());
     assert_eq!((device.name(), device.sm(), device.sm_count()), ("NVIDIA H200", 90, 132));
     assert_eq!(library.version(), cudnn_graph::Version::new(9, 19, 0));
-    // What is freed is free again.
+    // What is freed is free again. More than threads that have ended may be giving back meanwhile.
     let before = (recorder.allocated(), device.memory_free().unwrap());
-    let buffer = recorder.buffer(1 << 20);
-    assert_eq!((recorder.allocated(), device.memory_free().unwrap()), (before.0 + (1 << 20), before.1 - (1 << 20)));
+    let buffer = recorder.buffer(64 << 30);
+    assert_eq!(recorder.allocated(), before.0 + (64 << 30));
+    assert!(device.memory_free().unwrap() < before.1 - (32 << 30));
     drop(buffer);
-    assert_eq!((recorder.allocated(), device.memory_free().unwrap()), before);
+    assert_eq!(recorder.allocated(), before.0);
+    assert!(device.memory_free().unwrap() >= before.1);
     assert!(Buffer::new(device, 200 << 30).is_err());
 }
 

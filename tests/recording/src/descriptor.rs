@@ -1,7 +1,7 @@
 //! Backend descriptors: attributes as they were set, and what they come to once finalized.
 
 use crate::graph::{Graph, Tensor};
-use crate::record::{self, CREATED, DESTROYED, refuse};
+use crate::record::{self, refuse};
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
@@ -92,6 +92,7 @@ pub(crate) struct Pack {
 /// A descriptor. One that is destroyed stays, so that whoever uses it after that is told.
 pub(crate) struct Node {
     pub(crate) kind: i32,
+    turn: u64,
     pub(crate) state: State,
     attributes: Vec<Attribute>,
     /// Of graphs, and of whatever is made of one.
@@ -103,8 +104,8 @@ pub(crate) struct Node {
 
 impl Node {
     pub(crate) fn create(kind: i32) -> *mut Node {
-        record::count(&CREATED, kind);
-        let node = Node { kind, state: State::Open, attributes: Vec::new(), graph: None, pack: Pack::default(), tensor: None };
+        let turn = record::created(kind);
+        let node = Node { kind, turn, state: State::Open, attributes: Vec::new(), graph: None, pack: Pack::default(), tensor: None };
         Box::into_raw(Box::new(node))
     }
 
@@ -112,7 +113,7 @@ impl Node {
         if self.state == State::Destroyed {
             return refuse(BAD_PARAM, format!("a descriptor of kind {} is destroyed twice", self.kind));
         }
-        record::count(&DESTROYED, self.kind);
+        record::destroyed(self.kind, self.turn);
         self.state = State::Destroyed;
         (self.attributes, self.graph, self.pack, self.tensor) = (Vec::new(), None, Pack::default(), None);
         0

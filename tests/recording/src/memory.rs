@@ -10,14 +10,18 @@ pub(crate) const TOTAL: u64 = 141 << 30;
 const ALIGNMENT: u64 = 256;
 /// Between two allocations at least, so that what reaches past the end of one does not lie in another.
 const GAP: u64 = 1 << 20;
+/// Where the first one begins.
+const START: u64 = 0x7_0000_0000;
 
 struct Memory {
     allocations: BTreeMap<u64, u64>,
     next: u64,
     used: u64,
+    /// Where what is allocated in this turn begins.
+    turn: u64,
 }
 
-static MEMORY: Mutex<Memory> = Mutex::new(Memory { allocations: BTreeMap::new(), next: 0x7_0000_0000, used: 0 });
+static MEMORY: Mutex<Memory> = Mutex::new(Memory { allocations: BTreeMap::new(), next: START, used: 0, turn: START });
 /// One more with every piece that is freed.
 static FREED: AtomicU64 = AtomicU64::new(0);
 
@@ -56,6 +60,18 @@ pub(crate) fn start(address: u64) -> Option<u64> {
 
 pub(crate) fn allocated() -> u64 {
     MEMORY.lock().used
+}
+
+/// Of what was allocated since the last [`turn`].
+pub(crate) fn allocated_in_turn() -> u64 {
+    let memory = MEMORY.lock();
+    memory.allocations.range(memory.turn..).map(|(_, bytes)| bytes).sum()
+}
+
+/// What is allocated from now on is of another turn.
+pub(crate) fn turn() {
+    let mut memory = MEMORY.lock();
+    memory.turn = memory.next;
 }
 
 /// How many pieces were freed so far: what was found to be allocated still is while this stays the same.

@@ -4,7 +4,6 @@ use crate::entry::Entry;
 use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How many of the last entries are kept.
 const KEPT: usize = 64;
@@ -27,19 +26,37 @@ pub(crate) fn write(fill: impl FnOnce(&mut Entry)) {
 /// Kinds of descriptors that are counted.
 const KINDS: usize = 64;
 
-/// Created and destroyed, by kind.
-pub(crate) static CREATED: [AtomicU64; KINDS] = [const { AtomicU64::new(0) }; KINDS];
-pub(crate) static DESTROYED: [AtomicU64; KINDS] = [const { AtomicU64::new(0) }; KINDS];
-
-/// One more of a kind.
-pub(crate) fn count(of: &[AtomicU64; KINDS], kind: i32) {
-    if let Some(counter) = usize::try_from(kind).ok().and_then(|kind| of.get(kind)) {
-        counter.fetch_add(1, Ordering::Relaxed);
-    }
+/// Descriptors by kind.
+struct Descriptors {
+    /// The reader of now. What an earlier one's threads still destroy is of an earlier turn.
+    turn: u64,
+    created: [u64; KINDS],
+    /// Of this turn.
+    alive: [u64; KINDS],
 }
 
-fn counted(of: &[AtomicU64; KINDS], kind: c_int) -> u64 {
-    usize::try_from(kind).ok().and_then(|kind| of.get(kind)).map_or(0, |counter| counter.load(Ordering::Relaxed))
+static DESCRIPTORS: Mutex<Descriptors> = Mutex::new(Descriptors { turn: 0, created: [0; KINDS], alive: [0; KINDS] });
+
+fn place(kind: c_int) -> Option<usize> {
+    usize::try_from(kind).ok().filter(|kind| *kind < KINDS)
+}
+
+/// One more of a kind; the turn that it is of.
+pub(crate) fn created(kind: c_int) -> u64 {
+    let mut all = DESCRIPTORS.lock();
+    if let Some(kind) = place(kind) {
+        all.created[kind] += 1;
+        all.alive[kind] += 1;
+    }
+    all.turn
+}
+
+/// One less of a kind and turn.
+pub(crate) fn destroyed(kind: c_int, turn: u64) {
+    let mut all = DESCRIPTORS.lock();
+    if let Some(kind) = place(kind).filter(|_| turn == all.turn) {
+        all.alive[kind] -= 1;
+    }
 }
 
 thread_local! {
@@ -82,16 +99,25 @@ exported! {
 
     /// How many descriptors of a kind were ever created.
     fn recording_created(kind: c_int) -> u64 {
-        counted(&CREATED, kind)
+        place(kind).map_or(0, |kind| DESCRIPTORS.lock().created[kind])
     }
 
-    /// How many descriptors of a kind were destroyed.
-    fn recording_destroyed(kind: c_int) -> u64 {
-        counted(&DESTROYED, kind)
+    /// How many of a kind that were created in this turn are alive.
+    fn recording_alive(kind: c_int) -> u64 {
+        place(kind).map_or(0, |kind| DESCRIPTORS.lock().alive[kind])
     }
 
-    /// Bytes of device memory that are allocated.
+    /// Bytes of device memory that were allocated in this turn and are not freed.
     fn recording_allocated() -> u64 {
-        crate::memory::allocated()
+        crate::memory::allocated_in_turn()
+    }
+
+    /// Another reader begins, whose number this is: threads that an earlier one has left may still free and destroy what they have, which is not the new one's.
+    fn recording_turn() -> u64 {
+        crate::memory::turn();
+        let mut all = DESCRIPTORS.lock();
+        all.turn += 1;
+        all.alive = [0; KINDS];
+        all.turn
     }
 }
