@@ -2,6 +2,7 @@
 
 mod documents;
 mod emptied;
+mod far;
 mod faults;
 mod files;
 mod kept_map;

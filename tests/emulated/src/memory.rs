@@ -15,7 +15,9 @@ const PAGE: usize = 4096;
 const FENCE: usize = 1 << 20;
 /// What an allocation leaves of its pages, which nobody may write.
 const GUARD_BYTE: u8 = 0xa5;
-const TOTAL: usize = 8 << 30;
+const TOTAL: usize = 16 << 30;
+/// Allocations from here on hold zeros: there is no such memory behind what is not touched.
+const SPARSE: usize = 1 << 30;
 
 struct Allocated {
     bytes: usize,
@@ -65,7 +67,7 @@ fn moved(to: u64, from: u64, bytes: usize) -> c_int {
 }
 
 exported! {
-    /// Filled with ones. It ends where its last page does, as far as its alignment lets it; pages on either side cannot be touched.
+    /// Filled with ones, but where it is [`SPARSE`]. It ends where its last page does, as far as its alignment lets it; pages on either side cannot be touched.
     fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
         if bytes == 0 || bytes >= TOTAL {
             return OUT_OF_MEMORY;
@@ -84,8 +86,11 @@ exported! {
         let first = begin + all - bytes.next_multiple_of(ALIGNMENT);
         // SAFETY: they can be written now.
         unsafe {
-            pointer(begin).write_bytes(GUARD_BYTE, all);
-            pointer(first).write_bytes(0xff, bytes);
+            pointer(begin).write_bytes(GUARD_BYTE, first - begin);
+            pointer(first + bytes).write_bytes(GUARD_BYTE, begin + all - first - bytes);
+            if bytes < SPARSE {
+                pointer(first).write_bytes(0xff, bytes);
+            }
         }
         ALLOCATED.lock().insert(first as u64, Allocated { bytes, pages: [begin, all], thread: std::thread::current().id() });
         // SAFETY: the header's contract.

@@ -1,0 +1,203 @@
+//! Tensors whose elements are further apart than 32 bits count, in elements and bytes: what lies there is read and written as what is near is.
+
+use super::documents::whole;
+use super::{executor, mma};
+use conformance::emulated::submit;
+use conformance::random::Random;
+use conformance::runner::side_by_side;
+use half::bf16;
+use sdpa::cuda::CudaExecutor;
+use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceParam, DeviceValue};
+use sdpa::{Align, AttentionSpec, BackwardSpec, DType, DeviceExecutor, Layout, Mask, Shape, TensorSpec};
+use sdpa_driver::{Buffer, Stream};
+
+const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 70, seq_kv: 90, dim_qk: 64, dim_v: 64 };
+/// Further than any 32 bits reach.
+const FAR: i64 = 1 << 32;
+
+/// A tensor whose first and last elements along an axis are so far apart. `odd`: rows that copies of 16 bytes do not take.
+fn stretched(tensor: &TensorSpec, axis: usize, odd: bool) -> TensorSpec {
+    let [_, heads, _, dim] = tensor.dims;
+    let step = FAR / (tensor.dims[axis] - 1) / 64 * 64 + 64 + i64::from(odd);
+    let mut strides = match axis {
+        0 | 1 => tensor.strides,
+        // Heads of a token lie beside one another.
+        _ => [heads * dim, dim, 0, 1],
+    };
+    strides[axis] = step;
+    TensorSpec { strides, alignment: if odd { 2 } else { tensor.alignment }, ..*tensor }
+}
+
+/// Where each row begins, in elements.
+fn rows(tensor: &TensorSpec) -> impl Iterator<Item = i64> {
+    let TensorSpec { dims: [batch, heads, seq, _], strides, .. } = *tensor;
+    (0..batch * heads * seq).map(move |n| n / (heads * seq) * strides[0] + n / seq % heads * strides[1] + n % seq * strides[2])
+}
+
+/// Device memory of a tensor, and its rows.
+struct Rows {
+    tensor: TensorSpec,
+    buffer: Buffer,
+}
+
+impl Rows {
+    /// Of drawn numbers, or of none.
+    fn new(stream: &Stream, tensor: TensorSpec, seed: Option<u64>) -> Rows {
+        let dim = tensor.dims[3];
+        let mut buffer = Buffer::new(stream.device(), 2 * tensor.extent().unwrap() as usize).unwrap();
+        let mut random = Random::new(seed.unwrap_or(0));
+        for at in rows(&tensor) {
+            let row: Vec<bf16> = (0..dim).map(|_| if seed.is_some() { bf16::from_f64(random.normal()) } else { bf16::NAN }).collect();
+            buffer.upload(stream, 2 * at as usize, &row).unwrap();
+        }
+        Rows { tensor, buffer }
+    }
+
+    fn read(&self, stream: &Stream) -> Vec<f32> {
+        let mut row = vec![bf16::NAN; self.tensor.dims[3] as usize];
+        let mut all = Vec::new();
+        for at in rows(&self.tensor) {
+            self.buffer.download(stream, 2 * at as usize, &mut row).unwrap();
+            all.extend(row.iter().map(|x| x.to_f32()));
+        }
+        all
+    }
+}
+
+fn spec() -> AttentionSpec {
+    AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).mask(Mask::causal_bottom_right()).with_stats()
+}
+
+/// Both passes: o, dq, dk and dv.
+fn results(executor: &CudaExecutor, spec: &BackwardSpec) -> [Vec<f32>; 4] {
+    let stream = &executor.device().stream().unwrap();
+    let forward = &spec.forward;
+    let [q, k, v, d_o] = [(forward.q, 1), (forward.k, 2), (forward.v, 3), (spec.d_o, 4)].map(|(t, seed)| Rows::new(stream, t, Some(seed)));
+    let [o, dq, dk, dv] = [forward.o, spec.dq, spec.dk, spec.dv].map(|t| Rows::new(stream, t, None));
+    let stats = Buffer::new(stream.device(), 4 * (SHAPE.batch * SHAPE.heads_q * SHAPE.seq_q) as usize).unwrap();
+    let call = DeviceForward {
+        q: whole(&q.buffer),
+        k: whole(&k.buffer),
+        v: whole(&v.buffer),
+        o: whole(&o.buffer),
+        stats: Some(whole(&stats)),
+        row_max: None,
+        sum_exp: None,
+        amax: &[],
+        attn_scale: None,
+        params: &[],
+        workspace: None,
+    };
+    submit(&*executor.prepare_device(&forward.validate().unwrap()).unwrap(), stream, &(&call).into()).unwrap();
+    let call = DeviceBackward {
+        q: call.q,
+        k: call.k,
+        v: call.v,
+        o: call.o,
+        stats: whole(&stats),
+        d_o: whole(&d_o.buffer),
+        dq: whole(&dq.buffer),
+        dk: whole(&dk.buffer),
+        dv: whole(&dv.buffer),
+        amax: &[],
+        attn_scale: None,
+        params: &[],
+        gradients: &[],
+        workspace: None,
+    };
+    submit(&*executor.prepare_device_backward(&spec.validate().unwrap()).unwrap(), stream, &(&call).into()).unwrap();
+    [o, dq, dk, dv].map(|rows| rows.read(stream))
+}
+
+/// A tensor of both passes.
+type Which = fn(&mut BackwardSpec) -> &mut TensorSpec;
+
+const TENSORS: [(&str, Which); 8] = [
+    ("q", |s| &mut s.forward.q),
+    ("k", |s| &mut s.forward.k),
+    ("v", |s| &mut s.forward.v),
+    ("o", |s| &mut s.forward.o),
+    ("d_o", |s| &mut s.d_o),
+    ("dq", |s| &mut s.dq),
+    ("dk", |s| &mut s.dk),
+    ("dv", |s| &mut s.dv),
+];
+
+fn stretch(executor: &CudaExecutor) {
+    let right = results(executor, &spec().backward());
+    assert!(right.iter().flatten().all(|x| x.is_finite()));
+    let mut stretches = Vec::new();
+    for (name, which) in TENSORS {
+        stretches.extend([(0, false), (1, false), (2, false), (0, true)].map(|(axis, odd)| (name, which, axis, odd)));
+    }
+    side_by_side(&stretches, |&(name, which, axis, odd)| {
+        let mut spec = spec().backward();
+        *which(&mut spec) = stretched(which(&mut spec), axis, odd);
+        let found = results(executor, &spec);
+        for (n, (found, right)) in found.iter().zip(&right).enumerate() {
+            // Rows of any places are of other kernels, and gradients of queries sums in any order; other rows would be other numbers altogether.
+            let off = found.iter().zip(right).filter(|(x, y)| (*x - *y).abs() > 0.02 * y.abs().max(0.1) || x.is_nan()).count();
+            assert!(off == 0, "{name} along axis {axis}, odd {odd}: {off} of {} of {}", found.len(), ["o", "dq", "dk", "dv"][n]);
+        }
+    });
+}
+
+#[test]
+fn what_is_far_is_as_what_is_near() {
+    executor().iter().for_each(stretch);
+}
+
+#[test]
+fn it_is_to_the_family_for_every_device() {
+    mma::executor().iter().for_each(stretch);
+}
+
+/// Keys, values and a bias that are too many for 32 bits, of which a window keeps the last: what comes of those alone.
+fn many_keys(executor: &CudaExecutor, seq_q: i64) {
+    let (stream, some) = (&executor.device().stream().unwrap(), 300);
+    let of = |seq_kv: i64| {
+        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q, seq_kv, ..SHAPE };
+        let window = Mask::window(Some(150), Some(0), Align::BottomRight);
+        let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(window).score_mod("bias16:qk".parse().unwrap());
+        let [q, o] = [(spec.q, Some(1)), (spec.o, None)].map(|(t, seed)| Rows::new(stream, t, seed));
+        let last = |rows: i64, row: i64, seed: u64| {
+            // The last of each row.
+            let mut buffer = Buffer::new(stream.device(), 2 * (rows * row) as usize).unwrap();
+            let count = if rows == 1 { some * SHAPE.dim_qk } else { some };
+            let mut random = Random::new(seed);
+            for n in 1..=rows {
+                let numbers: Vec<bf16> = (0..count).map(|_| bf16::from_f64(random.normal())).collect();
+                buffer.upload(stream, 2 * (n * row - count) as usize, &numbers).unwrap();
+            }
+            buffer
+        };
+        let [k, v, bias] =
+            [(1, seq_kv * SHAPE.dim_qk, 2), (1, seq_kv * SHAPE.dim_v, 3), (seq_q, seq_kv, 4)].map(|(n, row, seed)| last(n, row, seed));
+        let params = [DeviceParam { name: "bias", value: DeviceValue::Tensor(DType::BF16, whole(&bias)) }];
+        let call = DeviceForward {
+            q: whole(&q.buffer),
+            k: whole(&k),
+            v: whole(&v),
+            o: whole(&o.buffer),
+            stats: None,
+            row_max: None,
+            sum_exp: None,
+            amax: &[],
+            attn_scale: None,
+            params: &params,
+            workspace: None,
+        };
+        submit(&*executor.prepare_device(&spec.validate().unwrap()).unwrap(), stream, &(&call).into()).unwrap();
+        o.read(stream)
+    };
+    let (few, many) = (of(some), of((1 << 25) + some));
+    let off = few.iter().zip(&many).filter(|(x, y)| (*x - *y).abs() > 0.02 * x.abs().max(0.1) || y.is_nan()).count();
+    assert!(off == 0, "{seq_q} queries: {off} of {}", few.len());
+}
+
+#[test]
+fn the_last_of_many_keys_are_as_those_of_few() {
+    for executor in [executor(), mma::executor()].into_iter().flatten() {
+        [7, 70, 140].iter().for_each(|seq_q| many_keys(&executor, *seq_q));
+    }
+}
