@@ -2,20 +2,22 @@
 //! workspace. Each slice holds the same numbers as the one of a small problem, so that its results have to be those.
 #![allow(unsafe_code)]
 
+use crate::cuda;
 use crate::memory::slice;
 use crate::setup::{Result, executor};
 use conformance::random::Random;
-use cudnn_graph::{Buffer, Stream};
+use cudnn_graph::{Buffer, DeviceSlice, Stream};
 use half::bf16;
-use sdpa::cudnn::Error;
 use sdpa::cudnn::lower::Operand;
-use sdpa::cudnn::{CudnnExecutor, DeviceBackward, DeviceForward, PlanOptions};
-use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Shape, TensorSpec};
+use sdpa::cudnn::{DeviceBackward, DeviceForward, PlanOptions};
+use sdpa::{AttentionSpec, BackwardSpec, DType, DeviceExecutor, Error, Layout, Mask, Shape, TensorSpec};
 
 const INPUTS: [Operand; 3] = [Operand::Q, Operand::K, Operand::V];
 const GRADIENTS: [Operand; 3] = [Operand::DQ, Operand::DK, Operand::DV];
 /// How far a result may be from that of the small problem, as a part of its largest element: sums of gradients come in any order.
 const TOLERANCE: f32 = 0.02;
+
+type On = dyn DeviceExecutor<Memory = DeviceSlice, Stream = Stream>;
 
 /// One tensor in device memory, of which only what the tensor reaches is ever touched.
 struct Place {
@@ -144,11 +146,11 @@ fn tensors(spec: &BackwardSpec, backward: bool) -> Vec<(Operand, TensorSpec)> {
 }
 
 /// Runs one pass; for a backward one, `o` and `stats` come of a forward pass over the same memory, or of the small problem.
-fn pass(executor: &CudnnExecutor, stream: &Stream, spec: &BackwardSpec, backward: bool, from: &Slices) -> Result<Came> {
+fn pass(executor: &On, stream: &Stream, spec: &BackwardSpec, backward: bool, from: &Slices) -> Result<Came> {
     let f = &spec.forward;
-    let planned = if backward { executor.attention_backward(&spec.validate()?) } else { executor.attention(&f.validate()?) };
-    let planned = match planned {
-        Ok((planned, _)) => planned,
+    let ready = if backward { executor.prepare_device_backward(&spec.validate()?) } else { executor.prepare_device(&f.validate()?) };
+    let ready = match ready {
+        Ok(ready) => ready,
         Err(Error::Unsupported(why)) => return Ok(Came::Declined(why.to_string().replace('\n', "; "))),
         Err(other) => return Err(other.into()),
     };
@@ -163,9 +165,8 @@ fn pass(executor: &CudnnExecutor, stream: &Stream, spec: &BackwardSpec, backward
     let rows = usize::try_from(f.q.dims[0] * f.q.dims[1] * f.q.dims[2])?;
     let mut stats = Buffer::new(stream.device(), rows * 4)?;
     stats.fill(stream, 0xff)?;
-    let workspace = Buffer::new(stream.device(), usize::try_from(planned.workspace_bytes())?)?;
+    let workspace = Buffer::new(stream.device(), usize::try_from(ready.workspace_bytes())?)?;
     let at = |places: &[Place], operand| places.iter().find(|p| p.operand == operand).map_or(slice(&workspace), |p| slice(&p.buffer));
-    let handle = executor.library().handle(stream)?;
     if backward {
         // The forward pass over dense tensors of the same slices, so that only the backward pass is judged.
         let (first, statistics) =
@@ -181,20 +182,20 @@ fn pass(executor: &CudnnExecutor, stream: &Stream, spec: &BackwardSpec, backward
         let call =
             DeviceBackward { q, k, v, o, stats, d_o, dq, dk, dv, amax: &[], attn_scale: None, params: &[], gradients: &[], workspace };
         // SAFETY: whole buffers of this device, which outlive the synchronisation.
-        unsafe { planned.backward(&handle, &call) }?;
+        unsafe { ready.submit(stream, &(&call).into()) }?;
     } else {
         let [q, k, v, o] = [Operand::Q, Operand::K, Operand::V, Operand::O].map(|operand| at(&places, operand));
         let (stats, workspace) = (Some(slice(&stats)), Some(slice(&workspace)));
         let call = DeviceForward { q, k, v, o, stats, row_max: None, sum_exp: None, amax: &[], attn_scale: None, params: &[], workspace };
         // SAFETY: as above.
-        unsafe { planned.forward(&handle, &call) }?;
+        unsafe { ready.submit(stream, &(&call).into()) }?;
     }
     stream.synchronize()?;
     Ok(Came::Ran(places))
 }
 
 /// The small problem of one slice.
-fn small(executor: &CudnnExecutor, stream: &Stream, shape: Shape, causal: bool) -> Result<Slices> {
+fn small(executor: &On, stream: &Stream, shape: Shape, causal: bool) -> Result<Slices> {
     let one = Shape { batch: 1, heads_q: 1, heads_kv: 1, ..shape };
     let spec = problem(one, causal);
     let (query, key) = (shape.seq_q * shape.dim_qk, shape.seq_kv * shape.dim_qk);
@@ -213,7 +214,7 @@ fn small(executor: &CudnnExecutor, stream: &Stream, shape: Shape, causal: bool) 
         place.buffer.download(stream, 0, &mut got)?;
         Ok(got.iter().map(|x| x.to_f32()).collect())
     };
-    let planned = executor.attention(&spec.forward.validate()?)?.0;
+    let ready = executor.prepare_device(&spec.forward.validate()?)?;
     let mut places = Vec::new();
     for (operand, tensor) in tensors(&spec, false) {
         let mut place = Place::new(stream, operand, tensor)?;
@@ -223,7 +224,7 @@ fn small(executor: &CudnnExecutor, stream: &Stream, shape: Shape, causal: bool) 
         places.push(place);
     }
     let stats = Buffer::new(stream.device(), usize::try_from(shape.seq_q * 4)?)?;
-    let workspace = Buffer::new(stream.device(), usize::try_from(planned.workspace_bytes())?)?;
+    let workspace = Buffer::new(stream.device(), usize::try_from(ready.workspace_bytes())?)?;
     let [q, k, v, o] = [0, 1, 2, 3].map(|n: usize| slice(&places[n].buffer));
     let call = DeviceForward {
         q,
@@ -238,9 +239,8 @@ fn small(executor: &CudnnExecutor, stream: &Stream, shape: Shape, causal: bool) 
         params: &[],
         workspace: Some(slice(&workspace)),
     };
-    let handle = executor.library().handle(stream)?;
     // SAFETY: whole buffers of this device, which outlive the synchronisation.
-    unsafe { planned.forward(&handle, &call) }?;
+    unsafe { ready.submit(stream, &(&call).into()) }?;
     stream.synchronize()?;
     slices.results.push((Operand::O, read(&places, Operand::O)?));
     let mut statistics = vec![0f32; usize::try_from(shape.seq_q)?];
@@ -277,7 +277,7 @@ fn of(spec: &mut BackwardSpec, operand: Operand) -> &mut TensorSpec {
 }
 
 /// Runs a pass and prints how far it is off; 1 where that is too far.
-fn judge(executor: &CudnnExecutor, stream: &Stream, what: &str, spec: &BackwardSpec, backward: bool, from: &Slices) -> Result<usize> {
+fn judge(executor: &On, stream: &Stream, what: &str, spec: &BackwardSpec, backward: bool, from: &Slices) -> Result<usize> {
     let came = match pass(executor, stream, spec, backward, from) {
         Ok(came) => came,
         Err(error) => {
@@ -332,13 +332,21 @@ fn judge(executor: &CudnnExecutor, stream: &Stream, what: &str, spec: &BackwardS
     }
 }
 
-pub(crate) fn run(which: &str) -> Result<()> {
+/// cuDNN's, or of kernels of our own.
+pub(crate) fn run(which: &str, own: bool) -> Result<()> {
+    if own {
+        let executor = cuda::executor(None)?;
+        return all(which, &executor, &executor.device().stream()?);
+    }
     let executor = executor(PlanOptions::default())?;
-    let stream = executor.device().stream()?;
+    all(which, &executor, &executor.device().stream()?)
+}
+
+fn all(which: &str, executor: &On, stream: &Stream) -> Result<()> {
     let mut wrong = 0;
     if which != "large" {
         let shape = Shape { batch: 2, heads_q: 2, heads_kv: 2, seq_q: 130, seq_kv: 130, dim_qk: 64, dim_v: 64 };
-        let from = small(&executor, &stream, shape, true)?;
+        let from = small(executor, stream, shape, true)?;
         for backward in [false, true] {
             for operand in tensors(&problem(shape, true), backward).into_iter().map(|(operand, _)| operand) {
                 for axis in 0..3 {
@@ -357,7 +365,7 @@ pub(crate) fn run(which: &str) -> Result<()> {
                         } else if axis == 1 {
                             tensor.strides[0] = 130 * 64;
                         }
-                        wrong += judge(&executor, &stream, &what, &spec, backward, &from)?;
+                        wrong += judge(executor, stream, &what, &spec, backward, &from)?;
                     }
                 }
             }
@@ -375,24 +383,24 @@ pub(crate) fn run(which: &str) -> Result<()> {
             (3, 16, 16, 11_600, 11_600, 64, false, true, true),
         ] {
             let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
-            let from = small(&executor, &stream, shape, causal)?;
+            let from = small(executor, stream, shape, causal)?;
             let mut spec = problem(shape, causal);
             spec.deterministic = deterministic;
             let pass = if backward { "backward" } else { "forward" };
             let what =
                 format!("{pass} ({batch},{heads_q},{heads_kv},{seq_q},{seq_kv},{dim}), causal {causal}, deterministic {deterministic}");
-            wrong += judge(&executor, &stream, &what, &spec, backward, &from)?;
+            wrong += judge(executor, stream, &what, &spec, backward, &from)?;
         }
     }
     if which != "strides" {
         // Rows with gaps that engines do not read in place: copied first, and 2³¹ elements are copied.
         let shape = Shape { batch: 1030, heads_q: 128, heads_kv: 128, seq_q: 130, seq_kv: 130, dim_qk: 128, dim_v: 128 };
-        let from = small(&executor, &stream, shape, true)?;
+        let from = small(executor, stream, shape, true)?;
         for operand in INPUTS {
             let mut spec = problem(shape, true);
             let tensor = of(&mut spec, operand);
             tensor.strides = [128 * 130 * 130, 130 * 130, 130, 1];
-            wrong += judge(&executor, &stream, &format!("forward of 1030 x 128 slices, {operand} copied"), &spec, false, &from)?;
+            wrong += judge(executor, stream, &format!("forward of 1030 x 128 slices, {operand} copied"), &spec, false, &from)?;
         }
     }
     println!("limits: {wrong} wrong");
