@@ -103,8 +103,20 @@ fn clang(arguments: &[&OsStr]) -> Result<(), String> {
 }
 
 /// What texts are compiled beside.
-const FILES: [&str; 8] =
-    ["machine.h", "machine.cpp", "cuda.h", "units.h", "copy.h", "products.h", "mma.h", "../../metal/emulator/numbers.h"];
+const FILES: [&str; 12] = [
+    "machine.h",
+    "state.h",
+    "fibers.h",
+    "engines.h",
+    "threads.h",
+    "machine.cpp",
+    "cuda.h",
+    "units.h",
+    "copy.h",
+    "products.h",
+    "mma.h",
+    "../../metal/emulator/numbers.h",
+];
 
 /// A number for a text and all that it is compiled beside.
 fn digest(text: &str) -> Result<u64, String> {
