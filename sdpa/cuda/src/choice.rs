@@ -76,10 +76,13 @@ const FORWARD: &[Row] = &[
     unmeasured("a mask that reads other tensors", reads_tensors),
     row("a mask of places that is no band", 2.4, is_rule_of_places),
     row("a prefix", 1.26, has_prefix),
-    row("packed documents", 1.15, |p| p.packed().is_some()),
-    row("keys in pages, heads wider than 128", 0.78, |p| p.paged().is_some() && widest(p) > 128),
+    row("f16, a score_mod with tanh", 0.87, |p| p.dtype() == DType::F16 && has_tanh(p)),
+    row("packed documents", 1.17, |p| p.packed().is_some()),
+    row("keys in pages, heads wider than 192", 0.78, |p| p.paged().is_some() && widest(p) > 192),
+    row("keys in pages, heads wider than 128", 1.10, |p| p.paged().is_some() && widest(p) > 128),
     row("keys in pages, fewer than 6e10 operations", 1.13, |p| p.paged().is_some() && operations(p) < LITTLE),
     row("keys in pages", 0.91, |p| p.paged().is_some()),
+    row("heads of 96 or less, a score_mod, no mask", 0.97, |p| widest(p) <= 96 && p.score_mod().is_some() && has_no_mask(p)),
     row("heads of 64, fewer than 1,024 tokens, causal", 0.85, |p| widest(p) <= 64 && shorter(p) < 1024 && is_causal(p)),
     row("heads of 64, fewer than 1,024 tokens", 1.05, |p| widest(p) <= 64 && shorter(p) < 1024),
     row("a band or no mask", 1.07, |_| true),
@@ -94,8 +97,11 @@ const FEW: &[Row] = &[
     row("few queries, 8 heads or more of which share keys", 4.27, |p| p.group() >= 8 && p.group() * p.seq_q() <= 64),
     row("at most 24 queries of 400 heads or more", 1.82, |p| p.batch() * p.heads_q() >= 400 && p.seq_q() <= 24),
     row("few queries, fewer than 2,800 keys, no mask", 1.13, |p| p.seq_kv() < 2800 && has_no_mask(p)),
-    row("few queries, fewer than 2,800 keys", 0.92, |p| p.seq_kv() < 2800),
-    row("48 queries or more of 132 heads or more", 1.02, |p| p.seq_q() >= 48 && p.batch() * p.heads_q() >= 132),
+    row("few queries, fewer than 2,800 keys, heads wider than 192", 1.12, |p| p.seq_kv() < 2800 && widest(p) > 192),
+    row("few queries, fewer than 2,800 keys", 0.87, |p| p.seq_kv() < 2800),
+    row("48 queries or more of 132 heads or more, of 96 where they are of 64", 1.02, |p| {
+        p.seq_q() >= 48 && p.batch() * p.heads_q() >= if widest(p) <= 64 { 96 } else { 132 }
+    }),
     row("few queries beside many keys", 2.5, |_| true),
 ];
 
@@ -247,11 +253,16 @@ mod tests {
         assert_eq!([forward(&packed), backward(packed)], ["packed documents", "a band or no mask"]);
         let wide = AttentionSpec::packed(DType::BF16, Shape { dim_v: 256, ..SHAPE }, Packed::default());
         assert_eq!(backward(wide), "heads wider than 128, packed documents");
-        let paged = |heads_q| {
-            let shape = Shape { heads_q, ..SHAPE };
+        let paged = |heads_q, dim_qk| {
+            let shape = Shape { heads_q, dim_qk, ..SHAPE };
             forward(&AttentionSpec::paged(DType::BF16, shape, Paged { page_size: 16, pages: 128 }))
         };
-        assert_eq!([paged(2), paged(64)], ["keys in pages, fewer than 6e10 operations", "keys in pages"]);
+        assert_eq!([paged(2, 128), paged(64, 128)], ["keys in pages, fewer than 6e10 operations", "keys in pages"]);
+        assert_eq!([paged(2, 192), paged(2, 256)], ["keys in pages, heads wider than 128", "keys in pages, heads wider than 192"]);
+        let capped = |dtype| forward(&AttentionSpec { dtype, ..spec(SHAPE, "causal").score_mod("softcap:30".parse().unwrap()) });
+        assert_eq!([capped(DType::F16), capped(DType::BF16)], ["f16, a score_mod with tanh", "a band or no mask"]);
+        let alibi = |mask| forward(&spec(Shape { dim_qk: 64, dim_v: 96, ..SHAPE }, mask).score_mod("alibi".parse().unwrap()));
+        assert_eq!([alibi(""), alibi("causal")], ["heads of 96 or less, a score_mod, no mask", "a band or no mask"]);
         let narrow = |mask| forward(&spec(Shape { seq_q: 300, seq_kv: 400, dim_qk: 64, dim_v: 64, ..SHAPE }, mask));
         let causal = "heads of 64, fewer than 1,024 tokens, causal";
         assert_eq!(["causal", "causal-bottom-right"].map(narrow), [causal; 2]);
@@ -263,7 +274,11 @@ mod tests {
         assert_eq!([few(2, 30, 900), few(2, 30, 9000)], ["few queries, fewer than 2,800 keys, no mask", "few queries beside many keys"]);
         let masked = Shape { seq_q: 30, seq_kv: 900, ..SHAPE };
         assert_eq!(["padding", "causal"].map(|mask| forward(&spec(masked, mask))), ["few queries, fewer than 2,800 keys"; 2]);
-        assert_eq!(few(140, 60, 9000), "48 queries or more of 132 heads or more");
+        let wide = Shape { dim_qk: 256, ..masked };
+        assert_eq!(forward(&spec(wide, "causal")), "few queries, fewer than 2,800 keys, heads wider than 192");
+        assert_eq!(few(140, 60, 9000), "48 queries or more of 132 heads or more, of 96 where they are of 64");
+        let narrow = |heads_q| forward(&spec(Shape { heads_q, seq_q: 60, seq_kv: 9000, dim_qk: 64, dim_v: 64, ..SHAPE }, ""));
+        assert_eq!([narrow(90), narrow(100)], ["few queries beside many keys", few(140, 60, 9000)]);
     }
 
     #[test]
