@@ -16,9 +16,10 @@ use std::sync::Mutex;
 /// Dims, type, score_mod (or none), mask (or none), and the family.
 type Row = ([i64; 2], DType, &'static str, &'static str, Family);
 
-const TABLE: [Row; 8] = [
+const TABLE: [Row; 9] = [
     ([128, 128], DType::BF16, "", "causal", Family::Wgmma),
     ([64, 64], DType::F16, "softcap:30", "causal", Family::Wgmma),
+    ([96, 72], DType::BF16, "", "causal", Family::Wgmma),
     ([192, 128], DType::BF16, "", "", Family::Wgmma),
     ([256, 256], DType::BF16, "softcap:50", "window:400,0", Family::Wgmma),
     ([128, 128], DType::BF16, "softcap:30", "causal", Family::Mma),
@@ -37,6 +38,11 @@ fn number(n: u32) -> usize {
     n as usize
 }
 
+/// What a product of scores sums over at once: columns that only the tile has are left out.
+fn sixteens(dim: i64) -> u32 {
+    u32::try_from(dim).unwrap().div_ceil(16)
+}
+
 /// The first block of a tile, and every other: at an edge of the mask or within it.
 const SOFTENED: u32 = 3;
 
@@ -44,7 +50,7 @@ fn forward_of_groups(spec: &AttentionSpec) -> Counts {
     let forward = Forward::of(&spec.validate().unwrap()).unwrap();
     let tile = forward.tile(132).unwrap();
     // The first block's scores are asked for by themselves, the last one's weights too.
-    let products = 2 * (tile.dim_qk / 16 + tile.keys / 16);
+    let products = 2 * (sixteens(spec.q.dims[3]) + tile.keys / 16);
     let boxes = (2 * tile.dim_qk + tile.dim_v).div_ceil(64);
     let scores = SOFTENED * tile.keys * 64 / GROUP;
     // The unit's own function beside bf16, and else one by exponents.
@@ -73,7 +79,7 @@ fn backward_of_groups(spec: &AttentionSpec) -> Counts {
     // Scores and their gradients, in halves of 64 queries, the first ones of a walk by themselves where steps ask for those of the next; gradients of keys and
     // values; a slice of those of queries, over 128 keys.
     let asked = halves + u32::from(tile.stages > 1);
-    let products = (asked * tile.dim_qk + halves * tile.dim_v) / 16 + 2 * tile.queries / 16 + 128 / 16;
+    let products = asked * sixteens(spec.q.dims[3]) + halves * sixteens(spec.v.dims[3]) + 2 * tile.queries / 16 + 128 / 16;
     // Gradients of scores go to shared memory, 64 x 64 of a group, four matrices of 8 x 8 a warp at once.
     let stored = halves * 64 * 64 / (GROUP / 32) / (4 * 64);
     // So do rounded sums of 16 rows by 64 columns, where warps beside the groups have these.

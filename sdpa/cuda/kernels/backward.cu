@@ -1,15 +1,15 @@
 // Attention backward on compute capability 9.0: one group of threads brings operands, takes sums out and rounds them, two others have 64 keys of a block each, and
 // walk over queries. Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
 
-// Products of 64 rows and 64 rows of a tile of queries, over the columns of both. Nothing waits.
-template <int panels>
+// Products of 64 rows and 64 rows of a tile of queries, over so many times 16 columns of both. Nothing waits.
+template <int steps>
 inline void score(float (&s)[SCORES], uint rows, uint tile) {
     const ulong64 a = operand_by_rows(rows), b = operand_by_rows(tile);
     products_begin();
 #pragma unroll
-    for (int panel = 0; panel < panels; panel++) {
+    for (int panel = 0; panel < (steps + 3) / 4; panel++) {
 #pragma unroll
-        for (int step = 0; step < 4; step++) {
+        for (int step = 0; step < 4 && panel * 4 + step < steps; step++) {
             product_by_rows(s, further(a, panel * KV_PANEL_BYTES + step * 32), further(b, panel * Q_PANEL_BYTES + step * 32), panel + step > 0);
         }
     }
@@ -438,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             keys ^= 1;
             if (AHEAD) {
                 barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
-                score<QK_PANELS>(s, at.k + own_rows, at.q + ring.stage * Q_BYTES);
+                score<QK_STEPS>(s, at.k + own_rows, at.q + ring.stage * Q_BYTES);
             }
             do {
                 const uint q = at.q + ring.stage * Q_BYTES, d_o = at.d_o + ring.stage * D_O_BYTES, d_s = at.d_s + turn * D_S_BYTES;
@@ -455,9 +455,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     uint w[SCORES / 2], d_w[SCORES / 2];
                     // Before there are scores in registers.
                     const uint stay = stay_of(p, corner);
-                    if (!AHEAD || sub > 0) score<QK_PANELS>(s, at.k + own_rows, q + sub_rows);
+                    if (!AHEAD || sub > 0) score<QK_STEPS>(s, at.k + own_rows, q + sub_rows);
                     if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
-                    score<V_PANELS>(d_p, at.v + own_rows, d_o + sub_rows);
+                    score<V_STEPS>(d_p, at.v + own_rows, d_o + sub_rows);
                     pairs_of(lse, at.lse + of_rows);
                     products_wait<1>();
                     hold(s);
@@ -498,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 // The next scores are under way while sums leave. Last, so that nothing between them and their wait touches registers of theirs.
                 if (AHEAD && more) {
                     barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
-                    score<QK_PANELS>(s, at.k + own_rows, at.q + ring.stage * Q_BYTES);
+                    score<QK_STEPS>(s, at.k + own_rows, at.q + ring.stage * Q_BYTES);
                 }
                 step = next;
             } while (more);

@@ -27,11 +27,9 @@ inline void score(float (&s)[SCORES], uint q, uint k) {
     const ulong64 a = operand_by_rows(q), b = operand_by_rows(k);
     products_begin();
 #pragma unroll
-    for (int panel = 0; panel < QK_PANELS; panel++) {
-#pragma unroll
-        for (int step = 0; step < 4; step++) {
-            product_by_rows(s, further(a, panel * Q_PANEL_BYTES + step * 32), further(b, panel * KV_PANEL_BYTES + step * 32), panel + step > 0);
-        }
+    for (int step = 0; step < QK_STEPS; step++) {
+        const uint panel = step / 4, column = step % 4 * 32;
+        product_by_rows(s, further(a, panel * Q_PANEL_BYTES + column), further(b, panel * KV_PANEL_BYTES + column), step > 0);
     }
     products_commit();
 }

@@ -143,6 +143,9 @@ pub(crate) fn boundary(problem: &Forward) -> String {
     format!("typedef {of} Boundary;\n")
 }
 
+/// Columns that a product of the matrix units sums over.
+const COLUMNS: u32 = 16;
+
 /// Panels that a tensor has columns of.
 fn panels(dim: i64) -> u32 {
     steps(dim, PANEL) as u32
@@ -156,6 +159,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("DIM_V", tile.dim_v),
         ("QK_THERE", panels(problem.tensors[0].dims[3])),
         ("V_THERE", panels(problem.tensors[2].dims[3])),
+        ("QK_STEPS", steps(problem.tensors[0].dims[3], COLUMNS) as u32),
         ("GROUPS", tile.groups),
         ("TILE_M", tile.queries()),
         ("TILE_N", tile.keys),
@@ -198,6 +202,8 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("DIM_V", tile.dim_v),
         ("QK_THERE", panels(forward.tensors[0].dims[3])),
         ("V_THERE", panels(forward.tensors[2].dims[3])),
+        ("QK_STEPS", steps(forward.tensors[0].dims[3], COLUMNS) as u32),
+        ("V_STEPS", steps(forward.tensors[2].dims[3], COLUMNS) as u32),
         ("TILE_M", tile.queries),
         ("TILE_N", BackwardTile::KEYS),
         ("PARTS", tile.parts),
