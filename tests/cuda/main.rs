@@ -18,8 +18,9 @@ use conformance::compare::GradientDistance;
 use conformance::emulated;
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Stays, Tally, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed, random_padded,
-    random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree, side_by_side, stays,
+    Draw, Outcome, Source, Stays, Tally, edges, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed,
+    random_padded, random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree,
+    side_by_side, stays,
 };
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, features, of_today, seeds_of_today};
@@ -109,6 +110,11 @@ fn weights_stay_as_the_generator_says() {
     let Some(executor) = executor() else { return };
     let Stays { forward, backward } = stays(&executor).unwrap();
     say(&format!("dropout {NAME}: {forward} bits forward and {backward} backward, each as the generator says"));
+}
+
+#[test]
+fn rules_of_floats_end_where_they_are_written_to() {
+    executor().iter().for_each(|executor| edges(executor, NAME, &seeds_of_today(&format!("edges {NAME}"), 12)));
 }
 
 #[test]

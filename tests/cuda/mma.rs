@@ -5,8 +5,8 @@ use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Stays, random_backward, random_ends, random_packed, random_padded, random_padded_backward, random_paged, run,
-    run_backward, run_tree, stays,
+    Draw, Outcome, Source, Stays, edges, random_backward, random_ends, random_packed, random_padded, random_padded_backward, random_paged,
+    run, run_backward, run_tree, stays,
 };
 use conformance::say::{say, skip};
 use conformance::share::seeds_of_today;
@@ -52,6 +52,11 @@ fn weights_stay_as_the_generator_says() {
     let Some(executor) = executor() else { return };
     let Stays { forward, backward } = stays(&executor).unwrap();
     say(&format!("dropout {NAME}: {forward} bits forward and {backward} backward, each as the generator says"));
+}
+
+#[test]
+fn rules_of_floats_end_where_they_are_written_to() {
+    executor().iter().for_each(|executor| edges(executor, NAME, &seeds_of_today(&format!("edges {NAME}"), 12)));
 }
 
 #[test]

@@ -107,12 +107,13 @@ fn executors() -> Executors {
 type Check = fn(&dyn Executor);
 
 /// What is asked of an executor besides cases.
-const CHECKS: [(&str, Check); 6] = [
+const CHECKS: [(&str, Check); 7] = [
     ("meets_every_edge", sweeps::edges),
     ("rounds_to_the_nearest", sweeps::rounds_to_the_nearest),
     ("narrows_as_it_is_said_to", sweeps::narrow_numbers),
     ("takes_anything_where_it_is_dropped", sweeps::takes_anything_where_it_is_dropped),
     ("drops_the_weights_that_the_generator_says", sweeps::drops_the_weights_that_the_generator_says),
+    ("ends_rules_of_floats_where_they_are_written_to", sweeps::edges_of_rules),
     ("a_call_has_the_values_of_its_problem", values::keeps_values_apart),
 ];
 

@@ -4,7 +4,8 @@
 use conformance::case::Case;
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Drops, Source, Tally, dropped, random_fp8, random_fp8_gradients, rounding, run, run_backward, run_backward_case, run_case, stays,
+    Draw, Drops, Edges, Source, Tally, dropped, random_fp8, random_fp8_gradients, rounding, run, run_backward, run_backward_case, run_case,
+    stays,
 };
 use conformance::say::say;
 use sdpa::{Executor, ExecutorName};
@@ -35,6 +36,17 @@ pub(crate) fn takes_anything_where_it_is_dropped(executor: &dyn Executor) {
     let cpu = [Drops::Mask, Drops::Blocks, Drops::One, Drops::Wide];
     let all: &[Drops] = if executor.name() == ExecutorName::CPU { &cpu } else { &Drops::ALL };
     all.iter().for_each(|drops| dropped(*drops, executor).unwrap());
+}
+
+pub(crate) fn edges_of_rules(executor: &dyn Executor) {
+    let found: Vec<_> = (1..=24).map(|seed| Edges::drawn(seed).look(executor).unwrap_or_else(|e| panic!("{seed}: {e}"))).collect();
+    assert!(found.iter().any(Option::is_some), "{} declines every rule", executor.name());
+    let declined = found.iter().filter(|looked| looked.is_none()).count();
+    say(&format!(
+        "edges {}: {} weights of rules of floats, {declined} rules declined",
+        executor.name(),
+        found.iter().flatten().sum::<usize>()
+    ));
 }
 
 pub(crate) fn drops_the_weights_that_the_generator_says(executor: &dyn Executor) {

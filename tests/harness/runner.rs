@@ -3,6 +3,7 @@
 mod backward;
 mod blocks;
 mod dropped;
+mod edges;
 mod few;
 mod library;
 #[cfg(test)]
@@ -26,6 +27,7 @@ pub use backward::{
     Draw, Source, gradients_elsewhere, random_backward, random_padded_backward, run_backward, run_backward_case, run_backward_with,
 };
 pub use dropped::{Drops, dropped};
+pub use edges::{Edges, Looked, edges};
 pub use few::random_few;
 pub use library::{Tree, library_suite, run_tree};
 use narrow::Narrowed;

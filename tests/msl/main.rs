@@ -16,8 +16,8 @@ use conformance::msl::table;
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
 use conformance::runner::{
-    Draw, Outcome, Source, Tally, random_backward, random_ends, random_packed, random_padded, random_paged, random_spec, rounding, run,
-    run_backward, run_backward_case, run_case, side_by_side,
+    Draw, Outcome, Source, Tally, edges, random_backward, random_ends, random_packed, random_padded, random_paged, random_spec, rounding,
+    run, run_backward, run_backward_case, run_case, side_by_side,
 };
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, Share, features, of_today, seeds_of_today};
@@ -239,6 +239,12 @@ fn results_are_rounded_to_the_nearest() {
         let emulated = Emulated::new(toolchain.clone(), 1).forced(kernels).executor();
         rounding(&emulated).unwrap_or_else(|e| panic!("{kernels:?}: {e}"));
     }
+}
+
+#[test]
+fn rules_of_floats_end_where_they_are_written_to() {
+    let Some(toolchain) = emulation("rules of floats") else { return };
+    edges(&Emulated::new(toolchain, 1).executor(), NAME, &seeds_of_today(&format!("edges {NAME}"), 12));
 }
 
 fn table_rows(all: bool) -> Vec<Row> {

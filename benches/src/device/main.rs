@@ -11,6 +11,7 @@ mod cuda_speed;
 #[cfg(not(target_vendor = "apple"))]
 mod cudarc;
 mod decode;
+mod edges;
 mod files;
 mod fp8;
 mod gpus;
@@ -40,7 +41,7 @@ use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
   right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
-          | limits [strides | large | all [cuda]] | lengths [right]
+          | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES]
           | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
@@ -88,6 +89,7 @@ fn main() -> ExitCode {
         Some("buckets") => buckets::run(number(1, 60)),
         Some("lengths") => lengths::run(args.get(1).map(String::as_str) != Some("right")),
         Some("limits") => limits::run(args.get(1).map_or("", String::as_str), args.get(2).is_some_and(|of| of == "cuda")),
+        Some("edges") => edges::run(&(number(2, 1)..number(2, 1) + number(1, 100))),
         Some("packed") => packed::run(number(1, 40)),
         Some("decode") => decode::run(number(1, 100)),
         Some("growth") => growth::run(),

@@ -125,11 +125,16 @@ impl Captured {
                 }
             }
         }
-        let depends = trace.depends();
+        let (depends, decisive) = (trace.depends(), trace.decisive());
+        let rounds = |id: NodeId| needed[id.index()] && decisive[id.index()] && contracts(trace.node(id));
+        if self.dialect == Dialect::Msl && trace.ids().any(rounds) {
+            // Modes of mathematics leave products within sums as they are: this alone has each rounded.
+            text.push_str("    #pragma METAL fp contract(off)\n");
+        }
         for id in trace.ids().filter(|id| needed[id.index()]) {
             let value = match tanh_slope(trace, id) {
                 Some(slope) => format!("v{} * tanh_slope(v{})", slope.upstream.index(), slope.of.index()),
-                None => self.value(trace, trace.node(id), &depends),
+                None => self.value(trace, id, &depends, &decisive),
             };
             let _ = writeln!(text, "    const {} v{} = {value};", ty(trace.ty(id)), id.index());
         }
@@ -138,8 +143,9 @@ impl Captured {
         text
     }
 
-    fn value(&self, trace: &Trace, node: Node, depends: &[Depends]) -> String {
-        match node {
+    fn value(&self, trace: &Trace, id: NodeId, depends: &[Depends], decisive: &[bool]) -> String {
+        let decisive = decisive[id.index()];
+        match trace.node(id) {
             Node::Score => "score".to_owned(),
             Node::Upstream => "upstream".to_owned(),
             Node::Index(axis) => index(axis).to_owned(),
@@ -159,15 +165,39 @@ impl Captured {
                 let read = format!("captured.tensor_{place}[min(max(v{}, 0), {last})]", x.index());
                 if param.kind.ty() == Type::F32 { format!("float({read})") } else { read }
             }
+            // Not the unit's own.
+            Node::Unary(Unary::Tanh, x) if self.dialect == Dialect::Cuda && decisive => format!("tanhf(v{})", x.index()),
             Node::Unary(f, x) => unary(f, trace.ty(x), &format!("v{}", x.index())),
             // What divides every score is inverted once.
             Node::Binary(Binary::Div, x, y)
-                if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && depends[y.index()].is_uniform() =>
+                if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && depends[y.index()].is_uniform() && !decisive =>
             {
                 format!("v{} * (1.0f / v{})", x.index(), y.index())
             }
+            Node::Binary(f, x, y) if self.dialect == Dialect::Cuda && decisive => {
+                rounded(f, &format!("v{}", x.index()), &format!("v{}", y.index()))
+            }
             Node::Binary(f, x, y) => binary(f, trace.ty(x), &format!("v{}", x.index()), &format!("v{}", y.index())),
             Node::Select(c, x, y) => format!("v{} ? v{} : v{}", c.index(), x.index(), y.index()),
+        }
+    }
+}
+
+/// Whether compilers join such a function with others, so that its result is not rounded.
+fn contracts(node: Node) -> bool {
+    matches!(node, Node::Binary(Binary::Add | Binary::Sub | Binary::Mul, ..))
+}
+
+/// A function of two floats whose result is rounded, whatever is made of it.
+fn rounded(f: Binary, x: &str, y: &str) -> String {
+    match f {
+        Binary::Add => format!("__fadd_rn({x}, {y})"),
+        Binary::Sub => format!("__fsub_rn({x}, {y})"),
+        Binary::Mul => format!("__fmul_rn({x}, {y})"),
+        // Rounded by themselves, or choices between numbers.
+        Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => binary(f, Type::F32, x, y),
+        Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => {
+            binary(f, Type::F32, x, y)
         }
     }
 }
@@ -223,5 +253,33 @@ fn binary(f: Binary, of: Type, x: &str, y: &str) -> String {
         Binary::Ge => infix(">="),
         Binary::And => infix("&&"),
         Binary::Or => infix("||"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(trace: &str, dialect: Dialect) -> String {
+        let trace: Trace = trace.parse().unwrap_or_else(|e| panic!("{trace}: {e}"));
+        let captured = Captured::of([&trace], [1, 2, 30, 40]).in_dialect(dialect);
+        if trace.roots().iter().all(|root| trace.ty(*root) == Type::Bool) { captured.keep(&trace) } else { captured.score_mod(&trace) }
+    }
+
+    #[test]
+    fn values_that_decide_are_rounded_as_they_are_written() {
+        let rule = "f32(q) * 0.3 + f32(k) / 49.0 < 5.0";
+        let cuda = text(rule, Dialect::Cuda);
+        assert!(cuda.contains("__fmul_rn(") && cuda.contains("__fadd_rn(") && !cuda.contains("1.0f /"), "{cuda}");
+        let msl = text(rule, Dialect::Msl);
+        assert!(msl.lines().nth(1).is_some_and(|line| line.trim() == "#pragma METAL fp contract(off)"), "{msl}");
+        assert!(text("tanh(f32(k)) < 0.5", Dialect::Cuda).contains("= tanhf(v"));
+        // Nothing jumps, and whole numbers are not rounded.
+        for smooth in ["score * 0.3 + f32(k) / 49.0", "select(k - q < 3, score * 2.0 + 1.0, score)"] {
+            let cuda = text(smooth, Dialect::Cuda);
+            assert!(!cuda.contains("_rn("), "{cuda}");
+            assert!(!text(smooth, Dialect::Msl).contains("contract"), "{smooth}");
+        }
+        assert!(text("score * 0.3 + f32(k) / 49.0", Dialect::Cuda).contains("* (1.0f / "));
     }
 }

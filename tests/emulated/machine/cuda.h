@@ -29,6 +29,14 @@ inline unsigned __float_as_uint(float x) {
     return y;
 }
 
+// Rounded: elsewhere products go into sums as they are, as on a GPU.
+inline float rounded(float x) {
+    asm("" : "+x"(x));
+    return x;
+}
+inline float __fadd_rn(float x, float y) { return rounded(x + y); }
+inline float __fsub_rn(float x, float y) { return rounded(x - y); }
+inline float __fmul_rn(float x, float y) { return rounded(x * y); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 inline int min(int x, int y) { return y < x ? y : x; }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Every warning is one of the kernels': attributes and pragmas of MSL are all that clang does not know.
-const FLAGS: [&str; 12] = [
+const FLAGS: [&str; 13] = [
     "-std=c++14",
     "-O1",
     "-Wall",
@@ -21,6 +21,8 @@ const FLAGS: [&str; 12] = [
     // An offset that is kept in 32 bits: no test has tensors that large.
     "-Wshorten-64-to-32",
     "-Wno-unknown-attributes",
+    // Those of Metal.
+    "-Wno-unknown-pragmas",
     "-Wno-unused-function",
     // A trace need not read all that it is given.
     "-Wno-unused-parameter",

@@ -23,6 +23,7 @@
 //! | `trace` | the finished thing |
 //! | `eval` | its meaning, one score at a time |
 //! | `interval` | what may come out over a box of places: a range of each index |
+//! | `jumps` | on which values a jump hangs |
 //! | `grad` | derivatives, by reverse mode |
 //! | `text`, `parse` | its text form, out and in |
 
@@ -30,6 +31,7 @@ mod build;
 mod eval;
 mod grad;
 mod interval;
+mod jumps;
 mod made;
 mod near;
 mod node;

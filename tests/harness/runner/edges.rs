@@ -1,0 +1,204 @@
+//! Where rules of floats end, place by place: all scores are 0 before the rule, and values that are one at a single key write its weights into the output, gradients of the output
+//! that are one at a single query into those of the values.
+
+use super::ready;
+use crate::inputs::Operand;
+use crate::random::Random;
+use crate::runner::{Outcome, side_by_side};
+use crate::say::say;
+use half::{bf16, f16};
+use sdpa::expr::{Place, Precision, Trace};
+use sdpa::{AttentionSpec, DType, Error, Executor, HostBackward, HostForward, Layout, Mask, ScoreMod, Shape, Unsupported};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Whole blocks and some more, of queries and keys.
+const SHAPE: Shape = Shape { batch: 1, heads_q: 1, heads_kv: 1, seq_q: 200, seq_kv: 300, dim_qk: 64, dim_v: 64 };
+const DIM: usize = 64;
+
+/// What a score is where the rule does not hold, beside 0 where it does.
+const LESS: f64 = -3.0;
+
+/// Rules whose ends numbers meet exactly, or would but for how they are rounded.
+fn rule(random: &mut Random) -> String {
+    let whole = random.between(3, 97);
+    let [a, b] = [(); 2].map(|()| random.between(1, 99) as f64 / 10.0);
+    // Where a line meets places.
+    let met = a * random.between(0, 150) as f64 + b * random.between(0, 200) as f64;
+    let times = random.between(1, 9) as f64;
+    match random.between(0, 8) {
+        0 => format!("f32(k) / {whole}.0 < {}.0", random.between(1, 6)),
+        1 => format!("i32(f32(k - q) / {whole}.0) % 2 == 0"),
+        2 => format!("f32(q) * {a:?} + f32(k) * {b:?} < {met:.1}"),
+        3 => format!("floor(f32(q) / {whole}.0) == floor(f32(k) / {whole}.0)"),
+        4 => format!("abs(f32(k) * {a:?} - f32(q) * {a:?}) <= {:.1}", a * times),
+        5 => format!("f32(k) * {a:?} % {b:?} < {:.2}", b / 2.0),
+        6 => format!("ceil(f32(k + q) * {:?}) <= {}.0", 1.0 / whole as f64, random.between(1, 5)),
+        7 => {
+            // Half of a step from key to key, which is a thousandth of what a fast function may be off by.
+            let [step, at] = [1e-5, 0.5 + random.unit()];
+            let met = (at + step * (random.between(20, 280) as f64 + 0.5)).tanh();
+            format!("tanh({at:?} + f32(k) * 0.00001) < {met:.9}")
+        }
+        _ => format!("f32(q) * f32(k) / {whole}.0 - f32(k) / {a:?} >= {}.0", random.between(-5, 40)),
+    }
+}
+
+/// A rule of floats on an executor, as a mask or as a choice between two scores.
+#[derive(Clone, Debug)]
+pub struct Edges {
+    /// The rule.
+    pub text: String,
+    /// Whether it is a mask.
+    pub is_mask: bool,
+    /// The type of operands.
+    pub dtype: DType,
+}
+
+/// How many weights were looked at, and which was wrong; nothing where the executor declines.
+pub type Looked = Result<Option<usize>, String>;
+
+fn made<T>(said: Result<(), Unsupported>, made: Result<T, Error>) -> Result<Option<T>, String> {
+    match ready::<T, ()>(said, made) {
+        Ok(made) => Ok(Some(made)),
+        Err(Outcome::Skip(_)) => Ok(None),
+        Err(Outcome::Fail(how)) => Err(how),
+        Err(Outcome::Pass(..)) => Err("it passed".to_owned()),
+    }
+}
+
+/// Looks at the rules of these seeds on an executor that declines none, and says how many weights that were.
+///
+/// # Panics
+/// Where a weight is wrong, or a rule is declined.
+pub fn edges(executor: &dyn Executor, name: &str, seeds: &[u64]) {
+    let looked = AtomicUsize::new(0);
+    side_by_side(seeds, |&seed| {
+        let found = Edges::drawn(seed).look(executor).unwrap_or_else(|e| panic!("SDPA_SEED={seed}, {e}"));
+        looked.fetch_add(found.unwrap_or_else(|| panic!("SDPA_SEED={seed} is declined")), Ordering::Relaxed);
+    });
+    say(&format!("edges {name}: {} weights of {} rules of floats, each as the rule says", looked.into_inner(), seeds.len()));
+}
+
+impl Edges {
+    /// One that a number stands for.
+    pub fn drawn(seed: u64) -> Edges {
+        let mut random = Random::new(seed * 7919 + 61);
+        Edges { text: rule(&mut random), is_mask: random.between(0, 1) == 0, dtype: random.pick(&[DType::F16, DType::BF16]) }
+    }
+
+    fn zeros(&self, seq: i64) -> Operand {
+        Operand::filled(self.dtype, seq as usize * DIM, 0.0)
+    }
+
+    fn poison(&self, seq: i64) -> Operand {
+        Operand::filled(self.dtype, seq as usize * DIM, f32::NAN)
+    }
+
+    /// One at these rows, each in a column of its own, else zero.
+    fn ones(&self, seq: i64, first: usize) -> Operand {
+        let is_one = |n: usize| n / DIM == first + n % DIM;
+        match self.dtype {
+            DType::BF16 => Operand::BF16((0..seq as usize * DIM).map(|n| if is_one(n) { bf16::ONE } else { bf16::ZERO }).collect()),
+            _ => Operand::F16((0..seq as usize * DIM).map(|n| if is_one(n) { f16::ONE } else { f16::ZERO }).collect()),
+        }
+    }
+
+    fn spec(&self) -> Result<AttentionSpec, String> {
+        let spec = AttentionSpec::dense(self.dtype, SHAPE, Layout::Bhsd).with_stats();
+        Ok(if self.is_mask {
+            spec.mask(self.text.parse::<Mask>().map_err(|e| e.to_string())?)
+        } else {
+            spec.score_mod(format!("score + select({}, 0.0, {LESS:?})", self.text).parse::<ScoreMod>().map_err(|e| e.to_string())?)
+        })
+    }
+
+    /// The weight of each pair, row by row, and the logarithm of each row's sum.
+    fn weights(&self) -> Result<(Vec<f64>, Vec<f32>), String> {
+        let rule: Trace = self.text.parse().map_err(|e| format!("{}: {e}", self.text))?;
+        let extents = [1, 1, SHAPE.seq_q, SHAPE.seq_kv];
+        let (mut weights, mut stats) = (Vec::new(), Vec::new());
+        for q in 0..SHAPE.seq_q {
+            let row = (0..SHAPE.seq_kv).map(|k| {
+                let place = Place { score: 0.0, upstream: 0.0, index: [0, 0, q, k], extents, params: &[] };
+                match (rule.eval_first(&place, Precision::F32) != 0.0, self.is_mask) {
+                    (true, _) => 1.0,
+                    (false, true) => 0.0,
+                    (false, false) => LESS.exp(),
+                }
+            });
+            let row: Vec<f64> = row.collect();
+            let sum: f64 = row.iter().sum();
+            weights.extend(row.iter().map(|x| if sum == 0.0 { 0.0 } else { x / sum }));
+            stats.push(sum.ln() as f32);
+        }
+        Ok((weights, stats))
+    }
+
+    /// Looks at every weight of both passes.
+    ///
+    /// # Errors
+    /// The first that is wrong.
+    pub fn look(&self, executor: &dyn Executor) -> Looked {
+        let (weights, stats) = self.weights()?;
+        // Rounded as a weight, and as a result.
+        let rounding = if self.dtype == DType::BF16 { 1e-2 } else { 4e-3 };
+        let judge = |got: f64, q: usize, k: usize, pass: &str| {
+            let want = weights[q * SHAPE.seq_kv as usize + k];
+            let is_near = (got - want).abs() <= rounding * want + 1e-7;
+            if is_near { Ok(()) } else { Err(format!("{self:?}, {pass}: query {q} weighs key {k} by {got}, not {want}")) }
+        };
+        let (mut looked, (queries, keys)) = (0, (SHAPE.seq_q as usize, SHAPE.seq_kv as usize));
+        let problem = self.spec()?.backward().validate().map_err(|e| e.to_string())?;
+        if let Some(prepared) = made(executor.supports(problem.forward()), executor.prepare(problem.forward()))? {
+            let (q, k) = (self.zeros(SHAPE.seq_q), self.zeros(SHAPE.seq_kv));
+            for first in (0..keys).step_by(DIM) {
+                let (v, mut o, mut told) = (self.ones(SHAPE.seq_kv, first), self.poison(SHAPE.seq_q), vec![f32::NAN; queries]);
+                let call = HostForward {
+                    q: q.elements(),
+                    k: k.elements(),
+                    v: v.elements(),
+                    o: o.elements_mut(),
+                    stats: Some(&mut told),
+                    row_max: None,
+                    sum_exp: None,
+                    amax: Vec::new(),
+                    attn_scale: None,
+                    params: &[],
+                };
+                prepared.forward(call).map_err(|e| e.to_string())?;
+                for at in (0..queries * DIM).filter(|at| first + at % DIM < keys) {
+                    judge(o.get(at), at / DIM, first + at % DIM, "forward")?;
+                    looked += 1;
+                }
+            }
+        }
+        if let Some(prepared) = made(executor.supports_backward(&problem), executor.prepare_backward(&problem))? {
+            let ([q, o], [k, v]) = ([(); 2].map(|()| self.zeros(SHAPE.seq_q)), [(); 2].map(|()| self.zeros(SHAPE.seq_kv)));
+            for first in (0..queries).step_by(DIM) {
+                let d_o = self.ones(SHAPE.seq_q, first);
+                let (mut dq, mut dk, mut dv) = (self.poison(SHAPE.seq_q), self.poison(SHAPE.seq_kv), self.poison(SHAPE.seq_kv));
+                let call = HostBackward {
+                    q: q.elements(),
+                    k: k.elements(),
+                    v: v.elements(),
+                    o: o.elements(),
+                    d_o: d_o.elements(),
+                    stats: &stats,
+                    dq: dq.elements_mut(),
+                    dk: dk.elements_mut(),
+                    dv: dv.elements_mut(),
+                    amax: Vec::new(),
+                    attn_scale: None,
+                    params: &[],
+                    gradients: Vec::new(),
+                };
+                prepared.backward(call).map_err(|e| e.to_string())?;
+                for at in (0..keys * DIM).filter(|at| first + at % DIM < queries) {
+                    judge(dv.get(at), first + at % DIM, at / DIM, "backward")?;
+                    looked += 1;
+                }
+            }
+        }
+        Ok((looked > 0).then_some(looked))
+    }
+}
