@@ -1,5 +1,6 @@
 //! What is declined before cuDNN is asked: problems that a [quirk](crate::quirks) of the runtime makes wrong, and what its engines do not take at all.
 
+mod floats;
 mod fp8;
 mod row;
 mod versions;
@@ -218,6 +219,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
         }
     }
     reasons.extend(versions::reasons(job, runtime, sm));
+    reasons.extend(floats::reasons(job));
     if problem.dtype().is_fp8() {
         reasons.extend(fp8::reasons(job, runtime, sm));
     }
