@@ -70,7 +70,7 @@ impl Operand {
         }
     }
 
-    fn set(&mut self, at: usize, value: f64) {
+    pub(crate) fn set(&mut self, at: usize, value: f64) {
         match self {
             Operand::F32(x) => x[at] = value as f32,
             Operand::F16(x) => x[at] = f16::from_f64(value),

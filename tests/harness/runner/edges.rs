@@ -6,7 +6,6 @@ use crate::inputs::Operand;
 use crate::random::Random;
 use crate::runner::{Outcome, side_by_side};
 use crate::say::say;
-use half::{bf16, f16};
 use sdpa::expr::{Place, Precision, Trace};
 use sdpa::{AttentionSpec, DType, Error, Executor, HostBackward, HostForward, Layout, Mask, ScoreMod, Shape, Unsupported};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -96,11 +95,9 @@ impl Edges {
 
     /// One at these rows, each in a column of its own, else zero.
     fn ones(&self, seq: i64, first: usize) -> Operand {
-        let is_one = |n: usize| n / DIM == first + n % DIM;
-        match self.dtype {
-            DType::BF16 => Operand::BF16((0..seq as usize * DIM).map(|n| if is_one(n) { bf16::ONE } else { bf16::ZERO }).collect()),
-            _ => Operand::F16((0..seq as usize * DIM).map(|n| if is_one(n) { f16::ONE } else { f16::ZERO }).collect()),
-        }
+        let mut all = self.zeros(seq);
+        (first..(first + DIM).min(seq as usize)).for_each(|row| all.set(row * DIM + row - first, 1.0));
+        all
     }
 
     fn spec(&self) -> Result<AttentionSpec, String> {
