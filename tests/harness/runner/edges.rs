@@ -24,7 +24,7 @@ fn rule(random: &mut Random) -> String {
     // Where a line meets places.
     let met = a * random.between(0, 150) as f64 + b * random.between(0, 200) as f64;
     let times = random.between(1, 9) as f64;
-    match random.between(0, 8) {
+    match random.between(0, 11) {
         0 => format!("f32(k) / {whole}.0 < {}.0", random.between(1, 6)),
         1 => format!("i32(f32(k - q) / {whole}.0) % 2 == 0"),
         2 => format!("f32(q) * {a:?} + f32(k) * {b:?} < {met:.1}"),
@@ -38,6 +38,10 @@ fn rule(random: &mut Random) -> String {
             let met = (at + step * (random.between(20, 280) as f64 + 0.5)).tanh();
             format!("tanh({at:?} + f32(k) * 0.00001) < {met:.9}")
         }
+        // Whole numbers, which every executor has exactly.
+        8 => format!("k / {whole} == (q + {}) / {whole}", random.between(-100, 100)),
+        9 => format!("({} * k - q) % {whole} < {}", random.between(1, 9), random.between(-3, whole)),
+        10 => format!("(q - k) / {} != (k - {}) / {whole}", random.between(2, 9), random.between(0, 200)),
         _ => format!("f32(q) * f32(k) / {whole}.0 - f32(k) / {a:?} >= {}.0", random.between(-5, 40)),
     }
 }

@@ -1,5 +1,6 @@
-//! Rules that floats decide. Engines are compiled with fast mathematics (their machine code joins a product with the sum or the comparison behind it, and has approximate inverses, roots and functions), so
-//! that a jump lies elsewhere than where the rule has it. What is exact all the same, whichever way it is computed, is taken; so is what hangs on the score, which is rounded anyhow.
+//! Rules that floats decide, and whole numbers that engines compute as floats. Engines are compiled with fast mathematics: their machine code joins a product with the sum or the comparison behind it, has
+//! approximate inverses, roots and functions, divides whole numbers by a float's inverse, and has their rests, minima and maxima in f32. So a jump lies elsewhere than where the rule has it. What is exact all the
+//! same, whichever way it is computed, is taken; so is what hangs on the score, which is rounded anyhow.
 
 use crate::lower::Job;
 use sdpa_core::error::Reason;
@@ -7,6 +8,8 @@ use sdpa_core::expr::{Axis, Binary, Builder, Const, Node, NodeId, Trace, Type, U
 
 const RULE: &str = "where a rule compares it, makes it whole or takes a rest, cuDNN's engines compute it less exactly than it is written, which moves where the rule ends: \
                     whole numbers, and products with powers of two, are exact";
+const WHOLE_RULE: &str = "cuDNN's engines divide whole numbers by multiplying with an approximate inverse, and have rests, minima and maxima of them in f32: divisors that are powers of \
+                          two, and numbers up to 2^24, are exact";
 
 /// Multiples of a power of two, up to a magnitude.
 #[derive(Clone, Copy)]
@@ -16,6 +19,8 @@ struct Grid {
 }
 
 const WHOLE: Grid = Grid { step: 0, most: 2_147_483_648.0 };
+/// Of whole numbers in tensors nothing is known before a call: they are taken for places and numbers of documents.
+const GIVEN: Grid = Grid { step: 0, most: 8_388_608.0 };
 const TRUTH: Grid = Grid { step: 0, most: 1.0 };
 
 impl Grid {
@@ -60,7 +65,7 @@ fn grids(trace: &Trace, extents: [i64; 4]) -> Vec<Option<Grid>> {
             Node::Const(c) => Grid::of(c.to_f64()),
             Node::Param(p) => match trace.params()[p.index()].kind.ty() {
                 Type::F32 => None,
-                Type::I32 => Some(WHOLE),
+                Type::I32 => Some(GIVEN),
                 Type::Bool => Some(TRUTH),
             },
             Node::Read(..) => (trace.ty(id) == Type::I32).then_some(WHOLE),
@@ -78,7 +83,7 @@ fn grids(trace: &Trace, extents: [i64; 4]) -> Vec<Option<Grid>> {
                     (Some(x), Some(power)) => Some(Grid { step: x.step - power, most: x.most * 2f64.powi(-power) }),
                     _ => None,
                 },
-                Binary::Div | Binary::Mod => at(x).filter(|_| trace.ty(id) == Type::I32),
+                Binary::Div | Binary::Mod => at(x),
                 Binary::Pow => None,
                 Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => Some(TRUTH),
             },
@@ -96,20 +101,33 @@ fn grids(trace: &Trace, extents: [i64; 4]) -> Vec<Option<Grid>> {
 
 /// The exponent of a constant that is a power of two, of either sign.
 fn power(trace: &Trace, id: NodeId) -> Option<i32> {
-    let Node::Const(c @ Const::F32(_)) = trace.node(id) else { return None };
+    let Node::Const(c @ (Const::F32(_) | Const::I32(_))) = trace.node(id) else { return None };
     let x = c.to_f64().abs();
     let exponent = x.log2();
     (x.is_normal() && exponent.fract() == 0.0 && 2f64.powi(exponent as i32) == x).then_some(exponent as i32)
 }
 
-/// The first float on which a jump hangs and that engines compute less exactly.
+/// The first value on which a jump hangs, or that is one, and that engines compute less exactly.
 fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
     let (decisive, depends, grids) = (trace.decisive(), trace.depends(), grids(trace, extents));
+    // As floats.
+    let fits = |x: NodeId| grids[x.index()].and_then(Grid::fitting).is_some();
     trace.ids().find(|&id| {
         let d = depends[id.index()];
         // Numbers and tables of entries and heads are made on the host.
         let is_given = d.is_uniform() || (!d.tensor && !d.scalar && !d.axes.has(Axis::Q) && !d.axes.has(Axis::K));
-        if !decisive[id.index()] || d.score || is_given {
+        if d.score || is_given {
+            return false;
+        }
+        if let (Type::I32, Node::Binary(f, x, y)) = (trace.ty(id), trace.node(id)) {
+            return match f {
+                Binary::Div => power(trace, y).is_none() || !fits(x),
+                Binary::Mod | Binary::Min | Binary::Max => !fits(x) || !fits(y),
+                Binary::Add | Binary::Sub | Binary::Mul | Binary::Pow | Binary::And | Binary::Or => false,
+                Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge => false,
+            };
+        }
+        if !decisive[id.index()] {
             return false;
         }
         match trace.node(id) {
@@ -120,8 +138,9 @@ fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
             Node::Binary(f, x, y) => match f {
                 Binary::Mul => grids[id.index()].is_none() && power(trace, x).is_none() && power(trace, y).is_none(),
                 Binary::Div => power(trace, y).is_none(),
-                Binary::Mod | Binary::Pow => true,
-                Binary::Add | Binary::Sub | Binary::Min | Binary::Max | Binary::And | Binary::Or => false,
+                Binary::Pow => true,
+                // Of a rest the machine code has every correction.
+                Binary::Mod | Binary::Add | Binary::Sub | Binary::Min | Binary::Max | Binary::And | Binary::Or => false,
                 Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge => false,
             },
             Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => false,
@@ -143,8 +162,9 @@ pub(super) fn reasons(job: &Job) -> Vec<Reason> {
     let traces = [("score_mod", problem.score_mod().map(AsRef::as_ref)), ("masks", kept.rest.as_deref())];
     let found = traces.into_iter().filter_map(|(field, trace)| {
         let trace = trace?;
-        let value = text(trace, inexact(trace, problem.extents())?);
-        Some(Reason::Limit { field: field.to_owned(), value, limit: RULE.to_owned() })
+        let id = inexact(trace, problem.extents())?;
+        let limit = if trace.ty(id) == Type::I32 { WHOLE_RULE } else { RULE };
+        Some(Reason::Limit { field: field.to_owned(), value: text(trace, id), limit: limit.to_owned() })
     });
     found.collect()
 }
@@ -164,7 +184,9 @@ mod tests {
             ("f32(k) / 49.0 < 1.0", "f32(k) / 49.0"),
             ("f32(q) * 0.3 + f32(k) < 50.0", "f32(q) * 0.3"),
             ("sqrt(f32(k)) <= 9.0", "sqrt(f32(k))"),
-            ("f32(k) % 3.0 < 1.0", "f32(k) % 3.0"),
+            ("k / 49 == q / 49", "k / 49"),
+            ("(q * 3000 + k) * 3000 % 7 < 3", "(q * 3000 + k) * 3000 % 7"),
+            ("max(q * 3000 * 3000, k) < 9", "max(q * 3000 * 3000, k)"),
             ("score + floor(f32(k) * 0.1)", "f32(k) * 0.1"),
             // Not each product of two places has a float of its own.
             ("f32(q * 1000) * f32(k) < 7.0", "f32(q * 1000) * f32(k)"),
@@ -176,7 +198,11 @@ mod tests {
     #[test]
     fn what_is_exact_anyhow_or_hangs_on_the_score_is_taken() {
         for rule in [
-            "k / 49 < 1",
+            "k / 64 == q / 32",
+            "(q - k) % 7 < 3",
+            "f32(k) % 3.0 < 1.0",
+            "clamp(k - q, -9, 9) != 3",
+            "head / 3 == 1",
             "f32(k) * 0.5 < 3.0",
             "f32(k) / 64.0 < 1.5",
             "f32(q - k) * 3.0 + f32(k) >= 10.0",
