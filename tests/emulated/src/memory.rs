@@ -67,7 +67,7 @@ fn moved(to: u64, from: u64, bytes: usize) -> c_int {
 }
 
 exported! {
-    /// Filled with ones, but where it is [`SPARSE`]. It ends where its last page does, as far as its alignment lets it; pages on either side cannot be touched.
+    /// Filled with ones, but where it is large. It ends where its last page does, as far as its alignment lets it; pages on either side cannot be touched.
     fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
         if bytes == 0 || bytes >= TOTAL {
             return OUT_OF_MEMORY;
