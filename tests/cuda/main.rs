@@ -114,7 +114,7 @@ fn weights_stay_as_the_generator_says() {
 
 #[test]
 fn rules_of_floats_end_where_they_are_written_to() {
-    executor().iter().for_each(|executor| edges(executor, NAME, &seeds_of_today(&format!("edges {NAME}"), 12)));
+    executor().iter().for_each(|executor| edges(executor, NAME, &seeds_of_today(&format!("edges {NAME}"), 36)));
 }
 
 #[test]

@@ -244,7 +244,7 @@ fn results_are_rounded_to_the_nearest() {
 #[test]
 fn rules_of_floats_end_where_they_are_written_to() {
     let Some(toolchain) = emulation("rules of floats") else { return };
-    edges(&Emulated::new(toolchain, 1).executor(), NAME, &seeds_of_today(&format!("edges {NAME}"), 12));
+    edges(&Emulated::new(toolchain, 1).executor(), NAME, &seeds_of_today(&format!("edges {NAME}"), 36));
 }
 
 fn table_rows(all: bool) -> Vec<Row> {

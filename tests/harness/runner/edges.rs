@@ -17,21 +17,27 @@ const DIM: usize = 64;
 /// What a score is where the rule does not hold, beside 0 where it does.
 const LESS: f64 = -3.0;
 
+/// Divisors whose inverse, rounded to f32, makes less than 1 of them.
+const INVERTED: [i64; 8] = [41, 47, 55, 61, 82, 83, 94, 97];
+
+/// Kinds of rules.
+const KINDS: u64 = 12;
+
 /// Rules whose ends numbers meet exactly, or would but for how they are rounded.
-fn rule(random: &mut Random) -> String {
-    let whole = random.between(3, 97);
+fn rule(kind: u64, random: &mut Random) -> String {
+    let whole = random.pick(&INVERTED);
     let [a, b] = [(); 2].map(|()| random.between(1, 99) as f64 / 10.0);
     // Where a line meets places.
     let met = a * random.between(0, 150) as f64 + b * random.between(0, 200) as f64;
     let times = random.between(1, 9) as f64;
-    match random.between(0, 11) {
+    match kind {
         0 => format!("f32(k) / {whole}.0 < {}.0", random.between(1, 6)),
         1 => format!("i32(f32(k - q) / {whole}.0) % 2 == 0"),
         2 => format!("f32(q) * {a:?} + f32(k) * {b:?} < {met:.1}"),
         3 => format!("floor(f32(q) / {whole}.0) == floor(f32(k) / {whole}.0)"),
         4 => format!("abs(f32(k) * {a:?} - f32(q) * {a:?}) <= {:.1}", a * times),
         5 => format!("f32(k) * {a:?} % {b:?} < {:.2}", b / 2.0),
-        6 => format!("ceil(f32(k + q) * {:?}) <= {}.0", 1.0 / whole as f64, random.between(1, 5)),
+        6 => format!("ceil(f32(k) * {a:?} - f32(q) * {a:?}) <= {:.1}", (a * 10.0).round() * random.between(0, 2) as f64),
         7 => {
             // Half of a step from key to key, which is a thousandth of what a fast function may be off by.
             let [step, at] = [1e-5, 0.5 + random.unit()];
@@ -46,7 +52,7 @@ fn rule(random: &mut Random) -> String {
     }
 }
 
-/// A rule of floats on an executor, as a mask or as a choice between two scores.
+/// A rule of floats, or of quotients and rests of whole numbers, as a mask or as a choice between two scores.
 #[derive(Clone, Debug)]
 pub struct Edges {
     /// The rule.
@@ -83,10 +89,14 @@ pub fn edges(executor: &dyn Executor, name: &str, seeds: &[u64]) {
 }
 
 impl Edges {
-    /// One that a number stands for.
+    /// One that a number stands for. Every third of three times as many numbers as kinds has all of these.
     pub fn drawn(seed: u64) -> Edges {
         let mut random = Random::new(seed * 7919 + 61);
-        Edges { text: rule(&mut random), is_mask: random.between(0, 1) == 0, dtype: random.pick(&[DType::F16, DType::BF16]) }
+        Edges {
+            text: rule(seed / 3 % KINDS, &mut random),
+            is_mask: random.between(0, 1) == 0,
+            dtype: random.pick(&[DType::F16, DType::BF16]),
+        }
     }
 
     fn zeros(&self, seq: i64) -> Operand {

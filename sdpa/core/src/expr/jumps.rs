@@ -29,7 +29,7 @@ impl Trace {
     /// ```
     /// use sdpa_core::expr::{Binary, Node, Trace};
     ///
-    /// let trace: Trace = "f32(k) / 49.0 < 1.0".parse()?;
+    /// let trace: Trace = "f32(k) / 41.0 < 1.0".parse()?;
     /// let division = trace.ids().find(|id| matches!(trace.node(*id), Node::Binary(Binary::Div, ..))).unwrap();
     /// assert!(trace.decisive()[division.index()]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
