@@ -1,14 +1,17 @@
 """Kernels of our own and cuDNN's beside FlashAttention-4, both backends of FlexAttention and PyTorch's SDPA, in one run: device time, bf16.
 
-    rates.py DEVICE [--processes N] [ROW...] > RESULTS.jsonl     DEVICE is the binary `device`, ROW a part of a row's name
+    rates.py DEVICE [--processes N] [--within SECONDS] [ROW...] > RESULTS.jsonl
+                                                                 DEVICE is the binary `device`, ROW a part of a row's name; rows that no process has
+                                                                 come to within so many seconds are left out, and told
     rates.py --table RESULTS.jsonl                               a table in Markdown
-    rates.py --plot RESULTS.jsonl OUT.svg                        speed against length
+    rates.py --plot RESULTS.jsonl OUT.svg [EARLIER.jsonl]        speed against length; dashed, of an earlier run, peers that this one has not
 
 Processes compile side by side; then one after the other times its rows, the others waiting. All that run a pass of a row are timed in turns, so that they
 meet the same clocks; medians. A pause on the device ahead of Python's marks lets the host be done before the first kernel begins: nothing of the host's
 time is in any figure. FlashAttention-4 is the package `flash-attn-4`; a peer that is not there, or declines, is told as such.
 """
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -177,17 +180,22 @@ def in_turns(timed):
 class Worker:
     """Every `of`th row from `first` on."""
 
-    def __init__(self, binary, first, of, wanted):
+    def __init__(self, binary, first, of, within, wanted):
         from side_by_side import Ours
         import torch
 
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
         # A graph is kept for more than one backward pass.
         torch._functorch.config.donated_buffer = False
-        self.ours, self.made = Ours(binary, sys.stderr), []
+        self.ours, self.made, self.left = Ours(binary, sys.stderr), [], 0
+        started = time.perf_counter()
         every = [row for row in rows() if not wanted or any(part in told(row) for part in wanted)]
         for row in every[first::of]:
             begun = time.perf_counter()
+            if begun - started > within:
+                self.left += 1
+                print(f"# {told(row)}: left out, {begun - started:.0f} s have passed", file=sys.stderr, flush=True)
+                continue
             self.made.append((row, *self.make(row)))
             print(f"# {told(row)}: ready after {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
         torch.cuda.empty_cache()
@@ -240,37 +248,39 @@ class Worker:
             print(json.dumps(found), flush=True)
 
 
-def work(binary, first, of, wanted):
-    worker = Worker(binary, first, of, wanted)
+def work(binary, first, of, within, wanted):
+    worker = Worker(binary, first, of, within, wanted)
     print("ready", flush=True)
     sys.stdin.readline()
     worker.times()
-    print("done", flush=True)
+    print(f"done {worker.left}", flush=True)
 
 
-def measure(binary, processes, wanted):
+def measure(binary, processes, within, wanted):
     import torch
 
     every = [row for row in rows() if not wanted or any(part in told(row) for part in wanted)]
     processes = min(processes, len(every))
     print(f"# {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, its cuDNN {torch.backends.cudnn.version()}", flush=True)
-    start = lambda n: [sys.executable, __file__, "--work", binary, str(n), str(processes), *wanted]
+    start = lambda n: [sys.executable, __file__, "--work", binary, str(n), str(processes), str(within), *wanted]
     # Each compiles by itself: no pools of helpers in every process.
     alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     workers = [subprocess.Popen(start(n), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=alone) for n in range(processes)]
     ready = [worker.stdout.readline() == "ready\n" for worker in workers]
-    failed = ready.count(False)
+    failed, left = ready.count(False), 0
     for worker in (worker for worker, is_ready in zip(workers, ready) if is_ready):
         worker.stdin.write("go\n")
         worker.stdin.flush()
         ended = False
         for line in worker.stdout:
-            ended = line == "done\n"
-            if not ended:
+            ended = line.startswith("done ")
+            if ended:
+                left += int(line.split()[1])
+            else:
                 print(line, end="", flush=True)
         failed += not ended
-    if failed:
-        sys.exit(f"{failed} of {processes} processes failed: rows are missing")
+    if failed or left:
+        sys.exit(f"{failed} of {processes} processes failed, {left} rows left out: rows are missing")
 
 
 def read(results):
@@ -292,24 +302,27 @@ def table(results):
         print(f"| {what}{documents} | ({shape}) | " + " | ".join(map(cell, names)) + " |")
 
 
-def plot(results, out):
+def plot(results, out, earlier):
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    lengths = [row for row in read(results) if row["row"] == "length"]
     figure, axes = plt.subplots(2, 4, figsize=(17, 7), sharex=True)
     names = {"own": "kernels of our own", "cudnn": "cuDNN through sdpa", "fa4": "FlashAttention-4", "flex triton": "FlexAttention, Triton",
              "flex FLASH": "FlexAttention, FLASH", "sdpa cuDNN": "PyTorch's cuDNN"}
+    rows = read(results)
+    runs = {name: results if any(row["ms"].get(name) for row in rows) else earlier for name in names}
+    lengths = {run: [row for row in read(run) if row["row"] == "length"] for run in set(runs.values()) if run}
     for i, dim in enumerate((64, 128)):
         for j, (mask, backward) in enumerate((mask, backward) for mask in ([], ["causal"]) for backward in (0, 1)):
             axis = axes[i][j]
-            for name, label in names.items():
-                points = sorted((row["shape"][3], row["flops"][backward] / row["ms"][name][backward] / 1e9) for row in lengths
+            for name, run in runs.items():
+                points = sorted((row["shape"][3], row["flops"][backward] / row["ms"][name][backward] / 1e9) for row in lengths.get(run, [])
                                 if row["shape"][4] == dim and row["mask"] == mask and row["ms"].get(name))
                 if points:
-                    axis.plot(*zip(*points), marker="o", label=label, linewidth=2.5 if name in OURS else 1.2)
+                    label = names[name] + (", an earlier run" if run == earlier else "")
+                    axis.plot(*zip(*points), marker="o", label=label, linewidth=2.5 if name in OURS else 1.2, linestyle="--" if run == earlier else "-")
             axis.set_title(f"{'backward' if backward else 'forward'}, d = {dim}, {mask[0] if mask else 'no mask'}", fontsize=9)
             axis.set_xscale("log", base=2)
             axis.set_ylim(bottom=0)
@@ -327,14 +340,18 @@ def main(arguments):
     match arguments:
         case ["--table", results]:
             table(results)
-        case ["--plot", results, out]:
-            plot(results, out)
-        case ["--work", binary, first, of, *wanted]:
-            work(binary, int(first), int(of), wanted)
+        case ["--plot", results, out, *earlier] if len(earlier) < 2:
+            plot(results, out, *(earlier or [None]))
+        case ["--work", binary, first, of, within, *wanted]:
+            work(binary, int(first), int(of), float(within), wanted)
+        case [binary, "--processes", count, "--within", within, *wanted]:
+            measure(binary, int(count), float(within), wanted)
         case [binary, "--processes", count, *wanted]:
-            measure(binary, int(count), wanted)
+            measure(binary, int(count), math.inf, wanted)
+        case [binary, "--within", within, *wanted]:
+            measure(binary, 4, float(within), wanted)
         case [binary, *wanted]:
-            measure(binary, 4, wanted)
+            measure(binary, 4, math.inf, wanted)
         case _:
             sys.exit(__doc__)
 

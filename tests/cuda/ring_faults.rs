@@ -1,7 +1,7 @@
 //! Faults of what becomes of sums beside the walks of a backward pass, and of blocks of threads that take block after block.
 
 use super::NAME;
-use super::faults::{Fault, Pass::Backward, all_are_found};
+use super::faults::{Fault, Pass::Backward, all_are_found, all_have_places};
 
 /// More key heads than have a place for their sums at once.
 const RINGS: &str = r#"
@@ -131,6 +131,7 @@ const FAULTS: [Fault; 19] = [
 
 #[test]
 fn every_fault_of_sums_is_found() {
+    all_have_places(&FAULTS);
     if super::executor().is_none() {
         return;
     }

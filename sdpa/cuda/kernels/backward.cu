@@ -1,17 +1,30 @@
 // Attention backward on compute capability 9.0: one group of threads brings operands, takes sums out and rounds them, two others have 64 keys of a block each, and
 // walk over queries. Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
 
-// Products of 64 rows and 64 rows of a tile of queries, over so many times 16 columns of both. Nothing waits.
-template <int steps>
-inline void score(float (&s)[SCORES], uint rows, uint tile) {
+// Of rows of the block's keys or values, a group's first so many times 16 columns: operands in registers for the whole walk, which products then do not read from shared memory.
+template <int count>
+inline void hold_rows(uint (&held)[count], uint rows) {
+    const int lane = threadIdx.x & 31;
+    const uint at = rows + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int step = 0; step < count / 4; step++) {
+        uint of_step[4];
+        load_matrices(of_step, (at ^ (step & 3) << 5) + step / 4 * KV_PANEL_BYTES);
+#pragma unroll
+        for (int n = 0; n < 4; n++) held[4 * step + n] = of_step[n];
+    }
+}
+
+// Products of 64 rows and 64 rows of a tile of queries, over so many times 16 columns of both, the first of which are held. Nothing waits.
+template <int steps, int count>
+inline void score(float (&s)[SCORES], uint rows, const uint (&held)[count], uint tile) {
     const ulong64 a = operand_by_rows(rows), b = operand_by_rows(tile);
     products_begin();
 #pragma unroll
-    for (int panel = 0; panel < (steps + 3) / 4; panel++) {
-#pragma unroll
-        for (int step = 0; step < 4 && panel * 4 + step < steps; step++) {
-            product_by_rows(s, further(a, panel * KV_PANEL_BYTES + step * 32), further(b, panel * Q_PANEL_BYTES + step * 32), panel + step > 0);
-        }
+    for (int step = 0; step < steps; step++) {
+        const ulong64 of_tile = further(b, step / 4 * Q_PANEL_BYTES + step % 4 * 32);
+        if (4 * step + 3 < count) product_by_rows(s, held[4 * step], held[4 * step + 1], held[4 * step + 2], held[4 * step + 3], of_tile, step > 0);
+        else product_by_rows(s, further(a, step / 4 * KV_PANEL_BYTES + step % 4 * 32), of_tile, step > 0);
     }
     products_commit();
 }
@@ -144,10 +157,11 @@ inline void values_end(float (&dv)[DV], uint d_o_free) {
 }
 
 // Where a ring of barriers stands: which of them, and which of its phases.
+template <int stages>
 struct Ring {
     int stage = 0, phase = 0;
     inline void on() {
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        stage = stage + 1 == stages ? 0 : stage + 1;
         phase ^= stage == 0;
     }
 };
@@ -189,7 +203,7 @@ inline void keys_in(uint to, const TensorMap& map, uint barrier, const Span& spa
 
 // Brings a block's keys and values, and tile after tile of queries and of gradients of outputs, of all heads that share the key head. The first of these come while
 // the block before still has its keys.
-inline void bring_block(Ring& ring, uint& keys, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map,
+inline void bring_block(Ring<STAGES>& ring, uint& keys, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map,
                         const Params& p, const Shared& at, const Tile& tile) {
     const Span span = span_of(p, tile.batch);
     const Reach reach = reach_of(p, span, tile.block);
@@ -235,7 +249,7 @@ inline void bring_block(Ring& ring, uint& keys, const TensorMap& q_map, const Te
 // Takes block after block of keys.
 inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p,
                   const Shared& at) {
-    Ring ring;
+    Ring<STAGES> ring;
     Told told;
     uint keys = 0;
     while (true) {
@@ -316,6 +330,21 @@ inline void leave_sums(const float (&sums)[DQ], float* to, uint) {
 }
 #endif
 
+// Gradients of the queries of the step before, from what both groups have left of it: neither waits for the other's step. Nothing waits but for that.
+inline void along_before(float (&dq)[DQ], const Ring<2>& turn, const Shared& at, uint own_d_s, uint own_k) {
+    const int before = turn.stage ^ 1;
+    barrier_wait(at.d_s_full + 8 * before, turn.phase ^ before);
+    along_queries(dq, at.d_s + before * D_S_BYTES + own_d_s, at.k + own_k);
+}
+
+// They are there, and leave.
+inline void leave_before(float (&dq)[DQ], float* to, const Ring<2>& turn, const Shared& at) {
+    hold(dq);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(at.d_s_free + 8 * (turn.stage ^ 1));
+    leave_sums(dq, to, at.sums);
+}
+
 // The rows of a warp to shared memory, panels of so many bytes, and from there to their tensor.
 template <uint panel_bytes, int count>
 inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
@@ -385,6 +414,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_init(at.told_full + 8 * n, 1);
             barrier_init(at.told_free + 8 * n, TOLD_WARPS);
         }
+        for (int n = 0; n < 2; n++) {
+            barrier_init(at.d_s_full + 8 * n, WARPS);
+            barrier_init(at.d_s_free + 8 * n, WARPS);
+        }
         for (int n = 0; n < 4; n++) barrier_init(at.settled_full + 8 * n, 1);
         barrier_made();
     }
@@ -406,9 +439,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const uint own_rows = group * 64 * ROW_BYTES;
-    Ring ring;
+    Ring<STAGES> ring;
+    Ring<2> turn;
     Told told;
-    int turn = 0;
     uint keys = 0;
     while (true) {
         const int number = next_of(told, at);
@@ -431,34 +464,41 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         Steps steps = steps_of(p, reach, tile);
         Step step, next;
         float s[SCORES];
-        bool more = step_on(steps, p, reach, tile, step);
+        bool more = step_on(steps, p, reach, tile, step), behind = false;
         const bool any = more;
         if (any) {
             barrier_wait(at.kv_full, keys);
             keys ^= 1;
+            uint k_held[HELD_QK], v_held[HELD_V];
+            hold_rows(k_held, at.k + own_rows);
+            hold_rows(v_held, at.v + own_rows);
+            // Where sums of the step before go.
+            float* to = nullptr;
             if (AHEAD) {
                 barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
-                score<QK_STEPS>(s, at.k + own_rows, at.q + ring.stage * Q_BYTES);
+                score<QK_STEPS>(s, at.k + own_rows, k_held, at.q + ring.stage * Q_BYTES);
             }
             do {
-                const uint q = at.q + ring.stage * Q_BYTES, d_o = at.d_o + ring.stage * D_O_BYTES, d_s = at.d_s + turn * D_S_BYTES;
+                const uint q = at.q + ring.stage * Q_BYTES, d_o = at.d_o + ring.stage * D_O_BYTES, d_s = at.d_s + turn.stage * D_S_BYTES;
                 more = step_on(steps, p, reach, tile, next);
                 if (!AHEAD) barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
-                float dq[DQ];
 #pragma unroll
                 for (int sub = 0; sub < SUBS; sub++) {
                     const Corner corner = {tile.batch, step.head, step.queries * TILE_M + sub * 64 + 2 * (lane & 3),
                                            tile.block * TILE_N + group * 64 + warp * 16 + lane / 4};
                     const uint sub_rows = sub * 64 * ROW_BYTES, of_rows = ring.stage * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
+                    const uint of_keys = q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES, of_values = d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES;
                     float d_p[SCORES], raw[RAW];
                     float2 lse[PAIRS], delta[PAIRS];
                     uint w[SCORES / 2], d_w[SCORES / 2];
                     // Before there are scores in registers.
                     const uint stay = stay_of(p, corner);
-                    if (!AHEAD || sub > 0) score<QK_STEPS>(s, at.k + own_rows, q + sub_rows);
+                    // With more queries at once, products of the half before are still under way, and registers dear.
+                    if (SUBS == 1) pairs_of(lse, at.lse + of_rows);
+                    if (!AHEAD || sub > 0) score<QK_STEPS>(s, at.k + own_rows, k_held, q + sub_rows);
                     if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
-                    score<V_STEPS>(d_p, at.v + own_rows, d_o + sub_rows);
-                    pairs_of(lse, at.lse + of_rows);
+                    score<V_STEPS>(d_p, at.v + own_rows, v_held, d_o + sub_rows);
+                    if (SUBS > 1) pairs_of(lse, at.lse + of_rows);
                     products_wait<1>();
                     hold(s);
                     if (MASKED_ANYWHERE || step.partly) weights<true>(s, raw, w, p, captured, corner, lse, stay);
@@ -466,42 +506,61 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     pairs_of(delta, at.delta + of_rows);
                     products_wait<0>();
                     hold(d_p);
-                    // With one stage, in time for the next gradients of outputs to come; otherwise as late as registers are free.
-                    if (STAGES == 1) weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
                     if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, delta, stay);
                     else slopes<false>(s, raw, d_p, p, captured, gradients, corner, delta, stay);
                     pack(d_w, d_p);
+                    // Both groups have read what was there two steps ago.
+                    if (sub == 0) barrier_wait(at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
                     // Keys are rows there, 64 queries a panel: four matrices of 8 by 8 at once, each eighth of the warp tells where the rows of one are.
                     const uint d_s_at = d_s + sub * KV_PANEL_BYTES + own_rows + (warp * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
 #pragma unroll
                     for (int n = 0; n < SCORES / 2; n += 4) store_matrices(d_s_at ^ n << 3, d_w[n], d_w[n + 1], d_w[n + 2], d_w[n + 3]);
-                    written_for_engines();
-                    if (STAGES > 1) weigh(dv, w, d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES);
-                    if (sub + 1 == SUBS) {
-                        if (STAGES == 1) values_end<0>(dv, at.d_o_free);
-                        meet(BOTH_GROUPS, 256);
-                        along_queries(dq, d_s + own_d_s, at.k + own_k);
-                        if (STAGES > 1) values_end<1>(dv, at.d_o_free + 8 * ring.stage);
+                    // Behind the product, which needs none of it: the group waits here until what it stored has arrived.
+                    const auto values = [&] {
+                        weigh(dv, w, of_values);
+                        if (sub + 1 < SUBS) return;
+                        written_for_engines();
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(at.d_s_full + 8 * turn.stage);
+                    };
+                    if (sub + 1 < SUBS) {
+                        values();
+                        weigh(dk, d_w, of_keys);
+                    } else if (behind) {
+                        float dq[DQ];
+                        values();
+                        along_before(dq, turn, at, own_d_s, own_k);
+                        values_end<1>(dv, at.d_o_free + 8 * ring.stage);
+                        weigh(dk, d_w, of_keys);
+                        products_wait<1>();
+                        leave_before(dq, to, turn, at);
+                        products_wait<0>();
+                        hold(dk);
+                    } else {
+                        values();
+                        weigh(dk, d_w, of_keys);
+                        values_end<1>(dv, at.d_o_free + 8 * ring.stage);
+                        products_wait<0>();
+                        hold(dk);
                     }
-                    weigh(dk, d_w, q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES);
                 }
-                const uint q_free = at.q_free + 8 * ring.stage;
-                ring.on();
-                turn ^= 1;
-                products_wait<1>();
-                hold(dq);
-                leave_sums(dq, slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group), at.sums);
-                products_wait<0>();
-                hold(dk);
                 __syncwarp();
-                if (lane == 0) barrier_arrive(q_free);
-                // The next scores are under way while sums leave. Last, so that nothing between them and their wait touches registers of theirs.
+                if (lane == 0) barrier_arrive(at.q_free + 8 * ring.stage);
+                if (!SUMS_BY_COPY) to = slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group);
+                ring.on();
+                turn.on();
+                behind = true;
+                // The next scores are under way while the step ends. Last, so that nothing between them and their wait touches registers of theirs.
                 if (AHEAD && more) {
                     barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
-                    score<QK_STEPS>(s, at.k + own_rows, at.q + ring.stage * Q_BYTES);
+                    score<QK_STEPS>(s, at.k + own_rows, k_held, at.q + ring.stage * Q_BYTES);
                 }
                 step = next;
             } while (more);
+            float dq[DQ];
+            along_before(dq, turn, at, own_d_s, own_k);
+            products_wait<0>();
+            leave_before(dq, to, turn, at);
             // The next keys come while gradients leave, from where gradients of scores and sums were.
             if (SUMS_BY_COPY && lane == 0) barrier_arrive(at.kv_free);
         } else if (!SUMS_BY_COPY) {

@@ -15,21 +15,39 @@ constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
 constexpr int SCORES = TILE_N / 2;
 constexpr int OUTPUTS = DIM_V / 2;
+// How much larger than what weights are next to, in units of the exponent, a score is before sums are scaled: weights are at most 2 to this.
+constexpr float GROWTH = 8.0f;
 
-// What a row has come to.
+// What a row has come to: its largest score, the sum of its weights, and what these are next to, in units of the exponent.
 struct Rows {
     float most[2];
     float sum[2];
+    float from[2];
 };
 
+// Of the queries of a group, the first so many times 16 columns: operands in registers for the whole walk, which products then do not read from shared memory.
+inline void hold_rows(uint (&held)[HELD], uint q) {
+    const int lane = threadIdx.x & 31;
+    const uint at = q + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int step = 0; step < HELD / 4; step++) {
+        uint of_step[4];
+        load_matrices(of_step, (at ^ (step & 3) << 5) + step / 4 * Q_PANEL_BYTES);
+#pragma unroll
+        for (int n = 0; n < 4; n++) held[4 * step + n] = of_step[n];
+    }
+}
+
 // Scores of a group of threads: 64 queries beside a block of keys. Nothing waits.
-inline void score(float (&s)[SCORES], uint q, uint k) {
+inline void score(float (&s)[SCORES], uint q, const uint (&held)[HELD], uint k) {
     const ulong64 a = operand_by_rows(q), b = operand_by_rows(k);
     products_begin();
 #pragma unroll
     for (int step = 0; step < QK_STEPS; step++) {
         const uint panel = step / 4, column = step % 4 * 32;
-        product_by_rows(s, further(a, panel * Q_PANEL_BYTES + column), further(b, panel * KV_PANEL_BYTES + column), step > 0);
+        const ulong64 keys = further(b, panel * KV_PANEL_BYTES + column);
+        if (4 * step + 3 < HELD) product_by_rows(s, held[4 * step], held[4 * step + 1], held[4 * step + 2], held[4 * step + 3], keys, step > 0);
+        else product_by_rows(s, further(a, panel * Q_PANEL_BYTES + column), keys, step > 0);
     }
     products_commit();
 }
@@ -93,22 +111,27 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
     const float unit = p.unit;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float most = rows.most[half];
+        float most = -INFINITE;
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) most = fmaxf(most, fmaxf(s[n + 2 * half], s[n + 2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        rows.most[half] = fmaxf(rows.most[half], most);
+        // Sums are scaled for what is much larger alone.
+        const float before = rows.from[half], largest = most * unit;
+        const bool larger = largest > before + GROWTH;
+        const float from = larger ? largest : before;
+        less[half] = larger ? exp2_of(before - from) : 1.0f;
+        rows.from[half] = from;
         // A row that has kept nothing has no largest score, and its weights are 0.
-        const float from = most == -INFINITE ? 0.0f : most * unit;
-        less[half] = exp2_of(rows.most[half] * unit - from);
-        rows.most[half] = most;
+        const float base = from == -INFINITE ? 0.0f : from;
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) {
 #pragma unroll
             for (int other = 0; other < 2; other++) {
                 float& x = s[n + 2 * half + other];
-                x = exp2_of(x * unit - from);
+                x = exp2_of(x * unit - base);
                 sum += x;
             }
         }
@@ -386,7 +409,7 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
         float sum = rows.sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        float most = rows.most[half] * p.unit;
+        float most = rows.from[half], of_largest = rows.most[half] * p.unit;
         largest[half] = WITH_SCORE_MOD || p.natural ? rows.most[half] : rows.most[half] * p.scale;
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = group * 64 + warp * 16 + in_warp + 8 * half;
@@ -405,12 +428,14 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
             most = from;
             sum = whole;
             largest[half] = fmaxf(largest[half], of_head);
+            of_largest = fmaxf(of_largest, sink);
         }
 #endif
         const int there = query_of(tile, row);
         if ((lane & 3) == 0 && tile.parts == 1 && has_row(p, span, tile, row)) {
             const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
-            tell_row(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, log, largest[half], sum);
+            tell_row(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, log, largest[half],
+                     sum == 0.0f ? 0.0f : sum * exp2_of(most - of_largest));
         }
         if (!any || there >= span.len_q) share[half] = 0.0f;
 #if WITH_DROPOUT
@@ -500,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         const Tile tile = tile_of(p, p.tiles, number);
 #endif
         const Reach reach = reach_of_tile(p, span_of_tile(p, tile), tile);
-        Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
+        Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}, {-INFINITE, -INFINITE}};
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;
         bool partly;
@@ -511,8 +536,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             float s[SCORES];
             uint w[SCORES / 2];
             float less[2];
+            uint held[HELD];
+            hold_rows(held, q);
             barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
-            score(s, q, at.k + ring.stage * K_BYTES);
+            score(s, q, held, at.k + ring.stage * K_BYTES);
             products_wait<0>();
             hold(s);
             if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
@@ -526,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 ring.on();
                 barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
                 turn_begins(group);
-                score(s, q, at.k + ring.stage * K_BYTES);
+                score(s, q, held, at.k + ring.stage * K_BYTES);
                 barrier_wait(at.v_full + 8 * before.stage, before.phase);
                 weigh(o, w, at.v + before.stage * V_BYTES, add);
                 turn_ends(group);
@@ -539,8 +566,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 hold(o);
                 if (lane == 0) barrier_arrive(at.v_free + 8 * before.stage);
                 pack(w, s);
+                if (__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)) {
 #pragma unroll
-                for (int m = 0; m < OUTPUTS; m++) o[m] *= less[m >> 1 & 1];
+                    for (int m = 0; m < OUTPUTS; m++) o[m] *= less[m >> 1 & 1];
+                }
             }
             if (O_APART && lane == 0) barrier_arrive(at.q_free);
             barrier_wait(at.v_full + 8 * ring.stage, ring.phase);

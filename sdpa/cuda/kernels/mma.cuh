@@ -1,11 +1,6 @@
 // The matrix units as single warps have them, and copies to shared memory that threads ask for, from compute capability 8.0 on.
 
-// Four matrices of 8 by 8 halves, by their rows: every eighth of the warp tells where the rows of one lie. A thread has two neighbours of a row.
-inline void load_matrices(uint (&x)[4], uint at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-}
-
-// The same, transposed: a thread has two neighbours of a column.
+// Four matrices of 8 by 8 halves, transposed: every eighth of the warp tells where the rows of one lie. A thread has two neighbours of a column.
 inline void load_matrices_across(uint (&x)[4], uint at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

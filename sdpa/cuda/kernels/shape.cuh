@@ -72,7 +72,7 @@ inline Place place_of(const Params& p, const Corner& corner, int n) {
 // Where things lie in shared memory: operands, gradients of scores of two steps, sums that leave and pieces that settle, zeros, numbers of rows, barriers, numbers that are told.
 struct Shared {
     uint k, v, q, d_o, d_s, sums, settled, zeros, lse, delta;
-    uint kv_full, kv_free, q_full, q_free, d_o_full, d_o_free, told_full, told_free, settled_full, told, last;
+    uint kv_full, kv_free, q_full, q_free, d_o_full, d_o_free, told_full, told_free, settled_full, d_s_full, d_s_free, told, last;
 };
 
 inline Shared layout(uint base) {
@@ -96,7 +96,9 @@ inline Shared layout(uint base) {
     at.told_full = at.d_o_free + 8 * STAGES;
     at.told_free = at.told_full + 16;
     at.settled_full = at.told_free + 16;
-    at.told = at.settled_full + 32;
+    at.d_s_full = at.settled_full + 32;
+    at.d_s_free = at.d_s_full + 16;
+    at.told = at.d_s_free + 16;
     at.last = at.told + 8;
     return at;
 }

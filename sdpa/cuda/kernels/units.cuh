@@ -62,6 +62,11 @@ inline uint load_shared(uint at) {
     return x;
 }
 
+// Four matrices of 8 by 8 halves, by their rows: every eighth of the warp tells where the rows of one lie. A thread has two neighbours of a row.
+inline void load_matrices(uint (&x)[4], uint at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
 inline float4 load_shared_four(uint at) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");

@@ -8,8 +8,10 @@ use std::fmt::Write;
 enum Operands {
     /// Both in shared memory, each by its rows.
     ByRows,
+    /// `a` in registers, `b` in shared memory by its rows.
+    HeldByRows,
     /// `a` in registers, `b` in shared memory by its columns.
-    Registers,
+    HeldByColumns,
     /// Both in shared memory, each by its columns.
     ByColumns,
 }
@@ -17,8 +19,8 @@ enum Operands {
 impl Operands {
     fn name(self) -> &'static str {
         match self {
-            Operands::ByRows => "product_by_rows",
-            Operands::Registers => "product_by_columns",
+            Operands::ByRows | Operands::HeldByRows => "product_by_rows",
+            Operands::HeldByColumns => "product_by_columns",
             Operands::ByColumns => "product_of_columns",
         }
     }
@@ -27,7 +29,8 @@ impl Operands {
     fn transposed(self) -> &'static str {
         match self {
             Operands::ByRows => ", 0, 0",
-            Operands::Registers => ", 1",
+            Operands::HeldByRows => ", 0",
+            Operands::HeldByColumns => ", 1",
             Operands::ByColumns => ", 1, 1",
         }
     }
@@ -37,7 +40,8 @@ impl Operands {
 pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: u32) -> String {
     let mut text = String::new();
     product(&mut text, element, columns_of_scores, Operands::ByRows);
-    product(&mut text, element, columns_of_values, Operands::Registers);
+    product(&mut text, element, columns_of_scores, Operands::HeldByRows);
+    product(&mut text, element, columns_of_values, Operands::HeldByColumns);
     text
 }
 
@@ -46,10 +50,11 @@ pub(crate) fn forward(element: &str, columns_of_scores: u32, columns_of_values: 
 pub(crate) fn backward(element: &str, columns: [u32; 2]) -> String {
     let mut text = String::new();
     product(&mut text, element, 64, Operands::ByRows);
+    product(&mut text, element, 64, Operands::HeldByRows);
     let [first, second] = columns;
-    product(&mut text, element, first, Operands::Registers);
+    product(&mut text, element, first, Operands::HeldByColumns);
     if first != second {
-        product(&mut text, element, second, Operands::Registers);
+        product(&mut text, element, second, Operands::HeldByColumns);
     }
     product(&mut text, element, PANEL, Operands::ByColumns);
     text
@@ -57,12 +62,12 @@ pub(crate) fn backward(element: &str, columns: [u32; 2]) -> String {
 
 fn product(text: &mut String, element: &str, columns: u32, operands: Operands) {
     let results = columns / 2;
-    let weights = operands == Operands::Registers;
+    let held = matches!(operands, Operands::HeldByRows | Operands::HeldByColumns);
     let list = |from: u32, count: u32| (from..from + count).map(|n| format!("%{n}")).collect::<Vec<_>>().join(", ");
-    let (a, b, add) = if weights { (4, results + 4, results + 5) } else { (1, results + 1, results + 2) };
-    let a = if weights { format!("{{{}}}", list(results, a)) } else { list(results, a) };
-    let arguments = if weights { "uint a0, uint a1, uint a2, uint a3" } else { "ulong64 a" };
-    let inputs = if weights { "\"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3)" } else { "\"l\"(a)" };
+    let (a, b, add) = if held { (4, results + 4, results + 5) } else { (1, results + 1, results + 2) };
+    let a = if held { format!("{{{}}}", list(results, a)) } else { list(results, a) };
+    let arguments = if held { "uint a0, uint a1, uint a2, uint a3" } else { "ulong64 a" };
+    let inputs = if held { "\"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3)" } else { "\"l\"(a)" };
     let (name, transposed) = (operands.name(), operands.transposed());
     let outputs: Vec<String> = (0..results).map(|n| format!("\"+f\"(d[{n}])")).collect();
     let _ = writeln!(

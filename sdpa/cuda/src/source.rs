@@ -151,6 +151,11 @@ fn panels(dim: i64) -> u32 {
     steps(dim, PANEL) as u32
 }
 
+/// Registers of a thread that hold so many times 16 columns of an operand's rows, of those that there are; one where there are none.
+fn held(sixteens: u32, dim: i64) -> u32 {
+    (4 * sixteens.min(steps(dim, COLUMNS) as u32)).max(1)
+}
+
 /// The whole CUDA text of the forward kernel of a problem, cut into this tile.
 pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let captured = &problem.captured;
@@ -168,6 +173,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
         ("STAGES", tile.stages),
         ("TURNS", tile.turns.into()),
         ("O_APART", tile.output_apart.into()),
+        ("HELD", held(tile.held, problem.tensors[0].dims[3])),
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(problem.weight() > HEAVY)),
@@ -208,6 +214,8 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("TILE_N", BackwardTile::KEYS),
         ("PARTS", tile.parts),
         ("STAGES", tile.stages),
+        ("HELD_QK", held(tile.held[0], forward.tensors[0].dims[3])),
+        ("HELD_V", held(tile.held[1], forward.tensors[2].dims[3])),
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),

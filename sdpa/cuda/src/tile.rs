@@ -17,6 +17,8 @@ pub struct Tile {
     pub turns: bool,
     /// Whether the output has a place of its own in shared memory, so that the next queries come while it leaves.
     pub output_apart: bool,
+    /// Columns of queries that a group has in registers for all keys of a tile, in sixteens: products read these from shared memory once.
+    pub held: u32,
     /// Registers of a thread that computes.
     pub group_registers: u32,
     /// Registers of a thread that brings operands into shared memory.
@@ -59,6 +61,9 @@ const TILES: [Tile; 6] = [
     Tile { keys: 80, output_apart: false, turns: false, group_registers: 240, bring_registers: 24, ..cut(256, 256, 2) },
 ];
 
+/// The cut for walks over many keys, where neither registers nor edges of a mask say otherwise.
+const LONG_TILE: Tile = Tile { keys: 160, held: 4, group_registers: 240, bring_registers: 24, ..cut(128, 128, 2) };
+
 /// The cuts for few queries: one group, and stages enough to keep memory busy.
 const FEW_TILES: [Tile; 6] = [
     few_cut(64, 64, 128, 5),
@@ -84,6 +89,7 @@ const fn cut(dim_qk: u32, dim_v: u32, groups: u32) -> Tile {
         stages: 2,
         turns: true,
         output_apart: true,
+        held: 0,
         group_registers,
         bring_registers,
         few: None,
@@ -100,6 +106,11 @@ impl Tile {
         TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
     }
 
+    /// The tile for long walks with these head dims, where there is one.
+    pub fn of_long(dim_qk: i64, dim_v: i64) -> Option<Tile> {
+        Tile::of(dim_qk, dim_v).filter(|usual| (usual.dim_qk, usual.dim_v) == (LONG_TILE.dim_qk, LONG_TILE.dim_v)).map(|_| LONG_TILE)
+    }
+
     /// The tile of few queries for these head dims; `None` above [`MOST_DIM`].
     pub fn of_few(dim_qk: i64, dim_v: i64, few: Few) -> Option<Tile> {
         let tile = FEW_TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))?;
@@ -113,7 +124,7 @@ impl Tile {
 
     /// Every tile.
     pub fn all() -> impl Iterator<Item = Tile> {
-        TILES.into_iter().chain(FEW_TILES)
+        TILES.into_iter().chain([LONG_TILE]).chain(FEW_TILES)
     }
 
     /// Rows of a block of threads.
@@ -166,6 +177,8 @@ pub struct BackwardTile {
     pub shares: u32,
     /// Steps whose queries and gradients of outputs are in shared memory at once.
     pub stages: u32,
+    /// Columns of keys and of values that a group has in registers for all queries, in sixteens: products read these from shared memory once.
+    pub held: [u32; 2],
     /// Registers of a thread that computes.
     pub group_registers: u32,
     /// Registers of a thread that brings operands into shared memory.
@@ -174,15 +187,15 @@ pub struct BackwardTile {
 
 /// The cuts of backward passes, by the head dims that they are for: the first that holds both.
 const BACKWARD_TILES: [BackwardTile; 4] = [
-    BackwardTile { queries: 128, ..backward_cut(64, 64, 1) },
-    backward_cut(128, 128, 1),
+    BackwardTile { queries: 128, held: [4, 4], ..backward_cut(64, 64, 1) },
+    BackwardTile { held: [0, 1], ..backward_cut(128, 128, 1) },
     backward_cut(256, 128, 2),
     BackwardTile { stages: 1, ..backward_cut(256, 256, 2) },
 ];
 
 /// The usual cut in so many parts.
 const fn backward_cut(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
-    BackwardTile { dim_qk, dim_v, queries: 64, parts, shares: 1, stages: 2, group_registers: 240, bring_registers: 24 }
+    BackwardTile { dim_qk, dim_v, queries: 64, parts, shares: 1, stages: 2, held: [0, 0], group_registers: 240, bring_registers: 24 }
 }
 
 impl BackwardTile {

@@ -1,22 +1,6 @@
 // In place of mma.cuh.
 #pragma once
 
-// Rows of four matrices at the addresses that each eighth of the warp tells.
-inline void matrices(uint (&x)[4], uint at, bool across, const machine::Site& site) {
-    if (at % 16 != 0) machine::fail("a row of a matrix at %u", at);
-    const uint32_t* all = machine::tell(at, site);
-    const unsigned lane = threadIdx.x & 31, outer = lane / 4, inner = 2 * (lane & 3);
-    for (unsigned n = 0; n < 4; n++) {
-        if (!across) {
-            machine::load(all[8 * n + outer] + 2 * inner, &x[n], 4);
-        } else {
-            uint16_t pair[2];
-            for (unsigned other = 0; other < 2; other++) machine::load(all[8 * n + inner + other] + 2 * outer, &pair[other], 2);
-            x[n] = uint(pair[1]) << 16 | pair[0];
-        }
-    }
-}
-inline void load_matrices(uint (&x)[4], uint at, HERE) { matrices(x, at, false, {"load_matrices", file, line}); }
 inline void load_matrices_across(uint (&x)[4], uint at, HERE) { matrices(x, at, true, {"load_matrices_across", file, line}); }
 
 // A product of operands as the lanes have them.

@@ -15,6 +15,10 @@ inline void product_by_rows(float (&d)[count], ulong64 a, ulong64 b, bool add) {
     machine::multiply({d, 2 * count, add, false, {}, a, false, b, false, widen_element});
 }
 template <int count>
+inline void product_by_rows(float (&d)[count], uint a0, uint a1, uint a2, uint a3, ulong64 b, bool add) {
+    machine::multiply({d, 2 * count, add, true, {a0, a1, a2, a3}, 0, false, b, false, widen_element});
+}
+template <int count>
 inline void product_by_columns(float (&d)[count], uint a0, uint a1, uint a2, uint a3, ulong64 b, bool add) {
     machine::multiply({d, 2 * count, add, true, {a0, a1, a2, a3}, 0, false, b, true, widen_element});
 }
