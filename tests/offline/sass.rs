@@ -77,15 +77,15 @@ fn backward_of_groups(spec: &AttentionSpec) -> Counts {
     let tile = backward.tile(132).unwrap();
     let halves = tile.queries / 64;
     // Scores and their gradients, in halves of 64 queries, the first ones of a walk by themselves where steps ask for those of the next; gradients of keys and
-    // values; a slice of those of queries, over 128 keys.
+    // values, the last half once more for the first step of a walk; a slice of those of queries, over 128 keys, in the next step and behind the last.
     let asked = halves + u32::from(tile.stages > 1);
-    let products = asked * sixteens(spec.q.dims[3]) + halves * sixteens(spec.v.dims[3]) + 2 * tile.queries / 16 + 128 / 16;
+    let products = asked * sixteens(spec.q.dims[3]) + halves * sixteens(spec.v.dims[3]) + 2 * (tile.queries + 64) / 16 + 2 * 128 / 16;
     // Gradients of scores go to shared memory, 64 x 64 of a group, four matrices of 8 x 8 a warp at once.
     let stored = halves * 64 * 64 / (GROUP / 32) / (4 * 64);
     // So do rounded sums of 16 rows by 64 columns, where warps beside the groups have these.
     let stored = stored + if tile.sums_bytes() > 0 { 16 * 64 / (4 * 64) } else { 0 };
-    // A slice has 64 x 64 numbers, which the copy engine adds, one of each group, or threads, four to an instruction.
-    let (by_copy, by_threads) = if tile.sums_bytes() > 0 { (2, 0) } else { (0, 64 * 64 / GROUP / 4) };
+    // A slice has 64 x 64 numbers, which the copy engine adds, one of each group, or threads, four to an instruction, in a step and behind the last.
+    let (by_copy, by_threads) = if tile.sums_bytes() > 0 { (2, 0) } else { (0, 2 * 64 * 64 / GROUP / 4) };
     // And of gradients of keys and values, where blocks of threads share the heads of a group.
     let by_threads = by_threads + if tile.shares > 1 { tile.key_sums() / (2 * GROUP) / 4 } else { 0 };
     // The unit's own function beside bf16: of each score once, at an edge of the mask or within it.
@@ -173,9 +173,11 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
                 for (name, count) in counts {
                     assert_eq!(all.count(name), count, "{name} of {what}");
                 }
-                // Registers that did not suffice go to local memory: of who brings operands backward some do, behind the groups that compute.
+                // Registers that did not suffice go to local memory: of who brings operands backward some do, behind the groups that compute, and once a block, before
+                // the products of its steps.
                 if plain {
-                    let computes = if forward || family == Family::Mma { all } else { all.between("HGMMA") };
+                    let computes =
+                        if forward || family == Family::Mma { all } else { all.between("HGMMA", number(sixteens(spec.q.dims[3]))) };
                     assert_eq!(["LDL", "STL"].map(|name| computes.count(name)), [0, 0], "LDL and STL of {what}");
                 }
                 *told.lock().unwrap() += 1;

@@ -493,12 +493,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     uint w[SCORES / 2], d_w[SCORES / 2];
                     // Before there are scores in registers.
                     const uint stay = stay_of(p, corner);
-                    // With more queries at once, products of the half before are still under way, and registers dear.
-                    if (SUBS == 1) pairs_of(lse, at.lse + of_rows);
+                    if (ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     if (!AHEAD || sub > 0) score<QK_STEPS>(s, at.k + own_rows, k_held, q + sub_rows);
                     if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
                     score<V_STEPS>(d_p, at.v + own_rows, v_held, d_o + sub_rows);
-                    if (SUBS > 1) pairs_of(lse, at.lse + of_rows);
+                    if (!ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     products_wait<1>();
                     hold(s);
                     if (MASKED_ANYWHERE || step.partly) weights<true>(s, raw, w, p, captured, corner, lse, stay);

@@ -203,6 +203,9 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
 /// The whole CUDA text of the kernels of a backward pass, cut into this tile.
 pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let forward = &problem.forward;
+    // Random numbers and long traces need the registers.
+    let tight = forward.dropout.is_some() || forward.weight() > HEAVY;
+    let held_rows = if tight { [0, 0] } else { tile.held };
     let own = [
         ("DIM_QK", tile.dim_qk),
         ("DIM_V", tile.dim_v),
@@ -214,8 +217,9 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("TILE_N", BackwardTile::KEYS),
         ("PARTS", tile.parts),
         ("STAGES", tile.stages),
-        ("HELD_QK", held(tile.held[0], forward.tensors[0].dims[3])),
-        ("HELD_V", held(tile.held[1], forward.tensors[2].dims[3])),
+        ("HELD_QK", held(held_rows[0], forward.tensors[0].dims[3])),
+        ("TIGHT", tight.into()),
+        ("HELD_V", held(held_rows[1], forward.tensors[2].dims[3])),
         ("GROUP_REGISTERS", tile.group_registers),
         ("BRING_REGISTERS", tile.bring_registers),
         ("MASKED_ANYWHERE", u32::from(forward.weight() > HEAVY)),

@@ -299,6 +299,10 @@ mod tests {
         assert_eq!(Tile::of(192, 128).map(|t| t.keys), Some(128));
         assert_eq!(Tile::of(256, 8).map(|t| t.keys), Some(80));
         assert_eq!(Tile::of(257, 8), None);
+        assert_eq!(
+            [(128, 72), (65, 128), (128, 64), (64, 64), (192, 128)].map(|(qk, v)| Tile::of_long(qk, v).map(|t| t.keys)),
+            [Some(160), Some(160), None, None, None]
+        );
         let few = Few { queries: 2, heads: 5 };
         assert_eq!(Tile::of_few(40, 72, few).map(|t| (t.dim_qk, t.dim_v, t.queries(), t.heads(), t.rows())), Some((128, 128, 2, 5, 64)));
         assert_eq!(Tile::of_few(8, 257, few), None);

@@ -157,6 +157,18 @@ mod tests {
     }
 
     #[test]
+    fn long_walks_have_more_keys_a_block() {
+        let keys = |extents, masks: &[&str]| of(extents, masks).keys;
+        assert_eq!([&["causal"][..], &[], &["padding", "window:inf,100"]].map(|masks| keys([1, 32, 8, 16_384, 16_384], masks)), [160; 3]);
+        assert_eq!(keys([4, 32, 8, 4096, 8191], &["causal"]), 128);
+        // Edges of bands on both sides, and blocks that a rule leaves, are finer.
+        for mask in ["sliding-window:512", "prefix-lm:512", "natten:65", "document"] {
+            assert_eq!(keys([1, 32, 8, 16_384, 16_384], &[mask]), 128, "{mask}");
+        }
+        assert_eq!(keys([1, 4, 4, 100, 30_000], &[]), 128, "parts");
+    }
+
+    #[test]
     fn keys_are_split_where_tiles_are_too_few() {
         let split = |extents, masks: &[&str]| of(extents, masks).split;
         assert!(split([16, 32, 8, 1, 8192], &[]) && split([1, 4, 4, 100, 30_000], &[]));
