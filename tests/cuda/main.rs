@@ -6,6 +6,7 @@ mod far;
 mod faults;
 mod files;
 mod kept_map;
+mod late_faults;
 mod lists;
 mod mma;
 mod mma_faults;

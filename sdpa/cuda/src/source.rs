@@ -44,6 +44,7 @@ const SECTIONS: (&str, &str) = piece!("sections.cuh");
 /// What becomes of sums of gradients of queries: in the kernel itself, or in one of its own.
 const SETTLE: (&str, &str) = piece!("settle.cuh");
 const QUERIES: (&str, &str) = piece!("queries.cuh");
+const SCORES: (&str, &str) = piece!("scores.cuh");
 const GRADIENTS: (&str, &str) = piece!("backward.cu");
 
 /// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
@@ -246,7 +247,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
     }
     let of_queries = if tile.sums_bytes() > 0 { SETTLE } else { QUERIES };
-    [ROWS, SECTIONS, of_queries, GRADIENTS].into_iter().for_each(|piece| add(&mut text, piece));
+    [ROWS, SECTIONS, of_queries, SCORES, GRADIENTS].into_iter().for_each(|piece| add(&mut text, piece));
     text
 }
 

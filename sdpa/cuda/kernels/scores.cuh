@@ -1,0 +1,147 @@
+// What the backward kernel makes of scores: products of a group, weights, and gradients of scores.
+
+// Of rows of the block's keys or values, a group's first so many times 16 columns: operands in registers for the whole walk, which products then do not read from shared memory.
+template <int count>
+inline void hold_rows(uint (&held)[count], uint rows) {
+    const int lane = threadIdx.x & 31;
+    const uint at = rows + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int step = 0; step < count / 4; step++) {
+        uint of_step[4];
+        load_matrices(of_step, (at ^ (step & 3) << 5) + step / 4 * KV_PANEL_BYTES);
+#pragma unroll
+        for (int n = 0; n < 4; n++) held[4 * step + n] = of_step[n];
+    }
+}
+
+// Products of 64 rows and 64 rows of a tile of queries, over so many times 16 columns of both, the first of which are held. Nothing waits.
+template <int steps, int count>
+inline void score(float (&s)[SCORES], uint rows, const uint (&held)[count], uint tile) {
+    const ulong64 a = operand_by_rows(rows), b = operand_by_rows(tile);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < steps; step++) {
+        const ulong64 of_tile = further(b, step / 4 * Q_PANEL_BYTES + step % 4 * 32);
+        if (4 * step + 3 < count) product_by_rows(s, held[4 * step], held[4 * step + 1], held[4 * step + 2], held[4 * step + 3], of_tile, step > 0);
+        else product_by_rows(s, further(a, step / 4 * KV_PANEL_BYTES + step % 4 * 32), of_tile, step > 0);
+    }
+    products_commit();
+}
+
+// Adds weights times 64 rows of a tile of queries. Nothing waits: weights are untouchable until then.
+template <int count>
+inline void weigh(float (&sums)[count], const uint (&w)[SCORES / 2], uint tile) {
+    const ulong64 b = operand_by_columns(tile, Q_PANEL_BYTES);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        product_by_columns(sums, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3], further(b, step * 16 * ROW_BYTES), true);
+    }
+    products_commit();
+}
+
+// Gradients of 64 queries along a panel of columns, from gradients of the block's scores. Nothing waits.
+inline void along_queries(float (&sums)[DQ], uint d_s, uint k) {
+    const ulong64 a = operand_by_columns(d_s, KV_PANEL_BYTES), b = operand_by_columns(k, KV_PANEL_BYTES);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < TILE_N / 16; step++) {
+        product_of_columns(sums, further(a, step * 16 * ROW_BYTES), further(b, step * 16 * ROW_BYTES), step > 0);
+    }
+    products_commit();
+}
+
+inline void pack(uint (&w)[SCORES / 2], const float (&s)[SCORES]) {
+#pragma unroll
+    for (int n = 0; n < SCORES / 2; n++) w[n] = pair_of(Element{}, s[2 * n], s[2 * n + 1]);
+}
+
+// The two numbers of each pair of queries that a thread has scores of.
+inline void pairs_of(float2 (&x)[PAIRS], uint at) {
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++) x[n] = load_shared_pair(at + n * 32);
+}
+
+// Which weights of a thread stay, a bit for each.
+inline uint stay_of(const Params& p, const Corner& corner) {
+    uint bits = 0;
+#if WITH_DROPOUT
+    each_of_keys<SCORES>(p, corner.batch, corner.head, corner.q, corner.k, [&](int n, bool stays) { bits |= uint(stays) << n; });
+#endif
+    return bits;
+}
+
+// A weight as dropout leaves it, without its scale, and its gradient before dropout.
+inline float left_of(float weight, uint stay, int n) {
+    return !WITH_DROPOUT || (stay >> n & 1) ? weight : 0.0f;
+}
+
+inline float through_dropout(const Params& p, float d_p, uint stay, int n) {
+#if WITH_DROPOUT
+    return stay >> n & 1 ? d_p * p.dropout_scale : 0.0f;
+#else
+    return d_p;
+#endif
+}
+
+// Weights of scores, rounded in `w`, as dropout leaves them. In `s`, times the slope of the score_mod: what gradients of scores are multiples of. Where gradients of parameters
+// are asked for, weights as they are, and scores before the score_mod in `raw`.
+template <bool masked>
+inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
+                    const float2 (&lse)[PAIRS], uint stay) {
+    // Without a score_mod the scale is a part of the unit.
+    const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
+#pragma unroll
+    for (int n = 0; n < SCORES; n += 2) {
+        float before[2], weight[2];
+        const float2 of = lse[n / 4];
+#pragma unroll
+        for (int other = 0; other < 2; other++) {
+            before[other] = WITH_SCORE_MOD || (WITH_ALONG && p.natural != 0) ? s[n + other] * p.scale : s[n + other];
+            float x = WITH_SCORE_MOD ? before[other] : s[n + other];
+#if WITH_SCORE_MOD
+            x = score_mod(x, place_of(p, corner, n + other), captured);
+#endif
+            x = x * factor - (other ? of.y : of.x);
+#if WITH_KEEP
+            if (masked && !keep(place_of(p, corner, n + other), captured)) x = -INFINITE;
+#endif
+            // Made again for each, so that registers are not held.
+            if (masked && !kept_by(p, span_of(p, corner.batch), corner.k + (n & 2 ? 8 : 0)).holds(corner.q + 8 * (n / 4) + other)) x = -INFINITE;
+            weight[other] = exp2_of(x);
+        }
+        w[n / 2] = pair_of(Element{}, left_of(weight[0], stay, n), left_of(weight[1], stay, n + 1));
+#pragma unroll
+        for (int other = 0; other < 2; other++) {
+#if WITH_ALONG
+            raw[n + other] = before[other];
+#elif WITH_SCORE_MOD
+            // What has no weight has no gradient, however steep the score_mod is. Computed all the same: scores that branch apart wait for one another.
+            const float slope = score_mod_gradient(before[other], weight[other], place_of(p, corner, n + other), captured);
+            weight[other] = weight[other] == 0.0f ? 0.0f : slope;
+#endif
+            s[n + other] = weight[other];
+        }
+    }
+}
+
+// Gradients of scores, in place of those of weights: 0 where there is no weight, whatever a value that is dropped holds.
+template <bool masked>
+inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCORES], const Params& p, const Captured& captured,
+                   const Gradients& gradients, const Corner& corner, const float2 (&delta)[PAIRS], uint stay) {
+#pragma unroll
+    for (int n = 0; n < SCORES; n += 2) {
+        const float2 of = delta[n / 4];
+        d_p[n] = masked && s[n] == 0.0f ? 0.0f : s[n] * (through_dropout(p, d_p[n], stay, n) - of.x);
+        d_p[n + 1] = masked && s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (through_dropout(p, d_p[n + 1], stay, n + 1) - of.y);
+    }
+#if WITH_ALONG
+    along_parameters(raw, d_p, p, captured, gradients, corner);
+#if WITH_SCORE_MOD
+#pragma unroll
+    for (int n = 0; n < SCORES; n++) {
+        if (d_p[n] != 0.0f) d_p[n] = score_mod_gradient(raw[n], d_p[n], place_of(p, corner, n), captured);
+    }
+#endif
+#endif
+}

@@ -1,0 +1,113 @@
+//! Faults of what lies in registers over a walk, of sums that are scaled where scores grow by much, and of gradients of scores that wait for a step.
+
+use super::NAME;
+use super::faults::{
+    Fault, LONG,
+    Pass::{Backward, Forward},
+    WIDE, all_are_found, all_have_places,
+};
+
+/// Scores that grow by much from block to block, in some rows.
+const GROWING: &str = r#"
+[[case]]
+name = "scores that grow"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 200, seq_kv = 900, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+attn_scale = 0.8
+row_max = true
+sum_exp = true
+stats = true
+
+[[case]]
+name = "scores that grow, of heads of 128"
+shape = { batch = 1, heads_q = 1, heads_kv = 1, seq_q = 150, seq_kv = 700, dim_qk = 128, dim_v = 128 }
+dtype = "f16"
+attn_scale = 0.5
+mask = ["causal-bottom-right"]
+row_max = true
+sum_exp = true
+"#;
+
+/// So many keys that a block has more of them, and queries lie in registers.
+const LONGER: &str = r#"
+[[case]]
+name = "long walks"
+shape = { batch = 1, heads_q = 5, heads_kv = 1, seq_q = 100, seq_kv = 8200, dim_qk = 128, dim_v = 72 }
+dtype = "bf16"
+mask = ["causal-bottom-right"]
+row_max = true
+"#;
+
+const FAULTS: [Fault; 16] = [
+    ("sums of the second row weigh as the first's", Forward, ["o[m] *= less[m >> 1 & 1];", "o[m] *= less[0];"], GROWING),
+    ("sums stay as they are where scores grow", Forward, ["__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)", "false"], GROWING),
+    ("sums of weights stay as they are", Forward, ["rows.sum[half] * less[half] + sum", "rows.sum[half] + sum"], GROWING),
+    (
+        "weights are next to what is no longer",
+        Forward,
+        ["rows.from[half] = from;", "if (before == -INFINITE) rows.from[half] = from;"],
+        GROWING,
+    ),
+    (
+        "weights are next to the largest score of the block",
+        Forward,
+        ["const float from = larger ? largest : before;", "const float from = largest;"],
+        GROWING,
+    ),
+    ("sums of exponentials are next to what weights are", Forward, ["sum * exp2_of(most - of_largest)", "sum"], GROWING),
+    (
+        "queries in registers are of another warp",
+        Forward,
+        ["q + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)", "q + ((threadIdx.x >> 5 & 2) * 16 + (lane & 15)"],
+        LONGER,
+    ),
+    ("a column of queries in registers is another", Forward, ["(at ^ (step & 3) << 5)", "(at ^ (step & 1) << 5)"], LONGER),
+    (
+        "gradients of scores are read before both groups wrote",
+        Backward,
+        ["barrier_wait(at.d_s_full + 8 * before, turn.phase ^ before);", ""],
+        LONG,
+    ),
+    (
+        "gradients of scores are written over before both groups read them",
+        Backward,
+        ["if (sub == 0) barrier_wait(at.d_s_free + 8 * turn.stage, turn.phase ^ 1);", ""],
+        LONG,
+    ),
+    ("gradients of scores have one place", Backward, ["at.d_s + turn.stage * D_S_BYTES", "at.d_s"], LONG),
+    ("gradients of queries are of this step's scores", Backward, ["at.d_s + before * D_S_BYTES", "at.d_s + turn.stage * D_S_BYTES"], LONG),
+    (
+        "the matrix units are not told of what was written",
+        Backward,
+        [
+            "written_for_engines();\n                        __syncwarp();\n                        if (lane",
+            "__syncwarp();\n                        if (lane",
+        ],
+        LONG,
+    ),
+    (
+        "rows in registers are of another warp",
+        Backward,
+        ["rows + ((threadIdx.x >> 5 & 3) * 16", "rows + ((threadIdx.x >> 5 & 2) * 16"],
+        LONG,
+    ),
+    ("a column in registers is another", Backward, ["(at ^ (step & 3) << 5)", "(at ^ (step & 1) << 5)"], LONG),
+    (
+        "sums of wide heads go to this step's place",
+        Backward,
+        [
+            "values();\n                        along_before",
+            "to = slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group);\n                        values();\n                        along_before",
+        ],
+        WIDE,
+    ),
+];
+
+#[test]
+fn every_fault_of_what_waits_is_found() {
+    all_have_places(&FAULTS);
+    if super::executor().is_none() {
+        return;
+    }
+    all_are_found(&format!("{NAME}, what waits"), &FAULTS, &[GROWING, LONGER, LONG, WIDE], || conformance::emulated::executor().unwrap());
+}
