@@ -58,7 +58,7 @@ const FAULTS: [Fault; 16] = [
     (
         "queries in registers are of another warp",
         Forward,
-        ["q + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)", "q + ((threadIdx.x >> 5 & 2) * 16 + (lane & 15)"],
+        ["rows + ((threadIdx.x >> 5 & 3) * 16", "rows + ((threadIdx.x >> 5 & 2) * 16"],
         LONGER,
     ),
     ("a column of queries in registers is another", Forward, ["(at ^ (step & 3) << 5)", "(at ^ (step & 1) << 5)"], LONGER),

@@ -324,8 +324,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_wait(at.kv_full, keys);
             keys ^= 1;
             uint k_held[HELD_QK], v_held[HELD_V];
-            hold_rows(k_held, at.k + own_rows);
-            hold_rows(v_held, at.v + own_rows);
+            hold_rows(k_held, at.k + own_rows, KV_PANEL_BYTES);
+            hold_rows(v_held, at.v + own_rows, KV_PANEL_BYTES);
             // Where sums of the step before go.
             float* to = nullptr;
             if (AHEAD) {

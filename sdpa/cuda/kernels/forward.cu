@@ -25,19 +25,6 @@ struct Rows {
     float from[2];
 };
 
-// Of the queries of a group, the first so many times 16 columns: operands in registers for the whole walk, which products then do not read from shared memory.
-inline void hold_rows(uint (&held)[HELD], uint q) {
-    const int lane = threadIdx.x & 31;
-    const uint at = q + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
-#pragma unroll
-    for (int step = 0; step < HELD / 4; step++) {
-        uint of_step[4];
-        load_matrices(of_step, (at ^ (step & 3) << 5) + step / 4 * Q_PANEL_BYTES);
-#pragma unroll
-        for (int n = 0; n < 4; n++) held[4 * step + n] = of_step[n];
-    }
-}
-
 // Scores of a group of threads: 64 queries beside a block of keys. Nothing waits.
 inline void score(float (&s)[SCORES], uint q, const uint (&held)[HELD], uint k) {
     const ulong64 a = operand_by_rows(q), b = operand_by_rows(k);
@@ -537,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             uint w[SCORES / 2];
             float less[2];
             uint held[HELD];
-            hold_rows(held, q);
+            hold_rows(held, q, Q_PANEL_BYTES);
             barrier_wait(at.k_full + 8 * ring.stage, ring.phase);
             score(s, q, held, at.k + ring.stage * K_BYTES);
             products_wait<0>();

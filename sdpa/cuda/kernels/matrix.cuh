@@ -1,4 +1,4 @@
-// What the matrix units are told of operands in shared memory.
+// What the matrix units are told of operands in shared memory, and operands that are taken from there.
 
 // Operands lie in panels of 64 columns, rows of 128 bytes each, swizzled. Eight rows are 1,024 bytes.
 constexpr ulong64 SWIZZLED = 1ull << 62;
@@ -16,4 +16,18 @@ inline ulong64 operand_by_columns(uint at, uint panel_bytes) {
 // The operand so many bytes further on: shared memory ends before its number does.
 inline ulong64 further(ulong64 operand, uint bytes) {
     return (operand & ~0xffffffffull) | (uint(operand) + (bytes >> 4));
+}
+
+// Of 64 rows of a group, the first so many times 16 columns, in panels so many bytes apart: operands in registers for a whole walk, which products then do not read from shared memory.
+template <int count>
+inline void hold_rows(uint (&held)[count], uint rows, uint panel_bytes) {
+    const int lane = threadIdx.x & 31;
+    const uint at = rows + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)) * 128 + ((lane >> 4 ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int step = 0; step < count / 4; step++) {
+        uint of_step[4];
+        load_matrices(of_step, (at ^ (step & 3) << 5) + step / 4 * panel_bytes);
+#pragma unroll
+        for (int n = 0; n < 4; n++) held[4 * step + n] = of_step[n];
+    }
 }

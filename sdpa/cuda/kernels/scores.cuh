@@ -1,19 +1,5 @@
 // What the backward kernel makes of scores: products of a group, weights, and gradients of scores.
 
-// Of rows of the block's keys or values, a group's first so many times 16 columns: operands in registers for the whole walk, which products then do not read from shared memory.
-template <int count>
-inline void hold_rows(uint (&held)[count], uint rows) {
-    const int lane = threadIdx.x & 31;
-    const uint at = rows + ((threadIdx.x >> 5 & 3) * 16 + (lane & 15)) * ROW_BYTES + ((lane >> 4 ^ (lane & 7)) << 4);
-#pragma unroll
-    for (int step = 0; step < count / 4; step++) {
-        uint of_step[4];
-        load_matrices(of_step, (at ^ (step & 3) << 5) + step / 4 * KV_PANEL_BYTES);
-#pragma unroll
-        for (int n = 0; n < 4; n++) held[4 * step + n] = of_step[n];
-    }
-}
-
 // Products of 64 rows and 64 rows of a tile of queries, over so many times 16 columns of both, the first of which are held. Nothing waits.
 template <int steps, int count>
 inline void score(float (&s)[SCORES], uint rows, const uint (&held)[count], uint tile) {
