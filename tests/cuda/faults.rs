@@ -365,7 +365,7 @@ const FAULTS: [Fault; 101] = [
     (
         "upstream gradients are not waited for",
         Backward,
-        ["if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);", ""],
+        ["if (sub == 0) barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());", ""],
         LONG,
     ),
     (
@@ -420,7 +420,7 @@ const FAULTS: [Fault; 101] = [
         "the next scores are those of this step's queries",
         Backward,
         [
-            "k_held, at.q + ring.stage * Q_BYTES);\n                }\n                step",
+            "k_held, at.q + turn.place() * Q_BYTES);\n                }\n                step",
             "k_held, q);\n                }\n                step",
         ],
         LONG,
@@ -428,7 +428,10 @@ const FAULTS: [Fault; 101] = [
     (
         "the next queries are not waited for",
         Backward,
-        ["if (AHEAD && more) {\n                    barrier_wait(at.q_full + 8 * ring.stage, ring.phase);", "if (AHEAD && more) {"],
+        [
+            "if (AHEAD && more) {\n                    barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());",
+            "if (AHEAD && more) {",
+        ],
         LONG,
     ),
     (

@@ -69,11 +69,9 @@ impl Instructions {
         self.0.iter().filter(|other| is(other, name)).count()
     }
 
-    /// The instructions from the one of this name that has so many before it to the last.
-    pub fn between(&self, name: &str, before: usize) -> Instructions {
-        let mut named = self.0.iter().enumerate().filter(|(_, other)| is(other, name)).map(|(n, _)| n).skip(before);
-        let first = named.next();
-        let last = named.last().or(first);
+    /// The instructions from the first to the last of this name.
+    pub fn between(&self, name: &str) -> Instructions {
+        let (first, last) = (self.0.iter().position(|other| is(other, name)), self.0.iter().rposition(|other| is(other, name)));
         Instructions(first.zip(last).map_or_else(Vec::new, |(first, last)| self.0[first..=last].to_vec()))
     }
 }
@@ -101,7 +99,7 @@ mod tests {
         assert!(others.iter().all(|line| instruction(line).is_none()));
         let all = Instructions([names, names].concat().into_iter().map(str::to_owned).collect());
         assert_eq!(["MUFU", "MUFU.EX", "HGMMA.64x128x16.F32", "HGMMA"].map(|name| all.count(name)), [2, 0, 2, 2]);
-        assert_eq!((all.between("MUFU", 0).0.len(), all.between("MUFU", 0).count("EXIT"), all.between("LDL", 0).0.len()), (5, 1, 0));
+        assert_eq!((all.between("MUFU").0.len(), all.between("MUFU").count("EXIT"), all.between("LDL").0.len()), (5, 1, 0));
         let text = [&[".text.other:"], &lines[..3], &[".text.one:"], &lines[1..], &[".text.another:"], &lines[3..]].concat().join("\n");
         assert_eq!(of_kernel(&text, "one"), ["MUFU.EX2", "UTMALDG.4D", "EXIT"]);
         assert!(of_kernel(&text, "on").is_empty());

@@ -105,11 +105,11 @@ const SPILLED: u32 = 320;
 const BRINGING: u32 = 360;
 
 /// The same of backward passes, which keep nothing of a tile but its sums.
-const SPILLED_BACKWARD: u32 = 564;
+const SPILLED_BACKWARD: u32 = 536;
 
 /// The same beside dropout, whose numbers come while sums of gradients are in registers. A loop over them in place of one text would spill half of it, and have products
 /// run one after the other.
-const SPILLED_BACKWARD_DROPPED: u32 = 616;
+const SPILLED_BACKWARD_DROPPED: u32 = 584;
 
 /// What the compiler says of the kernel of a text that spills the most: bytes of spill stores.
 fn spilled(log: &str) -> u32 {

@@ -20,6 +20,13 @@ struct Ring {
     }
 };
 
+// Which step a group is at: gradients of scores have two places, and operands as many as there are stages.
+struct Turn : Ring<2> {
+    static_assert(STAGES <= 2, "places of operands follow from those of gradients of scores");
+    inline int place() const { return STAGES == 1 ? 0 : stage; }
+    inline int place_phase() const { return STAGES == 1 ? stage : phase; }
+};
+
 template <bool once>
 inline void panels_in(uint to, uint panel_bytes, int panels, const TensorMap& map, uint barrier, int row, int head, int batch) {
     for (int panel = 0; panel < panels; panel++) copy_in<once>(to + panel * panel_bytes, map, barrier, panel * PANEL, row, head, batch);
@@ -185,14 +192,14 @@ inline void leave_sums(const float (&sums)[DQ], float* to, uint) {
 #endif
 
 // Gradients of the queries of the step before, from what both groups have left of it: neither waits for the other's step. Nothing waits but for that.
-inline void along_before(float (&dq)[DQ], const Ring<2>& turn, const Shared& at, uint own_d_s, uint own_k) {
+inline void along_before(float (&dq)[DQ], const Turn& turn, const Shared& at, uint own_d_s, uint own_k) {
     const int before = turn.stage ^ 1;
     barrier_wait(at.d_s_full + 8 * before, turn.phase ^ before);
     along_queries(dq, at.d_s + before * D_S_BYTES + own_d_s, at.k + own_k);
 }
 
 // They are there, and leave.
-inline void leave_before(float (&dq)[DQ], float* to, const Ring<2>& turn, const Shared& at) {
+inline void leave_before(float (&dq)[DQ], float* to, const Turn& turn, const Shared& at) {
     hold(dq);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive(at.d_s_free + 8 * (turn.stage ^ 1));
@@ -293,8 +300,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const uint own_rows = group * 64 * ROW_BYTES;
-    Ring<STAGES> ring;
-    Ring<2> turn;
+    Turn turn;
     Told told;
     uint keys = 0;
     while (true) {
@@ -329,18 +335,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             // Where sums of the step before go.
             float* to = nullptr;
             if (AHEAD) {
-                barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
-                score<QK_STEPS>(s, at.k + own_rows, k_held, at.q + ring.stage * Q_BYTES);
+                barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());
+                score<QK_STEPS>(s, at.k + own_rows, k_held, at.q + turn.place() * Q_BYTES);
             }
             do {
-                const uint q = at.q + ring.stage * Q_BYTES, d_o = at.d_o + ring.stage * D_O_BYTES, d_s = at.d_s + turn.stage * D_S_BYTES;
+                const uint q = at.q + turn.place() * Q_BYTES, d_o = at.d_o + turn.place() * D_O_BYTES, d_s = at.d_s + turn.stage * D_S_BYTES;
                 more = step_on(steps, p, reach, tile, next);
-                if (!AHEAD) barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
+                if (!AHEAD) barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());
 #pragma unroll
                 for (int sub = 0; sub < SUBS; sub++) {
                     const Corner corner = {tile.batch, step.head, step.queries * TILE_M + sub * 64 + 2 * (lane & 3),
                                            tile.block * TILE_N + group * 64 + warp * 16 + lane / 4};
-                    const uint sub_rows = sub * 64 * ROW_BYTES, of_rows = ring.stage * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
+                    const uint sub_rows = sub * 64 * ROW_BYTES, of_rows = turn.place() * ROWS_BYTES + sub * 64 * 4 + 8 * (lane & 3);
                     const uint of_keys = q + sub_rows + tile.part * DK_PANELS * Q_PANEL_BYTES, of_values = d_o + sub_rows + tile.part * DV_PANELS * Q_PANEL_BYTES;
                     float d_p[SCORES], raw[RAW];
                     float2 lse[PAIRS], delta[PAIRS];
@@ -349,16 +355,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const uint stay = stay_of(p, corner);
                     if (ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     if (!AHEAD || sub > 0) score<QK_STEPS>(s, at.k + own_rows, k_held, q + sub_rows);
-                    if (sub == 0) barrier_wait(at.d_o_full + 8 * ring.stage, ring.phase);
+                    if (sub == 0) barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());
                     score<V_STEPS>(d_p, at.v + own_rows, v_held, d_o + sub_rows);
                     if (!ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     products_wait<1>();
                     hold(s);
                     if (MASKED_ANYWHERE || step.partly) weights<true>(s, raw, w, p, captured, corner, lse, stay);
                     else weights<false>(s, raw, w, p, captured, corner, lse, stay);
-                    pairs_of(delta, at.delta + of_rows);
+                    // Before their products are waited for, but where registers are short.
+                    if (!TIGHT) pairs_of(delta, at.delta + of_rows);
                     products_wait<0>();
                     hold(d_p);
+                    if (TIGHT) pairs_of(delta, at.delta + of_rows);
                     if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, delta, stay);
                     else slopes<false>(s, raw, d_p, p, captured, gradients, corner, delta, stay);
                     pack(d_w, d_p);
@@ -383,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         float dq[DQ];
                         values();
                         along_before(dq, turn, at, own_d_s, own_k);
-                        values_end<1>(dv, at.d_o_free + 8 * ring.stage);
+                        values_end<1>(dv, at.d_o_free + 8 * turn.place());
                         weigh(dk, d_w, of_keys);
                         products_wait<1>();
                         leave_before(dq, to, turn, at);
@@ -392,21 +400,20 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     } else {
                         values();
                         weigh(dk, d_w, of_keys);
-                        values_end<1>(dv, at.d_o_free + 8 * ring.stage);
+                        values_end<1>(dv, at.d_o_free + 8 * turn.place());
                         products_wait<0>();
                         hold(dk);
                     }
                 }
                 __syncwarp();
-                if (lane == 0) barrier_arrive(at.q_free + 8 * ring.stage);
+                if (lane == 0) barrier_arrive(at.q_free + 8 * turn.place());
                 if (!SUMS_BY_COPY) to = slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group);
-                ring.on();
                 turn.on();
                 behind = true;
                 // The next scores are under way while the step ends. Last, so that nothing between them and their wait touches registers of theirs.
                 if (AHEAD && more) {
-                    barrier_wait(at.q_full + 8 * ring.stage, ring.phase);
-                    score<QK_STEPS>(s, at.k + own_rows, k_held, at.q + ring.stage * Q_BYTES);
+                    barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());
+                    score<QK_STEPS>(s, at.k + own_rows, k_held, at.q + turn.place() * Q_BYTES);
                 }
                 step = next;
             } while (more);
@@ -420,12 +427,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_wait(at.kv_full, keys);
             keys ^= 1;
         }
+#if TIGHT
+        // Not kept over the walk, but made again.
+        const Tile done = tile_of(p, forgotten(number));
+#else
+        const Tile& done = tile;
+#endif
         bool whole = true;
 #if WITH_SHARES
-        float* const share = p.key_sums + (long(tile.number) * 2 + group) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
+        float* const share = p.key_sums + (long(done.number) * 2 + group) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
         add_share(share, dk);
         add_share(share + 128 * DK, dv);
-        whole = is_last(p, at, tile);
+        whole = is_last(p, at, done);
         if (whole) {
             whole_of(dk, share);
             whole_of(dv, share + 128 * DK);
@@ -435,15 +448,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         meet(BOTH_GROUPS, 256);
 #endif
         const uint in_group = warp * 16 * ROW_BYTES;
-        const int first_row = tile.block * TILE_N + group * 64 + warp * 16;
+        const int first_row = done.block * TILE_N + group * 64 + warp * 16;
         const float of_values = WITH_DROPOUT ? p.dropout_scale : 1.0f;
-        if (whole) take_out<KV_PANEL_BYTES>(dk, p.scale, at.d_s + own_rows + in_group, dk_map, QK_THERE, tile.part * DK_PANELS, first_row, span, tile);
+        if (whole) take_out<KV_PANEL_BYTES>(dk, p.scale, at.d_s + own_rows + in_group, dk_map, QK_THERE, done.part * DK_PANELS, first_row, span, done);
 #if SUMS_BY_COPY
         meet(SUMS_FREE + group, 160);
-        if (whole) take_out<64 * ROW_BYTES>(dv, of_values, at.sums + group * SUMS_BYTES + in_group, dv_map, V_THERE, 0, first_row, span, tile);
+        if (whole) take_out<64 * ROW_BYTES>(dv, of_values, at.sums + group * SUMS_BYTES + in_group, dv_map, V_THERE, 0, first_row, span, done);
         arrive(SUMS_THERE + group, 160);
 #else
-        if (whole) take_out<KV_PANEL_BYTES>(dv, of_values, at.k + own_rows + in_group, dv_map, V_THERE, tile.part * DV_PANELS, first_row, span, tile);
+        if (whole) take_out<KV_PANEL_BYTES>(dv, of_values, at.k + own_rows + in_group, dv_map, V_THERE, done.part * DV_PANELS, first_row, span, done);
         if (lane == 0) {
             copied_out();
             barrier_arrive(at.kv_free);

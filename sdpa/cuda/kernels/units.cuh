@@ -118,6 +118,12 @@ inline float* kept(float* at) {
     return at;
 }
 
+// A number of which the compiler forgets what it knew: what follows from it is made anew.
+inline int forgotten(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // From here on the threads of a group have so many registers.
 template <int count>
 inline void fewer_registers() {
