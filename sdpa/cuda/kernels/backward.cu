@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             }
             do {
                 const uint q = at.q + turn.place() * Q_BYTES, d_o = at.d_o + turn.place() * D_O_BYTES, d_s = at.d_s + turn.stage * D_S_BYTES;
-                more = step_on(steps, p, reach, tile, next);
+                if (!NEXT_LAST) more = step_on(steps, p, reach, tile, next);
                 if (!AHEAD) barrier_wait(at.q_full + 8 * turn.place(), turn.place_phase());
 #pragma unroll
                 for (int sub = 0; sub < SUBS; sub++) {
@@ -409,6 +409,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (lane == 0) barrier_arrive(at.q_free + 8 * turn.place());
                 if (!SUMS_BY_COPY) to = slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group);
                 turn.on();
+                if (NEXT_LAST) more = step_on(steps, p, reach, tile, next);
                 behind = true;
                 // The next scores are under way while the step ends. Last, so that nothing between them and their wait touches registers of theirs.
                 if (AHEAD && more) {
@@ -427,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_wait(at.kv_full, keys);
             keys ^= 1;
         }
-#if TIGHT
+#if TIGHT || WITH_PACKED_KV
         // Not kept over the walk, but made again.
         const Tile done = tile_of(p, forgotten(number));
 #else

@@ -37,6 +37,8 @@ constexpr bool ONCE = !WITH_SHARES && PARTS == 1;
 constexpr bool AHEAD = STAGES > 1;
 // Numbers of rows are asked for before scores, where nothing else needs their registers: no products of the half before, no random numbers, no long traces.
 constexpr bool ROWS_FIRST = SUBS == 1 && !TIGHT;
+// Of documents the next step is found behind a step, not beside it: their boundaries take registers too.
+constexpr bool NEXT_LAST = WITH_PACKED_Q;
 // Numbers of barriers: of the groups that compute; of each group and the warp that takes its sums.
 constexpr uint BOTH_GROUPS = 1, SUMS_FREE = 2, SUMS_THERE = 4;
 // Warps that are told which block of keys is next: those that compute; where the copy engine adds sums, who asks it, and two that round what is summed up.
