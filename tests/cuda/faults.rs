@@ -381,7 +381,7 @@ const FAULTS: [Fault; 101] = [
         SHARED,
     ),
     ("the first share is taken for the whole", Backward, ["+ 1 == p.shares)", "== 0)"], SHARED),
-    ("groups add to one share", Backward, ["long(tile.number) * 2 + group)", "long(tile.number) * 2)"], SHARED),
+    ("groups add to one share", Backward, ["long(done.number) * 2 + group)", "long(done.number) * 2)"], SHARED),
     ("shares of values lie over those of keys", Backward, ["add_share(share + 128 * DK, dv)", "add_share(share, dv)"], SHARED),
     ("blocks of keys are counted together", Backward, ["p.shares_done + tile.number", "p.shares_done"], SHARED),
     ("who is last is read before it is told", Backward, ["meet(BOTH_GROUPS, 256);\n    const bool last", "const bool last"], SHARED),
