@@ -19,7 +19,7 @@ const ROUNDING: [f32; 2] = [0.016, 0.035];
 const CANCELS: f32 = 0.1;
 
 /// batch, heads_q, heads_kv, seq, dim; score_mod; mask; whether batch entries are packed documents.
-const PROBLEMS: [([i64; 5], &str, &str, bool); 16] = [
+const PROBLEMS: [([i64; 5], &str, &str, bool); 18] = [
     ([4, 32, 32, 4096, 128], "", "", false),
     ([4, 32, 32, 4096, 128], "", "causal", false),
     ([4, 32, 8, 3000, 128], "softcap:30", "causal", false),
@@ -36,6 +36,8 @@ const PROBLEMS: [([i64; 5], &str, &str, bool); 16] = [
     ([32, 32, 32, 512, 128], "", "causal", true),
     ([8, 32, 8, 2048, 128], "", "causal", true),
     ([1, 16, 16, 8192, 256], "", "causal", false),
+    ([2, 24, 8, 3001, 256], "softcap:50", "sliding-window:700", false),
+    ([3, 16, 16, 1400, 192], "", "prefix-lm:300", false),
 ];
 
 /// How far one tensor is from the other, in units of what is allowed, and where that is.

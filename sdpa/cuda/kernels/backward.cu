@@ -10,57 +10,12 @@ inline void values_end(float (&dv)[DV], uint d_o_free) {
     if ((threadIdx.x & 31) == 0) barrier_arrive(d_o_free);
 }
 
-// Where a ring of barriers stands: which of them, and which of its phases.
-template <int stages>
-struct Ring {
-    int stage = 0, phase = 0;
-    inline void on() {
-        stage = stage + 1 == stages ? 0 : stage + 1;
-        phase ^= stage == 0;
-    }
-};
-
 // Which step a group is at: gradients of scores have two places, and operands as many as there are stages.
 struct Turn : Ring<2> {
     static_assert(STAGES <= 2, "places of operands follow from those of gradients of scores");
     inline int place() const { return STAGES == 1 ? 0 : stage; }
     inline int place_phase() const { return STAGES == 1 ? stage : phase; }
 };
-
-template <bool once>
-inline void panels_in(uint to, uint panel_bytes, int panels, const TensorMap& map, uint barrier, int row, int head, int batch) {
-    for (int panel = 0; panel < panels; panel++) copy_in<once>(to + panel * panel_bytes, map, barrier, panel * PANEL, row, head, batch);
-}
-
-#if WITH_PACKED_Q || WITH_PACKED_KV
-template <bool once>
-inline void packed_panels_in(uint to, uint panel_bytes, int panels, int of_tensor, const TensorMap& map, uint barrier, const Clipped& rows,
-                             int head) {
-    for (int panel = 0; panel < panels; panel++)
-        panel_in<once>(to + panel * panel_bytes, panel_bytes, map, barrier, panel * PANEL, panel < of_tensor, rows, head);
-}
-#endif
-
-// Brings rows of queries, of keys too, as many as a tile or block has; so many of the panels are the tensor's.
-template <int rows, int panels, int of_tensor>
-inline void queries_in(uint to, const TensorMap& map, uint barrier, const Span& span, int tile, int head, int batch) {
-#if WITH_PACKED_Q
-    const Clipped cut = clipped<rows>(span.begin_q, span.len_q, tile * rows);
-    packed_panels_in<false>(to, rows * ROW_BYTES, panels, of_tensor, map, barrier, cut, head);
-#else
-    panels_in<false>(to, rows * ROW_BYTES, panels, map, barrier, tile * rows, head, batch);
-#endif
-}
-
-template <int rows, int panels, int of_tensor>
-inline void keys_in(uint to, const TensorMap& map, uint barrier, const Span& span, int block, int head, int batch) {
-#if WITH_PACKED_KV
-    const Clipped cut = clipped<rows>(span.begin_kv, span.len_kv, block * rows);
-    packed_panels_in<ONCE>(to, rows * ROW_BYTES, panels, of_tensor, map, barrier, cut, head);
-#else
-    panels_in<ONCE>(to, rows * ROW_BYTES, panels, map, barrier, block * rows, head, batch);
-#endif
-}
 
 // Brings a block's keys and values, and tile after tile of queries and of gradients of outputs, of all heads that share the key head. The first of these come while
 // the block before still has its keys.
@@ -183,11 +138,8 @@ inline void leave_sums(const float (&sums)[DQ], float*, uint at) {
     arrive(SUMS_THERE + group, 160);
 }
 #else
-// A group adds its slice, four numbers at once. One address, told to the compiler, and distances from it.
 inline void leave_sums(const float (&sums)[DQ], float* to, uint) {
-    to = kept(to + (threadIdx.x & 127) * 4);
-#pragma unroll
-    for (int n = 0; n < DQ; n += 4) add_four(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+    add_slice(sums, to);
 }
 #endif
 
@@ -205,56 +157,6 @@ inline void leave_before(float (&dq)[DQ], float* to, const Turn& turn, const Sha
     if ((threadIdx.x & 31) == 0) barrier_arrive(at.d_s_free + 8 * (turn.stage ^ 1));
     leave_sums(dq, to, at.sums);
 }
-
-// The rows of a warp to shared memory, panels of so many bytes, and from there to their tensor.
-template <uint panel_bytes, int count>
-inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
-                     const Span& span, const Tile& tile) {
-    const int lane = threadIdx.x & 31, in_warp = lane / 4;
-#pragma unroll
-    for (int n = 0; n < count; n += 2) {
-        const int half = n >> 1 & 1, chunk = n / 4;
-        const uint to = rows_at + chunk / 8 * panel_bytes + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
-        store_shared(to, pair_of(Element{}, sums[n] * scale, sums[n + 1] * scale));
-    }
-    written_for_engines();
-    __syncwarp();
-    if (lane == 0) {
-        for (int panel = 0; panel < count * 2 / PANEL; panel++) {
-            rows_out<WITH_PACKED_KV>(rows_at + panel * panel_bytes, map, first_panel + panel, panels, first_row, span.begin_kv, span.len_kv, tile.head, tile.batch);
-        }
-        copy_out_ends();
-    }
-}
-
-#if WITH_SHARES
-// Sums of a thread, four in a row, as many threads apart as a group has.
-template <int count>
-inline void add_share(float* to, const float (&sums)[count]) {
-#pragma unroll
-    for (int n = 0; n < count; n += 4) add_four(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
-}
-
-template <int count>
-inline void whole_of(float (&sums)[count], const float* from) {
-#pragma unroll
-    for (int n = 0; n < count; n += 4) {
-        const float4 four = __ldcg((const float4*)(from + n * 128));
-        sums[n] = four.x, sums[n + 1] = four.y, sums[n + 2] = four.z, sums[n + 3] = four.w;
-    }
-}
-
-// Whether every other block of threads has added its share: whoever comes last finds the whole. Both groups are done with what lies in shared memory.
-inline bool is_last(const Params& p, const Shared& at, const Tile& tile) {
-    __threadfence();
-    meet(BOTH_GROUPS, 256);
-    if (threadIdx.x == 128) store_shared(at.last, atomicAdd(p.shares_done + tile.number, 1) + 1 == p.shares);
-    meet(BOTH_GROUPS, 256);
-    const bool last = load_shared(at.last) != 0;
-    __threadfence();
-    return last;
-}
-#endif
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,

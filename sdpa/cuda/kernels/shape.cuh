@@ -6,16 +6,21 @@ constexpr int QK_PANELS = DIM_QK / PANEL;
 constexpr int V_PANELS = DIM_V / PANEL;
 constexpr int ROW_BYTES = 128;
 constexpr uint Q_PANEL_BYTES = TILE_M * ROW_BYTES;
-constexpr uint KV_PANEL_BYTES = TILE_N * ROW_BYTES;
+// Keys of a block of threads: of a pair, each has a half of a block of keys.
+constexpr int KEYS = PAIR ? TILE_N / 2 : TILE_N;
+constexpr uint KV_PANEL_BYTES = KEYS * ROW_BYTES;
 constexpr uint Q_BYTES = Q_PANEL_BYTES * QK_PANELS;
 constexpr uint D_O_BYTES = Q_PANEL_BYTES * V_PANELS;
 constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
+// Of a pair, the other's keys along the columns of gradients of queries that a block of threads has.
+constexpr uint K_OTHER_BYTES = PAIR ? KV_PANEL_BYTES * QK_PANELS / 2 : 0;
+constexpr int D_O_STAGES = PAIR ? 1 : STAGES;
 constexpr uint ROWS_BYTES = TILE_M * 4;
 constexpr uint D_S_BYTES = TILE_N * TILE_M * 2;
-// Of gradients of keys and values, a block of threads has a part of the columns; of those of queries too, a group a half of that.
-constexpr int DK_PANELS = QK_PANELS / PARTS;
-constexpr int DV_PANELS = V_PANELS / PARTS;
+// Of gradients of keys and values, a block of threads has a part of the columns, but not one of a pair; of those of queries, a group a half of that part.
+constexpr int DK_PANELS = PAIR ? QK_PANELS : QK_PANELS / PARTS;
+constexpr int DV_PANELS = PAIR ? V_PANELS : V_PANELS / PARTS;
 constexpr int SLICES = 2 * PARTS;
 // Queries of a tile go by 64 at a time.
 constexpr int SUBS = TILE_M / 64;
@@ -33,6 +38,8 @@ constexpr int PIECE = SLICE / 4;
 constexpr uint PIECE_BYTES = SUMS_BY_COPY ? PIECE * 4 : 0, SETTLED_BYTES = 3 * PIECE_BYTES;
 // Keys and values are read once, but where blocks of threads share them.
 constexpr bool ONCE = !WITH_SHARES && PARTS == 1;
+// Weights, f32, on their way from the group of a pair that makes them to the other.
+constexpr uint WEIGHTS_BYTES = PAIR ? 64 * 64 * 4 : 0;
 // A step's scores are asked for at the end of the step before, where its queries are there by then.
 constexpr bool AHEAD = STAGES > 1;
 // Numbers of rows are asked for before scores, where nothing else needs their registers: no products of the half before, no random numbers, no long traces.
@@ -43,6 +50,8 @@ constexpr bool NEXT_LAST = WITH_PACKED_Q;
 constexpr uint BOTH_GROUPS = 1, SUMS_FREE = 2, SUMS_THERE = 4;
 // Warps that are told which block of keys is next: those that compute; where the copy engine adds sums, who asks it, and two that round what is summed up.
 constexpr uint TOLD_WARPS = WARPS + (SUMS_BY_COPY ? 3 : 0);
+// Of a pair one thread is told by the other block's.
+constexpr uint TOLD_IN_PAIR = 2 * WARPS + 1;
 constexpr float LOG2_E = 1.44269504088896340736f;
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -73,20 +82,25 @@ inline Place place_of(const Params& p, const Corner& corner, int n) {
     return Place{corner.batch, corner.head, min(corner.q + 8 * (n / 4) + (n & 1), p.seq_q - 1), min(corner.k + (n & 2 ? 8 : 0), p.seq_kv - 1)};
 }
 
-// Where things lie in shared memory: operands, gradients of scores of two steps, sums that leave and pieces that settle, zeros, numbers of rows, barriers, numbers that are told.
+// Where things lie in shared memory: operands, gradients of scores of two steps, weights of a pair's groups, sums that leave and pieces that settle, zeros, numbers of rows,
+// barriers, numbers that are told.
 struct Shared {
-    uint k, v, q, d_o, d_s, sums, settled, zeros, lse, delta;
+    uint k, v, k_other, q, d_o, d_s, weights, sums, settled, zeros, lse, delta;
     uint kv_full, kv_free, q_full, q_free, d_o_full, d_o_free, told_full, told_free, settled_full, d_s_full, d_s_free, told, last;
+    // Of a pair, for each warp of a group and the one of the other that has its keys.
+    uint weights_full, weights_free;
 };
 
 inline Shared layout(uint base) {
     Shared at;
     at.k = base;
     at.v = at.k + K_BYTES;
-    at.q = at.v + V_BYTES;
+    at.k_other = at.v + V_BYTES;
+    at.q = at.k_other + K_OTHER_BYTES;
     at.d_o = at.q + STAGES * Q_BYTES;
-    at.d_s = at.d_o + STAGES * D_O_BYTES;
-    at.sums = at.d_s + 2 * D_S_BYTES;
+    at.d_s = at.d_o + D_O_STAGES * D_O_BYTES;
+    at.weights = at.d_s + 2 * D_S_BYTES;
+    at.sums = at.weights + WEIGHTS_BYTES;
     at.settled = at.sums + 2 * SUMS_BYTES;
     at.zeros = at.settled + 2 * SETTLED_BYTES;
     at.lse = at.zeros + PIECE_BYTES;
@@ -104,5 +118,7 @@ inline Shared layout(uint base) {
     at.d_s_free = at.d_s_full + 16;
     at.told = at.d_s_free + 16;
     at.last = at.told + 8;
+    at.weights_full = at.last + 8;
+    at.weights_free = at.weights_full + 32;
     return at;
 }

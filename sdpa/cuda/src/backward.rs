@@ -116,7 +116,13 @@ impl Backward {
             let (value, limit) = (q.dims[3].max(v.dims[3]).to_string(), format!("at most {MOST_DIM}"));
             unsupported(vec![Reason::Limit { field: "dim".to_owned(), value, limit }])
         })?;
+        let tile = BackwardTile::of_pair(q.dims[3], v.dims[3]).filter(|_| self.runs_in_pairs()).unwrap_or(tile);
         Ok(BackwardTile { shares: self.shares(&tile, multiprocessors), ..tile })
+    }
+
+    /// Whether wide heads may have a pair of blocks of threads: a group of these has no scores beside gradients of them, nor registers for much else.
+    fn runs_in_pairs(&self) -> bool {
+        self.along.is_empty() && !self.forward.is_tight()
     }
 
     /// Whether `d_o` is copied first, to where the copy engine takes it.

@@ -45,7 +45,12 @@ const SECTIONS: (&str, &str) = piece!("sections.cuh");
 const SETTLE: (&str, &str) = piece!("settle.cuh");
 const QUERIES: (&str, &str) = piece!("queries.cuh");
 const SCORES: (&str, &str) = piece!("scores.cuh");
+const BROUGHT: (&str, &str) = piece!("brought.cuh");
+const TAKEN: (&str, &str) = piece!("taken.cuh");
 const GRADIENTS: (&str, &str) = piece!("backward.cu");
+/// What blocks of threads that run as a pair ask of the hardware, and their kernel.
+const PEERS: (&str, &str) = piece!("peers.cuh");
+const PAIR: (&str, &str) = piece!("pair.cu");
 
 /// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
 /// where a kernel says so.
@@ -204,8 +209,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
 /// The whole CUDA text of the kernels of a backward pass, cut into this tile.
 pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let forward = &problem.forward;
-    // Random numbers and long traces need the registers.
-    let tight = forward.dropout.is_some() || forward.weight() > HEAVY;
+    let tight = forward.is_tight();
     let held_rows = if tight { [0, 0] } else { tile.held };
     let own = [
         ("DIM_QK", tile.dim_qk),
@@ -217,6 +221,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("TILE_M", tile.queries),
         ("TILE_N", BackwardTile::KEYS),
         ("PARTS", tile.parts),
+        ("PAIR", tile.pair.into()),
         ("STAGES", tile.stages),
         ("HELD_QK", held(held_rows[0], forward.tensors[0].dims[3])),
         ("TIGHT", tight.into()),
@@ -235,9 +240,10 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let traced: Vec<String> = score_functions(problem).into_iter().chain(along_functions(problem)).chain(keep_function(forward)).collect();
     let params =
         format!("{}{}typedef BackwardParams Params;\n{}", boundary(forward), BackwardParams::cuda(), gradients_structure(&problem.along));
-    let mut text = begin(forward, &own, &params, &traced, &ENGINES);
+    let engines: Vec<(&str, &str)> = ENGINES.into_iter().chain(tile.pair.then_some(PEERS)).collect();
+    let mut text = begin(forward, &own, &params, &traced, &engines);
     text.push_str(GENERATED);
-    let columns = [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts);
+    let columns = [tile.dim_qk, tile.dim_v].map(|dim| if tile.pair { dim } else { dim / tile.parts });
     text.push_str(&matrix::backward(element(forward.dtype), columns));
     let map = (forward.lists() == Lists::AtCall).then_some(MAP);
     [SPAN, CLIPPED, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));
@@ -247,7 +253,8 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         text.push_str(&along_parameters(&problem.along, forward.extents, &[]));
     }
     let of_queries = if tile.sums_bytes() > 0 { SETTLE } else { QUERIES };
-    [ROWS, SECTIONS, of_queries, SCORES, GRADIENTS].into_iter().for_each(|piece| add(&mut text, piece));
+    let kernel = if tile.pair { PAIR } else { GRADIENTS };
+    [ROWS, SECTIONS, of_queries, SCORES, BROUGHT, TAKEN, kernel].into_iter().for_each(|piece| add(&mut text, piece));
     text
 }
 

@@ -173,6 +173,8 @@ pub struct BackwardTile {
     pub queries: u32,
     /// Parts of the columns that gradients are computed in, by different blocks of threads: 1 or 2.
     pub parts: u32,
+    /// Whether two blocks of threads run as a pair: each has the scores of a half of the keys, and parts are of gradients of queries alone.
+    pub pair: bool,
     /// Blocks of threads that share the query heads of a key head: 1, or more where there are too few blocks of keys.
     pub shares: u32,
     /// Steps whose queries and gradients of outputs are in shared memory at once.
@@ -193,25 +195,53 @@ const BACKWARD_TILES: [BackwardTile; 4] = [
     BackwardTile { stages: 1, ..backward_cut(256, 256, 2) },
 ];
 
+/// The cuts of those that run as pairs.
+const PAIRS: [BackwardTile; 2] = [pair_cut(256, 128), pair_cut(256, 256)];
+
+const fn pair_cut(dim_qk: u32, dim_v: u32) -> BackwardTile {
+    BackwardTile { pair: true, ..backward_cut(dim_qk, dim_v, 2) }
+}
+
 /// The usual cut in so many parts.
 const fn backward_cut(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
-    BackwardTile { dim_qk, dim_v, queries: 64, parts, shares: 1, stages: 2, held: [0, 0], group_registers: 240, bring_registers: 24 }
+    BackwardTile { dim_qk, dim_v, queries: 64, parts, pair: false, shares: 1, stages: 2, held: [0, 0], group_registers: 240, bring_registers: 24 }
 }
 
 impl BackwardTile {
-    /// Keys of a block of threads.
+    /// Keys of a block of threads, or of both of a pair.
     pub const KEYS: u32 = 128;
     /// Threads of a block: those that compute, and a group that brings operands.
     pub const THREADS: u32 = 384;
 
     /// The tile for these head dims; `None` above [`MOST_DIM`].
     pub fn of(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
-        BACKWARD_TILES.into_iter().find(|tile| dim_qk <= i64::from(tile.dim_qk) && dim_v <= i64::from(tile.dim_v))
+        BACKWARD_TILES.into_iter().find(|tile| tile.holds(dim_qk, dim_v))
+    }
+
+    /// The tile of pairs for these head dims, where there is one.
+    pub fn of_pair(dim_qk: i64, dim_v: i64) -> Option<BackwardTile> {
+        let usual = BackwardTile::of(dim_qk, dim_v)?;
+        PAIRS.into_iter().find(|pair| (pair.dim_qk, pair.dim_v) == (usual.dim_qk, usual.dim_v))
+    }
+
+    /// Whether these head dims fit into the tile.
+    pub fn holds(&self, dim_qk: i64, dim_v: i64) -> bool {
+        dim_qk <= i64::from(self.dim_qk) && dim_v <= i64::from(self.dim_v)
+    }
+
+    /// Keys whose scores a block of threads has.
+    pub fn own_keys(&self) -> u32 {
+        if self.pair { BackwardTile::KEYS / 2 } else { BackwardTile::KEYS }
+    }
+
+    /// Blocks of threads that run together.
+    pub fn together(&self) -> u32 {
+        if self.pair { 2 } else { 1 }
     }
 
     /// Every tile.
     pub fn all() -> impl Iterator<Item = BackwardTile> {
-        BACKWARD_TILES.into_iter()
+        BACKWARD_TILES.into_iter().chain(PAIRS)
     }
 
     /// Elements of the gradients of keys and values that a block of threads has.
@@ -242,10 +272,15 @@ impl BackwardTile {
     }
 
     /// Bytes of shared memory of a block: keys and values, steps of queries and gradients of outputs, two numbers of each query, gradients of scores of
-    /// two steps, gradients of a step's queries, pieces of them that are rounded, barriers.
+    /// two steps, gradients of a step's queries, pieces of them that are rounded, barriers. Of a pair also half of the columns of the other's keys, and weights, f32; there is
+    /// one step's gradients of outputs.
     pub fn shared_bytes(&self) -> u32 {
-        let row = (self.dim_qk + self.dim_v) / PANEL * ROW_BYTES;
-        (BackwardTile::KEYS + self.stages * self.queries) * row
+        let [row_qk, row_v] = [self.dim_qk, self.dim_v].map(|dim| dim / PANEL * ROW_BYTES);
+        let (stages_v, of_pair) =
+            if self.pair { (1, self.own_keys() * row_qk / 2 + self.own_keys() * self.queries * 4) } else { (self.stages, 0) };
+        self.own_keys() * (row_qk + row_v)
+            + self.queries * (self.stages * row_qk + stages_v * row_v)
+            + of_pair
             + self.stages * self.queries * 8
             + 2 * BackwardTile::KEYS * self.queries * 2
             + self.sums_bytes()
@@ -289,6 +324,8 @@ mod tests {
         assert_eq!(BackwardTile::of(96, 96).map(|t| t.dim_qk), Some(128));
         assert_eq!(BackwardTile::of(192, 128).map(|t| (t.dim_qk, t.dim_v, t.stages)), Some((256, 128, 2)));
         assert_eq!(BackwardTile::of(8, 257), None);
+        assert_eq!([(192, 128), (129, 9), (128, 129)].map(|(qk, v)| BackwardTile::of_pair(qk, v).map(|t| t.dim_v)), [Some(128), Some(128), Some(256)]);
+        assert_eq!([(128, 128), (8, 257)].map(|(qk, v)| BackwardTile::of_pair(qk, v)), [None; 2]);
     }
 
     #[test]

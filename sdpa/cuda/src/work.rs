@@ -1,6 +1,7 @@
 //! How much work a forward pass is: its tile, how many tiles there are, and whether their keys are split.
 
 use crate::problem::{Forward, unsupported};
+use crate::source::HEAVY;
 use crate::tile::{Few, GROUP_QUERIES, MOST_DIM, Tile};
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::{Operand, Side};
@@ -43,6 +44,11 @@ impl Forward {
         let split = self.splits(&tile, multiprocessors);
         let long = Tile::of_long(dim_qk, dim_v).filter(|_| tile.few.is_none() && !split && self.is_long());
         Ok(Tile { split, ..long.unwrap_or(tile) })
+    }
+
+    /// Whether registers are short: random numbers and long traces need them.
+    pub(crate) fn is_tight(&self) -> bool {
+        self.dropout.is_some() || self.weight() > HEAVY
     }
 
     /// Whether walks are over many keys in a row, and nothing else takes registers: blocks of more keys are worth their edges.

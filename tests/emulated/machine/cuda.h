@@ -9,6 +9,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline
@@ -67,7 +68,7 @@ inline int __shfl_xor_sync(unsigned, int x, int mask, HERE) {
 inline int __shfl_sync(unsigned, int x, int from, HERE) {
     return int(machine::tell(unsigned(x), {"__shfl_sync", file, line})[from]);
 }
-inline void __syncwarp(HERE) { machine::tell(0, {"__syncwarp", file, line}); }
+inline void __syncwarp(HERE) { machine::meet_lanes({"__syncwarp", file, line}); }
 inline bool __any_sync(unsigned, bool x, HERE) {
     const uint32_t* all = machine::tell(x, {"__any_sync", file, line});
     bool any = false;

@@ -72,7 +72,17 @@ void came_in(Block& block, const Copy& copy, size_t bytes) {
     advance(found->second);
 }
 
+// Bytes in a row to the same place of a block that runs with this one.
+void run_to_peer(Block& block, const Copy& copy) {
+    if (copy.bytes % 16 != 0 || copy.shared % 16 != 0) return note("%u bytes in a row to %u", copy.bytes, copy.shared);
+    if (!fits(block, copy.shared, copy.bytes, "a copy") || !fits(*copy.peer, copy.shared, copy.bytes, "a copy")) return;
+    published(block, copy.shared, copy.bytes, "the copy engine");
+    memcpy(&copy.peer->shared[copy.shared], &block.shared[copy.shared], copy.bytes);
+    came_in(*copy.peer, copy, copy.bytes);
+}
+
 void run(Block& block, const Copy& copy) {
+    if (copy.peer != nullptr) return run_to_peer(block, copy);
     if (copy.row != nullptr) {
         if (copy.bytes % 16 != 0 || copy.shared % 16 != 0 || uintptr_t(copy.row) % 16 != 0) return note("%u bytes in a row to %u", copy.bytes, copy.shared);
         if (!fits(block, copy.shared, copy.bytes, "a copy")) return;

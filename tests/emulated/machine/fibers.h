@@ -70,9 +70,12 @@ char* stack() {
     return static_cast<char*>(made);
 }
 
-std::unique_ptr<Block> begin_block(Index index, unsigned threads, unsigned shared_bytes) {
+std::unique_ptr<Block> begin_block(Index index, unsigned threads, unsigned shared_bytes, const std::shared_ptr<Together>& together) {
     auto block = std::make_unique<Block>();
     block->index = index;
+    block->rank = unsigned(together->blocks.size());
+    block->together = together;
+    together->blocks.push_back(block.get());
     block->threads = threads;
     block->shared.assign(shared_bytes, 0xff);
     block->owner.assign(shared_bytes, 0);
@@ -100,6 +103,7 @@ std::unique_ptr<Block> begin_block(Index index, unsigned threads, unsigned share
 
 void end_block(Block& block) {
     if (!failed && !block.copies.empty()) note("a block ends before its copies");
+    block.together->blocks[block.rank] = nullptr;
     for (Fiber* fiber : block.fibers) {
         stacks.push_back(fiber->stack);
         delete fiber;

@@ -13,7 +13,7 @@ extern "C" __attribute__((visibility("default"))) void emulated_touched(const vo
 
 // Runs a launch; what failed is told as a text, nothing is where nothing did.
 extern "C" __attribute__((visibility("default"))) int emulated_run(
-    void (*of_thread)(void**), const unsigned* blocks, unsigned threads, unsigned shared_bytes, void** given, uint64_t seed, char* text, size_t bytes,
+    void (*of_thread)(void**), const unsigned* blocks, unsigned together, unsigned threads, unsigned shared_bytes, void** given, uint64_t seed, char* text, size_t bytes,
     bool (*allocated)(uint64_t, uint64_t), uint64_t* boxes) {
     holds = allocated;
     brought = 0;
@@ -30,8 +30,11 @@ extern "C" __attribute__((visibility("default"))) int emulated_run(
     std::vector<Fiber**> turns;
     while (!failed && (next < all || !live.empty())) {
         while (live.size() < RESIDENT && next < all) {
-            const unsigned at = unsigned(next++);
-            live.push_back(begin_block({at % blocks[0], at / blocks[0] % blocks[1], at / blocks[0] / blocks[1]}, threads, shared_bytes));
+            const auto pair = std::make_shared<Together>();
+            for (unsigned rank = 0; rank < together; rank++) {
+                const unsigned at = unsigned(next++);
+                live.push_back(begin_block({at % blocks[0], at / blocks[0] % blocks[1], at / blocks[0] / blocks[1]}, threads, shared_bytes, pair));
+            }
         }
         // Warps in another order each time; lanes one after the other.
         turns.clear();

@@ -45,6 +45,9 @@ inline void until(const Site& site, Condition holds) {
 // Tells 32 bits to the lanes of the warp, all of which have to come to the same place; what each of them told.
 const uint32_t* tell(uint32_t bits, const Site& site);
 
+// Meets the lanes of the warp: what one of them stored before is there for whoever meets any of them at a barrier.
+void meet_lanes(const Site& site);
+
 // The same of several words, of which the lane that comes last makes results for all, before anybody goes on.
 constexpr unsigned WORDS = 12;
 constexpr unsigned RESULTS = 128;
@@ -64,6 +67,13 @@ void publish();
 void barrier_init(uint32_t at, uint32_t arrivals);
 void barrier_arrive(uint32_t at, uint32_t bytes);
 void barrier_wait(uint32_t at, uint32_t parity, const Site& site);
+
+// Of blocks that run together: which of them this one is, stores and arrivals in another's shared memory, bytes in a row to the same place there, and all threads of all.
+unsigned rank();
+void store_in_pair(uint32_t at, unsigned rank, uint32_t word);
+void barrier_arrive_in_pair(uint32_t at, unsigned rank);
+void copy_to_peer(uint32_t at, uint32_t bytes, uint32_t barrier, unsigned rank);
+void meet_in_pair(const Site& site);
 
 // Boxes of tensors to shared memory and out of it, whenever the copy engine comes to them.
 void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]);

@@ -65,11 +65,21 @@ struct Fiber {
     std::vector<uint32_t> came_16;
     // Words that it stored, and no barrier followed.
     std::vector<uint32_t> stored;
+    // How often it has met the lanes of its warp.
+    uint64_t met = 0;
+};
+
+// A word that a lane stored before its warp met for the so manieth time: whoever of the warp comes to a barrier after that shows it.
+struct Stored {
+    uint32_t word;
+    uint16_t thread;
+    uint64_t met;
 };
 
 struct Warp {
     // Turns that it misses.
     unsigned late = 0;
+    std::vector<Stored> stored;
     uint32_t board[2][WARP];
     uint32_t words[2][WARP][machine::WORDS];
     float results[2][machine::RESULTS];
@@ -103,6 +113,8 @@ struct Copy {
     // Whether numbers are added to those in memory; and what counts those of the thread that are not there yet.
     bool adds = false;
     std::shared_ptr<int> unwritten = nullptr;
+    // Of bytes that go to a block that runs with this one: that block.
+    Block* peer = nullptr;
 };
 
 // Bytes that were read from shared memory, and are not where they go.
@@ -126,8 +138,17 @@ struct Group {
     uint64_t done = 0;
 };
 
+// Blocks that run together, and how often all threads of theirs have met.
+struct Together {
+    std::vector<Block*> blocks;
+    unsigned came = 0;
+    uint64_t round = 0;
+};
+
 struct Block {
     Index index;
+    unsigned rank;
+    std::shared_ptr<Together> together;
     unsigned threads;
     std::vector<unsigned char> shared;
     // Of each byte of shared memory, the thread that stored it and did not publish it, plus one.

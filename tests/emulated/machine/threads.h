@@ -67,15 +67,33 @@ const float* tell_all(const uint32_t* words, unsigned count, void (*make)(const 
     return warp.results[half];
 }
 
-// What this thread stored and copied is there for those who meet it at a barrier.
+void meet_lanes(const Site& site) {
+    Fiber& self = *now;
+    Warp& warp = self.block->warps[self.number / WARP];
+    for (uint32_t word : self.stored) warp.stored.push_back({word, uint16_t(self.number), self.met + 1});
+    self.stored.clear();
+    tell(0, site);
+    self.met++;
+}
+
+static void show(Block& block, uint32_t word, unsigned thread) {
+    uint16_t& fresh = block.fresh[word];
+    if (fresh == thread + 1) fresh = 0;
+}
+
+// What this thread stored and copied is there for those who meet it at a barrier, and what its warp stored before they met.
 static void shown() {
     Fiber& self = *now;
+    std::vector<Stored>& all = self.block->warps[self.number / WARP].stored;
+    const auto seen = [&](const Stored& of) {
+        if (of.met > self.met) return false;
+        show(*self.block, of.word, of.thread);
+        return true;
+    };
+    all.erase(std::remove_if(all.begin(), all.end(), seen), all.end());
     for (uint32_t at : self.came_16) self.block->flight[at / 16] = 0;
     self.came_16.clear();
-    for (uint32_t word : self.stored) {
-        uint16_t& fresh = self.block->fresh[word];
-        if (fresh == self.number + 1) fresh = 0;
-    }
+    for (uint32_t word : self.stored) show(*self.block, word, self.number);
     self.stored.clear();
 }
 
@@ -187,15 +205,15 @@ void barrier_init(uint32_t at, uint32_t arrivals) {
     now->block->barriers[at] = Barrier{arrivals, arrivals, 0, 0};
 }
 
-static Barrier& barrier_at(uint32_t at) {
-    auto found = now->block->barriers.find(at);
-    if (found == now->block->barriers.end()) fail("there is no barrier at %u", at);
+static Barrier& barrier_at(Block& block, uint32_t at) {
+    auto found = block.barriers.find(at);
+    if (found == block.barriers.end()) fail("there is no barrier at %u", at);
     return found->second;
 }
 
-void barrier_arrive(uint32_t at, uint32_t bytes) {
+static void arrive_at(Block& block, uint32_t at, uint32_t bytes) {
     shown();
-    Barrier& barrier = barrier_at(at);
+    Barrier& barrier = barrier_at(block, at);
     if (barrier.left == 0) fail("more arrive at the barrier at %u than it is for", at);
     barrier.bytes += bytes;
     barrier.left--;
@@ -203,8 +221,58 @@ void barrier_arrive(uint32_t at, uint32_t bytes) {
     went_on = true;
 }
 
+void barrier_arrive(uint32_t at, uint32_t bytes) { arrive_at(*now->block, at, bytes); }
+
+// A block that runs with this one, which has not ended.
+static Block& in_pair(unsigned rank) {
+    const auto& all = now->block->together->blocks;
+    if (rank >= all.size()) fail("a block of rank %u, and %zu run together", rank, all.size());
+    if (all[rank] == nullptr || all[rank]->live == 0) fail("the block of rank %u has ended", rank);
+    return *all[rank];
+}
+
+unsigned rank() { return now->block->rank; }
+
+void store_in_pair(uint32_t at, unsigned rank, uint32_t word) {
+    Block& block = in_pair(rank);
+    if (!fits(block, at, 4, "a store")) fail("a store");
+    memcpy(&block.shared[at], &word, 4);
+    went_on = true;
+}
+
+void barrier_arrive_in_pair(uint32_t at, unsigned rank) { arrive_at(in_pair(rank), at, 0); }
+
+void copy_to_peer(uint32_t at, uint32_t bytes, uint32_t barrier, unsigned rank) {
+    Copy copy = {true, at, barrier, {}, {}, nullptr, nullptr, bytes, lateness(8, 100)};
+    copy.peer = &in_pair(rank);
+    if (copy.peer == now->block) fail("a copy to the own block");
+    now->block->copies.push_back(std::move(copy));
+    went_on = true;
+}
+
+void meet_in_pair(const Site& site) {
+    shown();
+    Together& together = *now->block->together;
+    const uint64_t round = together.round;
+    together.came++;
+    went_on = true;
+    const auto all_came = [&] {
+        unsigned left = 0;
+        for (const Block* block : together.blocks) {
+            if (block == nullptr) continue;
+            for (const Fiber* fiber : block->fibers) left += !fiber->ended;
+        }
+        if (together.round == round && together.came >= left) {
+            together.came = 0;
+            together.round++;
+        }
+        return together.round > round;
+    };
+    until(site, all_came);
+}
+
 void barrier_wait(uint32_t at, uint32_t parity, const Site& site) {
-    const Barrier& barrier = barrier_at(at);
+    const Barrier& barrier = barrier_at(*now->block, at);
     until(site, [&] { return (barrier.phase & 1) != parity; });
 }
 

@@ -24,7 +24,7 @@ const SHARED_BYTES: u32 = 48 << 10;
 const MOST_THREADS: u32 = 1024;
 
 type OfThread = unsafe extern "C" fn(*mut Ptr);
-type Run = unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize, Holds, *mut u64) -> c_int;
+type Run = unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize, Holds, *mut u64) -> c_int;
 /// Whether bytes lie in an allocation.
 type Holds = extern "C" fn(u64, u64) -> bool;
 /// A thread of the launch that runs has touched what is no memory. Comes back where none runs.
@@ -46,6 +46,8 @@ struct Function {
     touched: Touched,
     turn: Turn,
     shared_bytes: u32,
+    /// Blocks that run together.
+    together: u32,
 }
 
 static MODULES: Mutex<Vec<Option<Loaded>>> = Mutex::new(Vec::new());
@@ -135,15 +137,18 @@ exported! {
     /// A kernel by its name.
     fn cuModuleGetFunction(function: *mut Ptr, module: Ptr, name: *const c_char) -> c_int {
         // SAFETY: the header's contract: a text that ends with a zero.
-        let name = format!("emulated_{}", unsafe { CStr::from_ptr(name) }.to_string_lossy());
+        let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
+        let [name, together] = ["", "together_"].map(|of| format!("emulated_{of}{name}"));
         let modules = MODULES.lock();
         let Some(Some(Loaded { library, turn })) = modules.get(module.addr().wrapping_sub(1)) else { return INVALID_HANDLE };
         // SAFETY: the types are those of `machine.cpp` and of what the compiler here writes behind kernels.
         let found = unsafe { (library.get::<OfThread>(name.as_bytes()), library.get::<Run>(b"emulated_run"), library.get::<Touched>(b"emulated_touched")) };
-        let (Ok(of_thread), Ok(run), Ok(touched)) = found else { return NOT_FOUND };
+        // SAFETY: as above: a constant of that type.
+        let together = unsafe { library.get::<*const c_uint>(together.as_bytes()).map(|at| at.read()) };
+        let ((Ok(of_thread), Ok(run), Ok(touched)), Ok(together)) = (found, together) else { return NOT_FOUND };
         let mut functions = FUNCTIONS.lock();
         let (of_thread, run, touched, turn) = (*of_thread, *run, *touched, turn.clone());
-        functions.push(Function { module: module.addr(), of_thread, run, touched, turn, shared_bytes: SHARED_BYTES });
+        functions.push(Function { module: module.addr(), of_thread, run, touched, turn, shared_bytes: SHARED_BYTES, together });
         // SAFETY: the header's contract.
         unsafe { store(function, handle(functions.len() - 1)) }
     }
@@ -204,7 +209,7 @@ exported! {
                       arguments: *mut Ptr, _extra: *mut Ptr) -> c_int {
         let found = FUNCTIONS.lock().get(function.addr().wrapping_sub(1)).filter(|f| f.module != 0).cloned();
         let Some(found) = found else { return INVALID_HANDLE };
-        if shared > found.shared_bytes || threads == 0 || threads > MOST_THREADS || !threads.is_multiple_of(32) || x == 0 || y == 0 || z == 0 {
+        if shared > found.shared_bytes || threads == 0 || threads > MOST_THREADS || !threads.is_multiple_of(32) || !x.is_multiple_of(found.together) || x == 0 || y == 0 || z == 0 {
             return INVALID_VALUE;
         }
         let seed = LAUNCHES.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -213,7 +218,7 @@ exported! {
         watch();
         RUNNING.set(Some(found.touched));
         // SAFETY: the header's contract for the arguments; the rest is live. A library that runs is not unloaded, as a driver's caller knows.
-        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), threads, shared, arguments, seed, text.as_mut_ptr(), text.len(), memory::holds, &raw mut boxes) };
+        let status = unsafe { (found.run)(found.of_thread, blocks.as_ptr(), found.together, threads, shared, arguments, seed, text.as_mut_ptr(), text.len(), memory::holds, &raw mut boxes) };
         RUNNING.set(None);
         BOXES.set(BOXES.get() + boxes);
         if status != 0 {

@@ -19,8 +19,17 @@ const INVALID_PROGRAM: c_int = 4;
 pub(crate) const MAGIC: &[u8] = b"\x7fELF";
 
 /// Pieces of the text by their names, and what stands in for each.
-const REPLACED: [(&str, &str); 5] =
-    [("units.cuh", "units.h"), ("copy.cuh", "copy.h"), ("products.cuh", "products.h"), ("mma.cuh", "mma.h"), ("generated", "")];
+const REPLACED: [(&str, &str); 6] = [
+    ("units.cuh", "units.h"),
+    ("copy.cuh", "copy.h"),
+    ("peers.cuh", "peers.h"),
+    ("products.cuh", "products.h"),
+    ("mma.cuh", "mma.h"),
+    ("generated", ""),
+];
+
+/// What a kernel has behind its bounds whose blocks run in pairs.
+const IN_PAIRS: &str = "__cluster_dims__(2, 1, 1)";
 
 thread_local! {
     /// What is replaced in kernels by what, so that tests see whether it is found, and in how many texts it was so far.
@@ -68,7 +77,8 @@ fn without_unrolling(piece: &str) -> String {
 /// The text for clang, with its kernels behind names that a launch finds them by.
 fn translated(text: &str) -> Result<String, String> {
     let mut made = String::from("#include \"cuda.h\"\n");
-    let mut kernels: Vec<String> = Vec::new();
+    // With how many blocks of each run together.
+    let mut kernels: Vec<(String, u32)> = Vec::new();
     for (n, piece) in text.split("#line 1 \"").enumerate() {
         let (name, body) = if n == 0 { ("constants", piece) } else { piece.split_once("\"\n").ok_or("a piece without a name")? };
         match REPLACED.iter().find(|(replaced, _)| *replaced == name) {
@@ -79,13 +89,18 @@ fn translated(text: &str) -> Result<String, String> {
         for kernel in body.split("__global__").skip(1) {
             // Behind the return type and the bounds.
             let (_, rest) = kernel.split_once(", 1)").ok_or("a kernel without bounds")?;
+            let (rest, together) = match rest.trim_start().strip_prefix(IN_PAIRS) {
+                Some(rest) => (rest, 2),
+                None => (rest, 1),
+            };
             let (name, _) = rest.trim_start().split_once('(').ok_or("a kernel without arguments")?;
-            kernels.push(name.to_owned());
+            kernels.push((name.to_owned(), together));
         }
     }
-    for name in &kernels {
+    for (name, together) in &kernels {
         made.push_str(&format!(
-            "extern \"C\" __attribute__((visibility(\"default\"))) void emulated_{name}(void** arguments) {{ machine::call({name}, arguments); }}\n"
+            "extern \"C\" __attribute__((visibility(\"default\"))) void emulated_{name}(void** arguments) {{ machine::call({name}, arguments); }}\n\
+             extern \"C\" __attribute__((visibility(\"default\"))) const unsigned emulated_together_{name} = {together};\n"
         ));
     }
     Ok(made)
@@ -112,7 +127,7 @@ fn clang(arguments: &[&OsStr]) -> Result<(), String> {
 }
 
 /// What texts are compiled beside.
-const FILES: [&str; 12] = [
+const FILES: [&str; 13] = [
     "machine.h",
     "state.h",
     "fibers.h",
@@ -122,6 +137,7 @@ const FILES: [&str; 12] = [
     "cuda.h",
     "units.h",
     "copy.h",
+    "peers.h",
     "products.h",
     "mma.h",
     "../../metal/emulator/numbers.h",

@@ -98,7 +98,7 @@ impl CudaPlan {
         let address = |operand| call.operand(operand).map_or(0, |slice| slice.address);
         let Forward { tensors: [q, k, v, o], extents: [batch, heads_q, seq_q, _], .. } = &backward.forward;
         let [dq, dk, dv] = &backward.gradients;
-        let (queries, keys) = (tile.queries, BackwardTile::KEYS);
+        let (queries, keys) = (tile.queries, tile.own_keys());
         let d_o = if backward.copies_d_o() { workspace.address + at.d_o } else { address(Operand::DO) };
         let boxes: [(Operand, u64, &TensorSpec, u32); 7] = [
             (Operand::Q, address(Operand::Q), q, queries),
@@ -143,7 +143,9 @@ impl CudaPlan {
 
         let tiles = batch * heads_q * steps(*seq_q, queries);
         let launch = |blocks: i64, threads| Launch { blocks: [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1], threads, shared_bytes: 0 };
-        let blocks = i64::from(params.last).min(self.multiprocessors().into());
+        // Who runs together begins together.
+        let at_once = (self.multiprocessors() / tile.together()).max(1) * tile.together();
+        let blocks = i64::from(params.last).min(at_once.into());
         let main = Launch { shared_bytes: tile.shared_bytes(), ..launch(blocks, BackwardTile::THREADS) };
         let zeroed = DeviceSlice { bytes: at.lse, ..workspace };
         self.noting_use(submission, || {

@@ -281,7 +281,8 @@ impl Pass {
             }
             Pass::Backward(_, tile, _) => {
                 let shares = if tile.shares > 1 { format!(", heads of a group in {} shares", tile.shares) } else { String::new() };
-                format!("backward {} x {} of {}, {}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
+                let pair = if tile.pair { ", in pairs" } else { "" };
+                format!("backward {} x {} of {}, {}{pair}{shares}", tile.queries, BackwardTile::KEYS, tile.dim_qk, tile.dim_v)
             }
             Pass::MmaForward(_, cut) => format!("forward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),
             Pass::MmaBackward(_, cut) => format!("backward mma.sync {} x {} of {}, {}", cut.own, cut.step, cut.dim_qk, cut.dim_v),

@@ -1,0 +1,375 @@
+// Attention backward of wide heads on compute capability 9.0: a pair of blocks of threads has a block of keys, each of them a half. Of these a block has scores and all columns
+// of gradients of keys and values; of those of queries it has a half of the columns, over the keys of both, so that blocks exchange gradients of scores. Of its groups
+// one has scores, weights and gradients of values, the other gradients of weights and of keys; a third brings operands.
+
+// The next block of keys, taken by one thread for the pair: each of its blocks is told its own number.
+inline int take_in_pair(Told& told, const Params& p, const Shared& at, uint rank) {
+    if (rank == 0) {
+        barrier_wait_for_pair(told.free(at), told.phase() ^ 1);
+        const int taken = atomicAdd(p.taken, 1), shares = shares_of(p), first = taken / shares * PARTS * shares + taken % shares;
+        for (uint other = 0; other < 2; other++) {
+            store_in_pair(told.place(at), other, uint(first + int(other) * shares));
+            barrier_arrive_in_pair(told.full(at), other);
+        }
+        told.count++;
+        return first;
+    }
+    barrier_wait_for_pair(told.full(at), told.phase());
+    const int number = int(load_shared(told.place(at)));
+    barrier_arrive_in_pair(told.free(at), 0);
+    told.count++;
+    return number;
+}
+
+// That number, for a warp.
+inline int next_in_pair(Told& told, const Shared& at) {
+    barrier_wait_for_pair(told.full(at), told.phase());
+    const int number = alike(int(load_shared(told.place(at))));
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive_in_pair(told.free(at), 0);
+    told.count++;
+    return number;
+}
+
+// Keys and values of a block, and of the other's keys those columns along which this one has gradients of queries.
+inline void keys_of_pair_in(const TensorMap& k_map, const TensorMap& v_map, const Shared& at, const Span& span, const Tile& tile) {
+    const int own = tile.block * 2 + tile.part, other = own ^ 1;
+    barrier_expect(at.kv_full, K_BYTES + V_BYTES + K_OTHER_BYTES);
+    keys_in<KEYS, QK_PANELS, QK_THERE>(at.k, k_map, at.kv_full, span, own, tile.head, tile.batch);
+    keys_in<KEYS, V_PANELS, V_THERE>(at.v, v_map, at.kv_full, span, own, tile.head, tile.batch);
+    keys_in<KEYS, QK_PANELS / 2, QK_THERE>(at.k_other, k_map, at.kv_full, span, other, tile.head, tile.batch, tile.part * QK_PANELS / 2);
+}
+
+// Brings a block's keys and values, and tile after tile of queries and of gradients of outputs, of all heads that share the key head.
+inline void bring_block(Ring<STAGES>& ring, Ring<1>& outputs, uint& keys, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                        const TensorMap& d_o_map, const Params& p, const Shared& at, const Tile& tile) {
+    const Span span = span_of(p, tile.batch);
+    const Reach reach = reach_of(p, span, tile.block);
+    Steps steps = steps_of(p, reach, tile);
+    Step step;
+    bool first = true;
+    while (step_on(steps, p, reach, tile, step)) {
+        const long rows = tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M;
+        const uint q_full = at.q_full + 8 * ring.stage;
+        barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
+        barrier_expect(q_full, Q_BYTES + ROWS_BYTES);
+        copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, q_full);
+        queries_in<TILE_M, QK_PANELS, QK_THERE>(at.q + ring.stage * Q_BYTES, q_map, q_full, span, step.queries, step.head, tile.batch);
+        ring.on();
+        if (first) {
+            barrier_wait(at.kv_free, keys ^ 1);
+            keys_of_pair_in(k_map, v_map, at, span, tile);
+            keys ^= 1;
+            first = false;
+        }
+        barrier_wait(at.d_o_free, outputs.phase ^ 1);
+        barrier_expect(at.d_o_full, D_O_BYTES + ROWS_BYTES);
+        copy_row_in(at.delta, p.delta + rows, ROWS_BYTES, at.d_o_full);
+        queries_in<TILE_M, V_PANELS, V_THERE>(at.d_o, d_o_map, at.d_o_full, span, step.queries, step.head, tile.batch);
+        outputs.on();
+    }
+    // Zeros leave from where keys would be: no others come before that.
+    if (first) {
+        barrier_wait(at.kv_free, keys ^ 1);
+        barrier_arrive(at.kv_full);
+        keys ^= 1;
+    }
+}
+
+// Takes block after block of keys.
+inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p, const Shared& at,
+                  uint rank) {
+    Ring<STAGES> ring;
+    Ring<1> outputs;
+    Told told;
+    uint keys = 0;
+    while (true) {
+        const int number = take_in_pair(told, p, at, rank);
+        if (number >= p.last) return;
+        const Tile tile = tile_of(p, number);
+        if (!is_none(p, tile)) bring_block(ring, outputs, keys, q_map, k_map, v_map, d_o_map, p, at, tile);
+    }
+}
+
+// What a group walks over: a block of keys, its steps, and where its warps are in shared memory.
+struct Walked {
+    const Params& p;
+    const Captured& captured;
+    const Shared& at;
+    const Tile& tile;
+    const Span& span;
+    const Reach& reach;
+    int group, warp, lane;
+
+    inline Corner corner(const Step& step) const {
+        return Corner{tile.batch, step.head, step.queries * TILE_M + 2 * (lane & 3), tile.block * TILE_N + tile.part * KEYS + warp * 16 + lane / 4};
+    }
+    inline float* sums(const Step& step) const { return slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group); }
+    // Where a warp's gradients of scores are, of a step.
+    inline uint own_slopes(const Ring<2>& turn) const { return at.d_s + turn.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES; }
+    // Where a thread's weights are.
+    inline uint weights() const { return at.weights + (threadIdx.x & 127) * 16; }
+    // A warp is done with something.
+    inline void done_with(uint barrier) const {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barrier);
+    }
+};
+
+// Gradients of the queries of the step before along a panel of columns, from gradients of scores of both blocks, this one's first. Nothing waits but for these.
+inline void along_before(float (&dq)[DQ], const Ring<2>& turn, const Walked& of) {
+    const int before = turn.stage ^ 1;
+    barrier_wait(of.at.d_s_full + 8 * before, turn.phase ^ before);
+    const uint d_s = of.at.d_s + before * D_S_BYTES;
+    const ulong64 own = operand_by_columns(d_s + of.tile.part * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 other = operand_by_columns(d_s + (of.tile.part ^ 1) * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 k_own = operand_by_columns(of.at.k + (of.tile.part * 2 + of.group) * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const ulong64 k_other = operand_by_columns(of.at.k_other + of.group * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; step++) product_of_columns(dq, further(own, step * 16 * ROW_BYTES), further(k_own, step * 16 * ROW_BYTES), step > 0);
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; step++) product_of_columns(dq, further(other, step * 16 * ROW_BYTES), further(k_other, step * 16 * ROW_BYTES), true);
+    products_commit();
+}
+
+// They are there: what they were made of may be written anew, here and by the other block.
+inline void along_ends(float (&dq)[DQ], const Ring<2>& turn, const Walked& of) {
+    hold(dq);
+    __syncwarp();
+    if (of.lane != 0) return;
+    for (uint rank = 0; rank < 2; rank++) barrier_arrive_in_pair(of.at.d_s_free + 8 * (turn.stage ^ 1), rank);
+}
+
+// Those of the last step of a walk.
+inline void along_last(const Ring<2>& turn, const Walked& of, float* to) {
+    float dq[DQ];
+    along_before(dq, turn, of);
+    products_wait<0>();
+    along_ends(dq, turn, of);
+    add_slice(dq, to);
+}
+
+inline void scores_of(float (&s)[SCORES], const Ring<2>& turn, const Walked& of) {
+    const uint none[1] = {0};
+    barrier_wait(of.at.q_full + 8 * turn.stage, turn.phase);
+    score<QK_STEPS>(s, of.at.k, none, of.at.q + turn.stage * Q_BYTES);
+}
+
+// The group that has scores: weights, which the other group is told of, and gradients of values. The next scores are asked for at the end of a step.
+inline void walk_for_values(float (&dv)[DV], Ring<2>& turn, const Walked& of) {
+    const Shared& at = of.at;
+    Steps steps = steps_of(of.p, of.reach, of.tile);
+    Step step, next;
+    bool more = step_on(steps, of.p, of.reach, of.tile, step), behind = false;
+    if (!more) return;
+    float s[SCORES];
+    scores_of(s, turn, of);
+    // Where sums of the step before go.
+    float* to = nullptr;
+    do {
+        more = step_on(steps, of.p, of.reach, of.tile, next);
+        const Corner corner = of.corner(step);
+        float raw[RAW];
+        float2 lse[PAIRS];
+        uint w[SCORES / 2];
+        pairs_of(lse, at.lse + turn.stage * ROWS_BYTES + 8 * (of.lane & 3));
+        products_wait<0>();
+        hold(s);
+        of.done_with(at.q_free + 8 * turn.stage);
+        if (MASKED_ANYWHERE || step.partly) weights<true>(s, raw, w, of.p, of.captured, corner, lse, 0);
+        else weights<false>(s, raw, w, of.p, of.captured, corner, lse, 0);
+        // The warp that has the same keys has read what was there.
+        barrier_wait(at.weights_free + 8 * of.warp, turn.stage ^ 1);
+#pragma unroll
+        for (int n = 0; n < SCORES; n += 4) store_shared_numbers(of.weights() + n * 512, s[n], s[n + 1], s[n + 2], s[n + 3]);
+        of.done_with(at.weights_full + 8 * of.warp);
+        barrier_wait(at.d_o_full, turn.stage);
+        if (behind) {
+            float dq[DQ];
+            weigh(dv, w, at.d_o);
+            along_before(dq, turn, of);
+            products_wait<1>();
+            hold(dv);
+            of.done_with(at.d_o_free);
+            products_wait<0>();
+            along_ends(dq, turn, of);
+            add_slice(dq, to);
+        } else {
+            weigh(dv, w, at.d_o);
+            products_wait<0>();
+            hold(dv);
+            of.done_with(at.d_o_free);
+        }
+        to = of.sums(step);
+        behind = true;
+        turn.on();
+        // Last, so that nothing between them and their wait touches registers of theirs.
+        if (more) scores_of(s, turn, of);
+        step = next;
+    } while (more);
+    along_last(turn, of, to);
+}
+
+// Gradients of scores go to both blocks: where both have read what was there two steps ago.
+inline void leave_slopes(const uint (&d_w)[SCORES / 2], const Ring<2>& turn, const Walked& of) {
+    barrier_wait_for_pair(of.at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
+    const uint rows = of.own_slopes(turn) + (of.lane & 15) * ROW_BYTES + ((of.lane >> 4 ^ (of.lane & 7)) << 4);
+#pragma unroll
+    for (int n = 0; n < SCORES / 2; n += 4) store_matrices(rows ^ n << 3, d_w[n], d_w[n + 1], d_w[n + 2], d_w[n + 3]);
+}
+
+// A warp's rows are in a row: the other block's come as they go.
+inline void send_slopes(const Ring<2>& turn, const Walked& of) {
+    written_for_engines();
+    __syncwarp();
+    if (of.lane != 0) return;
+    const uint full = of.at.d_s_full + 8 * turn.stage;
+    barrier_expect(full, 16 * ROW_BYTES);
+    copy_to_peer(of.own_slopes(turn), 16 * ROW_BYTES, full, of.tile.part ^ 1);
+}
+
+// The other group: gradients of weights, of scores, and of keys.
+inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Ring<2>& turn, const Walked& of) {
+    const Shared& at = of.at;
+    Steps steps = steps_of(of.p, of.reach, of.tile);
+    Step step;
+    bool behind = false;
+    float* to = nullptr;
+    while (step_on(steps, of.p, of.reach, of.tile, step)) {
+        const Corner corner = of.corner(step);
+        const uint none[1] = {0};
+        float s[SCORES], d_p[SCORES], raw[RAW];
+        float2 delta[PAIRS];
+        uint d_w[SCORES / 2];
+        barrier_wait(at.d_o_full, turn.stage);
+        score<V_STEPS>(d_p, at.v, none, at.d_o);
+        pairs_of(delta, at.delta + 8 * (of.lane & 3));
+        products_wait<0>();
+        hold(d_p);
+        of.done_with(at.d_o_free);
+        barrier_wait(at.weights_full + 8 * of.warp, turn.stage);
+#pragma unroll
+        for (int n = 0; n < SCORES; n += 4) {
+            const float4 four = load_shared_four(of.weights() + n * 512);
+            s[n] = four.x, s[n + 1] = four.y, s[n + 2] = four.z, s[n + 3] = four.w;
+        }
+        of.done_with(at.weights_free + 8 * of.warp);
+        if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0);
+        else slopes<false>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0);
+        pack(d_w, d_p);
+        leave_slopes(d_w, turn, of);
+        barrier_wait(at.q_full + 8 * turn.stage, turn.phase);
+        const uint q = at.q + turn.stage * Q_BYTES;
+        if (behind) {
+            float dq[DQ];
+            along_before(dq, turn, of);
+            weigh(dk, d_w, q);
+            send_slopes(turn, of);
+            products_wait<1>();
+            along_ends(dq, turn, of);
+            add_slice(dq, to);
+            products_wait<0>();
+            hold(dk);
+        } else {
+            weigh(dk, d_w, q);
+            send_slopes(turn, of);
+            products_wait<0>();
+            hold(dk);
+        }
+        of.done_with(at.q_free + 8 * turn.stage);
+        to = of.sums(step);
+        behind = true;
+        turn.on();
+    }
+    if (behind) along_last(turn, of, to);
+}
+
+// Gradients of a block's keys or values leave from where these were, of shares once whoever comes last has the whole.
+template <int count>
+inline void gradients_out(float (&sums)[count], float scale, uint from, const TensorMap& map, int panels, const Walked& of) {
+    bool whole = true;
+#if WITH_SHARES
+    float* const share = of.p.key_sums + long(of.tile.number) * 128 * (DK + DV) + of.group * 128 * DV + (threadIdx.x & 127) * 4;
+    add_share(share, sums);
+    whole = is_last(of.p, of.at, of.tile);
+    if (whole) whole_of(sums, share);
+#else
+    // Both groups are done with the keys.
+    meet(BOTH_GROUPS, 256);
+#endif
+    const int first_row = of.tile.block * TILE_N + of.tile.part * KEYS + of.warp * 16;
+    if (whole) take_out<KV_PANEL_BYTES>(sums, scale, from + of.warp * 16 * ROW_BYTES, map, panels, 0, first_row, of.span, of.tile);
+    if (of.lane == 0) {
+        copied_out();
+        barrier_arrive(of.at.kv_free);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
+    attention_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+                       const __grid_constant__ TensorMap d_o_map, const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap dk_map,
+                       const __grid_constant__ TensorMap dv_map, const __grid_constant__ Params p, const __grid_constant__ Captured captured, const __grid_constant__ Gradients gradients) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Shared at = layout(shared_address(memory));
+    const uint rank = rank_in_pair();
+    if (threadIdx.x == 0) {
+        barrier_init(at.kv_full, 1);
+        barrier_init(at.kv_free, WARPS);
+        barrier_init(at.d_o_full, 1);
+        barrier_init(at.d_o_free, WARPS);
+        for (int n = 0; n < STAGES; n++) {
+            barrier_init(at.q_full + 8 * n, 1);
+            barrier_init(at.q_free + 8 * n, WARPS);
+        }
+        for (int n = 0; n < 2; n++) {
+            barrier_init(at.told_full + 8 * n, 1);
+            barrier_init(at.told_free + 8 * n, TOLD_IN_PAIR);
+            barrier_init(at.d_s_full + 8 * n, WARPS / 2);
+            barrier_init(at.d_s_free + 8 * n, 2 * WARPS);
+        }
+        for (int n = 0; n < WARPS / 2; n++) {
+            barrier_init(at.weights_full + 8 * n, 1);
+            barrier_init(at.weights_free + 8 * n, 1);
+        }
+        barrier_made();
+    }
+    meet_in_pair();
+    if (threadIdx.x < 128) {
+        fewer_registers<BRING_REGISTERS>();
+        if (threadIdx.x == 0) bring(q_map, k_map, v_map, d_o_map, p, at, rank);
+    } else {
+        more_registers<GROUP_REGISTERS>();
+        const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+        Ring<2> turn;
+        Told told;
+        uint keys = 0;
+        while (true) {
+            const int number = next_in_pair(told, at);
+            if (number >= p.last) break;
+            const Tile tile = tile_of(p, number);
+            if (is_none(p, tile)) continue;
+            const Span span = span_of(p, tile.batch);
+            const Reach reach = reach_of(p, span, tile.block);
+            const Walked of = {p, captured, at, tile, span, reach, group, warp, lane};
+            barrier_wait(at.kv_full, keys);
+            keys ^= 1;
+            if (group == 0) {
+                float dv[DV];
+#pragma unroll
+                for (int n = 0; n < DV; n++) dv[n] = 0.0f;
+                walk_for_values(dv, turn, of);
+                gradients_out(dv, 1.0f, at.v, dv_map, V_THERE, of);
+            } else {
+                float dk[DK];
+#pragma unroll
+                for (int n = 0; n < DK; n++) dk[n] = 0.0f;
+                walk_for_keys(dk, gradients, turn, of);
+                gradients_out(dk, p.scale, at.k, dk_map, QK_THERE, of);
+            }
+        }
+        if (lane == 0) copied_out();
+    }
+    // What the other block copies here, and arrives at, is there until then.
+    meet_in_pair();
+}

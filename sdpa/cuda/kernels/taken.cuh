@@ -1,0 +1,58 @@
+// Gradients, taken out of the registers of a group.
+
+// A group adds its slice of sums of gradients of queries, four numbers at once. One address, told to the compiler, and distances from it.
+inline void add_slice(const float (&sums)[DQ], float* to) {
+    to = kept(to + (threadIdx.x & 127) * 4);
+#pragma unroll
+    for (int n = 0; n < DQ; n += 4) add_four(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+}
+
+// The rows of a warp to shared memory, panels of so many bytes, and from there to their tensor.
+template <uint panel_bytes, int count>
+inline void take_out(const float (&sums)[count], float scale, uint rows_at, const TensorMap& map, int panels, int first_panel, int first_row,
+                     const Span& span, const Tile& tile) {
+    const int lane = threadIdx.x & 31, in_warp = lane / 4;
+#pragma unroll
+    for (int n = 0; n < count; n += 2) {
+        const int half = n >> 1 & 1, chunk = n / 4;
+        const uint to = rows_at + chunk / 8 * panel_bytes + (in_warp + 8 * half) * ROW_BYTES + ((chunk % 8 ^ in_warp) << 4) + (lane & 3) * 4;
+        store_shared(to, pair_of(Element{}, sums[n] * scale, sums[n + 1] * scale));
+    }
+    written_for_engines();
+    __syncwarp();
+    if (lane == 0) {
+        for (int panel = 0; panel < count * 2 / PANEL; panel++) {
+            rows_out<WITH_PACKED_KV>(rows_at + panel * panel_bytes, map, first_panel + panel, panels, first_row, span.begin_kv, span.len_kv, tile.head, tile.batch);
+        }
+        copy_out_ends();
+    }
+}
+
+#if WITH_SHARES
+// Sums of a thread, four in a row, as many threads apart as a group has.
+template <int count>
+inline void add_share(float* to, const float (&sums)[count]) {
+#pragma unroll
+    for (int n = 0; n < count; n += 4) add_four(to + n * 128, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]);
+}
+
+template <int count>
+inline void whole_of(float (&sums)[count], const float* from) {
+#pragma unroll
+    for (int n = 0; n < count; n += 4) {
+        const float4 four = __ldcg((const float4*)(from + n * 128));
+        sums[n] = four.x, sums[n + 1] = four.y, sums[n + 2] = four.z, sums[n + 3] = four.w;
+    }
+}
+
+// Whether every other block of threads has added its share: whoever comes last finds the whole. Both groups are done with what lies in shared memory.
+inline bool is_last(const Params& p, const Shared& at, const Tile& tile) {
+    __threadfence();
+    meet(BOTH_GROUPS, 256);
+    if (threadIdx.x == 128) store_shared(at.last, atomicAdd(p.shares_done + tile.number, 1) + 1 == p.shares);
+    meet(BOTH_GROUPS, 256);
+    const bool last = load_shared(at.last) != 0;
+    __threadfence();
+    return last;
+}
+#endif
