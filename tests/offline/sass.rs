@@ -8,6 +8,7 @@ use conformance::say::{say, skip};
 use conformance::share::{DAYS, of_today};
 use sdpa::cuda::kernel::MachineCode;
 use sdpa::cuda::mma::{self, Cut};
+use sdpa::cuda::tile::BackwardTile;
 use sdpa::cuda::{Backward, Family, Forward, Target};
 use sdpa::cudnn::lower::Job;
 use sdpa::{AttentionSpec, DType, Direction, Layout, Mask, Shape};
@@ -75,6 +76,9 @@ fn forward_of_groups(spec: &AttentionSpec) -> Counts {
 fn backward_of_groups(spec: &AttentionSpec) -> Counts {
     let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
     let tile = backward.tile(132).unwrap();
+    if tile.pair {
+        return backward_in_pairs(spec, &tile);
+    }
     let halves = tile.queries / 64;
     // Scores and their gradients, in halves of 64 queries, the first ones of a walk by themselves where steps ask for those of the next; gradients of keys and
     // values, the last half once more for the first step of a walk; a slice of those of queries, over 128 keys, in the next step and behind the last.
@@ -97,6 +101,25 @@ fn backward_of_groups(spec: &AttentionSpec) -> Counts {
         ("STSM.16.M88.4", number(stored)),
         ("UBLKRED", number(by_copy)),
         ("REDG.E.ADD.F32x4", number(by_threads)),
+        ("MUFU.TANH", number(near)),
+    ]
+}
+
+/// Of blocks of threads that run as pairs, each of whose groups has a text of its own.
+fn backward_in_pairs(spec: &AttentionSpec, tile: &BackwardTile) -> Counts {
+    // Scores for the first step and for every next one; gradients of weights; gradients of values, and of keys, for the first step and for any other; of both groups a slice of those
+    // of queries, over 128 keys, for a step and behind the last.
+    let products = 2 * sixteens(spec.q.dims[3]) + sixteens(spec.v.dims[3]) + 2 * 2 * 64 / 16 + 2 * 2 * 128 / 16;
+    // Each group adds its slice, 64 x 64 numbers, four to an instruction, and what shares come to.
+    let added = 2 * 2 * 64 * 64 / GROUP / 4 + if tile.shares > 1 { tile.key_sums() / GROUP / 4 } else { 0 };
+    let near = if !spec.score_mods.is_empty() && spec.dtype == DType::BF16 { 2 * 64 * 64 / GROUP } else { 0 };
+    vec![
+        ("HGMMA", number(products)),
+        ("HMMA", 0),
+        // Gradients of scores, and what of them goes to the other block, for the first step and for any other.
+        ("STSM.16.M88.4", number(64 * 64 / (GROUP / 32) / (4 * 64))),
+        ("UBLKCP.S.S", 2),
+        ("REDG.E.ADD.F32x4", number(added)),
         ("MUFU.TANH", number(near)),
     ]
 }
@@ -173,6 +196,8 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
                 for (name, count) in counts {
                     assert_eq!(all.count(name), count, "{name} of {what}");
                 }
+                // What waits until all that a thread has added is in memory is no part of a step.
+                assert_eq!(all.between("HGMMA").count("MEMBAR.ALL.GPU"), 0, "{what}");
                 // Registers that did not suffice go to local memory: of who brings operands backward some do, behind the groups that compute.
                 if plain {
                     let computes = if forward || family == Family::Mma { all } else { all.between("HGMMA") };

@@ -40,7 +40,9 @@ template <int rows, int panels, int of_tensor>
 inline void keys_in(uint to, const TensorMap& map, uint barrier, const Span& span, int block, int head, int batch, int first = 0) {
 #if WITH_PACKED_KV
     const Clipped cut = clipped<rows>(span.begin_kv, span.len_kv, block * rows);
-    packed_panels_in<ONCE>(to, rows * ROW_BYTES, first, panels, of_tensor, map, barrier, cut, head);
+    // A document may end within the keys of the other of a pair.
+    const int there = PAIR && block * rows >= span.len_kv ? 0 : of_tensor;
+    packed_panels_in<ONCE>(to, rows * ROW_BYTES, first, panels, there, map, barrier, cut, head);
 #else
     panels_in<ONCE>(to, rows * ROW_BYTES, first, panels, map, barrier, block * rows, head, batch);
 #endif

@@ -2,28 +2,30 @@
 // of gradients of keys and values; of those of queries it has a half of the columns, over the keys of both, so that blocks exchange gradients of scores. Of its groups
 // one has scores, weights and gradients of values, the other gradients of weights and of keys; a third brings operands.
 
-// The next block of keys, taken by one thread for the pair: each of its blocks is told its own number.
-inline int take_in_pair(Told& told, const Params& p, const Shared& at, uint rank) {
-    if (rank == 0) {
-        barrier_wait_for_pair(told.free(at), told.phase() ^ 1);
-        const int taken = atomicAdd(p.taken, 1), shares = shares_of(p), first = taken / shares * PARTS * shares + taken % shares;
-        for (uint other = 0; other < 2; other++) {
-            store_in_pair(told.place(at), other, uint(first + int(other) * shares));
-            barrier_arrive_in_pair(told.full(at), other);
-        }
-        told.count++;
-        return first;
-    }
-    barrier_wait_for_pair(told.full(at), told.phase());
+// The next number, for a thread that stands for its warp.
+inline int told_in_pair(Told& told, const Shared& at) {
+    barrier_wait_told(told.full(at), told.phase());
     const int number = int(load_shared(told.place(at)));
     barrier_arrive_in_pair(told.free(at), 0);
     told.count++;
     return number;
 }
 
+// The next block of keys, taken by one thread for the pair: each of its blocks is told its own number.
+inline int take_in_pair(Told& told, const Params& p, const Shared& at, uint rank) {
+    if (rank == 0) {
+        barrier_wait(told.free(at), told.phase() ^ 1);
+        const int taken = atomicAdd(p.taken, 1), shares = shares_of(p), first = taken / shares * PARTS * shares + taken % shares;
+        for (uint other = 0; other < 2; other++) tell_in_pair(told.place(at), uint(first + int(other) * shares), told.full(at), other);
+        told.count++;
+        return first;
+    }
+    return told_in_pair(told, at);
+}
+
 // That number, for a warp.
 inline int next_in_pair(Told& told, const Shared& at) {
-    barrier_wait_for_pair(told.full(at), told.phase());
+    barrier_wait_told(told.full(at), told.phase());
     const int number = alike(int(load_shared(told.place(at))));
     __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive_in_pair(told.free(at), 0);
@@ -40,21 +42,32 @@ inline void keys_of_pair_in(const TensorMap& k_map, const TensorMap& v_map, cons
     keys_in<KEYS, QK_PANELS / 2, QK_THERE>(at.k_other, k_map, at.kv_full, span, other, tile.head, tile.batch, tile.part * QK_PANELS / 2);
 }
 
-// Brings a block's keys and values, and tile after tile of queries and of gradients of outputs, of all heads that share the key head.
-inline void bring_block(Ring<STAGES>& ring, Ring<1>& outputs, uint& keys, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
-                        const TensorMap& d_o_map, const Params& p, const Shared& at, const Tile& tile) {
+// Brings rows of a step's queries, of which each block brings a half of the panels to both. Of documents each brings its own, as some of these are zeros from elsewhere.
+template <int panels, int of_tensor>
+inline void rows_in_pair(uint to, const TensorMap& map, uint barrier, const Span& span, const Step& step, const Tile& tile) {
+#if WITH_PACKED_Q
+    queries_in<TILE_M, panels, of_tensor>(to, map, barrier, span, step.queries, step.head, tile.batch);
+#else
+    for (int panel = tile.part * panels / 2; panel < (tile.part + 1) * panels / 2; panel++) {
+        copy_in_pair(to + panel * Q_PANEL_BYTES, map, barrier, panel * PANEL, step.queries * TILE_M, step.head, tile.batch);
+    }
+#endif
+}
+
+// Brings a block's keys and values, and tile after tile of queries, of all heads that share the key head.
+inline void bring_queries(Ring<STAGES>& ring, uint& keys, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p,
+                          const Shared& at, const Tile& tile) {
     const Span span = span_of(p, tile.batch);
     const Reach reach = reach_of(p, span, tile.block);
     Steps steps = steps_of(p, reach, tile);
     Step step;
     bool first = true;
     while (step_on(steps, p, reach, tile, step)) {
-        const long rows = tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M;
-        const uint q_full = at.q_full + 8 * ring.stage;
+        const uint full = at.q_full + 8 * ring.stage;
         barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);
-        barrier_expect(q_full, Q_BYTES + ROWS_BYTES);
-        copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + rows, ROWS_BYTES, q_full);
-        queries_in<TILE_M, QK_PANELS, QK_THERE>(at.q + ring.stage * Q_BYTES, q_map, q_full, span, step.queries, step.head, tile.batch);
+        barrier_expect(full, Q_BYTES + ROWS_BYTES);
+        rows_in_pair<QK_PANELS, QK_THERE>(at.q + ring.stage * Q_BYTES, q_map, full, span, step, tile);
+        copy_row_in(at.lse + ring.stage * ROWS_BYTES, p.lse + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
         ring.on();
         if (first) {
             barrier_wait(at.kv_free, keys ^ 1);
@@ -62,11 +75,6 @@ inline void bring_block(Ring<STAGES>& ring, Ring<1>& outputs, uint& keys, const 
             keys ^= 1;
             first = false;
         }
-        barrier_wait(at.d_o_free, outputs.phase ^ 1);
-        barrier_expect(at.d_o_full, D_O_BYTES + ROWS_BYTES);
-        copy_row_in(at.delta, p.delta + rows, ROWS_BYTES, at.d_o_full);
-        queries_in<TILE_M, V_PANELS, V_THERE>(at.d_o, d_o_map, at.d_o_full, span, step.queries, step.head, tile.batch);
-        outputs.on();
     }
     // Zeros leave from where keys would be: no others come before that.
     if (first) {
@@ -76,18 +84,42 @@ inline void bring_block(Ring<STAGES>& ring, Ring<1>& outputs, uint& keys, const 
     }
 }
 
-// Takes block after block of keys.
-inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& d_o_map, const Params& p, const Shared& at,
-                  uint rank) {
+// Another warp brings gradients of outputs: there is one place for them.
+inline void bring_outputs(Ring<1>& ring, const TensorMap& d_o_map, const Params& p, const Shared& at, const Tile& tile) {
+    const Span span = span_of(p, tile.batch);
+    const Reach reach = reach_of(p, span, tile.block);
+    Steps steps = steps_of(p, reach, tile);
+    Step step;
+    while (step_on(steps, p, reach, tile, step)) {
+        barrier_wait(at.d_o_free, ring.phase ^ 1);
+        barrier_expect(at.d_o_full, D_O_BYTES + ROWS_BYTES);
+        rows_in_pair<V_PANELS, V_THERE>(at.d_o, d_o_map, at.d_o_full, span, step, tile);
+        copy_row_in(at.delta, p.delta + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, at.d_o_full);
+        ring.on();
+    }
+}
+
+// They do so for block after block of keys.
+inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Params& p, const Shared& at, uint rank) {
     Ring<STAGES> ring;
-    Ring<1> outputs;
     Told told;
     uint keys = 0;
     while (true) {
         const int number = take_in_pair(told, p, at, rank);
         if (number >= p.last) return;
         const Tile tile = tile_of(p, number);
-        if (!is_none(p, tile)) bring_block(ring, outputs, keys, q_map, k_map, v_map, d_o_map, p, at, tile);
+        if (!is_none(p, tile)) bring_queries(ring, keys, q_map, k_map, v_map, p, at, tile);
+    }
+}
+
+inline void bring_others(const TensorMap& d_o_map, const Params& p, const Shared& at) {
+    Ring<1> ring;
+    Told told;
+    while (true) {
+        const int number = told_in_pair(told, at);
+        if (number >= p.last) return;
+        const Tile tile = tile_of(p, number);
+        if (!is_none(p, tile)) bring_outputs(ring, d_o_map, p, at, tile);
     }
 }
 
@@ -109,10 +141,16 @@ struct Walked {
     inline uint own_slopes(const Ring<2>& turn) const { return at.d_s + turn.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES; }
     // Where a thread's weights are.
     inline uint weights() const { return at.weights + (threadIdx.x & 127) * 16; }
-    // A warp is done with something.
+    // A warp is done with something; of what comes to both blocks at once both are told.
     inline void done_with(uint barrier) const {
         __syncwarp();
         if (lane == 0) barrier_arrive(barrier);
+    }
+    inline void both_done_with(uint barrier) const {
+        __syncwarp();
+        if (lane != 0) return;
+        barrier_arrive(barrier);
+        barrier_arrive_in_pair(barrier, tile.part ^ 1);
     }
 };
 
@@ -136,9 +174,7 @@ inline void along_before(float (&dq)[DQ], const Ring<2>& turn, const Walked& of)
 // They are there: what they were made of may be written anew, here and by the other block.
 inline void along_ends(float (&dq)[DQ], const Ring<2>& turn, const Walked& of) {
     hold(dq);
-    __syncwarp();
-    if (of.lane != 0) return;
-    for (uint rank = 0; rank < 2; rank++) barrier_arrive_in_pair(of.at.d_s_free + 8 * (turn.stage ^ 1), rank);
+    of.both_done_with(of.at.d_s_free + 8 * (turn.stage ^ 1));
 }
 
 // Those of the last step of a walk.
@@ -176,7 +212,7 @@ inline void walk_for_values(float (&dv)[DV], Ring<2>& turn, const Walked& of) {
         pairs_of(lse, at.lse + turn.stage * ROWS_BYTES + 8 * (of.lane & 3));
         products_wait<0>();
         hold(s);
-        of.done_with(at.q_free + 8 * turn.stage);
+        of.both_done_with(at.q_free + 8 * turn.stage);
         if (MASKED_ANYWHERE || step.partly) weights<true>(s, raw, w, of.p, of.captured, corner, lse, 0);
         else weights<false>(s, raw, w, of.p, of.captured, corner, lse, 0);
         // The warp that has the same keys has read what was there.
@@ -191,7 +227,7 @@ inline void walk_for_values(float (&dv)[DV], Ring<2>& turn, const Walked& of) {
             along_before(dq, turn, of);
             products_wait<1>();
             hold(dv);
-            of.done_with(at.d_o_free);
+            of.both_done_with(at.d_o_free);
             products_wait<0>();
             along_ends(dq, turn, of);
             add_slice(dq, to);
@@ -199,7 +235,7 @@ inline void walk_for_values(float (&dv)[DV], Ring<2>& turn, const Walked& of) {
             weigh(dv, w, at.d_o);
             products_wait<0>();
             hold(dv);
-            of.done_with(at.d_o_free);
+            of.both_done_with(at.d_o_free);
         }
         to = of.sums(step);
         behind = true;
@@ -213,7 +249,7 @@ inline void walk_for_values(float (&dv)[DV], Ring<2>& turn, const Walked& of) {
 
 // Gradients of scores go to both blocks: where both have read what was there two steps ago.
 inline void leave_slopes(const uint (&d_w)[SCORES / 2], const Ring<2>& turn, const Walked& of) {
-    barrier_wait_for_pair(of.at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
+    barrier_wait(of.at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
     const uint rows = of.own_slopes(turn) + (of.lane & 15) * ROW_BYTES + ((of.lane >> 4 ^ (of.lane & 7)) << 4);
 #pragma unroll
     for (int n = 0; n < SCORES / 2; n += 4) store_matrices(rows ^ n << 3, d_w[n], d_w[n + 1], d_w[n + 2], d_w[n + 3]);
@@ -247,7 +283,7 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Ring<2>& 
         pairs_of(delta, at.delta + 8 * (of.lane & 3));
         products_wait<0>();
         hold(d_p);
-        of.done_with(at.d_o_free);
+        of.both_done_with(at.d_o_free);
         barrier_wait(at.weights_full + 8 * of.warp, turn.stage);
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) {
@@ -263,21 +299,22 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Ring<2>& 
         const uint q = at.q + turn.stage * Q_BYTES;
         if (behind) {
             float dq[DQ];
-            along_before(dq, turn, of);
             weigh(dk, d_w, q);
             send_slopes(turn, of);
+            along_before(dq, turn, of);
             products_wait<1>();
+            hold(dk);
+            of.both_done_with(at.q_free + 8 * turn.stage);
+            products_wait<0>();
             along_ends(dq, turn, of);
             add_slice(dq, to);
-            products_wait<0>();
-            hold(dk);
         } else {
             weigh(dk, d_w, q);
             send_slopes(turn, of);
             products_wait<0>();
             hold(dk);
+            of.both_done_with(at.q_free + 8 * turn.stage);
         }
-        of.done_with(at.q_free + 8 * turn.stage);
         to = of.sums(step);
         behind = true;
         turn.on();
@@ -317,10 +354,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
         barrier_init(at.kv_full, 1);
         barrier_init(at.kv_free, WARPS);
         barrier_init(at.d_o_full, 1);
-        barrier_init(at.d_o_free, WARPS);
+        barrier_init(at.d_o_free, 2 * WARPS);
         for (int n = 0; n < STAGES; n++) {
             barrier_init(at.q_full + 8 * n, 1);
-            barrier_init(at.q_free + 8 * n, WARPS);
+            barrier_init(at.q_free + 8 * n, 2 * WARPS);
         }
         for (int n = 0; n < 2; n++) {
             barrier_init(at.told_full + 8 * n, 1);
@@ -337,7 +374,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
     meet_in_pair();
     if (threadIdx.x < 128) {
         fewer_registers<BRING_REGISTERS>();
-        if (threadIdx.x == 0) bring(q_map, k_map, v_map, d_o_map, p, at, rank);
+        if (threadIdx.x == 0) bring(q_map, k_map, v_map, p, at, rank);
+        if (threadIdx.x == 32) bring_others(d_o_map, p, at);
     } else {
         more_registers<GROUP_REGISTERS>();
         const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;

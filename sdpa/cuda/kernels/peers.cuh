@@ -14,17 +14,22 @@ inline uint place_of_peer(uint at, uint rank) {
     return there;
 }
 
-inline void store_in_pair(uint at, uint rank, uint x) {
-    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(place_of_peer(at, rank)), "r"(x) : "memory");
+// Stores a number in a block of the pair, and arrives at a barrier there.
+inline void tell_in_pair(uint at, uint x, uint barrier, uint rank) {
+    asm volatile(
+        "st.shared::cluster.b32 [%0], %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%2];" ::"r"(place_of_peer(at, rank)),
+        "r"(x), "r"(place_of_peer(barrier, rank))
+        : "memory");
 }
 
-// Arrives at a barrier of a block of the pair, behind everything that this thread has done or seen.
+// Arrives at a barrier of a block of the pair: what engines have read may be written anew. Not for what this thread has written, which would wait for all that it has added to memory.
 inline void barrier_arrive_in_pair(uint barrier, uint rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(place_of_peer(barrier, rank)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(place_of_peer(barrier, rank)) : "memory");
 }
 
-// Waits at a barrier of this block at which both arrive.
-inline void barrier_wait_for_pair(uint barrier, uint parity) {
+// Waits until this block is told something.
+inline void barrier_wait_told(uint barrier, uint parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -35,6 +40,14 @@ inline void barrier_wait_for_pair(uint barrier, uint parity) {
         "there:\n"
         "}" ::"r"(barrier),
         "r"(parity)
+        : "memory");
+}
+
+// Brings a box of a tensor to the same place of both blocks, which barriers of both expect.
+inline void copy_in_pair(uint to, const TensorMap& map, uint barrier, int dim, int row, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch), "h"((unsigned short)3)
         : "memory");
 }
 

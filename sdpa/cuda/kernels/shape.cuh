@@ -50,8 +50,8 @@ constexpr bool NEXT_LAST = WITH_PACKED_Q;
 constexpr uint BOTH_GROUPS = 1, SUMS_FREE = 2, SUMS_THERE = 4;
 // Warps that are told which block of keys is next: those that compute; where the copy engine adds sums, who asks it, and two that round what is summed up.
 constexpr uint TOLD_WARPS = WARPS + (SUMS_BY_COPY ? 3 : 0);
-// Of a pair one thread is told by the other block's.
-constexpr uint TOLD_IN_PAIR = 2 * WARPS + 1;
+// In a pair, of both blocks, those that compute and the one that brings gradients of outputs; and who brings queries in the block that takes none.
+constexpr uint TOLD_IN_PAIR = 2 * (WARPS + 1) + 1;
 constexpr float LOG2_E = 1.44269504088896340736f;
 #define INFINITE __int_as_float(0x7f800000)
 

@@ -82,7 +82,9 @@ void run_to_peer(Block& block, const Copy& copy) {
 }
 
 void run(Block& block, const Copy& copy) {
-    if (copy.peer != nullptr) return run_to_peer(block, copy);
+    if (copy.peer != nullptr && copy.row == nullptr && copy.bytes > 0) return run_to_peer(block, copy);
+    // A box comes to the block that it is for as if that had asked.
+    if (copy.peer != nullptr && copy.peer != &block) return run(*copy.peer, copy);
     if (copy.row != nullptr) {
         if (copy.bytes % 16 != 0 || copy.shared % 16 != 0 || uintptr_t(copy.row) % 16 != 0) return note("%u bytes in a row to %u", copy.bytes, copy.shared);
         if (!fits(block, copy.shared, copy.bytes, "a copy")) return;

@@ -68,10 +68,12 @@ void barrier_init(uint32_t at, uint32_t arrivals);
 void barrier_arrive(uint32_t at, uint32_t bytes);
 void barrier_wait(uint32_t at, uint32_t parity, const Site& site);
 
-// Of blocks that run together: which of them this one is, stores and arrivals in another's shared memory, bytes in a row to the same place there, and all threads of all.
+// Of blocks that run together: which of them this one is, stores and arrivals in another's shared memory, boxes of tensors to all
+// of them, bytes in a row to the same place of another, and all threads of all.
 unsigned rank();
 void store_in_pair(uint32_t at, unsigned rank, uint32_t word);
 void barrier_arrive_in_pair(uint32_t at, unsigned rank);
+void copy_in_pair(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]);
 void copy_to_peer(uint32_t at, uint32_t bytes, uint32_t barrier, unsigned rank);
 void meet_in_pair(const Site& site);
 

@@ -113,7 +113,7 @@ struct Copy {
     // Whether numbers are added to those in memory; and what counts those of the thread that are not there yet.
     bool adds = false;
     std::shared_ptr<int> unwritten = nullptr;
-    // Of bytes that go to a block that runs with this one: that block.
+    // Of what goes to a block that runs with this one: that block.
     Block* peer = nullptr;
 };
 

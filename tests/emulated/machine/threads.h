@@ -285,6 +285,14 @@ static void copy(bool in, uint32_t shared, const uint64_t* map, uint32_t barrier
 
 void copy_in(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]) { copy(true, to, map, barrier, place, nullptr); }
 
+// To each whenever the engine comes to it.
+void copy_in_pair(uint32_t to, const uint64_t* map, uint32_t barrier, const int (&place)[4]) {
+    for (unsigned rank = 0; rank < now->block->together->blocks.size(); rank++) {
+        copy(true, to, map, barrier, place, nullptr);
+        now->block->copies.back().peer = &in_pair(rank);
+    }
+}
+
 static void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     now->block->copies.push_back(Copy{true, to, barrier, {}, {}, nullptr, const_cast<void*>(from), bytes, lateness(8, 100)});
     went_on = true;
