@@ -62,13 +62,14 @@ mask = ["causal"]
 stats = true
 "#;
 
-/// One stage of operands, parts of the columns; results where queries were.
+/// One stage of operands, parts of the columns, which dropout leaves no pairs for; results where queries were.
 pub(super) const WIDE: &str = r#"
 [[case]]
 name = "wide"
 shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 300, seq_kv = 300, dim_qk = 256, dim_v = 200 }
 dtype = "bf16"
 mask = ["causal"]
+dropout = 0.1
 stats = true
 "#;
 

@@ -11,6 +11,7 @@ mod lists;
 mod mma;
 mod mma_faults;
 mod pages;
+mod pair_faults;
 mod ring_faults;
 mod statistics;
 

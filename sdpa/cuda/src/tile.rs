@@ -204,7 +204,18 @@ const fn pair_cut(dim_qk: u32, dim_v: u32) -> BackwardTile {
 
 /// The usual cut in so many parts.
 const fn backward_cut(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
-    BackwardTile { dim_qk, dim_v, queries: 64, parts, pair: false, shares: 1, stages: 2, held: [0, 0], group_registers: 240, bring_registers: 24 }
+    BackwardTile {
+        dim_qk,
+        dim_v,
+        queries: 64,
+        parts,
+        pair: false,
+        shares: 1,
+        stages: 2,
+        held: [0, 0],
+        group_registers: 240,
+        bring_registers: 24,
+    }
 }
 
 impl BackwardTile {
@@ -324,7 +335,10 @@ mod tests {
         assert_eq!(BackwardTile::of(96, 96).map(|t| t.dim_qk), Some(128));
         assert_eq!(BackwardTile::of(192, 128).map(|t| (t.dim_qk, t.dim_v, t.stages)), Some((256, 128, 2)));
         assert_eq!(BackwardTile::of(8, 257), None);
-        assert_eq!([(192, 128), (129, 9), (128, 129)].map(|(qk, v)| BackwardTile::of_pair(qk, v).map(|t| t.dim_v)), [Some(128), Some(128), Some(256)]);
+        assert_eq!(
+            [(192, 128), (129, 9), (128, 129)].map(|(qk, v)| BackwardTile::of_pair(qk, v).map(|t| t.dim_v)),
+            [Some(128), Some(128), Some(256)]
+        );
         assert_eq!([(128, 128), (8, 257)].map(|(qk, v)| BackwardTile::of_pair(qk, v)), [None; 2]);
     }
 

@@ -24,7 +24,8 @@ const SHARED_BYTES: u32 = 48 << 10;
 const MOST_THREADS: u32 = 1024;
 
 type OfThread = unsafe extern "C" fn(*mut Ptr);
-type Run = unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize, Holds, *mut u64) -> c_int;
+type Run =
+    unsafe extern "C" fn(OfThread, *const c_uint, c_uint, c_uint, c_uint, *mut Ptr, u64, *mut c_char, usize, Holds, *mut u64) -> c_int;
 /// Whether bytes lie in an allocation.
 type Holds = extern "C" fn(u64, u64) -> bool;
 /// A thread of the launch that runs has touched what is no memory. Comes back where none runs.

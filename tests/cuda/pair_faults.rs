@@ -1,0 +1,167 @@
+//! Faults of blocks of threads that run as pairs: what they exchange, and what their groups do.
+
+use super::NAME;
+use super::faults::{Fault, Pass::Backward, all_are_found, all_have_places};
+
+/// Wide heads: several steps, a mask, heads that share keys.
+const PAIRS: &str = r#"
+[[case]]
+name = "pairs"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 300, seq_kv = 290, dim_qk = 256, dim_v = 200 }
+dtype = "bf16"
+mask = ["causal"]
+stats = true
+
+[[case]]
+name = "pairs, narrower values"
+shape = { batch = 1, heads_q = 2, heads_kv = 2, seq_q = 420, seq_kv = 330, dim_qk = 192, dim_v = 128 }
+dtype = "f16"
+stats = true
+"#;
+
+/// Blocks of threads that share the heads of a group.
+const SHARES: &str = r#"
+[[case]]
+name = "pairs that share heads"
+shape = { batch = 1, heads_q = 6, heads_kv = 1, seq_q = 260, seq_kv = 110, dim_qk = 200, dim_v = 256 }
+dtype = "f16"
+stats = true
+"#;
+
+/// Documents that end within the first half of a block of keys.
+const ENDING: &str = r#"
+[[case]]
+name = "documents of pairs"
+shape = { batch = 4, heads_q = 2, heads_kv = 1, seq_q = 200, seq_kv = 200, dim_qk = 256, dim_v = 136 }
+dtype = "bf16"
+layout = "bshd"
+mask = ["causal"]
+stats = true
+packed = { lengths_q = [20, 130, 0, 200], before = 2, slack = 3 }
+"#;
+
+const FAULTS: [Fault; 26] = [
+    (
+        "gradients of scores of the other block are not waited for",
+        Backward,
+        ["barrier_wait(of.at.d_s_full + 8 * before, turn.phase ^ before);", ""],
+        PAIRS,
+    ),
+    (
+        "gradients of scores are written over before both blocks read them",
+        Backward,
+        ["barrier_wait(of.at.d_s_free + 8 * turn.stage, turn.phase ^ 1);", ""],
+        PAIRS,
+    ),
+    ("the other block is not told what was read", Backward, ["barrier_arrive_in_pair(barrier, tile.part ^ 1);", ""], PAIRS),
+    (
+        "engines are not told of gradients of scores",
+        Backward,
+        ["written_for_engines();\n    __syncwarp();\n    if (of.lane", "__syncwarp();\n    if (of.lane"],
+        PAIRS,
+    ),
+    (
+        "gradients of scores go to the own block's place",
+        Backward,
+        ["turn.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES", "turn.stage * D_S_BYTES"],
+        PAIRS,
+    ),
+    (
+        "gradients of scores have one place",
+        Backward,
+        ["const uint d_s = of.at.d_s + before * D_S_BYTES;", "const uint d_s = of.at.d_s;"],
+        PAIRS,
+    ),
+    ("weights are read before they are there", Backward, ["barrier_wait(at.weights_full + 8 * of.warp, turn.stage);", ""], PAIRS),
+    (
+        "weights are written over before they are read",
+        Backward,
+        ["barrier_wait(at.weights_free + 8 * of.warp, turn.stage ^ 1);", ""],
+        PAIRS,
+    ),
+    (
+        "weights are those of other queries",
+        Backward,
+        ["load_shared_four(of.weights() + n * 512)", "load_shared_four(of.weights() + (n ^ 4) * 512)"],
+        PAIRS,
+    ),
+    ("keys of the other block are of this one's columns alone", Backward, ["tile.part * QK_PANELS / 2);", "0);"], PAIRS),
+    (
+        "the other's gradients of scores are beside this one's keys",
+        Backward,
+        ["further(other, step * 16 * ROW_BYTES), further(k_other,", "further(other, step * 16 * ROW_BYTES), further(k_own,"],
+        PAIRS,
+    ),
+    ("both blocks have the first keys", Backward, ["own = tile.block * 2 + tile.part,", "own = tile.block * 2,"], PAIRS),
+    (
+        "scores stand at the first block's keys",
+        Backward,
+        ["tile.block * TILE_N + tile.part * KEYS + warp", "tile.block * TILE_N + warp"],
+        PAIRS,
+    ),
+    (
+        "both blocks bring the first half of the panels",
+        Backward,
+        ["panel = tile.part * panels / 2; panel < (tile.part + 1) * panels / 2", "panel = 0; panel < panels / 2"],
+        PAIRS,
+    ),
+    (
+        "queries come before both blocks are done with others",
+        Backward,
+        ["barrier_wait(at.q_free + 8 * ring.stage, ring.phase ^ 1);", ""],
+        PAIRS,
+    ),
+    (
+        "gradients of outputs come before both blocks are done with others",
+        Backward,
+        ["barrier_wait(at.d_o_free, ring.phase ^ 1);", ""],
+        PAIRS,
+    ),
+    (
+        "gradients of outputs are not waited for",
+        Backward,
+        ["barrier_wait(at.d_o_full, turn.stage);\n        score<V_STEPS>", "score<V_STEPS>"],
+        PAIRS,
+    ),
+    ("gradients of weights are read while they are computed", Backward, ["products_wait<0>();\n        hold(d_p);", "hold(d_p);"], PAIRS),
+    ("scores are read while they are computed", Backward, ["products_wait<0>();\n        hold(s);", "hold(s);"], PAIRS),
+    (
+        "sums go to this step's place",
+        Backward,
+        [
+            "add_slice(dq, to);\n        } else {\n            weigh(dv",
+            "add_slice(dq, of.sums(step));\n        } else {\n            weigh(dv",
+        ],
+        PAIRS,
+    ),
+    ("groups add to one slice", Backward, ["step.queries, tile.part * 2 + group)", "step.queries, tile.part * 2)"], PAIRS),
+    (
+        "gradients leave from keys that are read",
+        Backward,
+        ["// Both groups are done with the keys.\n    meet(BOTH_GROUPS, 256);", ""],
+        PAIRS,
+    ),
+    (
+        "one block alone is told what is next",
+        Backward,
+        ["for (uint other = 0; other < 2; other++) tell_in_pair", "for (uint other = 0; other < 1; other++) tell_in_pair"],
+        PAIRS,
+    ),
+    (
+        "a block ends while the other arrives at its barriers",
+        Backward,
+        ["arrives at, is there until then.\n    meet_in_pair();", ""],
+        PAIRS,
+    ),
+    ("groups add their shares to one place", Backward, ["128 * (DK + DV) + of.group * 128 * DV", "128 * (DK + DV)"], SHARES),
+    ("keys behind a document's end are asked for", Backward, ["PAIR && block * rows >= span.len_kv ? 0 : of_tensor", "of_tensor"], ENDING),
+];
+
+#[test]
+fn every_fault_of_pairs_is_found() {
+    all_have_places(&FAULTS);
+    if super::executor().is_none() {
+        return;
+    }
+    all_are_found(&format!("{NAME}, pairs"), &FAULTS, &[PAIRS, SHARES, ENDING], || conformance::emulated::executor().unwrap());
+}
