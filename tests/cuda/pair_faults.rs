@@ -114,13 +114,13 @@ const FAULTS: [Fault; 26] = [
     (
         "gradients of outputs come before both blocks are done with others",
         Backward,
-        ["barrier_wait(at.d_o_free, ring.phase ^ 1);", ""],
+        ["barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);", ""],
         PAIRS,
     ),
     (
         "gradients of outputs are not waited for",
         Backward,
-        ["barrier_wait(at.d_o_full, turn.stage);\n        score<V_STEPS>", "score<V_STEPS>"],
+        ["barrier_wait(at.d_o_full + 8 * turn.output(), turn.output_phase());\n        score<V_STEPS>", "score<V_STEPS>"],
         PAIRS,
     ),
     ("gradients of weights are read while they are computed", Backward, ["products_wait<0>();\n        hold(d_p);", "hold(d_p);"], PAIRS),

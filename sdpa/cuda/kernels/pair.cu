@@ -84,17 +84,18 @@ inline void bring_queries(Ring<STAGES>& ring, uint& keys, const TensorMap& q_map
     }
 }
 
-// Another warp brings gradients of outputs: there is one place for them.
-inline void bring_outputs(Ring<1>& ring, const TensorMap& d_o_map, const Params& p, const Shared& at, const Tile& tile) {
+// Another warp brings gradients of outputs.
+inline void bring_outputs(Ring<D_O_STAGES>& ring, const TensorMap& d_o_map, const Params& p, const Shared& at, const Tile& tile) {
     const Span span = span_of(p, tile.batch);
     const Reach reach = reach_of(p, span, tile.block);
     Steps steps = steps_of(p, reach, tile);
     Step step;
     while (step_on(steps, p, reach, tile, step)) {
-        barrier_wait(at.d_o_free, ring.phase ^ 1);
-        barrier_expect(at.d_o_full, D_O_BYTES + ROWS_BYTES);
-        rows_in_pair<V_PANELS, V_THERE>(at.d_o, d_o_map, at.d_o_full, span, step, tile);
-        copy_row_in(at.delta, p.delta + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, at.d_o_full);
+        const uint full = at.d_o_full + 8 * ring.stage;
+        barrier_wait(at.d_o_free + 8 * ring.stage, ring.phase ^ 1);
+        barrier_expect(full, D_O_BYTES + ROWS_BYTES);
+        rows_in_pair<V_PANELS, V_THERE>(at.d_o + ring.stage * D_O_BYTES, d_o_map, full, span, step, tile);
+        copy_row_in(at.delta + ring.stage * ROWS_BYTES, p.delta + tile_place(p, span, tile.batch, step.head, step.queries) * TILE_M, ROWS_BYTES, full);
         ring.on();
     }
 }
@@ -113,7 +114,7 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
 }
 
 inline void bring_others(const TensorMap& d_o_map, const Params& p, const Shared& at) {
-    Ring<1> ring;
+    Ring<D_O_STAGES> ring;
     Told told;
     while (true) {
         const int number = told_in_pair(told, at);
@@ -122,6 +123,12 @@ inline void bring_others(const TensorMap& d_o_map, const Params& p, const Shared
         if (!is_none(p, tile)) bring_outputs(ring, d_o_map, p, at, tile);
     }
 }
+
+// Which step a group is at: queries and gradients of scores have two places, gradients of outputs as many as there is room for.
+struct Turn : Ring<2> {
+    inline int output() const { return D_O_STAGES == 1 ? 0 : stage; }
+    inline int output_phase() const { return D_O_STAGES == 1 ? stage : phase; }
+};
 
 // What a group walks over: a block of keys, its steps, and where its warps are in shared memory.
 struct Walked {
@@ -138,7 +145,7 @@ struct Walked {
     }
     inline float* sums(const Step& step) const { return slice_at(p, span, tile, step.head, step.queries, tile.part * 2 + group); }
     // Where a warp's gradients of scores are, of a step.
-    inline uint own_slopes(const Ring<2>& turn) const { return at.d_s + turn.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES; }
+    inline uint own_slopes(const Turn& turn) const { return at.d_s + turn.stage * D_S_BYTES + tile.part * KV_PANEL_BYTES + warp * 16 * ROW_BYTES; }
     // Where a thread's weights are.
     inline uint weights() const { return at.weights + (threadIdx.x & 127) * 16; }
     // A warp is done with something; of what comes to both blocks at once both are told.
@@ -155,7 +162,7 @@ struct Walked {
 };
 
 // Gradients of the queries of the step before along a panel of columns, from gradients of scores of both blocks, this one's first. Nothing waits but for these.
-inline void along_before(float (&dq)[DQ], const Ring<2>& turn, const Walked& of) {
+inline void along_before(float (&dq)[DQ], const Turn& turn, const Walked& of) {
     const int before = turn.stage ^ 1;
     barrier_wait(of.at.d_s_full + 8 * before, turn.phase ^ before);
     const uint d_s = of.at.d_s + before * D_S_BYTES;
@@ -172,13 +179,13 @@ inline void along_before(float (&dq)[DQ], const Ring<2>& turn, const Walked& of)
 }
 
 // They are there: what they were made of may be written anew, here and by the other block.
-inline void along_ends(float (&dq)[DQ], const Ring<2>& turn, const Walked& of) {
+inline void along_ends(float (&dq)[DQ], const Turn& turn, const Walked& of) {
     hold(dq);
     of.both_done_with(of.at.d_s_free + 8 * (turn.stage ^ 1));
 }
 
 // Those of the last step of a walk.
-inline void along_last(const Ring<2>& turn, const Walked& of, float* to) {
+inline void along_last(const Turn& turn, const Walked& of, float* to) {
     float dq[DQ];
     along_before(dq, turn, of);
     products_wait<0>();
@@ -186,14 +193,14 @@ inline void along_last(const Ring<2>& turn, const Walked& of, float* to) {
     add_slice(dq, to);
 }
 
-inline void scores_of(float (&s)[SCORES], const Ring<2>& turn, const Walked& of) {
+inline void scores_of(float (&s)[SCORES], const Turn& turn, const Walked& of) {
     const uint none[1] = {0};
     barrier_wait(of.at.q_full + 8 * turn.stage, turn.phase);
     score<QK_STEPS>(s, of.at.k, none, of.at.q + turn.stage * Q_BYTES);
 }
 
 // The group that has scores: weights, which the other group is told of, and gradients of values. The next scores are asked for at the end of a step.
-inline void walk_for_values(float (&dv)[DV], Ring<2>& turn, const Walked& of) {
+inline void walk_for_values(float (&dv)[DV], Turn& turn, const Walked& of) {
     const Shared& at = of.at;
     Steps steps = steps_of(of.p, of.reach, of.tile);
     Step step, next;
@@ -220,22 +227,23 @@ inline void walk_for_values(float (&dv)[DV], Ring<2>& turn, const Walked& of) {
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) store_shared_numbers(of.weights() + n * 512, s[n], s[n + 1], s[n + 2], s[n + 3]);
         of.done_with(at.weights_full + 8 * of.warp);
-        barrier_wait(at.d_o_full, turn.stage);
+        const uint d_o = at.d_o + turn.output() * D_O_BYTES, d_o_free = at.d_o_free + 8 * turn.output();
+        barrier_wait(at.d_o_full + 8 * turn.output(), turn.output_phase());
         if (behind) {
             float dq[DQ];
-            weigh(dv, w, at.d_o);
+            weigh(dv, w, d_o);
             along_before(dq, turn, of);
             products_wait<1>();
             hold(dv);
-            of.both_done_with(at.d_o_free);
+            of.both_done_with(d_o_free);
             products_wait<0>();
             along_ends(dq, turn, of);
             add_slice(dq, to);
         } else {
-            weigh(dv, w, at.d_o);
+            weigh(dv, w, d_o);
             products_wait<0>();
             hold(dv);
-            of.both_done_with(at.d_o_free);
+            of.both_done_with(d_o_free);
         }
         to = of.sums(step);
         behind = true;
@@ -248,7 +256,7 @@ inline void walk_for_values(float (&dv)[DV], Ring<2>& turn, const Walked& of) {
 }
 
 // Gradients of scores go to both blocks: where both have read what was there two steps ago.
-inline void leave_slopes(const uint (&d_w)[SCORES / 2], const Ring<2>& turn, const Walked& of) {
+inline void leave_slopes(const uint (&d_w)[SCORES / 2], const Turn& turn, const Walked& of) {
     barrier_wait(of.at.d_s_free + 8 * turn.stage, turn.phase ^ 1);
     const uint rows = of.own_slopes(turn) + (of.lane & 15) * ROW_BYTES + ((of.lane >> 4 ^ (of.lane & 7)) << 4);
 #pragma unroll
@@ -256,7 +264,7 @@ inline void leave_slopes(const uint (&d_w)[SCORES / 2], const Ring<2>& turn, con
 }
 
 // A warp's rows are in a row: the other block's come as they go.
-inline void send_slopes(const Ring<2>& turn, const Walked& of) {
+inline void send_slopes(const Turn& turn, const Walked& of) {
     written_for_engines();
     __syncwarp();
     if (of.lane != 0) return;
@@ -266,7 +274,7 @@ inline void send_slopes(const Ring<2>& turn, const Walked& of) {
 }
 
 // The other group: gradients of weights, of scores, and of keys.
-inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Ring<2>& turn, const Walked& of) {
+inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& turn, const Walked& of) {
     const Shared& at = of.at;
     Steps steps = steps_of(of.p, of.reach, of.tile);
     Step step;
@@ -278,12 +286,12 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Ring<2>& 
         float s[SCORES], d_p[SCORES], raw[RAW];
         float2 delta[PAIRS];
         uint d_w[SCORES / 2];
-        barrier_wait(at.d_o_full, turn.stage);
-        score<V_STEPS>(d_p, at.v, none, at.d_o);
-        pairs_of(delta, at.delta + 8 * (of.lane & 3));
+        barrier_wait(at.d_o_full + 8 * turn.output(), turn.output_phase());
+        score<V_STEPS>(d_p, at.v, none, at.d_o + turn.output() * D_O_BYTES);
+        pairs_of(delta, at.delta + turn.output() * ROWS_BYTES + 8 * (of.lane & 3));
         products_wait<0>();
         hold(d_p);
-        of.both_done_with(at.d_o_free);
+        of.both_done_with(at.d_o_free + 8 * turn.output());
         barrier_wait(at.weights_full + 8 * of.warp, turn.stage);
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) {
@@ -353,8 +361,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
     if (threadIdx.x == 0) {
         barrier_init(at.kv_full, 1);
         barrier_init(at.kv_free, WARPS);
-        barrier_init(at.d_o_full, 1);
-        barrier_init(at.d_o_free, 2 * WARPS);
+        for (int n = 0; n < D_O_STAGES; n++) {
+            barrier_init(at.d_o_full + 8 * n, 1);
+            barrier_init(at.d_o_free + 8 * n, 2 * WARPS);
+        }
         for (int n = 0; n < STAGES; n++) {
             barrier_init(at.q_full + 8 * n, 1);
             barrier_init(at.q_free + 8 * n, 2 * WARPS);
@@ -379,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
     } else {
         more_registers<GROUP_REGISTERS>();
         const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-        Ring<2> turn;
+        Turn turn;
         Told told;
         uint keys = 0;
         while (true) {

@@ -15,12 +15,11 @@ constexpr uint K_BYTES = KV_PANEL_BYTES * QK_PANELS;
 constexpr uint V_BYTES = KV_PANEL_BYTES * V_PANELS;
 // Of a pair, the other's keys along the columns of gradients of queries that a block of threads has.
 constexpr uint K_OTHER_BYTES = PAIR ? KV_PANEL_BYTES * QK_PANELS / 2 : 0;
-constexpr int D_O_STAGES = PAIR ? 1 : STAGES;
 constexpr uint ROWS_BYTES = TILE_M * 4;
 constexpr uint D_S_BYTES = TILE_N * TILE_M * 2;
-// Of gradients of keys and values, a block of threads has a part of the columns, but not one of a pair; of those of queries, a group a half of that part.
-constexpr int DK_PANELS = PAIR ? QK_PANELS : QK_PANELS / PARTS;
-constexpr int DV_PANELS = PAIR ? V_PANELS : V_PANELS / PARTS;
+// Of gradients of keys and values, a block of threads has a part of the columns, but one of a pair all that there are; of those of queries, a group a half of its part.
+constexpr int DK_PANELS = PAIR ? QK_THERE : QK_PANELS / PARTS;
+constexpr int DV_PANELS = PAIR ? V_THERE : V_PANELS / PARTS;
 constexpr int SLICES = 2 * PARTS;
 // Queries of a tile go by 64 at a time.
 constexpr int SUBS = TILE_M / 64;

@@ -223,6 +223,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
         ("PARTS", tile.parts),
         ("PAIR", tile.pair.into()),
         ("STAGES", tile.stages),
+        ("D_O_STAGES", tile.output_stages),
         ("HELD_QK", held(held_rows[0], forward.tensors[0].dims[3])),
         ("TIGHT", tight.into()),
         ("HELD_V", held(held_rows[1], forward.tensors[2].dims[3])),
@@ -243,7 +244,11 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let engines: Vec<(&str, &str)> = ENGINES.into_iter().chain(tile.pair.then_some(PEERS)).collect();
     let mut text = begin(forward, &own, &params, &traced, &engines);
     text.push_str(GENERATED);
-    let columns = [tile.dim_qk, tile.dim_v].map(|dim| if tile.pair { dim } else { dim / tile.parts });
+    let columns = if tile.pair {
+        [0, 2].map(|n: usize| PANEL * panels(forward.tensors[n].dims[3]))
+    } else {
+        [tile.dim_qk, tile.dim_v].map(|dim| dim / tile.parts)
+    };
     text.push_str(&matrix::backward(element(forward.dtype), columns));
     let map = (forward.lists() == Lists::AtCall).then_some(MAP);
     [SPAN, CLIPPED, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));

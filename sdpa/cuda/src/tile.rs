@@ -177,8 +177,10 @@ pub struct BackwardTile {
     pub pair: bool,
     /// Blocks of threads that share the query heads of a key head: 1, or more where there are too few blocks of keys.
     pub shares: u32,
-    /// Steps whose queries and gradients of outputs are in shared memory at once.
+    /// Steps whose queries are in shared memory at once.
     pub stages: u32,
+    /// Steps whose gradients of outputs are.
+    pub output_stages: u32,
     /// Columns of keys and of values that a group has in registers for all queries, in sixteens: products read these from shared memory once.
     pub held: [u32; 2],
     /// Registers of a thread that computes.
@@ -192,11 +194,11 @@ const BACKWARD_TILES: [BackwardTile; 4] = [
     BackwardTile { queries: 128, held: [4, 4], ..backward_cut(64, 64, 1) },
     BackwardTile { held: [0, 1], ..backward_cut(128, 128, 1) },
     backward_cut(256, 128, 2),
-    BackwardTile { stages: 1, ..backward_cut(256, 256, 2) },
+    BackwardTile { stages: 1, output_stages: 1, ..backward_cut(256, 256, 2) },
 ];
 
 /// The cuts of those that run as pairs.
-const PAIRS: [BackwardTile; 2] = [pair_cut(256, 128), pair_cut(256, 256)];
+const PAIRS: [BackwardTile; 2] = [pair_cut(256, 128), BackwardTile { output_stages: 1, ..pair_cut(256, 256) }];
 
 const fn pair_cut(dim_qk: u32, dim_v: u32) -> BackwardTile {
     BackwardTile { pair: true, ..backward_cut(dim_qk, dim_v, 2) }
@@ -212,6 +214,7 @@ const fn backward_cut(dim_qk: u32, dim_v: u32, parts: u32) -> BackwardTile {
         pair: false,
         shares: 1,
         stages: 2,
+        output_stages: 2,
         held: [0, 0],
         group_registers: 240,
         bring_registers: 24,
@@ -283,14 +286,12 @@ impl BackwardTile {
     }
 
     /// Bytes of shared memory of a block: keys and values, steps of queries and gradients of outputs, two numbers of each query, gradients of scores of
-    /// two steps, gradients of a step's queries, pieces of them that are rounded, barriers. Of a pair also half of the columns of the other's keys, and weights, f32; there is
-    /// one step's gradients of outputs.
+    /// two steps, gradients of a step's queries, pieces of them that are rounded, barriers. Of a pair also half of the columns of the other's keys, and weights, f32.
     pub fn shared_bytes(&self) -> u32 {
         let [row_qk, row_v] = [self.dim_qk, self.dim_v].map(|dim| dim / PANEL * ROW_BYTES);
-        let (stages_v, of_pair) =
-            if self.pair { (1, self.own_keys() * row_qk / 2 + self.own_keys() * self.queries * 4) } else { (self.stages, 0) };
+        let of_pair = if self.pair { self.own_keys() * row_qk / 2 + self.own_keys() * self.queries * 4 } else { 0 };
         self.own_keys() * (row_qk + row_v)
-            + self.queries * (self.stages * row_qk + stages_v * row_v)
+            + self.queries * (self.stages * row_qk + self.output_stages * row_v)
             + of_pair
             + self.stages * self.queries * 8
             + 2 * BackwardTile::KEYS * self.queries * 2
