@@ -235,9 +235,23 @@ impl Forward {
     }
 }
 
-/// What compiling a trace for one score costs, in units of an addition.
+/// What compiling a trace for one score costs, in units of an addition. What is the same for all scores of a head (the slopes of ALiBi) is computed once for many.
 pub(crate) fn trace_weight(trace: &Trace) -> u32 {
-    trace.nodes().iter().map(|node| node_weight(*node)).sum()
+    let mut differs: Vec<bool> = Vec::with_capacity(trace.nodes().len());
+    let mut weight = 0;
+    for &node in trace.nodes() {
+        let here = match node {
+            Node::Score | Node::Upstream | Node::Index(Axis::Q | Axis::K) => true,
+            Node::Index(Axis::Batch | Axis::Head) | Node::Extent(_) | Node::Const(_) => false,
+            Node::Param(id) => {
+                matches!(trace.params()[id.index()].kind, ParamKind::Tensor { axes, .. } if axes.has(Axis::Q) || axes.has(Axis::K))
+            }
+            Node::Read(..) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => node.operands().any(|of| differs[of.index()]),
+        };
+        weight += if here { node_weight(node) } else { 0 };
+        differs.push(here);
+    }
+    weight
 }
 
 fn node_weight(node: Node) -> u32 {
