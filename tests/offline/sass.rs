@@ -17,12 +17,13 @@ use std::sync::Mutex;
 /// Dims, type, score_mod (or none), mask (or none), and the family.
 type Row = ([i64; 2], DType, &'static str, &'static str, Family);
 
-const TABLE: [Row; 9] = [
+const TABLE: [Row; 10] = [
     ([128, 128], DType::BF16, "", "causal", Family::Wgmma),
     ([64, 64], DType::F16, "softcap:30", "causal", Family::Wgmma),
     ([96, 72], DType::BF16, "", "causal", Family::Wgmma),
     ([192, 128], DType::BF16, "", "", Family::Wgmma),
     ([256, 256], DType::BF16, "softcap:50", "window:400,0", Family::Wgmma),
+    ([256, 256], DType::BF16, "", "causal-bottom-right", Family::Wgmma),
     ([128, 128], DType::BF16, "softcap:30", "causal", Family::Mma),
     ([64, 64], DType::F32, "", "causal", Family::Mma),
     ([192, 128], DType::F16, "", "", Family::Mma),
@@ -62,8 +63,8 @@ fn forward_of_groups(spec: &AttentionSpec) -> Counts {
     };
     // Of each of two rows, also: how much less its earlier sums weigh.
     let exponents = exponents + SOFTENED * 2;
-    // Of the widest heads the compiler copies the end of a block's work once more.
-    let exponents = if tile.dim_v > 192 { exponents / SOFTENED * (SOFTENED + 1) } else { exponents };
+    // Where keys are in parts the compiler copies the end of a block's work once more.
+    let exponents = if tile.split { exponents / SOFTENED * (SOFTENED + 1) } else { exponents };
     vec![
         ("HGMMA", number(products)),
         ("HMMA", 0),

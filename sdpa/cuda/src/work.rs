@@ -5,6 +5,7 @@ use crate::source::HEAVY;
 use crate::tile::{Few, GROUP_QUERIES, MOST_DIM, Tile};
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::{Operand, Side};
+use std::ops::Range;
 
 /// Blocks of keys that a part has at least, where queries are few and where they are not: merging costs as much as some.
 const LEAST_BLOCKS: [u32; 2] = [2, 8];
@@ -57,7 +58,27 @@ impl Forward {
         let unbounded = region.lower.is_none() && region.prefix.is_none() && ends.lower.is_none();
         let traced = self.keep.is_some() || self.score_mod.is_some() || self.dropout.is_some();
         let lies_apart = self.packed.is_some() || self.paged.is_some();
-        extents[3] >= LONG && unbounded && !traced && !lies_apart
+        // Without a left end the last query keeps the most.
+        let last = extents[2] - 1;
+        self.keys_of([last, last]).end >= LONG && unbounded && !traced && !lies_apart
+    }
+
+    /// Keys that bands and the prefix keep of the first and the last of some queries, in entries as long as any: those of a call may leave less.
+    fn keys_of(&self, [first_q, last_q]: [i64; 2]) -> Range<i64> {
+        let [.., seq_q, seq_kv] = self.extents;
+        let of = |q| [self.region.key_range(q, seq_kv), self.ends.key_range(q, [seq_q, seq_kv])];
+        let ([a, b], [c, d]) = (of(first_q), of(last_q));
+        a.start.max(b.start)..c.end.min(d.end)
+    }
+
+    /// Blocks of keys of the tile that has the most.
+    fn longest_walk(&self, tile: &Tile) -> i64 {
+        let (queries, seq_q) = (tile.queries(), self.extents[2]);
+        let blocks = |first: i64| {
+            let keys = self.keys_of([first, (first + i64::from(queries)).min(seq_q) - 1]);
+            if keys.is_empty() { 0 } else { steps(keys.end, tile.keys) - keys.start / i64::from(tile.keys) }
+        };
+        (0..seq_q).step_by(queries as usize).map(blocks).max().unwrap_or(0)
     }
 
     /// How few queries share a tile: where a group of threads has them all, of as many heads as it has rows for. Heads that a rule tells apart have
@@ -72,18 +93,18 @@ impl Forward {
         Some(Few { queries, heads: heads as u32 })
     }
 
-    /// Whether there are keys enough for parts, and too few tiles without. Where queries are few and keys as many as a call says, one entry may have most of
-    /// them: more tiles than otherwise are too few.
+    /// Whether there are too few tiles, and of the longest, for which the others wait, keys enough for two parts: no shorter one has to be split. Where queries are
+    /// few and keys as many as a call says, one entry may have most of them: more tiles than otherwise are too few.
     fn splits(&self, tile: &Tile, multiprocessors: u32) -> bool {
         let few = tile.few.is_some();
-        let enough = steps(self.extents[3], tile.keys) >= 2 * i64::from(self.least_blocks(tile));
         let unknown = self.seq_len_kv || self.packs(Side::Keys);
         let each = match (few, unknown) {
             (true, true) => 16,
             (true, false) => 4,
             (false, _) => 1,
         };
-        enough && self.most_tiles(tile) < each * i64::from(multiprocessors)
+        let enough = || self.longest_walk(tile) >= 2 * i64::from(self.least_blocks(tile));
+        self.most_tiles(tile) < each * i64::from(multiprocessors) && enough()
     }
 
     /// Blocks of keys that a part of a tile has at least.
@@ -143,11 +164,15 @@ mod tests {
     use super::*;
     use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
 
-    fn of([batch, heads_q, heads_kv, seq_q, seq_kv]: [i64; 5], masks: &[&str]) -> Tile {
-        let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: 128, dim_v: 128 };
+    fn told([batch, heads_q, heads_kv, seq_q, seq_kv]: [i64; 5], dim: i64, masks: &[&str]) -> Forward {
+        let shape = Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk: dim, dim_v: dim };
         let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bshd);
         let spec = masks.iter().fold(spec, |spec, mask| spec.mask(mask.parse::<Mask>().unwrap()));
-        Forward::of(&spec.validate().unwrap()).unwrap().tile(132).unwrap()
+        Forward::of(&spec.validate().unwrap()).unwrap()
+    }
+
+    fn of(extents: [i64; 5], masks: &[&str]) -> Tile {
+        told(extents, 128, masks).tile(132).unwrap()
     }
 
     #[test]
@@ -172,6 +197,7 @@ mod tests {
             assert_eq!(keys([1, 32, 8, 16_384, 16_384], &[mask]), 128, "{mask}");
         }
         assert_eq!(keys([1, 4, 4, 100, 30_000], &[]), 128, "parts");
+        assert_eq!(keys([1, 32, 8, 6000, 16_384], &["causal"]), 128, "no query keeps more keys than there are queries");
     }
 
     #[test]
@@ -183,5 +209,49 @@ mod tests {
         assert!(split([100, 32, 8, 1, 8192], &["padding"]), "one entry may have them all");
         assert!(!split([300, 32, 8, 1, 8192], &["padding"]), "tiles enough all the same");
         assert!(!split([2, 32, 32, 4096, 4096], &["causal"]));
+    }
+
+    #[test]
+    fn keys_that_no_query_of_a_tile_keeps_are_no_reason_to_split() {
+        let split = |extents, dim, mask: &str| told(extents, dim, &[mask]).tile(132).unwrap().split;
+        for (extents, dim) in [([1, 16, 16, 896, 8135], 256), ([2, 8, 1, 512, 6656], 64)] {
+            assert!(!split(extents, dim, "causal"), "{extents:?}");
+            assert!(split(extents, dim, "causal-bottom-right") && split(extents, dim, "padding"), "{extents:?}");
+            assert!(!split(extents, dim, "window:300,300") && !split(extents, dim, "prefix-lm:1000"), "{extents:?}");
+            assert!(split(extents, dim, "prefix-lm:4000") && split(extents, dim, "window:300,4000"), "{extents:?}");
+        }
+        assert!(split([1, 8, 8, 2048, 8192], 128, "causal"), "the last tile keeps 16 blocks");
+        // Of few queries parts are smaller.
+        assert!(
+            split([2, 8, 1, 4, 8192], 128, "window:600,0:ends & padding") && !split([2, 8, 1, 4, 8192], 128, "window:200,0:ends & padding")
+        );
+        assert!(split([2, 8, 1, 4, 8192], 128, "causal-bottom-right") && !split([2, 8, 1, 4, 8192], 128, "causal"));
+    }
+
+    #[test]
+    fn the_longest_walk_is_over_the_blocks_that_some_tile_keeps() {
+        for text in [
+            "padding",
+            "causal",
+            "causal-bottom-right",
+            "window:300,70",
+            "prefix-lm:400",
+            "prefix-lm:300 & k <= q + 200",
+            "k - q > 650",
+            "k - q < -990",
+        ] {
+            for (seq_q, seq_kv) in [(1000, 700), (300, 1500), (5, 1000)] {
+                let forward = told([1, 2, 1, seq_q, seq_kv], 128, &[text]);
+                let tile = forward.tile(132).unwrap();
+                let (queries, keys) = (i64::from(tile.queries()), i64::from(tile.keys));
+                let blocks_of = |tile: i64| {
+                    let within = (tile * queries..((tile + 1) * queries).min(seq_q)).flat_map(|q| (0..seq_kv).map(move |k| (q, k)));
+                    let kept = within.filter(|&(q, k)| forward.region.keeps(q, k) && forward.ends.keeps(q, k, [seq_q, seq_kv]));
+                    kept.map(|(_, k)| k / keys).collect::<std::collections::BTreeSet<i64>>().len()
+                };
+                let expected = (0..steps(seq_q, tile.queries())).map(blocks_of).max();
+                assert_eq!(Some(forward.longest_walk(&tile) as usize), expected, "{text} at {seq_q}, {seq_kv}");
+            }
+        }
     }
 }

@@ -98,7 +98,7 @@ def test_who_was_faster_runs_it_and_says_why_not_the_other():
     rule, rule_back, band, band_back = run(CHOSEN).splitlines()
     for line in (rule, rule_back):
         assert line.startswith("cuda [('cudnn', ['it was not asked: kernels of our own are asked before cuDNN: a mask of places that is no band")
-    assert band.startswith("cudnn [('cuda', ['it was not asked: kernels of our own are asked after cuDNN: heads of 64, fewer than 1,024 tokens")
+    assert band.startswith("cudnn [('cuda', ['it was not asked: kernels of our own are asked after cuDNN: heads of 64, at most 1,024 tokens, causal")
     assert band_back.startswith("cudnn [('cuda', ['it was not asked: kernels of our own are asked after cuDNN: ")
 
 
