@@ -11,6 +11,7 @@ mod lists;
 mod mma;
 mod mma_faults;
 mod pages;
+mod places;
 mod ring_faults;
 mod statistics;
 
