@@ -253,6 +253,16 @@ stats = true
 backward = { wrt = ["bias:f32"] }
 "#;
 
+/// A tensor that ends where memory does, at the end of no tile.
+const ENDING: &str = r#"
+[[case]]
+name = "a bias of whole pages of memory"
+shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 320, seq_kv = 200, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+score_mod = ["bias:hqk"]
+stats = true
+"#;
+
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Pass {
     Forward,
@@ -264,7 +274,7 @@ use Pass::{Backward, Forward};
 /// What is wrong, in which pass, the text and what takes its place, and what finds it.
 pub(super) type Fault = (&'static str, Pass, [&'static str; 2], &'static str);
 
-const FAULTS: [Fault; 101] = [
+const FAULTS: [Fault; 103] = [
     ("keys come before those of a block are done with", Forward, ["barrier_wait(at.k_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("values come before those of a block are done with", Forward, ["barrier_wait(at.v_free + 8 * ring.stage, ring.phase ^ 1);", ""], LONG),
     ("queries come before those of a tile are done with", Forward, ["barrier_wait(at.q_free, queries.phase ^ 1);", ""], LONG),
@@ -315,7 +325,9 @@ const FAULTS: [Fault; 101] = [
     ("the second 32 take the places of the first", Forward, ["count += __popc(listed);", "count = __popc(listed);"], LISTED),
     ("lists of one batch entry for all", Backward, ["batch = row / OUTERS(p) / heads", "batch = 0 * heads"], LISTED),
     ("the sink weighs the wrong way", Forward, ["exp2_of(sink - from)", "exp2_of(from - sink)"], LENGTHS),
-    ("score_mods of another row", Forward, ["min(q[n >> 1 & 1], p.seq_q - 1)", "min(q[0], p.seq_q - 1)"], TRACED),
+    ("score_mods of another row", Forward, ["FEW ? 0 : 8 * half", "0"], TRACED),
+    ("a tensor is read behind its last key", Forward, ["READS_KEYS && !key_inside", "false"], ENDING),
+    ("all places are the first of their thread", Backward, ["float_of_small(x - more) + float(more)", "float_of_small(x - more)"], TRACED),
     ("boxes reach into the next document", Forward, ["min(rows, length - first);", "rows;"], PACKED),
     ("keys of every document are the first's", Forward, ["s.begin_kv = keys.begin;", "s.begin_kv = 0;"], PACKED),
     ("stats of documents as those of batch entries", Forward, ["(s.begin_q + q) * p.heads_q + head", "(s.begin_q + q) + head"], PACKED),
@@ -567,7 +579,8 @@ fn every_fault_is_found() {
     if executor().is_none() {
         return;
     }
-    let cases =
-        [LONG, SHORT, SHARED, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, PACKED, FEW, PAGED, UNFILLED, STATISTICS, DROPPED];
+    let cases = [
+        LONG, SHORT, SHARED, FEWER, WIDE, MAPPED, LISTED, LENGTHS, TRACED, ALONG, ENDING, PACKED, FEW, PAGED, UNFILLED, STATISTICS, DROPPED,
+    ];
     all_are_found(NAME, &FAULTS, &cases, || conformance::emulated::executor().unwrap());
 }

@@ -12,6 +12,7 @@ mod mma;
 mod mma_faults;
 mod pages;
 mod pair_faults;
+mod places;
 mod ring_faults;
 mod statistics;
 

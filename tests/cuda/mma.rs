@@ -13,7 +13,7 @@ use conformance::share::seeds_of_today;
 use sdpa::cuda::{CudaExecutor, Family};
 use sdpa::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Paged, Shape};
 
-const NAME: &str = "cuda-mma-emulated";
+pub(crate) const NAME: &str = "cuda-mma-emulated";
 
 /// What the kernels take.
 const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];

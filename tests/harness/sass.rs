@@ -69,6 +69,11 @@ impl Instructions {
         self.0.iter().filter(|other| is(other, name)).count()
     }
 
+    /// How many there are of this name without a modifier.
+    pub fn bare(&self, name: &str) -> usize {
+        self.0.iter().filter(|other| *other == name).count()
+    }
+
     /// The instructions from the first to the last of this name.
     pub fn between(&self, name: &str) -> Instructions {
         let (first, last) = (self.0.iter().position(|other| is(other, name)), self.0.iter().rposition(|other| is(other, name)));
@@ -99,6 +104,7 @@ mod tests {
         assert!(others.iter().all(|line| instruction(line).is_none()));
         let all = Instructions([names, names].concat().into_iter().map(str::to_owned).collect());
         assert_eq!(["MUFU", "MUFU.EX", "HGMMA.64x128x16.F32", "HGMMA"].map(|name| all.count(name)), [2, 0, 2, 2]);
+        assert_eq!(["MUFU", "MUFU.EX2", "EXIT"].map(|name| all.bare(name)), [0, 2, 2]);
         assert_eq!((all.between("MUFU").0.len(), all.between("MUFU").count("EXIT"), all.between("LDL").0.len()), (5, 1, 0));
         let text = [&[".text.other:"], &lines[..3], &[".text.one:"], &lines[1..], &[".text.another:"], &lines[3..]].concat().join("\n");
         assert_eq!(of_kernel(&text, "one"), ["MUFU.EX2", "UTMALDG.4D", "EXIT"]);

@@ -17,14 +17,17 @@ use std::sync::Mutex;
 /// Dims, type, score_mod (or none), mask (or none), and the family.
 type Row = ([i64; 2], DType, &'static str, &'static str, Family);
 
-const TABLE: [Row; 10] = [
+const TABLE: [Row; 13] = [
     ([128, 128], DType::BF16, "", "causal", Family::Wgmma),
     ([64, 64], DType::F16, "softcap:30", "causal", Family::Wgmma),
     ([96, 72], DType::BF16, "", "causal", Family::Wgmma),
     ([192, 128], DType::BF16, "", "", Family::Wgmma),
     ([256, 256], DType::BF16, "softcap:50", "window:400,0", Family::Wgmma),
     ([256, 256], DType::BF16, "", "causal-bottom-right", Family::Wgmma),
+    ([64, 64], DType::BF16, "alibi", "causal", Family::Wgmma),
+    ([128, 128], DType::F16, "score * 0.5 + f32(k - q) * 0.001", "", Family::Wgmma),
     ([128, 128], DType::BF16, "softcap:30", "causal", Family::Mma),
+    ([64, 64], DType::BF16, "alibi", "causal", Family::Mma),
     ([64, 64], DType::F32, "", "causal", Family::Mma),
     ([192, 128], DType::F16, "", "", Family::Mma),
     ([256, 256], DType::BF16, "", "causal", Family::Mma),
@@ -32,6 +35,9 @@ const TABLE: [Row; 10] = [
 
 /// Instructions by their names, and how many there must be.
 type Counts = Vec<(&'static str, usize)>;
+
+/// Logarithms that a thread tells, of two rows: their exponents are the only whole numbers that are converted to floats. Those of places become floats by additions.
+const LOGARITHMS: usize = 2;
 
 /// Threads of a group, whose product has 64 rows.
 const GROUP: u32 = 128;
@@ -45,6 +51,11 @@ fn sixteens(dim: i64) -> u32 {
     u32::try_from(dim).unwrap().div_ceil(16)
 }
 
+/// Whether a score_mod asks for a `tanh` of each score.
+fn caps(spec: &AttentionSpec) -> bool {
+    spec.score_mods.iter().any(|score_mod| score_mod.name().starts_with("softcap"))
+}
+
 /// The first block of a tile, and every other: at an edge of the mask or within it.
 const SOFTENED: u32 = 3;
 
@@ -56,11 +67,14 @@ fn forward_of_groups(spec: &AttentionSpec) -> Counts {
     let boxes = (2 * tile.dim_qk + tile.dim_v).div_ceil(64);
     let scores = SOFTENED * tile.keys * 64 / GROUP;
     // The unit's own function beside bf16, and else one by exponents.
-    let (near, exponents) = match (spec.score_mods.is_empty(), spec.dtype) {
-        (true, _) => (0, scores),
-        (false, DType::BF16) => (scores, scores),
-        (false, _) => (0, 2 * scores),
+    let (near, exponents) = match (caps(spec), spec.dtype) {
+        (false, _) => (0, scores),
+        (true, DType::BF16) => (scores, scores),
+        (true, _) => (0, 2 * scores),
     };
+    // The slope of a head is one of two powers.
+    let of_head = if spec.score_mods.iter().any(|score_mod| score_mod.name() == "alibi") { SOFTENED * 2 } else { 0 };
+    let exponents = exponents + of_head;
     // Of each of two rows, also: how much less its earlier sums weigh.
     let exponents = exponents + SOFTENED * 2;
     // Where keys are in parts the compiler copies the end of a block's work once more.
@@ -71,6 +85,8 @@ fn forward_of_groups(spec: &AttentionSpec) -> Counts {
         ("UTMALDG.4D", number(boxes)),
         ("MUFU.TANH", number(near)),
         ("MUFU.EX2", number(exponents)),
+        // A part of the keys has its own.
+        ("I2FP", LOGARITHMS * if tile.split { 2 } else { 1 }),
     ]
 }
 
@@ -94,8 +110,7 @@ fn backward_of_groups(spec: &AttentionSpec) -> Counts {
     // And of gradients of keys and values, where blocks of threads share the heads of a group.
     let by_threads = by_threads + if tile.shares > 1 { tile.key_sums() / (2 * GROUP) / 4 } else { 0 };
     // The unit's own function beside bf16: of each score once, at an edge of the mask or within it.
-    let near = !spec.score_mods.is_empty() && spec.dtype == DType::BF16;
-    let near = if near { 2 * halves * 64 * 64 / GROUP } else { 0 };
+    let near = if caps(spec) && spec.dtype == DType::BF16 { 2 * halves * 64 * 64 / GROUP } else { 0 };
     vec![
         ("HGMMA", number(products)),
         ("HMMA", 0),
@@ -103,6 +118,7 @@ fn backward_of_groups(spec: &AttentionSpec) -> Counts {
         ("UBLKRED", number(by_copy)),
         ("REDG.E.ADD.F32x4", number(by_threads)),
         ("MUFU.TANH", number(near)),
+        ("I2FP", 0),
     ]
 }
 
@@ -136,12 +152,13 @@ fn of_warps(cut: &Cut, columns: [u32; 2], over: [u32; 2]) -> usize {
 
 /// Of each text.
 fn with_warps(spec: &AttentionSpec, direction: Direction) -> Vec<Counts> {
-    let counts = |products| vec![("HMMA", products), ("HGMMA", 0), ("UTMALDG", 0)];
+    let converted = if direction == Direction::Forward { LOGARITHMS } else { 0 };
+    let counts = |products| vec![("HMMA", products), ("HGMMA", 0), ("UTMALDG", 0), ("I2F", converted)];
     match direction {
         Direction::Forward => {
             let cut = Cut::of_forward(&mma::forward(&spec.validate().unwrap()).unwrap()).unwrap();
             let mut counts = counts(of_warps(&cut, [cut.dim_qk, 0], [cut.dim_v, 0]));
-            let near = if spec.score_mods.is_empty() { 0 } else { cut.step * 16 / 32 };
+            let near = if caps(spec) { cut.step * 16 / 32 } else { 0 };
             counts.push(("MUFU.TANH", number(near)));
             vec![counts]
         }
@@ -195,7 +212,9 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
                 let made = MachineCode::compile(&nvrtc, key).unwrap_or_else(|e| panic!("{what}: {e}"));
                 let all = Instructions::of(&disassembler, made.code(), kernel).unwrap_or_else(|e| panic!("{what}: {e}"));
                 for (name, count) in counts {
-                    assert_eq!(all.count(name), count, "{name} of {what}");
+                    // Divisions of whole numbers have conversions of their own, with modifiers.
+                    let found = if name == "I2F" { all.bare(name) } else { all.count(name) };
+                    assert_eq!(found, count, "{name} of {what}");
                 }
                 // What waits until all that a thread has added is in memory is no part of a step.
                 assert_eq!(all.between("HGMMA").count("MEMBAR.ALL.GPU"), 0, "{what}");

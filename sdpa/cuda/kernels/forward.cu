@@ -72,9 +72,8 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
     const int heads[2] = {min(head_of(tile, row), p.heads_q - 1), min(head_of(tile, row + 8), p.heads_q - 1)};
 #pragma unroll
     for (int n = 0; n < SCORES; n++) {
-        const int there_k = column + 8 * (n / 4) + (n & 1);
-        // What traces read is there for places of the problem alone.
-        const Place at = {tile.batch, heads[n >> 1 & 1], min(q[n >> 1 & 1], p.seq_q - 1), masked ? min(there_k, p.seq_kv - 1) : there_k};
+        const int half = n >> 1 & 1;
+        const Place at = place_behind<!masked>(p, tile.batch, heads[half], FEW ? q[half] : q[0], column, FEW ? 0 : 8 * half, 8 * (n / 4) + (n & 1));
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
 #endif

@@ -10,8 +10,7 @@ struct Corner {
 
 inline Place place_of(const Params& p, const Corner& corner, int n) {
     const int row = n & 2 ? 8 : 0, column = n / 4 * 8 + (n & 1);
-    // What traces read is there for places of the problem alone.
-    return Place{corner.batch, corner.head, min(corner.q + (BY_KEYS ? column : row), p.seq_q - 1), min(corner.k + (BY_KEYS ? row : column), p.seq_kv - 1)};
+    return place_behind(p, corner.batch, corner.head, corner.q, corner.k, BY_KEYS ? column : row, BY_KEYS ? row : column);
 }
 
 // Of queries, the log-sum-exp in units of the exponent of 2, and the sum of `o` times `d_o`: of the thread's two rows, or where those of its columns are.

@@ -24,8 +24,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
 #if WITH_SCORE_MOD || WITH_KEEP
 #pragma unroll
     for (int n = 0; n < SCORES; n++) {
-        // What traces read is there for places of the problem alone.
-        const Place at = {tile.batch, tile.head, min(q + (n & 2 ? 8 : 0), p.seq_q - 1), min(column + 8 * (n / 4) + (n & 1), p.seq_kv - 1)};
+        const Place at = place_behind(p, tile.batch, tile.head, q, column, n & 2 ? 8 : 0, 8 * (n / 4) + (n & 1));
 #if WITH_SCORE_MOD
         s[n] = score_mod(s[n], at, captured);
 #endif

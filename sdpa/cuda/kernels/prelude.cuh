@@ -16,6 +16,16 @@ inline To as_type(float x);
 template <>
 inline uint as_type<uint>(float x) { return __float_as_uint(x); }
 
+// A whole number from -2^22 to 2^22 - 1 as a float, exactly: the last digits of a float next to 1.5 * 2^23 count whole numbers.
+inline float float_of_small(int x) {
+    return __int_as_float(0x4b400000 + x) - 12582912.0f;
+}
+
+// The same of one that is so much more than another of these, which many have in common: they become floats once, and an addition is left for each.
+inline float float_from(int x, int more) {
+    return more == 0 ? float_of_small(x) : float_of_small(x - more) + float(more);
+}
+
 struct Half {
     unsigned short bits;
     inline operator float() const { return of_half(bits); }

@@ -77,8 +77,7 @@ struct Corner {
 };
 
 inline Place place_of(const Params& p, const Corner& corner, int n) {
-    // What traces read is there for places of the problem alone.
-    return Place{corner.batch, corner.head, min(corner.q + 8 * (n / 4) + (n & 1), p.seq_q - 1), min(corner.k + (n & 2 ? 8 : 0), p.seq_kv - 1)};
+    return place_behind(p, corner.batch, corner.head, corner.q, corner.k, 8 * (n / 4) + (n & 1), n & 2 ? 8 : 0);
 }
 
 // Where things lie in shared memory: operands, gradients of scores of two steps, weights of a pair's groups, sums that leave and pieces that settle, zeros, numbers of rows,

@@ -12,3 +12,10 @@ struct alignas(64) TensorMap {
 struct alignas(16) Item {
     int batch, tile, part, parts;
 };
+
+// Where a score stands.
+struct Place {
+    int batch, head, query, key;
+    // How far behind what all scores of a thread have in common, as far as the compiler knows it.
+    int query_on, key_on;
+};

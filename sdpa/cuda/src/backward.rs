@@ -1,5 +1,6 @@
 //! Backward problems as the kernels are told of them, and what they decline.
 
+use crate::places::captured;
 use crate::problem::{Check, Forward, copies, unsupported};
 use crate::tile::{BackwardTile, MOST_DIM};
 use sdpa_core::backward::BackwardProblem;
@@ -7,7 +8,6 @@ use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind, Trace};
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, SINK, packed};
-use sdpa_emit::{Captured, Dialect};
 use std::sync::Arc;
 
 /// Roots of a gradient: the score, its gradient, and one for each parameter.
@@ -81,7 +81,7 @@ impl Backward {
     pub(crate) fn told(problem: &BackwardProblem, mut forward: Forward) -> Backward {
         let gradient = problem.gradient().map(|gradient| Arc::new(gradient.trace.clone()));
         let traces = [forward.score_mod.as_deref(), gradient.as_deref(), forward.keep.as_deref()];
-        let captured = Captured::of(traces.into_iter().flatten(), forward.extents).in_dialect(Dialect::Cuda);
+        forward.captured = captured(traces.into_iter().flatten(), forward.extents);
         let axes = |name: &str| match problem.params().iter().find(|p| p.name == name).map(|p| p.kind) {
             Some(ParamKind::Tensor { axes, .. }) => axes,
             Some(ParamKind::Scalar) | None => Axes::NONE,
@@ -94,7 +94,6 @@ impl Backward {
         let along = problem.wrt_scores();
         let along = along.map(|g| Along { name: g.name.clone(), dtype: g.dtype, axes: axes(&g.name), reads: reads(&g.name) }).collect();
         let of_sink = problem.wrt().iter().find(|g| problem.forward().sink() && g.name == SINK);
-        forward.captured = captured;
         Backward {
             d_o: *problem.d_o(),
             gradients: [*problem.dq(), *problem.dk(), *problem.dv()],

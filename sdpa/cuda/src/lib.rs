@@ -10,6 +10,7 @@
 //! | `tile`, `work`, `shares` | how a problem is cut; how many tiles that makes, and whether their keys are split, or heads that share keys |
 //! | `sections` | which key heads follow one another backward, and where sums lie meanwhile |
 //! | `map` | which blocks of keys a rule of places leaves |
+//! | `places` | at which places traces are asked |
 //! | `source`, `matrix` | the text of a kernel, `kernels/` and what is generated |
 //! | `mma` | the family with `mma.sync`: what it takes, its cuts, its texts |
 //! | `kernel`, `files` | kernels compiled and loaded, by their text; files of them |
@@ -26,6 +27,7 @@ pub mod map;
 mod matrix;
 pub mod mma;
 pub mod params;
+mod places;
 mod plan;
 mod problem;
 mod sections;

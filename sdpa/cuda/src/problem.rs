@@ -1,13 +1,14 @@
 //! Problems as the kernels are told of them, and what they decline.
 
 use crate::params::FAR;
+use crate::places::captured;
 use crate::tile::MOST_DIM;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
-use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
+use sdpa_core::expr::{Axis, Binary, Depends, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Dropout, Operand, Paged, Problem, Side, Statistic, StatsBase, packed};
-use sdpa_emit::{Captured, Dialect};
+use sdpa_emit::Captured;
 use std::fmt::Display;
 use std::sync::Arc;
 
@@ -178,7 +179,7 @@ impl Forward {
             seq_len_kv: kept.seq_len_kv,
             keep: kept.rest.clone(),
             score_mod: problem.score_mod().cloned(),
-            captured: Captured::of(traces.into_iter().flatten(), problem.extents()).in_dialect(Dialect::Cuda),
+            captured: captured(traces.into_iter().flatten(), problem.extents()),
             sink: problem.sink(),
             dropout: problem.dropout(),
             statistics: Statistic::ALL.map(|statistic| problem.computes(statistic)),
@@ -209,9 +210,14 @@ impl Forward {
         self.packed.is_some_and(|packed| side == Side::Queries || packed.keys)
     }
 
-    /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code.
+    /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code. What is the same for all scores of a head is
+    /// made once.
     pub(crate) fn weight(&self) -> u32 {
-        self.score_mod.as_deref().map_or(0, trace_weight) + self.keep.as_deref().map_or(0, trace_weight)
+        let of_score = |trace: &Trace| {
+            let differs = |of: Depends| of.score || of.axes.has(Axis::Q) || of.axes.has(Axis::K);
+            trace.nodes().iter().zip(trace.depends()).filter(|(_, of)| differs(*of)).map(|(node, _)| node_weight(*node)).sum()
+        };
+        [&self.score_mod, &self.keep].into_iter().map(|trace| trace.as_deref().map_or(0, of_score)).sum()
     }
 
     /// When it is found which blocks of keys `keep` leaves.
@@ -235,23 +241,9 @@ impl Forward {
     }
 }
 
-/// What compiling a trace for one score costs, in units of an addition. What is the same for all scores of a head (the slopes of ALiBi) is computed once for many.
+/// What compiling a trace costs, in units of an addition.
 pub(crate) fn trace_weight(trace: &Trace) -> u32 {
-    let mut differs: Vec<bool> = Vec::with_capacity(trace.nodes().len());
-    let mut weight = 0;
-    for &node in trace.nodes() {
-        let here = match node {
-            Node::Score | Node::Upstream | Node::Index(Axis::Q | Axis::K) => true,
-            Node::Index(Axis::Batch | Axis::Head) | Node::Extent(_) | Node::Const(_) => false,
-            Node::Param(id) => {
-                matches!(trace.params()[id.index()].kind, ParamKind::Tensor { axes, .. } if axes.has(Axis::Q) || axes.has(Axis::K))
-            }
-            Node::Read(..) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => node.operands().any(|of| differs[of.index()]),
-        };
-        weight += if here { node_weight(node) } else { 0 };
-        differs.push(here);
-    }
-    weight
+    trace.nodes().iter().map(|node| node_weight(*node)).sum()
 }
 
 fn node_weight(node: Node) -> u32 {

@@ -99,7 +99,7 @@ fn captured_structure(captured: &Captured) -> String {
 }
 
 /// Constants that both passes take from the attention.
-fn constants(problem: &Forward) -> [(&'static str, u32); 9] {
+fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
     [
         ("WITH_SINK", problem.sink.into()),
         ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
@@ -110,6 +110,8 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 9] {
         ("WITH_MAP", problem.keep.is_some().into()),
         ("WITH_KEEP", problem.keep.is_some().into()),
         ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
+        ("READS_QUERIES", problem.captured.reads_along(Axis::Q).into()),
+        ("READS_KEYS", problem.captured.reads_along(Axis::K).into()),
     ]
 }
 
@@ -130,7 +132,6 @@ pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced
     let _ = writeln!(text, "\ntypedef {} Element;\n", Dialect::Cuda.element(problem.dtype));
     text.push_str(params);
     text.push_str(&captured_structure(&problem.captured));
-    text.push_str("\n// Where a score stands.\nstruct Place {\n    int batch;\n    int head;\n    int query;\n    int key;\n};\n");
     if !traced.is_empty() {
         add(&mut text, ("expression.inc", EXPRESSION));
         text.push_str("\n#line 1 \"traced\"\n");

@@ -1,8 +1,9 @@
 //! Traced expressions as functions: a statement for each value.
 
 use crate::dialect::Dialect;
+use crate::known::Known;
 use sdpa_core::DType;
-use sdpa_core::expr::{Axes, Axis, Binary, Const, Declared, Depends, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
+use sdpa_core::expr::{Axes, Axis, Binary, Const, Declared, Node, NodeId, ParamKind, Trace, Type, Unary, tanh_slope};
 use std::fmt::Write;
 
 /// What score_mods and masks read: the declared parameters of all of them, each name once.
@@ -11,6 +12,7 @@ pub struct Captured {
     params: Vec<Declared>,
     extents: [i64; 4],
     dialect: Dialect,
+    places_below: Option<i64>,
 }
 
 fn ty(ty: Type) -> &'static str {
@@ -39,13 +41,25 @@ impl Captured {
                 params.push(declared.clone());
             }
         }
-        Captured { params, extents, dialect: Dialect::default() }
+        Captured { params, extents, dialect: Dialect::default(), places_below: None }
     }
 
     /// The same, to be written in another language.
     #[must_use]
     pub fn in_dialect(self, dialect: Dialect) -> Captured {
         Captured { dialect, ..self }
+    }
+
+    /// The same where functions are asked at indices from 0 to below this alone, of each axis: what is known of whole numbers then becomes part of the text, and the
+    /// extents do not.
+    #[must_use]
+    pub fn with_places_below(self, below: i64) -> Captured {
+        Captured { places_below: Some(below), ..self }
+    }
+
+    /// Whether some tensor lies along an axis, so that there are elements of it at the places of the problem alone.
+    pub fn reads_along(&self, axis: Axis) -> bool {
+        self.params.iter().any(|param| matches!(param.kind, ParamKind::Tensor { axes, .. } if axes.has(axis)))
     }
 
     /// The same with one i64 more for each of these names: numbers that kernels read and traces do not, such as the seed of dropout.
@@ -125,8 +139,8 @@ impl Captured {
                 }
             }
         }
-        let (depends, decisive) = (trace.depends(), trace.decisive());
-        let rounds = |id: NodeId| needed[id.index()] && decisive[id.index()] && contracts(trace.node(id));
+        let known = Known::of(trace, self.extents, self.places_below.filter(|_| self.dialect == Dialect::Cuda));
+        let rounds = |id: NodeId| needed[id.index()] && known.decisive[id.index()] && contracts(trace.node(id));
         if self.dialect == Dialect::Msl && trace.ids().any(rounds) {
             // Modes of mathematics leave products within sums as they are: this alone has each rounded.
             text.push_str("    #pragma METAL fp contract(off)\n");
@@ -134,7 +148,7 @@ impl Captured {
         for id in trace.ids().filter(|id| needed[id.index()]) {
             let value = match tanh_slope(trace, id) {
                 Some(slope) => format!("v{} * tanh_slope(v{})", slope.upstream.index(), slope.of.index()),
-                None => self.value(trace, id, &depends, &decisive),
+                None => self.value(trace, id, &known),
             };
             let _ = writeln!(text, "    const {} v{} = {value};", ty(trace.ty(id)), id.index());
         }
@@ -143,8 +157,8 @@ impl Captured {
         text
     }
 
-    fn value(&self, trace: &Trace, id: NodeId, depends: &[Depends], decisive: &[bool]) -> String {
-        let decisive = decisive[id.index()];
+    fn value(&self, trace: &Trace, id: NodeId, known: &Known) -> String {
+        let decisive = known.decisive[id.index()];
         match trace.node(id) {
             Node::Score => "score".to_owned(),
             Node::Upstream => "upstream".to_owned(),
@@ -167,10 +181,13 @@ impl Captured {
             }
             // Not the unit's own.
             Node::Unary(Unary::Tanh, x) if self.dialect == Dialect::Cuda && decisive => format!("tanhf(v{})", x.index()),
-            Node::Unary(f, x) => unary(f, trace.ty(x), &format!("v{}", x.index())),
+            Node::Unary(f, x) => match known.small(x).filter(|_| f == Unary::ToF32) {
+                Some(slopes) => small(x, slopes),
+                None => unary(f, trace.ty(x), &format!("v{}", x.index())),
+            },
             // What divides every score is inverted once.
             Node::Binary(Binary::Div, x, y)
-                if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && depends[y.index()].is_uniform() && !decisive =>
+                if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && known.depends[y.index()].is_uniform() && !decisive =>
             {
                 format!("v{} * (1.0f / v{})", x.index(), y.index())
             }
@@ -181,6 +198,13 @@ impl Captured {
             Node::Select(c, x, y) => format!("v{} ? v{} : v{}", c.index(), x.index(), y.index()),
         }
     }
+}
+
+/// A small whole number as a float: without what a thread's first query and key make of it where it grows with these.
+fn small(x: NodeId, slopes: [i64; 2]) -> String {
+    let on = [(slopes[0], "at.query_on"), (slopes[1], "at.key_on")];
+    let on: Vec<String> = on.into_iter().filter(|(by, _)| *by != 0).map(|(by, on)| format!("{by} * {on}")).collect();
+    if on.is_empty() { format!("float_of_small(v{})", x.index()) } else { format!("float_from(v{}, {})", x.index(), on.join(" + ")) }
 }
 
 /// Whether compilers join such a function with others, so that its result is not rounded.
@@ -281,5 +305,35 @@ mod tests {
             assert!(!text(smooth, Dialect::Msl).contains("contract"), "{smooth}");
         }
         assert!(text("score * 0.3 + f32(k) / 49.0", Dialect::Cuda).contains("* (1.0f / "));
+    }
+
+    #[test]
+    fn whole_numbers_of_places_are_floats_without_a_conversion() {
+        let places = |trace: &str, dialect, below: Option<i64>| {
+            let trace: Trace = trace.parse().unwrap_or_else(|e| panic!("{trace}: {e}"));
+            let captured = Captured::of([&trace], [1, 2, 30, 40]).in_dialect(dialect);
+            below.map_or(captured.clone(), |below| captured.with_places_below(below)).score_mod(&trace)
+        };
+        let [alibi, far] = ["score + 0.1 * f32(k - q)", "score + 0.1 * f32(max(k * q, 0))"];
+        let near = "score + 0.1 * f32(abs(k - q))";
+        assert!(places(alibi, Dialect::Cuda, Some(1 << 21)).contains(", -1 * at.query_on + 1 * at.key_on);"));
+        assert!(places("score + 0.1 * f32(2 * q - 1)", Dialect::Cuda, Some(1 << 20)).contains(", 2 * at.query_on);"));
+        assert!(places(near, Dialect::Cuda, Some(1 << 21)).contains("= float_of_small(v"));
+        for (text, dialect, below) in [
+            (far, Dialect::Cuda, Some(1 << 21)),
+            (alibi, Dialect::Cuda, Some(1 << 23)),
+            (alibi, Dialect::Cuda, None),
+            (alibi, Dialect::Msl, Some(1 << 21)),
+        ] {
+            let text = places(text, dialect, below);
+            assert!(text.contains("= float(v") && !text.contains("float_"), "{text}");
+        }
+    }
+
+    #[test]
+    fn tensors_lie_along_the_axes_that_are_declared() {
+        let trace: Trace = "tensor bias[head, k]: f32; score + bias * f32(q)".parse().unwrap();
+        let captured = Captured::of([&trace], [1, 2, 30, 40]);
+        assert_eq!(Axis::ALL.map(|axis| captured.reads_along(axis)), [false, true, false, true]);
     }
 }

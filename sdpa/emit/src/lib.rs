@@ -2,6 +2,7 @@
 
 mod captured;
 mod dialect;
+mod known;
 
 pub use captured::Captured;
 pub use dialect::Dialect;

@@ -53,11 +53,12 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
 }
 
 /// Score_mods that the library has no name for: of packed documents, what is told by the place in the row of all, and by the document; tables, some
-/// read outside of them.
-const OWN: [(&str, &str); 5] = [
+/// read outside of them; what is a number within the extents alone.
+const OWN: [(&str, &str); 6] = [
     ("row-place", "tensor cu_seqlens[batch + 1]: i32; score + f32((cu_seqlens + k) % 3) * 0.25"),
     ("row-place-of-keys", "tensor cu_seqlens_kv[batch + 1]: i32; score + f32((cu_seqlens_kv + k) % 3) * 0.25"),
     ("temperature", "tensor temperature[batch]: f32; score * temperature"),
+    ("within", "tensor within[head]: f32; score * sqrt(f32(seq_q - q)) * 0.1 + within * log(f32(seq_kv - k))"),
     ("buckets", "table bucket[12]: i32; table gain[3, 5]: f16; score * gain[head, bucket[abs(q - k) / 3]]"),
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
 ];
@@ -154,6 +155,20 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 slope: Box::new(move |_, here| slope.at(here)),
                 rounding: Box::new(move |score, here| (score * rounding.at(here)).abs()),
                 partials: vec![("temperature", Box::new(|score, _| score))],
+                reads: Vec::new(),
+            })
+        }
+        "within" => {
+            let [.., seq_q, seq_kv] = drawing.extents;
+            let within = drawing.bind("within", &[1], |random, n| Values::F32((0..n).map(|_| random.unit() as f32).collect()));
+            let factor = move |[_, _, q, _]: Here| ((seq_q - q) as f64).sqrt() * f64::from(0.1_f32);
+            let log = move |[_, _, _, k]: Here| ((seq_kv - k) as f64).ln();
+            let (value, rounding) = (within.clone(), within);
+            Ok(Stage {
+                value: Box::new(move |score, here| score * factor(here) + value.at(here) * log(here)),
+                slope: Box::new(move |_, here| factor(here)),
+                rounding: Box::new(move |score, here| 4.0 * (score * factor(here)).abs() + 4.0 * (rounding.at(here) * log(here)).abs()),
+                partials: vec![("within", Box::new(move |_, here| log(here)))],
                 reads: Vec::new(),
             })
         }

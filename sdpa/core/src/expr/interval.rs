@@ -48,9 +48,12 @@ pub enum Judged {
     Unknown,
 }
 
+/// The whole numbers that there are.
+const WHOLE: Interval = Interval { low: i32::MIN as f64, high: i32::MAX as f64 };
+
 impl Trace {
-    /// Judges the first root, a truth value, where each index (batch, head, q, k) lies between two numbers, both included. Parameters may be anything.
-    pub fn judge(&self, places: [[i64; 2]; 4], extents: [i64; 4]) -> Judged {
+    /// What each value may come to.
+    fn intervals(&self, places: [[i64; 2]; 4], extents: [i64; 4]) -> Vec<Interval> {
         let mut values: Vec<Interval> = Vec::with_capacity(self.nodes().len());
         for id in self.ids() {
             let value = match self.node(id) {
@@ -62,9 +65,35 @@ impl Trace {
                 Node::Binary(f, x, y) => binary(f, self.ty(x), values[x.index()], values[y.index()]),
                 Node::Select(c, x, y) => select(values[c.index()], values[x.index()], values[y.index()]),
             };
-            // A truth value is 0 or 1, whatever it was made of.
-            values.push(if self.ty(id) == Type::Bool && !value.is_known() { EITHER } else { value });
+            // A truth value is 0 or 1, and a whole number an i32, whatever it was made of.
+            values.push(match self.ty(id) {
+                Type::Bool if !value.is_known() => EITHER,
+                Type::I32 if !value.is_known() => WHOLE,
+                Type::Bool | Type::I32 | Type::F32 => value,
+            });
         }
+        values
+    }
+
+    /// The least and the greatest that each value may come to where it is a whole number, and each index (batch, head, q, k) lies between two numbers, both included.
+    /// Parameters may be anything.
+    ///
+    /// ```
+    /// use sdpa_core::expr::Trace;
+    ///
+    /// let trace: Trace = "score + f32(max(k - q, -5))".parse()?;
+    /// let ranges = trace.ranges([[0, 0], [0, 7], [0, 99], [0, 49]], [1, 8, 100, 50]);
+    /// assert!(ranges.contains(&Some([-99, 49])) && ranges.contains(&Some([-5, 49])));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn ranges(&self, places: [[i64; 2]; 4], extents: [i64; 4]) -> Vec<Option<[i64; 2]>> {
+        let values = self.intervals(places, extents);
+        self.ids().zip(values).map(|(id, x)| (self.ty(id) == Type::I32).then_some([x.low as i64, x.high as i64])).collect()
+    }
+
+    /// Judges the first root, a truth value, where each index (batch, head, q, k) lies between two numbers, both included. Parameters may be anything.
+    pub fn judge(&self, places: [[i64; 2]; 4], extents: [i64; 4]) -> Judged {
+        let values = self.intervals(places, extents);
         match self.roots().first().map(|root| values[root.index()]) {
             Some(Interval { low: 1.0, .. }) => Judged::Always,
             Some(Interval { high: 0.0, .. }) => Judged::Never,
@@ -134,6 +163,8 @@ fn binary(f: Binary, ty: Type, x: Interval, y: Interval) -> Interval {
         Binary::Add | Binary::Sub | Binary::Mul | Binary::Min | Binary::Max => corners(&rounded),
         // By 0 or around it a quotient is anything.
         Binary::Div if y.low <= 0.0 && y.high >= 0.0 => ANYTHING,
+        // The least by -1 wraps.
+        Binary::Div if whole => corners(&|x, y| (x / y).trunc()),
         Binary::Div => corners(&rounded),
         Binary::Mod => remainder(ty, x, y),
         Binary::Pow | Binary::And | Binary::Or => ANYTHING,
@@ -184,6 +215,8 @@ mod tests {
             "exp(f32(q)) < 100.0 | k > 20",
             "q % (k - 25) == 1",
             "-(q * 3 - k) < 3",
+            "max(min(q * 100000000, 30), -7) > k - 20",
+            "i32(exp(f32(q))) / -1 < k",
         ];
         let (mut decided, mut boxes) = (0, 0);
         for text in texts {
@@ -209,5 +242,35 @@ mod tests {
             }
         }
         assert!(decided * 2 > boxes, "{decided} of {boxes} boxes are decided");
+    }
+
+    /// The range of the whole number in `score + f32(...)`, and what it comes to at every place.
+    #[test]
+    fn ranges_hold_whatever_whole_numbers_come_to() {
+        let bounded = [
+            "k - q",
+            "abs(k - q) * 3 + head",
+            "(q + 7) % 5 - k / 3",
+            "min(max(i32(score), -5), q)",
+            "max(min(q * 100000000, 9), -9)",
+            "select(k < q, k - q, batch)",
+            "i32(f32(q) * 1.5)",
+            "max(-9, min(9, q / (k - 25)))",
+        ];
+        let unbounded = ["q * 100000000", "i32(score)", "i32(exp(f32(q)))", "i32(score) / -1", "-i32(score)", "abs(i32(score) - q)"];
+        for (text, known) in bounded.map(|text| (text, true)).into_iter().chain(unbounded.map(|text| (text, false))) {
+            let trace: Trace = format!("score + f32({text})").parse().unwrap_or_else(|e| panic!("{text}: {e}"));
+            let ranges = trace.ranges([[0, 1], [0, 2], [0, 39], [0, 49]], EXTENTS);
+            let whole = |node: &Node| if let Node::Unary(Unary::ToF32, x) = node { ranges[x.index()] } else { None };
+            let [low, high] = trace.nodes().iter().filter_map(whole).next_back().unwrap();
+            assert_eq!(low > -1_000_000 && high < 1_000_000, known, "{text}: {low} to {high}");
+            for (q, k) in (0..40).flat_map(|q| (0..50).map(move |k| (q, k))) {
+                for score in [0.0, -3e9, 3e9, 7.5] {
+                    let place = Place { score, upstream: 0.0, index: [1, 2, q, k], extents: EXTENTS, params: &[] };
+                    let x = trace.eval_first(&place, Precision::F64) - score;
+                    assert!(x >= low as f64 && x <= high as f64, "{text}: {x} is not from {low} to {high}");
+                }
+            }
+        }
     }
 }

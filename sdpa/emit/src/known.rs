@@ -1,0 +1,103 @@
+//! What is known of the values of a trace before it is written.
+
+use sdpa_core::expr::{Axis, Binary, Const, Depends, Node, NodeId, Trace, Type, Unary};
+
+/// Whole numbers of this size and less, and floats between 2^23 and 2^24, have the same last digits.
+const SMALL: i64 = 1 << 22;
+
+/// What is known of each value.
+pub(crate) struct Known {
+    /// What it depends on.
+    pub(crate) depends: Vec<Depends>,
+    /// Whether a jump hangs on it.
+    pub(crate) decisive: Vec<bool>,
+    /// Whether it is a whole number from -2^22 to 2^22 - 1.
+    small: Vec<bool>,
+    /// How much it grows with the query and with the key, where it is a whole number that is made of sums of these alone, and of what differs from neither.
+    slopes: Vec<Option<[i64; 2]>>,
+}
+
+impl Known {
+    /// Of a trace in a problem of these extents, asked for at indices from 0 to below `places`, if that is known.
+    pub(crate) fn of(trace: &Trace, extents: [i64; 4], places: Option<i64>) -> Known {
+        let is_small = |range: Option<[i64; 2]>| range.is_some_and(|[least, most]| least >= -SMALL && most < SMALL);
+        let ranges = places.map(|below| trace.ranges([[0, below - 1]; 4], extents));
+        let small = ranges.map_or_else(|| vec![false; trace.nodes().len()], |ranges| ranges.into_iter().map(is_small).collect());
+        let depends = trace.depends();
+        let slopes = slopes(trace, &depends);
+        Known { depends, decisive: trace.decisive(), small, slopes }
+    }
+
+    /// Whether a value is a float without being converted, and by how much it grows with the query and with the key: by 0 where no number says that.
+    pub(crate) fn small(&self, id: NodeId) -> Option<[i64; 2]> {
+        self.small[id.index()].then(|| self.slopes[id.index()].unwrap_or([0; 2]))
+    }
+}
+
+fn slopes(trace: &Trace, depends: &[Depends]) -> Vec<Option<[i64; 2]>> {
+    let mut slopes: Vec<Option<[i64; 2]>> = Vec::with_capacity(depends.len());
+    for (id, of) in trace.ids().zip(depends) {
+        let each = |x: NodeId, y: NodeId, f: fn(i64, i64) -> Option<i64>| {
+            let ([q, k], [other_q, other_k]) = (slopes[x.index()]?, slopes[y.index()]?);
+            Some([f(q, other_q)?, f(k, other_k)?])
+        };
+        let times = |x: NodeId, by: i32| slopes[x.index()].and_then(|[q, k]| Some([q.checked_mul(by.into())?, k.checked_mul(by.into())?]));
+        let constant = |x: NodeId| if let Node::Const(Const::I32(by)) = trace.node(x) { Some(by) } else { None };
+        let slope = match trace.node(id) {
+            Node::Index(Axis::Q) => Some([1, 0]),
+            Node::Index(Axis::K) => Some([0, 1]),
+            Node::Unary(Unary::Neg, x) => times(x, -1),
+            Node::Binary(Binary::Add, x, y) => each(x, y, i64::checked_add),
+            Node::Binary(Binary::Sub, x, y) => each(x, y, i64::checked_sub),
+            Node::Binary(Binary::Mul, x, y) => {
+                constant(y).map(|by| (x, by)).or(constant(x).map(|by| (y, by))).and_then(|(x, by)| times(x, by))
+            }
+            Node::Index(Axis::Batch | Axis::Head) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => None,
+            Node::Score | Node::Upstream | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Read(..) => None,
+        };
+        let differs = of.score || of.axes.has(Axis::Q) || of.axes.has(Axis::K);
+        let slope = slope.or((!differs).then_some([0; 2])).filter(|_| trace.ty(id) == Type::I32);
+        slopes.push(slope);
+    }
+    slopes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is known of the last whole number that becomes a float, asked for at fewer than 2^21 places of each axis.
+    fn of(text: &str) -> Option<[i64; 2]> {
+        let trace: Trace = text.parse().unwrap_or_else(|e| panic!("{text}: {e}"));
+        let known = Known::of(&trace, [1, 2, 30, 40], Some(1 << 21));
+        let whole = |node: &Node| if let Node::Unary(Unary::ToF32, x) = node { Some(*x) } else { None };
+        known.small(trace.nodes().iter().filter_map(whole).next_back().unwrap())
+    }
+
+    #[test]
+    fn whole_numbers_are_small_where_their_ranges_say_so() {
+        for (text, slopes) in [
+            ("f32(k - q)", [-1, 1]),
+            ("f32(q)", [1, 0]),
+            ("f32(seq_kv - 1 - k)", [0, -1]),
+            ("f32(3 - (q - k) - head)", [-1, 1]),
+            ("f32(min(k, 1000) * 4 - 2 * min(q, 9))", [0, 0]),
+            ("f32(-(k - q) + k)", [1, 0]),
+            ("f32(abs(k - q))", [0, 0]),
+            ("f32(k % 100 * 100)", [0, 0]),
+            ("f32(k / 7)", [0, 0]),
+            ("f32(head * 2)", [0, 0]),
+            ("f32(k + q + 1)", [1, 1]),
+            ("tensor n[q]: i32; f32(max(min(n, 9), 0) - k)", [0, 0]),
+            ("tensor n[head]: i32; f32(max(min(n, 9), 0) - k)", [0, -1]),
+            ("f32(max(min(i32(score), 9), 0))", [0, 0]),
+        ] {
+            let text = if text.contains(';') { text.replace("; ", "; score + ") } else { format!("score + {text}") };
+            assert_eq!(of(&text), Some(slopes), "{text}");
+        }
+        for text in ["f32(3 * (k - q))", "f32(k * q)", "f32(i32(score))", "f32(k + q + 2)", "f32(4000000 * 3 / k)"] {
+            assert_eq!(of(&format!("score + {text}")), None, "{text}");
+        }
+        assert_eq!(of("tensor n[head]: i32; score + f32(n)"), None);
+    }
+}
