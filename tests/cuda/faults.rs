@@ -326,7 +326,7 @@ const FAULTS: [Fault; 103] = [
     ("lists of one batch entry for all", Backward, ["batch = row / OUTERS(p) / heads", "batch = 0 * heads"], LISTED),
     ("the sink weighs the wrong way", Forward, ["exp2_of(sink - from)", "exp2_of(from - sink)"], LENGTHS),
     ("score_mods of another row", Forward, ["FEW ? 0 : 8 * half", "0"], TRACED),
-    ("a tensor is read behind its last key", Forward, ["READS_KEYS && !key_inside", "false"], ENDING),
+    ("a tensor is read behind its last key", Forward, ["CLAMPS_KEYS && !key_inside", "false"], ENDING),
     ("all places are the first of their thread", Backward, ["float_of_small(x - more) + float(more)", "float_of_small(x - more)"], TRACED),
     ("boxes reach into the next document", Forward, ["min(rows, length - first);", "rows;"], PACKED),
     ("keys of every document are the first's", Forward, ["s.begin_kv = keys.begin;", "s.begin_kv = 0;"], PACKED),

@@ -98,9 +98,9 @@ inline Range kept_by(const Params& p, const Span& s, int k) {
 // the problem alone. Where traces read none, what they make of places behind it is dropped, and nobody asks where it ends.
 template <bool key_inside = false>
 inline Place place_behind(const Params& p, int batch, int head, int q, int k, int q_on, int k_on) {
-    const bool clamps = READS_KEYS && !key_inside;
-    return Place{batch, head, READS_QUERIES ? min(q + q_on, p.seq_q - 1) : q + q_on, clamps ? min(k + k_on, p.seq_kv - 1) : k + k_on,
-                 READS_QUERIES ? 0 : q_on, clamps ? 0 : k_on};
+    const bool clamps = CLAMPS_KEYS && !key_inside;
+    return Place{batch, head, CLAMPS_QUERIES ? min(q + q_on, p.seq_q - 1) : q + q_on, clamps ? min(k + k_on, p.seq_kv - 1) : k + k_on,
+                 CLAMPS_QUERIES ? 0 : q_on, clamps ? 0 : k_on};
 }
 
 #if WITH_MAP

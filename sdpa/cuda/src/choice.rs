@@ -77,9 +77,6 @@ const FORWARD: &[Row] = &[
     row("a mask of places that is no band", 2.04, is_rule_of_places),
     row("a prefix", 1.31, has_prefix),
     row("f16, a score_mod with tanh", 0.87, |p| p.dtype() == DType::F16 && has_tanh(p)),
-    row("heads of 64, of 96 where there is no mask, a score_mod of places", 0.91, |p| {
-        widest(p) <= if has_no_mask(p) { 96 } else { 64 } && is_of_places(p)
-    }),
     row("packed documents", 1.16, |p| p.packed().is_some()),
     row("keys in pages, heads wider than 192", 0.81, |p| p.paged().is_some() && widest(p) > 192),
     row("keys in pages of 16, 64 tiles of queries or more", 0.82, has_many_small_pieces),
@@ -118,7 +115,7 @@ const BACKWARD: &[Row] = &[
     row("heads wider than 128, packed documents or a score_mod with tanh", 1.11, |p| {
         widest(p) > 128 && (p.packed().is_some() || has_tanh(p))
     }),
-    row("heads wider than 128", 0.89, |p| widest(p) > 128),
+    row("heads wider than 128, at most 192", 0.95, |p| widest(p) > 128 && widest(p) <= 192),
     row("at most 512 tokens, fewer than 300 blocks of keys", 0.90, |p| p.packed().is_none() && shorter(p) <= 512 && key_blocks(p) < 300),
     row("a band or no mask", 1.20, |_| true),
 ];
@@ -165,12 +162,6 @@ fn is_heavy(problem: &Problem) -> bool {
 fn has_tanh(problem: &Problem) -> bool {
     let is_tanh = |id| matches!(id, Node::Unary(Unary::Tanh, _));
     problem.score_mod().is_some_and(|trace| trace.nodes().iter().copied().any(is_tanh))
-}
-
-/// Whether a score_mod asks which query or key a score is of, and little besides: heads of 64 wait for instructions.
-fn is_of_places(problem: &Problem) -> bool {
-    let is_place = |id| matches!(id, Node::Index(Axis::Q | Axis::K));
-    problem.score_mod().is_some_and(|trace| trace.nodes().iter().copied().any(is_place)) && !is_heavy(problem)
 }
 
 fn is_rule_of_places(problem: &Problem) -> bool {
@@ -251,7 +242,8 @@ mod tests {
             assert_eq!([forward(&spec(SHAPE, mask)), backward(spec(SHAPE, mask))], [what, gradient], "{mask}");
         }
         assert_eq!(forward(&spec(Shape { seq_q: 300, ..SHAPE }, "document")), "a mask of documents");
-        assert_eq!(backward(spec(Shape { dim_qk: 192, ..SHAPE }, "causal")), "heads wider than 128");
+        let of_dim = |dim_qk| backward(spec(Shape { dim_qk, ..SHAPE }, "causal"));
+        assert_eq!([192, 193].map(of_dim), ["heads wider than 128, at most 192", "a band or no mask"]);
         let wide = "heads wider than 128, packed documents or a score_mod with tanh";
         assert_eq!(backward(spec(Shape { dim_qk: 192, ..SHAPE }, "causal").score_mod("softcap:30".parse().unwrap())), wide);
         assert_eq!(backward(AttentionSpec::packed(DType::BF16, Shape { dim_v: 256, ..SHAPE }, Packed::default())), wide);
@@ -265,11 +257,6 @@ mod tests {
         assert_eq!([forward(&packed), backward(packed)], ["packed documents", "a band or no mask"]);
         let capped = |dtype| forward(&AttentionSpec { dtype, ..spec(SHAPE, "causal").score_mod("softcap:30".parse().unwrap()) });
         assert_eq!([capped(DType::F16), capped(DType::BF16)], ["f16, a score_mod with tanh", "a band or no mask"]);
-        let modified =
-            |dim_v, mask, text: &str| forward(&spec(Shape { dim_qk: 64, dim_v, ..SHAPE }, mask).score_mod(text.parse().unwrap()));
-        let of_places = "heads of 64, of 96 where there is no mask, a score_mod of places";
-        assert_eq!([modified(96, "", "alibi"), modified(64, "causal", "score + f32(k - q) * 0.1")], [of_places; 2]);
-        assert_eq!([modified(96, "causal", "alibi"), modified(64, "causal", "sandwich:32")], ["a band or no mask"; 2]);
         let narrow = |seq_kv, mask| forward(&spec(Shape { seq_q: seq_kv - 100, seq_kv, dim_qk: 64, dim_v: 64, ..SHAPE }, mask));
         assert_eq!(["causal", "causal-bottom-right"].map(|mask| narrow(1124, mask)), ["heads of 64, at most 1,024 tokens, causal"; 2]);
         assert_eq!([narrow(1125, "causal"), narrow(400, "window:20,0"), narrow(400, "padding"), narrow(400, "")], ["a band or no mask"; 4]);

@@ -98,6 +98,12 @@ fn captured_structure(captured: &Captured) -> String {
     format!("struct Captured {{\n{members}}};\n")
 }
 
+/// Whether traces are asked at places of the problem alone: where tensors have elements there, and of long traces, whose compiler would else hold what scores of a thread
+/// have in common, more than there are registers for.
+fn clamps(problem: &Forward, axis: Axis) -> bool {
+    problem.captured.reads_along(axis) || problem.weight() > HEAVY
+}
+
 /// Constants that both passes take from the attention.
 fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
     [
@@ -110,8 +116,8 @@ fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
         ("WITH_MAP", problem.keep.is_some().into()),
         ("WITH_KEEP", problem.keep.is_some().into()),
         ("WITH_SCORE_MOD", problem.score_mod.is_some().into()),
-        ("READS_QUERIES", problem.captured.reads_along(Axis::Q).into()),
-        ("READS_KEYS", problem.captured.reads_along(Axis::K).into()),
+        ("CLAMPS_QUERIES", clamps(problem, Axis::Q).into()),
+        ("CLAMPS_KEYS", clamps(problem, Axis::K).into()),
     ]
 }
 
