@@ -71,53 +71,53 @@ const FEW_QUERIES: i64 = 128;
 /// Forward passes of more than [`FEW_QUERIES`] queries.
 const FORWARD: &[Row] = &[
     unmeasured("dropout", |p| p.dropout().is_some()),
-    row("a mask of documents, 1,536 tokens or more", 2.84, |p| reads_documents(p) && shorter(p) >= 1536),
-    row("a mask of documents", 0.56, reads_documents),
+    row("a mask of documents, 1,536 tokens or more", 2.82, |p| reads_documents(p) && shorter(p) >= 1536),
+    row("a mask of documents", 0.57, reads_documents),
     unmeasured("a mask that reads other tensors", reads_tensors),
-    row("a mask of places that is no band", 2.04, is_rule_of_places),
-    row("a prefix", 1.31, has_prefix),
-    row("f16, a score_mod with tanh", 0.87, |p| p.dtype() == DType::F16 && has_tanh(p)),
-    row("packed documents", 1.16, |p| p.packed().is_some()),
-    row("keys in pages, heads wider than 192", 0.81, |p| p.paged().is_some() && widest(p) > 192),
-    row("keys in pages of 16, 64 tiles of queries or more", 0.82, has_many_small_pieces),
+    row("a mask of places that is no band", 1.95, is_rule_of_places),
+    row("a prefix", 1.35, has_prefix),
+    row("f16, a score_mod with tanh", 0.88, |p| p.dtype() == DType::F16 && has_tanh(p)),
+    row("packed documents", 1.17, |p| p.packed().is_some()),
+    row("keys in pages, heads wider than 192", 0.82, |p| p.paged().is_some() && widest(p) > 192),
+    row("keys in pages of 16, 64 tiles of queries or more", 0.81, has_many_small_pieces),
     row("keys in pages", 1.12, |p| p.paged().is_some()),
     row("heads of 64, at most 1,024 tokens, causal", 0.90, |p| widest(p) <= 64 && shorter(p) <= 1024 && is_causal(p)),
-    row("a band or no mask", 1.11, |_| true),
+    row("a band or no mask", 1.12, |_| true),
 ];
 
 /// Forward passes of at most [`FEW_QUERIES`] queries.
 const FEW: &[Row] = &[
     unmeasured("dropout", |p| p.dropout().is_some()),
-    row("packed documents", 1.31, |p| p.packed().is_some()),
+    row("packed documents", 1.35, |p| p.packed().is_some()),
     unmeasured("few queries, fewer than 512 keys", |p| p.seq_kv() < 512),
-    row("one query", 0.85, |p| p.seq_q() == 1),
-    row("at most 32 queries, heads that share keys", 2.68, |p| p.seq_q() <= 32 && p.group() > 1),
-    row("more than 64 queries of 64 heads or more, keys in pages of 16", 0.82, has_many_small_pieces),
+    row("one query", 0.87, |p| p.seq_q() == 1),
+    row("at most 32 queries, heads that share keys", 2.71, |p| p.seq_q() <= 32 && p.group() > 1),
+    row("more than 64 queries of 64 heads or more, keys in pages of 16", 0.84, has_many_small_pieces),
     row("more than 64 queries of 64 heads or more, heads of 64", 0.77, |p| p.seq_q() > 64 && tiles(p) >= HALF && widest(p) <= 64),
-    row("few queries of 64 heads or more, of at most 131 where there is no mask, fewer than 2,800 keys", 0.85, |p| {
+    row("few queries of 64 heads or more, of at most 131 where there is no mask, fewer than 2,800 keys", 0.86, |p| {
         p.seq_kv() < 2800 && tiles(p) >= HALF && (tiles(p) < ALL || !has_no_mask(p))
     }),
-    row("few queries", 1.47, |_| true),
+    row("few queries", 1.48, |_| true),
 ];
 
 /// Backward passes.
 const BACKWARD: &[Row] = &[
     unmeasured("dropout", |p| p.dropout().is_some()),
     row("a score_mod of many sines", 0.20, is_heavy),
-    row("a bias over queries and keys", 1.63, has_bias),
-    row("a mask of places that is no band", 2.59, is_rule_of_places),
-    row("a mask of documents, 384 tokens or more", 5.90, |p| reads_documents(p) && shorter(p) >= 384),
-    row("a mask of documents", 1.00, reads_documents),
+    row("a bias over queries and keys", 1.87, has_bias),
+    row("a mask of places that is no band", 2.63, is_rule_of_places),
+    row("a mask of documents, 384 tokens or more", 5.91, |p| reads_documents(p) && shorter(p) >= 384),
+    row("a mask of documents", 0.96, reads_documents),
     unmeasured("a mask that reads other tensors", reads_tensors),
-    row("a band on both sides, 300 tokens or more", 3.15, |p| looks_ahead(p) && shorter(p) >= 300),
+    row("a band on both sides, 300 tokens or more", 3.17, |p| looks_ahead(p) && shorter(p) >= 300),
     unmeasured("a band on both sides", looks_ahead),
-    row("a prefix", 1.25, has_prefix),
-    row("heads wider than 128, packed documents or a score_mod with tanh", 1.11, |p| {
+    row("a prefix", 1.41, has_prefix),
+    row("heads wider than 128, packed documents or a score_mod with tanh", 1.29, |p| {
         widest(p) > 128 && (p.packed().is_some() || has_tanh(p))
     }),
     row("heads wider than 128, at most 192", 0.95, |p| widest(p) > 128 && widest(p) <= 192),
-    row("at most 512 tokens, fewer than 300 blocks of keys", 0.90, |p| p.packed().is_none() && shorter(p) <= 512 && key_blocks(p) < 300),
-    row("a band or no mask", 1.20, |_| true),
+    row("at most 512 tokens, fewer than 300 blocks of keys", 0.92, |p| p.packed().is_none() && shorter(p) <= 512 && key_blocks(p) < 300),
+    row("a band or no mask", 1.21, |_| true),
 ];
 
 /// What a score_mod weighs, in additions, that has 12 sines and more.
