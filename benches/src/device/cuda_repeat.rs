@@ -43,6 +43,7 @@ fn passes() -> Result<Vec<(&'static str, Job, Family, bool)>> {
         ("backward, mma.sync", backward(capped.clone().backward().deterministic())?, Family::Mma, true),
         ("backward, causal, 64", backward(capped.backward())?, Family::Wgmma, false),
         ("backward, causal, 128", backward(spec(square(128), "causal")?.backward())?, Family::Wgmma, false),
+        ("backward, causal, 256, in pairs", backward(spec(square(256), "causal")?.backward())?, Family::Wgmma, false),
         ("backward, a neighbourhood, 64", backward(spec(square(64), "natten:65")?.backward())?, Family::Wgmma, false),
         ("backward, packed", backward(packed.backward())?, Family::Wgmma, false),
         ("backward, a bias of heads", backward(biased.backward().wrt("bias", DType::F32))?, Family::Wgmma, false),
