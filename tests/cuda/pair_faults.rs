@@ -40,7 +40,7 @@ stats = true
 packed = { lengths_q = [20, 130, 0, 200], before = 2, slack = 3 }
 "#;
 
-const FAULTS: [Fault; 26] = [
+const FAULTS: [Fault; 28] = [
     (
         "gradients of scores of the other block are not waited for",
         Backward,
@@ -138,8 +138,18 @@ const FAULTS: [Fault; 26] = [
     (
         "gradients leave from keys that are read",
         Backward,
-        ["// Both groups are done with the keys.\n    meet(BOTH_GROUPS, 256);", ""],
+        ["// Both groups are done with the keys.\n    groups_meet<group>(0);", ""],
         PAIRS,
+    ),
+    ("a barrier is come to again before all have left it", Backward, ["groups_meet(1);", "groups_meet(0);"], SHARES),
+    (
+        "no group waits for the other",
+        Backward,
+        [
+            "arrive(OTHER_GROUP + 2 * time + (group ^ 1), 256);\n    meet(OTHER_GROUP + 2 * time + group, 256);",
+            "meet(OTHER_GROUP + 2 * time + group, 128);",
+        ],
+        SHARES,
     ),
     (
         "one block alone is told what is next",
@@ -153,7 +163,7 @@ const FAULTS: [Fault; 26] = [
         ["arrives at, is there until then.\n    meet_in_pair();", ""],
         PAIRS,
     ),
-    ("groups add their shares to one place", Backward, ["128 * (DK + DV) + of.group * 128 * DV", "128 * (DK + DV)"], SHARES),
+    ("groups add their shares to one place", Backward, ["128 * (DK + DV) + group * 128 * DV", "128 * (DK + DV)"], SHARES),
     ("keys behind a document's end are asked for", Backward, ["PAIR && block * rows >= span.len_kv ? 0 : of_tensor", "of_tensor"], ENDING),
 ];
 

@@ -341,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         float* const share = p.key_sums + (long(done.number) * 2 + group) * (128 * (DK + DV)) + (threadIdx.x & 127) * 4;
         add_share(share, dk);
         add_share(share + 128 * DK, dv);
-        whole = is_last(p, at, done);
+        whole = is_last(p, at, done, [](int) { meet(BOTH_GROUPS, 256); });
         if (whole) {
             whole_of(dk, share);
             whole_of(dv, share + 128 * DK);

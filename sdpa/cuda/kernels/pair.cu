@@ -330,18 +330,26 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& tur
     if (behind) along_last(turn, of, to);
 }
 
+// Both groups come here, from two places of the text: each waits at a barrier of its own, at which the other arrives. The second time at others, as threads may still be on
+// their way to the first; before the next block of keys all have passed both.
+template <int group>
+inline void groups_meet(int time) {
+    arrive(OTHER_GROUP + 2 * time + (group ^ 1), 256);
+    meet(OTHER_GROUP + 2 * time + group, 256);
+}
+
 // Gradients of a block's keys or values leave from where these were, of shares once whoever comes last has the whole.
-template <int count>
+template <int group, int count>
 inline void gradients_out(float (&sums)[count], float scale, uint from, const TensorMap& map, int panels, const Walked& of) {
     bool whole = true;
 #if WITH_SHARES
-    float* const share = of.p.key_sums + long(of.tile.number) * 128 * (DK + DV) + of.group * 128 * DV + (threadIdx.x & 127) * 4;
+    float* const share = of.p.key_sums + long(of.tile.number) * 128 * (DK + DV) + group * 128 * DV + (threadIdx.x & 127) * 4;
     add_share(share, sums);
-    whole = is_last(of.p, of.at, of.tile);
+    whole = is_last(of.p, of.at, of.tile, groups_meet<group>);
     if (whole) whole_of(sums, share);
 #else
     // Both groups are done with the keys.
-    meet(BOTH_GROUPS, 256);
+    groups_meet<group>(0);
 #endif
     const int first_row = of.tile.block * TILE_N + of.tile.part * KEYS + of.warp * 16;
     if (whole) take_out<KV_PANEL_BYTES>(sums, scale, from + of.warp * 16 * ROW_BYTES, map, panels, 0, first_row, of.span, of.tile);
@@ -407,13 +415,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
 #pragma unroll
                 for (int n = 0; n < DV; n++) dv[n] = 0.0f;
                 walk_for_values(dv, turn, of);
-                gradients_out(dv, 1.0f, at.v, dv_map, V_THERE, of);
+                gradients_out<0>(dv, 1.0f, at.v, dv_map, V_THERE, of);
             } else {
                 float dk[DK];
 #pragma unroll
                 for (int n = 0; n < DK; n++) dk[n] = 0.0f;
                 walk_for_keys(dk, gradients, turn, of);
-                gradients_out(dk, p.scale, at.k, dk_map, QK_THERE, of);
+                gradients_out<1>(dk, p.scale, at.k, dk_map, QK_THERE, of);
             }
         }
         if (lane == 0) copied_out();

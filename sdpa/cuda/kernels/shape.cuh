@@ -45,8 +45,8 @@ constexpr bool AHEAD = STAGES > 1;
 constexpr bool ROWS_FIRST = SUBS == 1 && !TIGHT;
 // Of documents the next step is found behind a step, not beside it: their boundaries take registers too.
 constexpr bool NEXT_LAST = WITH_PACKED_Q;
-// Numbers of barriers: of the groups that compute; of each group and the warp that takes its sums.
-constexpr uint BOTH_GROUPS = 1, SUMS_FREE = 2, SUMS_THERE = 4;
+// Numbers of barriers: of the groups that compute; of each group and the warp that takes its sums; of each group of a pair and the other, twice.
+constexpr uint BOTH_GROUPS = 1, SUMS_FREE = 2, SUMS_THERE = 4, OTHER_GROUP = 6;
 // Warps that are told which block of keys is next: those that compute; where the copy engine adds sums, who asks it, and two that round what is summed up.
 constexpr uint TOLD_WARPS = WARPS + (SUMS_BY_COPY ? 3 : 0);
 // In a pair, of both blocks, those that compute and the one that brings gradients of outputs; and who brings queries in the block that takes none.

@@ -45,12 +45,13 @@ inline void whole_of(float (&sums)[count], const float* from) {
     }
 }
 
-// Whether every other block of threads has added its share: whoever comes last finds the whole. Both groups are done with what lies in shared memory.
-inline bool is_last(const Params& p, const Shared& at, const Tile& tile) {
+// Whether every other block of threads has added its share: whoever comes last finds the whole. Both groups, which meet twice, are done with what lies in shared memory.
+template <class Meet>
+inline bool is_last(const Params& p, const Shared& at, const Tile& tile, const Meet& groups_meet) {
     __threadfence();
-    meet(BOTH_GROUPS, 256);
+    groups_meet(0);
     if (threadIdx.x == 128) store_shared(at.last, atomicAdd(p.shares_done + tile.number, 1) + 1 == p.shares);
-    meet(BOTH_GROUPS, 256);
+    groups_meet(1);
     const bool last = load_shared(at.last) != 0;
     __threadfence();
     return last;

@@ -3,6 +3,7 @@
 
 #include "machine.h"
 
+#include <bitset>
 #include <deque>
 #include <map>
 #include <memory>
@@ -89,6 +90,7 @@ struct Warp {
 
 struct Numbered {
     unsigned threads = 0, came = 0;
+    std::bitset<1024> who;
     uint64_t round = 0;
 };
 

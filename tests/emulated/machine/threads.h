@@ -105,12 +105,22 @@ void come(unsigned number, unsigned threads, bool waits, const Site& site) {
     barrier.threads = threads;
     shown();
     const uint64_t round = barrier.round;
+    // For another of its threads, which has not come yet.
+    if (barrier.who[now->number]) fail("a thread comes to barrier %u again before the others have come", number);
+    barrier.who.set(now->number);
     if (++barrier.came == threads) {
         barrier.came = 0;
+        barrier.who.reset();
         barrier.round++;
     }
     went_on = true;
-    if (waits) until(site, [&] { return barrier.round > round; });
+    if (waits) {
+        until(site, [&] { return barrier.round > round; });
+    } else {
+        // The others may be on their way to the next round before this warp goes on.
+        if (now->number % WARP == 0) now->block->warps[now->number / WARP].late = lateness(4, 100);
+        until(site, [] { return true; });
+    }
 }
 
 unsigned char* shared(uint32_t at, size_t bytes, const char* what) {
