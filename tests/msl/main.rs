@@ -281,7 +281,7 @@ fn backward_table_of_types_dims_masks_and_score_mods() {
 
 /// Days until the checks that are slow have seen every row of the covering table, and every option on every kernel. A share of the product that is
 /// wanted is checked whole.
-const SLOW_DAYS: u64 = 16;
+const SLOW_DAYS: u64 = 24;
 
 #[test]
 fn sanitizers_find_nothing() {
