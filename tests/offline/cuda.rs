@@ -196,6 +196,25 @@ fn every_backward_kernel_compiles_into_registers() {
     say(&format!("NVRTC: {} backward kernels of our own make {} bytes for SM 9.0", told.len(), told.iter().sum::<usize>()));
 }
 
+/// A trace of 32 cosines for each of 64 scores takes the compiler a minute; it stands in a text for one. Bytes with what tells of lines, four times the instructions.
+#[test]
+fn long_traces_stand_in_texts_for_one_score() {
+    let nvrtc = match nvrtc::find() {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => return skip("offline", &format!("long traces: {why}")),
+    };
+    for (score_mod, most) in [("sandwich:64", 1300 << 10), ("sandwich:8", 600 << 10)] {
+        let spec = spec([64, 64], DType::BF16, score_mod, &["causal"]);
+        let forward = Forward::of(&spec.validate().unwrap()).unwrap();
+        let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();
+        let texts = [source::forward(&forward, &forward.tile(132).unwrap()), source::backward(&backward, &backward.tile(132).unwrap())];
+        for text in texts {
+            let code = compile(&nvrtc, &text).unwrap_or_else(|e| panic!("{score_mod}: {e}")).code.len();
+            assert!(code < most, "{score_mod}: {code} bytes of machine code");
+        }
+    }
+}
+
 /// Products that would run one after the other are seen in what the compiler says.
 #[test]
 fn products_that_wait_for_one_another_are_seen() {

@@ -70,7 +70,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
     }
 #if WITH_SCORE_MOD || WITH_KEEP
     const int heads[2] = {min(head_of(tile, row), p.heads_q - 1), min(head_of(tile, row + 8), p.heads_q - 1)};
-#pragma unroll
+UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
         const int half = n >> 1 & 1;
         const Place at = place_behind<!masked>(p, tile.batch, heads[half], FEW ? q[half] : q[0], column, FEW ? 0 : 8 * half, 8 * (n / 4) + (n & 1));

@@ -38,10 +38,10 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], const Params& p, cons
 #pragma unroll
         for (int half = 0; half < 2; half++) kept[half] = BY_KEYS ? kept_by(p, span, corner.k + 8 * half) : kept_of(p, span, corner.q + 8 * half);
     }
-#pragma unroll
+UNROLL_TRACES
     for (int n = 0; n < SCORES; n += 2) {
         const float2 lse = lse_of(known, n);
-#pragma unroll
+UNROLL_TRACES
         for (int other = 0; other < 2; other++) {
             float x = natural ? s[n + other] * p.scale : s[n + other];
             if (RAW > 1) raw[RAW > 1 ? n + other : 0] = x;
@@ -93,7 +93,7 @@ inline void slopes(float (&s)[SCORES], const float (&d_p)[SCORES], const Known& 
 // The same before the score_mod.
 inline void through_score_mod(float (&s)[SCORES], const float (&raw)[RAW], const Params& p, const Captured& captured, const Corner& corner) {
 #if WITH_SCORE_MOD
-#pragma unroll
+UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
         if (s[n] != 0.0f) s[n] = score_mod_gradient(raw[n], s[n], place_of(p, corner, n), captured);
     }

@@ -22,7 +22,7 @@ inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Param
         for (int n = 0; n < SCORES; n++) s[n] *= p.scale;
     }
 #if WITH_SCORE_MOD || WITH_KEEP
-#pragma unroll
+UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
         const Place at = place_behind(p, tile.batch, tile.head, q, column, n & 2 ? 8 : 0, 8 * (n / 4) + (n & 1));
 #if WITH_SCORE_MOD

@@ -39,6 +39,13 @@ struct BFloat {
 inline uint pair_of(Half, float low, float high) { return pair_of_halves(low, high); }
 inline uint pair_of(BFloat, float low, float high) { return pair_of_bfloats(low, high); }
 
+// Before a loop over scores in which traces are computed.
+#if AT_ONCE == 0
+#define UNROLL_TRACES _Pragma("unroll")
+#else
+#define UNROLL_TRACES _Pragma("unroll AT_ONCE")
+#endif
+
 // A number that is the same in the whole warp, told to the compiler: it is kept once, not in every thread.
 inline int alike(int x) {
     return __shfl_sync(~0u, x, 0);

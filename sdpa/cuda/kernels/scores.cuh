@@ -77,11 +77,11 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
                     const float2 (&lse)[PAIRS], uint stay) {
     // Without a score_mod the scale is a part of the unit.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
-#pragma unroll
+UNROLL_TRACES
     for (int n = 0; n < SCORES; n += 2) {
         float before[2], weight[2];
         const float2 of = lse[n / 4];
-#pragma unroll
+UNROLL_TRACES
         for (int other = 0; other < 2; other++) {
             before[other] = WITH_SCORE_MOD || (WITH_ALONG && p.natural != 0) ? s[n + other] * p.scale : s[n + other];
             float x = WITH_SCORE_MOD ? before[other] : s[n + other];
@@ -97,7 +97,7 @@ inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2]
             weight[other] = exp2_of(x);
         }
         w[n / 2] = pair_of(Element{}, left_of(weight[0], stay, n), left_of(weight[1], stay, n + 1));
-#pragma unroll
+UNROLL_TRACES
         for (int other = 0; other < 2; other++) {
 #if WITH_ALONG
             raw[n + other] = before[other];
@@ -124,7 +124,7 @@ inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCO
 #if WITH_ALONG
     along_parameters(raw, d_p, p, captured, gradients, corner);
 #if WITH_SCORE_MOD
-#pragma unroll
+UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {
         if (d_p[n] != 0.0f) d_p[n] = score_mod_gradient(raw[n], d_p[n], place_of(p, corner, n), captured);
     }

@@ -80,6 +80,12 @@ pub const MAP_SHARED_BYTES: u32 = 4 * 32;
 /// Past this a trace is compiled once for every block, masked or not: a text of 64 scores takes long, and the mask is little beside it.
 pub(crate) const HEAVY: u32 = 24;
 
+/// For how many scores of a thread traces of this weight stand in the text, 0 for all. Where they are very long, scores go through one text one after the other, from
+/// memory of the thread: a copy for each takes the compiler a minute, and is more than caches of instructions hold.
+fn at_once(weight: u32) -> u32 {
+    if weight < 80 { 0 } else { (160 / weight).max(1) }
+}
+
 /// The type of the matrix units' operands.
 fn element(dtype: DType) -> &'static str {
     if dtype == DType::F16 { "f16" } else { "bf16" }
@@ -105,8 +111,9 @@ fn clamps(problem: &Forward, axis: Axis) -> bool {
 }
 
 /// Constants that both passes take from the attention.
-fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
+fn constants(problem: &Forward) -> [(&'static str, u32); 12] {
     [
+        ("AT_ONCE", at_once(problem.weight())),
         ("WITH_SINK", problem.sink.into()),
         ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
         ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
