@@ -83,7 +83,8 @@ pub(crate) const HEAVY: u32 = 24;
 /// For how many scores of a thread traces of this weight stand in the text, 0 for all. Where they are very long, scores go through one text one after the other, from
 /// memory of the thread: a copy for each takes the compiler a minute, and is more than caches of instructions hold.
 fn at_once(weight: u32) -> u32 {
-    if weight < 80 { 0 } else { (160 / weight).max(1) }
+    const LONG: u32 = 80;
+    if weight < LONG { 0 } else { (160 / weight).max(1) }
 }
 
 /// The type of the matrix units' operands.
