@@ -84,7 +84,7 @@ fn backward_cases() {
 #[test]
 fn score_mod_cases() {
     let Some(executor) = executor() else { return };
-    let some = of_library(NAME, floats([Case::all_library()]));
+    let some = of_library(NAME, floats([Case::all_library(), Case::all_functions()]));
     forward_on(&executor, NAME, "score_mod", &some);
     backward_on(&executor, NAME, "score_mod backward", &some, &[Source::Oracle]);
 }

@@ -138,6 +138,7 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
         Case::all_dropout(),
         Case::all_fp8(),
         Case::all_tables(),
+        Case::all_functions(),
     ];
     let both: Vec<Case> = both.into_iter().flat_map(Result::unwrap).collect();
     let mut trials = Vec::new();

@@ -230,6 +230,14 @@ impl Case {
         Case::parse(include_str!("../cases/few.toml"))
     }
 
+    /// Every case of functions over all that they may be asked for.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn all_functions() -> Result<Vec<Case>, String> {
+        Case::parse(include_str!("../cases/functions.toml"))
+    }
+
     /// The cases with score_mods and masks of the library that the file has.
     ///
     /// # Errors

@@ -198,7 +198,8 @@ fn dropout_cases() {
 
 #[test]
 fn score_mod_cases() {
-    run_all("score_mod", planned_and_in_turn(Case::all_library().unwrap(), &Kernels::ALL));
+    let all: Vec<Case> = [Case::all_library(), Case::all_functions()].into_iter().flat_map(Result::unwrap).collect();
+    run_all("score_mod", planned_and_in_turn(all, &Kernels::ALL));
 }
 
 #[test]

@@ -91,7 +91,7 @@ const NARROW: [DType; 2] = [DType::BF16, DType::F16];
 
 /// Some of the library's score_mods under masks: a text of its own each.
 pub(crate) fn some(first: u64, count: u64) -> Result<impl Iterator<Item = Case>> {
-    let all = Case::all_library()?;
+    let all = [Case::all_functions()?, Case::all_library()?].concat();
     let first = usize::try_from(first)?.min(all.len());
     Ok(all.into_iter().skip(first).take(usize::try_from(count)?))
 }

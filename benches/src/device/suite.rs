@@ -109,7 +109,7 @@ impl Part {
         let both = |cases: Vec<Case>| [cases.clone(), cases];
         Ok(match self {
             Part::Random => [Case::all()?, Case::all_backward()?],
-            Part::Trees => both(Case::all_library()?),
+            Part::Trees => both([Case::all_functions()?, Case::all_library()?].concat()),
             Part::Packed => both(Case::all_packed()?),
             Part::Paged => [Case::all_paged()?, Vec::new()],
             Part::Sinks => both(Case::all_sinks()?),

@@ -31,6 +31,39 @@ inline float reciprocal(float x) {
     return y;
 }
 
+// Off by 2^-22 of the result, between 1/2 and 2 of 1.
+inline float log2_near(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline float sqrt_near(float x) {
+    float y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Off by two last digits.
+inline float quotient_near(float x, float y) {
+    float z;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+// From -pi to pi off by 5e-7 of 1.
+inline float sine_near(float x) {
+    float y;
+    asm("sin.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline float cosine_near(float x) {
+    float y;
+    asm("cos.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Off by 1/2,048 of the result.
 inline float tanh_near(float x) {
     float y;

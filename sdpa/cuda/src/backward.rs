@@ -47,6 +47,12 @@ pub struct Backward {
 }
 
 impl Backward {
+    /// As [`Forward::weight`], of a pass that computes scores again and their slopes.
+    pub(crate) fn weight(&self) -> u32 {
+        let slopes = self.gradient.as_deref().map_or(0, |trace| self.forward.weight_of(trace));
+        slopes.max(self.forward.weight())
+    }
+
     /// Makes it of a problem.
     ///
     /// # Errors

@@ -1,6 +1,5 @@
 //! When these kernels are asked before cuDNN: where they were faster.
 
-use crate::problem::trace_weight;
 use crate::tile::BackwardTile;
 use sdpa_core::expr::{Axes, Axis, Node, ParamKind, Trace, Unary};
 use sdpa_core::{BackwardProblem, DType, Problem, Side};
@@ -74,8 +73,9 @@ const FORWARD: &[Row] = &[
     row("a mask of documents, 1,536 tokens or more", 2.82, |p| reads_documents(p) && shorter(p) >= 1536),
     row("a mask of documents", 0.57, reads_documents),
     unmeasured("a mask that reads other tensors", reads_tensors),
-    row("a mask of places that is no band", 1.95, is_rule_of_places),
+    row("a mask of places that is no band", 2.38, is_rule_of_places),
     row("a prefix", 1.35, has_prefix),
+    row("a score_mod of 2 to 15 sines", 0.78, |p| (2..=15).contains(&sines(p))),
     row("f16, a score_mod with tanh", 0.88, |p| p.dtype() == DType::F16 && has_tanh(p)),
     row("packed documents", 1.17, |p| p.packed().is_some()),
     row("keys in pages, heads wider than 192", 0.82, |p| p.paged().is_some() && widest(p) > 192),
@@ -90,8 +90,8 @@ const FEW: &[Row] = &[
     unmeasured("dropout", |p| p.dropout().is_some()),
     row("packed documents", 1.35, |p| p.packed().is_some()),
     unmeasured("few queries, fewer than 512 keys", |p| p.seq_kv() < 512),
-    row("one query", 0.87, |p| p.seq_q() == 1),
-    row("at most 32 queries, heads that share keys", 2.71, |p| p.seq_q() <= 32 && p.group() > 1),
+    row("one query", 0.88, |p| p.seq_q() == 1),
+    row("at most 32 queries, heads that share keys", 2.77, |p| p.seq_q() <= 32 && p.group() > 1),
     row("more than 64 queries of 64 heads or more, keys in pages of 16", 0.84, has_many_small_pieces),
     row("more than 64 queries of 64 heads or more, heads of 64", 0.77, |p| p.seq_q() > 64 && tiles(p) >= HALF && widest(p) <= 64),
     row("few queries of 64 heads or more, of at most 131 where there is no mask, fewer than 2,800 keys", 0.86, |p| {
@@ -103,15 +103,18 @@ const FEW: &[Row] = &[
 /// Backward passes.
 const BACKWARD: &[Row] = &[
     unmeasured("dropout", |p| p.dropout().is_some()),
-    row("a score_mod of many sines", 0.20, is_heavy),
     row("a bias over queries and keys", 1.87, has_bias),
     row("a mask of places that is no band", 2.63, is_rule_of_places),
     row("a mask of documents, 384 tokens or more", 5.91, |p| reads_documents(p) && shorter(p) >= 384),
     row("a mask of documents", 0.96, reads_documents),
     unmeasured("a mask that reads other tensors", reads_tensors),
-    row("a band on both sides, 300 tokens or more", 3.17, |p| looks_ahead(p) && shorter(p) >= 300),
+    row("a band on both sides, 300 tokens or more", 3.21, |p| looks_ahead(p) && shorter(p) >= 300),
     unmeasured("a band on both sides", looks_ahead),
     row("a prefix", 1.41, has_prefix),
+    row("a score_mod of 3 to 30 sines, to 40 with heads of 64", 0.75, |p| {
+        (3..=30).contains(&sines(p)) || ((3..=40).contains(&sines(p)) && widest(p) <= 64)
+    }),
+    row("a score_mod of more sines", 1.2, |p| sines(p) > 30),
     row("heads wider than 128, packed documents or a score_mod with tanh", 1.29, |p| {
         widest(p) > 128 && (p.packed().is_some() || has_tanh(p))
     }),
@@ -119,9 +122,6 @@ const BACKWARD: &[Row] = &[
     row("at most 512 tokens, fewer than 300 blocks of keys", 0.92, |p| p.packed().is_none() && shorter(p) <= 512 && key_blocks(p) < 300),
     row("a band or no mask", 1.21, |_| true),
 ];
-
-/// What a score_mod weighs, in additions, that has 12 sines and more.
-const HEAVY: u32 = 500;
 
 /// Tiles that every multiprocessor has one of, and about half of them: with fewer, cuDNN leaves the others idle, as by its times it splits no keys but
 /// those of one query.
@@ -155,8 +155,10 @@ fn key_blocks(problem: &Problem) -> i64 {
     heads_kv * tokens / i64::from(BackwardTile::KEYS)
 }
 
-fn is_heavy(problem: &Problem) -> bool {
-    problem.score_mod().is_some_and(|trace| trace_weight(trace) >= HEAVY)
+/// Sines and cosines that a score_mod computes.
+fn sines(problem: &Problem) -> usize {
+    let is_sine = |node: &&Node| matches!(node, Node::Unary(Unary::Sin | Unary::Cos, _));
+    problem.score_mod().map_or(0, |trace| trace.nodes().iter().filter(is_sine).count())
 }
 
 fn has_tanh(problem: &Problem) -> bool {

@@ -210,14 +210,16 @@ impl Forward {
         self.packed.is_some_and(|packed| side == Side::Queries || packed.keys)
     }
 
-    /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code. What is the same for all scores of a head is
-    /// made once.
+    /// What compiling the traces for one score costs, in units of an addition: which functions are long in machine code.
     pub(crate) fn weight(&self) -> u32 {
-        let of_score = |trace: &Trace| {
-            let differs = |of: Depends| of.score || of.axes.has(Axis::Q) || of.axes.has(Axis::K);
-            trace.nodes().iter().zip(trace.depends()).filter(|(_, of)| differs(*of)).map(|(node, _)| node_weight(*node)).sum()
-        };
-        [&self.score_mod, &self.keep].into_iter().map(|trace| trace.as_deref().map_or(0, of_score)).sum()
+        [&self.score_mod, &self.keep].into_iter().map(|trace| trace.as_deref().map_or(0, |trace| self.weight_of(trace))).sum()
+    }
+
+    /// The same of one trace. What is the same for all scores of a head is made once.
+    pub(crate) fn weight_of(&self, trace: &Trace) -> u32 {
+        let differs = |of: Depends| of.score || of.axes.has(Axis::Q) || of.axes.has(Axis::K);
+        let nodes = trace.nodes().iter().zip(trace.depends()).filter(|(_, of)| differs(*of));
+        nodes.map(|(node, _)| node_weight(*node, self.dtype == DType::F32)).sum()
     }
 
     /// When it is found which blocks of keys `keep` leaves.
@@ -241,16 +243,18 @@ impl Forward {
     }
 }
 
-/// What compiling a trace costs, in units of an addition.
-pub(crate) fn trace_weight(trace: &Trace) -> u32 {
-    trace.nodes().iter().map(|node| node_weight(*node)).sum()
-}
-
-fn node_weight(node: Node) -> u32 {
+/// `exact`: by the functions of CUDA's library.
+fn node_weight(node: Node, exact: bool) -> u32 {
     match node {
         Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => 0,
         Node::Read(..) => 3,
-        Node::Unary(Unary::Sin | Unary::Cos, _) => 40,
+        Node::Unary(Unary::Sin | Unary::Cos, _) => {
+            if exact {
+                40
+            } else {
+                12
+            }
+        }
         Node::Unary(Unary::Erf, _) | Node::Binary(Binary::Pow | Binary::Mod, ..) => 20,
         Node::Unary(Unary::Exp | Unary::Log | Unary::Tanh | Unary::Sqrt | Unary::Rsqrt, _) | Node::Binary(Binary::Div, ..) => 6,
         Node::Unary(Unary::Neg | Unary::Abs | Unary::Floor | Unary::Ceil | Unary::Not | Unary::ToF32 | Unary::ToI32, _) => 1,

@@ -22,6 +22,8 @@ pub(crate) use piece;
 
 /// What is in front of every kernel, but for what is generated between. All PTX is in `units`, `copy` and `products`.
 const PRELUDE: [(&str, &str); 3] = [piece!("words.cuh"), piece!("units.cuh"), piece!("prelude.cuh")];
+/// What traced expressions call.
+const FUNCTIONS: (&str, &str) = piece!("functions.cuh");
 const ENGINES: [(&str, &str); 3] = [piece!("copy.cuh"), piece!("matrix.cuh"), piece!("products.cuh")];
 pub(crate) const SPAN: (&str, &str) = piece!("span.cuh");
 const CLIPPED: (&str, &str) = piece!("clipped.cuh");
@@ -83,8 +85,8 @@ pub(crate) const HEAVY: u32 = 24;
 /// For how many scores of a thread traces of this weight stand in the text, 0 for all. Where they are very long, scores go through one text one after the other, from
 /// memory of the thread: a copy for each takes the compiler a minute, and is more than caches of instructions hold.
 fn at_once(weight: u32) -> u32 {
-    const LONG: u32 = 80;
-    if weight < LONG { 0 } else { (160 / weight).max(1) }
+    const LONG: u32 = 120;
+    if weight < LONG { 0 } else { (1000 / weight).max(2) }
 }
 
 /// The type of the matrix units' operands.
@@ -112,9 +114,8 @@ fn clamps(problem: &Forward, axis: Axis) -> bool {
 }
 
 /// Constants that both passes take from the attention.
-fn constants(problem: &Forward) -> [(&'static str, u32); 12] {
+fn constants(problem: &Forward) -> [(&'static str, u32); 11] {
     [
-        ("AT_ONCE", at_once(problem.weight())),
         ("WITH_SINK", problem.sink.into()),
         ("WITH_SEQ_LEN_Q", problem.seq_len_q.into()),
         ("WITH_SEQ_LEN_KV", problem.seq_len_kv.into()),
@@ -136,10 +137,17 @@ pub(crate) fn statistics(problem: &Forward) -> [(&'static str, u32); 4] {
     [("WITH_STATS", stats), ("WITH_ROW_MAX", row_max), ("WITH_SUM_EXP", sum_exp), ("WITH_BASE_TWO", two)]
 }
 
-/// The text up to the pieces of a pass, `engines` the last of it.
-pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced: &[String], engines: &[(&str, &str)]) -> String {
+/// The text up to the pieces of a pass, `engines` the last of it; `weight` is that of all traces of the pass.
+pub(crate) fn begin(
+    problem: &Forward,
+    weight: u32,
+    own: &[(&str, u32)],
+    params: &str,
+    traced: &[String],
+    engines: &[(&str, &str)],
+) -> String {
     let mut text = String::new();
-    for (name, value) in own.iter().chain(&constants(problem)) {
+    for (name, value) in own.iter().chain(&constants(problem)).chain(&[("AT_ONCE", at_once(weight))]) {
         let _ = writeln!(text, "#define {name} {value}");
     }
     PRELUDE.into_iter().for_each(|piece| add(&mut text, piece));
@@ -147,6 +155,7 @@ pub(crate) fn begin(problem: &Forward, own: &[(&str, u32)], params: &str, traced
     text.push_str(params);
     text.push_str(&captured_structure(&problem.captured));
     if !traced.is_empty() {
+        add(&mut text, FUNCTIONS);
         add(&mut text, ("expression.inc", EXPRESSION));
         text.push_str("\n#line 1 \"traced\"\n");
         text.extend(traced.iter().map(String::as_str));
@@ -212,7 +221,7 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     let params = format!("{}{}", boundary(problem), Params::cuda());
     let score_mod = problem.score_mod.as_deref().map(|trace| captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(problem.keep.as_deref().map(|trace| captured.keep(trace))).collect();
-    let mut text = begin(problem, &own, &params, &traced, &ENGINES);
+    let mut text = begin(problem, problem.weight(), &own, &params, &traced, &ENGINES);
     text.push_str(GENERATED);
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
@@ -257,7 +266,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     let params =
         format!("{}{}typedef BackwardParams Params;\n{}", boundary(forward), BackwardParams::cuda(), gradients_structure(&problem.along));
     let engines: Vec<(&str, &str)> = ENGINES.into_iter().chain(tile.pair.then_some(PEERS)).collect();
-    let mut text = begin(forward, &own, &params, &traced, &engines);
+    let mut text = begin(forward, problem.weight(), &own, &params, &traced, &engines);
     text.push_str(GENERATED);
     let columns = if tile.pair {
         [0, 2].map(|n: usize| PANEL * panels(forward.tensors[n].dims[3]))

@@ -2,6 +2,7 @@
 
 mod floats;
 mod fp8;
+mod functions;
 mod row;
 mod versions;
 
@@ -220,6 +221,7 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     }
     reasons.extend(versions::reasons(job, runtime, sm));
     reasons.extend(floats::reasons(job));
+    reasons.extend(functions::reasons(job));
     if problem.dtype().is_fp8() {
         reasons.extend(fp8::reasons(job, runtime, sm));
     }

@@ -159,6 +159,7 @@ impl Captured {
 
     fn value(&self, trace: &Trace, id: NodeId, known: &Known) -> String {
         let decisive = known.decisive[id.index()];
+        let functions = if self.dialect == Dialect::Cuda && decisive { "exact" } else { "precise" };
         match trace.node(id) {
             Node::Score => "score".to_owned(),
             Node::Upstream => "upstream".to_owned(),
@@ -179,11 +180,26 @@ impl Captured {
                 let read = format!("captured.tensor_{place}[min(max(v{}, 0), {last})]", x.index());
                 if param.kind.ty() == Type::F32 { format!("float({read})") } else { read }
             }
-            // Not the unit's own.
-            Node::Unary(Unary::Tanh, x) if self.dialect == Dialect::Cuda && decisive => format!("tanhf(v{})", x.index()),
+            // What hangs on the score and is that large is off by more than a turn as it is.
+            Node::Unary(f @ (Unary::Sin | Unary::Cos), x)
+                if self.dialect == Dialect::Cuda && !decisive && (known.within(x, WAVES) || known.depends[x.index()].score) =>
+            {
+                format!("precise::{}_within(v{})", if f == Unary::Sin { "sin" } else { "cos" }, x.index())
+            }
+            Node::Binary(Binary::Pow, x, y) if self.dialect == Dialect::Cuda && !decisive && positive(trace, x).is_some() => {
+                let log = positive(trace, x).map_or(0, |x| (x.log2() as f32).to_bits());
+                format!("precise::pow_of(v{}, v{}, as_type<float>({log:#010x}u))", x.index(), y.index())
+            }
+            Node::Binary(Binary::Pow, x, y) if self.dialect == Dialect::Cuda && known.within(y, POWERS) && !decisive => {
+                match trace.small_power(id) {
+                    Some((_, 0)) => "1.0f".to_owned(),
+                    Some((x, times)) => vec![format!("v{}", x.index()); times].join(" * "),
+                    None => format!("precise::pow_within(v{}, v{})", x.index(), y.index()),
+                }
+            }
             Node::Unary(f, x) => match known.small(x).filter(|_| f == Unary::ToF32) {
                 Some(slopes) => small(x, slopes),
-                None => unary(f, trace.ty(x), &format!("v{}", x.index())),
+                None => unary(f, trace.ty(x), &format!("v{}", x.index()), functions),
             },
             // What divides every score is inverted once.
             Node::Binary(Binary::Div, x, y)
@@ -191,14 +207,28 @@ impl Captured {
             {
                 format!("v{} * (1.0f / v{})", x.index(), y.index())
             }
+            Node::Binary(Binary::Div, x, y) if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && !decisive => {
+                format!("precise::quotient(v{}, v{})", x.index(), y.index())
+            }
             Node::Binary(f, x, y) if self.dialect == Dialect::Cuda && decisive => {
                 rounded(f, &format!("v{}", x.index()), &format!("v{}", y.index()))
             }
-            Node::Binary(f, x, y) => binary(f, trace.ty(x), &format!("v{}", x.index()), &format!("v{}", y.index())),
+            Node::Binary(f, x, y) => binary(f, trace.ty(x), &format!("v{}", x.index()), &format!("v{}", y.index()), functions),
             Node::Select(c, x, y) => format!("v{} ? v{} : v{}", c.index(), x.index(), y.index()),
         }
     }
 }
+
+/// A constant that is positive, and not 1, whose powers are 1 whatever the exponent is.
+fn positive(trace: &Trace, id: NodeId) -> Option<f64> {
+    let Node::Const(Const::F32(bits)) = trace.node(id) else { return None };
+    let x = f64::from(f32::from_bits(bits));
+    (x > 0.0 && x.is_finite() && x != 1.0).then_some(x)
+}
+
+/// Up to which size of an argument waves, and of an exponent powers, take fewer instructions.
+const WAVES: f64 = 16_777_216.0;
+const POWERS: f64 = 64.0;
 
 /// A small whole number as a float: without what a thread's first query and key make of it where it grows with these.
 fn small(x: NodeId, slopes: [i64; 2]) -> String {
@@ -219,27 +249,28 @@ fn rounded(f: Binary, x: &str, y: &str) -> String {
         Binary::Sub => format!("__fsub_rn({x}, {y})"),
         Binary::Mul => format!("__fmul_rn({x}, {y})"),
         // Rounded by themselves, or choices between numbers.
-        Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => binary(f, Type::F32, x, y),
+        Binary::Div | Binary::Mod | Binary::Pow | Binary::Min | Binary::Max => binary(f, Type::F32, x, y, "exact"),
         Binary::Eq | Binary::Ne | Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::And | Binary::Or => {
-            binary(f, Type::F32, x, y)
+            binary(f, Type::F32, x, y, "exact")
         }
     }
 }
 
-fn unary(f: Unary, of: Type, x: &str) -> String {
+/// By functions of a namespace.
+fn unary(f: Unary, of: Type, x: &str, functions: &str) -> String {
     let whole = of == Type::I32;
     match f {
         Unary::Neg if whole => format!("whole_neg({x})"),
         Unary::Neg => format!("-{x}"),
         Unary::Abs if whole => format!("whole_abs({x})"),
         Unary::Abs => format!("abs({x})"),
-        Unary::Sqrt => format!("precise::sqrt({x})"),
-        Unary::Rsqrt => format!("precise::rsqrt({x})"),
-        Unary::Exp => format!("precise::exp({x})"),
-        Unary::Log => format!("precise::log({x})"),
-        Unary::Sin => format!("precise::sin({x})"),
-        Unary::Cos => format!("precise::cos({x})"),
-        Unary::Tanh => format!("precise::tanh({x})"),
+        Unary::Sqrt => format!("{functions}::sqrt({x})"),
+        Unary::Rsqrt => format!("{functions}::rsqrt({x})"),
+        Unary::Exp => format!("{functions}::exp({x})"),
+        Unary::Log => format!("{functions}::log({x})"),
+        Unary::Sin => format!("{functions}::sin({x})"),
+        Unary::Cos => format!("{functions}::cos({x})"),
+        Unary::Tanh => format!("{functions}::tanh({x})"),
         Unary::Erf => format!("error_function({x})"),
         Unary::Floor => format!("floor({x})"),
         Unary::Ceil => format!("ceil({x})"),
@@ -249,9 +280,11 @@ fn unary(f: Unary, of: Type, x: &str) -> String {
     }
 }
 
-fn binary(f: Binary, of: Type, x: &str, y: &str) -> String {
+/// By functions of a namespace.
+fn binary(f: Binary, of: Type, x: &str, y: &str, functions: &str) -> String {
     let whole = of == Type::I32;
     let call = |name: &str| format!("{name}({x}, {y})");
+    let function = |name: &str| format!("{functions}::{name}({x}, {y})");
     let infix = |sign: &str| format!("{x} {sign} {y}");
     match f {
         Binary::Add if whole => call("whole_add"),
@@ -264,11 +297,11 @@ fn binary(f: Binary, of: Type, x: &str, y: &str) -> String {
         Binary::Div => infix("/"),
         Binary::Mod if whole => call("whole_mod"),
         Binary::Mod => call("fmod"),
-        Binary::Pow => call("precise::pow"),
+        Binary::Pow => function("pow"),
         Binary::Min if whole => call("min"),
-        Binary::Min => call("precise::min"),
+        Binary::Min => function("min"),
         Binary::Max if whole => call("max"),
-        Binary::Max => call("precise::max"),
+        Binary::Max => function("max"),
         Binary::Eq => infix("=="),
         Binary::Ne => infix("!="),
         Binary::Lt => infix("<"),
@@ -297,7 +330,7 @@ mod tests {
         assert!(cuda.contains("__fmul_rn(") && cuda.contains("__fadd_rn(") && !cuda.contains("1.0f /"), "{cuda}");
         let msl = text(rule, Dialect::Msl);
         assert!(msl.lines().nth(1).is_some_and(|line| line.trim() == "#pragma METAL fp contract(off)"), "{msl}");
-        assert!(text("tanh(f32(k)) < 0.5", Dialect::Cuda).contains("= tanhf(v"));
+        assert!(text("tanh(f32(k)) < 0.5", Dialect::Cuda).contains("= exact::tanh(v"));
         // Nothing jumps, and whole numbers are not rounded.
         for smooth in ["score * 0.3 + f32(k) / 49.0", "select(k - q < 3, score * 2.0 + 1.0, score)"] {
             let cuda = text(smooth, Dialect::Cuda);
@@ -305,6 +338,35 @@ mod tests {
             assert!(!text(smooth, Dialect::Msl).contains("contract"), "{smooth}");
         }
         assert!(text("score * 0.3 + f32(k) / 49.0", Dialect::Cuda).contains("* (1.0f / "));
+    }
+
+    #[test]
+    fn functions_are_asked_for_what_they_are_needed_for() {
+        let of = |trace: &str| {
+            let trace: Trace = trace.parse().unwrap_or_else(|e| panic!("{trace}: {e}"));
+            Captured::of([&trace], [1, 2, 30, 40]).in_dialect(Dialect::Cuda).with_places_below(1 << 21).score_mod(&trace)
+        };
+        for (trace, call) in [
+            ("score + cos(0.5 * f32(k - q))", "precise::cos_within(v"),
+            ("score + sin(score * f32(k * q))", "precise::sin_within(v"),
+            ("score + cos(f32(k * q))", "precise::cos(v"),
+            ("tensor t[k]: f32; score + sin(t)", "precise::sin(v"),
+            ("select(cos(f32(k)) > 0.5, score, 1.0)", "exact::cos(v"),
+            ("pow(score, 0.5)", "precise::pow_within(v"),
+            ("pow(score, f32(k))", "precise::pow(v"),
+            ("score * pow(0.25, f32(k))", "precise::pow_of(v"),
+            ("pow(score, 3.0)", "= v0 * v0 * v0;"),
+            ("score + 0.0 * pow(f32(k), 0.0)", "= 1.0f;"),
+            ("select(pow(f32(k), 2.0) > 9.0, score, 1.0)", "exact::pow(v"),
+            ("score / f32(k)", "precise::quotient(v"),
+            ("select(f32(q) / f32(k) > 0.5, score, 1.0)", " / v"),
+        ] {
+            let text = of(trace);
+            assert!(text.contains(call), "{trace}: {text}");
+            assert!(text.contains("exact::") == call.contains("exact::"), "{trace}: {text}");
+        }
+        // 0.25 is 2^-2.
+        assert!(of("score * pow(0.25, f32(k))").contains("as_type<float>(0xc0000000u))"));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use sdpa_core::expr::{Axis, Binary, Const, Depends, Node, NodeId, Trace, Type, Unary};
 
 /// Whole numbers of this size and less, and floats between 2^23 and 2^24, have the same last digits.
-const SMALL: i64 = 1 << 22;
+const SMALL: f64 = 4_194_304.0;
 
 /// What is known of each value.
 pub(crate) struct Known {
@@ -11,8 +11,8 @@ pub(crate) struct Known {
     pub(crate) depends: Vec<Depends>,
     /// Whether a jump hangs on it.
     pub(crate) decisive: Vec<bool>,
-    /// Whether it is a whole number from -2^22 to 2^22 - 1.
-    small: Vec<bool>,
+    /// The least and the greatest that it may come to.
+    ranges: Vec<Option<[f64; 2]>>,
     /// How much it grows with the query and with the key, where it is a whole number that is made of sums of these alone, and of what differs from neither.
     slopes: Vec<Option<[i64; 2]>>,
 }
@@ -20,17 +20,21 @@ pub(crate) struct Known {
 impl Known {
     /// Of a trace in a problem of these extents, asked for at indices from 0 to below `places`, if that is known.
     pub(crate) fn of(trace: &Trace, extents: [i64; 4], places: Option<i64>) -> Known {
-        let is_small = |range: Option<[i64; 2]>| range.is_some_and(|[least, most]| least >= -SMALL && most < SMALL);
-        let ranges = places.map(|below| trace.ranges([[0, below - 1]; 4], extents));
-        let small = ranges.map_or_else(|| vec![false; trace.nodes().len()], |ranges| ranges.into_iter().map(is_small).collect());
+        let ranges = places.map(|below| trace.ranges([[0, below - 1]; 4], extents)).unwrap_or_else(|| vec![None; trace.nodes().len()]);
         let depends = trace.depends();
         let slopes = slopes(trace, &depends);
-        Known { depends, decisive: trace.decisive(), small, slopes }
+        Known { depends, decisive: trace.decisive(), ranges, slopes }
     }
 
     /// Whether a value is a float without being converted, and by how much it grows with the query and with the key: by 0 where no number says that.
     pub(crate) fn small(&self, id: NodeId) -> Option<[i64; 2]> {
-        self.small[id.index()].then(|| self.slopes[id.index()].unwrap_or([0; 2]))
+        let [least, most] = self.ranges[id.index()]?;
+        (least >= -SMALL && most < SMALL).then(|| self.slopes[id.index()].unwrap_or([0; 2]))
+    }
+
+    /// Whether a number is at most `most` by size.
+    pub(crate) fn within(&self, id: NodeId, most: f64) -> bool {
+        self.ranges[id.index()].is_some_and(|range| range.into_iter().all(|x| x.abs() <= most))
     }
 }
 

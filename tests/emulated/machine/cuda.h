@@ -11,6 +11,7 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __shared__
+#define __constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline
 
@@ -38,6 +39,9 @@ inline float rounded(float x) {
 inline float __fadd_rn(float x, float y) { return rounded(x + y); }
 inline float __fsub_rn(float x, float y) { return rounded(x - y); }
 inline float __fmul_rn(float x, float y) { return rounded(x * y); }
+inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) { return unsigned(((uint64_t(high) << 32 | low) << (by & 31)) >> 32); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 inline int min(int x, int y) { return y < x ? y : x; }

@@ -9,6 +9,16 @@ inline uint pair_of_bfloats(float low, float high) { return uint(metal::narrow<8
 
 inline float exp2_of(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
+inline float log2_near(float x) { return log2f(x); }
+inline float sqrt_near(float x) { return sqrtf(x); }
+inline float quotient_near(float x, float y) { return x / y; }
+// The unit is asked within half a turn.
+inline float within_half_a_turn(float x) {
+    if (fabsf(x) > 3.2f) machine::fail("a wave at %g", double(x));
+    return x;
+}
+inline float sine_near(float x) { return sinf(within_half_a_turn(x)); }
+inline float cosine_near(float x) { return cosf(within_half_a_turn(x)); }
 inline float tanh_near(float x) { return tanhf(x); }
 
 // The block has nothing else in shared memory.

@@ -29,6 +29,12 @@ fn adds(what: impl Fn(Here) -> f64 + Clone + Send + Sync + 'static, rounding: im
     }
 }
 
+/// A number of any size from 2^-20 on to the greatest that there is.
+fn of_any_size(random: &mut Random) -> f32 {
+    let size = (1.0 + random.unit()) * 2f64.powi(random.between(-20, 126) as i32);
+    if random.between(0, 1) == 0 { size as f32 } else { -size as f32 }
+}
+
 /// The power of two is off by this many roundings: its argument is at most 8.
 const SLOPE: f64 = 16.0;
 
@@ -54,12 +60,18 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
 
 /// Score_mods that the library has no name for: of packed documents, what is told by the place in the row of all, and by the document; tables, some
 /// read outside of them; what is a number within the extents alone.
-const OWN: [(&str, &str); 6] = [
+const OWN: [(&str, &str); 9] = [
     ("row-place", "tensor cu_seqlens[batch + 1]: i32; score + f32((cu_seqlens + k) % 3) * 0.25"),
     ("row-place-of-keys", "tensor cu_seqlens_kv[batch + 1]: i32; score + f32((cu_seqlens_kv + k) % 3) * 0.25"),
     ("temperature", "tensor temperature[batch]: f32; score * temperature"),
     ("within", "tensor within[head]: f32; score * sqrt(f32(seq_q - q)) * 0.1 + within * log(f32(seq_kv - k))"),
     ("buckets", "table bucket[12]: i32; table gain[3, 5]: f16; score * gain[head, bucket[abs(q - k) / 3]]"),
+    ("waves", "tensor far[k]: f32; tensor turn[q]: f32; score + sin(far) + 2.0 * cos(turn) + sin(f32(k - q) * 0.75) - cos(f32(q * k))"),
+    (
+        "powers",
+        "tensor any[k]: f32; tensor whole[q]: f32; tensor near[k]: f32; tensor great[q]: f32; score * pow(1.25, f32(q % 4)) + pow(any, whole) + pow(near, great) - pow(great, 0.25)",
+    ),
+    ("cubes", "score + 0.1 * pow(score, 3.0) - pow(score, 2.0) * pow(f32(q - k), 0.0)"),
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
 ];
 
@@ -158,6 +170,45 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 reads: Vec::new(),
             })
         }
+        "waves" => {
+            let [far, turn] = [("far", 3), ("turn", 2)]
+                .map(|(name, axis)| drawing.bind(name, &[axis], |r, n| Values::F32((0..n).map(|_| of_any_size(r)).collect())));
+            let [near, grid] = [|[_, _, q, k]: Here| (k - q) as f64 * 0.75, |[_, _, q, k]: Here| (q * k) as f64];
+            // Devices are off by 8e-7 of 1.
+            Ok(adds(move |here| far.at(here).sin() + 2.0 * turn.at(here).cos() + near(here).sin() - grid(here).cos(), |_| 5.0 * 14.0))
+        }
+        "powers" => {
+            let whole = |n: i64| n as f32;
+            let any = drawing.bind("any", &[3], |r, n| {
+                let drawn =
+                    |r: &mut Random| [0.0, -0.0, 1.0, -1.0, 0.5 + r.unit() as f32, -0.5 - r.unit() as f32][r.between(0, 5) as usize];
+                Values::F32((0..n).map(|_| drawn(r)).collect())
+            });
+            let powers = drawing.bind("whole", &[2], |r, n| Values::F32((0..n).map(|_| whole(r.between(0, 5))).collect()));
+            let near = drawing.bind("near", &[3], |r, n| Values::F32((0..n).map(|_| 1.0 + 1e-3 * r.normal() as f32).collect()));
+            let great = drawing.bind("great", &[2], |r, n| Values::F32((0..n).map(|_| whole(r.between(0, 400))).collect()));
+            let slope = |[_, _, q, _]: Here| 1.25f64.powi((q % 4) as i32);
+            let own = move |here| {
+                let [any, near] = [any.at(here).powf(powers.at(here)), near.at(here).powf(great.at(here))];
+                (any + near - great.at(here).powf(0.25), any.abs() + near.abs() + great.at(here).powf(0.25))
+            };
+            let rounding = own.clone();
+            Ok(Stage {
+                value: Box::new(move |score, here| score * slope(here) + own(here).0),
+                slope: Box::new(move |_, here| slope(here)),
+                // Devices are off by 1e-6 of a logarithm, and by that times the exponent.
+                rounding: Box::new(move |score, here| 8.0 * (score * slope(here)).abs() + 64.0 * rounding(here).1),
+                partials: Vec::new(),
+                reads: Vec::new(),
+            })
+        }
+        "cubes" => Ok(Stage {
+            value: Box::new(|score, _| score + f64::from(0.1_f32) * score.powi(3) - score.powi(2)),
+            slope: Box::new(|score, _| 1.0 + f64::from(0.3_f32) * score.powi(2) - 2.0 * score),
+            rounding: Box::new(|score, _| 4.0 * (score.abs() + 0.1 * score.abs().powi(3) + score.powi(2))),
+            partials: Vec::new(),
+            reads: Vec::new(),
+        }),
         "within" => {
             let [.., seq_q, seq_kv] = drawing.extents;
             let within = drawing.bind("within", &[1], |random, n| Values::F32((0..n).map(|_| random.unit() as f32).collect()));

@@ -1,6 +1,6 @@
 //! A finished trace: plain data, equal exactly when it computes alike from the same parameters.
 
-use super::node::{Axis, Node, NodeId, ParamId, Type};
+use super::node::{Axis, Binary, Const, Node, NodeId, ParamId, Type};
 use super::params::{Axes, Declared, ParamKind};
 use super::typed::ExprErrors;
 use serde::{Deserialize, Serialize};
@@ -124,6 +124,22 @@ impl Hash for Trace {
 }
 
 impl Trace {
+    /// The base of a power whose exponent is 0, 1, 2, 3 or 4, and which: a product, also of what has no logarithm.
+    ///
+    /// ```
+    /// use sdpa_core::expr::Trace;
+    ///
+    /// let trace: Trace = "pow(score, 3.0)".parse()?;
+    /// assert_eq!(trace.ids().filter_map(|id| trace.small_power(id)).map(|(_, times)| times).collect::<Vec<_>>(), [3]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn small_power(&self, id: NodeId) -> Option<(NodeId, usize)> {
+        let Node::Binary(Binary::Pow, x, y) = self.node(id) else { return None };
+        let Node::Const(Const::F32(bits)) = self.node(y) else { return None };
+        let times = [0.0, 1.0, 2.0, 3.0, 4.0].into_iter().position(|times| times == f32::from_bits(bits))?;
+        Some((x, times))
+    }
+
     fn with_hash(mut self) -> Trace {
         let mut hasher = DefaultHasher::new();
         (&self.nodes, &self.types, &self.params, &self.roots).hash(&mut hasher);

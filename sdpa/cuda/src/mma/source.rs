@@ -90,7 +90,7 @@ pub fn forward_text(forward: &Forward, cut: &Cut) -> String {
     own.push(("APPROXIMATE", (forward.dtype == DType::BF16).into()));
     let score_mod = forward.score_mod.as_deref().map(|trace| forward.captured.score_mod(trace));
     let traced: Vec<String> = score_mod.into_iter().chain(keep_function(forward)).collect();
-    let mut text = begin(forward, &own, &params(forward), &traced, &MATRIX);
+    let mut text = begin(forward, forward.weight(), &own, &params(forward), &traced, &MATRIX);
     [SPAN, WALK, STATISTICS].into_iter().chain(map(forward)).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
     text
 }
@@ -131,7 +131,7 @@ pub fn queries_text(backward: &Backward, cut: &Cut) -> String {
     let forward = &backward.forward;
     let own = constants_of_gradients(backward, cut, false);
     let traced: Vec<String> = score_functions(backward).into_iter().chain(keep_function(forward)).collect();
-    let mut text = begin(forward, &own, &params(forward), &traced, &MATRIX);
+    let mut text = begin(forward, backward.weight(), &own, &params(forward), &traced, &MATRIX);
     [SPAN, WALK].into_iter().chain(map(forward)).chain([SCORES]).chain(QUERIES).for_each(|piece| add(&mut text, piece));
     text
 }
@@ -143,7 +143,7 @@ pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
     let traced: Vec<String> =
         score_functions(backward).into_iter().chain(along_functions(backward)).chain(keep_function(forward)).collect();
     let params = format!("{}{}", params(forward), gradients_structure(&backward.along));
-    let mut text = begin(forward, &own, &params, &traced, &MATRIX);
+    let mut text = begin(forward, backward.weight(), &own, &params, &traced, &MATRIX);
     [SPAN, BACKWARD].into_iter().chain(map(forward)).chain([SCORES]).for_each(|piece| add(&mut text, piece));
     if !backward.along.is_empty() {
         add(&mut text, ALONG);

@@ -150,7 +150,7 @@ fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
 }
 
 /// The text of a value.
-fn text(trace: &Trace, id: NodeId) -> String {
+pub(super) fn text(trace: &Trace, id: NodeId) -> String {
     let mut b = Builder::new();
     let here = b.copy(trace);
     b.finish(&[here[id.index()]]).map_or_else(|_| trace.to_string(), |part| part.to_string())

@@ -120,7 +120,10 @@ impl<'a> Emitter<'a> {
             Node::Index(axis) => to.graph.gen_index(self.score, axis.place() as i64),
             Node::Param(p) => param(to, self.trace, p, self.extents, self.pass),
             Node::Unary(f, x) => self.unary(to, f, self.operand(x), ty),
-            Node::Binary(f, x, y) => self.binary(to, f, [self.operand(x), self.operand(y)], ty),
+            Node::Binary(f, x, y) => match self.trace.small_power(id) {
+                Some((x, times)) => self.small_power(to, self.operand(x), times),
+                None => self.binary(to, f, [self.operand(x), self.operand(y)], ty),
+            },
             Node::Select(c, x, y) => {
                 let (x, y) = (self.operand(x), self.operand(y));
                 self.select(to, c, x, y, dtype(ty.dtype()))
@@ -164,6 +167,16 @@ impl<'a> Emitter<'a> {
         };
         let x = self.lift(to, x, from);
         op(to, mode::unary(f), &[x], ty)
+    }
+
+    /// Engines have powers by logarithms, which negative numbers have none of.
+    fn small_power(&mut self, to: &mut Draft<'_>, x: TensorId, times: usize) -> TensorId {
+        if times == 0 {
+            let one = to.graph.scalar(Scalar::F32(1.0));
+            return self.lift(to, one, Type::F32);
+        }
+        let x = self.lift(to, x, Type::F32);
+        (1..times).fold(x, |product, _| op(to, Mode::Mul, &[product, x], Type::F32))
     }
 
     /// Engines want the first operand to be inside the kernel.

@@ -1,0 +1,122 @@
+// Functions of traced expressions, by the names that they have in MSL.
+
+#define ERROR_FUNCTION
+inline float error_function(float x) {
+    return erff(x);
+}
+
+// As CUDA's library has them: of what a jump hangs on, and beside f32. Within: of waves of at most 2^24, of powers of at most 64. Of: of
+// a positive number whose logarithm is known.
+namespace exact {
+inline float sqrt(float x) { return sqrtf(x); }
+inline float rsqrt(float x) { return rsqrtf(x); }
+inline float exp(float x) { return expf(x); }
+inline float log(float x) { return logf(x); }
+inline float sin(float x) { return sinf(x); }
+inline float cos(float x) { return cosf(x); }
+inline float sin_within(float x) { return sinf(x); }
+inline float cos_within(float x) { return cosf(x); }
+inline float tanh(float x) { return tanhf(x); }
+inline float pow(float x, float y) { return powf(x, y); }
+inline float pow_within(float x, float y) { return powf(x, y); }
+inline float pow_of(float x, float y, float) { return powf(x, y); }
+inline float quotient(float x, float y) { return x / y; }
+inline float min(float x, float y) { return fminf(x, y); }
+inline float max(float x, float y) { return fmaxf(x, y); }
+}
+
+#ifdef EXACT
+namespace precise = exact;
+#else
+
+// Without whole turns, of at most 2^24: off by less than the last digit of a number next to 2.
+inline float turned_within(float x) {
+    // The last digit of a float next to 1.5 * 2^23 counts whole numbers.
+    const float turns = fmaf(x, 0.159154943f, 12582912.0f) - 12582912.0f;
+    return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
+}
+
+// 1 / (2 pi) in binary, from the digit before 1/2 on.
+__constant__ const uint TURN[6] = {0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410};
+
+// The same of any number past 2^24 by size: a whole number times a power of two, times as many digits of 1 / (2 pi) as do not come to whole turns.
+inline float turned_far(float x) {
+    const uint bits = __float_as_uint(x);
+    const int power = int(bits >> 23 & 255) - 150, word = power >> 5, by = power & 31;
+    const uint digits = bits & 0x7fffff | 0x800000;
+    const uint first = __funnelshift_l(TURN[word + 1], TURN[word], by), second = __funnelshift_l(TURN[word + 2], TURN[word + 1], by);
+    const float rest = float(int(digits * first + __umulhi(digits, second))) * 1.46291808e-9f;
+    return (int(bits) < 0 ? -rest : rest) + (x - x);
+}
+
+inline float turned(float x) {
+    return fabsf(x) <= 16777216.0f ? turned_within(x) : turned_far(x);
+}
+
+// The unit is off by 5e-7 of 1: near 0, where that is more of it, the number itself.
+inline float sine_of(float turned) {
+    return fabsf(turned) < 0.0144f ? turned : sine_near(turned);
+}
+
+// Right to 1e-6 of the result where x is next to 1, too: what great powers hang on.
+inline float log2_of(float x) {
+    const float y = x - 1.0f;
+    float sum = fmaf(y, -0.246187665f, 0.293438937f);
+    sum = fmaf(y, sum, -0.360620198f);
+    sum = fmaf(y, sum, 0.480869499f);
+    sum = fmaf(y, sum, -0.721347653f);
+    sum = fmaf(y, sum, 1.44269507f);
+    return fabsf(y) < 0.125f ? y * sum : log2_near(x);
+}
+
+// e^(-2|x|).
+inline float tanh_rest(float x) {
+    return exp2_of(-2.88539008177792681472f * fabsf(x));
+}
+
+#define TANH_SLOPE
+inline float tanh_slope(float x) {
+    if (APPROXIMATE) {
+        const float y = tanh_near(x);
+        return 1.0f - y * y;
+    }
+    const float rest = tanh_rest(x), part = reciprocal(1.0f + rest);
+    return 4.0f * rest * part * part;
+}
+
+namespace precise {
+inline float sqrt(float x) { return sqrt_near(x); }
+inline float rsqrt(float x) { return rsqrtf(x); }
+inline float exp(float x) { return exp2_of(1.44269504f * x); }
+inline float log(float x) { return 0.693147181f * log2_near(x); }
+inline float sin(float x) { return sine_of(turned(x)); }
+inline float cos(float x) { return cosine_near(turned(x)); }
+inline float sin_within(float x) { return sine_of(turned_within(x)); }
+inline float cos_within(float x) { return cosine_near(turned_within(x)); }
+inline float quotient(float x, float y) { return quotient_near(x, y); }
+inline float min(float x, float y) { return fminf(x, y); }
+inline float max(float x, float y) { return fmaxf(x, y); }
+
+// Beside bf16 as the unit for it has it, off by 1/2,048 of the result, in both passes alike. Otherwise of parts that the slope has too, off by 1.2e-7 at
+// most; near 0, where that is more of it, the number itself. Of a result at most 2e-5.
+inline float tanh(float x) {
+    if (APPROXIMATE) return tanh_near(x);
+    const float rest = tanh_rest(x);
+    const float far = (1.0f - rest) * reciprocal(1.0f + rest);
+    return fabsf(x) < 0.0071f ? x : copysignf(far, x);
+}
+
+// By the logarithm of |x|. Without a branch: scores that branch apart wait for one another.
+inline float power(float x, float y, float log) {
+    // Also where the other is infinite, or no number.
+    const float size = exp2_of((y == 0.0f) | (log == 0.0f) ? 0.0f : y * log);
+    const bool negative = __float_as_int(x) < 0, whole = floorf(y) == y, odd = whole & floorf(0.5f * y) != 0.5f * y;
+    const float result = negative & odd ? -size : size;
+    return negative & !whole & !isinf(log) ? __int_as_float(0x7fffffff) : result;
+}
+
+inline float pow(float x, float y) { return power(x, y, log2_of(fabsf(x))); }
+inline float pow_within(float x, float y) { return power(x, y, log2_near(fabsf(x))); }
+inline float pow_of(float, float y, float log2) { return exp2_of(y * log2); }
+}
+#endif
