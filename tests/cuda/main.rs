@@ -5,6 +5,7 @@ mod emptied;
 mod far;
 mod faults;
 mod files;
+mod function_faults;
 mod kept_map;
 mod late_faults;
 mod lists;

@@ -29,7 +29,7 @@ inline float max(float x, float y) { return fmaxf(x, y); }
 namespace precise = exact;
 #else
 
-// Without whole turns, of at most 2^24: off by less than the last digit of a number next to 2.
+// Without whole turns, of at most 2^24: at most 3.8, and off by less than the last digit of a number next to 2.
 inline float turned_within(float x) {
     // The last digit of a float next to 1.5 * 2^23 counts whole numbers.
     const float turns = fmaf(x, 0.159154943f, 12582912.0f) - 12582912.0f;

@@ -12,9 +12,9 @@ inline float reciprocal(float x) { return 1.0f / x; }
 inline float log2_near(float x) { return log2f(x); }
 inline float sqrt_near(float x) { return sqrtf(x); }
 inline float quotient_near(float x, float y) { return x / y; }
-// The unit is asked within half a turn.
+// The unit is asked within half a turn, or a little more.
 inline float within_half_a_turn(float x) {
-    if (fabsf(x) > 3.2f) machine::fail("a wave at %g", double(x));
+    if (fabsf(x) > 4.0f) machine::fail("a wave at %g", double(x));
     return x;
 }
 inline float sine_near(float x) { return sinf(within_half_a_turn(x)); }

@@ -71,7 +71,10 @@ const OWN: [(&str, &str); 9] = [
         "powers",
         "tensor any[k]: f32; tensor whole[q]: f32; tensor near[k]: f32; tensor great[q]: f32; score * pow(1.25, f32(q % 4)) + pow(any, whole) + pow(near, great) - pow(great, 0.25)",
     ),
-    ("cubes", "score + 0.1 * pow(score, 3.0) - pow(score, 2.0) * pow(f32(q - k), 0.0)"),
+    (
+        "smooth",
+        "score + 0.1 * pow(score, 3.0) - pow(score, 2.0) * pow(f32(q - k), 0.0) + exp(score * 0.25) / (1.0 + abs(score)) + log(sqrt(score * score + 0.5))",
+    ),
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
 ];
 
@@ -202,13 +205,21 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 reads: Vec::new(),
             })
         }
-        "cubes" => Ok(Stage {
-            value: Box::new(|score, _| score + f64::from(0.1_f32) * score.powi(3) - score.powi(2)),
-            slope: Box::new(|score, _| 1.0 + f64::from(0.3_f32) * score.powi(2) - 2.0 * score),
-            rounding: Box::new(|score, _| 4.0 * (score.abs() + 0.1 * score.abs().powi(3) + score.powi(2))),
-            partials: Vec::new(),
-            reads: Vec::new(),
-        }),
+        "smooth" => {
+            let cubes = |score: f64| score + f64::from(0.1_f32) * score.powi(3) - score.powi(2);
+            let quotient = |score: f64| (score * 0.25).exp() / (1.0 + score.abs());
+            let slope = move |score: f64| {
+                let of_quotient = quotient(score) * (0.25 - score.signum() / (1.0 + score.abs()));
+                1.0 + 3.0 * f64::from(0.1_f32) * score.powi(2) - 2.0 * score + of_quotient + score / (score * score + 0.5)
+            };
+            Ok(Stage {
+                value: Box::new(move |score, _| cubes(score) + quotient(score) + (score * score + 0.5).ln() / 2.0),
+                slope: Box::new(move |score, _| slope(score)),
+                rounding: Box::new(|score, _| 8.0 * (1.0 + 3.0 * score.abs() + 0.1 * score.abs().powi(3) + score.powi(2))),
+                partials: Vec::new(),
+                reads: Vec::new(),
+            })
+        }
         "within" => {
             let [.., seq_q, seq_kv] = drawing.extents;
             let within = drawing.bind("within", &[1], |random, n| Values::F32((0..n).map(|_| random.unit() as f32).collect()));
