@@ -148,7 +148,7 @@ impl Captured {
         for id in trace.ids().filter(|id| needed[id.index()]) {
             let value = match tanh_slope(trace, id) {
                 Some(slope) => format!("v{} * tanh_slope(v{})", slope.upstream.index(), slope.of.index()),
-                None => self.value(trace, id, &known),
+                None => self.near(trace, id, &known).unwrap_or_else(|| self.value(trace, id, &known)),
             };
             let _ = writeln!(text, "    const {} v{} = {value};", ty(trace.ty(id)), id.index());
         }
@@ -157,9 +157,40 @@ impl Captured {
         text
     }
 
+    /// In CUDA, functions that take fewer instructions for a part of what they may be asked for, and whose last digits nothing hangs on.
+    fn near(&self, trace: &Trace, id: NodeId, known: &Known) -> Option<String> {
+        if self.dialect != Dialect::Cuda || !known.varies_smoothly(id) || trace.ty(id) != Type::F32 {
+            return None;
+        }
+        let wave = |name, x: NodeId| {
+            // What hangs on the score and is that large is off by more than a turn as it is.
+            let is_within = known.within(x, WAVES) || known.depends[x.index()].score;
+            is_within.then(|| format!("precise::{name}_within(v{})", x.index()))
+        };
+        match trace.node(id) {
+            Node::Unary(Unary::Sin, x) => wave("sin", x),
+            Node::Unary(Unary::Cos, x) => wave("cos", x),
+            Node::Binary(Binary::Pow, x, y) => match (trace.small_power(id), positive(trace, x)) {
+                (Some((_, 0)), _) => Some("1.0f".to_owned()),
+                (Some((x, times)), _) => Some(vec![format!("v{}", x.index()); times].join(" * ")),
+                (None, Some(base)) => {
+                    let log = (base.log2() as f32).to_bits();
+                    Some(format!("precise::pow_of(v{}, v{}, as_type<float>({log:#010x}u))", x.index(), y.index()))
+                }
+                (None, None) => known.within(y, POWERS).then(|| format!("precise::pow_within(v{}, v{})", x.index(), y.index())),
+            },
+            Node::Binary(Binary::Div, x, y) if !known.depends[y.index()].is_uniform() => {
+                Some(format!("precise::quotient(v{}, v{})", x.index(), y.index()))
+            }
+            Node::Unary(..) | Node::Binary(..) | Node::Select(..) | Node::Read(..) => None,
+            Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => None,
+        }
+    }
+
     fn value(&self, trace: &Trace, id: NodeId, known: &Known) -> String {
         let decisive = known.decisive[id.index()];
-        let functions = if self.dialect == Dialect::Cuda && decisive { "exact" } else { "precise" };
+        let is_exact = self.dialect == Dialect::Cuda && !known.varies_smoothly(id);
+        let functions = if is_exact { "exact" } else { "precise" };
         match trace.node(id) {
             Node::Score => "score".to_owned(),
             Node::Upstream => "upstream".to_owned(),
@@ -180,23 +211,6 @@ impl Captured {
                 let read = format!("captured.tensor_{place}[min(max(v{}, 0), {last})]", x.index());
                 if param.kind.ty() == Type::F32 { format!("float({read})") } else { read }
             }
-            // What hangs on the score and is that large is off by more than a turn as it is.
-            Node::Unary(f @ (Unary::Sin | Unary::Cos), x)
-                if self.dialect == Dialect::Cuda && !decisive && (known.within(x, WAVES) || known.depends[x.index()].score) =>
-            {
-                format!("precise::{}_within(v{})", if f == Unary::Sin { "sin" } else { "cos" }, x.index())
-            }
-            Node::Binary(Binary::Pow, x, y) if self.dialect == Dialect::Cuda && !decisive && positive(trace, x).is_some() => {
-                let log = positive(trace, x).map_or(0, |x| (x.log2() as f32).to_bits());
-                format!("precise::pow_of(v{}, v{}, as_type<float>({log:#010x}u))", x.index(), y.index())
-            }
-            Node::Binary(Binary::Pow, x, y) if self.dialect == Dialect::Cuda && known.within(y, POWERS) && !decisive => {
-                match trace.small_power(id) {
-                    Some((_, 0)) => "1.0f".to_owned(),
-                    Some((x, times)) => vec![format!("v{}", x.index()); times].join(" * "),
-                    None => format!("precise::pow_within(v{}, v{})", x.index(), y.index()),
-                }
-            }
             Node::Unary(f, x) => match known.small(x).filter(|_| f == Unary::ToF32) {
                 Some(slopes) => small(x, slopes),
                 None => unary(f, trace.ty(x), &format!("v{}", x.index()), functions),
@@ -206,9 +220,6 @@ impl Captured {
                 if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && known.depends[y.index()].is_uniform() && !decisive =>
             {
                 format!("v{} * (1.0f / v{})", x.index(), y.index())
-            }
-            Node::Binary(Binary::Div, x, y) if self.dialect == Dialect::Cuda && trace.ty(x) == Type::F32 && !decisive => {
-                format!("precise::quotient(v{}, v{})", x.index(), y.index())
             }
             Node::Binary(f, x, y) if self.dialect == Dialect::Cuda && decisive => {
                 rounded(f, &format!("v{}", x.index()), &format!("v{}", y.index()))

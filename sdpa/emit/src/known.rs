@@ -32,6 +32,12 @@ impl Known {
         (least >= -SMALL && most < SMALL).then(|| self.slopes[id.index()].unwrap_or([0; 2]))
     }
 
+    /// Whether it is another number for each score, and no jump hangs on it: its last digits are those of one score.
+    pub(crate) fn varies_smoothly(&self, id: NodeId) -> bool {
+        let of = self.depends[id.index()];
+        !self.decisive[id.index()] && (of.score || of.axes.has(Axis::Q) || of.axes.has(Axis::K))
+    }
+
     /// Whether a number is at most `most` by size.
     pub(crate) fn within(&self, id: NodeId, most: f64) -> bool {
         self.ranges[id.index()].is_some_and(|range| range.into_iter().all(|x| x.abs() <= most))

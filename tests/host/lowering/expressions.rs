@@ -3,7 +3,7 @@
 use super::*;
 
 /// Expressions with every function, comparison and way to choose; scores stay finite.
-const EXPRESSIONS: [&str; 36] = [
+const EXPRESSIONS: [&str; 37] = [
     "-score",
     "abs(score - 0.5) + abs(f32(q - k))",
     "sqrt(abs(score) + 0.5)",
@@ -21,6 +21,7 @@ const EXPRESSIONS: [&str; 36] = [
     "3.0 / (2.0 + abs(score))",
     "score % 0.75",
     "pow(abs(score) + 0.5, 1.5) + pow(2.0, score)",
+    "pow(score, 3.0) - pow(score, 2.0) * pow(f32(q - k), 0.0) + pow(f32(k) - score, 4.0) + pow(score, 1.0)",
     "min(score, 0.3) + max(0.1, score * 2.0)",
     "score + f32(min(q, 3) * max(k, 2) + (q - k) / 2 + k % 3 + 7 / (k + 1) + 7 % (q + 1))",
     "select(score == 0.0, 1.0, score)",

@@ -69,16 +69,17 @@ impl<'a> Emitter<'a> {
         // In topological order, what is needed and not supplied from outside.
         let mut needed = vec![false; self.trace.nodes().len()];
         needed[id.index()] = true;
-        for index in (0..=id.index()).rev() {
-            let node = self.trace.nodes()[index];
-            if needed[index] && self.made[index].is_none() && !self.is_supplied(index) {
-                for x in node.operands() {
-                    needed[x.index()] = true;
+        let ids: Vec<NodeId> = self.trace.ids().take(id.index() + 1).collect();
+        for &here in ids.iter().rev() {
+            if needed[here.index()] && self.made[here.index()].is_none() && !self.is_supplied(here.index()) {
+                match self.trace.small_power(here) {
+                    Some((_, 0)) => {}
+                    Some((x, _)) => needed[x.index()] = true,
+                    None => self.trace.node(here).operands().for_each(|x| needed[x.index()] = true),
                 }
             }
         }
-        let ids: Vec<NodeId> = self.trace.ids().take(id.index() + 1).filter(|n| needed[n.index()]).collect();
-        for n in ids {
+        for n in ids.into_iter().filter(|n| needed[n.index()]) {
             if self.made[n.index()].is_none() && !self.is_choice(n) {
                 let tensor = self.value(to, n);
                 self.made[n.index()] = Some(tensor);
@@ -121,6 +122,10 @@ impl<'a> Emitter<'a> {
             Node::Param(p) => param(to, self.trace, p, self.extents, self.pass),
             Node::Unary(f, x) => self.unary(to, f, self.operand(x), ty),
             Node::Binary(f, x, y) => match self.trace.small_power(id) {
+                Some((_, 0)) => {
+                    let one = to.graph.scalar(Scalar::F32(1.0));
+                    self.lift(to, one, ty)
+                }
                 Some((x, times)) => self.small_power(to, self.operand(x), times),
                 None => self.binary(to, f, [self.operand(x), self.operand(y)], ty),
             },
@@ -171,10 +176,6 @@ impl<'a> Emitter<'a> {
 
     /// Engines have powers by logarithms, which negative numbers have none of.
     fn small_power(&mut self, to: &mut Draft<'_>, x: TensorId, times: usize) -> TensorId {
-        if times == 0 {
-            let one = to.graph.scalar(Scalar::F32(1.0));
-            return self.lift(to, one, Type::F32);
-        }
         let x = self.lift(to, x, Type::F32);
         (1..times).fold(x, |product, _| op(to, Mode::Mul, &[product, x], Type::F32))
     }
