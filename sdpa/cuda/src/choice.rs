@@ -256,7 +256,7 @@ mod tests {
         assert_eq!(short(2, 513), "a band or no mask");
         let bias = |letters: &str| backward(spec(SHAPE, "").score_mod(format!("bias:{letters}").parse().unwrap()));
         assert_eq!([bias("hqk"), bias("h")], ["a bias over queries and keys", "a band or no mask"]);
-        assert_eq!(backward(spec(SHAPE, "").score_mod("sandwich:32".parse().unwrap())), "a score_mod of many sines");
+        assert_eq!(backward(spec(SHAPE, "").score_mod("sandwich:32".parse().unwrap())), "a score_mod of more sines");
         let packed = AttentionSpec::packed(DType::BF16, SHAPE, Packed::default());
         assert_eq!([forward(&packed), backward(packed)], ["packed documents", "a band or no mask"]);
         let capped = |dtype| forward(&AttentionSpec { dtype, ..spec(SHAPE, "causal").score_mod("softcap:30".parse().unwrap()) });
