@@ -5,8 +5,8 @@ use sdpa_core::expr::{Axes, Axis, Node, ParamKind, Trace, Unary};
 use sdpa_core::{BackwardProblem, DType, Problem, Side};
 use std::fmt;
 
-/// How these kernels and cuDNN compared over problems of a kind: medians of 643 problems drawn at random, and where a score_mod has sines of 267 others too, on an H100 under cuDNN 9.19
-/// (docs/cuda.md, "The choice").
+/// How these kernels and cuDNN compared over problems of a kind: medians of 643 problems drawn at random, of sines also of 267 others, on an H100 under
+/// cuDNN 9.19 (docs/cuda.md, "The choice").
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
     /// The kind, as a phrase.

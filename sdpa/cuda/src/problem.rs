@@ -248,13 +248,8 @@ fn node_weight(node: Node, exact: bool) -> u32 {
     match node {
         Node::Score | Node::Upstream | Node::Index(_) | Node::Extent(_) | Node::Const(_) | Node::Param(_) => 0,
         Node::Read(..) => 3,
-        Node::Unary(Unary::Sin | Unary::Cos, _) => {
-            if exact {
-                40
-            } else {
-                12
-            }
-        }
+        Node::Unary(Unary::Sin | Unary::Cos, _) if exact => 40,
+        Node::Unary(Unary::Sin | Unary::Cos, _) => 12,
         Node::Unary(Unary::Erf, _) | Node::Binary(Binary::Pow | Binary::Mod, ..) => 20,
         Node::Unary(Unary::Exp | Unary::Log | Unary::Tanh | Unary::Sqrt | Unary::Rsqrt, _) | Node::Binary(Binary::Div, ..) => 6,
         Node::Unary(Unary::Neg | Unary::Abs | Unary::Floor | Unary::Ceil | Unary::Not | Unary::ToF32 | Unary::ToI32, _) => 1,
