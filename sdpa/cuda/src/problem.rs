@@ -4,7 +4,7 @@ use crate::params::FAR;
 use crate::places::captured;
 use crate::tile::MOST_DIM;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
-use sdpa_core::expr::{Axis, Binary, Depends, Node, ParamKind, Trace, Unary};
+use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Dropout, Operand, Paged, Problem, Side, Statistic, StatsBase, packed};
@@ -217,8 +217,7 @@ impl Forward {
 
     /// The same of one trace. What is the same for all scores of a head is made once.
     pub(crate) fn weight_of(&self, trace: &Trace) -> u32 {
-        let differs = |of: Depends| of.score || of.axes.has(Axis::Q) || of.axes.has(Axis::K);
-        let nodes = trace.nodes().iter().zip(trace.depends()).filter(|(_, of)| differs(*of));
+        let nodes = trace.nodes().iter().zip(trace.depends()).filter(|(_, of)| of.varies());
         nodes.map(|(node, _)| node_weight(*node, self.dtype == DType::F32)).sum()
     }
 

@@ -34,8 +34,7 @@ impl Known {
 
     /// Whether it is another number for each score, and no jump hangs on it: its last digits are those of one score.
     pub(crate) fn varies_smoothly(&self, id: NodeId) -> bool {
-        let of = self.depends[id.index()];
-        !self.decisive[id.index()] && (of.score || of.axes.has(Axis::Q) || of.axes.has(Axis::K))
+        !self.decisive[id.index()] && self.depends[id.index()].varies()
     }
 
     /// Whether a number is at most `most` by size.
@@ -65,8 +64,7 @@ fn slopes(trace: &Trace, depends: &[Depends]) -> Vec<Option<[i64; 2]>> {
             Node::Index(Axis::Batch | Axis::Head) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => None,
             Node::Score | Node::Upstream | Node::Extent(_) | Node::Const(_) | Node::Param(_) | Node::Read(..) => None,
         };
-        let differs = of.score || of.axes.has(Axis::Q) || of.axes.has(Axis::K);
-        let slope = slope.or((!differs).then_some([0; 2])).filter(|_| trace.ty(id) == Type::I32);
+        let slope = slope.or((!of.varies()).then_some([0; 2])).filter(|_| trace.ty(id) == Type::I32);
         slopes.push(slope);
     }
     slopes

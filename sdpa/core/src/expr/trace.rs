@@ -106,6 +106,16 @@ impl Depends {
     pub fn is_uniform(self) -> bool {
         !self.score && !self.tensor && self.axes == Axes::NONE
     }
+
+    /// Whether scores of one head may have another each.
+    pub fn varies(self) -> bool {
+        self.score || self.axes.has(Axis::Q) || self.axes.has(Axis::K)
+    }
+
+    /// Whether the indices of a batch entry and a head alone say what it is.
+    pub fn is_of_heads(self) -> bool {
+        !self.tensor && !self.scalar && !self.varies()
+    }
 }
 
 impl PartialEq for Trace {

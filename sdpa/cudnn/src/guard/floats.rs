@@ -4,7 +4,7 @@
 
 use crate::lower::Job;
 use sdpa_core::error::Reason;
-use sdpa_core::expr::{Axis, Binary, Builder, Const, Node, NodeId, Trace, Type, Unary};
+use sdpa_core::expr::{Binary, Builder, Const, Node, NodeId, Trace, Type, Unary};
 
 const RULE: &str = "where a rule compares it, makes it whole or takes a rest, cuDNN's engines compute it less exactly than it is written, which moves where the rule ends: \
                     whole numbers, and products with powers of two, are exact";
@@ -115,7 +115,7 @@ fn inexact(trace: &Trace, extents: [i64; 4]) -> Option<NodeId> {
     trace.ids().find(|&id| {
         let d = depends[id.index()];
         // Numbers and tables of entries and heads are made on the host.
-        let is_given = d.is_uniform() || (!d.tensor && !d.scalar && !d.axes.has(Axis::Q) && !d.axes.has(Axis::K));
+        let is_given = d.is_uniform() || d.is_of_heads();
         if d.score || is_given {
             return false;
         }

@@ -6,7 +6,7 @@
 use super::floats::text;
 use crate::lower::Job;
 use sdpa_core::error::Reason;
-use sdpa_core::expr::{Axis, Binary, Const, Depends, Node, NodeId, Trace, Type, Unary};
+use sdpa_core::expr::{Binary, Const, Node, NodeId, Trace, Type, Unary};
 
 /// An angle of this size is off by half of f16's last digit next to 16; most that places come to are exact in f32.
 const MOST: f64 = 65_536.0;
@@ -14,11 +14,6 @@ const MOST: f64 = 65_536.0;
 const WAVE: &str =
     "cuDNN's engines are off by 1.2e-7 of a sine's or cosine's argument: one that does not hang on the score is known to be at most 65,536";
 const POWER: &str = "cuDNN's engines have powers by logarithms, no number of a negative base: the base is known to be positive, or the exponent is one of 0, 1, 2, 3 and 4";
-
-/// Whether a value is made on the host, or once for each entry and head.
-fn is_given(d: Depends) -> bool {
-    d.is_uniform() || (!d.score && !d.tensor && !d.scalar && !d.axes.has(Axis::Q) && !d.axes.has(Axis::K))
-}
 
 /// What each value is at least, where it is a number at all.
 fn least(trace: &Trace, ranges: &[Option<[f64; 2]>]) -> Vec<Option<f64>> {
@@ -59,7 +54,9 @@ fn wrong(trace: &Trace, extents: [i64; 4]) -> Option<(NodeId, &'static str)> {
     let (depends, least) = (trace.depends(), least(trace, &ranges));
     let is_within = |x: NodeId| ranges[x.index()].is_some_and(|range| range.into_iter().all(|end| end.abs() <= MOST));
     let is_nonzero = |y: NodeId| matches!(trace.node(y), Node::Const(Const::F32(bits)) if f32::from_bits(bits) != 0.0);
-    trace.ids().filter(|id| !is_given(depends[id.index()])).find_map(|id| match trace.node(id) {
+    // Numbers and tables of entries and heads are made on the host.
+    let is_given = |id: &NodeId| depends[id.index()].is_uniform() || depends[id.index()].is_of_heads();
+    trace.ids().filter(|id| !is_given(id)).find_map(|id| match trace.node(id) {
         Node::Unary(Unary::Sin | Unary::Cos, x) => (!depends[x.index()].score && !is_within(x)).then_some((id, WAVE)),
         Node::Binary(Binary::Pow, x, y) => {
             let taken =
@@ -81,6 +78,9 @@ pub(super) fn reasons(job: &Job) -> Option<Reason> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sdpa_core::{AttentionSpec, DType, Layout, ScoreMod, Shape};
+
+    const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: 1000, seq_kv: 3000, dim_qk: 64, dim_v: 64 };
 
     fn found(score_mod: &str) -> Option<(String, &'static str)> {
         let trace: Trace = score_mod.parse().unwrap_or_else(|e| panic!("{score_mod}: {e}"));
@@ -119,14 +119,9 @@ mod tests {
             "score + pow(f32(k) + 1.0, -0.5)",
             "tensor decay[head]: f32; score * pow(exp(decay) + 0.1, f32(q - k))",
         ] {
-            let score_mod =
-                if score_mod == "sandwich:16" { score_mod.parse::<sdpa_core::ScoreMod>().unwrap() } else { score_mod.parse().unwrap() };
-            let spec = sdpa_core::AttentionSpec::dense(sdpa_core::DType::BF16, SHAPE, sdpa_core::Layout::Bhsd).score_mod(score_mod.clone());
+            let spec = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).score_mod(score_mod.parse::<ScoreMod>().unwrap());
             let problem = spec.validate().unwrap();
             assert_eq!(reasons(&problem.into()), None, "{score_mod}");
         }
     }
-
-    const SHAPE: sdpa_core::Shape =
-        sdpa_core::Shape { batch: 2, heads_q: 4, heads_kv: 4, seq_q: 1000, seq_kv: 3000, dim_qk: 64, dim_v: 64 };
 }

@@ -97,11 +97,7 @@ impl<'a> Emitter<'a> {
     /// Whether a value comes from outside of the kernel.
     fn is_supplied(&self, index: usize) -> bool {
         let d = self.depends[index];
-        d.is_uniform() || self.is_table(d)
-    }
-
-    fn is_table(&self, d: Depends) -> bool {
-        !d.score && !d.tensor && !d.scalar && !d.axes.has(Axis::Q) && !d.axes.has(Axis::K)
+        d.is_uniform() || d.is_of_heads()
     }
 
     fn value(&mut self, to: &mut Draft<'_>, id: NodeId) -> TensorId {
@@ -109,7 +105,7 @@ impl<'a> Emitter<'a> {
         if d.is_uniform() {
             return self.number(to, id);
         }
-        if self.is_table(d) {
+        if d.is_of_heads() {
             return self.table(to, id, d.axes);
         }
         let ty = self.trace.ty(id);
