@@ -143,6 +143,11 @@ fn packed_cases() {
 }
 
 #[test]
+fn gradients_of_parameters_with_wide_heads() {
+    backward("parameters with wide heads", narrow([Case::wide_parameters()]), &[Source::Oracle]);
+}
+
+#[test]
 fn backward_cases() {
     backward("backward", narrow([Case::all_backward(), Case::all_ends()]), &Source::ALL);
     backward("sinks and tables backward", narrow([Case::all_sinks(), Case::all_tables()]), &[Source::Oracle]);

@@ -42,6 +42,11 @@ fn forward_cases() {
 }
 
 #[test]
+fn gradients_of_parameters_with_wide_heads() {
+    backward("parameters with wide heads", floats([Case::wide_parameters()]), &[Source::Oracle]);
+}
+
+#[test]
 fn dropout_cases() {
     forward("dropout", floats([Case::all_dropout()]));
     backward("dropout backward", floats([Case::all_dropout()]), &Source::ALL);

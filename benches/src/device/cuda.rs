@@ -68,7 +68,14 @@ pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
                 }
             }
             "gradients" => {
-                let all = [Case::all_backward()?, Case::all_packed()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?];
+                let all = [
+                    Case::all_backward()?,
+                    Case::all_packed()?,
+                    Case::all_sinks()?,
+                    Case::all_ends()?,
+                    Case::all_tables()?,
+                    Case::wide_parameters()?,
+                ];
                 for (case, source) in all.iter().flatten().flat_map(|case| Source::ALL.map(|source| (case, source))) {
                     let outcome = runner::run_backward_case(case, source, executor);
                     tally.add("cuda", &format!("{}{}", case.name, source.suffix()), &outcome);

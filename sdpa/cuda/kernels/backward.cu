@@ -216,6 +216,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         __syncwarp();
         // Of gradients of queries, a group has its half of the rows or its panel of the columns.
         const uint own_d_s = TILE_M == 128 ? group * KV_PANEL_BYTES : 0, own_k = TILE_M == 128 ? 0 : (tile.part * 2 + group) * KV_PANEL_BYTES;
+        // Wide heads without a 2-CTA cluster: both CTAs of a tile recompute the same scores, each for its own columns of dK and dV.
+        const bool owns_scores = PARTS == 1 || tile.part == 0;
         const Span span = span_of(p, tile.batch);
         const Reach reach = reach_of(p, span, tile.block);
         float dk[DK], dv[DV];
@@ -269,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     products_wait<0>();
                     hold(d_p);
                     if (TIGHT) pairs_of(delta, at.delta + of_rows);
-                    if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, delta, stay);
-                    else slopes<false>(s, raw, d_p, p, captured, gradients, corner, delta, stay);
+                    if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, delta, stay, owns_scores);
+                    else slopes<false>(s, raw, d_p, p, captured, gradients, corner, delta, stay, owns_scores);
                     pack(d_w, d_p);
                     // Both groups have read what was there two steps ago.
                     if (sub == 0) barrier_wait(at.d_s_free + 8 * turn.stage, turn.phase ^ 1);

@@ -299,8 +299,8 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& tur
             s[n] = four.x, s[n + 1] = four.y, s[n + 2] = four.z, s[n + 3] = four.w;
         }
         of.done_with(at.weights_free + 8 * of.warp);
-        if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0);
-        else slopes<false>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0);
+        if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0, true);
+        else slopes<false>(s, raw, d_p, of.p, of.captured, gradients, corner, delta, 0, true);
         pack(d_w, d_p);
         leave_slopes(d_w, turn, of);
         barrier_wait(at.q_full + 8 * turn.stage, turn.phase);

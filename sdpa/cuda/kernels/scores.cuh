@@ -111,10 +111,10 @@ UNROLL_TRACES
     }
 }
 
-// Gradients of scores, in place of those of weights: 0 where there is no weight, whatever a value that is dropped holds.
+// Computes dS in place of dP: 0 where P is 0, even if dP is NaN there. Adds to parameter gradients if `owns_scores`: exactly one CTA may do so for each score.
 template <bool masked>
 inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCORES], const Params& p, const Captured& captured,
-                   const Gradients& gradients, const Corner& corner, const float2 (&delta)[PAIRS], uint stay) {
+                   const Gradients& gradients, const Corner& corner, const float2 (&delta)[PAIRS], uint stay, bool owns_scores) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 2) {
         const float2 of = delta[n / 4];
@@ -122,7 +122,7 @@ inline void slopes(float (&s)[SCORES], const float (&raw)[RAW], float (&d_p)[SCO
         d_p[n + 1] = masked && s[n + 1] == 0.0f ? 0.0f : s[n + 1] * (through_dropout(p, d_p[n + 1], stay, n + 1) - of.y);
     }
 #if WITH_ALONG
-    along_parameters(raw, d_p, p, captured, gradients, corner);
+    if (owns_scores) along_parameters(raw, d_p, p, captured, gradients, corner);
 #if WITH_SCORE_MOD
 UNROLL_TRACES
     for (int n = 0; n < SCORES; n++) {

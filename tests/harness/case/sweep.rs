@@ -59,6 +59,41 @@ impl Case {
         Case::parse(&(0..16).map(one).collect::<String>())
     }
 
+    /// The gradient of every kind of declared parameter with heads wider than 128, where several thread blocks compute the same scores:
+    /// dense and packed, f16 and bf16, several tiles of queries and keys.
+    ///
+    /// # Errors
+    /// As [`Case::parse`].
+    pub fn wide_parameters() -> Result<Vec<Case>, String> {
+        const KINDS: [(&str, &str); 8] = [
+            ("bias:hqk", "bias"),
+            ("bias:bk", "bias"),
+            ("bias:q", "bias"),
+            ("bias:bh", "bias"),
+            ("alibi-slopes", "slopes"),
+            ("softcap:5", "cap"),
+            ("temperature", "temperature"),
+            ("relative-bias:4,30", "rel"),
+        ];
+        const DIMS: [[i64; 2]; 4] = [[192, 128], [256, 256], [256, 64], [72, 200]];
+        let mut all = String::new();
+        for (n, (score_mod, param)) in KINDS.into_iter().enumerate() {
+            for (m, [dim_qk, dim_v]) in DIMS.into_iter().enumerate() {
+                let dtype = ["bf16", "f16"][(n + m) % 2];
+                let packed = n % 4 == m;
+                let (seq_q, seq_kv) = if packed { (140, 140) } else { (70, 140) };
+                let packed = if packed { "layout = \"bshd\"\npacked = { lengths_q = [140, 33], before = 2, slack = 3 }\n" } else { "" };
+                all.push_str(&format!(
+                    "[[case]]\nname = \"{score_mod}, dims {dim_qk} and {dim_v}\"\n\
+                     shape = {{ batch = 2, heads_q = 4, heads_kv = 2, seq_q = {seq_q}, seq_kv = {seq_kv}, dim_qk = {dim_qk}, dim_v = {dim_v} }}\n\
+                     dtype = \"{dtype}\"\nstats = true\nmask = [\"causal-bottom-right\"]\n{packed}score_mod = [\"{score_mod}\"]\n\
+                     backward = {{ wrt = [\"{param}:f32\"] }}\n"
+                ));
+            }
+        }
+        Case::parse(&all)
+    }
+
     /// Scales that are not the usual one, for every number of queries that kernels differ in.
     ///
     /// # Errors
