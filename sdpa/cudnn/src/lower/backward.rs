@@ -3,7 +3,7 @@
 
 use super::composite::{product, product_into, scores_like};
 use super::dropout::Dropout;
-use super::expr::{Draft, Emitter, Pass, Vectors};
+use super::expr::{Draft, Emitter, Pass, Reading, Vectors};
 use super::lowered::{Lowered, Supply};
 use super::mask::{self, Lengths};
 use super::{Form, LowerError, Statistic, dtype, statistic, tensor, transposed};
@@ -102,7 +102,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     let row_sum = row_sum(to, b, &ports, dropout.map_or(1.0, Dropout::unscaled));
     let scores = product(to.graph, [ports.at(Operand::Q), ports.at(Operand::K)], scores_like(p), [rows, keys, None], None);
     let scaled = to.graph.pointwise(Mode::Mul, &[scores, scale]);
-    let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, p.extents(), pass, scaled)));
+    let mut emitter = b.gradient().map(|gradient| (gradient, Emitter::new(&gradient.trace, Reading::new(p, pass), scaled)));
     let modified = match &mut emitter {
         Some((gradient, emitter)) => emitter.emit_inside(to, gradient.trace.roots()[0]),
         None => scaled,

@@ -9,15 +9,17 @@ use super::{dtype, mode};
 use cudnn_graph::ir::pointwise::Params;
 use cudnn_graph::ir::{Mode, Scalar, Storage, Tensor, TensorId};
 use cudnn_graph::{DType, Graph};
-use sdpa_core::expr::{Axes, Axis, Binary, Builder, Const, Depends, Node, NodeId, ParamKind, Place, Precision, Trace, Type, Unary};
+use sdpa_core::expr::{
+    Axes, Axis, Binary, Builder, Const, Depends, Node, NodeId, ParamId, ParamKind, Place, Precision, Trace, Type, Unary,
+};
+use sdpa_core::problem::Problem;
 use serde::{Deserialize, Serialize};
 
 /// Emits the values of one trace as ops of a graph; each value once.
 pub(super) struct Emitter<'a> {
     trace: &'a Trace,
     depends: Vec<Depends>,
-    extents: [i64; 4],
-    pass: Pass,
+    reading: Reading,
     made: Vec<Option<TensorId>>,
     score: TensorId,
     upstream: Option<TensorId>,
@@ -50,10 +52,10 @@ pub(super) struct Draft<'g> {
 }
 
 impl<'a> Emitter<'a> {
-    /// Of a trace in a problem of these extents; `score` is what the trace is a function of, and gives the extents of indices.
-    pub(super) fn new(trace: &'a Trace, extents: [i64; 4], pass: Pass, score: TensorId) -> Emitter<'a> {
+    /// Emits `trace` as a function of the tensor `score`, which also gives the extents of indices.
+    pub(super) fn new(trace: &'a Trace, reading: Reading, score: TensorId) -> Emitter<'a> {
         let made = vec![None; trace.nodes().len()];
-        Emitter { trace, depends: trace.depends(), extents, pass, made, score, upstream: None, zeros: [None; 2] }
+        Emitter { trace, depends: trace.depends(), reading, made, score, upstream: None, zeros: [None; 2] }
     }
 
     /// From now on there is a gradient from behind.
@@ -113,9 +115,9 @@ impl<'a> Emitter<'a> {
             Node::Score => self.score,
             Node::Upstream => self.upstream.unwrap_or(self.score),
             // The engines of one query take the keys in parts, and count within each.
-            Node::Index(Axis::K) if self.extents[2] == 1 => self.keys(to),
+            Node::Index(Axis::K) if self.reading.extents[2] == 1 => self.keys(to),
             Node::Index(axis) => to.graph.gen_index(self.score, axis.place() as i64),
-            Node::Param(p) => param(to, self.trace, p, self.extents, self.pass),
+            Node::Param(p) => self.param(to, p),
             Node::Unary(f, x) => self.unary(to, f, self.operand(x), ty),
             Node::Binary(f, x, y) => match self.trace.small_power(id) {
                 Some((_, 0)) => {
@@ -228,11 +230,7 @@ impl<'a> Emitter<'a> {
             | Node::Param(_)
             | Node::Read(..)
             | Node::Unary(..) => {
-                let mut holds = self.emit(to, condition);
-                if to.graph.get(holds).is_some_and(|t| t.dtype == TRUTH) {
-                    let inside = self.lift(to, holds, Type::F32);
-                    holds = op(to, Mode::Identity, &[inside], Type::I32);
-                }
+                let holds = self.emit(to, condition);
                 let zero = to.graph.scalar(Scalar::I32(0));
                 self.compare(to, Binary::Ne, [holds, zero], choice)
             }
@@ -314,7 +312,7 @@ impl<'a> Emitter<'a> {
 
     /// The indices of the keys, in device memory.
     fn keys(&self, to: &mut Draft<'_>) -> TensorId {
-        let keys = self.extents[3];
+        let keys = self.reading.extents[3];
         let name = format!("table{}", to.graph.tensors().len());
         let tensor = to.graph.input(&name, DType::I32, [1, 1, 1, keys]);
         to.supplies.push((tensor, Supply::Table(Table::I32((0..keys as i32).collect()))));
@@ -340,17 +338,27 @@ impl<'a> Emitter<'a> {
         tensor
     }
 
+    /// A declared tensor. Truth values become whole numbers inside the kernel once, however often they are read.
+    fn param(&mut self, to: &mut Draft<'_>, p: ParamId) -> TensorId {
+        let tensor = param(to, self.trace, p, self.reading);
+        if to.graph.get(tensor).is_none_or(|t| t.dtype != TRUTH) || self.trace.params()[p.index()].kind.ty() != Type::Bool {
+            return tensor;
+        }
+        let inside = self.lift(to, tensor, Type::F32);
+        op(to, Mode::Identity, &[inside], Type::I32)
+    }
+
     /// A function of batch entry and head.
     fn table(&self, to: &mut Draft<'_>, id: NodeId, axes: Axes) -> TensorId {
         let trace = part(self.trace, id);
-        let [batches, heads, ..] = axes.dims(self.extents);
-        let axes = apart_over_pages(to, axes, self.extents);
-        let dims = read_right(axes, read_as(to, self.trace.ty(id)), self.pass, self.extents).dims(self.extents);
+        let extents = self.reading.extents;
+        let [batches, heads, ..] = axes.dims(extents);
+        let dims = self.reading.axes(axes).dims(extents);
         let copies = (dims[2] * dims[3]) as usize;
         let mut values = Vec::with_capacity((batches * heads) as usize * copies);
         for batch in 0..batches {
             for head in 0..heads {
-                let at = Place { score: 0.0, upstream: 0.0, index: [batch, head, 0, 0], extents: self.extents, params: &[] };
+                let at = Place { score: 0.0, upstream: 0.0, index: [batch, head, 0, 0], extents, params: &[] };
                 let value = trace.eval(&at, Precision::F32)[0];
                 values.extend(std::iter::repeat_n(value, copies));
             }
@@ -444,43 +452,54 @@ pub enum Vectors {
     Spread,
 }
 
-/// The extents of a tensor as engines read it right; found on an H200 under 9.19 and 9.27, where no engine says so.
-///
-/// - Floats that span the batch entries and neither queries nor keys are read at the place of the head alone.
-/// - In the backward pass, what spans keys and not queries is read at the place of the query.
-///
-/// Vectors along queries are spread where the pass says so.
-pub(super) fn read_right(axes: Axes, ty: Type, pass: Pass, extents: [i64; 4]) -> Axes {
-    let [_, _, seq_q, seq_kv] = extents;
-    let (q, k) = (axes.has(Axis::Q) && seq_q > 1, axes.has(Axis::K) && seq_kv > 1);
-    let per_batch = ty == Type::F32 && axes.has(Axis::Batch) && extents[0] > 1 && !q && !k;
-    let along_keys = pass != Pass::Forward && k && !q;
-    let right = match (per_batch || along_keys, seq_q > 1) {
-        (true, true) => axes.with(Axis::Q),
-        (true, false) if per_batch => axes.with(Axis::K),
-        (true, false) | (false, _) => axes,
-    };
-    let vector = right.has(Axis::Q) && seq_q > 1 && !k;
-    if vector && pass == Pass::Backward(Vectors::Spread) { right.with(Axis::K) } else { right }
+/// How the engines of a pass read tensors: a function of the problem alone, the same for every element type.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reading {
+    extents: [i64; 4],
+    pass: Pass,
+    /// Keys and values are in pages.
+    paged: bool,
 }
 
-/// Beside lengths of batch entries, whole numbers of batch entries are read as wrongly as floats are.
-fn read_as(to: &Draft<'_>, ty: Type) -> Type {
-    let lengths = to.supplies.iter().any(|(_, supply)| matches!(supply, Supply::Guarded(_) | Supply::Documents(_)));
-    if lengths && ty == Type::I32 { Type::F32 } else { ty }
+impl Reading {
+    pub(super) fn new(problem: &Problem, pass: Pass) -> Reading {
+        Reading { extents: problem.extents(), pass, paged: problem.paged().is_some() }
+    }
+
+    /// The axes that a tensor over `axes` must span in device memory for the engines to read the right element. Measured on an H200
+    /// and an H100 with 9.19 and 9.27; no engine reports that it reads another one.
+    ///
+    /// - A tensor over the batch and neither queries nor keys is read at the index of the head (`Quirk::VectorsOverTheBatch`).
+    /// - In the backward pass, a tensor over keys and not queries is read at the index of the query (`Quirk::VectorsOverTheKeys`).
+    /// - With one query over pages, a tensor over heads and not keys is read at another head (`Quirk::HeadsOverPages`).
+    ///
+    /// [`Vectors::Spread`] adds the keys to every vector along queries.
+    fn axes(self, axes: Axes) -> Axes {
+        let Reading { extents, pass, paged } = self;
+        let spans = |axes: Axes, axis: Axis| axes.has(axis) && extents[axis.place()] > 1;
+        let one_query = extents[Axis::Q.place()] == 1;
+        let axes = if paged && one_query && spans(axes, Axis::Head) { axes.with(Axis::K) } else { axes };
+        let (q, k) = (spans(axes, Axis::Q), spans(axes, Axis::K));
+        let per_batch = spans(axes, Axis::Batch) && !q && !k;
+        let along_keys = pass != Pass::Forward && k && !q;
+        let right = match (per_batch || along_keys, one_query) {
+            (true, false) => axes.with(Axis::Q),
+            (true, true) if per_batch => axes.with(Axis::K),
+            (true, true) | (false, _) => axes,
+        };
+        let vector = spans(right, Axis::Q) && !k;
+        if vector && pass == Pass::Backward(Vectors::Spread) { right.with(Axis::K) } else { right }
+    }
 }
 
-/// Of one query over pages, what spans heads and not keys is read at another head (`Quirk::HeadsOverPages`).
-fn apart_over_pages(to: &Draft<'_>, axes: Axes, [_, heads, seq_q, _]: [i64; 4]) -> Axes {
-    let pages = seq_q == 1 && to.supplies.iter().any(|(_, supply)| matches!(supply, Supply::Pages(_)));
-    if pages && axes.has(Axis::Head) && heads > 1 { axes.with(Axis::K) } else { axes }
-}
-
-/// A declared tensor; the one that is there already, if the graph has it.
-pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::ParamId, extents: [i64; 4], pass: Pass) -> TensorId {
+/// A declared tensor as the engines read it; the tensor that the graph has already, if that spans the same axes.
+fn param(to: &mut Draft<'_>, trace: &Trace, p: ParamId, reading: Reading) -> TensorId {
     let declared = &trace.params()[p.index()];
-    let before = to.supplies.iter().find(|(_, s)| match s {
-        Supply::Param(name) | Supply::Spread { name, .. } => *name == declared.name,
+    let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
+    let (dims, read) = (axes.dims(reading.extents), reading.axes(axes).dims(reading.extents));
+    let name = &declared.name;
+    let is_declared = |supply: &Supply| match supply {
+        Supply::Param(of) | Supply::Spread { name: of, .. } => of == name,
         Supply::Number(_)
         | Supply::Guarded(_)
         | Supply::Documents(_)
@@ -490,14 +509,13 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
         | Supply::Gradient(_)
         | Supply::Amax(_)
         | Supply::Terms { .. } => false,
-    });
-    if let Some((tensor, _)) = before {
+    };
+    let graph = &mut *to.graph;
+    let spans_the_same = |tensor: TensorId| graph.get(tensor).is_some_and(|t| t.dims.0[..] == read[..]);
+    if let Some((tensor, _)) = to.supplies.iter().find(|(tensor, supply)| is_declared(supply) && spans_the_same(*tensor)) {
         return *tensor;
     }
-    let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
-    let name = declared.name.clone();
-    let dims = axes.dims(extents);
-    let read = read_right(apart_over_pages(to, axes, extents), read_as(to, declared.kind.ty()), pass, extents).dims(extents);
+    let name = name.clone();
     let (stored, used) = match dtype {
         sdpa_core::DType::Bool => (DType::I8, TRUTH),
         sdpa_core::DType::F32
@@ -509,8 +527,8 @@ pub(super) fn param(to: &mut Draft<'_>, trace: &Trace, p: sdpa_core::expr::Param
         | sdpa_core::DType::F8E5M2
         | sdpa_core::DType::F8E8M0 => (self::dtype(dtype), self::dtype(dtype)),
     };
+    let tensor = graph.tensor(Tensor::device(name.clone(), used, read.to_vec()));
     let supply = if stored == used && read == dims { Supply::Param(name) } else { Supply::Spread { name, dtype: stored, dims } };
-    let tensor = to.graph.tensor(Tensor::device(declared.name.clone(), used, read.to_vec()));
     to.supplies.push((tensor, supply));
     tensor
 }

@@ -5,7 +5,7 @@
 
 mod ends;
 
-use super::expr::{Draft, Emitter, Pass};
+use super::expr::{Draft, Emitter, Pass, Reading};
 use super::lowered::{Guarded, Supply};
 use super::packed;
 use crate::quirks::Quirk;
@@ -31,10 +31,15 @@ pub(super) struct Lengths {
 }
 
 impl Lengths {
-    /// Those that the masks of a problem read.
+    /// Those that the masks of a problem read. Engines recognise a pair of lengths and read a single one at the index of the head
+    /// (`Quirk::LengthsOfOneSide`), so a single one is a rule.
     pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Lengths {
         let kept = problem.kept();
         let packed = Side::ALL.map(|side| problem.packs(side));
+        let used = [kept.seq_len_q, kept.seq_len_kv];
+        if used[0] != used[1] && packed == [false; 2] {
+            return Lengths { ruled: used, ..Lengths::default() };
+        }
         let mut tensor = |side: Side, used: bool, name: &str| {
             if problem.packs(side) {
                 return Some(packed::lengths(to, problem, side));
@@ -45,14 +50,14 @@ impl Lengths {
                 tensor
             })
         };
-        let q = tensor(Side::Queries, kept.seq_len_q, SEQ_LEN_Q);
-        Lengths { q, kv: tensor(Side::Keys, kept.seq_len_kv, SEQ_LEN_KV), ruled: [false; 2], packed }
+        let q = tensor(Side::Queries, used[0], SEQ_LEN_Q);
+        Lengths { q, kv: tensor(Side::Keys, used[1], SEQ_LEN_KV), ruled: [false; 2], packed }
     }
 
     /// All of them as rules, but for those of documents, which have nothing behind their ends.
     pub(super) fn as_rules(self) -> Lengths {
         let [q, kv] = self.packed;
-        Lengths { q: None, kv: None, ruled: [self.drops_q() && !q, self.drops_kv() && !kv], packed: self.packed }
+        Lengths { ruled: [self.drops_q() && !q, self.drops_kv() && !kv], packed: self.packed, ..Lengths::default() }
     }
 
     /// What products of matrices take: of queries and of keys, where there are both as tensors.
@@ -195,7 +200,7 @@ fn rule(
     // The declarations have passed in the masks.
     let Ok(rule) = b.finish(all.as_slice()) else { return scores };
     match rule.roots() {
-        [root] => Emitter::new(&rule, problem.extents(), pass, scores).select(to, *root, scores, fill, DType::F32),
+        [root] => Emitter::new(&rule, Reading::new(problem, pass), scores).select(to, *root, scores, fill, DType::F32),
         _ => scores,
     }
 }

@@ -200,7 +200,9 @@ fn statistic(to: &mut expr::Draft<'_>, problem: &Problem, statistic: Statistic) 
 /// What the score_mods make of scores.
 fn modify(to: &mut expr::Draft<'_>, scores: TensorId, problem: &Problem) -> TensorId {
     match problem.score_mod() {
-        Some(trace) => expr::Emitter::new(trace, problem.extents(), expr::Pass::Forward, scores).emit_inside(to, trace.roots()[0]),
+        Some(trace) => {
+            expr::Emitter::new(trace, expr::Reading::new(problem, expr::Pass::Forward), scores).emit_inside(to, trace.roots()[0])
+        }
         None => scores,
     }
 }
