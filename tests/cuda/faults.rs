@@ -355,7 +355,7 @@ const FAULTS: [Fault; 103] = [
     (
         "a part weighs as much as another",
         Forward,
-        ["p.part_logs[place(part)] - most) * inverse", "p.part_logs[place(0)] - most) * inverse"],
+        ["log2_of_part(log_of(part), most) - most.log) * inverse", "log2_of_part(log_of(0), most) - most.log) * inverse"],
         FEW,
     ),
     ("pages of the first entry for all", Forward, ["p.page_table[long(batch) * p.table_row", "p.page_table[0 * p.table_row"], PAGED),

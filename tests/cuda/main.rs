@@ -7,6 +7,7 @@ mod faults;
 mod files;
 mod function_faults;
 mod kept_map;
+mod large;
 mod late_faults;
 mod lists;
 mod mma;

@@ -285,6 +285,12 @@ impl Library {
         self.bound.iter().find(|b| b.name == "seq_len_kv" && pads).map(|b| &*b.widened)
     }
 
+    /// Queries of each batch entry, where queries past them are padding.
+    pub fn query_lengths(&self) -> Option<&[f64]> {
+        let pads = self.pads && self.packing.is_none();
+        self.bound.iter().find(|b| b.name == "seq_len_q" && pads).map(|b| &*b.widened)
+    }
+
     /// Queries and keys that each batch entry has, of a problem of extents (batch, heads_q, seq_q, seq_kv).
     pub fn lengths(&self, extents: [i64; 4]) -> Vec<[i64; 2]> {
         masks::entries(&self.bound, extents)

@@ -5,6 +5,7 @@ mod blocks;
 mod dropped;
 mod edges;
 mod few;
+mod large;
 mod library;
 #[cfg(test)]
 mod naive;
@@ -29,6 +30,7 @@ pub use backward::{
 pub use dropped::{Drops, dropped};
 pub use edges::{Edges, Looked, edges};
 pub use few::random_few;
+pub use large::{ADDED, Where, large_scores};
 pub use library::{Tree, library_suite, run_tree};
 use narrow::Narrowed;
 pub use narrow::{random_fp8, random_fp8_gradients};
@@ -188,18 +190,21 @@ fn laid(tensor: &TensorSpec, side: Side, library: Option<&Library>) -> Laid {
     library.map_or_else(|| tensor.into(), |library| library.laid(tensor, side))
 }
 
-/// Keys and values that are padding may be anything; what matrix units on NVIDIA GPUs read of them must be a number.
-fn spoil_padding(executor: ExecutorName, library: Option<&Library>, tensors: [(&TensorSpec, &mut inputs::Operand); 2]) {
-    let anything = ![ExecutorName::CUDNN, ExecutorName::CUDA].contains(&executor);
-    match library.map(|library| (library.cache(), library.key_lengths())) {
-        // Of pages, what is no key is NaN as it is.
-        Some((Some(cache), _)) if !anything => {
-            tensors.into_iter().for_each(|(tensor, operand)| inputs::number_gaps(&cache.container(tensor), operand));
+/// Makes rows NaN that are padding: no result may depend on them. cuDNN's engines multiply them by 0, so they stay numbers there.
+fn spoil_padding(executor: ExecutorName, library: Option<&Library>, side: Side, tensors: &mut [(&TensorSpec, &mut inputs::Operand)]) {
+    let Some(library) = library else { return };
+    let multiplies = executor == ExecutorName::CUDNN;
+    let (cache, lengths) = match side {
+        Side::Keys => (library.cache(), library.key_lengths()),
+        Side::Queries => (None, library.query_lengths()),
+    };
+    for (tensor, operand) in tensors {
+        match (cache, lengths) {
+            // Between the keys of pages there is NaN already.
+            (Some(cache), _) if multiplies => inputs::number_gaps(&cache.container(tensor), operand),
+            (None, Some(lengths)) if !multiplies => inputs::spoil_rows(tensor, operand, lengths),
+            (Some(_) | None, _) => {}
         }
-        Some((None, Some(lengths))) if anything => {
-            tensors.into_iter().for_each(|(tensor, operand)| inputs::spoil_rows(tensor, operand, lengths));
-        }
-        Some((Some(_) | None, _)) | None => {}
     }
 }
 
@@ -220,12 +225,13 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
     let mut random = Random::new(draw.seed);
     let mut narrowed = Narrowed::draw(spec.dtype, draw.seed).in_blocks(spec, draw.seed);
     let real = |name: Name| narrowed.descale(name);
-    let q = inputs::random_about(draw.shift / real(Name::Q), of_q.clone(), spec.dtype, draw.spread / real(Name::Q), &mut random);
+    let mut q = inputs::random_about(draw.shift / real(Name::Q), of_q.clone(), spec.dtype, draw.spread / real(Name::Q), &mut random);
     let mut k = inputs::random_about(-draw.shift / real(Name::K), of_k.clone(), spec.dtype, draw.spread / real(Name::K), &mut random);
     let mut v = inputs::random(of_v.clone(), spec.dtype, draw.spread / real(Name::V), &mut random);
     let values = inputs::gather(of_v.clone(), &v);
     narrowed.forward(&problem, &values);
-    spoil_padding(executor.name(), library, [(&spec.k, &mut k), (&spec.v, &mut v)]);
+    spoil_padding(executor.name(), library, Side::Keys, &mut [(&spec.k, &mut k), (&spec.v, &mut v)]);
+    spoil_padding(executor.name(), library, Side::Queries, &mut [(&spec.q, &mut q)]);
     let own = Own::draw(spec, draw.seed);
     let mut o = inputs::poisoned(of_o.clone(), problem.dtype_of(Name::O));
     let mut amax = narrowed.amax(Direction::Forward);

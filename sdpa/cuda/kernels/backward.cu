@@ -1,6 +1,27 @@
 // Attention backward on compute capability 9.0: one group of threads brings operands, takes sums out and rounds them, two others have 64 keys of a block each, and
 // walk over queries. Scores lie transposed, keys beside queries, so that weights and gradients of scores are operands as they are.
 
+// Zeroes keys past the length of the batch entry: dS is 0 there, and dQ reads them.
+inline void zero_keys(const Span& span, const Tile& tile, const Shared& at) {
+#if WITH_SEQ_LEN_KV
+    const int keys = span.len_kv - tile.block * TILE_N;
+    if (keys >= TILE_N) return;
+    zero_rows<QK_PANELS>(at.k, KV_PANEL_BYTES, keys, TILE_N);
+    rows_are_zero();
+#endif
+}
+
+// Zeroes queries and rows of dO past the length of the batch entry: dK and dV read them.
+inline void zero_queries(const Span& span, int tile, uint q, uint d_o) {
+#if WITH_SEQ_LEN_Q
+    const int queries = span.len_q - tile * TILE_M;
+    if (queries >= TILE_M) return;
+    zero_rows<QK_PANELS>(q, Q_PANEL_BYTES, queries, TILE_M);
+    zero_rows<V_PANELS>(d_o, Q_PANEL_BYTES, queries, TILE_M);
+    rows_are_zero();
+#endif
+}
+
 // Gradients of values are there, with so many products under way, and what they were made of is let go.
 template <int under_way>
 inline void values_end(float (&dv)[DV], uint d_o_free) {
@@ -202,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const uint own_rows = group * 64 * ROW_BYTES;
+    const bool large = *p.large != 0;
     Turn turn;
     Told told;
     uint keys = 0;
@@ -233,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (any) {
             barrier_wait(at.kv_full, keys);
             keys ^= 1;
+            zero_keys(span, tile, at);
             uint k_held[HELD_QK], v_held[HELD_V];
             hold_rows(k_held, at.k + own_rows, KV_PANEL_BYTES);
             hold_rows(v_held, at.v + own_rows, KV_PANEL_BYTES);
@@ -259,13 +282,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const uint stay = stay_of(p, corner);
                     if (ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     if (!AHEAD || sub > 0) score<QK_STEPS>(s, at.k + own_rows, k_held, q + sub_rows);
-                    if (sub == 0) barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());
+                    if (sub == 0) {
+                        barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());
+                        zero_queries(span, step.queries, q, d_o);
+                    }
                     score<V_STEPS>(d_p, at.v + own_rows, v_held, d_o + sub_rows);
                     if (!ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     products_wait<1>();
                     hold(s);
-                    if (MASKED_ANYWHERE || step.partly) weights<true>(s, raw, w, p, captured, corner, lse, stay);
-                    else weights<false>(s, raw, w, p, captured, corner, lse, stay);
+                    weights_either(step.partly, large, s, raw, w, p, captured, corner, lse, stay);
                     // Before their products are waited for, but where registers are short.
                     if (!TIGHT) pairs_of(delta, at.delta + of_rows);
                     products_wait<0>();

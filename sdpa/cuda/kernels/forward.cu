@@ -18,7 +18,17 @@ constexpr int OUTPUTS = DIM_V / 2;
 // How much larger than what weights are next to, in units of the exponent, a score is before sums are scaled: weights are at most 2 to this.
 constexpr float GROWTH = 8.0f;
 
-// What a row has come to: its largest score, the sum of its weights, and what these are next to, in units of the exponent.
+// Zeroes values past the last key of a batch entry: in a block that has such keys.
+inline void zero_values(const Params& p, const Tile& tile, int block, uint v) {
+#if WITH_SEQ_LEN_KV || WITH_PAGES
+    const int keys = span_of_tile(p, tile).len_kv - block * TILE_N;
+    if (keys >= TILE_N) return;
+    zero_rows<V_PANELS>(v, KV_PANEL_BYTES, keys, TILE_N);
+    rows_are_zero();
+#endif
+}
+
+// The state of the online softmax of a row: its largest score, the sum of exponentials, and the score that these are relative to. Scores before scaling.
 struct Rows {
     float most[2];
     float sum[2];
@@ -51,7 +61,18 @@ inline void weigh(float (&o)[OUTPUTS], const uint (&w)[SCORES / 2], uint v, bool
     products_commit();
 }
 
-// Scores in units of the exponent, the largest of each row, and how much less what came before weighs now.
+// Subtracts the maximum of rows where it is large: their exponents are relative to 0 then. Rare, and the same for the whole warp.
+inline void subtract_large(float (&s)[SCORES], const Rows& rows, float (&base)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float from = is_large(base[half]) ? rows.from[half] : 0.0f;
+        if (from != 0.0f) base[half] = 0.0f;
+#pragma unroll
+        for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) s[n] -= from;
+    }
+}
+
+// One step of the online softmax: exponentials in place of scores, and the factor by which earlier sums of each row shrink.
 template <bool masked>
 inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile,
                    int first_k) {
@@ -95,6 +116,7 @@ UNROLL_TRACES
         }
     }
     const float unit = p.unit;
+    float base[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float most = -INFINITE;
@@ -103,21 +125,25 @@ UNROLL_TRACES
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
         rows.most[half] = fmaxf(rows.most[half], most);
-        // Sums are scaled for what is much larger alone.
-        const float before = rows.from[half], largest = most * unit;
-        const bool larger = largest > before + GROWTH;
-        const float from = larger ? largest : before;
-        less[half] = larger ? exp2_of(before - from) : 1.0f;
+        // Conditional rescale: sums shrink only where the maximum has grown much. NaN, of two maxima of -infinity, is not larger.
+        const float before = rows.from[half], growth = (most - before) * unit;
+        const bool larger = growth > GROWTH;
+        const float from = larger ? most : before;
+        less[half] = larger ? exp2_of(-growth) : 1.0f;
         rows.from[half] = from;
-        // A row that has kept nothing has no largest score, and its weights are 0.
-        const float base = from == -INFINITE ? 0.0f : from;
+        // A row without keys so far has no maximum, and its exponentials are 0.
+        base[half] = from == -INFINITE ? 0.0f : from * unit;
+    }
+    if (__any_sync(~0u, is_large(base[0]) || is_large(base[1]))) subtract_large(s, rows, base);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) {
 #pragma unroll
             for (int other = 0; other < 2; other++) {
                 float& x = s[n + 2 * half + other];
-                x = exp2_of(x * unit - base);
+                x = exp2_of(x * unit - base[half]);
                 sum += x;
             }
         }
@@ -337,15 +363,15 @@ inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&l
 }
 
 #if WITH_PARTS
-// Leaves what a part of the keys comes to for the kernel that merges them: outputs in f32, the logarithms of sums in units of the exponent, the largest scores.
-inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const float (&logs)[2], const float (&largest)[2], const Params& p,
+// Stores the result of one split of the keys for the combine kernel: outputs in f32, log-sum-exps, the largest scores.
+inline void leave_part(const float (&o)[OUTPUTS], const float (&share)[2], const LogSum (&logs)[2], const float (&largest)[2], const Params& p,
                        const Tile& tile, int row) {
     const int lane = threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (row + 8 * half >= TILE_ROWS) continue;
         const long at = long(tile.slot) * TILE_ROWS + row + 8 * half;
-        if (lane == 0) p.part_logs[at] = logs[half];
+        if (lane == 0) p.part_logs[at] = float2{logs[half].origin, logs[half].log};
 #if WITH_LARGEST
         if (lane == 0) p.part_largest[at] = largest[half];
 #endif
@@ -388,40 +414,40 @@ inline void finish(float (&o)[OUTPUTS], const Rows& rows, bool any, const Tensor
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, in_warp = lane / 4;
     float share[2], largest[2];
 #if WITH_PARTS
-    float logs[2];
+    LogSum logs[2];
 #endif
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float sum = rows.sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        float most = rows.from[half], of_largest = rows.most[half] * p.unit;
-        largest[half] = WITH_SCORE_MOD || p.natural ? rows.most[half] : rows.most[half] * p.scale;
+        LogSum most = log_of_most(p, rows.from[half]);
+        // From what exponentials are relative to up to the largest score.
+        float above = (rows.most[half] - rows.from[half]) * p.unit;
+        largest[half] = score_of(p, rows.most[half]);
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         const int row = group * 64 + warp * 16 + in_warp + 8 * half;
 #if WITH_PARTS
         // Without the sink, which parts have together.
-        logs[half] = sum == 0.0f ? -INFINITE : most + log2f(sum);
+        logs[half] = LogSum{most.origin, sum == 0.0f ? -INFINITE : most.log + log2f(sum)};
 #endif
 #if WITH_SINK
-        const float of_head = p.sink[min(head_of(tile, row), p.heads_q - 1)], sink = of_head * LOG2_E;
-        const float from = fmaxf(most, sink);
-        // Of neither there may be any.
-        const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
-        const float whole = from == -INFINITE ? 0.0f : sum * part + exp2_of(sink - from);
+        const float sink = p.sink[min(head_of(tile, row), p.heads_q - 1)];
+        const Sunk sunk = with_sink(most, sink);
         if (tile.parts == 1) {
-            share[half] = whole == 0.0f ? 0.0f : part / whole;
-            most = from;
-            sum = whole;
-            largest[half] = fmaxf(largest[half], of_head);
-            of_largest = fmaxf(of_largest, sink);
+            sum = sum * sunk.part + sunk.own;
+            share[half] = sum == 0.0f ? 0.0f : sunk.part / sum;
+            // Next to a sink that is above what exponentials were relative to, the largest score may still be above the sink.
+            if (sunk.part < 1.0f) above = fmaxf(0.0f, above + log2f(sunk.part));
+            most = sunk.most;
+            largest[half] = fmaxf(largest[half], sink);
         }
 #endif
         const int there = query_of(tile, row);
         if ((lane & 3) == 0 && tile.parts == 1 && has_row(p, span, tile, row)) {
-            const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
-            tell_row(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, log, largest[half],
-                     sum == 0.0f ? 0.0f : sum * exp2_of(most - of_largest));
+            const LogSum total = {most.origin, sum == 0.0f ? -INFINITE : most.log + log2f(sum)};
+            store_statistics(p, stats_place(p, span, tile.batch, head_of(tile, row), there), there < span.len_q, total, largest[half],
+                             sum == 0.0f ? 0.0f : sum * exp2_of(-above));
         }
         if (!any || there >= span.len_q) share[half] = 0.0f;
 #if WITH_DROPOUT
@@ -534,6 +560,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             drop(s, p, tile, block * TILE_N);
             pack(w, s);
             bool add = false;
+            int of_values = block;
             while (walk_on(walk, p, reach, block, partly)) {
                 const Ring<STAGES> before = ring;
                 ring.on();
@@ -541,6 +568,8 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 turn_begins(group);
                 score(s, q, held, at.k + ring.stage * K_BYTES);
                 barrier_wait(at.v_full + 8 * before.stage, before.phase);
+                zero_values(p, tile, of_values, at.v + before.stage * V_BYTES);
+                of_values = block;
                 weigh(o, w, at.v + before.stage * V_BYTES, add);
                 turn_ends(group);
                 add = true;
@@ -559,6 +588,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             }
             if (O_APART && lane == 0) barrier_arrive(at.q_free);
             barrier_wait(at.v_full + 8 * ring.stage, ring.phase);
+            zero_values(p, tile, of_values, at.v + ring.stage * V_BYTES);
             weigh(o, w, at.v + ring.stage * V_BYTES, add);
             products_wait<0>();
             hold(o);

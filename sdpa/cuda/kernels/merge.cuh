@@ -12,6 +12,9 @@ inline float total_of_warp(float x) {
     return x;
 }
 
+// The log-sum-exp of a split in base 2, relative to the origin of all.
+inline float log2_of_part(const LogSum& part, const LogSum& all) { return log2_from(all, part.origin) + part.log; }
+
 extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __grid_constant__ Params p) {
     constexpr int EACH = (TILE_ROWS + 3) / 4;
     const int lane = threadIdx.x & 31, row = int(blockIdx.x) % EACH * 4 + int(threadIdx.x >> 5), whose = int(blockIdx.x) / EACH;
@@ -26,7 +29,12 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __gr
     if (parts <= 1) return;
     const int q = query_of(tile, row), head = head_of(tile, row);
     const auto place = [&](int part) { return (long(first + part) * p.units + unit) * TILE_ROWS + row; };
-    float most = -INFINITE, sum = 0.0f, largest = -INFINITE;
+    const auto log_of = [&](int part) {
+        const float2 both = p.part_logs[place(part)];
+        return LogSum{both.x, both.y};
+    };
+    LogSum most = {-INFINITE, -INFINITE};
+    float sum = 0.0f, largest = -INFINITE;
     if (q < span.len_q) {
 #if WITH_LARGEST
         for (int part = lane; part < parts; part += 32) largest = fmaxf(largest, p.part_largest[place(part)]);
@@ -35,29 +43,38 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __gr
         largest = fmaxf(largest, p.sink[head]);
 #endif
 #endif
-        for (int part = lane; part < parts; part += 32) most = fmaxf(most, p.part_logs[place(part)]);
-        most = most_of_warp(most);
+        // Splits without keys have no origin.
+        for (int part = lane; part < parts; part += 32) {
+            const LogSum log = log_of(part);
+            if (log.log != -INFINITE) most.origin = fmaxf(most.origin, log.origin);
+        }
+        most.origin = most_of_warp(most.origin);
+        if (most.origin == -INFINITE) most.origin = 0.0f;
+        for (int part = lane; part < parts; part += 32) most.log = fmaxf(most.log, log2_of_part(log_of(part), most));
+        most.log = most_of_warp(most.log);
 #if WITH_SINK
-        most = fmaxf(most, p.sink[head] * LOG2_E);
+        const Sunk row = with_sink(most, p.sink[head]);
+        most = row.most;
 #endif
-        // Parts of which nothing is kept have no largest; what is no number stays what it is.
-        if (most == -INFINITE) most = 0.0f;
-        for (int part = lane; part < parts; part += 32) sum += exp2_of(p.part_logs[place(part)] - most);
+        // Without any key there is no maximum; NaN stays NaN.
+        if (most.log == -INFINITE) most.log = 0.0f;
+        for (int part = lane; part < parts; part += 32) sum += exp2_of(log2_of_part(log_of(part), most) - most.log);
         sum = total_of_warp(sum);
 #if WITH_SINK
-        sum += exp2_of(p.sink[head] * LOG2_E - most);
+        sum += row.own;
 #endif
     }
     if (lane == 0) {
-        const float log = sum == 0.0f ? -INFINITE : log2f(sum) + most;
-        tell_row(p, stats_place(p, span, batch, head, q), true, log, largest, sum == 0.0f ? 0.0f : sum * exp2_of(most - largest * LOG2_E));
+        const LogSum total = {most.origin, sum == 0.0f ? -INFINITE : log2f(sum) + most.log};
+        store_statistics(p, stats_place(p, span, batch, head, q), true, total, largest,
+                         sum == 0.0f ? 0.0f : sum * exp2_of(most.log - log2_from(most, largest)));
     }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     unsigned short* const to = output_of(p, span, batch, head, q);
     for (int column = 2 * lane; column < DIM_V; column += 64) {
         float low = 0.0f, high = 0.0f;
         for (int part = 0; part < parts && sum != 0.0f; part++) {
-            const float weight = exp2_of(p.part_logs[place(part)] - most) * inverse;
+            const float weight = exp2_of(log2_of_part(log_of(part), most) - most.log) * inverse;
             // What weighs nothing may hold anything.
             if (weight == 0.0f) continue;
             const float* const from = p.part_sums + place(part) * DIM_V + column;

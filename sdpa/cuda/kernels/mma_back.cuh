@@ -28,9 +28,15 @@ inline float2 lse_of(const Known& known, int n) { return float2{known.lse[n >> 1
 inline float2 delta_of(const Known& known, int n) { return float2{known.delta[n >> 1 & 1], known.delta[n >> 1 & 1]}; }
 #endif
 
-// Weights of scores, and in `raw` the scores before the score_mod.
+// The exact log-sum-exp of the query of a score.
+inline Exact exact_at(const Params& p, const Corner& corner, int q) {
+    const float2 both = p.exact[stats_place(p, span_of(p, corner.batch), corner.batch, corner.head, q)];
+    return Exact{both.x, both.y};
+}
+
+// P in place of scores, and in `raw` the scores before the score_mod. `large`: some log-sum-exps are.
 template <bool masked>
-inline void weights(float (&s)[SCORES], float (&raw)[RAW], const Params& p, const Captured& captured, const Corner& corner, const Known& known) {
+inline void weights(float (&s)[SCORES], float (&raw)[RAW], const Params& p, const Captured& captured, const Corner& corner, const Known& known, bool large) {
     const bool natural = WITH_SCORE_MOD || p.natural != 0;
     Range kept[2];
     if (masked) {
@@ -52,15 +58,22 @@ UNROLL_TRACES
             if (masked && !keep(place_of(p, corner, n + other), captured)) x = -INFINITE;
 #endif
             if (masked && !kept[n >> 1 & 1].holds((BY_KEYS ? corner.q : corner.k) + n / 4 * 8 + other)) x = -INFINITE;
-            s[n + other] = exp2_of(x * p.unit - (other ? lse.y : lse.x));
+            float exponent = x * p.unit - (other ? lse.y : lse.x);
+            if (large) {
+                const int q = corner.q + (BY_KEYS ? n / 4 * 8 + other : n & 2 ? 8 : 0);
+                if (q < rows_q(p, span_of(p, corner.batch))) exponent = x == -INFINITE ? x : exponent_of(x, p.unit, exact_at(p, corner, q));
+            }
+            s[n + other] = exp2_of(exponent);
         }
     }
 }
 
-inline void weights_either(bool masked, float (&s)[SCORES], float (&raw)[RAW], const Params& p, const Captured& captured, const Corner& corner,
-                           const Known& known) {
-    if (MASKED_ANYWHERE || masked) weights<true>(s, raw, p, captured, corner, known);
-    else weights<false>(s, raw, p, captured, corner, known);
+inline void weights_either(bool masked, bool large, float (&s)[SCORES], float (&raw)[RAW], const Params& p, const Captured& captured,
+                           const Corner& corner, const Known& known) {
+    if (MASKED_ANYWHERE) weights<true>(s, raw, p, captured, corner, known, large);
+    else if (large) weights<true>(s, raw, p, captured, corner, known, true);
+    else if (masked) weights<true>(s, raw, p, captured, corner, known, false);
+    else weights<false>(s, raw, p, captured, corner, known, false);
 }
 
 #if WITH_DROPOUT

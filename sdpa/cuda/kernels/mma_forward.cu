@@ -8,7 +8,7 @@ struct Tile {
     int tile, batch, head;
 };
 
-// What a row has come to.
+// The state of the online softmax of a row: its largest score before scaling, and the sum of exponentials relative to that.
 struct Rows {
     float most[2];
     float sum[2];
@@ -51,10 +51,16 @@ UNROLL_TRACES
         for (int n = 2 * half; n < SCORES; n += 4) most = fmaxf(most, fmaxf(s[n], s[n + 1]));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        // A row that has kept nothing has no largest score, and its weights are 0.
-        const float from = most == -INFINITE ? 0.0f : most * p.unit;
-        less[half] = exp2_of(rows.most[half] * p.unit - from);
+        // A row without keys so far has no maximum, and its exponentials are 0.
+        float from = most == -INFINITE ? 0.0f : most * p.unit;
+        less[half] = most == -INFINITE ? 1.0f : exp2_of((rows.most[half] - most) * p.unit);
         rows.most[half] = most;
+        if (__any_sync(~0u, is_large(from))) {
+            const float large = is_large(from) ? most : 0.0f;
+            if (large != 0.0f) from = 0.0f;
+#pragma unroll
+            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) s[n] -= large;
+        }
         float sum = 0.0f;
 #pragma unroll
         for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) {
@@ -73,17 +79,15 @@ inline void finish(float (&share)[2], const Rows& rows, const Params& p, const T
         float sum = rows.sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        float most = rows.most[half] * p.unit, largest = WITH_SCORE_MOD || p.natural ? rows.most[half] : rows.most[half] * p.scale;
+        LogSum most = log_of_most(p, rows.most[half]);
+        float largest = score_of(p, rows.most[half]);
         share[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
 #if WITH_SINK
-        const float of_head = p.sink[tile.head], sink = of_head * LOG2_E;
-        const float from = fmaxf(most, sink);
-        // Of neither there may be any.
-        const float part = most == -INFINITE ? 0.0f : exp2_of(most - from);
-        sum = from == -INFINITE ? 0.0f : sum * part + exp2_of(sink - from);
-        share[half] = sum == 0.0f ? 0.0f : part / sum;
-        most = from;
-        largest = fmaxf(largest, of_head);
+        const Sunk row = with_sink(most, p.sink[tile.head]);
+        sum = sum * row.part + row.own;
+        share[half] = sum == 0.0f ? 0.0f : row.part / sum;
+        most = row.most;
+        largest = fmaxf(largest, p.sink[tile.head]);
 #endif
         const int there = q + 8 * half;
         if (there >= span.len_q) share[half] = 0.0f;
@@ -91,8 +95,8 @@ inline void finish(float (&share)[2], const Rows& rows, const Params& p, const T
         share[half] *= p.dropout_scale;
 #endif
         if ((threadIdx.x & 3) == 0 && there < rows_q(p, span)) {
-            const float log = sum == 0.0f ? -INFINITE : most + log2f(sum);
-            tell_row(p, stats_place(p, span, tile.batch, tile.head, there), there < span.len_q, log, largest, sum);
+            const LogSum total = {most.origin, sum == 0.0f ? -INFINITE : most.log + log2f(sum)};
+            store_statistics(p, stats_place(p, span, tile.batch, tile.head, there), there < span.len_q, total, largest, sum);
         }
     }
 }
@@ -121,7 +125,8 @@ inline void bring_block(uint to, uint row_bytes, const Params& p, const Strided&
     bring_found<TILE_N, columns, wide>(to, row_bytes, from, block * TILE_N, span_of(p, tile.batch).len_kv, dim, in_page);
 #else
     const Span span = span_of(p, tile.batch);
-    bring<TILE_N, columns, wide>(to, row_bytes, from, tile.batch, head, {span.begin_kv, block * TILE_N, rows_kv(p, span)}, dim);
+    // Zeros past the length: what is there may be NaN, which P of 0 would pass on.
+    bring<TILE_N, columns, wide>(to, row_bytes, from, tile.batch, head, {span.begin_kv, block * TILE_N, span.len_kv}, dim);
 #endif
 }
 

@@ -8,7 +8,8 @@ constexpr int DV = DIM_V / PARTS / 2;
 inline void bring_step(uint to, const Params& p, int batch, int head, int tile) {
     const uint known_at = to + STEP * (QK_ROW + V_ROW);
     const Span span = span_of(p, batch);
-    const Extent queries = {span.begin_q, tile * STEP, rows_q(p, span)};
+    // Zeros past the length: rows there may be NaN, which P and dS of 0 would pass on.
+    const Extent queries = {span.begin_q, tile * STEP, span.len_q};
     bring<STEP, DIM_QK, Q_WIDE>(to, QK_ROW, p.q, batch, head, queries, p.dim_qk);
     bring<STEP, DIM_V, D_O_WIDE>(to + STEP * QK_ROW, V_ROW, p.d_o, batch, head, queries, p.dim_v);
     for (int n = threadIdx.x; n < STEP; n += THREADS) {
@@ -77,7 +78,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const Known known = {known_at, known_at + 4 * STEP};
         float s[SCORES], d_p[SCORES], raw[RAW];
         beside<DIM_QK>(s, k_at + warp * 16 * QK_ROW, q_at, QK_ROW);
-        weights_either(masked, s, raw, p, captured, corner, known);
+        bool large = false;
+#pragma unroll
+        for (int n = 0; n < STEP; n += 32) large |= n + lane < STEP && is_large(__uint_as_float(load_shared(d_o_at + STEP * V_ROW + 4 * (n + lane))));
+        weights_either(masked, __any_sync(~0u, large), s, raw, p, captured, corner, known);
         const uint d_o_part = d_o_at + part * (DIM_V / PARTS) * ELEMENT_BYTES;
 #if WITH_DROPOUT
         const uint stay = stay_of(p, corner);

@@ -4,7 +4,8 @@ constexpr int DQ = DIM_QK / 2;
 
 inline void bring_step(uint to, const Params& p, int batch, int kv_head, int block) {
     const Span span = span_of(p, batch);
-    const Extent keys = {span.begin_kv, block * STEP, rows_kv(p, span)};
+    // Zeros past the length: rows there may be NaN, which dS of 0 would pass on.
+    const Extent keys = {span.begin_kv, block * STEP, span.len_kv};
     bring<STEP, DIM_QK, K_WIDE>(to, QK_ROW, p.k, batch, kv_head, keys, p.dim_qk);
     bring<STEP, DIM_V, V_WIDE>(to + STEP * QK_ROW, V_ROW, p.v, batch, kv_head, keys, p.dim_v);
     copies_commit();
@@ -33,12 +34,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     float dq[DQ];
 #pragma unroll
     for (int n = 0; n < DQ; n++) dq[n] = 0.0f;
+    const bool large = __any_sync(~0u, is_large(known.lse[0]) || is_large(known.lse[1]));
     Walk walk = walk_of(p, reach, batch, head, tile);
     int block;
     bool partly, any = walk_on(walk, p, reach, block, partly);
     if (any) {
-        bring<OWN, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, batch, head, own, p.dim_qk);
-        bring<OWN, DIM_V, D_O_WIDE>(d_o_at, V_ROW, p.d_o, batch, head, own, p.dim_v);
+        // Zeros past the length: NaN scores would be NaN times an exponential of 0.
+        const Extent known_rows = {span.begin_q, own.first, span.len_q};
+        bring<OWN, DIM_QK, Q_WIDE>(q_at, QK_ROW, p.q, batch, head, known_rows, p.dim_qk);
+        bring<OWN, DIM_V, D_O_WIDE>(d_o_at, V_ROW, p.d_o, batch, head, known_rows, p.dim_v);
         bring_step(steps_at, p, batch, kv_head, block);
     }
     int stage = 0;
@@ -57,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const uint k_at = steps_at + stage * STEP_BYTES, v_at = k_at + STEP * QK_ROW;
         float s[SCORES], d_p[SCORES], raw[RAW];
         beside<DIM_QK>(s, q_at + warp * 16 * QK_ROW, k_at, QK_ROW);
-        weights_either(masked, s, raw, p, captured, corner, known);
+        weights_either(masked, large, s, raw, p, captured, corner, known);
         beside<DIM_V>(d_p, d_o_at + warp * 16 * V_ROW, v_at, V_ROW);
 #if WITH_DROPOUT
         through_dropout(d_p, p, stay_of(p, corner));

@@ -4,7 +4,7 @@ constexpr int ROWS_OF_WARP = 4;
 
 // Of each row, the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of `o` times `d_o`. A block of threads has 32 rows
 // of a head, and a warp asks for four at once.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (p.seq_q + 8 * ROWS_OF_WARP - 1) / (8 * ROWS_OF_WARP);
     const int block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_q, batch = blockIdx.x / blocks / p.heads_q;
     const Span span = span_of(p, batch);
@@ -35,10 +35,20 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
         const bool any = stat != -INFINITE && row < span.len_q;
         if (lane == 0 && row < rows) {
             const long at = stats_place(p, span, batch, head, row);
-            p.lse[at] = any ? stat * LOG2_E : INFINITE;
+            p.lse[at] = any ? lse_of_stat(stat) : INFINITE;
             p.delta[at] = any ? sums[n] : 0.0f;
         }
     }
+    const auto score_at = [&](int q, int k, float& x) {
+        x = 0.0f;
+        const Element* const key = row_of(p.k, batch, head / p.group, span.begin_kv + k);
+        const Element* const query = row_of(p.q, batch, head, span.begin_q + q);
+        for (int dim = 0; dim < p.dim_qk; dim++) x += float(query[dim * p.q.dim]) * float(key[dim * p.k.dim]);
+        if (WITH_SCORE_MOD || p.natural) x *= p.scale;
+        return traced_score(p, captured, batch, head, q, k, x);
+    };
+    const long row_apart = WITH_PACKED_Q ? p.heads_q : 1;
+    exact_rows(p, span, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_place(p, span, batch, head, first), row_apart, score_at);
 }
 
 // The gradient of a head's sink: a block has a head, and adds in one order.
@@ -46,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __gri
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint sums = shared_address(memory);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.x;
-    const float sink = p.sink[head] * LOG2_E;
+    const float sink = p.sink[head];
     float sum = 0.0f;
     for (long n = threadIdx.x; n < long(p.batch) * p.seq_q; n += 256) {
         const int batch = int(n / p.seq_q), row = int(n % p.seq_q);
@@ -54,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_sinks(const __gri
         // Between documents nothing is told.
         if (row >= rows_q(p, span)) continue;
         const long at = stats_place(p, span, batch, head, row);
-        const float lse = p.lse[at];
-        if (lse != INFINITE) sum -= exp2_of(sink - lse) * p.delta[at];
+        const float2 exact = p.exact[at];
+        if (p.lse[at] != INFINITE) sum -= weight_of_sink(Exact{exact.x, exact.y}, natural_of(p.unit), p.stats[at], sink) * p.delta[at];
     }
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
     if (lane == 0) store_shared(sums + 4 * warp, __float_as_uint(sum));

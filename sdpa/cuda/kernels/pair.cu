@@ -139,6 +139,7 @@ struct Walked {
     const Span& span;
     const Reach& reach;
     int group, warp, lane;
+    bool large;
 
     inline Corner corner(const Step& step) const {
         return Corner{tile.batch, step.head, step.queries * TILE_M + 2 * (lane & 3), tile.block * TILE_N + tile.part * KEYS + warp * 16 + lane / 4};
@@ -160,6 +161,28 @@ struct Walked {
         barrier_arrive_in_pair(barrier, tile.part ^ 1);
     }
 };
+
+// Zeroes keys past the length of the batch entry: dS is 0 there, and dQ reads them, those of the other thread block too.
+inline void zero_keys(const Walked& of) {
+#if WITH_SEQ_LEN_KV
+    if ((of.tile.block + 1) * TILE_N <= of.span.len_kv) return;
+    const int own = of.tile.block * 2 + of.tile.part;
+    zero_rows<QK_PANELS>(of.at.k, KV_PANEL_BYTES, of.span.len_kv - own * KEYS, KEYS);
+    zero_rows<QK_PANELS / 2>(of.at.k_other, KV_PANEL_BYTES, of.span.len_kv - (own ^ 1) * KEYS, KEYS);
+    rows_are_zero();
+#endif
+}
+
+// Zeroes rows of queries or of dO past the length of the batch entry: dK and dV read them.
+template <int panels>
+inline void zero_queries(const Walked& of, const Step& step, uint at) {
+#if WITH_SEQ_LEN_Q
+    const int queries = of.span.len_q - step.queries * TILE_M;
+    if (queries >= TILE_M) return;
+    zero_rows<panels>(at, Q_PANEL_BYTES, queries, TILE_M);
+    rows_are_zero();
+#endif
+}
 
 // Gradients of the queries of the step before along a panel of columns, from gradients of scores of both blocks, this one's first. Nothing waits but for these.
 inline void along_before(float (&dq)[DQ], const Turn& turn, const Walked& of) {
@@ -220,8 +243,7 @@ inline void walk_for_values(float (&dv)[DV], Turn& turn, const Walked& of) {
         products_wait<0>();
         hold(s);
         of.both_done_with(at.q_free + 8 * turn.stage);
-        if (MASKED_ANYWHERE || step.partly) weights<true>(s, raw, w, of.p, of.captured, corner, lse, 0);
-        else weights<false>(s, raw, w, of.p, of.captured, corner, lse, 0);
+        weights_either(step.partly, of.large, s, raw, w, of.p, of.captured, corner, lse, 0);
         // The warp that has the same keys has read what was there.
         barrier_wait(at.weights_free + 8 * of.warp, turn.stage ^ 1);
 #pragma unroll
@@ -229,6 +251,7 @@ inline void walk_for_values(float (&dv)[DV], Turn& turn, const Walked& of) {
         of.done_with(at.weights_full + 8 * of.warp);
         const uint d_o = at.d_o + turn.output() * D_O_BYTES, d_o_free = at.d_o_free + 8 * turn.output();
         barrier_wait(at.d_o_full + 8 * turn.output(), turn.output_phase());
+        zero_queries<V_PANELS>(of, step, d_o);
         if (behind) {
             float dq[DQ];
             weigh(dv, w, d_o);
@@ -305,6 +328,7 @@ inline void walk_for_keys(float (&dk)[DK], const Gradients& gradients, Turn& tur
         leave_slopes(d_w, turn, of);
         barrier_wait(at.q_full + 8 * turn.stage, turn.phase);
         const uint q = at.q + turn.stage * Q_BYTES;
+        zero_queries<QK_PANELS>(of, step, q);
         if (behind) {
             float dq[DQ];
             weigh(dk, d_w, q);
@@ -397,6 +421,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
     } else {
         more_registers<GROUP_REGISTERS>();
         const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+        const bool large = *p.large != 0;
         Turn turn;
         Told told;
         uint keys = 0;
@@ -407,9 +432,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
             if (is_none(p, tile)) continue;
             const Span span = span_of(p, tile.batch);
             const Reach reach = reach_of(p, span, tile.block);
-            const Walked of = {p, captured, at, tile, span, reach, group, warp, lane};
+            const Walked of = {p, captured, at, tile, span, reach, group, warp, lane, large};
             barrier_wait(at.kv_full, keys);
             keys ^= 1;
+            zero_keys(of);
             if (group == 0) {
                 float dv[DV];
 #pragma unroll

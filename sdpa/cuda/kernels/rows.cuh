@@ -19,7 +19,7 @@ inline float product_of_pairs(float a, float b) {
 
 // Of each row of each head, tiles filled up: the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of
 // `o` times `d_o`. A block of threads has a tile, and asks for all of it before it writes.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x % ROW_LANES, tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.heads_q, batch = blockIdx.x / p.tiles / p.heads_q;
     const Span span = span_of(p, batch);
     const int first = tile * TILE_M + threadIdx.x / ROW_LANES, extent = rows_q(p, span);
@@ -68,9 +68,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
             }
         }
     }
-#if WITH_SINK_GRADIENT
-    float of_sink = 0.0f;
-#endif
 #pragma unroll
     for (int n = 0; n < ROUNDS; n++) {
         const int row = first + n * ROWS_AT_ONCE;
@@ -81,14 +78,35 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
         const float sum = any ? sums[n] : 0.0f;
         if (lane == 0) {
             const long to = tile_place(p, span, batch, head, tile) * TILE_M + row % TILE_M;
-            p.lse[to] = any ? stat * LOG2_E : INFINITE;
+            p.lse[to] = any ? lse_of_stat(stat) : INFINITE;
             p.delta[to] = sum;
-#if WITH_SINK_GRADIENT
-            if (any) of_sink += -exp2_of((p.sink[head] - stat) * LOG2_E) * sum;
-#endif
         }
     }
+    const auto score_at = [&](int q, int k, float& x) {
+        x = 0.0f;
+        const long of_keys = WITH_PACKED_KV ? span.begin_kv * p.k_row : batch * p.k_batch;
+        const Element* const key = static_cast<const Element*>(p.k) + of_keys + head / p.group * p.k_head + k * p.k_row;
+        const Element* const query = row_of(p.q, p.q_batch, p.q_head, p.q_row, span, batch, head, q);
+        for (int dim = 0; dim < p.dim_qk; dim++) x += float(query[dim]) * float(key[dim]);
+        if (WITH_SCORE_MOD) x *= p.scale;
+        return traced_score(p, captured, batch, head, q, k, x);
+    };
+    constexpr int OF_WARP = TILE_M / 8;
+    const int own = threadIdx.x / 32 * OF_WARP;
+    const long to = tile_place(p, span, batch, head, tile) * TILE_M + own;
+    // In the units of `weights`.
+    const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
+    if (exact_rows(p, span, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact + to, 1, score_at) && (threadIdx.x & 31) == 0) *p.large = 1;
 #if WITH_SINK_GRADIENT
+    // Every row's delta is there.
+    __syncthreads();
+    float of_sink = 0.0f;
+    const int lane_of_warp = threadIdx.x & 31, row = tile * TILE_M + own + lane_of_warp;
+    if (lane_of_warp < OF_WARP && row < min(extent, span.len_q)) {
+        const float2 exact = p.exact[to + lane_of_warp];
+        const float stat = p.stats[stats_place(p, span, batch, head, row)];
+        if (stat != -INFINITE) of_sink = -weight_of_sink(Exact{exact.x, exact.y}, natural_of(factor), stat, p.sink[head]) * p.delta[to + lane_of_warp];
+    }
     for (int apart = 16; apart > 0; apart /= 2) of_sink += __shfl_xor_sync(~0u, of_sink, apart);
     if ((threadIdx.x & 31) == 0) atomicAdd(p.sink_gradient + head, of_sink);
 #endif

@@ -70,11 +70,22 @@ inline float through_dropout(const Params& p, float d_p, uint stay, int n) {
 #endif
 }
 
+// The exact log-sum-exps of two neighbouring queries.
+struct ExactPair {
+    Exact of[2];
+};
+
+inline ExactPair exact_at(const Params& p, const Corner& corner, int q) {
+    const long row = tile_place(p, span_of(p, corner.batch), corner.batch, corner.head, q / TILE_M) * TILE_M + q % TILE_M;
+    const float4 both = *(const float4*)(p.exact + row);
+    return ExactPair{{Exact{both.x, both.y}, Exact{both.z, both.w}}};
+}
+
 // Weights of scores, rounded in `w`, as dropout leaves them. In `s`, times the slope of the score_mod: what gradients of scores are multiples of. Where gradients of parameters
 // are asked for, weights as they are, and scores before the score_mod in `raw`.
 template <bool masked>
 inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
-                    const float2 (&lse)[PAIRS], uint stay) {
+                    const float2 (&lse)[PAIRS], uint stay, bool large) {
     // Without a score_mod the scale is a part of the unit.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
 UNROLL_TRACES
@@ -88,7 +99,8 @@ UNROLL_TRACES
 #if WITH_SCORE_MOD
             x = score_mod(x, place_of(p, corner, n + other), captured);
 #endif
-            x = x * factor - (other ? of.y : of.x);
+            if (large) x = x == -INFINITE ? x : exponent_of(x, factor, exact_at(p, corner, corner.q + 8 * (n / 4)).of[other]);
+            else x = x * factor - (other ? of.y : of.x);
 #if WITH_KEEP
             if (masked && !keep(place_of(p, corner, n + other), captured)) x = -INFINITE;
 #endif
@@ -109,6 +121,15 @@ UNROLL_TRACES
             s[n + other] = weight[other];
         }
     }
+}
+
+// P with the instructions of ordinary log-sum-exps, or with exact ones where some of the launch are large.
+inline void weights_either(bool masked, bool large, float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p,
+                           const Captured& captured, const Corner& corner, const float2 (&lse)[PAIRS], uint stay) {
+    if (MASKED_ANYWHERE) weights<true>(s, raw, w, p, captured, corner, lse, stay, large);
+    else if (large) weights<true>(s, raw, w, p, captured, corner, lse, stay, true);
+    else if (masked) weights<true>(s, raw, w, p, captured, corner, lse, stay, false);
+    else weights<false>(s, raw, w, p, captured, corner, lse, stay, false);
 }
 
 // Computes dS in place of dP: 0 where P is 0, even if dP is NaN there. Adds to parameter gradients if `owns_scores`: exactly one CTA may do so for each score.

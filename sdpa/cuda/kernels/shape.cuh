@@ -52,6 +52,7 @@ constexpr uint TOLD_WARPS = WARPS + (SUMS_BY_COPY ? 3 : 0);
 // In a pair, of both blocks, those that compute and the one that brings gradients of outputs; and who brings queries in the block that takes none.
 constexpr uint TOLD_IN_PAIR = 2 * (WARPS + 1) + 1;
 constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr float LN_2 = 0.69314718055994530942f;
 #define INFINITE __int_as_float(0x7f800000)
 
 // A block of keys of one key head, a part of the columns, and of the heads that share the keys; which of all blocks it is, and which of its section's key heads

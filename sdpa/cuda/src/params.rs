@@ -50,9 +50,9 @@ params! {
         firsts: u64 = "int* ",
         /// Address of what parts of keys come to: f32 (item, head or group of heads, row of a tile, column of the tile).
         part_sums: u64 = "float* ",
-        /// Address of the logarithms of their sums in base 2, f32 (item, head or group of heads, row of a tile).
-        part_logs: u64 = "float* ",
-        /// Address of their largest scores, as `part_logs` lies, where row statistics ask for them.
+        /// Address of their log-sum-exps, two f32 each, origin and logarithm in base 2 (item, head or group of heads, row of a tile).
+        part_logs: u64 = "float2* ",
+        /// Address of their largest scores, f32 in the same order, where row statistics ask for them.
         part_largest: u64 = "float* ",
         /// Address of the output, where it leaves past shared memory.
         o: u64 = "void* ",
@@ -148,6 +148,14 @@ params! {
         dq: u64 = "void* ",
         /// Address of the stats in units of the exponent of 2, f32 (batch, heads_q, tiles, queries of a tile).
         lse: u64 = "float* ",
+        /// Address of the log-sum-exps as two f32 each, a score and the rest in base 2, in the order of `lse`.
+        exact: u64 = "float2* ",
+        /// Address of whether any of them is large, i32; 0 when the kernels begin.
+        large: u64 = "int* ",
+        /// Address of the queries.
+        q: u64 = "const void* ",
+        /// Address of the keys.
+        k: u64 = "const void* ",
         /// Address of the sums of `o` times `d_o`, as `lse` lies.
         delta: u64 = "float* ",
         /// Address of the sums of gradients of queries, f32, in the order of threads; 0 when the kernels begin.
@@ -180,6 +188,18 @@ params! {
         map_end: u64 = "const uint* ",
         /// Address of tiles of queries, u32, the highest bit set where a rule may drop a part of one.
         map_blocks: u64 = "const uint* ",
+        /// Stride of `q` from one batch entry to the next.
+        q_batch: i64 = "long ",
+        /// Stride of `q` from one head to the next.
+        q_head: i64 = "long ",
+        /// Stride of `q` from one query to the next.
+        q_row: i64 = "long ",
+        /// Stride of `k` from one batch entry to the next.
+        k_batch: i64 = "long ",
+        /// Stride of `k` from one head to the next.
+        k_head: i64 = "long ",
+        /// Stride of `k` from one key to the next.
+        k_row: i64 = "long ",
         /// Stride of `o` from one batch entry to the next.
         o_batch: i64 = "long ",
         /// Stride of `o` from one head to the next.

@@ -52,6 +52,9 @@ const TAKEN: (&str, &str) = piece!("taken.cuh");
 const GRADIENTS: (&str, &str) = piece!("backward.cu");
 /// What blocks of threads that run as a pair ask of the hardware, and their kernel.
 const PEERS: (&str, &str) = piece!("peers.cuh");
+/// Log-sum-exps as two f32.
+pub(crate) const EXACT: (&str, &str) = piece!("exact.cuh");
+const PADDING: (&str, &str) = piece!("padding.cuh");
 const PAIR: (&str, &str) = piece!("pair.cu");
 
 /// Options of the compiler, beside the architecture: functions without a qualifier are the device's; approximate division and flushing to zero only
@@ -226,7 +229,12 @@ pub fn forward(problem: &Forward, tile: &Tile) -> String {
     text.push_str(&matrix::forward(element(problem.dtype), tile.keys, tile.dim_v));
     let map = (problem.lists() == Lists::AtCall).then_some(MAP);
     let items = problem.lists_tiles(tile).then_some(ITEMS).into_iter().chain(tile.split.then_some(MERGE));
-    [SPAN, CLIPPED, WALK, TILES, STATISTICS].into_iter().chain(map).chain(items).chain([FORWARD]).for_each(|piece| add(&mut text, piece));
+    [SPAN, CLIPPED, PADDING, WALK, TILES, STATISTICS]
+        .into_iter()
+        .chain(map)
+        .chain(items)
+        .chain([FORWARD])
+        .for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -275,7 +283,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     };
     text.push_str(&matrix::backward(element(forward.dtype), columns));
     let map = (forward.lists() == Lists::AtCall).then_some(MAP);
-    [SPAN, CLIPPED, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));
+    [SPAN, CLIPPED, PADDING, BACKWARD].into_iter().chain(map).chain([SHAPE, STEPS]).for_each(|piece| add(&mut text, piece));
     if !problem.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");
@@ -283,7 +291,7 @@ pub fn backward(problem: &Backward, tile: &BackwardTile) -> String {
     }
     let of_queries = if tile.sums_bytes() > 0 { SETTLE } else { QUERIES };
     let kernel = if tile.pair { PAIR } else { GRADIENTS };
-    [ROWS, SECTIONS, of_queries, SCORES, BROUGHT, TAKEN, kernel].into_iter().for_each(|piece| add(&mut text, piece));
+    [EXACT, ROWS, SECTIONS, of_queries, SCORES, BROUGHT, TAKEN, kernel].into_iter().for_each(|piece| add(&mut text, piece));
     text
 }
 

@@ -72,6 +72,9 @@ inline int __shfl_xor_sync(unsigned, int x, int mask, HERE) {
 inline int __shfl_sync(unsigned, int x, int from, HERE) {
     return int(machine::tell(unsigned(x), {"__shfl_sync", file, line})[from]);
 }
+inline float __shfl_sync(unsigned, float x, int from, HERE) {
+    return __uint_as_float(machine::tell(__float_as_uint(x), {"__shfl_sync", file, line})[from]);
+}
 inline void __syncwarp(HERE) { machine::meet_lanes({"__syncwarp", file, line}); }
 inline bool __any_sync(unsigned, bool x, HERE) {
     const uint32_t* all = machine::tell(x, {"__any_sync", file, line});
@@ -85,6 +88,7 @@ inline unsigned __ballot_sync(unsigned, bool x, HERE) {
     for (int lane = 0; lane < 32; lane++) bits |= unsigned(all[lane] != 0) << lane;
     return bits;
 }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 #define __syncthreads() machine::come(0, machine::block_threads(), true, {"__syncthreads", __FILE__, __LINE__})
 

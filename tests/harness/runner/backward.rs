@@ -142,7 +142,7 @@ fn attempt(
     let mut k = inputs::random_about(-draw.shift / real(Name::K), of(Name::K), dtype, draw.spread / real(Name::K), &mut random);
     let mut v = inputs::random(of(Name::V), dtype, draw.spread / real(Name::V), &mut random);
     let values = inputs::gather(of(Name::V), &v);
-    spoil_padding(executor.name(), library, [(&forward.k, &mut k), (&forward.v, &mut v)]);
+    spoil_padding(executor.name(), library, Side::Keys, &mut [(&forward.k, &mut k), (&forward.v, &mut v)]);
     let d_o = inputs::random(of(Name::DO), problem.dtype_of(Name::DO), 1.0 / real(Name::DO), &mut random);
     narrowed.forward(problem.forward(), &values);
 
@@ -184,7 +184,10 @@ fn attempt(
             own_forward(&problem, [&q, &k, &v], [&of(Name::O), &of_stats], Given { params: &of_forward, ..given }, executor)?
         }
     };
-    let read = Read { q, k, v, o, d_o, stats };
+    let mut read = Read { q, k, v, o, d_o, stats };
+    let of_rows = problem.forward().stats_tensor();
+    let mut of_queries = [(&forward.q, &mut read.q), (&forward.o, &mut read.o), (&spec.d_o, &mut read.d_o), (&of_rows, &mut read.stats)];
+    spoil_padding(executor.name(), library, Side::Queries, &mut of_queries);
 
     let (got, report) = backward(&problem, &of, &*prepared, &read, given)?;
     if spec.deterministic {

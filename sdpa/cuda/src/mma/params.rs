@@ -51,6 +51,8 @@ params! {
         sum_exp: u64 = "float* ",
         /// Address of the stats in units of the exponent of 2, as `stats` lies.
         lse: u64 = "float* ",
+        /// Address of the log-sum-exps as two f32 each, a score and the rest in base 2, in the order of `stats`.
+        exact: u64 = "float2* ",
         /// Address of the sums of `o` times `d_o`, as `stats` lies.
         delta: u64 = "float* ",
         /// Address of the lengths of queries, i32 for each batch entry.

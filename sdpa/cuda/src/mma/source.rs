@@ -6,8 +6,8 @@ use super::params::{MmaParams, Strided};
 use crate::backward::Backward;
 use crate::problem::{Forward, Lists};
 use crate::source::{
-    ALONG, BACKWARD, HEAVY, MAP, SPAN, STATISTICS, WALK, add, along_functions, along_parameters, begin, boundary, gradients_structure,
-    keep_function, piece, score_functions, statistics,
+    ALONG, BACKWARD, EXACT, HEAVY, MAP, SPAN, STATISTICS, WALK, add, along_functions, along_parameters, begin, boundary,
+    gradients_structure, keep_function, piece, score_functions, statistics,
 };
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{DType, Operand, Side, packed};
@@ -132,7 +132,7 @@ pub fn queries_text(backward: &Backward, cut: &Cut) -> String {
     let own = constants_of_gradients(backward, cut, false);
     let traced: Vec<String> = score_functions(backward).into_iter().chain(keep_function(forward)).collect();
     let mut text = begin(forward, backward.weight(), &own, &params(forward), &traced, &MATRIX);
-    [SPAN, WALK].into_iter().chain(map(forward)).chain([SCORES]).chain(QUERIES).for_each(|piece| add(&mut text, piece));
+    [SPAN, EXACT, WALK].into_iter().chain(map(forward)).chain([SCORES]).chain(QUERIES).for_each(|piece| add(&mut text, piece));
     text
 }
 
@@ -144,7 +144,7 @@ pub fn keys_text(backward: &Backward, cut: &Cut) -> String {
         score_functions(backward).into_iter().chain(along_functions(backward)).chain(keep_function(forward)).collect();
     let params = format!("{}{}", params(forward), gradients_structure(&backward.along));
     let mut text = begin(forward, backward.weight(), &own, &params, &traced, &MATRIX);
-    [SPAN, BACKWARD].into_iter().chain(map(forward)).chain([SCORES]).for_each(|piece| add(&mut text, piece));
+    [SPAN, EXACT, BACKWARD].into_iter().chain(map(forward)).chain([SCORES]).for_each(|piece| add(&mut text, piece));
     if !backward.along.is_empty() {
         add(&mut text, ALONG);
         text.push_str("\n#line 1 \"parameters\"\n");

@@ -35,8 +35,11 @@ struct Workspace {
     along: SmallVec<[Option<u64>; 4]>,
     /// Sums of gradients of queries: all that lies before `lse` is 0 when the kernels begin.
     sums: u64,
+    /// Whether any row's log-sum-exp is large.
+    large: u64,
     lse: u64,
     delta: u64,
+    exact: u64,
     d_o: u64,
     lists: u64,
     bytes: u64,
@@ -57,12 +60,13 @@ impl Workspace {
         let (key_sums, shares_done) = (take(4 * shared * i64::from(tile.key_sums())), take(4 * shared));
         let (taken, counts) = (take(4), [sections.count; 2].map(|count| take(4 * count)));
         let along = gradients(backward).map(|(dtype, elements)| (dtype != DType::F32).then(|| take(4 * elements))).collect();
+        let large = take(4);
         let sums = take(sections.places * i64::from(tile.sums_of_queries()));
         let rows = 4 * tiles * i64::from(tile.queries);
-        let [lse, delta] = [rows; 2].map(&mut take);
+        let [lse, delta, exact] = [rows, rows, 2 * rows].map(&mut take);
         let d_o = take(if backward.copies_d_o() { 2 * batch * heads_q * seq_q * copy_row(backward) } else { 0 });
         let lists = take(lists as i64);
-        Workspace { key_sums, shares_done, taken, counts, along, sums, lse, delta, d_o, lists, bytes: end }
+        Workspace { key_sums, shares_done, taken, counts, along, sums, large, lse, delta, exact, d_o, lists, bytes: end }
     }
 }
 
@@ -160,7 +164,7 @@ impl CudaPlan {
                     }
                 }
                 self.make_lists(submission, [params_at, captured_at])?;
-                submission.launch_entry(&rows, launch(tiles, THREADS), &[params_at])?;
+                submission.launch_entry(&rows, launch(tiles, THREADS), &[params_at, captured_at])?;
                 submission.launch_entry(&compute, main, &parameters)?;
                 if tile.sums_bytes() == 0
                     && let Some(of_queries) = self.kept.kernel.entries.get(3)
@@ -203,7 +207,7 @@ impl CudaPlan {
         (workspace, at): (u64, &Workspace),
         sink_gradient: u64,
     ) -> BackwardParams {
-        let Forward { tensors: [q, _, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
+        let Forward { tensors: [q, k, v, o], region, ends, extents: [batch, heads_q, seq_q, seq_kv], group, .. } = &backward.forward;
         let Backward { d_o, gradients: [dq, ..], .. } = backward;
         let Scale { natural, scale, unit } = self.scale(call);
         let drops = Drops::of(&backward.forward, call);
@@ -217,7 +221,11 @@ impl CudaPlan {
             d_o: address(Operand::DO),
             d_o_copy: if backward.copies_d_o() { workspace + at.d_o } else { 0 },
             dq: address(Operand::DQ),
+            q: address(Operand::Q),
+            k: address(Operand::K),
             lse: workspace + at.lse,
+            exact: workspace + at.exact,
+            large: workspace + at.large,
             delta: workspace + at.delta,
             sums: workspace + at.sums,
             key_sums: workspace + at.key_sums,
@@ -234,6 +242,12 @@ impl CudaPlan {
             map_begin: lists.begin,
             map_end: lists.end,
             map_blocks: lists.blocks,
+            q_batch: q.strides[0],
+            q_head: q.strides[1],
+            q_row: q.strides[2],
+            k_batch: k.strides[0],
+            k_head: k.strides[1],
+            k_row: k.strides[2],
             o_batch: o.strides[0],
             o_head: o.strides[1],
             o_row: o.strides[2],

@@ -29,6 +29,7 @@ pub(super) struct Workspace {
     left: SmallVec<[Option<u64>; 4]>,
     lse: u64,
     delta: u64,
+    exact: u64,
     lists_of_queries: u64,
     lists_of_keys: u64,
     pub(super) bytes: u64,
@@ -48,10 +49,10 @@ impl Workspace {
         let left = backward.left(cut).map(|left| left.map(|left| take(left.bytes().unsigned_abs()))).collect();
         let rows = backward.forward.packed.map_or(batch * seq_q, |packs| packs.totals[Side::Queries as usize]);
         let rows = 4 * (rows * heads_q).unsigned_abs();
-        let [lse, delta] = [rows; 2].map(&mut take);
+        let [lse, delta, exact] = [rows, rows, 2 * rows].map(&mut take);
         let lists = |walk| Made::of(&backward.forward, walk).filter(|_| with_lists).map_or(0, Made::bytes);
         let [lists_of_queries, lists_of_keys] = [lists(walk_of_queries(cut)), lists(walk_of_keys(cut))].map(&mut take);
-        Workspace { along, left, lse, delta, lists_of_queries, lists_of_keys, bytes: end }
+        Workspace { along, left, lse, delta, exact, lists_of_queries, lists_of_keys, bytes: end }
     }
 }
 
@@ -144,7 +145,7 @@ impl CudaPlan {
                 }
                 self.make_lists(submission, [queries_at, captured_at])?;
                 self.make_lists_of(keys_kernel, walk_of_keys(cut), submission, [keys_at, captured_at])?;
-                submission.launch_entry(&rows, launch(batch * heads_q * steps(*seq_q, ROWS), THREADS), &[queries_at])?;
+                submission.launch_entry(&rows, launch(batch * heads_q * steps(*seq_q, ROWS), THREADS), &[queries_at, captured_at])?;
                 submission.launch_entry(&compute, of_tiles, &[queries_at, captured_at])?;
                 if let Some(compute) = keys_kernel.entries.first() {
                     submission.launch_entry(compute, of_blocks, &[keys_at, captured_at, to.as_ptr().cast()])?;
@@ -208,6 +209,7 @@ fn with_gradients(
         dk: strided(Operand::DK, dk),
         dv: strided(Operand::DV, dv),
         lse: workspace + at.lse,
+        exact: workspace + at.exact,
         delta: workspace + at.delta,
         sink_gradient,
         ..params

@@ -18,7 +18,7 @@ pub(super) struct Room {
     pub items: u64,
     /// The item that each tile of each batch entry begins with.
     pub firsts: u64,
-    /// Logarithms of the sums of parts.
+    /// Log-sum-exps of parts, two f32 each.
     pub logs: u64,
     /// Their largest scores, where row statistics ask for them.
     pub largest: u64,
@@ -48,7 +48,7 @@ impl Room {
         let results = most_items * units * i64::from(tile.queries() * tile.heads());
         Room {
             firsts: aligned(4 * batch * steps(seq_q, tile.queries())),
-            logs: aligned(4 * results),
+            logs: aligned(8 * results),
             largest: if forward.leaves_largest() { aligned(4 * results) } else { 0 },
             sums: aligned(4 * results * i64::from(tile.dim_v)),
             ..room

@@ -1,0 +1,21 @@
+// Rows past the length of a batch entry, zeroed in shared memory. P and dS are 0 there, but 0 times NaN is NaN, and such rows may hold anything.
+
+constexpr uint SWIZZLED_ROW_BYTES = 128;
+
+// A warpgroup zeroes rows first <= row < rows of so many panels. Other warpgroups that read the same rows do so too: all write the same zeros.
+template <int panels>
+inline void zero_rows(uint at, uint panel_bytes, int first, int rows) {
+    const int chunks = max(0, rows - max(first, 0)) * int(SWIZZLED_ROW_BYTES / 16);
+    for (int n = threadIdx.x & 127; n < chunks; n += 128) {
+        const uint chunk = at + max(first, 0) * SWIZZLED_ROW_BYTES + n * 16;
+#pragma unroll
+        for (int panel = 0; panel < panels; panel++) store_shared_numbers(chunk + panel * panel_bytes, 0.0f, 0.0f, 0.0f, 0.0f);
+    }
+}
+
+// The zeros of all threads of a warpgroup are visible to its WGMMAs. Each warpgroup has a named barrier of its own.
+constexpr uint ZEROED = 12;
+inline void rows_are_zero() {
+    written_for_engines();
+    meet(ZEROED + alike(int(threadIdx.x >> 7)), 128);
+}

@@ -1,0 +1,247 @@
+//! Rows whose every score is very low or very high but finite, as additive masks of -1e9 make them, against textbook attention in f64.
+
+use crate::random::Random;
+use half::{bf16, f16};
+use sdpa::{
+    AttentionSpec, BackwardSpec, DType, Elements, ElementsMut, Executor, HostBackward, HostForward, HostGradient, Layout, Mask, Param,
+    ParamValue, SINK, Shape,
+};
+use sdpa_oracle::{Element, Given, Modify, Place, Problem, Rough, Tensor, attention, gradients};
+
+/// What is added to the scores of a part of the rows or keys.
+pub const ADDED: [f32; 10] = [-1e4, -1e9, 1e9, -1e10, -1e30, 1e30, f32::MIN, f32::MAX, 1e6, -700.0];
+
+/// Where it is added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Where {
+    /// To every score of each third row.
+    Rows,
+    /// To the scores of the last keys: rows of causal masks have none of them, some, or all.
+    Keys,
+}
+
+impl Where {
+    /// Both.
+    pub const ALL: [Where; 2] = [Where::Rows, Where::Keys];
+
+    fn holds(self, [_, _, q, k]: Place, from: i64) -> bool {
+        match self {
+            Where::Rows => q % 3 == 0,
+            Where::Keys => k >= from,
+        }
+    }
+
+    fn text(self, added: f32, from: i64) -> String {
+        let condition = match self {
+            Where::Rows => "q % 3 == 0".to_owned(),
+            Where::Keys => format!("k >= {from}"),
+        };
+        format!("select({condition}, score + {added:?}, score)")
+    }
+}
+
+/// The score_mod as a kernel computes it, in f32, and its derivative.
+struct Added {
+    added: f32,
+    place: Where,
+    from: i64,
+}
+
+impl Modify for Added {
+    fn value(&self, score: Rough, at: Place, _: &mut Vec<Rough>) -> Rough {
+        let holds = self.place.holds(at, self.from);
+        Rough::exact(if holds { f64::from(score.value as f32 + self.added) } else { score.value })
+    }
+
+    fn slopes(&self, _: Rough, _: Place, _: &mut Vec<Rough>) -> Vec<Rough> {
+        vec![Rough::exact(1.0)]
+    }
+}
+
+/// Numbers of an element type, and the same widened.
+struct Drawn {
+    wide: Vec<f64>,
+    f32: Vec<f32>,
+    f16: Vec<f16>,
+    bf16: Vec<bf16>,
+    dtype: DType,
+}
+
+impl Drawn {
+    fn new(random: &mut Random, dtype: DType, len: usize) -> Drawn {
+        let mut drawn = Drawn { wide: Vec::new(), f32: Vec::new(), f16: Vec::new(), bf16: Vec::new(), dtype };
+        for _ in 0..len {
+            let x = random.normal() as f32;
+            let (half, brain) = (f16::from_f32(x), bf16::from_f32(x));
+            drawn.wide.push(match dtype {
+                DType::F16 => half.to_f64(),
+                DType::BF16 => brain.to_f64(),
+                _ => f64::from(x),
+            });
+            drawn.f32.push(x);
+            drawn.f16.push(half);
+            drawn.bf16.push(brain);
+        }
+        drawn
+    }
+
+    fn nan(dtype: DType, len: usize) -> Drawn {
+        Drawn { wide: Vec::new(), f32: vec![f32::NAN; len], f16: vec![f16::NAN; len], bf16: vec![bf16::NAN; len], dtype }
+    }
+
+    fn elements(&self) -> Elements<'_> {
+        match self.dtype {
+            DType::F16 => Elements::F16(&self.f16),
+            DType::BF16 => Elements::BF16(&self.bf16),
+            _ => Elements::F32(&self.f32),
+        }
+    }
+
+    fn elements_mut(&mut self) -> ElementsMut<'_> {
+        match self.dtype {
+            DType::F16 => ElementsMut::F16(&mut self.f16),
+            DType::BF16 => ElementsMut::BF16(&mut self.bf16),
+            _ => ElementsMut::F32(&mut self.f32),
+        }
+    }
+
+    fn widened(&self) -> Vec<f64> {
+        match self.dtype {
+            DType::F16 => self.f16.iter().map(|x| x.to_f64()).collect(),
+            DType::BF16 => self.bf16.iter().map(|x| x.to_f64()).collect(),
+            _ => self.f32.iter().map(|x| f64::from(*x)).collect(),
+        }
+    }
+}
+
+/// That a result is as near as its type and f32 scores allow: by norm, relative to the right one. Finite where that is, and only there.
+fn near(what: &str, got: &[f64], want: &[f64], bound: f64) -> Result<(), String> {
+    if let Some(at) = (0..want.len()).find(|&at| got[at].is_finite() != want[at].is_finite()) {
+        return Err(format!("{what}: element {at} is {}, not {}", got[at], want[at]));
+    }
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>().sqrt();
+    let (off, size) = (norm(&mut got.iter().zip(want).map(|(x, y)| x - y)), norm(&mut want.iter().copied()));
+    if off <= bound * size + 1e-30 { Ok(()) } else { Err(format!("{what}: off by {off:.2e}, of {size:.2e}")) }
+}
+
+/// One problem with large scores: forward with every row statistic, then backward from the executor's own results.
+///
+/// # Errors
+/// What is wrong.
+#[allow(clippy::too_many_lines)]
+pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: Where, added: f32, sink: bool) -> Result<(), String> {
+    let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = shape;
+    let from = seq_kv / 2;
+    let said = |e: sdpa::Error| e.to_string();
+    let mut spec = AttentionSpec::dense(dtype, shape, Layout::Bhsd).with_stats();
+    if place == Where::Keys {
+        spec = spec.mask(Mask::causal_bottom_right());
+    }
+    spec.score_mods = vec![place.text(added, from).parse().map_err(|e| format!("{e}"))?];
+    if sink {
+        spec = spec.with_sink();
+    }
+    let extents = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v].map(|x| x as usize);
+    let len = |heads: i64, rows: i64, dim: i64| (batch * heads * rows * dim) as usize;
+    let random = &mut Random::new(added.to_bits().into());
+    let q = Drawn::new(random, dtype, len(heads_q, seq_q, dim_qk));
+    let k = Drawn::new(random, dtype, len(heads_kv, seq_kv, dim_qk));
+    let v = Drawn::new(random, dtype, len(heads_kv, seq_kv, dim_v));
+    let d_o = Drawn::new(random, dtype, len(heads_q, seq_q, dim_v));
+    // One near ordinary scores, one near large ones.
+    let sinks: Vec<f32> = (0..heads_q).map(|head| if head % 2 == 0 { 0.5 } else { added }).collect();
+    let params: Vec<Param<'_>> = if sink { vec![Param { name: SINK, value: ParamValue::F32(&sinks) }] } else { Vec::new() };
+
+    let modify = Added { added, place, from };
+    let causal = [sdpa_oracle::Mask::Window { left: None, right: Some(0), align: sdpa_oracle::Align::BottomRight }];
+    let element = match dtype {
+        DType::F16 => Element::F16,
+        DType::BF16 => Element::BF16,
+        _ => Element::F32,
+    };
+    let textbook = Problem {
+        shape: extents,
+        q: Tensor::dense(&q.wide, [0, heads_q as usize, seq_q as usize, dim_qk as usize]),
+        k: Tensor::dense(&k.wide, [0, heads_kv as usize, seq_kv as usize, dim_qk as usize]),
+        v: Tensor::dense(&v.wide, [0, heads_kv as usize, seq_kv as usize, dim_v as usize]),
+        element,
+        stored: element,
+        scale: 1.0 / (dim_qk as f64).sqrt(),
+        masks: if place == Where::Keys { &causal } else { &[] },
+        modify: Some(&modify),
+        sink: if sink { Some(&sinks) } else { None },
+        dropout: None,
+        narrow: None,
+    };
+    let want = attention(&textbook);
+    let bound = if dtype == DType::F32 { 1e-3 } else { 0.02 };
+
+    let rows = (batch * heads_q * seq_q) as usize;
+    let mut o = Drawn::nan(dtype, len(heads_q, seq_q, dim_v));
+    let [mut stats, mut row_max, mut sum_exp] = [(); 3].map(|()| vec![f32::NAN; rows]);
+    let told = spec.clone().with_row_max().with_sum_exp();
+    let call = HostForward {
+        q: q.elements(),
+        k: k.elements(),
+        v: v.elements(),
+        o: o.elements_mut(),
+        stats: Some(&mut stats),
+        row_max: Some(&mut row_max),
+        sum_exp: Some(&mut sum_exp),
+        amax: Vec::new(),
+        attn_scale: None,
+        params: &params,
+    };
+    let problem = told.validate().map_err(|e| e.to_string())?;
+    executor.prepare(&problem).map_err(said)?.forward(call).map_err(said)?;
+    near("o", &o.widened(), &want.o, bound)?;
+    for (name, got, want) in [("stats", &stats, &want.stats), ("row_max", &row_max, &want.row_max), ("sum_exp", &sum_exp, &want.sum_exp)] {
+        let got: Vec<f64> = got.iter().map(|x| f64::from(*x)).collect();
+        near(name, &got, want, if name == "sum_exp" { 1e-3 } else { 1e-6 })?;
+    }
+
+    let upstream = Tensor::dense(&d_o.wide, [0, heads_q as usize, seq_q as usize, dim_v as usize]);
+    let right = gradients(&textbook, upstream, Given::Rounded);
+    let mut backward: BackwardSpec = spec.backward();
+    if sink {
+        backward = backward.wrt(SINK, DType::F32);
+    }
+    let mut dq = Drawn::nan(dtype, q.wide.len());
+    let mut dk = Drawn::nan(dtype, k.wide.len());
+    let mut dv = Drawn::nan(dtype, v.wide.len());
+    let mut d_sink = vec![f32::NAN; heads_q as usize];
+    let call = HostBackward {
+        q: q.elements(),
+        k: k.elements(),
+        v: v.elements(),
+        o: o.elements(),
+        d_o: d_o.elements(),
+        stats: &stats,
+        dq: dq.elements_mut(),
+        dk: dk.elements_mut(),
+        dv: dv.elements_mut(),
+        amax: Vec::new(),
+        attn_scale: None,
+        params: &params,
+        gradients: if sink { vec![HostGradient { name: SINK, data: ElementsMut::F32(&mut d_sink) }] } else { Vec::new() },
+    };
+    let problem = backward.validate().map_err(|e| e.to_string())?;
+    executor.prepare_backward(&problem).map_err(said)?.backward(call).map_err(said)?;
+    near("dq", &dq.widened(), &right.dq.value, bound)?;
+    near("dk", &dk.widened(), &right.dk.value, bound)?;
+    near("dv", &dv.widened(), &right.dv.value, bound)?;
+    if sink {
+        // By the row sums: next to 1e30 an f64 log-sum-exp has no room for the logarithm of the number of keys either.
+        let mut want_sink = vec![0.0; heads_q as usize];
+        for row in 0..rows {
+            let head = row / seq_q as usize % heads_q as usize;
+            let weight = (f64::from(sinks[head]) - want.row_max[row]).exp() / want.sum_exp[row];
+            let of_row = row * dim_v as usize..(row + 1) * dim_v as usize;
+            let delta: f64 = want.o[of_row.clone()].iter().zip(&d_o.wide[of_row]).map(|(o, d_o)| o * d_o).sum();
+            want_sink[head] -= weight * delta;
+        }
+        let got: Vec<f64> = d_sink.iter().map(|x| f64::from(*x)).collect();
+        near("d_sink", &got, &want_sink, bound)?;
+    }
+    Ok(())
+}
