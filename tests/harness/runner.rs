@@ -30,7 +30,7 @@ pub use backward::{
 pub use dropped::{Drops, dropped};
 pub use edges::{Edges, Looked, edges};
 pub use few::random_few;
-pub use large::{ADDED, Where, large_scores};
+pub use large::{ADDED, LargeScores, Where, large_scores};
 pub use library::{Tree, library_suite, run_tree};
 use narrow::Narrowed;
 pub use narrow::{random_fp8, random_fp8_gradients};

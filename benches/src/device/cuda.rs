@@ -19,8 +19,20 @@ pub(crate) fn executor_of(options: CudaOptions) -> Result<CudaExecutor> {
 }
 
 /// What is tried, in a process each where there are processors for it: a kernel takes a second to compile.
-const PARTS: [&str; 11] =
-    ["cases", "packed", "few", "paged", "library", "random", "ends", "trees", "gradients", "gradients-library", "gradients-random"];
+const PARTS: [&str; 12] = [
+    "cases",
+    "large",
+    "packed",
+    "few",
+    "paged",
+    "library",
+    "random",
+    "ends",
+    "trees",
+    "gradients",
+    "gradients-library",
+    "gradients-random",
+];
 
 /// Cases and random problems, those of one part or all; `first` is where random ones begin. `portable` is a part by itself: the kernels with `mma.sync`.
 pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
@@ -36,6 +48,17 @@ pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
             "cases" => {
                 for case in [Case::all()?, Case::all_sinks()?, Case::all_ends()?, Case::all_tables()?].into_iter().flatten() {
                     tally.add("cuda", &case.name, &runner::run_case(&case, executor));
+                }
+            }
+            "large" => {
+                for problem in runner::LargeScores::all(&[DType::BF16, DType::F16, DType::F32]) {
+                    match problem.run(executor) {
+                        Ok(()) => tally.passed += 1,
+                        Err(how) => {
+                            println!("FAIL {problem:?}: {how}");
+                            tally.failed += 1;
+                        }
+                    }
                 }
             }
             "packed" => {

@@ -245,3 +245,50 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     }
     Ok(())
 }
+
+/// Tiles of one and of several thread blocks, 2-CTA clusters, query heads in one tile, splits of the keys.
+const SHAPES: [Shape; 6] = [
+    Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 70, seq_kv: 150, dim_qk: 64, dim_v: 64 },
+    Shape { batch: 1, heads_q: 2, heads_kv: 2, seq_q: 150, seq_kv: 290, dim_qk: 128, dim_v: 128 },
+    Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 130, seq_kv: 140, dim_qk: 192, dim_v: 128 },
+    Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q: 70, seq_kv: 200, dim_qk: 256, dim_v: 256 },
+    Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q: 1, seq_kv: 2100, dim_qk: 64, dim_v: 64 },
+    Shape { batch: 1, heads_q: 4, heads_kv: 1, seq_q: 3, seq_kv: 1500, dim_qk: 128, dim_v: 64 },
+];
+
+/// A problem of [`large_scores`].
+#[derive(Clone, Copy, Debug)]
+pub struct LargeScores {
+    /// Its extents.
+    pub shape: Shape,
+    /// Its element type.
+    pub dtype: DType,
+    /// Which scores are large.
+    pub place: Where,
+    /// How large.
+    pub added: f32,
+    /// Whether it has sinks.
+    pub sink: bool,
+}
+
+impl LargeScores {
+    /// Every extent with every number, in turns of these types, a third of them with sinks.
+    pub fn all(dtypes: &[DType]) -> Vec<LargeScores> {
+        let mut all = Vec::new();
+        for (n, shape) in SHAPES.into_iter().enumerate() {
+            for (m, added) in ADDED.into_iter().enumerate() {
+                for place in Where::ALL {
+                    let dtype = dtypes[(n + m + usize::from(place == Where::Keys)) % dtypes.len()];
+                    all.push(LargeScores { shape, dtype, place, added, sink: (n + m) % 3 == 1 });
+                }
+            }
+        }
+        all
+    }
+
+    /// # Errors
+    /// As [`large_scores`].
+    pub fn run(&self, executor: &dyn Executor) -> Result<(), String> {
+        large_scores(executor, self.dtype, self.shape, self.place, self.added, self.sink)
+    }
+}
