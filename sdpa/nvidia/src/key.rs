@@ -3,6 +3,7 @@
 use crate::job::Job;
 use sdpa_cache::{CacheKey, Difference, Fields, Query};
 use sdpa_core::backward::BackwardProblem;
+use sdpa_core::expr::ParamKind;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::{Layout, TensorSpec};
 use sdpa_core::{DType, Operand, Statistic};
@@ -109,7 +110,16 @@ impl CacheKey for Job {
         let paged = p.paged().map(|paged| format!("{} pages of {} tokens", paged.pages, paged.page_size));
         fields.push(("paged", paged.unwrap_or_else(|| "no".to_owned())));
         fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
-        fields.push(("mask", p.kept().to_string()));
+        fields.push(("mask", p.kept().without_defaults().to_string()));
+        // Masks may declare tensors that their normal form no longer reads, and in another order.
+        let declared = p.params().iter().map(|p| match p.kind {
+            ParamKind::Scalar => p.name.clone(),
+            ParamKind::Tensor { axes, dtype } => format!("{}[{axes}]: {dtype}", p.name),
+        });
+        let declared: Vec<String> = declared.collect();
+        if !declared.is_empty() {
+            fields.push(("parameters", declared.join(", ")));
+        }
         fields.push(("sink", p.sink().to_string()));
         fields.push(("dropout", p.dropout().map_or_else(|| "none".to_owned(), |dropout| dropout.p().to_string())));
         fields.extend(Statistic::ALL.map(|statistic| (statistic.name(), p.computes(statistic).to_string())));
@@ -195,6 +205,35 @@ mod tests {
         assert_eq!(label(wide.validate().unwrap().into()), "forward f16 (1,2,1,5,7,8,16) causal");
         let capped = spec.score_mod("softcap:30".parse().unwrap());
         assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap = 30.0; tanh(score / cap) * cap");
+    }
+
+    /// Two passes of one text are one key, or `explain` finds no difference between them.
+    #[test]
+    fn passes_that_differ_differ_in_a_field() {
+        let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+        let job = |mask: &str| -> Job {
+            AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap()).validate().unwrap().into()
+        };
+        let masks = [
+            "window:inf,3 & (q % 2 == 0 | k % 3 == 0)",
+            "(k - q <= 3 & q % 2 == 0) | k % 3 == 0",
+            "causal",
+            "tensor causal[k]: bool; causal",
+            "tensor seq_len_q[batch]: i32; q < seq_len_q",
+            "padding",
+            "tensor seq_len_q[batch]: i32; tensor seq_len_kv[batch]: i32; k < seq_len_kv & q < seq_len_q",
+            "tensor open[k]: bool; open | seq_q == 5",
+            "tensor open[q]: bool; open | seq_q == 5",
+            "true",
+        ];
+        for (n, one) in masks.iter().enumerate() {
+            for other in &masks[..n] {
+                assert_ne!(job(one), job(other), "{one} and {other}");
+                assert_ne!(job(one).fields(), job(other).fields(), "{one} and {other}");
+            }
+        }
+        let reach = |default: &str| job(&format!("scalar reach = {default}; f32(k) < reach"));
+        assert_eq!((reach("3.0"), reach("3.0").fields()), (reach("4.0"), reach("4.0").fields()));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Windows and prefixes as values of a trace.
 
+use super::kept::length_of;
 use super::{SEQ_LEN_KV, SEQ_LEN_Q};
-use crate::dtype::DType;
-use crate::expr::{Axes, Axis, Binary, Builder, Const, Declared, NodeId, ParamKind, Unary};
+use crate::expr::{Axis, Binary, Builder, Const, NodeId, Unary};
 
 /// What a diagonal goes through, in a trace.
 #[derive(Clone, Copy, Debug)]
@@ -49,8 +49,7 @@ pub(super) fn window(b: &mut Builder, left: Option<i64>, right: Option<i64>, cor
 fn end(b: &mut Builder, axis: Axis, length: Option<&str>) -> NodeId {
     let extent = b.extent(axis);
     let Some(name) = length else { return extent };
-    let kind = ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 };
-    let length = b.param(Declared { name: name.to_owned(), kind, default: None });
+    let length = b.param(length_of(name));
     let none = b.konst(Const::I32(0));
     let length = b.binary(Binary::Max, length, none);
     b.binary(Binary::Min, length, extent)

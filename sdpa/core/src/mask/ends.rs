@@ -157,7 +157,8 @@ mod tests {
         assert_eq!(both.ends, Ends { lower: Some(-3), upper: Some(0) });
         assert_eq!(both.region, kept(&["causal"]).region);
         assert!(both.seq_len_q && both.seq_len_kv && both.rest.is_none() && !both.is_full());
-        assert_eq!(both.to_string(), "causal & k - q > -3 + len_kv - len_q & causal-ends & q < seq_len_q & k < seq_len_kv");
+        let lengths = "tensor seq_len_q[batch]: i32; tensor seq_len_kv[batch]: i32; ";
+        assert_eq!(both.to_string(), format!("{lengths}causal & window:3,0:ends & q < seq_len_q & k < seq_len_kv"));
         assert_ne!(both, kept(&["padding & window:4,0:ends", "causal"]));
         // One side's lengths are enough.
         let keys = kept(&["tensor seq_len_kv[batch]: i32; causal-ends & k < seq_len_kv"]);

@@ -7,9 +7,9 @@
 use super::band::Corner;
 use super::ends::{self, Ends};
 use super::linear::{self, Linear};
-use super::{Mask, Region};
+use super::{Align, Mask, Region, text};
 use crate::dtype::DType;
-use crate::expr::{Axes, Axis, Binary, Builder, Const, ExprErrors, Inputs, Node, NodeId, ParamKind, Trace, Unary};
+use crate::expr::{Axes, Axis, Binary, Builder, Const, Declared, ExprErrors, Inputs, Node, NodeId, ParamKind, Trace, Unary};
 use crate::packed::Packed;
 use serde::Serialize;
 use std::fmt;
@@ -19,6 +19,11 @@ use std::sync::Arc;
 pub const SEQ_LEN_Q: &str = "seq_len_q";
 /// The name of the declared parameter of key lengths: i32 `[batch]`.
 pub const SEQ_LEN_KV: &str = "seq_len_kv";
+
+/// The declared parameter of this name as the lengths of batch entries.
+pub(super) fn length_of(name: &str) -> Declared {
+    Declared { name: name.to_owned(), kind: ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 }, default: None }
+}
 
 /// The keys that all masks of a problem keep together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
@@ -37,20 +42,32 @@ pub struct Kept {
 }
 
 impl fmt::Display for Kept {
+    /// A text that parses to a mask with the same normal form, in a problem of the same extents; `everything` where no key is masked out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_full() {
+            return f.write_str("everything");
+        }
         let Region { lower, upper, prefix } = self.region;
+        let is_declared = |name: &str| self.rest.as_ref().is_some_and(|rest| rest.find(name).is_some());
+        let causal = Mask::causal().to_string();
         let mut terms: Vec<String> = Vec::new();
         terms.extend(lower.map(|lower| format!("k - q > {lower}")));
-        terms.extend(upper.map(|upper| if upper == 0 { "causal".to_owned() } else { format!("k - q <= {upper}") }));
+        terms.extend(upper.map(|upper| if upper == 0 && !is_declared(&causal) { causal } else { format!("k - q <= {upper}") }));
         terms.extend(prefix.map(|prefix| format!("(k <= q | k < {prefix})")));
-        let Ends { lower, upper } = self.ends;
-        terms.extend(lower.map(|lower| format!("k - q > {lower} + len_kv - len_q")));
-        terms.extend(upper.map(|upper| if upper == 0 { "causal-ends".to_owned() } else { format!("k - q <= {upper} + len_kv - len_q") }));
-        terms.extend(self.seq_len_q.then(|| format!("q < {SEQ_LEN_Q}")));
-        terms.extend(self.seq_len_kv.then(|| format!("k < {SEQ_LEN_KV}")));
-        terms.extend(self.rest.as_ref().map(ToString::to_string));
-        f.write_str(if terms.is_empty() { "everything" } else { "" })?;
-        f.write_str(&terms.join(" & "))
+        if !self.ends.is_full() {
+            let Ends { lower, upper } = self.ends;
+            terms.push(Mask::window(lower.map(i64::saturating_neg), upper, Align::Ends).to_string());
+        }
+        let mut b = Builder::new();
+        let mut values = Vec::new();
+        for (is_padded, axis, name) in [(self.seq_len_q, Axis::Q, SEQ_LEN_Q), (self.seq_len_kv, Axis::K, SEQ_LEN_KV)] {
+            if is_padded {
+                let (index, length) = (b.index(axis), b.param(length_of(name)));
+                values.push(b.binary(Binary::Lt, index, length));
+            }
+        }
+        values.extend(self.rest.iter().flat_map(|rest| b.inline(rest, Inputs::default())));
+        f.write_str(&text::conjunction(&terms, b, &values))
     }
 }
 
@@ -168,7 +185,7 @@ impl Splitter<'_> {
         };
         let Node::Param(p) = self.trace.node(length) else { return false };
         let p = &self.trace.params()[p.index()];
-        if p.kind != (ParamKind::Tensor { axes: Axes::from([Axis::Batch]), dtype: DType::I32 }) {
+        if p.kind != length_of(&p.name).kind {
             return false;
         }
         let [_, _, seq_q, seq_kv] = self.extents;
@@ -244,6 +261,12 @@ impl Kept {
         let (band, ends) = (self.region.key_range(q, lengths[1]), self.ends.key_range(q, lengths));
         let start = band.start.max(ends.start);
         start..band.end.min(ends.end).max(start)
+    }
+
+    /// The same with every default of a scalar set to 0: equal masks have equal texts then.
+    #[must_use]
+    pub fn without_defaults(&self) -> Kept {
+        Kept { rest: self.rest.as_ref().map(|rest| Arc::new(rest.without_defaults())), ..self.clone() }
     }
 
     /// True when every key is kept.

@@ -122,7 +122,8 @@ impl Reader<'_> {
         let part = self.trim(part);
         let own = &self.text[part.clone()];
         if let Some(mask) = library::mask(own) {
-            return mask;
+            // A declaration hides the mask of the library that has its name.
+            return self.alone(&part).or(mask);
         }
         if own.starts_with('!') && depth <= DEPTH {
             return Ok(!self.one(part.start + 1..part.end, depth + 1)?);
@@ -130,19 +131,22 @@ impl Reader<'_> {
         match self.inner(&part) {
             Some(inner) => self.any(inner, depth + 1),
             None if own.is_empty() => Err(self.fail("there is nothing beside an operator")),
-            // The rest is blank, so that places in it are those of the whole.
-            None => {
-                let blank = |(at, c): (usize, char)| if c == '\n' || self.declared.contains(&at) || part.contains(&at) { c } else { ' ' };
-                let alone: String = self
-                    .text
-                    .char_indices()
-                    .flat_map(|at| std::iter::repeat_n(blank(at), if blank(at) == at.1 { 1 } else { at.1.len_utf8() }))
-                    .collect();
-                expression(&alone)
-                    .map_err(|e| ParseError { rule: format!("{}{}", e.rule, library::meant(own)), ..e })
-                    .map_err(|e| ParseError { text: self.text.to_owned(), ..e })
-            }
+            None => self
+                .alone(&part)
+                .map_err(|e| ParseError { rule: format!("{}{}", e.rule, library::meant(own)), ..e })
+                .map_err(|e| ParseError { text: self.text.to_owned(), ..e }),
         }
+    }
+
+    /// A part as an expression after the declarations. The rest is blank, so that places in it are those of the whole.
+    fn alone(&self, part: &Range<usize>) -> Result<Mask, ParseError> {
+        let blank = |(at, c): (usize, char)| if c == '\n' || self.declared.contains(&at) || part.contains(&at) { c } else { ' ' };
+        let alone: String = self
+            .text
+            .char_indices()
+            .flat_map(|at| std::iter::repeat_n(blank(at), if blank(at) == at.1 { 1 } else { at.1.len_utf8() }))
+            .collect();
+        expression(&alone)
     }
 
     fn fail(&self, rule: &str) -> ParseError {
@@ -185,25 +189,47 @@ pub(super) fn joined_by_names(mask: &Mask) -> String {
     }
     let (mut b, mut all) = (Builder::new(), Vec::new());
     values(mask, &mut b, &mut all);
-    let trace = match b.finish(&all).map_err(ExprErrors) {
-        Ok(trace) => trace.to_string(),
+    let (declared, parts) = match values_of(b, &all) {
+        Ok(texts) => texts,
         Err(errors) => return format!("# {errors}"),
     };
+    let words = words(mask, &mut parts.iter().map(String::as_str));
+    // Nothing is around all of it.
+    let words = words.strip_prefix('(').and_then(|words| words.strip_suffix(')')).unwrap_or(&words);
+    format!("{declared}{words}")
+}
+
+/// The texts of several values of one trace, and of the declarations that precede them all.
+fn values_of(b: Builder, values: &[NodeId]) -> Result<(String, Vec<String>), ExprErrors> {
+    let trace = b.finish(values).map_err(ExprErrors)?.to_string();
     let last = last_value(&trace);
     let text = trace[last.clone()].trim();
     let mut cuts: Vec<usize> = letters(text).filter(|(_, b, depth)| *b == b',' && *depth == 0).map(|(at, ..)| at).collect();
     cuts.push(text.len());
     let mut start = 0;
-    let mut parts = cuts.into_iter().map(|cut| {
-        let part = text[start..cut].trim();
+    let parts = cuts.into_iter().map(|cut| {
+        let part = text[start..cut].trim().to_owned();
         start = cut + 1;
         part
     });
-    let words = words(mask, &mut parts);
-    // Nothing is around all of it.
-    let words = words.strip_prefix('(').and_then(|words| words.strip_suffix(')')).unwrap_or(&words);
+    let parts = if values.is_empty() { Vec::new() } else { parts.collect() };
     let declared = trace[..last.start].trim_end();
-    format!("{declared}{}{words}", if declared.is_empty() { "" } else { " " })
+    Ok((format!("{declared}{}", if declared.is_empty() { "" } else { " " }), parts))
+}
+
+/// A conjunction: the declarations of `values`, then `terms`, which declare nothing, then the values.
+pub(super) fn conjunction(terms: &[String], b: Builder, values: &[NodeId]) -> String {
+    let (declared, values) = match values_of(b, values) {
+        Ok(texts) => texts,
+        Err(errors) => return format!("# {errors}"),
+    };
+    let is_alone = terms.len() + values.len() == 1;
+    let values = values.into_iter().map(|value| {
+        let is_disjunction = letters(&value).any(|(_, b, depth)| b == b'|' && depth == 0);
+        if is_disjunction && !is_alone { format!("({value})") } else { value }
+    });
+    let all: Vec<String> = terms.iter().cloned().chain(values).collect();
+    format!("{declared}{}", all.join(" & "))
 }
 
 #[cfg(test)]
