@@ -48,7 +48,7 @@ impl Measured for Distance {
 
 impl Measured for GradientDistance {
     fn worst(&self) -> f64 {
-        self.all().map(|tally| tally.worst.ratio).fold(0.0, f64::max)
+        self.all().map(|tally| tally.worst.ratio.max(tally.bound().unwrap_or(0.0))).fold(0.0, f64::max)
     }
 
     fn undecided(&self) -> u64 {
@@ -57,9 +57,11 @@ impl Measured for GradientDistance {
 
     fn told(&self) -> String {
         let [dq, dk, dv] = self.operands.map(|tally| tally.worst.ratio);
-        let relative = self.operands.iter().filter(|tally| tally.is_known()).map(Tally::relative).fold(0.0, f64::max);
+        let relative = self.operands.iter().map(Tally::relative).fold(0.0, f64::max);
         let along = self.along.iter().map(|tally| tally.worst.ratio).fold(0.0, f64::max);
         let along = if along > 0.0 { format!(", parameters {along:.2}") } else { String::new() };
+        let bound = self.along.iter().filter_map(Tally::bound).fold(0.0, f64::max);
+        let bound = if bound > 0.0 { format!(", their norms {bound:.2}") } else { String::new() };
         let names = ["dq", "dk", "dv"].into_iter().chain(std::iter::repeat("a parameter"));
         let first = names.zip(self.all()).find_map(|(name, tally)| {
             let first = tally.first?;
@@ -67,7 +69,7 @@ impl Measured for GradientDistance {
         });
         let undecided = undecided(GradientDistance::undecided(self));
         format!(
-            "{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2}{along} of the tolerance{undecided}{}",
+            "{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2}{along}{bound} of the tolerance{undecided}{}",
             first.unwrap_or_default()
         )
     }

@@ -14,7 +14,7 @@ Exit codes:
   2  mistakes in the arguments or in the input file, all of them listed; nothing was computed or written
   3  the executor asked for is not there or does not run the problem; doctor: no executor works
   4  something failed while it ran: the device, the disk, memory
-  5  --check decides nothing: for some elements, the rounding of scores may change the result beyond recognition
+  5  --check decides nothing: rounding may change some elements, or the gradient of a parameter, beyond recognition
 
 RUST_LOG=debug tells more, on stderr.";
 

@@ -5,8 +5,8 @@
 //! gradient of a parameter is the sum of `P ∘ (dP − δ)` times the derivative along it.
 
 use crate::forward::{modified, score_error};
-use crate::tolerance::gradients::{ABSOLUTE, Gradient, GradientDistance, Piece, Rates, Tally, Term};
-use crate::tolerance::weight_error;
+use crate::tolerance::gradients::{ABSOLUTE, Along, Gradient, GradientDistance, Noise, Piece, Rates, Tally, Term};
+use crate::tolerance::{of_difference, weight_error};
 use crate::{Element, Given, Place, Problem, Rough, Tensor, dot, largest, place};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub fn gradient_bytes(shape: [usize; 7], along: &[[usize; 4]]) -> u128 {
     let along = along.iter().map(|dims| dims.iter().map(|&n| n as u128).product::<u128>());
     let along: u128 = along.map(|all| all + threads * all.min(local)).sum();
     // Keys and values, three sums for each of their elements, and three for the queries of a part.
-    8 * (4 * threads + 3) * seq_kv * (dim_qk + dim_v) + 24 * (along + threads * group * ROWS as u128 * dim_qk)
+    8 * (4 * threads + 3) * seq_kv * (dim_qk + dim_v) + 40 * along + 24 * (threads * group * ROWS as u128 * dim_qk)
 }
 
 /// What one thread makes of some rows.
@@ -34,7 +34,7 @@ struct Part {
     dv: Gradient,
     /// Keys that a query meets.
     used: Vec<bool>,
-    along: Vec<Gradient>,
+    along: Vec<Along>,
 }
 
 /// Rows of a group of heads.
@@ -128,7 +128,7 @@ impl Worker<'_> {
             dk: Gradient::zeros(keys.len()),
             dv: Gradient::zeros(values.len()),
             used: vec![false; seq_kv],
-            along: self.extents().map(|(dims, table)| Gradient::zeros(if table { dims } else { at.part(dims) }.iter().product())).collect(),
+            along: self.extents().map(|(dims, table)| Along::zeros(if table { dims } else { at.part(dims) }.iter().product())).collect(),
         };
         let (mut q, mut d_o, mut scratch) = (vec![0f64; dim_qk], vec![0f64; dim_v], Vec::new());
         for (n, [h, i]) in at.queries().enumerate() {
@@ -198,6 +198,23 @@ impl Worker<'_> {
         (!plain).then(|| function.passed_on(kept.raw, upstream, index))
     }
 
+    /// What rounding may make of δ, which is off by `error` in all, of `size` Σ |d_o·o|, `computed` Σ |d_o| Σ p·|v|, and the errors of the `weights`.
+    /// `small` are the roundings of elements of `o` that no size excuses.
+    fn noise_of_delta(&self, [error, size, computed, weights]: [f64; 4], [d_o, o, small, values]: [&[f64]; 4], all: &[Kept]) -> Noise {
+        let rates = &self.rates;
+        if self.p.narrow.is_some() {
+            return Noise { fine: error, variance: 0.0 };
+        }
+        let of_output =
+            d_o.iter().zip(o).zip(small).map(|((x, o), small)| x * x * ((rates.stored * o).powi(2) + small * small)).sum::<f64>();
+        let of_weight = |kept: &Kept| (kept.factor * kept.weight * dot(d_o, &values[kept.key * d_o.len()..][..d_o.len()]).0).powi(2);
+        let of_weights = if rates.computed_weight > 0.0 { all.iter().map(of_weight).sum() } else { 0.0 };
+        Noise {
+            fine: rates.product * size + (rates.computed_output_fine + rates.computed_output_score * weights) * computed,
+            variance: of_output + rates.computed_weight.powi(2) * of_weights,
+        }
+    }
+
     /// Adds one row to the gradients, the `n`th of its part.
     fn row(
         &self,
@@ -227,9 +244,16 @@ impl Worker<'_> {
         let (delta, size) = dot(d_o, &o);
         let computed: f64 = d_o.iter().zip(&o_size).map(|(x, y)| x.abs() * y).sum();
         let of_output = rates.computed_output + rates.computed_output_score * error;
-        let upstream: f64 = d_o.iter().map(|x| x.abs()).sum();
-        let delta_error = (rates.product + rates.output) * size + of_output * computed + lost + rates.small_output * upstream;
-        let of_row = rates.weight + rates.sum * error + rates.stats * stats.abs();
+        // Where nothing is added up there is nothing to be rounded.
+        let small: Vec<f64> = o_size.iter().map(|&size| if size == 0.0 { 0.0 } else { rates.small_output }).collect();
+        let small_output: f64 = d_o.iter().zip(&small).map(|(x, small)| x.abs() * small).sum();
+        let delta_error = (rates.product + rates.output) * size + of_output * computed + lost + small_output;
+        let noise = if self.along.is_empty() {
+            Noise::default()
+        } else {
+            self.noise_of_delta([delta_error, size, computed, error], [d_o, &o, &small, values], &all)
+        };
+        let of_row = rates.weight + rates.sum * error + of_difference(rates.stats * stats.abs());
         if self.p.sink.is_some()
             && !all.is_empty()
             && let Some((gradient, &dims)) = part.along.last_mut().zip(self.along.last())
@@ -237,10 +261,17 @@ impl Worker<'_> {
             // This weight is rounded to no other type.
             let weight = (self.p.sink_of(h) - stats).exp();
             let value = -weight * delta;
-            let error = weight_error(weight, of_row) * delta.abs() + weight * delta_error + rates.over_scores * value.abs();
-            gradient.add_one(at.elements(dims, [h, i, 0]).0, Term { value, error, magnitude: weight * size });
+            let of_weight = weight_error(weight, of_row) * delta.abs();
+            let error = of_weight + weight * delta_error + rates.over_scores * value.abs();
+            let variance = weight * weight * noise.variance + (rates.over_scores * value).powi(2);
+            // Elements of `o` that are all small have no relative errors.
+            let magnitude = weight * (size + ABSOLUTE * small_output);
+            let noise = Noise { fine: of_weight + weight * noise.fine, variance };
+            gradient.add(at.elements(dims, [h, i, 0]).0, Term { value, error, magnitude }, noise);
         }
 
+        // Which parameter, its element, and what an error of δ is multiplied by.
+        let mut reach: Vec<(usize, usize, f64)> = Vec::new();
         for kept in &all {
             let (k_from, v_from) = (kept.key * dim_qk, kept.key * dim_v);
             if kept.score.value == f64::NEG_INFINITY {
@@ -252,7 +283,7 @@ impl Worker<'_> {
             }
             let weight = kept.weight;
             let absolute = rates.tiny + rates.small_weight;
-            let off = of_row + kept.score.error + rates.score * kept.magnitude;
+            let off = of_row + kept.score.error + of_difference(rates.score * kept.magnitude);
             let weight_error = if weight.is_finite() { weight_error(weight, off) + rates.tiny } else { f64::NAN };
             let error = weight_error + rates.round * weight + rates.small_weight;
             let magnitude = weight + ABSOLUTE * absolute;
@@ -273,7 +304,7 @@ impl Worker<'_> {
                 let value = d_modified * slope.value;
                 let off = slope.error + rates.slope * (1.0 + slope.value.abs());
                 let off = if self.p.modify.is_some() { off } else { 0.0 };
-                let error = modified_error * slope.value.abs() + d_modified.abs() * off + rates.round_slope * value.abs();
+                let error = modified_error * (slope.value.abs() + off) + d_modified.abs() * off + rates.round_slope * value.abs();
                 // What has no slope is off by the roundings of what it is made of, not by a part of itself.
                 Term { value, error, magnitude: size_of_modified * (1.0 + slope.value.abs()) + ABSOLUTE * absolute * (d_p - delta).abs() }
             };
@@ -287,17 +318,34 @@ impl Worker<'_> {
             let along = |n: usize| {
                 let Term { value, error, magnitude } = carried(1 + n, kept.along[n]);
                 let error = error + rates.small + rates.over_scores * value.abs();
-                Term { value, error, magnitude: magnitude + ABSOLUTE * rates.small }
+                let slope = kept.along[n];
+                let off = slope.error + rates.slope * (1.0 + slope.value.abs());
+                let fine = weight_error * (d_p - delta).abs() + weight * (rates.product * d_p_size + noise.fine);
+                let fine = fine * (slope.value.abs() + off);
+                let independent = [(rates.round_slope + rates.over_scores) * value, d_modified * off, rates.small];
+                let variance = independent.iter().map(|x| x * x).sum();
+                let noise = if exact.is_some() { Noise::default() } else { Noise { fine, variance } };
+                let reach = if exact.is_some() { 0.0 } else { weight * slope.value };
+                (Term { value, error, magnitude: magnitude + ABSOLUTE * rates.small }, noise, reach)
+            };
+            let mut add = |which: usize, element: usize, (term, noise, by): (Term, Noise, f64)| {
+                part.along[which].add(element, term, noise);
+                reach.push((which, element, by));
             };
             let wrt = self.along.len() - usize::from(self.p.sink.is_some());
             for (n, (dims, _)) in self.extents().enumerate().take(wrt).filter(|(_, (_, table))| !table) {
-                part.along[n].add_one(at.elements(dims, [h, i, kept.key]).0, along(n));
+                add(n, at.elements(dims, [h, i, kept.key]).0, along(n));
             }
             let reads = self.p.modify.map_or_else(Vec::new, |function| function.reads(kept.raw, place([at.batch, h, i, kept.key])));
             for (n, (which, element)) in reads.into_iter().enumerate() {
-                part.along[which].add_one(element, along(wrt + n));
+                add(which, element, along(wrt + n));
             }
             part.used[kept.key] = true;
+        }
+        reach.sort_unstable_by_key(|&(which, element, _)| (which, element));
+        for same in reach.chunk_by(|x, y| x.0 == y.0 && x.1 == y.1) {
+            let by: f64 = same.iter().map(|(.., by)| by).sum();
+            part.along[same[0].0].noise[same[0].1].variance += by * by * noise.variance;
         }
         if !all.is_empty() {
             part.dq.may_be_small(n * dim_qk, dim_qk, rates.small_results[0]);
@@ -332,7 +380,7 @@ impl Open {
 }
 
 /// Computes everything on all threads, tells rows of dq, dk and dv, and returns the gradients of parameters; `done` is told how many rows are.
-fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) -> Vec<Gradient> {
+fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) -> Vec<Along> {
     let [batch, _, heads_kv, seq_q, _, dim_qk, dim_v] = worker.p.shape;
     let group = worker.p.group();
     let blocks = seq_q.div_ceil(ROWS);
@@ -342,7 +390,7 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
             Rows { batch, head_kv, heads: head_kv * group..(head_kv + 1) * group, rows: first..(first + ROWS).min(seq_q) }
         })
         .collect();
-    let mut along: Vec<Gradient> = worker.along.iter().map(|dims| Gradient::zeros(dims.iter().product())).collect();
+    let mut along: Vec<Along> = worker.along.iter().map(|dims| Along::zeros(dims.iter().product())).collect();
     let mut open: Option<Open> = None;
     let small = worker.rates.small_results;
     // As many at a time as there are threads bounds the memory; their order is that of the rows.
@@ -353,7 +401,7 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
                 to(0, [at.batch, h, i], &part.dq, n * dim_qk..(n + 1) * dim_qk);
             }
             for ((to, from), (dims, table)) in along.iter_mut().zip(&part.along).zip(worker.extents()) {
-                if table { to.merge(from) } else { add_part(to, from, at, dims) }
+                if table { add_table(to, from) } else { add_part(to, from, at, dims) }
             }
             match &mut open {
                 Some(open) if (open.batch, open.head) == (at.batch, at.head_kv) => {
@@ -377,14 +425,23 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
     along
 }
 
+/// Adds what some rows make of a table's gradient.
+fn add_table(to: &mut Along, from: &Along) {
+    for at in 0..from.noise.len() {
+        let (term, noise) = from.term(at);
+        to.add(at, term, noise);
+    }
+}
+
 /// Adds the part that some rows make of a parameter's gradient.
-fn add_part(to: &mut Gradient, from: &Gradient, at: &Rows, dims: [usize; 4]) {
+fn add_part(to: &mut Along, from: &Along, at: &Rows, dims: [usize; 4]) {
     let [_, heads, rows, keys] = at.part(dims);
     for h in 0..heads {
         for i in 0..rows {
             for j in 0..keys {
                 let (local, whole) = at.elements(dims, [at.heads.start + h, at.rows.start + i, j]);
-                to.add_one(whole, Term { value: from.value[local], error: from.error[local], magnitude: from.magnitude[local] });
+                let (term, noise) = from.term(local);
+                to.add(whole, term, noise);
             }
         }
     }
@@ -435,7 +492,7 @@ fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rat
         all[which].place(dense(dims[which], row), from, range);
     });
     let [dq, dk, dv] = all;
-    Gradients { dq, dk, dv, along }
+    Gradients { dq, dk, dv, along: along.into_iter().map(|along| along.sum).collect() }
 }
 
 /// Computes the same on all threads and compares an executor's `dq`, `dk` and `dv`, and the gradients of parameters, that of the sink
@@ -458,7 +515,7 @@ pub fn check_gradients(
     });
     for (want, (got, element)) in want.iter().zip(along) {
         let mut tally = Tally::default();
-        tally.compare(&Piece { want, range: 0..want.value.len(), first: 0 }, (got, [0; 3]), *element, true);
+        tally.compare_along(want, got, *element);
         distance.along.push(tally);
     }
     distance

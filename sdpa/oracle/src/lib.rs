@@ -22,7 +22,7 @@ pub use mask::{Align, Mask};
 pub use narrow::{Narrow, products_of};
 pub use score::{Along, Closures, Modify, Real, Rough};
 pub use tolerance::gradients::{First, Gradient, GradientDistance, Tally};
-pub use tolerance::{Distance, Element, F32_ROUNDOFF, Worst, sum_of};
+pub use tolerance::{Distance, Element, F32_ROUNDOFF, Worst, of_difference, sum_of};
 
 /// (batch, query head, query, key).
 pub type Place = [i64; 4];

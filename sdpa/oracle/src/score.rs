@@ -18,6 +18,16 @@ impl Rough {
     pub fn exact(value: f64) -> Rough {
         Rough { value, error: 0.0 }
     }
+
+    /// A sum of f32 that is so large that its rounding may exceed 1, such as a score with −1e9 added, as the nearest f32. Every executor rounds
+    /// it there, so it may only be off by what the nearest f32 is of a sum that is off. `None` of smaller numbers.
+    #[must_use]
+    pub fn nearest(self) -> Option<Rough> {
+        let nearest = |x: f64| f64::from(x as f32);
+        let value = nearest(self.value);
+        let error = [self.error, -self.error].map(|off| (nearest(self.value + off) - value).abs());
+        (F32_ROUNDOFF * self.value.abs() > 1.0).then_some(Rough { value, error: error[0].max(error[1]) })
+    }
 }
 
 /// A function of scores.
@@ -107,7 +117,9 @@ impl Modify for Modified<'_> {
     fn value(&self, score: Rough, at: Place, _: &mut Vec<Rough>) -> Rough {
         let value = self.closures.modify.map_or(score.value, |modify| modify(score.value, at));
         let slope = self.closures.slope.map_or(1.0, |slope| slope(score.value, at));
-        Rough { value, error: score.error * slope.abs() + self.relative * value.abs() + self.rounding(score.value, at) }
+        let off = score.error * slope.abs() + self.rounding(score.value, at);
+        let rough = Rough { value, error: off + self.relative * value.abs() };
+        Rough { value, error: off }.nearest().unwrap_or(rough)
     }
 
     fn slopes(&self, score: Rough, at: Place, _: &mut Vec<Rough>) -> Vec<Rough> {

@@ -16,6 +16,9 @@
 //!
 //! What is rounded to 8-bit floats besides is told in `narrow`, and counted once, without the factor.
 //!
+//! Rows whose every score is extremely low, such as −1e9, have right results too: f32 rounds such scores to numbers that are equal or far apart. Neither
+//! the size of these scores nor that of `stats`, which cannot hold the logarithm of a sum there, excuses an error ([`of_difference`]).
+//!
 //! A tolerance that exceeds what was added up, `Σ p·|v|`, forgives any result: such an element is counted as *undecided*.
 
 pub(crate) mod gradients;
@@ -87,7 +90,7 @@ impl Element {
     /// What a number becomes that is rounded times a scale, but for the rounding, and how far that moves it.
     pub(crate) fn scaled(self, x: f64, scale: f64) -> (f64, f64) {
         let most = self.saturates().map_or(f64::INFINITY, |most| most / scale.abs());
-        (if x.is_nan() { x } else { x.clamp(-most, most) }, self.roundoff() * x.abs().min(most) + self.least() / scale.abs())
+        (if x.is_nan() { x } else { x.max(-most).min(most) }, self.roundoff() * x.abs().min(most) + self.least() / scale.abs())
     }
 }
 
@@ -205,6 +208,13 @@ impl Distance {
 #[must_use]
 pub fn sum_of(n: usize) -> f64 {
     4.0 * (n as f64).sqrt() * F32_ROUNDOFF
+}
+
+/// What an executor may add to a score whose size makes that so large. Past 1 nothing: a right executor subtracts the largest score first, and the
+/// difference of equal scores is 0 however large they are.
+#[must_use]
+pub fn of_difference(error: f64) -> f64 {
+    if error > 1.0 { 0.0 } else { error }
 }
 
 /// One row of the oracle, and the sizes that rounding errors are proportional to.
@@ -369,6 +379,16 @@ mod tests {
         assert!(passes(&nan, f64::NAN, f64::NAN) && !passes(&nan, 1.0, f64::NAN) && !passes(&nan, f64::NAN, 0.0));
         let infinite = row(INF, INF, 1.0);
         assert!(passes(&infinite, INF, 1.0) && !passes(&infinite, -INF, 1.0) && !passes(&infinite, 3.0, 1.0));
+    }
+
+    #[test]
+    fn a_scale_that_is_no_number_is_no_panic() {
+        for scale in [f64::NAN, INF, -INF, 0.0] {
+            for x in [1.0, INF, f64::NAN] {
+                let (value, off) = Element::E4M3.scaled(x, scale);
+                assert!(value.is_nan() == x.is_nan() && (off.is_nan() || off >= 0.0), "{x} {scale}");
+            }
+        }
     }
 
     #[test]

@@ -2,14 +2,15 @@
 //!
 //! Errors are carried through to first order: a function's value is off by what its operands are off by times its derivatives,
 //! and by its own rounding. With `e` the unit roundoff of f32, arithmetic rounds by `e`, functions by `8·e` of their value, sine
-//! and cosine by `(8 + |x|)·e`. A comparison of numbers that their errors may have swapped chooses either value.
+//! and cosine by `(8 + |x|)·e`. A comparison of numbers that their errors may have swapped chooses either value. A sum whose rounding may exceed 1
+//! is the nearest f32 ([`Rough::nearest`]).
 
 use crate::params::Bound;
 use sdpa::expr::{self, Binary, Declared, Node, NodeId, ParamId, ParamKind, Place, Precision, Trace, Type, Unary};
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::packed::{CU_SEQLENS, CU_SEQLENS_KV, CU_SEQLENS_Q};
 use sdpa::{Align, Mask, TableRead};
-use sdpa_oracle::{Align as Corner, F32_ROUNDOFF, Mask as Rule, Modify, Rough};
+use sdpa_oracle::{Align as Corner, F32_ROUNDOFF, Mask as Rule, Modify, Rough, of_difference};
 
 /// A trace and what its parameters are bound to.
 #[derive(Debug)]
@@ -57,7 +58,12 @@ fn binary(f: Binary, ty: Type, x: Rough, y: Rough) -> Rough {
     let round = if ty == Type::F32 { F32_ROUNDOFF * value.abs() } else { 0.0 };
     let off = x.error + y.error;
     let error = match f {
-        Binary::Add | Binary::Sub => off + round,
+        Binary::Add | Binary::Sub => {
+            if let Some(nearest) = Some(Rough { value, error: off }).filter(|_| ty == Type::F32).and_then(Rough::nearest) {
+                return nearest;
+            }
+            off + round
+        }
         Binary::Mul => x.error * y.value.abs() + y.error * x.value.abs() + round,
         Binary::Div => (x.error + y.error * value.abs()) / y.value.abs().max(f64::from(f32::MIN_POSITIVE)) + round,
         Binary::Mod => x.error + y.error * (x.value / y.value).trunc().abs() + round,
@@ -147,7 +153,7 @@ impl Modify for Function<'_> {
     /// Its rounding is its own, and so is one more of what executors do to it.
     fn value(&self, score: Rough, at: [i64; 4], scratch: &mut Vec<Rough>) -> Rough {
         let Rough { value, error } = self.rough(score, at, scratch).next().unwrap_or(score);
-        Rough { value, error: error + 2.0 * F32_ROUNDOFF * value.abs() }
+        Rough { value, error: error + of_difference(2.0 * F32_ROUNDOFF * value.abs()) }
     }
 
     fn slopes(&self, score: Rough, at: [i64; 4], scratch: &mut Vec<Rough>) -> Vec<Rough> {

@@ -49,8 +49,21 @@ impl From<sdpa_oracle::Worst> for Worst {
 struct GradientCheck {
     name: String,
     relative: f64,
+    /// Of a parameter's gradient, the norm of its error over what that may be: above 1 fails.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bound: Option<f64>,
+    /// False where rounding may change a parameter's gradient by more than its norm.
+    decided: bool,
     #[serde(flatten)]
     worst: Worst,
+}
+
+impl GradientCheck {
+    fn text(&self) -> String {
+        let bound = self.bound.map_or_else(String::new, |bound| format!(" ({:.0} % of its bound)", bound * 100.0));
+        let undecided = if self.decided { "" } else { "; undecided" };
+        format!("{}; relative {:.1e}{bound}{undecided}", worst(&self.name, &self.worst), self.relative)
+    }
 }
 
 /// How near the oracle's results are.
@@ -73,7 +86,13 @@ impl Checked {
     pub(super) fn new(forward: Option<&Distance>, backward: Option<&GradientDistance>, operands: &Operands) -> Checked {
         let wrt = operands.gradients.iter().flat_map(|gradients| &gradients.wrt).map(|(name, _)| format!("d{name}"));
         let names = ["dq", "dk", "dv"].into_iter().map(str::to_owned).chain(wrt);
-        let one = |(name, tally): (String, &Tally)| GradientCheck { name, relative: tally.relative(), worst: tally.worst.into() };
+        let one = |(name, tally): (String, &Tally)| GradientCheck {
+            name,
+            relative: tally.relative(),
+            bound: tally.bound(),
+            decided: tally.is_decided(),
+            worst: tally.worst.into(),
+        };
         Checked {
             passed: forward.is_none_or(Distance::passes) && backward.is_none_or(GradientDistance::passes),
             undecided: forward.map_or(0, Distance::undecided) + backward.map_or(0, GradientDistance::undecided),
@@ -86,11 +105,18 @@ impl Checked {
         }
     }
 
+    /// Names of gradients that rounding may change by more than their norm.
+    fn undecided_gradients(&self) -> Vec<&str> {
+        self.gradients.iter().flatten().filter(|gradient| !gradient.decided).map(|gradient| gradient.name.as_str()).collect()
+    }
+
     pub(super) fn outcome(&self) -> Outcome {
-        match (self.passed, self.undecided) {
-            (false, _) => Outcome::PastTolerance,
-            (true, 0) => Outcome::Good,
-            (true, _) => Outcome::Undecided,
+        if !self.passed {
+            Outcome::PastTolerance
+        } else if self.undecided > 0 || !self.undecided_gradients().is_empty() {
+            Outcome::Undecided
+        } else {
+            Outcome::Good
         }
     }
 
@@ -99,7 +125,12 @@ impl Checked {
         match self.outcome() {
             Outcome::PastTolerance => "FAILED".to_owned(),
             Outcome::Undecided => {
-                format!("UNDECIDED: the rounding of scores may change {} elements by more than their size", self.undecided)
+                let elements = (self.undecided > 0)
+                    .then(|| format!("the rounding of scores may change {} elements by more than their size", self.undecided));
+                let gradients = self.undecided_gradients();
+                let gradients =
+                    (!gradients.is_empty()).then(|| format!("rounding may change {} by more than the norm", gradients.join(", ")));
+                format!("UNDECIDED: {}", elements.into_iter().chain(gradients).collect::<Vec<_>>().join("; "))
             }
             Outcome::Good | Outcome::NoExecutor => "passed".to_owned(),
         }
@@ -302,7 +333,7 @@ impl Told {
             let statistics = [("stats", &check.stats), ("row_max", &check.row_max), ("sum_exp", &check.sum_exp)];
             table.rows("", statistics.iter().filter_map(|(name, of_rows)| of_rows.as_ref().map(|s| worst(name, s))));
             let gradients = check.gradients.iter().flatten();
-            table.rows("", gradients.map(|g| format!("{}; relative {:.1e}", worst(&g.name, &g.worst), g.relative)));
+            table.rows("", gradients.map(GradientCheck::text));
         }
         table.render()
     }

@@ -21,6 +21,21 @@
 //! of `u` of `|o|`; and so are stats, which the weights take over.
 //!
 //! The factor of 2 is there as in the forward pass. Where no query meets a key, all of it is 0: such a gradient is exactly 0.
+//!
+//! # Gradients of parameters
+//!
+//! The gradient of a parameter sums up to all pairs of a query and a key. The worst cases of so many terms exceed the sum itself, so that bound accepts
+//! zeros and twice the gradient. [`Tally::bound`] therefore also limits the norm of the error of the whole gradient:
+//!
+//! - roundings to 16 bits are independent of each other (Higham and Mary, 2019): those of `o`, of `P` in the product that makes `o`, and of `dS`. Their
+//!   squares are added, and the root counts `4` times. A rounding is off by `u` at most and by about `0.4·u` in the mean square, so that is ten standard
+//!   deviations. An error of `δ` reaches all keys of its row: it is multiplied by the signed sum of the row's `P` times slope first;
+//! - the sum itself runs in f32: its steps are independent likewise, `Σ(terms)` of each term;
+//! - so are errors of slopes. `P ∘ (dP − δ)` sums to 0 over a row, so an error that all slopes share cancels;
+//! - all that is left is of the size of f32's roundoff and is added as magnitudes, twice, as in the element's own tolerance;
+//! - a sixteenth of the gradient's norm is allowed besides, for what scales all of a gradient alike.
+//!
+//! Where this exceeds the norm of the gradient, any result passes, and the gradient is *undecided*.
 
 use super::{Element, F32_ROUNDOFF, Wanted, Worst, sum_of};
 use crate::narrow::{Narrow, products_of};
@@ -49,6 +64,11 @@ pub(crate) struct Rates {
     pub(crate) computed_output: f64,
     /// The same, for each unit of the error of the sum of weights.
     pub(crate) computed_output_score: f64,
+    /// The part of `computed_output` that comes from f32.
+    pub(crate) computed_output_fine: f64,
+    /// Of `o` where it is stored, and of `P` in the product that makes it.
+    pub(crate) stored: f64,
+    pub(crate) computed_weight: f64,
     /// Of `P` in front of its product with `d_o`.
     pub(crate) round: f64,
     /// Of `dS` in front of those with `k` and `q`.
@@ -90,6 +110,9 @@ impl Rates {
             output: p.stored.roundoff(),
             computed_output: 0.0,
             computed_output_score: 0.0,
+            computed_output_fine: 0.0,
+            stored: p.stored.roundoff(),
+            computed_weight: 0.0,
             round: u + 4.0 * e,
             round_slope: u + 4.0 * e,
             slope: 8.0 * e,
@@ -101,14 +124,14 @@ impl Rates {
             small_weight: element.least(),
             small_slope: None,
             small_results: [element.least(); 3],
-            small_output: 0.0,
+            small_output: p.stored.least(),
             computed_output_values: 0.0,
         };
         let alone = p.narrow.map_or(alone, |narrow| alone.narrowed(p, &narrow));
         match given {
             Given::Rounded => alone,
             // They are what they are, and a statistic is rounded twice on its way into a weight.
-            Given::These { .. } => Rates { output: 0.0, small_output: 0.0, stats: 2.0 * e, ..alone },
+            Given::These { .. } => Rates { output: 0.0, stored: 0.0, small_output: 0.0, stats: 2.0 * e, ..alone },
             // What `compare` allows of `o` and stats, less its factor of 2, which stands in front of everything here.
             Given::Own => Rates {
                 computed_output_values: if p.narrow.is_some() { alone.small_weight } else { 0.0 },
@@ -121,6 +144,8 @@ impl Rates {
                     None => 2.0 * u + 2.0 * sum_of(seq_kv) + 16.0 * e,
                 },
                 computed_output_score: 2.0,
+                computed_output_fine: 2.0 * sum_of(seq_kv) + 16.0 * e,
+                computed_weight: u,
                 ..alone
             },
         }
@@ -221,6 +246,45 @@ impl Gradient {
     }
 }
 
+/// What rounding may make of a term of a parameter's gradient, by how it adds up over many of them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Noise {
+    /// Of the size of f32's roundoff: magnitudes are added.
+    pub(crate) fine: f64,
+    /// Independent: the square of a standard deviation.
+    pub(crate) variance: f64,
+}
+
+/// The gradient of a parameter.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Along {
+    pub(crate) sum: Gradient,
+    pub(crate) noise: Vec<Noise>,
+}
+
+impl Along {
+    pub(crate) fn zeros(len: usize) -> Along {
+        Along { sum: Gradient::zeros(len), noise: vec![Noise::default(); len] }
+    }
+
+    /// Adds one number.
+    pub(crate) fn add(&mut self, at: usize, term: Term, noise: Noise) {
+        self.sum.add_one(at, term);
+        self.noise[at].fine += noise.fine;
+        self.noise[at].variance += noise.variance;
+    }
+
+    /// An element as a term of another sum.
+    pub(crate) fn term(&self, at: usize) -> (Term, Noise) {
+        (Term { value: self.sum.value[at], error: self.sum.error[at], magnitude: self.sum.magnitude[at] }, self.noise[at])
+    }
+}
+
+/// Standard deviations that independent roundings are off by at most.
+const DEVIATIONS: f64 = 4.0;
+/// What the norm of a parameter's gradient may be off by, relative to itself.
+const RELATIVE: f64 = 1.0 / 16.0;
+
 /// An element past its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct First {
@@ -243,7 +307,8 @@ pub struct Tally {
     pub first: Option<First>,
     squares: f64,
     norm: f64,
-    noise: f64,
+    /// Of a parameter's gradient, the square of the norm of what rounding may make of its elements.
+    noise: Option<f64>,
 }
 
 /// The elements of a row that are compared.
@@ -275,9 +340,22 @@ impl Tally {
             if value.is_finite() && got.is_finite() {
                 self.squares += (got - value).powi(2);
                 self.norm += value * value;
-                self.noise += tolerance * tolerance / 4.0;
             }
         }
+    }
+
+    /// Compares all of a parameter's gradient.
+    pub(crate) fn compare_along(&mut self, want: &Along, got: &Tensor<'_>, element: Element) {
+        let len = want.noise.len();
+        self.compare(&Piece { want: &want.sum, range: 0..len, first: 0 }, (got, [0; 3]), element, true);
+        let of_element = |at: usize| {
+            let (Term { value, error, .. }, Noise { fine, variance }) = want.term(at);
+            let stored = if error > 0.0 { element.least() } else { 0.0 };
+            let off = 2.0 * (fine + stored) + DEVIATIONS * variance.sqrt();
+            // Where the oracle is no number, nor is its error.
+            if value.is_finite() && !off.is_nan() { off * off } else { 0.0 }
+        };
+        self.noise = Some((0..len).map(of_element).sum());
     }
 
     /// ‖got − want‖ / ‖want‖, over finite elements.
@@ -286,10 +364,23 @@ impl Tally {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
     }
 
-    /// Whether the gradient is larger than what rounding may make of nothing, so that [`relative`](Tally::relative) says something.
+    /// The norm of the error over what it may be, of a parameter's gradient: above 1 fails.
     #[must_use]
-    pub fn is_known(&self) -> bool {
-        self.norm > self.noise
+    pub fn bound(&self) -> Option<f64> {
+        let may_be = self.noise?.sqrt() + RELATIVE * self.norm.sqrt();
+        Some(if self.squares == 0.0 { 0.0 } else { self.squares.sqrt() / may_be })
+    }
+
+    /// Within every tolerance.
+    #[must_use]
+    pub fn passes(&self) -> bool {
+        self.worst.ratio <= 1.0 && self.bound().is_none_or(|bound| bound <= 1.0)
+    }
+
+    /// False for a parameter's gradient that rounding may change by more than its norm: zeros pass, and so does twice the gradient.
+    #[must_use]
+    pub fn is_decided(&self) -> bool {
+        self.noise.is_none_or(|noise| noise == 0.0 || noise.sqrt() + RELATIVE * self.norm.sqrt() < self.norm.sqrt())
     }
 }
 
@@ -311,7 +402,7 @@ impl GradientDistance {
     /// Within every tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
-        self.all().all(|tally| tally.worst.ratio <= 1.0)
+        self.all().all(Tally::passes)
     }
 
     /// How many elements no result could be wrong in.
