@@ -3,11 +3,11 @@
 //! Of what is computed a first run tells the largest magnitudes, and a second one is given the scales that are made of those.
 
 use crate::data::{Data, Element};
-use crate::exit::Failure;
+use crate::exit::{Failure, Mistakes};
 use crate::params::{Bound, Values};
 use crate::request::Request;
 use sdpa::fp8::{amax_of, scale_of};
-use sdpa::{Amax, Direction, Fp8Scale, HostAmax, Operand, Problem};
+use sdpa::{Amax, Direction, Fp8Scale, HostAmax, Operand, Problem, SpecError};
 use std::collections::BTreeMap;
 
 /// The scales of a run, and what it told.
@@ -57,15 +57,20 @@ impl Scales {
     /// Those of the input.
     ///
     /// # Errors
-    /// What cannot be read.
+    /// What cannot be read, and every scale that is not finite and above 0.
     pub(crate) fn read(request: &Request, seed: u64) -> Result<Scales, Failure> {
         let mut given = BTreeMap::new();
+        let mut mistakes = Mistakes::default();
         for planned in request.params.iter().filter(|planned| planned.is_read()) {
             let Some(scale) = named(&planned.declared.name) else { continue };
             let (bound, _) = planned.load(request.header(), seed).map_err(|e| Failure::environment("memory", e))?;
-            given.insert(scale, bound.at([0; 4]) as f32);
+            let value = bound.at([0; 4]) as f32;
+            if let Err(SpecError { field: _, value, rule }) = scale.check(value) {
+                mistakes.add(format!("--input: {scale}"), format!("is {value}; expected {rule}"));
+            }
+            given.insert(scale, value);
         }
-        Ok(Scales { given, ..Scales::default() })
+        mistakes.finish(Some(Scales { given, ..Scales::default() }))
     }
 
     /// The descale of an operand, where the input has it.

@@ -108,6 +108,17 @@ impl Fp8Scale {
         }
     }
 
+    /// Checks a value of it. Calls over host memory check theirs; scales in device memory are not read before the pass runs.
+    ///
+    /// # Errors
+    /// A number that is negative, zero, infinite or NaN.
+    pub fn check(self, value: f32) -> Result<(), SpecError> {
+        if value.is_finite() && value > 0.0 {
+            return Ok(());
+        }
+        Err(SpecError::new(format!("parameter {self}"), value, "a finite number above 0; fp8::scale_of makes one of a largest magnitude"))
+    }
+
     pub(crate) fn declared(self) -> Declared {
         let kind = ParamKind::Tensor { axes: Axes::NONE, dtype: DType::F32 };
         Declared { name: self.name().to_owned(), kind, default: None }
@@ -215,6 +226,19 @@ impl Fp8Scales {
         Fp8Scales(scales)
     }
 
+    /// Every scale and descale of a pass over `problem` that no pass can use.
+    pub(crate) fn mistakes(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>]) -> Vec<SpecError> {
+        if !problem.dtype().is_fp8() || problem.block_scaled() {
+            return Vec::new();
+        }
+        let scales = Fp8Scales::new(declared, values);
+        let all = Fp8Scale::FORWARD.into_iter().chain(Fp8Scale::BACKWARD).filter(|scale| declared.iter().any(|p| p.name == scale.name()));
+        let mut all: Vec<Fp8Scale> = all.collect();
+        all.sort_unstable();
+        all.dedup();
+        all.into_iter().filter_map(|scale| scale.check(scales.get(scale)).err()).collect()
+    }
+
     /// One scale or descale.
     pub fn get(&self, scale: Fp8Scale) -> f32 {
         self.0[scale as usize]
@@ -279,6 +303,29 @@ mod tests {
             let operands = direction.operands().iter().map(|o| Fp8Scale::of_operand(*o, o.written(direction) == Some(true)));
             assert!(operands.clone().all(|scale| Fp8Scale::of(direction).contains(&scale)), "{}", direction.name());
         }
+    }
+
+    #[test]
+    fn every_scale_is_a_finite_number_above_zero() {
+        let forward = spec().validate().unwrap();
+        let backward = spec().backward().validate().unwrap();
+        for declared in [forward.params(), backward.params()] {
+            for (n, wrong) in declared.iter().enumerate() {
+                for value in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MIN_POSITIVE, 3.0] {
+                    let mut all = vec![[1.0]; declared.len()];
+                    all[n] = [value];
+                    let values: Vec<ParamValue<'_>> = all.iter().map(|x| ParamValue::F32(x)).collect();
+                    let fields: Vec<String> =
+                        Fp8Scales::mistakes(&forward, declared, &values).into_iter().map(|error| error.field).collect();
+                    let is_usable = value == 3.0 || value == f32::MIN_POSITIVE;
+                    assert_eq!(fields, if is_usable { Vec::new() } else { vec![format!("parameter {}", wrong.name)] }, "{value}");
+                }
+            }
+        }
+        // A tensor of a score_mod is none of them.
+        let own = AttentionSpec { dtype: DType::BF16, ..spec() }.score_mod("tensor scale_o[]: f32; score * scale_o".parse().unwrap());
+        let own = own.validate().unwrap();
+        assert!(Fp8Scales::mistakes(&own, own.params(), &[ParamValue::F32(&[-1.0])]).is_empty());
     }
 
     #[test]

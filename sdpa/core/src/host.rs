@@ -4,7 +4,7 @@ use crate::backward::BackwardProblem;
 use crate::dtype::DType;
 use crate::error::{SpecError, SpecErrors};
 use crate::expr::Declared;
-use crate::fp8::Amax;
+use crate::fp8::{Amax, Fp8Scales};
 use crate::operand::{Direction, Operand, Side};
 use crate::problem::Problem;
 use crate::spec::TensorSpec;
@@ -199,6 +199,7 @@ impl Check<'_> {
         match params::bind(declared, self.problem.extents(), given) {
             Ok(values) => {
                 self.errors.extend(packed::check_memory(self.problem, (declared, &values), &self.lengths, &self.statistics));
+                self.errors.extend(Fp8Scales::mistakes(self.problem, declared, &values));
                 self.errors.extend(Pages::new(self.problem, declared, &values).err().into_iter().flat_map(|errors| errors.0));
             }
             Err(errors) => self.errors.extend(errors.0),
@@ -227,7 +228,7 @@ impl HostForward<'_> {
     ///
     /// # Errors
     /// Every wrong dtype, every buffer that is too short, row statistics missing or too many, parameters that are missing, unknown, doubled or of another
-    /// type or length, boundaries and pages that are none, largest magnitudes without room or with too much of it, a scale that is not finite.
+    /// type or length, boundaries and pages that are none, scales of 8-bit floats that are not finite and above 0, largest magnitudes without room or with too much of it, a scale that is not finite.
     pub fn check(&self, problem: &Problem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem, errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v)].map(read);
@@ -258,7 +259,7 @@ impl HostBackward<'_> {
     ///
     /// # Errors
     /// Every wrong dtype, every buffer that is too short, a scale that is not finite, parameters and gradients that are missing,
-    /// unknown, doubled or of another type or length.
+    /// unknown, doubled or of another type or length, scales of 8-bit floats that are not finite and above 0.
     pub fn check(&self, problem: &BackwardProblem) -> Result<f32, SpecErrors> {
         let mut check = Check { problem: problem.forward(), errors: Vec::new(), lengths: Vec::new(), statistics: Vec::new() };
         let given = [(Operand::Q, &self.q), (Operand::K, &self.k), (Operand::V, &self.v), (Operand::O, &self.o), (Operand::DO, &self.d_o)];

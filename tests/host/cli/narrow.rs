@@ -72,6 +72,28 @@ fn numbers_of_8_bits_are_taken_as_they_are_and_for_no_other_type() {
 }
 
 #[test]
+fn a_scale_that_is_not_finite_and_above_zero_is_a_mistake_that_names_it() {
+    let folder = Folder::new();
+    let path = folder.path("in.safetensors");
+    let shape: &[usize] = &[1, 1, 2, 16];
+    let numbers = ["q", "k", "v", "do"].map(|name| (name, Dtype::F8_E4M3, shape, vec![0x38; 32]));
+    let forward = ["descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"];
+    let backward = ["descale_d_o", "descale_dp", "scale_dp", "scale_dq", "scale_dk", "scale_dv"];
+    for (scale, pass) in forward.map(|scale| (scale, "")).into_iter().chain(backward.map(|scale| (scale, "--backward"))) {
+        for value in [f32::NAN, 0.0, -1.0, f32::INFINITY] {
+            let mut tensors: Vec<(&str, Dtype, &[usize], Vec<u8>)> = numbers.clone().into();
+            tensors.push((scale, Dtype::F32, &[1], value.to_le_bytes().to_vec()));
+            std::fs::write(&path, file_of(&tensors)).unwrap();
+            let out = sdpa(words(&format!("run --input {path} --dtype f8e4m3 {pass} --check --executor cpu")));
+            let told = format!("{scale} {value}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
+            assert_eq!(code(&out), 2, "{told}");
+            let is_named = |error: &String| error.contains(&format!("--input: {scale}: is {value}; expected a finite number above 0"));
+            assert!(errors(&out).iter().any(is_named), "{told}");
+        }
+    }
+}
+
+#[test]
 fn blocks_have_scales_of_their_own() {
     for rest in
         ["--dtype f8e4m3 --o-dtype bf16 --mask causal", "--dtype f8e5m2 --layout bshd --score-mod softcap:20 --bias", "--dtype f8e4m3"]
