@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::SpecErrors;
 use crate::expr::{Declared, ParamKind, Type};
 use crate::fp8::Fp8Scale;
-use crate::operand::{Direction, Operand};
+use crate::operand::{Direction, Operand, Side};
 use crate::problem::{Problem, normalise, unplaced};
 use crate::score_mod::{self, Gradient, NoGradient};
 use crate::sink::SINK;
@@ -161,6 +161,7 @@ impl BackwardSpec {
         let gradient_dtype = check.narrow("gradient_dtype", self.gradient_dtype, dtype, &[DType::F16, DType::BF16]);
         let packed = forward.packed.is_some();
         let place = |tensor: TensorSpec| if packed { unplaced(tensor) } else { tensor };
+        let most = |side: Side| forward.packed.map(|packed| forward.most(&packed, side));
         for (name, tensor, like, operand) in pairs {
             let tensor = &place(*tensor);
             check.extents(name, tensor);
@@ -169,7 +170,7 @@ impl BackwardSpec {
                 check.equal(&format!("{name}.dims[{axis}]"), extent, &format!("{like}.dims[{axis}]"), want);
             }
             if name != "d_o" {
-                check.output(name, tensor, packed);
+                check.output(name, tensor, most(if like == "q" { Side::Queries } else { Side::Keys }));
             }
         }
         let [batch, heads_q, seq_q, _] = self.forward.q.dims;
@@ -204,10 +205,10 @@ impl BackwardSpec {
                     .collect(),
                 params,
                 forward,
-                d_o: normalise(place(self.d_o), packed),
-                dq: normalise(place(self.dq), packed),
-                dk: normalise(place(self.dk), packed),
-                dv: normalise(place(self.dv), packed),
+                d_o: normalise(place(self.d_o), most(Side::Queries)),
+                dq: normalise(place(self.dq), most(Side::Queries)),
+                dk: normalise(place(self.dk), most(Side::Keys)),
+                dv: normalise(place(self.dv), most(Side::Keys)),
                 deterministic: self.deterministic,
                 d_o_dtype,
                 gradient_dtype,
@@ -356,13 +357,13 @@ impl BackwardProblem {
     /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> BackwardProblem {
-        let packed = self.forward.packed().is_some();
+        let most = self.forward.most(operand.side());
         match operand {
             Operand::Q | Operand::K | Operand::V | Operand::O => self.forward = self.forward.densely(operand),
-            Operand::DO => self.d_o = normalise(self.d_o.densely(), packed),
-            Operand::DQ => self.dq = normalise(self.dq.densely(), packed),
-            Operand::DK => self.dk = normalise(self.dk.densely(), packed),
-            Operand::DV => self.dv = normalise(self.dv.densely(), packed),
+            Operand::DO => self.d_o = normalise(self.d_o.densely(), most),
+            Operand::DQ => self.dq = normalise(self.dq.densely(), most),
+            Operand::DK => self.dk = normalise(self.dk.densely(), most),
+            Operand::DV => self.dv = normalise(self.dv.densely(), most),
         }
         self
     }

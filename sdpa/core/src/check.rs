@@ -7,6 +7,7 @@ use crate::expr::{Declared, ExprErrors, ParamKind};
 use crate::mask::{Align, Mask, ends};
 use crate::operand::Side;
 use crate::packed::Packed;
+use crate::problem::tokens_apart;
 use crate::spec::{AttentionSpec, TensorSpec};
 
 /// Names that parameters may not have.
@@ -93,11 +94,12 @@ impl Check {
         }
     }
 
-    /// Two output elements must not share an address; two tokens of packed documents neither, be they of one document or not.
-    pub(crate) fn output(&mut self, name: &str, o: &TensorSpec, packed: bool) {
-        let mut o = *o;
-        if packed {
-            (o.dims[0], o.dims[2]) = (1, o.dims[2].max(2));
+    /// Two output elements must not share an address; two tokens of packed documents neither, be they of one document or not. `most`: how many tokens
+    /// such have at most.
+    pub(crate) fn output(&mut self, name: &str, o: &TensorSpec, most: Option<i64>) {
+        let mut o = TensorSpec { dims: tokens_apart(o.dims, most), ..*o };
+        if most.is_some() {
+            o.dims[0] = 1;
         }
         let mut axes: Vec<usize> = (0..4).filter(|&a| o.dims[a] > 1).collect();
         axes.sort_by_key(|&a| (o.strides[a], std::cmp::Reverse(a)));

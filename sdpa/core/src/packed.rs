@@ -74,6 +74,11 @@ impl Packed {
         names.into_iter().map(|name| Declared { name: name.to_owned(), kind, default: None }).collect()
     }
 
+    /// Tokens of a side that a call of so many documents, of this length at most, has at most; at least 1.
+    pub(crate) fn most(&self, side: Side, documents: i64, seq: i64) -> i64 {
+        self.total(side).unwrap_or_else(|| documents.saturating_mul(seq)).max(1)
+    }
+
     /// Tokens of a side that a call has at most, where this is said.
     pub fn total(&self, side: Side) -> Option<i64> {
         match side {
@@ -253,6 +258,35 @@ mod tests {
         }
         let one_number = TensorSpec { strides: [0; 4], ..TensorSpec::dense([3, 4, 9, 8], Layout::Bshd) };
         assert_eq!([tokens(&one_number, 0), tokens(&one_number, 1)], [0, i64::MAX]);
+    }
+
+    #[test]
+    fn one_token_in_all_overlaps_nothing() {
+        let shape = Shape { batch: 1, seq_q: 1, seq_kv: 1, ..shape() };
+        for total in [None, Some(1)] {
+            let packed = Packed { total_q: total, total_kv: total, ..Packed::default() };
+            let spec = |layout: Layout| {
+                let mut spec = AttentionSpec::packed(DType::F16, shape, packed);
+                for tensor in [&mut spec.q, &mut spec.k, &mut spec.v, &mut spec.o] {
+                    *tensor = TensorSpec { dims: tensor.dims, ..TensorSpec::dense([1, tensor.dims[1], 1, tensor.dims[3]], layout) };
+                }
+                spec.with_stats()
+            };
+            let [outermost, innermost] = [Layout::Bhsd, Layout::Bshd].map(|layout| spec(layout).validate().unwrap());
+            assert_eq!(outermost, innermost);
+            let tokens = Operand::FORWARD.map(|operand| {
+                let tensor = outermost.tensor(operand).unwrap();
+                tokens(tensor, (tensor.dims[1] * tensor.dims[3]) as u64)
+            });
+            assert_eq!(tokens, [1; 4]);
+            let backward = spec(Layout::Bhsd).backward().validate().unwrap();
+            assert_eq!(backward, spec(Layout::Bshd).backward().validate().unwrap());
+            // Of two tokens, heads would overlap.
+            let mut two = spec(Layout::Bhsd);
+            two.packed = Some(Packed::of(2));
+            let fields: Vec<String> = two.validate().unwrap_err().0.into_iter().map(|e| e.field).collect();
+            assert_eq!(fields, ["o.strides[1]"]);
+        }
     }
 
     #[test]

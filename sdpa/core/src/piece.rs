@@ -28,7 +28,7 @@ impl Piece {
     fn cut(&self, operand: Operand, tensor: &TensorSpec) -> TensorSpec {
         let rows = rows(self, operand);
         let [batch, heads, _, dim] = tensor.dims;
-        normalise(TensorSpec { dims: [batch, heads, rows.end - rows.start, dim], ..*tensor }, false)
+        normalise(TensorSpec { dims: [batch, heads, rows.end - rows.start, dim], ..*tensor }, None)
     }
 
     /// The same function of scores, of places in the whole. `None` where it reads a tensor of the caller's over queries or keys.

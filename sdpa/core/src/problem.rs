@@ -73,6 +73,7 @@ impl Problem {
         let o_dtype = check.narrow("o_dtype", spec.o_dtype, spec.dtype, &[DType::F16, DType::BF16]);
         // Where documents lie, boundaries say.
         let packs = |side: Side| spec.packed.is_some() && (side == Side::Queries || spec.paged.is_none());
+        let most = |operand: Operand| spec.packed.filter(|_| packs(operand.side())).map(|packed| spec.most(&packed, operand.side()));
         let given = [spec.q, spec.k, spec.v, spec.o];
         let tensors = Operand::FORWARD.map(|operand| {
             let tensor = given[operand as usize];
@@ -99,7 +100,7 @@ impl Problem {
         if heads_kv >= 1 && heads_q >= 1 && heads_q % heads_kv != 0 {
             check.fail("q.dims[1] (heads_q)", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
         }
-        check.output("o", &tensors[3], spec.packed.is_some());
+        check.output("o", &tensors[3], most(Operand::O));
         if let Some(packed) = &spec.packed {
             check.packed(packed, spec);
         }
@@ -153,7 +154,7 @@ impl Problem {
             dim_v,
             tensors: Operand::FORWARD.map(|operand| {
                 let tensor = tensors[operand as usize];
-                TensorSpec { dims: tensor.dims, ..normalise(lies(operand, tensor, paged), packs(operand.side())) }
+                TensorSpec { dims: tensor.dims, ..normalise(lies(operand, tensor, paged), most(operand)) }
             }),
             packed: spec.packed,
             paged: spec.paged,
@@ -338,12 +339,17 @@ impl Problem {
         2.0 * pairs * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64
     }
 
+    /// Tokens of a side that packed documents have at most; `None` of one that does not lie packed.
+    pub(crate) fn most(&self, side: Side) -> Option<i64> {
+        self.packed.filter(|_| self.packs(side)).map(|packed| packed.most(side, self.batch, self.seq(side)))
+    }
+
     /// Makes an operand [dense](TensorSpec::densely), for executors that copy it first.
     #[must_use]
     pub fn densely(mut self, operand: Operand) -> Problem {
-        let (packed, paged) = (self.packs(operand.side()), self.paged);
+        let (most, paged) = (self.most(operand.side()), self.paged);
         if let Some(tensor) = self.tensors.get_mut(operand as usize) {
-            *tensor = TensorSpec { dims: tensor.dims, ..normalise(lies(operand, *tensor, paged).densely(), packed) };
+            *tensor = TensorSpec { dims: tensor.dims, ..normalise(lies(operand, *tensor, paged).densely(), most) };
         }
         self
     }
@@ -361,13 +367,19 @@ pub(crate) fn unplaced(mut tensor: TensorSpec) -> TensorSpec {
     tensor
 }
 
-/// An axis of extent 1 is never stepped along: its stride is set to the extent of what lies inside it, so that
-/// tensors which differ only there are equal. Packed tokens are stepped along however long the longest document is.
-pub(crate) fn normalise(mut tensor: TensorSpec, packed: bool) -> TensorSpec {
-    let mut dims = tensor.dims;
-    if packed {
-        dims[2] = dims[2].max(2);
+/// Extents of which the third is more than 1 where an operand has several tokens: one of packed documents has `most` at most, however short these are.
+pub(crate) fn tokens_apart(mut dims: [i64; 4], most: Option<i64>) -> [i64; 4] {
+    if let Some(most) = most {
+        dims[2] = dims[2].max(2).min(most);
     }
+    dims
+}
+
+/// An axis of extent 1 is never stepped along: its stride is set to the extent of what lies inside it, so that
+/// tensors which differ only there are equal. Packed tokens are stepped along however long the longest document is, if there may be more than one:
+/// `most` of them.
+pub(crate) fn normalise(mut tensor: TensorSpec, most: Option<i64>) -> TensorSpec {
+    let dims = tokens_apart(tensor.dims, most);
     let mut order: Vec<usize> = (0..4).filter(|&a| dims[a] > 1).collect();
     order.sort_by_key(|&a| tensor.strides[a]);
     let span = order.last().map_or(dims[3], |&a| tensor.strides[a].saturating_mul(dims[a]));

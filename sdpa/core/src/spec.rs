@@ -4,6 +4,7 @@ use crate::dropout::Dropout;
 use crate::dtype::DType;
 use crate::error::SpecErrors;
 use crate::mask::Mask;
+use crate::operand::Side;
 use crate::packed::Packed;
 use crate::paged::Paged;
 use crate::problem::Problem;
@@ -186,6 +187,15 @@ pub struct AttentionSpec {
 }
 
 impl AttentionSpec {
+    /// Tokens of a side that packed documents have at most.
+    pub(crate) fn most(&self, packed: &Packed, side: Side) -> i64 {
+        let seq = match side {
+            Side::Queries => self.q.dims[2],
+            Side::Keys => self.k.dims[2],
+        };
+        packed.most(side, self.q.dims[0], seq)
+    }
+
     /// A specification over dense tensors, all in one order, with no mask and no stats.
     pub fn dense(dtype: DType, shape: Shape, layout: Layout) -> AttentionSpec {
         let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = shape;

@@ -22,6 +22,18 @@ fn random_documents_are_right_in_both_layouts_and_passes() {
     }
 }
 
+/// Heads are one token apart then, wherever tokens would be.
+#[test]
+fn one_token_in_all_is_right_in_both_layouts_and_passes() {
+    for (shape, boundaries) in [("1,2,2,1,1,16", "0,1"), ("2,2,1,1,1,16", "0,1,1"), ("2,2,1,1,1,16", "0,0,1")] {
+        for layout in ["bhsd", "bshd"] {
+            let line = format!("run --shape {shape} --cu-seqlens {boundaries} --layout {layout} --backward --check --json --executor cpu");
+            let out = sdpa(words(&line));
+            assert_eq!(code(&out), 0, "{line}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
+        }
+    }
+}
+
 #[test]
 fn documents_of_a_mask_are_told_what_packed_ones_would_cost() {
     let folder = Folder::new();
