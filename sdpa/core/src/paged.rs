@@ -193,8 +193,11 @@ fn table<'a>(declared: &[Declared], values: &[ParamValue<'a>]) -> Option<&'a [i3
     }
 }
 
-/// Keys that a batch entry has.
+/// Keys that a batch entry has; none where the masks keep no key at all, so that nothing of its pages is read.
 fn keys(problem: &Problem, declared: &[Declared], values: &[ParamValue<'_>], batch: usize) -> i64 {
+    if problem.region().is_empty(problem.seq_q(), problem.seq_kv()) {
+        return 0;
+    }
     let lengths = declared.iter().position(|p| problem.kept().seq_len_kv && p.name == SEQ_LEN_KV).and_then(|n| values.get(n));
     let length = lengths.filter(|lengths| batch < lengths.elements()).map(|lengths| lengths.get(batch) as i64);
     length.map_or(problem.seq_kv(), |length| length.clamp(0, problem.seq_kv()))
@@ -378,6 +381,20 @@ mod tests {
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told[0].starts_with("parameter page_table[0][1] is -1: between 0 and 6") && told[0].contains("5 keys"), "{told:?}");
         assert!(told[1].starts_with("parameter page_table[1][0] is 7"), "{told:?}");
+        // A mask that keeps no key leaves nothing to read, whether lengths are given with it or not.
+        for masks in
+            [&["padding", "1 > 2"][..], &["1 > 2"], &["causal & k > q"], &["tensor seq_len_kv[batch]: i32; k < seq_len_kv & q < q"]]
+        {
+            let mut empty = spec();
+            empty.masks = masks.iter().map(|mask| mask.parse().unwrap()).collect();
+            let empty = empty.validate().unwrap();
+            let given = [
+                Param { name: PAGE_TABLE, value: ParamValue::I32(&[-1; 9]) },
+                Param { name: SEQ_LEN_KV, value: ParamValue::I32(&[8, 0, 9]) },
+            ];
+            let given = &given[..1 + usize::from(empty.params().iter().any(|p| p.name == SEQ_LEN_KV))];
+            assert!(empty.pages(given).unwrap().is_some(), "{masks:?}");
+        }
         // Without lengths all keys are there.
         let whole = spec().validate().unwrap();
         let table = [0, 1, 2, 3, 4, 5, 6, 6, 9];

@@ -171,6 +171,20 @@ fn every_mistake_in_pages_is_told_with_the_others() {
     }
 }
 
+/// A mask that folds to false leaves nothing of the lengths in it, and no page is read.
+#[test]
+fn a_table_is_not_judged_where_no_key_is_kept() {
+    let folder = Folder::new();
+    let text = folder.path("table.txt");
+    std::fs::write(&text, "-1 -1 -1\n-1 9 -1\n").unwrap();
+    for mask in ["--mask padding --mask 1>2", "--mask padding&q<q", "--mask 1>2"] {
+        let line =
+            format!("run --shape 2,2,2,5,40,16 --paged 16 --pages 6 --page-table {text} {mask} --stats --check --json --executor cpu");
+        let out = sdpa(words(&line));
+        assert_eq!(code(&out), 0, "{mask}: {}{}", stdout(&out), String::from_utf8_lossy(&out.stderr));
+    }
+}
+
 #[test]
 fn a_paged_problem_is_inspected_and_read_from_toml() {
     let out = sdpa(words("inspect --stage problem --shape 3,4,2,7,9,16 --paged 4 --pages 20"));

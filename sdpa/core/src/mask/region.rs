@@ -61,6 +61,14 @@ impl Region {
         self
     }
 
+    /// True when no query of these extents attends to any key.
+    pub fn is_empty(&self, seq_q: i64, seq_kv: i64) -> bool {
+        let first = self.lower.map_or(1 - seq_q, |lower| (lower + 1).max(1 - seq_q));
+        let last = self.upper.map_or(seq_kv - 1, |upper| upper.min(seq_kv - 1));
+        // The earliest key of a band past the diagonal is that of query 0.
+        first > last || self.prefix.is_some_and(|prefix| first > 0 && first >= prefix)
+    }
+
     /// Whether query `q` attends to key `k`.
     pub fn keeps(&self, q: i64, k: i64) -> bool {
         self.lower.is_none_or(|l| k - q > l) && self.upper.is_none_or(|u| k - q <= u) && self.prefix.is_none_or(|n| k <= q || k < n)
@@ -83,6 +91,24 @@ impl Region {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_region_is_empty_exactly_where_it_keeps_no_pair() {
+        for (seq_q, seq_kv) in [(1, 1), (5, 7), (7, 5), (1, 9), (9, 1)] {
+            for bound in -10..10 {
+                for other in [None, Some(-3), Some(0), Some(2)] {
+                    for prefix in [None, Some(0), Some(3), Some(8)] {
+                        for region in
+                            [Region { lower: Some(bound), upper: other, prefix }, Region { lower: other, upper: Some(bound), prefix }]
+                        {
+                            let any = (0..seq_q).any(|q| (0..seq_kv).any(|k| region.keeps(q, k)));
+                            assert_eq!(region.is_empty(seq_q, seq_kv), !any, "{region:?} {seq_q} x {seq_kv}");
+                        }
+                    }
+                }
+            }
+        }
+    }
 
     #[test]
     fn ranges_of_keys_end_at_the_last_that_is_kept() {
