@@ -70,12 +70,16 @@ fn query_gradient_elsewhere(job: &Job) -> bool {
 /// Keys beyond which engines divide those of one query among blocks.
 const KEYS_IN_ONE_PART: i64 = 256;
 
+/// Thread blocks along the second and third dimension of a CUDA grid, at most.
+const GRID: i64 = 65_535;
+
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 22] = [
+const DECLINED: [Declined; 23] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
+    (Quirk::BackwardGrid, |j| [j.problem().batch(), j.problem().heads_q()].iter().any(|&extent| extent > GRID)),
     (Quirk::PaddingWithoutNumbers, is_padded),
     (Quirk::AttentionDisabled, |_| true),
     (Quirk::OpenWindowLong, |j| open_window(j) && j.problem().seq_kv() > 1024),
@@ -274,6 +278,21 @@ mod tests {
         assert!(check_scale(0.125).is_ok());
         for bad in [0.0, -0.0, -0.1, f32::NAN] {
             assert!(check_scale(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_backward_pass_over_more_batch_entries_than_a_grid_has_is_refused() {
+        for [batch, heads] in [[65_535, 2], [65_536, 2], [70_000, 1], [2, 65_536], [2, 65_535]] {
+            let shape = Shape { batch, heads_q: heads, heads_kv: heads, seq_q: 3, seq_kv: 3, dim_qk: 64, dim_v: 64 };
+            let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
+            let (forward, backward): (Job, Job) = (spec.validate().unwrap().into(), spec.backward().validate().unwrap().into());
+            for runtime in [v(19, 0), v(28, 0)] {
+                let told = reasons(&backward, runtime, 90, false);
+                let is_grid = |reason: &Reason| matches!(reason, Reason::KnownBad { what, .. } if what.contains("65,535"));
+                assert_eq!(told.iter().any(is_grid), batch.max(heads) > 65_535, "{batch} {heads}: {told:?}");
+                assert!(reasons(&forward, runtime, 90, false).is_empty(), "{batch} {heads}");
+            }
         }
     }
 

@@ -80,6 +80,11 @@ quirks! {
         so: "declined", versions: EVERY, sm: ANY, passes: Backward,
         source: "seen on an H200 under 9.19.0 and 9.28.0", test: "device limits",
     }
+    BackwardGrid {
+        what: "more than 65,535 batch entries or query heads exceed a dimension of the grid: the launch fails (`EXECUTION_FAILED_CUDA_DRIVER`)",
+        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H100 under 9.19.0 with 70,000 batch entries", test: "a_backward_pass_over_more_batch_entries_than_a_grid_has_is_refused",
+    }
     PaddingWithoutNumbers {
         what: "entries of a batch without queries or keys get no numbers, also where their lengths are guarded, before 9.19",
         so: "declined", versions: to(18, 99), sm: ANY, passes: Both,
