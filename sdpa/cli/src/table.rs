@@ -4,6 +4,9 @@
 #[derive(Debug, Default)]
 pub(crate) struct Table(Vec<Row>);
 
+/// Characters of a name that the other rows leave space for.
+const WIDEST: usize = 100;
+
 #[derive(Debug)]
 enum Row {
     Title(String),
@@ -28,8 +31,10 @@ impl Table {
     }
 
     pub(crate) fn render(&self) -> String {
-        let width = |row: &Row| if let Row::Pair(name, _) = row { name.chars().count() } else { 0 };
-        let width = self.0.iter().map(width).max().unwrap_or(0);
+        let letters = |name: &str| name.chars().count();
+        let width = |row: &Row| if let Row::Pair(name, _) = row { letters(name) } else { 0 };
+        // A longer name moves the value of its own row alone.
+        let width = self.0.iter().map(width).filter(|&width| width <= WIDEST).max().unwrap_or(0);
         let mut text = String::new();
         for row in &self.0 {
             let (name, value) = match row {
@@ -42,7 +47,8 @@ impl Table {
             };
             for (n, line) in value.lines().enumerate() {
                 let name = if n == 0 { name.as_str() } else { "" };
-                text.push_str(format!("{name:width$}  {line}").trim_end());
+                let gap = " ".repeat(width.saturating_sub(letters(name)));
+                text.push_str(format!("{name}{gap}  {line}").trim_end());
                 text.push('\n');
             }
         }
@@ -65,6 +71,9 @@ mod tests {
         table.row("a", "1\n2");
         table.rows("long", ["x".to_owned(), "y".to_owned()]);
         assert_eq!(table.render(), "a     1\n      2\nlong  x\n      y\n");
+        let name = "n".repeat(70_000);
+        table.row(&name, "2");
+        assert_eq!(table.render(), format!("a     1\n      2\nlong  x\n      y\n{name}  2\n"));
         assert_eq!((list::<&str>(&[]), list(&["q", "k"])), ("none".to_owned(), "q, k".to_owned()));
     }
 }
