@@ -36,7 +36,23 @@ use clap::Parser;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
+/// Blocks SIGXFSZ, which would end the process where a file reaches the limit on its size (`ulimit -f`) and leave a temporary file. The write fails
+/// with EFBIG then, as it does on a full disk. Threads that start later inherit this.
+#[cfg(unix)]
+fn block_file_size_signal() {
+    use nix::sys::signal::{SigSet, Signal};
+    let mut signals = SigSet::empty();
+    signals.add(Signal::SIGXFSZ);
+    // It fails on an unknown operation alone.
+    signals.thread_block().ok();
+}
+
+/// There is no such signal elsewhere.
+#[cfg(not(unix))]
+fn block_file_size_signal() {}
+
 fn main() -> ExitCode {
+    block_file_size_signal();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         // Whether JSON was asked for is not known any more when the arguments do not parse.

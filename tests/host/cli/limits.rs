@@ -43,6 +43,29 @@ fn what_does_not_end_is_not_read() {
     }
 }
 
+/// A limit on the size of files, as a quota is: the write fails, and nothing stays behind.
+#[test]
+fn a_file_past_the_limit_of_the_process_is_an_error_and_leaves_nothing() {
+    let folder = Folder::new();
+    let problems = folder.path("p.toml");
+    std::fs::write(&problems, "[[problem]]\nshape = [1, 2, 2, 8, 8, 64]\n").unwrap();
+    let names = folder.names();
+    let output = folder.path("out.safetensors");
+    let figure = folder.path("figure.svg");
+    for (words, about) in [
+        (&["run", "--shape", "1,2,2,100,100,64", "--executor", "cpu", "--output", &output][..], "out.safetensors"),
+        (&["show", "--mask", "causal", "--shape", "1,1,1,100,100,8", "--output", &figure], "figure.svg"),
+    ] {
+        let mut command = Command::new("sh");
+        command.args(["-c", "ulimit -f 1; exec \"$0\" \"$@\""]).arg(binary()).args(words);
+        let out = command.env_remove("RUST_LOG").output().unwrap();
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(4), "{words:?}: {out:?}");
+        assert!(said.contains("File too large") && said.contains(about), "{words:?}: {said}");
+        assert_eq!(folder.names(), names, "{words:?}");
+    }
+}
+
 #[test]
 fn files_that_are_too_large_are_not_read() {
     let folder = Folder::new();
