@@ -36,16 +36,31 @@ fn kernels_of_a_file_are_not_compiled() {
     assert_eq!(from_files(&second), [true]);
     // What is there stays as it is.
     assert_eq!(second.save(&path).unwrap(), 1);
-    assert!(KernelHead::is_of(&path));
+    assert!(KernelHead::is_of(&path).unwrap());
+    assert_eq!(second.without_kernels(), [None]);
 
     // A kernel that is damaged is compiled, and so is what is no machine code.
-    let mut bytes = std::fs::read(&path).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    let mut bytes = whole.clone();
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let third = executor().unwrap();
     third.attach(&path).unwrap();
     run(&third);
     assert_eq!(from_files(&third), [false]);
+    let empty = folder.path().join("empty");
+    planfile::add(&empty, &KernelHead { kernels: 1 }, []).unwrap();
+    third.attach(&empty).unwrap();
+    let [Some(damaged), Some(absent)] = &third.without_kernels()[..] else { panic!("{:?}", third.without_kernels()) };
+    assert!(damaged.contains("the checksum of its payload") && absent == "has no kernel for this", "{damaged}; {absent}");
+    // In front of its kernels nothing says what the file is of.
+    for at in [0, 9, 20, 70, 100] {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        let told = KernelHead::is_of(&path).unwrap_err().to_string();
+        assert!(!told.contains("cudnn") && executor().unwrap().attach(&path).unwrap_err().to_string() == told, "{at}: {told}");
+    }
 }
 
 #[test]
@@ -92,5 +107,6 @@ fn files_that_are_none_of_kernels_are_told() {
     let other = executor.attach(&newer).unwrap_err();
     assert_eq!(other.to_string(), "kernels: the file has keys of version 9, here is 1");
     assert!(matches!(executor.attach(&none), Err(KernelFileError::File(PlanFileError::Io { .. }))));
-    assert!(!KernelHead::is_of(&plans) && !KernelHead::is_of(&none) && executor.attached() == 0);
+    assert!(!KernelHead::is_of(&plans).unwrap() && executor.attached() == 0);
+    assert!(matches!(KernelHead::is_of(&none), Err(PlanFileError::Io { .. })));
 }

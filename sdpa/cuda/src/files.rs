@@ -18,9 +18,17 @@ pub struct KernelHead {
 }
 
 impl KernelHead {
-    /// Whether a file is one of kernels, as far as its begin tells.
-    pub fn is_of(path: impl AsRef<Path>) -> bool {
-        PlanFile::<KernelHead>::open(path).is_ok()
+    /// Whether a file is one of kernels, and not of cuDNN's plans: files of both begin alike, and their headers differ.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is damaged before its kernels: nothing says which of the two it is.
+    pub fn is_of(path: impl AsRef<Path>) -> Result<bool, PlanFileError> {
+        match PlanFile::<KernelHead>::open(path) {
+            Ok(_) => Ok(true),
+            // Its checksum holds, and its fields are those of another file.
+            Err(PlanFileError::Corrupt { what, .. }) if what == "header" => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -73,14 +81,26 @@ impl Files {
 
     /// The machine code of a key, out of the first file that has it.
     pub(crate) fn code(&self, key: &KernelKey, nvrtc: [i32; 2]) -> Option<Vec<u8>> {
-        let digest = digest(key, nvrtc);
-        self.open().iter().find_map(|file| match file.read(&digest) {
-            Ok(code) => code.filter(|code| code.starts_with(MAGIC)),
-            Err(error) => {
-                tracing::warn!(%error, kernel = key.label(), "a kernel of a file is not used; it is compiled");
+        self.open().iter().find_map(|file| match of_file(file, key, nvrtc) {
+            Ok(code) => Some(code),
+            Err(why) => {
+                tracing::debug!(%why, kernel = key.label(), "a file does not give a kernel");
                 None
             }
         })
+    }
+}
+
+/// The machine code of a key out of a file, or why there is none.
+fn of_file(file: &PlanFile<KernelHead>, key: &KernelKey, nvrtc: [i32; 2]) -> Result<Vec<u8>, String> {
+    match file.read(&digest(key, nvrtc)) {
+        Ok(Some(code)) if code.starts_with(MAGIC) => Ok(code),
+        Ok(Some(_)) => Err("has a kernel for this that is not used: it is no machine code".to_owned()),
+        Ok(None) => Err("has no kernel for this".to_owned()),
+        Err(error) => {
+            tracing::warn!(%error, kernel = key.label(), "a kernel of a file is not used; it is compiled");
+            Err(format!("has a kernel for this that is not used: {error}"))
+        }
     }
 }
 
@@ -149,6 +169,15 @@ impl CudaExecutor {
         let kernels = file.entries().len();
         self.files.0.write().unwrap_or_else(std::sync::PoisonError::into_inner).push(Arc::new(file));
         Ok(kernels)
+    }
+
+    /// Why each of the attached files lacks a kernel that was compiled, in their order: that it has no such kernel, or what is wrong with the one that it
+    /// has. `None` of a file that has every kernel of the cache, and of every file where each of these kernels is in one of them.
+    pub fn without_kernels(&self) -> Vec<Option<String>> {
+        let (files, nvrtc) = (self.files.open(), self.nvrtc().version());
+        let keys = self.kernels.values().into_iter().map(|(key, _)| key);
+        let compiled: Vec<KernelKey> = keys.filter(|key| !files.iter().any(|file| of_file(file, key, nvrtc).is_ok())).collect();
+        files.iter().map(|file| compiled.iter().find_map(|key| of_file(file, key, nvrtc).err())).collect()
     }
 
     /// How many files are attached.

@@ -185,6 +185,15 @@ fn kernels_are_compiled_into_files_of_their_own() {
         assert!(code(&out) == 2 && errors(&out)[0].contains("name another file"), "{:?}", errors(&out));
         assert_eq!(std::fs::read(&damaged).unwrap(), bytes);
     }
+    // A damaged header does not say whose file it is.
+    let mut flipped = before;
+    flipped[20] ^= 1;
+    std::fs::write(&damaged, &flipped).unwrap();
+    for executor in ["cuda", "cudnn", "auto"] {
+        let out = sdpa(words(&format!("run --shape 1,1,1,8,8,8 --executor {executor} --plans {damaged}")));
+        let told = format!("--plans {damaged}: {damaged} is damaged: the checksum of its header does not hold");
+        assert_eq!((code(&out), errors(&out)), (2, vec![told]), "{executor}");
+    }
 }
 
 #[test]

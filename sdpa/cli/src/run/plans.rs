@@ -69,7 +69,14 @@ impl Plans {
         let mut mistakes = Mistakes::default();
         for path in &self.files {
             let about = format!("--plans {}", path.display());
-            let of = if KernelHead::is_of(path) { ExecutorName::CUDA } else { ExecutorName::CUDNN };
+            let of = match KernelHead::is_of(path) {
+                Ok(true) => ExecutorName::CUDA,
+                Ok(false) => ExecutorName::CUDNN,
+                Err(e) => {
+                    mistakes.add(about, e);
+                    continue;
+                }
+            };
             if let Preference::Named(name) = preference
                 && name != of
             {
@@ -110,14 +117,24 @@ impl Plans {
 
     /// Where plans and kernels came from.
     pub(super) fn told(&self, dispatcher: &Dispatcher, executor: ExecutorName, request: &Request) -> Vec<PlanTold> {
+        let of_kernels = |path: &&PathBuf| KernelHead::is_of(path).is_ok_and(|is_of_kernels| is_of_kernels);
         if let (ExecutorName::CUDA, Ok(cuda)) = (executor, dispatcher.cuda()) {
-            return cuda.snapshots().iter().filter_map(PlanTold::last).filter(|told| told.pass == "cuda kernels").collect();
+            let files = self.files.iter().filter(of_kernels);
+            let why: Vec<String> =
+                files.zip(cuda.without_kernels()).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect();
+            let kernels = cuda.snapshots().iter().filter_map(PlanTold::last).filter(|told| told.pass == "cuda kernels").collect::<Vec<_>>();
+            // Of several kernels, some may be out of a file.
+            let told = |told: PlanTold| match why.is_empty() {
+                true => told,
+                false => PlanTold { from_file: false, why: Some(why.clone()), ..told },
+            };
+            return kernels.into_iter().map(told).collect();
         }
         let (ExecutorName::CUDNN, Ok(cudnn)) = (executor, dispatcher.cudnn()) else { return Vec::new() };
         let mut told: Vec<PlanTold> = cudnn.cache_trace().caches.iter().filter_map(PlanTold::last).collect();
         let backward = request.backward.as_ref().map(|backward| Job::from(backward.problem.clone()));
         let jobs: Vec<Job> = [Some(request.problem.clone().into()), backward].into_iter().flatten().collect();
-        let files: Vec<&PathBuf> = self.files.iter().filter(|path| !KernelHead::is_of(path)).collect();
+        let files: Vec<&PathBuf> = self.files.iter().filter(|path| !of_kernels(path)).collect();
         for plan in told.iter_mut().filter(|plan| !plan.from_file && !files.is_empty()) {
             let Some(job) = jobs.iter().find(|job| job.name() == plan.pass) else { continue };
             plan.why = Some(match cudnn.without_plan(job) {
