@@ -3,10 +3,13 @@
 use crate::job::Job;
 use sdpa_cache::{CacheKey, Difference, Fields, Query};
 use sdpa_core::backward::BackwardProblem;
-use sdpa_core::expr::ParamKind;
+use sdpa_core::expr::{Declared, ParamKind};
+use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
+use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::{Layout, TensorSpec};
-use sdpa_core::{DType, Operand, Statistic};
+use sdpa_core::{BlockScale, DROPOUT_OFFSET, DROPOUT_SEED, DType, Direction, Fp8Scale, Operand, SINK, Statistic};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does. Tensors are as they lie in memory.
 fn strides(tensor: &TensorSpec) -> String {
@@ -47,6 +50,54 @@ impl Query<Job> for JobQuery<'_> {
     }
 }
 
+/// An expression in a label: all of it, or where it is long its value without what is declared, and a hash of the text by which it is compared.
+fn short(text: &str, compared: &str) -> String {
+    const MOST: usize = 60;
+    if text.chars().count() <= MOST {
+        return text.to_owned();
+    }
+    let value = text.rsplit("; ").next().unwrap_or(text);
+    let cut: String = match value.chars().count() > MOST {
+        true => value.chars().take(MOST - 3).chain("...".chars()).collect(),
+        false => value.to_owned(),
+    };
+    let mut state = DefaultHasher::new();
+    compared.hash(&mut state);
+    format!("{cut} #{:08x}", state.finish() as u32)
+}
+
+/// What expressions declare, where their normal forms do not say it: a mask may declare a tensor that its normal form no longer reads, and masks of one
+/// normal form may declare in different orders.
+fn declared(p: &Problem) -> Option<String> {
+    let kept = p.kept();
+    let scores = p.score_mod().into_iter().flat_map(|trace| trace.params()).map(|p| p.name.as_str());
+    let lengths =
+        [(kept.seq_len_q, SEQ_LEN_Q), (kept.seq_len_kv, SEQ_LEN_KV)].into_iter().filter_map(|(is_read, name)| is_read.then_some(name));
+    let rest = kept.rest.iter().flat_map(|rest| rest.params()).map(|p| p.name.as_str());
+    let mut read: Vec<&str> = Vec::new();
+    for name in scores.chain(lengths).chain(rest) {
+        if !read.contains(&name) {
+            read.push(name);
+        }
+    }
+    let mut own: Vec<String> = p.boundaries().into_iter().map(|boundary| boundary.name).collect();
+    own.extend(p.paged().map(|_| PAGE_TABLE.to_owned()));
+    own.extend(p.sink().then(|| SINK.to_owned()));
+    own.extend(p.dropout().into_iter().flat_map(|_| [DROPOUT_SEED, DROPOUT_OFFSET]).map(str::to_owned));
+    if p.block_scaled() {
+        own.extend(BlockScale::ALL.map(|scale| scale.name().to_owned()));
+    } else if p.dtype().is_fp8() {
+        own.extend(Fp8Scale::of(Direction::Forward).iter().map(|scale| scale.name().to_owned()));
+    }
+    let all: Vec<&Declared> = p.params().iter().filter(|p| read.contains(&p.name.as_str()) || !own.contains(&p.name)).collect();
+    let text = |p: &&Declared| match p.kind {
+        ParamKind::Scalar => p.name.clone(),
+        ParamKind::Tensor { axes, dtype } => format!("{}[{axes}]: {dtype}", p.name),
+    };
+    let is_known = all.iter().map(|p| p.name.as_str()).eq(read);
+    (!is_known).then(|| all.iter().map(text).collect::<Vec<_>>().join(", "))
+}
+
 impl CacheKey for Job {
     fn label(&self) -> String {
         let p = self.problem();
@@ -57,7 +108,6 @@ impl CacheKey for Job {
             text.push_str(&format!(",{dim_v}"));
         }
         text.push(')');
-        let short = |text: String| if text.chars().count() > 60 { text.chars().take(57).chain("...".chars()).collect() } else { text };
         if p.block_scaled() {
             text.push_str(" block-scaled");
         }
@@ -74,10 +124,10 @@ impl CacheKey for Job {
             text.push_str(&format!(" paged by {}", paged.page_size));
         }
         if let Some(score_mod) = p.score_mod() {
-            text.push_str(&format!(" {}", short(score_mod.to_string())));
+            text.push_str(&format!(" {}", short(&score_mod.to_string(), &score_mod.without_defaults().to_string())));
         }
         if !p.kept().is_full() {
-            text.push_str(&format!(" {}", short(p.kept().to_string())));
+            text.push_str(&format!(" {}", short(&p.kept().to_string(), &p.kept().without_defaults().to_string())));
         }
         text
     }
@@ -111,15 +161,7 @@ impl CacheKey for Job {
         fields.push(("paged", paged.unwrap_or_else(|| "no".to_owned())));
         fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
         fields.push(("mask", p.kept().without_defaults().to_string()));
-        // Masks may declare tensors that their normal form no longer reads, and in another order.
-        let declared = p.params().iter().map(|p| match p.kind {
-            ParamKind::Scalar => p.name.clone(),
-            ParamKind::Tensor { axes, dtype } => format!("{}[{axes}]: {dtype}", p.name),
-        });
-        let declared: Vec<String> = declared.collect();
-        if !declared.is_empty() {
-            fields.push(("parameters", declared.join(", ")));
-        }
+        fields.extend(declared(p).map(|declared| ("parameters", declared)));
         fields.push(("sink", p.sink().to_string()));
         fields.push(("dropout", p.dropout().map_or_else(|| "none".to_owned(), |dropout| dropout.p().to_string())));
         fields.extend(Statistic::ALL.map(|statistic| (statistic.name(), p.computes(statistic).to_string())));
@@ -205,6 +247,29 @@ mod tests {
         assert_eq!(label(wide.validate().unwrap().into()), "forward f16 (1,2,1,5,7,8,16) causal");
         let capped = spec.score_mod("softcap:30".parse().unwrap());
         assert_eq!(label(capped.validate().unwrap().into()), "forward bf16 (1,2,1,5,7,8) scalar cap = 30.0; tanh(score / cap) * cap");
+    }
+
+    /// Reports tell keys apart by their labels.
+    #[test]
+    fn long_expressions_that_begin_alike_have_labels_of_their_own() {
+        let shape = Shape { batch: 2, heads_q: 2, heads_kv: 1, seq_q: 5, seq_kv: 7, dim_qk: 8, dim_v: 8 };
+        let label = |mask: &str| {
+            let job: Job = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(mask.parse().unwrap()).validate().unwrap().into();
+            job.label()
+        };
+        let padded = label("padding & causal");
+        assert!(padded.contains(" causal & q < seq_len_q & k < seq_len_kv #"), "{padded}");
+        let long = "q % 2 == 0 | k % 3 == 0 | (q + k) % 5 == 0 | (q + k) % 7 == 1 | (q - k) % 11 == ";
+        let labels = [padded, label("padding & window:inf,2"), label(&format!("{long}1")), label(&format!("{long}2"))];
+        for (n, one) in labels.iter().enumerate() {
+            assert!(labels[..n].iter().all(|other| other != one) && one.len() < 120, "{labels:?}");
+        }
+        let reach = |default: &str| {
+            label(&format!(
+                "scalar reach_of_every_query_in_its_own_tokens = {default}; f32(k - q) < reach_of_every_query_in_its_own_tokens"
+            ))
+        };
+        assert_eq!(reach("3.0"), reach("4.0"));
     }
 
     /// Two passes of one text are one key, or `explain` finds no difference between them.
