@@ -156,7 +156,7 @@ def attend(
     scalars: Any = ()
     if (score is not None and score.scalars) or (mask is not None and mask.scalars):
         scalars = [s.value for kept in (score, mask) if kept is not None for s in kept.scalars]
-    scale = way.scale if scale is None else float(scale)
+    scale = way.scale if scale is None else scale
     if way.mode != TRAIN:
         return way.run(query, key, value, sources, scalars, scale)
     made = _apply((way, scale, scalars), query, key, value, *sources)

@@ -18,7 +18,7 @@ from .errors import SpecError, UnsupportedError, one
 from .guards import kept
 from .masks import BlockMask, mask_of, read
 from .mods import Kept, MaskMod, ScoreMod, joined, named
-from .op import PLAIN, STATS, TRAIN, mistakes
+from .op import PLAIN, STATS, TRAIN, factor, mistakes
 
 try:
     from torch.nn.attention.flex_attention import AuxOutput
@@ -59,6 +59,8 @@ def flex_attention(
     """
     if executor is not None:
         named(executor)
+    if scale is not None and type(scale) is not float:
+        scale = factor(scale)
     if kernel_options and "kernel_options" not in _SAID:
         _SAID.add("kernel_options")
         warnings.warn("kernel_options are of Triton's kernels and are ignored; said once", stacklevel=2)
@@ -114,6 +116,8 @@ def attend(
     """Attention by score_mods and masks that were traced: the output, and stats where they were asked for."""
     if executor is not None:
         named(executor)
+    if scale is not None and type(scale) is not float:
+        scale = factor(scale)
     sources = () if score_mod is None else score_mod.sources
     made = None if is_compiling() else eager.attend(query, key, value, score_mod, sources, mask, scale, None, stats, sink, executor)
     return made if made is not None else _by_operator(query, key, value, score_mod, mask, scale, stats, sink, executor)
@@ -135,7 +139,7 @@ def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask:
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
     mode = TRAIN if train else STATS if stats else PLAIN
-    return torch.ops.sdpa.attention(query, key, value, params, [s.value for s in scalars], program, float(scale), mode, wrt)
+    return torch.ops.sdpa.attention(query, key, value, params, [s.value for s in scalars], program, scale, mode, wrt)
 
 
 def _no_transforms(*tensors: torch.Tensor) -> None:

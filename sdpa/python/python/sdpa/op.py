@@ -111,6 +111,16 @@ def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise SpecError(errors)
 
 
+def factor(scale: Any) -> float:
+    """A scale as a number. One that wants a gradient would lose it."""
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise one("scale", "a tensor that requires grad", "a number, which has no gradient: flex_attention(query * scale, ..., scale=1.0) has it")
+    try:
+        return float(scale)
+    except (TypeError, ValueError, RuntimeError):
+        raise one("scale", f"of type {type(scale).__name__}", "one number, or None for 1 / sqrt(dim)") from None
+
+
 def _mapped(name: str) -> str | None:
     """The file of a library that this process has loaded."""
     try:

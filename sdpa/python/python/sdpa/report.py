@@ -38,6 +38,8 @@ def explain(
     GPU the plans are built, and nothing is run."""
     if executor is not None:
         named(executor)
+    if scale is not None:
+        op.factor(scale)
     query, key, value = _autocast(query, key, value)
     op.mistakes(query, key, value)
     _shapes(query, key, value, enable_gqa)

@@ -145,7 +145,18 @@ class Scalar(Operators):
         if not name.isidentifier() or len(name) > 64:
             raise one("scalar", repr(name), "a name of letters, digits and _, at most 64")
         self.name = name
-        self.value = float(value)
+        self.value = value
+
+    @property
+    def value(self) -> float:
+        """The number that calls read."""
+        return self._value
+
+    @value.setter
+    def value(self, value: float) -> None:
+        if getattr(value, "requires_grad", False):
+            raise one(f"scalar {self.name}", "a tensor that requires grad", "a number, which has no gradient: capture the tensor itself, or pass `.item()`")
+        self._value = float(value)
 
     def __repr__(self) -> str:
         return f"scalar({self.name!r}, {self.value!r})"
