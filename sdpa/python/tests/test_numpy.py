@@ -100,7 +100,7 @@ def test_bad_input_is_told_at_once():
     with pytest.raises(SpecError, match="heads"):
         attention(q, np.repeat(k, 3, 1)[:, :3], np.repeat(v, 3, 1)[:, :3])
     with pytest.raises(SpecError, match="at least 37 along q"):
-        attention(q, k, v, ScoreMod(lambda s, b, h, i, j: s + array(np.zeros(36))[i]))
+        attention(q, k, v, ScoreMod(lambda s, b, h, i, j: s + array(np.zeros(36, np.float32))[i]))
     with pytest.raises(SpecError, match="tables are not bound from Python"):
         ScoreMod.from_text("relative-bias:4,9", rel=np.zeros((4, 19), np.float32))
     with pytest.raises(SpecError, match="attn_scale"):

@@ -93,7 +93,7 @@ def test_what_a_function_reads_may_change(traces):
         yield
         slopes.mul_(-1)
         yield
-        slopes.data = slopes.data.double()
+        slopes.data = slopes.data.half()
         yield
         slopes = torch.rand(7)
         yield
@@ -114,7 +114,7 @@ def test_what_a_function_reads_may_change(traces):
 
     for n, _ in enumerate(changes()):
         q, k, v = operands()
-        scaled = lambda s, b, h, i, j: (inner(s * FACTOR) + slopes[h] * (j - i) * (j + shift) + s * settings["by"] * torch.as_tensor(values)[h] + torch.tanh(s / cap.value) * model.cap)  # noqa: E731, B023
+        scaled = lambda s, b, h, i, j: (inner(s * FACTOR) + slopes.float()[h] * (j - i) * (j + shift) + s * settings["by"] * torch.as_tensor(values)[h] + torch.tanh(s / cap.value) * model.cap)  # noqa: E731, B023
         close(flex_attention(q, k, v, mod), attention(q, k, v, scaled)[0], f"after change {n}")
     FACTOR = 2.0
     # Once more for each, but for another tensor of the type, its values, those of NumPy's array, and the scalar's.
@@ -288,7 +288,7 @@ def test_as_many_kinds_of_calls_are_kept_as_are_used():
 
 def test_tensors_are_looked_at_by_attributes_as_by_the_exchange(monkeypatch):
     """Of a PyTorch before 2.10."""
-    slopes, sink = torch.rand(4).double().requires_grad_(), torch.rand(4, requires_grad=True)
+    slopes, sink = torch.rand(4).half().requires_grad_(), torch.rand(4, requires_grad=True)
     sparse, half = torch.eye(9).to_sparse(), torch.randn(2, 4, 9, 8).half()
     mod, given = lambda s, b, h, i, j: s + slopes[h] * (j - i), operands(True)  # noqa: E731
     wrt, results = [*given, slopes], []

@@ -79,8 +79,8 @@ def test_captured_tensors_have_gradients():
     check(operands(), lambda s, b, h, q, k: s + turned[k, h, q], None, [turned])
     long, number = torch.randn(60, 99, requires_grad=True), torch.tensor(0.7, requires_grad=True)
     check(operands(), lambda s, b, h, q, k: s * number + long[q, k] + long[3, k], None, [long, number])
-    double = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    check(operands(), lambda s, b, h, q, k: s * torch.sigmoid(double[b, h]), None, [double])
+    gate = torch.randn(2, 4, requires_grad=True)
+    check(operands(), lambda s, b, h, q, k: s * torch.sigmoid(gate[b, h]), None, [gate])
     half = torch.randn(37, 53, dtype=torch.bfloat16, requires_grad=True)
     check(operands(), lambda s, b, h, q, k: s + half[q, k], None, [half], tolerance=2e-3)
 

@@ -9,6 +9,7 @@ import pytest
 import sdpa
 from sdpa import MaskMod, ScoreMod, SpecError, TracingError, array, scalar
 from sdpa.numpy import attention
+from sdpa.table import rounded
 
 
 def modified(mod, score, at, extents=(2, 3, 11, 13)):
@@ -43,6 +44,8 @@ def check(fn, scores=(-3.5, -0.25, 0.0, 1.75), wanted=None, places=24):
         lambda s, b, h, q, k: s + (q - 5) % (k - 20),
         lambda s, b, h, q, k: s + 7 // (k - 20) + 7 % (q - 30),
         lambda s, b, h, q, k: s // 0.75,
+        lambda s, b, h, q, k: (s * 0 + 1.0) // 0.1 + (s * 0 - 1.0) // 0.1,
+        lambda s, b, h, q, k: s + (q - 7) ** 2.0 / 3 + (q - 7) ** 2 // 3,
         lambda s, b, h, q, k: s % 0.75,
         lambda s, b, h, q, k: s % -0.75,
         lambda s, b, h, q, k: s + (q - k) / 4,
@@ -78,14 +81,14 @@ def test_equal_values_are_written_once_and_equal_functions_alike():
 
 def test_arrays_are_declared_by_the_places_that_they_are_read_at():
     rng = np.random.default_rng(3)
-    slopes, bias, kind = rng.random(3), rng.random((3, 11, 13), np.float32), rng.integers(0, 2, (2, 13))
+    slopes, bias, kind = rng.random(3, np.float32), rng.random((3, 11, 13), np.float32), rng.integers(0, 2, (2, 13))
     mod = ScoreMod(lambda s, b, h, q, k: s + array(slopes)[h] * (k - q) + array(bias)[h, q, k] + array(bias.transpose(2, 0, 1))[k][h, q] + array(kind)[b, k])
     assert [(t.axes, t.dtype) for t in mod.tensors][:2] == [(("head",), "f32"), (("head", "q", "k"), "f32")]
     check(mod, wanted=lambda s, b, h, q, k: s + slopes[h] * (k - q) + 2 * bias[h, q, k] + kind[b, k])
     one = ScoreMod(lambda s, b, h, q, k: s + array(bias)[1, q, -1])
     assert [t.axes for t in one.tensors] == [("q",)]
     check(one, wanted=lambda s, b, h, q, k: s + bias[1, q, -1])
-    long = rng.random(30)
+    long = rng.random(30, np.float32)
     shifted = lambda s, b, h, q, k: s + array(long)[q + 5] + array(long)[2 + k + 3 - 1]  # noqa: E731
     check(shifted, wanted=lambda s, b, h, q, k: s + long[q + 5] + long[k + 4])
 
@@ -110,6 +113,72 @@ def test_text_takes_the_place_of_a_function():
         ScoreMod.from_text("softcap:30", slope=3.0)
     with pytest.raises(SpecError, match="score_mod is score \\+"):
         ScoreMod.from_text("score +")
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64])
+def test_integers_have_the_width_of_their_array(dtype):
+    ends = [np.iinfo(dtype).min, np.iinfo(dtype).max] if dtype != np.int64 else [-40000, 40000]
+    x = np.array([*ends, ends[1] - 1, 0, 1, 2, 3, 100, 7, 5, 90], dtype)
+    y = np.array([*ends, ends[1] - 1, 1, 2, 3, 4, 100, 7, 11, 90, 33, 1], dtype)
+    for fn in (lambda x, y: x + y, lambda x, y: x - y, lambda x, y: x * y, lambda x, y: (x + y) % 7, lambda x, y: -x, lambda x, y: abs(x) // 3, lambda x, y: x < y):
+        mod = ScoreMod(lambda s, b, h, q, k: s + fn(array(x)[q], array(y)[k]))  # noqa: B023
+        check(mod, wanted=lambda s, b, h, q, k: s + float(fn(x[q : q + 1], y[k : k + 1])[0]), places=40)  # noqa: B023
+
+
+def test_int64_that_an_i32_does_not_hold_is_refused():
+    ids = np.array([7, 7 + 2**32] + [0] * 11)
+    zeros = np.zeros((1, 1, 13, 1), np.float32)
+    with pytest.raises(SpecError, match="int64 tensor of elements from 0 to 4294967303"):
+        attention(zeros, zeros, zeros, mask=MaskMod(lambda b, h, q, k: array(ids)[q] == array(ids)[k]))
+    squares = MaskMod(lambda b, h, q, k: (q * k) % 2 == 0)
+    squares.check((1, 1, 40000, 50000), (), lambda _: None)
+    with pytest.raises(TracingError, match="from 0 to 2499900001") as told:
+        squares.check((1, 1, 50000, 50000), (), lambda _: None)
+    assert "q * k" in told.value.where
+    # Documents of small numbers are multiplied as they are.
+    ids[1] = 8
+    product = ScoreMod(lambda s, b, h, q, k: s + array(ids)[q] * array(ids)[k])
+    check(product, wanted=lambda s, b, h, q, k: s + ids[q] * ids[k])
+    ids[:] = 50000
+    with pytest.raises(TracingError, match="an int64 may be"):
+        modified(product, 1.0, (0, 0, 0, 0))
+
+
+def test_what_is_known_of_one_value_is_not_taken_for_another_of_its_text():
+    def mod(s, b, h, q, k):
+        down = (q - k).div(4, rounding_mode="trunc")
+        return s + (q - k) // 4 * 10 + down % 3 + (q - k).div(4, rounding_mode="trunc") // 2 * 100
+
+    cut = lambda q, k: math.trunc((q - k) / 4)  # noqa: E731
+    check(mod, wanted=lambda s, b, h, q, k: s + (q - k) // 4 * 10 + cut(q, k) % 3 + cut(q, k) // 2 * 100)
+    # A product of int32 wraps, and is no longer known to be positive.
+    wraps = lambda s, b, h, q, k: s + ((q.int() + 1) * 1000000007 * (k.int() + 2)) % 5  # noqa: E731
+    check(wraps, wanted=lambda s, b, h, q, k: s + (((q + 1) * 1000000007 * (k + 2) + 2**31) % 2**32 - 2**31) % 5)
+
+
+def test_nan_goes_through_extremes():
+    x = np.array([1.0, np.nan, -2.0, 0.0, np.nan, 3.0, 1.0, 0.5, np.nan, 2.0, 9.0], np.float32)
+    for fn, wanted in (
+        (lambda s, x: s.maximum(x), np.maximum), (lambda s, x: s.minimum(x), np.minimum), (lambda s, x: s.clamp(x), np.maximum), (lambda s, x: s.fmax(x), np.fmax),
+        (lambda s, x: x.relu() + s, lambda s, x: np.maximum(x, 0) + s), (lambda s, x: x.clamp(-1.0, 1.0) + s, lambda s, x: np.clip(x, -1, 1) + s),
+    ):  # fmt: skip
+        check(lambda s, b, h, q, k: fn(s, array(x)[q]), wanted=lambda s, b, h, q, k: float(wanted(np.float32(s), x[q])))  # noqa: B023
+
+
+def test_functions_near_0_keep_their_digits():
+    for name, wanted in (("expm1", math.expm1), ("log1p", math.log1p), ("sigmoid", lambda x: 1 / (1 + math.exp(-x)))):
+        for score in (1e-8, -1e-8, 3e-5, -3e-5, 0.25, -0.75, 20.0, -0.999, *([-30.0] if name != "log1p" else [])):
+            made = modified(ScoreMod(lambda s, *_: getattr(s, name)()), score, (0, 0, 0, 0))  # noqa: B023
+            assert made == pytest.approx(wanted(float(np.float32(score))), rel=1e-6), f"{name} of {score}"
+
+
+def test_constants_are_rounded_once():
+    rng = random.Random(5)
+    numbers = [1 + 2.0**-24, 1 + 3 * 2.0**-24, 2.0**-149 * 1.5, 2.0**-150, 3e-46, 1e-42, 0.1, -0.1, 16777217, 3.4028234663852886e38]
+    for x in [*numbers, *[rng.uniform(-1, 1) * 10.0 ** rng.randint(-44, 38) for _ in range(200)]]:
+        near = rounded(float(x))
+        assert near == float(np.float32(x)), x
+        assert modified(ScoreMod(lambda s, *_: s * 0 + x), 1.0, (0, 0, 0, 0)) == near  # noqa: B023
 
 
 def kept(mask, extents=(2, 3, 11, 13)):
@@ -172,6 +241,10 @@ def _branch(s, b, h, q, k):
         (lambda s, b, h, q, k: s + array(np.zeros(9, np.complex64))[q], "complex64", "convert"),
         (lambda s, b, h, q, k: (q > k) + (q > 2), "truth values", "&"),
         (lambda s, b, h, q, k: q & 1, "bit by bit", "% 2"),
+        (lambda s, b, h, q, k: s + (q ^ k), "bit by bit", "compare"),
+        (lambda s, b, h, q, k: s.softmax(), "softmax", "there are"),
+        (lambda s, b, h, q, k: np.tanh(s), "NumPy's `tanh`", r"x\.tanh"),
+        (lambda s, b, h, q, k: s + array(np.zeros(9))[q], "float64", "convert"),
         (lambda s, b, h, q, k: ~q, "of a number", "compare"),
         (lambda s, b, h, q, k: q**k, "power", "float"),
         (lambda s, b, h, q, k: q + 2**31, "past an i32", "float"),

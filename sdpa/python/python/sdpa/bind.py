@@ -2,14 +2,75 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from .errors import one
-from .tracing import Parameter
+from .tracing import HELD, Parameter
+
+_I32 = (-(2**31), 2**31 - 1)
+# By the identity of a tensor: the tensor, its version, and its least and greatest element.
+_SPANS: dict[int, tuple] = {}
 
 
-def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any) -> Any:
-    """The tensor of a parameter in a call over these extents (batch, heads, queries, keys), by operations that have gradients."""
+def span(tensor: Any) -> tuple[int, int] | None:
+    """The least and the greatest element of a tensor of integers, read once for each version of it; none where a compiler has no values yet."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        tensor = torch.as_tensor(tensor)
+    if not tensor.numel():
+        return (0, 0)
+    try:
+        version = (tensor._version, tensor.data_ptr())
+    except RuntimeError:  # inference tensors count no versions, and those of compilers have no memory
+        version = None
+    there = _SPANS.get(id(tensor))
+    if there is not None and there[0]() is tensor and there[1] == version and version is not None:
+        return there[2]
+    if not _readable(tensor):
+        return None
+    least, greatest = torch.aminmax(tensor.detach())
+    made = int(least), int(greatest)
+    if version is not None:
+        number = id(tensor)
+        _SPANS[number] = weakref.ref(tensor, lambda _: _SPANS.pop(number, None)), version, made
+    return made
+
+
+def _readable(tensor: Any) -> bool:
+    """True where the elements may be read now."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        rule = "a tensor that was read before: convert it to int32 before, or call once before the graph is captured"
+        raise one("a captured int64 tensor", "not read yet, while a CUDA graph is captured", rule)
+    return True
+
+
+def narrowed(tensor: Any, name: str) -> Any:
+    """A tensor of int64 as int32, once its elements are known to fit."""
+    import torch
+
+    if tensor.dtype != torch.int64:
+        return tensor
+    outside(name, span(tensor))
+    return tensor.to(torch.int32)
+
+
+def outside(name: str, known: tuple[int, int] | None) -> None:
+    """Refuses int64 elements that an i32 does not hold."""
+    if known is not None and not (_I32[0] <= known[0] and known[1] <= _I32[1]):
+        rule = "within 32 bits: number equal ids alike, `torch.unique(ids, return_inverse=True)[1]`, or subtract the least"
+        raise one(name, f"an int64 tensor of elements from {known[0]} to {known[1]}", rule)
+
+
+def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any, later: bool = False) -> Any:
+    """The tensor of a parameter in a call over these extents (batch, heads, queries, keys), by operations that have gradients. `later`: the operator
+    looks at int64 and narrows it."""
     import torch
 
     tensor = parameter.source
@@ -33,6 +94,15 @@ def bound(parameter: Parameter, extents: tuple[int, int, int, int], device: Any)
         if tensor.shape[dim] != need:
             tensor = tensor.narrow(dim, start, need)
     dtype = _DTYPES(torch)[parameter.dtype]
+    if str(tensor.dtype).rsplit(".", 1)[-1] not in HELD[parameter.dtype]:
+        raise one(f"parameter {parameter.name}", f"of {tensor.dtype}", f"{parameter.dtype}, as it is declared: convert it before")
+    if tensor.dtype == torch.int64 and dtype == torch.int32:
+        if later:
+            return tensor.contiguous()
+        # The whole tensor is the same one at each call; the part that is read counts only if the whole does not fit.
+        whole = span(parameter.source)
+        if whole is not None and not (_I32[0] <= whole[0] and whole[1] <= _I32[1]):
+            outside(f"parameter {parameter.name}", span(tensor))
     if tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     return tensor.contiguous()

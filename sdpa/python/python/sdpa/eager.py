@@ -14,7 +14,7 @@ from torch import are_deterministic_algorithms_enabled, empty_strided, get_num_t
 from torch.autograd import forward_ad
 
 from . import op
-from .bind import bound
+from .bind import bound, span
 from .exchange import EXCHANGE
 from .masks import BlockMask, mask_of
 from .mods import Kept, joined
@@ -151,6 +151,10 @@ def attend(
         _WAYS[kind] = way
     if way is _OPERATOR:
         return None
+    if score is not None and score.ranges is not None:
+        score.check(way.extents, sources[: len(score.tensors)], span)
+    if mask is not None and mask.ranges is not None:
+        mask.check(way.extents, mask.sources, span)
     if way.reads:
         sources = way.read(score, mask, sources)
     scalars: Any = ()

@@ -38,8 +38,8 @@ class EnvironmentError(RuntimeError):  # noqa: A001 - the name says what failed
 class TracingError(TypeError):
     """A score_mod or mask_mod does what has no counterpart in the language: where, and what to do instead."""
 
-    def __init__(self, what: str, instead: str):
-        self.what, self.instead, self.where = what, instead, _where()
+    def __init__(self, what: str, instead: str, where: str | None = None):
+        self.what, self.instead, self.where = what, instead, source_line() if where is None else where
         at = f"{self.where}: " if self.where else ""
         super().__init__(f"{at}{what}; {instead}")
 
@@ -59,7 +59,7 @@ def one(field: str, value: object, rule: str) -> SpecError:
     return SpecError([(field, str(value), rule)])
 
 
-def _where() -> str:
+def source_line() -> str:
     """The line of the user's that is being run: the innermost that is neither ours nor of PyTorch or NumPy."""
     import linecache
 

@@ -11,8 +11,8 @@ from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import eager
-from .bind import bound
+from . import eager, table
+from .bind import bound, span
 from .eager import autocast
 from .errors import SpecError, UnsupportedError, one
 from .guards import kept
@@ -29,6 +29,9 @@ except ImportError:  # of a PyTorch that has no such results
         lse: Any = None
         max_scores: Any = None
 
+
+# The compiler follows this without a look for PyTorch in the modules.
+table.compiling = is_compiling
 
 _SAID: set[str] = set()
 _MASKS = (BlockMask, MaskMod)
@@ -126,7 +129,10 @@ def attend(
 def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask: Kept | None, scale: float | None, stats: bool, sink: Any, executor: str | None) -> tuple:
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     program, tensors, scalars = joined(score_mod, mask, sink is not None, torch.are_deterministic_algorithms_enabled(), executor)
-    params = [bound(t, extents, query.device) for t in tensors] + ([sink] if sink is not None else [])
+    params = [bound(t, extents, query.device, later=True) for t in tensors] + ([sink] if sink is not None else [])
+    for traced in (score_mod, mask):
+        if traced is not None and traced.ranges is not None:
+            traced.check(extents, traced.sources, span)
     wrt: list[int] = []
     train = False
     if not is_compiling():

@@ -7,7 +7,8 @@ from typing import Any, Callable
 
 from . import tracing
 from ._native import Program
-from .errors import one
+from .dtypes import Ranges
+from .errors import TracingError, one
 from .tracing import Parameter, Scalar
 
 _PROGRAMS: dict[str, Program] = {}
@@ -34,10 +35,11 @@ class Kept:
         if not callable(fn):
             raise one(self.kind, type(fn).__name__, f"a function, or {type(self).__name__}.from_text(...)")
         self.fn = fn
-        self._set(*_parts(tracing.trace(fn, self._prefix, self._with_score)))
+        traced = tracing.trace(fn, self._prefix, self._with_score)
+        self._set(traced.text, traced.tensors, traced.scalars, traced.ranges)
 
-    def _set(self, text: str, tensors: tuple, scalars: tuple) -> None:
-        self.text, self.tensors, self.scalars = text, tensors, scalars
+    def _set(self, text: str, tensors: tuple, scalars: tuple, ranges: Ranges | None = None) -> None:
+        self.text, self.tensors, self.scalars, self.ranges = text, tensors, scalars, ranges
         # A part of the program's text. What was traced has no character that needs more than this.
         plain = self.fn is not None
         self.quoted = '"' + text.replace("\n", " ") + '"' if plain else json.dumps(text)
@@ -52,9 +54,19 @@ class Kept:
     def over(self, sources: tuple) -> Any:
         """The same over other tensors, one for each parameter, and without the function."""
         made = type(self).__new__(type(self))
-        made.fn, made.text, made.quoted, made.known, made.scalars = None, self.text, self.quoted, self.known, self.scalars
+        made.fn, made.text, made.quoted, made.known, made.scalars, made.ranges = None, self.text, self.quoted, self.known, self.scalars, self.ranges
         made.tensors = tuple([parameter.of(source) for parameter, source in zip(self.tensors, sources)])
         return made
+
+    def check(self, extents: tuple, sources: tuple, span: Callable[[Any], tuple[int, int] | None]) -> None:
+        """Refuses a call in which integers that are int64 in PyTorch may leave 32 bits. `span` has the least and the greatest element of a tensor, if known."""
+        found = None if self.ranges is None else self.ranges.check(extents, {t.name: x for t, x in zip(self.tensors, sources)}, span)
+        if found is not None:
+            step, (low, high) = found
+            raise TracingError(
+                f"an int64 may be from {low} to {high} with (batch, heads, queries, keys) = {tuple(extents)}: integers have 32 bits here",
+                "convert to floats before, `.float()`, or to int32 where wrapping is meant, `.int()`", step.where,
+            )  # fmt: skip
 
     @classmethod
     def from_text(cls, text: str, **values: Any):
@@ -93,10 +105,6 @@ class Kept:
         key = "score_mods" if self._with_score else "masks"
         mods, masks = Program(f'{{"{key}":[{self.quoted}]}}').texts()
         return (mods or masks)[0]
-
-
-def _parts(traced: tracing.Traced) -> tuple:
-    return traced.text, traced.tensors, traced.scalars
 
 
 class ScoreMod(Kept):

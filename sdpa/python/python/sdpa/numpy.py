@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from .bind import outside
 from .errors import SpecError, one
 from .mods import Kept, joined, program
-from .tracing import CONVERTED, DTYPES, Parameter
+from .tracing import DTYPES, HELD, Parameter
 
 _FLOATS = {"float32": "f32", "float16": "f16"}
 
@@ -23,7 +24,7 @@ def attention(q: Any, k: Any, v: Any, score_mod: Kept | None = None, mask: Kept 
     o = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
     stats = np.empty(q.shape[:3], np.float32)
     made = program(text).plan(None, _FLOATS[q.dtype.name], [_layout(x) for x in (q, k, v, o)], True, [])
-    params, kept = _params(tensors, q, k)
+    params, kept = _params(tensors, q, k, score_mod, mask)
     made.run([_at(x) for x in (q, k, v, o)], _at(stats), params, [s.value for s in scalars], [], _scale(scale, q), _threads(threads), 0, 0)
     del kept
     return o, stats
@@ -39,7 +40,7 @@ def attention_backward(
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (q, k, v))
     of_score = score_mod.tensors if score_mod is not None else ()
     wrt = [(t.name, t.dtype) for t in of_score if t.dtype in ("f32", "f16")]
-    params, kept = _params(tensors, q, k)
+    params, kept = _params(tensors, q, k, score_mod, mask)
     names = [t.name for t in tensors]
     sums = {name: np.empty(kept[names.index(name)].shape, np.float32 if dtype == "f32" else np.float16) for name, dtype in wrt}
     layouts = [_layout(x) for x in (q, k, v, o, d_o, dq, dk, dv)]
@@ -89,9 +90,18 @@ def _threads(threads: int) -> int:
     return threads or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def _params(tensors: tuple, q: np.ndarray, k: np.ndarray) -> tuple[list, list]:
+def _span(source: Any) -> tuple[int, int]:
+    """The least and the greatest element of an array of integers."""
+    x = _seen(source)
+    return (int(x.min()), int(x.max())) if x.size else (0, 0)
+
+
+def _params(tensors: tuple, q: np.ndarray, k: np.ndarray, *of: Kept | None) -> tuple[list, list]:
     """Addresses, element types and sizes of the tensors of a call, and what keeps them."""
     extents = (*q.shape[:3], k.shape[2])
+    for traced in of:
+        if traced is not None:
+            traced.check(extents, traced.sources, _span)
     kept = [_bound(t, extents) for t in tensors]
     return [(_at(x), t.dtype, x.size) for t, x in zip(tensors, kept)], kept
 
@@ -105,6 +115,8 @@ def _bound(parameter: Parameter, extents: tuple) -> np.ndarray:
             raise one(f"parameter {parameter.name}", f"of shape {np.shape(parameter.source)}", f"at least {end} along {axis}, as many as this call reads")
         x = x[(slice(None),) * dim + (slice(start, end),)]
     wanted = {ours: theirs for theirs, ours in DTYPES.items()}[parameter.dtype]
-    if x.dtype.name != wanted and x.dtype.name not in CONVERTED:
-        raise one(f"parameter {parameter.name}", f"of {x.dtype}", f"{parameter.dtype}, as it is declared")
+    if x.dtype.name not in HELD[parameter.dtype]:
+        raise one(f"parameter {parameter.name}", f"of {x.dtype}", f"{parameter.dtype}, as it is declared: convert it before")
+    if x.dtype.name == "int64":
+        outside(f"parameter {parameter.name}", _span(x))
     return np.ascontiguousarray(x, dtype=wanted)

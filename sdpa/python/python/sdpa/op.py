@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _native
+from .bind import narrowed
 from .errors import SpecError, UnsupportedError, one
 from .exchange import DTYPES
 from .mods import program as read
@@ -257,6 +258,7 @@ def backward_plan(tensors: tuple, params: list, program: str, wrt: list) -> tupl
 
 def _forward(q, k, v, params, scalars, program, scale, mode, wrt):
     mistakes(q, k, v)
+    params = [narrowed(t, f"params[{n}]") for n, t in enumerate(params)]
     _there(q, params)
     q, k, v = dense("query", q), dense("key", k), dense("value", v)
     o = _like(q, (q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
@@ -271,6 +273,7 @@ def _forward(q, k, v, params, scalars, program, scale, mode, wrt):
 def _backward(d_o, q, k, v, o, stats, params, scalars, program, scale, wrt):
     mistakes(q, k, v)
     out = (*q.shape[:3], v.shape[3])
+    params = [narrowed(t, f"params[{n}]") for n, t in enumerate(params)]
     _there(q, params, (("o", o, out, q.dtype), ("d_o", d_o, out, q.dtype), ("stats", stats, q.shape[:3], torch.float32)))
     q, k, v, o = dense("query", q), dense("key", k), dense("value", v), dense("output", o)
     if d_o.stride(-1) not in (0, 1) and d_o.shape[-1] > 1:

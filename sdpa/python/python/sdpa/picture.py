@@ -86,7 +86,7 @@ def _values(score_mod: Kept | None, mask: Kept | None, shape: tuple, batch: int,
     alone = MaskMod.from_text(_ALONE)
     if mask is not None:
         alone.text = _and(mask.text, alone.text)
-        alone.tensors, alone.scalars = mask.tensors, (*mask.scalars, *alone.scalars)
+        alone.tensors, alone.scalars, alone.ranges = mask.tensors, (*mask.scalars, *alone.scalars), mask.ranges
         import json
 
         alone.quoted = json.dumps(alone.text)

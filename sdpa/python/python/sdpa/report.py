@@ -11,7 +11,7 @@ import torch
 from . import _native, op
 from .errors import EnvironmentError, SpecError, UnsupportedError
 from .flex import _autocast, _shapes
-from .bind import bound
+from .bind import bound, span
 from .masks import mask_of
 from .mods import ScoreMod, joined, named, program
 
@@ -49,6 +49,9 @@ def explain(
     mask = mask_of(block_mask, extents)
     text, tensors, scalars = joined(score_mod, mask, deterministic=torch.are_deterministic_algorithms_enabled(), executor=executor)
     params = [bound(t, extents, query.device) for t in tensors]
+    for traced in (score_mod, mask):
+        if traced is not None:
+            traced.check(extents, traced.sources, span)
     mods, masks = program(text).texts()
     lines = [f"score_mod: {mods[0] if mods else 'none'}", f"mask: {masks[0] if masks else 'none'}"]
     lines += [f"parameter {t.name}: {t.dtype} over [{', '.join(t.axes)}], {tuple(p.shape)}" for t, p in zip(tensors, params)]

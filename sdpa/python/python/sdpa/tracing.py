@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from .errors import TracingError, one
-from .table import CURRENT, FUNCTIONS, Operators, constant, current, index
+from . import table
+from .dtypes import I32, KINDS, LIMITS, RULES, Ranges, Step, within
+from .errors import TracingError, one, source_line
+from .table import CURRENT, FUNCTIONS, Operators, called, constant, current, index
 
 AXES = ("batch", "head", "q", "k")
 
@@ -57,12 +59,12 @@ class Parameter:
 
 
 class Traced:
-    """What a function did: its text, the tensors and the scalars that it reads."""
+    """A traced function: its text, the tensors and the scalars that it reads, and the ranges that a call has to check."""
 
-    __slots__ = ("scalars", "tensors", "text")
+    __slots__ = ("ranges", "scalars", "tensors", "text")
 
-    def __init__(self, text: str, tensors: tuple, scalars: tuple):
-        self.text, self.tensors, self.scalars = text, tensors, scalars
+    def __init__(self, text: str, tensors: tuple, scalars: tuple, ranges: Ranges | None):
+        self.text, self.tensors, self.scalars, self.ranges = text, tensors, scalars, ranges
 
 
 class Trace:
@@ -71,22 +73,64 @@ class Trace:
     def __init__(self, prefix: str):
         self.prefix = prefix
         self.lines: list[str] = []
-        self.values: dict[str, Value] = {}
+        self.names: dict[str, str] = {}
         self.tensors: list[Parameter] = []
         self.scalars: dict[str, Scalar] = {}
+        self.steps: list[Step] = []
+        # Steps on int64 that may leave i32, as far as is known before a call.
+        self.unsure: list[int] = []
 
-    def literal(self, x: Any, kind: str) -> Value:
-        """A constant as a value."""
-        return Value(self, constant(x), kind, x is True or x is False or x >= 0)
+    def value(self, text: str, element: str, known: Any, rule: str, operands: tuple = (), smooth: bool = False, place: tuple[str, int] | None = None) -> Value:
+        """A value of a type of PyTorch's, and how its range follows."""
+        if element in LIMITS:
+            low, high = LIMITS[element]
+            if known is None or not within(known, element):
+                if element == "int64" and known is not None:
+                    self.unsure.append(len(self.steps))
+                    known = max(known[0], low), min(known[1], high)
+                else:
+                    known = low, high
+        elif known is not None and not (abs(known[0]) < 1e38 and abs(known[1]) < 1e38):
+            # Past an f32 there is infinity, and what is made of it may be NaN.
+            known = None
+        self.steps.append(Step(rule, operands, element, text))
+        if self.unsure and self.unsure[-1] == len(self.steps) - 1 and not table.compiling():
+            self.steps[-1].where = source_line()
+        return Value(self, text, element, known, len(self.steps) - 1, smooth, place)
 
-    def let(self, text: str, kind: str, positive: bool = False) -> Value:
-        """A value that is given a name, once for equal ones. `positive`: known not to be negative."""
-        there = self.values.get(text)
-        if there is None:
-            name = f"v{len(self.values)}"
+    def literal(self, x: Any) -> Value:
+        """A number of Python's as a value."""
+        known = None if x != x else (x, x)
+        return self.value(constant(x), table.of_number(x), known, "either", (known,))
+
+    def let(self, text: str) -> str:
+        """A name for a text, one for equal ones."""
+        name = self.names.get(text)
+        if name is None:
+            name = self.names[text] = f"v{len(self.names)}"
             self.lines.append(f"let {name} = {text};")
-            there = self.values[text] = Value(self, name, kind, positive)
-        return there
+        return name
+
+    def make(self, text: str, element: str, rule: str, *operands: Any, smooth: bool | None = None) -> Value:
+        """A value that is computed, and given a name. Its range follows from these operands by a rule of `RULES`."""
+        ranges: list[Any] = []
+        steps: list[Any] = []
+        flows = False
+        for x in operands:
+            if type(x) is Value:
+                ranges.append(x.range)
+                steps.append(x.number)
+                flows = flows or x.smooth
+            else:
+                ranges.append(None if x != x else (x, x))
+                steps.append(ranges[-1])
+        smooth = flows and KINDS[element] == "f32" if smooth is None else smooth
+        return self.value(self.let(text), element, RULES[rule](*ranges), rule, tuple(steps), smooth)
+
+    def same(self, x: Value, element: str) -> Value:
+        """A value under another type that holds it."""
+        place = x.place if element in ("int32", "int64") else None
+        return self.value(x.text, element, x.range, "either", (x.number,), x.smooth, place)
 
     def tensor(self, source: Any, picks: tuple, places: list[tuple[str, int]]) -> Value:
         """An element of a tensor at this place of these axes, each with what is added to it; they stand in the order of the tensor's."""
@@ -99,14 +143,29 @@ class Trace:
         if there is None:
             there = Parameter(f"{self.prefix}{len(self.tensors)}", source, picks, order, told, starts, dtype_of(source))
             self.tensors.append(there)
-        kind = {"i32": "i32", "bool": "bool"}.get(there.dtype, "f32")
-        return Value(self, there.name, kind)
+        element = _element_of(source)
+        return self.value(there.name, element, LIMITS.get(element), "tensor", (there.name,), KINDS[element] == "f32")
+
+    def extent(self, axis: str) -> Value:
+        """How many batch entries, heads, queries or keys there are."""
+        text = ("batches", "heads_q", "seq_q", "seq_kv")[AXES.index(axis)]
+        return self.value(text, "int64", (0, I32[1]), "extent", (AXES.index(axis),))
 
     def scalar(self, scalar: Scalar) -> Value:
         there = self.scalars.setdefault(scalar.name, scalar)
         if there is not scalar:
             raise TracingError(f"two scalars are named {scalar.name!r}", "name each once, and use the same object for both")
-        return Value(self, scalar.name, "f32")
+        return self.value(scalar.name, "float32", None, "scalar", (scalar,))
+
+    def forget(self, result: Value) -> None:
+        """Drops tensors that the result does not depend on: they have no gradient to ask for."""
+        if self.tensors:
+            live = _words(result.text)
+            for line in reversed(self.lines):
+                name, _, text = line[len("let ") :].partition(" = ")
+                if name in live:
+                    live |= _words(text)
+            self.tensors = [t for t in self.tensors if t.name in live]
 
     def text(self, result: Value) -> str:
         # Calls bring the values of scalars: the text is the same for all of them.
@@ -115,18 +174,31 @@ class Trace:
         return "\n".join([*declared, *self.lines, result.text])
 
 
+def _words(text: str) -> set[str]:
+    for sign in "();,-+!":
+        text = text.replace(sign, " ")
+    return set(text.split())
+
+
 class Value(Operators):
     """A value of a trace."""
 
-    __slots__ = ("kind", "place", "positive", "text", "trace")
+    __slots__ = ("element", "number", "place", "range", "smooth", "text", "trace")
 
-    def __init__(self, trace: Trace, text: str, kind: str, positive: bool = False, place: tuple[str, int] | None = None):
-        self.trace, self.text, self.kind, self.positive = trace, text, kind, positive
+    def __init__(self, trace: Trace, text: str, element: str, known: Any, number: int, smooth: bool, place: tuple[str, int] | None):
+        self.trace, self.text, self.element, self.range, self.number = trace, text, element, known, number
+        # True where a gradient may flow to it.
+        self.smooth = smooth
         # An axis and a constant that is added to it, where it is no more than that.
         self.place = place
 
     def __repr__(self) -> str:
-        return f"<traced {self.kind} {self.text}>"
+        return f"<traced {self.element} {self.text}>"
+
+    @property
+    def kind(self) -> str:
+        """The language's type."""
+        return KINDS[self.element]
 
     def lifted(self) -> Value:
         if getattr(CURRENT, "trace", None) is not self.trace:
@@ -136,6 +208,22 @@ class Value(Operators):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return applied(func, args, kwargs or {})
+
+
+def _in_place(name: str) -> Callable:
+    def method(self: Value, other: Any) -> Value:
+        """Every name of the value sees the change, as with PyTorch's operators."""
+        made = FUNCTIONS[name](self, other)
+        if made.element != self.element:
+            raise TracingError(f"`{name}` in place makes a {made.element} of a {self.element}", "write `x = x + y`")
+        self.text, self.range, self.number, self.smooth, self.place = made.text, made.range, made.number, made.smooth, made.place
+        return self
+
+    return method
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
+    setattr(Value, f"__i{_name}__", _in_place(_name))
 
 
 class Scalar(Operators):
@@ -197,29 +285,36 @@ def applied(func: Any, args: tuple, kwargs: dict) -> Any:
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
-    made = FUNCTIONS.get(name.strip("_"))
-    if made is None:
+    if name.endswith("_") and not name.endswith("__"):
+        raise TracingError(f"torch's `{name}` works in place", f"use torch.{name[:-1]} and its result")
+    if name.strip("_") not in FUNCTIONS:
         raise TracingError(f"torch's `{name}` has no counterpart", f"there are {', '.join(sorted(FUNCTIONS))}")
-    try:
-        return made(*args, **kwargs)
-    except TypeError as e:
-        if isinstance(e, TracingError):
-            raise
-        raise TracingError(f"torch's `{name}` with these arguments has no counterpart ({e})", "write it with operators") from None
+    if name == "where" and type(func).__name__ == "method_descriptor":
+        # As a method it has the condition second.
+        return table.Operators.where(*args, **kwargs)
+    return called(name.strip("_"), f"torch.{name}", args, kwargs)
 
 
 DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "bool": "bool"}
-# Read as another type: whole numbers of other widths, and doubles.
-CONVERTED = {"int64": "i32", "int16": "i32", "int8": "i32", "uint8": "i32", "uint16": "i32", "float64": "f32"}
+# Integers of other widths are read as i32: those of int64 are looked at first, and the others fit.
+CONVERTED = {"int64": "i32", "int16": "i32", "int8": "i32", "uint8": "i32"}
+# The types whose elements each declared type holds.
+HELD = {
+    "f32": ("float32", "float16", "bfloat16"), "f16": ("float16",), "bf16": ("bfloat16",), "i32": ("int32", *CONVERTED), "bool": ("bool",),
+}  # fmt: skip
+
+
+def _element_of(source: Any) -> str:
+    name = str(source.dtype).rsplit(".", 1)[-1]
+    if name not in KINDS:
+        raise TracingError(f"a tensor of {name} is read", f"convert it before to one of {', '.join(KINDS)}, by `.float()` for instance")
+    return name
 
 
 def dtype_of(source: Any) -> str:
     """The element type that a tensor is declared with."""
-    name = str(source.dtype).rsplit(".", 1)[-1]
-    known = DTYPES.get(name) or CONVERTED.get(name)
-    if known is None:
-        raise TracingError(f"a tensor of {name} is read", f"convert it to one of {', '.join([*DTYPES, *CONVERTED])}")
-    return known
+    name = _element_of(source)
+    return DTYPES.get(name) or CONVERTED[name]
 
 
 def trace(fn: Callable, prefix: str, with_score: bool) -> Traced:
@@ -227,13 +322,12 @@ def trace(fn: Callable, prefix: str, with_score: bool) -> Traced:
     trace = Trace(prefix)
     before, CURRENT.trace = getattr(CURRENT, "trace", None), trace
     try:
-        places = [Value(trace, axis, "i32", True, (axis, 0)) for axis in AXES]
-        score = [Value(trace, "score", "f32")] if with_score else []
+        places = [trace.value(axis, "int64", (0, I32[1]), "axis", (n,), place=(axis, 0)) for n, axis in enumerate(AXES)]
+        score = [trace.value("score", "float32", None, "anything", smooth=True)] if with_score else []
         result = fn(*score, *places)
         what = "a score_mod" if with_score else "a mask_mod"
         if isinstance(result, (bool, int, float)):
-            text = constant(bool(result) if not with_score else float(result))
-            result = Value(trace, text, "f32" if with_score else "bool")
+            result = trace.literal(float(result) if with_score else bool(result))
         if isinstance(result, Operators):
             result = result.lifted()
         else:
@@ -242,7 +336,9 @@ def trace(fn: Callable, prefix: str, with_score: bool) -> Traced:
             result = FUNCTIONS["float"](result).lifted()
         if not with_score and result.kind != "bool":
             raise TracingError(f"{what} returns a number", "return a truth value: compare with something")
-        return Traced(trace.text(result), tuple(trace.tensors), tuple(trace.scalars.values()))
+        trace.forget(result)
+        ranges = Ranges(trace.steps, trace.unsure) if trace.unsure else None
+        return Traced(trace.text(result), tuple(trace.tensors), tuple(trace.scalars.values()), ranges)
     finally:
         CURRENT.trace = before
 

@@ -109,7 +109,7 @@ def mask(
 @torch._dynamo.disable(reason="masks of transformers are traced by sdpa")
 def _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device) -> Mask:
     # Static caches count on in the tensor that they give, before a layer attends.
-    q_offset, kv_offset = (x.clone() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_offset))
+    q_offset, kv_offset = (x.clone().int() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_offset))
     padding = attention_mask
     if padding is not None:
         missing = kv_length + kv_offset - padding.shape[-1]
@@ -129,8 +129,11 @@ def _made(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, a
             # Said by extents, the text is the same at every step of decoding.
             if by_extents:
                 trace = current("a mask")
-                q = q + trace.let("seq_kv - seq_q", "i32")
-            elif isinstance(q_offset, torch.Tensor) or q_offset:
+                q = q + (trace.extent("k") - trace.extent("q"))
+            elif isinstance(q_offset, torch.Tensor):
+                # As int32, so that no call has to read the tensor to see that the sum fits.
+                q = q.int() + q_offset
+            elif q_offset:
                 q = q + q_offset
             k = k + kv_offset if kv_offset else k
             kept = mask_function(b, h, q, k) if mask_function is not None else k <= q
@@ -156,7 +159,7 @@ def _growing(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function
 
     def fn(b: Any, h: Any, q: Any, k: Any) -> Any:
         first, before, length = (n.int() for n in numbers)
-        q, there = q + first, k + before
+        q, there = q.int() + first, k.int() + before
         kept = mask_function(b, h, q, there) if mask_function is not None else there <= q
         kept = kept & (k < length)
         return kept if padding is None else kept & padding[b, k]
