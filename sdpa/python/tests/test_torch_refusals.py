@@ -1,5 +1,8 @@
 """Each refusal of the tracer is an error with the line, and never another number."""
 
+import cProfile
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +26,85 @@ def refused(fn, what, instead=""):
         with pytest.raises(TracingError, match=what) as caught:
             run()
         assert __file__ in caught.value.where and instead in str(caught.value), caught.value
+
+
+class Clip(torch.autograd.Function):
+    """Straight-through: clipped forward, and a gradient everywhere."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(-1.0, 1.0)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Reverse(torch.autograd.Function):
+    """A forward pass without any operation."""
+
+    @staticmethod
+    def forward(x):
+        return x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+clip = Clip.apply
+
+
+@pytest.mark.parametrize("fn", [lambda s, b, h, q, k: clip(s), lambda s, b, h, q, k: Clip.apply(s) * 2, lambda s, b, h, q, k: Reverse.apply(s)])
+def test_autograd_functions_would_lose_their_backward(fn):
+    refused(fn, "autograd.Function", "from_text")
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        refused(fn, "autograd.Function")
+    finally:
+        profile.disable()
+    assert profile.getstats()
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        refused(fn, "autograd.Function")
+        assert sys.getprofile() is not None
+    finally:
+        sys.setprofile(None)
+    assert len(calls) > 100
+
+
+def test_autograd_functions_of_tensors_alone_have_theirs():
+    q, k, v = operands()
+    t = torch.tensor(0.7, requires_grad=True)
+    mod = lambda s, b, h, i, j: s * Reverse.apply(t)  # noqa: E731
+    ours = torch.autograd.grad(flex_attention(q, k, v, mod).square().sum(), t)[0]
+    close(ours, torch.autograd.grad(attention(q, k, v, mod)[0].square().sum(), t)[0], "gradient", 1e-4)
+    assert ours.abs() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(()),
+        lambda: torch.randn(1),
+        lambda: torch.rand((), generator=torch.Generator().manual_seed(1)),
+        lambda: torch.randint(0, 9, ()).float(),
+        lambda: torch.bernoulli(torch.tensor(0.5)),
+        lambda: torch.rand_like(torch.ones(())),
+        lambda: torch.zeros(()).uniform_(),
+        lambda: F.dropout(torch.ones(()), 0.5, training=True),
+    ],
+)
+def test_random_numbers_would_be_drawn_once(draw):
+    refused(lambda s, b, h, q, k: s * draw(), "random numbers", "before")
+    with pytest.raises(TracingError, match="random numbers"):
+        create_block_mask(lambda b, h, q, k: (q >= k) & (draw() > 0.5), None, None, 9, 13)
 
 
 @pytest.mark.parametrize(

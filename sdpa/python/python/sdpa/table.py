@@ -856,12 +856,19 @@ def _operator(name: str) -> Callable:
 
 def called(name: str, said: str, args: tuple, kwargs: dict) -> Any:
     """A function of `FUNCTIONS`: arguments that it does not take are an error of tracing."""
+    # Nothing of the user's runs in here: the profiler of `watch` would only cost time.
+    watch = getattr(CURRENT, "watch", None)
+    if watch is not None:
+        sys.setprofile(None)
     try:
         return FUNCTIONS[name](*args, **kwargs)
     except TypeError as e:
         if isinstance(e, TracingError):
             raise
         raise TracingError(f"`{said}` with these arguments has no counterpart ({e})", "write it with operators") from None
+    finally:
+        if watch is not None:
+            sys.setprofile(watch)
 
 
 for _name in (

@@ -6,6 +6,7 @@ Python's own names; nothing of this needs PyTorch to be there.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Callable
 
 from . import table
@@ -324,7 +325,7 @@ def trace(fn: Callable, prefix: str, with_score: bool) -> Traced:
     try:
         places = [trace.value(axis, "int64", (0, I32[1]), "axis", (n,), place=(axis, 0)) for n, axis in enumerate(AXES)]
         score = [trace.value("score", "float32", None, "anything", smooth=True)] if with_score else []
-        result = fn(*score, *places)
+        result = _run(fn, (*score, *places))
         what = "a score_mod" if with_score else "a mask_mod"
         if isinstance(result, (bool, int, float)):
             result = trace.literal(float(result) if with_score else bool(result))
@@ -341,6 +342,15 @@ def trace(fn: Callable, prefix: str, with_score: bool) -> Traced:
         return Traced(trace.text(result), tuple(trace.tensors), tuple(trace.scalars.values()), ranges)
     finally:
         CURRENT.trace = before
+
+
+def _run(fn: Callable, args: tuple) -> Any:
+    """Runs the function. With PyTorch loaded, it refuses random numbers and autograd functions with their own gradients: a text repeats neither."""
+    if table.compiling() or "torch" not in sys.modules:
+        return fn(*args)
+    from .watch import watched
+
+    return watched(fn, args)
 
 
 def _tensor_result(trace: Trace, result: Any, what: str) -> Value:
