@@ -91,6 +91,9 @@ class Operators:
     # No `__len__`: PyTorch asks every index for its own, and goes on where there is none.
     __iter__ = _refuse("a traced value is taken for a sequence", "it is one number")
     __getitem__ = _refuse("a traced value is indexed", "it is one number")
+    __matmul__ = __rmatmul__ = _refuse("`@` of a traced value", "it is one number: multiply by `*`")
+    __round__ = _refuse("a traced value is rounded to the nearest", "use torch.floor(x + 0.5)")
+    __divmod__ = __rdivmod__ = _refuse("`divmod` of a traced value", "use // and %")
     __array__ = _refuse("a traced value is taken for an index or an array of NumPy's", f"{_VALUE}; make NumPy arrays readable by sdpa.array(...)")
     item = tolist = numpy = cpu = cuda = _refuse("`.item()` or its like on a traced value", f"{_VALUE}; take numbers out of tensors before, or read tensors by index")
     detach = backward = requires_grad_ = _refuse("autograd on a traced value", "captured tensors have their gradients by themselves")
@@ -182,6 +185,8 @@ def index(source, at, taken: tuple, trace):
 def value(x: Any, trace):
     """A value of the trace, or a number as it is."""
     if type(x) in _NUMBERS:
+        if type(x) is int and abs(x) >= 2**128:
+            raise TracingError(f"a whole number of {x.bit_length()} bits is past an f32", "use float('inf')")
         return x
     if isinstance(x, Operators):
         return x.lifted()
@@ -199,6 +204,8 @@ def value(x: Any, trace):
 
 
 _NUMBERS = frozenset((bool, int, float))
+# The types that an i32 holds more than.
+_NARROW = ("uint8", "int8", "int16")
 CURRENT = threading.local()
 
 
@@ -263,7 +270,7 @@ def _together(x, y) -> str:
     if type(x) in _NUMBERS or type(y) in _NUMBERS:
         of, number = (y, x) if type(x) in _NUMBERS else (x, y)
         element = of_number(number) if type(of) in _NUMBERS else with_number(of.element, number)
-        if element in BITS and not within((number, number), element):
+        if element in _NARROW and not within((number, number), element):
             raise TracingError(f"the number {number} does not fit {element}", "convert the tensor to int32 or int64 before, or compute with floats")
         return element
     return promoted(x.element, y.element)
@@ -305,7 +312,7 @@ def _wrapped(x, element: str, trace):
 
 def _computed(text: str, element: str, rule: str, trace, *operands):
     """A number of a type, which wraps in it where it is narrow."""
-    if element in BITS and element not in ("int32", "int64") and not within(RULES[rule](*[_range(x) for x in operands]), element):
+    if element in _NARROW and not within(RULES[rule](*[_range(x) for x in operands]), element):
         return _wrapped(trace.make(text, "int32", rule, *operands), element, trace)
     return trace.make(text, element, rule, *operands)
 
@@ -780,6 +787,8 @@ def _filled(default):
 def _new(default):
     def made(x, *size, dtype=None, fill_value=None, **others):
         if default is None and fill_value is None:
+            if not size:
+                raise TracingError("a value is made without a number", "give one: `x.new_full((), 1.0)`")
             size, fill_value = size[:-1], size[-1]
         size = others.get("size", size)
         size = size[0] if size and isinstance(size[0], (tuple, list)) else size
