@@ -79,6 +79,36 @@ def test_autograd_functions_would_lose_their_backward(fn):
     assert len(calls) > 100
 
 
+def test_a_compiler_that_follows_refuses_as_well():
+    q, k, v = operands(True)
+    factor, gate = 2.0, torch.randn(4, requires_grad=True)
+
+    def inner(s):
+        return clip(s) * factor
+
+    for mod, what in (
+        (lambda s, b, h, i, j: clip(s), "autograd.Function"),
+        (lambda s, b, h, i, j: Reverse.apply(s) + gate[h], "autograd.Function"),
+        (lambda s, b, h, i, j: inner(s), "autograd.Function"),
+        (lambda s, b, h, i, j: s * torch.rand(()), "random numbers"),
+        (lambda s, b, h, i, j: s.softmax(-1), "softmax"),
+    ):
+        for given in (lambda: mod, lambda: lambda s, b, h, i, j: mod(s, b, h, i, j) * factor + gate[h]):  # noqa: B023
+            for fullgraph in (True, False):
+                torch._dynamo.reset()
+                with pytest.raises(Exception, match=f"(?s)TracingError|NoAttribute.*{what}"):
+                    torch.compile(lambda q, k, v: flex_attention(q, k, v, given()), fullgraph=fullgraph, backend="eager")(q, k, v)  # noqa: B023
+    # A tensor that the compiled function has drawn before is one like others.
+    torch._dynamo.reset()
+
+    def run(q, k, v):
+        drawn = torch.rand(13)
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * factor + drawn[j]), drawn
+
+    o, drawn = torch.compile(run, fullgraph=True, backend="eager")(q, k, v)
+    close(o, attention(q, k, v, lambda s, b, h, i, j: s * factor + drawn[j])[0], "o")
+
+
 def test_autograd_functions_of_tensors_alone_have_theirs():
     q, k, v = operands()
     t = torch.tensor(0.7, requires_grad=True)

@@ -15,6 +15,7 @@ from . import eager, table
 from .bind import bound, span
 from .eager import autocast
 from .errors import SpecError, UnsupportedError, one
+from .follow import followed
 from .guards import kept
 from .masks import BlockMask, mask_of, read
 from .mods import Kept, MaskMod, ScoreMod, joined, named
@@ -32,6 +33,7 @@ except ImportError:  # of a PyTorch that has no such results
 
 # The compiler follows this without a look for PyTorch in the modules.
 table.compiling = is_compiling
+table.followed = followed
 
 _SAID: set[str] = set()
 _MASKS = (BlockMask, MaskMod)

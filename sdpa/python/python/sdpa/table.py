@@ -48,6 +48,10 @@ def compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
+def followed(fn: Callable, with_score: bool) -> None:
+    """Looks at a function that PyTorch's compiler follows. `flex` puts the function of `follow` here."""
+
+
 def _refuse(what: str, instead: str) -> Callable:
     def refused(self, *args, **kwargs):
         raise TracingError(what, instead)

@@ -346,7 +346,10 @@ def trace(fn: Callable, prefix: str, with_score: bool) -> Traced:
 
 def _run(fn: Callable, args: tuple) -> Any:
     """Runs the function. With PyTorch loaded, it refuses random numbers and autograd functions with their own gradients: a text repeats neither."""
-    if table.compiling() or "torch" not in sys.modules:
+    if table.compiling():
+        table.followed(fn, len(args) > len(AXES))
+        return fn(*args)
+    if "torch" not in sys.modules:
         return fn(*args)
     from .watch import watched
 
