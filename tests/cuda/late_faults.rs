@@ -40,7 +40,7 @@ row_max = true
 
 const FAULTS: [Fault; 16] = [
     ("sums of the second row weigh as the first's", Forward, ["o[m] *= less[m >> 1 & 1];", "o[m] *= less[0];"], GROWING),
-    ("sums stay as they are where scores grow", Forward, ["__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)", "false"], GROWING),
+    ("sums stay as they are where scores grow", Forward, ["if (grows) {", "if (false) {"], GROWING),
     ("sums of weights stay as they are", Forward, ["rows.sum[half] * less[half] + sum", "rows.sum[half] + sum"], GROWING),
     (
         "weights are next to what is no longer",
@@ -51,10 +51,10 @@ const FAULTS: [Fault; 16] = [
     (
         "weights are next to the largest score of the block",
         Forward,
-        ["const float from = larger ? largest : before;", "const float from = largest;"],
+        ["const float from = larger ? most : before;", "const float from = most;"],
         GROWING,
     ),
-    ("sums of exponentials are next to what weights are", Forward, ["sum * exp2_of(most - of_largest)", "sum"], GROWING),
+    ("sums of exponentials are next to what weights are", Forward, ["sum * exp2_of(-above)", "sum"], GROWING),
     (
         "queries in registers are of another warp",
         Forward,

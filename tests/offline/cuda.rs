@@ -105,11 +105,14 @@ const SPILLED: u32 = 320;
 const BRINGING: u32 = 360;
 
 /// The same of backward passes, which keep nothing of a tile but its sums.
-const SPILLED_BACKWARD: u32 = 536;
+const SPILLED_BACKWARD: u32 = 560;
 
 /// The same beside dropout, whose numbers come while sums of gradients are in registers. A loop over them in place of one text would spill half of it, and have products
 /// run one after the other.
-const SPILLED_BACKWARD_DROPPED: u32 = 584;
+const SPILLED_BACKWARD_DROPPED: u32 = 640;
+
+/// The same of plain forward passes of packed sequences, outside of their main loop.
+const SPILLED_PACKED: u32 = 96;
 
 /// What the compiler says of the kernel of a text that spills the most: bytes of spill stores.
 fn spilled(log: &str) -> u32 {
@@ -155,7 +158,11 @@ fn every_kernel_compiles_into_registers() {
         let forward = Forward::of(&spec.validate().unwrap()).unwrap();
         let made = compile(&nvrtc, &source::forward(&forward, &forward.tile(132).unwrap())).unwrap_or_else(|e| panic!("{spec:?}: {e}"));
         assert_eq!(serialized(&made), None, "{spec:?}");
-        let most = if plain { 0 } else { SPILLED };
+        let most = match (plain, spec.packed) {
+            (true, None) => 0,
+            (true, Some(_)) => SPILLED_PACKED,
+            (false, _) => SPILLED,
+        };
         assert!(spilled(&made.log) <= most, "{spec:?}: {}", made.log);
         told.lock().unwrap().push(made.code.len());
     };
@@ -204,7 +211,7 @@ fn long_traces_stand_in_texts_for_a_few_scores() {
         Ok(nvrtc) => nvrtc,
         Err(why) => return skip("offline", &format!("long traces: {why}")),
     };
-    for (score_mod, most) in [("sandwich:64", 600 << 10), ("sandwich:16", 600 << 10)] {
+    for (score_mod, most) in [("sandwich:64", 640 << 10), ("sandwich:16", 600 << 10)] {
         let spec = spec([64, 64], DType::BF16, score_mod, &["causal"]);
         let forward = Forward::of(&spec.validate().unwrap()).unwrap();
         let backward = Backward::of(&spec.backward().validate().unwrap()).unwrap();

@@ -221,7 +221,9 @@ fn kernels_have_the_instructions_that_they_were_written_for() {
                 // Registers that did not suffice go to local memory: of who brings operands backward some do, behind the groups that compute.
                 if plain {
                     let computes = if forward || family == Family::Mma { all } else { all.between("HGMMA") };
-                    assert_eq!(["LDL", "STL"].map(|name| computes.count(name)), [0, 0], "LDL and STL of {what}");
+                    let [loads, stores] = ["LDL", "STL"].map(|name| computes.count(name));
+                    // One that only the code for large scores reads may be stored.
+                    assert!(loads == 0 && stores <= usize::from(!forward), "{loads} LDL and {stores} STL of {what}");
                 }
                 *told.lock().unwrap() += 1;
             }

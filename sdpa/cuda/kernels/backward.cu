@@ -223,7 +223,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     more_registers<GROUP_REGISTERS>();
     const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const uint own_rows = group * 64 * ROW_BYTES;
-    const bool large = *p.large != 0;
     Turn turn;
     Told told;
     uint keys = 0;
@@ -241,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         // Wide heads without a 2-CTA cluster: both CTAs of a tile recompute the same scores, each for its own columns of dK and dV.
         const bool owns_scores = PARTS == 1 || tile.part == 0;
         const Span span = span_of(p, tile.batch);
-        const Reach reach = reach_of(p, span, tile.block);
+        const Reach reach = with_large(p, reach_of(p, span, tile.block));
         float dk[DK], dv[DV];
 #pragma unroll
         for (int n = 0; n < DK; n++) dk[n] = 0.0f;
@@ -290,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     if (!ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     products_wait<1>();
                     hold(s);
-                    weights_either(step.partly, large, s, raw, w, p, captured, corner, lse, stay);
+                    weights_either(step.partly, s, raw, w, p, captured, corner, lse, stay);
                     // Before their products are waited for, but where registers are short.
                     if (!TIGHT) pairs_of(delta, at.delta + of_rows);
                     products_wait<0>();

@@ -81,9 +81,11 @@ inline bool traced_score(const Params& p, const Captured& captured, int batch, i
 #endif
 }
 
-// Writes the exact log-sum-exps of so many rows from `first` on, `apart` from each other, by a warp: those that are large are computed again. Whether there are such.
+// Writes the exact log-sum-exps of so many rows from `first` on, `apart` from each other, by a warp: those that are large are computed again, and their rests go to
+// `rests` too, where there is such. Returns whether any is large.
 template <class Score>
-inline bool exact_rows(const Params& p, const Span& span, int batch, int head, int first, int rows, float factor, float2* to, long apart, Score score_at) {
+inline bool exact_rows(const Params& p, const Span& span, int batch, int head, int first, int rows, float factor, float2* to, long apart, float* rests,
+                       Score score_at) {
     const int lane = threadIdx.x & 31, own = first + lane;
     const bool there = lane < rows && own < span.len_q;
     const float stat = there ? p.stats[stats_place(p, span, batch, head, own)] : -INFINITE;
@@ -99,6 +101,7 @@ inline bool exact_rows(const Params& p, const Span& span, int batch, int head, i
 #endif
         const Exact exact = nearest_to(__shfl_sync(~0u, stat, at), natural, sum);
         if (lane == at) to[at * apart] = float2{exact.most, exact.rest};
+        if (lane == at && rests) rests[at * apart] = exact.rest;
     }
     return large != 0;
 }

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __gr
         const float2 both = p.part_logs[place(part)];
         return LogSum{both.x, both.y};
     };
-    LogSum most = {-INFINITE, -INFINITE};
+    LogSum most = {0.0f, -INFINITE};
     float sum = 0.0f, largest = -INFINITE;
     if (q < span.len_q) {
 #if WITH_LARGEST
@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) attention_merged(const __gr
         largest = fmaxf(largest, p.sink[head]);
 #endif
 #endif
-        // Splits without keys have no origin.
+        // The largest origin of the splits that have keys.
+        most.origin = -INFINITE;
         for (int part = lane; part < parts; part += 32) {
             const LogSum log = log_of(part);
             if (log.log != -INFINITE) most.origin = fmaxf(most.origin, log.origin);

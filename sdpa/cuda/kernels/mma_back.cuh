@@ -70,9 +70,7 @@ UNROLL_TRACES
 
 inline void weights_either(bool masked, bool large, float (&s)[SCORES], float (&raw)[RAW], const Params& p, const Captured& captured,
                            const Corner& corner, const Known& known) {
-    if (MASKED_ANYWHERE) weights<true>(s, raw, p, captured, corner, known, large);
-    else if (large) weights<true>(s, raw, p, captured, corner, known, true);
-    else if (masked) weights<true>(s, raw, p, captured, corner, known, false);
+    if (MASKED_ANYWHERE || masked || large) weights<true>(s, raw, p, captured, corner, known, large);
     else weights<false>(s, raw, p, captured, corner, known, false);
 }
 

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
         return traced_score(p, captured, batch, head, q, k, x);
     };
     const long row_apart = WITH_PACKED_Q ? p.heads_q : 1;
-    exact_rows(p, span, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_place(p, span, batch, head, first), row_apart, score_at);
+    exact_rows(p, span, batch, head, first, min(ROWS_OF_WARP, rows - first), p.unit, p.exact + stats_place(p, span, batch, head, first), row_apart, nullptr, score_at);
 }
 
 // The gradient of a head's sink: a block has a head, and adds in one order.

@@ -139,7 +139,6 @@ struct Walked {
     const Span& span;
     const Reach& reach;
     int group, warp, lane;
-    bool large;
 
     inline Corner corner(const Step& step) const {
         return Corner{tile.batch, step.head, step.queries * TILE_M + 2 * (lane & 3), tile.block * TILE_N + tile.part * KEYS + warp * 16 + lane / 4};
@@ -243,7 +242,7 @@ inline void walk_for_values(float (&dv)[DV], Turn& turn, const Walked& of) {
         products_wait<0>();
         hold(s);
         of.both_done_with(at.q_free + 8 * turn.stage);
-        weights_either(step.partly, of.large, s, raw, w, of.p, of.captured, corner, lse, 0);
+        weights_either(step.partly, s, raw, w, of.p, of.captured, corner, lse, 0);
         // The warp that has the same keys has read what was there.
         barrier_wait(at.weights_free + 8 * of.warp, turn.stage ^ 1);
 #pragma unroll
@@ -421,7 +420,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
     } else {
         more_registers<GROUP_REGISTERS>();
         const int group = alike(int(threadIdx.x >> 7)) - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-        const bool large = *p.large != 0;
         Turn turn;
         Told told;
         uint keys = 0;
@@ -431,8 +429,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
             const Tile tile = tile_of(p, number);
             if (is_none(p, tile)) continue;
             const Span span = span_of(p, tile.batch);
-            const Reach reach = reach_of(p, span, tile.block);
-            const Walked of = {p, captured, at, tile, span, reach, group, warp, lane, large};
+            const Reach reach = with_large(p, reach_of(p, span, tile.block));
+            const Walked of = {p, captured, at, tile, span, reach, group, warp, lane};
             barrier_wait(at.kv_full, keys);
             keys ^= 1;
             zero_keys(of);

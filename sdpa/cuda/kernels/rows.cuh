@@ -19,7 +19,7 @@ inline float product_of_pairs(float a, float b) {
 
 // Of each row of each head, tiles filled up: the log-sum-exp in units of the exponent of 2, infinite where the row has no weights, and the sum of
 // `o` times `d_o`. A block of threads has a tile, and asks for all of it before it writes.
-extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
+extern "C" __global__ void __launch_bounds__(256, 4) attention_rows(const __grid_constant__ Params p, const __grid_constant__ Captured captured) {
     const int lane = threadIdx.x % ROW_LANES, tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.heads_q, batch = blockIdx.x / p.tiles / p.heads_q;
     const Span span = span_of(p, batch);
     const int first = tile * TILE_M + threadIdx.x / ROW_LANES, extent = rows_q(p, span);
@@ -78,7 +78,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
         const float sum = any ? sums[n] : 0.0f;
         if (lane == 0) {
             const long to = tile_place(p, span, batch, head, tile) * TILE_M + row % TILE_M;
-            p.lse[to] = any ? lse_of_stat(stat) : INFINITE;
+            const float lse = any ? lse_of_stat(stat) : INFINITE;
+            // Large ones are written below.
+            if (!is_large(lse)) p.lse[to] = lse;
             p.delta[to] = sum;
         }
     }
@@ -96,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention_rows(const __grid
     const long to = tile_place(p, span, batch, head, tile) * TILE_M + own;
     // In the units of `weights`.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
-    if (exact_rows(p, span, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact + to, 1, score_at) && (threadIdx.x & 31) == 0) *p.large = 1;
+    if (exact_rows(p, span, batch, head, tile * TILE_M + own, OF_WARP, factor, p.exact + to, 1, p.lse + to, score_at) && (threadIdx.x & 31) == 0) *p.large = 1;
 #if WITH_SINK_GRADIENT
     // Every row's delta is there.
     __syncthreads();

@@ -70,22 +70,27 @@ inline float through_dropout(const Params& p, float d_p, uint stay, int n) {
 #endif
 }
 
-// The exact log-sum-exps of two neighbouring queries.
-struct ExactPair {
-    Exact of[2];
-};
-
-inline ExactPair exact_at(const Params& p, const Corner& corner, int q) {
-    const long row = tile_place(p, span_of(p, corner.batch), corner.batch, corner.head, q / TILE_M) * TILE_M + q % TILE_M;
-    const float4 both = *(const float4*)(p.exact + row);
-    return ExactPair{{Exact{both.x, both.y}, Exact{both.z, both.w}}};
+// The exact log-sum-exps of a thread's queries, those of two neighbours in each four numbers: their first is a row maximum that scores are relative to, 0 but of rows
+// whose log-sum-exp is large.
+inline const float4* most_of(const Params& p, const Corner& corner) {
+    const long tile = tile_place(p, span_of(p, corner.batch), corner.batch, corner.head, corner.q / TILE_M);
+    return (const float4*)(p.exact + tile * TILE_M + corner.q % TILE_M);
 }
 
 // Weights of scores, rounded in `w`, as dropout leaves them. In `s`, times the slope of the score_mod: what gradients of scores are multiples of. Where gradients of parameters
 // are asked for, weights as they are, and scores before the score_mod in `raw`.
 template <bool masked>
 inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
-                    const float2 (&lse)[PAIRS], uint stay, bool large) {
+                    const float2 (&lse)[PAIRS], uint stay) {
+    const bool large = masked && *p.large != 0;
+#if !WITH_SCORE_MOD
+    // One score at a time, so that the rare case takes no registers from the other.
+    if (__builtin_expect(large, 0)) {
+        const float4* const most = most_of(p, corner);
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) s[n] -= n & 1 ? ((const volatile float*)(most + 4 * (n / 4)))[2] : ((const volatile float*)(most + 4 * (n / 4)))[0];
+    }
+#endif
     // Without a score_mod the scale is a part of the unit.
     const float factor = WITH_SCORE_MOD || p.natural == 0 ? p.unit : p.unit * p.scale;
 UNROLL_TRACES
@@ -99,8 +104,10 @@ UNROLL_TRACES
 #if WITH_SCORE_MOD
             x = score_mod(x, place_of(p, corner, n + other), captured);
 #endif
-            if (large) x = x == -INFINITE ? x : exponent_of(x, factor, exact_at(p, corner, corner.q + 8 * (n / 4)).of[other]);
-            else x = x * factor - (other ? of.y : of.x);
+#if WITH_SCORE_MOD
+            if (__builtin_expect(large, 0)) x -= ((const volatile float*)(most_of(p, corner) + 4 * (n / 4)))[2 * other];
+#endif
+            x = x * factor - (other ? of.y : of.x);
 #if WITH_KEEP
             if (masked && !keep(place_of(p, corner, n + other), captured)) x = -INFINITE;
 #endif
@@ -123,13 +130,16 @@ UNROLL_TRACES
     }
 }
 
-// P with the instructions of ordinary log-sum-exps, or with exact ones where some of the launch are large.
-inline void weights_either(bool masked, bool large, float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p,
+// The tiles of a launch in which some log-sum-exps are large: all of them are partial ones, whose code looks for these.
+inline Reach with_large(const Params& p, Reach reach) {
+    if (*p.large != 0) reach.whole_past = 0;
+    return reach;
+}
+
+inline void weights_either(bool masked, float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p,
                            const Captured& captured, const Corner& corner, const float2 (&lse)[PAIRS], uint stay) {
-    if (MASKED_ANYWHERE) weights<true>(s, raw, w, p, captured, corner, lse, stay, large);
-    else if (large) weights<true>(s, raw, w, p, captured, corner, lse, stay, true);
-    else if (masked) weights<true>(s, raw, w, p, captured, corner, lse, stay, false);
-    else weights<false>(s, raw, w, p, captured, corner, lse, stay, false);
+    if (MASKED_ANYWHERE || masked) weights<true>(s, raw, w, p, captured, corner, lse, stay);
+    else weights<false>(s, raw, w, p, captured, corner, lse, stay);
 }
 
 // Computes dS in place of dP: 0 where P is 0, even if dP is NaN there. Adds to parameter gradients if `owns_scores`: exactly one CTA may do so for each score.

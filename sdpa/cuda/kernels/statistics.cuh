@@ -44,7 +44,7 @@ inline void store_statistics(const Params& p, long at, bool there, const LogSum&
 #if WITH_STATS
     const float stat = WITH_BASE_TWO ? total.origin * LOG2_E + total.log : total.origin + total.log * LN_2;
     // Finite scores have finite statistics, even where base 2 has no such number.
-    const float finite = total.origin != 0.0f ? fminf(fmaxf(stat, -3.402823466e38f), 3.402823466e38f) : stat;
+    const float finite = total.origin != 0.0f && total.log != -INFINITE ? fminf(fmaxf(stat, -3.402823466e38f), 3.402823466e38f) : stat;
     p.stats[at] = there ? finite : -INFINITE;
 #endif
 #if WITH_ROW_MAX

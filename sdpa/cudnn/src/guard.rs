@@ -10,6 +10,7 @@ use crate::lower::{self, Job, Operand};
 use crate::quirks::{Passes, Quirk};
 use cudnn_graph::Version;
 use sdpa_core::error::{Reason, SpecError, SpecErrors};
+use sdpa_core::expr::{Axes, Axis, Node, ParamKind, Trace};
 use sdpa_core::mask::Region;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{BlockScale, DType, Side, Statistic, StatsBase, packed};
@@ -67,6 +68,17 @@ fn query_gradient_elsewhere(job: &Job) -> bool {
         && problem.q().strides[1..3] != [head, token]
 }
 
+/// How many tensors over the batch and neither queries nor keys a trace reads; functions of the batch entry count as one.
+fn over_the_batch(job: &Job, trace: &Trace) -> usize {
+    let extents = job.problem().extents();
+    let spans = |axes: Axes, axis: Axis| axes.has(axis) && extents[axis.place()] > 1;
+    let tensors = trace.params().iter().filter(|param| match param.kind {
+        ParamKind::Tensor { axes, .. } => spans(axes, Axis::Batch) && !spans(axes, Axis::Q) && !spans(axes, Axis::K),
+        ParamKind::Scalar => false,
+    });
+    tensors.count() + usize::from(extents[0] > 1 && trace.nodes().contains(&Node::Index(Axis::Batch)))
+}
+
 /// Keys beyond which engines divide those of one query among blocks.
 const KEYS_IN_ONE_PART: i64 = 256;
 
@@ -76,7 +88,7 @@ const GRID: i64 = 65_535;
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 23] = [
+const DECLINED: [Declined; 25] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::BackwardGrid, |j| [j.problem().batch(), j.problem().heads_q()].iter().any(|&extent| extent > GRID)),
@@ -99,6 +111,17 @@ const DECLINED: [Declined; 23] = [
     (Quirk::RowMaximaOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().row_max()),
     (Quirk::LengthsOf8Bits, |j| j.problem().dtype().is_fp8() && Side::ALL.iter().any(|&side| j.problem().has_lengths(side))),
     (Quirk::SmallGradientsOf8Bits, |j| j.problem().dtype().is_fp8()),
+    (Quirk::VectorsOfMasksAndScoreMods, |j| {
+        let of_score_mods = j.problem().score_mod().map_or(0, |trace| over_the_batch(j, trace));
+        let of_masks = j.problem().kept().rest.as_ref().map_or(0, |trace| over_the_batch(j, trace))
+            + usize::from(lower::has_lengths_of_one_side(j.problem()));
+        is_backward(j) && (of_score_mods > 1 || of_score_mods > 0 && of_masks > 0)
+    }),
+    (Quirk::StatsOfPackedDecode, |j| {
+        let problem = j.problem();
+        let asked = Statistic::ALL.iter().any(|&statistic| problem.computes(statistic));
+        problem.packed().is_some() && problem.paged().is_some() && problem.seq_q() == 1 && asked
+    }),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
 

@@ -233,9 +233,29 @@ quirks! {
         source: "seen on an H200 under 9.27.0", test: "what_engines_get_wrong_is_declined",
     }
     VectorsOverTheBatch {
-        what: "f32 tensors over batch entries, not over queries or keys, are read at the place of the head",
+        what: "tensors over the batch, not over queries or keys, are read at the index of the head, whatever their type",
         so: "spread over queries", versions: EVERY, sm: ANY, passes: Both,
-        source: "seen on an H200 under 9.19.0 and 9.27.0", test: "biasb_arrayhqk",
+        source: "floats: seen on an H200 under 9.19.0 and 9.27.0; integers and booleans: on an H100 under 9.19.0", test: "no_op_reads_a_tensor_over_the_batch_alone",
+    }
+    LengthsOfOneSide {
+        what: "lengths of queries alone or of keys alone are read at the index of the head",
+        so: "a rule over a tensor that is spread; with a band about the ends of entries declined", versions: EVERY, sm: ANY, passes: Both,
+        source: "seen on an H100 under 9.19.0", test: "no_op_reads_a_tensor_over_the_batch_alone",
+    }
+    VectorsOfMasksAndScoreMods {
+        what: "a tensor over the batch that a score_mod reads, with another one that a mask or the score_mod reads: dq, dk and dv are wrong",
+        so: "declined", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    BooleansReadTwice {
+        what: "a boolean tensor along queries that two ops read: dq, dk and dv are wrong",
+        so: "made whole numbers by one op", versions: EVERY, sm: ANY, passes: Backward,
+        source: "seen on an H100 under 9.19.0", test: "booleans_are_read_once",
+    }
+    StatsOfPackedDecode {
+        what: "packed queries of one token at most over pages: nothing writes the statistics",
+        so: "declined", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
     }
     VectorsOverTheKeys {
         what: "tensors over keys and not queries are read at the place of the query",

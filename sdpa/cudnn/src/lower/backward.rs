@@ -94,7 +94,7 @@ pub(super) fn composite(b: &BackwardProblem, runtime: Version, spelling: Spellin
     let p = b.forward();
     let to = &mut Draft { graph: &mut g, supplies: &mut supplies };
     let ports = Ports::new(to, b, transposed);
-    let lengths = Lengths::of(to, p);
+    let lengths = Lengths::of(p);
     let [rows, keys] = lengths.overrides(to, p, runtime);
     let scale = ports.attn_scale;
 

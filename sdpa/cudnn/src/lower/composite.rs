@@ -21,7 +21,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
     let in_graph = super::sink_in_graph(problem, runtime);
     let operands = Operands::new(to, problem, in_graph, |key| if problem.paged().is_some() { key } else { transposed(key) });
     let Operands { q, mut k, mut v, attn_scale, o, stats, row_max, sum_exp } = operands;
-    let lengths = Lengths::of(to, problem);
+    let lengths = Lengths::of(problem);
     let [mut rows, mut keys] = lengths.overrides(to, problem, runtime);
     if let Some(table) = paged::table(to, problem, keys)? {
         // Engines take no pages where the products are not told of lengths.

@@ -527,7 +527,10 @@ fn param(to: &mut Draft<'_>, trace: &Trace, p: ParamId, reading: Reading) -> Ten
         | sdpa_core::DType::F8E5M2
         | sdpa_core::DType::F8E8M0 => (self::dtype(dtype), self::dtype(dtype)),
     };
-    let tensor = graph.tensor(Tensor::device(name.clone(), used, read.to_vec()));
+    // The lengths of batch entries may be there as engines recognise them.
+    let taken = graph.tensors().iter().any(|t| t.name == name);
+    let label = if taken { format!("{name}_spread") } else { name.clone() };
+    let tensor = graph.tensor(Tensor::device(label, used, read.to_vec()));
     let supply = if stored == used && read == dims { Supply::Param(name) } else { Supply::Spread { name, dtype: stored, dims } };
     to.supplies.push((tensor, supply));
     tensor

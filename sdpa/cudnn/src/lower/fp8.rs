@@ -97,7 +97,7 @@ pub(super) fn backward(b: &BackwardProblem, runtime: Version, spelling: Spelling
     let Some(scales) = Scales::of(to, p.dtype(), Direction::Backward) else {
         return Err(LowerError::Unsupported("a backward pass of other elements than 8-bit floats".to_owned()));
     };
-    let lengths = Lengths::of(to, p);
+    let lengths = Lengths::of(p);
     let [rows, keys] = lengths.overrides(to, p, runtime);
     let (attn_scale, elements) = (ports.attn_scale, dtype(p.dtype()));
 

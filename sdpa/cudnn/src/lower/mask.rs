@@ -20,64 +20,67 @@ use sdpa_core::problem::Problem;
 /// How the lengths of batch entries reach the kernel.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Lengths {
-    /// Of queries, as a tensor of one per batch entry, which engines recognise.
-    q: Option<TensorId>,
-    /// The same of keys.
-    kv: Option<TensorId>,
-    /// Of queries and of keys, as rules like any other.
+    /// Those of queries and of keys that are tensors of one number per batch entry, which engines recognise.
+    tensors: [bool; 2],
+    /// Those that are rules like any other.
     ruled: [bool; 2],
-    /// Which are those of packed documents: they lead past no end, and no rule reads them.
+    /// Which are those of packed documents: they are within their extents, and no rule reads them.
     packed: [bool; 2],
 }
 
 impl Lengths {
     /// Those that the masks of a problem read. Engines recognise a pair of lengths and read a single one at the index of the head
     /// (`Quirk::LengthsOfOneSide`), so a single one is a rule.
-    pub(super) fn of(to: &mut Draft<'_>, problem: &Problem) -> Lengths {
+    pub(super) fn of(problem: &Problem) -> Lengths {
         let kept = problem.kept();
         let packed = Side::ALL.map(|side| problem.packs(side));
         let used = [kept.seq_len_q, kept.seq_len_kv];
-        if used[0] != used[1] && packed == [false; 2] {
+        if super::has_lengths_of_one_side(problem) {
             return Lengths { ruled: used, ..Lengths::default() };
         }
-        let mut tensor = |side: Side, used: bool, name: &str| {
-            if problem.packs(side) {
-                return Some(packed::lengths(to, problem, side));
-            }
-            used.then(|| {
-                let tensor = to.graph.input(name, DType::I32, [problem.batch(), 1, 1, 1]);
-                to.supplies.push((tensor, Supply::Param(name.to_owned())));
-                tensor
-            })
-        };
-        let q = tensor(Side::Queries, used[0], SEQ_LEN_Q);
-        Lengths { q, kv: tensor(Side::Keys, used[1], SEQ_LEN_KV), ruled: [false; 2], packed }
+        Lengths { tensors: [0, 1].map(|n| used[n] || packed[n]), ruled: [false; 2], packed }
     }
 
     /// All of them as rules, but for those of documents, which have nothing behind their ends.
     pub(super) fn as_rules(self) -> Lengths {
-        let [q, kv] = self.packed;
-        Lengths { ruled: [self.drops_q() && !q, self.drops_kv() && !kv], packed: self.packed, ..Lengths::default() }
+        Lengths { tensors: [false; 2], ruled: [0, 1].map(|n| self.drops(n) && !self.packed[n]), packed: self.packed }
     }
 
     /// What products of matrices take: of queries and of keys, where there are both as tensors.
     pub(super) fn overrides(self, to: &mut Draft<'_>, problem: &Problem, runtime: Version) -> [Option<TensorId>; 2] {
-        match (self.q, self.kv) {
-            (Some(_), Some(_)) => guarded(to, problem, runtime),
-            (None, _) | (_, None) => [None, None],
-        }
+        if self.tensors == [true; 2] { guarded(to, problem, runtime) } else { [None, None] }
     }
 
-    fn drops_q(self) -> bool {
-        self.q.is_some() || self.ruled[0]
-    }
-
-    fn drops_kv(self) -> bool {
-        self.kv.is_some() || self.ruled[1]
+    fn drops(self, side: usize) -> bool {
+        self.tensors[side] || self.ruled[side]
     }
 
     fn drop_anything(self) -> bool {
-        self.drops_q() || self.drops_kv()
+        self.drops(0) || self.drops(1)
+    }
+
+    /// The tensor of a side that engines recognise; the same wherever it is asked for.
+    fn tensor(self, to: &mut Draft<'_>, problem: &Problem, side: Side) -> Option<TensorId> {
+        if !self.tensors[side as usize] {
+            return None;
+        }
+        if problem.packs(side) {
+            return Some(packed::lengths(to, problem, side));
+        }
+        let name = match side {
+            Side::Queries => SEQ_LEN_Q,
+            Side::Keys => SEQ_LEN_KV,
+        };
+        let dims = [problem.batch(), 1, 1, 1];
+        let made = |(tensor, supply): &&(TensorId, Supply)| {
+            *supply == Supply::Param(name.to_owned()) && to.graph.get(*tensor).is_some_and(|t| t.dims.0[..] == dims)
+        };
+        if let Some((tensor, _)) = to.supplies.iter().find(made) {
+            return Some(*tensor);
+        }
+        let tensor = to.graph.input(name, DType::I32, dims);
+        to.supplies.push((tensor, Supply::Param(name.to_owned())));
+        Some(tensor)
     }
 }
 
@@ -139,9 +142,10 @@ pub(super) fn fill_dropped(
     }
     let (bands, ruled) = if kept.ends.is_full() { (kept.region, Region::default()) } else { (Region::default(), kept.region) };
     let mut out = rule(to, scores, problem, (lengths, ruled), fill, pass);
-    let ends = ends::lengths(to, problem, [lengths.q, lengths.kv]);
+    let [q, kv] = Side::ALL.map(|side| lengths.tensor(to, problem, side));
+    let ends = ends::lengths(to, problem, [q, kv]);
     let g = &mut *to.graph;
-    let within = [(2, lengths.q), (3, lengths.kv)].map(|(axis, length)| {
+    let within = [(2, q), (3, kv)].map(|(axis, length)| {
         length.map(|length| {
             let index = g.gen_index(out, axis);
             (index, length)

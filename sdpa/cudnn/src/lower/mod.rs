@@ -97,6 +97,11 @@ pub(crate) fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
     problem.sink() && runtime >= SINK_SINCE && problem.seq_q() > 1
 }
 
+/// Whether queries alone or keys alone have lengths (`Quirk::LengthsOfOneSide`).
+pub(crate) fn has_lengths_of_one_side(problem: &Problem) -> bool {
+    problem.has_lengths(Side::Queries) != problem.has_lengths(Side::Keys)
+}
+
 /// Makes the graph of a pass in one form, for a version of cuDNN.
 ///
 /// # Errors
@@ -109,6 +114,12 @@ pub fn lower(job: &Job, form: Form, runtime: Version) -> Result<Lowered, LowerEr
     }
     if job.problem().block_scaled() && job.problem().seq_kv() < FEWEST_KEYS {
         return Err(LowerError::Unsupported(format!("fewer than {FEWEST_KEYS} keys beside scales of blocks")));
+    }
+    if has_lengths_of_one_side(job.problem()) && !job.problem().kept().ends.is_full() {
+        return Err(LowerError::Unsupported(
+            "a band about the ends of entries with lengths of queries alone or of keys alone: engines read those at the index of the head"
+                .to_owned(),
+        ));
     }
     match (job, form) {
         (Job::Forward(problem), Form::Composite) => composite::lower(problem, runtime),

@@ -47,7 +47,7 @@ pub(super) fn lower(problem: &Problem, runtime: Version) -> Result<Lowered, Lowe
         seq_len_q = seq_len_q.or_else(|| Some(paged::all(to, "seq_len_q_all", problem.batch(), problem.seq_q())));
     }
     let entries = table.map(|table| table.entries);
-    let inner = if padded { Lengths::default() } else { Lengths::of(to, problem) };
+    let inner = if padded { Lengths::default() } else { Lengths::of(problem) };
     let score = if !mask::drops(problem, inner) && problem.score_mod().is_none() {
         None
     } else {

@@ -106,7 +106,7 @@ pub(super) fn terms(b: &mut Builder, problem: &Problem, key: NodeId) -> Vec<Node
 #[cfg(test)]
 mod tests {
     use super::super::super::tests::{NEW, SHAPE, backward, forward};
-    use super::super::super::{Form, Job, Lowered, Supply, lower};
+    use super::super::super::{Form, Job, LowerError, Lowered, Supply, lower};
     use cudnn_graph::Version;
     use cudnn_graph::ir::op::Op;
     use cudnn_graph::ir::{Mode, TensorId};
@@ -170,13 +170,13 @@ mod tests {
     }
 
     #[test]
-    fn lengths_of_keys_alone_lead_past_no_extent() {
+    fn bands_about_the_ends_take_lengths_of_both_sides() {
         let keys = "tensor seq_len_kv[batch]: i32; k < seq_len_kv";
-        let clamped = |masks: &[&str]| {
-            let lowered = lowered(&forward(SHAPE, &[], masks), NEW);
-            lowered.supplies.iter().filter(|(_, supply)| matches!(supply, Supply::Guarded(_))).count()
-        };
-        assert_eq!([clamped(&[keys]), clamped(&[keys, "causal-ends"]), clamped(&["padding", "causal-ends"])], [0, 1, 2]);
+        let lowered = |masks: &[&str]| lower(&forward(SHAPE, &[], masks), Form::Composite, NEW);
+        let clamped =
+            |masks: &[&str]| lowered(masks).unwrap().supplies.iter().filter(|(_, supply)| matches!(supply, Supply::Guarded(_))).count();
+        assert_eq!([clamped(&[keys]), clamped(&["padding", "causal-ends"])], [0, 2]);
+        assert!(matches!(lowered(&[keys, "causal-ends"]), Err(LowerError::Unsupported(_))));
     }
 
     #[test]
