@@ -40,7 +40,7 @@ row_max = true
 
 const FAULTS: [Fault; 16] = [
     ("sums of the second row weigh as the first's", Forward, ["o[m] *= less[m >> 1 & 1];", "o[m] *= less[0];"], GROWING),
-    ("sums stay as they are where scores grow", Forward, ["if (grows) {", "if (false) {"], GROWING),
+    ("sums stay as they are where scores grow", Forward, ["__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)", "false"], GROWING),
     ("sums of weights stay as they are", Forward, ["rows.sum[half] * less[half] + sum", "rows.sum[half] + sum"], GROWING),
     (
         "weights are next to what is no longer",

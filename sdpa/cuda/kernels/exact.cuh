@@ -63,7 +63,7 @@ inline float weight_of_sink(const Exact& row, float natural, float stat, float s
 // The sum of this pass if it rounds to the statistic of the caller, and else that: statistics merged over several parts of the keys are larger.
 inline Exact nearest_to(float stat, float natural, const Exact& sum) {
     const float off = sum.most * natural + sum.rest * LN_2 - stat;
-    return fabsf(off) <= fabsf(stat) * 9.5367431640625e-7f ? sum : Exact{0.0f, stat * LOG2_E};
+    return fabsf(off) <= fabsf(stat) * 2.384185791015625e-7f ? sum : Exact{0.0f, stat * LOG2_E};
 }
 
 // What the score_mods make of a score; false if a rule masks it out.

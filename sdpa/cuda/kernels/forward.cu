@@ -33,7 +33,6 @@ struct Rows {
     float most[2];
     float sum[2];
     float from[2];
-    bool large;  // whether some row of the warp is relative to a large score
 };
 
 // Scores of a group of threads: 64 queries beside a block of keys. Nothing waits.
@@ -62,22 +61,9 @@ inline void weigh(float (&o)[OUTPUTS], const uint (&w)[SCORES / 2], uint v, bool
     products_commit();
 }
 
-// Subtracts what is large from the scores of its row: exponents are relative to 0 then. Rare, and the same for the whole warp.
-inline void subtract_large(float (&s)[SCORES], Rows& rows, float (&base)[2]) {
-    rows.large = __any_sync(~0u, is_large(base[0]) || is_large(base[1]));
-    if (!rows.large) return;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float from = is_large(base[half]) ? rows.from[half] : 0.0f;
-        if (from != 0.0f) base[half] = 0.0f;
-#pragma unroll
-        for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) s[n] -= from;
-    }
-}
-
-// One step of the online softmax: exponentials in place of scores, and the factor by which earlier sums of each row shrink. Whether any row's do.
+// One step of the online softmax: exponentials in place of scores, and the factor by which earlier sums of each row shrink.
 template <bool masked>
-inline bool soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile,
+inline void soften(float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured, const Tile& tile,
                    int first_k) {
     const int lane = threadIdx.x & 31;
     const int row = (int(threadIdx.x >> 7) - 1) * 64 + (threadIdx.x >> 5 & 3) * 16 + lane / 4;
@@ -119,8 +105,6 @@ UNROLL_TRACES
         }
     }
     const float unit = p.unit;
-    float base[2];
-    bool grows = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float most = -INFINITE;
@@ -136,26 +120,26 @@ UNROLL_TRACES
         less[half] = larger ? exp2_of(-growth) : 1.0f;
         rows.from[half] = from;
         // A row without keys so far has no maximum, and its exponentials are 0.
-        base[half] = from == -INFINITE ? 0.0f : from * unit;
-        grows |= larger;
-    }
-    grows = __any_sync(~0u, grows);
-    if (grows || rows.large) subtract_large(s, rows, base);
+        float base = from == -INFINITE ? 0.0f : from * unit;
+        // Rare, and the same for the whole warp: exponents are relative to 0 then.
+        if (__builtin_expect(__any_sync(~0u, is_large(base)), 0)) {
+            const float large = is_large(base) ? from : 0.0f;
+            if (large != 0.0f) base = 0.0f;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+            for (int n = 2 * half; n < SCORES; n += n & 1 ? 3 : 1) s[n] -= large;
+        }
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < SCORES; n += 4) {
 #pragma unroll
             for (int other = 0; other < 2; other++) {
                 float& x = s[n + 2 * half + other];
-                x = exp2_of(x * unit - base[half]);
+                x = exp2_of(x * unit - base);
                 sum += x;
             }
         }
         rows.sum[half] = rows.sum[half] * less[half] + sum;
     }
-    return grows;
 }
 
 // Weights that dropout leaves; the sums of rows have them all.
@@ -362,12 +346,11 @@ inline void bring(const TensorMap& q_map, const TensorMap& k_map, const TensorMa
     }
 }
 
-inline bool soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured,
+inline void soften_either(bool masked, float (&s)[SCORES], Rows& rows, float (&less)[2], const Params& p, const Captured& captured,
                           const Tile& tile, int first_k) {
-    const bool grows = MASKED_ANYWHERE || masked ? soften<true>(s, rows, less, p, captured, tile, first_k)
-                                                 : soften<false>(s, rows, less, p, captured, tile, first_k);
+    if (MASKED_ANYWHERE || masked) soften<true>(s, rows, less, p, captured, tile, first_k);
+    else soften<false>(s, rows, less, p, captured, tile, first_k);
     drop(s, p, tile, first_k);
-    return grows;
 }
 
 #if WITH_PARTS
@@ -545,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         const Tile tile = tile_of(p, p.tiles, number);
 #endif
         const Reach reach = reach_of_tile(p, span_of_tile(p, tile), tile);
-        Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}, {-INFINITE, -INFINITE}, false};
+        Rows rows = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}, {-INFINITE, -INFINITE}};
         Walk walk = walk_of(p, reach, tile.batch, tile.head, tile.tile);
         int block;
         bool partly;
@@ -584,12 +567,12 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 products_wait<1>();
                 hold(s);
                 if (lane == 0) barrier_arrive(at.k_free + 8 * ring.stage);
-                const bool grows = soften_either(partly, s, rows, less, p, captured, tile, block * TILE_N);
+                soften_either(partly, s, rows, less, p, captured, tile, block * TILE_N);
                 products_wait<0>();
                 hold(o);
                 if (lane == 0) barrier_arrive(at.v_free + 8 * before.stage);
                 pack(w, s);
-                if (grows) {
+                if (__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)) {
 #pragma unroll
                     for (int m = 0; m < OUTPUTS; m++) o[m] *= less[m >> 1 & 1];
                 }

@@ -73,16 +73,17 @@ inline float through_dropout(const Params& p, float d_p, uint stay, int n) {
 // The exact log-sum-exps of a thread's queries, those of two neighbours in each four numbers: their first is a row maximum that scores are relative to, 0 but of rows
 // whose log-sum-exp is large.
 inline const float4* most_of(const Params& p, const Corner& corner) {
-    const long tile = tile_place(p, span_of(p, corner.batch), corner.batch, corner.head, corner.q / TILE_M);
-    return (const float4*)(p.exact + tile * TILE_M + corner.q % TILE_M);
+    // Made anew for each score: an address that is kept would take registers from launches without such rows.
+    const int q = forgotten(corner.q);
+    return (const float4*)(p.exact + tile_place(p, span_of(p, corner.batch), corner.batch, corner.head, q / TILE_M) * TILE_M + q % TILE_M);
 }
 
 // Weights of scores, rounded in `w`, as dropout leaves them. In `s`, times the slope of the score_mod: what gradients of scores are multiples of. Where gradients of parameters
 // are asked for, weights as they are, and scores before the score_mod in `raw`.
-template <bool masked>
+template <bool masked, bool looks_for_large>
 inline void weights(float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p, const Captured& captured, const Corner& corner,
                     const float2 (&lse)[PAIRS], uint stay) {
-    const bool large = masked && *p.large != 0;
+    const bool large = looks_for_large && *p.large != 0;
 #if !WITH_SCORE_MOD
     // One score at a time, so that the rare case takes no registers from the other.
     if (__builtin_expect(large, 0)) {
@@ -138,8 +139,11 @@ inline Reach with_large(const Params& p, Reach reach) {
 
 inline void weights_either(bool masked, float (&s)[SCORES], float (&raw)[RAW], uint (&w)[SCORES / 2], const Params& p,
                            const Captured& captured, const Corner& corner, const float2 (&lse)[PAIRS], uint stay) {
-    if (MASKED_ANYWHERE || masked) weights<true>(s, raw, w, p, captured, corner, lse, stay);
-    else weights<false>(s, raw, w, p, captured, corner, lse, stay);
+    // A text of its own where a score_mod is between scores and maxima: a branch for each score would take registers from ordinary ones.
+    if (MASKED_ANYWHERE) weights<true, true>(s, raw, w, p, captured, corner, lse, stay);
+    else if (!masked) weights<false, false>(s, raw, w, p, captured, corner, lse, stay);
+    else if (!WITH_SCORE_MOD || __builtin_expect(*p.large != 0, 0)) weights<true, true>(s, raw, w, p, captured, corner, lse, stay);
+    else weights<true, false>(s, raw, w, p, captured, corner, lse, stay);
 }
 
 // Computes dS in place of dP: 0 where P is 0, even if dP is NaN there. Adds to parameter gradients if `owns_scores`: exactly one CTA may do so for each score.
