@@ -233,11 +233,13 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     if sink {
         // By the row sums: next to 1e30 an f64 log-sum-exp has no room for the logarithm of the number of keys either.
         let mut want_sink = vec![0.0; heads_q as usize];
+        // The rounded output, as the pass reads it: of few rows, the sum is not large next to the rounding.
+        let of_o = o.widened();
         for row in 0..rows {
             let head = row / seq_q as usize % heads_q as usize;
             let weight = (f64::from(sinks[head]) - want.row_max[row]).exp() / want.sum_exp[row];
             let of_row = row * dim_v as usize..(row + 1) * dim_v as usize;
-            let delta: f64 = want.o[of_row.clone()].iter().zip(&d_o.wide[of_row]).map(|(o, d_o)| o * d_o).sum();
+            let delta: f64 = of_o[of_row.clone()].iter().zip(&d_o.wide[of_row]).map(|(o, d_o)| o * d_o).sum();
             want_sink[head] -= weight * delta;
         }
         let got: Vec<f64> = d_sink.iter().map(|x| f64::from(*x)).collect();
