@@ -9,7 +9,7 @@ kernel void attention_dkv(
     const device Element* v [[buffer(2)]],
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
-    const device float* stats [[buffer(5)]],
+    const device float* lse [[buffer(5)]],
     QUERY_SPAN_ARGUMENT
     KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
@@ -89,11 +89,11 @@ kernel void attention_dkv(
             UNROLL for (int j = 0; j < PASSING / 8; j++) {
                 UNROLL for (int e = 0; e < 2; e++) {
                     const int query = start + j * 8 + column + e;
-                    const Row known = row_of(stats, delta, stats_place(params, span_q, head, query), query < bounds.queries);
+                    const Row known = row_of(lse, delta, stats_place(params, span_q, head, query), query < bounds.queries);
                     float weight = weights[j][e];
                     float slope = slopes[j][e];
                     const bool counts = to_weight(
-                        weight, slope, params.scale, known, whole || in_bounds(bounds, query, key), int4(batch, head, query, key),
+                        weight, slope, known, whole || in_bounds(bounds, query, key), int4(batch, head, query, key),
                         params, CAPTURED);
                     weights[j][e] = weight;
                     slopes[j][e] = slope;

@@ -6,7 +6,7 @@ kernel void attention_dq(
     const device Element* v [[buffer(2)]],
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
-    const device float* stats [[buffer(5)]],
+    const device float* lse [[buffer(5)]],
     QUERY_SPAN_ARGUMENT
     KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
@@ -37,7 +37,7 @@ kernel void attention_dq(
     const int column = fragment_column(lane);
     const int own = int(simdgroup) * 8 + row;
     const int query = first + own;
-    const Row known = row_of(stats, delta, stats_place(params, span_q, head, query), query < bounds.queries);
+    const Row known = row_of(lse, delta, stats_place(params, span_q, head, query), query < bounds.queries);
 
     const device Element* q_rows = q + span_q.begin * params.q_strides[0] + head * params.q_strides[1] + first * params.q_strides[2];
     const device Element* d_o_rows =
@@ -81,7 +81,7 @@ kernel void attention_dq(
                 float weight = weights[j][e];
                 float slope = slopes[j][e];
                 const bool counts = to_weight(
-                    weight, slope, params.scale, known, whole || in_bounds(bounds, query, key), int4(batch, head, query, key), params,
+                    weight, slope, known, whole || in_bounds(bounds, query, key), int4(batch, head, query, key), params,
                     CAPTURED);
                 slopes[j][e] = slope;
                 kept |= uint(counts) << (j * 2 + e);

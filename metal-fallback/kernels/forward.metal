@@ -2,7 +2,7 @@
 // exponentials, that sum, the largest score.
 //
 // A threadgroup has OWN queries of one head, each simdgroup eight of them; blocks of PASSING keys come by. Scores, weights and
-// the output stay in registers, in f32. The softmax is kept in powers of two.
+// the output stay in registers, in f32.
 
 kernel void attention_forward(
     const device Element* q [[buffer(0)]],
@@ -83,8 +83,9 @@ kernel void attention_forward(
             UNROLL for (int e = 0; e < 2; e++) {
                 const int key = start + j * 8 + column + e;
                 const bool there = whole || in_bounds(bounds, query, key);
-                const float score = score_of(scores[j][e], there, int4(batch, head, query, key), params, CAPTURED);
-                kept |= score < LOWEST ? 0u : 1u << (j * 2 + e);
+                float score = scores[j][e];
+                const bool counts = to_score(score, there, int4(batch, head, query, key), params, CAPTURED);
+                kept |= uint(counts) << (j * 2 + e);
                 scores[j][e] = score;
             }
         }
@@ -94,12 +95,13 @@ kernel void attention_forward(
             block_max = max(block_max, max(scores[j][0], scores[j][1]));
         }
         block_max = row_maximum(block_max);
-        const float shrink = exp2(row_max - block_max);
+        const float shrink = exp_from(row_max, block_max);
         row_max = block_max;
         float block_sum = 0.0f;
         UNROLL for (int j = 0; j < PASSING / 8; j++) {
-            scores[j][0] = exp2(scores[j][0] - row_max);
-            scores[j][1] = exp2(scores[j][1] - row_max);
+            UNROLL for (int e = 0; e < 2; e++) {
+                scores[j][e] = (kept >> (j * 2 + e) & 1u) != 0 ? exp_from(scores[j][e], row_max) : 0.0f;
+            }
             block_sum += scores[j][0] + scores[j][1];
         }
         row_sum = row_sum * shrink + row_total(block_sum);

@@ -38,7 +38,7 @@ kernel void attention_merge(
     }
     float row_sum = 0.0f;
     for (int part = 0; part < PARTS; part++) {
-        row_sum += own_sums[part * 2 + 1] * exp2(own_sums[part * 2] - row_max);
+        row_sum += own_sums[part * 2 + 1] * exp_from(own_sums[part * 2], row_max);
     }
 #if WITH_SINK
     // Outputs are relative to the maximum with it, from here on.
@@ -49,7 +49,7 @@ kernel void attention_merge(
     for (int d = int(lane); d < DIM_V; d += 32) {
         float sum = 0.0f;
         for (int part = 0; part < PARTS; part++) {
-            sum += own_outputs[part * DIM_V + d] * exp2(own_sums[part * 2] - row_max);
+            sum += own_outputs[part * DIM_V + d] * exp_from(own_sums[part * 2], row_max);
         }
         out[d] = Element(sum * inverse);
     }

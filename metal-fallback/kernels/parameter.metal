@@ -19,7 +19,7 @@ kernel void attention_parameter(
     const device Element* v [[buffer(2)]],
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
-    const device float* stats [[buffer(5)]],
+    const device float* lse [[buffer(5)]],
     QUERY_SPAN_ARGUMENT
     KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
@@ -79,7 +79,7 @@ kernel void attention_parameter(
                 const int2 visited = keys_of(bounds, from, min(from + OWN, span_q.rows));
                 const int query = from + own;
                 const Row known =
-                    row_of(stats, delta, stats_place(params, span_q, head, query), query < bounds.queries);
+                    row_of(lse, delta, stats_place(params, span_q, head, query), query < bounds.queries);
                 const device Element* q_rows =
                     q + span_q.begin * params.q_strides[0] + head * params.q_strides[1] + from * params.q_strides[2];
                 const device Element* d_o_rows =
@@ -119,7 +119,7 @@ kernel void attention_parameter(
                             float weight = weights[j][e];
                             float slope = slopes[j][e];
                             to_weight(
-                                weight, slope, params.scale, known, in_bounds(bounds, query, key), int4(batch, head, query, key), params,
+                                weight, slope, known, in_bounds(bounds, query, key), int4(batch, head, query, key), params,
                                 CAPTURED);
                             sums[j][e] += slope;
                         }

@@ -1,18 +1,26 @@
 // Scores as the softmax sees them.
 
-// A product of a query and a key becomes its score in powers of two; DROPPED where the query does not keep the key, whatever the
-// product is.
-inline float score_of(float product, bool kept, int4 place, constant ForwardParams& params, Captured captured) {
-    float score = product * params.scale;
-#if WITH_SCORE_MOD || WITH_KEEP
-    // Tensors have no elements past the ends.
-    const Place at = {place.x, place.y, min(place.z, params.seq_q - 1), min(place.w, params.seq_kv - 1)};
+#if WITH_SCORE_MOD || WITH_KEEP || WITH_GRADIENT
+// Tensors have no elements past the ends.
+template <typename P>
+inline Place place_of(int4 at, constant P& params) {
+    return Place{at.x, at.y, min(at.z, params.seq_q - 1), min(at.w, params.seq_kv - 1)};
+}
 #endif
+
+// Turns a product of a query and a key into its score: LOWEST where the query does not attend to the key, whatever the product is. Returns
+// whether it does.
+template <typename P>
+inline bool to_score(thread float& product, bool kept, int4 at, constant P& params, Captured captured) {
+    float score = product * params.scale;
 #if WITH_SCORE_MOD
-    score = score_mod(score, at, captured) * LOG2_E;
+    score = score_mod(score, place_of(at, params), captured);
 #endif
 #if WITH_KEEP
-    kept = kept && keep(at, captured);
+    kept = kept && keep(place_of(at, params), captured);
 #endif
-    return kept ? score : DROPPED;
+    // A score_mod masks a key out by minus infinity.
+    kept = kept && !(score < LOWEST);
+    product = kept ? score : LOWEST;
+    return kept;
 }

@@ -13,7 +13,7 @@ inline bool is_zeros(const device Element* row) {
 
 kernel void attention_sink(
     constant BackwardParams& params [[buffer(4)]],
-    const device float* stats [[buffer(5)]],
+    const device float* lse [[buffer(5)]],
     QUERY_SPAN_ARGUMENT
     KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
@@ -39,18 +39,17 @@ kernel void attention_sink(
         const Bounds bounds = BOUNDS;
         const int2 visited = keys_of(bounds, query, query + 1);
         const long place = stats_place(params, span_q, head, query);
-        // A row that attends to nothing adds nothing, whatever is there; one behind the end of a document is not there.
-        if (visited.x >= visited.y || stats[place] < LOWEST) {
+        // A row that attends to nothing adds nothing, whatever is there; a row after the end of a document does not exist.
+        if (visited.x >= visited.y || lse[place * 2 + 1] >= WITHOUT_KEYS) {
             continue;
         }
-        const float natural = stats[place];
-        // Where stats do not tell, such a row's output does: it is 0, which only an odd gradient makes odd.
+        // Where the log-sum-exp does not show it, such a row's output does: it is 0, which only an odd gradient makes odd.
         const float its_delta = delta[place];
         const device Element* row = o + span_q.begin * params.o_strides[0] + head * params.o_strides[1] + query * params.o_strides[2];
         if (is_odd(its_delta) && is_zeros(row)) {
             continue;
         }
-        sum += (sink < LOWEST ? 0.0f : exp2((sink - natural) * LOG2_E)) * its_delta;
+        sum += (sink < LOWEST ? 0.0f : exp2((sink - lse[place * 2]) * LOG2_E - lse[place * 2 + 1])) * its_delta;
     }
     sum = simd_sum(sum);
     if (lane == 0) {

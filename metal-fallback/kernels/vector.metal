@@ -90,12 +90,12 @@ kernel void attention_vector(
         const int key_at = start + int(lane);
         UNROLL for (int r = 0; r < ROWS; r++) {
             const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
-            const bool kept = int(lane) < present && in_bounds(bounds, own.query, key_at);
-            const float score = score_of(scores[r], kept, int4(batch, own.head, own.query, key_at), params, CAPTURED);
+            const bool there = int(lane) < present && in_bounds(bounds, own.query, key_at);
+            float score = scores[r];
+            const bool kept = to_score(score, there, int4(batch, own.head, own.query, key_at), params, CAPTURED);
             const float batch_max = max(row_max[r], simd_max(score));
-            const float shrink = exp2(row_max[r] - batch_max);
-            const bool dropped = score < LOWEST;
-            const float weight = dropped ? 0.0f : exp2(score - batch_max);
+            const float shrink = exp_from(row_max[r], batch_max);
+            const float weight = kept ? exp_from(score, batch_max) : 0.0f;
             row_max[r] = batch_max;
             row_sum[r] = row_sum[r] * shrink + simd_sum(weight);
             UNROLL for (int i = 0; i < LANE_V; i++) {
@@ -107,7 +107,7 @@ kernel void attention_vector(
             const float left = 1.0f;
 #endif
             // No weight is negative.
-            scores[r] = dropped ? -1.0f : weight * left;
+            scores[r] = kept ? weight * left : -1.0f;
         }
         for (int j = 0; j < present; j++) {
             float value[LANE_V];
@@ -137,13 +137,13 @@ kernel void attention_vector(
         }
         float total = 0.0f;
         for (int s = 0; s < THREADS / 32; s++) {
-            total += simd_sums[(s * ROWS + r) * 2 + 1] * exp2(simd_sums[(s * ROWS + r) * 2] - total_max);
+            total += simd_sums[(s * ROWS + r) * 2 + 1] * exp_from(simd_sums[(s * ROWS + r) * 2], total_max);
         }
 #if PARTS == 1 && WITH_SINK
         // Outputs are relative to the maximum with it, from here on.
         add_sink(total_max, total, sinks[query_at(first + r, head_kv, span_q.rows, params.group).head]);
 #endif
-        tell_row<DIM_V, LANE_V>(simd_outputs, sums[r], exp2(row_max[r] - total_max), simdgroup, lane);
+        tell_row<DIM_V, LANE_V>(simd_outputs, sums[r], exp_from(row_max[r], total_max), simdgroup, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (first + r < span_q.rows * params.group) {
             const Query own = query_at(first + r, head_kv, span_q.rows, params.group);

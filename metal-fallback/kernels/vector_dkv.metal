@@ -7,7 +7,7 @@ kernel void attention_vector_dkv(
     const device Element* v [[buffer(2)]],
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
-    const device float* stats [[buffer(5)]],
+    const device float* lse [[buffer(5)]],
     QUERY_SPAN_ARGUMENT
     KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
@@ -65,9 +65,9 @@ kernel void attention_vector_dkv(
         }
         const Query own = query_at(start + int(lane), head_kv, span_q.rows, params.group);
         const bool there = int(lane) < present && in_bounds(bounds, own.query, key_at);
-        const Row known = row_of(stats, delta, stats_place(params, span_q, own.head, own.query), there);
+        const Row known = row_of(lse, delta, stats_place(params, span_q, own.head, own.query), there);
         const uint kept =
-            uint(to_weight(weight, slope, params.scale, known, there, int4(batch, own.head, own.query, key_at), params, CAPTURED));
+            uint(to_weight(weight, slope, known, there, int4(batch, own.head, own.query, key_at), params, CAPTURED));
         for (int j = 0; j < present; j++) {
             const Query its = query_at(start + j, head_kv, span_q.rows, params.group);
             const float its_weight = simd_shuffle(weight, ushort(j));

@@ -1,4 +1,4 @@
-// The gradient of few queries, and the sum of o d_o along each of their rows. Queries and keys are shared as in the forward kernel.
+// The gradient of few queries. Queries and keys are shared as in the forward kernel.
 
 kernel void attention_vector_dq(
     const device Element* q [[buffer(0)]],
@@ -6,15 +6,14 @@ kernel void attention_vector_dq(
     const device Element* v [[buffer(2)]],
     const device Element* d_o [[buffer(3)]],
     constant BackwardParams& params [[buffer(4)]],
-    const device float* stats [[buffer(5)]],
+    const device float* lse [[buffer(5)]],
     QUERY_SPAN_ARGUMENT
     KEY_SPAN_ARGUMENT
     SEQ_LEN_Q_ARGUMENT
     SEQ_LEN_KV_ARGUMENT
     CAPTURED_SCALARS
-    device float* delta [[buffer(9)]],
+    const device float* delta [[buffer(9)]],
     device Element* dq [[buffer(10)]],
-    const device Element* o [[buffer(12)]],
     CAPTURED_TENSORS
     threadgroup float* simd_outputs [[threadgroup(0)]],
     uint3 group [[threadgroup_position_in_grid]],
@@ -38,7 +37,8 @@ kernel void attention_vector_dq(
     float queries[ROWS][LANE_QK];
     float d_outputs[ROWS][LANE_V];
     float sums[ROWS][LANE_QK];
-    float row_stats[ROWS];
+    float row_most[ROWS];
+    float row_rest[ROWS];
     float row_delta[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) {
         const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
@@ -50,15 +50,10 @@ kernel void attention_vector_dq(
             d_outputs[r],
             d_o + span_q.begin * params.d_o_strides[0] + own.head * params.d_o_strides[1] + own.query * params.d_o_strides[2],
             params.d_o_strides[3], lane);
-        float output[LANE_V];
-        load_row<DIM_V, LANE_V>(
-            output, o + span_q.begin * params.o_strides[0] + own.head * params.o_strides[1] + own.query * params.o_strides[2], 1, lane);
         clear_row<LANE_QK>(sums[r]);
-        row_delta[r] = product_of<LANE_V>(output, d_outputs[r]);
-        row_stats[r] = stats[place];
-        if (thread_index == 0 && first + r < span_q.rows * params.group) {
-            delta[place] = row_delta[r];
-        }
+        row_most[r] = lse[place * 2];
+        row_rest[r] = lse[place * 2 + 1];
+        row_delta[r] = delta[place];
     }
 
     for (int start = visited.x + int(simdgroup) * 32; start < visited.y; start += THREADS) {
@@ -86,9 +81,9 @@ kernel void attention_vector_dq(
         UNROLL for (int r = 0; r < ROWS; r++) {
             const Query own = query_at(first + r, head_kv, span_q.rows, params.group);
             const bool there = int(lane) < present && in_bounds(bounds, own.query, key_at);
-            const Row known = row_from(row_stats[r], row_delta[r]);
+            const Row known = {row_most[r], row_rest[r], row_delta[r]};
             const bool counts =
-                to_weight(products[r], slopes[r], params.scale, known, there, int4(batch, own.head, own.query, key_at), params, CAPTURED);
+                to_weight(products[r], slopes[r], known, there, int4(batch, own.head, own.query, key_at), params, CAPTURED);
             kept |= uint(counts) << r;
         }
         for (int j = 0; j < present; j++) {

@@ -12,7 +12,7 @@ use crate::sink;
 use crate::source::{DELTA, DKV, DQ, Kernel, STATS_SLOT, Source, VECTOR_DKV, VECTOR_DQ};
 use crate::tiles::{SIMD, Tiles};
 use sdpa_core::expr::{Axes, Trace};
-use sdpa_core::{DType, Reason, Side, TensorSpec};
+use sdpa_core::{DType, Reason, TensorSpec};
 use sdpa_emit::Captured;
 use std::sync::Arc;
 
@@ -180,15 +180,11 @@ impl Backward {
         let (dims, shared) = (self.forward.dims(), self.forward.shared_queries());
         let [batch, heads_kv, seq_kv, _] = self.forward.k.dims.map(|n| n as u32);
         let (rows, own) = (Rows::dq(dims, shared), Rows::dkv(dims));
-        let mut buffers = self.operands(&[self.dq(), Binding::read(12, self.forward.element(), Operand::O)]);
-        // This kernel is the one that makes it.
-        buffers.retain(|b| b.slot != DELTA_SLOT);
-        buffers.push(Binding::written(DELTA_SLOT, "float", self.delta_memory()));
         let dq = Cut {
             grid: [shared.div_ceil(rows.rows.into()) as u32, heads_kv, batch],
             threads: THREADS,
             registers: rows.registers,
-            buffers,
+            buffers: self.operands(&[self.dq()]),
             threadgroup: rows.dq_bytes().into_iter().map(|bytes| ("float", bytes)).collect(),
         };
         let dkv = Cut {
@@ -198,19 +194,24 @@ impl Backward {
             buffers: self.operands(&self.dkv()),
             threadgroup: Vec::new(),
         };
-        vec![self.one(&VECTOR_DQ, &rows.constants(), dq), self.one(&VECTOR_DKV, &own.constants(), dkv)]
+        vec![self.delta(), self.one(&VECTOR_DQ, &rows.constants(), dq), self.one(&VECTOR_DKV, &own.constants(), dkv)]
     }
 
     fn delta(&self) -> Plan {
         let [batch, heads_q, seq_q, _] = self.forward.q.dims.map(|n| n as u32);
         let name = self.forward.element();
-        let mut buffers = vec![
+        let mut buffers = self.forward.operands_with(&self.captured(), BackwardParams::NAME);
+        buffers.retain(|b| b.operand != Operand::V);
+        buffers.extend([
             Binding::read(3, name, Operand::DO),
-            Binding::params(BackwardParams::NAME),
+            Binding::read(STATS_SLOT, "float", Operand::Stats),
             Binding::written(DELTA_SLOT, "float", self.delta_memory()),
+            Binding::written(10, "float", self.lse_memory()),
             Binding::read(12, name, Operand::O),
-        ];
-        buffers.extend(self.forward.boundaries(&[Side::Queries]));
+        ]);
+        buffers.extend(self.forward.sink.then(|| sink::binding(&self.forward)));
+        let [dim_qk, dim_v] = self.forward.dims();
+        let constants = [("DIM_QK", dim_qk), ("DIM_V", dim_v), ("THREADS", THREADS), ("WITH_SINK", self.forward.sink.into())];
         let cut = Cut {
             grid: [seq_q.div_ceil(THREADS / SIMD), heads_q, batch],
             threads: THREADS,
@@ -218,7 +219,7 @@ impl Backward {
             buffers,
             threadgroup: Vec::new(),
         };
-        self.one(&DELTA, &[("DIM_V", self.forward.dims()[1]), ("THREADS", THREADS)], cut)
+        self.one(&DELTA, &constants, cut)
     }
 
     /// The sum of `o · d_o` along each row, as stats lie.
@@ -226,7 +227,18 @@ impl Backward {
         Operand::Scratch(Scratch::new("delta", &self.forward.row_memory().0))
     }
 
-    /// The same where it is read.
+    /// The log-sum-exp of each row, two floats, as stats lie.
+    fn lse_memory(&self) -> Operand {
+        let (rows, _) = self.forward.row_memory();
+        Operand::Scratch(Scratch::new("log-sum-exps", &[&rows[..], &[2]].concat()))
+    }
+
+    /// The same where it is read, in place of the caller's statistics.
+    pub(crate) fn lse_read(&self) -> Binding {
+        Binding::read(STATS_SLOT, "float", self.lse_memory())
+    }
+
+    /// The sums where they are read.
     pub(crate) fn delta_read(&self) -> Binding {
         Binding::read(DELTA_SLOT, "float", self.delta_memory())
     }
@@ -247,11 +259,7 @@ impl Backward {
     /// What every kernel that computes weights reads, and what it has besides.
     pub(crate) fn operands(&self, more: &[Binding]) -> Vec<Binding> {
         let mut buffers = self.forward.operands_with(&self.captured(), BackwardParams::NAME);
-        buffers.extend([
-            Binding::read(3, self.forward.element(), Operand::DO),
-            Binding::read(STATS_SLOT, "float", Operand::Stats),
-            self.delta_read(),
-        ]);
+        buffers.extend([Binding::read(3, self.forward.element(), Operand::DO), self.lse_read(), self.delta_read()]);
         buffers.extend_from_slice(more);
         buffers
     }
@@ -271,6 +279,6 @@ impl Backward {
             along,
             params: &BackwardParams::msl(),
         };
-        cut.plan(source.text(kernel, constants), kernel.entry, Params::Backward(self.params()), 1.0)
+        cut.plan(source.text(kernel, constants), kernel.entry, Params::Backward(self.params()))
     }
 }

@@ -318,7 +318,6 @@ impl Forward {
 
     fn one(&self, kernel: &Kernel, constants: &[(&str, u32)], cut: Cut) -> Plan {
         let captured = self.captured(None);
-        // Kernels of a backward pass know of sinks by the stats.
         let constants = [constants, &[("WITH_SINK", self.sink.into())]].concat();
         let source = Source {
             problem: self,
@@ -328,9 +327,7 @@ impl Forward {
             along: None,
             params: &ForwardParams::msl(),
         };
-        // Scores that nothing modifies are wanted in powers of two at once.
-        let unit = if self.score_mod.is_some() { 1.0 } else { std::f64::consts::LOG2_E };
-        cut.plan(source.text(kernel, &constants), kernel.entry, Params::Forward(self.params()), unit)
+        cut.plan(source.text(kernel, &constants), kernel.entry, Params::Forward(self.params()))
     }
 
     /// Lengths of batch entries.

@@ -14,7 +14,7 @@ pub enum Math {
     /// IEEE 754, with NaN and infinities: what the kernels are written for.
     #[default]
     Safe,
-    /// Apple's fast math. Results for NaN and infinities are anyone's guess; for measuring what it would bring.
+    /// Apple's fast math. Results for NaN, infinities and large scores are undefined; for measuring what it would bring.
     Fast,
 }
 

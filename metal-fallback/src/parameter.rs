@@ -80,5 +80,5 @@ fn sum(problem: &Backward, ty: &str, params: SumParams, buffers: Vec<Binding>) -
         buffers,
         threadgroup: Vec::new(),
     };
-    cut.plan(source.text(&SUM, &[("THREADS", THREADS)]), SUM.entry, Params::Sum(params), 1.0)
+    cut.plan(source.text(&SUM, &[("THREADS", THREADS)]), SUM.entry, Params::Sum(params))
 }

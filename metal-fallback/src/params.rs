@@ -102,7 +102,7 @@ params! {
         ends_lower: i32,
         /// Keys at `(k - q) - (keys - queries) > ends_upper` are dropped.
         ends_upper: i32,
-        /// Multiplies a product of a query and a key. Times log2(e) where scores are not modified.
+        /// Multiplies a product of a query and a key.
         scale: f32,
     }
 }

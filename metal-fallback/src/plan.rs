@@ -128,8 +128,6 @@ pub struct Plan {
     /// Threadgroup memory, by its slots: the MSL type of elements, and bytes.
     pub threadgroup: Vec<(&'static str, usize)>,
     pub(crate) params: Params,
-    /// What the scale of a call is multiplied by.
-    pub(crate) unit: f64,
 }
 
 /// What a plan has besides its source.
@@ -143,17 +141,17 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    pub(crate) fn plan(self, source: String, entry: &'static str, params: Params, unit: f64) -> Plan {
+    pub(crate) fn plan(self, source: String, entry: &'static str, params: Params) -> Plan {
         let Cut { grid, threads, registers, mut buffers, threadgroup } = self;
         buffers.sort_by_key(|b| b.slot);
-        Plan { source, entry, grid, registers, threads, buffers, threadgroup, params, unit }
+        Plan { source, entry, grid, registers, threads, buffers, threadgroup, params }
     }
 }
 
 impl Plan {
     /// The parameters of a call with this scale; of packed documents, with so many tokens, or as many as there may be.
     pub fn params(&self, attn_scale: f32, said: Option<Tokens>) -> Params {
-        let scale = (f64::from(attn_scale) * self.unit).clamp(f64::from(f32::MIN), f64::from(f32::MAX)) as f32;
+        let scale = attn_scale.clamp(f32::MIN, f32::MAX);
         match self.params {
             Params::Forward(params) => {
                 let Tokens { queries, keys } = Tokens { queries: params.tokens_q, keys: params.tokens_kv }.up_to(said);

@@ -5,7 +5,7 @@ use crate::forward::Forward;
 use crate::params::BackwardParams;
 use crate::plan::{Binding, Cut, Operand, Plan};
 use crate::rows::THREADS;
-use crate::source::{self, SINK_SLOT, STATS_SLOT};
+use crate::source::{self, SINK_SLOT};
 use crate::tiles::SIMD;
 use sdpa_core::{DType, SINK, Side};
 use sdpa_emit::Dialect;
@@ -22,7 +22,7 @@ pub(crate) fn plan(problem: &Backward, dtype: DType) -> Plan {
     let (name, ty) = (forward.element(), Dialect::Msl.element(dtype));
     let mut buffers = vec![
         Binding::params(BackwardParams::NAME),
-        Binding::read(STATS_SLOT, "float", Operand::Stats),
+        problem.lse_read(),
         problem.delta_read(),
         Binding::written(10, ty, Operand::Gradient { name: SINK.to_owned(), dtype, elements: heads }),
         binding(forward),

@@ -35,6 +35,7 @@ const PAGES: Piece = piece!("pages");
 const KEYS: Piece = piece!("keys");
 const SCORES: Piece = piece!("scores");
 const DROPOUT: Piece = piece!("dropout");
+const EXACT: Piece = piece!("exact");
 const WEIGHTS: Piece = piece!("weights");
 const FRAGMENT: Piece = piece!("fragment");
 const ROWS: Piece = piece!("rows");
@@ -48,14 +49,14 @@ kernels! {
     FORWARD = "attention_forward", scores: true, [SOFTMAX, FRAGMENT, SPAN, PAGES, KEYS, SCORES, DROPOUT, piece!("forward")];
     VECTOR = "attention_vector", scores: true, [SOFTMAX, ROWS, SPAN, PAGES, KEYS, SCORES, DROPOUT, piece!("vector")];
     MERGE = "attention_merge", scores: false, [SOFTMAX, SPAN, piece!("merge")];
-    DELTA = "attention_delta", scores: false, [SPAN, piece!("delta")];
-    DQ = "attention_dq", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("dq")];
-    DKV = "attention_dkv", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("dkv")];
-    VECTOR_DQ = "attention_vector_dq", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("vector_dq")];
-    VECTOR_DKV = "attention_vector_dkv", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("vector_dkv")];
-    PARAMETER = "attention_parameter", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, DROPOUT, WEIGHTS, piece!("parameter")];
+    DELTA = "attention_delta", scores: true, [SOFTMAX, SPAN, KEYS, SCORES, EXACT, piece!("delta")];
+    DQ = "attention_dq", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, SCORES, DROPOUT, EXACT, WEIGHTS, piece!("dq")];
+    DKV = "attention_dkv", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, SCORES, DROPOUT, EXACT, WEIGHTS, piece!("dkv")];
+    VECTOR_DQ = "attention_vector_dq", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, SCORES, DROPOUT, EXACT, WEIGHTS, piece!("vector_dq")];
+    VECTOR_DKV = "attention_vector_dkv", scores: true, [SOFTMAX, ROWS, SPAN, KEYS, SCORES, DROPOUT, EXACT, WEIGHTS, piece!("vector_dkv")];
+    PARAMETER = "attention_parameter", scores: true, [SOFTMAX, FRAGMENT, SPAN, KEYS, SCORES, DROPOUT, EXACT, WEIGHTS, piece!("parameter")];
     SUM = "attention_sum", scores: false, [piece!("sum")];
-    SINK = "attention_sink", scores: false, [SOFTMAX, SPAN, KEYS, piece!("sink")];
+    SINK = "attention_sink", scores: false, [SOFTMAX, SPAN, KEYS, EXACT, piece!("sink")];
 }
 
 /// Slots of the buffers that a problem may have, in all kernels.

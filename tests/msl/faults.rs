@@ -1,12 +1,13 @@
 //! Faults that are put into kernels: something has to find each.
 
-use super::{NAME, boundaries, emulation, pages, side_by_side, sink, statistics};
+use super::{NAME, boundaries, emulation, large, pages, side_by_side, sink, statistics};
 use conformance::case::Case;
 use conformance::msl::mutations::{
-    BACKWARD, BOUNDARIES, CUT, CUT_PARTS, CUT_VECTOR, DROPOUT, DROPOUT_BACKWARD, EDGES, ENDS, FORWARD, LONG, Mutation, ODD, ODD_SCORES,
-    ODD_VECTOR, PACKED, PACKED_BACKWARD, PACKED_FORWARD, PACKED_PARTS, PACKED_TILED, PACKED_TILED_BACKWARD, PACKED_VECTOR,
-    PACKED_VECTOR_BACKWARD, PAGES, PARAMETER, PARTS, PAST, SCALES, SINK, SINK_GRADIENT, SINK_PARTS, SINK_VECTOR, STATISTICS,
-    STATISTICS_ODD, STATISTICS_PARTS, STATISTICS_TILED, STATISTICS_VECTOR, TABLES, VECTOR, VECTOR_BACKWARD,
+    BACKWARD, BOUNDARIES, CUT, CUT_PARTS, CUT_VECTOR, DROPOUT, DROPOUT_BACKWARD, EDGES, ENDS, FORWARD, LARGE, LARGE_PARTS, LARGE_SINK,
+    LARGE_TILED, LARGE_VECTOR, LONG, Mutation, ODD, ODD_SCORES, ODD_VECTOR, PACKED, PACKED_BACKWARD, PACKED_FORWARD, PACKED_PARTS,
+    PACKED_TILED, PACKED_TILED_BACKWARD, PACKED_VECTOR, PACKED_VECTOR_BACKWARD, PAGES, PARAMETER, PARTS, PAST, SCALES, SINK, SINK_GRADIENT,
+    SINK_PARTS, SINK_VECTOR, STATISTICS, STATISTICS_ODD, STATISTICS_PARTS, STATISTICS_TILED, STATISTICS_VECTOR, TABLES, VECTOR,
+    VECTOR_BACKWARD,
 };
 use conformance::msl::{Check, Emulated, Toolchain};
 use conformance::runner::{Drops, Outcome, Source, dropped, rounding, run_backward_case, run_case};
@@ -265,11 +266,13 @@ pub(super) enum With {
     OddRows,
     /// Page tables that hold anything.
     Tables,
+    /// Scores that are very low or very high.
+    Large,
 }
 
 type Faults = (&'static [Mutation], Kernels, With);
 
-const ALL: [Faults; 56] = [
+const ALL: [Faults; 62] = [
     (FORWARD, Kernels::Tiled, With::Forward(SMALL)),
     (BACKWARD, Kernels::Tiled, With::Backward(SMALL)),
     (VECTOR, Kernels::Vector, With::Forward(FEW)),
@@ -326,6 +329,12 @@ const ALL: [Faults; 56] = [
     (PAGES, Kernels::Vector, With::Forward(FEW_IN_PAGES)),
     (TABLES, Kernels::Tiled, With::Tables),
     (TABLES, Kernels::Vector, With::Tables),
+    (LARGE, Kernels::Tiled, With::Large),
+    (LARGE, Kernels::Vector, With::Large),
+    (LARGE_TILED, Kernels::Tiled, With::Large),
+    (LARGE_VECTOR, Kernels::Vector, With::Large),
+    (LARGE_PARTS, Kernels::Parts, With::Large),
+    (LARGE_SINK, Kernels::Tiled, With::Large),
 ];
 
 fn failure<T>(outcome: Outcome<T>) -> Option<String> {
@@ -353,6 +362,7 @@ pub(super) fn caught_by(toolchain: &Toolchain, [from, to]: [&str; 2], kernels: K
         With::Tables => pages::hold(&Emulated::new(toolchain.clone(), 7).mutated(from, to), kernels).err(),
         With::Odd(drops) => dropped(drops, &emulated).err(),
         With::Rounding => rounding(&emulated).err(),
+        With::Large => large::hold(&emulated, kernels).err(),
         With::Sinks => sink::denominators(&emulated, 7).and_then(|()| sink::denominators(&emulated, 90)).err(),
         With::SinkGradient => sink::gradients(&emulated).err(),
         With::Forward(cases) => forward(Case::parse(cases).unwrap()),

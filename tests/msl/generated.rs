@@ -203,6 +203,7 @@ const VECTOR_BACKWARD: &[Trial] = &[
     (Vector, With::Rounding),
     (Vector, With::Backward(FEW_DOCUMENTS)),
 ];
+const LARGE: &[Trial] = &[(Tiled, With::Large), (Vector, With::Large), (Parts, With::Large)];
 const PARAMETER: &[Trial] = &[(Tiled, With::Backward(ALONG)), (Tiled, With::Backward(AXES)), (Tiled, With::Backward(DOCUMENTS))];
 const SINK: &[Trial] = &[(Tiled, With::SinkGradient), (Vector, With::SinkGradient), (Tiled, With::Backward(DOCUMENTS))];
 const SPANS: &[Trial] = &[
@@ -245,21 +246,22 @@ const BANDS: &[Trial] = &[
 /// The trials of a file.
 fn trials(file: &str) -> Vec<Trial> {
     let lists: &[&[Trial]] = match file {
-        "forward" => &[FORWARD],
-        "vector" | "merge" => &[VECTOR],
+        "forward" => &[FORWARD, LARGE],
+        "vector" | "merge" => &[VECTOR, LARGE],
         "dq" | "dkv" => &[BACKWARD],
-        "delta" => &[BACKWARD],
+        "delta" => &[BACKWARD, LARGE],
+        "exact" => &[LARGE, BACKWARD],
         "vector_dq" | "vector_dkv" => &[VECTOR_BACKWARD],
         "parameter" | "sum" => &[PARAMETER],
-        "sink" => &[SINK],
+        "sink" => &[SINK, LARGE],
         "keys" => &[BANDS],
         "span" => &[SPANS],
         "pages" => &[PAGES],
-        "scores" => &[FORWARD, VECTOR],
-        "weights" => &[BACKWARD, VECTOR_BACKWARD],
+        "scores" => &[FORWARD, VECTOR, LARGE],
+        "weights" => &[BACKWARD, VECTOR_BACKWARD, LARGE],
         "fragment" => &[FORWARD, BACKWARD, PARAMETER],
         "rows" => &[VECTOR, VECTOR_BACKWARD],
-        "softmax" => &[FORWARD, VECTOR],
+        "softmax" => &[FORWARD, VECTOR, LARGE],
         // Functions of expressions have a test of their own.
         "expression" => &[],
         _ => panic!("{file}.metal: nothing looks for its faults"),

@@ -5,6 +5,7 @@ mod dropped;
 mod faults;
 mod functions;
 mod generated;
+mod large;
 mod nvidia;
 mod pages;
 mod sink;

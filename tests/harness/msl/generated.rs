@@ -6,12 +6,13 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 
 /// The files of kernels and what they are made of.
-pub const FILES: [&str; 20] = [
+pub const FILES: [&str; 21] = [
     "softmax",
     "span",
     "pages",
     "keys",
     "scores",
+    "exact",
     "weights",
     "fragment",
     "rows",

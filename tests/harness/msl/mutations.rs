@@ -64,9 +64,9 @@ pub const FORWARD: &[Mutation] = &[
     mutation("the sum is not rescaled", "row_sum * shrink + row_total", "row_sum + row_total"),
     mutation("the last keys are not visited", "end_q + bounds.upper)", "end_q + bounds.upper - PASSING)"),
     mutation("the wrong key head", "head / params.group", "head % (params.heads_q / params.group)"),
-    mutation("stats in powers of two", "(row_max + log2(row_sum)) * LN_2", "(row_max + log2(row_sum))"),
+    mutation("stats in two bases", "row_max + log2(row_sum) * LN_2", "row_max + log2(row_sum)"),
     mutation("a block past the end counts as whole", " && end_k <= bounds.keys", ""),
-    mutation("a tensor is read past its end", "min(place.w, params.seq_kv - 1)", "place.w"),
+    mutation("a tensor is read past its end", "min(at.w, params.seq_kv - 1)", "at.w"),
     mutation("an array that is too short", "float2 scores[PASSING / 8];", "float2 scores[PASSING / 8 - 1];"),
     mutation("every lane of a row writes its stats", "if (column == 0) {", "{"),
     mutation("the softmax of a row without keys", "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
@@ -89,7 +89,7 @@ pub const BACKWARD: &[Mutation] = &[
     ),
     mutation("no delta", "gradient - row.delta", "gradient"),
     mutation("dk without the scale", "dk_sums[d / 8][e] * params.scale", "dk_sums[d / 8][e]"),
-    mutation("the first queries are not visited", "max(first_k - bounds.upper,", "max(first_k - bounds.upper + PASSING,"),
+    mutation("the first queries are not visited", "max(first_k - bounds.upper,", "max(first_k - bounds.upper + 32,"),
     mutation("one head of a group", "member < params.group", "member < 1"),
     mutation(
         "threadgroups write the same dk",
@@ -98,15 +98,15 @@ pub const BACKWARD: &[Mutation] = &[
     ),
     mutation("keys past the end are written", "if (key >= span_k.rows) {\n        return;\n    }", ""),
     mutation("stats are read past their end", "if (!there)", "if (false)"),
-    mutation("the gradient of the score_mod is left out", "slope = score_mod_gradient(raw, slope, at, captured);", ""),
+    mutation("the gradient of the score_mod is left out", "slope = score_mod_gradient(raw, slope, place_of(at, params), captured);", ""),
 ];
 
 /// Faults of the forward kernel for few queries.
 pub const VECTOR: &[Mutation] = &[
     mutation(
         "outputs of simdgroups are read before they are there",
-        "exp2(row_max[r] - total_max), simdgroup, lane);\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
-        "exp2(row_max[r] - total_max), simdgroup, lane);",
+        "exp_from(row_max[r], total_max), simdgroup, lane);\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "exp_from(row_max[r], total_max), simdgroup, lane);",
     ),
     mutation(
         "outputs replace some that are still read",
@@ -115,7 +115,7 @@ pub const VECTOR: &[Mutation] = &[
     ),
     mutation("sums that are not cleared", "clear_row<LANE_V>(sums[r]);", ""),
     mutation("the output is not rescaled", "sums[r][i] *= shrink;", ""),
-    mutation("outputs of simdgroups have maxima of their own", "exp2(row_max[r] - total_max), simdgroup", "1.0f, simdgroup"),
+    mutation("outputs of simdgroups have maxima of their own", "exp_from(row_max[r], total_max), simdgroup", "1.0f, simdgroup"),
     mutation("simdgroups take one another's keys", "start < end; start += THREADS", "start < end; start += 32"),
     mutation("a score goes to the wrong lane", "int(lane) == j ? product", "int(lane) == j + 1 ? product"),
     mutation("heads of another key head", "head_kv * group + there / seq_q", "head_kv + there / seq_q"),
@@ -131,7 +131,7 @@ pub const VECTOR: &[Mutation] = &[
 pub const PARTS: &[Mutation] = &[
     mutation(
         "outputs of parts have maxima of their own",
-        "own_outputs[part * DIM_V + d] * exp2(own_sums[part * 2] - row_max)",
+        "own_outputs[part * DIM_V + d] * exp_from(own_sums[part * 2], row_max)",
         "own_outputs[part * DIM_V + d]",
     ),
     mutation("the last part is left out", "part < PARTS; part++) {\n            sum", "part < PARTS - 1; part++) {\n            sum"),
@@ -143,8 +143,10 @@ pub const PARTS: &[Mutation] = &[
 
 /// Faults of the kernels of the backward pass for few queries.
 pub const VECTOR_BACKWARD: &[Mutation] = &[
-    mutation("delta is not written", "delta[place] = row_delta[r];", ""),
-    mutation("every thread writes delta", "thread_index == 0 && first + r", "first + r"),
+    mutation("delta is not written", "delta[place] = sum;", ""),
+    mutation("every lane writes delta", "if (lane == 0) {\n        delta", "{\n        delta"),
+    mutation("log-sum-exps are not written", "lse[place * 2] = known.x;", ""),
+    mutation("the log-sum-exp of the first row", "row_most[r] = lse[place * 2];", "row_most[r] = lse[0];"),
     mutation(
         "sums of simdgroups are read before they are there",
         "params.scale, simdgroup, lane);\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
@@ -204,18 +206,18 @@ pub const ODD: &[Mutation] = &[
     mutation("infinities alone are odd", "(as_type<uint>(x) & 0x7f800000u)", "(as_type<uint>(x) & 0x7fffffffu)"),
     mutation("a weight of another column", "((column & 4) << 1) + ((column >> 1) & 1)", "((column & 4) << 1)"),
     mutation("what is dropped has a gradient", "gradient = kept ? slope : 0.0f;", "gradient = slope;"),
-    mutation("a row that attends to nothing has weights", "&& !(row.stats >= -(DROPPED))", ""),
+    mutation("a row that attends to nothing has weights", " && !(row.rest >= WITHOUT_KEYS)", ""),
 ];
 
 /// The same of vector kernels.
 pub const ODD_VECTOR: &[Mutation] = &[
-    mutation("what is dropped has a score", "return kept ? score : DROPPED;", "return kept ? score : score + DROPPED;"),
+    mutation("what is dropped is kept", "kept = kept && !(score < LOWEST);", "kept = !(score < LOWEST);"),
     mutation("what is dropped adds to dq", "if ((keeps >> r & 1u) != 0) {", "if (keeps != 0 || true) {"),
     mutation("what is dropped adds to dk and dv", "if (simd_shuffle(kept, ushort(j)) != 0) {", "if (simd_shuffle(kept, ushort(j)) != 2) {"),
 ];
 
 /// A pair that a score_mod drops counts.
-pub const ODD_SCORES: &[Mutation] = &[mutation("a score of minus infinity is kept", "!(score < LOWEST) && ", "")];
+pub const ODD_SCORES: &[Mutation] = &[mutation("a score of minus infinity is kept", "kept = kept && !(score < LOWEST);", "")];
 
 /// Scales other than the usual one.
 pub const SCALES: &[Mutation] = &[mutation("dk has the usual scale", "dk_sum[i] * params.scale", "dk_sum[i] * 0.2236068f")];
@@ -393,13 +395,13 @@ pub const CUT_PARTS: &[Mutation] =
 /// Sinks in the wrong place: of the kernel with tiles.
 pub const SINK: &[Mutation] = &[
     mutation("the sink of another head", "sinks[head]", "sinks[head_kv]"),
-    mutation("a sink in another unit than scores", "const float sink = natural * LOG2_E;", "const float sink = natural;"),
+    mutation("a sink in another unit than scores", "exp_from(sink, largest);", "exp2(sink - largest);"),
     mutation("outputs keep the maximum without the sink", "shrink * inverse_of(row_sum)", "max(shrink, 1.0f) * inverse_of(row_sum)"),
     mutation("a maximum without the sink", "const float largest = max(row_max, sink);", "const float largest = row_max;"),
     mutation(
         "a sink for each block of keys",
         "row_sum = row_sum * shrink + row_total(block_sum);",
-        "row_sum = row_sum * shrink + row_total(block_sum) + exp2(sinks[head] * LOG2_E - row_max);",
+        "row_sum = row_sum * shrink + row_total(block_sum) + exp_from(sinks[head], row_max);",
     ),
 ];
 
@@ -410,7 +412,7 @@ pub const SINK_VECTOR: &[Mutation] = &[
     mutation(
         "a sink for each simdgroup",
         "total += simd_sums[",
-        "total += exp2(sinks[query_at(first + r, head_kv, span_q.rows, params.group).head] * LOG2_E - total_max) + simd_sums[",
+        "total += exp_from(sinks[query_at(first + r, head_kv, span_q.rows, params.group).head], total_max) + simd_sums[",
     ),
 ];
 
@@ -450,7 +452,7 @@ pub const TABLES: &[Mutation] = &[
 
 /// Faults of row maxima and sums of exponentials.
 pub const STATISTICS: &[Mutation] = &[
-    mutation("a maximum in powers of two", "row_sum : row_max * LN_2", "row_sum : row_max"),
+    mutation("a maximum in powers of two", "row_sum : row_max;", "row_sum : row_max * LOG2_E;"),
     mutation(
         "the maximum of a row without keys is a number",
         "as_type<float>(0xff800000u);\n    }\n    return is_odd",
@@ -477,18 +479,21 @@ pub const STATISTICS_PARTS: &[Mutation] = &[
 ];
 
 /// Faults of rows with scores that are no numbers.
-pub const STATISTICS_ODD: &[Mutation] =
-    &[mutation("a maximum passes NaN over", "is_odd(row_sum) ? row_sum : row_max * LN_2", "row_max * LN_2")];
+pub const STATISTICS_ODD: &[Mutation] = &[mutation("a maximum passes NaN over", "is_odd(row_sum) ? row_sum : row_max", "row_max")];
 
 /// Faults of the kernel for the gradient of sinks.
 pub const SINK_GRADIENT: &[Mutation] = &[
     mutation("one batch entry", "const long rows = long(params.batch) * params.seq_q;", "const long rows = params.seq_q;"),
     mutation("rows of the first simdgroup", "total += simd_sums[s];", "total += simd_sums[0];"),
     mutation("the wrong sign", "Gradient(-total)", "Gradient(total)"),
-    mutation("a weight in another unit than stats", "exp2((sink - natural) * LOG2_E)", "exp2(sink - natural)"),
+    mutation(
+        "a weight in another unit than stats",
+        "exp2((sink - lse[place * 2]) * LOG2_E - lse[place * 2 + 1])",
+        "exp2(sink - lse[place * 2] - lse[place * 2 + 1])",
+    ),
     mutation("the sink of another head", "sinks[head]", "sinks[head / params.group]"),
     mutation("rows that the band leaves no key", "visited.x >= visited.y ||", "visited.x > visited.y ||"),
-    mutation("rows that stats leave no key", "visited.y || stats[place] < LOWEST) {", "visited.y) {"),
+    mutation("rows that stats leave no key", "visited.y || lse[place * 2 + 1] >= WITHOUT_KEYS) {", "visited.y) {"),
     mutation("rows without an output", "is_odd(its_delta) && is_zeros(", "is_odd(its_delta) && !is_zeros("),
     mutation("every odd row is left out", "is_odd(its_delta) && is_zeros(", "is_odd(its_delta) || is_zeros("),
     mutation(
@@ -499,3 +504,78 @@ pub const SINK_GRADIENT: &[Mutation] = &[
     mutation("every lane tells its sum", "if (lane == 0) {\n        simd_sums", "{\n        simd_sums"),
     mutation("every thread writes the gradient", "if (thread_index == 0) {\n        float total", "{\n        float total"),
 ];
+
+/// Faults that show only where scores are very low or very high, in any kernel.
+pub const LARGE: &[Mutation] = &[
+    mutation("scores are scaled before they are subtracted", "exp2((score - from) * LOG2_E)", "exp2(score * LOG2_E - from * LOG2_E)"),
+    mutation(
+        "a sink is scaled before it is subtracted",
+        "const float shrink = exp_from(row_max, largest);",
+        "const float shrink = exp2(row_max * LOG2_E - largest * LOG2_E);",
+    ),
+    mutation("scores below -1e38 are masked out", "!(score < LOWEST)", "!(score < -1e38f)"),
+    mutation("one float for the log-sum-exp", "known = nearest_to(stat, row_max, row_sum);", "known = lse_of_stat(stat);"),
+    mutation("the caller's statistic is never read", "abs(stat) * 1.1920928955078125e-7f", "3e38f"),
+    mutation("a statistic eight units off is taken for rounding", "1.1920928955078125e-7f", "9.5367431640625e-7f"),
+    mutation("high statistics alone are computed again", "abs(stat) >= LARGE_STAT", "stat >= LARGE_STAT"),
+    mutation(
+        "the exponent in one rounding",
+        "(product - row.most) * LOG2_E - row.rest",
+        "product * LOG2_E - (row.most * LOG2_E + row.rest)",
+    ),
+    mutation("a sum without the sink", "add_sink(row_max, row_sum, sinks[head]);\n#endif\n        known", "\n#endif\n        known"),
+    mutation(
+        "a sum over keys that are masked out",
+        "(kept ? exp_from(score, largest) : 0.0f);\n            row_max",
+        "(kept || true ? exp_from(score, largest) : 0.0f);\n            row_max",
+    ),
+    mutation(
+        "a sum over the key after the last",
+        "key < visited.y; key += 32) {\n            const device Element* k_row",
+        "key <= visited.y; key += 32) {\n            const device Element* k_row",
+    ),
+    mutation(
+        "a sum over the first key head",
+        "head_kv * params.k_strides[1];\n        float row_max",
+        "head_kv * 0 * params.k_strides[1];\n        float row_max",
+    ),
+    mutation(
+        "a sum over the keys of the first entry",
+        "k + span_k.begin * params.k_strides[0] + head_kv * params.k_strides[1];\n        float row_max",
+        "k + head_kv * params.k_strides[1];\n        float row_max",
+    ),
+    mutation("a masked key raises the maximum", "product = kept ? score : LOWEST;", "product = score;"),
+    mutation("lanes keep maxima of their own", "simd_sum(row_sum * exp_from(row_max, largest))", "simd_sum(row_sum)"),
+];
+
+/// The same of the kernels with tiles.
+pub const LARGE_TILED: &[Mutation] = &[mutation(
+    "keys that are masked out count in rows of the lowest scores",
+    "(kept >> (j * 2 + e) & 1u) != 0 ? exp_from(scores[j][e], row_max) : 0.0f",
+    "exp_from(scores[j][e], row_max)",
+)];
+
+/// The same of vector kernels.
+pub const LARGE_VECTOR: &[Mutation] = &[
+    mutation(
+        "keys that are masked out count in rows of the lowest scores",
+        "kept ? exp_from(score, batch_max) : 0.0f",
+        "exp_from(score, batch_max)",
+    ),
+    mutation(
+        "maxima of simdgroups are scaled",
+        "exp_from(row_max[r], total_max), simdgroup",
+        "exp2(row_max[r] * LOG2_E - total_max * LOG2_E), simdgroup",
+    ),
+];
+
+/// The same of the kernel that merges.
+pub const LARGE_PARTS: &[Mutation] = &[mutation(
+    "maxima of parts are scaled",
+    "own_sums[part * 2 + 1] * exp_from(own_sums[part * 2], row_max)",
+    "own_sums[part * 2 + 1] * exp2(own_sums[part * 2] * LOG2_E - row_max * LOG2_E)",
+)];
+
+/// The same of the kernel for the gradient of sinks.
+pub const LARGE_SINK: &[Mutation] =
+    &[mutation("a sink next to a maximum without the sum", "* LOG2_E - lse[place * 2 + 1])) * its_delta", "* LOG2_E)) * its_delta")];
