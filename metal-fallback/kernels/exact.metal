@@ -4,8 +4,7 @@
 // In base 2, of a row without keys: P is 0.
 #define WITHOUT_KEYS -(LOWEST)
 
-// Statistics from this size on are computed again. Below, rounding them to float changes P by at most 2^-16 of itself, and of 16-bit types
-// by at most 2^-13.
+// Statistics from this size on are computed again. Below, their rounding to float changes P by at most 2^-16 of itself, 2^-13 for 16-bit types.
 #define LARGE_STAT (sizeof(Element) == 4 ? 512.0f : 4096.0f)
 
 // The log-sum-exp as the caller's statistic has it.

@@ -1,7 +1,7 @@
 // The online softmax. Maxima are scores in natural units; exponentials are powers of two.
 
-// The lowest finite float: the maximum of a row before its first key, and the score of a key that is masked out. Whether a key counts is
-// kept apart: an additive mask of this size gives such scores to keys that do.
+// The lowest finite float: the maximum of a row before its first key, and the score of a key that is masked out. A flag says
+// which keys are: an additive mask of this size gives the same score to others.
 #define LOWEST -3.402823466e38f
 #define LOG2_E 1.44269504088896340736f
 #define LN_2 0.69314718055994530942f

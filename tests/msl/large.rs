@@ -1,5 +1,5 @@
-//! Rows of scores that are very low or very high but finite, on every kernel: each cut of tiles, rows of a simdgroup, splits of the keys, sinks;
-//! and with masks, lengths and documents, which the sum that is computed again has to follow.
+//! Rows of scores that are very low or very high but finite, on every kernel: each cut of tiles, rows of a simdgroup, splits of the keys, sinks.
+//! Masks, lengths and documents too: the sum that the backward pass computes again has to follow them.
 
 use super::{NAME, emulation};
 use conformance::msl::Emulated;
@@ -130,10 +130,10 @@ impl Operands {
         prepared.forward(call).map(|_| ()).map_err(|e| e.to_string())
     }
 
-    /// The gradients of queries, keys, values and sinks.
-    fn gradients(&self, executor: &dyn Executor, spec: &AttentionSpec, params: &[Param<'_>]) -> Result<[Vec<f32>; 4], String> {
+    /// The gradients of queries, keys, values, the bias and sinks.
+    fn gradients(&self, executor: &dyn Executor, spec: &AttentionSpec, params: &[Param<'_>]) -> Result<[Vec<f32>; 5], String> {
         let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(|of| vec![f32::NAN; of.len()]);
-        let mut d_sink = vec![f32::NAN; spec.q.dims[1] as usize];
+        let [mut d_bias, mut d_sink] = [bias(spec).len(), SINKS.len()].map(|len| vec![f32::NAN; len]);
         let call = HostBackward {
             q: Elements::F32(&self.q),
             k: Elements::F32(&self.k),
@@ -147,16 +147,19 @@ impl Operands {
             amax: Vec::new(),
             attn_scale: None,
             params,
-            gradients: vec![HostGradient { name: SINK, data: ElementsMut::F32(&mut d_sink) }],
+            gradients: vec![
+                HostGradient { name: BIAS, data: ElementsMut::F32(&mut d_bias) },
+                HostGradient { name: SINK, data: ElementsMut::F32(&mut d_sink) },
+            ],
         };
-        let problem = spec.backward().wrt(SINK, DType::F32).validate().map_err(|e| e.to_string())?;
+        let problem = spec.backward().wrt(BIAS, DType::F32).wrt(SINK, DType::F32).validate().map_err(|e| e.to_string())?;
         let prepared = executor.prepare_backward(&problem).map_err(|e| e.to_string())?;
         prepared.backward(call).map_err(|e| e.to_string())?;
-        Ok([dq, dk, dv, d_sink])
+        Ok([dq, dk, dv, d_bias, d_sink])
     }
 }
 
-/// Whether results are so many times those of another, and not all zeros.
+/// Checks that results are so many times those of another, and not all zeros.
 fn near(what: &str, got: &[f32], want: &[f32], times: f32, bound: f32) -> Result<(), String> {
     let is_near = |at: usize| (got[at] - times * want[at]).abs() <= bound * (1.0 + want[at].abs());
     if let Some(at) = (0..want.len()).find(|&at| !is_near(at)) {
@@ -165,14 +168,26 @@ fn near(what: &str, got: &[f32], want: &[f32], times: f32, bound: f32) -> Result
     want.iter().any(|x| x.abs() > 0.01).then_some(()).ok_or_else(|| format!("{what}: nothing but zeros"))
 }
 
-const NAMES: [&str; 4] = ["dq", "dk", "dv", "d_sink"];
-/// Of rows in every third of which scores are large, one near ordinary scores, one near these.
+const BIAS: &str = "bias";
+const NAMES: [&str; 5] = ["dq", "dk", "dv", "d_bias", "d_sink"];
+/// One is near large scores, the others near ordinary ones.
 const SINKS: [f32; 4] = [0.5, -1e9, -1.0, 2.0];
-/// Low, and as low as the score that kernels have for a key that is masked out.
+/// Low scores, and the lowest, which kernels give to keys that are masked out too.
 const ADDED_TO_ROWS: [f32; 2] = [-1e9, f32::MIN];
 
 fn param<'a>(name: &'a str, value: ParamValue<'a>) -> Param<'a> {
     Param { name, value }
+}
+
+/// A bias over heads, queries and keys.
+fn bias(spec: &AttentionSpec) -> Vec<f32> {
+    let mut random = Random::new(31);
+    (0..spec.q.dims[1] * spec.q.dims[2] * spec.k.dims[2]).map(|_| random.normal() as f32).collect()
+}
+
+/// The sinks and the bias, after other parameters.
+fn with_floats<'a>(params: &[Param<'a>], bias: &'a [f32]) -> Vec<Param<'a>> {
+    [params, &[param(SINK, ParamValue::F32(&SINKS)), param(BIAS, ParamValue::F32(bias))]].concat()
 }
 
 /// Both passes against those of the CPU executor; what `spoil` makes NaN is not read.
@@ -184,6 +199,8 @@ fn as_on_cpu(
     spoil: impl Fn(&mut Operands),
 ) -> Result<(), String> {
     let cpu = CpuExecutor::default();
+    let bias = bias(spec);
+    let params = &with_floats(params, &bias);
     operands.forward(&cpu, spec, params)?;
     let want = operands.gradients(&cpu, spec, params)?;
     spoil(&mut operands);
@@ -202,7 +219,7 @@ fn masked_shape(seq_q: i64) -> Shape {
 }
 
 fn added(to_rows: f32) -> ScoreMod {
-    format!("select(q % 3 == 0, score + {to_rows:?}, score)").parse().unwrap()
+    format!("tensor bias[head, q, k]: f32; select(q % 3 == 0, score + bias + {to_rows:?}, score + bias)").parse().unwrap()
 }
 
 fn dense(seq_q: i64, to_rows: f32, masks: &[&str]) -> AttentionSpec {
@@ -221,11 +238,7 @@ fn with_lengths(executor: &dyn Executor, seq_q: i64, to_rows: f32) -> Result<(),
         let rows = (0..shape.batch * heads).map(|n| (n * seq + i64::from(lengths[(n / heads) as usize]))..(n + 1) * seq);
         rows.map(|rows| rows.start as usize..rows.end as usize).collect()
     };
-    let params = [
-        param("seq_len_q", ParamValue::I32(&lengths[0])),
-        param("seq_len_kv", ParamValue::I32(&lengths[1])),
-        param(SINK, ParamValue::F32(&SINKS)),
-    ];
+    let params = [param("seq_len_q", ParamValue::I32(&lengths[0])), param("seq_len_kv", ParamValue::I32(&lengths[1]))];
     let spoil = |operands: &mut Operands| {
         operands.spoil(&past(lengths[0], shape.heads_q, seq_q), &past(lengths[1], shape.heads_kv, shape.seq_kv), shape);
     };
@@ -234,8 +247,7 @@ fn with_lengths(executor: &dyn Executor, seq_q: i64, to_rows: f32) -> Result<(),
 
 fn with_dropout(executor: &dyn Executor, seq_q: i64, to_rows: f32) -> Result<(), String> {
     let spec = dense(seq_q, to_rows, &["k % 3 != 1"]).with_dropout(0.3);
-    let numbers = [(DROPOUT_SEED, &[7]), (DROPOUT_OFFSET, &[16])].map(|(name, number)| param(name, ParamValue::I64(number)));
-    let params = [&numbers[..], &[param(SINK, ParamValue::F32(&SINKS))]].concat();
+    let params = [(DROPOUT_SEED, &[7]), (DROPOUT_OFFSET, &[16])].map(|(name, number)| param(name, ParamValue::I64(number)));
     as_on_cpu(executor, &spec, rows(masked_shape(seq_q)), &params, |_| ())
 }
 
@@ -246,11 +258,7 @@ fn of_documents(executor: &dyn Executor, seq_q: i64, to_rows: f32) -> Result<(),
     let packed = Packed { cross: true, total_q: Some(of_q[3].into()), total_kv: Some(of_k[3].into()), ..Packed::default() };
     let spec = AttentionSpec::packed(DType::F32, shape, packed).with_sink().with_stats();
     let spec = spec.score_mod(added(to_rows)).mask("causal-ends".parse().unwrap());
-    let params = [
-        param("cu_seqlens_q", ParamValue::I32(&of_q)),
-        param("cu_seqlens_kv", ParamValue::I32(&of_k)),
-        param(SINK, ParamValue::F32(&SINKS)),
-    ];
+    let params = [param("cu_seqlens_q", ParamValue::I32(&of_q)), param("cu_seqlens_kv", ParamValue::I32(&of_k))];
     let operands = Operands::new(i64::from(of_q[3]) * shape.heads_q, i64::from(of_k[3]) * shape.heads_kv, shape);
     as_on_cpu(executor, &spec, operands, &params, |_| ())
 }
@@ -259,8 +267,9 @@ fn of_documents(executor: &dyn Executor, seq_q: i64, to_rows: f32) -> Result<(),
 fn merged(executor: &dyn Executor, seq_q: i64, (added, bound): (f32, f32)) -> Result<(), String> {
     let shape = masked_shape(seq_q);
     let mut spec = dense(seq_q, 0.0, &[]);
-    spec.score_mods = vec![format!("score + {added:?}").parse().unwrap()];
-    let params = [param(SINK, ParamValue::F32(&SINKS))];
+    spec.score_mods = vec![format!("tensor bias[head, q, k]: f32; score + bias + {added:?}").parse().unwrap()];
+    let bias = bias(&spec);
+    let params = with_floats(&[], &bias);
     let mut operands = rows(shape);
     operands.forward(&CpuExecutor::default(), &spec, &params)?;
     let [want @ .., _] = operands.gradients(executor, &spec, &params)?;
@@ -269,7 +278,7 @@ fn merged(executor: &dyn Executor, seq_q: i64, (added, bound): (f32, f32)) -> Re
     NAMES.into_iter().zip(got.iter().zip(&want)).try_for_each(|(name, (got, want))| near(name, got, want, 0.5, bound))
 }
 
-/// Whether the kernels take such scores, with whatever else decides which keys a row attends to.
+/// Checks large scores alone, with masks, lengths, dropout and documents, and with merged statistics.
 ///
 /// # Errors
 /// What is wrong.
