@@ -92,9 +92,8 @@ impl Operands {
     /// Random ones, for so many rows of queries and of keys in all heads together.
     fn new(queries: i64, keys: i64, shape: Shape) -> Operands {
         let mut random = Random::new(29);
-        let mut normal = |len: i64| (0..len).map(|_| random.normal() as f32).collect::<Vec<f32>>();
-        let [q, d_o] = [shape.dim_qk, shape.dim_v].map(|dim| normal(queries * dim));
-        let [k, v] = [shape.dim_qk, shape.dim_v].map(|dim| normal(keys * dim));
+        let [q, d_o] = [shape.dim_qk, shape.dim_v].map(|dim| quarters(queries * dim, &mut random));
+        let [k, v] = [shape.dim_qk, shape.dim_v].map(|dim| quarters(keys * dim, &mut random));
         Operands { o: vec![f32::NAN; d_o.len()], stats: vec![f32::NAN; queries as usize], q, k, v, d_o }
     }
 
@@ -123,7 +122,7 @@ impl Operands {
             row_max: None,
             sum_exp: None,
             amax: Vec::new(),
-            attn_scale: None,
+            attn_scale: SCALE,
             params,
         };
         let prepared = executor.prepare(&spec.validate().map_err(|e| e.to_string())?).map_err(|e| e.to_string())?;
@@ -145,7 +144,7 @@ impl Operands {
             dk: ElementsMut::F32(&mut dk),
             dv: ElementsMut::F32(&mut dv),
             amax: Vec::new(),
-            attn_scale: None,
+            attn_scale: SCALE,
             params,
             gradients: vec![
                 HostGradient { name: BIAS, data: ElementsMut::F32(&mut d_bias) },
@@ -170,10 +169,16 @@ fn near(what: &str, got: &[f32], want: &[f32], times: f32, bound: f32) -> Result
 
 const BIAS: &str = "bias";
 const NAMES: [&str; 5] = ["dq", "dk", "dv", "d_bias", "d_sink"];
-/// One is near large scores, the others near ordinary ones.
-const SINKS: [f32; 4] = [0.5, -1e9, -1.0, 2.0];
-/// Low scores, and the lowest, which kernels give to keys that are masked out too.
-const ADDED_TO_ROWS: [f32; 2] = [-1e9, f32::MIN];
+/// For each key head one that leaves large rows their keys; the others take all of rows with low scores.
+const SINKS: [f32; 4] = [f32::NEG_INFINITY, 2.0, f32::MIN, -1.0];
+/// Low scores, the lowest, which kernels give to keys that are masked out too, and high ones that still differ.
+const ADDED_TO_ROWS: [f32; 3] = [-1e9, f32::MIN, 1e6];
+/// Quarters times this are exact, so that scores round alike in every order of their sums.
+const SCALE: Option<f32> = Some(0.25);
+
+fn quarters(len: i64, random: &mut Random) -> Vec<f32> {
+    (0..len).map(|_| (random.normal() as f32 * 4.0).round() / 4.0).collect()
+}
 
 fn param<'a>(name: &'a str, value: ParamValue<'a>) -> Param<'a> {
     Param { name, value }
@@ -181,8 +186,7 @@ fn param<'a>(name: &'a str, value: ParamValue<'a>) -> Param<'a> {
 
 /// A bias over heads, queries and keys.
 fn bias(spec: &AttentionSpec) -> Vec<f32> {
-    let mut random = Random::new(31);
-    (0..spec.q.dims[1] * spec.q.dims[2] * spec.k.dims[2]).map(|_| random.normal() as f32).collect()
+    quarters(spec.q.dims[1] * spec.q.dims[2] * spec.k.dims[2], &mut Random::new(31))
 }
 
 /// The sinks and the bias, after other parameters.
@@ -246,7 +250,9 @@ fn with_lengths(executor: &dyn Executor, seq_q: i64, to_rows: f32) -> Result<(),
 }
 
 fn with_dropout(executor: &dyn Executor, seq_q: i64, to_rows: f32) -> Result<(), String> {
-    let spec = dense(seq_q, to_rows, &["k % 3 != 1"]).with_dropout(0.3);
+    // Keys that are masked out have the largest scores.
+    let high = "select(k % 3 == 1, score + 1000000000.0, score)".parse().unwrap();
+    let spec = dense(seq_q, to_rows, &["k % 3 != 1"]).score_mod(high).with_dropout(0.3);
     let params = [(DROPOUT_SEED, &[7]), (DROPOUT_OFFSET, &[16])].map(|(name, number)| param(name, ParamValue::I64(number)));
     as_on_cpu(executor, &spec, rows(masked_shape(seq_q)), &params, |_| ())
 }
