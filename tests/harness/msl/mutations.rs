@@ -98,7 +98,11 @@ pub const BACKWARD: &[Mutation] = &[
     ),
     mutation("keys past the end are written", "if (key >= span_k.rows) {\n        return;\n    }", ""),
     mutation("stats are read past their end", "if (!there)", "if (false)"),
-    mutation("the gradient of the score_mod is left out", "slope = score_mod_gradient(raw, slope, place_of(at, params), captured);", ""),
+    mutation(
+        "the gradient of the score_mod is left out",
+        "slope = score_mod_gradient(raw, slope, place_of(at, params), captured);",
+        "slope += raw * 0.0f;",
+    ),
 ];
 
 /// Faults of the forward kernel for few queries.
