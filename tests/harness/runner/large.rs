@@ -58,58 +58,84 @@ impl Modify for Added {
     }
 }
 
+/// The element types that have large scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Float {
+    /// `DType::F32`.
+    F32,
+    /// `DType::F16`.
+    F16,
+    /// `DType::BF16`.
+    BF16,
+}
+
+impl Float {
+    /// The same type, of those that there are.
+    ///
+    /// # Panics
+    /// For integers and 8-bit floats.
+    fn of(dtype: DType) -> Float {
+        let all = [(DType::F32, Float::F32), (DType::F16, Float::F16), (DType::BF16, Float::BF16)];
+        all.into_iter().find(|(of, _)| *of == dtype).map(|(_, float)| float).unwrap_or_else(|| panic!("{dtype} has no large scores"))
+    }
+
+    fn element(self) -> Element {
+        match self {
+            Float::F32 => Element::F32,
+            Float::F16 => Element::F16,
+            Float::BF16 => Element::BF16,
+        }
+    }
+}
+
 /// Numbers of an element type, and the same widened.
 struct Drawn {
     wide: Vec<f64>,
     f32: Vec<f32>,
     f16: Vec<f16>,
     bf16: Vec<bf16>,
-    dtype: DType,
+    float: Float,
 }
 
 impl Drawn {
-    fn new(random: &mut Random, dtype: DType, len: usize) -> Drawn {
-        let mut drawn = Drawn { wide: Vec::new(), f32: Vec::new(), f16: Vec::new(), bf16: Vec::new(), dtype };
-        for _ in 0..len {
-            let x = random.normal() as f32;
-            let (half, brain) = (f16::from_f32(x), bf16::from_f32(x));
-            drawn.wide.push(match dtype {
-                DType::F16 => half.to_f64(),
-                DType::BF16 => brain.to_f64(),
-                _ => f64::from(x),
-            });
-            drawn.f32.push(x);
-            drawn.f16.push(half);
-            drawn.bf16.push(brain);
-        }
+    fn new(random: &mut Random, float: Float, len: usize) -> Drawn {
+        let numbers: Vec<f32> = (0..len).map(|_| random.normal() as f32).collect();
+        Drawn::of(float, numbers)
+    }
+
+    fn nan(float: Float, len: usize) -> Drawn {
+        Drawn::of(float, vec![f32::NAN; len])
+    }
+
+    fn of(float: Float, f32: Vec<f32>) -> Drawn {
+        let f16 = f32.iter().map(|x| f16::from_f32(*x)).collect();
+        let bf16 = f32.iter().map(|x| bf16::from_f32(*x)).collect();
+        let mut drawn = Drawn { wide: Vec::new(), f32, f16, bf16, float };
+        drawn.wide = drawn.widened();
         drawn
     }
 
-    fn nan(dtype: DType, len: usize) -> Drawn {
-        Drawn { wide: Vec::new(), f32: vec![f32::NAN; len], f16: vec![f16::NAN; len], bf16: vec![bf16::NAN; len], dtype }
-    }
-
     fn elements(&self) -> Elements<'_> {
-        match self.dtype {
-            DType::F16 => Elements::F16(&self.f16),
-            DType::BF16 => Elements::BF16(&self.bf16),
-            _ => Elements::F32(&self.f32),
+        match self.float {
+            Float::F16 => Elements::F16(&self.f16),
+            Float::BF16 => Elements::BF16(&self.bf16),
+            Float::F32 => Elements::F32(&self.f32),
         }
     }
 
     fn elements_mut(&mut self) -> ElementsMut<'_> {
-        match self.dtype {
-            DType::F16 => ElementsMut::F16(&mut self.f16),
-            DType::BF16 => ElementsMut::BF16(&mut self.bf16),
-            _ => ElementsMut::F32(&mut self.f32),
+        match self.float {
+            Float::F16 => ElementsMut::F16(&mut self.f16),
+            Float::BF16 => ElementsMut::BF16(&mut self.bf16),
+            Float::F32 => ElementsMut::F32(&mut self.f32),
         }
     }
 
     fn widened(&self) -> Vec<f64> {
-        match self.dtype {
-            DType::F16 => self.f16.iter().map(|x| x.to_f64()).collect(),
-            DType::BF16 => self.bf16.iter().map(|x| x.to_f64()).collect(),
-            _ => self.f32.iter().map(|x| f64::from(*x)).collect(),
+        match self.float {
+            Float::F16 => self.f16.iter().map(|x| x.to_f64()).collect(),
+            Float::BF16 => self.bf16.iter().map(|x| x.to_f64()).collect(),
+            Float::F32 => self.f32.iter().map(|x| f64::from(*x)).collect(),
         }
     }
 }
@@ -131,7 +157,7 @@ fn near(what: &str, got: &[f64], want: &[f64], bound: f64) -> Result<(), String>
 #[allow(clippy::too_many_lines)]
 pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: Where, added: f32, sink: bool) -> Result<(), String> {
     let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = shape;
-    let from = seq_kv / 2;
+    let (from, float) = (seq_kv / 2, Float::of(dtype));
     let said = |e: sdpa::Error| e.to_string();
     let mut spec = AttentionSpec::dense(dtype, shape, Layout::Bhsd).with_stats();
     if place == Where::Keys {
@@ -144,21 +170,17 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     let extents = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v].map(|x| x as usize);
     let len = |heads: i64, rows: i64, dim: i64| (batch * heads * rows * dim) as usize;
     let random = &mut Random::new(added.to_bits().into());
-    let q = Drawn::new(random, dtype, len(heads_q, seq_q, dim_qk));
-    let k = Drawn::new(random, dtype, len(heads_kv, seq_kv, dim_qk));
-    let v = Drawn::new(random, dtype, len(heads_kv, seq_kv, dim_v));
-    let d_o = Drawn::new(random, dtype, len(heads_q, seq_q, dim_v));
+    let q = Drawn::new(random, float, len(heads_q, seq_q, dim_qk));
+    let k = Drawn::new(random, float, len(heads_kv, seq_kv, dim_qk));
+    let v = Drawn::new(random, float, len(heads_kv, seq_kv, dim_v));
+    let d_o = Drawn::new(random, float, len(heads_q, seq_q, dim_v));
     // One near ordinary scores, one near large ones.
     let sinks: Vec<f32> = (0..heads_q).map(|head| if head % 2 == 0 { 0.5 } else { added }).collect();
     let params: Vec<Param<'_>> = if sink { vec![Param { name: SINK, value: ParamValue::F32(&sinks) }] } else { Vec::new() };
 
     let modify = Added { added, place, from };
     let causal = [sdpa_oracle::Mask::Window { left: None, right: Some(0), align: sdpa_oracle::Align::BottomRight }];
-    let element = match dtype {
-        DType::F16 => Element::F16,
-        DType::BF16 => Element::BF16,
-        _ => Element::F32,
-    };
+    let element = float.element();
     let textbook = Problem {
         shape: extents,
         q: Tensor::dense(&q.wide, [0, heads_q as usize, seq_q as usize, dim_qk as usize]),
@@ -177,7 +199,7 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     let bound = if dtype == DType::F32 { 1e-3 } else { 0.02 };
 
     let rows = (batch * heads_q * seq_q) as usize;
-    let mut o = Drawn::nan(dtype, len(heads_q, seq_q, dim_v));
+    let mut o = Drawn::nan(float, len(heads_q, seq_q, dim_v));
     let [mut stats, mut row_max, mut sum_exp] = [(); 3].map(|()| vec![f32::NAN; rows]);
     let told = spec.clone().with_row_max().with_sum_exp();
     let call = HostForward {
@@ -206,9 +228,9 @@ pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: 
     if sink {
         backward = backward.wrt(SINK, DType::F32);
     }
-    let mut dq = Drawn::nan(dtype, q.wide.len());
-    let mut dk = Drawn::nan(dtype, k.wide.len());
-    let mut dv = Drawn::nan(dtype, v.wide.len());
+    let mut dq = Drawn::nan(float, q.wide.len());
+    let mut dk = Drawn::nan(float, k.wide.len());
+    let mut dv = Drawn::nan(float, v.wide.len());
     let mut d_sink = vec![f32::NAN; heads_q as usize];
     let call = HostBackward {
         q: q.elements(),
