@@ -383,7 +383,8 @@ impl Open {
 fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) -> Vec<Along> {
     let [batch, _, heads_kv, seq_q, _, dim_qk, dim_v] = worker.p.shape;
     let group = worker.p.group();
-    let blocks = seq_q.div_ceil(ROWS);
+    // Without queries, one block without rows: gradients of keys and values are zeros.
+    let blocks = seq_q.div_ceil(ROWS).max(1);
     let work: Vec<Rows> = (0..batch * heads_kv * blocks)
         .map(|n| {
             let (batch, head_kv, first) = (n / (heads_kv * blocks), n / blocks % heads_kv, n % blocks * ROWS);

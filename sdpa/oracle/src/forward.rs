@@ -167,8 +167,9 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         }
     }
     // From here on `scores` are weights, and `errors` theirs.
-    let of_rows = scores.chunks_exact_mut(seq_kv).zip(errors.chunks_exact_mut(seq_kv));
-    for (answer, ((scores, errors), kept)) in answers.iter_mut().zip(of_rows.zip(kept.chunks_exact(seq_kv))) {
+    for (r, answer) in answers.iter_mut().enumerate() {
+        let keys = r * seq_kv..(r + 1) * seq_kv;
+        let (scores, errors, kept) = (&mut scores[keys.clone()], &mut errors[keys.clone()], &kept[keys]);
         let of_kept = |numbers: &[f64]| numbers.iter().zip(kept).filter(|(_, kept)| **kept).map(|(x, _)| *x).collect::<Vec<f64>>();
         // Nothing is kept, or only scores of -inf.
         let empty = largest(of_kept(scores).into_iter()) == f64::NEG_INFINITY;
@@ -192,7 +193,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         for s in scores.iter_mut() {
             *s = if empty { f64::NAN } else { (*s - max).exp() / sum };
         }
-        for (error, weight) in errors.iter_mut().zip(&*scores) {
+        for (error, weight) in errors.iter_mut().zip(scores.iter()) {
             *error = weight_error(*weight, *error);
         }
         answer.weight_error = if empty { 0.0 } else { of_kept(errors).into_iter().sum() };
