@@ -40,6 +40,7 @@ table! {
         to_host: "cuMemcpyDtoHAsync_v2" fn(*mut c_void, u64, usize, Ptr);
         on_device: "cuMemcpyDtoDAsync_v2" fn(u64, u64, usize, Ptr);
         fill_bytes: "cuMemsetD8Async" fn(u64, u8, usize, Ptr);
+        fill_words: "cuMemsetD32Async" fn(u64, c_uint, usize, Ptr);
         module_load: "cuModuleLoadData" fn(*mut Ptr, *const c_void);
         module_function: "cuModuleGetFunction" fn(*mut Ptr, Ptr, *const c_char);
         launch: "cuLaunchKernel" fn(Ptr, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Ptr, *mut Ptr, *mut Ptr);

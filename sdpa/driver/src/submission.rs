@@ -88,6 +88,21 @@ impl<'s> Submission<'s> {
         self.device().check("cuMemsetD8Async", code)
     }
 
+    /// Sets a piece of device memory to one number, on the stream. Nothing waits. The address is a multiple of 4; bytes past the last whole number stay
+    /// as they are.
+    ///
+    /// # Safety
+    /// As [`Submission::zero`].
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub unsafe fn fill(&self, slice: DeviceSlice, number: f32) -> Result<(), Error> {
+        let numbers = usize::try_from(slice.bytes / 4).unwrap_or(usize::MAX);
+        // SAFETY: the caller's.
+        let code = unsafe { (self.device().table.fill_words)(slice.address, number.to_bits(), numbers, self.raw()) };
+        self.device().check("cuMemsetD32Async", code)
+    }
+
     /// Copies one piece of device memory into another of the same size, on the stream. Nothing waits.
     ///
     /// # Safety

@@ -134,4 +134,14 @@ exported! {
         unsafe { std::ptr::with_exposed_provenance_mut::<u8>(to as usize).write_bytes(byte as u8, bytes) };
         0
     }
+
+    /// At once.
+    fn cuMemsetD32Async(to: u64, number: c_uint, count: usize, _stream: Ptr) -> c_int {
+        if !holds(to, count as u64 * 4) || !to.is_multiple_of(4) {
+            return INVALID_VALUE;
+        }
+        // SAFETY: it lies in an allocation, at a multiple of its size.
+        unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut::<c_uint>(to as usize), count) }.fill(number);
+        0
+    }
 }

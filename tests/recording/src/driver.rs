@@ -263,6 +263,11 @@ exported! {
         transfer(FILL, &[to], [to, u64::from(byte)], bytes, stream)
     }
 
+    /// Recorded.
+    fn cuMemsetD32Async(to: u64, number: c_uint, count: usize, stream: Ptr) -> c_int {
+        transfer(FILL, &[to], [to, u64::from(number)], count * 4, stream)
+    }
+
     /// At an address that an earlier one may have had.
     fn cuStreamCreate(stream: *mut Ptr, _flags: c_uint) -> c_int {
         in_context(|| {
