@@ -5,6 +5,7 @@
 //! through on *unsupported* only, and only before anything runs. An executor that is named runs the problem or says why not.
 
 use crate::backward::BackwardProblem;
+use crate::empty;
 use crate::error::{Error, ExecutorName, Reason, Unsupported};
 use crate::executor::{Executor, Prepared, PreparedBackward};
 use crate::problem::Problem;
@@ -260,12 +261,25 @@ impl Dispatcher {
         Err(absent(name, format!("no such executor: there are {}", known.join(", "))))
     }
 
-    /// Chooses an executor and makes the problem ready on it.
+    /// The executor that a pass which only fills results is reported under, without asking any: the CPU for an automatic choice, and an executor of the
+    /// caller's that is named, which need not know such passes. `None` for one of this build, whose library or device may be missing.
+    fn fills_for(&self, preference: Preference) -> Option<ExecutorName> {
+        match preference {
+            Preference::Auto => Some(ExecutorName::CPU),
+            Preference::Named(name) => Some(name).filter(|name| self.given.iter().any(|given| given.name() == *name)),
+        }
+    }
+
+    /// Chooses an executor and makes the problem ready on it. Where there is no batch entry, query or key, the pass fills results and no executor is
+    /// asked: an automatic choice reports the CPU.
     ///
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice only the environment's errors, as the CPU
     /// takes every problem.
     pub fn prepare(&self, problem: &Problem, preference: Preference) -> Result<Choice, Error> {
+        if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::forward(problem)) {
+            return Ok(Choice { executor, prepared, declined: Vec::new() });
+        }
         choose(preference, || self.executors_for(problem), |name| self.executor(name), |executor| executor.prepare(problem))
     }
 
@@ -274,6 +288,9 @@ impl Dispatcher {
     /// # Errors
     /// As [`Dispatcher::prepare`].
     pub fn prepare_backward(&self, problem: &BackwardProblem, preference: Preference) -> Result<Choice<dyn PreparedBackward>, Error> {
+        if let (Some(executor), Some(prepared)) = (self.fills_for(preference), empty::backward(problem)) {
+            return Ok(Choice { executor, prepared, declined: Vec::new() });
+        }
         choose(
             preference,
             || self.executors_for_backward(problem),

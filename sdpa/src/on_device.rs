@@ -62,6 +62,9 @@ impl Dispatcher {
     /// # Ok::<(), Error>(())
     /// ```
     ///
+    /// Without batch entries, queries or keys, results are set on the stream. That is unsupported where results have gaps between rows, and for row
+    /// statistics next to a sink; [`Dispatcher::prepare`] takes these over host memory.
+    ///
     /// # Errors
     /// For a named executor, whatever speaks against it. For an automatic choice [`Error::Unsupported`] with what each says that was asked, where nobody takes
     /// the problem ([`Unsupported::is_absence`](crate::Unsupported::is_absence) where nobody is there); the environment's.

@@ -106,14 +106,20 @@ impl Dispatcher {
     /// The times of a forward pass on cuDNN and on kernels of our own, where the options for cuDNN say [`tune`](sdpa_cudnn::CudnnOptions::tune) and both take
     /// the problem: from an earlier call, or measured now, which takes as long as both need to be built, and eight runs of each on memory of its own. Then
     /// whoever was faster is asked first, in place of whoever was faster for problems of the kind ([`sdpa_cuda::measured`]). `None` also where there is not
-    /// memory enough; a warning says so.
+    /// memory enough; a warning says so. Problems without batch entries, queries or keys are not timed.
     pub fn timed(&self, problem: &Problem) -> Option<Arc<Timed>> {
+        if problem.is_empty() {
+            return None;
+        }
         let ready = |executor: &dyn NvidiaExecutor| executor.prepare_device(problem);
         self.timed_as(&JobQuery::Forward(problem), ready)
     }
 
     /// The times of a backward pass: see [`Dispatcher::timed`].
     pub fn timed_backward(&self, problem: &BackwardProblem) -> Option<Arc<Timed>> {
+        if problem.forward().is_empty() {
+            return None;
+        }
         let ready = |executor: &dyn NvidiaExecutor| executor.prepare_device_backward(problem);
         self.timed_as(&JobQuery::Backward(problem), ready)
     }

@@ -2,6 +2,7 @@
 
 mod documents;
 mod emptied;
+mod empty;
 mod far;
 mod faults;
 mod files;

@@ -8,6 +8,7 @@ mod cuda;
 #[cfg(not(target_vendor = "apple"))]
 mod cudarc;
 mod decode;
+mod empty;
 mod key;
 mod packed;
 mod paged;

@@ -10,6 +10,7 @@ use crate::{Backward, Declined, Facts, Forward, Kernels, Ready, Runner, Task};
 use call::{MetalBackward, MetalForward};
 use problem::{taken, taken_backward, unsupported};
 use sdpa_core::backward::BackwardProblem;
+use sdpa_core::empty;
 use sdpa_core::error::{Error, ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
@@ -88,17 +89,26 @@ impl Executor for MetalExecutor {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        if problem.is_empty() {
+            return self.reasons(Ok(()));
+        }
         taken(problem).map_err(unsupported)?;
         self.reasons(Forward::from(problem).supports().map_err(unsupported))
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
         self.supports(problem)?;
+        if let Some(filled) = empty::forward(problem) {
+            return Ok(filled);
+        }
         let ready = self.ready(Forward::from(problem).task(self.kernels).map_err(unsupported)?)?;
         Ok(Arc::new(MetalForward::new(problem.clone(), self.name(), ready)))
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        if problem.forward().is_empty() {
+            return self.reasons(Ok(()));
+        }
         taken(problem.forward()).map_err(unsupported)?;
         taken_backward(problem).map_err(unsupported)?;
         self.reasons(Backward::from(problem).supports().map_err(unsupported))
@@ -106,6 +116,9 @@ impl Executor for MetalExecutor {
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
         self.supports_backward(problem)?;
+        if let Some(filled) = empty::backward(problem) {
+            return Ok(filled);
+        }
         let ready = self.ready(Backward::from(problem).task(self.kernels).map_err(unsupported)?)?;
         Ok(Arc::new(MetalBackward::new(problem.clone(), self.name(), ready)))
     }

@@ -164,7 +164,7 @@ impl BackwardSpec {
         let most = |side: Side| forward.packed.map(|packed| forward.most(&packed, side));
         for (name, tensor, like, operand) in pairs {
             let tensor = &place(*tensor);
-            check.extents(name, tensor);
+            check.extents(name, tensor, forward.never_empty());
             check.memory(name, tensor, if name == "d_o" { d_o_dtype } else { gradient_dtype }.unwrap_or(dtype), name == "d_o");
             for (axis, (&extent, &want)) in tensor.dims.iter().zip(&operand.dims).enumerate() {
                 check.equal(&format!("{name}.dims[{axis}]"), extent, &format!("{like}.dims[{axis}]"), want);

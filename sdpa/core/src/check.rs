@@ -59,13 +59,16 @@ impl Check {
         }
     }
 
-    /// What a tensor says of itself.
-    pub(crate) fn extents(&mut self, name: &str, t: &TensorSpec) {
+    /// Checks the extents of a tensor. `whole`: why the problem needs a batch entry, a query and a key; `None` where any of them may be 0.
+    pub(crate) fn extents(&mut self, name: &str, t: &TensorSpec, whole: Option<&str>) {
         let axes = ["batch", "head", "seq", "dim"];
         let limit = i64::from(i32::MAX);
-        for ((axis, what), &extent) in axes.iter().enumerate().zip(&t.dims) {
-            if extent < 1 || extent > limit {
-                self.fail(format!("{name}.dims[{axis}] ({what})"), extent, format!("between 1 and {limit}"));
+        for ((axis, what), &extent) in axes.into_iter().enumerate().zip(&t.dims) {
+            let may_be_empty = what == "batch" || what == "seq";
+            let least = i64::from(!may_be_empty || whole.is_some());
+            let why = whole.filter(|_| may_be_empty && extent == 0).map_or_else(String::new, |why| format!(", as {why}"));
+            if extent < least || extent > limit {
+                self.fail(format!("{name}.dims[{axis}] ({what})"), extent, format!("between {least} and {limit}{why}"));
             }
         }
         let elements = t.dims.iter().try_fold(1i64, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_mul(8));
@@ -79,12 +82,12 @@ impl Check {
         for (axis, (&stride, &extent)) in t.strides.iter().zip(&t.dims).enumerate() {
             if stride < 0 {
                 self.fail(format!("{name}.strides[{axis}]"), stride, "at least 0");
-            } else if axis == 3 && stride != 1 && extent > 1 && !(spread && stride == 0) {
+            } else if axis == 3 && stride != 1 && extent > 1 && !(spread && stride == 0) && !t.is_empty() {
                 self.fail(format!("{name}.strides[3]"), stride, "1: the last axis is dense");
             }
         }
         let bytes = t.extent().and_then(|n| n.checked_mul(i64::from(dtype.bits() / 8)));
-        if t.dims.iter().all(|&d| d >= 1) && t.strides.iter().all(|&s| s >= 0) && bytes.is_none() {
+        if t.dims.iter().all(|&d| d >= 0) && t.strides.iter().all(|&s| s >= 0) && bytes.is_none() {
             self.fail(format!("{name}.strides"), format!("{:?}", t.strides), "the size in bytes must fit 63 bits");
         }
         if !t.alignment.is_power_of_two() {
@@ -97,6 +100,9 @@ impl Check {
     /// Two output elements must not share an address; two tokens of packed documents neither, be they of one document or not. `most`: how many tokens
     /// such have at most.
     pub(crate) fn output(&mut self, name: &str, o: &TensorSpec, most: Option<i64>) {
+        if o.is_empty() {
+            return;
+        }
         let mut o = TensorSpec { dims: tokens_apart(o.dims, most), ..*o };
         if most.is_some() {
             o.dims[0] = 1;

@@ -88,7 +88,7 @@ pub struct DeviceAmax<M> {
     pub slice: M,
 }
 
-/// Device memory and numbers of one forward call.
+/// Device memory and numbers of one forward call. Memory of a tensor without elements may have the address 0.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceForward<'a, M> {
     /// Queries, strided as the problem says.
@@ -116,7 +116,7 @@ pub struct DeviceForward<'a, M> {
     pub workspace: Option<M>,
 }
 
-/// Device memory and numbers of one backward call.
+/// Device memory and numbers of one backward call. Memory of a tensor without elements may have the address 0.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceBackward<'a, M> {
     /// Queries, strided as the problem says.

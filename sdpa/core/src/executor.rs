@@ -10,6 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Something that computes attention: on one kind of hardware, through one library.
+///
+/// Problems without a batch entry, a query or a key need no kernel: [`empty::forward`](crate::empty::forward) and
+/// [`empty::backward`](crate::empty::backward) are their passes. A dispatcher hands these out before it asks an executor.
 pub trait Executor: Debug + Send + Sync {
     /// The name that callers ask for it by.
     fn name(&self) -> ExecutorName;

@@ -21,6 +21,7 @@ mod check;
 pub mod device;
 mod dropout;
 pub mod dtype;
+pub mod empty;
 pub mod error;
 pub mod executor;
 pub mod expr;

@@ -13,7 +13,7 @@ use crate::packed::Packed;
 use crate::paged::Paged;
 use crate::score_mod;
 use crate::sink;
-use crate::spec::{AttentionSpec, TensorSpec};
+use crate::spec::{AttentionSpec, Layout, TensorSpec};
 use crate::statistic::StatsBase;
 use serde::Serialize;
 use std::hash::{Hash, Hasher};
@@ -81,7 +81,7 @@ impl Problem {
         });
         let paged = spec.paged.map(|paged| paged.clamped());
         for (operand, tensor) in Direction::Forward.operands().iter().zip(&tensors) {
-            check.extents(operand.name(), tensor);
+            check.extents(operand.name(), tensor, spec.never_empty());
             let dtype = if *operand == Operand::O { o_dtype.unwrap_or(spec.dtype) } else { spec.dtype };
             check.memory(operand.name(), &lies(*operand, *tensor, paged), dtype, false);
         }
@@ -306,6 +306,11 @@ impl Problem {
     pub fn ends(&self) -> Option<&Ends> {
         Some(&self.kept.ends).filter(|ends| !ends.is_full())
     }
+    /// True where there is no batch entry, no query or no key: results are known without computing, see [`empty`](crate::empty).
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        [self.batch, self.seq_q, self.seq_kv].contains(&0)
+    }
     /// Whether each query head has a number in the softmax's denominator: the parameter [`SINK`](crate::SINK).
     #[inline]
     pub fn sink(&self) -> bool {
@@ -335,8 +340,8 @@ impl Problem {
     /// Multiplications and additions of the two matrix products over the pairs that the bands of the masks keep, for rates; batch entries count as if
     /// each had all queries and keys.
     pub fn flops(&self) -> f64 {
-        let pairs: f64 = (0..self.seq_q).map(|q| self.kept.key_range(q, [self.seq_q, self.seq_kv]).count() as f64).sum();
-        2.0 * pairs * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64
+        let pairs: u64 = (0..self.seq_q).map(|q| self.kept.key_range(q, [self.seq_q, self.seq_kv]).count() as u64).sum();
+        2.0 * pairs as f64 * (self.dim_qk + self.dim_v) as f64 * (self.batch * self.heads_q) as f64
     }
 
     /// Tokens of a side that packed documents have at most; `None` of one that does not lie packed.
@@ -377,8 +382,11 @@ pub(crate) fn tokens_apart(mut dims: [i64; 4], most: Option<i64>) -> [i64; 4] {
 
 /// An axis of extent 1 is never stepped along: its stride is set to the extent of what lies inside it, so that
 /// tensors which differ only there are equal. Packed tokens are stepped along however long the longest document is, if there may be more than one:
-/// `most` of them.
+/// `most` of them. A tensor without elements is dense.
 pub(crate) fn normalise(mut tensor: TensorSpec, most: Option<i64>) -> TensorSpec {
+    if tensor.is_empty() {
+        return TensorSpec::dense(tensor.dims, Layout::Bhsd);
+    }
     let dims = tokens_apart(tensor.dims, most);
     let mut order: Vec<usize> = (0..4).filter(|&a| dims[a] > 1).collect();
     order.sort_by_key(|&a| tensor.strides[a]);

@@ -83,7 +83,7 @@ impl TensorSpec {
         let mut next = self.dims[3];
         for &axis in order.iter().rev() {
             strides[axis] = next;
-            next = next.saturating_mul(self.dims[axis]);
+            next = next.saturating_mul(self.dims[axis].max(1));
         }
         TensorSpec { dims: self.dims, strides, alignment: 16 }
     }
@@ -93,8 +93,16 @@ impl TensorSpec {
         [self.strides[0], self.strides[1], self.strides[2]]
     }
 
-    /// How many elements a buffer must hold: index of the last one plus one. `None` past `i64`.
+    /// True where an extent is 0: there are no elements, and no address is read or written.
+    pub fn is_empty(&self) -> bool {
+        self.dims.contains(&0)
+    }
+
+    /// How many elements a buffer must hold: index of the last one plus one, 0 without elements. `None` past `i64`.
     pub fn extent(&self) -> Option<i64> {
+        if self.is_empty() {
+            return Some(0);
+        }
         self.dims.iter().zip(self.strides).try_fold(1i64, |n, (&d, s)| n.checked_add(s.checked_mul(d.checked_sub(1)?)?))
     }
 }
@@ -102,15 +110,15 @@ impl TensorSpec {
 /// The extents of an attention problem, for [`AttentionSpec::dense`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Shape {
-    /// Number of batch entries.
+    /// Number of batch entries; may be 0.
     pub batch: i64,
     /// Query heads; a multiple of `heads_kv`.
     pub heads_q: i64,
     /// Key and value heads: equal to `heads_q` (MHA), a divisor (GQA) or 1 (MQA).
     pub heads_kv: i64,
-    /// Queries per head.
+    /// Queries per head; may be 0.
     pub seq_q: i64,
-    /// Keys per head.
+    /// Keys per head; may be 0.
     pub seq_kv: i64,
     /// Elements of a query and of a key.
     pub dim_qk: i64,
@@ -121,6 +129,9 @@ pub struct Shape {
 /// One attention problem: `o = softmax(mask(score_mods(q·kᵀ · attn_scale))) · v`.
 ///
 /// The scale is a value of the call, not of the specification: changing it rebuilds nothing.
+///
+/// `batch`, `seq_q` and `seq_kv` may be 0, with the results that PyTorch's `scaled_dot_product_attention` has: see [`empty`](crate::empty). Problems that
+/// are packed, paged or block-scaled need at least 1 of each.
 ///
 /// ```
 /// use sdpa_core::{AttentionSpec, DType, Layout, Mask, Shape};
@@ -187,6 +198,19 @@ pub struct AttentionSpec {
 }
 
 impl AttentionSpec {
+    /// Why this specification needs a batch entry, a query and a key; `None` where each of the extents may be 0.
+    pub(crate) fn never_empty(&self) -> Option<&'static str> {
+        if self.packed.is_some() {
+            Some("boundaries say which packed documents have no tokens")
+        } else if self.paged.is_some() {
+            Some("seq_len_kv says which batch entries of a paged cache have no keys")
+        } else if self.block_scaled {
+            Some("block scales come in whole tiles")
+        } else {
+            None
+        }
+    }
+
     /// Tokens of a side that packed documents have at most.
     pub(crate) fn most(&self, packed: &Packed, side: Side) -> i64 {
         let seq = match side {

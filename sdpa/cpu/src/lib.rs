@@ -70,6 +70,7 @@ use pack::{Entries, Scratch, View};
 use program::{Lengths, Rules, RulesOf};
 use schedule::Schedule;
 use sdpa_core::backward::BackwardProblem;
+use sdpa_core::empty;
 use sdpa_core::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward, Report};
 use sdpa_core::operand::{Direction, Side};
@@ -95,6 +96,9 @@ impl CpuExecutor {
     /// Bytes of scratch memory that a forward pass takes on the threads of the rayon pool that this is called from, at most: a
     /// call needs them besides its operands.
     pub fn workspace_bytes(&self, problem: &Problem) -> u64 {
+        if problem.is_empty() {
+            return 0;
+        }
         let rules = Rules::new(problem);
         let threads = rayon::current_num_threads();
         let schedule = Schedule::new(problem, self.isa, threads, Lengths::default(), !rules.is_empty());
@@ -104,6 +108,9 @@ impl CpuExecutor {
 
     /// Bytes of scratch memory that a backward pass takes.
     pub fn backward_workspace_bytes(&self, problem: &BackwardProblem) -> u64 {
+        if problem.forward().is_empty() {
+            return 0;
+        }
         let backward = CpuBackward::unchecked(self.isa, problem);
         backward.most_workspace() as u64 + backward.narrow_bytes()
     }
@@ -130,7 +137,8 @@ impl Executor for CpuExecutor {
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
-        Ok(Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() }))
+        let made = || Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() });
+        Ok(empty::forward(problem).unwrap_or_else(|| made()))
     }
 
     fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
@@ -138,7 +146,7 @@ impl Executor for CpuExecutor {
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
-        Ok(Arc::new(CpuBackward::new(self.isa, problem)))
+        Ok(empty::backward(problem).unwrap_or_else(|| Arc::new(CpuBackward::new(self.isa, problem))))
     }
 }
 

@@ -30,7 +30,7 @@ impl fmt::Display for Measured {
     }
 }
 
-/// What was measured of problems like this one; `None` of types and kinds that were not.
+/// Returns the speed that was measured for problems like this one. `None` for types and kinds that were not measured, and where an extent is 0.
 pub fn measured(problem: &Problem) -> Option<Measured> {
     let rows = if problem.seq_q() <= FEW_QUERIES { FEW } else { FORWARD };
     found(rows, problem)
@@ -42,7 +42,7 @@ pub fn measured_backward(problem: &BackwardProblem) -> Option<Measured> {
 }
 
 fn found(rows: &[Row], problem: &Problem) -> Option<Measured> {
-    if ![DType::F16, DType::BF16].contains(&problem.dtype()) {
+    if problem.is_empty() || ![DType::F16, DType::BF16].contains(&problem.dtype()) {
         return None;
     }
     let row = rows.iter().find(|row| (row.holds)(problem))?;

@@ -10,6 +10,7 @@ use crate::tile::Tile;
 use sdpa_cache::{CacheSnapshot, Explanation, Limits, PlanCache};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::device::{DeviceExecutor, OnDevice};
+use sdpa_core::empty;
 use sdpa_core::error::{ExecutorName, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
@@ -150,10 +151,14 @@ impl CudaExecutor {
 
     /// A plan over host memory.
     fn hosted(&self, job: Job, plan: Arc<CudaPlan>) -> Result<Arc<Hosted>, sdpa_core::Error> {
-        let failed = |error| Error::from(error).into();
         let stream = self.device.stream().map_err(failed)?;
         Ok(Arc::new(Hosted::new(job, plan, stream, failed)))
     }
+}
+
+/// An error of the driver's as one of this executor's.
+fn failed(error: sdpa_driver::Error) -> sdpa_core::Error {
+    Error::from(error).into()
 }
 
 impl Executor for CudaExecutor {
@@ -162,18 +167,24 @@ impl Executor for CudaExecutor {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        self.family(problem).map(|_| ())
+        if problem.is_empty() { Ok(()) } else { self.family(problem).map(|_| ()) }
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, sdpa_core::Error> {
+        if let Some(filled) = empty::forward(problem) {
+            return Ok(filled);
+        }
         Ok(self.hosted(problem.clone().into(), self.attention(problem)?.0)?)
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        self.backward_family(problem).map(|_| ())
+        if problem.forward().is_empty() { Ok(()) } else { self.backward_family(problem).map(|_| ()) }
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {
+        if let Some(filled) = empty::backward(problem) {
+            return Ok(filled);
+        }
         Ok(self.hosted(problem.clone().into(), self.gradient(problem)?.0)?)
     }
 }
@@ -183,11 +194,13 @@ impl DeviceExecutor for CudaExecutor {
     type Stream = Stream;
 
     fn prepare_device(&self, problem: &Problem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
-        Ok(self.attention(problem)?.0)
+        let filled = sdpa_nvidia::empty::prepare(&JobQuery::Forward(problem), ExecutorName::CUDA, failed)?;
+        filled.map_or_else(|| Ok(self.attention(problem)?.0 as _), Ok)
     }
 
     fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
-        Ok(self.gradient(problem)?.0)
+        let filled = sdpa_nvidia::empty::prepare(&JobQuery::Backward(problem), ExecutorName::CUDA, failed)?;
+        filled.map_or_else(|| Ok(self.gradient(problem)?.0 as _), Ok)
     }
 }
 

@@ -10,6 +10,7 @@ use crate::sections::Sections;
 use crate::source;
 use crate::tile::Tile;
 use sdpa_core::backward::BackwardProblem;
+use sdpa_core::empty;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::problem::Problem;
 use sdpa_driver::Device;
@@ -131,6 +132,7 @@ impl Target {
     }
 
     pub(crate) fn takes(&self, problem: &Problem) -> Result<(Family, Forward), Unsupported> {
+        not_empty(problem)?;
         self.taken(|family| match family {
             Family::Wgmma => Forward::of(problem),
             Family::Mma => mma::forward(problem),
@@ -138,6 +140,7 @@ impl Target {
     }
 
     pub(crate) fn takes_backward(&self, problem: &BackwardProblem) -> Result<(Family, Backward), Unsupported> {
+        not_empty(problem.forward())?;
         self.taken(|family| match family {
             Family::Wgmma => Backward::of(problem),
             Family::Mma => mma::backward(problem),
@@ -167,4 +170,8 @@ impl Target {
         let more = ask(last).err().map_or_else(Vec::new, |why| why.reasons);
         Err(unsupported([device].into_iter().chain(more).collect()))
     }
+}
+
+fn not_empty(problem: &Problem) -> Result<(), Unsupported> {
+    empty::declined(problem).map_or(Ok(()), |reason| Err(unsupported(vec![reason])))
 }

@@ -24,7 +24,7 @@ const PACKED: &str = "packed documents (cu_seqlens) cost the pairs that each has
 pub fn notes(job: &Job, wanted: Pieces) -> Vec<String> {
     let problem = job.problem();
     let whole = problem.kept().rest.is_some() || problem.region().prefix.is_some();
-    if !whole || Side::ALL.into_iter().any(|side| problem.seq(side) == ONE) {
+    if !whole || problem.is_empty() || Side::ALL.into_iter().any(|side| problem.seq(side) == ONE) {
         return Vec::new();
     }
     if let Some(parts) = wanted.of(job) {

@@ -9,6 +9,7 @@ use cudnn_graph::{Device, DeviceSlice, Driver, Library, Search, Stream, Target};
 use sdpa_cache::{CacheStats, CacheTrace, Explanation, Limits, PlanCache, Query};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::device::{DeviceExecutor, OnDevice};
+use sdpa_core::empty;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward};
 use sdpa_core::problem::Problem;
@@ -216,24 +217,35 @@ impl CudnnExecutor {
     }
 }
 
+/// An error of the driver's as one of this executor's.
+fn failed(error: cudnn_graph::DriverError) -> sdpa_core::Error {
+    Error::from(error).into()
+}
+
 impl Executor for CudnnExecutor {
     fn name(&self) -> ExecutorName {
         ExecutorName::CUDNN
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        self.asked(&Job::from(problem.clone()))
+        if problem.is_empty() { Ok(()) } else { self.asked(&Job::from(problem.clone())) }
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, sdpa_core::Error> {
+        if let Some(filled) = empty::forward(problem) {
+            return Ok(filled);
+        }
         Ok(Arc::new(self.ready(problem.clone().into())?))
     }
 
     fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
-        self.asked(&Job::from(problem.clone()))
+        if problem.forward().is_empty() { Ok(()) } else { self.asked(&Job::from(problem.clone())) }
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, sdpa_core::Error> {
+        if let Some(filled) = empty::backward(problem) {
+            return Ok(filled);
+        }
         Ok(Arc::new(self.ready(problem.clone().into())?))
     }
 }
@@ -243,11 +255,13 @@ impl DeviceExecutor for CudnnExecutor {
     type Stream = Stream;
 
     fn prepare_device(&self, problem: &Problem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
-        Ok(self.attention(problem)?.0)
+        let filled = sdpa_nvidia::empty::prepare(&JobQuery::Forward(problem), ExecutorName::CUDNN, failed)?;
+        filled.map_or_else(|| Ok(self.attention(problem)?.0 as _), Ok)
     }
 
     fn prepare_device_backward(&self, problem: &BackwardProblem) -> Result<OnDevice<DeviceSlice, Stream>, sdpa_core::Error> {
-        Ok(self.attention_backward(problem)?.0)
+        let filled = sdpa_nvidia::empty::prepare(&JobQuery::Backward(problem), ExecutorName::CUDNN, failed)?;
+        filled.map_or_else(|| Ok(self.attention_backward(problem)?.0 as _), Ok)
     }
 }
 
@@ -260,7 +274,7 @@ impl NvidiaExecutor for CudnnExecutor {
 impl CudnnExecutor {
     fn ready(&self, job: Job) -> Result<Hosted, Error> {
         let (planned, _) = self.plans(&job)?;
-        Ok(Hosted::new(job, planned, self.device.stream()?, |error| Error::from(error).into()))
+        Ok(Hosted::new(job, planned, self.device.stream()?, failed))
     }
 
     /// Whether there is an engine for a pass.

@@ -9,6 +9,7 @@ mod versions;
 use crate::lower::{self, Job, Operand};
 use crate::quirks::{Passes, Quirk};
 use cudnn_graph::Version;
+use sdpa_core::empty;
 use sdpa_core::error::{Reason, SpecError, SpecErrors};
 use sdpa_core::expr::{Axes, Axis, Node, ParamKind, Trace};
 use sdpa_core::mask::Region;
@@ -146,6 +147,9 @@ fn packed_numbers(tensor: &TensorSpec) -> bool {
 /// do not say so in their notes, other work on the device changes the last bit (docs/threads.md).
 pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec<Reason> {
     let problem = job.problem();
+    if let Some(empty) = empty::declined(problem) {
+        return vec![empty];
+    }
     let mut reasons = Vec::new();
     let mut limit = |field: &str, value: String, limit: &str| {
         reasons.push(Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() });

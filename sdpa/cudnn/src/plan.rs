@@ -12,6 +12,7 @@ use crate::kernels::Loaded;
 use crate::lower::{self, Form, Job, LowerError, Lowered, Spelling, Vectors};
 use cudnn_graph::{Buffer, Library, Outcome, Plan, Planner, Policy, Target, Version};
 use sdpa_cache::{BuildTime, CacheValue, Weight};
+use sdpa_core::empty;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -44,6 +45,9 @@ pub enum Pieces {
 impl Pieces {
     /// The pieces of a pass, where it is to be computed in some. The job is dense as engines read it.
     pub(super) fn of(self, job: &Job) -> Option<Vec<Part>> {
+        if job.problem().is_empty() {
+            return None;
+        }
         match self {
             Pieces::Auto => pieces::worthwhile(job),
             Pieces::Always => pieces::parts(job),
@@ -309,6 +313,9 @@ fn told(form: Form, refusal: Refusal) -> Error {
 /// # Errors
 /// [`Error::Unsupported`] for what the form cannot express.
 pub fn schedule(job: &Job, form: Form, runtime: Version, pieces: Pieces) -> Result<Schedule<()>, Error> {
+    if let Some(empty) = empty::declined(job.problem()) {
+        return Err(unsupported(vec![empty]));
+    }
     let lower = |job: &Job| spelled(lower::lower(job, form, runtime)).map_err(|refusal| told(form, refusal));
     if let Some(parts) = pieces.of(job) {
         let lowered = parts.iter().map(|part| lower(&part.job)).collect::<Result<Vec<_>, _>>()?;

@@ -9,7 +9,7 @@ use sdpa_core::{Amax, DType, Operand, Statistic};
 use sdpa_driver::DeviceSlice;
 use smallvec::SmallVec;
 
-fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice, bytes: u64, alignment: u64) {
+pub(crate) fn memory(errors: &mut Vec<SpecError>, name: &str, slice: DeviceSlice, bytes: u64, alignment: u64) {
     if slice.bytes < bytes {
         errors.push(SpecError::new(format!("{name} length"), format!("{} bytes", slice.bytes), format!("at least {bytes} bytes")));
     }
@@ -30,6 +30,8 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
     for operand in Operand::ALL {
         let name = operand.name();
         match (call.operand(operand), job.in_memory(operand)) {
+            // A tensor without elements needs no memory, and an allocator may give it the address 0.
+            (Some(_), Some(tensor)) if tensor.is_empty() => {}
             (Some(slice), Some(tensor)) => {
                 let packed = problem.packs(operand.side());
                 let elements = if packed { 0 } else { tensor.extent().unwrap_or(i64::MAX).unsigned_abs() };
@@ -47,8 +49,9 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
             Job::Backward(_) => statistic == Statistic::Stats,
         };
         errors.extend(statistic.unlike(call.statistic(statistic).is_some(), taken));
-        if let Some(slice) = call.statistic(statistic).filter(|_| taken) {
-            let elements = if problem.packed().is_some() { 0 } else { problem.stats_elements().unsigned_abs() };
+        let elements = if problem.packed().is_some() { 0 } else { problem.stats_elements().unsigned_abs() };
+        let has_rows = problem.packed().is_some() || elements > 0;
+        if let Some(slice) = call.statistic(statistic).filter(|_| taken && has_rows) {
             memory(&mut errors, statistic.name(), slice, DType::F32.bytes(elements), 16);
         }
     }
@@ -63,8 +66,13 @@ pub fn check(job: &Job, call: &DeviceCall<'_, DeviceSlice>, workspace_bytes: u64
             }
         })
         .collect();
+    let has_elements = |name: &str| {
+        let declared = job.params().iter().find(|p| p.name == name);
+        declared.is_none_or(|p| params::elements(p, problem.extents()) > 0)
+    };
     for p in call.params {
-        if let Some((_, slice)) = p.value.tensor().filter(|(_, slice)| slice.address == 0 || !slice.address.is_multiple_of(16)) {
+        let misplaced = |slice: &DeviceSlice| slice.address == 0 || !slice.address.is_multiple_of(16);
+        if let Some((_, slice)) = p.value.tensor().filter(|(_, slice)| misplaced(slice) && has_elements(p.name)) {
             let rule = "a multiple of 16 bytes, and not 0";
             errors.push(SpecError::new(format!("parameter {} address", p.name), format!("{:#x}", slice.address), rule));
         }

@@ -3,6 +3,7 @@
 pub mod call;
 #[cfg(all(feature = "cudarc", not(target_vendor = "apple")))]
 pub mod cudarc;
+pub mod empty;
 mod executor;
 mod host;
 mod job;

@@ -177,7 +177,7 @@ fn each_bad_input_has_its_line() {
         (of(q, k, &[2, 2, 7, 16]), "", "v.dims[2] (seq_kv) is 7"),
         (of(q, &[2, 3, 9, 8], &[2, 3, 9, 8]), "", "multiple of heads_kv, which is 3"),
         (of(q, &[2, 2, 9, 16], v), "", "k.dims[3] (dim_qk) is 16"),
-        (of(&[2, 4, 0, 8], k, v), "", "q.dims[2] (seq) is 0"),
+        (of(&[2, 0, 9, 8], k, v), "", "q.dims[1] (head) is 0"),
         (file(&[("q", f, q), ("k", f, k)]), "", "has no tensor v; it has k, q"),
         (file(&[]), "", "has no tensor q; it has none"),
         (file(&[("q", Dtype::I32, q), ("k", f, k), ("v", f, v)]), "", "q is of type I32"),

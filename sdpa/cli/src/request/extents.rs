@@ -76,6 +76,6 @@ mod tests {
         assert_eq!(fields([Some([3, 4, 9, 8]), None, Some(v)]), ["v.dims[0] (batch)"]);
         assert_eq!(fields([None, Some(k), Some([2, 3, 11, 16])]), ["v.dims[1] (heads_kv)"]);
         assert_eq!(fields([Some([2, 3, 9, 8]), Some(k), None]), ["q.dims[1] (heads_q)"]);
-        assert_eq!(fields([Some([2, 4, 0, 8]), Some(k), Some(v)]), ["q.dims[2] (seq)"]);
+        assert_eq!(fields([Some([2, 4, -1, 8]), Some(k), Some(v)]), ["q.dims[2] (seq)"]);
     }
 }

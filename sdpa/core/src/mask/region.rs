@@ -66,7 +66,7 @@ impl Region {
         let first = self.lower.map_or(1 - seq_q, |lower| (lower + 1).max(1 - seq_q));
         let last = self.upper.map_or(seq_kv - 1, |upper| upper.min(seq_kv - 1));
         // The earliest key of a band past the diagonal is that of query 0.
-        first > last || self.prefix.is_some_and(|prefix| first > 0 && first >= prefix)
+        seq_q < 1 || seq_kv < 1 || first > last || self.prefix.is_some_and(|prefix| first > 0 && first >= prefix)
     }
 
     /// Whether query `q` attends to key `k`.
@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn a_region_is_empty_exactly_where_it_keeps_no_pair() {
-        for (seq_q, seq_kv) in [(1, 1), (5, 7), (7, 5), (1, 9), (9, 1)] {
+        for (seq_q, seq_kv) in [(1, 1), (5, 7), (7, 5), (1, 9), (9, 1), (0, 7), (5, 0), (0, 0)] {
             for bound in -10..10 {
                 for other in [None, Some(-3), Some(0), Some(2)] {
                     for prefix in [None, Some(0), Some(3), Some(8)] {
