@@ -18,7 +18,9 @@ use sdpa::cudnn::schedule::ScheduleReport;
 use sdpa::cudnn::{Pieces, cost, pieces};
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::paged::PAGE_TABLE;
-use sdpa::{AttentionSpec, BackwardProblem, BackwardSpec, GradientSpec, Kept, Packed, Paged, Problem, Side, StatsBase, TensorSpec};
+use sdpa::{
+    AttentionSpec, BackwardProblem, BackwardSpec, ExecutorName, GradientSpec, Kept, Packed, Paged, Problem, Side, StatsBase, TensorSpec,
+};
 use serde::Serialize;
 use std::io::Write;
 
@@ -219,6 +221,9 @@ fn runtime(given: Option<Version>, places: &PlaceArgs) -> Result<(Version, &'sta
 
 fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Failure> {
     let job = order.request.job();
+    if let Some(empty) = sdpa::empty::declined(&order.request.problem) {
+        return Err(Failure::Executor(vec![Line::new(ExecutorName::CUDNN, empty)]));
+    }
     let (runtime, runtime_from) = runtime(order.runtime, places)?;
     let form = order.form.or_else(|| lower::forms(&job, runtime).first().copied()).unwrap_or(Form::Composite);
     let refused = |e: &dyn std::fmt::Display| Failure::Executor(vec![Line::new(format!("{form} form"), e)]);

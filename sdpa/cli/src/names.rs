@@ -149,18 +149,19 @@ pub(crate) fn runtime(text: &str) -> Result<Version, String> {
     if version < Version::OLDEST { Err(format!("{version} is older than {}, the oldest", Version::OLDEST)) } else { Ok(version) }
 }
 
-const EXTENTS: [&str; 7] = ["B", "HQ", "HKV", "SQ", "SKV", "D", "DV"];
+/// The extents of a shape, each with the least that it may be.
+const EXTENTS: [(&str, i64); 7] = [("B", 0), ("HQ", 1), ("HKV", 1), ("SQ", 0), ("SKV", 0), ("D", 1), ("DV", 1)];
 
 /// Every number that is wrong, not only the first.
 pub(crate) fn shape(text: &str) -> Result<Shape, Vec<String>> {
     let parts: Vec<&str> = text.split(',').map(str::trim).collect();
     let mut wrong = Vec::new();
     let mut numbers = Vec::new();
-    for (name, part) in EXTENTS.into_iter().zip(&parts) {
+    for ((name, least), part) in EXTENTS.into_iter().zip(&parts) {
         match part.parse::<i64>() {
-            Ok(n) if (1..=i64::from(i32::MAX)).contains(&n) => numbers.push(n),
-            Ok(n) => wrong.push(format!("{name} is {n}: between 1 and {}", i32::MAX)),
-            Err(_) => wrong.push(format!("{name} is {part:?}: a whole number between 1 and {}", i32::MAX)),
+            Ok(n) if (least..=i64::from(i32::MAX)).contains(&n) => numbers.push(n),
+            Ok(n) => wrong.push(format!("{name} is {n}: between {least} and {}", i32::MAX)),
+            Err(_) => wrong.push(format!("{name} is {part:?}: a whole number between {least} and {}", i32::MAX)),
         }
     }
     if !(6..=7).contains(&parts.len()) {
@@ -185,7 +186,9 @@ mod tests {
     fn every_wrong_extent_is_named() {
         assert_eq!(shape("1,2,1,3,4,8").map(|s| s.dim_v), Ok(8));
         assert_eq!(shape("1,2,1,3,4,8, 16").map(|s| s.dim_v), Ok(16));
-        let wrong = shape("0,x,1,-3,99999999999999999999,8").unwrap_err();
+        assert_eq!(shape("0,2,1,0,0,8").map(|s| [s.batch, s.seq_q, s.seq_kv]), Ok([0; 3]));
+        assert_eq!(shape("0,0,0,0,0,0,0").unwrap_err().len(), 4);
+        let wrong = shape("-1,x,1,-3,99999999999999999999,8").unwrap_err();
         assert_eq!(wrong.len(), 4, "{wrong:?}");
         assert_eq!(shape("1,2").unwrap_err().len(), 1);
         assert_eq!(shape("1,2,3,4,5,6,7,8").unwrap_err().len(), 1);

@@ -59,6 +59,12 @@ impl Order {
     fn read(args: &ShowArgs) -> Result<Order, Failure> {
         let mut mistakes = Mistakes::default();
         let request = Request::read(&args.problem, &Wanted::default(), &mut mistakes);
+        let empty = request.as_ref().is_some_and(|request| request.problem.is_empty());
+        if empty {
+            mistakes.add("shape", "there is no batch entry, no query or no key: a picture needs at least one of each");
+        }
+        // Any index would be out of range: that is one mistake.
+        let request = request.filter(|_| !empty);
         if let Some(request) = &request {
             mistakes.take("memory", operands::fits(request, false, 0));
         }

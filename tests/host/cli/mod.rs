@@ -5,6 +5,7 @@ mod cache;
 mod check;
 mod compile;
 mod dropout;
+mod empty;
 mod limits;
 mod narrow;
 mod newcomer;
@@ -122,7 +123,7 @@ fn every_mistake_is_told_at_once_and_nothing_is_written() {
     let from = folder.path("in");
     std::fs::write(&from, file(&[("q", Dtype::F16, &[2, 3, 5, 8]), ("k", Dtype::F32, &[3, 2, 9, 8]), ("w", Dtype::F16, &[1])])).unwrap();
     let line = format!(
-        "run --input {from} --shape 1,2,x,0,5 --mask causal --mask wnidow --mask window:0,-1 --scale nan --layout bhsd --seed x --executor gpu \
+        "run --input {from} --shape 1,2,x,-1,5 --mask causal --mask wnidow --mask window:0,-1 --scale nan --layout bhsd --seed x --executor gpu \
          --output /nowhere/out"
     );
     let wanted = [
@@ -131,7 +132,7 @@ fn every_mistake_is_told_at_once_and_nothing_is_written() {
         "right is -1",
         "nan is not a finite",
         "HKV is \"x\"",
-        "SQ is 0",
+        "SQ is -1",
         "has 5 numbers",
         "give one of the two",
         "no tensor v; it has",

@@ -67,6 +67,8 @@ pub(super) fn choose(dispatcher: &Dispatcher, request: &Request, preference: Pre
     let mut declined = Vec::new();
     // One for all passes, the one that is longer decides.
     let (order, timed) = match &request.backward {
+        // Results are filled in host memory: no executor has an advantage.
+        Some(_) | None if request.problem.is_empty() => (vec![ExecutorName::CPU], None),
         Some(backward) => (dispatcher.executors_for_backward(&backward.problem), dispatcher.timed_backward(&backward.problem)),
         None => (dispatcher.executors_for(&request.problem), dispatcher.timed(&request.problem)),
     };
