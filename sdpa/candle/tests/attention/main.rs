@@ -1,6 +1,7 @@
 //! Attention as a function of candle's, on the CPU, against candle's own autograd over the textbook formula in f64.
 
 mod dense;
+mod empty;
 mod errors;
 mod flash;
 mod packed;
