@@ -21,7 +21,7 @@ fn of_file(path: &Path, error: AttachError) -> PyErr {
 pub(crate) fn attach_plans(py: Python<'_>, ordinal: u32, path: PathBuf) -> PyResult<usize> {
     let all = dispatcher(py, ordinal)?;
     py.detach(|| {
-        if KernelHead::is_of(&path) {
+        if KernelHead::is_of(&path).map_err(|e| of_file(&path, e.into()))? {
             let cuda = all.cuda().map_err(|e| environment(e.to_string()))?;
             return cuda.attach(&path).map_err(|e| one("path", path.display(), e.to_string()));
         }
