@@ -32,6 +32,14 @@ impl Asked {
         }
     }
 
+    /// True where a call has memory for stats, which without elements may have the address 0.
+    fn has_stats(&self) -> bool {
+        match self {
+            Asked::Forward(problem) => problem.stats(),
+            Asked::Backward(_) => true,
+        }
+    }
+
     /// Products of a forward pass without a mask.
     fn products(&self) -> i64 {
         let problem = match self {
@@ -237,7 +245,7 @@ impl Plan {
                 values.push((name, Value::Scalar(x)));
             }
         }
-        let call = Call { operands, stats: (stats != 0).then_some(stats), values: &values, gradients, scale };
+        let call = Call { operands, stats: self.asked.has_stats().then_some(stats), values: &values, gradients, scale };
         self.calls.fetch_add(1, Ordering::Relaxed);
         match (&self.ready, &self.asked) {
             (Ready::Host(prepared), Asked::Forward(problem)) => {

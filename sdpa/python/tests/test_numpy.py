@@ -57,6 +57,20 @@ def test_gradients_by_differences():
         assert ours[at] == pytest.approx((loss(*up) - loss(*down)) / 2e-5, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("b, n, m", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
+def test_without_batch_entries_queries_or_keys(b, n, m):
+    for dtype in (np.float32, np.float16):
+        q, k, v = tensors(dtype, b=b, q=n, k=m)
+        bias = rng.random((4, m)).astype(np.float32)
+        mod, mask = ScoreMod(lambda s, b, h, i, j: s + array(bias)[h, j]), MaskMod(lambda b, h, i, j: j <= i)
+        o, stats = attention(q, k, v, mod, mask)
+        assert (o.dtype, o.shape, stats.shape) == (dtype, (b, 4, n, 24), (b, 4, n))
+        assert not o.any() and np.isneginf(stats).all()
+        gradients = attention_backward(np.ones_like(o), q, k, v, o, stats, mod, mask)
+        for x, gradient in zip((q, k, v, bias), (*gradients[:3], gradients[3]["s0"])):
+            assert (gradient.dtype, gradient.shape) == (x.dtype, x.shape) and not gradient.any()
+
+
 def test_views_are_read_where_they_are_and_others_are_copied():
     q, k, v = tensors()
     wanted = book(q, k, v)[0]
@@ -106,7 +120,9 @@ def test_bad_input_is_told_at_once():
     with pytest.raises(SpecError, match="attn_scale"):
         attention(q, k, v, scale=float("nan"))
     with pytest.raises(SpecError, match="dims"):
-        attention(q[:, :, :0], k, v)
+        attention(q[:, :0], k, v)
+    with pytest.raises(SpecError, match="dim"):
+        attention(q[..., :0], k[..., :0], v)
 
 
 def test_threads_and_forks():

@@ -27,3 +27,9 @@ def test_a_picture_is_a_png(tmp_path):
     assert (tmp_path / "causal.png").read_bytes() == drawn.png()
     with pytest.raises(sdpa.SpecError, match="batch and head"):
         show(None, mask, (1, 1, 4, 4), head=1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 0, 5), (1, 1, 5, 0)])
+def test_a_picture_needs_a_query_and_a_key(shape):
+    with pytest.raises(sdpa.SpecError, match="at least one query and one key"):
+        show(None, sdpa.MaskMod(lambda b, h, q, k: q >= k), shape)

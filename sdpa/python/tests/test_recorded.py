@@ -204,6 +204,28 @@ for text, dtype, tensors, wrt in (
     assert said.count("cudnn [") == 2 and "dtype is f32" in said and "gradient of parameter t" in said
 
 
+def test_without_keys_or_queries_results_are_set_and_addresses_may_be_0():
+    said = run("""
+NO_Q, NO_K = dense((2, 8, 0, 64)), dense((2, 2, 0, 64))
+rows = memory(2 * 8 * 512 * 4)
+for text in ('{}', '{"executor":"cudnn"}'):
+    program = _native.Program(text)
+    forward = program.plan(0, "bf16", [dense(Q), NO_K, NO_K, dense(Q)], True, [])
+    forward.run([memory(BYTES[Q]), 0, 0, memory(BYTES[Q])], rows, [], [], [], None, 1, 0, 0)
+    backward = program.plan(0, "bf16", [NO_Q, dense(K), dense(K), NO_Q, NO_Q, NO_Q, dense(K), dense(K)], True, [])
+    backward.run([0, *[memory(BYTES[K])] * 2, 0, 0, 0, *[memory(BYTES[K])] * 2], 0, [], [], [], None, 1, 0, 0)
+    for plan in (forward, backward):
+        print(plan.engine, plan.workspace_bytes, plan.copied, len(plan.others()), "not there" in plan.explain() or plan.explain())
+    for wrong in ([0, 0, 0, memory(BYTES[Q])], [memory(BYTES[Q]), 0, 0, 0]):
+        try:
+            forward.run(wrong, rows, [], [], [], None, 1, 0, 0)
+        except sdpa.SpecError as e:
+            print("refused:", e)
+""")
+    assert said.count("cudnn fill: no batch entry, query or key 0 [] 1") == 4, said
+    assert said.count("refused: q address is 0x0") == 2 and said.count("refused: o address is 0x0") == 2, said
+
+
 @pytest.mark.parametrize("executor", ["cudnn", pytest.param("cuda", marks=with_nvrtc)])
 def test_a_fork_does_not_take_the_gpu_with_it(executor):
     said = run(f"BIAS = bias('{executor}')" + """

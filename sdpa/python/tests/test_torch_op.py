@@ -181,7 +181,7 @@ def bad(**changed):
         ({"score_mod": sdpa.ScoreMod(lambda s, b, h, q, k: s + torch.ones(3)[h])}, ["parameter s0"]),
         ({"score_mod": sdpa.ScoreMod(lambda s, b, h, q, k: s + torch.ones(4, device="meta")[h])}, ["parameter s0 device"]),
         ({"scale": float("inf")}, ["attn_scale"]),
-        ({"query": torch.randn(2, 4, 0, 16)}, ["q.dims[2] (seq)", "o.dims[2] (seq)"]),
+        ({"query": torch.randn(2, 4, 37, 0), "key": torch.randn(2, 2, 53, 0)}, ["q.dims[3] (dim)", "k.dims[3] (dim)"]),
     ],
 )
 def test_bad_input_is_an_exception_with_field_value_and_rule(changed, fields):

@@ -280,5 +280,5 @@ def test_block_masks_are_whole():
     assert mask.shape == (1, 4, 10, 12) and mask._adjust(3, 5).seq_lengths == (3, 5)
     with pytest.raises(SpecError, match="sliced by"):
         mask[:, :, 2]
-    with pytest.raises(SpecError, match="Q_LEN is 0"):
-        sdpa.create_block_mask(sdpa.noop_mask, 1, 1, 0, 12)
+    with pytest.raises(SpecError, match="Q_LEN is -1"):
+        sdpa.create_block_mask(sdpa.noop_mask, 1, 1, -1, 12)

@@ -209,6 +209,8 @@ class Ranges:
 
     def check(self, extents: tuple, sources: dict[str, Any], span: Callable[[Any], tuple[int, int] | None]) -> tuple[Step, Range] | None:
         """As `outside`, for these tensors: `span` has the least and the greatest element of one, or none where they cannot be read."""
+        if 0 in extents:  # nothing is computed, and an axis without indices has no range
+            return None
         fits = self._fits.get(extents)
         if fits is None:
             if len(self._fits) >= 64:

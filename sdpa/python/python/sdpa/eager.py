@@ -6,7 +6,6 @@ tokens does.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -200,7 +199,7 @@ def _find(query, key, value, score, mask, block_mask, gqa, stats, sink, executor
     mode = TRAIN if train else STATS if stats else PLAIN
     plan = op.forward_plan(query, key, value, o, params, program, mode, wrt)
     reads = tuple([_how(source, read) for source, read in zip(sources, params)])
-    scale = 1.0 / math.sqrt(query.shape[-1])
+    scale = op.usual(query.shape[-1])
     return Forward(plan, o, program=program, mode=mode, stats=stats, wrt=wrt, reads=reads if any(reads) else (), extents=extents, scale=scale)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any, Callable
 
@@ -19,7 +18,7 @@ from .follow import followed
 from .guards import kept
 from .masks import BlockMask, mask_of, read
 from .mods import Kept, MaskMod, ScoreMod, joined, named
-from .op import PLAIN, STATS, TRAIN, factor, mistakes
+from .op import PLAIN, STATS, TRAIN, factor, mistakes, usual
 
 try:
     from torch.nn.attention.flex_attention import AuxOutput
@@ -145,7 +144,7 @@ def _by_operator(query: Any, key: Any, value: Any, score_mod: Kept | None, mask:
         if wrt and mask is not None:
             _no_gradient(mask, params, tensors)
     if scale is None:
-        scale = 1.0 / math.sqrt(query.shape[-1])
+        scale = usual(query.shape[-1])
     mode = TRAIN if train else STATS if stats else PLAIN
     return torch.ops.sdpa.attention(query, key, value, params, [s.value for s in scalars], program, scale, mode, wrt)
 

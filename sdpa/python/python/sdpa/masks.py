@@ -116,7 +116,9 @@ def create_block_mask(
 ) -> BlockMask:
     """FlexAttention's. It traces `mask_mod` and computes nothing: `device`, `BLOCK_SIZE` and `_compile` change nothing."""
     lengths = (("B", 1 if B is None else B), ("H", 1 if H is None else H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN))
-    wrong = [(name, repr(n), "a whole number, at least 1") for name, n in lengths if isinstance(n, bool) or not isinstance(n, int) or n < 1]
+    least = {"H": 1}
+    odd = lambda name, n: isinstance(n, bool) or not isinstance(n, int) or n < least.get(name, 0)  # noqa: E731
+    wrong = [(name, repr(n), f"a whole number, at least {least.get(name, 0)}") for name, n in lengths if odd(name, n)]
     if wrong:
         raise SpecError(wrong)
     mask = mask_mod if isinstance(mask_mod, MaskMod) else MaskMod(mask_mod)

@@ -83,7 +83,7 @@ def _at(x: np.ndarray) -> int:
 
 
 def _scale(scale: float | None, q: np.ndarray) -> float:
-    return 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    return float(scale) if scale is not None else 1.0 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0
 
 
 def _threads(threads: int) -> int:

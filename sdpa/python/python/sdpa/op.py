@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import warnings
@@ -110,6 +111,11 @@ def mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             errors.append((f"{name} layout", x.layout, "strided"))
     if errors:
         raise SpecError(errors)
+
+
+def usual(dim: int) -> float:
+    """The scale of a call that names none. A dim of 0 is refused with the other mistakes, and not here."""
+    return 1.0 / math.sqrt(dim) if dim else 1.0
 
 
 def factor(scale: Any) -> float:

@@ -72,6 +72,8 @@ def show(
         shape = (max(shape[0], batch + 1), max(shape[1], head + 1), *shape[2:])
     if not (0 <= batch < shape[0] and 0 <= head < shape[1]):
         raise one("batch and head", (batch, head), f"within {tuple(shape[:2])}")
+    if min(shape[2:]) < 1:
+        raise one("shape", tuple(shape), "at least one query and one key")
     if shape[2] * shape[3] > 2**20:
         raise one("shape", tuple(shape), "at most 2^20 pairs: a part shows as much")
     values = _values(score_mod, mask, tuple(shape), batch, head, score)
