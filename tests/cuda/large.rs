@@ -8,8 +8,9 @@ use sdpa::cuda::CudaExecutor;
 use std::sync::Mutex;
 
 fn check(name: &str, executor: &CudaExecutor, dtypes: &[DType]) {
-    let problems = of_today(&format!("large scores {name}"), DAYS, LargeScores::all(dtypes), |drawn| {
-        vec![format!("{:?} {:?}", drawn.shape, drawn.place), format!("{:?} {}", drawn.dtype, drawn.added), drawn.sink.to_string()]
+    let problems = of_today(&format!("large scores {name}"), 2 * DAYS, LargeScores::all(dtypes), |problem| {
+        let LargeScores { shape, dtype, place, added, sink } = problem;
+        vec![format!("{shape:?}"), dtype.to_string(), format!("{place:?}"), added.to_string(), sink.to_string()]
     });
     let wrong = Mutex::new(Vec::new());
     side_by_side(&problems, |problem| {

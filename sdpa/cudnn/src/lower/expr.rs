@@ -12,6 +12,7 @@ use cudnn_graph::{DType, Graph};
 use sdpa_core::expr::{
     Axes, Axis, Binary, Builder, Const, Depends, Node, NodeId, ParamId, ParamKind, Place, Precision, Trace, Type, Unary,
 };
+use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::problem::Problem;
 use serde::{Deserialize, Serialize};
 
@@ -459,11 +460,14 @@ pub(super) struct Reading {
     pass: Pass,
     /// Keys and values are in pages.
     paged: bool,
+    /// The engines of one query read a pair of lengths at the right batch entry.
+    lengths_in_place: bool,
 }
 
 impl Reading {
     pub(super) fn new(problem: &Problem, pass: Pass) -> Reading {
-        Reading { extents: problem.extents(), pass, paged: problem.paged().is_some() }
+        let lengths_in_place = problem.seq_q() == 1 && !super::has_lengths_of_one_side(problem);
+        Reading { extents: problem.extents(), pass, paged: problem.paged().is_some(), lengths_in_place }
     }
 
     /// The axes that a tensor over `axes` must span in device memory for the engines to read the right element. Measured on an H200
@@ -475,7 +479,7 @@ impl Reading {
     ///
     /// [`Vectors::Spread`] adds the keys to every vector along queries.
     fn axes(self, axes: Axes) -> Axes {
-        let Reading { extents, pass, paged } = self;
+        let Reading { extents, pass, paged, lengths_in_place: _ } = self;
         let spans = |axes: Axes, axis: Axis| axes.has(axis) && extents[axis.place()] > 1;
         let one_query = extents[Axis::Q.place()] == 1;
         let axes = if paged && one_query && spans(axes, Axis::Head) { axes.with(Axis::K) } else { axes };
@@ -496,7 +500,8 @@ impl Reading {
 fn param(to: &mut Draft<'_>, trace: &Trace, p: ParamId, reading: Reading) -> TensorId {
     let declared = &trace.params()[p.index()];
     let ParamKind::Tensor { axes, dtype } = declared.kind else { return to.graph.parameter(&declared.name, DType::F32) };
-    let (dims, read) = (axes.dims(reading.extents), reading.axes(axes).dims(reading.extents));
+    let in_place = reading.lengths_in_place && [SEQ_LEN_Q, SEQ_LEN_KV].contains(&declared.name.as_str());
+    let (dims, read) = (axes.dims(reading.extents), if in_place { axes } else { reading.axes(axes) }.dims(reading.extents));
     let name = &declared.name;
     let is_declared = |supply: &Supply| match supply {
         Supply::Param(of) | Supply::Spread { name: of, .. } => of == name,
