@@ -87,8 +87,14 @@ fn translated(text: &str) -> Result<String, String> {
             None => made.push_str(&format!("#line 1 \"{name}\"\n{}", without_unrolling(body))),
         }
         for kernel in body.split("__global__").skip(1) {
-            // Behind the return type and the bounds.
-            let (_, rest) = kernel.split_once(", 1)").ok_or("a kernel without bounds")?;
+            // Behind the return type and the bounds, which may have parentheses of their own.
+            let (_, bounds) = kernel.split_once("__launch_bounds__(").ok_or("a kernel without bounds")?;
+            let mut open = 1;
+            let end = bounds.find(|c| {
+                open += i32::from(c == '(') - i32::from(c == ')');
+                open == 0
+            });
+            let rest = &bounds[end.ok_or("a kernel whose bounds do not end")? + 1..];
             let (rest, together) = match rest.trim_start().strip_prefix(IN_PAIRS) {
                 Some(rest) => (rest, 2),
                 None => (rest, 1),
