@@ -373,7 +373,7 @@ const FAULTS: [Fault; 103] = [
     (
         "upstream gradients are not waited for",
         Backward,
-        ["                        barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());\n", ""],
+        ["if (sub == 0) barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());", ""],
         LONG,
     ),
     (

@@ -7,7 +7,8 @@ inline void zero_keys(const Span& span, const Tile& tile, const Shared& at) {
     const int keys = span.len_kv - tile.block * TILE_N;
     if (keys >= TILE_N) return;
     zero_rows<QK_PANELS>(at.k, KV_PANEL_BYTES, keys, TILE_N);
-    rows_are_zero();
+    written_for_engines();
+    meet(ZEROED, 256);
 #endif
 }
 
@@ -16,9 +17,12 @@ inline void zero_queries(const Span& span, int tile, uint q, uint d_o) {
 #if WITH_SEQ_LEN_Q
     const int queries = span.len_q - tile * TILE_M;
     if (queries >= TILE_M) return;
+    // Both warpgroups have read what they multiply before, and find zeros after.
+    meet(ZEROED, 256);
     zero_rows<QK_PANELS>(q, Q_PANEL_BYTES, queries, TILE_M);
     zero_rows<V_PANELS>(d_o, Q_PANEL_BYTES, queries, TILE_M);
-    rows_are_zero();
+    written_for_engines();
+    meet(ZEROED, 256);
 #endif
 }
 
@@ -281,10 +285,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const uint stay = stay_of(p, corner);
                     if (ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     if (!AHEAD || sub > 0) score<QK_STEPS>(s, at.k + own_rows, k_held, q + sub_rows);
-                    if (sub == 0) {
-                        barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());
-                        zero_queries(span, step.queries, q, d_o);
-                    }
+                    if (sub == 0) barrier_wait(at.d_o_full + 8 * turn.place(), turn.place_phase());
                     score<V_STEPS>(d_p, at.v + own_rows, v_held, d_o + sub_rows);
                     if (!ROWS_FIRST) pairs_of(lse, at.lse + of_rows);
                     products_wait<1>();
@@ -294,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     if (!TIGHT) pairs_of(delta, at.delta + of_rows);
                     products_wait<0>();
                     hold(d_p);
+                    if (sub == 0) zero_queries(span, step.queries, q, d_o);
                     if (TIGHT) pairs_of(delta, at.delta + of_rows);
                     if (MASKED_ANYWHERE || WITH_SCORE_MOD || step.partly) slopes<true>(s, raw, d_p, p, captured, gradients, corner, delta, stay, owns_scores);
                     else slopes<false>(s, raw, d_p, p, captured, gradients, corner, delta, stay, owns_scores);
