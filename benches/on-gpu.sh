@@ -25,8 +25,8 @@ for library in "${libraries[@]}"; do
     [ "$(nvidia-smi --list-gpus | wc -l)" -lt 2 ] || "$carry/device" gpus || status=1
     plans=$carry/plans-$("$carry/device" version).bin; [ -e "$plans" ] || plans=
     "$carry/device" files ${plans:+"$plans"} || status=1
-    [ ! -x "$carry/sdpa" ] || {
-      "$carry/sdpa" doctor
+    [ ! -x "$carry/cargo-sdpa" ] || {
+      "$carry/cargo-sdpa" doctor
       python3 - <<'EOF'
 import torch
 from safetensors.torch import save_file
@@ -38,9 +38,9 @@ save_file({**tensors, "do": torch.randn(size["q"], dtype=torch.bfloat16)}, "/tmp
 EOF
       for how in "do --score-mod @$here/decay.txt --param cap=20 --mask causal --backward" 'q --mask causal-bottom-right' 'q --mask window:200,0:bottom-right' 'q --mask prefix-lm:77 --dtype f16'; do
         input=${how%% *}.safetensors how=${how#* }
-        echo "sdpa run --input $input $how ${plans:+--plans $(basename "$plans")} --executor cudnn --check --output o.safetensors"
+        echo "cargo sdpa run --input $input $how ${plans:+--plans $(basename "$plans")} --executor cudnn --check --output o.safetensors"
         # shellcheck disable=SC2086
-        "$carry/sdpa" run --input "/tmp/$input" $how ${plans:+--plans "$plans"} --executor cudnn --check --output /tmp/o.safetensors || status=1
+        "$carry/cargo-sdpa" run --input "/tmp/$input" $how ${plans:+--plans "$plans"} --executor cudnn --check --output /tmp/o.safetensors || status=1
       done
     }
     [ ! -x "$carry/score_mod" ] || "$carry/score_mod" cudnn || status=1

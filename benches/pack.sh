@@ -6,11 +6,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 carry=${1:?usage: pack.sh CARRY [NAME=FOLDER…]}; shift; mkdir -p "$carry"
 cargo build --profile dist -p bench-sdpa --bin device
-cargo build --profile dist -p sdpa-cli
+cargo build --profile dist -p cargo-sdpa
 cargo build --profile dist -p cudnn-graph --example matmul_bias_gelu
 cargo build --profile dist -p sdpa --example score_mod
 target=${CARGO_TARGET_DIR:-target}/dist
-cp "$target/device" "$target/sdpa" "$target/examples/matmul_bias_gelu" "$target/examples/score_mod" "$carry/"
+cp "$target/device" "$target/cargo-sdpa" "$target/examples/matmul_bias_gelu" "$target/examples/score_mod" "$carry/"
 for runtime in "$@"; do
   folder=$carry/cudnn-${runtime%%=*}; mkdir -p "$folder"
   for library in "${runtime#*=}"/*.so.9; do

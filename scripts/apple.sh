@@ -47,7 +47,7 @@ linker() {
 link() {
   export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=false CARGO_PROFILE_DEV_STRIP=none
   cargo test --no-run --target "$triple" "$@" --package metal-fallback --lib
-  cargo build --target "$triple" "$@" --package bench-sdpa --bin metal --package sdpa-cli --bin sdpa
+  cargo build --target "$triple" "$@" --package bench-sdpa --bin metal --package cargo-sdpa --bin cargo-sdpa
 }
 
 # Nothing is an Apple binary that does not say so.
@@ -63,7 +63,7 @@ linked() {
 
 with_rustup() {
   rustup target list --installed 2>/dev/null | grep -qx "$triple" || rustup target add "$triple" || return
-  rm -rf "$built/$triple/debug/deps/"{metal,sdpa}*-????????????????
+  rm -rf "$built/$triple/debug/deps/"{metal,sdpa,cargo_sdpa}*-????????????????
   # The integrations have nothing of Apple's own, and much to compile; what stands in for CUDA's libraries is Linux's.
   cargo clippy --workspace --exclude sdpa-candle --exclude sdpa-python --exclude emulated --exclude recording --exclude null-driver --all-targets \
     --target "$triple" -- -D warnings || exit

@@ -16,10 +16,10 @@ case $own in
   sdpa-cache) suites=(soak "recorded -- key::") ;;
   metal-fallback) suites=("msl -- forward_cases sources functions") ;;
   sdpa) suites=("host -- house:: params:: seq::") ;;
-  sdpa-cli) suites=("host -- cli::") ;;
+  cargo-sdpa) suites=("host -- cli::") ;;
   sdpa-oracle) suites=("executors -- cpu::" "host -- cli::check") ;;
   *)
-    echo "quick.sh sdpa-core | sdpa-driver | sdpa-emit | sdpa-nvidia | sdpa-cuda | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa | sdpa-cli | cudnn-graph | metal-fallback" >&2
+    echo "quick.sh sdpa-core | sdpa-driver | sdpa-emit | sdpa-nvidia | sdpa-cuda | sdpa-cpu | sdpa-cudnn | sdpa-cache | sdpa-oracle | sdpa | cargo-sdpa | cudnn-graph | metal-fallback" >&2
     exit 2
     ;;
 esac

@@ -29,7 +29,7 @@ const FENCES: [&str; 27] = [
     "metal-fallback/src/apple/",
     "tests/emulated/src/",
     "tests/harness/emulated.rs",
-    "tests/null-driver/src/",
+    "sdpa/cli/null-driver/",
     "tests/recording/src/",
     "tests/harness/code.rs",
     "tests/harness/recorder.rs",
@@ -355,8 +355,10 @@ fn every_result_is_named_by_a_page_and_every_name_is_a_result() {
     assert_eq!(named.difference(&files).collect::<Vec<_>>(), [""; 0], "results that are not there");
 }
 
+/// Rows of a table. Brackets are escaped: rustdoc reads `[batch]` as a link.
 fn rows<T>(names: &[Named<T>]) -> String {
-    names.iter().map(|named| format!("| `{}` | {} |\n", named.spelling, named.about.replace('|', "\\|"))).collect()
+    let cell = |text: &str| text.replace('|', "\\|").replace('[', "\\[").replace(']', "\\]");
+    names.iter().map(|named| format!("| `{}` | {} |\n", named.spelling, cell(named.about))).collect()
 }
 
 /// The page of the language has a row for everything in the library.
@@ -369,4 +371,57 @@ fn the_library_has_its_page() {
     let (score_mods, masks) = (format!("{score_mods}{}", rows(SCORE_MODS)), format!("{masks}{}", rows(MASKS)));
     let made = format!("{before}{score_mods}\n{masks}\nOn the command line and in problems{after}");
     golden::check("docs/expressions.md", &made).unwrap_or_else(|e| panic!("{e}"));
+}
+
+/// What a page links to in the line, and the reference links that it defines, outside of blocks of code.
+fn links(page: &str) -> (Vec<&str>, Vec<&str>) {
+    let (mut inline, mut defined, mut code) = (Vec::new(), Vec::new(), false);
+    for line in page.lines() {
+        code ^= line.trim_start().starts_with("```");
+        if code {
+            continue;
+        }
+        match line.strip_prefix('[').and_then(|rest| rest.split_once("]: ")) {
+            Some((label, _)) => defined.push(label),
+            None => inline.extend(line.split("](").skip(1).filter_map(|rest| rest.split(')').next())),
+        }
+    }
+    (inline, defined)
+}
+
+/// READMEs of crates and guides are read on crates.io and docs.rs, where the path of a file leads nowhere. Guides define links to one another, which
+/// `sdpa/docs/links.md` defines anew for docs.rs.
+#[test]
+fn published_pages_do_not_link_to_files() {
+    assert_eq!(links("[a](b.md) [c][d]\n```\n[e](f)\n```\n\n[d]: g.md\n"), (vec!["b.md"], vec!["d"]));
+    let outside = |link: &&str| link.starts_with("https://") || link.starts_with('#');
+    let known = std::fs::read_to_string(repository("sdpa/docs/links.md")).unwrap();
+    let known: BTreeSet<&str> = links(&known).1.into_iter().collect();
+    let guides = std::fs::read_dir(repository("sdpa/docs")).unwrap().map(|entry| entry.unwrap().path());
+    let guides: Vec<PathBuf> = guides.filter(|path| !path.ends_with("links.md")).collect();
+    let module = std::fs::read_to_string(repository("sdpa/src/guide.rs")).unwrap();
+    let mut wrong = Vec::new();
+    for path in &guides {
+        let name = path.file_name().unwrap().to_string_lossy();
+        let page = std::fs::read_to_string(path).unwrap();
+        let (inline, defined) = links(&page);
+        wrong
+            .extend(inline.iter().filter(|link| !outside(link)).map(|link| format!("{name}: ({link}) is a file: define a reference link")));
+        wrong.extend(
+            defined.iter().filter(|label| !known.contains(**label)).map(|label| format!("{name}: links.md does not define [{label}]")),
+        );
+        if !module.contains(&format!("\"{name}\"")) {
+            wrong.push(format!("{name}: sdpa/src/guide.rs does not show it"));
+        }
+    }
+    let crates = ["cudnn-graph", "metal-fallback", "sdpa", "sdpa/cache", "sdpa/candle", "sdpa/cli", "sdpa/core", "sdpa/cpu", "sdpa/cuda"];
+    for folder in crates.into_iter().chain(["sdpa/cudnn", "sdpa/driver", "sdpa/emit", "sdpa/nvidia", "sdpa/oracle", "sdpa/python"]) {
+        let page = std::fs::read_to_string(repository(folder).join("README.md")).unwrap();
+        wrong.extend(links(&page).0.iter().filter(|link| !outside(link)).map(|link| format!("{folder}/README.md: ({link}) is a file")));
+        for licence in ["LICENSE-APACHE", "LICENSE-MIT"] {
+            let same = std::fs::read(repository(folder).join(licence)).ok() == std::fs::read(repository(licence)).ok();
+            wrong.extend((!same).then(|| format!("{folder} lacks {licence}")));
+        }
+    }
+    assert!(guides.len() > 5 && wrong.is_empty(), "{}", wrong.join("\n"));
 }

@@ -29,7 +29,7 @@ RUST_LOG=debug tells more, on stderr.";
 
 /// Scaled dot product attention from the command line.
 #[derive(Debug, Parser)]
-#[command(name = "sdpa", bin_name = "cargo sdpa", version, after_help = EXIT_CODES)]
+#[command(name = "cargo-sdpa", bin_name = "cargo sdpa", version, after_help = EXIT_CODES)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -267,7 +267,7 @@ pub(crate) struct SupportArgs {
     /// the active Python environment, the system
     #[arg(long, value_name = "PATH|VERSION")]
     pub(crate) cudnn: Option<String>,
-    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in libnull_driver.so beside this program
+    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in that this program includes
     #[arg(long, value_name = "PATH")]
     pub(crate) driver: Option<PathBuf>,
 }
@@ -288,7 +288,7 @@ pub(crate) struct CompileArgs {
     /// Python environment, the system
     #[arg(long, value_name = "PATH|VERSION")]
     pub(crate) cudnn: Option<String>,
-    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in libnull_driver.so beside this program
+    /// libcuda.so.1. Else CUDNN_GRAPH_DRIVER, the system, or the stand-in that this program includes
     #[arg(long, value_name = "PATH")]
     pub(crate) driver: Option<PathBuf>,
     /// For cuda: libnvrtc.so.13 or its folder. Else SDPA_NVRTC, the active Python environment, the system

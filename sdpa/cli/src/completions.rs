@@ -14,7 +14,7 @@ struct Completions {
 /// Runs the command.
 pub(crate) fn run(args: &CompletionsArgs, json: bool) -> Result<Answer, Failure> {
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut Cli::command(), "sdpa", &mut script);
+    clap_complete::generate(args.shell, &mut Cli::command(), "cargo-sdpa", &mut script);
     let script = String::from_utf8(script).map_err(|e| Failure::environment("completions", e))?;
     let told = Completions { shell: args.shell.to_string(), script };
     Answer::new(json, &told, || told.script.clone(), Outcome::Good)

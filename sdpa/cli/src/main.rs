@@ -28,11 +28,13 @@ mod run;
 mod save;
 mod scales;
 mod show;
+mod stand_in;
 mod support;
 mod table;
 
 use args::{Cli, Command};
 use clap::Parser;
+use std::ffi::OsString;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
@@ -51,9 +53,18 @@ fn block_file_size_signal() {
 #[cfg(not(unix))]
 fn block_file_size_signal() {}
 
+/// The arguments. Cargo runs `cargo sdpa run` as `cargo-sdpa sdpa run`; the first name is then no command.
+fn arguments() -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = std::env::args_os().collect();
+    if arguments.get(1).is_some_and(|first| first == "sdpa") {
+        arguments.remove(1);
+    }
+    arguments
+}
+
 fn main() -> ExitCode {
     block_file_size_signal();
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::try_parse_from(arguments()) {
         Ok(cli) => cli,
         // Whether JSON was asked for is not known any more when the arguments do not parse.
         Err(e) => return exit::print_usage(&e, std::env::args_os().any(|a| a == "--json")).into(),

@@ -4,6 +4,7 @@ use crate::args::PlaceArgs;
 use crate::exit::{Failure, Line};
 use crate::memory;
 use crate::progress::Progress;
+use crate::stand_in;
 use crate::table::{Table, list};
 use cudnn_graph::{Candidate, DeviceProfile, Library, Outcome, Source, Target};
 use sdpa::cudnn::lower::{Form, Job};
@@ -68,7 +69,7 @@ pub(crate) fn make(
     options.plan = PlanOptions { form, ..PlanOptions::default() };
     let environment = |e: cudnn_graph::Error| failure(&Error::failed(ExecutorName::CUDNN, e));
     if let Some(profile) = profile {
-        let library = Library::load(&options.search).map_err(environment)?;
+        let library = stand_in::load(&options.search).map_err(environment)?;
         let planned = plan::build(library, &Target::Profile(profile), job, &options.plan).map_err(|e| failure(&e.into()))?;
         return Ok(tell(library, (profile.name(), profile.sm()), job, &planned));
     }

@@ -16,7 +16,7 @@ pub(crate) fn binary() -> &'static Path {
         let mut target = profile.parent().unwrap();
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into()));
         // As a part of the workspace, whose tests have compiled all that it is made of.
-        cargo.args(["build", "--workspace", "--bin", "sdpa", "--message-format", "json"]);
+        cargo.args(["build", "--workspace", "--bin", "cargo-sdpa", "--message-format", "json"]);
         cargo.args(["--profile", if name == "debug" { "dev" } else { name }]);
         if let Some(features) = std::env::var_os("SDPA_TEST_FEATURES") {
             cargo.arg("--features").arg(features);

@@ -3,6 +3,7 @@
 use super::{Made, Maker, untaken};
 use crate::args::{CompileArgs, PlaceArgs};
 use crate::exit::{Failure, Line, Mistakes};
+use crate::stand_in;
 use cudnn_graph::{DeviceProfile, Library, Search, Target};
 use sdpa::ExecutorName;
 use sdpa::cache::CacheKey;
@@ -31,8 +32,8 @@ impl Wanted {
 
     pub(crate) fn load(&self, driver: Option<&Path>) -> Result<&'static Library, Failure> {
         let failure = |message: String| Failure::Executor(vec![Line::new("cudnn", message)]);
-        let search = Search { library: self.library.clone(), driver: driver.map(Path::to_owned).or_else(stand_in) };
-        let library = Library::load(&search).map_err(|e| failure(e.to_string()))?;
+        let search = Search { library: self.library.clone(), driver: driver.map(Path::to_owned) };
+        let library = stand_in::load(&search).map_err(|e| failure(e.to_string()))?;
         let found = library.version().to_string();
         match &self.version {
             Some(wanted) if found != *wanted && !found.starts_with(&format!("{wanted}.")) => {
@@ -41,15 +42,6 @@ impl Wanted {
             Some(_) | None => Ok(library),
         }
     }
-}
-
-/// The stand-in driver beside this program, on a machine that has no other.
-fn stand_in() -> Option<PathBuf> {
-    if std::env::var_os("CUDNN_GRAPH_DRIVER").is_some() || cudnn_graph::Driver::load(None).is_ok() {
-        return None;
-    }
-    let beside = std::env::current_exe().ok()?.with_file_name("libnull_driver.so");
-    beside.exists().then_some(beside)
 }
 
 /// Whether a file may be added to: there is none, or one for this device and version that can be read. Another's plans are not thrown
