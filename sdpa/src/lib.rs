@@ -61,7 +61,7 @@
 //!
 //! Score_mods and masks of your own: [`ScoreMod::new`], [`Mask::new`]; by name: [`library`]. Gradients: [`AttentionSpec::backward`]. Documents without
 //! padding: [`AttentionSpec::packed`]; a paged KV cache: [`AttentionSpec::paged`]; growing lengths: [`seq`]; 8-bit floats: [`fp8`]. An executor of your
-//! own: [`Dispatcher::with`]. Guides, figures and the glossary are in `docs/` of the repository.
+//! own: [`Dispatcher::with`]. The [`guide`] has a page for each topic; figures and the glossary are in `docs/` of the repository.
 
 mod dispatch;
 #[cfg(any(feature = "cudnn", feature = "cuda"))]
@@ -87,27 +87,9 @@ pub use sdpa_nvidia::cudarc;
 #[cfg(all(feature = "cudnn", feature = "cuda"))]
 pub use tune::Timed;
 
-#[cfg(doctest)]
-#[doc = include_str!("../../docs/score_mods.md")]
-struct Guide;
+#[cfg(any(doc, doctest))]
+pub mod guide;
 
 #[cfg(doctest)]
-#[doc = include_str!("../../README.md")]
 #[doc = include_str!("../README.md")]
 struct Readme;
-
-#[cfg(all(doctest, feature = "cuda"))]
-#[doc = include_str!("../../docs/cuda.md")]
-struct Cuda;
-
-#[cfg(doctest)]
-#[doc = include_str!("../../docs/merging.md")]
-struct Merging;
-
-#[cfg(doctest)]
-#[doc = include_str!("../../docs/fp8.md")]
-struct Fp8;
-
-#[cfg(doctest)]
-#[doc = include_str!("../../docs/cache.md")]
-struct Cache;

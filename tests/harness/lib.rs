@@ -30,3 +30,7 @@ pub mod timed;
 
 pub use case::{Case, Skip};
 pub use runner::{Outcome, Tally};
+
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

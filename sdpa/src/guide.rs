@@ -1,0 +1,31 @@
+//! Guides to this library. They exist in the documentation only.
+//!
+//! A page may link to another that is not here: benchmarks, tables of support, and how the library is built and tested. Those are in `docs/` of the
+//! repository.
+
+// Pages name one another by file name. The definitions of `links.md` come first, and the first definition of a link is the one that holds.
+macro_rules! pages {
+    ($($(#[$when:meta])* $name:ident $file:literal)*) => {
+        $(
+            $(#[$when])*
+            #[doc = include_str!("../docs/links.md")]
+            #[doc = include_str!(concat!("../docs/", $file))]
+            pub mod $name {}
+        )*
+    };
+}
+
+pages! {
+    installation "installation.md"
+    score_mods "score_mods.md"
+    expressions "expressions.md"
+    numerics "numerics.md"
+    wrong_results "wrong-results.md"
+    #[cfg(feature = "cuda")]
+    cuda "cuda.md"
+    cache "cache.md"
+    threads "threads.md"
+    merging "merging.md"
+    fp8 "fp8.md"
+    cli "cli.md"
+}
