@@ -4,31 +4,10 @@
 # The wheel stays in target/wheels: of the development profile, which shares what the tests have built, or with --release stripped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 profile=dev
 [ "${1:-}" != --release ] || profile=dist
 
-python=
-for candidate in ${SDPA_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
-  if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
-    python=$candidate
-    break
-  fi
-done
-if [ -z "$python" ]; then
-  echo "SKIP python: there is no Python from 3.11 on that makes virtual environments"
-  exit 77
-fi
-
-tools=$target/python/tools
-if ! "$tools/bin/maturin" --version >/dev/null 2>&1; then
-  rm -rf "$tools"
-  "$python" -m venv "$tools"
-  if ! "$tools/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.9,<2'; then
-    echo "SKIP python: maturin is not to be had"
-    exit 77
-  fi
-fi
+. scripts/python-tools.sh
 rm -rf "$target/wheels"
 "$tools/bin/maturin" build --quiet --manifest-path sdpa/python/Cargo.toml --profile "$profile" --out "$target/wheels"
 
