@@ -68,7 +68,7 @@ aarch64() {
 
 sdist() {
   rm -f "$out"/sdpa-*.tar.gz
-  "$tools/bin/maturin" sdist --quiet --manifest-path sdpa/python/Cargo.toml --out "$out"
+  "$tools/bin/maturin" sdist --manifest-path sdpa/python/Cargo.toml --out "$out"
   fresh sdist
   "$target/python/sdist/bin/pip" install --quiet --disable-pip-version-check "$out"/sdpa-*.tar.gz 'numpy>=1.26' 'pytest>=8'
   try "$target/python/sdist/bin/python"
