@@ -127,6 +127,23 @@ def test_layouts():
     check([operands()[0], key, operands()[2]])
 
 
+@pytest.mark.parametrize("dtype, factor", [(torch.bfloat16, 1.0), (torch.float16, 1.0), (torch.float16, 1e5)])
+def test_gradient_of_lse_keeps_f32(dtype, factor):
+    """In f16 a factor of 1e5, as loss scaling has it, is past the largest number of the type, and gradients of q and k are not."""
+    q, k, v = operands(q=96, k=96, dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in (q, k)]
+    along = factor * torch.randn(q.shape[:3])
+    lse = flex_attention(q, k, v, return_lse=True)[1]
+    ours = torch.autograd.grad((lse * along).sum(), [q, k])
+    theirs = torch.autograd.grad((attention(*wide, v)[1] * along).sum(), wide)
+    for x, y in zip(ours, theirs):
+        rounded = y.to(dtype)
+        there = torch.isfinite(rounded)
+        assert torch.isfinite(x[there]).all()
+        error, least = ((a.double() - y)[there].abs().mean().item() for a in (x, rounded))
+        assert error <= 1.05 * least, f"{error / least} times the error of rounding the result once"
+
+
 def test_row_without_a_key():
     q, k, v = operands()
     mask = create_block_mask(lambda b, h, i, j: (j < i) & (i > 3), None, None, 37, 53)

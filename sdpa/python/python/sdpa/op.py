@@ -345,16 +345,24 @@ def gradients(d_o, d_stats, q, k, v, o, stats, params, scalars, program, scale, 
 
 # Columns that carry the gradient of stats: as few as every executor takes.
 _MORE = 8
+# Elements of `o` in the first of them. One element of f16 or bf16 would round the gradient of stats to its type, and f16 ends at 65,504; three hold an f32.
+_CARRIERS = (2.0**15, 1.0, 2.0**-12)
 
 
 def _through_stats(d_o, o, v, d_stats):
-    """The gradient of stats, carried by a column of values that are 0: `Σ o·d_o` is less by `d_stats`, and nothing else changes."""
+    """Carries the gradient of stats in columns whose values are 0: `Σ o·d_o` is less by `d_stats`, and nothing else changes."""
     d_o = torch.zeros_like(o) if d_o is None else d_o
-    zeros = o.new_zeros((*o.shape[:3], _MORE - 1))
-    one_ = torch.ones_like(o[..., :1])
-    lost = torch.where(torch.isfinite(d_stats), -d_stats, 0.0).unsqueeze(-1).to(d_o.dtype)
-    d_o = torch.cat([d_o, lost, zeros], -1)
-    o = torch.cat([o, one_, zeros], -1)
+    largest = torch.finfo(d_o.dtype).max
+    left = torch.where(torch.isfinite(d_stats), -d_stats, 0.0).unsqueeze(-1)
+    parts, carriers = [], []
+    for carrier in _CARRIERS:
+        part = (left / carrier).clamp(-largest, largest).to(d_o.dtype)
+        left = left - part.float() * carrier
+        parts.append(part)
+        carriers.append(torch.full_like(o[..., :1], carrier))
+    zeros = o.new_zeros((*o.shape[:3], _MORE - len(_CARRIERS)))
+    d_o = torch.cat([d_o, *parts, zeros], -1)
+    o = torch.cat([o, *carriers, zeros], -1)
     return d_o, o, torch.cat([v, v.new_zeros((*v.shape[:3], _MORE))], -1)
 
 
