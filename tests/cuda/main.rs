@@ -11,6 +11,7 @@ mod kept_map;
 mod large;
 mod late_faults;
 mod lists;
+mod mean_error;
 mod mma;
 mod mma_faults;
 mod pages;
