@@ -233,7 +233,7 @@ impl Backward {
         Operand::Scratch(Scratch::new("log-sum-exps", &[&rows[..], &[2]].concat()))
     }
 
-    /// The same where it is read, in place of the caller's statistics.
+    /// The buffer that kernels read in place of the caller's statistics.
     pub(crate) fn lse_read(&self) -> Binding {
         Binding::read(STATS_SLOT, "float", self.lse_memory())
     }

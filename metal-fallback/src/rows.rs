@@ -36,7 +36,7 @@ impl Rows {
         Rows::choose(dims, present, |rows, [qk, v]| rows * (qk + v + 3) + qk.max(v))
     }
 
-    /// Of the kernel for `dq`: queries, gradients and sums, log-sum-exp, delta, product and slope of each row, and a key and a value.
+    /// Values that the `dq` kernel keeps: queries, gradients and sums, log-sum-exp, delta, product and slope of each row, and a key and a value.
     pub(crate) fn dq(dims: [u32; 2], present: u64) -> Rows {
         Rows::choose(dims, present, |rows, [qk, v]| rows * (2 * qk + v + 5) + qk + v)
     }

@@ -373,7 +373,7 @@ fn the_library_has_its_page() {
     golden::check("docs/expressions.md", &made).unwrap_or_else(|e| panic!("{e}"));
 }
 
-/// What a page links to in the line, and the reference links that it defines, outside of blocks of code.
+/// Inline links of a page and the labels that it defines, outside of blocks of code.
 fn links(page: &str) -> (Vec<&str>, Vec<&str>) {
     let (mut inline, mut defined, mut code) = (Vec::new(), Vec::new(), false);
     for line in page.lines() {

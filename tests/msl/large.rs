@@ -288,7 +288,7 @@ fn merged(executor: &dyn Executor, seq_q: i64, (added, bound): (f32, f32)) -> Re
 /// Checks large scores alone, with masks, lengths, dropout and documents, and with merged statistics.
 ///
 /// # Errors
-/// What is wrong.
+/// The message of the first mismatch.
 pub(super) fn hold(executor: &dyn Executor, kernels: Kernels) -> Result<(), String> {
     let seq_q = if kernels == Kernels::Tiled { 20 } else { 4 };
     let seq_kv = if kernels == Kernels::Parts { 600 } else { 41 };

@@ -104,14 +104,14 @@ const SPILLED: u32 = 320;
 /// what they have where products are asked for is held by the machine code (`sass.rs`).
 const BRINGING: u32 = 360;
 
-/// The same of backward passes, which keep nothing of a tile but its sums. With a score_mod the code for large scores, which is rare, spills a third of it.
+/// Spills of backward passes, which keep only the sums of a tile. With a score_mod the code for large scores, which is rare, spills a third of it.
 const SPILLED_BACKWARD: u32 = 800;
 
 /// The same beside dropout, whose numbers come while sums of gradients are in registers. A loop over them in place of one text would spill half of it, and have products
 /// run one after the other.
 const SPILLED_BACKWARD_DROPPED: u32 = 800;
 
-/// The same of plain forward passes of packed sequences, outside of their main loop.
+/// Spills of plain forward passes of packed sequences, outside of their main loop.
 const SPILLED_PACKED: u32 = 96;
 
 /// What the compiler says of the kernel of a text that spills the most: bytes of spill stores.

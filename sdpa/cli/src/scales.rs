@@ -57,7 +57,7 @@ impl Scales {
     /// Those of the input.
     ///
     /// # Errors
-    /// What cannot be read, and every scale that is not finite and above 0.
+    /// Lists the scales that cannot be read, or are not finite and above 0.
     pub(crate) fn read(request: &Request, seed: u64) -> Result<Scales, Failure> {
         let mut given = BTreeMap::new();
         let mut mistakes = Mistakes::default();

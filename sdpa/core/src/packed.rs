@@ -281,7 +281,7 @@ mod tests {
             assert_eq!(tokens, [1; 4]);
             let backward = spec(Layout::Bhsd).backward().validate().unwrap();
             assert_eq!(backward, spec(Layout::Bshd).backward().validate().unwrap());
-            // Of two tokens, heads would overlap.
+            // With two tokens the heads would overlap.
             let mut two = spec(Layout::Bhsd);
             two.packed = Some(Packed::of(2));
             let fields: Vec<String> = two.validate().unwrap_err().0.into_iter().map(|e| e.field).collect();

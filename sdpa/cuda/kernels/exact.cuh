@@ -18,7 +18,7 @@ struct Exact {
 // The exponent of P for a score.
 inline float exponent_of(float x, float factor, const Exact& lse) { return (x - lse.most) * factor - lse.rest; }
 
-// What `factor` multiplies by this is in natural units.
+// Multiplies a score of these kernels into natural units.
 inline float natural_of(float factor) { return WITH_SCORE_MOD ? 1.0f : factor / LOG2_E; }
 
 // The log-sum-exp of a row, computed by a warp. `score_at` gives a score as the backward kernels multiply it by `factor`, and whether it is attended to.
@@ -66,7 +66,7 @@ inline Exact nearest_to(float stat, float natural, const Exact& sum) {
     return fabsf(off) <= fabsf(stat) * 2.384185791015625e-7f ? sum : Exact{0.0f, stat * LOG2_E};
 }
 
-// What the score_mods make of a score; false if a rule masks it out.
+// Applies the score_mods to a score; returns false if a mask drops it.
 inline bool traced_score(const Params& p, const Captured& captured, int batch, int head, int q, int k, float& x) {
 #if WITH_SCORE_MOD || WITH_KEEP
     const Place at = place_behind(p, batch, head, q, k, 0, 0);

@@ -18,7 +18,7 @@ pub struct KernelHead {
 }
 
 impl KernelHead {
-    /// Whether a file is one of kernels, and not of cuDNN's plans: files of both begin alike, and their headers differ.
+    /// Returns true for a file of kernels, false for one of cuDNN's plans: files of both begin alike, and their headers differ.
     ///
     /// # Errors
     /// The file cannot be read, or is damaged before its kernels: nothing says which of the two it is.

@@ -260,7 +260,7 @@ def compared(name, fn, inputs, refused):
     if theirs.dtype in (torch.int32, torch.int64):
         agree(traced(lambda *of: low(fn(*of)), *inputs), low(theirs), f"low digits of {what}", True, inputs)
     if any(x.dtype == torch.float32 for x in inputs):
-        # The same of a score.
+        # Applied to a score.
         at = next(n for n, x in enumerate(inputs) if x.dtype == torch.float32)
         # A score that is a sum is never −0.
         inputs = [x + 0.0 if n == at else x for n, x in enumerate(inputs)]

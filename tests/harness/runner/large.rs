@@ -8,7 +8,7 @@ use sdpa::{
 };
 use sdpa_oracle::{Element, Given, Modify, Place, Problem, Rough, Tensor, attention, gradients};
 
-/// What is added to the scores of a part of the rows or keys.
+/// A bias that is added to the scores of some rows or keys.
 pub const ADDED: [f32; 10] = [-1e4, -1e9, 1e9, -1e10, -1e30, 1e30, f32::MIN, f32::MAX, 1e6, -700.0];
 
 /// Where it is added.
@@ -70,7 +70,7 @@ enum Float {
 }
 
 impl Float {
-    /// The same type, of those that there are.
+    /// The floating point type of an element type.
     ///
     /// # Panics
     /// For integers and 8-bit floats.
@@ -153,7 +153,7 @@ fn near(what: &str, got: &[f64], want: &[f64], bound: f64) -> Result<(), String>
 /// One problem with large scores: forward with every row statistic, then backward from the executor's own results.
 ///
 /// # Errors
-/// What is wrong.
+/// The message of the first mismatch.
 #[allow(clippy::too_many_lines)]
 pub fn large_scores(executor: &dyn Executor, dtype: DType, shape: Shape, place: Where, added: f32, sink: bool) -> Result<(), String> {
     let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = shape;
@@ -291,7 +291,7 @@ pub struct LargeScores {
     pub place: Where,
     /// How large.
     pub added: f32,
-    /// Whether it has sinks.
+    /// True if the problem has sinks.
     pub sink: bool,
 }
 

@@ -123,7 +123,7 @@ impl Plans {
             let why: Vec<String> =
                 files.zip(cuda.without_kernels()).filter_map(|(path, why)| Some(format!("{} {}", path.display(), why?))).collect();
             let kernels = cuda.snapshots().iter().filter_map(PlanTold::last).filter(|told| told.pass == "cuda kernels").collect::<Vec<_>>();
-            // Of several kernels, some may be out of a file.
+            // Some kernels may come from a file and others from the compiler.
             let told = |told: PlanTold| match why.is_empty() {
                 true => told,
                 false => PlanTold { from_file: false, why: Some(why.clone()), ..told },

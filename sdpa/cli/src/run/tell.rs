@@ -49,7 +49,7 @@ impl From<sdpa_oracle::Worst> for Worst {
 struct GradientCheck {
     name: String,
     relative: f64,
-    /// Of a parameter's gradient, the norm of its error over what that may be: above 1 fails.
+    /// The norm of the error of a parameter's gradient, divided by its bound: above 1 fails.
     #[serde(skip_serializing_if = "Option::is_none")]
     bound: Option<f64>,
     /// False where rounding may change a parameter's gradient by more than its norm.

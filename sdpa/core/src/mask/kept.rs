@@ -263,7 +263,7 @@ impl Kept {
         start..band.end.min(ends.end).max(start)
     }
 
-    /// The same with every default of a scalar set to 0: equal masks have equal texts then.
+    /// Prints the mask with every default of a scalar set to 0, so that equal masks have equal texts.
     #[must_use]
     pub fn without_defaults(&self) -> Kept {
         Kept { rest: self.rest.as_ref().map(|rest| Arc::new(rest.without_defaults())), ..self.clone() }

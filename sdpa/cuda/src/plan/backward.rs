@@ -35,7 +35,7 @@ struct Workspace {
     along: SmallVec<[Option<u64>; 4]>,
     /// Sums of gradients of queries: all that lies before `lse` is 0 when the kernels begin.
     sums: u64,
-    /// Whether any row's log-sum-exp is large.
+    /// True if any row's log-sum-exp is large.
     large: u64,
     lse: u64,
     delta: u64,

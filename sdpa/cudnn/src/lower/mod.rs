@@ -97,7 +97,7 @@ pub(crate) fn sink_in_graph(problem: &Problem, runtime: Version) -> bool {
     problem.sink() && runtime >= SINK_SINCE && problem.seq_q() > 1
 }
 
-/// Whether queries alone or keys alone have lengths (`Quirk::LengthsOfOneSide`).
+/// Returns true if queries alone or keys alone have lengths (`Quirk::LengthsOfOneSide`).
 pub(crate) fn has_lengths_of_one_side(problem: &Problem) -> bool {
     problem.has_lengths(Side::Queries) != problem.has_lengths(Side::Keys)
 }
