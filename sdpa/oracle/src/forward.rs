@@ -206,7 +206,10 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
                 continue;
             }
             let factor = p.factor(index(rows.start + r, j));
-            let (weight, error) = (factor * scores[r * seq_kv + j], factor * errors[r * seq_kv + j]);
+            // Kernels round exp(score − max), which is at most 1, to the operands' type: in f16 a small one loses digits that its size does not excuse.
+            // It shows where dropout leaves only such weights.
+            let small = if p.narrow.is_some() { 0.0 } else { p.element.least() / answer.sum };
+            let (weight, error) = (factor * scores[r * seq_kv + j], factor * (errors[r * seq_kv + j] + small));
             let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
             for (v, ((o, size), off)) in value.iter().zip(sums) {
                 *o += weight * v;
