@@ -22,12 +22,13 @@ mod statistics;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;
+use conformance::covering::two_way;
 use conformance::emulated;
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Outcome, Source, Stays, Tally, edges, in_rows_of_16_bytes, random_backward, random_ends, random_few, random_packed,
-    random_padded, random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_tree,
-    side_by_side, stays,
+    random_padded, random_padded_backward, random_paged, random_spec, run, run_backward, run_backward_case, run_case, run_covered,
+    run_tree, side_by_side, stays,
 };
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, features, of_today, seeds_of_today};
@@ -36,6 +37,9 @@ use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, SINK, StatsBase};
 use std::sync::Mutex;
 
 const NAME: &str = "cuda-emulated";
+
+/// Days until every problem of the covering has been run.
+const COVERING_DAYS: u64 = 3;
 
 /// What the kernels take.
 const NARROW: [DType; 2] = [DType::BF16, DType::F16];
@@ -143,6 +147,17 @@ fn few_cases() {
 fn packed_cases() {
     forward("packed", narrow([Case::all_packed()]));
     backward("packed backward", narrow([Case::all_packed()]), &Source::ALL);
+}
+
+/// Runs problems in which any two features meet.
+fn covering_on(executor: &CudaExecutor, name: &str) {
+    let problems = of_today(&format!("covering {name}"), COVERING_DAYS, two_way().unwrap(), |_| Vec::new());
+    each("covering", name, &problems, |problem, tally| run_covered(problem, name, executor, tally));
+}
+
+#[test]
+fn any_two_features_meet() {
+    executor().iter().for_each(|executor| covering_on(executor, NAME));
 }
 
 #[test]

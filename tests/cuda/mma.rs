@@ -1,6 +1,6 @@
 //! Kernels with `mma.sync`, on a device of compute capability 8.0.
 
-use super::{backward_on, based, each, forward_on, gradient_of, judged, of_library, today};
+use super::{backward_on, based, covering_on, each, forward_on, gradient_of, judged, of_library, today};
 use conformance::case::Case;
 use conformance::emulated::{Emulated, executor_on};
 use conformance::random::Random;
@@ -39,6 +39,11 @@ fn backward(what: &str, cases: Vec<Case>, sources: &[Source]) {
 #[test]
 fn forward_cases() {
     forward("forward", floats([Case::all(), Case::all_sinks(), Case::all_ends(), Case::all_tables()]));
+}
+
+#[test]
+fn any_two_features_meet() {
+    executor().iter().for_each(|executor| covering_on(executor, NAME));
 }
 
 #[test]

@@ -107,7 +107,8 @@ fn executors() -> Executors {
 type Check = fn(&dyn Executor);
 
 /// What is asked of an executor besides cases.
-const CHECKS: [(&str, Check); 7] = [
+const CHECKS: [(&str, Check); 8] = [
+    ("computes_problems_in_which_any_two_features_meet", sweeps::covering),
     ("meets_every_edge", sweeps::edges),
     ("rounds_to_the_nearest", sweeps::rounds_to_the_nearest),
     ("narrows_as_it_is_said_to", sweeps::narrow_numbers),

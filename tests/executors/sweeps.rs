@@ -2,13 +2,15 @@
 //! apart, operands that nobody should read. On executors to which a problem costs little; the kernels of Metal are in `msl`.
 
 use conformance::case::Case;
+use conformance::covering::two_way;
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Drops, Edges, Source, Tally, dropped, random_fp8, random_fp8_gradients, rounding, run, run_backward, run_backward_case, run_case,
-    stays,
+    run_covered, stays,
 };
 use conformance::say::say;
 use sdpa::{Executor, ExecutorName};
+use std::sync::Mutex;
 
 /// Longer than a block of keys or queries of any executor here.
 const BLOCK: i64 = 33;
@@ -26,6 +28,16 @@ pub(crate) fn edges(executor: &dyn Executor) {
     say(&format!("sweeps {}", tally.summary(name.name())));
     assert_eq!(tally.failed, 0, "cases failed on {name}");
     assert!(tally.passed > 300, "only {} cases ran on {name}", tally.passed);
+}
+
+pub(crate) fn covering(executor: &dyn Executor) {
+    let name = executor.name();
+    let tally = Mutex::new(Tally::default());
+    two_way().unwrap().iter().for_each(|problem| run_covered(problem, name.name(), executor, &tally));
+    let tally = tally.into_inner().unwrap();
+    say(&format!("covering {}", tally.summary(name.name())));
+    assert_eq!(tally.failed, 0, "problems failed on {name}");
+    assert!(name != ExecutorName::CPU || tally.skipped == 0, "{name} skipped problems");
 }
 
 pub(crate) fn rounds_to_the_nearest(executor: &dyn Executor) {

@@ -104,6 +104,12 @@ fn listed(numbers: &[f64]) -> String {
     numbers.iter().map(f64::to_string).collect::<Vec<_>>().join(",")
 }
 
+/// A name as it is; the text of a function that only the harness names in quotes.
+fn quoted(name: &str) -> String {
+    let text = own(name);
+    if text == name { name.to_owned() } else { format!("'{text}'") }
+}
+
 const COMBINED: &str = include_str!("../cases/score_mod.toml");
 
 #[derive(Deserialize)]
@@ -300,7 +306,7 @@ impl Case {
         let mut spec = AttentionSpec::dense(self.dtype, self.shape, self.layout);
         (spec.o_dtype, spec.block_scaled) = (self.o_dtype, self.block_scaled);
         for mask in &self.mask {
-            spec.masks.push(mask.parse::<Mask>().map_err(|e| e.to_string())?);
+            spec.masks.push(own(mask).parse::<Mask>().map_err(|e| e.to_string())?);
         }
         for score_mod in &self.score_mod {
             spec.score_mods.push(own(score_mod).parse::<ScoreMod>().map_err(|e| e.to_string())?);
@@ -343,8 +349,8 @@ impl Case {
     /// One line that makes the same problem from the command line.
     pub fn repro(&self, executor: ExecutorName) -> String {
         let Shape { batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v } = self.shape;
-        let mods: String = self.score_mod.iter().map(|m| format!(" --score-mod {m}")).collect();
-        let masks: String = self.mask.iter().map(|m| format!(" --mask {m}")).collect();
+        let mods: String = self.score_mod.iter().map(|m| format!(" --score-mod {}", quoted(m))).collect();
+        let masks: String = self.mask.iter().map(|m| format!(" --mask {}", quoted(m))).collect();
         let scale = self.attn_scale.map_or_else(String::new, |s| format!(" --scale {s}"));
         let sides = if self.paged.is_some() { &Side::ALL[..1] } else { &Side::ALL[..] };
         let bound = self.packed.as_ref().map_or_else(Vec::new, |packing| packing.bound(sides));

@@ -6,6 +6,7 @@ pub mod allocations;
 pub mod case;
 pub mod code;
 pub mod compare;
+pub mod covering;
 pub mod emulated;
 pub mod golden;
 pub mod inputs;

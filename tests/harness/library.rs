@@ -4,6 +4,7 @@
 
 mod masks;
 mod mods;
+mod parameter;
 mod trees;
 
 pub use mods::own;

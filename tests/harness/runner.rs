@@ -2,6 +2,7 @@
 
 mod backward;
 mod blocks;
+mod covered;
 mod dropped;
 mod edges;
 mod few;
@@ -27,6 +28,7 @@ use crate::say::say;
 pub use backward::{
     Draw, Source, gradients_elsewhere, random_backward, random_padded_backward, run_backward, run_backward_case, run_backward_with,
 };
+pub use covered::run_covered;
 pub use dropped::{Drops, dropped};
 pub use edges::{Edges, Looked, edges};
 pub use few::random_few;

@@ -13,12 +13,13 @@ mod sources;
 mod statistics;
 
 use conformance::case::Case;
+use conformance::covering::two_way;
 use conformance::msl::table;
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Outcome, Source, Tally, edges, random_backward, random_ends, random_packed, random_padded, random_paged, random_spec, rounding,
-    run, run_backward, run_backward_case, run_case, side_by_side,
+    run, run_backward, run_backward_case, run_case, run_covered, side_by_side,
 };
 use conformance::say::{say, skip};
 use conformance::share::{DAYS, Share, features, of_today, seeds_of_today};
@@ -28,6 +29,9 @@ use sdpa::{AttentionSpec, BackwardSpec, DType, Executor, Layout, SINK, StatsBase
 use std::sync::Mutex;
 
 const NAME: &str = "metal-emulated";
+
+/// Days until every problem of the covering has been run.
+const COVERING_DAYS: u64 = 3;
 
 fn emulation(what: &str) -> Option<Toolchain> {
     Toolchain::find().map_err(|why| skip("msl", &format!("{what}: {why}"))).ok()
@@ -166,6 +170,16 @@ fn forward_cases() {
     run_all("forward", planned_and_forced(Case::all().unwrap(), &Kernels::ALL));
     run_all("sinks", planned_and_forced(sinks(), &Kernels::ALL));
     run_all("ends", sweep(Ok(ends()), &Kernels::ALL));
+}
+
+/// Runs problems in which any two features meet, on the kernels that the planner chooses.
+#[test]
+fn any_two_features_meet() {
+    let Some(toolchain) = emulation("the covering") else { return };
+    let problems = of_today(&format!("covering {NAME}"), COVERING_DAYS, two_way().unwrap(), |_| Vec::new());
+    let tally = Mutex::new(Tally::default());
+    side_by_side(&problems, |problem| run_covered(problem, NAME, &emulated(&toolchain, &(problem.case.clone(), None)), &tally));
+    judge("covering", tally);
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! Masks.
 
-use super::{Bound, Drawing, Here, Tensor, Values, axes};
+use super::{Bound, Drawing, Here, Tensor, Values, axes, parameter};
 use crate::random::Random;
 
-type Keep = Box<dyn Fn(Here) -> bool + Send + Sync>;
+pub(super) type Keep = Box<dyn Fn(Here) -> bool + Send + Sync>;
 
 /// A document for each position: a few runs in each batch entry.
 fn runs(random: &mut Random, elements: usize, batches: i64) -> Values {
@@ -143,6 +143,7 @@ pub(super) fn keep(text: &str, drawing: &mut Drawing<'_>) -> Result<Keep, String
                 (start..start + size).contains(&k)
             })
         }
+        "parameter" => return parameter::keep(rest, drawing),
         "array" => {
             let axes = axes(rest)?;
             let mask = drawing.bind("mask", &axes, |random, n| Values::Bool((0..n).map(|_| random.unit() < 0.7).collect()));

@@ -1,8 +1,9 @@
 //! Score_mods.
 
-use super::{Drawing, Here, Reading, Stage, Tensor, Values, axes};
+use super::{Drawing, Here, Reading, Stage, Tensor, Values, axes, parameter};
 use crate::random::Random;
 use half::{bf16, f16};
+use std::borrow::Cow;
 
 /// `k − q`.
 fn distance([_, _, q, k]: Here) -> f64 {
@@ -78,9 +79,13 @@ const OWN: [(&str, &str); 9] = [
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
 ];
 
-/// The text of a score_mod of the harness; any other as it is.
-pub fn own(text: &str) -> &str {
-    OWN.iter().find(|(name, _)| *name == text).map_or(text, |(_, text)| text)
+/// The text of a score_mod or mask of the harness; any other as it is.
+pub fn own(text: &str) -> Cow<'_, str> {
+    match (text.strip_prefix("parameter:"), OWN.iter().find(|(name, _)| *name == text)) {
+        (Some(rest), _) => parameter::text(rest).map_or(Cow::Borrowed(text), Cow::Owned),
+        (None, Some((_, own))) => Cow::Borrowed(own),
+        (None, None) => Cow::Borrowed(text),
+    }
 }
 
 fn row_place(boundaries: &str, drawing: &Drawing<'_>) -> Result<Stage, String> {
@@ -159,6 +164,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             let stage = adds(move |here| of.nearest(at(here)), |_| 0.0);
             Ok(Stage { partials: vec![("of_blocks", Box::new(|_, _| 1.0))], reads: vec![("of_blocks", read)], ..stage })
         }
+        "parameter" => parameter::stage(rest, drawing),
         "row-place" => row_place("cu_seqlens", drawing),
         "row-place-of-keys" => row_place("cu_seqlens_kv", drawing),
         "temperature" => {
