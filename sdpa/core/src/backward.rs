@@ -128,7 +128,9 @@ impl BackwardSpec {
     /// # Errors
     /// Every rule that a field breaks, each with the field, its value and the rule.
     pub fn validate(&self) -> Result<BackwardProblem, SpecErrors> {
-        let mut forward = self.forward.clone();
+        // Without `..`, on purpose: a new field of the specification has to be read here.
+        let BackwardSpec { forward: asked, d_o, dq, dk, dv, wrt, deterministic, d_o_dtype, gradient_dtype } = self;
+        let mut forward = asked.clone();
         // A backward pass reads stats and no other statistic.
         (forward.stats, forward.row_max, forward.sum_exp) = (true, false, false);
         let mut check = Check::default();
@@ -139,12 +141,7 @@ impl BackwardSpec {
                 None
             }
         };
-        let pairs = [
-            ("d_o", &self.d_o, "o", &self.forward.o),
-            ("dq", &self.dq, "q", &self.forward.q),
-            ("dk", &self.dk, "k", &self.forward.k),
-            ("dv", &self.dv, "v", &self.forward.v),
-        ];
+        let pairs = [("d_o", d_o, "o", &asked.o), ("dq", dq, "q", &asked.q), ("dk", dk, "k", &asked.k), ("dv", dv, "v", &asked.v)];
         if forward.stats_base != StatsBase::Natural {
             check.fail("forward.stats_base", forward.stats_base, "natural: backward passes read natural logarithms");
         }
@@ -156,9 +153,9 @@ impl BackwardSpec {
                 "false in a backward pass: its products sum over other axes, and want q, k and d_o once more, narrowed in other blocks";
             check.fail("forward.block_scaled", true, rule);
         }
-        let dtype = self.forward.dtype;
-        let d_o_dtype = check.narrow("d_o_dtype", self.d_o_dtype, dtype, &[]);
-        let gradient_dtype = check.narrow("gradient_dtype", self.gradient_dtype, dtype, &[DType::F16, DType::BF16]);
+        let dtype = asked.dtype;
+        let d_o_dtype = check.narrow("d_o_dtype", *d_o_dtype, dtype, &[]);
+        let gradient_dtype = check.narrow("gradient_dtype", *gradient_dtype, dtype, &[DType::F16, DType::BF16]);
         let packed = forward.packed.is_some();
         let place = |tensor: TensorSpec| if packed { unplaced(tensor) } else { tensor };
         let most = |side: Side| forward.packed.map(|packed| forward.most(&packed, side));
@@ -173,10 +170,10 @@ impl BackwardSpec {
                 check.output(name, tensor, most(if like == "q" { Side::Queries } else { Side::Keys }));
             }
         }
-        let [batch, heads_q, seq_q, _] = self.forward.q.dims;
-        let extents = [batch, heads_q, seq_q, self.forward.k.dims[2]].map(|n| n.clamp(1, i64::from(i32::MAX)));
-        let names: Vec<String> = of_scores(&self.wrt, self.forward.sink).map(|g| g.name.clone()).collect();
-        let gradient = match score_mod::gradient(&self.forward.score_mods, extents, &names) {
+        let [batch, heads_q, seq_q, _] = asked.q.dims;
+        let extents = [batch, heads_q, seq_q, asked.k.dims[2]].map(|n| n.clamp(1, i64::from(i32::MAX)));
+        let names: Vec<String> = of_scores(wrt, asked.sink).map(|g| g.name.clone()).collect();
+        let gradient = match score_mod::gradient(&asked.score_mods, extents, &names) {
             Ok(gradient) => Some(gradient),
             // Said already.
             Err(NoGradient::Expr(_)) if problem.is_none() => None,
@@ -195,47 +192,44 @@ impl BackwardSpec {
             let more = Fp8Scale::of(Direction::Backward).iter().filter(|scale| !Fp8Scale::of(Direction::Forward).contains(scale));
             more.for_each(|scale| check.own(scale.declared(), &mut params));
         }
-        self.check_wrt(&mut check, &params);
+        check_wrt(wrt, &mut check, &params);
         match (problem, gradient) {
             (Some(forward), Some(gradient)) if check.errors.is_empty() => Ok(BackwardProblem {
                 gradient: (forward.score_mod().is_some() || !names.is_empty()).then(|| Arc::new(gradient)),
-                wrt: of_scores(&self.wrt, self.forward.sink)
-                    .chain(self.wrt.iter().filter(|g| self.forward.sink && g.name == SINK))
-                    .cloned()
-                    .collect(),
+                wrt: of_scores(wrt, asked.sink).chain(wrt.iter().filter(|g| asked.sink && g.name == SINK)).cloned().collect(),
                 params,
                 forward,
-                d_o: normalise(place(self.d_o), most(Side::Queries)),
-                dq: normalise(place(self.dq), most(Side::Queries)),
-                dk: normalise(place(self.dk), most(Side::Keys)),
-                dv: normalise(place(self.dv), most(Side::Keys)),
-                deterministic: self.deterministic,
+                d_o: normalise(place(*d_o), most(Side::Queries)),
+                dq: normalise(place(*dq), most(Side::Queries)),
+                dk: normalise(place(*dk), most(Side::Keys)),
+                dv: normalise(place(*dv), most(Side::Keys)),
+                deterministic: *deterministic,
                 d_o_dtype,
                 gradient_dtype,
             }),
             _ => Err(SpecErrors(check.errors)),
         }
     }
+}
 
-    fn check_wrt(&self, check: &mut Check, params: &[Declared]) {
-        for (n, g) in self.wrt.iter().enumerate() {
-            let field = format!("wrt[{n}]");
-            if self.wrt[..n].iter().any(|before| before.name == g.name) {
-                check.fail(field.clone(), &g.name, "named once");
+fn check_wrt(wrt: &[GradientSpec], check: &mut Check, params: &[Declared]) {
+    for (n, g) in wrt.iter().enumerate() {
+        let field = format!("wrt[{n}]");
+        if wrt[..n].iter().any(|before| before.name == g.name) {
+            check.fail(field.clone(), &g.name, "named once");
+        }
+        if !g.dtype.is_float() || g.dtype.is_fp8() {
+            check.fail(format!("{field}.dtype"), g.dtype, "one of f32, f16, bf16");
+        }
+        match params.iter().find(|p| p.name == g.name).map(|p| p.kind) {
+            None => check.fail(field, &g.name, "a declared parameter"),
+            Some(ParamKind::Tensor { axes, dtype: _ }) if axes.has_end() => {
+                check.fail(field, &g.name, "a parameter over axes; boundaries have no gradient");
             }
-            if !g.dtype.is_float() || g.dtype.is_fp8() {
-                check.fail(format!("{field}.dtype"), g.dtype, "one of f32, f16, bf16");
+            Some(kind) if kind.ty() != Type::F32 => {
+                check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::check::kind(kind)));
             }
-            match params.iter().find(|p| p.name == g.name).map(|p| p.kind) {
-                None => check.fail(field, &g.name, "a declared parameter"),
-                Some(ParamKind::Tensor { axes, dtype: _ }) if axes.has_end() => {
-                    check.fail(field, &g.name, "a parameter over axes; boundaries have no gradient");
-                }
-                Some(kind) if kind.ty() != Type::F32 => {
-                    check.fail(field, &g.name, format!("a floating point parameter; it is {}", crate::check::kind(kind)));
-                }
-                Some(_) => {}
-            }
+            Some(_) => {}
         }
     }
 }
@@ -254,21 +248,22 @@ pub struct BackwardProblem {
     pub(crate) dk: TensorSpec,
     pub(crate) dv: TensorSpec,
     pub(crate) gradient: Option<Arc<Gradient>>,
-    wrt: Vec<GradientSpec>,
+    pub(crate) wrt: Vec<GradientSpec>,
     #[serde(skip)]
-    params: Vec<Declared>,
-    deterministic: bool,
+    pub(crate) params: Vec<Declared>,
+    pub(crate) deterministic: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
-    d_o_dtype: Option<DType>,
+    pub(crate) d_o_dtype: Option<DType>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    gradient_dtype: Option<DType>,
+    pub(crate) gradient_dtype: Option<DType>,
 }
 
 impl Hash for BackwardProblem {
-    /// Parameters are in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (&self.forward, [self.d_o, self.dq, self.dk, self.dv], &self.gradient, &self.wrt, self.deterministic).hash(state);
-        (self.d_o_dtype, self.gradient_dtype).hash(state);
+        // Without `..`, on purpose; the traces and options declare the parameters.
+        let BackwardProblem { forward, d_o, dq, dk, dv, gradient, wrt, params: _, deterministic, d_o_dtype, gradient_dtype } = self;
+        (forward, [d_o, dq, dk, dv], gradient, wrt, deterministic).hash(state);
+        (d_o_dtype, gradient_dtype).hash(state);
     }
 }
 

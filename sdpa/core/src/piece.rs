@@ -52,8 +52,33 @@ impl Problem {
     /// The problem of one piece of what the masks keep, over the rows of the operands that it has, with stats. `None` where an option looks beyond the piece: sinks, dropout, 8-bit floats, lengths, pages, statistics
     /// besides stats, tensors over queries or keys.
     pub fn piece(&self, piece: &Piece) -> Option<Problem> {
-        let beyond = self.packed().is_some() || self.paged().is_some() || self.sink() || self.dropout().is_some() || self.dtype().is_fp8();
-        if beyond || self.row_max || self.sum_exp || self.stats_base != StatsBase::Natural {
+        // Without `..`, on purpose: a new field is named here, with whether a piece may have it.
+        let Problem {
+            dtype,
+            o_dtype: _,
+            block_scaled: _,
+            batch: _,
+            heads_q: _,
+            heads_kv: _,
+            seq_q: _,
+            seq_kv: _,
+            dim_qk: _,
+            dim_v: _,
+            tensors: _,
+            packed,
+            paged,
+            score_mod: _,
+            kept: _,
+            sink,
+            dropout,
+            params: _,
+            stats: _,
+            stats_base,
+            row_max,
+            sum_exp,
+        } = self;
+        let beyond = packed.is_some() || paged.is_some() || *sink || dropout.is_some() || dtype.is_fp8();
+        if beyond || *row_max || *sum_exp || *stats_base != StatsBase::Natural {
             return None;
         }
         let (seq_q, seq_kv) = (piece.queries.end - piece.queries.start, piece.keys.end - piece.keys.start);
@@ -74,11 +99,25 @@ impl Problem {
 impl BackwardProblem {
     /// As [`Problem::piece`]; `None` too where gradients of declared parameters are asked for.
     pub fn piece(&self, piece: &Piece) -> Option<BackwardProblem> {
-        if !self.wrt().is_empty() {
+        // Without `..`, on purpose: as above.
+        let BackwardProblem {
+            forward,
+            d_o: _,
+            dq: _,
+            dk: _,
+            dv: _,
+            gradient,
+            wrt,
+            params: _,
+            deterministic: _,
+            d_o_dtype: _,
+            gradient_dtype: _,
+        } = self;
+        if !wrt.is_empty() {
             return None;
         }
-        let forward = self.forward.piece(piece)?;
-        let gradient = match &self.gradient {
+        let forward = forward.piece(piece)?;
+        let gradient = match gradient {
             Some(gradient) => Some(Arc::new(Gradient {
                 trace: piece.shifted(&gradient.trace, forward.extents())?,
                 wrt: gradient.wrt.clone(),

@@ -24,29 +24,29 @@ use std::sync::Arc;
 /// Equal problems are computed by the same plan: strides of axes of extent 1 and masks are in normal form.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    dtype: DType,
+    pub(crate) dtype: DType,
     #[serde(skip_serializing_if = "Option::is_none")]
-    o_dtype: Option<DType>,
+    pub(crate) o_dtype: Option<DType>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
-    block_scaled: bool,
-    batch: i64,
-    heads_q: i64,
-    heads_kv: i64,
+    pub(crate) block_scaled: bool,
+    pub(crate) batch: i64,
+    pub(crate) heads_q: i64,
+    pub(crate) heads_kv: i64,
     pub(crate) seq_q: i64,
     pub(crate) seq_kv: i64,
-    dim_qk: i64,
-    dim_v: i64,
+    pub(crate) dim_qk: i64,
+    pub(crate) dim_v: i64,
     pub(crate) tensors: [TensorSpec; 4],
-    packed: Option<Packed>,
+    pub(crate) packed: Option<Packed>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    paged: Option<Paged>,
+    pub(crate) paged: Option<Paged>,
     pub(crate) score_mod: Option<Arc<Trace>>,
     pub(crate) kept: Kept,
-    sink: bool,
+    pub(crate) sink: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
-    dropout: Option<Dropout>,
+    pub(crate) dropout: Option<Dropout>,
     #[serde(skip)]
-    params: Vec<Declared>,
+    pub(crate) params: Vec<Declared>,
     pub(crate) stats: bool,
     #[serde(skip_serializing_if = "StatsBase::is_natural")]
     pub(crate) stats_base: StatsBase,
@@ -57,84 +57,130 @@ pub struct Problem {
 }
 
 impl Hash for Problem {
-    /// Extents are in the tensors, parameters in the traces.
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.dtype, &self.tensors, self.packed, self.paged, &self.score_mod, &self.kept, self.sink, self.dropout).hash(state);
-        (self.o_dtype, self.stats_base, [self.stats, self.row_max, self.sum_exp, self.block_scaled]).hash(state);
+        // Without `..`, on purpose: a new field is hashed, or is said to follow from others.
+        let Problem {
+            dtype,
+            o_dtype,
+            block_scaled,
+            // The extents are those of the tensors.
+            batch: _,
+            heads_q: _,
+            heads_kv: _,
+            seq_q: _,
+            seq_kv: _,
+            dim_qk: _,
+            dim_v: _,
+            tensors,
+            packed,
+            paged,
+            score_mod,
+            kept,
+            sink,
+            dropout,
+            // The traces and options declare them.
+            params: _,
+            stats,
+            stats_base,
+            row_max,
+            sum_exp,
+        } = self;
+        (dtype, tensors, packed, paged, score_mod, kept, sink, dropout).hash(state);
+        (o_dtype, stats_base, [*stats, *row_max, *sum_exp, *block_scaled]).hash(state);
     }
 }
 
 impl Problem {
     pub(crate) fn new(spec: &AttentionSpec) -> Result<Problem, SpecErrors> {
+        // Without `..`, on purpose: a new field of the specification has to be read here.
+        let &AttentionSpec {
+            dtype,
+            o_dtype,
+            block_scaled,
+            q,
+            k,
+            v,
+            o,
+            ref score_mods,
+            packed,
+            paged,
+            ref masks,
+            sink,
+            dropout,
+            stats,
+            stats_base,
+            row_max,
+            sum_exp,
+        } = spec;
         let mut check = Check::default();
-        if !spec.dtype.is_float() {
-            check.fail("dtype", spec.dtype, "one of f32, f16, bf16, f8e4m3, f8e5m2");
+        if !dtype.is_float() {
+            check.fail("dtype", dtype, "one of f32, f16, bf16, f8e4m3, f8e5m2");
         }
-        let o_dtype = check.narrow("o_dtype", spec.o_dtype, spec.dtype, &[DType::F16, DType::BF16]);
+        let o_dtype = check.narrow("o_dtype", o_dtype, dtype, &[DType::F16, DType::BF16]);
         // Where documents lie, boundaries say.
-        let packs = |side: Side| spec.packed.is_some() && (side == Side::Queries || spec.paged.is_none());
-        let most = |operand: Operand| spec.packed.filter(|_| packs(operand.side())).map(|packed| spec.most(&packed, operand.side()));
-        let given = [spec.q, spec.k, spec.v, spec.o];
+        let packs = |side: Side| packed.is_some() && (side == Side::Queries || paged.is_none());
+        let most = |operand: Operand| packed.filter(|_| packs(operand.side())).map(|packed| spec.most(&packed, operand.side()));
+        let given = [q, k, v, o];
         let tensors = Operand::FORWARD.map(|operand| {
             let tensor = given[operand as usize];
             if packs(operand.side()) { unplaced(tensor) } else { tensor }
         });
-        let paged = spec.paged.map(|paged| paged.clamped());
+        let clamped = paged.map(|paged| paged.clamped());
         for (operand, tensor) in Direction::Forward.operands().iter().zip(&tensors) {
             check.extents(operand.name(), tensor, spec.never_empty());
-            let dtype = if *operand == Operand::O { o_dtype.unwrap_or(spec.dtype) } else { spec.dtype };
-            check.memory(operand.name(), &lies(*operand, *tensor, paged), dtype, false);
+            let dtype = if *operand == Operand::O { o_dtype.unwrap_or(dtype) } else { dtype };
+            check.memory(operand.name(), &lies(*operand, *tensor, clamped), dtype, false);
         }
-        let [batch, heads_q, seq_q, dim_qk] = spec.q.dims;
-        let [_, heads_kv, seq_kv, _] = spec.k.dims;
-        let dim_v = spec.v.dims[3];
-        check.equal("k.dims[0] (batch)", spec.k.dims[0], "q.dims[0]", batch);
-        check.equal("k.dims[3] (dim_qk)", spec.k.dims[3], "q.dims[3]", dim_qk);
-        check.equal("v.dims[0] (batch)", spec.v.dims[0], "q.dims[0]", batch);
-        check.equal("v.dims[1] (heads_kv)", spec.v.dims[1], "k.dims[1]", heads_kv);
-        check.equal("v.dims[2] (seq_kv)", spec.v.dims[2], "k.dims[2]", seq_kv);
-        check.equal("o.dims[0] (batch)", spec.o.dims[0], "q.dims[0]", batch);
-        check.equal("o.dims[1] (heads_q)", spec.o.dims[1], "q.dims[1]", heads_q);
-        check.equal("o.dims[2] (seq_q)", spec.o.dims[2], "q.dims[2]", seq_q);
-        check.equal("o.dims[3] (dim_v)", spec.o.dims[3], "v.dims[3]", dim_v);
+        let [batch, heads_q, seq_q, dim_qk] = q.dims;
+        let [_, heads_kv, seq_kv, _] = k.dims;
+        let dim_v = v.dims[3];
+        check.equal("k.dims[0] (batch)", k.dims[0], "q.dims[0]", batch);
+        check.equal("k.dims[3] (dim_qk)", k.dims[3], "q.dims[3]", dim_qk);
+        check.equal("v.dims[0] (batch)", v.dims[0], "q.dims[0]", batch);
+        check.equal("v.dims[1] (heads_kv)", v.dims[1], "k.dims[1]", heads_kv);
+        check.equal("v.dims[2] (seq_kv)", v.dims[2], "k.dims[2]", seq_kv);
+        check.equal("o.dims[0] (batch)", o.dims[0], "q.dims[0]", batch);
+        check.equal("o.dims[1] (heads_q)", o.dims[1], "q.dims[1]", heads_q);
+        check.equal("o.dims[2] (seq_q)", o.dims[2], "q.dims[2]", seq_q);
+        check.equal("o.dims[3] (dim_v)", o.dims[3], "v.dims[3]", dim_v);
         if heads_kv >= 1 && heads_q >= 1 && heads_q % heads_kv != 0 {
             check.fail("q.dims[1] (heads_q)", heads_q, format!("a multiple of heads_kv, which is {heads_kv}"));
         }
         check.output("o", &tensors[3], most(Operand::O));
-        if let Some(packed) = &spec.packed {
+        if let Some(packed) = &packed {
             check.packed(packed, spec);
         }
-        if let Some(paged) = &spec.paged {
+        if let Some(paged) = &paged {
             check.errors.extend(paged.mistakes());
         }
-        check.dropout(spec.dropout);
-        check.masks(&spec.masks, spec.packed.is_some_and(|packed| packed.cross));
+        check.dropout(dropout);
+        check.masks(masks, packed.is_some_and(|packed| packed.cross));
         // Extents that break a rule are told of above; expressions are looked at all the same.
         let extents = [batch, heads_q, seq_q, seq_kv].map(|n| n.clamp(1, i64::from(i32::MAX)));
-        let score_mod = check.expression("score_mods", score_mod::compose(&spec.score_mods, extents));
-        let declared = check.expression("masks", Mask::All(spec.masks.clone()).trace());
-        let kept = spec.packed.map_or_else(|| Kept::of(&spec.masks, extents), |p| Kept::of_documents(&spec.masks, extents, &p));
+        let score_mod = check.expression("score_mods", score_mod::compose(score_mods, extents));
+        let declared = check.expression("masks", Mask::All(masks.clone()).trace());
+        let kept = packed.map_or_else(|| Kept::of(masks, extents), |p| Kept::of_documents(masks, extents, &p));
         let mut kept = check.expression("masks", kept);
-        if let Some(kept) = kept.as_mut().filter(|_| spec.packed.is_some() && spec.paged.is_some()) {
+        if let Some(kept) = kept.as_mut().filter(|_| packed.is_some() && paged.is_some()) {
             // Lengths of keys are there whether masks read them or not.
             kept.seq_len_kv = true;
         }
         let own_lengths = |kept: &Kept| kept.seq_len_q || kept.seq_len_kv && packs(Side::Keys);
-        if spec.packed.is_some() && kept.as_ref().is_some_and(own_lengths) {
+        if packed.is_some() && kept.as_ref().is_some_and(own_lengths) {
             check.fail("masks", "lengths of batch entries", "none beside packed documents, which have their own");
         }
         let mut params = Vec::new();
         let sides: Vec<Side> = Side::ALL.into_iter().filter(|side| packs(*side)).collect();
-        let mut boundaries = spec.packed.map_or_else(Vec::new, |packed| packed.declared(&sides));
-        boundaries.extend(spec.packed.and(spec.paged).map(|_| Paged::lengths()));
+        let mut boundaries = packed.map_or_else(Vec::new, |packed| packed.declared(&sides));
+        boundaries.extend(packed.and(paged).map(|_| Paged::lengths()));
         for (field, trace) in [("score_mods", &score_mod), ("masks", &declared)] {
             check.params(field, trace.as_ref().map_or(&[], |t| t.params()), &mut params);
         }
         check.params("packed", &boundaries, &mut params);
-        let own = [spec.paged.map(|paged| paged.declared()), spec.sink.then(sink::declared)];
-        let of_dropout = spec.dropout.map(|_| dropout::declared()).into_iter().flatten();
+        let own = [paged.map(|paged| paged.declared()), sink.then(sink::declared)];
+        let of_dropout = dropout.map(|_| dropout::declared()).into_iter().flatten();
         let of_blocks = block_scale::declare(&mut check, spec);
-        let of_tensors = spec.dtype.is_fp8() && !spec.block_scaled;
+        let of_tensors = dtype.is_fp8() && !block_scaled;
         let scales = Fp8Scale::of(Direction::Forward).iter().filter(|_| of_tensors).map(|scale| scale.declared());
         own.into_iter().flatten().chain(of_dropout).chain(scales).chain(of_blocks).for_each(|own| check.own(own, &mut params));
         let (Some(score_mod), Some(kept), []) = (score_mod, kept, &check.errors[..]) else {
@@ -142,9 +188,9 @@ impl Problem {
             return Err(SpecErrors(check.errors));
         };
         Ok(Problem {
-            dtype: spec.dtype,
+            dtype,
             o_dtype,
-            block_scaled: spec.block_scaled,
+            block_scaled,
             batch,
             heads_q,
             heads_kv,
@@ -154,19 +200,19 @@ impl Problem {
             dim_v,
             tensors: Operand::FORWARD.map(|operand| {
                 let tensor = tensors[operand as usize];
-                TensorSpec { dims: tensor.dims, ..normalise(lies(operand, tensor, paged), most(operand)) }
+                TensorSpec { dims: tensor.dims, ..normalise(lies(operand, tensor, clamped), most(operand)) }
             }),
-            packed: spec.packed,
-            paged: spec.paged,
+            packed,
+            paged,
             score_mod: Some(score_mod).filter(|t| t.node(t.roots()[0]) != Node::Score).map(Arc::new),
             kept,
-            sink: spec.sink,
-            dropout: spec.dropout,
+            sink,
+            dropout,
             params,
-            stats: spec.stats,
-            stats_base: if spec.stats { spec.stats_base } else { StatsBase::Natural },
-            row_max: spec.row_max,
-            sum_exp: spec.sum_exp,
+            stats,
+            stats_base: if stats { stats_base } else { StatsBase::Natural },
+            row_max,
+            sum_exp,
         })
     }
 

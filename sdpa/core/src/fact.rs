@@ -1,0 +1,336 @@
+//! The facts of a problem: one for each thing that a result, a plan or a key depends on.
+//!
+//! [`Problem::facts`] and [`BackwardProblem::facts`] take their problems apart field by field and leave none out. Executors and keys `match` on [`Fact`]
+//! without a wildcard arm. A new option therefore compiles in two steps only: a field without a fact stops this crate, and a fact without an arm stops
+//! every executor and every key.
+
+use crate::backward::{BackwardProblem, GradientSpec};
+use crate::dropout::Dropout;
+use crate::dtype::DType;
+use crate::error::Reason;
+use crate::expr::{Declared, Trace};
+use crate::mask::{Ends, Kept, Region};
+use crate::operand::{Operand, Side};
+use crate::packed::Packed;
+use crate::paged::Paged;
+use crate::problem::Problem;
+use crate::score_mod::Gradient;
+use crate::spec::TensorSpec;
+use crate::statistic::{Statistic, StatsBase};
+
+/// One fact of a problem, whether the option is on or off: problems are equal where all of their facts are.
+///
+/// An executor has one function with one arm for each variant, and returns a [`Reason`] for what it does not compute. In short:
+///
+/// ```
+/// use sdpa_core::fact::{Fact, reasons};
+/// use sdpa_core::{AttentionSpec, DType, Layout, Reason, Shape};
+///
+/// // An executor has a `match` without a wildcard arm instead, so that a new variant stops it.
+/// fn supports_fact(fact: &Fact<'_>) -> Result<(), Reason> {
+///     if *fact != Fact::Sink(true) {
+///         return Ok(());
+///     }
+///     let (field, value, limit) = ("sink".to_owned(), "true".to_owned(), "the kernel adds none".to_owned());
+///     Err(Reason::Limit { field, value, limit })
+/// }
+///
+/// let shape = Shape { batch: 1, heads_q: 8, heads_kv: 2, seq_q: 129, seq_kv: 257, dim_qk: 64, dim_v: 64 };
+/// let dense = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd);
+/// assert!(reasons(dense.validate()?.facts(), supports_fact).is_empty());
+/// assert_eq!(reasons(dense.with_sink().validate()?.facts(), supports_fact).len(), 1);
+/// # Ok::<(), sdpa_core::SpecErrors>(())
+/// ```
+///
+/// The enum is deliberately not `#[non_exhaustive]`. That attribute would force a wildcard arm on executors in other crates, and with it an executor
+/// would compute a problem with a new option as if the option were off.
+///
+/// The scale of the scores, seeds and lengths are values of a call, so they are no facts. [`Amax`](crate::Amax) and [`Fp8Scale`](crate::Fp8Scale) follow
+/// from the element types.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Fact<'a> {
+    /// Element type of `q`, `k` and `v`.
+    Dtype(DType),
+    /// Element type of `o`.
+    OutputDtype(DType),
+    /// Whether blocks of 32 elements of `q`, `k` and `v` have scales of their own.
+    BlockScaled(bool),
+    /// Number of batch entries.
+    Batch(i64),
+    /// Number of query heads.
+    HeadsQ(i64),
+    /// Number of key and value heads.
+    HeadsKv(i64),
+    /// Queries per head.
+    SeqQ(i64),
+    /// Keys per head.
+    SeqKv(i64),
+    /// Elements of a query and of a key.
+    DimQk(i64),
+    /// Elements of a value and of an output row.
+    DimV(i64),
+    /// Strides of an operand, in elements. Extents are facts of their own.
+    Strides(Operand, [i64; 4]),
+    /// Bytes that the base address of an operand is a multiple of.
+    Alignment(Operand, u32),
+    /// Whether batch entries are packed documents: queries always are then, keys unless they are in pages.
+    Packed(bool),
+    /// Whether keys have boundaries of their own.
+    CrossPacked(bool),
+    /// Whether boundaries are i64, not i32.
+    WideBoundaries(bool),
+    /// Tokens of a side of packed documents that a call has at most, where the problem says so.
+    MostTokens(Side, Option<i64>),
+    /// Whether each query head has a number in the softmax's denominator that belongs to no key.
+    Sink(bool),
+    /// The part of the weights that is dropped at random.
+    Dropout(Option<Dropout>),
+    /// Pages of each container, where keys and values are in pages.
+    Pages(Option<i64>),
+    /// Tokens of a page, where keys and values are in pages.
+    PageSize(Option<i64>),
+    /// The function that modifies scores.
+    ScoreMod(Option<&'a Trace>),
+    /// The bounds `lower < k − q ≤ upper` of the band that masks keep.
+    Band(Option<i64>, Option<i64>),
+    /// The keys before which every query attends to all, next to the band.
+    Prefix(Option<i64>),
+    /// The bounds of the band about the ends of batch entries that masks keep.
+    Ends(Option<i64>, Option<i64>),
+    /// Whether each batch entry has a length on this side.
+    Lengths(Side, bool),
+    /// The rule that masks are next to bands and lengths.
+    Keep(Option<&'a Trace>),
+    /// Every declared parameter, tables too: of the score_mods, of masks, and those that options declare.
+    Parameters(&'a [Declared]),
+    /// Whether a row statistic is computed.
+    Statistic(Statistic, bool),
+    /// The base of the logarithms in `stats`.
+    StatsBase(StatsBase),
+    /// Element type of `d_o`, of a backward problem.
+    UpstreamDtype(DType),
+    /// Element type of `dq`, `dk` and `dv`, of a backward problem.
+    GradientDtype(DType),
+    /// The derivative of the score_mods, of a backward problem.
+    Gradient(Option<&'a Gradient>),
+    /// The declared parameters whose gradients are asked for, of a backward problem.
+    GradientsOf(&'a [GradientSpec]),
+    /// Every declared parameter of a backward problem: those of the forward pass, and what gradients and scales of this pass declare.
+    BackwardParameters(&'a [Declared]),
+    /// Whether every run must give the same bits, of a backward problem.
+    Deterministic(bool),
+}
+
+/// Collects the reasons of an executor against the facts of a problem, in the order of the facts.
+pub fn reasons<'a>(facts: impl Iterator<Item = Fact<'a>>, supports_fact: impl Fn(&Fact<'a>) -> Result<(), Reason>) -> Vec<Reason> {
+    facts.filter_map(|fact| supports_fact(&fact).err()).collect()
+}
+
+/// The facts of one operand.
+fn of_operand<'a>(operand: Operand, tensor: &TensorSpec) -> [Fact<'a>; 2] {
+    // Rules tie extents of operands to the extents of the problem.
+    let TensorSpec { dims: _, strides, alignment } = *tensor;
+    [Fact::Strides(operand, strides), Fact::Alignment(operand, alignment)]
+}
+
+impl Problem {
+    /// Every fact of the problem, each once and always in the same order.
+    pub fn facts(&self) -> impl Iterator<Item = Fact<'_>> {
+        // Without `..`, on purpose: a new field has to become a fact here, or to be said to follow from others.
+        let Problem {
+            dtype,
+            o_dtype,
+            block_scaled,
+            batch,
+            heads_q,
+            heads_kv,
+            seq_q,
+            seq_kv,
+            dim_qk,
+            dim_v,
+            tensors: [q, k, v, o],
+            packed,
+            paged,
+            score_mod,
+            kept,
+            sink,
+            dropout,
+            params,
+            stats,
+            stats_base,
+            row_max,
+            sum_exp,
+        } = self;
+        let Kept { region, ends, seq_len_q, seq_len_kv, rest } = kept;
+        let (Region { lower, upper, prefix }, Ends { lower: ends_lower, upper: ends_upper }) = (region, ends);
+        let Packed { cross, wide, total_q, total_kv } = packed.unwrap_or_default();
+        let (page_size, pages) = paged.map(|Paged { page_size, pages }| (page_size, pages)).unzip();
+        let extents = [
+            Fact::Dtype(*dtype),
+            Fact::OutputDtype(o_dtype.unwrap_or(*dtype)),
+            Fact::BlockScaled(*block_scaled),
+            Fact::Batch(*batch),
+            Fact::HeadsQ(*heads_q),
+            Fact::HeadsKv(*heads_kv),
+            Fact::SeqQ(*seq_q),
+            Fact::SeqKv(*seq_kv),
+            Fact::DimQk(*dim_qk),
+            Fact::DimV(*dim_v),
+        ];
+        let options = [
+            Fact::Packed(packed.is_some()),
+            Fact::CrossPacked(cross),
+            Fact::WideBoundaries(wide),
+            Fact::MostTokens(Side::Queries, total_q),
+            Fact::MostTokens(Side::Keys, total_kv),
+            Fact::Sink(*sink),
+            Fact::Dropout(*dropout),
+            Fact::Pages(pages),
+            Fact::PageSize(page_size),
+            Fact::ScoreMod(score_mod.as_deref()),
+            Fact::Band(*lower, *upper),
+            Fact::Prefix(*prefix),
+            Fact::Ends(*ends_lower, *ends_upper),
+            Fact::Lengths(Side::Queries, *seq_len_q),
+            Fact::Lengths(Side::Keys, *seq_len_kv),
+            Fact::Keep(rest.as_deref()),
+            Fact::Parameters(params),
+            Fact::Statistic(Statistic::Stats, *stats),
+            Fact::Statistic(Statistic::RowMax, *row_max),
+            Fact::Statistic(Statistic::SumExp, *sum_exp),
+            Fact::StatsBase(*stats_base),
+        ];
+        let operands = Operand::FORWARD.into_iter().zip([q, k, v, o]).flat_map(|(operand, tensor)| of_operand(operand, tensor));
+        extents.into_iter().chain(operands).chain(options)
+    }
+}
+
+impl BackwardProblem {
+    /// Every fact of the problem, each once and always in the same order: the facts of the forward problem first.
+    pub fn facts(&self) -> impl Iterator<Item = Fact<'_>> {
+        // Without `..`, on purpose: see `Problem::facts`.
+        let BackwardProblem { forward, d_o, dq, dk, dv, gradient, wrt, params, deterministic, d_o_dtype, gradient_dtype } = self;
+        let operands = [(Operand::DO, d_o), (Operand::DQ, dq), (Operand::DK, dk), (Operand::DV, dv)];
+        let options = [
+            Fact::UpstreamDtype(d_o_dtype.unwrap_or(forward.dtype())),
+            Fact::GradientDtype(gradient_dtype.unwrap_or(forward.dtype())),
+            Fact::Gradient(gradient.as_deref()),
+            Fact::GradientsOf(wrt),
+            Fact::BackwardParameters(params),
+            Fact::Deterministic(*deterministic),
+        ];
+        let operands = operands.into_iter().flat_map(|(operand, tensor)| of_operand(operand, tensor));
+        forward.facts().chain(operands).chain(options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AttentionSpec, BackwardSpec, Layout, Mask, Shape};
+
+    fn dense() -> AttentionSpec {
+        let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 40, dim_qk: 64, dim_v: 64 };
+        AttentionSpec::dense(DType::BF16, shape, Layout::Bshd)
+    }
+
+    fn narrow() -> AttentionSpec {
+        AttentionSpec { dtype: DType::F8E4M3, ..dense() }
+    }
+
+    fn forward() -> Vec<AttentionSpec> {
+        let masked = |text: &str| dense().mask(text.parse().unwrap());
+        let packed = |packed: Packed| AttentionSpec { packed: Some(packed), ..dense() };
+        let in_pages = |page_size: i64, pages: i64| {
+            let shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 40, seq_kv: 40, dim_qk: 64, dim_v: 64 };
+            AttentionSpec::paged(DType::BF16, shape, Paged { page_size, pages })
+        };
+        let mut aligned = dense();
+        aligned.v.alignment = 2;
+        let mut apart = dense();
+        apart.o.strides[0] += 64;
+        vec![
+            dense(),
+            AttentionSpec { dtype: DType::F16, ..dense() },
+            narrow(),
+            narrow().with_output_in(DType::BF16),
+            narrow().with_block_scales(),
+            aligned,
+            apart,
+            packed(Packed::default()),
+            packed(Packed { cross: true, ..Packed::default() }),
+            packed(Packed { wide: true, ..Packed::default() }),
+            packed(Packed { cross: true, total_q: Some(50), ..Packed::default() }),
+            packed(Packed { cross: true, total_kv: Some(50), ..Packed::default() }),
+            in_pages(8, 30),
+            in_pages(8, 31),
+            in_pages(16, 30),
+            in_pages(8, 30).with_packed_queries(70),
+            dense().with_sink(),
+            dense().with_dropout(0.5),
+            dense().with_dropout(0.25),
+            dense().score_mod("softcap:30".parse().unwrap()),
+            dense().score_mod("alibi".parse().unwrap()),
+            masked("causal"),
+            masked("prefix-lm:7"),
+            masked("padding"),
+            masked("padding & causal-ends"),
+            masked("document"),
+            masked("tensor seq_len_kv[batch]: i32; k < seq_len_kv"),
+            dense().with_stats(),
+            dense().with_stats_in(StatsBase::Two),
+            dense().with_row_max(),
+            dense().with_sum_exp(),
+        ]
+    }
+
+    #[test]
+    fn problems_are_equal_where_their_facts_are() {
+        let problems: Vec<Problem> = forward().iter().map(|spec| spec.validate().unwrap()).collect();
+        for (n, one) in problems.iter().enumerate() {
+            for (m, other) in problems.iter().enumerate() {
+                assert_eq!((n == m, one.facts().eq(other.facts())), (one == other, one == other), "{n} and {m}");
+            }
+        }
+    }
+
+    #[test]
+    fn backward_problems_are_equal_where_their_facts_are() {
+        let biased = || dense().score_mod("bias:hqk".parse().unwrap()).with_sink();
+        let mut strided = dense().backward();
+        strided.d_o.strides = [0; 4];
+        let mut aligned = dense().backward();
+        aligned.dk.alignment = 2;
+        let specs: Vec<BackwardSpec> = vec![
+            dense().backward(),
+            dense().mask(Mask::causal()).backward(),
+            dense().backward().deterministic(),
+            strided,
+            aligned,
+            biased().backward(),
+            biased().backward().wrt("bias", DType::F32),
+            biased().backward().wrt("bias", DType::BF16),
+            biased().backward().wrt("sink", DType::F32),
+            narrow().backward(),
+            narrow().backward().with_upstream_in(DType::F8E5M2),
+            narrow().backward().with_gradients_in(DType::BF16),
+        ];
+        let problems: Vec<BackwardProblem> = specs.iter().map(|spec| spec.validate().unwrap()).collect();
+        for (n, one) in problems.iter().enumerate() {
+            for (m, other) in problems.iter().enumerate() {
+                assert_eq!((n == m, one.facts().eq(other.facts())), (one == other, one == other), "{n} and {m}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_fact_is_there_once() {
+        let problem = dense().backward().validate().unwrap();
+        let facts: Vec<Fact<'_>> = problem.facts().collect();
+        // What a fact is of, without its value: the variant, and the operand, side or statistic.
+        let of = |fact: &Fact<'_>| format!("{fact:?}").split(['[', ',', '{']).next().unwrap_or_default().to_owned();
+        for (n, fact) in facts.iter().enumerate() {
+            assert!(facts[..n].iter().all(|before| of(before) != of(fact)), "{fact:?}");
+        }
+    }
+}
