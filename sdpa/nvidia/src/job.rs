@@ -1,11 +1,12 @@
 //! A pass over an attention problem, and the operands that it reads and writes.
 
-use sdpa_core::DType;
+use crate::key::JobQuery;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::expr::Declared;
 use sdpa_core::operand::{Direction, Operand};
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::TensorSpec;
+use sdpa_core::{DType, Fact};
 use serde::Serialize;
 
 /// One pass over one problem, forward or backward: what executors on NVIDIA GPUs make plans for, and key them by.
@@ -65,12 +66,14 @@ impl Job {
         }
     }
 
+    /// Every fact of the pass: see [`Problem::facts`].
+    pub fn facts(&self) -> impl Iterator<Item = Fact<'_>> {
+        JobQuery::from(self).facts()
+    }
+
     /// A strided operand as it lies in memory: see [`Problem::in_memory`]. `None` where the pass has no such.
     pub fn in_memory(&self, operand: Operand) -> Option<TensorSpec> {
-        match self {
-            Job::Forward(problem) => problem.in_memory(operand),
-            Job::Backward(backward) => Some(*backward.tensor(operand)),
-        }
+        JobQuery::from(self).in_memory(operand)
     }
 
     /// The element type of an operand.

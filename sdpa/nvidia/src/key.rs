@@ -8,7 +8,7 @@ use sdpa_core::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa_core::paged::PAGE_TABLE;
 use sdpa_core::problem::Problem;
 use sdpa_core::spec::{Layout, TensorSpec};
-use sdpa_core::{BlockScale, DROPOUT_OFFSET, DROPOUT_SEED, DType, Direction, Fp8Scale, Operand, SINK, Statistic};
+use sdpa_core::{BlockScale, DROPOUT_OFFSET, DROPOUT_SEED, DType, Direction, Fact, Fp8Scale, Operand, SINK};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Dense in a layout: its name. So a layout that stays the same does not differ where an extent does. Tensors are as they lie in memory.
@@ -21,12 +21,56 @@ fn strides(tensor: &TensorSpec) -> String {
 }
 
 /// A borrowed problem, by which a [`Job`] is found in a cache without a copy of it.
-#[derive(Hash)]
+#[derive(Clone, Copy, Debug, Hash)]
 pub enum JobQuery<'a> {
     /// A forward pass over this problem.
     Forward(&'a Problem),
     /// A backward pass over this problem.
     Backward(&'a BackwardProblem),
+}
+
+impl<'a> JobQuery<'a> {
+    /// Which pass it is.
+    pub fn direction(self) -> Direction {
+        match self {
+            JobQuery::Forward(_) => Direction::Forward,
+            JobQuery::Backward(_) => Direction::Backward,
+        }
+    }
+
+    /// The attention problem of either pass.
+    pub fn problem(self) -> &'a Problem {
+        match self {
+            JobQuery::Forward(problem) => problem,
+            JobQuery::Backward(backward) => backward.forward(),
+        }
+    }
+
+    /// Every fact of the pass: see [`Problem::facts`].
+    pub fn facts(self) -> impl Iterator<Item = Fact<'a>> {
+        let (forward, backward) = match self {
+            JobQuery::Forward(problem) => (Some(problem.facts()), None),
+            JobQuery::Backward(backward) => (None, Some(backward.facts())),
+        };
+        forward.into_iter().flatten().chain(backward.into_iter().flatten())
+    }
+
+    /// A strided operand as it lies in memory: see [`Problem::in_memory`]. `None` where the pass has no such.
+    pub fn in_memory(self, operand: Operand) -> Option<TensorSpec> {
+        match self {
+            JobQuery::Forward(problem) => problem.in_memory(operand),
+            JobQuery::Backward(backward) => Some(*backward.tensor(operand)),
+        }
+    }
+}
+
+impl<'a> From<&'a Job> for JobQuery<'a> {
+    fn from(job: &'a Job) -> JobQuery<'a> {
+        match job {
+            Job::Forward(problem) => JobQuery::Forward(problem),
+            Job::Backward(backward) => JobQuery::Backward(backward),
+        }
+    }
 }
 
 impl Query<Job> for JobQuery<'_> {
@@ -98,6 +142,110 @@ fn declared(p: &Problem) -> Option<String> {
     (!is_known).then(|| all.iter().map(text).collect::<Vec<_>>().join(", "))
 }
 
+/// The words of a label that a fact adds after the extents. What has none is told by the head of the label, or by the fields of the key alone.
+fn words(problem: &Problem, fact: &Fact<'_>) -> Option<String> {
+    match fact {
+        Fact::BlockScaled(is_scaled) => is_scaled.then(|| "block-scaled".to_owned()),
+        Fact::Packed(is_packed) => is_packed.then(|| "packed".to_owned()),
+        Fact::Sink(has_sink) => has_sink.then(|| "sink".to_owned()),
+        Fact::Dropout(dropout) => dropout.map(|dropout| format!("dropout {}", dropout.p())),
+        Fact::PageSize(page_size) => page_size.map(|page_size| format!("paged by {page_size}")),
+        Fact::ScoreMod(score_mod) => score_mod.map(|score_mod| short(&score_mod.to_string(), &score_mod.without_defaults().to_string())),
+        // All parts of the masks in one expression.
+        Fact::Band(..) => {
+            let kept = problem.kept();
+            (!kept.is_full()).then(|| short(&kept.to_string(), &kept.without_defaults().to_string()))
+        }
+        Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => None,
+        // In the head.
+        Fact::Dtype(_)
+        | Fact::Batch(_)
+        | Fact::HeadsQ(_)
+        | Fact::HeadsKv(_)
+        | Fact::SeqQ(_)
+        | Fact::SeqKv(_)
+        | Fact::DimQk(_)
+        | Fact::DimV(_) => None,
+        // In the fields.
+        Fact::OutputDtype(_)
+        | Fact::Strides(..)
+        | Fact::Alignment(..)
+        | Fact::CrossPacked(_)
+        | Fact::WideBoundaries(_)
+        | Fact::MostTokens(..)
+        | Fact::Pages(_)
+        | Fact::Parameters(_)
+        | Fact::Statistic(..)
+        | Fact::StatsBase(_)
+        | Fact::UpstreamDtype(_)
+        | Fact::GradientDtype(_)
+        | Fact::Gradient(_)
+        | Fact::GradientsOf(_)
+        | Fact::BackwardParameters(_)
+        | Fact::Deterministic(_) => None,
+    }
+}
+
+/// The field of a key that a fact is in: its name and its value. `None` where the field of another fact tells it, or where it follows from others.
+fn field(job: &Job, fact: &Fact<'_>) -> Option<(&'static str, String)> {
+    let p = job.problem();
+    let of_fp8 = |name: &'static str, value: String| p.dtype().is_fp8().then_some((name, value));
+    let or = |text: Option<String>, absent: &str| text.unwrap_or_else(|| absent.to_owned());
+    match fact {
+        Fact::Dtype(dtype) => Some(("dtype", dtype.to_string())),
+        Fact::OutputDtype(dtype) => (*dtype != p.dtype()).then(|| ("dtype of o", dtype.to_string())),
+        Fact::BlockScaled(is_scaled) => of_fp8("block_scaled", is_scaled.to_string()),
+        Fact::Batch(batch) => Some(("batch", batch.to_string())),
+        Fact::HeadsQ(heads_q) => Some(("heads_q", heads_q.to_string())),
+        Fact::HeadsKv(heads_kv) => Some(("heads_kv", heads_kv.to_string())),
+        Fact::SeqQ(seq_q) => Some(("seq_q", seq_q.to_string())),
+        Fact::SeqKv(seq_kv) => Some(("seq_kv", seq_kv.to_string())),
+        Fact::DimQk(dim_qk) => Some(("dim_qk", dim_qk.to_string())),
+        Fact::DimV(dim_v) => Some(("dim_v", dim_v.to_string())),
+        Fact::Strides(operand, of_problem) => {
+            let [layout, _] = operand.fields();
+            Some((layout, job.in_memory(*operand).map_or_else(|| format!("{of_problem:?}"), |tensor| strides(&tensor))))
+        }
+        Fact::Alignment(operand, alignment) => {
+            let [_, name] = operand.fields();
+            Some((name, alignment.to_string()))
+        }
+        // All of how documents are packed in one field.
+        Fact::Packed(_) => {
+            let total = |total: Option<i64>| total.map_or_else(|| "any".to_owned(), |n| n.to_string());
+            let packed = p.packed().map(|packed| {
+                let names = p.boundaries().into_iter().map(|p| p.name).collect::<Vec<_>>();
+                let ty = if packed.wide { DType::I64 } else { DType::I32 };
+                format!("by {} in {ty}, {} and {} tokens", names.join(" and "), total(packed.total_q), total(packed.total_kv))
+            });
+            Some(("packed", or(packed, "no")))
+        }
+        Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => None,
+        Fact::Sink(has_sink) => Some(("sink", has_sink.to_string())),
+        Fact::Dropout(dropout) => Some(("dropout", or(dropout.map(|dropout| dropout.p().to_string()), "none"))),
+        // Both of pages in one field.
+        Fact::Pages(_) => {
+            let paged = p.paged().map(|paged| format!("{} pages of {} tokens", paged.pages, paged.page_size));
+            Some(("paged", or(paged, "no")))
+        }
+        Fact::PageSize(_) => None,
+        Fact::ScoreMod(score_mod) => Some(("score_mod", or(score_mod.map(|trace| trace.without_defaults().to_string()), "none"))),
+        // All parts of the masks in one field.
+        Fact::Band(..) => Some(("mask", p.kept().without_defaults().to_string())),
+        Fact::Prefix(_) | Fact::Ends(..) | Fact::Lengths(..) | Fact::Keep(_) => None,
+        Fact::Parameters(_) => declared(p).map(|declared| ("parameters", declared)),
+        Fact::Statistic(statistic, is_computed) => Some((statistic.name(), is_computed.to_string())),
+        Fact::StatsBase(base) => Some(("stats_base", base.to_string())),
+        Fact::UpstreamDtype(dtype) => of_fp8("dtype of d_o", dtype.to_string()),
+        Fact::GradientDtype(dtype) => of_fp8("dtype of gradients", dtype.to_string()),
+        Fact::Gradient(gradient) => Some(("gradient", or(gradient.map(|gradient| gradient.trace.without_defaults().to_string()), "none"))),
+        Fact::GradientsOf(wrt) => Some(("wrt", wrt.iter().map(|g| format!("{} {}", g.name, g.dtype)).collect::<Vec<_>>().join(", "))),
+        // The traces of the score_mod and its derivative declare them, and the element types.
+        Fact::BackwardParameters(_) => None,
+        Fact::Deterministic(is_deterministic) => Some(("deterministic", is_deterministic.to_string())),
+    }
+}
+
 impl CacheKey for Job {
     fn label(&self) -> String {
         let p = self.problem();
@@ -108,83 +256,15 @@ impl CacheKey for Job {
             text.push_str(&format!(",{dim_v}"));
         }
         text.push(')');
-        if p.block_scaled() {
-            text.push_str(" block-scaled");
-        }
-        if p.packed().is_some() {
-            text.push_str(" packed");
-        }
-        if p.sink() {
-            text.push_str(" sink");
-        }
-        if let Some(dropout) = p.dropout() {
-            text.push_str(&format!(" dropout {}", dropout.p()));
-        }
-        if let Some(paged) = p.paged() {
-            text.push_str(&format!(" paged by {}", paged.page_size));
-        }
-        if let Some(score_mod) = p.score_mod() {
-            text.push_str(&format!(" {}", short(&score_mod.to_string(), &score_mod.without_defaults().to_string())));
-        }
-        if !p.kept().is_full() {
-            text.push_str(&format!(" {}", short(&p.kept().to_string(), &p.kept().without_defaults().to_string())));
+        for words in self.facts().filter_map(|fact| words(p, &fact)) {
+            text.push(' ');
+            text.push_str(&words);
         }
         text
     }
 
     fn fields(&self) -> Fields {
-        let p = self.problem();
-        let mut fields: Fields = vec![("pass", self.name().to_owned()), ("dtype", p.dtype().to_string())];
-        let extents = [
-            ("batch", p.batch()),
-            ("heads_q", p.heads_q()),
-            ("heads_kv", p.heads_kv()),
-            ("seq_q", p.seq_q()),
-            ("seq_kv", p.seq_kv()),
-            ("dim_qk", p.dim_qk()),
-            ("dim_v", p.dim_v()),
-        ];
-        fields.extend(extents.map(|(name, extent)| (name, extent.to_string())));
-        for (operand, tensor) in self.tensors() {
-            let [layout, alignment] = operand.fields();
-            fields.push((layout, strides(&p.in_memory(operand).unwrap_or(tensor))));
-            fields.push((alignment, tensor.alignment.to_string()));
-        }
-        let total = |total: Option<i64>| total.map_or_else(|| "any".to_owned(), |n| n.to_string());
-        let packed = p.packed().map(|packed| {
-            let names = p.boundaries().into_iter().map(|p| p.name).collect::<Vec<_>>();
-            let ty = if packed.wide { DType::I64 } else { DType::I32 };
-            format!("by {} in {ty}, {} and {} tokens", names.join(" and "), total(packed.total_q), total(packed.total_kv))
-        });
-        fields.push(("packed", packed.unwrap_or_else(|| "no".to_owned())));
-        let paged = p.paged().map(|paged| format!("{} pages of {} tokens", paged.pages, paged.page_size));
-        fields.push(("paged", paged.unwrap_or_else(|| "no".to_owned())));
-        fields.push(("score_mod", p.score_mod().map_or_else(|| "none".to_owned(), |trace| trace.without_defaults().to_string())));
-        fields.push(("mask", p.kept().without_defaults().to_string()));
-        fields.extend(declared(p).map(|declared| ("parameters", declared)));
-        fields.push(("sink", p.sink().to_string()));
-        fields.push(("dropout", p.dropout().map_or_else(|| "none".to_owned(), |dropout| dropout.p().to_string())));
-        fields.extend(Statistic::ALL.map(|statistic| (statistic.name(), p.computes(statistic).to_string())));
-        fields.push(("stats_base", p.stats_base().to_string()));
-        if p.dtype().is_fp8() {
-            fields.push(("block_scaled", p.block_scaled().to_string()));
-        }
-        let output = p.dtype_of(Operand::O);
-        if output != p.dtype() {
-            fields.push(("dtype of o", output.to_string()));
-        }
-        if let Job::Backward(b) = self {
-            for (field, operand) in [("dtype of d_o", Operand::DO), ("dtype of gradients", Operand::DQ)] {
-                if p.dtype().is_fp8() {
-                    fields.push((field, b.dtype_of(operand).to_string()));
-                }
-            }
-            let wrt: Vec<String> = b.wrt().iter().map(|g| format!("{} {}", g.name, g.dtype)).collect();
-            fields.push(("gradient", b.gradient().map_or_else(|| "none".to_owned(), |g| g.trace.without_defaults().to_string())));
-            fields.push(("wrt", wrt.join(", ")));
-            fields.push(("deterministic", b.deterministic().to_string()));
-        }
-        fields
+        std::iter::once(("pass", self.name().to_owned())).chain(self.facts().filter_map(|fact| field(self, &fact))).collect()
     }
 
     fn advice(differences: &[Difference]) -> Option<&'static str> {
