@@ -9,6 +9,7 @@
 //!
 //! | file | what it has |
 //! |---|---|
+//! | `fact` | the facts of a problem that are supported: all |
 //! | `isa` | the instruction set, found at run time |
 //! | `schedule` | strips, pieces, block sizes, threads |
 //! | `tiles`, `kernel` | many rows: a row to a lane |
@@ -40,6 +41,7 @@ mod digits;
 mod dropout;
 mod element;
 mod exp;
+mod fact;
 mod few;
 mod fp8;
 mod isa;
@@ -63,6 +65,7 @@ mod tiles;
 
 use backward::CpuBackward;
 use element::Element;
+use fact::supports_fact;
 use isa::Isa;
 use long::Long;
 use output::{Partial, Sink};
@@ -73,6 +76,7 @@ use sdpa_core::backward::BackwardProblem;
 use sdpa_core::empty;
 use sdpa_core::error::{Error, ExecutorName, Reason, SpecError, SpecErrors, Unsupported};
 use sdpa_core::executor::{Executor, Prepared, PreparedBackward, Report};
+use sdpa_core::fact::{Fact, reasons};
 use sdpa_core::operand::{Direction, Side};
 use sdpa_core::packed::Documents;
 use sdpa_core::paged::Pages;
@@ -127,25 +131,33 @@ impl Default for CpuExecutor {
     }
 }
 
+/// Whether every fact is computed.
+fn supported<'a>(facts: impl Iterator<Item = Fact<'a>>) -> Result<(), Unsupported> {
+    let reasons = reasons(facts, supports_fact);
+    if reasons.is_empty() { Ok(()) } else { Err(Unsupported::new(ExecutorName::CPU, reasons)) }
+}
+
 impl Executor for CpuExecutor {
     fn name(&self) -> ExecutorName {
         ExecutorName::CPU
     }
 
-    fn supports(&self, _problem: &Problem) -> Result<(), Unsupported> {
-        Ok(())
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        supported(problem.facts())
     }
 
     fn prepare(&self, problem: &Problem) -> Result<Arc<dyn Prepared>, Error> {
+        self.supports(problem)?;
         let made = || Arc::new(CpuPrepared { isa: self.isa, rules: Rules::new(problem), problem: problem.clone() });
         Ok(empty::forward(problem).unwrap_or_else(|| made()))
     }
 
-    fn supports_backward(&self, _problem: &BackwardProblem) -> Result<(), Unsupported> {
-        Ok(())
+    fn supports_backward(&self, problem: &BackwardProblem) -> Result<(), Unsupported> {
+        supported(problem.facts())
     }
 
     fn prepare_backward(&self, problem: &BackwardProblem) -> Result<Arc<dyn PreparedBackward>, Error> {
+        self.supports_backward(problem)?;
         Ok(empty::backward(problem).unwrap_or_else(|| Arc::new(CpuBackward::new(self.isa, problem))))
     }
 }
