@@ -1,13 +1,14 @@
 //! Backward problems as the kernels are told of them, and what they decline.
 
 use crate::places::captured;
-use crate::problem::{Check, Forward, copies, unsupported};
+use crate::problem::{Forward, checked, copies, unsupported};
 use crate::tile::{BackwardTile, MOST_DIM};
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::{Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind, Trace};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Operand, SINK, packed};
+use sdpa_core::{DType, SINK, Side, packed};
+use sdpa_nvidia::JobQuery;
 use std::sync::Arc;
 
 /// Roots of a gradient: the score, its gradient, and one for each parameter.
@@ -58,17 +59,8 @@ impl Backward {
     /// # Errors
     /// Every limit of the kernels that the problem breaks.
     pub fn of(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
-        let mut check = Check(Vec::new());
-        let forward = Forward::of(problem.forward()).map_err(|refused| check.0.extend(refused.reasons));
-        check.that(problem.forward().paged().is_none(), "paged", "pages", "the backward kernels take keys one behind the other");
-        check.that(!problem.deterministic(), "deterministic", "asked for", "the kernels add gradients of queries in any order");
-        let in_memory = |operand: Operand, tensor: &TensorSpec| {
-            if problem.forward().packs(operand.side()) { packed::memory(tensor, 2) } else { *tensor }
-        };
-        for (operand, tensor) in [(Operand::DQ, problem.dq()), (Operand::DK, problem.dk()), (Operand::DV, problem.dv())] {
-            check.tensor(operand, &in_memory(operand, tensor), 2);
-        }
-        let d_o = in_memory(Operand::DO, problem.d_o());
+        let mut check = checked(JobQuery::Backward(problem));
+        let d_o = if problem.forward().packs(Side::Queries) { packed::memory(problem.d_o(), 2) } else { *problem.d_o() };
         if problem.forward().packed().is_some() && !copies(&d_o) {
             check.that(
                 false,
@@ -77,10 +69,10 @@ impl Backward {
                 "of packed documents the copy engine reads it as it lies: dense rows of whole 16 bytes",
             );
         }
-        match forward {
-            Ok(forward) if check.0.is_empty() => Ok(Backward::told(problem, forward)),
-            Ok(_) | Err(()) => Err(unsupported(check.0)),
+        if !check.0.is_empty() {
+            return Err(unsupported(check.0));
         }
+        Ok(Backward::told(problem, Forward::told(problem.forward())))
     }
 
     /// What kernels are told of a problem that they take.

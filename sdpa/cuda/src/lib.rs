@@ -6,7 +6,8 @@
 //! | `target` | what passes are compiled from for a device, which need not be there |
 //! | `family` | the families of kernels, and the devices that these run on |
 //! | `choice` | when it is asked before cuDNN |
-//! | `problem`, `backward` | problems as kernels are told of them, and what they decline |
+//! | `fact` | the facts of a problem, and which of them the kernels decline |
+//! | `problem`, `backward` | problems as kernels are told of them, and what else they decline |
 //! | `tile`, `work`, `shares` | how a problem is cut; how many tiles that makes, and whether their keys are split, or heads that share keys |
 //! | `sections` | which key heads follow one another backward, and where sums lie meanwhile |
 //! | `map` | which blocks of keys a rule of places leaves |
@@ -20,6 +21,7 @@ mod backward;
 mod choice;
 mod error;
 mod executor;
+mod fact;
 mod family;
 pub mod files;
 pub mod kernel;

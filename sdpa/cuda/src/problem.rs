@@ -1,14 +1,14 @@
 //! Problems as the kernels are told of them, and what they decline.
 
-use crate::params::FAR;
+use crate::fact::supports_fact;
 use crate::places::captured;
-use crate::tile::MOST_DIM;
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::expr::{Axis, Binary, Node, ParamKind, Trace, Unary};
 use sdpa_core::mask::{Ends, Region};
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{DType, Dropout, Operand, Paged, Problem, Side, Statistic, StatsBase, packed};
+use sdpa_core::{DType, Dropout, Operand, Paged, Problem, Side, Statistic, StatsBase};
 use sdpa_emit::Captured;
+use sdpa_nvidia::JobQuery;
 use std::fmt::Display;
 use std::sync::Arc;
 
@@ -62,9 +62,6 @@ pub struct Packs {
     pub totals: [i64; 2],
 }
 
-/// Rows that the copy engine swizzles together: pages are whole multiples.
-const LEAST_PIECE: i64 = 8;
-
 /// When it is found which blocks of keys a rule leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lists {
@@ -103,33 +100,33 @@ impl Check {
         }
     }
 
-    /// Tokens of packed documents are counted as indices are.
-    pub(crate) fn totals(&mut self, problem: &Problem) {
-        for side in Side::ALL.into_iter().filter(|side| problem.packs(*side)) {
-            let total = problem.total(side);
-            self.that(total < i64::from(FAR), side.total(), total, format!("below {FAR}"));
+    /// TMA reads at multiples of 16 bytes.
+    pub(crate) fn alignment(&mut self, operand: Operand, tensor: &TensorSpec) {
+        let limit = "the copy engine reads multiples of 16 bytes";
+        self.that(tensor.alignment.is_multiple_of(16), &format!("{operand} alignment"), tensor.alignment, limit);
+    }
+
+    /// TMA takes rows of whole 16 bytes, and no axis that repeats one row.
+    pub(crate) fn strides(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
+        for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
+            let limit = "the copy engine steps by multiples of 16 bytes, and not by 0";
+            self.that(steps(tensor, axis, bytes), &format!("{operand} strides ({name})"), tensor.strides[axis], limit);
         }
     }
 
-    /// The copy engine takes rows of whole 16 bytes, at multiples of 16 bytes, and no axis that repeats one row.
-    pub(crate) fn tensor(&mut self, operand: Operand, tensor: &TensorSpec, bytes: i64) {
-        let field = |what: &str| format!("{operand} {what}");
-        self.that(
-            tensor.alignment.is_multiple_of(16),
-            &field("alignment"),
-            tensor.alignment,
-            "the copy engine reads multiples of 16 bytes",
-        );
-        for (axis, name) in [(0, "batch"), (1, "head"), (2, "seq")] {
-            let stride = tensor.strides[axis];
-            self.that(
-                steps(tensor, axis, bytes),
-                &field(&format!("strides ({name})")),
-                stride,
-                "the copy engine steps by multiples of 16 bytes, and not by 0",
-            );
-        }
+    /// Thread blocks of a grid: one for each so many rows.
+    pub(crate) fn blocks(&mut self, problem: &Problem, of_head: i64) {
+        let blocks = problem.batch() * problem.heads_q() * of_head;
+        self.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
     }
+}
+
+/// The limits of the kernels that a pass breaks.
+pub(crate) fn checked(pass: JobQuery<'_>) -> Check {
+    let mut check = Check(Vec::new());
+    pass.facts().for_each(|fact| supports_fact(&mut check, pass, &fact));
+    check.blocks(pass.problem(), pass.problem().seq_q() / 128 + 1);
+    check
 }
 
 impl Forward {
@@ -138,31 +135,7 @@ impl Forward {
     /// # Errors
     /// Every limit of the kernels that the problem breaks.
     pub fn of(problem: &Problem) -> Result<Forward, Unsupported> {
-        let mut check = Check(Vec::new());
-        check.that(matches!(problem.dtype(), DType::F16 | DType::BF16), "dtype", problem.dtype(), "the kernels take f16 and bf16");
-        check.that(!problem.block_scaled(), "block_scaled", problem.block_scaled(), "the kernels read no scales");
-        if let Some(paged) = problem.paged() {
-            let limit = format!("a multiple of {LEAST_PIECE}: the copy engine swizzles as many rows together");
-            check.that(paged.page_size % LEAST_PIECE == 0, "paged.page_size", paged.page_size, limit);
-        }
-        for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
-            check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
-        }
-        if problem.dtype() != DType::F32 {
-            for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
-                if let Some(tensor) = problem.in_memory(operand) {
-                    let packs = problem.packs(operand.side());
-                    check.tensor(operand, &if packs { packed::memory(&tensor, 2) } else { tensor }, 2);
-                }
-            }
-        }
-        // Indices and bounds are i32 with room for their sums.
-        for (name, extent) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
-            check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
-        }
-        check.totals(problem);
-        let blocks = problem.batch() * problem.heads_q() * (problem.seq_q() / 128 + 1);
-        check.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
+        let check = checked(JobQuery::Forward(problem));
         if check.0.is_empty() { Ok(Forward::told(problem)) } else { Err(unsupported(check.0)) }
     }
 

@@ -2,13 +2,14 @@
 //!
 //! | file | what it has |
 //! |---|---|
-//! | `problem` | what they decline |
+//! | `fact`, `problem` | which facts they decline, and what else |
 //! | `cut` | how a problem is cut |
 //! | `params` | what a call tells them |
 //! | `ordered` | what warps leave of gradients of parameters that are added up in one order |
 //! | `source` | their texts |
 
 mod cut;
+mod fact;
 mod ordered;
 mod params;
 mod problem;

@@ -1,32 +1,22 @@
 //! What kernels with `mma.sync` take, and what they decline. Strides and head dims are no matter.
 
 use super::cut::Cut;
+use super::fact::supports_fact;
 use super::ordered::MOST_LEFT_BYTES;
 use crate::backward::Backward;
-use crate::params::FAR;
 use crate::problem::{Check, Forward, unsupported};
 use crate::tile::MOST_DIM;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::error::Unsupported;
-use sdpa_core::{DType, Direction, Problem};
+use sdpa_core::{Direction, Problem};
+use sdpa_nvidia::JobQuery;
 
-fn checked(problem: &Problem) -> Check {
+fn checked(pass: JobQuery<'_>) -> Check {
     let mut check = Check(Vec::new());
-    let floats = [DType::F16, DType::BF16, DType::F32];
-    check.that(floats.contains(&problem.dtype()), "dtype", problem.dtype(), "the kernels take f16, bf16 and f32");
-    check.that(!problem.block_scaled(), "block_scaled", problem.block_scaled(), "the kernels read no scales");
-    for (name, dim) in [("dim_qk", problem.dim_qk()), ("dim_v", problem.dim_v())] {
-        check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
-    }
-    // Indices and bounds are i32 with room for their sums.
-    for (name, extent) in [("seq_q", problem.seq_q()), ("seq_kv", problem.seq_kv())] {
-        check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
-    }
-    check.totals(problem);
+    pass.facts().for_each(|fact| supports_fact(&mut check, pass, &fact));
     // The smallest cut has 32 rows, in two parts.
-    let longest = problem.seq_q().max(problem.seq_kv());
-    let blocks = problem.batch() * problem.heads_q() * 2 * (longest / 32 + 1);
-    check.that(blocks < i64::from(i32::MAX), "batch x heads_q x tiles", blocks, "below 2^31 blocks of threads");
+    let longest = pass.problem().seq_q().max(pass.problem().seq_kv());
+    check.blocks(pass.problem(), 2 * (longest / 32 + 1));
     check
 }
 
@@ -35,7 +25,7 @@ fn checked(problem: &Problem) -> Check {
 /// # Errors
 /// Every limit of the kernels that the problem breaks.
 pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
-    let check = checked(problem);
+    let check = checked(JobQuery::Forward(problem));
     if check.0.is_empty() { Ok(Forward::told(problem)) } else { Err(unsupported(check.0)) }
 }
 
@@ -44,8 +34,7 @@ pub fn forward(problem: &Problem) -> Result<Forward, Unsupported> {
 /// # Errors
 /// Every limit of the kernels that the problem breaks.
 pub fn backward(problem: &BackwardProblem) -> Result<Backward, Unsupported> {
-    let mut check = checked(problem.forward());
-    check.that(problem.forward().paged().is_none(), "paged", "pages", "the backward kernels take keys one behind the other");
+    let mut check = checked(JobQuery::Backward(problem));
     if !check.0.is_empty() {
         return Err(unsupported(check.0));
     }
@@ -89,7 +78,7 @@ impl Cut {
 mod tests {
     use super::*;
     use sdpa_core::error::Reason;
-    use sdpa_core::{AttentionSpec, BackwardSpec, Layout, Mask, Packed, Paged, SINK, Shape, StatsBase};
+    use sdpa_core::{AttentionSpec, BackwardSpec, DType, Layout, Mask, Packed, Paged, SINK, Shape, StatsBase};
 
     const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 9, seq_kv: 9, dim_qk: 13, dim_v: 7 };
 

@@ -1,0 +1,92 @@
+//! The facts of a problem, as the kernels with `wgmma` support them. Those with `mma.sync` have `mma/fact.rs`.
+
+use crate::params::FAR;
+use crate::problem::Check;
+use crate::tile::MOST_DIM;
+use sdpa_core::{DType, Direction, Fact, Operand, Side, TensorSpec, packed};
+use sdpa_nvidia::JobQuery;
+
+/// Rows that TMA swizzles together: pages are whole multiples.
+const LEAST_PIECE: i64 = 8;
+
+/// Queries and keys per head, for kernels of both families.
+pub(crate) fn extent(check: &mut Check, name: &str, extent: i64) {
+    // Indices and bounds are i32 with room for their sums.
+    check.that(extent < i64::from(FAR) / 4, name, extent, format!("below {}", FAR / 4));
+}
+
+/// Head dims, for kernels of both families.
+pub(crate) fn dim(check: &mut Check, name: &str, dim: i64) {
+    check.that(dim <= MOST_DIM, name, dim, format!("at most {MOST_DIM}"));
+}
+
+/// Tokens of packed documents, for kernels of both families: they are counted as indices are.
+pub(crate) fn tokens(check: &mut Check, pass: JobQuery<'_>, side: Side) {
+    if pass.problem().packs(side) {
+        let total = pass.problem().total(side);
+        check.that(total < i64::from(FAR), side.total(), total, format!("below {FAR}"));
+    }
+}
+
+/// An operand as TMA sees it; `None` where no rule of TMA decides.
+fn through_tma(pass: JobQuery<'_>, operand: Operand) -> Option<TensorSpec> {
+    let packs = pass.problem().packs(operand.side());
+    let tensor = pass.in_memory(operand).map(|tensor| if packs { packed::memory(&tensor, 2) } else { tensor });
+    // `dtype` alone declines f32. `d_o` is copied where TMA does not take it.
+    tensor.filter(|_| pass.problem().dtype() != DType::F32 && operand != Operand::DO)
+}
+
+/// Adds a reason for each limit of the kernels that a fact of a pass breaks.
+///
+/// There is no wildcard arm, on purpose: a new fact belongs here once the kernels compute it, or with a reason.
+pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'_>) {
+    match fact {
+        Fact::Dtype(dtype) => check.that(matches!(dtype, DType::F16 | DType::BF16), "dtype", dtype, "the kernels take f16 and bf16"),
+        // Only problems of 8-bit floats have other types.
+        Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
+        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "the kernels read no scales"),
+        // The number of thread blocks is checked for the whole problem.
+        Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) => {}
+        Fact::SeqQ(seq_q) => extent(check, "seq_q", *seq_q),
+        Fact::SeqKv(seq_kv) => extent(check, "seq_kv", *seq_kv),
+        Fact::DimQk(dim_qk) => dim(check, "dim_qk", *dim_qk),
+        Fact::DimV(dim_v) => dim(check, "dim_v", *dim_v),
+        Fact::Strides(operand, _) => {
+            if let Some(tensor) = through_tma(pass, *operand) {
+                check.strides(*operand, &tensor, 2);
+            }
+        }
+        Fact::Alignment(operand, _) => {
+            if let Some(tensor) = through_tma(pass, *operand) {
+                check.alignment(*operand, &tensor);
+            }
+        }
+        // `Packs` in `problem`; the strides of a packed `d_o` are checked in `backward`.
+        Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) => {}
+        Fact::MostTokens(side, _) => tokens(check, pass, *side),
+        Fact::Pages(pages) => {
+            let reads_pages = Direction::Forward == pass.direction() || pages.is_none();
+            check.that(reads_pages, "paged", "pages", "the backward kernels take keys one behind the other");
+        }
+        Fact::PageSize(None) => {}
+        Fact::PageSize(Some(page_size)) => {
+            let limit = format!("a multiple of {LEAST_PIECE}: the copy engine swizzles as many rows together");
+            check.that(page_size % LEAST_PIECE == 0, "paged.page_size", page_size, limit);
+        }
+        // The kernel source has each of these: `Forward` in `problem`, `Backward` in `backward`.
+        Fact::Sink(_)
+        | Fact::Dropout(_)
+        | Fact::ScoreMod(_)
+        | Fact::Band(..)
+        | Fact::Prefix(_)
+        | Fact::Ends(..)
+        | Fact::Lengths(..)
+        | Fact::Keep(_) => {}
+        Fact::Statistic(..) | Fact::StatsBase(_) => {}
+        Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
+        Fact::Gradient(_) | Fact::GradientsOf(_) => {}
+        Fact::Deterministic(is_deterministic) => {
+            check.that(!is_deterministic, "deterministic", "asked for", "the kernels add gradients of queries in any order");
+        }
+    }
+}

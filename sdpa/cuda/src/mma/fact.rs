@@ -1,0 +1,51 @@
+//! The facts of a problem, as the kernels with `mma.sync` support them.
+
+use crate::fact::{dim, extent, tokens};
+use crate::problem::Check;
+use sdpa_core::{DType, Direction, Fact};
+use sdpa_nvidia::JobQuery;
+
+/// Adds a reason for each limit of the kernels that a fact of a pass breaks.
+///
+/// There is no wildcard arm, on purpose: a new fact belongs here once the kernels compute it, or with a reason.
+pub(crate) fn supports_fact(check: &mut Check, pass: JobQuery<'_>, fact: &Fact<'_>) {
+    match fact {
+        Fact::Dtype(dtype) => {
+            let floats = [DType::F16, DType::BF16, DType::F32];
+            check.that(floats.contains(dtype), "dtype", dtype, "the kernels take f16, bf16 and f32");
+        }
+        // Only problems of 8-bit floats have other types.
+        Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
+        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "the kernels read no scales"),
+        // The number of thread blocks is checked for the whole problem.
+        Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) => {}
+        Fact::SeqQ(seq_q) => extent(check, "seq_q", *seq_q),
+        Fact::SeqKv(seq_kv) => extent(check, "seq_kv", *seq_kv),
+        Fact::DimQk(dim_qk) => dim(check, "dim_qk", *dim_qk),
+        Fact::DimV(dim_v) => dim(check, "dim_v", *dim_v),
+        // Threads copy element by element where they cannot copy 16 bytes.
+        Fact::Strides(..) | Fact::Alignment(..) => {}
+        // `Packs` in `problem`.
+        Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) => {}
+        Fact::MostTokens(side, _) => tokens(check, pass, *side),
+        Fact::Pages(pages) => {
+            let reads_pages = Direction::Forward == pass.direction() || pages.is_none();
+            check.that(reads_pages, "paged", "pages", "the backward kernels take keys one behind the other");
+        }
+        Fact::PageSize(_) => {}
+        // The kernel source has each of these: `Forward` in `problem`, `Backward` in `backward`.
+        Fact::Sink(_)
+        | Fact::Dropout(_)
+        | Fact::ScoreMod(_)
+        | Fact::Band(..)
+        | Fact::Prefix(_)
+        | Fact::Ends(..)
+        | Fact::Lengths(..)
+        | Fact::Keep(_) => {}
+        Fact::Statistic(..) | Fact::StatsBase(_) => {}
+        Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
+        Fact::Gradient(_) => {}
+        // `problem` checks the workspace of a deterministic sum.
+        Fact::GradientsOf(_) | Fact::Deterministic(_) => {}
+    }
+}
