@@ -6,6 +6,7 @@ mod functions;
 mod row;
 mod versions;
 
+use crate::fact;
 use crate::lower::{self, Job, Operand};
 use crate::quirks::{Passes, Quirk};
 use cudnn_graph::Version;
@@ -14,7 +15,7 @@ use sdpa_core::error::{Reason, SpecError, SpecErrors};
 use sdpa_core::expr::{Axes, Axis, Node, ParamKind, Trace};
 use sdpa_core::mask::Region;
 use sdpa_core::spec::TensorSpec;
-use sdpa_core::{BlockScale, DType, Side, Statistic, StatsBase, packed};
+use sdpa_core::{Side, Statistic, StatsBase, packed};
 
 /// A window that is not causal: dropped on the left, and keys right of the diagonal kept.
 fn open_window(job: &Job) -> bool {
@@ -150,22 +151,10 @@ pub fn reasons(job: &Job, runtime: Version, sm: u32, deterministic: bool) -> Vec
     if let Some(empty) = empty::declined(problem) {
         return vec![empty];
     }
-    let mut reasons = Vec::new();
+    let mut reasons: Vec<Reason> = job.facts().flat_map(|fact| fact::against(job, &fact)).collect();
     let mut limit = |field: &str, value: String, limit: &str| {
         reasons.push(Reason::Limit { field: field.to_owned(), value, limit: limit.to_owned() });
     };
-    if problem.dtype() == DType::F32 {
-        limit("dtype", problem.dtype().to_string(), "cuDNN's attention takes f16, bf16 and 8-bit floats");
-    }
-    // Scales of blocks are read in their order, and by no expression.
-    let in_order = |name: &str| problem.block_scaled() && BlockScale::ALL.iter().any(|scale| scale.name() == name);
-    for table in problem.params().iter().filter(|declared| declared.kind.extents().len() > 0) {
-        if in_order(&table.name) {
-            continue;
-        }
-        let extents: Vec<i64> = table.kind.extents().collect();
-        limit(&format!("parameter {}", table.name), format!("a table {extents:?}"), "cuDNN's engines read no tensor at computed places");
-    }
     if problem.packed().is_some() {
         let copied = lower::densify(job).1;
         let in_place = |operand: Operand| problem.packs(operand.side()) && copied.contains(&operand);
@@ -287,7 +276,7 @@ pub fn check_scale(attn_scale: f32) -> Result<(), SpecErrors> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::{Align, AttentionSpec, Layout, Mask, Shape};
+    use sdpa_core::{Align, AttentionSpec, DType, Layout, Mask, Shape};
 
     const fn v(minor: u32, patch: u32) -> Version {
         Version::new(9, minor, patch)

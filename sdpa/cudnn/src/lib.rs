@@ -11,6 +11,7 @@ mod call;
 pub mod cost;
 mod error;
 mod executor;
+mod fact;
 mod files;
 pub mod guard;
 pub mod kernels;

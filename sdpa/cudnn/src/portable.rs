@@ -4,6 +4,7 @@
 //! bound to them, strides that need copies, options, the runtime. The bytes are cuDNN's own JSON of each plan of a [`Planned`],
 //! behind a line that says what they are of. A plan is taken only for the very graph that it was made of.
 
+use super::fact;
 use super::guard;
 use super::pieces;
 use super::plan::{Made, PlanOptions, Planned, in_pieces, spellings};
@@ -134,7 +135,9 @@ pub fn key(library: &'static Library, target: &Target<'_>, job: &Job, options: &
     let runtime = library.version();
     let (dense, _) = lower::densify(job);
     let text = serde_json::to_string(options).map_err(|e| bug(&e.to_string()))?;
-    let mut parts = Digest::parts().part(runtime.to_string().as_bytes()).part(text.as_bytes()).part(&[u8::from(job.deterministic())]);
+    // A forward pass has the byte of a pass that need not give the same bits.
+    let beside = job.facts().find_map(|fact| fact::beside_programs(&fact)).unwrap_or_default();
+    let mut parts = Digest::parts().part(runtime.to_string().as_bytes()).part(text.as_bytes()).part(&[beside]);
     for (n, part) in options.pieces.of(job).into_iter().flatten().enumerate() {
         let piece = format!("piece {n}: {:?}", part.piece);
         parts = candidates(library, target, (&part.job, &part.job), options, parts.part(piece.as_bytes()))?;
