@@ -4,11 +4,13 @@
 //! machines that is the GPU; the tests of the workspace bring an emulation, so that all of this answers to the cases without a Mac.
 
 mod call;
+mod fact;
 mod problem;
 
 use crate::{Backward, Declined, Facts, Forward, Kernels, Ready, Runner, Task};
 use call::{MetalBackward, MetalForward};
-use problem::{taken, taken_backward, unsupported};
+use fact::supported;
+use problem::unsupported;
 use sdpa_core::backward::BackwardProblem;
 use sdpa_core::empty;
 use sdpa_core::error::{Error, ExecutorName, Reason, Unsupported};
@@ -92,7 +94,7 @@ impl Executor for MetalExecutor {
         if problem.is_empty() {
             return self.reasons(Ok(()));
         }
-        taken(problem).map_err(unsupported)?;
+        supported(problem.facts()).map_err(unsupported)?;
         self.reasons(Forward::from(problem).supports().map_err(unsupported))
     }
 
@@ -109,8 +111,7 @@ impl Executor for MetalExecutor {
         if problem.forward().is_empty() {
             return self.reasons(Ok(()));
         }
-        taken(problem.forward()).map_err(unsupported)?;
-        taken_backward(problem).map_err(unsupported)?;
+        supported(problem.facts()).map_err(unsupported)?;
         self.reasons(Backward::from(problem).supports().map_err(unsupported))
     }
 

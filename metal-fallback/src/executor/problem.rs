@@ -1,8 +1,6 @@
 //! Problems as the kernels are told of them, and their reasons as everyone is told of them.
 
-use crate::declined::Check;
 use crate::{Along, Backward, Forward};
-use sdpa_core::StatsBase;
 use sdpa_core::backward::{BackwardProblem, GradientSpec};
 use sdpa_core::error::{ExecutorName, Reason, Unsupported};
 use sdpa_core::expr::{Axes, ParamKind};
@@ -60,29 +58,11 @@ pub(crate) fn unsupported(reasons: Vec<Reason>) -> Unsupported {
     Unsupported::new(ExecutorName::METAL, reasons)
 }
 
-/// What the kernels of a backward pass do not do, whatever the device.
-pub(super) fn taken_backward(problem: &BackwardProblem) -> Result<(), Vec<Reason>> {
-    let mut check = Check::default();
-    let tables = problem.gradient().map_or(&[][..], |gradient| &gradient.reads);
-    for name in problem.gradient().into_iter().flat_map(|gradient| tables.iter().map(|read| &gradient.wrt[read.wrt])) {
-        check.that(false, "wrt", name, "the kernels sum gradients over axes, and not at the places at which a table is read");
-    }
-    if check.0.is_empty() { Ok(()) } else { Err(check.0) }
-}
-
-/// What the kernels do not do, whatever the device.
-pub(super) fn taken(problem: &Problem) -> Result<(), Vec<Reason>> {
-    let mut check = Check::default();
-    check.that(!problem.dtype().is_fp8(), "dtype", problem.dtype(), "the kernels take f32, f16 and bf16");
-    check.that(!problem.block_scaled(), "block_scaled", problem.block_scaled(), "the kernels read no scales");
-    check.that(problem.stats_base() == StatsBase::Natural, "stats_base", problem.stats_base(), "the kernels write natural stats");
-    if check.0.is_empty() { Ok(()) } else { Err(check.0) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Shape};
+    use crate::executor::fact::supported;
+    use sdpa_core::{AttentionSpec, DType, Layout, Mask, Packed, Paged, Shape, StatsBase};
 
     #[test]
     fn packed_queries_beside_pages_are_declined_and_either_alone_is_not() {
@@ -116,7 +96,7 @@ mod tests {
             (dense.mask(Mask::padding()).mask(Mask::causal_ends()), &[]),
         ];
         for (spec, fields) in cases {
-            let told = taken(&spec.validate().unwrap()).err().unwrap_or_default();
+            let told = supported(spec.validate().unwrap().facts()).err().unwrap_or_default();
             let field = |reason: &Reason| match reason {
                 Reason::Limit { field, .. } => field.clone(),
                 Reason::KnownBad { .. } | Reason::Refused { .. } | Reason::Absent(_) | Reason::Failed(_) => format!("{reason:?}"),

@@ -1,0 +1,55 @@
+//! The facts of a problem, as the kernels support them.
+
+use crate::declined::Check;
+use sdpa_core::{Fact, Reason, StatsBase};
+
+/// Adds a reason for each fact that no kernel here computes, on any device. [`Forward::supports`](crate::Forward::supports) and
+/// [`Backward::supports`](crate::Backward::supports) have the limits of the plans.
+///
+/// There is no wildcard arm, on purpose: a new fact belongs here once the kernels compute it, or with a reason.
+fn supports_fact(check: &mut Check, fact: &Fact<'_>) {
+    match fact {
+        Fact::Dtype(dtype) => check.that(!dtype.is_fp8(), "dtype", dtype, "the kernels take f32, f16 and bf16"),
+        // Only problems of 8-bit floats have other types.
+        Fact::OutputDtype(_) | Fact::UpstreamDtype(_) | Fact::GradientDtype(_) => {}
+        Fact::BlockScaled(is_scaled) => check.that(!is_scaled, "block_scaled", is_scaled, "the kernels read no scales"),
+        // `supports` of the plans: extents at most, dims at most, dense rows.
+        Fact::Batch(_) | Fact::HeadsQ(_) | Fact::HeadsKv(_) | Fact::SeqQ(_) | Fact::SeqKv(_) | Fact::DimQk(_) | Fact::DimV(_) => {}
+        Fact::Strides(..) | Fact::Alignment(..) => {}
+        // `packed`, which also checks how many tokens there may be.
+        Fact::Packed(_) | Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => {}
+        // `supports` of the plans: not next to packed queries.
+        Fact::Pages(_) | Fact::PageSize(_) => {}
+        // The kernel source has each of these: `forward`, `backward`, `sink`, `captured`.
+        Fact::Sink(_)
+        | Fact::Dropout(_)
+        | Fact::ScoreMod(_)
+        | Fact::Band(..)
+        | Fact::Prefix(_)
+        | Fact::Ends(..)
+        | Fact::Lengths(..)
+        | Fact::Keep(_) => {}
+        Fact::Parameters(_) | Fact::BackwardParameters(_) => {}
+        Fact::Statistic(..) => {}
+        Fact::StatsBase(base) => check.that(*base == StatsBase::Natural, "stats_base", base, "the kernels write natural stats"),
+        Fact::Gradient(None) => {}
+        Fact::Gradient(Some(gradient)) => {
+            for name in gradient.reads.iter().map(|read| &gradient.wrt[read.wrt]) {
+                check.that(false, "wrt", name, "the kernels sum gradients over axes, and not at the places at which a table is read");
+            }
+        }
+        Fact::GradientsOf(_) => {}
+        // Each gradient is added up in one order.
+        Fact::Deterministic(_) => {}
+    }
+}
+
+/// Whether the kernels compute every fact.
+///
+/// # Errors
+/// Each that they do not.
+pub(super) fn supported<'a>(facts: impl Iterator<Item = Fact<'a>>) -> Result<(), Vec<Reason>> {
+    let mut check = Check::default();
+    facts.for_each(|fact| supports_fact(&mut check, &fact));
+    if check.0.is_empty() { Ok(()) } else { Err(check.0) }
+}
