@@ -19,7 +19,8 @@ use sdpa::cudnn::{Pieces, cost, pieces};
 use sdpa::mask::{SEQ_LEN_KV, SEQ_LEN_Q};
 use sdpa::paged::PAGE_TABLE;
 use sdpa::{
-    AttentionSpec, BackwardProblem, BackwardSpec, ExecutorName, GradientSpec, Kept, Packed, Paged, Problem, Side, StatsBase, TensorSpec,
+    AttentionSpec, BackwardProblem, BackwardSpec, ExecutorName, Fact, GradientSpec, Kept, Operand, Packed, Paged, Problem, Side, Statistic,
+    StatsBase, TensorSpec,
 };
 use serde::Serialize;
 use std::io::Write;
@@ -255,23 +256,31 @@ fn lowered(order: &Order, places: &PlaceArgs, json: bool) -> Result<Answer, Fail
     Answer::new(json, &value, text, Outcome::Good)
 }
 
-fn tensors(table: &mut Table, names: [&str; 4], tensors: [&TensorSpec; 4]) {
-    for (name, t) in names.into_iter().zip(tensors) {
-        table.row(name, format!("{:?} strides {:?} alignment {}", t.dims, t.strides, t.alignment));
+fn tensor_text(t: &TensorSpec) -> String {
+    format!("{:?} strides {:?} alignment {}", t.dims, t.strides, t.alignment)
+}
+
+fn tensors(table: &mut Table, operands: [Operand; 4], tensors: [&TensorSpec; 4]) {
+    for (operand, tensor) in operands.into_iter().zip(tensors) {
+        table.row(row_of(operand), tensor_text(tensor));
     }
+}
+
+/// The name of the row of an operand.
+fn row_of(operand: Operand) -> &'static str {
+    if operand == Operand::DO { "do" } else { operand.name() }
 }
 
 fn yes(flag: bool) -> &'static str {
     if flag { "yes" } else { "no" }
 }
 
-const FORWARD: [&str; 4] = ["q", "k", "v", "o"];
-const BACKWARD: [&str; 4] = ["do", "dq", "dk", "dv"];
+const FORWARD: [Operand; 4] = [Operand::Q, Operand::K, Operand::V, Operand::O];
+const BACKWARD: [Operand; 4] = [Operand::DO, Operand::DQ, Operand::DK, Operand::DV];
 
-/// The gradients that are asked for besides, and how.
-fn wrt_text(table: &mut Table, wrt: &[GradientSpec], deterministic: bool) {
-    table.row("wrt", list(&wrt.iter().map(|g| format!("{} in {}", g.name, g.dtype)).collect::<Vec<_>>()));
-    table.row("deterministic", yes(deterministic));
+/// The gradients that are asked for besides.
+fn wrt_text(wrt: &[GradientSpec]) -> String {
+    list(&wrt.iter().map(|g| format!("{} in {}", g.name, g.dtype)).collect::<Vec<_>>())
 }
 
 /// Whose boundaries there are, and how many tokens.
@@ -289,27 +298,49 @@ fn paged_text(paged: Option<&Paged>) -> Option<String> {
 }
 
 fn spec_text(request: &Request) -> String {
-    let spec = &request.spec;
+    // Without `..`, on purpose: a new field of the specification has a row.
+    let AttentionSpec {
+        dtype,
+        o_dtype,
+        block_scaled,
+        q,
+        k,
+        v,
+        o,
+        // As they were asked for, in the request.
+        score_mods: _,
+        packed,
+        paged,
+        masks,
+        sink,
+        dropout,
+        stats,
+        stats_base,
+        row_max,
+        sum_exp,
+    } = &request.spec;
     let mut table = Table::default();
-    table.row("dtype", spec.dtype.name());
-    table.rows("dtype of o", spec.o_dtype.map(|dtype| dtype.name().to_owned()));
-    table.rows("scales", spec.block_scaled.then(|| "of blocks of 32 elements".to_owned()));
-    tensors(&mut table, FORWARD, [&spec.q, &spec.k, &spec.v, &spec.o]);
-    table.rows("packed", packed_text(spec.packed.as_ref(), spec.paged.as_ref()));
-    table.rows("paged", paged_text(spec.paged.as_ref()));
+    table.row("dtype", dtype.name());
+    table.rows("dtype of o", o_dtype.map(|dtype| dtype.name().to_owned()));
+    table.rows("scales", block_scaled.then(|| "of blocks of 32 elements".to_owned()));
+    tensors(&mut table, FORWARD, [q, k, v, o]);
+    table.rows("packed", packed_text(packed.as_ref(), paged.as_ref()));
+    table.rows("paged", paged_text(paged.as_ref()));
     table.rows("score_mod", request.score_mods());
-    table.rows("sink", spec.sink.then(|| "in the denominator of each query head".to_owned()));
-    table.rows("dropout", spec.dropout.map(|dropout| format!("{} of the weights", dropout.p())));
-    table.row("masks", list(&spec.masks.iter().map(ToString::to_string).collect::<Vec<_>>()));
-    table.row("stats", yes(spec.stats));
-    table.rows("stats_base", (spec.stats_base != StatsBase::Natural).then(|| spec.stats_base.to_string()));
-    table.rows("row_max", spec.row_max.then(|| yes(true).to_owned()));
-    table.rows("sum_exp", spec.sum_exp.then(|| yes(true).to_owned()));
+    table.rows("sink", sink.then(|| "in the denominator of each query head".to_owned()));
+    table.rows("dropout", dropout.map(|dropout| format!("{} of the weights", dropout.p())));
+    table.row("masks", list(&masks.iter().map(ToString::to_string).collect::<Vec<_>>()));
+    table.row("stats", yes(*stats));
+    table.rows("stats_base", (*stats_base != StatsBase::Natural).then(|| stats_base.to_string()));
+    table.rows("row_max", row_max.then(|| yes(true).to_owned()));
+    table.rows("sum_exp", sum_exp.then(|| yes(true).to_owned()));
     if let Some(b) = request.backward.as_ref().map(|b| &b.spec) {
-        table.rows("dtype of do", b.d_o_dtype.map(|dtype| dtype.name().to_owned()));
-        table.rows("dtype of gradients", b.gradient_dtype.map(|dtype| dtype.name().to_owned()));
-        tensors(&mut table, BACKWARD, [&b.d_o, &b.dq, &b.dk, &b.dv]);
-        wrt_text(&mut table, &b.wrt, b.deterministic);
+        let BackwardSpec { forward: _, d_o, dq, dk, dv, wrt, deterministic, d_o_dtype, gradient_dtype } = b;
+        table.rows("dtype of do", d_o_dtype.map(|dtype| dtype.name().to_owned()));
+        table.rows("dtype of gradients", gradient_dtype.map(|dtype| dtype.name().to_owned()));
+        tensors(&mut table, BACKWARD, [d_o, dq, dk, dv]);
+        table.row("wrt", wrt_text(wrt));
+        table.row("deterministic", yes(*deterministic));
     }
     table.render()
 }
@@ -328,38 +359,64 @@ fn bands_text(kept: &Kept) -> String {
     if rules.is_empty() { "every key".to_owned() } else { rules.join(" and ") }
 }
 
-fn problem_text(request: &Request) -> String {
+/// Adds the rows that tell a fact. What has none is told by the row of another fact.
+fn fact_text(table: &mut Table, request: &Request, fact: &Fact<'_>) {
     let p = &request.problem;
-    let mut table = Table::default();
-    table.row("dtype", p.dtype().name());
-    table.rows("scales", p.block_scaled().then(|| "of blocks of 32 elements".to_owned()));
-    table.row("batch", p.batch().to_string());
-    table.row("heads", format!("{} on {}, groups of {}", p.heads_q(), p.heads_kv(), p.group()));
-    table.row("lengths", format!("{} queries, {} keys", p.seq_q(), p.seq_kv()));
-    table.row("dims", format!("{} and {}", p.dim_qk(), p.dim_v()));
-    let [q, k, v, o] = p.tensors();
-    tensors(&mut table, FORWARD, [q, k, v, o]);
-    table.rows("packed", packed_text(p.packed(), p.paged()));
-    table.rows("paged", paged_text(p.paged()));
-    table.rows("score_mod", p.score_mod().map(lines));
-    table.rows("sink", p.sink().then(|| "in the denominator of each query head".to_owned()));
-    table.rows("dropout", p.dropout().map(|dropout| format!("{} of the weights", dropout.p())));
-    table.row("keeps", bands_text(p.kept()));
-    table.rows("and", p.kept().rest.iter().map(lines));
-    table.rows("cuda is", request.measured().map(|measured| measured.to_string()));
-    table.rows("on cudnn", cost::notes(&request.job(), Pieces::default()));
-    table.rows("in pieces", pieces::worthwhile(&request.job()).into_iter().flatten().map(|part| part.piece.to_string()));
-    table.rows("params", declared(request));
-    table.row("stats", yes(p.stats()));
-    table.rows("stats_base", (p.stats_base() != StatsBase::Natural).then(|| p.stats_base().to_string()));
-    table.rows("row_max", p.row_max().then(|| yes(true).to_owned()));
-    table.rows("sum_exp", p.sum_exp().then(|| yes(true).to_owned()));
-    table.row("scale", request.attn_scale().to_string());
-    if let Some(b) = request.backward.as_ref().map(|b| &b.problem) {
-        tensors(&mut table, BACKWARD, [b.d_o(), b.dq(), b.dk(), b.dv()]);
-        wrt_text(&mut table, b.wrt(), b.deterministic());
+    match fact {
+        Fact::Dtype(dtype) => table.row("dtype", dtype.name()),
+        Fact::OutputDtype(dtype) => table.rows("dtype of o", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
+        Fact::BlockScaled(is_scaled) => table.rows("scales", is_scaled.then(|| "of blocks of 32 elements".to_owned())),
+        Fact::Batch(batch) => table.row("batch", batch.to_string()),
+        Fact::HeadsQ(heads_q) => table.row("heads", format!("{heads_q} on {}, groups of {}", p.heads_kv(), p.group())),
+        Fact::SeqQ(seq_q) => table.row("lengths", format!("{seq_q} queries, {} keys", p.seq_kv())),
+        Fact::DimQk(dim_qk) => table.row("dims", format!("{dim_qk} and {}", p.dim_v())),
+        Fact::HeadsKv(_) | Fact::SeqKv(_) | Fact::DimV(_) => {}
+        Fact::Strides(operand, _) => {
+            let backward = request.backward.as_ref().map(|b| b.problem.tensor(*operand));
+            table.rows(row_of(*operand), p.tensor(*operand).or(backward).map(tensor_text));
+        }
+        Fact::Alignment(..) => {}
+        Fact::Packed(_) => table.rows("packed", packed_text(p.packed(), p.paged())),
+        Fact::CrossPacked(_) | Fact::WideBoundaries(_) | Fact::MostTokens(..) => {}
+        Fact::Sink(has_sink) => table.rows("sink", has_sink.then(|| "in the denominator of each query head".to_owned())),
+        Fact::Dropout(dropout) => table.rows("dropout", dropout.map(|dropout| format!("{} of the weights", dropout.p()))),
+        Fact::Pages(_) => table.rows("paged", paged_text(p.paged())),
+        Fact::PageSize(_) => {}
+        Fact::ScoreMod(score_mod) => table.rows("score_mod", score_mod.map(lines)),
+        Fact::Band(..) => table.row("keeps", bands_text(p.kept())),
+        Fact::Prefix(_) | Fact::Ends(..) => {}
+        // The row of parameters names them.
+        Fact::Lengths(..) => {}
+        Fact::Keep(keep) => {
+            table.rows("and", keep.map(lines));
+            table.rows("cuda is", request.measured().map(|measured| measured.to_string()));
+            table.rows("on cudnn", cost::notes(&request.job(), Pieces::default()));
+            table.rows("in pieces", pieces::worthwhile(&request.job()).into_iter().flatten().map(|part| part.piece.to_string()));
+        }
+        Fact::Parameters(_) => table.rows("params", declared(request)),
+        Fact::Statistic(Statistic::Stats, is_computed) => table.row("stats", yes(*is_computed)),
+        Fact::Statistic(statistic, is_computed) => table.rows(statistic.name(), is_computed.then(|| yes(true).to_owned())),
+        Fact::StatsBase(base) => {
+            table.rows("stats_base", (*base != StatsBase::Natural).then(|| base.to_string()));
+            table.row("scale", request.attn_scale().to_string());
+        }
+        Fact::UpstreamDtype(dtype) => table.rows("dtype of do", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
+        Fact::GradientDtype(dtype) => table.rows("dtype of gradients", (*dtype != p.dtype()).then(|| dtype.name().to_owned())),
+        // A stage of its own.
+        Fact::Gradient(_) => {}
+        Fact::GradientsOf(wrt) => table.row("wrt", wrt_text(wrt)),
+        Fact::BackwardParameters(_) => {}
+        Fact::Deterministic(is_deterministic) => table.row("deterministic", yes(*is_deterministic)),
     }
-    let work = request.backward.as_ref().map_or(p.flops(), |b| b.problem.flops());
+}
+
+fn problem_text(request: &Request) -> String {
+    let mut table = Table::default();
+    match &request.backward {
+        Some(b) => b.problem.facts().for_each(|fact| fact_text(&mut table, request, &fact)),
+        None => request.problem.facts().for_each(|fact| fact_text(&mut table, request, &fact)),
+    }
+    let work = request.backward.as_ref().map_or_else(|| request.problem.flops(), |b| b.problem.flops());
     table.row("work", format!("{work:.3e} operations"));
     table.render()
 }
