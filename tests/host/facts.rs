@@ -29,8 +29,8 @@ const STOPPED: [Stopped; 10] = [
     ("spec.rs", "AttentionSpec", &["problem.rs"]),
     ("backward.rs", "BackwardSpec", &["backward.rs"]),
     // The hash is the key's.
-    ("problem.rs", "Problem", &["fact.rs", "problem.rs", "piece.rs"]),
-    ("backward.rs", "BackwardProblem", &["fact.rs", "backward.rs", "piece.rs"]),
+    ("problem.rs", "Problem", &["fact.rs", "problem.rs", "piece.rs", "empty.rs"]),
+    ("backward.rs", "BackwardProblem", &["fact.rs", "backward.rs", "piece.rs", "empty.rs"]),
     ("spec.rs", "TensorSpec", &["fact.rs"]),
     ("packed.rs", "Packed", &["fact.rs"]),
     ("paged.rs", "Paged", &["fact.rs"]),

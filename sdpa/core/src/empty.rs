@@ -79,19 +79,46 @@ impl Prepared for Empty<Problem> {
         let Empty(problem) = self;
         call.check(problem)?;
         let started = Instant::now();
+        // Without `..`, on purpose: a new field changes the results of rows without keys, or is named among those that do not.
+        let Problem {
+            dtype: _,
+            o_dtype: _,
+            block_scaled: _,
+            batch: _,
+            heads_q: _,
+            heads_kv: _,
+            seq_q,
+            seq_kv: _,
+            dim_qk: _,
+            dim_v: _,
+            tensors: [_, _, _, o],
+            packed: _,
+            paged: _,
+            score_mod: _,
+            kept: _,
+            // Read by `sinks`.
+            sink: _,
+            dropout: _,
+            params,
+            // The check of a call lets memory pass for what is asked for alone.
+            stats: _,
+            stats_base,
+            row_max: _,
+            sum_exp: _,
+        } = problem;
         let values = problem.bind(call.params)?;
-        let sinks = problem.sinks(problem.params(), &values);
-        call.o.zero(problem.o());
+        let sinks = problem.sinks(params, &values);
+        call.o.zero(o);
         for which in Statistic::ALL {
             let rows = match which {
                 Statistic::Stats => call.stats.as_deref_mut(),
                 Statistic::RowMax => call.row_max.as_deref_mut(),
                 Statistic::SumExp => call.sum_exp.as_deref_mut(),
             };
-            let of_head = problem.seq_q().max(1) as usize;
+            let of_head = (*seq_q).max(1) as usize;
             for (n, rows) in rows.into_iter().flat_map(|rows| rows.chunks_mut(of_head)).enumerate() {
                 let sink = sinks.and_then(|sinks| sinks.get(n % sinks.len().max(1)).copied());
-                rows.fill(row_statistic(which, problem.stats_base(), sink));
+                rows.fill(row_statistic(which, *stats_base, sink));
             }
         }
         call.amax.iter_mut().for_each(|amax| *amax.value = 0.0);
@@ -104,9 +131,23 @@ impl PreparedBackward for Empty<BackwardProblem> {
         let Empty(problem) = self;
         call.check(problem)?;
         let started = Instant::now();
-        call.dq.zero(problem.dq());
-        call.dk.zero(problem.dk());
-        call.dv.zero(problem.dv());
+        // Without `..`, on purpose: as in a forward pass.
+        let BackwardProblem {
+            forward: _,
+            d_o: _,
+            dq,
+            dk,
+            dv,
+            gradient: _,
+            wrt: _,
+            params: _,
+            deterministic: _,
+            d_o_dtype: _,
+            gradient_dtype: _,
+        } = problem;
+        call.dq.zero(dq);
+        call.dk.zero(dk);
+        call.dv.zero(dv);
         for gradient in &mut call.gradients {
             let elements = i64::try_from(gradient.data.len()).unwrap_or(i64::MAX);
             gradient.data.zero(&TensorSpec::dense([1, 1, 1, elements], Layout::Bhsd));
