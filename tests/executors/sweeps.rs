@@ -2,15 +2,19 @@
 //! apart, operands that nobody should read. On executors to which a problem costs little; the kernels of Metal are in `msl`.
 
 use conformance::case::Case;
-use conformance::covering::two_way;
+use conformance::covering::{three_way, two_way};
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Drops, Edges, Source, Tally, dropped, random_fp8, random_fp8_gradients, rounding, run, run_backward, run_backward_case, run_case,
     run_covered, stays,
 };
 use conformance::say::say;
+use conformance::share::of_today;
 use sdpa::{Executor, ExecutorName};
 use std::sync::Mutex;
+
+/// Days until every problem of the three-way covering has been run.
+const THREE_WAY_DAYS: u64 = 3;
 
 /// Longer than a block of keys or queries of any executor here.
 const BLOCK: i64 = 33;
@@ -33,7 +37,8 @@ pub(crate) fn edges(executor: &dyn Executor) {
 pub(crate) fn covering(executor: &dyn Executor) {
     let name = executor.name();
     let tally = Mutex::new(Tally::default());
-    two_way().unwrap().iter().for_each(|problem| run_covered(problem, name.name(), executor, &tally));
+    let three = of_today(&format!("three-way covering {name}"), THREE_WAY_DAYS, three_way().unwrap(), |_| Vec::new());
+    two_way().unwrap().iter().chain(&three).for_each(|problem| run_covered(problem, name.name(), executor, &tally));
     let tally = tally.into_inner().unwrap();
     say(&format!("covering {}", tally.summary(name.name())));
     assert_eq!(tally.failed, 0, "problems failed on {name}");

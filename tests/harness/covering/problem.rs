@@ -51,7 +51,8 @@ const BACKWARD: &[&str] = &["backward", "backward of its own forward"];
 const PAGED: &[&str] = &["paged", "paged, packed queries"];
 
 /// Values that no problem has together.
-pub const RULES: [Rule; 18] = [
+pub const RULES: [Rule; 19] = [
+    Rule { one: ("score_mod", &["smooth"]), other: ("scale", &["0.15"]), why: "cubes of large scores leave weights that f16 cannot hold" },
     Rule { one: ("parameter", &["none"]), other: ("use", &["mask", "added", "multiplied", "inside a function"]), why: "nothing is used" },
     Rule {
         one: ("parameter", &["scalar", "f32", "f16", "bf16", "i32", "bool", "table"]),
