@@ -1,12 +1,13 @@
 //! Every case on every executor of this machine, against the oracle, under a name of its own: `cpu::forward::gqa_causal`. Forward passes;
 //! backward passes, alone and chained to the executor's own forward pass; both with score_mods and masks of the library.
 
+mod replaced;
 mod sweeps;
 mod values;
 
 use conformance::case::Case;
 use conformance::compare::Measured;
-use conformance::runner::{Outcome, Source, Tally, run_backward_case, run_case, run_tree};
+use conformance::runner::{Outcome, Replaced, Source, Tally, run_backward_case, run_case, run_tree};
 use conformance::say::{required, say, skip};
 use libtest_mimic::{Arguments, Failed, FormatSetting, Trial};
 use sdpa::cpu::CpuExecutor;
@@ -168,6 +169,19 @@ fn trials(subject: &Arc<Subject>) -> Vec<Trial> {
     trials
 }
 
+/// One test for each pass whose results are replaced, which adds what the check says.
+fn replacements(sum: &Arc<Mutex<Replaced>>) -> Vec<Trial> {
+    let trial = |entry: replaced::Entry| {
+        let (sum, name) = (Arc::clone(sum), entry.name.replace(", ", "_").replace(' ', "_"));
+        Trial::test(format!("cpu::replaced::{name}"), move || {
+            let replaced = entry.look()?;
+            sum.lock().unwrap_or_else(PoisonError::into_inner).merge(&replaced);
+            Ok(())
+        })
+    };
+    replaced::entries().into_iter().map(trial).collect()
+}
+
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     let whole = arguments.filter.is_none() && !arguments.list;
@@ -190,6 +204,8 @@ fn main() -> ExitCode {
             })),
         }
     }
+    let sum: Arc<Mutex<Replaced>> = Arc::default();
+    all.extend(replacements(&sum));
     let mut code = libtest_mimic::run(&arguments, all).exit_code();
     for subject in subjects {
         for (pass, tally) in [("forward", &subject.forward), ("backward", &subject.backward)] {
@@ -202,6 +218,14 @@ fn main() -> ExitCode {
                 code = ExitCode::FAILURE;
             }
         }
+    }
+    let sum = sum.lock().unwrap_or_else(PoisonError::into_inner);
+    if whole || arguments.nocapture {
+        sum.table().lines().for_each(say);
+    }
+    if whole && sum.seen() == 0 {
+        say("no result was replaced");
+        code = ExitCode::FAILURE;
     }
     code
 }

@@ -2,31 +2,41 @@
 
 use crate::oracle::{Closures, Given, Problem, element};
 use sdpa::DType;
-pub use sdpa_oracle::{Distance, GradientDistance};
-use sdpa_oracle::{Numbers, Statistics, Tally, Tensor};
+pub use sdpa_oracle::{Distance, GradientDistance, Verdict};
+use sdpa_oracle::{Norms, Numbers, Results, Statistics, Tally, Tensor};
 
 /// What a tally needs to know of a distance.
 pub trait Measured {
     /// The largest error over its tolerance: above 1 fails.
     fn worst(&self) -> f64;
-    /// How many elements any result would be right in.
-    fn undecided(&self) -> u64;
+    /// Passed, failed or undecided: what `--check` says.
+    fn verdict(&self) -> Verdict;
     /// How near it is, in words.
     fn told(&self) -> String;
 
-    /// Within every tolerance, each of which decides something.
+    /// How many elements any result would be right in.
+    fn undecided(&self) -> u64;
+
+    /// Within every tolerance, and each of an element decides something. `cpu::replaced` says which cases have a norm that decides nothing.
     fn holds(&self) -> bool {
-        self.worst() <= 1.0 && self.undecided() == 0
+        self.verdict() != Verdict::Failed && self.undecided() == 0
     }
 }
 
-fn undecided(elements: u64) -> String {
-    if elements > 0 { format!(", {elements} elements undecided") } else { String::new() }
+/// Names the elements and the tensors that a distance does not decide.
+fn undecided<'a>(elements: u64, tensors: impl Iterator<Item = &'a str>) -> String {
+    let elements = if elements > 0 { format!(", {elements} elements undecided") } else { String::new() };
+    elements + &tensors.map(|name| format!(", the norm of {name} undecided")).collect::<String>()
 }
 
 impl Measured for Distance {
     fn worst(&self) -> f64 {
-        self.statistics().iter().flatten().fold(self.o.ratio, |worst, of_rows| worst.max(of_rows.ratio))
+        let worst = self.statistics().iter().flatten().fold(self.o.ratio, |worst, of_rows| worst.max(of_rows.ratio));
+        self.norms().iter().map(Norms::bound).fold(worst, f64::max)
+    }
+
+    fn verdict(&self) -> Verdict {
+        Distance::verdict(self)
     }
 
     fn undecided(&self) -> u64 {
@@ -41,14 +51,24 @@ impl Measured for Distance {
         let wrong = named.into_iter().filter_map(|(name, worst)| Some((name, worst.filter(|worst| worst.ratio > 1.0)?)));
         let wrong: String = wrong.map(|(name, w)| format!("; {name} is {:e}, not {:e} to {:.1e}", w.got, w.want, w.tolerance)).collect();
         let stats = stats.map_or(0.0, |stats| stats.ratio);
-        let undecided = undecided(Distance::undecided(self));
-        format!("{:.1e} relative, {:.2} and {stats:.2} of the tolerance{more}{undecided}{wrong}", self.o_relative(), self.o.ratio)
+        let norms = ["o", "stats", "row_max", "sum_exp"].into_iter().zip(self.norms());
+        let undecided = undecided(Distance::undecided(self), norms.filter(|(_, norms)| norms.undecided() > 0).map(|(name, _)| name));
+        let norm = self.norms().iter().map(Norms::bound).fold(0.0, f64::max);
+        format!(
+            "{:.1e} relative, {:.2} and {stats:.2} of the tolerance{more}, norms {norm:.2}{undecided}{wrong}",
+            self.o_relative(),
+            self.o.ratio
+        )
     }
 }
 
 impl Measured for GradientDistance {
     fn worst(&self) -> f64 {
-        self.all().map(|tally| tally.worst.ratio.max(tally.bound().unwrap_or(0.0))).fold(0.0, f64::max)
+        self.all().map(|tally| tally.worst.ratio.max(tally.bound())).fold(0.0, f64::max)
+    }
+
+    fn verdict(&self) -> Verdict {
+        GradientDistance::verdict(self)
     }
 
     fn undecided(&self) -> u64 {
@@ -60,16 +80,16 @@ impl Measured for GradientDistance {
         let relative = self.operands.iter().map(Tally::relative).fold(0.0, f64::max);
         let along = self.along.iter().map(|tally| tally.worst.ratio).fold(0.0, f64::max);
         let along = if along > 0.0 { format!(", parameters {along:.2}") } else { String::new() };
-        let bound = self.along.iter().filter_map(Tally::bound).fold(0.0, f64::max);
-        let bound = if bound > 0.0 { format!(", their norms {bound:.2}") } else { String::new() };
-        let names = ["dq", "dk", "dv"].into_iter().chain(std::iter::repeat("a parameter"));
-        let first = names.zip(self.all()).find_map(|(name, tally)| {
+        let bound = self.all().map(Tally::bound).fold(0.0, f64::max);
+        let names = || ["dq", "dk", "dv"].into_iter().chain(std::iter::repeat("a parameter"));
+        let first = names().zip(self.all()).find_map(|(name, tally)| {
             let first = tally.first?;
             Some(format!("; element {} of {name} is {:e}, not {:e} to {:.1e}", first.at, first.got, first.want, first.tolerance))
         });
-        let undecided = undecided(GradientDistance::undecided(self));
+        let unknown = names().zip(self.all()).filter(|(_, tally)| !tally.is_decided()).map(|(name, _)| name);
+        let undecided = undecided(GradientDistance::undecided(self), unknown);
         format!(
-            "{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2}{along}{bound} of the tolerance{undecided}{}",
+            "{relative:.1e} relative, dq {dq:.2}, dk {dk:.2}, dv {dv:.2}{along} of the tolerance, norms {bound:.2}{undecided}{}",
             first.unwrap_or_default()
         )
     }
@@ -90,21 +110,80 @@ fn numbers<'a>(all: impl IntoIterator<Item = &'a Vec<f64>>) -> Result<(), String
     if wrong == 0 { Ok(()) } else { Err(format!("{wrong} elements are no numbers")) }
 }
 
-/// Compares `o` and row statistics (in the order of `sdpa::Statistic::ALL`), in row-major order, with the oracle's.
+/// An output and row statistics (in the order of `sdpa::Statistic::ALL`), in row-major order.
+#[derive(Clone, Debug)]
+pub struct Outputs {
+    /// The output.
+    pub o: Vec<f64>,
+    /// Those that were asked for.
+    pub of_rows: [Option<Vec<f64>>; 3],
+}
+
+/// Gradients in row-major order.
+#[derive(Clone, Debug)]
+pub struct GotGradients {
+    /// `dq`, `dk` and `dv`.
+    pub operands: [Vec<f64>; 3],
+    /// Of parameters, that of the sink last if there is one.
+    pub along: Vec<GotAlong>,
+}
+
+/// Compares results with the oracle's, which is computed once.
+pub fn compare_each(p: &Problem<'_>, closures: &Closures<'_>, all: &[Outputs]) -> Vec<Distance> {
+    let mut results = Vec::new();
+    for got in all {
+        let [stats, row_max, sum_exp] = got.of_rows.each_ref().map(|x| x.as_ref().map(|x| x as &dyn Numbers));
+        results.push((Tensor::dense(&got.o, p.o_dims()), Statistics { stats, row_max, sum_exp }));
+    }
+    p.with(closures, |problem| sdpa_oracle::check_each(problem, &results, &|_| ()))
+}
+
+/// Compares `o` and row statistics with the oracle's.
 ///
 /// # Errors
 /// In words: what is not a number.
-pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, o: &Vec<f64>, of_rows: [Option<&Vec<f64>>; 3]) -> Result<Distance, String> {
-    let [stats, row_max, sum_exp] = of_rows.map(|x| x.map(|x| x as &dyn Numbers));
-    let told = Statistics { stats, row_max, sum_exp };
-    let distance = p.with(closures, |problem| sdpa_oracle::check(problem, Tensor::dense(o, p.o_dims()), told, &|_| ()));
+pub fn compare(p: &Problem<'_>, closures: &Closures<'_>, got: &Outputs) -> Result<Distance, String> {
+    let distance = compare_each(p, closures, std::slice::from_ref(got)).pop().unwrap_or_default();
     if distance.holds() {
-        numbers([o].into_iter().chain(of_rows.into_iter().flatten()))?
+        numbers([&got.o].into_iter().chain(got.of_rows.iter().flatten()))?
     }
     Ok(distance)
 }
 
-/// Compares `dq`, `dk` and `dv`, and the gradients of parameters, that of the sink last if there is one, all in row-major order, with the oracle's.
+/// Compares gradients with the oracle's, which are computed once.
+///
+/// # Errors
+/// In words: gradients of parameters of another length than the oracle's.
+pub fn compare_each_gradients(
+    p: &Problem<'_>,
+    closures: &Closures<'_>,
+    d_o: &Vec<f64>,
+    given: Given<'_>,
+    all: &[GotGradients],
+) -> Result<Vec<GradientDistance>, String> {
+    let of_scores = closures.along.iter().map(|a| a.dims.iter().product());
+    let lengths: Vec<usize> = of_scores.chain(p.sink.map(<[f64]>::len)).collect();
+    let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = p.shape;
+    let (mut operands, mut parameters) = (Vec::new(), Vec::new());
+    for GotGradients { operands: [dq, dk, dv], along } in all {
+        let given_lengths = along.iter().map(|a| a.value.len());
+        if !given_lengths.clone().eq(lengths.iter().copied()) && !given_lengths.eq(lengths[..closures.along.len()].iter().copied()) {
+            return Err(format!("gradients of parameters have {lengths:?} elements"));
+        }
+        operands.push([
+            Tensor::dense(dq, [batch, heads_q, seq_q, dim_qk]),
+            Tensor::dense(dk, [batch, heads_kv, seq_kv, dim_qk]),
+            Tensor::dense(dv, [batch, heads_kv, seq_kv, dim_v]),
+        ]);
+        let of_parameters = along.iter().map(|a| (Tensor::dense(&a.value, [1, 1, 1, a.value.len()]), element(a.dtype)));
+        parameters.push(of_parameters.collect::<Vec<_>>());
+    }
+    let results: Vec<Results<'_>> = operands.iter().zip(&parameters).map(|(&operands, along)| Results { operands, along }).collect();
+    let d_o = Tensor::dense(d_o, p.o_dims());
+    Ok(p.with(closures, |told| sdpa_oracle::check_each_gradients(told, d_o, given, &results, &|_| ())))
+}
+
+/// Compares gradients with the oracle's.
 ///
 /// # Errors
 /// In words: what is not a number, and gradients of parameters of another length than the oracle's.
@@ -113,27 +192,11 @@ pub fn compare_gradients(
     closures: &Closures<'_>,
     d_o: &Vec<f64>,
     given: Given<'_>,
-    got: &[Vec<f64>; 3],
-    along: &[GotAlong],
+    got: &GotGradients,
 ) -> Result<GradientDistance, String> {
-    let of_scores = closures.along.iter().map(|a| a.dims.iter().product());
-    let lengths: Vec<usize> = of_scores.chain(p.sink.map(<[f64]>::len)).collect();
-    let given_lengths = along.iter().map(|a| a.value.len());
-    if !given_lengths.clone().eq(lengths.iter().copied()) && !given_lengths.eq(lengths[..closures.along.len()].iter().copied()) {
-        return Err(format!("gradients of parameters have {lengths:?} elements"));
-    }
-    let [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v] = p.shape;
-    let [dq, dk, dv] = got;
-    let tensors = [
-        Tensor::dense(dq, [batch, heads_q, seq_q, dim_qk]),
-        Tensor::dense(dk, [batch, heads_kv, seq_kv, dim_qk]),
-        Tensor::dense(dv, [batch, heads_kv, seq_kv, dim_v]),
-    ];
-    let parameters: Vec<_> = along.iter().map(|a| (Tensor::dense(&a.value, [1, 1, 1, a.value.len()]), element(a.dtype))).collect();
-    let d_o = Tensor::dense(d_o, p.o_dims());
-    let distance = p.with(closures, |told| sdpa_oracle::check_gradients(told, d_o, given, &tensors, &parameters, &|_| ()));
+    let distance = compare_each_gradients(p, closures, d_o, given, std::slice::from_ref(got))?.pop().unwrap_or_default();
     if distance.holds() {
-        numbers(got.iter().chain(along.iter().map(|a| &a.value)))?
+        numbers(got.operands.iter().chain(got.along.iter().map(|a| &a.value)))?
     }
     Ok(distance)
 }

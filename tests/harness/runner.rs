@@ -13,11 +13,12 @@ mod naive;
 mod narrow;
 mod own;
 mod parallel;
+mod replaced;
 mod rounding;
 mod stays;
 
 use crate::case::Case;
-use crate::compare::{Distance, Measured, compare};
+use crate::compare::{Distance, Measured, Outputs, compare};
 use crate::inputs;
 use crate::library::Library;
 use crate::oracle::{self, Closures};
@@ -38,6 +39,7 @@ use narrow::Narrowed;
 pub use narrow::{random_fp8, random_fp8_gradients};
 use own::Own;
 pub use parallel::side_by_side;
+pub use replaced::{Replaced, Replacement, replaced, replaced_backward, replaced_backward_case, replaced_case};
 pub use rounding::rounding;
 use sdpa::{
     Align, Amax, AttentionSpec, DType, Direction, Dropout, Error, Executor, ExecutorName, HostForward, Layout, Mask, Operand as Name,
@@ -212,14 +214,27 @@ fn spoil_padding(executor: ExecutorName, library: Option<&Library>, side: Side, 
 
 /// The same with score_mods and masks of the library, whose closures stand for all masks of the specification.
 pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, executor: &dyn Executor) -> Outcome {
-    let problem = match spec.validate() {
-        Ok(problem) => problem,
-        Err(e) => return Outcome::Fail(format!("does not validate: {e}")),
+    let (compared, report) = match computed(spec, draw, library, executor, compare) {
+        Ok(done) => done,
+        Err(outcome) => return *outcome,
     };
-    let prepared = match ready(executor.supports(&problem), executor.prepare(&problem)) {
-        Ok(prepared) => prepared,
-        Err(outcome) => return outcome,
-    };
+    match compared {
+        Ok(distance) if distance.holds() => Outcome::Pass(distance, report),
+        Ok(distance) => Outcome::Fail(format!("{}, {}", distance.told(), report.engine)),
+        Err(how) => Outcome::Fail(format!("{how}, {}", report.engine)),
+    }
+}
+
+/// Computes a specification on an executor, and what a judge says of that who knows the problem of the oracle.
+fn computed<T>(
+    spec: &AttentionSpec,
+    draw: &Draw,
+    library: Option<&Library>,
+    executor: &dyn Executor,
+    judge: impl FnOnce(&oracle::Problem<'_>, &Closures<'_>, &Outputs) -> T,
+) -> Result<(T, Report), Box<Outcome>> {
+    let problem = spec.validate().map_err(|e| Box::new(Outcome::Fail(format!("does not validate: {e}"))))?;
+    let prepared = ready(executor.supports(&problem), executor.prepare(&problem)).map_err(Box::new)?;
     let drawn = drawn_entries(spec, draw.seed);
     let library = library.or(drawn.as_ref());
     let [of_q, of_o, of_stats] = [&spec.q, &spec.o, &problem.stats_tensor()].map(|tensor| laid(tensor, Side::Queries, library));
@@ -251,14 +266,11 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         attn_scale: draw.attn_scale,
         params: &narrowed.params(Direction::Forward, own.params(library.map_or_else(Vec::new, Library::params))),
     };
-    let report = match prepared.forward(call) {
-        Ok(report) => report,
-        Err(e) => return Outcome::Fail(format!("forward: {e}")),
-    };
+    let report = prepared.forward(call).map_err(|e| Box::new(Outcome::Fail(format!("forward: {e}"))))?;
     let written = Statistic::ALL.into_iter().zip(&of_rows).map(|(statistic, written)| (statistic.name(), &of_stats, written));
     for (name, of, written) in written.chain([("the output", &of_o, &o)]) {
         if let Some(at) = inputs::written_gap(of.clone(), written) {
-            return Outcome::Fail(format!("element {at} between the rows of {name} was written"));
+            return Err(Box::new(Outcome::Fail(format!("element {at} between the rows of {name} was written"))));
         }
     }
     let [batch, heads_q, seq_q, dim_qk] = spec.q.dims.map(|d| d as usize);
@@ -278,10 +290,9 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         narrow: narrowed.told(&problem),
     };
     let got = inputs::gather(of_o, &o);
-    if let Err(how) = narrowed.judge(&amax, problem.dtype_of(Name::O), [(Amax::O, &got)]) {
-        return Outcome::Fail(format!("{how}, {}", report.engine));
-    }
-    let got = narrowed.stands_for(Name::O, got);
+    let judged = narrowed.judge(&amax, problem.dtype_of(Name::O), [(Amax::O, &got)]);
+    judged.map_err(|how| Box::new(Outcome::Fail(format!("{how}, {}", report.engine))))?;
+    let o = narrowed.stands_for(Name::O, got);
     let of_rows: Vec<Option<Vec<f64>>> = Statistic::ALL
         .into_iter()
         .zip(&of_rows)
@@ -292,12 +303,8 @@ pub fn run_with(spec: &AttentionSpec, draw: &Draw, library: Option<&Library>, ex
         StatsBase::Natural => stats,
         StatsBase::Two => stats.map(|stats| stats.into_iter().map(|x| x * LN_2).collect()),
     };
-    let of_rows = [&stats, &row_max, &sum_exp].map(Option::as_ref);
-    match with(library, &[], |closures| compare(&textbook, closures, &got, of_rows)) {
-        Ok(distance) if distance.holds() => Outcome::Pass(distance, report),
-        Ok(distance) => Outcome::Fail(format!("{}, {}", distance.told(), report.engine)),
-        Err(how) => Outcome::Fail(format!("{how}, {}", report.engine)),
-    }
+    let got = Outputs { o, of_rows: [stats, row_max, sum_exp] };
+    Ok((with(library, &[], |closures| judge(&textbook, closures, &got)), report))
 }
 
 /// What a row without keys has.

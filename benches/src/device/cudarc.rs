@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::setup::{Result, executor};
-use conformance::compare::{Measured, compare};
+use conformance::compare::{Measured, Outputs, compare};
 use conformance::inputs::{self, Operand};
 use conformance::oracle;
 use conformance::random::Random;
@@ -66,7 +66,7 @@ pub(crate) fn run() -> Result<()> {
         };
         let got = inputs::gather(&spec.o, &Operand::BF16(o));
         let stats: Vec<f64> = stats.into_iter().map(f64::from).collect();
-        let distance = compare(&textbook, &oracle::Closures::default(), &got, [Some(&stats), None, None])?;
+        let distance = compare(&textbook, &oracle::Closures::default(), &Outputs { o: got, of_rows: [Some(stats), None, None] })?;
         let verdict = if distance.holds() { "passed" } else { "FAIL" };
         println!("{verdict} cudarc {} copied {:?}: {distance:?}", layout.name(), attention.prepared().copied());
         if !distance.holds() {

@@ -4,7 +4,7 @@
 
 use crate::memory::{random, slice};
 use crate::setup::{Result, executor};
-use conformance::compare::{Measured, compare};
+use conformance::compare::{Measured, Outputs, compare};
 use conformance::oracle::{Closures, Problem};
 use conformance::random::Random;
 use cudnn_graph::{Buffer, DeviceSlice, Stream};
@@ -153,7 +153,8 @@ impl Loop {
                 narrow: None,
             };
             let keep = |[b, _, _, key]: [i64; 4]| key < keys[b as usize];
-            let distance = compare(&problem, &Closures { keep: Some(&keep), ..Closures::default() }, &o, [None; 3])?;
+            let got = Outputs { o, of_rows: [None, None, None] };
+            let distance = compare(&problem, &Closures { keep: Some(&keep), ..Closures::default() }, &got)?;
             if !distance.holds() {
                 return Err(format!("{what}, step {step} of {keys:?} keys: {}", distance.told()).into());
             }

@@ -127,7 +127,7 @@ fn trial(dispatcher: &Dispatcher, name: ExecutorName) -> Result<String, String> 
     let scale = problem.default_scale();
     let report = operands.forward(choice.prepared.as_ref(), &problem, scale).map_err(|e| e.to_string())?;
     let distance = operands.check(&spec, &problem, scale, &Step::hidden());
-    if distance.passes() && distance.undecided() == 0 {
+    if distance.verdict() == sdpa_oracle::Verdict::Passed {
         Ok(report.engine)
     } else {
         Err(format!("wrong by {:.1e} at worst ({})", distance.o.error, report.engine))

@@ -4,10 +4,14 @@
 //! `dq = scale·dS·k`, `dk = scale·dSᵀ·q`, `dv = Pᵀ·d_o`, the last two summed over the query heads that share a key head; the
 //! gradient of a parameter is the sum of `P ∘ (dP − δ)` times the derivative along it.
 
+mod noise;
+
 use crate::forward::{modified, score_error};
-use crate::tolerance::gradients::{ABSOLUTE, Along, Gradient, GradientDistance, Noise, Piece, Rates, Tally, Term};
+use crate::tolerance::gradients::{ABSOLUTE, Along, Gradient, GradientDistance, Piece, Rates, Tally, Term};
+use crate::tolerance::norm::Noise;
 use crate::tolerance::{of_difference, weight_error};
 use crate::{Element, Given, Place, Problem, Rough, Tensor, dot, largest, place};
+use noise::{Noises, OfRow, Pair};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -35,6 +39,7 @@ struct Part {
     /// Keys that a query meets.
     used: Vec<bool>,
     along: Vec<Along>,
+    noises: Noises,
 }
 
 /// Rows of a group of heads.
@@ -129,12 +134,19 @@ impl Worker<'_> {
             dv: Gradient::zeros(values.len()),
             used: vec![false; seq_kv],
             along: self.extents().map(|(dims, table)| Along::zeros(if table { dims } else { at.part(dims) }.iter().product())).collect(),
+            noises: Noises::new(at.heads.len() * at.rows.len(), seq_kv, at.heads.len()),
         };
+        let mut before = [part.dk.value.clone(), part.dv.value.clone()];
         let (mut q, mut d_o, mut scratch) = (vec![0f64; dim_qk], vec![0f64; dim_v], Vec::new());
         for (n, [h, i]) in at.queries().enumerate() {
             p.q.read([at.batch, h, i], &mut q);
             self.d_o.read([at.batch, h, i], &mut d_o);
             self.row(at, [n, h, i], (&q, &d_o), (&keys, &values), &mut part, &mut scratch);
+            if i + 1 == at.rows.end && at.heads.len() > 1 {
+                part.noises.add_head(h - at.heads.start, &before, [&part.dk, &part.dv], [dim_qk, dim_v]);
+                before[0].copy_from_slice(&part.dk.value);
+                before[1].copy_from_slice(&part.dv.value);
+            }
         }
         part
     }
@@ -198,21 +210,26 @@ impl Worker<'_> {
         (!plain).then(|| function.passed_on(kept.raw, upstream, index))
     }
 
-    /// What rounding may make of δ, which is off by `error` in all, of `size` Σ |d_o·o|, `computed` Σ |d_o| Σ p·|v|, and the errors of the `weights`.
-    /// `small` are the roundings of elements of `o` that no size excuses.
-    fn noise_of_delta(&self, [error, size, computed, weights]: [f64; 4], [d_o, o, small, values]: [&[f64]; 4], all: &[Kept]) -> Noise {
-        let rates = &self.rates;
-        if self.p.narrow.is_some() {
-            return Noise { fine: error, variance: 0.0 };
-        }
-        let of_output =
-            d_o.iter().zip(o).zip(small).map(|((x, o), small)| x * x * ((rates.stored * o).powi(2) + small * small)).sum::<f64>();
-        let of_weight = |kept: &Kept| (kept.factor * kept.weight * dot(d_o, &values[kept.key * d_o.len()..][..d_o.len()]).0).powi(2);
-        let of_weights = if rates.computed_weight > 0.0 { all.iter().map(of_weight).sum() } else { 0.0 };
-        Noise {
-            fine: rates.product * size + (rates.computed_output_fine + rates.computed_output_score * weights) * computed,
-            variance: of_output + rates.computed_weight.powi(2) * of_weights,
-        }
+    /// What rounding may make of δ, of `size` Σ |d_o·o|. `small` are the roundings of elements of `o` that no size excuses.
+    fn noise_of_delta(
+        &self,
+        [delta, size]: [f64; 2],
+        [d_o, o, o_size, small]: [&[f64]; 4],
+        (all, products): (&[Kept], &[(f64, f64)]),
+    ) -> Noise {
+        let (rates, square) = (&self.rates, |x: f64| x * x);
+        let of_element = |((x, o), (size, small)): ((&f64, &f64), (&f64, &f64))| {
+            x * x * (square(rates.stored * o) + square(*small) + square(rates.computed_output_fine * size))
+        };
+        let of_output: f64 = d_o.iter().zip(o).zip(o_size.iter().zip(small)).map(of_element).sum();
+        let of_key = |(kept, (d_p, _)): (&Kept, &(f64, f64))| {
+            let (d_p, score) = (kept.factor * d_p, weight_error(kept.weight, kept.score.error));
+            let computed = square(rates.computed_weight * kept.weight * d_p) + square(rates.computed_output_values * d_p);
+            // In what makes `o`, and in the sum of the weights.
+            computed + square(rates.computed_output_score / 2.0 * score * (d_p.abs() + delta.abs()))
+        };
+        let of_keys: f64 = all.iter().zip(products).map(of_key).sum();
+        Noise { fine: rates.product * size, variance: of_output + of_keys, ..Noise::default() }
     }
 
     /// Adds one row to the gradients, the `n`th of its part.
@@ -236,8 +253,10 @@ impl Worker<'_> {
             }
         }
         // However small weights are, 8-bit floats are off by as much for each value.
-        let lost = |kept: &Kept| dot(d_o, &values[kept.key * dim_v..][..dim_v]).1 * kept.factor * rates.computed_output_values;
-        let lost: f64 = if rates.computed_output_values > 0.0 { all.iter().map(lost).sum() } else { 0.0 };
+        // dP of each key, and its magnitudes.
+        let products: Vec<(f64, f64)> = all.iter().map(|kept| dot(d_o, &values[kept.key * dim_v..][..dim_v])).collect();
+        let lost = all.iter().zip(&products).map(|(kept, (_, size))| size * kept.factor * rates.computed_output_values);
+        let lost: f64 = if rates.computed_output_values > 0.0 { lost.sum() } else { 0.0 };
         if let Given::These { o: given, .. } = self.given {
             given.read([at.batch, h, i], &mut o);
         }
@@ -248,12 +267,12 @@ impl Worker<'_> {
         let small: Vec<f64> = o_size.iter().map(|&size| if size == 0.0 { 0.0 } else { rates.small_output }).collect();
         let small_output: f64 = d_o.iter().zip(&small).map(|(x, small)| x.abs() * small).sum();
         let delta_error = (rates.product + rates.output) * size + of_output * computed + lost + small_output;
-        let noise = if self.along.is_empty() {
-            Noise::default()
-        } else {
-            self.noise_of_delta([delta_error, size, computed, error], [d_o, &o, &small, values], &all)
-        };
+        let noise = self.noise_of_delta([delta, size], [d_o, &o, &o_size, &small], (&all, &products));
         let of_row = rates.weight + rates.sum * error + of_difference(rates.stats * stats.abs());
+        let common = OfRow { weight: of_row.exp_m1().min(1.0) };
+        let [q_square, d_o_square] = [q, d_o].map(|row| row.iter().map(|x| x * x).sum::<f64>());
+        // What an error of δ is multiplied by in `dq`.
+        let mut of_delta = vec![0f64; dim_qk];
         if self.p.sink.is_some()
             && !all.is_empty()
             && let Some((gradient, &dims)) = part.along.last_mut().zip(self.along.last())
@@ -266,13 +285,13 @@ impl Worker<'_> {
             let variance = weight * weight * noise.variance + (rates.over_scores * value).powi(2);
             // Elements of `o` that are all small have no relative errors.
             let magnitude = weight * (size + ABSOLUTE * small_output);
-            let noise = Noise { fine: of_weight + weight * noise.fine, variance };
+            let noise = Noise { fine: of_weight + weight * noise.fine, variance, ..Noise::default() };
             gradient.add(at.elements(dims, [h, i, 0]).0, Term { value, error, magnitude }, noise);
         }
 
         // Which parameter, its element, and what an error of δ is multiplied by.
         let mut reach: Vec<(usize, usize, f64)> = Vec::new();
-        for kept in &all {
+        for (kept, (d_p, d_p_size)) in all.iter().zip(products) {
             let (k_from, v_from) = (kept.key * dim_qk, kept.key * dim_v);
             if kept.score.value == f64::NEG_INFINITY {
                 // What has no weight at all has no slope either: exactly nothing, times what may be no number.
@@ -290,8 +309,8 @@ impl Worker<'_> {
             let factor = kept.factor;
             let left = Term { value: factor * weight, error: factor * error, magnitude: factor * magnitude };
             part.dv.add(v_from, d_o, left, rates.over_queries);
+            part.noises.keys[1][kept.key].add(self.noise_of_weight(kept, &common), d_o_square);
 
-            let (d_p, d_p_size) = dot(d_o, &values[v_from..][..dim_v]);
             let (d_p, d_p_size) = (factor * d_p, factor * d_p_size);
             let d_modified = weight * (d_p - delta);
             let modified_error = weight_error * (d_p - delta).abs() + weight * (rates.product * d_p_size + delta_error);
@@ -315,6 +334,18 @@ impl Worker<'_> {
             let factor = Term { value: scale * d_score.value, error, magnitude };
             part.dq.add(n * dim_qk, &keys[k_from..][..dim_qk], factor, rates.over_keys);
             part.dk.add(k_from, q, factor, rates.over_queries);
+            if exact.is_none() {
+                let off = kept.slope.error + rates.slope * (1.0 + kept.slope.value.abs());
+                let off = if self.p.modify.is_some() { off } else { 0.0 };
+                let pair = Pair { difference: d_p - delta, size: d_p_size, modified: d_modified, slope: d_score.value, off };
+                let [of_dq, mut of_dk] = self.noise_of_slope(kept, &common, &pair);
+                let k = &keys[k_from..][..dim_qk];
+                let reach = scale * weight * kept.slope.value;
+                of_delta.iter_mut().zip(k).for_each(|(sum, k)| *sum += reach * k);
+                of_dk.shared += reach * reach * (noise.variance + 3.0 * noise.fine * noise.fine);
+                part.noises.dq[n].add(of_dq, k.iter().map(|x| x * x).sum());
+                part.noises.keys[0][kept.key].add(of_dk, q_square);
+            }
             let along = |n: usize| {
                 let Term { value, error, magnitude } = carried(1 + n, kept.along[n]);
                 let error = error + rates.small + rates.over_scores * value.abs();
@@ -324,7 +355,7 @@ impl Worker<'_> {
                 let fine = fine * (slope.value.abs() + off);
                 let independent = [(rates.round_slope + rates.over_scores) * value, d_modified * off, rates.small];
                 let variance = independent.iter().map(|x| x * x).sum();
-                let noise = if exact.is_some() { Noise::default() } else { Noise { fine, variance } };
+                let noise = if exact.is_some() { Noise::default() } else { Noise { fine, variance, ..Noise::default() } };
                 let reach = if exact.is_some() { 0.0 } else { weight * slope.value };
                 (Term { value, error, magnitude: magnitude + ABSOLUTE * rates.small }, noise, reach)
             };
@@ -347,6 +378,8 @@ impl Worker<'_> {
             let by: f64 = same.iter().map(|(.., by)| by).sum();
             part.along[same[0].0].noise[same[0].1].variance += by * by * noise.variance;
         }
+        part.noises.dq[n].add(noise, of_delta.iter().map(|x| x * x).sum());
+        part.noises.dq[n].fine += common.weight * part.dq.value[n * dim_qk..][..dim_qk].iter().map(|x| x * x).sum::<f64>().sqrt();
         if !all.is_empty() {
             part.dq.may_be_small(n * dim_qk, dim_qk, rates.small_results[0]);
         }
@@ -360,20 +393,24 @@ struct Open {
     dk: Gradient,
     dv: Gradient,
     used: Vec<bool>,
+    noises: Noises,
 }
 
-/// Is told rows that are complete: of which of dq, dk and dv, (batch, head, sequence), and where in which sums they are.
-type Sink<'s> = dyn FnMut(usize, [usize; 3], &Gradient, Range<usize>) + 's;
+/// Is told rows that are complete: of which of dq, dk and dv, (batch, head, sequence), where in which sums they are, and the noise of their norm.
+type Sink<'s> = dyn FnMut(usize, [usize; 3], (&Gradient, Range<usize>), Noise) + 's;
 
 impl Open {
     /// What is complete now.
-    fn close(mut self, small: [f64; 3], [dim_qk, dim_v]: [usize; 2], to: &mut Sink<'_>) {
+    fn close(mut self, worker: &Worker<'_>, to: &mut Sink<'_>) {
+        let ([.., dim_qk, dim_v], small) = (worker.p.shape, worker.rates.small_results);
         for (which, gradient, dim) in [(1, &mut self.dk, dim_qk), (2, &mut self.dv, dim_v)] {
             for (key, &used) in self.used.iter().enumerate() {
                 if used {
                     gradient.may_be_small(key * dim, dim, small[which]);
                 }
-                to(which, [self.batch, self.head, key], gradient, key * dim..(key + 1) * dim);
+                let (range, noise) = (key * dim..(key + 1) * dim, self.noises.keys[which - 1][key]);
+                let noise = worker.stored(which, noise, self.noises.parts(which - 1, key), gradient, range.clone());
+                to(which, [self.batch, self.head, key], (gradient, range), noise);
             }
         }
     }
@@ -381,7 +418,7 @@ impl Open {
 
 /// Computes everything on all threads, tells rows of dq, dk and dv, and returns the gradients of parameters; `done` is told how many rows are.
 fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) -> Vec<Along> {
-    let [batch, _, heads_kv, seq_q, _, dim_qk, dim_v] = worker.p.shape;
+    let [batch, _, heads_kv, seq_q, _, dim_qk, _] = worker.p.shape;
     let group = worker.p.group();
     // Without queries, one block without rows: gradients of keys and values are zeros.
     let blocks = seq_q.div_ceil(ROWS).max(1);
@@ -393,13 +430,14 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
         .collect();
     let mut along: Vec<Along> = worker.along.iter().map(|dims| Along::zeros(dims.iter().product())).collect();
     let mut open: Option<Open> = None;
-    let small = worker.rates.small_results;
     // As many at a time as there are threads bounds the memory; their order is that of the rows.
     for some in work.chunks(rayon::current_num_threads()) {
         let parts: Vec<Part> = some.par_iter().map(|at| worker.part(at)).collect();
         for (at, part) in some.iter().zip(parts) {
             for (n, [h, i]) in at.queries().enumerate() {
-                to(0, [at.batch, h, i], &part.dq, n * dim_qk..(n + 1) * dim_qk);
+                let range = n * dim_qk..(n + 1) * dim_qk;
+                let noise = worker.stored(0, part.noises.dq[n], 0.0, &part.dq, range.clone());
+                to(0, [at.batch, h, i], (&part.dq, range), noise);
             }
             for ((to, from), (dims, table)) in along.iter_mut().zip(&part.along).zip(worker.extents()) {
                 if table { add_table(to, from) } else { add_part(to, from, at, dims) }
@@ -408,12 +446,14 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
                 Some(open) if (open.batch, open.head) == (at.batch, at.head_kv) => {
                     open.dk.merge(&part.dk);
                     open.dv.merge(&part.dv);
+                    open.noises.merge(&part.noises);
                     open.used.iter_mut().zip(&part.used).for_each(|(to, used)| *to |= used);
                 }
                 Some(_) | None => {
-                    let next = Open { batch: at.batch, head: at.head_kv, dk: part.dk, dv: part.dv, used: part.used };
+                    let Part { dk, dv, used, noises, .. } = part;
+                    let next = Open { batch: at.batch, head: at.head_kv, dk, dv, used, noises };
                     if let Some(complete) = open.replace(next) {
-                        complete.close(small, [dim_qk, dim_v], to);
+                        complete.close(worker, to);
                     }
                 }
             }
@@ -421,7 +461,7 @@ fn compute(worker: &Worker<'_>, done: &(dyn Fn(u64) + Sync), to: &mut Sink<'_>) 
         }
     }
     if let Some(complete) = open {
-        complete.close(small, [dim_qk, dim_v], to);
+        complete.close(worker, to);
     }
     along
 }
@@ -489,15 +529,23 @@ pub fn gradients(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>) -> Gradient
 fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rates) -> Gradients {
     let dims = dims(p);
     let mut all = dims.map(|dims| Gradient::zeros(dims.iter().product()));
-    let along = compute(&worker(p, d_o, given, rates), &|_| (), &mut |which, row, from, range| {
+    let along = compute(&worker(p, d_o, given, rates), &|_| (), &mut |which, row, (from, range), _| {
         all[which].place(dense(dims[which], row), from, range);
     });
     let [dq, dk, dv] = all;
     Gradients { dq, dk, dv, along: along.into_iter().map(|along| along.sum).collect() }
 }
 
-/// Computes the same on all threads and compares an executor's `dq`, `dk` and `dv`, and the gradients of parameters, that of the sink
-/// last, each with the type that it was rounded to; `done` is told how many rows are. Less memory is taken than for [`gradients`].
+/// `dq`, `dk` and `dv` of an executor, and its gradients of parameters, that of the sink last, each with the type that it was rounded to.
+#[derive(Clone, Copy)]
+pub struct Results<'a> {
+    /// `dq`, `dk` and `dv`.
+    pub operands: [Tensor<'a>; 3],
+    /// Of parameters.
+    pub along: &'a [(Tensor<'a>, Element)],
+}
+
+/// Computes the same on all threads and compares an executor's results; `done` is told how many rows are. Less memory is taken than for [`gradients`].
 pub fn check_gradients(
     p: &Problem<'_>,
     d_o: Tensor<'_>,
@@ -506,20 +554,36 @@ pub fn check_gradients(
     along: &[(Tensor<'_>, Element)],
     done: &(dyn Fn(u64) + Sync),
 ) -> GradientDistance {
+    let mut all = check_each_gradients(p, d_o, given, &[Results { operands: *got, along }], done);
+    all.pop().unwrap_or_default()
+}
+
+/// Computes the gradients once and compares several results with them.
+pub fn check_each_gradients(
+    p: &Problem<'_>,
+    d_o: Tensor<'_>,
+    given: Given<'_>,
+    results: &[Results<'_>],
+    done: &(dyn Fn(u64) + Sync),
+) -> Vec<GradientDistance> {
     let dims = dims(p);
-    let mut distance = GradientDistance::default();
+    let mut distances = vec![GradientDistance::default(); results.len()];
     let worker = worker(p, d_o, given, Rates::new(p, &given));
-    let want = compute(&worker, done, &mut |which, row, want, range| {
-        let piece = Piece { want, range, first: dense(dims[which], row) };
+    let want = compute(&worker, done, &mut |which, row, (want, range), noise| {
+        let piece = Piece { want, range, first: dense(dims[which], row), noise };
         let (stored, rounded) = p.narrow.map_or((p.stored, p.stored != p.element), |narrow| (narrow.gradient, false));
-        distance.operands[which].compare(&piece, (&got[which], row), stored, rounded);
+        for (distance, result) in distances.iter_mut().zip(results) {
+            distance.operands[which].compare(&piece, (&result.operands[which], row), stored, rounded);
+        }
     });
-    for (want, (got, element)) in want.iter().zip(along) {
-        let mut tally = Tally::default();
-        tally.compare_along(want, got, *element);
-        distance.along.push(tally);
+    for (distance, result) in distances.iter_mut().zip(results) {
+        for ((want, &dims), (got, element)) in want.iter().zip(&worker.along).zip(result.along) {
+            let mut tally = Tally::default();
+            tally.compare_along(want, dims, got, *element);
+            distance.along.push(tally);
+        }
     }
-    distance
+    distances
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Attention, a row at a time.
 
 use crate::narrow::products_of;
+use crate::tolerance::norm::TILE;
 use crate::tolerance::{Distance, Row, compare, sum_of, weight_error};
 use crate::{Modify, Numbers, Place, Problem, Rough, Tensor, dot, largest, place};
 use rayon::prelude::*;
@@ -96,21 +97,38 @@ impl<'a> Statistics<'a> {
 
 /// Computes every row on all threads and compares an executor's `o` and statistics with it; `done` is told how many rows are.
 pub fn check(p: &Problem<'_>, o: Tensor<'_>, statistics: Statistics<'_>, done: &(dyn Fn(u64) + Sync)) -> Distance {
+    check_each(p, &[(o, statistics)], done).pop().unwrap_or_default()
+}
+
+/// Computes every row once and compares several results with it.
+pub fn check_each(p: &Problem<'_>, results: &[(Tensor<'_>, Statistics<'_>)], done: &(dyn Fn(u64) + Sync)) -> Vec<Distance> {
     let [_, heads_q, _, seq_q, seq_kv, _, dim_v] = p.shape;
     let distances = blocks(p, |at| {
         let mut got = vec![0f64; dim_v];
         let answers = block(p, &at);
-        let compared = at.rows.clone().zip(&answers).map(|(i, answer)| {
-            o.read([at.batch, at.head, i], &mut got);
-            let of_row = |all: Option<&dyn Numbers>| all.map(|all| all.get((at.batch * heads_q + at.head) * seq_q + i));
-            let Statistics { stats, row_max, sum_exp } = statistics;
-            compare([p.element, p.stored], (seq_kv, p.narrow), answer, &got, [stats, row_max, sum_exp].map(of_row))
-        });
-        let distance = compared.fold(Distance::default(), Distance::and);
+        let mut of = |(o, statistics): &(Tensor<'_>, Statistics<'_>)| {
+            let compared = at.rows.clone().zip(&answers).map(|(i, answer)| {
+                o.read([at.batch, at.head, i], &mut got);
+                let of_row = |all: Option<&dyn Numbers>| all.map(|all| all.get((at.batch * heads_q + at.head) * seq_q + i));
+                let Statistics { stats, row_max, sum_exp } = *statistics;
+                compare([p.element, p.stored], (seq_kv, p.narrow), answer, &got, [stats, row_max, sum_exp].map(of_row))
+            });
+            compared.fold(Distance::default(), Distance::and)
+        };
+        let distances: Vec<Distance> = results.iter().map(&mut of).collect();
         done(at.rows.len() as u64);
-        distance
+        (at.rows.end, distances)
     });
-    distances.into_iter().fold(Distance::default(), Distance::and)
+    let mut all = vec![Distance::default(); results.len()];
+    for (end, block) in distances {
+        for (all, block) in all.iter_mut().zip(block) {
+            *all = all.and(block);
+            if end % TILE == 0 || end == seq_q {
+                *all = all.close();
+            }
+        }
+    }
+    all
 }
 
 /// Error of a score that is a sum of products, from the sum of their magnitudes.
@@ -201,6 +219,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
     let mut value = vec![0f64; dim_v];
     for j in 0..seq_kv {
         p.v.read([batch, key_head, j], &mut value);
+        let square = value.iter().map(|v| v * v).sum::<f64>();
         for (r, answer) in answers.iter_mut().enumerate() {
             if !kept[r * seq_kv + j] || answer.keyless {
                 continue;
@@ -210,6 +229,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
             // It shows where dropout leaves only such weights.
             let small = if p.narrow.is_some() { 0.0 } else { p.element.least() / answer.sum };
             let (weight, error) = (factor * scores[r * seq_kv + j], factor * (errors[r * seq_kv + j] + small));
+            answer.sums.add([weight, error, factor, square]);
             let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
             for (v, ((o, size), off)) in value.iter().zip(sums) {
                 *o += weight * v;

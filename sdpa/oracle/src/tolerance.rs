@@ -20,10 +20,16 @@
 //! the size of these scores nor that of `stats`, which cannot hold the logarithm of a sum there, excuses an error ([`of_difference`]).
 //!
 //! A tolerance that exceeds what was added up, `Σ p·|v|`, forgives any result: such an element is counted as *undecided*.
+//!
+//! These are worst cases of each element, and a sum of `n` terms counts `Σ(n) = 4·√n·e`, twice with the factor. Independent rounding errors of up to `e` of
+//! a partial sum exceed that with a probability of at most `2·exp(−96) < 10⁻⁴¹` per element (Hoeffding's inequality for uniform errors), below 10⁻⁹ in any run.
+//! Sums of dependent terms, and the limits of norms, are in `norm`.
 
 pub(crate) mod gradients;
+pub(crate) mod norm;
 
 use crate::narrow::{Narrow, products_of};
+use norm::{Noise, NormRow, Norms, Verdict};
 
 /// Unit roundoff of f32.
 pub const F32_ROUNDOFF: f64 = 1.0 / (1u64 << 24) as f64;
@@ -162,6 +168,8 @@ pub struct Distance {
     pub row_max: Option<Worst>,
     /// There if sums of exponentials were compared.
     pub sum_exp: Option<Worst>,
+    /// Of all four.
+    norms: [Norms; 4],
     squares: f64,
     norm: f64,
 }
@@ -170,7 +178,26 @@ impl Distance {
     /// Within every tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
-        self.o.ratio <= 1.0 && self.statistics().iter().flatten().all(|s| s.ratio <= 1.0)
+        let elements = self.o.ratio <= 1.0 && self.statistics().iter().flatten().all(|s| s.ratio <= 1.0);
+        elements && self.norms.iter().all(|norms| norms.bound() <= 1.0)
+    }
+
+    /// Passed, failed or undecided.
+    #[must_use]
+    pub fn verdict(&self) -> Verdict {
+        Verdict::new(self.passes(), self.undecided() == 0 && self.norms.iter().all(|norms| norms.undecided() == 0))
+    }
+
+    /// The norms of the errors of the output and of every row statistic: stats, `row_max`, `sum_exp`.
+    #[must_use]
+    pub fn norms(&self) -> [Norms; 4] {
+        self.norms
+    }
+
+    /// Ends a tile of rows.
+    pub(crate) fn close(mut self) -> Distance {
+        self.norms.iter_mut().for_each(Norms::close);
+        self
     }
 
     /// Of every row statistic: stats, `row_max`, `sum_exp`.
@@ -200,7 +227,9 @@ impl Distance {
         };
         let stats = worse(self.stats, other.stats);
         let [row_max, sum_exp] = [worse(self.row_max, other.row_max), worse(self.sum_exp, other.sum_exp)];
-        Distance { o: self.o.worse(other.o), stats, row_max, sum_exp, squares: self.squares + other.squares, norm: self.norm + other.norm }
+        let norms = std::array::from_fn(|n| self.norms[n].and(other.norms[n]));
+        let (squares, norm) = (self.squares + other.squares, self.norm + other.norm);
+        Distance { o: self.o.worse(other.o), stats, row_max, sum_exp, norms, squares, norm }
     }
 }
 
@@ -242,6 +271,55 @@ pub(crate) struct Row {
     pub(crate) sum: f64,
     /// How far the largest score may be off by what the scores may be off.
     pub(crate) max_error: f64,
+    pub(crate) sums: Sums,
+}
+
+/// Sums over the keys of a row, with the norms of their values.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sums {
+    /// Σ p·‖v‖.
+    pub(crate) weights: f64,
+    /// Σ p²·‖v‖².
+    pub(crate) squares: f64,
+    /// The same of the errors of the weights, by their scores.
+    pub(crate) errors: f64,
+    /// Σ ‖v‖², of what dropout leaves.
+    pub(crate) values: f64,
+}
+
+impl Sums {
+    /// Adds a key: its weight, the error of that, what dropout makes of it, and ‖v‖².
+    pub(crate) fn add(&mut self, [weight, error, factor, square]: [f64; 4]) {
+        self.weights += weight * square.sqrt();
+        self.squares += weight * weight * square;
+        self.errors += error * square.sqrt();
+        self.values += factor * factor * square;
+    }
+}
+
+impl Row {
+    /// What rounding may make of the norm of the output.
+    fn noise(&self, [element, stored]: [Element; 2], (seq_kv, narrow): (usize, Option<Narrow>)) -> Noise {
+        let dims = self.o.len() as f64;
+        // Counted once: the limit doubles what is here.
+        let coarse = if narrow.is_some() { products_of(seq_kv) / 2.0 } else { 0.0 };
+        let relative = self.weight_error + 2.0 * sum_of(seq_kv) + 16.0 * F32_ROUNDOFF + coarse;
+        let square: f64 = self.o.iter().map(|x| x * x).sum();
+        let output = element.roundoff().powi(2) + if stored == element { 0.0 } else { stored.roundoff().powi(2) };
+        let (least, small) = match narrow {
+            Some(narrow) => (stored.least() / narrow.o, (element.least() / narrow.weights).powi(2) * self.sums.values),
+            None => (2.0 * stored.least(), 0.0),
+        };
+        // Where nothing is added up there is nothing to be rounded.
+        let there = if self.sums.weights == 0.0 && square == 0.0 { 0.0 } else { 1.0 };
+        Noise {
+            fine: relative * self.sums.weights + self.sums.errors,
+            variance: element.roundoff().powi(2) * self.sums.squares + there * small,
+            shared: 0.0,
+            elements: output * square,
+            small: there * least * dims.sqrt(),
+        }
+    }
 }
 
 /// How far a weight may be off whose score may be off.
@@ -272,13 +350,14 @@ pub(crate) fn compare(
         Element::E4M3 | Element::E5M2 => 0.0,
     };
     let mut distance = Distance::default();
+    let mut values = Vec::with_capacity(o.len());
     for (n, (((&got, &expected), magnitude), error)) in o.iter().zip(&want.o).zip(&want.o_magnitude).zip(&want.o_error).enumerate() {
         // Where nothing is added up there is nothing to be rounded.
         let absolute = if *magnitude == 0.0 { 0.0 } else { absolute };
         let tolerance = 2.0 * (relative * magnitude + error) + absolute;
         let wanted = if let Some(narrow) = narrow {
-            let values = want.values.get(n).copied().unwrap_or(0.0);
-            let weights = if *magnitude == 0.0 { 0.0 } else { element.roundoff() * magnitude + element.least() / narrow.weights * values };
+            let sizes = want.values.get(n).copied().unwrap_or(0.0);
+            let weights = if *magnitude == 0.0 { 0.0 } else { element.roundoff() * magnitude + element.least() / narrow.weights * sizes };
             let off = tolerance + weights;
             // Past the largest number nothing moves.
             let [low, value, high] = [-off, 0.0, off].map(|off| stored.scaled(expected + off, narrow.o).0);
@@ -288,7 +367,7 @@ pub(crate) fn compare(
             Wanted {
                 value,
                 tolerance: off + rounded,
-                magnitude: magnitude + 4.0 * (element.least() / narrow.weights * values + stored.least() / narrow.o),
+                magnitude: magnitude + 4.0 * (element.least() / narrow.weights * sizes + stored.least() / narrow.o),
                 stored,
             }
         } else {
@@ -297,11 +376,21 @@ pub(crate) fn compare(
             Wanted { value: expected, tolerance: tolerance + rounded, magnitude: magnitude + 2.0 * absolute, stored }
         };
         distance.o = distance.o.worse(Worst::of(got, wanted));
+        values.push(wanted.value);
         if expected.is_finite() && got.is_finite() {
             distance.squares += (got - expected).powi(2);
             distance.norm += expected * expected;
         }
     }
+    let noise = want.noise([element, stored], (seq_kv, narrow));
+    distance.norms[0].add(&NormRow { got: o, want: &values, magnitude: &want.o_magnitude, noise });
+    let mut statistics = distance.norms;
+    let mut judge = |n: usize, got: f64, wanted: Wanted| {
+        let Wanted { value, tolerance, magnitude, stored: _ } = wanted;
+        let noise = Noise { fine: tolerance / 2.0, ..Noise::default() };
+        statistics[n].add(&NormRow { got: &[got], want: &[value], magnitude: &[magnitude], noise });
+        Worst::of(got, wanted)
+    };
     distance.stats = stats.map(|got| {
         let tolerance = 2.0 * (want.stats_error + sum + 16.0 * F32_ROUNDOFF + 2.0 * F32_ROUNDOFF * want.stats.abs());
         // A logarithm that is off by 1 and a sum that is another one are the same.
@@ -309,7 +398,7 @@ pub(crate) fn compare(
         if want.keyless && got == f64::NEG_INFINITY {
             value = got;
         }
-        Worst::of(got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
+        judge(1, got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
     });
     // As good of a row without keys: that the sink is not there either.
     let none = want.keyless && max.or(stats).unwrap_or(want.max) == f64::NEG_INFINITY && sum_exp.is_none_or(|sum| sum == 0.0);
@@ -325,15 +414,16 @@ pub(crate) fn compare(
         };
         let tolerance = 2.0 * (want.max_error + 2.0 * F32_ROUNDOFF * want.max.abs());
         let magnitude = want.max.abs().max(1.0);
-        Worst::of(got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
+        judge(2, got, Wanted { value, tolerance: if value.is_finite() { tolerance } else { 0.0 }, magnitude, stored: Element::F32 })
     });
     distance.sum_exp = sum_exp.map(|got| {
         // Whoever finds other scores than the oracle does finds another largest one: what the sum loses by that, stats do not.
         let off = want.stats_error + want.max_error;
         let value = if none || want.keyless && got == 0.0 && max.is_none() { 0.0 } else { want.sum };
         let tolerance = 2.0 * value * (off.exp_m1() + sum + 16.0 * F32_ROUNDOFF);
-        Worst::of(got, Wanted { value, tolerance, magnitude: value, stored: Element::F32 })
+        judge(3, got, Wanted { value, tolerance, magnitude: value, stored: Element::F32 })
     });
+    distance.norms = statistics;
     distance
 }
 

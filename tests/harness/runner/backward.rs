@@ -5,10 +5,10 @@ use super::{
     Outcome, Own, drawn_entries, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, with,
 };
 use crate::case::Case;
-use crate::compare::{GotAlong, GradientDistance, Measured, compare_gradients};
+use crate::compare::{GotAlong, GotGradients, GradientDistance, Measured, compare_gradients};
 use crate::inputs::{self, Operand};
 use crate::library::Library;
-use crate::oracle::{self, Given as Whose};
+use crate::oracle::{self, Closures, Given as Whose};
 use crate::packing::Laid;
 use crate::random::Random;
 use sdpa::{
@@ -82,11 +82,15 @@ pub fn run_backward_with(
     source: Source,
     executor: &dyn Executor,
 ) -> Outcome<GradientDistance> {
-    let (distance, report) = match attempt(spec, draw, library, source, executor) {
+    let (compared, report) = match computed(spec, draw, library, source, executor, compare_gradients) {
         Ok(done) => done,
         Err(outcome) => return outcome,
     };
-    if distance.holds() { Outcome::Pass(distance, report) } else { Outcome::Fail(format!("{}, {}", distance.told(), report.engine)) }
+    match compared {
+        Ok(distance) if distance.holds() => Outcome::Pass(distance, report),
+        Ok(distance) => Outcome::Fail(format!("{}, {}", distance.told(), report.engine)),
+        Err(how) => Outcome::Fail(format!("{how}, {}", report.engine)),
+    }
 }
 
 /// What a backward call reads.
@@ -107,26 +111,20 @@ struct Given<'a> {
     narrowed: &'a Narrowed,
 }
 
-/// `dq`, `dk` and `dv`, and gradients of parameters.
-struct Got {
-    operands: [Vec<f64>; 3],
-    along: Vec<GotAlong>,
+fn bits(got: &GotGradients) -> Vec<u64> {
+    let along = got.along.iter().flat_map(|a| &a.value);
+    got.operands.iter().flatten().chain(along).map(|x| x.to_bits()).collect()
 }
 
-impl Got {
-    fn bits(&self) -> Vec<u64> {
-        let along = self.along.iter().flat_map(|a| &a.value);
-        self.operands.iter().flatten().chain(along).map(|x| x.to_bits()).collect()
-    }
-}
-
-fn attempt(
+/// Computes a specification on an executor, and what a judge says of that who knows the problem of the oracle, the upstream gradient, and whose forward pass it was.
+pub(super) fn computed<T>(
     spec: &BackwardSpec,
     draw: &Draw,
     library: Option<&Library>,
     source: Source,
     executor: &dyn Executor,
-) -> Result<(GradientDistance, Report), Outcome<GradientDistance>> {
+    judge: impl FnOnce(&oracle::Problem<'_>, &Closures<'_>, &Vec<f64>, Whose<'_>, &GotGradients) -> T,
+) -> Result<(T, Report), Outcome<GradientDistance>> {
     let problem = spec.validate().map_err(|e| Outcome::Fail(format!("does not validate: {e}")))?;
     let prepared = ready(executor.supports_backward(&problem), executor.prepare_backward(&problem))?;
     let forward = &spec.forward;
@@ -192,18 +190,14 @@ fn attempt(
     let (got, report) = backward(&problem, &of, &*prepared, &read, given)?;
     if spec.deterministic {
         let (again, _) = backward(&problem, &of, &*prepared, &read, given)?;
-        if got.bits() != again.bits() {
+        if bits(&got) != bits(&again) {
             return Err(Outcome::Fail(format!("a second run gave other bits, {}", report.engine)));
         }
     }
     let along: Vec<&str> = problem.wrt_scores().map(|g| g.name.as_str()).collect();
     let d_o = upstream;
     let whose = if source == Source::Executor { Whose::Own } else { Whose::Rounded };
-    let compared = with(library, &along, |closures| compare_gradients(&textbook, closures, &d_o, whose, &got.operands, &got.along));
-    match compared {
-        Ok(distance) => Ok((distance, report)),
-        Err(how) => Err(Outcome::Fail(format!("{how}, {}", report.engine))),
-    }
+    Ok((with(library, &along, |closures| judge(&textbook, closures, &d_o, whose, &got)), report))
 }
 
 /// `o` and `stats` of the executor's own forward pass.
@@ -244,7 +238,7 @@ fn backward(
     prepared: &dyn PreparedBackward,
     read: &Read,
     Given { attn_scale, params, narrowed }: Given<'_>,
-) -> Result<(Got, Report), Outcome<GradientDistance>> {
+) -> Result<(GotGradients, Report), Outcome<GradientDistance>> {
     let results = [Name::DQ, Name::DK, Name::DV];
     let mut written = results.map(|operand| inputs::poisoned(of(operand), problem.dtype_of(operand)));
     let mut amax = narrowed.amax(Direction::Backward);
@@ -280,7 +274,7 @@ fn backward(
     let operands = operands.map(|all| named.next().map_or(Vec::new(), |name| narrowed.stands_for(name, all)));
     let all = |operand: &Operand| (0..operand.elements().len()).map(|at| operand.get(at)).collect();
     let along = problem.wrt().iter().zip(&along).map(|(g, operand)| GotAlong { dtype: g.dtype, value: all(operand) }).collect();
-    Ok((Got { operands, along }, report))
+    Ok((GotGradients { operands, along }, report))
 }
 
 fn tensor(spec: &BackwardSpec, operand: Name) -> &TensorSpec {

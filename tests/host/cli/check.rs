@@ -72,7 +72,10 @@ fn the_norm_of_a_gradient_of_a_parameter_is_bounded() {
     let of = |score_mod: &str, wrt: &str| {
         let (code, told) = run(&["--shape", "1,2,2,40,50,64,256", "--score-mod", score_mod, "--wrt", wrt, "--backward"]);
         let gradients = told["check"]["gradients"].as_array().unwrap().clone();
-        assert!(gradients[..3].iter().all(|operand| operand["bound"].is_null() && operand["decided"] == true), "{gradients:?}");
+        assert!(
+            gradients[..3].iter().all(|operand| operand["bound"].as_f64().is_some_and(|bound| bound < 1.0) && operand["decided"] == true),
+            "{gradients:?}"
+        );
         (code, gradients[3].clone())
     };
     let (code, slopes) = of("alibi-slopes", "slopes");
@@ -80,9 +83,9 @@ fn the_norm_of_a_gradient_of_a_parameter_is_bounded() {
     assert!(code == 0 && slopes["decided"] == true && number("bound") > 0.0, "{slopes}");
     // Errors as large as the gradient exceed the bound.
     assert!(number("bound") / number("relative") > 1.5, "{slopes}");
-    // A number that is added to all scores of a head changes nothing: its gradient is rounding.
+    // A number that is added to all scores of a head changes nothing: its gradient is 0, and zeros are right.
     let (code, bias) = of("bias:h", "bias");
-    assert_eq!((code, &bias["decided"]), (5, &false.into()), "{bias}");
+    assert_eq!((code, &bias["decided"]), (0, &true.into()), "{bias}");
 }
 
 /// Keys of next to no weight may have scores of any size: that is how others write masks.
@@ -132,8 +135,10 @@ fn what_has_no_slope_has_no_gradient_even_of_what_is_no_number() {
         for score_mod in score_mods {
             std::fs::write(&path, tensors(Dtype::F32, &[("q", shape, q), ("k", shape, &number), ("v", shape, v), ("do", shape, &number)]))
                 .unwrap();
-            let (code, told) = run(&["--input", &path, "--score-mod", score_mod, "--backward"]);
-            assert_eq!(code, 0, "{score_mod}: {}", told["check"]);
+            let (_, told) = run(&["--input", &path, "--score-mod", score_mod, "--backward"]);
+            // The norm of six rows, some of which are no numbers, may be undecided.
+            let check = &told["check"];
+            assert_eq!((&check["passed"], &check["undecided"]), (&Value::Bool(true), &0.into()), "{score_mod}: {check}");
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::params::Planned;
 use crate::request::Source;
 use crate::table::{Table, list};
 use sdpa::{ExecutorName, Reason, Report, Shape, Unsupported};
-use sdpa_oracle::{Distance, GradientDistance, Tally};
+use sdpa_oracle::{Distance, GradientDistance, Norms, Tally, Verdict};
 use serde::Serialize;
 
 /// What speaks against an executor.
@@ -49,20 +49,50 @@ impl From<sdpa_oracle::Worst> for Worst {
 struct GradientCheck {
     name: String,
     relative: f64,
-    /// The norm of the error of a parameter's gradient, divided by its bound: above 1 fails.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    bound: Option<f64>,
-    /// False where rounding may change a parameter's gradient by more than its norm.
-    decided: bool,
+    #[serde(flatten)]
+    norm: Norm,
     #[serde(flatten)]
     worst: Worst,
 }
 
 impl GradientCheck {
     fn text(&self) -> String {
-        let bound = self.bound.map_or_else(String::new, |bound| format!(" ({:.0} % of its bound)", bound * 100.0));
+        format!("{}; relative {:.1e}{}", worst(&self.name, &self.worst), self.relative, self.norm.text())
+    }
+}
+
+/// How the norm of the error of one result compares with its limit.
+#[derive(Clone, Copy, Serialize)]
+struct Norm {
+    /// Of the worst tile, the norm of its error over the limit of that: above 1 fails.
+    bound: f64,
+    /// False where rounding may change a tile, or all of a parameter's gradient, by more than its norm.
+    decided: bool,
+}
+
+impl Norm {
+    fn new(norms: Norms) -> Norm {
+        Norm { bound: norms.bound(), decided: norms.undecided() == 0 }
+    }
+
+    fn text(self) -> String {
         let undecided = if self.decided { "" } else { "; undecided" };
-        format!("{}; relative {:.1e}{bound}{undecided}", worst(&self.name, &self.worst), self.relative)
+        format!(" ({:.0} % of its bound){undecided}", self.bound * 100.0)
+    }
+}
+
+/// What is told of the output, or of a row statistic.
+#[derive(Serialize)]
+struct OutputCheck {
+    #[serde(flatten)]
+    worst: Worst,
+    #[serde(flatten)]
+    norm: Norm,
+}
+
+impl OutputCheck {
+    fn new((worst, norms): (sdpa_oracle::Worst, Norms)) -> OutputCheck {
+        OutputCheck { worst: worst.into(), norm: Norm::new(norms) }
     }
 }
 
@@ -70,15 +100,17 @@ impl GradientCheck {
 #[derive(Serialize)]
 pub(super) struct Checked {
     passed: bool,
+    #[serde(skip)]
+    verdicts: Vec<Verdict>,
     /// How many elements have a tolerance that forgives anything.
     undecided: u64,
     o_relative: Option<f64>,
-    o: Option<Worst>,
-    stats: Option<Worst>,
+    o: Option<OutputCheck>,
+    stats: Option<OutputCheck>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    row_max: Option<Worst>,
+    row_max: Option<OutputCheck>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    sum_exp: Option<Worst>,
+    sum_exp: Option<OutputCheck>,
     gradients: Option<Vec<GradientCheck>>,
 }
 
@@ -89,31 +121,41 @@ impl Checked {
         let one = |(name, tally): (String, &Tally)| GradientCheck {
             name,
             relative: tally.relative(),
-            bound: tally.bound(),
-            decided: tally.is_decided(),
+            norm: Norm { bound: tally.bound(), decided: tally.is_decided() },
             worst: tally.worst.into(),
         };
+        let verdicts: Vec<Verdict> = forward.map(Distance::verdict).into_iter().chain(backward.map(GradientDistance::verdict)).collect();
+        let of_rows = |n: usize| forward.and_then(|f| f.statistics()[n].zip(Some(f.norms()[n + 1]))).map(OutputCheck::new);
         Checked {
-            passed: forward.is_none_or(Distance::passes) && backward.is_none_or(GradientDistance::passes),
+            passed: !verdicts.contains(&Verdict::Failed),
+            verdicts,
             undecided: forward.map_or(0, Distance::undecided) + backward.map_or(0, GradientDistance::undecided),
             o_relative: forward.map(Distance::o_relative),
-            o: forward.map(|f| f.o.into()),
-            stats: forward.and_then(|f| f.stats).map(Worst::from),
-            row_max: forward.and_then(|f| f.row_max).map(Worst::from),
-            sum_exp: forward.and_then(|f| f.sum_exp).map(Worst::from),
+            o: forward.map(|f| OutputCheck::new((f.o, f.norms()[0]))),
+            stats: of_rows(0),
+            row_max: of_rows(1),
+            sum_exp: of_rows(2),
             gradients: backward.map(|backward| names.zip(backward.all()).map(one).collect()),
         }
     }
 
-    /// Names of gradients that rounding may change by more than their norm.
-    fn undecided_gradients(&self) -> Vec<&str> {
-        self.gradients.iter().flatten().filter(|gradient| !gradient.decided).map(|gradient| gradient.name.as_str()).collect()
+    /// The output and row statistics that were compared.
+    fn outputs(&self) -> impl Iterator<Item = (&'static str, &OutputCheck)> {
+        let named = [("o", &self.o), ("stats", &self.stats), ("row_max", &self.row_max), ("sum_exp", &self.sum_exp)];
+        named.into_iter().filter_map(|(name, check)| Some((name, check.as_ref()?)))
+    }
+
+    /// Names of results that rounding may change by more than their norm.
+    fn undecided_norms(&self) -> Vec<&str> {
+        let gradients = self.gradients.iter().flatten().map(|gradient| (gradient.name.as_str(), gradient.norm));
+        let all = self.outputs().map(|(name, check)| (name, check.norm)).chain(gradients);
+        all.filter(|(_, norm)| !norm.decided).map(|(name, _)| name).collect()
     }
 
     pub(super) fn outcome(&self) -> Outcome {
-        if !self.passed {
+        if self.verdicts.contains(&Verdict::Failed) {
             Outcome::PastTolerance
-        } else if self.undecided > 0 || !self.undecided_gradients().is_empty() {
+        } else if self.verdicts.contains(&Verdict::Undecided) {
             Outcome::Undecided
         } else {
             Outcome::Good
@@ -127,10 +169,9 @@ impl Checked {
             Outcome::Undecided => {
                 let elements = (self.undecided > 0)
                     .then(|| format!("the rounding of scores may change {} elements by more than their size", self.undecided));
-                let gradients = self.undecided_gradients();
-                let gradients =
-                    (!gradients.is_empty()).then(|| format!("rounding may change {} by more than the norm", gradients.join(", ")));
-                format!("UNDECIDED: {}", elements.into_iter().chain(gradients).collect::<Vec<_>>().join("; "))
+                let norms = self.undecided_norms();
+                let norms = (!norms.is_empty()).then(|| format!("rounding may change {} by more than the norm", norms.join(", ")));
+                format!("UNDECIDED: {}", elements.into_iter().chain(norms).collect::<Vec<_>>().join("; "))
             }
             Outcome::Good | Outcome::NoExecutor => "passed".to_owned(),
         }
@@ -327,11 +368,9 @@ impl Told {
         table.rows("output", self.output.iter().cloned());
         if let Some(check) = &self.check {
             table.row("check", check.verdict());
-            if let (Some(o), Some(relative)) = (&check.o, check.o_relative) {
-                table.row("", format!("{}; relative {relative:.1e}", worst("o", o)));
-            }
-            let statistics = [("stats", &check.stats), ("row_max", &check.row_max), ("sum_exp", &check.sum_exp)];
-            table.rows("", statistics.iter().filter_map(|(name, of_rows)| of_rows.as_ref().map(|s| worst(name, s))));
+            let relative =
+                |name: &str| check.o_relative.filter(|_| name == "o").map_or_else(String::new, |x| format!("; relative {x:.1e}"));
+            table.rows("", check.outputs().map(|(name, of)| format!("{}{}{}", worst(name, &of.worst), relative(name), of.norm.text())));
             let gradients = check.gradients.iter().flatten();
             table.rows("", gradients.map(GradientCheck::text));
         }

@@ -22,21 +22,14 @@
 //!
 //! The factor of 2 is there as in the forward pass. Where no query meets a key, all of it is 0: such a gradient is exactly 0.
 //!
-//! # Gradients of parameters
+//! # Norms
 //!
-//! The gradient of a parameter sums up to all pairs of a query and a key. The worst cases of so many terms exceed the sum itself, so that bound accepts
-//! zeros and twice the gradient. [`Tally::bound`] therefore also limits the norm of the error of the whole gradient:
-//!
-//! - roundings to 16 bits are independent of each other (Higham and Mary, 2019): those of `o`, of `P` in the product that makes `o`, and of `dS`. Their
-//!   squares are added, and the root counts `4` times. A rounding is off by `u` at most and by about `0.4·u` in the mean square, so that is ten standard
-//!   deviations. An error of `δ` reaches all keys of its row: it is multiplied by the signed sum of the row's `P` times slope first;
-//! - the sum itself runs in f32: its steps are independent likewise, `Σ(terms)` of each term;
-//! - so are errors of slopes. `P ∘ (dP − δ)` sums to 0 over a row, so an error that all slopes share cancels;
-//! - all that is left is of the size of f32's roundoff and is added as magnitudes, twice, as in the element's own tolerance;
-//! - a sixteenth of the gradient's norm is allowed besides, for what scales all of a gradient alike.
-//!
-//! Where this exceeds the norm of the gradient, any result passes, and the gradient is *undecided*.
+//! The gradient of a parameter sums up to all pairs of a query and a key, and `dq`, `dk` and `dv` sum over all keys or queries. The worst cases of many terms
+//! exceed the sum itself, so that these tolerances accept zeros and twice the gradient. [`Tally::bound`] therefore also limits the norm of the error:
+//! `norm.rs` says by how much. For parameters, an error of δ reaches all keys of its row: it is multiplied by the signed sum of the row's `P` times slope
+//! first. `P ∘ (dP − δ)` sums to 0 over a row, so an error that all slopes share cancels.
 
+use super::norm::{Noise, NormRow, Norms, Verdict};
 use super::{Element, F32_ROUNDOFF, Wanted, Worst, sum_of};
 use crate::narrow::{Narrow, products_of};
 use crate::{Given, Problem, Tensor};
@@ -144,7 +137,7 @@ impl Rates {
                     None => 2.0 * u + 2.0 * sum_of(seq_kv) + 16.0 * e,
                 },
                 computed_output_score: 2.0,
-                computed_output_fine: 2.0 * sum_of(seq_kv) + 16.0 * e,
+                computed_output_fine: if p.narrow.is_some() { products_of(seq_kv) } else { 0.0 } + 2.0 * sum_of(seq_kv) + 16.0 * e,
                 computed_weight: u,
                 ..alone
             },
@@ -246,15 +239,6 @@ impl Gradient {
     }
 }
 
-/// What rounding may make of a term of a parameter's gradient, by how it adds up over many of them.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Noise {
-    /// Of the size of f32's roundoff: magnitudes are added.
-    pub(crate) fine: f64,
-    /// Independent: the square of a standard deviation.
-    pub(crate) variance: f64,
-}
-
 /// The gradient of a parameter.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Along {
@@ -272,6 +256,7 @@ impl Along {
         self.sum.add_one(at, term);
         self.noise[at].fine += noise.fine;
         self.noise[at].variance += noise.variance;
+        self.noise[at].shared += noise.shared;
     }
 
     /// An element as a term of another sum.
@@ -279,11 +264,6 @@ impl Along {
         (Term { value: self.sum.value[at], error: self.sum.error[at], magnitude: self.sum.magnitude[at] }, self.noise[at])
     }
 }
-
-/// Standard deviations that independent roundings are off by at most.
-const DEVIATIONS: f64 = 4.0;
-/// What the norm of a parameter's gradient may be off by, relative to itself.
-const RELATIVE: f64 = 1.0 / 16.0;
 
 /// An element past its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -307,8 +287,7 @@ pub struct Tally {
     pub first: Option<First>,
     squares: f64,
     norm: f64,
-    /// Of a parameter's gradient, the square of the norm of what rounding may make of its elements.
-    noise: Option<f64>,
+    norms: Norms,
 }
 
 /// The elements of a row that are compared.
@@ -318,15 +297,24 @@ pub(crate) struct Piece<'a> {
     pub(crate) range: Range<usize>,
     /// Where the first of them is in the whole gradient, in row-major order.
     pub(crate) first: usize,
+    /// What rounding may make of their norm.
+    pub(crate) noise: Noise,
 }
 
 impl Tally {
     /// Compares neighbours with what is at `row` of a result of a type. `rounded`: the oracle's errors lack the rounding to that type.
     pub(crate) fn compare(&mut self, piece: &Piece<'_>, got: (&Tensor<'_>, [usize; 3]), element: Element, rounded: bool) {
+        let row = self.compare_elements(piece, got, element, rounded);
+        let (want, magnitude) = (&piece.want.value[piece.range.clone()], &piece.want.magnitude[piece.range.clone()]);
+        self.norms.add_at(got.1, &NormRow { got: &row, want, magnitude, noise: piece.noise });
+    }
+
+    /// Compares elements alone; what came.
+    fn compare_elements(&mut self, piece: &Piece<'_>, got: (&Tensor<'_>, [usize; 3]), element: Element, rounded: bool) -> Vec<f64> {
         let mut row = vec![0f64; piece.range.len()];
         got.0.read(got.1, &mut row);
         let small = element.least();
-        for (n, (place, got)) in piece.range.clone().zip(row).enumerate() {
+        for (n, (place, &got)) in piece.range.clone().zip(&row).enumerate() {
             let (value, error) = (piece.want.value[place], piece.want.error[place]);
             // An error of 0 is that of a gradient which is exactly 0.
             let stored = if rounded && error > 0.0 { small.max(element.roundoff() * value.abs()) } else { 0.0 };
@@ -342,20 +330,32 @@ impl Tally {
                 self.norm += value * value;
             }
         }
+        row
     }
 
-    /// Compares all of a parameter's gradient.
-    pub(crate) fn compare_along(&mut self, want: &Along, got: &Tensor<'_>, element: Element) {
+    /// Compares all of a parameter's gradient, of these extents.
+    pub(crate) fn compare_along(&mut self, want: &Along, [_, heads, rows, dim]: [usize; 4], got: &Tensor<'_>, element: Element) {
         let len = want.noise.len();
-        self.compare(&Piece { want: &want.sum, range: 0..len, first: 0 }, (got, [0; 3]), element, true);
-        let of_element = |at: usize| {
-            let (Term { value, error, .. }, Noise { fine, variance }) = want.term(at);
-            let stored = if error > 0.0 { element.least() } else { 0.0 };
-            let off = 2.0 * (fine + stored) + DEVIATIONS * variance.sqrt();
-            // Where the oracle is no number, nor is its error.
-            if value.is_finite() && !off.is_nan() { off * off } else { 0.0 }
-        };
-        self.noise = Some((0..len).map(of_element).sum());
+        self.norms = Norms::of_parameter();
+        let piece = Piece { want: &want.sum, range: 0..len, first: 0, noise: Noise::default() };
+        let all = self.compare_elements(&piece, (got, [0; 3]), element, true);
+        for (n, got) in all.chunks(dim.max(1)).enumerate() {
+            let range = n * dim..n * dim + got.len();
+            let mut noise = Noise::default();
+            for at in range.clone() {
+                let (Term { value, error, .. }, of) = want.term(at);
+                if error > 0.0 {
+                    // Elements of a row share the errors of δ.
+                    noise.shared += of.variance;
+                    noise.elements += (element.roundoff() * value).powi(2);
+                    noise.fine = noise.fine.hypot(of.fine);
+                    noise.small = noise.small.hypot(element.least());
+                }
+            }
+            let row = NormRow { got, want: &want.sum.value[range.clone()], magnitude: &want.sum.magnitude[range], noise };
+            self.norms.add_at([n / rows / heads, n / rows % heads, n % rows], &row);
+        }
+        self.norms.close();
     }
 
     /// ‖got − want‖ / ‖want‖, over finite elements.
@@ -364,23 +364,23 @@ impl Tally {
         if self.norm > 0.0 { (self.squares / self.norm).sqrt() } else { self.squares.sqrt() }
     }
 
-    /// The norm of the error over what it may be, of a parameter's gradient: above 1 fails.
+    /// The norm of the error of a tile over its limit, of the worst tile. Above 1 fails.
     #[must_use]
-    pub fn bound(&self) -> Option<f64> {
-        let may_be = self.noise?.sqrt() + RELATIVE * self.norm.sqrt();
-        Some(if self.squares == 0.0 { 0.0 } else { self.squares.sqrt() / may_be })
+    pub fn bound(&self) -> f64 {
+        self.norms.bound()
     }
 
     /// Within every tolerance.
     #[must_use]
     pub fn passes(&self) -> bool {
-        self.worst.ratio <= 1.0 && self.bound().is_none_or(|bound| bound <= 1.0)
+        self.worst.ratio <= 1.0 && self.bound() <= 1.0
     }
 
-    /// False for a parameter's gradient that rounding may change by more than its norm: zeros pass, and so does twice the gradient.
+    /// False where rounding may change a tile of an operand's gradient, or all of a parameter's, by more than its norm: zeros pass, and so does twice
+    /// the gradient.
     #[must_use]
     pub fn is_decided(&self) -> bool {
-        self.noise.is_none_or(|noise| noise == 0.0 || noise.sqrt() + RELATIVE * self.norm.sqrt() < self.norm.sqrt())
+        self.norms.undecided() == 0
     }
 }
 
@@ -403,6 +403,12 @@ impl GradientDistance {
     #[must_use]
     pub fn passes(&self) -> bool {
         self.all().all(Tally::passes)
+    }
+
+    /// Passed, failed or undecided.
+    #[must_use]
+    pub fn verdict(&self) -> Verdict {
+        Verdict::new(self.passes(), self.undecided() == 0 && self.all().all(Tally::is_decided))
     }
 
     /// How many elements no result could be wrong in.

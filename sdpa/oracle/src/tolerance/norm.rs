@@ -1,0 +1,303 @@
+//! Limits the norm of the error of a result, one tile of rows at a time.
+//!
+//! The tolerance of an element adds up worst cases, so it grows with the number of terms, while the element itself grows with the square root of that.
+//! Where many terms are summed, such a tolerance accepts zeros, twice the result, or the result of another head. [`Norms`] therefore also limits the norm
+//! of the error of each tile: up to 64 rows of one head. With `u` the unit roundoff of the type that is rounded to and `e = 2⁻²⁴` that of f32, it is at most
+//!
+//! ```text
+//! 2·F + D(V, largest row of V) + D(E, largest element of E) + D(S, S) + N/16
+//! D(x, y) = √((x + 2·√(32·x·y) + 64·y) / 3)
+//! ```
+//!
+//! **Independent errors.** `V`, `E` and `S` sum squares of errors, each times the norm of the row that it multiplies:
+//!
+//! | result | `V`: reaches one row | `E`: reaches one element | `S`: reaches several rows |
+//! |---|---|---|---|
+//! | `o` | `u·p·‖v‖` of each weight | `u·‖o‖` where it is stored | |
+//! | `dq` | `u·dS·‖k‖` of each pair, the error of its derivative, the error of δ times `‖Σ P·k‖` | `u·‖dq‖` | |
+//! | `dk` | `u·dS·‖q‖` of each pair, the error of its derivative, `u` of the part of each head of a group | `u·‖dk‖` | errors of δ and of the statistic of each row |
+//! | `dv` | `u·p·‖d_o‖` of each weight, `u` of the part of each head of a group | `u·‖dv‖` | errors of the statistic of each row |
+//! | parameters | | `u` of each element | `u·dS` of each pair, the error of its derivative, errors of δ |
+//!
+//! A sum of `n` terms in f32 adds `Σ(n) = 4·√n·e` of each term. δ is off by `u` of each element of `o`, by `u` of each weight that made `o` in a chained
+//! pass, and by the errors of scores in those weights.
+//!
+//! **The constant.** A rounding error of `a` is at most `u·a`. Within one binade it is uniform, so that it is sub-Gaussian with variance `(u·a)²/3`. A vector
+//! `x` that sums such errors has `‖x‖² ≤ tr C + 2·√(t·tr C²) + 2·t·‖C‖` for its covariance `C`, but for a probability of `e⁻ᵗ`, whatever the number
+//! of terms (Hsu, Kakade and Zhang, 2012, Theorem 2.1). `D` is this for `t = 32`, with `tr C² ≤ ‖C‖·tr C`, and `‖C‖` at most the trace of the largest
+//! block of errors that are independent of the others. A right result exceeds one `D` by chance in one of 7·10¹³ tiles; a run of less than 20,000 tiles,
+//! of three such terms each, fails by chance with a probability below 10⁻⁹. The factor of 2 in front of `F` and the use of `u·a` for errors that are
+//! usually half of it leave room for larger runs: right results use at most a fifth of the limit in every case of the tests.
+//!
+//! **Dependent errors.** `F` adds magnitudes. Each is of the size of f32's roundoff, but for 8-bit floats:
+//!
+//! - an error of a score reaches every product that its weight is in, and the sum of the row's weights;
+//! - an error of a row's statistic is common to the row of `dq`;
+//! - an error of δ that comes from f32 is common to the row of `dq`;
+//! - tensor cores that add 8-bit products cut each sum off in the same direction;
+//! - numbers below the smallest normal one of a type lose their digits together.
+//!
+//! `N` is the norm of the tile in the oracle. A sixteenth of it covers an error that scales all of a tile alike: of the attention scale, of a scale of
+//! 8-bit floats, of a biased approximation of `tanh` or `exp`.
+//!
+//! Row statistics have `F` alone: each row is one number in f32, and its tolerance is twice its error.
+//!
+//! **Undecided.** A tile whose norm is not above its limit is undecided: zeros would pass. Two kinds of tiles are decided nevertheless. A tile that is 0 by
+//! cancellation, as `dq` of rows with one key is, and a tile whose norm is below one standard deviation of its own rounding compare their limit with the
+//! magnitudes that were added up: zeros are right there. A tile of a parameter's gradient may be one number, which is small by chance, so such a gradient
+//! is decided as a whole.
+
+use super::gradients::ABSOLUTE;
+
+/// Rows of a tile, at most.
+pub(crate) const TILE: usize = 64;
+/// A limit is exceeded by chance with a probability of at most `e` to the minus this: 1.3·10⁻¹⁴.
+const RARE: f64 = 32.0;
+/// Part of its norm that a result may be off by besides.
+const RELATIVE: f64 = 1.0 / 16.0;
+/// Below this part of what was added up, the oracle's f64 has nothing but rounding.
+const CANCELLED: f64 = 1e-10;
+
+/// How large a sum of independent rounding errors is at most, whose squares sum to `total`, and in any one direction to no more than `largest`.
+fn deviation(total: f64, largest: f64) -> f64 {
+    if total == f64::INFINITY { total } else { ((total + 2.0 * (total * largest * RARE).sqrt() + 2.0 * largest * RARE) / 3.0).sqrt() }
+}
+
+/// Rounding errors of a number or of the norm of a row, by how they add up.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Noise {
+    /// Magnitudes are added.
+    pub(crate) fine: f64,
+    /// Errors that are independent of each other and of those of other rows: their squares are added.
+    pub(crate) variance: f64,
+    /// Errors that are independent of each other, each of which reaches several rows: likewise.
+    pub(crate) shared: f64,
+    /// Independent roundings of the elements of a row: likewise.
+    pub(crate) elements: f64,
+    /// What numbers of a type lose that are small for it, besides.
+    pub(crate) small: f64,
+}
+
+impl Noise {
+    /// Adds errors that multiply a row of this squared norm.
+    pub(crate) fn add(&mut self, of: Noise, square: f64) {
+        self.fine += of.fine * square.sqrt();
+        self.variance += of.variance * square;
+        self.shared += of.shared * square;
+    }
+
+    /// Adds the errors of another part of the same sum.
+    pub(crate) fn merge(&mut self, of: Noise) {
+        self.add(of, 1.0);
+    }
+}
+
+/// Sums over rows, all of squares.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Tile {
+    error: f64,
+    norm: f64,
+    magnitude: f64,
+    fine: f64,
+    variance: f64,
+    shared: f64,
+    elements: f64,
+    small: f64,
+    /// The largest variance of a row, and of an element.
+    largest: [f64; 2],
+}
+
+impl Tile {
+    fn limit(&self) -> f64 {
+        let independent = deviation(self.variance, self.largest[0]) + deviation(self.elements, self.largest[1]);
+        2.0 * self.fine.sqrt() + independent + deviation(self.shared, self.shared) + RELATIVE * self.norm.sqrt()
+    }
+
+    /// How large rounding usually is: a standard deviation, and what is lost of small numbers.
+    fn usual(&self) -> f64 {
+        ((self.variance + self.elements + self.shared) / 3.0).sqrt() + self.small.sqrt()
+    }
+
+    fn and(self, of: Tile) -> Tile {
+        Tile {
+            error: self.error + of.error,
+            norm: self.norm + of.norm,
+            magnitude: self.magnitude + of.magnitude,
+            fine: self.fine + of.fine,
+            variance: self.variance + of.variance,
+            shared: self.shared + of.shared,
+            elements: self.elements + of.elements,
+            small: self.small + of.small,
+            largest: [self.largest[0].max(of.largest[0]), self.largest[1].max(of.largest[1])],
+        }
+    }
+
+    fn ratio(&self) -> f64 {
+        if self.error == 0.0 { 0.0 } else { self.error.sqrt() / self.limit() }
+    }
+
+    fn is_undecided(&self) -> bool {
+        let (norm, magnitude) = (self.norm.sqrt(), self.magnitude.sqrt());
+        let size = if norm <= self.usual().max(CANCELLED * magnitude) { magnitude + ABSOLUTE * self.small.sqrt() } else { norm };
+        self.limit() > 0.0 && self.limit() >= size
+    }
+}
+
+/// A row of a result and of the oracle.
+pub(crate) struct NormRow<'a> {
+    pub(crate) got: &'a [f64],
+    pub(crate) want: &'a [f64],
+    /// What each element is a sum of.
+    pub(crate) magnitude: &'a [f64],
+    /// Of the norm of the row.
+    pub(crate) noise: Noise,
+}
+
+/// How the norms of the errors of a result's tiles compare with their limits.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Norms {
+    ratio: f64,
+    undecided: u64,
+    /// The tile that rows are added to.
+    open: Tile,
+    at: [usize; 3],
+    /// Of a parameter's gradient, all of it.
+    whole: Option<Tile>,
+}
+
+impl Norms {
+    /// Of a parameter's gradient, which is decided as a whole: a tile may be one number, which is small by chance.
+    pub(crate) fn of_parameter() -> Norms {
+        Norms { whole: Some(Tile::default()), ..Norms::default() }
+    }
+
+    /// Adds a row to the open tile.
+    pub(crate) fn add(&mut self, row: &NormRow<'_>) {
+        let Noise { fine, variance, shared, elements, small } = row.noise;
+        // An element that is infinite or NaN in the oracle has to be the same; no norm says more.
+        if row.want.iter().any(|x| !x.is_finite()) {
+            return;
+        }
+        let known = |x: f64| if x.is_nan() { f64::INFINITY } else { x };
+        let tile = &mut self.open;
+        // An element that is not finite fails by itself.
+        tile.error += row.got.iter().zip(row.want).filter(|(got, _)| got.is_finite()).map(|(got, want)| (got - want).powi(2)).sum::<f64>();
+        tile.norm += row.want.iter().map(|x| x * x).sum::<f64>();
+        tile.magnitude += row.magnitude.iter().map(|x| x * x).sum::<f64>();
+        tile.fine += known((fine + small).powi(2));
+        tile.small += small * small;
+        tile.variance += known(variance);
+        tile.elements += known(elements);
+        let square = |x: &f64| x * x;
+        let (most, all) = (row.want.iter().map(square).fold(0.0, f64::max), row.want.iter().map(square).sum::<f64>());
+        tile.largest =
+            [tile.largest[0].max(known(variance)), tile.largest[1].max(if all > 0.0 { known(elements) * most / all } else { 0.0 })];
+        // What rows share adds up in the norm as it does in each.
+        tile.shared += known(shared);
+    }
+
+    /// Adds a row of (batch, head, row), which come in order, to its tile.
+    pub(crate) fn add_at(&mut self, [batch, head, row]: [usize; 3], of: &NormRow<'_>) {
+        let at = [batch, head, row / TILE];
+        if at != self.at {
+            self.close();
+            self.at = at;
+        }
+        self.add(of);
+    }
+
+    /// Ends the open tile.
+    pub(crate) fn close(&mut self) {
+        let whole = self.whole.map(|whole| whole.and(self.open));
+        *self = Norms { ratio: self.bound(), undecided: self.tiles(), whole, ..Norms::default() };
+    }
+
+    /// Adds those of other rows: of one tile with the open rows of both.
+    pub(crate) fn and(mut self, other: Norms) -> Norms {
+        self.open = self.open.and(other.open);
+        Norms { ratio: self.ratio.max(other.ratio), undecided: self.undecided + other.undecided, ..self }
+    }
+
+    /// The norm of a tile's error over its limit, of the worst tile: above 1 fails.
+    #[must_use]
+    pub fn bound(&self) -> f64 {
+        let ratio = self.open.ratio();
+        // An infinite error over an infinite limit is no error that is known.
+        if ratio.is_nan() { f64::INFINITY } else { self.ratio.max(ratio) }
+    }
+
+    /// How many tiles have a limit that is not below their norm.
+    #[must_use]
+    pub fn undecided(&self) -> u64 {
+        self.whole.map_or_else(|| self.tiles(), |whole| u64::from(whole.is_undecided()))
+    }
+
+    fn tiles(&self) -> u64 {
+        self.undecided + u64::from(self.open.is_undecided())
+    }
+}
+
+/// What a comparison says of a result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Every element and every norm is within its tolerance, and each of these says something.
+    Passed,
+    /// An element or a norm is past its tolerance.
+    Failed,
+    /// Nothing is past its tolerance, and a tolerance would accept any result.
+    Undecided,
+}
+
+impl Verdict {
+    pub(crate) fn new(passes: bool, decided: bool) -> Verdict {
+        match (passes, decided) {
+            (false, _) => Verdict::Failed,
+            (true, false) => Verdict::Undecided,
+            (true, true) => Verdict::Passed,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(got: f64, want: f64, fine: f64) -> Norms {
+        let mut norms = Norms::default();
+        norms.add(&NormRow { got: &[got; 4], want: &[want; 4], magnitude: &[1.0; 4], noise: Noise { fine, ..Noise::default() } });
+        norms
+    }
+
+    #[test]
+    fn a_norm_is_limited_and_decides_where_the_limit_is_below_it() {
+        assert!(row(1.0, 1.0, 0.1).bound() == 0.0 && row(1.1, 1.0, 0.1).bound() < 1.0 && row(2.0, 1.0, 0.1).bound() > 1.0);
+        assert_eq!([0.1, 2.0, f64::NAN, f64::INFINITY].map(|fine| row(1.0, 1.0, fine).undecided()), [0, 1, 1, 1]);
+        // Cancelled: zeros are right, and what was added up is larger than the limit.
+        assert_eq!([0.1, 2.0].map(|fine| row(0.0, 1e-15, fine).undecided()), [0, 1]);
+        // Nothing at all has to be nothing at all.
+        assert_eq!((row(0.0, 0.0, 0.0).undecided(), row(1e-30, 0.0, 0.0).bound()), (0, f64::INFINITY));
+    }
+
+    #[test]
+    fn a_tile_is_judged_by_itself() {
+        let mut norms = Norms::default();
+        for at in 0..1024 {
+            // One of sixteen tiles is dropped.
+            let got = if at / TILE == 3 { 0.0 } else { 1.0 };
+            let noise = Noise { fine: 0.05, ..Noise::default() };
+            norms.add_at([0, 0, at], &NormRow { got: &[got; 4], want: &[1.0; 4], magnitude: &[1.0; 4], noise });
+        }
+        norms.close();
+        assert!(norms.bound() > 5.0 && norms.undecided() == 0, "{norms:?}");
+        let both = row(1.0, 1.0, 0.1).and(row(2.0, 1.0, 0.1));
+        assert!(both.bound() > 1.0 && both.bound() < row(2.0, 1.0, 0.1).bound());
+    }
+
+    #[test]
+    fn an_error_is_worse_than_a_doubt() {
+        assert_eq!(
+            [(true, true), (true, false), (false, true), (false, false)].map(|(passes, decided)| Verdict::new(passes, decided)),
+            [Verdict::Passed, Verdict::Undecided, Verdict::Failed, Verdict::Failed]
+        );
+    }
+}
