@@ -27,7 +27,6 @@ need "the repository's address: set workspace.package.repository in Cargo.toml (
 need "CHANGELOG.md needs a heading \"## $version, YYYY-MM-DD\"" has_notes
 need "the tag v$version exists: raise workspace.package.version" is_new
 need "sdpa/python/Cargo.toml has another version than $version" python_agrees
-need "cargo-deny is not installed: cargo install --locked cargo-deny" eval 'cargo deny --version >/dev/null 2>&1'
 need "cargo-semver-checks is not installed: cargo install --locked cargo-semver-checks" semver_checks
 need "no token for crates.io: cargo login, or CARGO_REGISTRY_TOKEN" tokens
 need "no token for PyPI: MATURIN_PYPI_TOKEN" test -n "${MATURIN_PYPI_TOKEN:-}"
@@ -40,7 +39,13 @@ if [ $mode = --upload ] && [ ${#missing[@]} -gt 0 ]; then
 fi
 
 step scripts/msrv.sh
-if cargo deny --version >/dev/null 2>&1; then step cargo deny check; fi
+deny=0
+step scripts/deny.sh || deny=$?
+case $deny in
+  0) ;;
+  77) missing+=("advisories were not checked: see scripts/deny.sh above") ;;
+  *) exit "$deny" ;;
+esac
 if [ -n "$last" ] && semver_checks; then
   step cargo semver-checks --workspace --baseline-rev "$last"
 else
@@ -53,9 +58,10 @@ CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=false step cargo publish -
 step scripts/wheels.sh
 step scripts/fresh.sh --pip
 
-if [ $mode = --dry-run ]; then
+if [ $mode = --dry-run ] || [ ${#missing[@]} -gt 0 ]; then
   echo
   report
+  [ $mode = --dry-run ] || exit 1
   echo "dry run of $version done: nothing was uploaded"
   exit
 fi
