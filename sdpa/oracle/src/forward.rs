@@ -184,8 +184,6 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
             errors[r * seq_kv + j] = score.error;
         }
     }
-    // How far rounding moves the weights of each row, however small they are.
-    let mut smallest = vec![0f64; rows.len()];
     // From here on `scores` are weights, and `errors` theirs.
     for (r, answer) in answers.iter_mut().enumerate() {
         let keys = r * seq_kv..(r + 1) * seq_kv;
@@ -193,14 +191,9 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
         let of_kept = |numbers: &[f64]| numbers.iter().zip(kept).filter(|(_, kept)| **kept).map(|(x, _)| *x).collect::<Vec<f64>>();
         // Nothing is kept, or only scores of -inf.
         let in_sum = |scores: Vec<f64>| scores.into_iter().chain((sink != f64::NEG_INFINITY).then_some(sink));
-        let (largest_score, max) = (largest(of_kept(scores).into_iter()), largest(in_sum(of_kept(scores))));
-        let empty = largest_score == f64::NEG_INFINITY;
+        let max = largest(in_sum(of_kept(scores)));
+        let empty = largest(of_kept(scores).into_iter()) == f64::NEG_INFINITY;
         let sum: f64 = in_sum(of_kept(scores)).map(|s| (s - max).exp()).sum();
-        // Kernels round exp(score − largest score), which is at most 1, to the operands' type: in f16 a small one loses digits that its size does not
-        // excuse. It shows where dropout leaves only such weights.
-        if p.narrow.is_none() && !empty {
-            smallest[r] = p.element.least() / (sum * (max - largest_score).exp());
-        }
         answer.keyless = empty;
         (answer.max, answer.sum) = (max, if max == f64::NEG_INFINITY { 0.0 } else { sum });
         answer.stats = if max == f64::NEG_INFINITY { max } else { max + sum.ln() };
@@ -232,7 +225,7 @@ fn block(p: &Problem<'_>, at: &Block) -> Vec<Row> {
                 continue;
             }
             let factor = p.factor(index(rows.start + r, j));
-            let (weight, error) = (factor * scores[r * seq_kv + j], factor * (errors[r * seq_kv + j] + smallest[r]));
+            let (weight, error) = (factor * scores[r * seq_kv + j], factor * errors[r * seq_kv + j]);
             answer.sums.add([weight, error, factor, square]);
             let sums = answer.o.iter_mut().zip(&mut answer.o_magnitude).zip(&mut answer.o_error);
             for (v, ((o, size), off)) in value.iter().zip(sums) {

@@ -6,8 +6,8 @@
 //!   (rounding errors are independent: Higham and Mary, 2019, with a factor for the tails);
 //! - a score that is modified is off by what its function makes of that, and by the roundings inside, which the function tells;
 //!   a score that is off by `x` has a weight that is off by up to `eˣ − 1` of itself, and all weights are off by what their sum is;
-//! - weights are rounded to the operands' type before the second product (`u`, and in f16 at least 2⁻²⁵ of the row's largest), the result is rounded once
-//!   more (`u`), and the exponential is good to `8·e`, in weight and sum;
+//! - weights are rounded to the operands' type before the second product (`u`), the result is rounded once more (`u`), and the
+//!   exponential is good to `8·e`, in weight and sum;
 //! - that product and the sum of weights run over `seq_kv` terms in f32: `4·√seq_kv·e`.
 //!
 //! All of it is relative to `Σ p·|v|`, not to `|o|`: cancellation in `o` is not the executor's fault. A factor of 2 covers rescaling
