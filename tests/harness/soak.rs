@@ -123,7 +123,7 @@ const RESTS: u64 = 256;
 
 /// What memory the process may come to hold after the first eighth of the calls, besides as much again as the cache may: what the
 /// allocator keeps of what threads have freed.
-const SLACK: u64 = 8 << 20;
+const SLACK: u64 = 16 << 20;
 
 /// What every thread works with.
 struct World {
