@@ -327,7 +327,7 @@ mod tests {
     fn each_fact_is_there_once() {
         let problem = dense().backward().validate().unwrap();
         let facts: Vec<Fact<'_>> = problem.facts().collect();
-        // What a fact is of, without its value: the variant, and the operand, side or statistic.
+        // The variant of a fact and its operand, side or statistic, without the value.
         let of = |fact: &Fact<'_>| format!("{fact:?}").split(['[', ',', '{']).next().unwrap_or_default().to_owned();
         for (n, fact) in facts.iter().enumerate() {
             assert!(facts[..n].iter().all(|before| of(before) != of(fact)), "{fact:?}");

@@ -210,7 +210,7 @@ impl Worker<'_> {
         (!plain).then(|| function.passed_on(kept.raw, upstream, index))
     }
 
-    /// What rounding may make of δ, of `size` Σ |d_o·o|. `small` are the roundings of elements of `o` that no size excuses.
+    /// The rounding errors of δ, whose terms have the `size` Σ |d_o·o|. `small` are absolute roundings of elements of `o`.
     fn noise_of_delta(
         &self,
         [delta, size]: [f64; 2],
@@ -271,7 +271,7 @@ impl Worker<'_> {
         let of_row = rates.weight + rates.sum * error + of_difference(rates.stats * stats.abs());
         let common = OfRow { weight: of_row.exp_m1().min(1.0) };
         let [q_square, d_o_square] = [q, d_o].map(|row| row.iter().map(|x| x * x).sum::<f64>());
-        // What an error of δ is multiplied by in `dq`.
+        // The factor of an error of δ in `dq`.
         let mut of_delta = vec![0f64; dim_qk];
         if self.p.sink.is_some()
             && !all.is_empty()
@@ -541,7 +541,7 @@ fn gradients_with(p: &Problem<'_>, d_o: Tensor<'_>, given: Given<'_>, rates: Rat
 pub struct Results<'a> {
     /// `dq`, `dk` and `dv`.
     pub operands: [Tensor<'a>; 3],
-    /// Of parameters.
+    /// Gradients of parameters, each with the type that it was rounded to.
     pub along: &'a [(Tensor<'a>, Element)],
 }
 

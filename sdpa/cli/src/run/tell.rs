@@ -64,7 +64,7 @@ impl GradientCheck {
 /// How the norm of the error of one result compares with its limit.
 #[derive(Clone, Copy, Serialize)]
 struct Norm {
-    /// Of the worst tile, the norm of its error over the limit of that: above 1 fails.
+    /// The norm of the error of the worst tile, divided by its limit: above 1 fails.
     bound: f64,
     /// False where rounding may change a tile, or all of a parameter's gradient, by more than its norm.
     decided: bool,
@@ -81,7 +81,7 @@ impl Norm {
     }
 }
 
-/// What is told of the output, or of a row statistic.
+/// The report on the output or on a row statistic.
 #[derive(Serialize)]
 struct OutputCheck {
     #[serde(flatten)]
