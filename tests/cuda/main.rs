@@ -22,7 +22,7 @@ mod statistics;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;
-use conformance::covering::two_way;
+use conformance::covering::Strength;
 use conformance::emulated;
 use conformance::random::Random;
 use conformance::runner::{
@@ -151,7 +151,7 @@ fn packed_cases() {
 
 /// Runs problems in which any two features meet.
 fn covering_on(executor: &CudaExecutor, name: &str) {
-    let problems = of_today(&format!("covering {name}"), COVERING_DAYS, two_way().unwrap(), |_| Vec::new());
+    let problems = of_today(&format!("covering {name}"), COVERING_DAYS, Strength::Two.problems_for(executor).unwrap(), |_| Vec::new());
     each("covering", name, &problems, |problem, tally| run_covered(problem, name, executor, tally));
 }
 

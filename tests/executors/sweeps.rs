@@ -2,7 +2,7 @@
 //! apart, operands that nobody should read. On executors to which a problem costs little; the kernels of Metal are in `msl`.
 
 use conformance::case::Case;
-use conformance::covering::{three_way, two_way};
+use conformance::covering::Strength;
 use conformance::random::Random;
 use conformance::runner::{
     Draw, Drops, Edges, Source, Tally, dropped, random_fp8, random_fp8_gradients, rounding, run, run_backward, run_backward_case, run_case,
@@ -37,8 +37,14 @@ pub(crate) fn edges(executor: &dyn Executor) {
 pub(crate) fn covering(executor: &dyn Executor) {
     let name = executor.name();
     let tally = Mutex::new(Tally::default());
-    let three = of_today(&format!("three-way covering {name}"), THREE_WAY_DAYS, three_way().unwrap(), |_| Vec::new());
-    two_way().unwrap().iter().chain(&three).for_each(|problem| run_covered(problem, name.name(), executor, &tally));
+    let three =
+        of_today(&format!("three-way covering {name}"), THREE_WAY_DAYS, Strength::Three.problems_for(executor).unwrap(), |_| Vec::new());
+    Strength::Two
+        .problems_for(executor)
+        .unwrap()
+        .iter()
+        .chain(&three)
+        .for_each(|problem| run_covered(problem, name.name(), executor, &tally));
     let tally = tally.into_inner().unwrap();
     say(&format!("covering {}", tally.summary(name.name())));
     assert_eq!(tally.failed, 0, "problems failed on {name}");

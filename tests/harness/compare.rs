@@ -29,6 +29,24 @@ fn undecided<'a>(elements: u64, tensors: impl Iterator<Item = &'a str>) -> Strin
     elements + &tensors.map(|name| format!(", the norm of {name} undecided")).collect::<String>()
 }
 
+impl<D: Measured + ?Sized> Measured for Box<D> {
+    fn worst(&self) -> f64 {
+        (**self).worst()
+    }
+
+    fn verdict(&self) -> Verdict {
+        (**self).verdict()
+    }
+
+    fn told(&self) -> String {
+        (**self).told()
+    }
+
+    fn undecided(&self) -> u64 {
+        (**self).undecided()
+    }
+}
+
 impl Measured for Distance {
     fn worst(&self) -> f64 {
         let worst = self.statistics().iter().flatten().fold(self.o.ratio, |worst, of_rows| worst.max(of_rows.ratio));

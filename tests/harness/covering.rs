@@ -7,8 +7,8 @@
 mod problem;
 
 use crate::random::Random;
-pub use problem::{FACTORS, Problem, RULES, THREE_WAY, three_way, two_way};
-use std::collections::BTreeSet;
+pub use problem::{FACTORS, Problem, RULES, Strength, THREE_WAY};
+use std::collections::BTreeMap;
 
 /// A feature of a problem.
 #[derive(Clone, Copy, Debug)]
@@ -36,14 +36,30 @@ pub type Row = Vec<usize>;
 /// (factor, value), in the order of factors.
 type Combination = Vec<(usize, usize)>;
 
+/// What is to be covered.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// Every factor of a row.
+    pub factors: &'a [Factor],
+    /// Values that no row has together.
+    pub rules: &'a [Rule],
+    /// Names of the factors whose combinations are to be in rows.
+    pub of: &'a [&'a str],
+    /// How many of them make a combination.
+    pub strength: usize,
+    /// How many rows each combination is to be in.
+    pub times: usize,
+}
+
 /// Rows that cover, and what cannot be covered.
 #[derive(Clone, Debug)]
 pub struct Covering {
     /// The rows.
     pub rows: Vec<Row>,
-    /// Combinations that no rule forbids by itself and that still have no row: rules of other factors leave none.
+    /// Combinations that no rule forbids by itself and that are in fewer rows than wanted: rules of other factors leave none, or none was found that is
+    /// supported.
     pub impossible: Vec<Combination>,
-    /// How many combinations the rows cover.
+    /// How many combinations are in as many rows as wanted.
     pub covered: usize,
 }
 
@@ -52,6 +68,8 @@ type Worth<'a> = dyn Fn(&[Option<usize>], usize, usize) -> usize + 'a;
 
 /// Rows tried for each that is taken.
 const ATTEMPTS: usize = 12;
+/// How often so many are tried until one is supported.
+const ROUNDS: usize = 4;
 
 struct Builder<'a> {
     factors: &'a [Factor],
@@ -80,12 +98,12 @@ impl Builder<'_> {
     }
 
     /// Combinations of so many factors that rules do not forbid.
-    fn combinations(&self, strength: usize, of: &[usize]) -> BTreeSet<Combination> {
+    fn combinations(&self, strength: usize, of: &[usize]) -> Vec<Combination> {
         let mut all = vec![Combination::new()];
-        let mut found = BTreeSet::new();
+        let mut found = Vec::new();
         while let Some(part) = all.pop() {
             if part.len() == strength {
-                found.insert(part);
+                found.push(part);
                 continue;
             }
             let first = part.last().map_or(0, |(factor, _)| factor + 1);
@@ -121,35 +139,72 @@ impl Builder<'_> {
     }
 }
 
-/// Rows in which any `strength` values of the factors `of` meet that rules allow to; the other factors vary too. The same rows every time.
-pub fn cover(factors: &[Factor], rules: &[Rule], of: &[&str], strength: usize) -> Covering {
-    let of: Vec<usize> = (0..factors.len()).filter(|n| of.contains(&factors[*n].name)).collect();
-    let mut builder = Builder::new(factors, rules);
-    let mut missing = builder.combinations(strength, &of);
+impl Builder<'_> {
+    /// Values with which no row was supported: nothing that they are part of is asked for.
+    fn unsupported(&mut self, supported: &dyn Fn(&Row) -> bool) -> Vec<(usize, usize)> {
+        let values = |(n, factor): (usize, &Factor)| (0..factor.values.len()).map(move |value| (n, value)).collect::<Vec<_>>();
+        let all: Vec<(usize, usize)> = self.factors.iter().enumerate().flat_map(values).collect();
+        // With numbers of their own: where everything is supported, rows are those that they would be without this.
+        let random = self.random.clone();
+        let mut any = |chosen: &(usize, usize)| {
+            (0..4 * ATTEMPTS).any(|_| self.complete(&vec![*chosen], &|_, _, _| 0).is_some_and(|row| supported(&row)))
+        };
+        let unsupported = all.into_iter().filter(|chosen| !any(chosen)).collect();
+        self.random = random;
+        unsupported
+    }
+}
+
+/// Rows in which combinations of values meet that rules allow to, so often as wanted; the other factors vary too. Only rows that are supported are taken. The same
+/// rows every time.
+pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering {
+    let factors = wanted.factors;
+    let of: Vec<usize> = (0..factors.len()).filter(|n| wanted.of.contains(&factors[*n].name)).collect();
+    let mut builder = Builder::new(factors, wanted.rules);
+    // How many rows each combination still wants.
+    let mut missing: BTreeMap<Combination, usize> =
+        builder.combinations(wanted.strength, &of).into_iter().map(|combination| (combination, wanted.times)).collect();
     let all = missing.len();
     let (mut rows, mut impossible) = (Vec::new(), Vec::new());
-    while let Some(begin) = missing.first().cloned() {
+    let unsupported = builder.unsupported(supported);
+    let is_unsupported = |combination: &Combination| combination.iter().any(|chosen| unsupported.contains(chosen));
+    missing.retain(|combination, _| {
+        let keep = !is_unsupported(combination);
+        impossible.extend((!keep).then(|| combination.clone()));
+        keep
+    });
+    while let Some(begin) = missing.first_key_value().map(|(combination, _)| combination.clone()) {
         // By factor and value: missing combinations in which it is. Cheaper than to ask of every value how many it would complete.
         let mut open = vec![Vec::new(); factors.len()];
         factors.iter().enumerate().for_each(|(n, factor)| open[n] = vec![0usize; factor.values.len()]);
-        missing.iter().flatten().for_each(|(factor, value)| open[*factor][*value] += 1);
-        let completes =
-            |row: &Row| missing.iter().filter(|combination| combination.iter().all(|(factor, value)| row[*factor] == *value)).count();
+        missing.keys().flatten().for_each(|(factor, value)| open[*factor][*value] += 1);
+        let has = |row: &Row, combination: &Combination| combination.iter().all(|(factor, value)| row[*factor] == *value);
+        let completes = |row: &Row| missing.keys().filter(|combination| has(row, combination)).count();
         let pairs = |row: &[Option<usize>], factor: usize, value: usize| {
-            if strength > 2 {
+            if wanted.strength > 2 {
                 return open[factor][value];
             }
             let there = row.iter().enumerate().filter_map(|(other, chosen)| Some((other, (*chosen)?)));
             let in_order = |pair: (usize, usize)| if pair.0 < factor { vec![pair, (factor, value)] } else { vec![(factor, value), pair] };
-            there.filter(|pair| missing.contains(&in_order(*pair))).count()
+            there.filter(|pair| missing.contains_key(&in_order(*pair))).count()
         };
-        let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).collect();
-        let Some(row) = tried.into_iter().max_by_key(completes) else {
+        let found = (0..ROUNDS).find_map(|_| {
+            let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).collect();
+            // The last of the best, as `max_by_key` would have it.
+            let mut best: Vec<(usize, Row)> =
+                tried.into_iter().filter(|row| !rows.contains(row)).map(|row| (completes(&row), row)).rev().collect();
+            best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
+            best.into_iter().map(|(_, row)| row).find(|row| supported(row))
+        });
+        let Some(row) = found else {
             missing.remove(&begin);
             impossible.push(begin);
             continue;
         };
-        missing.retain(|combination| !combination.iter().all(|(factor, value)| row[*factor] == *value));
+        missing.retain(|combination, times| {
+            *times -= usize::from(has(&row, combination));
+            *times > 0
+        });
         rows.push(row);
     }
     Covering { covered: all - impossible.len(), rows, impossible }
@@ -167,15 +222,19 @@ mod tests {
     ];
     const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
+    fn wanted<'a>(rules: &'a [Rule], strength: usize) -> Wanted<'a> {
+        Wanted { factors: &SMALL, rules, of: &NAMES, strength, times: 1 }
+    }
+
     fn has(rows: &[Row], combination: &[(usize, usize)]) -> bool {
         rows.iter().any(|row| combination.iter().all(|(factor, value)| row[*factor] == *value))
     }
 
     #[test]
     fn any_two_and_any_three_values_meet() {
-        let two = cover(&SMALL, &[], &NAMES, 2);
+        let two = cover(&wanted(&[], 2), &|_| true);
         assert!(two.impossible.is_empty() && two.rows.len() < 24, "{} rows", two.rows.len());
-        let three = cover(&SMALL, &[], &NAMES, 3);
+        let three = cover(&wanted(&[], 3), &|_| true);
         assert!(three.rows.len() < 72, "{} of 72 rows", three.rows.len());
         for (a, b) in (0..4).flat_map(|a| (a + 1..4).map(move |b| (a, b))) {
             for (x, y) in (0..SMALL[a].values.len()).flat_map(|x| (0..SMALL[b].values.len()).map(move |y| (x, y))) {
@@ -195,8 +254,22 @@ mod tests {
             Rule { one: ("b", &["2"]), other: ("c", &["1"]), why: "" },
         ];
         // a = 0 wants b = 2 and c = 1, which exclude one another: it has no row at all.
-        let covering = cover(&SMALL, &rules, &NAMES, 2);
+        let covering = cover(&wanted(&rules, 2), &|_| true);
         assert!(covering.rows.iter().all(|row| row[0] != 0 && !(row[1] == 2 && row[2] == 1)));
         assert_eq!(covering.impossible.len(), 1 + 1 + 4, "{:?}", covering.impossible);
+    }
+
+    #[test]
+    fn combinations_are_in_so_many_rows_that_are_supported() {
+        // Nothing with c = 1 is supported, nor a = 0 beside b = 0.
+        let covering = cover(&Wanted { times: 3, ..wanted(&[], 2) }, &|row| row[2] != 1 && (row[0], row[1]) != (0, 0));
+        for (n, row) in covering.rows.iter().enumerate() {
+            assert!(row[2] == 0 && (row[0], row[1]) != (0, 0) && !covering.rows[..n].contains(row), "{row:?}");
+        }
+        let in_rows = |x: (usize, usize), y: (usize, usize)| covering.rows.iter().filter(|row| row[x.0] == x.1 && row[y.0] == y.1).count();
+        assert!((0..3).all(|b| (0..4).all(|d| in_rows((1, b), (3, d)) >= 2)), "{:?}", covering.rows);
+        assert!(covering.impossible.contains(&vec![(0, 0), (1, 0)]) && covering.impossible.contains(&vec![(2, 1), (3, 0)]));
+        // 3 values of a, 3 of b and 4 of d have no row with c = 1.
+        assert!(covering.impossible.len() > 10, "{:?}", covering.impossible);
     }
 }

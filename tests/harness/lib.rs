@@ -18,6 +18,7 @@ pub mod offline;
 pub mod oracle;
 pub mod packing;
 pub mod paging;
+pub mod prove;
 pub mod random;
 pub mod recorder;
 pub mod runner;

@@ -146,6 +146,8 @@ struct Stage {
     slope: Real,
     /// What its own roundings may move the value by, in units of f32's roundoff.
     rounding: Real,
+    /// How large what it makes of a `tanh` is: of a GPU's own that is off by a part of it.
+    tanh: Option<Real>,
     /// Derivatives by parameters.
     partials: Vec<(&'static str, Real)>,
     /// Of tables among them, the element that a score reads.
@@ -319,9 +321,16 @@ impl Library {
 
     /// Calls with everything as closures; `along` names parameters whose derivatives are wanted.
     pub fn with<T>(&self, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
+        self.with_tanh_off(along, 0.0, call)
+    }
+
+    /// The same of an executor whose `tanh` is off by so many units of f32's roundoff.
+    pub fn with_tanh_off<T>(&self, along: &[&str], tanh: f64, call: impl FnOnce(&Closures<'_>) -> T) -> T {
         let modify = |score, here| *self.values(score, here).last().unwrap_or(&score);
         let slope = |score, here| self.slopes(&self.values(score, here), here).iter().product();
-        let rounding = |score, here| self.carried(score, here, |stage, x| (stage.rounding)(x, here), f64::abs);
+        let of_stage =
+            |stage: &Stage, x, here| (stage.rounding)(x, here) + stage.tanh.as_ref().map_or(0.0, |size| tanh * size(x, here).abs());
+        let rounding = |score, here| self.carried(score, here, |stage, x| of_stage(stage, x, here), f64::abs);
         let there =
             |here| self.packing.as_ref().is_none_or(|packing| packing.has(here)) && self.cache.as_ref().is_none_or(|cache| cache.has(here));
         let keep = |here| there(here) && self.keeps.iter().all(|keep| keep(here));

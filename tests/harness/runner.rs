@@ -29,7 +29,7 @@ use crate::say::say;
 pub use backward::{
     Draw, Source, gradients_elsewhere, random_backward, random_padded_backward, run_backward, run_backward_case, run_backward_with,
 };
-pub use covered::run_covered;
+pub use covered::{covered, run_covered};
 pub use dropped::{Drops, dropped};
 pub use edges::{Edges, Looked, edges};
 pub use few::random_few;
@@ -45,6 +45,7 @@ use sdpa::{
     Align, Amax, AttentionSpec, DType, Direction, Dropout, Error, Executor, ExecutorName, HostForward, Layout, Mask, Operand as Name,
     Packed, Paged, Report, Shape, Side, Statistic, StatsBase, TensorSpec, Unsupported,
 };
+use sdpa_oracle::F32_ROUNDOFF;
 pub use stays::{Stays, stays};
 use std::f64::consts::LN_2;
 
@@ -124,6 +125,17 @@ pub fn run_case(case: &Case, executor: &dyn Executor) -> Outcome {
     run_with(&spec, &draw, library.as_ref(), executor).with_repro(|| case.repro(executor.name()))
 }
 
+impl<D: Measured + 'static> Outcome<D> {
+    /// The same, whichever pass it is of.
+    pub fn boxed(self) -> Outcome<Box<dyn Measured>> {
+        match self {
+            Outcome::Pass(distance, report) => Outcome::Pass(Box::new(distance), report),
+            Outcome::Skip(why) => Outcome::Skip(why),
+            Outcome::Fail(how) => Outcome::Fail(how),
+        }
+    }
+}
+
 impl<D> Outcome<D> {
     /// A failure says how it is seen again.
     #[must_use]
@@ -194,10 +206,13 @@ fn laid(tensor: &TensorSpec, side: Side, library: Option<&Library>) -> Laid {
     library.map_or_else(|| tensor.into(), |library| library.laid(tensor, side))
 }
 
+/// An executor that takes whatever an automatic choice does, cuDNN's engines too.
+pub const AUTO: ExecutorName = ExecutorName::new("auto");
+
 /// Makes rows NaN that are padding: no result may depend on them. cuDNN's engines multiply them by 0, so they stay numbers there.
 fn spoil_padding(executor: ExecutorName, library: Option<&Library>, side: Side, tensors: &mut [(&TensorSpec, &mut inputs::Operand)]) {
     let Some(library) = library else { return };
-    let multiplies = executor == ExecutorName::CUDNN;
+    let multiplies = [ExecutorName::CUDNN, AUTO].contains(&executor);
     let (cache, lengths) = match side {
         Side::Keys => (library.cache(), library.key_lengths()),
         Side::Queries => (None, library.query_lengths()),
@@ -304,7 +319,8 @@ fn computed<T>(
         StatsBase::Two => stats.map(|stats| stats.into_iter().map(|x| x * LN_2).collect()),
     };
     let got = Outputs { o, of_rows: [stats, row_max, sum_exp] };
-    Ok((with(library, &[], |closures| judge(&textbook, closures, &got)), report))
+    let tanh = tanh_error(executor.name(), spec.dtype);
+    Ok((with(library, &[], tanh, |closures| judge(&textbook, closures, &got)), report))
 }
 
 /// What a row without keys has.
@@ -315,10 +331,20 @@ fn of_no_key(statistic: Statistic) -> f64 {
     }
 }
 
+/// How far `tanh` is off that kernels for NVIDIA GPUs take beside operands of a type, in units of f32's roundoff (docs/numerics.md).
+fn tanh_error(executor: ExecutorName, dtype: DType) -> f64 {
+    let relative = match dtype {
+        DType::BF16 => 1.0 / 2048.0,
+        DType::F16 => 2e-5,
+        DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 0.0,
+    };
+    if [ExecutorName::CUDA, AUTO].contains(&executor) { relative / F32_ROUNDOFF } else { 0.0 }
+}
+
 /// Calls with the closures of the library, or with none.
-fn with<T>(library: Option<&Library>, along: &[&str], call: impl FnOnce(&Closures<'_>) -> T) -> T {
+fn with<T>(library: Option<&Library>, along: &[&str], tanh: f64, call: impl FnOnce(&Closures<'_>) -> T) -> T {
     match library {
-        Some(library) => library.with(along, call),
+        Some(library) => library.with_tanh_off(along, tanh, call),
         None => call(&Closures::default()),
     }
 }

@@ -13,7 +13,7 @@ mod sources;
 mod statistics;
 
 use conformance::case::Case;
-use conformance::covering::two_way;
+use conformance::covering::Strength;
 use conformance::msl::table;
 use conformance::msl::{Check, Emulated, Row, Toolchain};
 use conformance::random::Random;
@@ -176,7 +176,8 @@ fn forward_cases() {
 #[test]
 fn any_two_features_meet() {
     let Some(toolchain) = emulation("the covering") else { return };
-    let problems = of_today(&format!("covering {NAME}"), COVERING_DAYS, two_way().unwrap(), |_| Vec::new());
+    let problems = Strength::Two.problems_for(&Emulated::new(toolchain.clone(), 0).executor()).unwrap();
+    let problems = of_today(&format!("covering {NAME}"), COVERING_DAYS, problems, |_| Vec::new());
     let tally = Mutex::new(Tally::default());
     side_by_side(&problems, |problem| run_covered(problem, NAME, &emulated(&toolchain, &(problem.case.clone(), None)), &tally));
     judge("covering", tally);

@@ -6,6 +6,7 @@ use conformance::{Case, random::Random};
 use sdpa::cuda::tile::Tile;
 use sdpa::cuda::{CudaExecutor, CudaOptions};
 use sdpa::{AttentionSpec, BackwardSpec, DType, SINK};
+use std::sync::{Mutex, PoisonError};
 
 pub(crate) fn executor(tile: Option<Tile>) -> Result<CudaExecutor> {
     executor_of(CudaOptions { tile, ..CudaOptions::default() })
@@ -51,15 +52,16 @@ pub(crate) fn run(random: u64, part: Option<&str>, first: u64) -> Result<()> {
                 }
             }
             "large" => {
-                for problem in runner::LargeScores::all(&[DType::BF16, DType::F16, DType::F32]) {
-                    match problem.run(executor) {
-                        Ok(()) => tally.passed += 1,
-                        Err(how) => {
-                            println!("FAIL {problem:?}: {how}");
-                            tally.failed += 1;
-                        }
+                let failed = Mutex::new(0);
+                let all = runner::LargeScores::all(&[DType::BF16, DType::F16, DType::F32]);
+                runner::side_by_side(&all, |problem| {
+                    if let Err(how) = problem.run(executor) {
+                        println!("FAIL {problem:?}: {how}");
+                        *failed.lock().unwrap_or_else(PoisonError::into_inner) += 1;
                     }
-                }
+                });
+                tally.failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+                tally.passed = all.len() - tally.failed;
             }
             "packed" => {
                 Case::all_packed()?.iter().for_each(|case| tally.add("cuda", &case.name, &runner::run_case(case, executor)));

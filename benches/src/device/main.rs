@@ -24,6 +24,7 @@ mod memory;
 mod msl;
 mod packed;
 mod plans;
+mod prove;
 mod scaling;
 mod setup;
 mod soak;
@@ -37,13 +38,14 @@ mod tuned;
 mod turns;
 mod weight;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 const USAGE: &str = "device, and one of
   right:  suite [RANDOM [random|trees|packed|paged|sinks|ends|dropout|pieces|fp8 [FIRST [composite|unified]]]] | cudarc | plans | files [PLANS] | graphs [alone] | gpus | tuned | buckets [CALLS] | soak [CALLS [SHAPES]]
           | limits [strides | large | all [cuda]] | lengths [right] | edges [RULES [FIRST]]
           | packed [PROBLEMS] | decode [STEPS] | cuda [RANDOM [cases|packed|few|paged|library|random|ends|trees|gradients|gradients-library|gradients-random|portable [FIRST]]] | cuda-repeat [LAUNCHES] | cuda-large [LAUNCHES]
-          | threads [SECONDS] | msl [long | few | all | 3/40]
+          | prove cpu|cuda|cuda-mma|cudnn|auto [two|three|ledger [FOLDER [PROBLEM]]] | threads [SECONDS] | msl [long | few | all | 3/40]
   fast:   cuda-speed [families | backward] [ROWS] | cuda-few | cuda-cuts | cuda-matrix [PROBLEMS [FIRST]] | speed | speed-backward | speed-fp8 [turns] | short | host | loads | scaling | weight | growth | startup [PLANS]
           | stack BATCH SEQ
           | time (JSON lines in and out)
@@ -77,6 +79,11 @@ fn main() -> ExitCode {
         Some("cuda-matrix") => cuda_matrix::run(number(1, 400), number(2, 0)),
         Some("cuda-cuts") => cuda_speed::cuts(),
         Some("plans") => plans::run(),
+        Some("prove") => {
+            let text = |n: usize, default| args.get(n).map_or(default, String::as_str);
+            prove::run(text(1, ""), text(2, "two"), Path::new(text(3, "proof")), args.get(4).map(String::as_str))
+        }
+        Some("prove-worker") => prove::worker(args.get(1).map_or("", String::as_str)),
         Some("version") => files::version(),
         Some("files") => files::run(args.get(1).map(String::as_str)),
         Some("loads") => files::loads(),

@@ -1,20 +1,24 @@
 //! The features of attention problems, and the case of a row.
 
-use super::{Factor, Row, Rule, cover};
+use super::{Covering, Factor, Row, Rule, Wanted, cover};
 use crate::case::Case;
 use crate::runner::Source;
+use sdpa::Executor;
 
 /// Sets of axes of a declared parameter.
 const AXES: &[&str] = &["", "b", "h", "q", "k", "bh", "bq", "bk", "hq", "hk", "qk", "bhq", "bhk", "bqk", "hqk", "bhqk"];
 
 /// Every feature. Each problem also has NaN wherever its lengths, documents and pages leave memory that no query attends to.
-pub const FACTORS: [Factor; 18] = [
+pub const FACTORS: [Factor; 19] = [
     Factor { name: "pass", values: &["forward", "backward", "backward of its own forward"] },
-    Factor { name: "dtype", values: &["f32", "f16", "bf16"] },
+    Factor { name: "dtype", values: &["f32", "f16", "bf16", "f8e4m3", "f8e5m2"] },
     Factor { name: "dims", values: &["40", "64", "96", "128", "160", "256", "192 and 128", "72 and 200"] },
     Factor { name: "query heads per KV head", values: &["1", "2", "3", "4", "8"] },
     Factor { name: "layout", values: &["bhsd", "bshd", "sbhd", "bhsd with gaps"] },
-    Factor { name: "size", values: &["1 x 1", "one query", "below a tile", "off a tile", "many tiles", "split KV"] },
+    Factor {
+        name: "size",
+        values: &["no queries", "no keys", "1 x 1", "one query", "below a tile", "off a tile", "many tiles", "split KV"],
+    },
     Factor { name: "container", values: &["dense", "packed", "cross-packed", "paged", "paged, packed queries", "one tensor"] },
     Factor {
         name: "mask",
@@ -31,7 +35,8 @@ pub const FACTORS: [Factor; 18] = [
             "global-local:9,3",
         ],
     },
-    Factor { name: "score_mod", values: &["none", "softcap:5", "alibi", "smooth"] },
+    Factor { name: "score_mod", values: &["none", "softcap:5", "slanted", "smooth"] },
+    Factor { name: "scores", values: &["ordinary", "very-low-rows", "very-high-rows"] },
     Factor { name: "parameter", values: &["none", "scalar", "f32", "f16", "bf16", "i32", "bool", "table"] },
     Factor { name: "axes", values: AXES },
     Factor { name: "use", values: &["none", "mask", "added", "multiplied", "inside a function"] },
@@ -48,10 +53,22 @@ pub const THREE_WAY: [&str; 8] = ["pass", "dtype", "dims", "parameter", "axes", 
 
 const TENSORS_AXES: &[&str] = &["b", "h", "q", "k", "bh", "bq", "bk", "hq", "hk", "qk", "bhq", "bhk", "bqk", "hqk", "bhqk"];
 const BACKWARD: &[&str] = &["backward", "backward of its own forward"];
+const FP8: &[&str] = &["f8e4m3", "f8e5m2"];
 const PAGED: &[&str] = &["paged", "paged, packed queries"];
 
 /// Values that no problem has together.
-pub const RULES: [Rule; 19] = [
+pub const RULES: [Rule; 22] = [
+    Rule {
+        one: ("dtype", FP8),
+        other: ("pass", &["backward of its own forward"]),
+        why: "gradients from an output of 8 bits have elements that rounding may change beyond recognition",
+    },
+    Rule { one: ("dtype", FP8), other: ("score_mod", &["smooth"]), why: "cubes of scores beside 8 bits likewise" },
+    Rule {
+        one: ("size", &["no queries", "no keys"]),
+        other: ("container", &["packed", "cross-packed", "paged", "paged, packed queries", "one tensor"]),
+        why: "boundaries and lengths say which documents and entries have no tokens",
+    },
     Rule { one: ("score_mod", &["smooth"]), other: ("scale", &["0.15"]), why: "cubes of large scores leave weights that f16 cannot hold" },
     Rule { one: ("parameter", &["none"]), other: ("use", &["mask", "added", "multiplied", "inside a function"]), why: "nothing is used" },
     Rule {
@@ -130,6 +147,8 @@ impl Chosen<'_> {
 /// The extents of queries and keys.
 fn seqs(size: &str) -> [i64; 2] {
     match size {
+        "no queries" => [0, 7],
+        "no keys" => [5, 0],
         "1 x 1" => [1, 1],
         "one query" => [1, 75],
         "below a tile" => [5, 7],
@@ -156,35 +175,107 @@ pub struct Problem {
     pub features: Vec<String>,
 }
 
-/// Problems in which any two features meet.
-///
-/// # Errors
-/// A case that cannot be read: a bug of this file.
-pub fn two_way() -> Result<Vec<Problem>, String> {
-    let names: Vec<&str> = FACTORS.iter().map(|factor| factor.name).collect();
-    problems("two-way", &cover(&FACTORS, &RULES, &names, 2).rows)
+/// How often how many features meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Strength {
+    /// Any two, in one problem at least.
+    Two,
+    /// Any three of [`THREE_WAY`], in one problem at least.
+    Three,
+    /// Any two, in three problems: as many as show that they are computed correctly together.
+    Ledger,
 }
 
-/// Problems in which any three features of [`THREE_WAY`] meet.
-///
-/// # Errors
-/// As [`two_way`].
-pub fn three_way() -> Result<Vec<Problem>, String> {
-    problems("three-way", &cover(&FACTORS, &RULES, &THREE_WAY, 3).rows)
+impl Strength {
+    /// `two`, `three` or `ledger`.
+    pub fn named(name: &str) -> Option<Strength> {
+        [Strength::Two, Strength::Three, Strength::Ledger].into_iter().find(|strength| strength.name() == name)
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Strength::Two => "two",
+            Strength::Three => "three",
+            Strength::Ledger => "ledger",
+        }
+    }
+
+    /// Rows that cover and are supported.
+    pub fn rows(self, supported: &dyn Fn(&Row) -> bool) -> Covering {
+        let every: Vec<&str> = FACTORS.iter().map(|factor| factor.name).collect();
+        let (of, strength, times) = match self {
+            Strength::Two => (&every[..], 2, 1),
+            Strength::Three => (&THREE_WAY[..], 3, 1),
+            Strength::Ledger => (&every[..], 2, 3),
+        };
+        cover(&Wanted { factors: &FACTORS, rules: &RULES, of, strength, times }, supported)
+    }
+
+    /// The problems of every row, whoever supports them.
+    ///
+    /// # Errors
+    /// A case that cannot be read: a bug of this file.
+    pub fn problems(self) -> Result<Vec<Problem>, String> {
+        self.problems_of(&self.rows(&|_| true).rows)
+    }
+
+    /// The problems of those rows that an executor supports.
+    ///
+    /// # Errors
+    /// As [`Strength::problems`].
+    pub fn problems_for(self, executor: &dyn Executor) -> Result<Vec<Problem>, String> {
+        self.problems_of(&self.rows(&|row| Problem::of("", row).is_ok_and(|problem| problem.is_supported(executor))).rows)
+    }
+
+    /// The problems of rows.
+    ///
+    /// # Errors
+    /// As [`Strength::problems`].
+    pub fn problems_of(self, rows: &[Row]) -> Result<Vec<Problem>, String> {
+        rows.iter().enumerate().map(|(n, row)| Problem::of(&format!("{} {n}", self.label()), row)).collect()
+    }
+
+    fn label(self) -> &'static str {
+        match self {
+            Strength::Two => "two-way",
+            Strength::Three => "three-way",
+            Strength::Ledger => "ledger",
+        }
+    }
 }
 
-fn problems(what: &str, rows: &[Row]) -> Result<Vec<Problem>, String> {
-    rows.iter().enumerate().map(|(n, row)| problem(&format!("{what} {n}"), row)).collect()
-}
+impl Problem {
+    /// The problem of a row.
+    ///
+    /// # Errors
+    /// As [`Strength::problems`].
+    pub fn of(name: &str, row: &[usize]) -> Result<Problem, String> {
+        let source = match Chosen(row).of("pass") {
+            "forward" => None,
+            "backward" => Some(Source::Oracle),
+            _ => Some(Source::Executor),
+        };
+        let features = FACTORS.iter().zip(row).map(|(factor, &value)| format!("{}: {}", factor.name, factor.values[value])).collect();
+        Ok(Problem { case: case_of(name, row)?, source, features })
+    }
 
-fn problem(name: &str, row: &[usize]) -> Result<Problem, String> {
-    let source = match Chosen(row).of("pass") {
-        "forward" => None,
-        "backward" => Some(Source::Oracle),
-        _ => Some(Source::Executor),
-    };
-    let features = FACTORS.iter().zip(row).map(|(factor, &value)| format!("{}: {}", factor.name, factor.values[value])).collect();
-    Ok(Problem { case: case_of(name, row)?, source, features })
+    /// Whether an executor takes it, before anything is made ready.
+    ///
+    /// # Panics
+    /// Where the case is no problem: a bug of this file.
+    pub fn is_supported(&self, executor: &dyn Executor) -> bool {
+        if self.case.skip.contains_key(executor.name().name()) {
+            return false;
+        }
+        match self.source {
+            None => self.case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_ok()),
+            Some(_) => {
+                let problem = self.case.backward_spec().unwrap().validate().unwrap();
+                executor.supports_backward(&problem).is_ok() && executor.supports(problem.forward()).is_ok()
+            }
+        }
+    }
 }
 
 fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
@@ -225,6 +316,14 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
     flag(chosen.is("statistics", "stats in base 2"), "stats_base = \"two\"");
     flag(chosen.is("statistics", "row maxima and sums"), "row_max = true\nsum_exp = true");
     flag(!chosen.is("scale", "default"), &format!("attn_scale = {}", chosen.of("scale")));
+    let of_cudnn = if ["0", "-0.1"].contains(&chosen.of("scale")) {
+        Some("its kernels take positive scales alone, and say so at the call")
+    } else if !chosen.is("scores", "ordinary") && !chosen.is("pass", "forward") {
+        Some("its f32 log-sum-exp cannot hold the logarithm of a sum beside such a score (docs/numerics.md)")
+    } else {
+        None
+    };
+    lines.extend(of_cudnn.map(|why| format!("skip = {{ cudnn = \"{why}\" }}")));
 
     let (parameter, axes) = (chosen.of("parameter"), chosen.of("axes"));
     let (how, wrt) = match (chosen.of("use"), parameter) {
@@ -235,12 +334,14 @@ fn case_of(name: &str, row: &[usize]) -> Result<Case, String> {
         (how, _) => (Some(format!("parameter:{},{parameter},{axes}", how.split(' ').next().unwrap_or_default())), "t"),
     };
     let masked = chosen.is("use", "mask");
-    let list = |first: &str, second: Option<&String>| {
-        let first = (first != "none").then(|| first.to_owned());
-        first.into_iter().chain(second.cloned()).map(|text| format!("{text:?}")).collect::<Vec<_>>().join(", ")
+    let list = |names: [&str; 3]| {
+        let named = names.into_iter().filter(|name| !["", "none", "ordinary"].contains(name));
+        named.map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
     };
-    lines.push(format!("mask = [{}]", list(chosen.of("mask"), how.as_ref().filter(|_| masked))));
-    lines.push(format!("score_mod = [{}]", list(chosen.of("score_mod"), how.as_ref().filter(|_| !masked))));
+    let of = |masks: bool| how.as_deref().filter(|_| masks == masked).unwrap_or_default();
+    lines.push(format!("mask = [{}]", list([chosen.of("mask"), of(true), ""])));
+    // Whole rows last, so that nothing is added to what f32 cannot hold beside it.
+    lines.push(format!("score_mod = [{}]", list([chosen.of("score_mod"), of(false), chosen.of("scores")])));
     if !chosen.is("pass", "forward") {
         let asked = [
             (chosen.is("gradient of the parameter", "yes"), format!("\"{wrt}:f32\"")),
@@ -264,17 +365,16 @@ mod tests {
             None => problem.case.spec().map(|spec| spec.validate().map(drop)),
             Some(_) => problem.case.backward_spec().map(|spec| spec.validate().map(drop)),
         };
-        for problem in two_way().unwrap().iter().chain(&three_way().unwrap()) {
-            if let Err(e) = check(problem).unwrap() {
-                panic!("{}: {e}\n{:?}", problem.case.name, problem.features);
-            }
-        }
+        let problems = [Strength::Two, Strength::Three].map(|strength| strength.problems().unwrap()).into_iter().flatten();
+        let wrong = problems
+            .filter_map(|problem| Some(format!("{} ({:?}): {}", problem.case.name, problem.features, check(&problem).unwrap().err()?)));
+        let wrong: Vec<String> = wrong.collect();
+        assert!(wrong.is_empty(), "{} are no problems:\n{}", wrong.len(), wrong.join("\n"));
     }
 
     #[test]
     fn few_pairs_have_no_problem() {
-        let names: Vec<&str> = FACTORS.iter().map(|factor| factor.name).collect();
-        let covering = cover(&FACTORS, &RULES, &names, 2);
+        let covering = Strength::Two.rows(&|_| true);
         // Gradients beside pages and beside results of forward passes alone: 12. Axes without a parameter: 15.
         assert_eq!(covering.impossible.len(), 27, "{:?}", covering.impossible);
         assert!(covering.covered > 4000 && covering.rows.len() < 250, "{} rows cover {} pairs", covering.rows.len(), covering.covered);

@@ -29,7 +29,7 @@ fn lengths(random: &mut Random, entries: usize, extent: i64) -> Values {
         1 => extent,
         2 => extent + random.between(1, 40),
         3 => (random.between(0, extent / 8) * 8 + random.between(-1, 1)).clamp(0, extent),
-        _ => random.between(1, extent),
+        _ => random.between(extent.min(1), extent),
     };
     Values::I32((0..entries).map(|_| one() as i32).collect())
 }

@@ -25,6 +25,7 @@ fn adds(what: impl Fn(Here) -> f64 + Clone + Send + Sync + 'static, rounding: im
         value: Box::new(move |score, here| score + value(here)),
         slope: Box::new(|_, _| 1.0),
         rounding: Box::new(move |score, here| (score + what(here)).abs() + rounding(here)),
+        tanh: None,
         partials: Vec::new(),
         reads: Vec::new(),
     }
@@ -54,6 +55,7 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
         value: Box::new(move |score, _| cap * part(score)),
         slope: Box::new(move |score, _| 1.0 - part(score).powi(2)),
         rounding: Box::new(move |score, _| 8.0 * (cap * part(score)).abs() + 2.0 * score.abs()),
+        tanh: Some(Box::new(move |score, _| cap * part(score))),
         partials: vec![("cap", Box::new(by_cap))],
         reads: Vec::new(),
     })
@@ -61,7 +63,7 @@ fn softcap(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, String> {
 
 /// Score_mods that the library has no name for: of packed documents, what is told by the place in the row of all, and by the document; tables, some
 /// read outside of them; what is a number within the extents alone.
-const OWN: [(&str, &str); 9] = [
+const OWN: [(&str, &str); 12] = [
     ("row-place", "tensor cu_seqlens[batch + 1]: i32; score + f32((cu_seqlens + k) % 3) * 0.25"),
     ("row-place-of-keys", "tensor cu_seqlens_kv[batch + 1]: i32; score + f32((cu_seqlens_kv + k) % 3) * 0.25"),
     ("temperature", "tensor temperature[batch]: f32; score * temperature"),
@@ -76,6 +78,9 @@ const OWN: [(&str, &str); 9] = [
         "smooth",
         "score + 0.1 * pow(score, 3.0) - pow(score, 2.0) * pow(f32(q - k), 0.0) + exp(score * 0.25) / (1.0 + abs(score)) + log(sqrt(score * score + 0.5))",
     ),
+    ("slanted", "score + f32(k - q) * pow(0.5, f32(head + 6))"),
+    ("very-low-rows", "select(q % 3 == 1, -1000000000.0, score)"),
+    ("very-high-rows", "select(q % 3 == 1, 1000000000.0, score)"),
     ("blocks", "table of_blocks[2, 3, 4, 2]: bf16; score + of_blocks[batch, head - 1, q / 16, (k - 5) / 32]"),
 ];
 
@@ -150,6 +155,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 value: Box::new(move |score, here| score * of(here)),
                 slope: Box::new(move |_, here| slope(here)),
                 rounding: Box::new(move |score, here| (score * rounding(here)).abs()),
+                tanh: None,
                 partials: vec![("gain", Box::new(|score, _| score))],
                 reads: vec![("gain", read)],
             })
@@ -175,6 +181,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 value: Box::new(move |score, here| score * temperature.at(here)),
                 slope: Box::new(move |_, here| slope.at(here)),
                 rounding: Box::new(move |score, here| (score * rounding.at(here)).abs()),
+                tanh: None,
                 partials: vec![("temperature", Box::new(|score, _| score))],
                 reads: Vec::new(),
             })
@@ -207,6 +214,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 slope: Box::new(move |_, here| slope(here)),
                 // Devices are off by 1e-6 of a logarithm, and by that times the exponent.
                 rounding: Box::new(move |score, here| 8.0 * (score * slope(here)).abs() + 64.0 * rounding(here).1),
+                tanh: None,
                 partials: Vec::new(),
                 reads: Vec::new(),
             })
@@ -222,6 +230,24 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 value: Box::new(move |score, _| cubes(score) + quotient(score) + (score * score + 0.5).ln() / 2.0),
                 slope: Box::new(move |score, _| slope(score)),
                 rounding: Box::new(|score, _| 8.0 * (1.0 + 3.0 * score.abs() + 0.1 * score.abs().powi(3) + score.powi(2))),
+                tanh: None,
+                partials: Vec::new(),
+                reads: Vec::new(),
+            })
+        }
+        "slanted" => {
+            let slant = |here: Here| distance(here) * 0.5f64.powi(here[1] as i32 + 6);
+            Ok(adds(slant, move |here| SLOPE * slant(here).abs()))
+        }
+        // Numbers that f32 holds: such a row weighs every key alike.
+        "very-low-rows" | "very-high-rows" => {
+            let all = if text == "very-low-rows" { -1e9 } else { 1e9 };
+            let is_one = |[_, _, q, _]: Here| q % 3 == 1;
+            Ok(Stage {
+                value: Box::new(move |score, here| if is_one(here) { all } else { score }),
+                slope: Box::new(move |_, here| if is_one(here) { 0.0 } else { 1.0 }),
+                rounding: Box::new(|_, _| 0.0),
+                tanh: None,
                 partials: Vec::new(),
                 reads: Vec::new(),
             })
@@ -236,6 +262,7 @@ pub(super) fn stage(text: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
                 value: Box::new(move |score, here| score * factor(here) + value.at(here) * log(here)),
                 slope: Box::new(move |_, here| factor(here)),
                 rounding: Box::new(move |score, here| 4.0 * (score * factor(here)).abs() + 4.0 * (rounding.at(here) * log(here)).abs()),
+                tanh: None,
                 partials: vec![("within", Box::new(move |_, here| log(here)))],
                 reads: Vec::new(),
             })

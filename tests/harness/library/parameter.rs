@@ -80,13 +80,14 @@ pub(super) fn stage(rest: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
         let of = of.clone();
         move |score: f64, here: Here| (score * 0.25 + of(here)).tanh()
     };
-    let (value, slope, own) = (angle.clone(), angle.clone(), angle);
+    let (value, slope, own, bounded) = (angle.clone(), angle.clone(), angle.clone(), angle);
     let (term, factor, size) = (of.clone(), of.clone(), of);
     Ok(match using {
         Some("added") => Stage {
             value: Box::new(move |score, here| score + term(here)),
             slope: Box::new(|_, _| 1.0),
             rounding: Box::new(move |score, here| (score + size(here)).abs()),
+            tanh: None,
             partials: vec![("t", Box::new(|_, _| 1.0))],
             reads: Vec::new(),
         },
@@ -94,6 +95,7 @@ pub(super) fn stage(rest: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             value: Box::new(move |score, here| score * term(here)),
             slope: Box::new(move |_, here| factor(here)),
             rounding: Box::new(move |score, here| (score * size(here)).abs()),
+            tanh: None,
             partials: vec![("t", Box::new(|score, _| score))],
             reads: Vec::new(),
         },
@@ -106,6 +108,7 @@ pub(super) fn stage(rest: &str, drawing: &mut Drawing<'_>) -> Result<Stage, Stri
             rounding: Box::new(move |score, here| {
                 score.abs() + 8.0 * own(score, here).abs() + 2.0 * (score * 0.25).abs() + 2.0 * size(here).abs()
             }),
+            tanh: Some(Box::new(bounded)),
             partials: vec![("t", Box::new(move |score, here| 1.0 - slope(score, here).powi(2)))],
             reads: Vec::new(),
         },

@@ -211,6 +211,7 @@ impl Library {
             value: Box::new(move |score, here| value(score, here).value),
             slope: Box::new(move |score, here| slope(score, here).slope),
             rounding: Box::new(move |score, here| rounding(score, here).rounding),
+            tanh: None,
             partials: Vec::new(),
             reads: Vec::new(),
         };

@@ -2,7 +2,8 @@
 
 use super::narrow::{Narrowed, room};
 use super::{
-    Outcome, Own, drawn_entries, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, with,
+    Outcome, Own, drawn_entries, entries, laid, place_packed, random_padded, random_spec, read_by_oracle, ready, spoil_padding, tanh_error,
+    with,
 };
 use crate::case::Case;
 use crate::compare::{GotAlong, GotGradients, GradientDistance, Measured, compare_gradients};
@@ -164,7 +165,7 @@ pub(super) fn computed<T>(
     };
     let upstream = narrowed.real(Name::DO, inputs::gather(of(Name::DO), &d_o));
     if dtype.is_fp8() {
-        let exact = with(library, &[], |closures| oracle::gradients(&textbook, closures, &upstream));
+        let exact = with(library, &[], 0.0, |closures| oracle::gradients(&textbook, closures, &upstream));
         narrowed.backward(&problem, (&values, &upstream), textbook.scale, [&exact.dq, &exact.dk, &exact.dv].map(|g| &g.value[..]));
     }
     let textbook = oracle::Problem { narrow: narrowed.told_backward(&problem), ..textbook };
@@ -174,7 +175,7 @@ pub(super) fn computed<T>(
     let given = Given { attn_scale: draw.attn_scale, params: &params, narrowed: &narrowed };
     let (o, stats) = match source {
         Source::Oracle => {
-            let answer = with(library, &[], |closures| oracle::attention(&textbook, closures));
+            let answer = with(library, &[], 0.0, |closures| oracle::attention(&textbook, closures));
             let o = narrowed.rounds_to(Name::O, answer.o);
             (inputs::scatter(of(Name::O), problem.dtype_of(Name::O), &o), inputs::scatter(of_stats, DType::F32, &answer.stats))
         }
@@ -197,7 +198,8 @@ pub(super) fn computed<T>(
     let along: Vec<&str> = problem.wrt_scores().map(|g| g.name.as_str()).collect();
     let d_o = upstream;
     let whose = if source == Source::Executor { Whose::Own } else { Whose::Rounded };
-    Ok((with(library, &along, |closures| judge(&textbook, closures, &d_o, whose, &got)), report))
+    let tanh = tanh_error(executor.name(), dtype);
+    Ok((with(library, &along, tanh, |closures| judge(&textbook, closures, &d_o, whose, &got)), report))
 }
 
 /// `o` and `stats` of the executor's own forward pass.

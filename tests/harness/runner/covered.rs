@@ -1,31 +1,33 @@
 //! Problems of a covering on one executor.
 
-use super::{Tally, run_backward_case, run_case};
+use super::{Outcome, Tally, run_backward_case, run_case};
+use crate::compare::Measured;
 use crate::covering::Problem;
 use sdpa::Executor;
 use std::sync::{Mutex, PoisonError};
 
-/// Runs a problem and counts what became of it. A problem that the executor supports and does not run is a failure.
+/// What becomes of a problem. One that the executor supports and does not run is a failure.
 ///
 /// # Panics
 /// Where the case is no problem: a bug of the harness.
-pub fn run_covered(problem: &Problem, label: &str, executor: &dyn Executor, tally: &Mutex<Tally>) {
-    let Problem { case, source, features } = problem;
-    let name = format!("{} ({})", case.name, features.join("; "));
+pub fn covered(problem: &Problem, executor: &dyn Executor) -> Outcome<Box<dyn Measured>> {
+    let Problem { case, source, .. } = problem;
+    let unsupported = || !problem.is_supported(executor);
     match source {
-        None => {
-            let unsupported = || case.spec().unwrap().validate().is_ok_and(|problem| executor.supports(&problem).is_err());
-            let outcome = run_case(case, executor).skip_only_if(unsupported, || case.repro(executor.name()));
-            tally.lock().unwrap_or_else(PoisonError::into_inner).add(label, &name, &outcome);
-        }
+        None => run_case(case, executor).skip_only_if(unsupported, || case.repro(executor.name())).boxed(),
         Some(source) => {
-            let unsupported = || {
-                let problem = case.backward_spec().unwrap().validate().unwrap();
-                executor.supports_backward(&problem).is_err() || executor.supports(problem.forward()).is_err()
-            };
             let outcome = run_backward_case(case, *source, executor);
-            let outcome = outcome.skip_only_if(unsupported, || case.backward_repro(executor.name()));
-            tally.lock().unwrap_or_else(PoisonError::into_inner).add(label, &name, &outcome);
+            outcome.skip_only_if(unsupported, || case.backward_repro(executor.name())).boxed()
         }
     }
+}
+
+/// Runs a problem and counts what became of it, as [`covered`] says.
+///
+/// # Panics
+/// As [`covered`].
+pub fn run_covered(problem: &Problem, label: &str, executor: &dyn Executor, tally: &Mutex<Tally>) {
+    let outcome = covered(problem, executor);
+    let name = format!("{} ({})", problem.case.name, problem.features.join("; "));
+    tally.lock().unwrap_or_else(PoisonError::into_inner).add(label, &name, &outcome);
 }
