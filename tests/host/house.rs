@@ -40,7 +40,7 @@ const FENCES: [&str; 27] = [
 /// Lines of a file at most.
 const LONGEST: usize = 600;
 
-fn ignored() -> Vec<String> {
+pub(crate) fn ignored() -> Vec<String> {
     let text = std::fs::read_to_string(repository(".gitignore")).unwrap();
     text.lines().map(|line| line.trim_matches('/').to_owned()).collect()
 }
@@ -301,38 +301,8 @@ fn tests_are_where_texts_say() {
     assert!(asked > 10 && wrong.is_empty(), "there is no {}", wrong.join(", "));
 }
 
-/// Files below a folder, without those that are ignored.
-fn files(folder: &Path, found: &mut Vec<String>) {
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if path.is_dir() && name != ".git" && !ignored().contains(&name) {
-            files(&path, found);
-        } else if !path.is_dir() {
-            found.push(path.to_string_lossy().into_owned());
-        }
-    }
-}
-
-/// A page may leave out the first folders of a path.
-#[test]
-fn files_that_pages_name_exist() {
-    let (mut texts, mut found) = (Vec::new(), Vec::new());
-    pages(&repository("."), &mut texts);
-    files(&repository("."), &mut found);
-    let exists = |path: &str| found.iter().any(|file| file.ends_with(&format!("/{path}")));
-    assert!(exists("src/key.rs") && !exists("rc/key.rs") && !exists("src/no_key.rs"));
-    let is_file = |word: &&str| {
-        let ends = [".rs", ".cu", ".cuh", ".metal", ".toml", ".md", ".sh", ".py", ".tsv"].iter().any(|end| word.ends_with(end));
-        ends && word.contains('/') && word.chars().all(|c| c.is_ascii_alphanumeric() || "_-./".contains(c))
-    };
-    let named: BTreeSet<&str> = texts.iter().flat_map(|text| text.split('`')).filter(is_file).collect();
-    let wrong: Vec<&&str> = named.iter().filter(|path| !exists(path)).collect();
-    assert!(named.len() > 100 && wrong.is_empty(), "{} files, of which do not exist: {wrong:?}", named.len());
-}
-
 /// What a name with alternatives in braces stands for.
-fn alternatives(name: &str) -> Vec<String> {
+pub(crate) fn alternatives(name: &str) -> Vec<String> {
     let parts = name.split_once('{').and_then(|(before, rest)| rest.split_once('}').map(|(inside, after)| (before, inside, after)));
     match parts {
         None => vec![name.to_owned()],

@@ -2,6 +2,7 @@
 
 mod choice;
 mod cli;
+mod documentation;
 mod facts;
 mod house;
 mod library;

@@ -17,7 +17,7 @@ mod sink;
 mod statistics;
 mod support;
 mod tensors;
-mod tool;
+pub(crate) mod tool;
 
 use conformance::random::Random;
 use safetensors::SafeTensors;
