@@ -45,9 +45,12 @@ linker() {
 # What calls Metal on a Mac: the tests of the glue, the benchmark, the command line tool. It does not run here, so nothing is optimised; what
 # runs in the compiler is that of every other step.
 link() {
-  export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=false CARGO_PROFILE_DEV_STRIP=none
-  cargo test --no-run --target "$triple" "$@" --package metal-fallback --lib
-  cargo build --target "$triple" "$@" --package bench-sdpa --bin metal --package cargo-sdpa --bin cargo-sdpa
+  . scripts/unoptimised.sh
+  export CARGO_PROFILE_DEV_STRIP=none
+  # The same packages for both, so that both ask the same features of dependencies, which are compiled once.
+  local packages=(--package metal-fallback --package bench-sdpa --package cargo-sdpa)
+  cargo "${unoptimised[@]}" test --no-run --target "$triple" "$@" "${packages[@]}" --lib
+  cargo "${unoptimised[@]}" build --target "$triple" "$@" "${packages[@]}" --bin metal --bin cargo-sdpa
 }
 
 # Nothing is an Apple binary that does not say so.
@@ -61,12 +64,24 @@ linked() {
   echo "$n arm64 binaries for macOS are linked; none is run"
 }
 
+# Crates that differ by target, and those that a Mac runs. Clippy lints the libraries that they depend on as well, which is all of them but the
+# integrations; the tests of the others are the same as on every target.
+differing() {
+  local file
+  echo cargo-sdpa
+  while read -r file; do
+    until grep -qs '^\[package\]' "$file/Cargo.toml"; do file=$(dirname "$file"); done
+    sed -n 's/^name = "\(.*\)"/\1/p' "$file/Cargo.toml" | head -1
+  done < <(grep -rlE 'target_(vendor|os|arch)' --include='*.rs' --include=Cargo.toml --exclude-dir=target .)
+}
+
 with_rustup() {
   rustup target list --installed 2>/dev/null | grep -qx "$triple" || rustup target add "$triple" || return
   rm -rf "$built/$triple/debug/deps/"{metal,sdpa,cargo_sdpa}*-????????????????
+  local crates=()
   # The integrations have nothing of Apple's own, and much to compile; what stands in for CUDA's libraries is Linux's.
-  cargo clippy --workspace --exclude sdpa-candle --exclude sdpa-python --exclude emulated --exclude recording --exclude null-driver --all-targets \
-    --target "$triple" -- -D warnings || exit
+  while read -r crate; do crates+=(--package "$crate"); done < <(differing | sort -u | grep -vE '^(sdpa-candle|sdpa-python|emulated|recording|null-driver)$')
+  cargo clippy "${crates[@]}" --all-targets --target "$triple" -- -D warnings || exit
   RUSTDOCFLAGS="-D warnings" cargo doc --quiet --package metal-fallback --package sdpa --no-deps --target "$triple" || exit
   linker
   link || exit
