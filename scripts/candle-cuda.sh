@@ -29,5 +29,6 @@ for input in "${inputs[@]}"; do [ -z "$dir" ] || : >"$dir/$(basename "$input" .c
 NVCC
 chmod +x "$tools/bin/nvcc"
 export PATH=$tools/bin:$PATH CUDA_HOME=$tools CUDA_PATH=$tools CUDA_ROOT=$tools NVCC=$tools/bin/nvcc CUDA_COMPUTE_CAP=90
-cargo clippy --package sdpa-candle --no-default-features --features cuda -- -D warnings
+# sdpa-cpu is here for what it asks of other crates: candle is then compiled once for both.
+cargo clippy --package sdpa-candle --package sdpa-cpu --no-default-features --features sdpa-candle/cuda -- -D warnings
 cargo clippy --package sdpa-candle --all-targets --features cuda -- -D warnings
