@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# test.sh [ARGUMENTS OF cargo test]: every test of the workspace, or those that the arguments name, with everything that they need
-# made first. Ends with what was skipped and why; fails where a test fails, or where something is skipped that SDPA_REQUIRE asks
-# for (the offline tests, those over the recording library and the emulated kernels, if nothing else is said).
+# test.sh [kernels | others | ARGUMENTS OF cargo test]: every test of the workspace, or those that the arguments name, with everything that they need
+# made first. `kernels` are the tests of emulated CUDA and Metal kernels, `others` all but these. Ends with what was skipped and why; fails where a
+# test fails, or where something is skipped that SDPA_REQUIRE asks for (the offline tests, those over the recording library and the emulated kernels, if nothing else is said).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}
@@ -12,12 +12,24 @@ if [ "$(uname -s)" = Linux ]; then
 fi
 log=$target/test.log
 status=0
-whole=$([ $# -gt 0 ] || echo yes)
+whole=$([ "${1:-others}" != others ] || echo yes)
 # With counters: what they are told is tested, and that they cost no allocation.
-if [ "$whole" ]; then
-  export SDPA_TEST_FEATURES=sdpa/metrics
-  set -- --workspace --features "$SDPA_TEST_FEATURES"
-fi
+case ${1:-} in
+  "" | others | kernels)
+    part=${1:-}
+    export SDPA_TEST_FEATURES=sdpa/metrics
+    set -- --workspace --features "$SDPA_TEST_FEATURES"
+    ;;
+esac
+case ${part:-} in
+  # Of the workspace: with `--package` other features are asked for, and most is compiled anew.
+  kernels) set -- "$@" --test cuda --test msl ;;
+  # Cargo has no option for all tests but some; these are compiled and not run.
+  others)
+    host=$(rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')
+    export "CARGO_TARGET_${host}_RUNNER=$PWD/scripts/but-kernels.sh"
+    ;;
+esac
 cargo test --no-fail-fast "$@" 2>&1 | tee "$log" || status=1
 
 # The cache of plans in every order of steps that a model checker tries.
