@@ -33,8 +33,9 @@ echo "a program with the crate by path: $printed"
 [[ $printed == *" computed 2"* ]]
 
 cd "$clone"
-# The workspace's own target folder and profile: the tests have compiled all of it.
-CARGO_PROFILE_DEV_OPT_LEVEL=1 cargo install --quiet --locked --debug --path sdpa/cli --root "$folder/installed" 2>/dev/null
+# Most of what it depends on was compiled for the program.
+. scripts/unoptimised.sh
+CARGO_TARGET_DIR=$target/fresh cargo "${unoptimised[@]}" install --quiet --locked --debug --path sdpa/cli --root "$folder/installed" 2>/dev/null
 mkdir "$folder/empty"
 cd "$folder/empty"
 export PATH=$folder/installed/bin:$PATH

@@ -28,7 +28,11 @@ if ! "$fresh/bin/pip" install --quiet --disable-pip-version-check 'numpy>=1.26' 
   echo "SKIP python: numpy and pytest are not to be had"
   exit 77
 fi
-# What stands in for cuDNN and the driver, where the tests of the workspace have built it.
+# What stands in for cuDNN and the driver, and the run-time compiler beside it.
+if [ "$(uname -s)" = Linux ]; then
+  scripts/setup-tests.sh
+  cargo build --quiet --package recording
+fi
 export SDPA_RECORDING=$target/debug/librecording.so
 (cd sdpa/python && "$fresh/bin/python" -m pytest --quiet -p no:cacheprovider tests)
 ls -l "$target"/wheels/*.whl
