@@ -16,7 +16,7 @@ const RULES: [Rule; 7] = [
     ("cargo sdpa: subcommands and options", tool_commands),
     ("options by themselves", lone_options),
     ("cargo: subcommands, packages, targets, features, tests", cargo_commands),
-    ("scripts and modules: options", script_options),
+    ("scripts and modules: options and parts", script_options),
     ("device: parts", device_parts),
     ("environment variables", variables),
 ];
@@ -359,6 +359,10 @@ fn script_options(known: &Known, span: &Span) -> Vec<String> {
             continue;
         };
         wrong.extend(options(words).filter(|option| !has_option(&text, option)).map(|option| format!("{file} {option}")));
+        let is_part = |word: &&&str| file == ".ci/run" && word.starts_with(|c: char| c.is_ascii_lowercase());
+        wrong.extend(
+            words.iter().filter(is_part).filter(|part| !text.contains(&format!("part_{part}()"))).map(|part| format!("{file} {part}")),
+        );
     }
     wrong
 }
@@ -411,7 +415,7 @@ fn what_the_documentation_names_exists() {
 }
 
 /// Each rule, a text that it accepts, and one that it has to refuse.
-const EXAMPLES: [(&str, &str, &str); 16] = [
+const EXAMPLES: [(&str, &str, &str); 17] = [
     ("paths", "`scripts/test.sh`", "`scripts/tests.sh`"),
     ("paths", "`sdpa/core/src/{spec,fact}.rs`", "`sdpa/core/src/{spec,facts}.rs`"),
     ("paths", "`tests/cases/*.toml`", "`tests/cases/*.yaml`"),
@@ -425,6 +429,7 @@ const EXAMPLES: [(&str, &str, &str); 16] = [
     ("cargo: ", "`cargo test --features sdpa/metrics`", "`cargo test --features sdpa/metric`"),
     ("cargo: ", "`scripts/test.sh --test host lowering::`", "`scripts/test.sh --test host no_such_test`"),
     ("scripts", "`scripts/instructions.sh --bless`", "`scripts/leaks.sh --bless`"),
+    ("scripts", "`.ci/run python checks`", "`.ci/run snake`"),
     ("scripts", "```sh\npython -m sdpa.speed --save f.svg\n```", "```sh\npython -m sdpa.speeds\n```"),
     ("device", "`device suite 1 packed 4711`", "`device suites`"),
     ("environment", "`SDPA_BLESS=1`", "`SDPA_BLESSED=1`"),
