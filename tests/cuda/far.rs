@@ -1,6 +1,6 @@
 //! Tensors whose elements are further apart than 32 bits count, in elements and bytes: what lies there is read and written as what is near is.
 
-use super::documents::whole;
+use super::documents::{up, whole};
 use super::{executor, mma};
 use conformance::emulated::submit;
 use conformance::random::Random;
@@ -8,7 +8,8 @@ use conformance::runner::side_by_side;
 use half::bf16;
 use sdpa::cuda::CudaExecutor;
 use sdpa::cudnn::{DeviceBackward, DeviceForward, DeviceParam, DeviceValue};
-use sdpa::{Align, AttentionSpec, BackwardSpec, DType, DeviceExecutor, Layout, Mask, Shape, TensorSpec};
+use sdpa::packed::{CU_SEQLENS_KV, CU_SEQLENS_Q};
+use sdpa::{Align, AttentionSpec, BackwardSpec, DType, DeviceExecutor, Layout, Mask, Packed, Shape, TensorSpec};
 use sdpa_driver::{Buffer, Stream};
 
 const SHAPE: Shape = Shape { batch: 2, heads_q: 4, heads_kv: 2, seq_q: 70, seq_kv: 90, dim_qk: 64, dim_v: 64 };
@@ -199,5 +200,61 @@ fn many_keys(executor: &CudaExecutor, seq_q: i64) {
 fn the_last_of_many_keys_are_as_those_of_few() {
     for executor in [executor(), mma::executor()].into_iter().flatten() {
         [7, 70, 140].iter().for_each(|seq_q| many_keys(&executor, *seq_q));
+    }
+}
+
+/// The output and the statistics of documents of so many queries with so many tokens before the first: 32 heads of 128, of which 2^31 elements are 524,288 tokens.
+fn packed_queries(executor: &CudaExecutor, [seq_q, seq_kv]: [i64; 2], before: i64) -> [Vec<f32>; 2] {
+    let (stream, batch) = (&executor.device().stream().unwrap(), 2);
+    let shape = Shape { batch, heads_q: 32, heads_kv: 4, seq_q, seq_kv, dim_qk: 128, dim_v: 128 };
+    let (row, tokens) = (shape.heads_q * shape.dim_qk, before + batch * seq_q);
+    let packed = Packed { cross: true, wide: true, total_q: Some(tokens), total_kv: Some(batch * shape.seq_kv) };
+    let spec = AttentionSpec::packed(DType::BF16, shape, packed).with_stats();
+    let mut random = Random::new(7);
+    let mut drawn = |elements: i64| (0..elements).map(|_| bf16::from_f64(random.normal())).collect::<Vec<_>>();
+    let mut rows = |before: i64, tokens: i64, row: i64| {
+        let mut buffer = Buffer::new(stream.device(), (2 * (before + tokens) * row) as usize).unwrap();
+        buffer.upload(stream, (2 * before * row) as usize, &drawn(tokens * row)).unwrap();
+        buffer
+    };
+    let [q, o] = [(); 2].map(|()| rows(before, batch * seq_q, row));
+    let [k, v] = [(); 2].map(|()| rows(0, batch * shape.seq_kv, shape.heads_kv * shape.dim_qk));
+    let stats = Buffer::new(stream.device(), (4 * tokens * shape.heads_q) as usize).unwrap();
+    let boundaries = |first: i64, length: i64| up(executor, stream, &(0..=batch).map(|n| first + n * length).collect::<Vec<i64>>());
+    let (of_q, of_kv) = (boundaries(before, seq_q), boundaries(0, shape.seq_kv));
+    let params = [(CU_SEQLENS_Q, &of_q), (CU_SEQLENS_KV, &of_kv)]
+        .map(|(name, of)| DeviceParam { name, value: DeviceValue::Tensor(DType::I64, whole(of)) });
+    let call = DeviceForward {
+        q: whole(&q),
+        k: whole(&k),
+        v: whole(&v),
+        o: whole(&o),
+        stats: Some(whole(&stats)),
+        row_max: None,
+        sum_exp: None,
+        amax: &[],
+        attn_scale: None,
+        params: &params,
+        workspace: None,
+    };
+    submit(&*executor.prepare_device(&spec.validate().unwrap()).unwrap(), stream, &(&call).into()).unwrap();
+    let mut outputs = vec![bf16::NAN; (batch * seq_q * row) as usize];
+    o.download(stream, (2 * before * row) as usize, &mut outputs).unwrap();
+    let mut told = vec![f32::NAN; (batch * seq_q * shape.heads_q) as usize];
+    stats.download(stream, (4 * before * shape.heads_q) as usize, &mut told).unwrap();
+    [outputs.iter().map(|x| x.to_f32()).collect(), told]
+}
+
+#[test]
+fn packed_queries_past_32_bits_are_as_the_first() {
+    for executor in [executor(), mma::executor()].into_iter().flatten() {
+        // Packed decode, and tiles of one head.
+        for extents in [[3, 600], [70, 40]] {
+            let [first, far] = [0, 530_000].map(|before| packed_queries(&executor, extents, before));
+            for (what, first, far) in [("o", &first[0], &far[0]), ("stats", &first[1], &far[1])] {
+                let off = first.iter().zip(far).filter(|(x, y)| (*x - *y).abs() > 0.02 * x.abs().max(0.1) || y.is_nan()).count();
+                assert!(off == 0, "{extents:?}: {off} of {} of {what}", first.len());
+            }
+        }
     }
 }

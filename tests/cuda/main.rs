@@ -19,6 +19,7 @@ mod pair_faults;
 mod places;
 mod ring_faults;
 mod statistics;
+mod survivors;
 
 use conformance::case::Case;
 use conformance::compare::GradientDistance;

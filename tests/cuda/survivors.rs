@@ -1,0 +1,90 @@
+//! Problems for faults that survived the other tests. All of them run every day; each fault is one that was once not found, or by one problem in hundreds.
+
+use super::faults::{
+    Fault,
+    Pass::{Backward, Forward},
+    all_are_found, all_have_places,
+};
+use super::{NAME, executor, mma};
+
+/// Upstream gradients that lie as no other tensor does: no stride of theirs is one of `o`.
+const UPSTREAM: &str = r#"
+[[case]]
+name = "upstream gradients in another layout"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 70, seq_kv = 83, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+layout = "bshd"
+stats = true
+backward = { d_o = { layout = "bhsd", gap = 8 } }
+
+[[case]]
+name = "upstream gradients in another layout, copied"
+shape = { batch = 2, heads_q = 4, heads_kv = 2, seq_q = 70, seq_kv = 83, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+layout = "bshd"
+stats = true
+backward = { d_o = { layout = "sbhd", gap = 3 } }
+"#;
+
+/// Queries without keys next to others with many, in tiles whose keys are split.
+const SPLIT: &str = r#"
+[[case]]
+name = "queries without keys in a split tile"
+shape = { batch = 1, heads_q = 4, heads_kv = 2, seq_q = 7, seq_kv = 2000, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["parameter:bool,q"]
+stats = true
+"#;
+
+/// Several tiles of several batch entries, each of them split.
+const SPLIT_TILES: &str = r#"
+[[case]]
+name = "tiles of two entries, all split"
+shape = { batch = 2, heads_q = 1, heads_kv = 1, seq_q = 200, seq_kv = 2100, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+mask = ["causal-bottom-right"]
+stats = true
+"#;
+
+/// Scores so large and so far apart that row maxima grow past any rescale threshold.
+const GROWING: &str = r#"
+[[case]]
+name = "row maxima that grow by hundreds"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 140, seq_kv = 700, dim_qk = 64, dim_v = 64 }
+dtype = "bf16"
+attn_scale = 20.0
+stats = true
+"#;
+
+/// The same for weights in f16, which end at 2^16.
+const GROWING_F16: &str = r#"
+[[case]]
+name = "row maxima that grow past f16"
+shape = { batch = 1, heads_q = 2, heads_kv = 1, seq_q = 140, seq_kv = 700, dim_qk = 64, dim_v = 64 }
+dtype = "f16"
+attn_scale = 1.0
+row_max = true
+sum_exp = true
+"#;
+
+const FAULTS: [Fault; 5] = [
+    ("dO has the head stride of o", Backward, ["p.d_o_batch, p.d_o_head, p.d_o_row", "p.d_o_batch, p.o_head, p.d_o_row"], UPSTREAM),
+    ("a row without keys has no maximum to subtract", Forward, ["if (most.log == -INFINITE) most.log = 0.0f;", ""], SPLIT),
+    ("splits are found with another entry's tile", Forward, ["p.firsts[mine * p.tiles + tile]", "p.firsts[mine + tile]"], SPLIT_TILES),
+    ("sums are rescaled too late for f32", Forward, ["GROWTH = 8.0f", "GROWTH = 1.0e30f"], GROWING),
+    ("sums are rescaled too late for f16", Forward, ["GROWTH = 8.0f", "GROWTH = 20.0f"], GROWING_F16),
+];
+
+/// Every case of these faults.
+pub(super) const CASES: [&str; 5] = [UPSTREAM, SPLIT, SPLIT_TILES, GROWING, GROWING_F16];
+
+#[test]
+fn faults_that_survived_are_found() {
+    all_have_places(&FAULTS);
+    if executor().is_some() {
+        all_are_found(&format!("{NAME}, survivors"), &FAULTS, &CASES, || executor().unwrap());
+    }
+    if mma::executor().is_some() {
+        all_are_found(&format!("{}, survivors", mma::NAME), &[], &CASES, || mma::executor().unwrap());
+    }
+}
