@@ -7,6 +7,7 @@ pub mod case;
 pub mod code;
 pub mod compare;
 pub mod covering;
+pub mod edits;
 pub mod emulated;
 pub mod golden;
 pub mod inputs;

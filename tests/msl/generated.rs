@@ -9,7 +9,8 @@ use super::faults::{
 };
 use super::functions::functions_with;
 use super::{emulation, side_by_side};
-use conformance::msl::generated::{self, Equivalent, Generated};
+use conformance::edits::{Edit, Equivalent};
+use conformance::msl::generated;
 use conformance::msl::{Check, Toolchain};
 use conformance::runner::Drops;
 use conformance::say::say;
@@ -278,14 +279,21 @@ enum Fate {
     Survived,
 }
 
-fn fate(toolchain: &Toolchain, fault: &Generated) -> Fate {
+/// The file of a fault, without its ending.
+fn stem(fault: &Edit) -> &str {
+    fault.file.split('.').next().unwrap_or_default()
+}
+
+fn fate(toolchain: &Toolchain, fault: &Edit) -> Fate {
     let told =
         |how: String| if how.contains("error generated") || how.contains("errors generated") { Fate::Refused } else { Fate::Found(how) };
-    let texts = [fault.texts[0].as_str(), fault.texts[1].as_str()];
-    if fault.file == "expression" {
+    let texts = fault.texts();
+    let texts = [texts[0].as_str(), texts[1].as_str()];
+    let file = stem(fault);
+    if file == "expression" {
         return functions_with(toolchain, texts[1]).map_or_else(told, |()| Fate::Survived);
     }
-    let trials = trials(fault.file);
+    let trials = trials(file);
     // Sanitizers take a few times as long, and see what the first cases of each kind of kernels show.
     let is_first = |n: usize| trials[..n].iter().all(|(kernels, _)| *kernels != trials[n].0);
     let firsts: Vec<Trial> = (0..trials.len()).filter(|n| is_first(*n)).map(|n| trials[n]).collect();
@@ -306,12 +314,12 @@ fn faults_that_rules_make_are_found() {
     let equivalents = generated::equivalents(&all).unwrap();
     let share = Share::wanted("SDPA_FAULTS", SHARES);
     let file = generated::FILES.iter().find(|file| **file == share);
-    let of_file: Vec<Generated> = all.into_iter().filter(|fault| file.is_none_or(|file| fault.file == *file)).collect();
+    let of_file: Vec<Edit> = all.into_iter().filter(|fault| file.is_none_or(|file| stem(fault) == *file)).collect();
     let wanted = if file.is_some() { "all" } else { &share };
     let wanted = Share::parse(wanted).unwrap_or_else(|why| panic!("SDPA_FAULTS={why}"));
-    let is_known = |fault: &Generated| equivalents.iter().any(|e: &Equivalent| e.is(fault));
+    let is_known = |fault: &Edit| equivalents.iter().any(|e: &Equivalent| e.is(fault));
     // Those that change nothing are tried where everything is: that nothing finds them is so as long as the list says so.
-    let faults: Vec<Generated> = wanted.take(of_file).filter(|fault| file.is_some() || share == "all" || !is_known(fault)).collect();
+    let faults: Vec<Edit> = wanted.take(of_file).filter(|fault| file.is_some() || share == "all" || !is_known(fault)).collect();
     let Some(toolchain) = emulation(&format!("{} faults that rules make", faults.len())) else { return };
     let toolchain = toolchain.of_faults();
     let fates = Mutex::new(Vec::new());
@@ -327,7 +335,7 @@ fn faults_that_rules_make_are_found() {
         fates.lock().unwrap().push((fault.clone(), fate));
     });
     let fates = fates.into_inner().unwrap();
-    let count = |is: &dyn Fn(&Generated, &Fate) -> bool| fates.iter().filter(|(fault, fate)| is(fault, fate)).count();
+    let count = |is: &dyn Fn(&Edit, &Fate) -> bool| fates.iter().filter(|(fault, fate)| is(fault, fate)).count();
     let found = count(&|_, fate| matches!(fate, Fate::Found(_)));
     let refused = count(&|_, fate| *fate == Fate::Refused);
     let equivalent = count(&|fault, fate| *fate == Fate::Survived && is_known(fault));
