@@ -103,11 +103,14 @@ const FAULTS: [Fault; 16] = [
     ),
 ];
 
+/// Every case of these faults.
+pub(super) const CASES: [&str; 4] = [GROWING, LONGER, LONG, WIDE];
+
 #[test]
 fn every_fault_of_what_waits_is_found() {
     all_have_places(&FAULTS);
     if super::executor().is_none() {
         return;
     }
-    all_are_found(&format!("{NAME}, what waits"), &FAULTS, &[GROWING, LONGER, LONG, WIDE], || conformance::emulated::executor().unwrap());
+    all_are_found(&format!("{NAME}, what waits"), &FAULTS, &CASES, || conformance::emulated::executor().unwrap());
 }

@@ -14,6 +14,7 @@ mod lists;
 mod mean_error;
 mod mma;
 mod mma_faults;
+mod mutants;
 mod pages;
 mod pair_faults;
 mod places;

@@ -285,11 +285,14 @@ const FAULTS: [Fault; 60] = [
     ("sinks have gradients of what is between documents", Backward, ["if (row >= rows_q(p, span)) continue;", ""], PACKED),
 ];
 
+/// Every case of these faults.
+pub(super) const CASES: [&str; 14] =
+    [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED, DROPPED, PAGED, PACKED];
+
 #[test]
 fn every_fault_is_found_of_mma_sync() {
     if executor().is_none() {
         return;
     }
-    let cases = [LONG, WIDE, ODD, NARROW, SINGLE, MAPPED, LENGTHS, EMPTY, ALONG, STATISTICS, ORDERED, DROPPED, PAGED, PACKED];
-    all_are_found("cuda-mma-emulated", &FAULTS, &cases, || executor_on(Emulated::A100, None).unwrap());
+    all_are_found("cuda-mma-emulated", &FAULTS, &CASES, || executor_on(Emulated::A100, None).unwrap());
 }

@@ -1,12 +1,14 @@
 //! Kernels for NVIDIA GPUs without one: an executor over the library `tests/emulated`, which compiles them for the CPU and runs them.
 #![allow(unsafe_code)]
 
+use crate::edits::Edit;
 use crate::msl::Toolchain;
 use sdpa::DevicePrepared;
 use sdpa::cuda::{CudaExecutor, CudaOptions, CudaPlan, Family};
 use sdpa::cudnn::{DeviceCall, DeviceSlice};
 use sdpa_driver::Stream;
-use std::ffi::{CString, c_char, c_int};
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -80,12 +82,17 @@ pub fn with_block_map(plan: &Arc<CudaPlan>, stream: &Stream, call: &DeviceCall<'
 /// Where the library is not built.
 pub fn boxes() -> u64 {
     type Boxes = unsafe extern "C" fn() -> u64;
-    // SAFETY: the library runs nothing when it is loaded.
-    let library = unsafe { libloading::Library::new(find().expect("the library is built")) }.expect("it loads");
+    let library = library();
     // SAFETY: the function is its own, of this type.
     let boxes: libloading::Symbol<'_, Boxes> = unsafe { library.get(b"emulated_boxes") }.expect("it has the function");
     // SAFETY: it takes nothing.
     unsafe { boxes() }
+}
+
+/// The library, which runs nothing when it is loaded.
+fn library() -> libloading::Library {
+    // SAFETY: it has no initialisers.
+    unsafe { libloading::Library::new(find().expect("the library is built")) }.expect("it loads")
 }
 
 /// Runs something while the kernels that this thread compiles have the second text in place of the first, which one at least must hold, and none twice.
@@ -93,10 +100,16 @@ pub fn boxes() -> u64 {
 /// # Panics
 /// Where the library is not built; where no kernel that was compiled holds the text.
 pub fn faulty<T>(fault: [&str; 2], run: impl FnOnce() -> T) -> T {
+    let (result, places) = with_fault(fault, run);
+    assert!(places > 0, "no kernel has {}", fault[0]);
+    result
+}
+
+/// As [`faulty`], and how many texts had the fault, which may be none.
+fn with_fault<T>(fault: [&str; 2], run: impl FnOnce() -> T) -> (T, i32) {
     type Fault = unsafe extern "C" fn(*const c_char, *const c_char) -> c_int;
     let texts = fault.map(|text| CString::new(text).expect("texts without zeros"));
-    // SAFETY: the library runs nothing when it is loaded.
-    let library = unsafe { libloading::Library::new(find().expect("the library is built")) }.expect("it loads");
+    let library = library();
     // SAFETY: the function is its own, of this type.
     let set: libloading::Symbol<'_, Fault> = unsafe { library.get(b"emulated_fault") }.expect("it has the function");
     // SAFETY: the texts end with zeros; no pointer is kept.
@@ -104,6 +117,46 @@ pub fn faulty<T>(fault: [&str; 2], run: impl FnOnce() -> T) -> T {
     let result = run();
     // SAFETY: as above.
     let places = unsafe { set(std::ptr::null(), std::ptr::null()) };
-    assert!(places > 0, "no kernel has {}", fault[0]);
+    (result, places)
+}
+
+/// Runs something while the kernels that this thread compiles have an edit. The closure it receives returns for how many texts the edit made other machine code since it
+/// was called last.
+///
+/// # Panics
+/// Where the library is not built.
+pub fn edited<T>(edit: &Edit, run: impl FnOnce(&dyn Fn() -> i32) -> T) -> T {
+    type Different = unsafe extern "C" fn(bool) -> c_int;
+    // As the library has files: what says how often loops are unrolled is left out.
+    let as_compiled = |text: &String| {
+        let lines = text.lines().map(|line| if line.trim_start().starts_with("#pragma unroll") { "" } else { line });
+        lines.map(|line| format!("{line}\n")).collect::<String>()
+    };
+    let texts = edit.texts().each_ref().map(as_compiled);
+    let library = library();
+    // SAFETY: the function is its own, of this type.
+    let different: libloading::Symbol<'_, Different> = unsafe { library.get(b"emulated_different") }.expect("it has the function");
+    // SAFETY: it reads and sets numbers of this thread.
+    let count = |on| unsafe { different(on) };
+    count(true);
+    let (result, _) = with_fault([&texts[0], &texts[1]], || run(&|| count(true)));
+    count(false);
     result
+}
+
+/// Runs something, and returns the lines of kernels' files that the preprocessor left of the texts that this thread compiled, each as `file:line`.
+///
+/// # Panics
+/// Where the library is not built.
+pub fn lines<T>(run: impl FnOnce() -> T) -> (T, BTreeSet<String>) {
+    type Lines = unsafe extern "C" fn(bool) -> *const c_char;
+    let library = library();
+    // SAFETY: the function is its own, of this type.
+    let lines: libloading::Symbol<'_, Lines> = unsafe { library.get(b"emulated_lines") }.expect("it has the function");
+    // SAFETY: what it returns is not read.
+    unsafe { lines(true) };
+    let result = run();
+    // SAFETY: a text that ends with a zero, until the next call of this thread.
+    let told = unsafe { CStr::from_ptr(lines(false)) }.to_string_lossy().into_owned();
+    (result, told.lines().map(str::to_owned).collect())
 }

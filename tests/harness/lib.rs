@@ -14,6 +14,7 @@ pub mod inputs;
 pub mod library;
 pub mod matrix;
 pub mod msl;
+pub mod mutants;
 pub mod nvrtc;
 pub mod offline;
 pub mod oracle;

@@ -4,8 +4,8 @@
 use crate::{Ptr, store};
 use parking_lot::Mutex;
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
-use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,6 +35,12 @@ thread_local! {
     /// What is replaced in kernels by what, so that tests see whether it is found, and in how many texts it was so far.
     static FAULT: RefCell<Option<[String; 2]>> = const { RefCell::new(None) };
     static FAULTY: Cell<c_int> = const { Cell::new(0) };
+    /// Whether machine code with the fault is compared with that without, and how many texts had another.
+    static COMPARES: Cell<bool> = const { Cell::new(false) };
+    static DIFFERENT: Cell<c_int> = const { Cell::new(0) };
+    /// Lines of kernels' files in texts that this thread compiles, where somebody asks for them; and what was answered last.
+    static LINES: RefCell<Option<BTreeSet<String>>> = const { RefCell::new(None) };
+    static TOLD_LINES: RefCell<CString> = RefCell::default();
 }
 
 const FLAGS: [&str; 10] = [
@@ -119,11 +125,12 @@ fn folder() -> PathBuf {
     own.and_then(|path| Path::new(path).parent()).map_or_else(std::env::temp_dir, Path::to_owned).join("emulated")
 }
 
-fn clang(arguments: &[&OsStr]) -> Result<(), String> {
+/// Runs clang and returns its standard output.
+fn clang(arguments: &[&OsStr]) -> Result<Vec<u8>, String> {
     let names = ["clang++".to_owned()].into_iter().chain((14..=22).rev().map(|version| format!("clang++-{version}")));
     for name in names {
         match Command::new(&name).args(arguments).output() {
-            Ok(done) if done.status.success() => return Ok(()),
+            Ok(done) if done.status.success() => return Ok(done.stdout),
             Ok(done) => return Err(String::from_utf8_lossy(&done.stderr).into_owned()),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
             Err(e) => return Err(format!("{name}: {e}")),
@@ -159,6 +166,33 @@ fn digest(text: &str) -> Result<u64, String> {
     Ok(state.finish())
 }
 
+/// Notes the lines of kernels' files that the preprocessor leaves of a text, as `file:line`.
+fn note_lines(text: &str) -> Result<(), String> {
+    let source = folder().join(format!("lines.{}.{:?}.cpp", std::process::id(), std::thread::current().id()));
+    std::fs::create_dir_all(folder()).and_then(|()| std::fs::write(&source, text)).map_err(|e| format!("{}: {e}", source.display()))?;
+    let include = machine();
+    let left = clang(&["-E".as_ref(), "-std=c++17".as_ref(), "-I".as_ref(), include.as_os_str(), source.as_os_str()]);
+    let _ = std::fs::remove_file(&source);
+    let left = String::from_utf8_lossy(&left?).into_owned();
+    let (mut file, mut number) = ("", 0);
+    LINES.with_borrow_mut(|lines| {
+        let Some(lines) = lines else { return };
+        for line in left.lines() {
+            let marker = line.strip_prefix("# ").and_then(|rest| rest.split_once(" \""));
+            if let Some((next, name)) = marker {
+                (file, number) = (name.split('"').next().unwrap_or_default(), next.parse().unwrap_or(0u32));
+                continue;
+            }
+            // Headers have paths.
+            if !line.trim().is_empty() && !file.contains('/') {
+                lines.insert(format!("{file}:{number}"));
+            }
+            number += 1;
+        }
+    });
+    Ok(())
+}
+
 /// Texts that somebody in this process compiles.
 static MADE: Mutex<BTreeMap<u64, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
 
@@ -182,6 +216,7 @@ fn made(name: &str, arguments: &[&OsStr]) -> Result<PathBuf, String> {
 
 fn compiled(text: &str) -> Result<PathBuf, String> {
     let mut text = translated(text)?;
+    let right = text.clone();
     if let Some([from, to]) = FAULT.with_borrow(Clone::clone) {
         match text.matches(&from).count() {
             // Of the texts of a pass, one may have it alone.
@@ -193,7 +228,20 @@ fn compiled(text: &str) -> Result<PathBuf, String> {
             places => return Err(format!("error: {places} places are as the fault says: {from}")),
         }
     }
-    let (digest, include) = (digest(&text)?, machine());
+    if LINES.with_borrow(Option::is_some) {
+        note_lines(&text)?;
+    }
+    let path = program_of(&text)?;
+    if COMPARES.get() && text != right {
+        let [found, right] = [path.clone(), program_of(&right)?].map(std::fs::read);
+        DIFFERENT.set(DIFFERENT.get() + c_int::from(found.map_err(|e| e.to_string())? != right.map_err(|e| e.to_string())?));
+    }
+    Ok(path)
+}
+
+/// The program of a text, compiled where that was not done before.
+fn program_of(text: &str) -> Result<PathBuf, String> {
+    let (digest, include) = (digest(text)?, machine());
     let path = folder().join(format!("{digest:016x}.so"));
     // Tests that run side by side have texts in common.
     let turn = MADE.lock().entry(digest).or_default().clone();
@@ -205,8 +253,9 @@ fn compiled(text: &str) -> Result<PathBuf, String> {
     let machine =
         made(&format!("{:016x}.o", self::digest("")?), &["-O3".as_ref(), "-c".as_ref(), include.join("machine.cpp").as_os_str()])?;
     let source = folder().join(format!("{digest:016x}.{}.cpp", std::process::id()));
-    std::fs::write(&source, &text).map_err(|e| format!("{}: {e}", source.display()))?;
-    let arguments = ["-shared".as_ref(), "-I".as_ref(), include.as_os_str(), source.as_os_str(), machine.as_os_str()];
+    std::fs::write(&source, text).map_err(|e| format!("{}: {e}", source.display()))?;
+    // Without the name of the source, so that the same code is the same file.
+    let arguments = ["-shared".as_ref(), "-s".as_ref(), "-I".as_ref(), include.as_os_str(), source.as_os_str(), machine.as_os_str()];
     // A faster linker, where there is one.
     static GOLD: LazyLock<bool> = LazyLock::new(|| clang(&["-fuse-ld=gold".as_ref(), "-Wl,--version".as_ref()]).is_ok());
     let linker = GOLD.then_some(OsStr::new("-fuse-ld=gold"));
@@ -248,6 +297,21 @@ exported! {
         });
         FAULT.set(told);
         FAULTY.replace(0)
+    }
+
+    /// Not a function of NVRTC: in how many texts with the fault the machine code was another since it was asked last. Compares from now on if `on`.
+    fn emulated_different(on: bool) -> c_int {
+        COMPARES.set(on);
+        DIFFERENT.replace(0)
+    }
+
+    /// Not a function of NVRTC: the lines of kernels' files that the preprocessor left of the texts that this thread compiled since it asked first, each as
+    /// `file:line`, in one text that lasts until it asks again. Asks for those to come if `on`.
+    fn emulated_lines(on: bool) -> *const c_char {
+        let lines = LINES.replace(on.then(BTreeSet::new)).unwrap_or_default();
+        let all: Vec<String> = lines.into_iter().collect();
+        TOLD_LINES.set(CString::new(all.join("\n")).unwrap_or_default());
+        TOLD_LINES.with_borrow(|told| told.as_ptr())
     }
 
     /// 13.0.
