@@ -157,14 +157,14 @@ fn it_is_to_the_family_for_every_device() {
 fn many_keys(executor: &CudaExecutor, seq_q: i64) {
     let (stream, some) = (&executor.device().stream().unwrap(), 300);
     let of = |seq_kv: i64| {
-        let shape = Shape { batch: 1, heads_q: 2, heads_kv: 1, seq_q, seq_kv, ..SHAPE };
+        // Heads whose keys and values do not fit the cache together, so that the scheduler takes them in several sections.
+        let shape = Shape { batch: 1, heads_q: 4, heads_kv: 2, seq_q, seq_kv, ..SHAPE };
         let window = Mask::window(Some(150), Some(0), Align::BottomRight);
         let spec = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).mask(window).score_mod("bias16:qk".parse().unwrap());
         let [q, o] = [(spec.q, Some(1)), (spec.o, None)].map(|(t, seed)| Rows::new(stream, t, seed));
-        let last = |rows: i64, row: i64, seed: u64| {
+        let last = |rows: i64, row: i64, count: i64, seed: u64| {
             // The last of each row.
             let mut buffer = Buffer::new(stream.device(), 2 * (rows * row) as usize).unwrap();
-            let count = if rows == 1 { some * SHAPE.dim_qk } else { some };
             let mut random = Random::new(seed);
             for n in 1..=rows {
                 let numbers: Vec<bf16> = (0..count).map(|_| bf16::from_f64(random.normal())).collect();
@@ -172,8 +172,8 @@ fn many_keys(executor: &CudaExecutor, seq_q: i64) {
             }
             buffer
         };
-        let [k, v, bias] =
-            [(1, seq_kv * SHAPE.dim_qk, 2), (1, seq_kv * SHAPE.dim_v, 3), (seq_q, seq_kv, 4)].map(|(n, row, seed)| last(n, row, seed));
+        let [k, v] = [(SHAPE.dim_qk, 2), (SHAPE.dim_v, 3)].map(|(dim, seed)| last(shape.heads_kv, seq_kv * dim, some * dim, seed));
+        let bias = last(seq_q, seq_kv, some, 4);
         let params = [DeviceParam { name: "bias", value: DeviceValue::Tensor(DType::BF16, whole(&bias)) }];
         let call = DeviceForward {
             q: whole(&q.buffer),
@@ -196,11 +196,14 @@ fn many_keys(executor: &CudaExecutor, seq_q: i64) {
     assert!(off == 0, "{seq_q} queries: {off} of {}", few.len());
 }
 
+/// The last of many keys are as those of few.
+pub(super) fn last_keys(executor: &CudaExecutor) {
+    [7, 70, 140].iter().for_each(|seq_q| many_keys(executor, *seq_q));
+}
+
 #[test]
 fn the_last_of_many_keys_are_as_those_of_few() {
-    for executor in [executor(), mma::executor()].into_iter().flatten() {
-        [7, 70, 140].iter().for_each(|seq_q| many_keys(&executor, *seq_q));
-    }
+    [executor(), mma::executor()].iter().flatten().for_each(last_keys);
 }
 
 /// The output and the statistics of documents of so many queries with so many tokens before the first: 32 heads of 128, of which 2^31 elements are 524,288 tokens.
@@ -245,16 +248,19 @@ fn packed_queries(executor: &CudaExecutor, [seq_q, seq_kv]: [i64; 2], before: i6
     [outputs.iter().map(|x| x.to_f32()).collect(), told]
 }
 
-#[test]
-fn packed_queries_past_32_bits_are_as_the_first() {
-    for executor in [executor(), mma::executor()].into_iter().flatten() {
-        // Packed decode, and tiles of one head.
-        for extents in [[3, 600], [70, 40]] {
-            let [first, far] = [0, 530_000].map(|before| packed_queries(&executor, extents, before));
-            for (what, first, far) in [("o", &first[0], &far[0]), ("stats", &first[1], &far[1])] {
-                let off = first.iter().zip(far).filter(|(x, y)| (*x - *y).abs() > 0.02 * x.abs().max(0.1) || y.is_nan()).count();
-                assert!(off == 0, "{extents:?}: {off} of {} of {what}", first.len());
-            }
+/// Packed queries past 2^31 elements are as the first.
+pub(super) fn last_tokens(executor: &CudaExecutor) {
+    // Packed decode, and tiles of one head.
+    for extents in [[3, 600], [70, 40]] {
+        let [first, far] = [0, 530_000].map(|before| packed_queries(executor, extents, before));
+        for (what, first, far) in [("o", &first[0], &far[0]), ("stats", &first[1], &far[1])] {
+            let off = first.iter().zip(far).filter(|(x, y)| (*x - *y).abs() > 0.02 * x.abs().max(0.1) || y.is_nan()).count();
+            assert!(off == 0, "{extents:?}: {off} of {} of {what}", first.len());
         }
     }
+}
+
+#[test]
+fn packed_queries_past_32_bits_are_as_the_first() {
+    [executor(), mma::executor()].iter().flatten().for_each(last_tokens);
 }

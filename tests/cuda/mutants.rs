@@ -3,7 +3,7 @@
 //! `scripts/faults.sh cuda` runs it. A process of its own tries each mutant, as one may end it or never end: the problems whose kernels have the mutant's line run
 //! until one fails.
 
-use super::{NAME, faults, function_faults, late_faults, mma, mma_faults, pair_faults, ring_faults, survivors};
+use super::{NAME, far, faults, function_faults, late_faults, mma, mma_faults, pair_faults, ring_faults, survivors};
 use conformance::case::Case;
 use conformance::covering::{Problem, two_way};
 use conformance::edits::{Edit, Equivalent};
@@ -16,6 +16,7 @@ use sdpa::cuda::CudaExecutor;
 use sdpa::{DType, Executor, Shape};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
+use std::panic::AssertUnwindSafe;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
@@ -34,10 +35,11 @@ enum Origin {
     Covering,
     ByHand,
     LargeScores,
+    Far,
 }
 
 /// How many problems of each origin a mutant runs at most. Those in which it changes no machine code are compiled and not run, up to [`COMPILED`] times as many.
-const ORIGINS: [(Origin, usize); 3] = [(Origin::Covering, 16), (Origin::ByHand, 14), (Origin::LargeScores, 8)];
+const ORIGINS: [(Origin, usize); 4] = [(Origin::Covering, 16), (Origin::ByHand, 14), (Origin::LargeScores, 8), (Origin::Far, 4)];
 
 /// Problems that are compiled at most for each that may run.
 const COMPILED: usize = 5;
@@ -48,6 +50,8 @@ enum Work {
     Pass(Box<Case>, Option<Source>),
     /// Both passes.
     Large(LargeScores),
+    /// Forward passes over tensors that are larger than 32 bits count: what it is called, and the test, which panics.
+    Far(&'static str, fn(&CudaExecutor)),
 }
 
 /// A problem on a device.
@@ -68,6 +72,7 @@ impl Trial {
                 let shape = [batch, heads_q, heads_kv, seq_q, seq_kv, dim_qk, dim_v].map(ToString::to_string).join(",");
                 format!("large scores of {shape} {dtype} {place:?} {added:e} {sink}, {}", self.device)
             }
+            Work::Far(name, _) => format!("{name}, {}", self.device),
         }
     }
 
@@ -99,6 +104,10 @@ impl Trial {
             Work::Pass(case, None) => how(run_case(case, executor)),
             Work::Pass(case, Some(source)) => how(run_backward_case(case, *source, executor)),
             Work::Large(problem) => problem.run(executor).err(),
+            Work::Far(_, test) => {
+                let result = std::panic::catch_unwind(AssertUnwindSafe(|| test(executor)));
+                result.err().map(|why| why.downcast_ref::<String>().cloned().unwrap_or_default())
+            }
         }
     }
 
@@ -107,6 +116,7 @@ impl Trial {
         let shape = match &self.work {
             Work::Pass(case, _) => &case.shape,
             Work::Large(problem) => &problem.shape,
+            Work::Far(..) => return 0,
         };
         shape.batch * shape.heads_q * shape.seq_q * shape.seq_kv * (shape.dim_qk + shape.dim_v)
     }
@@ -154,6 +164,9 @@ fn trials() -> Vec<Trial> {
             let LargeScores { shape, dtype, place, added, sink } = problem;
             let features = vec![format!("{shape:?}"), dtype.to_string(), format!("{place:?}"), added.to_string(), sink.to_string()];
             add(device, Origin::LargeScores, features, Work::Large(problem));
+        }
+        for (name, test) in [("last keys", far::last_keys as fn(&CudaExecutor)), ("last tokens", far::last_tokens)] {
+            add(device, Origin::Far, vec![name.to_owned()], Work::Far(name, test));
         }
     }
     all
@@ -250,7 +263,7 @@ fn try_one(edit: &Edit, trial: &Trial) -> Said {
         if let Err(why) = trial.prepare(&executor) {
             return of_failure(why);
         }
-        let prepared = !matches!(trial.work, Work::Large(_));
+        let prepared = matches!(trial.work, Work::Pass(..));
         if prepared && different() == 0 {
             return Said::Same;
         }
@@ -308,11 +321,11 @@ fn survey(trials: &[Trial]) -> BTreeMap<String, Vec<usize>> {
         }
     });
     let mut all = all.into_inner().unwrap_or_else(PoisonError::into_inner);
-    // Large scores cannot be prepared alone: they may have any line.
-    let large: Vec<usize> = places.into_iter().filter(|n| trials[*n].origin == Origin::LargeScores).collect();
+    // What cannot be prepared alone may have any line.
+    let others: Vec<usize> = places.into_iter().filter(|n| !matches!(trials[*n].work, Work::Pass(..))).collect();
     all.values_mut().for_each(|trials| {
         trials.sort_unstable();
-        trials.extend(&large);
+        trials.extend(&others);
     });
     all
 }
