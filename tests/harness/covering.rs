@@ -49,6 +49,8 @@ pub struct Wanted<'a> {
     pub strength: usize,
     /// How many rows each combination is to be in.
     pub times: usize,
+    /// A factor, and values of it with which a problem computes nothing: such a row covers only combinations of which one of them is a part.
+    pub hollow: (&'a str, &'a [&'a str]),
 }
 
 /// Rows that cover, and what cannot be covered.
@@ -75,11 +77,13 @@ struct Builder<'a> {
     factors: &'a [Factor],
     /// By factor and value, then by factor and value: whether both may be in one row.
     allowed: Vec<Vec<Vec<Vec<bool>>>>,
+    /// The factor, and its values with which nothing is computed.
+    hollow: Vec<(usize, usize)>,
     random: Random,
 }
 
 impl Builder<'_> {
-    fn new<'a>(factors: &'a [Factor], rules: &[Rule]) -> Builder<'a> {
+    fn new<'a>(Wanted { factors, rules, hollow, .. }: &Wanted<'a>) -> Builder<'a> {
         let forbids = |rule: &Rule, (a, x): (&Factor, usize), (b, y): (&Factor, usize)| {
             let is = |(name, values): (&str, &[&str]), factor: &Factor, value: usize| {
                 name == factor.name && values.contains(&factor.values[value])
@@ -90,11 +94,24 @@ impl Builder<'_> {
         let values = |factor: &Factor| 0..factor.values.len();
         let row = |a: &Factor, x: usize| factors.iter().map(|b| values(b).map(|y| pair(a, x, b, y)).collect()).collect();
         let allowed = factors.iter().map(|a| values(a).map(|x| row(a, x)).collect()).collect();
-        Builder { factors, allowed, random: Random::new(0xc0e5) }
+        let is_hollow = |factor: &Factor, value: usize| factor.name == hollow.0 && hollow.1.contains(&factor.values[value]);
+        let all = factors.iter().enumerate().flat_map(|(n, factor)| values(factor).map(move |value| (n, factor, value)));
+        let hollow = all.filter(|(_, factor, value)| is_hollow(factor, *value)).map(|(n, _, value)| (n, value)).collect();
+        Builder { factors, allowed, hollow, random: Random::new(0xc0e5) }
     }
 
     fn fits(&self, row: &[Option<usize>], factor: usize, value: usize) -> bool {
         row.iter().enumerate().all(|(other, chosen)| chosen.is_none_or(|chosen| self.allowed[factor][value][other][chosen]))
+    }
+
+    fn is_hollow(&self, combination: &[(usize, usize)]) -> bool {
+        combination.iter().any(|chosen| self.hollow.contains(chosen))
+    }
+
+    /// Whether a row is a problem for a combination.
+    fn covers(&self, row: &Row, combination: &Combination) -> bool {
+        let computes_nothing = self.hollow.iter().any(|(factor, value)| row[*factor] == *value);
+        combination.iter().all(|(factor, value)| row[*factor] == *value) && (!computes_nothing || self.is_hollow(combination))
     }
 
     /// Combinations of so many factors that rules do not forbid.
@@ -118,19 +135,24 @@ impl Builder<'_> {
         found
     }
 
+    /// Values of a factor that fit a row that is begun.
+    fn choices(&self, row: &[Option<usize>], factor: usize, may_be_hollow: bool) -> Vec<usize> {
+        let may_be = |value: &usize| self.fits(row, factor, *value) && (may_be_hollow || !self.hollow.contains(&(factor, *value)));
+        (0..self.factors[factor].values.len()).filter(may_be).collect()
+    }
+
     /// A row that begins with a combination: each further factor in random order has the value that adds the most missing pairs of `worth`, ties at random.
     fn complete(&mut self, begin: &Combination, worth: &Worth<'_>) -> Option<Row> {
         let mut row: Vec<Option<usize>> = vec![None; self.factors.len()];
         begin.iter().for_each(|(factor, value)| row[*factor] = Some(*value));
+        let may_be_hollow = self.is_hollow(begin);
         let mut left: Vec<usize> = (0..row.len()).filter(|factor| row[*factor].is_none()).collect();
         while !left.is_empty() {
             // The factor with the fewest values that fit comes first, so that few rows end in nothing.
-            let choices =
-                |factor: usize| (0..self.factors[factor].values.len()).filter(|value| self.fits(&row, factor, *value)).collect::<Vec<_>>();
-            let narrow = left.iter().position(|factor| choices(*factor).len() <= 1);
+            let narrow = left.iter().position(|factor| self.choices(&row, *factor, may_be_hollow).len() <= 1);
             let n = narrow.unwrap_or_else(|| self.random.between(0, left.len() as i64 - 1) as usize);
             let factor = left.swap_remove(n);
-            let fitting: Vec<usize> = (0..self.factors[factor].values.len()).filter(|value| self.fits(&row, factor, *value)).collect();
+            let fitting = self.choices(&row, factor, may_be_hollow);
             let best = fitting.iter().map(|value| worth(&row, factor, *value)).max()?;
             let ties: Vec<usize> = fitting.into_iter().filter(|value| worth(&row, factor, *value) == best).collect();
             row[factor] = Some(self.random.pick(&ties));
@@ -160,7 +182,7 @@ impl Builder<'_> {
 pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering {
     let factors = wanted.factors;
     let of: Vec<usize> = (0..factors.len()).filter(|n| wanted.of.contains(&factors[*n].name)).collect();
-    let mut builder = Builder::new(factors, wanted.rules);
+    let mut builder = Builder::new(wanted);
     // How many rows each combination still wants.
     let mut missing: BTreeMap<Combination, usize> =
         builder.combinations(wanted.strength, &of).into_iter().map(|combination| (combination, wanted.times)).collect();
@@ -178,8 +200,6 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
         let mut open = vec![Vec::new(); factors.len()];
         factors.iter().enumerate().for_each(|(n, factor)| open[n] = vec![0usize; factor.values.len()]);
         missing.keys().flatten().for_each(|(factor, value)| open[*factor][*value] += 1);
-        let has = |row: &Row, combination: &Combination| combination.iter().all(|(factor, value)| row[*factor] == *value);
-        let completes = |row: &Row| missing.keys().filter(|combination| has(row, combination)).count();
         let pairs = |row: &[Option<usize>], factor: usize, value: usize| {
             if wanted.strength > 2 {
                 return open[factor][value];
@@ -191,8 +211,12 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
         let found = (0..ROUNDS).find_map(|_| {
             let tried: Vec<Row> = (0..ATTEMPTS).filter_map(|_| builder.complete(&begin, &pairs)).collect();
             // The last of the best, as `max_by_key` would have it.
-            let mut best: Vec<(usize, Row)> =
-                tried.into_iter().filter(|row| !rows.contains(row)).map(|row| (completes(&row), row)).rev().collect();
+            let mut best: Vec<(usize, Row)> = tried
+                .into_iter()
+                .filter(|row| !rows.contains(row))
+                .map(|row| (missing.keys().filter(|combination| builder.covers(&row, combination)).count(), row))
+                .rev()
+                .collect();
             best.sort_by_key(|(completed, _)| std::cmp::Reverse(*completed));
             best.into_iter().map(|(_, row)| row).find(|row| supported(row))
         });
@@ -202,7 +226,7 @@ pub fn cover(wanted: &Wanted<'_>, supported: &dyn Fn(&Row) -> bool) -> Covering 
             continue;
         };
         missing.retain(|combination, times| {
-            *times -= usize::from(has(&row, combination));
+            *times -= usize::from(builder.covers(&row, combination));
             *times > 0
         });
         rows.push(row);
@@ -223,7 +247,7 @@ mod tests {
     const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
     fn wanted<'a>(rules: &'a [Rule], strength: usize) -> Wanted<'a> {
-        Wanted { factors: &SMALL, rules, of: &NAMES, strength, times: 1 }
+        Wanted { factors: &SMALL, rules, of: &NAMES, strength, times: 1, hollow: ("", &[]) }
     }
 
     fn has(rows: &[Row], combination: &[(usize, usize)]) -> bool {
@@ -271,5 +295,17 @@ mod tests {
         assert!(covering.impossible.contains(&vec![(0, 0), (1, 0)]) && covering.impossible.contains(&vec![(2, 1), (3, 0)]));
         // 3 values of a, 3 of b and 4 of d have no row with c = 1.
         assert!(covering.impossible.len() > 10, "{:?}", covering.impossible);
+    }
+
+    #[test]
+    fn rows_that_compute_nothing_cover_nothing_else() {
+        let covering = cover(&Wanted { hollow: ("a", &["0"]), ..wanted(&[], 2) }, &|_| true);
+        assert!(covering.impossible.is_empty());
+        let whole: Vec<Row> = covering.rows.iter().filter(|row| row[0] != 0).cloned().collect();
+        assert!((0..3).all(|b| (0..4).all(|d| has(&whole, &[(1, b), (3, d)]))), "{:?}", covering.rows);
+        assert!((0..4).all(|d| has(&covering.rows, &[(0, 0), (3, d)])));
+        // No combination of other factors is one of them.
+        let others = cover(&Wanted { hollow: ("a", &["0"]), of: &["b", "c", "d"], ..wanted(&[], 2) }, &|_| true);
+        assert!(others.rows.iter().all(|row| row[0] != 0));
     }
 }

@@ -338,7 +338,12 @@ fn tanh_error(executor: ExecutorName, dtype: DType) -> f64 {
         DType::F16 => 2e-5,
         DType::F32 | DType::I32 | DType::I64 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::F8E8M0 => 0.0,
     };
-    if [ExecutorName::CUDA, AUTO].contains(&executor) { relative / F32_ROUNDOFF } else { 0.0 }
+    // Engines of cuDNN are off by 1.1e-5 beside either type, of all that were looked at (9.27, an H100).
+    match executor {
+        ExecutorName::CUDA | AUTO => relative / F32_ROUNDOFF,
+        ExecutorName::CUDNN => 2e-5 / F32_ROUNDOFF,
+        _ => 0.0,
+    }
 }
 
 /// Calls with the closures of the library, or with none.

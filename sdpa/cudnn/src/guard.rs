@@ -12,7 +12,7 @@ use crate::quirks::{Passes, Quirk};
 use cudnn_graph::Version;
 use sdpa_core::empty;
 use sdpa_core::error::{Reason, SpecError, SpecErrors};
-use sdpa_core::expr::{Axes, Axis, Node, ParamKind, Trace};
+use sdpa_core::expr::{Axes, Axis, Declared, Node, ParamKind, Trace};
 use sdpa_core::mask::Region;
 use sdpa_core::spec::TensorSpec;
 use sdpa_core::{Side, Statistic, StatsBase, packed};
@@ -90,7 +90,7 @@ const GRID: i64 = 65_535;
 /// What is declined, and for which problems.
 type Declined = (Quirk, fn(&Job) -> bool);
 
-const DECLINED: [Declined; 25] = [
+const DECLINED: [Declined; 27] = [
     (Quirk::RowSumOffsets, |j| [Operand::O, Operand::DO].iter().any(|&operand| reach(j, operand) > 1 << 31)),
     (Quirk::QueryGradientOffsets, |j| reach(j, Operand::DQ) > 1 << 32),
     (Quirk::BackwardGrid, |j| [j.problem().batch(), j.problem().heads_q()].iter().any(|&extent| extent > GRID)),
@@ -112,6 +112,7 @@ const DECLINED: [Declined; 25] = [
     (Quirk::DropoutOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().dropout().is_some()),
     (Quirk::RowMaximaOf8Bits, |j| j.problem().dtype().is_fp8() && j.problem().row_max()),
     (Quirk::LengthsOf8Bits, |j| j.problem().dtype().is_fp8() && Side::ALL.iter().any(|&side| j.problem().has_lengths(side))),
+    (Quirk::RowsWithoutKeysOf8Bits, |j| j.problem().dtype().is_fp8() && fp8::rule_may_leave_no_key(j.problem())),
     (Quirk::SmallGradientsOf8Bits, |j| j.problem().dtype().is_fp8()),
     (Quirk::VectorsOfMasksAndScoreMods, |j| {
         let of_score_mods = j.problem().score_mod().map_or(0, |trace| over_the_batch(j, trace));
@@ -123,6 +124,16 @@ const DECLINED: [Declined; 25] = [
         let problem = j.problem();
         let asked = Statistic::ALL.iter().any(|&statistic| problem.computes(statistic));
         problem.packed().is_some() && problem.paged().is_some() && problem.seq_q() == 1 && asked
+    }),
+    (Quirk::HeadsOfOnePairInPages, |j| {
+        let problem = j.problem();
+        let by_head = |param: &Declared| match param.kind {
+            ParamKind::Tensor { axes, .. } => axes.has(Axis::Head) && !axes.has(Axis::Batch),
+            ParamKind::Scalar => false,
+        };
+        let traces = [problem.score_mod(), problem.kept().rest.as_ref()].into_iter().flatten();
+        let one_pair = problem.paged().is_some() && [problem.seq_q(), problem.seq_kv()] == [1; 2];
+        one_pair && traces.flat_map(|trace| trace.params()).any(by_head)
     }),
     (Quirk::PlannerOfOnePair, |j| j.problem().extents() == [1; 4]),
 ];
@@ -399,6 +410,15 @@ mod tests {
         assert!(
             refused(&packed(1, [64, 64], false), 27, 0, 90) && refused(&usual(false), 18, 99, 90) && !refused(&usual(true), 19, 0, 100)
         );
+        // A key and a query of each entry in pages, as the covering found it wrong.
+        let in_pages = |seq_kv: i64, text: &str| {
+            let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q: 1, seq_kv, dim_qk: 64, dim_v: 64 };
+            let spec = AttentionSpec::paged(DType::BF16, shape, sdpa_core::Paged { page_size: 16, pages: 9 });
+            spec.score_mod(text.parse().unwrap()).validate().unwrap().into()
+        };
+        let by_head = "tensor t[head]: f32; score * t";
+        assert!(refused(&in_pages(1, by_head), 19, 0, 90) && refused(&in_pages(1, by_head), 27, 0, 90));
+        assert!(!refused(&in_pages(2, by_head), 27, 0, 90) && !refused(&in_pages(1, "tensor t[batch, head]: f32; score * t"), 27, 0, 90));
         assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
     }
 

@@ -155,6 +155,11 @@ quirks! {
         so: "declined", versions: EVERY, sm: 90..=99, passes: Both,
         source: "seen on an H200 under 9.19.0 and 9.27.0", test: "what_is_composed_with_8_bit_floats",
     }
+    RowsWithoutKeysOf8Bits {
+        what: "8-bit floats beside a rule that may leave a row without a key: o, stats and amax_o are not-a-number there",
+        so: "declined", versions: EVERY, sm: 90..=99, passes: Forward,
+        source: "seen on an H100 under 9.19.0 and 9.27.0", test: "what_is_composed_with_8_bit_floats",
+    }
     SmallGradientsOf8Bits {
         what: "gradients of 8-bit floats: dq loses small gradients of scores, up to 1.64 times what rounding them to the nearest allows",
         so: "declined", versions: to(26, 99), sm: 90..=99, passes: Backward,
@@ -256,6 +261,16 @@ quirks! {
         what: "packed queries of one token at most over pages: nothing writes the statistics",
         so: "declined", versions: EVERY, sm: ANY, passes: Forward,
         source: "seen on an H100 under 9.19.0", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    HeadsOfOnePairInPages {
+        what: "one query and one key in pages: a tensor over heads and not over the batch is read at another head",
+        so: "declined", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H100 under 9.19.0 and 9.27.0", test: "each_row_refuses_its_versions_and_no_others",
+    }
+    ScoreModsOfPagedDecode {
+        what: "unified form, one query over pages: score_mods see keys past the last one, tensors over the batch and the head are another head's",
+        so: "refused; the composite form takes them", versions: EVERY, sm: ANY, passes: Forward,
+        source: "seen on an H100 under 9.27.0", test: "score_mods_of_one_query_over_pages_are_composite",
     }
     VectorsOverTheKeys {
         what: "tensors over keys and not queries are read at the place of the query",

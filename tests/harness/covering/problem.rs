@@ -209,7 +209,7 @@ impl Strength {
             Strength::Three => (&THREE_WAY[..], 3, 1),
             Strength::Ledger => (&every[..], 2, 3),
         };
-        cover(&Wanted { factors: &FACTORS, rules: &RULES, of, strength, times }, supported)
+        cover(&Wanted { factors: &FACTORS, rules: &RULES, of, strength, times, hollow: ("size", &["no queries", "no keys"]) }, supported)
     }
 
     /// The problems of every row, whoever supports them.

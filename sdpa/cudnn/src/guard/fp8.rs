@@ -3,9 +3,29 @@
 use super::row::{Case, Row, when};
 use crate::lower::{self, Job, Operand};
 use cudnn_graph::Version;
-use sdpa_core::DType;
 use sdpa_core::error::Reason;
-use sdpa_core::expr::{Axis, ParamKind};
+use sdpa_core::expr::{Axis, Node, ParamKind, Place, Precision};
+use sdpa_core::{DType, Problem};
+
+/// Whether a row may have no key by a rule: one that reads what a call brings, the batch entry or the head, or one that leaves a row none at these extents.
+pub(super) fn rule_may_leave_no_key(problem: &Problem) -> bool {
+    let Some(rule) = problem.kept().rest.as_deref() else { return false };
+    let reads_more = |node: &Node| matches!(node, Node::Param(_) | Node::Read(..) | Node::Index(Axis::Batch | Axis::Head));
+    if rule.nodes().iter().any(reads_more) {
+        return true;
+    }
+    let extents @ [.., seq_q, seq_kv] = problem.extents();
+    let keeps = |q: i64, k: i64| {
+        let place = Place { score: 0.0, upstream: 0.0, index: [0, 0, q, k], extents, params: &[] };
+        problem.region().keeps(q, k) && rule.eval_first(&place, Precision::F32) != 0.0
+    };
+    // Most rules keep a key near the query.
+    let nearest = |q: i64| {
+        let about = q.min(seq_kv - 1);
+        (0..seq_kv).flat_map(move |distance| [about - distance, about + distance]).filter(move |k| (0..seq_kv).contains(k))
+    };
+    (0..seq_q).any(|q| !nearest(q).any(|k| keeps(q, k)))
+}
 
 fn is_short(dtype: DType) -> bool {
     dtype == DType::F16 || dtype == DType::BF16
@@ -278,6 +298,14 @@ mod tests {
         }
         assert_eq!(forward(masked("padding"), NEW, 90), [Quirk::LengthsOf8Bits.row().what]);
         assert!(forward(masked("padding"), NEW, 100).is_empty());
+        // Rules under which every row has a key, those that leave a row none, and those that what a call brings decides.
+        for text in ["dilated:3", "(q - k) % 3 != 1 & k <= q"] {
+            assert!(forward(masked(text), NEW, 90).is_empty(), "{text}");
+        }
+        for text in ["(q - k) % 3 == 1 & k <= q", "q % 40 != 39 | k > 1000", "document", "scalar t = 0.75; t < 0.75", "k < 40 + 10 * batch"]
+        {
+            assert_eq!(forward(masked(text), NEW, 90), [Quirk::RowsWithoutKeysOf8Bits.row().what], "{text}");
+        }
         assert_eq!(backward(&masked("window:30,0").mask("padding".parse().unwrap()).backward(), NEW, 100), ["masks"]);
         assert!(backward(&masked("causal-bottom-right").backward(), NEW, 90).is_empty());
         let mut long = masked("causal-bottom-right");

@@ -43,7 +43,7 @@ pub const FP8_SINCE: Version = Version::new(9, 1, 0);
 /// The first runtime whose attention takes scales of blocks.
 pub const BLOCK_SCALES_SINCE: Version = Version::new(9, 21, 0);
 
-const ROWS: [Row; 16] = [
+const ROWS: [Row; 17] = [
     Row { form: Form::Unified, passes: Passes::Forward, needs: |_| true, since: Some(UNIFIED_PLAIN_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: is_modified, since: Some(UNIFIED_SINCE) },
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().paged().is_some(), since: v(15, 0) },
@@ -58,6 +58,8 @@ const ROWS: [Row; 16] = [
     },
     // Rows of one query get their sinks behind the attention, in whichever form.
     Row { form: Form::Unified, passes: Passes::Forward, needs: |j| j.problem().sink() && j.problem().seq_q() > 1, since: None },
+    // Quirk::ScoreModsOfPagedDecode.
+    Row { form: Form::Unified, passes: Passes::Forward, needs: |j| is_paged_decode(j) && j.problem().score_mod().is_some(), since: None },
     // From 9.22 on it drops weights, but only where nobody asks for stats: for inference.
     Row { form: Form::Unified, passes: Passes::Both, needs: |j| j.problem().dropout().is_some(), since: None },
     // Queries beside pages are packed for it too.
@@ -74,6 +76,11 @@ const ROWS: [Row; 16] = [
 
 fn is_modified(job: &Job) -> bool {
     !job.problem().kept().is_full() || job.problem().score_mod().is_some()
+}
+
+/// One query of each entry over pages.
+fn is_paged_decode(job: &Job) -> bool {
+    job.problem().paged().is_some() && job.problem().seq_q() == 1
 }
 
 /// Row maxima or sums of exponentials are asked for.
@@ -104,12 +111,34 @@ fn takes(job: &Job, form: Form, runtime: Version) -> bool {
 /// unified form skips no blocks of a mask that is spelled as ops. Of one query over pages it is the unified one, which takes lengths by itself where
 /// the other has them as a rule on scores.
 pub fn forms(job: &Job, runtime: Version) -> &'static [Form] {
-    let unified_first = job.problem().paged().is_some() && job.problem().seq_q() == 1;
     match [Form::Composite, Form::Unified].map(|form| takes(job, form, runtime)) {
-        [true, true] if unified_first => &[Form::Unified, Form::Composite],
+        [true, true] if is_paged_decode(job) => &[Form::Unified, Form::Composite],
         [true, true] => &[Form::Composite, Form::Unified],
         [true, false] => &[Form::Composite],
         [false, true] => &[Form::Unified],
         [false, false] => &[],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sdpa_core::{AttentionSpec, DType, Paged, Shape};
+
+    #[test]
+    fn score_mods_of_one_query_over_pages_are_composite() {
+        let asked = |seq_q: i64, texts: [&str; 2]| {
+            let shape = Shape { batch: 3, heads_q: 4, heads_kv: 2, seq_q, seq_kv: 75, dim_qk: 64, dim_v: 64 };
+            let mut spec = AttentionSpec::paged(DType::BF16, shape, Paged { page_size: 16, pages: 15 });
+            let [score_mod, mask] = texts;
+            spec.score_mods.extend((!score_mod.is_empty()).then(|| score_mod.parse().unwrap()));
+            spec.masks.extend((!mask.is_empty()).then(|| mask.parse().unwrap()));
+            forms(&spec.validate().unwrap().into(), Version::new(9, 27, 0)).to_vec()
+        };
+        assert_eq!(asked(1, ["softcap:5", ""]), [Form::Composite]);
+        assert_eq!(asked(1, ["tensor t[batch, head]: f32; score * t", "causal"]), [Form::Composite]);
+        assert_eq!(asked(1, ["", ""]), [Form::Unified, Form::Composite]);
+        assert_eq!(asked(1, ["", "dilated:3"]), [Form::Unified, Form::Composite]);
+        assert_eq!(asked(2, ["softcap:5", ""]), [Form::Composite, Form::Unified]);
     }
 }
