@@ -5,7 +5,7 @@
 
 use super::{NAME, far, faults, function_faults, late_faults, mma, mma_faults, pair_faults, ring_faults, survivors};
 use conformance::case::Case;
-use conformance::covering::{Problem, two_way};
+use conformance::covering::{Problem, Strength};
 use conformance::edits::{Edit, Equivalent};
 use conformance::emulated;
 use conformance::mutants;
@@ -134,7 +134,7 @@ fn trials() -> Vec<Trial> {
         all.push(Trial { device, origin, features, work });
     };
     for device in [NAME, mma::NAME] {
-        for Problem { case, source, features } in two_way().unwrap() {
+        for Problem { case, source, features } in Strength::Two.problems().unwrap() {
             add(device, Origin::Covering, features, Work::Pass(Box::new(case), source));
         }
     }
