@@ -133,12 +133,12 @@ impl Dispatcher {
     }
 
     /// Every executor, in the order in which they are asked for a forward problem: as [`Dispatcher::executors`], but the kernels of `sdpa::cuda` before cuDNN
-    /// where they were faster: for problems of the kind (`sdpa::cuda::measured`), or for this one, where that is timed (`Dispatcher::timed`).
+    /// where they are tuned for the device and the problem is no exception (`sdpa::cuda::EXCEPTIONS`); where it is timed (`Dispatcher::timed`), the faster first.
     pub fn executors_for(&self, problem: &Problem) -> Vec<ExecutorName> {
         kernels_first(self.executors(), || self.are_kernels_first(problem))
     }
 
-    /// Every executor, in the order in which they are asked for a backward problem: see [`Dispatcher::executors_for`], with `sdpa::cuda::measured_backward`.
+    /// Every executor, in the order in which they are asked for a backward problem: see [`Dispatcher::executors_for`], with `sdpa::cuda::cudnn_first_backward`.
     pub fn executors_for_backward(&self, problem: &BackwardProblem) -> Vec<ExecutorName> {
         kernels_first(self.executors(), || self.are_kernels_first_backward(problem))
     }
@@ -151,7 +151,7 @@ impl Dispatcher {
             return faster;
         }
         #[cfg(feature = "cuda")]
-        return self.are_faster(sdpa_cuda::measured(problem), |cuda| cuda.family(problem));
+        return !problem.is_empty() && sdpa_cuda::cudnn_first(problem).is_none() && self.are_tuned(|cuda| cuda.family(problem));
         #[cfg(not(feature = "cuda"))]
         false
     }
@@ -164,27 +164,24 @@ impl Dispatcher {
             return faster;
         }
         #[cfg(feature = "cuda")]
-        return self.are_faster(sdpa_cuda::measured_backward(problem), |cuda| cuda.backward_family(problem));
+        return !problem.forward().is_empty()
+            && sdpa_cuda::cudnn_first_backward(problem).is_none()
+            && self.are_tuned(|cuda| cuda.backward_family(problem));
         #[cfg(not(feature = "cuda"))]
         false
     }
 
-    /// Those that are not tuned, for the devices without a tuned family, come behind cuDNN; so do those that an old NVRTC makes, and all where plan files are
-    /// attached to it, and none of kernels: who has made plans wants them used.
+    /// Whether the kernels that a problem would get are of the family that is tuned for the device. Others come behind cuDNN; so do those that an old NVRTC
+    /// makes, and all where plan files are attached to cuDNN, and none of kernels: who has made plans wants them used.
     #[cfg(feature = "cuda")]
-    fn are_faster(
-        &self,
-        measured: Option<sdpa_cuda::Measured>,
-        family: impl Fn(&CudaExecutor) -> Result<sdpa_cuda::Family, Unsupported>,
-    ) -> bool {
+    fn are_tuned(&self, family: impl Fn(&CudaExecutor) -> Result<sdpa_cuda::Family, Unsupported>) -> bool {
         #[cfg(feature = "cudnn")]
         let has_plans = self.cudnn.get().is_some_and(|cudnn| cudnn.as_ref().is_ok_and(|cudnn| cudnn.attached() > 0))
             && self.cuda.get().is_none_or(|cuda| cuda.as_ref().map_or(true, |cuda| cuda.attached() == 0));
         #[cfg(not(feature = "cudnn"))]
         let has_plans = false;
-        measured.is_some_and(|measured| measured.is_faster())
-            && !has_plans
-            && self.cuda().map_or(true, |cuda| cuda.is_as_measured() && family(cuda) != Ok(sdpa_cuda::Family::Mma))
+        let is_tuned = |cuda: &CudaExecutor| cuda.is_as_measured() && family(cuda).is_ok_and(|family| family != sdpa_cuda::Family::Mma);
+        !has_plans && self.cuda().map_or(true, |cuda| is_tuned(cuda))
     }
 
     /// The cuDNN executor, or what is missing for it.

@@ -44,7 +44,7 @@
 //! | name | runs on | types | limits |
 //! |---|---|---|---|
 //! | [`cudnn`] | NVIDIA GPUs of compute capability 8.0 and newer, through cuDNN 9 found at run time | f16, bf16; 8-bit floats from 9.0 on | dims multiples of 8, at most 256; positive scale |
-//! | [`cuda`] | NVIDIA GPUs of compute capability 8.0 and newer, through the driver and NVRTC alone; chosen by itself where it was faster than cuDNN ([`cuda::measured`]), and where cuDNN declines or is not there | f16, bf16, f32 | dims at most 256; pages forward alone |
+//! | [`cuda`] | NVIDIA GPUs of compute capability 8.0 and newer, through the driver and NVRTC alone; chosen by itself on Hopper but for a few [exceptions](cuda::EXCEPTIONS), and where cuDNN declines or is not there | f16, bf16, f32 | dims at most 256; pages forward alone |
 //! | [`metal`] | Apple GPUs from M1 and A14, on macOS 14 or iOS 17; executed so far on an emulation of MSL and on an NVIDIA GPU | f32, f16, bf16 | dims at most 256 |
 //! | [`cpu`] | every machine, all cores, SIMD chosen at run time | f32, f16, bf16, 8-bit floats | none |
 //!

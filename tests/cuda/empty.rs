@@ -100,7 +100,6 @@ fn there_is_no_kernel() {
             assert!(why.to_string().contains("(batch, seq_q, seq_kv) is"), "{why}");
         }
         assert!(executor.attention(&problem).map_err(Error::from).unwrap_err().is_unsupported());
-        assert!(sdpa::cuda::measured(&problem).is_none() && sdpa::cuda::measured_backward(&gradient).is_none());
         executor.prepare(&problem).unwrap();
         executor.prepare_backward(&gradient).unwrap();
     }

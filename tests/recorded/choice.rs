@@ -27,10 +27,16 @@ fn both() -> Option<(Recorder, Dispatcher)> {
     Some((Recorder::load().map_err(|why| skip("recording", &why)).ok()?, all(None, None)?))
 }
 
-/// Heads of 64 beside 512 tokens: cuDNN's without a mask that is no band.
-fn spec(mask: &str) -> AttentionSpec {
-    AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).mask(mask.parse().unwrap()).with_stats()
+/// Three sines under a causal mask, of which cuDNN comes first in either pass; or a mask, of which kernels of our own do.
+fn spec(text: &str) -> AttentionSpec {
+    let plain = AttentionSpec::dense(DType::BF16, SHAPE, Layout::Bhsd).with_stats();
+    match text {
+        SINES => plain.score_mod(text.parse().unwrap()).mask("causal".parse().unwrap()),
+        mask => plain.mask(mask.parse().unwrap()),
+    }
 }
+
+const SINES: &str = "score + sin(score) + cos(score) + sin(score * 2.0)";
 
 /// A rule of places that is no band.
 const RULE: &str = "dilated:4 & causal";
@@ -76,16 +82,17 @@ fn counted(entries: &[Entry]) -> [usize; 2] {
 }
 
 #[test]
-fn whoever_was_faster_runs_it_and_a_name_is_kept() {
+fn kernels_come_first_but_for_exceptions_and_a_name_is_kept() {
     let Some((recorder, all)) = both() else { return };
     let (stream, memory) = (recorder.stream(), Memory::new(&recorder));
     let gradients = [4, 2, 2].map(|heads| recorder.buffer(heads * 512 * 64 * 2));
     let named = Preference::Named;
     let rows = [
         (RULE, Preference::Auto, ExecutorName::CUDA),
-        ("causal", Preference::Auto, ExecutorName::CUDNN),
+        ("causal", Preference::Auto, ExecutorName::CUDA),
+        (SINES, Preference::Auto, ExecutorName::CUDNN),
         (RULE, named(ExecutorName::CUDNN), ExecutorName::CUDNN),
-        ("causal", named(ExecutorName::CUDA), ExecutorName::CUDA),
+        (SINES, named(ExecutorName::CUDA), ExecutorName::CUDA),
     ];
     for (mask, preference, who) in rows {
         let spec = spec(mask);
@@ -124,7 +131,7 @@ fn what_one_declines_falls_through_and_what_both_do_is_told_of_both() {
     let shape = Shape { dim_qk: 264, dim_v: 264, ..SHAPE };
     let neither = AttentionSpec::dense(DType::BF16, shape, Layout::Bhsd).with_stats();
     let asked = [forward(&all, &neither, Preference::Auto), backward(&all, &neither, Preference::Auto)];
-    for (refused, order) in asked.into_iter().zip([["cuda", "cudnn"], ["cudnn", "cuda"]]) {
+    for (refused, order) in asked.into_iter().zip([["cudnn", "cuda"]; 2]) {
         let Err(Error::Unsupported(refused)) = refused else { panic!("{refused:?}") };
         let who: Vec<&str> = refused.all().map(|one| one.executor.name()).collect();
         assert_eq!((who, refused.is_absence()), (order.to_vec(), false));
@@ -154,7 +161,7 @@ fn who_is_absent_is_passed_over_and_told() {
     }
     let nowhere = |name: &str| Some(PathBuf::from(format!("/nowhere/{name}")));
     let Some(kernels) = all(nowhere("libcudnn.so.9"), None) else { return };
-    let choice = forward(&kernels, &spec("causal"), Preference::Auto).unwrap();
+    let choice = forward(&kernels, &spec(SINES), Preference::Auto).unwrap();
     assert_eq!((choice.executor, choice.declined.len()), (ExecutorName::CUDA, 1));
     assert!(choice.declined[0].is_absence() && choice.declined[0].to_string().contains("/nowhere/libcudnn.so.9"));
     assert_eq!(kernels.device().unwrap().ordinal(), 0);
@@ -174,7 +181,7 @@ fn a_first_choice_in_the_middle_of_a_capture_does_not_disturb_it() {
     let Some((recorder, all)) = both() else { return };
     let (stream, memory) = (recorder.stream(), Memory::new(&recorder));
     let gradients = [4, 2, 2].map(|heads| recorder.buffer(heads * 512 * 64 * 2));
-    for mask in [RULE, "causal"] {
+    for mask in [RULE, SINES] {
         let ((), graph) = recorder.captured_by_hand(&stream, || {
             let here = &recorder.borrowed(&stream);
             let [there, back] =
@@ -191,7 +198,7 @@ fn a_first_choice_in_the_middle_of_a_capture_does_not_disturb_it() {
 #[test]
 fn what_is_prepared_is_kept_by_problem_and_by_the_caller() {
     let Some((recorder, all)) = both() else { return };
-    for mask in [RULE, "causal"] {
+    for mask in [RULE, SINES] {
         let [one, other] = [(); 2].map(|()| forward(&all, &spec(mask), Preference::Auto).unwrap().prepared);
         assert!(std::sync::Arc::ptr_eq(&one, &other), "{mask}");
     }

@@ -389,7 +389,7 @@ fn fact_text(table: &mut Table, request: &Request, fact: &Fact<'_>) {
         Fact::Lengths(..) => {}
         Fact::Keep(keep) => {
             table.rows("and", keep.map(lines));
-            table.rows("cuda is", request.measured().map(|measured| measured.to_string()));
+            table.rows("order", request.cudnn_first().map(ToString::to_string));
             table.rows("on cudnn", cost::notes(&request.job(), Pieces::default()));
             table.rows("in pieces", pieces::worthwhile(&request.job()).into_iter().flatten().map(|part| part.piece.to_string()));
         }

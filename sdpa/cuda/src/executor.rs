@@ -116,7 +116,7 @@ impl CudaExecutor {
         self.plans.get_or_build(&JobQuery::Backward(problem), build)
     }
 
-    /// Whether kernels of the tuned family are what was [`measured`](crate::measured): not those that NVRTC before 12.9 makes.
+    /// Whether kernels of the tuned family are what [exceptions](crate::EXCEPTIONS) were measured of: not those that NVRTC before 12.9 makes.
     pub fn is_as_measured(&self) -> bool {
         kernel::is_fast(self.nvrtc.version())
     }

@@ -5,7 +5,7 @@
 //! | `executor` | a device, its compiler, its caches |
 //! | `target` | what passes are compiled from for a device, which need not be there |
 //! | `family` | the families of kernels, and the devices that these run on |
-//! | `choice` | when it is asked before cuDNN |
+//! | `choice` | when cuDNN is asked before it |
 //! | `fact` | the facts of a problem, and which of them the kernels decline |
 //! | `problem`, `backward` | problems as kernels are told of them, and what else they decline |
 //! | `tile`, `work`, `shares` | how a problem is cut; how many tiles that makes, and whether their keys are split, or heads that share keys |
@@ -40,7 +40,7 @@ pub mod tile;
 mod work;
 
 pub use backward::{Along, Backward};
-pub use choice::{Measured, measured, measured_backward};
+pub use choice::{EXCEPTIONS, Exception, cudnn_first, cudnn_first_backward};
 pub use error::Error;
 pub use executor::{CudaExecutor, CudaOptions};
 pub use family::Family;

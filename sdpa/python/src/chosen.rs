@@ -2,7 +2,7 @@
 
 use crate::error::{Told, told};
 use crate::plan::Asked;
-use sdpa::cuda::{measured, measured_backward};
+use sdpa::cuda::{cudnn_first, cudnn_first_backward};
 use sdpa::nvidia::{Device, DevicePass, Job};
 use sdpa::{Choice, Dispatcher, Error, ExecutorName, Preference, Unsupported};
 use std::sync::Arc;
@@ -46,18 +46,16 @@ impl Chosen {
         if self.named {
             return format!("it was not asked: {before} was named");
         }
-        let known = match asked {
-            Asked::Forward(problem) => measured(problem),
-            Asked::Backward(problem) => measured_backward(problem),
+        let exception = match asked {
+            Asked::Forward(problem) => cudnn_first(problem),
+            Asked::Backward(problem) => cudnn_first_backward(problem),
         };
-        match known {
-            Some(known) if known.is_faster() == (before == ExecutorName::CUDA) => {
-                format!("it was not asked: kernels of our own are {known}")
-            }
-            Some(_) => format!(
+        match exception {
+            Some(exception) if before == ExecutorName::CUDNN => format!("it was not asked: {exception}"),
+            Some(_) | None if before == ExecutorName::CUDA => "it was not asked: kernels of our own come first on this device".to_owned(),
+            Some(_) | None => format!(
                 "it was not asked: {before} comes first where kernels of our own are not tuned for the device, or NVRTC is older than 12.9"
             ),
-            None => format!("it was not asked: {before} comes first where problems of the kind were not measured"),
         }
     }
 

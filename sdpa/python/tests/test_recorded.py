@@ -43,7 +43,8 @@ def bias(executor, masks='"causal"'):
 BIAS = bias("cudnn")
 def masked(text, executor=None):
     return _native.Program('{"masks":["' + text + '"]' + ("" if executor is None else ',"executor":"' + executor + '"') + '}')
-RULE = "dilated:4 & causal"
+RULE = masked("dilated:4 & causal")
+SINES = _native.Program('{"score_mods":["score + sin(score) + cos(score) + sin(score * 2.0)"],"masks":["causal"]}')
 """
 
 
@@ -86,20 +87,20 @@ def test_both_passes_are_submitted_to_kernels_of_our_own():
 
 
 CHOSEN = """
-for text in (RULE, "causal"):
+for program in (RULE, SINES):
     for tensors in (FORWARD, BACKWARD):
-        plan = masked(text).plan(0, "bf16", tensors, True, [])
+        plan = program.plan(0, "bf16", tensors, True, [])
         print(plan.executor, plan.others())
 """
 
 
 @with_nvrtc
-def test_who_was_faster_runs_it_and_says_why_not_the_other():
-    rule, rule_back, band, band_back = run(CHOSEN).splitlines()
+def test_kernels_of_our_own_come_first_but_for_exceptions():
+    rule, rule_back, sines, sines_back = run(CHOSEN).splitlines()
     for line in (rule, rule_back):
-        assert line.startswith("cuda [('cudnn', ['it was not asked: kernels of our own are asked before cuDNN: a mask of places that is no band")
-    assert band.startswith("cudnn [('cuda', ['it was not asked: kernels of our own are asked after cuDNN: heads of 64, at most 1,024 tokens, causal")
-    assert band_back.startswith("cudnn [('cuda', ['it was not asked: kernels of our own are asked after cuDNN: ")
+        assert line.startswith("cuda [('cudnn', ['it was not asked: kernels of our own come first on this device'])]")
+    assert sines.startswith("cudnn [('cuda', ['it was not asked: cuDNN first: more than 128 queries, a score_mod of 2 to 15 sines, no mask that is a rule, 0.78")
+    assert sines_back.startswith("cudnn [('cuda', ['it was not asked: cuDNN first: a score_mod of 3 to 30 sines, ")
 
 
 @with_nvrtc
@@ -124,7 +125,7 @@ except sdpa.UnsupportedError as e:
     import pickle
     print(e.executor, [who for who, _ in e.before], sorted({line.split(":")[0] for line in str(e).split("\\n")}), str(pickle.loads(pickle.dumps(e))) == str(e))
 """)
-    assert said == "cuda\ncudnn ['cuda'] ['cuda', 'cudnn'] True\n"
+    assert said == "cuda\ncuda ['cudnn'] ['cuda', 'cudnn'] True\n"
 
 
 FILES = """

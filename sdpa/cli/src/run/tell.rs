@@ -237,9 +237,9 @@ struct BackwardTold {
 #[derive(Serialize)]
 pub(super) struct Told {
     executor: ExecutorName,
-    /// What its place among those that were asked is made of, on an NVIDIA GPU.
+    /// Why cuDNN was asked first, on an NVIDIA GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
-    measured: Option<String>,
+    order: Option<String>,
     /// What was timed in place of that.
     #[serde(skip_serializing_if = "Option::is_none")]
     timed: Option<String>,
@@ -297,7 +297,7 @@ impl Told {
         let on_nvidia = [ExecutorName::CUDNN, ExecutorName::CUDA].contains(&chosen.executor);
         Told {
             executor: chosen.executor,
-            measured: request.measured().filter(|_| on_nvidia && chosen.timed.is_none()).map(|measured| measured.to_string()),
+            order: request.cudnn_first().filter(|_| on_nvidia && chosen.timed.is_none()).map(ToString::to_string),
             timed: chosen.timed.as_ref().map(ToString::to_string),
             declined: chosen.declined.iter().map(Declined::new).collect(),
             shape: request.shape(),
@@ -331,7 +331,7 @@ impl Told {
         let mut table = Table::default();
         let s = &self.shape;
         table.row("executor", self.executor.name());
-        table.rows("cuda is", self.measured.clone());
+        table.rows("order", self.order.clone());
         table.rows("timed", self.timed.clone());
         table.rows("declined", self.declined.iter().map(|d| format!("{}: {}", d.executor, d.text)));
         table.row(
