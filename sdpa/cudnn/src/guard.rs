@@ -81,6 +81,13 @@ fn over_the_batch(job: &Job, trace: &Trace) -> usize {
     tensors.count() + usize::from(extents[0] > 1 && trace.nodes().contains(&Node::Index(Axis::Batch)))
 }
 
+/// Whether a trace reads a tensor over the batch and over queries or keys, as documents are.
+fn reads_rows_of_entries(job: &Job, trace: &Trace) -> bool {
+    let by_entry = |axes: Axes| axes.has(Axis::Batch) && (axes.has(Axis::Q) || axes.has(Axis::K));
+    let tensors = |param: &Declared| matches!(param.kind, ParamKind::Tensor { axes, .. } if by_entry(axes));
+    job.problem().batch() > 1 && trace.params().iter().any(tensors)
+}
+
 /// Keys beyond which engines divide those of one query among blocks.
 const KEYS_IN_ONE_PART: i64 = 256;
 
@@ -117,7 +124,8 @@ const DECLINED: [Declined; 27] = [
     (Quirk::VectorsOfMasksAndScoreMods, |j| {
         let of_score_mods = j.problem().score_mod().map_or(0, |trace| over_the_batch(j, trace));
         let of_masks = j.problem().kept().rest.as_ref().map_or(0, |trace| over_the_batch(j, trace))
-            + usize::from(lower::has_lengths_of_one_side(j.problem()));
+            + usize::from(lower::has_lengths_of_one_side(j.problem()))
+            + usize::from(j.problem().kept().rest.as_ref().is_some_and(|trace| reads_rows_of_entries(j, trace)));
         is_backward(j) && (of_score_mods > 1 || of_score_mods > 0 && of_masks > 0)
     }),
     (Quirk::StatsOfPackedDecode, |j| {
@@ -419,6 +427,14 @@ mod tests {
         let by_head = "tensor t[head]: f32; score * t";
         assert!(refused(&in_pages(1, by_head), 19, 0, 90) && refused(&in_pages(1, by_head), 27, 0, 90));
         assert!(!refused(&in_pages(2, by_head), 27, 0, 90) && !refused(&in_pages(1, "tensor t[batch, head]: f32; score * t"), 27, 0, 90));
+        // Documents beside a score_mod that reads a tensor over the batch, or over the head alone.
+        let beside_documents = |text: &str| {
+            let shape = Shape { batch: 3, heads_q: 2, heads_kv: 2, seq_q: 5, seq_kv: 5, dim_qk: 64, dim_v: 64 };
+            let spec = AttentionSpec::dense(DType::F16, shape, Layout::Bshd).mask("document".parse().unwrap());
+            spec.score_mod(text.parse().unwrap()).backward().validate().unwrap().into()
+        };
+        assert!(refused(&beside_documents("tensor t[batch]: i32; score * f32(t % 8)"), 19, 0, 90));
+        assert!(!refused(&beside_documents("tensor t[head]: i32; score * f32(t % 8)"), 19, 0, 90));
         assert!(!reasons(&decode, v(27, 0), 90, true).is_empty() && reasons(&plain, v(27, 0), 90, true).is_empty());
     }
 
