@@ -197,7 +197,7 @@ pub(crate) fn run(name: &str, strength: &str, folder: &Path, only: Option<&str>)
         return if answer.verdict.is_bad() { Err("it is wrong".into()) } else { Ok(()) };
     }
     let about = About { executor: name.to_owned(), runs_on: on, strength: strength.name().to_owned() };
-    std::fs::create_dir_all(folder)?;
+    std::fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let path = folder.join(format!("{name}-{}.jsonl", strength.name()));
     let state = State::open(&path, &about)?;
     let open: Vec<usize> = (0..problems.len()).filter(|n| !state.has(&problems[*n])).collect();
