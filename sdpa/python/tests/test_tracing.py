@@ -9,7 +9,7 @@ import pytest
 import sdpa
 from sdpa import MaskMod, ScoreMod, SpecError, TracingError, array, scalar
 from sdpa.numpy import attention
-from sdpa.table import rounded
+from sdpa.values import rounded
 
 
 def modified(mod, score, at, extents=(2, 3, 11, 13)):

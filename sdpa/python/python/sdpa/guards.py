@@ -16,8 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .mods import Kept
-from .table import FUNCTIONS, Operators, Partial
 from .tracing import Array, Scalar
+from .values import FUNCTIONS, Operators, Unread
 
 # How many functions, and how many states of what they read, are kept.
 _MOST = 512
@@ -167,7 +167,7 @@ class _Watch(TorchFunctionMode):
         self.alone = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not any(issubclass(kind, (Operators, Partial)) for kind in types):
+        if not any(issubclass(kind, (Operators, Unread)) for kind in types):
             name = getattr(func, "__name__", "")
             of_type = name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _OF_TYPE
             self.alone = self.alone or not of_type

@@ -10,9 +10,11 @@ import sys
 from typing import Any, Callable
 
 from . import table
-from .dtypes import I32, KINDS, LIMITS, RULES, Ranges, Step, within
+from .dtypes import I32, KINDS, LIMITS, RULES, Ranges, Step, of_number, within
 from .errors import TracingError, one, source_line
-from .table import CURRENT, FUNCTIONS, Operators, called, constant, current, index
+from .gather import index
+from .table import called
+from .values import CURRENT, FUNCTIONS, Operators, constant, current
 
 AXES = ("batch", "head", "q", "k")
 
@@ -102,7 +104,7 @@ class Trace:
     def literal(self, x: Any) -> Value:
         """A number of Python's as a value."""
         known = None if x != x else (x, x)
-        return self.value(constant(x), table.of_number(x), known, "either", (known,))
+        return self.value(constant(x), of_number(x), known, "either", (known,))
 
     def let(self, text: str) -> str:
         """A name for a text, one for equal ones."""
@@ -292,7 +294,7 @@ def applied(func: Any, args: tuple, kwargs: dict) -> Any:
         raise TracingError(f"torch's `{name}` has no counterpart", f"there are {', '.join(sorted(FUNCTIONS))}")
     if name == "where" and type(func).__name__ == "method_descriptor":
         # As a method it has the condition second.
-        return table.Operators.where(*args, **kwargs)
+        return Operators.where(*args, **kwargs)
     return called(name.strip("_"), f"torch.{name}", args, kwargs)
 
 

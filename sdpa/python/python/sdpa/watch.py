@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import TracingError
-from .table import CURRENT, Operators, Partial
+from .values import CURRENT, Operators, Unread
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 _OWN_GRADIENT = (
@@ -29,7 +29,7 @@ class _Random(TorchDispatchMode):
 
 
 def _traced(values: Any) -> bool:
-    return any(isinstance(x, (Operators, Partial)) for x in values)
+    return any(isinstance(x, (Operators, Unread)) for x in values)
 
 
 def watched(fn: Callable, args: tuple) -> Any:

@@ -1,0 +1,267 @@
+"""Traced values: operators and methods, numbers as operands, and what every function of the table is made of."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, Callable
+
+from .dtypes import BITS, KINDS, LIMITS, RULES, of_number, promoted, with_number, within
+from .errors import TracingError
+
+# Every function by its name: `table` fills it.
+FUNCTIONS: dict[str, Callable] = {}
+# The ufuncs that NumPy's own numbers call for operators: `table` fills it too.
+UFUNCS: dict[str, str] = {}
+
+_I32 = range(-(2**31), 2**31)
+
+
+def rounded(x: float) -> float:
+    """The nearest f32, ties to even. A text of decimals that is read as f32 would be rounded from other decimals."""
+    if x == 0.0 or x != x or x in (math.inf, -math.inf):
+        return x
+    step = max(math.frexp(x)[1] - 24, -149)
+    return math.ldexp(float(round(math.ldexp(x, -step))), step)
+
+
+def constant(x: bool | int | float) -> str:
+    """A number or a truth value of Python's as text."""
+    if isinstance(x, bool):
+        return "true" if x else "false"
+    if isinstance(x, int):
+        if x not in _I32:
+            raise TracingError(f"the whole number {x} is past an i32", "write it as a float")
+        return str(x) if x >= 0 else f"(0 - {-x})" if x > -(2**31) else f"(0 - {2**31 - 1} - 1)"
+    near = rounded(float(x))
+    if abs(near) > _GREATEST and not math.isinf(near):
+        raise TracingError(f"the number {x!r} is past an f32", "use float('inf') or torch.finfo(torch.float32).max")
+    # As a key, a number is a constant to a compiler that follows, and no input of its graph.
+    text = repr(list({near: None})[0])  # noqa: RUF015
+    if text == "nan":
+        return text
+    return f"(-{text[1:]})" if text.startswith("-") else text
+
+
+_GREATEST = (2.0 - 2.0**-23) * 2.0**127
+
+def _refuse(what: str, instead: str) -> Callable:
+    def refused(self, *args, **kwargs):
+        raise TracingError(what, instead)
+
+    return refused
+
+
+_VALUE = "it is read from the traced value, which has none while a function is traced"
+_IF = "use torch.where(condition, x, y) for a choice, and & | ~ for `and`, `or`, `not` and chained comparisons"
+
+
+class _NoAttribute(TracingError, AttributeError):
+    """A traced value lacks an attribute: `hasattr` is false, and everything else is a `TracingError`."""
+
+
+class Operators:
+    """Everything that can be done with a traced value by Python's operators and by methods."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def lifted(self):
+        raise NotImplementedError
+
+    def __getattr__(self, name):
+        # Protocols of other libraries are looked for by names like these.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _NoAttribute(f"`.{name}` of a traced value has no counterpart", f"there are {', '.join(sorted(FUNCTIONS))}")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        made = FUNCTIONS.get(UFUNCS.get(ufunc.__name__, "")) if method == "__call__" and not kwargs else None
+        if made is None:
+            name = ufunc.__name__
+            raise TracingError(f"NumPy's `{name}` is applied to a traced value", f"use torch.{name}, or the method: `x.{name}()`")
+        return made(*inputs)
+
+    __bool__ = _refuse("a traced value is taken for true or false", _IF)
+    __int__ = __index__ = _refuse("a traced value is taken for a number or an index", f"{_VALUE}; index tensors by q_idx, kv_idx, b and h as they are, and NumPy arrays through sdpa.array(...)")
+    __float__ = __complex__ = _refuse("a traced value is taken for a number", _VALUE)
+    # No `__len__`: PyTorch asks every index for its own, and goes on where there is none.
+    __iter__ = _refuse("a traced value is taken for a sequence", "it is one number")
+    __getitem__ = _refuse("a traced value is indexed", "it is one number")
+    __matmul__ = __rmatmul__ = _refuse("`@` of a traced value", "it is one number: multiply by `*`")
+    __round__ = _refuse("a traced value is rounded to the nearest", "use torch.floor(x + 0.5)")
+    __divmod__ = __rdivmod__ = _refuse("`divmod` of a traced value", "use // and %")
+    __array__ = _refuse("a traced value is taken for an index or an array of NumPy's", f"{_VALUE}; make NumPy arrays readable by sdpa.array(...)")
+    item = tolist = numpy = cpu = cuda = _refuse("`.item()` or its like on a traced value", f"{_VALUE}; take numbers out of tensors before, or read tensors by index")
+    detach = backward = requires_grad_ = _refuse("autograd on a traced value", "captured tensors have their gradients by themselves")
+
+    @property
+    def shape(self):
+        return ()
+
+    @property
+    def ndim(self):
+        return 0
+
+    @property
+    def requires_grad(self):
+        return False
+
+    @property
+    def dtype(self):
+        import torch
+
+        return getattr(torch, self.lifted().element)
+
+    @property
+    def device(self):
+        import torch
+
+        return torch.device("cpu")
+
+class Unread:
+    """A tensor that is not read whole: it is no operand."""
+
+    def whole(self, *_args, **_kwargs):
+        """Says what is missing."""
+        raise NotImplementedError
+
+
+def value(x: Any, trace):
+    """A value of the trace, or a number as it is."""
+    if type(x) in NUMBERS:
+        if type(x) is int and abs(x) >= 2**128:
+            raise TracingError(f"a whole number of {x.bit_length()} bits is past an f32", "use float('inf')")
+        return x
+    if isinstance(x, Operators):
+        return x.lifted()
+    if isinstance(x, (bool, int, float)):
+        return next(kind(x) for kind in (bool, int, float) if isinstance(x, kind))
+    if isinstance(x, Unread):
+        x.whole()
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        if x.shape == () and type(x).__module__ == "numpy":
+            return value(x.item(), trace)
+        if math.prod(x.shape) == 1:
+            return trace.tensor(x, tuple(0 for _ in x.shape), [])
+        raise TracingError(f"a tensor of shape {tuple(x.shape)} is used as one number", "index it: by b, h, q_idx, kv_idx")
+    raise TracingError(f"{type(x).__name__} is used as a number", "numbers, traced values and indexed tensors can be")
+
+
+NUMBERS = frozenset((bool, int, float))
+# The types that an i32 holds more than.
+NARROW = ("uint8", "int8", "int16")
+CURRENT = threading.local()
+
+
+def current(what: str):
+    """The trace that is being made."""
+    trace = getattr(CURRENT, "trace", None)
+    if trace is None:
+        raise TracingError(f"{what} is used where nothing is traced", "use it in a score_mod or mask_mod")
+    return trace
+
+
+def running():
+    return current("a traced value")
+
+
+def unary(x: Any, out: Any = None):
+    """The trace, and an operand as a value of it."""
+    if out is not None:
+        raise TracingError("`out=` is given", "use the result")
+    trace = running()
+    x = value(x, trace)
+    return trace, trace.literal(x) if type(x) in NUMBERS else x
+
+
+def binary(x: Any, y: Any, out: Any = None):
+    """The trace, and two operands: one of them at least is a value of it, the other may be a number."""
+    trace, first = unary(x, out)
+    y = value(y, trace)
+    return trace, first if type(y) in NUMBERS else value(x, trace), y
+
+
+def element_of(x) -> str:
+    return of_number(x) if type(x) in NUMBERS else x.element
+
+
+def kind_of(x) -> str:
+    return KINDS[element_of(x)]
+
+
+def range_of(x):
+    if type(x) in NUMBERS:
+        return (x, x) if x == x else None
+    return x.range
+
+
+def nonnegative(x) -> bool:
+    known = range_of(x)
+    return known is not None and known[0] >= 0
+
+
+def may_be_nan(x) -> bool:
+    return range_of(x) is None
+
+
+def differentiable(*of) -> bool:
+    """True where a gradient may flow to one of these."""
+    return any([x.smooth for x in of if type(x) not in NUMBERS])
+
+
+def common(x, y) -> str:
+    """The type of an operation on both, as PyTorch promotes them. Numbers of Python's have to fit it."""
+    if type(x) in NUMBERS or type(y) in NUMBERS:
+        of, number = (y, x) if type(x) in NUMBERS else (x, y)
+        element = of_number(number) if type(of) in NUMBERS else with_number(of.element, number)
+        if element in NARROW and not within((number, number), element):
+            raise TracingError(f"the number {number} does not fit {element}", "convert the tensor to int32 or int64 before, or compute with floats")
+        return element
+    return promoted(x.element, y.element)
+
+
+def as_type(x, element: str, trace):
+    """A value as another type that holds all of it: what promotion does."""
+    kind = KINDS[element]
+    if type(x) in NUMBERS:
+        return bool(x) if kind == "bool" else int(x) if kind == "i32" else float(x)
+    have = x.kind
+    if have == kind:
+        return x if x.element == element else trace.same(x, element)
+    if have == "bool":
+        return trace.make(f"select({x.text}, 1, 0)" if kind == "i32" else f"select({x.text}, 1.0, 0.0)", element, "either", x)
+    if kind == "bool":
+        return trace.make(f"{x.text} != {constant(0 if have == 'i32' else 0.0)}", "bool", "either", False, True)
+    if kind == "i32":
+        return trace.make(f"i32({x.text})", element, "long" if element == "int64" else "integer", x)
+    return trace.make(f"f32({x.text})", element, "either", x)
+
+
+def as_text(x, element: str, trace) -> str:
+    """The text of a value as another type that holds all of it."""
+    made = as_type(x, element, trace)
+    return constant(made) if type(made) in NUMBERS else made.text
+
+
+def wrapped(x, element: str, trace):
+    """An integer in the bits of a narrower type."""
+    if within(x.range, element):
+        return trace.same(x, element)
+    size = 2 ** BITS[element]
+    shift = 0 if LIMITS[element][0] == 0 else size // 2
+    low = f"({x.text} + {shift})" if shift else x.text
+    rest = f"{low} % {size}" if nonnegative(x) and x.range[1] + shift <= LIMITS["int32"][1] else f"({low} % {size} + {size}) % {size}"
+    return trace.make(f"{rest} - {shift}" if shift else rest, element, "wrapped", x)
+
+
+def computed(text: str, element: str, rule: str, trace, *operands):
+    """A number of a type, which wraps in it where it is narrow."""
+    if element in NARROW and not within(RULES[rule](*[range_of(x) for x in operands]), element):
+        return wrapped(trace.make(text, "int32", rule, *operands), element, trace)
+    return trace.make(text, element, rule, *operands)
+
+
+def no_truth(what: str, *of) -> None:
+    if all([element_of(x) == "bool" for x in of]):
+        raise TracingError(f"truth values are joined by `{what}`" if len(of) > 1 else f"`{what}` of a truth value", "use & | ~, or convert one with `.float()` or `.int()`")
